@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# setup_venv.sh base|cuda - makes or completes .venv in the repository's root. Run through `make venv` or `make cuda`.
+#   base: torch (unless the Python named by PYTHON has it), the pinned tools, and deep_ep importable from python/
+#   cuda: nvcc and the libraries it needs, from PyPI's wheels
+# Running it again is safe: pip leaves alone what is already as wanted.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+borrowed=.venv/.torch-of-outer-python # there: torch is the one of PYTHON
+
+install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input "$@"; }
+
+# add_path FOLDER NAME: makes FOLDER importable in .venv, after its own packages.
+add_path() { echo "$1" >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$2.pth"; }
+
+create() {
+	local outer
+	if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
+		echo "venv: making .venv; torch and the test tools come from PyPI (once, some minutes, about 5 GB)"
+		"$PYTHON" -m venv .venv
+		return
+	fi
+	echo "venv: making .venv on top of the torch of $PYTHON"
+	outer=$("$PYTHON" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))')
+	"$PYTHON" -m venv --system-site-packages .venv
+	# Where PYTHON is itself a virtual environment, "system" means the Python below it: name the folder as well.
+	.venv/bin/python -c 'import torch' 2>/dev/null || add_path "$outer" outer_python
+	touch "$borrowed"
+}
+
+base() {
+	[ -x .venv/bin/python ] || create
+	if [ -e "$borrowed" ]; then
+		install -r tools/requirements.txt
+	else
+		install -r tools/requirements.txt -r tools/requirements-torch.txt
+	fi
+	add_path "$PWD/python" deepep_source_tree
+}
+
+cuda() {
+	echo "cuda: getting nvcc from PyPI into .venv (once)"
+	install -r tools/requirements-cuda.txt
+}
+
+case ${1:-} in
+base | cuda) "$1" ;;
+*) echo "usage: tools/setup_venv.sh base|cuda" >&2; exit 2 ;;
+esac
