@@ -1,0 +1,80 @@
+"""Fixtures: the device under test and the pools of rank processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+for _path in (HERE, os.path.dirname(HERE)):
+    if _path not in sys.path:
+        sys.path.insert(0, _path)
+# The fork server and every process that a test starts must find the package and the tests.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [os.path.dirname(HERE), HERE] + [p for p in [os.environ.get("PYTHONPATH", "")] if p]
+)
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_name] = "1"
+
+from pool import RankPool  # noqa: E402 - needs the paths above
+
+LARGEST_POOL = 8
+
+
+def test_device() -> str:
+    """``cpu`` or ``cuda``, from DEEPEP_TEST_DEVICE."""
+    return os.environ.get("DEEPEP_TEST_DEVICE", "cpu")
+
+
+test_device.__test__ = False  # type: ignore[attr-defined]
+
+
+def full() -> bool:
+    """True where the long versions of the tests are asked for."""
+    return os.environ.get("DEEPEP_TEST_FULL", "") not in ("", "0")
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """The device under test; skips where it is missing."""
+    name = test_device()
+    if name not in ("cpu", "cuda"):
+        raise pytest.UsageError(f"DEEPEP_TEST_DEVICE is {name!r}; allowed: cpu, cuda")
+    if name == "cuda":
+        import torch
+
+        if torch.cuda.device_count() == 0:
+            pytest.skip("needs at least one CUDA GPU that torch can see (torch.cuda.device_count() is 0)")
+    return name
+
+
+@pytest.fixture(scope="session")
+def _shared_pool(device: str) -> Iterator[RankPool]:
+    pool = RankPool(LARGEST_POOL, device)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture
+def pool(_shared_pool: RankPool) -> RankPool:
+    """Eight ranks that all tests share; a test uses the first R of them and leaves them usable."""
+    _shared_pool.start()
+    return _shared_pool
+
+
+@pytest.fixture
+def fresh_pool(device: str) -> Iterator[Callable[[int], RankPool]]:
+    """``fresh_pool(n)``: a pool of its own for a test that kills ranks or spoils them."""
+    pools: list[RankPool] = []
+
+    def make(size: int) -> RankPool:
+        pools.append(RankPool(size, device))
+        pools[-1].start()
+        return pools[-1]
+
+    yield make
+    for each in pools:
+        each.stop()

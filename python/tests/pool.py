@@ -1,0 +1,182 @@
+"""Rank processes that live longer than one test.
+
+A fork server imports torch once; every rank is a fork of it, so that a pool of eight starts in a fraction of the
+time that eight imports of torch take. A test sends ``module:name`` and arguments to the first R ranks and gets a
+value, an exception or "died" back from each. A rank that misses the deadline has its tracebacks written to the
+report, the pool is killed, and the next test gets a new one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pool_worker
+
+GRACE = 15.0  # seconds the other ranks get after the first one has failed
+
+
+@dataclass
+class Outcome:
+    """What became of one rank: a value, an error (its type's name, its text and traceback), or its death."""
+
+    rank: int
+    value: Any = None
+    error: str = ""
+    error_type: str = ""
+    error_kinds: tuple[str, ...] = ()  # names of the exception's classes, most special first
+    traceback: str = ""
+    died: bool = False
+    notes: list[Any] = field(default_factory=list)  # (time, value) pairs from ctx.tell
+    ended: float = 0.0  # time.monotonic() of the end
+
+
+class RanksFailed(AssertionError):
+    """At least one rank raised; the text has every rank's traceback."""
+
+
+class RanksLate(AssertionError):
+    """At least one rank did not answer in time; the text has every rank's stacks."""
+
+
+class RankPool:
+    """``size`` processes with one gloo group and lazily made groups of the first R of them."""
+
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        self.size = size
+        self.device = device
+        self.alive = False
+        self._folder = ""
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def start(self) -> None:
+        """Starts the ranks unless they run."""
+        if self.alive:
+            return
+        self._folder = tempfile.mkdtemp(prefix="deepep-pool-")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(pool_worker.PRELOAD)
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=pool_worker.main,
+                args=(rank, self.size, self.device, self._folder, there),
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._connections.append(here)
+        self.alive = True
+        for outcome in self._collect(list(range(self.size)), 120.0):
+            assert not outcome.error and not outcome.died, f"rank {outcome.rank} did not start: {self.logs()}"
+
+    def stop(self) -> None:
+        """Kills the ranks and removes what they left; no rank is asked."""
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join(10)
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self.alive = False
+
+    def pid(self, rank: int) -> int:
+        return int(self._processes[rank].pid)
+
+    def run(self, ranks: int, function: Callable[..., Any] | str, *args: Any, deadline: float = 60.0) -> list[Any]:
+        """Calls ``function(ctx, *args)`` on ranks 0..ranks-1 and returns their values; raises what went wrong."""
+        outcomes = self.outcomes(ranks, function, *args, deadline=deadline)
+        bad = [outcome for outcome in outcomes if outcome.error or outcome.died]
+        if bad:
+            texts = [f"rank {o.rank}: {o.traceback or 'died'}" for o in bad]
+            raise RanksFailed("\n".join(texts) + self.logs())
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self,
+        ranks: int,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        deadline: float = 60.0,
+        meanwhile: Callable[[RankPool], None] | None = None,
+    ) -> list[Outcome]:
+        """Like ``run``, but an exception or the death of a rank is a result. ``meanwhile`` runs in the caller."""
+        self.start()
+        name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+        for rank in range(ranks):
+            self._connections[rank].send((name, ranks, args))
+        if meanwhile is not None:
+            meanwhile(self)
+        outcomes = self._collect(list(range(ranks)), deadline)
+        if any(outcome.died for outcome in outcomes):
+            self.stop()
+        return outcomes
+
+    def _collect(self, ranks: list[int], deadline: float) -> list[Outcome]:
+        waiting = {self._connections[rank]: Outcome(rank) for rank in ranks}
+        outcomes = list(waiting.values())
+        end = time.monotonic() + deadline
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                self._give_up([outcome.rank for outcome in waiting.values()], outcomes, deadline)
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                if self._receive(connection, waiting[connection]):
+                    outcome = waiting.pop(connection)
+                    outcome.ended = time.monotonic()
+                    if outcome.error:
+                        end = min(end, time.monotonic() + GRACE)
+        return outcomes
+
+    @staticmethod
+    def _receive(connection: Connection, outcome: Outcome) -> bool:
+        """Takes one message; True when the rank is through."""
+        try:
+            kind, body = connection.recv()
+        except (EOFError, ConnectionResetError):
+            outcome.died = True
+            return True
+        if kind == "note":
+            outcome.notes.append(body)
+            return False
+        if kind == "value":
+            outcome.value = body
+        else:
+            outcome.error_type, outcome.error_kinds, outcome.error, outcome.traceback = body
+        return True
+
+    def _give_up(self, late: list[int], outcomes: list[Outcome], deadline: float) -> None:
+        """Collects the stacks of the late ranks, kills the pool and raises."""
+        for rank in late:
+            os.kill(self.pid(rank), signal.SIGUSR1)
+        time.sleep(1.0)
+        texts = [f"rank {o.rank} raised: {o.traceback}" for o in outcomes if o.error]
+        report = f"ranks {late} did not answer within {deadline} s\n" + "\n".join(texts) + self.logs()
+        self.stop()
+        raise RanksLate(report)
+
+    def logs(self) -> str:
+        """What the ranks wrote to stdout and stderr."""
+        texts = []
+        for rank in range(self.size):
+            path = pool_worker.log_path(self._folder, rank)
+            if os.path.exists(path):
+                with open(path, encoding="utf-8", errors="replace") as file:
+                    text = file.read()[-8000:]
+                if text.strip():
+                    texts.append(f"\n--- output of rank {rank}\n{text}")
+        return "".join(texts)

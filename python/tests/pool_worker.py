@@ -1,0 +1,112 @@
+"""The body of one rank process: receives (function, size, arguments), answers with a value or an exception."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PRELOAD = ["pool_worker", "pytest", "numpy", "reference"]
+PR_SET_PDEATHSIG = 1
+
+
+def log_path(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"rank{rank}.log")
+
+
+class Context:
+    """What a rank function gets: who it is, its group, its device."""
+
+    def __init__(self, rank: int, size: int, device: str, connection: Connection) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = torch.device(device)
+        self.engine = "cuda" if self.device.type == "cuda" else "cpu"
+        self.group: Any = None
+        self._connection = connection
+        # All at the start, because torch names groups by counting them: every rank must make the same ones.
+        self._groups = {n: dist.new_group(list(range(n)), backend="gloo") for n in range(1, size + 1)}
+
+    def enter(self, size: int) -> None:
+        """Makes ``group`` the group of the first ``size`` ranks."""
+        self.size, self.group = size, self._groups[size]
+
+    def tell(self, value: Any) -> None:
+        """Sends (now, value) to the test at once; it arrives even if this rank dies right after."""
+        self._connection.send(("note", (time.monotonic(), value)))
+
+    def barrier(self) -> None:
+        """Waits for all ranks of the group, through gloo and not through the library under test."""
+        dist.barrier(group=self.group)
+
+    def put(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """The tensor on this rank's device, with the same strides."""
+        if tensor is None or self.device.type == "cpu":
+            return tensor
+        there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+        return there.copy_(tensor)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def _prepare(rank: int, device: str, folder: str) -> str:
+    """Sets the process up; returns its device."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    log = os.open(log_path(folder, rank), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    faulthandler.enable(file=2, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    if device == "cuda":
+        index = rank % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        return f"cuda:{index}"
+    return device
+
+
+def _describe(error: BaseException) -> tuple[str, tuple[str, ...], str, str]:
+    kinds = tuple(kind.__name__ for kind in type(error).__mro__)
+    return type(error).__name__, kinds, str(error) or type(error).__name__, traceback.format_exc()
+
+
+def _call(context: Context, name: str, size: int, args: tuple[Any, ...]) -> Any:
+    context.enter(size)
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)(context, *args)
+
+
+def main(rank: int, size: int, device: str, folder: str, connection: Connection) -> None:
+    """Joins the pool's group, then serves calls until the pool hangs up."""
+    sys.path[:0] = [path for path in (os.path.dirname(__file__),) if path not in sys.path]
+    own_device = _prepare(rank, device, folder)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    context = Context(rank, size, own_device, connection)
+    connection.send(("value", None))
+    while True:
+        try:
+            name, ranks, args = connection.recv()
+        except (EOFError, ConnectionResetError):
+            os._exit(0)
+        try:
+            answer = ("value", _call(context, name, ranks, args))
+        except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt is a result too
+            answer = ("error", _describe(error))
+        connection.send(answer)
