@@ -1,0 +1,400 @@
+"""Mirror of deepep.h for ctypes: structs and prototypes, nothing else. Checked against the header by the tests."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+VP = ctypes.c_void_p
+I32 = ctypes.c_int32
+I64 = ctypes.c_int64
+U32 = ctypes.c_uint32
+U64 = ctypes.c_uint64
+
+ALLGATHER = ctypes.CFUNCTYPE(I32, VP, VP, ctypes.c_size_t, VP)
+LOG = ctypes.CFUNCTYPE(None, I32, ctypes.c_char_p, VP)
+
+
+class EngineInfo(ctypes.Structure):
+    # deepep_engine_info
+    _fields_ = [
+        ("struct_size", U32),
+        ("available", I32),
+        ("num_devices", I32),
+        ("sm90_compiled", I32),
+        ("name", ctypes.c_char * 16),
+        ("path", ctypes.c_char * 256),
+        ("build", ctypes.c_char * 64),
+        ("reason", ctypes.c_char * 512),
+    ]
+
+
+class GroupOptions(ctypes.Structure):
+    # deepep_group_options
+    _fields_ = [
+        ("struct_size", U32),
+        ("bootstrap", I32),
+        ("rank", I32),
+        ("size", I32),
+        ("allgather", ALLGATHER),
+        ("user", VP),
+        ("address", ctypes.c_char_p),
+        ("directory", ctypes.c_char_p),
+        ("name", ctypes.c_char_p),
+        ("num_nvl_peers", I32),
+        ("background", I32),
+        ("timeout_ms", I64),
+    ]
+
+
+class BufferOptions(ctypes.Structure):
+    # deepep_buffer_options
+    _fields_ = [
+        ("struct_size", U32),
+        ("device", I32),
+        ("engine", ctypes.c_char_p),
+        ("num_nvl_bytes", U64),
+        ("num_rdma_bytes", U64),
+        ("low_latency_mode", I32),
+        ("num_qps_per_rank", I32),
+        ("allow_nvlink_for_low_latency_mode", I32),
+        ("allow_mnnvl", I32),
+        ("use_fabric", I32),
+        ("enable_shrink", I32),
+        ("preinitialize", I32),
+        ("background", I32),
+        ("timeout_ms", I64),
+        ("first_timeout_ms", I64),
+    ]
+
+
+class BufferInfo(ctypes.Structure):
+    # deepep_buffer_info
+    _fields_ = [
+        ("struct_size", U32),
+        ("rank", I32),
+        ("size", I32),
+        ("num_nvl_peers", I32),
+        ("rdma_rank", I32),
+        ("num_rdma_ranks", I32),
+        ("nvl_rank", I32),
+        ("device", I32),
+        ("num_device_sms", I32),
+        ("host_stream", I32),
+        ("peer_rows", I32),
+        ("ready", I32),
+        ("num_nvl_bytes", U64),
+        ("num_rdma_bytes", U64),
+        ("total_bytes", U64),
+        ("engine", ctypes.c_char * 16),
+        ("device_name", ctypes.c_char * 64),
+        ("comm_stream", VP),
+    ]
+
+
+class WarmupOptions(ctypes.Structure):
+    # deepep_warmup_options
+    _fields_ = [
+        ("struct_size", U32),
+        ("num_tokens", I32),
+        ("hidden", I32),
+        ("num_topk", I32),
+        ("num_experts", I32),
+        ("ll_num_max_tokens", I32),
+        ("ll_hidden", I32),
+        ("ll_num_topk", I32),
+        ("ll_num_experts", I32),
+        ("use_fp8", I32),
+    ]
+
+
+class Config(ctypes.Structure):
+    # deepep_config
+    _fields_ = [
+        ("num_sms", I32),
+        ("nvl_send_chunk", I32),
+        ("nvl_recv_chunk", I32),
+        ("rdma_send_chunk", I32),
+        ("rdma_recv_chunk", I32),
+    ]
+
+
+class Call(ctypes.Structure):
+    # deepep_call
+    _fields_ = [
+        ("struct_size", U32),
+        ("async", I32),
+        ("stream", VP),
+        ("previous_event", VP),
+        ("event", VP),
+        ("config", VP),
+    ]
+
+
+class Layout(ctypes.Structure):
+    # deepep_layout
+    _fields_ = [
+        ("struct_size", U32),
+        ("num_tokens", I32),
+        ("num_topk", I32),
+        ("num_experts", I32),
+        ("index_type", I32),
+        ("topk_idx", VP),
+        ("num_tokens_per_rank", VP),
+        ("num_tokens_per_rdma_rank", VP),
+        ("num_tokens_per_expert", VP),
+        ("is_token_in_rank", VP),
+    ]
+
+
+class Handle(ctypes.Structure):
+    # deepep_handle
+    _fields_ = [
+        ("struct_size", U32),
+        ("magic", U32),
+        ("version", U32),
+        ("num_ranks", I32),
+        ("num_tokens", I32),
+        ("num_recv_tokens", I32),
+        ("rank_prefix_matrix", VP),
+        ("send_head", VP),
+        ("recv_src_idx", VP),
+    ]
+
+
+class Notify(ctypes.Structure):
+    # deepep_notify
+    _fields_ = [
+        ("struct_size", U32),
+        ("num_tokens", I32),
+        ("num_topk", I32),
+        ("num_experts", I32),
+        ("expert_alignment", I32),
+        ("num_worst_tokens", I32),
+        ("x_type", I32),
+        ("num_scales", I32),
+        ("hidden", I64),
+        ("num_tokens_per_rank", VP),
+        ("num_tokens_per_expert", VP),
+        ("is_token_in_rank", VP),
+        ("handle", VP),
+    ]
+
+
+class DispatchArgs(ctypes.Structure):
+    # deepep_dispatch_args
+    _fields_ = [
+        ("struct_size", U32),
+        ("cached", I32),
+        ("token", U64),
+        ("x_type", I32),
+        ("num_scales", I32),
+        ("hidden", I64),
+        ("num_tokens", I32),
+        ("num_topk", I32),
+        ("num_experts", I32),
+        ("index_type", I32),
+        ("num_worst_tokens", I32),
+        ("recv_segment", I32),
+        ("recv_segment_offset", U64),
+        ("x", VP),
+        ("x_scales", VP),
+        ("scale_token_stride", I64),
+        ("scale_stride", I64),
+        ("topk_idx", VP),
+        ("topk_weights", VP),
+        ("handle", VP),
+        ("recv_x", VP),
+        ("recv_x_scales", VP),
+        ("recv_topk_idx", VP),
+        ("recv_topk_weights", VP),
+    ]
+
+
+class CombineArgs(ctypes.Structure):
+    # deepep_combine_args
+    _fields_ = [
+        ("struct_size", U32),
+        ("num_topk", I32),
+        ("hidden", I64),
+        ("x_segment", I32),
+        ("reserved0", I32),
+        ("x_segment_offset", U64),
+        ("x", VP),
+        ("topk_weights", VP),
+        ("bias", VP * 2),
+        ("handle", VP),
+        ("combined_x", VP),
+        ("combined_topk_weights", VP),
+    ]
+
+
+class LlDispatchArgs(ctypes.Structure):
+    # deepep_ll_dispatch_args
+    _fields_ = [
+        ("struct_size", U32),
+        ("phases", I32),
+        ("ticket", U32),
+        ("flags", I32),
+        ("num_tokens", I32),
+        ("num_max_tokens", I32),
+        ("hidden", I32),
+        ("num_topk", I32),
+        ("num_experts", I32),
+        ("index_type", I32),
+        ("use_fp8", I32),
+        ("reserved0", I32),
+        ("x", VP),
+        ("topk_idx", VP),
+        ("topk_weights", VP),
+        ("recv_x", VP),
+        ("recv_x_scales", VP),
+        ("recv_count", VP),
+        ("src_info", VP),
+        ("layout_range", VP),
+        ("cumulative_recv_stats", VP),
+        ("wait_recv_cost_stats", VP),
+    ]
+
+
+class LlCombineArgs(ctypes.Structure):
+    # deepep_ll_combine_args
+    _fields_ = [
+        ("struct_size", U32),
+        ("phases", I32),
+        ("ticket", U32),
+        ("flags", I32),
+        ("num_tokens", I32),
+        ("num_max_tokens", I32),
+        ("hidden", I32),
+        ("num_topk", I32),
+        ("num_experts", I32),
+        ("index_type", I32),
+        ("x", VP),
+        ("topk_idx", VP),
+        ("topk_weights", VP),
+        ("src_info", VP),
+        ("layout_range", VP),
+        ("combined_x", VP),
+        ("wait_recv_cost_stats", VP),
+    ]
+
+
+class OpStats(ctypes.Structure):
+    # deepep_op_stats
+    _fields_ = [
+        ("struct_size", U32),
+        ("op", I32),
+        ("calls", U64),
+        ("errors", U64),
+        ("bytes", U64),
+        ("wait_ns", U64),
+        ("total_ns", U64),
+        ("mean_us", ctypes.c_double),
+        ("p50_us", ctypes.c_double),
+        ("p99_us", ctypes.c_double),
+        ("p999_us", ctypes.c_double),
+        ("max_us", ctypes.c_double),
+    ]
+
+
+def sized(cls: type[Any], **values: Any) -> Any:
+    """A struct of type `cls` with struct_size and the given fields set; the others are 0."""
+    struct = cls()
+    struct.struct_size = ctypes.sizeof(cls)
+    for name, value in values.items():
+        setattr(struct, name, value)
+    return struct
+
+
+# name: (result, arguments), each with its C prototype
+PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    # int32_t deepep_version(void)
+    "deepep_version": (I32, []),
+    # const char *deepep_status_name(deepep_status_t status)
+    "deepep_status_name": (ctypes.c_char_p, [I32]),
+    # const char *deepep_status_text(deepep_status_t status)
+    "deepep_status_text": (ctypes.c_char_p, [I32]),
+    # const char *deepep_last_error(void)
+    "deepep_last_error": (ctypes.c_char_p, []),
+    # deepep_status_t deepep_set_log_callback(deepep_log_fn fn, void *user)
+    "deepep_set_log_callback": (I32, [LOG, VP]),
+    # deepep_status_t deepep_engine_query(const char *name, deepep_engine_info *info)
+    "deepep_engine_query": (I32, [ctypes.c_char_p, VP]),
+    # deepep_status_t deepep_group_create(const deepep_group_options *options, deepep_group_t *group)
+    "deepep_group_create": (I32, [VP, VP]),
+    # deepep_status_t deepep_group_destroy(deepep_group_t group)
+    "deepep_group_destroy": (I32, [VP]),
+    # deepep_status_t deepep_buffer_create(deepep_group_t group, const deepep_buffer_options *options, deepep_buffer_t *buffer)
+    "deepep_buffer_create": (I32, [VP, VP, VP]),
+    # deepep_status_t deepep_buffer_destroy(deepep_buffer_t buffer)
+    "deepep_buffer_destroy": (I32, [VP]),
+    # deepep_status_t deepep_buffer_info_get(deepep_buffer_t buffer, deepep_buffer_info *info)
+    "deepep_buffer_info_get": (I32, [VP, VP]),
+    # deepep_status_t deepep_buffer_wait_ready(deepep_buffer_t buffer, int64_t slice_ms)
+    "deepep_buffer_wait_ready": (I32, [VP, I64]),
+    # deepep_status_t deepep_buffer_check(deepep_buffer_t buffer)
+    "deepep_buffer_check": (I32, [VP]),
+    # deepep_status_t deepep_buffer_region(deepep_buffer_t buffer, int32_t rdma, void **address, uint64_t *bytes)
+    "deepep_buffer_region": (I32, [VP, I32, VP, VP]),
+    # deepep_status_t deepep_buffer_warmup(deepep_buffer_t buffer, const deepep_warmup_options *options)
+    "deepep_buffer_warmup": (I32, [VP, VP]),
+    # deepep_status_t deepep_event_create(deepep_buffer_t buffer, deepep_event_t *event)
+    "deepep_event_create": (I32, [VP, VP]),
+    # deepep_status_t deepep_event_destroy(deepep_event_t event)
+    "deepep_event_destroy": (I32, [VP]),
+    # deepep_status_t deepep_event_record(deepep_event_t event, void *stream)
+    "deepep_event_record": (I32, [VP, VP]),
+    # deepep_status_t deepep_event_stream_wait(deepep_event_t event, void *stream)
+    "deepep_event_stream_wait": (I32, [VP, VP]),
+    # deepep_status_t deepep_event_wait(deepep_event_t event, int64_t slice_ms)
+    "deepep_event_wait": (I32, [VP, I64]),
+    # deepep_status_t deepep_config_check(deepep_config *config)
+    "deepep_config_check": (I32, [VP]),
+    # deepep_status_t deepep_config_default(int32_t kind, int32_t num_ranks, deepep_config *config)
+    "deepep_config_default": (I32, [I32, I32, VP]),
+    # deepep_status_t deepep_config_size_hint(const deepep_config *config, int64_t hidden_bytes, int32_t num_ranks, int32_t rdma, uint64_t *bytes)
+    "deepep_config_size_hint": (I32, [VP, I64, I32, I32, VP]),
+    # deepep_status_t deepep_low_latency_size_hint(int32_t num_max_tokens, int32_t hidden, int32_t num_ranks, int32_t num_experts, uint64_t *bytes)
+    "deepep_low_latency_size_hint": (I32, [I32, I32, I32, I32, VP]),
+    # deepep_status_t deepep_get_layout(deepep_buffer_t buffer, const deepep_layout *layout, const deepep_call *call)
+    "deepep_get_layout": (I32, [VP, VP, VP]),
+    # deepep_status_t deepep_notify_counts(deepep_buffer_t buffer, const deepep_notify *notify, const deepep_call *call, uint64_t *token)
+    "deepep_notify_counts": (I32, [VP, VP, VP, VP]),
+    # deepep_status_t deepep_wait_counts(deepep_buffer_t buffer, uint64_t token, int64_t slice_ms, int32_t *num_recv_tokens, int32_t *per_expert)
+    "deepep_wait_counts": (I32, [VP, U64, I64, VP, VP]),
+    # deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_dispatch_args *args, const deepep_call *call)
+    "deepep_dispatch": (I32, [VP, VP, VP]),
+    # deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args, const deepep_call *call)
+    "deepep_combine": (I32, [VP, VP, VP]),
+    # deepep_status_t deepep_low_latency_dispatch(deepep_buffer_t buffer, deepep_ll_dispatch_args *args, const deepep_call *call)
+    "deepep_low_latency_dispatch": (I32, [VP, VP, VP]),
+    # deepep_status_t deepep_low_latency_combine(deepep_buffer_t buffer, deepep_ll_combine_args *args, const deepep_call *call)
+    "deepep_low_latency_combine": (I32, [VP, VP, VP]),
+    # deepep_status_t deepep_next_low_latency_combine_buffer(deepep_buffer_t buffer, int32_t num_max_tokens, int32_t hidden, int32_t num_experts, void **address, uint64_t *row_stride)
+    "deepep_next_low_latency_combine_buffer": (I32, [VP, I32, I32, I32, VP, VP]),
+    # deepep_status_t deepep_clean_low_latency_buffer(deepep_buffer_t buffer, int32_t num_max_tokens, int32_t hidden, int32_t num_experts, const deepep_call *call)
+    "deepep_clean_low_latency_buffer": (I32, [VP, I32, I32, I32, VP]),
+    # deepep_status_t deepep_barrier(deepep_buffer_t buffer, const deepep_call *call)
+    "deepep_barrier": (I32, [VP, VP]),
+    # deepep_status_t deepep_update_mask(deepep_buffer_t buffer, int32_t rank, int32_t masked, const deepep_call *call)
+    "deepep_update_mask": (I32, [VP, I32, I32, VP]),
+    # deepep_status_t deepep_query_mask(deepep_buffer_t buffer, int32_t *mask_status , const deepep_call *call)
+    "deepep_query_mask": (I32, [VP, VP, VP]),
+    # deepep_status_t deepep_clean_mask(deepep_buffer_t buffer, const deepep_call *call)
+    "deepep_clean_mask": (I32, [VP, VP]),
+    # deepep_status_t deepep_segment_create(deepep_buffer_t buffer, uint64_t bytes, int32_t *segment, void **address)
+    "deepep_segment_create": (I32, [VP, U64, VP, VP]),
+    # deepep_status_t deepep_segment_release(void *address)
+    "deepep_segment_release": (I32, [VP]),
+    # deepep_status_t deepep_stats(deepep_buffer_t buffer, deepep_op_stats *stats, uint64_t *bytes_to_peer, uint64_t *wait_ns_per_peer)
+    "deepep_stats": (I32, [VP, VP, VP, VP]),
+}
+
+
+def declare(library: Any) -> None:
+    """Sets argtypes and restype of every function on a CDLL or PyDLL."""
+    for name, (result, arguments) in PROTOTYPES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments

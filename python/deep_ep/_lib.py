@@ -1,0 +1,99 @@
+"""Finds, loads and checks libdeepep.so; nothing is loaded before the first use."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import threading
+from pathlib import Path
+
+from . import _abi, errors
+
+_HERE = Path(__file__).resolve().parent
+SONAME = "libdeepep.so.1"
+
+
+def _header_path() -> Path:
+    """deepep.h: inside an installed package, or in the source tree beside python/."""
+    installed = _HERE / "include" / "deepep.h"
+    return installed if installed.exists() else _HERE.parent.parent / "include" / "deepep.h"
+
+
+@functools.lru_cache(maxsize=1)
+def header_version() -> str:
+    """The version that deepep.h states, "major.minor.patch"."""
+    text = _header_path().read_text(encoding="utf-8")
+    parts = []
+    for part in ("MAJOR", "MINOR", "PATCH"):
+        match = re.search(rf"#define DEEPEP_VERSION_{part} (\d+)", text)
+        if match is None:
+            raise ImportError(f"{_header_path()} does not state DEEPEP_VERSION_{part}")
+        parts.append(match.group(1))
+    return ".".join(parts)
+
+
+def candidates() -> list[str]:
+    """Where the library is looked for, in order."""
+    named = os.environ.get("DEEPEP_LIBRARY")
+    if named:
+        return [named]
+    return [str(_HERE / "lib" / SONAME), str(_HERE.parent.parent / "build" / "lib" / SONAME), SONAME]
+
+
+def _open() -> str:
+    tried = []
+    for path in candidates():
+        try:
+            ctypes.CDLL(path)
+            return path
+        except OSError as error:
+            tried.append(f"  {path}: {error}")
+    raise errors.DeepEPError(
+        errors.NOT_FOUND,
+        "libdeepep could not be loaded. Tried:\n" + "\n".join(tried)
+        + "\nSet DEEPEP_LIBRARY to the file, or build it with `make lib kernels`.",
+    )
+
+
+class Library:
+    """The loaded library. `quick` holds the GIL (calls that cannot block), `slow` releases it (calls that may wait)."""
+
+    def __init__(self) -> None:
+        self.path = _open()
+        self.quick = ctypes.PyDLL(self.path)
+        self.slow = ctypes.CDLL(self.path)
+        for handle in (self.quick, self.slow):
+            _abi.declare(handle)
+        number = int(self.slow.deepep_version())
+        found = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+        if found != header_version():
+            raise errors.DeepEPError(
+                errors.VERSION,
+                f"{self.path} is version {found}, the Python package is {header_version()}: rebuild or reinstall one of them",
+            )
+
+    def check(self, status: int) -> None:
+        """Raises the exception for `status` unless it is OK."""
+        if status != errors.OK:
+            raise self.error(status)
+
+    def error(self, status: int) -> errors.DeepEPError:
+        """The exception for `status`, with this thread's last message."""
+        text = self.quick.deepep_last_error().decode(errors="replace")
+        return errors.from_status(status, text or self.quick.deepep_status_text(status).decode())
+
+
+_lock = threading.Lock()
+_library: Library | None = None
+
+
+def library() -> Library:
+    """Loads the library once and returns it."""
+    global _library
+    if _library is None:
+        with _lock:
+            if _library is None:
+                _library = Library()
+    return _library

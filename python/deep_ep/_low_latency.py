@@ -1,0 +1,346 @@
+"""Low-latency mode: dispatch straight into per-expert rows and combine back, with hooks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from . import _abi, errors
+from . import _torch as tt
+from ._base import BufferBase, Ordering, refuse_keywords
+from .errors import assertion, value_error
+from .utils import EventOverlap
+
+SEND, RECV, SEND_RECV = 1, 2, 3
+ROUND_SCALE, UE8M0, LOGFMT, ZERO_COPY, UNREDUCED = 1, 2, 4, 8, 16
+Hook = Callable[[], None]
+
+
+class LowLatencyMode(BufferBase):
+    """low_latency_dispatch, low_latency_combine, cleaning and masks."""
+
+    low_latency_mode: bool
+    enable_shrink: bool
+    _outputs: dict[tuple[Any, ...], list[tt.Outputs]]
+    _zero_copy: tt.Tensor | None
+
+    def low_latency_dispatch(
+        self,
+        x: tt.Tensor,
+        topk_idx: tt.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: tt.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: tt.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        topk_weights: tt.Tensor | None = None,
+        **fork_keywords: Any,
+    ) -> tuple[Any, tt.Tensor, tuple[Any, ...], EventOverlap, Hook | None]:
+        """Sends each token to its experts' ranks, into rows by local expert.
+
+        Args:
+            x: ``[T, H]`` BF16, T <= B, H a multiple of 128.
+            topk_idx: ``[T, K]`` int64 or int32, K <= 32; -1 is skipped, a repeated expert gets one row.
+            num_max_dispatch_tokens_per_rank: B, the same on all ranks.
+            num_experts: E, the same on all ranks, a multiple of their number.
+            cumulative_local_expert_recv_stats: ``[L]`` int32, += received tokens, or None.
+            dispatch_wait_recv_cost_stats: ``[R]`` int64, += nanoseconds waited for each rank, or None.
+            use_fp8: cast to e4m3 with one scale a token and 128 channels.
+            round_scale: scales are powers of two.
+            use_ue8m0: scales are packed exponent bytes; needs round_scale and H a multiple of 512.
+            async_finish: True: the caller waits through the returned event.
+            return_recv_hook: True: only send now; the hook receives, on the stream that is current now.
+            topk_weights: ``[T, K]`` float32 sent along, so that combine may sum at the experts' rank; or None.
+
+        Returns:
+            ``recv_x``: ``[L, R*B, H]`` BF16, or with FP8 the pair (e4m3, scales ``[L, R*B, H/128]`` float32, column-major in the
+            last two axes; with use_ue8m0 ``[L, R*B, H/512]`` int32); ``recv_count [L]`` int32; the handle
+            ``(src_info [L, R*B], layout_range [L, R], B, H, E)``; the event; the hook or None.
+
+        Raises:
+            DeepEPError: a third send without its receive; a rank is late, dead or disagrees. Also a ValueError or TypeError for a
+                wrong argument.
+        """
+        if fork_keywords:
+            refuse_keywords("low_latency_dispatch", fork_keywords)
+        self.enter()
+        bound, num_experts = self._check_shape(num_max_dispatch_tokens_per_rank, num_experts)
+        assertion(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
+        if use_ue8m0 and not (use_fp8 and round_scale):
+            raise value_error("use_ue8m0", f"True with use_fp8={use_fp8}, round_scale={round_scale}", "both of them True")
+        num_tokens, hidden, num_topk = self._check_tokens(x, topk_idx, bound)
+        if use_ue8m0 and hidden % 512:
+            raise value_error("use_ue8m0", f"True with hidden {hidden}", "a hidden that is a multiple of 512")
+        local = num_experts // self.group_size
+        if topk_weights is not None:
+            tt.check("topk_weights", topk_weights, self.device, (tt.torch.float32,), (num_tokens, num_topk))
+        self._check_stats("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, tt.torch.int32, local)
+        self._check_stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, tt.torch.int64, self.group_size)
+        outputs = self._take_outputs((local, bound, hidden, bool(use_fp8), bool(use_ue8m0)))
+        args = outputs.args
+        args.flags = (ROUND_SCALE if round_scale else 0) | (UE8M0 if use_ue8m0 else 0)
+        args.num_tokens, args.num_topk, args.num_experts = num_tokens, num_topk, num_experts
+        args.index_type = tt.INDEX_TYPES[topk_idx.dtype]
+        args.x, args.topk_idx = x.data_ptr(), topk_idx.data_ptr()
+        args.topk_weights = tt.address(topk_weights)
+        args.cumulative_recv_stats = tt.address(cumulative_local_expert_recv_stats)
+        args.wait_recv_cost_stats = tt.address(dispatch_wait_recv_cost_stats)
+        held = (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, outputs)
+        lib = self.native.lib
+        event, hook = self._issue(lib.quick.deepep_low_latency_dispatch, args, async_finish, return_recv_hook, held)
+        recv_x, scales, recv_count, src_info, layout_range = outputs.tensors
+        handle = (src_info, layout_range, bound, hidden, num_experts)
+        if not use_fp8:
+            return recv_x, recv_count, handle, event, hook
+        return (recv_x, scales.transpose(1, 2)), recv_count, handle, event, hook
+
+    def low_latency_combine(
+        self,
+        x: tt.Tensor,
+        topk_idx: tt.Tensor,
+        topk_weights: tt.Tensor,
+        handle: tuple[Any, ...],
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: tt.Tensor | None = None,
+        combine_wait_recv_cost_stats: tt.Tensor | None = None,
+        *,
+        unreduced: bool = False,
+        **fork_keywords: Any,
+    ) -> tuple[tt.Tensor, EventOverlap, Hook | None]:
+        """Sums each token's rows, weighted, back at its own rank.
+
+        Args:
+            x: ``[L, R*B, H]`` BF16: the experts' outputs, row by row as dispatch delivered them.
+            topk_idx: ``[T, K]`` as given to dispatch.
+            topk_weights: ``[T, K]`` float32.
+            handle: of the dispatch.
+            use_logfmt: rows cross the wire in LogFMT-10.
+            zero_copy: the rows are in get_next_low_latency_combine_buffer(); x is ignored. Not with use_logfmt.
+            async_finish, return_recv_hook: as in low_latency_dispatch.
+            out: ``[T, H]`` BF16 to fill, or None.
+            combine_wait_recv_cost_stats: ``[R]`` int64, += nanoseconds waited for each rank, or None.
+            unreduced: every expert's row crosses the wire, even where its rank knows the weights.
+
+        Returns:
+            ``combined_x [T, H]`` BF16 (FP32 sums of weight x row), the event, the hook or None.
+        """
+        if fork_keywords:
+            refuse_keywords("low_latency_combine", fork_keywords)
+        self.enter()
+        assertion(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
+        if use_logfmt and zero_copy:
+            raise value_error("zero_copy", "True with use_logfmt=True", "one of them")
+        src_info, layout_range, bound, hidden, num_experts = self._check_handle(handle)
+        local, rows = num_experts // self.group_size, self.group_size * bound
+        tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (None, None))
+        num_tokens, num_topk = topk_idx.shape
+        if num_tokens > bound:
+            raise value_error("topk_idx", f"{num_tokens} tokens", f"at most B = {bound}")
+        tt.check("topk_weights", topk_weights, self.device, (tt.torch.float32,), (num_tokens, num_topk))
+        self._check_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, tt.torch.int64, self.group_size)
+        if not zero_copy:
+            tt.check("x", x, self.device, (tt.BF16,), (local, rows, hidden))
+        if out is None:
+            out = tt.empty((num_tokens, hidden), tt.BF16, self.device)
+        else:
+            tt.check("out", out, self.device, (tt.BF16,), (num_tokens, hidden))
+        args = _abi.LlCombineArgs()
+        args.struct_size = ctypes.sizeof(_abi.LlCombineArgs)
+        args.flags = (LOGFMT if use_logfmt else 0) | (ZERO_COPY if zero_copy else 0) | (UNREDUCED if unreduced else 0)
+        args.num_tokens, args.num_max_tokens, args.hidden = num_tokens, bound, hidden
+        args.num_topk, args.num_experts, args.index_type = num_topk, num_experts, tt.INDEX_TYPES[topk_idx.dtype]
+        args.x = None if zero_copy else x.data_ptr()
+        args.topk_idx, args.topk_weights = topk_idx.data_ptr(), topk_weights.data_ptr()
+        args.src_info, args.layout_range = src_info.data_ptr(), layout_range.data_ptr()
+        args.combined_x, args.wait_recv_cost_stats = out.data_ptr(), tt.address(combine_wait_recv_cost_stats)
+        held = (x, topk_idx, topk_weights, src_info, layout_range, out, combine_wait_recv_cost_stats)
+        lib = self.native.lib
+        event, hook = self._issue(lib.quick.deepep_low_latency_combine, args, async_finish, return_recv_hook, held)
+        return out, event, hook
+
+    def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> tt.Tensor:
+        """Where the rows of the next combine may be written for ``zero_copy=True``.
+
+        Returns:
+            ``[L, R*B, H]`` BF16, rows contiguous, a view of the buffer for the next low-latency call only.
+        """
+        self.enter()
+        _, _, bound, hidden, num_experts = self._check_handle(handle)
+        lib, pointer, stride = self.native.lib, ctypes.c_void_p(), ctypes.c_uint64()
+        lib.check(
+            lib.quick.deepep_next_low_latency_combine_buffer(
+                self.native, bound, hidden, num_experts, ctypes.byref(pointer), ctypes.byref(stride)
+            )
+        )
+        local, rows, step = num_experts // self.group_size, self.group_size * bound, stride.value // 2
+        flat = tt.view_of(pointer.value or 0, local * rows * stride.value, self.device, self).view(tt.BF16)
+        return flat.as_strided((local, rows, hidden), (rows * step, step, 1))
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Empties the low-latency slots of every rank, e.g. after normal mode used the same memory. Collective."""
+        self.enter()
+        bound, num_experts = self._check_shape(num_max_dispatch_tokens_per_rank, num_experts)
+        function = self.native.lib.quick.deepep_clean_low_latency_buffer
+        self._on_current_stream(function, bound, hidden, num_experts)
+
+    def barrier(self) -> None:
+        """Waits, on the current stream, until every rank has come here. Collective."""
+        self.enter()
+        self._on_current_stream(self.native.lib.quick.deepep_barrier)
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Masks (True) or unmasks a rank: nothing is sent to or awaited from a masked one. Needs enable_shrink."""
+        self._check_shrink()
+        if not isinstance(rank_to_mask, int) or not 0 <= rank_to_mask < self.group_size:
+            raise value_error("rank_to_mask", rank_to_mask, f"0 <= rank < {self.group_size}")
+        self.enter()
+        self._on_current_stream(self.native.lib.quick.deepep_update_mask, rank_to_mask, int(bool(mask)))
+
+    def low_latency_query_mask_buffer(self, mask_status: tt.Tensor) -> None:
+        """Writes 1 for each masked rank into ``mask_status [R] int32``. Needs enable_shrink."""
+        self._check_shrink()
+        tt.check("mask_status", mask_status, self.device, (tt.torch.int32,), (self.group_size,))
+        self.enter()
+        self._on_current_stream(self.native.lib.quick.deepep_query_mask, mask_status.data_ptr(), held=(mask_status,))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Unmasks every rank. Needs enable_shrink."""
+        self._check_shrink()
+        self.enter()
+        self._on_current_stream(self.native.lib.quick.deepep_clean_mask)
+
+    # ---- helpers
+
+    def _issue(
+        self, function: Any, args: Any, async_finish: bool, return_recv_hook: bool, held: tuple[Any, ...]
+    ) -> tuple[EventOverlap, Hook | None]:
+        if not return_recv_hook:
+            args.phases = SEND_RECV
+            self._call(function, args, async_finish, held, self.current_stream())
+            return self._last_event, None
+        stream = self.current_stream()
+        args.phases = SEND
+        self._call(function, args, False, held, stream)
+
+        done = False
+
+        def hook() -> None:
+            nonlocal done
+            if done:
+                raise errors.DeepEPError(errors.INVALID_STATE, "the hook was called already")
+            done = True
+            args.phases = RECV
+            self._call(function, args, False, held, stream)
+
+        return EventOverlap(), hook
+
+    _last_event: EventOverlap
+
+    def _call(self, function: Any, args: Any, async_finish: bool, held: tuple[Any, ...], stream: int | None) -> None:
+        native = self.native
+        if async_finish and not self.host_stream:
+            order = Ordering(self, None, True, False)
+            native.lib.check(function(native, ctypes.byref(args), order.call(None, True)))
+            tensors = tuple(t for entry in held for t in (entry.tensors if isinstance(entry, tt.Outputs) else (entry,)))
+            self._last_event = order.finish(tensors)
+            return
+        struct = self._ll_call
+        struct.stream = stream
+        if not self.host_stream:
+            native.lib.check(function(native, ctypes.byref(args), ctypes.byref(struct)))
+            self._last_event = EventOverlap()
+            return
+        order = Ordering(self, None, async_finish, False)
+        native.lib.check(function(native, ctypes.byref(args), order.call(None, True)))
+        self._last_event = order.finish(held)
+
+    _ll_call: Any
+
+    def _on_current_stream(self, function: Any, *values: Any, held: tuple[Any, ...] = ()) -> None:
+        order = Ordering(self, None, False, False)
+        self.native.lib.check(function(self.native, *values, order.call(None, True)))
+        order.finish(held)
+
+    def _take_outputs(self, key: tuple[int, int, int, bool, bool]) -> tt.Outputs:
+        """Outputs of this shape that nobody holds, made anew if there are none."""
+        pool = self._outputs.setdefault(key, [])
+        stream = self.current_stream()
+        for candidate in pool:
+            if candidate.stream == stream and candidate.unused():
+                return candidate
+        outputs = self._new_outputs(*key)
+        outputs.stream = stream
+        if len(pool) < 8:
+            pool.append(outputs)
+        return outputs
+
+    def _new_outputs(self, local: int, bound: int, hidden: int, use_fp8: bool, ue8m0: bool) -> tt.Outputs:
+        rows, i32 = self.group_size * bound, tt.torch.int32
+        scales = ((local, hidden // 512, rows), i32) if ue8m0 else ((local, hidden // 128, rows), tt.torch.float32)
+        specs: list[Any] = [
+            ((local, rows, hidden), tt.FP8 if use_fp8 else tt.BF16),
+            scales if use_fp8 else ((0, 0, 0), tt.torch.float32),
+            ((local,), i32),
+            ((local, rows), i32),
+            ((local, self.group_size), tt.torch.int64),
+        ]
+        outputs = tt.Outputs(specs, self.device)
+        pointers = [tensor.data_ptr() for tensor in outputs.tensors]
+        outputs.args = _abi.sized(
+            _abi.LlDispatchArgs,
+            num_max_tokens=bound,
+            hidden=hidden,
+            use_fp8=int(use_fp8),
+            recv_x=pointers[0],
+            recv_x_scales=pointers[1] if use_fp8 else None,
+            recv_count=pointers[2],
+            src_info=pointers[3],
+            layout_range=pointers[4],
+        )
+        return outputs
+
+    def _check_shape(self, bound: object, num_experts: object) -> tuple[int, int]:
+        assertion(self.low_latency_mode, "the buffer was made with low_latency_mode=False")
+        if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
+            raise value_error("num_max_dispatch_tokens_per_rank", repr(bound), "an int >= 1")
+        if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1 or num_experts % self.group_size:
+            raise value_error("num_experts", repr(num_experts), f"a positive multiple of the {self.group_size} ranks")
+        return bound, num_experts
+
+    def _check_tokens(self, x: tt.Tensor, topk_idx: tt.Tensor, bound: int) -> tuple[int, int, int]:
+        tt.check("x", x, self.device, (tt.BF16,), (None, None))
+        num_tokens, hidden = x.shape
+        if num_tokens > bound:
+            raise value_error("x", f"{num_tokens} tokens", f"at most num_max_dispatch_tokens_per_rank = {bound}")
+        if hidden == 0 or hidden % 128:
+            raise value_error("x", f"hidden {hidden}", "a hidden that is a multiple of 128")
+        tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (num_tokens, None))
+        return num_tokens, hidden, topk_idx.shape[1]
+
+    def _check_stats(self, name: str, tensor: object, dtype: Any, length: int) -> None:
+        if tensor is not None:
+            tt.check(name, tensor, self.device, (dtype,), (length,))
+
+    def _check_handle(self, handle: object) -> tuple[Any, Any, int, int, int]:
+        if not isinstance(handle, tuple) or len(handle) != 5:
+            given = f"a tuple of {len(handle)}" if isinstance(handle, tuple) else type(handle).__name__
+            raise errors.type_error("handle", given, "the handle that low_latency_dispatch returned")
+        src_info, layout_range, bound, hidden, num_experts = handle
+        bound, num_experts = self._check_shape(bound, num_experts)
+        local = num_experts // self.group_size
+        tt.check("handle: src_info", src_info, self.device, (tt.torch.int32,), (local, self.group_size * bound))
+        tt.check("handle: layout_range", layout_range, self.device, (tt.torch.int64,), (local, self.group_size))
+        return src_info, layout_range, bound, hidden, num_experts
+
+    def _check_shrink(self) -> None:
+        if not self.enable_shrink:
+            raise errors.DeepEPError(errors.INVALID_STATE, "masks need a buffer made with enable_shrink=True")

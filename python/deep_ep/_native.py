@@ -1,0 +1,161 @@
+"""A group, a buffer and events of the C API as Python objects. No torch here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+from . import _abi, bootstrap, errors
+from ._lib import Library, library
+
+SLICE_MS = 50  # a wait returns to Python this often, so that Ctrl-C is seen
+
+AllGather = Callable[[bytes], list[bytes]]
+
+
+def wait_sliced(lib: Library, call: Callable[..., int], *args: Any, seconds: float | None = None) -> bool:
+    """Repeats a waiting call of the C API until it is done.
+
+    Args:
+        call: a function of ``lib.slow`` whose last argument is the slice in ms.
+        seconds: how long to try; None: until the library says done or failed.
+
+    Returns:
+        False if `seconds` passed first.
+    """
+    left = None if seconds is None else max(0, int(seconds * 1000))
+    while True:
+        step = SLICE_MS if left is None else min(SLICE_MS, left)
+        status = call(*args, step)
+        if status == errors.OK:
+            return True
+        if status != errors.PENDING:
+            raise lib.error(status)
+        if left is not None:
+            left -= step
+            if left <= 0:
+                return False
+
+
+class NativeGroup:
+    """deepep_group_t."""
+
+    def __init__(self, options: Any, keep: tuple[object, ...] = ()) -> None:
+        self.lib = library()
+        self._as_parameter_ = ctypes.c_void_p()
+        self._keep = keep
+        self.lib.check(self.lib.slow.deepep_group_create(ctypes.byref(options), ctypes.byref(self._as_parameter_)))
+
+    def destroy(self) -> None:
+        """Lets go of the group; twice is fine."""
+        handle, self._as_parameter_ = self._as_parameter_, ctypes.c_void_p()
+        if handle:
+            self.lib.slow.deepep_group_destroy(handle)
+
+
+def group_from_allgather(rank: int, size: int, allgather: AllGather, **options: Any) -> NativeGroup:
+    """A group whose first exchange goes through `allgather`; an exception in it is raised here."""
+    failure: list[BaseException] = []
+
+    def exchange(send: int, recv: int, count: int, _user: int) -> int:
+        try:
+            blobs = allgather(ctypes.string_at(send, count))
+            if len(blobs) != size or any(len(blob) != count for blob in blobs):
+                raise errors.DeepEPError(errors.MISMATCH, f"the group's all-gather gave {len(blobs)} blobs for {size} ranks")
+            ctypes.memmove(recv, b"".join(blobs), count * size)
+            return 0
+        except BaseException as error:  # it must not cross C; raised again below
+            failure.append(error)
+            return 1
+
+    function = _abi.ALLGATHER(exchange)
+    struct = _abi.sized(_abi.GroupOptions, bootstrap=bootstrap.CALLBACK, rank=rank, size=size, allgather=function, **options)
+    try:
+        return NativeGroup(struct, keep=(function,))
+    except errors.DeepEPError:
+        if failure:
+            raise failure[0] from None
+        raise
+
+
+def group_from_bootstrap(where: bootstrap.Bootstrap, **options: Any) -> NativeGroup:
+    """A group that meets at a TCP address or in a folder."""
+    kinds = {"tcp": bootstrap.TCP, "file": bootstrap.FILE}
+    struct = _abi.sized(_abi.GroupOptions, bootstrap=kinds[where.kind], rank=where.rank, size=where.size, **options)
+    struct.address = where.address.encode() or None
+    struct.directory = os.fsencode(where.directory) or None
+    struct.name = where.name.encode()
+    return NativeGroup(struct)
+
+
+class NativeBuffer:
+    """deepep_buffer_t with a pool of its events."""
+
+    def __init__(self, group: NativeGroup, options: Any) -> None:
+        self.lib = group.lib
+        self._as_parameter_ = ctypes.c_void_p()
+        self._events: list[int] = []
+        self.lib.check(self.lib.slow.deepep_buffer_create(group, ctypes.byref(options), ctypes.byref(self._as_parameter_)))
+
+    @property
+    def alive(self) -> bool:
+        """False once destroyed."""
+        return bool(self._as_parameter_)
+
+    def info(self) -> Any:
+        """deepep_buffer_info of now."""
+        struct = _abi.sized(_abi.BufferInfo)
+        self.lib.check(self.lib.slow.deepep_buffer_info_get(self, ctypes.byref(struct)))
+        return struct
+
+    def wait_ready(self, seconds: float | None = None) -> bool:
+        """Waits for start-up; False if `seconds` passed first."""
+        return wait_sliced(self.lib, self.lib.slow.deepep_buffer_wait_ready, self, seconds=seconds)
+
+    def take_event(self) -> int:
+        """An event of this buffer, new or used before."""
+        if self._events:
+            return self._events.pop()
+        event = ctypes.c_void_p()
+        self.lib.check(self.lib.quick.deepep_event_create(self, ctypes.byref(event)))
+        return int(event.value or 0)
+
+    def give_event(self, event: int) -> None:
+        """Takes back an event that nobody waits for any more."""
+        if self.alive and len(self._events) < 64:
+            self._events.append(event)
+        else:
+            self.lib.quick.deepep_event_destroy(event)
+
+    def wait_event(self, event: int) -> None:
+        """Blocks until the event is done; raises the buffer's failure."""
+        wait_sliced(self.lib, self.lib.slow.deepep_event_wait, event)
+
+    def event_done(self, event: int) -> bool:
+        """True once the event is done or can never be."""
+        return bool(self.lib.quick.deepep_event_wait(event, 0) != errors.PENDING)
+
+    def destroy(self) -> None:
+        """Frees everything; twice is fine."""
+        handle, self._as_parameter_ = self._as_parameter_, ctypes.c_void_p()
+        if handle:
+            events, self._events = self._events, []
+            for event in events:
+                self.lib.quick.deepep_event_destroy(event)
+            self.lib.slow.deepep_buffer_destroy(handle)
+
+
+def stats(buffer: NativeBuffer, size: int) -> dict[str, dict[str, Any]]:
+    """Every operation's statistics; see Buffer.stats."""
+    names = ("layout", "notify", "dispatch", "combine", "ll_dispatch", "ll_combine", "clean", "barrier", "mask")
+    result: dict[str, dict[str, Any]] = {}
+    for op, name in enumerate(names, start=1):
+        struct = _abi.sized(_abi.OpStats, op=op)
+        sent, waited = (ctypes.c_uint64 * size)(), (ctypes.c_uint64 * size)()
+        buffer.lib.check(buffer.lib.slow.deepep_stats(buffer, ctypes.byref(struct), sent, waited))
+        entry = {field: getattr(struct, field) for field, _ in _abi.OpStats._fields_[2:]}
+        entry["bytes_to_peer"], entry["wait_ns_per_peer"] = list(sent), list(waited)
+        result[name] = entry
+    return result

@@ -1,0 +1,178 @@
+"""Everything that asks torch for something: devices, streams, memory, views. The only module that imports torch."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from .errors import type_error, value_error
+
+Tensor = torch.Tensor
+topk_idx_t = torch.int64
+FP8 = torch.float8_e4m3fn
+BF16 = torch.bfloat16
+INDEX_TYPES = {torch.int32: 0, torch.int64: 1}
+ITEM_TYPES = {torch.bfloat16: 2, torch.float8_e4m3fn: 3}
+_current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def cuda_available() -> bool:
+    """True if torch can use a GPU."""
+    return torch.cuda.is_available()
+
+
+def device_of(engine: str, ordinal: int) -> torch.device:
+    """The device on which an engine's tensors live."""
+    return torch.device("cuda", ordinal) if engine == "cuda" else torch.device("cpu")
+
+
+def current_cuda_device() -> int:
+    """torch's current GPU; -1 without one."""
+    return int(torch.cuda.current_device()) if cuda_available() else -1
+
+
+def current_stream(device: torch.device) -> int:
+    """The caller's current stream as an address; 0 on the CPU."""
+    if device.type != "cuda" or _current_raw_stream is None:
+        return 0
+    return int(_current_raw_stream(device.index))
+
+
+def external_stream(address: int, device: torch.device) -> Any:
+    """A torch stream over the buffer's communication stream; on the CPU torch's own notion of a stream."""
+    if device.type == "cuda":
+        return torch.cuda.ExternalStream(address, device=device)
+    return torch.cpu.Stream()
+
+
+def stream_context(stream: Any) -> Any:
+    """Makes `stream` (CUDA) current for a while."""
+    return torch.cuda.stream(stream)
+
+
+def recorded_event(device: torch.device | None = None) -> torch.cuda.Event | None:
+    """A torch event at the end of the current CUDA stream; None where there is no GPU in use."""
+    if not cuda_available() or not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory; names dtype and device, since callers change torch's defaults."""
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def check(
+    name: str,
+    tensor: object,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int | None, ...],
+    *,
+    contiguous: bool = True,
+) -> Tensor:
+    """`tensor` if it has this device, one of these dtypes and this shape (None: any length); else the error that names it."""
+    if not isinstance(tensor, Tensor):
+        raise type_error(name, type(tensor).__name__, "a torch.Tensor")
+    if tensor.dtype not in dtypes:
+        raise type_error(name, f"dtype {tensor.dtype}", " or ".join(str(d) for d in dtypes))
+    if tensor.device != device:
+        raise value_error(name, f"a tensor on {tensor.device}", f"a tensor on {device}, where the buffer is")
+    got = tuple(tensor.shape)
+    if len(got) != len(shape) or any(want is not None and have != want for have, want in zip(got, shape)):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise value_error(name, f"shape {list(got)}", f"[{wanted}]")
+    if contiguous and not tensor.is_contiguous():
+        raise value_error(name, f"strides {list(tensor.stride())} for shape {list(got)}", "a contiguous tensor")
+    return tensor
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """The address of a tensor's first element, for ctypes."""
+    return tensor.data_ptr() if tensor is not None else None
+
+
+def int_list(values: Any) -> list[int]:
+    """A ctypes array as a list."""
+    return list(values)
+
+
+class _CudaMemory:
+    """Raw device memory for torch.as_tensor; keeps its owner alive."""
+
+    def __init__(self, pointer: int, count: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {"shape": (count,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+
+
+def view_of(pointer: int, count: int, device: torch.device, owner: object) -> Tensor:
+    """`count` bytes at `pointer` as a uint8 tensor that keeps `owner` alive."""
+    if count == 0:
+        return empty((0,), torch.uint8, device)
+    if device.type == "cuda":
+        return torch.as_tensor(_CudaMemory(pointer, count, owner), device=device)
+    memory = (ctypes.c_uint8 * count).from_address(pointer)
+    memory._owner = owner
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def gather_function(group: Any) -> tuple[int, int, Callable[[bytes], list[bytes]]]:
+    """Rank, size and an all-gather of bytes over a torch.distributed group (object all-gather only)."""
+    import torch.distributed as dist
+
+    def allgather(blob: bytes) -> list[bytes]:
+        blobs: list[Any] = [None] * size
+        dist.all_gather_object(blobs, blob, group=group)
+        return cast(list[bytes], blobs)
+
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return rank, size, allgather
+
+
+class Outputs:
+    """Output tensors cut from one allocation, and a way to tell that nobody holds any of them any more."""
+
+    __slots__ = ("tensors", "_storage", "_idle", "args", "stream")
+
+    def __init__(self, specs: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
+        """Allocates tensors of these (shape, dtype); each begins at a multiple of 256 bytes."""
+        offsets, total = [], 0
+        for shape, dtype in specs:
+            offsets.append(total)
+            count = dtype.itemsize
+            for length in shape:
+                count *= length
+            total += (count + 255) // 256 * 256
+        arena = empty((max(total, 1),), torch.uint8, device)
+        self._storage = arena.untyped_storage()
+        tensors = []
+        for (shape, dtype), offset in zip(specs, offsets):
+            strides, step = [], 1
+            for length in reversed(shape):
+                strides.insert(0, step)
+                step *= length
+            view = torch.empty((0,), dtype=dtype, device=device)
+            view.set_(self._storage, offset // dtype.itemsize, tuple(shape), tuple(strides))
+            tensors.append(view)
+        self.tensors = tensors
+        self.args: Any = None
+        self.stream = 0
+        del arena, view
+        self._idle = self._usage()
+
+    def _usage(self) -> tuple[int, ...]:
+        uses = torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
+        counts = [uses]
+        for i in range(len(self.tensors)):
+            counts.append(sys.getrefcount(self.tensors[i]) + self.tensors[i]._use_count())  # type: ignore[attr-defined]
+        return tuple(counts)
+
+    def unused(self) -> bool:
+        """True if every tensor, view and storage handed out is gone."""
+        return self._usage() == self._idle

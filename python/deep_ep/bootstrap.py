@@ -1,0 +1,60 @@
+"""Ways to start a group without torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from .errors import value_error
+
+CALLBACK, TCP, FILE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """Where the ranks of a group meet. Make one with `tcp`, `file` or `from_env` and give it to ``Buffer(bootstrap=...)``.
+
+    Attributes:
+        kind: "tcp" or "file".
+        rank: this process's rank, 0 <= rank < size.
+        size: ranks of the group.
+        address: "host:port" of rank 0, which listens there (tcp).
+        directory: a folder that all ranks see (file).
+        name: distinguishes groups that meet at the same place.
+    """
+
+    kind: str
+    rank: int
+    size: int
+    address: str = ""
+    directory: str = ""
+    name: str = "default"
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise value_error("size", self.size, "an int >= 1")
+        if not 0 <= self.rank < self.size:
+            raise value_error("rank", self.rank, f"0 <= rank < size = {self.size}")
+
+    @classmethod
+    def tcp(cls, rank: int, size: int, address: str, name: str = "default") -> Bootstrap:
+        """Meets at a TCP address ("host:port"), where rank 0 listens."""
+        return cls("tcp", rank, size, address=address, name=name)
+
+    @classmethod
+    def file(cls, rank: int, size: int, directory: str | os.PathLike[str], name: str = "default") -> Bootstrap:
+        """Meets in a folder that all ranks see."""
+        return cls("file", rank, size, directory=os.fspath(directory), name=name)
+
+    @classmethod
+    def from_env(cls, name: str = "default") -> Bootstrap:
+        """Takes RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the environment.
+
+        Raises:
+            DeepEPError (also a ValueError): a variable is missing; the text names it.
+        """
+        missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(v)]
+        if missing:
+            raise value_error("environment", f"no {', '.join(missing)}", "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set")
+        env = os.environ
+        return cls.tcp(int(env["RANK"]), int(env["WORLD_SIZE"]), f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}", name)

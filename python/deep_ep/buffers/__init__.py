@@ -1,0 +1,1 @@
+"""Kept for code that imports deep_ep.buffers.legacy."""

@@ -1,0 +1,114 @@
+"""Config: how many SMs and how large chunks a normal-mode call uses, and how large a buffer that needs."""
+
+from __future__ import annotations
+
+import ctypes
+
+from . import _abi
+from ._lib import library
+from .errors import type_error
+
+
+class Config:
+    """Tuning of one normal-mode call.
+
+    Args:
+        num_sms: SMs to use; even, 0 lets the library choose.
+        num_max_nvl_chunked_send_tokens: tokens of one chunk within a node; > 0.
+        num_max_nvl_chunked_recv_tokens: tokens of a receive queue within a node; more than the send chunk.
+        num_max_rdma_chunked_send_tokens: the same between nodes.
+        num_max_rdma_chunked_recv_tokens: the same between nodes; rounded up to a multiple of the send chunk, at least twice it.
+
+    Raises:
+        DeepEPError (also a ValueError): a value is not allowed; the text names it.
+    """
+
+    __slots__ = ("_native",)
+
+    def __init__(
+        self,
+        num_sms: int = 20,
+        num_max_nvl_chunked_send_tokens: int = 6,
+        num_max_nvl_chunked_recv_tokens: int = 256,
+        num_max_rdma_chunked_send_tokens: int = 6,
+        num_max_rdma_chunked_recv_tokens: int = 256,
+    ) -> None:
+        values = {
+            "num_sms": num_sms,
+            "num_max_nvl_chunked_send_tokens": num_max_nvl_chunked_send_tokens,
+            "num_max_nvl_chunked_recv_tokens": num_max_nvl_chunked_recv_tokens,
+            "num_max_rdma_chunked_send_tokens": num_max_rdma_chunked_send_tokens,
+            "num_max_rdma_chunked_recv_tokens": num_max_rdma_chunked_recv_tokens,
+        }
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise type_error(name, repr(value), "an int")
+        self._native = _abi.Config(*values.values())
+        lib = library()
+        lib.check(lib.quick.deepep_config_check(ctypes.byref(self._native)))
+
+    @classmethod
+    def default(cls, kind: int, num_ranks: int) -> Config:
+        """The library's choice for `num_ranks` >= 1; kind 0 is dispatch, 1 combine."""
+        config = cls()
+        lib = library()
+        lib.check(lib.quick.deepep_config_default(kind, num_ranks, ctypes.byref(config._native)))
+        return config
+
+    @property
+    def num_sms(self) -> int:
+        """SMs to use; 0: the library's choice."""
+        return int(self._native.num_sms)
+
+    @property
+    def num_max_nvl_chunked_send_tokens(self) -> int:
+        """Tokens of one chunk within a node."""
+        return int(self._native.nvl_send_chunk)
+
+    @property
+    def num_max_nvl_chunked_recv_tokens(self) -> int:
+        """Tokens of a receive queue within a node."""
+        return int(self._native.nvl_recv_chunk)
+
+    @property
+    def num_max_rdma_chunked_send_tokens(self) -> int:
+        """Tokens of one chunk between nodes."""
+        return int(self._native.rdma_send_chunk)
+
+    @property
+    def num_max_rdma_chunked_recv_tokens(self) -> int:
+        """Tokens of a receive queue between nodes."""
+        return int(self._native.rdma_recv_chunk)
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes of `num_nvl_bytes` that serve calls with this config.
+
+        Args:
+            hidden_bytes: bytes of one token's row.
+            num_ranks: ranks of the group, >= 1.
+        """
+        return self._size_hint(hidden_bytes, num_ranks, 0)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes of `num_rdma_bytes` that serve calls with this config; 0 where the ranks are one node."""
+        return self._size_hint(hidden_bytes, num_ranks, 1)
+
+    def _size_hint(self, hidden_bytes: int, num_ranks: int, rdma: int) -> int:
+        lib, out = library(), ctypes.c_uint64()
+        lib.check(
+            lib.quick.deepep_config_size_hint(ctypes.byref(self._native), hidden_bytes, num_ranks, rdma, ctypes.byref(out))
+        )
+        return int(out.value)
+
+    def __repr__(self) -> str:
+        fields = ", ".join(str(getattr(self._native, name)) for name, _ in _abi.Config._fields_)
+        return f"Config({fields})"
+
+
+def low_latency_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    """Bytes of `num_rdma_bytes` for low-latency calls of this shape."""
+    lib, out = library(), ctypes.c_uint64()
+    lib.check(
+        lib.quick.deepep_low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts, ctypes.byref(out))
+    )
+    return int(out.value)

@@ -1,0 +1,79 @@
+"""EventHandle and EventOverlap: the points in a stream that asynchronous calls return."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from . import _torch as tt
+from .errors import assertion
+
+
+class EventHandle:
+    """A point in a stream. Without arguments: the present end of the caller's current stream.
+
+    On the CPU engine the current stream is the calling thread, so such a point is already passed.
+    """
+
+    __slots__ = ("_buffer", "_native", "_torch", "__weakref__")
+
+    def __init__(self) -> None:
+        self._buffer: Any = None
+        self._native = 0
+        self._torch = tt.recorded_event()
+
+    @classmethod
+    def _of_call(cls, buffer: Any, native: int) -> EventHandle:
+        handle = cls.__new__(cls)
+        handle._buffer, handle._native, handle._torch = buffer, native, None
+        return handle
+
+    def current_stream_wait(self) -> None:
+        """Makes the caller's current stream wait for this point; on the CPU engine blocks until it is passed.
+
+        Raises:
+            DeepEPError: the call that this point ends failed.
+        """
+        if self._native:
+            self._buffer.current_stream_wait(self._native)
+        elif self._torch is not None:
+            self._torch.wait()
+
+    def __del__(self) -> None:
+        if getattr(self, "_native", 0):
+            self._buffer.give_event(self._native)
+            self._native = 0
+
+
+class EventOverlap:
+    """An EventHandle (or None) with the tensors that must live until it is passed.
+
+    A context manager: on leaving, the current stream waits for the event if there is one.
+
+    Args:
+        event: the point in the stream, or None.
+        extra_tensors: kept alive as long as this object.
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Makes the current stream wait for the event.
+
+        Raises:
+            DeepEPError (also an AssertionError): there is no event.
+        """
+        assertion(self.event is not None, "current_stream_wait() of an EventOverlap without an event")
+        assert self.event is not None
+        self.event.current_stream_wait()
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.event is not None:
+            self.event.current_stream_wait()
