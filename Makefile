@@ -1,0 +1,237 @@
+# Everything is built, run and tested from here. `make` alone lists the targets.
+#
+# Settings (make NAME=value): PYTHON (makes .venv; its torch is used if it has one), GO, CC, CXX, NVCC, SM90=0 (no
+# sm_90a code), ARGS (options for run, bench), PREFIX and DESTDIR (install).
+
+GO     ?= go
+PYTHON ?= python3
+ifeq ($(origin CC),default)
+CC := gcc
+endif
+ifeq ($(origin CXX),default)
+CXX := g++
+endif
+PREFIX ?= /usr/local
+BUILD  ?= build
+SM90   ?= 1
+export GO CC CXX PYTHON
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV    := .venv/bin/python
+version  = $(shell sed -n 's/^\#define DEEPEP_VERSION_$1 //p' include/deepep.h)
+MAJOR   := $(call version,MAJOR)
+MINOR   := $(call version,MINOR)
+VERSION := $(MAJOR).$(MINOR).$(call version,PATCH)
+LIB     := $(BUILD)/lib
+BIN     := $(BUILD)/bin
+OBJ     := $(BUILD)/obj
+
+help: ## list the targets
+	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-13s %s\n", $$1, $$2 }'
+
+# ---- Set-up ---------------------------------------------------------------------------------------------------------
+# need-go-cc and the like: fails in one line if a tool is missing or too old. Used order-only: it is never "newer".
+
+need-%:
+	@tools/check_tools.sh $(subst -, ,$*)
+
+VENV_STAMP := .venv/.stamp-base
+CUDA_STAMP := .venv/.stamp-cuda
+
+$(VENV_STAMP): tools/setup_venv.sh tools/requirements.txt tools/requirements-torch.txt | need-python
+	@tools/setup_venv.sh base
+	@touch $@
+
+$(CUDA_STAMP): tools/requirements-cuda.txt | $(VENV_STAMP)
+	@tools/setup_venv.sh cuda
+	@touch $@
+
+venv: $(VENV_STAMP) ## make .venv, with torch, the test tools and deep_ep importable
+
+# ---- The engine: libdeepep.so and the program ------------------------------------------------------------------------
+# A folder counts as a source: its time changes when a file comes or goes.
+
+go_sources = go.mod go.sum $(shell find $1 \( -name testdata -o -path capi/tests \) -prune -o \
+               \( -type d -o -type f -not -name '*_test.go' \) -print 2>/dev/null)
+SONAME   := libdeepep.so.1
+MAP      := $(CURDIR)/capi/deepep.map
+PROGRAM  := $(BIN)/deepep
+GO_BUILD := $(GO) build -trimpath
+
+$(LIB)/$(SONAME): $(call go_sources,core capi) $(wildcard include/*.h kernels/abi/*.h) | need-go-cc
+	@mkdir -p $(@D)
+	CGO_ENABLED=1 $(GO_BUILD) -buildmode=c-shared -o $@ \
+	  -ldflags '-s -w -extldflags "-Wl,--version-script=$(MAP) -Wl,-soname,$(SONAME)"' ./capi
+	@rm -f $(LIB)/libdeepep.so.h && touch $@
+
+$(LIB)/libdeepep.so: $(LIB)/$(SONAME)
+	@ln -sf $(SONAME) $@
+
+$(PROGRAM): $(call go_sources,core) include/deepep.h | need-go
+	@mkdir -p $(@D)
+	CGO_ENABLED=0 $(GO_BUILD) -ldflags '-s -w -X main.version=$(VERSION)' -o $@ ./core/cmd/deepep
+	@touch $@
+
+lib: $(LIB)/libdeepep.so ## build libdeepep.so (Go engine behind the C API)
+
+program: $(PROGRAM) ## build the command-line program
+
+# ---- Kernel libraries ------------------------------------------------------------------------------------------------
+# Each object depends on a .flags file that is rewritten only when its content changes, so new flags rebuild.
+
+SAN       ?=
+SANFLAGS  := $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
+STATICCXX := $(if $(SAN),,-static-libstdc++ -static-libgcc)
+WARN      := -Wall -Wextra -Werror
+AVX2      := -mavx2 -mfma -mf16c
+AVX512    := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
+CPU_SRC   := $(sort $(shell find kernels/cpu -name '*.cpp' 2>/dev/null))
+ifneq ($(shell uname -m),x86_64)
+CPU_SRC   := $(filter-out %_avx2.cpp %_avx512.cpp,$(CPU_SRC))
+endif
+CPU_OBJ   := $(CPU_SRC:%.cpp=$(OBJ)/%.o)
+TEST_SRC  := $(sort $(wildcard kernels/tests/*.c kernels/tests/*.cpp))
+TEST_OBJ  := $(addsuffix .o,$(addprefix $(OBJ)/,$(TEST_SRC)))
+isa        = $(if $(filter %_avx2,$1),$(AVX2))$(if $(filter %_avx512,$1),$(AVX512))
+# Ranks compare it: two libraries made of the same sources have the same id.
+build_id   = $(VERSION)-$(shell cat $(sort $(shell find $1 -type f 2>/dev/null)) </dev/null | sha256sum | cut -c1-12)
+
+CXX_COMMAND := $(CXX) -std=c++17 -O2 -fPIC -fvisibility=hidden -pthread $(WARN) $(SANFLAGS) -Ikernels -I$(OBJ)
+C_COMMAND   := $(CC) -std=c11 -D_GNU_SOURCE -O2 -pthread $(WARN) $(SANFLAGS) -Ikernels
+NVCC_FLAGS   = -std=c++17 -O3 $(if $(filter 0,$(SM90)),$(SM80_CODE),$(SM80_CODE) $(SM90_CODE)) -DDEEPEP_SM90=$(SM90) \
+  -Werror all-warnings -Xptxas --warn-on-spills,--warning-as-error -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
+  -Ikernels -I$(OBJ)
+SM80_CODE   := -gencode arch=compute_80,code=sm_80
+SM90_CODE   := -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_90,code=compute_90
+
+# nvcc: NVCC= if given, else the one of the wheels in .venv, fetched when first needed.
+CUDA_SRC := $(sort $(shell find kernels/cuda -name '*.cu' 2>/dev/null))
+CUDA_OBJ := $(CUDA_SRC:%.cu=$(OBJ)/%.o)
+ifdef NVCC
+CUDA_READY :=
+CUDA_LIBS   = $(wildcard $(patsubst %/bin/nvcc,%/lib64,$(shell command -v $(NVCC))))
+else
+CUDA_READY := $(CUDA_STAMP)
+NVCC        = $(or $(firstword $(shell ls .venv/lib/python*/site-packages/nvidia/cu13/bin/nvcc 2>/dev/null)),nvcc)
+CUDA_LIBS   = $(NVCC:/bin/nvcc=/lib)
+endif
+
+# $(call keep,text): a recipe that writes text to the target unless it is there already.
+keep = @mkdir -p $(@D); echo '$1' | cmp -s - $@ || echo '$1' >$@
+
+FORCE:
+$(OBJ)/cpu.flags: FORCE
+	$(call keep,$(CXX_COMMAND) $(C_COMMAND) $(AVX2) $(AVX512))
+$(OBJ)/cuda.flags: FORCE | $(CUDA_READY)
+	$(call keep,$(NVCC) $(NVCC_FLAGS))
+$(OBJ)/cpu_build_id.h: FORCE
+	$(call keep,#define DK_BUILD_ID "$(call build_id,kernels/abi kernels/cpu)")
+$(OBJ)/cuda_build_id.h: FORCE
+	$(call keep,#define DK_BUILD_ID "$(call build_id,kernels/abi kernels/cuda)")
+
+$(CPU_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/cpu.flags | $(OBJ)/cpu_build_id.h need-cxx
+	@mkdir -p $(@D)
+	$(CXX_COMMAND) $(call isa,$*) -MMD -MP -c -o $@ $<
+
+$(LIB)/libdeepep_cpu.so: $(CPU_OBJ) tools/kernels.map
+	@mkdir -p $(@D)
+	$(CXX) -shared -pthread $(STATICCXX) $(SANFLAGS) -Wl,--version-script=tools/kernels.map -o $@ $(CPU_OBJ)
+
+kernels: $(LIB)/libdeepep_cpu.so ## build libdeepep_cpu.so
+
+$(OBJ)/%.c.o: %.c $(OBJ)/cpu.flags | need-cc
+	@mkdir -p $(@D)
+	$(C_COMMAND) -MMD -MP -c -o $@ $<
+
+$(OBJ)/%.cpp.o: %.cpp $(OBJ)/cpu.flags | need-cxx
+	@mkdir -p $(@D)
+	$(CXX_COMMAND) -MMD -MP -c -o $@ $<
+
+$(BIN)/kernel_tests: $(TEST_OBJ)
+	@mkdir -p $(@D)
+	$(CXX) -pthread $(SANFLAGS) -o $@ $(TEST_OBJ) -ldl -lm
+
+kernel-tests: $(if $(TEST_SRC),$(BIN)/kernel_tests) ## build the suite of the kernel interface
+
+$(CUDA_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/cuda.flags | $(CUDA_READY) $(OBJ)/cuda_build_id.h need-cxx
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCC_FLAGS) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
+
+$(LIB)/libdeepep_cuda.so: $(CUDA_OBJ) tools/kernels.map
+	@mkdir -p $(@D)
+	$(CXX) -shared -pthread $(STATICCXX) -Wl,--version-script=tools/kernels.map -o $@ $(CUDA_OBJ) \
+	  -L$(CUDA_LIBS) -lcudart_static -ldl -lrt
+
+cuda: $(if $(CUDA_SRC),$(LIB)/libdeepep_cuda.so) ## build libdeepep_cuda.so (no GPU needed)
+	@$(if $(CUDA_SRC),:,echo "cuda: kernels/cuda has no .cu files: nothing to build")
+
+-include $(CPU_OBJ:.o=.d) $(TEST_OBJ:.o=.d) $(CUDA_OBJ:.o=.d)
+
+# ---- Run and test -----------------------------------------------------------------------------------------------------
+
+READY := need-go-cc-cxx-python venv lib kernels program
+
+run: $(READY) ## train a small mixture-of-experts model over 4 ranks on this machine (ARGS="--steps 50 --ranks 2")
+	$(VENV) python/examples/train_moe.py $(ARGS)
+
+test: $(READY) kernel-tests ## run every test that needs no GPU (under 15 minutes on 2 cores)
+	$(VENV) tools/run_tests.py
+
+test-full: $(READY) kernel-tests ## the same with the long versions: more seeds, cycles and fuzzing
+	$(VENV) tools/run_tests.py --full
+
+test-gpu: $(READY) kernel-tests cuda ## run the kernel suite and the Python tests on a CUDA device
+	$(VENV) tools/run_tests.py --gpu
+
+bench: $(READY) ## measure, beside gloo in the same run
+	$(VENV) python/benchmarks/bench.py $(ARGS)
+
+lint: venv need-go ## check formatting, ruff, mypy, go vet
+	$(VENV) tools/run_tests.py lint
+
+fmt: venv need-go ## format Go and Python
+	gofmt -w core capi
+	$(VENV) -m ruff check --fix --quiet python tools setup.py
+	$(VENV) -m ruff format --quiet python tools setup.py
+
+abi-check: venv lib kernels ## compare exported symbols with the headers, and structs in C, Go and ctypes with the goldens
+	$(VENV) tools/run_tests.py abi
+
+sanitize: venv ## run the kernel suite under ASan with UBSan, and under TSan
+	@$(MAKE) --no-print-directory BUILD=build/asan SAN=address,undefined kernels kernel-tests
+	@$(MAKE) --no-print-directory BUILD=build/tsan SAN=thread kernels kernel-tests
+	$(VENV) tools/run_tests.py asan tsan
+
+sanitize-gpu: venv cuda kernel-tests ## run the kernel suite under compute-sanitizer (memcheck, racecheck, synccheck)
+	$(VENV) tools/run_tests.py memcheck racecheck synccheck
+
+generate: venv need-go ## write the golden and generated files anew
+	$(GO) generate ./...
+
+check: lint test sanitize ## all that needs no GPU, before a commit
+
+# ---- Ship -------------------------------------------------------------------------------------------------------------
+
+wheel: venv lib kernels program cuda ## build dist/deepep_go-*.whl
+	$(VENV) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	@ls -1 dist/*$(VERSION)*.whl
+
+CMAKE_DIR = $(DESTDIR)$(PREFIX)/lib/cmake/deepep
+fill      = sed -e 's/@VERSION@/$(VERSION)/g; s/@MAJOR@/$(MAJOR)/g; s/@MINOR@/$(MINOR)/g' $1 >$2
+
+install: lib kernels program ## install under PREFIX (/usr/local); DESTDIR for packages
+	install -d $(addprefix $(DESTDIR)$(PREFIX)/,bin include lib/pkgconfig) $(CMAKE_DIR)
+	install -m 755 $(PROGRAM) $(DESTDIR)$(PREFIX)/bin
+	install -m 755 $(LIB)/$(SONAME) $(wildcard $(LIB)/libdeepep_*.so) $(DESTDIR)$(PREFIX)/lib
+	ln -sf $(SONAME) $(DESTDIR)$(PREFIX)/lib/libdeepep.so
+	install -m 644 include/deepep.h include/deepep.hpp $(DESTDIR)$(PREFIX)/include
+	$(call fill,cmake/deepep.pc.in,$(DESTDIR)$(PREFIX)/lib/pkgconfig/deepep.pc)
+	$(call fill,cmake/deepep-config.cmake.in,$(CMAKE_DIR)/deepep-config.cmake)
+	$(call fill,cmake/deepep-config-version.cmake.in,$(CMAKE_DIR)/deepep-config-version.cmake)
+
+clean: ## remove what was built (.venv stays)
+	rm -rf build dist
+
+.PHONY: help venv lib program kernels kernel-tests cuda run test test-full test-gpu bench lint fmt abi-check \
+  sanitize sanitize-gpu generate check wheel install clean FORCE
