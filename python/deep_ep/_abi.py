@@ -1,4 +1,4 @@
-"""Mirror of deepep.h for ctypes: structs and prototypes, nothing else. Checked against the header by the tests."""
+"""Mirror of deepep.h for ctypes: structs and prototypes. Written by tools/generate_abi.py; do not edit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import ctypes
 from typing import Any
 
 VP = ctypes.c_void_p
-I32 = ctypes.c_int32
-I64 = ctypes.c_int64
-U32 = ctypes.c_uint32
-U64 = ctypes.c_uint64
+I32, I64 = ctypes.c_int32, ctypes.c_int64
+U32, U64 = ctypes.c_uint32, ctypes.c_uint64
 
 ALLGATHER = ctypes.CFUNCTYPE(I32, VP, VP, ctypes.c_size_t, VP)
 LOG = ctypes.CFUNCTYPE(None, I32, ctypes.c_char_p, VP)
@@ -298,16 +296,7 @@ class OpStats(ctypes.Structure):
     ]
 
 
-def sized(cls: type[Any], **values: Any) -> Any:
-    """A struct of type `cls` with struct_size and the given fields set; the others are 0."""
-    struct = cls()
-    struct.struct_size = ctypes.sizeof(cls)
-    for name, value in values.items():
-        setattr(struct, name, value)
-    return struct
-
-
-# name: (result, arguments), each with its C prototype
+# name: (result, arguments), each below its C prototype
 PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     # int32_t deepep_version(void)
     "deepep_version": (I32, []),
@@ -390,6 +379,15 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     # deepep_status_t deepep_stats(deepep_buffer_t buffer, deepep_op_stats *stats, uint64_t *bytes_to_peer, uint64_t *wait_ns_per_peer)
     "deepep_stats": (I32, [VP, VP, VP, VP]),
 }
+
+
+def sized(cls: type[Any], **values: Any) -> Any:
+    """A struct of type `cls` with struct_size and the given fields set; the others are 0."""
+    struct = cls()
+    struct.struct_size = ctypes.sizeof(cls)
+    for name, value in values.items():
+        setattr(struct, name, value)
+    return struct
 
 
 def declare(library: Any) -> None:

@@ -114,7 +114,7 @@ class BufferBase:
 
     def torch_current_stream(self) -> Any:
         """The caller's current CUDA stream as a torch object."""
-        return tt.torch.cuda.current_stream(self.device)
+        return tt.torch_stream(self.device)
 
     def enter(self) -> None:
         """Before every call: start-up is complete, the buffer is alive, and what is done is let go of."""

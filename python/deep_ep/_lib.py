@@ -52,7 +52,8 @@ def _open() -> str:
             tried.append(f"  {path}: {error}")
     raise errors.DeepEPError(
         errors.NOT_FOUND,
-        "libdeepep could not be loaded. Tried:\n" + "\n".join(tried)
+        "libdeepep could not be loaded. Tried:\n"
+        + "\n".join(tried)
         + "\nSet DEEPEP_LIBRARY to the file, or build it with `make lib kernels`.",
     )
 

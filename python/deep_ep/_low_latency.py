@@ -73,15 +73,17 @@ class LowLatencyMode(BufferBase):
         bound, num_experts = self._check_shape(num_max_dispatch_tokens_per_rank, num_experts)
         assertion(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
         if use_ue8m0 and not (use_fp8 and round_scale):
-            raise value_error("use_ue8m0", f"True with use_fp8={use_fp8}, round_scale={round_scale}", "both of them True")
+            raise value_error(
+                "use_ue8m0", f"True with use_fp8={use_fp8}, round_scale={round_scale}", "both of them True"
+            )
         num_tokens, hidden, num_topk = self._check_tokens(x, topk_idx, bound)
         if use_ue8m0 and hidden % 512:
             raise value_error("use_ue8m0", f"True with hidden {hidden}", "a hidden that is a multiple of 512")
         local = num_experts // self.group_size
         if topk_weights is not None:
-            tt.check("topk_weights", topk_weights, self.device, (tt.torch.float32,), (num_tokens, num_topk))
-        self._check_stats("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, tt.torch.int32, local)
-        self._check_stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, tt.torch.int64, self.group_size)
+            tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (num_tokens, num_topk))
+        self._check_stats("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, tt.INT32, local)
+        self._check_stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, tt.INT64, self.group_size)
         outputs = self._take_outputs((local, bound, hidden, bool(use_fp8), bool(use_ue8m0)))
         args = outputs.args
         args.flags = (ROUND_SCALE if round_scale else 0) | (UE8M0 if use_ue8m0 else 0)
@@ -145,8 +147,8 @@ class LowLatencyMode(BufferBase):
         num_tokens, num_topk = topk_idx.shape
         if num_tokens > bound:
             raise value_error("topk_idx", f"{num_tokens} tokens", f"at most B = {bound}")
-        tt.check("topk_weights", topk_weights, self.device, (tt.torch.float32,), (num_tokens, num_topk))
-        self._check_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, tt.torch.int64, self.group_size)
+        tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (num_tokens, num_topk))
+        self._check_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, tt.INT64, self.group_size)
         if not zero_copy:
             tt.check("x", x, self.device, (tt.BF16,), (local, rows, hidden))
         if out is None:
@@ -208,7 +210,7 @@ class LowLatencyMode(BufferBase):
     def low_latency_query_mask_buffer(self, mask_status: tt.Tensor) -> None:
         """Writes 1 for each masked rank into ``mask_status [R] int32``. Needs enable_shrink."""
         self._check_shrink()
-        tt.check("mask_status", mask_status, self.device, (tt.torch.int32,), (self.group_size,))
+        tt.check("mask_status", mask_status, self.device, (tt.INT32,), (self.group_size,))
         self.enter()
         self._on_current_stream(self.native.lib.quick.deepep_query_mask, mask_status.data_ptr(), held=(mask_status,))
 
@@ -273,7 +275,7 @@ class LowLatencyMode(BufferBase):
     def _take_outputs(self, key: tuple[int, int, int, bool, bool]) -> tt.Outputs:
         """Outputs of this shape that nobody holds, made anew if there are none."""
         pool = self._outputs.setdefault(key, [])
-        stream = self.current_stream()
+        stream = self.current_stream() or 0
         for candidate in pool:
             if candidate.stream == stream and candidate.unused():
                 return candidate
@@ -284,14 +286,14 @@ class LowLatencyMode(BufferBase):
         return outputs
 
     def _new_outputs(self, local: int, bound: int, hidden: int, use_fp8: bool, ue8m0: bool) -> tt.Outputs:
-        rows, i32 = self.group_size * bound, tt.torch.int32
-        scales = ((local, hidden // 512, rows), i32) if ue8m0 else ((local, hidden // 128, rows), tt.torch.float32)
+        rows, i32 = self.group_size * bound, tt.INT32
+        scales = ((local, hidden // 512, rows), i32) if ue8m0 else ((local, hidden // 128, rows), tt.FLOAT32)
         specs: list[Any] = [
             ((local, rows, hidden), tt.FP8 if use_fp8 else tt.BF16),
-            scales if use_fp8 else ((0, 0, 0), tt.torch.float32),
+            scales if use_fp8 else ((0, 0, 0), tt.FLOAT32),
             ((local,), i32),
             ((local, rows), i32),
-            ((local, self.group_size), tt.torch.int64),
+            ((local, self.group_size), tt.INT64),
         ]
         outputs = tt.Outputs(specs, self.device)
         pointers = [tensor.data_ptr() for tensor in outputs.tensors]
@@ -312,7 +314,12 @@ class LowLatencyMode(BufferBase):
         assertion(self.low_latency_mode, "the buffer was made with low_latency_mode=False")
         if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
             raise value_error("num_max_dispatch_tokens_per_rank", repr(bound), "an int >= 1")
-        if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1 or num_experts % self.group_size:
+        if (
+            isinstance(num_experts, bool)
+            or not isinstance(num_experts, int)
+            or num_experts < 1
+            or num_experts % self.group_size
+        ):
             raise value_error("num_experts", repr(num_experts), f"a positive multiple of the {self.group_size} ranks")
         return bound, num_experts
 
@@ -337,8 +344,8 @@ class LowLatencyMode(BufferBase):
         src_info, layout_range, bound, hidden, num_experts = handle
         bound, num_experts = self._check_shape(bound, num_experts)
         local = num_experts // self.group_size
-        tt.check("handle: src_info", src_info, self.device, (tt.torch.int32,), (local, self.group_size * bound))
-        tt.check("handle: layout_range", layout_range, self.device, (tt.torch.int64,), (local, self.group_size))
+        tt.check("handle: src_info", src_info, self.device, (tt.INT32,), (local, self.group_size * bound))
+        tt.check("handle: layout_range", layout_range, self.device, (tt.INT64,), (local, self.group_size))
         return src_info, layout_range, bound, hidden, num_experts
 
     def _check_shrink(self) -> None:

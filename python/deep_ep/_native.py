@@ -63,7 +63,9 @@ def group_from_allgather(rank: int, size: int, allgather: AllGather, **options: 
         try:
             blobs = allgather(ctypes.string_at(send, count))
             if len(blobs) != size or any(len(blob) != count for blob in blobs):
-                raise errors.DeepEPError(errors.MISMATCH, f"the group's all-gather gave {len(blobs)} blobs for {size} ranks")
+                raise errors.DeepEPError(
+                    errors.MISMATCH, f"the group's all-gather gave {len(blobs)} blobs for {size} ranks"
+                )
             ctypes.memmove(recv, b"".join(blobs), count * size)
             return 0
         except BaseException as error:  # it must not cross C; raised again below
@@ -71,7 +73,9 @@ def group_from_allgather(rank: int, size: int, allgather: AllGather, **options: 
             return 1
 
     function = _abi.ALLGATHER(exchange)
-    struct = _abi.sized(_abi.GroupOptions, bootstrap=bootstrap.CALLBACK, rank=rank, size=size, allgather=function, **options)
+    struct = _abi.sized(
+        _abi.GroupOptions, bootstrap=bootstrap.CALLBACK, rank=rank, size=size, allgather=function, **options
+    )
     try:
         return NativeGroup(struct, keep=(function,))
     except errors.DeepEPError:
@@ -97,7 +101,9 @@ class NativeBuffer:
         self.lib = group.lib
         self._as_parameter_ = ctypes.c_void_p()
         self._events: list[int] = []
-        self.lib.check(self.lib.slow.deepep_buffer_create(group, ctypes.byref(options), ctypes.byref(self._as_parameter_)))
+        self.lib.check(
+            self.lib.slow.deepep_buffer_create(group, ctypes.byref(options), ctypes.byref(self._as_parameter_))
+        )
 
     @property
     def alive(self) -> bool:
@@ -155,7 +161,7 @@ def stats(buffer: NativeBuffer, size: int) -> dict[str, dict[str, Any]]:
         struct = _abi.sized(_abi.OpStats, op=op)
         sent, waited = (ctypes.c_uint64 * size)(), (ctypes.c_uint64 * size)()
         buffer.lib.check(buffer.lib.slow.deepep_stats(buffer, ctypes.byref(struct), sent, waited))
-        entry = {field: getattr(struct, field) for field, _ in _abi.OpStats._fields_[2:]}
+        entry = {field[0]: getattr(struct, field[0]) for field in _abi.OpStats._fields_[2:]}
         entry["bytes_to_peer"], entry["wait_ns_per_peer"] = list(sent), list(waited)
         result[name] = entry
     return result

@@ -36,9 +36,9 @@ class Route:
             matrix, _, _, source, in_rank, head = handle
         else:
             in_rank, matrix, source, head = handle[0], handle[1], handle[-3], handle[-2]
-        tt.check("handle: rank_prefix_matrix", matrix, device, (tt.torch.int32,), (num_ranks, num_ranks))
-        tt.check("handle: send_head", head, device, (tt.torch.int32,), (None, num_ranks))
-        tt.check("handle: recv_src_idx", source, device, (tt.torch.int32,), (None,))
+        tt.check("handle: rank_prefix_matrix", matrix, device, (tt.INT32,), (num_ranks, num_ranks))
+        tt.check("handle: send_head", head, device, (tt.INT32,), (None, num_ranks))
+        tt.check("handle: recv_src_idx", source, device, (tt.INT32,), (None,))
         return cls(matrix, head, source, in_rank)
 
     def to_tuple(self, nodes: int, peers: int, rank: int) -> tuple[Any, ...]:
@@ -50,7 +50,18 @@ class Route:
             return (matrix, sent_to, received_from, self.recv_src_idx, in_rank, head)
         per_rank = matrix[:, rank]  # [R]: running sum of received rows over global source ranks
         per_node = per_rank[peers - 1 :: peers]
-        return (in_rank, matrix, sent_to, received_from, per_node, received_from, per_rank, self.recv_src_idx, head, head)
+        return (
+            in_rank,
+            matrix,
+            sent_to,
+            received_from,
+            per_node,
+            received_from,
+            per_rank,
+            self.recv_src_idx,
+            head,
+            head,
+        )
 
     def native(self, num_recv_tokens: int) -> Any:
         """deepep_handle over these tensors."""
@@ -82,7 +93,7 @@ class Payload:
             scales = x[1]
             if isinstance(scales, tt.Tensor) and scales.dim() == 1:
                 scales = scales.view(-1, 1)
-            dtypes = (tt.torch.float32, tt.torch.int32)
+            dtypes = (tt.FLOAT32, tt.INT32)
             self.scales: Any = tt.check("x[1]", scales, device, dtypes, (self.x.shape[0], None), contiguous=False)
             self.num_scales = int(self.scales.shape[1])
         else:
@@ -123,12 +134,12 @@ class NormalMode(BufferBase):
         tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (None, None))
         self._check_experts(num_experts)
         order = Ordering(self, previous_event, async_finish, allocate_on_comm_stream)
-        i32, ranks, nodes = tt.torch.int32, self.group_size, self.num_nodes
+        i32, ranks, nodes = tt.INT32, self.group_size, self.num_nodes
         with order.context:
             per_rank = tt.empty((ranks,), i32, self.device)
             per_node = tt.empty((nodes,), i32, self.device) if nodes > 1 else None
             per_expert = tt.empty((num_experts,), i32, self.device)
-            in_rank = tt.empty((topk_idx.shape[0], ranks), tt.torch.bool, self.device)
+            in_rank = tt.empty((topk_idx.shape[0], ranks), tt.BOOL, self.device)
         struct = _abi.sized(
             _abi.Layout,
             num_tokens=topk_idx.shape[0],
@@ -192,14 +203,16 @@ class NormalMode(BufferBase):
             return self._cached_dispatch(payload, handle, topk_idx, topk_weights, native_config, order)
         counts = self._check_counts(payload, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
         if self.num_nodes > 1 and num_tokens_per_rdma_rank is not None:
-            tt.check("num_tokens_per_rdma_rank", num_tokens_per_rdma_rank, self.device, (tt.torch.int32,), (self.num_nodes,))
+            tt.check("num_tokens_per_rdma_rank", num_tokens_per_rdma_rank, self.device, (tt.INT32,), (self.num_nodes,))
         self._check_topk(payload.x.shape[0], topk_idx, topk_weights)
         if isinstance(expert_alignment, bool) or not isinstance(expert_alignment, int) or expert_alignment < 1:
             raise value_error("expert_alignment", repr(expert_alignment), "an int >= 1")
         if isinstance(num_worst_tokens, bool) or not isinstance(num_worst_tokens, int) or num_worst_tokens < 0:
             raise value_error("num_worst_tokens", repr(num_worst_tokens), "an int >= 0")
         if num_worst_tokens > 0 and topk_idx is None:
-            raise value_error("num_worst_tokens", f"{num_worst_tokens} without topk_idx", "topk_idx and topk_weights beside it")
+            raise value_error(
+                "num_worst_tokens", f"{num_worst_tokens} without topk_idx", "topk_idx and topk_weights beside it"
+            )
         return self._fresh_dispatch(
             payload, counts, topk_idx, topk_weights, expert_alignment, num_worst_tokens, native_config, order
         )
@@ -209,11 +222,14 @@ class NormalMode(BufferBase):
         config: Any, order: Ordering,
     ) -> tuple[Any, Any, Any, Any, Any, EventOverlap]:  # fmt: skip
         per_rank, in_rank, per_expert = counts
-        lib, ranks, i32 = self.native.lib, self.group_size, tt.torch.int32
+        lib, ranks, i32 = self.native.lib, self.group_size, tt.INT32
         num_tokens, num_topk = payload.x.shape[0], 0 if topk_idx is None else int(topk_idx.shape[1])
         with order.context:
             route = Route(
-                tt.empty((ranks, ranks), i32, self.device), tt.empty((num_tokens, ranks), i32, self.device), None, in_rank
+                tt.empty((ranks, ranks), i32, self.device),
+                tt.empty((num_tokens, ranks), i32, self.device),
+                None,
+                in_rank,
             )
         native_handle = route.native(0)
         notify = _abi.sized(
@@ -233,10 +249,14 @@ class NormalMode(BufferBase):
         )
         token = ctypes.c_uint64()
         lib.check(
-            lib.quick.deepep_notify_counts(self.native, ctypes.byref(notify), order.call(config, False), ctypes.byref(token))
+            lib.quick.deepep_notify_counts(
+                self.native, ctypes.byref(notify), order.call(config, False), ctypes.byref(token)
+            )
         )
         held = (per_rank, in_rank, per_expert, route.rank_prefix_matrix, route.send_head)
-        rows, per_local_expert = (worst, []) if worst else self._wait_counts(token.value, int(per_expert.shape[0]) // ranks, held)
+        rows, per_local_expert = (
+            (worst, []) if worst else self._wait_counts(token.value, int(per_expert.shape[0]) // ranks, held)
+        )
         with order.context:
             route.recv_src_idx = tt.empty((rows,), i32, self.device)
             received, recv_scales, recv_idx, recv_weights = self._allocate(payload, rows, num_topk, topk_idx)
@@ -274,7 +294,15 @@ class NormalMode(BufferBase):
         lib = self.native.lib
         lib.check(lib.quick.deepep_dispatch(self.native, ctypes.byref(args), order.call(config, True)))
         event = order.finish(
-            (payload.x, payload.scales, received, recv_scales, route.rank_prefix_matrix, route.send_head, route.recv_src_idx)
+            (
+                payload.x,
+                payload.scales,
+                received,
+                recv_scales,
+                route.rank_prefix_matrix,
+                route.send_head,
+                route.recv_src_idx,
+            )
         )
         return ((received, recv_scales) if payload.is_pair else received), None, None, None, None, event
 
@@ -321,9 +349,9 @@ class NormalMode(BufferBase):
             combined = tt.empty((num_tokens, hidden), tt.BF16, self.device)
             weights = None
             if topk_weights is not None:
-                tt.check("topk_weights", topk_weights, self.device, (tt.torch.float32,), (rows, None))
+                tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (rows, None))
                 num_topk = int(topk_weights.shape[1])
-                weights = tt.empty((num_tokens, num_topk), tt.torch.float32, self.device)
+                weights = tt.empty((num_tokens, num_topk), tt.FLOAT32, self.device)
         native_handle = route.native(rows)
         args = _abi.sized(
             _abi.CombineArgs,
@@ -392,7 +420,7 @@ class NormalMode(BufferBase):
         if topk_idx is None:
             return received, scales, None, None
         indices = tt.empty((rows, num_topk), topk_idx.dtype, self.device)
-        return received, scales, indices, tt.empty((rows, num_topk), tt.torch.float32, self.device)
+        return received, scales, indices, tt.empty((rows, num_topk), tt.FLOAT32, self.device)
 
     def _dispatch_args(self, payload: Payload, native_handle: Any, received: Any, recv_scales: Any) -> Any:
         args = _abi.sized(
@@ -433,13 +461,15 @@ class NormalMode(BufferBase):
             raise value_error("num_experts", num_experts, f"a positive multiple of the {self.group_size} ranks")
 
     def _check_counts(self, payload: Payload, per_rank: Any, in_rank: Any, per_expert: Any) -> tuple[Any, Any, Any]:
-        i32, num_tokens = (tt.torch.int32,), payload.x.shape[0]
+        i32, num_tokens = (tt.INT32,), payload.x.shape[0]
         for name, value in (
             ("num_tokens_per_rank", per_rank), ("is_token_in_rank", in_rank), ("num_tokens_per_expert", per_expert),
         ):  # fmt: skip
-            assertion(value is not None, f"argument {name}: got None, allowed what get_dispatch_layout returned (or a handle)")
+            assertion(
+                value is not None, f"argument {name}: got None, allowed what get_dispatch_layout returned (or a handle)"
+            )
         tt.check("num_tokens_per_rank", per_rank, self.device, i32, (self.group_size,))
-        tt.check("is_token_in_rank", in_rank, self.device, (tt.torch.bool,), (num_tokens, self.group_size))
+        tt.check("is_token_in_rank", in_rank, self.device, (tt.BOOL,), (num_tokens, self.group_size))
         tt.check("num_tokens_per_expert", per_expert, self.device, i32, (None,))
         self._check_experts(int(per_expert.shape[0]))
         return per_rank, in_rank, per_expert
@@ -451,4 +481,4 @@ class NormalMode(BufferBase):
         if topk_idx is None:
             return
         tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (num_tokens, None))
-        tt.check("topk_weights", topk_weights, self.device, (tt.torch.float32,), tuple(topk_idx.shape))
+        tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), tuple(topk_idx.shape))

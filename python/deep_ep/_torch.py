@@ -15,6 +15,7 @@ Tensor = torch.Tensor
 topk_idx_t = torch.int64
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
+FLOAT32, INT32, INT64, BOOL = torch.float32, torch.int32, torch.int64, torch.bool
 INDEX_TYPES = {torch.int32: 0, torch.int64: 1}
 ITEM_TYPES = {torch.bfloat16: 2, torch.float8_e4m3fn: 3}
 _current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -45,8 +46,13 @@ def current_stream(device: torch.device) -> int:
 def external_stream(address: int, device: torch.device) -> Any:
     """A torch stream over the buffer's communication stream; on the CPU torch's own notion of a stream."""
     if device.type == "cuda":
-        return torch.cuda.ExternalStream(address, device=device)
+        return torch.cuda.ExternalStream(address, device=device)  # type: ignore[no-untyped-call]
     return torch.cpu.Stream()
+
+
+def torch_stream(device: torch.device) -> Any:
+    """The caller's current CUDA stream as a torch object."""
+    return torch.cuda.current_stream(device)
 
 
 def stream_context(stream: Any) -> Any:
@@ -56,9 +62,9 @@ def stream_context(stream: Any) -> Any:
 
 def recorded_event(device: torch.device | None = None) -> torch.cuda.Event | None:
     """A torch event at the end of the current CUDA stream; None where there is no GPU in use."""
-    if not cuda_available() or not torch.cuda.is_initialized():
+    if not cuda_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
 
@@ -85,7 +91,7 @@ def check(
     if tensor.device != device:
         raise value_error(name, f"a tensor on {tensor.device}", f"a tensor on {device}, where the buffer is")
     got = tuple(tensor.shape)
-    if len(got) != len(shape) or any(want is not None and have != want for have, want in zip(got, shape)):
+    if len(got) != len(shape) or any(want is not None and have != want for have, want in zip(got, shape, strict=True)):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise value_error(name, f"shape {list(got)}", f"[{wanted}]")
     if contiguous and not tensor.is_contiguous():
@@ -118,7 +124,7 @@ def view_of(pointer: int, count: int, device: torch.device, owner: object) -> Te
     if device.type == "cuda":
         return torch.as_tensor(_CudaMemory(pointer, count, owner), device=device)
     memory = (ctypes.c_uint8 * count).from_address(pointer)
-    memory._owner = owner
+    memory._owner = owner  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -152,8 +158,9 @@ class Outputs:
         arena = empty((max(total, 1),), torch.uint8, device)
         self._storage = arena.untyped_storage()
         tensors = []
-        for (shape, dtype), offset in zip(specs, offsets):
-            strides, step = [], 1
+        for (shape, dtype), offset in zip(specs, offsets, strict=True):
+            strides: list[int] = []
+            step = 1
             for length in reversed(shape):
                 strides.insert(0, step)
                 step *= length
@@ -170,7 +177,7 @@ class Outputs:
         uses = torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
         counts = [uses]
         for i in range(len(self.tensors)):
-            counts.append(sys.getrefcount(self.tensors[i]) + self.tensors[i]._use_count())  # type: ignore[attr-defined]
+            counts.append(sys.getrefcount(self.tensors[i]) + self.tensors[i]._use_count())
         return tuple(counts)
 
     def unused(self) -> bool:

@@ -55,6 +55,8 @@ class Bootstrap:
         """
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(v)]
         if missing:
-            raise value_error("environment", f"no {', '.join(missing)}", "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set")
+            raise value_error(
+                "environment", f"no {', '.join(missing)}", "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set"
+            )
         env = os.environ
         return cls.tcp(int(env["RANK"]), int(env["WORLD_SIZE"]), f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}", name)

@@ -103,7 +103,11 @@ class Buffer(NormalMode, LowLatencyMode):
         num_nvl_peers: int | None = None,
         bootstrap: Bootstrap | None = None,
     ) -> None:
-        numbers = {"num_nvl_bytes": num_nvl_bytes, "num_rdma_bytes": num_rdma_bytes, "num_qps_per_rank": num_qps_per_rank}
+        numbers = {
+            "num_nvl_bytes": num_nvl_bytes,
+            "num_rdma_bytes": num_rdma_bytes,
+            "num_qps_per_rank": num_qps_per_rank,
+        }
         for name, value in numbers.items():
             _check_int(name, value, 0)
         if num_nvl_peers is not None:
@@ -205,7 +209,12 @@ class Buffer(NormalMode, LowLatencyMode):
         bound = num_max_dispatch_tokens_per_rank
         options = _abi.sized(_abi.WarmupOptions, use_fp8=int(bool(use_fp8)))
         if num_tokens:
-            options.num_tokens, options.hidden, options.num_topk, options.num_experts = num_tokens, hidden, num_topk, num_experts
+            options.num_tokens, options.hidden, options.num_topk, options.num_experts = (
+                num_tokens,
+                hidden,
+                num_topk,
+                num_experts,
+            )
         if bound:
             options.ll_num_max_tokens, options.ll_hidden = bound, hidden
             options.ll_num_topk, options.ll_num_experts = num_topk, num_experts
@@ -285,7 +294,10 @@ class Buffer(NormalMode, LowLatencyMode):
             DeepEPError (also an AssertionError): the number is odd or negative.
         """
         valid = isinstance(new_num_sms, int) and not isinstance(new_num_sms, bool)
-        assertion(valid and new_num_sms >= 0 and new_num_sms % 2 == 0, f"new_num_sms: got {new_num_sms!r}, allowed an even int >= 0")
+        assertion(
+            valid and new_num_sms >= 0 and new_num_sms % 2 == 0,
+            f"new_num_sms: got {new_num_sms!r}, allowed an even int >= 0",
+        )
         Buffer.num_sms = new_num_sms
 
     @staticmethod
@@ -354,7 +366,9 @@ def _make_group(group: Any, comm: Any, bootstrap: Bootstrap | None, options: dic
         rank, size, allgather = tt.gather_function(group)
         return _native.group_from_allgather(rank, size, allgather, **options)
     if comm is not None:
-        return _native.group_from_allgather(int(comm.Get_rank()), int(comm.Get_size()), lambda blob: list(comm.allgather(blob)), **options)
+        return _native.group_from_allgather(
+            int(comm.Get_rank()), int(comm.Get_size()), lambda blob: list(comm.allgather(blob)), **options
+        )
     assert bootstrap is not None
     return _native.group_from_bootstrap(bootstrap, **options)
 

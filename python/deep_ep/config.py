@@ -96,12 +96,14 @@ class Config:
     def _size_hint(self, hidden_bytes: int, num_ranks: int, rdma: int) -> int:
         lib, out = library(), ctypes.c_uint64()
         lib.check(
-            lib.quick.deepep_config_size_hint(ctypes.byref(self._native), hidden_bytes, num_ranks, rdma, ctypes.byref(out))
+            lib.quick.deepep_config_size_hint(
+                ctypes.byref(self._native), hidden_bytes, num_ranks, rdma, ctypes.byref(out)
+            )
         )
         return int(out.value)
 
     def __repr__(self) -> str:
-        fields = ", ".join(str(getattr(self._native, name)) for name, _ in _abi.Config._fields_)
+        fields = ", ".join(str(getattr(self._native, field[0])) for field in _abi.Config._fields_)
         return f"Config({fields})"
 
 
@@ -109,6 +111,8 @@ def low_latency_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, nu
     """Bytes of `num_rdma_bytes` for low-latency calls of this shape."""
     lib, out = library(), ctypes.c_uint64()
     lib.check(
-        lib.quick.deepep_low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts, ctypes.byref(out))
+        lib.quick.deepep_low_latency_size_hint(
+            num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts, ctypes.byref(out)
+        )
     )
     return int(out.value)
