@@ -1,0 +1,126 @@
+package doctor
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// checkAffinity pairs GPUs with NICs by their distance in the PCI tree, as
+// NVSHMEM and NCCL do, and looks for NICs that are shared while others idle.
+func checkAffinity(e *exam) {
+	gpus := e.usableGPUs()
+	if len(gpus) == 0 {
+		gpus = e.gpuList()
+	}
+	var nics []nic
+	for _, n := range e.nicList() {
+		if n.active() && n.bus != "" && e.chosen(n) {
+			nics = append(nics, n)
+		}
+	}
+	if len(gpus) == 0 || len(nics) == 0 {
+		e.na(Line{Read: fmt.Sprintf("%s, %s", plural(len(gpus), "GPU"), plural(len(nics), "active NIC")), File: "/" + pciDevices})
+		return
+	}
+	pairs := make([]pairing, len(gpus))
+	load := map[string][]string{}
+	for i, g := range gpus {
+		pairs[i] = nearest(g, nics, load)
+		load[pairs[i].nic.name] = append(load[pairs[i].nic.name], label(i, g))
+	}
+	idle := idleNICs(nics, load)
+	for i, g := range gpus {
+		e.pairLine(i, g, pairs[i], load, idle)
+	}
+}
+
+// chosen leaves out what NVSHMEM_HCA_LIST leaves out: "mlx5_0:1,mlx5_1" or "^mlx5_4".
+func (e *exam) chosen(n nic) bool {
+	list, set := e.root.env("NVSHMEM_HCA_LIST")
+	if !set || list == "" {
+		return true
+	}
+	list, except := strings.CutPrefix(list, "^")
+	named := false
+	for item := range strings.SplitSeq(list, ",") {
+		name, _, _ := strings.Cut(strings.TrimSpace(item), ":")
+		named = named || name == n.name
+	}
+	return named != except
+}
+
+type pairing struct {
+	nic  nic
+	far  distance
+	ties int // NICs that are equally near
+}
+
+// nearest picks the nearest NIC; among equals the one with the fewest GPUs so far.
+func nearest(g gpu, nics []nic, load map[string][]string) pairing {
+	best := pairing{far: sys + 1}
+	for _, n := range nics {
+		d := between(g.chain, n.chain, g.numa, n.numa)
+		switch {
+		case d < best.far:
+			best = pairing{nic: n, far: d, ties: 1}
+		case d == best.far:
+			best.ties++
+			if len(load[n.name]) < len(load[best.nic.name]) {
+				best.nic = n
+			}
+		}
+	}
+	return best
+}
+
+func idleNICs(nics []nic, load map[string][]string) []string {
+	var idle []string
+	for _, n := range nics {
+		if len(load[n.name]) == 0 {
+			idle = append(idle, n.name)
+		}
+	}
+	return idle
+}
+
+func label(i int, g gpu) string { return fmt.Sprintf("GPU %d", i) }
+
+func (e *exam) pairLine(i int, g gpu, p pairing, load map[string][]string, idle []string) {
+	l := Line{
+		Subject: label(i, g),
+		Read:    fmt.Sprintf("%s, NUMA %d: %s, %s", g.bus, g.numa, p.nic.name, p.far),
+		File:    "/" + pciDevices + "/" + g.bus,
+		Facts:   map[string]string{"nic": p.nic.name, "distance": p.far.String()},
+	}
+	others := slices.DeleteFunc(slices.Clone(load[p.nic.name]), func(s string) bool { return s == l.Subject })
+	mapping, _ := e.root.env("NVSHMEM_ENABLE_NIC_PE_MAPPING")
+	switch {
+	case len(others) > 0 && len(idle) > 0 && !truth(mapping):
+		l.Read += ", shared with " + strings.Join(others, ", ")
+		l.Cause = fmt.Sprintf("the nearest NIC serves several GPUs while %s idles: the shared one halves the bandwidth of each", strings.Join(idle, ", "))
+		l.Fix = "NVSHMEM_ENABLE_NIC_PE_MAPPING=1 with NVSHMEM_HCA_LIST=" + strings.Join(namesOf(load, idle), ",") + " deals them out in turn; better, move the card to the slot beside the GPU"
+		e.warn(l)
+	case p.far == sys && len(idle) == 0 && len(others) == 0:
+		l.Cause = "GPU and NIC hang on different CPU sockets: every byte crosses the link between them"
+		l.Fix = "move the NIC to a slot of the GPU's socket (lspci -tv shows the tree)"
+		e.warn(l)
+	default:
+		if len(others) > 0 {
+			l.Read += ", shared with " + strings.Join(others, ", ")
+		}
+		e.ok(l)
+	}
+}
+
+// namesOf lists the NICs in use and those that idle, in order.
+func namesOf(load map[string][]string, idle []string) []string {
+	names := slices.Clone(idle)
+	for n, gpus := range load {
+		if len(gpus) > 0 {
+			names = append(names, n)
+		}
+	}
+	sortNatural(names)
+	return names
+}

@@ -1,0 +1,51 @@
+package doctor
+
+// Options say what is planned, so that the host can be measured against it.
+// Everything is optional: what is zero is not compared.
+type Options struct {
+	For     For
+	Version string // of this library
+	PID     int    // examine this process's limits, environment, namespaces and maps; 0 is the caller's
+	Ranks   int    // ranks on this host
+	Plan    Plan
+	Kernels []KernelLibrary
+	// NVSHMEM is the version that libdeepep_nvshmem.so was built with, "" if unknown.
+	NVSHMEM string
+	// StartMethod is multiprocessing's, where the caller knows it: fork, spawn or forkserver.
+	StartMethod string
+}
+
+// Plan is what one rank is going to use.
+type Plan struct {
+	DeviceBytes uint64 // GPU memory
+	HostBytes   uint64 // host memory; for the CPU engine its buffers
+	SMs         int    // multiprocessors that the communication takes
+	QPs         int    // queue pairs in all, to all peers
+	QPDepth     int    // work requests a queue pair
+	MaxTokens   int    // B, num_max_dispatch_tokens_per_rank
+}
+
+// KernelLibrary is a CUDA kernel library that was found.
+type KernelLibrary struct {
+	Path    string
+	Cubins  []int // architectures with machine code, 90 for sm_90
+	PTX     []int // architectures with PTX, compiled by the driver for newer devices
+	Toolkit int   // CUDA version it was built with, 13000; 0 if unknown
+}
+
+// has tells whether the library runs on a device: machine code of the same
+// major and at most the same minor number, or PTX of at most its capability.
+func (k KernelLibrary) has(major, minor int) bool {
+	cc := major*10 + minor
+	for _, a := range k.Cubins {
+		if a/10 == major && a <= cc {
+			return true
+		}
+	}
+	for _, a := range k.PTX {
+		if a <= cc {
+			return true
+		}
+	}
+	return false
+}
