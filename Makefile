@@ -82,7 +82,9 @@ program: $(PROGRAM) ## build the command-line program
 
 SAN       ?=
 SANFLAGS  := $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
-STATICCXX := $(if $(SAN),,-static-libstdc++ -static-libgcc)
+# libstdc++ goes in, libgcc_s stays outside: its static form needs glibc 2.35. What is unused goes out: it needs 2.36.
+LINKFLAGS := -shared -pthread -Wl,--version-script=tools/kernels.map \
+  $(if $(SAN),$(SANFLAGS),-static-libstdc++ -Wl,--gc-sections -Wl,-z,defs)
 WARN      := -Wall -Wextra -Werror
 AVX2      := -mavx2 -mfma -mf16c
 AVX512    := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
@@ -136,7 +138,7 @@ $(CPU_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/cpu.flags | $(OBJ)/cpu_build_id.h need-cxx
 
 $(LIB)/libdeepep_cpu.so: $(CPU_OBJ) tools/kernels.map
 	@mkdir -p $(@D)
-	$(CXX) -shared -pthread $(STATICCXX) $(SANFLAGS) -Wl,--version-script=tools/kernels.map -o $@ $(CPU_OBJ)
+	$(CXX) $(LINKFLAGS) -o $@ $(CPU_OBJ)
 
 kernels: $(LIB)/libdeepep_cpu.so ## build libdeepep_cpu.so
 
@@ -160,8 +162,7 @@ $(CUDA_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/cuda.flags | $(CUDA_READY) $(OBJ)/cuda_buil
 
 $(LIB)/libdeepep_cuda.so: $(CUDA_OBJ) tools/kernels.map
 	@mkdir -p $(@D)
-	$(CXX) -shared -pthread $(STATICCXX) -Wl,--version-script=tools/kernels.map -o $@ $(CUDA_OBJ) \
-	  -L$(CUDA_LIBS) -lcudart_static -ldl -lrt
+	$(CXX) $(LINKFLAGS) -o $@ $(CUDA_OBJ) -L$(CUDA_LIBS) -lcudart_static -ldl -lrt
 
 cuda: $(if $(CUDA_SRC),$(LIB)/libdeepep_cuda.so) ## build libdeepep_cuda.so (no GPU needed)
 	@$(if $(CUDA_SRC),:,echo "cuda: kernels/cuda has no .cu files: nothing to build")
@@ -206,8 +207,9 @@ sanitize: venv ## run the kernel suite under ASan with UBSan, and under TSan
 sanitize-gpu: venv cuda kernel-tests ## run the kernel suite under compute-sanitizer (memcheck, racecheck, synccheck)
 	$(VENV) tools/run_tests.py memcheck racecheck synccheck
 
-generate: venv need-go ## write the golden and generated files anew
-	$(GO) generate ./...
+generate: venv need-cc ## write the generated files and the goldens of the interfaces anew
+	$(VENV) tools/generate_abi.py
+	$(VENV) tools/abi_layout.py --write
 
 check: lint test sanitize ## all that needs no GPU, before a commit
 

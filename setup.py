@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -39,11 +39,11 @@ class BuildWithMake(build_py):
 
     def run(self) -> None:
         subprocess.run(["make", "--no-print-directory", "lib", "kernels", "program"], cwd=ROOT, check=True)
+        if self.editable_mode:  # the package finds build/lib beside its source
+            return super().run()
+        shutil.rmtree(self.build_lib, ignore_errors=True)  # a module that is gone must not stay in the wheel
         super().run()
-        if self.editable_mode:
-            return  # the package finds build/lib beside its source
         for folder, files in self.native_files().items():
-            shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             for path in files:
                 shutil.copy2(path, folder / path.name)
@@ -53,11 +53,14 @@ class BuildWithMake(build_py):
         return super().get_outputs(include_bytecode) + ([] if self.editable_mode else native)
 
 
-class AnyPythonWheel(bdist_wheel):
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
+class PlatformDistribution(Distribution):
+    """No extension module, and yet of one platform."""
 
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+class AnyPythonWheel(bdist_wheel):
     def get_tag(self) -> "tuple[str, str, str]":
         return "py3", "none", super().get_tag()[2]
 
@@ -66,6 +69,7 @@ if __name__ == "__main__":
     (BUILD / "wheel").mkdir(parents=True, exist_ok=True)
     setup(
         version=version(),
+        distclass=PlatformDistribution,
         package_dir={"": "python"},
         py_modules=["deep_ep_cpp"] if (ROOT / "python" / "deep_ep_cpp.py").exists() else [],
         cmdclass={"build_py": BuildWithMake, "bdist_wheel": AnyPythonWheel},

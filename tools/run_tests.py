@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+"""Runs test suites one after another, shows what they print, and counts.
+
+    tools/run_tests.py [--full | --gpu] [SUITE ...]
+
+Every suite runs, also after another has failed. Its output also goes to build/test/NAME.log. The last line is
+``N passed, N failed`` (``, N skipped`` where some were) over all suites; the exit status is 1 if any failed.
+A suite whose folder does not exist is left out; one that runs no test, or ends badly without a failed test, counts as
+a failure. ``--full`` sets DEEPEP_TEST_FULL=1, which every suite knows. The build comes before: see the Makefile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+
+import test_suites
+from test_suites import Counts, Suite
+
+
+@dataclasses.dataclass
+class Result:
+    suite: Suite
+    counts: Counts
+    seconds: float
+
+
+def run_suite(suite: Suite, full: bool) -> Result:
+    """Runs one suite to its end; what goes wrong in running it is a failed test of that suite."""
+    print(f"\n==== {suite.name}: {suite.title}", flush=True)
+    start = time.monotonic()
+    try:
+        counts = suite.run(full)
+    except OSError as error:
+        print(f"{suite.name}: cannot run: {error}", flush=True)
+        counts = Counts(failed=1)
+    if counts.passed + counts.failed == 0:
+        print(f"{suite.name}: ran no test", flush=True)
+        counts.failed += 1
+    return Result(suite, counts, time.monotonic() - start)
+
+
+def report(results: list[Result], seconds: float) -> int:
+    """Prints the table and the closing line. Returns the exit status."""
+    total = Counts()
+    print(f"\n==== summary ({seconds:.0f} s)")
+    for result in results:
+        counts = result.counts
+        total.add(counts)
+        mark = "FAILED" if counts.failed else "ok"
+        print(
+            f"  {result.suite.name:12s} {mark:6s} {counts.passed:6d} passed {counts.failed:4d} failed "
+            f"{counts.skipped:4d} skipped {result.seconds:7.1f} s"
+        )
+    print(f"\n{total}", flush=True)
+    return 1 if total.failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the test suites and count.")
+    names = list(test_suites.SUITES)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of: {', '.join(names)}; default: the usual ones")
+    parser.add_argument("--full", action="store_true", help="the long versions")
+    parser.add_argument("--gpu", action="store_true", help="the suites that need a CUDA device")
+    options = parser.parse_args()
+    unknown = [name for name in options.suites if name not in names]
+    if unknown:
+        parser.error(f"no suite {', '.join(unknown)}; there are: {', '.join(names)}")
+    chosen = options.suites or (test_suites.GPU if options.gpu else test_suites.USUAL)
+    os.environ["DEEPEP_TEST_FULL"] = "1" if options.full else os.environ.get("DEEPEP_TEST_FULL", "0")
+    start = time.monotonic()
+    present = [test_suites.SUITES[name] for name in chosen if test_suites.SUITES[name].present() or options.suites]
+    results = [run_suite(suite, options.full) for suite in present]
+    return report(results, time.monotonic() - start)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted")
