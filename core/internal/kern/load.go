@@ -1,0 +1,83 @@
+package kern
+
+import (
+	"bytes"
+	"slices"
+
+	"github.com/deepep-go/deepep/core/internal/abi"
+	"github.com/deepep-go/deepep/core/internal/dl"
+	"github.com/deepep-go/deepep/core/internal/status"
+)
+
+// Library is a loaded kernel library of the right version.
+type Library struct {
+	Path       string
+	Kind       string // "cpu", "cuda"
+	Build      string // ranks of a buffer must have the same
+	Caps       uint32 // abi.Cap*
+	NumDevices int
+	Reason     string // why no device can be used, where NumDevices is 0
+
+	fn functions
+}
+
+// Load finds a kernel library, resolves all its functions and compares versions.
+func Load(q dl.Query) (*Library, error) {
+	l := &Library{}
+	if err := dl.Find(q, l.bind); err != nil {
+		return nil, err
+	}
+	return l, nil
+}
+
+// bind fills l from an open file, or says what does not fit.
+func (l *Library) bind(file *dl.Library) error {
+	var fn functions
+	symbols := fn.symbols()
+	names := make([]string, 0, len(symbols))
+	for name := range symbols {
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	for _, name := range names {
+		address, err := file.Symbol(name)
+		if err != nil {
+			return err
+		}
+		*symbols[name] = address
+	}
+	*l = Library{Path: file.Path, fn: fn}
+	p := &InfoParams{}
+	code := l.Info(p)
+	if p.ABIVersion != 0 && p.ABIVersion != abi.Version {
+		return status.Errorf(status.Version, "%s has kernel interface version %d, this library needs %d", file.Path, p.ABIVersion, abi.Version)
+	}
+	if code != 0 {
+		return Error("dk_info", code, p.DeviceError)
+	}
+	l.Kind, l.Build, l.Reason = Text(p.Kind[:]), Text(p.Build[:]), Text(p.Reason[:])
+	l.Caps, l.NumDevices = p.Caps, int(p.NumDevices)
+	return nil
+}
+
+// Has says whether the library has all of the capabilities (abi.Cap*).
+func (l *Library) Has(caps uint32) bool { return l.Caps&caps == caps }
+
+// Error makes an error of a code that a function returned; nil for DK_OK.
+func Error(function string, code, deviceError int32) error {
+	switch {
+	case code == 0:
+		return nil
+	case deviceError != 0:
+		return status.Errorf(status.Code(code), "%s: %v (device error %d)", function, status.Code(code), deviceError)
+	}
+	return status.Errorf(status.Code(code), "%s: %v", function, status.Code(code))
+}
+
+// Text reads a NUL-terminated field.
+func Text(field []byte) string {
+	if i := bytes.IndexByte(field, 0); i >= 0 {
+		field = field[:i]
+	}
+	return string(field)
+}

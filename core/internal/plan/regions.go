@@ -1,0 +1,28 @@
+package plan
+
+// PageBytes is the alignment of every region of a symmetric block.
+const PageBytes = 4096
+
+// Region is a part of a block.
+type Region struct {
+	Offset, Bytes uint64
+}
+
+// Regions says where the parts of a rank's symmetric block lie: control | wire | nvl | rdma, the same on all ranks.
+type Regions struct {
+	Control, Wire, NVL, RDMA Region
+	Total                    uint64
+}
+
+// NewRegions lays a block out. nvl and rdma keep the size that was asked for; the next region begins on a new page, so
+// that what callers overwrite never shares a page with flags.
+func NewRegions(control, wire, nvl, rdma uint64) Regions {
+	var r Regions
+	place := func(bytes uint64) Region {
+		at := Region{r.Total, bytes}
+		r.Total = align(r.Total+bytes, PageBytes)
+		return at
+	}
+	r.Control, r.Wire, r.NVL, r.RDMA = place(control), place(wire), place(nvl), place(rdma)
+	return r
+}
