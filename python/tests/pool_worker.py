@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -45,6 +46,10 @@ class Context:
         """Sends (now, value) to the test at once; it arrives even if this rank dies right after."""
         self._connection.send(("note", (time.monotonic(), value)))
 
+    def hang_up(self) -> None:
+        """Closes the pipe to the test; a forked child does so, lest it keep a dead rank's pipe open."""
+        self._connection.close()
+
     def barrier(self) -> None:
         """Waits for all ranks of the group, through gloo and not through the library under test."""
         dist.barrier(group=self.group)
@@ -73,6 +78,7 @@ def _prepare(rank: int, device: str, folder: str) -> str:
     faulthandler.enable(file=2, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have DataLoaders
     torch.set_num_threads(1)
     if device == "cuda":
         index = rank % torch.cuda.device_count()

@@ -1,0 +1,93 @@
+"""Importing the package: every name in its module, no GPU, no shared library, no threads."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+NAMES = {
+    "deep_ep": ["Buffer", "Config", "EventOverlap", "EventHandle", "topk_idx_t", "__version__", "DeepEPError"],
+    "deep_ep.utils": ["EventOverlap", "EventHandle"],
+    "deep_ep.buffer": ["Buffer", "Config", "EventOverlap", "EventHandle"],
+    "deep_ep.legacy": ["Buffer"],
+    "deep_ep.buffers.legacy": ["Buffer"],
+    "deep_ep_cpp": ["Config", "EventHandle", "topk_idx_t", "get_low_latency_rdma_size_hint", "is_sm90_compiled"],
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names(module):
+    import deep_ep
+
+    loaded = importlib.import_module(module)
+    for name in NAMES[module]:
+        assert hasattr(loaded, name), f"{module} has no {name}"
+        if hasattr(deep_ep, name) and name != "__version__":
+            assert getattr(loaded, name) is getattr(deep_ep, name), f"{module}.{name} is another object"
+
+
+def test_index_type_and_version():
+    import torch
+
+    import deep_ep
+
+    assert deep_ep.topk_idx_t is torch.int64
+    assert all(part.isdigit() for part in deep_ep.__version__.split(".")) and deep_ep.__version__.count(".") == 2
+
+
+def test_error_kinds():
+    from deep_ep import DeepEPError
+
+    assert issubclass(DeepEPError, RuntimeError)
+
+
+def python(code: str, **environment: str) -> str:
+    """Standard output of a new interpreter that runs ``code``."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+PROBE = """
+import os, sys, threading
+modules = {modules}
+import torch
+threads = len(os.listdir("/proc/self/task"))
+for name in modules:
+    __import__(name)
+maps = open("/proc/self/maps").read()
+print([line for line in maps.splitlines() if "deepep" in line and ".so" in line])
+print(len(os.listdir("/proc/self/task")) - threads)
+print(torch.cuda.is_initialized())
+"""
+
+
+def test_import_loads_nothing():
+    lines = python(PROBE.format(modules=list(NAMES)), CUDA_VISIBLE_DEVICES="").splitlines()
+    assert lines == ["[]", "0", "False"], f"import loaded, started or initialised something: {lines}"
+
+
+def test_import_without_the_library():
+    """A missing library is the first use's business, and the error says what was tried."""
+    code = """
+import deep_ep
+try:
+    deep_ep.Config()
+except deep_ep.DeepEPError as error:
+    print("DEEPEP_LIBRARY" in str(error), "/nowhere/libdeepep.so" in str(error), "No such file" in str(error))
+"""
+    assert python(code, DEEPEP_LIBRARY="/nowhere/libdeepep.so").split() == ["True", "True", "True"]
+
+
+def test_unknown_keyword_is_a_type_error():
+    """LMDeploy probes so, with no group at hand."""
+    import deep_ep
+
+    with pytest.raises(TypeError, match="num_local_experts"):
+        deep_ep.Buffer(None, 0, 0, num_local_experts=8)
