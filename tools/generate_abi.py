@@ -85,7 +85,9 @@ def generate(header: str) -> str:
         cls = "".join(word.capitalize() for word in name.split("_")[1:])
         lines = "\n".join(f'        ("{field}", {kind}),' for field, kind in fields(body))
         out.append(f"\nclass {cls}(ctypes.Structure):\n    # {name}\n    _fields_ = [\n{lines}\n    ]\n")
-    out.append("\n# name: (result, arguments), each below its C prototype\nPROTOTYPES: dict[str, tuple[Any, list[Any]]] = {")
+    out.append(
+        "\n# name: (result, arguments), each below its C prototype\nPROTOTYPES: dict[str, tuple[Any, list[Any]]] = {"
+    )
     functions = re.findall(r"^(const char \*|int32_t |deepep_status_t )(deepep_\w+)\((.*?)\);", code, re.S | re.M)
     for result, name, raw in functions:
         arguments = " ".join(raw.split())

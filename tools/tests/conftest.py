@@ -1,0 +1,6 @@
+"""Makes the scripts of tools/ importable as modules."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))

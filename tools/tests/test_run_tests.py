@@ -1,0 +1,150 @@
+"""The test of the tests: what fails is counted, in whatever way it fails."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import sys
+import time
+
+import pytest
+
+import run_process
+import run_tests
+import test_suites
+from test_suites import Counts, GoEvents, Suite
+
+
+@pytest.fixture(autouse=True)
+def logs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_suites, "LOGS", tmp_path)
+
+
+def shell(text: str) -> list[str]:
+    return ["sh", "-c", text]
+
+
+@pytest.mark.parametrize(
+    "script, expected",
+    [
+        ("echo '3 passed, 0 failed'", Counts(3, 0, 0)),
+        ("echo '3 passed, 2 failed, 1 skipped'; exit 1", Counts(3, 2, 1)),
+        ("echo 'part: 1 passed, 1 failed'; echo 'all: 4 passed, 0 failed'", Counts(4, 0, 0)),
+        ("echo '3 passed, 0 failed'; exit 1", Counts(3, 1, 0)),  # a crash after the closing line
+        ("echo '3 passed, 0 failed'; kill -SEGV $$", Counts(3, 1, 0)),
+        ("exit 3", Counts(0, 1, 0)),
+    ],
+)
+def test_plain(script: str, expected: Counts) -> None:
+    assert test_suites.plain("x", shell(script), full=False) == expected
+
+
+def test_a_suite_without_tests_fails() -> None:
+    suite = Suite("x", "none", (), functools.partial(test_suites.plain, "x", shell("true")))
+    assert run_tests.run_suite(suite, full=False).counts == Counts(0, 1, 0)
+
+
+def test_a_missing_command_fails() -> None:
+    suite = Suite("x", "none", (), functools.partial(test_suites.plain, "x", ["/no/such/program"]))
+    assert run_tests.run_suite(suite, full=False).counts == Counts(0, 1, 0)
+
+
+def test_checks_go_on_after_a_failure() -> None:
+    assert test_suites.checks("x", {"a": shell("false"), "b": shell("true")}, full=False) == Counts(1, 1, 0)
+
+
+def events(*items: dict[str, object]) -> Counts:
+    taken = GoEvents()
+    for item in items:
+        assert taken.line(json.dumps({"Package": "p", **item})) is False
+    return taken.counts
+
+
+def test_go_counts_each_verdict() -> None:
+    verdicts = [{"Action": action, "Test": name} for action, name in (("pass", "A"), ("fail", "B"), ("skip", "C"))]
+    assert events(*verdicts, {"Action": "fail"}) == Counts(1, 1, 1)
+
+
+def test_go_package_that_does_not_build_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    taken = GoEvents()
+    taken.line(json.dumps({"ImportPath": "p [p.test]", "Action": "build-output", "Output": "undefined: x\n"}))
+    taken.line(json.dumps({"ImportPath": "p [p.test]", "Action": "build-fail"}))
+    taken.line(json.dumps({"Package": "p", "Action": "fail"}))
+    assert taken.counts == Counts(0, 1, 0)
+    assert "undefined: x" in capsys.readouterr().out
+
+
+def test_go_test_that_never_ended_fails() -> None:
+    """A crash of the process: its running test has output, but no verdict."""
+    begun = {"Action": "output", "Test": "A", "Output": "=== RUN A\n"}
+    assert events({"Action": "pass", "Test": "B"}, begun, {"Action": "fail"}) == Counts(1, 1, 0)
+
+
+def test_go_end_to_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "go.mod").write_text("module m\n\ngo 1.25.0\n")
+    (tmp_path / "m_test.go").write_text(
+        'package m\n\nimport (\n\t"os"\n\t"testing"\n)\n\n'
+        "func TestGood(t *testing.T) {}\n\nfunc TestBad(t *testing.T) { t.Error(1) }\n\n"
+        "func TestSkip(t *testing.T) { t.Skip() }\n\nfunc TestCrash(t *testing.T) { os.Exit(3) }\n"
+    )
+    monkeypatch.setattr(test_suites, "ROOT", tmp_path)
+    counts = test_suites.go_tests("x", ["./..."], {"CGO_ENABLED": "0", "GOWORK": "off"}, full=False)
+    assert counts == Counts(1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("def test_a(): pass\ndef test_b(): assert 0\n", Counts(1, 1, 0)),
+        ("import pytest\n@pytest.fixture\ndef f(): raise OSError\ndef test_a(f): pass\n", Counts(0, 1, 0)),
+        ("syntax error\n", Counts(0, 1, 0)),
+        ("import os\ndef test_a(): os._exit(0)\n", Counts(0, 1, 0)),
+        ("import pytest\ndef test_a(): pytest.skip('no')\ndef test_b(): pass\n", Counts(1, 0, 1)),
+    ],
+)
+def test_pytest(tmp_path: pathlib.Path, text: str, expected: Counts) -> None:
+    (tmp_path / "test_it.py").write_text(text)
+    assert test_suites.pytest("x", [str(tmp_path), "-q", "-p", "no:cacheprovider"], {}, full=False) == expected
+
+
+def test_a_hang_ends_at_the_limit_with_all_its_processes(tmp_path: pathlib.Path) -> None:
+    start = time.monotonic()
+    # The child outlives its parent and holds the output open.
+    command = shell(f"sleep 600 & echo $! >{tmp_path}/pid; wait")
+    assert run_process.run_process(command, tmp_path, tmp_path / "log", 0.5, {}) == run_process.TIMED_OUT
+    assert time.monotonic() - start < 30
+    pid = int((tmp_path / "pid").read_text())
+    state = pathlib.Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_output_is_kept_and_input_is_empty(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = run_process.run_process(shell("read x || echo end of $NAME"), tmp_path, tmp_path / "log", 30, {"NAME": "n"})
+    assert (code, (tmp_path / "log").read_text(), capfd.readouterr().out) == (0, "end of n\n", "end of n\n")
+
+
+def test_summary_and_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    suites = [Suite(name, "", (), lambda full: Counts()) for name in ("a", "b")]
+    results = [run_tests.Result(suites[0], Counts(2, 0, 1), 1.0), run_tests.Result(suites[1], Counts(3, 1, 0), 1.0)]
+    assert run_tests.report(results, 2.0) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "5 passed, 1 failed, 1 skipped"
+    assert run_tests.report(results[:1], 2.0) == 0
+
+
+def test_an_absent_folder_is_left_out(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_suites, "ROOT", tmp_path)
+    suite = Suite("x", "", ("folder/*.c",), lambda full: Counts())
+    assert not suite.present()
+    os.makedirs(tmp_path / "folder")
+    (tmp_path / "folder" / "a.c").touch()
+    assert suite.present()
+
+
+def test_unknown_suites_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_tests.py", "nonsense"])
+    with pytest.raises(SystemExit) as ended:
+        run_tests.main()
+    assert ended.value.code == 2
+    assert "no suite nonsense" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Set-up: missing tools are named in one line, and a second run builds nothing."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def check_tools(*tools: str, **programs: str) -> subprocess.CompletedProcess[str]:
+    command = ["tools/check_tools.sh", *tools]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **programs}, capture_output=True, text=True)
+
+
+def program(folder: pathlib.Path, text: str) -> str:
+    """An executable script that says `text`."""
+    path = folder / "program"
+    path.write_text(f"#!/bin/sh\necho '{text}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_present_tools_pass_in_silence() -> None:
+    result = check_tools("go", "cc", "cxx", "python", PYTHON=sys.executable)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "tool, variable, description",
+    [
+        ("go", "GO", "Go 1.25 or newer"),
+        ("cc", "CC", "a C compiler"),
+        ("cxx", "CXX", "a C++ compiler"),
+        ("python", "PYTHON", "Python 3.10 or newer"),
+    ],
+)
+def test_a_missing_tool_is_named(tool: str, variable: str, description: str) -> None:
+    result = check_tools(tool, **{variable: "no-such-program"})
+    assert result.returncode == 1
+    assert result.stderr == f"make: needed: {description} ('no-such-program' not found)\n"
+
+
+@pytest.mark.parametrize(
+    "version, good", [("go1.24.11", False), ("go1.9", False), ("go1.25", True), ("go1.30.1", True)]
+)
+def test_go_versions(tmp_path: pathlib.Path, version: str, good: bool) -> None:
+    result = check_tools("go", GO=program(tmp_path, version))
+    assert result.returncode == (0 if good else 1)
+    assert good or f"is {version[2:]})" in result.stderr
+
+
+@pytest.mark.parametrize("version, good", [("3.9", False), ("2.7", False)])
+def test_python_versions(tmp_path: pathlib.Path, version: str, good: bool) -> None:
+    result = check_tools("python", PYTHON=program(tmp_path, version))
+    assert result.returncode == (0 if good else 1)
+    assert f"is {version})" in result.stderr
+
+
+def test_all_problems_come_in_one_line() -> None:
+    result = check_tools("go", "cxx", GO="no-go", CXX="no-cxx")
+    assert len(result.stderr.splitlines()) == 1
+    assert "no-go" in result.stderr and "no-cxx" in result.stderr
+
+
+def test_make_stops_at_a_missing_tool_before_it_builds() -> None:
+    command = ["make", "--no-print-directory", "test", "GO=no-such-go"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert result.returncode != 0
+    assert result.stdout == ""
+    assert result.stderr.startswith("make: needed: Go 1.25 or newer ('no-such-go' not found)\n")
+
+
+def planned() -> str:
+    """What make would run for the parts that `make test` needs."""
+    command = ["make", "--dry-run", "venv", "lib", "kernels", "program", "kernel-tests"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_second_run_builds_nothing() -> None:
+    assert not re.findall(r"^.*(?: build | -o |setup_venv).*$", planned(), re.M)
+
+
+def test_a_changed_source_is_built() -> None:
+    """The check above can fail: a header that is newer than the library shows up in the plan."""
+    header = ROOT / "include" / "deepep.h"
+    before = header.stat()
+    try:
+        os.utime(header)
+        assert re.search(r"-buildmode=c-shared", planned())
+    finally:
+        os.utime(header, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_the_environment_imports_the_source_tree() -> None:
+    code = "import importlib.util; print(importlib.util.find_spec('deep_ep').origin)"
+    python = str(ROOT / ".venv" / "bin" / "python")
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    origin = subprocess.run([python, "-c", code], cwd="/", env=clean, capture_output=True, text=True, check=True).stdout
+    assert origin.strip() == str(ROOT / "python" / "deep_ep" / "__init__.py")
