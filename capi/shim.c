@@ -1,0 +1,434 @@
+/* The public names of deepep.h: fork guard, struct sizes and NULL checks, then the Go export of the same name. */
+#include "shim.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "_cgo_export.h"
+
+#define DP_PUBLIC __attribute__((visibility("default")))
+#define DP_ERROR_BYTES 4096
+#define DP_MAX_STRUCT 65536u /* a struct_size above this is not a size */
+
+static _Thread_local char last_error[DP_ERROR_BYTES];
+static volatile int forked; /* set in a child: the Go runtime does not survive fork */
+
+static void mark_forked(void) { forked = 1; }
+__attribute__((constructor)) static void watch_fork(void) { pthread_atfork(NULL, NULL, mark_forked); }
+
+void dp_set_error(const char *text) { snprintf(last_error, sizeof last_error, "%s", text); }
+
+int32_t dp_allgather(deepep_allgather_fn fn, const void *send, void *recv, size_t bytes, void *user) {
+  return fn(send, recv, bytes, user);
+}
+
+void dp_log(deepep_log_fn fn, int32_t level, const char *message, void *user) { fn(level, message, user); }
+
+static deepep_status_t invalid(const char *name, const char *given, const char *allowed) {
+  snprintf(last_error, sizeof last_error, "argument %s: got %s, allowed %s", name, given, allowed);
+  return DEEPEP_ERROR_INVALID_ARGUMENT;
+}
+
+/* Copies a caller's struct over the defaults in `full`: shorter is filled up, longer must be zero past what is known here. */
+static deepep_status_t take(void *full, uint32_t full_size, const void *given, const char *name) {
+  uint32_t size, i;
+  if (given == NULL) return invalid(name, "NULL", "a struct made with its _INIT macro");
+  memcpy(&size, given, sizeof size);
+  if (size < sizeof size || size > DP_MAX_STRUCT) {
+    char number[48];
+    snprintf(number, sizeof number, "struct_size %u", size);
+    return invalid(name, number, "the size of the struct, set by its _INIT macro");
+  }
+  for (i = full_size; i < size; i++) {
+    if (((const char *)given)[i] != 0) return invalid(name, "fields this version does not know", "zero there");
+  }
+  memcpy(full, given, size < full_size ? size : full_size);
+  memcpy(full, &full_size, sizeof full_size);
+  return DEEPEP_OK;
+}
+
+/* Writes a filled struct back into the caller's, as far as that reaches. */
+static void give(void *given, const void *full, uint32_t full_size) {
+  uint32_t size;
+  memcpy(&size, given, sizeof size);
+  if (size > full_size) size = full_size;
+  memcpy((char *)given + sizeof size, (const char *)full + sizeof size, size - sizeof size);
+}
+
+static deepep_status_t take_call(dp_call *out, const deepep_call *call) {
+  deepep_call full = DEEPEP_CALL_INIT;
+  memset(out, 0, sizeof *out);
+  if (call != NULL) { /* NULL: not asynchronous, after the default stream */
+    deepep_status_t status = take(&full, sizeof full, call, "call");
+    if (status != DEEPEP_OK) return status;
+  }
+  out->async = full.async;
+  out->stream = (uintptr_t)full.stream;
+  out->previous_event = (uintptr_t)full.previous_event;
+  out->event = (uintptr_t)full.event;
+  if (full.config != NULL) {
+    out->has_config = 1;
+    out->config = *full.config;
+  }
+  return DEEPEP_OK;
+}
+
+static deepep_status_t take_handle(deepep_handle *out, const deepep_handle *handle) {
+  deepep_handle full = DEEPEP_HANDLE_INIT;
+  deepep_status_t status = take(&full, sizeof full, handle, "handle");
+  if (status != DEEPEP_OK) return status;
+  if (full.magic != DEEPEP_HANDLE_MAGIC) return invalid("handle", "something else", "a deepep_handle made with DEEPEP_HANDLE_INIT");
+  if (full.version != DEEPEP_HANDLE_VERSION) return invalid("handle", "a handle of another version", "version 1");
+  *out = full;
+  return DEEPEP_OK;
+}
+
+static deepep_status_t enter(void) {
+  if (forked) {
+    dp_set_error("this process was forked from one that uses deepep; start processes with spawn");
+    return DEEPEP_ERROR_FORK;
+  }
+  last_error[0] = 0;
+  return DEEPEP_OK;
+}
+
+#define TRY(call)                                  \
+  do {                                             \
+    deepep_status_t status_ = (call);              \
+    if (status_ != DEEPEP_OK) return status_;      \
+  } while (0)
+#define REQUIRE(pointer) \
+  do {                   \
+    if ((pointer) == NULL) return invalid(#pointer, "NULL", "an address"); \
+  } while (0)
+#define ID(handle) ((uintptr_t)(handle))
+
+/* ---- Status ---- */
+
+DP_PUBLIC int32_t deepep_version(void) {
+  return DEEPEP_VERSION_MAJOR * 10000 + DEEPEP_VERSION_MINOR * 100 + DEEPEP_VERSION_PATCH;
+}
+
+DP_PUBLIC const char *deepep_status_name(deepep_status_t status) {
+  switch (status) {
+#define X(name, value, text) \
+  case value: return "DEEPEP_" #name;
+    DEEPEP_STATUS_MAP(X)
+#undef X
+  }
+  return "unknown";
+}
+
+DP_PUBLIC const char *deepep_status_text(deepep_status_t status) {
+  switch (status) {
+#define X(name, value, text) \
+  case value: return text;
+    DEEPEP_STATUS_MAP(X)
+#undef X
+  }
+  return "unknown";
+}
+
+DP_PUBLIC const char *deepep_last_error(void) { return last_error; }
+
+DP_PUBLIC deepep_status_t deepep_set_log_callback(deepep_log_fn fn, void *user) {
+  TRY(enter());
+  return dpgo_set_log_callback(fn, user);
+}
+
+/* ---- Engines, groups, buffers ---- */
+
+DP_PUBLIC deepep_status_t deepep_engine_query(const char *name, deepep_engine_info *info) {
+  deepep_engine_info full = DEEPEP_ENGINE_INFO_INIT;
+  TRY(enter());
+  REQUIRE(name);
+  TRY(take(&full, sizeof full, info, "info"));
+  TRY(dpgo_engine_query((char *)name, &full));
+  give(info, &full, sizeof full);
+  return DEEPEP_OK;
+}
+
+DP_PUBLIC deepep_status_t deepep_group_create(const deepep_group_options *options, deepep_group_t *group) {
+  deepep_group_options full = DEEPEP_GROUP_OPTIONS_INIT;
+  uintptr_t id = 0;
+  TRY(enter());
+  REQUIRE(group);
+  TRY(take(&full, sizeof full, options, "options"));
+  TRY(dpgo_group_create(&full, &id));
+  *group = (deepep_group_t)id;
+  return DEEPEP_OK;
+}
+
+DP_PUBLIC deepep_status_t deepep_group_destroy(deepep_group_t group) {
+  TRY(enter());
+  return dpgo_group_destroy(ID(group));
+}
+
+DP_PUBLIC deepep_status_t deepep_buffer_create(deepep_group_t group, const deepep_buffer_options *options, deepep_buffer_t *buffer) {
+  deepep_buffer_options full = DEEPEP_BUFFER_OPTIONS_INIT;
+  uintptr_t id = 0;
+  TRY(enter());
+  REQUIRE(buffer);
+  TRY(take(&full, sizeof full, options, "options"));
+  TRY(dpgo_buffer_create(ID(group), &full, &id));
+  *buffer = (deepep_buffer_t)id;
+  return DEEPEP_OK;
+}
+
+DP_PUBLIC deepep_status_t deepep_buffer_destroy(deepep_buffer_t buffer) {
+  TRY(enter());
+  return dpgo_buffer_destroy(ID(buffer));
+}
+
+DP_PUBLIC deepep_status_t deepep_buffer_info_get(deepep_buffer_t buffer, deepep_buffer_info *info) {
+  deepep_buffer_info full = DEEPEP_BUFFER_INFO_INIT;
+  TRY(enter());
+  TRY(take(&full, sizeof full, info, "info"));
+  TRY(dpgo_buffer_info_get(ID(buffer), &full));
+  give(info, &full, sizeof full);
+  return DEEPEP_OK;
+}
+
+DP_PUBLIC deepep_status_t deepep_buffer_wait_ready(deepep_buffer_t buffer, int64_t slice_ms) {
+  TRY(enter());
+  return dpgo_buffer_wait_ready(ID(buffer), slice_ms);
+}
+
+DP_PUBLIC deepep_status_t deepep_buffer_check(deepep_buffer_t buffer) {
+  TRY(enter());
+  return dpgo_buffer_check(ID(buffer));
+}
+
+DP_PUBLIC deepep_status_t deepep_buffer_region(deepep_buffer_t buffer, int32_t rdma, void **address, uint64_t *bytes) {
+  uint64_t found = 0;
+  TRY(enter());
+  REQUIRE(address);
+  REQUIRE(bytes);
+  TRY(dpgo_buffer_region(ID(buffer), rdma, &found, bytes));
+  *address = (void *)(uintptr_t)found;
+  return DEEPEP_OK;
+}
+
+DP_PUBLIC deepep_status_t deepep_buffer_warmup(deepep_buffer_t buffer, const deepep_warmup_options *options) {
+  deepep_warmup_options full = DEEPEP_WARMUP_OPTIONS_INIT;
+  TRY(enter());
+  TRY(take(&full, sizeof full, options, "options"));
+  return dpgo_buffer_warmup(ID(buffer), &full);
+}
+
+/* ---- Events ---- */
+
+DP_PUBLIC deepep_status_t deepep_event_create(deepep_buffer_t buffer, deepep_event_t *event) {
+  uintptr_t id = 0;
+  TRY(enter());
+  REQUIRE(event);
+  TRY(dpgo_event_create(ID(buffer), &id));
+  *event = (deepep_event_t)id;
+  return DEEPEP_OK;
+}
+
+DP_PUBLIC deepep_status_t deepep_event_destroy(deepep_event_t event) {
+  TRY(enter());
+  return dpgo_event_destroy(ID(event));
+}
+
+DP_PUBLIC deepep_status_t deepep_event_record(deepep_event_t event, void *stream) {
+  TRY(enter());
+  return dpgo_event_record(ID(event), ID(stream));
+}
+
+DP_PUBLIC deepep_status_t deepep_event_stream_wait(deepep_event_t event, void *stream) {
+  TRY(enter());
+  return dpgo_event_stream_wait(ID(event), ID(stream));
+}
+
+DP_PUBLIC deepep_status_t deepep_event_wait(deepep_event_t event, int64_t slice_ms) {
+  TRY(enter());
+  return dpgo_event_wait(ID(event), slice_ms);
+}
+
+/* ---- Configs ---- */
+
+DP_PUBLIC deepep_status_t deepep_config_check(deepep_config *config) {
+  TRY(enter());
+  REQUIRE(config);
+  return dpgo_config_check(config);
+}
+
+DP_PUBLIC deepep_status_t deepep_config_default(int32_t kind, int32_t num_ranks, deepep_config *config) {
+  TRY(enter());
+  REQUIRE(config);
+  return dpgo_config_default(kind, num_ranks, config);
+}
+
+DP_PUBLIC deepep_status_t deepep_config_size_hint(const deepep_config *config, int64_t hidden_bytes, int32_t num_ranks,
+                                                  int32_t rdma, uint64_t *bytes) {
+  deepep_config copy;
+  TRY(enter());
+  REQUIRE(config);
+  REQUIRE(bytes);
+  copy = *config;
+  return dpgo_config_size_hint(&copy, hidden_bytes, num_ranks, rdma, bytes);
+}
+
+DP_PUBLIC deepep_status_t deepep_low_latency_size_hint(int32_t num_max_tokens, int32_t hidden, int32_t num_ranks,
+                                                       int32_t num_experts, uint64_t *bytes) {
+  TRY(enter());
+  REQUIRE(bytes);
+  return dpgo_low_latency_size_hint(num_max_tokens, hidden, num_ranks, num_experts, bytes);
+}
+
+/* ---- Normal mode ---- */
+
+DP_PUBLIC deepep_status_t deepep_get_layout(deepep_buffer_t buffer, const deepep_layout *layout, const deepep_call *call) {
+  deepep_layout full = DEEPEP_LAYOUT_INIT;
+  dp_call order;
+  TRY(enter());
+  TRY(take(&full, sizeof full, layout, "layout"));
+  TRY(take_call(&order, call));
+  return dpgo_get_layout(ID(buffer), &full, &order);
+}
+
+DP_PUBLIC deepep_status_t deepep_notify_counts(deepep_buffer_t buffer, const deepep_notify *notify, const deepep_call *call,
+                                               uint64_t *token) {
+  deepep_notify full = DEEPEP_NOTIFY_INIT;
+  deepep_handle handle;
+  dp_call order;
+  TRY(enter());
+  REQUIRE(token);
+  TRY(take(&full, sizeof full, notify, "notify"));
+  TRY(take_handle(&handle, full.handle));
+  TRY(take_call(&order, call));
+  TRY(dpgo_notify_counts(ID(buffer), &full, &handle, &order, token));
+  give(full.handle, &handle, sizeof handle);
+  return DEEPEP_OK;
+}
+
+DP_PUBLIC deepep_status_t deepep_wait_counts(deepep_buffer_t buffer, uint64_t token, int64_t slice_ms, int32_t *num_recv_tokens,
+                                             int32_t *per_expert) {
+  TRY(enter());
+  REQUIRE(num_recv_tokens);
+  return dpgo_wait_counts(ID(buffer), token, slice_ms, num_recv_tokens, per_expert);
+}
+
+DP_PUBLIC deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_dispatch_args *args, const deepep_call *call) {
+  deepep_dispatch_args full = DEEPEP_DISPATCH_INIT;
+  deepep_handle handle;
+  dp_call order;
+  TRY(enter());
+  TRY(take(&full, sizeof full, args, "args"));
+  TRY(take_handle(&handle, full.handle));
+  TRY(take_call(&order, call));
+  return dpgo_dispatch(ID(buffer), &full, &handle, &order);
+}
+
+DP_PUBLIC deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args, const deepep_call *call) {
+  deepep_combine_args full = DEEPEP_COMBINE_INIT;
+  deepep_handle handle;
+  dp_call order;
+  TRY(enter());
+  TRY(take(&full, sizeof full, args, "args"));
+  TRY(take_handle(&handle, full.handle));
+  TRY(take_call(&order, call));
+  return dpgo_combine(ID(buffer), &full, &handle, &order);
+}
+
+/* ---- Low-latency mode ---- */
+
+DP_PUBLIC deepep_status_t deepep_low_latency_dispatch(deepep_buffer_t buffer, deepep_ll_dispatch_args *args, const deepep_call *call) {
+  deepep_ll_dispatch_args full = DEEPEP_LL_DISPATCH_INIT;
+  dp_call order;
+  TRY(enter());
+  TRY(take(&full, sizeof full, args, "args"));
+  TRY(take_call(&order, call));
+  TRY(dpgo_low_latency_dispatch(ID(buffer), &full, &order));
+  args->ticket = full.ticket;
+  return DEEPEP_OK;
+}
+
+DP_PUBLIC deepep_status_t deepep_low_latency_combine(deepep_buffer_t buffer, deepep_ll_combine_args *args, const deepep_call *call) {
+  deepep_ll_combine_args full = DEEPEP_LL_COMBINE_INIT;
+  dp_call order;
+  TRY(enter());
+  TRY(take(&full, sizeof full, args, "args"));
+  TRY(take_call(&order, call));
+  TRY(dpgo_low_latency_combine(ID(buffer), &full, &order));
+  args->ticket = full.ticket;
+  return DEEPEP_OK;
+}
+
+DP_PUBLIC deepep_status_t deepep_next_low_latency_combine_buffer(deepep_buffer_t buffer, int32_t num_max_tokens, int32_t hidden,
+                                                                 int32_t num_experts, void **address, uint64_t *row_stride) {
+  uint64_t found = 0;
+  TRY(enter());
+  REQUIRE(address);
+  REQUIRE(row_stride);
+  TRY(dpgo_next_low_latency_combine_buffer(ID(buffer), num_max_tokens, hidden, num_experts, &found, row_stride));
+  *address = (void *)(uintptr_t)found;
+  return DEEPEP_OK;
+}
+
+DP_PUBLIC deepep_status_t deepep_clean_low_latency_buffer(deepep_buffer_t buffer, int32_t num_max_tokens, int32_t hidden,
+                                                          int32_t num_experts, const deepep_call *call) {
+  dp_call order;
+  TRY(enter());
+  TRY(take_call(&order, call));
+  return dpgo_clean_low_latency_buffer(ID(buffer), num_max_tokens, hidden, num_experts, &order);
+}
+
+DP_PUBLIC deepep_status_t deepep_barrier(deepep_buffer_t buffer, const deepep_call *call) {
+  dp_call order;
+  TRY(enter());
+  TRY(take_call(&order, call));
+  return dpgo_barrier(ID(buffer), &order);
+}
+
+DP_PUBLIC deepep_status_t deepep_update_mask(deepep_buffer_t buffer, int32_t rank, int32_t masked, const deepep_call *call) {
+  dp_call order;
+  TRY(enter());
+  TRY(take_call(&order, call));
+  return dpgo_update_mask(ID(buffer), rank, masked, &order);
+}
+
+DP_PUBLIC deepep_status_t deepep_query_mask(deepep_buffer_t buffer, int32_t *mask_status, const deepep_call *call) {
+  dp_call order;
+  TRY(enter());
+  REQUIRE(mask_status);
+  TRY(take_call(&order, call));
+  return dpgo_query_mask(ID(buffer), ID(mask_status), &order);
+}
+
+DP_PUBLIC deepep_status_t deepep_clean_mask(deepep_buffer_t buffer, const deepep_call *call) {
+  dp_call order;
+  TRY(enter());
+  TRY(take_call(&order, call));
+  return dpgo_clean_mask(ID(buffer), &order);
+}
+
+/* ---- Segments, statistics ---- */
+
+DP_PUBLIC deepep_status_t deepep_segment_create(deepep_buffer_t buffer, uint64_t bytes, int32_t *segment, void **address) {
+  uint64_t found = 0;
+  TRY(enter());
+  REQUIRE(segment);
+  REQUIRE(address);
+  TRY(dpgo_segment_create(ID(buffer), bytes, segment, &found));
+  *address = (void *)(uintptr_t)found;
+  return DEEPEP_OK;
+}
+
+DP_PUBLIC deepep_status_t deepep_segment_release(void *address) {
+  TRY(enter());
+  return dpgo_segment_release(ID(address));
+}
+
+DP_PUBLIC deepep_status_t deepep_stats(deepep_buffer_t buffer, deepep_op_stats *stats, uint64_t *bytes_to_peer,
+                                       uint64_t *wait_ns_per_peer) {
+  deepep_op_stats full = DEEPEP_OP_STATS_INIT;
+  TRY(enter());
+  TRY(take(&full, sizeof full, stats, "stats"));
+  TRY(dpgo_stats(ID(buffer), &full, bytes_to_peer, wait_ns_per_peer));
+  give(stats, &full, sizeof full);
+  return DEEPEP_OK;
+}
