@@ -76,25 +76,29 @@ def test_make_stops_at_a_missing_tool_before_it_builds() -> None:
     assert result.stderr.startswith("make: needed: Go 1.25 or newer ('no-such-go' not found)\n")
 
 
-def planned() -> str:
-    """What make would run for the parts that `make test` needs."""
-    command = ["make", "--dry-run", "venv", "lib", "kernels", "program", "kernel-tests"]
+PARTS = ["venv", "lib", "kernels", "program", "kernel-tests"]  # what `make test` builds
+
+
+def made(*options: str) -> str:
+    """What make says for the parts that are there already."""
+    command = ["make", "--no-print-directory", *options, *PARTS]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def test_a_second_run_builds_nothing() -> None:
-    assert not re.findall(r"^.*(?: build | -o |setup_venv).*$", planned(), re.M)
+    assert re.sub(r"make: Nothing to be done for .*\n", "", made()) == ""
 
 
 def test_a_changed_source_is_built() -> None:
-    """The check above can fail: a header that is newer than the library shows up in the plan."""
+    """The check above can fail: with a header that is newer than the library, make has something to do."""
     header = ROOT / "include" / "deepep.h"
     before = header.stat()
     try:
         os.utime(header)
-        assert re.search(r"-buildmode=c-shared", planned())
+        assert "-buildmode=c-shared" in made("--dry-run")
     finally:
         os.utime(header, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert "-buildmode=c-shared" not in made("--dry-run")
 
 
 def test_the_environment_imports_the_source_tree() -> None:
