@@ -14,6 +14,7 @@ endif
 PREFIX ?= /usr/local
 BUILD  ?= build
 SM90   ?= 1
+JOBS   ?= $(shell nproc)
 export GO CC CXX PYTHON
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -107,16 +108,15 @@ NVCC_FLAGS   = -std=c++17 -O3 $(if $(filter 0,$(SM90)),$(SM80_CODE),$(SM80_CODE)
 SM80_CODE   := -gencode arch=compute_80,code=sm_80
 SM90_CODE   := -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_90,code=compute_90
 
-# nvcc: NVCC= if given, else the one of the wheels in .venv, fetched when first needed.
+# nvcc: NVCC= if given, else the one of PyPI's wheels in .venv, fetched when first needed.
 CUDA_SRC := $(sort $(shell find kernels/cuda -name '*.cu' 2>/dev/null))
 CUDA_OBJ := $(CUDA_SRC:%.cu=$(OBJ)/%.o)
 ifdef NVCC
-CUDA_READY :=
-CUDA_LIBS   = $(wildcard $(patsubst %/bin/nvcc,%/lib64,$(shell command -v $(NVCC))))
+CUDA_HOME   = $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 else
 CUDA_READY := $(CUDA_STAMP)
-NVCC        = $(or $(firstword $(shell ls .venv/lib/python*/site-packages/nvidia/cu13/bin/nvcc 2>/dev/null)),nvcc)
-CUDA_LIBS   = $(NVCC:/bin/nvcc=/lib)
+CUDA_HOME   = $(shell $(VENV) -c 'import nvidia.cu13 as cuda; print(cuda.__path__[0])')
+NVCC        = $(CUDA_HOME)/bin/nvcc
 endif
 
 # $(call keep,text): a recipe that writes text to the target unless it is there already.
@@ -162,7 +162,7 @@ $(CUDA_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/cuda.flags | $(CUDA_READY) $(OBJ)/cuda_buil
 
 $(LIB)/libdeepep_cuda.so: $(CUDA_OBJ) tools/kernels.map
 	@mkdir -p $(@D)
-	$(CXX) $(LINKFLAGS) -o $@ $(CUDA_OBJ) -L$(CUDA_LIBS) -lcudart_static -ldl -lrt
+	$(CXX) $(LINKFLAGS) -o $@ $(CUDA_OBJ) -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
 
 cuda: $(if $(CUDA_SRC),$(LIB)/libdeepep_cuda.so) ## build libdeepep_cuda.so (no GPU needed)
 	@$(if $(CUDA_SRC),:,echo "cuda: kernels/cuda has no .cu files: nothing to build")
@@ -171,21 +171,27 @@ cuda: $(if $(CUDA_SRC),$(LIB)/libdeepep_cuda.so) ## build libdeepep_cuda.so (no 
 
 # ---- Run and test -----------------------------------------------------------------------------------------------------
 
-READY := need-go-cc-cxx-python venv lib kernels program
+# all-ready asks for the tools first, so that a missing one stops everything before the downloads.
 
-run: $(READY) ## train a small mixture-of-experts model over 4 ranks on this machine (ARGS="--steps 50 --ranks 2")
+all-ready: need-go-cc-cxx-python
+	@$(MAKE) --no-print-directory --jobs=$(JOBS) ready
+
+ready: venv lib kernels program kernel-tests
+	@:
+
+run: all-ready ## train a small mixture-of-experts model over 4 ranks on this machine (ARGS="--steps 50 --ranks 2")
 	$(VENV) python/examples/train_moe.py $(ARGS)
 
-test: $(READY) kernel-tests ## run every test that needs no GPU (under 15 minutes on 2 cores)
+test: all-ready ## run every test that needs no GPU (under 15 minutes on 2 cores)
 	$(VENV) tools/run_tests.py
 
-test-full: $(READY) kernel-tests ## the same with the long versions: more seeds, cycles and fuzzing
+test-full: all-ready ## the same with the long versions: more seeds, cycles and fuzzing
 	$(VENV) tools/run_tests.py --full
 
-test-gpu: $(READY) kernel-tests cuda ## run the kernel suite and the Python tests on a CUDA device
+test-gpu: all-ready cuda ## run the kernel suite and the Python tests on a CUDA device
 	$(VENV) tools/run_tests.py --gpu
 
-bench: $(READY) ## measure, beside gloo in the same run
+bench: all-ready ## measure, beside gloo in the same run
 	$(VENV) python/benchmarks/bench.py $(ARGS)
 
 lint: venv need-go ## check formatting, ruff, mypy, go vet
@@ -200,8 +206,8 @@ abi-check: venv lib kernels ## compare exported symbols with the headers, and st
 	$(VENV) tools/run_tests.py abi
 
 sanitize: venv ## run the kernel suite under ASan with UBSan, and under TSan
-	@$(MAKE) --no-print-directory BUILD=build/asan SAN=address,undefined kernels kernel-tests
-	@$(MAKE) --no-print-directory BUILD=build/tsan SAN=thread kernels kernel-tests
+	@$(MAKE) --no-print-directory --jobs=$(JOBS) BUILD=build/asan SAN=address,undefined kernels kernel-tests
+	@$(MAKE) --no-print-directory --jobs=$(JOBS) BUILD=build/tsan SAN=thread kernels kernel-tests
 	$(VENV) tools/run_tests.py asan tsan
 
 sanitize-gpu: venv cuda kernel-tests ## run the kernel suite under compute-sanitizer (memcheck, racecheck, synccheck)
@@ -235,5 +241,5 @@ install: lib kernels program ## install under PREFIX (/usr/local); DESTDIR for p
 clean: ## remove what was built (.venv stays)
 	rm -rf build dist
 
-.PHONY: help venv lib program kernels kernel-tests cuda run test test-full test-gpu bench lint fmt abi-check \
+.PHONY: help venv lib program all-ready ready kernels kernel-tests cuda run test test-full test-gpu bench lint fmt abi-check \
   sanitize sanitize-gpu generate check wheel install clean FORCE

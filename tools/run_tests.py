@@ -6,7 +6,8 @@
 Every suite runs, also after another has failed. Its output also goes to build/test/NAME.log. The last line is
 ``N passed, N failed`` (``, N skipped`` where some were) over all suites; the exit status is 1 if any failed.
 A suite whose folder does not exist is left out; one that runs no test, or ends badly without a failed test, counts as
-a failure. ``--full`` sets DEEPEP_TEST_FULL=1, which every suite knows. The build comes before: see the Makefile.
+a failure. ``--full`` sets DEEPEP_TEST_FULL=1, which every suite knows. The build comes before: see the
+Makefile. Where everything is built already, this needs only Python (a GPU machine without Go, say).
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def main() -> int:
     unknown = [name for name in options.suites if name not in names]
     if unknown:
         parser.error(f"no suite {', '.join(unknown)}; there are: {', '.join(names)}")
-    chosen = options.suites or (test_suites.GPU if options.gpu else test_suites.USUAL)
+    usual = test_suites.FULL if options.full else test_suites.USUAL
+    chosen = options.suites or (test_suites.GPU if options.gpu else usual)
     os.environ["DEEPEP_TEST_FULL"] = "1" if options.full else os.environ.get("DEEPEP_TEST_FULL", "0")
     start = time.monotonic()
     present = [test_suites.SUITES[name] for name in chosen if test_suites.SUITES[name].present() or options.suites]

@@ -15,7 +15,9 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import sys
+import sysconfig
 import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
 
@@ -202,6 +204,12 @@ def kernel_suite(name: str, tree: str, library: str, before: list[str], env: dic
     return plain(name, [*before, str(program), str(path)], full, env)
 
 
+def _compute_sanitizer() -> str:
+    """The one on PATH, else the one of the wheels in .venv."""
+    wheels = pathlib.Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "compute-sanitizer")
+    return shutil.which("compute-sanitizer") or str(wheels)
+
+
 def _suites() -> Iterator[Suite]:
     bind = functools.partial
     kernels = ("kernels/tests/*.c", "kernels/tests/*.cpp")
@@ -215,6 +223,12 @@ def _suites() -> Iterator[Suite]:
         "Go, the C API's side",
         ("capi/*_test.go",),
         bind(go_tests, "go-capi", ["./capi/..."], {"CGO_ENABLED": "1"}),
+    )
+    yield Suite(
+        "go-race",
+        "Go, under the race detector",
+        ("core/**/*.go",),
+        bind(go_tests, "go-race", ["-race", "./core/..."], {"CGO_ENABLED": "1"}),
     )
     yield Suite("fuzz", "each Go fuzz target for a moment", ("core/**/*.go",), fuzz)
     yield Suite(
@@ -262,7 +276,7 @@ def _suites() -> Iterator[Suite]:
         bind(pytest, "python-gpu", ["python/tests"], {"DEEPEP_TEST_DEVICE": "cuda"}),
     )
     for tool in ("memcheck", "racecheck", "synccheck"):
-        before = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=1"]
+        before = [_compute_sanitizer(), f"--tool={tool}", "--error-exitcode=1"]
         yield Suite(
             tool,
             f"the kernel suite under compute-sanitizer {tool}",
@@ -273,4 +287,5 @@ def _suites() -> Iterator[Suite]:
 
 SUITES = {suite.name: suite for suite in _suites()}
 USUAL = ["lint", "abi", "go-core", "go-capi", "fuzz", "kernels", "header", "capi", "examples", "python", "packaging"]
+FULL = [*USUAL, "go-race"]
 GPU = ["kernels-gpu", "python-gpu"]
