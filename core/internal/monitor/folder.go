@@ -1,0 +1,136 @@
+package monitor
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Folders are where this user's pages lie, in order of preference. Root sees
+// the folders of all users.
+func Folders() []string {
+	mine := fmt.Sprintf("deepep-%d", os.Geteuid())
+	folders := []string{filepath.Join("/dev/shm", mine), filepath.Join(os.TempDir(), mine)}
+	if os.Geteuid() != 0 {
+		return folders
+	}
+	for _, base := range []string{"/dev/shm", os.TempDir()} {
+		others, _ := filepath.Glob(filepath.Join(base, "deepep-[0-9]*")) // the pattern is well formed
+		for _, o := range others {
+			if o != folders[0] && o != folders[1] {
+				folders = append(folders, o)
+			}
+		}
+	}
+	return folders
+}
+
+// makeFolder makes a folder for the owner alone, or checks that one that is
+// there already is just that: /dev/shm is open to all users.
+func makeFolder(dir string) error {
+	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
+		return err
+	}
+	var st unix.Stat_t
+	if err := unix.Lstat(dir, &st); err != nil {
+		return &os.PathError{Op: "lstat", Path: dir, Err: err}
+	}
+	switch {
+	case st.Mode&unix.S_IFMT != unix.S_IFDIR:
+		return fmt.Errorf("%s is not a folder", dir)
+	case st.Uid != uint32(os.Geteuid()):
+		return fmt.Errorf("%s belongs to user %d, not to %d", dir, st.Uid, os.Geteuid())
+	case st.Mode&0o077 != 0:
+		return fmt.Errorf("%s has mode %04o; only its owner may enter (0700)", dir, st.Mode&0o777)
+	}
+	return nil
+}
+
+// fileName is <pid>-<start time>-<number>-<PID namespace>.page.
+type fileName struct {
+	pid       int
+	start     uint64
+	number    uint32
+	namespace uint64 // inode of the PID namespace in which pid counts; 0: unknown
+}
+
+const suffix = ".page"
+
+func (f fileName) String() string {
+	return fmt.Sprintf("%d-%d-%d-%d%s", f.pid, f.start, f.number, f.namespace, suffix)
+}
+
+func parseName(base string) (fileName, error) {
+	var f fileName
+	stem, ok := strings.CutSuffix(base, suffix)
+	parts := strings.Split(stem, "-")
+	if !ok || len(parts) != 4 {
+		return f, fmt.Errorf("name is not <pid>-<start>-<number>-<namespace>%s", suffix)
+	}
+	pid, err1 := strconv.ParseInt(parts[0], 10, 32)
+	start, err2 := strconv.ParseUint(parts[1], 10, 64)
+	number, err3 := strconv.ParseUint(parts[2], 10, 32)
+	namespace, err4 := strconv.ParseUint(parts[3], 10, 64)
+	if err := errors.Join(err1, err2, err3, err4); err != nil {
+		return f, err
+	}
+	if pid <= 0 {
+		return f, fmt.Errorf("pid %d", pid)
+	}
+	return fileName{int(pid), start, uint32(number), namespace}, nil
+}
+
+// pidNamespace is the inode of this process's PID namespace; 0 if it is not to be had.
+func pidNamespace() uint64 {
+	var st unix.Stat_t
+	if err := unix.Stat("/proc/self/ns/pid", &st); err != nil {
+		return 0
+	}
+	return st.Ino
+}
+
+// startTime is when a process began, in clock ticks since boot: with the pid it
+// names a process once and for all. A zombie counts as gone.
+func startTime(pid int) (uint64, error) {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, err
+	}
+	return parseStat(string(b))
+}
+
+// parseStat reads field 22. Field 2, the name, may hold anything, so counting
+// starts behind its last parenthesis.
+func parseStat(text string) (uint64, error) {
+	at := strings.LastIndexByte(text, ')')
+	fields := strings.Fields(text[at+1:])
+	const state, start = 0, 22 - 3
+	if at < 0 || len(fields) <= start {
+		return 0, errors.New("/proc stat line is too short")
+	}
+	if fields[state] == "Z" || fields[state] == "X" {
+		return 0, os.ErrProcessDone
+	}
+	return strconv.ParseUint(fields[start], 10, 64)
+}
+
+// alive tells whether the process that made a page still is.
+func alive(f fileName, fd int) bool {
+	if f.namespace != 0 && f.namespace == pidNamespace() {
+		start, err := startTime(f.pid)
+		return err == nil && start == f.start
+	}
+	// The pid means nothing here. Owners hold a shared lock as long as the page is
+	// mapped; who gets the exclusive one is alone with it. (A forked child keeps
+	// the lock too, so this may see a page alive for longer than its maker.)
+	if err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return true
+	}
+	_ = unix.Flock(fd, unix.LOCK_UN) // closing fd releases it as well
+	return false
+}

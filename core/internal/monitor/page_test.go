@@ -1,0 +1,449 @@
+package monitor
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/deepep-go/deepep/core/internal/abi"
+	"github.com/deepep-go/deepep/core/internal/monitor/pagetest"
+	"github.com/deepep-go/deepep/core/internal/plan"
+	"github.com/deepep-go/deepep/core/internal/status"
+)
+
+var meta = Meta{Rank: 1, NumRanks: 4, Buffer: 7, Group: "g-17", Host: "node-a", Engine: "cpu", Device: "Xeon", TraceLen: 8}
+
+func create(t *testing.T, dir string, m Meta) *Page {
+	t.Helper()
+	p, err := Create(dir, m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _, _ = p.Remove(), p.Unmap() })
+	return p
+}
+
+// folder is a folder that Create accepts.
+func folder(t *testing.T) string { return filepath.Join(t.TempDir(), "pages") }
+
+func only(t *testing.T, dir string) Entry {
+	t.Helper()
+	entries, err := List(dir)
+	if err != nil || len(entries) != 1 {
+		t.Fatalf("%d entries, %v", len(entries), err)
+	}
+	return entries[0]
+}
+
+func TestCountersComeBack(t *testing.T) {
+	dir := folder(t)
+	p := create(t, dir, meta)
+	for i := range 11 {
+		pagetest.Record(p.Bytes(), pagetest.Call{
+			Op: abi.OpDispatch, Start: uint64(1000 + i), Duration: 100 * time.Microsecond, Error: i == 10,
+			BytesTo: []uint64{1, 2, 3, 4}, WaitFor: []time.Duration{0, 0, 50, 7},
+		})
+	}
+	pagetest.Record(p.Bytes(), pagetest.Call{Op: abi.OpCombine, Duration: time.Millisecond})
+	e := only(t, dir)
+	if e.Err != nil || e.Dead || e.Removed {
+		t.Fatalf("%+v", e)
+	}
+	s := e.Stats
+	if s.Rank != 1 || s.NumRanks != 4 || s.Buffer != 7 || s.Group != "g-17" || s.Host != "node-a" || s.Engine != "cpu" ||
+		s.Device != "Xeon" || s.PID != os.Getpid() || s.State != Live || time.Since(s.Created) > time.Minute {
+		t.Errorf("head: %+v", s)
+	}
+	d := s.Ops[abi.OpDispatch]
+	if d.Calls != 11 || d.Errors != 1 || d.Bytes != 110 || d.WaitNS != 11*57 || d.TotalNS != 11*100_000 ||
+		!reflect.DeepEqual(d.BytesTo, []uint64{11, 22, 33, 44}) || !reflect.DeepEqual(d.WaitFor, []uint64{0, 0, 550, 77}) {
+		t.Errorf("dispatch: %+v", d)
+	}
+	if d.Mean() != 100*time.Microsecond || d.Max() != 100*time.Microsecond || d.Percentile(0.5) != 100*time.Microsecond {
+		t.Errorf("mean %v, max %v, p50 %v", d.Mean(), d.Max(), d.Percentile(0.5))
+	}
+	if s.TraceTotal != 12 || len(s.Trace) != 8 || s.Trace[0].Number != 5 || s.Trace[0].Start != 1004 || s.Trace[7].Op != abi.OpCombine {
+		t.Errorf("trace of %d: %+v", s.TraceTotal, s.Trace)
+	}
+	own, err := p.Snapshot()
+	if err != nil || !reflect.DeepEqual(own, s) {
+		t.Errorf("the owner reads something else: %v\n%+v\n%+v", err, own, s)
+	}
+}
+
+// TestBucketsMeanTheSame holds the test writer to plan's reading of the buckets.
+func TestBucketsMeanTheSame(t *testing.T) {
+	for b := range abi.HistBuckets {
+		end := plan.BucketEnd(b)
+		if got := pagetest.Bucket(end - 1); got != b {
+			t.Errorf("%d ns is in bucket %d, not %d", end-1, got, b)
+		}
+		if got := pagetest.Bucket(end); got != min(b+1, abi.HistBuckets-1) {
+			t.Errorf("%d ns is in bucket %d, not %d", end, got, b+1)
+		}
+	}
+}
+
+func TestFilesAreTheOwnersAlone(t *testing.T) {
+	dir := folder(t)
+	p := create(t, dir, meta)
+	for path, want := range map[string]fs.FileMode{dir: 0o700 | fs.ModeDir, p.Path(): 0o600} {
+		st, err := os.Stat(path)
+		if err != nil || st.Mode() != want {
+			t.Errorf("%s: %v, %v", path, st.Mode(), err)
+		}
+	}
+	if len(p.Bytes())%pageSize != 0 || uintptr(unsafe.Pointer(&p.Bytes()[0]))%pageSize != 0 {
+		t.Error("not whole pages of memory")
+	}
+	open := filepath.Join(t.TempDir(), "open")
+	if err := os.Mkdir(open, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(open, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Create(open, meta); err == nil || !strings.Contains(err.Error(), "0777") {
+		t.Errorf("a folder open to all: %v", err)
+	}
+	if _, err := List(open); err == nil || !strings.Contains(err.Error(), "0777") {
+		t.Errorf("listing a folder open to all: %v", err)
+	}
+	link := filepath.Join(t.TempDir(), "link")
+	if err := os.Symlink(dir, link); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Create(link, meta); err == nil || !strings.Contains(err.Error(), "not a folder") {
+		t.Errorf("a link: %v", err)
+	}
+}
+
+func TestRemoveAndUnmap(t *testing.T) {
+	dir := folder(t)
+	p := create(t, dir, meta)
+	if err := p.Remove(); err != nil {
+		t.Fatal(err)
+	}
+	if entries, err := List(dir); err != nil || len(entries) != 0 {
+		t.Errorf("%v %v", entries, err)
+	}
+	s, err := p.Snapshot() // kernels may still write: the memory is there
+	if err != nil || s.State != Destroyed {
+		t.Errorf("%v %v", s, err)
+	}
+	for range 2 {
+		if err := errors.Join(p.Remove(), p.Unmap()); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestWrongArguments(t *testing.T) {
+	for _, c := range []struct {
+		change func(*Meta)
+		want   string
+	}{
+		{func(m *Meta) { m.NumRanks = 0 }, "num_ranks"},
+		{func(m *Meta) { m.NumRanks = 1025 }, "1025"},
+		{func(m *Meta) { m.Rank = 4 }, "rank"},
+		{func(m *Meta) { m.Rank = -1 }, "rank"},
+		{func(m *Meta) { m.TraceLen = -5 }, "trace_len"},
+		{func(m *Meta) { m.TraceLen = maxTrace + 1 }, "trace_len"},
+	} {
+		m := meta
+		c.change(&m)
+		if _, err := Create(folder(t), m); status.CodeOf(err) != status.InvalidArgument || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%v, want %s", err, c.want)
+		}
+	}
+	if _, err := Create("/proc/nowhere", meta); err == nil || !strings.Contains(err.Error(), "/proc/nowhere") {
+		t.Errorf("%v", err)
+	}
+	long := meta
+	long.Group, long.Engine = strings.Repeat("g", 100), strings.Repeat("e", 100)
+	s, err := create(t, folder(t), long).Snapshot()
+	if err != nil || len(s.Group) != 63 || len(s.Engine) != 15 {
+		t.Errorf("%v %v", s, err)
+	}
+}
+
+// TestFallsBack fills the first folders' places with files, so that neither can be made.
+func TestFallsBack(t *testing.T) {
+	mapped, path, err := mapAnywhere("", "1-1-1-1.page", pageSize)
+	if err != nil || path == "" {
+		t.Fatal(err)
+	}
+	if err := errors.Join(os.Remove(path), unix.Munmap(mapped)); err != nil {
+		t.Error(err)
+	}
+	mapped, err = mapUnnamed(pageSize)
+	if err != nil || len(mapped) != pageSize {
+		t.Fatal(err)
+	}
+	mapped[pageSize-1] = 1
+	if err := unix.Munmap(mapped); err != nil {
+		t.Error(err)
+	}
+}
+
+const childFolder = "DEEPEP_TEST_PAGE_FOLDER"
+
+// TestDeadProcess makes a page in a child that is killed.
+func TestDeadProcess(t *testing.T) {
+	if dir := os.Getenv(childFolder); dir != "" {
+		p, err := Create(dir, meta)
+		if err != nil {
+			t.Fatal(err)
+		}
+		pagetest.Record(p.Bytes(), pagetest.Call{Op: abi.OpBarrier, Duration: time.Millisecond})
+		fmt.Println("made")
+		time.Sleep(time.Minute) // the parent kills it long before
+		return
+	}
+	dir := folder(t)
+	cmd := exec.Command(os.Args[0], "-test.run", "^TestDeadProcess$")
+	cmd.Env = append(os.Environ(), childFolder+"="+dir)
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := fmt.Fscanln(out, new(string)); err != nil {
+		t.Fatal(err)
+	}
+	if e := only(t, dir); e.Err != nil || e.Dead || e.Stats.PID != cmd.Process.Pid {
+		t.Fatalf("living: %+v", e)
+	}
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	_ = cmd.Wait() // killed, so it has an error
+	e := only(t, dir)
+	if e.Err != nil || !e.Dead || !e.Removed || e.Stats.Ops[abi.OpBarrier].Calls != 1 {
+		t.Fatalf("dead: %+v", e)
+	}
+	if entries, err := List(dir); err != nil || len(entries) != 0 {
+		t.Errorf("left: %v %v", entries, err)
+	}
+}
+
+// TestReusedPid gives the page of this process the start time of another one.
+func TestReusedPid(t *testing.T) {
+	dir := folder(t)
+	p := create(t, dir, meta)
+	p.header().StartTime++
+	name, err := parseName(filepath.Base(p.Path()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	name.start++
+	if err := os.Rename(p.Path(), filepath.Join(dir, name.String())); err != nil {
+		t.Fatal(err)
+	}
+	if e := only(t, dir); e.Err != nil || !e.Dead || !e.Removed {
+		t.Errorf("%+v", e)
+	}
+}
+
+// TestForeignNamespace: the pid of another PID namespace says nothing, the lock does.
+func TestForeignNamespace(t *testing.T) {
+	dir := folder(t)
+	p := create(t, dir, meta)
+	name, err := parseName(filepath.Base(p.Path()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	name.namespace++
+	foreign := filepath.Join(dir, name.String())
+	if err := os.Rename(p.Path(), foreign); err != nil {
+		t.Fatal(err)
+	}
+	p.path = foreign
+	if e := only(t, dir); e.Err != nil || e.Dead {
+		t.Errorf("mapped by its owner: %+v", e)
+	}
+	if err := p.Unmap(); err != nil {
+		t.Fatal(err)
+	}
+	if e := only(t, dir); e.Err != nil || !e.Dead || !e.Removed {
+		t.Errorf("let go: %+v", e)
+	}
+	p.owner = 0 // nothing is left to remove
+}
+
+func TestDamagedPagesAreSkippedWithAWord(t *testing.T) {
+	dir := folder(t)
+	good := create(t, dir, meta)
+	whole, err := os.ReadFile(good.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	field := func(offset uintptr, n int, v uint64) []byte {
+		b := append([]byte(nil), whole...)
+		var word [8]byte
+		binary.LittleEndian.PutUint64(word[:], v)
+		copy(b[offset:], word[:n])
+		return b
+	}
+	var h abi.StatsPage
+	for i, c := range []struct {
+		bytes []byte
+		want  string
+	}{
+		{nil, "0 bytes"},
+		{whole[:100], "100 bytes"},
+		{whole[:len(whole)-pageSize], "says"},
+		{field(unsafe.Offsetof(h.Magic), 8, 12345), "mark"},
+		{field(unsafe.Offsetof(h.Version), 4, 9), "version 9"},
+		{field(unsafe.Offsetof(h.TotalBytes), 4, 1<<31), "says 2147483648"},
+		{field(unsafe.Offsetof(h.NumOps), 4, 11), "11 operations"},
+		{field(unsafe.Offsetof(h.NumRanks), 4, 1<<31-1), "2147483647 ranks"},
+		{field(unsafe.Offsetof(h.Rank), 4, 4), "rank 4 of 4"},
+		{field(unsafe.Offsetof(h.State), 4, 0), "state 0"},
+		{field(unsafe.Offsetof(h.PeersOffset), 8, 1<<63), "table of peers"},
+		{field(unsafe.Offsetof(h.PeersOffset), 8, uint64(len(whole)-8)), "table of peers"},
+		{field(unsafe.Offsetof(h.TraceOffset), 8, 1<<64-8), "trace of 8"},
+		{field(unsafe.Offsetof(h.TraceLen), 8, 1<<60), "trace of"},
+		{field(unsafe.Offsetof(h.PID), 4, 1), "page of process 1"},
+	} {
+		name := fileName{os.Getpid(), good.header().StartTime, uint32(100 + i), pidNamespace()}
+		path := filepath.Join(dir, name.String())
+		if err := os.WriteFile(path, c.bytes, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		entries, err := List(dir)
+		if err != nil || len(entries) != 2 || entries[0].Stats == nil {
+			t.Fatalf("%s: %d entries, %v", c.want, len(entries), err)
+		}
+		if e := entries[1]; e.Path != path || e.Stats != nil || e.Err == nil || !strings.Contains(e.Err.Error(), c.want) {
+			t.Errorf("want %q: %+v", c.want, e)
+		}
+		if err := os.Remove(path); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestStrangeFiles: things that are no pages neither block nor kill the reader.
+func TestStrangeFiles(t *testing.T) {
+	dir := folder(t)
+	create(t, dir, meta)
+	if err := errors.Join(
+		unix.Mkfifo(filepath.Join(dir, "1-1-1-1.page"), 0o600),
+		os.Symlink("/etc/passwd", filepath.Join(dir, "1-1-2-1.page")),
+		os.Mkdir(filepath.Join(dir, "1-1-3-1.page"), 0o700),
+		os.WriteFile(filepath.Join(dir, "notes.txt"), nil, 0o600),
+		os.WriteFile(filepath.Join(dir, "x.page"), nil, 0o600),
+		os.Truncate(filepath.Join(dir, "x.page"), 1<<40),
+	); err != nil {
+		t.Fatal(err)
+	}
+	entries, err := List(dir)
+	if err != nil || len(entries) != 5 || entries[0].Err != nil {
+		t.Fatalf("%d entries, %v", len(entries), err)
+	}
+	for _, e := range entries[1:] {
+		if e.Err == nil {
+			t.Errorf("%s passed for a page", e.Path)
+		}
+	}
+	if entries, err := List(filepath.Join(dir, "absent")); err != nil || len(entries) != 0 {
+		t.Errorf("an absent folder: %v %v", entries, err)
+	}
+}
+
+func TestTextsDoNotReachTheTerminal(t *testing.T) {
+	m := meta
+	m.Group = "a\x1b[2Jb\xff"
+	s, err := create(t, folder(t), m).Snapshot()
+	if err != nil || s.Group != "a?[2Jb?" {
+		t.Errorf("%q %v", s.Group, err)
+	}
+}
+
+func TestParseStat(t *testing.T) {
+	line := "42 (a) b (c) S 1 " + strings.Repeat("0 ", 17) + "777 0 0"
+	if n, err := parseStat(line); err != nil || n != 777 {
+		t.Errorf("%d %v", n, err)
+	}
+	for _, bad := range []string{"", "42 (x", "42 (x) S 1 2", strings.Replace(line, " S ", " Z ", 1)} {
+		if n, err := parseStat(bad); err == nil {
+			t.Errorf("%q: %d", bad, n)
+		}
+	}
+}
+
+// FuzzPage changes bytes anywhere in a page and reads it.
+func FuzzPage(f *testing.F) {
+	dir := filepath.Join(f.TempDir(), "pages")
+	p, err := Create(dir, meta)
+	if err != nil {
+		f.Fatal(err)
+	}
+	defer func() { _, _ = p.Remove(), p.Unmap() }()
+	pagetest.Record(p.Bytes(), pagetest.Call{Op: 3, Duration: 5, WaitFor: []time.Duration{1, 2}})
+	whole := append([]byte(nil), p.Bytes()...)
+	f.Add(uint16(0), []byte{1, 2, 3})
+	f.Add(uint16(24), []byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff})
+	for at := 0; at < 88; at += 8 {
+		f.Add(uint16(at), []byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f})
+	}
+	f.Fuzz(func(t *testing.T, at uint16, change []byte) {
+		b := append([]byte(nil), whole...)
+		if int(at) < len(b) {
+			copy(b[at:], change)
+		}
+		use(t, b)
+		use(t, change)
+	})
+}
+
+// use reads a page and does with it all that the commands do.
+func use(t *testing.T, b []byte) {
+	s, err := decode(b)
+	if err != nil {
+		return
+	}
+	if len(s.Trace) > maxTrace {
+		t.Errorf("%d calls in the trace", len(s.Trace))
+	}
+	readings := map[int][]OpStats{s.Rank: s.Ops[:]}
+	w := WaitsOf(s.NumRanks, readings)
+	w.Slowest()
+	var sum OpStats
+	for i := range s.Ops {
+		o := s.Ops[i].Sub(&s.Ops[(i+1)%len(s.Ops)])
+		sum.Add(&o)
+		if o.Mean() < 0 || o.Percentile(0.99) < 0 || o.Max() < 0 {
+			t.Errorf("a negative time: %+v", o)
+		}
+	}
+}
+
+func FuzzName(f *testing.F) {
+	f.Add("12-345-6-4026531836.page")
+	f.Add("--.page")
+	f.Fuzz(func(t *testing.T, base string) {
+		n, err := parseName(base)
+		if err != nil {
+			return
+		}
+		again, err := parseName(n.String())
+		if err != nil || again != n {
+			t.Errorf("%q: %v %v", base, again, err)
+		}
+	})
+}

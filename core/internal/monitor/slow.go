@@ -1,0 +1,85 @@
+package monitor
+
+import "slices"
+
+// Waits is who waited for whom among the ranks of one buffer: Mean[i][j] is the
+// mean time in ns that rank i waited for rank j in a call. Ranks without a page
+// on this host have Seen false and a row of zeros.
+type Waits struct {
+	Mean [][]float64
+	Seen []bool
+}
+
+// WaitsOf makes the table from one reading a rank, over the operations given.
+func WaitsOf(ranks int, readings map[int][]OpStats) Waits {
+	w := Waits{Mean: make([][]float64, ranks), Seen: make([]bool, ranks)}
+	for i := range w.Mean {
+		w.Mean[i] = make([]float64, ranks)
+		ops, ok := readings[i]
+		if !ok {
+			continue
+		}
+		w.Seen[i] = true
+		var calls uint64
+		for _, o := range ops {
+			waited := uint64(0)
+			for j, ns := range o.WaitFor {
+				if j < ranks {
+					w.Mean[i][j] += float64(ns)
+					waited += ns
+				}
+			}
+			if waited > 0 { // operations that wait for nobody would thin the mean
+				calls += o.Calls
+			}
+		}
+		for j := range w.Mean[i] {
+			w.Mean[i][j] /= float64(max(calls, 1))
+		}
+	}
+	return w
+}
+
+// Slow is the rank that the others wait for.
+type Slow struct {
+	Rank   int
+	Mean   float64 // ns that another rank waits for it in a call
+	Others float64 // the same for the median of the other ranks
+}
+
+// A rank is called slow when the others wait for it three times as long as for
+// the median rank, and at least 50 us a call: below that, uneven routing alone
+// makes such differences.
+const (
+	slowFactor = 3
+	slowFloor  = 50_000
+)
+
+// Slowest finds the rank that makes the others wait; found is false if none stands out.
+func (w Waits) Slowest() (slow Slow, found bool) {
+	columns := make([]float64, len(w.Mean))
+	for j := range columns {
+		n := 0
+		for i, row := range w.Mean {
+			if i != j && w.Seen[i] {
+				columns[j] += row[j]
+				n++
+			}
+		}
+		columns[j] /= float64(max(n, 1))
+	}
+	if len(columns) < 2 {
+		return Slow{}, false
+	}
+	slow.Rank = 0
+	for j, c := range columns {
+		if c > columns[slow.Rank] {
+			slow.Rank = j
+		}
+	}
+	slow.Mean = columns[slow.Rank]
+	others := slices.Delete(slices.Clone(columns), slow.Rank, slow.Rank+1)
+	slices.Sort(others)
+	slow.Others = others[len(others)/2]
+	return slow, slow.Mean >= slowFloor && slow.Mean >= slowFactor*slow.Others
+}
