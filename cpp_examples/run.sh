@@ -1,0 +1,34 @@
+#!/bin/sh
+# Builds every example with warnings as errors and runs it as 4 processes; the last line counts.
+cd "$(dirname "$0")/.." || exit 2
+out=build/examples
+mkdir -p "$out" || exit 2
+passed=0
+failed=0
+
+attempt() { # name, command...
+  name=$1
+  shift
+  if "$@"; then
+    passed=$((passed + 1))
+    echo "ok   $name"
+  else
+    failed=$((failed + 1))
+    echo "FAIL $name"
+  fi
+}
+
+flags="-O2 -Wall -Wextra -Werror -Iinclude -o"
+libs="-Lbuild/lib -l:libdeepep.so.1 -Wl,-rpath,$PWD/build/lib"
+for source in cpp_examples/*.cpp cpp_examples/*.c; do
+  name=$(basename "$source")
+  program=$out/${name%.*}
+  case $source in
+    *.cpp) attempt "build $name" ${CXX:-g++} -std=c++17 $flags "$program" "$source" $libs ;;
+    *) attempt "build $name" ${CC:-gcc} -std=c11 -D_GNU_SOURCE $flags "$program" "$source" $libs ;;
+  esac
+  attempt "run $name, 4 ranks" timeout 60 "$program"
+  attempt "run $name, 1 rank" timeout 60 "$program" --ranks 1
+done
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]

@@ -1,0 +1,212 @@
+// deepep.hpp - C++17 over deepep.h, header only: RAII for groups, buffers and events, exceptions for statuses.
+//
+// Arguments are the C structs, made by the functions below with their defaults set (deepep::dispatch_args() and so on); see deepep.h
+// for what each field means. Nothing here allocates tensors or waits on its own.
+#ifndef DEEPEP_HPP
+#define DEEPEP_HPP
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "deepep.h"
+
+namespace deepep {
+
+// A call failed. status() is a DEEPEP_ERROR_* code, what() names the argument or the rank.
+class Error : public std::runtime_error {
+ public:
+  Error(deepep_status_t status, const std::string& text) : std::runtime_error(text), status_(status) {}
+  deepep_status_t status() const noexcept { return status_; }
+
+ private:
+  deepep_status_t status_;
+};
+
+// Throws Error unless `status` is DEEPEP_OK.
+inline void check(deepep_status_t status) {
+  if (status == DEEPEP_OK) return;
+  std::string text = deepep_last_error();
+  if (text.empty()) text = deepep_status_text(status);
+  throw Error(status, text);
+}
+
+// A waiting call's status: true for OK, false for PENDING; throws otherwise.
+inline bool done(deepep_status_t status) {
+  if (status == DEEPEP_PENDING) return false;
+  check(status);
+  return true;
+}
+
+// ---- Argument structs with their defaults ----
+
+inline deepep_group_options group_options() { return DEEPEP_GROUP_OPTIONS_INIT; }
+inline deepep_buffer_options buffer_options() { return DEEPEP_BUFFER_OPTIONS_INIT; }
+inline deepep_warmup_options warmup_options() { return DEEPEP_WARMUP_OPTIONS_INIT; }
+inline deepep_call call() { return DEEPEP_CALL_INIT; }
+inline deepep_layout layout_args() { return DEEPEP_LAYOUT_INIT; }
+inline deepep_handle handle() { return DEEPEP_HANDLE_INIT; }
+inline deepep_notify notify_args() { return DEEPEP_NOTIFY_INIT; }
+inline deepep_dispatch_args dispatch_args() { return DEEPEP_DISPATCH_INIT; }
+inline deepep_combine_args combine_args() { return DEEPEP_COMBINE_INIT; }
+inline deepep_ll_dispatch_args ll_dispatch_args() { return DEEPEP_LL_DISPATCH_INIT; }
+inline deepep_ll_combine_args ll_combine_args() { return DEEPEP_LL_COMBINE_INIT; }
+
+// ---- Sizes and configs ----
+
+// The config for `num_ranks` ranks, of dispatch (kind 0) or combine (kind 1).
+inline deepep_config default_config(int32_t kind, int32_t num_ranks) {
+  deepep_config config = DEEPEP_CONFIG_INIT;
+  check(deepep_config_default(kind, num_ranks, &config));
+  return config;
+}
+
+// Bytes of num_nvl_bytes that serve rows of `hidden_bytes` with this config.
+inline uint64_t nvl_size_hint(const deepep_config& config, int64_t hidden_bytes, int32_t num_ranks) {
+  uint64_t bytes = 0;
+  check(deepep_config_size_hint(&config, hidden_bytes, num_ranks, 0, &bytes));
+  return bytes;
+}
+
+// Bytes of num_rdma_bytes for low-latency calls of this shape.
+inline uint64_t low_latency_size_hint(int32_t num_max_tokens, int32_t hidden, int32_t num_ranks, int32_t num_experts) {
+  uint64_t bytes = 0;
+  check(deepep_low_latency_size_hint(num_max_tokens, hidden, num_ranks, num_experts, &bytes));
+  return bytes;
+}
+
+// Owns one handle of the C API; movable, not copyable.
+template <typename Handle, deepep_status_t (*Destroy)(Handle)>
+class Owner {
+ public:
+  Owner() = default;
+  explicit Owner(Handle handle) : handle_(handle) {}
+  Owner(Owner&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Owner& operator=(Owner&& other) noexcept {
+    if (this != &other) {
+      reset();
+      handle_ = std::exchange(other.handle_, nullptr);
+    }
+    return *this;
+  }
+  Owner(const Owner&) = delete;
+  Owner& operator=(const Owner&) = delete;
+  ~Owner() { reset(); }
+
+  // Frees now; twice is fine.
+  void reset() noexcept {
+    if (handle_ != nullptr) Destroy(std::exchange(handle_, nullptr));
+  }
+  Handle get() const noexcept { return handle_; }
+
+ private:
+  Handle handle_ = nullptr;
+};
+
+// The ranks that communicate. Collective to make.
+class Group : public Owner<deepep_group_t, deepep_group_destroy> {
+ public:
+  explicit Group(const deepep_group_options& options) : Owner(create(options)) {}
+
+ private:
+  static deepep_group_t create(const deepep_group_options& options) {
+    deepep_group_t group = nullptr;
+    check(deepep_group_create(&options, &group));
+    return group;
+  }
+};
+
+class Buffer;
+
+// A point in a stream of a buffer.
+class Event : public Owner<deepep_event_t, deepep_event_destroy> {
+ public:
+  inline explicit Event(const Buffer& buffer);
+  void record(void* stream = nullptr) { check(deepep_event_record(get(), stream)); }
+  void stream_wait(void* stream = nullptr) { check(deepep_event_stream_wait(get(), stream)); }
+  // Waits on the host, at most slice_ms (< 0: until done). False: not yet.
+  bool wait(int64_t slice_ms = -1) { return done(deepep_event_wait(get(), slice_ms)); }
+};
+
+// Expert-parallel communication of one group. Collective to make, local to destroy.
+class Buffer : public Owner<deepep_buffer_t, deepep_buffer_destroy> {
+ public:
+  Buffer(const Group& group, const deepep_buffer_options& options) : Owner(create(group, options)) {}
+
+  deepep_buffer_info info() const {
+    deepep_buffer_info info = DEEPEP_BUFFER_INFO_INIT;
+    check(deepep_buffer_info_get(get(), &info));
+    return info;
+  }
+  bool wait_ready(int64_t slice_ms = -1) { return done(deepep_buffer_wait_ready(get(), slice_ms)); }
+  void check_failure() { check(deepep_buffer_check(get())); }
+  void warmup(const deepep_warmup_options& options) { check(deepep_buffer_warmup(get(), &options)); }
+
+  void layout(const deepep_layout& args, const deepep_call& how = deepep::call()) {
+    check(deepep_get_layout(get(), &args, &how));
+  }
+  // First step of a dispatch; the result names the exchange for wait_counts() and dispatch_args.token.
+  uint64_t notify(const deepep_notify& args, const deepep_call& how = deepep::call()) {
+    uint64_t token = 0;
+    check(deepep_notify_counts(get(), &args, &how, &token));
+    return token;
+  }
+  // Rows that arrive; per_expert gets one count for each of the num_local_experts, rounded up to the alignment.
+  int32_t wait_counts(uint64_t token, int32_t num_local_experts, std::vector<int32_t>* per_expert = nullptr) {
+    int32_t rows = 0;
+    if (per_expert != nullptr) per_expert->assign(static_cast<size_t>(num_local_experts), 0);
+    check(deepep_wait_counts(get(), token, -1, &rows, per_expert != nullptr ? per_expert->data() : nullptr));
+    return rows;
+  }
+  void dispatch(const deepep_dispatch_args& args, const deepep_call& how = deepep::call()) {
+    check(deepep_dispatch(get(), &args, &how));
+  }
+  void combine(const deepep_combine_args& args, const deepep_call& how = deepep::call()) {
+    check(deepep_combine(get(), &args, &how));
+  }
+
+  void low_latency_dispatch(deepep_ll_dispatch_args& args, const deepep_call& how = deepep::call()) {
+    check(deepep_low_latency_dispatch(get(), &args, &how));
+  }
+  void low_latency_combine(deepep_ll_combine_args& args, const deepep_call& how = deepep::call()) {
+    check(deepep_low_latency_combine(get(), &args, &how));
+  }
+  void clean_low_latency(int32_t num_max_tokens, int32_t hidden, int32_t num_experts, const deepep_call& how = deepep::call()) {
+    check(deepep_clean_low_latency_buffer(get(), num_max_tokens, hidden, num_experts, &how));
+  }
+  void barrier(const deepep_call& how = deepep::call()) { check(deepep_barrier(get(), &how)); }
+  void update_mask(int32_t rank, bool masked, const deepep_call& how = deepep::call()) {
+    check(deepep_update_mask(get(), rank, masked ? 1 : 0, &how));
+  }
+
+  // Statistics of one DEEPEP_OP_*.
+  deepep_op_stats stats(int32_t op, std::vector<uint64_t>* bytes_to_peer = nullptr, std::vector<uint64_t>* wait_ns = nullptr) const {
+    deepep_op_stats result = DEEPEP_OP_STATS_INIT;
+    result.op = op;
+    const auto size = static_cast<size_t>(info().size);
+    if (bytes_to_peer != nullptr) bytes_to_peer->assign(size, 0);
+    if (wait_ns != nullptr) wait_ns->assign(size, 0);
+    check(deepep_stats(get(), &result, bytes_to_peer != nullptr ? bytes_to_peer->data() : nullptr,
+                       wait_ns != nullptr ? wait_ns->data() : nullptr));
+    return result;
+  }
+
+ private:
+  static deepep_buffer_t create(const Group& group, const deepep_buffer_options& options) {
+    deepep_buffer_t buffer = nullptr;
+    check(deepep_buffer_create(group.get(), &options, &buffer));
+    return buffer;
+  }
+};
+
+inline Event::Event(const Buffer& buffer) {
+  deepep_event_t event = nullptr;
+  check(deepep_event_create(buffer.get(), &event));
+  static_cast<Owner&>(*this) = Owner(event);
+}
+
+}  // namespace deepep
+
+#endif  // DEEPEP_HPP
