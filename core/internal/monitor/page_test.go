@@ -305,7 +305,7 @@ func TestDamagedPagesAreSkippedWithAWord(t *testing.T) {
 	}{
 		{nil, "0 bytes"},
 		{whole[:100], "100 bytes"},
-		{whole[:len(whole)-pageSize], "says"},
+		{whole[:len(whole)-8], "says"},
 		{field(unsafe.Offsetof(h.Magic), 8, 12345), "mark"},
 		{field(unsafe.Offsetof(h.Version), 4, 9), "version 9"},
 		{field(unsafe.Offsetof(h.TotalBytes), 4, 1<<31), "says 2147483648"},
