@@ -58,7 +58,8 @@ def same_ints(name: str, got: list[int], want: list[int]) -> None:
 
 def same_layout(got: tuple[object, ...], want: reference.Layout) -> None:
     """The first four results of ``get_dispatch_layout``."""
-    for field, value in zip(("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert"), got):
+    names = ("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert")
+    for field, value in zip(names, got, strict=False):
         expected = getattr(want, field)
         if expected is None:
             assert value is None, f"{field}: {value}, expected None on one node"

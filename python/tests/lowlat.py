@@ -16,6 +16,7 @@ import reference
 import reference_formats as formats
 
 NAN = float("nan")
+Lost = frozenset[tuple[int, int]]  # pairs (a, b): rank a has masked rank b
 
 
 @contextmanager
@@ -42,7 +43,7 @@ class Call:
     fp8: bool
     round_scale: bool
     ue8m0: bool
-    lost: frozenset[tuple[int, int]] = frozenset()
+    lost: Lost = frozenset()
     recv_x: Any = None
     counts: Any = None
     handle: Any = None
@@ -61,7 +62,7 @@ def make_x(case: cases.Case, rank: int, fp8: bool) -> torch.Tensor:
     return (torch.randn(shape, generator=gen).view(shape[0], -1, 128) * magnitude).view(shape).to(torch.bfloat16)
 
 
-def expect(case: cases.Case, rank: int, num_max: int, lost: frozenset[tuple[int, int]], **options: Any) -> Call:
+def expect(case: cases.Case, rank: int, num_max: int, lost: Lost, **options: Any) -> Call:
     fp8 = options.get("use_fp8", True)
     idx = case.routings()
     return Call(
@@ -78,9 +79,7 @@ def expect(case: cases.Case, rank: int, num_max: int, lost: frozenset[tuple[int,
     )
 
 
-def dispatch(
-    ctx: Any, buffer: Any, case: cases.Case, num_max: int, lost: frozenset[tuple[int, int]] = frozenset(), **options: Any
-) -> Call:
+def dispatch(ctx: Any, buffer: Any, case: cases.Case, num_max: int, lost: Lost = frozenset(), **options: Any) -> Call:
     """Issues the dispatch; neither hook nor event is waited for."""
     call = expect(case, ctx.rank, num_max, lost, **options)
     call.recv_x, call.counts, call.handle, call.event, call.hook = buffer.low_latency_dispatch(
@@ -197,9 +196,7 @@ def wanted_sums(
             row = row_of_expert(case, expert, call.rank, token, exact, salt)
             answers[owner][expert % num_local, call.rank, token] = row.abs() if absolute else row
     idx = call.topk_idx[call.rank]
-    return reference.low_latency_combine(
-        answers, idx, weights, call.rank, case.experts, case.hidden, use_logfmt
-    )
+    return reference.low_latency_combine(answers, idx, weights, call.rank, case.experts, case.hidden, use_logfmt)
 
 
 @dataclass

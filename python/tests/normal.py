@@ -105,9 +105,7 @@ def dispatch(ctx: Any, buffer: Any, case: cases.Case, **extra: Any) -> Exchange:
 def check(exchange: Exchange) -> None:
     """Everything that dispatch returned, the handle's readable entries included."""
     case, want = exchange.case, exchange.want
-    checks.same_received(
-        exchange.recv_x, exchange.recv_topk_idx, exchange.recv_topk_weights, want, case.worst_tokens
-    )
+    checks.same_received(exchange.recv_x, exchange.recv_topk_idx, exchange.recv_topk_weights, want, case.worst_tokens)
     counts = [] if case.worst else reference.align(want.expert_counts, case.alignment)
     checks.same_ints("num_recv_tokens_per_expert_list", exchange.counts, counts)
     check_handle(exchange)

@@ -9,6 +9,7 @@ B the low-latency mode's largest number of tokens a rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +80,7 @@ def dispatch(inputs: list[Tokens], layouts: list[Layout], rank: int, num_experts
     counts = torch.tensor([len(c) for c in chosen], dtype=torch.int64)
 
     def gather(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([part[rows] for part, rows in zip(parts, chosen)])
+        return torch.cat([part[rows] for part, rows in zip(parts, chosen, strict=True)])
 
     # Bytes, because indexing is not defined for FP8 everywhere and NaN patterns must survive.
     raw = gather([tokens.x.contiguous().view(torch.uint8) for tokens in inputs])
@@ -103,9 +104,7 @@ def dispatch(inputs: list[Tokens], layouts: list[Layout], rank: int, num_experts
     )
 
 
-def localise(
-    idx: torch.Tensor, weights: torch.Tensor, rank: int, num_local: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def localise(idx: torch.Tensor, weights: torch.Tensor, rank: int, num_local: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Turns global expert indices into the rank's own; those of other ranks become -1 with weight 0."""
     local = (idx >= rank * num_local) & (idx < (rank + 1) * num_local)
     local_idx = torch.where(local, idx - rank * num_local, torch.full_like(idx, -1))
@@ -118,14 +117,14 @@ def align(counts: list[int], alignment: int) -> list[int]:
 
 
 def combine(
-    rows: list[torch.Tensor], received: list[Received], rank: int, num_tokens: int, biases: list[torch.Tensor] = []
+    rows: list[torch.Tensor], received: list[Received], rank: int, num_tokens: int, biases: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
     """The exact (float64) sum for each of the ``num_tokens`` tokens of ``rank``.
 
     ``rows[j]`` is [N_j, anything], what rank j hands to combine; ``received[j]`` says where each row came from.
     """
     total = torch.zeros((num_tokens, rows[0].shape[1]), dtype=torch.float64)
-    for part, source in zip(rows, received):
+    for part, source in zip(rows, received, strict=True):
         mine = source.src_rank == rank
         total.index_add_(0, source.src_idx[mine].to(torch.int64), part[mine].to(torch.float64))
     for bias in biases:

@@ -100,9 +100,7 @@ def rank_identity(ctx, case):
     """Sending the rows back unchanged multiplies each token by the number of ranks that got it (upstream's check)."""
     with normal.buffer_of(ctx) as buffer:
         exchange = normal.dispatch_and_check(ctx, buffer, case)
-        combined, weights, _ = buffer.combine(
-            exchange.recv_x, exchange.handle, topk_weights=exchange.recv_topk_weights
-        )
+        combined, weights, _ = buffer.combine(exchange.recv_x, exchange.handle, topk_weights=exchange.recv_topk_weights)
         copies = exchange.layouts[ctx.rank].is_token_in_rank.sum(dim=1, keepdim=True)
         checks.small_diff("combined_x", combined, exchange.own.x.to(torch.float32) * copies, 5e-6)
         named = (exchange.own.topk_idx >= 0).to(torch.float32)
@@ -118,7 +116,7 @@ def rank_special(ctx, case):
     with normal.buffer_of(ctx) as buffer:
         exchange = normal.dispatch_and_check(ctx, buffer, case)
         rows = normal.expert_rows(exchange, True)
-        for part, want in zip(rows, exchange.received):
+        for part, want in zip(rows, exchange.received, strict=True):
             hit = (want.src_idx == 3) & (want.src_rank == 1)
             part[hit, 0], part[hit, 1] = float("nan"), float("inf")
         combined, _, _ = buffer.combine(ctx.put(rows[ctx.rank]), exchange.handle)

@@ -177,7 +177,8 @@ def test_config_for_every_number_of_ranks():
     for ranks in (*FRAMEWORK_SIZES, *range(1, 40), 72, 320):
         for config in (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)):
             assert isinstance(config, Config)
-            nvl, rdma = (hint(7168 * 2, ranks) for hint in (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint))
+            nvl = config.get_nvl_buffer_size_hint(7168 * 2, ranks)
+            rdma = config.get_rdma_buffer_size_hint(7168 * 2, ranks)
             assert type(nvl) is int and nvl >= 0 and type(rdma) is int
             assert (rdma == 0) == (ranks <= 8), f"{ranks} ranks: {rdma} RDMA bytes"
     for wrong in (0, -1, "8", None):

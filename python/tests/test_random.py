@@ -42,7 +42,8 @@ def rank_normal_rounds(ctx, first, count):
                 sums, weights, _ = normal.combine(ctx, buffer, exchange, exact=False, with_weights=True)
                 rows = len(exchange.want.x)
                 results.append((exchange.recv_x[:rows], exchange.recv_topk_idx, sums, weights))
-            for name, one, other in zip(("recv_x", "recv_topk_idx", "combined_x", "combined_topk_weights"), *results):
+            names = ("recv_x", "recv_topk_idx", "combined_x", "combined_topk_weights")
+            for name, one, other in zip(names, *results, strict=True):
                 checks.same_bits(f"round {seed}, repeated: {name}", other, one.cpu())
 
 
@@ -75,7 +76,7 @@ def rank_low_latency_rounds(ctx, first, count):
                 done = lowlat.combine_and_check(ctx, buffer, call, exact=False, **options)
                 x = call.recv_x[0] if call.fp8 else call.recv_x
                 results.append([x[e, :n] for e, n in enumerate(call.want.counts.tolist())] + [done.got])
-            for one, other in zip(*results):
+            for one, other in zip(*results, strict=True):
                 checks.same_bits(f"round {seed}, repeated", other, one.cpu())
 
 

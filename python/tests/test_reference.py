@@ -43,8 +43,9 @@ def test_dispatch_by_hand():
     assert got.topk_idx.tolist() == [[0, -1], [1, 1], [-1, 1]]
     assert got.topk_weights.tolist() == [[1, 0], [3, 4], [0, 2]]
     assert got.expert_counts == [1, 2] and got.rank_prefix.tolist() == [2, 3]
-    sums = reference.combine([got.x + 1, torch.tensor([[5.0] * 8, [7.0] * 8])],
-                             [got, reference.dispatch(inputs, layouts, 1, 4)], 0, 2)
+    sums = reference.combine(
+        [got.x + 1, torch.tensor([[5.0] * 8, [7.0] * 8])], [got, reference.dispatch(inputs, layouts, 1, 4)], 0, 2
+    )
     assert sums[:, 0].tolist() == [1 + 5, 1]
 
 
@@ -117,7 +118,12 @@ def good_exchange():
     empty = torch.zeros((2, 1), dtype=torch.int32)
     layout = exchange.layouts[1]
     exchange.handle = (
-        prefix, empty, empty, want.src_idx.clone(), layout.is_token_in_rank, torch.zeros((4, 2), dtype=torch.int32)
+        prefix,
+        empty,
+        empty,
+        want.src_idx.clone(),
+        layout.is_token_in_rank,
+        torch.zeros((4, 2), dtype=torch.int32),
     )
     return exchange
 
@@ -162,8 +168,18 @@ def wrong_prefix(e):
     e.handle[0][0, 1] += 1
 
 
-FAULTS = [shift_rows, swap_rows, flip_bit, shift_columns, drop_row, lose_weight, global_index, wrong_count,
-          wrong_source, wrong_prefix]
+FAULTS = [
+    shift_rows,
+    swap_rows,
+    flip_bit,
+    shift_columns,
+    drop_row,
+    lose_weight,
+    global_index,
+    wrong_count,
+    wrong_source,
+    wrong_prefix,
+]
 
 
 def test_good_exchange_passes():

@@ -5,6 +5,7 @@ A rank that comes LATE seconds late shows whether the others' calls return at on
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 
@@ -44,7 +45,8 @@ def rank_chain(ctx, case):
         normal.check_combined(first, rows, [], sums, True)
         normal.check_weights(first, weights, True)
         every_sum = ctx.gather(sums.cpu())
-        want = torch.cat([part[lay.is_token_in_rank[:, ctx.rank]] for part, lay in zip(every_sum, first.layouts)])
+        sources = zip(every_sum, first.layouts, strict=True)
+        want = torch.cat([part[layout.is_token_in_rank[:, ctx.rank]] for part, layout in sources])
         checks.same_rows("rows of the cached dispatch", again[0], want)
 
 
@@ -216,9 +218,9 @@ def rank_overlap(ctx, case):
             assert entered is exchange.event
         normal.check(exchange)
         exchange.event.current_stream_wait()  # a second wait does no harm
-        with pytest.raises(ZeroDivisionError):
-            with normal.dispatch(ctx, buffer, case, async_finish=True).event:
-                raise ZeroDivisionError
+        event = normal.dispatch(ctx, buffer, case, async_finish=True).event
+        with pytest.raises(ZeroDivisionError), event:
+            raise ZeroDivisionError
         normal.dispatch_and_check(ctx, buffer, case)
 
 
@@ -277,10 +279,8 @@ def rank_event_outlives_buffer(ctx, case):
     with normal.buffer_of(ctx) as buffer:
         exchange = normal.dispatch(ctx, buffer, case, async_finish=True)
         exchange.event.current_stream_wait()
-    try:
+    with contextlib.suppress(DeepEPError):
         exchange.event.current_stream_wait()
-    except DeepEPError:
-        pass
     del exchange
     gc.collect()
 

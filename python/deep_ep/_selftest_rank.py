@@ -1,0 +1,127 @@
+"""One rank process of the self-test: makes buffers, runs the cases that it is told to run, times calls."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _selftest_check as sc
+from .bootstrap import Bootstrap
+from .buffer import Buffer
+
+Figures = dict[str, tuple[float, int]]  # name: (seconds of a call, bytes received)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named check.
+
+    Attributes:
+        run: returns None or figures; raises if something is wrong.
+        loses_rank: the last rank ends in this case, and that is right.
+    """
+
+    name: str
+    run: Callable[[Rank], Figures | None]
+    loses_rank: bool = False
+
+
+class Rank:
+    """What a case gets: its rank, device, shape and options."""
+
+    def __init__(self, rank: int, options: Any, directory: str, tell: Callable[[], None]) -> None:
+        self.rank = rank
+        self.options = options
+        self.shape = sc.Shape(
+            ranks=options.num_processes,
+            tokens=options.num_tokens,
+            hidden=options.hidden,
+            topk=options.num_topk,
+            experts=options.num_experts,
+            seed=options.seed,
+        )
+        self.device = torch.device("cpu")
+        if options.engine == "cuda":
+            ordinal = rank % torch.cuda.device_count()
+            torch.cuda.set_device(ordinal)
+            self.device = torch.device("cuda", ordinal)
+        self._directory = directory
+        self._made = self._meetings = 0
+        self._tell = tell
+
+    @contextlib.contextmanager
+    def buffer(self, **arguments: Any) -> Iterator[Buffer]:
+        """A buffer of all ranks; destroyed at the end."""
+        self._made += 1
+        meeting = Bootstrap.file(self.rank, self.shape.ranks, self._directory, name=f"selftest{self._made}")
+        arguments.setdefault("timeout", self.options.timeout)
+        buffer = Buffer(None, bootstrap=meeting, engine=self.options.engine, explicitly_destroy=True, **arguments)
+        try:
+            yield buffer
+        finally:
+            buffer.destroy()
+
+    def synchronize(self) -> None:
+        """Waits until the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def time(self, call: Callable[[], Any]) -> float:
+        """Median seconds of a call as the host sees it, first calls left out."""
+        for _ in range(2):
+            call()
+        samples = []
+        for _ in range(self.options.iterations):
+            self.synchronize()
+            start = time.perf_counter()
+            call()
+            self.synchronize()
+            samples.append(time.perf_counter() - start)
+        return sorted(samples)[len(samples) // 2]
+
+    def meet(self) -> None:
+        """Waits for all ranks without the library under test: each leaves a file, and looks for the others'."""
+        self._meetings += 1
+        names = [f"meeting{self._meetings}.{rank}" for rank in range(self.shape.ranks)]
+        Path(self._directory, names[self.rank]).touch()
+        end = time.monotonic() + self.options.timeout
+        while not all(Path(self._directory, name).exists() for name in names):
+            sc.expect(time.monotonic() < end, "the other ranks did not come to a meeting")
+            time.sleep(0.01)
+
+    def last_words(self) -> None:
+        """Tells the parent that this process is about to end on purpose."""
+        self._tell()
+
+
+def serve(rank: int, options: Any, directory: str, connection: Connection) -> None:
+    """Body of a rank process: receives numbers of cases, answers ("ok", figures) or ("failed", text)."""
+    from .selftest import list_cases
+
+    torch.set_num_threads(1)
+    me = Rank(rank, options, directory, lambda: connection.send(("ok", None)))
+    cases = list_cases(options)
+    while True:
+        try:
+            number = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answer: tuple[str, Any] = ("ok", cases[number].run(me))
+        except sc.CheckError as error:
+            answer = ("failed", str(error))
+        except Exception as error:  # noqa: BLE001 - every failure becomes a line of the report
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            answer = ("failed", f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})")
+        try:
+            connection.send(answer)
+        except OSError:
+            return
