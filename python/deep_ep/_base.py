@@ -48,8 +48,8 @@ class Ordering:
             not allocate_on_comm_stream or (self.previous is not None and async_finish),
             "allocate_on_comm_stream needs both previous_event and async_finish",
         )
-        # Memory from the caller's stream may still be in use there; the call does not wait for that stream if it was given
-        # an event, so its outputs come from the communication stream's pool.
+        # Memory from the caller's stream may still be in use there; a call that was given an event does not wait for that
+        # stream, so its outputs come from the communication stream's pool.
         self.on_comm = not buffer.host_stream and self.previous is not None
         self.event = 0
         self.struct = _abi.sized(_abi.Call, stream=buffer.current_stream())
@@ -72,7 +72,7 @@ class Ordering:
         return ctypes.byref(struct)
 
     def finish(self, tensors: tuple[Any, ...]) -> EventOverlap:
-        """Ends the operation: waits on the CPU engine unless asynchronous, and says who keeps `tensors` alive until then."""
+        """Ends the operation: waits on the CPU engine unless asynchronous, and keeps `tensors` alive until then."""
         buffer, event = self.buffer, self.event
         if not event:
             return EventOverlap()

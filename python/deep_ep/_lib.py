@@ -72,7 +72,7 @@ class Library:
         if found != header_version():
             raise errors.DeepEPError(
                 errors.VERSION,
-                f"{self.path} is version {found}, the Python package is {header_version()}: rebuild or reinstall one of them",
+                f"{self.path} is version {found}, the Python package is {header_version()}: rebuild or reinstall one",
             )
 
     def check(self, status: int) -> None:

@@ -179,7 +179,8 @@ class NormalMode(BufferBase):
         Args:
             x: BF16 ``[T, H]``, or a pair (FP8 e4m3 ``[T, H]``, scales ``[T, S]`` float32 or int32 with any strides).
             handle: of an earlier dispatch: the same routing again, without top-k, counts and host wait.
-            num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert: of get_dispatch_layout.
+            num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert: what
+                get_dispatch_layout returned.
             topk_idx: ``[T, K]`` int64 or int32, or None; together with
             topk_weights: ``[T, K]`` float32.
             expert_alignment: the counts of the list are rounded up to multiples of it.
@@ -188,12 +189,13 @@ class NormalMode(BufferBase):
             previous_event, async_finish, allocate_on_comm_stream: as in get_dispatch_layout.
 
         Returns:
-            ``recv_x [N, H]`` (a pair for a pair), rows by source rank, then by token; ``recv_topk_idx [N, K]`` local experts or -1;
-            ``recv_topk_weights [N, K]``, 0 there; a list of L counts; the handle; the event. With a handle given:
-            ``(recv_x, None, None, None, None, event)``.
+            ``recv_x [N, H]`` (a pair for a pair), rows by source rank, then by token; ``recv_topk_idx [N, K]``: local
+            experts or -1; ``recv_topk_weights [N, K]``, 0 there; a list of L counts; the handle; the event. With a handle
+            given: ``(recv_x, None, None, None, None, event)``.
 
         Raises:
-            DeepEPError: a rank is late, dead or disagrees; the text names it. Also a ValueError or TypeError for a wrong argument.
+            DeepEPError: a rank is late, dead or disagrees; the text names it. Also a ValueError or TypeError for a wrong
+                argument.
         """
         self.enter()
         payload = Payload(x, self.device)
@@ -218,9 +220,16 @@ class NormalMode(BufferBase):
         )
 
     def _fresh_dispatch(
-        self, payload: Payload, counts: tuple[Any, Any, Any], topk_idx: Any, topk_weights: Any, alignment: int, worst: int,
-        config: Any, order: Ordering,
-    ) -> tuple[Any, Any, Any, Any, Any, EventOverlap]:  # fmt: skip
+        self,
+        payload: Payload,
+        counts: tuple[Any, Any, Any],
+        topk_idx: Any,
+        topk_weights: Any,
+        alignment: int,
+        worst: int,
+        config: Any,
+        order: Ordering,
+    ) -> tuple[Any, Any, Any, Any, Any, EventOverlap]:
         per_rank, in_rank, per_expert = counts
         lib, ranks, i32 = self.native.lib, self.group_size, tt.INT32
         num_tokens, num_topk = payload.x.shape[0], 0 if topk_idx is None else int(topk_idx.shape[1])

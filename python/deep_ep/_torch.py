@@ -83,7 +83,7 @@ def check(
     *,
     contiguous: bool = True,
 ) -> Tensor:
-    """`tensor` if it has this device, one of these dtypes and this shape (None: any length); else the error that names it."""
+    """`tensor` if it has this device, one of these dtypes and this shape (None: any length); else an error naming it."""
     if not isinstance(tensor, Tensor):
         raise type_error(name, type(tensor).__name__, "a torch.Tensor")
     if tensor.dtype not in dtypes:
@@ -157,7 +157,7 @@ class Outputs:
             total += (count + 255) // 256 * 256
         arena = empty((max(total, 1),), torch.uint8, device)
         self._storage = arena.untyped_storage()
-        tensors = []
+        tensors: list[Any] = []
         for (shape, dtype), offset in zip(specs, offsets, strict=True):
             strides: list[int] = []
             step = 1
@@ -174,7 +174,7 @@ class Outputs:
         self._idle = self._usage()
 
     def _usage(self) -> tuple[int, ...]:
-        uses = torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
+        uses = torch._C._storage_Use_Count(self._storage._cdata)
         counts = [uses]
         for i in range(len(self.tensors)):
             counts.append(sys.getrefcount(self.tensors[i]) + self.tensors[i]._use_count())

@@ -12,7 +12,7 @@ CALLBACK, TCP, FILE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """Where the ranks of a group meet. Make one with `tcp`, `file` or `from_env` and give it to ``Buffer(bootstrap=...)``.
+    """Where the ranks of a group meet. Made with `tcp`, `file` or `from_env`, given to ``Buffer(bootstrap=...)``.
 
     Attributes:
         kind: "tcp" or "file".

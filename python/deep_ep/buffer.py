@@ -77,7 +77,8 @@ class Buffer(NormalMode, LowLatencyMode):
         bootstrap: where ranks meet without torch.distributed; see deep_ep.Bootstrap.
 
     Raises:
-        DeepEPError: also a ValueError or TypeError where an argument is wrong; names the ranks that disagree, are late or dead.
+        DeepEPError: also a ValueError or TypeError where an argument is wrong; names the ranks that disagree, are late
+            or dead.
     """
 
     num_sms: int = 20
@@ -230,7 +231,7 @@ class Buffer(NormalMode, LowLatencyMode):
         lib.check(lib.quick.deepep_buffer_check(self.native))
 
     def destroy(self) -> None:
-        """Frees everything here; local and bounded, peers are not waited for. Twice is fine. Needs explicitly_destroy."""
+        """Frees everything here; local, bounded, waits for no peer. Twice is fine. Needs explicitly_destroy."""
         assertion(self.explicitly_destroy, "destroy() needs a buffer made with explicitly_destroy=True")
         self._ready = False
         self._finalizer()
@@ -241,9 +242,10 @@ class Buffer(NormalMode, LowLatencyMode):
         """Statistics since the buffer was made.
 
         Returns:
-            For each operation ("layout", "notify", "dispatch", "combine", "ll_dispatch", "ll_combine", "clean", "barrier", "mask"):
-            ``calls``, ``errors``, ``bytes`` (payload sent), ``wait_ns``, ``total_ns``, ``mean_us``, ``p50_us``, ``p99_us``,
-            ``p999_us``, ``max_us``, ``bytes_to_peer [R]`` and ``wait_ns_per_peer [R]``. Times are of the operation's kernels.
+            For each operation ("layout", "notify", "dispatch", "combine", "ll_dispatch", "ll_combine", "clean", "barrier",
+            "mask"): ``calls``, ``errors``, ``bytes`` (payload sent), ``wait_ns``, ``total_ns``, ``mean_us``, ``p50_us``,
+            ``p99_us``, ``p999_us``, ``max_us``, ``bytes_to_peer [R]`` and ``wait_ns_per_peer [R]``. Times are of the
+            operation's kernels.
         """
         self.enter()
         return _native.stats(self.native, self.group_size)

@@ -17,7 +17,8 @@ class Config:
         num_max_nvl_chunked_send_tokens: tokens of one chunk within a node; > 0.
         num_max_nvl_chunked_recv_tokens: tokens of a receive queue within a node; more than the send chunk.
         num_max_rdma_chunked_send_tokens: the same between nodes.
-        num_max_rdma_chunked_recv_tokens: the same between nodes; rounded up to a multiple of the send chunk, at least twice it.
+        num_max_rdma_chunked_recv_tokens: the same between nodes; rounded up to a multiple of the send
+            chunk, at least twice it.
 
     Raises:
         DeepEPError (also a ValueError): a value is not allowed; the text names it.
