@@ -48,8 +48,8 @@ class Ordering:
             not allocate_on_comm_stream or (self.previous is not None and async_finish),
             "allocate_on_comm_stream needs both previous_event and async_finish",
         )
-        # Memory from the caller's stream may still be in use there; a call that was given an event does not wait for that
-        # stream, so its outputs come from the communication stream's pool.
+        # Memory from the caller's stream may still be in use there; a call that was given an event does not wait for
+        # that stream, so its outputs come from the communication stream's pool.
         self.on_comm = not buffer.host_stream and self.previous is not None
         self.event = 0
         self.struct = _abi.sized(_abi.Call, stream=buffer.current_stream())

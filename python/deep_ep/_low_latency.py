@@ -59,13 +59,13 @@ class LowLatencyMode(BufferBase):
             topk_weights: ``[T, K]`` float32 sent along, so that combine may sum at the experts' rank; or None.
 
         Returns:
-            ``recv_x``: ``[L, R*B, H]`` BF16, or with FP8 the pair (e4m3, scales ``[L, R*B, H/128]`` float32, column-major
-            in the last two axes; with use_ue8m0 ``[L, R*B, H/512]`` int32); ``recv_count [L]`` int32; the handle
+            ``recv_x``: ``[L, R*B, H]`` BF16, or with FP8 the pair (e4m3, scales ``[L, R*B, H/128]`` float32, column-
+            major in the last two axes; with use_ue8m0 ``[L, R*B, H/512]`` int32); ``recv_count [L]`` int32; the handle
             ``(src_info [L, R*B], layout_range [L, R], B, H, E)``; the event; the hook or None.
 
         Raises:
-            DeepEPError: a third send without its receive; a rank is late, dead or disagrees. Also a ValueError or TypeError
-                for a wrong argument.
+            DeepEPError: a third send without its receive; a rank is late, dead or disagrees. Also a ValueError or
+                TypeError for a wrong argument.
         """
         if fork_keywords:
             refuse_keywords("low_latency_dispatch", fork_keywords)

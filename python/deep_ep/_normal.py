@@ -190,12 +190,12 @@ class NormalMode(BufferBase):
 
         Returns:
             ``recv_x [N, H]`` (a pair for a pair), rows by source rank, then by token; ``recv_topk_idx [N, K]``: local
-            experts or -1; ``recv_topk_weights [N, K]``, 0 there; a list of L counts; the handle; the event. With a handle
-            given: ``(recv_x, None, None, None, None, event)``.
+            experts or -1; ``recv_topk_weights [N, K]``, 0 there; a list of L counts; the handle; the event. With a
+            handle given: ``(recv_x, None, None, None, None, event)``.
 
         Raises:
-            DeepEPError: a rank is late, dead or disagrees; the text names it. Also a ValueError or TypeError for a wrong
-                argument.
+            DeepEPError: a rank is late, dead or disagrees; the text names it. Also a ValueError or TypeError for a
+                wrong argument.
         """
         self.enter()
         payload = Payload(x, self.device)

@@ -83,7 +83,7 @@ def check(
     *,
     contiguous: bool = True,
 ) -> Tensor:
-    """`tensor` if it has this device, one of these dtypes and this shape (None: any length); else an error naming it."""
+    """`tensor` if it has this device, one of these dtypes and this shape (None: any length); else an error."""
     if not isinstance(tensor, Tensor):
         raise type_error(name, type(tensor).__name__, "a torch.Tensor")
     if tensor.dtype not in dtypes:
