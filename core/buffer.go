@@ -1,0 +1,176 @@
+package core
+
+import (
+	"context"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/deepep-go/deepep/core/internal/engine"
+	"github.com/deepep-go/deepep/core/internal/env"
+	"github.com/deepep-go/deepep/core/internal/monitor"
+	"github.com/deepep-go/deepep/core/internal/status"
+)
+
+// BufferOptions say what buffer is wanted. Ranks must agree on all of it except Device, Preinitialize and Background.
+type BufferOptions struct {
+	Engine        string // EngineAuto or "", EngineCPU, EngineCUDA
+	Device        int    // ordinal; -1: the current one
+	NumNVLBytes   uint64
+	NumRDMABytes  uint64
+	LowLatency    bool
+	NumQPsPerRank int  // for nodes joined by RDMA; 0: 24
+	DisableNVLink bool // in low-latency calls; V1's allow_nvlink_for_low_latency_mode, turned round
+	AllowMNNVL    bool // NVLink between hosts may be used
+	UseFabric     bool // share memory by fabric handles
+	Shrink        bool // low-latency calls go on without ranks that are lost
+	Preinitialize bool // do everything now that the first call would do
+	Background    bool // return at once; the first operation waits for the rest
+	Timeout       time.Duration
+	FirstTimeout  time.Duration
+}
+
+// Buffer is the memory and the order of one set of calls among the ranks of a group.
+type Buffer struct {
+	*engine.Buffer
+	group *Group
+}
+
+// NewBuffer makes a buffer. Collective: all ranks of the group make theirs in the same order.
+func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error) {
+	s, err := settings()
+	if err != nil {
+		return nil, err
+	}
+	if err := g.check(&o); err != nil {
+		return nil, err
+	}
+	library, name, err := chooseEngine(o.Engine, s)
+	if err != nil {
+		return nil, err
+	}
+	if !o.Background {
+		if err := g.wait(ctx); err != nil {
+			return nil, err
+		}
+	}
+	timeout, first := deadlines(&o, s)
+	b := &Buffer{group: g}
+	id, err := g.enter(b)
+	if err != nil {
+		return nil, err
+	}
+	opt := engine.Options{
+		Library: library, Ordinal: o.Device, ISA: isaOf(name, s), Topology: g.topology, NVLBytes: o.NumNVLBytes, RDMABytes: o.NumRDMABytes,
+		LowLatency: o.LowLatency, Shrink: o.Shrink, Preinitialize: o.Preinitialize, Background: o.Background, Timeout: timeout,
+		FirstTimeout: first, ID: id, StartLimit: g.limit, Log: g.log,
+	}
+	if s.Stats {
+		opt.NewPage = g.newPage
+	}
+	if o.Background {
+		ctx = context.WithoutCancel(ctx) // the caller's context may end with his call
+	}
+	made, err := engine.New(ctx, &members{g}, opt)
+	if err != nil {
+		_ = g.forget(b) // the first error counts
+		return nil, err
+	}
+	g.publish(b, made)
+	made.LookAround() // a rank may have been lost after it was made and before it was known
+	return b, nil
+}
+
+// check refuses options that nothing here can do.
+func (g *Group) check(o *BufferOptions) error {
+	switch {
+	case o.Device < -1:
+		return status.InvalidArg("device", o.Device, "-1 (the current one) or an ordinal")
+	case o.NumQPsPerRank < 0 || o.NumQPsPerRank > 1024:
+		return status.InvalidArg("num_qps_per_rank", o.NumQPsPerRank, "1 to 1024")
+	case o.Timeout < 0 || o.FirstTimeout < 0:
+		return status.InvalidArg("timeout", min(o.Timeout, o.FirstTimeout), "0 (the default) or more")
+	case o.LowLatency && o.DisableNVLink && g.size > 1:
+		return status.Errorf(status.Unsupported, "allow_nvlink_for_low_latency_mode = 0: low-latency calls would need RDMA between all ranks, which this build does not have")
+	case o.UseFabric:
+		return status.Errorf(status.Unsupported, "use_fabric: memory is shared by file descriptors, which reach the ranks of one host; fabric handles are for several")
+	}
+	return nil
+}
+
+func deadlines(o *BufferOptions, s env.Settings) (steady, first time.Duration) {
+	steady, first = o.Timeout, o.FirstTimeout
+	if first == 0 {
+		first = s.FirstTimeout
+		if steady != 0 {
+			first = steady
+		}
+	}
+	if steady == 0 {
+		steady = s.Timeout
+	}
+	return steady, first
+}
+
+// isaOf is the number of the instruction set in dk_device_open. It is a matter of the CPU engine.
+func isaOf(engine string, s env.Settings) uint32 {
+	if engine != EngineCPU {
+		return 0
+	}
+	return map[string]uint32{env.ISABaseline: 1, env.ISAAVX2: 2, env.ISAAVX512: 3}[s.ISA]
+}
+
+// enter gives a buffer its number, the same on all ranks since making buffers is collective.
+func (g *Group) enter(b *Buffer) (uint32, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return 0, status.Errorf(status.InvalidState, "the group was destroyed")
+	}
+	g.buffers[b] = true
+	g.made++
+	return g.made, nil
+}
+
+// publish makes a buffer known to those who watch the ranks.
+func (g *Group) publish(b *Buffer, made *engine.Buffer) {
+	g.mu.Lock()
+	b.Buffer = made
+	g.mu.Unlock()
+}
+
+// Group is the group that the buffer was made in.
+func (b *Buffer) Group() *Group { return b.group }
+
+// Destroy ends the buffer: local, idempotent, bounded by about 2 s. What peers have mapped of it stays valid for them.
+func (b *Buffer) Destroy() error {
+	err := b.Buffer.Destroy()
+	if e := b.group.forget(b); err == nil {
+		err = e
+	}
+	if err != nil {
+		b.group.log.Warn("destroy: "+err.Error(), zap.Int("rank", b.group.rank))
+	}
+	return err
+}
+
+// newPage makes a statistics page that the command-line program can read.
+func (g *Group) newPage(h engine.PageHeader) (engine.StatsPage, error) {
+	p, err := monitor.Create("", monitor.Meta{
+		Rank: h.Rank, NumRanks: h.Size, Buffer: h.BufferID, Group: g.name, Host: g.host, Engine: h.Engine, Device: h.Device,
+	})
+	if err != nil {
+		return nil, err
+	}
+	return &statsPage{p}, nil
+}
+
+type statsPage struct{ *monitor.Page }
+
+func (p *statsPage) Close() error {
+	err := p.Remove()
+	if e := p.Unmap(); err == nil {
+		err = e
+	}
+	return err
+}

@@ -1,0 +1,106 @@
+package core
+
+import (
+	"sync"
+
+	"github.com/deepep-go/deepep/core/internal/abi"
+	"github.com/deepep-go/deepep/core/internal/dl"
+	"github.com/deepep-go/deepep/core/internal/env"
+	"github.com/deepep-go/deepep/core/internal/kern"
+	"github.com/deepep-go/deepep/core/internal/status"
+)
+
+// Names of engines. EngineAuto is the one that DEEPEP_ENGINE or the machine selects.
+const (
+	EngineAuto = env.EngineAuto
+	EngineCPU  = env.EngineCPU
+	EngineCUDA = env.EngineCUDA
+)
+
+// EngineInfo says whether an engine can be used.
+type EngineInfo struct {
+	Name         string // as it was chosen: never "auto"
+	Available    bool   // its library was found and has a device
+	NumDevices   int
+	SM90Compiled bool // has code for compute capability 9.0
+	Path, Build  string
+	Reason       string // why it is not available; what was tried
+}
+
+var libraries struct {
+	sync.Mutex
+	loaded map[string]*kern.Library // by engine and folder
+}
+
+// loadEngine loads a kernel library once per folder setting; a failure is tried again.
+func loadEngine(name, dir string) (*kern.Library, error) {
+	libraries.Lock()
+	defer libraries.Unlock()
+	key := name + "\x00" + dir
+	if l := libraries.loaded[key]; l != nil {
+		return l, nil
+	}
+	l, err := kern.Load(dl.Query{File: "libdeepep_" + name + ".so", Dir: dir})
+	if err != nil {
+		return nil, err
+	}
+	if libraries.loaded == nil {
+		libraries.loaded = map[string]*kern.Library{}
+	}
+	libraries.loaded[key] = l
+	return l, nil
+}
+
+// chooseEngine turns a name into a loaded library. "auto" or "" is DEEPEP_ENGINE's choice, and without one CUDA where
+// its library and a device are there, else CPU.
+func chooseEngine(name string, s env.Settings) (*kern.Library, string, error) {
+	if name == "" || name == EngineAuto {
+		name = s.Engine
+	}
+	switch name {
+	case EngineCPU, EngineCUDA:
+		l, err := loadEngine(name, s.Kernels)
+		return l, name, err
+	case EngineAuto:
+	default:
+		return nil, name, status.InvalidArg("engine", name, "auto, cpu or cuda")
+	}
+	if l, err := loadEngine(EngineCUDA, s.Kernels); err == nil && l.NumDevices > 0 {
+		return l, EngineCUDA, nil
+	}
+	l, err := loadEngine(EngineCPU, s.Kernels)
+	return l, EngineCPU, err
+}
+
+// QueryEngine loads an engine's library and says what it has. A library that is missing is no error: Reason tells.
+func QueryEngine(name string) (EngineInfo, error) {
+	s, err := settings()
+	if err != nil {
+		return EngineInfo{}, err
+	}
+	l, chosen, err := chooseEngine(name, s)
+	info := EngineInfo{Name: chosen}
+	if status.CodeOf(err) == status.InvalidArgument {
+		return info, err
+	}
+	if err != nil {
+		info.Reason = err.Error()
+		return info, nil
+	}
+	info.Available, info.NumDevices, info.SM90Compiled = l.NumDevices > 0, l.NumDevices, l.Has(abi.CapSM90)
+	info.Path, info.Build, info.Reason = l.Path, l.Build, l.Reason
+	return info, nil
+}
+
+// Engines describes every engine there is.
+func Engines() ([]EngineInfo, error) {
+	var all []EngineInfo
+	for _, name := range []string{EngineCPU, EngineCUDA} {
+		info, err := QueryEngine(name)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, info)
+	}
+	return all, nil
+}

@@ -1,0 +1,252 @@
+package core
+
+import (
+	"context"
+	"encoding/hex"
+	"fmt"
+	"strconv"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/deepep-go/deepep/core/internal/bootstrap"
+	"github.com/deepep-go/deepep/core/internal/engine"
+	"github.com/deepep-go/deepep/core/internal/env"
+	"github.com/deepep-go/deepep/core/internal/plan"
+	"github.com/deepep-go/deepep/core/internal/status"
+)
+
+// Exchanger gathers blobs among ranks: the caller's own way to do so, used once per group.
+type (
+	Exchanger   = bootstrap.Exchanger
+	TCPOptions  = bootstrap.TCPOptions
+	FileOptions = bootstrap.FileOptions
+)
+
+// NewCallback makes an Exchanger of the caller's own all-gather (torch, MPI).
+func NewCallback(rank, size int, gather func(ctx context.Context, blob []byte) ([][]byte, error)) Exchanger {
+	return bootstrap.NewCallback(rank, size, gather)
+}
+
+// NewLocal makes the Exchangers of ranks that are goroutines of this process.
+func NewLocal(size int) []Exchanger { return bootstrap.NewLocal(size) }
+
+// DialTCP joins the ranks at rank 0's address. Collective.
+func DialTCP(ctx context.Context, o TCPOptions) (Exchanger, error) {
+	if o.Interface == "" {
+		s, err := settings()
+		if err != nil {
+			return nil, err
+		}
+		o.Interface = s.Interface
+	}
+	return bootstrap.DialTCP(ctx, o)
+}
+
+// OpenFile joins the ranks through a folder that all of them see. Collective.
+func OpenFile(ctx context.Context, o FileOptions) (Exchanger, error) {
+	return bootstrap.OpenFile(ctx, o)
+}
+
+// GroupOptions say who belongs together. The zero value of every field but Exchanger is the default.
+type GroupOptions struct {
+	Exchanger   Exchanger     // closed by the group
+	NumNVLPeers int           // ranks of one NVLink domain; 0: the environment's number, or 8
+	Background  bool          // return after the one exchange; what remains goes on behind
+	Timeout     time.Duration // for the exchange and the start; 0: the environment's for first calls
+}
+
+// Group is ranks that know each other: a channel of their own, and who of them is alive.
+type Group struct {
+	rank, size int
+	topology   plan.Topology
+	settings   env.Settings
+	limit      time.Duration
+	log        *zap.Logger
+	name       string // the same on all ranks and on no other group
+	host       string
+
+	ready  chan struct{} // closed when the start has ended
+	err    error         // read after ready
+	cancel context.CancelCauseFunc
+	link   link // read after ready
+
+	mu      sync.Mutex
+	buffers map[*Buffer]bool
+	made    uint32
+	closed  bool // Destroy was called; the end comes with the last buffer
+	ended   bool
+}
+
+// NewGroup forms a group. Collective; the Exchanger is used once, on this thread.
+func NewGroup(ctx context.Context, o GroupOptions) (*Group, error) {
+	if o.Exchanger == nil {
+		return nil, status.InvalidArg("exchanger", "none", "NewCallback, NewLocal, DialTCP or OpenFile")
+	}
+	defer o.Exchanger.Close()
+	g, err := newGroup(o)
+	if err != nil {
+		return nil, err
+	}
+	limited, done := context.WithTimeout(ctx, g.limit)
+	pending, err := bootstrap.Begin(limited, o.Exchanger, bootstrap.HelloOptions{
+		Version: versionText(), Interface: g.settings.Interface, Extra: []byte(strconv.Itoa(g.topology.Peers)),
+	})
+	done()
+	if err != nil {
+		return nil, err
+	}
+	if err := samePeers(pending.Peers()); err != nil {
+		_ = pending.Close()
+		return nil, err
+	}
+	nonce := pending.Nonce()
+	g.name, g.host = hex.EncodeToString(nonce[:8]), pending.Peers()[g.rank].Host
+	return g, g.connect(ctx, pending, o.Background)
+}
+
+func newGroup(o GroupOptions) (*Group, error) {
+	s, err := settings()
+	if err != nil {
+		return nil, err
+	}
+	peers := o.NumNVLPeers
+	if peers == 0 {
+		peers = s.MaxNVLPeers
+	}
+	if err := bootstrap.CheckGroup(o.Exchanger.Rank(), o.Exchanger.Size()); err != nil {
+		return nil, err
+	}
+	t, err := plan.NewTopology(o.Exchanger.Size(), peers)
+	if err != nil {
+		return nil, err
+	}
+	if o.Timeout < 0 {
+		return nil, status.InvalidArg("timeout", o.Timeout, "0 (the default) or more")
+	}
+	limit := o.Timeout
+	if limit == 0 {
+		limit = s.FirstTimeout
+	}
+	return &Group{
+		rank: o.Exchanger.Rank(), size: o.Exchanger.Size(), topology: t, settings: s, limit: limit, log: logger(s),
+		ready: make(chan struct{}), buffers: map[*Buffer]bool{},
+	}, nil
+}
+
+func samePeers(peers []bootstrap.Peer) error {
+	for _, p := range peers {
+		if string(p.Extra) != string(peers[0].Extra) {
+			return status.Errorf(status.Mismatch, "ranks disagree on num_nvl_peers: rank 0 has %s, rank %d has %s", peers[0].Extra, p.Rank, p.Extra)
+		}
+	}
+	return nil
+}
+
+func versionText() string { return fmt.Sprintf("%d.%d.%d", VersionMajor, VersionMinor, VersionPatch) }
+
+// connect joins the ranks directly, behind the caller's back if asked.
+func (g *Group) connect(ctx context.Context, pending *bootstrap.Pending, background bool) error {
+	if background {
+		ctx = context.WithoutCancel(ctx) // the caller's context may end with his call
+	}
+	limited, done := context.WithTimeout(ctx, g.limit)
+	limited, g.cancel = context.WithCancelCause(limited)
+	start := func() {
+		defer done()
+		defer close(g.ready)
+		defer recovered("start of the group", &g.err)
+		g.err = g.link.open(limited, pending, g)
+		if g.err != nil {
+			g.log.Error(g.err.Error(), zap.Int("rank", g.rank))
+		}
+	}
+	if background {
+		go start()
+		return nil
+	}
+	start()
+	return g.err
+}
+
+// Rank is this rank's number.
+func (g *Group) Rank() int { return g.rank }
+
+// Size is the number of ranks.
+func (g *Group) Size() int { return g.size }
+
+// NumNVLPeers is the number of ranks of one node.
+func (g *Group) NumNVLPeers() int { return g.topology.Peers }
+
+// wait waits for the start.
+func (g *Group) wait(ctx context.Context) error {
+	select {
+	case <-g.ready:
+		return g.err
+	case <-ctx.Done():
+		return status.Errorf(status.CodeOf(context.Cause(ctx)), "waiting for the start of the group: %w", context.Cause(ctx))
+	}
+}
+
+// Destroy ends the group: local, bounded, once is enough. Buffers of the group stay usable; with the last of them the
+// group's channel goes, and the other ranks learn that this one has left.
+func (g *Group) Destroy() error {
+	g.mu.Lock()
+	g.closed = true
+	end := g.takeEnd()
+	g.mu.Unlock()
+	if end {
+		return g.end()
+	}
+	return nil
+}
+
+// takeEnd says, once, that nobody needs the group any more. The lock is held.
+func (g *Group) takeEnd() bool {
+	if !g.closed || len(g.buffers) > 0 || g.ended {
+		return false
+	}
+	g.ended = true
+	return true
+}
+
+// startGrace is how long a start that was told to stop may take.
+const startGrace = 500 * time.Millisecond
+
+func (g *Group) end() error {
+	g.cancel(status.Errorf(status.InvalidState, "the group was destroyed before its start was complete"))
+	select {
+	case <-g.ready:
+	case <-time.After(startGrace):
+		return status.Errorf(status.Timeout, "the group's start did not stop within %v", startGrace)
+	}
+	return g.link.close()
+}
+
+// forget takes a destroyed buffer off the list, and with the last one ends a group that was destroyed before.
+func (g *Group) forget(b *Buffer) error {
+	g.mu.Lock()
+	delete(g.buffers, b)
+	end := g.takeEnd()
+	g.mu.Unlock()
+	if end {
+		return g.end()
+	}
+	return nil
+}
+
+// each calls f for every live buffer.
+func (g *Group) each(f func(*engine.Buffer)) {
+	g.mu.Lock()
+	all := make([]*engine.Buffer, 0, len(g.buffers))
+	for b := range g.buffers {
+		if b.Buffer != nil { // else it is being made, and will look around itself
+			all = append(all, b.Buffer)
+		}
+	}
+	g.mu.Unlock()
+	for _, b := range all {
+		f(b)
+	}
+}

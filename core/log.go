@@ -1,0 +1,107 @@
+package core
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"golang.org/x/sys/unix"
+
+	"github.com/deepep-go/deepep/core/internal/env"
+)
+
+// LogFunc receives log lines instead of DEEPEP_LOG's place. level: 0 debug, 1 info, 2 warn, 3 error.
+type LogFunc func(level int, message string)
+
+var (
+	logTo  atomic.Pointer[LogFunc]
+	logMu  sync.Mutex
+	logged = map[string]*zap.Logger{} // by level and path
+)
+
+// SetLog sets who receives log lines, from any goroutine; nil: DEEPEP_LOG's place again.
+func SetLog(f LogFunc) {
+	if f == nil {
+		logTo.Store(nil)
+		return
+	}
+	logTo.Store(&f)
+}
+
+var levels = map[string]zapcore.Level{
+	env.LogDebug: zapcore.DebugLevel, env.LogInfo: zapcore.InfoLevel, env.LogWarn: zapcore.WarnLevel,
+	env.LogError: zapcore.ErrorLevel, env.LogOff: zapcore.FatalLevel,
+}
+
+// logger is the one for these settings. A file that cannot be opened silences nobody: lines go to standard error then.
+func logger(s env.Settings) *zap.Logger {
+	logMu.Lock()
+	defer logMu.Unlock()
+	key := s.LogLevel + "\x00" + s.LogPath
+	if l := logged[key]; l != nil {
+		return l
+	}
+	sink := openSink(s.LogPath)
+	config := zap.NewProductionEncoderConfig()
+	config.EncodeTime = zapcore.ISO8601TimeEncoder
+	config.EncodeLevel = zapcore.LowercaseLevelEncoder
+	core := zapcore.NewCore(zapcore.NewConsoleEncoder(config), sink, levels[s.LogLevel])
+	l := zap.New(&divert{core}).Named("deepep")
+	logged[key] = l
+	return l
+}
+
+// sink is a descriptor of our own. Go's os.File would end the process on a write to a closed standard error; this one
+// only loses the line.
+type sink int
+
+func openSink(path string) zapcore.WriteSyncer {
+	if path != "" {
+		if fd, err := unix.Open(path, unix.O_WRONLY|unix.O_CREAT|unix.O_APPEND|unix.O_CLOEXEC, 0o644); err == nil {
+			return zapcore.Lock(sink(fd))
+		}
+	}
+	fd, err := unix.FcntlInt(2, unix.F_DUPFD_CLOEXEC, 3)
+	if err != nil {
+		fd = -1 // standard error is closed: nobody would read it
+	}
+	return zapcore.Lock(sink(fd))
+}
+
+func (s sink) Write(p []byte) (int, error) {
+	for rest := p; s >= 0 && len(rest) > 0; {
+		n, err := unix.Write(int(s), rest)
+		if err != nil && err != unix.EINTR {
+			break
+		}
+		rest = rest[max(n, 0):]
+	}
+	return len(p), nil
+}
+
+func (s sink) Sync() error { return nil }
+
+// divert sends lines to the caller's function where there is one.
+type divert struct{ zapcore.Core }
+
+func (d *divert) With(fields []zapcore.Field) zapcore.Core { return &divert{d.Core.With(fields)} }
+
+func (d *divert) Check(e zapcore.Entry, c *zapcore.CheckedEntry) *zapcore.CheckedEntry {
+	if d.Enabled(e.Level) || logTo.Load() != nil {
+		return c.AddCore(e, d)
+	}
+	return c
+}
+
+func (d *divert) Write(e zapcore.Entry, fields []zapcore.Field) error {
+	f := logTo.Load()
+	if f == nil {
+		if !d.Enabled(e.Level) {
+			return nil
+		}
+		return d.Core.Write(e, fields)
+	}
+	(*f)(int(min(max(e.Level, zapcore.DebugLevel), zapcore.ErrorLevel)-zapcore.DebugLevel), e.Message)
+	return nil
+}
