@@ -1,0 +1,208 @@
+package bootstrap
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// queueFrames is how many frames may wait for one peer. Exchanges keep ranks within a call or two of each other, so that
+// a longer queue means a peer that does not read.
+const queueFrames = 256
+
+// link is a connection to one peer. One goroutine reads it, one writes it.
+type link struct {
+	rank int
+	conn net.Conn
+	unix *net.UnixConn // the same connection, where it carries descriptors
+	out  chan *outgoing
+}
+
+// outgoing is a frame on its way, with its own duplicates of the descriptors, which all links of one Exchange share.
+type outgoing struct {
+	frame
+	shared *sharedFDs
+}
+
+// sharedFDs closes descriptors when the last frame that carries them is done with.
+type sharedFDs struct {
+	fds  []int
+	refs atomic.Int32
+}
+
+func (s *sharedFDs) release() {
+	if s != nil && s.refs.Add(-1) == 0 {
+		closeFDs(s.fds)
+	}
+}
+
+func newLink(rank int, conn net.Conn) *link {
+	l := &link{rank: rank, conn: conn, out: make(chan *outgoing, queueFrames)}
+	l.unix, _ = conn.(*net.UnixConn)
+	return l
+}
+
+// read gives the next frame, with descriptors that are close-on-exec and the caller's to close.
+func (l *link) read(maxBlob int) (frame, error) {
+	if l.unix == nil {
+		return readFrame(l.conn, maxBlob)
+	}
+	b := make([]byte, headerBytes)
+	fds, err := readHeadWithFDs(l.unix, b)
+	if err != nil {
+		return frame{}, err
+	}
+	h, err := decodeHeader(b)
+	if err == nil && h.nfds != len(fds) {
+		err = fmt.Errorf("frame announces %d descriptors, %d came: this process may have too many open files", h.nfds, len(fds))
+	}
+	if err == nil && h.blob > maxBlob {
+		err = fmt.Errorf("frame announces %d bytes where at most %d are expected", h.blob, maxBlob)
+	}
+	var f frame
+	if err == nil {
+		f, err = h.readBody(l.unix)
+	}
+	if err != nil {
+		closeFDs(fds)
+		return frame{}, err
+	}
+	f.fds = fds
+	return f, nil
+}
+
+// readHeadWithFDs fills b with a frame's header. The kernel delivers descriptors with the first byte of the write that
+// sent them, which is the header's; the runtime asks for close-on-exec.
+func readHeadWithFDs(c *net.UnixConn, b []byte) ([]int, error) {
+	oob := make([]byte, unix.CmsgSpace(MaxFDs*4))
+	var fds []int
+	for have := 0; have < len(b); {
+		n, oobn, _, _, err := c.ReadMsgUnix(b[have:], oob)
+		if oobn > 0 {
+			more, perr := parseFDs(oob[:oobn])
+			fds = append(fds, more...)
+			if err == nil {
+				err = perr
+			}
+		}
+		if err == nil && n == 0 {
+			err = io.EOF
+		}
+		if errors.Is(err, io.EOF) && have > 0 {
+			err = io.ErrUnexpectedEOF
+		}
+		if err == nil && len(fds) > MaxFDs {
+			err = fmt.Errorf("%d descriptors in one frame", len(fds))
+		}
+		if err != nil {
+			closeFDs(fds)
+			return nil, err
+		}
+		have += n
+	}
+	return fds, nil
+}
+
+// parseFDs takes the descriptors out of control messages.
+func parseFDs(oob []byte) ([]int, error) {
+	msgs, err := unix.ParseSocketControlMessage(oob)
+	if err != nil {
+		return nil, fmt.Errorf("control message: %w", err)
+	}
+	var fds []int
+	for i := range msgs {
+		if msgs[i].Header.Level != unix.SOL_SOCKET || msgs[i].Header.Type != unix.SCM_RIGHTS {
+			continue
+		}
+		more, err := unix.ParseUnixRights(&msgs[i])
+		if err != nil {
+			return fds, fmt.Errorf("descriptors: %w", err)
+		}
+		fds = append(fds, more...)
+	}
+	return fds, nil
+}
+
+// write sends one frame whole.
+func (l *link) write(f *frame) error {
+	if l.unix == nil || len(f.fds) == 0 {
+		return writeFrame(l.conn, f)
+	}
+	head, err := f.encodeHead()
+	if err != nil {
+		return err
+	}
+	n, _, err := l.unix.WriteMsgUnix(head, unix.UnixRights(f.fds...), nil)
+	if err != nil {
+		return err
+	}
+	if _, err := io.Copy(l.unix, bytes.NewReader(head[n:])); err != nil { // a stream may take the header in parts
+		return err
+	}
+	_, err = l.unix.Write(f.blob)
+	return err
+}
+
+// writeLoop sends what is queued until the queue is closed. After an error it only lets go of the rest: that the peer
+// is gone shows on the reading side, which knows more.
+func (l *link) writeLoop() {
+	var failed error
+	for o := range l.out {
+		if failed == nil {
+			failed = l.write(&o.frame)
+		}
+		o.shared.release()
+	}
+	if c, ok := l.conn.(interface{ CloseWrite() error }); ok && failed == nil {
+		c.CloseWrite()
+	}
+}
+
+// queue hands a frame to the writer without waiting; false if the peer has not read for long.
+func (l *link) queue(o *outgoing) bool {
+	select {
+	case l.out <- o:
+		return true
+	default:
+		return false
+	}
+}
+
+// hasRoom says whether a note may be queued: notes give way to messages.
+func (l *link) hasRoom() bool { return len(l.out) < queueFrames/2 }
+
+// endReadingIn lets the reader take what has arrived, then stops it.
+func (l *link) endReadingIn(d time.Duration) { l.conn.SetReadDeadline(time.Now().Add(d)) }
+
+func closeFDs(fds []int) {
+	for _, fd := range fds {
+		unix.Close(fd)
+	}
+}
+
+// dupFDs duplicates descriptors, close-on-exec.
+func dupFDs(fds []int) ([]int, error) {
+	out := make([]int, 0, len(fds))
+	for i, fd := range fds {
+		d, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 3)
+		if err != nil {
+			closeFDs(out)
+			return nil, fmt.Errorf("descriptor %d (place %d): %w", fd, i, err)
+		}
+		out = append(out, d)
+	}
+	return out, nil
+}
+
+// connectionGone says whether an error means that the other end is no more.
+func connectionGone(err error) bool {
+	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET) ||
+		errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNREFUSED)
+}

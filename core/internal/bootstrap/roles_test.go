@@ -1,0 +1,17 @@
+package bootstrap
+
+import (
+	"context"
+
+	"github.com/deepep-go/deepep/core/internal/proctest"
+)
+
+// roles are what children of these tests do.
+var roles = map[string]func(*proctest.Child) error{
+	"file":    fileRole,
+	"sleeper": sleeperRole,
+	"join":    joinRole,
+}
+
+// contextOfChild ends with the process, which ends with its test.
+func contextOfChild() context.Context { return context.Background() }
