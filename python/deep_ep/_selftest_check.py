@@ -151,7 +151,7 @@ def expect_cast(name: str, values: Tensor, scales: Tensor, source: Tensor, power
 
 def unpack_ue8m0(packed: Tensor) -> Tensor:
     """``[N, H/512]`` int32 to ``[N, H/128]`` float32."""
-    exponents = packed.contiguous().view(torch.uint8).to(torch.int32)
+    exponents = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8).to(torch.int32)
     return (exponents << 23).view(torch.float32)
 
 
@@ -172,6 +172,6 @@ def expect_close(name: str, got: Tensor, want: Tensor, limit: float) -> None:
 
 def digest(tensor: Tensor) -> int:
     """A number that depends on every byte and its place; equal tensors give equal numbers."""
-    flat = tensor.contiguous().view(torch.uint8).flatten()
+    flat = tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8).flatten()
     weights = torch.arange(1, flat.numel() + 1, dtype=torch.int64, device=flat.device) % 65521
     return int((flat.to(torch.int64) * weights).sum())

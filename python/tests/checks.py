@@ -10,8 +10,11 @@ import reference
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes on the CPU, one row a row."""
-    flat = tensor.detach().cpu().contiguous()
-    return flat.view(torch.uint8).view(flat.shape[0], -1) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
+    if not tensor.numel():
+        return torch.zeros(0, dtype=torch.uint8)
+    # A copy: contiguous() leaves odd strides of dimensions of length one, which view() then refuses.
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).view(flat.shape[0], -1)
 
 
 def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:

@@ -59,7 +59,9 @@ def make_x(case: cases.Case, rank: int, fp8: bool) -> torch.Tensor:
     gen = cases.generator(case.seed, rank, 11)
     shape = (case.tokens[rank], case.hidden)
     magnitude = torch.exp2(torch.randint(-12, 12, (shape[0], shape[1] // 128, 1), generator=gen).to(torch.float32))
-    return (torch.randn(shape, generator=gen).view(shape[0], -1, 128) * magnitude).view(shape).to(torch.bfloat16)
+    return (
+        (torch.randn(shape, generator=gen).view(*magnitude.shape[:2], 128) * magnitude).view(shape).to(torch.bfloat16)
+    )
 
 
 def expect(case: cases.Case, rank: int, num_max: int, lost: Lost, **options: Any) -> Call:

@@ -47,6 +47,14 @@ class RanksLate(AssertionError):
     """At least one rank did not answer in time; the text has every rank's stacks."""
 
 
+def report(bad: list[Outcome]) -> str:
+    """The ranks' tracebacks; those that are the same only once."""
+    ranks: dict[str, list[int]] = {}
+    for outcome in bad:
+        ranks.setdefault(outcome.traceback or "died", []).append(outcome.rank)
+    return "\n".join(f"rank {', '.join(map(str, same))}: {text}" for text, same in ranks.items())
+
+
 class RankPool:
     """``size`` processes with one gloo group and lazily made groups of the first R of them."""
 
@@ -101,8 +109,7 @@ class RankPool:
         outcomes = self.outcomes(ranks, function, *args, deadline=deadline)
         bad = [outcome for outcome in outcomes if outcome.error or outcome.died]
         if bad:
-            texts = [f"rank {o.rank}: {o.traceback or 'died'}" for o in bad]
-            raise RanksFailed("\n".join(texts) + self.logs())
+            raise RanksFailed(report(bad) + self.logs())
         return [outcome.value for outcome in outcomes]
 
     def outcomes(

@@ -12,7 +12,7 @@ LOGFMT_RANGE = 2.0**-32
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.float32).view(x.shape[0], -1, BLOCK)
+    return x.to(torch.float32).view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def pack_ue8m0(scales: torch.Tensor) -> torch.Tensor:
 
 def unpack_ue8m0(packed: torch.Tensor) -> torch.Tensor:
     """Inverse of ``pack_ue8m0``."""
-    exponents = packed.contiguous().view(torch.uint8).to(torch.int32)
+    exponents = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8).to(torch.int32)
     return (exponents << 23).view(torch.float32)
 
 

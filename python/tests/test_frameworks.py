@@ -197,10 +197,10 @@ def rank_megatron(ctx, case):
         x = ctx.put((own.x / 64).to(torch.bfloat16)).requires_grad_()
         probabilities = ctx.put(torch.rand(own.topk_idx.shape, generator=cases.generator(ctx.rank)))
         probabilities.requires_grad_()
-        rows, _, row_probabilities, _, handle = FusedDispatch.apply(
+        rows, row_idx, row_probabilities, _, handle = FusedDispatch.apply(
             x, ctx.put(own.topk_idx), probabilities, case.experts, buffer
         )
-        weight = row_probabilities.sum(dim=1, keepdim=True)
+        weight = (row_probabilities * (row_idx >= 0)).sum(dim=1, keepdim=True)
         y = FusedCombine.apply((rows * weight).to(torch.bfloat16), handle, buffer)
         weights = probabilities.detach().cpu() * (own.topk_idx >= 0)
         want = x.detach().cpu().float() * weights.sum(dim=1, keepdim=True)

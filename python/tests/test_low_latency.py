@@ -120,23 +120,6 @@ def test_combine_twice_with_one_handle(pool):
     pool.run(4, rank_combine_twice, BASE)
 
 
-def rank_results_stay(ctx, case):
-    """Results of many calls, all still referenced: none may be overwritten by a later call."""
-    with lowlat.buffer_of(ctx, case, B) as buffer:
-        kept = []
-        for turn in range(6):
-            call = lowlat.dispatch_and_check(ctx, buffer, case.but(seed=turn, routing="holes"), B)
-            kept.append((call, lowlat.combine_and_check(ctx, buffer, call, salt=turn)))
-        for call, done in kept:
-            lowlat.check(call)
-            lowlat.check_combined(done)
-        lowlat.combine_and_check(ctx, buffer, kept[0][0], salt=50)
-
-
-def test_results_stay_while_referenced(pool):
-    pool.run(4, rank_results_stay, BASE)
-
-
 def rank_bit_identical(ctx, case, options):
     with lowlat.buffer_of(ctx, case, B) as buffer:
         first = None

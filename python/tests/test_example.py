@@ -1,0 +1,98 @@
+"""python/examples/train_moe.py: a short run's proof holds, and one damaged row makes it fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from conftest import HERE
+
+SCRIPT = pathlib.Path(HERE).parent / "examples" / "train_moe.py"
+STEPS = 6
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+# Two imports of torch, one after the other, on a machine that does other things besides.
+LIMIT_SECONDS = 240
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the example; its exit status is the caller's to judge."""
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        check=False,
+    )
+
+
+def train(out: pathlib.Path, device: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A short run with two ranks."""
+    return run("--ranks", "2", "--steps", str(STEPS), "--engine", device, "--out", str(out), *arguments)
+
+
+def largest_difference(text: str) -> float:
+    """The figure in the proof's line."""
+    found = re.search(r"largest difference of the loss (\S+) at step", text)
+    assert found, f"no proof in the output:\n{text}"
+    return float(found.group(1))
+
+
+def test_short_run_is_proved(tmp_path: pathlib.Path, device: str) -> None:
+    done = train(tmp_path, device)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "holds" in done.stdout
+    assert largest_difference(done.stdout) <= 2e-6
+    saved = json.loads((tmp_path / "run.json").read_text())
+    assert len(saved["losses"]) == len(saved["proof"]) == STEPS
+    assert saved["losses"][-1] < saved["losses"][0], "the model learned nothing"
+    assert (tmp_path / "loss.png").read_bytes().startswith(PNG_MAGIC)
+
+
+def test_short_run_counts_its_communication(tmp_path: pathlib.Path, device: str) -> None:
+    done = train(tmp_path, device, "--seed", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    layers, positions = 2, 127
+    for rank in json.loads((tmp_path / "run.json").read_text())["ranks"]:
+        stats = rank["stats"]
+        # A step dispatches and combines once a layer, and once more the other way round in the backward pass.
+        assert stats["dispatch"]["calls"] == stats["combine"]["calls"] == 2 * layers * STEPS
+        # Two micro-batches write 127 bytes after the first one. A call with a hook may count once or once a half.
+        assert stats["ll_dispatch"]["calls"] in (2 * layers * positions, 4 * layers * positions)
+        assert sum(stats["dispatch"]["bytes_to_peer"]) > 0
+        assert all(operation["errors"] == 0 for operation in stats.values())
+        assert len(rank["texts"]) == 4
+        assert all(len(text) >= 100 for text in rank["texts"])
+
+
+@pytest.mark.parametrize("step", [1, STEPS])
+def test_damaged_row_is_noticed(tmp_path: pathlib.Path, device: str, step: int) -> None:
+    done = train(tmp_path, device, "--corrupt-row", str(step))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILS" in done.stdout
+    assert largest_difference(done.stdout) > 2e-6
+    saved = json.loads((tmp_path / "run.json").read_text())
+    before = step - 1
+    assert saved["losses"][:before] == pytest.approx(saved["proof"][:before], abs=2e-6), "differs before the damage"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--ranks", "0"], "--ranks"),
+        (["--steps", "-1"], "--steps"),
+        (["--seed", "-3"], "--seed"),
+        (["--steps", "5", "--corrupt-row", "6"], "--corrupt-row"),
+        (["--engine", "cpu", "--device", "tpu"], "--device"),
+    ],
+)
+def test_wrong_argument_is_named(arguments: list[str], named: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert named in done.stderr
