@@ -59,14 +59,7 @@ const (
 func (w Waits) Slowest() (slow Slow, found bool) {
 	columns := make([]float64, len(w.Mean))
 	for j := range columns {
-		n := 0
-		for i, row := range w.Mean {
-			if i != j && w.Seen[i] {
-				columns[j] += row[j]
-				n++
-			}
-		}
-		columns[j] /= float64(max(n, 1))
+		columns[j] = w.MeanFor(j)
 	}
 	if len(columns) < 2 {
 		return Slow{}, false
@@ -82,4 +75,16 @@ func (w Waits) Slowest() (slow Slow, found bool) {
 	slices.Sort(others)
 	slow.Others = others[len(others)/2]
 	return slow, slow.Mean >= slowFloor && slow.Mean >= slowFactor*slow.Others
+}
+
+// MeanFor is how long, on average, another rank waited for rank j in a call, in ns.
+func (w Waits) MeanFor(j int) float64 {
+	sum, n := 0.0, 0
+	for i, row := range w.Mean {
+		if i != j && w.Seen[i] {
+			sum += row[j]
+			n++
+		}
+	}
+	return sum / float64(max(n, 1))
 }

@@ -1,0 +1,72 @@
+package main
+
+import (
+	"bytes"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/deepep-go/deepep/core/internal/dl"
+	"github.com/deepep-go/deepep/core/internal/doctor"
+	"github.com/deepep-go/deepep/core/internal/kern"
+)
+
+// libraryFolders are where an installation keeps its libraries, seen from this
+// program: bin/ beside lib/, as in the wheel, a prefix and a build folder.
+func libraryFolders() []string {
+	exe, err := os.Executable()
+	if err != nil {
+		return nil
+	}
+	bin := filepath.Dir(exe)
+	return []string{filepath.Join(bin, "..", "lib"), filepath.Join(bin, "..", "lib64"), bin}
+}
+
+// loadKernels opens a kernel library by its kind: cpu or cuda.
+func loadKernels(kind string) (*kern.Library, error) {
+	return kern.Load(dl.Query{File: "libdeepep_" + kind + ".so", Dir: os.Getenv("DEEPEP_KERNELS"), Beside: libraryFolders()})
+}
+
+// builtMark stands in libdeepep_nvshmem.so before the version that its device half is of.
+const builtMark = "built with NVSHMEM "
+
+// installedKernels looks at the CUDA library of this installation, and for the
+// NVSHMEM version that the internode library was linked with. Below another
+// root it looks in the usual places there.
+func installedKernels(root string) (libraries []doctor.KernelLibrary, nvshmem string) {
+	folders := libraryFolders()
+	if dir := os.Getenv("DEEPEP_KERNELS"); dir != "" {
+		folders = []string{dir}
+	}
+	if root != "" {
+		folders = []string{filepath.Join(root, "usr/lib"), filepath.Join(root, "usr/local/lib")}
+	}
+	for _, dir := range folders {
+		dir, err := filepath.Abs(dir)
+		if err != nil {
+			continue
+		}
+		name := strings.TrimPrefix(filepath.Join(dir, "libdeepep_cuda.so"), "/")
+		if k, err := doctor.InspectKernels(os.DirFS("/"), name); err == nil && len(libraries) == 0 {
+			libraries = append(libraries, k)
+		}
+		if nvshmem == "" {
+			nvshmem = markedText(filepath.Join(dir, "libdeepep_nvshmem.so"), builtMark)
+		}
+	}
+	return libraries, nvshmem
+}
+
+// markedText reads what follows a mark in a file, up to the end of the string.
+func markedText(file, mark string) string {
+	b, err := os.ReadFile(file)
+	if err != nil {
+		return ""
+	}
+	_, after, found := bytes.Cut(b, []byte(mark))
+	if !found {
+		return ""
+	}
+	word, _, _ := bytes.Cut(after[:min(len(after), 32)], []byte{0})
+	return string(word)
+}
