@@ -116,22 +116,12 @@ func (s *Symmetric) mapPeers(d *Device, bytes uint64, mapped []bool, all []Messa
 	return nil
 }
 
-// Release unmaps the peers' memory and frees the own; nothing may be running on either. nil is fine.
+// Release unmaps the peers' memory and lets go of the own; nothing may be running on either. nil is fine.
 func (s *Symmetric) Release() error {
 	if s == nil {
 		return nil
 	}
-	err := s.ReleasePeers()
-	if e := s.Local.Release(); err == nil {
-		err = e
-	}
-	s.Local = nil
-	return err
-}
-
-// ReleasePeers unmaps the peers' memory alone.
-func (s *Symmetric) ReleasePeers() error {
-	var err error
+	err := s.ReleaseLocal()
 	for rank, m := range s.peers {
 		if e := m.Release(); err == nil {
 			err = e
@@ -139,6 +129,13 @@ func (s *Symmetric) ReleasePeers() error {
 		s.peers[rank] = nil
 	}
 	return err
+}
+
+// ReleaseLocal lets go of the own memory alone. Twice is fine.
+func (s *Symmetric) ReleaseLocal() error {
+	local := s.Local
+	s.Local = nil
+	return local.Release()
 }
 
 func closeAll(fds []int) {

@@ -65,19 +65,20 @@ type Buffer struct {
 	death    atomic.Pointer[error] // why the abort word is set
 	gone     atomic.Int32          // 1 + the first rank that left in good order; 0: none
 
-	mu       sync.Mutex // everything below, and the order of launches
-	calls    [abi.NumOps]uint64
-	order    order
-	params   params
-	pending  [numPending]pending
-	extra    []*device.HostPage // counts that did not fit into counts
-	tickets  [2][2]ticket       // by operation: dispatch, combine
-	combines uint64             // low-latency combines sent: which zero-copy slot is next
-	slots    [numShapes]slotLayout
-	minRow   uint64 // a row of so many bytes is known to fit num_nvl_bytes
-	idle     []*device.Event
-	segments [abi.MaxSegments]*Segment
-	captured bool // a call was captured into a graph, which may be replayed at any time
+	mu           sync.Mutex // everything below, and the order of launches
+	calls        [abi.NumOps]uint64
+	order        order
+	params       params
+	pending      [numPending]pending
+	extra        []*device.HostPage // counts that did not fit into counts
+	tickets      [2][2]ticket       // by operation: dispatch, combine
+	combines     uint64             // low-latency combines sent: which zero-copy slot is next
+	slots        [numShapes]slotLayout
+	minRow       uint64 // a row of so many bytes is known to fit num_nvl_bytes
+	idle         []*device.Event
+	segments     [abi.MaxSegments]*Segment
+	segmentsMade uint64
+	captured     bool // a call was captured into a graph, which may be replayed at any time
 }
 
 // params are the structs that cross to the kernel library. They stay here, on the heap, so that no call allocates.

@@ -86,7 +86,7 @@ func (b *Buffer) free() error {
 	}
 	for _, s := range b.segments {
 		if s != nil {
-			keep(s.drop())
+			keep(s.shared.Release())
 		}
 	}
 	keep(b.freeEvents())

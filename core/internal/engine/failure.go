@@ -33,7 +33,7 @@ var fieldNames = map[uint32]string{
 
 // usable says why no operation can begin, nil if one can. The lock may be held or not.
 func (b *Buffer) usable() error {
-	if atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0 && b.gone.Load() == 0 {
+	if atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0 {
 		return nil
 	}
 	return status.Errorf(status.Aborted, "the buffer failed before: %w", b.failure())
@@ -75,13 +75,11 @@ func (b *Buffer) failure() error {
 		return *known
 	}
 	var err error
-	switch gone := b.gone.Load(); {
+	switch {
 	case atomic.LoadUint32(&b.words.Sticky) != 0:
 		err = b.explain(&b.words.Failure)
 	case b.death.Load() != nil:
 		err = *b.death.Load()
-	case gone != 0:
-		err = status.Errorf(status.PeerDead, "%s has left the group: it destroyed its buffer", b.members.Describe(int(gone-1)))
 	default:
 		return nil
 	}
@@ -172,14 +170,10 @@ func seconds(ns uint64) string {
 	return strconv.FormatFloat(float64(ns)/float64(time.Second), 'f', 1, 64) + " s"
 }
 
-// leftGrace is how long a call under way may go on after a peer left in good order. A peer leaves when its own share is
-// done, so what it sent is on its way; a call that is still waiting after that waits for something that never comes.
-const leftGrace = time.Second
-
 // PeerDied is told by the group, from any goroutine. Waits of running kernels end; with shrink the rank is masked instead.
 func (b *Buffer) PeerDied(rank int) { b.lost(rank, b.died) }
 
-// PeerLeft is told by the group when a rank left in good order.
+// PeerLeft is told by the group when a rank left in good order. What it sent before still counts; a wait for more ends.
 func (b *Buffer) PeerLeft(rank int) { b.lost(rank, b.left) }
 
 // lost passes a loss on. Before start-up is complete there are no words to write: build looks around at its end.
@@ -216,19 +210,7 @@ func (b *Buffer) died(rank int) {
 	b.abort(rank, status.Errorf(status.PeerDead, "%s died%s", b.members.Describe(rank), detail))
 }
 
-func (b *Buffer) left(rank int) {
-	markDead(b.words, rank)
-	if b.opt.Shrink {
-		return
-	}
-	b.gone.CompareAndSwap(0, int32(rank)+1)
-	time.AfterFunc(leftGrace, func() {
-		if b.enter() == nil {
-			b.abort(rank, status.Errorf(status.PeerDead, "%s has left the group: it destroyed its buffer", b.members.Describe(rank)))
-			b.leave()
-		}
-	})
-}
+func (b *Buffer) left(rank int) { markDead(b.words, rank) }
 
 // abort ends the waits of running kernels. The first reason stays.
 func (b *Buffer) abort(rank int, err error) {

@@ -2,7 +2,9 @@ package engine
 
 import (
 	"context"
+	"encoding/binary"
 	"fmt"
+	"math/bits"
 	"sync/atomic"
 
 	"github.com/deepep-go/deepep/core/internal/abi"
@@ -13,13 +15,13 @@ import (
 
 // Segment is memory of this rank that its peers can write rows into, beside the buffer's own block.
 type Segment struct {
-	Index   int
+	Index   int // the same on all ranks
 	Address uintptr
 	Bytes   uint64
 	buffer  *Buffer
-	memory  *device.Memory // counted: by the buffer's table and by the user
-	shared  *device.Symmetric
-	used    atomic.Bool // the user has not released it
+	memory  *device.Memory    // the user's count
+	shared  *device.Symmetric // the buffer's count, and the peers' mappings
+	used    atomic.Bool       // the user has not released it
 }
 
 // NewSegment makes one, of the same size on every rank. Collective; it waits.
@@ -34,21 +36,23 @@ func (b *Buffer) NewSegment(c context.Context, bytes uint64) (*Segment, error) {
 		return nil, err
 	}
 	defer b.leave()
-	index, err := b.freeSegment()
-	if err != nil {
-		return nil, err
-	}
 	mapped := make([]bool, b.size)
 	for rank := range mapped {
 		mapped[rank] = b.members.Peer(rank).SameHost
 	}
+	number, free := b.offerSegments()
+	exchange := b.exchanger(fmt.Sprintf("segment/%d", number))
+	index := -1
 	limited, done := context.WithTimeout(c, b.opt.StartLimit)
 	defer done()
-	shared, err := b.dev.Share(limited, b.rank, bytes, mapped, b.exchanger(fmt.Sprintf("segment/%d", index)))
+	shared, err := b.dev.Share(limited, b.rank, bytes, mapped, func(c ctx, blob []byte, fds []int) ([]device.Message, error) {
+		all, err := exchange(c, append(binary.LittleEndian.AppendUint64(nil, free), blob...), fds)
+		if err == nil {
+			index, err = commonSegment(all)
+		}
+		return all, err
+	})
 	if err != nil {
-		b.mu.Lock()
-		b.segments[index] = nil
-		b.mu.Unlock()
 		return nil, err
 	}
 	s := &Segment{Index: index, Address: uintptr(shared.Local.Address), Bytes: bytes, buffer: b, memory: shared.Local.Retain(), shared: shared}
@@ -56,27 +60,49 @@ func (b *Buffer) NewSegment(c context.Context, bytes uint64) (*Segment, error) {
 	return s, b.enterSegment(s)
 }
 
-// freeSegment reserves the first free number, which is the same on all ranks since making segments is collective.
-func (b *Buffer) freeSegment() (int, error) {
+// offerSegments counts the collective call and says which numbers are free here, as bits.
+func (b *Buffer) offerSegments() (number uint64, free uint64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	b.segmentsMade++
 	for i, s := range b.segments {
-		if s == nil {
-			b.segments[i] = &Segment{Index: i}
-			return i, nil
+		if s == nil || !s.used.Load() {
+			free |= 1 << i
 		}
 	}
-	return 0, status.Errorf(status.InvalidState, "the buffer has %d segments, which is the limit", abi.MaxSegments)
+	return b.segmentsMade, free
 }
 
+// commonSegment takes the free numbers off the messages' heads and finds the first that is free on every rank.
+func commonSegment(all []device.Message) (int, error) {
+	free := ^uint64(0)
+	for rank := range all {
+		m := &all[rank]
+		if len(m.Blob) < 8 {
+			return -1, status.Errorf(status.Internal, "rank %d offered a segment in %d bytes", rank, len(m.Blob))
+		}
+		free &= binary.LittleEndian.Uint64(m.Blob)
+		m.Blob = m.Blob[8:]
+	}
+	if free == 0 {
+		return -1, status.Errorf(status.InvalidState, "the buffer has %d segments that are not released on every rank, which is the limit", abi.MaxSegments)
+	}
+	return bits.TrailingZeros64(free), nil
+}
+
+// enterSegment makes it known to the kernels. Of a released one under its number only the peers' mappings are left.
 func (b *Buffer) enterSegment(s *Segment) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	old := b.segments[s.Index]
 	b.segments[s.Index] = s
 	for owner, address := range s.shared.Addresses {
 		if err := b.nameSegment(s.Index, owner, address, s.Bytes); err != nil {
 			return err
 		}
+	}
+	if old != nil {
+		return old.shared.Release()
 	}
 	return nil
 }
@@ -86,21 +112,24 @@ func (b *Buffer) nameSegment(index, owner int, address, bytes uint64) error {
 	return kern.Error("dk_team_segment", b.opt.Library.TeamSegment(p), p.DeviceError)
 }
 
-// Release says that no tensor lies in the segment any more. Its memory goes when the buffer is destroyed too: until then
-// peers may still name it. Local; once; also after Destroy.
+// Release says that no tensor lies in the segment any more, and frees its memory here. Local; once; also after Destroy.
 func (s *Segment) Release() error {
 	if !s.used.Swap(false) {
 		return status.Errorf(status.InvalidState, "the segment was released before")
 	}
-	return s.memory.Release()
-}
-
-// drop is the buffer's own release.
-func (s *Segment) drop() error {
-	if s.shared == nil {
-		return nil
+	var err error
+	if b := s.buffer; b.enter() == nil {
+		b.mu.Lock()
+		if err = b.nameSegment(s.Index, b.rank, 0, 0); err == nil {
+			err = s.shared.ReleaseLocal()
+		}
+		b.mu.Unlock()
+		b.leave()
 	}
-	return s.shared.Release()
+	if e := s.memory.Release(); err == nil {
+		err = e
+	}
+	return err
 }
 
 // checkSegment checks that rows lie where the caller says. -1: in no segment.
@@ -110,12 +139,12 @@ func (b *Buffer) checkSegment(name string, index int32, offset, bytes uint64, ad
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if index < 0 || index >= abi.MaxSegments || b.segments[index] == nil || b.segments[index].shared == nil {
+	if index < 0 || index >= abi.MaxSegments || b.segments[index] == nil || !b.segments[index].used.Load() {
 		return status.InvalidArg(name, index, "-1, or the number of a segment of this buffer")
 	}
 	s := b.segments[index]
 	if offset > s.Bytes || bytes > s.Bytes-offset || bytes > 0 && address != s.Address+uintptr(offset) {
-		return status.InvalidArg(name+"_offset", offset, fmt.Sprintf("a place of the segment's %d bytes where %d bytes of rows lie", s.Bytes, bytes))
+		return status.InvalidArg(name+"_offset", offset, fmt.Sprintf("a place in the segment's %d bytes where %d bytes of rows lie", s.Bytes, bytes))
 	}
 	return nil
 }

@@ -58,7 +58,8 @@ func ConfigFor(kind, ranks int) (Config, error) {
 			c = b.combine
 		}
 	}
-	return c, nil
+	err := c.Check() // which rounds
+	return c, err
 }
 
 // Check refuses what V1 refuses and rounds RDMARecvChunk up to a multiple of RDMASendChunk as V1 does.

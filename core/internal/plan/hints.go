@@ -57,7 +57,7 @@ func (c Config) channels() uint64 {
 	return uint64(c.NumSMs) / 2
 }
 
-func (c Config) checkHint(hiddenBytes int64) error {
+func (c *Config) checkHint(hiddenBytes int64) error {
 	if hiddenBytes < 0 || hiddenBytes > maxHiddenBytes {
 		return status.InvalidArg("hidden_bytes", hiddenBytes, fmt.Sprintf("0 to %d", maxHiddenBytes))
 	}
