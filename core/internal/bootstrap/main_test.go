@@ -11,16 +11,12 @@ import (
 
 	"github.com/deepep-go/deepep/core/internal/proctest"
 	"github.com/deepep-go/deepep/core/internal/status"
-	"go.uber.org/goleak"
 )
 
 // patience bounds what a test waits for; only one that fails waits so long.
 const patience = 20 * time.Second
 
-func TestMain(m *testing.M) {
-	proctest.PlayRole(roles)
-	goleak.VerifyTestMain(m)
-}
+func TestMain(m *testing.M) { proctest.Main(m, roles) }
 
 func testContext(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)

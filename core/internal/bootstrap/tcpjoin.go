@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"syscall"
 	"time"
 
@@ -211,10 +212,14 @@ func (t *tcp) question(conn net.Conn, o TCPOptions) (arrival, error) {
 func (t *tcp) join(ctx context.Context, o TCPOptions, address string, local net.Addr) error {
 	d := net.Dialer{LocalAddr: local}
 	begin := time.Now()
+	var last error // worth telling: that the time was over is not
 	for {
 		conn, err := d.DialContext(ctx, "tcp", address)
 		if err == nil {
 			return t.ask(ctx, conn, o)
+		}
+		if last == nil || !errors.Is(err, os.ErrDeadlineExceeded) {
+			last = err
 		}
 		if !worthRetrying(err) && ctx.Err() == nil {
 			return status.Errorf(status.System, "rank %d, connecting to rank 0 at %s: %w", t.rank, address, err)
@@ -222,7 +227,7 @@ func (t *tcp) join(ctx context.Context, o TCPOptions, address string, local net.
 		select {
 		case <-time.After(redialTCP):
 		case <-ctx.Done():
-			return ctxError(ctx, fmt.Sprintf("rank %d found no rank 0 at %s within %.1f s (%v)", t.rank, address, time.Since(begin).Seconds(), err))
+			return ctxError(ctx, fmt.Sprintf("rank %d found no rank 0 at %s within %.1f s (%v)", t.rank, address, time.Since(begin).Seconds(), last))
 		}
 	}
 }
@@ -230,7 +235,7 @@ func (t *tcp) join(ctx context.Context, o TCPOptions, address string, local net.
 // worthRetrying: rank 0, its host or its name may just not be up yet.
 func worthRetrying(err error) bool {
 	var dns *net.DNSError
-	for _, e := range []error{syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.ETIMEDOUT, syscall.ECONNRESET} {
+	for _, e := range []error{syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.ETIMEDOUT, syscall.ECONNRESET, os.ErrDeadlineExceeded} {
 		if errors.Is(err, e) {
 			return true
 		}

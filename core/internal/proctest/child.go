@@ -22,8 +22,8 @@ type Child struct {
 	in   *bufio.Scanner
 }
 
-// PlayRole returns at once in a test's own process. In a child it plays the role and ends the process.
-func PlayRole(roles map[string]func(*Child) error) {
+// playRole returns at once in a test's own process. In a child it plays the role and ends the process.
+func playRole(roles map[string]func(*Child) error) {
 	name := os.Getenv(roleVariable)
 	if name == "" {
 		return
