@@ -37,7 +37,8 @@ const (
 
 // run carries out a command line and returns the exit status.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
-	if isTerminal(stdout) && os.Getenv("NO_COLOR") == "" {
+	forced := os.Getenv("CLICOLOR_FORCE") != "" && os.Getenv("CLICOLOR_FORCE") != "0"
+	if forced || isTerminal(stdout) && os.Getenv("NO_COLOR") == "" {
 		text.EnableColors()
 	} else {
 		text.DisableColors()

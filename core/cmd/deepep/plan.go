@@ -79,8 +79,7 @@ func (p *sizes) askLibrary(engine string) error {
 }
 
 func (p *sizes) print(w io.Writer) error {
-	t := newTable(fmt.Sprintf("%s on %s, %d experts (%d a rank), hidden %d, top-%d, B = %d",
-		count(p.Ranks, "rank"), count(p.Nodes, "node"), p.Experts, p.LocalExperts, p.Hidden, p.TopK, p.MaxTokens))
+	t := newTable()
 	t.AppendHeader(table.Row{"", "size", "bytes", "what it is for"})
 	size := func(name string, n uint64, why string) {
 		t.AppendRow(table.Row{name, sizeText(n), strconv.FormatUint(n, 10), why})
@@ -106,7 +105,9 @@ func (p *sizes) print(w io.Writer) error {
 		}
 		t.AppendRow(table.Row{"NVSHMEM_QP_DEPTH", p.QPDepth, "", depth})
 	}
-	if _, err := fmt.Fprintln(w, t.Render()); err != nil {
+	title := fmt.Sprintf("%s on %s, %d experts (%d a rank), hidden %d, top-%d, B = %d",
+		count(p.Ranks, "rank"), count(p.Nodes, "node"), p.Experts, p.LocalExperts, p.Hidden, p.TopK, p.MaxTokens)
+	if _, err := fmt.Fprintf(w, "%s\n%s\n", title, t.Render()); err != nil {
 		return err
 	}
 	return p.printLimits(w)

@@ -45,6 +45,7 @@ func (b *bufferView) render(out *strings.Builder, clock uint64, width int) {
 	waits := b.waits()
 	slow, found := waits.Slowest()
 	if t := waitTable(waits, slow, found); t != nil {
+		fmt.Fprintln(out, "Mean wait in a call; each row waits for each column:")
 		t.SetAllowedRowLength(width)
 		fmt.Fprintln(out, t.Render())
 	}
@@ -72,7 +73,7 @@ func nanos(f float64) time.Duration { return time.Duration(f) }
 
 // operations has a line for each operation, over all ranks here.
 func (b *bufferView) operations() table.Writer {
-	t := newTable("")
+	t := newTable()
 	header := table.Row{"operation", "calls/s", "GB/s", "p50", "p99", "p99.9", "max", "mean", "waiting", "calls", "errors"}
 	t.AppendHeader(header)
 	rightAlign(t, 1, len(header))
@@ -127,7 +128,7 @@ func errorText(n uint64) string {
 
 // rankTable has a line for each rank here.
 func (b *bufferView) rankTable(clock uint64) table.Writer {
-	t := newTable("")
+	t := newTable()
 	header := table.Row{"rank", "pid", "device", "state", "calls/s", "GB/s out", "waiting", "last call"}
 	t.AppendHeader(header)
 	rightAlign(t, 4, 7)
@@ -174,7 +175,7 @@ func waitTable(w monitor.Waits, slow monitor.Slow, found bool) table.Writer {
 	if len(columns) == 0 {
 		return nil
 	}
-	t := newTable("mean wait a call: each row waits for each column")
+	t := newTable()
 	header := table.Row{"rank"}
 	means := table.Row{"mean"}
 	for _, j := range columns {

@@ -211,7 +211,7 @@ func (p *sizes) fit(memory uint64) error {
 	}
 	p.MemoryBytes, p.LargestB, p.LimitedBy = memory, low, by
 	if low < most {
-		p.LimitedBy = "memory: one more token a rank needs " + sizeText(bytesAt(trial, low+1))
+		p.LimitedBy = "memory: each token of B takes about " + sizeText(bytesAt(trial, low+1)-bytesAt(trial, low))
 	}
 	return nil
 }
@@ -245,7 +245,7 @@ func parseSize(s string) (uint64, error) {
 		}
 	}
 	n, err := strconv.ParseFloat(strings.TrimSpace(word), 64)
-	if err != nil || n <= 0 || math.IsInf(n, 0) || n*math.Pow(2, float64(shift)) >= 1<<62 {
+	if err != nil || !(n > 0) || math.IsInf(n, 0) || n*math.Pow(2, float64(shift)) >= 1<<62 {
 		return 0, fmt.Errorf("memory: %q; allowed is a size like 80GiB, 512M or a number of bytes", s)
 	}
 	return uint64(n * math.Pow(2, float64(shift))), nil

@@ -9,17 +9,14 @@ import (
 )
 
 // newTable is a table in the program's style.
-func newTable(title string) table.Writer {
+func newTable() table.Writer {
 	t := table.NewWriter()
 	style := table.StyleRounded
 	style.Format.Header = text.FormatDefault
-	style.Title.Align = text.AlignLeft
+	style.Format.Footer = text.FormatDefault
 	style.Options.DrawBorder = true
 	style.Options.SeparateRows = false
 	t.SetStyle(style)
-	if title != "" {
-		t.SetTitle("%s", title)
-	}
 	return t
 }
 

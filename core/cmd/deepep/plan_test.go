@@ -1,0 +1,113 @@
+package main
+
+import (
+	"encoding/json"
+	"math"
+	"strings"
+	"testing"
+
+	"github.com/deepep-go/deepep/core/internal/plan"
+)
+
+func planned(t *testing.T, args ...string) sizes {
+	t.Helper()
+	out, stderr, code := deepep(t, append([]string{"plan", "--json"}, args...)...)
+	var p sizes
+	if err := json.Unmarshal([]byte(out), &p); err != nil || code != 0 {
+		t.Fatalf("%d %v %s", code, err, stderr)
+	}
+	return p
+}
+
+func TestPlanSizes(t *testing.T) {
+	p := planned(t, "--ranks", "16", "--experts", "256", "--hidden", "7168", "--max-tokens", "128", "--sms", "24")
+	ll, err := plan.LowLatencyBytes(128, 7168, 16, 256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if p.LLBytes != ll || p.Nodes != 2 || p.LocalExperts != 16 || p.Channels != 12 || p.QPsPerPeer != 16 || p.QPs != 240 || p.QPDepth != 1024 {
+		t.Errorf("%+v", p)
+	}
+	if p.TotalBytes < p.NVLBytes+max(p.RDMABytes, p.LLBytes)+p.PrivateBytes {
+		t.Errorf("total %d", p.TotalBytes)
+	}
+	if rows := uint64(16 * 16 * 128); p.OutputBF16 != rows*7168*2 || p.OutputFP8 != rows*(7168+56*4) {
+		t.Errorf("outputs %d %d", p.OutputBF16, p.OutputFP8)
+	}
+	if one := planned(t, "--ranks", "8"); one.QPs != 0 || one.RDMABytes != 0 {
+		t.Errorf("one node has queue pairs: %+v", one)
+	}
+}
+
+// TestPlanLargestB checks the answer by asking for it and for one more.
+func TestPlanLargestB(t *testing.T) {
+	for _, c := range []struct {
+		args  []string
+		bound string
+	}{
+		{[]string{"--ranks", "8", "--memory", "4GiB"}, "memory"},
+		{[]string{"--ranks", "64", "--memory", "1.5g"}, "memory"},
+		{[]string{"--ranks", "16", "--experts", "16", "--hidden", "128", "--memory", "1TiB"}, "depth of a queue pair"},
+		{[]string{"--ranks", "1", "--experts", "1", "--hidden", "8", "--memory", "1024TiB"}, "largest B"},
+	} {
+		p := planned(t, c.args...)
+		if !strings.Contains(p.LimitedBy, c.bound) {
+			t.Errorf("%v: limited by %q, want %q", c.args, p.LimitedBy, c.bound)
+		}
+		if c.bound != "memory" {
+			continue
+		}
+		s := shape{ranks: p.Ranks, perNode: 8, experts: p.Experts, hidden: p.Hidden, topK: p.TopK, sms: p.SMs}
+		for extra, want := range map[int]bool{0: true, 1: false} {
+			s.maxTokens = p.LargestB + extra
+			again, err := s.plan()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := again.askLibrary("auto"); err != nil {
+				t.Fatal(err)
+			}
+			if fits := again.TotalBytes <= p.MemoryBytes; fits != want {
+				t.Errorf("%v: B = %d takes %d of %d", c.args, s.maxTokens, again.TotalBytes, p.MemoryBytes)
+			}
+		}
+	}
+	if p := planned(t, "--memory", "1M"); p.LargestB != 0 {
+		t.Errorf("B = %d in 1 MiB", p.LargestB)
+	}
+}
+
+func TestPlanTable(t *testing.T) {
+	out, _, code := deepep(t, "plan", "--ranks", "64", "--memory", "8GiB")
+	for _, want := range []string{"64 ranks on 8 nodes", "num_nvl_bytes", "queue pairs", "NVSHMEM_QP_DEPTH", "Largest B in 8.0 GiB:", "bound by memory"} {
+		if code != 0 || !strings.Contains(out, want) {
+			t.Errorf("%q is not in\n%s", want, out)
+		}
+	}
+	out, _, _ = deepep(t, "plan", "--ranks", "16", "--experts", "16", "--hidden", "128", "--max-tokens", "20000")
+	if !strings.Contains(out, "at most 32768") {
+		t.Errorf("a depth that does not exist is not named:\n%s", out)
+	}
+}
+
+func TestParseSize(t *testing.T) {
+	for text, want := range map[string]uint64{"80GiB": 80 << 30, "512M": 512 << 20, "1.5g": 3 << 29, "4096": 4096, "7 kb": 7 << 10, "2TiB": 2 << 40} {
+		if got, err := parseSize(text); err != nil || got != want {
+			t.Errorf("%q: %d %v", text, got, err)
+		}
+	}
+	for _, bad := range []string{"", "x", "-1", "0", "1e30", "NaN", "Inf", "9999999T", "GiB"} {
+		if got, err := parseSize(bad); err == nil {
+			t.Errorf("%q: %d", bad, got)
+		}
+	}
+}
+
+func FuzzParseSize(f *testing.F) {
+	f.Add("80GiB")
+	f.Fuzz(func(t *testing.T, s string) {
+		if n, err := parseSize(s); err == nil && n > math.MaxInt64 {
+			t.Errorf("%q: %d", s, n)
+		}
+	})
+}
