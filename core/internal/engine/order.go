@@ -151,8 +151,8 @@ func (b *Buffer) settleHost(c *Call) (*device.Event, error) {
 	return ev, nil
 }
 
-// hostWait waits for the end of a launch where the caller's stream is the calling thread. The kernels' own deadlines
-// bound it.
+// hostWait waits for the end of a launch where the caller's stream is the calling thread. It never returns before: the
+// kernel may be writing to the caller's memory. The kernels' own deadlines bound it, and Destroy makes them leave.
 func (b *Buffer) hostWait(ev *device.Event) error {
 	if ev == nil {
 		return nil
@@ -165,8 +165,6 @@ func (b *Buffer) hostWait(ev *device.Event) error {
 			return err
 		case done:
 			return b.sticky()
-		case b.closed.Load():
-			return errDestroyed
 		}
 	}
 }

@@ -1,0 +1,118 @@
+package core_test
+
+import (
+	"encoding/json"
+	"errors"
+	"io"
+	"os/exec"
+	"slices"
+	"strings"
+	"testing"
+)
+
+const (
+	module   = "github.com/deepep-go/deepep/"
+	internal = module + "core/internal/"
+)
+
+// allowed is the architecture: which internal package may import which. Everything not named here is not allowed.
+var allowed = map[string][]string{
+	"status":      {},
+	"env":         {"status"},
+	"abi":         {},
+	"plan":        {"status"},
+	"dl":          {"status"},
+	"bootstrap":   {"status"},
+	"kern":        {"abi", "dl", "status"},
+	"device":      {"kern", "status"},
+	"health":      {"bootstrap", "status"},
+	"doctor":      {"plan", "bootstrap", "status", "env"},
+	"doctor/libs": {"doctor", "dl", "status"}, // opens system libraries; its own package so that the checks stay pure
+	"monitor":     {"plan", "bootstrap", "status", "abi"},
+	"nicsim":      {"plan", "bootstrap", "status"},
+	"proctest":    {}, // child processes for tests; no other package imports it
+	"engine":      {"plan", "device", "health", "kern", "abi", "status"},
+}
+
+// onlyIn names third-party packages that one package alone may import.
+var onlyIn = map[string]string{"github.com/ebitengine/purego": "dl"}
+
+type pkg struct {
+	ImportPath string
+	Imports    []string
+}
+
+func list(t *testing.T, pattern string) []pkg {
+	t.Helper()
+	out, err := exec.Command("go", "list", "-json=ImportPath,Imports", pattern).Output()
+	if err != nil {
+		var exit *exec.ExitError
+		if errors.As(err, &exit) {
+			t.Fatalf("go list %s: %v\n%s", pattern, err, exit.Stderr)
+		}
+		t.Fatal(err)
+	}
+	var all []pkg
+	for d := json.NewDecoder(strings.NewReader(string(out))); ; {
+		var p pkg
+		if err := d.Decode(&p); err == io.EOF {
+			return all
+		} else if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, p)
+	}
+}
+
+// trespasses checks one package against the table.
+func trespasses(p pkg) (found []string) {
+	name := strings.TrimPrefix(p.ImportPath, internal)
+	layer, _, _ := strings.Cut(name, "/")
+	may, known := allowed[name]
+	if !known {
+		may, known = allowed[layer]
+	}
+	if strings.HasPrefix(p.ImportPath, internal) && !known {
+		return []string{p.ImportPath + " is in no layer"}
+	}
+	for _, i := range p.Imports {
+		if home, ok := onlyIn[i]; ok && layer != home {
+			found = append(found, p.ImportPath+" imports "+i+", which belongs to "+home)
+		}
+		below, ours := strings.CutPrefix(i, internal)
+		below, _, _ = strings.Cut(below, "/")
+		switch {
+		case known && ours && below != layer && !slices.Contains(may, below):
+			found = append(found, p.ImportPath+" imports "+i)
+		case known && !ours && strings.HasPrefix(i, module):
+			found = append(found, p.ImportPath+" imports "+i+", which is above it")
+		case i == "C":
+			found = append(found, p.ImportPath+" needs cgo")
+		}
+	}
+	return found
+}
+
+func TestImportsGoDownOnly(t *testing.T) {
+	all := list(t, module+"core/...")
+	if len(all) < 10 {
+		t.Fatalf("only %d packages listed", len(all))
+	}
+	for _, p := range all {
+		for _, what := range trespasses(p) {
+			t.Error(what)
+		}
+	}
+}
+
+// The check is shown to fail.
+func TestTrespassesAreSeen(t *testing.T) {
+	for _, p := range []pkg{
+		{internal + "status", []string{internal + "plan"}}, {internal + "plan", []string{"github.com/ebitengine/purego"}},
+		{internal + "newcomer", nil}, {internal + "engine", []string{module + "core"}}, {internal + "dl", []string{"C"}},
+	} {
+		if len(trespasses(p)) == 0 {
+			t.Errorf("%+v passes", p)
+		}
+	}
+}

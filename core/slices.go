@@ -1,0 +1,158 @@
+package core
+
+import (
+	"math"
+	"runtime"
+
+	"github.com/deepep-go/deepep/core/internal/status"
+)
+
+// Tokens are this rank's tokens as plain slices, for the CPU engine. T is len(TopKIdx) / NumTopK.
+type Tokens struct {
+	X           []uint16  // [T,H] BF16 bits
+	Hidden      int       // H, a multiple of 8
+	TopKIdx     []int64   // [T,K] experts; -1 selects nothing
+	TopKWeights []float32 // [T,K]
+	NumTopK     int
+	NumExperts  int
+}
+
+// Arrived are the rows that came to this rank, ordered by source rank and then by token there, and what combine needs
+// to send them back. Its slices are reused from call to call: keep one per call that is under way.
+type Arrived struct {
+	X           []uint16  // [N,H]
+	TopKIdx     []int64   // [N,K] local expert, or -1 where the expert is not here
+	TopKWeights []float32 // [N,K], 0 there
+	PerExpert   []int32   // [L] rows for each local expert
+	Handle      Handle
+
+	hidden, topK         int
+	prefix, head, source []int32
+	perRank, allExperts  []int32
+	inRank               []uint8
+}
+
+// Combined are this rank's tokens after combine. Its slices are reused from call to call.
+type Combined struct {
+	X           []uint16  // [T,H] BF16: the plain sum of the rows that came from each token
+	TopKWeights []float32 // [T,K] likewise; only if weights were given
+}
+
+// DispatchTokens sends every token to the ranks that hold its experts: layout, counts and rows in one. Collective; it
+// returns when the rows are there.
+func (b *Buffer) DispatchTokens(in *Tokens, out *Arrived) error {
+	if err := b.checkTokens(in); err != nil {
+		return err
+	}
+	t, k, e, r := len(in.TopKIdx)/in.NumTopK, in.NumTopK, in.NumExperts, b.group.size
+	out.hidden, out.topK = in.Hidden, k
+	grow(&out.perRank, r)
+	grow(&out.allExperts, e)
+	grow(&out.inRank, t*r)
+	grow(&out.prefix, r*r)
+	grow(&out.head, t*r)
+	grow(&out.PerExpert, e/r)
+	defer runtime.KeepAlive(in)
+	defer runtime.KeepAlive(out)
+	out.Handle = Handle{RankPrefixMatrix: AddressOf(out.prefix), SendHead: AddressOf(out.head)}
+	rows := Rows{NumTokens: int32(t), NumTopK: int32(k), NumExperts: int32(e), XType: BF16, Hidden: int64(in.Hidden)}
+	token, err := b.countTokens(in, out, rows)
+	if err != nil {
+		return err
+	}
+	n, err := b.WaitCounts(token, -1, out.PerExpert)
+	if err != nil {
+		return err
+	}
+	out.Handle.NumRecvTokens = int32(n)
+	grow(&out.X, n*in.Hidden)
+	grow(&out.TopKIdx, n*k)
+	grow(&out.TopKWeights, n*k)
+	grow(&out.source, n)
+	out.Handle.RecvSrcIdx = AddressOf(out.source)
+	return b.Dispatch(&DispatchArgs{
+		Rows: rows, Token: token, IndexType: Int64, X: AddressOf(in.X), TopKIdx: AddressOf(in.TopKIdx), TopKWeights: AddressOf(in.TopKWeights),
+		Handle: &out.Handle, RecvSegment: -1, RecvX: AddressOf(out.X), RecvTopKIdx: AddressOf(out.TopKIdx),
+		RecvTopKWeights: AddressOf(out.TopKWeights),
+	}, &Call{})
+}
+
+func (b *Buffer) checkTokens(in *Tokens) error {
+	if !b.Info().HostStream {
+		return status.Errorf(status.Unsupported, "slices are memory of the CPU engine; engine %s wants device addresses", b.Info().Engine)
+	}
+	switch {
+	case in.NumTopK < 1:
+		return status.InvalidArg("NumTopK", in.NumTopK, "1 or more")
+	case in.Hidden < 1:
+		return status.InvalidArg("Hidden", in.Hidden, "a multiple of 8")
+	case len(in.TopKIdx)%in.NumTopK != 0:
+		return status.InvalidArg("TopKIdx", len(in.TopKIdx), "a multiple of NumTopK")
+	case len(in.TopKWeights) != len(in.TopKIdx):
+		return status.InvalidArg("TopKWeights", len(in.TopKWeights), "as many as TopKIdx")
+	case len(in.X) != len(in.TopKIdx)/in.NumTopK*in.Hidden:
+		return status.InvalidArg("X", len(in.X), "Hidden elements for each token")
+	case in.NumExperts < 1 || in.NumExperts%b.group.size != 0:
+		return status.InvalidArg("NumExperts", in.NumExperts, "a multiple of the group's size")
+	}
+	return nil
+}
+
+func (b *Buffer) countTokens(in *Tokens, out *Arrived, rows Rows) (token uint64, err error) {
+	if err := b.Layout(&LayoutArgs{
+		NumTokens: rows.NumTokens, NumTopK: rows.NumTopK, NumExperts: rows.NumExperts, IndexType: Int64, TopKIdx: AddressOf(in.TopKIdx),
+		TokensPerRank: AddressOf(out.perRank), TokensPerExpert: AddressOf(out.allExperts), TokenInRank: AddressOf(out.inRank),
+	}, &Call{}); err != nil {
+		return 0, err
+	}
+	return b.Notify(&NotifyArgs{
+		Rows: rows, ExpertAlignment: 1, TokensPerRank: AddressOf(out.perRank), TokensPerExpert: AddressOf(out.allExperts),
+		TokenInRank: AddressOf(out.inRank), Handle: &out.Handle,
+	}, &Call{Async: true})
+}
+
+// CombineTokens sums the rows x [N,H] (BF16, one for each that arrived) back into their tokens, and weights [N,K] likewise
+// unless nil. Collective; it returns when the sums are there.
+func (b *Buffer) CombineTokens(x []uint16, weights []float32, from *Arrived, out *Combined) error {
+	n, t := int(from.Handle.NumRecvTokens), int(from.Handle.NumTokens)
+	if len(x) != n*from.hidden {
+		return status.InvalidArg("x", len(x), "as many elements as rows arrived")
+	}
+	if weights != nil && len(weights) != n*from.topK {
+		return status.InvalidArg("weights", len(weights), "as many as arrived, or none")
+	}
+	grow(&out.X, t*from.hidden)
+	args := CombineArgs{Hidden: int64(from.hidden), XSegment: -1, X: AddressOf(x), Handle: &from.Handle, CombinedX: AddressOf(out.X)}
+	out.TopKWeights = out.TopKWeights[:0]
+	if weights != nil {
+		grow(&out.TopKWeights, t*from.topK)
+		args.NumTopK, args.TopKWeights, args.CombinedTopKWeights = int32(from.topK), AddressOf(weights), AddressOf(out.TopKWeights)
+	}
+	err := b.Combine(&args, &Call{})
+	runtime.KeepAlive(x)
+	runtime.KeepAlive(weights)
+	runtime.KeepAlive(from)
+	runtime.KeepAlive(out)
+	return err
+}
+
+// grow makes a slice n long, in its own memory if that is large enough. Rows must begin at a multiple of 16 bytes, which
+// Go's allocator gives for all but the smallest sizes: those get room to spare.
+func grow[T any](s *[]T, n int) {
+	if cap(*s) < n {
+		*s = make([]T, max(n, 64))
+	}
+	*s = (*s)[:n]
+}
+
+// ToBF16 rounds to the nearest BF16 bits, ties to even; NaN stays NaN.
+func ToBF16(f float32) uint16 {
+	bits := math.Float32bits(f)
+	if f != f {
+		return uint16(bits>>16) | 0x40
+	}
+	return uint16((bits + 0x7fff + bits>>16&1) >> 16)
+}
+
+// FromBF16 widens BF16 bits.
+func FromBF16(b uint16) float32 { return math.Float32frombits(uint32(b) << 16) }
