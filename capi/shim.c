@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "_cgo_export.h"
@@ -11,13 +12,24 @@
 #define DP_ERROR_BYTES 4096
 #define DP_MAX_STRUCT 65536u /* a struct_size above this is not a size */
 
-static _Thread_local char last_error[DP_ERROR_BYTES];
+/* A pointer only: a library that is opened late has little static thread-local storage. The text goes with its thread. */
+static _Thread_local char *last_error;
+static pthread_key_t error_key;
 static volatile int forked; /* set in a child: the Go runtime does not survive fork */
 
 static void mark_forked(void) { forked = 1; }
-__attribute__((constructor)) static void watch_fork(void) { pthread_atfork(NULL, NULL, mark_forked); }
+__attribute__((constructor)) static void prepare(void) {
+  pthread_key_create(&error_key, free);
+  pthread_atfork(NULL, NULL, mark_forked);
+}
 
-void dp_set_error(const char *text) { snprintf(last_error, sizeof last_error, "%s", text); }
+void dp_set_error(const char *text) {
+  if (last_error == NULL) {
+    last_error = malloc(DP_ERROR_BYTES);
+    pthread_setspecific(error_key, last_error);
+  }
+  if (last_error != NULL) snprintf(last_error, DP_ERROR_BYTES, "%s", text);
+}
 
 int32_t dp_allgather(deepep_allgather_fn fn, const void *send, void *recv, size_t bytes, void *user) {
   return fn(send, recv, bytes, user);
@@ -26,7 +38,9 @@ int32_t dp_allgather(deepep_allgather_fn fn, const void *send, void *recv, size_
 void dp_log(deepep_log_fn fn, int32_t level, const char *message, void *user) { fn(level, message, user); }
 
 static deepep_status_t invalid(const char *name, const char *given, const char *allowed) {
-  snprintf(last_error, sizeof last_error, "argument %s: got %s, allowed %s", name, given, allowed);
+  char text[512];
+  snprintf(text, sizeof text, "argument %s: got %s, allowed %s", name, given, allowed);
+  dp_set_error(text);
   return DEEPEP_ERROR_INVALID_ARGUMENT;
 }
 
@@ -89,7 +103,7 @@ static deepep_status_t enter(void) {
     dp_set_error("this process was forked from one that uses deepep; start processes with spawn");
     return DEEPEP_ERROR_FORK;
   }
-  last_error[0] = 0;
+  if (last_error != NULL) last_error[0] = 0;
   return DEEPEP_OK;
 }
 
@@ -130,7 +144,7 @@ DP_PUBLIC const char *deepep_status_text(deepep_status_t status) {
   return "unknown";
 }
 
-DP_PUBLIC const char *deepep_last_error(void) { return last_error; }
+DP_PUBLIC const char *deepep_last_error(void) { return last_error != NULL ? last_error : ""; }
 
 DP_PUBLIC deepep_status_t deepep_set_log_callback(deepep_log_fn fn, void *user) {
   TRY(enter());
