@@ -6,7 +6,7 @@ import ctypes
 
 from . import _abi
 from ._lib import library
-from .errors import type_error
+from .errors import check_int
 
 
 class Config:
@@ -42,8 +42,7 @@ class Config:
             "num_max_rdma_chunked_recv_tokens": num_max_rdma_chunked_recv_tokens,
         }
         for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise type_error(name, repr(value), "an int")
+            check_int(name, value, -(2**31))  # what else is allowed is the library's to say
         self._native = _abi.Config(*values.values())
         lib = library()
         lib.check(lib.quick.deepep_config_check(ctypes.byref(self._native)))
@@ -52,6 +51,7 @@ class Config:
     def default(cls, kind: int, num_ranks: int) -> Config:
         """The library's choice for `num_ranks` >= 1; kind 0 is dispatch, 1 combine."""
         config = cls()
+        check_int("num_ranks", num_ranks, 1)
         lib = library()
         lib.check(lib.quick.deepep_config_default(kind, num_ranks, ctypes.byref(config._native)))
         return config
@@ -95,6 +95,8 @@ class Config:
         return self._size_hint(hidden_bytes, num_ranks, 1)
 
     def _size_hint(self, hidden_bytes: int, num_ranks: int, rdma: int) -> int:
+        check_int("hidden_bytes", hidden_bytes, 0)
+        check_int("num_ranks", num_ranks, 1)
         lib, out = library(), ctypes.c_uint64()
         lib.check(
             lib.quick.deepep_config_size_hint(
@@ -110,6 +112,10 @@ class Config:
 
 def low_latency_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Bytes of `num_rdma_bytes` for low-latency calls of this shape."""
+    check_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 0)
+    check_int("hidden", hidden, 0)
+    check_int("num_ranks", num_ranks, 1)
+    check_int("num_experts", num_experts, 0)
     lib, out = library(), ctypes.c_uint64()
     lib.check(
         lib.quick.deepep_low_latency_size_hint(

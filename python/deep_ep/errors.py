@@ -63,6 +63,15 @@ def type_error(name: str, given: object, allowed: str) -> DeepEPTypeError:
     return DeepEPTypeError(INVALID_ARGUMENT, f"argument {name}: got {given}, allowed {allowed}")
 
 
+def check_int(name: str, value: object, least: int, most: int = 2**31 - 1) -> int:
+    """`value` if it is an int from `least` to `most`; else the error that names it. ctypes would cut larger ones off."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise type_error(name, repr(value), "an int")
+    if not least <= value <= most:
+        raise value_error(name, value, f"an int from {least} to {most}")
+    return value
+
+
 def assertion(condition: bool, message: str) -> None:
     """Raises DeepEPAssertionError with `message` unless `condition` holds; works under ``python -O`` too."""
     if not condition:

@@ -195,7 +195,8 @@ def test_low_latency_size_hint():
     assert type(by_name) is int and by_name == Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
     assert Buffer.get_low_latency_rdma_size_hint(256, 7168, 8, 256) > by_name
     for name, values in {
-        "num_max_dispatch_tokens_per_rank": (0, 7168, 8, 256),
+        "num_max_dispatch_tokens_per_rank": (-1, 7168, 8, 256),
+        "num_max_dispatch_tokens": (2**40, 7168, 8, 256),
         "hidden": (128, -1, 8, 256),
         "num_ranks": (128, 7168, 0, 256),
         "num_experts": (128, 7168, 8, 255),
