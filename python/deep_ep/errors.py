@@ -64,7 +64,7 @@ def type_error(name: str, given: object, allowed: str) -> DeepEPTypeError:
 
 
 def check_int(name: str, value: object, least: int, most: int = 2**31 - 1) -> int:
-    """`value` if it is an int from `least` to `most`; else the error that names it. ctypes would cut larger ones off."""
+    """`value` if it is an int from `least` to `most`; else the error that names it. ctypes cuts larger ones off."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise type_error(name, repr(value), "an int")
     if not least <= value <= most:
