@@ -1,0 +1,50 @@
+package main
+
+import (
+	"encoding/binary"
+	"testing"
+
+	"github.com/deepep-go/deepep/core"
+)
+
+// FuzzStructs gives damaged structs to the public functions. There is no buffer behind them, so every call must end in an
+// argument error with a text (deepep_engine_query may succeed), and none may crash or write past the struct.
+func FuzzStructs(f *testing.F) {
+	for which := range bridged {
+		for _, size := range []uint32{0, 3, 4, 8, 64, 600, 65536, 65537, 0xffffffff} {
+			f.Add(uint8(which), binary.LittleEndian.AppendUint32(nil, size))
+			f.Add(uint8(which), append(binary.LittleEndian.AppendUint32(nil, size), make([]byte, 700)...))
+			f.Add(uint8(which), append(binary.LittleEndian.AppendUint32(nil, size), 1, 2, 3, 4, 5, 6, 7))
+		}
+	}
+	f.Fuzz(func(t *testing.T, which uint8, data []byte) {
+		if which == 5 && len(data) > 32 {
+			data = data[:32] // past the events lies a pointer to a config, which the caller must get right
+		}
+		status, text := bridge(int(which)%bridged, data)
+		if status == 0 && which%bridged == 0 {
+			return
+		}
+		if status != int32(core.CodeOf(core.ErrInvalidArgument)) || text == "" {
+			t.Fatalf("function %d: status %d, text %q", which%bridged, status, text)
+		}
+	})
+}
+
+func TestHandlesAreNeverUsedTwice(t *testing.T) {
+	var table = table{all: map[uintptr]any{}}
+	first := table.add(1)
+	if table.take(first) != 1 || table.take(first) != nil {
+		t.Fatal("an object can be taken once")
+	}
+	if table.add(2) == first {
+		t.Fatal("a number was used again")
+	}
+}
+
+func TestGuardTurnsPanicsIntoErrors(t *testing.T) {
+	code := guard(func() error { panic("planted") })
+	if core.Code(code) != core.CodeOf(core.ErrInternal) {
+		t.Fatalf("got %d", code)
+	}
+}

@@ -1,0 +1,222 @@
+/* The C API as one process sees it: wrong arguments, life cycle, two-step dispatch with itself, fork, errors of this thread. */
+#include "deepep.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static int passed, failed;
+static void expect(int holds, const char *what, int line) {
+  if (holds) {
+    passed++;
+  } else {
+    failed++;
+    printf("FAIL line %d: %s (last error: %s)\n", line, what, deepep_last_error());
+  }
+}
+#define EXPECT(condition) expect((condition) != 0, #condition, __LINE__)
+#define SAYS(part) (strstr(deepep_last_error(), part) != NULL)
+
+static void test_status(void) {
+  EXPECT(deepep_version() == DEEPEP_VERSION_MAJOR * 10000 + DEEPEP_VERSION_MINOR * 100 + DEEPEP_VERSION_PATCH);
+  EXPECT(strcmp(deepep_status_name(DEEPEP_ERROR_TIMEOUT), "DEEPEP_ERROR_TIMEOUT") == 0);
+  EXPECT(strcmp(deepep_status_name(99), "unknown") == 0 && strcmp(deepep_status_text(-1), "unknown") == 0);
+}
+
+static void test_arguments(void) {
+  deepep_group_options options = DEEPEP_GROUP_OPTIONS_INIT;
+  deepep_group_t group = NULL;
+  deepep_config config = DEEPEP_CONFIG_INIT;
+  uint64_t bytes = 0;
+  EXPECT(deepep_group_create(NULL, &group) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("options"));
+  EXPECT(deepep_group_create(&options, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("group"));
+  EXPECT(deepep_group_create(&options, &group) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("size"));
+  options.size = 2;
+  options.rank = 2;
+  EXPECT(deepep_group_create(&options, &group) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("rank"));
+  options.rank = 0;
+  EXPECT(deepep_group_create(&options, &group) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("allgather"));
+  options.bootstrap = 7;
+  EXPECT(deepep_group_create(&options, &group) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("bootstrap"));
+  options.struct_size = 1;
+  EXPECT(deepep_group_create(&options, &group) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("struct_size"));
+  EXPECT(deepep_buffer_create((deepep_group_t)(uintptr_t)12345, NULL, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT);
+  EXPECT(deepep_buffer_check((deepep_buffer_t)(uintptr_t)12345) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("buffer"));
+  EXPECT(deepep_group_destroy(NULL) == DEEPEP_OK && deepep_buffer_destroy(NULL) == DEEPEP_OK && deepep_event_destroy(NULL) == DEEPEP_OK);
+  config.num_sms = 3;
+  EXPECT(deepep_config_check(&config) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("num_sms"));
+  config = (deepep_config)DEEPEP_CONFIG_INIT;
+  EXPECT(deepep_config_check(&config) == DEEPEP_OK && config.rdma_recv_chunk == 258);
+  EXPECT(deepep_config_default(0, 5, &config) == DEEPEP_OK && deepep_config_default(2, 5, &config) == DEEPEP_ERROR_INVALID_ARGUMENT);
+  EXPECT(deepep_low_latency_size_hint(128, 7168, 4, 256, &bytes) == DEEPEP_OK && bytes > 0);
+  EXPECT(deepep_low_latency_size_hint(128, 7168, 3, 256, &bytes) == DEEPEP_ERROR_INVALID_ARGUMENT);
+}
+
+static int gather_alone(const void *send, void *recv, size_t bytes, void *user) {
+  memcpy(recv, send, bytes);
+  ++*(int *)user;
+  return 0;
+}
+static int32_t gather_fails(const void *send, void *recv, size_t bytes, void *user) {
+  (void)send, (void)recv, (void)bytes, (void)user;
+  return 5;
+}
+
+static deepep_group_t alone(int *calls) {
+  deepep_group_options options = DEEPEP_GROUP_OPTIONS_INIT;
+  deepep_group_t group = NULL;
+  options.size = 1;
+  options.allgather = gather_alone;
+  options.user = calls;
+  EXPECT(deepep_group_create(&options, &group) == DEEPEP_OK && group != NULL);
+  return group;
+}
+
+enum { T = 6, H = 32, K = 2, E = 4 };
+
+static void run_dispatch(deepep_buffer_t buffer) {
+  unsigned short x[T * H], received[T * H], combined[T * H];
+  int64_t topk_idx[T * K];
+  float weights[T * K], received_weights[T * K];
+  int64_t received_idx[T * K];
+  int32_t per_rank[1], per_expert[E], local[E], matrix[1], head[T], source[T], rows = 0;
+  uint8_t in_rank[T];
+  uint64_t token = 0;
+  int i;
+  deepep_layout layout = DEEPEP_LAYOUT_INIT;
+  deepep_handle handle = DEEPEP_HANDLE_INIT;
+  deepep_notify notify = DEEPEP_NOTIFY_INIT;
+  deepep_dispatch_args dispatch = DEEPEP_DISPATCH_INIT;
+  deepep_combine_args combine = DEEPEP_COMBINE_INIT;
+  for (i = 0; i < T * H; i++) x[i] = (unsigned short)(0x3f80 + i % 64);
+  for (i = 0; i < T * K; i++) topk_idx[i] = i == 4 || i == 5 ? -1 : i % E, weights[i] = 0.5f; /* token 2 goes nowhere */
+  layout.num_tokens = notify.num_tokens = dispatch.num_tokens = T;
+  layout.num_topk = notify.num_topk = dispatch.num_topk = K;
+  layout.num_experts = notify.num_experts = dispatch.num_experts = E;
+  notify.hidden = dispatch.hidden = combine.hidden = H;
+  layout.topk_idx = dispatch.topk_idx = topk_idx;
+  layout.num_tokens_per_rank = per_rank;
+  layout.num_tokens_per_expert = per_expert;
+  layout.is_token_in_rank = in_rank;
+  EXPECT(deepep_get_layout(buffer, &layout, NULL) == DEEPEP_OK && per_rank[0] == T - 1 && in_rank[2] == 0);
+  handle.rank_prefix_matrix = matrix;
+  handle.send_head = head;
+  handle.recv_src_idx = source;
+  notify.num_tokens_per_rank = per_rank;
+  notify.num_tokens_per_expert = per_expert;
+  notify.is_token_in_rank = in_rank;
+  notify.handle = &handle;
+  EXPECT(deepep_notify_counts(buffer, &notify, NULL, &token) == DEEPEP_OK && handle.num_tokens == T && handle.num_ranks == 1);
+  EXPECT(deepep_wait_counts(buffer, token, -1, &rows, local) == DEEPEP_OK && rows == T - 1);
+  EXPECT(deepep_wait_counts(buffer, token + 1, 0, &rows, local) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("token"));
+  handle.num_recv_tokens = T - 1;
+  dispatch.token = token;
+  dispatch.x = x;
+  dispatch.topk_weights = weights;
+  dispatch.handle = &handle;
+  dispatch.recv_x = received;
+  dispatch.recv_topk_idx = received_idx;
+  dispatch.recv_topk_weights = received_weights;
+  EXPECT(deepep_dispatch(buffer, &dispatch, NULL) == DEEPEP_OK);
+  EXPECT(memcmp(received, x, 2 * H * 2) == 0 && memcmp(received + 2 * H, x + 3 * H, 3 * H * 2) == 0 && source[2] == 3);
+  combine.x = received;
+  combine.handle = &handle;
+  combine.combined_x = combined;
+  EXPECT(deepep_combine(buffer, &combine, NULL) == DEEPEP_OK);
+  EXPECT(memcmp(combined, x, 2 * H * 2) == 0 && combined[2 * H] == 0 && memcmp(combined + 3 * H, x + 3 * H, 3 * H * 2) == 0);
+  handle.magic = 1;
+  EXPECT(deepep_combine(buffer, &combine, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("handle"));
+}
+
+static void test_life(void) {
+  int calls = 0;
+  deepep_group_t group = alone(&calls);
+  deepep_buffer_options options = DEEPEP_BUFFER_OPTIONS_INIT;
+  deepep_buffer_info info = DEEPEP_BUFFER_INFO_INIT;
+  deepep_op_stats stats = DEEPEP_OP_STATS_INIT;
+  deepep_buffer_t buffer = NULL;
+  deepep_event_t event = NULL;
+  deepep_call call = DEEPEP_CALL_INIT;
+  void *address = NULL;
+  uint64_t bytes = 0, sent[1], waited[1];
+  EXPECT(calls == 1);
+  options.engine = "tpu";
+  EXPECT(deepep_buffer_create(group, &options, &buffer) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("engine"));
+  options.engine = "cpu";
+  options.num_nvl_bytes = 1 << 20;
+  EXPECT(deepep_buffer_create(group, &options, &buffer) == DEEPEP_OK);
+  EXPECT(deepep_buffer_wait_ready(buffer, -1) == DEEPEP_OK && deepep_buffer_check(buffer) == DEEPEP_OK);
+  EXPECT(deepep_buffer_info_get(buffer, &info) == DEEPEP_OK && info.size == 1 && info.host_stream == 1 && strcmp(info.engine, "cpu") == 0);
+  EXPECT(deepep_buffer_region(buffer, 0, &address, &bytes) == DEEPEP_OK && bytes == 1 << 20 && address != NULL);
+  memset(address, 0xff, bytes); /* the caller may */
+  run_dispatch(buffer);
+  EXPECT(deepep_event_create(buffer, &event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_OK);
+  call.async = 1;
+  call.event = event;
+  EXPECT(deepep_barrier(buffer, &call) == DEEPEP_OK && deepep_event_wait(event, -1) == DEEPEP_OK);
+  EXPECT(deepep_query_mask(buffer, (int32_t *)sent, NULL) == DEEPEP_ERROR_INVALID_STATE && SAYS("shrink"));
+  stats.op = DEEPEP_OP_DISPATCH;
+  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 1 && sent[0] > 0 && stats.p99_us >= stats.p50_us);
+  EXPECT(deepep_event_destroy(event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_ERROR_INVALID_ARGUMENT);
+  EXPECT(deepep_group_destroy(group) == DEEPEP_OK); /* buffers of the group live on */
+  EXPECT(deepep_barrier(buffer, NULL) == DEEPEP_OK);
+  EXPECT(deepep_buffer_destroy(buffer) == DEEPEP_OK);
+  EXPECT(deepep_buffer_destroy(buffer) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("buffer"));
+}
+
+static void test_callback_failure(void) {
+  deepep_group_options options = DEEPEP_GROUP_OPTIONS_INIT;
+  deepep_group_t group = NULL;
+  options.size = 2;
+  options.allgather = gather_fails;
+  EXPECT(deepep_group_create(&options, &group) == DEEPEP_ERROR_SYSTEM && SAYS("5") && group == NULL);
+}
+
+static void test_fork(void) {
+  int status = 0;
+  pid_t child = fork();
+  if (child == 0) {
+    deepep_config config = DEEPEP_CONFIG_INIT;
+    _exit(deepep_config_check(&config) == DEEPEP_ERROR_FORK && SAYS("spawn") ? 0 : 1);
+  }
+  EXPECT(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+static void *other_thread(void *unused) {
+  (void)unused;
+  return (void *)(uintptr_t)(deepep_last_error()[0] == 0);
+}
+static void test_thread_errors(void) {
+  pthread_t thread;
+  void *empty = NULL;
+  EXPECT(deepep_config_check(NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("config"));
+  pthread_create(&thread, NULL, other_thread, NULL);
+  pthread_join(thread, &empty);
+  EXPECT(empty != NULL && SAYS("config"));
+}
+
+static int lines;
+static void count_line(int32_t level, const char *message, void *user) {
+  (void)level, (void)message;
+  __atomic_add_fetch((int *)user, 1, __ATOMIC_RELAXED);
+}
+static void test_log(void) {
+  EXPECT(deepep_set_log_callback(count_line, &lines) == DEEPEP_OK);
+  test_life();
+  EXPECT(deepep_set_log_callback(NULL, NULL) == DEEPEP_OK);
+}
+
+int main(void) {
+  test_status();
+  test_arguments();
+  test_life();
+  test_callback_failure();
+  test_fork();
+  test_thread_errors();
+  test_log();
+  printf("%d passed, %d failed\n", passed, failed);
+  return failed != 0;
+}
