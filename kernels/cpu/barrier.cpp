@@ -1,0 +1,31 @@
+#include "cpu/check.h"
+#include "cpu/exchange.h"
+
+namespace dk {
+namespace {
+
+void run_barrier(const dk_barrier_params &p) {
+  Op op(p, DK_OP_BARRIER);
+  op.may_shrink = op.team.shrinks();
+  Exchange exchange(op);
+  if (op.failed()) return;
+  exchange.skip_masked = op.may_shrink;
+  exchange.post(nullptr, nullptr, 0);
+  auto poll = [&] { return exchange.look() ? Poll::progress : exchange.complete() ? Poll::done : Poll::idle; };
+  auto awaits = [&](int peer, Missing &missing) {
+    missing = {static_cast<int64_t>(exchange.number()), static_cast<int64_t>(exchange.message(peer).number.load())};
+    return !exchange.arrived(peer);
+  };
+  wait_until(op, poll, awaits);
+}
+
+}  // namespace
+}  // namespace dk
+
+using namespace dk;
+
+DK_EXPORT int32_t dk_barrier(dk_barrier_params *p) {
+  DK_ENTER(p);
+  if (bad_head(*p)) return DK_EINVAL;
+  return enqueue<dk_barrier_params, run_barrier>(*p);
+}

@@ -1,0 +1,31 @@
+// Small things that every file of the library uses: rounding, handles, the check at the head of every entry point.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#include "abi/kernels.h"
+
+// What the shared library shows. Everything else is hidden by -fvisibility=hidden.
+#define DK_EXPORT extern "C" __attribute__((visibility("default")))
+
+// First line of every dk_* function: the caller's struct must hold at least the fields this library knows.
+#define DK_ENTER(p)                                   \
+  do {                                                \
+    if (!(p)) return DK_EINVAL;                       \
+    if ((p)->size < sizeof(*(p))) return DK_EVERSION; \
+    (p)->device_error = 0;                            \
+  } while (0)
+
+namespace dk {
+
+constexpr uint64_t kPage = 4096;
+constexpr uint64_t kLine = 64;
+
+constexpr uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+template <class T> constexpr T min_of(T a, T b) { return a < b ? a : b; }
+template <class T> constexpr T max_of(T a, T b) { return a < b ? b : a; }
+
+template <class T> T *at(uint64_t address) { return reinterpret_cast<T *>(static_cast<uintptr_t>(address)); }
+inline uint64_t address_of(const void *p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
+
+}  // namespace dk

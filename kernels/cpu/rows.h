@@ -1,0 +1,39 @@
+// The arithmetic on rows. One table of functions per instruction set; all give the same bits for the same input.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace dk {
+
+constexpr int kScaleChannels = 128;  // channels that share an FP8 scale or a LogFMT range
+
+// LogFMT-10 on the wire: 4 bytes for each block of 128 channels (least, greatest), then the blocks, 256 bytes apart.
+// A coded block takes 160 bytes: 128 low bytes, then 32 bytes of four 2-bit tops (magnitude bit 8, sign).
+constexpr size_t logfmt_row_bytes(size_t channels) { return channels / kScaleChannels * 4 + channels * 2; }
+
+struct RowKernels {
+  const char *name;
+  // `stream` stores pass the caches: for what nobody reads again soon. They are ordered by finish_stream().
+  void (*copy)(void *dst, const void *src, size_t bytes, bool stream);
+  void (*finish_stream)();
+
+  // dst[i] = BF16(rows[0][i] + rows[1][i] + ...), added in FP32 from left to right. count >= 1.
+  void (*sum)(uint16_t *dst, const uint16_t *const *rows, int count, size_t elements, bool stream);
+  // dst[i] = BF16(weights[0] * rows[0][i] + ...), products and sums in FP32 from left to right. count 0 gives zeros.
+  void (*weighted_sum)(uint16_t *dst, const uint16_t *const *rows, const float *weights, int count, size_t elements);
+
+  // E4M3 with one scale for 128 channels. scales[i] is the factor that gives the value back.
+  void (*cast_fp8)(uint8_t *dst, float *scales, const uint16_t *src, size_t blocks, bool round_scale);
+
+  void (*logfmt_encode)(uint8_t *dst, const uint16_t *src, size_t blocks);
+  // acc[i] += weight * decoded[i] (a block that stayed BF16 likewise)
+  void (*logfmt_add)(float *acc, const uint8_t *src, float weight, size_t blocks);
+  void (*store_bf16)(uint16_t *dst, const float *acc, size_t elements);
+};
+
+extern const RowKernels kRowsBaseline;
+#if defined(__x86_64__)
+extern const RowKernels kRowsAvx2, kRowsAvx512;
+#endif
+
+}  // namespace dk

@@ -1,0 +1,125 @@
+#include "cpu/team.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <new>
+
+namespace dk {
+
+// What goes with a staged row of normal mode takes 24 + 8 K bytes and a bit for each rank. A small share of the rows'
+// own bytes, with a floor that gives every rank of a pair ring its row for any K that the interface allows.
+static uint64_t extras_for(uint64_t num_ranks, uint64_t nvl_bytes) {
+  return round_up(max_of(uint64_t{1} << 20, num_ranks * 8192) + nvl_bytes / 8, kPage);
+}
+
+static constexpr uint64_t kSpareBytes = 16 << 20;
+
+WireRegion::WireRegion(int num_ranks, uint64_t nvl_bytes, uint64_t rdma_bytes) {
+  uint64_t at = 0;
+  auto place = [&at](uint64_t bytes) {
+    uint64_t offset = at;
+    at += round_up(bytes, kPage);
+    return offset;
+  };
+  rows_bytes = nvl_bytes;
+  rows_offset = place(rows_bytes);
+  extras_bytes = nvl_bytes ? extras_for(static_cast<uint64_t>(num_ranks), nvl_bytes) : 0;
+  extras_offset = place(extras_bytes);
+  // A shape that fits has rdma_bytes >= 4 E B H with H >= 8. Its dispatch slot holds B rows of 2 H bytes, and indices and
+  // weights of 12 B K bytes (K > E and a tiny H may outgrow the slot: such a call is refused); its combine slot E B rows of
+  // (2 + 1/32) H bytes and a table of 8 E bytes. Pages that are not touched cost nothing.
+  slot_bytes[kDispatch] = rdma_bytes ? round_up(rdma_bytes + kSpareBytes, kPage) : 0;
+  slot_bytes[kCombine] = rdma_bytes ? round_up(rdma_bytes + kPage, kPage) : 0;
+  for (int kind = 0; kind < 2; kind++)
+    for (int slot = 0; slot < 2; slot++) slot_offset[kind][slot] = place(slot_bytes[kind]);
+  total = at;
+}
+
+// The blocks are mapped and zeroed: nothing to prepare but this rank's own memory of its peers.
+static Team *new_team(const dk_team_create_params &p) {
+  uint64_t ranks = static_cast<uint64_t>(p.num_ranks);
+  Team *team = static_cast<Team *>(calloc(1, sizeof(Team)));
+  void *peers = calloc(ranks, sizeof(Peer));
+  int64_t *scratch = static_cast<int64_t *>(calloc(ranks * kScratch, sizeof(int64_t)));
+  uint64_t *bells = static_cast<uint64_t *>(calloc(ranks / 64 + 1, sizeof(uint64_t)));
+  if (!team || !peers || !scratch || !bells) {
+    free(team), free(peers), free(scratch), free(bells);
+    return nullptr;
+  }
+  new (team) Team{at<Device>(p.device), p.rank, p.num_ranks, p.num_nvl_peers, p.flags, p.rdma_bytes,
+                  WireRegion(p.num_ranks, p.nvl_bytes, p.rdma_bytes), at<dk_status>(p.status), at<dk_stats_page>(p.stats),
+                  PTHREAD_MUTEX_INITIALIZER, {}, bells, scratch, static_cast<Peer *>(peers)};
+  const uint64_t *blocks = at<const uint64_t>(p.host_peer_blocks);
+  for (int i = 0; i < p.num_ranks; i++)
+    new (team->peers + i) Peer{Control(blocks[i] + p.control_offset, p.num_ranks), blocks[i] + p.wire_offset, blocks[i] + p.rdma_offset};
+  return team;
+}
+
+static int32_t check_team(const dk_team_create_params &p) {
+  if (!p.device || p.num_ranks < 1 || p.num_ranks > DK_MAX_RANKS || p.rank < 0 || p.rank >= p.num_ranks) return DK_EINVAL;
+  if (p.num_nvl_peers < 1 || !p.host_peer_blocks || !p.status) return DK_EINVAL;
+  if (p.control_bytes < Control::bytes(p.num_ranks) || p.control_offset % kLine || p.wire_offset % kLine) return DK_EINVAL;
+  if (p.wire_bytes < WireRegion(p.num_ranks, p.nvl_bytes, p.rdma_bytes).total) return DK_EINVAL;
+  const uint64_t *blocks = at<const uint64_t>(p.host_peer_blocks);
+  for (int i = 0; i < p.num_ranks; i++)
+    if (!blocks[i]) return DK_EUNSUPPORTED;  // no transport but load and store
+  return DK_OK;
+}
+
+}  // namespace dk
+
+using namespace dk;
+
+DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
+  DK_ENTER(p);
+  if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS || p->num_nvl_peers < 1) return DK_EINVAL;
+  p->control_bytes = Control::bytes(p->num_ranks);
+  p->wire_bytes = WireRegion(p->num_ranks, p->nvl_bytes, p->rdma_bytes).total;
+  p->min_nvl_bytes = static_cast<uint64_t>(p->num_ranks) * round_up(p->max_row_bytes, kLine);
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_ll_layout(dk_ll_layout_params *p) {
+  DK_ENTER(p);
+  if (p->num_ranks < 1 || p->num_max_tokens < 1 || p->hidden < 8 || p->hidden % 8 || p->num_experts < 1 ||
+      p->num_experts % p->num_ranks)
+    return DK_EINVAL;
+  LowLatencyShape shape(*p, p->num_ranks);
+  p->rdma_bytes = shape.rdma_bytes();
+  p->wire_bytes = 2 * (shape.dispatch_slot_bytes(min_of(p->num_experts, 128)) + shape.combine_slot_bytes());
+  p->zero_copy_offset[0] = 0;
+  p->zero_copy_offset[1] = shape.zero_copy_bytes();
+  p->zero_copy_row_stride = shape.hidden * 2;
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
+  DK_ENTER(p);
+  p->team = 0;
+  int32_t code = check_team(*p);
+  if (code != DK_OK) return code;
+  Team *team = new_team(*p);
+  if (!team) return DK_ENOMEM;
+  p->team = address_of(team);
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_team_destroy(dk_team_destroy_params *p) {
+  DK_ENTER(p);
+  Team *team = at<Team>(p->team);
+  p->team = 0;
+  if (!team) return DK_OK;
+  free(team->bells);
+  free(team->scratch);
+  free(team->peers);
+  pthread_mutex_destroy(&team->running);
+  free(team);
+  return DK_OK;
+}
+
+// Rows always go through the wire region here (no DK_CAP_PEER_ROWS), so there is nothing that a segment could be used for.
+DK_EXPORT int32_t dk_team_segment(dk_team_segment_params *p) {
+  DK_ENTER(p);
+  return DK_EUNSUPPORTED;
+}

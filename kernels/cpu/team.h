@@ -1,0 +1,68 @@
+// A team: the ranks of one buffer as one of them sees them, and where the parts of their blocks lie.
+#pragma once
+#include <pthread.h>
+
+#include "cpu/control.h"
+#include "cpu/device.h"
+
+namespace dk {
+
+// The wire region: staging of normal mode (as large as the nvl region that was asked for), what goes with its rows, then
+// the low-latency slots. Staging is never in the nvl or rdma region, so callers may overwrite those at any time.
+struct WireRegion {
+  uint64_t rows_offset, rows_bytes;            // normal mode: rows
+  uint64_t extras_offset, extras_bytes;        // normal mode: indices, weights, sources
+  uint64_t slot_offset[2][2], slot_bytes[2];   // low latency: [kind][slot], bytes by kind
+  uint64_t total;
+
+  WireRegion(int num_ranks, uint64_t nvl_bytes, uint64_t rdma_bytes);
+};
+
+// Room of the low-latency formats for a shape.
+struct LowLatencyShape {
+  uint64_t num_ranks, num_max_tokens, hidden, num_experts;
+
+  template <class P> explicit LowLatencyShape(const P &p, int ranks)
+      : num_ranks(static_cast<uint64_t>(ranks)), num_max_tokens(static_cast<uint64_t>(p.num_max_tokens)),
+        hidden(static_cast<uint64_t>(p.hidden)), num_experts(static_cast<uint64_t>(p.num_experts)) {}
+
+  uint64_t local_experts() const { return num_experts / num_ranks; }
+  uint64_t recv_rows() const { return num_ranks * num_max_tokens; }  // of one local expert
+  uint64_t zero_copy_bytes() const { return round_up(num_experts * num_max_tokens * hidden * 2, 128); }
+  uint64_t rdma_bytes() const { return 2 * zero_copy_bytes(); }
+  // A slot of dispatch: indices int32[B,K], weights float[B,K], rows. A slot of combine: table int64[L,R], rows.
+  uint64_t dispatch_row_bytes() const { return hidden * 2; }
+  uint64_t dispatch_rows_at(int num_topk) const { return round_up(num_max_tokens * static_cast<uint64_t>(num_topk) * 8, kLine); }
+  uint64_t dispatch_slot_bytes(int num_topk) const { return dispatch_rows_at(num_topk) + num_max_tokens * dispatch_row_bytes(); }
+  uint64_t combine_row_bytes() const { return round_up(logfmt_row_bytes(hidden), 16); }
+  uint64_t combine_rows_at() const { return round_up(num_experts * 8, kLine); }
+  uint64_t combine_slot_bytes() const { return combine_rows_at() + num_experts * num_max_tokens * combine_row_bytes(); }
+};
+
+struct Peer {
+  Control control;
+  uint64_t wire, rdma;
+};
+
+struct Team {
+  Device *device;
+  int32_t rank, num_ranks, num_nvl_peers;
+  uint32_t flags;
+  uint64_t rdma_bytes;
+  WireRegion wire;
+  dk_status *status;
+  dk_stats_page *stats;
+  pthread_mutex_t running;           // one operation at a time
+  std::atomic<uint32_t> failed;      // somebody has the right to write status->failure
+  uint64_t *bells;                   // bit by rank: to be rung
+  int64_t *scratch;                  // kScratch numbers for each rank, for the operation that is running
+  Peer *peers;
+
+  Control &control() { return peers[rank].control; }
+  bool shrinks() const { return flags & DK_TEAM_SHRINK; }
+  bool masked(int peer) { return control().peer_state(peer).masked != 0; }
+  int64_t *numbers(int which) { return scratch + which * num_ranks; }
+};
+constexpr int kScratch = 8;
+
+}  // namespace dk

@@ -1,0 +1,105 @@
+#include "cpu/wait.h"
+
+#include <sched.h>
+
+namespace dk {
+namespace {
+
+constexpr uint64_t kSlice = 10000000;       // the engine sets abort_word and dead[] without a wake: look at them this often
+constexpr uint64_t kAwake = 1000000000;     // a pulse younger than this belongs to a rank that is waiting itself
+constexpr int kPauses = 16;                 // in a spin
+constexpr int kSpinsAlone = 200, kYieldsAlone = 20;  // a core for every rank: some 30 us before sleeping
+constexpr int kSpinsShared = 2, kYieldsShared = 12;  // ranks share cores: whoever is waited for may need this one
+
+// Follows "I wait for rank r" from peer to peer as long as they are awake: the last one is really late.
+int blame(Team &team, int peer, uint64_t now) {
+  int culprit = peer;
+  for (int hops = 0; hops < team.num_ranks; hops++) {
+    Pulse &pulse = team.peers[culprit].control.pulse();
+    int next = pulse.awaiting.load() - 1;
+    if (now - pulse.stamp_ns.load() > kAwake || next < 0 || next == team.rank || next >= team.num_ranks) break;
+    culprit = next;
+  }
+  return culprit;
+}
+
+}  // namespace
+
+Vigil::Vigil(Op &op) : op_(op), bell_(op.team.control().bell()) {
+  bool alone = op.team.num_ranks <= op.team.device->cores;
+  spins_ = alone ? kSpinsAlone : kSpinsShared;
+  yields_ = alone ? kYieldsAlone : kYieldsShared;
+}
+
+void Vigil::begin() {
+  op_.ring_now();
+  now_ = now_ns();
+  if (!since_) since_ = now_;
+}
+
+void Vigil::end() {
+  if (announced_) retract();
+  if (since_) op_.waited(awaited_, now_ns() - since_);
+  since_ = 0;
+  awaited_ = -1;
+  turns_ = 0;
+  op_.team.control().pulse().awaiting.store(0, std::memory_order_relaxed);
+}
+
+bool Vigil::give_up_on(int peer, int32_t code) {
+  if (op_.may_shrink) mask_peer(op_.team, peer);
+  else op_.fail(code, peer, DK_FIELD_NONE, 0, 0, now_ - since_);
+  return false;
+}
+
+bool Vigil::still_awaited(int peer) {
+  Team &team = op_.team;
+  if (__atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE)) return give_up_on(peer, DK_EPEERDEAD);
+  if (op_.may_shrink) {
+    bool late = now_ - since_ >= op_.timeout_ns;
+    return !late && !team.peers[peer].control.obituary().set.load() ? true : give_up_on(peer, DK_ETIMEOUT);
+  }
+  return !op_.adopt_failure_of(peer, now_ - since_);
+}
+
+void Vigil::pass_time(int first, const Missing &missing) {
+  uint64_t waited = now_ - since_;
+  if (awaited_ < 0) awaited_ = first;
+  Pulse &pulse = op_.team.control().pulse();
+  pulse.awaiting.store(first + 1, std::memory_order_relaxed);
+  pulse.stamp_ns.store(now_, std::memory_order_relaxed);
+  if (waited >= op_.timeout_ns) {
+    int culprit = first < 0 ? -1 : blame(op_.team, first, now_);
+    op_.fail(DK_ETIMEOUT, culprit, DK_FIELD_NONE, missing.expected, missing.seen, waited);
+    return;
+  }
+  if (announced_) {
+    sleep_on(bell_.count, seen_, min_of(kSlice, op_.timeout_ns - waited), Scope::machine);
+    retract();
+    return;
+  }
+  if (turns_ < spins_) {
+    for (int i = 0; i < kPauses; i++) cpu_relax();
+  } else if (turns_ < spins_ + yields_) {
+    sched_yield();
+  } else {
+    announce();
+  }
+  turns_++;
+}
+
+// The next look is made with sleepers announced, so nothing can arrive unseen between it and the sleep.
+void Vigil::announce() {
+  bell_.sleepers.fetch_add(1);
+  seen_ = bell_.count.load();
+  announced_ = true;
+}
+
+void Vigil::retract() {
+  bell_.sleepers.fetch_sub(1);
+  announced_ = false;
+}
+
+void mask_peer(Team &team, int peer) { team.control().peer_state(peer).masked = 1; }
+
+}  // namespace dk

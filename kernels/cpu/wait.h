@@ -1,0 +1,67 @@
+// The one way to wait for peers: look, do what can be done, else spin a little, give the processor to others, sleep.
+#pragma once
+#include "cpu/op.h"
+
+namespace dk {
+
+enum class Poll { done, progress, idle };
+
+struct Missing {  // what is awaited of a peer, for the failure record
+  int64_t expected = 0, seen = 0;
+};
+
+// From the last progress to the next.
+class Vigil {
+ public:
+  explicit Vigil(Op &op);
+  void begin();  // nothing to do: wakes those who may be asleep for what was done before
+  void end();    // something happened
+  // False if there is no need to wait for that peer any more: it was masked, or the operation has failed.
+  bool still_awaited(int peer);
+  void pass_time(int first, const Missing &missing);
+
+ private:
+  void announce();
+  void retract();
+  bool give_up_on(int peer, int32_t code);
+
+  Op &op_;
+  Bell &bell_;
+  uint64_t since_ = 0, now_ = 0;
+  int awaited_ = -1, turns_ = 0, spins_, yields_;
+  uint32_t seen_ = 0;
+  bool announced_ = false;
+};
+
+void mask_peer(Team &team, int peer);
+
+// Calls poll() until it says done: true. poll does whatever can be done now. `awaits(peer, Missing &)` tells whether poll
+// needs that peer. False: the operation failed (recorded). The time limit counts from the last progress. With op.may_shrink
+// a peer that is dead, failed or late is masked, and poll has to go on without it.
+template <class PollFn, class AwaitsFn> bool wait_until(Op &op, PollFn poll, AwaitsFn awaits) {
+  Vigil vigil(op);
+  while (!op.aborted()) {
+    Poll found = poll();
+    if (op.failed()) break;
+    if (found != Poll::idle) {
+      vigil.end();
+      if (found == Poll::done) return true;
+      continue;
+    }
+    vigil.begin();
+    int first = -1;
+    Missing missing;
+    bool masked = false;
+    for (int peer = 0; peer < op.team.num_ranks && !op.failed(); peer++) {
+      Missing here;
+      if (peer == op.team.rank || !awaits(peer, here)) continue;
+      if (!vigil.still_awaited(peer)) masked = true;
+      else if (first < 0) first = peer, missing = here;
+    }
+    if (!op.failed() && !masked) vigil.pass_time(first, missing);
+  }
+  vigil.end();
+  return false;
+}
+
+}  // namespace dk
