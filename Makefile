@@ -100,7 +100,7 @@ isa        = $(if $(filter %_avx2,$1),$(AVX2))$(if $(filter %_avx512,$1),$(AVX51
 # Ranks compare it: two libraries made of the same sources have the same id.
 build_id   = $(VERSION)-$(shell cat $(sort $(shell find $1 -type f 2>/dev/null)) </dev/null | sha256sum | cut -c1-12)
 
-CXX_COMMAND := $(CXX) -std=c++17 -O2 -fPIC -fvisibility=hidden -pthread $(WARN) $(SANFLAGS) -Ikernels -I$(OBJ)
+CXX_COMMAND := $(CXX) -std=c++17 -O2 -ffp-contract=off -fPIC -fvisibility=hidden -pthread $(WARN) $(SANFLAGS) -Ikernels -I$(OBJ)
 C_COMMAND   := $(CC) -std=c11 -D_GNU_SOURCE -O2 -pthread $(WARN) $(SANFLAGS) -Ikernels
 NVCC_FLAGS   = -std=c++17 -O3 $(if $(filter 0,$(SM90)),$(SM80_CODE),$(SM80_CODE) $(SM90_CODE)) -DDEEPEP_SM90=$(SM90) \
   -Werror all-warnings -Xptxas --warn-on-spills,--warning-as-error -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
