@@ -24,6 +24,7 @@ var (
 // checks is in the order in which causes come before effects, so that the first
 // FAIL is the one to mend first. docs/doctor.md describes each by this name.
 var checks = []check{
+	{"settings", everywhere, checkSettings},
 	{"python", everywhere, checkPython},
 	{"cpus", everywhere, checkCPUs},
 	{"address-space", everywhere, checkAddressSpace},

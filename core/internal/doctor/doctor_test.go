@@ -71,6 +71,23 @@ func TestReadReportRefuses(t *testing.T) {
 	}
 }
 
+// TestEveryCheckIsDescribed holds docs/doctor.md to the table of checks.
+func TestEveryCheckIsDescribed(t *testing.T) {
+	page, err := os.ReadFile("../../../docs/doctor.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var described []string
+	for line := range strings.Lines(string(page)) {
+		if name, ok := strings.CutPrefix(strings.TrimSpace(line), "### "); ok {
+			described = append(described, strings.Trim(name, "`"))
+		}
+	}
+	if !slices.Equal(described, Names()) {
+		t.Errorf("docs/doctor.md describes\n%q, the checks are\n%q", described, Names())
+	}
+}
+
 func TestParseFor(t *testing.T) {
 	for _, ok := range []string{"", "intranode", "internode", "cpu"} {
 		if f, err := ParseFor(ok); err != nil || string(f) != ok {

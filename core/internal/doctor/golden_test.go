@@ -179,7 +179,11 @@ var hosts = []struct {
 		h.opt.Ranks, h.opt.Plan.HostBytes = 4, 512<<20
 		return h
 	}},
-	{"python-too-old-and-forked", ForCPU, "python", func() *host {
+	{"settings-misspelt", ForAny, "", func() *host {
+		return plainHost().setenv("DEEPEP_TIMEOUT=5", "DEEPEP_ENGINE=cpu", "DEEPEP_LIBRARY=/opt/libdeepep.so")
+	}},
+	{"settings-bad", ForCPU, "settings", func() *host { return plainHost().setenv("DEEPEP_TIMEOUT_MS=soon", "DEEPEP_ENGINE=rocm") }},
+	{"python-too-old", ForCPU, "python", func() *host {
 		h := plainHost().remove("usr/bin/python3").file("venv/pyvenv.cfg", "home = /usr/bin\nversion = 3.8.10\n")
 		return h.setenv("VIRTUAL_ENV=/venv")
 	}},

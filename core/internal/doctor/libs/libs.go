@@ -27,6 +27,16 @@ func Quiet() doctor.Root {
 	return r
 }
 
+// FirstFail is the text that an error of construction carries: the first FAIL of
+// the checks for a use, "" if there is none before ctx ends. It starts no CUDA.
+func FirstFail(ctx context.Context, opt doctor.Options) string {
+	line, found := doctor.FirstFail(ctx, Quiet(), opt)
+	if !found {
+		return ""
+	}
+	return "deepep doctor says: " + line.String()
+}
+
 // library is an open library with the functions that were asked for.
 type library struct {
 	lib   *dl.Library

@@ -129,6 +129,22 @@ func TestLibrariesAnswer(t *testing.T) {
 	}
 }
 
+func TestFirstFail(t *testing.T) {
+	ctx := context.Background()
+	if s := FirstFail(ctx, doctor.Options{For: doctor.ForCPU, StartMethod: "spawn"}); strings.Contains(s, "gpu") {
+		t.Errorf("for the CPU: %s", s)
+	}
+	few := doctor.Options{For: doctor.ForCPU, Plan: doctor.Plan{HostBytes: 1 << 60}}
+	if s := FirstFail(ctx, few); !strings.HasPrefix(s, "deepep doctor says: FAIL ") || !strings.Contains(s, "; fix: ") {
+		t.Errorf("1 EiB a rank: %q", s)
+	}
+	ended, cancel := context.WithCancel(ctx)
+	cancel()
+	if s := FirstFail(ended, few); s != "" {
+		t.Errorf("after its time: %q", s)
+	}
+}
+
 func TestMismatchIsNamed(t *testing.T) {
 	if os.Getenv(inChild) == "" {
 		withFakes(t, "-DFAIL_INIT=18")
