@@ -52,24 +52,24 @@ func logger(s env.Settings) *zap.Logger {
 	return l
 }
 
-// sink is a descriptor of our own. Go's os.File would end the process on a write to a closed standard error; this one
+// descriptor is one of our own. Go's os.File would end the process on a write to a closed standard error; this one
 // only loses the line.
-type sink int
+type descriptor int
 
 func openSink(path string) zapcore.WriteSyncer {
 	if path != "" {
 		if fd, err := unix.Open(path, unix.O_WRONLY|unix.O_CREAT|unix.O_APPEND|unix.O_CLOEXEC, 0o644); err == nil {
-			return zapcore.Lock(sink(fd))
+			return zapcore.Lock(descriptor(fd))
 		}
 	}
 	fd, err := unix.FcntlInt(2, unix.F_DUPFD_CLOEXEC, 3)
 	if err != nil {
 		fd = -1 // standard error is closed: nobody would read it
 	}
-	return zapcore.Lock(sink(fd))
+	return zapcore.Lock(descriptor(fd))
 }
 
-func (s sink) Write(p []byte) (int, error) {
+func (s descriptor) Write(p []byte) (int, error) {
 	for rest := p; s >= 0 && len(rest) > 0; {
 		n, err := unix.Write(int(s), rest)
 		if err != nil && err != unix.EINTR {
@@ -80,7 +80,7 @@ func (s sink) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-func (s sink) Sync() error { return nil }
+func (s descriptor) Sync() error { return nil }
 
 // divert sends lines to the caller's function where there is one.
 type divert struct{ zapcore.Core }

@@ -6,28 +6,31 @@ import (
 	"github.com/deepep-go/deepep/core/internal/bootstrap"
 	"github.com/deepep-go/deepep/core/internal/device"
 	"github.com/deepep-go/deepep/core/internal/engine"
+	"github.com/deepep-go/deepep/core/internal/health"
 )
 
 // link is the ranks joined: their channel, and the watch over who is alive.
 type link struct {
 	channel *bootstrap.Channel
-	stop    func()
+	watch   *health.Watcher
+	cancels []func()
 }
 
 func (l *link) open(ctx context.Context, pending *bootstrap.Pending, g *Group) (err error) {
-	if l.channel, err = pending.Connect(ctx); err != nil {
+	channel, err := pending.Connect(ctx)
+	if err != nil {
 		return err
 	}
-	l.stop = l.channel.OnChange(func(rank int) {
-		s := l.channel.State(rank)
-		g.each(func(b *engine.Buffer) {
-			if s.Ended {
-				b.PeerDied(rank)
-			} else if s.Left {
-				b.PeerLeft(rank)
-			}
-		})
-	})
+	watch, err := health.Start(ctx, channel, health.Options{Heartbeat: g.settings.Heartbeat, Log: g.log, OpName: engine.OpName})
+	if err != nil {
+		_ = channel.CloseWith(err) // the first error counts
+		return err
+	}
+	l.channel, l.watch = channel, watch
+	l.cancels = []func(){
+		watch.OnDeath(func(d health.Death) { g.each(func(b *engine.Buffer) { b.PeerDied(d.Rank) }) }),
+		watch.OnLeft(func(rank int) { g.each(func(b *engine.Buffer) { b.PeerLeft(rank) }) }),
+	}
 	return nil
 }
 
@@ -35,8 +38,14 @@ func (l *link) close() error {
 	if l.channel == nil {
 		return nil
 	}
-	l.stop()
-	return l.channel.Close()
+	for _, cancel := range l.cancels {
+		cancel()
+	}
+	err := l.watch.Close()
+	if e := l.channel.Close(); err == nil {
+		err = e
+	}
+	return err
 }
 
 // members is the group as the engine sees it.
@@ -65,17 +74,19 @@ func (m *members) Peer(rank int) engine.Peer {
 	return engine.Peer{SameHost: p.SameHost, SameProcess: p.SameProcess}
 }
 
-func (m *members) Publish(engine.LastCall) {}
+func (m *members) Publish(c engine.LastCall) {
+	m.g.link.watch.SetLastCall(health.LastCall{Op: c.Op, Number: c.Number, Phase: c.Phase, Buffer: c.Buffer})
+}
 
-func (m *members) Describe(rank int) string { return m.g.link.channel.Peers()[rank].String() }
+func (m *members) Describe(rank int) string { return m.g.link.watch.Describe(rank) }
 
 func (m *members) State(rank int) (engine.PeerState, string) {
-	s := m.g.link.channel.State(rank)
-	switch {
-	case s.Left:
+	w := m.g.link.watch
+	if d, dead := w.Dead(rank); dead {
+		return engine.PeerDead, d.How
+	}
+	if w.Left(rank) {
 		return engine.PeerGone, ""
-	case s.Ended:
-		return engine.PeerDead, ""
 	}
 	return engine.PeerAlive, ""
 }

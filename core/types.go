@@ -108,11 +108,21 @@ func InvalidArg(name string, given any, allowed string) error {
 	return status.InvalidArg(name, given, allowed)
 }
 
+// escape is never set. It makes the compiler keep what AddressOf is given on the heap, whose objects do not move.
+var (
+	escape bool
+	sink   unsafe.Pointer
+)
+
 // AddressOf is the address of a slice's first element, 0 for an empty one: for plain memory and the CPU engine. The slice
-// must be kept alive until the call's event is done.
+// must be kept alive (runtime.KeepAlive) until the call's event is done.
 func AddressOf[T any](s []T) uintptr {
 	if len(s) == 0 {
 		return 0
 	}
-	return uintptr(unsafe.Pointer(unsafe.SliceData(s)))
+	p := unsafe.Pointer(unsafe.SliceData(s))
+	if escape {
+		sink = p
+	}
+	return uintptr(p)
 }

@@ -118,17 +118,13 @@ func (b *Buffer) explainPeer(head string, code status.Code, f *abi.Failure) erro
 		return status.Errorf(code, "%s: a peer did not arrive within %v", head, seconds(f.WaitedNS))
 	}
 	who := b.members.Describe(int(f.Peer))
-	state, detail := b.members.State(int(f.Peer))
-	if detail != "" {
-		detail = " (" + detail + ")"
-	}
-	switch {
+	switch state, how := b.members.State(int(f.Peer)); {
 	case state == PeerGone:
 		return status.Errorf(status.PeerDead, "%s: %s has left the group: it destroyed its buffer", head, who)
-	case state == PeerDead || code == status.PeerDead:
-		return status.Errorf(status.PeerDead, "%s: %s died%s", head, who, detail)
-	case state == PeerStopped:
-		return status.Errorf(status.Timeout, "%s: %s did not arrive within %v: its process is alive but stopped%s", head, who, seconds(f.WaitedNS), detail)
+	case state == PeerDead:
+		return status.Errorf(status.PeerDead, "%s: %s died: %s", head, who, how)
+	case code == status.PeerDead:
+		return status.Errorf(status.PeerDead, "%s: %s died", head, who)
 	}
 	return status.Errorf(status.Timeout, "%s: %s did not arrive within %v: it is alive but late", head, who, seconds(f.WaitedNS))
 }
@@ -203,11 +199,8 @@ func (b *Buffer) died(rank int) {
 	if b.opt.Shrink {
 		return
 	}
-	_, detail := b.members.State(rank)
-	if detail != "" {
-		detail = " (" + detail + ")"
-	}
-	b.abort(rank, status.Errorf(status.PeerDead, "%s died%s", b.members.Describe(rank), detail))
+	_, how := b.members.State(rank)
+	b.abort(rank, status.Errorf(status.PeerDead, "%s died: %s", b.members.Describe(rank), how))
 }
 
 func (b *Buffer) left(rank int) { markDead(b.words, rank) }

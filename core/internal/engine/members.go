@@ -15,11 +15,10 @@ type Peer struct {
 // PeerState is what is known of a rank's life.
 type PeerState int
 
-// States of a peer. A stopped process is late, not dead.
+// States of a peer. A stopped process is alive, and late.
 const (
 	PeerAlive PeerState = iota
-	PeerStopped
-	PeerGone // left in good order: it destroyed its group
+	PeerGone            // left in good order: it destroyed its group
 	PeerDead
 )
 
@@ -41,8 +40,8 @@ type Members interface {
 	Exchange(ctx context.Context, tag string, blob []byte, fds []int) ([]device.Message, error)
 	// Publish makes the newest call known; it must not block.
 	Publish(LastCall)
-	// Describe names a rank for people: "rank 2 (host h, pid 123, last call combine #9)".
+	// Describe names a rank for people: "rank 2 (host h, pid 123, last call combine #9, heartbeat 0.1 s ago)".
 	Describe(rank int) string
-	// State tells how a rank is; detail says more where more is known ("killed by signal 9").
+	// State tells how a rank is, and how that was seen: "its process has ended".
 	State(rank int) (state PeerState, detail string)
 }

@@ -289,6 +289,8 @@ func (b *Buffer) checkDispatch(a *DispatchArgs) error {
 		return status.InvalidArg("num_tokens", a.NumTokens, "as many as the handle was made for: "+itoa(h.NumTokens))
 	case a.Cached && (a.Token != 0 || a.NumTopK != 0 || a.NumWorstTokens != 0 || a.TopKIdx != 0 || a.TopKWeights != 0):
 		return status.InvalidArg("cached", true, "neither token nor top-k nor num_worst_tokens: the handle has it all")
+	case a.NumTopK == 0 && (a.TopKIdx != 0 || a.TopKWeights != 0 || a.RecvTopKIdx != 0 || a.RecvTopKWeights != 0):
+		return status.InvalidArg("num_topk", 0, "1 or more where topk_idx, topk_weights or their outputs are given")
 	case a.TopKWeights != 0 && a.TopKIdx == 0:
 		return status.InvalidArg("topk_weights", "weights alone", "weights only together with topk_idx")
 	case (a.TopKIdx != 0) != (a.TopKWeights != 0) && a.NumTokens > 0:
