@@ -1,0 +1,57 @@
+// modes.h - what bench_ops can do.
+#pragma once
+#include "routing.h"
+
+void check_normal(Rank &rank);
+void check_low_latency(Rank &rank);
+void time_normal(Rank &rank, const std::vector<int> &sms);
+void time_low_latency(Rank &rank);
+
+template <class T> T *device_array(size_t count) {
+  void *p = nullptr;
+  CHECK_CUDA(cudaMalloc(&p, std::max<size_t>(count, 1) * sizeof(T)));
+  CHECK_CUDA(cudaMemset(p, 0xee, std::max<size_t>(count, 1) * sizeof(T)));
+  CHECK_CUDA(cudaDeviceSynchronize());
+  return static_cast<T *>(p);
+}
+template <class T> T *to_device(const std::vector<T> &host) {
+  T *p = device_array<T>(host.size());
+  if (!host.empty()) CHECK_CUDA(cudaMemcpy(p, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return p;
+}
+template <class T> std::vector<T> to_host(const T *p, size_t count) {
+  std::vector<T> host(count);
+  if (count != 0) CHECK_CUDA(cudaMemcpy(host.data(), p, count * sizeof(T), cudaMemcpyDeviceToHost));
+  return host;
+}
+template <class T> uint64_t as_address(T *p) { return reinterpret_cast<uint64_t>(p); }
+
+// What to time: `call` enqueues. Prints median and 99th percentile of the maximum over ranks, in microseconds.
+struct Timing { double median, p99; };
+template <class F> Timing measure(Rank &rank, int iterations, bool cold, F call) {
+  cudaStream_t stream = reinterpret_cast<cudaStream_t>(rank.stream);
+  cudaEvent_t begin, end;
+  CHECK_CUDA(cudaEventCreate(&begin));
+  CHECK_CUDA(cudaEventCreate(&end));
+  static thread_local uint8_t *flush = nullptr;
+  constexpr size_t kFlush = 192u << 20;
+  if (cold && flush == nullptr) flush = device_array<uint8_t>(kFlush);
+  std::vector<double> all;
+  for (int i = 0; i < iterations + 3; ++i) {
+    if (cold) CHECK_CUDA(cudaMemsetAsync(flush, i, kFlush, stream));
+    rank.barrier();
+    CHECK_CUDA(cudaEventRecord(begin, stream));
+    call();
+    CHECK_CUDA(cudaEventRecord(end, stream));
+    rank.sync();
+    float ms = 0;
+    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
+    rank.world->samples[rank.rank] = ms * 1000;
+    rank.meet();
+    const double slowest = *std::max_element(rank.world->samples.begin(), rank.world->samples.end());
+    if (i >= 3) all.push_back(slowest);
+    rank.meet();
+  }
+  std::sort(all.begin(), all.end());
+  return {all[all.size() / 2], all[all.size() * 99 / 100]};
+}

@@ -1,0 +1,326 @@
+// combine_kernel.cuh - rows back to their tokens' ranks, and the sums there. Senders push rows of x in the order of their
+// destination's tokens, a group of warps for each destination, so that a full ring at one rank never holds up another; reducing
+// warps take tokens by tickets and sum in FP32 in the order of ranks.
+#pragma once
+#include <cuda_bf16.h>
+
+#include "cuda/impl/send_rows.cuh"
+
+namespace deepep {
+
+template <bool kBulk> struct CombineRoles {
+  static constexpr int kSenders = kBulk ? 4 : 8, kPublishers = 1, kReducers = 11;
+  static constexpr int kReducersAt = kSenders + kPublishers;
+  static constexpr int kWarps = kReducersAt + kReducers, kThreads = kWarps * kWarp;
+};
+
+struct CombineParams {
+  Session session;
+  const uint8_t *x;
+  const float *topk_weights;
+  const __nv_bfloat16 *bias[2];
+  const int32_t *rank_prefix_matrix, *send_head;
+  uint32_t row_bytes, stage_bytes;
+  int32_t num_tokens, num_recv_tokens, hidden, num_topk;
+  __nv_bfloat16 *combined_x;
+  float *combined_weights;
+};
+
+struct CombineDest {
+  uint8_t *rows, *meta;       // slot 0 of my ring there
+  uint64_t *flags;
+  const uint64_t *credits;    // here
+  int32_t first_row, num_rows; // of x
+};
+struct CombineSource {
+  const uint8_t *rows, *meta; // slot 0 of the source's ring here
+  const uint64_t *flags;
+  uint64_t *credits;          // there
+  int32_t num_rows, reserved;
+};
+
+__host__ __device__ inline RingShape combine_ring(const CombineParams &p) {
+  return ring_shape(p.session.team.nvl_bytes, p.session.team.num_ranks, p.row_bytes, p.num_topk * 4);
+}
+
+template <bool kBulk> struct CombineShared {
+  uint64_t stages, dests, sources, barriers, queues, items, bytes;
+  __host__ __device__ CombineShared(uint32_t num_ranks, uint32_t stage_bytes) {
+    constexpr uint64_t senders = CombineRoles<kBulk>::kSenders, stages_each = kBulk ? kSendStages : 1;
+    stages = 0;
+    dests = kBulk ? align_up<uint64_t>(senders * stages_each * stage_bytes, 128) : 0;
+    sources = dests + num_ranks * sizeof(CombineDest);
+    barriers = sources + num_ranks * sizeof(CombineSource);
+    queues = barriers + senders * stages_each * 8;
+    items = queues + senders * sizeof(SendQueue);
+    bytes = align_up<uint64_t>(items + senders * stages_each * 8, 128);
+  }
+};
+
+__device__ inline int matrix_before(const int32_t *matrix, int num_ranks, int source, int owner) {
+  return source == 0 ? 0 : matrix[(source - 1) * num_ranks + owner];
+}
+
+__device__ inline void set_up_combine(const CombineParams &p, CombineDest *dests, CombineSource *sources) {
+  const TeamView &team = p.session.team;
+  const int num_ranks = team.num_ranks, me = team.rank;
+  const RingShape ring = combine_ring(p);
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
+    const int32_t *matrix = p.rank_prefix_matrix;
+    uint8_t *there = team.peers[r] + team.nvl, *here = team.self + team.nvl;
+    const int first = matrix_before(matrix, num_ranks, r, me);
+    dests[r] = {there + ring.payload(me, 0), there + ring.meta(me, 0), team.ring_flag(r, kPayload, me),
+                team.ring_credit(me, kPayload, r), first, matrix[r * num_ranks + me] - first};
+    sources[r] = {here + ring.payload(r, 0), here + ring.meta(r, 0), team.ring_flag(me, kPayload, r), team.ring_credit(r, kPayload, me),
+                  matrix[me * num_ranks + r] - matrix_before(matrix, num_ranks, me, r), 0};
+    if (blockIdx.x == 0) team.scratch->sent_bytes[r] = static_cast<uint64_t>(dests[r].num_rows) * p.row_bytes;
+  }
+  __syncthreads();
+}
+
+// What send_rows.cuh asks for.
+struct CombineJob {
+  const CombineParams &p;
+  const CombineDest *dests;
+  uint64_t epoch;
+  RingShape ring;
+  int dest;                   // whose rows this warp takes now
+  int left;                   // destinations it has not seen the end of
+  int ticket = -1;            // lane 0: taken one ahead
+
+  // Rows are named by their index in x: the destination follows from it.
+  __device__ uint32_t *counter(int which) const { return &p.session.team.scratch->rows_taken[epoch % 2][which]; }
+  __device__ void start() { if (lane_id() == 0) ticket = static_cast<int>(atomicAdd(counter(dest), 1u)); }
+  __device__ int next() {
+    while (left > 0) {
+      const int n = __shfl_sync(kAllLanes, ticket, 0);
+      const bool got = n < dests[dest].num_rows;
+      const int row = dests[dest].first_row + n;
+      if (!got) {
+        dest = dest + 1 == p.session.team.num_ranks ? 0 : dest + 1;
+        --left;
+      }
+      if (left > 0 && lane_id() == 0) ticket = static_cast<int>(atomicAdd(counter(dest), 1u));
+      if (got) return row;
+    }
+    return -1;
+  }
+  __device__ int dest_of(int row) const {
+    int r = 0;
+    while (row >= dests[r].first_row + dests[r].num_rows) ++r;
+    return r;
+  }
+  __device__ RingPlace place_of(int row, int r) const { return ring_place(row - dests[r].first_row, ring.slots); }
+  __device__ void prefetch(int, int) const {}
+  __device__ const uint8_t *source(int row) const { return p.x + static_cast<uint64_t>(row) * p.row_bytes; }
+  __device__ bool has_room(int row) const {
+    const int r = dest_of(row);
+    const RingPlace place = place_of(row, r);
+    return place.lap == 0 || ptx::ld_acquire_sys(&dests[r].credits[place.slot]) == ring_value(epoch, place.lap - 1);
+  }
+  __device__ bool room(int, int row) const { return __all_sync(kAllLanes, has_room(row)) != 0; }
+  __device__ bool await_room(int, int row) const {
+    const bool good = warp_wait_or_fail(
+        p.session, static_cast<int64_t>(epoch), [&] { return __all_sync(kAllLanes, has_room(row)) != 0; },
+        [&] { return lane_id() == 0 ? dest_of(row) : -1; });
+    __syncwarp();
+    return good;
+  }
+  __device__ void extra(int, int row) const {
+    const int r = dest_of(row);
+    auto *to = reinterpret_cast<float *>(dests[r].meta + static_cast<uint64_t>(place_of(row, r).slot) * ring.meta_stride);
+    for (int k = lane_id(); k < p.num_topk; k += kWarp) to[k] = p.topk_weights == nullptr ? 0 : p.topk_weights[static_cast<int64_t>(row) * p.num_topk + k];
+  }
+  template <class F> __device__ void each(int, int row, F f) const {
+    const int r = dest_of(row);
+    f(dests[r].rows + static_cast<uint64_t>(place_of(row, r).slot) * ring.payload_stride);
+  }
+};
+
+__device__ inline void add_bf16(float (&sum)[8], const uint4 &data) {
+  const uint32_t words[4] = {data.x, data.y, data.z, data.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum[2 * i] += __uint_as_float(words[i] << 16);
+    sum[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
+  }
+}
+__device__ inline uint4 round_bf16(const float (&sum)[8]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
+    words[i] = *reinterpret_cast<const uint32_t *>(&pair);
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// The sum of a token's rows. `heads` is shared, [R]: the slot of the row from each rank, or -1.
+__device__ inline void sum_token(const CombineParams &p, const CombineSource *sources, const RingShape &ring, const int32_t *slots, int token) {
+  constexpr int kUnroll = 4;
+  const int num_ranks = p.session.team.num_ranks, chunks = static_cast<int>(p.row_bytes / 16);
+  const uint64_t row = static_cast<uint64_t>(token) * p.row_bytes;
+  for (int base = lane_id(); base < chunks; base += kWarp * kUnroll) {
+    float sum[kUnroll][8] = {};
+    for (int r = 0; r < num_ranks; ++r) {
+      if (slots[r] < 0) continue;
+      const uint8_t *from = sources[r].rows + static_cast<uint64_t>(slots[r]) * ring.payload_stride;
+      uint4 data[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u)
+        if (base + u * kWarp < chunks) data[u] = ptx::ld_stream(from + 16ull * (base + u * kWarp));
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u)
+        if (base + u * kWarp < chunks) add_bf16(sum[u], data[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int at = base + u * kWarp;
+      if (at >= chunks) continue;
+      for (int b = 0; b < 2; ++b)
+        if (p.bias[b] != nullptr) add_bf16(sum[u], ptx::ld_stream(reinterpret_cast<const uint8_t *>(p.bias[b]) + row + 16ull * at));
+      ptx::st_stream(reinterpret_cast<uint8_t *>(p.combined_x) + row + 16ull * at, round_bf16(sum[u]));
+    }
+  }
+  for (int k = lane_id(); p.combined_weights != nullptr && k < p.num_topk; k += kWarp) {
+    float sum = 0;
+    for (int r = 0; r < num_ranks; ++r)
+      if (slots[r] >= 0) sum += reinterpret_cast<const float *>(sources[r].meta + static_cast<uint64_t>(slots[r]) * ring.meta_stride)[k];
+    p.combined_weights[static_cast<int64_t>(token) * p.num_topk + k] = sum;
+  }
+}
+
+// Role of a warp. `slots`: its own shared [R].
+__device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, const CombineSource *sources, int32_t *slots) {
+  const int num_ranks = p.session.team.num_ranks;
+  const RingShape ring = combine_ring(p);
+  uint32_t *counter = &p.session.team.scratch->tokens_taken[epoch % 2];
+  int ticket = 0;
+  if (lane_id() == 0) ticket = static_cast<int>(atomicAdd(counter, 1u));
+  for (;;) {
+    const int token = __shfl_sync(kAllLanes, ticket, 0);
+    if (token >= p.num_tokens) return;
+    if (lane_id() == 0) ticket = static_cast<int>(atomicAdd(counter, 1u));
+    const int32_t *heads = p.send_head + static_cast<int64_t>(token) * num_ranks;
+    int missing = -1;
+    const bool good = warp_wait_or_fail(
+        p.session, static_cast<int64_t>(epoch),
+        [&] {
+          missing = -1;
+          for (int r = lane_id(); r < num_ranks && missing < 0; r += kWarp) {
+            const int head = heads[r];
+            if (head < 0) continue;
+            const RingPlace place = ring_place(head, ring.slots);
+            if (ptx::ld_acquire_sys(&sources[r].flags[place.slot]) != ring_value(epoch, place.lap)) missing = r;
+          }
+          return __all_sync(kAllLanes, missing < 0) != 0;
+        },
+        [&] { return missing; });
+    if (!good) return;
+    for (int r = lane_id(); r < num_ranks; r += kWarp) slots[r] = heads[r] < 0 ? -1 : static_cast<int>(ring_place(heads[r], ring.slots).slot);
+    __syncwarp();
+    sum_token(p, sources, ring, slots, token);
+    __syncwarp();
+    for (int r = lane_id(); r < num_ranks; r += kWarp) {
+      if (heads[r] < 0 || heads[r] + static_cast<int>(ring.slots) >= sources[r].num_rows) continue;
+      const RingPlace place = ring_place(heads[r], ring.slots);
+      ptx::st_release_sys(&sources[r].credits[place.slot], ring_value(epoch, place.lap));
+    }
+  }
+}
+
+__device__ inline Handshake combine_handshake(const CombineParams &p, uint64_t epoch) {
+  Handshake hand{};
+  hand.epoch = epoch;
+  hand.mine.hidden_bytes = p.row_bytes, hand.mine.op = DK_OP_COMBINE, hand.mine.num_topk = p.num_topk;
+  return hand;
+}
+
+template <bool kBulk> __device__ inline void run_combine_roles(const CombineParams &p, uint64_t epoch, uint8_t *shared, int32_t *slots) {
+  using Roles = CombineRoles<kBulk>;
+  const CombineShared<kBulk> at(p.session.team.num_ranks, p.stage_bytes);
+  const auto *dests = reinterpret_cast<const CombineDest *>(shared + at.dests);
+  const auto *sources = reinterpret_cast<const CombineSource *>(shared + at.sources);
+  auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
+  const int warp = warp_id(), num_ranks = p.session.team.num_ranks;
+  const RingShape ring = combine_ring(p);
+  if (warp < Roles::kSenders) {
+    const int worker = warp * gridDim.x + blockIdx.x;
+    // A warp helps with other destinations once its own is handed out, unless some ring is too small for all its rows: a row that
+    // waits for room must not hold back rows to others.
+    bool roomy = true;
+    for (int r = 0; r < num_ranks; ++r) roomy &= dests[r].num_rows <= static_cast<int>(ring.slots);
+    CombineJob job{p, dests, epoch, ring, (worker + p.session.team.rank) % num_ranks, roomy ? num_ranks : 1};
+    job.start();
+    if constexpr (kBulk) {
+#if DEEPEP_HAS_BULK_COPY
+      auto *items = reinterpret_cast<int32_t *>(shared + at.items) + warp * 2 * kSendStages;
+      BulkSender<CombineJob> sender{job, queues + warp, true, shared + at.stages + static_cast<uint64_t>(warp) * kSendStages * p.stage_bytes,
+                                    reinterpret_cast<uint64_t *>(shared + at.barriers) + warp * kSendStages, items, items + kSendStages,
+                                    p.row_bytes, p.stage_bytes};
+      sender.run();
+#endif
+    } else {
+      CarrySender<CombineJob> sender{job, queues + warp, true, p.row_bytes};
+      sender.run();
+    }
+    __syncwarp();
+    if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
+  } else if (warp < Roles::kReducersAt) {
+    const CombineJob job{p, dests, epoch, ring, 0, 0};
+    publish_rows(queues, Roles::kSenders, 1, [&](int row, int) {
+      const int r = job.dest_of(row);
+      const RingPlace place = job.place_of(row, r);
+      ptx::st_relaxed_sys(&dests[r].flags[place.slot], ring_value(epoch, place.lap));
+    });
+  } else {
+    reduce_tokens(p, epoch, sources, slots + (warp - Roles::kReducersAt) * num_ranks);
+  }
+}
+
+// A failed combine leaves NaN.
+__device__ inline void clear_combine_outputs(const CombineParams &p) {
+  const uint64_t chunks = static_cast<uint64_t>(p.num_tokens) * p.row_bytes / 16;
+  constexpr uint32_t kNan = 0x7fc07fc0u;
+  for (uint64_t i = threadIdx.x; i < chunks; i += blockDim.x) reinterpret_cast<uint4 *>(p.combined_x)[i] = {kNan, kNan, kNan, kNan};
+  for (int64_t i = threadIdx.x; p.combined_weights != nullptr && i < static_cast<int64_t>(p.num_tokens) * p.num_topk; i += blockDim.x)
+    p.combined_weights[i] = __uint_as_float(0x7fc00000u);
+}
+
+template <bool kBulk>
+__global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine_kernel(const __grid_constant__ CombineParams p) {
+#if !DEEPEP_HAS_BULK_COPY
+  if constexpr (kBulk) return; // the launcher does not choose this form below 9.0
+#endif
+  extern __shared__ __align__(128) uint8_t shared[];
+  const Session &s = p.session;
+  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  const CombineShared<kBulk> at(s.team.num_ranks, p.stage_bytes);
+  for (int i = threadIdx.x; i < static_cast<int>(CombineRoles<kBulk>::kSenders * sizeof(SendQueue) / 4); i += blockDim.x)
+    reinterpret_cast<uint32_t *>(shared + at.queues)[i] = 0;
+#if DEEPEP_HAS_BULK_COPY
+  if (kBulk && threadIdx.x < CombineRoles<kBulk>::kSenders * kSendStages) {
+    ptx::mbarrier_init(reinterpret_cast<uint64_t *>(shared + at.barriers) + threadIdx.x, 1);
+    ptx::mbarrier_init_fence();
+  }
+#endif
+  if (begin(s)) {
+    const Handshake hand = combine_handshake(p, epoch);
+    if (blockIdx.x == 0) post_enter(s, hand);
+    if (await_enter(s, hand)) {
+      set_up_combine(p, reinterpret_cast<CombineDest *>(shared + at.dests), reinterpret_cast<CombineSource *>(shared + at.sources));
+      run_combine_roles<kBulk>(p, epoch, shared, reinterpret_cast<int32_t *>(shared + at.bytes));
+    }
+  }
+  finish(s, [&](bool failed) {
+    if (failed) clear_combine_outputs(p);
+    for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) s.team.scratch->rows_taken[epoch % 2][r] = 0;
+    if (threadIdx.x == 0) {
+      s.team.scratch->tokens_taken[epoch % 2] = 0;
+      s.team.scratch->epoch = epoch;
+    }
+    record_kernel(s, 0, true, failed);
+  });
+}
+
+}  // namespace deepep

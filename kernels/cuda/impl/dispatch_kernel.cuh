@@ -1,0 +1,185 @@
+// dispatch_kernel.cuh - rows to the ranks that hold their experts. Roles by warp: senders of rows, the publisher, senders and
+// receivers of metadata, receivers of rows (which copy staged rows out; a registered segment needs none). No role of a block
+// waits for another of the same block, so a grid that is resident makes progress whatever the order of arrival.
+#pragma once
+#include "cuda/impl/dispatch_meta.cuh"
+
+namespace deepep {
+
+template <bool kBulk> struct DispatchRoles {
+  static constexpr int kSenders = kBulk ? 4 : 7, kPublishers = 1, kMetaSenders = 4, kMetaReceivers = kBulk ? 4 : 3, kRowReceivers = kBulk ? 8 : 5;
+  static constexpr int kMetaSendersAt = kSenders + kPublishers, kMetaReceiversAt = kMetaSendersAt + kMetaSenders;
+  static constexpr int kRowReceiversAt = kMetaReceiversAt + kMetaReceivers;
+  static constexpr int kWarps = kRowReceiversAt + kRowReceivers, kThreads = kWarps * kWarp;
+};
+
+// Shared memory of a block, in this order.
+template <bool kBulk> struct DispatchShared {
+  uint64_t stages, dests, heads, queues, barriers, items, bytes;
+  __host__ __device__ DispatchShared(uint32_t num_ranks, uint32_t stage_bytes) {
+    constexpr uint64_t senders = DispatchRoles<kBulk>::kSenders, stages_each = kBulk ? kSendStages : 1;
+    stages = 0;
+    dests = kBulk ? align_up<uint64_t>(senders * stages_each * stage_bytes, 128) : 0;
+    barriers = dests + num_ranks * sizeof(DispatchDest);
+    queues = barriers + senders * stages_each * 8;
+    items = queues + senders * sizeof(SendQueue);
+    heads = items + senders * stages_each * 8;
+    bytes = align_up<uint64_t>(heads + senders * stages_each * num_ranks * 4, 128);
+  }
+};
+
+// Copies rows of one source out of the ring into their places.
+__device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int worker, int num_workers) {
+  const TeamView &team = p.session.team;
+  const ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks);
+  const int before = rows_before(p.rank_prefix_matrix, team.num_ranks, share.source, team.rank);
+  const int rows = p.rank_prefix_matrix[share.source * team.num_ranks + team.rank] - before;
+  const RingShape ring = dispatch_ring(p, false);
+  const uint64_t *flags = team.ring_flag(team.rank, kPayload, share.source);
+  uint64_t *credits = team.ring_credit(share.source, kPayload, team.rank);
+  const uint8_t *nvl = team.self + team.nvl;
+  for (int row = share.first; row < rows;) {
+    // Lanes look at the warp's next 32 rows; those that are here without a gap are copied.
+    const int ahead = row + lane_id() * share.step;
+    const RingPlace place = ring_place(ahead, ring.slots);
+    uint32_t here = 0;
+    const bool good = warp_wait_or_fail(
+        p.session, static_cast<int64_t>(epoch),
+        [&] {
+          here = __ballot_sync(kAllLanes, ahead < rows && ptx::ld_acquire_sys(&flags[place.slot]) == ring_value(epoch, place.lap));
+          return (here & 1) != 0;
+        },
+        [&] { return lane_id() == 0 ? share.source : -1; });
+    if (!good) return;
+    __syncwarp();
+    const int count = here == kAllLanes ? kWarp : __ffs(static_cast<int>(~here)) - 1;
+    for (int i = 0; i < count; ++i, row += share.step) {
+      const RingPlace at = ring_place(row, ring.slots);
+      copy_row(p.recv_x + (static_cast<uint64_t>(before) + row) * p.row_bytes, nvl + ring.payload(share.source, at.slot), p.row_bytes);
+      if (row + static_cast<int>(ring.slots) >= rows) continue;
+      __syncwarp();
+      if (lane_id() == 0) ptx::st_release_sys(&credits[at.slot], ring_value(epoch, at.lap));
+    }
+  }
+}
+
+// Everything this block sent is published; the last block of the rank says so to all, and rows that were written straight to
+// their places are awaited.
+__device__ inline void announce_and_await_done(const DispatchParams &p, uint64_t epoch) {
+  const TeamView &team = p.session.team;
+  uint32_t before = 0;
+  if (lane_id() == 0) before = ptx::atomic_add_acq_rel_gpu(&team.scratch->blocks_sent, 1);
+  before = __shfl_sync(kAllLanes, before, 0);
+  __syncwarp();
+  if (before == gridDim.x - 1 && !has_failed(p.session)) {
+    ptx::fence_acq_rel_sys();
+    for (int r = lane_id(); r < team.num_ranks; r += kWarp) ptx::st_relaxed_sys(team.done(r, team.rank), epoch);
+  }
+  if (blockIdx.x != 0 || p.recv_segment < 0) return;
+  for (int r = lane_id(); r < team.num_ranks; r += kWarp) {
+    const uint64_t *done = team.done(team.rank, r);
+    uint64_t waited;
+    const bool good = wait_or_fail(p.session, r, static_cast<int64_t>(epoch), waited, [&](int64_t &seen) {
+      seen = static_cast<int64_t>(ptx::ld_acquire_sys(done));
+      return seen >= static_cast<int64_t>(epoch);
+    });
+    team.scratch->wait_ns[r] += waited;
+    if (!good) return;
+  }
+}
+
+template <bool kBulk>
+__device__ inline void run_dispatch_roles(const DispatchParams &p, uint64_t epoch, uint8_t *shared, bool staged) {
+  using Roles = DispatchRoles<kBulk>;
+  const DispatchShared<kBulk> at(p.session.team.num_ranks, p.stage_bytes);
+  const auto *dests = reinterpret_cast<const DispatchDest *>(shared + at.dests);
+  auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
+  const int warp = warp_id(), num_ranks = p.session.team.num_ranks;
+  if (warp < Roles::kSenders) {
+    DispatchJob job{p, dests, epoch, reinterpret_cast<int32_t *>(shared + at.heads) + warp * (kBulk ? kSendStages : 1) * num_ranks};
+    job.start();
+    if constexpr (kBulk) {
+#if DEEPEP_HAS_BULK_COPY
+      auto *items = reinterpret_cast<int32_t *>(shared + at.items) + warp * 2 * kSendStages;
+      BulkSender<DispatchJob> sender{job, queues + warp, staged, shared + at.stages + static_cast<uint64_t>(warp) * kSendStages * p.stage_bytes,
+                                     reinterpret_cast<uint64_t *>(shared + at.barriers) + warp * kSendStages, items, items + kSendStages,
+                                     p.row_bytes, p.stage_bytes};
+      sender.run();
+#endif
+    } else {
+      CarrySender<DispatchJob> sender{job, queues + warp, staged, p.row_bytes};
+      sender.run();
+    }
+    __syncwarp();
+    if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
+  } else if (warp < Roles::kMetaSendersAt) {
+    publish_rows(queues, Roles::kSenders, num_ranks, [&](int token, int r) {
+      const int head = p.send_head[static_cast<int64_t>(token) * num_ranks + r];
+      if (head < 0 || dests[r].direct) return;
+      const RingPlace place = ring_place(head, dests[r].slots);
+      ptx::st_relaxed_sys(&dests[r].flags[kPayload][place.slot], ring_value(epoch, place.lap));
+    });
+    announce_and_await_done(p, epoch);
+  } else if (warp < Roles::kMetaReceiversAt) {
+    send_meta(p, dests, epoch);
+  } else if (warp < Roles::kRowReceiversAt) {
+    const int worker = (warp - Roles::kMetaReceiversAt) * gridDim.x + blockIdx.x;
+    receive_meta(p, epoch, p.recv_segment >= 0, worker, Roles::kMetaReceivers * gridDim.x);
+  } else if (p.recv_segment < 0) {
+    receive_rows(p, epoch, (warp - Roles::kRowReceiversAt) * gridDim.x + blockIdx.x, Roles::kRowReceivers * gridDim.x);
+  }
+}
+
+// A failed dispatch leaves rows that name nothing.
+__device__ inline void clear_dispatch_outputs(const DispatchParams &p) {
+  const int64_t rows = most(p.num_recv_tokens, 0), entries = rows * p.num_topk;
+  for (int64_t i = threadIdx.x; i < entries; i += blockDim.x) {
+    if (p.recv_topk_idx != nullptr)
+      for (int w = 0; w < p.index_words(); ++w) static_cast<uint32_t *>(p.recv_topk_idx)[i * p.index_words() + w] = 0xffffffffu;
+    if (p.recv_topk_weights != nullptr) p.recv_topk_weights[i] = 0;
+  }
+  for (int64_t i = threadIdx.x; p.recv_src_idx != nullptr && i < rows; i += blockDim.x) p.recv_src_idx[i] = 0;
+}
+
+template <bool kBulk>
+__global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
+#if !DEEPEP_HAS_BULK_COPY
+  if constexpr (kBulk) return; // the launcher does not choose this form below 9.0
+#endif
+  extern __shared__ __align__(128) uint8_t shared[];
+  const Session &s = p.session;
+  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  const DispatchShared<kBulk> at(s.team.num_ranks, p.stage_bytes);
+  auto *dests = reinterpret_cast<DispatchDest *>(shared + at.dests);
+  for (int i = threadIdx.x; i < static_cast<int>(DispatchRoles<kBulk>::kSenders * sizeof(SendQueue) / 4); i += blockDim.x)
+    reinterpret_cast<uint32_t *>(shared + at.queues)[i] = 0;
+#if DEEPEP_HAS_BULK_COPY
+  if (kBulk && threadIdx.x < DispatchRoles<kBulk>::kSenders * kSendStages) {
+    ptx::mbarrier_init(reinterpret_cast<uint64_t *>(shared + at.barriers) + threadIdx.x, 1);
+    ptx::mbarrier_init_fence();
+  }
+#endif
+  if (begin(s)) {
+    const Handshake hand = dispatch_handshake(p, epoch);
+    if (blockIdx.x == 0) post_enter(s, hand);
+    if (await_enter(s, hand) && set_up_dests(p, epoch, dests)) {
+      const bool staged = __syncthreads_or(threadIdx.x == 0 && [&] {
+        bool any = false;
+        for (int r = 0; r < s.team.num_ranks; ++r) any |= !dests[r].direct;
+        return any;
+      }());
+      run_dispatch_roles<kBulk>(p, epoch, shared, staged);
+    }
+  }
+  finish(s, [&](bool failed) {
+    if (failed) clear_dispatch_outputs(p);
+    if (threadIdx.x == 0) {
+      s.team.scratch->blocks_sent = 0;
+      s.team.scratch->tokens_taken[epoch % 2] = s.team.scratch->metas_taken[epoch % 2] = 0;
+      s.team.scratch->epoch = epoch;
+    }
+    record_kernel(s, 0, true, failed);
+  });
+}
+
+}  // namespace deepep

@@ -1,0 +1,123 @@
+// notify_kernel.cuh - every rank learns how many rows go from whom to whom, and numbers its own rows.
+// Block 0 exchanges counts; block 1 + j numbers the rows to rank j, then to rank j + (blocks - 1), ...
+#pragma once
+#include "cuda/sync/session.cuh"
+
+namespace deepep {
+
+constexpr int kNotifyThreads = 512;
+
+struct NotifyParams {
+  Session session;
+  const int32_t *per_rank, *per_expert;
+  const uint8_t *token_in_rank;
+  int32_t num_tokens, num_topk, num_experts, expert_alignment, num_worst_tokens, num_scales;
+  uint64_t hidden_bytes;
+  int32_t *rank_prefix_matrix, *send_head;
+  dk_counts *counts;
+};
+
+// Exclusive sum over the block's threads; the sum of all is left in total.
+__device__ inline int block_prefix(int value, int &total) {
+  __shared__ int warps[kNotifyThreads / kWarp];
+  int sum = value;
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, sum, step);
+    if (lane_id() >= step) sum += other;
+  }
+  __syncthreads();
+  if (lane_id() == kWarp - 1) warps[warp_id()] = sum;
+  __syncthreads();
+  int before = 0;
+  total = 0;
+  for (int w = 0; w < kNotifyThreads / kWarp; ++w) {
+    if (w < warp_id()) before += warps[w];
+    total += warps[w];
+  }
+  return before + sum - value;
+}
+
+__device__ inline void number_rows(const NotifyParams &p, int to) {
+  const int num_ranks = p.session.team.num_ranks;
+  int base = 0;
+  for (int first = 0; first < p.num_tokens; first += kNotifyThreads) {
+    const int t = first + threadIdx.x;
+    const int64_t at = static_cast<int64_t>(t) * num_ranks + to;
+    const bool sent = t < p.num_tokens && p.token_in_rank[at] != 0;
+    int total;
+    const int before = block_prefix(sent, total);
+    if (t < p.num_tokens) p.send_head[at] = sent ? base + before : -1;
+    base += total;
+  }
+}
+
+__device__ inline Handshake notify_handshake(const NotifyParams &p, uint64_t epoch) {
+  Handshake hand{};
+  hand.epoch = epoch;
+  hand.mine.hidden_bytes = p.hidden_bytes;
+  hand.mine.op = DK_OP_NOTIFY;
+  hand.mine.num_experts = p.num_experts, hand.mine.num_topk = p.num_topk, hand.mine.num_scales = p.num_scales;
+  hand.mine.row_limit = p.num_worst_tokens > 0 ? p.num_worst_tokens : -1;
+  return hand;
+}
+
+// My row of the matrix and the peer's experts, a warp for each peer, then the message that makes them valid.
+__device__ inline void send_counts(const NotifyParams &p, const Handshake &hand) {
+  const Session &s = p.session;
+  const int num_ranks = s.team.num_ranks, local = p.num_experts / num_ranks;
+  for (int r = warp_id(); r < num_ranks; r += kNotifyThreads / kWarp) {
+    uint32_t *to = s.team.counts(r, hand.epoch % 2, s.team.rank);
+    for (int i = lane_id(); i < num_ranks; i += kWarp) to[i] = p.per_rank[i];
+    for (int i = lane_id(); i < local; i += kWarp) to[num_ranks + i] = p.per_expert[r * local + i];
+  }
+  __syncthreads(); // the release of each message below covers what the block has stored
+  post_enter(s, hand);
+}
+
+__device__ inline void sum_matrix(const NotifyParams &p, uint64_t epoch) {
+  const Session &s = p.session;
+  const int num_ranks = s.team.num_ranks;
+  for (int j = threadIdx.x; j < num_ranks; j += kNotifyThreads) {
+    int sum = 0;
+    for (int i = 0; i < num_ranks; ++i) {
+      sum += static_cast<int>(s.team.counts(s.team.rank, epoch % 2, i)[j]);
+      p.rank_prefix_matrix[i * num_ranks + j] = sum;
+    }
+    const int limit = s.team.enter(s.team.rank, epoch % kEnterCopies, j)->row_limit;
+    if (limit >= 0 && sum > limit) report_failure(s, DK_EMISMATCH, j, DK_FIELD_WORST_TOKENS, limit, sum, 0);
+    if (j == s.team.rank && p.counts != nullptr)
+      p.counts->num_recv_tokens = sum, p.counts->num_recv_nodes_tokens = 0;
+  }
+  const int local = p.num_experts / num_ranks;
+  for (int e = threadIdx.x; p.counts != nullptr && e < local; e += kNotifyThreads) {
+    int sum = 0;
+    for (int i = 0; i < num_ranks; ++i) sum += static_cast<int>(s.team.counts(s.team.rank, epoch % 2, i)[num_ranks + e]);
+    p.counts->per_expert[e] = ceil_div(sum, p.expert_alignment) * p.expert_alignment;
+  }
+}
+
+__global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_constant__ NotifyParams p) {
+  const Session &s = p.session;
+  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  if (begin(s)) {
+    if (blockIdx.x == 0) {
+      const Handshake hand = notify_handshake(p, epoch);
+      send_counts(p, hand);
+      if (await_enter(s, hand)) sum_matrix(p, epoch);
+      __syncthreads();
+      if (threadIdx.x == 0 && p.counts != nullptr && !has_failed(s)) ptx::st_release_sys(&p.counts->seq, s.call);
+    } else {
+      for (int to = blockIdx.x - 1; to < s.team.num_ranks; to += gridDim.x - 1) number_rows(p, to);
+    }
+  }
+  finish(s, [&](bool failed) {
+    if (failed && threadIdx.x == 0 && p.counts != nullptr) {
+      p.counts->num_recv_tokens = -1;
+      ptx::st_release_sys(&p.counts->seq, s.call);
+    }
+    if (threadIdx.x == 0) s.team.scratch->epoch = epoch;
+    record_kernel(s, 0, true, failed);
+  });
+}
+
+}  // namespace deepep

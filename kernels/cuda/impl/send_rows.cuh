@@ -1,0 +1,216 @@
+// send_rows.cuh - rows from this rank's memory to peers' by warps that take work by tickets, and the publisher that says what
+// has arrived. A Job says which rows, from where, to where:
+//   int next()                     the next row's number, -1: no more (whole warp; the same in all lanes)
+//   void prefetch(stage, row)      starts to fetch what each() needs (cp.async by lanes, one commit by the caller)
+//   const uint8_t *source(row)
+//   bool room(stage, row)          every destination has room now          } whole warp
+//   bool await_room(stage, row)    waits for that; false: the team failed  }
+//   void extra(stage, row)         what goes along by ordinary stores      }
+//   void each(stage, row, f)       f(address) for each destination, in all lanes
+#pragma once
+#include "cuda/sync/session.cuh"
+
+namespace deepep {
+
+constexpr int kSendStages = 3;      // rows (or pieces of 16 KB) in shared memory per sending warp
+constexpr int kSendOutstanding = 1; // of them being stored; the others are being loaded
+constexpr int kSendAhead = kSendStages - kSendOutstanding;
+constexpr uint32_t kMaxStageBytes = 16384;
+constexpr uint32_t kQueueLength = 32;
+
+// From a sending warp to the block's publisher: rows whose stores are complete.
+struct SendQueue {
+  uint32_t posted, finished, published, reserved;
+  int32_t rows[kQueueLength];
+};
+
+// Whole warp, `posted` is the warp's own count.
+__device__ inline void post_row(SendQueue *queue, uint32_t &posted, int row) {
+  __syncwarp();
+  if (lane_id() == 0) {
+    while (posted - ptx::ld_acquire_cta(&queue->published) >= kQueueLength) {}
+    queue->rows[posted % kQueueLength] = row;
+    ptx::st_release_cta(&queue->posted, posted + 1);
+  }
+  ++posted;
+}
+
+#if DEEPEP_HAS_BULK_COPY
+// The Hopper form: bulk copies through shared memory, one lane issues.
+template <class Job> struct BulkSender {
+  Job &job;
+  SendQueue *queue;
+  bool publish;
+  uint8_t *stages;
+  uint64_t *arrived;
+  int32_t *stage_row, *stage_piece; // shared, [kSendStages]
+  uint32_t row_bytes, stage_bytes;
+  int loaded = 0, stored = 0, posted_items = 0;
+  uint32_t posted = 0;
+  int row = -1, piece = 0;
+  bool more = true;
+
+  __device__ int pieces() const { return static_cast<int>(ceil_div(row_bytes, stage_bytes)); }
+  __device__ uint32_t piece_bytes(int which) const { return least(stage_bytes, row_bytes - which * stage_bytes); }
+
+  __device__ void load_next() {
+    if (more && (row < 0 || piece == pieces())) row = job.next(), piece = 0, more = row >= 0;
+    if (more) {
+      const int stage = loaded % kSendStages;
+      if (lane_id() == 0) {
+        stage_row[stage] = row, stage_piece[stage] = piece;
+        ptx::mbarrier_expect(&arrived[stage], piece_bytes(piece));
+        ptx::bulk_load(stages + stage * stage_bytes, job.source(row) + static_cast<uint64_t>(piece) * stage_bytes, piece_bytes(piece),
+                       &arrived[stage]);
+      }
+      job.prefetch(stage, row);
+      ++loaded, ++piece;
+    }
+    ptx::copy_words_commit();
+  }
+  // Rows whose stores are known to be complete go to the publisher; a row counts with its last piece.
+  __device__ void post_until(int complete) {
+    for (; posted_items < complete; ++posted_items) {
+      const int stage = posted_items % kSendStages;
+      if (stage_piece[stage] == pieces() - 1) post_row(queue, posted, stage_row[stage]);
+    }
+  }
+  __device__ void drain() {
+    if (lane_id() == 0) ptx::bulk_wait<0>();
+    __syncwarp();
+    if (publish) post_until(stored);
+  }
+  // One piece to all its destinations. False: the team failed.
+  __device__ bool store_next() {
+    const int stage = stored % kSendStages;
+    const int which = stage_row[stage], at = stage_piece[stage];
+    if (!job.room(stage, which)) {
+      drain(); // what is on its way here may be what others wait for
+      if (!job.await_room(stage, which)) return false;
+      ptx::fence_before_bulk();
+    }
+    if (lane_id() == 0)
+      while (!ptx::mbarrier_try_wait(&arrived[stage], (stored / kSendStages) & 1)) {}
+    const uint32_t bytes = piece_bytes(at);
+    const uint64_t offset = static_cast<uint64_t>(at) * stage_bytes;
+    job.each(stage, which, [&](uint8_t *to) {
+      if (lane_id() == 0) ptx::bulk_store(to + offset, stages + stage * stage_bytes, bytes);
+    });
+    if (lane_id() == 0) ptx::bulk_commit();
+    if (at == pieces() - 1) job.extra(stage, which);
+    ++stored;
+    return true;
+  }
+  __device__ void run() {
+    for (int i = 0; i < kSendAhead; ++i) load_next();
+    bool good = true;
+    while (good && stored < loaded) {
+      ptx::copy_words_wait<kSendAhead - 1>();
+      __syncwarp();
+      good = store_next();
+      if (!good) break;
+      if (lane_id() == 0) {
+        if (publish) ptx::bulk_wait<kSendOutstanding>();
+        else ptx::bulk_wait_read<kSendOutstanding>();
+      }
+      __syncwarp();
+      if (publish) post_until(stored - kSendOutstanding);
+      load_next();
+    }
+    drain();
+    while (!good && stored < loaded) { // loads into shared memory must end before the block does
+      if (lane_id() == 0)
+        while (!ptx::mbarrier_try_wait(&arrived[stored % kSendStages], (stored / kSendStages) & 1)) {}
+      ++stored;
+    }
+    ptx::copy_words_wait<0>();
+  }
+};
+#endif
+
+// The form for compute capability 8.0: a warp carries a row in registers.
+template <class Job> struct CarrySender {
+  Job &job;
+  SendQueue *queue;
+  bool publish;
+  uint32_t row_bytes;
+
+  __device__ void carry(int row) {
+    constexpr int kUnroll = 8;
+    const uint8_t *from = job.source(row);
+    const int chunks = static_cast<int>(row_bytes / 16);
+    for (int first = lane_id(); first < chunks + lane_id(); first += kWarp * kUnroll) {
+      uint4 data[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u)
+        if (first + u * kWarp < chunks) data[u] = ptx::ld_stream(from + 16ull * (first + u * kWarp));
+      job.each(0, row, [&](uint8_t *to) {
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u)
+          if (first + u * kWarp < chunks) ptx::st_stream(to + 16ull * (first + u * kWarp), data[u]);
+      });
+    }
+  }
+  __device__ void run() {
+    uint32_t posted = 0;
+    for (int row = job.next(); row >= 0; row = job.next()) {
+      __syncwarp();
+      job.prefetch(0, row);
+      ptx::copy_words_commit();
+      ptx::copy_words_wait<0>();
+      __syncwarp();
+      if (!job.room(0, row) && !job.await_room(0, row)) return;
+      carry(row);
+      job.extra(0, row);
+      if (publish) post_row(queue, posted, row);
+    }
+  }
+};
+
+// The publisher: one fence for all rows that the block's senders have completed, then their flags. flags(row, which) stores the
+// flag of destination `which` < per_row of a row. Ends when all senders have finished; everything sent is then published.
+template <class Flags>
+__device__ inline void publish_rows(SendQueue *queues, int num_queues, int per_row, Flags flags) {
+  const int lane = lane_id();
+  uint32_t published = 0; // of the queue of my lane
+  for (;;) {
+    const bool mine = lane < num_queues;
+    const bool finished = !mine || ptx::ld_acquire_cta(&queues[lane].finished) != 0; // before `posted`: then that is the last word
+    const uint32_t posted = mine ? ptx::ld_acquire_cta(&queues[lane].posted) : 0;
+    const uint32_t news = __ballot_sync(kAllLanes, posted != published);
+    if (news == 0) {
+      if (!__all_sync(kAllLanes, finished)) continue;
+      __syncwarp();
+      ptx::fence_acq_rel_sys();
+      return;
+    }
+    __syncwarp();
+    ptx::fence_acq_rel_sys();
+    for (uint32_t left = news; left != 0; left &= left - 1) {
+      const int which = __ffs(static_cast<int>(left)) - 1;
+      const uint32_t from = __shfl_sync(kAllLanes, published, which), to = __shfl_sync(kAllLanes, posted, which);
+      const int pairs = static_cast<int>(to - from) * per_row;
+      for (int i = lane; i < pairs; i += kWarp) flags(queues[which].rows[(from + i / per_row) % kQueueLength], i % per_row);
+      __syncwarp();
+    }
+    published = posted;
+    if (mine) ptx::st_release_cta(&queues[lane].published, published);
+  }
+}
+
+// A row from local memory to local memory by a warp.
+__device__ inline void copy_row(uint8_t *to, const uint8_t *from, uint32_t bytes) {
+  constexpr int kUnroll = 8;
+  const int chunks = static_cast<int>(bytes / 16);
+  for (int first = lane_id(); first < chunks; first += kWarp * kUnroll) {
+    uint4 data[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+      if (first + u * kWarp < chunks) data[u] = ptx::ld_stream(from + 16ull * (first + u * kWarp));
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+      if (first + u * kWarp < chunks) ptx::st_stream(to + 16ull * (first + u * kWarp), data[u]);
+  }
+}
+
+}  // namespace deepep

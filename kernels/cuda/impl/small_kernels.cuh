@@ -1,0 +1,48 @@
+// small_kernels.cuh - barrier, masks, and the advance of a team past a call that was only a fill.
+#pragma once
+#include "cuda/sync/session.cuh"
+
+namespace deepep {
+
+struct BarrierParams {
+  Session session;
+  uint32_t counts_as_call; // 0: one of several kernels of an operation
+};
+
+// One block: everybody has come here. Masked ranks are not waited for.
+__global__ void __launch_bounds__(128) barrier_kernel(const __grid_constant__ BarrierParams p) {
+  const Session &s = p.session;
+  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  if (begin(s)) {
+    Handshake hand{};
+    hand.epoch = epoch, hand.mine.op = s.op;
+    post_enter(s, hand);
+    await_enter(s, hand);
+  }
+  finish(s, [&](bool failed) {
+    if (threadIdx.x == 0) s.team.scratch->epoch = epoch;
+    record_kernel(s, 0, p.counts_as_call != 0, failed);
+  });
+}
+
+struct MaskParams {
+  Session session;
+  int32_t what, rank, value, reserved;
+  int32_t *out;
+};
+
+__global__ void __launch_bounds__(128) mask_kernel(const __grid_constant__ MaskParams p) {
+  const Session &s = p.session;
+  begin(s);
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
+    uint32_t *mask = &s.team.scratch->masked[r];
+    if (p.what == DK_MASK_QUERY) p.out[r] = static_cast<int32_t>(*mask);
+    else if (p.what == DK_MASK_CLEAN) *mask = 0;
+    else if (r == p.rank) *mask = p.value != 0;
+  }
+  finish(s, [&](bool failed) { record_kernel(s, 0, true, failed); });
+}
+
+__global__ void clock_kernel(uint64_t *now) { *now = ptx::global_timer_ns(); }
+
+}  // namespace deepep

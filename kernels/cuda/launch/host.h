@@ -1,0 +1,126 @@
+// host.h - what the host side shares: handles, guards, error codes. No kernels here.
+#pragma once
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "abi/kernels.h"
+#include "cuda/layout/team.cuh"
+
+#ifndef DEEPEP_SM90
+#define DEEPEP_SM90 1
+#endif
+
+// What the shared library shows. Everything else is hidden by -fvisibility=hidden.
+#define DK_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace deepep {
+
+struct Device {
+  int ordinal = 0, num_sms = 0, cc_major = 0, cc_minor = 0;
+  bool bulk = false;            // use the Hopper kernels
+  bool exports_descriptors = false;
+  cudaStream_t service = nullptr; // for copies that belong to no caller's stream
+  cudaDeviceProp properties{};
+};
+
+enum class MemoryKind { kVirtual, kRuntime, kImported, kAlias };
+struct Memory {
+  Device *device = nullptr;
+  MemoryKind kind = MemoryKind::kVirtual;
+  CUmemGenericAllocationHandle handle = 0;
+  CUdeviceptr address = 0;
+  size_t bytes = 0;
+};
+
+struct Team {
+  Device *device = nullptr;
+  TeamView view{};
+  int sm_share = 1;
+  uint64_t *segments = nullptr; // device
+  void *scratch = nullptr;
+  void *peers = nullptr;
+};
+
+// Driver functions, found at run time: the library does not link with libcuda.
+struct Driver {
+  CUresult (*MemCreate)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long);
+  CUresult (*MemRelease)(CUmemGenericAllocationHandle);
+  CUresult (*MemAddressReserve)(CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long);
+  CUresult (*MemAddressFree)(CUdeviceptr, size_t);
+  CUresult (*MemMap)(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long);
+  CUresult (*MemUnmap)(CUdeviceptr, size_t);
+  CUresult (*MemSetAccess)(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t);
+  CUresult (*MemGetAllocationGranularity)(size_t *, const CUmemAllocationProp *, CUmemAllocationGranularity_flags);
+  CUresult (*MemExportToShareableHandle)(void *, CUmemGenericAllocationHandle, CUmemAllocationHandleType, unsigned long long);
+  CUresult (*MemImportFromShareableHandle)(CUmemGenericAllocationHandle *, void *, CUmemAllocationHandleType);
+  CUresult (*MemRetainAllocationHandle)(CUmemGenericAllocationHandle *, void *);
+  CUresult (*GetErrorString)(CUresult, const char **);
+};
+const Driver *driver(); // null: no usable driver
+
+// A device error in a params struct: keeps the number, clears the runtime's sticky-free last error, chooses the DK_* code.
+template <class P> int32_t device_failure(P *p, cudaError_t error) {
+  p->device_error = static_cast<int32_t>(error);
+  (void)cudaGetLastError();
+  if (error == cudaErrorMemoryAllocation) return DK_ENOMEM;
+  if (error == cudaErrorInvalidValue || error == cudaErrorInvalidResourceHandle) return DK_EINVAL;
+  if (error == cudaErrorNotSupported) return DK_EUNSUPPORTED;
+  return DK_EDEVICE;
+}
+template <class P> int32_t driver_failure(P *p, CUresult result) {
+  p->device_error = static_cast<int32_t>(result);
+  if (result == CUDA_ERROR_OUT_OF_MEMORY) return DK_ENOMEM;
+  if (result == CUDA_ERROR_NOT_SUPPORTED) return DK_EUNSUPPORTED;
+  return DK_EDEVICE;
+}
+
+// Every function starts so: the caller's struct is new enough, nothing failed yet.
+#define DK_ENTER(p)                                              \
+  do {                                                           \
+    if ((p) == nullptr) return DK_EINVAL;                        \
+    if ((p)->size < sizeof(*(p))) return DK_EVERSION;            \
+    (p)->device_error = 0;                                       \
+  } while (0)
+
+// Makes a device current and gives the caller's back; no effect on captures of other threads meanwhile.
+class OnDevice {
+ public:
+  explicit OnDevice(const Device *device) {
+    (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+    error_ = cudaGetDevice(&before_);
+    if (error_ == cudaSuccess && before_ != device->ordinal) error_ = cudaSetDevice(device->ordinal);
+    changed_ = error_ == cudaSuccess && before_ != device->ordinal;
+  }
+  ~OnDevice() {
+    if (changed_) (void)cudaSetDevice(before_);
+    (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+  }
+  OnDevice(const OnDevice &) = delete;
+  OnDevice &operator=(const OnDevice &) = delete;
+  cudaError_t error() const { return error_; }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+  int before_ = 0;
+  bool changed_ = false;
+  cudaError_t error_ = cudaSuccess;
+};
+
+template <class T> T *handle_of(uint64_t value) { return reinterpret_cast<T *>(value); }
+inline uint64_t handle_to(const void *p) { return reinterpret_cast<uint64_t>(p); }
+inline cudaStream_t stream_of(uint64_t value) { return reinterpret_cast<cudaStream_t>(value); }
+
+// Loads every kernel of the library on the current device, so that no first launch has to (kernels.cu files register theirs).
+cudaError_t load_normal_kernels(bool bulk);
+cudaError_t load_low_latency_kernels(bool bulk);
+cudaError_t load_small_kernels();
+
+// The state of an operation as kernels are told it.
+template <class P> Session session_of(const P *p, uint32_t op, uint32_t phase) {
+  return Session{handle_of<Team>(p->team)->view, p->call, p->timeout_ns, op, phase};
+}
+
+}  // namespace deepep

@@ -1,0 +1,187 @@
+// normal.cu - launches of the normal mode: checks, grid, shared memory.
+#include "cuda/impl/combine_kernel.cuh"
+#include "cuda/impl/dispatch_kernel.cuh"
+#include "cuda/impl/layout_kernel.cuh"
+#include "cuda/impl/notify_kernel.cuh"
+#include "cuda/launch/host.h"
+
+namespace deepep {
+namespace {
+
+constexpr int kDefaultSms = 20;
+
+// Blocks of a kernel that fills an SM: what was asked for, but never more than this rank's share of the device.
+int blocks_for(const Team *team, int32_t num_sms) {
+  const int share = most(1, team->device->num_sms / most(1, team->sm_share));
+  return least(num_sms > 0 ? num_sms : kDefaultSms, share);
+}
+
+// The largest piece of a row that leaves room for every sender's stages: whole rows where they fit.
+uint32_t stage_bytes_for(uint64_t row_bytes, uint32_t senders, uint32_t limit) {
+  const uint64_t whole = least<uint64_t>(row_bytes, kMaxStageBytes);
+  const uint64_t fit = limit / (senders * kSendStages) / 128 * 128;
+  return static_cast<uint32_t>(align_up<uint64_t>(least(whole, fit), 16));
+}
+
+template <class P> int32_t launched(P *p) {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+}
+
+template <class Kernel> cudaError_t load(Kernel *kernel, size_t max_shared) {
+  cudaFuncAttributes attributes{};
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess || max_shared == 0) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(max_shared));
+}
+
+constexpr size_t kSharedLimit80 = 160 * 1024, kSharedLimit90 = 224 * 1024, kSharedForRoles = 44 * 1024;
+
+}  // namespace
+
+cudaError_t load_normal_kernels(bool bulk) {
+  int limit = 0, ordinal = 0;
+  cudaError_t error = cudaGetDevice(&ordinal);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
+  const size_t most_shared = static_cast<size_t>(limit) - 2048; // static shared memory comes on top
+  if (error == cudaSuccess) error = load(layout_kernel, least<size_t>(most_shared, 96 * 1024));
+  if (error == cudaSuccess) error = load(notify_kernel, 0);
+  if (error == cudaSuccess) error = load(dispatch_kernel<false>, least(most_shared, kSharedLimit80));
+  if (error == cudaSuccess) error = load(combine_kernel<false>, least(most_shared, kSharedLimit80));
+#if DEEPEP_SM90
+  if (error == cudaSuccess && bulk) error = load(dispatch_kernel<true>, least(most_shared, kSharedLimit90));
+  if (error == cudaSuccess && bulk) error = load(combine_kernel<true>, least(most_shared, kSharedLimit90));
+#else
+  (void)bulk;
+#endif
+  return error;
+}
+
+}  // namespace deepep
+
+using namespace deepep;
+
+DK_EXPORT int32_t dk_layout(dk_layout_params *p) {
+  DK_ENTER(p);
+  auto *team = handle_of<Team>(p->team);
+  const int num_ranks = team->view.num_ranks;
+  if (p->num_tokens < 0 || p->num_topk <= 0 || p->num_experts <= 0 || p->num_experts % num_ranks != 0) return DK_EINVAL;
+  if (p->index_bytes != 4 && p->index_bytes != 8) return DK_EINVAL;
+  LayoutParams params{};
+  params.session = session_of(p, DK_OP_LAYOUT, DK_PHASE_BOTH);
+  params.topk_idx = pointer<void>(p->topk_idx), params.index_bytes = p->index_bytes;
+  params.num_tokens = p->num_tokens, params.num_topk = p->num_topk, params.num_experts = p->num_experts;
+  params.num_nodes = ceil_div(num_ranks, team->view.num_nvl_peers);
+  params.per_rank = pointer<int32_t>(p->tokens_per_rank), params.per_node = pointer<int32_t>(p->tokens_per_node);
+  params.per_expert = pointer<int32_t>(p->tokens_per_expert), params.token_in_rank = pointer<uint8_t>(p->token_in_rank);
+  const size_t shared = 4ull * (p->num_experts + num_ranks + params.num_nodes);
+  if (shared > 96 * 1024) return DK_EUNSUPPORTED;
+  const OnDevice on(team->device);
+  const int blocks = least(most(1, ceil_div(p->num_tokens, kLayoutThreads)), team->device->num_sms);
+  layout_kernel<<<blocks, kLayoutThreads, shared, stream_of(p->stream)>>>(params);
+  return launched(p);
+}
+
+DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
+  DK_ENTER(p);
+  auto *team = handle_of<Team>(p->team);
+  const int num_ranks = team->view.num_ranks;
+  if (p->num_tokens < 0 || p->num_experts < 0 || p->num_experts % num_ranks != 0 || p->hidden_bytes == 0) return DK_EINVAL;
+  if (p->expert_alignment < 1 || (p->num_experts > 0 && p->tokens_per_expert == 0)) return DK_EINVAL;
+  if (static_cast<uint32_t>(p->num_experts / num_ranks) > max_local_experts(num_ranks)) return DK_EUNSUPPORTED;
+  NotifyParams params{};
+  params.session = session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH);
+  params.per_rank = pointer<int32_t>(p->tokens_per_rank), params.per_expert = pointer<int32_t>(p->tokens_per_expert);
+  params.token_in_rank = pointer<uint8_t>(p->token_in_rank);
+  params.num_tokens = p->num_tokens, params.num_topk = p->num_topk, params.num_experts = p->num_experts;
+  params.expert_alignment = p->expert_alignment, params.num_worst_tokens = p->num_worst_tokens, params.num_scales = p->num_scales;
+  params.hidden_bytes = p->hidden_bytes;
+  params.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix), params.send_head = pointer<int32_t>(p->send_head);
+  params.counts = pointer<dk_counts>(p->counts);
+  const OnDevice on(team->device);
+  notify_kernel<<<1 + least(num_ranks, 16), kNotifyThreads, 0, stream_of(p->stream)>>>(params);
+  return launched(p);
+}
+
+namespace {
+
+template <bool kBulk> int32_t launch_dispatch(dk_dispatch_params *p, DispatchParams &params, int blocks) {
+  auto *team = handle_of<Team>(p->team);
+  const uint32_t num_ranks = team->view.num_ranks;
+  using Roles = DispatchRoles<kBulk>;
+  if (blocks * Roles::kMetaReceivers < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
+  params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, kSharedLimit90 - kSharedForRoles);
+  const size_t shared = DispatchShared<kBulk>(num_ranks, params.stage_bytes).bytes;
+  if (shared > (kBulk ? kSharedLimit90 : kSharedLimit80)) return DK_EUNSUPPORTED;
+  const OnDevice on(team->device);
+  dispatch_kernel<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
+  return launched(p);
+}
+
+template <bool kBulk> int32_t launch_combine(dk_combine_params *p, CombineParams &params, int blocks) {
+  auto *team = handle_of<Team>(p->team);
+  const uint32_t num_ranks = team->view.num_ranks;
+  using Roles = CombineRoles<kBulk>;
+  if (blocks * Roles::kSenders < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
+  params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, kSharedLimit90 - kSharedForRoles);
+  const size_t shared = CombineShared<kBulk>(num_ranks, params.stage_bytes).bytes + 4ull * Roles::kReducers * num_ranks;
+  if (shared > (kBulk ? kSharedLimit90 : kSharedLimit80)) return DK_EUNSUPPORTED;
+  const OnDevice on(team->device);
+  combine_kernel<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
+  return launched(p);
+}
+
+bool is_aligned(uint64_t address) { return address % 16 == 0; }
+
+}  // namespace
+
+DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
+  DK_ENTER(p);
+  auto *team = handle_of<Team>(p->team);
+  if (p->hidden_bytes == 0 || p->hidden_bytes % 16 != 0 || p->hidden_bytes > (1u << 30) || p->num_tokens < 0) return DK_EINVAL;
+  if (!is_aligned(p->x) || !is_aligned(p->recv_x) || (p->recv_segment >= 0 && !is_aligned(p->recv_segment_offset))) return DK_EINVAL;
+  if (p->recv_segment >= DK_MAX_SEGMENTS || p->num_scales < 0 || p->num_topk < 0) return DK_EINVAL;
+  if (p->num_topk > 0 && p->index_bytes != 4 && p->index_bytes != 8) return DK_EINVAL;
+  DispatchParams d{};
+  d.session = session_of(p, DK_OP_DISPATCH, DK_PHASE_BOTH);
+  d.x = pointer<uint8_t>(p->x), d.scales = pointer<uint32_t>(p->scales);
+  d.scale_token_stride = p->scale_token_stride, d.scale_stride = p->scale_stride;
+  d.cached = (p->flags & DK_DISPATCH_CACHED) != 0;
+  d.num_topk = d.cached ? 0 : p->num_topk, d.index_bytes = p->index_bytes == 4 ? 4 : 8, d.num_experts = d.num_topk > 0 ? p->num_experts : 0;
+  d.topk_idx = pointer<void>(p->topk_idx), d.topk_weights = pointer<uint32_t>(p->topk_weights);
+  d.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix), d.send_head = pointer<int32_t>(p->send_head);
+  d.row_bytes = static_cast<uint32_t>(p->hidden_bytes), d.num_tokens = p->num_tokens, d.num_scales = p->num_scales;
+  d.num_recv_tokens = p->num_recv_tokens, d.num_worst_tokens = d.cached ? 0 : p->num_worst_tokens;
+  d.recv_segment = p->recv_segment < 0 ? -1 : p->recv_segment, d.recv_segment_offset = p->recv_segment_offset;
+  d.recv_x = pointer<uint8_t>(p->recv_x), d.recv_scales = pointer<uint32_t>(p->recv_scales);
+  d.recv_topk_idx = pointer<void>(p->recv_topk_idx), d.recv_topk_weights = pointer<uint32_t>(p->recv_topk_weights);
+  d.recv_src_idx = pointer<int32_t>(p->recv_src_idx);
+  if (dispatch_ring(d, false).slots == 0) return DK_EUNSUPPORTED; // nvl region under min_nvl_bytes
+  const int blocks = blocks_for(team, p->num_sms);
+#if DEEPEP_SM90
+  if (team->device->bulk) return launch_dispatch<true>(p, d, blocks);
+#endif
+  return launch_dispatch<false>(p, d, blocks);
+}
+
+DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
+  DK_ENTER(p);
+  auto *team = handle_of<Team>(p->team);
+  if (p->hidden <= 0 || p->hidden % 8 != 0 || p->num_tokens < 0 || p->num_topk < 0) return DK_EINVAL;
+  if (!is_aligned(p->x) || !is_aligned(p->combined_x) || !is_aligned(p->bias[0]) || !is_aligned(p->bias[1])) return DK_EINVAL;
+  CombineParams c{};
+  c.session = session_of(p, DK_OP_COMBINE, DK_PHASE_BOTH);
+  c.x = pointer<uint8_t>(p->x);
+  c.topk_weights = pointer<float>(p->topk_weights);
+  for (int i = 0; i < 2; ++i) c.bias[i] = pointer<__nv_bfloat16>(p->bias[i]);
+  c.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix), c.send_head = pointer<int32_t>(p->send_head);
+  c.row_bytes = 2u * p->hidden;
+  c.num_tokens = p->num_tokens, c.num_recv_tokens = p->num_recv_tokens, c.hidden = p->hidden, c.num_topk = p->num_topk;
+  c.combined_x = pointer<__nv_bfloat16>(p->combined_x), c.combined_weights = pointer<float>(p->combined_topk_weights);
+  if (combine_ring(c).slots == 0) return DK_EUNSUPPORTED; // nvl region under min_nvl_bytes
+  const int blocks = blocks_for(team, p->num_sms);
+#if DEEPEP_SM90
+  if (team->device->bulk) return launch_combine<true>(p, c, blocks);
+#endif
+  return launch_combine<false>(p, c, blocks);
+}

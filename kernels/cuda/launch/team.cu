@@ -1,0 +1,202 @@
+// team.cu - teams: sizes of the library's own regions, scratch, segments; barrier, masks.
+#include <time.h>
+
+#include <cstring>
+#include <new>
+
+#include "cuda/impl/small_kernels.cuh"
+#include "cuda/launch/host.h"
+#include "cuda/layout/low_latency.cuh"
+
+namespace deepep {
+namespace {
+
+int64_t monotonic_ns() {
+  timespec t{};
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<int64_t>(t.tv_sec) * 1000000000 + t.tv_nsec;
+}
+
+// CLOCK_MONOTONIC - %globaltimer, from a kernel between two looks at the host's clock. Off by some microseconds.
+cudaError_t measure_clock(Team *team) {
+  auto *word = reinterpret_cast<uint64_t *>(&team->view.scratch->trace_next);
+  uint64_t device_now = 0;
+  cudaError_t error = cudaSuccess;
+  int64_t before = 0, after = 0;
+  for (int round = 0; round < 2 && error == cudaSuccess; ++round) { // the first one warms up
+    before = monotonic_ns();
+    clock_kernel<<<1, 1, 0, team->device->service>>>(word);
+    error = cudaStreamSynchronize(team->device->service);
+    after = monotonic_ns();
+  }
+  if (error == cudaSuccess) error = cudaMemcpyAsync(&device_now, word, 8, cudaMemcpyDeviceToHost, team->device->service);
+  if (error == cudaSuccess) error = cudaMemsetAsync(word, 0, 8, team->device->service);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(team->device->service);
+  team->view.clock_offset_ns = before + (after - before) / 2 - static_cast<int64_t>(device_now);
+  return error;
+}
+
+cudaError_t allocate_scratch(Team *team, const uint64_t *peer_blocks) {
+  const uint64_t num_ranks = team->view.num_ranks;
+  const size_t segment_bytes = num_ranks * DK_MAX_SEGMENTS * 8;
+  cudaStream_t service = team->device->service;
+  cudaError_t error = cudaMalloc(&team->scratch, sizeof(Scratch));
+  if (error == cudaSuccess) error = cudaMalloc(&team->peers, num_ranks * 8);
+  if (error == cudaSuccess) error = cudaMalloc(reinterpret_cast<void **>(&team->segments), segment_bytes);
+  if (error == cudaSuccess) error = cudaMemsetAsync(team->scratch, 0, sizeof(Scratch), service);
+  if (error == cudaSuccess) error = cudaMemsetAsync(team->segments, 0, segment_bytes, service);
+  if (error == cudaSuccess) error = cudaMemcpyAsync(team->peers, peer_blocks, num_ranks * 8, cudaMemcpyHostToDevice, service);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(service);
+  team->view.scratch = static_cast<Scratch *>(team->scratch);
+  team->view.peers = static_cast<uint8_t *const *>(team->peers);
+  team->view.segments = team->segments;
+  return error == cudaSuccess ? measure_clock(team) : error;
+}
+
+void free_team(Team *team) {
+  (void)cudaFree(team->scratch);
+  (void)cudaFree(team->peers);
+  (void)cudaFree(team->segments);
+  (void)cudaGetLastError();
+  delete team;
+}
+
+bool is_sane(const dk_team_create_params *p) {
+  if (p->device == 0 || p->host_peer_blocks == 0 || p->status == 0 || p->sm_share < 1) return false;
+  if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS || p->rank < 0 || p->rank >= p->num_ranks || p->num_nvl_peers < 1) return false;
+  return p->control_bytes >= control_layout(p->num_ranks).bytes && p->wire_bytes >= ring_flags(p->num_ranks).bytes;
+}
+
+TeamView make_view(const dk_team_create_params *p) {
+  const auto *blocks = pointer<const uint64_t>(p->host_peer_blocks);
+  TeamView view{};
+  view.self = pointer<uint8_t>(blocks[p->rank]);
+  view.status = pointer<dk_status>(p->status), view.stats = pointer<dk_stats_page>(p->stats);
+  view.control = p->control_offset;
+  view.wire = p->wire_offset, view.wire_bytes = p->wire_bytes;
+  view.nvl = p->nvl_offset, view.nvl_bytes = p->nvl_bytes;
+  view.rdma = p->rdma_offset, view.rdma_bytes = p->rdma_bytes;
+  view.at = control_layout(p->num_ranks), view.ring = ring_flags(p->num_ranks);
+  view.rank = p->rank, view.num_ranks = p->num_ranks, view.num_nvl_peers = p->num_nvl_peers, view.flags = p->flags;
+  if (p->host_stats != 0) {
+    const auto *page = pointer<const dk_stats_page>(p->host_stats);
+    view.peers_offset = page->peers_offset, view.trace_offset = page->trace_offset, view.trace_len = page->trace_len;
+  }
+  return view;
+}
+
+}  // namespace
+
+cudaError_t load_small_kernels() {
+  cudaFuncAttributes attributes{};
+  cudaError_t error = cudaFuncGetAttributes(&attributes, barrier_kernel);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, mask_kernel);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, clock_kernel);
+  return error;
+}
+
+}  // namespace deepep
+
+using namespace deepep;
+
+DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
+  DK_ENTER(p);
+  if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS) return DK_EINVAL;
+  p->control_bytes = control_layout(p->num_ranks).bytes;
+  p->wire_bytes = ring_flags(p->num_ranks).bytes + low_latency_wire_allowance(p->rdma_bytes);
+  // Two slots from each source, with room for 64 indices and weights in a row's metadata.
+  p->min_nvl_bytes = static_cast<uint64_t>(p->num_ranks) * 2 * align_up<uint64_t>(p->max_row_bytes + 1024, 128);
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
+  DK_ENTER(p);
+  if (!is_sane(p)) return DK_EINVAL;
+  const auto *blocks = pointer<const uint64_t>(p->host_peer_blocks);
+  for (int r = 0; r < p->num_ranks; ++r)
+    if (blocks[r] == 0) return DK_EUNSUPPORTED; // this library reaches peers by load and store alone
+  auto *team = new (std::nothrow) Team;
+  if (team == nullptr) return DK_ENOMEM;
+  team->device = handle_of<Device>(p->device);
+  team->sm_share = p->sm_share;
+  team->view = make_view(p);
+  const OnDevice on(team->device);
+  const cudaError_t error = on.error() == cudaSuccess ? allocate_scratch(team, blocks) : on.error();
+  if (error != cudaSuccess) {
+    free_team(team);
+    return device_failure(p, error);
+  }
+  p->team = handle_to(team);
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_team_destroy(dk_team_destroy_params *p) {
+  DK_ENTER(p);
+  auto *team = handle_of<Team>(p->team);
+  if (team == nullptr) return DK_EINVAL;
+  const OnDevice on(team->device);
+  free_team(team);
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_team_segment(dk_team_segment_params *p) {
+  DK_ENTER(p);
+  auto *team = handle_of<Team>(p->team);
+  if (p->index < 0 || p->index >= DK_MAX_SEGMENTS || p->owner < 0 || p->owner >= team->view.num_ranks) return DK_EINVAL;
+  const OnDevice on(team->device);
+  uint64_t *entry = team->segments + p->owner * DK_MAX_SEGMENTS + p->index;
+  cudaError_t error = cudaMemcpyAsync(entry, &p->address, 8, cudaMemcpyHostToDevice, team->device->service);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(team->device->service);
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+}
+
+namespace {
+
+template <class P> int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call) {
+  BarrierParams params{};
+  params.session = session_of(p, op, DK_PHASE_BOTH);
+  params.counts_as_call = counts_as_call;
+  barrier_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+}
+
+}  // namespace
+
+DK_EXPORT int32_t dk_barrier(dk_barrier_params *p) {
+  DK_ENTER(p);
+  const OnDevice on(handle_of<Team>(p->team)->device);
+  return launch_barrier(p, DK_OP_BARRIER, true);
+}
+
+DK_EXPORT int32_t dk_clean(dk_clean_params *p) {
+  DK_ENTER(p);
+  auto *team = handle_of<Team>(p->team);
+  uint64_t bytes = team->view.rdma_bytes;
+  if (p->num_max_tokens != 0 || p->hidden != 0 || p->num_experts != 0) {
+    if (p->num_max_tokens <= 0 || p->hidden <= 0 || p->num_experts <= 0) return DK_EINVAL;
+    bytes = low_latency_layout(team->view.num_ranks, p->num_max_tokens, p->hidden, p->num_experts).rdma_bytes;
+    if (bytes > team->view.rdma_bytes) return DK_EINVAL;
+  }
+  const OnDevice on(team->device);
+  // Nobody sends before all have come; nobody goes on before all are clean.
+  const int32_t code = launch_barrier(p, DK_OP_CLEAN, false);
+  if (code != DK_OK) return code;
+  const cudaError_t error = bytes == 0 ? cudaSuccess : cudaMemsetAsync(team->view.self + team->view.rdma, 0, bytes, stream_of(p->stream));
+  return error == cudaSuccess ? launch_barrier(p, DK_OP_CLEAN, true) : device_failure(p, error);
+}
+
+DK_EXPORT int32_t dk_mask(dk_mask_params *p) {
+  DK_ENTER(p);
+  auto *team = handle_of<Team>(p->team);
+  if ((team->view.flags & DK_TEAM_SHRINK) == 0) return DK_ESTATE;
+  if (p->what < DK_MASK_UPDATE || p->what > DK_MASK_CLEAN || (p->what == DK_MASK_QUERY && p->out == 0)) return DK_EINVAL;
+  if (p->what == DK_MASK_UPDATE && (p->rank < 0 || p->rank >= team->view.num_ranks)) return DK_EINVAL;
+  MaskParams params{};
+  params.session = session_of(p, DK_OP_MASK, DK_PHASE_BOTH);
+  params.what = p->what, params.rank = p->rank, params.value = p->value, params.out = pointer<int32_t>(p->out);
+  const OnDevice on(team->device);
+  mask_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+}

@@ -1,0 +1,45 @@
+// control.cuh - the control region of a rank's block: what peers tell it besides rows. Zeroed at the start; never shown to users.
+// Two copies (by the parity of the epoch) of every message: a peer may be one operation ahead, never two, since each
+// operation begins with a message from everyone to everyone.
+#pragma once
+#include "cuda/common/types.cuh"
+
+namespace deepep {
+
+// First word of a rank to a peer in an operation: "I am in operation `epoch`, everything before is finished and consumed".
+struct alignas(64) Enter {
+  uint64_t hidden_bytes;
+  uint64_t segment_offset;
+  uint32_t op, flags;         // flags: kEnter*
+  int32_t num_experts, num_topk, num_scales, max_tokens;
+  int32_t row_limit;          // rows that the sender of this message has room for; -1: as many as the matrix says
+  int32_t segment;            // where rows may be written at once; -1: staged
+  uint64_t epoch;             // stored last, with release
+  uint64_t spare;
+};
+static_assert(sizeof(Enter) == 64, "one message is one line");
+enum : uint32_t { kEnterCached = 1, kEnterWeights = 2, kEnterFormatShift = 8 };
+
+constexpr int kEnterCopies = 2, kLowLatencyEnterCopies = 4;
+
+// Words that the counts of one rank to one peer take: the rank's row of the matrix, then the peer's experts.
+__host__ __device__ inline uint32_t max_local_experts(uint32_t num_ranks) { return most(1024u, 65536u / num_ranks); }
+__host__ __device__ inline uint32_t counts_words(uint32_t num_ranks) {
+  return align_up(num_ranks + max_local_experts(num_ranks), 16u);
+}
+
+struct ControlLayout {
+  uint64_t enter, low_latency_enter, done, consumed, counts, bytes;
+};
+__host__ __device__ inline ControlLayout control_layout(uint64_t num_ranks) {
+  ControlLayout at{};
+  at.enter = 0;
+  at.low_latency_enter = at.enter + kEnterCopies * num_ranks * sizeof(Enter);
+  at.done = at.low_latency_enter + kLowLatencyEnterCopies * num_ranks * sizeof(Enter);
+  at.consumed = at.done + align_up<uint64_t>(num_ranks * 8, 128);
+  at.counts = at.consumed + align_up<uint64_t>(num_ranks * 8, 128);
+  at.bytes = align_up<uint64_t>(at.counts + 2 * num_ranks * counts_words(static_cast<uint32_t>(num_ranks)) * 4, 4096);
+  return at;
+}
+
+}  // namespace deepep

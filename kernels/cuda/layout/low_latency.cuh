@@ -1,0 +1,45 @@
+// low_latency.cuh - where low-latency data lies. The rdma region holds rows; a word there that is zero has not arrived, so rows
+// travel XORed with a pattern that they do not hold, and whoever has read a word puts the zero back: overwriting the region with
+// zeros while it is idle is harmless. Two slots take turns, one for each call. Headers lie in the wire region, each word beside
+// the number of its call, so nothing of an older call is ever taken for new.
+#pragma once
+#include "cuda/layout/ring.cuh"
+
+namespace deepep {
+
+constexpr int kLowLatencySlots = 2;
+constexpr int kMaxTopk = 32;
+constexpr int kScaleChannels = 128;  // channels of one FP8 scale, of one LogFMT block
+constexpr int kHeaderCopies = 4;     // of dispatch's headers: combine reads those of the last two dispatches
+
+struct LowLatencyLayout {
+  uint64_t row_stride;        // 2H bytes of channels, then a 4-byte word for each 128 channels
+  uint64_t slot_bytes, zero_copy_bytes, rdma_bytes;
+  uint64_t header_bytes, counts_at, counts_bytes, row_words_at, row_words_bytes, wire_bytes; // from the end of the ring's flags
+  uint64_t zero_copy(int slot) const { return kLowLatencySlots * slot_bytes + slot * zero_copy_bytes; }
+};
+
+// Bytes of the header of one token at one destination: a code and a weight for each of 32 indices, and the pattern.
+constexpr uint64_t kHeaderStride = kMaxTopk * 16 + 16;
+
+__host__ __device__ inline LowLatencyLayout low_latency_layout(uint64_t num_ranks, uint64_t max_tokens, uint64_t hidden, uint64_t num_experts) {
+  LowLatencyLayout at{};
+  at.row_stride = 2 * hidden + 4 * (hidden / kScaleChannels);
+  at.slot_bytes = align_up<uint64_t>(num_experts * max_tokens * at.row_stride, 16);
+  at.zero_copy_bytes = num_experts * max_tokens * 2 * hidden;
+  at.rdma_bytes = kLowLatencySlots * (at.slot_bytes + at.zero_copy_bytes);
+  at.header_bytes = num_ranks * max_tokens * kHeaderStride;
+  at.counts_at = kHeaderCopies * at.header_bytes;
+  at.counts_bytes = num_experts * 8;                 // [R][L]
+  at.row_words_at = at.counts_at + kHeaderCopies * at.counts_bytes;
+  at.row_words_bytes = num_experts * max_tokens * 8; // of combine's rows, [E][B]
+  at.wire_bytes = align_up<uint64_t>(at.row_words_at + kLowLatencySlots * at.row_words_bytes, 4096);
+  return at;
+}
+
+// What a block reserves for the headers of any sensible shape whose rows fit in rdma_bytes.
+__host__ __device__ inline uint64_t low_latency_wire_allowance(uint64_t rdma_bytes) {
+  return align_up<uint64_t>(least<uint64_t>(3 * rdma_bytes, (24ull << 20) + rdma_bytes / 32), 4096);
+}
+
+}  // namespace deepep

@@ -1,0 +1,92 @@
+// team.cuh - what kernels know of a team: a view passed by value, and the team's own scratch in device memory.
+#pragma once
+#include "abi/kernels.h"
+#include "cuda/layout/control.cuh"
+#include "cuda/layout/ring.cuh"
+
+namespace deepep {
+
+constexpr int kMaxHistogram = 65536 + 2 * DK_MAX_RANKS; // experts, ranks and nodes that layout counts
+
+// What the send half of a low-latency call leaves for its receive half.
+struct LowLatencyTicket { uint64_t epoch, dispatch; };
+// A dispatch whose routing is still in the wire region: combine finds it by the handle's address.
+constexpr int kRoutingCopies = 4;
+struct LowLatencyRouting { uint64_t src_info, dispatch, has_weights, num_topk; };
+
+// Device memory of one team, zeroed once. Only this rank's kernels touch it.
+struct Scratch {
+  uint64_t epoch;             // of the operation that runs now; the last block out adds one
+  uint64_t low_latency_epoch; // likewise, for low-latency calls
+  uint64_t low_latency_dispatches;
+  uint64_t consumed;          // newest low-latency epoch whose slot has been emptied here
+  uint32_t sticky;            // DK_* of the first failure
+  uint32_t exits;             // blocks that left the running kernel
+  uint32_t blocks_sent;       // blocks whose rows are all out
+  uint32_t reserved;
+  uint64_t start_ns;          // of the running kernel
+  uint32_t tokens_taken[2], metas_taken[2]; // tickets of dispatch and of combine's sums, by parity of the epoch
+  uint32_t rows_taken[2][DK_MAX_RANKS];     // tickets of combine's rows, for each destination
+  LowLatencyTicket tickets[DK_NUM_TICKETS];
+  LowLatencyRouting routing[kRoutingCopies];
+  uint32_t masked[DK_MAX_RANKS];
+  uint64_t verdict[DK_MAX_RANKS];  // low latency with shrink: epoch << 2 | kArrived or kAbsent
+  uint64_t wait_ns[DK_MAX_RANKS];  // of the running kernel
+  uint64_t sent_bytes[DK_MAX_RANKS];
+  dk_op_stats ops[DK_NUM_OPS];
+  uint64_t trace_next, progress;
+  uint64_t half_ns[DK_NUM_TICKETS]; // time of the send halves that wait for their receive half
+  uint64_t peer_bytes[DK_NUM_OPS][DK_MAX_RANKS], peer_wait_ns[DK_NUM_OPS][DK_MAX_RANKS];
+  uint32_t histogram[kMaxHistogram];
+};
+
+struct TeamView {
+  uint8_t *const *peers;      // device array: each rank's block
+  uint8_t *self;
+  const uint64_t *segments;   // device array [R][DK_MAX_SEGMENTS]
+  Scratch *scratch;
+  dk_status *status;          // host memory
+  dk_stats_page *stats;       // host memory, or null
+  uint64_t control, wire, wire_bytes, nvl, nvl_bytes, rdma, rdma_bytes; // offsets in a block
+  ControlLayout at;
+  RingFlags ring;
+  int64_t clock_offset_ns;    // CLOCK_MONOTONIC - %globaltimer
+  uint64_t peers_offset, trace_offset, trace_len; // of the statistics page
+  int32_t rank, num_ranks, num_nvl_peers;
+  uint32_t flags;             // DK_TEAM_*
+
+#ifdef __CUDACC__
+  __device__ Enter *enter(int owner, int copy, int source) const {
+    return reinterpret_cast<Enter *>(peers[owner] + control + at.enter) + copy * num_ranks + source;
+  }
+  __device__ Enter *low_latency_enter(int owner, int copy, int source) const {
+    return reinterpret_cast<Enter *>(peers[owner] + control + at.low_latency_enter) + copy * num_ranks + source;
+  }
+  __device__ uint64_t *done(int owner, int source) const {
+    return reinterpret_cast<uint64_t *>(peers[owner] + control + at.done) + source;
+  }
+  __device__ uint64_t *consumed(int owner, int source) const {
+    return reinterpret_cast<uint64_t *>(peers[owner] + control + at.consumed) + source;
+  }
+  __device__ uint32_t *counts(int owner, int copy, int source) const {
+    return reinterpret_cast<uint32_t *>(peers[owner] + control + at.counts) +
+           (static_cast<uint64_t>(copy) * num_ranks + source) * counts_words(num_ranks);
+  }
+  // Flags of rows that `source` sends to `owner` lie at the owner, credits at the source.
+  __device__ uint64_t *ring_flag(int owner, RingPart part, int source) const {
+    return reinterpret_cast<uint64_t *>(peers[owner] + wire + ring.flags[part]) + static_cast<uint64_t>(source) * ring.per_source;
+  }
+  __device__ uint64_t *ring_credit(int source, RingPart part, int owner) const {
+    return reinterpret_cast<uint64_t *>(peers[source] + wire + ring.credits[part]) + static_cast<uint64_t>(owner) * ring.per_source;
+  }
+#endif
+};
+
+// What every operation is told.
+struct Session {
+  TeamView team;
+  uint64_t call, timeout_ns;
+  uint32_t op, phase;
+};
+
+}  // namespace deepep

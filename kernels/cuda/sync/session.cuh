@@ -1,0 +1,98 @@
+// session.cuh - how every kernel begins and ends, and the message with which each operation of all ranks begins.
+#pragma once
+#include "cuda/sync/stats.cuh"
+
+namespace deepep {
+
+// Whole block. False: the team has failed before; the kernel goes straight to its end.
+__device__ inline bool begin(const Session &s) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) s.team.scratch->start_ns = ptx::global_timer_ns();
+  return __syncthreads_or(threadIdx.x == 0 && has_failed(s)) == 0;
+}
+
+// Whole block. Runs `last(failed)` in the block that leaves last, which sees all that the others wrote on this device.
+template <class Last> __device__ inline void finish(const Session &s, Last last) {
+  __shared__ uint32_t left_before;
+  __syncthreads();
+  if (threadIdx.x == 0) left_before = ptx::atomic_add_acq_rel_gpu(&s.team.scratch->exits, 1);
+  __syncthreads();
+  if (left_before != gridDim.x - 1) return;
+  if (threadIdx.x == 0) s.team.scratch->exits = 0;
+  last(has_failed(s));
+}
+
+// One wait for every rank's message, by the whole block; also the check that all mean the same operation.
+struct Handshake {
+  uint64_t epoch;
+  Enter mine;
+};
+
+__device__ inline void post_enter(const Session &s, const Handshake &hand) {
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
+    Enter *to = s.team.enter(r, hand.epoch % kEnterCopies, s.team.rank);
+    to->hidden_bytes = hand.mine.hidden_bytes, to->segment_offset = hand.mine.segment_offset;
+    to->op = hand.mine.op, to->flags = hand.mine.flags, to->num_experts = hand.mine.num_experts;
+    to->num_topk = hand.mine.num_topk, to->num_scales = hand.mine.num_scales, to->max_tokens = hand.mine.max_tokens;
+    to->row_limit = hand.mine.row_limit, to->segment = hand.mine.segment;
+    ptx::st_release_sys(&to->epoch, hand.epoch);
+  }
+}
+
+struct Difference { uint32_t field; int64_t mine, theirs; };
+__device__ inline Difference compare_enter(const Enter &mine, const Enter *theirs) {
+  if (mine.op != theirs->op) return {DK_FIELD_OPERATION, static_cast<int64_t>(mine.op), static_cast<int64_t>(theirs->op)};
+  if ((mine.flags ^ theirs->flags) & kEnterCached) return {DK_FIELD_OPERATION, mine.flags & kEnterCached, theirs->flags & kEnterCached};
+  if (mine.hidden_bytes != theirs->hidden_bytes)
+    return {DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(mine.hidden_bytes), static_cast<int64_t>(theirs->hidden_bytes)};
+  if (mine.num_experts != theirs->num_experts) return {DK_FIELD_NUM_EXPERTS, mine.num_experts, theirs->num_experts};
+  if (mine.num_topk != theirs->num_topk) return {DK_FIELD_NUM_TOPK, mine.num_topk, theirs->num_topk};
+  if (mine.num_scales != theirs->num_scales) return {DK_FIELD_NUM_SCALES, mine.num_scales, theirs->num_scales};
+  if (mine.max_tokens != theirs->max_tokens) return {DK_FIELD_MAX_TOKENS, mine.max_tokens, theirs->max_tokens};
+  if (mine.flags != theirs->flags) return {DK_FIELD_FORMAT, mine.flags, theirs->flags};
+  return {DK_FIELD_NONE, 0, 0};
+}
+
+// With shrink, the operations of low latency and those that clean up after it go on without ranks that do not come.
+__device__ inline bool can_shrink(const Session &s) {
+  return (s.team.flags & DK_TEAM_SHRINK) != 0 && s.op != DK_OP_NOTIFY && s.op != DK_OP_DISPATCH && s.op != DK_OP_COMBINE;
+}
+__device__ inline bool is_masked(const Session &s, int rank) {
+  return (s.team.flags & DK_TEAM_SHRINK) != 0 && ptx::ld_relaxed_gpu(&s.team.scratch->masked[rank]) != 0;
+}
+// A wait for `peer` ended with `code`: true if the peer is masked from now on and the call goes on, else the team has failed.
+__device__ inline bool mask_instead(const Session &s, uint32_t code, int peer) {
+  if (!can_shrink(s) || (code != DK_ETIMEOUT && code != DK_EPEERDEAD)) return false;
+  atomicExch(&s.team.scratch->masked[peer], 1u);
+  return true;
+}
+
+// By one thread: waits for the message of rank r and compares it.
+__device__ inline bool await_enter_of(const Session &s, const Handshake &hand, int r) {
+  if (is_masked(s, r)) return true;
+  const Enter *from = s.team.enter(s.team.rank, hand.epoch % kEnterCopies, r);
+  uint64_t waited = 0;
+  int64_t seen = 0;
+  const uint32_t code = wait_until(s, r, seen, waited, [&](int64_t &now) {
+    now = static_cast<int64_t>(ptx::ld_acquire_sys(&from->epoch));
+    return now >= static_cast<int64_t>(hand.epoch);
+  });
+  if (blockIdx.x == 0) s.team.scratch->wait_ns[r] = waited;
+  if (code != 0) {
+    if (mask_instead(s, code, r)) return true;
+    report_failure(s, code, culprit(s, code, r), DK_FIELD_NONE, static_cast<int64_t>(hand.epoch), seen, waited);
+    return false;
+  }
+  const Difference difference = compare_enter(hand.mine, from);
+  if (difference.field == DK_FIELD_NONE) return true;
+  report_failure(s, DK_EMISMATCH, r, difference.field, difference.mine, difference.theirs, 0);
+  return false;
+}
+
+// Whole block. True if every rank has entered and means the same. Block 0 keeps the times.
+__device__ inline bool await_enter(const Session &s, const Handshake &hand) {
+  bool good = true;
+  for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x) good = await_enter_of(s, hand, r);
+  return __syncthreads_or(!good) == 0;
+}
+
+}  // namespace deepep
