@@ -1,0 +1,78 @@
+/* A kernel library that does nothing but write down what it was asked: for tests of the engine's order of work. Its streams
+ * are queues like those of a GPU (no DK_CAP_HOST_STREAM) and can be "captured". One process, one rank. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+
+static char trace[1 << 16];
+static uint64_t next_stream = 100, next_event = 1, capturing;
+
+#define NOTE(...) snprintf(trace + strlen(trace), sizeof trace - strlen(trace), __VA_ARGS__)
+
+/* For the test: reads and clears the trace; sets which stream is captured. */
+int32_t fake_trace(char *out) { strcpy(out, trace); trace[0] = 0; return 0; }
+int32_t fake_capture(uint64_t *stream) { capturing = *stream; return 0; }
+
+int32_t dk_info(dk_info_params *p) {
+  p->abi_version = DK_ABI_VERSION; p->caps = DK_CAP_GRAPH | DK_CAP_PEER_ROWS; p->num_devices = 1;
+  strcpy(p->kind, "fake"); strcpy(p->build, "1");
+  return 0;
+}
+int32_t dk_device_open(dk_device_open_params *p) { p->device = 1; p->num_sms = 8; strcpy(p->name, "fake"); return 0; }
+int32_t dk_device_close(dk_device_close_params *p) { (void)p; return 0; }
+int32_t dk_mem_alloc(dk_mem_alloc_params *p) {
+  p->mem = p->address = (uint64_t)(uintptr_t)calloc(1, p->bytes); p->out_bytes = p->bytes;
+  return p->mem ? 0 : DK_ENOMEM;
+}
+int32_t dk_mem_export(dk_mem_export_params *p) { p->kind = DK_SHARE_LOCAL; p->fd = -1; return 0; }
+int32_t dk_mem_import(dk_mem_import_params *p) { (void)p; return DK_EUNSUPPORTED; }
+int32_t dk_mem_free(dk_mem_free_params *p) { free((void *)(uintptr_t)p->mem); return 0; }
+int32_t dk_host_register(dk_host_register_params *p) { p->address = p->host; return 0; }
+int32_t dk_host_unregister(dk_host_unregister_params *p) { (void)p; return 0; }
+int32_t dk_host_wait(dk_host_wait_params *p) { return *(uint64_t *)(uintptr_t)p->host_word >= p->at_least ? 0 : DK_ETIMEOUT; }
+
+int32_t dk_stream_create(dk_stream_create_params *p) { p->stream = next_stream++; return 0; }
+int32_t dk_stream_destroy(dk_stream_destroy_params *p) { (void)p; return 0; }
+int32_t dk_stream_query(dk_stream_query_params *p) { p->capturing = p->stream == capturing && capturing; p->idle = 1; return 0; }
+int32_t dk_event_create(dk_event_create_params *p) { p->event = next_event++; return 0; }
+int32_t dk_event_destroy(dk_event_destroy_params *p) { (void)p; return 0; }
+int32_t dk_event_record(dk_event_record_params *p) { NOTE("record e%d on %d\n", (int)p->event, (int)p->stream); return 0; }
+int32_t dk_stream_wait_event(dk_stream_wait_event_params *p) { NOTE("%d waits e%d\n", (int)p->stream, (int)p->event); return 0; }
+int32_t dk_event_wait(dk_event_wait_params *p) { (void)p; return 0; }
+int32_t dk_copy(dk_copy_params *p) { (void)p; return 0; }
+int32_t dk_fill(dk_fill_params *p) { (void)p; return 0; }
+
+int32_t dk_block_sizes(dk_block_sizes_params *p) { p->control_bytes = p->wire_bytes = 4096; p->min_nvl_bytes = p->max_row_bytes * 2; return 0; }
+int32_t dk_ll_layout(dk_ll_layout_params *p) {
+  p->rdma_bytes = (uint64_t)p->num_max_tokens * p->hidden * 2; p->wire_bytes = 64;
+  p->zero_copy_offset[0] = 256; p->zero_copy_offset[1] = 512; p->zero_copy_row_stride = 2 * (uint64_t)p->hidden;
+  return 0;
+}
+int32_t dk_team_create(dk_team_create_params *p) { p->team = 7; return 0; }
+int32_t dk_team_destroy(dk_team_destroy_params *p) { (void)p; return 0; }
+int32_t dk_team_segment(dk_team_segment_params *p) { NOTE("segment %d of %d: %d bytes\n", p->index, p->owner, (int)p->bytes); return 0; }
+
+#define OPERATION(name, format, ...) \
+  int32_t dk_##name(dk_##name##_params *p) { \
+    NOTE(#name " #%d on %d" format "\n", (int)p->call, (int)p->stream, ##__VA_ARGS__); \
+    return 0; \
+  }
+OPERATION(layout, "")
+OPERATION(dispatch, "")
+OPERATION(combine, "")
+OPERATION(ll_dispatch, " phases %d ticket %d", p->phases, p->ticket)
+OPERATION(ll_combine, " phases %d ticket %d x+%d", p->phases, p->ticket, (int)(p->x & 1023))
+OPERATION(clean, "")
+OPERATION(barrier, " limit %d ms", (int)(p->timeout_ns / 1000000))
+OPERATION(mask, "")
+int32_t dk_notify(dk_notify_params *p) {
+  NOTE("notify #%d on %d\n", (int)p->call, (int)p->stream);
+  if (p->host_counts) {
+    dk_counts *c = (dk_counts *)(uintptr_t)p->host_counts;
+    c->num_recv_tokens = p->num_tokens;
+    c->seq = p->call;
+  }
+  return 0;
+}
