@@ -1,0 +1,122 @@
+/* What an asynchronous low-latency call costs its caller: one rank, one token, CPU engine.
+ *
+ *   host_cost CALLS FOLDER
+ *
+ * FOLDER is where the one rank meets itself (file bootstrap). Prints {"dispatch": [us, ...], "combine": [us, ...]}. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "deepep.h"
+
+enum { HIDDEN = 128, BLOCK = 128, WARMUP = 200 };
+
+static void check(deepep_status_t status, const char *what) {
+  if (status == DEEPEP_OK) return;
+  fprintf(stderr, "%s: %s: %s\n", what, deepep_status_name(status), deepep_last_error());
+  exit(1);
+}
+
+static double now_us(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec * 1e6 + (double)t.tv_nsec / 1e3;
+}
+
+static deepep_buffer_t make_buffer(const char *folder, deepep_group_t *group) {
+  deepep_group_options alone = DEEPEP_GROUP_OPTIONS_INIT;
+  alone.bootstrap = DEEPEP_BOOTSTRAP_FILE;
+  alone.rank = 0;
+  alone.size = 1;
+  alone.directory = folder;
+  check(deepep_group_create(&alone, group), "deepep_group_create");
+  deepep_buffer_options options = DEEPEP_BUFFER_OPTIONS_INIT;
+  options.engine = "cpu";
+  options.low_latency_mode = 1;
+  options.preinitialize = 1;
+  check(deepep_low_latency_size_hint(1, HIDDEN, 1, 1, &options.num_rdma_bytes), "deepep_low_latency_size_hint");
+  deepep_buffer_t buffer = NULL;
+  check(deepep_buffer_create(*group, &options, &buffer), "deepep_buffer_create");
+  return buffer;
+}
+
+static void print(const char *name, const double *times, int count) {
+  printf("\"%s\": [", name);
+  for (int i = 0; i < count; i++) printf("%s%.3f", i ? ", " : "", times[i]);
+  printf("]");
+}
+
+int main(int argc, char **argv) {
+  int calls = argc == 3 ? atoi(argv[1]) : 0;
+  if (calls < 1) {
+    fprintf(stderr, "usage: %s CALLS FOLDER\n", argv[0]);
+    return 2;
+  }
+  deepep_group_t group = NULL;
+  deepep_buffer_t buffer = make_buffer(argv[2], &group);
+  deepep_event_t event = NULL;
+  check(deepep_event_create(buffer, &event), "deepep_event_create");
+
+  static _Alignas(256) uint16_t x[HIDDEN], answers[HIDDEN], combined[HIDDEN];
+  static _Alignas(256) uint8_t recv_x[HIDDEN];
+  static int64_t topk_idx[1], layout_range[1];
+  static int32_t recv_count[1], src_info[1];
+  static float recv_scales[HIDDEN / BLOCK], weights[1] = {1.0f};
+  for (int i = 0; i < HIDDEN; i++) x[i] = answers[i] = 0x3f80; /* 1.0 in BF16 */
+
+  deepep_ll_dispatch_args dispatch = DEEPEP_LL_DISPATCH_INIT;
+  dispatch.num_tokens = dispatch.num_max_tokens = dispatch.num_topk = dispatch.num_experts = 1;
+  dispatch.hidden = HIDDEN;
+  dispatch.x = x;
+  dispatch.topk_idx = topk_idx;
+  dispatch.recv_x = recv_x;
+  dispatch.recv_x_scales = recv_scales;
+  dispatch.recv_count = recv_count;
+  dispatch.src_info = src_info;
+  dispatch.layout_range = layout_range;
+  deepep_ll_combine_args combine = DEEPEP_LL_COMBINE_INIT;
+  combine.num_tokens = combine.num_max_tokens = combine.num_topk = combine.num_experts = 1;
+  combine.hidden = HIDDEN;
+  combine.x = answers;
+  combine.topk_idx = topk_idx;
+  combine.topk_weights = weights;
+  combine.src_info = src_info;
+  combine.layout_range = layout_range;
+  combine.combined_x = combined;
+  deepep_call call = DEEPEP_CALL_INIT;
+  call.async = 1;
+  call.event = event;
+
+  double *dispatched = calloc((size_t)calls, sizeof(double)), *done = calloc((size_t)calls, sizeof(double));
+  if (!dispatched || !done) return 1;
+  for (int i = -WARMUP; i < calls; i++) {
+    double start = now_us();
+    deepep_status_t status = deepep_low_latency_dispatch(buffer, &dispatch, &call);
+    double end = now_us();
+    check(status, "deepep_low_latency_dispatch");
+    check(deepep_event_wait(event, -1), "deepep_event_wait");
+    if (i >= 0) dispatched[i] = end - start;
+    start = now_us();
+    status = deepep_low_latency_combine(buffer, &combine, &call);
+    end = now_us();
+    check(status, "deepep_low_latency_combine");
+    check(deepep_event_wait(event, -1), "deepep_event_wait");
+    if (i >= 0) done[i] = end - start;
+  }
+  if (recv_count[0] != 1 || memcmp(combined, x, sizeof x) != 0) {
+    fprintf(stderr, "the row did not come back as it was sent\n");
+    return 1;
+  }
+  printf("{");
+  print("dispatch", dispatched, calls);
+  printf(", ");
+  print("combine", done, calls);
+  printf("}\n");
+  free(dispatched);
+  free(done);
+  check(deepep_event_destroy(event), "deepep_event_destroy");
+  check(deepep_buffer_destroy(buffer), "deepep_buffer_destroy");
+  check(deepep_group_destroy(group), "deepep_group_destroy");
+  return 0;
+}

@@ -1,0 +1,98 @@
+"""What a low-latency call costs its caller outside the kernel, from Python, C and Go.
+
+One rank, one token, asynchronous calls: the call checks its arguments, makes or recycles outputs, and hands the work to
+the communication stream, whose thread runs the kernel. The time from call to return is thus the host's alone. Between
+two timed calls the caller waits for the event, untimed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from low_latency_mode import make_buffer
+from normal_mode import Case
+from ranks import Team
+
+ROOT = Path(__file__).resolve().parent.parent
+CASE = Case(ranks=1, tokens=1, hidden=128)
+EXPERTS = 1
+WARMUP = 200
+
+
+def measure_python(team: Team, calls: int) -> dict[str, list[float]]:
+    """Times in us of each call: dispatch with FP8 outputs (recycled), and combine."""
+    buffer = make_buffer(team, CASE, EXPERTS, preinitialize=True)
+    x = torch.ones(CASE.tokens, CASE.hidden, dtype=torch.bfloat16)
+    experts = torch.zeros(CASE.tokens, 1, dtype=torch.int64)
+    weights = torch.ones(CASE.tokens, 1, dtype=torch.float32)
+    answers = torch.ones(EXPERTS, CASE.ranks * CASE.tokens, CASE.hidden, dtype=torch.bfloat16)
+    out = torch.empty_like(x)
+    times: dict[str, list[float]] = {"dispatch": [], "combine": []}
+    clock = time.perf_counter
+    for _ in range(WARMUP + calls):
+        start = clock()
+        _, _, handle, event, _ = buffer.low_latency_dispatch(x, experts, CASE.tokens, EXPERTS, async_finish=True)
+        dispatched = clock()
+        event.current_stream_wait()
+        begin = clock()
+        _, event, _ = buffer.low_latency_combine(answers, experts, weights, handle, async_finish=True, out=out)
+        combined = clock()
+        event.current_stream_wait()
+        times["dispatch"].append((dispatched - start) * 1e6)
+        times["combine"].append((combined - begin) * 1e6)
+    buffer.destroy()
+    return {name: values[WARMUP:] for name, values in times.items()}
+
+
+def measure_program(command: list[str], env: dict[str, str]) -> dict[str, Any]:
+    """Runs a program that prints {"dispatch": [us, …], "combine": [us, …]}; {"missing": why} if it can't be run."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env={**os.environ, **env}, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        return {"missing": said.strip().splitlines()[-1] if said.strip() else repr(error)}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def measure_c(calls: int) -> dict[str, Any]:
+    """Builds and runs host_cost.c against build/lib."""
+    compiler = shutil.which(os.environ.get("CC", "gcc"))
+    libraries = ROOT / "build" / "lib"
+    if compiler is None:
+        return {"missing": "no C compiler: set CC"}
+    with tempfile.TemporaryDirectory(prefix="host_cost_") as folder:
+        program = Path(folder, "host_cost")
+        build = [compiler, "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", f"-I{ROOT / 'include'}"]
+        build += [str(ROOT / "bench" / "host_cost.c"), "-o", str(program), f"-L{libraries}", "-ldeepep"]
+        done = subprocess.run([*build, f"-Wl,-rpath,{libraries}"], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"missing": f"host_cost.c does not build: {done.stderr.strip().splitlines()[-1]}"}
+        return measure_program([str(program), str(calls), folder], {})
+
+
+def measure_go(calls: int) -> dict[str, Any]:
+    """Builds and runs the Go program, without cgo."""
+    go = shutil.which(os.environ.get("GO", "go"))
+    if go is None:
+        return {"missing": "no Go: set GO"}
+    with tempfile.TemporaryDirectory(prefix="host_cost_") as folder:
+        program = Path(folder, "hostcost")
+        done = subprocess.run(
+            [go, "build", "-o", str(program), "./bench/hostcost"],
+            cwd=ROOT, env={**os.environ, "CGO_ENABLED": "0"}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            return {"missing": f"bench/hostcost does not build: {done.stderr.strip().splitlines()[-1]}"}
+        return measure_program([str(program), str(calls)], {"DEEPEP_KERNELS": str(ROOT / "build" / "lib")})

@@ -1,0 +1,91 @@
+"""Processes for the benchmarks, one a rank, and the clock that all of them share.
+
+Eight processes are started once; a case uses the first R of them, the others wait in a gloo barrier, which sleeps.
+
+A round of a call: all ranks of the team meet in a barrier, then each times the call on its own clock. The round's time
+is that of the slowest rank. Calls that are to be compared take turns within a round, so that whatever else the machine
+does meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Eight imports of torch at once take seconds on two cores, and a case may keep the idle ranks waiting for minutes.
+PATIENCE = timedelta(minutes=30)
+
+
+@dataclass
+class Team:
+    """The ranks of one case, seen from one of them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def barrier(self) -> None:
+        """Returns when every rank of the team has come here."""
+        dist.barrier(group=self.group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank has, in rank order."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def slowest(self, own: Sequence[float]) -> list[float]:
+        """Element by element the largest value of all ranks."""
+        return [max(column) for column in zip(*self.gather(list(own)), strict=True)]
+
+
+def time_rounds(
+    team: Team, calls: dict[str, Callable[[], None]], rounds: int, warmup: int, before: Callable[[], None] | None = None
+) -> dict[str, list[float]]:
+    """Times the calls in turn.
+
+    Args:
+        calls: in this order within each round.
+        rounds: how many are timed.
+        warmup: how many go before them, untimed.
+        before: called first in each round, untimed.
+
+    Returns:
+        For each call the rounds' times in microseconds, of the slowest rank.
+    """
+    own: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(warmup + rounds):
+        if before:
+            before()
+        for name, call in calls.items():
+            team.barrier()
+            start = time.perf_counter()
+            call()
+            own[name].append((time.perf_counter() - start) * 1e6)
+    return {name: team.slowest(times[warmup:]) for name, times in own.items()}
+
+
+def join(rank: int, world: int, rendezvous: str, sizes: Sequence[int]) -> dict[int, Team]:
+    """Enters this process into the world and makes a team of each size. A size's team is absent where rank >= size."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, whatever its name resolves to
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
+    dist.init_process_group("gloo", f"file://{rendezvous}", PATIENCE, world, rank)
+    teams = {}
+    for size in sizes:
+        group = dist.new_group(range(size), timeout=PATIENCE)
+        if rank < size:
+            teams[size] = Team(group, rank, size)
+    return teams
+
+
+def leave() -> None:
+    """Waits for everybody and leaves the world."""
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,134 @@
+"""What start-up costs: construction, the first call, and the steady call, with and without preparation.
+
+Construction is timed without the time inside the caller's own group exchange (torch's all_gather_object), which is
+torch's and includes waiting for slower ranks; it is given beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import deep_ep
+import low_latency_mode
+from normal_mode import EXPERTS, TOP_K, Case, make_input
+from ranks import Team
+from tables import median
+
+STEADY_CALLS = 20
+VARIANTS = ("plain", "preinitialize", "preinitialize + warmup")
+
+
+@dataclass
+class Clock:
+    """Seconds spent in the caller's group exchange."""
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def exchange_clock() -> Iterator[Clock]:
+    """Times torch.distributed.all_gather_object, which the constructor calls."""
+    clock, original = Clock(), dist.all_gather_object
+
+    def timed(*args: Any, **keywords: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return original(*args, **keywords)
+        finally:
+            clock.seconds += time.perf_counter() - start
+
+    dist.all_gather_object = timed
+    try:
+        yield clock
+    finally:
+        dist.all_gather_object = original
+
+
+def normal_buffer(team: Team, case: Case, **options: Any) -> deep_ep.Buffer:
+    """A buffer for normal-mode calls of this shape."""
+    config = deep_ep.Buffer.get_dispatch_config(case.ranks)
+    size = config.get_nvl_buffer_size_hint(case.hidden * 2, case.ranks)
+    return deep_ep.Buffer(team.group, size, explicitly_destroy=True, engine="cpu", **options)
+
+
+def normal_call(buffer: deep_ep.Buffer, team: Team, case: Case) -> Callable[[], None]:
+    """Layout, dispatch and combine."""
+    data = make_input(case, team.rank)
+
+    def call() -> None:
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(data.experts, EXPERTS)
+        rows, _, _, _, handle, _ = buffer.dispatch(
+            data.x,
+            topk_idx=data.experts,
+            topk_weights=data.weights,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+        )
+        buffer.combine(rows, handle)
+
+    return call
+
+
+def low_latency_call(buffer: deep_ep.Buffer, team: Team, case: Case) -> Callable[[], None]:
+    """Dispatch with FP8 and combine."""
+    data = make_input(case, team.rank)
+    assert isinstance(data.x, torch.Tensor)
+    x = data.x
+    answers = torch.zeros(EXPERTS // case.ranks, case.ranks * case.tokens, case.hidden, dtype=torch.bfloat16)
+
+    def call() -> None:
+        handle = buffer.low_latency_dispatch(x, data.experts, case.tokens, EXPERTS)[2]
+        buffer.low_latency_combine(answers, data.experts, data.weights, handle)
+
+    return call
+
+
+def measure_once(team: Team, case: Case, low_latency: bool, variant: str) -> dict[str, float]:
+    """Figures in us of the slowest rank, from one buffer's life."""
+    make = low_latency_mode.make_buffer if low_latency else normal_buffer
+    team.barrier()
+    with exchange_clock() as clock:
+        start = time.perf_counter()
+        buffer = make(team, case, preinitialize=variant != "plain")
+        construct = time.perf_counter() - start - clock.seconds
+    call = (low_latency_call if low_latency else normal_call)(buffer, team, case)
+    warm = 0.0
+    if variant.endswith("warmup"):
+        start = time.perf_counter()
+        normal, bound = (0, case.tokens) if low_latency else (case.tokens, 0)
+        buffer.warmup(normal, case.hidden, TOP_K, EXPERTS, num_max_dispatch_tokens_per_rank=bound)
+        warm = time.perf_counter() - start
+    rounds = []
+    for _ in range(1 + STEADY_CALLS):
+        team.barrier()
+        start = time.perf_counter()
+        call()
+        rounds.append(time.perf_counter() - start)
+    slowest = team.slowest([construct, clock.seconds, warm, *rounds])
+    buffer.destroy()
+    # The first rounds of the process's own warming (allocator, caches) are not steady yet.
+    steady = median(slowest[3 + 1 + STEADY_CALLS // 4 :])
+    names = ("construct", "exchange", "warmup", "first")
+    figures = dict(zip(names, slowest[:4], strict=True)) | {"steady": steady}
+    return {name: seconds * 1e6 for name, seconds in figures.items()}
+
+
+def measure(team: Team, case: Case, low_latency: bool, repeats: int) -> list[dict[str, Any]]:
+    """Medians over `repeats` buffers of each variant; the variants take turns."""
+    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+    for _ in range(repeats):
+        for variant in VARIANTS:
+            found[variant].append(measure_once(team, case, low_latency, variant))
+    mode = "low latency" if low_latency else "normal"
+    return [
+        {"mode": mode, "variant": variant, **{key: median([life[key] for life in lives]) for key in lives[0]}}
+        for variant, lives in found.items()
+    ]
