@@ -1,7 +1,7 @@
 # Everything is built, run and tested from here. `make` alone lists the targets.
 #
 # Settings (make NAME=value): PYTHON (makes .venv; its torch is used if it has one), GO, CC, CXX, NVCC, SM90=0 (no
-# sm_90a code), ARGS (options for run, bench), PREFIX and DESTDIR (install).
+# sm_90a code), ENGINE (cpu or cuda, for run), ARGS (options for run, bench), PREFIX and DESTDIR (install).
 
 GO     ?= go
 PYTHON ?= python3
@@ -179,8 +179,8 @@ all-ready: need-go-cc-cxx-python
 ready: venv lib kernels program kernel-tests
 	@:
 
-run: all-ready ## train a small mixture-of-experts model over 4 ranks on this machine (ARGS="--steps 50 --ranks 2")
-	$(VENV) python/examples/train_moe.py $(ARGS)
+run: all-ready $(if $(filter cuda,$(ENGINE)),cuda) ## train a small mixture-of-experts model over 4 ranks (ENGINE=cuda: on GPUs; ARGS="--steps 50")
+	$(VENV) python/examples/train_moe.py $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 test: all-ready ## run every test that needs no GPU (under 15 minutes on 2 cores)
 	$(VENV) tools/run_tests.py
@@ -192,15 +192,15 @@ test-gpu: all-ready cuda ## run the kernel suite and the Python tests on a CUDA 
 	$(VENV) tools/run_tests.py --gpu
 
 bench: all-ready ## measure, beside gloo in the same run
-	$(VENV) python/benchmarks/bench.py $(ARGS)
+	$(VENV) bench/bench_cpu.py $(ARGS)
 
 lint: venv need-go ## check formatting, ruff, mypy, go vet
 	$(VENV) tools/run_tests.py lint
 
 fmt: venv need-go ## format Go and Python
-	gofmt -w core capi
-	$(VENV) -m ruff check --fix --quiet python tools setup.py
-	$(VENV) -m ruff format --quiet python tools setup.py
+	gofmt -w core capi bench
+	$(VENV) -m ruff check --fix --quiet python bench tools setup.py
+	$(VENV) -m ruff format --quiet python bench tools setup.py
 
 abi-check: venv lib kernels ## compare exported symbols with the headers, and structs in C, Go and ctypes with the goldens
 	$(VENV) tools/run_tests.py abi

@@ -180,10 +180,10 @@ def pytest(name: str, arguments: list[str], env: dict[str, str], full: bool) -> 
 def lint(full: bool) -> Counts:
     python = [sys.executable, "-m"]
     commands = {
-        "gofmt": ["sh", "-c", 'test -z "$(gofmt -l core capi | tee /dev/stderr)"'],
+        "gofmt": ["sh", "-c", 'test -z "$(gofmt -l core capi bench | tee /dev/stderr)"'],
         "go-vet": [GO, "vet", "./..."],
-        "ruff": [*python, "ruff", "check", "--quiet", "python", "tools", "setup.py"],
-        "ruff-format": [*python, "ruff", "format", "--check", "--quiet", "python", "tools", "setup.py"],
+        "ruff": [*python, "ruff", "check", "--quiet", "python", "bench", "tools", "setup.py"],
+        "ruff-format": [*python, "ruff", "format", "--check", "--quiet", "python", "bench", "tools", "setup.py"],
         "mypy": [*python, "mypy", "--no-error-summary"],
     }
     return checks("lint", commands, full)
