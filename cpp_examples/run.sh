@@ -7,14 +7,14 @@ passed=0
 failed=0
 
 attempt() { # name, command...
-  name=$1
+  label=$1
   shift
   if "$@"; then
     passed=$((passed + 1))
-    echo "ok   $name"
+    echo "ok   $label"
   else
     failed=$((failed + 1))
-    echo "FAIL $name"
+    echo "FAIL $label"
   fi
 }
 

@@ -7,14 +7,14 @@ passed=0
 failed=0
 
 attempt() { # name, command...
-  name=$1
+  label=$1
   shift
   if "$@" >"$out/log" 2>&1; then
     passed=$((passed + 1))
-    echo "ok   $name"
+    echo "ok   $label"
   else
     failed=$((failed + 1))
-    echo "FAIL $name"
+    echo "FAIL $label"
     cat "$out/log"
   fi
 }
