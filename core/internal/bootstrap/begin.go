@@ -54,8 +54,8 @@ func prepare(rank, size int, o HelloOptions) (*Pending, error) {
 	p := &Pending{noPidfd: o.noPidfd, self: hello{
 		Rank: rank, Size: size, Version: o.Version, Build: o.Build, identity: currentIdentity(), Nonce: freshNonce(),
 	}}
-	if o.identity != nil {
-		p.self.identity = *o.identity
+	if o.host != "" {
+		p.self.Host, p.self.Boot, p.self.Process = o.host, "machine "+o.host, p.self.Process+" on "+o.host
 	}
 	if len(o.Extra) > MaxExtra {
 		return p, status.InvalidArg("Extra", fmt.Sprintf("%d bytes", len(o.Extra)), fmt.Sprintf("at most %d bytes", MaxExtra))

@@ -302,10 +302,8 @@ func TestTwoHosts(t *testing.T) {
 	checkFDs(t)
 	const n = 4
 	channels := open(t, n, func(r int, h *HelloOptions) {
+		*h = h.AsHost(fmt.Sprint("host", r/2))
 		h.Interface = "lo"
-		id := currentIdentity()
-		id.Host, id.Boot, id.Process = fmt.Sprint("host", r/2), fmt.Sprint("boot", r/2), fmt.Sprint("process", r)
-		h.identity = &id
 	})
 	noErrors(t, each(n, func(r int) error {
 		blob := bytes.Repeat([]byte{byte(r)}, 200_000)

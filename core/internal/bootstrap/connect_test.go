@@ -56,9 +56,7 @@ func TestFailureOfOneRankReachesEveryRank(t *testing.T) {
 
 func TestDifferentHostsNeedAnInterface(t *testing.T) {
 	for _, err := range openErrors(t, 2, func(r int, h *HelloOptions) {
-		id := currentIdentity()
-		id.Host, id.Boot = fmt.Sprint("host", r), fmt.Sprint("boot", r)
-		h.identity = &id
+		*h = h.AsHost(fmt.Sprint("host", r))
 	}) {
 		wantError(t, err, status.Unsupported, "rank 0 (host host0) and rank 1 (host host1)", "DEEPEP_INTERFACE")
 	}
