@@ -10,7 +10,7 @@ from typing import Any
 from . import _abi, errors
 from . import _torch as tt
 from ._native import NativeBuffer
-from .errors import assertion
+from .errors import assertion, type_error
 from .utils import EventHandle, EventOverlap
 
 # Keywords of forks of the API: asking for one of them is an error that names it, passing its "off" value is not.
@@ -43,6 +43,8 @@ class Ordering:
     ) -> None:
         self.buffer = buffer
         self.async_finish = async_finish
+        if previous_event is not None and not isinstance(previous_event, EventOverlap):
+            raise type_error("previous_event", type(previous_event).__name__, "an EventOverlap or None")
         self.previous = None if previous_event is None else previous_event.event
         assertion(
             not allocate_on_comm_stream or (self.previous is not None and async_finish),

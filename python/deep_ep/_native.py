@@ -140,8 +140,8 @@ class NativeBuffer:
         wait_sliced(self.lib, self.lib.slow.deepep_event_wait, event)
 
     def event_done(self, event: int) -> bool:
-        """True once the event is done or can never be."""
-        return bool(self.lib.quick.deepep_event_wait(event, 0) != errors.PENDING)
+        """True once the event is done. After a failure never: its work may still be writing until destroy()."""
+        return bool(self.lib.quick.deepep_event_wait(event, 0) == errors.OK)
 
     def destroy(self) -> None:
         """Frees everything; twice is fine."""

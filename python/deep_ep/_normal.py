@@ -415,7 +415,9 @@ class NormalMode(BufferBase):
             if status == errors.OK:
                 return rows.value, list(per_expert)
             if status != errors.PENDING:
-                raise lib.error(status)
+                error = lib.error(status)
+                self.hold_until_idle(held)  # the stream may still be writing to them
+                raise error
 
     def hold_until_idle(self, tensors: tuple[Any, ...]) -> None:
         """Keeps tensors until everything issued so far is done."""

@@ -12,6 +12,7 @@ import torch
 from .errors import type_error, value_error
 
 Tensor = torch.Tensor
+DType = torch.dtype
 topk_idx_t = torch.int64
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16

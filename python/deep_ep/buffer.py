@@ -244,8 +244,8 @@ class Buffer(NormalMode, LowLatencyMode):
         Returns:
             For each operation ("layout", "notify", "dispatch", "combine", "ll_dispatch", "ll_combine", "clean",
             "barrier", "mask"): ``calls``, ``errors``, ``bytes`` (payload sent), ``wait_ns``, ``total_ns``, ``mean_us``,
-            ``p50_us``, ``p99_us``, ``p999_us``, ``max_us``, ``bytes_to_peer [R]`` and ``wait_ns_per_peer [R]``. Times are of the
-            operation's kernels.
+            ``p50_us``, ``p99_us``, ``p999_us``, ``max_us``, ``bytes_to_peer [R]`` and ``wait_ns_per_peer [R]``. Times
+            are of the operation's kernels.
         """
         self.enter()
         return _native.stats(self.native, self.group_size)
@@ -266,6 +266,8 @@ class Buffer(NormalMode, LowLatencyMode):
             use_rdma_buffer: the RDMA region instead of the NVLink region.
         """
         self.enter()
+        if not isinstance(dtype, tt.DType):
+            raise type_error("dtype", repr(dtype), "a torch.dtype")
         lib, pointer, total = self.native.lib, ctypes.c_void_p(), ctypes.c_uint64()
         rdma = int(bool(use_rdma_buffer))
         lib.check(lib.quick.deepep_buffer_region(self.native, rdma, ctypes.byref(pointer), ctypes.byref(total)))
@@ -368,6 +370,10 @@ def _make_group(group: Any, comm: Any, bootstrap: Bootstrap | None, options: dic
         rank, size, allgather = tt.gather_function(group)
         return _native.group_from_allgather(rank, size, allgather, **options)
     if comm is not None:
+        missing = [name for name in ("Get_rank", "Get_size", "allgather") if not callable(getattr(comm, name, None))]
+        if missing:
+            given_type, methods = type(comm).__name__, ", ".join(missing)
+            raise type_error("comm", f"{given_type} without {methods}", "an mpi4py communicator or the like")
         return _native.group_from_allgather(
             int(comm.Get_rank()), int(comm.Get_size()), lambda blob: list(comm.allgather(blob)), **options
         )

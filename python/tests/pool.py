@@ -51,7 +51,7 @@ def report(bad: list[Outcome]) -> str:
     """The ranks' tracebacks; those that are the same only once."""
     ranks: dict[str, list[int]] = {}
     for outcome in bad:
-        ranks.setdefault(outcome.traceback or "died", []).append(outcome.rank)
+        ranks.setdefault(outcome.traceback, []).append(outcome.rank)
     return "\n".join(f"rank {', '.join(map(str, same))}: {text}" for text, same in ranks.items())
 
 
@@ -63,6 +63,8 @@ class RankPool:
         self.device = device
         self.alive = False
         self._folder = ""
+        self._last_logs = ""
+        self._log_starts = [0] * size
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
@@ -71,6 +73,7 @@ class RankPool:
         if self.alive:
             return
         self._folder = tempfile.mkdtemp(prefix="deepep-pool-")
+        self._log_starts = [0] * self.size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(pool_worker.PRELOAD)
         for rank in range(self.size):
@@ -90,6 +93,7 @@ class RankPool:
 
     def stop(self) -> None:
         """Kills the ranks and removes what they left; no rank is asked."""
+        self._last_logs = self.logs()
         for process in self._processes:
             if process.is_alive():
                 process.kill()
@@ -122,6 +126,7 @@ class RankPool:
     ) -> list[Outcome]:
         """Like ``run``, but an exception or the death of a rank is a result. ``meanwhile`` runs in the caller."""
         self.start()
+        self._log_starts = [self._log_size(rank) for rank in range(self.size)]
         name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
         for rank in range(ranks):
             self._connections[rank].send((name, ranks, args))
@@ -129,6 +134,10 @@ class RankPool:
             meanwhile(self)
         outcomes = self._collect(list(range(ranks)), deadline)
         if any(outcome.died for outcome in outcomes):
+            for outcome in outcomes:
+                if outcome.died:
+                    self._processes[outcome.rank].join(5)
+                    outcome.traceback = f"died, exit code {self._processes[outcome.rank].exitcode}"
             self.stop()
         return outcomes
 
@@ -176,14 +185,21 @@ class RankPool:
         self.stop()
         raise RanksLate(report)
 
+    def _log_size(self, rank: int) -> int:
+        path = pool_worker.log_path(self._folder, rank)
+        return os.path.getsize(path) if os.path.exists(path) else 0
+
     def logs(self) -> str:
-        """What the ranks wrote to stdout and stderr."""
+        """What the ranks wrote to stdout and stderr in this call; of a stopped pool, until it was stopped."""
+        if not os.path.isdir(self._folder):
+            return self._last_logs
         texts = []
         for rank in range(self.size):
             path = pool_worker.log_path(self._folder, rank)
             if os.path.exists(path):
-                with open(path, encoding="utf-8", errors="replace") as file:
-                    text = file.read()[-8000:]
+                with open(path, "rb") as file:
+                    file.seek(self._log_starts[rank])
+                    text = file.read().decode(errors="replace")[-8000:]
                 if text.strip():
                     texts.append(f"\n--- output of rank {rank}\n{text}")
         return "".join(texts)

@@ -50,6 +50,7 @@ def layout_wrong():
         ("one dimension", {"topk_idx": z(12, dtype=i64)}, ("topk_idx", "[12]", ALLOWED)),
         ("three dimensions", {"topk_idx": z(2, 3, 4, dtype=i64)}, ("topk_idx", "[2, 3, 4]", ALLOWED)),
         ("transposed", {"topk_idx": z(3, 12, dtype=i64).t()}, ("topk_idx", "contiguous")),
+        ("K of 0", {"topk_idx": z(12, 0, dtype=i64)}, ("topk", "0", ALLOWED)),
         ("no experts", {"num_experts": 0}, ("num_experts", "0", ALLOWED)),
         ("negative experts", {"num_experts": -8}, ("num_experts", "-8", ALLOWED)),
         ("experts not divisible", {"num_experts": 7}, ("num_experts", "7", "2", ALLOWED)),
@@ -326,8 +327,8 @@ def rank_wrong_index(ctx, wrong_index):
         try:
             got = buffer.get_dispatch_layout(ctx.put(idx), 8)
         except DeepEPError as error:
-            assert "topk_idx" in str(error)
-            return
-        idx[3, 1] = -1
-        normal.checks.same_layout(got, normal.reference.layout(idx, 8, 2))
+            assert "topk_idx" in str(error) and str(wrong_index) in str(error)
+        else:
+            idx[3, 1] = -1
+            normal.checks.same_layout(got, normal.reference.layout(idx, 8, 2))
         normal.dispatch_and_check(ctx, buffer, CASE)

@@ -23,7 +23,7 @@ def rank_attributes(ctx):
         runtime = buffer.runtime
         assert runtime.is_available() is True
         assert (runtime.get_num_rdma_ranks(), runtime.get_rdma_rank()) == (1, 0)
-        assert runtime.get_root_rdma_rank(True) == runtime.get_root_rdma_rank(False) == 0
+        assert (runtime.get_root_rdma_rank(True), runtime.get_root_rdma_rank(False)) == (ctx.rank, 0)
         assert type(runtime.get_local_device_id()) is int
 
 
@@ -44,7 +44,7 @@ def rank_construction(ctx):
         ("bytes as text", {"num_nvl_bytes": "1024"}, ("num_nvl_bytes", "1024")),
         ("bytes as float", {"num_rdma_bytes": 1.5}, ("num_rdma_bytes", "1.5")),
         ("negative RDMA bytes", {"num_rdma_bytes": -5}, ("num_rdma_bytes", "-5")),
-        ("no queue pairs", {"num_qps_per_rank": 0}, ("num_qps_per_rank", "0")),
+        ("negative queue pairs", {"num_qps_per_rank": -1}, ("num_qps_per_rank", "-1")),
         ("unknown engine", {"engine": "tpu"}, ("engine", "tpu", "cpu", "cuda")),
         ("negative timeout", {"timeout": -1}, ("timeout", "-1")),
         ("timeout as text", {"timeout": "soon"}, ("timeout", "soon")),

@@ -47,17 +47,6 @@ def test_many_tokens(pool):
     pool.run(4, rank_layout, cases.Case((4096, 1, 4096, 3000), experts=256, topk=8), None)
 
 
-def rank_no_topk(ctx):
-    with normal.buffer_of(ctx) as buffer:
-        idx = torch.empty((5, 0), dtype=torch.int64, device=ctx.device)
-        *got, _ = buffer.get_dispatch_layout(idx, 8)
-        checks.same_layout(got, reference.layout(idx.cpu(), 8, ctx.size))
-
-
-def test_topk_of_zero_selects_nothing(pool):
-    pool.run(2, rank_no_topk)
-
-
 def rank_events(ctx, case):
     from deep_ep import Buffer
 

@@ -57,12 +57,11 @@ def rank_normal(ctx, changes):
 
 
 NORMAL = {
-    "hidden": ({"hidden": 256}, ("hidden", "512", "256")),
+    "hidden": ({"hidden": 256}, ("hidden", "512", "1024")),  # bytes of a row
     "experts": ({"experts": 9}, ("num_experts", "6", "9")),
     "top-k": ({"topk": 2}, ("topk", "3", "2")),
     "no top-k": ({"with_topk": False}, ("topk", "3", "0")),
-    "dtype": ({"kind": "fp8", "num_scales": 4}, ("x", "BF16", "FP8")),
-    "worst case": ({"worst": True}, ("num_worst_tokens",)),
+    "dtype": ({"kind": "fp8", "num_scales": 4}, ("512", "1024")),
 }
 
 

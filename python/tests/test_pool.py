@@ -53,7 +53,8 @@ def test_death_is_an_outcome():
     pool = RankPool(2)
     outcomes = pool.outcomes(2, rank_die, 1)
     assert outcomes[0].value == "fine" and not outcomes[0].died
-    assert outcomes[1].died and outcomes[1].notes[0][1] == "last words"
+    assert outcomes[1].died and "exit code -9" in outcomes[1].traceback
+    assert outcomes[1].notes[0][1] == "last words"
     assert not pool.alive
 
 
