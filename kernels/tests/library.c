@@ -1,0 +1,60 @@
+/* library.c - opens the library under test and finds its functions. */
+#include <dlfcn.h>
+#include <stdio.h>
+
+#include "suite.h"
+
+struct library dk;
+dk_info_params library;
+
+static bool find(void *handle, const char *name, void *slot, char *why, size_t size) {
+  *(void **)slot = dlsym(handle, name);
+  if (!*(void **)slot) snprintf(why, size, "the library has no %s: %s", name, dlerror());
+  return *(void **)slot != NULL;
+}
+
+bool library_open(const char *path, char *why, size_t size) {
+  void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (!handle) {
+    snprintf(why, size, "%s", dlerror());
+    return false;
+  }
+#define SUITE_FIND(name) \
+  if (!find(handle, "dk_" #name, &dk.name, why, size)) return false;
+  SUITE_FUNCTIONS(SUITE_FIND)
+#undef SUITE_FIND
+  library = (dk_info_params){.size = sizeof library};
+  int32_t code = dk.info(&library);
+  if (code != DK_OK) {
+    snprintf(why, size, "dk_info returned %s", code_name(code));
+    return false;
+  }
+  if (library.num_devices < 1) {
+    snprintf(why, size, "no device can be used: %.200s", library.reason);
+    return false;
+  }
+  return true;
+}
+
+static const char *name_of(const char *const *names, int count, uint32_t number) {
+  return number < (uint32_t)count && names[number] ? names[number] : "(unknown)";
+}
+
+const char *code_name(int32_t code) {
+  static const char *const names[] = {"DK_OK",        "DK_EINVAL",   "DK_ESTATE",    "DK_EUNSUPPORTED", "DK_ENOMEM",   "DK_ESYSTEM",
+                                      "DK_ETIMEOUT",  "DK_EPEERDEAD", "DK_EMISMATCH", "DK_EABORTED",     "DK_ENOTFOUND", "DK_EVERSION",
+                                      NULL,           NULL,          "DK_EDEVICE",   "DK_EINTERNAL"};
+  return name_of(names, COUNT(names), (uint32_t)code);
+}
+
+const char *op_name(uint32_t op) {
+  static const char *const names[] = {"none",        "layout",     "notify", "dispatch", "combine",
+                                      "ll_dispatch", "ll_combine", "clean",  "barrier",  "mask"};
+  return name_of(names, COUNT(names), op);
+}
+
+const char *field_name(uint32_t field) {
+  static const char *const names[] = {"none",   "hidden bytes", "num_experts", "num_topk",     "num_scales",
+                                      "format", "max tokens",   "operation",   "worst tokens", "topk_idx"};
+  return name_of(names, COUNT(names), field);
+}

@@ -1,0 +1,166 @@
+/* kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--isa N] [--list]
+ *
+ * Runs the cases of the kernel interface against one library. The last line is "N passed, N failed, N skipped"; the exit
+ * status is 1 if any failed. DEEPEP_TEST_SANITIZER (address, thread, memcheck, racecheck, synccheck) says that the program
+ * runs under that tool: then the heavier cases are left out and time limits are longer.
+ */
+#include <errno.h>
+#include <getopt.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "suite.h"
+
+struct settings settings = {.device = -1, .max_ranks = MAX_SEATS, .seed = 1, .heaviest = HEAVY, .patience = 1};
+
+extern const struct group process_cases; /* a process for each rank: first, before the library is opened */
+#define GROUPS(X)                                                                                                       \
+  X(info) X(memory) X(stream) X(layout) X(notify) X(dispatch) X(worst) X(combine) X(peer_rows) X(ll_dispatch) X(ll_fp8) \
+  X(ll_combine) X(ll_order) X(mask) X(shrink) X(mismatch) X(timeout) X(failure) X(teams) X(statistics) X(random)
+#define DECLARE_GROUP(name) extern const struct group name##_cases;
+GROUPS(DECLARE_GROUP)
+#define LIST_GROUP(name) &name##_cases,
+static const struct group *const groups[] = {GROUPS(LIST_GROUP)};
+
+static struct {
+  int count[3];
+  pthread_mutex_t lock;
+  const char *name;    /* of the running case */
+  uint64_t deadline_ns; /* 0: none runs */
+} state = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static void print_totals(void) {
+  printf("%d passed, %d failed, %d skipped\n", state.count[PASSED], state.count[FAILED], state.count[SKIPPED]);
+  fflush(stdout);
+}
+
+static void expect_end(const char *name, double seconds) {
+  pthread_mutex_lock(&state.lock);
+  state.name = name;
+  state.deadline_ns = name ? now_ns() + limit_ns(seconds) : 0;
+  pthread_mutex_unlock(&state.lock);
+}
+
+/* Ends the program when a case does not come to an end. */
+static void *watch(void *unused) {
+  for (;;) {
+    pause_ms(200);
+    pthread_mutex_lock(&state.lock);
+    if (state.deadline_ns && now_ns() > state.deadline_ns) {
+      printf("FAILED %s: hangs\n", state.name);
+      print_state();
+      state.count[FAILED]++;
+      print_totals();
+      _exit(1);
+    }
+    pthread_mutex_unlock(&state.lock);
+  }
+  return unused;
+}
+
+static const char *reason_to_skip(const struct test_case *test) {
+  if (test->ranks > settings.max_ranks) return "more ranks than --ranks";
+  if (test->weight > settings.heaviest) return "too slow under this tool";
+  if (test->needs & ~library.caps) return "the library cannot do that";
+  return NULL;
+}
+
+static void run_case(const struct test_case *test, enum verdict (*run)(const struct test_case *, char *, size_t)) {
+  char why[640] = "";
+  uint64_t start = now_ns();
+  expect_end(run == run_threads ? test->name : NULL, 60);
+  enum verdict verdict = run(test, why, sizeof why);
+  expect_end(NULL, 0);
+  static const char *const words[] = {"ok    ", "FAILED", "skip  "};
+  state.count[verdict]++;
+  printf("%s %s%s%s (%.0f ms)\n", words[verdict], test->name, why[0] ? ": " : "", why, (double)(now_ns() - start) * 1e-6);
+  fflush(stdout);
+}
+
+static void run_group(const struct group *group, enum verdict (*run)(const struct test_case *, char *, size_t)) {
+  for (int i = 0; i < group->count; i++) {
+    const struct test_case *test = &group->cases[i];
+    if (settings.filter && !strstr(test->name, settings.filter)) continue;
+    const char *reason = reason_to_skip(test);
+    if (!reason) {
+      run_case(test, run);
+      continue;
+    }
+    state.count[SKIPPED]++;
+    printf("skip   %s: %s\n", test->name, reason);
+  }
+}
+
+static void list_group(const struct group *group) {
+  for (int i = 0; i < group->count; i++)
+    if (!settings.filter || strstr(group->cases[i].name, settings.filter))
+      printf("%s (%d ranks)\n", group->cases[i].name, group->cases[i].ranks);
+}
+
+static void read_environment(void) {
+  const char *tool = getenv("DEEPEP_TEST_SANITIZER");
+  if (!tool || !*tool) return;
+  bool host = !strcmp(tool, "address") || !strcmp(tool, "thread");
+  settings.heaviest = host ? USUAL : QUICK;
+  settings.patience = host ? 6 : 30;
+  settings.one_mapping = !strcmp(tool, "thread");
+}
+
+static long number(const char *text, long least, long most) {
+  char *end;
+  errno = 0;
+  long value = strtol(text, &end, 0);
+  if (errno || *end || end == text || value < least || value > most) {
+    fprintf(stderr, "kernel_tests: got %s, allowed a number from %ld to %ld\n", text, least, most);
+    exit(2);
+  }
+  return value;
+}
+
+/* True: only list the cases. */
+static bool read_options(int argc, char **argv) {
+  static const struct option options[] = {{"device", 1, 0, 'd'}, {"ranks", 1, 0, 'r'}, {"filter", 1, 0, 'f'},
+                                          {"seed", 1, 0, 's'},   {"isa", 1, 0, 'i'},   {"list", 0, 0, 'l'}, {0, 0, 0, 0}};
+  bool list = false;
+  for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
+    if (c == 'd') settings.device = (int)number(optarg, 0, 1023);
+    else if (c == 'r') settings.max_ranks = (int)number(optarg, 1, MAX_SEATS);
+    else if (c == 'f') settings.filter = optarg;
+    else if (c == 's') settings.seed = (uint64_t)number(optarg, 0, INT32_MAX);
+    else if (c == 'i') settings.isa = (uint32_t)number(optarg, 0, 1000);
+    else if (c == 'l') list = true;
+    else exit(2);
+  }
+  if (optind != argc - 1) {
+    fprintf(stderr, "usage: kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--isa N] [--list]\n");
+    exit(2);
+  }
+  settings.library_path = argv[optind];
+  return list;
+}
+
+int main(int argc, char **argv) {
+  read_environment();
+  if (read_options(argc, argv)) {
+    list_group(&process_cases);
+    for (int i = 0; i < COUNT(groups); i++) list_group(groups[i]);
+    return 0;
+  }
+  run_group(&process_cases, run_processes);
+  char why[512];
+  if (!library_open(settings.library_path, why, sizeof why)) {
+    printf("FAILED opening %s: %s\n", settings.library_path, why);
+    state.count[FAILED]++;
+    print_totals();
+    return 1;
+  }
+  pthread_t watchdog;
+  if (pthread_create(&watchdog, NULL, watch, NULL)) abort();
+  pthread_detach(watchdog);
+  for (int i = 0; i < COUNT(groups); i++) run_group(groups[i], run_threads);
+  close_seats();
+  print_totals();
+  return state.count[FAILED] ? 1 : 0;
+}

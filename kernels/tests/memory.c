@@ -1,0 +1,254 @@
+/* memory.c - what ranks compute on: tensors with a copy on the host, words that host and device share, memory of all ranks. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "suite.h"
+
+#define ARENA_BYTES ((uint64_t)64 << 20)
+#define WORDS_BYTES ((uint64_t)1 << 20)
+#define GUARD 64 /* bytes before and after each tensor that nobody may write */
+#define FILLER 0xa5
+
+/* The place of a rank in this process; kept from case to case, since opening a device may be slow. */
+struct seat {
+  int index, ordinal;
+  bool open;
+  uint64_t device, stream, event, mem, at, used;
+  char *mirror, *words;
+  uint64_t mirror_at, words_at, words_used;
+};
+
+static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+
+struct seat *new_seat(int index) {
+  struct seat *seat = calloc(1, sizeof *seat);
+  if (!seat) abort();
+  seat->index = index;
+  return seat;
+}
+
+uint64_t seat_device(const struct seat *seat) { return seat->device; }
+uint64_t seat_stream(const struct seat *seat) { return seat->stream; }
+int seat_ordinal(const struct seat *seat) { return seat->ordinal; }
+
+static bool good(int32_t code, int32_t device_error, const char *what, char *why, size_t size) {
+  if (code != DK_OK) snprintf(why, size, "%s returned %s, device error %d", what, code_name(code), device_error);
+  return code == DK_OK;
+}
+
+static char *host_pages(struct seat *seat, uint64_t bytes, uint64_t *at, char *why, size_t size) {
+  void *pages = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (pages == MAP_FAILED) abort();
+  dk_host_register_params p = {.size = sizeof p, .device = seat->device, .host = (uintptr_t)pages, .bytes = bytes};
+  int32_t code = dk.host_register(&p);
+  *at = p.address;
+  return good(code, p.device_error, "dk_host_register", why, size) ? pages : NULL;
+}
+
+static bool open_parts(struct seat *seat, char *why, size_t size) {
+  int wanted = settings.device >= 0 ? settings.device : seat->index % library.num_devices;
+  dk_device_open_params device = {.size = sizeof device, .ordinal = wanted, .isa = settings.isa};
+  if (!good(dk.device_open(&device), device.device_error, "dk_device_open", why, size)) return false;
+  seat->device = device.device;
+  seat->ordinal = device.out_ordinal;
+  dk_stream_create_params stream = {.size = sizeof stream, .device = seat->device};
+  if (!good(dk.stream_create(&stream), stream.device_error, "dk_stream_create", why, size)) return false;
+  seat->stream = stream.stream;
+  dk_event_create_params event = {.size = sizeof event, .device = seat->device};
+  if (!good(dk.event_create(&event), event.device_error, "dk_event_create", why, size)) return false;
+  seat->event = event.event;
+  dk_mem_alloc_params arena = {.size = sizeof arena, .device = seat->device, .bytes = ARENA_BYTES};
+  if (!good(dk.mem_alloc(&arena), arena.device_error, "dk_mem_alloc", why, size)) return false;
+  seat->mem = arena.mem;
+  seat->at = arena.address;
+  seat->mirror = host_pages(seat, ARENA_BYTES, &seat->mirror_at, why, size);
+  seat->words = seat->mirror ? host_pages(seat, WORDS_BYTES, &seat->words_at, why, size) : NULL;
+  return seat->words != NULL;
+}
+
+bool open_seat(struct rank *me, char *why, size_t size) {
+  struct seat *seat = me->seat;
+  if (!seat->open && !open_parts(seat, why, size)) return false;
+  seat->open = true;
+  me->stream = seat->stream;
+  return true;
+}
+
+void reset_seat(struct seat *seat) {
+  if (seat->words) memset(seat->words, 0, seat->words_used);
+  seat->used = seat->words_used = 0;
+}
+
+void close_seat(struct seat *seat) {
+  if (seat->open) {
+    dk_event_destroy_params event = {.size = sizeof event, .device = seat->device, .event = seat->event};
+    dk.event_destroy(&event);
+    dk_stream_destroy_params stream = {.size = sizeof stream, .device = seat->device, .stream = seat->stream};
+    dk.stream_destroy(&stream);
+    char *const pages[] = {seat->mirror, seat->words};
+    for (int i = 0; i < COUNT(pages); i++) {
+      dk_host_unregister_params p = {.size = sizeof p, .device = seat->device, .host = (uintptr_t)pages[i]};
+      dk.host_unregister(&p);
+    }
+    munmap(seat->mirror, ARENA_BYTES);
+    munmap(seat->words, WORDS_BYTES);
+    dk_mem_free_params mem = {.size = sizeof mem, .mem = seat->mem};
+    dk.mem_free(&mem);
+    dk_device_close_params device = {.size = sizeof device, .device = seat->device};
+    dk.device_close(&device);
+  }
+  free(seat);
+}
+
+/* ---- Tensors ------------------------------------------------------------------------------------------------------------ */
+
+void fill(struct rank *me, uint64_t at, uint64_t bytes, uint32_t value) {
+  dk_fill_params p = {.size = sizeof p, .device = me->seat->device, .stream = me->stream, .dst = at, .bytes = bytes, .value = value};
+  CALL(me, fill, &p);
+}
+
+/* Every other tensor begins 16 bytes beside a line: no more than 16 is promised. */
+struct tensor tensor(struct rank *me, const char *name, uint64_t bytes) {
+  struct seat *seat = me->seat;
+  if (bytes == 0) return (struct tensor){.host = seat->mirror};
+  uint64_t from = seat->used, at = round_up(from + GUARD, 256) + (uint64_t)(me->num_tensors % 2) * 16;
+  seat->used = round_up(at + bytes + GUARD, 16);
+  expect(me, seat->used <= ARENA_BYTES && me->num_tensors < MAX_TENSORS, "the suite's arena is too small for %s", name);
+  fill(me, seat->at + from, seat->used - from, FILLER);
+  me->tensors[me->num_tensors++] = (struct guarded){name, at, bytes};
+  return (struct tensor){seat->mirror + at, seat->at + at, bytes};
+}
+
+void copy(struct rank *me, uint64_t dst, uint64_t src, uint64_t bytes) {
+  dk_copy_params p = {.size = sizeof p, .device = me->seat->device, .stream = me->stream, .dst = dst, .src = src, .bytes = bytes};
+  CALL(me, copy, &p);
+}
+
+static uint64_t mirror_of(struct rank *me, struct tensor t) { return me->seat->mirror_at + (t.at - me->seat->at); }
+
+void send_tensor(struct rank *me, struct tensor t) {
+  if (t.bytes) copy(me, t.at, mirror_of(me, t), t.bytes);
+}
+
+void fetch_tensor(struct rank *me, struct tensor t) {
+  if (t.bytes) copy(me, mirror_of(me, t), t.at, t.bytes);
+}
+
+void poison(struct rank *me, struct tensor t) {
+  if (t.bytes) fill(me, t.at, t.bytes, FILLER);
+}
+
+void *host_words(struct rank *me, uint64_t bytes, uint64_t align, uint64_t *at) {
+  struct seat *seat = me->seat;
+  uint64_t from = round_up(seat->words_used, align);
+  seat->words_used = from + bytes;
+  expect(me, seat->words_used <= WORDS_BYTES, "the suite's shared words are too small");
+  *at = seat->words_at + from;
+  return seat->words + from;
+}
+
+static const char *tensor_near(const struct rank *me, uint64_t offset, bool *before) {
+  for (int i = 0; i < me->num_tensors; i++) {
+    const struct guarded *t = &me->tensors[i];
+    *before = offset < t->offset;
+    if (offset < t->offset + t->bytes + GUARD) return t->name;
+  }
+  return "the last tensor";
+}
+
+static void check_guards_from(struct rank *me, struct mark mark) {
+  struct seat *seat = me->seat;
+  if (me->num_tensors == mark.tensors) return;
+  copy(me, seat->mirror_at + mark.used, seat->at + mark.used, seat->used - mark.used);
+  finish(me);
+  uint64_t from = mark.used;
+  for (int i = mark.tensors; i <= me->num_tensors; i++) {
+    uint64_t to = i < me->num_tensors ? me->tensors[i].offset : seat->used;
+    for (uint64_t b = from; b < to; b++) {
+      if ((uint8_t)seat->mirror[b] == FILLER) continue;
+      bool before;
+      const char *name = tensor_near(me, b, &before);
+      fail(me, "something wrote %s %s (byte 0x%02x)", before ? "before" : "behind", name, (uint8_t)seat->mirror[b]);
+    }
+    if (i < me->num_tensors) from = me->tensors[i].offset + me->tensors[i].bytes;
+  }
+}
+
+void check_guards(struct rank *me) { check_guards_from(me, (struct mark){0, 0}); }
+
+struct mark set_mark(struct rank *me) { return (struct mark){me->num_tensors, me->seat->used}; }
+
+void back_to(struct rank *me, struct mark mark) {
+  check_guards_from(me, mark);
+  me->num_tensors = mark.tensors;
+  me->seat->used = mark.used;
+}
+
+/* ---- Waiting --------------------------------------------------------------------------------------------------------------- */
+
+bool stream_done(struct seat *seat, uint64_t stream, double seconds) {
+  if (!seat || !seat->event) return true;
+  dk_event_record_params record = {.size = sizeof record, .device = seat->device, .event = seat->event, .stream = stream};
+  if (dk.event_record(&record) != DK_OK) return false;
+  uint64_t end = now_ns() + limit_ns(seconds);
+  for (;;) {
+    dk_event_wait_params wait = {.size = sizeof wait, .device = seat->device, .event = seat->event, .timeout_ns = 50000000};
+    int32_t code = dk.event_wait(&wait);
+    if (code == DK_OK) return true;
+    if (code != DK_ETIMEOUT || now_ns() > end) return false;
+  }
+}
+
+void finish(struct rank *me) {
+  const char *was = me->doing;
+  me->doing = "waiting for its stream";
+  if (!stream_done(me->seat, me->stream, 30)) fail(me, "the stream is not idle after 30 s");
+  me->doing = was;
+  if (others_failed(me)) longjmp(me->leave, 1);
+}
+
+/* ---- Memory of all ranks ------------------------------------------------------------------------------------------------------ */
+
+struct share_offer { uint64_t bytes, at; uint32_t kind; uint8_t blob[64]; };
+
+static void import(struct rank *me, struct share *s, int owner, const struct share_offer *offer, int fd) {
+  dk_mem_import_params p = {.size = sizeof p, .device = me->seat->device, .bytes = offer->bytes, .kind = offer->kind, .fd = fd};
+  memcpy(p.blob, offer->blob, sizeof p.blob);
+  CALL(me, mem_import, &p);
+  s->peers[owner] = p.mem;
+  s->at[owner] = p.address;
+}
+
+struct share *share(struct rank *me, uint64_t bytes) {
+  struct share *s = scratch(me, sizeof *s);
+  expect(me, me->num_shares < MAX_SHARES, "the suite allows %d shares", MAX_SHARES);
+  me->shares[me->num_shares++] = s;
+  dk_mem_alloc_params own = {.size = sizeof own, .device = me->seat->device, .bytes = bytes};
+  CALL(me, mem_alloc, &own);
+  s->mem = own.mem;
+  s->at[me->index] = own.address;
+  s->bytes = bytes;
+  dk_mem_export_params out = {.size = sizeof out, .mem = own.mem, .fd = -1};
+  CALL(me, mem_export, &out);
+  struct share_offer mine = {own.out_bytes, own.address, out.kind, {0}}, all[MAX_SEATS];
+  int fds[MAX_SEATS];
+  memcpy(mine.blob, out.blob, sizeof mine.blob);
+  gather(me, &mine, sizeof mine, out.fd, all, fds);
+  if (out.fd >= 0) close(out.fd);
+  for (int i = 0; i < me->count; i++) {
+    if (i != me->index && settings.one_mapping && me->socket < 0) s->at[i] = all[i].at;
+    else if (i != me->index) import(me, s, i, &all[i], fds[i]);
+    if (fds[i] >= 0) close(fds[i]);
+  }
+  return s;
+}
+
+void drop_share(struct share *s, int self, bool own) {
+  for (int i = 0; i < MAX_SEATS; i++) {
+    dk_mem_free_params p = {.size = sizeof p, .mem = own ? s->mem : s->peers[i]};
+    if (p.mem && own == (i == self)) dk.mem_free(&p);
+  }
+}

@@ -1,0 +1,212 @@
+/* suite.h - the harness of kernel_tests: a library under test, ranks, their memory and their teams.
+ *
+ * A case is one function that every rank runs on a thread of its own (or in a process of its own, process.c). It never
+ * dereferences an address of the device: what it gives and gets are tensors, each with a copy on the host.
+ * A failed expectation leaves the case at once, by longjmp to the rank's beginning; the other ranks leave at their next wait.
+ * Every wait is bounded. What a case made (memory, teams) is taken down by the harness.
+ */
+#ifndef DEEPEP_KERNEL_TESTS_SUITE_H
+#define DEEPEP_KERNEL_TESTS_SUITE_H
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "abi/kernels.h"
+
+#define MAX_SEATS 8 /* ranks of one case */
+#define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
+
+/* ---- The library under test (library.c) ------------------------------------------------------------------------------ */
+
+#define SUITE_FUNCTIONS(X)                                                                                                    \
+  X(info) X(device_open) X(device_close) X(mem_alloc) X(mem_export) X(mem_import) X(mem_free) X(host_register)                \
+  X(host_unregister) X(host_wait) X(stream_create) X(stream_destroy) X(stream_query) X(event_create) X(event_destroy)         \
+  X(event_record) X(stream_wait_event) X(event_wait) X(copy) X(fill) X(block_sizes) X(ll_layout) X(team_create)               \
+  X(team_destroy) X(team_segment) X(layout) X(notify) X(dispatch) X(combine) X(ll_dispatch) X(ll_combine) X(clean) X(barrier) \
+  X(mask)
+
+struct library {
+#define SUITE_MEMBER(name) int32_t (*name)(dk_##name##_params *p);
+  SUITE_FUNCTIONS(SUITE_MEMBER)
+#undef SUITE_MEMBER
+};
+extern struct library dk;
+extern dk_info_params library; /* what dk_info said */
+
+/* False, with the reason: it cannot be loaded, lacks a function, or has no device. */
+bool library_open(const char *path, char *why, size_t size);
+const char *code_name(int32_t code);
+const char *op_name(uint32_t op);
+const char *field_name(uint32_t field);
+
+/* ---- Cases (main.c) --------------------------------------------------------------------------------------------------- */
+
+struct rank;
+enum weight {
+  QUICK, /* always */
+  USUAL, /* not under compute-sanitizer */
+  HEAVY  /* not under any sanitizer */
+};
+struct test_case {
+  const char *name;               /* topic/what */
+  void (*run)(struct rank *me);
+  int ranks;
+  const void *arg;                /* me->test->arg */
+  enum weight weight;
+  uint32_t needs;                 /* DK_CAP_*: skipped where the library lacks it */
+};
+struct group { const struct test_case *cases; int count; };
+#define GROUP(name) const struct group name = {cases, COUNT(cases)}
+
+struct settings {
+  const char *library_path, *filter;
+  int device, max_ranks;          /* device -1: rank r on device r modulo their number */
+  uint32_t isa;                   /* of dk_device_open */
+  uint64_t seed;
+  enum weight heaviest;
+  double patience;                /* factor for every time limit: sanitizers are slow */
+  bool one_mapping;               /* ranks use each other's own mapping: TSan knows no other */
+};
+extern struct settings settings;
+enum verdict { PASSED, FAILED, SKIPPED };
+
+/* ---- Ranks (ranks.c) -------------------------------------------------------------------------------------------------- */
+
+struct seat;
+struct world;
+struct share;
+struct team;
+#define MAX_TENSORS 256
+#define MAX_SHARES 8
+#define MAX_TEAMS 4
+struct guarded { const char *name; uint64_t offset, bytes; };
+
+struct rank {
+  int index, count;
+  const struct test_case *test;
+  struct seat *seat;
+  struct world *world;            /* ranks of this process */
+  int socket;                     /* to the exchange of processes; -1: ranks are threads */
+  uint64_t stream;                /* where operations go */
+  uint64_t random;
+  const char *volatile doing;     /* for the watchdog */
+  jmp_buf leave;
+  char message[512];
+  enum verdict verdict;
+  /* taken down after the case */
+  struct guarded tensors[MAX_TENSORS];
+  int num_tensors, num_shares, num_teams;
+  struct share *shares[MAX_SHARES];
+  struct team *teams[MAX_TEAMS];
+  struct block { struct block *next; } *blocks;
+};
+
+/* Runs one case with its ranks as threads. `why` gets the first failure's text. */
+enum verdict run_threads(const struct test_case *test, char *why, size_t size);
+/* The same with a process each (process.c): before the library is opened, since no library likes to be forked. */
+enum verdict run_processes(const struct test_case *test, char *why, size_t size);
+/* One rank, from its beginning to its end, on the calling thread. */
+void run_rank(struct rank *me);
+void print_state(void);           /* what each rank of the running case is doing */
+void close_seats(void);
+
+_Noreturn void fail(struct rank *me, const char *format, ...) __attribute__((format(printf, 2, 3)));
+_Noreturn void skip(struct rank *me, const char *format, ...) __attribute__((format(printf, 2, 3)));
+#define expect(me, condition, ...) ((condition) ? (void)0 : fail(me, __VA_ARGS__))
+/* Calls dk.name(p) and expects DK_OK. */
+#define CALL(me, name, p) check_code(me, "dk_" #name, dk.name(p), (p)->device_error)
+void check_code(struct rank *me, const char *function, int32_t code, int32_t device_error);
+
+/* All ranks of the case meet; a rank that failed makes the others leave. */
+void meet(struct rank *me);
+/* Gathers up to 120 bytes and one descriptor (-1: none) of every rank, in rank order. Descriptors got are the caller's. */
+void gather(struct rank *me, const void *mine, size_t bytes, int fd, void *all, int *fds);
+bool others_failed(struct rank *me);
+void keep_team(struct rank *me, struct team *t); /* to be taken down after the case */
+void pause_ms(int milliseconds);
+uint64_t now_ns(void);
+uint64_t limit_ns(double seconds); /* with the factor for sanitizers */
+void *scratch(struct rank *me, size_t bytes); /* zeroed, gone after the case */
+
+uint64_t mix(uint64_t x);
+uint64_t hash(uint64_t salt, uint64_t a, uint64_t b, uint64_t c);
+uint64_t draw(struct rank *me, uint64_t below); /* the rank's own random numbers */
+
+/* ---- Memory (memory.c) ------------------------------------------------------------------------------------------------- */
+
+struct tensor {
+  void *host;                     /* the copy here */
+  uint64_t at, bytes;             /* on the device; 0 bytes: at is 0 */
+};
+/* Filled with 0xa5 on the device, with guards around it that are looked at after the case. */
+struct tensor tensor(struct rank *me, const char *name, uint64_t bytes);
+void send_tensor(struct rank *me, struct tensor t);  /* host to device, enqueued */
+void fetch_tensor(struct rank *me, struct tensor t); /* device to host, enqueued */
+void poison(struct rank *me, struct tensor t);       /* 0xa5 again, enqueued */
+/* Gives back what came after a mark; nothing may be running on it. Guards are looked at first. */
+struct mark { int tensors; uint64_t used; };
+struct mark set_mark(struct rank *me);
+void back_to(struct rank *me, struct mark mark);
+/* Zeroed host memory that the device can reach. */
+void *host_words(struct rank *me, uint64_t bytes, uint64_t align, uint64_t *at);
+void copy(struct rank *me, uint64_t dst, uint64_t src, uint64_t bytes);
+void fill(struct rank *me, uint64_t at, uint64_t bytes, uint32_t value);
+/* Waits until everything enqueued on me->stream is done. */
+void finish(struct rank *me);
+bool stream_done(struct seat *seat, uint64_t stream, double seconds);
+void check_guards(struct rank *me);
+
+/* Memory of every rank, mapped by every rank. */
+struct share { uint64_t bytes, mem, peers[MAX_SEATS], at[MAX_SEATS]; };
+struct share *share(struct rank *me, uint64_t bytes);
+void drop_share(struct share *s, int self, bool own);
+
+bool open_seat(struct rank *me, char *why, size_t size);
+void reset_seat(struct seat *seat);
+void close_seat(struct seat *seat);
+struct seat *new_seat(int index);
+uint64_t seat_device(const struct seat *seat);
+uint64_t seat_stream(const struct seat *seat);
+int seat_ordinal(const struct seat *seat);
+
+/* ---- Teams (team.c) ------------------------------------------------------------------------------------------------------ */
+
+struct team_spec {
+  uint64_t nvl_bytes, rdma_bytes;
+  uint64_t least_row;             /* not 0: nvl_bytes is the floor for rows of so many bytes */
+  uint32_t flags;                 /* DK_TEAM_* */
+  int trace;                      /* records; -1: no statistics page */
+};
+struct team {
+  struct rank *me;
+  uint64_t handle;
+  struct share *block;
+  uint64_t nvl_offset, nvl_bytes, rdma_offset, rdma_bytes;
+  dk_status *status;
+  dk_stats_page *stats;
+  uint64_t calls[DK_NUM_OPS], combines, timeout_ns;
+};
+struct team *make_team(struct rank *me, const struct team_spec *spec);
+uint64_t peer_bytes(const struct team *t, uint32_t op, int peer);
+uint64_t peer_wait(const struct team *t, uint32_t op, int peer);
+uint64_t rdma_bytes_for(struct rank *me, int max_tokens, int hidden, int experts);
+/* Parameters of an operation with its header filled in; counts the call. */
+#define PARAMS(name, team_, op)                                                                    \
+  (dk_##name##_params) {                                                                           \
+    .size = sizeof(dk_##name##_params), .team = (team_)->handle, .stream = (team_)->me->stream,     \
+    .call = ++(team_)->calls[op], .timeout_ns = (team_)->timeout_ns                                \
+  }
+/* No failure so far, or fails the case with the record's text. */
+void expect_healthy(struct team *t);
+/* The team has failed: code, operation, peer (-2: any) as given. */
+void expect_failure(struct team *t, int32_t code, uint32_t op, int peer);
+void run_barrier(struct team *t);
+void run_clean(struct team *t, int max_tokens, int hidden, int experts);
+void run_mask(struct team *t, int what, int rank, int value, uint64_t out);
+/* Waits, and expects that just these ranks are masked (bit by rank). */
+void expect_masks(struct team *t, uint32_t masked);
+void set_abort(struct team *t, int32_t code, int culprit);
+
+#endif

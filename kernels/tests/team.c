@@ -1,0 +1,170 @@
+/* team.c - teams: a symmetric block of each rank, its status words and statistics, and the small operations. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "suite.h"
+
+static uint64_t pages(uint64_t bytes) { return (bytes + 4095) / 4096 * 4096; }
+
+static dk_block_sizes_params sizes_for(struct rank *me, const struct team_spec *spec) {
+  dk_block_sizes_params p = {.size = sizeof p,
+                             .num_ranks = me->count,
+                             .num_nvl_peers = MAX_SEATS,
+                             .nvl_bytes = spec->nvl_bytes,
+                             .rdma_bytes = spec->rdma_bytes,
+                             .max_row_bytes = spec->least_row};
+  CALL(me, block_sizes, &p);
+  if (spec->least_row) {
+    p.nvl_bytes = p.min_nvl_bytes;
+    CALL(me, block_sizes, &p);
+  }
+  return p;
+}
+
+static void make_stats(struct team *t, int trace, dk_team_create_params *p) {
+  struct rank *me = t->me;
+  uint64_t peers = sizeof(dk_stats_page), records = peers + 2 * DK_NUM_OPS * sizeof(uint64_t) * (uint64_t)me->count;
+  uint64_t total = records + (uint64_t)trace * sizeof(dk_trace_record);
+  t->stats = host_words(me, pages(total), 4096, &p->stats);
+  p->host_stats = (uintptr_t)t->stats;
+  *t->stats = (dk_stats_page){.magic = DK_STATS_MAGIC,
+                              .version = DK_STATS_VERSION,
+                              .total_bytes = (uint32_t)total,
+                              .num_ops = DK_NUM_OPS,
+                              .rank = me->index,
+                              .num_ranks = me->count,
+                              .state = 1,
+                              .peers_offset = peers,
+                              .trace_offset = records,
+                              .trace_len = (uint64_t)trace};
+}
+
+/* Ranks of this process on the same device, and which of them this is. */
+static void share_device(struct rank *me, dk_team_create_params *p) {
+  int mine = me->socket >= 0 ? me->index : -1 - seat_ordinal(me->seat), all[MAX_SEATS];
+  gather(me, &mine, sizeof mine, -1, all, NULL);
+  for (int i = 0; i < me->count; i++) {
+    if (all[i] != mine) continue;
+    p->sm_share_index += i < me->index;
+    p->sm_share++;
+  }
+}
+
+struct team *make_team(struct rank *me, const struct team_spec *spec) {
+  struct team *t = scratch(me, sizeof *t);
+  t->me = me;
+  t->timeout_ns = limit_ns(10);
+  dk_block_sizes_params sizes = sizes_for(me, spec);
+  t->nvl_bytes = sizes.nvl_bytes;
+  t->rdma_bytes = spec->rdma_bytes;
+  dk_team_create_params p = {.size = sizeof p,
+                             .device = seat_device(me->seat),
+                             .rank = me->index,
+                             .num_ranks = me->count,
+                             .num_nvl_peers = MAX_SEATS,
+                             .flags = spec->flags,
+                             .control_bytes = sizes.control_bytes,
+                             .wire_bytes = sizes.wire_bytes,
+                             .nvl_bytes = t->nvl_bytes,
+                             .rdma_bytes = t->rdma_bytes};
+  p.wire_offset = p.control_bytes;
+  p.nvl_offset = t->nvl_offset = p.wire_offset + pages(p.wire_bytes);
+  p.rdma_offset = t->rdma_offset = p.nvl_offset + pages(p.nvl_bytes);
+  t->block = share(me, p.rdma_offset + pages(p.rdma_bytes));
+  p.host_peer_blocks = (uintptr_t)t->block->at;
+  t->status = host_words(me, DK_STATUS_BYTES, 4096, &p.status);
+  p.host_status = (uintptr_t)t->status;
+  t->status->abort_rank = -1;
+  if (spec->trace >= 0) make_stats(t, spec->trace, &p);
+  share_device(me, &p);
+  CALL(me, team_create, &p);
+  t->handle = p.team;
+  keep_team(me, t);
+  meet(me);
+  return t;
+}
+
+static const uint64_t *peer_table(const struct team *t, int which, uint32_t op) {
+  const uint64_t *tables = (const uint64_t *)((const char *)t->stats + t->stats->peers_offset);
+  return tables + ((uint64_t)which * DK_NUM_OPS + op) * (uint64_t)t->me->count;
+}
+
+uint64_t peer_bytes(const struct team *t, uint32_t op, int peer) { return peer_table(t, 0, op)[peer]; }
+uint64_t peer_wait(const struct team *t, uint32_t op, int peer) { return peer_table(t, 1, op)[peer]; }
+
+uint64_t rdma_bytes_for(struct rank *me, int max_tokens, int hidden, int experts) {
+  dk_ll_layout_params p = {
+      .size = sizeof p, .num_ranks = me->count, .num_max_tokens = max_tokens, .hidden = hidden, .num_experts = experts};
+  CALL(me, ll_layout, &p);
+  return p.rdma_bytes;
+}
+
+/* ---- Failures ----------------------------------------------------------------------------------------------------------- */
+
+static void describe(const dk_failure *f, char *text, size_t size) {
+  snprintf(text, size,
+           "%s in %s (phase %u) call %" PRIu64 ": rank %d, peer %d, field %s, expected %" PRId64 ", seen %" PRId64 ", waited %.3f s",
+           code_name((int32_t)f->code), op_name(f->op), f->phase, f->call, f->rank, f->peer, field_name(f->field), f->expected, f->seen,
+           (double)f->waited_ns * 1e-9);
+}
+
+void expect_healthy(struct team *t) {
+  if (__atomic_load_n(&t->status->sticky, __ATOMIC_ACQUIRE) == 0) return;
+  char text[320];
+  describe(&t->status->failure, text, sizeof text);
+  fail(t->me, "the team failed: %s", text);
+}
+
+void expect_failure(struct team *t, int32_t code, uint32_t op, int peer) {
+  uint32_t sticky = __atomic_load_n(&t->status->sticky, __ATOMIC_ACQUIRE);
+  const dk_failure *f = &t->status->failure;
+  expect(t->me, sticky, "%s should have failed with %s, but the team is well", op_name(op), code_name(code));
+  char text[320];
+  describe(f, text, sizeof text);
+  bool right = sticky == (uint32_t)code && f->code == (uint32_t)code && f->op == op && f->rank == t->me->index;
+  right = right && (peer == -2 || f->peer == peer);
+  expect(t->me, right, "wanted %s in %s for peer %d; sticky is %s, the record says %s", code_name(code), op_name(op), peer,
+         code_name((int32_t)sticky), text);
+}
+
+void set_abort(struct team *t, int32_t code, int culprit) {
+  __atomic_store_n(&t->status->abort_rank, culprit, __ATOMIC_RELAXED);
+  __atomic_store_n(&t->status->abort_word, (uint32_t)code, __ATOMIC_RELEASE);
+}
+
+/* ---- Small operations ------------------------------------------------------------------------------------------------------ */
+
+void run_barrier(struct team *t) {
+  dk_barrier_params p = PARAMS(barrier, t, DK_OP_BARRIER);
+  CALL(t->me, barrier, &p);
+}
+
+void run_clean(struct team *t, int max_tokens, int hidden, int experts) {
+  dk_clean_params p = PARAMS(clean, t, DK_OP_CLEAN);
+  p.num_max_tokens = max_tokens;
+  p.hidden = hidden;
+  p.num_experts = experts;
+  CALL(t->me, clean, &p);
+}
+
+void run_mask(struct team *t, int what, int rank, int value, uint64_t out) {
+  dk_mask_params p = PARAMS(mask, t, DK_OP_MASK);
+  p.what = what;
+  p.rank = rank;
+  p.value = value;
+  p.out = out;
+  CALL(t->me, mask, &p);
+}
+
+void expect_masks(struct team *t, uint32_t masked) {
+  struct rank *me = t->me;
+  struct tensor out = tensor(me, "mask_status", 4 * (uint64_t)me->count);
+  run_mask(t, DK_MASK_QUERY, 0, 0, out.at);
+  fetch_tensor(me, out);
+  finish(me);
+  for (int i = 0; i < me->count; i++) {
+    int32_t wanted = masked >> i & 1, got = ((int32_t *)out.host)[i];
+    expect(me, got == wanted, "mask of rank %d is %d, wanted %d", i, got, wanted);
+  }
+}
