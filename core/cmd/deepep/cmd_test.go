@@ -304,7 +304,7 @@ func TestTrace(t *testing.T) {
 
 func TestTraceWithoutClock(t *testing.T) {
 	events := traceCalls(1, []monitor.Call{{Op: 5, Phase: 1, Number: 7, Duration: 2000}, {Op: 5, Phase: 2, Number: 7, Duration: 3000}})
-	if events[0].Name != "ll_dispatch send" || events[1].Name != "ll_dispatch receive" || events[1].TS != 2 || *events[1].Dur != 3 || events[1].Args["start"] != "not known" {
+	if events[0].Name != "low_latency_dispatch send" || events[1].Name != "low_latency_dispatch receive" || events[1].TS != 2 || *events[1].Dur != 3 || events[1].Args["start"] != "not known" {
 		t.Errorf("%+v", events)
 	}
 }

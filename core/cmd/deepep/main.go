@@ -50,7 +50,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	root.AddCommand(doctorCommand(), topCommand(), metricsCommand(), traceCommand(), planCommand())
+	root.AddCommand(doctorCommand(), topCommand(), metricsCommand(), traceCommand(), planCommand(), benchCommand(), benchRankCommand())
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)

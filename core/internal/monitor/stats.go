@@ -10,7 +10,7 @@ import (
 // Op is an operation, DK_OP_* of kernels.h.
 type Op uint32
 
-var opNames = [abi.NumOps]string{"none", "layout", "notify", "dispatch", "combine", "ll_dispatch", "ll_combine", "clean", "barrier", "mask"}
+var opNames = [abi.NumOps]string{"none", "layout", "notify", "dispatch", "combine", "low_latency_dispatch", "low_latency_combine", "clean", "barrier", "mask"}
 
 // String is the operation's name as in metrics and traces.
 func (o Op) String() string {

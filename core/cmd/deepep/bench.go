@@ -1,0 +1,216 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/deepep-go/deepep/core/internal/plan"
+)
+
+type benchFlags struct {
+	spec    benchSpec
+	json    bool
+	picture string
+}
+
+// benchDefault are the operations measured when none is named.
+var benchDefault = []string{"dispatch", "dispatch-cached", "combine", "low-latency-dispatch", "low-latency-combine", "low-latency"}
+
+func benchCommand() *cobra.Command {
+	var f benchFlags
+	cmd := &cobra.Command{
+		Use:   "bench [operation…]",
+		Short: "Latency of the operations among local ranks",
+		Long: `Starts the ranks as processes of this host and times each operation: all ranks
+meet, each takes its time on the host until the call is done, and the slowest
+counts. Operations: dispatch (layout, counts, the host's wait for them, rows),
+dispatch-cached, combine, low-latency-dispatch, low-latency-combine, low-latency
+(the round trip; --tokens is B), and first-call, which shows construction and the
+first dispatch with its combine, plain, preinitialized and warmed up.
+
+GB/s is the payload that a rank sends in a call, itself included, over p50.
+"kernels" is the mean time in the operation's own kernels, "waiting" the share of
+it spent waiting for peers; both are of rank 0.`,
+		Example: `  deepep bench --ranks 4
+  deepep bench dispatch combine --tokens 64,512,4096 --routing zipf --picture latency.png
+  deepep bench low-latency --engine cuda --ranks 8 --fp8 --tokens 128
+  deepep bench first-call --tokens 512`,
+		Args: cobra.ArbitraryArgs,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			f.spec.Operations = args
+			return f.run(cmd)
+		},
+	}
+	flags := cmd.Flags()
+	flags.StringVar(&f.spec.Engine, "engine", "auto", "cpu, cuda, or auto")
+	flags.IntVar(&f.spec.Ranks, "ranks", 4, "rank processes to start")
+	flags.IntSliceVar(&f.spec.Tokens, "tokens", []int{128}, "tokens a rank, one or several numbers")
+	flags.IntVar(&f.spec.Hidden, "hidden", 7168, "hidden size (BF16 elements a row)")
+	flags.IntVar(&f.spec.Experts, "experts", 256, "experts of all ranks together")
+	flags.IntVar(&f.spec.TopK, "top-k", 8, "experts a token")
+	flags.StringVar(&f.spec.Routing, "routing", "uniform", "uniform, zipf or one-hot")
+	flags.BoolVar(&f.spec.FP8, "fp8", false, "low-latency dispatch casts to FP8")
+	flags.IntVar(&f.spec.Iterations, "iterations", 30, "timed calls of each operation")
+	flags.IntVar(&f.spec.Warmup, "warmup", 5, "calls before the timed ones")
+	flags.Uint64Var(&f.spec.Seed, "seed", 1, "of the routing")
+	flags.BoolVar(&f.json, "json", false, "print JSON")
+	flags.StringVar(&f.picture, "picture", "", "write a picture (PNG) of latency against tokens")
+	return cmd
+}
+
+// Bounds that keep a typing error from taking the host down.
+const (
+	mostBenchRanks = 64
+	mostIterations = 1_000_000
+)
+
+func (f *benchFlags) check() error {
+	s := &f.spec
+	if len(s.Operations) == 0 {
+		s.Operations = benchDefault
+	}
+	for _, o := range s.Operations {
+		if _, ok := benchOperations[o]; !ok {
+			return fmt.Errorf("operation: %q; allowed are %s and first-call", o, strings.Join(benchDefault, ", "))
+		}
+	}
+	switch {
+	case !slices.Contains([]string{"auto", "cpu", "cuda"}, s.Engine):
+		return fmt.Errorf("engine: %q; allowed are auto, cpu and cuda", s.Engine)
+	case s.Ranks < 1 || s.Ranks > mostBenchRanks:
+		return fmt.Errorf("ranks: %d; allowed is 1 to %d", s.Ranks, mostBenchRanks)
+	case s.Iterations < 1 || s.Iterations > mostIterations:
+		return fmt.Errorf("iterations: %d; allowed is 1 to %d", s.Iterations, mostIterations)
+	case s.Warmup < 0 || s.Warmup > mostIterations:
+		return fmt.Errorf("warmup: %d; allowed is 0 to %d", s.Warmup, mostIterations)
+	case s.FP8 && s.Hidden%128 != 0:
+		return fmt.Errorf("hidden: %d; allowed with --fp8 is a multiple of 128", s.Hidden)
+	case len(s.Tokens) == 0:
+		return errors.New("tokens: none; allowed is one number or several")
+	}
+	if _, err := route(s.Routing, 0, s.TopK, s.Experts, 0, 0); err != nil {
+		return err
+	}
+	if !slices.Contains(routings, s.Routing) {
+		return fmt.Errorf("routing: %q; allowed are %s", s.Routing, strings.Join(routings, ", "))
+	}
+	t, err := plan.NewTopology(s.Ranks, s.Ranks)
+	if err != nil {
+		return err
+	}
+	for _, tokens := range s.Tokens {
+		call := plan.LowLatency{NumTokens: int32(tokens), NumMaxTokens: int32(tokens), Hidden: int32(s.Hidden), NumTopK: int32(s.TopK), NumExperts: int32(s.Experts), IndexType: plan.Int64, FP8: s.FP8}
+		if err := call.CheckDispatch(t); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (f *benchFlags) run(cmd *cobra.Command) error {
+	if err := f.check(); err != nil {
+		return err
+	}
+	report := benchReport{Spec: f.spec}
+	steady := slices.DeleteFunc(slices.Clone(f.spec.Operations), func(o string) bool { return o == "first-call" })
+	if len(steady) > 0 {
+		if err := report.add(cmd.Context(), f.spec, steady, ""); err != nil {
+			return err
+		}
+	}
+	if len(steady) < len(f.spec.Operations) {
+		for _, start := range []string{"plain", "preinitialize", "warmup"} {
+			if err := report.add(cmd.Context(), f.spec, []string{"first-call"}, start); err != nil {
+				return err
+			}
+		}
+	}
+	if f.picture != "" {
+		if err := report.picture(f.picture); err != nil {
+			return err
+		}
+	}
+	if f.json {
+		return printJSON(cmd.OutOrStdout(), report)
+	}
+	return report.print(cmd.OutOrStdout())
+}
+
+// add runs the operations among fresh processes and puts what they measured into the report.
+func (r *benchReport) add(ctx context.Context, spec benchSpec, operations []string, start string) error {
+	spec.Operations, spec.Start = operations, start
+	folder, err := os.MkdirTemp("", "deepep-bench-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(folder)
+	spec.Folder = folder
+	results, err := startRanks(ctx, spec)
+	if err != nil {
+		return err
+	}
+	return r.merge(results)
+}
+
+// startRanks runs one process a rank. The first failure ends them all: the
+// others could only wait for it.
+func startRanks(parent context.Context, spec benchSpec) ([]*rankResult, error) {
+	exe, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithCancel(parent)
+	defer cancel()
+	results := make([]*rankResult, spec.Ranks)
+	failures := make([]error, spec.Ranks)
+	var first sync.Once
+	var cause error
+	var ranks sync.WaitGroup
+	for rank := range spec.Ranks {
+		ranks.Go(func() {
+			s := spec
+			s.Rank = rank
+			results[rank], failures[rank] = startRank(ctx, exe, &s)
+			if failures[rank] != nil {
+				first.Do(func() { cause = failures[rank]; cancel() })
+			}
+		})
+	}
+	ranks.Wait()
+	if err := parent.Err(); err != nil {
+		return nil, err
+	}
+	return results, cause
+}
+
+// startRank runs a rank to its end.
+func startRank(ctx context.Context, exe string, spec *benchSpec) (*rankResult, error) {
+	input, err := json.Marshal(spec)
+	if err != nil {
+		return nil, err
+	}
+	var stdout, stderr bytes.Buffer
+	cmd := exec.CommandContext(ctx, exe, "bench-rank")
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(input), &stdout, &stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // killed with the parent, however that ends
+	failed := cmd.Run()
+	var result rankResult
+	if err := json.Unmarshal(stdout.Bytes(), &result); err != nil {
+		return nil, fmt.Errorf("rank %d: %w: %s", spec.Rank, errors.Join(failed, ctx.Err()), strings.TrimSpace(stderr.String()))
+	}
+	if result.Error != "" {
+		return nil, fmt.Errorf("rank %d: %s", spec.Rank, result.Error)
+	}
+	return &result, failed
+}

@@ -1,0 +1,310 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/deepep-go/deepep/core"
+)
+
+// benchSpec is what a rank process is told.
+type benchSpec struct {
+	Rank       int      `json:"rank"`
+	Ranks      int      `json:"ranks"`
+	Folder     string   `json:"folder"` // in which the ranks meet
+	Engine     string   `json:"engine"`
+	Operations []string `json:"operations"`
+	Tokens     []int    `json:"tokens"`
+	Hidden     int      `json:"hidden"`
+	Experts    int      `json:"experts"`
+	TopK       int      `json:"top_k"`
+	Routing    string   `json:"routing"`
+	FP8        bool     `json:"fp8"`
+	Warmup     int      `json:"warmup"`
+	Iterations int      `json:"iterations"`
+	Seed       uint64   `json:"seed"`
+	Start      string   `json:"start"` // first-call: plain, preinitialize or warmup
+}
+
+// rankSeries is what a rank measured of an operation at a number of tokens.
+type rankSeries struct {
+	Operation string  `json:"operation"`
+	Tokens    int     `json:"tokens"`
+	Times     []int64 `json:"times"`     // ns, one an iteration
+	Bytes     uint64  `json:"bytes"`     // payload bytes that this rank sent in one call
+	KernelNS  int64   `json:"kernel_ns"` // mean time in the operation's own kernels, from the statistics
+	WaitNS    int64   `json:"wait_ns"`   // of it waiting for peers
+}
+
+// rankResult is a rank's answer.
+type rankResult struct {
+	Engine string       `json:"engine"`
+	Device string       `json:"device"`
+	ISA    string       `json:"isa"`
+	Series []rankSeries `json:"series"`
+	Error  string       `json:"error,omitempty"`
+}
+
+// benchOperations are the measured ones, and the operation whose statistics belong to each.
+var benchOperations = map[string]uint32{
+	"dispatch":             core.OpDispatch,
+	"dispatch-cached":      core.OpDispatch,
+	"combine":              core.OpCombine,
+	"low-latency-dispatch": core.OpLLDispatch,
+	"low-latency-combine":  core.OpLLCombine,
+	"low-latency":          0, // the round trip: two operations
+	"first-call":           0,
+}
+
+// benchRankCommand is one rank of `deepep bench`, which starts it.
+func benchRankCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:    "bench-rank",
+		Hidden: true,
+		Args:   cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			var spec benchSpec
+			if err := json.NewDecoder(cmd.InOrStdin()).Decode(&spec); err != nil {
+				return fmt.Errorf("bench-rank: reads what to do from standard input: %w", err)
+			}
+			return runRank(cmd.Context(), &spec, cmd.OutOrStdout())
+		},
+	}
+}
+
+// groupLimit is long enough for eight processes that start on two cores.
+const groupLimit = 2 * time.Minute
+
+func runRank(ctx context.Context, spec *benchSpec, out io.Writer) error {
+	result, err := measureRank(ctx, spec)
+	if err != nil {
+		result = &rankResult{Error: err.Error()}
+	}
+	if e := json.NewEncoder(out).Encode(result); err == nil {
+		err = e
+	}
+	if err != nil {
+		return exitCode(exitProblems) // the parent prints the reason
+	}
+	return nil
+}
+
+func measureRank(ctx context.Context, spec *benchSpec) (result *rankResult, err error) {
+	began := time.Now()
+	meet, err := core.OpenFile(ctx, core.FileOptions{Rank: spec.Rank, Size: spec.Ranks, Dir: spec.Folder, Name: "bench"})
+	if err != nil {
+		return nil, err
+	}
+	group, err := core.NewGroup(ctx, core.GroupOptions{Exchanger: meet, NumNVLPeers: spec.Ranks, Timeout: groupLimit})
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, group.Destroy()) }()
+	options, err := spec.buffer()
+	if err != nil {
+		return nil, err
+	}
+	buffer, err := group.NewBuffer(ctx, options)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, buffer.Destroy()) }()
+	if err := buffer.WaitReady(-1); err != nil {
+		return nil, err
+	}
+	constructed := time.Since(began)
+	c, err := newCaller(buffer, spec)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, c.close()) }()
+	info := buffer.Info()
+	result = &rankResult{Engine: info.Engine, Device: info.DeviceName, ISA: info.ISA}
+	for _, tokens := range spec.Tokens {
+		for _, operation := range spec.Operations {
+			series, err := c.measure(operation, tokens, constructed)
+			if err != nil {
+				return nil, fmt.Errorf("%s, %d tokens: %w", operation, tokens, err)
+			}
+			result.Series = append(result.Series, series...)
+			c.mem.free()
+		}
+	}
+	// All ranks leave together: who has left cannot be waited for.
+	return result, c.together()
+}
+
+// buffer sizes the buffer for the largest shape.
+func (s *benchSpec) buffer() (core.BufferOptions, error) {
+	o := core.BufferOptions{Engine: s.Engine, Device: -1, LowLatency: true, Preinitialize: s.Start != "plain"}
+	most := 0
+	for _, t := range s.Tokens {
+		most = max(most, t)
+	}
+	for _, kind := range []int{core.KindDispatch, core.KindCombine} {
+		config, err := core.DefaultConfigFor(kind, s.Ranks)
+		if err != nil {
+			return o, err
+		}
+		n, err := core.SizeHint(config, 2*int64(s.Hidden), s.Ranks, false)
+		if err != nil {
+			return o, err
+		}
+		o.NumNVLBytes = max(o.NumNVLBytes, n)
+	}
+	info, err := core.QueryEngine(s.Engine)
+	if err != nil {
+		return o, err
+	}
+	if info.NumDevices > 1 {
+		o.Device = s.Rank % info.NumDevices
+	}
+	if s.needsLowLatency() {
+		o.NumRDMABytes, err = core.LowLatencySizeHint(int64(most), int64(s.Hidden), int64(s.Ranks), int64(s.Experts))
+	}
+	return o, err
+}
+
+func (s *benchSpec) needsLowLatency() bool {
+	for _, o := range s.Operations {
+		if o != "dispatch" && o != "dispatch-cached" && o != "combine" && o != "first-call" {
+			return true
+		}
+	}
+	return false
+}
+
+// measure times one operation at one number of tokens.
+func (c *caller) measure(operation string, tokens int, constructed time.Duration) ([]rankSeries, error) {
+	if operation == "first-call" {
+		return c.firstCall(tokens, constructed)
+	}
+	prepare, op, err := c.operation(operation, tokens)
+	if err != nil {
+		return nil, err
+	}
+	number := benchOperations[operation]
+	var before core.OpStats
+	for range 2 { // once for the outputs to be made, once so that statistics begin after that
+		if prepare != nil {
+			if err := prepare(); err != nil {
+				return nil, err
+			}
+		}
+		if err := op(); err != nil {
+			return nil, err
+		}
+	}
+	if number != 0 {
+		if before, err = c.Stats(number); err != nil {
+			return nil, err
+		}
+	}
+	times, err := c.samples(c.spec.Iterations, c.spec.Warmup, prepare, op)
+	if err != nil {
+		return nil, err
+	}
+	series := rankSeries{Operation: operation, Tokens: tokens, Times: times}
+	if number != 0 {
+		err = c.kernelTime(&series, number, before)
+	}
+	return []rankSeries{series}, err
+}
+
+// operation gives the function to time and what must run before it.
+func (c *caller) operation(name string, tokens int) (prepare, op func() error, err error) {
+	switch name {
+	case "dispatch", "dispatch-cached", "combine":
+		n, err := c.normal(tokens)
+		if err != nil {
+			return nil, nil, err
+		}
+		if name == "dispatch" {
+			return nil, n.Dispatch, nil
+		}
+		if err := n.Dispatch(); err != nil {
+			return nil, nil, err
+		}
+		if name == "combine" {
+			return nil, n.Combine, nil
+		}
+		return nil, n.Cached, nil
+	}
+	l, err := c.lowLatency(tokens)
+	if err != nil {
+		return nil, nil, err
+	}
+	switch name {
+	case "low-latency-dispatch":
+		return nil, l.Dispatch, nil
+	case "low-latency-combine":
+		return l.Dispatch, l.Combine, nil
+	}
+	return nil, l.roundTrip, nil
+}
+
+// kernelTime takes from the statistics what the calls since before cost in the kernels.
+func (c *caller) kernelTime(s *rankSeries, number uint32, before core.OpStats) error {
+	after, err := c.Stats(number)
+	if err != nil {
+		return err
+	}
+	calls := after.Calls - before.Calls
+	if calls == 0 {
+		return fmt.Errorf("the statistics counted no call of %s", core.OpName(number))
+	}
+	s.Bytes = (after.Bytes - before.Bytes) / calls
+	s.KernelNS = (after.Total - before.Total).Nanoseconds() / int64(calls)
+	s.WaitNS = (after.Wait - before.Wait).Nanoseconds() / int64(calls)
+	return nil
+}
+
+// firstCall times construction, the first dispatch with its combine, and the
+// same again when all is warm.
+func (c *caller) firstCall(tokens int, constructed time.Duration) ([]rankSeries, error) {
+	s := c.spec
+	one := func(name string, d time.Duration) rankSeries {
+		return rankSeries{Operation: name + " (" + s.Start + ")", Tokens: tokens, Times: []int64{d.Nanoseconds()}}
+	}
+	list := []rankSeries{one("construction", constructed)}
+	if s.Start == "warmup" {
+		start := time.Now()
+		if err := c.Warmup(core.WarmupOptions{NumTokens: int32(tokens), Hidden: int32(s.Hidden), NumTopK: int32(s.TopK), NumExperts: int32(s.Experts)}); err != nil {
+			return nil, err
+		}
+		list = append(list, one("warm-up", time.Since(start)))
+	}
+	n, err := c.normal(tokens)
+	if err != nil {
+		return nil, err
+	}
+	// Room for the outputs is the caller's affair: made before the clock runs. Every rank may send all its tokens here.
+	if err := n.outputs(tokens * s.Ranks); err != nil {
+		return nil, err
+	}
+	both := func() error {
+		if err := n.dispatchRows(true); err != nil {
+			return err
+		}
+		return n.Combine()
+	}
+	if err := c.together(); err != nil {
+		return nil, err
+	}
+	start := time.Now()
+	if err := both(); err != nil {
+		return nil, err
+	}
+	list = append(list, one("first call", time.Since(start)))
+	times, err := c.samples(s.Iterations, s.Warmup, nil, both)
+	if err != nil {
+		return nil, err
+	}
+	return append(list, rankSeries{Operation: "steady call (" + s.Start + ")", Tokens: tokens, Times: times}), nil
+}

@@ -1,0 +1,108 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"slices"
+	"time"
+
+	"github.com/jedib0t/go-pretty/v6/table"
+)
+
+// benchReport is what `deepep bench` found.
+type benchReport struct {
+	Spec    benchSpec     `json:"spec"`
+	Engine  string        `json:"engine"`
+	Device  string        `json:"device"`
+	ISA     string        `json:"isa,omitempty"`
+	Results []benchResult `json:"results"`
+}
+
+// benchResult is one line: times are over iterations, each that of the slowest rank.
+type benchResult struct {
+	Operation string  `json:"operation"`
+	Tokens    int     `json:"tokens"`
+	Calls     int     `json:"calls"`
+	P50US     float64 `json:"p50_us"`
+	P99US     float64 `json:"p99_us"`
+	MaxUS     float64 `json:"max_us"`
+	Bytes     uint64  `json:"bytes"` // most that a rank sends in a call
+	GBs       float64 `json:"gb_s"`  // Bytes over p50
+	KernelUS  float64 `json:"kernel_us,omitempty"`
+	WaitShare float64 `json:"wait_share,omitempty"`
+}
+
+// merge makes a line of each series that all ranks measured.
+func (r *benchReport) merge(ranks []*rankResult) error {
+	first := ranks[0]
+	r.Engine, r.Device, r.ISA = first.Engine, first.Device, first.ISA
+	for i, s := range first.Series {
+		slowest := slices.Clone(s.Times)
+		bytes := s.Bytes
+		for rank, other := range ranks {
+			if len(other.Series) != len(first.Series) || len(other.Series[i].Times) != len(slowest) {
+				return fmt.Errorf("rank %d measured something else than rank 0", rank)
+			}
+			o := other.Series[i]
+			bytes = max(bytes, o.Bytes)
+			for k, ns := range o.Times {
+				slowest[k] = max(slowest[k], ns)
+			}
+		}
+		slices.Sort(slowest)
+		line := benchResult{
+			Operation: s.Operation, Tokens: s.Tokens, Calls: len(slowest), Bytes: bytes,
+			P50US: at(slowest, 0.5), P99US: at(slowest, 0.99), MaxUS: at(slowest, 1), KernelUS: float64(s.KernelNS) / 1e3,
+		}
+		if line.P50US > 0 {
+			line.GBs = float64(bytes) / line.P50US / 1e3
+		}
+		if s.KernelNS > 0 {
+			line.WaitShare = float64(s.WaitNS) / float64(s.KernelNS)
+		}
+		r.Results = append(r.Results, line)
+	}
+	return nil
+}
+
+// at is a percentile of sorted times in microseconds: the least that this share does not exceed.
+func at(sorted []int64, share float64) float64 {
+	if len(sorted) == 0 {
+		return 0
+	}
+	i := int(share*float64(len(sorted))+0.999999) - 1
+	return float64(sorted[min(max(i, 0), len(sorted)-1)]) / 1e3
+}
+
+func (r *benchReport) print(w io.Writer) error {
+	s := &r.Spec
+	device := r.Device
+	if r.ISA != "" {
+		device += ", " + r.ISA
+	}
+	fmt.Fprintf(w, "%s engine (%s), %s, hidden %d, top-%d of %d experts, %s routing\n",
+		r.Engine, device, count(s.Ranks, "rank"), s.Hidden, s.TopK, s.Experts, s.Routing)
+	t := newTable()
+	header := table.Row{"operation", "tokens", "p50", "p99", "max", "sent", "GB/s", "kernels", "waiting", "calls"}
+	t.AppendHeader(header)
+	rightAlign(t, 1, len(header))
+	last := 0
+	for _, l := range r.Results {
+		if l.Tokens != last && last != 0 {
+			t.AppendSeparator()
+		}
+		last = l.Tokens
+		sent, rate, kernels, waiting := "-", "-", "-", "-"
+		if l.Bytes > 0 {
+			sent, rate = sizeText(l.Bytes), rateText(l.GBs)
+		}
+		if l.KernelUS > 0 {
+			kernels, waiting = microText(l.KernelUS), fmt.Sprintf("%.0f%%", 100*l.WaitShare)
+		}
+		t.AppendRow(table.Row{l.Operation, l.Tokens, microText(l.P50US), microText(l.P99US), microText(l.MaxUS), sent, rate, kernels, waiting, l.Calls})
+	}
+	_, err := fmt.Fprintln(w, t.Render())
+	return err
+}
+
+func microText(us float64) string { return timeText(time.Duration(us * 1e3)) }

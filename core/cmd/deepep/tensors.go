@@ -1,0 +1,92 @@
+package main
+
+import (
+	"time"
+	"unsafe"
+
+	"github.com/deepep-go/deepep/core"
+	"github.com/deepep-go/deepep/core/internal/device"
+	"github.com/deepep-go/deepep/core/internal/kern"
+)
+
+// tensors is memory of an engine's device, for calls of which only the time matters.
+type tensors struct {
+	dev    *device.Device
+	memory []*device.Memory
+	err    error // the first one; later allocations give 0
+}
+
+// openTensors opens the device that a buffer is on.
+func openTensors(b *core.Buffer) (*tensors, error) {
+	info := b.Info()
+	library, err := loadKernels(info.Engine)
+	if err != nil {
+		return nil, err
+	}
+	dev, err := device.Open(library, info.Device, 0)
+	if err != nil {
+		return nil, err
+	}
+	return &tensors{dev: dev}, nil
+}
+
+// alloc gives zeroed memory.
+func (t *tensors) alloc(bytes int) uintptr {
+	if t.err != nil {
+		return 0
+	}
+	m, err := t.dev.Alloc(uint64(max(bytes, 1)))
+	if err != nil {
+		t.err = err
+		return 0
+	}
+	t.memory = append(t.memory, m)
+	return uintptr(m.Address)
+}
+
+// from gives memory with the contents of a slice.
+func from[T any](t *tensors, values []T) uintptr {
+	bytes := len(values) * int(unsafe.Sizeof(*new(T)))
+	to := t.alloc(bytes)
+	if t.err == nil && bytes > 0 {
+		t.err = t.copy(to, uintptr(unsafe.Pointer(unsafe.SliceData(values))), bytes)
+	}
+	return to
+}
+
+// copy moves bytes and waits until they are there.
+func (t *tensors) copy(to, from uintptr, bytes int) error {
+	p := &kern.CopyParams{Device: t.dev.Handle(), Dst: uint64(to), Src: uint64(from), Bytes: uint64(bytes)}
+	if err := kern.Error("dk_copy", t.dev.Lib.Copy(p), p.DeviceError); err != nil {
+		return err
+	}
+	done, err := t.dev.NewEvent()
+	if err != nil {
+		return err
+	}
+	if err = done.Record(0); err == nil {
+		_, err = done.Wait(time.Minute)
+	}
+	if e := done.Destroy(); err == nil {
+		err = e
+	}
+	return err
+}
+
+// free gives back what was allocated since the last free; nothing may be running on it.
+func (t *tensors) free() {
+	for _, m := range t.memory {
+		if err := m.Release(); err != nil && t.err == nil {
+			t.err = err
+		}
+	}
+	t.memory = t.memory[:0]
+}
+
+func (t *tensors) close() error {
+	t.free()
+	if err := t.dev.Release(); t.err == nil {
+		t.err = err
+	}
+	return t.err
+}
