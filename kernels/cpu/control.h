@@ -7,6 +7,7 @@
 
 namespace dk {
 
+constexpr uint64_t kMaxExperts = 65536;
 constexpr int kNumFields = DK_FIELD_OPERATION + 1;  // compared fields, by DK_FIELD_* number
 
 // Rung by peers after they wrote something that this rank may be asleep for.
@@ -46,18 +47,21 @@ struct alignas(kLine) CallMessage {
   int64_t fields[kNumFields];
 };
 
-// A send half of low latency.
+// A send half of low latency. A rank numbers its sends of a kind (epochs); epoch n uses slot n % 2 of its wire region and
+// of this array.
 struct alignas(kLine) SendMessage {
-  std::atomic<uint64_t> epoch;  // stored last; 0: none yet
-  uint64_t since_clean;         // sends since the sender's mask_clean or clean number `cleans`
-  uint32_t cleans;
+  std::atomic<uint64_t> epoch;        // stored last; 0: none yet
+  std::atomic<uint64_t> since_clean;  // sends since clean number `cleans` (of masks or of slots)
+  std::atomic<uint32_t> cleans;
   int32_t num_tokens;
+  uint64_t rows_offset, rows_stride;  // combine: where the rows lie, from the wire or the rdma region
   int64_t fields[kNumFields];
+  uint64_t rows_in_rdma;
 };
 
-struct alignas(kLine) CleanMessage {
+struct CleanMessage {
   std::atomic<uint64_t> count;  // stored last
-  uint64_t epoch[2];
+  uint64_t cleans;
 };
 
 enum Kind { kDispatch = 0, kCombine = 1 };  // of low latency
@@ -81,8 +85,8 @@ struct alignas(kLine) OwnState {
 
 struct OwnPeerState {           // what this rank remembers of a peer
   uint64_t credit_floor[2];     // epochs up to here count as read by it
-  uint64_t seen_at_clean[2];    // its greatest epoch when masks were last cleaned
-  uint64_t clean_seen;          // its clean count when it was last waited for
+  uint64_t seen_at_clean[2];    // its greatest epoch when it was last unmasked
+  uint64_t clean_seen;          // its clean that was last waited for
   uint32_t masked, reserved;
 };
 
@@ -102,7 +106,7 @@ class Control {
   Cursor &combine_head(int reader) const { return *line<Cursor>(1, reader); }      // written by me
   Cursor &combine_tail(int reader) const { return *line<Cursor>(2, reader); }      // written by the reader
   Cursor &credit(Kind kind, int reader) const { return *line<Cursor>(3 + kind, reader); }  // epoch read; raw value
-  CleanMessage &clean_from(int peer) const { return *line<CleanMessage>(5, peer); }
+  CleanMessage &clean_from(int peer, uint64_t parity) const { return line<CleanMessage>(5, peer)[parity]; }  // one line
   OwnPeerState &peer_state(int peer) const { return *line<OwnPeerState>(6, peer); }
   SendMessage &send_from(Kind kind, uint64_t slot, int peer) const {
     return *at<SendMessage>(sends() + ((kind * 2 + slot) * ranks_ + static_cast<uint64_t>(peer)) * sizeof(SendMessage));
@@ -114,7 +118,6 @@ class Control {
   int32_t *experts_of(CallMessage &message) const { return rows_of(message) + ranks_; }
 
  private:
-  static constexpr uint64_t kMaxExperts = 65536;
   static constexpr uint64_t kNumLines = 7;
   static constexpr uint64_t kOwnBytes = round_up(sizeof(OwnState), kLine);
   static constexpr uint64_t kHeadBytes = kOwnBytes + 4 * kLine;

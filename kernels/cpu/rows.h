@@ -26,8 +26,8 @@ struct RowKernels {
   void (*cast_fp8)(uint8_t *dst, float *scales, const uint16_t *src, size_t blocks, bool round_scale);
 
   void (*logfmt_encode)(uint8_t *dst, const uint16_t *src, size_t blocks);
-  // acc[i] += weight * decoded[i] (a block that stayed BF16 likewise)
-  void (*logfmt_add)(float *acc, const uint8_t *src, float weight, size_t blocks);
+  // acc[i] += weight * row[first * 128 + i] for `count` blocks of a row of `blocks` (blocks that stayed BF16 likewise).
+  void (*logfmt_add)(float *acc, const uint8_t *row, float weight, size_t blocks, size_t first, size_t count);
   void (*store_bf16)(uint16_t *dst, const float *acc, size_t elements);
 };
 

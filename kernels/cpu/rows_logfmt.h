@@ -121,11 +121,11 @@ inline void add_block(float *acc, const uint8_t *src, const Range &r, float weig
   }
 }
 
-void logfmt_add(float *acc, const uint8_t *src, float weight, size_t blocks) {
-  const uint8_t *body = src + 4 * blocks;
-  for (size_t b = 0; b < blocks; b++, acc += kBlock, body += kBlockStride) {
+void logfmt_add(float *acc, const uint8_t *row, float weight, size_t blocks, size_t first, size_t count) {
+  const uint8_t *body = row + 4 * blocks + first * kBlockStride;
+  for (size_t b = first; b < first + count; b++, acc += kBlock, body += kBlockStride) {
     uint16_t range[2];
-    memcpy(range, src + 4 * b, 4);
+    memcpy(range, row + 4 * b, 4);
     if (!(range[1] & kStaysBf16)) {
       add_block(acc, body, make_range(range[0], range[1]), weight);
       continue;

@@ -27,10 +27,10 @@ WireRegion::WireRegion(int num_ranks, uint64_t nvl_bytes, uint64_t rdma_bytes) {
   extras_bytes = nvl_bytes ? extras_for(static_cast<uint64_t>(num_ranks), nvl_bytes) : 0;
   extras_offset = place(extras_bytes);
   // A shape that fits has rdma_bytes >= 4 E B H with H >= 8. Its dispatch slot holds B rows of 2 H bytes, and indices and
-  // weights of 12 B K bytes (K > E and a tiny H may outgrow the slot: such a call is refused); its combine slot E B rows of
-  // (2 + 1/32) H bytes and a table of 8 E bytes. Pages that are not touched cost nothing.
+  // weights of 8 B K bytes (K > E and a tiny H may outgrow the slot: such a call is refused); its combine slot holds E B rows of
+  // (2 + 1/32) H + 4 bytes and 20 E bytes of tables. Pages that are not touched cost nothing.
   slot_bytes[kDispatch] = rdma_bytes ? round_up(rdma_bytes + kSpareBytes, kPage) : 0;
-  slot_bytes[kCombine] = rdma_bytes ? round_up(rdma_bytes + kPage, kPage) : 0;
+  slot_bytes[kCombine] = rdma_bytes ? round_up(rdma_bytes + 20 * kMaxExperts + kPage, kPage) : 0;
   for (int kind = 0; kind < 2; kind++)
     for (int slot = 0; slot < 2; slot++) slot_offset[kind][slot] = place(slot_bytes[kind]);
   total = at;
@@ -87,7 +87,7 @@ DK_EXPORT int32_t dk_ll_layout(dk_ll_layout_params *p) {
     return DK_EINVAL;
   LowLatencyShape shape(*p, p->num_ranks);
   p->rdma_bytes = shape.rdma_bytes();
-  p->wire_bytes = 2 * (shape.dispatch_slot_bytes(min_of(p->num_experts, 128)) + shape.combine_slot_bytes());
+  p->wire_bytes = 2 * (shape.dispatch_slot_bytes(min_of(p->num_experts, 128)) + shape.combine_slot_bytes(p->hidden % kScaleChannels == 0));
   p->zero_copy_offset[0] = 0;
   p->zero_copy_offset[1] = shape.zero_copy_bytes();
   p->zero_copy_row_stride = shape.hidden * 2;

@@ -30,13 +30,16 @@ struct LowLatencyShape {
   uint64_t recv_rows() const { return num_ranks * num_max_tokens; }  // of one local expert
   uint64_t zero_copy_bytes() const { return round_up(num_experts * num_max_tokens * hidden * 2, 128); }
   uint64_t rdma_bytes() const { return 2 * zero_copy_bytes(); }
-  // A slot of dispatch: indices int32[B,K], weights float[B,K], rows. A slot of combine: table int64[L,R], rows.
-  uint64_t dispatch_row_bytes() const { return hidden * 2; }
+  // A slot of dispatch: indices int32[B,K], weights float[B,K], rows. A slot of combine: a range for each (rank, local expert),
+  // a cursor for each expert, sources int32 of each row, rows.
+  uint64_t dispatch_row_bytes() const { return hidden * 2; }  // FP8 with its scales is smaller
   uint64_t dispatch_rows_at(int num_topk) const { return round_up(num_max_tokens * static_cast<uint64_t>(num_topk) * 8, kLine); }
   uint64_t dispatch_slot_bytes(int num_topk) const { return dispatch_rows_at(num_topk) + num_max_tokens * dispatch_row_bytes(); }
-  uint64_t combine_row_bytes() const { return round_up(logfmt_row_bytes(hidden), 16); }
-  uint64_t combine_rows_at() const { return round_up(num_experts * 8, kLine); }
-  uint64_t combine_slot_bytes() const { return combine_rows_at() + num_experts * num_max_tokens * combine_row_bytes(); }
+  uint64_t combine_row_bytes(bool logfmt) const { return logfmt ? round_up(logfmt_row_bytes(hidden), 16) : hidden * 2; }
+  uint64_t combine_cursors_at() const { return num_experts * 16; }
+  uint64_t combine_sources_at() const { return num_experts * 20; }
+  uint64_t combine_rows_at() const { return round_up(combine_sources_at() + num_experts * num_max_tokens * 4, kLine); }
+  uint64_t combine_slot_bytes(bool logfmt) const { return combine_rows_at() + num_experts * num_max_tokens * combine_row_bytes(logfmt); }
 };
 
 struct Peer {
