@@ -1,0 +1,76 @@
+package main
+
+import (
+	"fmt"
+	"runtime"
+
+	"github.com/deepep-go/deepep/core"
+)
+
+// lowLatencyBytes is the memory that low-latency calls of the model need.
+func lowLatencyBytes(ranks int) uint64 {
+	bytes, err := core.LowLatencySizeHint(tokens, hidden, int64(ranks), int64(perRank*ranks))
+	if err != nil {
+		return 0 // making the buffer will say what is wrong
+	}
+	return bytes
+}
+
+// lowLatencyMode does the same as normalMode without any count exchanged first: there is room for the worst case, and
+// every call comes in two halves with other work in between.
+func lowLatencyMode(buffer *core.Buffer, rank, ranks int) error {
+	in := route(rank, ranks)
+	room := ranks * tokens // rows for each expert
+	rows := make([]uint16, perRank*room*hidden)
+	count, source := make([]int32, perRank+16), make([]int32, perRank*room)
+	ranges := make([]int64, perRank*ranks+16)
+	send := core.LLDispatchArgs{
+		Phases: core.Send, NumTokens: tokens, NumMaxTokens: tokens, Hidden: hidden, NumTopK: topK, NumExperts: int32(perRank * ranks),
+		IndexType: core.Int64, X: core.AddressOf(in.X), TopKIdx: core.AddressOf(in.TopKIdx), RecvX: core.AddressOf(rows),
+		RecvCount: core.AddressOf(count), SrcInfo: core.AddressOf(source), LayoutRange: core.AddressOf(ranges),
+	}
+	if err := buffer.LowLatencyDispatch(&send, &core.Call{}); err != nil {
+		return err
+	}
+	work := busy() // the rows travel meanwhile
+	receive := send
+	receive.Phases = core.Recv
+	if err := buffer.LowLatencyDispatch(&receive, &core.Call{}); err != nil {
+		return err
+	}
+	total := 0
+	for expert := range perRank {
+		total += int(count[expert])
+		for row := range int(count[expert]) {
+			at := (expert*room + row) * hidden
+			scale(rows[at:at+hidden], expertFactor(rank*perRank+expert))
+		}
+	}
+	sums := make([]uint16, tokens*hidden)
+	combine := core.LLCombineArgs{
+		Phases: core.SendRecv, NumTokens: tokens, NumMaxTokens: tokens, Hidden: hidden, NumTopK: topK, NumExperts: int32(perRank * ranks),
+		IndexType: core.Int64, X: core.AddressOf(rows), TopKIdx: core.AddressOf(in.TopKIdx), TopKWeights: core.AddressOf(in.TopKWeights),
+		SrcInfo: core.AddressOf(source), LayoutRange: core.AddressOf(ranges), CombinedX: core.AddressOf(sums),
+	}
+	if err := buffer.LowLatencyCombine(&combine, &core.Call{}); err != nil {
+		return err
+	}
+	runtime.KeepAlive([]any{in, rows, count, source, ranges})
+	fmt.Printf("rank %d: low latency, computed %d rows (and %d in between), checking sums\n", rank, total, work)
+	return check(in, sums)
+}
+
+// busy stands for what a model computes while rows travel.
+func busy() int {
+	primes := 0
+	for n := 2; n < 5000; n++ {
+		prime := true
+		for d := 2; d*d <= n && prime; d++ {
+			prime = n%d != 0
+		}
+		if prime {
+			primes++
+		}
+	}
+	return primes
+}

@@ -1,0 +1,86 @@
+// Command example shows expert parallelism in Go: ranks dispatch their tokens to the experts' ranks, "experts" multiply
+// them, combine brings the sums home; then the same with few tokens in low-latency mode, where work goes on between
+// sending and receiving. Everything is checked.
+//
+//	go run ./core/example              4 processes
+//	go run ./core/example -goroutines  4 goroutines of one process
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"strconv"
+	"sync"
+
+	"github.com/deepep-go/deepep/core"
+)
+
+func main() {
+	ranks := flag.Int("ranks", 4, "number of ranks")
+	goroutines := flag.Bool("goroutines", false, "ranks are goroutines of this process")
+	rank := flag.Int("rank", -1, "this process's rank; set by the first process for the others")
+	folder := flag.String("folder", "", "where the processes meet; set likewise")
+	flag.Parse()
+	var err error
+	switch {
+	case *rank >= 0:
+		err = joinAndRun(*rank, *ranks, *folder)
+	case *goroutines:
+		err = runGoroutines(*ranks)
+	default:
+		err = runProcesses(*ranks)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "example:", err)
+		os.Exit(1)
+	}
+}
+
+// runGoroutines gives every rank a goroutine.
+func runGoroutines(ranks int) error {
+	exchangers := core.NewLocal(ranks)
+	failures := make([]error, ranks)
+	var all sync.WaitGroup
+	for rank := range ranks {
+		all.Go(func() { failures[rank] = runRank(exchangers[rank]) })
+	}
+	all.Wait()
+	return errors.Join(failures...)
+}
+
+// runProcesses starts this program once for every rank.
+func runProcesses(ranks int) error {
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	folder, err := os.MkdirTemp("", "deepep-example")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(folder)
+	failures := make([]error, ranks)
+	var all sync.WaitGroup
+	for rank := range ranks {
+		all.Go(func() {
+			child := exec.Command(self, "-ranks", strconv.Itoa(ranks), "-rank", strconv.Itoa(rank), "-folder", folder)
+			child.Stdout, child.Stderr = os.Stdout, os.Stderr
+			failures[rank] = child.Run()
+		})
+	}
+	all.Wait()
+	return errors.Join(failures...)
+}
+
+// joinAndRun is one process of several: they find each other through a folder.
+func joinAndRun(rank, ranks int, folder string) error {
+	exchanger, err := core.OpenFile(context.Background(), core.FileOptions{Rank: rank, Size: ranks, Dir: folder, Name: "example"})
+	if err != nil {
+		return err
+	}
+	return runRank(exchanger)
+}

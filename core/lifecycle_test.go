@@ -1,0 +1,342 @@
+package core
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+func TestRanksThatDisagreeAreNamed(t *testing.T) {
+	needEngine(t)
+	exchangers := NewLocal(3)
+	var ranks sync.WaitGroup
+	for rank := range 3 {
+		ranks.Go(func() {
+			defer reportFail(t)
+			m := &member{t: t, rank: rank}
+			g, err := NewGroup(context.Background(), GroupOptions{Exchanger: exchangers[rank], Timeout: 10 * time.Second})
+			m.must(err)
+			defer func() { m.must(g.Destroy()) }()
+			o := BufferOptions{Engine: EngineCPU, Device: -1, NumNVLBytes: 1 << 20}
+			if rank == 2 {
+				o.NumNVLBytes = 1 << 21
+			}
+			_, err = g.NewBuffer(context.Background(), o)
+			m.check(errors.Is(err, ErrMismatch) && strings.Contains(err.Error(), "num_nvl_bytes: ranks 0, 1 have 1048576, rank 2 has 2097152"), "%v", err)
+			o.NumNVLBytes = 1 << 20
+			b, err := g.NewBuffer(context.Background(), o)
+			m.must(err)
+			m.must(b.Destroy())
+		})
+	}
+	ranks.Wait()
+}
+
+func TestRanksThatDisagreeInACall(t *testing.T) {
+	onRanks(t, 3, BufferOptions{NumNVLBytes: 1 << 20}, func(m *member) {
+		f := newFixed(m, 4, 2, 6, 32)
+		f.layout(m)
+		if m.rank == 1 {
+			f.hidden = 16
+		}
+		token, err := f.notify(m, 0)
+		if err == nil {
+			_, err = m.WaitCounts(token, -1, nil)
+		}
+		m.check(errors.Is(err, ErrMismatch), "%v", err)
+		m.check(strings.Contains(err.Error(), "hidden") && strings.Contains(err.Error(), "rank 1 has 16"), "%v", err)
+		m.check(errors.Is(m.Check(), ErrMismatch), "check: %v", m.Check())
+		err = m.Barrier(&Call{})
+		m.check(CodeOf(err) == ErrAborted.Code && errors.Is(err, ErrMismatch), "after the failure: %v", err)
+		runtime.KeepAlive(f)
+	})
+}
+
+// A wrong argument is named, and the buffer works on.
+func TestWrongArguments(t *testing.T) {
+	o := roomFor(t, 2, 8, 128, 4)
+	onRanks(t, 2, o, func(m *member) {
+		f := newFixed(m, 4, 2, 4, 32)
+		l := newLowLatency(m.rank, 2, 4, 8, 128, 2, 4)
+		wrong := func(err error, parts ...string) {
+			m.check(errors.Is(err, ErrInvalidArgument), "got %v", err)
+			for _, part := range parts {
+				m.check(strings.Contains(err.Error(), part), "%q is not in %q", part, err)
+			}
+		}
+		wrong(m.Layout(&LayoutArgs{NumTokens: 4, NumTopK: 2, NumExperts: 5, IndexType: Int64}, &Call{}), "num_experts", "got 5", "multiple of num_ranks = 2")
+		wrong(m.Layout(&LayoutArgs{NumTokens: 4, NumTopK: 2, NumExperts: 4, IndexType: Int64}, &Call{}), "topk_idx", "NULL")
+		wrong(m.Layout(&LayoutArgs{NumTopK: 2, NumExperts: 4, IndexType: Int64, TokensPerRank: 6}, &Call{}), "num_tokens_per_rank", "multiple of 4 bytes")
+		wrong(m.Barrier(&Call{Stream: 5}), "stream")
+		odd := Config{NumSMs: 3}
+		wrong(m.Layout(&LayoutArgs{NumTopK: 2, NumExperts: 4, IndexType: Int64, TokensPerRank: AddressOf(f.perRank),
+			TokensPerExpert: AddressOf(f.perExpert)}, &Call{Config: &odd}), "num_sms", "got 3")
+		big := l.dispatch(SendRecv, false)
+		big.NumMaxTokens = 1 << 20
+		wrong(m.LowLatencyDispatch(big, &Call{}), "num_rdma_bytes", "get_low_latency_rdma_size_hint")
+		phases := l.dispatch(0, false)
+		wrong(m.LowLatencyDispatch(phases, &Call{}), "phases")
+		wrong(m.Dispatch(&DispatchArgs{Rows: f.rows(0), Token: 99, Handle: &Handle{NumRanks: 3}}, &Call{}), "handle.num_ranks", "got 3")
+		_, err := m.WaitCounts(99, 0, nil)
+		wrong(err, "token")
+		_, err = m.Stats(0)
+		wrong(err, "op")
+		m.check(errors.Is(m.UpdateMask(0, true, &Call{}), ErrInvalidState), "masks without enable_shrink")
+		_, err = m.NewSegment(context.Background(), 1)
+		m.check(errors.Is(err, ErrUnsupported), "segments: %v", err)
+		m.must(m.LowLatencyDispatch(l.dispatch(SendRecv, false), &Call{}))
+		l.checkRows(m, false)
+		runtime.KeepAlive([]any{f, l})
+	})
+}
+
+// num_nvl_bytes below the documented floor is named; above it rows come in pieces.
+func TestSmallBuffers(t *testing.T) {
+	onRanks(t, 2, BufferOptions{NumNVLBytes: 64}, func(m *member) {
+		f := newFixed(m, 4, 2, 4, 4096)
+		f.layout(m)
+		_, err := f.notify(m, 0)
+		m.check(errors.Is(err, ErrInvalidArgument) && strings.Contains(err.Error(), "num_nvl_bytes = 64"), "%v", err)
+		runtime.KeepAlive(f)
+	})
+}
+
+func TestEventsAndAsync(t *testing.T) {
+	onRanks(t, 2, BufferOptions{NumNVLBytes: 1 << 20}, func(m *member) {
+		done, before := m.event(), m.event()
+		defer func() { m.must(done.Destroy()); m.must(before.Destroy()) }()
+		m.must(done.Wait(0)) // never recorded: done
+		if m.rank == 0 {
+			m.must(m.Barrier(&Call{Async: true, Event: done}))
+			err := done.Wait(0)
+			m.check(err == nil || errors.Is(err, ErrInterrupted), "%v", err)
+			begin := time.Now()
+			err = done.Wait(30 * time.Millisecond)
+			m.check(errors.Is(err, ErrInterrupted), "the barrier ended without rank 1: %v", err)
+			m.check(time.Since(begin) > 25*time.Millisecond && time.Since(begin) < time.Second, "a slice of 30 ms took %v", time.Since(begin))
+			m.must(before.Record(0))
+			m.must(m.Barrier(&Call{Async: true, Previous: before, Event: done}))
+			m.must(done.StreamWait(0))
+		} else {
+			time.Sleep(100 * time.Millisecond)
+			m.must(m.Barrier(&Call{}))
+			m.must(m.Barrier(&Call{}))
+		}
+		m.must(m.Check())
+	})
+}
+
+func (m *member) event() *Event {
+	ev, err := m.NewEvent()
+	m.must(err)
+	return ev
+}
+
+func TestBackgroundStart(t *testing.T) {
+	needEngine(t)
+	exchangers := NewLocal(2)
+	var ranks sync.WaitGroup
+	for rank := range 2 {
+		ranks.Go(func() {
+			defer reportFail(t)
+			m := &member{t: t, rank: rank}
+			g, err := NewGroup(context.Background(), GroupOptions{Exchanger: exchangers[rank], Background: true, Timeout: 10 * time.Second})
+			m.must(err)
+			defer func() { m.must(g.Destroy()) }()
+			if rank == 1 {
+				time.Sleep(100 * time.Millisecond)
+			}
+			b, err := g.NewBuffer(context.Background(), BufferOptions{Engine: EngineCPU, Device: -1, NumNVLBytes: 1 << 20, Background: true, Preinitialize: true})
+			m.must(err)
+			defer func() { m.must(b.Destroy()) }()
+			if rank == 0 {
+				m.check(!b.Ready() && !b.Info().Ready && b.Info().Engine == EngineCPU, "ready before rank 1 began")
+				m.check(errors.Is(b.WaitReady(10*time.Millisecond), ErrInterrupted), "ready before rank 1 began")
+				m.must(b.Check())
+			}
+			m.must(b.Barrier(&Call{})) // waits for the rest
+			m.check(b.Ready() && b.Info().Ready, "not ready after a call")
+		})
+	}
+	ranks.Wait()
+}
+
+func TestWarmupAndStatistics(t *testing.T) {
+	o := roomFor(t, 4, 16, 256, 8)
+	o.NumNVLBytes = 4 << 20
+	onRanks(t, 4, o, func(m *member) {
+		for _, fp8 := range []bool{false, true} {
+			m.must(m.Warmup(WarmupOptions{NumTokens: 16, Hidden: 256, NumTopK: 3, NumExperts: 8, LLMaxTokens: 16, LLHidden: 256, LLNumTopK: 3, LLNumExperts: 8, UseFP8: fp8}))
+		}
+		m.check(errors.Is(m.Warmup(WarmupOptions{Hidden: 256}), ErrInvalidArgument), "a warm-up without experts")
+		for _, op := range []uint32{OpLayout, OpNotify, OpDispatch, OpCombine, OpLLDispatch, OpLLCombine} {
+			s, err := m.Stats(op)
+			m.must(err)
+			m.check(s.Calls == 2 && s.Errors == 0 && s.Total > 0 && s.P50 > 0 && s.P99 >= s.P50 && s.Max >= s.P99, "%s: %+v", OpName(op), s)
+			if op == OpDispatch {
+				var sum uint64
+				for _, n := range s.BytesToPeer {
+					sum += n
+				}
+				m.check(sum == s.Bytes && sum > 16*256, "bytes %d, to peers %v", s.Bytes, s.BytesToPeer)
+			}
+		}
+	})
+}
+
+func TestDestroyIsBoundedAndIdempotent(t *testing.T) {
+	onRanks(t, 2, BufferOptions{NumNVLBytes: 1 << 20}, func(m *member) {
+		if m.rank == 1 {
+			time.Sleep(50 * time.Millisecond)
+			return // rank 0 waits for it in vain
+		}
+		ev := m.event()
+		m.must(m.Barrier(&Call{Async: true, Event: ev}))
+		waited := make(chan error)
+		go func() { waited <- ev.Wait(-1) }()
+		begin := time.Now()
+		m.must(m.Buffer.Destroy())
+		m.check(time.Since(begin) < 2*time.Second, "destroy took %v", time.Since(begin))
+		m.must(m.Buffer.Destroy())
+		<-waited
+		m.must(ev.Destroy())
+		m.check(errors.Is(m.Barrier(&Call{}), ErrInvalidState), "a call after destroy")
+		m.check(errors.Is(m.Check(), ErrInvalidState), "check after destroy")
+		_, _, err := m.Region(false)
+		m.check(errors.Is(err, ErrInvalidState), "region after destroy: %v", err)
+	})
+}
+
+// A group that was destroyed lives until its last buffer is; two buffers work at once.
+func TestTwoBuffersAndTheirGroup(t *testing.T) {
+	onRanks(t, 2, BufferOptions{NumNVLBytes: 1 << 20}, func(m *member) {
+		second, err := m.group.NewBuffer(context.Background(), BufferOptions{Engine: EngineCPU, Device: -1, NumNVLBytes: 1 << 20})
+		m.must(err)
+		m.must(m.group.Destroy())
+		var both sync.WaitGroup
+		for _, b := range []*Buffer{m.Buffer, second} {
+			both.Go(func() {
+				for range 20 {
+					if err := b.Barrier(&Call{}); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+		}
+		both.Wait()
+		_, err = m.group.NewBuffer(context.Background(), BufferOptions{Engine: EngineCPU, Device: -1})
+		m.check(errors.Is(err, ErrInvalidState), "a buffer of a destroyed group: %v", err)
+		m.must(second.Destroy())
+	})
+}
+
+func TestCyclesLeakNothing(t *testing.T) {
+	cycles := 50
+	if testing.Short() {
+		cycles = 5
+	}
+	o := roomFor(t, 2, 8, 128, 4)
+	cycle := func() {
+		onRanks(t, 2, o, func(m *member) {
+			l := newLowLatency(m.rank, 2, 4, 8, 128, 2, 4)
+			m.must(m.LowLatencyDispatch(l.dispatch(SendRecv, false), &Call{}))
+			l.checkRows(m, false)
+			runtime.KeepAlive(l)
+		})
+	}
+	cycle() // what is made once
+	before := footprint(t)
+	for range cycles {
+		cycle()
+	}
+	after := footprint(t)
+	for what, n := range after {
+		if n > before[what] {
+			t.Errorf("%s: %d before, %d after %d cycles", what, before[what], n, cycles)
+		}
+	}
+	goleak.VerifyNone(t)
+}
+
+// footprint counts what this process holds.
+func footprint(t *testing.T) map[string]int {
+	t.Helper()
+	fds, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	maps, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return map[string]int{
+		"descriptors": len(fds), "shared mappings": strings.Count(string(maps), "memfd:"), "zero mappings": strings.Count(string(maps), "/dev/zero"),
+		"statistics pages": strings.Count(string(maps), ".page"),
+	}
+}
+
+func TestEngines(t *testing.T) {
+	SetGetenv(func(name string) string {
+		return map[string]string{"DEEPEP_KERNELS": "/nowhere", "DEEPEP_ENGINE": "cpu"}[name]
+	})
+	defer SetGetenv(nil)
+	info, err := QueryEngine(EngineAuto)
+	if err != nil || info.Available || info.Name != EngineCPU || !strings.Contains(info.Reason, "/nowhere/libdeepep_cpu.so") {
+		t.Errorf("%+v %v", info, err)
+	}
+	if _, err := QueryEngine("tpu"); !errors.Is(err, ErrInvalidArgument) {
+		t.Errorf("unknown engine: %v", err)
+	}
+	SetGetenv(func(string) string { return "maybe" })
+	if _, err := Engines(); !errors.Is(err, ErrInvalidArgument) {
+		t.Errorf("damaged settings: %v", err)
+	}
+}
+
+func TestHintsAndDefaults(t *testing.T) {
+	c, err := DefaultConfigFor(KindCombine, 24)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, ranks := range []int{1, 4, 8, 12, 16, 160} {
+		nvl, err := SizeHint(c, 14336, ranks, false)
+		rdma, err2 := SizeHint(c, 14336, ranks, true)
+		if err != nil || err2 != nil || nvl == 0 || (rdma == 0) != (ranks <= 8) {
+			t.Errorf("%d ranks: %d %d %v %v", ranks, nvl, rdma, err, err2)
+		}
+	}
+	if _, err := SizeHint(c, 14336, 0, false); !errors.Is(err, ErrInvalidArgument) {
+		t.Error(err)
+	}
+}
+
+func TestVersionIsThatOfTheHeader(t *testing.T) {
+	text, err := os.ReadFile("../include/deepep.h")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, n := range map[string]int{"MAJOR": VersionMajor, "MINOR": VersionMinor, "PATCH": VersionPatch} {
+		if want := fmt.Sprintf("#define DEEPEP_VERSION_%s %d\n", name, n); !strings.Contains(string(text), want) {
+			t.Errorf("the header does not say %q", want)
+		}
+	}
+}
+
+func TestBF16(t *testing.T) {
+	for f, want := range map[float32]uint16{0: 0, 1: 0x3f80, -2: 0xc000, 1.00390625: 0x3f80, 1.01171875: 0x3f82, 3e38: 0x7f62} {
+		if got := ToBF16(f); got != want {
+			t.Errorf("%v: %#x, want %#x", f, got, want)
+		}
+	}
+	if FromBF16(0x4049) != 3.140625 {
+		t.Error(FromBF16(0x4049))
+	}
+}

@@ -1,0 +1,339 @@
+package core
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/deepep-go/deepep/core/internal/monitor"
+	"github.com/deepep-go/deepep/core/internal/proctest"
+)
+
+func TestMain(m *testing.M) {
+	proctest.Main(m, map[string]func(*proctest.Child) error{"rank": playRank})
+}
+
+// playRank is a rank in a process of its own: it does what it is told, line by line, and answers with "ok" or
+// "failed <code> <milliseconds> <text>".
+func playRank(c *proctest.Child) error {
+	p := &player{}
+	for {
+		words := strings.Fields(c.Hear())
+		if words[0] == "exit" {
+			return nil
+		}
+		begin := time.Now()
+		if err := p.obey(words); err != nil {
+			c.Say("failed %d %d %s", CodeOf(err), time.Since(begin).Milliseconds(), strings.ReplaceAll(err.Error(), "\n", " "))
+			continue
+		}
+		c.Say("ok %d", p.answer)
+	}
+}
+
+type player struct {
+	group *Group
+	*Buffer
+	rank, size int
+	out        Arrived
+	in         *Tokens
+	answer     int // of the command, where it has one
+}
+
+func (p *player) obey(words []string) (err error) {
+	switch words[0] {
+	case "join": // dir name rank size
+		return p.join(words[1], words[2], words[3], words[4])
+	case "buffer": // options
+		return p.make(words[1:])
+	case "dispatch":
+		return p.DispatchTokens(p.tokens(), &p.out)
+	case "combine":
+		return p.CombineTokens(p.out.X, nil, &p.out, &Combined{})
+	case "barrier":
+		return p.Barrier(&Call{})
+	case "send", "hook", "roundtrip":
+		return p.lowLatency(words[0])
+	case "ready":
+		return p.WaitReady(-1)
+	case "check":
+		return p.Check()
+	case "fork":
+		p.answer, err = proctest.Fork()
+		return err
+	case "destroy":
+		return errors.Join(p.Buffer.Destroy(), p.group.Destroy())
+	}
+	return fmt.Errorf("no command %q", words[0])
+}
+
+func (p *player) join(dir, name, rank, size string) (err error) {
+	p.rank, _ = strconv.Atoi(rank)
+	p.size, _ = strconv.Atoi(size)
+	ex, err := OpenFile(context.Background(), FileOptions{Rank: p.rank, Size: p.size, Dir: dir, Name: name})
+	if err != nil {
+		return err
+	}
+	p.group, err = NewGroup(context.Background(), GroupOptions{Exchanger: ex, Timeout: 10 * time.Second})
+	return err
+}
+
+func (p *player) make(options []string) (err error) {
+	o := BufferOptions{Engine: EngineCPU, Device: -1, NumNVLBytes: 1 << 20, NumRDMABytes: 8 << 20, LowLatency: true, Timeout: 30 * time.Second}
+	for _, option := range options {
+		switch option {
+		case "shrink":
+			o.Shrink = true
+		case "background":
+			o.Background = true
+		case "hasty":
+			o.Timeout = 500 * time.Millisecond
+		}
+	}
+	p.Buffer, err = p.group.NewBuffer(context.Background(), o)
+	return err
+}
+
+// tokens go to every rank.
+func (p *player) tokens() *Tokens {
+	if p.in == nil {
+		p.in = &Tokens{Hidden: 128, NumTopK: p.size, NumExperts: 2 * p.size}
+		for range 5 {
+			p.in.X = append(p.in.X, make([]uint16, 128)...)
+			for to := range p.size {
+				p.in.TopKIdx = append(p.in.TopKIdx, int64(2*to))
+				p.in.TopKWeights = append(p.in.TopKWeights, 1)
+			}
+		}
+	}
+	return p.in
+}
+
+// crew is ranks as processes, seen from the test.
+type crew struct {
+	t   *testing.T
+	all []*proctest.Proc
+	dir string
+}
+
+func newCrew(t *testing.T, size int) *crew {
+	t.Helper()
+	needEngine(t)
+	c := &crew{t: t, dir: t.TempDir()}
+	for range size {
+		c.all = append(c.all, proctest.Start(t, "rank", nil, nil))
+	}
+	ranks := make([]int, size)
+	for i := range ranks {
+		ranks[i] = i
+	}
+	c.join("first", ranks)
+	return c
+}
+
+// join makes a group of some of the processes; their ranks there are their places in the list.
+func (c *crew) join(name string, members []int) {
+	c.t.Helper()
+	for rank, i := range members {
+		c.all[i].Tell("join %s %s %d %d", c.dir, name, rank, len(members))
+	}
+	c.expectOK(members)
+}
+
+func (c *crew) tell(members []int, format string, args ...any) {
+	c.t.Helper()
+	for _, i := range members {
+		c.all[i].Tell(format, args...)
+	}
+}
+
+func (c *crew) expectOK(members []int) {
+	c.t.Helper()
+	for _, i := range members {
+		c.all[i].Expect("ok")
+	}
+}
+
+// do tells and expects success.
+func (c *crew) do(members []int, format string, args ...any) {
+	c.t.Helper()
+	c.tell(members, format, args...)
+	c.expectOK(members)
+}
+
+// fork lets a rank make a copy of its process that lives on after it, to the end of the test.
+func (c *crew) fork(i int) {
+	c.t.Helper()
+	c.tell([]int{i}, "fork")
+	pid, err := strconv.Atoi(c.all[i].Expect("ok"))
+	if err != nil || pid < 2 {
+		c.t.Fatalf("forked process %d: %v", pid, err)
+	}
+	c.t.Cleanup(func() { _ = syscall.Kill(pid, syscall.SIGKILL) }) // it may have ended already
+}
+
+// failure reads an error: its code, how long the call took, and the text.
+func (c *crew) failure(i int) (code Code, took time.Duration, text string) {
+	c.t.Helper()
+	words := strings.SplitN(c.all[i].Expect("failed"), " ", 3)
+	n, _ := strconv.Atoi(words[0])
+	ms, _ := strconv.Atoi(words[1])
+	return Code(n), time.Duration(ms) * time.Millisecond, words[2]
+}
+
+// expectDeath checks that survivors say who died, with pid, soon after.
+func (c *crew) expectDeath(members []int, victim int, since time.Time) {
+	c.t.Helper()
+	for _, i := range members {
+		code, _, text := c.failure(i)
+		if late := time.Since(since); late > 2*time.Second {
+			c.t.Errorf("rank %d learned of the death after %v", i, late)
+		}
+		if code != ErrPeerDead.Code && code != ErrAborted.Code {
+			c.t.Errorf("rank %d: code %d", i, code)
+		}
+		for _, part := range []string{fmt.Sprintf("rank %d (", victim), "pid " + strconv.Itoa(c.all[victim].PID)} {
+			if !strings.Contains(text, part) {
+				c.t.Errorf("rank %d: %q is not in %q", i, part, text)
+			}
+		}
+	}
+}
+
+func TestDeathInAnOperation(t *testing.T) {
+	all, survivors := []int{0, 1, 2}, []int{0, 2}
+	for _, c := range []struct {
+		name   string
+		before []string // that all do
+		op     string   // that the survivors are in when rank 1 dies
+	}{
+		{"dispatch", nil, "dispatch"}, {"combine", []string{"dispatch"}, "combine"}, {"barrier", nil, "barrier"},
+		{"low latency", nil, "roundtrip"}, {"hook", []string{"roundtrip"}, "hook"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			crew := newCrew(t, 3)
+			crew.do(all, "buffer")
+			crew.fork(1) // a child that keeps every descriptor of the dead rank changes nothing
+			for _, op := range c.before {
+				crew.do(all, "%s", op)
+			}
+			crew.tell(survivors, "%s", c.op)
+			time.Sleep(100 * time.Millisecond) // they are waiting for rank 1 by now; if not, all the better
+			since := time.Now()
+			crew.all[1].Kill()
+			crew.expectDeath(survivors, 1, since)
+			crew.tell(survivors, "barrier")
+			for _, i := range survivors {
+				if code, _, text := crew.failure(i); code != ErrAborted.Code || !strings.Contains(text, "failed before") {
+					t.Errorf("a call after the failure: %d %s", code, text)
+				}
+			}
+			since = time.Now()
+			crew.do(survivors, "destroy")
+			if d := time.Since(since); d > 2500*time.Millisecond {
+				t.Errorf("destroy took %v", d)
+			}
+			crew.join("second", survivors)
+			crew.do(survivors, "buffer")
+			crew.do(survivors, "dispatch")
+			crew.do(survivors, "combine")
+			crew.do(survivors, "roundtrip")
+		})
+	}
+}
+
+func TestDeathDuringStartUp(t *testing.T) {
+	for _, mode := range []string{"", "background"} {
+		t.Run("mode "+mode, func(t *testing.T) {
+			crew := newCrew(t, 3)
+			crew.tell([]int{0, 2}, "buffer %s", mode)
+			if mode == "background" {
+				crew.expectOK([]int{0, 2})
+				crew.tell([]int{0, 2}, "ready")
+			}
+			time.Sleep(50 * time.Millisecond)
+			since := time.Now()
+			crew.all[1].Kill()
+			crew.expectDeath([]int{0, 2}, 1, since)
+		})
+	}
+}
+
+func TestShrinkGoesOnWithoutTheDead(t *testing.T) {
+	crew := newCrew(t, 3)
+	crew.do([]int{0, 1, 2}, "buffer shrink")
+	crew.do([]int{0, 1, 2}, "roundtrip")
+	crew.tell([]int{0, 2}, "roundtrip")
+	time.Sleep(50 * time.Millisecond)
+	since := time.Now()
+	crew.all[1].Kill()
+	crew.expectOK([]int{0, 2})
+	if d := time.Since(since); d > 2*time.Second {
+		t.Errorf("the call went on after %v", d)
+	}
+	crew.do([]int{0, 2}, "roundtrip")
+	crew.do([]int{0, 2}, "check")
+}
+
+func TestLateIsNotDead(t *testing.T) {
+	crew := newCrew(t, 2)
+	crew.do([]int{0, 1}, "buffer hasty")
+	crew.all[1].Signal(syscall.SIGSTOP)
+	crew.tell([]int{0}, "dispatch")
+	code, took, text := crew.failure(0)
+	if code != ErrTimeout.Code || took < 400*time.Millisecond || took > 3*time.Second {
+		t.Errorf("code %d after %v", code, took)
+	}
+	for _, part := range []string{"on rank 0: rank 1 (", "pid " + strconv.Itoa(crew.all[1].PID), "did not arrive within 0.5 s", "alive but late"} {
+		if !strings.Contains(text, part) {
+			t.Errorf("%q is not in %q", part, text)
+		}
+	}
+	crew.all[1].Signal(syscall.SIGCONT)
+	crew.do([]int{0}, "destroy")
+}
+
+func TestWhoLeavesIsNamed(t *testing.T) {
+	crew := newCrew(t, 2)
+	crew.do([]int{0, 1}, "buffer")
+	crew.do([]int{0, 1}, "dispatch")
+	crew.tell([]int{0}, "combine")
+	time.Sleep(50 * time.Millisecond)
+	crew.do([]int{1}, "destroy")
+	since := time.Now()
+	_, _, text := crew.failure(0)
+	if !strings.Contains(text, "rank 1 (") || !strings.Contains(text, "left the group") {
+		t.Errorf("text %q", text)
+	}
+	if d := time.Since(since); d > 2*time.Second {
+		t.Errorf("told after %v", d)
+	}
+	crew.do([]int{0}, "destroy")
+}
+
+// The survivor of a host sweeps up what a killed rank left: its statistics page.
+func TestNothingIsLeftBehind(t *testing.T) {
+	crew := newCrew(t, 2)
+	crew.do([]int{0, 1}, "buffer")
+	pages := func() (n int) {
+		for _, folder := range monitor.Folders() {
+			found, err := filepath.Glob(filepath.Join(folder, fmt.Sprintf("*%d*", crew.all[1].PID)))
+			if err != nil {
+				t.Fatal(err)
+			}
+			n += len(found)
+		}
+		return n
+	}
+	if pages() != 1 {
+		t.Fatalf("%d statistics pages of a live rank", pages())
+	}
+	crew.all[1].Kill()
+	proctest.Eventually(t, 2*time.Second, "the page of the dead rank goes", func() bool { return pages() == 0 })
+}
