@@ -169,7 +169,7 @@ static void check_guards_from(struct rank *me, struct mark mark) {
     uint64_t to = i < me->num_tensors ? me->tensors[i].offset : seat->used;
     for (uint64_t b = from; b < to; b++) {
       if ((uint8_t)seat->mirror[b] == FILLER) continue;
-      bool before;
+      bool before = false;
       const char *name = tensor_near(me, b, &before);
       fail(me, "something wrote %s %s (byte 0x%02x)", before ? "before" : "behind", name, (uint8_t)seat->mirror[b]);
     }

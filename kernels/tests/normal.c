@@ -24,18 +24,35 @@ int busiest(const struct routing *r) {
 
 /* ---- Inputs --------------------------------------------------------------------------------------------------------------- */
 
-static void fill_scales(struct normal *n) {
+static void make_scales(struct normal *n) {
   const struct normal_spec *spec = n->spec;
   if (spec->scales == 0 || n->tokens == 0) return;
   n->scale_token_stride = spec->columns ? 1 : spec->scales + 2; /* never the contiguous form: strides are to be used */
   n->scale_stride = spec->columns ? n->tokens + 3 : 1;
   n->scales = tensor(n->team->me, "scales", 4 * (uint64_t)(n->tokens + 3) * (uint64_t)(spec->scales + 2));
+}
+
+static void fill_payload(struct normal *n) {
+  const struct normal_spec *spec = n->spec;
+  struct rank *me = n->team->me;
+  for (int token = 0; token < n->tokens; token++)
+    make_row((char *)n->x.host + (uint64_t)token * spec->row_bytes, spec->row_bytes, spec->payload, n->salt, me->index, token);
+  send_tensor(me, n->x);
+  if (n->scales.bytes == 0) return;
   uint32_t *values = n->scales.host;
   memset(values, 0xee, n->scales.bytes);
   for (int t = 0; t < n->tokens; t++)
     for (int s = 0; s < spec->scales; s++)
-      values[t * n->scale_token_stride + s * n->scale_stride] = scale_of(n->salt, n->team->me->index, t, s);
-  send_tensor(n->team->me, n->scales);
+      values[t * n->scale_token_stride + s * n->scale_stride] = scale_of(n->salt, me->index, t, s);
+  send_tensor(me, n->scales);
+}
+
+void new_payload(struct normal *n, uint64_t salt) {
+  n->salt = salt;
+  finish(n->team->me); /* nothing may still be on its way from or to the host's copies */
+  fill_payload(n);
+  if (!n->spec->segment) poison(n->team->me, n->recv_x);
+  poison(n->team->me, n->recv_scales);
 }
 
 static void fill_topk(struct normal *n, int index_bytes) {
@@ -109,10 +126,8 @@ struct normal *make_normal(struct team *t, const struct normal_spec *spec, uint6
   if (spec->segment) name_segments(n);
   fill_topk(n, index_bytes);
   n->x = tensor(me, "x", (uint64_t)n->tokens * spec->row_bytes);
-  for (int token = 0; token < n->tokens; token++)
-    make_row((char *)n->x.host + (uint64_t)token * spec->row_bytes, spec->row_bytes, spec->payload, salt, me->index, token);
-  send_tensor(me, n->x);
-  fill_scales(n);
+  make_scales(n);
+  fill_payload(n);
   make_outputs(n, index_bytes);
   return n;
 }

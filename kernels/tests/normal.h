@@ -39,6 +39,8 @@ struct normal {
 
 /* Tensors and inputs. The same salt gives the same routing and payload on every rank. */
 struct normal *make_normal(struct team *t, const struct normal_spec *spec, uint64_t salt);
+/* Other rows and scales with the same routing, as for a cached dispatch. */
+void new_payload(struct normal *n, uint64_t salt);
 /* These only enqueue. */
 void run_layout(struct normal *n);
 void run_notify(struct normal *n);

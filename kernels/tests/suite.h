@@ -15,6 +15,9 @@
 
 #include "abi/kernels.h"
 
+/* Tables of cases give defaults first and override them. */
+#pragma GCC diagnostic ignored "-Woverride-init"
+
 #define MAX_SEATS 8 /* ranks of one case */
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
