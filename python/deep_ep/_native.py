@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,38 @@ def group_from_bootstrap(where: bootstrap.Bootstrap, **options: Any) -> NativeGr
     struct.address = where.address.encode() or None
     struct.directory = os.fsencode(where.directory) or None
     struct.name = where.name.encode()
-    return NativeGroup(struct)
+    return _in_thread(lambda: NativeGroup(struct), NativeGroup.destroy)
+
+
+def _in_thread(make: Callable[[], NativeGroup], undo: Callable[[NativeGroup], None]) -> NativeGroup:
+    """`make()` in a thread, so that Ctrl-C is seen here while it waits for other ranks; a late result is undone."""
+    made: list[NativeGroup] = []
+    failure: list[BaseException] = []
+    abandoned: list[bool] = []
+    done, lock = threading.Event(), threading.Lock()
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:  # raised again below
+            failure.append(error)
+        with lock:
+            done.set()
+            if abandoned and made:
+                undo(made[0])
+
+    threading.Thread(target=run, name="deepep-start", daemon=True).start()
+    try:
+        done.wait()
+    except BaseException:
+        with lock:
+            abandoned.append(True)
+            if made and done.is_set():
+                undo(made[0])
+        raise
+    if failure:
+        raise failure[0]
+    return made[0]
 
 
 class NativeBuffer:

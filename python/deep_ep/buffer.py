@@ -142,10 +142,10 @@ class Buffer(NormalMode, LowLatencyMode):
             use_fabric=int(bool(use_fabric)),
             enable_shrink=int(bool(enable_shrink)),
             preinitialize=int(bool(preinitialize)),
-            background=int(bool(background)),
+            background=1,  # the rest is waited for in slices, so that Ctrl-C is seen
             **numbers,
         )
-        shared = {"num_nvl_peers": num_nvl_peers or 0, "background": int(bool(background)), "timeout_ms": milliseconds}
+        shared = {"num_nvl_peers": num_nvl_peers or 0, "background": 1, "timeout_ms": milliseconds}
         native_group = _make_group(group, comm, bootstrap, shared)
         try:
             self.native = _native.NativeBuffer(native_group, options)
@@ -157,7 +157,11 @@ class Buffer(NormalMode, LowLatencyMode):
         self._ready = False
         self.runtime = Runtime(self)
         if not background:
-            self.ensure_ready()
+            try:
+                self.ensure_ready()
+            except BaseException:
+                self._finalizer()
+                raise
 
     def _adopt(self, info: Any) -> None:
         self.rank, self.group_size = int(info.rank), int(info.size)

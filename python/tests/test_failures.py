@@ -15,7 +15,7 @@ from victims import CASE, LOW_LATENCY, NORMAL, VICTIM
 
 SOME = ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine with hook", "barrier")
 SOON = 2.0  # seconds from a death to every survivor's error
-TIMEOUT, PEER_DEAD = 6, 7  # codes of deepep.h
+TIMEOUT, PEER_DEAD, ABORTED = 6, 7, 9  # codes of deepep.h; ABORTED: the death was known before the call
 
 
 def rank_killed(ctx, name, where, folder):
@@ -39,7 +39,7 @@ def rank_killed(ctx, name, where, folder):
     return when, text, status, took
 
 
-def judge(outcomes, victim=VICTIM, status=PEER_DEAD):
+def judge(outcomes, victim=VICTIM):
     """Every survivor: an error soon after the death that names rank, host and pid; a bounded destroy."""
     assert outcomes[victim].died and outcomes[victim].notes, outcomes[victim].traceback
     death, (pid, host) = outcomes[victim].notes[-1]
@@ -51,7 +51,7 @@ def judge(outcomes, victim=VICTIM, status=PEER_DEAD):
         assert when - death < SOON, f"rank {outcome.rank} noticed after {when - death:.2f} s: {text}"
         for word in (f"rank {victim}", str(pid), host):
             assert word in text, f"rank {outcome.rank}: the text does not say {word!r}: {text}"
-        assert code == status, f"rank {outcome.rank}: status {code}: {text}"
+        assert code in (PEER_DEAD, ABORTED), f"rank {outcome.rank}: status {code}: {text}"
         assert took < 2.5, f"rank {outcome.rank}: destroy took {took:.2f} s"
 
 
@@ -75,8 +75,9 @@ def rank_last_call_named(ctx):
 
 
 def test_error_names_the_last_call(fresh_pool):
-    outcomes = fresh_pool(3).outcomes(3, rank_last_call_named)
+    outcomes = fresh_pool(4).outcomes(4, rank_last_call_named)
     for outcome in outcomes[:VICTIM]:
+        assert not outcome.error, outcome.traceback
         assert "combine" in outcome.value, f"the text does not say what rank {VICTIM} did last: {outcome.value}"
 
 
@@ -192,7 +193,7 @@ def test_two_ranks_die(fresh_pool):
     for outcome in (outcomes[0], outcomes[3]):
         assert not outcome.error, outcome.traceback
         when, text, status, took = outcome.value
-        assert when - outcomes[1].notes[0][0] < SOON + 0.2 and status == PEER_DEAD and took < 2.5
+        assert when - outcomes[1].notes[0][0] < SOON + 0.2 and status in (PEER_DEAD, ABORTED) and took < 2.5
         assert f"rank {VICTIM}" in text or "rank 1" in text
 
 

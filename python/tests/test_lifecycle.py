@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import threading
@@ -255,16 +256,31 @@ def test_fork_after_use(pool):
     pool.run(4, rank_fork)
 
 
-def rank_data_loader(ctx):
+def load_batches(queue):
+    """What a DataLoader's worker does: torch on the CPU, results through a queue, a normal exit."""
+    for batch in torch.arange(8).split(4):
+        queue.put((batch * 2).tolist())
+
+
+def rank_loaders(ctx):
+    """Workers that are forked beside a buffer and never touch it work, exit and leave it alone."""
+    fork = multiprocessing.get_context("fork")
     with normal.buffer_of(ctx) as buffer:
         exchange = normal.dispatch_and_check(ctx, buffer, CASE)
-        loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4, num_workers=2)
-        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        queue = fork.Queue()
+        workers = [fork.Process(target=load_batches, args=(queue,)) for _ in range(2)]
+        for worker in workers:
+            worker.start()
+        batches = sorted(queue.get(timeout=30) for _ in range(4))
+        for worker in workers:
+            worker.join(30)
+        assert batches == [[0, 2, 4, 6]] * 2 + [[8, 10, 12, 14]] * 2
+        assert [worker.exitcode for worker in workers] == [0, 0]
         normal.combine(ctx, buffer, exchange)
 
 
-def test_data_loader_beside_a_buffer(pool):
-    pool.run(4, rank_data_loader)
+def test_data_loaders_beside_a_buffer(pool):
+    pool.run(4, rank_loaders)
 
 
 def rank_settings(ctx):
