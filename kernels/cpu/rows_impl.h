@@ -30,30 +30,53 @@ void copy(void *dst, const void *src, size_t bytes, bool stream) {
   memcpy(dst, src, bytes);
 }
 
-// Stores 2 * kLanes channels.
-inline void store_channels(uint16_t *dst, Floats first, Floats second, bool stream) {
-  Halves both[2] = {to_bf16(first), to_bf16(second)};
-#if defined(DK_STREAMING)
-  if (stream) return stream_vector(dst, both);
-#endif
-  (void)stream;
-  memcpy(dst, both, sizeof both);
-}
-
 inline uint16_t bf16_scalar(float x) { return to_bf16(floats(x))[0]; }
 inline float scalar_bf16(uint16_t bits) { return bf16_value(bits); }
 
+// 2 * kLanes channels as they lie in memory: those of even place and those of odd place. Taking them apart and putting them
+// together needs no shuffles.
+struct Pair {
+  Floats even, odd;
+};
+inline Pair load_pair(const uint16_t *p) {
+  Words both = load<Words>(p);
+  return {as_floats(both << 16), as_floats(both & 0xffff0000)};
+}
+inline Words round_to_bf16(Floats value) {  // in the upper half
+  Words u = as_words(value);
+  Ints is_nan = (u & 0x7fffffff) > words(0x7f800000);
+  return choose(is_nan, u | 0x400000, u + 0x7fff + ((u >> 16) & 1));
+}
+inline void store_pair(uint16_t *dst, const Pair &value, bool stream) {
+  Words both = (round_to_bf16(value.even) >> 16) | (round_to_bf16(value.odd) & 0xffff0000);
+#if defined(DK_STREAMING)
+  if (stream) return stream_vector(dst, &both);
+#endif
+  (void)stream;
+  store(dst, both);
+}
+
+constexpr size_t kPair = 2 * kLanes;  // channels
+constexpr size_t kStep = 4;           // pairs at once
+
 void sum(uint16_t *dst, const uint16_t *const *rows, int count, size_t elements, bool stream) {
-  constexpr size_t step = 2 * kLanes;
   stream = stream && can_stream(dst);
   size_t i = 0;
-  for (; i + 2 * step <= elements; i += 2 * step) {
-    Floats acc[4];
-    for (size_t v = 0; v < 4; v++) acc[v] = from_bf16(rows[0] + i + v * kLanes);
-    for (int r = 1; r < count; r++)
-      for (size_t v = 0; v < 4; v++) acc[v] += from_bf16(rows[r] + i + v * kLanes);
-    store_channels(dst + i, acc[0], acc[1], stream);
-    store_channels(dst + i + step, acc[2], acc[3], stream);
+  for (; i + kStep * kPair <= elements; i += kStep * kPair) {
+    Pair acc[kStep];
+#pragma GCC unroll 4
+    for (size_t v = 0; v < kStep; v++) acc[v] = load_pair(rows[0] + i + v * kPair);
+    for (int r = 1; r < count; r++) {
+      const uint16_t *row = rows[r] + i;
+#pragma GCC unroll 4
+      for (size_t v = 0; v < kStep; v++) {
+        Pair more = load_pair(row + v * kPair);
+        acc[v].even += more.even;
+        acc[v].odd += more.odd;
+      }
+    }
+#pragma GCC unroll 4
+    for (size_t v = 0; v < kStep; v++) store_pair(dst + i + v * kPair, acc[v], stream);
   }
   for (; i < elements; i++) {
     float acc = scalar_bf16(rows[0][i]);
@@ -63,16 +86,21 @@ void sum(uint16_t *dst, const uint16_t *const *rows, int count, size_t elements,
 }
 
 void weighted_sum(uint16_t *dst, const uint16_t *const *rows, const float *weights, int count, size_t elements) {
-  constexpr size_t step = 2 * kLanes;
   size_t i = 0;
-  for (; i + 2 * step <= elements; i += 2 * step) {
-    Floats acc[4] = {};
+  for (; i + kStep * kPair <= elements; i += kStep * kPair) {
+    Pair acc[kStep] = {};
     for (int r = 0; r < count; r++) {
+      const uint16_t *row = rows[r] + i;
       Floats w = floats(weights[r]);
-      for (size_t v = 0; v < 4; v++) acc[v] += w * from_bf16(rows[r] + i + v * kLanes);
+#pragma GCC unroll 4
+      for (size_t v = 0; v < kStep; v++) {
+        Pair more = load_pair(row + v * kPair);
+        acc[v].even += w * more.even;
+        acc[v].odd += w * more.odd;
+      }
     }
-    store_channels(dst + i, acc[0], acc[1], false);
-    store_channels(dst + i + step, acc[2], acc[3], false);
+#pragma GCC unroll 4
+    for (size_t v = 0; v < kStep; v++) store_pair(dst + i + v * kPair, acc[v], false);
   }
   for (; i < elements; i++) {
     float acc = 0;
