@@ -361,8 +361,10 @@ func TestKillInAnotherPIDNamespace(t *testing.T) {
 	}
 	ch := g.connect()
 	g.fork(1)
-	if !ch.watch.watches(1) {
-		t.Skip("needs pidfd_open (Linux 5.3)")
+	if fd, err := unix.PidfdOpen(os.Getpid(), 0); err != nil {
+		t.Skipf("needs pidfd_open (Linux 5.3): %v", err)
+	} else {
+		unix.Close(fd)
 	}
 	timely(t, func() {
 		g.procs[1].Kill()
@@ -397,6 +399,17 @@ func TestStoppedRankIsLateNotDead(t *testing.T) {
 	if _, err := ch.Exchange(testContext(t), "x", nil, nil); err != nil {
 		t.Errorf("after it went on: %v", err)
 	}
+}
+
+// A stopped peer reads nothing; what is queued for it must not hold Close up for long.
+func TestCloseDespiteStoppedRank(t *testing.T) {
+	checkFDs(t)
+	g := startChildren(t, 2, nil, nil)
+	ch := g.connect()
+	g.procs[1].Signal(syscall.SIGSTOP)
+	_, err := ch.Exchange(soon(t), "x", make([]byte, MaxBlob), nil) // far more than a socket buffers
+	wantError(t, err, status.Timeout, "rank 1")
+	timely(t, func() { ch.Close() })
 }
 
 func TestContextEndsConnectAtOnce(t *testing.T) {

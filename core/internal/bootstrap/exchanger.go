@@ -5,7 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
+	"net"
 	"strconv"
 	"strings"
 
@@ -103,13 +103,19 @@ func ioError(ctx context.Context, err error, what string) error {
 	if ctx.Err() != nil {
 		return ctxError(ctx, what)
 	}
-	if errors.Is(err, os.ErrDeadlineExceeded) {
+	if timedOut(err) {
 		return status.Errorf(status.Timeout, "%s: %w", what, err)
 	}
 	if connectionGone(err) {
 		return status.Errorf(status.PeerDead, "%s: connection lost: %w", what, err)
 	}
 	return status.Errorf(status.System, "%s: %w", what, err)
+}
+
+// timedOut: the net package has several errors for it, of which not all are os.ErrDeadlineExceeded.
+func timedOut(err error) bool {
+	var n net.Error
+	return errors.As(err, &n) && n.Timeout()
 }
 
 // rankList names ranks for people: "rank 3", "ranks 0-2, 5". The numbers come in ascending order.

@@ -11,6 +11,7 @@ var roles = map[string]func(*proctest.Child) error{
 	"file":    fileRole,
 	"sleeper": sleeperRole,
 	"join":    joinRole,
+	"dial":    dialRole,
 }
 
 // contextOfChild ends with the process, which ends with its test.

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"os"
 	"syscall"
 	"time"
 
@@ -218,7 +217,7 @@ func (t *tcp) join(ctx context.Context, o TCPOptions, address string, local net.
 		if err == nil {
 			return t.ask(ctx, conn, o)
 		}
-		if last == nil || !errors.Is(err, os.ErrDeadlineExceeded) {
+		if last == nil || !timedOut(err) {
 			last = err
 		}
 		if !worthRetrying(err) && ctx.Err() == nil {
@@ -235,12 +234,12 @@ func (t *tcp) join(ctx context.Context, o TCPOptions, address string, local net.
 // worthRetrying: rank 0, its host or its name may just not be up yet.
 func worthRetrying(err error) bool {
 	var dns *net.DNSError
-	for _, e := range []error{syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.ETIMEDOUT, syscall.ECONNRESET, os.ErrDeadlineExceeded} {
+	for _, e := range []error{syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.ECONNRESET} {
 		if errors.Is(err, e) {
 			return true
 		}
 	}
-	return errors.As(err, &dns)
+	return timedOut(err) || errors.As(err, &dns)
 }
 
 // ask is the guest's half of the handshake. The welcome comes when all ranks are there, so that only ctx bounds it.
