@@ -156,7 +156,6 @@ func (b *Buffer) Destroy() error {
 
 // newPage makes a statistics page that the command-line program can read.
 func (g *Group) newPage(h engine.PageHeader) (engine.StatsPage, error) {
-	sweep(g.log) // whoever comes next tidies up after the killed
 	p, err := monitor.Create("", monitor.Meta{
 		Rank: h.Rank, NumRanks: h.Size, Buffer: h.BufferID, Group: g.name, Host: g.host, Engine: h.Engine, Device: h.Device,
 	})

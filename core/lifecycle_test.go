@@ -340,3 +340,52 @@ func TestBF16(t *testing.T) {
 		t.Error(FromBF16(0x4049))
 	}
 }
+
+// Threads of one rank share its buffer; what they issue is put in order inside.
+func TestThreadsShareABuffer(t *testing.T) {
+	o := roomFor(t, 2, 8, 128, 4)
+	onRanks(t, 2, o, func(m *member) {
+		var threads sync.WaitGroup
+		for range 4 {
+			threads.Go(func() {
+				for range 25 { // barriers are alike: whichever thread's comes first meets the other rank's next one
+					if err := m.Barrier(&Call{}); err != nil {
+						t.Error(err)
+					}
+					if _, err := m.Stats(OpBarrier); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+		}
+		threads.Wait()
+		s, err := m.Stats(OpBarrier)
+		m.must(err)
+		m.check(s.Calls == 100, "%d barriers", s.Calls)
+	})
+}
+
+// Normal mode may use the memory of low-latency mode in between; a clean brings the slots back, sends that were never
+// received included.
+func TestClean(t *testing.T) {
+	o := roomFor(t, 2, 8, 128, 4)
+	onRanks(t, 2, o, func(m *member) {
+		l := newLowLatency(m.rank, 2, 4, 8, 128, 2, 4)
+		for range 3 {
+			half := l.dispatch(Send, false)
+			m.must(m.LowLatencyDispatch(half, &Call{}))
+			address, bytes, err := m.Region(true)
+			m.must(err)
+			m.must(m.Barrier(&Call{}))
+			clear(memoryAt[uint8](address, int(bytes)))
+			m.must(m.Clean(8, 128, 4, &Call{}))
+			half.Phases = Recv
+			m.check(errors.Is(m.LowLatencyDispatch(half, &Call{}), ErrInvalidArgument), "a receive of what was cleaned away")
+			m.must(m.LowLatencyDispatch(l.dispatch(SendRecv, false), &Call{}))
+			l.checkRows(m, false)
+			m.must(m.LowLatencyCombine(l.combine(SendRecv, 0), &Call{}))
+			l.checkCombined(m)
+		}
+		runtime.KeepAlive(l)
+	})
+}

@@ -87,8 +87,11 @@ type divert struct{ zapcore.Core }
 
 func (d *divert) With(fields []zapcore.Field) zapcore.Core { return &divert{d.Core.With(fields)} }
 
+// Enabled: the caller's function gets every line and chooses itself.
+func (d *divert) Enabled(l zapcore.Level) bool { return logTo.Load() != nil || d.Core.Enabled(l) }
+
 func (d *divert) Check(e zapcore.Entry, c *zapcore.CheckedEntry) *zapcore.CheckedEntry {
-	if d.Enabled(e.Level) || logTo.Load() != nil {
+	if d.Enabled(e.Level) {
 		return c.AddCore(e, d)
 	}
 	return c
@@ -97,9 +100,6 @@ func (d *divert) Check(e zapcore.Entry, c *zapcore.CheckedEntry) *zapcore.Checke
 func (d *divert) Write(e zapcore.Entry, fields []zapcore.Field) error {
 	f := logTo.Load()
 	if f == nil {
-		if !d.Enabled(e.Level) {
-			return nil
-		}
 		return d.Core.Write(e, fields)
 	}
 	(*f)(int(min(max(e.Level, zapcore.DebugLevel), zapcore.ErrorLevel)-zapcore.DebugLevel), e.Message)

@@ -3,13 +3,10 @@ package core
 import (
 	"context"
 
-	"go.uber.org/zap"
-
 	"github.com/deepep-go/deepep/core/internal/bootstrap"
 	"github.com/deepep-go/deepep/core/internal/device"
 	"github.com/deepep-go/deepep/core/internal/engine"
 	"github.com/deepep-go/deepep/core/internal/health"
-	"github.com/deepep-go/deepep/core/internal/monitor"
 )
 
 // link is the ranks joined: their channel, and the watch over who is alive.
@@ -31,20 +28,10 @@ func (l *link) open(ctx context.Context, pending *bootstrap.Pending, g *Group) (
 	}
 	l.channel, l.watch = channel, watch
 	l.cancels = []func(){
-		watch.OnDeath(func(d health.Death) {
-			g.each(func(b *engine.Buffer) { b.PeerDied(d.Rank) })
-			sweep(g.log)
-		}),
+		watch.OnDeath(func(d health.Death) { g.each(func(b *engine.Buffer) { b.PeerDied(d.Rank) }) }),
 		watch.OnLeft(func(rank int) { g.each(func(b *engine.Buffer) { b.PeerLeft(rank) }) }),
 	}
 	return nil
-}
-
-// sweep removes the statistics pages that dead processes of this user left; listing does that by the way.
-func sweep(log *zap.Logger) {
-	if _, err := monitor.List(); err != nil {
-		log.Debug("statistics pages of dead processes: " + err.Error())
-	}
 }
 
 func (l *link) close() error {

@@ -4,14 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
-	"github.com/deepep-go/deepep/core/internal/monitor"
 	"github.com/deepep-go/deepep/core/internal/proctest"
 )
 
@@ -315,25 +313,4 @@ func TestWhoLeavesIsNamed(t *testing.T) {
 		t.Errorf("told after %v", d)
 	}
 	crew.do([]int{0}, "destroy")
-}
-
-// The survivor of a host sweeps up what a killed rank left: its statistics page.
-func TestNothingIsLeftBehind(t *testing.T) {
-	crew := newCrew(t, 2)
-	crew.do([]int{0, 1}, "buffer")
-	pages := func() (n int) {
-		for _, folder := range monitor.Folders() {
-			found, err := filepath.Glob(filepath.Join(folder, fmt.Sprintf("*%d*", crew.all[1].PID)))
-			if err != nil {
-				t.Fatal(err)
-			}
-			n += len(found)
-		}
-		return n
-	}
-	if pages() != 1 {
-		t.Fatalf("%d statistics pages of a live rank", pages())
-	}
-	crew.all[1].Kill()
-	proctest.Eventually(t, 2*time.Second, "the page of the dead rank goes", func() bool { return pages() == 0 })
 }

@@ -3,6 +3,7 @@ package engine
 import (
 	"fmt"
 	"strconv"
+	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -79,6 +80,9 @@ func (b *Buffer) countsRoom(slot *pending, perExpert int) error {
 	return nil
 }
 
+// recordGrace is how long a kernel that was told to leave may take to write down where it was.
+const recordGrace = 50 * time.Millisecond
+
 // awaitWord waits on the host until the first word of a page has reached a value, or it is certain that it will not.
 func (b *Buffer) awaitWord(page []byte, atLeast uint64, slice time.Duration) error {
 	p := &kern.HostWaitParams{Device: b.dev.Handle(), HostWord: hostAddress(page), AtLeast: atLeast, HostStatus: hostAddress(b.page.Host)}
@@ -100,6 +104,8 @@ func (b *Buffer) awaitWord(page []byte, atLeast uint64, slice time.Duration) err
 				return errDestroyed
 			}
 		case status.Aborted:
+			// The kernel is leaving too: its record says in which call this happened.
+			within(recordGrace, func() bool { return atomic.LoadUint32(&b.words.Sticky) != 0 })
 			if err := b.failure(); err != nil {
 				return err
 			}

@@ -4,7 +4,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/deepep-go/deepep/core/internal/abi"
 	"github.com/deepep-go/deepep/core/internal/device"
 	"github.com/deepep-go/deepep/core/internal/kern"
 	"github.com/deepep-go/deepep/core/internal/status"
@@ -32,7 +31,6 @@ func (b *Buffer) Destroy() error {
 	if !within(startGrace, func() bool { return isClosed(b.ready) }) {
 		return status.Errorf(status.Timeout, "the buffer's start-up did not stop within %v: its memory is lost", startGrace)
 	}
-	b.members.Publish(LastCall{Op: abi.OpNone, Buffer: b.opt.ID})
 	if !b.quiesce() {
 		return status.Errorf(status.Timeout, "work of the buffer did not end within %v: its memory is lost", finishCall+leaveCall)
 	}

@@ -1,0 +1,64 @@
+package core
+
+import (
+	"testing"
+
+	"github.com/deepep-go/deepep/core/internal/dl"
+	"github.com/deepep-go/deepep/core/internal/kern"
+	"github.com/deepep-go/deepep/core/internal/plan"
+)
+
+// cpuLibrary loads the CPU kernel library as a buffer would.
+func cpuLibrary(t *testing.T) *kern.Library {
+	t.Helper()
+	needEngine(t)
+	s, err := settings()
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := kern.Load(dl.Query{File: "libdeepep_cpu.so", Dir: s.Kernels})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+// Whoever sizes a buffer by a hint must never be told that it is too small: the library's needs stay below the hints.
+func TestHintsCoverTheLibrarysNeeds(t *testing.T) {
+	l := cpuLibrary(t)
+	for _, ranks := range []int32{1, 2, 3, 8, 16, 64} {
+		for _, tokens := range []int32{1, 3, 128, 1024} {
+			for _, hidden := range []int32{8, 128, 136, 2048, 7168, 16384} {
+				for _, perRank := range []int32{1, 2, 7, 32} {
+					p := &kern.LLLayoutParams{NumRanks: ranks, NumMaxTokens: tokens, Hidden: hidden, NumExperts: perRank * ranks}
+					if code := l.LLLayout(p); code != 0 {
+						t.Fatalf("%+v: code %d", p, code)
+					}
+					hint, err := LowLatencySizeHint(int64(tokens), int64(hidden), int64(ranks), int64(perRank*ranks))
+					if err != nil || p.RDMABytes > hint {
+						t.Errorf("%d ranks, %d tokens, hidden %d, %d experts each: needs %d, hint %d (%v)", ranks, tokens, hidden, perRank, p.RDMABytes, hint, err)
+					}
+				}
+			}
+		}
+	}
+}
+
+func TestNormalHintsCoverTheFloor(t *testing.T) {
+	l := cpuLibrary(t)
+	least := Config{NumSMs: 2, NVLSendChunk: 1, NVLRecvChunk: 2, RDMASendChunk: 1, RDMARecvChunk: 2}
+	for _, c := range []Config{least, DefaultConfig()} {
+		for _, ranks := range []int{1, 2, 3, 8} {
+			for _, hiddenBytes := range []int64{16, 272, 14336, 65536} {
+				hint, err := c.NVLBytes(hiddenBytes, plan.Topology{Ranks: ranks, Peers: 8})
+				if err != nil {
+					t.Fatal(err)
+				}
+				p := &kern.BlockSizesParams{NumRanks: int32(ranks), NumNVLPeers: int32(ranks), NVLBytes: hint, MaxRowBytes: uint64(hiddenBytes) + 4*plan.MaxScales}
+				if code := l.BlockSizes(p); code != 0 || p.MinNVLBytes > hint {
+					t.Errorf("%+v, %d ranks, rows of %d: floor %d, hint %d (code %d)", c, ranks, hiddenBytes, p.MinNVLBytes, hint, code)
+				}
+			}
+		}
+	}
+}

@@ -1,0 +1,51 @@
+package core
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+
+	"github.com/deepep-go/deepep/core/internal/env"
+)
+
+func TestLogGoesToItsFileAndToTheCallback(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "log")
+	l := logger(env.Settings{LogLevel: env.LogWarn, LogPath: path})
+	l.Info("too quiet")
+	l.Warn("in the file", zap.Int("rank", 3))
+	var got []string
+	SetLog(func(level int, message string) { got = append(got, strings.Repeat("!", level)+message) })
+	l.Debug("debug too")
+	l.With(zap.Int("rank", 1)).Error("told")
+	SetLog(nil)
+	l.Debug("nobody hears")
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if lines := strings.Count(string(text), "\n"); lines != 1 || !strings.Contains(string(text), "in the file") || !strings.Contains(string(text), `"rank": 3`) {
+		t.Errorf("%d lines: %s", lines, text)
+	}
+	if want := "debug too,!!!told"; strings.Join(got, ",") != want {
+		t.Errorf("callback got %q", got)
+	}
+}
+
+// A host program that closed its standard error, or whose reader has gone, loses the lines and nothing else.
+func TestLogWithoutAReader(t *testing.T) {
+	var pipe [2]int
+	if err := unix.Pipe2(pipe[:], unix.O_CLOEXEC); err != nil {
+		t.Fatal(err)
+	}
+	unix.Close(pipe[0])
+	defer unix.Close(pipe[1])
+	for _, d := range []descriptor{descriptor(pipe[1]), -1} {
+		if n, err := d.Write([]byte("lost\n")); n != 5 || err != nil {
+			t.Errorf("descriptor %d: %d %v", d, n, err)
+		}
+	}
+}
