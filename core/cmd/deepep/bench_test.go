@@ -3,10 +3,12 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"image/png"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -19,6 +21,12 @@ const inRank = "DEEPEP_TEST_BENCH_RANK"
 func TestMain(m *testing.M) {
 	if os.Getenv(inRank) != "" && len(os.Args) == 2 && os.Args[1] == "bench-rank" {
 		os.Exit(run(context.Background(), os.Args[1:], os.Stdout, os.Stderr))
+	}
+	if rank, err := strconv.Atoi(os.Getenv(jobRank)); err == nil {
+		if err := runJobRank(rank); err != nil {
+			fmt.Fprintf(os.Stderr, "rank %d: %v\n", rank, err)
+			os.Exit(1)
+		}
 	}
 	os.Exit(m.Run())
 }

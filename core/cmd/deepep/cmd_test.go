@@ -161,7 +161,15 @@ func TestTopWithDamagedAndDeadPages(t *testing.T) {
 	if !strings.Contains(out, "rank 3 is dead: process "+parts[0]+" has ended") {
 		t.Errorf("%s", out)
 	}
-	if _, err := os.Stat(dead); !os.IsNotExist(err) {
+	marked := strings.TrimSuffix(dead, ".page") + ".dead"
+	longAgo := time.Now().Add(-2 * monitor.DeadFor)
+	if err := os.Chtimes(marked, longAgo, longAgo); err != nil {
+		t.Fatal(err)
+	}
+	if out, _, _ = deepep(t, "top", "--once", "--folder", folder); strings.Contains(out, "is dead") {
+		t.Errorf("still shown:\n%s", out)
+	}
+	if _, err := os.Stat(marked); !os.IsNotExist(err) {
 		t.Errorf("the dead page is still there: %v", err)
 	}
 }

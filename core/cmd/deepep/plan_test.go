@@ -46,7 +46,7 @@ func TestPlanLargestB(t *testing.T) {
 		bound string
 	}{
 		{[]string{"--ranks", "8", "--memory", "4GiB"}, "memory"},
-		{[]string{"--ranks", "64", "--memory", "1.5g"}, "memory"},
+		{[]string{"--ranks", "64", "--memory", "3.5g"}, "memory"},
 		{[]string{"--ranks", "16", "--experts", "16", "--hidden", "128", "--memory", "1TiB"}, "depth of a queue pair"},
 		{[]string{"--ranks", "1", "--experts", "1", "--hidden", "8", "--memory", "1024TiB"}, "largest B"},
 	} {
@@ -72,7 +72,7 @@ func TestPlanLargestB(t *testing.T) {
 			}
 		}
 	}
-	if p := planned(t, "--memory", "1M"); p.LargestB != 0 {
+	if p := planned(t, "--memory", "1M"); p.LargestB != 0 || !strings.Contains(p.LimitedBy, "even B = 1") {
 		t.Errorf("B = %d in 1 MiB", p.LargestB)
 	}
 }

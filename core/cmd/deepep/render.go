@@ -23,16 +23,9 @@ func (h *hostView) render(now time.Time, clock uint64, width int) string {
 		h.buffers[i].render(&b, clock, width)
 	}
 	for _, e := range h.damaged {
-		fmt.Fprintf(&b, "%s %v%s\n", text.FgYellow.Sprint("skipped:"), e.Err, removedText(e.Removed))
+		fmt.Fprintf(&b, "%s %v\n", text.FgYellow.Sprint("skipped:"), e.Err)
 	}
 	return b.String()
-}
-
-func removedText(removed bool) string {
-	if removed {
-		return " (its process has ended; removed)"
-	}
-	return ""
 }
 
 func (b *bufferView) render(out *strings.Builder, clock uint64, width int) {
@@ -55,7 +48,7 @@ func (b *bufferView) render(out *strings.Builder, clock uint64, width int) {
 	}
 	for _, r := range b.ranks {
 		if r.dead {
-			fmt.Fprintln(out, text.FgRed.Sprintf("rank %d is dead:", r.Rank), fmt.Sprintf("process %d has ended; its page is removed", r.PID))
+			fmt.Fprintln(out, text.FgRed.Sprintf("rank %d is dead:", r.Rank), fmt.Sprintf("process %d has ended", r.PID))
 		}
 	}
 }

@@ -210,7 +210,10 @@ func (p *sizes) fit(memory uint64) error {
 		}
 	}
 	p.MemoryBytes, p.LargestB, p.LimitedBy = memory, low, by
-	if low < most {
+	switch {
+	case low == 0:
+		p.LimitedBy = "memory: even B = 1 needs " + sizeText(bytesAt(trial, 1))
+	case low < most:
 		p.LimitedBy = "memory: each token of B takes about " + sizeText(bytesAt(trial, low+1)-bytesAt(trial, low))
 	}
 	return nil

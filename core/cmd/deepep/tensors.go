@@ -30,7 +30,7 @@ func openTensors(b *core.Buffer) (*tensors, error) {
 	return &tensors{dev: dev}, nil
 }
 
-// alloc gives zeroed memory.
+// alloc gives memory that was written to: a page's first touch is no part of a call.
 func (t *tensors) alloc(bytes int) uintptr {
 	if t.err != nil {
 		return 0
@@ -41,6 +41,10 @@ func (t *tensors) alloc(bytes int) uintptr {
 		return 0
 	}
 	t.memory = append(t.memory, m)
+	p := &kern.FillParams{Device: t.dev.Handle(), Dst: m.Address, Bytes: uint64(bytes)}
+	if t.err = kern.Error("dk_fill", t.dev.Lib.Fill(p), p.DeviceError); t.err == nil {
+		t.err = t.finish()
+	}
 	return uintptr(m.Address)
 }
 
@@ -60,6 +64,11 @@ func (t *tensors) copy(to, from uintptr, bytes int) error {
 	if err := kern.Error("dk_copy", t.dev.Lib.Copy(p), p.DeviceError); err != nil {
 		return err
 	}
+	return t.finish()
+}
+
+// finish waits for what was enqueued on the default stream.
+func (t *tensors) finish() error {
 	done, err := t.dev.NewEvent()
 	if err != nil {
 		return err

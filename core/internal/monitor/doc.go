@@ -6,7 +6,8 @@
 // which counts calls, bytes, waits and latencies in it; its form is
 // dk_stats_page in kernels/abi/kernels.h. Anybody with the same user may read
 // it: [List] finds the pages of a host, validates every field before it is
-// used, tells dead processes by pid and start time, and removes what they left.
+// used, tells dead processes by pid and start time, and removes what they left
+// half a minute later; Create removes it too.
 // [Stats] is one reading; Sub and Merge make rates and sums of them.
 //
 // A page lives from Create to Remove; its memory until Unmap, since kernels that

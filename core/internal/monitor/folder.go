@@ -51,26 +51,42 @@ func makeFolder(dir string) error {
 	return nil
 }
 
-// fileName is <pid>-<start time>-<number>-<PID namespace>.page.
+// fileName is <pid>-<start time>-<number>-<PID namespace>.page; .dead once
+// somebody saw that the process has ended.
 type fileName struct {
 	pid       int
 	start     uint64
 	number    uint32
 	namespace uint64 // inode of the PID namespace in which pid counts; 0: unknown
+	dead      bool
 }
 
-const suffix = ".page"
+const (
+	liveSuffix = ".page"
+	deadSuffix = ".dead"
+)
+
+func isPage(base string) bool {
+	return strings.HasSuffix(base, liveSuffix) || strings.HasSuffix(base, deadSuffix)
+}
 
 func (f fileName) String() string {
+	suffix := liveSuffix
+	if f.dead {
+		suffix = deadSuffix
+	}
 	return fmt.Sprintf("%d-%d-%d-%d%s", f.pid, f.start, f.number, f.namespace, suffix)
 }
 
 func parseName(base string) (fileName, error) {
 	var f fileName
-	stem, ok := strings.CutSuffix(base, suffix)
+	stem, dead := strings.CutSuffix(base, deadSuffix)
+	if !dead {
+		stem = strings.TrimSuffix(base, liveSuffix)
+	}
 	parts := strings.Split(stem, "-")
-	if !ok || len(parts) != 4 {
-		return f, fmt.Errorf("name is not <pid>-<start>-<number>-<namespace>%s", suffix)
+	if !isPage(base) || len(parts) != 4 {
+		return f, fmt.Errorf("name is not <pid>-<start>-<number>-<namespace>%s", liveSuffix)
 	}
 	pid, err1 := strconv.ParseInt(parts[0], 10, 32)
 	start, err2 := strconv.ParseUint(parts[1], 10, 64)
@@ -82,7 +98,7 @@ func parseName(base string) (fileName, error) {
 	if pid <= 0 {
 		return f, fmt.Errorf("pid %d", pid)
 	}
-	return fileName{int(pid), start, uint32(number), namespace}, nil
+	return fileName{int(pid), start, uint32(number), namespace, dead}, nil
 }
 
 // pidNamespace is the inode of this process's PID namespace; 0 if it is not to be had.

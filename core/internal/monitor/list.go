@@ -8,26 +8,30 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
 
 // Entry is one page that was found.
 type Entry struct {
-	Path    string
-	Stats   *Stats // nil if Err is set
-	Err     error  // the page cannot be read or is damaged
-	Dead    bool   // its process has ended
-	Removed bool   // it was dead, and its file is gone now
+	Path  string
+	Stats *Stats // nil if Err is set
+	Err   error  // the page cannot be read or is damaged
+	Dead  bool   // its process has ended; the page is removed DeadFor later
 }
+
+// DeadFor is how long the page of a dead process is still shown, so that every
+// reader of a host sees it, not only the one that was first.
+const DeadFor = 30 * time.Second
 
 // errUnfinished is a page whose owner has not filled it yet.
 var errUnfinished = errors.New("not filled yet")
 
 // List reads all pages of the folders (none given: Folders), sorted by group,
-// buffer and rank, damaged ones last. Pages of dead processes are read once
-// more and removed. An absent folder holds no pages; a folder that others may
-// write to is an error.
+// buffer and rank, damaged ones last. Pages of dead processes are marked, and
+// removed once they were marked for DeadFor. An absent folder holds no pages; a
+// folder that others may write to is an error.
 func List(dirs ...string) ([]Entry, error) {
 	if len(dirs) == 0 {
 		dirs = Folders()
@@ -75,15 +79,23 @@ func listFolder(dir string) ([]Entry, error) {
 		return nil, err
 	}
 	var entries []Entry
+	seen := map[string]bool{} // a page that is renamed meanwhile may come up by both names
 	for _, f := range files {
-		if !strings.HasSuffix(f.Name(), suffix) {
+		if !isPage(f.Name()) {
 			continue
 		}
-		e := open(filepath.Join(dir, f.Name()), st.Uid)
-		if errors.Is(e.Err, errUnfinished) || errors.Is(e.Err, os.ErrNotExist) {
-			continue // being made, or just removed by its owner
+		e, gone := open(filepath.Join(dir, f.Name()), st.Uid)
+		if name, err := parseName(f.Name()); errors.Is(e.Err, os.ErrNotExist) && err == nil && !name.dead {
+			name.dead = true // somebody may have marked it between the two steps
+			e, gone = open(filepath.Join(dir, name.String()), st.Uid)
 		}
-		entries = append(entries, e)
+		if gone || errors.Is(e.Err, errUnfinished) || errors.Is(e.Err, os.ErrNotExist) {
+			continue // removed just now, by us or its owner, or being made
+		}
+		if !seen[e.Path] {
+			seen[e.Path] = true
+			entries = append(entries, e)
+		}
 	}
 	return entries, nil
 }
@@ -92,29 +104,69 @@ func listFolder(dir string) ([]Entry, error) {
 const maxPage = 8 << 20
 
 // open reads one page. It does not map it: a file that is cut short meanwhile
-// would be a SIGBUS in a mapping and is an error here.
-func open(path string, owner uint32) Entry {
-	e := Entry{Path: path}
+// would be a SIGBUS in a mapping and is an error here. gone says that the page
+// was of a dead process and has been removed.
+func open(path string, owner uint32) (e Entry, gone bool) {
+	e = Entry{Path: path}
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
 		e.Err = &os.PathError{Op: "open", Path: path, Err: err}
-		return e
+		return e, false
 	}
 	defer unix.Close(fd)
 	name, err := parseName(filepath.Base(path))
 	if err != nil {
 		e.Err = fmt.Errorf("%s: %w", path, err)
-		return e
+		return e, false
 	}
 	e.Stats, e.Err = readPage(fd, name, owner)
 	if e.Err != nil {
 		e.Stats, e.Err = nil, fmt.Errorf("%s: %w", path, e.Err)
 	}
-	if !alive(name, fd) {
-		e.Dead = true
-		e.Removed = os.Remove(path) == nil
+	e.Dead = name.dead || !alive(name, fd)
+	if e.Dead {
+		e.Path, gone = bury(path, name, e.Err != nil)
 	}
-	return e
+	return e, gone
+}
+
+// bury marks the page of a dead process by its name, and removes one that has
+// been marked for long enough, or that nobody can read.
+func bury(path string, name fileName, damaged bool) (now string, gone bool) {
+	if !name.dead && !damaged {
+		name.dead = true
+		marked := filepath.Join(filepath.Dir(path), name.String())
+		t := time.Now()
+		// A second reader may be a step ahead, or the folder not ours to write to (root reads all): then the page stays as it is.
+		if os.Chtimes(path, t, t) == nil && os.Rename(path, marked) == nil {
+			return marked, false
+		}
+		return path, false
+	}
+	st, err := os.Stat(path)
+	if err != nil {
+		return path, true
+	}
+	if age := time.Since(st.ModTime()); damaged || age > DeadFor || age < -DeadFor {
+		return path, os.Remove(path) == nil && !damaged
+	}
+	return path, false
+}
+
+// sweep removes what dead processes left in a folder, as List does, so that jobs
+// that are always killed leave no heap of pages where nobody ever lists them.
+func sweep(dir string) {
+	files, err := os.ReadDir(dir)
+	if err != nil {
+		return // Create says what is wrong with the folder
+	}
+	for _, f := range files {
+		name, err := parseName(f.Name())
+		if err != nil || !name.dead && (name.namespace != pidNamespace() || alive(name, -1)) {
+			continue
+		}
+		bury(filepath.Join(dir, f.Name()), name, false)
+	}
 }
 
 func readPage(fd int, name fileName, owner uint32) (*Stats, error) {

@@ -105,6 +105,7 @@ func mapAnywhere(dir, name string, size int) (mapped []byte, path string, err er
 			failures = append(failures, err)
 			continue
 		}
+		sweep(d)
 		path := filepath.Join(d, name)
 		mapped, err := mapNamed(path, size)
 		if err == nil {

@@ -57,7 +57,7 @@ func TestCountersComeBack(t *testing.T) {
 	}
 	pagetest.Record(p.Bytes(), pagetest.Call{Op: abi.OpCombine, Duration: time.Millisecond})
 	e := only(t, dir)
-	if e.Err != nil || e.Dead || e.Removed {
+	if e.Err != nil || e.Dead {
 		t.Fatalf("%+v", e)
 	}
 	s := e.Stats
@@ -231,12 +231,56 @@ func TestDeadProcess(t *testing.T) {
 		t.Fatal(err)
 	}
 	_ = cmd.Wait() // killed, so it has an error
-	e := only(t, dir)
-	if e.Err != nil || !e.Dead || !e.Removed || e.Stats.Ops[abi.OpBarrier].Calls != 1 {
-		t.Fatalf("dead: %+v", e)
+	for range 2 {  // every reader sees it
+		e := only(t, dir)
+		if e.Err != nil || !e.Dead || e.Stats.Ops[abi.OpBarrier].Calls != 1 || !strings.HasSuffix(e.Path, deadSuffix) {
+			t.Fatalf("dead: %+v", e)
+		}
 	}
+	longAgo := time.Now().Add(-2 * DeadFor)
+	if err := os.Chtimes(only(t, dir).Path, longAgo, longAgo); err != nil {
+		t.Fatal(err)
+	}
+	gone(t, dir)
+}
+
+// gone checks that the folder holds no page any more.
+func gone(t *testing.T, dir string) {
+	t.Helper()
 	if entries, err := List(dir); err != nil || len(entries) != 0 {
-		t.Errorf("left: %v %v", entries, err)
+		t.Errorf("listed: %v %v", entries, err)
+	}
+	if files, err := os.ReadDir(dir); err != nil || len(files) != 0 {
+		t.Errorf("left: %v %v", files, err)
+	}
+}
+
+// TestCreateSweeps: pages of dead processes go when somebody makes one, though nobody lists them.
+func TestCreateSweeps(t *testing.T) {
+	dir := folder(t)
+	p := create(t, dir, meta)
+	stale := fileName{pid: os.Getpid(), start: 1, number: 1, namespace: pidNamespace()}
+	foreign := fileName{pid: os.Getpid(), start: 1, number: 1, namespace: 1}
+	for _, n := range []fileName{stale, foreign} {
+		if err := os.WriteFile(filepath.Join(dir, n.String()), []byte("x"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	create(t, dir, meta)
+	stale.dead = true
+	marked := filepath.Join(dir, stale.String())
+	longAgo := time.Now().Add(-2 * DeadFor)
+	if err := os.Chtimes(marked, longAgo, longAgo); err != nil {
+		t.Fatal(err)
+	}
+	create(t, dir, meta)
+	if _, err := os.Stat(marked); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the stale page is still there: %v", err)
+	}
+	for _, path := range []string{p.Path(), filepath.Join(dir, foreign.String())} {
+		if _, err := os.Stat(path); err != nil {
+			t.Errorf("swept away: %v", err)
+		}
 	}
 }
 
@@ -253,7 +297,7 @@ func TestReusedPid(t *testing.T) {
 	if err := os.Rename(p.Path(), filepath.Join(dir, name.String())); err != nil {
 		t.Fatal(err)
 	}
-	if e := only(t, dir); e.Err != nil || !e.Dead || !e.Removed {
+	if e := only(t, dir); e.Err != nil || !e.Dead {
 		t.Errorf("%+v", e)
 	}
 }
@@ -278,7 +322,7 @@ func TestForeignNamespace(t *testing.T) {
 	if err := p.Unmap(); err != nil {
 		t.Fatal(err)
 	}
-	if e := only(t, dir); e.Err != nil || !e.Dead || !e.Removed {
+	if e := only(t, dir); e.Err != nil || !e.Dead {
 		t.Errorf("let go: %+v", e)
 	}
 	p.owner = 0 // nothing is left to remove
@@ -319,7 +363,7 @@ func TestDamagedPagesAreSkippedWithAWord(t *testing.T) {
 		{field(unsafe.Offsetof(h.TraceLen), 8, 1<<60), "trace of"},
 		{field(unsafe.Offsetof(h.PID), 4, 1), "page of process 1"},
 	} {
-		name := fileName{os.Getpid(), good.header().StartTime, uint32(100 + i), pidNamespace()}
+		name := fileName{pid: os.Getpid(), start: good.header().StartTime, number: uint32(100 + i), namespace: pidNamespace()}
 		path := filepath.Join(dir, name.String())
 		if err := os.WriteFile(path, c.bytes, 0o600); err != nil {
 			t.Fatal(err)
@@ -435,6 +479,7 @@ func use(t *testing.T, b []byte) {
 
 func FuzzName(f *testing.F) {
 	f.Add("12-345-6-4026531836.page")
+	f.Add("12-345-6-4026531836.dead")
 	f.Add("--.page")
 	f.Fuzz(func(t *testing.T, base string) {
 		n, err := parseName(base)
