@@ -247,4 +247,3 @@ func TestCloseDespiteStoppedRank(t *testing.T) {
 	wantError(t, err, status.Timeout, "rank 1")
 	timely(t, func() { ch.Close() })
 }
-
