@@ -54,19 +54,11 @@ func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 			return nil, err
 		}
 	}
-	timeout, first := deadlines(&o, s)
 	b := &Buffer{group: g}
-	id, err := g.enter(b)
-	if err != nil {
+	opt := g.options(&o, s)
+	opt.Library, opt.ISA = library, isaOf(name, s)
+	if opt.ID, err = g.enter(b); err != nil {
 		return nil, err
-	}
-	opt := engine.Options{
-		Library: library, Ordinal: o.Device, ISA: isaOf(name, s), Topology: g.topology, NVLBytes: o.NumNVLBytes, RDMABytes: o.NumRDMABytes,
-		LowLatency: o.LowLatency, Shrink: o.Shrink, Preinitialize: o.Preinitialize, Background: o.Background, Timeout: timeout,
-		FirstTimeout: first, ID: id, StartLimit: g.limit, Log: g.log,
-	}
-	if s.Stats {
-		opt.NewPage = g.newPage
 	}
 	if o.Background {
 		ctx = context.WithoutCancel(ctx) // the caller's context may end with his call
@@ -79,6 +71,19 @@ func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 	g.publish(b, made)
 	made.LookAround() // a rank may have been lost after it was made and before it was known
 	return b, nil
+}
+
+// options turns what the caller wants into what the engine takes.
+func (g *Group) options(o *BufferOptions, s env.Settings) engine.Options {
+	timeout, first := deadlines(o, s)
+	opt := engine.Options{
+		Ordinal: o.Device, Topology: g.topology, NVLBytes: o.NumNVLBytes, RDMABytes: o.NumRDMABytes, LowLatency: o.LowLatency, Shrink: o.Shrink,
+		Preinitialize: o.Preinitialize, Background: o.Background, Timeout: timeout, FirstTimeout: first, StartLimit: g.limit, Log: g.log,
+	}
+	if s.Stats {
+		opt.NewPage = g.newPage
+	}
+	return opt
 }
 
 // check refuses options that nothing here can do.

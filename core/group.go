@@ -103,7 +103,10 @@ func NewGroup(ctx context.Context, o GroupOptions) (*Group, error) {
 	}
 	nonce := pending.Nonce()
 	g.name, g.host = hex.EncodeToString(nonce[:8]), pending.Peers()[g.rank].Host
-	return g, g.connect(ctx, pending, o.Background)
+	if err := g.connect(ctx, pending, o.Background); err != nil {
+		return nil, err
+	}
+	return g, nil
 }
 
 func newGroup(o GroupOptions) (*Group, error) {

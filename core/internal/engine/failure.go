@@ -31,7 +31,7 @@ var fieldNames = map[uint32]string{
 	abi.FieldMaxTokens: "num_max_dispatch_tokens_per_rank", abi.FieldOperation: "the operation (cached or not)",
 }
 
-// usable says why no operation can begin, nil if one can. The lock may be held or not.
+// usable says why no operation can begin, nil if one can. The lock must not be held.
 func (b *Buffer) usable() error {
 	if atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0 {
 		return nil

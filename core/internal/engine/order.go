@@ -175,12 +175,12 @@ func (b *Buffer) begin(c *Call, where place) (device.Stream, error) {
 	if err := b.start(); err != nil {
 		return 0, err
 	}
-	b.mu.Lock()
-	err := b.usable()
-	var stream device.Stream
-	if err == nil {
-		stream, err = b.arrange(c, where)
+	if err := b.usable(); err != nil { // without the lock: it may log, and a log function may wait for other threads
+		b.leave()
+		return 0, err
 	}
+	b.mu.Lock()
+	stream, err := b.arrange(c, where)
 	if err != nil {
 		b.mu.Unlock()
 		b.leave()
