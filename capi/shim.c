@@ -437,6 +437,35 @@ DP_PUBLIC deepep_status_t deepep_segment_release(void *address) {
   return dpgo_segment_release(ID(address));
 }
 
+static _Thread_local uintptr_t selected_pool; /* the segment that this thread allocates from */
+
+DP_PUBLIC deepep_status_t deepep_pool_open(void *segment) {
+  TRY(enter());
+  return dpgo_pool_open(ID(segment));
+}
+
+DP_PUBLIC deepep_status_t deepep_pool_select(void *segment) {
+  TRY(enter());
+  selected_pool = ID(segment);
+  return DEEPEP_OK;
+}
+
+DP_PUBLIC deepep_status_t deepep_pool_close(void *segment) {
+  TRY(enter());
+  return dpgo_pool_close(ID(segment));
+}
+
+DP_PUBLIC void *deepep_pool_allocate(size_t bytes, int device, void *stream) {
+  (void)device, (void)stream;
+  if (enter() != DEEPEP_OK || selected_pool == 0) return NULL;
+  return (void *)dpgo_pool_allocate(selected_pool, bytes);
+}
+
+DP_PUBLIC void deepep_pool_free(void *pointer, size_t bytes, int device, void *stream) {
+  (void)bytes, (void)device, (void)stream;
+  if (enter() == DEEPEP_OK && pointer != NULL) dpgo_pool_free(ID(pointer));
+}
+
 DP_PUBLIC deepep_status_t deepep_stats(deepep_buffer_t buffer, deepep_op_stats *stats, uint64_t *bytes_to_peer,
                                        uint64_t *wait_ns_per_peer) {
   deepep_op_stats full = DEEPEP_OP_STATS_INIT;

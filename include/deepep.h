@@ -383,6 +383,15 @@ deepep_status_t deepep_segment_create(deepep_buffer_t buffer, uint64_t bytes, in
 /* local. The memory is freed once the last user let go: call when no tensor lies in it any more. Works after destroy of the buffer. */
 deepep_status_t deepep_segment_release(void *address);
 
+/* Functions for torch's CUDAPluggableAllocator, so that tensors of a torch memory pool lie in a segment. Blocks come from the segment
+ * that deepep_pool_select named last on this thread; NULL if that is none, or full. The segment is released with its last block once
+ * deepep_pool_close was called. local. */
+deepep_status_t deepep_pool_open(void *segment);   /* the segment is the pool's from now on: deepep_segment_release is not for it */
+deepep_status_t deepep_pool_select(void *segment); /* NULL: none */
+deepep_status_t deepep_pool_close(void *segment);
+void *deepep_pool_allocate(size_t bytes, int device, void *stream);
+void deepep_pool_free(void *pointer, size_t bytes, int device, void *stream);
+
 /* ---- Statistics -------------------------------------------------------------------------------------------------------- */
 
 enum {

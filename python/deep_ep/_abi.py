@@ -376,6 +376,12 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "deepep_segment_create": (I32, [VP, U64, VP, VP]),
     # deepep_status_t deepep_segment_release(void *address)
     "deepep_segment_release": (I32, [VP]),
+    # deepep_status_t deepep_pool_open(void *segment)
+    "deepep_pool_open": (I32, [VP]),
+    # deepep_status_t deepep_pool_select(void *segment)
+    "deepep_pool_select": (I32, [VP]),
+    # deepep_status_t deepep_pool_close(void *segment)
+    "deepep_pool_close": (I32, [VP]),
     # deepep_status_t deepep_stats(deepep_buffer_t buffer, deepep_op_stats *stats, uint64_t *bytes_to_peer, uint64_t *wait_ns_per_peer)
     "deepep_stats": (I32, [VP, VP, VP, VP]),
 }

@@ -1,0 +1,83 @@
+package main
+
+/*
+#include "shim.h"
+*/
+import "C"
+
+import (
+	"sync"
+
+	"github.com/deepep-go/deepep/core"
+)
+
+var pools sync.Map // address of the segment: *core.Pool
+
+//export dpgo_pool_open
+func dpgo_pool_open(segment C.uintptr_t) C.int32_t {
+	return guard(func() error {
+		s, ok := segments.LoadAndDelete(uintptr(segment))
+		if !ok {
+			return core.InvalidArg("segment", uintptr(segment), "the address of a segment that has not been released")
+		}
+		pools.Store(uintptr(segment), core.NewPool(s.(*core.Segment)))
+		return nil
+	})
+}
+
+func pool(segment C.uintptr_t) (*core.Pool, error) {
+	p, ok := pools.Load(uintptr(segment))
+	if !ok {
+		return nil, core.InvalidArg("segment", uintptr(segment), "one that deepep_pool_open took")
+	}
+	return p.(*core.Pool), nil
+}
+
+//export dpgo_pool_close
+func dpgo_pool_close(segment C.uintptr_t) C.int32_t {
+	return guard(func() error {
+		p, err := pool(segment)
+		if err != nil {
+			return err
+		}
+		err = p.Close()
+		forgetIfDone(segment, p)
+		return err
+	})
+}
+
+func forgetIfDone(segment C.uintptr_t, p *core.Pool) {
+	if p.Done() {
+		pools.Delete(uintptr(segment))
+	}
+}
+
+//export dpgo_pool_allocate
+func dpgo_pool_allocate(segment C.uintptr_t, bytes C.size_t) (address C.uintptr_t) {
+	guard(func() error {
+		p, err := pool(segment)
+		if err != nil {
+			return err
+		}
+		address = C.uintptr_t(p.Allocate(uint64(bytes)))
+		return nil
+	})
+	return address
+}
+
+//export dpgo_pool_free
+func dpgo_pool_free(pointer C.uintptr_t) {
+	guard(func() error {
+		err := core.InvalidArg("pointer", uintptr(pointer), "a block of an open pool")
+		pools.Range(func(segment, found any) bool {
+			p := found.(*core.Pool)
+			if !p.Holds(uintptr(pointer)) {
+				return true
+			}
+			err = p.Free(uintptr(pointer))
+			forgetIfDone(C.uintptr_t(segment.(uintptr)), p)
+			return false
+		})
+		return err
+	})
+}
