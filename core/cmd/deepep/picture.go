@@ -112,7 +112,8 @@ func writePicture(p *plot.Plot, file string) (err error) {
 		return fmt.Errorf("picture: %q; allowed is a name that ends in .png", file)
 	}
 	canvas := vgimg.NewWith(vgimg.UseWH(8*vg.Inch, 5*vg.Inch), vgimg.UseDPI(120), vgimg.UseBackgroundColor(color.White))
-	p.Draw(draw.New(canvas))
+	margin := vg.Points(8)
+	p.Draw(draw.Crop(draw.New(canvas), margin, -margin, margin, -margin))
 	f, err := os.Create(file)
 	if err != nil {
 		return fmt.Errorf("picture: %w", err)

@@ -38,13 +38,13 @@ func (b *bufferView) render(out *strings.Builder, clock uint64, width int) {
 	waits := b.waits()
 	slow, found := waits.Slowest()
 	if t := waitTable(waits, slow, found); t != nil {
-		fmt.Fprintln(out, "Mean wait in a call; each row waits for each column:")
+		fmt.Fprintln(out, "Mean wait in a round (one call of each operation); each row waits for each column:")
 		t.SetAllowedRowLength(width)
 		fmt.Fprintln(out, t.Render())
 	}
 	if found {
 		fmt.Fprintln(out, text.Colors{text.FgRed, text.Bold}.Sprintf("rank %d is slow:", slow.Rank),
-			fmt.Sprintf("the others wait %s for it in each call, %s for the median of the rest", timeText(nanos(slow.Mean)), timeText(nanos(slow.Others))))
+			fmt.Sprintf("the others wait %s for it in each round, %s for the median of the rest", timeText(nanos(slow.Mean)), timeText(nanos(slow.Others))))
 	}
 	for _, r := range b.ranks {
 		if r.dead {
@@ -67,7 +67,7 @@ func nanos(f float64) time.Duration { return time.Duration(f) }
 // operations has a line for each operation, over all ranks here.
 func (b *bufferView) operations() table.Writer {
 	t := newTable()
-	header := table.Row{"operation", "calls/s", "GB/s", "p50", "p99", "p99.9", "max", "mean", "waiting", "calls", "errors"}
+	header := table.Row{"operation", "calls/s", "sent/s", "p50", "p99", "p99.9", "max", "mean", "waiting", "calls", "errors"}
 	t.AppendHeader(header)
 	rightAlign(t, 1, len(header))
 	for _, op := range monitor.Ops() {
@@ -79,7 +79,7 @@ func (b *bufferView) operations() table.Writer {
 		t.AppendRow(table.Row{
 			op.String(),
 			rateText(float64(s.Calls) / seconds / ranks), // a call is one of all ranks together
-			rateText(float64(s.Bytes) / seconds / 1e9),
+			flowText(float64(s.Bytes) / seconds),
 			timeText(s.Percentile(0.5)), timeText(s.Percentile(0.99)), timeText(s.Percentile(0.999)),
 			timeText(s.Max()), timeText(s.Mean()), shareText(s.WaitNS, s.TotalNS),
 			b.calls(op), errorText(b.errors(op)),
@@ -122,7 +122,7 @@ func errorText(n uint64) string {
 // rankTable has a line for each rank here.
 func (b *bufferView) rankTable(clock uint64) table.Writer {
 	t := newTable()
-	header := table.Row{"rank", "pid", "device", "state", "calls/s", "GB/s out", "waiting", "last call"}
+	header := table.Row{"rank", "pid", "device", "state", "calls/s", "sent/s", "waiting", "last call"}
 	t.AppendHeader(header)
 	rightAlign(t, 4, 7)
 	for i := range b.ranks {
@@ -130,7 +130,7 @@ func (b *bufferView) rankTable(clock uint64) table.Writer {
 		s := r.totals()
 		t.AppendRow(table.Row{
 			r.Rank, r.PID, r.Device, r.stateText(),
-			rateText(float64(s.Calls) / r.seconds), rateText(float64(s.Bytes) / r.seconds / 1e9),
+			rateText(float64(s.Calls) / r.seconds), flowText(float64(s.Bytes) / r.seconds),
 			shareText(s.WaitNS, s.TotalNS), r.lastText(clock),
 		})
 	}

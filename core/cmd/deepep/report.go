@@ -17,8 +17,8 @@ type (
 		Group    string       `json:"group"`
 		Buffer   uint32       `json:"buffer"`
 		NumRanks int          `json:"num_ranks"`
-		SlowRank *int         `json:"slow_rank"` // null: none stands out
-		WaitNS   [][]float64  `json:"mean_wait_ns"`
+		SlowRank *int         `json:"slow_rank"`    // null: none stands out
+		WaitNS   [][]float64  `json:"mean_wait_ns"` // in a round
 		Ranks    []rankReport `json:"ranks"`
 	}
 	rankReport struct {

@@ -87,3 +87,16 @@ func rateText(f float64) string {
 	}
 	return figures(f/1e6) + "M"
 }
+
+// flowText prints bytes a second in decimal units, as links are rated.
+func flowText(f float64) string {
+	units := []string{"B", "kB", "MB", "GB", "TB"}
+	i := 0
+	for f >= 1000 && i < len(units)-1 {
+		f, i = f/1000, i+1
+	}
+	if f == 0 {
+		return "-"
+	}
+	return figures(f) + " " + units[i]
+}

@@ -3,8 +3,9 @@ package monitor
 import "slices"
 
 // Waits is who waited for whom among the ranks of one buffer: Mean[i][j] is the
-// mean time in ns that rank i waited for rank j in a call. Ranks without a page
-// on this host have Seen false and a row of zeros.
+// mean time in ns that rank i waited for rank j in a round, which is one call of
+// each operation that waits. Ranks without a page on this host have Seen false
+// and a row of zeros.
 type Waits struct {
 	Mean [][]float64
 	Seen []bool
@@ -20,21 +21,21 @@ func WaitsOf(ranks int, readings map[int][]OpStats) Waits {
 			continue
 		}
 		w.Seen[i] = true
-		var calls uint64
+		rounds := uint64(1)
 		for _, o := range ops {
 			waited := uint64(0)
 			for j, ns := range o.WaitFor {
 				if j < ranks {
 					w.Mean[i][j] += float64(ns)
-					waited += ns
+					waited |= ns
 				}
 			}
-			if waited > 0 { // operations that wait for nobody would thin the mean
-				calls += o.Calls
+			if waited > 0 { // an operation that waits for nobody has nothing to do with rounds
+				rounds = max(rounds, o.Calls)
 			}
 		}
 		for j := range w.Mean[i] {
-			w.Mean[i][j] /= float64(max(calls, 1))
+			w.Mean[i][j] /= float64(rounds)
 		}
 	}
 	return w
@@ -43,12 +44,12 @@ func WaitsOf(ranks int, readings map[int][]OpStats) Waits {
 // Slow is the rank that the others wait for.
 type Slow struct {
 	Rank   int
-	Mean   float64 // ns that another rank waits for it in a call
+	Mean   float64 // ns that another rank waits for it in a round
 	Others float64 // the same for the median of the other ranks
 }
 
 // A rank is called slow when the others wait for it three times as long as for
-// the median rank, and at least 50 us a call: below that, uneven routing alone
+// the median rank, and at least 50 us a round: below that, uneven routing alone
 // makes such differences.
 const (
 	slowFactor = 3
@@ -77,7 +78,7 @@ func (w Waits) Slowest() (slow Slow, found bool) {
 	return slow, slow.Mean >= slowFloor && slow.Mean >= slowFactor*slow.Others
 }
 
-// MeanFor is how long, on average, another rank waited for rank j in a call, in ns.
+// MeanFor is how long, on average, another rank waited for rank j in a round, in ns.
 func (w Waits) MeanFor(j int) float64 {
 	sum, n := 0.0, 0
 	for i, row := range w.Mean {
