@@ -133,6 +133,7 @@ class NativeBuffer:
         self.lib = group.lib
         self._as_parameter_ = ctypes.c_void_p()
         self._events: list[int] = []
+        self.rows: Any = None  # a RowPool over a segment of this buffer
         self.lib.check(
             self.lib.slow.deepep_buffer_create(group, ctypes.byref(options), ctypes.byref(self._as_parameter_))
         )
@@ -175,9 +176,21 @@ class NativeBuffer:
         """True once the event is done. After a failure never: its work may still be writing until destroy()."""
         return bool(self.lib.quick.deepep_event_wait(event, 0) == errors.OK)
 
+    def open_segment(self, count: int) -> tuple[int, int]:
+        """Makes a segment for a pool. Collective. Returns its number and address."""
+        index, pointer = ctypes.c_int32(), ctypes.c_void_p()
+        create = self.lib.slow.deepep_segment_create
+        self.lib.check(create(self, count, ctypes.byref(index), ctypes.byref(pointer)))
+        self.lib.check(self.lib.quick.deepep_pool_open(pointer))
+        return int(index.value), int(pointer.value or 0)
+
     def destroy(self) -> None:
         """Frees everything; twice is fine."""
         handle, self._as_parameter_ = self._as_parameter_, ctypes.c_void_p()
+        rows, self.rows = self.rows, None
+        if rows is not None:
+            rows.close()
+            self.lib.quick.deepep_pool_close(rows.pointer)
         if handle:
             events, self._events = self._events, []
             for event in events:

@@ -424,7 +424,10 @@ class NormalMode(BufferBase):
         raise NotImplementedError
 
     def _allocate(self, payload: Payload, rows: int, num_topk: int, topk_idx: Any) -> tuple[Any, Any, Any, Any]:
-        received = tt.empty((rows, payload.x.shape[1]), payload.x.dtype, self.device)
+        shape, pool = (rows, payload.x.shape[1]), self.native.rows
+        received = pool.empty(shape, payload.x.dtype, self.device) if pool is not None and rows else None
+        if received is None:
+            received = tt.empty(shape, payload.x.dtype, self.device)
         scales = None
         if payload.scales is not None:
             scales = tt.empty((rows, payload.num_scales), payload.scales.dtype, self.device)
@@ -446,6 +449,10 @@ class NormalMode(BufferBase):
             handle=ctypes.addressof(native_handle),
             recv_x=received.data_ptr(),
         )
+        pool = self.native.rows
+        offset = pool.offset(received) if pool is not None else None
+        if offset is not None:
+            args.recv_segment, args.recv_segment_offset = pool.index, offset
         if payload.scales is not None:
             args.x_scales, args.recv_x_scales = payload.scales.data_ptr(), recv_scales.data_ptr()
             args.scale_token_stride, args.scale_stride = payload.scales.stride()

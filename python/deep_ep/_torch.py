@@ -184,3 +184,50 @@ class Outputs:
     def unused(self) -> bool:
         """True if every tensor, view and storage handed out is gone."""
         return self._usage() == self._idle
+
+
+class RowPool:
+    """Rows that peers can write into: a torch memory pool over a segment of the buffer.
+
+    torch's own rules hold for its tensors (streams, record_stream, reuse). Where the segment is full the caller takes
+    memory of the default pool, and the rows are copied instead.
+    """
+
+    def __init__(self, library: str, select: Callable[[int], object], index: int, pointer: int, count: int) -> None:
+        """Takes over segment `index` of `count` bytes at `pointer`; `select` tells the library before an allocation."""
+        allocator = torch.cuda.memory.CUDAPluggableAllocator(library, "deepep_pool_allocate", "deepep_pool_free")
+        self._allocator = allocator
+        self._pool: Any = torch.cuda.MemPool(allocator.allocator())  # type: ignore[no-untyped-call]
+        self._select = select
+        self.index, self.pointer, self.count = index, pointer, count
+        self._pause = self._patience = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """A tensor in the segment, or None if there is no room now."""
+        if self._pause > 0:
+            self._pause -= 1
+            return None
+        if torch.cuda.is_current_stream_capturing():
+            return None  # memory of a captured graph must come from the graph's own pool
+        self._select(self.pointer)
+        try:
+            with torch.cuda.use_mem_pool(self._pool, device):
+                tensor = empty(shape, dtype, device)
+        except torch.OutOfMemoryError:
+            # Asking is costly when the pool is full (torch gives cached memory back first): ask less and less often.
+            self._patience = min(max(1, 2 * self._patience), 64)
+            self._pause = self._patience
+            return None
+        finally:
+            self._select(0)
+        self._patience = 0
+        return tensor
+
+    def offset(self, tensor: Tensor) -> int | None:
+        """Where a tensor begins in the segment, in bytes; None if it does not lie in it."""
+        at = tensor.data_ptr() - self.pointer
+        return at if tensor.numel() and 0 <= at < self.count else None
+
+    def close(self) -> None:
+        """Lets go of the pool; its tensors stay valid."""
+        self._pool = None

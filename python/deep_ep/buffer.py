@@ -20,6 +20,8 @@ from .utils import EventHandle, EventOverlap
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
 
+ZERO_COPY_BYTES = 512 << 20  # two batches of 4096 tokens of 7168 BF16 over 4 ranks
+
 
 class Runtime:
     """``buffer.runtime``: what code written for V1 asks of the extension object."""
@@ -75,6 +77,8 @@ class Buffer(NormalMode, LowLatencyMode):
         timeout: seconds that a call waits for a living peer; None: DEEPEP_TIMEOUT_MS, or 100.
         num_nvl_peers: ranks of one NVLink domain; None: DEEPEP_NUM_MAX_NVL_PEERS, or 8.
         bootstrap: where ranks meet without torch.distributed; see deep_ep.Bootstrap.
+        zero_copy_bytes: CUDA: memory for rows of normal-mode dispatch that peers write without a copy; what does not fit
+            is copied. None: DEEPEP_ZERO_COPY_BYTES, or 512 MiB where num_nvl_bytes > 0. The same on all ranks.
 
     Raises:
         DeepEPError: also a ValueError or TypeError where an argument is wrong; names the ranks that disagree, are late
@@ -103,6 +107,7 @@ class Buffer(NormalMode, LowLatencyMode):
         timeout: float | None = None,
         num_nvl_peers: int | None = None,
         bootstrap: Bootstrap | None = None,
+        zero_copy_bytes: int | None = None,
     ) -> None:
         numbers = {
             "num_nvl_bytes": num_nvl_bytes,
@@ -113,6 +118,7 @@ class Buffer(NormalMode, LowLatencyMode):
             _check_int(name, value, 0)
         if num_nvl_peers is not None:
             _check_int("num_nvl_peers", num_nvl_peers, 1)
+        self._zero_copy_bytes = _zero_copy_bytes(zero_copy_bytes, num_nvl_bytes)
         if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
             raise value_error("timeout", repr(timeout), "seconds > 0, or None")
         if engine not in (None, "auto", "cpu", "cuda"):
@@ -178,6 +184,10 @@ class Buffer(NormalMode, LowLatencyMode):
         self._adopt(info)
         self.comm_stream_address = int(info.comm_stream or 0)
         self.comm_stream = tt.external_stream(self.comm_stream_address, self.device)
+        if info.peer_rows and self._zero_copy_bytes and not self.host_stream and self.native.rows is None:
+            index, pointer = self.native.open_segment(self._zero_copy_bytes)
+            lib = self.native.lib
+            self.native.rows = tt.RowPool(lib.path, lib.quick.deepep_pool_select, index, pointer, self._zero_copy_bytes)
         self._ready = True
 
     def ready(self) -> bool:
@@ -355,6 +365,20 @@ def _check_int(name: str, value: object, least: int) -> None:
         raise type_error(name, repr(value), "an int")
     if value < least:
         raise value_error(name, value, f"an int >= {least}")
+
+
+def _zero_copy_bytes(given: int | None, num_nvl_bytes: int) -> int:
+    """Bytes of the row pool."""
+    name, value = "zero_copy_bytes", given
+    if value is None and "DEEPEP_ZERO_COPY_BYTES" in os.environ:
+        name, text = "DEEPEP_ZERO_COPY_BYTES", os.environ["DEEPEP_ZERO_COPY_BYTES"]
+        if not text.isdecimal():
+            raise value_error(name, repr(text), "a number of bytes, 0 or more")
+        value = int(text)
+    if value is None:
+        return ZERO_COPY_BYTES if num_nvl_bytes else 0
+    _check_int(name, value, 0)
+    return value
 
 
 def _choose_engine(engine: str | None) -> str:
