@@ -27,8 +27,8 @@ func OpName(op uint32) string {
 
 var fieldNames = map[uint32]string{
 	abi.FieldHiddenBytes: "bytes of a row (hidden)", abi.FieldNumExperts: "num_experts", abi.FieldNumTopK: "num_topk",
-	abi.FieldNumScales: "num_scales", abi.FieldFormat: "format (data type, scales, weights given)",
-	abi.FieldMaxTokens: "num_max_dispatch_tokens_per_rank", abi.FieldOperation: "the operation (cached or not)",
+	abi.FieldNumScales: "num_scales", abi.FieldFormat: "the format",
+	abi.FieldMaxTokens: "num_max_dispatch_tokens_per_rank", abi.FieldOperation: "the operation",
 }
 
 // usable says why no operation can begin, nil if one can. The lock must not be held.
@@ -137,7 +137,8 @@ func (b *Buffer) explainMismatch(head string, f *abi.Failure) error {
 	case !ok:
 		name = fmt.Sprintf("field %d", f.Field)
 	}
-	return status.Errorf(status.Mismatch, "%s: ranks disagree on %s: rank %d has %d, rank %d has %d", head, name, b.rank, f.Expected, f.Peer, f.Seen)
+	return status.Errorf(status.Mismatch, "%s: ranks disagree on %s: rank %d has %s, rank %d has %s",
+		head, name, b.rank, fieldValue(f.Op, f.Field, f.Expected), f.Peer, fieldValue(f.Op, f.Field, f.Seen))
 }
 
 func explainArgument(head string, f *abi.Failure) error {
