@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"os"
 	"os/exec"
 	"slices"
 	"strings"
@@ -114,5 +115,14 @@ func TestTrespassesAreSeen(t *testing.T) {
 		if len(trespasses(p)) == 0 {
 			t.Errorf("%+v passes", p)
 		}
+	}
+}
+
+// Only capi needs cgo: a program that uses core can be cross-compiled and linked by Go alone.
+func TestCoreBuildsWithoutCgo(t *testing.T) {
+	cmd := exec.Command("go", "build", module+"core/...")
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Errorf("%v\n%s", err, out)
 	}
 }

@@ -49,9 +49,9 @@ func newMeet(n int) *meet {
 
 func (m *meet) exchange(rank int) Exchange {
 	return func(_ context.Context, blob []byte, fds []int) ([]Message, error) {
-		m.all[rank], m.fds[rank] = blob, fds
-		for i, fd := range fds { // the caller closes his
-			m.fds[rank] = append(m.fds[rank][:i:i], must(unix.Dup(fd)))
+		m.all[rank] = blob
+		for _, fd := range fds { // the caller closes his
+			m.fds[rank] = append(m.fds[rank], must(unix.Dup(fd)))
 		}
 		m.Done()
 		m.Wait()

@@ -116,6 +116,7 @@ func TestLaunchesAllocateNothing(t *testing.T) {
 		"barrier":              func() error { return r.Barrier(call) },
 	} {
 		r.must(f())
+		r.silent(1)
 		n := testing.AllocsPerRun(50, func() {
 			if err := f(); err != nil {
 				t.Error(err)
@@ -124,6 +125,28 @@ func TestLaunchesAllocateNothing(t *testing.T) {
 		if n != 0 {
 			t.Errorf("%s: %v allocations", name, n)
 		}
-		r.read()
+		r.silent(0)
+	}
+}
+
+// The engine's own share of a call: checks, order, two streams' events, the way into the library and back.
+func BenchmarkLaunch(b *testing.B) {
+	r := newRig(b)
+	r.silent(1)
+	defer r.silent(0)
+	a := &engine.LLDispatchArgs{Phases: 3, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1, IndexType: plan.Int64,
+		X: somewhere, TopKIdx: somewhere, RecvX: somewhere, RecvCount: somewhere, SrcInfo: somewhere, LayoutRange: somewhere}
+	for _, c := range []struct {
+		name string
+		call engine.Call
+	}{{"synchronous", engine.Call{Stream: 1}}, {"own stream", engine.Call{Stream: r.Info().CommStream, Async: true}}} {
+		b.Run(c.name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := r.LowLatencyDispatch(a, &c.call); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
 	}
 }

@@ -65,11 +65,11 @@ func buildFake(dir string) error {
 // rig is a buffer over the fake library, which writes down what it is asked.
 type rig struct {
 	*engine.Buffer
-	t              *testing.T
-	trace, capture uintptr
+	t                     testing.TB
+	trace, capture, quiet uintptr
 }
 
-func newRig(t *testing.T) *rig {
+func newRig(t testing.TB) *rig {
 	t.Helper()
 	if fakeDir == "" {
 		t.Skip("needs gcc to make the fake kernel library")
@@ -92,6 +92,8 @@ func newRig(t *testing.T) *rig {
 	r.must(err)
 	r.capture, err = file.Symbol("fake_capture")
 	r.must(err)
+	r.quiet, err = file.Symbol("fake_quiet")
+	r.must(err)
 	r.read()
 	t.Cleanup(func() {
 		r.capturing(0)
@@ -111,6 +113,12 @@ func (r *rig) must(err error) {
 func (r *rig) capturing(stream uint64) {
 	p := &stream
 	dl.Call(r.capture, unsafe.Pointer(p))
+}
+
+// silent sets whether the library writes nothing down.
+func (r *rig) silent(on int32) {
+	p := &on
+	dl.Call(r.quiet, unsafe.Pointer(p))
 }
 
 // read gives what the library was asked since the last read.
