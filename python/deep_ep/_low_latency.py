@@ -94,6 +94,7 @@ class LowLatencyMode(BufferBase):
         args.cumulative_recv_stats = tt.address(cumulative_local_expert_recv_stats)
         args.wait_recv_cost_stats = tt.address(dispatch_wait_recv_cost_stats)
         held = (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, outputs)
+        held += (outputs.tensors[0],)  # whoever keeps `held` keeps the outputs from being used again
         lib = self.native.lib
         event, hook = self._issue(lib.quick.deepep_low_latency_dispatch, args, async_finish, return_recv_hook, held)
         recv_x, scales, recv_count, src_info, layout_range = outputs.tensors
@@ -236,12 +237,13 @@ class LowLatencyMode(BufferBase):
         done = False
 
         def hook() -> None:
-            nonlocal done
+            nonlocal done, held
             if done:
                 raise errors.DeepEPError(errors.INVALID_STATE, "the hook was called already")
             done = True
             args.phases = RECV
             self._call(function, args, False, held, stream)
+            held = ()
 
         return EventOverlap(), hook
 

@@ -77,8 +77,8 @@ class Buffer(NormalMode, LowLatencyMode):
         timeout: seconds that a call waits for a living peer; None: DEEPEP_TIMEOUT_MS, or 100.
         num_nvl_peers: ranks of one NVLink domain; None: DEEPEP_NUM_MAX_NVL_PEERS, or 8.
         bootstrap: where ranks meet without torch.distributed; see deep_ep.Bootstrap.
-        zero_copy_bytes: CUDA: memory for rows of normal-mode dispatch that peers write without a copy; what does not fit
-            is copied. None: DEEPEP_ZERO_COPY_BYTES, or 512 MiB where num_nvl_bytes > 0. The same on all ranks.
+        zero_copy_bytes: CUDA: memory for rows of normal-mode dispatch that peers write without a copy; what does not
+            fit is copied. None: DEEPEP_ZERO_COPY_BYTES, or 512 MiB where num_nvl_bytes > 0. The same on all ranks.
 
     Raises:
         DeepEPError: also a ValueError or TypeError where an argument is wrong; names the ranks that disagree, are late
