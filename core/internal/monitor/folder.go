@@ -51,6 +51,20 @@ func makeFolder(dir string) error {
 	return nil
 }
 
+// inMemory refuses folders on a disk: pages there would be written back without
+// end, and CUDA cannot register them (cudaHostRegister of a file on ext4 fails,
+// of one in /dev/shm it works).
+func inMemory(dir string) error {
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err != nil {
+		return &os.PathError{Op: "statfs", Path: dir, Err: err}
+	}
+	if st.Type != unix.TMPFS_MAGIC && st.Type != unix.RAMFS_MAGIC {
+		return fmt.Errorf("%s lies on a disk, not in memory", dir)
+	}
+	return nil
+}
+
 // fileName is <pid>-<start time>-<number>-<PID namespace>.page; .dead once
 // somebody saw that the process has ended.
 type fileName struct {

@@ -63,8 +63,8 @@ type Page struct {
 var pageNumber atomic.Uint32
 
 // Create makes a page. dir is the folder, "" for the usual ones: under /dev/shm,
-// else under the temporary folder, else memory without a name, which only its
-// owner can read. A folder that is named must work.
+// else under the temporary folder if that lies in memory, else memory without a
+// name, which only its owner can read. A folder that is named must work.
 func Create(dir string, m Meta) (*Page, error) {
 	if m.TraceLen == 0 {
 		m.TraceLen = DefaultTrace
@@ -101,7 +101,11 @@ func mapAnywhere(dir, name string, size int) (mapped []byte, path string, err er
 	}
 	var failures []error
 	for _, d := range dirs {
-		if err := makeFolder(d); err != nil {
+		err := makeFolder(d)
+		if err == nil && dir == "" {
+			err = inMemory(d)
+		}
+		if err != nil {
 			failures = append(failures, err)
 			continue
 		}

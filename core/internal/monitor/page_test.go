@@ -178,8 +178,13 @@ func TestWrongArguments(t *testing.T) {
 	}
 }
 
-// TestFallsBack fills the first folders' places with files, so that neither can be made.
 func TestFallsBack(t *testing.T) {
+	if err := inMemory("/dev/shm"); err != nil {
+		t.Errorf("%v", err)
+	}
+	if err := inMemory("/proc"); err == nil || !strings.Contains(err.Error(), "/proc lies on a disk") {
+		t.Errorf("%v", err)
+	}
 	mapped, path, err := mapAnywhere("", "1-1-1-1.page", pageSize)
 	if err != nil || path == "" {
 		t.Fatal(err)
