@@ -36,6 +36,7 @@ template <class F> Timing measure(Rank &rank, int iterations, bool cold, F call)
   static thread_local uint8_t *flush = nullptr;
   constexpr size_t kFlush = 192u << 20;
   if (cold && flush == nullptr) flush = device_array<uint8_t>(kFlush);
+  rank.meet();
   std::vector<double> all;
   for (int i = 0; i < iterations + 3; ++i) {
     if (cold) CHECK_CUDA(cudaMemsetAsync(flush, i, kFlush, stream));

@@ -197,13 +197,16 @@ void round_trip(Rank &rank, const Routing &routing, uint64_t hidden_bytes, int n
   const uint64_t call = notify(rank, a, routing, hidden_bytes, num_scales);
   dispatch(rank, a, routing, hidden_bytes, num_scales, worst_case ? worst : -1, worst, sms, direct);
   rank.sync();
+  rank.meet();
   check_counts(rank, a, routing, call);
   check_rows(rank, a, routing, hidden_bytes, num_scales, worst, direct ? reinterpret_cast<void *>(rank.segment) : a.recv_x, what);
   if (a.rows > 0) fill_bf16<<<256, 256>>>(a.y, a.ranks_device, a.tokens_device, rank.rank, a.rows, s.hidden);
   CHECK_CUDA(cudaDeviceSynchronize());
+  rank.meet(); // a rank that waits for its device waits for all ranks on it
   combine(rank, a, routing, sms, true);
   combine(rank, a, routing, sms, false);
   rank.sync();
+  rank.meet();
   CHECK_CUDA(cudaMemset(a.wrong, 0, 4));
   count_wrong_sums<<<256, 256>>>(a.combined, a.heads, rank.rank, routing.tokens, s.hidden, s.ranks, a.wrong);
   const uint32_t wrong = to_host(a.wrong, 1)[0];
@@ -264,6 +267,7 @@ void time_limit(Rank &rank, const std::vector<uint64_t> &segments) {
   uint8_t *from = device_array<uint8_t>(each);
   uint64_t *peers = to_device(segments);
   auto *ticket = device_array<unsigned long long>(1);
+  rank.meet();
   cudaStream_t stream = reinterpret_cast<cudaStream_t>(rank.stream);
   for (int blocks : {32, 64, 132}) {
     const Timing t = measure(rank, 10, true, [&] {
@@ -284,9 +288,11 @@ void time_normal(Rank &rank, const std::vector<int> &sms) {
   const bool first = rank.rank == 0;
   int rows = 0;
   for (int r = 0; r < s.ranks; ++r) rows += r != rank.rank ? 0 : a.rows;
+  rank.meet();
   layout(rank, a, routing);
   notify(rank, a, routing, s.hidden, s.hidden / 128);
   rank.sync();
+  rank.meet();
   auto show = [&](const char *what, int num_sms, Timing t, double bytes) {
     if (first) printf("%-28s sms %3d  median %8.1f us  p99 %8.1f us  logical %6.1f GB/s\n", what, num_sms, t.median, t.p99, bytes / t.median / 1e3), fflush(stdout);
   };

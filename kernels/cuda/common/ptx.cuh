@@ -90,6 +90,9 @@ __device__ __forceinline__ void st_relaxed_sys_v4(void *address, const uint4 &v)
                :: "l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// A hint: the line will be read soon.
+__device__ __forceinline__ void prefetch_l2(const void *address) { asm volatile("prefetch.global.L2 [%0];" :: "l"(address)); }
+
 // ---- Four bytes from global to shared memory in the background (both architectures) ---------------------------------------
 
 __device__ __forceinline__ void copy_word_async(void *shared, const void *global) {

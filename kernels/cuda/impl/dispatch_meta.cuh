@@ -29,15 +29,33 @@ __device__ inline uint32_t meta_word_for(const MetaWord &word, int64_t first_exp
   return inside ? 0 : 0xffffffffu;
 }
 
-__device__ inline void send_token_meta(const DispatchParams &p, const DispatchDest *dests, int token, const int32_t *heads) {
-  const int num_ranks = p.session.team.num_ranks, num_local = p.num_experts / num_ranks;
-  for (int at = lane_id(); at < p.meta_words(); at += kWarp) {
-    const MetaWord word = load_meta_word(p, token, at);
+// Metadata of tokens [first, end), all of whose rows have room. Words of several tokens are fetched side by side: alone, each
+// would cost the latency of memory.
+__device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchDest *dests, int first, int end) {
+  constexpr int kUnroll = 4;
+  const int num_ranks = p.session.team.num_ranks, num_local = p.num_experts / num_ranks, words = p.meta_words();
+  const int total = (end - first) * words;
+  for (int base = lane_id(); base < total; base += kWarp * kUnroll) {
+    MetaWord word[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int i = base + u * kWarp;
+      if (i < total) word[u] = load_meta_word(p, first + i / words, i % words);
+    }
     for (int r = 0; r < num_ranks; ++r) {
-      const int head = heads[r];
-      if (head < 0) continue;
-      uint8_t *row = dests[r].meta + static_cast<uint64_t>(ring_place(head, dests[r].slots).slot) * dests[r].meta_stride;
-      reinterpret_cast<uint32_t *>(row)[at] = meta_word_for(word, static_cast<int64_t>(r) * num_local, num_local);
+      int head[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int i = base + u * kWarp;
+        head[u] = i < total ? p.send_head[static_cast<int64_t>(first + i / words) * num_ranks + r] : -1;
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (head[u] < 0) continue;
+        uint8_t *row = dests[r].meta + static_cast<uint64_t>(ring_place(head[u], dests[r].slots).slot) * dests[r].meta_stride;
+        reinterpret_cast<uint32_t *>(row)[(base + u * kWarp) % words] =
+            meta_word_for(word[u], static_cast<int64_t>(r) * num_local, num_local);
+      }
     }
   }
 }
@@ -66,6 +84,15 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
     first = __shfl_sync(kAllLanes, first, 0);
     if (first >= p.num_tokens) return;
     const int end = least(first + kMetaBatch, p.num_tokens);
+    // Lanes look at all rows of the batch: mostly all have room.
+    bool tight = false;
+    for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp)
+      tight |= p.send_head[static_cast<int64_t>(first) * num_ranks + i] >= static_cast<int>(dests[i % num_ranks].slots);
+    if (!__any_sync(kAllLanes, tight)) {
+      send_tokens_meta(p, dests, first, end);
+      publish_meta(p, dests, epoch, first, end);
+      continue;
+    }
     int published = first;
     for (int token = first; token < end; ++token) {
       const int32_t *heads = p.send_head + static_cast<int64_t>(token) * num_ranks;
@@ -74,7 +101,7 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
         published = token;
         if (!await_ring_room(p, dests, epoch, kMeta, heads)) return;
       }
-      send_token_meta(p, dests, token, heads);
+      send_tokens_meta(p, dests, token, token + 1);
     }
     publish_meta(p, dests, epoch, published, end);
   }

@@ -43,6 +43,7 @@ cudaError_t open_device(Device *device, int ordinal, uint32_t isa) {
   error = cudaStreamCreateWithFlags(&device->service, cudaStreamNonBlocking);
   if (error == cudaSuccess) error = load_normal_kernels(device->bulk);
   if (error == cudaSuccess) error = load_small_kernels();
+  if (error == cudaSuccess) error = load_low_latency_kernels();
   return error;
 }
 

@@ -115,7 +115,7 @@ inline cudaStream_t stream_of(uint64_t value) { return reinterpret_cast<cudaStre
 
 // Loads every kernel of the library on the current device, so that no first launch has to (kernels.cu files register theirs).
 cudaError_t load_normal_kernels(bool bulk);
-cudaError_t load_low_latency_kernels(bool bulk);
+cudaError_t load_low_latency_kernels();
 cudaError_t load_small_kernels();
 
 // The state of an operation as kernels are told it.

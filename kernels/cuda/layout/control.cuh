@@ -37,7 +37,7 @@ __host__ __device__ inline ControlLayout control_layout(uint64_t num_ranks) {
   at.low_latency_enter = at.enter + kEnterCopies * num_ranks * sizeof(Enter);
   at.done = at.low_latency_enter + kLowLatencyEnterCopies * num_ranks * sizeof(Enter);
   at.consumed = at.done + align_up<uint64_t>(num_ranks * 8, 128);
-  at.counts = at.consumed + align_up<uint64_t>(num_ranks * 8, 128);
+  at.counts = at.consumed + align_up<uint64_t>(2 * num_ranks * 8, 128); // a word for each slot of each rank
   at.bytes = align_up<uint64_t>(at.counts + 2 * num_ranks * counts_words(static_cast<uint32_t>(num_ranks)) * 4, 4096);
   return at;
 }

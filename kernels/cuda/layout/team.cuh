@@ -19,7 +19,7 @@ struct Scratch {
   uint64_t epoch;             // of the operation that runs now; the last block out adds one
   uint64_t low_latency_epoch; // likewise, for low-latency calls
   uint64_t low_latency_dispatches;
-  uint64_t consumed;          // newest low-latency epoch whose slot has been emptied here
+  uint64_t consumed[2];       // newest low-latency epoch of each slot that has been emptied here
   uint32_t sticky;            // DK_* of the first failure
   uint32_t exits;             // blocks that left the running kernel
   uint32_t blocks_sent;       // blocks whose rows are all out
@@ -31,6 +31,7 @@ struct Scratch {
   LowLatencyRouting routing[kRoutingCopies];
   uint32_t masked[DK_MAX_RANKS];
   uint64_t verdict[DK_MAX_RANKS];  // low latency with shrink: epoch << 2 | kArrived or kAbsent
+  uint64_t late[DK_MAX_RANKS];     // epoch in which a rank's counts came and its rows did not
   uint64_t wait_ns[DK_MAX_RANKS];  // of the running kernel
   uint64_t sent_bytes[DK_MAX_RANKS];
   dk_op_stats ops[DK_NUM_OPS];
@@ -65,8 +66,8 @@ struct TeamView {
   __device__ uint64_t *done(int owner, int source) const {
     return reinterpret_cast<uint64_t *>(peers[owner] + control + at.done) + source;
   }
-  __device__ uint64_t *consumed(int owner, int source) const {
-    return reinterpret_cast<uint64_t *>(peers[owner] + control + at.consumed) + source;
+  __device__ uint64_t *consumed(int owner, int slot, int source) const {
+    return reinterpret_cast<uint64_t *>(peers[owner] + control + at.consumed) + slot * num_ranks + source;
   }
   __device__ uint32_t *counts(int owner, int copy, int source) const {
     return reinterpret_cast<uint32_t *>(peers[owner] + control + at.counts) +

@@ -65,25 +65,35 @@ __device__ __forceinline__ bool wait_or_fail(const Session &s, int peer, int64_t
 }
 
 // A whole warp polls. poll() gives the same answer in all lanes; missing() is, on a lane that still waits, the rank it waits for
-// and else -1: the first such lane reports.
+// and else -1: the first such lane decides, and `peer` is its rank. 0: it came; else why not, in all lanes.
 template <class Poll, class Missing>
-__device__ __forceinline__ bool warp_wait_or_fail(const Session &s, int64_t expected, Poll poll, Missing missing) {
-  if (poll()) return true;
+__device__ __forceinline__ uint32_t warp_wait_until(const Session &s, int &peer, uint64_t &waited_ns, Poll poll, Missing missing) {
+  waited_ns = 0;
+  if (poll()) return 0;
   const uint64_t start = ptx::global_timer_ns();
   for (uint32_t polls = 1;; ++polls) {
-    if (poll()) return true;
+    if (poll()) return 0;
     if (polls % kPollsPerLook != 0) continue;
-    const int peer = missing();
-    const uint32_t waiting = __ballot_sync(kAllLanes, peer >= 0);
-    const int reporter = waiting == 0 ? 0 : __ffs(static_cast<int>(waiting)) - 1;
-    uint32_t code = lane_id() == reporter ? reason_to_leave(s, peer, start, polls) : 0;
-    code = __shfl_sync(kAllLanes, code, reporter);
+    const int mine = missing();
+    const uint32_t waiting = __ballot_sync(kAllLanes, mine >= 0);
+    const int first = waiting == 0 ? 0 : __ffs(static_cast<int>(waiting)) - 1;
+    uint32_t code = lane_id() == first ? reason_to_leave(s, mine, start, polls) : 0;
+    code = __shfl_sync(kAllLanes, code, first);
     if (code == 0) continue;
-    if (lane_id() == reporter)
-      report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, expected, 0, ptx::global_timer_ns() - start);
-    __syncwarp();
-    return false;
+    peer = __shfl_sync(kAllLanes, mine, first);
+    waited_ns = ptx::global_timer_ns() - start;
+    return code;
   }
+}
+template <class Poll, class Missing>
+__device__ __forceinline__ bool warp_wait_or_fail(const Session &s, int64_t expected, Poll poll, Missing missing) {
+  int peer = -1;
+  uint64_t waited = 0;
+  const uint32_t code = warp_wait_until(s, peer, waited, poll, missing);
+  if (code == 0) return true;
+  if (lane_id() == 0) report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, expected, 0, waited);
+  __syncwarp();
+  return false;
 }
 
 }  // namespace deepep
