@@ -36,8 +36,7 @@ type Buffer struct {
 	group *Group
 }
 
-// NewBuffer makes a buffer. Collective: all ranks of the group make theirs in the same order.
-func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error) {
+func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error) {
 	s, err := settings()
 	if err != nil {
 		return nil, err

@@ -1,0 +1,60 @@
+package core
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/deepep-go/deepep/core/internal/doctor"
+	"github.com/deepep-go/deepep/core/internal/doctor/libs"
+	"github.com/deepep-go/deepep/core/internal/status"
+)
+
+// doctorLimit is how long the look at the host may keep an error back; it takes some 50 ms.
+const doctorLimit = 2 * time.Second
+
+// NewBuffer makes a buffer. Collective: all ranks of the group make theirs in the same order. Where the host itself is at
+// fault the error says what `deepep doctor` found first.
+func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error) {
+	b, err := g.newBuffer(ctx, o)
+	if err != nil {
+		return nil, g.diagnosed(err, &o)
+	}
+	return b, nil
+}
+
+// diagnosed adds the doctor's first FAIL to an error whose cause may lie in the host. Arguments, disagreement and dead
+// peers are not such.
+func (g *Group) diagnosed(err error, o *BufferOptions) error {
+	switch status.CodeOf(err) {
+	case status.System, status.Device, status.OutOfMemory, status.NotFound:
+	default:
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), doctorLimit)
+	defer cancel()
+	if found := libs.FirstFail(ctx, g.examination(o)); found != "" {
+		return fmt.Errorf("%w\n%s", err, found)
+	}
+	return err
+}
+
+// examination is what the host is measured against: the use that was wanted and the memory that it takes.
+func (g *Group) examination(o *BufferOptions) doctor.Options {
+	e := doctor.Options{For: doctor.ForCPU, Version: fmt.Sprintf("%d.%d.%d", VersionMajor, VersionMinor, VersionPatch), Ranks: g.topology.NodeSize()}
+	bytes := o.NumNVLBytes + o.NumRDMABytes
+	name := o.Engine
+	if s, err := settings(); err == nil && (name == "" || name == EngineAuto) {
+		name = s.Engine
+	}
+	if name != EngineCUDA {
+		e.Plan.HostBytes = bytes
+		return e
+	}
+	e.Plan.DeviceBytes = bytes
+	e.For = doctor.ForIntranode
+	if g.topology.Nodes() > 1 {
+		e.For = doctor.ForInternode
+	}
+	return e
+}

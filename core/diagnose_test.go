@@ -1,0 +1,52 @@
+package core
+
+import (
+	"context"
+	"errors"
+	"os"
+	"strings"
+	"testing"
+)
+
+// alone makes a group of one rank.
+func alone(t *testing.T) *Group {
+	t.Helper()
+	g, err := NewGroup(context.Background(), GroupOptions{Exchanger: NewLocal(1)[0]})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := g.Destroy(); err != nil {
+			t.Error(err)
+		}
+	})
+	return g
+}
+
+// An error of construction carries the doctor's first FAIL and keeps its kind.
+func TestConstructionAsksTheDoctor(t *testing.T) {
+	if _, err := os.Stat("/proc/driver/nvidia"); err == nil {
+		t.Skip("needs a host without an NVIDIA driver")
+	}
+	_, err := alone(t).NewBuffer(context.Background(), BufferOptions{Engine: EngineCUDA, Device: -1, NumNVLBytes: 1 << 20})
+	if err == nil {
+		t.Fatal("a CUDA buffer without a GPU")
+	}
+	if CodeOf(err) == ErrInternal.Code || !strings.Contains(err.Error(), "deepep doctor says: FAIL gpu") || !strings.Contains(err.Error(), "fix:") {
+		t.Errorf("%v: %v", CodeOf(err), err)
+	}
+}
+
+func TestMemoryThatDoesNotFitIsNamed(t *testing.T) {
+	g := alone(t)
+	err := g.diagnosed(Errorf(ErrOutOfMemory.Code, "allocating"), &BufferOptions{Engine: EngineCPU, NumNVLBytes: 1 << 60})
+	if !errors.Is(err, ErrOutOfMemory) || !strings.Contains(err.Error(), "FAIL memory") {
+		t.Errorf("%v", err)
+	}
+	for _, kind := range []*Error{ErrInvalidArgument, ErrMismatch, ErrPeerDead, ErrTimeout} {
+		plain := Errorf(kind.Code, "as it was")
+		if got := g.diagnosed(plain, &BufferOptions{Engine: EngineCUDA}); got != plain {
+			t.Errorf("the host is asked about %v", got)
+		}
+	}
+}
