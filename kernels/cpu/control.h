@@ -86,6 +86,7 @@ struct alignas(kLine) OwnState {
 struct OwnPeerState {           // what this rank remembers of a peer
   uint64_t credit_floor[2];     // epochs up to here count as read by it
   uint64_t seen_at_clean[2];    // its greatest epoch when it was last unmasked
+  uint64_t read_early[2];       // its epoch that was received before an older one: credited together with that
   uint64_t clean_seen;          // its clean that was last waited for
   uint32_t masked, reserved;
 };

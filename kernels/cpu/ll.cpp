@@ -157,10 +157,17 @@ bool RecvHalf::intact(int peer) {
   return team_.peers[peer].control.own().writing[kind_].load() < epoch + 2;
 }
 
+// A credit says that everything up to an epoch was read, so a call that is received before an older one gives none yet.
 void RecvHalf::give_credits() {
+  bool older_open = false;
+  for (const Ticket &other : team_.control().own().tickets)
+    older_open |= other.open && other.kind == static_cast<uint32_t>(kind_) && other.epoch < ticket_.epoch;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
-    if (!message_[peer]) continue;
-    team_.peers[peer].control.credit(kind_, team_.rank).value.store(static_cast<uint64_t>(epoch_[peer]));
+    uint64_t &early = team_.control().peer_state(peer).read_early[kind_];
+    uint64_t epoch = max_of(early, message_[peer] ? static_cast<uint64_t>(epoch_[peer]) : 0);
+    early = older_open ? epoch : 0;
+    if (older_open || !epoch) continue;
+    team_.peers[peer].control.credit(kind_, team_.rank).value.store(epoch);
     op_.ring(peer);
   }
 }
