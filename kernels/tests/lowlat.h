@@ -1,0 +1,56 @@
+/* lowlat.h - low-latency calls: dispatch and combine in both halves, each with its check against the reference. */
+#ifndef DEEPEP_KERNEL_TESTS_LOWLAT_H
+#define DEEPEP_KERNEL_TESTS_LOWLAT_H
+#include "reference.h"
+
+enum values {
+  ANY_BITS, /* BF16: rows that name their origin; FP8: numbers of many sizes, zero rows, tiny rows */
+  SPECIALS  /* FP8: some rows have NaN and infinities */
+};
+struct ll_spec {
+  enum pattern pattern;
+  enum payload payload;           /* BF16 */
+  enum values values;
+  int tokens, max_tokens, hidden, experts, topk, index_bytes;
+  int format;                     /* DK_FORMAT_* */
+  uint32_t flags;                 /* of dispatch: DK_LL_ROUND_SCALE, DK_LL_UE8M0 */
+  bool weights;                   /* sent along with dispatch */
+  uint32_t combine_flags;
+};
+
+struct ll {
+  const struct ll_spec *spec;
+  struct team *team;
+  struct routing *routing;
+  uint64_t salt, row_salt;
+  int tokens, local, rows;        /* mine; experts of a rank; R * B */
+  uint32_t absent;                /* bit by rank: nothing comes from it, and its experts add nothing */
+  int dispatches;                 /* whose counts cumulative_stats has */
+  struct tensor x, idx, weights, recv_x, recv_scales, recv_count, src_info, layout_range, cumulative, waits;
+  struct tensor y, out, combine_waits;
+  dk_ll_layout_params layout;
+};
+
+struct team *make_ll_team(struct rank *me, const struct ll_spec *largest, uint32_t flags);
+struct ll *make_ll(struct team *t, const struct ll_spec *spec, uint64_t salt);
+/* Other rows with the same routing. */
+void new_ll_payload(struct ll *l, uint64_t salt);
+/* These only enqueue. */
+void run_ll_dispatch(struct ll *l, uint32_t phases, uint32_t ticket);
+void run_ll_combine(struct ll *l, uint32_t phases, uint32_t ticket);
+dk_ll_dispatch_params ll_dispatch_params(struct ll *l, uint32_t phases, uint32_t ticket);
+dk_ll_combine_params ll_combine_params(struct ll *l, uint32_t phases, uint32_t ticket);
+/* These wait. The experts' rows are made by the reference: valid ones by the salt, all others NaN. */
+void check_ll_dispatch(struct ll *l);
+void make_expert_rows(struct ll *l, uint64_t salt);
+void check_ll_combine(struct ll *l);
+/* Dispatch, check, rows, combine, check. */
+void ll_round(struct ll *l, uint64_t salt);
+/* What an aborted call leaves. */
+void expect_no_rows(struct ll *l);
+void expect_nan(struct ll *l);
+
+void make_numbers(const struct ll *l, int source, int token, uint16_t *row);
+uint16_t expert_value(uint64_t salt, int expert, int source, int token, int channel);
+
+#endif
