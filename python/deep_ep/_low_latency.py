@@ -93,8 +93,15 @@ class LowLatencyMode(BufferBase):
         args.topk_weights = tt.address(topk_weights)
         args.cumulative_recv_stats = tt.address(cumulative_local_expert_recv_stats)
         args.wait_recv_cost_stats = tt.address(dispatch_wait_recv_cost_stats)
-        held = (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, outputs)
-        held += (outputs.tensors[0],)  # whoever keeps `held` keeps the outputs from being used again
+        held = (  # whoever keeps this keeps the outputs from being used again
+            x,
+            topk_idx,
+            topk_weights,
+            cumulative_local_expert_recv_stats,
+            dispatch_wait_recv_cost_stats,
+            outputs,
+            outputs.tensors[0],
+        )
         lib = self.native.lib
         event, hook = self._issue(lib.quick.deepep_low_latency_dispatch, args, async_finish, return_recv_hook, held)
         recv_x, scales, recv_count, src_info, layout_range = outputs.tensors

@@ -101,7 +101,7 @@ def rank_low_latency(ctx, num_max, changes, options, combine):
 
 
 LOW_LATENCY = {
-    "hidden": (16, {"hidden": 1024}, ("hidden", "512", "1024")),
+    "hidden": (16, {"hidden": 1024}, ("hidden", "1024", "2048")),  # bytes of a row
     "B": (32, {}, ("num_max_dispatch_tokens_per_rank", "16", "32")),
     "experts": (16, {"experts": 9}, ("num_experts", "6", "9")),
     "top-k": (16, {"topk": 2}, ("topk", "3", "2")),
@@ -128,7 +128,7 @@ def rank_fp8_or_not(ctx):
 
 
 def test_low_latency_fp8_or_not(pool):
-    judge(pool.run(3, rank_fp8_or_not), ("fp8",))
+    judge(pool.run(3, rank_fp8_or_not), ("use_fp8=True", "use_fp8=False"))
 
 
 def rank_construction(ctx, common, odd):
