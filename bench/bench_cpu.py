@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
 def run_rank(rank: int, options: argparse.Namespace, world: int, rendezvous: str, result: str) -> None:
     """One rank's process: goes through all cases; rank 0 leaves the figures in the file `result`."""
     cases: list[Case] = [LOW_LATENCY_CASE, hostcost.CASE, *NORMAL_CASES]
-    teams = ranks.join(rank, world, rendezvous, sorted({case.ranks for case in cases}))
+    teams = ranks.join(rank, world, rendezvous, sorted({case.ranks for case in cases if case.ranks <= world}))
     found: dict[str, Any] = {section: [] for section in options.only}
 
     def take(section: str, case: Case, measure: Callable[[ranks.Team], Any]) -> None:
@@ -171,14 +171,19 @@ def host_cost_table(found: dict[str, dict[str, Any]]) -> Table:
     table = Table(
         "Cost of a low-latency call outside the kernel",
         "Time from call to return of an asynchronous call (1 rank, 1 token, hidden 128, FP8 outputs, recycled in "
-        f"Python); the kernel runs on the communication stream's thread. Median and p99 of {HOST_COST_CALLS} calls.",
-        ["language", "dispatch", "p99", "combine", "p99"],
+        f"Python); the kernel runs on the communication stream's thread. Calls come in bursts of {hostcost.BURST}, "
+        f"{hostcost.PAUSE_SECONDS * 1e3:.1f} ms apart: the first one has to wake that thread (in brackets), the others "
+        f"find it awake. Median and p99 of {HOST_COST_CALLS} calls.",
+        ["language", "dispatch", "p99", "(waking)", "combine", "p99", "(waking)"],
     )
     for language, times in found.items():
         if "missing" in times:
-            table.rows.append([f"{language}: {times['missing']}", "-", "-", "-", "-"])
+            table.rows.append([f"{language}: {times['missing']}", *["-"] * 6])
             continue
-        cells = [duration(f(times[name])) for name in ("dispatch", "combine") for f in (median, p99)]
+        cells = []
+        for name in ("dispatch", "combine"):
+            waking, awake = hostcost.split(times[name])
+            cells += [duration(median(awake)), duration(p99(awake)), f"({duration(median(waking))})"]
         table.rows.append([language, *cells])
     return table
 

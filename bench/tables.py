@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,7 @@ class Table:
     def text(self) -> str:
         """For a terminal."""
         widths = [max(len(row[i]) for row in [self.head, *self.rows]) for i in range(len(self.head))]
-        lines = [self.title, "=" * len(self.title), self.formula, ""]
+        lines = [self.title, "=" * len(self.title), *textwrap.wrap(self.formula, 110), ""]
         for number, row in enumerate([self.head, *self.rows]):
             cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
             lines.append("  ".join(cells).rstrip())

@@ -94,7 +94,10 @@ def check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) -
 
 
 def prepare_torch(engine: str, rank: int) -> None:
-    """One thread and deterministic kernels, in both runs: the proof compares last bits. Rank r takes GPU r % n."""
+    """One thread and deterministic kernels, in both runs: the proof compares last bits. Rank r takes GPU r % n.
+
+    With deterministic algorithms torch also fills new tensors with NaN: a row that was never delivered would show.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it with deterministic algorithms
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
