@@ -101,17 +101,13 @@ func mapAnywhere(dir, name string, size int) (mapped []byte, path string, err er
 	}
 	var failures []error
 	for _, d := range dirs {
-		err := makeFolder(d)
-		if err == nil && dir == "" {
-			err = inMemory(d)
-		}
-		if err != nil {
-			failures = append(failures, err)
-			continue
-		}
-		sweep(d)
 		path := filepath.Join(d, name)
-		mapped, err := mapNamed(path, size)
+		var err error
+		for range folderRaces {
+			if mapped, err = mapIn(d, path, size, dir != ""); !errors.Is(err, os.ErrNotExist) {
+				break
+			}
+		}
 		if err == nil {
 			return mapped, path, nil
 		}
@@ -125,6 +121,23 @@ func mapAnywhere(dir, name string, size int) (mapped []byte, path string, err er
 		return nil, "", errors.Join(append(failures, err)...)
 	}
 	return mapped, "", nil
+}
+
+// folderRaces is how often a folder is made again that somebody takes away at
+// the same moment with what he took for its last page.
+const folderRaces = 100
+
+// mapIn makes the folder if need be, and the file in it.
+func mapIn(dir, path string, size int, named bool) ([]byte, error) {
+	err := makeFolder(dir)
+	if err == nil && !named {
+		err = inMemory(dir)
+	}
+	if err != nil {
+		return nil, err
+	}
+	sweep(dir)
+	return mapNamed(path, size)
 }
 
 // mapNamed makes a file that takes its space at once (a write to a full tmpfs
@@ -231,7 +244,8 @@ func (p *Page) Snapshot() (*Stats, error) {
 	return decode(b)
 }
 
-// Remove marks the page destroyed and takes its name away. The memory stays.
+// Remove marks the page destroyed and takes its name away, and the folder's with
+// the last page. The memory stays.
 // It may be called twice, and does nothing in a forked child.
 func (p *Page) Remove() error {
 	if os.Getpid() != p.owner {
@@ -246,6 +260,7 @@ func (p *Page) Remove() error {
 	if err := os.Remove(p.path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return status.Errorf(status.System, "statistics page: %w", err)
 	}
+	_ = unix.Rmdir(filepath.Dir(p.path)) // only an empty folder goes
 	return nil
 }
 

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 	"unsafe"
@@ -138,6 +139,9 @@ func TestRemoveAndUnmap(t *testing.T) {
 	if entries, err := List(dir); err != nil || len(entries) != 0 {
 		t.Errorf("%v %v", entries, err)
 	}
+	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the folder is still there: %v", err)
+	}
 	s, err := p.Snapshot() // kernels may still write: the memory is there
 	if err != nil || s.State != Destroyed {
 		t.Errorf("%v %v", s, err)
@@ -146,6 +150,31 @@ func TestRemoveAndUnmap(t *testing.T) {
 		if err := errors.Join(p.Remove(), p.Unmap()); err != nil {
 			t.Error(err)
 		}
+	}
+}
+
+// TestFolderComesAndGoes makes and removes pages at the same time: the folder is
+// taken away and made again under their feet.
+func TestFolderComesAndGoes(t *testing.T) {
+	dir := folder(t)
+	var makers sync.WaitGroup
+	for range 4 {
+		makers.Go(func() {
+			for range 200 {
+				p, err := Create(dir, meta)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if err := errors.Join(p.Remove(), p.Unmap()); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	makers.Wait()
+	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the folder is still there: %v", err)
 	}
 }
 
