@@ -303,6 +303,7 @@ void time_normal(Rank &rank, const std::vector<int> &sms) {
   const double fp8 = static_cast<double>(rows) * (s.hidden + s.hidden / 32), bf16 = 2.0 * rows * s.hidden;
   for (int n : sms) {
     show("dispatch FP8 direct", n, measure(rank, s.iterations, true, [&] { dispatch(rank, a, routing, s.hidden, s.hidden / 128, -1, 0, n, true); }), fp8);
+    show("dispatch FP8 direct no scales", n, measure(rank, s.iterations, true, [&] { dispatch(rank, a, routing, s.hidden, 0, -1, 0, n, true); }), fp8);
     show("dispatch BF16 direct", n, measure(rank, s.iterations, true, [&] { dispatch(rank, a, routing, 2 * s.hidden, 0, -1, 0, n, true); }), bf16);
     show("dispatch FP8 staged", n, measure(rank, s.iterations, true, [&] { dispatch(rank, a, routing, s.hidden, s.hidden / 128, -1, 0, n, false); }), fp8);
     show("dispatch BF16 staged", n, measure(rank, s.iterations, true, [&] { dispatch(rank, a, routing, 2 * s.hidden, 0, -1, 0, n, false); }), bf16);

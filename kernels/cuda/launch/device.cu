@@ -75,7 +75,8 @@ DK_EXPORT int32_t dk_info(dk_info_params *p) {
 
 DK_EXPORT int32_t dk_device_open(dk_device_open_params *p) {
   DK_ENTER(p);
-  if (p->isa != 0 && p->isa != 80 && p->isa != 90) return DK_EINVAL;
+  p->device = 0;
+  if (p->ordinal < -1 || (p->isa != 0 && p->isa != 80 && p->isa != 90)) return DK_EINVAL;
   int ordinal = p->ordinal;
   if (ordinal < 0) {
     const cudaError_t error = cudaGetDevice(&ordinal);

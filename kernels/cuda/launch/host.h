@@ -66,7 +66,7 @@ template <class P> int32_t device_failure(P *p, cudaError_t error) {
   p->device_error = static_cast<int32_t>(error);
   (void)cudaGetLastError();
   if (error == cudaErrorMemoryAllocation) return DK_ENOMEM;
-  if (error == cudaErrorInvalidValue || error == cudaErrorInvalidResourceHandle) return DK_EINVAL;
+  if (error == cudaErrorInvalidValue || error == cudaErrorInvalidResourceHandle || error == cudaErrorInvalidDevice) return DK_EINVAL;
   if (error == cudaErrorNotSupported) return DK_EUNSUPPORTED;
   return DK_EDEVICE;
 }
@@ -74,6 +74,7 @@ template <class P> int32_t driver_failure(P *p, CUresult result) {
   p->device_error = static_cast<int32_t>(result);
   if (result == CUDA_ERROR_OUT_OF_MEMORY) return DK_ENOMEM;
   if (result == CUDA_ERROR_NOT_SUPPORTED) return DK_EUNSUPPORTED;
+  if (result == CUDA_ERROR_INVALID_VALUE || result == CUDA_ERROR_INVALID_HANDLE) return DK_EINVAL;
   return DK_EDEVICE;
 }
 

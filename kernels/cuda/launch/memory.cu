@@ -150,7 +150,9 @@ using namespace deepep;
 DK_EXPORT int32_t dk_mem_alloc(dk_mem_alloc_params *p) {
   DK_ENTER(p);
   auto *device = handle_of<Device>(p->device);
+  p->mem = p->address = p->out_bytes = 0;
   if (device == nullptr || p->bytes == 0) return DK_EINVAL;
+  if (p->bytes > device->properties.totalGlobalMem) return DK_ENOMEM;
   auto *memory = new (std::nothrow) Memory;
   if (memory == nullptr) return DK_ENOMEM;
   memory->device = device;
@@ -186,36 +188,38 @@ DK_EXPORT int32_t dk_mem_alloc(dk_mem_alloc_params *p) {
 DK_EXPORT int32_t dk_mem_export(dk_mem_export_params *p) {
   DK_ENTER(p);
   auto *memory = handle_of<Memory>(p->mem);
-  if (memory == nullptr) return DK_EINVAL;
-  p->fd = -1;
+  const bool local = p->kind == DK_SHARE_LOCAL; // asked for; else the library chooses
+  p->kind = DK_SHARE_NONE, p->fd = -1;
   memset(p->blob, 0, sizeof p->blob);
-  if (p->kind == DK_SHARE_LOCAL) {
+  if (memory == nullptr) return DK_EINVAL;
+  if (local) {
     const LocalBlob blob{memory->address, memory->bytes, memory->kind == MemoryKind::kVirtual, memory->device->ordinal};
     memcpy(p->blob, &blob, sizeof blob);
+    p->kind = DK_SHARE_LOCAL;
     return DK_OK;
   }
   const OnDevice on(memory->device);
-  if (p->kind == DK_SHARE_FD) {
-    if (memory->kind != MemoryKind::kVirtual) return DK_EUNSUPPORTED;
+  if (memory->kind == MemoryKind::kVirtual) {
     int fd = -1;
     const CUresult result = driver()->MemExportToShareableHandle(&fd, memory->handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
     if (result != CUDA_SUCCESS) return driver_failure(p, result);
-    p->fd = fd;
+    p->kind = DK_SHARE_FD, p->fd = fd;
     return DK_OK;
   }
-  if (p->kind != DK_SHARE_BLOB) return DK_EINVAL;
   if (memory->kind != MemoryKind::kRuntime) return DK_EUNSUPPORTED;
   cudaIpcMemHandle_t handle;
   const cudaError_t error = cudaIpcGetMemHandle(&handle, reinterpret_cast<void *>(memory->address));
   if (error != cudaSuccess) return device_failure(p, error);
   memcpy(p->blob, &handle, sizeof handle);
+  p->kind = DK_SHARE_BLOB;
   return DK_OK;
 }
 
 DK_EXPORT int32_t dk_mem_import(dk_mem_import_params *p) {
   DK_ENTER(p);
   auto *device = handle_of<Device>(p->device);
-  if (device == nullptr) return DK_EINVAL;
+  p->mem = p->address = 0;
+  if (device == nullptr || p->bytes == 0) return DK_EINVAL;
   auto *memory = new (std::nothrow) Memory;
   if (memory == nullptr) return DK_ENOMEM;
   memory->device = device;
@@ -233,7 +237,7 @@ DK_EXPORT int32_t dk_mem_import(dk_mem_import_params *p) {
 DK_EXPORT int32_t dk_mem_free(dk_mem_free_params *p) {
   DK_ENTER(p);
   auto *memory = handle_of<Memory>(p->mem);
-  return memory == nullptr ? static_cast<int32_t>(DK_EINVAL) : release(memory);
+  return memory == nullptr ? static_cast<int32_t>(DK_OK) : release(memory); // as free(NULL)
 }
 
 DK_EXPORT int32_t dk_host_register(dk_host_register_params *p) {

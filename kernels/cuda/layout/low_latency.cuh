@@ -24,7 +24,7 @@ constexpr uint64_t kHeaderStride = kMaxTopk * 16 + 16;
 
 __host__ __device__ inline LowLatencyLayout low_latency_layout(uint64_t num_ranks, uint64_t max_tokens, uint64_t hidden, uint64_t num_experts) {
   LowLatencyLayout at{};
-  at.row_stride = 2 * hidden + 4 * (hidden / kScaleChannels);
+  at.row_stride = align_up<uint64_t>(2 * hidden + 4 * (hidden / kScaleChannels), 16);
   at.slot_bytes = align_up<uint64_t>(num_experts * max_tokens * at.row_stride, 16);
   at.zero_copy_bytes = num_experts * max_tokens * 2 * hidden;
   at.rdma_bytes = kLowLatencySlots * (at.slot_bytes + at.zero_copy_bytes);
