@@ -72,13 +72,14 @@ struct Ticket {
   uint32_t cleans, kind, open, reserved;
 };
 
-// Written and read by this rank's operations alone, except `writing`.
+// Written and read by this rank's operations alone, except `cleans` and `writing`.
 struct alignas(kLine) OwnState {
   uint64_t calls;                 // collective calls of normal mode so far
   uint64_t epoch[2];              // low-latency sends so far, by kind
   uint64_t since_clean[2];
   uint64_t clean_calls;
-  uint32_t cleans, reserved;
+  std::atomic<uint32_t> cleans;   // peers read it too
+  uint32_t reserved;
   Ticket tickets[DK_NUM_TICKETS];
   alignas(kLine) std::atomic<uint64_t> writing[2];  // epoch whose staging slot is being, or was last, filled
 };

@@ -93,9 +93,11 @@ SendMessage *RecvHalf::find(int peer) const {
     uint64_t epoch = message.epoch.load();
     if (epoch == 0) continue;
     bool same_clean = message.cleans == ticket_.cleans;
-    // Where one of the two has cleaned more often, their own numbers have to do: equal, and newer than a mask that was lifted.
+    // Where the peer has not cleaned as often, their own numbers have to do: equal, and newer than a mask that was lifted.
+    // Where it has, a message from before is of a call that this rank never made.
     bool matches = same_clean ? message.since_clean == ticket_.since_clean
-                              : epoch == ticket_.epoch && epoch > team_.control().peer_state(peer).seen_at_clean[kind_];
+                              : epoch == ticket_.epoch && epoch > team_.control().peer_state(peer).seen_at_clean[kind_] &&
+                                    (message.cleans > ticket_.cleans || team_.peers[peer].control.own().cleans < ticket_.cleans);
     if (matches && message.epoch.load() == epoch) return &message;
   }
   return nullptr;

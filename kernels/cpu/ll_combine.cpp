@@ -231,7 +231,7 @@ void Receiver::add_logfmt(uint16_t *to, const Found &found) {
     uint64_t count = min_of(kBlocks, blocks - first);
     for (int i = 0; i < found.count; i++)
       rows_.logfmt_add(acc, reinterpret_cast<const uint8_t *>(found.rows[i]), found.weights[i], blocks, first, count);
-    rows_.store_bf16(to + first * kScaleChannels, acc, count * kScaleChannels);
+    rows_.store_sums(to + first * kScaleChannels, acc, count);
   }
 }
 

@@ -7,8 +7,8 @@
 
 namespace {
 
-// Saturating, to nearest even; NaN becomes NaN (0x7f).
-inline Bytes to_e4m3(Floats value) {
+// Codes in the low byte of each lane. Saturating, to nearest even; NaN becomes NaN (0x7f).
+inline Words to_e4m3(Floats value) {
   Words u = as_words(value), sign = (u >> 24) & 0x80, a = u & 0x7fffffff;
   Ints is_nan = a > words(0x7f800000);
   a = choose(a > words(0x43e00000), words(0x43e00000), a);  // 448
@@ -16,17 +16,17 @@ inline Bytes to_e4m3(Floats value) {
   // Below 2^-6 a step is 2^-9, which is the last bit of a float near 2^14: the addition rounds.
   Words small = as_words(as_floats(a) + floats(16384.0f)) - as_words(floats(16384.0f));
   Words code = choose(a < words(0x3c800000), small, normal);
-  return __builtin_convertvector(choose(is_nan, words(0x7f), code) | sign, Bytes);
+  return choose(is_nan, words(0x7f), code) | sign;
 }
 
-// Greatest magnitude as bits. A NaN does not count, so that one bad channel does not spoil the scale of the others.
+// Greatest magnitude as float bits. A NaN does not count, so that one bad channel does not spoil the scale of the others.
 inline uint32_t amax_bits(const uint16_t *src) {
-  Words found = {};
-  for (size_t i = 0; i < dk::kScaleChannels; i += kLanes) {
-    Words a = as_words(from_bf16(src + i)) & 0x7fffffff;
-    found = greater(found, choose(a > words(0x7f800000), Words{}, a));
+  Shorts found = {};
+  for (size_t i = 0; i < dk::kScaleChannels; i += kPair) {
+    Shorts a = load<Shorts>(src + i) & 0x7fff;
+    found = greater(found, a > 0x7f80 ? Shorts{} : a);
   }
-  return greatest_lane(found);
+  return static_cast<uint32_t>(greatest_lane(found)) << 16;
 }
 
 inline float clamp_amax(uint32_t bits) {
@@ -53,7 +53,11 @@ void cast_fp8(uint8_t *dst, float *scales, const uint16_t *src, size_t blocks, b
       inverse = 1.0f / scale;
     }
     scales[b] = scale;
-    for (size_t i = 0; i < dk::kScaleChannels; i += kLanes) store(dst + i, to_e4m3(from_bf16(src + i) * floats(inverse)));
+    for (size_t i = 0; i < dk::kScaleChannels; i += kPair) {
+      Pair x = load_pair(src + i);
+      Words two = to_e4m3(x.even * floats(inverse)) | to_e4m3(x.odd * floats(inverse)) << 8;
+      store(dst + i, __builtin_convertvector(two, Halves));
+    }
   }
 }
 

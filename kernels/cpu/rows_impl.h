@@ -30,23 +30,14 @@ void copy(void *dst, const void *src, size_t bytes, bool stream) {
   memcpy(dst, src, bytes);
 }
 
-inline uint16_t bf16_scalar(float x) { return to_bf16(floats(x))[0]; }
-inline float scalar_bf16(uint16_t bits) { return bf16_value(bits); }
-
-// 2 * kLanes channels as they lie in memory: those of even place and those of odd place. Taking them apart and putting them
-// together needs no shuffles.
-struct Pair {
-  Floats even, odd;
-};
-inline Pair load_pair(const uint16_t *p) {
-  Words both = load<Words>(p);
-  return {as_floats(both << 16), as_floats(both & 0xffff0000)};
-}
-inline Words round_to_bf16(Floats value) {  // in the upper half
+// To BF16 in the upper half of each lane, to nearest even; NaN stays NaN.
+inline Words round_to_bf16(Floats value) {
   Words u = as_words(value);
   Ints is_nan = (u & 0x7fffffff) > words(0x7f800000);
   return choose(is_nan, u | 0x400000, u + 0x7fff + ((u >> 16) & 1));
 }
+inline uint16_t round_scalar(float x) { return static_cast<uint16_t>(round_to_bf16(floats(x))[0] >> 16); }
+
 inline void store_pair(uint16_t *dst, const Pair &value, bool stream) {
   Words both = (round_to_bf16(value.even) >> 16) | (round_to_bf16(value.odd) & 0xffff0000);
 #if defined(DK_STREAMING)
@@ -56,8 +47,7 @@ inline void store_pair(uint16_t *dst, const Pair &value, bool stream) {
   store(dst, both);
 }
 
-constexpr size_t kPair = 2 * kLanes;  // channels
-constexpr size_t kStep = 4;           // pairs at once
+constexpr size_t kStep = 4;  // pairs at once
 
 void sum(uint16_t *dst, const uint16_t *const *rows, int count, size_t elements, bool stream) {
   stream = stream && can_stream(dst);
@@ -79,9 +69,9 @@ void sum(uint16_t *dst, const uint16_t *const *rows, int count, size_t elements,
     for (size_t v = 0; v < kStep; v++) store_pair(dst + i + v * kPair, acc[v], stream);
   }
   for (; i < elements; i++) {
-    float acc = scalar_bf16(rows[0][i]);
-    for (int r = 1; r < count; r++) acc += scalar_bf16(rows[r][i]);
-    dst[i] = bf16_scalar(acc);
+    float acc = bf16_value(rows[0][i]);
+    for (int r = 1; r < count; r++) acc += bf16_value(rows[r][i]);
+    dst[i] = round_scalar(acc);
   }
 }
 
@@ -104,18 +94,17 @@ void weighted_sum(uint16_t *dst, const uint16_t *const *rows, const float *weigh
   }
   for (; i < elements; i++) {
     float acc = 0;
-    for (int r = 0; r < count; r++) acc += weights[r] * scalar_bf16(rows[r][i]);
-    dst[i] = bf16_scalar(acc);
+    for (int r = 0; r < count; r++) acc += weights[r] * bf16_value(rows[r][i]);
+    dst[i] = round_scalar(acc);
   }
 }
 
-void store_bf16(uint16_t *dst, const float *acc, size_t elements) {
-  size_t i = 0;
-  for (; i + kLanes <= elements; i += kLanes) store(dst + i, to_bf16(load<Floats>(acc + i)));
-  for (; i < elements; i++) dst[i] = bf16_scalar(acc[i]);
+void store_sums(uint16_t *dst, const float *acc, size_t blocks) {
+  for (size_t i = 0; i < blocks * dk::kScaleChannels; i += kPair)
+    store_pair(dst + i, {load<Floats>(acc + i), load<Floats>(acc + i + kLanes)}, false);
 }
 
 }  // namespace
 
 #define DK_ROW_KERNELS(name) \
-  { name, copy, finish_stream, sum, weighted_sum, cast_fp8, logfmt_encode, logfmt_add, store_bf16 }
+  { name, copy, finish_stream, sum, weighted_sum, cast_fp8, logfmt_encode, logfmt_add, store_sums }

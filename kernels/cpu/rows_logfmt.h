@@ -33,8 +33,8 @@ inline Floats exp2_of(Floats x) {
 inline float log2_scalar(float x) { return log2_of(floats(x))[0]; }
 
 struct Range {
-  uint16_t least, greatest;  // BF16 magnitudes
-  float first, step, lowest; // log2 of code 1, log2 between codes, value of code 1
+  uint16_t least, greatest;   // BF16 magnitudes
+  float first, step, lowest;  // log2 of code 1, log2 between codes, value of code 1
 };
 
 inline float bf16_value(uint16_t bits) {
@@ -57,9 +57,9 @@ inline Range make_range(uint16_t least, uint16_t greatest) {
 inline Floats code_value(const Range &r, Floats code) { return exp2_of(floats(r.first) + (code - 1.0f) * floats(r.step)); }
 
 inline void magnitudes(const uint16_t *src, uint16_t *least, uint16_t *greatest) {
-  Words most = {}, inverted = {};
-  for (size_t i = 0; i < kBlock; i += kLanes) {
-    Words a = __builtin_convertvector(load<Halves>(src + i), Words) & 0x7fff;
+  Shorts most = {}, inverted = {};
+  for (size_t i = 0; i < kBlock; i += kPair) {
+    Shorts a = load<Shorts>(src + i) & 0x7fff;
     most = greater(most, a);
     inverted = greater(inverted, 0x7fff - a);
   }
@@ -67,29 +67,36 @@ inline void magnitudes(const uint16_t *src, uint16_t *least, uint16_t *greatest)
   *least = static_cast<uint16_t>(0x7fff - greatest_lane(inverted));
 }
 
-// 10-bit codes of kLanes channels.
-inline Words encode_lanes(const Range &r, Floats value) {
+// 10-bit codes. Between two codes the nearer one changes in the middle of their values, which is the fraction `turn` of the
+// way in log2, the same for all codes of a block.
+inline Words encode_lanes(const Range &r, float per_step, float turn, Floats value) {
   Words u = as_words(value), sign = (u >> 31) << 9;
   Floats a = as_floats(u & 0x7fffffff);
   Floats at_least = choose(a < floats(r.lowest), floats(r.lowest), a);
-  Floats place = (log2_of(at_least) - floats(r.first)) / floats(r.step);
-  Ints below = to_ints(place) + 1;
-  below = bits_as<Ints>(below) > 510 ? Ints{} + 510 : below;
-  Floats low = code_value(r, to_floats(below)), high = code_value(r, to_floats(below) + 1.0f);
-  Ints code = (a - low <= high - a) ? below : below + 1;
-  code = (a + a < floats(r.lowest)) ? Ints{} : code;  // nearer to zero than to code 1
+  Floats place = (log2_of(at_least) - floats(r.first)) * floats(per_step);
+  Ints below = to_ints(place);
+  below = below > 509 ? Ints{} + 509 : below;
+  Ints code = below + 1 - (place - to_floats(below) > floats(turn));  // a mask lane is -1
+  code = (a + a < floats(r.lowest)) ? Ints{} : code;                  // nearer to zero than to code 1
   return bits_as<Words>(code) | sign;
 }
 
+// The 2-bit tops of 32 channels side by side, four times.
+typedef uint8_t Tops __attribute__((vector_size(16)));  // half of them
+
 inline void encode_block(uint8_t *dst, const Range &r, const uint16_t *src) {
   uint8_t tops[kBlock];
-  for (size_t i = 0; i < kBlock; i += kLanes) {
-    Words code = encode_lanes(r, from_bf16(src + i));
-    store(dst + i, __builtin_convertvector(code & 0xff, Bytes));
-    store(tops + i, __builtin_convertvector(code >> 8, Bytes));
+  float ratio = exp2_of(floats(r.step))[0], per_step = 1.0f / r.step, turn = log2_scalar((1.0f + ratio) * 0.5f) * per_step;
+  for (size_t i = 0; i < kBlock; i += kPair) {
+    Pair x = load_pair(src + i);
+    Words even = encode_lanes(r, per_step, turn, x.even), odd = encode_lanes(r, per_step, turn, x.odd);
+    store(dst + i, __builtin_convertvector((even & 0xff) | (odd & 0xff) << 8, Halves));
+    store(tops + i, __builtin_convertvector(even >> 8 | (odd >> 8) << 8, Halves));
   }
-  for (size_t i = 0; i < kBlock / 4; i++)
-    dst[kBlock + i] = static_cast<uint8_t>(tops[i] | tops[i + 32] << 2 | tops[i + 64] << 4 | tops[i + 96] << 6);
+  for (size_t i = 0; i < 32; i += sizeof(Tops)) {
+    Tops low = load<Tops>(tops + i) | load<Tops>(tops + 32 + i) << 2, high = load<Tops>(tops + 64 + i) | load<Tops>(tops + 96 + i) << 2;
+    store(dst + kBlock + i, low | high << 4);
+  }
 }
 
 void logfmt_encode(uint8_t *dst, const uint16_t *src, size_t blocks) {
@@ -109,15 +116,27 @@ void logfmt_encode(uint8_t *dst, const uint16_t *src, size_t blocks) {
   }
 }
 
+inline Floats decode_lanes(const Range &r, Words low, Words top) {
+  Words magnitude = low | (top & 1) << 8;
+  Words value = as_words(code_value(r, to_floats(bits_as<Ints>(magnitude))));
+  return as_floats(choose(magnitude == 0, Words{}, value) | (top >> 1) << 31);
+}
+
+// Sums lie as pairs: kLanes channels of even place, then those of odd place.
+inline void add_pair(float *acc, float weight, const Pair &value) {
+  store(acc, load<Floats>(acc) + floats(weight) * value.even);
+  store(acc + kLanes, load<Floats>(acc + kLanes) + floats(weight) * value.odd);
+}
+
 inline void add_block(float *acc, const uint8_t *src, const Range &r, float weight) {
   uint8_t tops[kBlock];
-  for (size_t i = 0; i < kBlock; i++) tops[i] = (src[kBlock + i % 32] >> (i / 32 * 2)) & 3;
-  for (size_t i = 0; i < kBlock; i += kLanes) {
-    Words low = __builtin_convertvector(load<Bytes>(src + i), Words), top = __builtin_convertvector(load<Bytes>(tops + i), Words);
-    Words magnitude = low | (top & 1) << 8;
-    Floats value = code_value(r, to_floats(bits_as<Ints>(magnitude)));
-    Words bits = choose(magnitude == 0, Words{}, as_words(value)) | (top >> 1) << 31;
-    store(acc + i, load<Floats>(acc + i) + floats(weight) * as_floats(bits));
+  for (size_t i = 0; i < 32; i += sizeof(Tops)) {
+    Tops packed = load<Tops>(src + kBlock + i);
+    for (size_t part = 0; part < 4; part++, packed >>= 2) store(tops + 32 * part + i, packed & 3);
+  }
+  for (size_t i = 0; i < kBlock; i += kPair) {
+    Words low = __builtin_convertvector(load<Halves>(src + i), Words), top = __builtin_convertvector(load<Halves>(tops + i), Words);
+    add_pair(acc + i, weight, {decode_lanes(r, low & 0xff, top & 0xff), decode_lanes(r, low >> 8, top >> 8)});
   }
 }
 
@@ -130,10 +149,7 @@ void logfmt_add(float *acc, const uint8_t *row, float weight, size_t blocks, siz
       add_block(acc, body, make_range(range[0], range[1]), weight);
       continue;
     }
-    for (size_t i = 0; i < kBlock; i += kLanes) {
-      const uint16_t *raw = reinterpret_cast<const uint16_t *>(body) + i;
-      store(acc + i, load<Floats>(acc + i) + floats(weight) * from_bf16(raw));
-    }
+    for (size_t i = 0; i < kBlock; i += kPair) add_pair(acc + i, weight, load_pair(reinterpret_cast<const uint16_t *>(body) + i));
   }
 }
 

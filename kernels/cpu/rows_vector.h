@@ -21,7 +21,6 @@ typedef float Floats __attribute__((vector_size(kWidth)));
 typedef uint32_t Words __attribute__((vector_size(kWidth)));
 typedef int32_t Ints __attribute__((vector_size(kWidth)));
 typedef uint16_t Halves __attribute__((vector_size(kWidth / 2)));
-typedef uint8_t Bytes __attribute__((vector_size(kWidth / 4)));
 
 template <class V> inline V load(const void *p) {
   V v;
@@ -45,24 +44,28 @@ inline Words choose(Ints mask, Words yes, Words no) {
 }
 inline Floats choose(Ints mask, Floats yes, Floats no) { return as_floats(choose(mask, as_words(yes), as_words(no))); }
 
-inline Floats from_bf16(const uint16_t *p) { return as_floats(__builtin_convertvector(load<Halves>(p), Words) << 16); }
-
-// Round to nearest even; NaN stays NaN.
-inline Halves to_bf16(Floats value) {
-  Words u = as_words(value);
-  Words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  Words quiet = (u >> 16) | 0x40;
-  Ints is_nan = (u & 0x7fffffff) > words(0x7f800000);
-  return __builtin_convertvector(choose(is_nan, quiet, rounded), Halves);
+// Channels two by two as they lie in memory: those of even place and those of odd place. Taking them apart and putting them
+// together needs no shuffles.
+struct Pair {
+  Floats even, odd;
+};
+constexpr size_t kPair = 2 * kLanes;  // channels
+inline Pair load_pair(const uint16_t *p) {
+  Words both = load<Words>(p);
+  return {as_floats(both << 16), as_floats(both & 0xffff0000)};
 }
 
-inline uint32_t greatest_lane(Words v) {
-  uint32_t lanes[kLanes], found = 0;
+// BF16 magnitudes as integers order like the numbers; NaN is above infinity.
+typedef int16_t Shorts __attribute__((vector_size(kWidth)));
+inline Shorts greater(Shorts a, Shorts b) { return a > b ? a : b; }
+inline int greatest_lane(Shorts v) {
+  int16_t lanes[kWidth / 2], found = INT16_MIN;
   memcpy(lanes, &v, sizeof v);
-  for (uint32_t lane : lanes) found = lane > found ? lane : found;
+  for (size_t half = kWidth / 4; half >= 8; half /= 2)
+    for (size_t i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+  for (size_t i = 0; i < 8; i++) found = lanes[i] > found ? lanes[i] : found;
   return found;
 }
-inline Words greater(Words a, Words b) { return choose(a > b, a, b); }
 
 #if defined(DK_STREAMING)
 // 16 bytes at a time, or 32 where the address allows; the write-combining buffers join them to lines.
