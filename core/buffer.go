@@ -2,6 +2,7 @@ package core
 
 import (
 	"context"
+	"fmt"
 	"time"
 
 	"go.uber.org/zap"
@@ -85,8 +86,16 @@ func (g *Group) options(o *BufferOptions, s env.Settings) engine.Options {
 	return opt
 }
 
+// maxBytes is the address space of a process, so that sizes never wrap around.
+const maxBytes = 1 << 47
+
 // check refuses options that nothing here can do.
 func (g *Group) check(o *BufferOptions) error {
+	for name, bytes := range map[string]uint64{"num_nvl_bytes": o.NumNVLBytes, "num_rdma_bytes": o.NumRDMABytes} {
+		if bytes > maxBytes {
+			return status.InvalidArg(name, bytes, fmt.Sprintf("at most %d", uint64(maxBytes)))
+		}
+	}
 	switch {
 	case o.Device < -1:
 		return status.InvalidArg("device", o.Device, "-1 (the current one) or an ordinal")

@@ -98,6 +98,18 @@ func TestWrongArguments(t *testing.T) {
 	})
 }
 
+func TestTooMuchMemory(t *testing.T) {
+	onRanks(t, 2, BufferOptions{NumNVLBytes: 1 << 10}, func(m *member) {
+		_, err := m.group.NewBuffer(context.Background(), BufferOptions{Engine: EngineCPU, Device: -1, NumNVLBytes: 1 << 60})
+		m.check(errors.Is(err, ErrInvalidArgument) && strings.Contains(err.Error(), "num_nvl_bytes: got 1152921504606846976"), "%v", err)
+		_, err = m.group.NewBuffer(context.Background(), BufferOptions{Engine: EngineCPU, Device: -1, NumRDMABytes: 1 << 47})
+		m.check(errors.Is(err, ErrOutOfMemory) && strings.Contains(err.Error(), "num_rdma_bytes = 140737488355328 are too much"), "%v", err)
+		b, err := m.group.NewBuffer(context.Background(), BufferOptions{Engine: EngineCPU, Device: -1})
+		m.must(err)
+		m.must(b.Destroy())
+	})
+}
+
 // num_nvl_bytes below the documented floor is named; above it rows come in pieces.
 func TestSmallBuffers(t *testing.T) {
 	onRanks(t, 2, BufferOptions{NumNVLBytes: 64}, func(m *member) {

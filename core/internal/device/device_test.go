@@ -143,7 +143,7 @@ func TestShareTellsWhoFailed(t *testing.T) {
 func TestAllocSaysHowMuch(t *testing.T) {
 	d := open(t)
 	defer d.Release()
-	if _, err := d.Alloc(1 << 62); err == nil || !strings.Contains(err.Error(), "4611686018427387904 bytes") {
+	if _, err := d.Alloc(1 << 62); !errors.Is(err, status.ErrOutOfMemory) || !strings.Contains(err.Error(), "4611686018427387904 bytes") {
 		t.Error(err)
 	}
 }

@@ -1,6 +1,7 @@
 package device
 
 import (
+	"errors"
 	"fmt"
 	"sync/atomic"
 
@@ -24,6 +25,9 @@ func (d *Device) Alloc(bytes uint64) (*Memory, error) {
 	p := &kern.MemAllocParams{Device: d.handle, Bytes: bytes}
 	if code := d.Lib.MemAlloc(p); code != 0 {
 		err := kern.Error("dk_mem_alloc", code, p.DeviceError)
+		if errors.Is(err, status.ErrInvalidArgument) { // a size that the system cannot even count is too much memory
+			err = status.Errorf(status.OutOfMemory, "%w", err)
+		}
 		return nil, status.Errorf(status.CodeOf(err), "allocating %d bytes on %s %s: %w", bytes, d.Lib.Kind, d.Name, err)
 	}
 	return d.memory(p.Mem, p.Address, p.OutBytes), nil

@@ -80,6 +80,9 @@ func (b *Buffer) build(c context.Context) error {
 		return err
 	}
 	if b.block, err = b.dev.Share(c, b.rank, b.regions.Total, mapped, exchange); err != nil {
+		if code := status.CodeOf(err); code == status.OutOfMemory {
+			err = status.Errorf(code, "num_nvl_bytes = %d and num_rdma_bytes = %d are too much: %w", b.opt.NVLBytes, b.opt.RDMABytes, err)
+		}
 		return err
 	}
 	err = b.join(prints)
