@@ -11,13 +11,20 @@ constexpr int kPauses = 16;                 // in a spin
 constexpr int kSpinsAlone = 200, kYieldsAlone = 20;  // a core for every rank: some 30 us before sleeping
 constexpr int kSpinsShared = 2, kYieldsShared = 12;  // ranks share cores: whoever is waited for may need this one
 
-// Follows "I wait for rank r" from peer to peer as long as they are awake: the last one is really late.
+// The rank that a peer waits for, or waited for when its own time ended a moment ago; -1: it does not wait.
+int awaited_by(Team &team, int peer, uint64_t now) {
+  Control &control = team.peers[peer].control;
+  int awaited = control.pulse().awaiting.load() - 1;
+  if (awaited < 0) return control.obituary().set.load() ? control.obituary().failure.peer : -1;
+  return now - control.pulse().stamp_ns.load() > kAwake ? -1 : awaited;
+}
+
+// Follows "I wait for rank r" from peer to peer: the last one is really late.
 int blame(Team &team, int peer, uint64_t now) {
   int culprit = peer;
   for (int hops = 0; hops < team.num_ranks; hops++) {
-    Pulse &pulse = team.peers[culprit].control.pulse();
-    int next = pulse.awaiting.load() - 1;
-    if (now - pulse.stamp_ns.load() > kAwake || next < 0 || next == team.rank || next >= team.num_ranks) break;
+    int next = awaited_by(team, culprit, now);
+    if (next < 0 || next == team.rank || next >= team.num_ranks) break;
     culprit = next;
   }
   return culprit;
@@ -60,6 +67,12 @@ bool Vigil::still_awaited(int peer) {
     return !late && !team.peers[peer].control.obituary().set.load() ? true : give_up_on(peer, DK_ETIMEOUT);
   }
   return !op_.adopt_failure_of(peer, now_ - since_);
+}
+
+// When time is over, the peer to name is one that does not wait for others itself.
+bool Vigil::more_to_blame(int peer, int than) const {
+  if (now_ - since_ < op_.timeout_ns) return false;
+  return awaited_by(op_.team, than, now_) >= 0 && awaited_by(op_.team, peer, now_) < 0;
 }
 
 void Vigil::pass_time(int first, const Missing &missing) {

@@ -18,6 +18,7 @@ class Vigil {
   void end();    // something happened
   // False if there is no need to wait for that peer any more: it was masked, or the operation has failed.
   bool still_awaited(int peer);
+  bool more_to_blame(int peer, int than) const;
   void pass_time(int first, const Missing &missing);
 
  private:
@@ -56,7 +57,7 @@ template <class PollFn, class AwaitsFn> bool wait_until(Op &op, PollFn poll, Awa
       Missing here;
       if (peer == op.team.rank || !awaits(peer, here)) continue;
       if (!vigil.still_awaited(peer)) masked = true;
-      else if (first < 0) first = peer, missing = here;
+      else if (first < 0 || vigil.more_to_blame(peer, first)) first = peer, missing = here;
     }
     if (!op.failed() && !masked) vigil.pass_time(first, missing);
   }
