@@ -16,8 +16,7 @@ struct world {
   int count;
   pthread_mutex_t lock;
   pthread_cond_t changed;
-  uint64_t rounds;                /* of meeting, finished */
-  int arrived;
+  struct gate { int arrived; uint64_t rounds; } meeting, settling;
   bool broken;                    /* a rank failed: the others leave at their next wait */
   struct offer offers[MAX_SEATS];
   struct rank ranks[MAX_SEATS];
@@ -28,16 +27,16 @@ static struct world *_Atomic running;
 
 /* ---- Meeting ---------------------------------------------------------------------------------------------------------- */
 
-/* Lock held. False: a rank failed. `always`: a failure is no reason to leave (taking down); the watchdog bounds it. */
-static bool everyone_here(struct world *w, bool always) {
-  uint64_t round = w->rounds;
-  if (++w->arrived == w->count) {
-    w->arrived = 0;
-    w->rounds++;
+/* Lock held. False: a rank failed, which is no reason to leave while things are taken down (the watchdog bounds that). */
+static bool everyone_here(struct world *w, struct gate *gate) {
+  uint64_t round = gate->rounds;
+  if (++gate->arrived == w->count) {
+    gate->arrived = 0;
+    gate->rounds++;
     pthread_cond_broadcast(&w->changed);
   }
-  while (w->rounds == round && (always || !w->broken)) pthread_cond_wait(&w->changed, &w->lock);
-  return w->rounds != round || always;
+  while (gate->rounds == round && (gate == &w->settling || !w->broken)) pthread_cond_wait(&w->changed, &w->lock);
+  return gate->rounds != round;
 }
 
 static void settle(struct rank *me) {
@@ -46,7 +45,7 @@ static void settle(struct rank *me) {
     return;
   }
   pthread_mutex_lock(&me->world->lock);
-  everyone_here(me->world, true);
+  everyone_here(me->world, &me->world->settling);
   pthread_mutex_unlock(&me->world->lock);
 }
 
@@ -63,12 +62,12 @@ void gather(struct rank *me, const void *mine, size_t bytes, int fd, void *all, 
   struct offer *offer = &w->offers[me->index];
   offer->fd = fd;
   if (bytes) memcpy(offer->blob, mine, bytes);
-  bool good = everyone_here(w, false);
+  bool good = everyone_here(w, &w->meeting);
   for (int i = 0; good && i < w->count; i++) {
     if (bytes) memcpy((char *)all + (size_t)i * bytes, w->offers[i].blob, bytes);
     if (fds) fds[i] = w->offers[i].fd >= 0 && i != me->index ? dup(w->offers[i].fd) : -1;
   }
-  good = good && everyone_here(w, false);
+  good = good && everyone_here(w, &w->meeting);
   pthread_mutex_unlock(&w->lock);
   if (!good) leave(me);
 }
@@ -82,7 +81,6 @@ static void break_world(struct world *w) {
   w->broken = true;
   for (int i = 0; i < w->count; i++)
     for (int t = 0; t < w->ranks[i].num_teams; t++) set_abort(w->ranks[i].teams[t], DK_EABORTED, -1);
-  w->arrived = 0;
   pthread_cond_broadcast(&w->changed);
   pthread_mutex_unlock(&w->lock);
 }

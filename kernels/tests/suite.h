@@ -83,7 +83,7 @@ struct share;
 struct team;
 #define MAX_TENSORS 256
 #define MAX_SHARES 8
-#define MAX_TEAMS 4
+#define MAX_TEAMS 8
 struct guarded { const char *name; uint64_t offset, bytes; };
 
 struct rank {
