@@ -203,7 +203,8 @@ func TestRunningJob(t *testing.T) {
 			}
 		}
 		for rank := range jobRanks {
-			if rank != jobSlow && long[rank] < 5 || rank == jobSlow && long[rank] > 2 {
+			// The slow rank waits for nobody, except where this machine itself was busy.
+			if rank != jobSlow && (long[rank] < 5 || long[rank] < 2*long[jobSlow]) {
 				t.Errorf("calls above 15 ms by rank: %v", long)
 			}
 		}
