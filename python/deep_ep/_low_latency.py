@@ -10,7 +10,7 @@ from . import _abi, errors
 from . import _torch as tt
 from ._base import BufferBase, Ordering, refuse_keywords
 from .errors import assertion, value_error
-from .utils import EventOverlap
+from .utils import EventHandle, EventOverlap
 
 SEND, RECV, SEND_RECV = 1, 2, 3
 ROUND_SCALE, UE8M0, LOGFMT, ZERO_COPY, UNREDUCED = 1, 2, 4, 8, 16
@@ -70,15 +70,13 @@ class LowLatencyMode(BufferBase):
         if fork_keywords:
             refuse_keywords("low_latency_dispatch", fork_keywords)
         self.enter()
-        bound, num_experts = self._check_shape(num_max_dispatch_tokens_per_rank, num_experts)
+        if (num_max_dispatch_tokens_per_rank, num_experts) != self._ll_shape:
+            self._ll_shape = self._check_shape(num_max_dispatch_tokens_per_rank, num_experts)
+        bound, num_experts = self._ll_shape
         assertion(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
-        if use_ue8m0 and not (use_fp8 and round_scale):
-            raise value_error(
-                "use_ue8m0", f"True with use_fp8={use_fp8}, round_scale={round_scale}", "both of them True"
-            )
         num_tokens, hidden, num_topk = self._check_tokens(x, topk_idx, bound)
-        if use_ue8m0 and hidden % 512:
-            raise value_error("use_ue8m0", f"True with hidden {hidden}", "a hidden that is a multiple of 512")
+        if use_ue8m0:
+            self._check_ue8m0(use_fp8, round_scale, hidden)
         local = num_experts // self.group_size
         if topk_weights is not None:
             tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (num_tokens, num_topk))
@@ -87,12 +85,13 @@ class LowLatencyMode(BufferBase):
         outputs = self._take_outputs((local, bound, hidden, bool(use_fp8), bool(use_ue8m0)))
         args = outputs.args
         args.flags = (ROUND_SCALE if round_scale else 0) | (UE8M0 if use_ue8m0 else 0)
-        args.num_tokens, args.num_topk, args.num_experts = num_tokens, num_topk, num_experts
+        args.num_tokens, args.num_topk = num_tokens, num_topk
         args.index_type = tt.INDEX_TYPES[topk_idx.dtype]
         args.x, args.topk_idx = x.data_ptr(), topk_idx.data_ptr()
         args.topk_weights = tt.address(topk_weights)
         args.cumulative_recv_stats = tt.address(cumulative_local_expert_recv_stats)
         args.wait_recv_cost_stats = tt.address(dispatch_wait_recv_cost_stats)
+        recv_x, recv_count, src_info, layout_range, scales, scales_view = outputs.tensors
         held = (  # whoever keeps this keeps the outputs from being used again
             x,
             topk_idx,
@@ -100,15 +99,12 @@ class LowLatencyMode(BufferBase):
             cumulative_local_expert_recv_stats,
             dispatch_wait_recv_cost_stats,
             outputs,
-            outputs.tensors[0],
+            recv_x,
         )
-        lib = self.native.lib
-        event, hook = self._issue(lib.quick.deepep_low_latency_dispatch, args, async_finish, return_recv_hook, held)
-        recv_x, scales, recv_count, src_info, layout_range = outputs.tensors
+        function, reference = self.native.lib.quick.deepep_low_latency_dispatch, outputs.reference
+        event, hook = self._issue(function, args, reference, async_finish, return_recv_hook, held)
         handle = (src_info, layout_range, bound, hidden, num_experts)
-        if not use_fp8:
-            return recv_x, recv_count, handle, event, hook
-        return (recv_x, scales.transpose(1, 2)), recv_count, handle, event, hook
+        return ((recv_x, scales_view) if use_fp8 else recv_x), recv_count, handle, event, hook
 
     def low_latency_combine(
         self,
@@ -151,20 +147,22 @@ class LowLatencyMode(BufferBase):
             raise value_error("zero_copy", "True with use_logfmt=True", "one of them")
         src_info, layout_range, bound, hidden, num_experts = self._check_handle(handle)
         local, rows = num_experts // self.group_size, self.group_size * bound
-        tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (None, None))
+        if not tt.plain(topk_idx, tt.INT64, self.device):
+            tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (None, None))
         num_tokens, num_topk = topk_idx.shape
         if num_tokens > bound:
             raise value_error("topk_idx", f"{num_tokens} tokens", f"at most B = {bound}")
-        tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (num_tokens, num_topk))
+        if not tt.plain(topk_weights, tt.FLOAT32, self.device, (num_tokens, num_topk)):
+            tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (num_tokens, num_topk))
         self._check_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, tt.INT64, self.group_size)
-        if not zero_copy:
+        if not zero_copy and not tt.plain(x, tt.BF16, self.device, (local, rows, hidden)):
             tt.check("x", x, self.device, (tt.BF16,), (local, rows, hidden))
         if out is None:
             out = tt.empty((num_tokens, hidden), tt.BF16, self.device)
-        else:
+        elif not tt.plain(out, tt.BF16, self.device, (num_tokens, hidden)):
             tt.check("out", out, self.device, (tt.BF16,), (num_tokens, hidden))
-        args = _abi.LlCombineArgs()
-        args.struct_size = ctypes.sizeof(_abi.LlCombineArgs)
+        # A hook's second half finds the struct as the first left it, so only calls that end here may share one.
+        args = _abi.sized(_abi.LlCombineArgs) if return_recv_hook else self._ll_combine
         args.flags = (LOGFMT if use_logfmt else 0) | (ZERO_COPY if zero_copy else 0) | (UNREDUCED if unreduced else 0)
         args.num_tokens, args.num_max_tokens, args.hidden = num_tokens, bound, hidden
         args.num_topk, args.num_experts, args.index_type = num_topk, num_experts, tt.INDEX_TYPES[topk_idx.dtype]
@@ -174,7 +172,8 @@ class LowLatencyMode(BufferBase):
         args.combined_x, args.wait_recv_cost_stats = out.data_ptr(), tt.address(combine_wait_recv_cost_stats)
         held = (x, topk_idx, topk_weights, src_info, layout_range, out, combine_wait_recv_cost_stats)
         lib = self.native.lib
-        event, hook = self._issue(lib.quick.deepep_low_latency_combine, args, async_finish, return_recv_hook, held)
+        function, reference = lib.quick.deepep_low_latency_combine, ctypes.byref(args)
+        event, hook = self._issue(function, args, reference, async_finish, return_recv_hook, held)
         return out, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> tt.Tensor:
@@ -231,15 +230,20 @@ class LowLatencyMode(BufferBase):
     # ---- helpers
 
     def _issue(
-        self, function: Any, args: Any, async_finish: bool, return_recv_hook: bool, held: tuple[Any, ...]
+        self,
+        function: Any,
+        args: Any,
+        reference: Any,
+        async_finish: bool,
+        return_recv_hook: bool,
+        held: tuple[Any, ...],
     ) -> tuple[EventOverlap, Hook | None]:
         if not return_recv_hook:
             args.phases = SEND_RECV
-            self._call(function, args, async_finish, held, self.current_stream())
-            return self._last_event, None
+            return self._call(function, reference, async_finish, held, self.current_stream()), None
         stream = self.current_stream()
         args.phases = SEND
-        self._call(function, args, False, held, stream)
+        self._call(function, reference, False, held, stream)
 
         done = False
 
@@ -249,32 +253,43 @@ class LowLatencyMode(BufferBase):
                 raise errors.DeepEPError(errors.INVALID_STATE, "the hook was called already")
             done = True
             args.phases = RECV
-            self._call(function, args, False, held, stream)
+            self._call(function, reference, False, held, stream)
             held = ()
 
         return EventOverlap(), hook
 
-    _last_event: EventOverlap
-
-    def _call(self, function: Any, args: Any, async_finish: bool, held: tuple[Any, ...], stream: int | None) -> None:
-        native = self.native
-        if async_finish and not self.host_stream:
-            order = Ordering(self, None, True, False)
-            native.lib.check(function(native, ctypes.byref(args), order.call(None, True)))
-            tensors = tuple(t for entry in held for t in (entry.tensors if isinstance(entry, tt.Outputs) else (entry,)))
-            self._last_event = order.finish(tensors)
-            return
-        struct = self._ll_call
-        struct.stream = stream
-        if not self.host_stream:
-            native.lib.check(function(native, ctypes.byref(args), ctypes.byref(struct)))
-            self._last_event = EventOverlap()
-            return
-        order = Ordering(self, None, async_finish, False)
-        native.lib.check(function(native, ctypes.byref(args), order.call(None, True)))
-        self._last_event = order.finish(held)
-
+    _ll_shape: tuple[int, int]
     _ll_call: Any
+    _ll_reference: Any
+    _ll_combine: Any
+
+    def _call(
+        self, function: Any, reference: Any, async_finish: bool, held: tuple[Any, ...], stream: int | None
+    ) -> EventOverlap:
+        native = self.native
+        if async_finish:
+            order = Ordering(self, None, True, False)
+            native.lib.check(function(native, reference, order.call(None, True)))
+            if self.host_stream:
+                return order.finish(held)
+            tensors = [t for entry in held for t in (entry.tensors if isinstance(entry, tt.Outputs) else (entry,))]
+            return order.finish(tuple(tensors))
+        call = self._ll_call
+        call.stream = stream
+        if self.host_stream and not call.event:
+            call.event = native.take_event()
+            call.__setattr__("async", 1)
+        status = function(native, reference, self._ll_reference)
+        if status:
+            raise native.lib.error(status)
+        if self.host_stream:
+            try:
+                native.wait_event(call.event)
+            except BaseException:  # the work may still go on: its tensors stay, and the event is not used again
+                self.keep(EventHandle._of_call(self, call.event), held)
+                call.event = None
+                raise
+        return EventOverlap()
 
     def _on_current_stream(self, function: Any, *values: Any, held: tuple[Any, ...] = ()) -> None:
         order = Ordering(self, None, False, False)
@@ -284,7 +299,7 @@ class LowLatencyMode(BufferBase):
     def _take_outputs(self, key: tuple[int, int, int, bool, bool]) -> tt.Outputs:
         """Outputs of this shape that nobody holds, made anew if there are none."""
         pool = self._outputs.setdefault(key, [])
-        stream = self.current_stream() or 0
+        stream = 0 if self.host_stream else self.current_stream() or 0
         for candidate in pool:
             if candidate.stream == stream and candidate.unused():
                 return candidate
@@ -299,25 +314,37 @@ class LowLatencyMode(BufferBase):
         scales = ((local, hidden // 512, rows), i32) if ue8m0 else ((local, hidden // 128, rows), tt.FLOAT32)
         specs: list[Any] = [
             ((local, rows, hidden), tt.FP8 if use_fp8 else tt.BF16),
-            scales if use_fp8 else ((0, 0, 0), tt.FLOAT32),
             ((local,), i32),
             ((local, rows), i32),
             ((local, self.group_size), tt.INT64),
+            scales if use_fp8 else ((0, 0, 0), tt.FLOAT32),
         ]
         outputs = tt.Outputs(specs, self.device)
         pointers = [tensor.data_ptr() for tensor in outputs.tensors]
+        outputs.tensors.append(outputs.tensors[4].transpose(1, 2))
+        outputs.ready()
         outputs.args = _abi.sized(
             _abi.LlDispatchArgs,
             num_max_tokens=bound,
             hidden=hidden,
+            num_experts=local * self.group_size,
             use_fp8=int(use_fp8),
             recv_x=pointers[0],
-            recv_x_scales=pointers[1] if use_fp8 else None,
-            recv_count=pointers[2],
-            src_info=pointers[3],
-            layout_range=pointers[4],
+            recv_count=pointers[1],
+            src_info=pointers[2],
+            layout_range=pointers[3],
+            recv_x_scales=pointers[4] if use_fp8 else None,
         )
+        outputs.reference = ctypes.byref(outputs.args)
         return outputs
+
+    def _check_ue8m0(self, use_fp8: bool, round_scale: bool, hidden: int) -> None:
+        if not (use_fp8 and round_scale):
+            raise value_error(
+                "use_ue8m0", f"True with use_fp8={use_fp8}, round_scale={round_scale}", "both of them True"
+            )
+        if hidden % 512:
+            raise value_error("use_ue8m0", f"True with hidden {hidden}", "a hidden that is a multiple of 512")
 
     def _check_shape(self, bound: object, num_experts: object) -> tuple[int, int]:
         assertion(self.low_latency_mode, "the buffer was made with low_latency_mode=False")
@@ -333,13 +360,15 @@ class LowLatencyMode(BufferBase):
         return bound, num_experts
 
     def _check_tokens(self, x: tt.Tensor, topk_idx: tt.Tensor, bound: int) -> tuple[int, int, int]:
-        tt.check("x", x, self.device, (tt.BF16,), (None, None))
+        if not tt.plain(x, tt.BF16, self.device):
+            tt.check("x", x, self.device, (tt.BF16,), (None, None))
         num_tokens, hidden = x.shape
         if num_tokens > bound:
             raise value_error("x", f"{num_tokens} tokens", f"at most num_max_dispatch_tokens_per_rank = {bound}")
         if hidden == 0 or hidden % 128:
             raise value_error("x", f"hidden {hidden}", "a hidden that is a multiple of 128")
-        tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (num_tokens, None))
+        if not (tt.plain(topk_idx, tt.INT64, self.device) and topk_idx.shape[0] == num_tokens):
+            tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (num_tokens, None))
         return num_tokens, hidden, topk_idx.shape[1]
 
     def _check_stats(self, name: str, tensor: object, dtype: Any, length: int) -> None:
@@ -351,10 +380,13 @@ class LowLatencyMode(BufferBase):
             given = f"a tuple of {len(handle)}" if isinstance(handle, tuple) else type(handle).__name__
             raise errors.type_error("handle", given, "the handle that low_latency_dispatch returned")
         src_info, layout_range, bound, hidden, num_experts = handle
-        bound, num_experts = self._check_shape(bound, num_experts)
-        local = num_experts // self.group_size
-        tt.check("handle: src_info", src_info, self.device, (tt.INT32,), (local, self.group_size * bound))
-        tt.check("handle: layout_range", layout_range, self.device, (tt.INT64,), (local, self.group_size))
+        if (bound, num_experts) != self._ll_shape:
+            bound, num_experts = self._check_shape(bound, num_experts)
+        local, ranks = num_experts // self.group_size, self.group_size
+        if not tt.plain(src_info, tt.INT32, self.device, (local, ranks * bound)):
+            tt.check("handle: src_info", src_info, self.device, (tt.INT32,), (local, ranks * bound))
+        if not tt.plain(layout_range, tt.INT64, self.device, (local, ranks)):
+            tt.check("handle: layout_range", layout_range, self.device, (tt.INT64,), (local, ranks))
         return src_info, layout_range, bound, hidden, num_experts
 
     def _check_shrink(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -19,6 +20,8 @@ BF16 = torch.bfloat16
 FLOAT32, INT32, INT64, BOOL = torch.float32, torch.int32, torch.int64, torch.bool
 INDEX_TYPES = {torch.int32: 0, torch.int64: 1}
 ITEM_TYPES = {torch.bfloat16: 2, torch.float8_e4m3fn: 3}
+_storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+_use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 _current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -100,6 +103,20 @@ def check(
     return tensor
 
 
+def plain(tensor: object, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] | None = None) -> bool:
+    """True for a contiguous tensor of this dtype, device and shape (None: any matrix): a quick yes for hot paths.
+
+    On a no, `check` says what is wrong (or that another dtype is fine too).
+    """
+    return (
+        type(tensor) is Tensor
+        and tensor.dtype is dtype
+        and (tensor.dim() == 2 if shape is None else tensor.shape == shape)
+        and tensor.is_contiguous()
+        and tensor.device == device
+    )
+
+
 def address(tensor: Tensor | None) -> int | None:
     """The address of a tensor's first element, for ctypes."""
     return tensor.data_ptr() if tensor is not None else None
@@ -145,45 +162,40 @@ def gather_function(group: Any) -> tuple[int, int, Callable[[bytes], list[bytes]
 class Outputs:
     """Output tensors cut from one allocation, and a way to tell that nobody holds any of them any more."""
 
-    __slots__ = ("tensors", "_storage", "_idle", "args", "stream")
+    __slots__ = ("tensors", "_storage", "_number", "_idle", "args", "reference", "stream")
 
     def __init__(self, specs: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
         """Allocates tensors of these (shape, dtype); each begins at a multiple of 256 bytes."""
         offsets, total = [], 0
         for shape, dtype in specs:
             offsets.append(total)
-            count = dtype.itemsize
-            for length in shape:
-                count *= length
-            total += (count + 255) // 256 * 256
+            total += (math.prod(shape) * dtype.itemsize + 255) // 256 * 256
         arena = empty((max(total, 1),), torch.uint8, device)
         self._storage = arena.untyped_storage()
-        tensors: list[Any] = []
+        self._number = self._storage._cdata
+        self.tensors: list[Any] = []
         for (shape, dtype), offset in zip(specs, offsets, strict=True):
-            strides: list[int] = []
-            step = 1
-            for length in reversed(shape):
-                strides.insert(0, step)
-                step *= length
+            strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
             view = torch.empty((0,), dtype=dtype, device=device)
             view.set_(self._storage, offset // dtype.itemsize, tuple(shape), tuple(strides))
-            tensors.append(view)
-        self.tensors = tensors
-        self.args: Any = None
+            self.tensors.append(view)
+        self.args: Any = None  # the C struct of the call that fills them
+        self.reference: Any = None  # the same, as ctypes passes it
         self.stream = 0
         del arena, view
+        self._idle: Any = None
+
+    def ready(self) -> None:
+        """Remembers what the counts are while nobody but this object holds anything."""
         self._idle = self._usage()
 
-    def _usage(self) -> tuple[int, ...]:
-        uses = torch._C._storage_Use_Count(self._storage._cdata)
-        counts = [uses]
-        for i in range(len(self.tensors)):
-            counts.append(sys.getrefcount(self.tensors[i]) + self.tensors[i]._use_count())
-        return tuple(counts)
+    def _usage(self) -> tuple[Any, ...]:
+        tensors = self.tensors
+        return _storage_uses(self._number), list(map(sys.getrefcount, tensors)), list(map(_use_count, tensors))
 
     def unused(self) -> bool:
         """True if every tensor, view and storage handed out is gone."""
-        return self._usage() == self._idle
+        return bool(self._usage() == self._idle)
 
 
 class RowPool:

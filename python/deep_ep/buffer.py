@@ -134,7 +134,9 @@ class Buffer(NormalMode, LowLatencyMode):
         self._default_configs: dict[tuple[int, int], Any] = {}
         self._zero_copy = None
         self._ll_call = _abi.sized(_abi.Call)
-        self._last_event = EventOverlap()
+        self._ll_reference = ctypes.byref(self._ll_call)
+        self._ll_combine = _abi.sized(_abi.LlCombineArgs)
+        self._ll_shape = (0, 0)
         milliseconds = 0 if timeout is None else max(1, round(timeout * 1000))
         self.engine = _choose_engine(engine)
         options = _abi.sized(
