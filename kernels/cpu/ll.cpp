@@ -45,7 +45,7 @@ void SendHalf::post(int peer, int32_t num_tokens) {
   to.rows_in_rdma = in_rdma_;
   to.rows_offset = offset_;
   to.rows_stride = stride_;
-  to.cleans = own.cleans;
+  to.cleans = own.cleans.load();
   to.num_tokens = num_tokens;
   memcpy(to.fields, fields_, sizeof fields_);
   to.epoch.store(epoch_);
@@ -63,7 +63,7 @@ void SendHalf::finish(int32_t num_tokens, uint32_t ticket) {
   left = {};
   left.epoch = epoch_;
   left.since_clean = own.since_clean[kind_];
-  left.cleans = own.cleans;
+  left.cleans = own.cleans.load();
   left.kind = kind_;
   left.open = 1;
 }
