@@ -56,7 +56,8 @@ type Buffer struct {
 
 	ready    chan struct{} // closed when build has ended
 	buildErr error         // read after ready
-	cancel   func(error)   // ends build early
+	life     ctx           // ends with Destroy
+	cancel   func(error)
 
 	active   atomic.Int32 // calls inside; see enter
 	watching atomic.Bool  // losses of peers can be written to words

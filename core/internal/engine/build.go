@@ -29,13 +29,11 @@ func New(parent context.Context, members Members, opt Options) (*Buffer, error) 
 		opt: opt, members: members, rank: members.Rank(), size: members.Size(), top: opt.Topology, ready: make(chan struct{}),
 		log: opt.Log.With(zap.Int("rank", members.Rank()), zap.Uint32("buffer", opt.ID)),
 	}
-	limited, done := context.WithTimeout(parent, opt.StartLimit)
-	building, cancel := context.WithCancelCause(limited)
-	b.cancel = cancel
+	b.life, b.cancel = context.WithCancelCause(context.Background())
 	build := func() {
+		c, done := b.limited(parent)
 		defer done()
-		defer cancel(nil)
-		b.finishBuild(building)
+		b.finishBuild(c)
 	}
 	if opt.Background {
 		go build()
@@ -47,6 +45,19 @@ func New(parent context.Context, members Members, opt Options) (*Buffer, error) 
 		return nil, b.buildErr
 	}
 	return b, nil
+}
+
+// limited is a context for what a buffer exchanges with the other ranks: it ends with the caller's, with the buffer, and
+// after the limit for a start.
+func (b *Buffer) limited(parent context.Context) (context.Context, context.CancelFunc) {
+	c, done := context.WithTimeout(b.life, b.opt.StartLimit)
+	c, cancel := context.WithCancelCause(c)
+	stop := context.AfterFunc(parent, func() { cancel(context.Cause(parent)) })
+	return c, func() {
+		stop()
+		cancel(nil)
+		done()
+	}
 }
 
 // finishBuild builds and opens the buffer, or keeps the reason why not. It does not panic, since it may be a goroutine.
@@ -89,7 +100,7 @@ func (b *Buffer) build(c context.Context) error {
 	if err == nil && b.opt.Preinitialize {
 		err = b.touch()
 	}
-	if err = b.agree(c, err); err != nil {
+	if err = b.agree(c, "ready", err); err != nil {
 		return err
 	}
 	b.watching.Store(true)
@@ -104,9 +115,10 @@ func (b *Buffer) exchanger(what string) device.Exchange {
 	}
 }
 
-// agree ends the start-up: a rank that failed tells the others, and nobody begins before all are there.
-func (b *Buffer) agree(c context.Context, own error) error {
-	all, err := b.exchanger("ready")(c, errorText(own), nil)
+// agree brings all ranks to one point and to one result: a rank that failed tells the others, so that nobody goes on
+// without it.
+func (b *Buffer) agree(c context.Context, what string, own error) error {
+	all, err := b.exchanger(what)(c, errorText(own), nil)
 	if own != nil {
 		return own
 	}
@@ -115,7 +127,7 @@ func (b *Buffer) agree(c context.Context, own error) error {
 	}
 	for rank, m := range all {
 		if len(m.Blob) > 1 {
-			return status.Errorf(status.Code(m.Blob[0]), "rank %d cannot make the buffer: %s", rank, m.Blob[1:])
+			return status.Errorf(status.Code(m.Blob[0]), "rank %d failed: %s", rank, m.Blob[1:])
 		}
 	}
 	return nil

@@ -27,7 +27,7 @@ func (b *Buffer) Destroy() error {
 	if b.closed.Swap(true) {
 		return nil
 	}
-	b.cancel(status.Errorf(status.InvalidState, "the buffer was destroyed before its start-up was complete"))
+	b.cancel(errDestroyed)
 	if !within(startGrace, func() bool { return isClosed(b.ready) }) {
 		return status.Errorf(status.Timeout, "the buffer's start-up did not stop within %v: its memory is lost", startGrace)
 	}

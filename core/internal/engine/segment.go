@@ -43,7 +43,7 @@ func (b *Buffer) NewSegment(c context.Context, bytes uint64) (*Segment, error) {
 	number, free := b.offerSegments()
 	exchange := b.exchanger(fmt.Sprintf("segment/%d", number))
 	index := -1
-	limited, done := context.WithTimeout(c, b.opt.StartLimit)
+	limited, done := b.limited(c)
 	defer done()
 	shared, err := b.dev.Share(limited, b.rank, bytes, mapped, func(c ctx, blob []byte, fds []int) ([]device.Message, error) {
 		all, err := exchange(c, append(binary.LittleEndian.AppendUint64(nil, free), blob...), fds)

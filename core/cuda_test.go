@@ -1,0 +1,46 @@
+package core
+
+import (
+	"testing"
+	"time"
+)
+
+// The same engine over the CUDA library: every operation once, on memory and streams of a device that the ranks share.
+func TestCUDA(t *testing.T) {
+	info, err := QueryEngine(EngineCUDA)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !info.Available {
+		t.Skipf("needs a GPU and the CUDA kernel library: %s", info.Reason)
+	}
+	o := roomFor(t, 2, 16, 512, 8)
+	o.Engine, o.Device, o.NumNVLBytes, o.Preinitialize, o.Shrink = EngineCUDA, 0, 16<<20, true, true
+	onRanks(t, 2, o, func(m *member) {
+		i := m.Info()
+		m.check(i.Engine == EngineCUDA && !i.HostStream && i.CommStream != 0 && i.NumDeviceSMs > 0, "%+v", i)
+		for _, fp8 := range []bool{false, true} {
+			m.must(m.Warmup(WarmupOptions{NumTokens: 64, Hidden: 512, NumTopK: 3, NumExperts: 8, LLMaxTokens: 16, LLHidden: 512, LLNumTopK: 3, LLNumExperts: 8, UseFP8: fp8}))
+		}
+		comm := i.CommStream
+		done := m.event()
+		m.must(m.Barrier(&Call{Stream: comm, Event: done}))
+		m.must(done.Wait(-1))
+		m.must(m.Clean(16, 512, 8, &Call{Stream: comm}))
+		m.must(m.UpdateMask(0, false, &Call{Stream: comm}))
+		m.must(m.CleanMask(&Call{Stream: comm, Event: done}))
+		m.must(done.Wait(10 * time.Second))
+		m.must(done.Destroy())
+		for _, op := range []uint32{OpLayout, OpNotify, OpDispatch, OpCombine, OpLLDispatch, OpLLCombine} {
+			s, err := m.Stats(op)
+			m.must(err)
+			m.check(s.Calls == 2 && s.Errors == 0, "%s: %+v", OpName(op), s)
+			if m.rank == 0 {
+				t.Logf("%s: %v %v", OpName(op), s.P50, s.Max)
+			}
+		}
+		segment, err := m.NewSegment(t.Context(), 1<<20)
+		m.must(err)
+		m.must(segment.Release())
+	})
+}
