@@ -62,7 +62,7 @@ it spent waiting for peers; both are of rank 0.`,
 	flags.StringVar(&f.spec.Routing, "routing", "uniform", "uniform, zipf or one-hot")
 	flags.BoolVar(&f.spec.FP8, "fp8", false, "low-latency dispatch casts to FP8")
 	flags.IntVar(&f.spec.Iterations, "iterations", 30, "timed calls of each operation")
-	flags.IntVar(&f.spec.Warmup, "warmup", 5, "calls before the timed ones")
+	flags.IntVar(&f.spec.Warmup, "warmup", 5, "calls before the timed ones, at least 2")
 	flags.Uint64Var(&f.spec.Seed, "seed", 1, "of the routing")
 	flags.BoolVar(&f.json, "json", false, "print JSON")
 	flags.StringVar(&f.picture, "picture", "", "write a picture (PNG) of latency against tokens")

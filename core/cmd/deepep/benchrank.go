@@ -190,23 +190,17 @@ func (c *caller) measure(operation string, tokens int, constructed time.Duration
 		return nil, err
 	}
 	number := benchOperations[operation]
-	var before core.OpStats
-	for range 2 { // once for the outputs to be made, once so that statistics begin after that
-		if prepare != nil {
-			if err := prepare(); err != nil {
-				return nil, err
-			}
-		}
-		if err := op(); err != nil {
-			return nil, err
-		}
+	// At least two: one makes the outputs, the next is the first like all others.
+	if _, err := c.samples(0, max(c.spec.Warmup, 2), prepare, op); err != nil {
+		return nil, err
 	}
+	var before core.OpStats
 	if number != 0 {
 		if before, err = c.Stats(number); err != nil {
 			return nil, err
 		}
 	}
-	times, err := c.samples(c.spec.Iterations, c.spec.Warmup, prepare, op)
+	times, err := c.samples(c.spec.Iterations, 0, prepare, op)
 	if err != nil {
 		return nil, err
 	}
