@@ -217,7 +217,7 @@ func (e *exam) nvshmemCopy(c, used copyOf, first bool) {
 	case first && hostKnown && builtKnown && host != built:
 		l.Read += ", libdeepep_nvshmem.so built with " + e.opt.NVSHMEM
 		l.Cause = "the device half is linked into libdeepep_nvshmem.so, the host half is this copy; unequal versions hang without a word"
-		l.Fix = "install nvshmem " + built.String() + ", or build anew against this copy: make kernels NVSHMEM_HOME=…"
+		l.Fix = "install nvshmem " + built.String() + ", or build libdeepep_nvshmem.so anew against this copy"
 		e.fail(l)
 	case hostKnown && headerKnown && host != header:
 		l.Cause = "header and shared object of one folder differ: what is built there gets the device half of the one and the host half of the other"

@@ -181,7 +181,7 @@ func (e *exam) islands(nvml *NVML) {
 	l.Facts = map[string]string{"islands": l.Read}
 	if len(groups) > 1 {
 		l.Cause = "ranks of different islands share no NVLink; their traffic goes over PCIe, several times slower"
-		l.Fix = "place the ranks of one group within an island (CUDA_VISIBLE_DEVICES), or set NUM_MAX_NVL_PEERS to the island's size"
+		l.Fix = "place the ranks of one group within an island (CUDA_VISIBLE_DEVICES), or set DEEPEP_NUM_MAX_NVL_PEERS to the island's size"
 		e.warn(l)
 		return
 	}

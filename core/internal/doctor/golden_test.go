@@ -68,6 +68,11 @@ var hosts = []struct {
 		h.nvmlErr = errors.New("nvmlInit: Driver/library version mismatch (18)")
 		return h
 	}},
+	{"no-code-for-this-gpu", ForIntranode, "compute", func() *host {
+		h := gpuHost("InfiniBand")
+		h.opt.Kernels[0].Cubins, h.opt.Kernels[0].PTX = []int{100, 120}, []int{120}
+		return h
+	}},
 	{"old-driver-old-gpu", ForIntranode, "driver", func() *host {
 		h := gpuHost("InfiniBand")
 		h.file("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n")

@@ -99,7 +99,7 @@ func checkDriver(e *exam) {
 		e.fail(l)
 	case got.less(need):
 		l.Cause = fmt.Sprintf("the CUDA library was built with CUDA %d, which needs driver %d.%d or later", toolkit, need[0], need[1])
-		l.Fix = fmt.Sprintf("%supdate the driver to %d or later, or build the library with an older toolkit: make kernels CUDA_HOME=…", e.onHost(), need[0])
+		l.Fix = fmt.Sprintf("%supdate the driver to %d or later, or build the library with an older toolkit: make cuda NVCC=/usr/local/cuda-12/bin/nvcc", e.onHost(), need[0])
 		e.fail(l)
 	default:
 		e.ok(l)
@@ -159,7 +159,7 @@ func (e *exam) compute(g NVMLGPU, cc string) {
 		if !k.has(g.Major, g.Minor) {
 			l.File = k.Path
 			l.Cause = "the library holds no machine code for this GPU and no PTX that the driver could compile for it"
-			l.Fix = fmt.Sprintf("make kernels ARCHS=%d%d, or install a wheel that has it", g.Major, g.Minor)
+			l.Fix = fmt.Sprintf("build it with -gencode arch=compute_%[1]d%[2]d,code=sm_%[1]d%[2]d among the Makefile's NVCC_FLAGS (make cuda), or install a wheel that has it", g.Major, g.Minor)
 			e.fail(l)
 			return
 		}
