@@ -9,7 +9,7 @@
 namespace deepep {
 
 template <bool kBulk> struct CombineRoles {
-  static constexpr int kSenders = kBulk ? 4 : 8, kPublishers = 1, kReducers = 11;
+  static constexpr int kSenders = kBulk ? 4 : 8, kPublishers = 1, kReducers = kBulk ? 15 : 11;
   static constexpr int kReducersAt = kSenders + kPublishers;
   static constexpr int kWarps = kReducersAt + kReducers, kThreads = kWarps * kWarp;
 };
@@ -155,23 +155,32 @@ __device__ inline uint4 round_bf16(const float (&sum)[8]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// The sum of a token's rows. `heads` is shared, [R]: the slot of the row from each rank, or -1.
+// The sum of a token's rows. `slots` is shared, [R]: the slot of the row from each rank, or -1. Two rows are on their way at a
+// time: a warp that waited for each in turn would be bound by latency.
 __device__ inline void sum_token(const CombineParams &p, const CombineSource *sources, const RingShape &ring, const int32_t *slots, int token) {
   constexpr int kUnroll = 4;
   const int num_ranks = p.session.team.num_ranks, chunks = static_cast<int>(p.row_bytes / 16);
   const uint64_t row = static_cast<uint64_t>(token) * p.row_bytes;
   for (int base = lane_id(); base < chunks; base += kWarp * kUnroll) {
     float sum[kUnroll][8] = {};
-    for (int r = 0; r < num_ranks; ++r) {
-      if (slots[r] < 0) continue;
-      const uint8_t *from = sources[r].rows + static_cast<uint64_t>(slots[r]) * ring.payload_stride;
-      uint4 data[kUnroll];
+    for (int r = 0; r < num_ranks;) {
+      const uint8_t *from[2] = {nullptr, nullptr};
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u)
-        if (base + u * kWarp < chunks) data[u] = ptx::ld_stream(from + 16ull * (base + u * kWarp));
+      for (int n = 0; n < 2; ++n) {
+        while (r < num_ranks && slots[r] < 0) ++r;
+        if (r < num_ranks) from[n] = sources[r].rows + static_cast<uint64_t>(slots[r]) * ring.payload_stride + 16ull * base, ++r;
+      }
+      uint4 data[2][kUnroll];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u)
-        if (base + u * kWarp < chunks) add_bf16(sum[u], data[u]);
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u)
+          if (from[n] != nullptr && base + u * kWarp < chunks) data[n][u] = ptx::ld_stream(from[n] + 16 * kWarp * u);
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u)
+          if (from[n] != nullptr && base + u * kWarp < chunks) add_bf16(sum[u], data[n][u]);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {

@@ -15,12 +15,13 @@ template <bool kBulk> struct DispatchRoles {
 
 // Shared memory of a block, in this order.
 template <bool kBulk> struct DispatchShared {
-  uint64_t stages, dests, heads, queues, barriers, items, bytes;
+  uint64_t stages, dests, meta, heads, queues, barriers, items, bytes;
   __host__ __device__ DispatchShared(uint32_t num_ranks, uint32_t stage_bytes) {
     constexpr uint64_t senders = DispatchRoles<kBulk>::kSenders, stages_each = kBulk ? kSendStages : 1;
     stages = 0;
     dests = kBulk ? align_up<uint64_t>(senders * stages_each * stage_bytes, 128) : 0;
-    barriers = dests + num_ranks * sizeof(DispatchDest);
+    meta = dests + num_ranks * sizeof(DispatchDest);
+    barriers = meta + static_cast<uint64_t>(DispatchRoles<kBulk>::kMetaSenders) * kMetaBatch * num_ranks * 8;
     queues = barriers + senders * stages_each * 8;
     items = queues + senders * sizeof(SendQueue);
     heads = items + senders * stages_each * 8;
@@ -121,7 +122,8 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, uint64_t epoc
     });
     announce_and_await_done(p, epoch);
   } else if (warp < Roles::kMetaReceiversAt) {
-    send_meta(p, dests, epoch);
+    auto **rows = reinterpret_cast<uint32_t **>(shared + at.meta) + (warp - Roles::kMetaSendersAt) * kMetaBatch * num_ranks;
+    send_meta(p, dests, MetaRows{rows, num_ranks}, epoch);
   } else if (warp < Roles::kRowReceiversAt) {
     const int worker = (warp - Roles::kMetaReceiversAt) * gridDim.x + blockIdx.x;
     receive_meta(p, epoch, p.recv_segment >= 0, worker, Roles::kMetaReceivers * gridDim.x);

@@ -8,56 +8,73 @@ namespace deepep {
 constexpr int kMetaBatch = 16;       // tokens of one ticket: one system fence for all of them
 constexpr int kMetaChunk = kWarp;    // rows that a receiving warp awaits together
 
-struct MetaWord { uint32_t bits; int kind; int64_t expert; };  // kind 0: as it is, 1: weight, 2: index (low), 3: index (high)
+// Where the metadata of a batch's rows goes, in shared memory: [token of the batch][R], null where the token does not go.
+struct MetaRows {
+  uint32_t **rows;
+  int num_ranks;
+  __device__ uint32_t *at(int token, int rank) const { return rows[token * num_ranks + rank]; }
+};
 
-__device__ inline MetaWord load_meta_word(const DispatchParams &p, int token, int at) {
-  if (at < p.weights_at() || p.num_topk == 0 || at >= p.source_at())
-    return {at < p.num_scales ? p.scales[token * p.scale_token_stride + at * p.scale_stride] : static_cast<uint32_t>(token), 0, 0};
-  const bool weight = at < p.indices_at();
-  const int word = at - (weight ? p.weights_at() : p.indices_at());
-  const int64_t row = static_cast<int64_t>(token) * p.num_topk;
-  if (weight) return {p.topk_weights != nullptr ? p.topk_weights[row + word] : 0, 1, load_index(p.topk_idx, row + word, p.index_bytes)};
-  const int k = word / p.index_words();
-  return {0, word % p.index_words() == 0 ? 2 : 3, load_index(p.topk_idx, row + k, p.index_bytes)};
-}
-__device__ inline uint32_t meta_word_for(const MetaWord &word, int64_t first_expert, int num_local) {
-  if (word.kind == 0) return word.bits;
-  const int64_t local = word.expert - first_expert;
-  const bool inside = word.expert >= 0 && local >= 0 && local < num_local;
-  if (word.kind == 1) return inside ? word.bits : 0;
-  if (word.kind == 2) return inside ? static_cast<uint32_t>(local) : 0xffffffffu;
-  return inside ? 0 : 0xffffffffu;
-}
-
-// Metadata of tokens [first, end), all of whose rows have room. Words of several tokens are fetched side by side: alone, each
-// would cost the latency of memory.
-__device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchDest *dests, int first, int end) {
+// Words [0, count) of each of the batch's tokens: load(token, word) gives what put(token, word, value) stores. Loads of several
+// tokens go side by side: alone, each would cost the latency of memory. Uniform code, for divergent branches would serialise them.
+template <class Value, class Load, class Put> __device__ inline void for_words(int tokens, int count, Load load, Put put) {
   constexpr int kUnroll = 4;
-  const int num_ranks = p.session.team.num_ranks, num_local = p.num_experts / num_ranks, words = p.meta_words();
-  const int total = (end - first) * words;
+  const int total = tokens * count;
   for (int base = lane_id(); base < total; base += kWarp * kUnroll) {
-    MetaWord word[kUnroll];
+    Value value[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int i = least(base + u * kWarp, total - 1);
+      value[u] = load(i / count, i % count);
+    }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int i = base + u * kWarp;
-      if (i < total) word[u] = load_meta_word(p, first + i / words, i % words);
-    }
-    for (int r = 0; r < num_ranks; ++r) {
-      int head[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const int i = base + u * kWarp;
-        head[u] = i < total ? p.send_head[static_cast<int64_t>(first + i / words) * num_ranks + r] : -1;
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (head[u] < 0) continue;
-        uint8_t *row = dests[r].meta + static_cast<uint64_t>(ring_place(head[u], dests[r].slots).slot) * dests[r].meta_stride;
-        reinterpret_cast<uint32_t *>(row)[(base + u * kWarp) % words] =
-            meta_word_for(word[u], static_cast<int64_t>(r) * num_local, num_local);
-      }
+      if (i < total) put(i / count, i % count, value[u]);
     }
   }
+}
+
+struct Choice { int64_t expert; uint32_t weight; };
+
+// Metadata of tokens [first, end), all of whose rows have room.
+__device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchDest *dests, const MetaRows &to, int first, int end) {
+  const int num_ranks = to.num_ranks, num_local = p.num_experts / num_ranks, tokens = end - first;
+  for (int i = lane_id(); i < tokens * num_ranks; i += kWarp) {
+    const int r = i % num_ranks, head = p.send_head[static_cast<int64_t>(first) * num_ranks + i];
+    uint8_t *row = dests[r].meta + static_cast<uint64_t>(ring_place(most(head, 0), dests[r].slots).slot) * dests[r].meta_stride;
+    to.rows[i] = head < 0 ? nullptr : reinterpret_cast<uint32_t *>(row);
+  }
+  __syncwarp();
+  auto put_to_all = [&](int token, int at, auto value_for) {
+    for (int r = 0; r < num_ranks; ++r)
+      if (to.at(token, r) != nullptr) to.at(token, r)[at] = value_for(r);
+  };
+  if (p.num_scales > 0)
+    for_words<uint32_t>(
+        tokens, p.num_scales,
+        [&](int token, int at) { return p.scales[(first + token) * p.scale_token_stride + at * p.scale_stride]; },
+        [&](int token, int at, uint32_t value) { put_to_all(token, at, [&](int) { return value; }); });
+  if (p.num_topk > 0)
+    for_words<Choice>(
+        tokens, p.num_topk,
+        [&](int token, int k) {
+          const int64_t at = static_cast<int64_t>(first + token) * p.num_topk + k;
+          return Choice{load_index(p.topk_idx, at, p.index_bytes), p.topk_weights != nullptr ? p.topk_weights[at] : 0};
+        },
+        [&](int token, int k, const Choice &choice) {
+          auto local = [&](int r) {
+            const int64_t mine = choice.expert - static_cast<int64_t>(r) * num_local;
+            return choice.expert >= 0 && mine >= 0 && mine < num_local ? mine : -1;
+          };
+          put_to_all(token, p.weights_at() + k, [&](int r) { return local(r) < 0 ? 0u : choice.weight; });
+          for (int word = 0; word < p.index_words(); ++word)
+            put_to_all(token, p.indices_at() + k * p.index_words() + word,
+                       [&](int r) { return static_cast<uint32_t>(local(r) >> (32 * word)); });
+        });
+  if (!p.cached)
+    for (int token = lane_id(); token < tokens; token += kWarp)
+      put_to_all(token, p.source_at(), [&](int) { return static_cast<uint32_t>(first + token); });
 }
 
 // Publishes tokens [first, end): one fence, then a flag for each row.
@@ -75,7 +92,7 @@ __device__ inline void publish_meta(const DispatchParams &p, const DispatchDest 
 }
 
 // Role of a warp.
-__device__ inline void send_meta(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch) {
+__device__ inline void send_meta(const DispatchParams &p, const DispatchDest *dests, const MetaRows &to, uint64_t epoch) {
   const int num_ranks = p.session.team.num_ranks;
   if (p.meta_words() == 0) return;
   for (;;) {
@@ -89,7 +106,7 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
     for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp)
       tight |= p.send_head[static_cast<int64_t>(first) * num_ranks + i] >= static_cast<int>(dests[i % num_ranks].slots);
     if (!__any_sync(kAllLanes, tight)) {
-      send_tokens_meta(p, dests, first, end);
+      send_tokens_meta(p, dests, to, first, end);
       publish_meta(p, dests, epoch, first, end);
       continue;
     }
@@ -101,7 +118,7 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
         published = token;
         if (!await_ring_room(p, dests, epoch, kMeta, heads)) return;
       }
-      send_tokens_meta(p, dests, token, token + 1);
+      send_tokens_meta(p, dests, to, token, token + 1);
     }
     publish_meta(p, dests, epoch, published, end);
   }

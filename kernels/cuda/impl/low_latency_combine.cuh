@@ -197,13 +197,13 @@ __device__ inline void send_rows(const LowLatencyCombineParams &c, const LowLate
 // The dispatch that made src_info, if its headers are still here and hold weights; 0: none.
 __device__ inline uint64_t routed_dispatch(const LowLatencyParams &p, const LowLatencyCall &call) {
   if ((p.flags & (DK_LL_UNREDUCED | DK_LL_LOGFMT)) != 0) return 0;
-  for (int i = 0; i < kRoutingCopies; ++i) {
+  LowLatencyRouting newest{};
+  for (int i = 0; i < kRoutingCopies; ++i) { // the handle's memory may have served several dispatches
     const LowLatencyRouting *routing = &p.session.team.scratch->routing[i];
-    if (routing->src_info == reinterpret_cast<uint64_t>(p.src_info) && routing->has_weights != 0 && routing->dispatch != 0 &&
-        routing->num_topk == static_cast<uint64_t>(p.num_topk) && routing->dispatch + 1 >= call.dispatch)
-      return routing->dispatch;
+    if (routing->src_info == reinterpret_cast<uint64_t>(p.src_info) && routing->dispatch > newest.dispatch) newest = *routing;
   }
-  return 0;
+  const bool usable = newest.has_weights != 0 && newest.num_topk == static_cast<uint64_t>(p.num_topk) && newest.dispatch + 1 >= call.dispatch;
+  return usable ? newest.dispatch : 0;
 }
 
 // ---- Receive -----------------------------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
   const LowLatencyParams &p = c.call;
   const LowLatencyCall call = low_latency_call(p, false);
   if (begin(p.session)) {
-    if (blockIdx.x == 0) post_low_latency(p, call);
+    if (is_clerk()) post_low_latency(p, call);
     bool good = true;
     if (p.sends()) {
       good = await_empty_slots(p, call, [] {});
@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
     }
     __syncthreads();
     if (p.receives() && good) {
-      if (blockIdx.x == 0) check_low_latency_peers(p, call);
+      if (is_clerk()) check_low_latency_peers(p, call);
       receive_sums(c, call, &shared.arrivals);
     }
   }

@@ -135,7 +135,10 @@ __device__ inline Enter low_latency_enter(const LowLatencyParams &p) {
   return mine;
 }
 
-// Block 0: tells everybody which slots are empty here and, when sending, what this call is.
+// The last block does what concerns all: where the device has room for it, it has no token of its own.
+__device__ inline bool is_clerk() { return blockIdx.x == gridDim.x - 1; }
+
+// The clerk tells everybody which slots are empty here and, when sending, what this call is.
 __device__ inline void post_low_latency(const LowLatencyParams &p, const LowLatencyCall &call) {
   const TeamView &team = p.session.team;
   const Enter mine = low_latency_enter(p);
@@ -171,7 +174,7 @@ __device__ inline bool await_empty_slots(const LowLatencyParams &p, const LowLat
   return __syncthreads_or(!good) == 0;
 }
 
-// Block 0 of a receive half: everybody means the same call. Times go to the caller's statistics.
+// The clerk of a receive half: everybody means the same call. Times go to the caller's statistics.
 __device__ inline void check_low_latency_peers(const LowLatencyParams &p, const LowLatencyCall &call) {
   const TeamView &team = p.session.team;
   const Enter mine = low_latency_enter(p);

@@ -222,7 +222,8 @@ struct ReceiveTables {          // shared
 };
 
 // Whole block: waits for all counts and makes tables of them.
-__device__ inline void read_counts(const LowLatencyParams &p, const LowLatencyCall &call, const ReceiveTables &tables) {
+__device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowLatencyCall &call, const ReceiveTables &tables) {
+  const LowLatencyParams &p = d.call;
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks, num_local = p.num_local();
   const bool shrink = (s.team.flags & DK_TEAM_SHRINK) != 0;
@@ -271,6 +272,9 @@ __device__ inline void read_counts(const LowLatencyParams &p, const LowLatencyCa
       tables.base[r * num_local + l] = first;
       first += count;
     }
+    if (!mine) continue;
+    d.recv_count[l] = first;
+    if (d.cumulative_stats != nullptr) d.cumulative_stats[l] += first;
   }
   __syncthreads();
 }
@@ -411,28 +415,32 @@ __device__ inline void close_gaps(const LowLatencyDispatchParams &d, const LowLa
   __syncthreads();
 }
 
+// A source was lost after its counts had come, or the call has failed: what the others wrote is put right.
+__device__ inline void mend_outputs(const LowLatencyDispatchParams &d, const LowLatencyCall &call, bool failed) {
+  const LowLatencyParams &p = d.call;
+  const int num_ranks = p.session.team.num_ranks;
+  bool late = false;
+  for (int r = threadIdx.x; r < num_ranks; r += kLlThreads) late |= p.session.team.scratch->late[r] == call.epoch;
+  if (__syncthreads_or(late) != 0 && !failed) close_gaps(d, call);
+  for (int l = threadIdx.x; l < p.num_local(); l += kLlThreads) {
+    int total = 0;
+    for (int r = 0; r < num_ranks; ++r) {
+      int64_t *range = p.layout_range + static_cast<int64_t>(l) * num_ranks + r;
+      if (failed) *range = 0;
+      total += static_cast<int>(*range & 0xffffffff);
+    }
+    if (d.cumulative_stats != nullptr && !failed) d.cumulative_stats[l] += total - d.recv_count[l];
+    d.recv_count[l] = total;
+  }
+}
+
 __device__ inline void finish_dispatch(const LowLatencyDispatchParams &d, const LowLatencyCall &call, bool failed) {
   const LowLatencyParams &p = d.call;
-  Scratch *scratch = p.session.team.scratch;
-  const int num_ranks = p.session.team.num_ranks;
   if (p.receives()) {
-    bool late = false;
-    for (int r = threadIdx.x; r < num_ranks; r += kLlThreads) late |= scratch->late[r] == call.epoch;
-    if (__syncthreads_or(late) != 0 && !failed) close_gaps(d, call);
-    for (int l = threadIdx.x; l < p.num_local(); l += kLlThreads) {
-      int total = 0;
-      for (int r = 0; r < num_ranks; ++r) {
-        int64_t *range = p.layout_range + static_cast<int64_t>(l) * num_ranks + r;
-        if (failed) *range = 0;
-        total += static_cast<int>(*range & 0xffffffff);
-      }
-      d.recv_count[l] = total;
-      if (d.cumulative_stats != nullptr) d.cumulative_stats[l] += total;
-    }
-    if (threadIdx.x == 0) {
-      LowLatencyRouting *routing = &scratch->routing[call.dispatch % kRoutingCopies];
-      *routing = {reinterpret_cast<uint64_t>(p.src_info), failed ? 0 : call.dispatch, p.topk_weights != nullptr, static_cast<uint64_t>(p.num_topk)};
-    }
+    if (failed || (p.session.team.flags & DK_TEAM_SHRINK) != 0) mend_outputs(d, call, failed);
+    if (threadIdx.x == 0)
+      p.session.team.scratch->routing[call.dispatch % kRoutingCopies] = {
+          reinterpret_cast<uint64_t>(p.src_info), failed ? 0 : call.dispatch, p.topk_weights != nullptr, static_cast<uint64_t>(p.num_topk)};
   }
   end_low_latency(p, call, failed);
 }
@@ -445,13 +453,13 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_dispatch_kernel(con
   const LowLatencyParams &p = d.call;
   const LowLatencyCall call = low_latency_call(p, true);
   if (begin(p.session)) {
-    if (blockIdx.x == 0) post_low_latency(p, call);
+    if (is_clerk()) post_low_latency(p, call);
     bool good = true;
     if (p.sends()) good = send_tokens(d, call, &route, counts);
     if (p.receives() && good) {
-      if (blockIdx.x == 0) check_low_latency_peers(p, call);
+      if (is_clerk()) check_low_latency_peers(p, call);
       const ReceiveTables tables{shared, shared + p.num_experts};
-      read_counts(p, call, tables);
+      read_counts(d, call, tables);
       receive_tokens(d, call, tables, lists);
     }
   }

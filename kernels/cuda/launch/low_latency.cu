@@ -13,10 +13,10 @@ template <class P> int32_t launched(P *p) {
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
 
-// A block for each token of a full call, as far as this rank's share of the device goes.
+// A block for each token of a full call and one for the clerk, as far as this rank's share of the device goes.
 int blocks_for(const Team *team, int32_t num_sms, int32_t max_tokens) {
   const int share = most(1, team->device->num_sms / most(1, team->sm_share));
-  return least(num_sms > 0 ? num_sms : most(32, max_tokens), share);
+  return least(num_sms > 0 ? num_sms : most(32, max_tokens) + 1, share);
 }
 
 template <class P> bool is_sane(const P *p, const Team *team) {

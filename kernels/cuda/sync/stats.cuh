@@ -17,34 +17,37 @@ template <class T> __device__ inline void publish(T *shadow, T *page, T value) {
   *static_cast<volatile T *>(page) = value;
 }
 
-__device__ inline void record_trace(const Session &s, uint64_t start, uint64_t duration) {
-  Scratch *scratch = s.team.scratch;
-  if (s.team.trace_len == 0) return;
-  auto *ring = reinterpret_cast<dk_trace_record *>(reinterpret_cast<uint8_t *>(s.team.stats) + s.team.trace_offset);
-  volatile dk_trace_record *record = ring + scratch->trace_next % s.team.trace_len;
-  record->call = s.call, record->start_ns = start, record->duration_ns = duration, record->op = s.op, record->phase = s.phase;
-  publish(&scratch->trace_next, &s.team.stats->trace_next, scratch->trace_next + 1);
+// One counter of an operation by one thread each: side by side, since every load of a counter costs the latency of memory.
+__device__ inline void count_field(const Session &s, uint64_t dk_op_stats::*field, uint64_t value, bool add) {
+  uint64_t *shadow = &(s.team.scratch->ops[s.op].*field);
+  publish(shadow, &(s.team.stats->ops[s.op].*field), add ? *shadow + value : value);
 }
 
-// By one thread. `bytes` and `wait_ns` are sums over peers; a call counts when its last half ends.
-__device__ inline void record_call(const Session &s, uint64_t now, uint64_t before_ns, bool last_half, bool failed, uint64_t bytes,
-                                   uint64_t wait_ns) {
-  dk_op_stats *shadow = &s.team.scratch->ops[s.op], *page = &s.team.stats->ops[s.op];
-  const uint64_t start = s.team.scratch->start_ns, duration = now - start, total = duration + before_ns;
-  const uint64_t start_on_host = start + s.team.clock_offset_ns;
-  if (bytes != 0) publish(&shadow->bytes, &page->bytes, shadow->bytes + bytes);
-  if (wait_ns != 0) publish(&shadow->wait_ns, &page->wait_ns, shadow->wait_ns + wait_ns);
-  publish(&shadow->total_ns, &page->total_ns, shadow->total_ns + duration);
-  if (last_half) {
-    const int bucket = duration_bucket(total);
-    if (failed) publish(&shadow->errors, &page->errors, shadow->errors + 1);
-    if (total > shadow->max_ns) publish(&shadow->max_ns, &page->max_ns, total);
-    publish(&shadow->last_start_ns, &page->last_start_ns, start_on_host);
-    publish(&shadow->last_ns, &page->last_ns, total);
-    publish(&shadow->hist[bucket], &page->hist[bucket], shadow->hist[bucket] + 1);
-    publish(&shadow->calls, &page->calls, shadow->calls + 1);
+// What the call was, for the threads that write it down.
+struct CallRecord { uint64_t start, duration, total, bytes, wait_ns; bool last_half, failed; };
+
+__device__ inline void record_field(const Session &s, const CallRecord &call, int which) {
+  const bool last = call.last_half;
+  if (which == 0 && last) count_field(s, &dk_op_stats::calls, 1, true);
+  if (which == 1 && last && call.failed) count_field(s, &dk_op_stats::errors, 1, true);
+  if (which == 2) count_field(s, &dk_op_stats::total_ns, call.duration, true);
+  if (which == 3 && last && call.total > s.team.scratch->ops[s.op].max_ns) count_field(s, &dk_op_stats::max_ns, call.total, false);
+  if (which == 4 && call.wait_ns != 0) count_field(s, &dk_op_stats::wait_ns, call.wait_ns, true);
+  if (which == 5 && call.bytes != 0) count_field(s, &dk_op_stats::bytes, call.bytes, true);
+  if (which == 6 && last) count_field(s, &dk_op_stats::last_start_ns, call.start, false);
+  if (which == 7 && last) count_field(s, &dk_op_stats::last_ns, call.total, false);
+  if (which == 8 && last) {
+    const int bucket = duration_bucket(call.total);
+    uint64_t *shadow = &s.team.scratch->ops[s.op].hist[bucket];
+    publish(shadow, &s.team.stats->ops[s.op].hist[bucket], *shadow + 1);
   }
-  record_trace(s, start_on_host, duration);
+  if (which == 9 && s.team.trace_len != 0) {
+    const uint64_t next = s.team.scratch->trace_next;
+    auto *ring = reinterpret_cast<dk_trace_record *>(reinterpret_cast<uint8_t *>(s.team.stats) + s.team.trace_offset);
+    volatile dk_trace_record *record = ring + next % s.team.trace_len;
+    record->call = s.call, record->start_ns = call.start, record->duration_ns = call.duration, record->op = s.op, record->phase = s.phase;
+    publish(&s.team.scratch->trace_next, &s.team.stats->trace_next, next + 1);
+  }
 }
 
 // By the whole last block, after its outputs. Takes what the kernel left in sent_bytes and wait_ns.
@@ -52,23 +55,28 @@ __device__ inline void record_kernel(const Session &s, uint64_t before_ns, bool 
   __shared__ unsigned long long sums[2];
   Scratch *scratch = s.team.scratch;
   const int num_ranks = s.team.num_ranks;
+  const uint64_t start = scratch->start_ns, now = ptx::global_timer_ns(); // each thread its own: nearly the same
   if (threadIdx.x < 2) sums[threadIdx.x] = 0;
   __syncthreads();
   for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
     const uint64_t bytes = scratch->sent_bytes[r], wait = scratch->wait_ns[r];
+    const uint64_t all_bytes = scratch->peer_bytes[s.op][r] + bytes, all_wait = scratch->peer_wait_ns[s.op][r] + wait;
     scratch->sent_bytes[r] = 0, scratch->wait_ns[r] = 0;
     if (s.team.stats == nullptr || (bytes | wait) == 0) continue;
     auto *page = reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(s.team.stats) + s.team.peers_offset);
     const int at = s.op * num_ranks + r;
-    if (bytes != 0) publish(&scratch->peer_bytes[s.op][r], page + at, scratch->peer_bytes[s.op][r] + bytes);
-    if (wait != 0) publish(&scratch->peer_wait_ns[s.op][r], page + DK_NUM_OPS * num_ranks + at, scratch->peer_wait_ns[s.op][r] + wait);
+    if (bytes != 0) publish(&scratch->peer_bytes[s.op][r], page + at, all_bytes);
+    if (wait != 0) publish(&scratch->peer_wait_ns[s.op][r], page + DK_NUM_OPS * num_ranks + at, all_wait);
     atomicAdd(&sums[0], bytes);
     atomicMax(&sums[1], wait); // ranks are waited for side by side
   }
   __syncthreads();
-  if (threadIdx.x == 0 && s.team.stats != nullptr)
-    record_call(s, ptx::global_timer_ns(), before_ns, last_half, failed, sums[0], sums[1]);
-  if (threadIdx.x == 0 && last_half) publish(&scratch->progress, &s.team.status->progress, scratch->progress + 1);
+  const int which = static_cast<int>(blockDim.x) - 1 - static_cast<int>(threadIdx.x);
+  if (s.team.stats != nullptr && which < 10) {
+    const uint64_t duration = now - start;
+    record_field(s, {start + s.team.clock_offset_ns, duration, duration + before_ns, sums[0], sums[1], last_half, failed}, which);
+  }
+  if (which == 10 && last_half) publish(&scratch->progress, &s.team.status->progress, scratch->progress + 1);
 }
 
 }  // namespace deepep
