@@ -63,6 +63,9 @@ func installedKernels(root string) (libraries []doctor.KernelLibrary, nvshmem st
 		}
 		name := strings.TrimPrefix(filepath.Join(dir, "libdeepep_cuda.so"), "/")
 		if k, err := doctor.InspectKernels(os.DirFS("/"), name); err == nil && len(libraries) == 0 {
+			if root == "" {
+				k.Reason = reason("cuda")
+			}
 			libraries = append(libraries, k)
 		}
 		if nvshmem == "" {
@@ -70,6 +73,18 @@ func installedKernels(root string) (libraries []doctor.KernelLibrary, nvshmem st
 		}
 	}
 	return libraries, nvshmem
+}
+
+// reason says why a kernel library cannot be used, "" if it can.
+func reason(kind string) string {
+	l, err := loadKernels(kind)
+	switch {
+	case err != nil:
+		return err.Error()
+	case l.NumDevices == 0:
+		return l.Reason
+	}
+	return ""
 }
 
 // markedText reads what follows a mark in a file, up to the end of the string.

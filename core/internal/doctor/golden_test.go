@@ -73,6 +73,17 @@ var hosts = []struct {
 		h.opt.Kernels[0].Cubins, h.opt.Kernels[0].PTX = []int{100, 120}, []int{120}
 		return h
 	}},
+	{"old-driver-own-build", ForIntranode, "", func() *host {
+		h := gpuHost("InfiniBand").file("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.90.07  Release Build\n")
+		h.nvml.Driver, h.opt.Kernels[0].Toolkit = "550.90.07", 0
+		return h
+	}},
+	{"library-finds-no-device", ForIntranode, "compute", func() *host {
+		h := gpuHost("InfiniBand").file("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.90.07  Release Build\n")
+		h.nvml.Driver, h.opt.Kernels[0].Toolkit = "550.90.07", 0
+		h.opt.Kernels[0].Reason = "CUDA driver version is insufficient for CUDA runtime version (error 35)"
+		return h
+	}},
 	{"old-driver-old-gpu", ForIntranode, "driver", func() *host {
 		h := gpuHost("InfiniBand")
 		h.file("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n")

@@ -87,7 +87,7 @@ func checkDriver(e *exam) {
 	l := Line{Read: v + ", " + flavour, File: "/" + file, Facts: map[string]string{"version": v, "flavour": flavour}}
 	nvml, err := e.askNVML()
 	got, _ := parseVersion(v)
-	need, toolkit := e.driverNeeded()
+	need, toolkit, known := e.driverNeeded()
 	switch {
 	case err != nil && strings.Contains(err.Error(), "version mismatch"), err == nil && nvml.Driver != "" && nvml.Driver != v:
 		user := "another version"
@@ -98,9 +98,10 @@ func checkDriver(e *exam) {
 		l.Fix = e.onHost() + "reboot, or stop every process that uses a GPU, then `rmmod nvidia_uvm nvidia_modeset nvidia && modprobe nvidia`"
 		e.fail(l)
 	case got.less(need):
-		l.Cause = fmt.Sprintf("the CUDA library was built with CUDA %d, which needs driver %d.%d or later", toolkit, need[0], need[1])
+		l.Cause = fmt.Sprintf("a library built with CUDA %d, as the prebuilt one, needs driver %d.%d or later", toolkit, need[0], need[1])
 		l.Fix = fmt.Sprintf("%supdate the driver to %d or later, or build the library with an older toolkit: make cuda NVCC=/usr/local/cuda-12/bin/nvcc", e.onHost(), need[0])
-		e.fail(l)
+		// Whose toolkit is not known may have been built with an older one; then the line compute has its own word.
+		e.when(known, l)
 	default:
 		e.ok(l)
 	}
@@ -117,18 +118,26 @@ func driverVersion(text string) (v string, open bool) {
 	return "version unknown", strings.Contains(line, "Open Kernel Module")
 }
 
-// driverNeeded is the least driver for the library that was found, else for the prebuilt one.
-func (e *exam) driverNeeded() (v version, toolkit int) {
+// driverNeeded is the least driver for the library that was found. known is
+// false if its toolkit is not: then the need is that of the prebuilt one.
+func (e *exam) driverNeeded() (v version, toolkit int, known bool) {
 	for _, k := range e.opt.Kernels {
 		if v, ok := minDriver[k.Toolkit/1000]; ok {
-			return v, k.Toolkit / 1000
+			return v, k.Toolkit / 1000, true
 		}
 	}
-	return minDriver[13], 13
+	return minDriver[13], 13, false
 }
 
 // checkCompute compares each GPU's capability with what the library has code for.
 func checkCompute(e *exam) {
+	for _, k := range e.opt.Kernels {
+		if k.Reason != "" && len(e.usableGPUs()) > 0 {
+			e.fail(Line{Subject: "library", Read: k.Path + ": " + k.Reason, File: k.Path,
+				Cause: "GPUs and driver are here, but the CUDA library cannot use them",
+				Fix:   "an insufficient driver: update it (line driver), or build the library with an older toolkit; else reinstall the library"})
+		}
+	}
 	type device struct{ name, cc string }
 	seen := map[device]bool{}
 	nvml, err := e.askNVML()

@@ -28,9 +28,10 @@ type Plan struct {
 // KernelLibrary is a CUDA kernel library that was found.
 type KernelLibrary struct {
 	Path    string
-	Cubins  []int // architectures with machine code, 90 for sm_90
-	PTX     []int // architectures with PTX, compiled by the driver for newer devices
-	Toolkit int   // CUDA version it was built with, 13000; 0 if unknown
+	Cubins  []int  // architectures with machine code, 90 for sm_90
+	PTX     []int  // architectures with PTX, compiled by the driver for newer devices
+	Toolkit int    // CUDA version it was built with, 13000; 0 if unknown
+	Reason  string // why it could be loaded but finds no device, or not be loaded; "" if it works or was not tried
 }
 
 // has tells whether the library runs on a device: machine code of the same
