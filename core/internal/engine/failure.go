@@ -36,23 +36,7 @@ func (b *Buffer) usable() error {
 	if atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0 {
 		return nil
 	}
-	if err := b.forgive(); err != nil {
-		return err
-	}
 	return status.Errorf(status.Aborted, "the buffer failed before: %w", b.failure())
-}
-
-// forgive takes back a failure that concerned nobody else: a wrong index in a layout call, which is local. It is
-// reported once, and the buffer works on. nil: there is no such failure.
-func (b *Buffer) forgive() error {
-	f := &b.words.Failure
-	if atomic.LoadUint32(&b.words.Sticky) == 0 || f.Op != abi.OpLayout || status.Code(f.Code) != status.InvalidArgument {
-		return nil
-	}
-	err := b.explain(f)
-	*f = abi.Failure{}
-	atomic.StoreUint32(&b.words.Sticky, 0)
-	return err
 }
 
 // sticky is what a completed wait has to look at: nil if no operation has failed so far.
@@ -66,9 +50,6 @@ func (b *Buffer) sticky() error {
 	defer b.leave()
 	if b.words == nil || atomic.LoadUint32(&b.words.Sticky) == 0 {
 		return nil
-	}
-	if err := b.forgive(); err != nil {
-		return err
 	}
 	return b.failure()
 }
