@@ -170,7 +170,19 @@ class NativeBuffer:
 
     def wait_event(self, event: int) -> None:
         """Blocks until the event is done; raises the buffer's failure."""
-        wait_sliced(self.lib, self.lib.slow.deepep_event_wait, event)
+        before = self.alive
+        try:
+            wait_sliced(self.lib, self.lib.slow.deepep_event_wait, event)
+        except errors.DeepEPError as error:
+            raise self.during_wait(error) from None
+        if before and not self.alive:  # destroy() in another thread has cut the work short
+            raise self.during_wait(None)
+
+    def during_wait(self, error: errors.DeepEPError | None) -> errors.DeepEPError:
+        """What to raise for a wait that failed: another thread may have destroyed the buffer meanwhile."""
+        if self.alive and error is not None:
+            return error
+        return errors.DeepEPError(errors.INVALID_STATE, "the buffer was destroyed while a call was waiting")
 
     def event_done(self, event: int) -> bool:
         """True once the event is done. After a failure never: its work may still be writing until destroy()."""

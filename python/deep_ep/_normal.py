@@ -133,6 +133,8 @@ class NormalMode(BufferBase):
         self.enter()
         tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (None, None))
         self._check_experts(num_experts)
+        if self.host_stream:  # plain memory can be read here, before anything runs; a kernel could only fail the buffer
+            tt.check_indices("topk_idx", topk_idx, num_experts)
         order = Ordering(self, previous_event, async_finish, allocate_on_comm_stream)
         i32, ranks, nodes = tt.INT32, self.group_size, self.num_nodes
         with order.context:
@@ -417,7 +419,7 @@ class NormalMode(BufferBase):
             if status != errors.PENDING:
                 error = lib.error(status)
                 self.hold_until_idle(held)  # the stream may still be writing to them
-                raise error
+                raise self.native.during_wait(error)
 
     def hold_until_idle(self, tensors: tuple[Any, ...]) -> None:
         """Keeps tensors until everything issued so far is done."""

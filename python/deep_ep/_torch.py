@@ -103,6 +103,16 @@ def check(
     return tensor
 
 
+def check_indices(name: str, tensor: Tensor, num_experts: int) -> None:
+    """Raises if a CPU tensor holds an index outside [-1, num_experts)."""
+    if tensor.numel() == 0:
+        return
+    least, greatest = (int(value) for value in torch.aminmax(tensor))
+    if least < -1 or greatest >= num_experts:
+        bad = least if least < -1 else greatest
+        raise value_error(name, f"an index {bad}", f"-1 to num_experts - 1 = {num_experts - 1}")
+
+
 def plain(tensor: object, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] | None = None) -> bool:
     """True for a contiguous tensor of this dtype, device and shape (None: any matrix): a quick yes for hot paths.
 
@@ -188,6 +198,10 @@ class Outputs:
     def ready(self) -> None:
         """Remembers what the counts are while nobody but this object holds anything."""
         self._idle = self._usage()
+
+    def touch(self) -> None:
+        """Brings in the memory, so that no page is new in the first call."""
+        empty((0,), torch.uint8, self.tensors[0].device).set_(self._storage).zero_()
 
     def _usage(self) -> tuple[Any, ...]:
         tensors = self.tensors

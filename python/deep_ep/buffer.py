@@ -237,9 +237,13 @@ class Buffer(NormalMode, LowLatencyMode):
             options.ll_num_topk, options.ll_num_experts = num_topk, num_experts
         lib = self.native.lib
         lib.check(lib.slow.deepep_buffer_warmup(self.native, ctypes.byref(options)))
-        if bound:
-            local, ue8m0 = num_experts // self.group_size, False
-            self._take_outputs((local, bound, hidden, bool(use_fp8), ue8m0))
+        if bound:  # two calls may be under way at once
+            key = (num_experts // self.group_size, bound, hidden, bool(use_fp8), False)
+            first = self._take_outputs(key)
+            held = first.tensors[0]  # so that the second is another
+            for outputs in (first, self._take_outputs(key)):
+                outputs.touch()
+            del held
 
     def check(self) -> None:
         """Raises the failure that made the buffer unusable, if there was one."""
