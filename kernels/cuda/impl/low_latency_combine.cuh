@@ -36,6 +36,7 @@ struct SumList {                // shared, of a group
 // By the first warp of a group: which rows of x belong to a token, from the header of its dispatch.
 __device__ inline void read_sum(const LowLatencyParams &p, uint64_t dispatch, int source, int token, SumList *list) {
   const int lane = lane_id(), num_ranks = p.session.team.num_ranks;
+  dispatch += p.session.team.scratch->dispatch_ahead[source]; // by the source's own count
   const uint64_t *header = token_header(p, dispatch, p.session.team.rank, source, token);
   const uint64_t entry = lane < p.num_topk ? ptx::ld_relaxed_sys(&header[2 * lane]) : 0;
   const uint64_t weight = lane < p.num_topk ? ptx::ld_relaxed_sys(&header[2 * lane + 1]) : 0;
@@ -212,11 +213,12 @@ struct ArrivalList {            // shared: the rows that make up a token
   uint8_t *row[kMaxTopk];
   float weight[kMaxTopk];
   uint32_t kind[kMaxTopk], pattern[kMaxTopk];
+  uint64_t epoch[kMaxTopk];
   int32_t rank[kMaxTopk], count;
 };
 
 // By the first warp: waits for the row words of a token's experts. Rows of a rank that does not come are left out.
-__device__ inline void read_row_words(const LowLatencyParams &p, const LowLatencyCall &call, int token, ArrivalList *list) {
+__device__ inline void read_row_words(const LowLatencyParams &p, const LowLatencyCall *calls, int token, ArrivalList *list) {
   const Session &s = p.session;
   const int lane = lane_id(), num_local = p.num_local();
   const int64_t at = static_cast<int64_t>(token) * p.num_topk + lane;
@@ -224,7 +226,8 @@ __device__ inline void read_row_words(const LowLatencyParams &p, const LowLatenc
   const float weight = lane < p.num_topk ? p.topk_weights[at] : 0;
   if (expert < 0 || expert >= p.num_experts) expert = -1;
   int rank = expert < 0 ? -1 : static_cast<int>(expert) / num_local;
-  if (rank >= 0 && is_masked(s, rank)) rank = -1;
+  if (rank >= 0 && (is_masked(s, rank) || calls[rank].epoch == 0)) rank = -1;
+  const LowLatencyCall call = calls[rank < 0 ? s.team.rank : rank]; // of the rank that this lane waits for
   // The first naming of an expert carries the weights of all; its rank's lowest expert leads: a sum would stand in its row.
   bool repeated = false, leads = rank >= 0;
   int leader = lane;
@@ -276,13 +279,13 @@ __device__ inline void read_row_words(const LowLatencyParams &p, const LowLatenc
     const int n = __popc(rows & ((1u << lane) - 1));
     const uint32_t value = static_cast<uint32_t>(word), kind = value & kKindMask;
     list->row[n] = expert_row(p, call, s.team.rank, static_cast<int>(expert), token);
-    list->kind[n] = kind, list->pattern[n] = value | kKindMask, list->rank[n] = rank;
+    list->kind[n] = kind, list->pattern[n] = value | kKindMask, list->rank[n] = rank, list->epoch[n] = call.epoch;
     list->weight[n] = kind == kKindSum ? 1.0f : sum;
   }
   if (lane == 0) list->count = __popc(rows);
 }
 
-__device__ inline void add_rows(const LowLatencyCombineParams &c, const LowLatencyCall &call, const ArrivalList *list, int token, int at) {
+__device__ inline void add_rows(const LowLatencyCombineParams &c, const ArrivalList *list, int token, int at) {
   constexpr int kRows = 4;
   const Session &s = c.call.session;
   float sum[8] = {};
@@ -296,8 +299,8 @@ __device__ inline void add_rows(const LowLatencyCombineParams &c, const LowLaten
       if (first + n >= list->count) continue;
       const int which = first + n;
       if (list->kind[which] == kKindLogfmt) {
-        add_logfmt(s, list->rank[which], call.epoch, list->row[which], c.call.hidden, at, list->weight[which], sum);
-      } else if (take_chunk(s, list->rank[which], call.epoch, list->row[which] + 16 * at, data[n])) {
+        add_logfmt(s, list->rank[which], list->epoch[which], list->row[which], c.call.hidden, at, list->weight[which], sum);
+      } else if (take_chunk(s, list->rank[which], list->epoch[which], list->row[which] + 16 * at, data[n])) {
         add_weighted(sum, exclusive_or(data[n], list->pattern[which]), list->weight[which]);
       }
     }
@@ -305,23 +308,23 @@ __device__ inline void add_rows(const LowLatencyCombineParams &c, const LowLaten
   ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * at, round_to_bf16(sum));
 }
 
-__device__ inline void receive_sums(const LowLatencyCombineParams &c, const LowLatencyCall &call, ArrivalList *list) {
+__device__ inline void receive_sums(const LowLatencyCombineParams &c, const LowLatencyCall *calls, ArrivalList *list) {
   const LowLatencyParams &p = c.call;
   const int chunks = p.hidden / 8;
   for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
-    if (warp_id() == 0) read_row_words(p, call, token, list);
+    if (warp_id() == 0) read_row_words(p, calls, token, list);
     __syncthreads();
     // Whole warps, for LogFMT's threads work together; H is a multiple of 128.
     for (int first = 0; first < chunks; first += kLlThreads) {
       const int at = first + static_cast<int>(threadIdx.x);
-      if (at < chunks) add_rows(c, call, list, token, at);
+      if (at < chunks) add_rows(c, list, token, at);
     }
     __syncthreads();
   }
 }
 
 __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(const __grid_constant__ LowLatencyCombineParams c) {
-  extern __shared__ int32_t before[]; // [L + 1]
+  extern __shared__ __align__(16) LowLatencyCall calls[]; // [R], then row counts [L + 1]
   __shared__ union {
     SumList sums[kLlGroups];
     RowTarget targets[kLlGroups];
@@ -336,12 +339,13 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
       good = await_empty_slots(p, call, [] {});
       const uint64_t dispatch = routed_dispatch(p, call);
       if (good && dispatch != 0) send_sums(c, call, dispatch, shared.sums);
-      else if (good) send_rows(c, call, before, shared.targets);
+      else if (good) send_rows(c, call, reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks), shared.targets);
     }
     __syncthreads();
     if (p.receives() && good) {
-      if (is_clerk()) check_low_latency_peers(p, call);
-      receive_sums(c, call, &shared.arrivals);
+      find_source_calls(p, call, calls);
+      if (is_clerk()) check_low_latency_peers(p, calls);
+      receive_sums(c, calls, &shared.arrivals);
     }
   }
   finish(p.session, [&](bool failed) {
@@ -350,7 +354,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
       for (uint64_t i = threadIdx.x; i < chunks; i += kLlThreads)
         reinterpret_cast<uint4 *>(c.combined_x)[i] = {0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u};
     }
-    end_low_latency(p, call, failed);
+    end_low_latency(p, call, calls, failed);
   });
 }
 

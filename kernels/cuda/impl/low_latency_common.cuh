@@ -146,10 +146,10 @@ __device__ inline void post_low_latency(const LowLatencyParams &p, const LowLate
     if (is_masked(p.session, r)) continue;
     ptx::fence_acq_rel_sys(); // the emptying, by kernels before this one
     for (int slot = 0; slot < kLowLatencySlots; ++slot)
-      ptx::st_relaxed_sys(team.consumed(r, slot, team.rank), team.scratch->consumed[slot]);
+      ptx::st_relaxed_sys(team.consumed(r, slot, team.rank), team.scratch->consumed[slot][r]);
     if (!p.sends()) continue;
     Enter *to = team.low_latency_enter(r, call.epoch % kLowLatencyEnterCopies, team.rank);
-    to->hidden_bytes = mine.hidden_bytes, to->op = mine.op, to->flags = mine.flags, to->num_experts = mine.num_experts;
+    to->hidden_bytes = mine.hidden_bytes, to->segment_offset = call.dispatch, to->op = mine.op, to->flags = mine.flags, to->num_experts = mine.num_experts;
     to->num_topk = mine.num_topk, to->num_scales = mine.num_scales, to->max_tokens = mine.max_tokens;
     ptx::st_release_sys(&to->epoch, call.epoch);
   }
@@ -163,32 +163,75 @@ __device__ inline bool await_empty_slots(const LowLatencyParams &p, const LowLat
   bool good = true;
   if (threadIdx.x < kWarp) meanwhile();
   else
-    for (int r = threadIdx.x - kWarp; good && r < team.num_ranks && call.epoch > kLowLatencySlots; r += kLlThreads - kWarp) {
-      if (is_masked(p.session, r)) continue;
+    for (int r = threadIdx.x - kWarp; good && r < team.num_ranks; r += kLlThreads - kWarp) {
+      const uint64_t before = team.scratch->sent[call.slot()][r];
+      if (before == 0 || is_masked(p.session, r)) continue;
       const uint64_t *word = team.consumed(team.rank, call.slot(), r);
-      good = wait_or_mask(p.session, r, call.epoch - kLowLatencySlots, [&](int64_t &seen) {
+      good = wait_or_mask(p.session, r, before, [&](int64_t &seen) {
         seen = static_cast<int64_t>(ptx::ld_acquire_sys(word));
-        return seen >= static_cast<int64_t>(call.epoch - kLowLatencySlots);
+        return seen >= static_cast<int64_t>(before);
       }) || !has_failed(p.session);
     }
   return __syncthreads_or(!good) == 0;
 }
 
+// Which call of a source belongs to this call of mine; poll once. In step: the same number, or as far ahead as last time. A source
+// that went on without this rank is further; one whose mask was lifted may be anywhere, but it sends something new.
+__device__ inline bool find_source_call(const LowLatencyParams &p, const LowLatencyCall &call, int source, LowLatencyCall &found) {
+  const Session &s = p.session;
+  const Scratch *scratch = s.team.scratch;
+  const uint64_t expected = call.epoch + scratch->epoch_ahead[source], seen = scratch->seen[source];
+  const bool anywhere = scratch->returned[source] != 0;
+  const Enter *best = nullptr;
+  uint64_t epoch = 0;
+  for (int pass = 0; pass < 2; ++pass) { // the second finds what was stored before the newest that the first found
+    for (int copy = 0; copy < kLowLatencyEnterCopies; ++copy) {
+      const Enter *enter = s.team.low_latency_enter(s.team.rank, copy, source);
+      const uint64_t there = ptx::ld_acquire_sys(&enter->epoch);
+      const bool exact = there == expected && !anywhere;
+      if (!exact && (there <= seen || (there <= expected && !anywhere))) continue;
+      if (best != nullptr && !exact && there >= epoch) continue;
+      best = enter, epoch = there;
+    }
+    if (best == nullptr) return false;
+    if (epoch == expected && !anywhere) break;
+  }
+  found = {epoch, best->segment_offset};
+  return true;
+}
+
+// Whole block of a receive half: the call of each source that belongs to this one, into shared calls[R]. Only where ranks can be
+// masked is there anything to find out. Epoch 0: masked, or given up now.
+__device__ inline void find_source_calls(const LowLatencyParams &p, const LowLatencyCall &call, LowLatencyCall *calls) {
+  const Session &s = p.session;
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {
+    calls[r] = call;
+    if ((s.team.flags & DK_TEAM_SHRINK) == 0) continue;
+    LowLatencyCall found{};
+    if (!is_masked(s, r)) {
+      const uint64_t start = ptx::global_timer_ns();
+      wait_or_mask(s, r, call.epoch, [&](int64_t &) { return find_source_call(p, call, r, found); });
+      if (is_clerk()) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
+    }
+    calls[r] = found;
+  }
+  __syncthreads();
+}
+
 // The clerk of a receive half: everybody means the same call. Times go to the caller's statistics.
-__device__ inline void check_low_latency_peers(const LowLatencyParams &p, const LowLatencyCall &call) {
+__device__ inline void check_low_latency_peers(const LowLatencyParams &p, const LowLatencyCall *calls) {
   const TeamView &team = p.session.team;
   const Enter mine = low_latency_enter(p);
   for (int r = threadIdx.x; r < team.num_ranks; r += kLlThreads) {
-    if (is_masked(p.session, r)) continue;
-    const Enter *from = team.low_latency_enter(team.rank, call.epoch % kLowLatencyEnterCopies, r);
+    const uint64_t epoch = calls[r].epoch;
+    const Enter *from = team.low_latency_enter(team.rank, epoch % kLowLatencyEnterCopies, r);
     const uint64_t start = ptx::global_timer_ns();
-    const bool came = wait_or_mask(p.session, r, call.epoch, [&](int64_t &seen) {
+    const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch, [&](int64_t &seen) {
       seen = static_cast<int64_t>(ptx::ld_acquire_sys(&from->epoch));
-      return seen >= static_cast<int64_t>(call.epoch);
+      return seen >= static_cast<int64_t>(epoch);
     });
-    const uint64_t waited = ptx::global_timer_ns() - start;
-    team.scratch->wait_ns[r] = waited;
-    if (p.wait_stats != nullptr) p.wait_stats[r] += static_cast<int64_t>(waited);
+    if (epoch != 0 && (team.flags & DK_TEAM_SHRINK) == 0) team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
+    if (p.wait_stats != nullptr) p.wait_stats[r] += static_cast<int64_t>(team.scratch->wait_ns[r]);
     if (!came) continue;
     const Difference difference = compare_enter(mine, from);
     if (difference.field != DK_FIELD_NONE)
@@ -197,7 +240,7 @@ __device__ inline void check_low_latency_peers(const LowLatencyParams &p, const 
 }
 
 // By the last block, after the outputs.
-__device__ inline void end_low_latency(const LowLatencyParams &p, const LowLatencyCall &call, bool failed) {
+__device__ inline void end_low_latency(const LowLatencyParams &p, const LowLatencyCall &call, const LowLatencyCall *calls, bool failed) {
   Scratch *scratch = p.session.team.scratch;
   const bool both = p.sends() && p.receives();
   const uint64_t before = !both && p.receives() ? scratch->half_ns[p.ticket] : 0;
@@ -210,7 +253,17 @@ __device__ inline void end_low_latency(const LowLatencyParams &p, const LowLaten
         scratch->half_ns[p.ticket] = ptx::global_timer_ns() - scratch->start_ns;
       }
     }
-    if (p.receives()) scratch->consumed[call.slot()] = call.epoch;
+  }
+  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) {
+    if (is_masked(p.session, r)) continue;
+    if (p.sends()) scratch->sent[call.slot()][r] = call.epoch;
+    if (!p.receives() || failed || calls[r].epoch == 0) continue;
+    scratch->consumed[calls[r].slot()][r] = calls[r].epoch;
+    scratch->seen[r] = most(scratch->seen[r], calls[r].epoch);
+    if (calls[r].epoch == call.epoch && calls[r].dispatch == call.dispatch && (p.session.team.flags & DK_TEAM_SHRINK) == 0) continue;
+    scratch->epoch_ahead[r] = static_cast<int64_t>(calls[r].epoch - call.epoch);
+    scratch->dispatch_ahead[r] = static_cast<int64_t>(calls[r].dispatch - call.dispatch);
+    scratch->returned[r] = 0;
   }
   record_kernel(p.session, before, p.receives(), failed);
 }

@@ -219,6 +219,7 @@ __device__ inline uint64_t decide(const Session &s, const LowLatencyCall &call, 
 struct ReceiveTables {          // shared
   int32_t *base;                // [R][L]: first count, then first row of the source's rows for the expert
   int32_t *tokens;              // [R]: tokens of the source, 0: it takes no part
+  LowLatencyCall *calls;        // [R]: the source's own number of this call
 };
 
 // Whole block: waits for all counts and makes tables of them.
@@ -227,18 +228,19 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks, num_local = p.num_local();
   const bool shrink = (s.team.flags & DK_TEAM_SHRINK) != 0;
-  for (int r = threadIdx.x; r < num_ranks; r += kLlThreads) tables.tokens[r] = is_masked(s, r) ? -1 : 0;
+  for (int r = threadIdx.x; r < num_ranks; r += kLlThreads) tables.tokens[r] = tables.calls[r].epoch == 0 ? -1 : 0;
   __syncthreads();
   for (int i = threadIdx.x; i < p.num_experts; i += kLlThreads) {
     const int source = i / num_local;
-    const uint64_t *word = count_word(p, call.dispatch, s.team.rank, source, i % num_local);
+    const uint64_t dispatch = tables.calls[source].dispatch;
+    const uint64_t *word = count_word(p, dispatch, s.team.rank, source, i % num_local);
     uint64_t value = 0;
     bool came = tables.tokens[source] >= 0;
     if (came)
       came = wait_or_mask(s, source, call.epoch, [&](int64_t &seen) {
         value = ptx::ld_relaxed_sys(word);
         seen = static_cast<int64_t>(value >> 32);
-        return has_tag(value, call.dispatch);
+        return has_tag(value, dispatch);
       });
     tables.base[i] = came ? static_cast<int32_t>(value & 0xffff) : -1;
     if (came && i % num_local == 0) tables.tokens[source] = static_cast<int32_t>(value >> 16 & 0xffff);
@@ -248,10 +250,12 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
     bool here = tables.tokens[r] >= 0;
     for (int l = 0; l < num_local; ++l) here &= tables.base[r * num_local + l] >= 0;
     // Another block may have seen everything of a source that this one gave up: then it is all in memory.
-    if (shrink && tables.tokens[r] >= 0 && decide(s, call, r, here ? kArrived : kAbsent) == kArrived) {
+    if (tables.calls[r].epoch == 0 && shrink) (void)decide(s, call, r, kAbsent);
+    if (shrink && tables.calls[r].epoch != 0 && decide(s, call, r, here ? kArrived : kAbsent) == kArrived) {
+      const uint64_t dispatch = tables.calls[r].dispatch;
       for (int l = 0; !here && l < num_local; ++l)
-        tables.base[r * num_local + l] = static_cast<int32_t>(ptx::ld_relaxed_sys(count_word(p, call.dispatch, s.team.rank, r, l)) & 0xffff);
-      tables.tokens[r] = static_cast<int32_t>(ptx::ld_relaxed_sys(count_word(p, call.dispatch, s.team.rank, r, 0)) >> 16 & 0xffff);
+        tables.base[r * num_local + l] = static_cast<int32_t>(ptx::ld_relaxed_sys(count_word(p, dispatch, s.team.rank, r, l)) & 0xffff);
+      tables.tokens[r] = static_cast<int32_t>(ptx::ld_relaxed_sys(count_word(p, dispatch, s.team.rank, r, 0)) >> 16 & 0xffff);
       here = true;
     } else if (shrink) {
       here = false;
@@ -290,8 +294,9 @@ __device__ inline void read_header(const LowLatencyParams &p, const LowLatencyCa
                                    RowList *list) {
   const Session &s = p.session;
   const int lane = lane_id();
-  const uint64_t *header = token_header(p, call.dispatch, s.team.rank, source, token);
-  uint64_t entry = 0, pattern = tagged(call.dispatch, kAllOnes);
+  const uint64_t dispatch = tables.calls[source].dispatch;
+  const uint64_t *header = token_header(p, dispatch, s.team.rank, source, token);
+  uint64_t entry = 0, pattern = tagged(dispatch, kAllOnes);
   int peer = -1;
   uint64_t waited = 0;
   const uint32_t code = warp_wait_until(
@@ -299,12 +304,12 @@ __device__ inline void read_header(const LowLatencyParams &p, const LowLatencyCa
       [&] {
         if (lane < p.num_topk) entry = ptx::ld_relaxed_sys(&header[2 * lane]);
         if (lane == 0 && p.format != DK_FORMAT_FP8) pattern = ptx::ld_relaxed_sys(&header[kPatternAt]);
-        const bool here = (lane >= p.num_topk || has_tag(entry, call.dispatch)) && has_tag(pattern, call.dispatch);
-        const bool nothing = lane == 0 && has_tag(entry, call.dispatch) && (entry & kEntryNothing) != 0;
+        const bool here = (lane >= p.num_topk || has_tag(entry, dispatch)) && has_tag(pattern, dispatch);
+        const bool nothing = lane == 0 && has_tag(entry, dispatch) && (entry & kEntryNothing) != 0;
         return __all_sync(kAllLanes, here) != 0 || __any_sync(kAllLanes, nothing) != 0;
       },
       [&] { return lane == 0 ? source : -1; });
-  bool row = code == 0 && lane < p.num_topk && has_tag(entry, call.dispatch) && (entry & kEntryRow) != 0;
+  bool row = code == 0 && lane < p.num_topk && has_tag(entry, dispatch) && (entry & kEntryRow) != 0;
   const int expert = entry_expert(static_cast<uint32_t>(entry)), position = entry_position(static_cast<uint32_t>(entry));
   row = row && expert < p.num_local() && position < p.max_tokens;
   const uint32_t rows = __ballot_sync(kAllLanes, row);
@@ -377,8 +382,8 @@ __device__ inline void receive_tokens(const LowLatencyDispatchParams &d, const L
       if (thread < kWarp) read_header(p, call, source, token, tables, list);
       ptx::barrier_among<kLlGroupThreads>(1 + group);
       if (list->count > 0) {
-        bool whole = p.format != DK_FORMAT_FP8 || spread_scales(d, call, source, token, list, thread);
-        whole = spread_row(d, call, source, token, list, thread) && whole;
+        bool whole = p.format != DK_FORMAT_FP8 || spread_scales(d, tables.calls[source], source, token, list, thread);
+        whole = spread_row(d, tables.calls[source], source, token, list, thread) && whole;
         if (!whole) p.session.team.scratch->late[source] = call.epoch;
         for (int n = thread; n < list->count; n += kLlGroupThreads) p.src_info[list->row[n]] = token;
       }
@@ -434,7 +439,7 @@ __device__ inline void mend_outputs(const LowLatencyDispatchParams &d, const Low
   }
 }
 
-__device__ inline void finish_dispatch(const LowLatencyDispatchParams &d, const LowLatencyCall &call, bool failed) {
+__device__ inline void finish_dispatch(const LowLatencyDispatchParams &d, const LowLatencyCall &call, const LowLatencyCall *calls, bool failed) {
   const LowLatencyParams &p = d.call;
   if (p.receives()) {
     if (failed || (p.session.team.flags & DK_TEAM_SHRINK) != 0) mend_outputs(d, call, failed);
@@ -442,11 +447,11 @@ __device__ inline void finish_dispatch(const LowLatencyDispatchParams &d, const 
       p.session.team.scratch->routing[call.dispatch % kRoutingCopies] = {
           reinterpret_cast<uint64_t>(p.src_info), failed ? 0 : call.dispatch, p.topk_weights != nullptr, static_cast<uint64_t>(p.num_topk)};
   }
-  end_low_latency(p, call, failed);
+  end_low_latency(p, call, calls, failed);
 }
 
 __global__ void __launch_bounds__(kLlThreads, 1) low_latency_dispatch_kernel(const __grid_constant__ LowLatencyDispatchParams d) {
-  extern __shared__ int32_t shared[]; // base [E], tokens [R]
+  extern __shared__ __align__(16) LowLatencyCall calls[]; // [R], then base [E], tokens [R]
   __shared__ TokenRoute route;
   __shared__ RowList lists[kLlGroups];
   __shared__ uint32_t counts[32];
@@ -457,13 +462,15 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_dispatch_kernel(con
     bool good = true;
     if (p.sends()) good = send_tokens(d, call, &route, counts);
     if (p.receives() && good) {
-      if (is_clerk()) check_low_latency_peers(p, call);
-      const ReceiveTables tables{shared, shared + p.num_experts};
+      find_source_calls(p, call, calls);
+      if (is_clerk()) check_low_latency_peers(p, calls);
+      auto *base = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks);
+      const ReceiveTables tables{base, base + p.num_experts, calls};
       read_counts(d, call, tables);
       receive_tokens(d, call, tables, lists);
     }
   }
-  finish(p.session, [&](bool failed) { finish_dispatch(d, call, failed); });
+  finish(p.session, [&](bool failed) { finish_dispatch(d, call, calls, failed); });
 }
 
 }  // namespace deepep

@@ -19,7 +19,6 @@ struct Scratch {
   uint64_t epoch;             // of the operation that runs now; the last block out adds one
   uint64_t low_latency_epoch; // likewise, for low-latency calls
   uint64_t low_latency_dispatches;
-  uint64_t consumed[2];       // newest low-latency epoch of each slot that has been emptied here
   uint32_t sticky;            // DK_* of the first failure
   uint32_t exits;             // blocks that left the running kernel
   uint32_t blocks_sent;       // blocks whose rows are all out
@@ -32,6 +31,12 @@ struct Scratch {
   uint32_t masked[DK_MAX_RANKS];
   uint64_t verdict[DK_MAX_RANKS];  // low latency with shrink: epoch << 2 | kArrived or kAbsent
   uint64_t late[DK_MAX_RANKS];     // epoch in which a rank's counts came and its rows did not
+  // Low latency, for each rank. Ranks number their own calls; while nobody is masked the numbers are equal everywhere.
+  uint64_t sent[2][DK_MAX_RANKS];     // my newest call that wrote into each of its slots
+  uint64_t consumed[2][DK_MAX_RANKS]; // its newest call whose rows were taken from each slot here
+  uint64_t seen[DK_MAX_RANKS];        // its newest call that was received or given up
+  int64_t epoch_ahead[DK_MAX_RANKS], dispatch_ahead[DK_MAX_RANKS]; // its numbers less mine
+  uint32_t returned[DK_MAX_RANKS];    // 1: its mask was lifted, its next call may have any number
   uint64_t wait_ns[DK_MAX_RANKS];  // of the running kernel
   uint64_t sent_bytes[DK_MAX_RANKS];
   dk_op_stats ops[DK_NUM_OPS];
