@@ -48,25 +48,28 @@ void Vigil::end() {
   if (announced_) retract();
   if (since_) op_.waited(awaited_, now_ns() - since_);
   since_ = 0;
-  awaited_ = -1;
+  awaited_ = suspect_ = -1;
   turns_ = 0;
   op_.team.control().pulse().awaiting.store(0, std::memory_order_relaxed);
 }
 
-bool Vigil::give_up_on(int peer, int32_t code) {
+void Vigil::give_up_on(int peer, int32_t code) {
+  uint64_t waited = now_ - since_;
   if (op_.may_shrink) mask_peer(op_.team, peer);
-  else op_.fail(code, peer, DK_FIELD_NONE, 0, 0, now_ - since_);
-  return false;
+  else if (code || !op_.adopt_failure_of(peer, waited)) op_.fail(code, peer, DK_FIELD_NONE, 0, 0, waited);
 }
 
-bool Vigil::still_awaited(int peer) {
+Vigil::Hope Vigil::hope_for(int peer) {
   Team &team = op_.team;
-  if (__atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE)) return give_up_on(peer, DK_EPEERDEAD);
-  if (op_.may_shrink) {
-    bool late = now_ - since_ >= op_.timeout_ns;
-    return !late && !team.peers[peer].control.obituary().set.load() ? true : give_up_on(peer, DK_ETIMEOUT);
+  bool dead = __atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE), failed = team.peers[peer].control.obituary().set.load();
+  bool late = op_.may_shrink && now_ - since_ >= op_.timeout_ns;
+  if (!dead && !failed && !late) return Hope::some;
+  if (suspect_ != peer) {
+    suspect_ = peer;
+    return Hope::look_again;
   }
-  return !op_.adopt_failure_of(peer, now_ - since_);
+  give_up_on(peer, dead ? DK_EPEERDEAD : DK_OK);
+  return Hope::none;
 }
 
 // When time is over, the peer to name is one that does not wait for others itself.

@@ -16,20 +16,22 @@ class Vigil {
   explicit Vigil(Op &op);
   void begin();  // nothing to do: wakes those who may be asleep for what was done before
   void end();    // something happened
-  // False if there is no need to wait for that peer any more: it was masked, or the operation has failed.
-  bool still_awaited(int peer);
+  enum class Hope { some, look_again, none };
+  // None: there is no need to wait for that peer any more, since it was masked or the operation has failed. A peer that failed
+  // or died may have written what is awaited just before, so it is given up only if another look finds nothing.
+  Hope hope_for(int peer);
   bool more_to_blame(int peer, int than) const;
   void pass_time(int first, const Missing &missing);
 
  private:
   void announce();
   void retract();
-  bool give_up_on(int peer, int32_t code);
+  void give_up_on(int peer, int32_t code);
 
   Op &op_;
   Bell &bell_;
   uint64_t since_ = 0, now_ = 0;
-  int awaited_ = -1, turns_ = 0, spins_, yields_;
+  int awaited_ = -1, suspect_ = -1, turns_ = 0, spins_, yields_;
   uint32_t seen_ = 0;
   bool announced_ = false;
 };
@@ -52,14 +54,17 @@ template <class PollFn, class AwaitsFn> bool wait_until(Op &op, PollFn poll, Awa
     vigil.begin();
     int first = -1;
     Missing missing;
-    bool masked = false;
+    bool changed = false;
     for (int peer = 0; peer < op.team.num_ranks && !op.failed(); peer++) {
       Missing here;
       if (peer == op.team.rank || !awaits(peer, here)) continue;
-      if (!vigil.still_awaited(peer)) masked = true;
-      else if (first < 0 || vigil.more_to_blame(peer, first)) first = peer, missing = here;
+      Vigil::Hope hope = vigil.hope_for(peer);
+      changed |= hope != Vigil::Hope::some;
+      if (hope == Vigil::Hope::look_again) break;
+      if (hope == Vigil::Hope::none) continue;
+      if (first < 0 || vigil.more_to_blame(peer, first)) first = peer, missing = here;
     }
-    if (!op.failed() && !masked) vigil.pass_time(first, missing);
+    if (!op.failed() && !changed) vigil.pass_time(first, missing);
   }
   vigil.end();
   return false;
