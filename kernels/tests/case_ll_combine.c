@@ -94,6 +94,14 @@ static void repeatable(struct rank *me) {
   }
 }
 
+/* Rows as models have them: within the difference that the contract names, coded or not. */
+static void usual_rows(struct rank *me) {
+  struct ll_spec spec = *(const struct ll_spec *)me->test->arg;
+  spec.experts *= me->count;
+  struct team *t = make_ll_team(me, &spec, 0);
+  ll_round(make_ll(t, &spec, 3), 4 | USUAL_ROWS);
+}
+
 /* LogFMT does something: over a wide range its sums differ from the plain ones. */
 static void logfmt_is_used(struct rank *me) {
   struct ll_spec spec = plain;
@@ -176,6 +184,8 @@ static const struct test_case cases[] = {
     {"ll combine/LogFMT, 7168 channels", sums, 2, &logfmt_7168, USUAL, 0},
     {"ll combine/LogFMT, duplicates", sums, 3, &logfmt_duplicates, USUAL, 0},
     {"ll combine/LogFMT, weights, unreduced", sums, 3, &logfmt_unreduced, USUAL, 0},
+    {"ll combine/usual rows", usual_rows, 3, &weights, QUICK, 0},
+    {"ll combine/usual rows, LogFMT", usual_rows, 3, &logfmt, QUICK, 0},
     {"ll combine/LogFMT is used", logfmt_is_used, 2, NULL, QUICK, 0},
     {"ll combine/zero copy", sums, 3, &zero_copy, QUICK, 0},
     {"ll combine/zero copy, weights sent along", sums, 3, &zero_copy_weights, USUAL, 0},

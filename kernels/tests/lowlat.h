@@ -7,6 +7,9 @@ enum values {
   ANY_BITS, /* BF16: rows that name their origin; FP8: numbers of many sizes, zero rows, tiny rows */
   SPECIALS  /* FP8: some rows have NaN and infinities */
 };
+/* In the salt of the experts' rows: numbers as activations are, about normally distributed. Else every kind there is. */
+#define USUAL_ROWS ((uint64_t)1 << 63)
+
 struct ll_spec {
   enum pattern pattern;
   enum payload payload;           /* BF16 */

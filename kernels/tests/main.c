@@ -15,10 +15,10 @@
 
 struct settings settings = {.device = -1, .max_ranks = MAX_SEATS, .seed = 1, .heaviest = HEAVY, .patience = 1};
 
-const struct group process_cases={0}; /* a process for each rank: first, before the library is opened */
+extern const struct group process_cases; /* a process for each rank: first, before the library is opened */
 #define GROUPS(X)                                                                                                       \
   X(info) X(memory) X(stream) X(layout) X(notify) X(dispatch) X(worst) X(combine) X(peer_rows) \
-  X(ll_dispatch) X(ll_combine) X(ll_order) X(mask) X(mismatch) X(failure)
+  X(ll_dispatch) X(ll_combine) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random)
 #define DECLARE_GROUP(name) extern const struct group name##_cases;
 GROUPS(DECLARE_GROUP)
 #define LIST_GROUP(name) &name##_cases,

@@ -160,9 +160,9 @@ static void answer(struct hub *h) {
   if (!all && !h->broken) return;
   for (int i = 0; i < h->test->ranks; i++) {
     if (h->waits[i]) send_with_fds(h->sockets[i], &reply, sizeof reply, fds, count);
-    if (h->waits[i] && h->fds[i] >= 0) close(h->fds[i]);
     h->waits[i] = false;
   }
+  for (int i = 0; i < count; i++) close(fds[i]);
 }
 
 static bool serve(struct hub *h, uint64_t end) {
