@@ -139,6 +139,30 @@ def test_handle_on_another_buffer(pool):
     pool.run(4, rank_handle_moves, Case((60, 3, 0, 41), hidden=128, experts=8, topk=3))
 
 
+def rank_internode_names(ctx, case):
+    """The internode names may be called directly, with a config, also on one node."""
+    from deep_ep import Buffer
+
+    with normal.buffer_of(ctx) as buffer:
+        exchange = normal.expect(case, ctx.rank)
+        own, config = exchange.own, Buffer.get_dispatch_config(ctx.size)
+        arguments = normal.layout_arguments(ctx, buffer, exchange)
+        arguments |= {"topk_idx": ctx.put(own.topk_idx), "topk_weights": ctx.put(own.topk_weights)}
+        result = buffer.internode_dispatch(normal.x_of(ctx, own), **arguments, config=config)
+        exchange.recv_x, exchange.recv_topk_idx, exchange.recv_topk_weights, exchange.counts = result[:4]
+        exchange.handle = result[4]
+        normal.check(exchange)
+        rows = normal.expert_rows(exchange, True)
+        sums, _, _ = buffer.internode_combine(ctx.put(rows[ctx.rank]), exchange.handle, config=config)
+        normal.check_combined(exchange, rows, [], sums, True)
+        again, *_ = buffer.internode_dispatch(normal.x_of(ctx, own), exchange.handle, config=config)
+        checks.same_rows("recv_x", again, exchange.want.x)
+
+
+def test_internode_names(pool):
+    pool.run(4, rank_internode_names, Case((20, 30, 0, 5), hidden=64))
+
+
 def rank_defaults_changed(ctx, case):
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")

@@ -30,8 +30,8 @@ def test_intranode(device):
     text = selftest(device, "intranode", *TINY, "--pressure-test", "3", "--iterations", "3")
     assert "FAILED" not in text and "GB/s" in text
     lines = text.splitlines()
-    assert sum(" ok " in line for line in lines) == 20, text
-    assert any("combine BF16" in line for line in lines) and "20 of 20 cases passed" in lines[-1]
+    assert sum(" ok " in line for line in lines) == 21, text
+    assert any("combine BF16" in line for line in lines) and "21 of 21 cases passed" in lines[-1]
 
 
 def test_low_latency(device):
