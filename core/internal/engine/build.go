@@ -224,8 +224,12 @@ func (b *Buffer) makeTeam(prints []fingerprint) error {
 	return nil
 }
 
-// touch writes to all the memory that calls will use, so that no first call waits for pages.
+// touch writes to all the memory that calls will use, so that no first call waits for pages. Plain memory is left alone:
+// most of a large region is never used, and warm-up brings in what the planned shapes need.
 func (b *Buffer) touch() error {
+	if b.dev.HostStream() {
+		return nil
+	}
 	for _, r := range []plan.Region{b.regions.NVL, b.regions.RDMA} {
 		if r.Bytes == 0 {
 			continue

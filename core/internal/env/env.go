@@ -43,7 +43,6 @@ type Settings struct {
 	Interface    string        // DEEPEP_INTERFACE: network interface or its address; empty: loopback only
 	Heartbeat    time.Duration // DEEPEP_HEARTBEAT_MS: 100 ms
 	Stats        bool          // DEEPEP_STATS: on; statistics pages that other processes can read
-	CPUThreads   int           // DEEPEP_CPU_THREADS: 0, the library's choice
 	ISA          string        // DEEPEP_ISA: auto
 }
 
@@ -53,7 +52,6 @@ const (
 	maxNVLPeers  = 1024                 // as many ranks as a group may have
 	minBeatMS    = 10                   // faster beats only burn time: a death is seen without them
 	maxBeatMS    = 1000                 // slower ones reach the limit after which silence counts as death
-	maxThreads   = 1024
 )
 
 // Load reads all settings through get, which returns "" for a variable that is not set.
@@ -69,7 +67,6 @@ func Load(get func(name string) string) (Settings, error) {
 		Interface:    p.netInterface("DEEPEP_INTERFACE"),
 		Heartbeat:    p.millis("DEEPEP_HEARTBEAT_MS", 100, minBeatMS, maxBeatMS),
 		Stats:        p.onOff("DEEPEP_STATS", true),
-		CPUThreads:   p.number("DEEPEP_CPU_THREADS", 0, 0, maxThreads),
 		ISA:          p.choice("DEEPEP_ISA", ISAAuto, ISABaseline, ISAAVX2, ISAAVX512),
 	}
 	s.LogLevel, s.LogPath = p.log("DEEPEP_LOG")

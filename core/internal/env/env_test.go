@@ -29,12 +29,12 @@ func TestEverySettingIsRead(t *testing.T) {
 	got, err := env.Load(from(map[string]string{
 		"DEEPEP_ENGINE": "CPU", "DEEPEP_KERNELS": "/opt/k", "DEEPEP_TIMEOUT_MS": "1500", "DEEPEP_FIRST_TIMEOUT_MS": " 2500\n",
 		"DEEPEP_LOG": "Debug:/tmp/a:b.log", "DEEPEP_NUM_MAX_NVL_PEERS": "4", "NUM_MAX_NVL_PEERS": "2", "DEEPEP_INTERFACE": "ib0",
-		"DEEPEP_HEARTBEAT_MS": "20", "DEEPEP_STATS": "off", "DEEPEP_CPU_THREADS": "3", "DEEPEP_ISA": "avx2",
+		"DEEPEP_HEARTBEAT_MS": "20", "DEEPEP_STATS": "off", "DEEPEP_ISA": "avx2",
 	}))
 	want := env.Settings{
 		Engine: "cpu", Kernels: "/opt/k", Timeout: 1500 * time.Millisecond, FirstTimeout: 2500 * time.Millisecond,
 		LogLevel: "debug", LogPath: "/tmp/a:b.log", MaxNVLPeers: 4, Interface: "ib0", Heartbeat: 20 * time.Millisecond,
-		Stats: false, CPUThreads: 3, ISA: "avx2",
+		Stats: false, ISA: "avx2",
 	}
 	if err != nil || got != want {
 		t.Errorf("got %+v, %v\nwant %+v", got, err, want)
@@ -63,7 +63,6 @@ func TestBadValuesNameVariableValueAllowed(t *testing.T) {
 		{"DEEPEP_INTERFACE", "eth 0", "the name or address of a network interface"},
 		{"DEEPEP_HEARTBEAT_MS", "5", "a whole number from 10 to 1000"},
 		{"DEEPEP_STATS", "maybe", "on, off"},
-		{"DEEPEP_CPU_THREADS", "-1", "a whole number from 0 to 1024"},
 		{"DEEPEP_ISA", "sse9", "auto, baseline, avx2, avx512"},
 	} {
 		_, err := env.Load(from(map[string]string{c.name: c.value}))
@@ -92,7 +91,7 @@ func TestAllBadValuesAtOnce(t *testing.T) {
 func FuzzLoad(f *testing.F) {
 	names := []string{
 		"DEEPEP_ENGINE", "DEEPEP_KERNELS", "DEEPEP_TIMEOUT_MS", "DEEPEP_FIRST_TIMEOUT_MS", "DEEPEP_LOG", "DEEPEP_NUM_MAX_NVL_PEERS",
-		"NUM_MAX_NVL_PEERS", "DEEPEP_INTERFACE", "DEEPEP_HEARTBEAT_MS", "DEEPEP_STATS", "DEEPEP_CPU_THREADS", "DEEPEP_ISA",
+		"NUM_MAX_NVL_PEERS", "DEEPEP_INTERFACE", "DEEPEP_HEARTBEAT_MS", "DEEPEP_STATS", "DEEPEP_ISA",
 	}
 	for i, v := range []string{"cpu", "/x", "100", "+7", "info:/tmp/x", "8", "9", "eth0", "99", "on", "0", "avx512", "\xff:", "-0"} {
 		f.Add(i, v)
@@ -107,7 +106,7 @@ func FuzzLoad(f *testing.F) {
 			return
 		}
 		if s.Timeout < time.Millisecond || s.FirstTimeout < time.Millisecond || s.Heartbeat < 10*time.Millisecond ||
-			s.Heartbeat > time.Second || s.MaxNVLPeers < 1 || s.CPUThreads < 0 || s.Engine == "" || s.ISA == "" || s.LogLevel == "" {
+			s.Heartbeat > time.Second || s.MaxNVLPeers < 1 || s.Engine == "" || s.ISA == "" || s.LogLevel == "" {
 			t.Fatalf("%s=%q accepted as %+v", name, value, s)
 		}
 	})
