@@ -63,14 +63,16 @@ bool Op::aborted() {
   return code != 0;
 }
 
+// The culprit that a peer names is the culprit here too. If it means this rank, a disagreement is one from both sides; for
+// anything else the peer's failure itself is the reason here.
 bool Op::adopt_failure_of(int peer, uint64_t waited_ns) {
   Obituary &obituary = team.peers[peer].control.obituary();
   if (!obituary.set.load()) return false;
   const dk_failure &theirs = obituary.failure;
-  // The culprit that it names is the culprit here too, unless it means this rank or nobody.
-  bool names = theirs.peer >= 0 && theirs.peer != team.rank;
-  fail(names ? static_cast<int32_t>(theirs.code) : DK_EABORTED, names ? theirs.peer : peer, theirs.field, theirs.expected, theirs.seen,
-       waited_ns);
+  int32_t code = static_cast<int32_t>(theirs.code);
+  if (theirs.peer >= 0 && theirs.peer != team.rank) fail(code, theirs.peer, theirs.field, theirs.expected, theirs.seen, waited_ns);
+  else if (code == DK_EMISMATCH && theirs.peer == team.rank) fail(code, peer, theirs.field, theirs.seen, theirs.expected, waited_ns);
+  else fail(DK_EABORTED, peer, theirs.field, theirs.expected, theirs.seen, waited_ns);
   return true;
 }
 
