@@ -59,7 +59,7 @@ static void timeout(struct rank *me) {
   uint32_t op = *(const uint32_t *)me->test->arg;
   struct stage s = set_stage(me);
   if (me->index == me->count - 1) return;
-  s.team->timeout_ns = limit_ns(SOON);
+  s.team->timeout_ns = soon_ns();
   uint64_t start = now_ns();
   run_op(&s, op);
   finish(me);
@@ -101,7 +101,7 @@ static void aborted(struct rank *me) {
 static void sticky(struct rank *me) {
   struct stage s = set_stage(me);
   if (me->index == me->count - 1) return;
-  s.team->timeout_ns = limit_ns(SOON);
+  s.team->timeout_ns = soon_ns();
   run_barrier(s.team);
   finish(me);
   expect_failure(s.team, DK_ETIMEOUT, DK_OP_BARRIER, me->count - 1);
@@ -148,7 +148,7 @@ static void aborted_before(struct rank *me) {
 /* A failed team does not keep a new one from working, on the same stream and device. */
 static void new_team_after(struct rank *me) {
   struct stage s = set_stage(me);
-  s.team->timeout_ns = limit_ns(SOON);
+  s.team->timeout_ns = soon_ns();
   if (me->index > 0) {
     run_barrier(s.team);
     finish(me);

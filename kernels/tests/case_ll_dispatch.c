@@ -58,7 +58,7 @@ static void bad_index(struct rank *me) {
   struct ll_spec spec = bf16;
   spec.experts *= me->count;
   struct team *t = make_ll_team(me, &spec, 0);
-  t->timeout_ns = limit_ns(SOON);
+  t->timeout_ns = soon_ns();
   struct ll *l = make_ll(t, &spec, 3);
   if (me->index == 0) {
     ((int64_t *)l->idx.host)[4] = spec.experts;

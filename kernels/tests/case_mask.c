@@ -51,6 +51,7 @@ static void refused(struct rank *me) {
 static void without_last(struct ll *l) {
   struct rank *me = l->team->me;
   uint64_t start = now_ns();
+  l->team->timeout_ns = limit_ns(10);
   l->absent = last(me);
   for (uint64_t round = 0; round < 3; round++) {
     new_ll_payload(l, round);
@@ -85,7 +86,7 @@ static void one_sided(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, DK_TEAM_SHRINK);
   struct ll *l = make_ll(t, &spec, 3);
-  if (me->index == 1) t->timeout_ns = limit_ns(SOON); /* the others wait for it meanwhile */
+  if (me->index == 1) t->timeout_ns = soon_ns(); /* the others wait for it meanwhile */
   if (me->index == 0) run_mask(t, DK_MASK_UPDATE, 1, 1, 0);
   l->absent = me->index == 0 ? 1u << 1 : me->index == 1 ? 1u << 0 : 0;
   ll_round(l, 4);
@@ -105,7 +106,7 @@ static void absent_rank(struct rank *me) {
   struct ll *l = make_ll(t, &spec, 3);
   ll_round(l, 1);
   meet(me);
-  t->timeout_ns = limit_ns(SOON);
+  t->timeout_ns = soon_ns();
   bool gone = is_last(me) && absence == NEVER_THERE;
   l->absent = absence == NEVER_THERE ? last(me) : 0;
   uint64_t start = now_ns();
@@ -163,12 +164,11 @@ static void absent_from_clean(struct rank *me) {
   ll_round(l, 1);
   meet(me);
   if (is_last(me)) return;
-  t->timeout_ns = limit_ns(SOON);
+  t->timeout_ns = soon_ns();
   run_clean(t, spec.max_tokens, spec.hidden, spec.experts);
   finish(me);
   expect_healthy(t);
   expect_masks(t, last(me));
-  t->timeout_ns = limit_ns(10);
   without_last(l);
 }
 
@@ -181,7 +181,7 @@ static void late_rank(struct rank *me) {
   int clean = *(const int *)me->test->arg;
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, DK_TEAM_SHRINK);
-  t->timeout_ns = limit_ns(SOON);
+  t->timeout_ns = soon_ns();
   struct ll *l = make_ll(t, &spec, 3);
   if (is_last(me)) {
     meet(me);

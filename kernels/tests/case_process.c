@@ -46,6 +46,7 @@ static void owner_dies(struct rank *me) {
   if (me->index == 0) process_die(me);
   meet(me); /* with those that are left */
   expect_filled(me, s->at[0], 1 << 20, 0x20);
+  meet(me);
   fill(me, s->at[0], 1 << 20, 0x2f);
   expect_filled(me, s->at[0] + (1 << 20) - 4096, 4096, 0x2f);
 }

@@ -161,7 +161,7 @@ static void two_halves(struct rank *me) {
 static void errors(struct rank *me) {
   struct team *t = make_counted(me, 0);
   struct normal *n = make_normal(t, &kNormal, 1);
-  t->timeout_ns = limit_ns(SOON);
+  t->timeout_ns = soon_ns();
   if (me->index == 0) return;
   run_layout(n);
   run_notify(n);

@@ -258,6 +258,8 @@ uint64_t now_ns(void) {
 
 uint64_t limit_ns(double seconds) { return (uint64_t)(seconds * settings.patience * 1e9); }
 
+uint64_t soon_ns(void) { return settings.patience > 10 ? 3000000000u : settings.patience > 1 ? 1000000000u : 500000000u; }
+
 uint64_t mix(uint64_t x) { /* splitmix64 */
   x += 0x9e3779b97f4a7c15u;
   x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;

@@ -131,7 +131,7 @@ void keep_team(struct rank *me, struct team *t); /* to be taken down after the c
 void pause_ms(int milliseconds);
 uint64_t now_ns(void);
 uint64_t limit_ns(double seconds); /* with the factor for sanitizers */
-#define SOON 0.5 /* s, for deadlines that are meant to pass: ranks must not come so late by themselves on a busy machine */
+uint64_t soon_ns(void);            /* for deadlines that are meant to pass: no rank may be so late by itself, on a busy machine either */
 void *scratch(struct rank *me, size_t bytes); /* zeroed, gone after the case */
 
 uint64_t mix(uint64_t x);
