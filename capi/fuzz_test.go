@@ -18,15 +18,16 @@ func FuzzStructs(f *testing.F) {
 		}
 	}
 	f.Fuzz(func(t *testing.T, which uint8, data []byte) {
+		which %= bridged
 		if which == 5 && len(data) > 32 {
 			data = data[:32] // past the events lies a pointer to a config, which the caller must get right
 		}
-		status, text := bridge(int(which)%bridged, data)
-		if status == 0 && which%bridged == 0 {
+		status, text := bridge(int(which), data)
+		if status == 0 && which == 0 {
 			return
 		}
 		if status != int32(core.CodeOf(core.ErrInvalidArgument)) || text == "" {
-			t.Fatalf("function %d: status %d, text %q", which%bridged, status, text)
+			t.Fatalf("function %d: status %d, text %q", which, status, text)
 		}
 	})
 }
