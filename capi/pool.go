@@ -66,7 +66,7 @@ func dpgo_pool_allocate(segment C.uintptr_t, bytes C.size_t) (address C.uintptr_
 }
 
 //export dpgo_pool_free
-func dpgo_pool_free(pointer C.uintptr_t) {
+func dpgo_pool_free(pointer, stream C.uintptr_t) {
 	guard(func() error {
 		err := core.InvalidArg("pointer", uintptr(pointer), "a block of an open pool")
 		pools.Range(func(segment, found any) bool {
@@ -74,7 +74,10 @@ func dpgo_pool_free(pointer C.uintptr_t) {
 			if !p.Holds(uintptr(pointer)) {
 				return true
 			}
-			err = p.Free(uintptr(pointer))
+			err = p.Drain(uintptr(stream))
+			if freed := p.Free(uintptr(pointer)); freed != nil {
+				err = freed
+			}
 			forgetIfDone(C.uintptr_t(segment.(uintptr)), p)
 			return false
 		})

@@ -462,8 +462,8 @@ DP_PUBLIC void *deepep_pool_allocate(size_t bytes, int device, void *stream) {
 }
 
 DP_PUBLIC void deepep_pool_free(void *pointer, size_t bytes, int device, void *stream) {
-  (void)bytes, (void)device, (void)stream;
-  if (enter() == DEEPEP_OK && pointer != NULL) dpgo_pool_free(ID(pointer));
+  (void)bytes, (void)device;
+  if (enter() == DEEPEP_OK && pointer != NULL) dpgo_pool_free(ID(pointer), ID(stream));
 }
 
 DP_PUBLIC deepep_status_t deepep_stats(deepep_buffer_t buffer, deepep_op_stats *stats, uint64_t *bytes_to_peer,

@@ -61,6 +61,10 @@ func (p *Pool) Holds(at uintptr) bool {
 	return ok
 }
 
+// Drain waits for the present work of the stream that a block was made for. Whoever frees device memory may count on that:
+// torch gives a block back as soon as nobody holds its tensors, while kernels may still be using it.
+func (p *Pool) Drain(stream uintptr) error { return p.segment.Drain(stream) }
+
 // Free gives a block back.
 func (p *Pool) Free(at uintptr) error {
 	p.mu.Lock()

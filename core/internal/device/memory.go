@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"sync/atomic"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -51,6 +52,26 @@ func (m *Memory) Release() error {
 	err := kern.Error("dk_mem_free", m.dev.Lib.MemFree(p), p.DeviceError)
 	if closed := m.dev.Release(); err == nil {
 		err = closed
+	}
+	return err
+}
+
+// Drain waits until the work that a stream of the memory's device holds now is done. A stream that is being captured holds
+// none that could be waited for.
+func (m *Memory) Drain(s Stream) error {
+	if capturing, err := m.dev.Capturing(s); capturing || err != nil {
+		return err
+	}
+	ev, err := m.dev.NewEvent()
+	if err != nil {
+		return err
+	}
+	err = ev.Record(s)
+	for done := false; !done && err == nil; {
+		done, err = ev.Wait(time.Second)
+	}
+	if destroyed := ev.Destroy(); err == nil {
+		err = destroyed
 	}
 	return err
 }

@@ -11,15 +11,44 @@ import (
 // Stream is a queue of work by the library's own name; 0 is the default one, or the calling thread where HostStream.
 type Stream uint64
 
-// NewStream makes a stream of high priority.
+// spare keeps streams that no buffer uses any more. A caller's memory allocator may name a stream long after its buffer is
+// gone (torch records an event on it when a tensor is freed), so streams of real devices are used again, not destroyed.
+var spare struct {
+	sync.Mutex
+	streams map[place][]Stream
+}
+
+type place struct {
+	library string
+	ordinal int
+}
+
+func (d *Device) place() place { return place{d.Lib.Path, d.Ordinal} }
+
+// NewStream gives a stream of high priority, new or one that a buffer is done with.
 func (d *Device) NewStream() (Stream, error) {
+	spare.Lock()
+	defer spare.Unlock()
+	if idle := spare.streams[d.place()]; len(idle) > 0 {
+		spare.streams[d.place()] = idle[:len(idle)-1]
+		return idle[len(idle)-1], nil
+	}
 	p := &kern.StreamCreateParams{Device: d.handle, HighPriority: 1}
 	code := d.Lib.StreamCreate(p)
 	return Stream(p.Stream), kern.Error("dk_stream_create", code, p.DeviceError)
 }
 
-// DestroyStream ends a stream whose work is done.
+// DestroyStream takes back a stream whose work is done.
 func (d *Device) DestroyStream(s Stream) error {
+	if !d.hostStream {
+		spare.Lock()
+		defer spare.Unlock()
+		if spare.streams == nil {
+			spare.streams = map[place][]Stream{}
+		}
+		spare.streams[d.place()] = append(spare.streams[d.place()], s)
+		return nil
+	}
 	p := &kern.StreamDestroyParams{Device: d.handle, Stream: uint64(s)}
 	return kern.Error("dk_stream_destroy", d.Lib.StreamDestroy(p), p.DeviceError)
 }

@@ -112,6 +112,9 @@ func (b *Buffer) nameSegment(index, owner int, address, bytes uint64) error {
 	return kern.Error("dk_team_segment", b.opt.Library.TeamSegment(p), p.DeviceError)
 }
 
+// Drain waits for the present work of a stream of the caller, which may still use rows that are about to be given back.
+func (s *Segment) Drain(stream uintptr) error { return s.memory.Drain(device.Stream(stream)) }
+
 // Release says that no tensor lies in the segment any more, and frees its memory here. Local; once; also after Destroy.
 func (s *Segment) Release() error {
 	if !s.used.Swap(false) {
