@@ -76,16 +76,10 @@ class Ordering:
     def finish(self, tensors: tuple[Any, ...]) -> EventOverlap:
         """Ends the operation: waits on the CPU engine unless asynchronous, and keeps `tensors` alive until then."""
         buffer, event = self.buffer, self.event
+        if not buffer.host_stream:
+            return self._finish_on_stream(event, tensors)
         if not event:
             return EventOverlap()
-        if not buffer.host_stream:
-            current = buffer.torch_current_stream()
-            for tensor in tensors:
-                if tensor is not None:
-                    tensor.record_stream(buffer.comm_stream)
-                    if self.on_comm:
-                        tensor.record_stream(current)
-            return EventOverlap(EventHandle._of_call(buffer, event))
         if self.async_finish:
             # The handle may be dropped unwaited; the buffer keeps the tensors until the work is done.
             handle = EventHandle._of_call(buffer, event)
@@ -93,6 +87,23 @@ class Ordering:
             return EventOverlap(handle)
         self.event = 0
         buffer.finish_on_host(event, tensors)
+        return EventOverlap()
+
+    def _finish_on_stream(self, event: int, tensors: tuple[Any, ...]) -> EventOverlap:
+        """CUDA engine: orders the caller's stream, and tells torch which streams use `tensors`."""
+        if not event and not self.on_comm:
+            return EventOverlap()  # the caller's stream waits for the work, and all the memory belongs to that stream
+        buffer = self.buffer
+        current = buffer.torch_current_stream()
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(buffer.comm_stream)
+                if self.on_comm:
+                    tensor.record_stream(current)
+        if event:
+            return EventOverlap(EventHandle._of_call(buffer, event))
+        if self.struct.stream == buffer.comm_stream_address:  # after a torch event; the library knew no other stream
+            current.wait_stream(buffer.comm_stream)
         return EventOverlap()
 
 

@@ -255,5 +255,25 @@ class RowPool:
         return at if tensor.numel() and 0 <= at < self.count else None
 
     def close(self) -> None:
-        """Lets go of the pool; its tensors stay valid."""
+        """Lets go of the pool; its tensors stay valid, and the segment stays with them."""
+        _ended_pools.append(self._pool.id)
         self._pool = None
+
+
+_ended_pools: list[tuple[int, int]] = []  # of destroyed buffers: tensors may still lie in them
+
+
+def _segments(pool: tuple[int, int]) -> Any:
+    """What torch's allocator still holds of a memory pool."""
+    return torch.cuda.memory_snapshot(pool)  # type: ignore[no-untyped-call]
+
+
+def give_back_rows() -> None:
+    """Frees the segments of destroyed buffers whose tensors are all gone.
+
+    torch keeps a freed tensor's memory until it is short of memory or empty_cache() is called. So the next buffer asks
+    for that, since it takes memory that torch does not count.
+    """
+    if _ended_pools and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.empty_cache()
+        _ended_pools[:] = [pool for pool in _ended_pools if _segments(pool)]

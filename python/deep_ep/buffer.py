@@ -139,6 +139,8 @@ class Buffer(NormalMode, LowLatencyMode):
         self._ll_shape = (0, 0)
         milliseconds = 0 if timeout is None else max(1, round(timeout * 1000))
         self.engine = _choose_engine(engine)
+        if self.engine == "cuda":
+            tt.give_back_rows()
         options = _abi.sized(
             _abi.BufferOptions,
             device=tt.current_cuda_device() if self.engine == "cuda" else -1,

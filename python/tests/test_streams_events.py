@@ -66,6 +66,24 @@ def rank_chain_worst(ctx, case):
         normal.check(first)
 
 
+def rank_previous_event_alone(ctx, case):
+    """previous_event without async_finish: the current stream waits for the end of the call all the same."""
+    from deep_ep import Buffer
+
+    with normal.buffer_of(ctx) as buffer:
+        for _ in range(5):
+            exchange = normal.dispatch_and_check(ctx, buffer, case, previous_event=Buffer.capture())
+            assert exchange.event.event is None
+            normal.combine(ctx, buffer, exchange, previous_event=Buffer.capture())
+            first = normal.dispatch(ctx, buffer, case, async_finish=True)
+            normal.combine(ctx, buffer, first, previous_event=first.event)
+            normal.check(first)
+
+
+def test_previous_event_alone(pool):
+    pool.run(4, rank_previous_event_alone, CASE.but(hidden=4096))
+
+
 def slow_calls(ctx, buffer, case):
     """Name and function of every call that must not wait for its peers when it is asynchronous."""
     exchange = normal.dispatch_and_check(ctx, buffer, case)
