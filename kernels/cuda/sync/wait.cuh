@@ -8,7 +8,8 @@ namespace deepep {
 
 constexpr uint32_t kPollsPerLook = 64;       // polls of memory between looks at the clock and at the team's own state
 constexpr uint32_t kPollsPerHostLook = 2048; // and at the host's status block, which lies across PCIe
-constexpr uint32_t kLeftBefore = 0xffffffffu; // somebody else of this rank has failed and reported
+constexpr uint32_t kLeftBefore = 0x7fffffffu; // somebody else of this rank has failed and reported
+constexpr uint32_t kLeaving = 0x80000000u;    // beside a reason to leave, where the count of polls was: one register for both
 
 __device__ inline bool has_failed(const Session &s) { return ptx::ld_relaxed_gpu(&s.team.scratch->sticky) != 0; }
 
@@ -24,15 +25,16 @@ __device__ __noinline__ inline void report_failure(const Session &s, uint32_t co
   ptx::st_release_sys(&status->sticky, code);
 }
 
-// Why a wait for `peer` that began at `start` must end now: 0: it need not.
+// Why a wait for `peer` that began at `start` must end now: 0: it need not. Whoever gets a reason polls once more: between his last
+// poll and this look (between two time slices, say) the peer may have sent what is waited for, and left.
 __device__ __noinline__ inline uint32_t reason_to_leave(const Session &s, int peer, uint64_t start, uint32_t polls) {
   if (has_failed(s)) return kLeftBefore;
   if (ptx::global_timer_ns() - start > s.timeout_ns) return DK_ETIMEOUT;
   if (polls % kPollsPerHostLook != 0) return 0;
-  const uint32_t abort_word = ptx::ld_relaxed_sys(&s.team.status->abort_word);
-  if (abort_word != 0) return abort_word;
-  if (peer >= 0 && *static_cast<volatile uint8_t *>(&s.team.status->dead[peer]) != 0) return DK_EPEERDEAD;
-  return 0;
+  uint32_t reason = ptx::ld_relaxed_sys(&s.team.status->abort_word);
+  if (reason == 0 && peer >= 0 && *static_cast<volatile uint8_t *>(&s.team.status->dead[peer]) != 0) reason = DK_EPEERDEAD;
+  if (reason != 0) __threadfence_system(); // the next poll sees all that was sent before
+  return reason;
 }
 
 __device__ inline int culprit(const Session &s, uint32_t code, int peer) {
@@ -46,9 +48,13 @@ __device__ __forceinline__ uint32_t wait_until(const Session &s, int peer, int64
   if (poll(seen)) { waited_ns = 0; return 0; }
   const uint64_t start = ptx::global_timer_ns();
   uint32_t code = 0;
-  for (uint32_t polls = 1; code == 0; ++polls) {
-    if (poll(seen)) break;
-    if (polls % kPollsPerLook == 0) code = reason_to_leave(s, peer, start, polls);
+  for (uint32_t polls = 1; !poll(seen);) {
+    if ((polls & kLeaving) != 0) {
+      code = polls & ~kLeaving;
+      break;
+    }
+    const uint32_t reason = polls % kPollsPerLook == 0 ? reason_to_leave(s, peer, start, polls) : 0;
+    polls = reason != 0 ? reason | kLeaving : (polls + 1) & ~kLeaving;
   }
   waited_ns = ptx::global_timer_ns() - start;
   return code;
@@ -71,19 +77,23 @@ __device__ __forceinline__ uint32_t warp_wait_until(const Session &s, int &peer,
   waited_ns = 0;
   if (poll()) return 0;
   const uint64_t start = ptx::global_timer_ns();
-  for (uint32_t polls = 1;; ++polls) {
-    if (poll()) return 0;
-    if (polls % kPollsPerLook != 0) continue;
+  for (uint32_t polls = 1; !poll();) {
+    if ((polls & kLeaving) != 0) return polls & ~kLeaving;
+    if (polls % kPollsPerLook != 0) {
+      polls = (polls + 1) & ~kLeaving;
+      continue;
+    }
     const int mine = missing();
     const uint32_t waiting = __ballot_sync(kAllLanes, mine >= 0);
     const int first = waiting == 0 ? 0 : __ffs(static_cast<int>(waiting)) - 1;
-    uint32_t code = lane_id() == first ? reason_to_leave(s, mine, start, polls) : 0;
-    code = __shfl_sync(kAllLanes, code, first);
-    if (code == 0) continue;
+    uint32_t reason = lane_id() == first ? reason_to_leave(s, mine, start, polls) : 0;
+    reason = __shfl_sync(kAllLanes, reason, first);
+    polls = reason != 0 ? reason | kLeaving : (polls + 1) & ~kLeaving;
+    if (reason == 0) continue;
     peer = __shfl_sync(kAllLanes, mine, first);
     waited_ns = ptx::global_timer_ns() - start;
-    return code;
   }
+  return 0;
 }
 template <class Poll, class Missing>
 __device__ __forceinline__ bool warp_wait_or_fail(const Session &s, int64_t expected, Poll poll, Missing missing) {
