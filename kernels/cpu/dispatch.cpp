@@ -24,6 +24,8 @@ Ring dispatch_ring(const Team &team, const dk_dispatch_params &p) {
   return Ring(team, team.rank, row_bytes, extra_bytes, 1, p.nvl_recv_chunk);
 }
 
+constexpr int64_t kRowsAtOnce = 16;  // between two updates of a reader's cursor
+
 enum { kNextRow, kEndRow, kNextSlot, kToSend };  // numbers kept for each peer
 
 class Dispatch {
@@ -222,13 +224,15 @@ bool Dispatch::drain(int source) {
   if (head == next_slot_[source]) return false;
   Ring theirs(team_, source, message.ring_slots, message.ring_stride, ring_);
   uint64_t word = static_cast<uint64_t>(team_.rank) / 64, bit = uint64_t{1} << (team_.rank % 64);
+  Cursor &tail = team_.peers[source].control.dispatch_tail(team_.rank);
   for (int64_t &s = next_slot_[source]; s < head && next_row_[source] < end_row_[source]; s++) {
     uint64_t slot = static_cast<uint64_t>(s) % theirs.slots();
     const Extra *extra = theirs.extra<Extra>(slot);
     if (readers(extra)[word] & bit) take(source, theirs.row(slot), extra);
+    if (s % kRowsAtOnce == kRowsAtOnce - 1) tail.set(number, static_cast<uint64_t>(s + 1));  // a source that is awake goes on
   }
   bool last = next_row_[source] == end_row_[source];
-  team_.peers[source].control.dispatch_tail(team_.rank).set(number, last ? kAllRows : static_cast<uint64_t>(head));
+  tail.set(number, last ? kAllRows : static_cast<uint64_t>(head));
   op_.ring(source);
   return true;
 }

@@ -163,7 +163,7 @@ bool RecvHalf::intact(int peer) {
 void RecvHalf::give_credits() {
   bool older_open = false;
   for (const Ticket &other : team_.control().own().tickets)
-    older_open |= other.open && other.kind == static_cast<uint32_t>(kind_) && other.epoch < ticket_.epoch;
+    older_open |= other.open && other.kind == ticket_.kind && other.cleans == ticket_.cleans && other.epoch < ticket_.epoch;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
     uint64_t &early = team_.control().peer_state(peer).read_early[kind_];
     uint64_t epoch = max_of(early, message_[peer] ? static_cast<uint64_t>(epoch_[peer]) : 0);

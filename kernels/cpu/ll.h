@@ -80,7 +80,7 @@ template <class P> bool bad_shape(const P &p, const Team &team) {
   return p.num_max_tokens < 1 || p.hidden < 8 || p.hidden % 8 || p.num_experts < team.num_ranks || p.num_experts % team.num_ranks ||
          static_cast<uint64_t>(p.num_experts) > kMaxExperts || p.num_tokens < 0 || p.num_tokens > p.num_max_tokens || p.num_topk < 1 ||
          p.num_topk > kMaxTopk || p.ticket >= DK_NUM_TICKETS || p.phases < DK_PHASE_SEND || p.phases > DK_PHASE_BOTH ||
-         LowLatencyShape(p, team.num_ranks).rdma_bytes() > team.rdma_bytes;
+         int64_t{p.num_experts} * p.num_max_tokens > INT32_MAX || LowLatencyShape(p, team.num_ranks).rdma_bytes() > team.rdma_bytes;
 }
 
 }  // namespace dk

@@ -32,6 +32,7 @@ void recycle(Stream *stream, Closure *closure) {
 
 void *serve(void *argument) {
   Stream *stream = static_cast<Stream *>(argument);
+  pthread_setname_np(pthread_self(), "deepep-stream");
   int spins = 0;
   for (;;) {
     uint32_t seen = stream->pushed.load();
