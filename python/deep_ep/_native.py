@@ -200,14 +200,14 @@ class NativeBuffer:
         """Frees everything; twice is fine."""
         handle, self._as_parameter_ = self._as_parameter_, ctypes.c_void_p()
         rows, self.rows = self.rows, None
-        if rows is not None:
-            rows.close()
-            self.lib.quick.deepep_pool_close(rows.pointer)
         if handle:
             events, self._events = self._events, []
             for event in events:
                 self.lib.quick.deepep_event_destroy(event)
             self.lib.slow.deepep_buffer_destroy(handle)
+        if rows is not None:  # last: giving rows back waits for their streams, which may hold calls that only now ended
+            rows.close()
+            self.lib.slow.deepep_pool_close(rows.pointer)
 
 
 def stats(buffer: NativeBuffer, size: int) -> dict[str, dict[str, Any]]:

@@ -204,8 +204,8 @@ class Outputs:
         empty((0,), torch.uint8, self.tensors[0].device).set_(self._storage).zero_()
 
     def _usage(self) -> tuple[Any, ...]:
-        tensors = self.tensors
-        return _storage_uses(self._number), list(map(sys.getrefcount, tensors)), list(map(_use_count, tensors))
+        tensors, storage = self.tensors, sys.getrefcount(self._storage)  # torch has one object for all who ask for it
+        return storage, _storage_uses(self._number), list(map(sys.getrefcount, tensors)), list(map(_use_count, tensors))
 
     def unused(self) -> bool:
         """True if every tensor, view and storage handed out is gone."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import glob
 import os
 import threading
 import time
+
+import torch
 
 import lowlat
 import normal
@@ -27,7 +30,7 @@ def resources():
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "shared mappings": len(shared),
-        "files in /dev/shm": len([name for name in os.listdir("/dev/shm") if "deepep" in name]),
+        "pages in /dev/shm": len(glob.glob(f"/dev/shm/deepep*/{os.getpid()}-*")),
         "kilobytes": rss(),
     }
 
@@ -194,6 +197,9 @@ def rank_destroyed_from_another_thread(ctx):
             def wait():
                 try:
                     buffer.combine(rows, exchange.handle)
+                    if rows.is_cuda:  # the call has only been issued: the wait is on the stream
+                        torch.cuda.synchronize()
+                        buffer.get_comm_stream()
                 except DeepEPError as error:
                     caught.append(str(error))
 

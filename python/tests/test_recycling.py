@@ -141,6 +141,22 @@ def test_held_storage(pool):
     pool.run(4, rank_storage_held)
 
 
+def rank_only_storage_held(ctx):
+    """torch has one Python object for a storage: holding it does not raise the storage's own count."""
+    with lowlat.buffer_of(ctx, CASE, B) as buffer:
+        call = lowlat.dispatch_and_check(ctx, buffer, CASE, B)
+        storage, offset, want = call.counts.untyped_storage(), call.counts.storage_offset() * 4, call.counts.tolist()
+        del call
+        gc.collect()
+        many_calls(ctx, buffer)
+        kept = torch.empty(0, dtype=torch.uint8, device=ctx.device).set_(storage)[offset : offset + 4 * len(want)]
+        assert kept.view(torch.int32).tolist() == want, "the storage was held"
+
+
+def test_only_storage_held(pool):
+    pool.run(4, rank_only_storage_held)
+
+
 def rank_handle_kept(ctx):
     """A combine long after, with nothing kept but the handle."""
     with lowlat.buffer_of(ctx, CASE, B) as buffer:
