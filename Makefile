@@ -188,8 +188,8 @@ test: all-ready ## run every test that needs no GPU (under 15 minutes on 2 cores
 test-full: all-ready ## the same with the long versions: more seeds, cycles and fuzzing
 	$(VENV) tools/run_tests.py --full
 
-test-gpu: all-ready cuda ## run the kernel suite and the Python tests on a CUDA device
-	$(VENV) tools/run_tests.py --gpu
+test-gpu: $(if $(PREBUILT),,all-ready cuda) ## run the kernel suite and the Python tests on a CUDA device (PREBUILT=1: with build/ as it is and PYTHON)
+	$(if $(PREBUILT),$(PYTHON),$(VENV)) tools/run_tests.py --gpu $(ARGS)
 
 bench: all-ready ## measure, beside gloo in the same run
 	$(VENV) bench/bench_cpu.py $(ARGS)

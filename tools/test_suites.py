@@ -273,7 +273,8 @@ def _suites() -> Iterator[Suite]:
         "python-gpu",
         "the package, on CUDA",
         ("python/tests/test_*.py",),
-        bind(pytest, "python-gpu", ["python/tests"], {"DEEPEP_TEST_DEVICE": "cuda"}),
+        # The limit of the long versions: on one GPU the ranks take turns, and every rank has a context to make.
+        lambda full: pytest("python-gpu", ["python/tests"], {"DEEPEP_TEST_DEVICE": "cuda"}, True),
     )
     for tool in ("memcheck", "racecheck", "synccheck"):
         before = [_compute_sanitizer(), f"--tool={tool}", "--error-exitcode=1"]

@@ -1,5 +1,7 @@
-/* kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--isa N] [--list]
+/* kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--isa N] [--patience F] [--stop] [--list]
  *
+ * --ranks leaves out the cases of more ranks; --isa is that of dk_device_open; --patience is a factor for all time limits;
+ * --stop ends after the first failure.
  * Runs the cases of the kernel interface against one library. The last line is "N passed, N failed, N skipped"; the exit
  * status is 1 if any failed. DEEPEP_TEST_SANITIZER (address, thread, memcheck, racecheck, synccheck) says that the program
  * runs under that tool: then the heavier cases are left out and time limits are longer.
@@ -80,7 +82,7 @@ static void run_case(const struct test_case *test, enum verdict (*run)(const str
 }
 
 static void run_group(const struct group *group, enum verdict (*run)(const struct test_case *, char *, size_t)) {
-  for (int i = 0; i < group->count; i++) {
+  for (int i = 0; i < group->count && !(settings.stop && state.count[FAILED]); i++) {
     const struct test_case *test = &group->cases[i];
     if (settings.filter && !strstr(test->name, settings.filter)) continue;
     const char *reason = reason_to_skip(test);
@@ -122,7 +124,8 @@ static long number(const char *text, long least, long most) {
 /* True: only list the cases. */
 static bool read_options(int argc, char **argv) {
   static const struct option options[] = {{"device", 1, 0, 'd'}, {"ranks", 1, 0, 'r'}, {"filter", 1, 0, 'f'},
-                                          {"seed", 1, 0, 's'},   {"isa", 1, 0, 'i'},   {"list", 0, 0, 'l'}, {0, 0, 0, 0}};
+                                          {"seed", 1, 0, 's'},   {"isa", 1, 0, 'i'},   {"patience", 1, 0, 'p'},
+                                          {"stop", 0, 0, 'x'},   {"list", 0, 0, 'l'},  {0, 0, 0, 0}};
   bool list = false;
   for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
     if (c == 'd') settings.device = (int)number(optarg, 0, 1023);
@@ -130,11 +133,13 @@ static bool read_options(int argc, char **argv) {
     else if (c == 'f') settings.filter = optarg;
     else if (c == 's') settings.seed = (uint64_t)number(optarg, 0, INT32_MAX);
     else if (c == 'i') settings.isa = (uint32_t)number(optarg, 0, 1000);
+    else if (c == 'p') settings.patience *= strtod(optarg, NULL);
+    else if (c == 'x') settings.stop = true;
     else if (c == 'l') list = true;
     else exit(2);
   }
   if (optind != argc - 1) {
-    fprintf(stderr, "usage: kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--isa N] [--list]\n");
+    fprintf(stderr, "usage: kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--isa N] [--patience F] [--stop] [--list]\n");
     exit(2);
   }
   settings.library_path = argv[optind];
@@ -149,6 +154,8 @@ int main(int argc, char **argv) {
     return 0;
   }
   run_group(&process_cases, run_processes);
+  /* All ranks share a device, each with streams of its own: in one hardware queue a rank would wait behind another's wait. */
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   char why[512];
   if (!library_open(settings.library_path, why, sizeof why)) {
     printf("FAILED opening %s: %s\n", settings.library_path, why);
@@ -161,6 +168,10 @@ int main(int argc, char **argv) {
   pthread_detach(watchdog);
   for (int i = 0; i < COUNT(groups); i++) run_group(groups[i], run_threads);
   close_seats();
+  if (state.count[PASSED] + state.count[FAILED] + state.count[SKIPPED] == 0) {
+    printf("FAILED: no case has \"%s\" in its name\n", settings.filter ? settings.filter : "");
+    state.count[FAILED]++;
+  }
   print_totals();
   return state.count[FAILED] ? 1 : 0;
 }
