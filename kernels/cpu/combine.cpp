@@ -190,6 +190,9 @@ void Combine::add_token(int32_t token) {
     if (weight_bytes(p_)) weights[num_weights++] = ring.extra<const float>(slot);
   }
   uint16_t *to = at<uint16_t>(p_.combined_x) + static_cast<uint64_t>(token) * hidden;
+#if DK_MUTANT == 8  // another order of the sum
+  if (count > 2) rows[DK_MAX_RANKS + 1] = rows[1], rows[1] = rows[count - 1], rows[count - 1] = rows[DK_MAX_RANKS + 1];
+#endif
   if (count) rows_.sum(to, rows, count, hidden, stream_);
   else memset(to, 0, row_bytes(p_));
   if (p_.combined_topk_weights) add_weights(token, weights, num_weights);

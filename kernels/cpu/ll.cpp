@@ -48,6 +48,11 @@ void SendHalf::post(int peer, int32_t num_tokens) {
   to.cleans = own.cleans.load();
   to.num_tokens = num_tokens;
   memcpy(to.fields, fields_, sizeof fields_);
+#if DK_MUTANT == 1  // a lost flag (planted by kernels/tests/mutants.sh, as all DK_MUTANT)
+  if (epoch_ == 2 && peer == 1) return;
+#elif DK_MUTANT == 100  // a race: the flag without an order
+  return to.epoch.store(epoch_, std::memory_order_relaxed);
+#endif
   to.epoch.store(epoch_);
   op_.ring(peer);
 }
@@ -98,6 +103,9 @@ SendMessage *RecvHalf::find(int peer) const {
     bool matches = same_clean ? message.since_clean == ticket_.since_clean
                               : epoch == ticket_.epoch && epoch > team_.control().peer_state(peer).seen_at_clean[kind_] &&
                                     (message.cleans > ticket_.cleans || team_.peers[peer].control.own().cleans < ticket_.cleans);
+#if DK_MUTANT == 2  // a stale epoch
+    matches |= same_clean && message.since_clean + 2 == ticket_.since_clean;
+#endif
     if (matches && message.epoch.load() == epoch) return &message;
   }
   return nullptr;

@@ -4,9 +4,12 @@
 
 #include "normal.h"
 
-/* What rank `at` holds for a token: channel by channel, so that the token's own rank can do the sum. */
+/* What rank `at` holds for a token: channel by channel, so that the token's own rank can do the sum. In every eighth channel
+ * large numbers swallow small ones and cancel each other, so that the order of the sum is seen. */
 static uint16_t value_of(uint64_t salt, int at, int source, int token, int channel) {
+  static const uint16_t swallow[3] = {0x4c00, 0x3fc0, 0xcc00}; /* 2^25, 1.5, -2^25 */
   uint64_t bits = hash(salt, (uint64_t)at, (uint64_t)source << 32 | (uint64_t)token, (uint64_t)channel);
+  if (channel % 8 == 1) return swallow[(at + token + channel / 8) % 3];
   return random_bf16(bits, (int)(bits >> 20 & 3) - 3);
 }
 

@@ -258,7 +258,10 @@ uint64_t now_ns(void) {
 
 uint64_t limit_ns(double seconds) { return (uint64_t)(seconds * settings.patience * 1e9); }
 
-uint64_t soon_ns(void) { return settings.patience > 10 ? 3000000000u : settings.patience > 1 ? 1000000000u : 500000000u; }
+uint64_t soon_ns(void) {
+  double seconds = settings.patience > 10 ? 3 : settings.patience > 1 ? 1 : 0.5;
+  return (uint64_t)(1e9 * seconds);
+}
 
 uint64_t mix(uint64_t x) { /* splitmix64 */
   x += 0x9e3779b97f4a7c15u;

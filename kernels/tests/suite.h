@@ -70,6 +70,7 @@ struct settings {
   uint64_t seed;
   enum weight heaviest;
   double patience;                /* factor for every time limit: sanitizers are slow */
+  bool stop;                      /* after the first failure */
   bool one_mapping;               /* ranks use each other's own mapping: TSan knows no other */
 };
 extern struct settings settings;

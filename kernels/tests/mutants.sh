@@ -1,0 +1,62 @@
+#!/bin/sh
+# A test of the test: builds variants of the CPU library with one planted error each (#if DK_MUTANT == n in kernels/cpu) and
+# shows that kernel_tests fails for every one of them. `mutants.sh race` plants a race instead, in the build for TSan, which has
+# to report it. The last line is "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.." || exit 1
+unset MAKEFLAGS MAKELEVEL MFLAGS DEEPEP_TEST_SANITIZER
+passed=0 failed=0
+
+# numbers of mutants, and the cases that are enough to notice each
+kinds='1 a lost flag|ll order/halves
+2 a stale epoch|ll order/
+3 a row off by one|dispatch/BF16
+4 a corrupted byte|dispatch/BF16
+5 a wrong column of scales|dispatch/FP8
+6 a skipped weight|ll combine/
+7 a wrong row of scales|ll FP8/
+8 another order of the sum|combine/
+9 a barrier that does not wait|team/barrier
+10 a failed call that leaves its output|abort/'
+
+verdict() { # title, 0 if noticed
+  if [ "$2" -eq 0 ]; then passed=$((passed + 1)); echo "ok     $1"; else failed=$((failed + 1)); echo "FAILED $1: not noticed"; fi
+}
+
+# Compiles the one file that has mutant $1 again, and links it with the objects of the build in folder $2 to $2/mutants/$1.so.
+build() {
+  number=$1 folder=$2
+  source=$(grep -lE "DK_MUTANT == $number( |\$)" kernels/cpu/*.cpp) || return 1
+  object=$folder/obj/${source%.cpp}.o
+  mkdir -p "$folder/mutants"
+  commands=$(make -n -B BUILD="$folder" ${SAN:+SAN=$SAN} "$folder/lib/libdeepep_cpu.so") || return 1
+  compile=$(echo "$commands" | grep -F -- "-c -o $object ")
+  link=$(echo "$commands" | grep -F -- "-o $folder/lib/libdeepep_cpu.so")
+  [ -n "$compile" ] && [ -n "$link" ] || return 1
+  variant=$folder/mutants/$number
+  sh -c "$(echo "$compile" | sed "s|-MMD -MP -c -o $object|-DDK_MUTANT=$number -c -o $variant.o|")" &&
+    sh -c "$(echo "$link" | sed "s|$folder/lib/libdeepep_cpu.so|$variant.so|; s| $object| $variant.o|")"
+}
+
+if [ "${1:-}" = race ]; then
+  SAN=thread
+  log=build/tsan/mutants/race.log
+  build 100 build/tsan || { echo "cannot build the race"; echo "0 passed, 1 failed"; exit 1; }
+  DEEPEP_TEST_SANITIZER=thread build/tsan/bin/kernel_tests build/tsan/mutants/100.so --filter "ll order/" >"$log" 2>&1
+  grep -q 'WARNING: ThreadSanitizer: data race' "$log"
+  verdict "TSan reports a planted race" $?
+else
+  # The suite passes without a mutant, else its failures say nothing.
+  build/bin/kernel_tests build/lib/libdeepep_cpu.so --filter "dispatch/BF16" >/dev/null
+  verdict "no mutant, no failure" $?
+  while IFS='|' read -r kind cases; do
+    build "${kind%% *}" build || { verdict "mutant $kind (cannot be built)" 1; continue; }
+    build/bin/kernel_tests "build/mutants/${kind%% *}.so" --filter "$cases" --patience 0.1 --stop >"build/mutants/${kind%% *}.log" 2>&1
+    grep -q '^FAILED .*/' "build/mutants/${kind%% *}.log"
+    verdict "mutant $kind" $?
+  done <<LIST
+$kinds
+LIST
+fi
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
