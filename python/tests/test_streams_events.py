@@ -19,7 +19,7 @@ from cases import Case
 
 CASE = Case((40, 25, 0, 64), experts=16, topk=4, hidden=72)
 LL_CASE = Case((16, 9, 0, 12), hidden=512, experts=8, topk=3)
-LATE = 0.6
+LATE = 0.8
 
 
 def rank_chain(ctx, case):
