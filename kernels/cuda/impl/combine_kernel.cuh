@@ -186,6 +186,7 @@ __device__ inline void sum_token(const CombineParams &p, const CombineSource *so
     for (int u = 0; u < kUnroll; ++u) {
       const int at = base + u * kWarp;
       if (at >= chunks) continue;
+#pragma unroll 1
       for (int b = 0; b < 2; ++b)
         if (p.bias[b] != nullptr) add_bf16(sum[u], ptx::ld_stream(reinterpret_cast<const uint8_t *>(p.bias[b]) + row + 16ull * at));
       ptx::st_stream(reinterpret_cast<uint8_t *>(p.combined_x) + row + 16ull * at, round_bf16(sum[u]));
@@ -328,7 +329,7 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine_kern
       s.team.scratch->tokens_taken[epoch % 2] = 0;
       s.team.scratch->epoch = epoch;
     }
-    record_kernel(s, 0, true, failed);
+    record_kernel(s, nullptr, true, failed);
   });
 }
 

@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_ke
       s.team.scratch->tokens_taken[epoch % 2] = s.team.scratch->metas_taken[epoch % 2] = 0;
       s.team.scratch->epoch = epoch;
     }
-    record_kernel(s, 0, true, failed);
+    record_kernel(s, nullptr, true, failed);
   });
 }
 

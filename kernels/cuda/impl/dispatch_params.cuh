@@ -14,7 +14,7 @@ struct DispatchParams {
   const int32_t *rank_prefix_matrix, *send_head;
   uint32_t row_bytes, stage_bytes;
   int32_t num_tokens, num_scales, num_topk, index_bytes, num_experts, num_recv_tokens, num_worst_tokens;
-  uint32_t cached;
+  uint32_t cached, weights_given;
   int32_t recv_segment;
   uint64_t recv_segment_offset;
   uint8_t *recv_x;
@@ -54,7 +54,7 @@ __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t
   Handshake hand{};
   hand.epoch = epoch;
   hand.mine.hidden_bytes = p.row_bytes, hand.mine.op = DK_OP_DISPATCH;
-  hand.mine.flags = (p.cached ? kEnterCached : 0) | (p.topk_weights_sent() ? kEnterWeights : 0);
+  hand.mine.flags = (p.cached ? kEnterCached : 0) | (p.weights_given ? kEnterWeights : 0);
   hand.mine.num_experts = p.num_experts, hand.mine.num_topk = p.num_topk, hand.mine.num_scales = p.num_scales;
   hand.mine.row_limit = p.num_recv_tokens;
   hand.mine.segment = p.recv_segment, hand.mine.segment_offset = p.recv_segment_offset;

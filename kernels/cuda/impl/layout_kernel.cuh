@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kLayoutThreads) layout_kernel(const __grid_con
       else if (i < p.num_experts + s.team.num_ranks) p.per_rank[i - p.num_experts] = count;
       else if (p.per_node != nullptr) p.per_node[i - p.num_experts - s.team.num_ranks] = count;
     }
-    record_kernel(s, 0, true, failed);
+    record_kernel(s, nullptr, true, failed);
   });
 }
 

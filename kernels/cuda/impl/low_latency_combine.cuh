@@ -41,8 +41,8 @@ __device__ inline void read_sum(const LowLatencyParams &p, uint64_t dispatch, in
   const uint64_t entry = lane < p.num_topk ? ptx::ld_relaxed_sys(&header[2 * lane]) : 0;
   const uint64_t weight = lane < p.num_topk ? ptx::ld_relaxed_sys(&header[2 * lane + 1]) : 0;
   const uint32_t code = static_cast<uint32_t>(entry);
-  const bool row = lane < p.num_topk && has_tag(entry, dispatch) && (code & kEntryRow) != 0 && entry_expert(code) < p.num_local();
-  const bool nothing = __any_sync(kAllLanes, lane == 0 && (!has_tag(entry, dispatch) || (code & kEntryNothing) != 0)) != 0;
+  const bool row = lane < p.num_topk && has_tag(entry, dispatch_tag(dispatch)) && (code & kEntryRow) != 0 && entry_expert(code) < p.num_local();
+  const bool nothing = __any_sync(kAllLanes, lane == 0 && (!has_tag(entry, dispatch_tag(dispatch)) || (code & kEntryNothing) != 0)) != 0;
   const uint32_t rows = nothing ? 0 : __ballot_sync(kAllLanes, row);
   const int expert = row ? entry_expert(code) : 0x7fffffff;
   const int first = __reduce_min_sync(kAllLanes, nothing ? 0x7fffffff : expert);
@@ -85,7 +85,7 @@ __device__ inline void send_sum(const LowLatencyCombineParams &c, const LowLaten
     ptx::st_relaxed_sys_v4(to + 16 * at, exclusive_or(round_to_bf16(sum), pattern_of(0)));
   }
   if (thread == 0)
-    ptx::st_relaxed_sys(row_word(p, call, dest, expert, token), tagged(call.epoch, (pattern_of(0) & ~kKindMask) | kKindSum));
+    ptx::st_relaxed_sys(row_word(p, call, dest, expert, token), tagged(combine_tag(call.epoch), (pattern_of(0) & ~kKindMask) | kKindSum));
 }
 
 __device__ inline void send_sums(const LowLatencyCombineParams &c, const LowLatencyCall &call, uint64_t dispatch, SumList *lists) {
@@ -144,7 +144,7 @@ __device__ inline void send_plain_row(const LowLatencyCombineParams &c, const Lo
     ptx::st_relaxed_sys_v4(to + 16 * at, exclusive_or(ptx::ld_stream(row + 16 * at), pattern_of(attempt)));
   if (thread == 0)
     ptx::st_relaxed_sys(row_word(p, call, target->dest, expert, target->token),
-                        tagged(call.epoch, (pattern_of(attempt) & ~kKindMask) | kKindRow));
+                        tagged(combine_tag(call.epoch), (pattern_of(attempt) & ~kKindMask) | kKindRow));
 }
 
 __device__ inline void send_logfmt_row(const LowLatencyCombineParams &c, const LowLatencyCall &call, int local_expert, const uint8_t *row,
@@ -153,7 +153,7 @@ __device__ inline void send_logfmt_row(const LowLatencyCombineParams &c, const L
   const int expert = p.session.team.rank * p.num_local() + local_expert;
   uint8_t *to = expert_row(p, call, target->dest, expert, target->token);
   send_logfmt(row, to, p.hidden, thread, kLlGroupThreads);
-  if (thread == 0) ptx::st_relaxed_sys(row_word(p, call, target->dest, expert, target->token), tagged(call.epoch, kKindLogfmt));
+  if (thread == 0) ptx::st_relaxed_sys(row_word(p, call, target->dest, expert, target->token), tagged(combine_tag(call.epoch), kKindLogfmt));
 }
 
 __device__ inline void send_rows(const LowLatencyCombineParams &c, const LowLatencyCall &call, int32_t *before, RowTarget *targets) {
@@ -253,10 +253,10 @@ __device__ inline void read_row_words(const LowLatencyParams &p, const LowLatenc
       const uint32_t code = warp_wait_until(
           s, peer, waited,
           [&] {
-            if (wait && !has_tag(word, call.epoch)) word = ptx::ld_relaxed_sys(mine);
-            return __all_sync(kAllLanes, !wait || has_tag(word, call.epoch)) != 0;
+            if (wait && !has_tag(word, combine_tag(call.epoch))) word = ptx::ld_relaxed_sys(mine);
+            return __all_sync(kAllLanes, !wait || has_tag(word, combine_tag(call.epoch))) != 0;
           },
-          [&] { return wait && !has_tag(word, call.epoch) ? rank : -1; });
+          [&] { return wait && !has_tag(word, combine_tag(call.epoch)) ? rank : -1; });
       if (code == 0) break;
       bool masked = false;
       if (lane == 0) {

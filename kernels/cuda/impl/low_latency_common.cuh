@@ -40,22 +40,23 @@ __device__ inline LowLatencyCall low_latency_call(const LowLatencyParams &p, boo
 // ---- Places ------------------------------------------------------------------------------------------------------------
 
 __device__ inline uint8_t *slot_base(const LowLatencyParams &p, int owner, const LowLatencyCall &call) {
-  return p.session.team.peers[owner] + p.session.team.rdma + call.slot() * p.at.slot_bytes;
+  return p.session.team.peers[owner] + p.session.team.rdma + slot_offset(p.session.team.rdma_bytes, p.at.slot_bytes, call.slot());
 }
 __device__ inline uint8_t *wire_base(const LowLatencyParams &p, int owner) {
   return p.session.team.peers[owner] + p.session.team.wire + p.session.team.ring.bytes;
 }
+__device__ inline uint64_t wire_left(const LowLatencyParams &p) { return p.session.team.wire_bytes - p.session.team.ring.bytes; }
 // Dispatch: the row and the header of token `token` of `source` at `owner`.
 __device__ inline uint8_t *token_row(const LowLatencyParams &p, const LowLatencyCall &call, int owner, int source, int token) {
   return slot_base(p, owner, call) + (static_cast<uint64_t>(source) * p.max_tokens + token) * p.at.row_stride;
 }
 __device__ inline uint64_t *token_header(const LowLatencyParams &p, uint64_t dispatch, int owner, int source, int token) {
-  return reinterpret_cast<uint64_t *>(wire_base(p, owner) + dispatch % kHeaderCopies * p.at.header_bytes +
+  return reinterpret_cast<uint64_t *>(wire_base(p, owner) + header_area(wire_left(p), dispatch % kHeaderCopies) +
                                       (static_cast<uint64_t>(source) * p.max_tokens + token) * kHeaderStride);
 }
 constexpr int kPatternAt = 2 * kMaxTopk; // word of the header
 __device__ inline uint64_t *count_word(const LowLatencyParams &p, uint64_t dispatch, int owner, int source, int local_expert) {
-  return reinterpret_cast<uint64_t *>(wire_base(p, owner) + p.at.counts_at + dispatch % kHeaderCopies * p.at.counts_bytes) +
+  return reinterpret_cast<uint64_t *>(wire_base(p, owner) + header_area(wire_left(p), dispatch % kHeaderCopies) + p.at.header_bytes) +
          source * p.num_local() + local_expert;
 }
 // Combine: the row of an expert for a token, at the token's rank, and the word that says what it is.
@@ -63,14 +64,19 @@ __device__ inline uint8_t *expert_row(const LowLatencyParams &p, const LowLatenc
   return slot_base(p, owner, call) + (static_cast<uint64_t>(expert) * p.max_tokens + token) * p.at.row_stride;
 }
 __device__ inline uint64_t *row_word(const LowLatencyParams &p, const LowLatencyCall &call, int owner, int expert, int token) {
-  return reinterpret_cast<uint64_t *>(wire_base(p, owner) + p.at.row_words_at + call.slot() * p.at.row_words_bytes) +
+  return reinterpret_cast<uint64_t *>(wire_base(p, owner) + row_word_area(wire_left(p), call.slot())) +
          static_cast<uint64_t>(expert) * p.max_tokens + token;
 }
 
 // ---- Words: the number of the call above, what it says below ------------------------------------------------------------
+// Words of dispatches are numbered by dispatch, those of combines by call. A word of the one may lie where another shape has the
+// other, hence the bit that tells them apart.
 
-__device__ __forceinline__ uint64_t tagged(uint64_t number, uint32_t value) { return number << 32 | value; }
-__device__ __forceinline__ bool has_tag(uint64_t word, uint64_t number) { return static_cast<uint32_t>(word >> 32) == static_cast<uint32_t>(number); }
+constexpr uint64_t kDispatchWord = 1ull << 31;
+__device__ __forceinline__ uint32_t dispatch_tag(uint64_t dispatch) { return static_cast<uint32_t>(dispatch | kDispatchWord); }
+__device__ __forceinline__ uint32_t combine_tag(uint64_t epoch) { return static_cast<uint32_t>(epoch & ~kDispatchWord); }
+__device__ __forceinline__ uint64_t tagged(uint32_t tag, uint32_t value) { return static_cast<uint64_t>(tag) << 32 | value; }
+__device__ __forceinline__ bool has_tag(uint64_t word, uint32_t tag) { return static_cast<uint32_t>(word >> 32) == tag; }
 
 // Header entry: bit 30: a row for local expert (bits 16..28) at position (bits 0..15) of this source's rows; bit 29: the token has
 // nothing for the rank, further entries are not sent.
@@ -242,17 +248,10 @@ __device__ inline void check_low_latency_peers(const LowLatencyParams &p, const 
 // By the last block, after the outputs.
 __device__ inline void end_low_latency(const LowLatencyParams &p, const LowLatencyCall &call, const LowLatencyCall *calls, bool failed) {
   Scratch *scratch = p.session.team.scratch;
-  const bool both = p.sends() && p.receives();
-  const uint64_t before = !both && p.receives() ? scratch->half_ns[p.ticket] : 0;
   __syncthreads();
   if (threadIdx.x == 0) {
-    if (p.sends()) {
-      scratch->low_latency_epoch = call.epoch, scratch->low_latency_dispatches = call.dispatch;
-      if (!both) {
-        scratch->tickets[p.ticket] = {call.epoch, call.dispatch};
-        scratch->half_ns[p.ticket] = ptx::global_timer_ns() - scratch->start_ns;
-      }
-    }
+    if (p.sends()) scratch->low_latency_epoch = call.epoch, scratch->low_latency_dispatches = call.dispatch;
+    if (p.sends() && !p.receives()) scratch->tickets[p.ticket] = {call.epoch, call.dispatch};
   }
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) {
     if (is_masked(p.session, r)) continue;
@@ -265,7 +264,7 @@ __device__ inline void end_low_latency(const LowLatencyParams &p, const LowLaten
     scratch->dispatch_ahead[r] = static_cast<int64_t>(calls[r].dispatch - call.dispatch);
     scratch->returned[r] = 0;
   }
-  record_kernel(p.session, before, p.receives(), failed);
+  record_kernel(p.session, p.sends() && p.receives() ? nullptr : &scratch->half_ns[p.ticket], p.receives(), failed);
 }
 
 }  // namespace deepep

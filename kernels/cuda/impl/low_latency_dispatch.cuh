@@ -61,7 +61,7 @@ __device__ inline void send_expert_counts(const LowLatencyParams &p, const LowLa
     const int expert = static_cast<int>(blockIdx.x) + (first + static_cast<int>(threadIdx.x)) * blocks;
     if (threadIdx.x < 32 && expert < p.num_experts && !is_masked(p.session, expert / num_local))
       ptx::st_relaxed_sys(count_word(p, call.dispatch, expert / num_local, p.session.team.rank, expert % num_local),
-                          tagged(call.dispatch, static_cast<uint32_t>(p.num_tokens) << 16 | counts[threadIdx.x]));
+                          tagged(dispatch_tag(call.dispatch), static_cast<uint32_t>(p.num_tokens) << 16 | counts[threadIdx.x]));
     __syncthreads();
   }
 }
@@ -112,9 +112,9 @@ __device__ inline void send_headers(const LowLatencyParams &p, const LowLatencyC
     const int expert = route->expert[k];
     const bool here = expert >= 0 && expert / num_local == r;
     const uint32_t code = !chosen ? kEntryNothing : here ? entry_row(expert % num_local, static_cast<int>(route->position[k])) : 0;
-    if (chosen) ptx::st_relaxed_sys(&header[2 * k + 1], tagged(call.dispatch, __float_as_uint(route->weight[k])));
-    if (chosen && k == 0) ptx::st_relaxed_sys(&header[kPatternAt], tagged(call.dispatch, route->pattern));
-    ptx::st_relaxed_sys(&header[2 * k], tagged(call.dispatch, code));
+    if (chosen) ptx::st_relaxed_sys(&header[2 * k + 1], tagged(dispatch_tag(call.dispatch), __float_as_uint(route->weight[k])));
+    if (chosen && k == 0) ptx::st_relaxed_sys(&header[kPatternAt], tagged(dispatch_tag(call.dispatch), route->pattern));
+    ptx::st_relaxed_sys(&header[2 * k], tagged(dispatch_tag(call.dispatch), code));
   }
 }
 
@@ -240,7 +240,7 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
       came = wait_or_mask(s, source, call.epoch, [&](int64_t &seen) {
         value = ptx::ld_relaxed_sys(word);
         seen = static_cast<int64_t>(value >> 32);
-        return has_tag(value, dispatch);
+        return has_tag(value, dispatch_tag(dispatch));
       });
     tables.base[i] = came ? static_cast<int32_t>(value & 0xffff) : -1;
     if (came && i % num_local == 0) tables.tokens[source] = static_cast<int32_t>(value >> 16 & 0xffff);
@@ -296,7 +296,7 @@ __device__ inline void read_header(const LowLatencyParams &p, const LowLatencyCa
   const int lane = lane_id();
   const uint64_t dispatch = tables.calls[source].dispatch;
   const uint64_t *header = token_header(p, dispatch, s.team.rank, source, token);
-  uint64_t entry = 0, pattern = tagged(dispatch, kAllOnes);
+  uint64_t entry = 0, pattern = tagged(dispatch_tag(dispatch), kAllOnes);
   int peer = -1;
   uint64_t waited = 0;
   const uint32_t code = warp_wait_until(
@@ -304,12 +304,12 @@ __device__ inline void read_header(const LowLatencyParams &p, const LowLatencyCa
       [&] {
         if (lane < p.num_topk) entry = ptx::ld_relaxed_sys(&header[2 * lane]);
         if (lane == 0 && p.format != DK_FORMAT_FP8) pattern = ptx::ld_relaxed_sys(&header[kPatternAt]);
-        const bool here = (lane >= p.num_topk || has_tag(entry, dispatch)) && has_tag(pattern, dispatch);
-        const bool nothing = lane == 0 && has_tag(entry, dispatch) && (entry & kEntryNothing) != 0;
+        const bool here = (lane >= p.num_topk || has_tag(entry, dispatch_tag(dispatch))) && has_tag(pattern, dispatch_tag(dispatch));
+        const bool nothing = lane == 0 && has_tag(entry, dispatch_tag(dispatch)) && (entry & kEntryNothing) != 0;
         return __all_sync(kAllLanes, here) != 0 || __any_sync(kAllLanes, nothing) != 0;
       },
       [&] { return lane == 0 ? source : -1; });
-  bool row = code == 0 && lane < p.num_topk && has_tag(entry, dispatch) && (entry & kEntryRow) != 0;
+  bool row = code == 0 && lane < p.num_topk && has_tag(entry, dispatch_tag(dispatch)) && (entry & kEntryRow) != 0;
   const int expert = entry_expert(static_cast<uint32_t>(entry)), position = entry_position(static_cast<uint32_t>(entry));
   row = row && expert < p.num_local() && position < p.max_tokens;
   const uint32_t rows = __ballot_sync(kAllLanes, row);

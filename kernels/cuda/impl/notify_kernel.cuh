@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_con
       ptx::st_release_sys(&p.counts->seq, s.call);
     }
     if (threadIdx.x == 0) s.team.scratch->epoch = epoch;
-    record_kernel(s, 0, true, failed);
+    record_kernel(s, nullptr, true, failed);
   });
 }
 

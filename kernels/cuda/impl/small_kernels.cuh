@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(128) barrier_kernel(const __grid_constant__ Ba
   }
   finish(s, [&](bool failed) {
     if (threadIdx.x == 0) s.team.scratch->epoch = epoch;
-    record_kernel(s, 0, p.counts_as_call != 0, failed);
+    record_kernel(s, &s.team.scratch->clean_ns, p.counts_as_call != 0, failed);
   });
 }
 
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(128) mask_kernel(const __grid_constant__ MaskP
     else if (p.what == DK_MASK_CLEAN || (r == p.rank && p.value == 0)) lift_mask(s, r);
     else if (r == p.rank) *mask = 1;
   }
-  finish(s, [&](bool failed) { record_kernel(s, 0, true, failed); });
+  finish(s, [&](bool failed) { record_kernel(s, nullptr, true, failed); });
 }
 
 __global__ void clock_kernel(uint64_t *now) { *now = ptx::global_timer_ns(); }

@@ -20,7 +20,7 @@ int blocks_for(const Team *team, int32_t num_sms, int32_t max_tokens) {
 }
 
 template <class P> bool is_sane(const P *p, const Team *team) {
-  if (p->hidden <= 0 || p->hidden % kScaleChannels != 0 || p->num_topk <= 0 || p->num_topk > kMaxTopk) return false;
+  if (p->hidden <= 0 || p->hidden % 8 != 0 || p->num_topk <= 0 || p->num_topk > kMaxTopk) return false;
   if (p->num_max_tokens <= 0 || p->num_max_tokens > 65535 || p->num_tokens < 0 || p->num_tokens > p->num_max_tokens) return false;
   if (p->num_experts <= 0 || p->num_experts % team->view.num_ranks != 0 || (p->index_bytes != 4 && p->index_bytes != 8)) return false;
   return p->phases >= DK_PHASE_SEND && p->phases <= DK_PHASE_BOTH && p->ticket < DK_NUM_TICKETS;
@@ -57,7 +57,7 @@ using namespace deepep;
 DK_EXPORT int32_t dk_ll_layout(dk_ll_layout_params *p) {
   DK_ENTER(p);
   if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS || p->num_max_tokens <= 0 || p->num_max_tokens > 65535) return DK_EINVAL;
-  if (p->hidden <= 0 || p->hidden % kScaleChannels != 0 || p->num_experts <= 0 || p->num_experts % p->num_ranks != 0) return DK_EINVAL;
+  if (p->hidden <= 0 || p->hidden % 8 != 0 || p->num_experts <= 0 || p->num_experts % p->num_ranks != 0) return DK_EINVAL;
   const LowLatencyLayout at = low_latency_layout(p->num_ranks, p->num_max_tokens, p->hidden, p->num_experts);
   p->rdma_bytes = at.rdma_bytes, p->wire_bytes = ring_flags(p->num_ranks).bytes + at.wire_bytes;
   p->zero_copy_offset[0] = at.zero_copy(0), p->zero_copy_offset[1] = at.zero_copy(1);
@@ -73,6 +73,7 @@ DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
   if (code != DK_OK) return code;
   const bool packed = (p->flags & DK_LL_UE8M0) != 0;
   if (p->format != DK_FORMAT_BF16 && p->format != DK_FORMAT_FP8) return DK_EINVAL;
+  if (p->format == DK_FORMAT_FP8 && p->hidden % kScaleChannels != 0) return DK_EINVAL;
   if (packed && ((p->flags & DK_LL_ROUND_SCALE) == 0 || p->hidden % 512 != 0)) return DK_EINVAL;
   d.call.format = static_cast<uint32_t>(p->format);
   d.x = pointer<uint8_t>(p->x), d.recv_x = pointer<uint8_t>(p->recv_x), d.recv_scales = pointer<uint32_t>(p->recv_scales);
@@ -90,6 +91,7 @@ DK_EXPORT int32_t dk_ll_combine(dk_ll_combine_params *p) {
   LowLatencyCombineParams c{};
   const int32_t code = fill_common(p, team, DK_OP_LL_COMBINE, c.call);
   if (code != DK_OK) return code;
+  if ((p->flags & DK_LL_LOGFMT) != 0 && p->hidden % kScaleChannels != 0) return DK_EINVAL;
   if ((p->flags & DK_LL_ZERO_COPY) != 0 && (p->flags & DK_LL_LOGFMT) != 0) return DK_EINVAL;
   c.x = pointer<uint8_t>(p->x), c.x_row_stride = p->x_row_stride, c.combined_x = pointer<uint8_t>(p->combined_x);
   if (c.x_row_stride < 2ull * p->hidden || c.x_row_stride % 16 != 0) return DK_EINVAL;

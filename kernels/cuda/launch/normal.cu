@@ -149,6 +149,8 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   d.cached = (p->flags & DK_DISPATCH_CACHED) != 0;
   d.num_topk = d.cached ? 0 : p->num_topk, d.index_bytes = p->index_bytes == 4 ? 4 : 8, d.num_experts = d.num_topk > 0 ? p->num_experts : 0;
   d.topk_idx = pointer<void>(p->topk_idx), d.topk_weights = pointer<uint32_t>(p->topk_weights);
+  // A rank without tokens has no weights to give; that it takes some tells.
+  d.weights_given = d.num_topk > 0 && (p->topk_weights != 0 || (p->num_tokens == 0 && p->recv_topk_weights != 0));
   d.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix), d.send_head = pointer<int32_t>(p->send_head);
   d.row_bytes = static_cast<uint32_t>(p->hidden_bytes), d.num_tokens = p->num_tokens, d.num_scales = p->num_scales;
   d.num_recv_tokens = p->num_recv_tokens, d.num_worst_tokens = d.cached ? 0 : p->num_worst_tokens;

@@ -172,17 +172,23 @@ DK_EXPORT int32_t dk_barrier(dk_barrier_params *p) {
 DK_EXPORT int32_t dk_clean(dk_clean_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
-  uint64_t bytes = team->view.rdma_bytes;
+  const uint64_t region = team->view.rdma_bytes;
+  uint64_t slot = 0; // 0: the whole region
   if (p->num_max_tokens != 0 || p->hidden != 0 || p->num_experts != 0) {
     if (p->num_max_tokens <= 0 || p->hidden <= 0 || p->num_experts <= 0) return DK_EINVAL;
-    bytes = low_latency_layout(team->view.num_ranks, p->num_max_tokens, p->hidden, p->num_experts).rdma_bytes;
-    if (bytes > team->view.rdma_bytes) return DK_EINVAL;
+    const LowLatencyLayout at = low_latency_layout(team->view.num_ranks, p->num_max_tokens, p->hidden, p->num_experts);
+    if (at.rdma_bytes > region) return DK_EINVAL;
+    slot = at.slot_bytes;
   }
   const OnDevice on(team->device);
   // Nobody sends before all have come; nobody goes on before all are clean.
   const int32_t code = launch_barrier(p, DK_OP_CLEAN, false);
   if (code != DK_OK) return code;
-  const cudaError_t error = bytes == 0 ? cudaSuccess : cudaMemsetAsync(team->view.self + team->view.rdma, 0, bytes, stream_of(p->stream));
+  uint8_t *base = team->view.self + team->view.rdma;
+  cudaError_t error = cudaSuccess;
+  if (slot == 0 && region != 0) error = cudaMemsetAsync(base, 0, region, stream_of(p->stream));
+  for (int i = 0; slot != 0 && error == cudaSuccess && i < kLowLatencySlots; ++i)
+    error = cudaMemsetAsync(base + slot_offset(region, slot, i), 0, slot, stream_of(p->stream));
   return error == cudaSuccess ? launch_barrier(p, DK_OP_CLEAN, true) : device_failure(p, error);
 }
 

@@ -15,8 +15,8 @@ constexpr int kHeaderCopies = 4;     // of dispatch's headers: combine reads tho
 struct LowLatencyLayout {
   uint64_t row_stride;        // 2H bytes of channels, then a 4-byte word for each 128 channels
   uint64_t slot_bytes, zero_copy_bytes, rdma_bytes;
-  uint64_t header_bytes, counts_at, counts_bytes, row_words_at, row_words_bytes, wire_bytes; // from the end of the ring's flags
-  uint64_t zero_copy(int slot) const { return kLowLatencySlots * slot_bytes + slot * zero_copy_bytes; }
+  uint64_t header_bytes, counts_bytes, row_words_bytes, wire_bytes;
+  uint64_t zero_copy(int slot) const { return slot_bytes + slot * zero_copy_bytes; }
 };
 
 // Bytes of the header of one token at one destination: a code and a weight for each of 32 indices, and the pattern.
@@ -24,18 +24,25 @@ constexpr uint64_t kHeaderStride = kMaxTopk * 16 + 16;
 
 __host__ __device__ inline LowLatencyLayout low_latency_layout(uint64_t num_ranks, uint64_t max_tokens, uint64_t hidden, uint64_t num_experts) {
   LowLatencyLayout at{};
-  at.row_stride = align_up<uint64_t>(2 * hidden + 4 * (hidden / kScaleChannels), 16);
-  at.slot_bytes = align_up<uint64_t>(num_experts * max_tokens * at.row_stride, 16);
+  at.row_stride = align_up<uint64_t>(2 * hidden + 4 * ceil_div<uint64_t>(hidden, kScaleChannels), 16);
+  at.slot_bytes = num_experts * max_tokens * at.row_stride;
   at.zero_copy_bytes = num_experts * max_tokens * 2 * hidden;
   at.rdma_bytes = kLowLatencySlots * (at.slot_bytes + at.zero_copy_bytes);
   at.header_bytes = num_ranks * max_tokens * kHeaderStride;
-  at.counts_at = kHeaderCopies * at.header_bytes;
   at.counts_bytes = num_experts * 8;                 // [R][L]
-  at.row_words_at = at.counts_at + kHeaderCopies * at.counts_bytes;
   at.row_words_bytes = num_experts * max_tokens * 8; // of combine's rows, [E][B]
-  at.wire_bytes = align_up<uint64_t>(at.row_words_at + kLowLatencySlots * at.row_words_bytes, 4096);
+  at.wire_bytes = align_up<uint64_t>(most((at.header_bytes + at.counts_bytes) * 32 / 7 + 4096, at.row_words_bytes * 16), 4096);
   return at;
 }
+
+// A rank may be a call ahead of another, with another shape: what belongs to different calls in turn must not overlap whatever the
+// shapes. Slot 0 lies at the region's start, slot 1 at its end; what the wire region has behind the ring's flags is cut into four
+// areas for headers and two for row words.
+__host__ __device__ inline uint64_t slot_offset(uint64_t rdma_bytes, uint64_t slot_bytes, int slot) {
+  return slot == 0 ? 0 : (rdma_bytes - slot_bytes) / 16 * 16;
+}
+__host__ __device__ inline uint64_t header_area(uint64_t bytes, int copy) { return copy * (bytes * 7 / 32 / 128 * 128); }
+__host__ __device__ inline uint64_t row_word_area(uint64_t bytes, int slot) { return bytes * 7 / 8 / 128 * 128 + slot * (bytes / 16 / 128 * 128); }
 
 // What a block reserves for the headers of any sensible shape whose rows fit in rdma_bytes.
 __host__ __device__ inline uint64_t low_latency_wire_allowance(uint64_t rdma_bytes) {

@@ -42,6 +42,7 @@ struct Scratch {
   dk_op_stats ops[DK_NUM_OPS];
   uint64_t trace_next, progress;
   uint64_t half_ns[DK_NUM_TICKETS]; // time of the send halves that wait for their receive half
+  uint64_t clean_ns;                // of a clean's first kernel
   uint64_t peer_bytes[DK_NUM_OPS][DK_MAX_RANKS], peer_wait_ns[DK_NUM_OPS][DK_MAX_RANKS];
   uint32_t histogram[kMaxHistogram];
 };

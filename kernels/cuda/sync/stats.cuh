@@ -50,13 +50,16 @@ __device__ inline void record_field(const Session &s, const CallRecord &call, in
   }
 }
 
-// By the whole last block, after its outputs. Takes what the kernel left in sent_bytes and wait_ns.
-__device__ inline void record_kernel(const Session &s, uint64_t before_ns, bool last_half, bool failed) {
+// By the whole last block, after its outputs. Takes what the kernel left in sent_bytes and wait_ns. Where a call is several
+// kernels, `half` keeps the time of those before the last.
+__device__ inline void record_kernel(const Session &s, uint64_t *half, bool last_half, bool failed) {
   __shared__ unsigned long long sums[2];
+  __shared__ uint64_t now;
   Scratch *scratch = s.team.scratch;
   const int num_ranks = s.team.num_ranks;
-  const uint64_t start = scratch->start_ns, now = ptx::global_timer_ns(); // each thread its own: nearly the same
+  const uint64_t start = scratch->start_ns;
   if (threadIdx.x < 2) sums[threadIdx.x] = 0;
+  if (threadIdx.x == 0) now = ptx::global_timer_ns();
   __syncthreads();
   for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
     const uint64_t bytes = scratch->sent_bytes[r], wait = scratch->wait_ns[r];
@@ -73,10 +76,12 @@ __device__ inline void record_kernel(const Session &s, uint64_t before_ns, bool 
   __syncthreads();
   const int which = static_cast<int>(blockDim.x) - 1 - static_cast<int>(threadIdx.x);
   if (s.team.stats != nullptr && which < 10) {
-    const uint64_t duration = now - start;
-    record_field(s, {start + s.team.clock_offset_ns, duration, duration + before_ns, sums[0], sums[1], last_half, failed}, which);
+    const uint64_t duration = now - start, before = half != nullptr ? *half : 0;
+    record_field(s, {start + s.team.clock_offset_ns, duration, duration + before, sums[0], sums[1], last_half, failed}, which);
   }
   if (which == 10 && last_half) publish(&scratch->progress, &s.team.status->progress, scratch->progress + 1);
+  __syncthreads();
+  if (threadIdx.x == 0 && half != nullptr) *half = last_half ? 0 : now - start;
 }
 
 }  // namespace deepep
