@@ -24,6 +24,14 @@ func main() {
 	os.Exit(code)
 }
 
+// versionCommand prints the version alone, for scripts.
+func versionCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "version", Short: "Print the version", Args: cobra.NoArgs,
+		Run: func(cmd *cobra.Command, _ []string) { fmt.Fprintln(cmd.OutOrStdout(), version) },
+	}
+}
+
 // exitCode ends the program with a status and no further word.
 type exitCode int
 
@@ -50,7 +58,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	root.AddCommand(doctorCommand(), topCommand(), metricsCommand(), traceCommand(), planCommand(), benchCommand(), benchRankCommand())
+	root.AddCommand(doctorCommand(), topCommand(), metricsCommand(), traceCommand(), planCommand(), benchCommand(), benchRankCommand(), versionCommand())
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
