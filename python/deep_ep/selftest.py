@@ -112,7 +112,10 @@ class Ranks:
     def __init__(self, options: argparse.Namespace) -> None:
         self._directory = tempfile.mkdtemp(prefix="deepep-selftest-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["deep_ep.selftest"])  # torch is imported once, not once for each rank
+        # torch is imported once, not once for each rank
+        context.set_forkserver_preload(["deep_ep._selftest_intranode", "deep_ep._selftest_low_latency"])
+            ["deep_ep._selftest_intranode", "deep_ep._selftest_low_latency"]
+        )  # torch is imported once, not once for each rank
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         for rank in range(options.num_processes):
