@@ -208,7 +208,7 @@ abi-check: venv lib kernels ## compare exported symbols with the headers, and st
 sanitize: venv ## run the kernel suite under ASan with UBSan, and under TSan
 	@$(MAKE) --no-print-directory --jobs=$(JOBS) BUILD=build/asan SAN=address,undefined kernels kernel-tests
 	@$(MAKE) --no-print-directory --jobs=$(JOBS) BUILD=build/tsan SAN=thread kernels kernel-tests
-	$(VENV) tools/run_tests.py asan tsan
+	$(VENV) tools/run_tests.py asan tsan race
 
 sanitize-gpu: venv cuda kernel-tests ## run the kernel suite under compute-sanitizer (memcheck, racecheck, synccheck)
 	$(VENV) tools/run_tests.py memcheck racecheck synccheck

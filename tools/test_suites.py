@@ -237,6 +237,13 @@ def _suites() -> Iterator[Suite]:
         kernels,
         bind(kernel_suite, "kernels", "build", "libdeepep_cpu.so", [], {}),
     )
+    mutants = ("kernels/tests/mutants.sh",)
+    yield Suite(
+        "mutants",
+        "the kernel suite notices planted errors",
+        mutants,
+        bind(plain, "mutants", ["kernels/tests/mutants.sh"]),
+    )
     for name, folder in (("header", "include/tests"), ("capi", "capi/tests"), ("examples", "cpp_examples")):
         yield Suite(name, f"{folder}/run.sh", (folder,), bind(plain, name, [f"{folder}/run.sh"]))
     yield Suite(
@@ -261,6 +268,9 @@ def _suites() -> Iterator[Suite]:
         "the kernel suite under TSan",
         kernels,
         bind(kernel_suite, "tsan", "build/tsan", "libdeepep_cpu.so", [], tsan),
+    )
+    yield Suite(
+        "race", "TSan notices a planted race", mutants, bind(plain, "race", ["kernels/tests/mutants.sh", "race"])
     )
     cuda = "libdeepep_cuda.so"
     yield Suite(
@@ -287,6 +297,9 @@ def _suites() -> Iterator[Suite]:
 
 
 SUITES = {suite.name: suite for suite in _suites()}
-USUAL = ["lint", "abi", "go-core", "go-capi", "fuzz", "kernels", "header", "capi", "examples", "python", "packaging"]
+USUAL = [
+    *("lint", "abi", "go-core", "go-capi", "fuzz", "kernels", "mutants"),
+    *("header", "capi", "examples", "python", "packaging"),
+]
 FULL = [*USUAL, "go-race"]
 GPU = ["kernels-gpu", "python-gpu"]
