@@ -114,8 +114,6 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         # torch is imported once, not once for each rank
         context.set_forkserver_preload(["deep_ep._selftest_intranode", "deep_ep._selftest_low_latency"])
-            ["deep_ep._selftest_intranode", "deep_ep._selftest_low_latency"]
-        )  # torch is imported once, not once for each rank
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         for rank in range(options.num_processes):
