@@ -120,12 +120,12 @@ static void ll_layout(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"info/facts", facts, 1, NULL, QUICK, 0},
-    {"info/short structs are refused", short_structs, 1, NULL, QUICK, 0},
-    {"info/longer structs are accepted", longer_struct, 1, NULL, QUICK, 0},
-    {"info/devices", devices, 1, NULL, QUICK, 0},
-    {"info/bad devices", bad_devices, 1, NULL, QUICK, 0},
-    {"info/block sizes", block_sizes, 1, NULL, QUICK, 0},
-    {"info/low-latency layout", ll_layout, 1, NULL, QUICK, 0},
+    {"info/facts", facts, 1, NULL, QUICK, 0, 0},
+    {"info/short structs are refused", short_structs, 1, NULL, QUICK, 0, 0},
+    {"info/longer structs are accepted", longer_struct, 1, NULL, QUICK, 0, 0},
+    {"info/devices", devices, 1, NULL, QUICK, 0, 0},
+    {"info/bad devices", bad_devices, 1, NULL, QUICK, 0, 0},
+    {"info/block sizes", block_sizes, 1, NULL, QUICK, 0, 0},
+    {"info/low-latency layout", ll_layout, 1, NULL, QUICK, 0, 0},
 };
 GROUP(info_cases);

@@ -88,13 +88,13 @@ static void bad_index(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"layout/shapes on 1 rank", all_shapes, 1, NULL, QUICK, 0},
-    {"layout/shapes on 3 ranks", all_shapes, 3, NULL, QUICK, 0},
-    {"layout/shapes on 8 ranks", all_shapes, 8, NULL, USUAL, 0},
-    {"layout/by one rank alone", alone, 3, NULL, QUICK, 0},
-    {"layout/nodes", nodes, 4, NULL, QUICK, 0},
-    {"layout/index E", bad_index, 2, &too_large, QUICK, 0},
-    {"layout/index -2", bad_index, 2, &below, QUICK, 0},
-    {"layout/index 2^40", bad_index, 1, &far, QUICK, 0},
+    {"layout/shapes on 1 rank", all_shapes, 1, NULL, QUICK, 0, 0},
+    {"layout/shapes on 3 ranks", all_shapes, 3, NULL, QUICK, 0, 0},
+    {"layout/shapes on 8 ranks", all_shapes, 8, NULL, USUAL, 0, 0},
+    {"layout/by one rank alone", alone, 3, NULL, QUICK, 0, 0},
+    {"layout/nodes", nodes, 4, NULL, QUICK, 0, 0},
+    {"layout/index E", bad_index, 2, &too_large, QUICK, 0, 0},
+    {"layout/index -2", bad_index, 2, &below, QUICK, 0, 0},
+    {"layout/index 2^40", bad_index, 1, &far, QUICK, 0, 0},
 };
 GROUP(layout_cases);

@@ -176,17 +176,17 @@ static void waits(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"ll order/halves", halves, 3, NULL, QUICK, 0},
-    {"ll order/two sends, first in, first out", two_sends, 3, &fifo, QUICK, 0},
-    {"ll order/two sends, received the other way round", two_sends, 3, &swapped, QUICK, 0},
-    {"ll order/two micro-batches", micro_batches, 4, NULL, USUAL, 0},
-    {"ll order/thirty calls, slow ranks", many_calls, 4, NULL, USUAL, 0},
-    {"ll order/thirty calls, 8 ranks", many_calls, 8, NULL, HEAVY, 0},
-    {"ll order/forty calls enqueued at once", enqueued, 4, NULL, USUAL, 0},
-    {"ll order/shapes in turn", shapes_in_turn, 3, NULL, USUAL, 0},
-    {"ll order/shapes in turn, cleaned", shapes_in_turn, 3, "clean", USUAL, 0},
-    {"ll order/region overwritten between calls", region_overwritten, 3, NULL, QUICK, 0},
-    {"ll order/third send", third_send, 2, NULL, QUICK, 0},
-    {"ll order/waits are counted", waits, 3, NULL, QUICK, 0},
+    {"ll order/halves", halves, 3, NULL, QUICK, 0, 0},
+    {"ll order/two sends, first in, first out", two_sends, 3, &fifo, QUICK, 0, 0},
+    {"ll order/two sends, received the other way round", two_sends, 3, &swapped, QUICK, 0, 0},
+    {"ll order/two micro-batches", micro_batches, 4, NULL, USUAL, 0, 0},
+    {"ll order/thirty calls, slow ranks", many_calls, 4, NULL, USUAL, 0, 0},
+    {"ll order/thirty calls, 8 ranks", many_calls, 8, NULL, HEAVY, 0, 0},
+    {"ll order/forty calls enqueued at once", enqueued, 4, NULL, USUAL, 0, 0},
+    {"ll order/shapes in turn", shapes_in_turn, 3, NULL, USUAL, 0, 0},
+    {"ll order/shapes in turn, cleaned", shapes_in_turn, 3, "clean", USUAL, 0, 0},
+    {"ll order/region overwritten between calls", region_overwritten, 3, NULL, QUICK, 0, 0},
+    {"ll order/third send", third_send, 2, NULL, QUICK, 0, 0},
+    {"ll order/waits are counted", waits, 3, NULL, QUICK, 0, 0},
 };
 GROUP(ll_order_cases);

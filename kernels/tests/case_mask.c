@@ -233,19 +233,19 @@ static void lifted_by_update(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"mask/update, query, clean", update_and_query, 3, NULL, QUICK, 0},
-    {"mask/refused", refused, 2, NULL, QUICK, 0},
-    {"mask/a masked rank gets nothing", masked_by_hand, 3, NULL, QUICK, 0},
-    {"mask/each rank has its own", one_sided, 3, NULL, QUICK, 0},
-    {"mask/lifted by update", lifted_by_update, 3, NULL, QUICK, 0},
-    {"shrink/a rank never comes", absent_rank, 3, &never_there, QUICK, 0},
-    {"shrink/a rank never comes, 8 ranks", absent_rank, 8, &never_there, HEAVY, 0},
-    {"shrink/a rank leaves before combine", absent_rank, 3, &before_combine, QUICK, 0},
-    {"shrink/a rank leaves between the halves", absent_rank, 3, &between_halves, QUICK, 0},
-    {"shrink/a rank known to be dead", known_dead, 3, &known_before, QUICK, 0},
-    {"shrink/a death during the wait", known_dead, 3, &while_waiting, QUICK, 0},
-    {"shrink/a rank does not come to clean", absent_from_clean, 3, NULL, QUICK, 0},
-    {"shrink/a late rank, masks lifted", late_rank, 3, &masks_alone, QUICK, 0},
-    {"shrink/a late rank, cleaned", late_rank, 3, &with_clean, QUICK, 0},
+    {"mask/update, query, clean", update_and_query, 3, NULL, QUICK, 0, 0},
+    {"mask/refused", refused, 2, NULL, QUICK, 0, 0},
+    {"mask/a masked rank gets nothing", masked_by_hand, 3, NULL, QUICK, 0, 0},
+    {"mask/each rank has its own", one_sided, 3, NULL, QUICK, 0, 0},
+    {"mask/lifted by update", lifted_by_update, 3, NULL, QUICK, 0, 0},
+    {"shrink/a rank never comes", absent_rank, 3, &never_there, QUICK, 0, 0},
+    {"shrink/a rank never comes, 8 ranks", absent_rank, 8, &never_there, HEAVY, 0, 0},
+    {"shrink/a rank leaves before combine", absent_rank, 3, &before_combine, QUICK, 0, 0},
+    {"shrink/a rank leaves between the halves", absent_rank, 3, &between_halves, QUICK, 0, 0},
+    {"shrink/a rank known to be dead", known_dead, 3, &known_before, QUICK, 0, 0},
+    {"shrink/a death during the wait", known_dead, 3, &while_waiting, QUICK, 0, 0},
+    {"shrink/a rank does not come to clean", absent_from_clean, 3, NULL, QUICK, 0, 0},
+    {"shrink/a late rank, masks lifted", late_rank, 3, &masks_alone, QUICK, 0, 0},
+    {"shrink/a late rank, cleaned", late_rank, 3, &with_clean, QUICK, 0, 0},
 };
 GROUP(mask_cases);

@@ -185,13 +185,13 @@ static void host_wait(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"memory/allocation", allocation, 1, NULL, QUICK, 0},
-    {"memory/too much", too_much, 1, NULL, QUICK, 0},
-    {"memory/two mappings, owner freed first", two_mappings, 1, NULL, QUICK, 0},
-    {"memory/bad imports", bad_imports, 1, NULL, QUICK, 0},
-    {"memory/more than is shared", more_than_shared, 1, NULL, QUICK, 0},
-    {"memory/copies", copies, 1, NULL, QUICK, 0},
-    {"memory/shared by 4 ranks", shared_by_ranks, 4, NULL, QUICK, 0},
-    {"memory/host wait", host_wait, 2, NULL, QUICK, 0},
+    {"memory/allocation", allocation, 1, NULL, QUICK, 0, 0},
+    {"memory/too much", too_much, 1, NULL, QUICK, 0, 0},
+    {"memory/two mappings, owner freed first", two_mappings, 1, NULL, QUICK, 0, 0},
+    {"memory/bad imports", bad_imports, 1, NULL, QUICK, 0, 0},
+    {"memory/more than is shared", more_than_shared, 1, NULL, QUICK, 0, 0},
+    {"memory/copies", copies, 1, NULL, QUICK, 0, 0},
+    {"memory/shared by 4 ranks", shared_by_ranks, 4, NULL, QUICK, 0, 0},
+    {"memory/host wait", host_wait, 2, NULL, QUICK, 0, 0},
 };
 GROUP(memory_cases);

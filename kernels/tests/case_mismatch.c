@@ -105,17 +105,17 @@ static void in_low_latency(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"mismatch/bytes of a row", in_notify, 3, &hidden_bytes, QUICK, 0},
-    {"mismatch/number of experts", in_notify, 3, &num_experts, QUICK, 0},
-    {"mismatch/top-k", in_notify, 3, &num_topk, QUICK, 0},
-    {"mismatch/number of scales", in_notify, 3, &num_scales, QUICK, 0},
-    {"mismatch/4 ranks", in_notify, 4, &num_scales, USUAL, 0},
-    {"mismatch/dispatch, bytes of a row", in_dispatch, 3, &hidden_bytes, QUICK, 0},
-    {"mismatch/dispatch, weights given or not", in_dispatch, 3, &format, QUICK, 0},
-    {"mismatch/dispatch, cached or not", in_dispatch, 3, &operation, QUICK, 0},
-    {"mismatch/low latency, hidden", in_low_latency, 3, &hidden_bytes, QUICK, 0},
-    {"mismatch/low latency, number of experts", in_low_latency, 3, &num_experts, QUICK, 0},
-    {"mismatch/low latency, B", in_low_latency, 3, &max_tokens, QUICK, 0},
-    {"mismatch/low latency, format", in_low_latency, 3, &format, QUICK, 0},
+    {"mismatch/bytes of a row", in_notify, 3, &hidden_bytes, QUICK, 0, 0},
+    {"mismatch/number of experts", in_notify, 3, &num_experts, QUICK, 0, 0},
+    {"mismatch/top-k", in_notify, 3, &num_topk, QUICK, 0, 0},
+    {"mismatch/number of scales", in_notify, 3, &num_scales, QUICK, 0, 0},
+    {"mismatch/4 ranks", in_notify, 4, &num_scales, USUAL, 0, 0},
+    {"mismatch/dispatch, bytes of a row", in_dispatch, 3, &hidden_bytes, QUICK, 0, 0},
+    {"mismatch/dispatch, weights given or not", in_dispatch, 3, &format, QUICK, 0, 0},
+    {"mismatch/dispatch, cached or not", in_dispatch, 3, &operation, QUICK, 0, 0},
+    {"mismatch/low latency, hidden", in_low_latency, 3, &hidden_bytes, QUICK, 0, 0},
+    {"mismatch/low latency, number of experts", in_low_latency, 3, &num_experts, QUICK, 0, 0},
+    {"mismatch/low latency, B", in_low_latency, 3, &max_tokens, QUICK, 0, 0},
+    {"mismatch/low latency, format", in_low_latency, 3, &format, QUICK, 0, 0},
 };
 GROUP(mismatch_cases);

@@ -92,14 +92,14 @@ static void sequence(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"notify/patterns on 1 rank", patterns, 1, NULL, QUICK, 0},
-    {"notify/patterns on 2 ranks", patterns, 2, NULL, QUICK, 0},
-    {"notify/patterns on 5 ranks", patterns, 5, NULL, QUICK, 0},
-    {"notify/patterns on 8 ranks", patterns, 8, NULL, USUAL, 0},
-    {"notify/alignments", alignments, 3, NULL, QUICK, 0},
-    {"notify/ten in a row", repeated, 4, NULL, QUICK, 0},
-    {"notify/512 experts a rank", many_experts, 2, NULL, USUAL, 0},
-    {"notify/without experts", without_experts, 3, NULL, QUICK, 0},
-    {"notify/sequence number last", sequence, 3, NULL, QUICK, 0},
+    {"notify/patterns on 1 rank", patterns, 1, NULL, QUICK, 0, 0},
+    {"notify/patterns on 2 ranks", patterns, 2, NULL, QUICK, 0, 0},
+    {"notify/patterns on 5 ranks", patterns, 5, NULL, QUICK, 0, 0},
+    {"notify/patterns on 8 ranks", patterns, 8, NULL, USUAL, 0, 0},
+    {"notify/alignments", alignments, 3, NULL, QUICK, 0, 0},
+    {"notify/ten in a row", repeated, 4, NULL, QUICK, 0, 0},
+    {"notify/512 experts a rank", many_experts, 2, NULL, USUAL, 0, 0},
+    {"notify/without experts", without_experts, 3, NULL, QUICK, 0, 0},
+    {"notify/sequence number last", sequence, 3, NULL, QUICK, 0, 0},
 };
 GROUP(notify_cases);

@@ -43,11 +43,11 @@ static void forgotten(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"peer rows/BF16, 2 ranks", segments, 2, &bf16, QUICK, DK_CAP_PEER_ROWS},
-    {"peer rows/BF16, 8 ranks", segments, 8, &bf16, USUAL, DK_CAP_PEER_ROWS},
-    {"peer rows/FP8", segments, 3, &fp8, QUICK, DK_CAP_PEER_ROWS},
-    {"peer rows/skewed", segments, 4, &skewed, USUAL, DK_CAP_PEER_ROWS},
-    {"peer rows/worst case", segments, 3, &padded, QUICK, DK_CAP_PEER_ROWS},
-    {"peer rows/segments come and go", forgotten, 2, NULL, QUICK, DK_CAP_PEER_ROWS},
+    {"peer rows/BF16, 2 ranks", segments, 2, &bf16, QUICK, DK_CAP_PEER_ROWS, 0},
+    {"peer rows/BF16, 8 ranks", segments, 8, &bf16, USUAL, DK_CAP_PEER_ROWS, 0},
+    {"peer rows/FP8", segments, 3, &fp8, QUICK, DK_CAP_PEER_ROWS, 0},
+    {"peer rows/skewed", segments, 4, &skewed, USUAL, DK_CAP_PEER_ROWS, 0},
+    {"peer rows/worst case", segments, 3, &padded, QUICK, DK_CAP_PEER_ROWS, 0},
+    {"peer rows/segments come and go", forgotten, 2, NULL, QUICK, DK_CAP_PEER_ROWS, 0},
 };
 GROUP(peer_rows_cases);

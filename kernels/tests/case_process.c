@@ -105,11 +105,11 @@ static void killed_and_masked(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"process/shared memory, owner lets go first", shared_memory, 2, NULL, USUAL, 0},
-    {"process/shared memory, owner dies", owner_dies, 3, NULL, USUAL, 0},
-    {"process/both modes, 2 ranks", both_modes, 2, NULL, USUAL, 0},
-    {"process/both modes, 4 ranks", both_modes, 4, NULL, USUAL, 0},
-    {"process/a rank dies before the call", killed_before, 3, NULL, USUAL, 0},
-    {"process/a rank dies, the others shrink", killed_and_masked, 3, NULL, USUAL, 0},
+    {"process/shared memory, owner lets go first", shared_memory, 2, NULL, USUAL, 0, 0},
+    {"process/shared memory, owner dies", owner_dies, 3, NULL, USUAL, 0, 0},
+    {"process/both modes, 2 ranks", both_modes, 2, NULL, USUAL, 0, 0},
+    {"process/both modes, 4 ranks", both_modes, 4, NULL, USUAL, 0, 0},
+    {"process/a rank dies before the call", killed_before, 3, NULL, USUAL, 0, 0},
+    {"process/a rank dies, the others shrink", killed_and_masked, 3, NULL, USUAL, 0, 0},
 };
 GROUP(process_cases);

@@ -18,7 +18,7 @@ static enum pattern any_pattern(struct dice *d) {
 
 static int rounds(const struct rank *me) {
   int most = *(const int *)me->test->arg;
-  return settings.patience > 10 ? most / 20 + 1 : settings.patience > 1 ? most / 8 + 1 : most;
+  return settings.patience > 10 ? most / 20 + 1 : settings.patience > 1 ? most / 8 + 1 : settings.full ? 8 * most : most;
 }
 
 static void jitter(struct rank *me) {
@@ -125,15 +125,15 @@ static void mixed_rounds(struct rank *me) {
 
 static const int some = 30, many = 150;
 static const struct test_case cases[] = {
-    {"random/normal mode, 1 rank", normal_rounds, 1, &some, USUAL, 0},
-    {"random/normal mode, 3 ranks", normal_rounds, 3, &some, USUAL, 0},
-    {"random/normal mode, 4 ranks", normal_rounds, 4, &many, USUAL, 0},
-    {"random/normal mode, 8 ranks", normal_rounds, 8, &some, HEAVY, 0},
-    {"random/low latency, 2 ranks", ll_rounds, 2, &some, USUAL, 0},
-    {"random/low latency, 4 ranks", ll_rounds, 4, &many, USUAL, 0},
-    {"random/low latency, 5 ranks", ll_rounds, 5, &some, USUAL, 0},
-    {"random/low latency, 8 ranks", ll_rounds, 8, &some, HEAVY, 0},
-    {"random/both modes, 4 ranks", mixed_rounds, 4, &many, QUICK, 0},
-    {"random/both modes, 7 ranks", mixed_rounds, 7, &some, HEAVY, 0},
+    {"random/normal mode, 1 rank", normal_rounds, 1, &some, USUAL, 0, 0},
+    {"random/normal mode, 3 ranks", normal_rounds, 3, &some, USUAL, 0, 0},
+    {"random/normal mode, 4 ranks", normal_rounds, 4, &many, USUAL, 0, 0},
+    {"random/normal mode, 8 ranks", normal_rounds, 8, &some, HEAVY, 0, 0},
+    {"random/low latency, 2 ranks", ll_rounds, 2, &some, USUAL, 0, 0},
+    {"random/low latency, 4 ranks", ll_rounds, 4, &many, USUAL, 0, 0},
+    {"random/low latency, 5 ranks", ll_rounds, 5, &some, USUAL, 0, 0},
+    {"random/low latency, 8 ranks", ll_rounds, 8, &some, HEAVY, 0, 0},
+    {"random/both modes, 4 ranks", mixed_rounds, 4, &many, QUICK, 0, 0},
+    {"random/both modes, 7 ranks", mixed_rounds, 7, &some, HEAVY, 0, 0},
 };
 GROUP(random_cases);

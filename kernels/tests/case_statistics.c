@@ -172,11 +172,11 @@ static void errors(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"statistics/counts and bytes", counted, 3, NULL, QUICK, 0},
-    {"statistics/counts and bytes, 1 rank", counted, 1, NULL, QUICK, 0},
-    {"statistics/waiting", waited, 3, NULL, QUICK, 0},
-    {"statistics/trace", traced, 2, NULL, QUICK, 0},
-    {"statistics/two halves are one call", two_halves, 2, NULL, QUICK, 0},
-    {"statistics/errors", errors, 2, NULL, QUICK, 0},
+    {"statistics/counts and bytes", counted, 3, NULL, QUICK, 0, 0},
+    {"statistics/counts and bytes, 1 rank", counted, 1, NULL, QUICK, 0, 0},
+    {"statistics/waiting", waited, 3, NULL, QUICK, 0, 0},
+    {"statistics/trace", traced, 2, NULL, QUICK, 0, 0},
+    {"statistics/two halves are one call", two_halves, 2, NULL, QUICK, 0, 0},
+    {"statistics/errors", errors, 2, NULL, QUICK, 0, 0},
 };
 GROUP(statistics_cases);

@@ -167,10 +167,10 @@ static void many(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"stream/first in, first out", fifo, 1, NULL, QUICK, 0},
-    {"stream/waits end by the slice", slices, 2, NULL, QUICK, 0},
-    {"stream/one waits for another", cross_stream, 2, NULL, QUICK, 0},
-    {"stream/0 is the calling thread", host_stream, 1, NULL, QUICK, DK_CAP_HOST_STREAM},
-    {"stream/many streams and events", many, 1, NULL, QUICK, 0},
+    {"stream/first in, first out", fifo, 1, NULL, QUICK, 0, 0},
+    {"stream/waits end by the slice", slices, 2, NULL, QUICK, 0, 0},
+    {"stream/one waits for another", cross_stream, 2, NULL, QUICK, 0, 0},
+    {"stream/0 is the calling thread", host_stream, 1, NULL, QUICK, DK_CAP_HOST_STREAM, 0},
+    {"stream/many streams and events", many, 1, NULL, QUICK, 0, 0},
 };
 GROUP(stream_cases);

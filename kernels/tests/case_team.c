@@ -177,15 +177,15 @@ static void bad_arguments(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"team/barrier, 3 ranks", barrier, 3, NULL, QUICK, 0},
-    {"team/barrier, 8 ranks", barrier, 8, NULL, USUAL, 0},
-    {"team/200 barriers enqueued", barriers_enqueued, 4, NULL, USUAL, 0},
-    {"team/normal and low latency in turn", both_modes, 4, NULL, QUICK, 0},
-    {"team/normal and low latency in turn, cleaned", both_modes, 2, "clean", QUICK, 0},
-    {"team/two teams in turn", two_teams, 4, NULL, USUAL, 0},
-    {"team/two teams on two streams", two_streams, 4, NULL, USUAL, DK_CAP_HOST_STREAM},
-    {"team/made and destroyed", many_teams, 2, NULL, QUICK, 0},
-    {"team/refused", refused, 1, NULL, QUICK, 0},
-    {"team/bad arguments", bad_arguments, 2, NULL, QUICK, 0},
+    {"team/barrier, 3 ranks", barrier, 3, NULL, QUICK, 0, 0},
+    {"team/barrier, 8 ranks", barrier, 8, NULL, USUAL, 0, 0},
+    {"team/200 barriers enqueued", barriers_enqueued, 4, NULL, USUAL, 0, 0},
+    {"team/normal and low latency in turn", both_modes, 4, NULL, QUICK, 0, 0},
+    {"team/normal and low latency in turn, cleaned", both_modes, 2, "clean", QUICK, 0, 0},
+    {"team/two teams in turn", two_teams, 4, NULL, USUAL, 0, 0},
+    {"team/two teams on two streams", two_streams, 4, NULL, USUAL, DK_CAP_HOST_STREAM, 0},
+    {"team/made and destroyed", many_teams, 2, NULL, QUICK, 0, 0},
+    {"team/refused", refused, 1, NULL, QUICK, 0, 0},
+    {"team/bad arguments", bad_arguments, 2, NULL, QUICK, 0, 0},
 };
 GROUP(team_cases);

@@ -76,14 +76,14 @@ static void too_few_rows(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"worst/spare rows, 1 rank", padded, 1, &spare_rows, QUICK, 0},
-    {"worst/spare rows, 3 ranks", padded, 3, &spare_rows, QUICK, 0},
-    {"worst/spare rows, 8 ranks", padded, 8, &spare_rows, USUAL, 0},
-    {"worst/FP8", padded, 4, &spare_fp8, USUAL, 0},
-    {"worst/everything -1", padded, 3, &nobody, QUICK, 0},
-    {"worst/one hot expert", padded, 3, &one_hot, QUICK, 0},
-    {"worst/no tokens at all", padded, 3, &no_tokens, QUICK, 0},
-    {"worst/cached", cached, 3, NULL, QUICK, 0},
-    {"worst/too few rows", too_few_rows, 3, NULL, QUICK, 0},
+    {"worst/spare rows, 1 rank", padded, 1, &spare_rows, QUICK, 0, 0},
+    {"worst/spare rows, 3 ranks", padded, 3, &spare_rows, QUICK, 0, 0},
+    {"worst/spare rows, 8 ranks", padded, 8, &spare_rows, USUAL, 0, 0},
+    {"worst/FP8", padded, 4, &spare_fp8, USUAL, 0, 0},
+    {"worst/everything -1", padded, 3, &nobody, QUICK, 0, 0},
+    {"worst/one hot expert", padded, 3, &one_hot, QUICK, 0, 0},
+    {"worst/no tokens at all", padded, 3, &no_tokens, QUICK, 0, 0},
+    {"worst/cached", cached, 3, NULL, QUICK, 0, 0},
+    {"worst/too few rows", too_few_rows, 3, NULL, QUICK, 0, 0},
 };
 GROUP(worst_cases);

@@ -4,7 +4,7 @@
  * --stop ends after the first failure.
  * Runs the cases of the kernel interface against one library. The last line is "N passed, N failed, N skipped"; the exit
  * status is 1 if any failed. DEEPEP_TEST_SANITIZER (address, thread, memcheck, racecheck, synccheck) says that the program
- * runs under that tool: then the heavier cases are left out and time limits are longer.
+ * runs under that tool: then the heavier cases are left out and time limits are longer. DEEPEP_TEST_FULL=1: more rounds.
  */
 #include <errno.h>
 #include <getopt.h>
@@ -20,7 +20,7 @@ struct settings settings = {.device = -1, .max_ranks = MAX_SEATS, .seed = 1, .he
 extern const struct group process_cases; /* a process for each rank: first, before the library is opened */
 #define GROUPS(X)                                                                                                       \
   X(info) X(memory) X(stream) X(layout) X(notify) X(dispatch) X(worst) X(combine) X(peer_rows) \
-  X(ll_dispatch) X(ll_combine) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random)
+  X(ll_dispatch) X(ll_combine) X(isa) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random)
 #define DECLARE_GROUP(name) extern const struct group name##_cases;
 GROUPS(DECLARE_GROUP)
 #define LIST_GROUP(name) &name##_cases,
@@ -72,7 +72,7 @@ static const char *reason_to_skip(const struct test_case *test) {
 static void run_case(const struct test_case *test, enum verdict (*run)(const struct test_case *, char *, size_t)) {
   char why[640] = "";
   uint64_t start = now_ns();
-  expect_end(run == run_threads ? test->name : NULL, 60);
+  expect_end(run == run_threads ? test->name : NULL, settings.full ? 600 : 60);
   enum verdict verdict = run(test, why, sizeof why);
   expect_end(NULL, 0);
   static const char *const words[] = {"ok    ", "FAILED", "skip  "};
@@ -102,6 +102,8 @@ static void list_group(const struct group *group) {
 }
 
 static void read_environment(void) {
+  const char *full = getenv("DEEPEP_TEST_FULL");
+  settings.full = full && !strcmp(full, "1");
   const char *tool = getenv("DEEPEP_TEST_SANITIZER");
   if (!tool || !*tool) return;
   bool host = !strcmp(tool, "address") || !strcmp(tool, "thread");

@@ -16,6 +16,7 @@
 struct seat {
   int index, ordinal;
   bool open;
+  uint32_t isa;
   uint64_t device, stream, event, mem, at, used;
   char *mirror, *words;
   uint64_t mirror_at, words_at, words_used;
@@ -34,73 +35,83 @@ uint64_t seat_device(const struct seat *seat) { return seat->device; }
 uint64_t seat_stream(const struct seat *seat) { return seat->stream; }
 int seat_ordinal(const struct seat *seat) { return seat->ordinal; }
 
-static bool good(int32_t code, int32_t device_error, const char *what, char *why, size_t size) {
-  if (code != DK_OK) snprintf(why, size, "%s returned %s, device error %d", what, code_name(code), device_error);
-  return code == DK_OK;
+static void drop_pages(struct seat *seat, char *pages, uint64_t bytes) {
+  dk_host_unregister_params p = {.size = sizeof p, .device = seat->device, .host = (uintptr_t)pages};
+  if (!pages) return;
+  dk.host_unregister(&p);
+  munmap(pages, bytes);
 }
 
-static char *host_pages(struct seat *seat, uint64_t bytes, uint64_t *at, char *why, size_t size) {
+static void close_parts(struct seat *seat) {
+  dk_event_destroy_params event = {.size = sizeof event, .device = seat->device, .event = seat->event};
+  if (seat->event) dk.event_destroy(&event);
+  dk_stream_destroy_params stream = {.size = sizeof stream, .device = seat->device, .stream = seat->stream};
+  if (seat->stream) dk.stream_destroy(&stream);
+  drop_pages(seat, seat->mirror, ARENA_BYTES);
+  drop_pages(seat, seat->words, WORDS_BYTES);
+  dk_mem_free_params mem = {.size = sizeof mem, .mem = seat->mem};
+  if (seat->mem) dk.mem_free(&mem);
+  dk_device_close_params device = {.size = sizeof device, .device = seat->device};
+  dk.device_close(&device);
+  *seat = (struct seat){.index = seat->index};
+}
+
+void close_seat(struct seat *seat) {
+  if (seat->open) close_parts(seat);
+  free(seat);
+}
+
+static char *host_pages(struct rank *me, uint64_t bytes, uint64_t *at) {
   void *pages = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (pages == MAP_FAILED) abort();
-  dk_host_register_params p = {.size = sizeof p, .device = seat->device, .host = (uintptr_t)pages, .bytes = bytes};
-  int32_t code = dk.host_register(&p);
+  dk_host_register_params p = {.size = sizeof p, .device = me->seat->device, .host = (uintptr_t)pages, .bytes = bytes};
+  CALL(me, host_register, &p);
   *at = p.address;
-  return good(code, p.device_error, "dk_host_register", why, size) ? pages : NULL;
+  return pages;
 }
 
-static bool open_parts(struct seat *seat, char *why, size_t size) {
+static void open_device(struct rank *me, uint32_t isa) {
+  struct seat *seat = me->seat;
   int wanted = settings.device >= 0 ? settings.device : seat->index % library.num_devices;
-  dk_device_open_params device = {.size = sizeof device, .ordinal = wanted, .isa = settings.isa};
-  if (!good(dk.device_open(&device), device.device_error, "dk_device_open", why, size)) return false;
-  seat->device = device.device;
-  seat->ordinal = device.out_ordinal;
+  dk_device_open_params p = {.size = sizeof p, .ordinal = wanted, .isa = isa};
+  int32_t code = dk.device_open(&p);
+  if (code == DK_EUNSUPPORTED && me->test->isa) skip(me, "no such instruction set here");
+  check_code(me, "dk_device_open", code, p.device_error);
+  seat->device = p.device;
+  seat->ordinal = p.out_ordinal;
+  seat->isa = isa;
+  seat->open = true;
+}
+
+static void open_parts(struct rank *me) {
+  struct seat *seat = me->seat;
   dk_stream_create_params stream = {.size = sizeof stream, .device = seat->device};
-  if (!good(dk.stream_create(&stream), stream.device_error, "dk_stream_create", why, size)) return false;
+  CALL(me, stream_create, &stream);
   seat->stream = stream.stream;
   dk_event_create_params event = {.size = sizeof event, .device = seat->device};
-  if (!good(dk.event_create(&event), event.device_error, "dk_event_create", why, size)) return false;
+  CALL(me, event_create, &event);
   seat->event = event.event;
   dk_mem_alloc_params arena = {.size = sizeof arena, .device = seat->device, .bytes = ARENA_BYTES};
-  if (!good(dk.mem_alloc(&arena), arena.device_error, "dk_mem_alloc", why, size)) return false;
+  CALL(me, mem_alloc, &arena);
   seat->mem = arena.mem;
   seat->at = arena.address;
-  seat->mirror = host_pages(seat, ARENA_BYTES, &seat->mirror_at, why, size);
-  seat->words = seat->mirror ? host_pages(seat, WORDS_BYTES, &seat->words_at, why, size) : NULL;
-  return seat->words != NULL;
+  seat->mirror = host_pages(me, ARENA_BYTES, &seat->mirror_at);
+  seat->words = host_pages(me, WORDS_BYTES, &seat->words_at);
 }
 
-bool open_seat(struct rank *me, char *why, size_t size) {
-  struct seat *seat = me->seat;
-  if (!seat->open && !open_parts(seat, why, size)) return false;
-  seat->open = true;
-  me->stream = seat->stream;
-  return true;
+void open_seat(struct rank *me) {
+  uint32_t isa = me->test->isa ? me->test->isa : settings.isa;
+  if (me->seat->open && me->seat->isa != isa) close_parts(me->seat);
+  if (!me->seat->open) {
+    open_device(me, isa);
+    open_parts(me);
+  }
+  me->stream = me->seat->stream;
 }
 
 void reset_seat(struct seat *seat) {
   if (seat->words) memset(seat->words, 0, seat->words_used);
   seat->used = seat->words_used = 0;
-}
-
-void close_seat(struct seat *seat) {
-  if (seat->open) {
-    dk_event_destroy_params event = {.size = sizeof event, .device = seat->device, .event = seat->event};
-    dk.event_destroy(&event);
-    dk_stream_destroy_params stream = {.size = sizeof stream, .device = seat->device, .stream = seat->stream};
-    dk.stream_destroy(&stream);
-    char *const pages[] = {seat->mirror, seat->words};
-    for (int i = 0; i < COUNT(pages); i++) {
-      dk_host_unregister_params p = {.size = sizeof p, .device = seat->device, .host = (uintptr_t)pages[i]};
-      dk.host_unregister(&p);
-    }
-    munmap(seat->mirror, ARENA_BYTES);
-    munmap(seat->words, WORDS_BYTES);
-    dk_mem_free_params mem = {.size = sizeof mem, .mem = seat->mem};
-    dk.mem_free(&mem);
-    dk_device_close_params device = {.size = sizeof device, .device = seat->device};
-    dk.device_close(&device);
-  }
-  free(seat);
 }
 
 /* ---- Tensors ------------------------------------------------------------------------------------------------------------ */

@@ -59,6 +59,7 @@ struct test_case {
   const void *arg;                /* me->test->arg */
   enum weight weight;
   uint32_t needs;                 /* DK_CAP_*: skipped where the library lacks it */
+  uint32_t isa;                   /* of dk_device_open; 0: that of the settings */
 };
 struct group { const struct test_case *cases; int count; };
 #define GROUP(name) const struct group name = {cases, COUNT(cases)}
@@ -70,6 +71,7 @@ struct settings {
   uint64_t seed;
   enum weight heaviest;
   double patience;                /* factor for every time limit: sanitizers are slow */
+  bool full;                      /* more rounds of random cases */
   bool stop;                      /* after the first failure */
   bool one_mapping;               /* ranks use each other's own mapping: TSan knows no other */
 };
@@ -168,7 +170,8 @@ struct share { uint64_t bytes, mem, peers[MAX_SEATS], at[MAX_SEATS]; };
 struct share *share(struct rank *me, uint64_t bytes);
 void drop_share(struct share *s, int self, bool own);
 
-bool open_seat(struct rank *me, char *why, size_t size);
+/* Fails or skips the case where the device cannot be opened. */
+void open_seat(struct rank *me);
 void reset_seat(struct seat *seat);
 void close_seat(struct seat *seat);
 struct seat *new_seat(int index);
