@@ -428,7 +428,9 @@ class NormalMode(BufferBase):
     def _allocate(self, payload: Payload, rows: int, num_topk: int, topk_idx: Any) -> tuple[Any, Any, Any, Any]:
         shape, pool = (rows, payload.x.shape[1]), self.native.rows
         received = pool.empty(shape, payload.x.dtype, self.device) if pool is not None and rows else None
-        if received is None:
+        if received is None and self.host_stream:
+            received = self._row_cache.empty(shape, payload.x.dtype)
+        elif received is None:
             received = tt.empty(shape, payload.x.dtype, self.device)
         scales = None
         if payload.scales is not None:
@@ -473,6 +475,7 @@ class NormalMode(BufferBase):
         return cached
 
     _default_configs: dict[tuple[int, int], Any]
+    _row_cache: tt.RowCache
 
     def _check_experts(self, num_experts: object) -> None:
         if isinstance(num_experts, bool) or not isinstance(num_experts, int):

@@ -212,6 +212,50 @@ class Outputs:
         return bool(self._usage() == self._idle)
 
 
+class _Block:
+    """Plain memory, and a way to tell that no tensor lies in it."""
+
+    __slots__ = ("storage", "idle")
+
+    def __init__(self, count: int) -> None:
+        self.storage = empty((count,), torch.uint8, torch.device("cpu")).untyped_storage()
+        self.idle = self.usage()
+
+    def usage(self) -> tuple[int, int]:
+        return sys.getrefcount(self.storage), _storage_uses(self.storage._cdata)
+
+
+class RowCache:
+    """Plain memory of received rows that nobody holds any more, used again: new pages cost more than the copy."""
+
+    SMALLEST = 1 << 20  # bytes; the C library's allocator keeps smaller blocks by itself
+    MOST = 4  # blocks kept; what is beyond is ordinary memory
+
+    def __init__(self) -> None:
+        self._blocks: list[_Block] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A CPU tensor of undefined content."""
+        device, count = torch.device("cpu"), math.prod(shape) * dtype.itemsize
+        if count < self.SMALLEST:
+            return empty(shape, dtype, device)
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return torch.empty((0,), dtype=dtype, device=device).set_(self._block(count).storage, 0, tuple(shape), strides)
+
+    def _block(self, count: int) -> _Block:
+        for at, block in enumerate(self._blocks):
+            if block.usage() != block.idle:
+                continue
+            if count <= block.storage.nbytes() <= 4 * count:
+                return block
+            del self._blocks[at]  # free and of another size: sizes have changed
+            break
+        block = _Block(count + count // 8)
+        if len(self._blocks) < self.MOST:
+            self._blocks.append(block)
+        return block
+
+
 class RowPool:
     """Rows that peers can write into: a torch memory pool over a segment of the buffer.
 

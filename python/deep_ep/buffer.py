@@ -132,6 +132,7 @@ class Buffer(NormalMode, LowLatencyMode):
         self._kept: deque[Any] = deque()
         self._outputs: dict[tuple[Any, ...], list[tt.Outputs]] = {}
         self._default_configs: dict[tuple[int, int], Any] = {}
+        self._row_cache = tt.RowCache()
         self._zero_copy = None
         self._ll_call = _abi.sized(_abi.Call)
         self._ll_reference = ctypes.byref(self._ll_call)

@@ -190,3 +190,23 @@ def resident():
 
 def test_memory_does_not_grow(pool):
     pool.run(4, rank_memory)
+
+
+def test_row_cache_waits_for_every_holder():
+    """A block of received rows is used again only when no tensor, view or storage of it is held."""
+    from deep_ep import _torch as tt
+
+    cache, shape = tt.RowCache(), (1024, 1024)
+    first = cache.empty(shape, torch.bfloat16)
+    where = first.data_ptr()
+    assert cache.empty(shape, torch.bfloat16).data_ptr() != where
+    for hold in (lambda t: t[3:], lambda t: t.detach(), lambda t: t.untyped_storage(), lambda t: t.numpy()):
+        held = hold(first.view(torch.int16))
+        first = None
+        assert cache.empty(shape, torch.bfloat16).data_ptr() != where
+        held = None
+        first = cache.empty(shape, torch.bfloat16)
+        assert held is None and first.data_ptr() == where, "the block came back late"
+    assert first.shape == shape and first.is_contiguous()
+    small = cache.empty((600, 1024), torch.bfloat16)
+    assert small.data_ptr() != where and small.shape == (600, 1024)
