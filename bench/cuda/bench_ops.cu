@@ -3,7 +3,7 @@
 //
 //   nvcc -std=c++17 -O2 -arch=sm_90 -Ikernels -o build/bin/bench_ops bench/cuda/*.cu
 //   bench_ops LIBRARY [ranks=4] [devices=4] [tokens=4096] [hidden=7168] [topk=8] [experts=256] [sms=16,20,24] [iterations=30]
-//             [isa=0] [nvl_mb=512] [mode=check|normalcheck|llcheck|normal|ll|all] [max_tokens=128] [zipf=0] [local=0]
+//             [isa=0] [nvl_mb=512] [mode=check|normalcheck|llcheck|normal|ll|all] [max_tokens=128] [zipf=0] [local=0] [stats=1]
 //
 // Logical bytes of a dispatch: rows that arrive anywhere, self included, times the row. Times are medians and 99th percentiles of
 // the maximum over ranks, by events around the call after a barrier kernel; an event pair around nothing reads about 3 us.
@@ -48,6 +48,7 @@ void parse(int argc, char **argv) {
     else if (name == "max_tokens") s.max_tokens = number;
     else if (name == "zipf") s.zipf = number;
     else if (name == "local") s.share_by_descriptor = number == 0;
+    else if (name == "stats") s.keep_stats = number != 0;
     else if (name == "mode") g_mode = value;
     else if (name == "sms") {
       g_sms.clear();

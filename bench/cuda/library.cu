@@ -66,7 +66,7 @@ void Rank::open(World *w, int r) {
   t.control_offset = 0, t.control_bytes = sizes.control_bytes, t.wire_offset = sizes.control_bytes, t.wire_bytes = sizes.wire_bytes;
   t.nvl_offset = nvl_offset(), t.nvl_bytes = shape.nvl_bytes, t.rdma_offset = rdma_offset(), t.rdma_bytes = shape.rdma_bytes;
   t.host_status = reinterpret_cast<uint64_t>(status), t.status = status_device;
-  t.host_stats = reinterpret_cast<uint64_t>(stats), t.stats = stats_device;
+  if (shape.keep_stats) t.host_stats = reinterpret_cast<uint64_t>(stats), t.stats = stats_device;
   t.sm_share = (shape.ranks + shape.devices - 1) / shape.devices, t.sm_share_index = r / shape.devices;
   DK(team_create, t);
   team = t.team;

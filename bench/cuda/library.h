@@ -48,7 +48,7 @@ struct Shape {
   int ranks = 4, devices = 1, tokens = 4096, hidden = 7168, topk = 8, experts = 256, iterations = 30, sms = 0, max_tokens = 128;
   uint32_t isa = 0;
   uint64_t nvl_bytes = 512ull << 20, rdma_bytes = 0;
-  bool share_by_descriptor = true;
+  bool share_by_descriptor = true, keep_stats = true;
   double zipf = 0;
 };
 

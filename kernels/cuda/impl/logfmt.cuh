@@ -38,7 +38,7 @@ __device__ __forceinline__ float log_decode(const LogRange &range, uint32_t code
 }
 
 // By `threads` threads, a multiple of 32: a row of BF16 to a peer's slot.
-__device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, int hidden, int thread, int threads) {
+__device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, uint32_t *infos, int hidden, int thread, int threads) {
   const int chunks = hidden / 8;
   for (int first = 0; first < chunks; first += threads) {
     const int at = first + thread;
@@ -55,7 +55,7 @@ __device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, int hidden, 
     }
     low = __reduce_min_sync(half, low), high = __reduce_max_sync(half, high);
     uint8_t *block = to + at / 16 * 256;
-    auto *info = reinterpret_cast<uint32_t *>(to + 2 * hidden) + at / 16;
+    uint32_t *info = infos + at / 16;
     const int lane = at % 16;
     if (high >= 0x3f80 || low == high || __uint_as_float(high << 16) < 0x1p-90f) {
       uint32_t attempt = 0;
@@ -80,9 +80,9 @@ __device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, int hidden, 
 }
 
 // By the 16 threads of a block together: 8 channels of a row in a slot, times weight; the slot is emptied.
-__device__ inline void add_logfmt(const Session &s, int peer, uint64_t expected, uint8_t *row, int hidden, int at, float weight, float (&sum)[8]) {
+__device__ inline void add_logfmt(const Session &s, int peer, uint64_t expected, uint8_t *row, uint32_t *infos, int at, float weight, float (&sum)[8]) {
   const uint32_t half = 0xffffu << (lane_id() & 16);
-  auto *info_at = reinterpret_cast<uint32_t *>(row + 2 * hidden) + at / 16;
+  uint32_t *info_at = infos + at / 16;
   const int lane = at % 16;
   uint8_t *block = row + at / 16 * 256;
   uint32_t info = ptx::ld_relaxed_sys(info_at);

@@ -152,7 +152,8 @@ __device__ inline void send_logfmt_row(const LowLatencyCombineParams &c, const L
   const LowLatencyParams &p = c.call;
   const int expert = p.session.team.rank * p.num_local() + local_expert;
   uint8_t *to = expert_row(p, call, target->dest, expert, target->token);
-  send_logfmt(row, to, p.hidden, thread, kLlGroupThreads);
+  // The words of [E, B] rows are found as those of a source are, with the expert in its stead.
+  send_logfmt(row, to, token_words(p, call, target->dest, expert, target->token), p.hidden, thread, kLlGroupThreads);
   if (thread == 0) ptx::st_relaxed_sys(row_word(p, call, target->dest, expert, target->token), tagged(combine_tag(call.epoch), kKindLogfmt));
 }
 
@@ -211,6 +212,7 @@ __device__ inline uint64_t routed_dispatch(const LowLatencyParams &p, const LowL
 
 struct ArrivalList {            // shared: the rows that make up a token
   uint8_t *row[kMaxTopk];
+  uint32_t *words[kMaxTopk];
   float weight[kMaxTopk];
   uint32_t kind[kMaxTopk], pattern[kMaxTopk];
   uint64_t epoch[kMaxTopk];
@@ -279,6 +281,7 @@ __device__ inline void read_row_words(const LowLatencyParams &p, const LowLatenc
     const int n = __popc(rows & ((1u << lane) - 1));
     const uint32_t value = static_cast<uint32_t>(word), kind = value & kKindMask;
     list->row[n] = expert_row(p, call, s.team.rank, static_cast<int>(expert), token);
+    list->words[n] = token_words(p, call, s.team.rank, static_cast<int>(expert), token);
     list->kind[n] = kind, list->pattern[n] = value | kKindMask, list->rank[n] = rank, list->epoch[n] = call.epoch;
     list->weight[n] = kind == kKindSum ? 1.0f : sum;
   }
@@ -299,7 +302,7 @@ __device__ inline void add_rows(const LowLatencyCombineParams &c, const ArrivalL
       if (first + n >= list->count) continue;
       const int which = first + n;
       if (list->kind[which] == kKindLogfmt) {
-        add_logfmt(s, list->rank[which], list->epoch[which], list->row[which], c.call.hidden, at, list->weight[which], sum);
+        add_logfmt(s, list->rank[which], list->epoch[which], list->row[which], list->words[which], at, list->weight[which], sum);
       } else if (take_chunk(s, list->rank[which], list->epoch[which], list->row[which] + 16 * at, data[n])) {
         add_weighted(sum, exclusive_or(data[n], list->pattern[which]), list->weight[which]);
       }

@@ -48,11 +48,16 @@ __device__ inline uint8_t *wire_base(const LowLatencyParams &p, int owner) {
 __device__ inline uint64_t wire_left(const LowLatencyParams &p) { return p.session.team.wire_bytes - p.session.team.ring.bytes; }
 // Dispatch: the row and the header of token `token` of `source` at `owner`.
 __device__ inline uint8_t *token_row(const LowLatencyParams &p, const LowLatencyCall &call, int owner, int source, int token) {
-  return slot_base(p, owner, call) + (static_cast<uint64_t>(source) * p.max_tokens + token) * p.at.row_stride;
+  return slot_base(p, owner, call) + (static_cast<uint64_t>(source) * p.max_tokens + token) * p.at.row_bytes;
 }
 __device__ inline uint64_t *token_header(const LowLatencyParams &p, uint64_t dispatch, int owner, int source, int token) {
   return reinterpret_cast<uint64_t *>(wire_base(p, owner) + header_area(wire_left(p), dispatch % kHeaderCopies) +
                                       (static_cast<uint64_t>(source) * p.max_tokens + token) * kHeaderStride);
+}
+// The words that go with a row: scales of dispatch, ranges of LogFMT.
+__device__ inline uint32_t *token_words(const LowLatencyParams &p, const LowLatencyCall &call, int owner, int source, int token) {
+  return reinterpret_cast<uint32_t *>(slot_base(p, owner, call) + p.at.words_at +
+                                      (static_cast<uint64_t>(source) * p.max_tokens + token) * p.at.words_bytes);
 }
 constexpr int kPatternAt = 2 * kMaxTopk; // word of the header
 __device__ inline uint64_t *count_word(const LowLatencyParams &p, uint64_t dispatch, int owner, int source, int local_expert) {
@@ -61,7 +66,7 @@ __device__ inline uint64_t *count_word(const LowLatencyParams &p, uint64_t dispa
 }
 // Combine: the row of an expert for a token, at the token's rank, and the word that says what it is.
 __device__ inline uint8_t *expert_row(const LowLatencyParams &p, const LowLatencyCall &call, int owner, int expert, int token) {
-  return slot_base(p, owner, call) + (static_cast<uint64_t>(expert) * p.max_tokens + token) * p.at.row_stride;
+  return slot_base(p, owner, call) + (static_cast<uint64_t>(expert) * p.max_tokens + token) * p.at.row_bytes;
 }
 __device__ inline uint64_t *row_word(const LowLatencyParams &p, const LowLatencyCall &call, int owner, int expert, int token) {
   return reinterpret_cast<uint64_t *>(wire_base(p, owner) + row_word_area(wire_left(p), call.slot())) +

@@ -136,7 +136,8 @@ __device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, const Low
     for (int n = 0; mine && n < route->num_ranks; ++n) {
       uint8_t *row = token_row(p, call, route->rank[n], p.session.team.rank, token);
       ptx::st_relaxed_sys_v4(row + 16 * at, cast);
-      if (at % 8 == 0) ptx::st_relaxed_sys(reinterpret_cast<uint32_t *>(row + p.hidden) + at / 8, __float_as_uint(scale.scale) ^ kAllOnes);
+      if (at % 8 == 0)
+        ptx::st_relaxed_sys(token_words(p, call, route->rank[n], p.session.team.rank, token) + at / 8, __float_as_uint(scale.scale) ^ kAllOnes);
     }
   }
 }
@@ -355,7 +356,7 @@ __device__ inline bool spread_scales(const LowLatencyDispatchParams &d, const Lo
   const LowLatencyParams &p = d.call;
   const bool packed = (p.flags & DK_LL_UE8M0) != 0;
   const int64_t rows = p.rows_per_expert(), words = p.hidden / kScaleChannels, stored = packed ? words / 4 : words;
-  auto *from = reinterpret_cast<uint32_t *>(token_row(p, call, p.session.team.rank, source, token) + p.hidden);
+  uint32_t *from = token_words(p, call, p.session.team.rank, source, token);
   for (int64_t at = thread; at < stored; at += kLlGroupThreads) {
     uint32_t value = 0;
     for (int part = 0; part < (packed ? 4 : 1); ++part) {

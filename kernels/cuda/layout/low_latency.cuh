@@ -13,10 +13,10 @@ constexpr int kScaleChannels = 128;  // channels of one FP8 scale, of one LogFMT
 constexpr int kHeaderCopies = 4;     // of dispatch's headers: combine reads those of the last two dispatches
 
 struct LowLatencyLayout {
-  uint64_t row_stride;        // 2H bytes of channels, then a 4-byte word for each 128 channels
+  uint64_t row_bytes, words_at, words_bytes; // a slot has [E, B] rows of 2H bytes, then for each row a word per 128 channels
   uint64_t slot_bytes, zero_copy_bytes, rdma_bytes;
   uint64_t header_bytes, counts_bytes, row_words_bytes, wire_bytes;
-  uint64_t zero_copy(int slot) const { return slot_bytes + slot * zero_copy_bytes; }
+  uint64_t zero_copy(int slot) const { return slot * zero_copy_bytes; }
 };
 
 // Bytes of the header of one token at one destination: a code and a weight for each of 32 indices, and the pattern.
@@ -24,10 +24,11 @@ constexpr uint64_t kHeaderStride = kMaxTopk * 16 + 16;
 
 __host__ __device__ inline LowLatencyLayout low_latency_layout(uint64_t num_ranks, uint64_t max_tokens, uint64_t hidden, uint64_t num_experts) {
   LowLatencyLayout at{};
-  at.row_stride = align_up<uint64_t>(2 * hidden + 4 * ceil_div<uint64_t>(hidden, kScaleChannels), 16);
-  at.slot_bytes = num_experts * max_tokens * at.row_stride;
+  at.row_bytes = 2 * hidden, at.words_bytes = 4 * ceil_div<uint64_t>(hidden, kScaleChannels);
+  at.words_at = num_experts * max_tokens * at.row_bytes;
+  at.slot_bytes = num_experts * max_tokens * (at.row_bytes + at.words_bytes);
   at.zero_copy_bytes = num_experts * max_tokens * 2 * hidden;
-  at.rdma_bytes = kLowLatencySlots * (at.slot_bytes + at.zero_copy_bytes);
+  at.rdma_bytes = 4 * at.slot_bytes + 64; // the quarters below, and their rounding
   at.header_bytes = num_ranks * max_tokens * kHeaderStride;
   at.counts_bytes = num_experts * 8;                 // [R][L]
   at.row_words_bytes = num_experts * max_tokens * 8; // of combine's rows, [E][B]
@@ -36,17 +37,19 @@ __host__ __device__ inline LowLatencyLayout low_latency_layout(uint64_t num_rank
 }
 
 // A rank may be a call ahead of another, with another shape: what belongs to different calls in turn must not overlap whatever the
-// shapes. Slot 0 lies at the region's start, slot 1 at its end; what the wire region has behind the ring's flags is cut into four
-// areas for headers and two for row words.
+// shapes, and what users write for zero copy must never lie in a slot. So the slots lie in the region's last two quarters, the
+// zero-copy buffers in its first half; what the wire region has behind the ring's flags is cut into four areas for headers and two
+// for row words.
 __host__ __device__ inline uint64_t slot_offset(uint64_t rdma_bytes, uint64_t slot_bytes, int slot) {
-  return slot == 0 ? 0 : (rdma_bytes - slot_bytes) / 16 * 16;
+  return (slot == 0 ? rdma_bytes / 2 : rdma_bytes - slot_bytes) / 16 * 16;
 }
 __host__ __device__ inline uint64_t header_area(uint64_t bytes, int copy) { return copy * (bytes * 7 / 32 / 128 * 128); }
 __host__ __device__ inline uint64_t row_word_area(uint64_t bytes, int slot) { return bytes * 7 / 8 / 128 * 128 + slot * (bytes / 16 / 128 * 128); }
 
 // What a block reserves for the headers of any sensible shape whose rows fit in rdma_bytes.
 __host__ __device__ inline uint64_t low_latency_wire_allowance(uint64_t rdma_bytes) {
-  return align_up<uint64_t>(least<uint64_t>(3 * rdma_bytes, (24ull << 20) + rdma_bytes / 32), 4096);
+  if (rdma_bytes == 0) return 0;
+  return align_up<uint64_t>(least<uint64_t>(32 * rdma_bytes + (1 << 16), (24ull << 20) + rdma_bytes / 32), 4096);
 }
 
 }  // namespace deepep
