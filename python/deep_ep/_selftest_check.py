@@ -131,7 +131,9 @@ def expect_rows(name: str, rows: Tensor, rank: Tensor, token: Tensor) -> None:
         if len(wrong):
             row = part.start + int(wrong[0])
             wanted = f"token {int(token[row])} of rank {int(rank[row])}"
-            raise CheckError(f"{name}: row {row} holds {name_of(rows[row])}, expected {wanted}")
+            count = int((rows[row] != want[wrong[0]]).sum())
+            found = f"row {row} holds {name_of(rows[row])}, expected {wanted}; {count} values differ"
+            raise CheckError(f"{name}: {found}")
 
 
 def expect_cast(name: str, values: Tensor, scales: Tensor, source: Tensor, power_of_two: bool) -> None:

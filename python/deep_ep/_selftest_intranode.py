@@ -54,7 +54,8 @@ class Batch:
         if kind == "FP8":
             count = max(1, shape.hidden // 128)
             scales = sc.payload(values[:, 0], torch.arange(len(values), dtype=torch.int32, device=rank.device), count)
-            self.x = (values.to(torch.uint8).view(torch.float8_e4m3fn), scales.to(torch.float32))
+            columns_first = scales.to(torch.float32).t().contiguous().t()  # the strides that quantisers produce
+            self.x = (values.to(torch.uint8).view(torch.float8_e4m3fn), columns_first)
         self.layout = buffer.get_dispatch_layout(self.idx, shape.experts)
         self.source_rank, self.source_token = sc.sources(shape, rank.rank)
 
