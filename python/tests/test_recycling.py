@@ -1,4 +1,4 @@
-"""Low-latency outputs are recycled only when nobody holds them: not a tensor, not a view, not a hook to come."""
+"""Outputs are recycled only when nobody holds them: not a tensor, not a view, not a hook that is still to come."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import torch
 
 import checks
 import lowlat
+import normal
 from cases import Case
 
 CASE = Case((16, 9, 0, 12), hidden=512, experts=8, topk=3)
 B = 16
 HOOK = {"return_recv_hook": True}
+# More than a megabyte of rows on each rank, so that keeping them for the next call is worth it.
+BIG = Case((300, 280, 310, 290), hidden=2048, experts=8, topk=4)
 
 
 def many_calls(ctx, buffer, first=100, count=6):
@@ -210,3 +213,106 @@ def test_row_cache_waits_for_every_holder():
     assert first.shape == shape and first.is_contiguous()
     small = cache.empty((600, 1024), torch.bfloat16)
     assert small.data_ptr() != where and small.shape == (600, 1024)
+
+
+def big_calls(ctx, buffer, first=100, count=4):
+    """Normal-mode calls whose results nobody keeps."""
+    for turn in range(count):
+        exchange = normal.dispatch_and_check(ctx, buffer, BIG.but(seed=first + turn))
+        normal.combine(ctx, buffer, exchange)
+        del exchange
+        gc.collect()
+
+
+HOLD_ROWS = {
+    "the rows": lambda e, sums: e.recv_x,
+    "a view of rows": lambda e, sums: e.recv_x[5:9, :100],
+    "a view of another dtype": lambda e, sums: e.recv_x.view(torch.int16)[3],
+    "a detached tensor": lambda e, sums: e.recv_x.detach(),
+    "indices": lambda e, sums: e.recv_topk_idx,
+    "weights": lambda e, sums: e.recv_topk_weights,
+    "sums": lambda e, sums: sums,
+    "a view of sums": lambda e, sums: sums[1:3],
+}
+
+
+def rank_rows_held(ctx, name):
+    with normal.buffer_of(ctx) as buffer:
+        big_calls(ctx, buffer, count=2)
+        exchange = normal.dispatch_and_check(ctx, buffer, BIG)
+        sums, _, _ = normal.combine(ctx, buffer, exchange)
+        held = HOLD_ROWS[name](exchange, sums)
+        before = checks.raw(held).clone()
+        del exchange, sums
+        gc.collect()
+        big_calls(ctx, buffer)
+        assert torch.equal(checks.raw(held), before), f"{name} changed while it was held"
+
+
+@pytest.mark.parametrize("name", HOLD_ROWS)
+def test_held_rows(pool, name):
+    pool.run(4, rank_rows_held, name)
+
+
+def rank_rows_held_otherwise(ctx):
+    """A storage, a NumPy array, and what autograd saved for a backward that comes later."""
+    with normal.buffer_of(ctx) as buffer:
+        exchange = normal.dispatch_and_check(ctx, buffer, BIG)
+        rows = exchange.recv_x
+        storage, offset, size = rows.untyped_storage(), rows.storage_offset() * 2, rows.numel() * 2
+        before = checks.raw(rows).flatten().clone()
+        weight = torch.ones((1,), dtype=torch.bfloat16, device=ctx.device, requires_grad=True)
+        loss = (rows * weight).float().sum()
+        want = rows.float().sum().item()
+        array = exchange.recv_topk_weights.numpy() if ctx.device.type == "cpu" else None
+        array_before = None if array is None else array.copy()
+        del exchange, rows
+        gc.collect()
+        big_calls(ctx, buffer)
+        now = torch.empty(0, dtype=torch.uint8, device=ctx.device).set_(storage)[offset : offset + size]
+        assert torch.equal(now.cpu(), before), "the storage was held"
+        assert array is None or (array == array_before).all(), "a NumPy array was held"
+        loss.backward()
+        assert abs(weight.grad.item() - want) <= abs(want) * 0.01 + 1, "autograd had saved the rows"
+
+
+def test_rows_held_otherwise(pool):
+    pool.run(4, rank_rows_held_otherwise)
+
+
+def rank_rows_in_flight(ctx):
+    """Results of an asynchronous call are dropped while it runs: the next call must not share its rows."""
+    with normal.buffer_of(ctx) as buffer:
+        exchange = normal.dispatch_and_check(ctx, buffer, BIG)
+        for turn in range(4):
+            first = normal.x_of(ctx, BIG.but(kind="bits", seed=turn).inputs()[ctx.rank])
+            buffer.dispatch(first, handle=exchange.handle, async_finish=True)
+            gc.collect()
+            rows, *_, event = buffer.dispatch(normal.x_of(ctx, exchange.own), handle=exchange.handle, async_finish=True)
+            event.current_stream_wait()
+            checks.same_rows("recv_x", rows, exchange.want.x)
+            del rows
+
+
+def test_rows_in_flight(pool):
+    pool.run(4, rank_rows_in_flight)
+
+
+def rank_rows_memory(ctx):
+    """Rows that nobody keeps take no more memory than those of a few calls; kept rows stay apart."""
+    with normal.buffer_of(ctx) as buffer:
+        exchange = normal.dispatch_and_check(ctx, buffer, BIG)
+        x = normal.x_of(ctx, exchange.own)
+        for _ in range(3):
+            buffer.dispatch(x, handle=exchange.handle)
+        before = resident()
+        for _ in range(100):  # four megabytes each
+            buffer.dispatch(x, handle=exchange.handle)
+        assert resident() - before < 60_000, f"grew by {resident() - before} kB"
+        kept = [normal.dispatch_and_check(ctx, buffer, BIG.but(seed=turn)) for turn in range(4)]
+        for exchange in kept:
+            normal.check(exchange)
+
+
+def test_rows_memory(pool):
+    pool.run(4, rank_rows_memory)
