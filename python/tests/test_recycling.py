@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+import cases
 import checks
 import lowlat
 import normal
@@ -16,7 +17,7 @@ CASE = Case((16, 9, 0, 12), hidden=512, experts=8, topk=3)
 B = 16
 HOOK = {"return_recv_hook": True}
 # More than a megabyte of rows on each rank, so that keeping them for the next call is worth it.
-BIG = Case((300, 280, 310, 290), hidden=2048, experts=8, topk=4)
+BIG = Case((110, 90, 120, 100), hidden=2048, experts=8, topk=7)
 
 
 def many_calls(ctx, buffer, first=100, count=6):
@@ -216,11 +217,16 @@ def test_row_cache_waits_for_every_holder():
 
 
 def big_calls(ctx, buffer, first=100, count=4):
-    """Normal-mode calls whose results nobody keeps."""
+    """Normal-mode calls with other contents and routing, whose results nobody keeps and nobody checks."""
     for turn in range(count):
-        exchange = normal.dispatch_and_check(ctx, buffer, BIG.but(seed=first + turn))
-        normal.combine(ctx, buffer, exchange)
-        del exchange
+        idx = ctx.put(cases.routing(BIG.but(seed=first + turn, routing="holes"), ctx.rank))
+        x = torch.full((len(idx), BIG.hidden), turn + 1.5, dtype=torch.bfloat16, device=ctx.device)
+        weights = torch.full(idx.shape, turn + 0.25, dtype=torch.float32, device=ctx.device)
+        per_rank, _, per_expert, table, _ = buffer.get_dispatch_layout(idx, BIG.experts)
+        layout = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": table}
+        rows, _, row_weights, _, handle, _ = buffer.dispatch(x, **layout, topk_idx=idx, topk_weights=weights)
+        buffer.combine(rows, handle, topk_weights=row_weights)
+        del rows, row_weights, handle
         gc.collect()
 
 
@@ -306,7 +312,7 @@ def rank_rows_memory(ctx):
         for _ in range(3):
             buffer.dispatch(x, handle=exchange.handle)
         before = resident()
-        for _ in range(100):  # four megabytes each
+        for _ in range(100):  # a megabyte and a half each
             buffer.dispatch(x, handle=exchange.handle)
         assert resident() - before < 60_000, f"grew by {resident() - before} kB"
         kept = [normal.dispatch_and_check(ctx, buffer, BIG.but(seed=turn)) for turn in range(4)]
