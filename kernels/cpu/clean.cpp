@@ -31,7 +31,8 @@ void Meeting::run() {
     op_.ring(peer);
   }
   auto awaits = [this](int peer, Missing &missing) {
-    missing = {static_cast<int64_t>(team_.control().peer_state(peer).clean_seen) + 1, static_cast<int64_t>(team_.control().peer_state(peer).clean_seen)};
+    int64_t seen = static_cast<int64_t>(team_.control().peer_state(peer).clean_seen);
+    missing = {seen + 1, seen};
     return !came_[peer] && !team_.masked(peer);
   };
   auto poll = [&] {

@@ -85,7 +85,8 @@ void run_notify(const dk_notify_params &p) {
     if (wait_until(op, poll, awaits)) {
       fill_matrix(op, exchange, matrix);
       int32_t arriving = matrix[(op.team.num_ranks - 1) * op.team.num_ranks + op.team.rank];
-      if (p.num_worst_tokens && arriving > p.num_worst_tokens) op.fail(DK_EMISMATCH, -1, DK_FIELD_WORST_TOKENS, p.num_worst_tokens, arriving);
+      bool too_many = p.num_worst_tokens && arriving > p.num_worst_tokens;
+      if (too_many) op.fail(DK_EMISMATCH, -1, DK_FIELD_WORST_TOKENS, p.num_worst_tokens, arriving);
       else if (p.counts) fill_counts(op, exchange, p, matrix, at<dk_counts>(p.counts));
     }
   }

@@ -33,6 +33,9 @@ void recycle(Stream *stream, Closure *closure) {
 void *serve(void *argument) {
   Stream *stream = static_cast<Stream *>(argument);
   pthread_setname_np(pthread_self(), "deepep-stream");
+#if defined(__SSE2__)
+  __builtin_ia32_ldmxcsr(0x1f80);  // a new thread has its creator's rounding and flushing of denormals: sums must not depend on it
+#endif
   int spins = 0;
   for (;;) {
     uint32_t seen = stream->pushed.load();
