@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-#define DK_ABI_VERSION 1u
+#define DK_ABI_VERSION 2u
 
 /* Codes: the same numbers as the status codes of deepep.h. */
 enum {
@@ -206,6 +206,69 @@ int32_t dk_copy(dk_copy_params *p);                      /* between any two addr
 typedef struct dk_fill_params { DK_HEADER; uint64_t device, stream, dst, bytes; uint32_t value; uint32_t reserved0; } dk_fill_params;
 int32_t dk_fill(dk_fill_params *p);                      /* byte value; enqueued */
 
+/* ---- Transport: ranks that loads and stores do not reach --------------------------------------------------------------
+ * A transport moves bytes into the blocks of remote ranks through queue pairs (QPs): num_qps of them toward each peer.
+ *   - Operations of one QP take effect in order: whoever sees what a later one wrote or signalled also sees all that earlier
+ *     ones wrote. Bytes of one put arrive in any order. Operations of different QPs have no order whatsoever.
+ *   - A put's source is read some time before the operation completes, and must stay as it is until then (quiet tells).
+ *   - Blocks are symmetric: destinations are offsets from the start of the peer's block.
+ *   - No receive queue, no completion at the receiver: arrival is seen in signals (aligned 64-bit words).
+ * Optional: a library without these functions reaches mapped ranks alone. */
+
+enum { DK_SIGNAL_NONE = 0, DK_SIGNAL_SET = 1, DK_SIGNAL_ADD = 2 };
+enum {
+  DK_TRANSPORT_NOWAIT = 1,           /* of one operation: a full QP is DK_EAGAIN instead of a wait for room */
+  DK_TRANSPORT_LATE = 2              /* of a transport, for tests: every operation takes effect as late, and in as strange an order
+                                        among QPs, as the rules above allow; software RDMA alone */
+};
+enum { DK_EAGAIN = 16 };             /* of this interface alone: not a status code of deepep.h */
+typedef struct dk_transport_open_params {
+  DK_HEADER;
+  uint64_t device;
+  int32_t rank, num_ranks;
+  int32_t num_qps, qp_depth;         /* QPs toward each peer; operations that may be under way on one of them */
+  int32_t num_peers;
+  uint32_t flags;
+  uint64_t host_peers;               /* host: int32_t[num_peers]: remote ranks, in the order in which their QPs are created */
+  uint64_t host_blocks;              /* host: uint64_t[num_ranks]: each rank's block as this rank's NIC sees it; 0: not a peer */
+  uint64_t block_bytes;              /* what lies outside is refused */
+  uint64_t seed;                     /* of delays and orders, where the library makes them */
+  uint64_t transport;                /* [out] */
+} dk_transport_open_params;
+int32_t dk_transport_open(dk_transport_open_params *p);
+typedef struct dk_transport_close_params { DK_HEADER; uint64_t transport; } dk_transport_close_params;
+int32_t dk_transport_close(dk_transport_close_params *p); /* what is still queued is dropped; never waits for a peer */
+
+typedef struct dk_transport_put_params {
+  DK_HEADER;
+  uint64_t transport, stream;        /* enqueued on the stream like any operation; 0 on the CPU: now, on this thread */
+  int32_t peer, qp;
+  uint64_t dst_offset, src, bytes;   /* bytes 0: the signal alone */
+  uint64_t signal_offset, signal_value; /* takes effect after the bytes are there */
+  uint32_t signal_op, flags;
+  uint64_t timeout_ns;               /* of the wait for room in the QP */
+} dk_transport_put_params;
+int32_t dk_transport_put(dk_transport_put_params *p);
+typedef struct dk_transport_quiet_params {
+  DK_HEADER;
+  uint64_t transport, stream;
+  int32_t peer, qp;                  /* -1: all */
+  uint64_t timeout_ns;
+} dk_transport_quiet_params;
+int32_t dk_transport_quiet(dk_transport_quiet_params *p); /* until all that was posted there is done: seen by the peer, sources free */
+typedef struct dk_transport_query_params {
+  DK_HEADER;
+  uint64_t transport;
+  int32_t peer, qp;
+  uint64_t posted, completed, bytes; /* [out] operations and payload bytes so far */
+  uint64_t max_queued;               /* [out] most operations that were under way at once */
+  int32_t created, lost;             /* [out] place in the order of creation among all QPs; 1: the peer was lost */
+} dk_transport_query_params;
+int32_t dk_transport_query(dk_transport_query_params *p);
+/* From now on operations toward the peer fail at once with DK_EPEERDEAD, and what is queued for it is dropped. */
+typedef struct dk_transport_lose_params { DK_HEADER; uint64_t transport; int32_t peer, reserved0; } dk_transport_lose_params;
+int32_t dk_transport_lose(dk_transport_lose_params *p);
+
 /* ---- Teams: the ranks of one buffer ------------------------------------------------------------------------------- */
 
 /* The symmetric block of a rank, the same on all: control | wire | nvl | rdma. nvl and rdma are what users may view and overwrite
@@ -218,6 +281,8 @@ typedef struct dk_block_sizes_params {
   uint64_t control_bytes, wire_bytes; /* [out] multiples of 4096 */
   uint64_t min_nvl_bytes;             /* [out] floor under which a normal-mode row of max_row_bytes cannot be staged */
   uint64_t max_row_bytes;             /* hidden bytes + scales of the largest row asked about */
+  uint64_t min_rdma_bytes;            /* [out] likewise for rows that cross nodes; 0 on one node */
+  uint32_t flags, reserved0;          /* DK_TEAM_*, as in dk_team_create */
 } dk_block_sizes_params;
 int32_t dk_block_sizes(dk_block_sizes_params *p);
 
@@ -232,7 +297,10 @@ typedef struct dk_ll_layout_params {
 } dk_ll_layout_params;
 int32_t dk_ll_layout(dk_ll_layout_params *p);
 
-enum { DK_TEAM_SHRINK = 1, DK_TEAM_LOW_LATENCY = 2 };
+enum {
+  DK_TEAM_SHRINK = 1, DK_TEAM_LOW_LATENCY = 2,
+  DK_TEAM_LL_TRANSPORT = 4 /* low-latency calls reach every other rank through the transport, mapped or not */
+};
 typedef struct dk_team_create_params {
   DK_HEADER;
   uint64_t device;
@@ -244,6 +312,8 @@ typedef struct dk_team_create_params {
   uint64_t host_stats, stats;        /* dk_stats_page, likewise; 0: none kept */
   int32_t sm_share, sm_share_index;  /* ranks of this process on this device, and which of them this is: disjoint shares of SMs */
   uint64_t team;                     /* [out] */
+  uint64_t transport;                /* of dk_transport_open, connected to every rank that is not mapped and that the flags need;
+                                        0: none. Stays the caller's, and is closed after the team */
 } dk_team_create_params;
 int32_t dk_team_create(dk_team_create_params *p);       /* all blocks are zeroed and mapped; touches the device's scratch */
 typedef struct dk_team_destroy_params { DK_HEADER; uint64_t team; } dk_team_destroy_params;

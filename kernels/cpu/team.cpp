@@ -49,7 +49,7 @@ static Team *new_team(const dk_team_create_params &p) {
   }
   new (team) Team{at<Device>(p.device), p.rank, p.num_ranks, p.num_nvl_peers, p.flags, p.rdma_bytes,
                   WireRegion(p.num_ranks, p.nvl_bytes, p.rdma_bytes), at<dk_status>(p.status), at<dk_stats_page>(p.stats),
-                  PTHREAD_MUTEX_INITIALIZER, {}, bells, scratch, static_cast<Peer *>(peers)};
+                  PTHREAD_MUTEX_INITIALIZER, {}, bells, scratch, static_cast<Peer *>(peers), at<Nic>(p.transport)};
   const uint64_t *blocks = at<const uint64_t>(p.host_peer_blocks);
   for (int i = 0; i < p.num_ranks; i++)
     new (team->peers + i) Peer{Control(blocks[i] + p.control_offset, p.num_ranks), blocks[i] + p.wire_offset, blocks[i] + p.rdma_offset};

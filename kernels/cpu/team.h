@@ -4,6 +4,7 @@
 
 #include "cpu/control.h"
 #include "cpu/device.h"
+#include "cpu/rdma.h"
 
 namespace dk {
 
@@ -60,8 +61,13 @@ struct Team {
   uint64_t *bells;                   // bit by rank: to be rung
   int64_t *scratch;                  // kScratch numbers for each rank, for the operation that is running
   Peer *peers;
+  Nic *nic;                          // null: no rank is beyond loads and stores
 
   Control &control() { return peers[rank].control; }
+  // Whether the rank's block is mapped. If not, only `nic` reaches it, and nothing of peers[rank] may be touched.
+  bool near(int peer) const { return peers[peer].wire != 0; }
+  int node(int peer) const { return peer / num_nvl_peers; }
+  int num_nodes() const { return (num_ranks + num_nvl_peers - 1) / num_nvl_peers; }
   bool shrinks() const { return flags & DK_TEAM_SHRINK; }
   bool masked(int peer) { return control().peer_state(peer).masked != 0; }
   int64_t *numbers(int which) { return scratch + which * num_ranks; }
