@@ -8,6 +8,7 @@ import os
 import threading
 import time
 
+import pytest
 import torch
 
 import lowlat
@@ -73,6 +74,7 @@ def settle(before):
         time.sleep(0.05)
 
 
+@pytest.mark.timeout(120 + 4 * CYCLES)
 def test_cycles_leak_nothing(pool):
     pool.run(4, rank_cycles, CYCLES, deadline=60 + 3 * CYCLES)
 
