@@ -28,6 +28,9 @@ var mirrors = map[string]any{
 	"dk_team_segment_params": TeamSegmentParams{}, "dk_layout_params": LayoutParams{},
 	"dk_notify_params": NotifyParams{}, "dk_dispatch_params": DispatchParams{}, "dk_combine_params": CombineParams{},
 	"dk_ll_dispatch_params": LLDispatchParams{}, "dk_ll_combine_params": LLCombineParams{},
+	"dk_transport_open_params": TransportOpenParams{}, "dk_transport_close_params": TransportCloseParams{},
+	"dk_transport_put_params": TransportPutParams{}, "dk_transport_quiet_params": TransportQuietParams{},
+	"dk_transport_query_params": TransportQueryParams{}, "dk_transport_lose_params": TransportLoseParams{},
 	"dk_clean_params": CleanParams{}, "dk_barrier_params": BarrierParams{}, "dk_mask_params": MaskParams{},
 }
 
@@ -83,7 +86,9 @@ func TestConstantsEqualTheHeader(t *testing.T) {
 		"DK_ABI_VERSION": Version, "DK_NUM_OPS": NumOps, "DK_OP_LL_COMBINE": OpLLCombine, "DK_OP_MASK": OpMask,
 		"DK_PHASE_BOTH": PhaseBoth, "DK_FIELD_TOPK_IDX": FieldTopKIdx, "DK_FIELD_FORMAT": FieldFormat,
 		"DK_CAP_HOST_STREAM": CapHostStream, "DK_CAP_GRAPH": CapGraph, "DK_CAP_PEER_ROWS": CapPeerRows, "DK_CAP_SM90": CapSM90,
-		"DK_SHARE_LOCAL": ShareLocal, "DK_TEAM_LOW_LATENCY": TeamLowLatency, "DK_LL_UNREDUCED": LLUnreduced,
+		"DK_SHARE_LOCAL": ShareLocal, "DK_TEAM_LOW_LATENCY": TeamLowLatency,
+		"DK_TEAM_LL_TRANSPORT": TeamLLTransport, "DK_SIGNAL_SET": SignalSet, "DK_SIGNAL_ADD": SignalAdd,
+		"DK_TRANSPORT_NOWAIT": TransportNoWait, "DK_TRANSPORT_LATE": TransportLate, "DK_EAGAIN": Again, "DK_LL_UNREDUCED": LLUnreduced,
 		"DK_LL_ZERO_COPY": LLZeroCopy, "DK_MASK_CLEAN": MaskClean, "DK_MAX_RANKS": MaxRanks, "DK_MAX_SEGMENTS": MaxSegments,
 		"DK_NUM_TICKETS": NumTickets, "DK_HIST_BUCKETS": HistBuckets, "DK_STATUS_BYTES": StatusBytes,
 		"DK_STATS_MAGIC": StatsMagic, "DK_STATS_VERSION": StatsVersion, "DK_DISPATCH_CACHED": DispatchCached, "DK_FORMAT_FP8": FormatFP8,

@@ -1,7 +1,7 @@
 package abi
 
 // Version is DK_ABI_VERSION: engine and kernel library must have the same.
-const Version = 1
+const Version = 2
 
 // Operations (DK_OP_*), as they appear in failure records, statistics and the health pages.
 const (
@@ -58,8 +58,9 @@ const (
 
 // Flags of a team (DK_TEAM_*), of dispatch, and of the low-latency operations (DK_LL_*).
 const (
-	TeamShrink     = 1
-	TeamLowLatency = 2
+	TeamShrink      = 1
+	TeamLowLatency  = 2
+	TeamLLTransport = 4
 
 	DispatchCached = 1
 
@@ -75,6 +76,19 @@ const (
 	MaskUpdate = 0
 	MaskQuery  = 1
 	MaskClean  = 2
+)
+
+// What the transport functions take and give: DK_SIGNAL_*, DK_TRANSPORT_*, and the one code (DK_EAGAIN) that is no status
+// of the library.
+const (
+	SignalNone = 0
+	SignalSet  = 1
+	SignalAdd  = 2
+
+	TransportNoWait = 1
+	TransportLate   = 2
+
+	Again = 16
 )
 
 // Sizes fixed by the interface.

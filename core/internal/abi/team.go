@@ -11,6 +11,9 @@ type BlockSizesParams struct {
 	WireBytes    uint64
 	MinNVLBytes  uint64
 	MaxRowBytes  uint64
+	MinRDMABytes uint64
+	Flags        uint32
+	_            uint32
 }
 
 // LLLayoutParams is dk_ll_layout_params.
@@ -50,6 +53,7 @@ type TeamCreateParams struct {
 	SMShare        int32
 	SMShareIndex   int32
 	Team           uint64
+	Transport      uint64
 }
 
 // TeamDestroyParams is dk_team_destroy_params.

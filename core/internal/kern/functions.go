@@ -43,6 +43,12 @@ type (
 	CleanParams           = abi.CleanParams
 	BarrierParams         = abi.BarrierParams
 	MaskParams            = abi.MaskParams
+	TransportOpenParams   = abi.TransportOpenParams
+	TransportCloseParams  = abi.TransportCloseParams
+	TransportPutParams    = abi.TransportPutParams
+	TransportQuietParams  = abi.TransportQuietParams
+	TransportQueryParams  = abi.TransportQueryParams
+	TransportLoseParams   = abi.TransportLoseParams
 )
 
 // functions holds the address of each dk_* function.
@@ -81,6 +87,8 @@ type functions struct {
 	clean           uintptr
 	barrier         uintptr
 	mask            uintptr
+
+	transport transport
 }
 
 // symbols names every function and the place of its address.

@@ -3,6 +3,7 @@ package kern
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -16,7 +17,7 @@ import (
 	"github.com/deepep-go/deepep/core/internal/status"
 )
 
-// fake builds a library that has every function but those left out; all return code 0 but dk_barrier, and dk_info
+// fake builds a library that has every function but those whose names begin like without; all return code 0 but dk_barrier, and dk_info
 // reports an interface version.
 func fake(t *testing.T, version int, without string) dl.Query {
 	t.Helper()
@@ -26,11 +27,14 @@ func fake(t *testing.T, version int, without string) dl.Query {
 	}
 	var fn functions
 	source := "#include \"kernels.h\"\n#include <string.h>\n"
-	for name := range fn.symbols() {
+	names := fn.symbols()
+	maps.Copy(names, fn.transport.symbols())
+	for name := range names {
 		body := "return 0;"
-		switch name {
-		case without:
+		if without != "" && strings.HasPrefix(name, without) {
 			continue
+		}
+		switch name {
 		case "dk_info":
 			body = fmt.Sprintf(`p->abi_version = %d; p->caps = 5; p->num_devices = 2; strcpy(p->kind, "fake"); strcpy(p->build, "b1"); return 0;`, version)
 		case "dk_barrier":
@@ -82,6 +86,23 @@ func TestLoadNamesTheMissingFunction(t *testing.T) {
 	}
 }
 
+// A library may do without a transport as a whole, but not with a part of one.
+func TestTransportIsOptional(t *testing.T) {
+	for without, want := range map[string]bool{"": true, "dk_transport": false} {
+		l, err := Load(fake(t, abi.Version, without))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if l.HasTransport() != want {
+			t.Errorf("without %q: transport %v", without, l.HasTransport())
+		}
+	}
+	_, err := Load(fake(t, abi.Version, "dk_transport_quiet"))
+	if !errors.Is(err, status.ErrNotFound) || !strings.Contains(err.Error(), "no function dk_transport_quiet") {
+		t.Error(err)
+	}
+}
+
 // Every function that the header declares is bound here, and no other.
 func TestSymbolsAreThoseOfTheHeader(t *testing.T) {
 	text, err := os.ReadFile("../../../kernels/abi/kernels.h")
@@ -93,7 +114,9 @@ func TestSymbolsAreThoseOfTheHeader(t *testing.T) {
 		want = append(want, m[1])
 	}
 	var fn functions
-	for name := range fn.symbols() {
+	names := fn.symbols()
+	maps.Copy(names, fn.transport.symbols())
+	for name := range names {
 		have = append(have, name)
 	}
 	slices.Sort(want)

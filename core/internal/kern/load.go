@@ -2,6 +2,7 @@ package kern
 
 import (
 	"bytes"
+	"maps"
 	"slices"
 
 	"github.com/deepep-go/deepep/core/internal/abi"
@@ -33,18 +34,13 @@ func Load(q dl.Query) (*Library, error) {
 // bind fills l from an open file, or says what does not fit.
 func (l *Library) bind(file *dl.Library) error {
 	var fn functions
-	symbols := fn.symbols()
-	names := make([]string, 0, len(symbols))
-	for name := range symbols {
-		names = append(names, name)
+	if err := resolve(file, fn.symbols()); err != nil {
+		return err
 	}
-	slices.Sort(names)
-	for _, name := range names {
-		address, err := file.Symbol(name)
-		if err != nil {
+	if _, err := file.Symbol("dk_transport_open"); err == nil { // with the first of them all must be there
+		if err := resolve(file, fn.transport.symbols()); err != nil {
 			return err
 		}
-		*symbols[name] = address
 	}
 	*l = Library{Path: file.Path, fn: fn}
 	p := &InfoParams{}
@@ -57,6 +53,18 @@ func (l *Library) bind(file *dl.Library) error {
 	}
 	l.Kind, l.Build, l.Reason = Text(p.Kind[:]), Text(p.Build[:]), Text(p.Reason[:])
 	l.Caps, l.NumDevices = p.Caps, int(p.NumDevices)
+	return nil
+}
+
+// resolve finds every function; the first missing one in the order of the alphabet is named.
+func resolve(file *dl.Library, symbols map[string]*uintptr) error {
+	for _, name := range slices.Sorted(maps.Keys(symbols)) {
+		address, err := file.Symbol(name)
+		if err != nil {
+			return err
+		}
+		*symbols[name] = address
+	}
 	return nil
 }
 
