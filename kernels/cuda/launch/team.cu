@@ -102,19 +102,22 @@ using namespace deepep;
 DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
   DK_ENTER(p);
   if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS) return DK_EINVAL;
+  if ((p->flags & DK_TEAM_LL_TRANSPORT) != 0) return DK_EUNSUPPORTED;
   p->control_bytes = control_layout(p->num_ranks).bytes;
   p->wire_bytes = ring_flags(p->num_ranks).bytes + low_latency_wire_allowance(p->rdma_bytes);
   // Two slots from each source, with room for 64 indices and weights in a row's metadata.
   p->min_nvl_bytes = static_cast<uint64_t>(p->num_ranks) * 2 * align_up<uint64_t>(p->max_row_bytes + 1024, 128);
+  p->min_rdma_bytes = 0; // no row goes through a transport
   return DK_OK;
 }
 
 DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
   DK_ENTER(p);
   if (!is_sane(p)) return DK_EINVAL;
+  if (p->transport != 0 || (p->flags & DK_TEAM_LL_TRANSPORT) != 0) return DK_EUNSUPPORTED; // peers are reached by load and store alone
   const auto *blocks = pointer<const uint64_t>(p->host_peer_blocks);
   for (int r = 0; r < p->num_ranks; ++r)
-    if (blocks[r] == 0) return DK_EUNSUPPORTED; // this library reaches peers by load and store alone
+    if (blocks[r] == 0) return DK_EUNSUPPORTED;
   auto *team = new (std::nothrow) Team;
   if (team == nullptr) return DK_ENOMEM;
   team->device = handle_of<Device>(p->device);
