@@ -57,6 +57,7 @@ struct alignas(kLine) SendMessage {
   uint64_t rows_offset, rows_stride;  // combine: where the rows lie, from the wire or the rdma region
   int64_t fields[kNumFields];
   uint64_t rows_in_rdma;
+  uint64_t qps[2];                    // of far ranks (ll_far.h): the QPs that bring the rows, a bit each
 };
 
 struct CleanMessage {

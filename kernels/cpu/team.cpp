@@ -5,6 +5,8 @@
 
 #include <new>
 
+#include "cpu/ll_far.h"
+
 namespace dk {
 
 // What goes with a staged row of normal mode takes 24 + 8 K bytes and a bit for each rank. A small share of the rows'
@@ -13,9 +15,9 @@ static uint64_t extras_for(uint64_t num_ranks, uint64_t nvl_bytes) {
   return round_up(max_of(uint64_t{1} << 20, num_ranks * 8192) + nvl_bytes / 8, kPage);
 }
 
-static constexpr uint64_t kSpareBytes = 16 << 20;
+static constexpr uint64_t kSpareBytes = 16 << 20, kSpareMirrorBytes = 1 << 20;
 
-WireRegion::WireRegion(int num_ranks, uint64_t nvl_bytes, uint64_t rdma_bytes) {
+WireRegion::WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uint64_t rdma_bytes, uint32_t flags) {
   uint64_t at = 0;
   auto place = [&at](uint64_t bytes) {
     uint64_t offset = at;
@@ -33,6 +35,14 @@ WireRegion::WireRegion(int num_ranks, uint64_t nvl_bytes, uint64_t rdma_bytes) {
   slot_bytes[kCombine] = rdma_bytes ? round_up(rdma_bytes + 20 * kMaxExperts + kPage, kPage) : 0;
   for (int kind = 0; kind < 2; kind++)
     for (int slot = 0; slot < 2; slot++) slot_offset[kind][slot] = place(slot_bytes[kind]);
+  // A mirror holds 1/R of such a combine slot, or a dispatch slot: B (2 H + 8 K) bytes, of which the rows take at most half of
+  // rdma_bytes / R.
+  uint64_t ranks = static_cast<uint64_t>(num_ranks);
+  bool far = rdma_bytes && (num_ranks > num_nvl_peers || flags & DK_TEAM_LL_TRANSPORT);
+  mirror_bytes[kDispatch] = far ? round_up(rdma_bytes / ranks + kSpareMirrorBytes, kPage) : 0;
+  mirror_bytes[kCombine] = far ? round_up(rdma_bytes / ranks + 16 * Control::max_local_experts(num_ranks) + kPage, kPage) : 0;
+  far_offset = place(far ? ranks * sizeof(FarPeer) : 0);
+  for (int kind = 0; kind < 2; kind++) mirror_offset[kind] = place(2 * ranks * mirror_bytes[kind]);
   total = at;
 }
 
@@ -48,7 +58,7 @@ static Team *new_team(const dk_team_create_params &p) {
     return nullptr;
   }
   new (team) Team{at<Device>(p.device), p.rank, p.num_ranks, p.num_nvl_peers, p.flags, p.rdma_bytes,
-                  WireRegion(p.num_ranks, p.nvl_bytes, p.rdma_bytes), at<dk_status>(p.status), at<dk_stats_page>(p.stats),
+                  WireRegion(p.num_ranks, p.num_nvl_peers, p.nvl_bytes, p.rdma_bytes, p.flags), at<dk_status>(p.status), at<dk_stats_page>(p.stats),
                   PTHREAD_MUTEX_INITIALIZER, {}, bells, scratch, static_cast<Peer *>(peers), at<Nic>(p.transport)};
   const uint64_t *blocks = at<const uint64_t>(p.host_peer_blocks);
   for (int i = 0; i < p.num_ranks; i++)
@@ -60,7 +70,7 @@ static int32_t check_team(const dk_team_create_params &p) {
   if (!p.device || p.num_ranks < 1 || p.num_ranks > DK_MAX_RANKS || p.rank < 0 || p.rank >= p.num_ranks) return DK_EINVAL;
   if (p.num_nvl_peers < 1 || !p.host_peer_blocks || !p.status) return DK_EINVAL;
   if (p.control_bytes < Control::bytes(p.num_ranks) || p.control_offset % kLine || p.wire_offset % kLine) return DK_EINVAL;
-  if (p.wire_bytes < WireRegion(p.num_ranks, p.nvl_bytes, p.rdma_bytes).total) return DK_EINVAL;
+  if (p.wire_bytes < WireRegion(p.num_ranks, p.num_nvl_peers, p.nvl_bytes, p.rdma_bytes, p.flags).total) return DK_EINVAL;
   const uint64_t *blocks = at<const uint64_t>(p.host_peer_blocks);
   for (int i = 0; i < p.num_ranks; i++)
     if (!blocks[i]) return DK_EUNSUPPORTED;  // no transport but load and store
@@ -75,7 +85,7 @@ DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
   DK_ENTER(p);
   if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS || p->num_nvl_peers < 1) return DK_EINVAL;
   p->control_bytes = Control::bytes(p->num_ranks);
-  p->wire_bytes = WireRegion(p->num_ranks, p->nvl_bytes, p->rdma_bytes).total;
+  p->wire_bytes = WireRegion(p->num_ranks, p->num_nvl_peers, p->nvl_bytes, p->rdma_bytes, p->flags).total;
   p->min_nvl_bytes = static_cast<uint64_t>(p->num_ranks) * round_up(p->max_row_bytes, kLine);
   return DK_OK;
 }

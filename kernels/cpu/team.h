@@ -14,9 +14,11 @@ struct WireRegion {
   uint64_t rows_offset, rows_bytes;            // normal mode: rows
   uint64_t extras_offset, extras_bytes;        // normal mode: indices, weights, sources
   uint64_t slot_offset[2][2], slot_bytes[2];   // low latency: [kind][slot], bytes by kind
+  uint64_t far_offset;                         // low latency with far ranks: FarPeer of each rank (ll_far.h)
+  uint64_t mirror_offset[2], mirror_bytes[2];  // and by kind: mirrors [slot][rank], bytes of each; 0: no rank is far
   uint64_t total;
 
-  WireRegion(int num_ranks, uint64_t nvl_bytes, uint64_t rdma_bytes);
+  WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uint64_t rdma_bytes, uint32_t flags);
 };
 
 // Room of the low-latency formats for a shape.
@@ -41,6 +43,9 @@ struct LowLatencyShape {
   uint64_t combine_sources_at() const { return num_experts * 20; }
   uint64_t combine_rows_at() const { return round_up(combine_sources_at() + num_experts * num_max_tokens * 4, kLine); }
   uint64_t combine_slot_bytes(bool logfmt) const { return combine_rows_at() + num_experts * num_max_tokens * combine_row_bytes(logfmt); }
+  // A mirror of dispatch is like the slot. One of combine holds the part of one rank: ranges, sources, rows.
+  uint64_t mirror_sources_at() const { return local_experts() * 16; }
+  uint64_t mirror_rows_at() const { return round_up(mirror_sources_at() + local_experts() * num_max_tokens * 4, kLine); }
 };
 
 struct Peer {
