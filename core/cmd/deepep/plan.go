@@ -4,9 +4,12 @@ import (
 	"fmt"
 	"io"
 	"strconv"
+	"strings"
 
 	"github.com/jedib0t/go-pretty/v6/table"
 	"github.com/spf13/cobra"
+
+	"github.com/deepep-go/deepep/core/internal/plan"
 )
 
 func planCommand() *cobra.Command {
@@ -15,8 +18,8 @@ func planCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "plan",
 		Short: "Sizes of buffers and queues for a shape; no GPU needed",
-		Long: `Prints the bytes of every buffer, channels, queue pairs and their depth for a
-shape, and with --memory the largest B (num_max_dispatch_tokens_per_rank) that
+		Long: `Prints the bytes of every buffer, channels, queue pairs with their depth and the
+order in which one rank makes them, for a shape, and with --memory the largest B (num_max_dispatch_tokens_per_rank) that
 fits, with the limit that binds. Sizes are those of one rank.`,
 		Example: `  deepep plan --ranks 8 --experts 256 --hidden 7168 --max-tokens 128
   deepep plan --ranks 64 --ranks-per-node 8 --memory 8GiB`,
@@ -46,6 +49,7 @@ fits, with the limit that binds. Sizes are those of one rank.`,
 	}
 	flags := cmd.Flags()
 	s.register(flags)
+	flags.IntVar(&s.rank, "rank", 0, "whose order of queue pairs is shown")
 	flags.StringVar(&s.memory, "memory", "", "find the largest B for this much memory a rank, as 8GiB")
 	flags.StringVar(&s.engine, "engine", "auto", "whose own needs to add: cpu, cuda, or auto for the first that is installed")
 	flags.BoolVar(&asJSON, "json", false, "print JSON")
@@ -98,12 +102,7 @@ func (p *sizes) print(w io.Writer) error {
 	size("output, BF16", p.OutputBF16, "recv_x of one low-latency dispatch")
 	if p.Nodes > 1 {
 		t.AppendSeparator()
-		t.AppendRow(table.Row{"queue pairs", p.QPs, "", fmt.Sprintf("%d to each of %d peers", p.QPsPerPeer, p.Ranks-1)})
-		depth := "2 × (B + 1), to a power of two"
-		if p.QPDepth == 0 {
-			depth = fmt.Sprintf("none: B tokens need 2 × (B + 1), NVSHMEM has at most %d", mostDepth)
-		}
-		t.AppendRow(table.Row{"NVSHMEM_QP_DEPTH", p.QPDepth, "", depth})
+		p.printQueues(t)
 	}
 	title := fmt.Sprintf("%s on %s, %d experts (%d a rank), hidden %d, top-%d, B = %d",
 		count(p.Ranks, "rank"), count(p.Nodes, "node"), p.Experts, p.LocalExperts, p.Hidden, p.TopK, p.MaxTokens)
@@ -111,6 +110,35 @@ func (p *sizes) print(w io.Writer) error {
 		return err
 	}
 	return p.printLimits(w)
+}
+
+// printQueues adds the rows about queue pairs.
+func (p *sizes) printQueues(t table.Writer) {
+	t.AppendRow(table.Row{"queue pairs", p.RemoteQPs, "", fmt.Sprintf("%d to each of %d ranks on other nodes; NVSHMEM makes %d, to all %d others",
+		p.QPsPerPeer, p.Topology.NumRemote(), p.QPs, p.Ranks-1)})
+	t.AppendRow(table.Row{"NUM_RC_PER_PE", p.QPsPerNIC, "", "NVSHMEM_IBGDA_NUM_RC_PER_PE: toward a peer, on each NIC"})
+	depth := "2 × (B + 1), to a power of two"
+	if p.QPDepth == 0 {
+		depth = fmt.Sprintf("none: B tokens need 2 × (B + 1), NVSHMEM has at most %d", plan.MostDepth)
+	}
+	t.AppendRow(table.Row{"NVSHMEM_QP_DEPTH", p.QPDepth, "", depth})
+	t.AppendRow(table.Row{"order of creation", "", "", fmt.Sprintf("rank %d: %s", p.QPRank, someOf(p.QPOrder))})
+	t.AppendRow(table.Row{"which is used", "", "", fmt.Sprintf("local expert e: e mod %d; channel c: c mod %d", p.QPsPerPeer, p.QPsPerPeer)})
+}
+
+// someOf lists the ends of a long list.
+func someOf(numbers []int) string {
+	const head, tail = 9, 3
+	var words []string
+	for i, n := range numbers {
+		switch {
+		case len(numbers) <= head+tail || i < head || i >= len(numbers)-tail:
+			words = append(words, strconv.Itoa(n))
+		case i == head:
+			words = append(words, "…")
+		}
+	}
+	return strings.Join(words, " ")
 }
 
 func (p *sizes) printLimits(w io.Writer) error {

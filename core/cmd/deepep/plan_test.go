@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/json"
 	"math"
+	"slices"
 	"strings"
 	"testing"
 
@@ -25,8 +26,12 @@ func TestPlanSizes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if p.LLBytes != ll || p.Nodes != 2 || p.LocalExperts != 16 || p.Channels != 12 || p.QPsPerPeer != 16 || p.QPs != 240 || p.QPDepth != 1024 {
+	if p.LLBytes != ll || p.Nodes != 2 || p.LocalExperts != 16 || p.Channels != 12 || p.QPsPerPeer != 16 || p.QPs != 240 || p.RemoteQPs != 128 || p.QPDepth != 1024 {
 		t.Errorf("%+v", p)
+	}
+	if q := planned(t, "--ranks", "6", "--ranks-per-node", "2", "--experts", "6", "--sms", "10", "--nics", "2", "--rank", "3"); q.QPsPerPeer != 5 ||
+		q.QPsPerNIC != 3 || q.QPRank != 3 || !slices.Equal(q.QPOrder, []int{4, 5, 0, 1, 2}) {
+		t.Errorf("%d queue pairs, %d a NIC, order of rank %d %v", q.QPsPerPeer, q.QPsPerNIC, q.QPRank, q.QPOrder)
 	}
 	if p.TotalBytes < p.NVLBytes+max(p.RDMABytes, p.LLBytes)+p.PrivateBytes {
 		t.Errorf("total %d", p.TotalBytes)
@@ -57,7 +62,7 @@ func TestPlanLargestB(t *testing.T) {
 		if c.bound != "memory" {
 			continue
 		}
-		s := shape{ranks: p.Ranks, perNode: 8, experts: p.Experts, hidden: p.Hidden, topK: p.TopK, sms: p.SMs}
+		s := shape{ranks: p.Ranks, perNode: 8, nics: 1, experts: p.Experts, hidden: p.Hidden, topK: p.TopK, sms: p.SMs}
 		for extra, want := range map[int]bool{0: true, 1: false} {
 			s.maxTokens = p.LargestB + extra
 			again, err := s.plan()
@@ -79,7 +84,7 @@ func TestPlanLargestB(t *testing.T) {
 
 func TestPlanTable(t *testing.T) {
 	out, _, code := deepep(t, "plan", "--ranks", "64", "--memory", "8GiB")
-	for _, want := range []string{"64 ranks on 8 nodes", "num_nvl_bytes", "queue pairs", "NVSHMEM_QP_DEPTH", "Largest B in 8.0 GiB:", "bound by memory"} {
+	for _, want := range []string{"64 ranks on 8 nodes", "num_nvl_bytes", "queue pairs", "NVSHMEM_QP_DEPTH", "rank 0: 8 9 10 11 12 13 14 15 16 … 5 6 7", "Largest B in 8.0 GiB:", "bound by memory"} {
 		if code != 0 || !strings.Contains(out, want) {
 			t.Errorf("%q is not in\n%s", want, out)
 		}
@@ -87,6 +92,14 @@ func TestPlanTable(t *testing.T) {
 	out, _, _ = deepep(t, "plan", "--ranks", "16", "--experts", "16", "--hidden", "128", "--max-tokens", "20000")
 	if !strings.Contains(out, "at most 32768") {
 		t.Errorf("a depth that does not exist is not named:\n%s", out)
+	}
+}
+
+func TestPlanRefusesWhatNoRankHas(t *testing.T) {
+	for flag, allowed := range map[string]string{"rank=8": "0 to 7", "rank=-1": "0 to", "nics=0": "1 to 64", "qps=2000": "0 to 1024"} {
+		if _, stderr, code := deepep(t, "plan", "--ranks", "8", "--ranks-per-node", "4", "--"+flag); code == 0 || !strings.Contains(stderr, allowed) {
+			t.Errorf("--%s: code %d, %q", flag, code, stderr)
+		}
 	}
 }
 

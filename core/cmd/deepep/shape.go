@@ -8,6 +8,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"github.com/deepep-go/deepep/core/internal/abi"
 	"github.com/deepep-go/deepep/core/internal/doctor"
 	"github.com/deepep-go/deepep/core/internal/kern"
 	"github.com/deepep-go/deepep/core/internal/plan"
@@ -16,13 +17,13 @@ import (
 
 // shape is what a user plans.
 type shape struct {
-	ranks, perNode, experts, hidden, topK, maxTokens, sms, qps int
-	memory                                                     string
-	engine                                                     string
+	ranks, perNode, experts, hidden, topK, maxTokens, sms, qps, nics, rank int
+	memory                                                                 string
+	engine                                                                 string
 }
 
 // shapeFlags are the names of the flags that make up a shape.
-var shapeFlags = []string{"ranks", "ranks-per-node", "experts", "hidden", "top-k", "max-tokens", "sms", "qps"}
+var shapeFlags = []string{"ranks", "ranks-per-node", "experts", "hidden", "top-k", "max-tokens", "sms", "qps", "nics"}
 
 func (s *shape) register(f *pflag.FlagSet) {
 	f.IntVar(&s.ranks, "ranks", 8, "ranks of the group")
@@ -32,15 +33,9 @@ func (s *shape) register(f *pflag.FlagSet) {
 	f.IntVar(&s.topK, "top-k", 8, "experts a token")
 	f.IntVar(&s.maxTokens, "max-tokens", 128, "B, num_max_dispatch_tokens_per_rank")
 	f.IntVar(&s.sms, "sms", int(plan.DefaultConfig.NumSMs), "multiprocessors for normal mode")
-	f.IntVar(&s.qps, "qps", 0, "num_qps_per_rank; 0: what the kernels need")
+	f.IntVar(&s.qps, "qps", 0, "num_qps_per_rank; 0: what the kernels have use for")
+	f.IntVar(&s.nics, "nics", 1, "RDMA devices of a rank")
 }
-
-// NVSHMEM's limits for a queue's depth, which must be a power of two.
-const (
-	leastDepth = 128
-	usualDepth = 1024
-	mostDepth  = 32768
-)
 
 // sizes is a plan: all that a shape takes.
 type sizes struct {
@@ -64,8 +59,12 @@ type sizes struct {
 	OutputFP8    uint64 `json:"output_bytes_fp8"`  // of one low-latency dispatch
 	OutputBF16   uint64 `json:"output_bytes_bf16"` // likewise
 	QPsPerPeer   int    `json:"qps_per_peer"`      // 0 on one node
-	QPs          int    `json:"qps"`               // of one rank, to all peers
-	QPDepth      int    `json:"qp_depth"`
+	QPsPerNIC    int    `json:"qps_per_nic"`       // of them on each of a rank's NICs
+	RemoteQPs    int    `json:"remote_qps"`        // of one rank, to the ranks of other nodes
+	QPs          int    `json:"qps"`               // of one rank, to all others: NVSHMEM makes them inside a node too
+	QPDepth      int    `json:"qp_depth"`          // 0: none is deep enough
+	QPRank       int    `json:"qp_rank"`
+	QPOrder      []int  `json:"qp_order"` // peers of QPRank in the order in which their queue pairs are made
 	MemoryBytes  uint64 `json:"memory_bytes,omitempty"`
 	LargestB     int    `json:"largest_max_tokens,omitempty"`
 	LimitedBy    string `json:"limited_by,omitempty"`
@@ -86,6 +85,12 @@ func (s *shape) plan() (*sizes, error) {
 	if err != nil {
 		return nil, err
 	}
+	if s.nics < 1 || s.nics > mostNICs {
+		return nil, status.InvalidArg("nics", s.nics, fmt.Sprintf("1 to %d", mostNICs))
+	}
+	if s.rank < 0 || s.rank >= s.ranks {
+		return nil, status.InvalidArg("rank", s.rank, fmt.Sprintf("0 to %d", s.ranks-1))
+	}
 	call := plan.LowLatency{NumMaxTokens: int32(s.maxTokens), Hidden: int32(s.hidden), NumTopK: int32(s.topK), NumExperts: int32(s.experts), IndexType: plan.Int64}
 	if err := call.CheckDispatch(t); err != nil {
 		return nil, err
@@ -97,7 +102,9 @@ func (s *shape) plan() (*sizes, error) {
 	if err := p.normal(s); err != nil {
 		return nil, err
 	}
-	p.queues(s)
+	if err := p.queues(s); err != nil {
+		return nil, err
+	}
 	if err := p.bytes(s.maxTokens); err != nil {
 		return nil, err
 	}
@@ -126,31 +133,30 @@ func (p *sizes) normal(s *shape) error {
 	return nil
 }
 
-// queues counts queue pairs, which only nodes joined by RDMA have: one for each
-// local expert in low-latency mode, one for each channel in normal mode.
-func (p *sizes) queues(s *shape) {
-	if p.Nodes == 1 {
-		return
-	}
-	p.QPsPerPeer = max(p.LocalExperts, p.Channels)
-	if s.qps > 0 {
-		p.QPsPerPeer = s.qps
-	}
-	p.QPs = p.QPsPerPeer * (p.Ranks - 1)
-	p.QPDepth = depthFor(p.MaxTokens)
-}
+// mostNICs is more than any host has.
+const mostNICs = 64
 
-// depthFor is the least depth in which B tokens fit with their count message,
-// each of two requests; 0 if there is none.
-func depthFor(maxTokens int) int {
-	depth := usualDepth
-	for depth < 2*(maxTokens+1) {
-		depth *= 2
+// queues plans the queue pairs, which only nodes joined by RDMA have. That no
+// queue is deep enough for B is an answer here, not an error.
+func (p *sizes) queues(s *shape) error {
+	if p.Nodes == 1 {
+		return nil
 	}
-	if depth > mostDepth {
-		return 0
+	o := plan.QueueOptions{PerPeer: s.qps, LocalExperts: p.LocalExperts, Channels: p.Channels}
+	if plan.DepthFor(p.MaxTokens) <= plan.MostDepth {
+		o.MaxTokens = p.MaxTokens
 	}
-	return depth
+	q, err := plan.NewQueues(p.Topology, o)
+	if err != nil {
+		return err
+	}
+	p.QPsPerPeer, p.QPsPerNIC = q.PerPeer, q.PerDevice(s.nics)
+	p.RemoteQPs, p.QPs = q.PerPeer*p.Topology.NumRemote(), q.PerPeer*(p.Ranks-1)
+	p.QPRank, p.QPOrder = s.rank, p.Topology.PeerOrder(s.rank)
+	if o.MaxTokens > 0 {
+		p.QPDepth = q.Depth
+	}
+	return nil
 }
 
 // bytes fills in what depends on B.
@@ -169,7 +175,7 @@ func (p *sizes) bytes(maxTokens int) error {
 		return nil
 	}
 	b := &kern.BlockSizesParams{
-		NumRanks: int32(p.Ranks), NumNVLPeers: int32(p.Topology.Peers),
+		NumRanks: int32(p.Ranks), NumNVLPeers: int32(p.Topology.NodeSize()), Flags: abi.TeamLowLatency,
 		NVLBytes: regions.NVL.Bytes, RDMABytes: regions.RDMA.Bytes, MaxRowBytes: 2 * uint64(p.Hidden),
 	}
 	if err := kern.Error("dk_block_sizes", p.library.BlockSizes(b), b.DeviceError); err != nil {
@@ -188,8 +194,8 @@ func (p *sizes) fit(memory uint64) error {
 	if n := 1 << 24; n < most {
 		most, by = n, "the largest B that the library takes"
 	}
-	if p.Nodes > 1 && mostDepth/2-1 < most {
-		most, by = mostDepth/2-1, fmt.Sprintf("the depth of a queue pair, at most %d, of which B tokens take 2 × (B + 1)", mostDepth)
+	if deepest := plan.MostDepth/2 - 1; p.Nodes > 1 && deepest < most {
+		most, by = deepest, fmt.Sprintf("the depth of a queue pair, at most %d, of which B tokens take 2 × (B + 1)", plan.MostDepth)
 	}
 	trial := *p
 	fits := func(b int) (bool, error) {
