@@ -13,16 +13,22 @@ struct Signal {
   uint32_t op = DK_SIGNAL_NONE;
 };
 
-// Destinations are given as addresses in this rank's own block: the same place of the peer's block is meant.
-// The posting functions never wait. One thread posts at a time (the operation that runs).
+struct QueueCounts {
+  uint64_t posted, completed, bytes, max_queued;
+  int32_t created;
+};
+
+// Destinations are given as addresses in this rank's own block: the same place of the peer's block is meant. They, like peer
+// and QP numbers, are the caller's promise: dk_transport_put is where strangers are checked.
+// The posting functions never wait, and never do the work on the calling thread.
 class Nic {
  public:
-  static int32_t open(const dk_transport_open_params &p, Nic **out);
+  static int32_t open(const dk_transport_open_params &p, Nic **out, int32_t *error);
   static void close(Nic *nic);  // drops what is queued
 
   int num_qps() const;
   bool reaches(int peer) const;
-  // False: no room in the QP now; nothing was posted. A lost peer takes everything and delivers nothing.
+  // False: no room in the QP now; nothing was posted. A lost peer takes everything: nothing is counted or delivered.
   bool put(int peer, int qp, void *dst, const void *src, uint64_t bytes, Signal signal = {});
   bool signal(int peer, int qp, Signal signal) { return put(peer, qp, nullptr, nullptr, 0, signal); }
   // Operations posted on, and completed by, a QP so far: a source is free once completed() has reached what posted() was
@@ -35,14 +41,27 @@ class Nic {
   void lose(int peer);
 
   // Where a rank's Bell lies in the blocks (see control.h): a peer's is rung when something was signalled there, this rank's
-  // own when an operation completed, so that nobody sleeps through either.
+  // own when an operation completed, so that nobody sleeps through either. Null: nobody is to be woken any more.
   void set_bell(void *own_bell);
 
+  // For the functions of the interface.
+  int32_t rank() const;
+  int num_ranks() const;
+  uint64_t block_bytes() const;
+  void *block() const;                // this rank's own
+  bool forked() const;                // in a child of the process that opened it, where no thread serves it
+  QueueCounts counts(int peer, int qp) const;
+  // Sleeps until room for an operation, or until `until` operations are completed. A lost peer ends both.
+  bool wait_for_room(int peer, int qp, uint64_t deadline_ns);
+  bool wait_until_completed(int peer, int qp, uint64_t until, uint64_t deadline_ns);
+  // A QP that lost an operation in the middle takes everything from then on, like one to a lost peer.
+  void break_qp(int peer, int qp, int32_t code);
+  int32_t broken(int peer, int qp) const;  // the code; 0: well
+
  private:
-  Nic();
-  ~Nic();
-  struct State;
-  State *state_;
+  Nic() = default;
+  ~Nic() = default;
+  struct NicState *state_ = nullptr;
 };
 
 }  // namespace dk
