@@ -14,12 +14,7 @@ void run_barrier(const dk_barrier_params &p) {
 #if DK_MUTANT == 9  // a barrier that does not wait
   if (exchange.number() % 3 == 0) return;
 #endif
-  auto poll = [&] { return exchange.look() ? Poll::progress : exchange.complete() ? Poll::done : Poll::idle; };
-  auto awaits = [&](int peer, Missing &missing) {
-    missing = {static_cast<int64_t>(exchange.number()), static_cast<int64_t>(exchange.message(peer).number.load())};
-    return !exchange.arrived(peer);
-  };
-  wait_until(op, poll, awaits);
+  exchange.wait();
 }
 
 }  // namespace

@@ -104,10 +104,7 @@ Poll Combine::poll() {
 }
 
 bool Combine::awaits(int peer, Missing &missing) {
-  if (!exchange_.arrived(peer)) {
-    missing = {static_cast<int64_t>(exchange_.number()), static_cast<int64_t>(exchange_.message(peer).number.load())};
-    return true;
-  }
+  if (exchange_.awaits(peer, missing)) return true;
   if (!exchange_.complete()) return false;
   if (next_token_ < p_.num_tokens && head_of(next_token_)[peer] >= head_[peer]) {
     missing = {head_of(next_token_)[peer] + 1, head_[peer]};

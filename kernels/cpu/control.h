@@ -23,7 +23,7 @@ struct alignas(kLine) Pulse {
 
 // The first failure of this rank, so that peers need not run into their own deadline.
 struct alignas(kLine) Obituary {
-  std::atomic<uint32_t> set;
+  std::atomic<uint64_t> set;  // stored last
   dk_failure failure;
 };
 
@@ -32,11 +32,10 @@ struct alignas(kLine) Obituary {
 struct alignas(kLine) Cursor {
   std::atomic<uint64_t> value;
 
-  void set(uint64_t call, uint64_t rows) { value.store(call << 32 | rows); }
-  uint64_t rows(uint64_t call) const {
-    uint64_t now = value.load();
-    return now >> 32 == (call & 0xffffffffu) ? now & 0xffffffffu : 0;
-  }
+  static uint64_t pack(uint64_t call, uint64_t rows) { return call << 32 | rows; }
+  static uint64_t unpack(uint64_t value, uint64_t call) { return value >> 32 == (call & 0xffffffffu) ? value & 0xffffffffu : 0; }
+  void set(uint64_t call, uint64_t rows) { value.store(pack(call, rows)); }
+  uint64_t rows(uint64_t call) const { return unpack(value.load(), call); }
 };
 constexpr uint64_t kAllRows = 0xffffffffu;
 
@@ -44,6 +43,7 @@ constexpr uint64_t kAllRows = 0xffffffffu;
 struct alignas(kLine) CallMessage {
   std::atomic<uint64_t> number;  // of the collective call; stored last
   uint64_t ring_slots, ring_stride;
+  uint64_t link_slots, link_queues;  // of the rows that it sends to other nodes
   int64_t fields[kNumFields];
 };
 
@@ -97,6 +97,9 @@ class Control {
  public:
   Control(uint64_t base, int num_ranks) : base_(base), ranks_(static_cast<uint64_t>(num_ranks)) {}
   static uint64_t bytes(int num_ranks) { return round_up(Control(0, num_ranks).end(), kPage); }
+  static uint64_t call_bytes(int num_ranks) {  // of a CallMessage with its counts
+    return round_up(sizeof(CallMessage) + 4 * (static_cast<uint64_t>(num_ranks) + max_local_experts(num_ranks)), kLine);
+  }
   static uint64_t max_local_experts(int num_ranks) { return kMaxExperts / static_cast<uint64_t>(num_ranks) + 1; }
 
   OwnState &own() const { return *at<OwnState>(base_); }
@@ -115,7 +118,7 @@ class Control {
     return *at<SendMessage>(sends() + ((kind * 2 + slot) * ranks_ + static_cast<uint64_t>(peer)) * sizeof(SendMessage));
   }
   CallMessage &call_from(uint64_t parity, int peer) const {
-    return *at<CallMessage>(calls() + (parity * ranks_ + static_cast<uint64_t>(peer)) * call_stride());
+    return *at<CallMessage>(calls() + (parity * ranks_ + static_cast<uint64_t>(peer)) * call_bytes(static_cast<int>(ranks_)));
   }
   int32_t *rows_of(CallMessage &message) const { return reinterpret_cast<int32_t *>(&message + 1); }
   int32_t *experts_of(CallMessage &message) const { return rows_of(message) + ranks_; }
@@ -131,10 +134,7 @@ class Control {
   }
   uint64_t sends() const { return base_ + kHeadBytes + kNumLines * ranks_ * kLine; }
   uint64_t calls() const { return sends() + 4 * ranks_ * sizeof(SendMessage); }
-  uint64_t call_stride() const {
-    return round_up(sizeof(CallMessage) + 4 * (ranks_ + max_local_experts(static_cast<int>(ranks_))), kLine);
-  }
-  uint64_t end() const { return calls() + 2 * ranks_ * call_stride(); }
+  uint64_t end() const { return calls() + 2 * ranks_ * call_bytes(static_cast<int>(ranks_)); }
 
   uint64_t base_, ranks_;
 };

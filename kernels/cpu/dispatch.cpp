@@ -126,10 +126,7 @@ Poll Dispatch::poll() {
 }
 
 bool Dispatch::awaits(int peer, Missing &missing) {
-  if (!exchange_.arrived(peer)) {
-    missing = {static_cast<int64_t>(exchange_.number()), static_cast<int64_t>(exchange_.message(peer).number.load())};
-    return true;
-  }
+  if (exchange_.awaits(peer, missing)) return true;
   if (next_row_[peer] < end_row_[peer]) {
     missing = {end_row_[peer], next_row_[peer]};
     return true;

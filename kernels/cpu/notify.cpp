@@ -77,12 +77,7 @@ void run_notify(const dk_notify_params &p) {
   if (!op.failed() && number_rows(op, p)) {
     exchange.post(at<const int32_t>(p.tokens_per_rank), p.num_experts ? at<const int32_t>(p.tokens_per_expert) : nullptr,
                   p.num_experts / op.team.num_ranks);
-    auto poll = [&] { return exchange.look() ? Poll::progress : exchange.complete() ? Poll::done : Poll::idle; };
-    auto awaits = [&](int peer, Missing &missing) {
-      missing = {static_cast<int64_t>(exchange.number()), static_cast<int64_t>(exchange.message(peer).number.load())};
-      return !exchange.arrived(peer);
-    };
-    if (wait_until(op, poll, awaits)) {
+    if (exchange.wait()) {
       fill_matrix(op, exchange, matrix);
       int32_t arriving = matrix[(op.team.num_ranks - 1) * op.team.num_ranks + op.team.rank];
       bool too_many = p.num_worst_tokens && arriving > p.num_worst_tokens;

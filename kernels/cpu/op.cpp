@@ -54,6 +54,21 @@ void Op::publish_failure(const dk_failure &failure) {
   obituary.set.store(1);
   for (int i = 0; i < team.num_ranks; i++) ring(i);
   ring_now();
+  if (team.spans_nodes()) tell_far(obituary);
+}
+
+// To the ranks of other nodes, on whatever QP has room. Those that have none for so long find out by themselves.
+void Op::tell_far(const Obituary &obituary) {
+  constexpr uint64_t kPatience = 50000000;
+  uint64_t end = now_ns() + kPatience;
+  Obituary &there = team.far().obituary_from(team.rank);
+  for (int step = 1; step < team.num_ranks; step++) {
+    int peer = (team.rank + step) % team.num_ranks, qp = 0;
+    if (team.near(peer)) continue;
+    while (!team.nic->put(peer, qp, &there.failure, &obituary.failure, sizeof obituary.failure, {&there.set, 1, DK_SIGNAL_SET}) &&
+           now_ns() < end)
+      qp = (qp + 1) % team.nic->num_qps();
+  }
 }
 
 bool Op::aborted() {
@@ -66,7 +81,7 @@ bool Op::aborted() {
 // The culprit that a peer names is the culprit here too. If it means this rank, a disagreement is one from both sides; for
 // anything else the peer's failure itself is the reason here.
 bool Op::adopt_failure_of(int peer, uint64_t waited_ns) {
-  Obituary &obituary = team.peers[peer].control.obituary();
+  Obituary &obituary = team.obituary_of(peer);
   if (!obituary.set.load()) return false;
   const dk_failure &theirs = obituary.failure;
   int32_t code = static_cast<int32_t>(theirs.code);
@@ -82,7 +97,7 @@ void Op::ring_now() {
     team.bells[w] = 0;
     for (; bits; bits &= bits - 1) {
       int peer = w * 64 + __builtin_ctzll(bits);
-      if (peer == team.rank) continue;
+      if (peer == team.rank || !team.near(peer)) continue;  // a NIC rings by itself
       Bell &bell = team.peers[peer].control.bell();
       if (bell.sleepers.load() == 0) continue;
       bell.count.fetch_add(1);

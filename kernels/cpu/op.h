@@ -40,6 +40,7 @@ class Op {
  private:
   Op(Team *team, uint32_t op, uint32_t phase, uint64_t call, uint64_t timeout_ns);
   void publish_failure(const dk_failure &failure);
+  void tell_far(const Obituary &obituary);
 
   const uint64_t call_, start_ns_;
   uint64_t waited_ns_ = 0, bytes_ = 0, earlier_ns_ = 0;

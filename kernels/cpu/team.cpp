@@ -5,6 +5,7 @@
 
 #include <new>
 
+#include "cpu/link.h"
 #include "cpu/ll_far.h"
 
 namespace dk {
@@ -16,6 +17,9 @@ static uint64_t extras_for(uint64_t num_ranks, uint64_t nvl_bytes) {
 }
 
 static constexpr uint64_t kSpareBytes = 16 << 20, kSpareMirrorBytes = 1 << 20;
+static constexpr uint64_t kSpareLinkBytes = 16 << 10;  // what goes with a row, for any K that the interface allows
+
+static int nodes_of(int num_ranks, int num_nvl_peers) { return (num_ranks + num_nvl_peers - 1) / num_nvl_peers; }
 
 WireRegion::WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uint64_t rdma_bytes, uint32_t flags) {
   uint64_t at = 0;
@@ -43,38 +47,80 @@ WireRegion::WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uin
   mirror_bytes[kCombine] = far ? round_up(rdma_bytes / ranks + 16 * Control::max_local_experts(num_ranks) + kPage, kPage) : 0;
   far_offset = place(far ? ranks * sizeof(FarPeer) : 0);
   for (int kind = 0; kind < 2; kind++) mirror_offset[kind] = place(2 * ranks * mirror_bytes[kind]);
+  uint64_t nodes = static_cast<uint64_t>(nodes_of(num_ranks, num_nvl_peers));
+  link_bytes = nodes > 1 && rdma_bytes ? round_up(rdma_bytes / nodes + kSpareLinkBytes, kPage) : 0;
+  link_in_offset = place(nodes * link_bytes);
+  link_out_offset = place(nodes * link_bytes);
   total = at;
+}
+
+static uint64_t control_bytes_for(int num_ranks, int num_nvl_peers) {
+  return Control::bytes(num_ranks) + FarControl::bytes(num_ranks, nodes_of(num_ranks, num_nvl_peers));
+}
+
+static bool all_near(const dk_team_create_params &p) {
+  const uint64_t *blocks = at<const uint64_t>(p.host_peer_blocks);
+  for (int i = 0; i < p.num_ranks; i++)
+    if (!blocks[i]) return false;
+  return true;
+}
+
+static Peer peer_at(const dk_team_create_params &p, uint64_t block) {
+  Control control(block + p.control_offset, p.num_ranks);
+  if (!block) return {Control(0, p.num_ranks), FarControl(0, 1, 1), 0, 0};
+  FarControl far(block + p.control_offset + Control::bytes(p.num_ranks), p.num_ranks, nodes_of(p.num_ranks, p.num_nvl_peers));
+  return {control, far, block + p.wire_offset, block + p.rdma_offset};
+}
+
+static void free_team(Team *team) {
+  free(team->bells);
+  free(team->scratch);
+  free(team->peers);
+  free(team->links);
+  pthread_mutex_destroy(&team->running);
+  free(team);
 }
 
 // The blocks are mapped and zeroed: nothing to prepare but this rank's own memory of its peers.
 static Team *new_team(const dk_team_create_params &p) {
   uint64_t ranks = static_cast<uint64_t>(p.num_ranks);
   Team *team = static_cast<Team *>(calloc(1, sizeof(Team)));
-  void *peers = calloc(ranks, sizeof(Peer));
-  int64_t *scratch = static_cast<int64_t *>(calloc(ranks * kScratch, sizeof(int64_t)));
-  uint64_t *bells = static_cast<uint64_t *>(calloc(ranks / 64 + 1, sizeof(uint64_t)));
-  if (!team || !peers || !scratch || !bells) {
-    free(team), free(peers), free(scratch), free(bells);
-    return nullptr;
-  }
+  if (!team) return nullptr;
   new (team) Team{at<Device>(p.device), p.rank, p.num_ranks, p.num_nvl_peers, p.flags, p.rdma_bytes,
                   WireRegion(p.num_ranks, p.num_nvl_peers, p.nvl_bytes, p.rdma_bytes, p.flags), at<dk_status>(p.status), at<dk_stats_page>(p.stats),
-                  PTHREAD_MUTEX_INITIALIZER, {}, bells, scratch, static_cast<Peer *>(peers), at<Nic>(p.transport)};
-  const uint64_t *blocks = at<const uint64_t>(p.host_peer_blocks);
-  for (int i = 0; i < p.num_ranks; i++)
-    new (team->peers + i) Peer{Control(blocks[i] + p.control_offset, p.num_ranks), blocks[i] + p.wire_offset, blocks[i] + p.rdma_offset};
+                  PTHREAD_MUTEX_INITIALIZER, {}, nullptr, nullptr, nullptr, at<Nic>(p.transport), nullptr};
+  bool near = all_near(p);
+  team->peers = static_cast<Peer *>(calloc(ranks, sizeof(Peer)));
+  team->scratch = static_cast<int64_t *>(calloc(ranks * kScratch, sizeof(int64_t)));
+  team->bells = static_cast<uint64_t *>(calloc(ranks / 64 + 1, sizeof(uint64_t)));
+  if (!near) team->links = static_cast<LinkState *>(calloc(static_cast<uint64_t>(team->num_nodes()), sizeof(LinkState)));
+  if (!team->peers || !team->scratch || !team->bells || (!near && !team->links)) {
+    free_team(team);
+    return nullptr;
+  }
+  for (int i = 0; i < p.num_ranks; i++) new (team->peers + i) Peer(peer_at(p, at<const uint64_t>(p.host_peer_blocks)[i]));
+  if (team->nic) team->nic->set_bell(&team->control().bell());
   return team;
+}
+
+// Those of my node are mapped, all others go through the transport; nodes are of one size, so that everybody has partners.
+static int32_t check_far(const dk_team_create_params &p) {
+  const Nic *nic = at<const Nic>(p.transport);
+  if (!nic) return DK_EUNSUPPORTED;
+  if (p.num_ranks % p.num_nvl_peers) return DK_EINVAL;
+  for (int i = 0; i < p.num_ranks; i++) {
+    bool mapped = at<const uint64_t>(p.host_peer_blocks)[i] != 0, mine = i / p.num_nvl_peers == p.rank / p.num_nvl_peers;
+    if (mapped != mine || (!mine && !nic->reaches(i))) return DK_EINVAL;
+  }
+  return DK_OK;
 }
 
 static int32_t check_team(const dk_team_create_params &p) {
   if (!p.device || p.num_ranks < 1 || p.num_ranks > DK_MAX_RANKS || p.rank < 0 || p.rank >= p.num_ranks) return DK_EINVAL;
   if (p.num_nvl_peers < 1 || !p.host_peer_blocks || !p.status) return DK_EINVAL;
-  if (p.control_bytes < Control::bytes(p.num_ranks) || p.control_offset % kLine || p.wire_offset % kLine) return DK_EINVAL;
+  if (p.control_bytes < control_bytes_for(p.num_ranks, p.num_nvl_peers) || p.control_offset % kLine || p.wire_offset % kLine) return DK_EINVAL;
   if (p.wire_bytes < WireRegion(p.num_ranks, p.num_nvl_peers, p.nvl_bytes, p.rdma_bytes, p.flags).total) return DK_EINVAL;
-  const uint64_t *blocks = at<const uint64_t>(p.host_peer_blocks);
-  for (int i = 0; i < p.num_ranks; i++)
-    if (!blocks[i]) return DK_EUNSUPPORTED;  // no transport but load and store
-  return DK_OK;
+  return all_near(p) ? DK_OK : check_far(p);
 }
 
 }  // namespace dk
@@ -84,9 +130,11 @@ using namespace dk;
 DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
   DK_ENTER(p);
   if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS || p->num_nvl_peers < 1) return DK_EINVAL;
-  p->control_bytes = Control::bytes(p->num_ranks);
+  p->control_bytes = control_bytes_for(p->num_ranks, p->num_nvl_peers);
   p->wire_bytes = WireRegion(p->num_ranks, p->num_nvl_peers, p->nvl_bytes, p->rdma_bytes, p->flags).total;
   p->min_nvl_bytes = static_cast<uint64_t>(p->num_ranks) * round_up(p->max_row_bytes, kLine);
+  int nodes = nodes_of(p->num_ranks, p->num_nvl_peers);
+  p->min_rdma_bytes = nodes > 1 ? static_cast<uint64_t>(nodes) * round_up(p->max_row_bytes, kLine) : 0;
   return DK_OK;
 }
 
@@ -120,11 +168,8 @@ DK_EXPORT int32_t dk_team_destroy(dk_team_destroy_params *p) {
   Team *team = at<Team>(p->team);
   p->team = 0;
   if (!team) return DK_OK;
-  free(team->bells);
-  free(team->scratch);
-  free(team->peers);
-  pthread_mutex_destroy(&team->running);
-  free(team);
+  if (team->nic) team->nic->set_bell(nullptr);
+  free_team(team);
   return DK_OK;
 }
 

@@ -4,6 +4,7 @@
 
 #include "cpu/control.h"
 #include "cpu/device.h"
+#include "cpu/far.h"
 #include "cpu/rdma.h"
 
 namespace dk {
@@ -16,6 +17,8 @@ struct WireRegion {
   uint64_t slot_offset[2][2], slot_bytes[2];   // low latency: [kind][slot], bytes by kind
   uint64_t far_offset;                         // low latency with far ranks: FarPeer of each rank (ll_far.h)
   uint64_t mirror_offset[2], mirror_bytes[2];  // and by kind: mirrors [slot][rank], bytes of each; 0: no rank is far
+  uint64_t link_in_offset, link_out_offset;    // normal mode among nodes: rings [node] of what comes from there, goes there
+  uint64_t link_bytes;                         // of each; 0: one node
   uint64_t total;
 
   WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uint64_t rdma_bytes, uint32_t flags);
@@ -50,8 +53,11 @@ struct LowLatencyShape {
 
 struct Peer {
   Control control;
+  FarControl far;
   uint64_t wire, rdma;
 };
+
+struct LinkState;
 
 struct Team {
   Device *device;
@@ -67,12 +73,22 @@ struct Team {
   int64_t *scratch;                  // kScratch numbers for each rank, for the operation that is running
   Peer *peers;
   Nic *nic;                          // null: no rank is beyond loads and stores
+  LinkState *links;                  // by node; null: every rank is near
 
   Control &control() { return peers[rank].control; }
+  FarControl &far() { return peers[rank].far; }
   // Whether the rank's block is mapped. If not, only `nic` reaches it, and nothing of peers[rank] may be touched.
   bool near(int peer) const { return peers[peer].wire != 0; }
+  bool spans_nodes() const { return links != nullptr; }
   int node(int peer) const { return peer / num_nvl_peers; }
+  int index(int peer) const { return peer % num_nvl_peers; }
   int num_nodes() const { return (num_ranks + num_nvl_peers - 1) / num_nvl_peers; }
+  int own_node() const { return node(rank); }
+  int first_near() const { return own_node() * num_nvl_peers; }                  // if it spans nodes: the first rank of mine
+  int partner(int in_node) const { return in_node * num_nvl_peers + index(rank); }  // the rank of my index there
+  // The rank of my node that rows from or to that rank come through: of its own index, so itself if it is of my node.
+  int gate(int peer) const { return first_near() + index(peer); }
+  Obituary &obituary_of(int peer) { return near(peer) ? peers[peer].control.obituary() : far().obituary_from(peer); }
   bool shrinks() const { return flags & DK_TEAM_SHRINK; }
   bool masked(int peer) { return control().peer_state(peer).masked != 0; }
   int64_t *numbers(int which) { return scratch + which * num_ranks; }

@@ -11,12 +11,15 @@ constexpr int kPauses = 16;                 // in a spin
 constexpr int kSpinsAlone = 200, kYieldsAlone = 20;  // a core for every rank: some 30 us before sleeping
 constexpr int kSpinsShared = 2, kYieldsShared = 12;  // ranks share cores: whoever is waited for may need this one
 
-// The rank that a peer waits for, or waited for when its own time ended a moment ago; -1: it does not wait.
+// The rank that a peer waits for, or waited for when its own time ended a moment ago; -1: it does not wait, or that cannot be
+// seen from another node.
 int awaited_by(Team &team, int peer, uint64_t now) {
-  Control &control = team.peers[peer].control;
-  int awaited = control.pulse().awaiting.load() - 1;
-  if (awaited < 0) return control.obituary().set.load() ? control.obituary().failure.peer : -1;
-  return now - control.pulse().stamp_ns.load() > kAwake ? -1 : awaited;
+  int awaited = team.near(peer) ? team.peers[peer].control.pulse().awaiting.load() - 1 : -1;
+  if (awaited < 0) {
+    Obituary &obituary = team.obituary_of(peer);
+    return obituary.set.load() ? obituary.failure.peer : -1;
+  }
+  return now - team.peers[peer].control.pulse().stamp_ns.load() > kAwake ? -1 : awaited;
 }
 
 // Follows "I wait for rank r" from peer to peer: the last one is really late.
@@ -61,7 +64,7 @@ void Vigil::give_up_on(int peer, int32_t code) {
 
 Vigil::Hope Vigil::hope_for(int peer) {
   Team &team = op_.team;
-  bool dead = __atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE), failed = team.peers[peer].control.obituary().set.load();
+  bool dead = __atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE), failed = team.obituary_of(peer).set.load();
   bool late = op_.may_shrink && now_ - since_ >= op_.timeout_ns;
   if (!dead && !failed && !late) return Hope::some;
   if (suspect_ != peer) {
