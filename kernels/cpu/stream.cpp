@@ -1,6 +1,7 @@
 #include "cpu/stream.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 
@@ -12,6 +13,7 @@ namespace {
 constexpr int kSpareClosures = 64;            // made with the stream; more only if a queue grows deeper
 constexpr size_t kStackBytes = 512 * 1024;
 constexpr int kSpins = 200;                   // a few microseconds: calls often come in pairs
+constexpr uint64_t kYielding = 30000;         // then this long, giving way to others: waking up costs the caller as much
 constexpr uint64_t kNap = 1000000000;
 
 Closure *pop(Stream *stream) {
@@ -37,6 +39,7 @@ void *serve(void *argument) {
   __builtin_ia32_ldmxcsr(0x1f80);  // a new thread has its creator's rounding and flushing of denormals: sums must not depend on it
 #endif
   int spins = 0;
+  uint64_t idle_since = 0;
   for (;;) {
     uint32_t seen = stream->pushed.load();
     Closure *closure = pop(stream);
@@ -50,6 +53,11 @@ void *serve(void *argument) {
     if (stream->ending.load()) return nullptr;
     if (spins++ < kSpins) {
       cpu_relax();
+      continue;
+    }
+    if (spins == kSpins + 1) idle_since = now_ns();
+    if (now_ns() - idle_since < kYielding) {
+      sched_yield();
       continue;
     }
     stream->asleep.store(true);
