@@ -10,6 +10,7 @@ import (
 	"github.com/deepep-go/deepep/core/internal/engine"
 	"github.com/deepep-go/deepep/core/internal/env"
 	"github.com/deepep-go/deepep/core/internal/monitor"
+	"github.com/deepep-go/deepep/core/internal/plan"
 	"github.com/deepep-go/deepep/core/internal/status"
 )
 
@@ -20,8 +21,8 @@ type BufferOptions struct {
 	NumNVLBytes   uint64
 	NumRDMABytes  uint64
 	LowLatency    bool
-	NumQPsPerRank int  // for nodes joined by RDMA; 0: 24
-	DisableNVLink bool // in low-latency calls; V1's allow_nvlink_for_low_latency_mode, turned round
+	NumQPsPerRank int  // queue pairs toward each rank of another node; 0: 24
+	DisableNVLink bool // low-latency calls go by RDMA inside a node too; V1's allow_nvlink_for_low_latency_mode, turned round
 	AllowMNNVL    bool // NVLink between hosts may be used
 	UseFabric     bool // share memory by fabric handles
 	Shrink        bool // low-latency calls go on without ranks that are lost
@@ -42,7 +43,7 @@ func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 	if err != nil {
 		return nil, err
 	}
-	if err := g.check(&o); err != nil {
+	if err := g.check(&o, s); err != nil {
 		return nil, err
 	}
 	library, name, err := chooseEngine(o.Engine, s)
@@ -55,7 +56,10 @@ func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 		}
 	}
 	b := &Buffer{group: g}
-	opt := g.options(&o, s)
+	opt, err := g.options(&o, s)
+	if err != nil {
+		return nil, err
+	}
 	opt.Library, opt.ISA = library, isaOf(name, s)
 	if opt.ID, err = g.enter(b); err != nil {
 		return nil, err
@@ -74,7 +78,7 @@ func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 }
 
 // options turns what the caller wants into what the engine takes.
-func (g *Group) options(o *BufferOptions, s env.Settings) engine.Options {
+func (g *Group) options(o *BufferOptions, s env.Settings) (engine.Options, error) {
 	timeout, first := deadlines(o, s)
 	opt := engine.Options{
 		Ordinal: o.Device, Topology: g.topology, NVLBytes: o.NumNVLBytes, RDMABytes: o.NumRDMABytes, LowLatency: o.LowLatency, Shrink: o.Shrink,
@@ -83,14 +87,35 @@ func (g *Group) options(o *BufferOptions, s env.Settings) engine.Options {
 	if s.Stats {
 		opt.NewPage = g.newPage
 	}
-	return opt
+	var err error
+	opt.RDMA, err = g.rdma(o, s.RDMA)
+	return opt, err
+}
+
+// rdma plans how ranks are reached that loads and stores do not reach. The environment's number of queue pairs stands above
+// the program's, since it is there for programs that cannot be changed.
+func (g *Group) rdma(o *BufferOptions, s env.RDMA) (engine.RDMAOptions, error) {
+	wanted := plan.QueueOptions{PerPeer: s.QPs, MaxTokens: s.MaxTokens, Depth: s.QPDepth}
+	if wanted.PerPeer == 0 {
+		wanted.PerPeer = o.NumQPsPerRank
+	}
+	if wanted.PerPeer == 0 {
+		wanted.PerPeer = plan.DefaultQueuePairs
+	}
+	queues, err := plan.NewQueues(g.topology, wanted)
+	if err != nil {
+		return engine.RDMAOptions{}, fmt.Errorf("queue pairs by DEEPEP_QP_DEPTH (or its other names) and DEEPEP_NUM_MAX_RDMA_TOKENS: %w", err)
+	}
+	return engine.RDMAOptions{
+		Queues: queues, Everywhere: o.LowLatency && o.DisableNVLink, MaxTokens: s.MaxTokens, Workspace: s.WorkspaceBytes, Seed: s.Seed, Late: s.Late,
+	}, nil
 }
 
 // maxBytes is the address space of a process, so that sizes never wrap around.
 const maxBytes = 1 << 47
 
 // check refuses options that nothing here can do.
-func (g *Group) check(o *BufferOptions) error {
+func (g *Group) check(o *BufferOptions, s env.Settings) error {
 	for name, bytes := range map[string]uint64{"num_nvl_bytes": o.NumNVLBytes, "num_rdma_bytes": o.NumRDMABytes} {
 		if bytes > maxBytes {
 			return status.InvalidArg(name, bytes, fmt.Sprintf("at most %d", uint64(maxBytes)))
@@ -99,12 +124,13 @@ func (g *Group) check(o *BufferOptions) error {
 	switch {
 	case o.Device < -1:
 		return status.InvalidArg("device", o.Device, "-1 (the current one) or an ordinal")
-	case o.NumQPsPerRank < 0 || o.NumQPsPerRank > 1024:
-		return status.InvalidArg("num_qps_per_rank", o.NumQPsPerRank, "1 to 1024")
+	case o.NumQPsPerRank < 0 || o.NumQPsPerRank > plan.MaxQueuePairs:
+		return status.InvalidArg("num_qps_per_rank", o.NumQPsPerRank, fmt.Sprintf("0 (the default of %d) to %d", plan.DefaultQueuePairs, plan.MaxQueuePairs))
 	case o.Timeout < 0 || o.FirstTimeout < 0:
 		return status.InvalidArg("timeout", min(o.Timeout, o.FirstTimeout), "0 (the default) or more")
-	case o.LowLatency && o.DisableNVLink && g.size > 1:
-		return status.Errorf(status.Unsupported, "allow_nvlink_for_low_latency_mode = 0: low-latency calls would need RDMA between all ranks, which this build does not have")
+	case !o.LowLatency && g.topology.Nodes() > s.RDMA.MaxPeers:
+		return status.Errorf(status.InvalidArgument, "%d ranks with num_nvl_peers = %d are %d nodes: DEEPEP_NUM_MAX_RDMA_PEERS = %d allows no more for normal mode",
+			g.size, g.topology.Peers, g.topology.Nodes(), s.RDMA.MaxPeers)
 	case o.UseFabric:
 		return status.Errorf(status.Unsupported, "use_fabric: memory is shared by file descriptors, which reach the ranks of one host; fabric handles are for several")
 	}

@@ -24,6 +24,7 @@ type Options struct {
 	RDMABytes     uint64
 	LowLatency    bool
 	Shrink        bool // low-latency calls go on without ranks that are lost
+	RDMA          RDMAOptions
 	Preinitialize bool // touch everything now
 	Background    bool // return at once; the first call waits for the rest
 	Timeout       time.Duration
@@ -44,15 +45,17 @@ type Buffer struct {
 	log     *zap.Logger
 
 	// Set by build, constant once ready is closed.
-	dev     *device.Device
-	comm    device.Stream
-	block   *device.Symmetric
-	regions plan.Regions
-	team    uint64
-	page    *device.HostPage
-	words   *abi.Status // in page
-	stats   *statistics
-	counts  *device.HostPage
+	dev       *device.Device
+	comm      device.Stream
+	block     *device.Symmetric
+	regions   plan.Regions
+	reach     reach
+	transport uint64 // 0: all ranks are on this node
+	team      uint64
+	page      *device.HostPage
+	words     *abi.Status // in page
+	stats     *statistics
+	counts    *device.HostPage
 
 	ready    chan struct{} // closed when build has ended
 	buildErr error         // read after ready
@@ -75,7 +78,7 @@ type Buffer struct {
 	tickets      [2][2]ticket       // by operation: dispatch, combine
 	combines     uint64             // low-latency combines sent: which zero-copy slot is next
 	slots        [numShapes]slotLayout
-	minRow       uint64 // a row of so many bytes is known to fit num_nvl_bytes
+	minRow       uint64 // a row of so many bytes is known to fit num_nvl_bytes and num_rdma_bytes
 	idle         []*device.Event
 	segments     [abi.MaxSegments]*Segment
 	segmentsMade uint64

@@ -80,7 +80,7 @@ func (b *Buffer) build(c context.Context) error {
 	if err := b.members.Join(c); err != nil {
 		return err
 	}
-	mapped, err := b.open()
+	err := b.open()
 	var prints []fingerprint
 	exchange := withFingerprint(b.fingerprint(err), b.exchanger("memory"), func(all []fingerprint) error {
 		prints = all
@@ -90,12 +90,13 @@ func (b *Buffer) build(c context.Context) error {
 		_, _ = exchange(c, nil, nil) // the others must hear of it; the own error counts
 		return err
 	}
-	if b.block, err = b.dev.Share(c, b.rank, b.regions.Total, mapped, exchange); err != nil {
+	if b.block, err = b.dev.Share(c, b.rank, b.regions.Total, b.onThisHost(), exchange); err != nil {
 		if code := status.CodeOf(err); code == status.OutOfMemory {
 			err = status.Errorf(code, "num_nvl_bytes = %d and num_rdma_bytes = %d are too much: %w", b.opt.NVLBytes, b.opt.RDMABytes, err)
 		}
 		return err
 	}
+	b.findReach()
 	err = b.join(prints)
 	if err == nil && b.opt.Preinitialize {
 		err = b.touch()
@@ -106,6 +107,15 @@ func (b *Buffer) build(c context.Context) error {
 	b.watching.Store(true)
 	b.lookAround()
 	return nil
+}
+
+// onThisHost says whose memory can be mapped.
+func (b *Buffer) onThisHost() []bool {
+	here := make([]bool, b.size)
+	for rank := range here {
+		here[rank] = b.members.Peer(rank).SameHost
+	}
+	return here
 }
 
 func (b *Buffer) exchanger(what string) device.Exchange {
@@ -140,27 +150,32 @@ func errorText(err error) []byte {
 	return append([]byte{byte(status.CodeOf(err))}, err.Error()...)
 }
 
-// open does what needs no other rank: the device, the sizes, who can be mapped.
-func (b *Buffer) open() (mapped []bool, err error) {
+// open does what needs no other rank: the device, the sizes, whether all ranks can be reached.
+func (b *Buffer) open() (err error) {
 	if b.dev, err = device.Open(b.opt.Library, b.opt.Ordinal, b.opt.ISA); err != nil {
-		return nil, err
+		return err
 	}
-	mapped = make([]bool, b.size)
-	for rank := range mapped {
-		mapped[rank] = b.members.Peer(rank).SameHost
-		if !mapped[rank] {
-			return nil, status.Errorf(status.Unsupported, "%s is on another host: engine %s reaches only ranks of this one",
-				b.members.Describe(rank), b.opt.Library.Kind)
-		}
+	if err := b.checkReach(); err != nil {
+		return err
 	}
-	p := &kern.BlockSizesParams{
-		NumRanks: int32(b.size), NumNVLPeers: int32(b.top.NodeSize()), NVLBytes: b.opt.NVLBytes, RDMABytes: b.opt.RDMABytes,
-	}
+	p := b.blockSizes(0)
 	if code := b.opt.Library.BlockSizes(p); code != 0 {
-		return nil, kern.Error("dk_block_sizes", code, p.DeviceError)
+		return kern.Error("dk_block_sizes", code, p.DeviceError)
+	}
+	if limit := b.opt.RDMA.Workspace; limit > 0 && p.ControlBytes > limit {
+		return status.Errorf(status.InvalidArgument, "flags and counts of %d ranks take %d bytes: DEEPEP_NUM_WORKSPACE_BYTES = %d allows less",
+			b.size, p.ControlBytes, limit)
 	}
 	b.regions = plan.NewRegions(p.ControlBytes, p.WireBytes, b.opt.NVLBytes, b.opt.RDMABytes)
-	return mapped, nil
+	return nil
+}
+
+// blockSizes asks what the library needs beside the regions, and for rows of a size.
+func (b *Buffer) blockSizes(rowBytes uint64) *kern.BlockSizesParams {
+	return &kern.BlockSizesParams{
+		NumRanks: int32(b.size), NumNVLPeers: int32(b.top.NodeSize()), NVLBytes: b.opt.NVLBytes, RDMABytes: b.opt.RDMABytes,
+		MaxRowBytes: rowBytes, Flags: b.teamFlags(),
+	}
 }
 
 // countsPage holds the counts of sixteen exchanges of up to 1020 local experts each; more get their own.
@@ -191,6 +206,9 @@ func (b *Buffer) join(prints []fingerprint) (err error) {
 			return err
 		}
 	}
+	if err = b.openTransport(); err != nil {
+		return err
+	}
 	return b.makeTeam(prints)
 }
 
@@ -198,16 +216,10 @@ func (b *Buffer) makeTeam(prints []fingerprint) error {
 	r := &b.regions
 	p := &kern.TeamCreateParams{
 		Device: b.dev.Handle(), Rank: int32(b.rank), NumRanks: int32(b.size), NumNVLPeers: int32(b.top.NodeSize()),
-		HostPeerBlocks: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b.block.Addresses)))),
-		ControlOffset:  r.Control.Offset, ControlBytes: r.Control.Bytes, WireOffset: r.Wire.Offset, WireBytes: r.Wire.Bytes,
+		HostPeerBlocks: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b.reach.near)))), Transport: b.transport, Flags: b.teamFlags(),
+		ControlOffset: r.Control.Offset, ControlBytes: r.Control.Bytes, WireOffset: r.Wire.Offset, WireBytes: r.Wire.Bytes,
 		NVLOffset: r.NVL.Offset, NVLBytes: r.NVL.Bytes, RDMAOffset: r.RDMA.Offset, RDMABytes: r.RDMA.Bytes,
 		HostStatus: b.page.HostAddress(), Status: b.page.Address, HostStats: b.stats.page.HostAddress(), Stats: b.stats.page.Address,
-	}
-	if b.opt.Shrink {
-		p.Flags |= abi.TeamShrink
-	}
-	if b.opt.LowLatency {
-		p.Flags |= abi.TeamLowLatency
 	}
 	for rank, f := range prints { // goroutines' ranks on one device must not take each other's SMs
 		if f.UUID == prints[b.rank].UUID && b.members.Peer(rank).SameProcess {

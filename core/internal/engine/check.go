@@ -44,20 +44,22 @@ func (b *Buffer) config(c *Call, kind int) (plan.Config, error) {
 	return config, config.Check()
 }
 
-// fitsRow refuses rows that num_nvl_bytes cannot stage. The lock is held.
+// fitsRow refuses rows that num_nvl_bytes, or between nodes num_rdma_bytes, cannot stage. The lock is held.
 func (b *Buffer) fitsRow(rowBytes uint64) error {
 	if rowBytes <= b.minRow {
 		return nil
 	}
-	p := &kern.BlockSizesParams{
-		NumRanks: int32(b.size), NumNVLPeers: int32(b.top.NodeSize()), NVLBytes: b.opt.NVLBytes, RDMABytes: b.opt.RDMABytes, MaxRowBytes: rowBytes,
-	}
+	p := b.blockSizes(rowBytes)
 	if code := b.opt.Library.BlockSizes(p); code != 0 {
 		return kern.Error("dk_block_sizes", code, p.DeviceError)
 	}
 	if b.opt.NVLBytes < p.MinNVLBytes {
 		return status.Errorf(status.InvalidArgument, "num_nvl_bytes = %d of the buffer cannot stage rows of %d bytes: at least %d is needed",
 			b.opt.NVLBytes, rowBytes, p.MinNVLBytes)
+	}
+	if b.opt.RDMABytes < p.MinRDMABytes {
+		return status.Errorf(status.InvalidArgument, "num_rdma_bytes = %d of the buffer cannot stage rows of %d bytes between %d nodes: at least %d is needed",
+			b.opt.RDMABytes, rowBytes, b.top.Nodes(), p.MinRDMABytes)
 	}
 	b.minRow = rowBytes
 	return nil

@@ -82,6 +82,7 @@ func (b *Buffer) free() error {
 		p := &kern.TeamDestroyParams{Team: b.team}
 		keep(kern.Error("dk_team_destroy", b.opt.Library.TeamDestroy(p), p.DeviceError))
 	}
+	keep(b.closeTransport())
 	for _, s := range b.segments {
 		if s != nil {
 			keep(s.shared.Release())

@@ -197,6 +197,7 @@ func (b *Buffer) LookAround() {
 
 func (b *Buffer) died(rank int) {
 	markDead(b.words, rank)
+	b.losePeer(rank)
 	if b.opt.Shrink {
 		return
 	}

@@ -27,7 +27,11 @@ func (b *Buffer) fingerprint(failure error) fingerprint {
 		{"num_nvl_peers", strconv.Itoa(o.Topology.Peers)},
 		{"num_nvl_bytes", strconv.FormatUint(o.NVLBytes, 10)}, {"num_rdma_bytes", strconv.FormatUint(o.RDMABytes, 10)},
 		{"low_latency_mode", strconv.FormatBool(o.LowLatency)}, {"enable_shrink", strconv.FormatBool(o.Shrink)},
+		{"allow_nvlink_for_low_latency_mode", strconv.FormatBool(!o.RDMA.Everywhere)},
 	}}
+	if b.usesTransport() {
+		f.Equal = append(f.Equal, [2]string{"num_qps_per_rank", strconv.Itoa(o.RDMA.Queues.PerPeer)})
+	}
 	if b.dev != nil {
 		f.UUID = fmt.Sprintf("%x", b.dev.UUID)
 	}

@@ -67,6 +67,9 @@ func (b *Buffer) LowLatencyDispatch(a *LLDispatchArgs, c *Call) error {
 	if err := shape.CheckDispatch(b.top); err != nil {
 		return err
 	}
+	if err := b.checkRDMATokens(a.NumMaxTokens); err != nil {
+		return err
+	}
 	if err := checkLLDispatch(a); err != nil {
 		return err
 	}

@@ -36,9 +36,9 @@ func (b *Buffer) NewSegment(c context.Context, bytes uint64) (*Segment, error) {
 		return nil, err
 	}
 	defer b.leave()
-	mapped := make([]bool, b.size)
-	for rank := range mapped {
-		mapped[rank] = b.members.Peer(rank).SameHost
+	mapped := b.onThisHost()
+	for rank := range mapped { // rows that cross nodes are staged
+		mapped[rank] = mapped[rank] && !b.top.Remote(b.rank, rank)
 	}
 	number, free := b.offerSegments()
 	exchange := b.exchanger(fmt.Sprintf("segment/%d", number))
