@@ -69,42 +69,51 @@ class LowLatencyMode(BufferBase):
         """
         if fork_keywords:
             refuse_keywords("low_latency_dispatch", fork_keywords)
-        self.enter()
+        if self._kept or not self._ready:
+            self.enter()
         if (num_max_dispatch_tokens_per_rank, num_experts) != self._ll_shape:
             self._ll_shape = self._check_shape(num_max_dispatch_tokens_per_rank, num_experts)
         bound, num_experts = self._ll_shape
-        assertion(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
-        num_tokens, hidden, num_topk = self._check_tokens(x, topk_idx, bound)
+        if async_finish and return_recv_hook:
+            assertion(False, "async_finish and return_recv_hook exclude each other")
+        shape = tt.token_shape(x, topk_idx, self._where)
+        if shape is None or shape[0] > bound or shape[1] % 128 or not shape[1]:
+            shape = self._check_tokens(x, topk_idx, bound)
+        num_tokens, hidden, num_topk = shape
         if use_ue8m0:
             self._check_ue8m0(use_fp8, round_scale, hidden)
         local = num_experts // self.group_size
         if topk_weights is not None:
             tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (num_tokens, num_topk))
-        self._check_stats("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, tt.INT32, local)
-        self._check_stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, tt.INT64, self.group_size)
+        if cumulative_local_expert_recv_stats is not None:
+            tt.check(
+                "cumulative_local_expert_recv_stats",
+                cumulative_local_expert_recv_stats,
+                self.device,
+                (tt.INT32,),
+                (local,),
+            )
+        if dispatch_wait_recv_cost_stats is not None:
+            wanted = (self.group_size,)
+            tt.check("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, self.device, (tt.INT64,), wanted)
         outputs = self._take_outputs((local, bound, hidden, bool(use_fp8), bool(use_ue8m0)))
         args = outputs.args
         args.flags = (ROUND_SCALE if round_scale else 0) | (UE8M0 if use_ue8m0 else 0)
         args.num_tokens, args.num_topk = num_tokens, num_topk
-        args.index_type = tt.INDEX_TYPES[topk_idx.dtype]
+        args.index_type = 1 if topk_idx.dtype is tt.INT64 else 0
         args.x, args.topk_idx = x.data_ptr(), topk_idx.data_ptr()
-        args.topk_weights = tt.address(topk_weights)
-        args.cumulative_recv_stats = tt.address(cumulative_local_expert_recv_stats)
-        args.wait_recv_cost_stats = tt.address(dispatch_wait_recv_cost_stats)
-        recv_x, recv_count, src_info, layout_range, scales, scales_view = outputs.tensors
-        held = (  # whoever keeps this keeps the outputs from being used again
-            x,
-            topk_idx,
-            topk_weights,
-            cumulative_local_expert_recv_stats,
-            dispatch_wait_recv_cost_stats,
-            outputs,
-            recv_x,
-        )
+        args.topk_weights = None if topk_weights is None else topk_weights.data_ptr()
+        stats = cumulative_local_expert_recv_stats
+        args.cumulative_recv_stats = None if stats is None else stats.data_ptr()
+        stats = dispatch_wait_recv_cost_stats
+        args.wait_recv_cost_stats = None if stats is None else stats.data_ptr()
+        recv_x, recv_count, src_info, layout_range, scales = outputs.tensors
+        # Whoever keeps this keeps the outputs from being used again.
+        held = (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, stats, outputs, recv_x)
         function, reference = self.native.lib.quick.deepep_low_latency_dispatch, outputs.reference
         event, hook = self._issue(function, args, reference, async_finish, return_recv_hook, held)
         handle = (src_info, layout_range, bound, hidden, num_experts)
-        return ((recv_x, scales_view) if use_fp8 else recv_x), recv_count, handle, event, hook
+        return ((recv_x, scales) if use_fp8 else recv_x), recv_count, handle, event, hook
 
     def low_latency_combine(
         self,
@@ -141,38 +150,46 @@ class LowLatencyMode(BufferBase):
         """
         if fork_keywords:
             refuse_keywords("low_latency_combine", fork_keywords)
-        self.enter()
-        assertion(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
+        if self._kept or not self._ready:
+            self.enter()
+        if async_finish and return_recv_hook:
+            assertion(False, "async_finish and return_recv_hook exclude each other")
         if use_logfmt and zero_copy:
             raise value_error("zero_copy", "True with use_logfmt=True", "one of them")
         src_info, layout_range, bound, hidden, num_experts = self._check_handle(handle)
         local, rows = num_experts // self.group_size, self.group_size * bound
-        if not tt.plain(topk_idx, tt.INT64, self.device):
+        if not tt.plain(topk_idx, tt.INT64, self._where):
             tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (None, None))
         num_tokens, num_topk = topk_idx.shape
         if num_tokens > bound:
             raise value_error("topk_idx", f"{num_tokens} tokens", f"at most B = {bound}")
-        if not tt.plain(topk_weights, tt.FLOAT32, self.device, (num_tokens, num_topk)):
+        if not tt.plain(topk_weights, tt.FLOAT32, self._where, (num_tokens, num_topk)):
             tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (num_tokens, num_topk))
-        self._check_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, tt.INT64, self.group_size)
-        if not zero_copy and not tt.plain(x, tt.BF16, self.device, (local, rows, hidden)):
+        if combine_wait_recv_cost_stats is not None:
+            ranks = (self.group_size,)
+            tt.check("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, self.device, (tt.INT64,), ranks)
+        if not zero_copy and not tt.plain(x, tt.BF16, self._where, (local, rows, hidden)):
             tt.check("x", x, self.device, (tt.BF16,), (local, rows, hidden))
         if out is None:
             out = tt.empty((num_tokens, hidden), tt.BF16, self.device)
-        elif not tt.plain(out, tt.BF16, self.device, (num_tokens, hidden)):
+        elif not tt.plain(out, tt.BF16, self._where, (num_tokens, hidden)):
             tt.check("out", out, self.device, (tt.BF16,), (num_tokens, hidden))
         # A hook's second half finds the struct as the first left it, so only calls that end here may share one.
-        args = _abi.sized(_abi.LlCombineArgs) if return_recv_hook else self._ll_combine
+        args, reference = self._ll_combine, self._ll_combine_reference
+        if return_recv_hook:
+            args = _abi.sized(_abi.LlCombineArgs)
+            reference = ctypes.byref(args)
         args.flags = (LOGFMT if use_logfmt else 0) | (ZERO_COPY if zero_copy else 0) | (UNREDUCED if unreduced else 0)
         args.num_tokens, args.num_max_tokens, args.hidden = num_tokens, bound, hidden
-        args.num_topk, args.num_experts, args.index_type = num_topk, num_experts, tt.INDEX_TYPES[topk_idx.dtype]
+        args.num_topk, args.num_experts = num_topk, num_experts
+        args.index_type = 1 if topk_idx.dtype is tt.INT64 else 0
         args.x = None if zero_copy else x.data_ptr()
         args.topk_idx, args.topk_weights = topk_idx.data_ptr(), topk_weights.data_ptr()
         args.src_info, args.layout_range = src_info.data_ptr(), layout_range.data_ptr()
-        args.combined_x, args.wait_recv_cost_stats = out.data_ptr(), tt.address(combine_wait_recv_cost_stats)
-        held = (x, topk_idx, topk_weights, src_info, layout_range, out, combine_wait_recv_cost_stats)
-        lib = self.native.lib
-        function, reference = lib.quick.deepep_low_latency_combine, ctypes.byref(args)
+        args.combined_x, stats = out.data_ptr(), combine_wait_recv_cost_stats
+        args.wait_recv_cost_stats = None if stats is None else stats.data_ptr()
+        held = (x, topk_idx, topk_weights, src_info, layout_range, out, stats)
+        function = self.native.lib.quick.deepep_low_latency_combine
         event, hook = self._issue(function, args, reference, async_finish, return_recv_hook, held)
         return out, event, hook
 
@@ -261,17 +278,29 @@ class LowLatencyMode(BufferBase):
     _ll_shape: tuple[int, int]
     _ll_call: Any
     _ll_reference: Any
+    _ll_async: Any
+    _ll_async_reference: Any
     _ll_combine: Any
+    _ll_combine_reference: Any
+    _where: int
 
     def _call(
         self, function: Any, reference: Any, async_finish: bool, held: tuple[Any, ...], stream: int | None
     ) -> EventOverlap:
         native = self.native
+        if async_finish and self.host_stream:
+            call = self._ll_async
+            call.event = event = native._events.pop() if native._events else native.take_event()
+            status = function(native._as_parameter_, reference, self._ll_async_reference)
+            if status:
+                native.give_event(event)
+                raise native.lib.error(status)
+            handle = EventHandle._of_call(self, event)  # the caller may drop it unwaited
+            self._kept.append((handle, held))
+            return EventOverlap(handle)
         if async_finish:
             order = Ordering(self, None, True, False)
             native.lib.check(function(native, reference, order.call(None, True)))
-            if self.host_stream:
-                return order.finish(held)
             tensors = [t for entry in held for t in (entry.tensors if isinstance(entry, tt.Outputs) else (entry,))]
             return order.finish(tuple(tensors))
         call = self._ll_call
@@ -279,7 +308,7 @@ class LowLatencyMode(BufferBase):
         if self.host_stream and not call.event:
             call.event = native.take_event()
             call.__setattr__("async", 1)
-        status = function(native, reference, self._ll_reference)
+        status = function(native._as_parameter_, reference, self._ll_reference)
         if status:
             raise native.lib.error(status)
         if self.host_stream:
@@ -298,7 +327,9 @@ class LowLatencyMode(BufferBase):
 
     def _take_outputs(self, key: tuple[int, int, int, bool, bool]) -> tt.Outputs:
         """Outputs of this shape that nobody holds, made anew if there are none."""
-        pool = self._outputs.setdefault(key, [])
+        pool = self._outputs.get(key)
+        if pool is None:
+            pool = self._outputs[key] = []
         stream = 0 if self.host_stream else self.current_stream() or 0
         for candidate in pool:
             if candidate.stream == stream and candidate.unused():
@@ -321,7 +352,7 @@ class LowLatencyMode(BufferBase):
         ]
         outputs = tt.Outputs(specs, self.device)
         pointers = [tensor.data_ptr() for tensor in outputs.tensors]
-        outputs.tensors.append(outputs.tensors[4].transpose(1, 2))
+        outputs.tensors[4] = outputs.tensors[4].transpose(1, 2)
         outputs.ready()
         outputs.args = _abi.sized(
             _abi.LlDispatchArgs,
@@ -360,20 +391,16 @@ class LowLatencyMode(BufferBase):
         return bound, num_experts
 
     def _check_tokens(self, x: tt.Tensor, topk_idx: tt.Tensor, bound: int) -> tuple[int, int, int]:
-        if not tt.plain(x, tt.BF16, self.device):
+        if not tt.plain(x, tt.BF16, self._where):
             tt.check("x", x, self.device, (tt.BF16,), (None, None))
         num_tokens, hidden = x.shape
         if num_tokens > bound:
             raise value_error("x", f"{num_tokens} tokens", f"at most num_max_dispatch_tokens_per_rank = {bound}")
         if hidden == 0 or hidden % 128:
             raise value_error("x", f"hidden {hidden}", "a hidden that is a multiple of 128")
-        if not (tt.plain(topk_idx, tt.INT64, self.device) and topk_idx.shape[0] == num_tokens):
+        if not (tt.plain(topk_idx, tt.INT64, self._where) and topk_idx.shape[0] == num_tokens):
             tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (num_tokens, None))
         return num_tokens, hidden, topk_idx.shape[1]
-
-    def _check_stats(self, name: str, tensor: object, dtype: Any, length: int) -> None:
-        if tensor is not None:
-            tt.check(name, tensor, self.device, (dtype,), (length,))
 
     def _check_handle(self, handle: object) -> tuple[Any, Any, int, int, int]:
         if not isinstance(handle, tuple) or len(handle) != 5:
@@ -383,9 +410,9 @@ class LowLatencyMode(BufferBase):
         if (bound, num_experts) != self._ll_shape:
             bound, num_experts = self._check_shape(bound, num_experts)
         local, ranks = num_experts // self.group_size, self.group_size
-        if not tt.plain(src_info, tt.INT32, self.device, (local, ranks * bound)):
+        if not tt.plain(src_info, tt.INT32, self._where, (local, ranks * bound)):
             tt.check("handle: src_info", src_info, self.device, (tt.INT32,), (local, ranks * bound))
-        if not tt.plain(layout_range, tt.INT64, self.device, (local, ranks)):
+        if not tt.plain(layout_range, tt.INT64, self._where, (local, ranks)):
             tt.check("handle: layout_range", layout_range, self.device, (tt.INT64,), (local, ranks))
         return src_info, layout_range, bound, hidden, num_experts
 

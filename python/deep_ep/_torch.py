@@ -22,6 +22,7 @@ INDEX_TYPES = {torch.int32: 0, torch.int64: 1}
 ITEM_TYPES = {torch.bfloat16: 2, torch.float8_e4m3fn: 3}
 _storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 _use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+_references = sys.getrefcount
 _current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -113,17 +114,38 @@ def check_indices(name: str, tensor: Tensor, num_experts: int) -> None:
         raise value_error(name, f"an index {bad}", f"-1 to num_experts - 1 = {num_experts - 1}")
 
 
-def plain(tensor: object, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] | None = None) -> bool:
-    """True for a contiguous tensor of this dtype, device and shape (None: any matrix): a quick yes for hot paths.
+def token_shape(x: object, topk_idx: object, where: int) -> tuple[int, int, int] | None:
+    """(T, H, K) of BF16 tokens and their int64 indices if both are what low-latency calls mostly get; else None.
 
-    On a no, `check` says what is wrong (or that another dtype is fine too).
+    A quick yes for the hot path: contiguous matrices on GPU `where` (-1: on the CPU). On a None, `check` says more.
+    """
+    if (
+        type(x) is Tensor
+        and type(topk_idx) is Tensor
+        and x.dtype is BF16
+        and topk_idx.dtype is INT64
+        and x.is_contiguous()
+        and topk_idx.is_contiguous()
+        and x.get_device() == where
+        and topk_idx.get_device() == where
+    ):
+        shape, indices = x.shape, topk_idx.shape
+        if len(shape) == len(indices) == 2 and shape[0] == indices[0]:
+            return shape[0], shape[1], indices[1]
+    return None
+
+
+def plain(tensor: object, dtype: torch.dtype, where: int, shape: tuple[int, ...] | None = None) -> bool:
+    """True for a contiguous tensor of this dtype and shape (None: any matrix) on GPU `where` (-1: on the CPU).
+
+    A quick yes for hot paths. On a no, `check` says what is wrong (or that another dtype is fine too).
     """
     return (
         type(tensor) is Tensor
         and tensor.dtype is dtype
         and (tensor.dim() == 2 if shape is None else tensor.shape == shape)
         and tensor.is_contiguous()
-        and tensor.device == device
+        and tensor.get_device() == where
     )
 
 
@@ -170,9 +192,9 @@ def gather_function(group: Any) -> tuple[int, int, Callable[[bytes], list[bytes]
 
 
 class Outputs:
-    """Output tensors cut from one allocation, and a way to tell that nobody holds any of them any more."""
+    """Five output tensors cut from one allocation, and a way to tell that nobody holds any of them any more."""
 
-    __slots__ = ("tensors", "_storage", "_number", "_idle", "args", "reference", "stream")
+    __slots__ = ("tensors", "_storage", "_number", "_storage_idle", "_idle", "args", "reference", "stream")
 
     def __init__(self, specs: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
         """Allocates tensors of these (shape, dtype); each begins at a multiple of 256 bytes."""
@@ -193,23 +215,26 @@ class Outputs:
         self.reference: Any = None  # the same, as ctypes passes it
         self.stream = 0
         del arena, view
-        self._idle: Any = None
+        self._storage_idle = self._idle = 0
 
     def ready(self) -> None:
         """Remembers what the counts are while nobody but this object holds anything."""
-        self._idle = self._usage()
+        self._storage_idle, self._idle = _storage_uses(self._number), self._holders()
 
     def touch(self) -> None:
         """Brings in the memory, so that no page is new in the first call."""
         empty((0,), torch.uint8, self.tensors[0].device).set_(self._storage).zero_()
 
-    def _usage(self) -> tuple[Any, ...]:
-        tensors, storage = self.tensors, sys.getrefcount(self._storage)  # torch has one object for all who ask for it
-        return storage, _storage_uses(self._number), list(map(sys.getrefcount, tensors)), list(map(_use_count, tensors))
+    def _holders(self) -> int:
+        # A sum will do: no single count can be below what it is when nobody holds anything.
+        a, b, c, d, e = self.tensors
+        references = _references(a) + _references(b) + _references(c) + _references(d) + _references(e)
+        uses = _use_count(a) + _use_count(b) + _use_count(c) + _use_count(d) + _use_count(e)
+        return references + uses + _references(self._storage)  # torch has one object of it for all who ask
 
     def unused(self) -> bool:
         """True if every tensor, view and storage handed out is gone."""
-        return bool(self._usage() == self._idle)
+        return _storage_uses(self._number) == self._storage_idle and self._holders() == self._idle
 
 
 class _Block:

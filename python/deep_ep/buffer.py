@@ -136,7 +136,10 @@ class Buffer(NormalMode, LowLatencyMode):
         self._zero_copy = None
         self._ll_call = _abi.sized(_abi.Call)
         self._ll_reference = ctypes.byref(self._ll_call)
+        self._ll_async = _abi.sized(_abi.Call, **{"async": 1})
+        self._ll_async_reference = ctypes.byref(self._ll_async)
         self._ll_combine = _abi.sized(_abi.LlCombineArgs)
+        self._ll_combine_reference = ctypes.byref(self._ll_combine)
         self._ll_shape = (0, 0)
         milliseconds = 0 if timeout is None else max(1, round(timeout * 1000))
         self.engine = _choose_engine(engine)
@@ -179,6 +182,7 @@ class Buffer(NormalMode, LowLatencyMode):
         self.num_nvl_peers = int(info.num_nvl_peers)
         self.host_stream = self.engine == "cpu"
         self.device = tt.device_of(self.engine, max(0, int(info.device)))
+        self._where = -1 if self.host_stream else int(self.device.index)
 
     def ensure_ready(self) -> None:
         """Waits for start-up; raises its failure, or says that the buffer is destroyed."""
