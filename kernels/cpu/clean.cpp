@@ -12,7 +12,9 @@ class Meeting {
   void run();
 
  private:
+  void tell(int peer, uint64_t count);
   bool look();
+  void call_old(int peer, uint64_t cleans);
 
   Op &op_;
   Team &team_;
@@ -20,15 +22,23 @@ class Meeting {
   int64_t *came_ = team_.numbers(0);
 };
 
+void Meeting::tell(int peer, uint64_t count) {
+  uint64_t cleans = team_.control().own().cleans;
+  if (is_far(team_, peer)) {
+    if (!team_.masked(peer)) put_clean(op_, peer, count, cleans);
+    return;
+  }
+  CleanMessage &to = team_.peers[peer].control.clean_from(team_.rank, count & 1);
+  to.cleans = cleans;
+  to.count.store(count);
+  op_.ring(peer);
+}
+
 void Meeting::run() {
   uint64_t count = ++team_.control().own().clean_calls;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
     came_[peer] = peer == team_.rank;
-    if (peer == team_.rank) continue;
-    CleanMessage &to = team_.peers[peer].control.clean_from(team_.rank, count & 1);
-    to.cleans = team_.control().own().cleans;
-    to.count.store(count);
-    op_.ring(peer);
+    if (peer != team_.rank) tell(peer, count);
   }
   auto awaits = [this](int peer, Missing &missing) {
     int64_t seen = static_cast<int64_t>(team_.control().peer_state(peer).clean_seen);
@@ -43,8 +53,20 @@ void Meeting::run() {
     return Poll::done;
   };
   if (!wait_until(op_, poll, awaits)) return;
-  start_anew(team_, static_cast<uint32_t>(cleans_) + 1);
+  start_anew(op_, static_cast<uint32_t>(cleans_) + 1);
   for (Ticket &ticket : team_.control().own().tickets) ticket.open = 0;
+}
+
+// What the peer sent before this clean is here by now, and is nothing that will ever be received.
+void Meeting::call_old(int peer, uint64_t cleans) {
+  for (int kind = 0; kind < 2; kind++) {
+    uint64_t &seen = team_.control().peer_state(peer).seen_at_clean[kind];
+    for (uint64_t slot = 0; slot < 2; slot++) {
+      const SendMessage &message = team_.control().send_from(static_cast<Kind>(kind), slot, peer);
+      uint64_t epoch = message.epoch.load();
+      if (message.cleans <= cleans && message.epoch.load() == epoch) seen = max_of(seen, epoch);
+    }
+  }
 }
 
 // The oldest clean of each peer that has not been waited for yet: a peer may be one ahead.
@@ -62,6 +84,7 @@ bool Meeting::look() {
     }
     if (!oldest) continue;
     cleans_ = max_of(cleans_, oldest->cleans);
+    call_old(peer, oldest->cleans);
     seen = oldest_count;
     came_[peer] = 1;
     found = true;

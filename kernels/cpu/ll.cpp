@@ -25,22 +25,22 @@ bool SendHalf::begin() {
   }
   auto poll = [this] {
     for (int peer = 0; peer < team_.num_ranks; peer++)
-      if (!team_.masked(peer) && !has_credit(peer)) return Poll::idle;
+      if ((!team_.masked(peer) && !has_credit(peer)) || !has_left(peer)) return Poll::idle;
     return Poll::done;
   };
   auto awaits = [this](int peer, Missing &missing) {
     missing = {static_cast<int64_t>(epoch_) - 2, static_cast<int64_t>(team_.control().credit(kind_, peer).value.load())};
-    return !team_.masked(peer) && !has_credit(peer);
+    return !team_.masked(peer) && (!has_credit(peer) || !has_left(peer));
   };
   if (!wait_until(op_, poll, awaits)) return false;
   own.writing[kind_].store(epoch_);
+  far_.begin(epoch_);
   return true;
 }
 
-void SendHalf::post(int peer, int32_t num_tokens) {
+// All but the epoch.
+void SendHalf::fill(SendMessage &to, int32_t num_tokens) const {
   const OwnState &own = team_.control().own();
-  SendMessage &to = team_.peers[peer].control.send_from(kind_, epoch_ & 1, team_.rank);
-  to.epoch.store(0);  // a reader that meets half a message looks again
   to.since_clean = own.since_clean[kind_];
   to.rows_in_rdma = in_rdma_;
   to.rows_offset = offset_;
@@ -48,6 +48,16 @@ void SendHalf::post(int peer, int32_t num_tokens) {
   to.cleans = own.cleans.load();
   to.num_tokens = num_tokens;
   memcpy(to.fields, fields_, sizeof fields_);
+}
+
+void SendHalf::post(int peer, int32_t num_tokens) {
+  if (is_far(team_, peer)) {
+    fill(far_.message(peer), num_tokens);
+    return far_.end(peer);
+  }
+  SendMessage &to = team_.peers[peer].control.send_from(kind_, epoch_ & 1, team_.rank);
+  to.epoch.store(0);  // a reader that meets half a message looks again
+  fill(to, num_tokens);
 #if DK_MUTANT == 1  // a lost flag (planted by kernels/tests/mutants.sh, as all DK_MUTANT)
   if (epoch_ == 2 && peer == 1) return;
 #elif DK_MUTANT == 100  // a race: the flag without an order
@@ -61,7 +71,7 @@ void SendHalf::finish(int32_t num_tokens, uint32_t ticket) {
   OwnState &own = team_.control().own();
   own.epoch[kind_] = epoch_;
   own.since_clean[kind_]++;
-  for (int peer = 0; peer < team_.num_ranks; peer++)
+  for (int peer = 0; peer < team_.num_ranks && !op_.failed(); peer++)
     if (!team_.masked(peer)) post(peer, num_tokens);
   op_.ring_now();
   Ticket &left = own.tickets[ticket];
@@ -91,6 +101,16 @@ RecvHalf::RecvHalf(Op &op, Kind kind, uint32_t ticket)
   if (op.phase == DK_PHASE_RECV) op.take_up(ticket_);
 }
 
+uint64_t RecvHalf::slot(int peer) const {
+  uint64_t epoch = static_cast<uint64_t>(epoch_[peer]);
+  return is_far(team_, peer) ? mirror_address(team_, kind_, epoch, peer) : slot_address(team_, peer, kind_, epoch);
+}
+
+uint32_t RecvHalf::cleans_of(int peer) const {
+  if (is_far(team_, peer)) return static_cast<uint32_t>(far_peer(team_, peer).cleans.load());
+  return team_.peers[peer].control.own().cleans;
+}
+
 // The peer's message of this call in either of its slots; null: not here yet.
 SendMessage *RecvHalf::find(int peer) const {
   for (uint64_t slot = 0; slot < 2; slot++) {
@@ -102,10 +122,11 @@ SendMessage *RecvHalf::find(int peer) const {
     // Where it has, a message from before is of a call that this rank never made.
     bool matches = same_clean ? message.since_clean == ticket_.since_clean
                               : epoch == ticket_.epoch && epoch > team_.control().peer_state(peer).seen_at_clean[kind_] &&
-                                    (message.cleans > ticket_.cleans || team_.peers[peer].control.own().cleans < ticket_.cleans);
+                                    (message.cleans > ticket_.cleans || cleans_of(peer) < ticket_.cleans);
 #if DK_MUTANT == 2  // a stale epoch
     matches |= same_clean && message.since_clean + 2 == ticket_.since_clean;
 #endif
+    if (matches && is_far(team_, peer)) matches = has_ended(team_, kind_, peer, message, epoch);
     if (matches && message.epoch.load() == epoch) return &message;
   }
   return nullptr;
@@ -164,6 +185,7 @@ bool RecvHalf::awaits(int peer, Missing &missing) const {
 
 bool RecvHalf::intact(int peer) {
   uint64_t epoch = static_cast<uint64_t>(epoch_[peer]);
+  if (is_far(team_, peer)) return far_peer(team_, peer).arrival[kind_][epoch & 1].writing.load() == epoch;
   return team_.peers[peer].control.own().writing[kind_].load() < epoch + 2;
 }
 
@@ -177,6 +199,10 @@ void RecvHalf::give_credits() {
     uint64_t epoch = max_of(early, message_[peer] ? static_cast<uint64_t>(epoch_[peer]) : 0);
     early = older_open ? epoch : 0;
     if (older_open || !epoch) continue;
+    if (is_far(team_, peer)) {
+      give_far_credit(op_, kind_, peer, epoch);
+      continue;
+    }
     team_.peers[peer].control.credit(kind_, team_.rank).value.store(epoch);
     op_.ring(peer);
   }
@@ -205,11 +231,15 @@ void forget_past_of(Team &team, int peer) {
   }
 }
 
-void start_anew(Team &team, uint32_t cleans) {
+void start_anew(Op &op, uint32_t cleans) {
+  Team &team = op.team;
   OwnState &own = team.control().own();
   own.cleans = cleans;
   own.since_clean[kDispatch] = own.since_clean[kCombine] = 0;
-  for (int peer = 0; peer < team.num_ranks; peer++) count_as_read(team, peer);
+  for (int peer = 0; peer < team.num_ranks; peer++) {
+    count_as_read(team, peer);
+    tell_cleans(op, peer);
+  }
 }
 
 }  // namespace dk

@@ -49,6 +49,8 @@ class Sender {
 
  private:
   bool lay_out(const Slot &slot, int source);
+  void put_part(const Slot &slot, int source);
+  void put_rows(int source, uint64_t expert, const Slot &slot, const Range &range, uint64_t offset);
   void write_rows(const Slot &slot, const Range &range, uint64_t first);
 
   Op &op_;
@@ -62,13 +64,14 @@ class Sender {
 void Sender::run() {
   if (!half_.begin()) return;
   Slot slot(half_.slot(), shape_);
+  if (is_zero_copy(p_)) half_.set_rows(true, p_.x - team_.peers[team_.rank].rdma, p_.x_row_stride);
+  else half_.set_rows(false, address_of(slot.rows()) - team_.peers[team_.rank].wire, shape_.combine_row_bytes(is_logfmt(p_)));
   for (int source = 0; source < team_.num_ranks; source++) {
     uint64_t before = num_rows_;
     if (!lay_out(slot, source)) return;
+    if (is_far(team_, source)) put_part(slot, source);
     op_.sent(source, (num_rows_ - before) * shape_.combine_row_bytes(is_logfmt(p_)));
   }
-  if (is_zero_copy(p_)) half_.set_rows(true, p_.x - team_.peers[team_.rank].rdma, p_.x_row_stride);
-  else half_.set_rows(false, address_of(slot.rows()) - team_.peers[team_.rank].wire, shape_.combine_row_bytes(is_logfmt(p_)));
   half_.finish(p_.num_tokens, p_.ticket);
 }
 
@@ -91,6 +94,26 @@ bool Sender::lay_out(const Slot &slot, int source) {
     num_rows_ += count;
   }
   return true;
+}
+
+// The mirror has no gaps: a range's rows come where its sources come.
+void Sender::put_part(const Slot &slot, int source) {
+  const Range *ranges = slot.ranges(source);
+  uint64_t first = static_cast<uint64_t>(ranges->first_source), count = num_rows_ - first;
+  half_.far().put(source, 0, 0, ranges, shape_.local_experts() * sizeof(Range));
+  if (count) half_.far().put(source, 0, shape_.mirror_sources_at(), slot.sources() + first, count * sizeof(int32_t));
+  for (uint64_t e = 0; e < shape_.local_experts(); e++) {
+    uint64_t at_row = static_cast<uint64_t>(ranges[e].first_source) - first;
+    if (ranges[e].count) put_rows(source, e, slot, ranges[e], shape_.mirror_rows_at() + at_row * shape_.combine_row_bytes(is_logfmt(p_)));
+  }
+}
+
+void Sender::put_rows(int source, uint64_t expert, const Slot &slot, const Range &range, uint64_t offset) {
+  uint64_t bytes = shape_.combine_row_bytes(is_logfmt(p_)), first = static_cast<uint64_t>(range.first_row);
+  for (uint64_t i = 0; i < static_cast<uint64_t>(range.count); i++) {
+    const uint8_t *row = is_zero_copy(p_) ? at<const uint8_t>(p_.x + (first + i) * p_.x_row_stride) : slot.rows() + (first + i) * bytes;
+    half_.far().put(source, expert, offset + i * bytes, row, bytes);
+  }
 }
 
 void Sender::write_rows(const Slot &slot, const Range &range, uint64_t first) {
@@ -126,6 +149,7 @@ class Receiver {
   bool check_slots();
   void find_rows(int32_t token, int32_t *cursors, Found &found);
   const uint16_t *find_row(int source, int64_t expert, int32_t token, int32_t *cursors);
+  const uint16_t *find_far_row(int source, int64_t expert, int32_t token, int32_t &cursor);
   void add_logfmt(uint16_t *to, const Found &found);
   void fill_nan();
 
@@ -145,7 +169,8 @@ void Receiver::run() {
     if (check_slots()) {
       half_.give_credits();
       half_.add_waits(p_.wait_stats);
-      return;
+      if (wait_for_callers_rows(op_, half_.own_epoch())) return;
+      break;
     }
     good = !op_.failed();
   }
@@ -215,6 +240,7 @@ void Receiver::find_rows(int32_t token, int32_t *cursors, Found &found) {
 
 // An expert's rows lie by token, and tokens are looked for in order: each list is walked through once.
 const uint16_t *Receiver::find_row(int source, int64_t expert, int32_t token, int32_t *cursors) {
+  if (is_far(team_, source)) return find_far_row(source, expert, token, cursors[expert]);
   Slot slot(half_.slot(source), shape_);
   const Range &range = slot.ranges(team_.rank)[static_cast<uint64_t>(expert) % shape_.local_experts()];
   const int32_t *sources = slot.sources() + range.first_source;
@@ -224,6 +250,19 @@ const uint16_t *Receiver::find_row(int source, int64_t expert, int32_t token, in
   const SendMessage &message = half_.message(source);
   uint64_t base = message.rows_in_rdma ? team_.peers[source].rdma : team_.peers[source].wire;
   return at<const uint16_t>(base + message.rows_offset + static_cast<uint64_t>(range.first_row + cursor) * message.rows_stride);
+}
+
+// The same in a mirror. What a peer that goes on without this rank is writing may be anything.
+const uint16_t *Receiver::find_far_row(int source, int64_t expert, int32_t token, int32_t &cursor) {
+  uint64_t mirror = half_.slot(source), local = shape_.local_experts();
+  const Range *ranges = at<const Range>(mirror), range = ranges[static_cast<uint64_t>(expert) % local];
+  int64_t first = int64_t{range.first_source} - ranges[0].first_source;
+  if (first < 0 || range.count < 0 || static_cast<uint64_t>(first + range.count) > local * shape_.num_max_tokens) return nullptr;
+  const int32_t *sources = at<const int32_t>(mirror + shape_.mirror_sources_at()) + first;
+  while (cursor < range.count && sources[cursor] < token) cursor++;
+  if (cursor >= range.count || sources[cursor] != token) return nullptr;
+  uint64_t row = static_cast<uint64_t>(first + cursor);
+  return at<const uint16_t>(mirror + shape_.mirror_rows_at() + row * shape_.combine_row_bytes(is_logfmt(p_)));
 }
 
 void Receiver::add_logfmt(uint16_t *to, const Found &found) {

@@ -1,5 +1,6 @@
 // Low-latency dispatch. The sender casts each token once into its slot, with its indices; each receiver reads the indices of
-// all senders and copies the rows of its experts to their places, by source rank and then by token.
+// all senders and copies the rows of its experts to their places, by source rank and then by token. A far receiver reads them
+// in its mirror of the slot, where the sender has put the indices and the rows that this receiver takes.
 #include <string.h>
 
 #include "cpu/check.h"
@@ -16,6 +17,7 @@ class Slot {  // of a sender, as laid out by LowLatencyShape
   int32_t *idx(uint64_t token) const { return at<int32_t>(base_) + token * topk_; }
   float *weights(uint64_t token) const { return at<float>(base_ + weights_at_) + token * topk_; }
   uint8_t *row(uint64_t token) const { return at<uint8_t>(rows_ + token * stride_); }
+  uint64_t offset_of_row(uint64_t token) const { return rows_ - base_ + token * stride_; }
 
  private:
   uint64_t base_, rows_, stride_, topk_, weights_at_;
@@ -76,17 +78,38 @@ void write_row(const Team &team, const dk_ll_dispatch_params &p, uint8_t *to, ui
   if (p.flags & DK_LL_UE8M0) pack_exponents(reinterpret_cast<uint32_t *>(scales), scales, scale_words(p));
 }
 
+// The first of the token's experts that is at the same rank.
+bool rank_named_before(const int32_t *idx, int k, int local) {
+  for (int i = 0; i < k; i++)
+    if (idx[i] >= 0 && idx[i] / local == idx[k] / local) return true;
+  return false;
+}
+
+// A row that several experts of a far rank want crosses once.
+void put_row(Op &op, const dk_ll_dispatch_params &p, FarSender &far, const Slot &slot, uint64_t token) {
+  int local = p.num_experts / op.team.num_ranks;
+  uint64_t bytes = value_bytes(p) + 4 * scale_words(p);
+  const int32_t *idx = slot.idx(token);
+  for (int k = 0; k < p.num_topk; k++) {
+    if (idx[k] < 0 || rank_named_before(idx, k, local) || !is_far(op.team, idx[k] / local)) continue;
+    far.put(idx[k] / local, static_cast<uint64_t>(idx[k] % local), slot.offset_of_row(token), slot.row(token), bytes);
+  }
+}
+
+void put_routing(Op &op, const dk_ll_dispatch_params &p, FarSender &far, const Slot &slot) {
+  uint64_t bytes = static_cast<uint64_t>(p.num_tokens) * static_cast<uint64_t>(p.num_topk) * sizeof(int32_t);
+  for (int peer = 0; peer < op.team.num_ranks && bytes; peer++)
+    if (is_far(op.team, peer)) far.put(peer, 0, 0, slot.idx(0), bytes);
+}
+
 void count_sent(Op &op, const dk_ll_dispatch_params &p, const Slot &slot) {
   int local = p.num_experts / op.team.num_ranks;
   int64_t *rows = op.team.numbers(3);
   memset(rows, 0, sizeof(int64_t) * static_cast<size_t>(op.team.num_ranks));
   for (uint64_t token = 0; token < static_cast<uint64_t>(p.num_tokens); token++) {
     const int32_t *idx = slot.idx(token);
-    for (int k = 0; k < p.num_topk; k++) {
-      bool again = idx[k] < 0;
-      for (int i = 0; i < k && !again; i++) again = idx[i] >= 0 && idx[i] / local == idx[k] / local;
-      if (!again) rows[idx[k] / local]++;
-    }
+    for (int k = 0; k < p.num_topk; k++)
+      if (idx[k] >= 0 && !rank_named_before(idx, k, local)) rows[idx[k] / local]++;
   }
   for (int peer = 0; peer < op.team.num_ranks; peer++)
     if (!op.team.masked(peer)) op.sent(peer, static_cast<uint64_t>(rows[peer]) * (value_bytes(p) + 4 * scale_words(p)));
@@ -101,7 +124,9 @@ void send(Op &op, const dk_ll_dispatch_params &p) {
     copy_routing(op, p, slot, token);
     if (op.failed()) return;
     write_row(op.team, p, slot.row(token), token);
+    if (any_far(op.team)) put_row(op, p, half.far(), slot, token);
   }
+  if (any_far(op.team)) put_routing(op, p, half.far(), slot);
   half.finish(p.num_tokens, p.ticket);
   count_sent(op, p, slot);
 }
@@ -172,7 +197,8 @@ void Receiver::take_all(int source) {
   for (int e = 0; e < local_; e++) range[e * team_.num_ranks] = int64_t{count_[e]} << 32;
   if (!half_.here(source)) return;
   Slot slot(half_.slot(source), shape_, p_);
-  uint64_t tokens = static_cast<uint64_t>(half_.message(source).num_tokens);
+  // The bound is for a message that is being overwritten.
+  uint64_t tokens = min_of(static_cast<uint64_t>(half_.message(source).num_tokens), shape_.num_max_tokens);
   for (uint64_t token = 0; token < tokens; token++) take_token(slot, token);
   if (!half_.intact(source)) {
     for (int e = 0; e < local_; e++) count_[e] = static_cast<int32_t>(range[e * team_.num_ranks] >> 32);
@@ -216,6 +242,7 @@ void run_ll_dispatch(const dk_ll_dispatch_params &p) {
 bool bad_ll_dispatch(const Team &team, const dk_ll_dispatch_params &p) {
   if (bad_shape(p, team) || bad_index_bytes(p.index_bytes)) return true;
   if (LowLatencyShape(p, team.num_ranks).dispatch_slot_bytes(p.num_topk) > team.wire.slot_bytes[kDispatch]) return true;
+  if (any_far(team) && LowLatencyShape(p, team.num_ranks).dispatch_slot_bytes(p.num_topk) > team.wire.mirror_bytes[kDispatch]) return true;
   if (p.format != DK_FORMAT_BF16 && p.format != DK_FORMAT_FP8) return true;
   if (p.flags & ~uint32_t{DK_LL_ROUND_SCALE | DK_LL_UE8M0} || (p.flags && !is_fp8(p)) || p.flags == DK_LL_UE8M0) return true;
   if (is_fp8(p) && p.hidden % (p.flags & DK_LL_UE8M0 ? 4 * kScaleChannels : kScaleChannels)) return true;

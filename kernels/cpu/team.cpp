@@ -115,12 +115,22 @@ static int32_t check_far(const dk_team_create_params &p) {
   return DK_OK;
 }
 
+static int32_t check_low_latency(const dk_team_create_params &p) {
+  const Nic *nic = at<const Nic>(p.transport);
+  if (!(p.flags & DK_TEAM_LL_TRANSPORT) || p.num_ranks == 1) return DK_OK;
+  if (!nic) return DK_EUNSUPPORTED;
+  for (int i = 0; i < p.num_ranks; i++)
+    if (i != p.rank && !nic->reaches(i)) return DK_EINVAL;
+  return DK_OK;
+}
+
 static int32_t check_team(const dk_team_create_params &p) {
   if (!p.device || p.num_ranks < 1 || p.num_ranks > DK_MAX_RANKS || p.rank < 0 || p.rank >= p.num_ranks) return DK_EINVAL;
   if (p.num_nvl_peers < 1 || !p.host_peer_blocks || !p.status) return DK_EINVAL;
   if (p.control_bytes < control_bytes_for(p.num_ranks, p.num_nvl_peers) || p.control_offset % kLine || p.wire_offset % kLine) return DK_EINVAL;
   if (p.wire_bytes < WireRegion(p.num_ranks, p.num_nvl_peers, p.nvl_bytes, p.rdma_bytes, p.flags).total) return DK_EINVAL;
-  return all_near(p) ? DK_OK : check_far(p);
+  int32_t code = check_low_latency(p);
+  return code != DK_OK || all_near(p) ? code : check_far(p);
 }
 
 }  // namespace dk
