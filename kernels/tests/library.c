@@ -23,6 +23,9 @@ bool library_open(const char *path, char *why, size_t size) {
   if (!find(handle, "dk_" #name, &dk.name, why, size)) return false;
   SUITE_FUNCTIONS(SUITE_FIND)
 #undef SUITE_FIND
+#define SUITE_FIND(name) *(void **)&dk.name = dlsym(handle, "dk_" #name);
+  SUITE_OPTIONAL(SUITE_FIND)
+#undef SUITE_FIND
   library = (dk_info_params){.size = sizeof library};
   int32_t code = dk.info(&library);
   if (code != DK_OK) {
@@ -43,7 +46,7 @@ static const char *name_of(const char *const *names, int count, uint32_t number)
 const char *code_name(int32_t code) {
   static const char *const names[] = {"DK_OK",        "DK_EINVAL",   "DK_ESTATE",    "DK_EUNSUPPORTED", "DK_ENOMEM",   "DK_ESYSTEM",
                                       "DK_ETIMEOUT",  "DK_EPEERDEAD", "DK_EMISMATCH", "DK_EABORTED",     "DK_ENOTFOUND", "DK_EVERSION",
-                                      NULL,           NULL,          "DK_EDEVICE",   "DK_EINTERNAL"};
+                                      NULL,           NULL,          "DK_EDEVICE",   "DK_EINTERNAL",    "DK_EAGAIN"};
   return name_of(names, COUNT(names), (uint32_t)code);
 }
 

@@ -17,7 +17,10 @@ kinds='1 a lost flag|ll order/halves
 7 a wrong row of scales|ll FP8/
 8 another order of the sum|combine/
 9 a barrier that does not wait|team/barrier
-10 a failed call that leaves its output|abort/'
+10 a failed call that leaves its output|abort/
+11 a signal before its data|transport/order
+12 another order in a queue pair|transport/order
+13 a lost completion|transport/quiet'
 
 verdict() { # title, 0 if noticed
   if [ "$2" -eq 0 ]; then passed=$((passed + 1)); echo "ok     $1"; else failed=$((failed + 1)); echo "FAILED $1: not noticed"; fi

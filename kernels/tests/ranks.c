@@ -99,6 +99,11 @@ void keep_team(struct rank *me, struct team *t) {
   pthread_mutex_unlock(&me->world->lock);
 }
 
+void keep_transport(struct rank *me, uint64_t transport) {
+  expect(me, me->num_transports < MAX_TEAMS, "the suite allows %d transports", MAX_TEAMS);
+  me->transports[me->num_transports++] = transport;
+}
+
 static void keep_message(struct rank *me, enum verdict verdict, const char *format, va_list arguments) {
   if (me->verdict != PASSED) return;
   me->verdict = verdict;
@@ -141,6 +146,10 @@ static void take_down(struct rank *me) {
   for (int i = 0; i < me->num_teams; i++) {
     dk_team_destroy_params p = {.size = sizeof p, .team = me->teams[i]->handle};
     if (p.team) dk.team_destroy(&p);
+  }
+  for (int i = 0; i < me->num_transports; i++) {
+    dk_transport_close_params p = {.size = sizeof p, .transport = me->transports[i]};
+    if (p.transport) dk.transport_close(&p);
   }
   settle(me);
   for (int i = 0; i < me->num_shares; i++) drop_share(me->shares[i], me->index, false);

@@ -29,10 +29,14 @@
   X(event_record) X(stream_wait_event) X(event_wait) X(copy) X(fill) X(block_sizes) X(ll_layout) X(team_create)               \
   X(team_destroy) X(team_segment) X(layout) X(notify) X(dispatch) X(combine) X(ll_dispatch) X(ll_combine) X(clean) X(barrier) \
   X(mask)
+/* Null where the library lacks them. */
+#define SUITE_OPTIONAL(X) \
+  X(transport_open) X(transport_close) X(transport_put) X(transport_quiet) X(transport_query) X(transport_lose)
 
 struct library {
 #define SUITE_MEMBER(name) int32_t (*name)(dk_##name##_params *p);
   SUITE_FUNCTIONS(SUITE_MEMBER)
+  SUITE_OPTIONAL(SUITE_MEMBER)
 #undef SUITE_MEMBER
 };
 extern struct library dk;
@@ -103,9 +107,10 @@ struct rank {
   enum verdict verdict;
   /* taken down after the case */
   struct guarded tensors[MAX_TENSORS];
-  int num_tensors, num_shares, num_teams;
+  int num_tensors, num_shares, num_teams, num_transports;
   struct share *shares[MAX_SHARES];
   struct team *teams[MAX_TEAMS];
+  uint64_t transports[MAX_TEAMS];
   struct block { struct block *next; } *blocks;
 };
 
@@ -131,6 +136,7 @@ void meet(struct rank *me);
 void gather(struct rank *me, const void *mine, size_t bytes, int fd, void *all, int *fds);
 bool others_failed(struct rank *me);
 void keep_team(struct rank *me, struct team *t); /* to be taken down after the case */
+void keep_transport(struct rank *me, uint64_t transport); /* likewise: after the teams, before the memory */
 void pause_ms(int milliseconds);
 uint64_t now_ns(void);
 uint64_t limit_ns(double seconds); /* with the factor for sanitizers */
