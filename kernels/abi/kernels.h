@@ -84,8 +84,8 @@ typedef struct dk_counts {
  * Per-peer arrays: uint64_t bytes[DK_NUM_OPS][num_ranks] at peers_offset, then uint64_t wait_ns[DK_NUM_OPS][num_ranks].
  * Trace: ring of trace_len records at trace_offset; record i of the stream of calls is at index i % trace_len. */
 #define DK_STATS_MAGIC 0x3145474150504544ull /* "DEPPAGE1" */
-#define DK_STATS_VERSION 1u
-#define DK_HIST_BUCKETS 64 /* bucket b: durations d (ns) with: b = 4*floor(log2(d/512)) + next two bits of d, clamped to 0..63 */
+#define DK_STATS_VERSION 2u
+#define DK_HIST_BUCKETS 96 /* bucket b: durations d (ns) with: b = 4*floor(log2(d/512)) + next two bits of d, clamped to 0..95 (7.5 s) */
 typedef struct dk_op_stats {
   uint64_t calls, errors;       /* a call counts when its last phase ends */
   uint64_t total_ns, max_ns;    /* time in the operation's own kernels, send + receive; not the gap between the two halves */

@@ -96,9 +96,9 @@ const (
 	MaxRanks    = 1024
 	MaxSegments = 64
 	NumTickets  = 4
-	HistBuckets = 64
+	HistBuckets = 96
 	StatusBytes = 4096
 
 	StatsMagic   = 0x3145474150504544 // "DEPPAGE1"
-	StatsVersion = 1
+	StatsVersion = 2
 )

@@ -1,7 +1,7 @@
 package plan
 
 // HistogramBuckets is the number of buckets of a latency histogram; a power of two has four.
-const HistogramBuckets = 64
+const HistogramBuckets = 96
 
 const (
 	histogramBase = 512 // ns below which everything is in bucket 0
