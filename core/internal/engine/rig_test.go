@@ -54,10 +54,12 @@ func TestMain(m *testing.M) {
 }
 
 func buildFake(dir string) error {
-	out, err := exec.Command("gcc", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-I", "../../../kernels/abi",
-		"-o", filepath.Join(dir, "libfake.so"), "testdata/fake.c").CombinedOutput()
-	if err != nil {
-		return errors.New(string(out))
+	for file, define := range map[string]string{"libfake.so": "TRANSPORT", "libnear.so": "NO_TRANSPORT"} {
+		out, err := exec.Command("gcc", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-I", "../../../kernels/abi", "-D"+define,
+			"-o", filepath.Join(dir, file), "testdata/fake.c").CombinedOutput()
+		if err != nil {
+			return errors.New(string(out))
+		}
 	}
 	return nil
 }
@@ -71,20 +73,42 @@ type rig struct {
 
 func newRig(t testing.TB) *rig {
 	t.Helper()
+	lib := fakeLibrary(t, "libfake.so")
+	b, err := engine.New(context.Background(), &alone{}, rigOptions(lib, plan.Topology{Ranks: 1, Peers: 8}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := watch(t, b, lib)
+	r.read()
+	t.Cleanup(func() {
+		r.capturing(0)
+		r.must(b.Destroy())
+	})
+	return r
+}
+
+func fakeLibrary(t testing.TB, file string) *kern.Library {
+	t.Helper()
 	if fakeDir == "" {
 		t.Skip("needs gcc to make the fake kernel library")
 	}
-	lib, err := kern.Load(dl.Query{File: "libfake.so", Dir: fakeDir})
+	lib, err := kern.Load(dl.Query{File: file, Dir: fakeDir})
 	if err != nil {
 		t.Fatal(err)
 	}
-	b, err := engine.New(context.Background(), &alone{}, engine.Options{
-		Library: lib, Ordinal: -1, Topology: plan.Topology{Ranks: 1, Peers: 8}, NVLBytes: 4096, RDMABytes: 1 << 16, LowLatency: true, Shrink: true,
+	return lib
+}
+
+func rigOptions(lib *kern.Library, top plan.Topology) engine.Options {
+	return engine.Options{
+		Library: lib, Ordinal: -1, Topology: top, NVLBytes: 4096, RDMABytes: 1 << 16, LowLatency: true, Shrink: true,
 		Timeout: 5 * time.Millisecond, FirstTimeout: 7 * time.Millisecond, StartLimit: time.Second, ID: 1,
-	})
-	if err != nil {
-		t.Fatal(err)
 	}
+}
+
+// watch finds what the fake library offers beside the interface.
+func watch(t testing.TB, b *engine.Buffer, lib *kern.Library) *rig {
+	t.Helper()
 	r := &rig{Buffer: b, t: t}
 	file, err := dl.Open(lib.Path)
 	r.must(err)
@@ -94,11 +118,6 @@ func newRig(t testing.TB) *rig {
 	r.must(err)
 	r.quiet, err = file.Symbol("fake_quiet")
 	r.must(err)
-	r.read()
-	t.Cleanup(func() {
-		r.capturing(0)
-		r.must(b.Destroy())
-	})
 	return r
 }
 

@@ -30,7 +30,10 @@ int32_t dk_mem_alloc(dk_mem_alloc_params *p) {
   return p->mem ? 0 : DK_ENOMEM;
 }
 int32_t dk_mem_export(dk_mem_export_params *p) { p->kind = DK_SHARE_LOCAL; p->fd = -1; return 0; }
-int32_t dk_mem_import(dk_mem_import_params *p) { (void)p; return DK_EUNSUPPORTED; }
+int32_t dk_mem_import(dk_mem_import_params *p) {
+  p->mem = p->address = (uint64_t)(uintptr_t)calloc(1, p->bytes);
+  return p->mem ? 0 : DK_ENOMEM;
+}
 int32_t dk_mem_free(dk_mem_free_params *p) { free((void *)(uintptr_t)p->mem); return 0; }
 int32_t dk_host_register(dk_host_register_params *p) { p->address = p->host; return 0; }
 int32_t dk_host_unregister(dk_host_unregister_params *p) { (void)p; return 0; }
@@ -47,14 +50,46 @@ int32_t dk_event_wait(dk_event_wait_params *p) { (void)p; return 0; }
 int32_t dk_copy(dk_copy_params *p) { (void)p; return 0; }
 int32_t dk_fill(dk_fill_params *p) { (void)p; return 0; }
 
-int32_t dk_block_sizes(dk_block_sizes_params *p) { p->control_bytes = p->wire_bytes = 4096; p->min_nvl_bytes = p->max_row_bytes * 2; return 0; }
+int32_t dk_block_sizes(dk_block_sizes_params *p) {
+  p->control_bytes = p->wire_bytes = 4096;
+  p->min_nvl_bytes = p->max_row_bytes * 2;
+  p->min_rdma_bytes = p->num_ranks > p->num_nvl_peers ? p->max_row_bytes * 3 : 0;
+  return 0;
+}
 int32_t dk_ll_layout(dk_ll_layout_params *p) {
   p->rdma_bytes = (uint64_t)p->num_max_tokens * p->hidden * 2; p->wire_bytes = 64;
   p->zero_copy_offset[0] = 256; p->zero_copy_offset[1] = 512; p->zero_copy_row_stride = 2 * (uint64_t)p->hidden;
   return 0;
 }
-int32_t dk_team_create(dk_team_create_params *p) { p->team = 7; return 0; }
-int32_t dk_team_destroy(dk_team_destroy_params *p) { (void)p; return 0; }
+/* Which of the blocks are given: a digit for each rank. */
+static const char *given(const uint64_t *blocks, int32_t ranks) {
+  static char text[DK_MAX_RANKS + 1];
+  for (int32_t i = 0; i < ranks; i++) text[i] = blocks[i] ? '1' : '0';
+  text[ranks] = 0;
+  return text;
+}
+int32_t dk_team_create(dk_team_create_params *p) {
+  NOTE("team flags %d blocks %s transport %d\n", (int)p->flags, given((const uint64_t *)(uintptr_t)p->host_peer_blocks, p->num_ranks), (int)p->transport);
+  p->team = 7;
+  return 0;
+}
+int32_t dk_team_destroy(dk_team_destroy_params *p) { (void)p; NOTE("team ends\n"); return 0; }
+
+#ifndef NO_TRANSPORT
+int32_t dk_transport_open(dk_transport_open_params *p) {
+  NOTE("transport %d x %d seed %d flags %d blocks %s peers", p->num_qps, p->qp_depth, (int)p->seed, (int)p->flags,
+       given((const uint64_t *)(uintptr_t)p->host_blocks, p->num_ranks));
+  for (int32_t i = 0; i < p->num_peers; i++) NOTE(" %d", ((const int32_t *)(uintptr_t)p->host_peers)[i]);
+  NOTE("\n");
+  p->transport = 9;
+  return 0;
+}
+int32_t dk_transport_close(dk_transport_close_params *p) { NOTE("transport %d ends\n", (int)p->transport); return 0; }
+int32_t dk_transport_put(dk_transport_put_params *p) { (void)p; return DK_EUNSUPPORTED; }
+int32_t dk_transport_quiet(dk_transport_quiet_params *p) { NOTE("transport %d quiet, peer %d\n", (int)p->transport, p->peer); return 0; }
+int32_t dk_transport_query(dk_transport_query_params *p) { (void)p; return DK_EUNSUPPORTED; }
+int32_t dk_transport_lose(dk_transport_lose_params *p) { NOTE("transport %d loses %d\n", (int)p->transport, p->peer); return 0; }
+#endif
 int32_t dk_team_segment(dk_team_segment_params *p) { NOTE("segment %d of %d: %d bytes\n", p->index, p->owner, (int)p->bytes); return 0; }
 
 #define OPERATION(name, format, ...) \
