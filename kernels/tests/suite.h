@@ -192,12 +192,19 @@ struct team_spec {
   uint64_t least_row;             /* not 0: nvl_bytes is the floor for rows of so many bytes */
   uint32_t flags;                 /* DK_TEAM_* */
   int trace;                      /* records; -1: no statistics page */
+  /* Ranks of a node; 0: all are on one. Ranks of other nodes, and with DK_TEAM_LL_TRANSPORT all, are reached by a transport. */
+  int node;
+  int qps, qp_depth;              /* of the transport; 0: 3 toward each peer, 64 deep */
+  uint32_t transport_flags;       /* DK_TRANSPORT_LATE */
+  uint64_t seed;                  /* of its delays and orders */
 };
 struct team {
   struct rank *me;
   uint64_t handle;
   struct share *block;
   uint64_t nvl_offset, nvl_bytes, rdma_offset, rdma_bytes;
+  int node;                       /* ranks of a node */
+  uint64_t transport;             /* 0: none */
   dk_status *status;
   dk_stats_page *stats;
   uint64_t calls[DK_NUM_OPS], combines, timeout_ns;

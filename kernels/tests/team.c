@@ -10,7 +10,8 @@ static uint64_t pages(uint64_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 static dk_block_sizes_params sizes_for(struct rank *me, const struct team_spec *spec) {
   dk_block_sizes_params p = {.size = sizeof p,
                              .num_ranks = me->count,
-                             .num_nvl_peers = MAX_SEATS,
+                             .num_nvl_peers = spec->node ? spec->node : MAX_SEATS,
+                             .flags = spec->flags,
                              .nvl_bytes = spec->nvl_bytes,
                              .rdma_bytes = spec->rdma_bytes,
                              .max_row_bytes = spec->least_row};
@@ -51,9 +52,37 @@ static void share_device(struct rank *me, dk_team_create_params *p) {
   }
 }
 
+/* ---- Nodes --------------------------------------------------------------------------------------------------------------- */
+
+static bool on_my_node(const struct team *t, int rank) { return rank / t->node == t->me->index / t->node; }
+
+/* Queue pairs to every rank that the team cannot or shall not map: remote ones first, beginning with the next rank. */
+static void open_transport(struct team *t, const struct team_spec *spec) {
+  struct rank *me = t->me;
+  if (!dk.transport_open) skip(me, "the library has no transport");
+  int32_t peers[MAX_SEATS];
+  dk_transport_open_params p = {.size = sizeof p, .device = seat_device(me->seat), .rank = me->index, .num_ranks = me->count};
+  for (int near = 0; near < 2; near++)
+    for (int i = 1; i < me->count; i++) {
+      int peer = (me->index + i) % me->count;
+      if (on_my_node(t, peer) == near && (!near || spec->flags & DK_TEAM_LL_TRANSPORT)) peers[p.num_peers++] = peer;
+    }
+  p.num_qps = spec->qps ? spec->qps : 3;
+  p.qp_depth = spec->qp_depth ? spec->qp_depth : 64;
+  p.flags = spec->transport_flags;
+  p.host_peers = (uintptr_t)peers;
+  p.host_blocks = (uintptr_t)t->block->at;
+  p.block_bytes = t->block->bytes;
+  p.seed = spec->seed;
+  CALL(me, transport_open, &p);
+  t->transport = p.transport;
+  keep_transport(me, p.transport);
+}
+
 struct team *make_team(struct rank *me, const struct team_spec *spec) {
   struct team *t = scratch(me, sizeof *t);
   t->me = me;
+  t->node = spec->node ? spec->node : MAX_SEATS;
   t->timeout_ns = limit_ns(10);
   dk_block_sizes_params sizes = sizes_for(me, spec);
   t->nvl_bytes = sizes.nvl_bytes;
@@ -62,7 +91,7 @@ struct team *make_team(struct rank *me, const struct team_spec *spec) {
                              .device = seat_device(me->seat),
                              .rank = me->index,
                              .num_ranks = me->count,
-                             .num_nvl_peers = MAX_SEATS,
+                             .num_nvl_peers = t->node,
                              .flags = spec->flags,
                              .control_bytes = sizes.control_bytes,
                              .wire_bytes = sizes.wire_bytes,
@@ -72,7 +101,11 @@ struct team *make_team(struct rank *me, const struct team_spec *spec) {
   p.nvl_offset = t->nvl_offset = p.wire_offset + pages(p.wire_bytes);
   p.rdma_offset = t->rdma_offset = p.nvl_offset + pages(p.nvl_bytes);
   t->block = share(me, p.rdma_offset + pages(p.rdma_bytes));
-  p.host_peer_blocks = (uintptr_t)t->block->at;
+  uint64_t mapped[MAX_SEATS];
+  for (int i = 0; i < me->count; i++) mapped[i] = on_my_node(t, i) ? t->block->at[i] : 0;
+  p.host_peer_blocks = (uintptr_t)mapped;
+  if (me->count > t->node || spec->flags & DK_TEAM_LL_TRANSPORT) open_transport(t, spec);
+  p.transport = t->transport;
   t->status = host_words(me, DK_STATUS_BYTES, 4096, &p.status);
   p.host_status = (uintptr_t)t->status;
   t->status->abort_rank = -1;
