@@ -38,7 +38,9 @@ type Buffer struct {
 	group *Group
 }
 
-func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error) {
+// NewBuffer makes a buffer. Collective: all ranks of the group make theirs in the same order. Where the host itself is at
+// fault the error (of WaitReady and the first call, with Background) says what `deepep doctor` found first.
+func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error) {
 	s, err := settings()
 	if err != nil {
 		return nil, err
@@ -48,7 +50,7 @@ func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 	}
 	library, name, err := chooseEngine(o.Engine, s)
 	if err != nil {
-		return nil, err
+		return nil, g.diagnosed(err, &o)
 	}
 	if !o.Background {
 		if err := g.wait(ctx); err != nil {
@@ -83,6 +85,7 @@ func (g *Group) options(o *BufferOptions, s env.Settings) (engine.Options, error
 	opt := engine.Options{
 		Ordinal: o.Device, Topology: g.topology, NVLBytes: o.NumNVLBytes, RDMABytes: o.NumRDMABytes, LowLatency: o.LowLatency, Shrink: o.Shrink,
 		Preinitialize: o.Preinitialize, Background: o.Background, Timeout: timeout, FirstTimeout: first, StartLimit: g.limit, Log: g.log,
+		Explain: func(err error) error { return g.diagnosed(err, o) },
 	}
 	if s.Stats {
 		opt.NewPage = g.newPage

@@ -13,16 +13,6 @@ import (
 // doctorLimit is how long the look at the host may keep an error back; it takes some 50 ms.
 const doctorLimit = 2 * time.Second
 
-// NewBuffer makes a buffer. Collective: all ranks of the group make theirs in the same order. Where the host itself is at
-// fault the error says what `deepep doctor` found first.
-func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error) {
-	b, err := g.newBuffer(ctx, o)
-	if err != nil {
-		return nil, g.diagnosed(err, &o)
-	}
-	return b, nil
-}
-
 // diagnosed adds the doctor's first FAIL to an error whose cause may lie in the host. Arguments, disagreement and dead
 // peers are not such.
 func (g *Group) diagnosed(err error, o *BufferOptions) error {

@@ -37,6 +37,21 @@ func TestConstructionAsksTheDoctor(t *testing.T) {
 	}
 }
 
+// So does the error of a buffer that is made in the background, which is how Python makes all of them.
+func TestConstructionInTheBackgroundAsksTheDoctor(t *testing.T) {
+	b, err := alone(t).NewBuffer(context.Background(), BufferOptions{Engine: EngineCPU, NumNVLBytes: 1 << 46, Background: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = b.WaitReady(-1)
+	if !errors.Is(err, ErrOutOfMemory) || strings.Count(err.Error(), "FAIL memory") != 1 {
+		t.Errorf("%v", err)
+	}
+	if err := b.Destroy(); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestMemoryThatDoesNotFitIsNamed(t *testing.T) {
 	g := alone(t)
 	err := g.diagnosed(Errorf(ErrOutOfMemory.Code, "allocating"), &BufferOptions{Engine: EngineCPU, NumNVLBytes: 1 << 60})

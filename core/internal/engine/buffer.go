@@ -32,6 +32,7 @@ type Options struct {
 	ID            uint32 // number of the buffer in its group, the same on all ranks
 	StartLimit    time.Duration
 	NewPage       func(PageHeader) (StatsPage, error) // nil: statistics in plain memory
+	Explain       func(error) error                   // adds to the reason why the buffer could not be made; nil: nothing to add
 	Log           *zap.Logger
 }
 

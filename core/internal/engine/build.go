@@ -69,6 +69,9 @@ func (b *Buffer) finishBuild(c context.Context) {
 		}
 		if b.buildErr != nil {
 			b.buildErr = fmt.Errorf("making buffer %d on rank %d: %w", b.opt.ID, b.rank, b.buildErr)
+			if b.opt.Explain != nil {
+				b.buildErr = b.opt.Explain(b.buildErr)
+			}
 			b.log.Error(b.buildErr.Error())
 		}
 	}()
