@@ -132,60 +132,71 @@ func roomFor(t testing.TB, ranks, b, hidden, experts int) BufferOptions {
 	return BufferOptions{NumRDMABytes: bytes, LowLatency: true, NumNVLBytes: 1 << 20}
 }
 
+// lowLatencyShape is a shape of low-latency calls.
+type lowLatencyShape struct{ ranks, tokens, b, hidden, k, perRank int }
+
+func (c lowLatencyShape) room(t testing.TB) BufferOptions {
+	return roomFor(t, c.ranks, c.b, c.hidden, c.perRank*c.ranks)
+}
+
 func TestLowLatencyRoundTrips(t *testing.T) {
-	for _, c := range []struct{ ranks, tokens, b, hidden, k, perRank int }{
-		{1, 3, 4, 128, 1, 2}, {2, 7, 8, 512, 2, 3}, {4, 16, 16, 256, 4, 2},
-	} {
+	for _, c := range []lowLatencyShape{{1, 3, 4, 128, 1, 2}, {2, 7, 8, 512, 2, 3}, {4, 16, 16, 256, 4, 2}} {
 		t.Run(fmt.Sprintf("%+v", c), func(t *testing.T) {
-			onRanks(t, c.ranks, roomFor(t, c.ranks, c.b, c.hidden, c.perRank*c.ranks), func(m *member) {
-				l := newLowLatency(m.rank, c.ranks, c.tokens, c.b, c.hidden, c.k, c.perRank*c.ranks)
-				for round := range 6 {
-					clear(l.combined)
-					fp8 := round%2 == 1
-					m.must(m.LowLatencyDispatch(l.dispatch(SendRecv, fp8), &Call{}))
-					l.checkRows(m, fp8)
-					if fp8 {
-						continue
-					}
-					m.must(m.LowLatencyCombine(l.combine(SendRecv, 0), &Call{}))
-					l.checkCombined(m)
-				}
-				m.check(l.stats[0] == 6*l.count[0], "cumulative statistics %d of %d a call", l.stats[0], l.count[0])
-				runtime.KeepAlive(l)
-			})
+			onRanks(t, c.ranks, c.room(t), func(m *member) { m.lowLatencyRounds(c, 6) })
 		})
 	}
+}
+
+// lowLatencyRounds goes there and back in BF16, and there in FP8 in between.
+func (m *member) lowLatencyRounds(c lowLatencyShape, rounds int) {
+	l := newLowLatency(m.rank, c.ranks, c.tokens, c.b, c.hidden, c.k, c.perRank*c.ranks)
+	for round := range rounds {
+		clear(l.combined)
+		fp8 := round%2 == 1
+		m.must(m.LowLatencyDispatch(l.dispatch(SendRecv, fp8), &Call{}))
+		l.checkRows(m, fp8)
+		if fp8 {
+			continue
+		}
+		m.must(m.LowLatencyCombine(l.combine(SendRecv, 0), &Call{}))
+		l.checkCombined(m)
+	}
+	m.check(l.stats[0] == int32(rounds)*l.count[0], "cumulative statistics %d of %d a call", l.stats[0], l.count[0])
+	runtime.KeepAlive(l)
 }
 
 // Two micro-batches in turn, each in halves, as inference engines interleave them.
 func TestLowLatencyHalves(t *testing.T) {
 	const ranks, tokens, hidden, k, experts = 3, 6, 256, 2, 6
-	onRanks(t, ranks, roomFor(t, ranks, tokens, hidden, experts), func(m *member) {
-		a := newLowLatency(m.rank, ranks, tokens, tokens, hidden, k, experts)
-		b := newLowLatency(m.rank, ranks, tokens, tokens, hidden, k, experts)
-		for range 4 {
-			sendA, sendB := a.dispatch(Send, false), b.dispatch(Send, false)
-			m.must(m.LowLatencyDispatch(sendA, &Call{}))
-			m.must(m.LowLatencyDispatch(sendB, &Call{}))
-			third := a.dispatch(Send, false)
-			m.check(CodeOf(m.LowLatencyDispatch(third, &Call{})) == ErrInvalidState.Code, "a third send is taken")
-			for i, half := range []*LLDispatchArgs{sendA, sendB} {
-				half.Phases = Recv
-				m.must(m.LowLatencyDispatch(half, &Call{}))
-				[]*lowLatency{a, b}[i].checkRows(m, false)
-			}
-			combineA, combineB := a.combine(Send, 0), b.combine(Send, LLZeroCopy)
-			m.must(m.LowLatencyCombine(combineA, &Call{}))
-			b.writeZeroCopy(m)
-			m.must(m.LowLatencyCombine(combineB, &Call{}))
-			for i, half := range []*LLCombineArgs{combineA, combineB} {
-				half.Phases = Recv
-				m.must(m.LowLatencyCombine(half, &Call{}))
-				[]*lowLatency{a, b}[i].checkCombined(m)
-			}
+	onRanks(t, ranks, roomFor(t, ranks, tokens, hidden, experts), func(m *member) { m.lowLatencyHalves(tokens, hidden, k, experts) })
+}
+
+func (m *member) lowLatencyHalves(tokens, hidden, k, experts int) {
+	ranks := m.size
+	a := newLowLatency(m.rank, ranks, tokens, tokens, hidden, k, experts)
+	b := newLowLatency(m.rank, ranks, tokens, tokens, hidden, k, experts)
+	for range 4 {
+		sendA, sendB := a.dispatch(Send, false), b.dispatch(Send, false)
+		m.must(m.LowLatencyDispatch(sendA, &Call{}))
+		m.must(m.LowLatencyDispatch(sendB, &Call{}))
+		third := a.dispatch(Send, false)
+		m.check(CodeOf(m.LowLatencyDispatch(third, &Call{})) == ErrInvalidState.Code, "a third send is taken")
+		for i, half := range []*LLDispatchArgs{sendA, sendB} {
+			half.Phases = Recv
+			m.must(m.LowLatencyDispatch(half, &Call{}))
+			[]*lowLatency{a, b}[i].checkRows(m, false)
 		}
-		runtime.KeepAlive([]any{a, b})
-	})
+		combineA, combineB := a.combine(Send, 0), b.combine(Send, LLZeroCopy)
+		m.must(m.LowLatencyCombine(combineA, &Call{}))
+		b.writeZeroCopy(m)
+		m.must(m.LowLatencyCombine(combineB, &Call{}))
+		for i, half := range []*LLCombineArgs{combineA, combineB} {
+			half.Phases = Recv
+			m.must(m.LowLatencyCombine(half, &Call{}))
+			[]*lowLatency{a, b}[i].checkCombined(m)
+		}
+	}
+	runtime.KeepAlive([]any{a, b})
 }
 
 // writeZeroCopy moves the rows to where the next combine reads them and spoils the others.

@@ -7,29 +7,33 @@ import (
 )
 
 func TestDispatchAndCombine(t *testing.T) {
-	for _, c := range []struct{ ranks, tokens, hidden, k, perRank int }{
-		{1, 9, 8, 1, 1}, {2, 16, 64, 2, 3}, {3, 20, 24, 3, 2}, {4, 33, 1032, 8, 16}, {8, 12, 16, 5, 1},
-	} {
+	for _, c := range []normal{{1, 9, 8, 1, 1}, {2, 16, 64, 2, 3}, {3, 20, 24, 3, 2}, {4, 33, 1032, 8, 16}, {8, 12, 16, 5, 1}} {
 		t.Run(fmt.Sprintf("%+v", c), func(t *testing.T) {
-			onRanks(t, c.ranks, BufferOptions{NumNVLBytes: 4 << 20}, func(m *member) {
-				var out Arrived
-				var back Combined
-				for round := range 6 {
-					all := routing(round, c.ranks, c.tokens, c.k, c.perRank*c.ranks)
-					own := all[m.rank]
-					in := &Tokens{Hidden: c.hidden, TopKIdx: own.index, TopKWeights: own.weights, NumTopK: c.k, NumExperts: c.perRank * c.ranks}
-					for token := range own.tokens {
-						for range c.hidden {
-							in.X = append(in.X, ToBF16(elem(m.rank, token)))
-						}
-					}
-					m.must(m.DispatchTokens(in, &out))
-					m.checkArrived(&out, all, c.k, c.perRank)
-					m.must(m.CombineTokens(out.X, out.TopKWeights, &out, &back))
-					m.checkCombined(&back, own, c.k, c.perRank, c.hidden)
-				}
-			})
+			onRanks(t, c.ranks, BufferOptions{NumNVLBytes: 4 << 20}, func(m *member) { m.normalRounds(c, 6) })
 		})
+	}
+}
+
+// normal is a shape of normal mode: at most so many tokens a rank.
+type normal struct{ ranks, tokens, hidden, k, perRank int }
+
+// normalRounds sends random routings there and back, and checks every row.
+func (m *member) normalRounds(c normal, rounds int) {
+	var out Arrived
+	var back Combined
+	for round := range rounds {
+		all := routing(round, c.ranks, c.tokens, c.k, c.perRank*c.ranks)
+		own := all[m.rank]
+		in := &Tokens{Hidden: c.hidden, TopKIdx: own.index, TopKWeights: own.weights, NumTopK: c.k, NumExperts: c.perRank * c.ranks}
+		for token := range own.tokens {
+			for range c.hidden {
+				in.X = append(in.X, ToBF16(elem(m.rank, token)))
+			}
+		}
+		m.must(m.DispatchTokens(in, &out))
+		m.checkArrived(&out, all, c.k, c.perRank)
+		m.must(m.CombineTokens(out.X, out.TopKWeights, &out, &back))
+		m.checkCombined(&back, own, c.k, c.perRank, c.hidden)
 	}
 }
 
@@ -145,82 +149,86 @@ func (f *fixed) notify(m *member, worst int) (uint64, error) {
 
 // FP8 rows with strided scales, aligned counts, then the same rows once more through the handle.
 func TestScalesAndCachedDispatch(t *testing.T) {
-	onRanks(t, 4, BufferOptions{NumNVLBytes: 1 << 20}, func(m *member) {
-		f := newFixed(m, 6, 2, 8, 32)
-		f.layout(m)
-		token, err := f.notify(m, 0)
-		m.must(err)
-		counts := make([]int32, 2)
-		n, err := m.WaitCounts(token, -1, counts)
-		m.must(err)
-		for e, c := range counts {
-			m.check(c%8 == 0 && c > 0, "expert %d: %d rows, want a multiple of 8", e, c)
-		}
-		scales := make([]float32, 2*8*f.tokens) // stride 3 between scales, 8 between tokens
-		for token := range f.tokens {
-			scales[token*8], scales[token*8+3] = float32(token), float32(100+token)
-		}
-		f.handle.NumRecvTokens = int32(n)
-		f.source = make([]int32, n+16)
-		f.handle.RecvSrcIdx = AddressOf(f.source)
-		recv, recvScales := make([]uint8, n*32+16), make([]float32, n*2+16)
-		idx, weights := make([]int64, n*2+16), make([]float32, n*2+16)
-		args := DispatchArgs{
-			Rows: f.rows(0), Token: token, IndexType: Int64, X: AddressOf(f.x), XScales: AddressOf(scales), ScaleTokenStride: 8, ScaleStride: 3,
-			TopKIdx: AddressOf(f.index), TopKWeights: AddressOf(f.weights), Handle: &f.handle, RecvSegment: -1, RecvX: AddressOf(recv),
-			RecvXScales: AddressOf(recvScales), RecvTopKIdx: AddressOf(idx), RecvTopKWeights: AddressOf(weights),
-		}
-		m.must(m.Dispatch(&args, &Call{}))
-		check := func(what string) {
-			for row := range n {
-				source := 0
-				for f.prefix[source*m.size+m.rank] <= int32(row) {
-					source++
-				}
-				token := int(f.source[row])
-				m.check(recv[row*32] == uint8(source*40+token) && recv[row*32+31] == recv[row*32], "%s: row %d: %d from rank %d token %d", what, row, recv[row*32], source, token)
-				m.check(recvScales[row*2] == float32(token) && recvScales[row*2+1] == float32(100+token), "%s: row %d: scales %v", what, row, recvScales[row*2:row*2+2])
+	onRanks(t, 4, BufferOptions{NumNVLBytes: 1 << 20}, scalesAndCached)
+}
+
+func scalesAndCached(m *member) {
+	f := newFixed(m, 6, 2, 8, 32)
+	f.layout(m)
+	token, err := f.notify(m, 0)
+	m.must(err)
+	counts := make([]int32, 2)
+	n, err := m.WaitCounts(token, -1, counts)
+	m.must(err)
+	for e, c := range counts {
+		m.check(c%8 == 0 && c > 0, "expert %d: %d rows, want a multiple of 8", e, c)
+	}
+	scales := make([]float32, 2*8*f.tokens) // stride 3 between scales, 8 between tokens
+	for token := range f.tokens {
+		scales[token*8], scales[token*8+3] = float32(token), float32(100+token)
+	}
+	f.handle.NumRecvTokens = int32(n)
+	f.source = make([]int32, n+16)
+	f.handle.RecvSrcIdx = AddressOf(f.source)
+	recv, recvScales := make([]uint8, n*32+16), make([]float32, n*2+16)
+	idx, weights := make([]int64, n*2+16), make([]float32, n*2+16)
+	args := DispatchArgs{
+		Rows: f.rows(0), Token: token, IndexType: Int64, X: AddressOf(f.x), XScales: AddressOf(scales), ScaleTokenStride: 8, ScaleStride: 3,
+		TopKIdx: AddressOf(f.index), TopKWeights: AddressOf(f.weights), Handle: &f.handle, RecvSegment: -1, RecvX: AddressOf(recv),
+		RecvXScales: AddressOf(recvScales), RecvTopKIdx: AddressOf(idx), RecvTopKWeights: AddressOf(weights),
+	}
+	m.must(m.Dispatch(&args, &Call{}))
+	check := func(what string) {
+		for row := range n {
+			source := 0
+			for f.prefix[source*m.size+m.rank] <= int32(row) {
+				source++
 			}
+			token := int(f.source[row])
+			m.check(recv[row*32] == uint8(source*40+token) && recv[row*32+31] == recv[row*32], "%s: row %d: %d from rank %d token %d", what, row, recv[row*32], source, token)
+			m.check(recvScales[row*2] == float32(token) && recvScales[row*2+1] == float32(100+token), "%s: row %d: scales %v", what, row, recvScales[row*2:row*2+2])
 		}
-		check("first")
-		m.check(CodeOf(m.Dispatch(&args, &Call{})) == ErrInvalidArgument.Code, "a token serves one dispatch")
-		clear(recv)
-		clear(recvScales)
-		cached := args
-		cached.Cached, cached.Token, cached.NumTopK, cached.NumExperts, cached.TopKIdx, cached.TopKWeights = true, 0, 0, 0, 0, 0
-		m.check(CodeOf(m.Dispatch(&cached, &Call{})) == ErrInvalidArgument.Code, "outputs of top-k without top-k")
-		cached.RecvTopKIdx, cached.RecvTopKWeights = 0, 0
-		m.must(m.Dispatch(&cached, &Call{}))
-		check("cached")
-		runtime.KeepAlive([]any{f, scales, recv, recvScales, idx, weights})
-	})
+	}
+	check("first")
+	m.check(CodeOf(m.Dispatch(&args, &Call{})) == ErrInvalidArgument.Code, "a token serves one dispatch")
+	clear(recv)
+	clear(recvScales)
+	cached := args
+	cached.Cached, cached.Token, cached.NumTopK, cached.NumExperts, cached.TopKIdx, cached.TopKWeights = true, 0, 0, 0, 0, 0
+	m.check(CodeOf(m.Dispatch(&cached, &Call{})) == ErrInvalidArgument.Code, "outputs of top-k without top-k")
+	cached.RecvTopKIdx, cached.RecvTopKWeights = 0, 0
+	m.must(m.Dispatch(&cached, &Call{}))
+	check("cached")
+	runtime.KeepAlive([]any{f, scales, recv, recvScales, idx, weights})
 }
 
 // One step without waiting for counts: rows past the last one are marked.
 func TestWorstCaseDispatch(t *testing.T) {
-	onRanks(t, 2, BufferOptions{NumNVLBytes: 1 << 20}, func(m *member) {
-		const worst = 40
-		f := newFixed(m, 6, 2, 8, 32)
-		f.layout(m)
-		token, err := f.notify(m, worst)
-		m.must(err)
-		_, err = m.WaitCounts(token, -1, nil)
-		m.check(CodeOf(err) == ErrInvalidArgument.Code, "waiting for counts that nobody writes: %v", err)
-		scales := make([]float32, 2*f.tokens)
-		f.source = make([]int32, worst)
-		f.handle.RecvSrcIdx = AddressOf(f.source)
-		recv, recvScales, idx, weights := make([]uint8, worst*32), make([]float32, worst*2), make([]int64, worst*2), make([]float32, worst*2)
-		m.must(m.Dispatch(&DispatchArgs{
-			Rows: f.rows(worst), Token: token, IndexType: Int64, X: AddressOf(f.x), XScales: AddressOf(scales), ScaleTokenStride: 2, ScaleStride: 1,
-			TopKIdx: AddressOf(f.index), TopKWeights: AddressOf(f.weights), Handle: &f.handle, RecvSegment: -1, RecvX: AddressOf(recv),
-			RecvXScales: AddressOf(recvScales), RecvTopKIdx: AddressOf(idx), RecvTopKWeights: AddressOf(weights),
-		}, &Call{}))
-		n := int(f.prefix[(m.size-1)*m.size+m.rank])
-		m.check(n > 0 && n < worst, "%d rows came", n)
-		for row := range worst {
-			empty := idx[row*2] == -1 && idx[row*2+1] == -1
-			m.check(empty == (row >= n), "row %d of %d: choices %v", row, n, idx[row*2:row*2+2])
-		}
-		runtime.KeepAlive([]any{f, scales, recv, recvScales, idx, weights})
-	})
+	onRanks(t, 2, BufferOptions{NumNVLBytes: 1 << 20}, worstCase)
+}
+
+func worstCase(m *member) {
+	const worst = 40
+	f := newFixed(m, 6, 2, 8, 32)
+	f.layout(m)
+	token, err := f.notify(m, worst)
+	m.must(err)
+	_, err = m.WaitCounts(token, -1, nil)
+	m.check(CodeOf(err) == ErrInvalidArgument.Code, "waiting for counts that nobody writes: %v", err)
+	scales := make([]float32, 2*f.tokens)
+	f.source = make([]int32, worst)
+	f.handle.RecvSrcIdx = AddressOf(f.source)
+	recv, recvScales, idx, weights := make([]uint8, worst*32), make([]float32, worst*2), make([]int64, worst*2), make([]float32, worst*2)
+	m.must(m.Dispatch(&DispatchArgs{
+		Rows: f.rows(worst), Token: token, IndexType: Int64, X: AddressOf(f.x), XScales: AddressOf(scales), ScaleTokenStride: 2, ScaleStride: 1,
+		TopKIdx: AddressOf(f.index), TopKWeights: AddressOf(f.weights), Handle: &f.handle, RecvSegment: -1, RecvX: AddressOf(recv),
+		RecvXScales: AddressOf(recvScales), RecvTopKIdx: AddressOf(idx), RecvTopKWeights: AddressOf(weights),
+	}, &Call{}))
+	n := int(f.prefix[(m.size-1)*m.size+m.rank])
+	m.check(n > 0 && n < worst, "%d rows came", n)
+	for row := range worst {
+		empty := idx[row*2] == -1 && idx[row*2+1] == -1
+		m.check(empty == (row >= n), "row %d of %d: choices %v", row, n, idx[row*2:row*2+2])
+	}
+	runtime.KeepAlive([]any{f, scales, recv, recvScales, idx, weights})
 }

@@ -49,6 +49,12 @@ type fail struct{ err error }
 // onRanks runs f on n goroutines' ranks that share a group, each with a buffer, and takes both down afterwards.
 func onRanks(t testing.TB, n int, o BufferOptions, f func(m *member)) {
 	t.Helper()
+	onNodes(t, n, 0, o, f)
+}
+
+// onNodes is onRanks with nodes of so many ranks; 0: the usual size.
+func onNodes(t testing.TB, n, perNode int, o BufferOptions, f func(m *member)) {
+	t.Helper()
 	needEngine(t)
 	if o.Engine == "" {
 		o.Engine, o.Device = EngineCPU, -1
@@ -63,7 +69,7 @@ func onRanks(t testing.TB, n int, o BufferOptions, f func(m *member)) {
 			defer reportFail(t)
 			m := &member{t: t, rank: rank, size: n, rng: rand.New(rand.NewPCG(7, uint64(rank)))}
 			var err error
-			m.group, err = NewGroup(context.Background(), GroupOptions{Exchanger: exchangers[rank], Timeout: 20 * time.Second})
+			m.group, err = NewGroup(context.Background(), GroupOptions{Exchanger: exchangers[rank], NumNVLPeers: perNode, Timeout: 20 * time.Second})
 			m.must(err)
 			defer func() { m.must(m.group.Destroy()) }()
 			m.Buffer, err = m.group.NewBuffer(context.Background(), o)
