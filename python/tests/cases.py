@@ -6,6 +6,7 @@ A payload row encodes (rank, token): a wrong row names where it came from.
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 from dataclasses import dataclass
 
@@ -14,6 +15,12 @@ import torch
 import reference
 
 FP8 = torch.float8_e4m3fn
+NODE_SIZE = "DEEPEP_NUM_MAX_NVL_PEERS"
+
+
+def node_size() -> int:
+    """Ranks of one node, as the library reads it. Every test that takes it from here runs on several nodes too."""
+    return int(os.environ.get(NODE_SIZE) or os.environ.get("NUM_MAX_NVL_PEERS") or 8)
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,8 @@ class Case:
     def routings(self) -> list[torch.Tensor]:
         return [routing(self, rank) for rank in range(self.ranks)]
 
-    def layouts(self, peers: int = 8) -> list[reference.Layout]:
-        return [reference.layout(idx, self.experts, self.ranks, peers) for idx in self.routings()]
+    def layouts(self) -> list[reference.Layout]:
+        return [reference.layout(idx, self.experts, self.ranks, node_size()) for idx in self.routings()]
 
     @property
     def worst_tokens(self) -> int:

@@ -101,15 +101,18 @@ def same_received(
         assert bool((idx[count:] == -1).all()), f"indices past row {count} must be -1, are {idx[count:]}"
 
 
-def close_sums(name: str, got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor) -> None:
+def close_sums(
+    name: str, got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, slack: torch.Tensor | float = 0.0
+) -> None:
     """``got`` is ``exact`` (float64) after FP32 accumulation and one rounding to its own dtype.
 
     ``magnitude`` is the sum of the absolute values that were added; 2^-20 of it covers a dozen FP32 additions.
+    ``slack`` is what may come on top of it.
     """
     assert tuple(got.shape) == tuple(exact.shape), f"{name}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
     value = got.detach().cpu().to(torch.float64)
     rounding = 2.0**-8 if got.dtype == torch.bfloat16 else 2.0**-23
-    bound = exact.abs() * rounding + magnitude.to(torch.float64) * 2.0**-20
+    bound = exact.abs() * rounding + magnitude.to(torch.float64) * 2.0**-20 + slack
     within_bound(name, value, exact, bound)
 
 

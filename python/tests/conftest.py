@@ -52,6 +52,13 @@ def device() -> str:
 
 
 @pytest.fixture(scope="session")
+def nodes(device: str) -> None:
+    """Skips where nothing joins nodes."""
+    if device != "cpu":
+        pytest.skip("needs the CPU engine, whose library has the software RDMA")
+
+
+@pytest.fixture(scope="session")
 def _shared_pool(device: str) -> Iterator[RankPool]:
     pool = RankPool(LARGEST_POOL, device)
     yield pool

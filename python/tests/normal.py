@@ -13,6 +13,8 @@ import cases
 import checks
 import reference
 
+RDMA_BYTES = 1 << 24  # of a buffer of several nodes, where a test says nothing
+
 
 @contextmanager
 def buffer_of(ctx: Any, num_nvl_bytes: int = 1 << 24, num_rdma_bytes: int = 0, **options: Any) -> Iterator[Any]:
@@ -20,6 +22,8 @@ def buffer_of(ctx: Any, num_nvl_bytes: int = 1 << 24, num_rdma_bytes: int = 0, *
     from deep_ep import Buffer
 
     options.setdefault("engine", ctx.engine)
+    if not num_rdma_bytes and ctx.size > options.get("num_nvl_peers", cases.node_size()):
+        num_rdma_bytes = RDMA_BYTES
     buffer = Buffer(ctx.group, num_nvl_bytes, num_rdma_bytes, explicitly_destroy=True, **options)
     try:
         yield buffer
@@ -50,6 +54,15 @@ class Exchange:
     @property
     def want(self) -> reference.Received:
         return self.received[self.rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return max(1, self.case.ranks // cases.node_size())
+
+    def sums(self, rows: list[torch.Tensor], biases: list[torch.Tensor]) -> torch.Tensor:
+        """What combine must give on this rank, float64."""
+        num_tokens = self.case.tokens[self.rank]
+        return reference.combine(rows, self.received, self.rank, num_tokens, biases, cases.node_size())
 
 
 def expect(case: cases.Case, rank: int) -> Exchange:
@@ -112,14 +125,20 @@ def check(exchange: Exchange) -> None:
 
 
 def check_handle(exchange: Exchange) -> None:
-    """The entries of a one-node handle that callers read."""
+    """The entries of a handle that callers read: six on one node, ten on several."""
     handle, case, want = exchange.handle, exchange.case, exchange.want
-    assert type(handle) is tuple and len(handle) == 6, f"handle is {type(handle)} of {len(handle)}"
-    prefix, channels, recv_channels, src_idx, in_rank, send_head = handle
-    assert prefix.dtype == torch.int32 and tuple(prefix.shape) == (case.ranks, case.ranks)
-    checks.same_bits("rank_prefix_matrix", prefix[:, exchange.rank], want.rank_prefix)
-    for name, matrix in (("channel_prefix_matrix", channels), ("recv_channel_prefix_matrix", recv_channels)):
-        assert isinstance(matrix, torch.Tensor) and matrix.dtype == torch.int32, f"{name}: {matrix}"
+    entries = 6 if exchange.num_nodes == 1 else 10
+    assert type(handle) is tuple and len(handle) == entries, f"handle is {type(handle)} of {len(handle)}"
+    assert all(isinstance(entry, torch.Tensor) for entry in handle), f"handle: {handle}"
+    if entries == 6:
+        prefix, channels, recv_channels, src_idx, in_rank, send_head = handle
+        assert prefix.dtype == torch.int32 and tuple(prefix.shape) == (case.ranks, case.ranks)
+        checks.same_bits("rank_prefix_matrix", prefix[:, exchange.rank], want.rank_prefix)
+        for name, matrix in (("channel_prefix_matrix", channels), ("recv_channel_prefix_matrix", recv_channels)):
+            assert matrix.dtype == torch.int32, f"{name}: {matrix}"
+    else:
+        in_rank, src_idx, send_head = handle[0], handle[-3], handle[-2]
+        checks.same_bits("handle[-4], rows of ranks 0..i", handle[-4], want.rank_prefix)
     rows = case.worst_tokens or len(want.src_idx)
     assert src_idx.shape == (rows,), f"recv_src_idx has shape {tuple(src_idx.shape)}, expected ({rows},)"
     checks.same_bits("recv_src_idx", src_idx[: len(want.src_idx)], want.src_idx)
@@ -137,25 +156,27 @@ def dispatch_and_check(ctx: Any, buffer: Any, case: cases.Case, **extra: Any) ->
 
 
 def expert_rows(exchange: Exchange, exact: bool, seed: int = 0) -> list[torch.Tensor]:
-    """What every rank hands to combine: [N_j,H] BF16, small integers or normal numbers."""
+    """What every rank hands to combine: [N_j,H] BF16, normal numbers, or integers whose sums are exact in FP32."""
     rows = []
     for rank, want in enumerate(exchange.received):
         gen = cases.generator(exchange.case.seed, rank, 3 + seed)
         shape = (len(want.src_idx), want.x.shape[1])
-        if exact:
-            rows.append(torch.randint(-8, 9, shape, generator=gen).to(torch.bfloat16))
-        else:
-            rows.append(torch.randn(shape, generator=gen).to(torch.bfloat16))
+        rows.append(values_of(shape, gen, exact))
     return rows
+
+
+def values_of(shape: tuple[int, ...], gen: torch.Generator, exact: bool) -> torch.Tensor:
+    """BF16 values. Integers up to 2000: no sum of some dozens is rounded in FP32, most are when they become BF16."""
+    if exact:
+        return torch.randint(-2000, 2001, shape, generator=gen).to(torch.bfloat16)
+    return torch.randn(shape, generator=gen).to(torch.bfloat16)
 
 
 def biases_of(exchange: Exchange, count: int, exact: bool) -> list[torch.Tensor]:
     """``count`` tensors [T,H] BF16 for the own rank."""
     gen = cases.generator(exchange.case.seed, exchange.rank, 99)
     shape = (exchange.case.tokens[exchange.rank], exchange.own.x.shape[1])
-    if exact:
-        return [torch.randint(-8, 9, shape, generator=gen).to(torch.bfloat16) for _ in range(count)]
-    return [torch.randn(shape, generator=gen).to(torch.bfloat16) for _ in range(count)]
+    return [values_of(shape, gen, exact) for _ in range(count)]
 
 
 def pad_rows(exchange: Exchange, rows: torch.Tensor, fill: float = float("nan")) -> torch.Tensor:
@@ -200,18 +221,26 @@ def combine(
 def check_combined(
     exchange: Exchange, rows: list[torch.Tensor], biases: list[torch.Tensor], got: torch.Tensor, exact: bool
 ) -> None:
-    """The sums: bit for bit where integers make them exact, else within one rounding, and calc_diff < 5e-6."""
-    num_tokens = exchange.case.tokens[exchange.rank]
-    want = reference.combine(rows, exchange.received, exchange.rank, num_tokens, biases)
+    """The sums: bit for bit where integers make FP32 exact, else within the roundings, and calc_diff < 5e-6."""
+    want = exchange.sums(rows, biases)
     assert got.dtype == torch.bfloat16
     if exact:
         checks.same_bits("combined_x", got + 0.0, want.to(torch.bfloat16) + 0.0)
         return
-    magnitude = reference.combine(
-        [r.abs() for r in rows], exchange.received, exchange.rank, num_tokens, [b.abs() for b in biases]
-    )
-    checks.close_sums("combined_x", got, want, magnitude)
-    checks.small_diff("combined_x", got, want, 5e-6)
+    magnitude = exchange.sums([r.abs() for r in rows], [b.abs() for b in biases])
+    checks.close_sums("combined_x", got, want, magnitude, node_roundings(exchange, rows))
+    plain = reference.combine(rows, exchange.received, exchange.rank, len(want), biases, peers=len(rows))
+    checks.small_diff("combined_x", got, plain, 5e-6)
+
+
+def node_roundings(exchange: Exchange, rows: list[torch.Tensor]) -> torch.Tensor | float:
+    """One BF16 step of each remote node: a sum in FP32 may be rounded to the other side than ours in float64."""
+    if exchange.num_nodes == 1:
+        return 0.0
+    peers, num_tokens = cases.node_size(), exchange.case.tokens[exchange.rank]
+    parts = reference.combine_in_nodes(rows, exchange.received, exchange.rank, num_tokens, peers)
+    del parts[exchange.rank // peers]
+    return sum(part.abs() for part in parts) * 2.0**-7
 
 
 def check_weights(exchange: Exchange, got: torch.Tensor | None, given: bool) -> None:
@@ -219,8 +248,7 @@ def check_weights(exchange: Exchange, got: torch.Tensor | None, given: bool) -> 
         assert got is None, f"combined_topk_weights {got}, expected None"
         return
     all_weights = [want.topk_weights for want in exchange.received]
-    num_tokens = exchange.case.tokens[exchange.rank]
-    want = reference.combine(all_weights, exchange.received, exchange.rank, num_tokens)
+    want = exchange.sums(all_weights, [])
     assert got.dtype == torch.float32
     checks.small_diff("combined_topk_weights", got, want, 1e-9)
     checks.same_bits("combined_topk_weights", got, want.to(torch.float32))  # no sum here has two non-zero terms

@@ -116,17 +116,39 @@ def align(counts: list[int], alignment: int) -> list[int]:
     return [-(-count // alignment) * alignment for count in counts]
 
 
-def combine(
-    rows: list[torch.Tensor], received: list[Received], rank: int, num_tokens: int, biases: Sequence[torch.Tensor] = ()
-) -> torch.Tensor:
-    """The exact (float64) sum for each of the ``num_tokens`` tokens of ``rank``.
+def combine_in_nodes(
+    rows: list[torch.Tensor], received: list[Received], rank: int, num_tokens: int, peers: int
+) -> list[torch.Tensor]:
+    """What each node of ``peers`` ranks adds to the tokens of ``rank``: float64 [T, anything], not rounded.
 
     ``rows[j]`` is [N_j, anything], what rank j hands to combine; ``received[j]`` says where each row came from.
     """
+    sums = []
+    for first in range(0, len(rows), peers):
+        total = torch.zeros((num_tokens, rows[0].shape[1]), dtype=torch.float64)
+        for part, source in zip(rows[first : first + peers], received[first : first + peers], strict=True):
+            mine = source.src_rank == rank
+            total.index_add_(0, source.src_idx[mine].to(torch.int64), part[mine].to(torch.float64))
+        sums.append(total)
+    return sums
+
+
+def combine(
+    rows: list[torch.Tensor],
+    received: list[Received],
+    rank: int,
+    num_tokens: int,
+    biases: Sequence[torch.Tensor] = (),
+    peers: int = 8,
+) -> torch.Tensor:
+    """The sum (float64) for each of the ``num_tokens`` tokens of ``rank``; rows as in ``combine_in_nodes``.
+
+    Exact but for one thing: BF16 rows of another node are summed there and cross as one BF16 row.
+    """
     total = torch.zeros((num_tokens, rows[0].shape[1]), dtype=torch.float64)
-    for part, source in zip(rows, received, strict=True):
-        mine = source.src_rank == rank
-        total.index_add_(0, source.src_idx[mine].to(torch.int64), part[mine].to(torch.float64))
+    for node, part in enumerate(combine_in_nodes(rows, received, rank, num_tokens, peers)):
+        crosses = rows[0].dtype == torch.bfloat16 and node != rank // peers
+        total += part.to(torch.float32).to(torch.bfloat16).to(torch.float64) if crosses else part
     for bias in biases:
         total += bias.to(torch.float64)
     return total

@@ -68,14 +68,18 @@ def test_vllm_low_latency(pool):
     pool.run(4, rank_vllm_low_latency)
 
 
+def internode(ctx):
+    return ctx.size > cases.node_size()
+
+
 def rank_vllm_throughput(ctx):
     """Layout, dispatch and combine by keyword, asynchronous, ordered by captured events."""
     from deep_ep import Buffer
 
     Buffer.set_num_sms(20)
     buffer = Buffer(
-        group=ctx.group, num_nvl_bytes=1 << 24, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=1,
-        explicitly_destroy=True,
+        group=ctx.group, num_nvl_bytes=1 << 24, num_rdma_bytes=normal.RDMA_BYTES if internode(ctx) else 0,
+        low_latency_mode=False, num_qps_per_rank=10 if internode(ctx) else 1, explicitly_destroy=True,
     )  # fmt: skip
     case = CASE.but(kind="fp8", num_scales=4)
     exchange = normal.expect(case, ctx.rank)
@@ -216,12 +220,17 @@ def test_megatron(pool):
 
 
 def rank_megatron_replaces_buffer(ctx):
-    """Forward on one buffer, which is then replaced; backward on the new one."""
+    """Forward on one buffer, which is then replaced; backward on the new one. Sizes by hints."""
     from deep_ep import Buffer
 
-    buffer = Buffer(ctx.group, 1 << 20, 0)
+    configs = (Buffer.get_dispatch_config(ctx.size), Buffer.get_combine_config(ctx.size))
+    nvl, rdma = 0, 0
+    for config in configs:
+        nvl = max(config.get_nvl_buffer_size_hint(CASE.hidden * 2, ctx.size), nvl)
+        rdma = max(config.get_rdma_buffer_size_hint(CASE.hidden * 2, ctx.size), rdma)
+    buffer = Buffer(ctx.group, nvl // 2, rdma)
     exchange = normal.dispatch_and_check(ctx, buffer, CASE)
-    buffer = Buffer(ctx.group, 1 << 23, 0)
+    buffer = Buffer(ctx.group, nvl, rdma)
     normal.combine(ctx, buffer, exchange, with_weights=True)
     rows, *_ = buffer.dispatch(normal.x_of(ctx, exchange.own), handle=exchange.handle)
     checks.same_rows("recv_x", rows, exchange.want.x)
@@ -237,11 +246,11 @@ def rank_tensorrt(ctx, legacy):
         from deep_ep.buffers.legacy import Buffer
     else:
         from deep_ep import Buffer
-    comm = victims.Comm(ctx)
+    comm, peers = victims.Comm(ctx), min(4, cases.node_size())
     rdma = Buffer.get_low_latency_rdma_size_hint(B, LL_CASE.hidden, ctx.size, LL_CASE.experts)
     buffer = Buffer(
-        None, 1 << 22, rdma, low_latency_mode=True, num_qps_per_rank=2, num_nvl_peers=4, explicitly_destroy=True,
-        comm=comm,
+        None, 1 << 22, rdma, low_latency_mode=True, num_qps_per_rank=2, num_nvl_peers=peers,
+        explicitly_destroy=True, comm=comm,
     )  # fmt: skip
     assert comm.exchanges >= 1 and buffer.group_size == ctx.size and buffer.rank == ctx.rank
     exchange = normal.dispatch(ctx, buffer, CASE)

@@ -17,7 +17,7 @@ def rank_layout(ctx, case, peers):
         idx = ctx.put(cases.routing(case, ctx.rank))
         before = idx.clone()
         *got, event = buffer.get_dispatch_layout(idx, case.experts)
-        checks.same_layout(got, reference.layout(before.cpu(), case.experts, ctx.size, peers or 8))
+        checks.same_layout(got, reference.layout(before.cpu(), case.experts, ctx.size, peers or cases.node_size()))
         assert torch.equal(idx, before), "topk_idx was written to"
         assert event is not None and event.event is None, "no event without async_finish"
 
@@ -56,7 +56,7 @@ def rank_events(ctx, case):
             idx, case.experts, previous_event=Buffer.capture(), async_finish=True, allocate_on_comm_stream=True
         )
         event.current_stream_wait()
-        checks.same_layout(got, reference.layout(idx.cpu(), case.experts, ctx.size))
+        checks.same_layout(got, reference.layout(idx.cpu(), case.experts, ctx.size, cases.node_size()))
 
 
 def test_async(pool):

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+import cases
+import internode
 import lowlat
 import normal
 from cases import Case
@@ -142,11 +144,15 @@ def new_group_works(ctx: Any, victim: int, folder: str) -> None:
     rank = ctx.rank - (ctx.rank > victim)
     ours = SimpleNamespace(rank=rank, size=ctx.size - 1, device=ctx.device, engine=ctx.engine, put=ctx.put)
     where = Bootstrap.file(rank, ours.size, folder, name="survivors")
-    buffer = Buffer(None, 1 << 20, engine=ctx.engine, explicitly_destroy=True, bootstrap=where)
-    case = CASE.but(tokens=CASE.tokens[: ours.size], experts=2 * ours.size)
-    exchange = normal.dispatch_and_check(ours, buffer, case)
-    normal.combine(ours, buffer, exchange, with_weights=True)
-    buffer.destroy()
+    rdma, settings = 0, {}
+    if ours.size > cases.node_size():
+        rdma, settings = normal.RDMA_BYTES, {cases.NODE_SIZE: 1}  # a node that lost a rank is not full any more
+    with internode.environment(**settings):
+        buffer = Buffer(None, 1 << 20, rdma, engine=ctx.engine, explicitly_destroy=True, bootstrap=where)
+        case = CASE.but(tokens=CASE.tokens[: ours.size], experts=2 * ours.size)
+        exchange = normal.dispatch_and_check(ours, buffer, case)
+        normal.combine(ours, buffer, exchange, with_weights=True)
+        buffer.destroy()
 
 
 class Comm:
