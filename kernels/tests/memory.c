@@ -188,14 +188,22 @@ static void check_guards_from(struct rank *me, struct mark mark) {
   }
 }
 
-void check_guards(struct rank *me) { check_guards_from(me, (struct mark){0, 0}); }
+void check_guards(struct rank *me) { check_guards_from(me, (struct mark){0}); }
 
-struct mark set_mark(struct rank *me) { return (struct mark){me->num_tensors, me->seat->used}; }
+struct mark set_mark(struct rank *me) {
+  return (struct mark){me->num_tensors, me->num_teams, me->num_transports, me->num_shares, me->seat->used, me->seat->words_used};
+}
 
 void back_to(struct rank *me, struct mark mark) {
+  struct seat *seat = me->seat;
   check_guards_from(me, mark);
+  if (me->num_teams > mark.teams) {
+    drop_teams(me, mark);
+    memset(seat->words + mark.words, 0, seat->words_used - mark.words);
+    seat->words_used = mark.words;
+  }
   me->num_tensors = mark.tensors;
-  me->seat->used = mark.used;
+  seat->used = mark.used;
 }
 
 /* ---- Waiting --------------------------------------------------------------------------------------------------------------- */

@@ -135,6 +135,28 @@ void check_code(struct rank *me, const char *function, int32_t code, int32_t dev
 
 /* ---- One rank ------------------------------------------------------------------------------------------------------------- */
 
+void drop_teams(struct rank *me, struct mark mark) {
+  settle(me);
+  pthread_mutex_lock(&me->world->lock); /* see keep_team */
+  int teams = me->num_teams;
+  me->num_teams = mark.teams;
+  pthread_mutex_unlock(&me->world->lock);
+  for (int i = mark.teams; i < teams; i++) {
+    dk_team_destroy_params p = {.size = sizeof p, .team = me->teams[i]->handle};
+    if (p.team) dk.team_destroy(&p);
+  }
+  for (int i = mark.transports; i < me->num_transports; i++) {
+    dk_transport_close_params p = {.size = sizeof p, .transport = me->transports[i]};
+    if (p.transport) dk.transport_close(&p);
+  }
+  settle(me);
+  for (int i = mark.shares; i < me->num_shares; i++) drop_share(me->shares[i], me->index, false);
+  settle(me);
+  for (int i = mark.shares; i < me->num_shares; i++) drop_share(me->shares[i], me->index, true);
+  me->num_transports = mark.transports;
+  me->num_shares = mark.shares;
+}
+
 /* Collective where the ranks are threads; a process that failed just ends. */
 static void take_down(struct rank *me) {
   if (!stream_done(me->seat, seat_stream(me->seat), 60)) {
@@ -142,19 +164,7 @@ static void take_down(struct rank *me) {
     fflush(stdout);
     _exit(1);
   }
-  settle(me);
-  for (int i = 0; i < me->num_teams; i++) {
-    dk_team_destroy_params p = {.size = sizeof p, .team = me->teams[i]->handle};
-    if (p.team) dk.team_destroy(&p);
-  }
-  for (int i = 0; i < me->num_transports; i++) {
-    dk_transport_close_params p = {.size = sizeof p, .transport = me->transports[i]};
-    if (p.transport) dk.transport_close(&p);
-  }
-  settle(me);
-  for (int i = 0; i < me->num_shares; i++) drop_share(me->shares[i], me->index, false);
-  settle(me);
-  for (int i = 0; i < me->num_shares; i++) drop_share(me->shares[i], me->index, true);
+  drop_teams(me, (struct mark){0});
   while (me->blocks) {
     struct block *block = me->blocks;
     me->blocks = block->next;

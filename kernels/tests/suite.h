@@ -88,14 +88,17 @@ struct seat;
 struct world;
 struct share;
 struct team;
+struct team_spec;
 #define MAX_TENSORS 256
 #define MAX_SHARES 8
 #define MAX_TEAMS 8
 struct guarded { const char *name; uint64_t offset, bytes; };
+struct mark { int tensors, teams, transports, shares; uint64_t used, words; };
 
 struct rank {
   int index, count;
   const struct test_case *test;
+  const struct team_spec *split;  /* not null: nodes and transport of every team of the case */
   struct seat *seat;
   struct world *world;            /* ranks of this process */
   int socket;                     /* to the exchange of processes; -1: ranks are threads */
@@ -136,6 +139,7 @@ void meet(struct rank *me);
 void gather(struct rank *me, const void *mine, size_t bytes, int fd, void *all, int *fds);
 bool others_failed(struct rank *me);
 void keep_team(struct rank *me, struct team *t); /* to be taken down after the case */
+void drop_teams(struct rank *me, struct mark mark); /* collective: those of after the mark, with transports and memory */
 void keep_transport(struct rank *me, uint64_t transport); /* likewise: after the teams, before the memory */
 void pause_ms(int milliseconds);
 uint64_t now_ns(void);
@@ -158,8 +162,8 @@ struct tensor tensor(struct rank *me, const char *name, uint64_t bytes);
 void send_tensor(struct rank *me, struct tensor t);  /* host to device, enqueued */
 void fetch_tensor(struct rank *me, struct tensor t); /* device to host, enqueued */
 void poison(struct rank *me, struct tensor t);       /* 0xa5 again, enqueued */
-/* Gives back what came after a mark; nothing may be running on it. Guards are looked at first. */
-struct mark { int tensors; uint64_t used; };
+/* A mark, and back to it: what came after it is given back. Nothing may be running on it; guards are looked at first. Collective
+ * if teams came. */
 struct mark set_mark(struct rank *me);
 void back_to(struct rank *me, struct mark mark);
 /* Zeroed host memory that the device can reach. */

@@ -79,7 +79,20 @@ static void open_transport(struct team *t, const struct team_spec *spec) {
   keep_transport(me, p.transport);
 }
 
-struct team *make_team(struct rank *me, const struct team_spec *spec) {
+static struct team_spec split_spec(const struct rank *me, const struct team_spec *spec) {
+  struct team_spec split = *spec;
+  if (!me->split) return split;
+  split.node = me->split->node;
+  split.qps = me->split->qps;
+  split.qp_depth = me->split->qp_depth;
+  split.transport_flags = me->split->transport_flags;
+  split.seed = me->split->seed;
+  split.flags |= me->split->flags;
+  return split;
+}
+
+struct team *make_team(struct rank *me, const struct team_spec *usual) {
+  struct team_spec split = split_spec(me, usual), *spec = &split;
   struct team *t = scratch(me, sizeof *t);
   t->me = me;
   t->node = spec->node ? spec->node : MAX_SEATS;
