@@ -1,11 +1,11 @@
 // Dispatch of normal mode. Each rank stages a token once, in a ring of its own wire region, whatever the number of ranks it
 // goes to; every receiver copies the rows that are its own straight to their places. One thread does both in turn: it stages
-// while its ring has room and copies what others have staged, so nobody waits for a rank that waits for it.
+// while its ring has room and copies what others have staged, so nobody waits for a rank that waits for it. What goes to other
+// nodes, and comes from there, is in dispatch_far.h.
 #include <string.h>
 
 #include "cpu/check.h"
-#include "cpu/exchange.h"
-#include "cpu/ring.h"
+#include "cpu/dispatch_far.h"
 
 namespace dk {
 namespace {
@@ -18,10 +18,13 @@ struct Extra {
 
 uint64_t mask_words(const Team &team) { return (static_cast<uint64_t>(team.num_ranks) + 63) / 64; }
 
+Record dispatch_record(const Team &team, const dk_dispatch_params &p) {
+  return {p.hidden_bytes + 4u * static_cast<uint64_t>(p.num_scales),
+          sizeof(Extra) + 8 * mask_words(team) + 8u * static_cast<uint64_t>(p.num_topk)};
+}
+
 Ring dispatch_ring(const Team &team, const dk_dispatch_params &p) {
-  uint64_t row_bytes = p.hidden_bytes + 4u * static_cast<uint64_t>(p.num_scales);
-  uint64_t extra_bytes = sizeof(Extra) + 8 * mask_words(team) + 8u * static_cast<uint64_t>(p.num_topk);
-  return Ring(team, team.rank, row_bytes, extra_bytes, 1, p.nvl_recv_chunk);
+  return Ring(team, team.rank, dispatch_record(team, p), 1, p.nvl_recv_chunk);
 }
 
 constexpr int64_t kRowsAtOnce = 16;  // between two updates of a reader's cursor
@@ -37,12 +40,16 @@ class Dispatch {
   void count_rows();
   Poll poll();
   bool awaits(int peer, Missing &missing);
+  bool awaits_rows(int peer, Missing &missing) const;
   bool stage();
   int64_t free_slots();
   bool stage_token(int32_t token);
   void fill_extra(Extra *extra, int32_t token, const int32_t *head);
   void gather_scales(void *to, int32_t token);
   bool drain(int source);
+  bool drain_near(int source);
+  template <class Rows> void read(int source, const Rows &rows, int64_t head, Cursor &tail);
+  void count_bytes();
   void take(int source, const uint8_t *row, const Extra *extra);
   void place(int64_t row, int32_t token, const void *x, const void *scales);
   void place_topk(int64_t row, const int32_t *idx, const float *weights);
@@ -51,7 +58,7 @@ class Dispatch {
   const uint64_t *readers(const Extra *extra) const { return reinterpret_cast<const uint64_t *>(extra + 1); }
   const int32_t *topk_idx(const Extra *extra) const { return reinterpret_cast<const int32_t *>(readers(extra) + mask_words_); }
   const float *topk_weights(const Extra *extra) const { return reinterpret_cast<const float *>(topk_idx(extra) + p_.num_topk); }
-  bool sends_to(int peer) const { return peer != team_.rank && to_send_[peer] > 0; }
+  bool sends_to(int peer) const { return peer != team_.rank && to_send_[peer] > 0 && team_.near(peer); }  // who reads my ring
 
   Op &op_;
   Team &team_;
@@ -59,7 +66,11 @@ class Dispatch {
   const RowKernels &rows_;
   Exchange exchange_;
   const uint64_t mask_words_;
+  const Record record_;
   Ring ring_;
+  const LinkPlan plan_;
+  FarSender far_;
+  Gate gate_;
   int64_t *next_row_, *end_row_, *next_slot_, *to_send_;
   int32_t next_token_ = 0;
   int64_t staged_ = 0, announced_ = 0, free_ = 0, num_received_ = 0, outstanding_ = 0;
@@ -68,7 +79,9 @@ class Dispatch {
 
 Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
     : op_(op), team_(op.team), p_(p), rows_(*team_.device->rows), exchange_(op), mask_words_(mask_words(team_)),
-      ring_(dispatch_ring(team_, p)),
+      record_(dispatch_record(team_, p)), ring_(dispatch_ring(team_, p)),
+      plan_(plan_link(team_, record_, p.rdma_recv_chunk, p.num_sms)), far_(team_, exchange_, record_, plan_, ring_),
+      gate_(op, exchange_, record_, at<const int32_t>(p.rank_prefix_matrix)),
       next_row_(team_.numbers(kNextRow)), end_row_(team_.numbers(kEndRow)), next_slot_(team_.numbers(kNextSlot)),
       to_send_(team_.numbers(kToSend)) {
   exchange_.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(p.hidden_bytes));
@@ -78,6 +91,8 @@ Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
   exchange_.set_field(DK_FIELD_FORMAT, p.num_tokens ? p.topk_weights != 0 : kAnyValue);  // without tokens nothing is given
   exchange_.set_field(DK_FIELD_OPERATION, DK_OP_DISPATCH + (p.flags & DK_DISPATCH_CACHED ? 256 : 0));
   exchange_.set_ring(ring_.slots(), ring_.stride());
+  exchange_.set_link(plan_.slots, plan_.queues);
+  begin_links(team_);
 }
 
 // The matrix says how many rows go where; its columns are running sums over the source ranks.
@@ -108,9 +123,15 @@ void Dispatch::run() {
   }
   if (op_.failed()) num_received_ = 0;
   mark_unused(num_received_);
-  if (op_.failed()) return;
-  uint64_t row_bytes = p_.hidden_bytes + 4u * static_cast<uint64_t>(p_.num_scales);
-  for (int i = 0; i < team_.num_ranks; i++) op_.sent(i, static_cast<uint64_t>(to_send_[i]) * row_bytes);
+  if (!op_.failed()) count_bytes();
+}
+
+// To each rank that got them from this one, also those that came through here from another node.
+void Dispatch::count_bytes() {
+  for (int i = 0; i < team_.num_ranks; i++) {
+    int64_t rows = team_.near(i) ? to_send_[i] + gate_.rows_for(i) : i == team_.partner(team_.node(i)) ? far_.rows_to(team_.node(i)) : 0;
+    op_.sent(i, static_cast<uint64_t>(rows) * record_.row_bytes);
+  }
 }
 
 Poll Dispatch::poll() {
@@ -121,20 +142,31 @@ Poll Dispatch::poll() {
     int source = (team_.rank + step) % team_.num_ranks;
     if (exchange_.arrived(source) && next_row_[source] < end_row_[source]) progress |= drain(source);
   }
-  bool done = exchange_.complete() && next_token_ == p_.num_tokens && outstanding_ == 0;
+  progress |= gate_.relay();
+  bool done = exchange_.complete() && next_token_ == p_.num_tokens && outstanding_ == 0 && far_.done(staged_) && gate_.done() &&
+              exchange_.delivered();
   return done ? Poll::done : progress ? Poll::progress : Poll::idle;
 }
 
 bool Dispatch::awaits(int peer, Missing &missing) {
   if (exchange_.awaits(peer, missing)) return true;
-  if (next_row_[peer] < end_row_[peer]) {
-    missing = {end_row_[peer], next_row_[peer]};
-    return true;
-  }
+  if (awaits_rows(peer, missing)) return true;
+  if (exchange_.complete() && (far_.awaits(peer, staged_, missing) || gate_.awaits(peer, missing))) return true;
   if (!exchange_.complete() || next_token_ == p_.num_tokens || !sends_to(peer)) return false;
   missing = {staged_ - static_cast<int64_t>(ring_.slots()) + 1,
              static_cast<int64_t>(team_.control().dispatch_tail(peer).rows(exchange_.number()))};
   return missing.seen < missing.expected;
+}
+
+// Rows of that rank itself; or of one of another node, if they come through it.
+bool Dispatch::awaits_rows(int peer, Missing &missing) const {
+  if (!team_.near(peer)) return false;
+  int step = team_.spans_nodes() ? team_.num_nvl_peers : team_.num_ranks;
+  for (int source = peer % step; source < team_.num_ranks; source += step) {
+    missing = {end_row_[source], next_row_[source]};
+    if (missing.seen < missing.expected && exchange_.arrived(source)) return true;
+  }
+  return false;
 }
 
 // Room in the ring is what its slowest reader leaves.
@@ -143,7 +175,7 @@ int64_t Dispatch::free_slots() {
   int64_t slowest = staged_;
   for (int peer = 0; peer < team_.num_ranks; peer++)
     if (sends_to(peer)) slowest = min_of(slowest, static_cast<int64_t>(team_.control().dispatch_tail(peer).rows(exchange_.number())));
-  free_ = static_cast<int64_t>(ring_.slots()) - (staged_ - slowest);
+  free_ = static_cast<int64_t>(ring_.slots()) - (staged_ - min_of(slowest, far_.oldest_needed(staged_)));
   return free_;
 }
 
@@ -159,7 +191,8 @@ bool Dispatch::stage() {
       if (sends_to(peer)) op_.ring(peer);
     if (ring_.worth_a_wake(staged_) || next_token_ == p_.num_tokens) op_.ring_now();
   }
-  return next_token_ != before;
+  bool crossed = far_.send(staged_, [this](uint64_t slot) { return readers(ring_.extra<Extra>(slot)); });
+  return crossed || next_token_ != before;
 }
 
 // False: no room yet.
@@ -216,25 +249,36 @@ void Dispatch::gather_scales(void *to, int32_t token) {
 #endif
 }
 
-// Takes all rows for this rank that `source` has staged since the last look.
+// Takes all rows for this rank that have come from `source` since the last look.
 bool Dispatch::drain(int source) {
+  if (team_.near(source)) return drain_near(source);
+  LinkIn in(team_, exchange_, record_, source);
+  int64_t head = in.arrived();
+  if (head == next_slot_[source]) return false;
+  read(source, in, head, in.tail(team_.index(team_.rank)));
+  return true;
+}
+
+bool Dispatch::drain_near(int source) {
   const CallMessage &message = exchange_.message(source);
-  uint64_t number = exchange_.number();
-  int64_t head = static_cast<int64_t>(team_.peers[source].control.dispatch_head().rows(number));
+  int64_t head = static_cast<int64_t>(team_.peers[source].control.dispatch_head().rows(exchange_.number()));
   if (head == next_slot_[source]) return false;
   Ring theirs(team_, source, message.ring_slots, message.ring_stride, ring_);
-  uint64_t word = static_cast<uint64_t>(team_.rank) / 64, bit = uint64_t{1} << (team_.rank % 64);
-  Cursor &tail = team_.peers[source].control.dispatch_tail(team_.rank);
+  read(source, theirs, head, team_.peers[source].control.dispatch_tail(team_.rank));
+  return true;
+}
+
+template <class Rows> void Dispatch::read(int source, const Rows &rows, int64_t head, Cursor &tail) {
+  uint64_t number = exchange_.number(), word = static_cast<uint64_t>(team_.rank) / 64, bit = uint64_t{1} << (team_.rank % 64);
   for (int64_t &s = next_slot_[source]; s < head && next_row_[source] < end_row_[source]; s++) {
-    uint64_t slot = static_cast<uint64_t>(s) % theirs.slots();
-    const Extra *extra = theirs.extra<Extra>(slot);
-    if (readers(extra)[word] & bit) take(source, theirs.row(slot), extra);
+    uint64_t slot = static_cast<uint64_t>(s) % rows.slots();
+    const Extra *extra = rows.template extra<Extra>(slot);
+    if (readers(extra)[word] & bit) take(source, rows.row(slot), extra);
     if (s % kRowsAtOnce == kRowsAtOnce - 1) tail.set(number, static_cast<uint64_t>(s + 1));  // a source that is awake goes on
   }
   bool last = next_row_[source] == end_row_[source];
   tail.set(number, last ? kAllRows : static_cast<uint64_t>(head));
-  op_.ring(source);
-  return true;
+  op_.ring(team_.gate(source));
 }
 
 void Dispatch::take(int source, const uint8_t *row, const Extra *extra) {
@@ -307,5 +351,6 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   Team &team = *at<Team>(p->team);
   if (p->recv_segment >= 0) return DK_EUNSUPPORTED;
   if (bad_dispatch(team, *p) || dispatch_ring(team, *p).slots() == 0) return DK_EINVAL;
+  if (team.spans_nodes() && link_room(team, dispatch_record(team, *p)) == 0) return DK_EINVAL;
   return enqueue<dk_dispatch_params, run_dispatch>(*p);
 }

@@ -7,26 +7,32 @@ constexpr uint64_t kCachedBytes = 4 << 20;  // of the rings of all links togethe
 
 }  // namespace
 
-LinkPlan plan_link(const Team &team, uint64_t row_bytes, int32_t max_rows, int32_t num_sms) {
+LinkPlan plan_link(const Team &team, const Record &record, int32_t max_rows, int32_t num_sms) {
   if (!team.spans_nodes()) return {0, 0};
-  uint64_t cached = kCachedBytes / static_cast<uint64_t>(team.num_nodes()) / row_bytes + 1;
-  uint64_t channels = num_sms > 0 ? static_cast<uint64_t>(max_of(1, num_sms / 2)) : kMaxLinkQueues;
+  uint64_t cached = kCachedBytes / static_cast<uint64_t>(team.num_nodes()) / record.stride() + 1;
+  int channels = num_sms > 0 ? max_of(1, num_sms / 2) : kMaxLinkQueues;
   return {max_of<uint64_t>(max_rows > 0 ? static_cast<uint64_t>(max_rows) : 0, cached),
-          min_of<uint64_t>(min_of<uint64_t>(channels, kMaxLinkQueues), static_cast<uint64_t>(team.nic->num_qps()))};
+          static_cast<uint64_t>(min_of(min_of(channels, kMaxLinkQueues), team.nic->num_qps()))};
+}
+
+uint64_t link_room(const Team &team, const Record &record) { return min_of(team.wire.link_bytes / record.stride(), kMaxLinkSlots); }
+
+static uint64_t slots_for(const Team &team, const Record &record, uint64_t wanted) {
+  return max_of<uint64_t>(1, min_of(wanted, link_room(team, record)));
+}
+
+void begin_links(Team &team) {
+  for (int node = 0; team.spans_nodes() && node < team.num_nodes(); node++) {
+    LinkState &state = team.links[node];
+    state.sent = state.done = state.offered = state.seen = state.taken = state.credited = 0;
+  }
 }
 
 // ---- Out ----
 
-LinkOut::LinkOut(Op &op, const Exchange &exchange, const LinkShape &shape, const LinkPlan &plan, int node)
-    : team_(op.team), state_(op.team.links[node]), call_(exchange.number()), record_bytes_(shape.record_bytes()), stride_(shape.stride()),
-      slots_(shape.slots(op.team, plan.slots)), queues_(plan.queues), node_(node), peer_(op.team.partner(node)) {}
-
-void LinkOut::begin(Team &team) {
-  for (int node = 0; node < team.num_nodes() && team.spans_nodes(); node++) {
-    LinkState &state = team.links[node];
-    state.sent = state.done = state.credited = 0;
-  }
-}
+LinkOut::LinkOut(Team &team, const Exchange &exchange, const Record &record, const LinkPlan &plan, int node)
+    : team_(team), state_(team.links[node]), call_(exchange.number()), record_bytes_(record.bytes()), stride_(record.stride()),
+      slots_(slots_for(team, record, plan.slots)), queues_(plan.queues), node_(node), peer_(team.partner(node)) {}
 
 // Puts of one QP complete in their order, those of different ones do not: places are given back in the order of the records.
 void LinkOut::retire() {
@@ -37,20 +43,22 @@ void LinkOut::retire() {
   }
 }
 
-bool LinkOut::has_credit() const { return state_.sent - static_cast<int64_t>(credit()) < static_cast<int64_t>(slots_); }
+// A place of mine and one of the partner's, which have the same number.
+bool LinkOut::has_room() {
+  int64_t slots = static_cast<int64_t>(slots_);
+  if (state_.sent - static_cast<int64_t>(credit()) >= slots) return false;
+  if (state_.sent - state_.done == slots) retire();
+  return state_.sent - state_.done < slots;
+}
 
 uint8_t *LinkOut::place() {
-  if (!has_credit()) return nullptr;
-  if (state_.sent - state_.done == static_cast<int64_t>(slots_)) retire();
-  if (state_.sent - state_.done == static_cast<int64_t>(slots_)) return nullptr;
+  if (!has_room()) return nullptr;
   uint64_t ring = team_.peers[team_.rank].wire + team_.wire.link_out_offset + static_cast<uint64_t>(node_) * team_.wire.link_bytes;
   return at<uint8_t>(ring + static_cast<uint64_t>(state_.sent) % slots_ * stride_);
 }
 
 bool LinkOut::send(const void *record, int64_t source) {
-  if (!has_credit()) return false;
-  if (state_.sent - state_.done == static_cast<int64_t>(slots_)) retire();
-  if (state_.sent - state_.done == static_cast<int64_t>(slots_)) return false;
+  if (!has_room()) return false;
   uint64_t number = static_cast<uint64_t>(state_.sent), place = number % slots_;
   int queue = static_cast<int>(number % queues_), mine = team_.own_node();
   uint64_t ring = team_.peers[team_.rank].wire + team_.wire.link_in_offset + static_cast<uint64_t>(mine) * team_.wire.link_bytes;
@@ -71,10 +79,11 @@ Missing LinkOut::missing() const { return {state_.sent - static_cast<int64_t>(sl
 
 // ---- In ----
 
-LinkIn::LinkIn(Team &team, const Exchange &exchange, const LinkShape &shape, int source)
-    : team_(team), shape_(shape), call_(exchange.number()), node_(team.node(source)), gate_(team.gate(source)) {
+LinkIn::LinkIn(Team &team, const Exchange &exchange, const Record &record, int source)
+    : team_(team), call_(exchange.number()), stride_(record.stride()), extra_at_(record.extra_at()), node_(team.node(source)),
+      gate_(team.gate(source)) {
   const CallMessage &message = exchange.message(source);
-  slots_ = shape.slots(team, message.link_slots);
+  slots_ = slots_for(team, record, message.link_slots);
   queues_ = max_of<uint64_t>(1, min_of<uint64_t>(message.link_queues, kMaxLinkQueues));
   ring_ = team.peers[gate_].wire + team.wire.link_in_offset + static_cast<uint64_t>(node_) * team.wire.link_bytes;
 }

@@ -86,8 +86,8 @@ struct Team {
   int own_node() const { return node(rank); }
   int first_near() const { return own_node() * num_nvl_peers; }                  // if it spans nodes: the first rank of mine
   int partner(int in_node) const { return in_node * num_nvl_peers + index(rank); }  // the rank of my index there
-  // The rank of my node that rows from or to that rank come through: of its own index, so itself if it is of my node.
-  int gate(int peer) const { return first_near() + index(peer); }
+  // The rank of my node that rows from or to that rank come through: the one of its index; itself if it is near.
+  int gate(int peer) const { return near(peer) ? peer : first_near() + index(peer); }
   Obituary &obituary_of(int peer) { return near(peer) ? peers[peer].control.obituary() : far().obituary_from(peer); }
   bool shrinks() const { return flags & DK_TEAM_SHRINK; }
   bool masked(int peer) { return control().peer_state(peer).masked != 0; }
