@@ -269,6 +269,44 @@ int32_t dk_transport_query(dk_transport_query_params *p);
 typedef struct dk_transport_lose_params { DK_HEADER; uint64_t transport; int32_t peer, reserved0; } dk_transport_lose_params;
 int32_t dk_transport_lose(dk_transport_lose_params *p);
 
+/* Some transports have a start and memory of their own (NVSHMEM): ranks attach before they allocate, and blocks come from the
+ * transport's heap instead of dk_mem_alloc. Optional as a group; a library without it has neither. The transport functions above
+ * then need an attachment, take blocks of dk_transport_alloc alone, and of host_blocks read this rank's entry only.
+ *   1. one rank asks for an id, and everybody gets it through the caller's exchange;   2. all ranks attach (collective);
+ *   3. all ranks allocate, in the same order, the same sizes (collective);   4. dk_transport_open, and so on;
+ *   5. all ranks free (collective);   6. all ranks detach; the last of a process ends the transport's library (collective then). */
+#define DK_TRANSPORT_ID_BYTES 128
+typedef struct dk_transport_unique_id_params {
+  DK_HEADER;
+  int32_t num_ranks;
+  int32_t num_nvl_peers;             /* ranks of a node. num_ranks not above it: one node, and no NIC is looked for */
+  int32_t num_qps, qp_depth;         /* wanted toward each peer; taken when the transport's library starts, the first time */
+  uint8_t id[DK_TRANSPORT_ID_BYTES]; /* [out] while something is attached in this process: the id that it was attached by */
+  char reason[512];                  /* [out] what went wrong, or which settings of the user stand against what is wanted; "": nothing */
+} dk_transport_unique_id_params;
+int32_t dk_transport_unique_id(dk_transport_unique_id_params *p);
+typedef struct dk_transport_attach_params {
+  DK_HEADER;
+  uint64_t device;                   /* of dk_device_open; a process stays with one device */
+  int32_t rank, num_ranks;
+  int32_t num_nvl_peers, num_qps, qp_depth, reserved0; /* as above */
+  uint8_t id[DK_TRANSPORT_ID_BYTES]; /* of the one rank. Whoever is attached already shares that, if id, rank and num_ranks are equal */
+  uint64_t attachment;               /* [out] */
+  char version[64], reason[512];     /* [out] of the transport's library; as above */
+} dk_transport_attach_params;
+int32_t dk_transport_attach(dk_transport_attach_params *p);
+typedef struct dk_transport_detach_params { DK_HEADER; uint64_t attachment; } dk_transport_detach_params;
+int32_t dk_transport_detach(dk_transport_detach_params *p); /* DK_ESTATE: some of its memory was not freed */
+typedef struct dk_transport_alloc_params {
+  DK_HEADER;
+  uint64_t attachment, bytes;
+  uint64_t host_peer_blocks;         /* host: uint64_t[num_ranks] [out]: where loads and stores reach each rank's memory; 0: nowhere */
+  uint64_t mem, address, out_bytes;  /* [out] zeroed: peers may write there once every rank has returned from this call */
+} dk_transport_alloc_params;
+int32_t dk_transport_alloc(dk_transport_alloc_params *p);
+typedef struct dk_transport_free_params { DK_HEADER; uint64_t mem; } dk_transport_free_params;
+int32_t dk_transport_free(dk_transport_free_params *p);
+
 /* ---- Teams: the ranks of one buffer ------------------------------------------------------------------------------- */
 
 /* The symmetric block of a rank, the same on all: control | wire | nvl | rdma. nvl and rdma are what users may view and overwrite

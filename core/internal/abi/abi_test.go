@@ -31,7 +31,10 @@ var mirrors = map[string]any{
 	"dk_transport_open_params": TransportOpenParams{}, "dk_transport_close_params": TransportCloseParams{},
 	"dk_transport_put_params": TransportPutParams{}, "dk_transport_quiet_params": TransportQuietParams{},
 	"dk_transport_query_params": TransportQueryParams{}, "dk_transport_lose_params": TransportLoseParams{},
-	"dk_clean_params": CleanParams{}, "dk_barrier_params": BarrierParams{}, "dk_mask_params": MaskParams{},
+	"dk_transport_unique_id_params": TransportUniqueIDParams{}, "dk_transport_attach_params": TransportAttachParams{},
+	"dk_transport_detach_params": TransportDetachParams{}, "dk_transport_alloc_params": TransportAllocParams{},
+	"dk_transport_free_params": TransportFreeParams{},
+	"dk_clean_params":          CleanParams{}, "dk_barrier_params": BarrierParams{}, "dk_mask_params": MaskParams{},
 }
 
 // field is one named field: where it lies and how long it is.

@@ -71,3 +71,56 @@ type TransportLoseParams struct {
 	Peer      int32
 	_         int32
 }
+
+// TransportIDBytes is DK_TRANSPORT_ID_BYTES.
+const TransportIDBytes = 128
+
+// TransportUniqueIDParams is dk_transport_unique_id_params.
+type TransportUniqueIDParams struct {
+	Header
+	NumRanks    int32
+	NumNVLPeers int32
+	NumQPs      int32
+	QPDepth     int32
+	ID          [TransportIDBytes]byte
+	Reason      [512]byte
+}
+
+// TransportAttachParams is dk_transport_attach_params.
+type TransportAttachParams struct {
+	Header
+	Device      uint64
+	Rank        int32
+	NumRanks    int32
+	NumNVLPeers int32
+	NumQPs      int32
+	QPDepth     int32
+	_           int32
+	ID          [TransportIDBytes]byte
+	Attachment  uint64
+	Version     [64]byte
+	Reason      [512]byte
+}
+
+// TransportDetachParams is dk_transport_detach_params.
+type TransportDetachParams struct {
+	Header
+	Attachment uint64
+}
+
+// TransportAllocParams is dk_transport_alloc_params.
+type TransportAllocParams struct {
+	Header
+	Attachment     uint64
+	Bytes          uint64
+	HostPeerBlocks uint64
+	Mem            uint64
+	Address        uint64
+	OutBytes       uint64
+}
+
+// TransportFreeParams is dk_transport_free_params.
+type TransportFreeParams struct {
+	Header
+	Mem uint64
+}

@@ -49,6 +49,12 @@ type (
 	TransportQuietParams  = abi.TransportQuietParams
 	TransportQueryParams  = abi.TransportQueryParams
 	TransportLoseParams   = abi.TransportLoseParams
+
+	TransportUniqueIDParams = abi.TransportUniqueIDParams
+	TransportAttachParams   = abi.TransportAttachParams
+	TransportDetachParams   = abi.TransportDetachParams
+	TransportAllocParams    = abi.TransportAllocParams
+	TransportFreeParams     = abi.TransportFreeParams
 )
 
 // functions holds the address of each dk_* function.
@@ -89,6 +95,7 @@ type functions struct {
 	mask            uintptr
 
 	transport transport
+	heap      transportHeap
 }
 
 // symbols names every function and the place of its address.

@@ -27,8 +27,7 @@ func fake(t *testing.T, version int, without string) dl.Query {
 	}
 	var fn functions
 	source := "#include \"kernels.h\"\n#include <string.h>\n"
-	names := fn.symbols()
-	maps.Copy(names, fn.transport.symbols())
+	names := allSymbols(&fn)
 	for name := range names {
 		body := "return 0;"
 		if without != "" && strings.HasPrefix(name, without) {
@@ -51,6 +50,14 @@ func fake(t *testing.T, version int, without string) dl.Query {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	return dl.Query{File: "libfake.so", Dir: dir}
+}
+
+// allSymbols are the names of the functions that every library has, and of the optional ones.
+func allSymbols(fn *functions) map[string]*uintptr {
+	names := fn.symbols()
+	maps.Copy(names, fn.transport.symbols())
+	maps.Copy(names, fn.heap.symbols())
+	return names
 }
 
 func TestLoad(t *testing.T) {
@@ -86,20 +93,22 @@ func TestLoadNamesTheMissingFunction(t *testing.T) {
 	}
 }
 
-// A library may do without a transport as a whole, but not with a part of one.
+// A library may do without a transport, or without memory of the transport's own, but not with a part of them.
 func TestTransportIsOptional(t *testing.T) {
-	for without, want := range map[string]bool{"": true, "dk_transport": false} {
+	for without, want := range map[string][2]bool{"": {true, true}, "dk_transport": {}, "dk_transport_attach": {true, false}} {
 		l, err := Load(fake(t, abi.Version, without))
 		if err != nil {
 			t.Fatal(err)
 		}
-		if l.HasTransport() != want {
-			t.Errorf("without %q: transport %v", without, l.HasTransport())
+		if have := [2]bool{l.HasTransport(), l.HasTransportHeap()}; have != want {
+			t.Errorf("without %q: transport and its memory %v, want %v", without, have, want)
 		}
 	}
-	_, err := Load(fake(t, abi.Version, "dk_transport_quiet"))
-	if !errors.Is(err, status.ErrNotFound) || !strings.Contains(err.Error(), "no function dk_transport_quiet") {
-		t.Error(err)
+	for _, without := range []string{"dk_transport_quiet", "dk_transport_free"} {
+		_, err := Load(fake(t, abi.Version, without))
+		if !errors.Is(err, status.ErrNotFound) || !strings.Contains(err.Error(), "no function "+without) {
+			t.Error(err)
+		}
 	}
 }
 
@@ -114,9 +123,7 @@ func TestSymbolsAreThoseOfTheHeader(t *testing.T) {
 		want = append(want, m[1])
 	}
 	var fn functions
-	names := fn.symbols()
-	maps.Copy(names, fn.transport.symbols())
-	for name := range names {
+	for name := range allSymbols(&fn) {
 		have = append(have, name)
 	}
 	slices.Sort(want)

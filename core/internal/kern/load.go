@@ -37,8 +37,12 @@ func (l *Library) bind(file *dl.Library) error {
 	if err := resolve(file, fn.symbols()); err != nil {
 		return err
 	}
-	if _, err := file.Symbol("dk_transport_open"); err == nil { // with the first of them all must be there
-		if err := resolve(file, fn.transport.symbols()); err != nil {
+	// With the first of an optional group all must be there.
+	for first, group := range map[string]map[string]*uintptr{"dk_transport_open": fn.transport.symbols(), "dk_transport_attach": fn.heap.symbols()} {
+		if _, err := file.Symbol(first); err != nil {
+			continue
+		}
+		if err := resolve(file, group); err != nil {
 			return err
 		}
 	}
