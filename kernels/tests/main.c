@@ -18,11 +18,12 @@
 struct settings settings = {.device = -1, .max_ranks = MAX_SEATS, .seed = 1, .heaviest = HEAVY, .patience = 1};
 
 /* A process for each rank: first, before the library is opened. */
-extern const struct group process_cases, transport_process_cases;
+extern const struct group process_cases, transport_process_cases, transport_death_cases;
+static const struct group *const process_groups[] = {&process_cases, &transport_process_cases, &transport_death_cases};
 #define GROUPS(X)                                                                                                       \
   X(info) X(memory) X(stream) X(layout) X(notify) X(dispatch) X(worst) X(combine) X(peer_rows) \
   X(ll_dispatch) X(ll_combine) X(isa) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random) \
-  X(transport)
+  X(transport) X(transport_end) X(ll_internode)
 #define DECLARE_GROUP(name) extern const struct group name##_cases;
 GROUPS(DECLARE_GROUP)
 #define LIST_GROUP(name) &name##_cases,
@@ -153,13 +154,11 @@ static bool read_options(int argc, char **argv) {
 int main(int argc, char **argv) {
   read_environment();
   if (read_options(argc, argv)) {
-    list_group(&process_cases);
-    list_group(&transport_process_cases);
+    for (int i = 0; i < COUNT(process_groups); i++) list_group(process_groups[i]);
     for (int i = 0; i < COUNT(groups); i++) list_group(groups[i]);
     return 0;
   }
-  run_group(&process_cases, run_processes);
-  run_group(&transport_process_cases, run_processes);
+  for (int i = 0; i < COUNT(process_groups); i++) run_group(process_groups[i], run_processes);
   /* All ranks share a device, each with streams of its own: in one hardware queue a rank would wait behind another's wait. */
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   char why[512];
