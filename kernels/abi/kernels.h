@@ -211,13 +211,24 @@ int32_t dk_fill(dk_fill_params *p);                      /* byte value; enqueued
  *   - Operations of one QP take effect in order: whoever sees what a later one wrote or signalled also sees all that earlier
  *     ones wrote. Bytes of one put arrive in any order. Operations of different QPs have no order whatsoever.
  *   - A put's source is read some time before the operation completes, and must stay as it is until then (quiet tells).
+ *     An operation completes after it has taken effect, perhaps long after. Completions of one QP come in order.
  *   - Blocks are symmetric: destinations are offsets from the start of the peer's block.
- *   - No receive queue, no completion at the receiver: arrival is seen in signals (aligned 64-bit words).
+ *   - No receive queue, no completion at the receiver: arrival is seen in signals (aligned 64-bit words). A word that is signalled
+ *     is read with acquire; ADD is atomic against ADD of every rank, not against a SET or stores of another.
+ *   - Arguments that are refused are DK_EINVAL, and nothing is posted: unknown peers and QPs, bytes or signals outside the block, a
+ *     signal that is not aligned, an operation of no bytes and no signal, unknown flags.
+ *   - Toward a lost peer nothing gets through and nothing waits: DK_EPEERDEAD with stream 0 and for what is enqueued later. What is
+ *     queued or enqueued already is dropped, counts as completed, and its sources are free.
+ *   - An enqueued operation cannot return a code any more. If its wait ends without room, or without quiet, its QP breaks: this
+ *     operation and all later ones of the QP are dropped as if the peer were lost, query tells, and calls return DK_ETIMEOUT. So
+ *     nobody sees a later signal of a QP without what came before it.
+ *   - Calls may come from several threads. What two of them post on one QP has the order in which the calls got there. close comes
+ *     after all of them, and after what was enqueued. A child made by fork has no transport: DK_ESTATE, but for query and close.
  * Optional: a library without these functions reaches mapped ranks alone. */
 
 enum { DK_SIGNAL_NONE = 0, DK_SIGNAL_SET = 1, DK_SIGNAL_ADD = 2 };
 enum {
-  DK_TRANSPORT_NOWAIT = 1,           /* of one operation: a full QP is DK_EAGAIN instead of a wait for room */
+  DK_TRANSPORT_NOWAIT = 1,           /* of one operation, with stream 0 alone: a full QP is DK_EAGAIN instead of a wait for room */
   DK_TRANSPORT_LATE = 2              /* of a transport, for tests: every operation takes effect as late, and in as strange an order
                                         among QPs, as the rules above allow; software RDMA alone */
 };
@@ -226,11 +237,13 @@ typedef struct dk_transport_open_params {
   DK_HEADER;
   uint64_t device;
   int32_t rank, num_ranks;
-  int32_t num_qps, qp_depth;         /* QPs toward each peer; operations that may be under way on one of them */
+  int32_t num_qps, qp_depth;         /* QPs toward each peer, 1..65536; operations that may be under way on one of them, 1..2^20 */
   int32_t num_peers;
   uint32_t flags;
-  uint64_t host_peers;               /* host: int32_t[num_peers]: remote ranks, in the order in which their QPs are created */
-  uint64_t host_blocks;              /* host: uint64_t[num_ranks]: each rank's block as this rank's NIC sees it; 0: not a peer */
+  uint64_t host_peers;               /* host: int32_t[num_peers]: remote ranks, each once, in the order in which their QPs are
+                                        created: all of the first peer, then all of the second; not this rank */
+  uint64_t host_blocks;              /* host: uint64_t[num_ranks]: each rank's block as this rank's NIC sees it, this rank's own too;
+                                        0: not a peer. They stay until close */
   uint64_t block_bytes;              /* what lies outside is refused */
   uint64_t seed;                     /* of delays and orders, where the library makes them */
   uint64_t transport;                /* [out] */
@@ -246,23 +259,26 @@ typedef struct dk_transport_put_params {
   uint64_t dst_offset, src, bytes;   /* bytes 0: the signal alone */
   uint64_t signal_offset, signal_value; /* takes effect after the bytes are there */
   uint32_t signal_op, flags;
-  uint64_t timeout_ns;               /* of the wait for room in the QP */
+  uint64_t timeout_ns;               /* of the wait for room in the QP, from when its turn has come: then DK_ETIMEOUT */
 } dk_transport_put_params;
 int32_t dk_transport_put(dk_transport_put_params *p);
 typedef struct dk_transport_quiet_params {
   DK_HEADER;
   uint64_t transport, stream;
   int32_t peer, qp;                  /* -1: all */
-  uint64_t timeout_ns;
+  uint64_t timeout_ns;               /* 0: asks only */
 } dk_transport_quiet_params;
-int32_t dk_transport_quiet(dk_transport_quiet_params *p); /* until all that was posted there is done: seen by the peer, sources free */
+/* Until all that was posted there before is done: seen by the peer, sources free. DK_ETIMEOUT: not yet. A peer that is lost is
+ * DK_EPEERDEAD if it was named, and passed over if all were meant. */
+int32_t dk_transport_quiet(dk_transport_quiet_params *p);
 typedef struct dk_transport_query_params {
   DK_HEADER;
   uint64_t transport;
-  int32_t peer, qp;
-  uint64_t posted, completed, bytes; /* [out] operations and payload bytes so far */
-  uint64_t max_queued;               /* [out] most operations that were under way at once */
-  int32_t created, lost;             /* [out] place in the order of creation among all QPs; 1: the peer was lost */
+  int32_t peer, qp;                  /* -1: the sums over all */
+  uint64_t posted, completed, bytes; /* [out] operations and payload bytes so far, without what was refused or dropped at the call */
+  uint64_t max_queued;               /* [out] most operations that were under way at once on one QP */
+  int32_t created, lost;             /* [out] place in the order of creation among all QPs, -1 for sums; not 0: nothing gets through any
+                                        more (on one of them): 1: the peer was lost, else the DK_* code that broke the QP */
 } dk_transport_query_params;
 int32_t dk_transport_query(dk_transport_query_params *p);
 /* From now on operations toward the peer fail at once with DK_EPEERDEAD, and what is queued for it is dropped. */
