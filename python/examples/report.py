@@ -4,40 +4,54 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import plotext
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+# Without a terminal nothing is redrawn, and lines are as long as they need to be.
+_console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+
 # Without a terminal a line is printed at most this often, in seconds.
-LINE_EVERY = 5.0
-# In a terminal the line is redrawn at most this often, in seconds.
-REDRAW_EVERY = 0.1
+LINE_EVERY = 10.0
 
 
-class Progress:
-    """A line with a bar, loss, and tokens a second; redrawn in place in a terminal, else printed now and then."""
+class Training:
+    """A bar with loss and tokens a second; redrawn in place in a terminal, else a line now and then."""
 
     def __init__(self, title: str, steps: int, tokens_per_step: int) -> None:
-        self._title, self._steps, self._tokens = title, steps, tokens_per_step
-        self._live = sys.stdout.isatty()
-        self._start = self._shown = time.monotonic()
+        self._tokens = tokens_per_step
+        self._bar = Progress(
+            TextColumn(f"{title:<15}"), BarColumn(24), MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:6.4f}  {task.fields[speed]:>8,.0f} tokens/s"), TimeElapsedColumn(),
+            console=_console,
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=steps, loss=math.nan, speed=0.0)
+        self._title, self._lines = title, 1
+
+    def __enter__(self) -> Training:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
 
     def update(self, done: int, loss: float) -> None:
         """Tells that `done` steps are over, the last with `loss`."""
-        now, last = time.monotonic(), done >= self._steps
-        if not last and now - self._shown < (REDRAW_EVERY if self._live else LINE_EVERY):
-            return
-        self._shown = now
-        speed = done * self._tokens / max(1e-9, now - self._start)
-        width = 24
-        full = width * done // max(1, self._steps)
-        bar = glyph("━", "#") * full + glyph("─", ".") * (width - full)
-        line = (
-            f"{self._title:<15} {bar} {done:>4}/{self._steps}  loss {loss:6.4f}  "
-            f"{speed:>8,.0f} tokens/s  {now - self._start:5.1f} s"
-        )
-        print(f"\r{line}" if self._live else line, end="" if self._live and not last else "\n", flush=True)
+        seconds = self._bar.tasks[0].elapsed or 0.0
+        speed = done * self._tokens / max(1e-9, seconds)
+        self._bar.update(self._task, completed=done, loss=loss, speed=speed)
+        if not _console.is_terminal and seconds >= self._lines * LINE_EVERY:
+            self._lines = int(seconds / LINE_EVERY) + 1
+            _console.print(f"{self._title:<15} step {done}, loss {loss:.4f}, {speed:,.0f} tokens/s")
 
 
 def glyph(fancy: str, plain: str) -> str:
@@ -54,48 +68,18 @@ def visible(text: str) -> str:
     return "".join(c if c == "\n" or (c.isprintable() and c != "\ufffd") else glyph("·", ".") for c in text)
 
 
-def curve(values: Sequence[float], width: int = 64, height: int = 12) -> str:
-    """Draws values over their index with braille dots (stars where the terminal has none), axes labelled.
-
-    Values that are not finite leave a gap.
-    """
-    finite = [v for v in values if math.isfinite(v)]
+def curve(values: Sequence[float], width: int = 76, height: int = 14) -> str:
+    """Draws values over their index, from 1, axes labelled; values that are not finite leave a gap."""
+    finite = [(step, value) for step, value in enumerate(values, start=1) if math.isfinite(value)]
     if len(finite) < 2:
         return "  ".join(f"{v:.4f}" for v in values)
-    low, high = min(finite), max(finite)
-    cells = _dots([_at(values, i / (2 * width - 1)) for i in range(2 * width)], low, high, width, height)
-    lines = []
-    for i, row in enumerate(cells):
-        label = f"{high - (high - low) * i / (height - 1):6.2f}" if i % 3 == 0 or i == height - 1 else " " * 6
-        text = "".join(glyph(chr(0x2800 + cell), "*") if cell else " " for cell in row)
-        lines.append(f"{label} {glyph('┤', '|')}{text}".rstrip())
-    lines.append(f"{'':6} {glyph('└', '+')}{glyph('─', '-') * width}")
-    lines.append(f"{'':8}1{'step':^{width - 2 - len(str(len(values)))}}{len(values)}")
-    return "\n".join(lines)
-
-
-def _at(values: Sequence[float], part: float) -> float:
-    """The value at that part (0 to 1) of the way, between two values in proportion."""
-    place = part * (len(values) - 1)
-    left = min(int(place), len(values) - 2)
-    return values[left] + (values[left + 1] - values[left]) * (place - left)
-
-
-def _dots(values: Sequence[float], low: float, high: float, width: int, height: int) -> list[list[int]]:
-    """Braille cells [height][width], each 2 dots wide and 4 high, of a line through one value per column of dots."""
-    bits = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-    cells = [[0] * width for _ in range(height)]
-    before: int | None = None
-    for column, value in enumerate(values):
-        if not math.isfinite(value):
-            before = None
-            continue
-        row = round((high - value) / ((high - low) or 1.0) * (4 * height - 1))
-        start = row if before is None else before
-        for y in range(min(row, start), max(row, start) + 1):
-            cells[y // 4][column // 2] |= bits[y % 4][column % 2]
-        before = row
-    return cells
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.frame(False)
+    plotext.plotsize(width, height)
+    plotext.plot(*zip(*finite, strict=True), marker="braille" if glyph("\u28ff", "") else "dot")
+    plotext.xlabel("step")
+    return str(plotext.uncolorize(plotext.build()))
 
 
 def picture(path: Path, losses: Sequence[float], proof: Sequence[float], title: str) -> bool:
@@ -135,36 +119,22 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligns columns: the first to the left, the others to the right."""
-    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
-
-    def line(cells: Sequence[str]) -> str:
-        return "  ".join(
-            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-        )
-
-    return "\n".join([line(head), glyph("─", "-") * (sum(widths) + 2 * (len(widths) - 1)), *map(line, rows)])
-
-
-def communication(stats: Sequence[dict[str, Any]]) -> str:
-    """The table of what was communicated, from `Buffer.stats()` of every rank, in rank order.
+def show_communication(stats: Sequence[dict[str, Any]]) -> None:
+    """Prints what was communicated, from `Buffer.stats()` of every rank, in rank order.
 
     Bytes are those that rank 0 sent to each rank; calls are rank 0's; the times are the slowest rank's.
     """
-    ranks = len(stats)
-    rows = []
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("operation")
+    for name in ("calls", *[f"0 {glyph('→', '>')} {r}" for r in range(len(stats))], "p50 us", "p99 us"):
+        table.add_column(name, justify="right", no_wrap=True)
     for operation, own in stats[0].items():
         if own["calls"] == 0:
             continue
-        p50 = max(rank[operation]["p50_us"] for rank in stats)
-        p99 = max(rank[operation]["p99_us"] for rank in stats)
-        rows.append(
-            [operation, f"{own['calls']:,}", *[size(b) if b else "-" for b in own["bytes_to_peer"]],
-             f"{p50:,.0f}", f"{p99:,.0f}"]
-        )  # fmt: skip
-    head = ["operation", "calls", *[f"0 {glyph('→', '>')} {r}" for r in range(ranks)], "p50 us", "p99 us"]
-    return table(head, rows)
+        times = [max(rank[operation][key] for rank in stats) for key in ("p50_us", "p99_us")]
+        sent = [size(count) if count else "-" for count in own["bytes_to_peer"]]
+        table.add_row(operation, f"{own['calls']:,}", *sent, *[f"{us:,.0f}" for us in times])
+    _console.print(table)
 
 
 def largest_difference(losses: Sequence[float], proof: Sequence[float]) -> tuple[float, int]:

@@ -15,6 +15,7 @@ Exit status: 0 if the proof holds, 1 if not (or if the run failed), 2 for wrong 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -143,10 +144,10 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str, result: st
     device = torch.device("cpu") if buffer.engine == "cpu" else torch.device("cuda", torch.cuda.current_device())
     exchange = DeepEPExchange(buffer, group, plan.shape.num_experts)
     trainer = Trainer(plan, [rank], exchange, load_corpus(), device)
-    progress: report.Progress | None = None
+    progress: report.Training | None = None
     if rank == 0:
         print(headline(plan, buffer.engine), flush=True)
-        progress = report.Progress(f"{plan.ranks} ranks", plan.steps, plan.tokens_per_step)
+        progress = report.Training(f"{plan.ranks} ranks", plan.steps, plan.tokens_per_step)
 
     def before(step: int) -> None:
         if rank == 0 and options.corrupt_row == step + 1:
@@ -156,7 +157,8 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str, result: st
         if progress:
             progress.update(step + 1, loss)
 
-    losses = train(trainer, plan.steps, before, after)
+    with progress or contextlib.nullcontext():
+        losses = train(trainer, plan.steps, before, after)
     buffer.clean_low_latency_buffer(SEQUENCES, plan.shape.hidden, plan.shape.num_experts)
     started = time.monotonic()
     texts = Writer(trainer.trunks[0], trainer.groups[0], buffer, plan.shape, plan.seed, device).write()
@@ -186,8 +188,8 @@ def run_single(options: argparse.Namespace, engine: str) -> list[float]:
     steps = min(plan.steps, PROOF_STEPS)
     exchange = LocalExchange(plan.ranks, plan.shape.num_experts)
     trainer = Trainer(plan, list(range(plan.ranks)), exchange, load_corpus(), torch.device(engine))
-    progress = report.Progress("one process", steps, plan.tokens_per_step)
-    return train(trainer, steps, lambda step: None, lambda step, loss: progress.update(step + 1, loss))
+    with report.Training("one process", steps, plan.tokens_per_step) as progress:
+        return train(trainer, steps, lambda step: None, lambda step, loss: progress.update(step + 1, loss))
 
 
 def show_run(options: argparse.Namespace, run: dict[str, Any]) -> None:
@@ -196,7 +198,7 @@ def show_run(options: argparse.Namespace, run: dict[str, Any]) -> None:
     print(f"\nLoss in nats a byte ({losses[0]:.3f} at first, {losses[-1]:.3f} at last; guessing is 5.545)\n")
     print(report.curve(losses))
     print("\nWhat was communicated: calls and bytes sent by rank 0, times of the slowest rank\n")
-    print(report.communication([rank["stats"] for rank in ranks]))
+    report.show_communication([rank["stats"] for rank in ranks])
     written = sum(len(text) for rank in ranks for text in rank["texts"])
     rate = written / run["writing_seconds"]
     print(f"\nWritten through the low-latency mode, two micro-batches in turn ({rate:,.0f} bytes/s):\n")
