@@ -147,7 +147,7 @@ Poll Combine::poll() {
 bool Combine::awaits(int peer, Missing &missing) {
   if (exchange_.awaits(peer, missing)) return true;
   if (!exchange_.complete()) return false;
-  if (awaits_rows(peer, missing) || sum_.awaits(peer, missing) || exchange_.awaits_delivery(peer, missing)) return true;
+  if (awaits_rows(peer, missing) || sum_.awaits(peer, missing)) return true;
   int step = team_.spans_nodes() ? team_.num_nvl_peers : team_.num_ranks;
   for (int source = peer % step; team_.near(peer) && source < team_.num_ranks; source += step)
     if (awaits_room(source, missing)) return true;

@@ -20,11 +20,9 @@ bool FarSender::done(int64_t staged) const {
 bool FarSender::awaits(int peer, int64_t staged, Missing &missing) const {
   int node = team_.node(peer);
   if (team_.near(peer) || peer != team_.partner(node)) return false;
-  if (team_.links[node].offered < staged) {
-    missing = link(node).missing();
-    if (missing.seen < missing.expected) return true;
-  }
-  return exchange_.awaits_delivery(peer, missing);
+  if (team_.links[node].offered == staged) return false;
+  missing = link(node).missing();
+  return missing.seen < missing.expected;
 }
 
 // ---- Gate ----

@@ -89,18 +89,9 @@ bool Exchange::awaits(int peer, Missing &missing) const {
   return true;
 }
 
-bool Exchange::awaits_delivery(int peer, Missing &missing) const {
-  if (op_.team.near(peer)) return false;
-  for (int qp = 0; qp < op_.team.nic->num_qps(); qp++) {
-    missing = {static_cast<int64_t>(op_.team.nic->posted(peer, qp)), static_cast<int64_t>(op_.team.nic->completed(peer, qp))};
-    if (missing.seen < missing.expected) return true;
-  }
-  return false;
-}
-
 bool Exchange::wait() {
   auto poll = [&] { return look() ? Poll::progress : complete() && delivered() ? Poll::done : Poll::idle; };
-  return wait_until(op_, poll, [&](int peer, Missing &missing) { return awaits(peer, missing) || (complete() && awaits_delivery(peer, missing)); });
+  return wait_until(op_, poll, [&](int peer, Missing &missing) { return awaits(peer, missing); });
 }
 
 }  // namespace dk

@@ -22,13 +22,11 @@ class Exchange {
   // True if something has happened since the last look: a message has come, or gone. One that disagrees ends the operation.
   bool look();
   bool complete() const { return num_arrived_ == op_.team.num_ranks && next_untold_ == op_.team.num_ranks; }
-  // Whether all that was put has arrived.
+  // Whether all that was put has arrived. Nobody is awaited for that: a peer that has failed meanwhile is no reason to fail too.
   bool delivered() const { return !op_.team.spans_nodes() || op_.team.nic->idle(); }
   // A call that is nothing but its exchange.
   bool wait();
-  // Whether the peer's message, or (at the end) the arrival of what was put there, is awaited.
   bool awaits(int peer, Missing &missing) const;
-  bool awaits_delivery(int peer, Missing &missing) const;
   bool arrived(int peer) const { return arrived_[peer] != 0; }
   CallMessage &message(int peer) const { return op_.team.control().call_from(number_ & 1, peer); }
 

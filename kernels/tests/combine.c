@@ -101,36 +101,54 @@ void run_combine(struct combine *c) {
 
 /* ---- Check ------------------------------------------------------------------------------------------------------------------ */
 
-/* The plain sum, added in FP32 in the order of the ranks. With biases the order is the library's, so there is a tolerance:
- * half a step of BF16, and what FP32 loses. */
-static void check_channel(struct combine *c, int token, int channel) {
-  struct rank *me = c->normal->team->me;
+/* The plain sum, added in FP32 in the order of the ranks. The rows of another node's ranks are added up there first, rounded to
+ * BF16 (weights are not), and go into the sum as one. With biases the order is the library's, so there is a tolerance: half a
+ * step of BF16, and what FP32 loses. */
+struct sum { float total, magnitude; };
+static void add(struct sum *s, float value) {
+  s->total += value;
+  s->magnitude += fabsf(value);
+}
+
+typedef float (*value_fn)(const struct combine *c, int at, int token, int which);
+static struct sum sum_of(const struct combine *c, int token, int which, value_fn value, bool round) {
   const struct routing *r = c->normal->routing;
-  float sum = 0, magnitude = 0;
-  for (int at = 0; at < r->ranks; at++) {
-    if (!goes_to(r, me->index, token, at)) continue;
-    float value = from_bf16(value_of(c->salt, at, me->index, token, channel));
-    sum += value;
-    magnitude += fabsf(value);
+  int self = c->normal->team->me->index, node = c->normal->team->node;
+  struct sum all = {0, 0};
+  for (int first = 0; first < r->ranks; first += node) {
+    struct sum part = {0, 0}, *to = self / node == first / node ? &all : &part;
+    bool any = false;
+    for (int at = first; at < first + node && at < r->ranks; at++) {
+      if (!goes_to(r, self, token, at)) continue;
+      add(to, value(c, at, token, which));
+      any = true;
+    }
+    if (any && to == &part) add(&all, round ? from_bf16(to_bf16(part.total)) : part.total);
   }
-  for (int b = 0; b < c->spec->biases; b++) {
-    float value = from_bf16(bias_of(c->salt, b, token, channel));
-    sum += value;
-    magnitude += fabsf(value);
-  }
+  return all;
+}
+
+static float row_value(const struct combine *c, int at, int token, int channel) {
+  return from_bf16(value_of(c->salt, at, c->normal->team->me->index, token, channel));
+}
+
+static float weight_value(const struct combine *c, int at, int token, int k) {
+  return weight_of(c->salt, at, c->normal->team->me->index, token, k);
+}
+
+static void check_channel(struct combine *c, int token, int channel) {
+  struct sum sum = sum_of(c, token, channel, row_value, true);
+  for (int b = 0; b < c->spec->biases; b++) add(&sum, from_bf16(bias_of(c->salt, b, token, channel)));
   float got = from_bf16(((const uint16_t *)c->out.host)[(int64_t)token * c->spec->hidden + channel]);
-  float allowed = c->spec->biases ? fabsf(sum) / 256 + magnitude * 1e-6f : 0, wanted = c->spec->biases ? sum : from_bf16(to_bf16(sum));
-  expect(me, fabsf(got - wanted) <= allowed, "combined_x[%d][%d] is %g, wanted %g", token, channel, got, wanted);
+  float allowed = c->spec->biases ? fabsf(sum.total) / 256 + sum.magnitude * 1e-6f : 0;
+  float wanted = c->spec->biases ? sum.total : from_bf16(to_bf16(sum.total));
+  expect(c->normal->team->me, fabsf(got - wanted) <= allowed, "combined_x[%d][%d] is %g, wanted %g", token, channel, got, wanted);
 }
 
 static void check_weight(struct combine *c, int token, int k) {
-  struct rank *me = c->normal->team->me;
-  const struct routing *r = c->normal->routing;
-  float sum = 0;
-  for (int at = 0; at < r->ranks; at++)
-    if (goes_to(r, me->index, token, at)) sum += weight_of(c->salt, at, me->index, token, k);
-  float got = ((const float *)c->out_weights.host)[token * r->topk + k];
-  expect(me, got == sum, "combined_topk_weights[%d][%d] is %.9g, wanted %.9g", token, k, got, sum);
+  float wanted = sum_of(c, token, k, weight_value, false).total;
+  float got = ((const float *)c->out_weights.host)[token * c->normal->routing->topk + k];
+  expect(c->normal->team->me, got == wanted, "combined_topk_weights[%d][%d] is %.9g, wanted %.9g", token, k, got, wanted);
 }
 
 void check_combine(struct combine *c) {

@@ -22,7 +22,7 @@ extern const struct group process_cases, transport_process_cases, transport_deat
 static const struct group *const process_groups[] = {&process_cases, &transport_process_cases, &transport_death_cases};
 #define GROUPS(X)                                                                                                       \
   X(info) X(memory) X(stream) X(layout) X(notify) X(dispatch) X(worst) X(combine) X(peer_rows) \
-  X(ll_dispatch) X(ll_combine) X(isa) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random) \
+  X(ll_dispatch) X(ll_combine) X(isa) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random) X(internode) \
   X(transport) X(transport_end) X(ll_internode)
 #define DECLARE_GROUP(name) extern const struct group name##_cases;
 GROUPS(DECLARE_GROUP)

@@ -81,6 +81,7 @@ static void make_outputs(struct normal *n, int index_bytes) {
   const struct normal_spec *spec = n->spec;
   uint64_t ranks = (uint64_t)me->count, tokens = (uint64_t)n->tokens, rows = (uint64_t)n->capacity, topk = (uint64_t)spec->topk;
   n->per_rank = tensor(me, "tokens_per_rank", 4 * ranks);
+  n->per_node = tensor(me, "tokens_per_node", 4 * ((ranks - 1) / (uint64_t)n->team->node + 1));
   n->per_expert = tensor(me, "tokens_per_expert", 4 * (uint64_t)spec->experts);
   n->in_rank = tensor(me, "token_in_rank", tokens * ranks);
   n->matrix = tensor(me, "rank_prefix_matrix", 4 * ranks * ranks);
@@ -142,6 +143,7 @@ void run_layout(struct normal *n) {
   p.num_topk = n->spec->topk;
   p.num_experts = n->spec->experts;
   p.tokens_per_rank = n->per_rank.at;
+  p.tokens_per_node = n->per_node.at;
   p.tokens_per_expert = n->per_expert.at;
   p.token_in_rank = n->in_rank.at;
   CALL(n->team->me, layout, &p);

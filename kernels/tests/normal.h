@@ -29,7 +29,7 @@ struct normal {
   int tokens, rows, capacity;     /* mine; rows that I get; rows of my outputs */
   struct origin *origins;         /* of each row, by the reference */
   struct tensor idx, weights, x, scales;
-  struct tensor per_rank, per_expert, in_rank, matrix, head;
+  struct tensor per_rank, per_node, per_expert, in_rank, matrix, head;
   struct tensor recv_x, recv_scales, recv_idx, recv_weights, recv_src;
   int64_t scale_token_stride, scale_stride;
   dk_counts *counts;

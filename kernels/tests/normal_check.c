@@ -15,22 +15,27 @@ static void expect_ints(struct rank *me, const char *what, struct tensor t, cons
 void check_layout(struct normal *n) {
   struct rank *me = n->team->me;
   const struct routing *r = n->routing;
-  int32_t *per_rank = scratch(me, sizeof(int32_t) * (size_t)(r->ranks + r->experts)), *per_expert = per_rank + r->ranks;
+  int32_t *per_rank = scratch(me, sizeof(int32_t) * (size_t)(2 * r->ranks + r->experts)), *per_node = per_rank + r->ranks;
+  int32_t *per_expert = per_node + r->ranks;
   fetch_tensor(me, n->per_rank);
+  fetch_tensor(me, n->per_node);
   fetch_tensor(me, n->per_expert);
   fetch_tensor(me, n->in_rank);
   finish(me);
   expect_healthy(n->team);
   const uint8_t *in_rank = n->in_rank.host;
   for (int t = 0; t < n->tokens; t++) {
-    for (int rank = 0; rank < r->ranks; rank++) {
+    for (int rank = 0, last = -1; rank < r->ranks; rank++) {
       bool sent = goes_to(r, me->index, t, rank);
       per_rank[rank] += sent;
+      per_node[rank / n->team->node] += sent && last != rank / n->team->node;
+      if (sent) last = rank / n->team->node;
       expect(me, in_rank[t * r->ranks + rank] == sent, "token_in_rank[%d][%d] is %u", t, rank, in_rank[t * r->ranks + rank]);
     }
     for (int e = 0; e < r->experts; e++) per_expert[e] += names(r, me->index, t, e);
   }
   expect_ints(me, "tokens_per_rank", n->per_rank, per_rank, r->ranks);
+  expect_ints(me, "tokens_per_node", n->per_node, per_node, (r->ranks + n->team->node - 1) / n->team->node);
   expect_ints(me, "tokens_per_expert", n->per_expert, per_expert, r->experts);
 }
 
@@ -39,7 +44,10 @@ static void check_counts(struct normal *n) {
   const struct routing *r = n->routing;
   int local = r->experts / r->ranks, align = n->spec->alignment ? n->spec->alignment : 1;
   expect(me, n->counts->num_recv_tokens == n->rows, "num_recv_tokens is %d, wanted %d", n->counts->num_recv_tokens, n->rows);
-  expect(me, n->counts->num_recv_nodes_tokens == 0, "num_recv_nodes_tokens is %d on one node", n->counts->num_recv_nodes_tokens);
+  int crossed = 0;
+  for (int s = 0; s < r->ranks; s++)
+    if (s / n->team->node != me->index / n->team->node) crossed += rows_between(r, s, me->index);
+  expect(me, n->counts->num_recv_nodes_tokens == crossed, "num_recv_nodes_tokens is %d, wanted %d", n->counts->num_recv_nodes_tokens, crossed);
   for (int l = 0; l < local; l++) {
     int wanted = 0;
     for (int s = 0; s < r->ranks; s++)

@@ -18,6 +18,7 @@ static dk_block_sizes_params sizes_for(struct rank *me, const struct team_spec *
   CALL(me, block_sizes, &p);
   if (spec->least_row) {
     p.nvl_bytes = p.min_nvl_bytes;
+    p.rdma_bytes = p.rdma_bytes ? p.rdma_bytes : p.min_rdma_bytes;
     CALL(me, block_sizes, &p);
   }
   return p;
@@ -83,6 +84,7 @@ static struct team_spec split_spec(const struct rank *me, const struct team_spec
   struct team_spec split = *spec;
   if (!me->split) return split;
   split.node = me->split->node;
+  if (!split.rdma_bytes && !split.least_row) split.rdma_bytes = me->split->rdma_bytes;
   split.qps = me->split->qps;
   split.qp_depth = me->split->qp_depth;
   split.transport_flags = me->split->transport_flags;
@@ -99,7 +101,7 @@ struct team *make_team(struct rank *me, const struct team_spec *usual) {
   t->timeout_ns = limit_ns(10);
   dk_block_sizes_params sizes = sizes_for(me, spec);
   t->nvl_bytes = sizes.nvl_bytes;
-  t->rdma_bytes = spec->rdma_bytes;
+  t->rdma_bytes = sizes.rdma_bytes;
   dk_team_create_params p = {.size = sizeof p,
                              .device = seat_device(me->seat),
                              .rank = me->index,
