@@ -38,6 +38,7 @@ type statistics struct {
 	head  *abi.StatsPage
 	bytes []uint64 // [op][peer]
 	waits []uint64
+	asked *device.Event // never recorded: a host that waits for it finds the page up to date
 }
 
 func newStatistics(b *Buffer) (s *statistics, err error) {
@@ -57,6 +58,10 @@ func newStatistics(b *Buffer) (s *statistics, err error) {
 	}
 	tables := unsafe.Slice((*uint64)(unsafe.Pointer(&s.page.Host[s.head.PeersOffset])), 2*abi.NumOps*b.size)
 	s.bytes, s.waits = tables[:abi.NumOps*b.size], tables[abi.NumOps*b.size:]
+	if s.asked, err = b.dev.NewEvent(); err != nil {
+		_ = s.close() // the first error counts
+		return nil, err
+	}
 	return s, nil
 }
 
@@ -79,6 +84,11 @@ func (s *statistics) setState(state uint32) { atomic.StoreUint32(&s.head.State, 
 func (s *statistics) close() error {
 	s.setState(stateDestroyed)
 	err := s.page.Close()
+	if s.asked != nil {
+		if e := s.asked.Destroy(); err == nil {
+			err = e
+		}
+	}
 	if s.owner != nil {
 		if e := s.owner.Close(); err == nil {
 			err = e
@@ -98,7 +108,8 @@ type OpStats struct {
 	WaitForPeer         []time.Duration
 }
 
-// Stats reads the counters of an operation (abi.Op*). It waits for nothing and disturbs nobody.
+// Stats reads the counters of an operation (abi.Op*). It waits for no call and disturbs nobody. Kernels may leave the newest call
+// to be written out later; a wait on the host, be it for nothing, brings the page up to date.
 func (b *Buffer) Stats(op uint32) (OpStats, error) {
 	if op == 0 || op >= abi.NumOps {
 		return OpStats{}, status.InvalidArg("op", op, "1 (layout) to 9 (mask)")
@@ -107,6 +118,9 @@ func (b *Buffer) Stats(op uint32) (OpStats, error) {
 		return OpStats{}, err
 	}
 	defer b.leave()
+	if _, err := b.stats.asked.Wait(0); err != nil {
+		return OpStats{}, err
+	}
 	from := &b.stats.head.Ops[op]
 	var s OpStats
 	s.Calls, s.Errors = atomic.LoadUint64(&from.Calls), atomic.LoadUint64(&from.Errors)

@@ -317,6 +317,7 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine_kern
   if (begin(s)) {
     const Handshake hand = combine_handshake(p, epoch);
     if (blockIdx.x == 0) post_enter(s, hand);
+    if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     if (await_enter(s, hand)) {
       set_up_combine(p, reinterpret_cast<CombineDest *>(shared + at.dests), reinterpret_cast<CombineSource *>(shared + at.sources));
       run_combine_roles<kBulk>(p, epoch, shared, reinterpret_cast<int32_t *>(shared + at.bytes));

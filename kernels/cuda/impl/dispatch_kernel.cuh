@@ -164,6 +164,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_ke
   if (begin(s)) {
     const Handshake hand = dispatch_handshake(p, epoch);
     if (blockIdx.x == 0) post_enter(s, hand);
+    if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     if (await_enter(s, hand) && set_up_dests(p, epoch, dests)) {
       const bool staged = __syncthreads_or(threadIdx.x == 0 && [&] {
         bool any = false;

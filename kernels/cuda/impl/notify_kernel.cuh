@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_con
     if (blockIdx.x == 0) {
       const Handshake hand = notify_handshake(p, epoch);
       send_counts(p, hand);
+      publish_newest_by_last_warp(s.team);
       if (await_enter(s, hand)) sum_matrix(p, epoch);
       __syncthreads();
       if (threadIdx.x == 0 && p.counts != nullptr && !has_failed(s)) ptx::st_release_sys(&p.counts->seq, s.call);

@@ -1,4 +1,4 @@
-// small_kernels.cuh - barrier, masks, and the advance of a team past a call that was only a fill.
+// small_kernels.cuh - barrier, masks, statistics that the host asks for, the clock.
 #pragma once
 #include "cuda/sync/session.cuh"
 
@@ -17,6 +17,7 @@ __global__ void __launch_bounds__(128) barrier_kernel(const __grid_constant__ Ba
     Handshake hand{};
     hand.epoch = epoch, hand.mine.op = s.op;
     post_enter(s, hand);
+    publish_newest_by_last_warp(s.team);
     await_enter(s, hand);
   }
   finish(s, [&](bool failed) {
@@ -46,6 +47,7 @@ __device__ inline void lift_mask(const Session &s, int rank) {
 __global__ void __launch_bounds__(128) mask_kernel(const __grid_constant__ MaskParams p) {
   const Session &s = p.session;
   begin(s);
+  publish_newest_by_last_warp(s.team);
   for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
     uint32_t *mask = &s.team.scratch->masked[r];
     if (p.what == DK_MASK_QUERY) p.out[r] = static_cast<int32_t>(*mask);
@@ -53,6 +55,22 @@ __global__ void __launch_bounds__(128) mask_kernel(const __grid_constant__ MaskP
     else if (r == p.rank) *mask = 1;
   }
   finish(s, [&](bool failed) { record_kernel(s, nullptr, true, failed); });
+}
+
+// The host asks: everything that was counted.
+__global__ void __launch_bounds__(512) stats_kernel(const __grid_constant__ TeamView team) {
+  const Scratch *scratch = team.scratch;
+  if (threadIdx.x == 0) store_out(&team.status->progress, load_fresh(&scratch->progress));
+  if (team.stats == nullptr) return;
+  constexpr int kWords = DK_NUM_OPS * (kOpCounters + DK_HIST_BUCKETS);
+  for (int i = threadIdx.x; i < kWords; i += blockDim.x)
+    store_out(reinterpret_cast<uint64_t *>(team.stats->ops) + i, load_fresh(reinterpret_cast<const uint64_t *>(scratch->ops) + i));
+  uint64_t *bytes = page_peers(team), *waits = bytes + DK_NUM_OPS * team.num_ranks;
+  for (int i = threadIdx.x; i < DK_NUM_OPS * team.num_ranks; i += blockDim.x) {
+    store_out(bytes + i, load_fresh(&scratch->peer_bytes[i / team.num_ranks][i % team.num_ranks]));
+    store_out(waits + i, load_fresh(&scratch->peer_wait_ns[i / team.num_ranks][i % team.num_ranks]));
+  }
+  if (warp_id() == 0) publish_trace(team, lane_id());
 }
 
 __global__ void clock_kernel(uint64_t *now) { *now = ptx::global_timer_ns(); }

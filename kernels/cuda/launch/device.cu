@@ -187,11 +187,15 @@ DK_EXPORT int32_t dk_stream_wait_event(dk_stream_wait_event_params *p) {
 
 DK_EXPORT int32_t dk_event_wait(dk_event_wait_params *p) {
   DK_ENTER(p);
-  const OnDevice on(handle_of<Device>(p->device));
+  auto *device = handle_of<Device>(p->device);
+  const OnDevice on(device);
   const uint64_t end = now_ns() + p->timeout_ns;
   for (uint32_t looks = 0;; ++looks) {
     const cudaError_t error = cudaEventQuery(reinterpret_cast<cudaEvent_t>(p->event));
-    if (error == cudaSuccess) return DK_OK;
+    if (error == cudaSuccess) {
+      publish_statistics(device); // who waits on the host may look at them next
+      return DK_OK;
+    }
     if (error != cudaErrorNotReady) return device_failure(p, error);
     (void)cudaGetLastError();
     if (p->timeout_ns == 0 || now_ns() >= end) return DK_ETIMEOUT;

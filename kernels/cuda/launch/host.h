@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <mutex>
 #include <string>
 
 #include "abi/kernels.h"
@@ -18,12 +19,15 @@
 
 namespace deepep {
 
+struct Team;
 struct Device {
   int ordinal = 0, num_sms = 0, cc_major = 0, cc_minor = 0;
   bool bulk = false;            // use the Hopper kernels
   bool exports_descriptors = false;
   cudaStream_t service = nullptr; // for copies that belong to no caller's stream
   cudaDeviceProp properties{};
+  std::mutex teams_lock;
+  Team *teams = nullptr;        // a list: those whose statistics the host may ask for
 };
 
 enum class MemoryKind { kVirtual, kRuntime, kImported, kAlias };
@@ -37,6 +41,7 @@ struct Memory {
 
 struct Team {
   Device *device = nullptr;
+  Team *next = nullptr;         // of the device's
   TeamView view{};
   int sm_share = 1;
   uint64_t *segments = nullptr; // device
@@ -118,6 +123,9 @@ inline cudaStream_t stream_of(uint64_t value) { return reinterpret_cast<cudaStre
 cudaError_t load_normal_kernels(bool bulk);
 cudaError_t load_low_latency_kernels();
 cudaError_t load_small_kernels();
+
+// What kernels of this device's teams have counted, out to the statistics pages. Waits for that a little, not for more.
+void publish_statistics(Device *device);
 
 // The state of an operation as kernels are told it.
 template <class P> Session session_of(const P *p, uint32_t op, uint32_t phase) {

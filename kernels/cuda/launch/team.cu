@@ -53,6 +53,18 @@ cudaError_t allocate_scratch(Team *team, const uint64_t *peer_blocks) {
   return error == cudaSuccess ? measure_clock(team) : error;
 }
 
+void enlist(Team *team) {
+  const std::lock_guard<std::mutex> lock(team->device->teams_lock);
+  team->next = team->device->teams;
+  team->device->teams = team;
+}
+void strike_off(const Team *team) {
+  const std::lock_guard<std::mutex> lock(team->device->teams_lock);
+  Team **at = &team->device->teams;
+  while (*at != team) at = &(*at)->next;
+  *at = team->next;
+}
+
 void free_team(Team *team) {
   (void)cudaFree(team->scratch);
   (void)cudaFree(team->peers);
@@ -92,7 +104,18 @@ cudaError_t load_small_kernels() {
   cudaError_t error = cudaFuncGetAttributes(&attributes, barrier_kernel);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, mask_kernel);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, clock_kernel);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, stats_kernel);
   return error;
+}
+
+void publish_statistics(Device *device) {
+  constexpr int64_t kPatience = 50000000; // other processes' turns on a shared device
+  const std::lock_guard<std::mutex> lock(device->teams_lock);
+  if (device->teams == nullptr) return;
+  for (const Team *team = device->teams; team != nullptr; team = team->next) stats_kernel<<<1, 512, 0, device->service>>>(team->view);
+  const int64_t end = monotonic_ns() + kPatience;
+  while (cudaStreamQuery(device->service) == cudaErrorNotReady && monotonic_ns() < end) {}
+  (void)cudaGetLastError();
 }
 
 }  // namespace deepep
@@ -129,6 +152,7 @@ DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
     free_team(team);
     return device_failure(p, error);
   }
+  enlist(team);
   p->team = handle_to(team);
   return DK_OK;
 }
@@ -138,6 +162,7 @@ DK_EXPORT int32_t dk_team_destroy(dk_team_destroy_params *p) {
   auto *team = handle_of<Team>(p->team);
   if (team == nullptr) return DK_EINVAL;
   const OnDevice on(team->device);
+  strike_off(team);
   free_team(team);
   return DK_OK;
 }

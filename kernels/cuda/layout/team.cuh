@@ -14,6 +14,10 @@ struct LowLatencyTicket { uint64_t epoch, dispatch; };
 constexpr int kRoutingCopies = 4;
 struct LowLatencyRouting { uint64_t src_info, dispatch, has_weights, num_topk; };
 
+// What the newest kernel counted and the statistics page does not show yet: its operation (0: nothing), the bucket of its
+// histogram that grew (DK_HIST_BUCKETS: none), its record of the trace.
+struct NewestCount { uint64_t op, bucket; dk_trace_record record; };
+
 // Device memory of one team, zeroed once. Only this rank's kernels touch it.
 struct Scratch {
   uint64_t epoch;             // of the operation that runs now; the last block out adds one
@@ -41,6 +45,7 @@ struct Scratch {
   uint64_t sent_bytes[DK_MAX_RANKS];
   dk_op_stats ops[DK_NUM_OPS];
   uint64_t trace_next, progress;
+  NewestCount newest;
   uint64_t half_ns[DK_NUM_TICKETS]; // time of the send halves that wait for their receive half
   uint64_t clean_ns;                // of a clean's first kernel
   uint64_t peer_bytes[DK_NUM_OPS][DK_MAX_RANKS], peer_wait_ns[DK_NUM_OPS][DK_MAX_RANKS];

@@ -1,8 +1,14 @@
-// stats.cuh - the statistics page: counted in device memory by the last block of a kernel, stored out to host memory.
+// stats.cuh - statistics: the last block of a kernel counts in device memory alone. Stores across PCIe at a kernel's end would keep
+// it from ending for microseconds, so the page is brought up to date by the team's next kernel, while that waits for its peers
+// anyway, or by stats_kernel when the host asks. Counters only grow: storing one twice does no harm.
 #pragma once
 #include "cuda/sync/wait.cuh"
 
 namespace deepep {
+
+constexpr int kOpCounters = 8; // words of dk_op_stats before its histogram
+static_assert(sizeof(dk_op_stats) == 8 * (kOpCounters + DK_HIST_BUCKETS), "eight counters and the histogram");
+static_assert(sizeof(dk_trace_record) == 32, "four words");
 
 __device__ inline int duration_bucket(uint64_t ns) {
   const uint64_t units = ns / 512;
@@ -12,76 +18,93 @@ __device__ inline int duration_bucket(uint64_t ns) {
   return least(4 * power + quarter, DK_HIST_BUCKETS - 1);
 }
 
-template <class T> __device__ inline void publish(T *shadow, T *page, T value) {
-  *shadow = value;
-  *static_cast<volatile T *>(page) = value;
+__device__ inline uint64_t load_fresh(const void *word) { return *static_cast<const volatile uint64_t *>(word); }
+__device__ inline void store_out(void *word, uint64_t value) { *static_cast<volatile uint64_t *>(word) = value; }
+
+// Words of the page: bytes to and waits for a peer.
+__device__ inline uint64_t *page_peers(const TeamView &team) {
+  return reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(team.stats) + team.peers_offset);
+}
+// The newest record of the trace goes to its place, then the number of records.
+__device__ inline void publish_trace(const TeamView &team, int lane) {
+  const uint64_t next = load_fresh(&team.scratch->trace_next);
+  if (team.trace_len == 0 || next == 0) return;
+  uint8_t *ring = reinterpret_cast<uint8_t *>(team.stats) + team.trace_offset;
+  const uint64_t at = (next - 1) % team.trace_len * sizeof(dk_trace_record);
+  if (lane < 4) store_out(ring + at + 8 * lane, load_fresh(reinterpret_cast<const uint64_t *>(&team.scratch->newest.record) + lane));
+  __syncwarp();
+  if (lane == 0) ptx::st_release_sys(&team.stats->trace_next, next);
 }
 
-// One counter of an operation by one thread each: side by side, since every load of a counter costs the latency of memory.
-__device__ inline void count_field(const Session &s, uint64_t dk_op_stats::*field, uint64_t value, bool add) {
-  uint64_t *shadow = &(s.team.scratch->ops[s.op].*field);
-  publish(shadow, &(s.team.stats->ops[s.op].*field), add ? *shadow + value : value);
-}
-
-// What the call was, for the threads that write it down.
-struct CallRecord { uint64_t start, duration, total, bytes, wait_ns; bool last_half, failed; };
-
-__device__ inline void record_field(const Session &s, const CallRecord &call, int which) {
-  const bool last = call.last_half;
-  if (which == 0 && last) count_field(s, &dk_op_stats::calls, 1, true);
-  if (which == 1 && last && call.failed) count_field(s, &dk_op_stats::errors, 1, true);
-  if (which == 2) count_field(s, &dk_op_stats::total_ns, call.duration, true);
-  if (which == 3 && last && call.total > s.team.scratch->ops[s.op].max_ns) count_field(s, &dk_op_stats::max_ns, call.total, false);
-  if (which == 4 && call.wait_ns != 0) count_field(s, &dk_op_stats::wait_ns, call.wait_ns, true);
-  if (which == 5 && call.bytes != 0) count_field(s, &dk_op_stats::bytes, call.bytes, true);
-  if (which == 6 && last) count_field(s, &dk_op_stats::last_start_ns, call.start, false);
-  if (which == 7 && last) count_field(s, &dk_op_stats::last_ns, call.total, false);
-  if (which == 8 && last) {
-    const int bucket = duration_bucket(call.total);
-    uint64_t *shadow = &s.team.scratch->ops[s.op].hist[bucket];
-    publish(shadow, &s.team.stats->ops[s.op].hist[bucket], *shadow + 1);
+// By one warp of a kernel, where it delays nobody: what the kernel before counted, out to the page.
+__device__ inline void publish_newest(const TeamView &team) {
+  Scratch *scratch = team.scratch;
+  const int lane = lane_id();
+  const uint64_t op = load_fresh(&scratch->newest.op), bucket = load_fresh(&scratch->newest.bucket);
+  if (op == 0) return;
+  if (lane == 0) store_out(&team.status->progress, load_fresh(&scratch->progress));
+  if (team.stats != nullptr) {
+    if (lane < kOpCounters)
+      store_out(reinterpret_cast<uint64_t *>(&team.stats->ops[op]) + lane, load_fresh(reinterpret_cast<uint64_t *>(&scratch->ops[op]) + lane));
+    if (lane == kOpCounters && bucket < DK_HIST_BUCKETS) store_out(&team.stats->ops[op].hist[bucket], load_fresh(&scratch->ops[op].hist[bucket]));
+    uint64_t *bytes = page_peers(team) + op * team.num_ranks, *waits = bytes + DK_NUM_OPS * team.num_ranks;
+    for (int r = lane; r < team.num_ranks; r += kWarp) {
+      store_out(bytes + r, load_fresh(&scratch->peer_bytes[op][r]));
+      store_out(waits + r, load_fresh(&scratch->peer_wait_ns[op][r]));
+    }
+    publish_trace(team, lane);
   }
-  if (which == 9 && s.team.trace_len != 0) {
-    const uint64_t next = s.team.scratch->trace_next;
-    auto *ring = reinterpret_cast<dk_trace_record *>(reinterpret_cast<uint8_t *>(s.team.stats) + s.team.trace_offset);
-    volatile dk_trace_record *record = ring + next % s.team.trace_len;
-    record->call = s.call, record->start_ns = call.start, record->duration_ns = call.duration, record->op = s.op, record->phase = s.phase;
-    publish(&s.team.scratch->trace_next, &s.team.stats->trace_next, next + 1);
-  }
+  __syncwarp();
+  if (lane == 0) scratch->newest.op = 0;
+}
+// By all warps of a block: the last one does it.
+__device__ inline void publish_newest_by_last_warp(const TeamView &team) {
+  if (warp_id() == static_cast<int>(blockDim.x) / kWarp - 1) publish_newest(team);
 }
 
-// By the whole last block, after its outputs. Takes what the kernel left in sent_bytes and wait_ns. Where a call is several
-// kernels, `half` keeps the time of those before the last.
-__device__ inline void record_kernel(const Session &s, uint64_t *half, bool last_half, bool failed) {
-  __shared__ unsigned long long sums[2];
-  __shared__ uint64_t now;
+// Takes what the kernel left for each peer in sent_bytes and wait_ns. `bytes`: of all peers; `wait`: the longest, for ranks are
+// waited for side by side. Whole warp.
+__device__ inline void count_peers(const Session &s, uint64_t &bytes, uint64_t &wait) {
   Scratch *scratch = s.team.scratch;
-  const int num_ranks = s.team.num_ranks;
-  const uint64_t start = scratch->start_ns;
-  if (threadIdx.x < 2) sums[threadIdx.x] = 0;
-  if (threadIdx.x == 0) now = ptx::global_timer_ns();
-  __syncthreads();
-  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
-    const uint64_t bytes = scratch->sent_bytes[r], wait = scratch->wait_ns[r];
-    const uint64_t all_bytes = scratch->peer_bytes[s.op][r] + bytes, all_wait = scratch->peer_wait_ns[s.op][r] + wait;
+  bytes = wait = 0;
+  for (int r = lane_id(); r < s.team.num_ranks; r += kWarp) {
+    const uint64_t sent = scratch->sent_bytes[r], waited = scratch->wait_ns[r];
+    scratch->peer_bytes[s.op][r] += sent, scratch->peer_wait_ns[s.op][r] += waited;
     scratch->sent_bytes[r] = 0, scratch->wait_ns[r] = 0;
-    if (s.team.stats == nullptr || (bytes | wait) == 0) continue;
-    auto *page = reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(s.team.stats) + s.team.peers_offset);
-    const int at = s.op * num_ranks + r;
-    if (bytes != 0) publish(&scratch->peer_bytes[s.op][r], page + at, all_bytes);
-    if (wait != 0) publish(&scratch->peer_wait_ns[s.op][r], page + DK_NUM_OPS * num_ranks + at, all_wait);
-    atomicAdd(&sums[0], bytes);
-    atomicMax(&sums[1], wait); // ranks are waited for side by side
+    bytes += sent, wait = most(wait, waited);
   }
-  __syncthreads();
-  const int which = static_cast<int>(blockDim.x) - 1 - static_cast<int>(threadIdx.x);
-  if (s.team.stats != nullptr && which < 10) {
-    const uint64_t duration = now - start, before = half != nullptr ? *half : 0;
-    record_field(s, {start + s.team.clock_offset_ns, duration, duration + before, sums[0], sums[1], last_half, failed}, which);
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    bytes += __shfl_xor_sync(kAllLanes, bytes, step);
+    wait = most(wait, static_cast<uint64_t>(__shfl_xor_sync(kAllLanes, wait, step)));
   }
-  if (which == 10 && last_half) publish(&scratch->progress, &s.team.status->progress, scratch->progress + 1);
-  __syncthreads();
-  if (threadIdx.x == 0 && half != nullptr) *half = last_half ? 0 : now - start;
+}
+
+// By the last block; its last warp counts, the others go on. Each lane has one counter, since every load of one costs the latency
+// of memory. Where a call is several kernels, `half` keeps the time of those before the last.
+__device__ inline void record_kernel(const Session &s, uint64_t *half, bool last_half, bool failed) {
+  if (warp_id() != static_cast<int>(blockDim.x) / kWarp - 1) return;
+  Scratch *scratch = s.team.scratch;
+  const int lane = lane_id();
+  auto *op = reinterpret_cast<uint64_t *>(&scratch->ops[s.op]);
+  const uint64_t now = ptx::global_timer_ns(), start = scratch->start_ns, before = half != nullptr ? *half : 0;
+  const uint64_t unpublished = scratch->newest.op, next = scratch->trace_next, progress = scratch->progress;
+  const uint64_t counter = lane < kOpCounters ? op[lane] : 0;
+  if (unpublished != 0) publish_newest(s.team); // the kernel left before it came to that
+  __syncwarp();
+  uint64_t bytes, wait;
+  count_peers(s, bytes, wait);
+  const uint64_t duration = now - start, total = duration + before, begun = start + s.team.clock_offset_ns;
+  const int bucket = last_half ? duration_bucket(total) : DK_HIST_BUCKETS;
+  // calls, errors, total_ns, max_ns, wait_ns, bytes, last_start_ns, last_ns
+  const uint64_t grown = lane == 0 ? counter + (last_half ? 1 : 0) : lane == 1 ? counter + (last_half && failed ? 1 : 0) : lane == 2 ? counter + duration
+                       : lane == 3 ? (last_half ? most(counter, total) : counter) : lane == 4 ? counter + wait : lane == 5 ? counter + bytes
+                       : lane == 6 ? (last_half ? begun : counter) : (last_half ? total : counter);
+  if (lane < kOpCounters) op[lane] = grown;
+  if (lane == 8 && last_half) op[kOpCounters + bucket] += 1;
+  if (lane == 9) scratch->newest = {s.op, static_cast<uint64_t>(bucket), {s.call, begun, duration, s.op, s.phase}};
+  if (lane == 10) scratch->trace_next = next + 1;
+  if (lane == 11 && last_half) scratch->progress = progress + 1;
+  if (lane == 12 && half != nullptr) *half = last_half ? 0 : duration;
 }
 
 }  // namespace deepep
