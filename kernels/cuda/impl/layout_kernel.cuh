@@ -5,7 +5,7 @@
 
 namespace deepep {
 
-constexpr int kLayoutThreads = 128;
+constexpr int kLayoutThreads = 512;
 
 struct LayoutParams {
   Session session;
@@ -15,19 +15,57 @@ struct LayoutParams {
   uint8_t *token_in_rank;
 };
 
-// One thread, one token: counts each rank and node once, each expert once.
-__device__ inline void count_token(const LayoutParams &p, int token, uint32_t *experts, uint32_t *ranks, uint32_t *nodes) {
+struct LayoutCounts { uint32_t *experts, *ranks, *nodes; }; // shared
+
+// An entry of topk_idx, or -1. A wrong one is the call's failure.
+__device__ inline int64_t checked_entry(const LayoutParams &p, int64_t expert) {
+  if (expert >= -1 && expert < p.num_experts) return expert;
+  report_failure(p.session, DK_EINVAL, p.session.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert, 0);
+  return -1;
+}
+
+// ---- A lane for each entry, as many whole tokens as a warp has lanes for: the loads of all go side by side ---------------------
+
+struct LaneEntry { int token, of_warp; bool used; }; // its token, and which of the warp's tokens that is
+__device__ inline int tokens_per_warp(const LayoutParams &p) { return kWarp / p.num_topk; }
+__device__ inline int tokens_per_block(const LayoutParams &p) { return tokens_per_warp(p) * (kLayoutThreads / kWarp); }
+__device__ inline LaneEntry lane_entry(const LayoutParams &p, int first) {
+  const int of_warp = lane_id() / p.num_topk, token = first + warp_id() * tokens_per_warp(p) + of_warp;
+  return {token, of_warp, of_warp < tokens_per_warp(p) && token < p.num_tokens};
+}
+__device__ inline int64_t load_entry(const LayoutParams &p, const LaneEntry &at) {
+  if (!at.used) return -1;
+  return load_index(p.topk_idx, static_cast<int64_t>(at.token) * p.num_topk + lane_id() % p.num_topk, p.index_bytes);
+}
+// Whether this lane is the first of its token with this key, < limit; a key < 0 counts for nothing.
+__device__ inline bool leads(const LaneEntry &at, int key, int limit) {
+  const uint32_t mine = key < 0 ? 0x80000000u | lane_id() : static_cast<uint32_t>(at.of_warp * limit + key);
+  return __ffs(static_cast<int>(__match_any_sync(kAllLanes, mine))) - 1 == lane_id() && key >= 0;
+}
+__device__ inline void count_entries(const LayoutParams &p, const LaneEntry &at, int64_t entry, const LayoutCounts &counts) {
+  const int num_ranks = p.session.team.num_ranks, first = at.token - at.of_warp; // the warp's first token
+  const int tokens = least(tokens_per_warp(p), most(p.num_tokens - first, 0));
+  uint8_t *in_rank = p.token_in_rank + static_cast<int64_t>(first) * num_ranks;
+  for (int i = lane_id(); i < tokens * num_ranks; i += kWarp) in_rank[i] = 0;
+  const int expert = static_cast<int>(checked_entry(p, entry));
+  const int rank = expert < 0 ? -1 : expert / (p.num_experts / num_ranks), node = rank < 0 ? -1 : rank / p.session.team.num_nvl_peers;
+  if (leads(at, expert, p.num_experts)) atomicAdd(counts.experts + expert, 1u);
+  if (leads(at, node, p.num_nodes)) atomicAdd(counts.nodes + node, 1u);
+  const bool goes = leads(at, rank, num_ranks);
+  __syncwarp(); // the zeros are there
+  if (goes) atomicAdd(counts.ranks + rank, 1u), in_rank[at.of_warp * num_ranks + rank] = 1;
+}
+
+// ---- More than 32 entries a token: a thread for each token ------------------------------------------------------------------------
+
+__device__ inline void count_token(const LayoutParams &p, int token, const LayoutCounts &counts) {
   const int num_ranks = p.session.team.num_ranks, local = p.num_experts / num_ranks, peers = p.session.team.num_nvl_peers;
   uint8_t *in_rank = p.token_in_rank + static_cast<int64_t>(token) * num_ranks;
   for (int r = 0; r < num_ranks; ++r) in_rank[r] = 0;
   const int64_t row = static_cast<int64_t>(token) * p.num_topk;
   for (int k = 0; k < p.num_topk; ++k) {
-    const int64_t expert = load_index(p.topk_idx, row + k, p.index_bytes);
+    const int64_t expert = checked_entry(p, load_index(p.topk_idx, row + k, p.index_bytes));
     if (expert == -1) continue;
-    if (expert < -1 || expert >= p.num_experts) {
-      report_failure(p.session, DK_EINVAL, p.session.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert, 0);
-      continue;
-    }
     const int rank = static_cast<int>(expert) / local, node = rank / peers;
     bool new_expert = true, new_rank = true, new_node = true;
     for (int before = 0; before < k; ++before) {
@@ -36,27 +74,39 @@ __device__ inline void count_token(const LayoutParams &p, int token, uint32_t *e
       const int other_rank = static_cast<int>(other) / local;
       new_expert &= other != expert, new_rank &= other_rank != rank, new_node &= other_rank / peers != node;
     }
-    if (new_expert) atomicAdd(experts + expert, 1u);
-    if (new_rank) atomicAdd(ranks + rank, 1u), in_rank[rank] = 1;
-    if (new_node) atomicAdd(nodes + node, 1u);
+    if (new_expert) atomicAdd(counts.experts + expert, 1u);
+    if (new_rank) atomicAdd(counts.ranks + rank, 1u), in_rank[rank] = 1;
+    if (new_node) atomicAdd(counts.nodes + node, 1u);
   }
 }
 
+// The last block of the grid brings the statistics page up to date instead.
 __global__ void __launch_bounds__(kLayoutThreads) layout_kernel(const __grid_constant__ LayoutParams p) {
   extern __shared__ uint32_t counts[]; // experts, ranks, nodes
   const Session &s = p.session;
-  const int total = p.num_experts + s.team.num_ranks + p.num_nodes;
-  for (int i = threadIdx.x; i < total; i += kLayoutThreads) counts[i] = 0;
-  if (begin(s)) {
-    uint32_t *ranks = counts + p.num_experts;
-    for (int t = blockIdx.x * kLayoutThreads + threadIdx.x; t < p.num_tokens; t += gridDim.x * kLayoutThreads)
-      count_token(p, t, counts, ranks, ranks + s.team.num_ranks);
+  const int total = p.num_experts + s.team.num_ranks + p.num_nodes, workers = static_cast<int>(gridDim.x) - 1;
+  const bool works = static_cast<int>(blockIdx.x) < workers, by_lanes = p.num_topk <= kWarp;
+  LaneEntry at{};
+  int64_t entry = -1;
+  if (works && by_lanes) at = lane_entry(p, blockIdx.x * tokens_per_block(p)), entry = load_entry(p, at); // on its way meanwhile
+  for (int i = threadIdx.x; works && i < total; i += kLayoutThreads) counts[i] = 0;
+  if (begin(s) && works) {
+    const LayoutCounts mine{counts, counts + p.num_experts, counts + p.num_experts + s.team.num_ranks};
+    for (int first = blockIdx.x * (by_lanes ? tokens_per_block(p) : 0); by_lanes && first < p.num_tokens;) {
+      count_entries(p, at, entry, mine);
+      first += workers * tokens_per_block(p);
+      at = lane_entry(p, first), entry = load_entry(p, at);
+    }
+    for (int t = blockIdx.x * kLayoutThreads + threadIdx.x; !by_lanes && t < p.num_tokens; t += workers * kLayoutThreads) count_token(p, t, mine);
     __syncthreads();
     for (int i = threadIdx.x; i < total; i += kLayoutThreads)
       if (counts[i] != 0) atomicAdd(&s.team.scratch->histogram[i], counts[i]);
+  } else if (!works) {
+    publish_newest_by_last_warp(s.team);
   }
   finish(s, [&](bool failed) {
-    for (int i = threadIdx.x; i < total; i += kLayoutThreads) {
+    constexpr int kOthers = kLayoutThreads - kWarp; // the last warp has the statistics to do
+    for (int i = threadIdx.x; threadIdx.x < kOthers && i < total; i += kOthers) {
       const int count = failed ? 0 : static_cast<int>(ptx::ld_relaxed_gpu(&s.team.scratch->histogram[i]));
       s.team.scratch->histogram[i] = 0;
       if (i < p.num_experts) p.per_expert[i] = count;

@@ -77,8 +77,9 @@ DK_EXPORT int32_t dk_layout(dk_layout_params *p) {
   const size_t shared = 4ull * (p->num_experts + num_ranks + params.num_nodes);
   if (shared > 96 * 1024) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
-  const int blocks = least(most(1, ceil_div(p->num_tokens, kLayoutThreads)), team->device->num_sms);
-  layout_kernel<<<blocks, kLayoutThreads, shared, stream_of(p->stream)>>>(params);
+  const int per_block = p->num_topk <= kWarp ? kWarp / p->num_topk * (kLayoutThreads / kWarp) : kLayoutThreads; // tokens
+  const int blocks = least(most(1, ceil_div(p->num_tokens, per_block)), team->device->num_sms);
+  layout_kernel<<<blocks + 1, kLayoutThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
