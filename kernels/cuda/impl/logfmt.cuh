@@ -105,7 +105,7 @@ __device__ inline void add_logfmt(const Session &s, int peer, uint64_t expected,
   const LogRange range = log_range(info & 0x7fff, info >> 15 & 0x7fff);
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
-    uint32_t word;
+    uint32_t word = 0;
     if (!take_word(s, peer, expected, reinterpret_cast<uint32_t *>(block + 64 * i) + lane, word)) return;
 #pragma unroll
     for (int j = 0; j < 3; ++j)

@@ -36,7 +36,7 @@ struct SumList {                // shared, of a group
 // By the first warp of a group: which rows of x belong to a token, from the header of its dispatch.
 __device__ inline void read_sum(const LowLatencyParams &p, uint64_t dispatch, int source, int token, SumList *list) {
   const int lane = lane_id(), num_ranks = p.session.team.num_ranks;
-  dispatch += p.session.team.scratch->dispatch_ahead[source]; // by the source's own count
+  if ((p.session.team.flags & DK_TEAM_SHRINK) != 0) dispatch += p.session.team.scratch->dispatch_ahead[source]; // by the source's own count
   const uint64_t *header = token_header(p, dispatch, p.session.team.rank, source, token);
   const uint64_t entry = lane < p.num_topk ? ptx::ld_relaxed_sys(&header[2 * lane]) : 0;
   const uint64_t weight = lane < p.num_topk ? ptx::ld_relaxed_sys(&header[2 * lane + 1]) : 0;
@@ -65,24 +65,37 @@ __device__ inline uint4 round_to_bf16(const float (&sum)[8]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// By a group. A rounded sum is never two NaNs with all bits set, so the first pattern always serves.
+// By a group. A rounded sum is never two NaNs with all bits set, so the first pattern always serves. Loads of several chunks and
+// rows go side by side: one after the other they would cost the latency of memory each.
 __device__ inline void send_sum(const LowLatencyCombineParams &c, const LowLatencyCall &call, const SumList *list, int dest, int token, int thread) {
-  constexpr int kRows = 4;
+  constexpr int kChunks = 4, kRows = 2;
   const LowLatencyParams &p = c.call;
-  const int expert = p.session.team.rank * p.num_local() + list->first_expert;
+  const int expert = p.session.team.rank * p.num_local() + list->first_expert, chunks = p.hidden / 8;
   uint8_t *to = expert_row(p, call, dest, expert, token);
-  for (int at = thread; at < p.hidden / 8; at += kLlGroupThreads) {
-    float sum[8] = {};
+  for (int base = thread; base < chunks; base += kLlGroupThreads * kChunks) {
+    float sum[kChunks][8] = {};
     for (int first = 0; first < list->count; first += kRows) {
-      uint4 data[kRows];
+      uint4 data[kRows][kChunks];
 #pragma unroll
-      for (int n = 0; n < kRows; ++n)
-        if (first + n < list->count) data[n] = ptx::ld_stream(c.x + static_cast<uint64_t>(list->row[first + n]) * c.x_row_stride + 16 * at);
+      for (int n = 0; n < kRows; ++n) {
+        if (first + n >= list->count) continue;
+        const uint8_t *from = c.x + static_cast<uint64_t>(list->row[first + n]) * c.x_row_stride + 16 * base;
 #pragma unroll
-      for (int n = 0; n < kRows; ++n)
-        if (first + n < list->count) add_weighted(sum, data[n], list->weight[first + n]);
+        for (int u = 0; u < kChunks; ++u)
+          if (base + u * kLlGroupThreads < chunks) data[n][u] = ptx::ld_stream(from + 16 * kLlGroupThreads * u);
+      }
+#pragma unroll
+      for (int n = 0; n < kRows; ++n) {
+        if (first + n >= list->count) continue;
+#pragma unroll
+        for (int u = 0; u < kChunks; ++u)
+          if (base + u * kLlGroupThreads < chunks) add_weighted(sum[u], data[n][u], list->weight[first + n]);
+      }
     }
-    ptx::st_relaxed_sys_v4(to + 16 * at, exclusive_or(round_to_bf16(sum), pattern_of(0)));
+#pragma unroll
+    for (int u = 0; u < kChunks; ++u)
+      if (base + u * kLlGroupThreads < chunks)
+        ptx::st_relaxed_sys_v4(to + 16 * (base + u * kLlGroupThreads), exclusive_or(round_to_bf16(sum[u]), pattern_of(0)));
   }
   if (thread == 0)
     ptx::st_relaxed_sys(row_word(p, call, dest, expert, token), tagged(combine_tag(call.epoch), (pattern_of(0) & ~kKindMask) | kKindSum));
@@ -288,27 +301,40 @@ __device__ inline void read_row_words(const LowLatencyParams &p, const LowLatenc
   if (lane == 0) list->count = __popc(rows);
 }
 
+// Chunks `at` and, if there is one, `at` + kLlThreads of a token: the loads of both go side by side.
 __device__ inline void add_rows(const LowLatencyCombineParams &c, const ArrivalList *list, int token, int at) {
-  constexpr int kRows = 4;
+  constexpr int kRows = 4, kChunks = 2;
   const Session &s = c.call.session;
-  float sum[8] = {};
+  const int chunks = c.call.hidden / 8;
+  float sum[kChunks][8] = {};
   for (int first = 0; first < list->count; first += kRows) {
-    uint4 data[kRows];
+    uint4 data[kRows][kChunks];
 #pragma unroll
     for (int n = 0; n < kRows; ++n)
-      if (first + n < list->count && list->kind[first + n] != kKindLogfmt) data[n] = ptx::ld_relaxed_sys_v4(list->row[first + n] + 16 * at);
+#pragma unroll
+      for (int u = 0; u < kChunks; ++u)
+        if (first + n < list->count && list->kind[first + n] != kKindLogfmt && at + u * kLlThreads < chunks)
+          data[n][u] = ptx::ld_relaxed_sys_v4(list->row[first + n] + 16 * (at + u * kLlThreads));
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       if (first + n >= list->count) continue;
       const int which = first + n;
-      if (list->kind[which] == kKindLogfmt) {
-        add_logfmt(s, list->rank[which], list->epoch[which], list->row[which], list->words[which], at, list->weight[which], sum);
-      } else if (take_chunk(s, list->rank[which], list->epoch[which], list->row[which] + 16 * at, data[n])) {
-        add_weighted(sum, exclusive_or(data[n], list->pattern[which]), list->weight[which]);
+#pragma unroll
+      for (int u = 0; u < kChunks; ++u) {
+        const int chunk = at + u * kLlThreads;
+        if (chunk >= chunks) continue;
+        if (list->kind[which] == kKindLogfmt) {
+          add_logfmt(s, list->rank[which], list->epoch[which], list->row[which], list->words[which], chunk, list->weight[which], sum[u]);
+        } else if (take_chunk(s, list->rank[which], list->epoch[which], list->row[which] + 16 * chunk, data[n][u])) {
+          add_weighted(sum[u], exclusive_or(data[n][u], list->pattern[which]), list->weight[which]);
+        }
       }
     }
   }
-  ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * at, round_to_bf16(sum));
+#pragma unroll
+  for (int u = 0; u < kChunks; ++u)
+    if (at + u * kLlThreads < chunks)
+      ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * (at + u * kLlThreads), round_to_bf16(sum[u]));
 }
 
 __device__ inline void receive_sums(const LowLatencyCombineParams &c, const LowLatencyCall *calls, ArrivalList *list) {
@@ -317,11 +343,8 @@ __device__ inline void receive_sums(const LowLatencyCombineParams &c, const LowL
   for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
     if (warp_id() == 0) read_row_words(p, calls, token, list);
     __syncthreads();
-    // Whole warps, for LogFMT's threads work together; H is a multiple of 128.
-    for (int first = 0; first < chunks; first += kLlThreads) {
-      const int at = first + static_cast<int>(threadIdx.x);
-      if (at < chunks) add_rows(c, list, token, at);
-    }
+    // Whole halves of warps, for LogFMT's threads work together; H is a multiple of 128 there.
+    for (int at = threadIdx.x; at < chunks; at += 2 * kLlThreads) add_rows(c, list, token, at);
     __syncthreads();
   }
 }
@@ -333,18 +356,22 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
     RowTarget targets[kLlGroups];
     ArrivalList arrivals;
   } shared;
+  __shared__ uint64_t dispatch; // whose routing is known, or 0
   const LowLatencyParams &p = c.call;
   const LowLatencyCall call = low_latency_call(p, false);
   if (begin(p.session)) {
     if (is_clerk()) post_low_latency(p, call);
     bool good = true;
     if (p.sends()) {
-      good = await_empty_slots(p, call, [] {});
-      const uint64_t dispatch = routed_dispatch(p, call);
+      good = await_empty_slots(p, call, [&] {
+        const uint64_t found = routed_dispatch(p, call);
+        if (threadIdx.x == 0) dispatch = found;
+      });
       if (good && dispatch != 0) send_sums(c, call, dispatch, shared.sums);
       else if (good) send_rows(c, call, reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks), shared.targets);
     }
     __syncthreads();
+    if (is_clerk()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
     if (p.receives() && good) {
       find_source_calls(p, call, calls);
       if (is_clerk()) check_low_latency_peers(p, calls);

@@ -123,8 +123,9 @@ __device__ __forceinline__ bool take_chunk(const Session &s, int peer, uint64_t 
   ptx::st_stream(from, uint4{0, 0, 0, 0});
   return true;
 }
+// Likewise a word; `word` is 0 or what was seen there before.
 __device__ __forceinline__ bool take_word(const Session &s, int peer, uint64_t expected, uint32_t *from, uint32_t &word) {
-  word = ptx::ld_relaxed_sys(from);
+  if (word == 0) word = ptx::ld_relaxed_sys(from);
   if (word == 0) {
     const bool came = wait_or_mask(s, peer, expected, [&](int64_t &) {
       word = ptx::ld_relaxed_sys(from);
@@ -166,8 +167,8 @@ __device__ inline void post_low_latency(const LowLatencyParams &p, const LowLate
   }
 }
 
-// Whole block, before it writes into any slot: its rows of two calls ago have been taken. Mostly so already. The first warp does
-// `meanwhile` instead of looking.
+// Whole block, before it writes into any slot: its rows of two calls ago have been taken. Mostly so already, hence both words are
+// loaded at once. The first warp does `meanwhile` instead of looking.
 template <class Meanwhile>
 __device__ inline bool await_empty_slots(const LowLatencyParams &p, const LowLatencyCall &call, Meanwhile meanwhile) {
   const TeamView &team = p.session.team;
@@ -175,9 +176,9 @@ __device__ inline bool await_empty_slots(const LowLatencyParams &p, const LowLat
   if (threadIdx.x < kWarp) meanwhile();
   else
     for (int r = threadIdx.x - kWarp; good && r < team.num_ranks; r += kLlThreads - kWarp) {
-      const uint64_t before = team.scratch->sent[call.slot()][r];
-      if (before == 0 || is_masked(p.session, r)) continue;
       const uint64_t *word = team.consumed(team.rank, call.slot(), r);
+      const uint64_t before = ptx::ld_relaxed_gpu(&team.scratch->sent[call.slot()][r]), taken = ptx::ld_acquire_sys(word);
+      if (taken >= before || is_masked(p.session, r)) continue;
       good = wait_or_mask(p.session, r, before, [&](int64_t &seen) {
         seen = static_cast<int64_t>(ptx::ld_acquire_sys(word));
         return seen >= static_cast<int64_t>(before);
@@ -253,7 +254,6 @@ __device__ inline void check_low_latency_peers(const LowLatencyParams &p, const 
 // By the last block, after the outputs.
 __device__ inline void end_low_latency(const LowLatencyParams &p, const LowLatencyCall &call, const LowLatencyCall *calls, bool failed) {
   Scratch *scratch = p.session.team.scratch;
-  __syncthreads();
   if (threadIdx.x == 0) {
     if (p.sends()) scratch->low_latency_epoch = call.epoch, scratch->low_latency_dispatches = call.dispatch;
     if (p.sends() && !p.receives()) scratch->tickets[p.ticket] = {call.epoch, call.dispatch};

@@ -16,58 +16,70 @@ struct LowLatencyDispatchParams {
 
 // ---- Send ------------------------------------------------------------------------------------------------------------------
 
+// The first warps of a block send rows, the last two find out meanwhile who gets how many and say so: what is small must not queue
+// behind what is large.
+constexpr int kLlRouteThreads = 64, kLlRowThreads = kLlThreads - kLlRouteThreads;
+enum : int { kRouteBarrier = 1, kRowBarrier = 2, kBothBarrier = 3 };
+
 struct TokenRoute {             // of the token that a block sends now, in shared memory
   int32_t expert[kMaxTopk];     // -1: none, or named before
   float weight[kMaxTopk];       // summed over repetitions
   uint32_t position[kMaxTopk];  // among this rank's tokens for the expert
   int32_t rank[kMaxTopk], num_ranks;
-  uint32_t pattern;
+  uint8_t *row[kMaxTopk];       // its place at each of these ranks
+  uint32_t *words[kMaxTopk];
+  uint32_t pattern, found;
 };
 
-// Counts, for up to 32 things at once, the tokens below `end` of which found(token) has the thing's bit; into shared counts[32].
-template <class Found> __device__ inline void count_tokens(int end, uint32_t *counts, Found found) {
-  if (threadIdx.x < kWarp) counts[threadIdx.x] = 0;
-  __syncthreads();
-  for (int first = warp_id() * kWarp; first < end; first += kLlThreads) {
-    const int token = first + lane_id();
-    const uint32_t bits = token < end ? found(token) : 0;
-    uint32_t mine = 0;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const uint32_t votes = __popc(__ballot_sync(kAllLanes, bits >> i & 1));
-      if (lane_id() == i) mine = votes;
-    }
-    if (mine != 0) atomicAdd(&counts[lane_id()], mine);
-  }
-  __syncthreads();
+// Whether a token names the expert of entry `at` before that entry.
+__device__ inline bool named_before(const LowLatencyParams &p, int at, int64_t expert) {
+  for (int before = at - at % p.num_topk; before < at; ++before)
+    if (load_index(p.topk_idx, before, p.index_bytes) == expert) return true;
+  return false;
 }
 
-// Tells the owners of experts b, b + G, ... how many of my tokens choose them, and how many tokens I have.
-__device__ inline void send_expert_counts(const LowLatencyParams &p, const LowLatencyCall &call, uint32_t *counts) {
-  const int blocks = static_cast<int>(gridDim.x), num_local = p.num_local();
-  for (int first = 0; blockIdx.x + first * blocks < p.num_experts; first += 32) {
-    count_tokens(p.num_tokens, counts, [&](int token) {
-      uint32_t found = 0;
-      for (int k = 0; k < p.num_topk; ++k) {
-        const int64_t expert = load_index(p.topk_idx, static_cast<int64_t>(token) * p.num_topk + k, p.index_bytes);
-        if (expert < 0 || expert >= p.num_experts) continue;
-        const uint32_t round = static_cast<uint32_t>(expert) / static_cast<uint32_t>(blocks);
-        if (static_cast<uint32_t>(expert) - round * blocks != blockIdx.x) continue;
-        const int which = static_cast<int>(round) - first;
-        if (which >= 0 && which < 32) found |= 1u << which;
-      }
-      return found;
-    });
-    const int expert = static_cast<int>(blockIdx.x) + (first + static_cast<int>(threadIdx.x)) * blocks;
-    if (threadIdx.x < 32 && expert < p.num_experts && !is_masked(p.session, expert / num_local))
-      ptx::st_relaxed_sys(count_word(p, call.dispatch, expert / num_local, p.session.team.rank, expert % num_local),
-                          tagged(dispatch_tag(call.dispatch), static_cast<uint32_t>(p.num_tokens) << 16 | counts[threadIdx.x]));
-    __syncthreads();
+// By the routing warps, one look at all entries. Counts the tokens that choose experts b + first * G, b + (first + 1) * G, ... of
+// block b into counts[32], and where `token` stands among those that choose its experts.
+__device__ inline void scan_entries(const LowLatencyParams &p, int thread, int first, int token, uint32_t *counts, TokenRoute *route) {
+  constexpr int kUnroll = 8;
+  const uint32_t blocks = gridDim.x;
+  if (thread < kMaxTopk) counts[thread] = 0, route->position[thread] = 0;
+  uint64_t chosen = 0; // a bit for each of the token's experts, by its last six bits
+  for (int k = 0; k < p.num_topk && token > 0; ++k) chosen |= route->expert[k] < 0 ? 0 : 1ull << (route->expert[k] & 63);
+  ptx::barrier_among<kLlRouteThreads>(kRouteBarrier);
+  const int entries = p.num_tokens * p.num_topk, mine = token * p.num_topk;
+  for (int base = thread; base < entries; base += kLlRouteThreads * kUnroll) {
+    int64_t expert[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int at = base + u * kLlRouteThreads;
+      expert[u] = at < entries ? load_index(p.topk_idx, at, p.index_bytes) : -1;
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int at = base + u * kLlRouteThreads;
+      if (expert[u] < 0 || expert[u] >= p.num_experts) continue;
+      const uint32_t number = static_cast<uint32_t>(expert[u]), round = number / blocks;
+      const int which = static_cast<int>(round) - first;
+      if (number - round * blocks == blockIdx.x && which >= 0 && which < 32 && !named_before(p, at, expert[u])) atomicAdd(&counts[which], 1u);
+      if (at >= mine || (chosen >> (number & 63) & 1) == 0) continue;
+      for (int k = 0; k < p.num_topk; ++k)
+        if (route->expert[k] == static_cast<int>(number) && !named_before(p, at, expert[u])) atomicAdd(&route->position[k], 1u);
+    }
   }
+  ptx::barrier_among<kLlRouteThreads>(kRouteBarrier);
+}
+
+// Tells the owner of experts b + first * G, ... how many of my tokens choose them, and how many tokens I have.
+__device__ inline void send_expert_counts(const LowLatencyParams &p, const LowLatencyCall &call, int thread, int first, const uint32_t *counts) {
+  const int num_local = p.num_local(), expert = static_cast<int>(blockIdx.x) + (first + thread) * static_cast<int>(gridDim.x);
+  if (thread >= 32 || expert >= p.num_experts || is_masked(p.session, expert / num_local)) return;
+  ptx::st_relaxed_sys(count_word(p, call.dispatch, expert / num_local, p.session.team.rank, expert % num_local),
+                      tagged(dispatch_tag(call.dispatch), static_cast<uint32_t>(p.num_tokens) << 16 | counts[thread]));
 }
 
 // By the first warp: the token's experts without repetitions, the ranks that hold them.
-__device__ inline void read_route(const LowLatencyParams &p, int token, TokenRoute *route) {
+__device__ inline void read_route(const LowLatencyParams &p, const LowLatencyCall &call, int token, TokenRoute *route) {
   const int lane = lane_id();
   int64_t expert = -1;
   float weight = 0;
@@ -95,14 +107,19 @@ __device__ inline void read_route(const LowLatencyParams &p, int token, TokenRou
   route->weight[lane] = sum;
   const bool leads = rank >= 0 && !rank_repeated && !is_masked(p.session, rank);
   const uint32_t leaders = __ballot_sync(kAllLanes, leads);
-  if (leads) route->rank[__popc(leaders & ((1u << lane) - 1))] = rank;
-  if (lane == 0) route->num_ranks = __popc(leaders);
+  if (leads) {
+    const int n = __popc(leaders & ((1u << lane) - 1));
+    route->rank[n] = rank;
+    route->row[n] = token_row(p, call, rank, p.session.team.rank, token);
+    route->words[n] = token_words(p, call, rank, p.session.team.rank, token);
+  }
+  if (lane == 0) route->num_ranks = __popc(leaders), route->found = 0;
 }
 
-__device__ inline void send_headers(const LowLatencyParams &p, const LowLatencyCall &call, int token, const TokenRoute *route) {
+__device__ inline void send_headers(const LowLatencyParams &p, const LowLatencyCall &call, int thread, int token, const TokenRoute *route) {
   const TeamView &team = p.session.team;
   const int num_local = p.num_local();
-  for (int i = threadIdx.x; i < team.num_ranks * p.num_topk; i += kLlThreads) {
+  for (int i = thread; i < team.num_ranks * p.num_topk; i += kLlRouteThreads) {
     const int r = i / p.num_topk, k = i % p.num_topk;
     if (is_masked(p.session, r)) continue;
     bool chosen = false;
@@ -118,12 +135,12 @@ __device__ inline void send_headers(const LowLatencyParams &p, const LowLatencyC
   }
 }
 
-// The row cast to FP8: 8 threads hold a block of 128 channels, 16 channels each.
-__device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int token, const TokenRoute *route) {
+// By the sending warps. The row cast to FP8: 8 threads hold a block of 128 channels, 16 channels each.
+__device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token, const TokenRoute *route) {
   const LowLatencyParams &p = d.call;
   const int pieces = p.hidden / 16;
   const auto *x = reinterpret_cast<const uint4 *>(d.x + static_cast<uint64_t>(token) * 2 * p.hidden);
-  for (int first = 0; first < pieces; first += kLlThreads) {
+  for (int first = 0; first < pieces; first += kLlRowThreads) {
     const int at = first + static_cast<int>(threadIdx.x);
     const bool mine = at < pieces;
     const uint4 none{0, 0, 0, 0}, a = mine ? x[2 * at] : none, b = mine ? x[2 * at + 1] : none;
@@ -134,72 +151,83 @@ __device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, const Low
     const Fp8Scale scale = fp8_scale(amax, (p.flags & DK_LL_ROUND_SCALE) != 0);
     const uint4 cast = exclusive_or(cast_sixteen(a, b, scale.inverse), kAllOnes);
     for (int n = 0; mine && n < route->num_ranks; ++n) {
-      uint8_t *row = token_row(p, call, route->rank[n], p.session.team.rank, token);
-      ptx::st_relaxed_sys_v4(row + 16 * at, cast);
-      if (at % 8 == 0)
-        ptx::st_relaxed_sys(token_words(p, call, route->rank[n], p.session.team.rank, token) + at / 8, __float_as_uint(scale.scale) ^ kAllOnes);
+      ptx::st_relaxed_sys_v4(route->row[n] + 16 * at, cast);
+      if (at % 8 == 0) ptx::st_relaxed_sys(route->words[n] + at / 8, __float_as_uint(scale.scale) ^ kAllOnes);
     }
   }
 }
 
-// A pattern that no word of the row equals: nearly always the first one tried. Whole block.
-__device__ inline uint32_t find_pattern(const uint4 *row, int chunks) {
+// By the sending warps: a pattern that no word of the row equals, nearly always the first one tried.
+__device__ inline uint32_t find_pattern(const uint4 *row, int chunks, TokenRoute *route) {
   for (uint32_t attempt = 0;; ++attempt) {
     const uint32_t pattern = pattern_of(attempt);
     bool found = false;
-    for (int at = threadIdx.x; at < chunks; at += kLlThreads) found |= holds(row[at], pattern);
-    if (__syncthreads_or(found) == 0) return pattern;
+    for (int at = threadIdx.x; at < chunks; at += kLlRowThreads) found |= holds(row[at], pattern);
+    if (found) route->found = attempt + 1;
+    ptx::barrier_among<kLlRowThreads>(kRowBarrier);
+    const bool again = route->found == attempt + 1;
+    ptx::barrier_among<kLlRowThreads>(kRowBarrier);
+    if (!again) return pattern;
   }
 }
-__device__ inline void send_bf16_row(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int token, TokenRoute *route) {
+__device__ inline void send_bf16_row(const LowLatencyDispatchParams &d, int token, TokenRoute *route) {
   const LowLatencyParams &p = d.call;
   const int chunks = p.hidden / 8;
   const auto *x = reinterpret_cast<const uint4 *>(d.x + static_cast<uint64_t>(token) * 2 * p.hidden);
-  const uint32_t pattern = find_pattern(x, chunks);
+  const uint32_t pattern = find_pattern(x, chunks, route);
   if (threadIdx.x == 0) route->pattern = pattern;
-  for (int at = threadIdx.x; at < chunks; at += kLlThreads) {
+  ptx::barrier_among<kLlThreads>(kBothBarrier); // for the header
+  for (int at = threadIdx.x; at < chunks; at += kLlRowThreads) {
     const uint4 chunk = exclusive_or(x[at], pattern);
-    for (int n = 0; n < route->num_ranks; ++n)
-      ptx::st_relaxed_sys_v4(token_row(p, call, route->rank[n], p.session.team.rank, token) + 16 * at, chunk);
+    for (int n = 0; n < route->num_ranks; ++n) ptx::st_relaxed_sys_v4(route->row[n] + 16 * at, chunk);
   }
-  __syncthreads();
+}
+
+// Role of the first warps.
+__device__ inline void send_row(const LowLatencyDispatchParams &d, int token, TokenRoute *route) {
+  const LowLatencyParams &p = d.call;
+  const bool fp8 = p.format == DK_FORMAT_FP8;
+  if (fp8) send_fp8_row(d, token, route);
+  else send_bf16_row(d, token, route);
+  for (int n = threadIdx.x; n < route->num_ranks; n += kLlRowThreads) // payload, for the statistics
+    atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[route->rank[n]]),
+              static_cast<unsigned long long>(fp8 ? p.hidden + p.hidden / 32 : 2 * p.hidden));
+}
+
+// Role of the last two warps; token -1: the block has none.
+__device__ inline void send_routing(const LowLatencyParams &p, const LowLatencyCall &call, int token, bool first, TokenRoute *route, uint32_t *counts) {
+  const int thread = static_cast<int>(threadIdx.x) - kLlRowThreads;
+  scan_entries(p, thread, 0, token, counts, route);
+  if (first) send_expert_counts(p, call, thread, 0, counts);
+  if (token >= 0) {
+    if (p.format != DK_FORMAT_FP8) ptx::barrier_among<kLlThreads>(kBothBarrier); // the row's pattern is known
+    send_headers(p, call, thread, token, route);
+  }
+  for (int next = 32; first && blockIdx.x + next * gridDim.x < static_cast<uint32_t>(p.num_experts); next += 32) {
+    ptx::barrier_among<kLlRouteThreads>(kRouteBarrier);
+    scan_entries(p, thread, next, -1, counts, route);
+    send_expert_counts(p, call, thread, next, counts);
+  }
 }
 
 // False: the team failed.
 __device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowLatencyCall &call, TokenRoute *route, uint32_t *counts) {
   const LowLatencyParams &p = d.call;
-  const bool fp8 = p.format == DK_FORMAT_FP8;
   const int first = blockIdx.x;
-  if (first < p.num_tokens && threadIdx.x < ceil_div(p.hidden, 64)) // lines of 128 bytes
-    ptx::prefetch_l2(d.x + static_cast<uint64_t>(first) * 2 * p.hidden + 128ull * threadIdx.x);
   const bool empty = await_empty_slots(p, call, [&] {
-    if (first < p.num_tokens) read_route(p, first, route);
+    if (first < p.num_tokens) read_route(p, call, first, route);
   });
   if (!empty) return false;
+  if (first >= p.num_tokens && threadIdx.x >= kLlRowThreads) send_routing(p, call, -1, true, route, counts);
   for (int token = first; token < p.num_tokens; token += gridDim.x) {
-    if (token != first && warp_id() == 0) read_route(p, token, route);
-    __syncthreads();
-    if (fp8) send_fp8_row(d, call, token, route);
-    else send_bf16_row(d, call, token, route);
-    if (token == first) send_expert_counts(p, call, counts); // the rows are on their way meanwhile
-    // Where the row stands among those of its experts.
-    count_tokens(token, counts, [&](int before) {
-      uint32_t found = 0;
-      for (int j = 0; j < p.num_topk; ++j) {
-        const int64_t expert = load_index(p.topk_idx, static_cast<int64_t>(before) * p.num_topk + j, p.index_bytes);
-        for (int k = 0; k < p.num_topk; ++k) found |= static_cast<uint32_t>(expert >= 0 && expert == route->expert[k]) << k;
-      }
-      return found;
-    });
-    if (threadIdx.x < kMaxTopk) route->position[threadIdx.x] = counts[threadIdx.x];
-    __syncthreads();
-    send_headers(p, call, token, route);
-    for (int n = threadIdx.x; n < route->num_ranks; n += kLlThreads) // payload, for the statistics
-      atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[route->rank[n]]),
-                static_cast<unsigned long long>(fp8 ? p.hidden + p.hidden / 32 : 2 * p.hidden));
+    if (token != first) {
+      if (warp_id() == 0) read_route(p, call, token, route);
+      __syncthreads();
+    }
+    if (threadIdx.x < kLlRowThreads) send_row(d, token, route);
+    else send_routing(p, call, token, token == first, route, counts);
     __syncthreads();
   }
-  if (first >= p.num_tokens) send_expert_counts(p, call, counts);
   return true;
 }
 
@@ -231,6 +259,7 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
   const bool shrink = (s.team.flags & DK_TEAM_SHRINK) != 0;
   for (int r = threadIdx.x; r < num_ranks; r += kLlThreads) tables.tokens[r] = tables.calls[r].epoch == 0 ? -1 : 0;
   __syncthreads();
+  bool all_came = true;
   for (int i = threadIdx.x; i < p.num_experts; i += kLlThreads) {
     const int source = i / num_local;
     const uint64_t dispatch = tables.calls[source].dispatch;
@@ -245,9 +274,10 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
       });
     tables.base[i] = came ? static_cast<int32_t>(value & 0xffff) : -1;
     if (came && i % num_local == 0) tables.tokens[source] = static_cast<int32_t>(value >> 16 & 0xffff);
+    all_came &= came;
   }
-  __syncthreads();
-  for (int r = threadIdx.x; r < num_ranks; r += kLlThreads) {
+  const bool complete = __syncthreads_and(all_came) != 0 && !shrink;
+  for (int r = threadIdx.x; r < num_ranks && !complete; r += kLlThreads) {
     bool here = tables.tokens[r] >= 0;
     for (int l = 0; l < num_local; ++l) here &= tables.base[r * num_local + l] >= 0;
     // Another block may have seen everything of a source that this one gave up: then it is all in memory.
@@ -265,7 +295,7 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
     tables.tokens[r] = 0;
     for (int l = 0; l < num_local; ++l) tables.base[r * num_local + l] = 0;
   }
-  __syncthreads();
+  if (!complete) __syncthreads();
   // Counts become first rows; block b writes out what experts b, b + G, ... get.
   for (int l = threadIdx.x; l < num_local; l += kLlThreads) {
     int64_t *range = p.layout_range + static_cast<int64_t>(l) * num_ranks;
@@ -286,9 +316,11 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
 
 struct RowList {                // shared, of a group: where a row goes
   int64_t row[kMaxTopk];        // of [L, R*B]
+  int64_t scales[kMaxTopk];     // its first scale
   int32_t count;
   uint32_t pattern;
 };
+__device__ inline int64_t stored_scales(const LowLatencyParams &p) { return p.hidden / ((p.flags & DK_LL_UE8M0) != 0 ? 4 * kScaleChannels : kScaleChannels); }
 
 // By the first warp of a group: the header of a token; the list is empty if it has nothing here or never came.
 __device__ inline void read_header(const LowLatencyParams &p, const LowLatencyCall &call, int source, int token, const ReceiveTables &tables,
@@ -314,9 +346,12 @@ __device__ inline void read_header(const LowLatencyParams &p, const LowLatencyCa
   const int expert = entry_expert(static_cast<uint32_t>(entry)), position = entry_position(static_cast<uint32_t>(entry));
   row = row && expert < p.num_local() && position < p.max_tokens;
   const uint32_t rows = __ballot_sync(kAllLanes, row);
-  if (row)
-    list->row[__popc(rows & ((1u << lane) - 1))] =
-        expert * p.rows_per_expert() + tables.base[source * p.num_local() + expert] + position;
+  if (row) {
+    const int n = __popc(rows & ((1u << lane) - 1));
+    const int64_t within = tables.base[source * p.num_local() + expert] + position;
+    list->row[n] = expert * p.rows_per_expert() + within;
+    list->scales[n] = expert * stored_scales(p) * p.rows_per_expert() + within;
+  }
   if (lane != 0) return;
   list->count = __popc(rows), list->pattern = static_cast<uint32_t>(pattern);
   if (code == 0) return;
@@ -324,51 +359,54 @@ __device__ inline void read_header(const LowLatencyParams &p, const LowLatencyCa
   s.team.scratch->late[source] = call.epoch;
 }
 
+// What a thread loads before it knows where to: if it has arrived by then, a round trip to memory is saved.
+constexpr int kSpreadUnroll = 4;
+struct EarlyLoads { uint4 data[kSpreadUnroll]; uint32_t word; };
+__device__ inline EarlyLoads load_early(const LowLatencyParams &p, const uint8_t *row, const uint32_t *words, int row_bytes, int thread) {
+  EarlyLoads early;
+#pragma unroll
+  for (int u = 0; u < kSpreadUnroll; ++u)
+    if (thread + u * kLlGroupThreads < row_bytes / 16) early.data[u] = ptx::ld_relaxed_sys_v4(row + 16 * (thread + u * kLlGroupThreads));
+  early.word = p.format == DK_FORMAT_FP8 && (p.flags & DK_LL_UE8M0) == 0 && thread < p.hidden / kScaleChannels ? ptx::ld_relaxed_sys(words + thread) : 0;
+  return early;
+}
+
 // By a group: a row from the slot to its places, the slot is emptied. False: it did not come whole.
-__device__ inline bool spread_row(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int source, int token, const RowList *list,
-                                  int thread) {
-  constexpr int kUnroll = 4;
-  const LowLatencyParams &p = d.call;
-  const Session &s = p.session;
-  const bool fp8 = p.format == DK_FORMAT_FP8;
-  const int row_bytes = fp8 ? p.hidden : 2 * p.hidden, chunks = row_bytes / 16;
-  uint8_t *from = token_row(p, call, s.team.rank, source, token);
-  for (int first = thread; first < chunks; first += kLlGroupThreads * kUnroll) {
-    uint4 data[kUnroll];
+__device__ inline bool spread_row(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int source, uint8_t *from, int row_bytes,
+                                  const RowList *list, EarlyLoads &early, int thread) {
+  const Session &s = d.call.session;
+  const int chunks = row_bytes / 16;
+  for (int first = thread; first < chunks; first += kLlGroupThreads * kSpreadUnroll) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-      if (first + u * kLlGroupThreads < chunks) data[u] = ptx::ld_relaxed_sys_v4(from + 16 * (first + u * kLlGroupThreads));
+    for (int u = 0; u < kSpreadUnroll; ++u)
+      if (first != thread && first + u * kLlGroupThreads < chunks) early.data[u] = ptx::ld_relaxed_sys_v4(from + 16 * (first + u * kLlGroupThreads));
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kSpreadUnroll; ++u) {
       const int at = first + u * kLlGroupThreads;
       if (at >= chunks) continue;
-      if (!take_chunk(s, source, call.epoch, from + 16 * at, data[u])) return false;
-      data[u] = exclusive_or(data[u], list->pattern);
+      if (!take_chunk(s, source, call.epoch, from + 16 * at, early.data[u])) return false;
+      const uint4 data = exclusive_or(early.data[u], list->pattern);
       for (int n = 0; n < list->count; ++n)
-        ptx::st_stream(d.recv_x + static_cast<uint64_t>(list->row[n]) * row_bytes + 16 * at, data[u]);
+        ptx::st_stream(d.recv_x + static_cast<uint64_t>(list->row[n]) * row_bytes + 16 * at, data);
     }
   }
   return true;
 }
 
-__device__ inline bool spread_scales(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int source, int token,
-                                     const RowList *list, int thread) {
+__device__ inline bool spread_scales(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int source, uint32_t *from,
+                                     const RowList *list, uint32_t early, int thread) {
   const LowLatencyParams &p = d.call;
   const bool packed = (p.flags & DK_LL_UE8M0) != 0;
-  const int64_t rows = p.rows_per_expert(), words = p.hidden / kScaleChannels, stored = packed ? words / 4 : words;
-  uint32_t *from = token_words(p, call, p.session.team.rank, source, token);
+  const int64_t rows = p.rows_per_expert(), stored = stored_scales(p);
   for (int64_t at = thread; at < stored; at += kLlGroupThreads) {
     uint32_t value = 0;
     for (int part = 0; part < (packed ? 4 : 1); ++part) {
-      uint32_t word;
+      uint32_t word = at == thread ? early : 0;
       if (!take_word(p.session, source, call.epoch, from + (packed ? 4 * at + part : at), word)) return false;
       word ^= kAllOnes;
       value = packed ? value | (word >> 23 & 0xff) << (8 * part) : word;
     }
-    for (int n = 0; n < list->count; ++n) {
-      const int64_t expert = list->row[n] / rows;
-      d.recv_scales[(expert * stored + at) * rows + list->row[n] % rows] = value;
-    }
+    for (int n = 0; n < list->count; ++n) d.recv_scales[list->scales[n] + at * rows] = value;
   }
   return true;
 }
@@ -376,15 +414,20 @@ __device__ inline bool spread_scales(const LowLatencyDispatchParams &d, const Lo
 __device__ inline void receive_tokens(const LowLatencyDispatchParams &d, const LowLatencyCall &call, const ReceiveTables &tables, RowList *lists) {
   const LowLatencyParams &p = d.call;
   const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads, thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
+  const int row_bytes = p.format == DK_FORMAT_FP8 ? p.hidden : 2 * p.hidden, rank = p.session.team.rank;
   RowList *list = lists + group;
   for (int token = blockIdx.x; token < p.max_tokens; token += gridDim.x)
     for (int source = group; source < p.session.team.num_ranks; source += kLlGroups) {
       if (token >= tables.tokens[source]) continue;
+      const LowLatencyCall &theirs = tables.calls[source];
+      uint8_t *row = token_row(p, theirs, rank, source, token);
+      uint32_t *words = token_words(p, theirs, rank, source, token);
+      EarlyLoads early = load_early(p, row, words, row_bytes, thread);
       if (thread < kWarp) read_header(p, call, source, token, tables, list);
       ptx::barrier_among<kLlGroupThreads>(1 + group);
       if (list->count > 0) {
-        bool whole = p.format != DK_FORMAT_FP8 || spread_scales(d, tables.calls[source], source, token, list, thread);
-        whole = spread_row(d, tables.calls[source], source, token, list, thread) && whole;
+        bool whole = p.format != DK_FORMAT_FP8 || spread_scales(d, theirs, source, words, list, early.word, thread);
+        whole = spread_row(d, theirs, source, row, row_bytes, list, early, thread) && whole;
         if (!whole) p.session.team.scratch->late[source] = call.epoch;
         for (int n = thread; n < list->count; n += kLlGroupThreads) p.src_info[list->row[n]] = token;
       }
@@ -458,10 +501,13 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_dispatch_kernel(con
   __shared__ uint32_t counts[32];
   const LowLatencyParams &p = d.call;
   const LowLatencyCall call = low_latency_call(p, true);
+  if (p.sends() && static_cast<int>(blockIdx.x) < p.num_tokens && threadIdx.x < ceil_div(p.hidden, 64)) // lines of 128 bytes
+    ptx::prefetch_l2(d.x + blockIdx.x * 2ull * p.hidden + 128ull * threadIdx.x);
   if (begin(p.session)) {
     if (is_clerk()) post_low_latency(p, call);
     bool good = true;
     if (p.sends()) good = send_tokens(d, call, &route, counts);
+    if (is_clerk()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
     if (p.receives() && good) {
       find_source_calls(p, call, calls);
       if (is_clerk()) check_low_latency_peers(p, calls);
