@@ -153,7 +153,7 @@ func TestScalesAndCachedDispatch(t *testing.T) {
 }
 
 func scalesAndCached(m *member) {
-	f := newFixed(m, 6, 2, 8, 32)
+	f := newFixed(m, 6, 2, 2*m.size, 32)
 	f.layout(m)
 	token, err := f.notify(m, 0)
 	m.must(err)
@@ -209,7 +209,7 @@ func TestWorstCaseDispatch(t *testing.T) {
 
 func worstCase(m *member) {
 	const worst = 40
-	f := newFixed(m, 6, 2, 8, 32)
+	f := newFixed(m, 6, 2, 2*m.size, 32)
 	f.layout(m)
 	token, err := f.notify(m, worst)
 	m.must(err)

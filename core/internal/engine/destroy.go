@@ -63,7 +63,8 @@ func (b *Buffer) isIdle() bool {
 		return true // a device that refuses this runs nothing any more
 	}
 	for _, ev := range []*device.Event{b.order.end, b.order.tail} {
-		if done, err := ev.Wait(0); !done && err == nil {
+		// A moment's grace: even an idle stream takes a while to come to what was recorded just now.
+		if done, err := ev.Wait(poll); !done && err == nil {
 			return false
 		}
 	}
