@@ -126,7 +126,6 @@ SendMessage *RecvHalf::find(int peer) const {
 #if DK_MUTANT == 2  // a stale epoch
     matches |= same_clean && message.since_clean + 2 == ticket_.since_clean;
 #endif
-    if (matches && is_far(team_, peer)) matches = has_ended(team_, kind_, peer, message, epoch);
     if (matches && message.epoch.load() == epoch) return &message;
   }
   return nullptr;
@@ -161,11 +160,13 @@ bool RecvHalf::look() {
       found = true;
       continue;
     }
-    epoch_[peer] = static_cast<int64_t>(message->epoch.load());
+    if (!agrees(peer, *message)) return true;
+    uint64_t epoch = message->epoch.load();
+    if (is_far(team_, peer) && !has_ended(team_, kind_, peer, *message, epoch)) continue;
+    epoch_[peer] = static_cast<int64_t>(epoch);
     message_[peer] = static_cast<int64_t>(address_of(message));
     waited_[peer] = static_cast<int64_t>(now_ns() - start_ns_);
     found = true;
-    if (!agrees(peer, *message)) return true;
   }
   return found;
 }

@@ -92,7 +92,7 @@ bool has_ended(const Team &team, Kind kind, int peer, const SendMessage &message
   const FarArrival &here = far_peer(team, peer).arrival[kind][epoch & 1];
   bool ended = true;
   for_each_bit(message.qps, [&](int qp) { ended = ended && (qp == kMessageQp || here.ended[qp].load() == epoch); });
-  return ended;
+  return ended && message.epoch.load() == epoch;
 }
 
 void give_far_credit(Op &op, Kind kind, int peer, uint64_t epoch) {
