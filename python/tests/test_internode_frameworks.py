@@ -1,0 +1,26 @@
+"""The frameworks' call patterns on two nodes of two ranks, argument for argument as on one node."""
+
+from __future__ import annotations
+
+import pytest
+
+import internode
+import test_frameworks as on_one_node
+
+PATTERNS = {
+    "vLLM, low latency": (on_one_node.rank_vllm_low_latency,),
+    "vLLM, throughput": (on_one_node.rank_vllm_throughput,),
+    "SGLang": (on_one_node.rank_sglang,),
+    "Megatron": (on_one_node.rank_megatron, on_one_node.CASE.but(hidden=64, routing="holes")),
+    "Megatron replaces its buffer": (on_one_node.rank_megatron_replaces_buffer,),
+    "TensorRT-LLM": (on_one_node.rank_tensorrt, True),
+    "LMDeploy": (on_one_node.rank_lmdeploy,),
+    "upstream's loop": (on_one_node.rank_gpt_style,),
+}
+
+pytestmark = pytest.mark.usefixtures("nodes")
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_pattern(pool, name):
+    internode.run(pool, "2x2", *PATTERNS[name])
