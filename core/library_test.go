@@ -62,3 +62,28 @@ func TestNormalHintsCoverTheFloor(t *testing.T) {
 		}
 	}
 }
+
+// Between nodes too: whatever the configuration, a buffer by its two hints serves rows of that size.
+func TestHintsOfNodesCoverTheFloor(t *testing.T) {
+	l := cpuLibrary(t)
+	least := Config{NumSMs: 2, NVLSendChunk: 1, NVLRecvChunk: 2, RDMASendChunk: 1, RDMARecvChunk: 2}
+	for _, c := range []Config{least, DefaultConfig()} {
+		for _, top := range []plan.Topology{{Ranks: 2, Peers: 1}, {Ranks: 4, Peers: 2}, {Ranks: 6, Peers: 2}, {Ranks: 16, Peers: 1}, {Ranks: 64, Peers: 8}, {Ranks: 1024, Peers: 8}} {
+			for _, hiddenBytes := range []int64{16, 272, 14336, 65536} {
+				nvl, err := c.NVLBytes(hiddenBytes, top)
+				if err != nil {
+					t.Fatal(err)
+				}
+				rdma, err := c.RDMABytes(hiddenBytes, top)
+				if err != nil {
+					t.Fatal(err)
+				}
+				p := &kern.BlockSizesParams{NumRanks: int32(top.Ranks), NumNVLPeers: int32(top.NodeSize()), NVLBytes: nvl, RDMABytes: rdma,
+					MaxRowBytes: uint64(hiddenBytes) + 4*plan.MaxScales}
+				if code := l.BlockSizes(p); code != 0 || p.MinNVLBytes > nvl || p.MinRDMABytes == 0 || p.MinRDMABytes > rdma {
+					t.Errorf("%+v, %+v, rows of %d: floors %d and %d, hints %d and %d (code %d)", c, top, hiddenBytes, p.MinNVLBytes, p.MinRDMABytes, nvl, rdma, code)
+				}
+			}
+		}
+	}
+}

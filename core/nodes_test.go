@@ -31,19 +31,19 @@ func softly(t *testing.T, seed int) {
 	t.Setenv("DEEPEP_SOFTWARE_RDMA", character)
 }
 
-// normalRoom is what a normal-mode buffer of nodes takes by the hints.
+// normalRoom is what a normal-mode buffer of nodes takes by the hints for the smallest configuration there is.
 func normalRoom(t testing.TB, g grouping, rowBytes int64) BufferOptions {
 	t.Helper()
-	c, err := DefaultConfigFor(KindDispatch, g.ranks())
+	c, top := Config{NumSMs: 2, NVLSendChunk: 1, NVLRecvChunk: 2, RDMASendChunk: 1, RDMARecvChunk: 2}, plan.Topology{Ranks: g.ranks(), Peers: g.perNode}
+	nvl, err := c.NVLBytes(rowBytes, top)
 	if err != nil {
 		t.Fatal(err)
 	}
-	c.NumSMs = 2
-	rdma, err := c.RDMABytes(rowBytes, plan.Topology{Ranks: g.ranks(), Peers: g.perNode})
+	rdma, err := c.RDMABytes(rowBytes, top)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return BufferOptions{NumNVLBytes: 4 << 20, NumRDMABytes: rdma}
+	return BufferOptions{NumNVLBytes: nvl, NumRDMABytes: rdma}
 }
 
 func TestLayoutOfNodes(t *testing.T) {

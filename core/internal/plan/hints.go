@@ -34,7 +34,8 @@ func (c Config) NVLBytes(hiddenBytes int64, t Topology) (uint64, error) {
 	lanes := c.channels() * uint64(t.NodeSize())
 	row := uint64(hiddenBytes) + sourceBytes + MaxTopK*(indexBytes+scaleBytes) + MaxScales*scaleBytes
 	counters := uint64(2*t.Nodes()+3) * 4
-	return align(lanes*(counters+uint64(c.NVLRecvChunk)*row), alignBytes), nil
+	// V1's lanes are those of a node. Staging has one row at least for every rank, which only tiny chunks on many nodes lack.
+	return align(max(lanes*(counters+uint64(c.NVLRecvChunk)*row), uint64(t.Ranks)*align(row, alignBytes)), alignBytes), nil
 }
 
 // RDMABytes is get_rdma_buffer_size_hint: 0 where the ranks are one node.
