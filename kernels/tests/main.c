@@ -1,7 +1,7 @@
-/* kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--isa N] [--patience F] [--stop] [--list]
+/* kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--seeds N] [--isa N] [--patience F] [--stop] [--list]
  *
- * --ranks leaves out the cases of more ranks; --isa is that of dk_device_open; --patience is a factor for all time limits;
- * --stop ends after the first failure.
+ * --ranks leaves out the cases of more ranks; --seeds is how many of them the cases that draw them try, from --seed on; --isa is
+ * that of dk_device_open; --patience is a factor for all time limits; --stop ends after the first failure.
  * Runs the cases of the kernel interface against one library. The last line is "N passed, N failed, N skipped"; the exit
  * status is 1 if any failed. DEEPEP_TEST_SANITIZER (address, thread, memcheck, racecheck, synccheck) says that the program
  * runs under that tool: then the heavier cases are left out and time limits are longer. DEEPEP_TEST_FULL=1: more rounds.
@@ -22,8 +22,8 @@ extern const struct group process_cases, transport_process_cases, transport_deat
 static const struct group *const process_groups[] = {&process_cases, &transport_process_cases, &transport_death_cases};
 #define GROUPS(X)                                                                                                       \
   X(info) X(memory) X(stream) X(layout) X(notify) X(dispatch) X(worst) X(combine) X(peer_rows) \
-  X(ll_dispatch) X(ll_combine) X(isa) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random) X(internode) \
-  X(transport) X(transport_end) X(ll_internode)
+  X(ll_dispatch) X(ll_combine) X(isa) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random) X(internode) X(internode_seeds) \
+  X(transport) X(transport_end) X(ll_internode) X(ll_internode_random)
 #define DECLARE_GROUP(name) extern const struct group name##_cases;
 GROUPS(DECLARE_GROUP)
 #define LIST_GROUP(name) &name##_cases,
@@ -129,7 +129,7 @@ static long number(const char *text, long least, long most) {
 /* True: only list the cases. */
 static bool read_options(int argc, char **argv) {
   static const struct option options[] = {{"device", 1, 0, 'd'}, {"ranks", 1, 0, 'r'}, {"filter", 1, 0, 'f'},
-                                          {"seed", 1, 0, 's'},   {"isa", 1, 0, 'i'},   {"patience", 1, 0, 'p'},
+                                          {"seed", 1, 0, 's'},   {"isa", 1, 0, 'i'},   {"patience", 1, 0, 'p'}, {"seeds", 1, 0, 'n'},
                                           {"stop", 0, 0, 'x'},   {"list", 0, 0, 'l'},  {0, 0, 0, 0}};
   bool list = false;
   for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
@@ -137,6 +137,7 @@ static bool read_options(int argc, char **argv) {
     else if (c == 'r') settings.max_ranks = (int)number(optarg, 1, MAX_SEATS);
     else if (c == 'f') settings.filter = optarg;
     else if (c == 's') settings.seed = (uint64_t)number(optarg, 0, INT32_MAX);
+    else if (c == 'n') settings.seeds = (int)number(optarg, 1, 1000000);
     else if (c == 'i') settings.isa = (uint32_t)number(optarg, 0, 1000);
     else if (c == 'p') settings.patience *= strtod(optarg, NULL);
     else if (c == 'x') settings.stop = true;
@@ -144,7 +145,7 @@ static bool read_options(int argc, char **argv) {
     else exit(2);
   }
   if (optind != argc - 1) {
-    fprintf(stderr, "usage: kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--isa N] [--patience F] [--stop] [--list]\n");
+    fprintf(stderr, "usage: kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--seeds N] [--isa N] [--patience F] [--stop] [--list]\n");
     exit(2);
   }
   settings.library_path = argv[optind];

@@ -1,0 +1,206 @@
+/* case_ll_internode_random.c - low latency across nodes by many seeds: other shapes, queue pairs, delays and orders of calls each
+ * time, masks in between; and the same bits as by loads and stores. */
+#include <string.h>
+
+#include "lowlat.h"
+
+/* Draws that all ranks make alike. */
+struct dice { uint64_t state; };
+static uint64_t roll(struct dice *d, uint64_t below) {
+  d->state = mix(d->state);
+  return d->state % below;
+}
+
+static void jitter(struct rank *me) {
+  if (draw(me, 12) == 0) pause_ms((int)draw(me, 3));
+}
+
+#define MAX_TOKENS 12
+#define MAX_HIDDEN 640
+#define MAX_LOCAL 4
+
+static struct ll_spec any_spec(const struct rank *me, struct dice *d) {
+  static const enum pattern patterns[] = {UNIFORM, UNIFORM, SKEWED, SKEWED, DUPLICATES, SILENT_RANK, ONE_HOT, NOBODY, NO_TOKENS};
+  static const uint32_t combine_flags[] = {0, 0, DK_LL_LOGFMT, DK_LL_ZERO_COPY, DK_LL_UNREDUCED};
+  struct ll_spec spec = {.pattern = patterns[roll(d, COUNT(patterns))], .experts = ((int)roll(d, MAX_LOCAL) + 1) * me->count,
+                         .max_tokens = (int)roll(d, MAX_TOKENS) + 1, .topk = (int)roll(d, 8) + 1, .index_bytes = (int)roll(d, 2) * 4 + 4,
+                         .hidden = 128 * ((int)roll(d, MAX_HIDDEN / 128) + 1)};
+  spec.tokens = (int)roll(d, (uint64_t)spec.max_tokens) + 1;
+  spec.format = (int)roll(d, 2);
+  if (spec.format == DK_FORMAT_FP8 && roll(d, 2)) spec.flags = DK_LL_ROUND_SCALE;
+  if (spec.flags && spec.hidden == 512) spec.flags |= DK_LL_UE8M0;
+  spec.weights = roll(d, 2);
+  spec.combine_flags = combine_flags[roll(d, COUNT(combine_flags))];
+  if (spec.combine_flags & DK_LL_LOGFMT) spec.weights = false;
+  if (roll(d, 6) == 0 && !spec.combine_flags && spec.format == DK_FORMAT_BF16) spec.hidden = 8 * ((int)roll(d, 9) + 1);
+  return spec;
+}
+
+/* ---- Rounds ------------------------------------------------------------------------------------------------------------------ */
+
+static void both_halves(struct ll *l, uint64_t salt) {
+  jitter(l->team->me);
+  ll_round(l, salt);
+}
+
+static void hooks(struct ll *l, uint64_t salt) {
+  run_ll_dispatch(l, DK_PHASE_SEND, 1);
+  jitter(l->team->me);
+  run_ll_dispatch(l, DK_PHASE_RECV, 1);
+  check_ll_dispatch(l);
+  make_expert_rows(l, salt);
+  run_ll_combine(l, DK_PHASE_SEND, 3);
+  jitter(l->team->me);
+  run_ll_combine(l, DK_PHASE_RECV, 3);
+  check_ll_combine(l);
+}
+
+/* Two sends under way, received in either order; nobody waits in between, so that slots are used again as soon as may be. */
+static void two_at_once(struct ll *a, struct ll *b, bool swap, int times) {
+  struct rank *me = a->team->me;
+  struct ll *first = swap ? b : a, *second = swap ? a : b;
+  for (int i = 0; i < times; i++) {
+    run_ll_dispatch(a, DK_PHASE_SEND, 0);
+    run_ll_dispatch(b, DK_PHASE_SEND, 1);
+    jitter(me);
+    run_ll_dispatch(first, DK_PHASE_RECV, swap);
+    run_ll_dispatch(second, DK_PHASE_RECV, !swap);
+  }
+  check_ll_dispatch(a);
+  check_ll_dispatch(b);
+  make_expert_rows(a, a->salt + 1);
+  make_expert_rows(b, b->salt + 1);
+  for (int i = 0; i < times; i++) {
+    run_ll_combine(a, DK_PHASE_SEND, 2);
+    run_ll_combine(b, DK_PHASE_SEND, 3);
+    jitter(me);
+    run_ll_combine(first, DK_PHASE_RECV, 2 + (uint32_t)swap);
+    run_ll_combine(second, DK_PHASE_RECV, 3 - (uint32_t)swap);
+  }
+  check_ll_combine(a);
+  check_ll_combine(b);
+}
+
+/* One rank and all others do without each other for a round, then find together again. */
+static void apart(struct ll *l, struct dice *d, uint64_t salt) {
+  struct team *t = l->team;
+  struct rank *me = t->me;
+  int lone = (int)roll(d, (uint64_t)me->count);
+  bool clean = roll(d, 2);
+  for (int i = 0; i < me->count; i++)
+    if (i != me->index && (i == lone || me->index == lone)) run_mask(t, DK_MASK_UPDATE, i, 1, 0);
+  l->absent = me->index == lone ? ~(1u << lone) : 1u << lone;
+  ll_round(l, salt);
+  l->absent = 0;
+  finish(me);
+  meet(me);
+  if (clean) run_mask(t, DK_MASK_CLEAN, 0, 0, 0);
+  for (int i = 0; i < me->count && !clean; i++) run_mask(t, DK_MASK_UPDATE, i, 0, 0);
+  finish(me);
+  meet(me);
+  new_ll_payload(l, salt + 2);
+  ll_round(l, salt + 3);
+}
+
+static void any_round(struct team *t, struct dice *d) {
+  struct rank *me = t->me;
+  struct ll_spec spec = any_spec(me, d), other = any_spec(me, d);
+  uint64_t salt = roll(d, (uint64_t)1 << 40), kind = roll(d, 8);
+  other.combine_flags &= ~(uint32_t)DK_LL_ZERO_COPY; /* the buffers of two shapes lie over each other */
+  struct ll *l = make_ll(t, &spec, salt);
+  if (kind < 2) both_halves(l, salt + 1);
+  else if (kind < 4) hooks(l, salt + 1);
+  else if (kind == 4) apart(l, d, salt + 1);
+  else two_at_once(l, make_ll(t, &other, salt + 10), roll(d, 2), 1 + (int)roll(d, 3));
+  if (roll(d, 8) == 0) run_clean(t, spec.max_tokens, spec.hidden, spec.experts);
+}
+
+/* ---- Seeds ------------------------------------------------------------------------------------------------------------------- */
+
+struct spread { int node, seeds, full; };
+
+/* Queue pairs and delays of every kind. One rank a node of all: one node whose ranks are not to use loads and stores. */
+static struct team_spec any_place(const struct spread *spread, struct dice *d, uint64_t seed) {
+  struct team_spec place = {.node = spread->node, .seed = seed};
+  static const int depths[] = {1, 2, 3, 8, 64, 256};
+  place.qps = 1 + (int)roll(d, 6);
+  place.qp_depth = depths[roll(d, COUNT(depths))];
+  if (roll(d, 4)) place.transport_flags = DK_TRANSPORT_LATE;
+  if (!spread->node) place.flags = DK_TEAM_LL_TRANSPORT;
+  return place;
+}
+
+static int number_of(const struct spread *spread) {
+  return settings.full ? spread->full : settings.heaviest == HEAVY ? spread->seeds : spread->seeds / 6 + 1;
+}
+
+static void seeds(struct rank *me) {
+  const struct spread *spread = me->test->arg;
+  struct ll_spec largest = {.max_tokens = MAX_TOKENS, .hidden = MAX_HIDDEN, .experts = MAX_LOCAL * me->count};
+  for (int seed = 0; seed < number_of(spread); seed++) {
+    struct mark mark = set_mark(me);
+    struct dice dice = {hash(settings.seed, (uint64_t)seed, (uint64_t)me->count, (uint64_t)spread->node)};
+    struct team_spec place = any_place(spread, &dice, dice.state);
+    me->split = &place;
+    struct team *t = make_ll_team(me, &largest, DK_TEAM_SHRINK);
+    for (int round = 0; round < 4; round++) {
+      struct mark inner = set_mark(me);
+      any_round(t, &dice);
+      back_to(me, inner);
+    }
+    expect_masks(t, 0);
+    back_to(me, mark);
+  }
+}
+
+/* ---- The same bits ------------------------------------------------------------------------------------------------------------ */
+
+static void expect_same(struct rank *me, const char *what, struct tensor a, struct tensor b) {
+  expect(me, a.bytes == b.bytes && memcmp(a.host, b.host, a.bytes) == 0, "%s differs from what loads and stores bring", what);
+}
+
+/* Everything that a call gives, beside what a team of one node gives for the same. */
+static void same_bits(struct rank *me) {
+  struct ll_spec largest = {.max_tokens = MAX_TOKENS, .hidden = MAX_HIDDEN, .experts = MAX_LOCAL * me->count};
+  struct team *mapped = make_ll_team(me, &largest, 0);
+  struct dice dice = {hash(settings.seed, 5, (uint64_t)me->count, 0)};
+  struct team_spec place = any_place(me->test->arg, &dice, settings.seed);
+  me->split = &place;
+  struct team *t = make_ll_team(me, &largest, 0);
+  for (int round = 0; round < 12; round++) {
+    struct mark mark = set_mark(me);
+    struct ll_spec spec = any_spec(me, &dice);
+    uint64_t salt = roll(&dice, (uint64_t)1 << 40);
+    struct ll *a = make_ll(mapped, &spec, salt), *b = make_ll(t, &spec, salt);
+    ll_round(a, salt + 1);
+    ll_round(b, salt + 1);
+    expect_same(me, "recv_x", a->recv_x, b->recv_x);
+    expect_same(me, "recv_scales", a->recv_scales, b->recv_scales);
+    expect_same(me, "recv_count", a->recv_count, b->recv_count);
+    expect_same(me, "src_info", a->src_info, b->src_info);
+    expect_same(me, "layout_range", a->layout_range, b->layout_range);
+    expect_same(me, "combined_x", a->out, b->out);
+    back_to(me, mark);
+  }
+}
+
+#define SPREAD(name, ...) static const struct spread name = {__VA_ARGS__}
+SPREAD(fours, .node = 4, .seeds = 8, .full = 100);
+SPREAD(pairs, .node = 2, .seeds = 20, .full = 300);
+SPREAD(pairs_of_8, .node = 2, .seeds = 8, .full = 100);
+SPREAD(singles, .node = 1, .seeds = 20, .full = 250);
+SPREAD(unmapped, .seeds = 20, .full = 250);
+
+static const struct test_case cases[] = {
+    {"ll internode seeds/2 nodes of 2", seeds, 4, &pairs, QUICK, 0, 0},
+    {"ll internode seeds/2 nodes of 4", seeds, 8, &fours, HEAVY, 0, 0},
+    {"ll internode seeds/4 nodes of 2", seeds, 8, &pairs_of_8, HEAVY, 0, 0},
+    {"ll internode seeds/3 nodes of 2", seeds, 6, &pairs_of_8, USUAL, 0, 0},
+    {"ll internode seeds/4 nodes of 1", seeds, 4, &singles, USUAL, 0, 0},
+    {"ll internode seeds/one node, unmapped", seeds, 3, &unmapped, QUICK, 0, 0},
+    {"ll internode bits/2 nodes of 2", same_bits, 4, &pairs, QUICK, 0, 0},
+    {"ll internode bits/2 nodes of 4", same_bits, 8, &fours, HEAVY, 0, 0},
+    {"ll internode bits/3 nodes of 1", same_bits, 3, &singles, USUAL, 0, 0},
+    {"ll internode bits/one node, unmapped", same_bits, 4, &unmapped, USUAL, 0, 0},
+};
+GROUP(ll_internode_random_cases);
