@@ -1,8 +1,10 @@
 package core
 
 import (
+	"runtime"
 	"testing"
 
+	"github.com/deepep-go/deepep/core/internal/device"
 	"github.com/deepep-go/deepep/core/internal/dl"
 	"github.com/deepep-go/deepep/core/internal/kern"
 	"github.com/deepep-go/deepep/core/internal/plan"
@@ -85,5 +87,49 @@ func TestHintsOfNodesCoverTheFloor(t *testing.T) {
 				}
 			}
 		}
+	}
+}
+
+// The library makes queue pairs in the plan's order and under the plan's numbers.
+func TestQueuePairsAreMadeByThePlan(t *testing.T) {
+	l := cpuLibrary(t)
+	dev, err := device.Open(l, -1, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = dev.Release() }()
+	block, err := dev.Alloc(4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = block.Release() }()
+	q, err := plan.NewQueues(plan.Topology{Ranks: 6, Peers: 2}, plan.QueueOptions{PerPeer: 3, Depth: 16})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const rank = 3
+	peers, blocks := make([]int32, 0, 8), make([]uint64, 8)
+	for _, peer := range q.PeerOrder(rank)[:q.NumRemote()] {
+		peers = append(peers, int32(peer))
+	}
+	for i := range blocks {
+		blocks[i] = block.Address
+	}
+	p := &kern.TransportOpenParams{Device: dev.Handle(), Rank: rank, NumRanks: 6, NumQPs: int32(q.PerPeer), QPDepth: int32(q.Depth), NumPeers: int32(len(peers)),
+		HostPeers: uint64(AddressOf(peers)), HostBlocks: uint64(AddressOf(blocks)), BlockBytes: 4096}
+	if code := l.TransportOpen(p); code != 0 {
+		t.Fatalf("opening: code %d", code)
+	}
+	runtime.KeepAlive([]any{peers, blocks})
+	for _, peer := range peers {
+		for queue := range q.PerPeer {
+			query := &kern.TransportQueryParams{Transport: p.Transport, Peer: peer, QP: int32(queue)}
+			if code := l.TransportQuery(query); code != 0 || int(query.Created) != q.Number(rank, int(peer), queue) {
+				t.Errorf("queue pair %d to rank %d is number %d, planned %d (code %d)", queue, peer, query.Created, q.Number(rank, int(peer), queue), code)
+			}
+		}
+	}
+	if code := l.TransportClose(&kern.TransportCloseParams{Transport: p.Transport}); code != 0 {
+		t.Errorf("closing: code %d", code)
 	}
 }
