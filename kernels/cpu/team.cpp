@@ -17,7 +17,7 @@ static uint64_t extras_for(uint64_t num_ranks, uint64_t nvl_bytes) {
 }
 
 static constexpr uint64_t kSpareBytes = 16 << 20, kSpareMirrorBytes = 1 << 20;
-static constexpr uint64_t kSpareLinkBytes = 16 << 10;  // what goes with a row, for any K that the interface allows
+static constexpr uint64_t kSpareLinkBytes = 8 << 10;  // what goes with a row, for any K that the interface allows
 
 static int nodes_of(int num_ranks, int num_nvl_peers) { return (num_ranks + num_nvl_peers - 1) / num_nvl_peers; }
 

@@ -8,8 +8,10 @@
 #define PLACE(name, ...) static const struct team_spec name = {.rdma_bytes = 1 << 19, __VA_ARGS__}
 PLACE(two, .node = 2, .qps = 4, .seed = 1);   /* nodes of two ranks each */
 PLACE(two_late, .node = 2, .qps = 3, .transport_flags = LATE, .seed = 2);
+PLACE(three_late, .node = 3, .qps = 3, .transport_flags = LATE, .seed = 5);
 PLACE(four, .node = 4, .qps = 2, .seed = 3);
 PLACE(four_late, .node = 4, .qps = 5, .transport_flags = LATE, .seed = 4);
+PLACE(narrow, .rdma_bytes = 1 << 16, .node = 2, .qps = 2, .seed = 11); /* room for a row of 32 KiB and no more */
 PLACE(one, .node = 1, .qps = 3, .seed = 6);
 PLACE(one_late, .node = 1, .qps = 5, .transport_flags = LATE, .seed = 7);
 PLACE(shallow, .node = 2, .qps = 1, .qp_depth = 1, .seed = 8); /* full all the time */
@@ -67,6 +69,7 @@ static const struct test_case cases[] = {
     AGAIN(two, "dispatch/rows of 16 bytes", 4, QUICK),
     AGAIN(two_late, "dispatch/rows of 208 bytes", 4, USUAL),
     AGAIN(four, "dispatch/hidden 16384", 8, HEAVY),
+    AGAIN(narrow, "dispatch/hidden 16384", 4, USUAL),
     AGAIN(two, "dispatch/top-31", 4, USUAL),
     AGAIN(two, "dispatch/everything -1", 4, QUICK),
     AGAIN(two_late, "dispatch/one hot expert", 4, QUICK),
@@ -108,6 +111,7 @@ static const struct test_case cases[] = {
     AGAIN(two, "combine/8 channels", 4, QUICK),
     AGAIN(two_late, "combine/296 channels, top-5", 4, USUAL),
     AGAIN(four, "combine/16384 channels", 8, HEAVY),
+    AGAIN(narrow, "combine/16384 channels", 4, USUAL),
     AGAIN(two, "combine/everything -1, bias", 4, QUICK),
     AGAIN(two_late, "combine/a rank without tokens, one without rows", 6, USUAL),
     AGAIN(two, "combine/one hot expert", 4, USUAL),
@@ -130,5 +134,22 @@ static const struct test_case cases[] = {
     AGAIN(two, "mismatch/dispatch, bytes of a row", 4, QUICK),
     AGAIN(one_late, "mismatch/dispatch, weights given or not", 4, QUICK),
     AGAIN(two_late, "mismatch/dispatch, cached or not", 4, QUICK),
+
+    AGAIN(one, "timeout/notify", 3, QUICK),
+    AGAIN(two_late, "timeout/notify", 6, USUAL),
+    AGAIN(two, "timeout/dispatch", 6, QUICK),
+    AGAIN(one_late, "timeout/dispatch", 3, USUAL),
+    AGAIN(two, "timeout/combine", 6, QUICK),
+    AGAIN(three_late, "timeout/combine", 6, USUAL),
+    AGAIN(three_late, "timeout/barrier", 6, USUAL),
+    AGAIN(two, "abort/notify", 6, QUICK),
+    AGAIN(one, "abort/dispatch", 3, QUICK),
+    AGAIN(two_late, "abort/combine", 6, USUAL),
+    AGAIN(three_late, "abort/barrier", 6, QUICK),
+    AGAIN(two_late, "failure/nothing works any more", 6, QUICK),
+    AGAIN(one, "failure/a new team works", 3, QUICK),
+    AGAIN(two_late, "failure/late is not dead", 6, USUAL),
+    AGAIN(one, "statistics/waiting", 3, QUICK),
+    AGAIN(two_late, "statistics/errors", 6, QUICK),
 };
 GROUP(internode_cases);

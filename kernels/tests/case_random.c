@@ -4,9 +4,7 @@
 #include "lowlat.h"
 #include "normal.h"
 
-/* Draws that all ranks make alike. */
-struct dice { uint64_t state; };
-static uint64_t roll(struct dice *d, uint64_t below) {
+uint64_t roll(struct dice *d, uint64_t below) {
   d->state = mix(d->state);
   return d->state % below;
 }
@@ -25,7 +23,7 @@ static void jitter(struct rank *me) {
   if (draw(me, 12) == 0) pause_ms((int)draw(me, 3));
 }
 
-static void normal_round(struct team *t, struct dice *d) {
+void normal_round(struct team *t, struct dice *d) {
   struct rank *me = t->me;
   struct normal_spec spec = {.pattern = any_pattern(d), .tokens = (int)roll(d, 60) + 1, .experts = ((int)roll(d, 6) + 1) * me->count,
                              .topk = (int)roll(d, 8) + 1, .index_bytes = (int)roll(d, 2) * 4 + 4, .alignment = (int)roll(d, 3) * 8 + 1};

@@ -191,7 +191,8 @@ static void check_guards_from(struct rank *me, struct mark mark) {
 void check_guards(struct rank *me) { check_guards_from(me, (struct mark){0}); }
 
 struct mark set_mark(struct rank *me) {
-  return (struct mark){me->num_tensors, me->num_teams, me->num_transports, me->num_shares, me->seat->used, me->seat->words_used};
+  return (struct mark){me->num_tensors, me->num_teams, me->num_transports, me->num_shares, me->seat->used, me->seat->words_used,
+                       me->blocks};
 }
 
 void back_to(struct rank *me, struct mark mark) {
@@ -204,6 +205,7 @@ void back_to(struct rank *me, struct mark mark) {
   }
   me->num_tensors = mark.tensors;
   seat->used = mark.used;
+  drop_scratch(me, mark.block);
 }
 
 /* ---- Waiting --------------------------------------------------------------------------------------------------------------- */

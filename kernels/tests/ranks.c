@@ -1,4 +1,5 @@
 /* ranks.c - the ranks of a case: threads that run it, meet, fail together and take down what was made. */
+#include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -165,11 +166,7 @@ static void take_down(struct rank *me) {
     _exit(1);
   }
   drop_teams(me, (struct mark){0});
-  while (me->blocks) {
-    struct block *block = me->blocks;
-    me->blocks = block->next;
-    free(block);
-  }
+  drop_scratch(me, NULL);
   if (me->seat) reset_seat(me->seat);
 }
 
@@ -236,7 +233,9 @@ enum verdict run_threads(const struct test_case *test, char *why, size_t size) {
     const struct rank *me = &w->ranks[i];
     if (me->verdict == PASSED || verdict == FAILED) continue;
     verdict = me->verdict;
-    if (verdict == FAILED) snprintf(why, size, "rank %d: %s", i, me->message);
+    char seed[32] = "";
+    if (me->seed) snprintf(seed, sizeof seed, ", seed %" PRIu64, me->seed);
+    if (verdict == FAILED) snprintf(why, size, "rank %d%s: %s", i, seed, me->message);
     else snprintf(why, size, "%s", me->message);
   }
   drop_world(w);
@@ -245,7 +244,7 @@ enum verdict run_threads(const struct test_case *test, char *why, size_t size) {
 
 void print_state(void) {
   struct world *w = running;
-  for (int i = 0; w && i < w->count; i++) printf("  rank %d: %s\n", i, w->ranks[i].doing);
+  for (int i = 0; w && i < w->count; i++) printf("  rank %d, seed %" PRIu64 ": %s\n", i, w->ranks[i].seed, w->ranks[i].doing);
 }
 
 void close_seats(void) {
@@ -261,6 +260,19 @@ void *scratch(struct rank *me, size_t bytes) {
   block->next = me->blocks;
   me->blocks = block;
   return (char *)block + 16;
+}
+
+void drop_scratch(struct rank *me, struct block *until) {
+  while (me->blocks != until) {
+    struct block *block = me->blocks;
+    me->blocks = block->next;
+    free(block);
+  }
+}
+
+int seeds_of(int usual) {
+  if (settings.seeds) return settings.seeds;
+  return settings.full ? 1000 : settings.heaviest == HEAVY ? usual : usual / 4 + 1;
 }
 
 void pause_ms(int milliseconds) {

@@ -73,6 +73,7 @@ struct settings {
   int device, max_ranks;          /* device -1: rank r on device r modulo their number */
   uint32_t isa;                   /* of dk_device_open */
   uint64_t seed;
+  int seeds;                      /* of cases that try many; 0: each case's own number */
   enum weight heaviest;
   double patience;                /* factor for every time limit: sanitizers are slow */
   bool full;                      /* more rounds of random cases */
@@ -93,8 +94,9 @@ struct team_spec;
 #define MAX_SHARES 8
 #define MAX_TEAMS 8
 struct guarded { const char *name; uint64_t offset, bytes; };
-struct mark { int tensors, teams, transports, shares; uint64_t used, words; };
+struct mark { int tensors, teams, transports, shares; uint64_t used, words; struct block *block; };
 
+struct block { struct block *next; };
 struct rank {
   int index, count;
   const struct test_case *test;
@@ -104,6 +106,7 @@ struct rank {
   int socket;                     /* to the exchange of processes; -1: ranks are threads */
   uint64_t stream;                /* where operations go */
   uint64_t random;
+  uint64_t seed;                  /* that a case is trying, for its messages; 0: none */
   const char *volatile doing;     /* for the watchdog */
   jmp_buf leave;
   char message[512];
@@ -114,7 +117,7 @@ struct rank {
   struct share *shares[MAX_SHARES];
   struct team *teams[MAX_TEAMS];
   uint64_t transports[MAX_TEAMS];
-  struct block { struct block *next; } *blocks;
+  struct block *blocks;
 };
 
 /* Runs one case with its ranks as threads. `why` gets the first failure's text. */
@@ -145,7 +148,10 @@ void pause_ms(int milliseconds);
 uint64_t now_ns(void);
 uint64_t limit_ns(double seconds); /* with the factor for sanitizers */
 uint64_t soon_ns(void);            /* for deadlines that are meant to pass: no rank may be so late by itself, on a busy machine either */
-void *scratch(struct rank *me, size_t bytes); /* zeroed, gone after the case */
+void *scratch(struct rank *me, size_t bytes); /* zeroed; gone after the case, or with what came after a mark */
+void drop_scratch(struct rank *me, struct block *until);
+/* How many seeds to try: as the program is told, else many when all is run, `usual`, or fewer under a sanitizer. */
+int seeds_of(int usual);
 
 uint64_t mix(uint64_t x);
 uint64_t hash(uint64_t salt, uint64_t a, uint64_t b, uint64_t c);
