@@ -7,6 +7,7 @@
 //	deepep trace    the last calls as a Chrome trace
 //	deepep plan     sizes of buffers and queues for a shape; no GPU needed
 //	deepep bench    latency of the operations among local ranks
+//	deepep sim      the network between nodes, simulated
 //
 // Deciding and measuring live in the packages below core; here is what belongs
 // to a terminal: flags, tables, pictures, an HTTP server. The program writes

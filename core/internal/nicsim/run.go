@@ -10,7 +10,7 @@ type Result struct {
 	NVLinkBytes  int64
 	Logical      int64   // payload of a rank as upstream counts it, mean over the ranks
 	Bandwidth    float64 // Logical over Mean, in GB/s
-	Throughput   float64 // payload that a NIC sent over Max, in GB/s, mean over the ranks
+	Throughput   float64 // payload that a NIC sent over Max without the constant part, in GB/s, mean over the ranks
 	LargestQueue int64   // bytes that ever waited for one port of a switch
 	Messages     int     // over RDMA
 	Floor        Time    // no run can be faster: the busiest link's bytes at its rate
@@ -50,6 +50,7 @@ func (m *machine) result(j *Job, finish []Time, logical int64) Result {
 		r.Max = max(r.Max, t)
 	}
 	r.Transfer = sum / Time(ranks)
+	longest := r.Max
 	r.Mean = r.Transfer
 	if j.Operation.lowLatency() {
 		r.Mean += m.hw.Call
@@ -72,7 +73,7 @@ func (m *machine) result(j *Job, finish []Time, logical int64) Result {
 		}
 	}
 	r.Bandwidth = gigabytes(r.Logical, r.Mean)
-	r.Throughput = gigabytes(r.RDMABytes/ranks, r.Max)
+	r.Throughput = gigabytes(r.RDMABytes/ranks, longest)
 	return r
 }
 
