@@ -39,7 +39,7 @@ static void again(struct rank *me) {
 }
 
 #define AGAIN(place, name, ranks, weight) \
-  {"internode/" name ", " #place, again, ranks, &(const struct again){name, &place}, weight, 0, 0}
+  {"normal internode/" name ", " #place, again, ranks, &(const struct again){name, &place}, weight, 0, 0}
 
 static const struct test_case cases[] = {
     AGAIN(two, "team/barrier, 3 ranks", 4, QUICK),
