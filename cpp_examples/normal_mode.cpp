@@ -26,6 +26,7 @@ int one_rank(int rank, int size, const char* directory) {
   auto options = deepep::buffer_options();
   options.engine = "cpu";
   options.num_nvl_bytes = deepep::nvl_size_hint(deepep::default_config(0, size), kHidden * 2, size);
+  options.num_rdma_bytes = deepep::rdma_size_hint(deepep::default_config(0, size), kHidden * 2, size);  // 0 on one node
   deepep::Buffer buffer(group, options);
 
   std::vector<uint16_t> x(kTokens * kHidden);

@@ -43,6 +43,7 @@ static int one_rank(int rank, int size, const char *directory) {
   options.engine = "cpu";
   CHECK(deepep_config_default(0, size, &config));
   CHECK(deepep_config_size_hint(&config, HIDDEN * 2, size, 0, &options.num_nvl_bytes));
+  CHECK(deepep_config_size_hint(&config, HIDDEN * 2, size, 1, &options.num_rdma_bytes)); /* 0 on one node */
   CHECK(deepep_buffer_create(group, &options, &buffer));
 
   for (t = 0; t < TOKENS; t++) {

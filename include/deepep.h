@@ -125,10 +125,12 @@ typedef struct deepep_buffer_options {
   uint32_t struct_size;
   int32_t device;               /* ordinal; -1: the current one */
   const char *engine;           /* NULL or "auto", "cpu", "cuda" */
-  uint64_t num_nvl_bytes, num_rdma_bytes;
+  uint64_t num_nvl_bytes;       /* normal mode; see deepep_config_size_hint */
+  uint64_t num_rdma_bytes;      /* low-latency mode and normal mode between nodes: the larger of their hints */
   int32_t low_latency_mode;
-  int32_t num_qps_per_rank;
-  int32_t allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, enable_shrink;
+  int32_t num_qps_per_rank;     /* queue pairs toward each rank of another node, 1 to 1024; 0: 24. DEEPEP_NUM_QPS_PER_RANK wins */
+  int32_t allow_nvlink_for_low_latency_mode; /* 0: low-latency calls go by RDMA to every other rank, those of the own node too */
+  int32_t allow_mnnvl, use_fabric, enable_shrink;
   int32_t preinitialize;        /* do everything now that the first call would do */
   int32_t background;           /* 1: return at once; the first operation waits for the rest */
   int64_t timeout_ms;           /* longest wait for a living peer in a steady call; 0: DEEPEP_TIMEOUT_MS or 100000 */
@@ -136,7 +138,8 @@ typedef struct deepep_buffer_options {
 } deepep_buffer_options;
 #define DEEPEP_BUFFER_OPTIONS_INIT { sizeof(deepep_buffer_options), -1, NULL, 0, 0, 0, 24, 1, 0, 0, 0, 0, 0, 0, 0 }
 
-/* collective, waits (unless background). Errors also: OUT_OF_MEMORY, NOT_FOUND, VERSION, DEVICE. */
+/* collective, waits (unless background). Errors also: OUT_OF_MEMORY, NOT_FOUND, VERSION, DEVICE; UNSUPPORTED: there are several
+ * nodes, or NVLink is not allowed, and the engine's library has no transport; or a rank is on a host that it does not reach. */
 deepep_status_t deepep_buffer_create(deepep_group_t group, const deepep_buffer_options *options, deepep_buffer_t *buffer);
 /* local, bounded (about 2 s at worst), once is enough. What peers have mapped stays valid for them. NULL is fine. */
 deepep_status_t deepep_buffer_destroy(deepep_buffer_t buffer);
@@ -198,7 +201,7 @@ typedef struct deepep_config {
 deepep_status_t deepep_config_check(deepep_config *config);
 /* local, pure. kind: 0 dispatch, 1 combine; any num_ranks >= 1. */
 deepep_status_t deepep_config_default(int32_t kind, int32_t num_ranks, deepep_config *config);
-/* local, pure. rdma = 0: nvl bytes, 1: rdma bytes (0 where the ranks are one node). */
+/* local, pure. rdma = 0: nvl bytes, 1: rdma bytes (0 where the ranks are one node). Nodes are those of DEEPEP_NUM_MAX_NVL_PEERS. */
 deepep_status_t deepep_config_size_hint(const deepep_config *config, int64_t hidden_bytes, int32_t num_ranks, int32_t rdma, uint64_t *bytes);
 /* local, pure. Bytes of num_rdma_bytes for low-latency calls of this shape. */
 deepep_status_t deepep_low_latency_size_hint(int32_t num_max_tokens, int32_t hidden, int32_t num_ranks, int32_t num_experts, uint64_t *bytes);

@@ -70,6 +70,13 @@ inline uint64_t nvl_size_hint(const deepep_config& config, int64_t hidden_bytes,
   return bytes;
 }
 
+// Bytes of num_rdma_bytes that serve such rows between nodes; 0 where the ranks are one node.
+inline uint64_t rdma_size_hint(const deepep_config& config, int64_t hidden_bytes, int32_t num_ranks) {
+  uint64_t bytes = 0;
+  check(deepep_config_size_hint(&config, hidden_bytes, num_ranks, 1, &bytes));
+  return bytes;
+}
+
 // Bytes of num_rdma_bytes for low-latency calls of this shape.
 inline uint64_t low_latency_size_hint(int32_t num_max_tokens, int32_t hidden, int32_t num_ranks, int32_t num_experts) {
   uint64_t bytes = 0;
