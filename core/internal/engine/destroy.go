@@ -43,15 +43,19 @@ func (b *Buffer) quiesce() bool {
 		return true
 	}
 	healthy := atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0
-	if healthy && within(finishCall, b.isIdle) {
+	marked := false
+	idle := func() bool { return b.isIdle(&marked) }
+	if healthy && within(finishCall, idle) {
 		return true
 	}
 	atomic.CompareAndSwapUint32(&b.words.AbortWord, 0, uint32(status.Aborted))
-	return within(leaveCall, b.isIdle)
+	return within(leaveCall, idle)
 }
 
-// isIdle says whether no thread is inside a call and no work is left on the streams.
-func (b *Buffer) isIdle() bool {
+// isIdle says whether no thread is inside a call and no work is left on the streams. marked: the communication stream's end
+// is recorded. Once is right, as the buffer is closed and takes no more work, and has to be: on a busy host even an idle
+// stream takes longer than a poll to come to what was recorded just now.
+func (b *Buffer) isIdle(marked *bool) bool {
 	if b.active.Load() != 0 || !b.mu.TryLock() {
 		return false
 	}
@@ -59,11 +63,11 @@ func (b *Buffer) isIdle() bool {
 	if b.team == 0 {
 		return true
 	}
-	if b.order.end.Record(b.comm) != nil {
+	if !*marked && b.order.end.Record(b.comm) != nil {
 		return true // a device that refuses this runs nothing any more
 	}
+	*marked = true
 	for _, ev := range []*device.Event{b.order.end, b.order.tail} {
-		// A moment's grace: even an idle stream takes a while to come to what was recorded just now.
 		if done, err := ev.Wait(poll); !done && err == nil {
 			return false
 		}
