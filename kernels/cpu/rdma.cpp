@@ -87,27 +87,23 @@ int32_t Nic::open(const dk_transport_open_params &p, Nic **out, int32_t *error) 
   if (!make(&s, 1)) return DK_ENOMEM;
   pthread_mutex_init(&s->posting, nullptr);
   describe(*s, p);
-  Nic *nic = make_arrays(*s) ? new (std::nothrow) Nic : nullptr;
-  if (!nic) {
-    drop(s);
-    return DK_ENOMEM;
-  }
-  create_queues(*s, p);
-  nic->state_ = s;
-  *error = start_thread(*s);
+  void *nic = make_arrays(*s) ? malloc(sizeof(Nic)) : nullptr;
+  if (nic) create_queues(*s, p);
+  *error = nic ? start_thread(*s) : ENOMEM;
   if (*error) {
     drop(s);
-    delete nic;
+    free(nic);
     return *error == ENOMEM ? DK_ENOMEM : DK_ESYSTEM;
   }
-  *out = nic;
+  *out = new (nic) Nic(s);
   return DK_OK;
 }
 
 void Nic::close(Nic *nic) {
   if (!nic->forked()) stop_thread(*nic->state_);
   drop(nic->state_);
-  delete nic;
+  nic->~Nic();
+  free(nic);
 }
 
 bool Nic::put(int peer, int qp, void *dst, const void *src, uint64_t bytes, Signal signal) {

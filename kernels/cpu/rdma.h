@@ -59,9 +59,9 @@ class Nic {
   int32_t broken(int peer, int qp) const;  // the code; 0: well
 
  private:
-  Nic() = default;
+  explicit Nic(struct NicState *state) : state_(state) {}
   ~Nic() = default;
-  struct NicState *state_ = nullptr;
+  struct NicState *state_;
 };
 
 }  // namespace dk

@@ -11,7 +11,8 @@ namespace dk {
 namespace {
 
 constexpr uint64_t kMicrosecond = 1000;
-constexpr uint64_t kLongest = 1000 * kMicrosecond;  // that anything is held back once its turn has come
+constexpr uint64_t kLongest = 1000 * kMicrosecond;  // that anything is held back once its turn has come,
+constexpr uint64_t kLongestLast = 4 * kLongest;     // or, while there is no silence, what is to be last
 constexpr uint64_t kNever = UINT64_MAX, kNap = 1000000000;
 
 class Late {
@@ -68,7 +69,7 @@ void Late::take_new() {
 
 // What is last waits for a while in which nothing else happened, though not for ever: others may be busy all the time.
 uint64_t Late::time_of(uint64_t due, bool last) const {
-  return last ? min_of(max_of(due, busy_ + quiet_), due + kLongest) : due;
+  return last ? min_of(max_of(due, busy_ + quiet_), due + kLongestLast) : due;
 }
 
 // Chooses among all that may happen now. False: nothing may before at_ns.
@@ -161,7 +162,7 @@ void Late::advance(Queue &q) {
     delay.pieces = 0;
     delay.drawn = false;
   }
-  if (delay.last) quiet_ = (50 + nic_.random.below(150)) * kMicrosecond;
+  if (delay.last) quiet_ = chance(10) ? kLongest : (50 + nic_.random.below(150)) * kMicrosecond;
   else busy_ = now_;
   ring_bells(nic_, false);
 }

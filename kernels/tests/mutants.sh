@@ -1,7 +1,7 @@
 #!/bin/sh
 # A test of the test: builds variants of the CPU library with one planted error each (#if DK_MUTANT == n in kernels/cpu) and
-# shows that kernel_tests fails for every one of them. `mutants.sh race` plants a race instead, in the build for TSan, which has
-# to report it. The last line is "N passed, N failed".
+# shows that kernel_tests fails for every one of them. `mutants.sh race` plants races instead, in the build for TSan, which has to
+# report each (and ends there: reports are slow). The last line is "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 unset MAKEFLAGS MAKELEVEL MFLAGS DEEPEP_TEST_SANITIZER
@@ -53,7 +53,7 @@ if [ "${1:-}" = race ]; then
   while IFS='|' read -r kind cases; do
     number=${kind%% *}
     build "$number" build/tsan || { verdict "race $kind (cannot be built)" 1; continue; }
-    DEEPEP_TEST_SANITIZER=thread build/tsan/bin/kernel_tests "build/tsan/mutants/$number.so" --filter "$cases" --stop \
+    TSAN_OPTIONS=halt_on_error=1 DEEPEP_TEST_SANITIZER=thread build/tsan/bin/kernel_tests "build/tsan/mutants/$number.so" --filter "$cases" --stop \
       >"build/tsan/mutants/$number.log" 2>&1
     grep -q 'WARNING: ThreadSanitizer: data race' "build/tsan/mutants/$number.log"
     verdict "race $kind" $?
