@@ -75,7 +75,7 @@ class Combine {
 
 Combine::Combine(Op &op, const dk_combine_params &p)
     : op_(op), team_(op.team), p_(p), rows_(*team_.device->rows), exchange_(op), mine_(combine_ring(team_, p, 0)),
-      plan_(plan_link(team_, own_record(team_, p), p.rdma_recv_chunk, p.num_sms)), sum_(op, exchange_, p, mine_, plan_),
+      plan_(plan_link(team_, own_record(team_, p), p)), sum_(op, exchange_, p, mine_, plan_),
       first_row_(team_.numbers(kFirstRow)), num_rows_(team_.numbers(kNumRows)), pushed_(team_.numbers(kPushed)),
       expected_(team_.numbers(kExpected)), head_(team_.numbers(kHead)) {
   exchange_.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(row_bytes(p)));

@@ -96,7 +96,7 @@ bool NodeSum::add_for(int node) {
   LinkState &state = team_.links[node];
   LinkOut out = link(node);
   int64_t before = state.sent;
-  while (state.sent < before + kTokensAtOnce) {
+  while (state.sent < before + plan_.batch) {
     int32_t token = next_token(node);
     uint8_t *place = token < 0 ? nullptr : out.place();
     if (!place) break;

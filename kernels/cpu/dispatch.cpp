@@ -80,7 +80,7 @@ class Dispatch {
 Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
     : op_(op), team_(op.team), p_(p), rows_(*team_.device->rows), exchange_(op), mask_words_(mask_words(team_)),
       record_(dispatch_record(team_, p)), ring_(dispatch_ring(team_, p)),
-      plan_(plan_link(team_, record_, p.rdma_recv_chunk, p.num_sms)), far_(team_, exchange_, record_, plan_, ring_),
+      plan_(plan_link(team_, record_, p)), far_(team_, exchange_, record_, plan_, ring_),
       gate_(op, exchange_, record_, at<const int32_t>(p.rank_prefix_matrix)),
       next_row_(team_.numbers(kNextRow)), end_row_(team_.numbers(kEndRow)), next_slot_(team_.numbers(kNextSlot)),
       to_send_(team_.numbers(kToSend)) {

@@ -39,8 +39,8 @@ template <class Readers> bool FarSender::send(int64_t staged, Readers readers) {
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
     if (node == team_.own_node()) continue;
     LinkOut out = link(node);
-    int64_t &row = team_.links[node].offered;
-    for (int64_t before = row; row < staged; row++, sent |= row != before) {
+    int64_t &row = team_.links[node].offered, limit = out.sent() + plan_.batch;
+    for (int64_t before = row; row < staged && out.sent() < limit; row++, sent |= row != before) {
       uint64_t slot = static_cast<uint64_t>(row) % staging_.slots();
       if (is_for(readers(slot), node) && !out.send(staging_.row(slot), row)) break;
     }

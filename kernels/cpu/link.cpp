@@ -4,15 +4,17 @@ namespace dk {
 namespace {
 
 constexpr uint64_t kCachedBytes = 4 << 20;  // of the rings of all links together
+constexpr uint64_t kBatchBytes = 64 << 10;
 
 }  // namespace
 
-LinkPlan plan_link(const Team &team, const Record &record, int32_t max_rows, int32_t num_sms) {
-  if (!team.spans_nodes()) return {0, 0};
+LinkPlan plan_link(const Team &team, const Record &record, int32_t send_chunk, int32_t recv_chunk, int32_t num_sms) {
+  if (!team.spans_nodes()) return {0, 0, 0};
   uint64_t cached = kCachedBytes / static_cast<uint64_t>(team.num_nodes()) / record.stride() + 1;
   int channels = num_sms > 0 ? max_of(1, num_sms / 2) : kMaxLinkQueues;
-  return {max_of<uint64_t>(max_rows > 0 ? static_cast<uint64_t>(max_rows) : 0, cached),
-          static_cast<uint64_t>(min_of(min_of(channels, kMaxLinkQueues), team.nic->num_qps()))};
+  return {max_of(static_cast<uint64_t>(max_of(recv_chunk, 0)), cached),
+          static_cast<uint64_t>(min_of(min_of(channels, kMaxLinkQueues), team.nic->num_qps())),
+          max_of<int64_t>(max_of(send_chunk, 1), static_cast<int64_t>(kBatchBytes / record.stride()))};
 }
 
 uint64_t link_room(const Team &team, const Record &record) { return min_of(team.wire.link_bytes / record.stride(), kMaxLinkSlots); }

@@ -24,8 +24,12 @@ struct LinkState {
 // would only push each other out of the caches.
 struct LinkPlan {
   uint64_t slots, queues;
+  int64_t batch;  // records in a row to one node, before others have their turn
 };
-LinkPlan plan_link(const Team &team, const Record &record, int32_t max_rows, int32_t num_sms);
+LinkPlan plan_link(const Team &team, const Record &record, int32_t send_chunk, int32_t recv_chunk, int32_t num_sms);
+template <class P> LinkPlan plan_link(const Team &team, const Record &record, const P &p) {
+  return plan_link(team, record, p.rdma_send_chunk, p.rdma_recv_chunk, p.num_sms);
+}
 uint64_t link_room(const Team &team, const Record &record);  // places that there can be
 void begin_links(Team &team);                                // once a call
 

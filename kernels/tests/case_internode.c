@@ -38,6 +38,55 @@ static void again(struct rank *me) {
   me->test->run(me);
 }
 
+/* Bytes are counted for the rank that they went to from here: rows for ranks of my node, also those that came through me from my
+ * index on another node; and what crossed, once a node, for the rank of my index there. */
+static int crossing(const struct normal *n, int source, int node) { /* tokens of that rank that go to that node */
+  int tokens = 0;
+  for (int t = 0; t < n->routing->tokens[source]; t++) {
+    bool any = false;
+    for (int r = node * n->team->node; r < (node + 1) * n->team->node; r++) any = any || goes_to(n->routing, source, t, r);
+    tokens += any;
+  }
+  return tokens;
+}
+
+static uint64_t bytes_of(struct normal *n, int to, bool back) {
+  struct rank *me = n->team->me;
+  int peers = n->team->node, node = me->index / peers, rows = 0;
+  if (to / peers != node) return to % peers == me->index % peers ? (uint64_t)crossing(n, back ? to : me->index, back ? node : to / peers) : 0;
+  for (int other = 0; other < me->count; other++) {
+    bool mine = other / peers == node;
+    if (back && other % peers == to % peers) rows += rows_between(n->routing, other, me->index);
+    if (!back && !mine && other % peers == me->index % peers && to != me->index) rows += rows_between(n->routing, other, to);
+  }
+  return (uint64_t)(back ? rows : rows + rows_between(n->routing, me->index, to));
+}
+
+static void counted(struct rank *me) {
+  static const struct normal_spec rows = {.pattern = SKEWED, .tokens = 40, .experts = 24, .topk = 4, .index_bytes = 8, .row_bytes = 512, .scales = 4};
+  static const struct combine_spec sums = {.hidden = 128, .weights = true};
+  struct team_spec spec = {.nvl_bytes = 1 << 18, .rdma_bytes = 1 << 18, .node = *(const int *)me->test->arg, .trace = 0};
+  struct team *t = make_team(me, &spec);
+  struct normal *n = make_normal(t, &rows, 5);
+  struct combine *c = make_combine(n, &sums, 6);
+  for (int round = 0; round < 2; round++) {
+    dispatch_and_check(n);
+    run_combine(c);
+    check_combine(c);
+  }
+  uint64_t total[2] = {0, 0};
+  for (int to = 0; to < me->count; to++)
+    for (int back = 0; back < 2; back++) {
+      uint64_t bytes = peer_bytes(t, back ? DK_OP_COMBINE : DK_OP_DISPATCH, to);
+      uint64_t wanted = 2 * bytes_of(n, to, back) * (back ? 2 * 128 + 4 * 4 : 512 + 4 * 4);
+      expect(me, bytes == wanted, "%s: %lu bytes to rank %d, wanted %lu", back ? "combine" : "dispatch", (unsigned long)bytes, to, (unsigned long)wanted);
+      total[back] += bytes;
+    }
+  expect(me, t->stats->ops[DK_OP_DISPATCH].bytes == total[0] && t->stats->ops[DK_OP_COMBINE].bytes == total[1], "bytes do not add up");
+}
+
+static const int pairs = 2, fours = 4;
+
 #define AGAIN(place, name, ranks, weight) \
   {"normal internode/" name ", " #place, again, ranks, &(const struct again){name, &place}, weight, 0, 0}
 
@@ -149,6 +198,8 @@ static const struct test_case cases[] = {
     AGAIN(two_late, "failure/nothing works any more", 6, QUICK),
     AGAIN(one, "failure/a new team works", 3, QUICK),
     AGAIN(two_late, "failure/late is not dead", 6, USUAL),
+    {"normal internode/statistics/bytes, 3 nodes of 2", counted, 6, &pairs, QUICK, 0, 0},
+    {"normal internode/statistics/bytes, 2 nodes of 4", counted, 8, &fours, USUAL, 0, 0},
     AGAIN(one, "statistics/waiting", 3, QUICK),
     AGAIN(two_late, "statistics/errors", 6, QUICK),
 };
