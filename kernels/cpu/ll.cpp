@@ -163,6 +163,9 @@ bool RecvHalf::look() {
     if (!agrees(peer, *message)) return true;
     uint64_t epoch = message->epoch.load();
     if (is_far(team_, peer) && !has_ended(team_, kind_, peer, *message, epoch)) continue;
+#if DK_MUTANT == 25  // a credit before the rows were read
+    if (is_far(team_, peer)) give_far_credit(op_, kind_, peer, epoch);
+#endif
     epoch_[peer] = static_cast<int64_t>(epoch);
     message_[peer] = static_cast<int64_t>(address_of(message));
     waited_[peer] = static_cast<int64_t>(now_ns() - start_ns_);
@@ -186,6 +189,9 @@ bool RecvHalf::awaits(int peer, Missing &missing) const {
 
 bool RecvHalf::intact(int peer) {
   uint64_t epoch = static_cast<uint64_t>(epoch_[peer]);
+#if DK_MUTANT == 24  // nobody looks whether a mirror was overwritten while it was read
+  if (is_far(team_, peer)) return true;
+#endif
   if (is_far(team_, peer)) return far_peer(team_, peer).arrival[kind_][epoch & 1].writing.load() == epoch;
   return team_.peers[peer].control.own().writing[kind_].load() < epoch + 2;
 }

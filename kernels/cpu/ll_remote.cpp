@@ -64,6 +64,9 @@ bool FarSender::open(int peer, int qp) {
   FarArrival &there = far_peer(team_, team_.rank).arrival[kind_][epoch_ & 1];
   if (!post_on(peer, qp, nullptr, nullptr, 0, {&there.writing, epoch_, DK_SIGNAL_SET})) return false;
   word |= bit;
+#if DK_MUTANT == 22  // a flag before its rows
+  post_on(peer, qp, nullptr, nullptr, 0, {&there.ended[qp], epoch_, DK_SIGNAL_SET});
+#endif
   return true;
 }
 
@@ -78,6 +81,9 @@ void FarSender::end(int peer) {
   if (!open(peer, kMessageQp)) return;
   FarArrival &there = far_peer(team_, team_.rank).arrival[kind_][epoch_ & 1];
   for_each_bit(message(peer).qps, [&](int qp) {
+#if DK_MUTANT == 21  // the flag of one QP is lost
+    if (qp == 1 && epoch_ == 3) return;
+#endif
     if (qp != kMessageQp) post_on(peer, qp, nullptr, nullptr, 0, {&there.ended[qp], epoch_, DK_SIGNAL_SET});
   });
   SendMessage &from = message(peer), &to = team_.control().send_from(kind_, epoch_ & 1, team_.rank);
@@ -91,7 +97,11 @@ void FarSender::end(int peer) {
 bool has_ended(const Team &team, Kind kind, int peer, const SendMessage &message, uint64_t epoch) {
   const FarArrival &here = far_peer(team, peer).arrival[kind][epoch & 1];
   bool ended = true;
+#if DK_MUTANT == 23  // the flags of the mirror's last use are taken for new ones
+  for_each_bit(message.qps, [&](int qp) { ended = ended && (qp == kMessageQp || here.ended[qp].load() + 2 >= epoch); });
+#else
   for_each_bit(message.qps, [&](int qp) { ended = ended && (qp == kMessageQp || here.ended[qp].load() == epoch); });
+#endif
   return ended && message.epoch.load() == epoch;
 }
 

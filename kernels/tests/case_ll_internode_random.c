@@ -87,6 +87,8 @@ static void apart(struct ll *l, struct dice *d, uint64_t salt) {
   struct rank *me = t->me;
   int lone = (int)roll(d, (uint64_t)me->count);
   bool clean = roll(d, 2);
+  finish(me);
+  meet(me); /* whoever is masked may lose what it has not received yet */
   for (int i = 0; i < me->count; i++)
     if (i != me->index && (i == lone || me->index == lone)) run_mask(t, DK_MASK_UPDATE, i, 1, 0);
   l->absent = me->index == lone ? ~(1u << lone) : 1u << lone;

@@ -23,7 +23,7 @@ static const struct group *const process_groups[] = {&process_cases, &transport_
 #define GROUPS(X)                                                                                                       \
   X(info) X(memory) X(stream) X(layout) X(notify) X(dispatch) X(worst) X(combine) X(peer_rows) \
   X(ll_dispatch) X(ll_combine) X(isa) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random) X(internode) X(internode_seeds) \
-  X(transport) X(transport_end) X(ll_internode) X(ll_internode_random)
+  X(transport) X(transport_end) X(ll_internode) X(ll_internode_random) X(ll_internode_edges)
 #define DECLARE_GROUP(name) extern const struct group name##_cases;
 GROUPS(DECLARE_GROUP)
 #define LIST_GROUP(name) &name##_cases,

@@ -213,7 +213,8 @@ struct team {
   uint64_t handle;
   struct share *block;
   uint64_t nvl_offset, nvl_bytes, rdma_offset, rdma_bytes;
-  int node;                       /* ranks of a node */
+  int node, qps;                  /* ranks of a node; QPs toward each peer */
+  uint32_t flags;                 /* DK_TEAM_* */
   uint64_t transport;             /* 0: none */
   dk_status *status;
   dk_stats_page *stats;

@@ -77,6 +77,7 @@ static void open_transport(struct team *t, const struct team_spec *spec) {
   p.seed = spec->seed;
   CALL(me, transport_open, &p);
   t->transport = p.transport;
+  t->qps = p.num_qps;
   keep_transport(me, p.transport);
 }
 
@@ -98,6 +99,7 @@ struct team *make_team(struct rank *me, const struct team_spec *usual) {
   struct team *t = scratch(me, sizeof *t);
   t->me = me;
   t->node = spec->node ? spec->node : MAX_SEATS;
+  t->flags = spec->flags;
   t->timeout_ns = limit_ns(10);
   dk_block_sizes_params sizes = sizes_for(me, spec);
   t->nvl_bytes = sizes.nvl_bytes;
