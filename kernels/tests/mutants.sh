@@ -21,6 +21,11 @@ kinds='1 a lost flag|ll order/halves
 11 a signal before its data|transport/order
 12 another order in a queue pair|transport/order
 13 a lost completion|transport/quiet
+21 the flag of one queue pair is lost|ll internode/pairs: ll dispatch
+22 a flag before its rows|ll internode/pairs_late: ll dispatch
+23 a mirror of the last use|ll internode/pairs_late: ll dispatch
+24 a mirror overwritten while it is read|ll internode edges/overwritten
+25 a credit before the rows were read|ll internode edges/a slot
 31 a head before its row|normal internode seeds/3 nodes of 2
 32 a credit before the reading|normal internode seeds/3 nodes of 2
 33 a forgotten reader|normal internode seeds/2 nodes of 2
