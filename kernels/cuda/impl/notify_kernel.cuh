@@ -38,15 +38,21 @@ __device__ inline int block_prefix(int value, int &total) {
 }
 
 __device__ inline void number_rows(const NotifyParams &p, int to) {
+  constexpr int kEach = 8; // tokens in a row of one thread: their loads go side by side, and 4096 need one round
   const int num_ranks = p.session.team.num_ranks;
   int base = 0;
-  for (int first = 0; first < p.num_tokens; first += kNotifyThreads) {
-    const int t = first + threadIdx.x;
-    const int64_t at = static_cast<int64_t>(t) * num_ranks + to;
-    const bool sent = t < p.num_tokens && p.token_in_rank[at] != 0;
+  for (int first = 0; first < p.num_tokens; first += kNotifyThreads * kEach) {
+    const int mine = first + static_cast<int>(threadIdx.x) * kEach;
+    uint32_t sent = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (mine + i < p.num_tokens && p.token_in_rank[static_cast<int64_t>(mine + i) * num_ranks + to] != 0) sent |= 1u << i;
     int total;
-    const int before = block_prefix(sent, total);
-    if (t < p.num_tokens) p.send_head[at] = sent ? base + before : -1;
+    const int before = base + block_prefix(__popc(sent), total);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (mine + i < p.num_tokens)
+        p.send_head[static_cast<int64_t>(mine + i) * num_ranks + to] = (sent >> i & 1) != 0 ? before + __popc(sent & ((1u << i) - 1)) : -1;
     base += total;
   }
 }
