@@ -1,12 +1,13 @@
 // combine_kernel.cuh - rows back to their tokens' ranks, and the sums there. Senders push rows of x in the order of their
-// destination's tokens, a group of warps for each destination, so that a full ring at one rank never holds up another; reducing
-// warps take tokens by tickets and sum in FP32 in the order of ranks.
+// destination's tokens; reducing warps take tokens by tickets and sum in FP32 in the order of ranks.
 #pragma once
 #include <cuda_bf16.h>
 
 #include "cuda/impl/send_rows.cuh"
 
 namespace deepep {
+
+constexpr int kRoomySenders = 40; // warps of all blocks that push rows of 14 KB keep the links full; more only lengthen the queues
 
 template <bool kBulk> struct CombineRoles {
   static constexpr int kSenders = kBulk ? 4 : 8, kPublishers = 1, kReducers = kBulk ? 15 : 11;
@@ -84,26 +85,22 @@ struct CombineJob {
   const CombineDest *dests;
   uint64_t epoch;
   RingShape ring;
-  int dest;                   // whose rows this warp takes now
-  int left;                   // destinations it has not seen the end of
+  int dest;                   // whose rows this warp takes; -1: everybody's, by turns
+  int tickets;                // how many there are
   int ticket = -1;            // lane 0: taken one ahead
 
   // Rows are named by their index in x: the destination follows from it.
-  __device__ uint32_t *counter(int which) const { return &p.session.team.scratch->rows_taken[epoch % 2][which]; }
-  __device__ void start() { if (lane_id() == 0) ticket = static_cast<int>(atomicAdd(counter(dest), 1u)); }
+  __device__ uint32_t take() const { return atomicAdd(&p.session.team.scratch->rows_taken[epoch % 2][most(dest, 0)], 1u); }
+  __device__ void start() { if (lane_id() == 0) ticket = static_cast<int>(take()); }
   __device__ int next() {
-    while (left > 0) {
+    const int num_ranks = p.session.team.num_ranks;
+    for (;;) {
       const int n = __shfl_sync(kAllLanes, ticket, 0);
-      const bool got = n < dests[dest].num_rows;
-      const int row = dests[dest].first_row + n;
-      if (!got) {
-        dest = dest + 1 == p.session.team.num_ranks ? 0 : dest + 1;
-        --left;
-      }
-      if (left > 0 && lane_id() == 0) ticket = static_cast<int>(atomicAdd(counter(dest), 1u));
-      if (got) return row;
+      if (n >= tickets) return -1;
+      if (lane_id() == 0) ticket = static_cast<int>(take());
+      const int r = dest < 0 ? (n + p.session.team.rank) % num_ranks : dest, at = dest < 0 ? n / num_ranks : n;
+      if (at < dests[r].num_rows) return dests[r].first_row + at;
     }
-    return -1;
   }
   __device__ int dest_of(int row) const {
     int r = 0;
@@ -212,13 +209,14 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
     if (token >= p.num_tokens) return;
     if (lane_id() == 0) ticket = static_cast<int>(atomicAdd(counter, 1u));
     const int32_t *heads = p.send_head + static_cast<int64_t>(token) * num_ranks;
+    const int own = lane_id() < num_ranks ? heads[lane_id()] : -1; // polls must not load the first 32 again
     int missing = -1;
     const bool good = warp_wait_or_fail(
         p.session, static_cast<int64_t>(epoch),
         [&] {
           missing = -1;
           for (int r = lane_id(); r < num_ranks && missing < 0; r += kWarp) {
-            const int head = heads[r];
+            const int head = r < kWarp ? own : heads[r];
             if (head < 0) continue;
             const RingPlace place = ring_place(head, ring.slots);
             if (ptx::ld_acquire_sys(&sources[r].flags[place.slot]) != ring_value(epoch, place.lap)) missing = r;
@@ -256,13 +254,18 @@ template <bool kBulk> __device__ inline void run_combine_roles(const CombinePara
   const RingShape ring = combine_ring(p);
   if (warp < Roles::kSenders) {
     const int worker = warp * gridDim.x + blockIdx.x;
-    // A warp helps with other destinations once its own is handed out, unless some ring is too small for all its rows: a row that
-    // waits for room must not hold back rows to others.
-    bool roomy = true;
-    for (int r = 0; r < num_ranks; ++r) roomy &= dests[r].num_rows <= static_cast<int>(ring.slots);
-    CombineJob job{p, dests, epoch, ring, (worker + p.session.team.rank) % num_ranks, roomy ? num_ranks : 1};
-    job.start();
-    if constexpr (kBulk) {
+    // Rows go to all destinations by turns, so that tokens' rows from all ranks arrive together, unless some ring is too small for
+    // all its rows: a row that waits for room must not hold back rows to others, so each destination then has its own warps.
+    int longest = 0;
+    for (int r = 0; r < num_ranks; ++r) longest = most(longest, dests[r].num_rows);
+    const bool roomy = longest <= static_cast<int>(ring.slots);
+    const int dest = (worker + p.session.team.rank) % num_ranks;
+    CombineJob job{p, dests, epoch, ring, roomy ? -1 : dest, roomy ? longest * num_ranks : dests[dest].num_rows};
+    const bool sends = !kBulk || !roomy || warp < ceil_div(kRoomySenders, static_cast<int>(gridDim.x));
+    if (sends) job.start();
+    if (!sends) {
+      // its share is done by the others
+    } else if constexpr (kBulk) {
 #if DEEPEP_HAS_BULK_COPY
       auto *items = reinterpret_cast<int32_t *>(shared + at.items) + warp * 2 * kSendStages;
       BulkSender<CombineJob> sender{job, queues + warp, true, shared + at.stages + static_cast<uint64_t>(warp) * kSendStages * p.stage_bytes,
@@ -277,7 +280,7 @@ template <bool kBulk> __device__ inline void run_combine_roles(const CombinePara
     __syncwarp();
     if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
   } else if (warp < Roles::kReducersAt) {
-    const CombineJob job{p, dests, epoch, ring, 0, 0};
+    const CombineJob job{p, dests, epoch, ring, -1, 0};
     publish_rows(queues, Roles::kSenders, 1, [&](int row, int) {
       const int r = job.dest_of(row);
       const RingPlace place = job.place_of(row, r);
