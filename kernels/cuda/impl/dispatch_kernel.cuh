@@ -7,21 +7,38 @@
 namespace deepep {
 
 template <bool kBulk> struct DispatchRoles {
-  static constexpr int kSenders = kBulk ? 4 : 7, kPublishers = 1, kMetaSenders = 4, kMetaReceivers = kBulk ? 4 : 3, kRowReceivers = kBulk ? 8 : 5;
+  static constexpr int kSenders = kBulk ? 4 : 7, kPublishers = 1, kMetaSenders = 4, kMetaReceivers = kBulk ? 4 : 3, kRowReceivers = kBulk ? 7 : 5;
   static constexpr int kMetaSendersAt = kSenders + kPublishers, kMetaReceiversAt = kMetaSendersAt + kMetaSenders;
   static constexpr int kRowReceiversAt = kMetaReceiversAt + kMetaReceivers;
   static constexpr int kWarps = kRowReceiversAt + kRowReceivers, kThreads = kWarps * kWarp;
 };
 
+// Which blocks send rows and which copy staged rows out. An SM whose stores queue for the links is slow at copying, so where there
+// are enough blocks each does one of the two; its idle senders then copy too.
+constexpr int kStagedSenders = 32; // warps of all blocks: enough to keep the links full
+template <bool kBulk> struct DispatchSplit {
+  static constexpr int kCopiers = DispatchRoles<kBulk>::kSenders + DispatchRoles<kBulk>::kMetaSenders + DispatchRoles<kBulk>::kRowReceivers;
+  int senders, copiers;       // blocks
+  bool apart;
+  __device__ DispatchSplit(bool staged_here, int blocks, int num_ranks) {
+    senders = (13 * blocks + 23) / 24;
+    apart = kBulk && staged_here && blocks >= 12 && (blocks - senders) * kCopiers >= num_ranks;
+    if (!apart) senders = blocks;
+    copiers = apart ? blocks - senders : staged_here ? blocks : 0;
+  }
+  __device__ bool sends() const { return static_cast<int>(blockIdx.x) < senders; }
+};
+
 // Shared memory of a block, in this order.
 template <bool kBulk> struct DispatchShared {
   uint64_t stages, dests, meta, heads, queues, barriers, items, bytes;
-  __host__ __device__ DispatchShared(uint32_t num_ranks, uint32_t stage_bytes) {
+  __host__ __device__ static uint64_t meta_each(uint32_t meta_bytes) { return 2 * meta_bytes + kMetaBatch * 4; }
+  __host__ __device__ DispatchShared(uint32_t num_ranks, uint32_t stage_bytes, uint32_t meta_bytes) {
     constexpr uint64_t senders = DispatchRoles<kBulk>::kSenders, stages_each = kBulk ? kSendStages : 1;
     stages = 0;
     dests = kBulk ? align_up<uint64_t>(senders * stages_each * stage_bytes, 128) : 0;
-    meta = dests + num_ranks * sizeof(DispatchDest);
-    barriers = meta + static_cast<uint64_t>(DispatchRoles<kBulk>::kMetaSenders) * kMetaBatch * num_ranks * 8;
+    meta = align_up<uint64_t>(dests + num_ranks * sizeof(DispatchDest), 16);
+    barriers = meta + DispatchRoles<kBulk>::kMetaSenders * meta_each(meta_bytes);
     queues = barriers + senders * stages_each * 8;
     items = queues + senders * sizeof(SendQueue);
     heads = items + senders * stages_each * 8;
@@ -92,27 +109,32 @@ __device__ inline void announce_and_await_done(const DispatchParams &p, uint64_t
 template <bool kBulk>
 __device__ inline void run_dispatch_roles(const DispatchParams &p, uint64_t epoch, uint8_t *shared, bool staged) {
   using Roles = DispatchRoles<kBulk>;
-  const DispatchShared<kBulk> at(p.session.team.num_ranks, p.stage_bytes);
+  const DispatchShared<kBulk> at(p.session.team.num_ranks, p.stage_bytes, p.meta_bytes);
   const auto *dests = reinterpret_cast<const DispatchDest *>(shared + at.dests);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   const int warp = warp_id(), num_ranks = p.session.team.num_ranks;
+  const DispatchSplit<kBulk> split(p.recv_segment < 0, gridDim.x, num_ranks);
+  int copier = -1; // which of the block's copying warps this one is
   if (warp < Roles::kSenders) {
-    DispatchJob job{p, dests, epoch, reinterpret_cast<int32_t *>(shared + at.heads) + warp * (kBulk ? kSendStages : 1) * num_ranks};
-    job.start();
-    if constexpr (kBulk) {
+    if (split.sends() && (!kBulk || !staged || warp < ceil_div(kStagedSenders, split.senders))) {
+      DispatchJob job{p, dests, epoch, reinterpret_cast<int32_t *>(shared + at.heads) + warp * (kBulk ? kSendStages : 1) * num_ranks};
+      job.start();
+      if constexpr (kBulk) {
 #if DEEPEP_HAS_BULK_COPY
-      auto *items = reinterpret_cast<int32_t *>(shared + at.items) + warp * 2 * kSendStages;
-      BulkSender<DispatchJob> sender{job, queues + warp, staged, shared + at.stages + static_cast<uint64_t>(warp) * kSendStages * p.stage_bytes,
-                                     reinterpret_cast<uint64_t *>(shared + at.barriers) + warp * kSendStages, items, items + kSendStages,
-                                     p.row_bytes, p.stage_bytes};
-      sender.run();
+        auto *items = reinterpret_cast<int32_t *>(shared + at.items) + warp * 2 * kSendStages;
+        BulkSender<DispatchJob> sender{job, queues + warp, staged, shared + at.stages + static_cast<uint64_t>(warp) * kSendStages * p.stage_bytes,
+                                       reinterpret_cast<uint64_t *>(shared + at.barriers) + warp * kSendStages, items, items + kSendStages,
+                                       p.row_bytes, p.stage_bytes};
+        sender.run();
 #endif
-    } else {
-      CarrySender<DispatchJob> sender{job, queues + warp, staged, p.row_bytes};
-      sender.run();
+      } else {
+        CarrySender<DispatchJob> sender{job, queues + warp, staged, p.row_bytes};
+        sender.run();
+      }
     }
     __syncwarp();
     if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
+    if (!split.sends()) copier = warp;
   } else if (warp < Roles::kMetaSendersAt) {
     publish_rows(queues, Roles::kSenders, num_ranks, [&](int token, int r) {
       const int head = p.send_head[static_cast<int64_t>(token) * num_ranks + r];
@@ -122,14 +144,17 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, uint64_t epoc
     });
     announce_and_await_done(p, epoch);
   } else if (warp < Roles::kMetaReceiversAt) {
-    auto **rows = reinterpret_cast<uint32_t **>(shared + at.meta) + (warp - Roles::kMetaSendersAt) * kMetaBatch * num_ranks;
-    send_meta(p, dests, MetaRows{rows, num_ranks}, epoch);
+    const int sender = warp - Roles::kMetaSendersAt;
+    if (split.sends()) send_meta<kBulk>(p, dests, meta_space(p, shared + at.meta + sender * DispatchShared<kBulk>::meta_each(p.meta_bytes)), epoch);
+    else copier = Roles::kSenders + sender;
   } else if (warp < Roles::kRowReceiversAt) {
     const int worker = (warp - Roles::kMetaReceiversAt) * gridDim.x + blockIdx.x;
     receive_meta(p, epoch, p.recv_segment >= 0, worker, Roles::kMetaReceivers * gridDim.x);
-  } else if (p.recv_segment < 0) {
-    receive_rows(p, epoch, (warp - Roles::kRowReceiversAt) * gridDim.x + blockIdx.x, Roles::kRowReceivers * gridDim.x);
+  } else if (split.copiers > 0 && (!split.apart || !split.sends())) {
+    copier = warp - Roles::kRowReceiversAt + (split.apart ? Roles::kSenders + Roles::kMetaSenders : 0);
   }
+  const int copiers_each = split.apart ? DispatchSplit<kBulk>::kCopiers : Roles::kRowReceivers, first = split.apart ? split.senders : 0;
+  if (copier >= 0) receive_rows(p, epoch, copier * split.copiers + (static_cast<int>(blockIdx.x) - first), copiers_each * split.copiers);
 }
 
 // A failed dispatch leaves rows that name nothing.
@@ -151,7 +176,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_ke
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  const DispatchShared<kBulk> at(s.team.num_ranks, p.stage_bytes);
+  const DispatchShared<kBulk> at(s.team.num_ranks, p.stage_bytes, p.meta_bytes);
   auto *dests = reinterpret_cast<DispatchDest *>(shared + at.dests);
   for (int i = threadIdx.x; i < static_cast<int>(DispatchRoles<kBulk>::kSenders * sizeof(SendQueue) / 4); i += blockDim.x)
     reinterpret_cast<uint32_t *>(shared + at.queues)[i] = 0;

@@ -5,81 +5,113 @@
 
 namespace deepep {
 
-constexpr int kMetaBatch = 16;       // tokens of one ticket: one system fence for all of them
 constexpr int kMetaChunk = kWarp;    // rows that a receiving warp awaits together
 
-// Where the metadata of a batch's rows goes, in shared memory: [token of the batch][R], null where the token does not go.
-struct MetaRows {
-  uint32_t **rows;
-  int num_ranks;
-  __device__ uint32_t *at(int token, int rank) const { return rows[token * num_ranks + rank]; }
+// A sending warp's shared memory. A batch of tokens is loaded at once; then the rows of one rank after the other are made of it and
+// go out together, since consecutive rows of a rank lie side by side in its ring: stores of single words would queue behind rows.
+struct MetaSpace {
+  uint32_t *common;           // the batch's rows, with experts as they are numbered globally
+  uint32_t *rows;             // those of one rank
+  int32_t *tokens;            // [kMetaBatch]: which of the batch these are
 };
+__device__ inline MetaSpace meta_space(const DispatchParams &p, uint8_t *base) {
+  return {reinterpret_cast<uint32_t *>(base), reinterpret_cast<uint32_t *>(base + p.meta_bytes),
+          reinterpret_cast<int32_t *>(base + 2 * p.meta_bytes)};
+}
 
-// Words [0, count) of each of the batch's tokens: load(token, word) gives what put(token, word, value) stores. Loads of several
-// tokens go side by side: alone, each would cost the latency of memory. Uniform code, for divergent branches would serialise them.
-template <class Value, class Load, class Put> __device__ inline void for_words(int tokens, int count, Load load, Put put) {
-  constexpr int kUnroll = 4;
-  const int total = tokens * count;
-  for (int base = lane_id(); base < total; base += kWarp * kUnroll) {
-    Value value[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int i = least(base + u * kWarp, total - 1);
-      value[u] = load(i / count, i % count);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int i = base + u * kWarp;
-      if (i < total) put(i / count, i % count, value[u]);
-    }
+__device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace &space, int first, int tokens) {
+  const int row_words = static_cast<int>(p.meta_stride() / 4), lane = lane_id();
+  for (int t = 0; t < tokens; ++t)
+    for (int at = lane; at < p.num_scales; at += kWarp)
+      ptx::copy_word_async(space.common + t * row_words + at, p.scales + (first + t) * p.scale_token_stride + at * p.scale_stride);
+  for (int i = lane; i < tokens * p.num_topk; i += kWarp) {
+    const int t = i / p.num_topk, k = i % p.num_topk, words = p.index_words();
+    const int64_t at = static_cast<int64_t>(first) * p.num_topk + i;
+    uint32_t *row = space.common + t * row_words;
+    if (p.topk_weights != nullptr) ptx::copy_word_async(row + p.weights_at() + k, p.topk_weights + at);
+    else row[p.weights_at() + k] = 0;
+    for (int w = 0; w < words; ++w)
+      ptx::copy_word_async(row + p.indices_at() + k * words + w, static_cast<const uint32_t *>(p.topk_idx) + at * words + w);
+  }
+  ptx::copy_words_commit();
+  ptx::copy_words_wait<0>();
+  __syncwarp();
+}
+
+// The `rows` tokens of the batch that space.tokens names, as rank r gets them.
+__device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &space, int r, int rows, int first) {
+  const int row_words = static_cast<int>(p.meta_stride() / 4), words = p.index_words(), num_local = p.num_experts / p.session.team.num_ranks;
+  for (int j = 0; j < rows; ++j) {
+    const auto *from = reinterpret_cast<const uint4 *>(space.common + space.tokens[j] * row_words);
+    auto *to = reinterpret_cast<uint4 *>(space.rows + j * row_words);
+    for (int c = lane_id(); c < row_words / 4; c += kWarp) to[c] = from[c];
+  }
+  __syncwarp();
+  for (int i = lane_id(); i < rows * p.num_topk; i += kWarp) {
+    const int j = i / p.num_topk, k = i % p.num_topk;
+    uint32_t *row = space.rows + j * row_words, *index = row + p.indices_at() + k * words;
+    const int64_t expert = words == 2 ? static_cast<int64_t>(static_cast<uint64_t>(index[1]) << 32 | index[0]) : static_cast<int32_t>(index[0]);
+    const int64_t mine = expert - static_cast<int64_t>(r) * num_local;
+    const bool local = expert >= 0 && mine >= 0 && mine < num_local;
+    if (!local) row[p.weights_at() + k] = 0;
+    for (int w = 0; w < words; ++w) index[w] = local ? static_cast<uint32_t>(mine >> (32 * w)) : 0xffffffffu;
+  }
+  for (int j = lane_id(); !p.cached && j < rows; j += kWarp) space.rows[j * row_words + p.source_at()] = static_cast<uint32_t>(first + space.tokens[j]);
+}
+
+// Whole warp: from shared memory, multiples of 16 bytes.
+template <bool kBulk> __device__ inline void push_shared(uint8_t *to, const void *from, uint32_t bytes) {
+  if constexpr (kBulk) {
+#if DEEPEP_HAS_BULK_COPY
+    if (lane_id() == 0) ptx::bulk_store(to, from, bytes), ptx::bulk_commit();
+#endif
+  } else {
+    for (uint32_t at = 16 * lane_id(); at < bytes; at += 16 * kWarp)
+      ptx::st_stream(to + at, *reinterpret_cast<const uint4 *>(static_cast<const uint8_t *>(from) + at));
   }
 }
 
-struct Choice { int64_t expert; uint32_t weight; };
-
 // Metadata of tokens [first, end), all of whose rows have room.
-__device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchDest *dests, const MetaRows &to, int first, int end) {
-  const int num_ranks = to.num_ranks, num_local = p.num_experts / num_ranks, tokens = end - first;
-  for (int i = lane_id(); i < tokens * num_ranks; i += kWarp) {
-    const int r = i % num_ranks, head = p.send_head[static_cast<int64_t>(first) * num_ranks + i];
-    uint8_t *row = dests[r].meta + static_cast<uint64_t>(ring_place(most(head, 0), dests[r].slots).slot) * dests[r].meta_stride;
-    to.rows[i] = head < 0 ? nullptr : reinterpret_cast<uint32_t *>(row);
+template <bool kBulk>
+__device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchDest *dests, const MetaSpace &space, int first, int end) {
+  const int num_ranks = p.session.team.num_ranks, tokens = end - first, lane = lane_id();
+  auto rank_at = [&](int i) { return (p.session.team.rank + 1 + i) % num_ranks; }; // ranks do not all begin with the same one
+  auto head_at = [&](int i) { return i < num_ranks && lane < tokens ? p.send_head[static_cast<int64_t>(first + lane) * num_ranks + rank_at(i)] : -1; };
+  int head = head_at(0);
+  load_common_meta(p, space, first, tokens);
+  for (int i = 0; i < num_ranks; ++i) {
+    const int r = rank_at(i), mine = head;
+    head = head_at(i + 1);
+    const uint32_t chosen = __ballot_sync(kAllLanes, mine >= 0);
+    if (chosen == 0) continue;
+    const int rows = __popc(chosen), first_head = __shfl_sync(kAllLanes, mine, __ffs(static_cast<int>(chosen)) - 1);
+    if (mine >= 0) space.tokens[__popc(chosen & ((1u << lane) - 1))] = lane;
+#if DEEPEP_HAS_BULK_COPY
+    if (kBulk && lane == 0) ptx::bulk_wait_read<0>(); // of the rank before
+#endif
+    __syncwarp();
+    make_meta_rows(p, space, r, rows, first);
+#if DEEPEP_HAS_BULK_COPY
+    if (kBulk) ptx::fence_before_bulk();
+#endif
+    __syncwarp();
+    for (int done = 0; done < rows;) { // round the end of a ring in two parts
+      const uint32_t slot = ring_place(first_head + done, dests[r].slots).slot, stride = dests[r].meta_stride;
+      const int run = least(rows - done, static_cast<int>(dests[r].slots - slot));
+      push_shared<kBulk>(dests[r].meta + static_cast<uint64_t>(slot) * stride, reinterpret_cast<uint8_t *>(space.rows) + done * stride, run * stride);
+      done += run;
+    }
+    __syncwarp();
   }
-  __syncwarp();
-  auto put_to_all = [&](int token, int at, auto value_for) {
-    for (int r = 0; r < num_ranks; ++r)
-      if (to.at(token, r) != nullptr) to.at(token, r)[at] = value_for(r);
-  };
-  if (p.num_scales > 0)
-    for_words<uint32_t>(
-        tokens, p.num_scales,
-        [&](int token, int at) { return p.scales[(first + token) * p.scale_token_stride + at * p.scale_stride]; },
-        [&](int token, int at, uint32_t value) { put_to_all(token, at, [&](int) { return value; }); });
-  if (p.num_topk > 0)
-    for_words<Choice>(
-        tokens, p.num_topk,
-        [&](int token, int k) {
-          const int64_t at = static_cast<int64_t>(first + token) * p.num_topk + k;
-          return Choice{load_index(p.topk_idx, at, p.index_bytes), p.topk_weights != nullptr ? p.topk_weights[at] : 0};
-        },
-        [&](int token, int k, const Choice &choice) {
-          auto local = [&](int r) {
-            const int64_t mine = choice.expert - static_cast<int64_t>(r) * num_local;
-            return choice.expert >= 0 && mine >= 0 && mine < num_local ? mine : -1;
-          };
-          put_to_all(token, p.weights_at() + k, [&](int r) { return local(r) < 0 ? 0u : choice.weight; });
-          for (int word = 0; word < p.index_words(); ++word)
-            put_to_all(token, p.indices_at() + k * p.index_words() + word,
-                       [&](int r) { return static_cast<uint32_t>(local(r) >> (32 * word)); });
-        });
-  if (!p.cached)
-    for (int token = lane_id(); token < tokens; token += kWarp)
-      put_to_all(token, p.source_at(), [&](int) { return static_cast<uint32_t>(first + token); });
 }
 
 // Publishes tokens [first, end): one fence, then a flag for each row.
+template <bool kBulk>
 __device__ inline void publish_meta(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch, int first, int end) {
   const int num_ranks = p.session.team.num_ranks;
+#if DEEPEP_HAS_BULK_COPY
+  if (kBulk && lane_id() == 0) ptx::bulk_wait<0>();
+#endif
   __syncwarp();
   ptx::fence_acq_rel_sys();
   for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp) {
@@ -92,35 +124,36 @@ __device__ inline void publish_meta(const DispatchParams &p, const DispatchDest 
 }
 
 // Role of a warp.
-__device__ inline void send_meta(const DispatchParams &p, const DispatchDest *dests, const MetaRows &to, uint64_t epoch) {
-  const int num_ranks = p.session.team.num_ranks;
+template <bool kBulk>
+__device__ inline void send_meta(const DispatchParams &p, const DispatchDest *dests, const MetaSpace &space, uint64_t epoch) {
+  const int num_ranks = p.session.team.num_ranks, batch = static_cast<int>(p.meta_rows);
   if (p.meta_words() == 0) return;
   for (;;) {
     int first = 0;
-    if (lane_id() == 0) first = static_cast<int>(atomicAdd(&p.session.team.scratch->metas_taken[epoch % 2], kMetaBatch));
+    if (lane_id() == 0) first = static_cast<int>(atomicAdd(&p.session.team.scratch->metas_taken[epoch % 2], p.meta_rows));
     first = __shfl_sync(kAllLanes, first, 0);
     if (first >= p.num_tokens) return;
-    const int end = least(first + kMetaBatch, p.num_tokens);
+    const int end = least(first + batch, p.num_tokens);
     // Lanes look at all rows of the batch: mostly all have room.
     bool tight = false;
     for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp)
       tight |= p.send_head[static_cast<int64_t>(first) * num_ranks + i] >= static_cast<int>(dests[i % num_ranks].slots);
     if (!__any_sync(kAllLanes, tight)) {
-      send_tokens_meta(p, dests, to, first, end);
-      publish_meta(p, dests, epoch, first, end);
+      send_tokens_meta<kBulk>(p, dests, space, first, end);
+      publish_meta<kBulk>(p, dests, epoch, first, end);
       continue;
     }
     int published = first;
     for (int token = first; token < end; ++token) {
       const int32_t *heads = p.send_head + static_cast<int64_t>(token) * num_ranks;
       if (__any_sync(kAllLanes, rank_without_room(p, dests, epoch, kMeta, heads) >= 0)) {
-        publish_meta(p, dests, epoch, published, token); // what others may wait for
+        publish_meta<kBulk>(p, dests, epoch, published, token); // what others may wait for
         published = token;
         if (!await_ring_room(p, dests, epoch, kMeta, heads)) return;
       }
-      send_tokens_meta(p, dests, to, token, token + 1);
+      send_tokens_meta<kBulk>(p, dests, space, token, token + 1);
     }
-    publish_meta(p, dests, epoch, published, end);
+    publish_meta<kBulk>(p, dests, epoch, published, end);
   }
 }
 
@@ -139,22 +172,31 @@ __device__ inline void store_meta_word(const DispatchParams &p, int64_t row, int
 
 // Rows [first, first + rows) of a source, all there, to their places from final_row on.
 __device__ inline void spread_meta(const DispatchParams &p, const RingShape &ring, int source, int first, int rows, int64_t final_row) {
-  constexpr int kUnroll = 8;
+  constexpr int kUnroll = 4;
   const uint8_t *nvl = p.session.team.self + p.session.team.nvl;
-  const int words = p.meta_words(), total = rows * words;
+  const int words = p.meta_words(), pieces = static_cast<int>(ring.meta_stride / 16), total = rows * pieces;
+  const bool wide = p.recv_scales != nullptr && p.num_scales % 4 == 0 && reinterpret_cast<uint64_t>(p.recv_scales) % 16 == 0;
   for (int base = lane_id(); base < total; base += kWarp * kUnroll) {
-    uint32_t bits[kUnroll];
+    uint4 bits[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int i = base + u * kWarp;
       if (i >= total) continue;
-      const uint8_t *row = nvl + ring.meta(source, ring_place(first + i / words, ring.slots).slot);
-      bits[u] = reinterpret_cast<const uint32_t *>(row)[i % words];
+      bits[u] = ptx::ld_stream(nvl + ring.meta(source, ring_place(first + i / pieces, ring.slots).slot) + 16 * (i % pieces));
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int i = base + u * kWarp;
-      if (i < total) store_meta_word(p, final_row + i / words, i % words, bits[u]);
+      const int i = base + u * kWarp, at = 4 * (i % pieces);
+      if (i >= total) continue;
+      const int64_t row = final_row + i / pieces;
+      if (wide && at < p.num_scales) {
+        *reinterpret_cast<uint4 *>(p.recv_scales + row * p.num_scales + at) = bits[u];
+        continue;
+      }
+      const uint32_t word[4] = {bits[u].x, bits[u].y, bits[u].z, bits[u].w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+        if (at + w < words) store_meta_word(p, row, at + w, word[w]);
     }
   }
 }

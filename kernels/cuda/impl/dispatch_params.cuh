@@ -4,6 +4,9 @@
 
 namespace deepep {
 
+constexpr uint32_t kMetaBatch = 16;    // tokens of one ticket: one system fence for all of them
+constexpr uint32_t kMetaBuffer = 6144; // fewer where their metadata takes more than this
+
 struct DispatchParams {
   Session session;
   const uint8_t *x;
@@ -13,6 +16,7 @@ struct DispatchParams {
   const uint32_t *topk_weights;
   const int32_t *rank_prefix_matrix, *send_head;
   uint32_t row_bytes, stage_bytes;
+  uint32_t meta_rows, meta_bytes; // metadata of so many tokens is sent together, and their bytes
   int32_t num_tokens, num_scales, num_topk, index_bytes, num_experts, num_recv_tokens, num_worst_tokens;
   uint32_t cached, weights_given;
   int32_t recv_segment;
@@ -29,6 +33,7 @@ struct DispatchParams {
   __host__ __device__ int indices_at() const { return weights_at() + (topk_weights_sent() ? num_topk : 0); }
   __host__ __device__ int source_at() const { return indices_at() + num_topk * index_words(); }
   __host__ __device__ int meta_words() const { return source_at() + (cached ? 0 : 1); }
+  __host__ __device__ uint32_t meta_stride() const { return align_up(4u * meta_words(), 16u); }
   __host__ __device__ bool topk_weights_sent() const { return num_topk > 0; } // indices and weights come together
 };
 

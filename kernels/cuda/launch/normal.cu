@@ -35,7 +35,7 @@ template <class Kernel> cudaError_t load(Kernel *kernel, size_t max_shared) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(max_shared));
 }
 
-constexpr size_t kSharedLimit80 = 160 * 1024, kSharedLimit90 = 224 * 1024, kSharedForRoles = 44 * 1024;
+constexpr size_t kSharedLimit80 = 160 * 1024, kSharedLimit90 = 224 * 1024, kSharedForRoles = 44 * 1024, kLeastForStages = 12 * 1024;
 
 }  // namespace
 
@@ -111,9 +111,13 @@ template <bool kBulk> int32_t launch_dispatch(dk_dispatch_params *p, DispatchPar
   const uint32_t num_ranks = team->view.num_ranks;
   using Roles = DispatchRoles<kBulk>;
   if (blocks * Roles::kMetaReceivers < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
-  params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, kSharedLimit90 - kSharedForRoles);
-  const size_t shared = DispatchShared<kBulk>(num_ranks, params.stage_bytes).bytes;
-  if (shared > (kBulk ? kSharedLimit90 : kSharedLimit80)) return DK_EUNSUPPORTED;
+  const size_t limit = kBulk ? kSharedLimit90 : kSharedLimit80;
+  params.meta_rows = most(1u, least(kMetaBatch, kMetaBuffer / most(params.meta_stride(), 1u)));
+  params.meta_bytes = params.meta_rows * params.meta_stride();
+  const size_t roles = DispatchShared<kBulk>(num_ranks, 0, params.meta_bytes).bytes;
+  if (roles + kLeastForStages > limit) return DK_EUNSUPPORTED;
+  params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, limit - roles);
+  const size_t shared = DispatchShared<kBulk>(num_ranks, params.stage_bytes, params.meta_bytes).bytes;
   const OnDevice on(team->device);
   dispatch_kernel<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
