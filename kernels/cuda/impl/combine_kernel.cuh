@@ -209,14 +209,13 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
     if (token >= p.num_tokens) return;
     if (lane_id() == 0) ticket = static_cast<int>(atomicAdd(counter, 1u));
     const int32_t *heads = p.send_head + static_cast<int64_t>(token) * num_ranks;
-    const int own = lane_id() < num_ranks ? heads[lane_id()] : -1; // polls must not load the first 32 again
     int missing = -1;
     const bool good = warp_wait_or_fail(
         p.session, static_cast<int64_t>(epoch),
         [&] {
           missing = -1;
           for (int r = lane_id(); r < num_ranks && missing < 0; r += kWarp) {
-            const int head = r < kWarp ? own : heads[r];
+            const int head = heads[r];
             if (head < 0) continue;
             const RingPlace place = ring_place(head, ring.slots);
             if (ptx::ld_acquire_sys(&sources[r].flags[place.slot]) != ring_value(epoch, place.lap)) missing = r;

@@ -17,10 +17,10 @@ struct LayoutParams {
 
 struct LayoutCounts { uint32_t *experts, *ranks, *nodes; }; // shared
 
-// An entry of topk_idx, or -1. A wrong one is the call's failure.
-__device__ inline int64_t checked_entry(const LayoutParams &p, int64_t expert) {
+// An entry of topk_idx, or -1. A wrong one is kept: it is the call's failure.
+__device__ inline int64_t checked_entry(const LayoutParams &p, int64_t expert, int64_t &wrong) {
   if (expert >= -1 && expert < p.num_experts) return expert;
-  report_failure(p.session, DK_EINVAL, p.session.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert, 0);
+  wrong = expert;
   return -1;
 }
 
@@ -42,12 +42,12 @@ __device__ inline bool leads(const LaneEntry &at, int key, int limit) {
   const uint32_t mine = key < 0 ? 0x80000000u | lane_id() : static_cast<uint32_t>(at.of_warp * limit + key);
   return __ffs(static_cast<int>(__match_any_sync(kAllLanes, mine))) - 1 == lane_id() && key >= 0;
 }
-__device__ inline void count_entries(const LayoutParams &p, const LaneEntry &at, int64_t entry, const LayoutCounts &counts) {
+__device__ inline void count_entries(const LayoutParams &p, const LaneEntry &at, int64_t entry, const LayoutCounts &counts, int64_t &wrong) {
   const int num_ranks = p.session.team.num_ranks, first = at.token - at.of_warp; // the warp's first token
   const int tokens = least(tokens_per_warp(p), most(p.num_tokens - first, 0));
   uint8_t *in_rank = p.token_in_rank + static_cast<int64_t>(first) * num_ranks;
   for (int i = lane_id(); i < tokens * num_ranks; i += kWarp) in_rank[i] = 0;
-  const int expert = static_cast<int>(checked_entry(p, entry));
+  const int expert = static_cast<int>(checked_entry(p, entry, wrong));
   const int rank = expert < 0 ? -1 : expert / (p.num_experts / num_ranks), node = rank < 0 ? -1 : rank / p.session.team.num_nvl_peers;
   if (leads(at, expert, p.num_experts)) atomicAdd(counts.experts + expert, 1u);
   if (leads(at, node, p.num_nodes)) atomicAdd(counts.nodes + node, 1u);
@@ -58,13 +58,13 @@ __device__ inline void count_entries(const LayoutParams &p, const LaneEntry &at,
 
 // ---- More than 32 entries a token: a thread for each token ------------------------------------------------------------------------
 
-__device__ inline void count_token(const LayoutParams &p, int token, const LayoutCounts &counts) {
+__device__ inline void count_token(const LayoutParams &p, int token, const LayoutCounts &counts, int64_t &wrong) {
   const int num_ranks = p.session.team.num_ranks, local = p.num_experts / num_ranks, peers = p.session.team.num_nvl_peers;
   uint8_t *in_rank = p.token_in_rank + static_cast<int64_t>(token) * num_ranks;
   for (int r = 0; r < num_ranks; ++r) in_rank[r] = 0;
   const int64_t row = static_cast<int64_t>(token) * p.num_topk;
   for (int k = 0; k < p.num_topk; ++k) {
-    const int64_t expert = checked_entry(p, load_index(p.topk_idx, row + k, p.index_bytes));
+    const int64_t expert = checked_entry(p, load_index(p.topk_idx, row + k, p.index_bytes), wrong);
     if (expert == -1) continue;
     const int rank = static_cast<int>(expert) / local, node = rank / peers;
     bool new_expert = true, new_rank = true, new_node = true;
@@ -87,17 +87,18 @@ __global__ void __launch_bounds__(kLayoutThreads) layout_kernel(const __grid_con
   const int total = p.num_experts + s.team.num_ranks + p.num_nodes, workers = static_cast<int>(gridDim.x) - 1;
   const bool works = static_cast<int>(blockIdx.x) < workers, by_lanes = p.num_topk <= kWarp;
   LaneEntry at{};
-  int64_t entry = -1;
+  int64_t entry = -1, wrong = -1;
   if (works && by_lanes) at = lane_entry(p, blockIdx.x * tokens_per_block(p)), entry = load_entry(p, at); // on its way meanwhile
   for (int i = threadIdx.x; works && i < total; i += kLayoutThreads) counts[i] = 0;
   if (begin(s) && works) {
     const LayoutCounts mine{counts, counts + p.num_experts, counts + p.num_experts + s.team.num_ranks};
     for (int first = blockIdx.x * (by_lanes ? tokens_per_block(p) : 0); by_lanes && first < p.num_tokens;) {
-      count_entries(p, at, entry, mine);
+      count_entries(p, at, entry, mine, wrong);
       first += workers * tokens_per_block(p);
       at = lane_entry(p, first), entry = load_entry(p, at);
     }
-    for (int t = blockIdx.x * kLayoutThreads + threadIdx.x; !by_lanes && t < p.num_tokens; t += workers * kLayoutThreads) count_token(p, t, mine);
+    for (int t = blockIdx.x * kLayoutThreads + threadIdx.x; !by_lanes && t < p.num_tokens; t += workers * kLayoutThreads) count_token(p, t, mine, wrong);
+    if (wrong != -1) report_failure(s, DK_EINVAL, s.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, wrong, 0);
     __syncthreads();
     for (int i = threadIdx.x; i < total; i += kLayoutThreads)
       if (counts[i] != 0) atomicAdd(&s.team.scratch->histogram[i], counts[i]);
