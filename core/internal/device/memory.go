@@ -18,6 +18,7 @@ type Memory struct {
 	Bytes   uint64
 	dev     *Device
 	mem     uint64
+	heap    bool // of a transport's heap
 	refs    atomic.Int32
 }
 
@@ -43,17 +44,25 @@ func (d *Device) memory(mem, address, bytes uint64) *Memory {
 // Retain counts one more user.
 func (m *Memory) Retain() *Memory { m.refs.Add(1); return m }
 
-// Release lets go; the last one frees or unmaps. Nothing may be running on it.
+// Release lets go; the last one frees or unmaps, for a transport's heap together with all ranks. Nothing may be running on it.
 func (m *Memory) Release() error {
 	if m == nil || m.refs.Add(-1) != 0 {
 		return nil
 	}
-	p := &kern.MemFreeParams{Mem: m.mem}
-	err := kern.Error("dk_mem_free", m.dev.Lib.MemFree(p), p.DeviceError)
+	err := m.free()
 	if closed := m.dev.Release(); err == nil {
 		err = closed
 	}
 	return err
+}
+
+func (m *Memory) free() error {
+	if m.heap {
+		p := &kern.TransportFreeParams{Mem: m.mem}
+		return kern.Error("dk_transport_free", m.dev.Lib.TransportFree(p), p.DeviceError)
+	}
+	p := &kern.MemFreeParams{Mem: m.mem}
+	return kern.Error("dk_mem_free", m.dev.Lib.MemFree(p), p.DeviceError)
 }
 
 // Drain waits until the work that a stream of the memory's device holds now is done. A stream that is being captured holds

@@ -50,6 +50,8 @@ type Buffer struct {
 	comm      device.Stream
 	block     *device.Symmetric
 	regions   plan.Regions
+	heapID    []byte       // on rank 0, where the transport has memory of its own
+	heap      *device.Heap // of such a transport; the block is of it
 	reach     reach
 	transport uint64 // 0: all ranks are on this node
 	team      uint64

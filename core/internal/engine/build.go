@@ -93,7 +93,12 @@ func (b *Buffer) build(c context.Context) error {
 		_, _ = exchange(c, nil, nil) // the others must hear of it; the own error counts
 		return err
 	}
-	if b.block, err = b.dev.Share(c, b.rank, b.regions.Total, b.onThisHost(), exchange); err != nil {
+	if b.opt.Library.HasTransportHeap() {
+		err = b.shareHeap(c, exchange)
+	} else {
+		b.block, err = b.dev.Share(c, b.rank, b.regions.Total, b.onThisHost(), exchange)
+	}
+	if err != nil {
 		if code := status.CodeOf(err); code == status.OutOfMemory {
 			err = status.Errorf(code, "num_nvl_bytes = %d and num_rdma_bytes = %d are too much: %w", b.opt.NVLBytes, b.opt.RDMABytes, err)
 		}
@@ -170,7 +175,7 @@ func (b *Buffer) open() (err error) {
 			b.size, p.ControlBytes, limit)
 	}
 	b.regions = plan.NewRegions(p.ControlBytes, p.WireBytes, b.opt.NVLBytes, b.opt.RDMABytes)
-	return nil
+	return b.makeHeapID()
 }
 
 // blockSizes asks what the library needs beside the regions, and for rows of a size.

@@ -34,6 +34,9 @@ func (b *Buffer) Destroy() error {
 	if !b.quiesce() {
 		return status.Errorf(status.Timeout, "work of the buffer did not end within %v: its memory is lost", finishCall+leaveCall)
 	}
+	if !b.deliver() {
+		return status.Errorf(status.Timeout, "messages of the buffer did not leave within %v: its memory is lost", lastMessages)
+	}
 	return b.free()
 }
 
@@ -107,7 +110,11 @@ func (b *Buffer) free() error {
 			keep(b.page.Close())
 		}
 	}
-	keep(b.block.Release())
+	if b.heap != nil {
+		keep(b.freeHeap())
+	} else {
+		keep(b.block.Release())
+	}
 	if b.dev != nil {
 		keep(b.dev.Release())
 	}

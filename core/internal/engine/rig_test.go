@@ -54,7 +54,7 @@ func TestMain(m *testing.M) {
 }
 
 func buildFake(dir string) error {
-	for file, define := range map[string]string{"libfake.so": "TRANSPORT", "libnear.so": "NO_TRANSPORT"} {
+	for file, define := range map[string]string{"libfake.so": "TRANSPORT", "libnear.so": "NO_TRANSPORT", "libheap.so": "HEAP"} {
 		out, err := exec.Command("gcc", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-I", "../../../kernels/abi", "-D"+define,
 			"-o", filepath.Join(dir, file), "testdata/fake.c").CombinedOutput()
 		if err != nil {

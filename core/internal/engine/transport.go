@@ -43,7 +43,7 @@ func (b *Buffer) remotePeers() []int32 {
 	return peers
 }
 
-// checkReach refuses ranks that the library cannot reach.
+// checkReach refuses ranks that the library cannot reach. A transport whose blocks are mapped here joins nodes of one host only.
 func (b *Buffer) checkReach() error {
 	if library := b.opt.Library; b.usesTransport() && !library.HasTransport() {
 		if b.top.Nodes() == 1 {
@@ -54,10 +54,11 @@ func (b *Buffer) checkReach() error {
 			b.size, b.top.Peers, b.top.Nodes(), library.Kind, library.Path)
 	}
 	for rank := range b.size {
-		if b.members.Peer(rank).SameHost {
+		remote := b.top.Remote(b.rank, rank)
+		if b.members.Peer(rank).SameHost || remote && b.opt.Library.HasTransportHeap() {
 			continue
 		}
-		if b.top.Remote(b.rank, rank) {
+		if remote {
 			return status.Errorf(status.Unsupported, "%s is on another host: the transport of engine %s joins nodes of one host only",
 				b.members.Describe(rank), b.opt.Library.Kind)
 		}
@@ -139,13 +140,28 @@ func (b *Buffer) losePeer(rank int) {
 // last call of this rank was over.
 const lastMessages = 300 * time.Millisecond
 
+// deliver waits for that. What late or lost peers have not taken by then is dropped where a host waits for it; false: a
+// device still does.
+func (b *Buffer) deliver() bool {
+	if b.transport == 0 {
+		return true
+	}
+	p := &kern.TransportQuietParams{Transport: b.transport, Peer: -1, QP: -1, TimeoutNS: uint64(lastMessages)}
+	if !b.dev.HostStream() {
+		p.Stream = uint64(b.comm)
+	}
+	if b.opt.Library.TransportQuiet(p) != 0 || b.dev.HostStream() || b.order.end.Record(b.comm) != nil {
+		return true
+	}
+	done, err := b.order.end.Wait(lastMessages)
+	return done || err != nil
+}
+
 // closeTransport ends the queue pairs. The team is gone, the peers' memory is still mapped.
 func (b *Buffer) closeTransport() error {
 	if b.transport == 0 {
 		return nil
 	}
-	// Late or lost peers are no fault of this rank's: what they have not taken by then is dropped.
-	b.opt.Library.TransportQuiet(&kern.TransportQuietParams{Transport: b.transport, Peer: -1, QP: -1, TimeoutNS: uint64(lastMessages)})
 	p := &kern.TransportCloseParams{Transport: b.transport}
 	code := b.opt.Library.TransportClose(p)
 	b.transport = 0

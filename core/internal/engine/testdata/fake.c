@@ -1,8 +1,10 @@
 /* A kernel library that does nothing but write down what it was asked: for tests of the engine's order of work. Its streams
- * are queues like those of a GPU (no DK_CAP_HOST_STREAM) and can be "captured". One process, one rank. */
+ * are queues like those of a GPU (no DK_CAP_HOST_STREAM) and can be "captured". One process, one rank. Built with HEAP its transport
+ * has memory of its own, with NO_TRANSPORT there is none. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "kernels.h"
 
@@ -89,6 +91,44 @@ int32_t dk_transport_put(dk_transport_put_params *p) { (void)p; return DK_EUNSUP
 int32_t dk_transport_quiet(dk_transport_quiet_params *p) { NOTE("transport %d quiet, peer %d\n", (int)p->transport, p->peer); return 0; }
 int32_t dk_transport_query(dk_transport_query_params *p) { (void)p; return DK_EUNSUPPORTED; }
 int32_t dk_transport_lose(dk_transport_lose_params *p) { NOTE("transport %d loses %d\n", (int)p->transport, p->peer); return 0; }
+#endif
+
+#ifdef HEAP
+/* For the test: how the heap behaves. */
+enum { HEAP_WELL, HEAP_NO_ID, HEAP_NO_START, HEAP_STUCK_START, HEAP_FULL, HEAP_FAR, HEAP_STUCK_FREE };
+static int heap_mood;
+static volatile int heap_released;
+int32_t fake_heap(int *mood) { heap_mood = *mood; heap_released = *mood == HEAP_WELL; return 0; }
+static void stick(void) { while (!heap_released) usleep(1000); }
+
+int32_t dk_transport_unique_id(dk_transport_unique_id_params *p) {
+  if (heap_mood == HEAP_NO_ID) { strcpy(p->reason, "3.3.8 is too old"); return DK_EVERSION; }
+  memset(p->id, 'i', sizeof p->id);
+  NOTE("id for %d ranks, %d a node, %d x %d\n", p->num_ranks, p->num_nvl_peers, p->num_qps, p->qp_depth);
+  return 0;
+}
+int32_t dk_transport_attach(dk_transport_attach_params *p) {
+  if (heap_mood == HEAP_NO_START) { strcpy(p->reason, "no NIC"); return DK_ESYSTEM; }
+  if (heap_mood == HEAP_STUCK_START) stick();
+  NOTE("attach %d of %d by %c%c\n", p->rank, p->num_ranks, p->id[0], p->id[DK_TRANSPORT_ID_BYTES - 1]);
+  strcpy(p->version, "fake 1");
+  p->attachment = 5;
+  return 0;
+}
+int32_t dk_transport_detach(dk_transport_detach_params *p) { NOTE("detach %d\n", (int)p->attachment); return 0; }
+int32_t dk_transport_alloc(dk_transport_alloc_params *p) {
+  if (heap_mood == HEAP_FULL) return DK_ENOMEM;
+  NOTE("heap %d\n", (int)p->attachment);
+  p->mem = p->address = (uint64_t)(uintptr_t)calloc(1, p->bytes), p->out_bytes = p->bytes;
+  for (int i = 0; i < (heap_mood == HEAP_FAR ? 1 : 4); i++) ((uint64_t *)(uintptr_t)p->host_peer_blocks)[i] = p->address;
+  return p->mem ? 0 : DK_ENOMEM;
+}
+int32_t dk_transport_free(dk_transport_free_params *p) {
+  if (heap_mood == HEAP_STUCK_FREE) stick();
+  free((void *)(uintptr_t)p->mem);
+  NOTE("heap freed\n");
+  return 0;
+}
 #endif
 int32_t dk_team_segment(dk_team_segment_params *p) { NOTE("segment %d of %d: %d bytes\n", p->index, p->owner, (int)p->bytes); return 0; }
 
