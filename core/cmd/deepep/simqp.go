@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 	"io"
+	"math"
 	"slices"
 	"strings"
 
@@ -211,27 +212,35 @@ func (r *qpReport) print(w io.Writer, flags *simFlags) error {
 	return err
 }
 
-// words says what the planned order changes against linear under each assumption.
+// words says what planned orders change against linear under each assumption, for the first number of queue pairs.
 func (r *qpReport) words() string {
 	var b strings.Builder
+	last := ""
 	for _, one := range r.Results {
 		l := r.linear(one)
-		if one.Order != "planned" || l == nil || one.Queues != r.Results[0].Queues {
+		if one.Order == "linear" || one.Order == "random" || l == nil || one.Queues != r.Results[0].Queues {
 			continue
 		}
-		i := slices.IndexFunc(schedules, func(n schedule) bool { return n.name == one.NIC })
-		fmt.Fprintf(&b, "%s: %s.\n  ", one.NIC, schedules[i].meaning)
-		time, rate := one.SlowestUS/l.SlowestUS-1, one.GBs/l.GBs-1
-		if time > -0.01 && time < 0.01 {
-			fmt.Fprintf(&b, "The planned order instead of linear changes the time by less than 1 %%.\n")
-			continue
+		if one.NIC != last {
+			i := slices.IndexFunc(schedules, func(n schedule) bool { return n.name == one.NIC })
+			fmt.Fprintf(&b, "%s: %s.\n", one.NIC, schedules[i].meaning)
+			last = one.NIC
 		}
-		fmt.Fprintf(&b, "The planned order instead of linear: latency %s, throughput %s, largest queue %s instead of %s.\n",
-			percentText(time), percentText(rate), sizeText(uint64(one.LargestQueue)), sizeText(uint64(l.LargestQueue)))
+		fmt.Fprintf(&b, "  %s instead of linear: %s\n", one.Order, change(one, l))
 	}
 	if b.Len() > 0 {
 		fmt.Fprintf(&b, "Claimed for a rotated order: latency %s, throughput %s (of one and the same transfer, the former would be throughput %s).\n",
 			percentText(claimedLatency), percentText(claimedThroughput), percentText(1/(1+claimedLatency)-1))
 	}
 	return b.String()
+}
+
+// change puts two results of the same traffic beside each other.
+func change(one, before *qpResult) string {
+	time, rate := one.SlowestUS/before.SlowestUS-1, one.GBs/before.GBs-1
+	if math.Abs(time) < 0.01 && math.Abs(rate) < 0.01 {
+		return "less than 1 % of time and throughput."
+	}
+	return fmt.Sprintf("latency %s, throughput %s, largest queue %s, was %s.",
+		percentText(time), percentText(rate), sizeText(uint64(one.LargestQueue)), sizeText(uint64(before.LargestQueue)))
 }
