@@ -76,7 +76,7 @@ static void order(struct rank *me) {
   uint64_t bytes = place_of(MAX_SEATS, 0, 0);
   struct wire *w = make_wire(me, bytes);
   char *source = scratch(me, (size_t)PLACE * MESSAGES * QPS * MAX_SEATS);
-  int seeds = rounds_of(me->count > 4 ? 6 : 30, me->count > 4 ? 200 : 1000);
+  int seeds = me->socket >= 0 ? rounds_of(20, 100) : me->count > 4 ? rounds_of(6, 200) : rounds_of(30, 1000);
   for (int seed = 0; seed < seeds; seed++) {
     struct wire_spec spec = {QPS, seed % 3 == 0 ? 4 : 128, late};
     open_wire(w, &spec, settings.seed * 1000 + (uint64_t)seed);
