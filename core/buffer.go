@@ -52,6 +52,9 @@ func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 	if err != nil {
 		return nil, g.diagnosed(err, &o)
 	}
+	if library, err = libraryFor(library, name, g.byQueues(&o), s); err != nil {
+		return nil, err
+	}
 	if !o.Background {
 		if err := g.wait(ctx); err != nil {
 			return nil, err
@@ -93,6 +96,11 @@ func (g *Group) options(o *BufferOptions, s env.Settings) (engine.Options, error
 	var err error
 	opt.RDMA, err = g.rdma(o, s.RDMA)
 	return opt, err
+}
+
+// byQueues says whether some calls of such a buffer go by queue pairs.
+func (g *Group) byQueues(o *BufferOptions) bool {
+	return g.size > 1 && (g.topology.Nodes() > 1 || o.LowLatency && o.DisableNVLink)
 }
 
 // rdma plans how ranks are reached that loads and stores do not reach. The environment's number of queue pairs stands above

@@ -72,6 +72,25 @@ func chooseEngine(name string, s env.Settings) (*kern.Library, string, error) {
 	return l, EngineCPU, err
 }
 
+// joinedLibrary is the kernel library of the CUDA engine for nodes joined by RDMA: the same kernels, and NVSHMEM.
+const joinedLibrary = "nvshmem"
+
+// libraryFor is the library for a buffer of which a part goes by queue pairs, or not. It is that of the engine; the CUDA
+// engine has a second one, which needs NVSHMEM and is loaded for such buffers alone.
+func libraryFor(l *kern.Library, engine string, byQueues bool, s env.Settings) (*kern.Library, error) {
+	if !byQueues || l.HasTransport() || engine != EngineCUDA {
+		return l, nil
+	}
+	joined, err := loadEngine(joinedLibrary, s.Kernels)
+	switch {
+	case err != nil:
+		return nil, status.Errorf(status.Unsupported, "ranks beyond NVLink are reached through libdeepep_%s.so, which cannot be loaded: %w", joinedLibrary, err)
+	case joined.NumDevices == 0:
+		return nil, status.Errorf(status.Unsupported, "ranks beyond NVLink are reached through %s, which cannot be used: %s", joined.Path, joined.Reason)
+	}
+	return joined, nil
+}
+
 // QueryEngine loads an engine's library and says what it has. A library that is missing is no error: Reason tells.
 func QueryEngine(name string) (EngineInfo, error) {
 	s, err := settings()

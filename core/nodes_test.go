@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os/exec"
+	"path/filepath"
 	"runtime"
 	"strings"
 	"sync"
@@ -262,4 +264,67 @@ func TestDestroyAcrossNodes(t *testing.T) {
 			m.must(ev.Destroy())
 		})
 	})
+}
+
+// The CUDA engine takes its library with NVSHMEM where ranks are beyond NVLink, and that alone. Two libraries that do nothing
+// stand in for both.
+func TestNodesOfGPUsNeedTheirLibrary(t *testing.T) {
+	gcc, err := exec.LookPath("gcc")
+	if err != nil {
+		t.Skip("needs gcc to make libraries")
+	}
+	dir := t.TempDir()
+	build := func(name, define string) {
+		out, err := exec.Command(gcc, "-shared", "-fPIC", "-I", "../kernels/abi", "-D"+define, "-o", filepath.Join(dir, name), "internal/engine/testdata/fake.c").CombinedOutput()
+		if err != nil {
+			t.Fatal(string(out))
+		}
+	}
+	t.Setenv("DEEPEP_KERNELS", dir)
+	made := func(perNode int, o BufferOptions) (paths []string, err error) {
+		exchangers := NewLocal(2)
+		var lock sync.Mutex
+		var ranks sync.WaitGroup
+		for rank := range 2 {
+			ranks.Go(func() {
+				g, e := NewGroup(context.Background(), GroupOptions{Exchanger: exchangers[rank], NumNVLPeers: perNode, Timeout: 10 * time.Second})
+				if e != nil {
+					t.Error(e)
+					return
+				}
+				o := o
+				o.Engine, o.Device = EngineCUDA, -1
+				b, e := g.NewBuffer(context.Background(), o)
+				lock.Lock()
+				defer lock.Unlock()
+				if err = e; e == nil {
+					paths = append(paths, filepath.Base(b.Info().KernelPath))
+					e = b.Destroy()
+				} else {
+					e = nil
+				}
+				if e := errors.Join(e, g.Destroy()); e != nil {
+					t.Error(e)
+				}
+			})
+		}
+		ranks.Wait()
+		return paths, err
+	}
+	build("libdeepep_cuda.so", "NO_TRANSPORT")
+	if paths, err := made(2, BufferOptions{}); err != nil || fmt.Sprint(paths) != "[libdeepep_cuda.so libdeepep_cuda.so]" {
+		t.Errorf("one node: %v %v", paths, err)
+	}
+	for _, o := range []struct {
+		perNode int
+		BufferOptions
+	}{{1, BufferOptions{}}, {2, BufferOptions{LowLatency: true, DisableNVLink: true}}} {
+		if _, err := made(o.perNode, o.BufferOptions); !errors.Is(err, ErrUnsupported) || !strings.Contains(err.Error(), "libdeepep_nvshmem.so") {
+			t.Errorf("without the library: %v", err)
+		}
+	}
+	build("libdeepep_nvshmem.so", "HEAP")
+	if paths, err := made(1, BufferOptions{}); err != nil || fmt.Sprint(paths) != "[libdeepep_nvshmem.so libdeepep_nvshmem.so]" {
+		t.Errorf("two nodes: %v %v", paths, err)
+	}
 }

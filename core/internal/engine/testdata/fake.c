@@ -96,7 +96,7 @@ int32_t dk_transport_lose(dk_transport_lose_params *p) { NOTE("transport %d lose
 #ifdef HEAP
 /* For the test: how the heap behaves. */
 enum { HEAP_WELL, HEAP_NO_ID, HEAP_NO_START, HEAP_STUCK_START, HEAP_FULL, HEAP_FAR, HEAP_STUCK_FREE };
-static int heap_mood;
+static int heap_mood, heap_ranks;
 static volatile int heap_released;
 int32_t fake_heap(int *mood) { heap_mood = *mood; heap_released = *mood == HEAP_WELL; return 0; }
 static void stick(void) { while (!heap_released) usleep(1000); }
@@ -112,6 +112,7 @@ int32_t dk_transport_attach(dk_transport_attach_params *p) {
   if (heap_mood == HEAP_STUCK_START) stick();
   NOTE("attach %d of %d by %c%c\n", p->rank, p->num_ranks, p->id[0], p->id[DK_TRANSPORT_ID_BYTES - 1]);
   strcpy(p->version, "fake 1");
+  heap_ranks = p->num_ranks;
   p->attachment = 5;
   return 0;
 }
@@ -120,7 +121,7 @@ int32_t dk_transport_alloc(dk_transport_alloc_params *p) {
   if (heap_mood == HEAP_FULL) return DK_ENOMEM;
   NOTE("heap %d\n", (int)p->attachment);
   p->mem = p->address = (uint64_t)(uintptr_t)calloc(1, p->bytes), p->out_bytes = p->bytes;
-  for (int i = 0; i < (heap_mood == HEAP_FAR ? 1 : 4); i++) ((uint64_t *)(uintptr_t)p->host_peer_blocks)[i] = p->address;
+  for (int i = 0; i < (heap_mood == HEAP_FAR ? 1 : heap_ranks); i++) ((uint64_t *)(uintptr_t)p->host_peer_blocks)[i] = p->address;
   return p->mem ? 0 : DK_ENOMEM;
 }
 int32_t dk_transport_free(dk_transport_free_params *p) {
