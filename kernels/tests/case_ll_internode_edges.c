@@ -96,6 +96,24 @@ static void overwritten(struct rank *me) {
   expect_masks(t, l->absent);
 }
 
+/* One rank sends what the others never receive; after a clean it is nothing, although the numbers of the calls fit. */
+static void sent_before_a_clean(struct rank *me) {
+  struct ll_spec spec = spec_for(me);
+  struct team *t = make_ll_team(me, &spec, 0);
+  struct ll *l = make_ll(t, &spec, 3);
+  ll_round(l, 4);
+  for (int round = 0; round < 12; round++) {
+    if (me->index == round % me->count) {
+      new_ll_payload(l, 1000 + (uint64_t)round);
+      run_ll_dispatch(l, DK_PHASE_SEND, 0);
+      t->calls[DK_OP_LL_DISPATCH]--; /* the call has no other half */
+    }
+    run_clean(t, 0, 0, 0);
+    new_ll_payload(l, (uint64_t)round);
+    ll_round(l, (uint64_t)round);
+  }
+}
+
 /* ---- What crosses ------------------------------------------------------------------------------------------------------------ */
 
 struct traffic { uint64_t bytes, posted[8]; };
@@ -212,6 +230,8 @@ static const struct test_case cases[] = {
     {"ll internode edges/overwritten while it waits, one node", overwritten, 3, &mapped, QUICK, 0, 0},
     {"ll internode edges/overwritten while it waits", overwritten, 3, &singles, QUICK, 0, 0},
     {"ll internode edges/overwritten while it waits, late", overwritten, 3, &singles_late, QUICK, 0, 0},
+    {"ll internode edges/sent before a clean, one node", sent_before_a_clean, 3, &mapped, QUICK, 0, 0},
+    {"ll internode edges/sent before a clean, late", sent_before_a_clean, 4, &pairs_late, QUICK, 0, 0},
     {"ll internode edges/bytes, 2 nodes of 2", bytes, 4, &pairs, QUICK, 0, 0},
     {"ll internode edges/bytes, one node, unmapped", bytes, 3, &unmapped, QUICK, 0, 0},
     {"ll internode edges/queue pairs", queue_pairs, 3, &singles, QUICK, 0, 0},

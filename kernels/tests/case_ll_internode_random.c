@@ -133,6 +133,7 @@ static struct team_spec any_place(const struct spread *spread, struct dice *d, u
 }
 
 static int number_of(const struct spread *spread) {
+  if (settings.seeds) return settings.seeds;
   return settings.full ? spread->full : settings.heaviest == HEAVY ? spread->seeds : spread->seeds / 6 + 1;
 }
 
@@ -187,17 +188,17 @@ static void same_bits(struct rank *me) {
 }
 
 #define SPREAD(name, ...) static const struct spread name = {__VA_ARGS__}
-SPREAD(fours, .node = 4, .seeds = 8, .full = 100);
-SPREAD(pairs, .node = 2, .seeds = 20, .full = 300);
-SPREAD(pairs_of_8, .node = 2, .seeds = 8, .full = 100);
-SPREAD(singles, .node = 1, .seeds = 20, .full = 250);
-SPREAD(unmapped, .seeds = 20, .full = 250);
+SPREAD(fours, .node = 4, .seeds = 5, .full = 100);
+SPREAD(pairs, .node = 2, .seeds = 12, .full = 300);
+SPREAD(more_pairs, .node = 2, .seeds = 5, .full = 100);
+SPREAD(singles, .node = 1, .seeds = 10, .full = 250);
+SPREAD(unmapped, .seeds = 12, .full = 250);
 
 static const struct test_case cases[] = {
     {"ll internode seeds/2 nodes of 2", seeds, 4, &pairs, QUICK, 0, 0},
     {"ll internode seeds/2 nodes of 4", seeds, 8, &fours, HEAVY, 0, 0},
-    {"ll internode seeds/4 nodes of 2", seeds, 8, &pairs_of_8, HEAVY, 0, 0},
-    {"ll internode seeds/3 nodes of 2", seeds, 6, &pairs_of_8, USUAL, 0, 0},
+    {"ll internode seeds/4 nodes of 2", seeds, 8, &more_pairs, HEAVY, 0, 0},
+    {"ll internode seeds/3 nodes of 2", seeds, 6, &more_pairs, USUAL, 0, 0},
     {"ll internode seeds/4 nodes of 1", seeds, 4, &singles, USUAL, 0, 0},
     {"ll internode seeds/one node, unmapped", seeds, 3, &unmapped, QUICK, 0, 0},
     {"ll internode bits/2 nodes of 2", same_bits, 4, &pairs, QUICK, 0, 0},

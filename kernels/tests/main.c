@@ -18,8 +18,9 @@
 struct settings settings = {.device = -1, .max_ranks = MAX_SEATS, .seed = 1, .heaviest = HEAVY, .patience = 1};
 
 /* A process for each rank: first, before the library is opened. */
-extern const struct group process_cases, transport_process_cases, transport_death_cases;
-static const struct group *const process_groups[] = {&process_cases, &transport_process_cases, &transport_death_cases};
+extern const struct group process_cases, transport_process_cases, transport_death_cases, ll_internode_process_cases;
+static const struct group *const process_groups[] = {&process_cases, &transport_process_cases, &transport_death_cases,
+                                                   &ll_internode_process_cases};
 #define GROUPS(X)                                                                                                       \
   X(info) X(memory) X(stream) X(layout) X(notify) X(dispatch) X(worst) X(combine) X(peer_rows) \
   X(ll_dispatch) X(ll_combine) X(isa) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random) X(internode) X(internode_seeds) \
