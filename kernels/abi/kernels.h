@@ -237,7 +237,8 @@ typedef struct dk_transport_open_params {
   DK_HEADER;
   uint64_t device;
   int32_t rank, num_ranks;
-  int32_t num_qps, qp_depth;         /* QPs toward each peer, 1..65536; operations that may be under way on one of them, 1..2^20 */
+  int32_t num_qps, qp_depth;         /* QPs toward each peer, 1..65536 and not above 2^18 for all peers together; operations that
+                                        may be under way on one of them, 1..2^20 */
   int32_t num_peers;
   uint32_t flags;
   uint64_t host_peers;               /* host: int32_t[num_peers]: remote ranks, each once, in the order in which their QPs are

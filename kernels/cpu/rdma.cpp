@@ -136,7 +136,7 @@ bool Nic::forked() const { return getpid() != state_->owner; }
 bool Nic::reaches(int peer) const { return peer >= 0 && peer < state_->num_ranks && state_->slots[peer] >= 0; }
 uint64_t Nic::posted(int peer, int qp) const { return state_->queue(peer, qp).posted.load(); }
 uint64_t Nic::completed(int peer, int qp) const { return state_->queue(peer, qp).completed.load(); }
-bool Nic::lost(int peer) const { return state_->lost[state_->slots[peer]].load(); }
+bool Nic::lost(int peer) const { return reaches(peer) && state_->lost[state_->slots[peer]].load(); }
 int32_t Nic::broken(int peer, int qp) const { return state_->queue(peer, qp).broken.load(); }
 
 bool Nic::idle() const {

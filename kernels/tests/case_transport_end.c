@@ -242,6 +242,7 @@ static void refused_open(struct rank *me) {
   REFUSED(transport_open, p, num_ranks, DK_MAX_RANKS + 1);
   REFUSED(transport_open, p, num_qps, 0);
   REFUSED(transport_open, p, num_qps, 65537);
+  REFUSED(transport_open, p, num_qps, 65536); /* toward each of 5 */
   REFUSED(transport_open, p, qp_depth, 0);
   REFUSED(transport_open, p, qp_depth, (1 << 20) + 1);
   REFUSED(transport_open, p, num_peers, -1);
@@ -320,7 +321,7 @@ static const struct test_case cases[] = {
     {"transport/forked", forked, 2, NULL, HEAVY, 0, 0},
     {"transport/streams", streams, 2, NULL, QUICK, 0, 0},
     {"transport/broken queue pair", broken, 2, NULL, QUICK, 0, 0},
-    {"transport/refused to open", refused_open, 3, NULL, QUICK, 0, 0},
+    {"transport/refused to open", refused_open, 6, NULL, QUICK, 0, 0},
     {"transport/refused", refused, 3, NULL, QUICK, 0, 0},
 };
 GROUP(transport_end_cases);
