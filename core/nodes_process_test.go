@@ -15,6 +15,15 @@ func nodesOf(t *testing.T, perNode int) {
 	t.Setenv("DEEPEP_SOFTWARE_RDMA", "5:late")
 }
 
+func TestProcessesOfNodes(t *testing.T) {
+	nodesOf(t, 2)
+	crew := newCrew(t, 6)
+	all := []int{0, 1, 2, 3, 4, 5}
+	for _, command := range []string{"buffer", "dispatch", "combine", "roundtrip", "hook", "dispatch", "combine", "barrier", "destroy"} {
+		crew.do(all, "%s", command)
+	}
+}
+
 // Whoever dies is named by every survivor, on its own node and on others, and the survivors can begin anew.
 func TestDeathOnAnotherNode(t *testing.T) {
 	all, survivors := []int{0, 1, 2, 3}, []int{0, 2, 3}
