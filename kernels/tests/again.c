@@ -3,9 +3,9 @@
 
 #include <string.h>
 
-extern const struct group dispatch_cases, worst_cases, combine_cases, ll_dispatch_cases, ll_combine_cases, ll_order_cases, mask_cases,
+extern const struct group notify_cases, dispatch_cases, worst_cases, combine_cases, ll_dispatch_cases, ll_combine_cases, ll_order_cases, mask_cases,
     mismatch_cases, failure_cases, team_cases, statistics_cases, random_cases, process_cases;
-static const struct group *const groups[] = {&dispatch_cases, &worst_cases,    &combine_cases,    &ll_dispatch_cases, &ll_combine_cases,
+static const struct group *const groups[] = {&notify_cases,   &dispatch_cases, &worst_cases,      &combine_cases,     &ll_dispatch_cases, &ll_combine_cases,
                                              &ll_order_cases, &mask_cases,     &mismatch_cases,   &failure_cases,     &team_cases,
                                              &statistics_cases, &random_cases, &process_cases};
 

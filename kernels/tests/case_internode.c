@@ -1,42 +1,21 @@
 /* case_internode.c - normal mode across nodes: the cases of one node again where the ranks of other nodes are reached by a
  * transport, which is sometimes as late as the rules allow. */
-#include <string.h>
-
+#include "again.h"
 #include "normal.h"
 
 #define LATE DK_TRANSPORT_LATE
 #define PLACE(name, ...) static const struct team_spec name = {.rdma_bytes = 1 << 19, __VA_ARGS__}
-PLACE(two, .node = 2, .qps = 4, .seed = 1);   /* nodes of two ranks each */
-PLACE(two_late, .node = 2, .qps = 3, .transport_flags = LATE, .seed = 2);
-PLACE(three_late, .node = 3, .qps = 3, .transport_flags = LATE, .seed = 5);
-PLACE(four, .node = 4, .qps = 2, .seed = 3);
-PLACE(four_late, .node = 4, .qps = 5, .transport_flags = LATE, .seed = 4);
+PLACE(pairs, .node = 2, .qps = 4, .seed = 1);   /* nodes of two ranks each */
+PLACE(pairs_late, .node = 2, .qps = 3, .transport_flags = LATE, .seed = 2);
+PLACE(trios_late, .node = 3, .qps = 3, .transport_flags = LATE, .seed = 5);
+PLACE(fours, .node = 4, .qps = 2, .seed = 3);
+PLACE(fours_late, .node = 4, .qps = 5, .transport_flags = LATE, .seed = 4);
 PLACE(narrow, .rdma_bytes = 1 << 16, .node = 2, .qps = 2, .seed = 11); /* room for a row of 32 KiB and no more */
-PLACE(one, .node = 1, .qps = 3, .seed = 6);
-PLACE(one_late, .node = 1, .qps = 5, .transport_flags = LATE, .seed = 7);
+PLACE(singles, .node = 1, .qps = 3, .seed = 6);
+PLACE(singles_late, .node = 1, .qps = 5, .transport_flags = LATE, .seed = 7);
 PLACE(shallow, .node = 2, .qps = 1, .qp_depth = 1, .seed = 8); /* full all the time */
 PLACE(shallow_late, .node = 2, .qps = 2, .qp_depth = 2, .transport_flags = LATE, .seed = 9);
 PLACE(many_qps, .node = 2, .qps = 100, .qp_depth = 4, .seed = 10);
-
-struct again { const char *name; const struct team_spec *place; };
-
-extern const struct group notify_cases, dispatch_cases, worst_cases, combine_cases, mismatch_cases, failure_cases, team_cases, statistics_cases;
-
-static const struct test_case *find_case(struct rank *me, const char *name) {
-  static const struct group *const groups[] = {&notify_cases,   &dispatch_cases, &worst_cases, &combine_cases,
-                                               &mismatch_cases, &failure_cases,  &team_cases,  &statistics_cases};
-  for (int g = 0; g < COUNT(groups); g++)
-    for (int i = 0; i < groups[g]->count; i++)
-      if (!strcmp(groups[g]->cases[i].name, name)) return &groups[g]->cases[i];
-  fail(me, "there is no case \"%s\"", name);
-}
-
-static void again(struct rank *me) {
-  const struct again *what = me->test->arg;
-  me->split = what->place;
-  me->test = find_case(me, what->name);
-  me->test->run(me);
-}
 
 /* Bytes are counted for the rank that they went to from here: rows for ranks of my node, also those that came through me from my
  * index on another node; and what crossed, once a node, for the rank of my index there. */
@@ -85,122 +64,121 @@ static void counted(struct rank *me) {
   expect(me, t->stats->ops[DK_OP_DISPATCH].bytes == total[0] && t->stats->ops[DK_OP_COMBINE].bytes == total[1], "bytes do not add up");
 }
 
-static const int pairs = 2, fours = 4;
+static const int of_two = 2, of_four = 4;
 
-#define AGAIN(place, name, ranks, weight) \
-  {"normal internode/" name ", " #place, again, ranks, &(const struct again){name, &place}, weight, 0, 0}
+#define CASE(place, name, ranks, weight) AGAIN("normal internode", name, place, ranks, weight)
 
 static const struct test_case cases[] = {
-    AGAIN(two, "team/barrier, 3 ranks", 4, QUICK),
-    AGAIN(two_late, "team/barrier, 3 ranks", 6, QUICK),
-    AGAIN(one_late, "team/200 barriers enqueued", 4, USUAL),
-    AGAIN(shallow, "team/200 barriers enqueued", 4, USUAL),
-    AGAIN(two, "notify/patterns on 5 ranks", 4, QUICK),
-    AGAIN(two_late, "notify/patterns on 5 ranks", 6, USUAL),
-    AGAIN(one_late, "notify/alignments", 4, QUICK),
-    AGAIN(two_late, "notify/ten in a row", 4, QUICK),
-    AGAIN(shallow_late, "notify/512 experts a rank", 4, USUAL),
-    AGAIN(two, "notify/without experts", 4, QUICK),
-    AGAIN(two_late, "notify/sequence number last", 8, USUAL),
+    CASE(pairs, "team/barrier, 3 ranks", 4, QUICK),
+    CASE(pairs_late, "team/barrier, 3 ranks", 6, QUICK),
+    CASE(singles_late, "team/200 barriers enqueued", 4, USUAL),
+    CASE(shallow, "team/200 barriers enqueued", 4, USUAL),
+    CASE(pairs, "notify/patterns on 5 ranks", 4, QUICK),
+    CASE(pairs_late, "notify/patterns on 5 ranks", 6, USUAL),
+    CASE(singles_late, "notify/alignments", 4, QUICK),
+    CASE(pairs_late, "notify/ten in a row", 4, QUICK),
+    CASE(shallow_late, "notify/512 experts a rank", 4, USUAL),
+    CASE(pairs, "notify/without experts", 4, QUICK),
+    CASE(pairs_late, "notify/sequence number last", 8, USUAL),
 
-    AGAIN(two, "dispatch/BF16, 4 ranks", 4, QUICK),
-    AGAIN(four, "dispatch/BF16, 4 ranks", 8, USUAL),
-    AGAIN(two, "dispatch/BF16, 4 ranks", 8, USUAL),
-    AGAIN(two, "dispatch/BF16, 4 ranks", 6, USUAL),
-    AGAIN(one, "dispatch/BF16, 4 ranks", 4, QUICK),
-    AGAIN(two_late, "dispatch/BF16, 4 ranks", 4, QUICK),
-    AGAIN(four_late, "dispatch/BF16, 4 ranks", 8, HEAVY),
-    AGAIN(one_late, "dispatch/BF16, 4 ranks", 4, USUAL),
-    AGAIN(two, "dispatch/FP8 with scales, int32 indices", 4, QUICK),
-    AGAIN(two_late, "dispatch/FP8, scales by column", 6, USUAL),
-    AGAIN(one, "dispatch/FP8, 56 scales", 4, USUAL),
-    AGAIN(two, "dispatch/without top-k", 4, QUICK),
-    AGAIN(two, "dispatch/rows of 16 bytes", 4, QUICK),
-    AGAIN(two_late, "dispatch/rows of 208 bytes", 4, USUAL),
-    AGAIN(four, "dispatch/hidden 16384", 8, HEAVY),
-    AGAIN(narrow, "dispatch/hidden 16384", 4, USUAL),
-    AGAIN(two, "dispatch/top-31", 4, USUAL),
-    AGAIN(two, "dispatch/everything -1", 4, QUICK),
-    AGAIN(two_late, "dispatch/one hot expert", 4, QUICK),
-    AGAIN(four_late, "dispatch/skewed", 8, HEAVY),
-    AGAIN(two, "dispatch/duplicates", 4, QUICK),
-    AGAIN(two_late, "dispatch/a rank without tokens, one without rows", 6, USUAL),
-    AGAIN(two, "dispatch/no tokens at all", 4, QUICK),
-    AGAIN(two, "dispatch/rows of ones", 4, QUICK),
-    AGAIN(two, "dispatch/rows of zeros", 4, QUICK),
-    AGAIN(two, "dispatch/2 SMs", 4, USUAL),
-    AGAIN(two_late, "dispatch/chunks of 1", 4, USUAL),
-    AGAIN(two, "dispatch/least region, 4 ranks", 4, QUICK),
-    AGAIN(two_late, "dispatch/least region, FP8", 6, USUAL),
-    AGAIN(one_late, "dispatch/least region, skewed", 4, USUAL),
-    AGAIN(four, "dispatch/least region, 8 ranks", 8, HEAVY),
-    AGAIN(shallow, "dispatch/512 tokens of 4 KiB", 4, HEAVY),
-    AGAIN(shallow_late, "dispatch/BF16, 4 ranks", 8, HEAVY),
-    AGAIN(many_qps, "dispatch/BF16, 4 ranks", 4, USUAL),
-    AGAIN(two, "dispatch/handle of another team", 4, QUICK),
-    AGAIN(two_late, "dispatch/thirty back to back", 4, USUAL),
+    CASE(pairs, "dispatch/BF16, 4 ranks", 4, QUICK),
+    CASE(fours, "dispatch/BF16, 4 ranks", 8, USUAL),
+    CASE(pairs, "dispatch/BF16, 4 ranks", 8, USUAL),
+    CASE(pairs, "dispatch/BF16, 4 ranks", 6, USUAL),
+    CASE(singles, "dispatch/BF16, 4 ranks", 4, QUICK),
+    CASE(pairs_late, "dispatch/BF16, 4 ranks", 4, QUICK),
+    CASE(fours_late, "dispatch/BF16, 4 ranks", 8, HEAVY),
+    CASE(singles_late, "dispatch/BF16, 4 ranks", 4, USUAL),
+    CASE(pairs, "dispatch/FP8 with scales, int32 indices", 4, QUICK),
+    CASE(pairs_late, "dispatch/FP8, scales by column", 6, USUAL),
+    CASE(singles, "dispatch/FP8, 56 scales", 4, USUAL),
+    CASE(pairs, "dispatch/without top-k", 4, QUICK),
+    CASE(pairs, "dispatch/rows of 16 bytes", 4, QUICK),
+    CASE(pairs_late, "dispatch/rows of 208 bytes", 4, USUAL),
+    CASE(fours, "dispatch/hidden 16384", 8, HEAVY),
+    CASE(narrow, "dispatch/hidden 16384", 4, USUAL),
+    CASE(pairs, "dispatch/top-31", 4, USUAL),
+    CASE(pairs, "dispatch/everything -1", 4, QUICK),
+    CASE(pairs_late, "dispatch/one hot expert", 4, QUICK),
+    CASE(fours_late, "dispatch/skewed", 8, HEAVY),
+    CASE(pairs, "dispatch/duplicates", 4, QUICK),
+    CASE(pairs_late, "dispatch/a rank without tokens, one without rows", 6, USUAL),
+    CASE(pairs, "dispatch/no tokens at all", 4, QUICK),
+    CASE(pairs, "dispatch/rows of ones", 4, QUICK),
+    CASE(pairs, "dispatch/rows of zeros", 4, QUICK),
+    CASE(pairs, "dispatch/2 SMs", 4, USUAL),
+    CASE(pairs_late, "dispatch/chunks of 1", 4, USUAL),
+    CASE(pairs, "dispatch/least region, 4 ranks", 4, QUICK),
+    CASE(pairs_late, "dispatch/least region, FP8", 6, USUAL),
+    CASE(singles_late, "dispatch/least region, skewed", 4, USUAL),
+    CASE(fours, "dispatch/least region, 8 ranks", 8, HEAVY),
+    CASE(shallow, "dispatch/512 tokens of 4 KiB", 4, HEAVY),
+    CASE(shallow_late, "dispatch/BF16, 4 ranks", 8, HEAVY),
+    CASE(many_qps, "dispatch/BF16, 4 ranks", 4, USUAL),
+    CASE(pairs, "dispatch/handle of another team", 4, QUICK),
+    CASE(pairs_late, "dispatch/thirty back to back", 4, USUAL),
 
-    AGAIN(two, "worst/spare rows, 3 ranks", 4, QUICK),
-    AGAIN(two_late, "worst/FP8", 6, USUAL),
-    AGAIN(two, "worst/one hot expert", 4, QUICK),
-    AGAIN(one, "worst/no tokens at all", 4, QUICK),
-    AGAIN(two_late, "worst/cached", 4, QUICK),
-    AGAIN(two, "worst/too few rows", 4, QUICK),
+    CASE(pairs, "worst/spare rows, 3 ranks", 4, QUICK),
+    CASE(pairs_late, "worst/FP8", 6, USUAL),
+    CASE(pairs, "worst/one hot expert", 4, QUICK),
+    CASE(singles, "worst/no tokens at all", 4, QUICK),
+    CASE(pairs_late, "worst/cached", 4, QUICK),
+    CASE(pairs, "worst/too few rows", 4, QUICK),
 
-    AGAIN(two, "combine/4 ranks", 4, QUICK),
-    AGAIN(four, "combine/8 ranks", 8, USUAL),
-    AGAIN(two, "combine/8 ranks", 8, USUAL),
-    AGAIN(two, "combine/8 ranks", 6, USUAL),
-    AGAIN(one, "combine/3 ranks", 4, QUICK),
-    AGAIN(two_late, "combine/3 ranks", 4, QUICK),
-    AGAIN(four_late, "combine/8 ranks", 8, HEAVY),
-    AGAIN(one_late, "combine/3 ranks", 4, USUAL),
-    AGAIN(two, "combine/one bias", 4, QUICK),
-    AGAIN(two_late, "combine/two biases", 6, USUAL),
-    AGAIN(two, "combine/8 channels", 4, QUICK),
-    AGAIN(two_late, "combine/296 channels, top-5", 4, USUAL),
-    AGAIN(four, "combine/16384 channels", 8, HEAVY),
-    AGAIN(narrow, "combine/16384 channels", 4, USUAL),
-    AGAIN(two, "combine/everything -1, bias", 4, QUICK),
-    AGAIN(two_late, "combine/a rank without tokens, one without rows", 6, USUAL),
-    AGAIN(two, "combine/one hot expert", 4, USUAL),
-    AGAIN(one, "combine/no tokens at all", 4, QUICK),
-    AGAIN(four, "combine/top-31", 8, USUAL),
-    AGAIN(two, "combine/least region, 2 ranks", 4, QUICK),
-    AGAIN(four_late, "combine/least region, 8 ranks", 8, HEAVY),
-    AGAIN(two, "combine/chunks of 1, 2 SMs", 4, USUAL),
-    AGAIN(shallow, "combine/4 ranks", 4, QUICK),
-    AGAIN(shallow_late, "combine/8 ranks", 8, HEAVY),
-    AGAIN(many_qps, "combine/4 ranks", 4, USUAL),
-    AGAIN(two_late, "combine/the same bits every time", 4, USUAL),
-    AGAIN(two, "combine/one handle, many calls", 4, QUICK),
-    AGAIN(two, "combine/NaN stays with its token", 4, QUICK),
+    CASE(pairs, "combine/4 ranks", 4, QUICK),
+    CASE(fours, "combine/8 ranks", 8, USUAL),
+    CASE(pairs, "combine/8 ranks", 8, USUAL),
+    CASE(pairs, "combine/8 ranks", 6, USUAL),
+    CASE(singles, "combine/3 ranks", 4, QUICK),
+    CASE(pairs_late, "combine/3 ranks", 4, QUICK),
+    CASE(fours_late, "combine/8 ranks", 8, HEAVY),
+    CASE(singles_late, "combine/3 ranks", 4, USUAL),
+    CASE(pairs, "combine/one bias", 4, QUICK),
+    CASE(pairs_late, "combine/two biases", 6, USUAL),
+    CASE(pairs, "combine/8 channels", 4, QUICK),
+    CASE(pairs_late, "combine/296 channels, top-5", 4, USUAL),
+    CASE(fours, "combine/16384 channels", 8, HEAVY),
+    CASE(narrow, "combine/16384 channels", 4, USUAL),
+    CASE(pairs, "combine/everything -1, bias", 4, QUICK),
+    CASE(pairs_late, "combine/a rank without tokens, one without rows", 6, USUAL),
+    CASE(pairs, "combine/one hot expert", 4, USUAL),
+    CASE(singles, "combine/no tokens at all", 4, QUICK),
+    CASE(fours, "combine/top-31", 8, USUAL),
+    CASE(pairs, "combine/least region, 2 ranks", 4, QUICK),
+    CASE(fours_late, "combine/least region, 8 ranks", 8, HEAVY),
+    CASE(pairs, "combine/chunks of 1, 2 SMs", 4, USUAL),
+    CASE(shallow, "combine/4 ranks", 4, QUICK),
+    CASE(shallow_late, "combine/8 ranks", 8, HEAVY),
+    CASE(many_qps, "combine/4 ranks", 4, USUAL),
+    CASE(pairs_late, "combine/the same bits every time", 4, USUAL),
+    CASE(pairs, "combine/one handle, many calls", 4, QUICK),
+    CASE(pairs, "combine/NaN stays with its token", 4, QUICK),
 
-    AGAIN(two, "mismatch/bytes of a row", 4, QUICK),
-    AGAIN(two_late, "mismatch/number of experts", 4, QUICK),
-    AGAIN(one, "mismatch/top-k", 4, QUICK),
-    AGAIN(two_late, "mismatch/number of scales", 6, USUAL),
-    AGAIN(two, "mismatch/dispatch, bytes of a row", 4, QUICK),
-    AGAIN(one_late, "mismatch/dispatch, weights given or not", 4, QUICK),
-    AGAIN(two_late, "mismatch/dispatch, cached or not", 4, QUICK),
+    CASE(pairs, "mismatch/bytes of a row", 4, QUICK),
+    CASE(pairs_late, "mismatch/number of experts", 4, QUICK),
+    CASE(singles, "mismatch/top-k", 4, QUICK),
+    CASE(pairs_late, "mismatch/number of scales", 6, USUAL),
+    CASE(pairs, "mismatch/dispatch, bytes of a row", 4, QUICK),
+    CASE(singles_late, "mismatch/dispatch, weights given or not", 4, QUICK),
+    CASE(pairs_late, "mismatch/dispatch, cached or not", 4, QUICK),
 
-    AGAIN(one, "timeout/notify", 3, QUICK),
-    AGAIN(two_late, "timeout/notify", 6, USUAL),
-    AGAIN(two, "timeout/dispatch", 6, QUICK),
-    AGAIN(one_late, "timeout/dispatch", 3, USUAL),
-    AGAIN(two, "timeout/combine", 6, QUICK),
-    AGAIN(three_late, "timeout/combine", 6, USUAL),
-    AGAIN(three_late, "timeout/barrier", 6, USUAL),
-    AGAIN(two, "abort/notify", 6, QUICK),
-    AGAIN(one, "abort/dispatch", 3, QUICK),
-    AGAIN(two_late, "abort/combine", 6, USUAL),
-    AGAIN(three_late, "abort/barrier", 6, QUICK),
-    AGAIN(two_late, "failure/nothing works any more", 6, QUICK),
-    AGAIN(one, "failure/a new team works", 3, QUICK),
-    AGAIN(two_late, "failure/late is not dead", 6, USUAL),
-    {"normal internode/statistics/bytes, 3 nodes of 2", counted, 6, &pairs, QUICK, 0, 0},
-    {"normal internode/statistics/bytes, 2 nodes of 4", counted, 8, &fours, USUAL, 0, 0},
-    AGAIN(one, "statistics/waiting", 3, QUICK),
-    AGAIN(two_late, "statistics/errors", 6, QUICK),
+    CASE(singles, "timeout/notify", 3, QUICK),
+    CASE(pairs_late, "timeout/notify", 6, USUAL),
+    CASE(pairs, "timeout/dispatch", 6, QUICK),
+    CASE(singles_late, "timeout/dispatch", 3, USUAL),
+    CASE(pairs, "timeout/combine", 6, QUICK),
+    CASE(trios_late, "timeout/combine", 6, USUAL),
+    CASE(trios_late, "timeout/barrier", 6, USUAL),
+    CASE(pairs, "abort/notify", 6, QUICK),
+    CASE(singles, "abort/dispatch", 3, QUICK),
+    CASE(pairs_late, "abort/combine", 6, USUAL),
+    CASE(trios_late, "abort/barrier", 6, QUICK),
+    CASE(pairs_late, "failure/nothing works any more", 6, QUICK),
+    CASE(singles, "failure/a new team works", 3, QUICK),
+    CASE(pairs_late, "failure/late is not dead", 6, USUAL),
+    {"normal internode/statistics/bytes, 3 nodes of 2", counted, 6, &of_two, QUICK, 0, 0},
+    {"normal internode/statistics/bytes, 2 nodes of 4", counted, 8, &of_four, USUAL, 0, 0},
+    CASE(singles, "statistics/waiting", 3, QUICK),
+    CASE(pairs_late, "statistics/errors", 6, QUICK),
 };
 GROUP(internode_cases);

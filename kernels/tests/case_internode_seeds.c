@@ -32,7 +32,7 @@ static void long_rows(struct team *t, struct dice *d) {
 }
 
 static void seeds(struct rank *me) {
-  int node = *(const int *)me->test->arg, count = seeds_of(me->count > 4 ? 12 : 25);
+  int node = *(const int *)me->test->arg, count = seeds_of(me->count > 4 ? 8 : 15);
   for (int i = 0; i < count; i++) {
     uint64_t seed = settings.seed + (uint64_t)i;
     struct dice dice = {hash(seed, (uint64_t)me->count, (uint64_t)node, 0)};

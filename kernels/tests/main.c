@@ -23,8 +23,8 @@ static const struct group *const process_groups[] = {&process_cases, &transport_
                                                    &ll_internode_process_cases};
 #define GROUPS(X)                                                                                                       \
   X(info) X(memory) X(stream) X(layout) X(notify) X(dispatch) X(worst) X(combine) X(peer_rows) \
-  X(ll_dispatch) X(ll_combine) X(isa) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random) X(internode) X(internode_seeds) \
-  X(transport) X(transport_end) X(ll_internode) X(ll_internode_random) X(ll_internode_edges)
+  X(ll_dispatch) X(ll_combine) X(isa) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random) \
+  X(transport) X(transport_end) X(internode) X(internode_seeds) X(ll_internode) X(ll_internode_random) X(ll_internode_edges)
 #define DECLARE_GROUP(name) extern const struct group name##_cases;
 GROUPS(DECLARE_GROUP)
 #define LIST_GROUP(name) &name##_cases,

@@ -30,7 +30,7 @@ kinds='1 a lost flag|ll order/halves
 31 a head before its row|normal internode seeds/3 nodes of 2
 32 a credit before the reading|normal internode seeds/3 nodes of 2
 33 a forgotten reader|normal internode seeds/2 nodes of 2
-34 a node that is added twice|normal internode/combine/4 ranks
+34 a node that is added twice|normal internode/pairs: combine/4 ranks
 35 a source that is used again while it crosses|normal internode seeds/4 nodes of 1'
 races='100 a flag without order|ll order/
 101 a signal without order|transport/order in a queue'
