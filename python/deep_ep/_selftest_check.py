@@ -20,7 +20,12 @@ class CheckError(Exception):
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers that describe one round; every rank can work out every rank's routing from them."""
+    """The numbers that describe one round; every rank can work out every rank's routing from them.
+
+    Attributes:
+        peers: ranks of one node; 0: all ranks are one.
+        groups: nodes that the experts of one token may lie in; 0: any number.
+    """
 
     ranks: int
     tokens: int
@@ -28,16 +33,32 @@ class Shape:
     topk: int
     experts: int
     seed: int
+    peers: int = 0
+    groups: int = 0
 
     @property
     def local_experts(self) -> int:
         """Experts of one rank."""
         return self.experts // self.ranks
 
+    @property
+    def node_size(self) -> int:
+        """Ranks of one node."""
+        return self.peers or self.ranks
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.ranks // self.node_size
+
     def routing(self, rank: int) -> Tensor:
         """``[T, K]`` int64 on the CPU: different experts for each token, about one choice in twenty is -1."""
         gen = torch.Generator(device="cpu").manual_seed(self.seed * 1009 + rank)
         scores = torch.rand((self.tokens, self.experts), generator=gen, dtype=torch.float32, device="cpu")
+        if 0 < self.groups < self.nodes:  # only experts of each token's best nodes
+            of_nodes = scores.view(self.tokens, self.nodes, self.experts // self.nodes)
+            left_out = of_nodes.amax(dim=2).topk(self.nodes - self.groups, dim=1, largest=False).indices
+            scores = of_nodes.scatter(1, left_out.unsqueeze(2).expand(-1, -1, of_nodes.shape[2]), -1.0).flatten(1)
         chosen = scores.topk(self.topk, dim=1).indices
         skipped = torch.rand((self.tokens, self.topk), generator=gen, dtype=torch.float32, device="cpu") < 0.05
         return chosen.masked_fill(skipped, -1)
@@ -75,6 +96,22 @@ def sources(shape: Shape, rank: int) -> tuple[Tensor, Tensor]:
         ranks.append(torch.full_like(sent, source))
         tokens.append(sent)
     return torch.cat(ranks), torch.cat(tokens)
+
+
+def nodes_of(shape: Shape, rank: int) -> Tensor:
+    """``[T, nodes]`` bool: whether a token of ``rank`` names an expert of a node."""
+    idx = shape.routing(rank)
+    node = torch.where(idx >= 0, idx // (shape.local_experts * shape.node_size), torch.full_like(idx, -1))
+    return torch.stack([(node == n).any(dim=1) for n in range(shape.nodes)], dim=1)
+
+
+def crossings(shape: Shape, rank: int) -> tuple[int, int]:
+    """Rows that RDMA brings to ``rank`` in one dispatch, and in one combine."""
+    own, index = rank // shape.node_size, rank % shape.node_size
+    senders = (node * shape.node_size + index for node in range(shape.nodes) if node != own)
+    arriving = sum(int(nodes_of(shape, sender)[:, own].sum()) for sender in senders)
+    sent = nodes_of(shape, rank)
+    return arriving, int(sent.sum() - sent[:, own].sum())
 
 
 def expert_sources(shape: Shape, rank: int, masked: frozenset[int] = frozenset()) -> list[tuple[Tensor, Tensor]]:

@@ -33,13 +33,14 @@ def cases(options: Any) -> list[Case]:
     return result
 
 
-def make_buffer(options: Any, num_bytes: int | None = None) -> dict[str, Any]:
-    """Arguments of the buffer under test."""
-    if num_bytes is None:
-        ranks, row = options.num_processes, options.hidden * 2
-        hints = (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks))
-        num_bytes = max(config.get_nvl_buffer_size_hint(row, ranks) for config in hints)
-    return {"num_nvl_bytes": num_bytes}
+def make_buffer(options: Any, config: Config | None = None) -> dict[str, Any]:
+    """Arguments of the buffer under test: large enough for the default configs, or for ``config``."""
+    ranks, row = options.num_ranks, options.hidden * 2
+    configs = (config,) if config else (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks))
+    return {
+        "num_nvl_bytes": max(each.get_nvl_buffer_size_hint(row, ranks) for each in configs),
+        "num_rdma_bytes": max(each.get_rdma_buffer_size_hint(row, ranks) for each in configs),
+    }
 
 
 class Batch:
@@ -101,6 +102,18 @@ class Batch:
         want = [len(tokens) for _, tokens in sc.expert_sources(self.shape, self.rank.rank)]
         sc.expect(counts == want, f"num_recv_tokens_per_expert_list: {counts}, expected {want}")
 
+    def check_handle(self, handle: Any, rows: int) -> None:
+        """Number of entries, and those that callers read."""
+        several = self.shape.nodes > 1
+        sc.expect(len(handle) == (10 if several else 6), f"handle has {len(handle)} entries")
+        per_rank = torch.bincount(self.source_rank, minlength=self.shape.ranks).cumsum(0).to(torch.int32)
+        running = handle[-4] if several else handle[0][:, self.rank.rank]
+        sc.expect_equal("handle: received rows by source rank", running.cpu(), per_rank)
+        table = handle[0] if several else handle[4]
+        sc.expect_equal("handle: is_token_in_rank", table, self.layout[3])
+        source = handle[-3]
+        sc.expect(source.shape[0] == rows, f"handle: sources of {source.shape[0]} rows, expected {rows}")
+
     def rows_for_combine(self, total: int) -> Any:
         """What this rank hands to combine: its rows times (1 + rank), rounded to BF16; padded to ``total`` rows."""
         shape, device = self.shape, self.rank.device
@@ -112,12 +125,17 @@ class Batch:
         return rows
 
     def check_combined(self, combined: Any, weights: Any) -> None:
-        """Sums are exact: integers below 2^24, rounded to BF16 once."""
-        values = sc.own_payload(self.shape, self.rank.rank, self.rank.device).to(torch.float32)
+        """Sums are exact: integers below 2^24, rounded to BF16 once, and once more where a node's sum crosses."""
+        shape = self.shape
+        values = sc.own_payload(shape, self.rank.rank, self.rank.device).to(torch.float32)
         total = torch.zeros_like(values)
-        for rank in range(self.shape.ranks):
-            sent = self.layout[3][:, rank].unsqueeze(1)
-            total += (values * (1 + rank)).to(torch.bfloat16).to(torch.float32) * sent
+        for node in range(shape.nodes):
+            part = torch.zeros_like(values)
+            for rank in range(node * shape.node_size, (node + 1) * shape.node_size):
+                sent = self.layout[3][:, rank].unsqueeze(1)
+                part += (values * (1 + rank)).to(torch.bfloat16).to(torch.float32) * sent
+            crosses = node != self.rank.rank // shape.node_size
+            total += part.to(torch.bfloat16).to(torch.float32) if crosses else part
         sc.expect_equal("combined_x", combined, total.to(torch.bfloat16))
         if weights is not None:
             named = (self.idx >= 0).to(torch.float32)
@@ -129,13 +147,17 @@ def check_layout(rank: Rank) -> None:
     shape = rank.shape
     with rank.buffer(**make_buffer(rank.options)) as buffer:
         idx = shape.routing(rank.rank)
-        per_rank, _, per_expert, table, _ = buffer.get_dispatch_layout(idx.to(rank.device), shape.experts)
+        per_rank, per_node, per_expert, table, _ = buffer.get_dispatch_layout(idx.to(rank.device), shape.experts)
         owner = torch.where(idx >= 0, idx // shape.local_experts, torch.full_like(idx, -1))
         want = torch.stack([(owner == r).any(dim=1) for r in range(shape.ranks)], dim=1)
         sc.expect_equal("is_token_in_rank", table.cpu(), want)
         sc.expect_equal("num_tokens_per_rank", per_rank.cpu(), want.sum(dim=0, dtype=torch.int32))
         counts = torch.stack([(idx == e).any(dim=1).sum(dtype=torch.int32) for e in range(shape.experts)])
         sc.expect_equal("num_tokens_per_expert", per_expert.cpu(), counts)
+        sc.expect((per_node is None) == (shape.nodes == 1), "num_tokens_per_rdma_rank must be None on one node alone")
+        if per_node is not None:
+            want = sc.nodes_of(shape, rank.rank).sum(dim=0, dtype=torch.int32)
+            sc.expect_equal("num_tokens_per_rdma_rank", per_node.cpu(), want)
 
 
 def exchange(kind: str, with_topk: bool, previous: bool, asynchronous: bool) -> Callable[[Rank], None]:
@@ -153,6 +175,7 @@ def exchange(kind: str, with_topk: bool, previous: bool, asynchronous: bool) -> 
             wait(event)
             batch.check_rows(received)
             batch.check_counts(counts)
+            batch.check_handle(handle, len(batch.source_token))
             if with_topk:
                 batch.check_topk(idx, weights)
             again, *_, event = buffer.dispatch(batch.x, handle=handle, **order())
@@ -180,6 +203,7 @@ def round_trip(rank: Rank, batch: Batch, buffer: Buffer, worst: int = 0, **keywo
     batch.check_rows(received)
     batch.check_topk(idx, weights)
     count = len(batch.source_token)
+    batch.check_handle(handle, worst or count)
     sc.expect(worst == 0 or bool((idx[count:] == -1).all()), "rows beyond the received ones must have index -1")
     combined, sums, _ = buffer.combine(batch.rows_for_combine(worst or count), handle, topk_weights=weights, **keywords)
     batch.check_combined(combined, sums)
@@ -194,9 +218,8 @@ def check_worst_case(rank: Rank) -> None:
 
 def check_small_buffer(rank: Rank) -> None:
     """A buffer for chunks of one token: slow, but right."""
-    config = Config(2, 1, 2)
-    floor = config.get_nvl_buffer_size_hint(rank.shape.hidden * 2, rank.shape.ranks)
-    with rank.buffer(**make_buffer(rank.options, floor)) as buffer:
+    config = Config(2, 1, 2, 1, 2)
+    with rank.buffer(**make_buffer(rank.options, config)) as buffer:
         round_trip(rank, Batch(rank, rank.shape, buffer), buffer, config=config)
 
 

@@ -52,9 +52,9 @@ def cases(options: Any) -> list[Case]:
 def make_buffer(options: Any, **more: Any) -> dict[str, Any]:
     """Arguments of the buffer under test."""
     size = Buffer.get_low_latency_rdma_size_hint(
-        options.num_tokens, options.hidden, options.num_processes, options.num_experts
+        options.num_tokens, options.hidden, options.num_ranks, options.num_experts
     )
-    qps = max(1, options.num_experts // options.num_processes)
+    qps = max(1, options.num_experts // options.num_ranks)
     return {"num_rdma_bytes": size, "low_latency_mode": True, "num_qps_per_rank": qps, **more}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -41,16 +42,18 @@ class Rank:
         self.rank = rank
         self.options = options
         self.shape = sc.Shape(
-            ranks=options.num_processes,
+            ranks=options.num_ranks,
             tokens=options.num_tokens,
             hidden=options.hidden,
             topk=options.num_topk,
             experts=options.num_experts,
             seed=options.seed,
+            peers=options.num_nvl_peers,
+            groups=options.num_topk_groups,
         )
         self.device = torch.device("cpu")
         if options.engine == "cuda":
-            ordinal = rank % torch.cuda.device_count()
+            ordinal = (rank - options.first_rank) % torch.cuda.device_count()
             torch.cuda.set_device(ordinal)
             self.device = torch.device("cuda", ordinal)
         self._directory = directory
@@ -61,7 +64,12 @@ class Rank:
     def buffer(self, **arguments: Any) -> Iterator[Buffer]:
         """A buffer of all ranks; destroyed at the end."""
         self._made += 1
-        meeting = Bootstrap.file(self.rank, self.shape.ranks, self._directory, name=f"selftest{self._made}")
+        name, ranks, master = f"selftest{self._made}", self.shape.ranks, self.options.master
+        meeting = (
+            Bootstrap.tcp(self.rank, ranks, master, name)
+            if master
+            else Bootstrap.file(self.rank, ranks, self._directory, name)
+        )
         arguments.setdefault("timeout", self.options.timeout)
         buffer = Buffer(None, bootstrap=meeting, engine=self.options.engine, explicitly_destroy=True, **arguments)
         try:
@@ -107,6 +115,8 @@ def serve(rank: int, options: Any, directory: str, connection: Connection) -> No
     from .selftest import list_cases
 
     torch.set_num_threads(1)
+    if options.num_nvl_peers:
+        os.environ["DEEPEP_NUM_MAX_NVL_PEERS"] = str(options.num_nvl_peers)  # size hints ask there as well
     me = Rank(rank, options, directory, lambda: connection.send(("ok", None)))
     cases = list_cases(options)
     while True:

@@ -1,4 +1,4 @@
-"""Checks an installation: `python -m deep_ep.selftest intranode|low_latency`.
+"""Checks an installation: `python -m deep_ep.selftest intranode|low_latency|internode`.
 
 Starts one process for each rank, runs every case on all of them, prints a line for each, then the figures. The exit
 status is 0 only if every case passed.
@@ -7,6 +7,7 @@ status is 0 only if every case passed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import multiprocessing
 import shutil
 import sys
@@ -25,6 +26,12 @@ DEFAULTS = {
     "intranode": {"num_tokens": (4096, 128), "hidden": (7168, 2048), "num_topk": (8, 4), "num_experts": (256, 32)},
     "low_latency": {"num_tokens": (128, 32), "hidden": (7168, 2048), "num_topk": (8, 4), "num_experts": (256, 32)},
 }
+DEFAULTS["internode"] = DEFAULTS["intranode"]
+TITLES = {
+    "intranode": "normal mode inside one node",
+    "low_latency": "low-latency mode",
+    "internode": "both modes over several nodes",
+}
 CPU_PROCESSES = 4
 PRESSURE_ROUNDS = 100
 
@@ -32,8 +39,8 @@ PRESSURE_ROUNDS = 100
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m deep_ep.selftest", description="Checks an installation of deep_ep.")
-    modes = top.add_subparsers(dest="mode", required=True, metavar="intranode|low_latency")
-    for mode, text in (("intranode", "normal mode inside one node"), ("low_latency", "low-latency mode")):
+    modes = top.add_subparsers(dest="mode", required=True, metavar="|".join(TITLES))
+    for mode, text in TITLES.items():
         one = modes.add_parser(mode, help=text, formatter_class=argparse.RawTextHelpFormatter)
         gpu = {name: values[0] for name, values in DEFAULTS[mode].items()}
         cpu = {name: values[1] for name, values in DEFAULTS[mode].items()}
@@ -54,10 +61,30 @@ def parser() -> argparse.ArgumentParser:
             "--pressure-test", type=_count, nargs="?", const=PRESSURE_ROUNDS, default=0, metavar="ROUNDS",
             help=f"random rounds, each repeated and compared bit for bit (default {PRESSURE_ROUNDS} if given)",
         )  # fmt: skip
+        if mode == "internode":
+            _add_node_options(one)
+        else:
+            one.set_defaults(num_nvl_peers=0, num_topk_groups=0, num_hosts=1, host_rank=0, master="")
         if mode == "low_latency":
             one.add_argument("--use-logfmt", action="store_true", help="also combine with LogFMT-10 on the wire")
             one.add_argument("--shrink-test", action="store_true", help="also mask a rank, and lose one")
     return top
+
+
+def _add_node_options(one: argparse.ArgumentParser) -> None:
+    """What says who is on which node, and on which host."""
+    one.add_argument(
+        "--num-nvl-peers", type=_count, metavar="N",
+        help="ranks of one node (default: those of a host; on one host alone half of them)",
+    )  # fmt: skip
+    one.add_argument(
+        "--num-topk-groups", type=_count, metavar="N", help="nodes that one token's experts lie in (default: at most 4)"
+    )
+    one.add_argument("--num-hosts", type=_count, default=1, help="hosts that run this command (default 1)")
+    one.add_argument("--host-rank", type=int, default=0, help="which of them this is, from 0 (default 0)")
+    one.add_argument(
+        "--master", default="", metavar="HOST:PORT", help="where the ranks of several hosts meet: on host 0"
+    )
 
 
 def _count(text: str) -> int:
@@ -84,12 +111,16 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
     for name, values in DEFAULTS[options.mode].items():
         if getattr(options, name) is None:
             setattr(options, name, values[column])
-    experts, ranks = options.num_experts, options.num_processes
+    options.num_ranks = options.num_processes * options.num_hosts
+    options.first_rank = options.num_processes * options.host_rank
+    experts, ranks = options.num_experts, options.num_ranks
     if experts % ranks:
-        raise SystemExit(f"selftest: --num-experts {experts} must be a multiple of --num-processes {ranks}")
+        raise SystemExit(f"selftest: --num-experts {experts} must be a multiple of the {ranks} ranks")
     if options.num_topk > experts:
         raise SystemExit(f"selftest: --num-topk {options.num_topk} must not exceed --num-experts {experts}")
-    multiple = 128 if options.mode == "low_latency" else 16
+    if options.mode == "internode":
+        _complete_nodes(options)
+    multiple = 16 if options.mode == "intranode" else 128
     if options.hidden % multiple:
         raise SystemExit(f"selftest: --hidden {options.hidden} must be a multiple of {multiple} in this mode")
     if options.mode == "low_latency" and options.shrink_test and ranks < 2:
@@ -97,13 +128,29 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
+def _complete_nodes(options: argparse.Namespace) -> None:
+    """Nodes and hosts: fills in and checks."""
+    ranks, hosts = options.num_ranks, options.num_hosts
+    if not 0 <= options.host_rank < hosts:
+        raise SystemExit(f"selftest: --host-rank {options.host_rank} must be from 0 to {hosts - 1}: see --num-hosts")
+    if (hosts > 1) != bool(options.master):
+        raise SystemExit("selftest: --num-hosts and --master HOST:PORT belong together")
+    if options.num_nvl_peers is None:
+        options.num_nvl_peers = options.num_processes if hosts > 1 else max(1, ranks // 2)
+    peers = options.num_nvl_peers
+    if ranks % peers or ranks == peers:
+        raise SystemExit(f"selftest: --num-nvl-peers {peers} must divide the {ranks} ranks into two nodes or more")
+    if options.num_topk_groups is None:
+        options.num_topk_groups = min(4, ranks // peers)
+    room = options.num_experts // (ranks // peers) * options.num_topk_groups
+    if options.num_topk > room:
+        groups = f"--num-topk-groups {options.num_topk_groups}"
+        raise SystemExit(f"selftest: --num-topk {options.num_topk} must not exceed the {room} experts of {groups}")
+
+
 def list_cases(options: Any) -> list[Case]:
     """The cases of a mode, the same list in every process."""
-    if options.mode == "intranode":
-        from . import _selftest_intranode as mode
-    else:
-        from . import _selftest_low_latency as mode  # type: ignore[no-redef]
-    return mode.cases(options)
+    return list(importlib.import_module(f"{__package__}._selftest_{options.mode}").cases(options))
 
 
 class Ranks:
@@ -113,10 +160,10 @@ class Ranks:
         self._directory = tempfile.mkdtemp(prefix="deepep-selftest-")
         context = multiprocessing.get_context("forkserver")
         # torch is imported once, not once for each rank
-        context.set_forkserver_preload(["deep_ep._selftest_intranode", "deep_ep._selftest_low_latency"])
+        context.set_forkserver_preload([f"deep_ep._selftest_{mode}" for mode in TITLES])
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
-        for rank in range(options.num_processes):
+        for rank in range(options.first_rank, options.first_rank + options.num_processes):
             here, there = context.Pipe()
             process = context.Process(target=serve, args=(rank, options, self._directory, there), daemon=True)
             process.start()
@@ -160,9 +207,9 @@ class Ranks:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def report(name: str, seconds: float, answers: Sequence[tuple[str, Any]]) -> bool:
+def report(name: str, seconds: float, answers: Sequence[tuple[str, Any]], first_rank: int) -> bool:
     """Prints the line of a case, and beneath it what failed where. Returns whether all ranks passed."""
-    failures = [(rank, text) for rank, (kind, text) in enumerate(answers) if kind == "failed"]
+    failures = [(rank, text) for rank, (kind, text) in enumerate(answers, first_rank) if kind == "failed"]
     print(f"{name:<72} {'FAILED' if failures else 'ok':<6} {seconds * 1000:9.1f} ms", flush=True)
     for rank, text in failures:
         print(f"    rank {rank}: {text}", flush=True)
@@ -174,12 +221,16 @@ def print_figures(answers: Sequence[tuple[str, Any]], options: argparse.Namespac
     figures: list[Figures] = [figures for kind, figures in answers if kind == "ok"]
     names = figures[0] if figures else {}
     shape = f"{options.num_tokens} tokens x {options.hidden}, top-{options.num_topk} of {options.num_experts} experts"
-    print(f"\n{options.num_processes} ranks, engine {options.engine}, {shape}")
+    nodes = f" in nodes of {options.num_nvl_peers}" if options.num_nvl_peers else ""
+    print(f"\n{options.num_ranks} ranks{nodes}, engine {options.engine}, {shape}")
     print(f"median of {options.iterations} calls as the host sees them")
+    if options.mode == "internode" and options.engine == "cpu":
+        print("between nodes: software RDMA, whose times say nothing of a network")
+    width = max((len(name) for name in names), default=0)
     for name in names:
         slowest = max(one[name][0] for one in figures)
         received = sum(one[name][1] for one in figures) / len(figures)
-        print(f"  {name:<24} {slowest * 1e6:12.1f} us {received / slowest / 1e9:10.2f} GB/s")
+        print(f"  {name:<{width}} {slowest * 1e6:12.1f} us {received / slowest / 1e9:10.2f} GB/s")
     print("us: the slowest rank; GB/s = payload bytes that a rank receives (mean of the ranks) / that time")
 
 
@@ -193,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, case in enumerate(cases):
             start = time.monotonic()
             answers = ranks.run(number, options.timeout * 2 + 60 + 2 * options.pressure_test)
-            failed += not report(case.name, time.monotonic() - start, answers)
+            failed += not report(case.name, time.monotonic() - start, answers, options.first_rank)
             if case.name == "speed" and not any(kind == "failed" for kind, _ in answers):
                 measured = answers
             if any(text == "the process has ended" for _, text in answers):

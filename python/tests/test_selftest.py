@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from conftest import full
 from deep_ep import _selftest_check as sc
 
 SHAPE = sc.Shape(ranks=3, tokens=20, hidden=128, topk=2, experts=6, seed=1)
 TINY = ["--num-processes", "2", "--num-tokens", "12", "--hidden", "512", "--num-topk", "2", "--num-experts", "4"]
 
 
-def selftest(device, *arguments, expected=0):
+NODES = ["--num-processes", "4", "--num-tokens", "12", "--hidden", "512", "--num-topk", "2", "--num-experts", "8"]
+
+
+def selftest(device, *arguments, expected=0, env=None):
     done = subprocess.run(
         [sys.executable, "-m", "deep_ep.selftest", *arguments, "--engine", device],
         capture_output=True,
         text=True,
         timeout=200,
+        env=env,
     )
     assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout
@@ -40,6 +47,81 @@ def test_low_latency(device):
     assert "FAILED" not in text and "GB/s" in text
     for word in ("LogFMT-10", "UE8M0", "killed", "zero copy", "hook"):
         assert word in text, text
+
+
+def test_internode(device, nodes):
+    """Two nodes of two ranks, over the software RDMA."""
+    text = selftest(device, "internode", *NODES, "--pressure-test", "2", "--iterations", "3")
+    assert "FAILED" not in text and "32 of 32 cases passed" in text
+    for word in (
+        "4 ranks in nodes of 2",
+        "internode_dispatch",
+        "hook",
+        "RDMA inside nodes",
+        "by RDMA",
+        "low latency, 12",
+    ):
+        assert word in text, text
+
+
+@pytest.mark.skipif(not full(), reason="a long test: DEEPEP_TEST_FULL=1 runs it")
+def test_internode_by_two_commands(device, nodes):
+    """Each command starts the ranks of what it takes for its host; they meet at a TCP address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        master = f"127.0.0.1:{probe.getsockname()[1]}"
+    arguments = [*TINY, "--iterations", "3", "--num-hosts", "2", "--master", master, "--engine", device]
+    commands = [
+        subprocess.Popen(
+            [sys.executable, "-m", "deep_ep.selftest", "internode", *arguments, "--host-rank", str(host)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for host in (1, 0)
+    ]
+    for command in commands:
+        text = command.communicate(timeout=200)[0]
+        assert command.returncode == 0 and "4 ranks in nodes of 2" in text and "FAILED" not in text, text
+
+
+CORRUPTED = """
+import sys
+
+def corrupted(call, when):
+    count = 0
+    def run(self, *arguments, **keywords):
+        nonlocal count
+        result = call(self, *arguments, **keywords)
+        rows = result[0][0] if isinstance(result[0], tuple) else result[0]
+        count += 1
+        if self.rank == 1 and count == when:
+            rows.view(torch.uint8)[..., 0, -1] ^= 1
+        return result
+    return run
+
+if "forkserver" in " ".join(sys.orig_argv):  # whose children are the ranks
+    import torch
+    from deep_ep.buffer import Buffer
+
+    for name, when in dict(dispatch=1, combine=2, low_latency_dispatch=1, low_latency_combine=5).items():
+        setattr(Buffer, name, corrupted(getattr(Buffer, name), when))
+"""
+
+
+def test_a_corrupted_row_fails(device, tmp_path, nodes):
+    """One bit of one row, in four calls of rank 1 that wait: each makes one case fail, and no other case does."""
+    (tmp_path / "sitecustomize.py").write_text(CORRUPTED)  # read as Python starts, in the rank processes too
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    options = [*TINY, "--iterations", "3", "--timeout", "2"]
+    text = selftest(device, "internode", *options, expected=1, env={**os.environ, "PYTHONPATH": path})
+    assert text.count(" FAILED ") == 4 and "4 cases FAILED" in text, text
+    for fault in (
+        r"    rank 1: recv_x: row 0 holds token \d+ of rank \d, expected token \d+ of rank \d; 1 values differ",
+        r"    rank 1: combined_x: 1 of 12 rows differ, the first is 0",
+        r"    rank 1: expert 0: row 0 holds token",
+        r"    rank 1: combined_x: differs by",
+    ):
+        assert re.search(fault, text), f"no line like {fault!r} in {text}"
 
 
 def test_failure_is_a_line_and_an_exit_status(device):
@@ -73,6 +155,26 @@ def test_wrong_options(arguments, word):
     assert done.returncode != 0 and word in done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        (["--num-processes", "4", "--num-nvl-peers", "3"], "--num-nvl-peers 3"),
+        (["--num-processes", "4", "--num-nvl-peers", "4"], "--num-nvl-peers 4"),
+        (["--num-processes", "1"], "--num-nvl-peers 1"),
+        (["--num-processes", "4", "--num-topk-groups", "1", "--num-topk", "17"], "--num-topk 17"),
+        (["--num-hosts", "2"], "--master"),
+        (["--master", "localhost:1"], "--num-hosts"),
+        (["--host-rank", "1"], "--host-rank 1"),
+        (["--hidden", "200"], "--hidden 200"),
+    ],
+)
+def test_wrong_nodes(arguments, word):
+    from deep_ep import selftest as program
+
+    with pytest.raises(SystemExit, match=re.escape(word)):
+        program.complete(program.parser().parse_args(["internode", "--engine", "cpu", *arguments]))
+
+
 def rows_of(rank, token):
     return sc.payload(rank, token, SHAPE.hidden).to(torch.bfloat16)
 
@@ -93,6 +195,21 @@ def test_checker_sees_a_fault(fault):
     sc.expect_rows("x", rows, rank, token)
     with pytest.raises(sc.CheckError):
         sc.expect_rows("x", FAULTS[fault](rows.clone()), rank, token)
+
+
+def test_checker_knows_nodes():
+    """Groups bound the nodes of a token; what crosses is counted once a node."""
+    shape = sc.Shape(ranks=8, tokens=30, hidden=128, topk=3, experts=16, seed=2, peers=2, groups=2)
+    for rank in range(8):
+        chosen = shape.routing(rank)
+        for row in chosen.tolist():
+            assert len({expert // 4 for expert in row if expert >= 0}) <= 2, row
+    table = [sc.nodes_of(shape, rank) for rank in range(8)]
+    assert bool((table[0].sum(dim=1) <= 2).all()) and table[0].shape == (30, 4)
+    arriving = [sc.crossings(shape, rank)[0] for rank in range(8)]
+    returning = [sc.crossings(shape, rank)[1] for rank in range(8)]
+    assert sum(arriving) == sum(returning) == sum(int(t.sum() - t[:, r // 2].sum()) for r, t in enumerate(table))
+    assert arriving[3] == sum(int(table[rank][:, 1].sum()) for rank in (1, 5, 7))
 
 
 def test_checker_names_the_wrong_row():
