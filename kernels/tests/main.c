@@ -76,7 +76,7 @@ static const char *reason_to_skip(const struct test_case *test) {
 static void run_case(const struct test_case *test, enum verdict (*run)(const struct test_case *, char *, size_t)) {
   char why[640] = "";
   uint64_t start = now_ns();
-  expect_end(run == run_threads ? test->name : NULL, settings.full ? 600 : 60);
+  expect_end(run == run_threads ? test->name : NULL, settings.full || settings.seeds ? 600 : 60);
   enum verdict verdict = run(test, why, sizeof why);
   expect_end(NULL, 0);
   static const char *const words[] = {"ok    ", "FAILED", "skip  "};
