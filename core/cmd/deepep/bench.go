@@ -45,6 +45,7 @@ it spent waiting for peers; both are of rank 0.`,
 		Example: `  deepep bench --ranks 4
   deepep bench dispatch combine --tokens 64,512,4096 --routing zipf --picture latency.png
   deepep bench low-latency --engine cuda --ranks 8 --fp8 --tokens 128
+  deepep bench dispatch combine --engine cpu --ranks 4 --ranks-per-node 2
   deepep bench first-call --tokens 512`,
 		Args: cobra.ArbitraryArgs,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -55,6 +56,7 @@ it spent waiting for peers; both are of rank 0.`,
 	flags := cmd.Flags()
 	flags.StringVar(&f.spec.Engine, "engine", "auto", "cpu, cuda, or auto")
 	flags.IntVar(&f.spec.Ranks, "ranks", 4, "rank processes to start")
+	flags.IntVar(&f.spec.PerNode, "ranks-per-node", 0, "ranks of one node; nodes are joined by RDMA, in software with cpu; 0: one node")
 	flags.IntSliceVar(&f.spec.Tokens, "tokens", []int{128}, "tokens a rank, one or several numbers")
 	flags.IntVar(&f.spec.Hidden, "hidden", 7168, "hidden size (BF16 elements a row)")
 	flags.IntVar(&f.spec.Experts, "experts", 256, "experts of all ranks together")
@@ -105,7 +107,10 @@ func (f *benchFlags) check() error {
 	if !slices.Contains(routings, s.Routing) {
 		return fmt.Errorf("routing: %q; allowed are %s", s.Routing, strings.Join(routings, ", "))
 	}
-	t, err := plan.NewTopology(s.Ranks, s.Ranks)
+	if s.PerNode == 0 {
+		s.PerNode = s.Ranks
+	}
+	t, err := plan.NewTopology(s.Ranks, s.PerNode)
 	if err != nil {
 		return err
 	}

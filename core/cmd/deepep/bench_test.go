@@ -103,6 +103,15 @@ func TestBenchBytes(t *testing.T) {
 	}
 }
 
+func TestBenchOfNodes(t *testing.T) {
+	needKernels(t)
+	out, stderr, code := deepep(t, "bench", "dispatch", "combine", "--engine", "cpu", "--ranks", "4", "--ranks-per-node", "2", "--hidden", "64", "--experts", "8",
+		"--top-k", "2", "--tokens", "10", "--iterations", "2", "--warmup", "0")
+	if code != 0 || !strings.Contains(out, "4 ranks on 2 nodes") || !strings.Contains(out, "combine") {
+		t.Errorf("exit status %d: %s%s", code, out, stderr)
+	}
+}
+
 func TestBenchFirstCall(t *testing.T) {
 	needKernels(t)
 	out, stderr, code := deepep(t, "bench", "first-call", "--engine", "cpu", "--ranks", "2", "--hidden", "64", "--experts", "4", "--top-k", "2", "--tokens", "8", "--iterations", "3")
@@ -129,6 +138,7 @@ func TestBenchArguments(t *testing.T) {
 		{"bench --engine rocm", `"rocm"`},
 		{"bench --ranks 0", "ranks: 0"},
 		{"bench --ranks 65", "ranks: 65"},
+		{"bench --ranks 4 --ranks-per-node 3", "a multiple of 3"},
 		{"bench --iterations 0", "iterations: 0"},
 		{"bench --routing odd", `"odd"`},
 		{"bench --top-k 300", "top-k: 300"},
@@ -204,7 +214,7 @@ func TestPictureOfNothing(t *testing.T) {
 	if err := r.picture(filepath.Join(t.TempDir(), "x.png")); err == nil || !strings.Contains(err.Error(), "nothing") {
 		t.Error(err)
 	}
-	r = benchReport{Spec: benchSpec{Tokens: []int{8}}, Results: []benchResult{{Operation: "combine", Tokens: 8, P50US: 3, P99US: 4}}}
+	r = benchReport{Spec: benchSpec{Ranks: 2, PerNode: 2, Tokens: []int{8}}, Results: []benchResult{{Operation: "combine", Tokens: 8, P50US: 3, P99US: 4}}}
 	if err := r.picture(filepath.Join(t.TempDir(), "x.jpg")); err == nil || !strings.Contains(err.Error(), ".png") {
 		t.Error(err)
 	}

@@ -11,12 +11,14 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/deepep-go/deepep/core"
+	"github.com/deepep-go/deepep/core/internal/plan"
 )
 
 // benchSpec is what a rank process is told.
 type benchSpec struct {
 	Rank       int      `json:"rank"`
 	Ranks      int      `json:"ranks"`
+	PerNode    int      `json:"ranks_per_node"`
 	Folder     string   `json:"folder"` // in which the ranks meet
 	Engine     string   `json:"engine"`
 	Operations []string `json:"operations"`
@@ -101,7 +103,7 @@ func measureRank(ctx context.Context, spec *benchSpec) (result *rankResult, err 
 	if err != nil {
 		return nil, err
 	}
-	group, err := core.NewGroup(ctx, core.GroupOptions{Exchanger: meet, NumNVLPeers: spec.Ranks, Timeout: groupLimit})
+	group, err := core.NewGroup(ctx, core.GroupOptions{Exchanger: meet, NumNVLPeers: spec.PerNode, Timeout: groupLimit})
 	if err != nil {
 		return nil, err
 	}
@@ -152,11 +154,15 @@ func (s *benchSpec) buffer() (core.BufferOptions, error) {
 		if err != nil {
 			return o, err
 		}
-		n, err := core.SizeHint(config, 2*int64(s.Hidden), s.Ranks, false)
+		nvl, err := config.NVLBytes(2*int64(s.Hidden), s.topology())
 		if err != nil {
 			return o, err
 		}
-		o.NumNVLBytes = max(o.NumNVLBytes, n)
+		rdma, err := config.RDMABytes(2*int64(s.Hidden), s.topology())
+		if err != nil {
+			return o, err
+		}
+		o.NumNVLBytes, o.NumRDMABytes = max(o.NumNVLBytes, nvl), max(o.NumRDMABytes, rdma)
 	}
 	info, err := core.QueryEngine(s.Engine)
 	if err != nil {
@@ -166,10 +172,17 @@ func (s *benchSpec) buffer() (core.BufferOptions, error) {
 		o.Device = s.Rank % info.NumDevices
 	}
 	if s.needsLowLatency() {
-		o.NumRDMABytes, err = core.LowLatencySizeHint(int64(most), int64(s.Hidden), int64(s.Ranks), int64(s.Experts))
+		n, err := core.LowLatencySizeHint(int64(most), int64(s.Hidden), int64(s.Ranks), int64(s.Experts))
+		if err != nil {
+			return o, err
+		}
+		o.NumRDMABytes = max(o.NumRDMABytes, n)
 	}
-	return o, err
+	return o, nil
 }
+
+// topology is how the ranks are grouped into nodes; check has seen that they can be.
+func (s *benchSpec) topology() plan.Topology { return plan.Topology{Ranks: s.Ranks, Peers: s.PerNode} }
 
 func (s *benchSpec) needsLowLatency() bool {
 	for _, o := range s.Operations {

@@ -80,8 +80,12 @@ func (r *benchReport) print(w io.Writer) error {
 	if r.ISA != "" {
 		device += ", " + r.ISA
 	}
+	ranks := count(s.Ranks, "rank")
+	if nodes := s.topology().Nodes(); nodes > 1 {
+		ranks += " on " + count(nodes, "node")
+	}
 	fmt.Fprintf(w, "%s engine (%s), %s, hidden %d, top-%d of %d experts, %s routing\n",
-		r.Engine, device, count(s.Ranks, "rank"), s.Hidden, s.TopK, s.Experts, s.Routing)
+		r.Engine, device, ranks, s.Hidden, s.TopK, s.Experts, s.Routing)
 	t := newTable()
 	header := table.Row{"operation", "tokens", "p50", "p99", "max", "sent", "GB/s", "kernels", "waiting", "calls"}
 	t.AppendHeader(header)

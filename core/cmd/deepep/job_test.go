@@ -31,13 +31,13 @@ const (
 
 // runJobRank is a rank's process. It says "running" after ten rounds and ends with its standard input.
 func runJobRank(rank int) error {
-	spec := &benchSpec{Rank: rank, Ranks: jobRanks, Folder: os.Args[1], Engine: "cpu", Operations: []string{"dispatch"}, Tokens: []int{16}, Hidden: 256, Experts: 16, TopK: 4, Routing: "uniform", Start: "preinitialize"}
+	spec := &benchSpec{Rank: rank, Ranks: jobRanks, PerNode: 2, Folder: os.Args[1], Engine: "cpu", Operations: []string{"dispatch"}, Tokens: []int{16}, Hidden: 256, Experts: 16, TopK: 4, Routing: "uniform", Start: "preinitialize"}
 	ctx := context.Background()
 	meet, err := core.OpenFile(ctx, core.FileOptions{Rank: rank, Size: jobRanks, Dir: spec.Folder, Name: "job"})
 	if err != nil {
 		return err
 	}
-	group, err := core.NewGroup(ctx, core.GroupOptions{Exchanger: meet, Timeout: groupLimit})
+	group, err := core.NewGroup(ctx, core.GroupOptions{Exchanger: meet, NumNVLPeers: spec.PerNode, Timeout: groupLimit})
 	if err != nil {
 		return err
 	}
