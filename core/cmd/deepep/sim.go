@@ -76,14 +76,14 @@ func (s *simFlags) hardware() (nicsim.Hardware, error) {
 	if err != nil {
 		return h, err
 	}
-	h.Routing, h.Fabric, h.Buffer = nicsim.Routing(routing), nicsim.Fabric(fabric), 0
+	h.Routing, h.Fabric = nicsim.Routing(routing), nicsim.Fabric(fabric)
+	var bytes uint64
 	if s.buffer != "0" {
-		bytes, err := parseSize(s.buffer)
-		if err != nil {
+		if bytes, err = parseSize(s.buffer); err != nil {
 			return h, fmt.Errorf("buffer: %q; allowed is a size like 64KiB, or 0 for no limit", s.buffer)
 		}
-		h.Buffer = int64(bytes)
 	}
+	h.WithBuffer(int64(bytes))
 	return h, h.Check()
 }
 

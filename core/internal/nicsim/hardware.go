@@ -61,7 +61,7 @@ var H800 = Hardware{
 	LinkRate: 50000, NICRate: 47000, PCIeRate: 63000, NVLinkRate: 160000, CopyRate: 158000,
 	Call: 25 * Microsecond, PostGap: 10 * Nanosecond, Post: 2 * Microsecond, Land: 500 * Nanosecond, Grant: 10 * Nanosecond,
 	Wire: 250 * Nanosecond, NVWire: 800 * Nanosecond,
-	Turn: 1, Segment: 16 << 10, MTU: 4096, Header: 30, Buffer: 128 << 10, LeafSize: 32, Spines: 32,
+	Turn: 16 << 10, Segment: 16 << 10, MTU: 4096, Header: 30, Buffer: 128 << 10, LeafSize: 32, Spines: 32,
 }
 
 // Check refuses hardware that cannot work.
@@ -92,6 +92,15 @@ func (h *Hardware) Check() error {
 		return status.InvalidArg("fabric", int(h.Fabric), "0 (rail) or 1 (pod)")
 	}
 	return nil
+}
+
+// WithBuffer sets the room at the far end of links, 0 for any. Packets become small enough for eight of them, so that their
+// size does not decide what the buffer does.
+func (h *Hardware) WithBuffer(bytes int64) {
+	h.Buffer = bytes
+	if bytes > 0 {
+		h.Segment = min(h.Segment, max(h.MTU, bytes/8/h.MTU*h.MTU))
+	}
 }
 
 // wireBytes adds the headers.

@@ -137,7 +137,6 @@ func TestTurns(t *testing.T) {
 		{"until empty", func(h *Hardware) { h.Turn = 0 }, []int{2, 3, 4, 5, 0, 1}},
 		{"lowest first", func(h *Hardware) { h.LowestFirst = true }, []int{2, 3, 4, 5, 0, 1}},
 		{"one after the other", func(h *Hardware) { h.PostGap = Nanosecond }, []int{0, 2, 4, 1, 3, 5}},
-		{"longer turns", func(h *Hardware) { h.Turn = 1500 }, []int{2, 3, 4, 5, 0, 1}},
 	} {
 		h := plain()
 		c.change(&h)
@@ -146,6 +145,19 @@ func TestTurns(t *testing.T) {
 		slices.SortFunc(order, func(a, b int) int { return int(got[a] - got[b]) })
 		if !slices.Equal(order, c.order) {
 			t.Errorf("%s: %v, want %v", c.name, order, c.order)
+		}
+	}
+}
+
+// TestTurnsInsideMessages: two queue pairs with a message each take turns of so many bytes.
+func TestTurnsInsideMessages(t *testing.T) {
+	for turn, first := range map[int64]int64{1000: 7000, 2000: 6000, 4000: 4000, 16000: 4000, 0: 4000} {
+		h := plain()
+		h.Segment, h.Turn = 1000, turn
+		got, _ := scripted(t, h, 2, sent{0, 1, 0, 4000, false}, sent{0, 1, 1, 4000, false})
+		start := h.Post + 2*h.Wire + h.Land
+		if got[0] != start+duration(first, h.LinkRate) || got[1] != start+duration(8000, h.LinkRate) {
+			t.Errorf("turns of %d: %d and %d ps", turn, got[0]-start, got[1]-start)
 		}
 	}
 }

@@ -170,6 +170,9 @@ func (m *machine) grant(l *link) {
 	if msg.left > 0 {
 		return
 	}
+	if m.hw.Turn > 0 {
+		n.turn = 0
+	}
 	if q.head = msg.next; q.head == none {
 		q.tail = none
 	}
