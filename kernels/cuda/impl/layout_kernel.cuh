@@ -81,7 +81,7 @@ __device__ inline void count_token(const LayoutParams &p, int token, const Layou
 }
 
 // The last block of the grid brings the statistics page up to date instead.
-__global__ void __launch_bounds__(kLayoutThreads) layout_kernel(const __grid_constant__ LayoutParams p) {
+__global__ void __launch_bounds__(kLayoutThreads, 1) layout_kernel(const __grid_constant__ LayoutParams p) {
   extern __shared__ uint32_t counts[]; // experts, ranks, nodes
   const Session &s = p.session;
   const int total = p.num_experts + s.team.num_ranks + p.num_nodes, workers = static_cast<int>(gridDim.x) - 1;
@@ -98,13 +98,13 @@ __global__ void __launch_bounds__(kLayoutThreads) layout_kernel(const __grid_con
       at = lane_entry(p, first), entry = load_entry(p, at);
     }
     for (int t = blockIdx.x * kLayoutThreads + threadIdx.x; !by_lanes && t < p.num_tokens; t += workers * kLayoutThreads) count_token(p, t, mine, wrong);
-    if (wrong != -1) report_failure(s, DK_EINVAL, s.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, wrong, 0);
     __syncthreads();
     for (int i = threadIdx.x; i < total; i += kLayoutThreads)
       if (counts[i] != 0) atomicAdd(&s.team.scratch->histogram[i], counts[i]);
   } else if (!works) {
     publish_newest_by_last_warp(s.team);
   }
+  if (wrong != -1) report_failure(s, DK_EINVAL, s.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, wrong, 0);
   finish(s, [&](bool failed) {
     constexpr int kOthers = kLayoutThreads - kWarp; // the last warp has the statistics to do
     for (int i = threadIdx.x; threadIdx.x < kOthers && i < total; i += kOthers) {
