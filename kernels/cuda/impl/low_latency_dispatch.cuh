@@ -16,9 +16,8 @@ struct LowLatencyDispatchParams {
 
 // ---- Send ------------------------------------------------------------------------------------------------------------------
 
-// The first warps of a block send rows, the last two find out meanwhile who gets how many and say so: what is small must not queue
-// behind what is large.
-constexpr int kLlRouteThreads = 64, kLlRowThreads = kLlThreads - kLlRouteThreads;
+// What is small must not queue behind what is large: an SM's stores leave in order, and its loads wait behind them too. So the last
+// two warps have read all entries and know the counts and the headers before the others begin to store rows.
 enum : int { kRouteBarrier = 1, kRowBarrier = 2, kBothBarrier = 3 };
 
 struct TokenRoute {             // of the token that a block sends now, in shared memory
@@ -38,34 +37,46 @@ __device__ inline bool named_before(const LowLatencyParams &p, int at, int64_t e
   return false;
 }
 
-// By the routing warps, one look at all entries. Counts the tokens that choose experts b + first * G, b + (first + 1) * G, ... of
-// block b into counts[32], and where `token` stands among those that choose its experts.
-__device__ inline void scan_entries(const LowLatencyParams &p, int thread, int first, int token, uint32_t *counts, TokenRoute *route) {
-  constexpr int kUnroll = 8;
+// What a routing thread looks at first, on its way since the kernel began.
+constexpr int kScanUnroll = 16;
+struct EntryLoads { int64_t expert[kScanUnroll]; };
+__device__ inline EntryLoads load_entries(const LowLatencyParams &p, int base, int end) {
+  EntryLoads loads;
+#pragma unroll
+  for (int u = 0; u < kScanUnroll; ++u) {
+    const int at = base + u * kLlRouteThreads;
+    loads.expert[u] = at < end ? load_index(p.topk_idx, at, p.index_bytes) : -1;
+  }
+  return loads;
+}
+
+// By the routing warps, one look at all entries (those before the token's if not counting). Counts the tokens that choose experts
+// b + first * G, b + (first + 1) * G, ... of block b into counts[32], and where `token` stands among those that choose its experts.
+__device__ inline void scan_entries(const LowLatencyParams &p, int thread, EntryLoads loads, bool counting, int first, int token, uint32_t *counts,
+                                    TokenRoute *route) {
   const uint32_t blocks = gridDim.x;
   if (thread < kMaxTopk) counts[thread] = 0, route->position[thread] = 0;
   uint64_t chosen = 0; // a bit for each of the token's experts, by its last six bits
   for (int k = 0; k < p.num_topk && token > 0; ++k) chosen |= route->expert[k] < 0 ? 0 : 1ull << (route->expert[k] & 63);
   ptx::barrier_among<kLlRouteThreads>(kRouteBarrier);
-  const int entries = p.num_tokens * p.num_topk, mine = token * p.num_topk;
-  for (int base = thread; base < entries; base += kLlRouteThreads * kUnroll) {
-    int64_t expert[kUnroll];
+  const int mine = token * p.num_topk, end = counting ? p.num_tokens * p.num_topk : mine;
+  for (int base = thread; base < end;) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kScanUnroll; ++u) {
       const int at = base + u * kLlRouteThreads;
-      expert[u] = at < entries ? load_index(p.topk_idx, at, p.index_bytes) : -1;
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int at = base + u * kLlRouteThreads;
-      if (expert[u] < 0 || expert[u] >= p.num_experts) continue;
-      const uint32_t number = static_cast<uint32_t>(expert[u]), round = number / blocks;
+      const int64_t expert = loads.expert[u];
+      if (expert < 0 || expert >= p.num_experts) continue;
+      const uint32_t number = static_cast<uint32_t>(expert), round = number / blocks;
       const int which = static_cast<int>(round) - first;
-      if (number - round * blocks == blockIdx.x && which >= 0 && which < 32 && !named_before(p, at, expert[u])) atomicAdd(&counts[which], 1u);
-      if (at >= mine || (chosen >> (number & 63) & 1) == 0) continue;
-      for (int k = 0; k < p.num_topk; ++k)
-        if (route->expert[k] == static_cast<int>(number) && !named_before(p, at, expert[u])) atomicAdd(&route->position[k], 1u);
+      const bool counted = counting && number - round * blocks == blockIdx.x && which >= 0 && which < 32;
+      const bool before = at < mine && (chosen >> (number & 63) & 1) != 0;
+      if ((!counted && !before) || named_before(p, at, expert)) continue;
+      if (counted) atomicAdd(&counts[which], 1u);
+      for (int k = 0; before && k < p.num_topk; ++k)
+        if (route->expert[k] == static_cast<int>(number)) atomicAdd(&route->position[k], 1u);
     }
+    base += kScanUnroll * kLlRouteThreads;
+    if (base < end) loads = load_entries(p, base, end);
   }
   ptx::barrier_among<kLlRouteThreads>(kRouteBarrier);
 }
@@ -194,38 +205,48 @@ __device__ inline void send_row(const LowLatencyDispatchParams &d, int token, To
               static_cast<unsigned long long>(fp8 ? p.hidden + p.hidden / 32 : 2 * p.hidden));
 }
 
-// Role of the last two warps; token -1: the block has none.
-__device__ inline void send_routing(const LowLatencyParams &p, const LowLatencyCall &call, int token, bool first, TokenRoute *route, uint32_t *counts) {
+// By the routing warps: all about a token before its row is sent. `token` -1: none.
+__device__ inline void prepare_route(const LowLatencyParams &p, const LowLatencyCall &call, const EntryLoads &loads, bool counting, int token,
+                                     TokenRoute *route, uint32_t *counts) {
   const int thread = static_cast<int>(threadIdx.x) - kLlRowThreads;
-  scan_entries(p, thread, 0, token, counts, route);
-  if (first) send_expert_counts(p, call, thread, 0, counts);
+  if (token >= 0 && thread < kWarp) read_route(p, call, token, route);
+  ptx::barrier_among<kLlRouteThreads>(kRouteBarrier);
+  scan_entries(p, thread, loads, counting, 0, token, counts, route);
+}
+
+// Role of the routing warps.
+__device__ inline void send_routing(const LowLatencyParams &p, const LowLatencyCall &call, int token, bool counted, TokenRoute *route, uint32_t *counts) {
+  const int thread = static_cast<int>(threadIdx.x) - kLlRowThreads, end = p.num_tokens * p.num_topk;
+  if (counted) send_expert_counts(p, call, thread, 0, counts);
   if (token >= 0) {
     if (p.format != DK_FORMAT_FP8) ptx::barrier_among<kLlThreads>(kBothBarrier); // the row's pattern is known
     send_headers(p, call, thread, token, route);
   }
-  for (int next = 32; first && blockIdx.x + next * gridDim.x < static_cast<uint32_t>(p.num_experts); next += 32) {
+  for (int next = 32; counted && blockIdx.x + next * gridDim.x < static_cast<uint32_t>(p.num_experts); next += 32) {
     ptx::barrier_among<kLlRouteThreads>(kRouteBarrier);
-    scan_entries(p, thread, next, -1, counts, route);
+    scan_entries(p, thread, load_entries(p, thread, end), true, next, -1, counts, route);
     send_expert_counts(p, call, thread, next, counts);
   }
 }
 
-// False: the team failed.
-__device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowLatencyCall &call, TokenRoute *route, uint32_t *counts) {
+// False: the team failed. `early`: of the routing warps.
+__device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowLatencyCall &call, const EntryLoads &early, TokenRoute *route,
+                                   uint32_t *counts) {
   const LowLatencyParams &p = d.call;
-  const int first = blockIdx.x;
-  const bool empty = await_empty_slots(p, call, [&] {
-    if (first < p.num_tokens) read_route(p, call, first, route);
-  });
-  if (!empty) return false;
-  if (first >= p.num_tokens && threadIdx.x >= kLlRowThreads) send_routing(p, call, -1, true, route, counts);
-  for (int token = first; token < p.num_tokens; token += gridDim.x) {
+  const int first = static_cast<int>(blockIdx.x) < p.num_tokens ? static_cast<int>(blockIdx.x) : -1;
+  if (!await_empty_slots(p, call, [&] { prepare_route(p, call, early, true, first, route, counts); })) return false;
+  const bool routes = threadIdx.x >= kLlRowThreads;
+  if (first < 0 && routes) send_routing(p, call, -1, true, route, counts);
+  for (int token = first; first >= 0 && token < p.num_tokens; token += gridDim.x) {
     if (token != first) {
-      if (warp_id() == 0) read_route(p, call, token, route);
+      if (routes) {
+        const EntryLoads loads = load_entries(p, static_cast<int>(threadIdx.x) - kLlRowThreads, token * p.num_topk);
+        prepare_route(p, call, loads, false, token, route, counts);
+      }
       __syncthreads();
     }
-    if (threadIdx.x < kLlRowThreads) send_row(d, token, route);
-    else send_routing(p, call, token, token == first, route, counts);
+    if (routes) send_routing(p, call, token, token == first, route, counts);
+    else send_row(d, token, route);
     __syncthreads();
   }
   return true;
@@ -501,12 +522,14 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_dispatch_kernel(con
   __shared__ uint32_t counts[32];
   const LowLatencyParams &p = d.call;
   const LowLatencyCall call = low_latency_call(p, true);
+  EntryLoads early{};
+  if (p.sends() && threadIdx.x >= kLlRowThreads) early = load_entries(p, static_cast<int>(threadIdx.x) - kLlRowThreads, p.num_tokens * p.num_topk);
   if (p.sends() && static_cast<int>(blockIdx.x) < p.num_tokens && threadIdx.x < ceil_div(p.hidden, 64)) // lines of 128 bytes
     ptx::prefetch_l2(d.x + blockIdx.x * 2ull * p.hidden + 128ull * threadIdx.x);
   if (begin(p.session)) {
     if (is_clerk()) post_low_latency(p, call);
     bool good = true;
-    if (p.sends()) good = send_tokens(d, call, &route, counts);
+    if (p.sends()) good = send_tokens(d, call, early, &route, counts);
     if (is_clerk()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
     if (p.receives() && good) {
       find_source_calls(p, call, calls);
