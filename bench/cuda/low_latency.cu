@@ -247,10 +247,9 @@ void time_low_latency(Rank &rank) {
     if (rank.rank == 0) printf("%-34s median %7.1f us  p99 %7.1f us  in-kernel mean %7.1f us\n", what, t.median, t.p99, own), fflush(stdout);
   };
   auto timed = [&](const char *what, int op, auto call) {
-    const dk_op_stats before = rank.stats->ops[op];
+    const OwnTime before = own_time(rank, op);
     const Timing t = measure(rank, iterations, false, call);
-    const dk_op_stats after = rank.stats->ops[op];
-    show(what, t, (after.total_ns - before.total_ns) / 1e3 / std::max<uint64_t>(1, after.calls - before.calls));
+    show(what, t, mean_us(before, own_time(rank, op)));
   };
   timed("LL dispatch FP8", DK_OP_LL_DISPATCH, [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, false); });
   timed("LL dispatch FP8 with weights", DK_OP_LL_DISPATCH, [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, true); });

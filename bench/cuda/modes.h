@@ -26,6 +26,17 @@ template <class T> std::vector<T> to_host(const T *p, size_t count) {
 }
 template <class T> uint64_t as_address(T *p) { return reinterpret_cast<uint64_t>(p); }
 
+// Time that an operation has spent in its kernels so far. Kernels leave the newest call to the next one to write out: the barrier.
+struct OwnTime { uint64_t calls, ns; };
+inline OwnTime own_time(Rank &rank, int op) {
+  rank.barrier();
+  rank.sync();
+  return {rank.stats->ops[op].calls, rank.stats->ops[op].total_ns};
+}
+inline double mean_us(const OwnTime &before, const OwnTime &after) {
+  return after.calls == before.calls ? 0 : (after.ns - before.ns) / 1e3 / (after.calls - before.calls);
+}
+
 // What to time: `call` enqueues. Prints median and 99th percentile of the maximum over ranks, in microseconds.
 struct Timing { double median, p99; };
 template <class F> Timing measure(Rank &rank, int iterations, bool cold, F call) {

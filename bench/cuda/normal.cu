@@ -293,20 +293,29 @@ void time_normal(Rank &rank, const std::vector<int> &sms) {
   notify(rank, a, routing, s.hidden, s.hidden / 128);
   rank.sync();
   rank.meet();
-  auto show = [&](const char *what, int num_sms, Timing t, double bytes) {
-    if (first) printf("%-28s sms %3d  median %8.1f us  p99 %8.1f us  logical %6.1f GB/s\n", what, num_sms, t.median, t.p99, bytes / t.median / 1e3), fflush(stdout);
+  auto timed = [&](const char *what, int num_sms, double bytes, int op, auto call) {
+    const OwnTime before = own_time(rank, op);
+    const Timing t = measure(rank, s.iterations, op != DK_OP_BARRIER, call);
+    const double own = mean_us(before, own_time(rank, op));
+    if (!first) return;
+    printf("%-28s sms %3d  median %8.1f us  p99 %8.1f us  in-kernel mean %8.1f us  logical %6.1f GB/s\n", what, num_sms, t.median, t.p99, own,
+           bytes / t.median / 1e3);
+    fflush(stdout);
   };
   if (!rank.peer_segments.empty()) time_limit(rank, rank.peer_segments);
-  show("layout", 0, measure(rank, s.iterations, true, [&] { layout(rank, a, routing); }), 0);
-  show("notify", 0, measure(rank, s.iterations, true, [&] { notify(rank, a, routing, s.hidden, s.hidden / 128); }), 0);
-  show("barrier", 0, measure(rank, s.iterations, false, [&] { rank.barrier(); }), 0);
-  const double fp8 = static_cast<double>(rows) * (s.hidden + s.hidden / 32), bf16 = 2.0 * rows * s.hidden;
+  timed("layout", 0, 0, DK_OP_LAYOUT, [&] { layout(rank, a, routing); });
+  timed("notify", 0, 0, DK_OP_NOTIFY, [&] { notify(rank, a, routing, s.hidden, s.hidden / 128); });
+  timed("barrier", 0, 0, DK_OP_BARRIER, [&] { rank.barrier(); });
   for (int n : sms) {
-    show("dispatch FP8 direct", n, measure(rank, s.iterations, true, [&] { dispatch(rank, a, routing, s.hidden, s.hidden / 128, -1, 0, n, true); }), fp8);
-    show("dispatch FP8 direct no scales", n, measure(rank, s.iterations, true, [&] { dispatch(rank, a, routing, s.hidden, 0, -1, 0, n, true); }), fp8);
-    show("dispatch BF16 direct", n, measure(rank, s.iterations, true, [&] { dispatch(rank, a, routing, 2 * s.hidden, 0, -1, 0, n, true); }), bf16);
-    show("dispatch FP8 staged", n, measure(rank, s.iterations, true, [&] { dispatch(rank, a, routing, s.hidden, s.hidden / 128, -1, 0, n, false); }), fp8);
-    show("dispatch BF16 staged", n, measure(rank, s.iterations, true, [&] { dispatch(rank, a, routing, 2 * s.hidden, 0, -1, 0, n, false); }), bf16);
-    show("combine BF16", n, measure(rank, s.iterations, true, [&] { combine(rank, a, routing, n, false); }), bf16);
+    auto rows_to = [&](const char *what, uint64_t row_bytes, int scales, bool direct) {
+      timed(what, n, static_cast<double>(rows) * (row_bytes + 4 * scales), DK_OP_DISPATCH,
+            [&] { dispatch(rank, a, routing, row_bytes, scales, -1, 0, n, direct); });
+    };
+    rows_to("dispatch FP8 direct", s.hidden, s.hidden / 128, true);
+    rows_to("dispatch FP8 direct no scales", s.hidden, 0, true);
+    rows_to("dispatch BF16 direct", 2 * s.hidden, 0, true);
+    rows_to("dispatch FP8 staged", s.hidden, s.hidden / 128, false);
+    rows_to("dispatch BF16 staged", 2 * s.hidden, 0, false);
+    timed("combine BF16", n, 2.0 * rows * s.hidden, DK_OP_COMBINE, [&] { combine(rank, a, routing, n, false); });
   }
 }
