@@ -168,7 +168,7 @@ func (b *Buffer) open() (err error) {
 	}
 	p := b.blockSizes(0)
 	if code := b.opt.Library.BlockSizes(p); code != 0 {
-		return kern.Error("dk_block_sizes", code, p.DeviceError)
+		return b.unsupported(kern.Error("dk_block_sizes", code, p.DeviceError))
 	}
 	if limit := b.opt.RDMA.Workspace; limit > 0 && p.ControlBytes > limit {
 		return status.Errorf(status.InvalidArgument, "flags and counts of %d ranks take %d bytes: DEEPEP_NUM_WORKSPACE_BYTES = %d allows less",
@@ -238,7 +238,7 @@ func (b *Buffer) makeTeam(prints []fingerprint) error {
 		}
 	}
 	if code := b.opt.Library.TeamCreate(p); code != 0 {
-		return kern.Error("dk_team_create", code, p.DeviceError)
+		return b.unsupported(kern.Error("dk_team_create", code, p.DeviceError))
 	}
 	b.team = p.Team
 	return nil

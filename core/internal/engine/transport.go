@@ -43,15 +43,27 @@ func (b *Buffer) remotePeers() []int32 {
 	return peers
 }
 
+// whyQueues says what makes a transport necessary.
+func (b *Buffer) whyQueues() string {
+	if b.top.Nodes() == 1 {
+		return "allow_nvlink_for_low_latency_mode = 0 asks for RDMA among all ranks"
+	}
+	return fmt.Sprintf("%d ranks with num_nvl_peers = %d are %d nodes", b.size, b.top.Peers, b.top.Nodes())
+}
+
+// unsupported adds the reason where a library refuses to go beyond loads and stores.
+func (b *Buffer) unsupported(err error) error {
+	if status.CodeOf(err) != status.Unsupported || !b.usesTransport() {
+		return err
+	}
+	return status.Errorf(status.Unsupported, "%s, and the kernels of engine %s (%s) reach ranks by loads and stores alone: %w",
+		b.whyQueues(), b.opt.Library.Kind, b.opt.Library.Path, err)
+}
+
 // checkReach refuses ranks that the library cannot reach. A transport whose blocks are mapped here joins nodes of one host only.
 func (b *Buffer) checkReach() error {
-	if library := b.opt.Library; b.usesTransport() && !library.HasTransport() {
-		if b.top.Nodes() == 1 {
-			return status.Errorf(status.Unsupported, "allow_nvlink_for_low_latency_mode = 0: low-latency calls would need RDMA among all ranks, "+
-				"and the kernel library of engine %s (%s) has no transport", library.Kind, library.Path)
-		}
-		return status.Errorf(status.Unsupported, "%d ranks with num_nvl_peers = %d are %d nodes, and the kernel library of engine %s (%s) has no transport between nodes",
-			b.size, b.top.Peers, b.top.Nodes(), library.Kind, library.Path)
+	if b.usesTransport() && !b.opt.Library.HasTransport() {
+		return status.Errorf(status.Unsupported, "%s, and the kernel library of engine %s (%s) has no transport", b.whyQueues(), b.opt.Library.Kind, b.opt.Library.Path)
 	}
 	for rank := range b.size {
 		remote := b.top.Remote(b.rank, rank)

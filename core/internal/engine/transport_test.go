@@ -155,6 +155,12 @@ func TestWhatNoTransportReaches(t *testing.T) {
 			}
 		}
 	}
+	_, err := nodes(t, &among{rank: 3, size: 5}, 1, nil)
+	for _, part := range []string{"5 ranks with num_nvl_peers = 1 are 5 nodes", "kernels of engine fake", "libfake.so", "loads and stores alone", "dk_team_create"} {
+		if !errors.Is(err, status.ErrUnsupported) || !strings.Contains(err.Error(), part) {
+			t.Errorf("kernels without a transport: %q is not in %v", part, err)
+		}
+	}
 	r, err := nodes(t, &among{rank: 3, size: 6}, 8, near)
 	if err != nil {
 		t.Fatalf("one node needs no transport: %v", err)

@@ -71,6 +71,7 @@ static const char *given(const uint64_t *blocks, int32_t ranks) {
   return text;
 }
 int32_t dk_team_create(dk_team_create_params *p) {
+  if (p->transport && p->num_ranks == 5) return DK_EUNSUPPORTED; /* the number of ranks that stands for kernels without a transport */
   NOTE("team flags %d blocks %s transport %d\n", (int)p->flags, given((const uint64_t *)(uintptr_t)p->host_peer_blocks, p->num_ranks), (int)p->transport);
   p->team = 7;
   return 0;
