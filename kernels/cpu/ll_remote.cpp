@@ -86,10 +86,22 @@ void FarSender::end(int peer) {
 #endif
     if (qp != kMessageQp) post_on(peer, qp, nullptr, nullptr, 0, {&there.ended[qp], epoch_, DK_SIGNAL_SET});
   });
+  put_message(peer);
+}
+
+// As SendHalf::post does. What a reader looks at before it knows that all is here goes whole, as signals.
+void FarSender::put_message(int peer) {
+  static_assert(offsetof(SendMessage, num_tokens) == offsetof(SendMessage, cleans) + 4, "one word");
+  static_assert(offsetof(SendMessage, rows_offset) == offsetof(SendMessage, cleans) + 8, "the word's end");
   SendMessage &from = message(peer), &to = team_.control().send_from(kind_, epoch_ & 1, team_.rank);
-  uint64_t body = address_of(&from + 1) - address_of(&from.since_clean);
-  if (!post_on(peer, kMessageQp, nullptr, nullptr, 0, {&to.epoch, 0, DK_SIGNAL_SET})) return;  // as SendHalf::post does
-  post_on(peer, kMessageQp, &to.since_clean, &from.since_clean, body, {&to.epoch, epoch_, DK_SIGNAL_SET});
+  uint64_t cleans_and_tokens, body = address_of(&from + 1) - address_of(&from.rows_offset);
+  memcpy(&cleans_and_tokens, reinterpret_cast<char *>(&from.cleans), sizeof cleans_and_tokens);
+  Signal head[] = {{&to.epoch, 0, DK_SIGNAL_SET},
+                   {&to.since_clean, from.since_clean, DK_SIGNAL_SET},
+                   {&to.cleans, cleans_and_tokens, DK_SIGNAL_SET}};
+  for (const Signal &signal : head)
+    if (!post_on(peer, kMessageQp, nullptr, nullptr, 0, signal)) return;
+  post_on(peer, kMessageQp, &to.rows_offset, &from.rows_offset, body, {&to.epoch, epoch_, DK_SIGNAL_SET});
 }
 
 // ---- Receive ----

@@ -34,6 +34,7 @@ class FarSender {
   FarSent &sent(int peer) const { return far_peer(team_, peer).sent[kind_][epoch_ & 1]; }
   bool post_on(int peer, int qp, void *dst, const void *src, uint64_t bytes, Signal signal);
   bool open(int peer, int qp);
+  void put_message(int peer);
 
   Op &op_;
   Team &team_;
