@@ -6,6 +6,8 @@ here by the same functions; see ``internode``.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -229,6 +231,50 @@ def rank_both_modes(ctx, case, ll_case):
 @pytest.mark.parametrize("shape", ["2x2", "3x2"])
 def test_both_modes_on_one_buffer(pool, shape):
     internode.run(pool, shape, rank_both_modes, case_of(shape), low_latency_case_of(shape))
+
+
+def rank_traffic(ctx, case):
+    """What crosses: a row for each token and node, between ranks of the same index; statistics count it."""
+    peers, row = cases.node_size(), case.hidden * 2
+    with normal.buffer_of(ctx) as buffer:
+        exchange = normal.dispatch_and_check(ctx, buffer, case)
+        normal.combine(ctx, buffer, exchange)
+        sent = {name: buffer.stats()[name]["bytes_to_peer"] for name in ("dispatch", "combine")}
+        per_node = [layout.num_tokens_per_rdma_rank.tolist() for layout in exchange.layouts]
+    own = ctx.rank // peers
+    for peer in range(ctx.size):
+        if peer // peers == own:
+            continue
+        crosses = peer % peers == ctx.rank % peers
+        assert sent["dispatch"][peer] == per_node[ctx.rank][peer // peers] * row * crosses, f"to {peer}: {sent}"
+        assert sent["combine"][peer] == per_node[peer][own] * row * crosses, f"to {peer}: {sent}"
+
+
+@pytest.mark.parametrize("shape", ["2x4", "3x2"])
+def test_a_token_crosses_once_for_each_node(pool, shape):
+    internode.run(pool, shape, rank_traffic, case_of(shape, topk=8))
+
+
+def rank_small_region(ctx, case):
+    """Too few num_rdma_bytes for a row: the error says how many it takes, and with so many all is right.
+
+    Weights make a row longer: a combine with them is refused, and harms nothing.
+    """
+    with (
+        normal.buffer_of(ctx, 1 << 22, 4096) as buffer,
+        pytest.raises(ValueError, match="num_rdma_bytes = 4096") as caught,
+    ):
+        normal.dispatch(ctx, buffer, case)
+    least = int(re.search(r"at least (\d+)", str(caught.value))[1])
+    with normal.buffer_of(ctx, 1 << 22, least) as buffer:
+        exchange = normal.dispatch_and_check(ctx, buffer, case)
+        with pytest.raises(ValueError, match=f"num_rdma_bytes = {least}"):
+            normal.combine(ctx, buffer, exchange, with_weights=True)
+        normal.combine(ctx, buffer, exchange)
+
+
+def test_smallest_region(pool):
+    internode.run(pool, "2x2", rank_small_region, Case((40, 0, 13, 25), hidden=7168, experts=8, topk=4))
 
 
 def rank_node_sizes(ctx, case):
