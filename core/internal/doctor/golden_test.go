@@ -196,7 +196,7 @@ var hosts = []struct {
 		return h
 	}},
 	{"settings-misspelt", ForAny, "", func() *host {
-		return plainHost().setenv("DEEPEP_TIMEOUT=5", "DEEPEP_ENGINE=cpu", "DEEPEP_LIBRARY=/opt/libdeepep.so")
+		return plainHost().setenv("DEEPEP_TIMEOUT=5", "DEEPEP_ENGINE=cpu", "DEEPEP_LIBRARY=/opt/libdeepep.so", "DEEPEP_ZERO_COPY_BYTES=0", "DEEPEP_NUM_QPS_PER_RANK=8")
 	}},
 	{"settings-bad", ForCPU, "settings", func() *host { return plainHost().setenv("DEEPEP_TIMEOUT_MS=soon", "DEEPEP_ENGINE=rocm") }},
 	{"python-too-old", ForCPU, "python", func() *host {

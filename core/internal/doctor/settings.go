@@ -8,7 +8,7 @@ import (
 )
 
 // otherSettings are read elsewhere than in env: by the Python package.
-var otherSettings = []string{"DEEPEP_LIBRARY"}
+var otherSettings = []string{"DEEPEP_LIBRARY", "DEEPEP_ZERO_COPY_BYTES"}
 
 // checkSettings reads this library's own variables as construction will, and
 // looks for names that nobody reads.

@@ -4,13 +4,8 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
-)
 
-// NVSHMEM's own limits for NVSHMEM_QP_DEPTH, and its default.
-const (
-	minQPDepth     = 128
-	maxQPDepth     = 32768
-	defaultQPDepth = 1024
+	"github.com/deepep-go/deepep/core/internal/plan"
 )
 
 // variable is one rule about the environment: it answers with a problem, or "".
@@ -31,7 +26,7 @@ var variables = []variable{
 		return qpDepth(v, e.opt.Plan.MaxTokens)
 	}},
 	{"NVSHMEM_IBGDA_QP_DEPTH", func(_ *exam, v string) (string, string, bool) {
-		return "NVSHMEM has no such variable, though guides name it; it changes nothing", "export NVSHMEM_QP_DEPTH=" + v + " and unset this one", false
+		return "NVSHMEM has no such variable, though guides name it; this library takes its depth from it where NVSHMEM_QP_DEPTH is not set", "export NVSHMEM_QP_DEPTH=" + v + " and unset this one", false
 	}},
 	{"NVSHMEM_IB_ENABLE_IBGDA", func(_ *exam, v string) (string, string, bool) {
 		if truth(v) {
@@ -114,10 +109,10 @@ func checkVariables(e *exam) {
 		l := Line{Subject: v.name, Read: v.name + "=" + value, File: "environment", Cause: cause, Fix: fix}
 		e.when(grave, l)
 	}
-	if _, set := e.root.env("NVSHMEM_QP_DEPTH"); !set && e.opt.Plan.MaxTokens > 0 && 2*(e.opt.Plan.MaxTokens+1) > defaultQPDepth {
+	if _, set := e.root.env("NVSHMEM_QP_DEPTH"); !set && e.opt.Plan.MaxTokens > 0 && 2*(e.opt.Plan.MaxTokens+1) > plan.UsualDepth {
 		bad++
-		cause, fix, _ := qpDepth(strconv.Itoa(defaultQPDepth), e.opt.Plan.MaxTokens)
-		e.warn(Line{Subject: "NVSHMEM_QP_DEPTH", Read: fmt.Sprintf("not set, %d by default", defaultQPDepth), File: "environment",
+		cause, fix, _ := qpDepth(strconv.Itoa(plan.UsualDepth), e.opt.Plan.MaxTokens)
+		e.warn(Line{Subject: "NVSHMEM_QP_DEPTH", Read: fmt.Sprintf("not set, %d by default", plan.UsualDepth), File: "environment",
 			Cause: cause + " (this library sets it itself when it starts NVSHMEM; a program that started NVSHMEM before keeps the default)", Fix: fix})
 	}
 	if bad == 0 {
@@ -130,21 +125,18 @@ func checkVariables(e *exam) {
 func qpDepth(v string, tokens int) (cause, fix string, grave bool) {
 	n, err := strconv.Atoi(strings.TrimSpace(v))
 	need := 2 * (tokens + 1)
-	want := minQPDepth
-	for want < need {
-		want *= 2
-	}
+	want := max(plan.LeastDepth, plan.DepthFor(tokens))
 	switch {
 	case err != nil:
 		return "not a number", "unset it: the library sets it", true
-	case need > maxQPDepth:
-		return fmt.Sprintf("%d tokens a rank need a depth of %d, more than NVSHMEM's %d", tokens, need, maxQPDepth),
-			fmt.Sprintf("num_max_dispatch_tokens_per_rank at most %d", maxQPDepth/2-1), true
+	case need > plan.MostDepth:
+		return fmt.Sprintf("%d tokens a rank need a depth of %d, more than NVSHMEM's %d", tokens, need, plan.MostDepth),
+			fmt.Sprintf("num_max_dispatch_tokens_per_rank at most %d", plan.MostDepth/2-1), true
 	case n < need:
 		return fmt.Sprintf("%d tokens a rank need a depth of at least 2 × (%d + 1) = %d; a full queue waits for ever", tokens, tokens, need),
 			fmt.Sprintf("export NVSHMEM_QP_DEPTH=%d", want), true
-	case n < minQPDepth || n > maxQPDepth || n&(n-1) != 0:
-		return fmt.Sprintf("NVSHMEM takes powers of two from %d to %d", minQPDepth, maxQPDepth), fmt.Sprintf("export NVSHMEM_QP_DEPTH=%d", want), true
+	case n < plan.LeastDepth || n > plan.MostDepth || n&(n-1) != 0:
+		return fmt.Sprintf("NVSHMEM takes powers of two from %d to %d", plan.LeastDepth, plan.MostDepth), fmt.Sprintf("export NVSHMEM_QP_DEPTH=%d", want), true
 	}
 	return "", "", false
 }
