@@ -115,7 +115,9 @@ func (b *Buffer) openTransport() error {
 	if o.Late {
 		p.Flags |= abi.TransportLate
 	}
-	if code := b.opt.Library.TransportOpen(p); code != 0 {
+	if code := b.opt.Library.TransportOpen(p); status.Code(code) == status.Unsupported && o.Late {
+		return status.Errorf(status.Unsupported, "DEEPEP_SOFTWARE_RDMA asks for late RDMA, and that of engine %s is not software", b.opt.Library.Kind)
+	} else if code != 0 {
 		return fmt.Errorf("%d queue pairs of depth %d toward each of %d ranks: %w", p.NumQPs, p.QPDepth, p.NumPeers,
 			kern.Error("dk_transport_open", code, p.DeviceError))
 	}

@@ -161,6 +161,10 @@ func TestWhatNoTransportReaches(t *testing.T) {
 			t.Errorf("kernels without a transport: %q is not in %v", part, err)
 		}
 	}
+	_, err = nodes(t, &among{rank: 3, size: 6}, 2, func(o *engine.Options) { o.RDMA.Seed, o.RDMA.Late = 99, true })
+	if !errors.Is(err, status.ErrUnsupported) || !strings.Contains(err.Error(), "DEEPEP_SOFTWARE_RDMA") {
+		t.Errorf("late hardware: %v", err)
+	}
 	r, err := nodes(t, &among{rank: 3, size: 6}, 8, near)
 	if err != nil {
 		t.Fatalf("one node needs no transport: %v", err)

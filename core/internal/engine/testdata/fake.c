@@ -80,6 +80,7 @@ int32_t dk_team_destroy(dk_team_destroy_params *p) { (void)p; NOTE("team ends\n"
 
 #ifndef NO_TRANSPORT
 int32_t dk_transport_open(dk_transport_open_params *p) {
+  if (p->seed == 99) return DK_EUNSUPPORTED; /* stands for hardware */
   NOTE("transport %d x %d seed %d flags %d blocks %s peers", p->num_qps, p->qp_depth, (int)p->seed, (int)p->flags,
        given((const uint64_t *)(uintptr_t)p->host_blocks, p->num_ranks));
   for (int32_t i = 0; i < p->num_peers; i++) NOTE(" %d", ((const int32_t *)(uintptr_t)p->host_peers)[i]);
