@@ -64,6 +64,6 @@ def test_async(pool):
 
 
 @pytest.mark.parametrize("ranks, peers", [(4, 2), (6, 3), (8, 2), (8, 4)])
-def test_nodes(pool, ranks, peers):
+def test_nodes(pool, nodes, ranks, peers):
     case = cases.Case(tuple(range(20, 20 + ranks)), experts=4 * ranks, topk=4, routing="holes")
     pool.run(ranks, rank_layout, case, peers)
