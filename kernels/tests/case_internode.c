@@ -64,6 +64,74 @@ static void counted(struct rank *me) {
   expect(me, t->stats->ops[DK_OP_DISPATCH].bytes == total[0] && t->stats->ops[DK_OP_COMBINE].bytes == total[1], "bytes do not add up");
 }
 
+/* Teams that cannot be: nobody is reached half. The ranks of rank 0's own node are 0 and 1. */
+static int32_t create(struct rank *me, int ranks, uint64_t transport, uint64_t own, unsigned mapped) {
+  uint64_t blocks[4] = {own}, status_at;
+  for (int i = 1; i < 4; i++) blocks[i] = mapped >> i & 1 ? own + 4096 * (uint64_t)i : 0; /* an address is all that is asked for */
+  void *status = host_words(me, DK_STATUS_BYTES, 4096, &status_at);
+  dk_block_sizes_params sizes = {.size = sizeof sizes, .num_ranks = 4, .num_nvl_peers = 2, .nvl_bytes = 4096, .rdma_bytes = 4096};
+  CALL(me, block_sizes, &sizes);
+  dk_team_create_params p = {.size = sizeof p, .device = seat_device(me->seat), .num_ranks = ranks, .num_nvl_peers = 2,
+                             .host_peer_blocks = (uintptr_t)blocks, .control_bytes = sizes.control_bytes, .wire_offset = sizes.control_bytes,
+                             .wire_bytes = sizes.wire_bytes, .nvl_bytes = 4096, .rdma_bytes = 4096, .host_status = (uintptr_t)status,
+                             .status = status_at, .sm_share = 1, .transport = transport};
+  int32_t code = dk.team_create(&p);
+  expect(me, (code == DK_OK) == (p.team != 0), "%s, and the team is %lu", code_name(code), (unsigned long)p.team);
+  dk_team_destroy_params destroy = {.size = sizeof destroy, .team = p.team};
+  CALL(me, team_destroy, &destroy);
+  return code;
+}
+
+static uint64_t reach(struct rank *me, uint64_t own, uint64_t bytes, int num_peers) {
+  int32_t peers[2] = {2, 3};
+  uint64_t blocks[4] = {own, own, own, own}; /* nothing is ever put */
+  dk_transport_open_params p = {.size = sizeof p, .device = seat_device(me->seat), .num_ranks = 4, .num_qps = 1, .qp_depth = 4,
+                                .num_peers = num_peers, .host_peers = (uintptr_t)peers, .host_blocks = (uintptr_t)blocks, .block_bytes = bytes};
+  CALL(me, transport_open, &p);
+  keep_transport(me, p.transport);
+  return p.transport;
+}
+
+static void refused(struct rank *me) {
+  if (!dk.transport_open) skip(me, "the library has no transport");
+  struct share *block = share(me, 64 << 20);
+  uint64_t own = block->at[0], both = reach(me, own, block->bytes, 2), one = reach(me, own, block->bytes, 1);
+  const struct { const char *what; int32_t code; int ranks; uint64_t transport; unsigned mapped; } teams[] = {
+      {"ranks of another node without a transport", DK_EUNSUPPORTED, 4, 0, 3},
+      {"a transport that does not reach all", DK_EINVAL, 4, one, 3},
+      {"a rank of my node that is not mapped", DK_EINVAL, 4, both, 1},
+      {"one of two ranks of another node mapped", DK_EINVAL, 4, both, 7},
+      {"half a node", DK_EINVAL, 3, both, 3},
+      {"two nodes", DK_OK, 4, both, 3},
+  };
+  for (int i = 0; i < COUNT(teams); i++) {
+    int32_t code = create(me, teams[i].ranks, teams[i].transport, own, teams[i].mapped);
+    expect(me, code == teams[i].code, "%s: %s, wanted %s", teams[i].what, code_name(code), code_name(teams[i].code));
+  }
+}
+
+/* Rows that the region for other nodes has no room for are refused at the call, and those that it has room for still pass. */
+static void no_room(struct rank *me) {
+  static const struct normal_spec fits = {.tokens = 20, .experts = 4, .topk = 2, .index_bytes = 8, .row_bytes = 1024};
+  static const struct combine_spec sums = {.hidden = 64};
+  struct team_spec spec = {.nvl_bytes = 1 << 20, .rdma_bytes = 4096, .node = 1, .trace = -1};
+  struct team *t = make_team(me, &spec);
+  struct normal *n = make_normal(t, &fits, 5);
+  struct combine *c = make_combine(n, &sums, 6);
+  dispatch_and_check(n);
+  dk_dispatch_params d = dispatch_params(n, 0);
+  dk_combine_params back = combine_params(c);
+  d.hidden_bytes = 1 << 15;
+  back.hidden = 1 << 14;
+  int32_t codes[2] = {dk.dispatch(&d), dk.combine(&back)};
+  expect(me, codes[0] == DK_EINVAL && codes[1] == DK_EINVAL, "rows of 32 KiB in a region of 4: %s, %s", code_name(codes[0]), code_name(codes[1]));
+  back.hidden = 64;
+  back.recv_src_idx = 0;
+  expect(me, !n->rows || dk.combine(&back) == DK_EINVAL, "rows without their tokens' numbers were accepted");
+  run_combine(c);
+  check_combine(c);
+}
+
 static const int of_two = 2, of_four = 4;
 
 #define CASE(place, name, ranks, weight) AGAIN("normal internode", name, place, ranks, weight)
@@ -176,6 +244,8 @@ static const struct test_case cases[] = {
     CASE(pairs_late, "failure/nothing works any more", 6, QUICK),
     CASE(singles, "failure/a new team works", 3, QUICK),
     CASE(pairs_late, "failure/late is not dead", 6, USUAL),
+    {"normal internode/refused", refused, 1, NULL, QUICK, 0, 0},
+    {"normal internode/rows without room", no_room, 2, NULL, QUICK, 0, 0},
     {"normal internode/statistics/bytes, 3 nodes of 2", counted, 6, &of_two, QUICK, 0, 0},
     {"normal internode/statistics/bytes, 2 nodes of 4", counted, 8, &of_four, USUAL, 0, 0},
     CASE(singles, "statistics/waiting", 3, QUICK),
