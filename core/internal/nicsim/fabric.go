@@ -7,6 +7,7 @@ type fabric struct {
 	hw       *Hardware
 	topology plan.Topology
 	leaves   int
+	ports    int // NICs on the fullest leaf
 
 	// First links of each kind; those of one kind follow each other by owner, for leafUp and spineDown by leaf, then spine.
 	hostUp, hostDown, nvOut, nvIn, copier, leafUp, spineDown int32
@@ -17,7 +18,7 @@ type fabric struct {
 func newFabric(hw *Hardware, t plan.Topology) (*fabric, []link) {
 	f := &fabric{hw: hw, topology: t}
 	for r := range t.Ranks {
-		f.leaves = max(f.leaves, f.leaf(r)+1)
+		f.leaves, f.ports = max(f.leaves, f.leaf(r)+1), max(f.ports, f.port(r)+1)
 	}
 	f.turn = make([]int, f.leaves)
 	var links []link
@@ -110,7 +111,7 @@ func (m *machine) spine(leaf int, msg *message) int {
 	f := m.net
 	switch f.hw.Routing {
 	case Static:
-		return f.port(int(msg.dst)) % f.hw.Spines
+		return (f.leaf(int(msg.dst))*f.ports + f.port(int(msg.dst))) % f.hw.Spines // NICs in turn
 	case ECMP:
 		number := m.nics[msg.src].queues[msg.queue].number
 		return int(mix(uint64(msg.src)<<42^uint64(msg.dst)<<32^uint64(number)+m.seed*golden) % uint64(f.hw.Spines))

@@ -13,7 +13,7 @@ type Routing int
 const (
 	Adaptive Routing = iota // the uplink with the shortest queue, for every packet
 	ECMP                    // by a hash of source, destination and queue pair
-	Static                  // by the destination's port: one path toward each
+	Static                  // by the destination: one path toward each, spines in turn
 )
 
 // Fabric is which ranks share a leaf switch.
