@@ -1,0 +1,128 @@
+"""CUDA graphs: calls captured once and replayed a thousand times with new inputs in the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cases
+import checks
+import lowlat
+import normal
+from cases import Case
+
+REPLAYS = 1000
+CHECK_EVERY = 19  # no factor in common with the slots or the kinds of input: all pairs of them are looked at
+NORMAL = Case((40, 7, 0, 23), hidden=512, experts=16, topk=4, worst=True)
+LOW_LATENCY = Case((16, 9, 0, 5), hidden=512, experts=8, topk=3)
+KINDS = 7  # sets of inputs that take turns
+B = 16
+
+
+def capture(ctx: Any, calls: Callable[[], Any]) -> Callable[[], Any]:
+    """Runs ``calls`` once by itself, then captures it; the result replays it and returns its outputs."""
+    calls()
+    if ctx.device.type != "cuda":
+        return calls
+    torch.cuda.synchronize()
+    ctx.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = calls()
+
+    def replay() -> Any:
+        graph.replay()
+        return outputs
+
+    return replay
+
+
+def rank_normal(ctx: Any, replays: int) -> None:
+    wanted = [normal.expect(NORMAL.but(seed=seed), ctx.rank) for seed in range(KINDS)]
+    inputs = [[ctx.put(t) for t in (w.own.x, w.own.topk_idx, w.own.topk_weights)] for w in wanted]
+    x, idx, weights = (torch.clone(t) for t in inputs[0])
+    with normal.buffer_of(ctx) as buffer:
+
+        def calls() -> Any:
+            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, NORMAL.experts)
+            recv_x, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(
+                x,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=idx,
+                topk_weights=weights,
+                num_worst_tokens=NORMAL.worst_tokens,
+            )
+            sums, summed_weights, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
+            return recv_x, recv_idx, recv_weights, sums, summed_weights
+
+        replay = capture(ctx, calls)
+        for turn in range(replays):
+            kind = turn % KINDS
+            for static, new in zip((x, idx, weights), inputs[kind], strict=True):
+                static.copy_(new)
+            recv_x, recv_idx, recv_weights, sums, summed_weights = replay()
+            if turn % CHECK_EVERY and turn != replays - 1:
+                continue
+            own = wanted[kind]
+            checks.same_received(recv_x, recv_idx, recv_weights, own.want, NORMAL.worst_tokens)
+            ranks = own.layouts[ctx.rank].is_token_in_rank.sum(1, keepdim=True)  # each gave the row back as it was
+            checks.same_rows("combined_x", sums, (own.own.x.float() * ranks).to(torch.bfloat16))
+            named = torch.where(own.own.topk_idx >= 0, own.own.topk_weights, 0)
+            assert torch.equal(summed_weights.cpu(), named.float()), f"replay {turn}: combined weights differ"
+        ctx.barrier()
+
+
+def rank_low_latency(ctx: Any, replays: int, combines: int, weights_known: bool) -> None:
+    gen = cases.generator(ctx.rank, 31)
+    num_tokens, hidden = LOW_LATENCY.tokens[ctx.rank], LOW_LATENCY.hidden
+    xs = [torch.randint(-7, 8, (num_tokens, hidden), generator=gen).to(torch.bfloat16) for _ in range(KINDS)]
+    idxs = [cases.routing(LOW_LATENCY.but(seed=seed), ctx.rank) for seed in range(KINDS)]
+    halves = torch.randint(1, 3, (num_tokens, LOW_LATENCY.topk), generator=gen).float() / 2  # sums are exact in BF16
+    weights = ctx.put(halves)
+    x, idx = ctx.put(xs[0].clone()), ctx.put(idxs[0].clone())
+    known = {"topk_weights": weights} if weights_known else {}
+    with lowlat.buffer_of(ctx, LOW_LATENCY, B) as buffer:
+
+        def calls() -> Any:
+            recv_x, counts, handle, _, _ = buffer.low_latency_dispatch(
+                x, idx, B, LOW_LATENCY.experts, use_fp8=False, **known
+            )
+            sums = [buffer.low_latency_combine(recv_x, idx, weights, handle)[0] for _ in range(combines)]
+            return counts, sums
+
+        replay = capture(ctx, calls)
+        for turn in range(replays):
+            kind = turn % KINDS
+            x.copy_(xs[kind])
+            idx.copy_(idxs[kind])
+            counts, sums = replay()
+            if turn % CHECK_EVERY and turn != replays - 1:
+                continue
+            want = lowlat.expect(LOW_LATENCY.but(seed=kind), ctx.rank, B, frozenset(), use_fp8=False).want
+            checks.same_bits("recv_count", counts, want.counts)
+            total = torch.where(idxs[kind] >= 0, halves, 0).sum(1, keepdim=True)
+            for got in sums:
+                checks.same_rows("combined_x", got, (xs[kind].float() * total).to(torch.bfloat16))
+        ctx.barrier()
+
+
+@pytest.fixture
+def replays(device: str) -> int:
+    """How often; skips where nothing can be captured."""
+    if device != "cuda":
+        pytest.skip("needs a CUDA device: the CPU engine has no graphs")
+    return REPLAYS
+
+
+def test_normal_mode(pool, replays):
+    pool.run(4, rank_normal, replays, deadline=100.0)
+
+
+@pytest.mark.parametrize(("combines", "weights_known"), [(1, False), (2, False), (1, True)])
+def test_low_latency(pool, replays, combines, weights_known):
+    pool.run(4, rank_low_latency, replays, combines, weights_known, deadline=100.0)
