@@ -220,7 +220,7 @@ int32_t dk_fill(dk_fill_params *p);                      /* byte value; enqueued
  *   - Toward a lost peer nothing gets through and nothing waits: DK_EPEERDEAD with stream 0 and for what is enqueued later. What is
  *     queued or enqueued already is dropped, counts as completed, and its sources are free.
  *   - An enqueued operation cannot return a code any more. If its wait ends without room, or without quiet, its QP breaks: this
- *     operation and all later ones of the QP are dropped as if the peer were lost, query tells, and calls return DK_ETIMEOUT. So
+ *     operation and all later ones of the QP are dropped as if the peer were lost, query tells, and calls return that DK_ETIMEOUT. So
  *     nobody sees a later signal of a QP without what came before it.
  *   - Calls may come from several threads. What two of them post on one QP has the order in which the calls got there. close comes
  *     after all of them, and after what was enqueued. A child made by fork has no transport: DK_ESTATE, but for query and close.
@@ -230,7 +230,8 @@ enum { DK_SIGNAL_NONE = 0, DK_SIGNAL_SET = 1, DK_SIGNAL_ADD = 2 };
 enum {
   DK_TRANSPORT_NOWAIT = 1,           /* of one operation, with stream 0 alone: a full QP is DK_EAGAIN instead of a wait for room */
   DK_TRANSPORT_LATE = 2              /* of a transport, for tests: every operation takes effect as late, and in as strange an order
-                                        among QPs, as the rules above allow; software RDMA alone */
+                                        among QPs, as the rules above allow, and a put whose source was written to before it
+                                        completed breaks its QP with DK_EMISMATCH; software RDMA alone */
 };
 enum { DK_EAGAIN = 16 };             /* of this interface alone: not a status code of deepep.h */
 typedef struct dk_transport_open_params {

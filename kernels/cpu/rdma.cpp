@@ -109,12 +109,14 @@ void Nic::close(Nic *nic) {
 bool Nic::put(int peer, int qp, void *dst, const void *src, uint64_t bytes, Signal signal) {
   NicState &s = *state_;
   Queue &q = s.queue(peer, qp);
+  uint64_t sum = s.flags & DK_TRANSPORT_LATE ? sum_of(src, bytes) : 0;
   uint64_t there = s.blocks[s.slots[peer]] - s.own_block;  // from a place in my block to the same in the peer's
   pthread_mutex_lock(&s.posting);
   uint64_t number = q.posted.load(std::memory_order_relaxed), queued = number - q.completed.load() + 1;
   bool gone = s.gone(q), room = queued <= s.depth;
   if (!gone && room) {
-    s.work(q, number) = {address_of(dst) + there, address_of(src), bytes, address_of(signal.word) + there, signal.value, signal.op};
+    s.work(q, number) = {address_of(dst) + there, address_of(src), bytes,
+                         address_of(signal.word) + there, signal.value, signal.op, sum};
     q.bytes.store(q.bytes.load(std::memory_order_relaxed) + bytes, std::memory_order_relaxed);
     if (queued > q.max_queued.load(std::memory_order_relaxed)) q.max_queued.store(queued, std::memory_order_relaxed);
     q.posted.store(number + 1);

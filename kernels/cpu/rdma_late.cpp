@@ -1,6 +1,6 @@
 // How late and how strangely a NIC may serve without breaking a promise (DK_TRANSPORT_LATE). Every operation of a queue waits
 // for a drawn time; some queues, or all toward a peer, wait until nothing else happens any more; a put arrives in pieces, in
-// any order, with other queues' work in between; a completion comes well after its operation.
+// any order, with other queues' work in between; a completion comes well after its operation, and the source must not have changed.
 #include <string.h>
 
 #include <utility>
@@ -29,6 +29,7 @@ class Late {
   void cut(Delay &delay, uint64_t bytes);
   bool deliver_piece(Queue &q, const Work &work);
   void advance(Queue &q);
+  void check_source(Queue &q, const Work &work);
   void finish_some(Queue &q);
   bool chance(uint64_t percent) { return nic_.random.below(100) < percent; }
 
@@ -167,9 +168,16 @@ void Late::advance(Queue &q) {
   ring_bells(nic_, false);
 }
 
+// A NIC may have to send again until an operation is completed. Whoever wrote to the source before that is told.
+void Late::check_source(Queue &q, const Work &work) {
+  int32_t well = 0;
+  if (sum_of(at<const void>(work.src), work.bytes) != work.source_sum) q.broken.compare_exchange_strong(well, DK_EMISMATCH);
+}
+
 void Late::finish_some(Queue &q) {
   uint64_t completed = q.completed.load(), done = q.executed - completed;
   uint64_t some = chance(70) ? done : 1 + nic_.random.below(done);
+  for (uint64_t i = 0; i < some; i++) check_source(q, nic_.work(q, completed + i));
 #if DK_MUTANT == 13
   if (completed + some == 8) some--;
 #endif
@@ -179,6 +187,17 @@ void Late::finish_some(Queue &q) {
 }
 
 }  // namespace
+
+uint64_t sum_of(const void *bytes, uint64_t count) {
+  const char *from = static_cast<const char *>(bytes);
+  uint64_t sum = count;
+  for (uint64_t i = 0; i < count; i += 8) {
+    uint64_t word = 0;
+    memcpy(&word, from + i, min_of<uint64_t>(8, count - i));
+    sum = (sum ^ word) * 0x9e3779b97f4a7c15u + 1;
+  }
+  return sum;
+}
 
 void serve_late(NicState &nic) { Late(nic).serve(); }
 

@@ -12,6 +12,7 @@ struct Work {
   uint64_t dst, src, bytes;  // addresses here: the peer's block is mapped for the NIC
   uint64_t word, value;
   uint32_t op;
+  uint64_t source_sum;       // of the source's bytes when they were posted; LATE alone looks
 };
 
 // What LATE holds back. The thread's own.
@@ -92,5 +93,6 @@ void look_at(NicState &nic, const Queue &q);    // makes the thread see to a que
 
 // rdma_late.cpp
 void serve_late(NicState &nic);
+uint64_t sum_of(const void *bytes, uint64_t count);
 
 }  // namespace dk
