@@ -16,8 +16,8 @@ from cases import Case
 
 REPLAYS = 1000
 CHECK_EVERY = 19  # no factor in common with the slots or the kinds of input: all pairs of them are looked at
-NORMAL = Case((40, 7, 0, 23), hidden=512, experts=16, topk=4, worst=True)
-LOW_LATENCY = Case((16, 9, 0, 5), hidden=512, experts=8, topk=3)
+NORMAL = Case((40, 0, 23), hidden=512, experts=12, topk=4, worst=True)
+LOW_LATENCY = Case((16, 0, 5), hidden=512, experts=9, topk=3)
 KINDS = 7  # sets of inputs that take turns
 B = 16
 
@@ -120,9 +120,9 @@ def replays(device: str) -> int:
 
 
 def test_normal_mode(pool, replays):
-    pool.run(4, rank_normal, replays, deadline=100.0)
+    pool.run(3, rank_normal, replays, deadline=60.0)
 
 
 @pytest.mark.parametrize(("combines", "weights_known"), [(1, False), (2, False), (1, True)])
 def test_low_latency(pool, replays, combines, weights_known):
-    pool.run(4, rank_low_latency, replays, combines, weights_known, deadline=100.0)
+    pool.run(3, rank_low_latency, replays, combines, weights_known, deadline=60.0)
