@@ -14,6 +14,9 @@ template <class Each> void for_each_bit(const uint64_t *words, Each each) {
 
 bool has_left(const Team &team, int peer, const FarSent &sent) {
   bool left = true;
+#if DK_MUTANT == 27  // a slot is used again while its rows are on their way
+  return left;
+#endif
   for_each_bit(sent.message.qps, [&](int qp) { left = left && team.nic->completed(peer, qp) >= sent.posted[qp]; });
   return left;
 }

@@ -10,6 +10,8 @@ static const struct ll_spec kSpec = {.tokens = 14, .max_tokens = 16, .hidden = 2
 PLACE(mapped, .node = 0);
 PLACE(singles, .node = 1, .qps = 3);
 PLACE(singles_late, .node = 1, .qps = 2, .transport_flags = DK_TRANSPORT_LATE, .seed = 3);
+PLACE(one_queue, .node = 1, .qps = 1);
+PLACE(one_queue_late, .node = 1, .qps = 1, .transport_flags = DK_TRANSPORT_LATE, .seed = 5);
 PLACE(pairs, .node = 2, .qps = 4);
 PLACE(pairs_late, .node = 2, .qps = 3, .transport_flags = DK_TRANSPORT_LATE, .seed = 4);
 PLACE(unmapped, .flags = DK_TEAM_LL_TRANSPORT, .qps = 4);
@@ -94,6 +96,33 @@ static void overwritten(struct rank *me) {
   l->absent = me->index == 1 || !t->transport ? 1u << 0 : 0; /* rank 2 was masked as well; its mirror is its own, a slot is not */
   check_ll_combine(l);
   expect_masks(t, l->absent);
+}
+
+/* The others mask rank 0 right after they have sent to it, and go on. What was sent is on its way, from slots that may not be
+ * used again before it has left them: rank 0 gets all of it. The others get no rows, so that they are quick. */
+static void on_its_way(struct rank *me) {
+  struct ll_spec spec = spec_for(me);
+  spec.pattern = ONE_HOT;
+  spec.tokens = spec.max_tokens;
+  struct team *t = make_ll_team(me, &spec, DK_TEAM_SHRINK);
+  struct ll *l = make_ll(t, &spec, 3), *next = make_ll(t, &spec, 4);
+  for (uint64_t round = 0; round < 12; round++) {
+    new_ll_payload(l, 10 * round);
+    new_ll_payload(next, 10 * round + 1);
+    finish(me);
+    meet(me);
+    run_ll_dispatch(l, DK_PHASE_SEND, 0);
+    if (me->index != 0) run_mask(t, DK_MASK_UPDATE, 0, 1, 0);
+    run_ll_dispatch(l, DK_PHASE_RECV, 0);
+    for (int i = 0; i < 2 && me->index != 0; i++) run_ll_dispatch(next, DK_PHASE_BOTH, 0);
+    l->absent = next->absent = me->index != 0 ? 1u << 0 : 0;
+    if (me->index != 0) check_ll_dispatch(next);
+    check_ll_dispatch(l);
+    meet(me);
+    run_mask(t, DK_MASK_CLEAN, 0, 0, 0);
+    finish(me);
+    meet(me);
+  }
 }
 
 /* One rank sends what the others never receive; after a clean it is nothing, although the numbers of the calls fit. */
@@ -230,6 +259,8 @@ static const struct test_case cases[] = {
     {"ll internode edges/overwritten while it waits, one node", overwritten, 3, &mapped, QUICK, 0, 0},
     {"ll internode edges/overwritten while it waits", overwritten, 3, &singles, QUICK, 0, 0},
     {"ll internode edges/overwritten while it waits, late", overwritten, 3, &singles_late, QUICK, 0, 0},
+    {"ll internode edges/on its way to a masked rank", on_its_way, 3, &one_queue, QUICK, 0, 0},
+    {"ll internode edges/on its way to a masked rank, late", on_its_way, 3, &one_queue_late, QUICK, 0, 0},
     {"ll internode edges/sent before a clean, one node", sent_before_a_clean, 3, &mapped, QUICK, 0, 0},
     {"ll internode edges/sent before a clean, late", sent_before_a_clean, 4, &pairs_late, QUICK, 0, 0},
     {"ll internode edges/bytes, 2 nodes of 2", bytes, 4, &pairs, QUICK, 0, 0},
