@@ -14,6 +14,8 @@ const (
 	startGrace = 500 * time.Millisecond  // for a background start that was told to stop
 	finishCall = 1000 * time.Millisecond // for work under way to end by itself
 	leaveCall  = 400 * time.Millisecond  // for kernels to leave their waits when told to
+	deliverAll = 1900 * time.Millisecond // from the beginning: for messages of a healthy buffer to arrive at peers that wait for them
+	deliverNow = 300 * time.Millisecond  // for those of one that failed
 	poll       = time.Millisecond
 )
 
@@ -27,6 +29,7 @@ func (b *Buffer) Destroy() error {
 	if b.closed.Swap(true) {
 		return nil
 	}
+	begin := time.Now()
 	b.cancel(errDestroyed)
 	if !within(startGrace, func() bool { return isClosed(b.ready) }) {
 		return status.Errorf(status.Timeout, "the buffer's start-up did not stop within %v: its memory is lost", startGrace)
@@ -34,8 +37,12 @@ func (b *Buffer) Destroy() error {
 	if !b.quiesce() {
 		return status.Errorf(status.Timeout, "work of the buffer did not end within %v: its memory is lost", finishCall+leaveCall)
 	}
-	if !b.deliver() {
-		return status.Errorf(status.Timeout, "messages of the buffer did not leave within %v: its memory is lost", lastMessages)
+	limit := deliverNow
+	if b.healthy() {
+		limit = max(limit, deliverAll-time.Since(begin))
+	}
+	if !b.deliver(limit) {
+		return status.Errorf(status.Timeout, "messages of the buffer did not leave within %v: its memory is lost", limit)
 	}
 	return b.free()
 }
@@ -45,14 +52,18 @@ func (b *Buffer) quiesce() bool {
 	if b.words == nil {
 		return true
 	}
-	healthy := atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0
 	marked := false
 	idle := func() bool { return b.isIdle(&marked) }
-	if healthy && within(finishCall, idle) {
+	if b.healthy() && within(finishCall, idle) {
 		return true
 	}
 	atomic.CompareAndSwapUint32(&b.words.AbortWord, 0, uint32(status.Aborted))
 	return within(leaveCall, idle)
+}
+
+// healthy says whether no call has failed and none was told to leave.
+func (b *Buffer) healthy() bool {
+	return b.words != nil && atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0
 }
 
 // isIdle says whether no thread is inside a call and no work is left on the streams. marked: the communication stream's end

@@ -196,8 +196,8 @@ func (b *Buffer) LookAround() {
 }
 
 func (b *Buffer) died(rank int) {
-	markDead(b.words, rank)
 	b.losePeer(rank)
+	markDead(b.words, rank)
 	if b.opt.Shrink {
 		return
 	}
@@ -205,7 +205,12 @@ func (b *Buffer) died(rank int) {
 	b.abort(rank, status.Errorf(status.PeerDead, "%s died: %s", b.members.Describe(rank), how))
 }
 
-func (b *Buffer) left(rank int) { markDead(b.words, rank) }
+// left: nothing is sent to that rank any more, so that no call waits for room on the way there: what it sent may be all that
+// the call needs.
+func (b *Buffer) left(rank int) {
+	b.losePeer(rank)
+	markDead(b.words, rank)
+}
 
 // abort ends the waits of running kernels. The first reason stays.
 func (b *Buffer) abort(rank int, err error) {

@@ -139,7 +139,7 @@ func (b *Buffer) teamFlags() (flags uint32) {
 	return flags
 }
 
-// losePeer drops what is queued for a dead rank, so that nothing waits for room there.
+// losePeer drops what is queued for a rank that is dead or has left, so that nothing waits for room there.
 func (b *Buffer) losePeer(rank int) {
 	if b.transport == 0 || !slices.Contains(b.reach.peers, int32(rank)) {
 		return
@@ -150,24 +150,20 @@ func (b *Buffer) losePeer(rank int) {
 	}
 }
 
-// lastMessages is how long Destroy lets queue pairs deliver what peers may still wait for: what has been posted when the
-// last call of this rank was over.
-const lastMessages = 300 * time.Millisecond
-
-// deliver waits for that. What late or lost peers have not taken by then is dropped where a host waits for it; false: a
-// device still does.
-func (b *Buffer) deliver() bool {
+// deliver waits until queue pairs have brought to the peers what this rank's last calls posted: they may be waiting for it.
+// What late or lost peers have not taken by then is dropped where a host waits for it; false: a device still does.
+func (b *Buffer) deliver(limit time.Duration) bool {
 	if b.transport == 0 {
 		return true
 	}
-	p := &kern.TransportQuietParams{Transport: b.transport, Peer: -1, QP: -1, TimeoutNS: uint64(lastMessages)}
+	p := &kern.TransportQuietParams{Transport: b.transport, Peer: -1, QP: -1, TimeoutNS: uint64(limit)}
 	if !b.dev.HostStream() {
 		p.Stream = uint64(b.comm)
 	}
 	if b.opt.Library.TransportQuiet(p) != 0 || b.dev.HostStream() || b.order.end.Record(b.comm) != nil {
 		return true
 	}
-	done, err := b.order.end.Wait(lastMessages)
+	done, err := b.order.end.Wait(limit)
 	return done || err != nil
 }
 

@@ -111,7 +111,7 @@ func TestTransportOfNodes(t *testing.T) {
 	}
 }
 
-// A dead rank of another node is taken off the transport, one of the own node has no part in it.
+// A rank of another node that is dead or has left is taken off the transport, one of the own node has no part in it.
 func TestTheDeadAreLost(t *testing.T) {
 	a := &among{rank: 3, size: 6}
 	r, err := nodes(t, a, 2, nil)
@@ -124,7 +124,7 @@ func TestTheDeadAreLost(t *testing.T) {
 	r.PeerDied(2)
 	r.PeerDied(0)
 	r.PeerLeft(5)
-	if got := r.read(); got != "transport 9 loses 0\n" {
+	if got := r.withoutRecords(); got != "transport 9 loses 0; transport 9 loses 5" {
 		t.Errorf("got %q", got)
 	}
 }
