@@ -44,12 +44,12 @@ func TestSimGolden(t *testing.T) {
 }
 
 func TestSimQPJSON(t *testing.T) {
-	out, stderr, code := deepep(t, append(simSmall, "--json", "--nic", "lowest", "--order", "linear,spread")...)
+	out, stderr, code := deepep(t, append(simSmall, "--json", "--nic", "lowest", "--order", "linear,spread", "--skew", "10ns")...)
 	var r qpReport
 	if err := json.Unmarshal([]byte(out), &r); err != nil || code != 0 {
 		t.Fatalf("%d %v %s", code, err, stderr)
 	}
-	if r.Ranks != 16 || r.Nodes != 2 || r.Buffer != "128KiB" || len(r.Results) != 4 {
+	if r.Ranks != 16 || r.Nodes != 2 || r.Buffer != "128KiB" || r.SkewUS != 0.01 || len(r.Results) != 4 {
 		t.Fatalf("%+v", r)
 	}
 	for i, one := range r.Results {
@@ -119,6 +119,7 @@ func TestSimRefuses(t *testing.T) {
 		"every node must be full":                               {"ep", "--ranks", "12"},
 		"argument experts: got 100":                             {"qp", "--experts", "100"},
 		"argument num_qps_per_rank: got -1":                     {"qp", "--qps", "-1"},
+		"argument skew: got -1000":                              {"qp", "--skew", "-1ns"},
 		"allowed is a name that ends in .svg or .png":           {"ep", "--ranks", "8", "--mode", "low-latency", "--picture", "x.gif"},
 	} {
 		if _, stderr, code := deepep(t, append([]string{"sim"}, args...)...); code != exitUsage || !strings.Contains(stderr, want) {

@@ -6,6 +6,7 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/jedib0t/go-pretty/v6/table"
 	"github.com/spf13/cobra"
@@ -22,6 +23,7 @@ type simQP struct {
 	nics, orders                                  []string
 	queues                                        []int
 	allRDMA, inTurn                               bool
+	skew                                          time.Duration
 }
 
 // What has been claimed for a rotated order: an example to compare with, not a target.
@@ -67,6 +69,7 @@ nodes first, rotated by node and by index).`,
 	f.IntSliceVar(&s.queues, "qps", []int{0, 1}, "queue pairs toward each peer, one or several numbers; 0: as planned")
 	f.BoolVar(&s.allRDMA, "all-rdma", false, "rows of the own node go through the NIC too")
 	f.BoolVar(&s.inTurn, "in-turn", false, "make one queue pair of each peer in turn, instead of all of one peer together")
+	f.DurationVar(&s.skew, "skew", 0, "ranks start at random within this time, as 20us")
 	s.flags.register(f)
 	return cmd
 }
@@ -83,6 +86,7 @@ type qpReport struct {
 	Routing   string      `json:"routing"`
 	Fabric    string      `json:"fabric"`
 	Buffer    string      `json:"buffer"`
+	SkewUS    float64     `json:"skew_us"`
 	Seed      uint64      `json:"seed"`
 	Results   []*qpResult `json:"results"`
 
@@ -142,7 +146,7 @@ func (s *simQP) report() (*qpReport, error) {
 	}
 	r := &qpReport{
 		Ranks: s.ranks, Nodes: topology.Nodes(), Operation: s.operation, Tokens: s.tokens, Hidden: s.hidden, TopK: s.topK, Experts: s.experts,
-		Routing: s.flags.routing, Fabric: s.flags.fabric, Buffer: s.flags.buffer, Seed: s.flags.seed, orders: s.orders,
+		Routing: s.flags.routing, Fabric: s.flags.fabric, Buffer: s.flags.buffer, SkewUS: s.skew.Seconds() * 1e6, Seed: s.flags.seed, orders: s.orders,
 	}
 	for _, name := range s.nics {
 		i := slices.IndexFunc(schedules, func(n schedule) bool { return n.name == name })
@@ -157,7 +161,7 @@ func (s *simQP) report() (*qpReport, error) {
 				}
 				one := &qpResult{NIC: name, Order: order, hardware: base, job: nicsim.Job{
 					Operation: nicsim.Operation(operation), Topology: topology, Tokens: s.tokens, Hidden: s.hidden, TopK: s.topK, Experts: s.experts,
-					Queues: queues, Order: nicsim.Order(o), InTurn: s.inTurn, AllRDMA: s.allRDMA, Seed: s.flags.seed,
+					Queues: queues, Order: nicsim.Order(o), InTurn: s.inTurn, AllRDMA: s.allRDMA, Skew: nicsim.Time(s.skew) * nicsim.Nanosecond, Seed: s.flags.seed,
 				}}
 				schedules[i].apply(&one.hardware)
 				if err := one.job.Check(); err != nil {
@@ -237,10 +241,10 @@ func (r *qpReport) words() string {
 
 // change puts two results of the same traffic beside each other.
 func change(one, before *qpResult) string {
-	time, rate := one.SlowestUS/before.SlowestUS-1, one.GBs/before.GBs-1
-	if math.Abs(time) < 0.01 && math.Abs(rate) < 0.01 {
+	late, rate := one.SlowestUS/before.SlowestUS-1, one.GBs/before.GBs-1
+	if math.Abs(late) < 0.01 && math.Abs(rate) < 0.01 {
 		return "less than 1 % of time and throughput."
 	}
 	return fmt.Sprintf("latency %s, throughput %s, largest queue %s, was %s.",
-		percentText(time), percentText(rate), sizeText(uint64(one.LargestQueue)), sizeText(uint64(before.LargestQueue)))
+		percentText(late), percentText(rate), sizeText(uint64(one.LargestQueue)), sizeText(uint64(before.LargestQueue)))
 }

@@ -69,6 +69,8 @@ func PublishedJob(o Operation, ranks int) (Job, error) {
 	return j, err
 }
 
+const mostSkew = 1000 * 1000 * Microsecond
+
 // Check refuses calls that make no sense, and fills in the planned number of queue pairs.
 func (j *Job) Check() error {
 	if j.Operation < LowLatencyDispatch || j.Operation > Combine {
@@ -99,8 +101,8 @@ func (j *Job) Check() error {
 		return status.InvalidArg("sms", j.SMs, fmt.Sprintf("an even number, 2 to %d", plan.MaxRanks))
 	case j.Order < Planned || j.Order > Spread:
 		return status.InvalidArg("order", int(j.Order), "0 to 4")
-	case j.Skew < 0:
-		return status.InvalidArg("skew", int64(j.Skew), "0 or more")
+	case j.Skew < 0 || j.Skew > mostSkew:
+		return status.InvalidArg("skew", int64(j.Skew), fmt.Sprintf("0 to %d picoseconds", mostSkew))
 	}
 	o := plan.QueueOptions{PerPeer: j.Queues, MaxTokens: j.Tokens}
 	if j.Operation.lowLatency() {
