@@ -162,6 +162,7 @@ func TestFewAndShallowQueuePairs(t *testing.T) {
 				m.normalRounds(c, 2)
 				m.must(m.Clean(8, 256, 12, &Call{}))
 				m.lowLatencyRounds(ll, 3)
+				m.lowLatencyHalves(6, 256, 2, 12) // and away: whoever still has to hear from this rank must
 			})
 		})
 	}
