@@ -8,6 +8,9 @@
 // Failures live in host memory that kernels write. They are looked at when a call begins and when a wait ends; from then
 // on the buffer refuses calls and says why. Peers' deaths come from the group (PeerDied, PeerLeft), from any goroutine.
 //
-// The package knows no CUDA, reads no environment, and never panics on bad input. Its only goroutine is that of the
-// background start, which recovers.
+// Ranks of other nodes are reached through a transport of the kernel library: queue pairs by the plan, opened before the
+// library's team and closed after it. Loads and stores never see such a rank's memory, also where it is mapped here.
+//
+// The package knows no CUDA, reads no environment, and never panics on bad input. Its goroutines are that of the background
+// start, which recovers, and those for calls of a transport that know no limit.
 package engine
