@@ -123,6 +123,9 @@ func (b *Buffer) LowLatencyCombine(a *LLCombineArgs, c *Call) error {
 	if err := shape.CheckCombine(b.top); err != nil {
 		return err
 	}
+	if err := b.checkRDMATokens(a.NumMaxTokens); err != nil {
+		return err
+	}
 	if err := checkLLCombine(a); err != nil {
 		return err
 	}

@@ -193,6 +193,8 @@ func TestLimitsBetweenNodes(t *testing.T) {
 	expect(r.Combine(combine, &engine.Call{}), "num_rdma_bytes = 100", "rows of 128 bytes", "2 nodes", "at least 384 is needed")
 	expect(r.LowLatencyDispatch(&engine.LLDispatchArgs{Phases: 3, NumMaxTokens: 5, Hidden: 128, NumTopK: 1, NumExperts: 4, IndexType: plan.Int64},
 		&engine.Call{}), "num_max_dispatch_tokens_per_rank", "got 5", "at most DEEPEP_NUM_MAX_RDMA_TOKENS = 4")
+	expect(r.LowLatencyCombine(&engine.LLCombineArgs{Phases: 3, NumMaxTokens: 5, Hidden: 128, NumTopK: 1, NumExperts: 4, IndexType: plan.Int64},
+		&engine.Call{}), "at most DEEPEP_NUM_MAX_RDMA_TOKENS = 4")
 	_, err = nodes(t, &among{rank: 0, size: 4}, 2, func(o *engine.Options) { o.RDMA.Workspace = 4095 })
 	expect(err, "flags and counts of 4 ranks take 4096 bytes", "DEEPEP_NUM_WORKSPACE_BYTES = 4095")
 
