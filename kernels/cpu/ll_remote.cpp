@@ -125,6 +125,9 @@ void give_far_credit(Op &op, Kind kind, int peer, uint64_t epoch) {
 }
 
 bool wait_for_callers_rows(Op &op, uint64_t epoch) {
+#if DK_MUTANT == 28  // the caller's rows are given back too early
+  if (op.phase) return true;
+#endif
   Team &team = op.team;
   auto reads = [&](int peer) {
     const FarSent &sent = far_peer(team, peer).sent[kCombine][epoch & 1];

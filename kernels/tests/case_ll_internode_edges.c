@@ -126,6 +126,23 @@ static void on_its_way(struct rank *me) {
   }
 }
 
+/* Zero copy: when a combine is over the rows are the caller's again, whatever its puts still have to do. */
+static void callers_rows(struct rank *me) {
+  struct ll_spec spec = spec_for(me);
+  spec.combine_flags = DK_LL_ZERO_COPY;
+  struct team *t = make_ll_team(me, &spec, 0);
+  struct ll *l = make_ll(t, &spec, 3);
+  for (uint64_t round = 0; round < 12; round++) {
+    new_ll_payload(l, round);
+    run_ll_dispatch(l, DK_PHASE_BOTH, 0);
+    check_ll_dispatch(l);
+    make_expert_rows(l, round);
+    run_ll_combine(l, DK_PHASE_BOTH, 2);
+    fill(me, t->block->at[me->index] + t->rdma_offset, t->rdma_bytes, 0xff); /* right behind it on the stream */
+    check_ll_combine(l);
+  }
+}
+
 /* One rank sends what the others never receive; after a clean it is nothing, although the numbers of the calls fit. */
 static void sent_before_a_clean(struct rank *me) {
   struct ll_spec spec = spec_for(me);
@@ -263,6 +280,8 @@ static const struct test_case cases[] = {
     {"ll internode edges/overwritten while it waits, late", overwritten, 3, &singles_late, QUICK, 0, 0},
     {"ll internode edges/on its way to a masked rank", on_its_way, 3, &one_queue, QUICK, 0, 0},
     {"ll internode edges/on its way to a masked rank, late", on_its_way, 3, &one_queue_late, QUICK, 0, 0},
+    {"ll internode edges/callers' rows", callers_rows, 3, &singles, QUICK, 0, 0},
+    {"ll internode edges/callers' rows, late", callers_rows, 4, &singles_late, QUICK, 0, 0},
     {"ll internode edges/sent before a clean, one node", sent_before_a_clean, 3, &mapped, QUICK, 0, 0},
     {"ll internode edges/sent before a clean, late", sent_before_a_clean, 4, &pairs_late, QUICK, 0, 0},
     {"ll internode edges/bytes, 2 nodes of 2", bytes, 4, &pairs, QUICK, 0, 0},

@@ -28,6 +28,7 @@ kinds='1 a lost flag|ll order/halves
 25 a credit before the rows were read|ll internode edges/a slot
 26 a send of before a clean|ll internode edges/sent
 27 a slot that is used again too early|ll internode edges/on its way
+28 rows that are given back too early|ll internode edges/callers
 31 a head before its row|normal internode seeds/3 nodes of 2
 32 a credit before the reading|normal internode seeds/3 nodes of 2
 33 a forgotten reader|normal internode seeds/2 nodes of 2
