@@ -1,0 +1,79 @@
+# build.mk - libdeepep_nvshmem.so: the objects of the CUDA library, and the transport over NVSHMEM. Included by the Makefile.
+# NVSHMEM_HOME (include/ and lib/ of a release) is that of PyPI's wheel in .venv, fetched when first needed, unless given.
+
+NVSHMEM_STAMP := .venv/.stamp-nvshmem
+ifndef NVSHMEM_HOME
+NVSHMEM_READY := $(NVSHMEM_STAMP)
+NVSHMEM_HOME   = $(shell $(VENV) -c 'import nvidia.nvshmem as it; print(it.__path__[0])')
+endif
+
+NVSHMEM_OUT  := $(BUILD)/nvshmem
+NVSHMEM_SRC  := $(sort $(wildcard nvshmem/*.cu))
+NVSHMEM_OBJ  := $(NVSHMEM_SRC:%.cu=$(OBJ)/%.o)
+# dk_info of the CUDA library is called by the one of this library, so it needs another name.
+CUDA_INFO_OBJ := $(OBJ)/kernels/cuda/launch/device.o
+RENAMED_OBJ   := $(OBJ)/nvshmem/cuda_device.o
+PLUGIN       := $(NVSHMEM_OUT)/nvshmem_transport_ibdevx.so.3
+PLUGIN_SRC   := $(sort $(wildcard nvshmem/testtransport/*.cpp nvshmem/testtransport/*.cu))
+PLUGIN_OBJ   := $(addprefix $(OBJ)/,$(addsuffix .o,$(basename $(PLUGIN_SRC))))
+GPU_TEST_OBJ := $(patsubst %.cpp,$(OBJ)/%.o,$(sort $(wildcard nvshmem/tests/*.cpp)))
+
+SM90_RDC := -gencode arch=compute_90,code=sm_90
+RDC_CODE  = $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(SM90_RDC))
+NVSHMEM_INCLUDE = -Ikernels -Invshmem -I$(OBJ) -isystem $(NVSHMEM_HOME)/include -isystem $(CUDA_HOME)/include/cccl -isystem $(CUDA_HOME)/include
+# Sources with kernels are compiled for linking on the device, with NVSHMEM's device part; the others are the host's alone.
+NVSHMEM_FLAGS   = -std=c++17 -O3 -DDEEPEP_SM90=$(SM90) -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(NVSHMEM_INCLUDE)
+HOST_CODE       = $(SM80_CODE)
+code_of         = $(if $(filter nvshmem/transport,$1),$(RDC_CODE) -rdc=true,$(HOST_CODE))
+TEST_CXX        = $(CXX) -std=c++17 -O2 -fPIC -fvisibility=hidden -pthread $(WARN) $(NVSHMEM_INCLUDE)
+
+$(NVSHMEM_STAMP): tools/requirements-nvshmem.txt | $(VENV_STAMP)
+	@tools/setup_venv.sh nvshmem
+	@touch $@
+
+$(OBJ)/nvshmem.flags: FORCE | $(CUDA_READY) $(NVSHMEM_READY)
+	$(call keep,$(NVCC) $(NVSHMEM_FLAGS) $(RDC_CODE) $(TEST_CXX))
+$(OBJ)/nvshmem_build_id.h: FORCE
+	$(call keep,#define DK_NVSHMEM_BUILD_ID "$(call build_id,kernels/abi kernels/cuda $(NVSHMEM_SRC) nvshmem/network.h nvshmem/queue.cuh)")
+
+$(NVSHMEM_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | $(CUDA_READY) $(NVSHMEM_READY) $(OBJ)/nvshmem_build_id.h need-cxx
+	@mkdir -p $(@D)
+	$(NVCC) $(NVSHMEM_FLAGS) $(call code_of,$*) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
+
+$(RENAMED_OBJ): $(CUDA_INFO_OBJ)
+	@mkdir -p $(@D)
+	objcopy --redefine-sym dk_info=cuda_info $< $@
+
+$(OBJ)/nvshmem/device_link.o: $(OBJ)/nvshmem/transport.o
+	$(NVCC) -dlink -Xcompiler -fPIC $(RDC_CODE) -o $@ $< -L$(NVSHMEM_HOME)/lib -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lnvshmem_device -lcudadevrt
+
+NVSHMEM_PARTS = $(filter-out $(CUDA_INFO_OBJ),$(CUDA_OBJ)) $(RENAMED_OBJ) $(NVSHMEM_OBJ) $(OBJ)/nvshmem/device_link.o
+$(LIB)/libdeepep_nvshmem.so: $(NVSHMEM_PARTS) tools/kernels.map
+	@mkdir -p $(@D)
+	$(CXX) $(LINKFLAGS) -Wl,-rpath,'$$ORIGIN/../../nvidia/nvshmem/lib' -o $@ $(NVSHMEM_PARTS) -L$(NVSHMEM_HOME)/lib \
+	  -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -l:libnvshmem_device.a -l:libnvshmem_host.so.3 -lcudadevrt -lcudart_static -ldl -lrt
+
+# ---- For tests: the plugin, the program for GPUs, the program that looks at the library without one
+
+$(filter $(OBJ)/nvshmem/testtransport/kernels.o,$(PLUGIN_OBJ)): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | need-cxx
+	@mkdir -p $(@D)
+	$(NVCC) $(NVSHMEM_FLAGS) $(SM80_CODE) -gencode arch=compute_80,code=compute_80 -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
+
+$(filter-out %/kernels.o,$(PLUGIN_OBJ)) $(GPU_TEST_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/nvshmem.flags | need-cxx
+	@mkdir -p $(@D)
+	$(TEST_CXX) -MMD -MP -c -o $@ $<
+
+$(PLUGIN): $(PLUGIN_OBJ) nvshmem/testtransport/testtransport.map
+	@mkdir -p $(@D)
+	$(CXX) -shared -pthread -static-libstdc++ -Wl,-z,defs -Wl,--version-script=nvshmem/testtransport/testtransport.map \
+	  -Wl,-soname,$(@F) -o $@ $(PLUGIN_OBJ) -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
+
+$(NVSHMEM_OUT)/transport_test: $(GPU_TEST_OBJ)
+	@mkdir -p $(@D)
+	$(CXX) -pthread -static-libstdc++ -o $@ $(GPU_TEST_OBJ) -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
+
+$(NVSHMEM_OUT)/probe: nvshmem/tests/probe.c $(wildcard kernels/abi/*.h) | need-cc
+	@mkdir -p $(@D)
+	$(C_COMMAND) -o $@ $< -ldl
+
+-include $(NVSHMEM_OBJ:.o=.d) $(PLUGIN_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d)

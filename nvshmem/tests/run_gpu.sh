@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# run_gpu.sh FOLDER - runs the transport among GPUs of this machine, from what is built in build/ (make nvshmem), in under a minute.
+# Results go to FOLDER: a log for each run, and summary.txt. PYTHON (python3) says where NVSHMEM's wheel is.
+set -u
+cd "$(dirname "$0")/../.."
+out=${1:?usage: nvshmem/tests/run_gpu.sh FOLDER}
+mkdir -p "$out"
+built=${BUILD:-build}
+program=$built/nvshmem/transport_test library=$built/lib/libdeepep_nvshmem.so plugin=$built/nvshmem/nvshmem_transport_ibdevx.so.3
+nvshmem=$("${PYTHON:-python3}" -c 'import nvidia.nvshmem as it; print(list(it.__path__)[0])') || exit 2
+export LD_LIBRARY_PATH=$nvshmem/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+[ "$gpus" -ge 1 ] || { echo "run_gpu.sh: no GPU here" >&2; exit 2; }
+failed=0
+
+# run NAME SECONDS [VARIABLE=VALUE ...] -- ARGUMENTS OF transport_test
+run() {
+	local name=$1 seconds=$2 settings=()
+	shift 2
+	while [ "$1" != -- ]; do settings+=("$1"); shift; done
+	shift
+	local start=$SECONDS verdict=passed
+	env "${settings[@]}" timeout -k 2 "$seconds" "$program" "$library" --gpus "$gpus" --seconds $((seconds - 1)) "$@" >"$out/$name.log" 2>&1 || {
+		verdict=FAILED
+		failed=$((failed + 1))
+	}
+	echo "$verdict $name ($((SECONDS - start)) s): $*" | tee -a "$out/summary.txt"
+}
+
+{
+	date -u
+	nvidia-smi -L
+	ls -l "$library" "$plugin" "$nvshmem/lib/libnvshmem_host.so.3"
+} >"$out/summary.txt"
+# All GPUs by NVLink; NVSHMEM ended and started once more.
+run one-host 14 -- --ranks $((gpus < 2 ? 2 : gpus > 4 ? 4 : gpus)) --restart
+# Two hosts that only the plugin joins: at once and in order; late and in a random order.
+run two-hosts 9 -- --ranks 2 --hosts 2 --plugin "$plugin"
+run two-hosts-late 11 DEEPEP_TESTTRANSPORT=7:300:4 -- --ranks 2 --hosts 2 --plugin "$plugin"
+if [ "$gpus" -ge 4 ]; then
+	run two-by-two-late 12 DEEPEP_TESTTRANSPORT=11:300:4 -- --ranks 4 --hosts 2 --plugin "$plugin"
+fi
+run lost-peer 9 -- --ranks 2 --hosts 2 --plugin "$plugin" --lose
+tail -n 30 "$out"/*.log
+cat "$out/summary.txt"
+exit $((failed > 0))

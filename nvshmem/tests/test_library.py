@@ -1,0 +1,190 @@
+"""libdeepep_nvshmem.so and the test transport as they are built, and what they say where there is no GPU."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import struct
+import subprocess
+import sys
+
+import nvidia.nvshmem
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LIBRARY = ROOT / "build" / "lib" / "libdeepep_nvshmem.so"
+OUT = ROOT / "build" / "nvshmem"
+PROBE, PLUGIN = OUT / "probe", OUT / "nvshmem_transport_ibdevx.so.3"
+NVSHMEM = pathlib.Path(next(iter(nvidia.nvshmem.__path__)))
+HOST = "libnvshmem_host.so.3"
+EINVAL, ESTATE, EVERSION = 1, 2, 11
+
+sys.path.insert(0, str(ROOT / "tools"))
+import abi_check  # noqa: E402
+
+
+def run(*command: object, **env: str) -> tuple[int, str]:
+    """Exit status and output, with no variable of this process but PATH."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": str(NVSHMEM / "lib"), **env},
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def probe(*words: object, **env: str) -> dict[str, str]:
+    code, text = run(PROBE, LIBRARY, *words, **env)
+    assert code == 0, text
+    return dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+
+
+def output(*command: object) -> str:
+    return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout
+
+
+def header_version() -> str:
+    text = (NVSHMEM / "include" / "non_abi" / "nvshmem_version.h").read_text()
+    return ".".join(re.search(rf"VENDOR_{part}_VERSION (\d+)", text)[1] for part in ("MAJOR", "MINOR", "PATCH"))
+
+
+def undefined(library: pathlib.Path) -> set[str]:
+    """Names that a library asks of others, those of the C library left out."""
+    lines = output("nm", "-D", "--undefined-only", library).splitlines()
+    return {line.split()[-1] for line in lines if " U " in line and "GLIBC_" not in line and "GCC_" not in line}
+
+
+def test_exports_exactly_the_interface() -> None:
+    wanted = abi_check.declared("dk", abi_check.HEADERS["dk"].read_text())
+    assert abi_check.problems(LIBRARY, wanted) == []
+    assert abi_check.exported(LIBRARY) == wanted  # the optional functions too
+
+
+def test_needs_nvshmem_and_nothing_else() -> None:
+    asked = undefined(LIBRARY)
+    assert asked and all(name.endswith("@NVSHMEM") for name in asked)
+    public = {"nvshmem_align", "nvshmem_free", "nvshmem_ptr", "nvshmem_my_pe", "nvshmem_n_pes"}
+    # nvshmemid_* are asked for by NVSHMEM's own device part.
+    assert {name.split("@")[0] for name in asked if not name.startswith(("nvshmemx_", "nvshmemid_"))} == public
+    assert abi_check.dynamic(LIBRARY, "NEEDED").count(HOST) == 1
+    assert abi_check.dynamic(LIBRARY, "RUNPATH") == ["$ORIGIN/../../nvidia/nvshmem/lib"]
+
+
+def test_version_text_is_that_of_the_headers() -> None:
+    words = re.findall(rb"built with NVSHMEM ([\d.]+)\0", LIBRARY.read_bytes())
+    assert words == [header_version().encode()]
+
+
+def test_device_part_is_of_the_same_release_as_the_headers(tmp_path: pathlib.Path) -> None:
+    """The archive keeps its version in three integers, which nothing public reads: looked up in its object file."""
+    subprocess.run(["ar", "x", NVSHMEM / "lib" / "libnvshmem_device.a", "init_device.cu.o"], check=True, cwd=tmp_path)
+    path = tmp_path / "init_device.cu.o"
+    symbol = re.search(r"^(\w+) \w (_ZL27nvshmemi_device_lib_version)$", output("nm", path), re.M)
+    assert symbol, "no version in the device part"
+    section = re.search(r"\.rodata +PROGBITS +\w+ (\w+)", output("readelf", "-SW", path))
+    assert section
+    at = int(section[1], 16) + int(symbol[1], 16)
+    assert ".".join(map(str, struct.unpack_from("<3i", path.read_bytes(), at))) == header_version()
+
+
+def test_without_a_device_it_says_so() -> None:
+    found = probe("info")
+    assert (found["code"], found["kind"], found["devices"]) == ("0", "nvshmem", "0") or int(found["devices"]) > 0
+    assert found["build"].endswith(header_version())
+    if found["devices"] == "0":
+        assert "no CUDA device" in found["reason"] and found["open"] != "0"
+    assert found["old struct"] == str(EVERSION)
+
+
+def test_without_nvshmem_the_loader_names_it() -> None:
+    code, text = run(PROBE, LIBRARY, "info", LD_LIBRARY_PATH="")
+    assert code == 1 and HOST in text and "cannot open shared object file" in text
+
+
+@pytest.mark.parametrize(("version", "refused"), [("3.4.5", False), ("3.4.6", True), ("3.3.24", True), ("3.2.5", True)])
+def test_another_host_part_is_refused_before_anything_runs(tmp_path: pathlib.Path, version: str, refused: bool) -> None:
+    """A host part that ends the process when anything but its version is asked for."""
+    names = [name.split("@")[0] for name in undefined(LIBRARY)]
+    asks = "nvshmemx_vendor_get_version_info"
+    source = "#include <stdlib.h>\n" + "".join(f"void {name}(void) {{ abort(); }}\n" for name in names if name != asks)
+    major, minor, patch = version.split(".")
+    source += f"void {asks}(int *a, int *b, int *c) {{ *a = {major}; *b = {minor}; *c = {patch}; }}\n"
+    (tmp_path / "fake.c").write_text(source)
+    (tmp_path / "fake.map").write_text("NVSHMEM { global: *; };\n")
+    flags = ["-shared", "-fPIC", f"-Wl,-soname,{HOST}", "-Wl,--version-script=fake.map"]
+    subprocess.run(["gcc", *flags, "-o", HOST, "fake.c"], check=True, cwd=tmp_path)
+    found = probe("info", LD_LIBRARY_PATH=str(tmp_path))
+    code, text = run(PROBE, LIBRARY, "start", 1, 1, 8, 16, LD_LIBRARY_PATH=str(tmp_path))
+    if not refused:
+        assert "built with" not in found["reason"] and code != 0  # it went on, and the fake ended it
+        return
+    for said in (found["reason"], text):
+        assert f"built with NVSHMEM {header_version()}" in said and f"is NVSHMEM {version}" in said
+        assert str(LIBRARY) in said and str(tmp_path / HOST) in said
+    assert ("3.3.9 is the oldest" in text) == (version == "3.2.5")
+    assert found["devices"] == "0" and code == 0 and f"id: {EVERSION}" in text and f"attach: {EVERSION}" in text
+
+
+def test_start_sets_what_was_planned() -> None:
+    found = probe("start", 24, 1000, 8, 16)
+    assert found["id"] == "0" and found["reason"] == "" and found["bytes of the id that are set"] == "some"
+    wanted = {
+        "NVSHMEM_REMOTE_TRANSPORT": "(none)",
+        "NVSHMEM_IB_ENABLE_IBGDA": "1",
+        "NVSHMEM_IBGDA_NUM_RC_PER_PE": "24",
+        "NVSHMEM_QP_DEPTH": "1024",
+        "NVSHMEM_IBGDA_RC_MAP_BY": "cta",
+        "NVSHMEM_DISABLE_NCCL": "1",
+        "NVSHMEM_DISABLE_NVLS": "1",
+        "CUDA_MODULE_LOADING": "EAGER",
+    }
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def test_start_on_one_node_looks_for_no_nic() -> None:
+    found = probe("start", 24, 1000, 8, 8)
+    assert found["NVSHMEM_REMOTE_TRANSPORT"] == "none" and found["NVSHMEM_IB_ENABLE_IBGDA"] == "(none)"
+
+
+def test_the_users_settings_stay_and_conflicts_are_said() -> None:
+    mine = {"NVSHMEM_QP_DEPTH": "64", "NVSHMEM_IBGDA_QP_DEPTH": "77", "NVSHMEM_REMOTE_TRANSPORT": "ibrc"}
+    found = probe("start", 24, 1000, 8, 16, **mine)
+    assert found["NVSHMEM_QP_DEPTH"] == "64" and found["NVSHMEM_REMOTE_TRANSPORT"] == "ibrc"
+    assert found["NVSHMEM_IB_ENABLE_IBGDA"] == "(none)"
+    assert "NVSHMEM_QP_DEPTH=64 is set, 1024 is wanted" in found["reason"]
+    assert "NVSHMEM_IBGDA_QP_DEPTH=77 changes nothing" in found["reason"]
+    assert "NVSHMEM_QP_DEPTH=64 counts" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [((24, 40000, 8, 16), "at most 32768"), ((0, 1000, 8, 16), "num_qps = 0"), ((1, 1, 0, 2), "num_nvl_peers = 0")],
+)
+def test_impossible_plans_are_refused(numbers: tuple[int, ...], said: str) -> None:
+    found = probe("start", *numbers)
+    assert found["id"] == str(EINVAL) and said in found["reason"]
+
+
+def test_nothing_goes_before_attach() -> None:
+    found = probe("start", 1, 1, 8, 16)
+    assert found["attach"] == str(EINVAL) and "device = 0" in found["attach says"]
+    assert found["alloc"] == str(EINVAL) and found["open"] == str(ESTATE)
+    assert found["detach"] == str(EINVAL) and found["free nothing"] == "0"
+
+
+def test_plugin_takes_interface_3_alone() -> None:
+    assert abi_check.dynamic(PLUGIN, "SONAME") == ["nvshmem_transport_ibdevx.so.3"]
+    assert abi_check.exported(PLUGIN) == {"nvshmemt_init", "testtransport_count", "testtransport_lose"}
+    code, text = run(PROBE, PLUGIN, "interface", 30000)
+    assert code == 0 and "init: 0" in text and "says version: 30000" in text
+    code, text = run(PROBE, PLUGIN, "interface", 40000)
+    assert "init: 1" in text and "interface 3" in text and "interface 4" in text
+
+
+def test_gpu_program_refuses_what_cannot_be() -> None:
+    uneven = [LIBRARY, "--ranks", 3, "--hosts", 2, "--plugin", PLUGIN]
+    for words in ([], [LIBRARY, "--ranks", 1], [LIBRARY, "--hosts", 2], uneven):
+        code, text = run(OUT / "transport_test", *words)
+        assert code == 2 and "usage" in text

@@ -1,0 +1,151 @@
+// wire.cpp - one stream of the GPU takes effect in order; so what matters is the order in which operations are put on it. That order
+// keeps queues and fences, and is random (seeded) otherwise.
+#include "wire.h"
+
+#include <time.h>
+
+#include <cstdlib>
+
+#include "log.h"
+
+namespace testtransport {
+namespace {
+
+constexpr size_t kPieces = 3, kLeastPiece = 512; // a longer put goes in pieces, the last one first
+
+uint64_t now_ns() {
+  timespec t{};
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1000000000ull + static_cast<uint64_t>(t.tv_nsec);
+}
+
+int verdict(cudaError_t error) { return error == cudaSuccess ? 0 : complain("CUDA: %s", cudaGetErrorString(error)); }
+
+}  // namespace
+
+bool parse_settings(const char *text, Settings *out) {
+  *out = Settings{};
+  if (text == nullptr || text[0] == 0) return true;
+  uint64_t numbers[3] = {0, 0, 4};
+  char *end = nullptr;
+  for (int i = 0; i < 3; ++i, text = end + 1) {
+    numbers[i] = text[0] >= '0' && text[0] <= '9' ? strtoull(text, &end, 10) : 0;
+    if (end == nullptr || end == text || (*end != ':' && *end != 0)) return complain("DEEPEP_TESTTRANSPORT: a number is expected at \"%s\"", text), false;
+    if (*end == 0) break;
+  }
+  if (*end != 0 || numbers[1] > 1000000 || numbers[2] < 1 || numbers[2] > 1024)
+    return complain("DEEPEP_TESTTRANSPORT is SEED[:MICROSECONDS[:QUEUES]], at most 1000000 and 1024"), false;
+  *out = {numbers[0], numbers[1] * 1000, static_cast<int>(numbers[2])};
+  return true;
+}
+
+Wire::Wire(int my_pe, int num_pes, const Settings &settings)
+    : peers_(static_cast<size_t>(num_pes)), random_(settings.seed * 1000003 + static_cast<uint64_t>(my_pe)), settings_(settings), my_pe_(my_pe) {}
+
+Wire::~Wire() {
+  if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
+}
+
+int Wire::start() {
+  cudaError_t error = load_wire_kernels();
+  if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking);
+  return verdict(error);
+}
+
+int Wire::post(int pe, Work work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Peer &peer = peers_[static_cast<size_t>(pe)];
+  testtransport_counts &c = peer.counts;
+  ++(work.what == What::kGet ? c.gets : work.what == What::kPut ? c.puts : work.source != nullptr ? c.values : c.atomics);
+  c.bytes += work.bytes;
+  if (peer.lost) return ++c.dropped, 0;
+  work.fences = peer.fences, work.number = peer.posted++;
+  const bool at_once = pe == my_pe_ || settings_.most_delay_ns == 0; // NVSHMEM fences nothing toward itself
+  if (!at_once) {
+    work.queue = static_cast<int>(random_() % static_cast<uint64_t>(settings_.num_queues));
+    work.due_ns = now_ns() + random_() % settings_.most_delay_ns;
+  }
+  peer.waiting.push_back(work);
+  return at_once ? go(&peer, peer.waiting.size() - 1) : 0;
+}
+
+// Nothing of before its last fence, and nothing earlier of its queue, is still waiting.
+bool Wire::may_go(const Peer &peer, size_t at) const {
+  const Work &work = peer.waiting[at];
+  for (size_t i = 0; i < at; ++i)
+    if (peer.waiting[i].fences != work.fences || peer.waiting[i].queue == work.queue) return false;
+  return true;
+}
+
+int Wire::go(Peer *peer, size_t at) {
+  const Work work = peer->waiting[at];
+  peer->waiting.erase(peer->waiting.begin() + static_cast<ptrdiff_t>(at));
+  peer->counts.overtaken += at > 0;
+  return issue(work);
+}
+
+int Wire::issue(const Work &work) {
+  if (work.what == What::kAtomic) return verdict(enqueue_atomic(work, stream_));
+  const size_t piece = work.bytes / kPieces < kLeastPiece ? work.bytes : (work.bytes / kPieces + 15) / 16 * 16;
+  size_t end = work.bytes;
+  while (end > 0) {
+    const size_t start = (end - 1) / piece * piece;
+    const cudaError_t error = cudaMemcpyAsync(static_cast<char *>(work.target) + start, static_cast<const char *>(work.source) + start, end - start,
+                                              cudaMemcpyDefault, stream_);
+    if (error != cudaSuccess) return verdict(error);
+    end = start;
+  }
+  return 0;
+}
+
+int Wire::fence(int pe) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Peer &peer = peers_[static_cast<size_t>(pe)];
+  ++peer.fences, ++peer.counts.fences;
+  return 0;
+}
+
+int Wire::quiet(int pe) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Peer &peer = peers_[static_cast<size_t>(pe)];
+  ++peer.counts.quiets;
+  while (!peer.waiting.empty()) {
+    size_t at = random_() % peer.waiting.size();
+    while (!may_go(peer, at)) --at; // the first one always may
+    if (const int failed = go(&peer, at)) return failed;
+  }
+  return verdict(cudaStreamSynchronize(stream_));
+}
+
+int Wire::progress() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (Peer &peer : peers_) {
+    if (peer.waiting.empty()) continue;
+    const uint64_t now = now_ns();
+    for (size_t at = 0; at < peer.waiting.size(); ++at)
+      if (peer.waiting[at].due_ns <= now && may_go(peer, at)) {
+        if (const int failed = go(&peer, at)) return failed;
+        break;
+      }
+  }
+  return 0;
+}
+
+int Wire::lose(int pe) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (pe < 0 || pe >= static_cast<int>(peers_.size()) || pe == my_pe_) return 1;
+  Peer &peer = peers_[static_cast<size_t>(pe)];
+  peer.lost = true;
+  peer.counts.dropped += peer.waiting.size();
+  peer.waiting.clear();
+  return 0;
+}
+
+int Wire::count(int pe, testtransport_counts *out) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (pe < 0 || pe >= static_cast<int>(peers_.size())) return 1;
+  *out = peers_[static_cast<size_t>(pe)].counts;
+  return 0;
+}
+
+}  // namespace testtransport

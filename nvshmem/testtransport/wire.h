@@ -1,0 +1,67 @@
+// wire.h - queues of operations toward PEs, and when which of them takes effect.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <deque>
+#include <mutex>
+#include <random>
+#include <vector>
+
+#include "interface.h"
+#include "testtransport.h"
+
+namespace testtransport {
+
+enum class What { kPut, kGet, kAtomic };
+struct Work {
+  What what = What::kPut;
+  int queue = 0;
+  uint64_t due_ns = 0, fences = 0, number = 0; // fences of this PE before it; its number among all of the PE
+  void *target = nullptr;                      // in this process
+  void *source = nullptr;
+  size_t bytes = 0;
+  Atomic atomic = Atomic::kFetch;              // of a word of `bytes` at target
+  uint64_t value = 0, compare = 0, result_flag = 0;
+  void *result = nullptr;                      // null: none wanted
+};
+
+struct Settings { uint64_t seed = 0, most_delay_ns = 0; int num_queues = 1; };
+// False, with a line on stderr: the text is not SEED[:MICROSECONDS[:QUEUES]].
+bool parse_settings(const char *text, Settings *out);
+
+class Wire {
+ public:
+  Wire(int my_pe, int num_pes, const Settings &settings);
+  ~Wire();
+  int start();          // what must not happen while a kernel waits: kernels are loaded, the stream is made
+  int post(int pe, Work work);
+  int fence(int pe);
+  int quiet(int pe);    // waits until all toward the PE is done
+  int progress();       // what is due
+  int lose(int pe);
+  int count(int pe, testtransport_counts *out);
+
+ private:
+  struct Peer {
+    std::deque<Work> waiting; // in the order in which they were posted
+    uint64_t fences = 0, posted = 0;
+    bool lost = false;
+    testtransport_counts counts{};
+  };
+  bool may_go(const Peer &peer, size_t at) const;
+  int go(Peer *peer, size_t at);
+  int issue(const Work &work);
+
+  std::mutex mutex_;
+  std::vector<Peer> peers_;
+  std::mt19937_64 random_;
+  Settings settings_;
+  int my_pe_;
+  cudaStream_t stream_ = nullptr;
+};
+
+// What a GPU does for the wire, enqueued on the stream. kernels.cu
+cudaError_t load_wire_kernels();
+cudaError_t enqueue_atomic(const Work &work, cudaStream_t stream);
+
+}  // namespace testtransport

@@ -1,0 +1,283 @@
+// transport.cu - the transport of the interface over NVSHMEM: each operation is a small kernel on the caller's stream.
+// NVSHMEM waits inside its device calls and without a limit: there is no NOWAIT, and timeouts do not end those waits.
+#include "queue.cuh"
+
+#include <new>
+#include <vector>
+
+#include "network.h"
+
+namespace deepep {
+namespace {
+
+constexpr int kThreads = 256;
+
+// In device memory, one for each peer and queue pair; they follow the stream's order, in replays of graphs too.
+struct Counts { unsigned long long posted, completed, bytes, most; };
+
+struct PutParams {
+  Queue queue;
+  int pe, how; // how: NVSHMEM_SIGNAL_*, 0: none
+  void *to;
+  const void *from;
+  uint64_t bytes, value;
+  uint64_t *word;
+  Counts *counts;
+};
+
+__global__ void __launch_bounds__(kThreads) put_kernel(const __grid_constant__ PutParams p) {
+  if (static_cast<int>(blockIdx.x) != p.queue.block) return; // the others are there for the number alone
+  __shared__ bool behind;
+  if (threadIdx.x == 0) behind = atomicAdd(&p.counts->posted, 0ull) != atomicAdd(&p.counts->completed, 0ull);
+  __syncthreads();
+  if (behind) fence(p.queue, p.pe);
+  if (p.bytes != 0 && p.how != 0) put_signal(p.queue, p.pe, p.to, p.from, p.bytes, p.word, p.value, p.how);
+  else if (p.bytes != 0) put(p.queue, p.pe, p.to, p.from, p.bytes);
+  else signal(p.queue, p.pe, p.word, p.value, p.how);
+  if (threadIdx.x != 0) return;
+  const unsigned long long posted = atomicAdd(&p.counts->posted, 1ull) + 1;
+  atomicAdd(&p.counts->bytes, p.bytes);
+  atomicMax(&p.counts->most, posted - atomicAdd(&p.counts->completed, 0ull));
+}
+
+// One block: waits for what is under way on the queue pairs of `counts`, and counts it as completed.
+struct QuietParams {
+  Queue queue;
+  int pe, num_counts;
+  Counts *counts;
+};
+
+__global__ void __launch_bounds__(kThreads) quiet_kernel(const __grid_constant__ QuietParams p) {
+  if (static_cast<int>(blockIdx.x) != p.queue.block) return;
+  for (int first = 0; first < p.num_counts; first += kThreads) {
+    Counts *own = first + static_cast<int>(threadIdx.x) < p.num_counts ? p.counts + first + threadIdx.x : nullptr;
+    const unsigned long long posted = own != nullptr ? atomicAdd(&own->posted, 0ull) : 0;
+    __syncthreads();
+    quiet(p.queue, p.pe);
+    if (own != nullptr) atomicMax(&own->completed, posted);
+    __syncthreads();
+  }
+}
+
+struct Transport {
+  Device *device = nullptr;
+  uint8_t *block = nullptr;
+  uint64_t bytes = 0;
+  int num_qps = 0, num_peers = 0;
+  std::vector<int> place;           // of each rank among the peers, -1: none
+  std::vector<uint8_t> lost;        // by rank
+  std::vector<int> handles;         // of queue pairs, where NVSHMEM has them
+  Counts *counts = nullptr;         // device, [peers][num_qps]
+
+  bool reaches(int peer) const { return peer >= 0 && peer < static_cast<int>(place.size()) && place[peer] >= 0; }
+  Counts *counts_of(int peer, int qp) const { return counts + static_cast<size_t>(place[peer]) * num_qps + qp; }
+  Queue queue(int qp) const {
+#if DEEPEP_QUEUE_HANDLES
+    return Queue{static_cast<nvshmemx_qp_handle_t>(handles[qp]), qp};
+#else
+    return Queue{qp};
+#endif
+  }
+  bool outside(uint64_t offset, uint64_t length) const { return length > bytes || offset > bytes - length; }
+};
+
+bool bad_peers(const dk_transport_open_params *p, std::vector<int> *place) {
+  const auto *peers = pointer<const int32_t>(p->host_peers);
+  for (int i = 0; i < p->num_peers; ++i) {
+    if (peers[i] < 0 || peers[i] >= p->num_ranks || peers[i] == p->rank || (*place)[peers[i]] >= 0) return true;
+    (*place)[peers[i]] = i;
+  }
+  return false;
+}
+
+// What this rank's block is, if it is one of the heap.
+bool bad_open(const dk_transport_open_params *p, const Network &net) {
+  if (p->device == 0 || p->rank != net.rank || p->num_ranks != net.num_ranks || p->num_qps < 1 || p->num_qps > 65536) return true;
+  if (p->qp_depth < 1 || p->num_peers < 0 || p->num_peers >= p->num_ranks || p->host_blocks == 0 || (p->num_peers > 0 && p->host_peers == 0))
+    return true;
+  const auto block = net.blocks.find(pointer<const uint64_t>(p->host_blocks)[p->rank]);
+  return block == net.blocks.end() || p->block_bytes == 0 || p->block_bytes > block->second;
+}
+
+cudaError_t make_counts(Transport *transport) {
+  const size_t bytes = sizeof(Counts) * static_cast<size_t>(transport->num_peers) * transport->num_qps;
+  if (bytes == 0) return cudaSuccess;
+  cudaError_t error = cudaMalloc(&transport->counts, bytes);
+  if (error == cudaSuccess) error = cudaMemsetAsync(transport->counts, 0, bytes, transport->device->service);
+  return error == cudaSuccess ? cudaStreamSynchronize(transport->device->service) : error;
+}
+
+void destroy(Transport *transport) {
+  (void)cudaFree(transport->counts);
+  (void)cudaGetLastError();
+  delete transport;
+}
+
+// Handles where NVSHMEM has them and makes as many; else all operations take its default queue pairs.
+void make_queues(Transport *transport) {
+#if DEEPEP_QUEUE_HANDLES
+  nvshmemx_qp_handle_t *made = nullptr;
+  transport->handles.assign(transport->num_qps, NVSHMEMX_QP_DEFAULT);
+  if (nvshmemx_qp_create(transport->num_qps, &made) == 0 && made != nullptr)
+    transport->handles.assign(made, made + transport->num_qps);
+#else
+  (void)transport;
+#endif
+}
+
+bool bad_put(const Transport &transport, const dk_transport_put_params *p) {
+  if (!transport.reaches(p->peer) || p->qp < 0 || p->qp >= transport.num_qps || p->signal_op > DK_SIGNAL_ADD) return true;
+  if ((p->flags & ~static_cast<uint32_t>(DK_TRANSPORT_NOWAIT)) != 0) return true;
+  // A NIC reads registered memory alone: the heap.
+  if (p->bytes != 0 && (transport.outside(p->dst_offset, p->bytes) || !in_heap(p->src, p->bytes))) return true;
+  if (p->signal_op == DK_SIGNAL_NONE) return p->bytes == 0;
+  return p->signal_offset % 8 != 0 || transport.outside(p->signal_offset, 8);
+}
+
+template <class P> bool bad_choice(const Transport &transport, const P *p) {
+  return p->peer < -1 || p->qp < -1 || p->qp >= transport.num_qps || (p->peer >= 0 && !transport.reaches(p->peer));
+}
+
+// Calls act(peer, qp) for each queue pair that the two numbers mean.
+template <class P, class Act> void for_each_queue(const Transport &transport, const P *p, Act act) {
+  for (int peer = 0; peer < static_cast<int>(transport.place.size()); ++peer)
+    for (int qp = 0; qp < transport.num_qps && transport.reaches(peer); ++qp)
+      if ((p->peer < 0 || p->peer == peer) && (p->qp < 0 || p->qp == qp)) act(peer, qp);
+}
+
+PutParams put_params(const Transport &transport, const dk_transport_put_params *p) {
+  PutParams k{};
+  k.queue = transport.queue(p->qp);
+  k.pe = p->peer, k.bytes = p->bytes, k.value = p->signal_value;
+  k.how = p->signal_op == DK_SIGNAL_NONE ? 0 : p->signal_op == DK_SIGNAL_SET ? NVSHMEM_SIGNAL_SET : NVSHMEM_SIGNAL_ADD;
+  k.to = transport.block + p->dst_offset, k.from = pointer<const void>(p->src); // the peer's place has the same address here
+  k.word = reinterpret_cast<uint64_t *>(transport.block + p->signal_offset);
+  k.counts = transport.counts_of(p->peer, p->qp);
+  return k;
+}
+
+#if DEEPEP_QUEUE_HANDLES
+cudaError_t launch_quiet(const Transport &transport, const dk_transport_quiet_params *p) {
+  cudaError_t error = cudaSuccess;
+  for_each_queue(transport, p, [&](int peer, int qp) {
+    const QuietParams k{transport.queue(qp), peer, 1, transport.counts_of(peer, qp)};
+    quiet_kernel<<<qp + 1, kThreads, 0, stream_of(p->stream)>>>(k);
+    if (error == cudaSuccess) error = cudaGetLastError();
+  });
+  return error;
+}
+#else
+// Whichever were meant, all of them are waited for.
+cudaError_t launch_quiet(const Transport &transport, const dk_transport_quiet_params *p) {
+  const QuietParams k{transport.queue(0), 0, transport.num_peers * transport.num_qps, transport.counts};
+  quiet_kernel<<<1, kThreads, 0, stream_of(p->stream)>>>(k);
+  return cudaGetLastError();
+}
+#endif
+
+}  // namespace
+
+cudaError_t load_transport_kernels() {
+  cudaFuncAttributes attributes{};
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, put_kernel);
+  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, quiet_kernel) : error;
+}
+
+}  // namespace deepep
+
+using namespace deepep;
+
+DK_EXPORT int32_t dk_transport_open(dk_transport_open_params *p) {
+  DK_ENTER(p);
+  p->transport = 0;
+  Network &net = network();
+  const std::lock_guard<std::mutex> lock(net.mutex);
+  if (net.users == 0) return DK_ESTATE;
+  if (p->flags != 0) return DK_EUNSUPPORTED; // nothing here is late on purpose
+  if (bad_open(p, net)) return DK_EINVAL;
+  auto *transport = new (std::nothrow) Transport;
+  if (transport == nullptr) return DK_ENOMEM;
+  transport->place.assign(p->num_ranks, -1);
+  transport->lost.assign(p->num_ranks, 0);
+  if (bad_peers(p, &transport->place)) {
+    delete transport;
+    return DK_EINVAL;
+  }
+  transport->device = handle_of<Device>(p->device);
+  transport->block = pointer<uint8_t>(pointer<const uint64_t>(p->host_blocks)[p->rank]);
+  transport->bytes = p->block_bytes;
+  transport->num_qps = p->num_qps, transport->num_peers = p->num_peers;
+  const OnDevice on(transport->device);
+  const cudaError_t error = on.error() == cudaSuccess ? make_counts(transport) : on.error();
+  if (error != cudaSuccess) {
+    destroy(transport);
+    return device_failure(p, error);
+  }
+  make_queues(transport);
+  p->transport = handle_to(transport);
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_transport_close(dk_transport_close_params *p) {
+  DK_ENTER(p);
+  auto *transport = handle_of<Transport>(p->transport);
+  p->transport = 0;
+  if (transport == nullptr) return DK_OK;
+  const OnDevice on(transport->device);
+  destroy(transport);
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_transport_put(dk_transport_put_params *p) {
+  DK_ENTER(p);
+  auto *transport = handle_of<Transport>(p->transport);
+  if (transport == nullptr || bad_put(*transport, p)) return DK_EINVAL;
+  if ((p->flags & DK_TRANSPORT_NOWAIT) != 0) return DK_EUNSUPPORTED;
+  if (transport->lost[p->peer]) return DK_EPEERDEAD;
+  const OnDevice on(transport->device);
+  if (on.error() != cudaSuccess) return device_failure(p, on.error());
+  put_kernel<<<p->qp + 1, p->bytes != 0 ? kThreads : kWarp, 0, stream_of(p->stream)>>>(put_params(*transport, p));
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+}
+
+DK_EXPORT int32_t dk_transport_quiet(dk_transport_quiet_params *p) {
+  DK_ENTER(p);
+  auto *transport = handle_of<Transport>(p->transport);
+  if (transport == nullptr || bad_choice(*transport, p)) return DK_EINVAL;
+  // Without handles a quiet waits for every peer, and one that is lost never ends it.
+  for (const uint8_t lost : transport->lost)
+    if (lost) return DK_EPEERDEAD;
+  const OnDevice on(transport->device);
+  const cudaError_t error = on.error() == cudaSuccess ? launch_quiet(*transport, p) : on.error();
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+}
+
+DK_EXPORT int32_t dk_transport_query(dk_transport_query_params *p) {
+  DK_ENTER(p);
+  auto *transport = handle_of<Transport>(p->transport);
+  if (transport == nullptr || bad_choice(*transport, p)) return DK_EINVAL;
+  p->posted = p->completed = p->bytes = p->max_queued = 0;
+  p->created = -1; // NVSHMEM does not tell
+  p->lost = 0;
+  const OnDevice on(transport->device);
+  cudaError_t error = on.error();
+  cudaStream_t service = transport->device->service;
+  for_each_queue(*transport, p, [&](int peer, int qp) {
+    Counts counts{};
+    if (error == cudaSuccess) error = cudaMemcpyAsync(&counts, transport->counts_of(peer, qp), sizeof counts, cudaMemcpyDeviceToHost, service);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(service);
+    p->posted += counts.posted, p->completed += counts.completed, p->bytes += counts.bytes;
+    p->max_queued = most<uint64_t>(p->max_queued, counts.most);
+    if (transport->lost[peer]) p->lost = 1;
+  });
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+}
+
+DK_EXPORT int32_t dk_transport_lose(dk_transport_lose_params *p) {
+  DK_ENTER(p);
+  auto *transport = handle_of<Transport>(p->transport);
+  if (transport == nullptr || !transport->reaches(p->peer)) return DK_EINVAL;
+  transport->lost[p->peer] = 1;
+  return DK_OK;
+}
