@@ -167,6 +167,10 @@ $(LIB)/libdeepep_cuda.so: $(CUDA_OBJ) tools/kernels.map
 cuda: $(if $(CUDA_SRC),$(LIB)/libdeepep_cuda.so) ## build libdeepep_cuda.so (no GPU needed)
 	@$(if $(CUDA_SRC),:,echo "cuda: kernels/cuda has no .cu files: nothing to build")
 
+include nvshmem/build.mk
+
+nvshmem: $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(NVSHMEM_OUT)/transport_test $(NVSHMEM_OUT)/probe ## build libdeepep_nvshmem.so and its tests (no GPU needed)
+
 -include $(CPU_OBJ:.o=.d) $(TEST_OBJ:.o=.d) $(CUDA_OBJ:.o=.d)
 
 # ---- Run and test -----------------------------------------------------------------------------------------------------
@@ -199,8 +203,8 @@ lint: venv need-go ## check formatting, ruff, mypy, go vet
 
 fmt: venv need-go ## format Go and Python
 	gofmt -w core capi bench
-	$(VENV) -m ruff check --fix --quiet python bench tools setup.py
-	$(VENV) -m ruff format --quiet python bench tools setup.py
+	$(VENV) -m ruff check --fix --quiet python bench tools nvshmem setup.py
+	$(VENV) -m ruff format --quiet python bench tools nvshmem setup.py
 
 abi-check: venv lib kernels ## compare exported symbols with the headers, and structs in C, Go and ctypes with the goldens
 	$(VENV) tools/run_tests.py abi
@@ -241,5 +245,5 @@ install: lib kernels program ## install under PREFIX (/usr/local); DESTDIR for p
 clean: ## remove what was built (.venv stays)
 	rm -rf build dist
 
-.PHONY: help venv lib program all-ready ready kernels kernel-tests cuda run test test-full test-gpu bench lint fmt abi-check \
+.PHONY: help venv lib program all-ready ready kernels kernel-tests cuda nvshmem run test test-full test-gpu bench lint fmt abi-check \
   sanitize sanitize-gpu generate check wheel install clean FORCE

@@ -28,8 +28,9 @@ class BuildWithMake(build_py):
     """Runs make, then adds what it built: lib/ (shared libraries), bin/ (the program), include/ (headers)."""
 
     def native_files(self) -> "dict[pathlib.Path, list[pathlib.Path]]":
-        # The soname alone: a wheel cannot hold the link libdeepep.so. The CUDA library comes along where it was built.
-        libraries = [BUILD / "lib" / name for name in ("libdeepep.so.1", "libdeepep_cpu.so", "libdeepep_cuda.so")]
+        # The soname alone: a wheel cannot hold the link libdeepep.so. Libraries for GPUs come along if they were built.
+        names = ("libdeepep.so.1", "libdeepep_cpu.so", "libdeepep_cuda.so", "libdeepep_nvshmem.so")
+        libraries = [BUILD / "lib" / name for name in names]
         package = pathlib.Path(self.build_lib) / "deep_ep"
         return {
             package / "lib": [path for path in libraries if path.exists()],

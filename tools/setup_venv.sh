@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# setup_venv.sh base|cuda - makes or completes .venv in the repository's root. Run through `make venv` or `make cuda`.
+# setup_venv.sh base|cuda|nvshmem - makes or completes .venv in the repository's root. Run through make.
 #   base: torch (unless the Python named by PYTHON has it), the pinned tools, and deep_ep importable from python/
 #   cuda: nvcc and the libraries it needs, from PyPI's wheels
+#   nvshmem: NVSHMEM, likewise
 # Running it again is safe: pip leaves alone what is already as wanted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -43,7 +44,12 @@ cuda() {
 	install -r tools/requirements-cuda.txt
 }
 
+nvshmem() {
+	echo "nvshmem: getting NVSHMEM from PyPI into .venv (once)"
+	install -r tools/requirements-nvshmem.txt
+}
+
 case ${1:-} in
-base | cuda) "$1" ;;
-*) echo "usage: tools/setup_venv.sh base|cuda" >&2; exit 2 ;;
+base | cuda | nvshmem) "$1" ;;
+*) echo "usage: tools/setup_venv.sh base|cuda|nvshmem" >&2; exit 2 ;;
 esac

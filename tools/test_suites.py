@@ -190,11 +190,12 @@ def pytest(name: str, arguments: list[str], env: dict[str, str], full: bool) -> 
 
 def lint(full: bool) -> Counts:
     python = [sys.executable, "-m"]
+    checked = ["python", "bench", "tools", "nvshmem", "setup.py"]
     commands = {
         "gofmt": ["sh", "-c", 'test -z "$(gofmt -l core capi bench | tee /dev/stderr)"'],
         "go-vet": [GO, "vet", "./..."],
-        "ruff": [*python, "ruff", "check", "--quiet", "python", "bench", "tools", "setup.py"],
-        "ruff-format": [*python, "ruff", "format", "--check", "--quiet", "python", "bench", "tools", "setup.py"],
+        "ruff": [*python, "ruff", "check", "--quiet", *checked],
+        "ruff-format": [*python, "ruff", "format", "--check", "--quiet", *checked],
         "mypy": [*python, "mypy", "--no-error-summary"],
     }
     return checks("lint", commands, full)
@@ -207,6 +208,15 @@ def abi(full: bool) -> Counts:
         "ctypes": [sys.executable, "tools/generate_abi.py", "--check"],
     }
     return checks("abi", commands, full)
+
+
+def nvshmem(full: bool) -> Counts:
+    """Builds the internode library, which the other suites run without, then looks at it."""
+    make = ["env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "--no-print-directory", f"-j{os.cpu_count()}", "nvshmem"]
+    counts = checks("nvshmem", {"build": make}, full)
+    if counts.failed == 0:
+        counts.add(pytest("nvshmem", ["nvshmem/tests"], {}, full))
+    return counts
 
 
 def kernel_suite(name: str, tree: str, library: str, before: list[str], env: dict[str, str], full: bool) -> Counts:
@@ -266,6 +276,7 @@ def _suites() -> Iterator[Suite]:
         ("tools/tests/test_*.py",),
         bind(pytest, "packaging", ["tools/tests"], {}),
     )
+    yield Suite("nvshmem", "the internode library, as far as no GPU is needed", ("nvshmem/*.cu",), nvshmem)
     asan = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1", "DEEPEP_TEST_SANITIZER": "address"}
     tsan = {"TSAN_OPTIONS": "second_deadlock_stack=1", "DEEPEP_TEST_SANITIZER": "thread"}
     yield Suite(
@@ -310,7 +321,7 @@ def _suites() -> Iterator[Suite]:
 SUITES = {suite.name: suite for suite in _suites()}
 USUAL = [
     *("lint", "abi", "go-core", "go-capi", "fuzz", "kernels", "mutants"),
-    *("header", "capi", "examples", "python", "packaging"),
+    *("header", "capi", "examples", "python", "packaging", "nvshmem"),
 ]
 FULL = [*USUAL, "go-race"]
 GPU = ["kernels-gpu", "python-gpu"]

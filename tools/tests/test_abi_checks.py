@@ -50,6 +50,15 @@ def test_symbols_too_many_and_too_few(tmp_path: pathlib.Path) -> None:
     ]
 
 
+def test_an_optional_group_is_there_as_a_whole_or_not_at_all(tmp_path: pathlib.Path) -> None:
+    wanted = {"dk_one"}.union(*abi_check.OPTIONAL)
+    path = library(tmp_path, "int dk_one(void) { return 1; }")
+    assert abi_check.problems(path, wanted) == []
+    path = library(tmp_path, "int dk_one(void) { return 1; } int dk_transport_free(void) { return 2; }")
+    (line,) = abi_check.problems(path, wanted)
+    assert "dk_transport_attach" in line and "dk_transport_open" not in line
+
+
 def test_a_needed_library_is_seen(tmp_path: pathlib.Path) -> None:
     path = library(tmp_path, "int dk_one(void) { return 1; }", "-Wl,--no-as-needed", "-lstdc++")
     assert "needs libstdc++.so.6" in "".join(abi_check.problems(path, {"dk_one"}))
