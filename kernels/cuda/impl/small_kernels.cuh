@@ -10,7 +10,7 @@ struct BarrierParams {
 };
 
 // One block: everybody has come here. Masked ranks are not waited for.
-__global__ void __launch_bounds__(128) barrier_kernel(const __grid_constant__ BarrierParams p) {
+__global__ void __launch_bounds__(128, 1) barrier_kernel(const __grid_constant__ BarrierParams p) {
   const Session &s = p.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
@@ -44,7 +44,7 @@ __device__ inline void lift_mask(const Session &s, int rank) {
   scratch->masked[rank] = 0;
 }
 
-__global__ void __launch_bounds__(128) mask_kernel(const __grid_constant__ MaskParams p) {
+__global__ void __launch_bounds__(128, 1) mask_kernel(const __grid_constant__ MaskParams p) {
   const Session &s = p.session;
   begin(s);
   publish_newest_by_last_warp(s.team);
