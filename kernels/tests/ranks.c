@@ -272,7 +272,8 @@ void drop_scratch(struct rank *me, struct block *until) {
 
 int seeds_of(int usual) {
   if (settings.seeds) return settings.seeds;
-  return settings.full ? 1000 : settings.heaviest == HEAVY ? usual : usual / 4 + 1;
+  if (settings.heaviest < HEAVY) return settings.full ? usual : usual / 4 + 1;
+  return settings.full ? 1000 : usual;
 }
 
 void pause_ms(int milliseconds) {

@@ -150,7 +150,7 @@ uint64_t limit_ns(double seconds); /* with the factor for sanitizers */
 uint64_t soon_ns(void);            /* for deadlines that are meant to pass: no rank may be so late by itself, on a busy machine either */
 void *scratch(struct rank *me, size_t bytes); /* zeroed; gone after the case, or with what came after a mark */
 void drop_scratch(struct rank *me, struct block *until);
-/* How many seeds to try: as the program is told, else many when all is run, `usual`, or fewer under a sanitizer. */
+/* How many seeds to try: as the program is told, else 1000 when all is run, or `usual`; fewer under a sanitizer. */
 int seeds_of(int usual);
 
 uint64_t mix(uint64_t x);
