@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import cases
 from cases import Case
+from conftest import full
 
 SHAPES = ("2x2", "2x4", "4x2", "3x2", "4x1")  # nodes x ranks of a node
 SOFTWARE_RDMA = "DEEPEP_SOFTWARE_RDMA"
@@ -70,6 +71,13 @@ def run(pool: Any, shape: str, function: Callable[..., Any], *args: Any, seed: i
 def outcomes(pool: Any, shape: str, function: Callable[..., Any], *args: Any, **keys: Any) -> Any:
     """``pool.outcomes`` of a rank function on the nodes of a shape."""
     return pool.outcomes(*arguments(shape, function, None, args), **keys)
+
+
+def unless_full(names: Iterable[str], left_out: Iterable[str]) -> list[str]:
+    """The names, in the short version without some: what they check is checked on one node, or by their neighbours."""
+    names, left_out = list(names), set(left_out)
+    assert left_out <= set(names), f"not among the names: {left_out - set(names)}"
+    return names if full() else [name for name in names if name not in left_out]
 
 
 def case_of(shape: str, **changes: Any) -> Case:

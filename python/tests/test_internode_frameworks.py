@@ -21,6 +21,9 @@ PATTERNS = {
 pytestmark = pytest.mark.usefixtures("nodes")
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+LONG = ("TensorRT-LLM", "LMDeploy", "upstream's loop")
+
+
+@pytest.mark.parametrize("name", internode.unless_full(PATTERNS, LONG))
 def test_pattern(pool, name):
     internode.run(pool, "2x2", *PATTERNS[name])

@@ -13,23 +13,25 @@ import test_shrink
 import test_streams_events
 from cases import Case
 from conftest import full
-from internode import SHAPES, low_latency_case_of
+from internode import SHAPES, low_latency_case_of, unless_full
 from test_low_latency import BASE, COMBINES, FORMATS
 
 B = 16
-SEEDS = 1000 if full() else 20
+SEEDS = 1000 if full() else 10
 BATCH = 20 if full() else 2
 WAITS = {"none": {}, "hook": {"return_recv_hook": True}, "event": {"async_finish": True}}
 
 pytestmark = pytest.mark.usefixtures("nodes")
 
 
-def rank_formats(ctx, case, buffer_options):
-    """Every format of dispatch, every kind of combine and every way of waiting, on one buffer."""
+def rank_formats(ctx, case, buffer_options, every=True):
+    """Every format of dispatch, every kind of combine and every way of waiting, on one buffer; or a third of them."""
     combines = list(COMBINES.items())
     with lowlat.buffer_of(ctx, case, B, **buffer_options) as buffer:
         for turn, (form, casting) in enumerate(FORMATS.items()):
             for step, (wait, waiting) in enumerate(WAITS.items()):
+                if not every and step != turn % len(WAITS):
+                    continue
                 name, combining = combines[(turn * len(WAITS) + step) % len(combines)]
                 call = lowlat.dispatch_and_check(ctx, buffer, case.but(seed=turn), B, **casting, **waiting)
                 try:
@@ -41,7 +43,8 @@ def rank_formats(ctx, case, buffer_options):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_formats(pool, shape):
-    internode.run(pool, shape, rank_formats, low_latency_case_of(shape, routing="holes"), {})
+    every = full() or shape == "2x2"
+    internode.run(pool, shape, rank_formats, low_latency_case_of(shape, routing="holes"), {}, every)
 
 
 @pytest.mark.parametrize("peers", [1, 2, 4])
@@ -49,7 +52,7 @@ def test_no_nvlink(pool, peers):
     """allow_nvlink_for_low_latency_mode=False: RDMA among all ranks, those of the own node too."""
     shape = {1: "4x1", 2: "2x2", 4: "1x4"}[peers]
     case = low_latency_case_of("2x2", routing="holes")
-    internode.run(pool, shape, rank_formats, case, {"allow_nvlink_for_low_latency_mode": False})
+    internode.run(pool, shape, rank_formats, case, {"allow_nvlink_for_low_latency_mode": False}, full())
 
 
 def rank_cases(ctx, named):
@@ -62,7 +65,7 @@ def rank_cases(ctx, named):
                 raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.parametrize("shape", ["2x2", "4x1"])
+@pytest.mark.parametrize("shape", unless_full(["2x2", "4x1"], ["4x1"]))
 def test_chosen(pool, shape):
     internode.run(pool, shape, rank_cases, test_low_latency.CHOSEN)
 
@@ -109,11 +112,16 @@ REUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REUSED)
+LONG = ("combine twice with one handle", "wait names the late rank", "halves return at once",
+        "hook keeps inputs alive", "masked by hand and back", "masks cleaned", "recovery, nothing missed")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", unless_full(REUSED, LONG))
 def test_as_on_one_node(pool, name):
     internode.run(pool, "2x2", *REUSED[name])
 
 
+@pytest.mark.skipif(not full(), reason="a long test: DEEPEP_TEST_FULL=1 runs it")
 def test_late_data_is_never_taken(pool):
     internode.run(pool, "2x2", test_shrink.rank_late_data, test_shrink.CASE)
 
@@ -125,7 +133,7 @@ def rank_qps(ctx, case, count):
             lowlat.combine_and_check(ctx, buffer, call)
 
 
-@pytest.mark.parametrize("count", [1, 3, 8, 24])
+@pytest.mark.parametrize("count", [1, 3, 8, 24] if full() else [1, 3])
 def test_any_number_of_queue_pairs(pool, count):
     internode.run(pool, "2x2", rank_qps, low_latency_case_of("2x2", experts=16), count, seed=count)
 
@@ -153,6 +161,6 @@ def rank_prereduced(ctx, case):
         assert torch.isfinite(lowlat.combine_and_check(ctx, buffer, call, exact=False).got).all()
 
 
-@pytest.mark.parametrize("shape", ["2x2", "4x1"])
+@pytest.mark.parametrize("shape", unless_full(["2x2", "4x1"], ["4x1"]))
 def test_sums_at_the_experts_rank(pool, shape):
     internode.run(pool, shape, rank_prereduced, low_latency_case_of(shape))

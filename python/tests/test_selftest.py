@@ -51,7 +51,7 @@ def test_low_latency(device):
 
 def test_internode(device, nodes):
     """Two nodes of two ranks, over the software RDMA."""
-    text = selftest(device, "internode", *NODES, "--pressure-test", "2", "--iterations", "3")
+    text = selftest(device, "internode", *NODES, "--pressure-test", "2", "--iterations", "1")
     assert "FAILED" not in text and "32 of 32 cases passed" in text
     for word in (
         "4 ranks in nodes of 2",
@@ -112,7 +112,7 @@ def test_a_corrupted_row_fails(device, tmp_path, nodes):
     """One bit of one row, in four calls of rank 1 that wait: each makes one case fail, and no other case does."""
     (tmp_path / "sitecustomize.py").write_text(CORRUPTED)  # read as Python starts, in the rank processes too
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    options = [*TINY, "--iterations", "3", "--timeout", "2"]
+    options = [*TINY, "--iterations", "1", "--timeout", "2"]
     text = selftest(device, "internode", *options, expected=1, env={**os.environ, "PYTHONPATH": path})
     assert text.count(" FAILED ") == 4 and "4 cases FAILED" in text, text
     for fault in (
