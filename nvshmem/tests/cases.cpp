@@ -131,6 +131,8 @@ void allocate(Rank &me) {
     if (me.host_of(rank) != me.host && me.reach[static_cast<size_t>(rank)] != 0) fail(me, "rank %d of another host is mapped", rank);
     if (rank == me.index && me.reach[static_cast<size_t>(rank)] != p.address) fail(me, "the own block is not where it is");
   }
+  const auto mapped = std::count_if(me.reach.begin(), me.reach.end(), [](uint64_t address) { return address != 0; }) - 1;
+  if (me.index == 0) printf("   loads and stores reach %ld of %zu peers\n", static_cast<long>(mapped), me.peers.size());
   me.meet();
 }
 
