@@ -134,7 +134,8 @@ static struct team_spec any_place(const struct spread *spread, struct dice *d, u
 
 static int number_of(const struct spread *spread) {
   if (settings.seeds) return settings.seeds;
-  return settings.full ? spread->full : settings.heaviest == HEAVY ? spread->seeds : spread->seeds / 6 + 1;
+  if (settings.heaviest != HEAVY) return spread->seeds / 6 + 1;
+  return settings.full ? spread->full : spread->seeds;
 }
 
 static void seeds(struct rank *me) {
