@@ -64,7 +64,6 @@ static const struct test_case cases[] = {
     CASE(singles_late, "ll order/two sends, received the other way round", 3, QUICK),
     CASE(pairs_late, "ll order/two micro-batches", 4, USUAL),
     CASE(pairs_late, "ll order/thirty calls, slow ranks", 4, USUAL),
-    CASE(fours_late, "ll order/thirty calls, slow ranks", 8, HEAVY),
     CASE(unmapped_late, "ll order/forty calls enqueued at once", 4, USUAL),
     CASE(shallow_late, "ll order/forty calls enqueued at once", 4, USUAL),
     CASE(pairs_late, "ll order/shapes in turn", 4, USUAL),
@@ -78,7 +77,6 @@ static const struct test_case cases[] = {
     CASE(pairs_late, "mask/each rank has its own", 4, QUICK),
     CASE(pairs_late, "mask/lifted by update", 4, QUICK),
     CASE(pairs_late, "shrink/a rank never comes", 4, QUICK),
-    CASE(singles_late, "shrink/a rank leaves before combine", 3, QUICK),
     CASE(pairs_late, "shrink/a rank leaves between the halves", 4, QUICK),
     CASE(pairs, "shrink/a rank known to be dead", 4, QUICK),
     CASE(singles_late, "shrink/a death during the wait", 3, QUICK),
@@ -90,12 +88,10 @@ static const struct test_case cases[] = {
     CASE(pairs, "mismatch/low latency, B", 4, QUICK),
     CASE(unmapped_late, "mismatch/low latency, format", 2, QUICK),
     CASE(pairs_late, "timeout/low-latency dispatch", 6, QUICK),
-    CASE(singles, "timeout/low-latency combine", 3, QUICK),
     CASE(unmapped, "timeout/clean", 3, QUICK),
     CASE(singles_late, "abort/low-latency dispatch", 3, QUICK),
     CASE(pairs, "abort/low-latency combine", 6, QUICK),
     CASE(unmapped_late, "abort/clean", 3, QUICK),
-    CASE(trios_late, "failure/late is not dead", 6, QUICK),
     CASE(unmapped_late, "random/both modes, 7 ranks", 7, HEAVY),
 };
 GROUP(ll_internode_cases);

@@ -189,11 +189,11 @@ static void same_bits(struct rank *me) {
 }
 
 #define SPREAD(name, ...) static const struct spread name = {__VA_ARGS__}
-SPREAD(fours, .node = 4, .seeds = 5, .full = 100);
-SPREAD(pairs, .node = 2, .seeds = 12, .full = 300);
-SPREAD(more_pairs, .node = 2, .seeds = 5, .full = 100);
-SPREAD(singles, .node = 1, .seeds = 10, .full = 250);
-SPREAD(unmapped, .seeds = 12, .full = 250);
+SPREAD(fours, .node = 4, .seeds = 3, .full = 100);
+SPREAD(pairs, .node = 2, .seeds = 10, .full = 300);
+SPREAD(more_pairs, .node = 2, .seeds = 4, .full = 100);
+SPREAD(singles, .node = 1, .seeds = 7, .full = 250);
+SPREAD(unmapped, .seeds = 8, .full = 250);
 
 static const struct test_case cases[] = {
     {"ll internode seeds/2 nodes of 2", seeds, 4, &pairs, QUICK, 0, 0},
