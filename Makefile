@@ -169,7 +169,7 @@ cuda: $(if $(CUDA_SRC),$(LIB)/libdeepep_cuda.so) ## build libdeepep_cuda.so (no 
 
 include nvshmem/build.mk
 
-nvshmem: $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(NVSHMEM_OUT)/transport_test $(NVSHMEM_OUT)/probe ## build libdeepep_nvshmem.so and its tests (no GPU needed)
+nvshmem: $(NVSHMEM_ALL) ## build libdeepep_nvshmem.so and its tests (no GPU needed)
 
 -include $(CPU_OBJ:.o=.d) $(TEST_OBJ:.o=.d) $(CUDA_OBJ:.o=.d)
 

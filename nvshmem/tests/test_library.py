@@ -183,6 +183,11 @@ def test_plugin_takes_interface_3_alone() -> None:
     assert "init: 1" in text and "interface 3" in text and "interface 4" in text
 
 
+def test_plugin_keeps_the_order_of_queues_and_fences_alone() -> None:
+    code, text = run(OUT / "wire_test")
+    assert code == 0 and text.strip().endswith("7 passed, 0 failed"), text
+
+
 def test_gpu_program_refuses_what_cannot_be() -> None:
     uneven = [LIBRARY, "--ranks", 3, "--hosts", 2, "--plugin", PLUGIN]
     for words in ([], [LIBRARY, "--ranks", 1], [LIBRARY, "--hosts", 2], uneven):
