@@ -17,8 +17,8 @@ PLUGIN       := $(NVSHMEM_OUT)/nvshmem_transport_ibdevx.so.3
 PLUGIN_SRC   := $(sort $(wildcard nvshmem/testtransport/*.cpp nvshmem/testtransport/*.cu))
 PLUGIN_OBJ   := $(addprefix $(OBJ)/,$(addsuffix .o,$(basename $(PLUGIN_SRC))))
 GPU_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,cases.o ranks.o transport_test.o)
-WIRE_TEST_OBJ := $(OBJ)/nvshmem/tests/wire_test.o $(OBJ)/nvshmem/testtransport/wire.o
-NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test probe)
+PARTS_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,wire_test.o memory_test.o)
+NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test memory_test probe)
 
 SM90_RDC := -gencode arch=compute_90,code=sm_90
 RDC_CODE  = $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(SM90_RDC))
@@ -61,7 +61,7 @@ $(filter $(OBJ)/nvshmem/testtransport/kernels.o,$(PLUGIN_OBJ)): $(OBJ)/%.o: %.cu
 	@mkdir -p $(@D)
 	$(NVCC) $(NVSHMEM_FLAGS) $(SM80_CODE) -gencode arch=compute_80,code=compute_80 -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
-$(filter-out %/kernels.o,$(PLUGIN_OBJ)) $(GPU_TEST_OBJ) $(OBJ)/nvshmem/tests/wire_test.o: $(OBJ)/%.o: %.cpp $(OBJ)/nvshmem.flags | need-cxx
+$(filter-out %/kernels.o,$(PLUGIN_OBJ)) $(GPU_TEST_OBJ) $(PARTS_TEST_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/nvshmem.flags | need-cxx
 	@mkdir -p $(@D)
 	$(TEST_CXX) -MMD -MP -c -o $@ $<
 
@@ -74,12 +74,13 @@ $(NVSHMEM_OUT)/transport_test: $(GPU_TEST_OBJ)
 	@mkdir -p $(@D)
 	$(CXX) -pthread -static-libstdc++ -o $@ $(GPU_TEST_OBJ) -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
 
-$(NVSHMEM_OUT)/wire_test: $(WIRE_TEST_OBJ)
+# Parts of the plugin with calls of CUDA made by the test itself.
+$(NVSHMEM_OUT)/wire_test $(NVSHMEM_OUT)/memory_test: $(NVSHMEM_OUT)/%_test: $(OBJ)/nvshmem/tests/%_test.o $(OBJ)/nvshmem/testtransport/%.o
 	@mkdir -p $(@D)
-	$(CXX) -pthread -o $@ $(WIRE_TEST_OBJ)
+	$(CXX) -pthread -o $@ $^
 
 $(NVSHMEM_OUT)/probe: nvshmem/tests/probe.c $(wildcard kernels/abi/*.h) | need-cc
 	@mkdir -p $(@D)
 	$(C_COMMAND) -o $@ $< -ldl
 
--include $(NVSHMEM_OBJ:.o=.d) $(PLUGIN_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(OBJ)/nvshmem/tests/wire_test.d
+-include $(NVSHMEM_OBJ:.o=.d) $(PLUGIN_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(PARTS_TEST_OBJ:.o=.d)

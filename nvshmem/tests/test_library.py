@@ -183,9 +183,10 @@ def test_plugin_takes_interface_3_alone() -> None:
     assert "init: 1" in text and "interface 3" in text and "interface 4" in text
 
 
-def test_plugin_keeps_the_order_of_queues_and_fences_alone() -> None:
-    code, text = run(OUT / "wire_test")
-    assert code == 0 and text.strip().endswith("7 passed, 0 failed"), text
+@pytest.mark.parametrize(("program", "count"), [("wire_test", 7), ("memory_test", 10)])
+def test_parts_of_the_plugin(program: str, count: int) -> None:
+    code, text = run(OUT / program)
+    assert code == 0 and f"{count} passed, 0 failed" in text, text
 
 
 def test_gpu_program_refuses_what_cannot_be() -> None:
