@@ -32,15 +32,17 @@ run() {
 	nvidia-smi -L
 	ls -l "$library" "$plugin" "$nvshmem/lib/libnvshmem_host.so.3"
 } >"$out/summary.txt"
-# All GPUs by NVLink; NVSHMEM ended and started once more.
-run one-host 15 -- --ranks $((gpus < 2 ? 2 : gpus > 4 ? 4 : gpus)) --restart
+# All GPUs by NVLink, no plugin.
+run one-host 13 -- --ranks $((gpus < 2 ? 2 : gpus > 4 ? 4 : gpus))
 # Two hosts that only the plugin joins: at once and in order; late and in a random order.
-run two-hosts 11 -- --ranks 2 --hosts 2 --plugin "$plugin"
-run two-hosts-late 11 DEEPEP_TESTTRANSPORT=7:300:4 -- --ranks 2 --hosts 2 --plugin "$plugin"
+run two-hosts 10 -- --ranks 2 --hosts 2 --plugin "$plugin"
+run two-hosts-late 10 DEEPEP_TESTTRANSPORT=7:300:4 -- --ranks 2 --hosts 2 --plugin "$plugin"
 if [ "$gpus" -ge 4 ]; then
-	run two-by-two-late 11 DEEPEP_TESTTRANSPORT=11:300:4 -- --ranks 4 --hosts 2 --plugin "$plugin"
+	run two-by-two-late 10 DEEPEP_TESTTRANSPORT=11:300:4 -- --ranks 4 --hosts 2 --plugin "$plugin"
 fi
-run lost-peer 10 -- --ranks 2 --hosts 2 --plugin "$plugin" --lose
+run lost-peer 8 -- --ranks 2 --hosts 2 --plugin "$plugin" --lose
+# NVSHMEM ended and started once more in the same processes.
+run restart 8 -- --ranks 2 --restart
 tail -n 30 "$out"/*.log
 cat "$out/summary.txt"
 exit $((failed > 0))
