@@ -51,7 +51,7 @@ func TestPlanLargestB(t *testing.T) {
 		bound string
 	}{
 		{[]string{"--ranks", "8", "--memory", "4GiB"}, "memory"},
-		{[]string{"--ranks", "64", "--memory", "3.5g"}, "memory"},
+		{[]string{"--ranks", "64", "--memory", "7.5g"}, "memory"},
 		{[]string{"--ranks", "16", "--experts", "16", "--hidden", "128", "--memory", "1TiB"}, "depth of a queue pair"},
 		{[]string{"--ranks", "1", "--experts", "1", "--hidden", "8", "--memory", "1024TiB"}, "largest B"},
 	} {
