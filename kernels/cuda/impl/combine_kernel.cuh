@@ -7,8 +7,6 @@
 
 namespace deepep {
 
-constexpr int kRoomySenders = 40; // warps of all blocks that push rows of 14 KB keep the links full; more only lengthen the queues
-
 template <bool kBulk> struct CombineRoles {
   static constexpr int kSenders = kBulk ? 4 : 8, kPublishers = 1, kReducers = kBulk ? 15 : 11;
   static constexpr int kReducersAt = kSenders + kPublishers;
@@ -260,11 +258,8 @@ template <bool kBulk> __device__ inline void run_combine_roles(const CombinePara
     const bool roomy = longest <= static_cast<int>(ring.slots);
     const int dest = (worker + p.session.team.rank) % num_ranks;
     CombineJob job{p, dests, epoch, ring, roomy ? -1 : dest, roomy ? longest * num_ranks : dests[dest].num_rows};
-    const bool sends = !kBulk || !roomy || warp < ceil_div(kRoomySenders, static_cast<int>(gridDim.x));
-    if (sends) job.start();
-    if (!sends) {
-      // its share is done by the others
-    } else if constexpr (kBulk) {
+    job.start();
+    if constexpr (kBulk) {
 #if DEEPEP_HAS_BULK_COPY
       auto *items = reinterpret_cast<int32_t *>(shared + at.items) + warp * 2 * kSendStages;
       BulkSender<CombineJob> sender{job, queues + warp, true, shared + at.stages + static_cast<uint64_t>(warp) * kSendStages * p.stage_bytes,
