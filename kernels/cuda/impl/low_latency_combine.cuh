@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
     if (p.sends()) {
       good = await_empty_slots(p, call, [&] {
         const uint64_t found = routed_dispatch(p, call);
-        if (threadIdx.x == kLlRowThreads) dispatch = found;
+        if (threadIdx.x == 0) dispatch = found;
       });
       if (good && dispatch != 0) send_sums(c, call, dispatch, shared.sums);
       else if (good) send_rows(c, call, reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks), shared.targets);

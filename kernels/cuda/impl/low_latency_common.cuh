@@ -7,8 +7,6 @@
 namespace deepep {
 
 constexpr int kLlThreads = 512, kLlGroups = 4, kLlGroupThreads = kLlThreads / kLlGroups;
-// While the first warps of a sending block look whether slots are empty, the last two find out who gets what.
-constexpr int kLlRouteThreads = 64, kLlRowThreads = kLlThreads - kLlRouteThreads;
 constexpr uint32_t kAllOnes = 0xffffffffu;
 
 struct LowLatencyParams {
@@ -170,14 +168,14 @@ __device__ inline void post_low_latency(const LowLatencyParams &p, const LowLate
 }
 
 // Whole block, before it writes into any slot: its rows of two calls ago have been taken. Mostly so already, hence both words are
-// loaded at once. The last two warps do `meanwhile` instead of looking.
+// loaded at once. The first warp does `meanwhile` instead of looking.
 template <class Meanwhile>
 __device__ inline bool await_empty_slots(const LowLatencyParams &p, const LowLatencyCall &call, Meanwhile meanwhile) {
   const TeamView &team = p.session.team;
   bool good = true;
-  if (threadIdx.x >= kLlRowThreads) meanwhile();
+  if (threadIdx.x < kWarp) meanwhile();
   else
-    for (int r = threadIdx.x; good && r < team.num_ranks; r += kLlRowThreads) {
+    for (int r = threadIdx.x - kWarp; good && r < team.num_ranks; r += kLlThreads - kWarp) {
       const uint64_t *word = team.consumed(team.rank, call.slot(), r);
       const uint64_t before = ptx::ld_relaxed_gpu(&team.scratch->sent[call.slot()][r]), taken = ptx::ld_acquire_sys(word);
       if (taken >= before || is_masked(p.session, r)) continue;

@@ -16,81 +16,58 @@ struct LowLatencyDispatchParams {
 
 // ---- Send ------------------------------------------------------------------------------------------------------------------
 
-// What is small must not queue behind what is large: an SM's stores leave in order, and its loads wait behind them too. So the last
-// two warps have read all entries and know the counts and the headers before the others begin to store rows.
-enum : int { kRouteBarrier = 1, kRowBarrier = 2, kBothBarrier = 3 };
-
 struct TokenRoute {             // of the token that a block sends now, in shared memory
   int32_t expert[kMaxTopk];     // -1: none, or named before
   float weight[kMaxTopk];       // summed over repetitions
   uint32_t position[kMaxTopk];  // among this rank's tokens for the expert
   int32_t rank[kMaxTopk], num_ranks;
-  uint8_t *row[kMaxTopk];       // its place at each of these ranks
-  uint32_t *words[kMaxTopk];
-  uint32_t pattern, found;
+  uint32_t pattern;
 };
 
-// Whether a token names the expert of entry `at` before that entry.
-__device__ inline bool named_before(const LowLatencyParams &p, int at, int64_t expert) {
-  for (int before = at - at % p.num_topk; before < at; ++before)
-    if (load_index(p.topk_idx, before, p.index_bytes) == expert) return true;
-  return false;
-}
-
-// What a routing thread looks at first, on its way since the kernel began.
-constexpr int kScanUnroll = 16;
-struct EntryLoads { int64_t expert[kScanUnroll]; };
-__device__ inline EntryLoads load_entries(const LowLatencyParams &p, int base, int end) {
-  EntryLoads loads;
+// Counts, for up to 32 things at once, the tokens below `end` of which found(token) has the thing's bit; into shared counts[32].
+template <class Found> __device__ inline void count_tokens(int end, uint32_t *counts, Found found) {
+  if (threadIdx.x < kWarp) counts[threadIdx.x] = 0;
+  __syncthreads();
+  for (int first = warp_id() * kWarp; first < end; first += kLlThreads) {
+    const int token = first + lane_id();
+    const uint32_t bits = token < end ? found(token) : 0;
+    uint32_t mine = 0;
 #pragma unroll
-  for (int u = 0; u < kScanUnroll; ++u) {
-    const int at = base + u * kLlRouteThreads;
-    loads.expert[u] = at < end ? load_index(p.topk_idx, at, p.index_bytes) : -1;
-  }
-  return loads;
-}
-
-// By the routing warps, one look at all entries (those before the token's if not counting). Counts the tokens that choose experts
-// b + first * G, b + (first + 1) * G, ... of block b into counts[32], and where `token` stands among those that choose its experts.
-__device__ inline void scan_entries(const LowLatencyParams &p, int thread, EntryLoads loads, bool counting, int first, int token, uint32_t *counts,
-                                    TokenRoute *route) {
-  const uint32_t blocks = gridDim.x;
-  if (thread < kMaxTopk) counts[thread] = 0, route->position[thread] = 0;
-  uint64_t chosen = 0; // a bit for each of the token's experts, by its last six bits
-  for (int k = 0; k < p.num_topk && token > 0; ++k) chosen |= route->expert[k] < 0 ? 0 : 1ull << (route->expert[k] & 63);
-  ptx::barrier_among<kLlRouteThreads>(kRouteBarrier);
-  const int mine = token * p.num_topk, end = counting ? p.num_tokens * p.num_topk : mine;
-  for (int base = thread; base < end;) {
-#pragma unroll
-    for (int u = 0; u < kScanUnroll; ++u) {
-      const int at = base + u * kLlRouteThreads;
-      const int64_t expert = loads.expert[u];
-      if (expert < 0 || expert >= p.num_experts) continue;
-      const uint32_t number = static_cast<uint32_t>(expert), round = number / blocks;
-      const int which = static_cast<int>(round) - first;
-      const bool counted = counting && number - round * blocks == blockIdx.x && which >= 0 && which < 32;
-      const bool before = at < mine && (chosen >> (number & 63) & 1) != 0;
-      if ((!counted && !before) || named_before(p, at, expert)) continue;
-      if (counted) atomicAdd(&counts[which], 1u);
-      for (int k = 0; before && k < p.num_topk; ++k)
-        if (route->expert[k] == static_cast<int>(number)) atomicAdd(&route->position[k], 1u);
+    for (int i = 0; i < 32; ++i) {
+      const uint32_t votes = __popc(__ballot_sync(kAllLanes, bits >> i & 1));
+      if (lane_id() == i) mine = votes;
     }
-    base += kScanUnroll * kLlRouteThreads;
-    if (base < end) loads = load_entries(p, base, end);
+    if (mine != 0) atomicAdd(&counts[lane_id()], mine);
   }
-  ptx::barrier_among<kLlRouteThreads>(kRouteBarrier);
+  __syncthreads();
 }
 
-// Tells the owner of experts b + first * G, ... how many of my tokens choose them, and how many tokens I have.
-__device__ inline void send_expert_counts(const LowLatencyParams &p, const LowLatencyCall &call, int thread, int first, const uint32_t *counts) {
-  const int num_local = p.num_local(), expert = static_cast<int>(blockIdx.x) + (first + thread) * static_cast<int>(gridDim.x);
-  if (thread >= 32 || expert >= p.num_experts || is_masked(p.session, expert / num_local)) return;
-  ptx::st_relaxed_sys(count_word(p, call.dispatch, expert / num_local, p.session.team.rank, expert % num_local),
-                      tagged(dispatch_tag(call.dispatch), static_cast<uint32_t>(p.num_tokens) << 16 | counts[thread]));
+// Tells the owners of experts b, b + G, ... how many of my tokens choose them, and how many tokens I have.
+__device__ inline void send_expert_counts(const LowLatencyParams &p, const LowLatencyCall &call, uint32_t *counts) {
+  const int blocks = static_cast<int>(gridDim.x), num_local = p.num_local();
+  for (int first = 0; blockIdx.x + first * blocks < p.num_experts; first += 32) {
+    count_tokens(p.num_tokens, counts, [&](int token) {
+      uint32_t found = 0;
+      for (int k = 0; k < p.num_topk; ++k) {
+        const int64_t expert = load_index(p.topk_idx, static_cast<int64_t>(token) * p.num_topk + k, p.index_bytes);
+        if (expert < 0 || expert >= p.num_experts) continue;
+        const uint32_t round = static_cast<uint32_t>(expert) / static_cast<uint32_t>(blocks);
+        if (static_cast<uint32_t>(expert) - round * blocks != blockIdx.x) continue;
+        const int which = static_cast<int>(round) - first;
+        if (which >= 0 && which < 32) found |= 1u << which;
+      }
+      return found;
+    });
+    const int expert = static_cast<int>(blockIdx.x) + (first + static_cast<int>(threadIdx.x)) * blocks;
+    if (threadIdx.x < 32 && expert < p.num_experts && !is_masked(p.session, expert / num_local))
+      ptx::st_relaxed_sys(count_word(p, call.dispatch, expert / num_local, p.session.team.rank, expert % num_local),
+                          tagged(dispatch_tag(call.dispatch), static_cast<uint32_t>(p.num_tokens) << 16 | counts[threadIdx.x]));
+    __syncthreads();
+  }
 }
 
 // By the first warp: the token's experts without repetitions, the ranks that hold them.
-__device__ inline void read_route(const LowLatencyParams &p, const LowLatencyCall &call, int token, TokenRoute *route) {
+__device__ inline void read_route(const LowLatencyParams &p, int token, TokenRoute *route) {
   const int lane = lane_id();
   int64_t expert = -1;
   float weight = 0;
@@ -118,19 +95,14 @@ __device__ inline void read_route(const LowLatencyParams &p, const LowLatencyCal
   route->weight[lane] = sum;
   const bool leads = rank >= 0 && !rank_repeated && !is_masked(p.session, rank);
   const uint32_t leaders = __ballot_sync(kAllLanes, leads);
-  if (leads) {
-    const int n = __popc(leaders & ((1u << lane) - 1));
-    route->rank[n] = rank;
-    route->row[n] = token_row(p, call, rank, p.session.team.rank, token);
-    route->words[n] = token_words(p, call, rank, p.session.team.rank, token);
-  }
-  if (lane == 0) route->num_ranks = __popc(leaders), route->found = 0;
+  if (leads) route->rank[__popc(leaders & ((1u << lane) - 1))] = rank;
+  if (lane == 0) route->num_ranks = __popc(leaders);
 }
 
-__device__ inline void send_headers(const LowLatencyParams &p, const LowLatencyCall &call, int thread, int token, const TokenRoute *route) {
+__device__ inline void send_headers(const LowLatencyParams &p, const LowLatencyCall &call, int token, const TokenRoute *route) {
   const TeamView &team = p.session.team;
   const int num_local = p.num_local();
-  for (int i = thread; i < team.num_ranks * p.num_topk; i += kLlRouteThreads) {
+  for (int i = threadIdx.x; i < team.num_ranks * p.num_topk; i += kLlThreads) {
     const int r = i / p.num_topk, k = i % p.num_topk;
     if (is_masked(p.session, r)) continue;
     bool chosen = false;
@@ -146,12 +118,12 @@ __device__ inline void send_headers(const LowLatencyParams &p, const LowLatencyC
   }
 }
 
-// By the sending warps. The row cast to FP8: 8 threads hold a block of 128 channels, 16 channels each.
-__device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token, const TokenRoute *route) {
+// The row cast to FP8: 8 threads hold a block of 128 channels, 16 channels each.
+__device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int token, const TokenRoute *route) {
   const LowLatencyParams &p = d.call;
   const int pieces = p.hidden / 16;
   const auto *x = reinterpret_cast<const uint4 *>(d.x + static_cast<uint64_t>(token) * 2 * p.hidden);
-  for (int first = 0; first < pieces; first += kLlRowThreads) {
+  for (int first = 0; first < pieces; first += kLlThreads) {
     const int at = first + static_cast<int>(threadIdx.x);
     const bool mine = at < pieces;
     const uint4 none{0, 0, 0, 0}, a = mine ? x[2 * at] : none, b = mine ? x[2 * at + 1] : none;
@@ -162,93 +134,70 @@ __device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token
     const Fp8Scale scale = fp8_scale(amax, (p.flags & DK_LL_ROUND_SCALE) != 0);
     const uint4 cast = exclusive_or(cast_sixteen(a, b, scale.inverse), kAllOnes);
     for (int n = 0; mine && n < route->num_ranks; ++n) {
-      ptx::st_relaxed_sys_v4(route->row[n] + 16 * at, cast);
-      if (at % 8 == 0) ptx::st_relaxed_sys(route->words[n] + at / 8, __float_as_uint(scale.scale) ^ kAllOnes);
+      uint8_t *row = token_row(p, call, route->rank[n], p.session.team.rank, token);
+      ptx::st_relaxed_sys_v4(row + 16 * at, cast);
+      if (at % 8 == 0)
+        ptx::st_relaxed_sys(token_words(p, call, route->rank[n], p.session.team.rank, token) + at / 8, __float_as_uint(scale.scale) ^ kAllOnes);
     }
   }
 }
 
-// By the sending warps: a pattern that no word of the row equals, nearly always the first one tried.
-__device__ inline uint32_t find_pattern(const uint4 *row, int chunks, TokenRoute *route) {
+// A pattern that no word of the row equals: nearly always the first one tried. Whole block.
+__device__ inline uint32_t find_pattern(const uint4 *row, int chunks) {
   for (uint32_t attempt = 0;; ++attempt) {
     const uint32_t pattern = pattern_of(attempt);
     bool found = false;
-    for (int at = threadIdx.x; at < chunks; at += kLlRowThreads) found |= holds(row[at], pattern);
-    if (found) route->found = attempt + 1;
-    ptx::barrier_among<kLlRowThreads>(kRowBarrier);
-    const bool again = route->found == attempt + 1;
-    ptx::barrier_among<kLlRowThreads>(kRowBarrier);
-    if (!again) return pattern;
+    for (int at = threadIdx.x; at < chunks; at += kLlThreads) found |= holds(row[at], pattern);
+    if (__syncthreads_or(found) == 0) return pattern;
   }
 }
-__device__ inline void send_bf16_row(const LowLatencyDispatchParams &d, int token, TokenRoute *route) {
+__device__ inline void send_bf16_row(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int token, TokenRoute *route) {
   const LowLatencyParams &p = d.call;
   const int chunks = p.hidden / 8;
   const auto *x = reinterpret_cast<const uint4 *>(d.x + static_cast<uint64_t>(token) * 2 * p.hidden);
-  const uint32_t pattern = find_pattern(x, chunks, route);
+  const uint32_t pattern = find_pattern(x, chunks);
   if (threadIdx.x == 0) route->pattern = pattern;
-  ptx::barrier_among<kLlThreads>(kBothBarrier); // for the header
-  for (int at = threadIdx.x; at < chunks; at += kLlRowThreads) {
+  for (int at = threadIdx.x; at < chunks; at += kLlThreads) {
     const uint4 chunk = exclusive_or(x[at], pattern);
-    for (int n = 0; n < route->num_ranks; ++n) ptx::st_relaxed_sys_v4(route->row[n] + 16 * at, chunk);
+    for (int n = 0; n < route->num_ranks; ++n)
+      ptx::st_relaxed_sys_v4(token_row(p, call, route->rank[n], p.session.team.rank, token) + 16 * at, chunk);
   }
+  __syncthreads();
 }
 
-// Role of the first warps.
-__device__ inline void send_row(const LowLatencyDispatchParams &d, int token, TokenRoute *route) {
+// False: the team failed.
+__device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowLatencyCall &call, TokenRoute *route, uint32_t *counts) {
   const LowLatencyParams &p = d.call;
   const bool fp8 = p.format == DK_FORMAT_FP8;
-  if (fp8) send_fp8_row(d, token, route);
-  else send_bf16_row(d, token, route);
-  for (int n = threadIdx.x; n < route->num_ranks; n += kLlRowThreads) // payload, for the statistics
-    atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[route->rank[n]]),
-              static_cast<unsigned long long>(fp8 ? p.hidden + p.hidden / 32 : 2 * p.hidden));
-}
-
-// By the routing warps: all about a token before its row is sent. `token` -1: none.
-__device__ inline void prepare_route(const LowLatencyParams &p, const LowLatencyCall &call, const EntryLoads &loads, bool counting, int token,
-                                     TokenRoute *route, uint32_t *counts) {
-  const int thread = static_cast<int>(threadIdx.x) - kLlRowThreads;
-  if (token >= 0 && thread < kWarp) read_route(p, call, token, route);
-  ptx::barrier_among<kLlRouteThreads>(kRouteBarrier);
-  scan_entries(p, thread, loads, counting, 0, token, counts, route);
-}
-
-// Role of the routing warps.
-__device__ inline void send_routing(const LowLatencyParams &p, const LowLatencyCall &call, int token, bool counted, TokenRoute *route, uint32_t *counts) {
-  const int thread = static_cast<int>(threadIdx.x) - kLlRowThreads, end = p.num_tokens * p.num_topk;
-  if (counted) send_expert_counts(p, call, thread, 0, counts);
-  if (token >= 0) {
-    if (p.format != DK_FORMAT_FP8) ptx::barrier_among<kLlThreads>(kBothBarrier); // the row's pattern is known
-    send_headers(p, call, thread, token, route);
-  }
-  for (int next = 32; counted && blockIdx.x + next * gridDim.x < static_cast<uint32_t>(p.num_experts); next += 32) {
-    ptx::barrier_among<kLlRouteThreads>(kRouteBarrier);
-    scan_entries(p, thread, load_entries(p, thread, end), true, next, -1, counts, route);
-    send_expert_counts(p, call, thread, next, counts);
-  }
-}
-
-// False: the team failed. `early`: of the routing warps.
-__device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowLatencyCall &call, const EntryLoads &early, TokenRoute *route,
-                                   uint32_t *counts) {
-  const LowLatencyParams &p = d.call;
-  const int first = static_cast<int>(blockIdx.x) < p.num_tokens ? static_cast<int>(blockIdx.x) : -1;
-  if (!await_empty_slots(p, call, [&] { prepare_route(p, call, early, true, first, route, counts); })) return false;
-  const bool routes = threadIdx.x >= kLlRowThreads;
-  if (first < 0 && routes) send_routing(p, call, -1, true, route, counts);
-  for (int token = first; first >= 0 && token < p.num_tokens; token += gridDim.x) {
-    if (token != first) {
-      if (routes) {
-        const EntryLoads loads = load_entries(p, static_cast<int>(threadIdx.x) - kLlRowThreads, token * p.num_topk);
-        prepare_route(p, call, loads, false, token, route, counts);
+  const int first = blockIdx.x;
+  const bool empty = await_empty_slots(p, call, [&] {
+    if (first < p.num_tokens) read_route(p, first, route);
+  });
+  if (!empty) return false;
+  for (int token = first; token < p.num_tokens; token += gridDim.x) {
+    if (token != first && warp_id() == 0) read_route(p, token, route);
+    __syncthreads();
+    if (fp8) send_fp8_row(d, call, token, route);
+    else send_bf16_row(d, call, token, route);
+    if (token == first) send_expert_counts(p, call, counts); // the rows are on their way meanwhile
+    // Where the row stands among those of its experts.
+    count_tokens(token, counts, [&](int before) {
+      uint32_t found = 0;
+      for (int j = 0; j < p.num_topk; ++j) {
+        const int64_t expert = load_index(p.topk_idx, static_cast<int64_t>(before) * p.num_topk + j, p.index_bytes);
+        for (int k = 0; k < p.num_topk; ++k) found |= static_cast<uint32_t>(expert >= 0 && expert == route->expert[k]) << k;
       }
-      __syncthreads();
-    }
-    if (routes) send_routing(p, call, token, token == first, route, counts);
-    else send_row(d, token, route);
+      return found;
+    });
+    if (threadIdx.x < kMaxTopk) route->position[threadIdx.x] = counts[threadIdx.x];
+    __syncthreads();
+    send_headers(p, call, token, route);
+    for (int n = threadIdx.x; n < route->num_ranks; n += kLlThreads) // payload, for the statistics
+      atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[route->rank[n]]),
+                static_cast<unsigned long long>(fp8 ? p.hidden + p.hidden / 32 : 2 * p.hidden));
     __syncthreads();
   }
+  if (first >= p.num_tokens) send_expert_counts(p, call, counts);
   return true;
 }
 
@@ -522,14 +471,12 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_dispatch_kernel(con
   __shared__ uint32_t counts[32];
   const LowLatencyParams &p = d.call;
   const LowLatencyCall call = low_latency_call(p, true);
-  EntryLoads early{};
-  if (p.sends() && threadIdx.x >= kLlRowThreads) early = load_entries(p, static_cast<int>(threadIdx.x) - kLlRowThreads, p.num_tokens * p.num_topk);
   if (p.sends() && static_cast<int>(blockIdx.x) < p.num_tokens && threadIdx.x < ceil_div(p.hidden, 64)) // lines of 128 bytes
     ptx::prefetch_l2(d.x + blockIdx.x * 2ull * p.hidden + 128ull * threadIdx.x);
   if (begin(p.session)) {
     if (is_clerk()) post_low_latency(p, call);
     bool good = true;
-    if (p.sends()) good = send_tokens(d, call, early, &route, counts);
+    if (p.sends()) good = send_tokens(d, call, &route, counts);
     if (is_clerk()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
     if (p.receives() && good) {
       find_source_calls(p, call, calls);
