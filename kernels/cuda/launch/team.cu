@@ -125,7 +125,6 @@ using namespace deepep;
 DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
   DK_ENTER(p);
   if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS) return DK_EINVAL;
-  if ((p->flags & DK_TEAM_LL_TRANSPORT) != 0) return DK_EUNSUPPORTED;
   p->control_bytes = control_layout(p->num_ranks).bytes;
   p->wire_bytes = ring_flags(p->num_ranks).bytes + low_latency_wire_allowance(p->rdma_bytes);
   // Two slots from each source, with room for 64 indices and weights in a row's metadata.
