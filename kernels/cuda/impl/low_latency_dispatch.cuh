@@ -235,7 +235,7 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
     const uint64_t dispatch = tables.calls[source].dispatch;
     const uint64_t *word = count_word(p, dispatch, s.team.rank, source, i % num_local);
     uint64_t value = 0;
-    bool came = tables.tokens[source] >= 0;
+    bool came = tables.calls[source].epoch != 0; // not tokens[source]: another thread writes it now
     if (came)
       came = wait_or_mask(s, source, call.epoch, [&](int64_t &seen) {
         value = ptx::ld_relaxed_sys(word);
