@@ -196,6 +196,8 @@ class LowLatencyMode(BufferBase):
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> tt.Tensor:
         """Where the rows of the next combine may be written for ``zero_copy=True``.
 
+        Peers read the rows in place, so no rank may leave two zero-copy combines sent and not received.
+
         Returns:
             ``[L, R*B, H]`` BF16, rows contiguous, a view of the buffer for the next low-latency call only.
         """
