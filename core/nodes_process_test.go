@@ -64,23 +64,6 @@ func TestDeathOnAnotherNode(t *testing.T) {
 	}
 }
 
-func TestShrinkAcrossNodes(t *testing.T) {
-	nodesOf(t, 1)
-	crew := newCrew(t, 3)
-	crew.do([]int{0, 1, 2}, "buffer shrink")
-	crew.do([]int{0, 1, 2}, "roundtrip")
-	crew.tell([]int{0, 2}, "roundtrip")
-	time.Sleep(50 * time.Millisecond)
-	since := time.Now()
-	crew.all[1].Kill()
-	crew.expectOK([]int{0, 2})
-	if d := time.Since(since); d > 2*time.Second {
-		t.Errorf("the call went on after %v", d)
-	}
-	crew.do([]int{0, 2}, "roundtrip")
-	crew.do([]int{0, 2}, "check")
-}
-
 // A rank of another node that is stopped is late, and one that ends its buffer has left.
 func TestLateAndGoneOnAnotherNode(t *testing.T) {
 	nodesOf(t, 1)

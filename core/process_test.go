@@ -264,19 +264,24 @@ func TestDeathDuringStartUp(t *testing.T) {
 }
 
 func TestShrinkGoesOnWithoutTheDead(t *testing.T) {
-	crew := newCrew(t, 3)
-	crew.do([]int{0, 1, 2}, "buffer shrink")
-	crew.do([]int{0, 1, 2}, "roundtrip")
-	crew.tell([]int{0, 2}, "roundtrip")
-	time.Sleep(50 * time.Millisecond)
-	since := time.Now()
-	crew.all[1].Kill()
-	crew.expectOK([]int{0, 2})
-	if d := time.Since(since); d > 2*time.Second {
-		t.Errorf("the call went on after %v", d)
+	for _, peers := range []int{3, 1} { // ranks of a node
+		t.Run(fmt.Sprintf("%d ranks a node", peers), func(t *testing.T) {
+			nodesOf(t, peers)
+			crew := newCrew(t, 3)
+			crew.do([]int{0, 1, 2}, "buffer shrink")
+			crew.do([]int{0, 1, 2}, "roundtrip")
+			crew.tell([]int{0, 2}, "roundtrip")
+			time.Sleep(50 * time.Millisecond)
+			since := time.Now()
+			crew.all[1].Kill()
+			crew.expectOK([]int{0, 2})
+			if d := time.Since(since); d > 2*time.Second {
+				t.Errorf("the call went on after %v", d)
+			}
+			crew.do([]int{0, 2}, "roundtrip")
+			crew.do([]int{0, 2}, "check")
+		})
 	}
-	crew.do([]int{0, 2}, "roundtrip")
-	crew.do([]int{0, 2}, "check")
 }
 
 func TestLateIsNotDead(t *testing.T) {
