@@ -271,6 +271,12 @@ def _suites() -> Iterator[Suite]:
         "python", "the package, on the CPU", ("python/tests/test_*.py",), bind(pytest, "python", ["python/tests"], {})
     )
     yield Suite(
+        "python-nodes",
+        "the same, every rank a node",
+        ("python/tests/test_*.py",),
+        bind(pytest, "python-nodes", ["python/tests"], {"DEEPEP_NUM_MAX_NVL_PEERS": "1"}),
+    )
+    yield Suite(
         "packaging",
         "set-up, install, wheel",
         ("tools/tests/test_*.py",),
@@ -323,5 +329,5 @@ USUAL = [
     *("lint", "abi", "go-core", "go-capi", "fuzz", "kernels", "mutants"),
     *("header", "capi", "examples", "python", "packaging", "nvshmem"),
 ]
-FULL = [*USUAL, "go-race"]
+FULL = [*USUAL, "go-race", "python-nodes"]
 GPU = ["kernels-gpu", "python-gpu"]

@@ -120,6 +120,8 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
         raise SystemExit(f"selftest: --num-topk {options.num_topk} must not exceed --num-experts {experts}")
     if options.mode == "internode":
         _complete_nodes(options)
+    elif options.mode == "intranode":
+        options.num_nvl_peers = ranks  # whatever the environment says
     multiple = 16 if options.mode == "intranode" else 128
     if options.hidden % multiple:
         raise SystemExit(f"selftest: --hidden {options.hidden} must be a multiple of {multiple} in this mode")
@@ -221,7 +223,7 @@ def print_figures(answers: Sequence[tuple[str, Any]], options: argparse.Namespac
     figures: list[Figures] = [figures for kind, figures in answers if kind == "ok"]
     names = figures[0] if figures else {}
     shape = f"{options.num_tokens} tokens x {options.hidden}, top-{options.num_topk} of {options.num_experts} experts"
-    nodes = f" in nodes of {options.num_nvl_peers}" if options.num_nvl_peers else ""
+    nodes = f" in nodes of {options.num_nvl_peers}" if options.mode == "internode" else ""
     print(f"\n{options.num_ranks} ranks{nodes}, engine {options.engine}, {shape}")
     print(f"median of {options.iterations} calls as the host sees them")
     if options.mode == "internode" and options.engine == "cpu":

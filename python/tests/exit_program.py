@@ -40,7 +40,7 @@ def program(rank, mode, folder, engine):
         torch.cuda.set_device(rank % torch.cuda.device_count())
     background = mode == "background start"
     where = Bootstrap.file(rank, 2, folder)
-    buffer = Buffer(None, 1 << 20, bootstrap=where, engine=engine, background=background)
+    buffer = Buffer(None, 1 << 20, 1 << 20, bootstrap=where, engine=engine, background=background)
     if background:
         sys.exit(0)
     sums, handle = exchange(buffer)

@@ -124,7 +124,7 @@ def rank_killed_in_construction(ctx, delay, background):
         if not made:
             comm = victims.Comm(ctx, after_exchange)
             options = {"engine": ctx.engine, "background": background, "explicitly_destroy": True}
-            made.append(Buffer(None, 1 << 24, comm=comm, **options))
+            made.append(Buffer(None, 1 << 24, 1 << 20, comm=comm, **options))
         if ctx.rank == VICTIM:
             time.sleep(60)
         normal.dispatch(ctx, made[0], CASE)

@@ -86,7 +86,7 @@ def rank_finalizer(ctx):
     one_cycle(ctx, 0)
     before = resources()
     for turn in range(6):
-        buffer = Buffer(ctx.group, 1 << 22, engine=ctx.engine)
+        buffer = Buffer(ctx.group, 1 << 22, 1 << 20, engine=ctx.engine)
         normal.dispatch_and_check(ctx, buffer, CASE)
         if turn % 2:
             buffer.itself = buffer

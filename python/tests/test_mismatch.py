@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+import cases
 import lowlat
 import normal
 from cases import Case
@@ -150,7 +151,11 @@ CONSTRUCTION = {
     "num_rdma_bytes": ({"num_rdma_bytes": 1 << 20}, {"num_rdma_bytes": 1 << 21}, ("1048576", "2097152")),
     "low_latency_mode": ({"num_rdma_bytes": 1 << 20, "low_latency_mode": True}, {"num_rdma_bytes": 1 << 20}, ()),
     "enable_shrink": ({"num_nvl_bytes": 1 << 20, "enable_shrink": True}, {"num_nvl_bytes": 1 << 20}, ()),
-    "num_nvl_peers": ({"num_nvl_bytes": 1 << 20}, {"num_nvl_bytes": 1 << 20, "num_nvl_peers": 3}, ("8", "3")),
+    "num_nvl_peers": (
+        {"num_nvl_bytes": 1 << 20},
+        {"num_nvl_bytes": 1 << 20, "num_nvl_peers": 3},
+        (str(cases.node_size()), "3"),
+    ),
 }
 
 
@@ -198,7 +203,8 @@ def rank_cached_handle_of_others(ctx):
     with normal.buffer_of(ctx) as buffer:
         exchange = normal.dispatch_and_check(ctx, buffer, CASE)
         other = list(exchange.handle)
-        other[0] = torch.zeros((4, 4), dtype=torch.int32, device=ctx.device)
+        matrix = 0 if len(other) == 6 else 1
+        other[matrix] = torch.zeros((4, 4), dtype=torch.int32, device=ctx.device)
         with pytest.raises(ValueError, match="handle"):
             buffer.combine(exchange.recv_x, tuple(other))
         normal.combine(ctx, buffer, exchange)

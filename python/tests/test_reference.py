@@ -108,6 +108,11 @@ def test_logfmt_by_hand():
     assert bool(((formats.logfmt_round_trip(row) - row.double()).abs() <= formats.logfmt_error_bound(row)).all())
 
 
+@pytest.fixture(autouse=True)
+def one_node(monkeypatch):
+    monkeypatch.setenv(cases.NODE_SIZE, "8")
+
+
 def good_exchange():
     exchange = normal.expect(CASE, 1)
     want = exchange.want

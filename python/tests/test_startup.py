@@ -39,7 +39,7 @@ def rank_bootstrap(ctx, kind, place):
         finally:
             for name in settings:
                 del os.environ[name]
-    buffer = Buffer(None, 1 << 20, bootstrap=where, engine=ctx.engine, explicitly_destroy=True)
+    buffer = Buffer(None, 1 << 20, 1 << 20, bootstrap=where, engine=ctx.engine, explicitly_destroy=True)
     normal.combine(ctx, buffer, normal.dispatch_and_check(ctx, buffer, CASE))
     buffer.destroy()
 
