@@ -16,6 +16,7 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import xml.etree.ElementTree
@@ -47,12 +48,16 @@ class Counts:
 
 @dataclasses.dataclass
 class Suite:
-    """A suite is there if one of the files that ``needs`` names is. ``run(full)`` runs it and counts."""
+    """A suite is there if one of the files that ``needs`` names is. ``run(full)`` runs it and counts.
+
+    ``start``, where given, is called before the first suite of a run of several: it begins what takes long.
+    """
 
     name: str
     title: str
     needs: tuple[str, ...]
     run: Callable[[bool], Counts]
+    start: Callable[[], None] | None = None
 
     def present(self) -> bool:
         return any(True for pattern in self.needs for _ in ROOT.glob(pattern))
@@ -210,12 +215,37 @@ def abi(full: bool) -> Counts:
     return checks("abi", commands, full)
 
 
-def nvshmem(full: bool) -> Counts:
-    """Builds the internode library, which the other suites run without, then looks at it."""
-    make = ["env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "--no-print-directory", f"-j{os.cpu_count()}", "nvshmem"]
-    counts = checks("nvshmem", {"build": make}, full)
+class GpuBuild:
+    """Builds the libraries for GPUs beside the other suites, at the lowest priority: it takes minutes of a core."""
+
+    COMMAND = ("env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "--no-print-directory", "cuda", "nvshmem")
+    running: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def start(cls) -> None:
+        LOGS.mkdir(parents=True, exist_ok=True)
+        with open(LOGS / "gpu-build-early.log", "wb") as log:
+            cls.running = subprocess.Popen(
+                ["nice", "-n", "19", *cls.COMMAND], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    @classmethod
+    def stop(cls) -> None:
+        """Ends what a run leaves behind that was interrupted."""
+        if cls.running is not None and cls.running.poll() is None:
+            cls.running.terminate()
+            cls.running.wait()
+
+
+def gpu_build(full: bool) -> Counts:
+    """What can be said of the GPU libraries without a GPU: they build; symbols; how the internode one refuses."""
+    if GpuBuild.running is not None:
+        GpuBuild.running.wait()  # what failed there fails again below, where it counts
+    counts = checks(
+        "gpu-build", {"build": list(GpuBuild.COMMAND), "symbols": [sys.executable, "tools/abi_check.py"]}, full
+    )
     if counts.failed == 0:
-        counts.add(pytest("nvshmem", ["nvshmem/tests"], {}, full))
+        counts.add(pytest("gpu-build", ["nvshmem/tests"], {}, full))
     return counts
 
 
@@ -277,12 +307,18 @@ def _suites() -> Iterator[Suite]:
         bind(pytest, "python-nodes", ["python/tests"], {"DEEPEP_NUM_MAX_NVL_PEERS": "1"}),
     )
     yield Suite(
+        "gpu-build",
+        "the GPU libraries, as far as no GPU is needed",
+        ("kernels/cuda/**/*.cu",),
+        gpu_build,
+        GpuBuild.start,
+    )
+    yield Suite(
         "packaging",
         "set-up, install, wheel",
         ("tools/tests/test_*.py",),
         bind(pytest, "packaging", ["tools/tests"], {}),
     )
-    yield Suite("nvshmem", "the internode library, as far as no GPU is needed", ("nvshmem/*.cu",), nvshmem)
     asan = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1", "DEEPEP_TEST_SANITIZER": "address"}
     tsan = {"TSAN_OPTIONS": "second_deadlock_stack=1", "DEEPEP_TEST_SANITIZER": "thread"}
     yield Suite(
@@ -327,7 +363,7 @@ def _suites() -> Iterator[Suite]:
 SUITES = {suite.name: suite for suite in _suites()}
 USUAL = [
     *("lint", "abi", "go-core", "go-capi", "fuzz", "kernels", "mutants"),
-    *("header", "capi", "examples", "python", "packaging", "nvshmem"),
+    *("header", "capi", "examples", "python", "gpu-build", "packaging"),
 ]
 FULL = [*USUAL, "go-race", "python-nodes"]
 GPU = ["kernels-gpu", "python-gpu"]
