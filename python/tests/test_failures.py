@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import threading
 import time
@@ -206,7 +207,6 @@ def rank_late(ctx, name, how):
             if how == "sleeps":
                 time.sleep(3.0)
             else:
-                ctx.tell(os.getpid())
                 os.kill(os.getpid(), signal.SIGSTOP)
             return None
         start = time.monotonic()
@@ -216,9 +216,12 @@ def rank_late(ctx, name, how):
 
 
 def wake(pool):
-    """Lets a stopped rank go on after the others had their errors."""
+    """Lets a stopped rank go on after the others had their errors: three seconds after it stopped."""
+    pid, end = pool.pid(VICTIM), time.monotonic() + 60.0
+    while pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T" and time.monotonic() < end:
+        time.sleep(0.02)
     time.sleep(3.0)
-    os.kill(pool.pid(VICTIM), signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("name", SOME)
