@@ -75,14 +75,7 @@ def main() -> int:
     os.environ["DEEPEP_TEST_FULL"] = "1" if options.full else os.environ.get("DEEPEP_TEST_FULL", "0")
     start = time.monotonic()
     present = [test_suites.SUITES[name] for name in chosen if test_suites.SUITES[name].present() or options.suites]
-    if len(present) > 1:
-        for suite in present:
-            if suite.start is not None:
-                suite.start()
-    try:
-        results = [run_suite(suite, options.full) for suite in present]
-    finally:
-        test_suites.GpuBuild.stop()
+    results = [run_suite(suite, options.full) for suite in present]
     return report(results, time.monotonic() - start)
 
 

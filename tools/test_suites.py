@@ -16,7 +16,6 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import xml.etree.ElementTree
@@ -48,16 +47,12 @@ class Counts:
 
 @dataclasses.dataclass
 class Suite:
-    """A suite is there if one of the files that ``needs`` names is. ``run(full)`` runs it and counts.
-
-    ``start``, where given, is called before the first suite of a run of several: it begins what takes long.
-    """
+    """A suite is there if one of the files that ``needs`` names is. ``run(full)`` runs it and counts."""
 
     name: str
     title: str
     needs: tuple[str, ...]
     run: Callable[[bool], Counts]
-    start: Callable[[], None] | None = None
 
     def present(self) -> bool:
         return any(True for pattern in self.needs for _ in ROOT.glob(pattern))
@@ -215,35 +210,11 @@ def abi(full: bool) -> Counts:
     return checks("abi", commands, full)
 
 
-class GpuBuild:
-    """Builds the libraries for GPUs beside the other suites, at the lowest priority: it takes minutes of a core."""
-
-    COMMAND = ("env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "--no-print-directory", "cuda", "nvshmem")
-    running: subprocess.Popen[bytes] | None = None
-
-    @classmethod
-    def start(cls) -> None:
-        LOGS.mkdir(parents=True, exist_ok=True)
-        with open(LOGS / "gpu-build-early.log", "wb") as log:
-            cls.running = subprocess.Popen(
-                ["nice", "-n", "19", *cls.COMMAND], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
-
-    @classmethod
-    def stop(cls) -> None:
-        """Ends what a run leaves behind that was interrupted."""
-        if cls.running is not None and cls.running.poll() is None:
-            cls.running.terminate()
-            cls.running.wait()
-
-
 def gpu_build(full: bool) -> Counts:
     """What can be said of the GPU libraries without a GPU: they build; symbols; how the internode one refuses."""
-    if GpuBuild.running is not None:
-        GpuBuild.running.wait()  # what failed there fails again below, where it counts
-    counts = checks(
-        "gpu-build", {"build": list(GpuBuild.COMMAND), "symbols": [sys.executable, "tools/abi_check.py"]}, full
-    )
+    make = ["env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "--no-print-directory", f"-j{os.cpu_count()}"]
+    commands = {"build": [*make, "cuda", "nvshmem"], "symbols": [sys.executable, "tools/abi_check.py"]}
+    counts = checks("gpu-build", commands, full)
     if counts.failed == 0:
         counts.add(pytest("gpu-build", ["nvshmem/tests"], {}, full))
     return counts
@@ -306,13 +277,8 @@ def _suites() -> Iterator[Suite]:
         ("python/tests/test_*.py",),
         bind(pytest, "python-nodes", ["python/tests"], {"DEEPEP_NUM_MAX_NVL_PEERS": "1"}),
     )
-    yield Suite(
-        "gpu-build",
-        "the GPU libraries, as far as no GPU is needed",
-        ("kernels/cuda/**/*.cu",),
-        gpu_build,
-        GpuBuild.start,
-    )
+    gpu = ("kernels/cuda/**/*.cu",)
+    yield Suite("gpu-build", "the GPU libraries, as far as no GPU is needed", gpu, gpu_build)
     yield Suite(
         "packaging",
         "set-up, install, wheel",
