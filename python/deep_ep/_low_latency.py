@@ -86,16 +86,9 @@ class LowLatencyMode(BufferBase):
         if topk_weights is not None:
             tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (num_tokens, num_topk))
         if cumulative_local_expert_recv_stats is not None:
-            tt.check(
-                "cumulative_local_expert_recv_stats",
-                cumulative_local_expert_recv_stats,
-                self.device,
-                (tt.INT32,),
-                (local,),
-            )
+            self._check_stats("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, tt.INT32, local)
         if dispatch_wait_recv_cost_stats is not None:
-            wanted = (self.group_size,)
-            tt.check("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, self.device, (tt.INT64,), wanted)
+            self._check_wait_stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
         outputs = self._take_outputs((local, bound, hidden, bool(use_fp8), bool(use_ue8m0)))
         args = outputs.args
         args.flags = (ROUND_SCALE if round_scale else 0) | (UE8M0 if use_ue8m0 else 0)
@@ -166,8 +159,7 @@ class LowLatencyMode(BufferBase):
         if not tt.plain(topk_weights, tt.FLOAT32, self._where, (num_tokens, num_topk)):
             tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (num_tokens, num_topk))
         if combine_wait_recv_cost_stats is not None:
-            ranks = (self.group_size,)
-            tt.check("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, self.device, (tt.INT64,), ranks)
+            self._check_wait_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
         if not zero_copy and not tt.plain(x, tt.BF16, self._where, (local, rows, hidden)):
             tt.check("x", x, self.device, (tt.BF16,), (local, rows, hidden))
         if out is None:
@@ -298,7 +290,7 @@ class LowLatencyMode(BufferBase):
                 native.give_event(event)
                 raise native.lib.error(status)
             handle = EventHandle._of_call(self, event)  # the caller may drop it unwaited
-            self._kept.append((handle, held))
+            self.keep(handle, held)
             return EventOverlap(handle)
         if async_finish:
             order = Ordering(self, None, True, False)
@@ -403,6 +395,12 @@ class LowLatencyMode(BufferBase):
         if not (tt.plain(topk_idx, tt.INT64, self._where) and topk_idx.shape[0] == num_tokens):
             tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (num_tokens, None))
         return num_tokens, hidden, topk_idx.shape[1]
+
+    def _check_stats(self, name: str, tensor: object, dtype: Any, length: int) -> None:
+        tt.check(name, tensor, self.device, (dtype,), (length,))
+
+    def _check_wait_stats(self, name: str, tensor: object) -> None:
+        self._check_stats(name, tensor, tt.INT64, self.group_size)
 
     def _check_handle(self, handle: object) -> tuple[Any, Any, int, int, int]:
         if not isinstance(handle, tuple) or len(handle) != 5:
