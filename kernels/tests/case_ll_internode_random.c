@@ -4,34 +4,14 @@
 
 #include "lowlat.h"
 
-/* Draws that all ranks make alike. */
-struct dice { uint64_t state; };
-static uint64_t roll(struct dice *d, uint64_t below) {
-  d->state = mix(d->state);
-  return d->state % below;
+static struct ll_spec largest_for(const struct rank *me) {
+  return (struct ll_spec){.max_tokens = 12, .hidden = 640, .experts = 4 * me->count};
 }
-
-static void jitter(struct rank *me) {
-  if (draw(me, 12) == 0) pause_ms((int)draw(me, 3));
-}
-
-#define MAX_TOKENS 12
-#define MAX_HIDDEN 640
-#define MAX_LOCAL 4
 
 static struct ll_spec any_spec(const struct rank *me, struct dice *d) {
   static const enum pattern patterns[] = {UNIFORM, UNIFORM, SKEWED, SKEWED, DUPLICATES, SILENT_RANK, ONE_HOT, NOBODY, NO_TOKENS};
-  static const uint32_t combine_flags[] = {0, 0, DK_LL_LOGFMT, DK_LL_ZERO_COPY, DK_LL_UNREDUCED};
-  struct ll_spec spec = {.pattern = patterns[roll(d, COUNT(patterns))], .experts = ((int)roll(d, MAX_LOCAL) + 1) * me->count,
-                         .max_tokens = (int)roll(d, MAX_TOKENS) + 1, .topk = (int)roll(d, 8) + 1, .index_bytes = (int)roll(d, 2) * 4 + 4,
-                         .hidden = 128 * ((int)roll(d, MAX_HIDDEN / 128) + 1)};
-  spec.tokens = (int)roll(d, (uint64_t)spec.max_tokens) + 1;
-  spec.format = (int)roll(d, 2);
-  if (spec.format == DK_FORMAT_FP8 && roll(d, 2)) spec.flags = DK_LL_ROUND_SCALE;
-  if (spec.flags && spec.hidden == 512) spec.flags |= DK_LL_UE8M0;
-  spec.weights = roll(d, 2);
-  spec.combine_flags = combine_flags[roll(d, COUNT(combine_flags))];
-  if (spec.combine_flags & DK_LL_LOGFMT) spec.weights = false;
+  struct ll_spec largest = largest_for(me);
+  struct ll_spec spec = random_ll_spec(d, me->count, patterns[roll(d, COUNT(patterns))], &largest);
   if (roll(d, 6) == 0 && !spec.combine_flags && spec.format == DK_FORMAT_BF16) spec.hidden = 8 * ((int)roll(d, 9) + 1);
   return spec;
 }
@@ -41,18 +21,6 @@ static struct ll_spec any_spec(const struct rank *me, struct dice *d) {
 static void both_halves(struct ll *l, uint64_t salt) {
   jitter(l->team->me);
   ll_round(l, salt);
-}
-
-static void hooks(struct ll *l, uint64_t salt) {
-  run_ll_dispatch(l, DK_PHASE_SEND, 1);
-  jitter(l->team->me);
-  run_ll_dispatch(l, DK_PHASE_RECV, 1);
-  check_ll_dispatch(l);
-  make_expert_rows(l, salt);
-  run_ll_combine(l, DK_PHASE_SEND, 3);
-  jitter(l->team->me);
-  run_ll_combine(l, DK_PHASE_RECV, 3);
-  check_ll_combine(l);
 }
 
 /* Two sends under way, received in either order; nobody waits in between, so that slots are used again as soon as may be. */
@@ -111,7 +79,7 @@ static void any_round(struct team *t, struct dice *d) {
   other.combine_flags &= ~(uint32_t)DK_LL_ZERO_COPY; /* the buffers of two shapes lie over each other */
   struct ll *l = make_ll(t, &spec, salt);
   if (kind < 2) both_halves(l, salt + 1);
-  else if (kind < 4) hooks(l, salt + 1);
+  else if (kind < 4) ll_round_in_halves(l, salt + 1);
   else if (kind == 4) apart(l, d, salt + 1);
   else two_at_once(l, make_ll(t, &other, salt + 10), roll(d, 2), 1 + (int)roll(d, 3));
   if (roll(d, 8) == 0) run_clean(t, spec.max_tokens, spec.hidden, spec.experts);
@@ -140,7 +108,7 @@ static int number_of(const struct spread *spread) {
 
 static void seeds(struct rank *me) {
   const struct spread *spread = me->test->arg;
-  struct ll_spec largest = {.max_tokens = MAX_TOKENS, .hidden = MAX_HIDDEN, .experts = MAX_LOCAL * me->count};
+  struct ll_spec largest = largest_for(me);
   for (int seed = 0; seed < number_of(spread); seed++) {
     struct mark mark = set_mark(me);
     struct dice dice = {hash(settings.seed, (uint64_t)seed, (uint64_t)me->count, (uint64_t)spread->node)};
@@ -165,7 +133,7 @@ static void expect_same(struct rank *me, const char *what, struct tensor a, stru
 
 /* Everything that a call gives, beside what a team of one node gives for the same. */
 static void same_bits(struct rank *me) {
-  struct ll_spec largest = {.max_tokens = MAX_TOKENS, .hidden = MAX_HIDDEN, .experts = MAX_LOCAL * me->count};
+  struct ll_spec largest = largest_for(me);
   struct team *mapped = make_ll_team(me, &largest, 0);
   struct dice dice = {hash(settings.seed, 5, (uint64_t)me->count, 0)};
   struct team_spec place = any_place(me->test->arg, &dice, settings.seed);

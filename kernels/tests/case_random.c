@@ -4,11 +4,6 @@
 #include "lowlat.h"
 #include "normal.h"
 
-uint64_t roll(struct dice *d, uint64_t below) {
-  d->state = mix(d->state);
-  return d->state % below;
-}
-
 static enum pattern any_pattern(struct dice *d) {
   static const enum pattern patterns[] = {UNIFORM, SKEWED, SKEWED, SKEWED, DUPLICATES, SILENT_RANK, ONE_HOT, NOBODY};
   return patterns[roll(d, COUNT(patterns))];
@@ -17,10 +12,6 @@ static enum pattern any_pattern(struct dice *d) {
 static int rounds(const struct rank *me) {
   int most = *(const int *)me->test->arg;
   return settings.patience > 10 ? most / 20 + 1 : settings.patience > 1 ? most / 8 + 1 : settings.full ? 8 * most : most;
-}
-
-static void jitter(struct rank *me) {
-  if (draw(me, 12) == 0) pause_ms((int)draw(me, 3));
 }
 
 void normal_round(struct team *t, struct dice *d) {
@@ -63,38 +54,22 @@ static void normal_rounds(struct rank *me) {
   }
 }
 
+static struct ll_spec largest_ll(const struct rank *me) {
+  return (struct ll_spec){.max_tokens = 16, .hidden = 768, .experts = 4 * me->count};
+}
+
 static void ll_random_round(struct team *t, struct dice *d) {
   struct rank *me = t->me;
-  static const uint32_t combine_flags[] = {0, 0, DK_LL_LOGFMT, DK_LL_ZERO_COPY, DK_LL_UNREDUCED};
-  struct ll_spec spec = {.pattern = any_pattern(d), .experts = ((int)roll(d, 4) + 1) * me->count, .max_tokens = (int)roll(d, 16) + 1,
-                         .topk = (int)roll(d, 8) + 1, .index_bytes = (int)roll(d, 2) * 4 + 4, .hidden = 128 * ((int)roll(d, 6) + 1)};
-  spec.tokens = (int)roll(d, (uint64_t)spec.max_tokens) + 1;
-  spec.format = (int)roll(d, 2);
-  if (spec.format == DK_FORMAT_FP8 && roll(d, 2)) spec.flags = DK_LL_ROUND_SCALE;
-  if (spec.flags && spec.hidden == 512) spec.flags |= DK_LL_UE8M0;
-  spec.weights = roll(d, 2);
-  spec.combine_flags = combine_flags[roll(d, COUNT(combine_flags))];
-  if (spec.combine_flags & DK_LL_LOGFMT) spec.weights = false;
+  struct ll_spec largest = largest_ll(me), spec = random_ll_spec(d, me->count, any_pattern(d), &largest);
   uint64_t salt = roll(d, (uint64_t)1 << 40), halves = roll(d, 2);
   struct ll *l = make_ll(t, &spec, salt);
   jitter(me);
-  if (!halves) {
-    ll_round(l, salt + 1);
-    return;
-  }
-  run_ll_dispatch(l, DK_PHASE_SEND, 1);
-  jitter(me);
-  run_ll_dispatch(l, DK_PHASE_RECV, 1);
-  check_ll_dispatch(l);
-  make_expert_rows(l, salt + 1);
-  run_ll_combine(l, DK_PHASE_SEND, 3);
-  jitter(me);
-  run_ll_combine(l, DK_PHASE_RECV, 3);
-  check_ll_combine(l);
+  if (halves) ll_round_in_halves(l, salt + 1);
+  else ll_round(l, salt + 1);
 }
 
 static struct team *roomy_team(struct rank *me) {
-  struct ll_spec largest = {.max_tokens = 16, .hidden = 768, .experts = 4 * me->count};
+  struct ll_spec largest = largest_ll(me);
   return make_ll_team(me, &largest, 0);
 }
 

@@ -185,3 +185,31 @@ void ll_round(struct ll *l, uint64_t salt) {
   run_ll_combine(l, DK_PHASE_BOTH, 2);
   check_ll_combine(l);
 }
+
+void ll_round_in_halves(struct ll *l, uint64_t salt) {
+  struct rank *me = l->team->me;
+  run_ll_dispatch(l, DK_PHASE_SEND, 1);
+  jitter(me);
+  run_ll_dispatch(l, DK_PHASE_RECV, 1);
+  check_ll_dispatch(l);
+  make_expert_rows(l, salt);
+  run_ll_combine(l, DK_PHASE_SEND, 3);
+  jitter(me);
+  run_ll_combine(l, DK_PHASE_RECV, 3);
+  check_ll_combine(l);
+}
+
+struct ll_spec random_ll_spec(struct dice *d, int ranks, enum pattern pattern, const struct ll_spec *largest) {
+  static const uint32_t combine_flags[] = {0, 0, DK_LL_LOGFMT, DK_LL_ZERO_COPY, DK_LL_UNREDUCED};
+  struct ll_spec spec = {.pattern = pattern, .experts = ((int)roll(d, (uint64_t)(largest->experts / ranks)) + 1) * ranks,
+                         .max_tokens = (int)roll(d, (uint64_t)largest->max_tokens) + 1, .topk = (int)roll(d, 8) + 1,
+                         .index_bytes = (int)roll(d, 2) * 4 + 4, .hidden = 128 * ((int)roll(d, (uint64_t)(largest->hidden / 128)) + 1)};
+  spec.tokens = (int)roll(d, (uint64_t)spec.max_tokens) + 1;
+  spec.format = (int)roll(d, 2);
+  if (spec.format == DK_FORMAT_FP8 && roll(d, 2)) spec.flags = DK_LL_ROUND_SCALE;
+  if (spec.flags && spec.hidden == 512) spec.flags |= DK_LL_UE8M0;
+  spec.weights = roll(d, 2);
+  spec.combine_flags = combine_flags[roll(d, COUNT(combine_flags))];
+  if (spec.combine_flags & DK_LL_LOGFMT) spec.weights = false;
+  return spec;
+}

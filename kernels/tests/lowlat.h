@@ -47,8 +47,11 @@ dk_ll_combine_params ll_combine_params(struct ll *l, uint32_t phases, uint32_t t
 void check_ll_dispatch(struct ll *l);
 void make_expert_rows(struct ll *l, uint64_t salt);
 void check_ll_combine(struct ll *l);
-/* Dispatch, check, rows, combine, check. */
+/* Dispatch, check, rows, combine, check; the second with a pause now and then between the halves of a call. */
 void ll_round(struct ll *l, uint64_t salt);
+void ll_round_in_halves(struct ll *l, uint64_t salt);
+/* A random shape that fits where the largest does. */
+struct ll_spec random_ll_spec(struct dice *d, int ranks, enum pattern pattern, const struct ll_spec *largest);
 /* What an aborted call leaves. */
 void expect_no_rows(struct ll *l);
 void expect_nan(struct ll *l);

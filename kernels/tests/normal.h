@@ -77,9 +77,6 @@ dk_combine_params combine_params(struct combine *c);
 
 /* ---- Random calls (case_random.c) ------------------------------------------------------------------------------------------ */
 
-/* Draws that all ranks make alike. */
-struct dice { uint64_t state; };
-uint64_t roll(struct dice *d, uint64_t below);
 /* A random routing and shape, rows of at most 960 bytes: dispatch and combine, then once more over the handle. */
 void normal_round(struct team *t, struct dice *d);
 

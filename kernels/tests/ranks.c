@@ -307,3 +307,12 @@ uint64_t draw(struct rank *me, uint64_t below) {
   me->random = mix(me->random);
   return me->random % below;
 }
+
+void jitter(struct rank *me) {
+  if (draw(me, 12) == 0) pause_ms((int)draw(me, 3));
+}
+
+uint64_t roll(struct dice *d, uint64_t below) {
+  d->state = mix(d->state);
+  return d->state % below;
+}

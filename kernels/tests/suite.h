@@ -156,6 +156,9 @@ int seeds_of(int usual);
 uint64_t mix(uint64_t x);
 uint64_t hash(uint64_t salt, uint64_t a, uint64_t b, uint64_t c);
 uint64_t draw(struct rank *me, uint64_t below); /* the rank's own random numbers */
+void jitter(struct rank *me);                   /* a pause, now and then */
+struct dice { uint64_t state; };                /* draws that all ranks make alike */
+uint64_t roll(struct dice *d, uint64_t below);
 
 /* ---- Memory (memory.c) ------------------------------------------------------------------------------------------------- */
 
