@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"io"
 	"runtime"
 	"slices"
 	"strings"
@@ -134,3 +135,22 @@ func inParallel(ctx context.Context, n int, f func(i int) error) error {
 func percentText(share float64) string { return fmt.Sprintf("%+.1f%%", 100*share) }
 
 func simMicros(t nicsim.Time) float64 { return float64(t/nicsim.Nanosecond) / 1e3 }
+
+// simReport is what a simulation found.
+type simReport interface {
+	picture(file string) error
+	print(w io.Writer, flags *simFlags) error
+}
+
+// show draws the picture that was asked for, and prints the report as text or as JSON.
+func (f *simFlags) show(w io.Writer, r simReport) error {
+	if f.picture != "" {
+		if err := r.picture(f.picture); err != nil {
+			return err
+		}
+	}
+	if f.json {
+		return printJSON(w, r)
+	}
+	return r.print(w, f)
+}

@@ -115,15 +115,7 @@ func (s *simEP) run(cmd *cobra.Command) error {
 		return err
 	}
 	r.judge()
-	if s.flags.picture != "" {
-		if err := r.picture(s.flags.picture); err != nil {
-			return err
-		}
-	}
-	if s.flags.json {
-		return printJSON(cmd.OutOrStdout(), r)
-	}
-	return r.print(cmd.OutOrStdout(), &s.flags)
+	return s.flags.show(cmd.OutOrStdout(), r)
 }
 
 // report lists what is to be simulated.

@@ -116,15 +116,7 @@ func (s *simQP) run(cmd *cobra.Command) error {
 	if err := inParallel(cmd.Context(), len(r.Results), func(i int) error { return r.Results[i].simulate() }); err != nil {
 		return err
 	}
-	if s.flags.picture != "" {
-		if err := r.picture(s.flags.picture); err != nil {
-			return err
-		}
-	}
-	if s.flags.json {
-		return printJSON(cmd.OutOrStdout(), r)
-	}
-	return r.print(cmd.OutOrStdout(), &s.flags)
+	return s.flags.show(cmd.OutOrStdout(), r)
 }
 
 // report lists what is to be simulated.
