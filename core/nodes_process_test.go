@@ -45,16 +45,8 @@ func TestDeathOnAnotherNode(t *testing.T) {
 			for _, op := range c.before {
 				crew.do(all, "%s", op)
 			}
-			crew.tell(survivors, "%s", c.op)
-			time.Sleep(100 * time.Millisecond) // they are waiting for rank 1 by now; if not, all the better
-			since := time.Now()
-			crew.all[1].Kill()
-			crew.expectDeath(survivors, 1, since)
-			since = time.Now()
-			crew.do(survivors, "destroy")
-			if d := time.Since(since); d > 2500*time.Millisecond {
-				t.Errorf("destroy took %v", d)
-			}
+			crew.killDuring(c.op, survivors, 1)
+			crew.destroySoon(survivors)
 			crew.join("second", c.again)
 			crew.do(c.again, "buffer")
 			for _, op := range []string{"dispatch", "combine", "roundtrip"} {

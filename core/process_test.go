@@ -204,6 +204,26 @@ func (c *crew) expectDeath(members []int, victim int, since time.Time) {
 	}
 }
 
+// killDuring kills the victim while the survivors are in an operation, and checks what they are told.
+func (c *crew) killDuring(op string, survivors []int, victim int) {
+	c.t.Helper()
+	c.tell(survivors, "%s", op)
+	time.Sleep(100 * time.Millisecond) // they are waiting for the victim by now; if not, all the better
+	since := time.Now()
+	c.all[victim].Kill()
+	c.expectDeath(survivors, victim, since)
+}
+
+// destroySoon lets members destroy their buffers, which no dead rank may hold up.
+func (c *crew) destroySoon(members []int) {
+	c.t.Helper()
+	since := time.Now()
+	c.do(members, "destroy")
+	if d := time.Since(since); d > 2500*time.Millisecond {
+		c.t.Errorf("destroy took %v", d)
+	}
+}
+
 func TestDeathInAnOperation(t *testing.T) {
 	all, survivors := []int{0, 1, 2}, []int{0, 2}
 	for _, c := range []struct {
@@ -221,22 +241,14 @@ func TestDeathInAnOperation(t *testing.T) {
 			for _, op := range c.before {
 				crew.do(all, "%s", op)
 			}
-			crew.tell(survivors, "%s", c.op)
-			time.Sleep(100 * time.Millisecond) // they are waiting for rank 1 by now; if not, all the better
-			since := time.Now()
-			crew.all[1].Kill()
-			crew.expectDeath(survivors, 1, since)
+			crew.killDuring(c.op, survivors, 1)
 			crew.tell(survivors, "barrier")
 			for _, i := range survivors {
 				if code, _, text := crew.failure(i); code != ErrAborted.Code || !strings.Contains(text, "failed before") {
 					t.Errorf("a call after the failure: %d %s", code, text)
 				}
 			}
-			since = time.Now()
-			crew.do(survivors, "destroy")
-			if d := time.Since(since); d > 2500*time.Millisecond {
-				t.Errorf("destroy took %v", d)
-			}
+			crew.destroySoon(survivors)
 			crew.join("second", survivors)
 			crew.do(survivors, "buffer")
 			crew.do(survivors, "dispatch")
