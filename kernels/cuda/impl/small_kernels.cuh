@@ -9,16 +9,35 @@ struct BarrierParams {
   uint32_t counts_as_call; // 0: one of several kernels of an operation
 };
 
+// Whole block, once all have come to a clean: what was sent before is nothing that will be received, and all go on from the greatest
+// number of a call that any of them has.
+__device__ inline void start_calls_anew(const Session &s, uint64_t epoch) {
+  Scratch *scratch = s.team.scratch;
+  uint64_t newest = scratch->low_latency_epoch;
+  for (int r = 0; r < s.team.num_ranks; ++r)
+    if (!is_masked(s, r)) newest = most(newest, s.team.enter(s.team.rank, epoch % kEnterCopies, r)->segment_offset);
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
+    if (is_masked(s, r)) continue;
+    scratch->seen[r] = scratch->consumed[0][r] = scratch->consumed[1][r] = newest;
+    scratch->epoch_ahead[r] = scratch->dispatch_ahead[r] = 0;
+    scratch->returned[r] = 0;
+  }
+  __syncthreads(); // everyone has read its own number
+  if (threadIdx.x == 0) scratch->low_latency_epoch = scratch->low_latency_dispatches = newest;
+}
+
 // One block: everybody has come here. Masked ranks are not waited for.
 __global__ void __launch_bounds__(128, 1) barrier_kernel(const __grid_constant__ BarrierParams p) {
   const Session &s = p.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
     Handshake hand{};
+    const bool anew = s.op == DK_OP_CLEAN && p.counts_as_call == 0; // after the second meeting a rank may send again
     hand.epoch = epoch, hand.mine.op = s.op;
+    if (anew) hand.mine.segment_offset = s.team.scratch->low_latency_epoch;
     post_enter(s, hand);
     publish_newest_by_last_warp(s.team);
-    await_enter(s, hand);
+    if (await_enter(s, hand) && anew) start_calls_anew(s, epoch);
   }
   finish(s, [&](bool failed) {
     if (threadIdx.x == 0) s.team.scratch->epoch = epoch;
