@@ -1,4 +1,4 @@
-"""CUDA graphs: calls captured once and replayed a thousand times with new inputs in the same memory."""
+"""CUDA graphs: calls captured once and replayed thousands of times with new inputs; a peer that is lost meanwhile."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import cases
 import checks
 import lowlat
 import normal
+import victims
 from cases import Case
+from test_failures import judge
 
-REPLAYS = 1000
-CHECK_EVERY = 19  # no factor in common with the slots or the kinds of input: all pairs of them are looked at
+REPLAYS, REPLAYS_IN_TURNS = 10_000, 1000  # a GPU for each rank; several ranks on one
+CHECK_EVERY = 67  # no factor in common with the slots or the kinds of input: all pairs of them are looked at
 NORMAL = Case((40, 0, 23), hidden=512, experts=12, topk=4, worst=True)
 LOW_LATENCY = Case((16, 0, 5), hidden=512, experts=9, topk=3)
 KINDS = 7  # sets of inputs that take turns
@@ -116,7 +118,7 @@ def replays(device: str) -> int:
     """How often; skips where nothing can be captured."""
     if device != "cuda":
         pytest.skip("needs a CUDA device: the CPU engine has no graphs")
-    return REPLAYS
+    return REPLAYS if torch.cuda.device_count() >= 3 else REPLAYS_IN_TURNS
 
 
 def test_normal_mode(pool, replays):
@@ -126,3 +128,49 @@ def test_normal_mode(pool, replays):
 @pytest.mark.parametrize(("combines", "weights_known"), [(1, False), (2, False), (1, True)])
 def test_low_latency(pool, replays, combines, weights_known):
     pool.run(3, rank_low_latency, replays, combines, weights_known, deadline=60.0)
+
+
+def rank_lost(ctx: Any, normal_mode: bool) -> tuple[float, str, int, float]:
+    """The victim dies between two replays; the others go on replaying until they are told."""
+    wanted = normal.expect(NORMAL, ctx.rank)
+    x, idx = ctx.put(wanted.own.x), ctx.put(wanted.own.topk_idx)
+    weights = ctx.put(torch.ones(idx.shape))
+    make = normal.buffer_of(ctx) if normal_mode else lowlat.buffer_of(ctx, NORMAL, max(NORMAL.tokens))
+    with make as buffer:
+
+        def normal_calls() -> Any:
+            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, NORMAL.experts)
+            rows, _, _, _, handle, _ = buffer.dispatch(
+                x,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=idx,
+                topk_weights=weights,
+                num_worst_tokens=NORMAL.worst_tokens,
+            )
+            return buffer.combine(rows, handle)
+
+        def low_latency_calls() -> Any:
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(
+                x, idx, max(NORMAL.tokens), NORMAL.experts, use_fp8=False
+            )
+            return buffer.low_latency_combine(rows, idx, weights, handle)
+
+        replay = capture(ctx, normal_calls if normal_mode else low_latency_calls)
+        call = victims.settled(ctx, buffer, replay)
+        for _ in range(5):
+            call()
+        ctx.barrier()
+        if ctx.rank == victims.VICTIM:
+            victims.die(ctx)
+        when, text, status = victims.first_error(call)
+        victims.refuses(buffer, call, victims.VICTIM)
+        return when, text, status, victims.timed_destroy(buffer)
+
+
+@pytest.mark.parametrize("normal_mode", [True, False], ids=["normal", "low latency"])
+def test_peer_lost_between_replays(fresh_pool, device, normal_mode):
+    if device != "cuda":
+        pytest.skip("needs a CUDA device: the CPU engine has no graphs")
+    judge(fresh_pool(3).outcomes(3, rank_lost, normal_mode))
