@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "arrays.h"
 #include "deepep.hpp"
 #include "ranks.h"
 
@@ -20,16 +21,17 @@ int one_rank(int rank, int size, const char* directory) {
   where.size = size;
   deepep::Group group(where);
   auto options = deepep::buffer_options();
-  options.engine = "cpu";
+  options.engine = arrays_open(rank, &options.device);
   options.low_latency_mode = 1;
   options.preinitialize = 1;
   options.num_rdma_bytes = deepep::low_latency_size_hint(kMaxTokens, kHidden, size, kExperts);
   deepep::Buffer buffer(group, options);
+  deepep::Event done(buffer);  // on a GPU the calls only launch: the program waits before it reads
 
   const int local = kExperts / size, rows = size * kMaxTokens;
-  std::vector<uint16_t> x(kTokens * kHidden);
-  std::vector<int64_t> topk_idx(kTokens * kTopk);
-  std::vector<float> weights(kTokens * kTopk);
+  Array<uint16_t> x(kTokens * kHidden);
+  Array<int64_t> topk_idx(kTokens * kTopk);
+  Array<float> weights(kTokens * kTopk);
   for (int t = 0; t < kTokens; t++) {
     for (int c = 0; c < kHidden; c++) x[t * kHidden + c] = to_bf16(value_of(rank, t, c));
     for (int k = 0; k < kTopk; k++) {
@@ -37,9 +39,9 @@ int one_rank(int rank, int size, const char* directory) {
       weights[t * kTopk + k] = 0.1f * static_cast<float>(k + 1);
     }
   }
-  std::vector<uint16_t> received(static_cast<size_t>(local) * rows * kHidden), combined(kTokens * kHidden);
-  std::vector<int32_t> counts(local), src_info(static_cast<size_t>(local) * rows);
-  std::vector<int64_t> ranges(static_cast<size_t>(local) * size);
+  Array<uint16_t> received(static_cast<size_t>(local) * rows * kHidden), combined(kTokens * kHidden);
+  Array<int32_t> counts(local), src_info(static_cast<size_t>(local) * rows);
+  Array<int64_t> ranges(static_cast<size_t>(local) * size);
 
   auto dispatch = deepep::ll_dispatch_args();
   dispatch.phases = DEEPEP_SEND;
@@ -60,6 +62,8 @@ int one_rank(int rank, int size, const char* directory) {
   for (int i = 0; i < 100000; i++) other_work += std::sqrt(static_cast<double>(i));
   dispatch.phases = DEEPEP_RECV;
   buffer.low_latency_dispatch(dispatch);
+  done.record();
+  done.wait();
 
   int wrong = 0;
   for (int expert = 0; expert < local; expert++) {
@@ -86,6 +90,8 @@ int one_rank(int rank, int size, const char* directory) {
   combine.layout_range = ranges.data();
   combine.combined_x = combined.data();
   buffer.low_latency_combine(combine);
+  done.record();
+  done.wait();
   for (int t = 0; t < kTokens; t++) {
     for (int c = 0; c < kHidden; c++) {
       const float expected = (0.1f + 0.2f + 0.3f + 0.4f) * from_bf16(x[t * kHidden + c]);
@@ -94,7 +100,8 @@ int one_rank(int rank, int size, const char* directory) {
   }
   int rows_received = 0;
   for (int count : counts) rows_received += count;
-  std::printf("rank %d: %d rows for %d local experts, other work %.0f, %d wrong values\n", rank, rows_received, local, other_work, wrong);
+  std::printf("rank %d (%s): %d rows for %d local experts, other work %.0f, %d wrong values\n", rank, options.engine, rows_received, local,
+              other_work, wrong);
   return wrong == 0 ? 0 : 1;
 }
 

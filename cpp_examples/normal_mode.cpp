@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "arrays.h"
 #include "deepep.hpp"
 #include "ranks.h"
 
@@ -24,21 +25,22 @@ int one_rank(int rank, int size, const char* directory) {
   where.size = size;
   deepep::Group group(where);
   auto options = deepep::buffer_options();
-  options.engine = "cpu";
+  options.engine = arrays_open(rank, &options.device);
   options.num_nvl_bytes = deepep::nvl_size_hint(deepep::default_config(0, size), kHidden * 2, size);
   options.num_rdma_bytes = deepep::rdma_size_hint(deepep::default_config(0, size), kHidden * 2, size);  // 0 on one node
   deepep::Buffer buffer(group, options);
+  deepep::Event done(buffer);  // on a GPU the calls only launch: the program waits before it reads
 
-  std::vector<uint16_t> x(kTokens * kHidden);
-  std::vector<int64_t> topk_idx(kTokens * kTopk);
-  std::vector<float> weights(kTokens * kTopk, 1.0f / kTopk);
+  Array<uint16_t> x(kTokens * kHidden);
+  Array<int64_t> topk_idx(kTokens * kTopk);
+  Array<float> weights(kTokens * kTopk, 1.0f / kTopk);
   for (int t = 0; t < kTokens; t++) {
     for (int c = 0; c < kHidden; c++) x[t * kHidden + c] = to_bf16(value_of(rank, t, c));
     for (int k = 0; k < kTopk; k++) topk_idx[t * kTopk + k] = (t * 7 + k * 5 + rank) % kExperts;
   }
 
-  std::vector<int32_t> per_rank(size), per_expert(kExperts), matrix(size * size), head(kTokens * size);
-  std::vector<uint8_t> in_rank(kTokens * size);
+  Array<int32_t> per_rank(size), per_expert(kExperts), matrix(size * size), head(kTokens * size);
+  Array<uint8_t> in_rank(kTokens * size);
   auto layout = deepep::layout_args();
   layout.num_tokens = kTokens;
   layout.num_topk = kTopk;
@@ -65,10 +67,10 @@ int one_rank(int rank, int size, const char* directory) {
   std::vector<int32_t> local_counts;
   const int rows = buffer.wait_counts(token, kExperts / size, &local_counts);
 
-  std::vector<uint16_t> received(rows * kHidden), combined(kTokens * kHidden);
-  std::vector<int64_t> received_idx(rows * kTopk);
-  std::vector<float> received_weights(rows * kTopk), combined_weights(kTokens * kTopk);
-  std::vector<int32_t> source(rows);
+  Array<uint16_t> received(rows * kHidden), combined(kTokens * kHidden);
+  Array<int64_t> received_idx(rows * kTopk);
+  Array<float> received_weights(rows * kTopk), combined_weights(kTokens * kTopk);
+  Array<int32_t> source(rows);
   handle.recv_src_idx = source.data();
   handle.num_recv_tokens = rows;
   auto dispatch = deepep::dispatch_args();
@@ -85,6 +87,8 @@ int one_rank(int rank, int size, const char* directory) {
   dispatch.recv_topk_idx = received_idx.data();
   dispatch.recv_topk_weights = received_weights.data();
   buffer.dispatch(dispatch);
+  done.record();
+  done.wait();
 
   int wrong = 0, row = 0;
   for (int from = 0; from < size; from++) {
@@ -102,6 +106,8 @@ int one_rank(int rank, int size, const char* directory) {
   combine.combined_x = combined.data();
   combine.combined_topk_weights = combined_weights.data();
   buffer.combine(combine);
+  done.record();
+  done.wait();
   for (int t = 0; t < kTokens; t++) {
     int copies = 0;
     for (int r = 0; r < size; r++) copies += in_rank[t * size + r];
@@ -110,7 +116,7 @@ int one_rank(int rank, int size, const char* directory) {
     }
     for (int k = 0; k < kTopk; k++) wrong += std::fabs(combined_weights[t * kTopk + k] - weights[t * kTopk + k]) > 1e-6f;
   }
-  std::printf("rank %d: %d tokens sent, %d rows received, %d wrong values\n", rank, kTokens, rows, wrong);
+  std::printf("rank %d (%s): %d tokens sent, %d rows received, %d wrong values\n", rank, options.engine, kTokens, rows, wrong);
   return wrong == 0 ? 0 : 1;
 }
 

@@ -1,5 +1,6 @@
 /* One-step dispatch from C: the outputs have room for the worst case, so nobody waits for counts. A callback starts nothing here:
  * the ranks meet in a folder. */
+#include "arrays.h"
 #include "deepep.h"
 #include "ranks.h"
 
@@ -26,12 +27,11 @@ static int one_rank(int rank, int size, const char *directory) {
   deepep_group_t group = NULL;
   deepep_buffer_t buffer = NULL;
   const int worst = TOKENS * size;
-  unsigned short *x = calloc(TOKENS * HIDDEN, 2), *received = calloc((size_t)worst * HIDDEN, 2), *combined = calloc(TOKENS * HIDDEN, 2);
-  int32_t *topk_idx = calloc(TOKENS * TOPK, 4), *received_idx = calloc((size_t)worst * TOPK, 4);
-  float *weights = calloc(TOKENS * TOPK, 4), *received_weights = calloc((size_t)worst * TOPK, 4);
-  int32_t *per_rank = calloc((size_t)size, 4), *per_expert = calloc(EXPERTS, 4), *matrix = calloc((size_t)(size * size), 4);
-  int32_t *head = calloc((size_t)(TOKENS * size), 4), *source = calloc((size_t)worst, 4);
-  uint8_t *in_rank = calloc((size_t)(TOKENS * size), 1);
+  unsigned short *x, *received, *combined;
+  int32_t *topk_idx, *received_idx, *per_rank, *per_expert, *matrix, *head, *source;
+  float *weights, *received_weights;
+  uint8_t *in_rank;
+  deepep_event_t done = NULL; /* on a GPU the calls only launch: the program waits before it reads */
   uint64_t token = 0;
   int t, c, r, row, rows, wrong = 0;
 
@@ -40,12 +40,26 @@ static int one_rank(int rank, int size, const char *directory) {
   where.rank = rank;
   where.size = size;
   CHECK(deepep_group_create(&where, &group));
-  options.engine = "cpu";
+  options.engine = arrays_open(rank, &options.device);
   CHECK(deepep_config_default(0, size, &config));
   CHECK(deepep_config_size_hint(&config, HIDDEN * 2, size, 0, &options.num_nvl_bytes));
   CHECK(deepep_config_size_hint(&config, HIDDEN * 2, size, 1, &options.num_rdma_bytes)); /* 0 on one node */
   CHECK(deepep_buffer_create(group, &options, &buffer));
+  CHECK(deepep_event_create(buffer, &done));
 
+  x = array_new(TOKENS * HIDDEN * sizeof *x);
+  received = array_new((size_t)worst * HIDDEN * sizeof *received);
+  combined = array_new(TOKENS * HIDDEN * sizeof *combined);
+  topk_idx = array_new(TOKENS * TOPK * sizeof *topk_idx);
+  received_idx = array_new((size_t)worst * TOPK * sizeof *received_idx);
+  weights = array_new(TOKENS * TOPK * sizeof *weights);
+  received_weights = array_new((size_t)worst * TOPK * sizeof *received_weights);
+  per_rank = array_new((size_t)size * sizeof *per_rank);
+  per_expert = array_new(EXPERTS * sizeof *per_expert);
+  matrix = array_new((size_t)(size * size) * sizeof *matrix);
+  head = array_new((size_t)(TOKENS * size) * sizeof *head);
+  source = array_new((size_t)worst * sizeof *source);
+  in_rank = array_new((size_t)(TOKENS * size));
   for (t = 0; t < TOKENS; t++) {
     for (c = 0; c < HIDDEN; c++) x[t * HIDDEN + c] = to_bf16((float)(rank * TOKENS + t));
     topk_idx[t * TOPK] = (t + rank) % EXPERTS;
@@ -80,6 +94,8 @@ static int one_rank(int rank, int size, const char *directory) {
   dispatch.recv_topk_idx = received_idx;
   dispatch.recv_topk_weights = received_weights;
   CHECK(deepep_dispatch(buffer, &dispatch, NULL));
+  CHECK(deepep_event_record(done, NULL));
+  CHECK(deepep_event_wait(done, -1));
 
   rows = matrix[(size - 1) * size + rank];
   for (r = 0, row = 0; r < size; r++) {
@@ -93,16 +109,17 @@ static int one_rank(int rank, int size, const char *directory) {
   combine.handle = &handle;
   combine.combined_x = combined;
   CHECK(deepep_combine(buffer, &combine, NULL));
+  CHECK(deepep_event_record(done, NULL));
+  CHECK(deepep_event_wait(done, -1));
   for (t = 0; t < TOKENS; t++) {
     int copies = 0;
     for (r = 0; r < size; r++) copies += in_rank[t * size + r];
     for (c = 0; c < HIDDEN; c++) wrong += combined[t * HIDDEN + c] != to_bf16((float)(copies * (rank * TOKENS + t)));
   }
-  printf("rank %d: %d of at most %d rows, %d wrong values\n", rank, rows, worst, wrong);
+  printf("rank %d (%s): %d of at most %d rows, %d wrong values\n", rank, options.engine, rows, worst, wrong);
+  CHECK(deepep_event_destroy(done));
   CHECK(deepep_buffer_destroy(buffer));
   CHECK(deepep_group_destroy(group));
-  free(x); free(received); free(combined); free(topk_idx); free(received_idx); free(weights); free(received_weights);
-  free(per_rank); free(per_expert); free(matrix); free(head); free(source); free(in_rank);
   return wrong == 0 ? 0 : 1;
 }
 
