@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from . import _abi, errors
@@ -118,12 +119,13 @@ class BufferBase:
     host_stream: bool
     comm_stream: Any
     comm_stream_address: int
+    raw_stream: Callable[[], int]  # the caller's current stream as an address; 0 on the CPU engine
     _kept: deque[tuple[EventHandle, tuple[Any, ...]]]
     _ready: bool
 
     def current_stream(self) -> int | None:
         """The caller's current stream as an address; None on the CPU engine."""
-        return tt.current_stream(self.device) or None
+        return self.raw_stream() or None
 
     def torch_current_stream(self) -> Any:
         """The caller's current CUDA stream as a torch object."""

@@ -15,6 +15,7 @@ from .utils import EventHandle, EventOverlap
 SEND, RECV, SEND_RECV = 1, 2, 3
 ROUND_SCALE, UE8M0, LOGFMT, ZERO_COPY, UNREDUCED = 1, 2, 4, 8, 16
 Hook = Callable[[], None]
+NO_EVENT = EventOverlap()  # what every call without an event returns
 
 
 class LowLatencyMode(BufferBase):
@@ -90,22 +91,28 @@ class LowLatencyMode(BufferBase):
         if dispatch_wait_recv_cost_stats is not None:
             self._check_wait_stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
         outputs = self._take_outputs((local, bound, hidden, bool(use_fp8), bool(use_ue8m0)))
-        args = outputs.args
-        args.flags = (ROUND_SCALE if round_scale else 0) | (UE8M0 if use_ue8m0 else 0)
-        args.num_tokens, args.num_topk = num_tokens, num_topk
-        args.index_type = 1 if topk_idx.dtype is tt.INT64 else 0
+        args, received, waited = outputs.args, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        flags = (ROUND_SCALE if round_scale else 0) | (UE8M0 if use_ue8m0 else 0)
+        numbers = (flags, num_tokens, num_topk, 1 if topk_idx.dtype is tt.INT64 else 0)
+        if numbers != outputs.numbers:  # setting a field costs more than comparing all of them
+            outputs.numbers = numbers
+            args.flags, args.num_tokens, args.num_topk, args.index_type = numbers
         args.x, args.topk_idx = x.data_ptr(), topk_idx.data_ptr()
-        args.topk_weights = None if topk_weights is None else topk_weights.data_ptr()
-        stats = cumulative_local_expert_recv_stats
-        args.cumulative_recv_stats = None if stats is None else stats.data_ptr()
-        stats = dispatch_wait_recv_cost_stats
-        args.wait_recv_cost_stats = None if stats is None else stats.data_ptr()
+        more = topk_weights is not None or received is not None or waited is not None
+        if more or outputs.more:
+            outputs.more = more
+            args.topk_weights, args.cumulative_recv_stats = tt.address(topk_weights), tt.address(received)
+            args.wait_recv_cost_stats = tt.address(waited)
         recv_x, recv_count, src_info, layout_range, scales = outputs.tensors
-        # Whoever keeps this keeps the outputs from being used again.
-        held = (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, stats, outputs, recv_x)
-        function, reference = self.native.lib.quick.deepep_low_latency_dispatch, outputs.reference
-        event, hook = self._issue(function, args, reference, async_finish, return_recv_hook, held)
         handle = (src_info, layout_range, bound, hidden, num_experts)
+        function, reference = self.native.lib.quick.deepep_low_latency_dispatch, outputs.reference
+        event, hook = NO_EVENT, None
+        if async_finish or return_recv_hook or self.host_stream:
+            # Whoever keeps this keeps the outputs from being used again.
+            held = (x, topk_idx, topk_weights, received, waited, outputs, recv_x)
+            event, hook = self._issue(function, args, reference, async_finish, return_recv_hook, held)
+        else:
+            self._call_now(function, args, reference)
         return ((recv_x, scales) if use_fp8 else recv_x), recv_count, handle, event, hook
 
     def low_latency_combine(
@@ -150,38 +157,47 @@ class LowLatencyMode(BufferBase):
         if use_logfmt and zero_copy:
             raise value_error("zero_copy", "True with use_logfmt=True", "one of them")
         src_info, layout_range, bound, hidden, num_experts = self._check_handle(handle)
-        local, rows = num_experts // self.group_size, self.group_size * bound
-        if not tt.plain(topk_idx, tt.INT64, self._where):
+        local, rows, where = num_experts // self.group_size, self.group_size * bound, self._where
+        if not tt.plain(topk_idx, tt.INT64, where):
             tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (None, None))
         num_tokens, num_topk = topk_idx.shape
         if num_tokens > bound:
             raise value_error("topk_idx", f"{num_tokens} tokens", f"at most B = {bound}")
-        if not tt.plain(topk_weights, tt.FLOAT32, self._where, (num_tokens, num_topk)):
+        if not tt.plain(topk_weights, tt.FLOAT32, where, (num_tokens, num_topk)):
             tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (num_tokens, num_topk))
         if combine_wait_recv_cost_stats is not None:
             self._check_wait_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
-        if not zero_copy and not tt.plain(x, tt.BF16, self._where, (local, rows, hidden)):
+        if not zero_copy and not tt.plain(x, tt.BF16, where, (local, rows, hidden)):
             tt.check("x", x, self.device, (tt.BF16,), (local, rows, hidden))
         if out is None:
             out = tt.empty((num_tokens, hidden), tt.BF16, self.device)
-        elif not tt.plain(out, tt.BF16, self._where, (num_tokens, hidden)):
+        elif not tt.plain(out, tt.BF16, where, (num_tokens, hidden)):
             tt.check("out", out, self.device, (tt.BF16,), (num_tokens, hidden))
-        # A hook's second half finds the struct as the first left it, so only calls that end here may share one.
-        args, reference = self._ll_combine, self._ll_combine_reference
+        flags = (LOGFMT if use_logfmt else 0) | (ZERO_COPY if zero_copy else 0) | (UNREDUCED if unreduced else 0)
+        numbers = (
+            *(flags, num_tokens, bound, hidden, num_topk, num_experts),
+            1 if topk_idx.dtype is tt.INT64 else 0,
+        )
+        args, reference, before = self._ll_combine, self._ll_combine_reference, self._ll_combine_numbers
         if return_recv_hook:
-            args = _abi.sized(_abi.LlCombineArgs)
+            # A hook's second half finds the struct as the first left it, so only calls that end here may share one.
+            args, before = _abi.sized(_abi.LlCombineArgs), ()
             reference = ctypes.byref(args)
-        args.flags = (LOGFMT if use_logfmt else 0) | (ZERO_COPY if zero_copy else 0) | (UNREDUCED if unreduced else 0)
-        args.num_tokens, args.num_max_tokens, args.hidden = num_tokens, bound, hidden
-        args.num_topk, args.num_experts = num_topk, num_experts
-        args.index_type = 1 if topk_idx.dtype is tt.INT64 else 0
+        else:
+            self._ll_combine_numbers = numbers
+        if numbers != before:
+            args.flags, args.num_tokens, args.num_max_tokens, args.hidden = numbers[:4]
+            args.num_topk, args.num_experts, args.index_type = numbers[4:]
         args.x = None if zero_copy else x.data_ptr()
         args.topk_idx, args.topk_weights = topk_idx.data_ptr(), topk_weights.data_ptr()
         args.src_info, args.layout_range = src_info.data_ptr(), layout_range.data_ptr()
-        args.combined_x, stats = out.data_ptr(), combine_wait_recv_cost_stats
-        args.wait_recv_cost_stats = None if stats is None else stats.data_ptr()
-        held = (x, topk_idx, topk_weights, src_info, layout_range, out, stats)
+        args.combined_x = out.data_ptr()
+        args.wait_recv_cost_stats = tt.address(combine_wait_recv_cost_stats)
         function = self.native.lib.quick.deepep_low_latency_combine
+        if not (async_finish or return_recv_hook or self.host_stream):
+            self._call_now(function, args, reference)
+            return out, NO_EVENT, None
+        held = (x, topk_idx, topk_weights, src_info, layout_range, out, combine_wait_recv_cost_stats)
         event, hook = self._issue(function, args, reference, async_finish, return_recv_hook, held)
         return out, event, hook
 
@@ -249,10 +265,10 @@ class LowLatencyMode(BufferBase):
         return_recv_hook: bool,
         held: tuple[Any, ...],
     ) -> tuple[EventOverlap, Hook | None]:
+        stream = self.raw_stream()
         if not return_recv_hook:
             args.phases = SEND_RECV
-            return self._call(function, reference, async_finish, held, self.current_stream()), None
-        stream = self.current_stream()
+            return self._call(function, reference, async_finish, held, stream), None
         args.phases = SEND
         self._call(function, reference, False, held, stream)
 
@@ -267,19 +283,29 @@ class LowLatencyMode(BufferBase):
             self._call(function, reference, False, held, stream)
             held = ()
 
-        return EventOverlap(), hook
+        return NO_EVENT, hook
+
+    def _call_now(self, function: Any, args: Any, reference: Any) -> None:
+        """Both halves, on the caller's stream, which orders everything: nothing has to be kept."""
+        args.phases = SEND_RECV
+        self._ll_call.stream = self.raw_stream()
+        status = function(self.native._as_parameter_, reference, self._ll_reference)
+        if status:
+            raise self.native.lib.error(status)
 
     _ll_shape: tuple[int, int]
+    _ll_known: dict[int, tt.Outputs]  # by the id of src_info: whose handles need no checks
     _ll_call: Any
     _ll_reference: Any
     _ll_async: Any
     _ll_async_reference: Any
     _ll_combine: Any
     _ll_combine_reference: Any
+    _ll_combine_numbers: tuple[int, ...]
     _where: int
 
     def _call(
-        self, function: Any, reference: Any, async_finish: bool, held: tuple[Any, ...], stream: int | None
+        self, function: Any, reference: Any, async_finish: bool, held: tuple[Any, ...], stream: int
     ) -> EventOverlap:
         native = self.native
         if async_finish and self.host_stream:
@@ -312,7 +338,7 @@ class LowLatencyMode(BufferBase):
                 self.keep(EventHandle._of_call(self, call.event), held)
                 call.event = None
                 raise
-        return EventOverlap()
+        return NO_EVENT
 
     def _on_current_stream(self, function: Any, *values: Any, held: tuple[Any, ...] = ()) -> None:
         order = Ordering(self, None, False, False)
@@ -324,7 +350,7 @@ class LowLatencyMode(BufferBase):
         pool = self._outputs.get(key)
         if pool is None:
             pool = self._outputs[key] = []
-        stream = 0 if self.host_stream else self.current_stream() or 0
+        stream = self.raw_stream()
         for candidate in pool:
             if candidate.stream == stream and candidate.unused():
                 return candidate
@@ -332,6 +358,7 @@ class LowLatencyMode(BufferBase):
         outputs.stream = stream
         if len(pool) < 8:
             pool.append(outputs)
+            self._ll_known[id(outputs.tensors[2])] = outputs  # which live as long as the buffer
         return outputs
 
     def _new_outputs(self, local: int, bound: int, hidden: int, use_fp8: bool, ue8m0: bool) -> tt.Outputs:
@@ -361,6 +388,7 @@ class LowLatencyMode(BufferBase):
             recv_x_scales=pointers[4] if use_fp8 else None,
         )
         outputs.reference = ctypes.byref(outputs.args)
+        outputs.shape = (bound, hidden, local * self.group_size)
         return outputs
 
     def _check_ue8m0(self, use_fp8: bool, round_scale: bool, hidden: int) -> None:
@@ -407,6 +435,9 @@ class LowLatencyMode(BufferBase):
             given = f"a tuple of {len(handle)}" if isinstance(handle, tuple) else type(handle).__name__
             raise errors.type_error("handle", given, "the handle that low_latency_dispatch returned")
         src_info, layout_range, bound, hidden, num_experts = handle
+        ours = self._ll_known.get(id(src_info))
+        if ours is not None and ours.made(src_info, layout_range, bound, hidden, num_experts):
+            return handle
         if (bound, num_experts) != self._ll_shape:
             bound, num_experts = self._check_shape(bound, num_experts)
         local, ranks = num_experts // self.group_size, self.group_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -41,11 +42,16 @@ def current_cuda_device() -> int:
     return int(torch.cuda.current_device()) if cuda_available() else -1
 
 
-def current_stream(device: torch.device) -> int:
-    """The caller's current stream as an address; 0 on the CPU."""
+def no_stream() -> int:
+    """The CPU's only stream."""
+    return 0
+
+
+def stream_getter(device: torch.device) -> Callable[[], int]:
+    """A function that gives the caller's current stream as an address; 0 on the CPU."""
     if device.type != "cuda" or _current_raw_stream is None:
-        return 0
-    return int(_current_raw_stream(device.index))
+        return no_stream
+    return functools.partial(_current_raw_stream, device.index)
 
 
 def external_stream(address: int, device: torch.device) -> Any:
@@ -194,7 +200,10 @@ def gather_function(group: Any) -> tuple[int, int, Callable[[bytes], list[bytes]
 class Outputs:
     """Five output tensors cut from one allocation, and a way to tell that nobody holds any of them any more."""
 
-    __slots__ = ("tensors", "_storage", "_number", "_storage_idle", "_idle", "args", "reference", "stream")
+    __slots__ = (
+        *("tensors", "_storage", "_number", "_storage_idle", "_idle"),
+        *("args", "reference", "stream", "numbers", "more", "shape"),
+    )
 
     def __init__(self, specs: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
         """Allocates tensors of these (shape, dtype); each begins at a multiple of 256 bytes."""
@@ -214,12 +223,19 @@ class Outputs:
         self.args: Any = None  # the C struct of the call that fills them
         self.reference: Any = None  # the same, as ctypes passes it
         self.stream = 0
+        self.numbers: tuple[int, ...] = ()  # what the struct's number fields hold
+        self.more = False  # its optional addresses are not all absent
+        self.shape: tuple[int, ...] = ()  # B, H, E
         del arena, view
         self._storage_idle = self._idle = 0
 
     def ready(self) -> None:
         """Remembers what the counts are while nobody but this object holds anything."""
         self._storage_idle, self._idle = _storage_uses(self._number), self._holders()
+
+    def made(self, src_info: object, layout_range: object, *shape: int) -> bool:
+        """True for the handle that these outputs are given out with."""
+        return self.tensors[2] is src_info and self.tensors[3] is layout_range and self.shape == shape
 
     def touch(self) -> None:
         """Brings in the memory, so that no page is new in the first call."""

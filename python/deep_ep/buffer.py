@@ -140,7 +140,9 @@ class Buffer(NormalMode, LowLatencyMode):
         self._ll_async_reference = ctypes.byref(self._ll_async)
         self._ll_combine = _abi.sized(_abi.LlCombineArgs)
         self._ll_combine_reference = ctypes.byref(self._ll_combine)
+        self._ll_combine_numbers = ()
         self._ll_shape = (0, 0)
+        self._ll_known = {}
         milliseconds = 0 if timeout is None else max(1, round(timeout * 1000))
         self.engine = _choose_engine(engine)
         if self.engine == "cuda":
@@ -183,6 +185,7 @@ class Buffer(NormalMode, LowLatencyMode):
         self.host_stream = self.engine == "cpu"
         self.device = tt.device_of(self.engine, max(0, int(info.device)))
         self._where = -1 if self.host_stream else int(self.device.index)
+        self.raw_stream = tt.stream_getter(self.device)
 
     def ensure_ready(self) -> None:
         """Waits for start-up; raises its failure, or says that the buffer is destroyed."""
