@@ -26,7 +26,9 @@ NVSHMEM_INCLUDE = -Ikernels -Invshmem -I$(OBJ) -isystem $(NVSHMEM_HOME)/include 
 # Sources with kernels are compiled for linking on the device, with NVSHMEM's device part; the others are the host's alone.
 NVSHMEM_FLAGS   = -std=c++17 -O3 -DDEEPEP_SM90=$(SM90) -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(NVSHMEM_INCLUDE)
 HOST_CODE       = $(SM80_CODE)
-code_of         = $(if $(filter nvshmem/transport,$1),$(RDC_CODE) -rdc=true,$(HOST_CODE))
+DEVICE_SRC      = nvshmem/transport.cu $(wildcard nvshmem/far_*.cu)
+DEVICE_OBJ      = $(DEVICE_SRC:%.cu=$(OBJ)/%.o)
+code_of         = $(if $(filter $1.cu,$(DEVICE_SRC)),$(RDC_CODE) -rdc=true,$(HOST_CODE))
 TEST_CXX        = $(CXX) -std=c++17 -O2 -fPIC -fvisibility=hidden -pthread $(WARN) $(NVSHMEM_INCLUDE)
 
 $(NVSHMEM_STAMP): tools/requirements-nvshmem.txt | $(VENV_STAMP)
@@ -36,7 +38,7 @@ $(NVSHMEM_STAMP): tools/requirements-nvshmem.txt | $(VENV_STAMP)
 $(OBJ)/nvshmem.flags: FORCE | $(CUDA_READY) $(NVSHMEM_READY)
 	$(call keep,$(NVCC) $(NVSHMEM_FLAGS) $(RDC_CODE) $(TEST_CXX))
 $(OBJ)/nvshmem_build_id.h: FORCE
-	$(call keep,#define DK_NVSHMEM_BUILD_ID "$(call build_id,kernels/abi kernels/cuda $(NVSHMEM_SRC) nvshmem/network.h nvshmem/queue.cuh)")
+	$(call keep,#define DK_NVSHMEM_BUILD_ID "$(call build_id,kernels/abi kernels/cuda $(NVSHMEM_SRC) $(wildcard nvshmem/*.h nvshmem/*.cuh))")
 
 $(NVSHMEM_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | $(CUDA_READY) $(NVSHMEM_READY) $(OBJ)/nvshmem_build_id.h need-cxx
 	@mkdir -p $(@D)
@@ -46,10 +48,12 @@ $(RENAMED_OBJ): $(CUDA_INFO_OBJ)
 	@mkdir -p $(@D)
 	objcopy --redefine-sym dk_info=cuda_info $< $@
 
-$(OBJ)/nvshmem/device_link.o: $(OBJ)/nvshmem/transport.o
-	$(NVCC) -dlink -Xcompiler -fPIC $(RDC_CODE) -o $@ $< -L$(NVSHMEM_HOME)/lib -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lnvshmem_device -lcudadevrt
+$(OBJ)/nvshmem/device_link.o: $(DEVICE_OBJ)
+	$(NVCC) -dlink -Xcompiler -fPIC $(RDC_CODE) -o $@ $(DEVICE_OBJ) -L$(NVSHMEM_HOME)/lib -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lnvshmem_device -lcudadevrt
 
-NVSHMEM_PARTS = $(filter-out $(CUDA_INFO_OBJ),$(CUDA_OBJ)) $(RENAMED_OBJ) $(NVSHMEM_OBJ) $(OBJ)/nvshmem/device_link.o
+# Instead of far_none.cu, which refuses, it has far_*.cu of its own.
+FAR_NONE_OBJ := $(OBJ)/kernels/cuda/launch/far_none.o
+NVSHMEM_PARTS = $(filter-out $(CUDA_INFO_OBJ) $(FAR_NONE_OBJ),$(CUDA_OBJ)) $(RENAMED_OBJ) $(NVSHMEM_OBJ) $(OBJ)/nvshmem/device_link.o
 $(LIB)/libdeepep_nvshmem.so: $(NVSHMEM_PARTS) tools/kernels.map
 	@mkdir -p $(@D)
 	$(CXX) $(LINKFLAGS) -Wl,-rpath,'$$ORIGIN/../../nvidia/nvshmem/lib' -o $@ $(NVSHMEM_PARTS) -L$(NVSHMEM_HOME)/lib \

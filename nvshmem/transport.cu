@@ -5,6 +5,7 @@
 #include <new>
 #include <vector>
 
+#include "far.h"
 #include "network.h"
 
 namespace deepep {
@@ -176,6 +177,8 @@ cudaError_t launch_quiet(const Transport &transport, const dk_transport_quiet_pa
 #endif
 
 }  // namespace
+
+bool transport_reaches(uint64_t transport, int rank) { return handle_of<Transport>(transport)->reaches(rank); }
 
 cudaError_t load_transport_kernels() {
   cudaFuncAttributes attributes{};

@@ -1,8 +1,7 @@
 // combine_kernel.cuh - rows back to their tokens' ranks, and the sums there. Senders push rows of x in the order of their
 // destination's tokens; reducing warps take tokens by tickets and sum in FP32 in the order of ranks.
 #pragma once
-#include <cuda_bf16.h>
-
+#include "cuda/impl/combine_params.cuh"
 #include "cuda/impl/send_rows.cuh"
 
 namespace deepep {
@@ -11,18 +10,6 @@ template <bool kBulk> struct CombineRoles {
   static constexpr int kSenders = kBulk ? 4 : 8, kPublishers = 1, kReducers = kBulk ? 15 : 11;
   static constexpr int kReducersAt = kSenders + kPublishers;
   static constexpr int kWarps = kReducersAt + kReducers, kThreads = kWarps * kWarp;
-};
-
-struct CombineParams {
-  Session session;
-  const uint8_t *x;
-  const float *topk_weights;
-  const __nv_bfloat16 *bias[2];
-  const int32_t *rank_prefix_matrix, *send_head;
-  uint32_t row_bytes, stage_bytes;
-  int32_t num_tokens, num_recv_tokens, hidden, num_topk;
-  __nv_bfloat16 *combined_x;
-  float *combined_weights;
 };
 
 struct CombineDest {
@@ -55,10 +42,6 @@ template <bool kBulk> struct CombineShared {
     bytes = align_up<uint64_t>(items + senders * stages_each * 8, 128);
   }
 };
-
-__device__ inline int matrix_before(const int32_t *matrix, int num_ranks, int source, int owner) {
-  return source == 0 ? 0 : matrix[(source - 1) * num_ranks + owner];
-}
 
 __device__ inline void set_up_combine(const CombineParams &p, CombineDest *dests, CombineSource *sources) {
   const TeamView &team = p.session.team;
@@ -131,24 +114,6 @@ struct CombineJob {
     f(dests[r].rows + static_cast<uint64_t>(place_of(row, r).slot) * ring.payload_stride);
   }
 };
-
-__device__ inline void add_bf16(float (&sum)[8], const uint4 &data) {
-  const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum[2 * i] += __uint_as_float(words[i] << 16);
-    sum[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
-  }
-}
-__device__ inline uint4 round_bf16(const float (&sum)[8]) {
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
-    words[i] = *reinterpret_cast<const uint32_t *>(&pair);
-  }
-  return {words[0], words[1], words[2], words[3]};
-}
 
 // The sum of a token's rows. `slots` is shared, [R]: the slot of the row from each rank, or -1. Two rows are on their way at a
 // time: a warp that waited for each in turn would be bound by latency.
@@ -234,13 +199,6 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
   }
 }
 
-__device__ inline Handshake combine_handshake(const CombineParams &p, uint64_t epoch) {
-  Handshake hand{};
-  hand.epoch = epoch;
-  hand.mine.hidden_bytes = p.row_bytes, hand.mine.op = DK_OP_COMBINE, hand.mine.num_topk = p.num_topk;
-  return hand;
-}
-
 template <bool kBulk> __device__ inline void run_combine_roles(const CombineParams &p, uint64_t epoch, uint8_t *shared, int32_t *slots) {
   using Roles = CombineRoles<kBulk>;
   const CombineShared<kBulk> at(p.session.team.num_ranks, p.stage_bytes);
@@ -283,15 +241,6 @@ template <bool kBulk> __device__ inline void run_combine_roles(const CombinePara
   } else {
     reduce_tokens(p, epoch, sources, slots + (warp - Roles::kReducersAt) * num_ranks);
   }
-}
-
-// A failed combine leaves NaN.
-__device__ inline void clear_combine_outputs(const CombineParams &p) {
-  const uint64_t chunks = static_cast<uint64_t>(p.num_tokens) * p.row_bytes / 16;
-  constexpr uint32_t kNan = 0x7fc07fc0u;
-  for (uint64_t i = threadIdx.x; i < chunks; i += blockDim.x) reinterpret_cast<uint4 *>(p.combined_x)[i] = {kNan, kNan, kNan, kNan};
-  for (int64_t i = threadIdx.x; p.combined_weights != nullptr && i < static_cast<int64_t>(p.num_tokens) * p.num_topk; i += blockDim.x)
-    p.combined_weights[i] = __uint_as_float(0x7fc00000u);
 }
 
 template <bool kBulk>

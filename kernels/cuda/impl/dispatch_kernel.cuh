@@ -158,17 +158,6 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, uint64_t epoc
   if (copier >= 0) receive_rows(p, epoch, copier * split.copiers + (static_cast<int>(blockIdx.x) - first), copiers_each * split.copiers);
 }
 
-// A failed dispatch leaves rows that name nothing.
-__device__ inline void clear_dispatch_outputs(const DispatchParams &p) {
-  const int64_t rows = most(p.num_recv_tokens, 0), entries = rows * p.num_topk;
-  for (int64_t i = threadIdx.x; i < entries; i += blockDim.x) {
-    if (p.recv_topk_idx != nullptr)
-      for (int w = 0; w < p.index_words(); ++w) static_cast<uint32_t *>(p.recv_topk_idx)[i * p.index_words() + w] = 0xffffffffu;
-    if (p.recv_topk_weights != nullptr) p.recv_topk_weights[i] = 0;
-  }
-  for (int64_t i = threadIdx.x; p.recv_src_idx != nullptr && i < rows; i += blockDim.x) p.recv_src_idx[i] = 0;
-}
-
 template <bool kBulk>
 __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
 #if !DEEPEP_HAS_BULK_COPY

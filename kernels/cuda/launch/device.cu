@@ -6,7 +6,7 @@
 #include <new>
 
 #include "cuda/common/types.cuh"
-#include "cuda/launch/host.h"
+#include "cuda/launch/far.h"
 #include "cuda_build_id.h"
 
 namespace deepep {
@@ -44,6 +44,7 @@ cudaError_t open_device(Device *device, int ordinal, uint32_t isa) {
   if (error == cudaSuccess) error = load_normal_kernels(device->bulk);
   if (error == cudaSuccess) error = load_small_kernels();
   if (error == cudaSuccess) error = load_low_latency_kernels();
+  if (error == cudaSuccess) error = load_far_kernels();
   return error;
 }
 

@@ -1,7 +1,7 @@
 // low_latency.cu - launches of the low-latency mode.
 #include "cuda/impl/low_latency_combine.cuh"
 #include "cuda/impl/low_latency_dispatch.cuh"
-#include "cuda/launch/host.h"
+#include "cuda/launch/far.h"
 
 namespace deepep {
 namespace {
@@ -68,6 +68,7 @@ DK_EXPORT int32_t dk_ll_layout(dk_ll_layout_params *p) {
 DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
+  if (team->far != nullptr) return far_ll_dispatch(p);
   LowLatencyDispatchParams d{};
   const int32_t code = fill_common(p, team, DK_OP_LL_DISPATCH, d.call);
   if (code != DK_OK) return code;
@@ -78,7 +79,7 @@ DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
   d.call.format = static_cast<uint32_t>(p->format);
   d.x = pointer<uint8_t>(p->x), d.recv_x = pointer<uint8_t>(p->recv_x), d.recv_scales = pointer<uint32_t>(p->recv_scales);
   d.recv_count = pointer<int32_t>(p->recv_count), d.cumulative_stats = pointer<int32_t>(p->cumulative_stats);
-  const size_t shared = 4ull * (p->num_experts + team->view.num_ranks) + sizeof(LowLatencyCall) * team->view.num_ranks;
+  const size_t shared = most<size_t>(4ull * (p->num_experts + team->view.num_ranks) + sizeof(LowLatencyCall) * team->view.num_ranks, 2 * kTileCodes);
   if (shared > kMaxTables) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
   low_latency_dispatch_kernel<<<blocks_for(team, p->num_sms, p->num_max_tokens), kLlThreads, shared, stream_of(p->stream)>>>(d);
@@ -88,6 +89,7 @@ DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
 DK_EXPORT int32_t dk_ll_combine(dk_ll_combine_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
+  if (team->far != nullptr) return far_ll_combine(p);
   LowLatencyCombineParams c{};
   const int32_t code = fill_common(p, team, DK_OP_LL_COMBINE, c.call);
   if (code != DK_OK) return code;

@@ -3,7 +3,7 @@
 #include "cuda/impl/dispatch_kernel.cuh"
 #include "cuda/impl/layout_kernel.cuh"
 #include "cuda/impl/notify_kernel.cuh"
-#include "cuda/launch/host.h"
+#include "cuda/launch/far.h"
 
 namespace deepep {
 namespace {
@@ -99,6 +99,7 @@ DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
   params.hidden_bytes = p->hidden_bytes;
   params.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix), params.send_head = pointer<int32_t>(p->send_head);
   params.counts = pointer<dk_counts>(p->counts);
+  if (is_far(team)) return far_notify(p, params);
   const OnDevice on(team->device);
   notify_kernel<<<1 + least(num_ranks, 16), kNotifyThreads, 0, stream_of(p->stream)>>>(params);
   return launched(p);
@@ -163,8 +164,9 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   d.recv_x = pointer<uint8_t>(p->recv_x), d.recv_scales = pointer<uint32_t>(p->recv_scales);
   d.recv_topk_idx = pointer<void>(p->recv_topk_idx), d.recv_topk_weights = pointer<uint32_t>(p->recv_topk_weights);
   d.recv_src_idx = pointer<int32_t>(p->recv_src_idx);
-  if (dispatch_ring(d, false).slots == 0) return DK_EUNSUPPORTED; // nvl region under min_nvl_bytes
   const int blocks = blocks_for(team, p->num_sms);
+  if (is_far(team)) return far_dispatch(p, d, blocks);
+  if (dispatch_ring(d, false).slots == 0) return DK_EUNSUPPORTED; // nvl region under min_nvl_bytes
 #if DEEPEP_SM90
   if (team->device->bulk) return launch_dispatch<true>(p, d, blocks);
 #endif
@@ -185,8 +187,9 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   c.row_bytes = 2u * p->hidden;
   c.num_tokens = p->num_tokens, c.num_recv_tokens = p->num_recv_tokens, c.hidden = p->hidden, c.num_topk = p->num_topk;
   c.combined_x = pointer<__nv_bfloat16>(p->combined_x), c.combined_weights = pointer<float>(p->combined_topk_weights);
-  if (combine_ring(c).slots == 0) return DK_EUNSUPPORTED; // nvl region under min_nvl_bytes
   const int blocks = blocks_for(team, p->num_sms);
+  if (is_far(team)) return far_combine(p, c, blocks);
+  if (combine_ring(c).slots == 0) return DK_EUNSUPPORTED; // nvl region under min_nvl_bytes
 #if DEEPEP_SM90
   if (team->device->bulk) return launch_combine<true>(p, c, blocks);
 #endif

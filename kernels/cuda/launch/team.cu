@@ -5,7 +5,7 @@
 #include <new>
 
 #include "cuda/impl/small_kernels.cuh"
-#include "cuda/launch/host.h"
+#include "cuda/launch/far.h"
 #include "cuda/layout/low_latency.cuh"
 
 namespace deepep {
@@ -66,6 +66,7 @@ void strike_off(const Team *team) {
 }
 
 void free_team(Team *team) {
+  far_team_destroy(team);
   (void)cudaFree(team->scratch);
   (void)cudaFree(team->peers);
   (void)cudaFree(team->segments);
@@ -130,16 +131,17 @@ DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
   // Two slots from each source, with room for 64 indices and weights in a row's metadata.
   p->min_nvl_bytes = static_cast<uint64_t>(p->num_ranks) * 2 * align_up<uint64_t>(p->max_row_bytes + 1024, 128);
   p->min_rdma_bytes = 0; // no row goes through a transport
-  return DK_OK;
+  const bool far = p->num_nvl_peers > 0 && (p->num_ranks > p->num_nvl_peers || (p->flags & DK_TEAM_LL_TRANSPORT) != 0);
+  return far ? far_block_sizes(p) : static_cast<int32_t>(DK_OK);
 }
 
 DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
   DK_ENTER(p);
   if (!is_sane(p)) return DK_EINVAL;
-  if (p->transport != 0 || (p->flags & DK_TEAM_LL_TRANSPORT) != 0) return DK_EUNSUPPORTED; // peers are reached by load and store alone
+  if (p->transport == 0 && (p->flags & DK_TEAM_LL_TRANSPORT) != 0) return DK_EUNSUPPORTED;
   const auto *blocks = pointer<const uint64_t>(p->host_peer_blocks);
   for (int r = 0; r < p->num_ranks; ++r)
-    if (blocks[r] == 0) return DK_EUNSUPPORTED;
+    if (blocks[r] == 0 && p->transport == 0) return DK_EUNSUPPORTED;
   auto *team = new (std::nothrow) Team;
   if (team == nullptr) return DK_ENOMEM;
   team->device = handle_of<Device>(p->device);
@@ -150,6 +152,11 @@ DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
   if (error != cudaSuccess) {
     free_team(team);
     return device_failure(p, error);
+  }
+  const int32_t code = p->transport != 0 ? far_team_create(p, team) : static_cast<int32_t>(DK_OK);
+  if (code != DK_OK) {
+    free_team(team);
+    return code;
   }
   enlist(team);
   p->team = handle_to(team);
@@ -192,6 +199,7 @@ template <class P> int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call
 
 DK_EXPORT int32_t dk_barrier(dk_barrier_params *p) {
   DK_ENTER(p);
+  if (is_far(handle_of<Team>(p->team))) return far_barrier(p);
   const OnDevice on(handle_of<Team>(p->team)->device);
   return launch_barrier(p, DK_OP_BARRIER, true);
 }
@@ -199,6 +207,7 @@ DK_EXPORT int32_t dk_barrier(dk_barrier_params *p) {
 DK_EXPORT int32_t dk_clean(dk_clean_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
+  if (team->far != nullptr) return far_clean(p);
   const uint64_t region = team->view.rdma_bytes;
   uint64_t slot = 0; // 0: the whole region
   if (p->num_max_tokens != 0 || p->hidden != 0 || p->num_experts != 0) {

@@ -1,0 +1,59 @@
+// combine_params.cuh - what combine is told, its message, sums of BF16.
+#pragma once
+#include <cuda_bf16.h>
+
+#include "cuda/sync/session.cuh"
+
+namespace deepep {
+
+struct CombineParams {
+  Session session;
+  const uint8_t *x;
+  const float *topk_weights;
+  const __nv_bfloat16 *bias[2];
+  const int32_t *rank_prefix_matrix, *send_head;
+  uint32_t row_bytes, stage_bytes;
+  int32_t num_tokens, num_recv_tokens, hidden, num_topk;
+  __nv_bfloat16 *combined_x;
+  float *combined_weights;
+};
+
+__device__ inline int matrix_before(const int32_t *matrix, int num_ranks, int source, int owner) {
+  return source == 0 ? 0 : matrix[(source - 1) * num_ranks + owner];
+}
+
+__device__ inline Handshake combine_handshake(const CombineParams &p, uint64_t epoch) {
+  Handshake hand{};
+  hand.epoch = epoch;
+  hand.mine.hidden_bytes = p.row_bytes, hand.mine.op = DK_OP_COMBINE, hand.mine.num_topk = p.num_topk;
+  return hand;
+}
+
+__device__ inline void add_bf16(float (&sum)[8], const uint4 &data) {
+  const uint32_t words[4] = {data.x, data.y, data.z, data.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum[2 * i] += __uint_as_float(words[i] << 16);
+    sum[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
+  }
+}
+__device__ inline uint4 round_bf16(const float (&sum)[8]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
+    words[i] = *reinterpret_cast<const uint32_t *>(&pair);
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// A failed combine leaves NaN.
+__device__ inline void clear_combine_outputs(const CombineParams &p) {
+  const uint64_t chunks = static_cast<uint64_t>(p.num_tokens) * p.row_bytes / 16;
+  constexpr uint32_t kNan = 0x7fc07fc0u;
+  for (uint64_t i = threadIdx.x; i < chunks; i += blockDim.x) reinterpret_cast<uint4 *>(p.combined_x)[i] = {kNan, kNan, kNan, kNan};
+  for (int64_t i = threadIdx.x; p.combined_weights != nullptr && i < static_cast<int64_t>(p.num_tokens) * p.num_topk; i += blockDim.x)
+    p.combined_weights[i] = __uint_as_float(0x7fc00000u);
+}
+
+}  // namespace deepep

@@ -1,0 +1,69 @@
+// notify_params.cuh - what notify is told, and its numbering of rows.
+#pragma once
+#include "cuda/sync/session.cuh"
+
+namespace deepep {
+
+constexpr int kNotifyThreads = 512;
+
+struct NotifyParams {
+  Session session;
+  const int32_t *per_rank, *per_expert;
+  const uint8_t *token_in_rank;
+  int32_t num_tokens, num_topk, num_experts, expert_alignment, num_worst_tokens, num_scales;
+  uint64_t hidden_bytes;
+  int32_t *rank_prefix_matrix, *send_head;
+  dk_counts *counts;
+};
+
+// Exclusive sum over the block's threads; the sum of all is left in total.
+__device__ inline int block_prefix(int value, int &total) {
+  __shared__ int warps[kNotifyThreads / kWarp];
+  int sum = value;
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, sum, step);
+    if (lane_id() >= step) sum += other;
+  }
+  __syncthreads();
+  if (lane_id() == kWarp - 1) warps[warp_id()] = sum;
+  __syncthreads();
+  int before = 0;
+  total = 0;
+  for (int w = 0; w < kNotifyThreads / kWarp; ++w) {
+    if (w < warp_id()) before += warps[w];
+    total += warps[w];
+  }
+  return before + sum - value;
+}
+
+__device__ inline void number_rows(const NotifyParams &p, int to) {
+  constexpr int kEach = 8; // tokens in a row of one thread: their loads go side by side, and 4096 need one round
+  const int num_ranks = p.session.team.num_ranks;
+  int base = 0;
+  for (int first = 0; first < p.num_tokens; first += kNotifyThreads * kEach) {
+    const int mine = first + static_cast<int>(threadIdx.x) * kEach;
+    uint32_t sent = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (mine + i < p.num_tokens && p.token_in_rank[static_cast<int64_t>(mine + i) * num_ranks + to] != 0) sent |= 1u << i;
+    int total;
+    const int before = base + block_prefix(__popc(sent), total);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (mine + i < p.num_tokens)
+        p.send_head[static_cast<int64_t>(mine + i) * num_ranks + to] = (sent >> i & 1) != 0 ? before + __popc(sent & ((1u << i) - 1)) : -1;
+    base += total;
+  }
+}
+
+__device__ inline Handshake notify_handshake(const NotifyParams &p, uint64_t epoch) {
+  Handshake hand{};
+  hand.epoch = epoch;
+  hand.mine.hidden_bytes = p.hidden_bytes;
+  hand.mine.op = DK_OP_NOTIFY;
+  hand.mine.num_experts = p.num_experts, hand.mine.num_topk = p.num_topk, hand.mine.num_scales = p.num_scales;
+  hand.mine.row_limit = p.num_worst_tokens > 0 ? p.num_worst_tokens : -1;
+  return hand;
+}
+
+}  // namespace deepep
