@@ -1,7 +1,7 @@
 # Everything is built, run and tested from here. `make` alone lists the targets.
 #
 # Settings (make NAME=value): PYTHON (makes .venv; its torch is used if it has one), GO, CC, CXX, NVCC, SM90=0 (no
-# sm_90a code), ENGINE (cpu or cuda, for run), ARGS (options for run, bench), PREFIX and DESTDIR (install).
+# sm_90a code), ENGINE (cpu or cuda, for run and bench), ARGS (options for run, bench), PREFIX and DESTDIR (install).
 
 GO     ?= go
 PYTHON ?= python3
@@ -195,8 +195,13 @@ test-full: all-ready ## the same with the long versions: more seeds, cycles and 
 test-gpu: $(if $(PREBUILT),,all-ready cuda) ## run the kernel suite and the Python tests on a CUDA device (PREBUILT=1: with build/ as it is and PYTHON)
 	$(if $(PREBUILT),$(PYTHON),$(VENV)) tools/run_tests.py --gpu $(ARGS)
 
-bench: all-ready ## measure, beside gloo in the same run
-	$(VENV) bench/bench_cpu.py $(ARGS)
+$(BIN)/bench_ops: $(wildcard bench/cuda/*) kernels/abi/kernels.h | $(CUDA_READY) need-cxx
+	@mkdir -p $(@D)
+	$(NVCC) -std=c++17 -O2 -arch=sm_90 -Ikernels -o $@ $(filter %.cu,$^) -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -ldl -lpthread
+
+BENCH := $(if $(filter cuda,$(ENGINE)),cuda,cpu)
+bench: all-ready $(if $(filter cuda,$(BENCH)),cuda $(BIN)/bench_ops) ## measure, beside gloo in the same run (ENGINE=cuda: on GPUs, beside NCCL)
+	$(VENV) bench/bench_$(BENCH).py $(ARGS)
 
 lint: venv need-go ## check formatting, ruff, mypy, go vet
 	$(VENV) tools/run_tests.py lint

@@ -22,6 +22,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 import deep_ep
+import document
 import hostcost
 import low_latency_mode
 import normal_mode
@@ -43,8 +44,6 @@ NORMAL_CASES = (
 LOW_LATENCY_CASE = Case(4, 128, 7168)
 STARTUP_CASES = ((Case(4, 512, 7168), False), (LOW_LATENCY_CASE, True))
 HOST_COST_CALLS = 2000
-# What stands between these lines in a document is replaced by --markdown.
-BEGIN, END = "<!-- bench_cpu: begin -->", "<!-- bench_cpu: end -->"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -59,10 +58,8 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("rounds", "lives"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} is {getattr(options, name)}; at least 1 is needed")
-    if options.markdown and options.markdown.exists():
-        text = options.markdown.read_text()
-        if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-            parser.error(f"--markdown: {options.markdown} must hold the lines {BEGIN} and {END} once, in this order")
+    if options.markdown:
+        document.check(parser, "bench_cpu", options.markdown)
     return options
 
 
@@ -220,15 +217,6 @@ def make_tables(found: dict[str, Any], options: argparse.Namespace) -> list[Tabl
     return tables
 
 
-def write_markdown(path: Path, text: str) -> None:
-    """Puts the text between the document's marks; a new document consists of them alone."""
-    before, after = "", "\n"
-    if path.exists():
-        document = path.read_text()
-        before, after = document[: document.index(BEGIN)], document[document.index(END) + len(END) :]
-    path.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
-
-
 def main() -> None:
     """Measures and shows."""
     options = parse_arguments()
@@ -240,7 +228,9 @@ def main() -> None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"machine": where, "rounds": options.rounds, **found}) + "\n")
     if options.markdown:
-        write_markdown(options.markdown, f"Measured on: {where}.\n\n" + "\n".join(t.markdown() for t in tables))
+        document.write(
+            "bench_cpu", options.markdown, f"Measured on: {where}.\n\n" + "\n".join(t.markdown() for t in tables)
+        )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from ranks import Team, time_rounds
 def make_buffer(team: Team, case: Case, experts: int = EXPERTS, **options: Any) -> deep_ep.Buffer:
     """A buffer for low-latency calls of this shape."""
     size = deep_ep.Buffer.get_low_latency_rdma_size_hint(case.tokens, case.hidden, case.ranks, experts)
-    return deep_ep.Buffer(team.group, 0, size, low_latency_mode=True, explicitly_destroy=True, engine="cpu", **options)
+    options = {"low_latency_mode": True, "explicitly_destroy": True, "engine": team.engine, **options}
+    return deep_ep.Buffer(team.group, 0, size, **options)
 
 
 def measure(team: Team, case: Case, rounds: int) -> dict[str, Any]:

@@ -44,6 +44,11 @@ class Input:
     def parts(self) -> tuple[Tensor, ...]:
         return self.x if isinstance(self.x, tuple) else (self.x,)
 
+    def to(self, device: torch.device) -> Input:
+        """The same on another device."""
+        x = (self.x[0].to(device), self.x[1].to(device)) if isinstance(self.x, tuple) else self.x.to(device)
+        return Input(x, self.experts.to(device), self.weights.to(device))
+
 
 def make_input(case: Case, rank: int, seed: int = 0) -> Input:
     """Uniform routing: each token names K different experts out of E, all equally likely."""
@@ -70,7 +75,7 @@ class Ours:
             num_nvl_bytes=max(config.get_nvl_buffer_size_hint(row, case.ranks) for config in hints),
             explicitly_destroy=True,
             preinitialize=True,
-            engine="cpu",
+            engine=team.engine,
         )
         self._data = data
         self.rows: Any = None

@@ -23,7 +23,16 @@ from ranks import Team
 from tables import median
 
 STEADY_CALLS = 20
-VARIANTS = ("plain", "preinitialize", "preinitialize + warmup")
+# What Buffer() is told beside the sizes, and whether warmup() follows.
+VARIANTS: dict[str, tuple[dict[str, bool], bool]] = {
+    "plain": ({}, False),
+    "preinitialize": ({"preinitialize": True}, False),
+    "preinitialize + warmup": ({"preinitialize": True}, True),
+}
+BACKGROUND: dict[str, tuple[dict[str, bool], bool]] = {
+    "background": ({"preinitialize": True, "background": True}, False),
+    "background + warmup": ({"preinitialize": True, "background": True}, True),
+}
 
 
 @dataclass
@@ -56,12 +65,12 @@ def normal_buffer(team: Team, case: Case, **options: Any) -> deep_ep.Buffer:
     """A buffer for normal-mode calls of this shape."""
     config = deep_ep.Buffer.get_dispatch_config(case.ranks)
     size = config.get_nvl_buffer_size_hint(case.hidden * 2, case.ranks)
-    return deep_ep.Buffer(team.group, size, explicitly_destroy=True, engine="cpu", **options)
+    return deep_ep.Buffer(team.group, size, explicitly_destroy=True, engine=team.engine, **options)
 
 
 def normal_call(buffer: deep_ep.Buffer, team: Team, case: Case) -> Callable[[], None]:
     """Layout, dispatch and combine."""
-    data = make_input(case, team.rank)
+    data = make_input(case, team.rank).to(team.device)
 
     def call() -> None:
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(data.experts, EXPERTS)
@@ -79,16 +88,17 @@ def normal_call(buffer: deep_ep.Buffer, team: Team, case: Case) -> Callable[[], 
 
 
 @functools.cache
-def experts_answers(case: Case) -> torch.Tensor:
+def experts_answers(case: Case, device: torch.device) -> torch.Tensor:
     """What experts would return, in memory that was touched before: its page faults are not the library's."""
-    return torch.full((EXPERTS // case.ranks, case.ranks * case.tokens, case.hidden), 0.5, dtype=torch.bfloat16)
+    shape = (EXPERTS // case.ranks, case.ranks * case.tokens, case.hidden)
+    return torch.full(shape, 0.5, dtype=torch.bfloat16, device=device)
 
 
 def low_latency_call(buffer: deep_ep.Buffer, team: Team, case: Case) -> Callable[[], None]:
     """Dispatch with FP8 and combine."""
-    data = make_input(case, team.rank)
+    data = make_input(case, team.rank).to(team.device)
     assert isinstance(data.x, torch.Tensor)
-    x, answers = data.x, experts_answers(case)
+    x, answers = data.x, experts_answers(case, team.device)
 
     def call() -> None:
         handle = buffer.low_latency_dispatch(x, data.experts, case.tokens, EXPERTS)[2]
@@ -97,42 +107,62 @@ def low_latency_call(buffer: deep_ep.Buffer, team: Team, case: Case) -> Callable
     return call
 
 
-def measure_once(team: Team, case: Case, low_latency: bool, variant: str) -> dict[str, float]:
-    """Figures in us of the slowest rank, from one buffer's life."""
+def measure_once(
+    team: Team,
+    case: Case,
+    low_latency: bool,
+    options: dict[str, bool],
+    warm: bool,
+    more: Callable[[deep_ep.Buffer, Callable[[], None]], dict[str, float]] | None = None,
+) -> dict[str, float]:
+    """Figures in us of the slowest rank, from one buffer's life. `more` adds to them before the buffer's end."""
     make = low_latency_mode.make_buffer if low_latency else normal_buffer
-    team.barrier()
+    seconds: dict[str, float] = {}
+    team.meet()
     with exchange_clock() as clock:
         start = time.perf_counter()
-        buffer = make(team, case, preinitialize=variant != "plain")
-        construct = time.perf_counter() - start - clock.seconds
+        buffer = make(team, case, **options)
+        seconds["construct"] = time.perf_counter() - start - clock.seconds
+    seconds["exchange"] = clock.seconds
+    start = time.perf_counter()
+    buffer.wait_ready()
+    seconds["ready"] = time.perf_counter() - start
     call = (low_latency_call if low_latency else normal_call)(buffer, team, case)
-    warm = 0.0
-    if variant.endswith("warmup"):
-        start = time.perf_counter()
+    start = time.perf_counter()
+    if warm:
         normal, bound = (0, case.tokens) if low_latency else (case.tokens, 0)
         buffer.warmup(normal, case.hidden, TOP_K, EXPERTS, num_max_dispatch_tokens_per_rank=bound)
-        warm = time.perf_counter() - start
+        team.finish()
+    seconds["warmup"] = time.perf_counter() - start if warm else 0.0
     rounds = []
     for _ in range(1 + STEADY_CALLS):
-        team.barrier()
+        team.meet()
         start = time.perf_counter()
         call()
+        team.finish()
         rounds.append(time.perf_counter() - start)
-    slowest = team.slowest([construct, clock.seconds, warm, *rounds])
+    added = more(buffer, call) if more else {}
+    slowest = team.slowest([*seconds.values(), *rounds])
     buffer.destroy()
+    figures = dict(zip([*seconds, "first"], slowest, strict=False))
     # The first rounds of the process's own warming (allocator, caches) are not steady yet.
-    steady = median(slowest[3 + 1 + STEADY_CALLS // 4 :])
-    names = ("construct", "exchange", "warmup", "first")
-    figures = dict(zip(names, slowest[:4], strict=True)) | {"steady": steady}
-    return {name: seconds * 1e6 for name, seconds in figures.items()}
+    figures["steady"] = median(slowest[len(seconds) + 1 + STEADY_CALLS // 4 :])
+    return {name: value * 1e6 for name, value in (figures | added).items()}
 
 
-def measure(team: Team, case: Case, low_latency: bool, repeats: int) -> list[dict[str, Any]]:
+def measure(
+    team: Team,
+    case: Case,
+    low_latency: bool,
+    repeats: int,
+    variants: dict[str, tuple[dict[str, bool], bool]] = VARIANTS,
+    more: Callable[[deep_ep.Buffer, Callable[[], None]], dict[str, float]] | None = None,
+) -> list[dict[str, Any]]:
     """Medians over `repeats` buffers of each variant; the variants take turns."""
-    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for _ in range(repeats):
-        for variant in VARIANTS:
-            found[variant].append(measure_once(team, case, low_latency, variant))
+        for variant, (options, warm) in variants.items():
+            found[variant].append(measure_once(team, case, low_latency, options, warm, more if warm else None))
     mode = "low latency" if low_latency else "normal"
     return [
         {"mode": mode, "variant": variant, **{key: median([life[key] for life in lives]) for key in lives[0]}}

@@ -1,0 +1,180 @@
+"""Normal mode on GPUs: each kernel's time at several numbers of SMs, NCCL's for the same rows, and the host's view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import deep_ep
+from kernel_clock import Meeting, host_view, profiled, sums
+from normal_mode import EXPERTS, Case, Input, make_input
+from ranks import Team
+
+# Where rows go: straight into the receiver's rows (a registered segment), or through staging memory and a copy.
+DISPATCH_SMS = {
+    ("FP8", "direct"): (10, 16, 24),
+    ("FP8", "copied"): (24,),
+    ("BF16", "direct"): (16, 24),
+    ("BF16", "copied"): (24,),
+}
+COMBINE_SMS = (16, 20, 24)
+NCCL_ROUNDS = 20
+
+
+@dataclass
+class Rows:
+    """What of this rank's tokens goes where: one row for each (token, rank) with an expert of the token there."""
+
+    tokens: Tensor  # of all rows sent, by rank
+    sent: list[int]
+    received: list[int]
+
+    @classmethod
+    def of(cls, team: Team, data: Input) -> Rows:
+        owner = data.experts.cpu() // (EXPERTS // team.size)
+        tokens = [(owner == rank).any(1).nonzero().flatten() for rank in range(team.size)]
+        sent = [part.numel() for part in tokens]
+        matrix = team.gather(sent)
+        return cls(torch.cat(tokens).to(data.experts.device), sent, [row[team.rank] for row in matrix])
+
+
+def make_buffer(team: Team, case: Case, direct: bool) -> deep_ep.Buffer:
+    """A buffer for these shapes; room for two batches of received rows, or none."""
+    configs = (deep_ep.Buffer.get_dispatch_config(case.ranks), deep_ep.Buffer.get_combine_config(case.ranks))
+    row = case.hidden * 2
+    return deep_ep.Buffer(
+        team.group,
+        num_nvl_bytes=max(config.get_nvl_buffer_size_hint(row, case.ranks) for config in configs),
+        explicitly_destroy=True,
+        preinitialize=True,
+        engine=team.engine,
+        zero_copy_bytes=2 * case.ranks * case.tokens * (row + 1024) if direct else 0,
+    )
+
+
+class Calls:
+    """The calls of one buffer with one kind of rows."""
+
+    def __init__(self, buffer: deep_ep.Buffer, data: Input, worst: int) -> None:
+        self.buffer, self.data, self._worst = buffer, data, worst
+        self.layout = buffer.get_dispatch_layout(data.experts, EXPERTS)
+        self._result: Any = None
+
+    def dispatch(self, sms: int) -> Callable[[], None]:
+        """In one step, so that the host waits for nothing and the kernels of all ranks begin together."""
+        return lambda: self._dispatch(self.layout, self._worst, deep_ep.Config(sms))
+
+    def layout_and_dispatch(self) -> None:
+        """As a training step does it: the host waits for the counts."""
+        self._dispatch(self.buffer.get_dispatch_layout(self.data.experts, EXPERTS), 0, None)
+
+    def _dispatch(self, layout: Any, worst: int, config: deep_ep.Config | None) -> None:
+        self._result = None  # its rows are free to be used again
+        per_rank, per_node, per_expert, in_rank, _ = layout
+        self._result = self.buffer.dispatch(
+            self.data.x,
+            topk_idx=self.data.experts,
+            topk_weights=self.data.weights,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            num_worst_tokens=worst,
+            config=config,
+        )
+
+    def combine(self, sms: int) -> Callable[[], None]:
+        """Of the rows that a dispatch delivered."""
+        self.layout_and_dispatch()
+        rows, handle = self._result[0], self._result[4]
+
+        def call() -> None:
+            self.buffer.combine(rows, handle, config=deep_ep.Config(sms))
+
+        return call
+
+
+def _is(part: str) -> Callable[[str], bool]:
+    return lambda name: part in name and "low_latency" not in name
+
+
+def _nccl(team: Team, rows: Rows, x: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
+    """All-to-all of the rows, already in order, there and back."""
+    out = x.view(torch.int32).index_select(0, rows.tokens)
+    there = torch.empty((sum(rows.received), out.shape[1]), dtype=out.dtype, device=out.device)
+    back = torch.empty_like(out)
+    group = team.rival or team.group
+
+    def forth() -> None:
+        dist.all_to_all_single(there, out, rows.received, rows.sent, group=group)
+
+    def home() -> None:
+        dist.all_to_all_single(back, there, rows.sent, rows.received, group=group)
+
+    return forth, home
+
+
+def measure(team: Team, case: Case, rounds: int) -> dict[str, Any]:
+    """Times in us of the slowest rank, by (operation, format, path, SMs), and the bytes that leave the busiest rank."""
+    inputs = {
+        "BF16": make_input(case, team.rank).to(team.device),
+        "FP8": make_input(Case(case.ranks, case.tokens, case.hidden, fp8=True), team.rank).to(team.device),
+    }
+    rows = Rows.of(team, inputs["BF16"])
+    worst = max(team.gather(sum(rows.received)))
+    leaving = max(team.gather(sum(rows.sent) - rows.sent[team.rank]))
+    found: list[dict[str, Any]] = []
+
+    def keep(operation: str, kind: str, path: str, sms: int, times: list[float]) -> None:
+        found.append({"operation": operation, "kind": kind, "path": path, "sms": sms, "times": times})
+
+    for path in ("direct", "copied"):
+        buffer = make_buffer(team, case, direct=path == "direct")
+        meeting = Meeting(team, buffer, cold=True)
+        for kind, data in inputs.items():
+            calls = Calls(buffer, data, worst)
+            for sms in DISPATCH_SMS[kind, path]:
+                keep(
+                    "dispatch",
+                    kind,
+                    path,
+                    sms,
+                    sums(profiled(team, meeting, calls.dispatch(sms), rounds, _is("dispatch"))),
+                )
+            keep("layout + dispatch", kind, path, 0, host_view(team, meeting, calls.layout_and_dispatch, rounds))
+            if path == "copied" or kind == "FP8":
+                continue
+            for sms in COMBINE_SMS:
+                keep(
+                    "combine", kind, "", sms, sums(profiled(team, meeting, calls.combine(sms), rounds, _is("combine")))
+                )
+            _small(team, meeting, calls, rounds, keep)
+        if path == "direct":
+            for kind, data in inputs.items():
+                for name, call in zip(("dispatch", "combine"), _nccl(team, rows, data.parts[0]), strict=True):
+                    if (name, kind) != ("combine", "FP8"):
+                        keep(
+                            name,
+                            kind,
+                            "nccl",
+                            0,
+                            sums(profiled(team, meeting, call, NCCL_ROUNDS, lambda k: "nccl" in k)),
+                        )
+        team.barrier()
+        buffer.destroy()
+    return {"case": f"{case.ranks} x {case.tokens} x {case.hidden}", "rows": leaving, "found": found}
+
+
+def _small(team: Team, meeting: Meeting, calls: Calls, rounds: int, keep: Callable[..., None]) -> None:
+    """The kernels around dispatch."""
+
+    def layout() -> None:
+        calls.buffer.get_dispatch_layout(calls.data.experts, EXPERTS)
+
+    keep("layout", "", "", 0, sums(profiled(team, meeting, layout, rounds, _is("layout"))))
+    keep("notify", "", "", 0, sums(profiled(team, meeting, calls.dispatch(20), rounds, _is("notify"))))
