@@ -62,6 +62,9 @@ def parse_arguments() -> argparse.Namespace:
         ("lives", 3, "buffers made for each start-up figure"),
     ):
         parser.add_argument(f"--{name}", type=int, default=usual, help=f"{what} ({usual})")
+    parser.add_argument(
+        "--limit-program", type=Path, default=LIMIT_PROGRAM, help="bench/cuda, built (build/bin/bench_ops)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw times there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables into this document")
     options = parser.parse_args()
@@ -123,10 +126,10 @@ def measure_limit(options: argparse.Namespace) -> dict[str, Any]:
     """GB/s out of each GPU while all push to all, by bench/cuda; {"missing": why} if that cannot be."""
     if options.engine != "cuda" or options.ranks < 2:
         return {"missing": "a push needs two GPUs"}
-    if not LIMIT_PROGRAM.exists():
-        return {"missing": f"{LIMIT_PROGRAM.relative_to(ROOT)} is not built (make bench ENGINE=cuda builds it)"}
+    if not options.limit_program.exists():
+        return {"missing": f"there is no {options.limit_program} (make bench ENGINE=cuda builds it)"}
     library = deep_ep_cuda_library()
-    command = [str(LIMIT_PROGRAM), library, "mode=normal", f"ranks={options.ranks}", f"devices={options.ranks}"]
+    command = [str(options.limit_program), library, "mode=normal", f"ranks={options.ranks}", f"devices={options.ranks}"]
     command += [f"tokens={options.tokens}", f"hidden={options.hidden}", "sms=20", "iterations=1"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
