@@ -1,6 +1,9 @@
 #!/bin/sh
 # Builds every example with warnings as errors and runs it as 4 processes, on one node and on two; the last line counts.
+# `run.sh cuda` runs them on GPUs instead, where one node is all there is.
 cd "$(dirname "$0")/.." || exit 2
+engine=${1:-cpu}
+export DEEPEP_ENGINE="$engine"
 out=build/examples
 mkdir -p "$out" || exit 2
 passed=0
@@ -28,7 +31,7 @@ for source in cpp_examples/*.cpp cpp_examples/*.c; do
     *) attempt "build $name" ${CC:-gcc} -std=c11 -D_GNU_SOURCE $flags "$program" "$source" $libs ;;
   esac
   attempt "run $name, 4 ranks" timeout 60 "$program"
-  attempt "run $name, 2 nodes of 2 ranks" timeout 60 env DEEPEP_NUM_MAX_NVL_PEERS=2 "$program"
+  [ "$engine" = cuda ] || attempt "run $name, 2 nodes of 2 ranks" timeout 60 env DEEPEP_NUM_MAX_NVL_PEERS=2 "$program"
   attempt "run $name, 1 rank" timeout 60 "$program" --ranks 1
 done
 echo "$passed passed, $failed failed"

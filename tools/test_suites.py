@@ -226,6 +226,14 @@ def kernel_suite(name: str, tree: str, library: str, before: list[str], env: dic
     return plain(name, [*before, str(program), str(path)], full, env)
 
 
+def gpu_mutants(full: bool) -> Counts:
+    """Planted errors in the CUDA library; they are built where the machine can build."""
+    script = "kernels/tests/mutants_gpu.sh"
+    if shutil.which("make") and _execute("mutants-gpu-build", [script, "build"], True) != 0:
+        return Counts(failed=1)
+    return plain("mutants-gpu", [script, "run"], True)
+
+
 def _compute_sanitizer() -> str:
     """The one on PATH, else the one of the wheels in .venv."""
     wheels = pathlib.Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "compute-sanitizer")
@@ -316,6 +324,24 @@ def _suites() -> Iterator[Suite]:
         # The limit of the long versions: on one GPU the ranks take turns, and every rank has a context to make.
         lambda full: pytest("python-gpu", ["python/tests"], {"DEEPEP_TEST_DEVICE": "cuda"}, True),
     )
+    yield Suite(
+        "kernels-sm80",
+        "the same, with the code for compute capability 8.0",
+        kernels,
+        lambda full: plain("kernels-sm80", ["build/bin/kernel_tests", f"build/lib/{cuda}", "--isa", "80"], full),
+    )
+    yield Suite(
+        "examples-gpu",
+        "cpp_examples/run.sh cuda",
+        ("cpp_examples",),
+        bind(plain, "examples-gpu", ["cpp_examples/run.sh", "cuda"]),
+    )
+    yield Suite(
+        "mutants-gpu",
+        "the kernel suite, or bench_ops, notices planted errors on GPUs",
+        ("kernels/tests/mutants_gpu.sh",),
+        gpu_mutants,
+    )
     for tool in ("memcheck", "racecheck", "synccheck"):
         before = [_compute_sanitizer(), f"--tool={tool}", "--error-exitcode=1"]
         yield Suite(
@@ -332,4 +358,4 @@ USUAL = [
     *("header", "capi", "examples", "python", "gpu-build", "packaging"),
 ]
 FULL = [*USUAL, "go-race", "python-nodes"]
-GPU = ["kernels-gpu", "python-gpu"]
+GPU = ["kernels-gpu", "kernels-sm80", "python-gpu", "examples-gpu"]
