@@ -1,0 +1,93 @@
+#!/bin/bash
+# mutants_gpu.sh build [FOLDER] | run [FOLDER]: a test of the test on GPUs. `build` (no GPU needed) makes variants of the CUDA library
+# with one planted error each in FOLDER (build/mutants_gpu): a line of a copy of the sources is changed, and the one file that has it
+# compiled again. `run` shows that the kernel suite, or bench_ops where there are several GPUs, fails for each of them; PROGRAMS is
+# the folder of kernel_tests and bench_ops (build/bin). The last line is "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.." || exit 1
+unset MAKEFLAGS MAKELEVEL MFLAGS DEEPEP_TEST_SANITIZER
+folder=$(realpath -m "${2:-build/mutants_gpu}")
+programs=${PROGRAMS:-build/bin}
+passed=0 failed=0
+
+# number, error | file | what is planted, for sed: exactly one line must change | cases that are enough | mode of bench_ops
+mutants='1 rows posted when they were only read|impl/send_rows.cuh|s/if (publish) ptx::bulk_wait<kSendOutstanding>();/if (publish) ptx::bulk_wait_read<kSendOutstanding>();/|combine/|normalcheck
+2 no fence before flags|impl/send_rows.cuh|/^    __syncwarp();$/{n;s/^    ptx::fence_acq_rel_sys();$//}|combine/|normalcheck
+3 the first block that is through says so for all|impl/dispatch_kernel.cuh|s/if (before == gridDim.x - 1 \&\& !has_failed/if (before == 0 \&\& !has_failed/|peer rows/|normalcheck
+4 no fence before flags of metadata|impl/dispatch_meta.cuh|s/^  ptx::fence_acq_rel_sys();$//|dispatch/|normalcheck
+5 a row too many|impl/notify_kernel.cuh|s/p.counts->num_recv_tokens = sum,/p.counts->num_recv_tokens = sum + 1,/|notify/|normalcheck
+6 rows over rows that nobody has read, in combine|impl/combine_kernel.cuh|s/return place.lap == 0 ||/return true ||/|combine/least region|normalcheck
+7 rows over rows that nobody has read, in dispatch|impl/dispatch_params.cuh|s/    if (ptx::ld_acquire_sys(.*) != ring_value(epoch, place.lap - 1)) return r;/    if (place.lap > 1000000) return r;/|dispatch/least region|normalcheck
+8 counts of the call before the last|impl/notify_kernel.cuh|s/sum += static_cast<int>(s.team.counts(s.team.rank, epoch % 2, i)\[j\])/sum += static_cast<int>(s.team.counts(s.team.rank, (epoch + 1) % 2, i)[j])/|notify/|normalcheck
+21 what was taken stays there|impl/low_latency_common.cuh|s/^  ptx::st_stream(from, uint4{0, 0, 0, 0});$//|ll |llcheck
+22 a slot that is used again too early|impl/low_latency_common.cuh|s/if (taken >= before || is_masked/if (true || is_masked/|ll order/|llcheck
+23 a word of any call counts|impl/low_latency_common.cuh|s/return static_cast<uint32_t>(word >> 32) == tag;/return word != 0 \&\& tag != 0;/|ll |llcheck
+24 a token too many|impl/low_latency_dispatch.cuh|s/<< 16 | tally->count\[at + lane_id()\]/<< 16 | (tally->count[at + lane_id()] + 1)/|ll dispatch/|llcheck
+25 a pattern that the row holds|impl/low_latency_dispatch.cuh|s/found = holds(begin.a, pattern) || holds(begin.b, pattern);/found = false;/|ll dispatch/|llcheck
+31 a barrier that waits for nobody|sync/session.cuh|s/return now >= static_cast<int64_t>(hand.epoch);/return true;/|team/barrier|normalcheck'
+
+verdict() { # title, 0 if noticed, more
+  if [ "$2" -eq 0 ]; then passed=$((passed + 1)); echo "ok     $1${3:-}"; else failed=$((failed + 1)); echo "FAILED $1${3:-: not noticed}"; fi
+}
+
+# The commands with which make builds the library, for sm_90a alone and into $folder; then each variant's own.
+commands() { make -n -B BUILD="$folder" SM80_CODE= SM90_CODE='-gencode arch=compute_90a,code=sm_90a' "$folder/lib/libdeepep_cuda.so"; }
+build_one() { # number file expression
+  local tree=$folder/tree$1 changed unit object
+  rm -rf "$tree" && mkdir -p "$tree" && cp -r kernels "$tree/" || return 1
+  sed -i "$3" "$tree/kernels/cuda/$2" || return 1
+  changed=$(diff "kernels/cuda/$2" "$tree/kernels/cuda/$2" | grep -c '^<')
+  [ "$changed" -eq 1 ] || { echo "mutant $1 changes $changed lines of $2"; return 1; }
+  local objects=()
+  for object in $(cd "$folder/obj" && grep -l "/${2##*/}" kernels/cuda/launch/*.d); do
+    unit=${object%.d}
+    (cd "$tree" && sh -c "$(grep -F -- "-c -o $folder/obj/$unit.o " "$folder/commands" | sed "s|-MMD -MP -MF [^ ]*||; s|-c -o $folder/obj/$unit.o|-c -o $tree/${unit##*/}.o|")") || return 1
+    objects+=("$unit")
+  done
+  [ ${#objects[@]} -gt 0 ] || return 1
+  local link
+  link=$(grep -F -- "-o $folder/lib/libdeepep_cuda.so" "$folder/commands" | sed "s|-o $folder/lib/libdeepep_cuda.so|-o $folder/$1.so|")
+  for unit in "${objects[@]}"; do link=${link/ $folder\/obj\/$unit.o/ $tree\/${unit##*/}.o}; done
+  sh -c "$link" && rm -rf "$tree"
+}
+build_all() {
+  mkdir -p "$folder"
+  make --no-print-directory BUILD="$folder" SM80_CODE= SM90_CODE='-gencode arch=compute_90a,code=sm_90a' "$folder/lib/libdeepep_cuda.so" >"$folder/build.log" 2>&1 ||
+    { tail -n 20 "$folder/build.log"; exit 1; }
+  commands >"$folder/commands" && cp "$folder/lib/libdeepep_cuda.so" "$folder/0.so"
+  while IFS='|' read -r title file expression _; do
+    [ -n "${ONLY:-}" ] && [[ " $ONLY " != *" ${title%% *} "* ]] && continue
+    build_one "${title%% *}" "$file" "$expression" >"$folder/${title%% *}.log" 2>&1
+    verdict "mutant $title" $? "$(tail -n 1 "$folder/${title%% *}.log")"
+  done <<<"$mutants"
+}
+
+# 0 if a program fails for the library.
+noticed() { # library cases mode log
+  timeout -k 2 40 "$programs/kernel_tests" "$1" --filter "$2" --patience 0.2 --stop >"$4" 2>&1 || { grep -q '^FAILED opening' "$4" && return 2; return 0; }
+  [ -x "$programs/bench_ops" ] && [ "$gpus" -gt 1 ] || return 1
+  for round in 1 2; do
+    timeout -k 2 40 "$programs/bench_ops" "$1" mode="$3" ranks="$gpus" devices="$gpus" tokens=2048 max_tokens=128 hidden=7168 >>"$4" 2>&1 || return 0
+  done
+  return 1
+}
+run_all() {
+  gpus=$(nvidia-smi -L | grep -c '^GPU')
+  # Without a mutant nothing fails, else the failures below say nothing.
+  for cases in combine/ ll; do
+    noticed "$folder/0.so" "$cases" "$([ "$cases" = ll ] && echo llcheck || echo normalcheck)" "$folder/0.$gpus.txt"
+    [ $? -eq 1 ]
+    verdict "no mutant, no failure ($cases)" $? "$([ -s "$folder/0.$gpus.txt" ] && tail -n 1 "$folder/0.$gpus.txt" | cut -c1-150 | sed 's/^/: /')"
+  done
+  while IFS='|' read -r title _ _ cases mode; do
+    noticed "$folder/${title%% *}.so" "$cases" "$mode" "$folder/${title%% *}.txt"
+    verdict "mutant $title" $? ": $(grep -m 1 '^FAILED\|wrong\|differ' "$folder/${title%% *}.txt" | cut -c1-140)"
+  done <<<"$mutants"
+}
+case ${1:-} in
+  build) build_all ;;
+  run) run_all ;;
+  *) echo "usage: mutants_gpu.sh build|run [FOLDER]"; exit 2 ;;
+esac
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
