@@ -5,6 +5,8 @@
 //   control | control of one node | FarControl | low latency's        wire | of one node | low latency's
 // Words that a peer writes during a call are tagged: (epoch << 32 | count), so nothing is ever reset.
 #pragma once
+#include <vector>
+
 #include "cuda/launch/host.h"
 #include "far_ll.h"
 
@@ -51,6 +53,8 @@ struct FarView {
   uint64_t ll_control, ll_wire, ll_wire_bytes; // low latency's parts, from the start of the block
   int32_t num_nodes, node, index;              // nodes; mine; my index in it
   int32_t num_peers;                           // ranks of a node
+  int32_t num_queues;                          // handles of queue pairs, where NVSHMEM has them
+  const int *queues;                           // device
 
   __host__ __device__ int node_of(int rank) const { return rank / num_peers; }
   __host__ __device__ int index_of(int rank) const { return rank % num_peers; }
@@ -62,9 +66,11 @@ struct FarView {
 struct Far {
   FarView view{};
   void *state = nullptr;     // device: FarState of normal mode
+  int *queues = nullptr;     // device
   FarLowLatency *ll = nullptr;
 };
 
-bool transport_reaches(uint64_t transport, int rank); // transport.cu
+bool transport_reaches(uint64_t transport, int rank);         // transport.cu
+const std::vector<int> &transport_queues(uint64_t transport); // handles; none where NVSHMEM has no such thing
 
 }  // namespace deepep

@@ -39,9 +39,15 @@ int32_t fill_view(const dk_team_create_params *p, Team *team, FarView *view) {
   return DK_OK;
 }
 
-cudaError_t allocate(Far *far, cudaStream_t service) {
-  cudaError_t error = cudaMalloc(&far->state, sizeof(FarState));
-  if (error == cudaSuccess) error = cudaMemsetAsync(far->state, 0, sizeof(FarState), service);
+cudaError_t allocate(Far *far, const std::vector<int> &queues, cudaStream_t service) {
+  const size_t bytes = sizeof(FarState) + FarListSizes(far->view.num_nodes, far->view.num_peers).bytes;
+  cudaError_t error = cudaMalloc(&far->state, bytes);
+  if (error == cudaSuccess) error = cudaMemsetAsync(far->state, 0, bytes, service);
+  if (error == cudaSuccess && !queues.empty()) {
+    error = cudaMalloc(reinterpret_cast<void **>(&far->queues), queues.size() * sizeof(int));
+    if (error == cudaSuccess) error = cudaMemcpyAsync(far->queues, queues.data(), queues.size() * sizeof(int), cudaMemcpyHostToDevice, service);
+    far->view.queues = far->queues, far->view.num_queues = static_cast<int>(queues.size());
+  }
   return error == cudaSuccess ? cudaStreamSynchronize(service) : error;
 }
 
@@ -67,7 +73,7 @@ int32_t far_team_create(dk_team_create_params *p, Team *team) {
   team->far = far;
   code = fill_view(p, team, &far->view);
   if (code != DK_OK) return code;
-  const cudaError_t error = allocate(far, team->device->service);
+  const cudaError_t error = allocate(far, transport_queues(p->transport), team->device->service);
   return error == cudaSuccess ? far_ll_team_create(p, team) : device_failure(p, error);
 }
 
@@ -75,6 +81,7 @@ void far_team_destroy(Team *team) {
   if (team->far == nullptr) return;
   far_ll_team_destroy(team);
   (void)cudaFree(team->far->state);
+  (void)cudaFree(team->far->queues);
   delete team->far;
   team->far = nullptr;
 }

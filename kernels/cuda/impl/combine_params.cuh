@@ -11,7 +11,7 @@ struct CombineParams {
   const uint8_t *x;
   const float *topk_weights;
   const __nv_bfloat16 *bias[2];
-  const int32_t *rank_prefix_matrix, *send_head;
+  const int32_t *rank_prefix_matrix, *send_head, *recv_src_idx;
   uint32_t row_bytes, stage_bytes;
   int32_t num_tokens, num_recv_tokens, hidden, num_topk;
   __nv_bfloat16 *combined_x;

@@ -18,28 +18,6 @@ __device__ inline void send_counts(const NotifyParams &p, const Handshake &hand)
   post_enter(s, hand);
 }
 
-__device__ inline void sum_matrix(const NotifyParams &p, uint64_t epoch) {
-  const Session &s = p.session;
-  const int num_ranks = s.team.num_ranks;
-  for (int j = threadIdx.x; j < num_ranks; j += kNotifyThreads) {
-    int sum = 0;
-    for (int i = 0; i < num_ranks; ++i) {
-      sum += static_cast<int>(s.team.counts(s.team.rank, epoch % 2, i)[j]);
-      p.rank_prefix_matrix[i * num_ranks + j] = sum;
-    }
-    const int limit = s.team.enter(s.team.rank, epoch % kEnterCopies, j)->row_limit;
-    if (limit >= 0 && sum > limit) report_failure(s, DK_EMISMATCH, j, DK_FIELD_WORST_TOKENS, limit, sum, 0);
-    if (j == s.team.rank && p.counts != nullptr)
-      p.counts->num_recv_tokens = sum, p.counts->num_recv_nodes_tokens = 0;
-  }
-  const int local = p.num_experts / num_ranks;
-  for (int e = threadIdx.x; p.counts != nullptr && e < local; e += kNotifyThreads) {
-    int sum = 0;
-    for (int i = 0; i < num_ranks; ++i) sum += static_cast<int>(s.team.counts(s.team.rank, epoch % 2, i)[num_ranks + e]);
-    p.counts->per_expert[e] = ceil_div(sum, p.expert_alignment) * p.expert_alignment;
-  }
-}
-
 __global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_constant__ NotifyParams p) {
   const Session &s = p.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
@@ -48,21 +26,15 @@ __global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_con
       const Handshake hand = notify_handshake(p, epoch);
       send_counts(p, hand);
       publish_newest_by_last_warp(s.team);
-      if (await_enter(s, hand)) sum_matrix(p, epoch);
-      __syncthreads();
-      if (threadIdx.x == 0 && p.counts != nullptr && !has_failed(s)) ptx::st_release_sys(&p.counts->seq, s.call);
+      if (await_enter(s, hand))
+        sum_matrix(p, [&](int i) { return s.team.counts(s.team.rank, epoch % 2, i); },
+                   [&](int i) { return s.team.enter(s.team.rank, epoch % kEnterCopies, i)->row_limit; });
+      announce_counts(p);
     } else {
       for (int to = blockIdx.x - 1; to < s.team.num_ranks; to += gridDim.x - 1) number_rows(p, to);
     }
   }
-  finish(s, [&](bool failed) {
-    if (failed && threadIdx.x == 0 && p.counts != nullptr) {
-      p.counts->num_recv_tokens = -1;
-      ptx::st_release_sys(&p.counts->seq, s.call);
-    }
-    if (threadIdx.x == 0) s.team.scratch->epoch = epoch;
-    record_kernel(s, nullptr, true, failed);
-  });
+  finish(s, [&](bool failed) { end_notify(p, epoch, failed); });
 }
 
 }  // namespace deepep

@@ -66,4 +66,44 @@ __device__ inline Handshake notify_handshake(const NotifyParams &p, uint64_t epo
   return hand;
 }
 
+// counts(i): the counts that rank i sent; limit(i): how many rows it has room for.
+template <class Counts, class Limit> __device__ inline void sum_matrix(const NotifyParams &p, Counts counts, Limit limit) {
+  const Session &s = p.session;
+  const int num_ranks = s.team.num_ranks;
+  for (int j = threadIdx.x; j < num_ranks; j += kNotifyThreads) {
+    int sum = 0, near = 0;
+    for (int i = 0; i < num_ranks; ++i) {
+      const int rows = static_cast<int>(counts(i)[j]);
+      sum += rows;
+      near += i / s.team.num_nvl_peers == s.team.rank / s.team.num_nvl_peers ? rows : 0;
+      p.rank_prefix_matrix[i * num_ranks + j] = sum;
+    }
+    const int most_rows = limit(j);
+    if (most_rows >= 0 && sum > most_rows) report_failure(s, DK_EMISMATCH, j, DK_FIELD_WORST_TOKENS, most_rows, sum, 0);
+    if (j == s.team.rank && p.counts != nullptr)
+      p.counts->num_recv_tokens = sum, p.counts->num_recv_nodes_tokens = sum - near;
+  }
+  const int local = p.num_experts / num_ranks;
+  for (int e = threadIdx.x; p.counts != nullptr && e < local; e += kNotifyThreads) {
+    int sum = 0;
+    for (int i = 0; i < num_ranks; ++i) sum += static_cast<int>(counts(i)[num_ranks + e]);
+    p.counts->per_expert[e] = ceil_div(sum, p.expert_alignment) * p.expert_alignment;
+  }
+}
+
+// The host may look at the counts. By one block of a notify that did not fail.
+__device__ inline void announce_counts(const NotifyParams &p) {
+  __syncthreads();
+  if (threadIdx.x == 0 && p.counts != nullptr && !has_failed(p.session)) ptx::st_release_sys(&p.counts->seq, p.session.call);
+}
+// By the last block.
+__device__ inline void end_notify(const NotifyParams &p, uint64_t epoch, bool failed) {
+  if (failed && threadIdx.x == 0 && p.counts != nullptr) {
+    p.counts->num_recv_tokens = -1;
+    ptx::st_release_sys(&p.counts->seq, p.session.call);
+  }
+  if (threadIdx.x == 0) p.session.team.scratch->epoch = epoch;
+  record_kernel(p.session, nullptr, true, failed);
+}
+
 }  // namespace deepep

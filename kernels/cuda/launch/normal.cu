@@ -113,12 +113,14 @@ template <bool kBulk> int32_t launch_dispatch(dk_dispatch_params *p, DispatchPar
   using Roles = DispatchRoles<kBulk>;
   if (blocks * Roles::kMetaReceivers < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
   const size_t limit = kBulk ? kSharedLimit90 : kSharedLimit80;
-  params.meta_rows = most(1u, least(kMetaBatch, kMetaBuffer / most(params.meta_stride(), 1u)));
+  const bool staged_here = params.recv_segment < 0;
+  const uint32_t batch = staged_here ? kMetaBatch : kMetaBatchOfMany, buffers = Roles::meta_senders(staged_here) * (1 + kMetaSlots);
+  params.meta_rows = most(1u, least(batch, kMetaBuffers / (buffers * most(params.meta_stride(), 1u))));
   params.meta_bytes = params.meta_rows * params.meta_stride();
-  const size_t roles = DispatchShared<kBulk>(num_ranks, 0, params.meta_bytes).bytes;
+  const size_t roles = DispatchShared<kBulk>(num_ranks, 0, params.meta_bytes, staged_here).bytes;
   if (roles + kLeastForStages > limit) return DK_EUNSUPPORTED;
   params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, limit - roles);
-  const size_t shared = DispatchShared<kBulk>(num_ranks, params.stage_bytes, params.meta_bytes).bytes;
+  const size_t shared = DispatchShared<kBulk>(num_ranks, params.stage_bytes, params.meta_bytes, staged_here).bytes;
   const OnDevice on(team->device);
   dispatch_kernel<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
@@ -184,6 +186,7 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   c.topk_weights = pointer<float>(p->topk_weights);
   for (int i = 0; i < 2; ++i) c.bias[i] = pointer<__nv_bfloat16>(p->bias[i]);
   c.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix), c.send_head = pointer<int32_t>(p->send_head);
+  c.recv_src_idx = pointer<int32_t>(p->recv_src_idx);
   c.row_bytes = 2u * p->hidden;
   c.num_tokens = p->num_tokens, c.num_recv_tokens = p->num_recv_tokens, c.hidden = p->hidden, c.num_topk = p->num_topk;
   c.combined_x = pointer<__nv_bfloat16>(p->combined_x), c.combined_weights = pointer<float>(p->combined_topk_weights);

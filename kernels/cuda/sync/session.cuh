@@ -66,14 +66,13 @@ __device__ inline bool mask_instead(const Session &s, uint32_t code, int peer) {
   return true;
 }
 
-// By one thread: waits for the message of rank r and compares it.
-__device__ inline bool await_enter_of(const Session &s, const Handshake &hand, int r) {
+// By one thread: waits for the message of rank r, which is there once its word has the epoch, and compares it.
+__device__ inline bool await_message(const Session &s, const Handshake &hand, int r, const uint64_t *word, const Enter *from) {
   if (is_masked(s, r)) return true;
-  const Enter *from = s.team.enter(s.team.rank, hand.epoch % kEnterCopies, r);
   uint64_t waited = 0;
   int64_t seen = 0;
   const uint32_t code = wait_until(s, r, seen, waited, [&](int64_t &now) {
-    now = static_cast<int64_t>(ptx::ld_acquire_sys(&from->epoch));
+    now = static_cast<int64_t>(ptx::ld_acquire_sys(word));
     return now >= static_cast<int64_t>(hand.epoch);
   });
   if (blockIdx.x == 0) s.team.scratch->wait_ns[r] = waited;
@@ -91,7 +90,10 @@ __device__ inline bool await_enter_of(const Session &s, const Handshake &hand, i
 // Whole block. True if every rank has entered and means the same. Block 0 keeps the times.
 __device__ inline bool await_enter(const Session &s, const Handshake &hand) {
   bool good = true;
-  for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x) good = await_enter_of(s, hand, r);
+  for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x) {
+    const Enter *from = s.team.enter(s.team.rank, hand.epoch % kEnterCopies, r);
+    good = await_message(s, hand, r, &from->epoch, from);
+  }
   return __syncthreads_or(!good) == 0;
 }
 

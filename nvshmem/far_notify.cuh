@@ -1,0 +1,60 @@
+// far_notify.cuh - counts among nodes, and barriers.
+#pragma once
+#include "cuda/impl/notify_params.cuh"
+#include "far.cuh"
+
+namespace deepep {
+
+struct FarNotifyParams {
+  NotifyParams n;
+  FarView far;
+};
+
+// My row of the matrix and the peer's experts go with the message. Block 0 exchanges, the others number rows.
+__global__ void __launch_bounds__(kNotifyThreads, 1) far_notify_kernel(const __grid_constant__ FarNotifyParams p) {
+  const Session &s = p.n.session;
+  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  if (begin(s)) {
+    if (blockIdx.x == 0) {
+      const Handshake hand = notify_handshake(p.n, epoch);
+      const int num_ranks = s.team.num_ranks, local = p.n.num_experts / num_ranks;
+      post_messages(s, p.far, hand, num_ranks + local, [&](int r, uint32_t *to) {
+        for (int i = lane_id(); i < num_ranks; i += kWarp) to[i] = p.n.per_rank[i];
+        for (int i = lane_id(); i < local; i += kWarp) to[num_ranks + i] = p.n.per_expert[r * local + i];
+      });
+      publish_newest_by_last_warp(s.team);
+      if (await_messages(s, p.far, hand))
+        sum_matrix(p.n, [&](int i) { return message_from(s, p.far, epoch, i)->counts; },
+                   [&](int i) { return message_from(s, p.far, epoch, i)->enter.row_limit; });
+      announce_counts(p.n);
+    } else {
+      for (int to = blockIdx.x - 1; to < s.team.num_ranks; to += gridDim.x - 1) number_rows(p.n, to);
+    }
+  }
+  finish(s, [&](bool failed) { end_notify(p.n, epoch, failed); });
+}
+
+struct FarBarrierParams {
+  Session session;
+  FarView far;
+  uint32_t counts_as_call; // 0: one of several kernels of an operation
+};
+
+// One block: everybody has come here. Masked ranks are not waited for.
+__global__ void __launch_bounds__(256, 1) far_barrier_kernel(const __grid_constant__ FarBarrierParams p) {
+  const Session &s = p.session;
+  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  if (begin(s)) {
+    Handshake hand{};
+    hand.epoch = epoch, hand.mine.op = s.op;
+    post_messages(s, p.far, hand);
+    publish_newest_by_last_warp(s.team);
+    await_messages(s, p.far, hand);
+  }
+  finish(s, [&](bool failed) {
+    if (threadIdx.x == 0) s.team.scratch->epoch = epoch;
+    record_kernel(s, &s.team.scratch->clean_ns, p.counts_as_call != 0, failed);
+  });
+}
+
+}  // namespace deepep
