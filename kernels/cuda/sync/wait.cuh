@@ -37,9 +37,10 @@ __device__ __noinline__ inline uint32_t reason_to_leave(const Session &s, int pe
   return reason;
 }
 
+// Who is to blame: the rank that the engine named where it ended the wait, else the one that was waited for.
 __device__ inline int culprit(const Session &s, uint32_t code, int peer) {
-  if (code == DK_ETIMEOUT || code == DK_EPEERDEAD) return peer;
-  return *static_cast<volatile int32_t *>(&s.team.status->abort_rank);
+  const bool told = code != DK_ETIMEOUT && ptx::ld_relaxed_sys(&s.team.status->abort_word) != 0;
+  return told || code == DK_EABORTED ? *static_cast<volatile int32_t *>(&s.team.status->abort_rank) : peer;
 }
 
 // One thread polls until poll(seen) is true. 0: it came; else why not. `seen` is what the poll saw last.
