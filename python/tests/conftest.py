@@ -51,16 +51,26 @@ def device() -> str:
     return name
 
 
+def joins_gpus() -> bool:
+    """True where GPUs are tested as several nodes, which NVSHMEM joins: nvshmem/tests/run_nodes_gpu.sh."""
+    return test_device() == "cuda" and os.environ.get("DEEPEP_TEST_NODES", "") not in ("", "0")
+
+
 @pytest.fixture(scope="session")
 def nodes(device: str) -> None:
     """Skips where nothing joins nodes."""
-    if device != "cpu":
-        pytest.skip("needs the CPU engine, whose library has the software RDMA")
+    if device != "cpu" and not joins_gpus():
+        pytest.skip("needs the CPU engine, whose library has the software RDMA, or nvshmem/tests/run_nodes_gpu.sh")
 
 
 @pytest.fixture(scope="session")
 def _shared_pool(device: str) -> Iterator[RankPool]:
-    pool = RankPool(LARGEST_POOL, device)
+    size = LARGEST_POOL
+    if joins_gpus():
+        import torch
+
+        size = torch.cuda.device_count()  # NVSHMEM wants a GPU for each rank
+    pool = RankPool(size, device)
     yield pool
     pool.stop()
 

@@ -12,16 +12,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+import torch
+
 import cases
+import hosts
 from cases import Case
-from conftest import full
+from conftest import full, test_device
 
 SHAPES = ("2x2", "2x4", "4x2", "3x2", "4x1")  # nodes x ranks of a node
 SOFTWARE_RDMA = "DEEPEP_SOFTWARE_RDMA"
 
 
 def rdma_of(seed: int) -> dict[str, object]:
-    """The software RDMA's setting for a seed: every second one delivers as late as it may."""
+    """The software RDMA's setting for a seed: every second one delivers as late as it may. GPUs have none."""
+    if test_device() != "cpu":
+        return {}
     return {SOFTWARE_RDMA: f"{seed}:late" if seed % 2 else seed}
 
 
@@ -55,11 +61,15 @@ def split(ctx: Any, peers: int, seed: int | None, function: str, *args: Any) -> 
     """Runs ``module:function`` with nodes of ``peers`` ranks and a seed of the software RDMA."""
     module, _, name = function.partition(":")
     with environment(**{cases.NODE_SIZE: peers}, **(rdma_of(seed) if seed is not None else {})):
+        if ctx.device.type == "cuda":
+            hosts.keep_nvshmem(ctx.rank, ctx.size, peers, group=ctx.group)
         return getattr(importlib.import_module(module), name)(ctx, *args)
 
 
 def arguments(shape: str, function: Callable[..., Any], seed: int | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What ``RankPool.run`` is given."""
+    """What ``RankPool.run`` is given. Skips where a rank would have no GPU of its own, which NVSHMEM asks for."""
+    if test_device() == "cuda" and ranks_of(shape) > torch.cuda.device_count():
+        pytest.skip(f"nodes of {shape} ranks need {ranks_of(shape)} GPUs; there are {torch.cuda.device_count()}")
     return (ranks_of(shape), split, numbers_of(shape)[1], seed, f"{function.__module__}:{function.__qualname__}", *args)
 
 

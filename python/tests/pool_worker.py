@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import hosts
+
 PRELOAD = ["pool_worker", "pytest", "numpy", "reference"]
 PR_SET_PDEATHSIG = 1
 
@@ -79,6 +81,7 @@ def _prepare(rank: int, device: str, folder: str) -> str:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have DataLoaders
+    hosts.leave_host()
     torch.set_num_threads(1)
     if device == "cuda":
         index = rank % torch.cuda.device_count()

@@ -254,7 +254,7 @@ def rank_traffic(ctx, case):
         assert sent["combine"][peer] == per_node[peer][own] * row * crosses, f"to {peer}: {sent}"
 
 
-@pytest.mark.parametrize("shape", ["2x4", "3x2"])
+@pytest.mark.parametrize("shape", ["2x4", "3x2", "2x2"])
 def test_a_token_crosses_once_for_each_node(pool, shape):
     internode.run(pool, shape, rank_traffic, case_of(shape, topk=8))
 
@@ -301,4 +301,4 @@ def rank_node_sizes(ctx, case):
 
 
 def test_handle_serves_other_node_sizes(pool):
-    pool.run(4, rank_node_sizes, case_of("2x2"))
+    internode.run(pool, "2x2", rank_node_sizes, case_of("2x2"))

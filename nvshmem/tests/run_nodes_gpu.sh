@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# run_nodes_gpu.sh FOLDER [SECONDS] - the CUDA engine among nodes, on 4 GPUs of this machine, from what is built in build/ (make lib
+# kernels cuda nvshmem), within SECONDS (120). Nodes are a setting, and all goes by NVLink; then they are hosts that only NVSHMEM's
+# test transport joins, at once and late. Results go to FOLDER: a log for each run, and summary.txt, which is printed last.
+# PYTHON (python3) has torch, pytest and NVSHMEM's wheel. ONLY="NAME ...": these runs alone.
+set -u
+cd "$(dirname "$0")/../.."
+out=${1:?usage: nvshmem/tests/run_nodes_gpu.sh FOLDER [SECONDS]}
+end=$((SECONDS + ${2:-120}))
+mkdir -p "$out"
+out=$(realpath "$out")
+python=${PYTHON:-python3}
+built=$PWD/${BUILD:-build}
+plugin=$built/nvshmem/nvshmem_transport_ibdevx.so.3
+nvshmem=$("$python" -c 'import nvidia.nvshmem as it; print(list(it.__path__)[0])') || exit 2
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+[ "$gpus" -ge 4 ] || { echo "run_nodes_gpu.sh: 4 GPUs are needed, $gpus are here" >&2; exit 2; }
+export LD_LIBRARY_PATH=$nvshmem/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+export PYTHONPATH=$PWD/python:$PWD/python/tests:$PWD/nvshmem/tests DEEPEP_LIBRARY=$built/lib/libdeepep.so.1 DEEPEP_KERNELS=$built/lib
+export DEEPEP_TEST_DEVICE=cuda DEEPEP_TEST_NODES=1 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0,1,2,3} PYTHONDONTWRITEBYTECODE=1
+failed=0
+
+# run NAME SECONDS [VARIABLE=VALUE ...] -- COMMAND
+run() {
+	local name=$1 seconds=$2 settings=()
+	shift 2
+	while [ "$1" != -- ]; do settings+=("$1"); shift; done
+	shift
+	[ -z "${ONLY:-}" ] || case " $ONLY " in *" $name "*) ;; *) return ;; esac
+	local left=$((end - SECONDS)) start=$SECONDS verdict=passed
+	[ "$left" -ge 10 ] || { echo "LEFT OUT $name: no time" >>"$out/summary.txt"; return; }
+	[ "$seconds" -le "$left" ] || seconds=$left
+	env "${settings[@]}" timeout -k 3 "$seconds" "$@" >"$out/$name.log" 2>&1 || {
+		verdict="FAILED ($?)"
+		failed=$((failed + 1))
+	}
+	echo "$verdict $name ($((SECONDS - start)) s): $(grep -E ' (passed|failed|error)|cases (passed|FAILED)' "$out/$name.log" | tail -n 1)" >>"$out/summary.txt"
+}
+
+# A kernel that a torch call would load while another one waits for the test transport never gets loaded: all are, at the start.
+apart=(DEEPEP_TEST_PLUGIN="$plugin" NVSHMEM_REMOTE_TRANSPORT=ibdevx CUDA_MODULE_LOADING=EAGER)
+late=("${apart[@]}" DEEPEP_TESTTRANSPORT=11:200:4)
+tests() { echo "$python" -m pytest -q --no-header --maxfail=4 --durations=6 -p no:cacheprovider "$@"; }
+selftest=("$python" nvshmem/tests/selftest_nodes.py internode --num-processes 4 --timeout 20)
+normal=python/tests/test_internode.py low_latency=python/tests/test_internode_low_latency.py
+read -ra first <<<"$(tests $normal::test_everything[2x2] $normal::test_everything[4x1])"
+read -ra all <<<"$(tests $normal --deselect $normal::test_both_modes_on_one_buffer)"
+read -ra some <<<"$(tests $normal::test_everything[2x2] $normal::test_chosen $normal::test_a_token_crosses_once_for_each_node)"
+read -ra fast <<<"$(tests $low_latency)"
+
+{
+	date -u
+	nvidia-smi -L
+	ls -l "$built"/lib/*.so* "$plugin" "$nvshmem/lib/libnvshmem_host.so.3"
+} >"$out/summary.txt"
+run nvlink-first 30 -- "${first[@]}"
+run apart-first 40 "${apart[@]}" -- "${first[@]}"
+run nvlink-selftest 40 -- "${selftest[@]}"
+run nvlink-normal 40 -- "${all[@]}"
+run apart-late 40 "${late[@]}" -- "${some[@]}"
+run nvlink-low-latency 40 -- "${fast[@]}"
+run apart-selftest 40 "${apart[@]}" -- "${selftest[@]}" --num-tokens 256 --iterations 3
+run apart-low-latency 40 "${late[@]}" -- "${fast[@]}" -k 2x2
+for log in "$out"/*.log; do
+	echo "==== $(basename "$log")"
+	tail -n 40 "$log" | cut -c 1-400
+done
+cat "$out/summary.txt"
+exit $((failed > 0))

@@ -1,0 +1,29 @@
+"""`python -m deep_ep.selftest internode` with nodes as python/tests/hosts.py makes them: arguments as there."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+import deep_ep.selftest
+import hosts
+from deep_ep._selftest_rank import serve
+from deep_ep.bootstrap import Bootstrap
+
+
+def serve_on_node(rank: int, options: Any, directory: str, connection: Any) -> None:
+    """The body of a rank process."""
+    hosts.leave_host()
+    torch.cuda.set_device(rank)
+    meeting = Bootstrap.file(rank, options.num_ranks, directory, "kept")
+    hosts.keep_nvshmem(rank, options.num_ranks, options.num_nvl_peers, group=None, bootstrap=meeting)
+    serve(rank, options, directory, connection)
+
+
+if __name__ == "__main__":
+    import selftest_nodes  # by its name, so that rank processes find the function
+
+    deep_ep.selftest.serve = selftest_nodes.serve_on_node
+    sys.exit(deep_ep.selftest.main())
