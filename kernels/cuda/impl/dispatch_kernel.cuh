@@ -11,12 +11,19 @@ template <bool kBulk> struct DispatchRoles {
   static constexpr int kMetaSendersAt = kSenders + kPublishers, kMetaReceiversAt = kMetaSendersAt + kMetaSenders;
   static constexpr int kRowReceiversAt = kMetaReceiversAt + kMetaReceivers;
   static constexpr int kWarps = kRowReceiversAt + kRowReceivers, kThreads = kWarps * kWarp;
+  // Where rows come straight to their places, the warps that would receive them send metadata too. It should be out before the links
+  // are full of rows: behind these each store waits.
+  __host__ __device__ static int meta_senders(bool staged_here) { return kMetaSenders + (staged_here ? 0 : kRowReceivers); }
+  __device__ static int meta_sender(int warp, bool staged_here) { // -1: it is none
+    if (warp >= kMetaSendersAt && warp < kMetaReceiversAt) return warp - kMetaSendersAt;
+    return !staged_here && warp >= kRowReceiversAt ? kMetaSenders + warp - kRowReceiversAt : -1;
+  }
 };
 
 // Which blocks send rows and which copy staged rows out. An SM whose stores queue for the links is slow at copying, so where there
 // are enough blocks each does one of the two; its idle senders then copy too. Rows of 14 KB gained by that with 24 blocks and lost
 // with 20, rows of 7 KB gained with 16.
-constexpr int kStagedSenders = 32; // warps of all blocks: enough to keep the links full
+constexpr int kStagedSenders = 32, kDirectSenders = 44; // warps of all blocks: enough to keep the links full; more only make queues longer
 template <bool kBulk> struct DispatchSplit {
   static constexpr int kCopiers = DispatchRoles<kBulk>::kSenders + DispatchRoles<kBulk>::kMetaSenders + DispatchRoles<kBulk>::kRowReceivers;
   int senders, copiers;       // blocks
@@ -33,13 +40,12 @@ template <bool kBulk> struct DispatchSplit {
 // Shared memory of a block, in this order.
 template <bool kBulk> struct DispatchShared {
   uint64_t stages, dests, meta, heads, queues, barriers, items, bytes;
-  __host__ __device__ static uint64_t meta_each(uint32_t meta_bytes) { return 2 * meta_bytes + kMetaBatch * 4; }
-  __host__ __device__ DispatchShared(uint32_t num_ranks, uint32_t stage_bytes, uint32_t meta_bytes) {
+  __host__ __device__ DispatchShared(uint32_t num_ranks, uint32_t stage_bytes, uint32_t meta_bytes, bool staged_here) {
     constexpr uint64_t senders = DispatchRoles<kBulk>::kSenders, stages_each = kBulk ? kSendStages : 1;
     stages = 0;
     dests = kBulk ? align_up<uint64_t>(senders * stages_each * stage_bytes, 128) : 0;
     meta = align_up<uint64_t>(dests + num_ranks * sizeof(DispatchDest), 16);
-    barriers = meta + DispatchRoles<kBulk>::kMetaSenders * meta_each(meta_bytes);
+    barriers = meta + DispatchRoles<kBulk>::meta_senders(staged_here) * meta_space_bytes(meta_bytes);
     queues = barriers + senders * stages_each * 8;
     items = queues + senders * sizeof(SendQueue);
     heads = items + senders * stages_each * 8;
@@ -107,32 +113,26 @@ __device__ inline void announce_and_await_done(const DispatchParams &p, uint64_t
   }
 }
 
+// Whether this warp sends rows.
+template <bool kBulk> __device__ inline bool sends_rows(const DispatchParams &p, const DispatchSplit<kBulk> &split) {
+  if (warp_id() >= DispatchRoles<kBulk>::kSenders || !split.sends()) return false;
+  return !kBulk || warp_id() < ceil_div(p.recv_segment < 0 ? kStagedSenders : kDirectSenders, split.senders);
+}
+
 template <bool kBulk>
-__device__ inline void run_dispatch_roles(const DispatchParams &p, uint64_t epoch, uint8_t *shared, bool staged) {
+__device__ inline void run_dispatch_roles(const DispatchParams &p, const DispatchSplit<kBulk> &split, uint64_t epoch, uint8_t *shared, bool staged,
+                                          RowSender<kBulk, DispatchJob> &rows) {
   using Roles = DispatchRoles<kBulk>;
-  const DispatchShared<kBulk> at(p.session.team.num_ranks, p.stage_bytes, p.meta_bytes);
+  const DispatchShared<kBulk> at(p.session.team.num_ranks, p.stage_bytes, p.meta_bytes, p.recv_segment < 0);
   const auto *dests = reinterpret_cast<const DispatchDest *>(shared + at.dests);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   const int warp = warp_id(), num_ranks = p.session.team.num_ranks;
-  const DispatchSplit<kBulk> split(p.recv_segment < 0, p.row_bytes, gridDim.x, num_ranks);
   int copier = -1; // which of the block's copying warps this one is
-  if (warp < Roles::kSenders) {
-    if (split.sends() && (!kBulk || !staged || warp < ceil_div(kStagedSenders, split.senders))) {
-      DispatchJob job{p, dests, epoch, reinterpret_cast<int32_t *>(shared + at.heads) + warp * (kBulk ? kSendStages : 1) * num_ranks};
-      job.start();
-      if constexpr (kBulk) {
-#if DEEPEP_HAS_BULK_COPY
-        auto *items = reinterpret_cast<int32_t *>(shared + at.items) + warp * 2 * kSendStages;
-        BulkSender<DispatchJob> sender{job, queues + warp, staged, shared + at.stages + static_cast<uint64_t>(warp) * kSendStages * p.stage_bytes,
-                                       reinterpret_cast<uint64_t *>(shared + at.barriers) + warp * kSendStages, items, items + kSendStages,
-                                       p.row_bytes, p.stage_bytes};
-        sender.run();
-#endif
-      } else {
-        CarrySender<DispatchJob> sender{job, queues + warp, staged, p.row_bytes};
-        sender.run();
-      }
-    }
+  const int meta_sender = split.sends() ? Roles::meta_sender(warp, p.recv_segment < 0) : -1;
+  if (meta_sender >= 0) {
+    send_meta<kBulk>(p, dests, meta_space(p, shared + at.meta + meta_sender * meta_space_bytes(p.meta_bytes)), epoch);
+  } else if (warp < Roles::kSenders) {
+    if (sends_rows(p, split)) rows.run(staged);
     __syncwarp();
     if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
     if (!split.sends()) copier = warp;
@@ -145,9 +145,7 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, uint64_t epoc
     });
     announce_and_await_done(p, epoch);
   } else if (warp < Roles::kMetaReceiversAt) {
-    const int sender = warp - Roles::kMetaSendersAt;
-    if (split.sends()) send_meta<kBulk>(p, dests, meta_space(p, shared + at.meta + sender * DispatchShared<kBulk>::meta_each(p.meta_bytes)), epoch);
-    else copier = Roles::kSenders + sender;
+    if (!split.sends()) copier = Roles::kSenders + warp - Roles::kMetaSendersAt;
   } else if (warp < Roles::kRowReceiversAt) {
     const int worker = (warp - Roles::kMetaReceiversAt) * gridDim.x + blockIdx.x;
     receive_meta(p, epoch, p.recv_segment >= 0, worker, Roles::kMetaReceivers * gridDim.x);
@@ -159,6 +157,12 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, uint64_t epoc
 }
 
 template <bool kBulk>
+__device__ inline DispatchJob dispatch_job(const DispatchParams &p, const DispatchShared<kBulk> &at, uint64_t epoch, uint8_t *shared) {
+  auto *heads = reinterpret_cast<int32_t *>(shared + at.heads) + warp_id() * (kBulk ? kSendStages : 1) * p.session.team.num_ranks;
+  return {p, reinterpret_cast<const DispatchDest *>(shared + at.dests), epoch, heads};
+}
+
+template <bool kBulk>
 __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
 #if !DEEPEP_HAS_BULK_COPY
   if constexpr (kBulk) return; // the launcher does not choose this form below 9.0
@@ -166,7 +170,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_ke
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  const DispatchShared<kBulk> at(s.team.num_ranks, p.stage_bytes, p.meta_bytes);
+  const DispatchShared<kBulk> at(s.team.num_ranks, p.stage_bytes, p.meta_bytes, p.recv_segment < 0);
   auto *dests = reinterpret_cast<DispatchDest *>(shared + at.dests);
   for (int i = threadIdx.x; i < static_cast<int>(DispatchRoles<kBulk>::kSenders * sizeof(SendQueue) / 4); i += blockDim.x)
     reinterpret_cast<uint32_t *>(shared + at.queues)[i] = 0;
@@ -180,13 +184,20 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_ke
     const Handshake hand = dispatch_handshake(p, epoch);
     if (blockIdx.x == 0) post_enter(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
+    prepare_dests(p, dests);
+    const DispatchSplit<kBulk> split(p.recv_segment < 0, p.row_bytes, gridDim.x, s.team.num_ranks);
+    DispatchJob job = dispatch_job<kBulk>(p, at, epoch, shared);
+    auto rows = row_sender<kBulk>(job, shared + at.stages, shared + at.barriers, shared + at.items, shared + at.queues, p.row_bytes, p.stage_bytes);
+    if (sends_rows(p, split)) rows.start();
     if (await_enter(s, hand) && set_up_dests(p, epoch, dests)) {
       const bool staged = __syncthreads_or(threadIdx.x == 0 && [&] {
         bool any = false;
         for (int r = 0; r < s.team.num_ranks; ++r) any |= !dests[r].direct;
         return any;
       }());
-      run_dispatch_roles<kBulk>(p, epoch, shared, staged);
+      run_dispatch_roles<kBulk>(p, split, epoch, shared, staged, rows);
+    } else if (sends_rows(p, split)) {
+      rows.abandon();
     }
   }
   finish(s, [&](bool failed) {

@@ -11,12 +11,14 @@ constexpr int kMetaChunk = kWarp;    // rows that a receiving warp awaits togeth
 // go out together, since consecutive rows of a rank lie side by side in its ring: stores of single words would queue behind rows.
 struct MetaSpace {
   uint32_t *common;           // the batch's rows, with experts as they are numbered globally
-  uint32_t *rows;             // those of one rank
+  uint32_t *rows;             // those of one rank: kMetaSlots of them, used in turn
   int32_t *tokens;            // [kMetaBatch]: which of the batch these are
+  uint32_t slot;
 };
+__host__ __device__ inline uint64_t meta_space_bytes(uint32_t meta_bytes) { return (1 + kMetaSlots) * meta_bytes + kMetaBatch * 4; }
 __device__ inline MetaSpace meta_space(const DispatchParams &p, uint8_t *base) {
   return {reinterpret_cast<uint32_t *>(base), reinterpret_cast<uint32_t *>(base + p.meta_bytes),
-          reinterpret_cast<int32_t *>(base + 2 * p.meta_bytes)};
+          reinterpret_cast<int32_t *>(base + (1 + kMetaSlots) * p.meta_bytes), 0};
 }
 
 __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace &space, int first, int tokens) {
@@ -39,24 +41,24 @@ __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace
 }
 
 // The `rows` tokens of the batch that space.tokens names, as rank r gets them.
-__device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &space, int r, int rows, int first) {
+__device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &space, uint32_t *out, int r, int rows, int first) {
   const int row_words = static_cast<int>(p.meta_stride() / 4), words = p.index_words(), num_local = p.num_experts / p.session.team.num_ranks;
   for (int j = 0; j < rows; ++j) {
     const auto *from = reinterpret_cast<const uint4 *>(space.common + space.tokens[j] * row_words);
-    auto *to = reinterpret_cast<uint4 *>(space.rows + j * row_words);
+    auto *to = reinterpret_cast<uint4 *>(out + j * row_words);
     for (int c = lane_id(); c < row_words / 4; c += kWarp) to[c] = from[c];
   }
   __syncwarp();
   for (int i = lane_id(); i < rows * p.num_topk; i += kWarp) {
     const int j = i / p.num_topk, k = i % p.num_topk;
-    uint32_t *row = space.rows + j * row_words, *index = row + p.indices_at() + k * words;
+    uint32_t *row = out + j * row_words, *index = row + p.indices_at() + k * words;
     const int64_t expert = words == 2 ? static_cast<int64_t>(static_cast<uint64_t>(index[1]) << 32 | index[0]) : static_cast<int32_t>(index[0]);
     const int64_t mine = expert - static_cast<int64_t>(r) * num_local;
     const bool local = expert >= 0 && mine >= 0 && mine < num_local;
     if (!local) row[p.weights_at() + k] = 0;
     for (int w = 0; w < words; ++w) index[w] = local ? static_cast<uint32_t>(mine >> (32 * w)) : 0xffffffffu;
   }
-  for (int j = lane_id(); !p.cached && j < rows; j += kWarp) space.rows[j * row_words + p.source_at()] = static_cast<uint32_t>(first + space.tokens[j]);
+  for (int j = lane_id(); !p.cached && j < rows; j += kWarp) out[j * row_words + p.source_at()] = static_cast<uint32_t>(first + space.tokens[j]);
 }
 
 // Whole warp: from shared memory, multiples of 16 bytes.
@@ -73,7 +75,7 @@ template <bool kBulk> __device__ inline void push_shared(uint8_t *to, const void
 
 // Metadata of tokens [first, end), all of whose rows have room.
 template <bool kBulk>
-__device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchDest *dests, const MetaSpace &space, int first, int end) {
+__device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchDest *dests, MetaSpace &space, int first, int end) {
   const int num_ranks = p.session.team.num_ranks, tokens = end - first, lane = lane_id();
   auto rank_at = [&](int i) { return (p.session.team.rank + 1 + i) % num_ranks; }; // ranks do not all begin with the same one
   auto head_at = [&](int i) { return i < num_ranks && lane < tokens ? p.send_head[static_cast<int64_t>(first + lane) * num_ranks + rank_at(i)] : -1; };
@@ -87,10 +89,11 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
     const int rows = __popc(chosen), first_head = __shfl_sync(kAllLanes, mine, __ffs(static_cast<int>(chosen)) - 1);
     if (mine >= 0) space.tokens[__popc(chosen & ((1u << lane) - 1))] = lane;
 #if DEEPEP_HAS_BULK_COPY
-    if (kBulk && lane == 0) ptx::bulk_wait_read<0>(); // of the rank before
+    if (kBulk && lane == 0) ptx::bulk_wait_read<kMetaSlots - 1>();
 #endif
+    uint32_t *out = space.rows + (space.slot++ % kMetaSlots) * (p.meta_bytes / 4);
     __syncwarp();
-    make_meta_rows(p, space, r, rows, first);
+    make_meta_rows(p, space, out, r, rows, first);
 #if DEEPEP_HAS_BULK_COPY
     if (kBulk) ptx::fence_before_bulk();
 #endif
@@ -98,7 +101,7 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
     for (int done = 0; done < rows;) { // round the end of a ring in two parts
       const uint32_t slot = ring_place(first_head + done, dests[r].slots).slot, stride = dests[r].meta_stride;
       const int run = least(rows - done, static_cast<int>(dests[r].slots - slot));
-      push_shared<kBulk>(dests[r].meta + static_cast<uint64_t>(slot) * stride, reinterpret_cast<uint8_t *>(space.rows) + done * stride, run * stride);
+      push_shared<kBulk>(dests[r].meta + static_cast<uint64_t>(slot) * stride, reinterpret_cast<uint8_t *>(out) + done * stride, run * stride);
       done += run;
     }
     __syncwarp();
@@ -125,7 +128,7 @@ __device__ inline void publish_meta(const DispatchParams &p, const DispatchDest 
 
 // Role of a warp.
 template <bool kBulk>
-__device__ inline void send_meta(const DispatchParams &p, const DispatchDest *dests, const MetaSpace &space, uint64_t epoch) {
+__device__ inline void send_meta(const DispatchParams &p, const DispatchDest *dests, MetaSpace space, uint64_t epoch) {
   const int num_ranks = p.session.team.num_ranks, batch = static_cast<int>(p.meta_rows);
   if (p.meta_words() == 0) return;
   for (;;) {

@@ -4,8 +4,11 @@
 
 namespace deepep {
 
-constexpr uint32_t kMetaBatch = 16;    // tokens of one ticket: one system fence for all of them
-constexpr uint32_t kMetaBuffer = 6144; // fewer where their metadata takes more than this
+// Metadata of so many tokens is one ticket, with one system fence for all of them; fewer where theirs would take more shared memory
+// than the block's buffers may have together.
+constexpr uint32_t kMetaBatch = 16, kMetaBatchOfMany = 8; // the latter where more warps send metadata
+constexpr uint32_t kMetaSlots = 2;      // buffers of a warp for what is on its way to ranks
+constexpr uint32_t kMetaBuffers = 96 * 1024;
 
 struct DispatchParams {
   Session session;
@@ -39,12 +42,12 @@ struct DispatchParams {
 
 // One for each rank, in shared memory.
 struct DispatchDest {
-  uint8_t *rows;              // my first row there: its final place, or slot 0 of my ring
+  uint8_t *rows;              // my first row there: its final place, or slot 0 of my ring; before the handshake its nvl region
   uint8_t *meta;              // slot 0 of my ring
   uint64_t *flags[2];
   const uint64_t *credits[2]; // here
   uint32_t slots, row_stride, meta_stride, direct;
-  int32_t num_rows, reserved;
+  int32_t first_row, num_rows, arriving, reserved; // mine there, and everybody's
 };
 
 __device__ inline int rows_before(const int32_t *matrix, int num_ranks, int source, int owner) {
@@ -66,41 +69,51 @@ __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t
   return hand;
 }
 
-// After the handshake, by the whole block. False: some rank has no room for what is sent to it.
+// Before the handshake, by the whole block: all of a destination that does not need the peer's message, which is on its way meanwhile.
+__device__ inline void prepare_dests(const DispatchParams &p, DispatchDest *dests) {
+  const TeamView &team = p.session.team;
+  const int num_ranks = team.num_ranks, me = team.rank;
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
+    DispatchDest dest{};
+    dest.first_row = rows_before(p.rank_prefix_matrix, num_ranks, me, r);
+    dest.num_rows = p.rank_prefix_matrix[me * num_ranks + r] - dest.first_row;
+    dest.arriving = p.rank_prefix_matrix[(num_ranks - 1) * num_ranks + r];
+    dest.rows = team.peers[r] + team.nvl;
+    for (int part = 0; part < 2; ++part) {
+      dest.flags[part] = team.ring_flag(r, static_cast<RingPart>(part), me);
+      dest.credits[part] = team.ring_credit(me, static_cast<RingPart>(part), r);
+    }
+    dests[r] = dest;
+    if (blockIdx.x == 0)
+      team.scratch->sent_bytes[r] = static_cast<uint64_t>(dest.num_rows) * (p.row_bytes + 4ull * p.num_scales);
+  }
+}
+
+// After it, by the same threads. False: some rank has no room for what is sent to it.
 __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, DispatchDest *dests) {
   const TeamView &team = p.session.team;
   const int num_ranks = team.num_ranks, me = team.rank;
   bool good = true;
   for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
     const Enter *from = team.enter(me, epoch % kEnterCopies, r);
-    DispatchDest dest{};
-    const int before = rows_before(p.rank_prefix_matrix, num_ranks, me, r);
-    dest.num_rows = p.rank_prefix_matrix[me * num_ranks + r] - before;
+    DispatchDest &dest = dests[r];
+    uint8_t *nvl = dest.rows;
     dest.direct = from->segment >= 0;
     const RingShape ring = dispatch_ring(p, dest.direct);
     dest.slots = ring.slots, dest.row_stride = dest.direct ? p.row_bytes : ring.payload_stride, dest.meta_stride = ring.meta_stride;
-    uint8_t *nvl = team.peers[r] + team.nvl;
     dest.meta = nvl + ring.meta(me, 0);
     dest.rows = nvl + ring.payload(me, 0);
     if (dest.direct) {
       const uint64_t segment = team.segments[r * DK_MAX_SEGMENTS + from->segment];
-      dest.rows = pointer<uint8_t>(segment) + from->segment_offset + static_cast<uint64_t>(before) * p.row_bytes;
+      dest.rows = pointer<uint8_t>(segment) + from->segment_offset + static_cast<uint64_t>(dest.first_row) * p.row_bytes;
       good &= segment != 0;
     }
-    for (int part = 0; part < 2; ++part) {
-      dest.flags[part] = team.ring_flag(r, static_cast<RingPart>(part), me);
-      dest.credits[part] = team.ring_credit(me, static_cast<RingPart>(part), r);
-    }
-    const int arriving = p.rank_prefix_matrix[(num_ranks - 1) * num_ranks + r];
-    if (from->row_limit >= 0 && arriving > from->row_limit) {
-      report_failure(p.session, DK_EMISMATCH, r, DK_FIELD_WORST_TOKENS, from->row_limit, arriving, 0);
+    if (from->row_limit >= 0 && dest.arriving > from->row_limit) {
+      report_failure(p.session, DK_EMISMATCH, r, DK_FIELD_WORST_TOKENS, from->row_limit, dest.arriving, 0);
       good = false;
     } else if (!good) {
       report_failure(p.session, DK_EINTERNAL, r, DK_FIELD_NONE, from->segment, 0, 0);
     }
-    dests[r] = dest;
-    if (blockIdx.x == 0)
-      team.scratch->sent_bytes[r] = static_cast<uint64_t>(dest.num_rows) * (p.row_bytes + 4ull * p.num_scales);
   }
   return __syncthreads_or(!good) == 0;
 }

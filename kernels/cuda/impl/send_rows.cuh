@@ -35,16 +35,25 @@ __device__ inline void post_row(SendQueue *queue, uint32_t &posted, int row) {
   ++posted;
 }
 
-#if DEEPEP_HAS_BULK_COPY
-// The Hopper form: bulk copies through shared memory, one lane issues.
-template <class Job> struct BulkSender {
-  Job &job;
-  SendQueue *queue;
-  bool publish;
+// A sending warp's shared memory, [kSendStages] each.
+struct SendSpace {
   uint8_t *stages;
   uint64_t *arrived;
-  int32_t *stage_row, *stage_piece; // shared, [kSendStages]
+  int32_t *stage_row, *stage_piece;
+};
+
+// A sending warp: start() takes its first rows and begins to load them, which no peer has to be awaited for; then either run() or
+// abandon(), as loads into shared memory must end before the block does.
+template <bool kBulk, class Job> struct RowSender;
+
+#if DEEPEP_HAS_BULK_COPY
+// The Hopper form: bulk copies through shared memory, one lane issues.
+template <class Job> struct RowSender<true, Job> {
+  Job &job;
+  SendQueue *queue;
+  SendSpace space;
   uint32_t row_bytes, stage_bytes;
+  bool publish = false;
   int loaded = 0, stored = 0, posted_items = 0;
   uint32_t posted = 0;
   int row = -1, piece = 0;
@@ -58,10 +67,10 @@ template <class Job> struct BulkSender {
     if (more) {
       const int stage = loaded % kSendStages;
       if (lane_id() == 0) {
-        stage_row[stage] = row, stage_piece[stage] = piece;
-        ptx::mbarrier_expect(&arrived[stage], piece_bytes(piece));
-        ptx::bulk_load(stages + stage * stage_bytes, job.source(row) + static_cast<uint64_t>(piece) * stage_bytes, piece_bytes(piece),
-                       &arrived[stage]);
+        space.stage_row[stage] = row, space.stage_piece[stage] = piece;
+        ptx::mbarrier_expect(&space.arrived[stage], piece_bytes(piece));
+        ptx::bulk_load(space.stages + stage * stage_bytes, job.source(row) + static_cast<uint64_t>(piece) * stage_bytes, piece_bytes(piece),
+                       &space.arrived[stage]);
       }
       job.prefetch(stage, row);
       ++loaded, ++piece;
@@ -72,7 +81,7 @@ template <class Job> struct BulkSender {
   __device__ void post_until(int complete) {
     for (; posted_items < complete; ++posted_items) {
       const int stage = posted_items % kSendStages;
-      if (stage_piece[stage] == pieces() - 1) post_row(queue, posted, stage_row[stage]);
+      if (space.stage_piece[stage] == pieces() - 1) post_row(queue, posted, space.stage_row[stage]);
     }
   }
   __device__ void drain() {
@@ -83,26 +92,37 @@ template <class Job> struct BulkSender {
   // One piece to all its destinations. False: the team failed.
   __device__ bool store_next() {
     const int stage = stored % kSendStages;
-    const int which = stage_row[stage], at = stage_piece[stage];
+    const int which = space.stage_row[stage], at = space.stage_piece[stage];
     if (!job.room(stage, which)) {
       drain(); // what is on its way here may be what others wait for
       if (!job.await_room(stage, which)) return false;
       ptx::fence_before_bulk();
     }
     if (lane_id() == 0)
-      while (!ptx::mbarrier_try_wait(&arrived[stage], (stored / kSendStages) & 1)) {}
+      while (!ptx::mbarrier_try_wait(&space.arrived[stage], (stored / kSendStages) & 1)) {}
     const uint32_t bytes = piece_bytes(at);
     const uint64_t offset = static_cast<uint64_t>(at) * stage_bytes;
     job.each(stage, which, [&](uint8_t *to) {
-      if (lane_id() == 0) ptx::bulk_store(to + offset, stages + stage * stage_bytes, bytes);
+      if (lane_id() == 0) ptx::bulk_store(to + offset, space.stages + stage * stage_bytes, bytes);
     });
     if (lane_id() == 0) ptx::bulk_commit();
     if (at == pieces() - 1) job.extra(stage, which);
     ++stored;
     return true;
   }
-  __device__ void run() {
+  __device__ void start() {
+    job.start();
     for (int i = 0; i < kSendAhead; ++i) load_next();
+  }
+  __device__ void abandon() {
+    for (; stored < loaded; ++stored) {
+      if (lane_id() == 0)
+        while (!ptx::mbarrier_try_wait(&space.arrived[stored % kSendStages], (stored / kSendStages) & 1)) {}
+    }
+    ptx::copy_words_wait<0>();
+  }
+  __device__ void run(bool publish_rows) {
+    publish = publish_rows;
     bool good = true;
     while (good && stored < loaded) {
       ptx::copy_words_wait<kSendAhead - 1>();
@@ -118,22 +138,17 @@ template <class Job> struct BulkSender {
       load_next();
     }
     drain();
-    while (!good && stored < loaded) { // loads into shared memory must end before the block does
-      if (lane_id() == 0)
-        while (!ptx::mbarrier_try_wait(&arrived[stored % kSendStages], (stored / kSendStages) & 1)) {}
-      ++stored;
-    }
-    ptx::copy_words_wait<0>();
+    abandon();
   }
 };
 #endif
 
 // The form for compute capability 8.0: a warp carries a row in registers.
-template <class Job> struct CarrySender {
+template <bool kBulk, class Job> struct RowSender {
   Job &job;
   SendQueue *queue;
-  bool publish;
-  uint32_t row_bytes;
+  SendSpace space;
+  uint32_t row_bytes, stage_bytes;
 
   __device__ void carry(int row) {
     constexpr int kUnroll = 8;
@@ -151,7 +166,9 @@ template <class Job> struct CarrySender {
       });
     }
   }
-  __device__ void run() {
+  __device__ void start() { job.start(); }
+  __device__ void abandon() {}
+  __device__ void run(bool publish) {
     uint32_t posted = 0;
     for (int row = job.next(); row >= 0; row = job.next()) {
       __syncwarp();
@@ -166,6 +183,17 @@ template <class Job> struct CarrySender {
     }
   }
 };
+
+// This warp's, of shared memory for as many warps as send.
+template <bool kBulk, class Job>
+__device__ inline RowSender<kBulk, Job> row_sender(Job &job, uint8_t *stages, uint8_t *barriers, uint8_t *items, uint8_t *queues, uint32_t row_bytes,
+                                                   uint32_t stage_bytes) {
+  const int warp = warp_id();
+  auto *item = reinterpret_cast<int32_t *>(items) + warp * 2 * kSendStages;
+  return {job, reinterpret_cast<SendQueue *>(queues) + warp,
+          {stages + static_cast<uint64_t>(warp) * kSendStages * stage_bytes, reinterpret_cast<uint64_t *>(barriers) + warp * kSendStages, item,
+           item + kSendStages}, row_bytes, stage_bytes};
+}
 
 // The publisher: one fence for all rows that the block's senders have completed, then their flags. flags(row, which) stores the
 // flag of destination `which` < per_row of a row. Ends when all senders have finished; everything sent is then published.
@@ -198,7 +226,7 @@ __device__ inline void publish_rows(SendQueue *queues, int num_queues, int per_r
   }
 }
 
-// A row from local memory to local memory by a warp.
+// A row by a warp, through registers.
 __device__ inline void copy_row(uint8_t *to, const uint8_t *from, uint32_t bytes) {
   constexpr int kUnroll = 8;
   const int chunks = static_cast<int>(bytes / 16);
