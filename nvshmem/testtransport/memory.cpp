@@ -55,12 +55,14 @@ const Driver *driver() {
 
 struct Mapping { uint64_t address; size_t bytes; uint32_t kind; };
 
-std::mutex mutex;                                        // of all below
-std::map<uint64_t, int> descriptors;                     // by serial: what this process gives
-std::map<std::pair<int64_t, uint64_t>, Mapping> mapped;  // by pid and serial: what this process has
+// Two locks: two processes ask each other for memory at the same time, and must answer while they ask.
+std::mutex giving;                                       // of what others may have
+std::map<uint64_t, int> descriptors;                     // by serial
 uint64_t next_serial = 1;
 int listener = -1;
 pthread_t server;
+std::mutex taking;                                       // of what this process has from others
+std::map<std::pair<int64_t, uint64_t>, Mapping> mapped;  // by pid and serial
 
 socklen_t name_of(int64_t pid, sockaddr_un *name) {
   memset(name, 0, sizeof *name);
@@ -106,7 +108,7 @@ void *serve(void *argument) {
   for (int peer; (peer = accept4(own, nullptr, nullptr, SOCK_CLOEXEC)) >= 0; close(peer)) {
     uint64_t serial = 0;
     if (recv(peer, &serial, sizeof serial, MSG_WAITALL) != sizeof serial) continue;
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::mutex> lock(giving);
     const auto found = descriptors.find(serial);
     send_descriptor(peer, found == descriptors.end() ? -1 : found->second);
   }
@@ -218,7 +220,7 @@ int share_memory(MemoryHandle *handle, void *address, size_t bytes, bool local_o
   memset(handle, 0, sizeof *handle);
   Shared shared{};
   shared.magic = kMagic, shared.pid = getpid(), shared.address = reinterpret_cast<uint64_t>(address), shared.bytes = bytes;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(giving);
   shared.serial = next_serial++;
   if (!local_only) {
     CUdeviceptr base = 0;
@@ -235,7 +237,7 @@ int share_memory(MemoryHandle *handle, void *address, size_t bytes, bool local_o
 int unshare_memory(MemoryHandle *handle) {
   Shared shared;
   memcpy(&shared, handle, sizeof shared);
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(giving);
   const auto found = descriptors.find(shared.serial);
   if (shared.magic != kMagic || shared.pid != getpid() || found == descriptors.end()) return 0;
   close(found->second);
@@ -251,7 +253,7 @@ void *reach_memory(const Place &place) {
     return nullptr;
   }
   if (shared.pid == getpid()) return place.address;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(taking);
   const Mapping *mapping = map_once(shared);
   if (mapping == nullptr) return nullptr;
   return reinterpret_cast<void *>(mapping->address + shared.offset + (reinterpret_cast<uint64_t>(place.address) - shared.address));
@@ -261,21 +263,24 @@ bool prepare_memory(const MemoryHandle &handle) {
   Shared shared;
   memcpy(&shared, &handle, sizeof shared);
   if (shared.magic != kMagic || shared.pid == getpid() || shared.kind == kLocalOnly) return true; // none of ours to map
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(taking);
   return map_once(shared) != nullptr;
 }
 
 void forget_memory() {
-  std::unique_lock<std::mutex> lock(mutex);
-  for (const auto &[key, mapping] : mapped) {
-    if (mapping.kind == kRuntime) {
-      (void)cudaIpcCloseMemHandle(reinterpret_cast<void *>(mapping.address));
-      continue;
+  {
+    const std::lock_guard<std::mutex> lock(taking);
+    for (const auto &[key, mapping] : mapped) {
+      if (mapping.kind == kRuntime) {
+        (void)cudaIpcCloseMemHandle(reinterpret_cast<void *>(mapping.address));
+        continue;
+      }
+      (void)driver()->unmap(mapping.address, mapping.bytes);
+      (void)driver()->free(mapping.address, mapping.bytes);
     }
-    (void)driver()->unmap(mapping.address, mapping.bytes);
-    (void)driver()->free(mapping.address, mapping.bytes);
+    mapped.clear();
   }
-  mapped.clear();
+  std::unique_lock<std::mutex> lock(giving);
   for (const auto &[serial, fd] : descriptors) close(fd);
   descriptors.clear();
   const int fd = listener;
