@@ -65,7 +65,7 @@ def nodes(device: str) -> None:
 
 @pytest.fixture(scope="session")
 def _shared_pool(device: str) -> Iterator[RankPool]:
-    size = LARGEST_POOL
+    size = int(os.environ.get("DEEPEP_TEST_RANKS") or LARGEST_POOL)
     if joins_gpus():
         import torch
 
@@ -77,17 +77,31 @@ def _shared_pool(device: str) -> Iterator[RankPool]:
 
 @pytest.fixture
 def pool(_shared_pool: RankPool) -> RankPool:
-    """Eight ranks that all tests share; a test uses the first R of them and leaves them usable."""
+    """Eight ranks (DEEPEP_TEST_RANKS) that all tests share; a test uses the first R of them and leaves them usable."""
     _shared_pool.start()
     return _shared_pool
 
 
+@pytest.fixture(scope="session")
+def _mended_pools(device: str) -> Iterator[dict[int, RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for each in pools.values():
+        each.stop()
+
+
 @pytest.fixture
-def fresh_pool(device: str) -> Iterator[Callable[[int], RankPool]]:
-    """``fresh_pool(n)``: a pool of its own for a test that kills ranks or spoils them."""
+def fresh_pool(device: str, _mended_pools: dict[int, RankPool]) -> Iterator[Callable[[int], RankPool]]:
+    """``fresh_pool(n)``: a pool of its own for a test that kills ranks or spoils them.
+
+    On GPUs survivors of one test serve in the next, beside new processes in place of the dead.
+    """
     pools: list[RankPool] = []
 
     def make(size: int) -> RankPool:
+        if device == "cuda":
+            _mended_pools.setdefault(size, RankPool(size, device, mends=True)).mend()
+            return _mended_pools[size]
         pools.append(RankPool(size, device))
         pools[-1].start()
         return pools[-1]

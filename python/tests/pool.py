@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
+
 import pool_worker
 
 GRACE = 15.0  # seconds the other ranks get after the first one has failed
@@ -56,11 +58,17 @@ def report(bad: list[Outcome]) -> str:
 
 
 class RankPool:
-    """``size`` processes with one gloo group and lazily made groups of the first R of them."""
+    """``size`` processes with one gloo group and lazily made groups of the first R of them.
 
-    def __init__(self, size: int, device: str = "cpu") -> None:
+    ``mends``: ranks that died are replaced, where the others ended well, instead of all of them: where a process takes
+    seconds to make its GPU context, that is what a test of deaths costs.
+    """
+
+    def __init__(self, size: int, device: str = "cpu", mends: bool = False) -> None:
         self.size = size
         self.device = device
+        self.mends = mends
+        self._generation = 0
         self.alive = False
         self._folder = ""
         self._last_logs = ""
@@ -74,22 +82,46 @@ class RankPool:
             return
         self._folder = tempfile.mkdtemp(prefix="deepep-pool-")
         self._log_starts = [0] * self.size
+        for rank in range(self.size):
+            process, connection = self._start_rank(rank)
+            self._processes.append(process)
+            self._connections.append(connection)
+        self.alive = True
+        self._await_ranks()
+
+    def _start_rank(self, rank: int) -> tuple[Any, Connection]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(pool_worker.PRELOAD)
-        for rank in range(self.size):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=pool_worker.main,
-                args=(rank, self.size, self.device, self._folder, there),
-                daemon=True,
-            )
-            process.start()
-            there.close()
-            self._processes.append(process)
-            self._connections.append(here)
-        self.alive = True
+        here, there = context.Pipe()
+        process = context.Process(
+            target=pool_worker.main,
+            args=(rank, self.size, self.device, self._folder, self._generation, there),
+            daemon=True,
+        )
+        process.start()
+        there.close()
+        return process, here
+
+    def _await_ranks(self) -> None:
         for outcome in self._collect(list(range(self.size)), 120.0):
             assert not outcome.error and not outcome.died, f"rank {outcome.rank} did not start: {self.logs()}"
+
+    def mend(self) -> None:
+        """Starts dead ranks anew; all of them then form a new group. A pool that was stopped starts as usual."""
+        if not self.alive:
+            self.start()
+            return
+        dead = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
+        if not dead:
+            return
+        self._generation += 1
+        for rank in range(self.size):
+            if rank in dead:
+                self._connections[rank].close()
+                self._processes[rank], self._connections[rank] = self._start_rank(rank)
+            else:
+                self._connections[rank].send((pool_worker.REJOIN, self.size, (self._generation,)))
+        self._await_ranks()
 
     def stop(self) -> None:
         """Kills the ranks and removes what they left; no rank is asked."""
@@ -125,6 +157,8 @@ class RankPool:
         meanwhile: Callable[[RankPool], None] | None = None,
     ) -> list[Outcome]:
         """Like ``run``, but an exception or the death of a rank is a result. ``meanwhile`` runs in the caller."""
+        if ranks > self.size:
+            pytest.skip(f"needs {ranks} ranks, and the pool has {self.size} (DEEPEP_TEST_RANKS)")
         self.start()
         self._log_starts = [self._log_size(rank) for rank in range(self.size)]
         name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
@@ -138,7 +172,8 @@ class RankPool:
                 if outcome.died:
                     self._processes[outcome.rank].join(5)
                     outcome.traceback = f"died, exit code {self._processes[outcome.rank].exitcode}"
-            self.stop()
+            if not self.mends or any(outcome.error for outcome in outcomes):
+                self.stop()
         return outcomes
 
     def _collect(self, ranks: list[int], deadline: float) -> list[Outcome]:

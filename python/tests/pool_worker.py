@@ -21,6 +21,7 @@ import hosts
 
 PRELOAD = ["pool_worker", "pytest", "numpy", "reference"]
 PR_SET_PDEATHSIG = 1
+REJOIN = "rejoin"  # instead of a function's name: leave the group, and join the one of the given generation
 
 
 def log_path(folder: str, rank: int) -> str:
@@ -86,8 +87,13 @@ def _prepare(rank: int, device: str, folder: str) -> str:
     if device == "cuda":
         index = rank % torch.cuda.device_count()
         torch.cuda.set_device(index)
+        torch.zeros(1, device=f"cuda:{index}")  # makes the context, which takes seconds, before any test has a deadline
         return f"cuda:{index}"
     return device
+
+
+def _join(folder: str, generation: int, rank: int, size: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{generation}", rank=rank, world_size=size)
 
 
 def _describe(error: BaseException) -> tuple[str, tuple[str, ...], str, str]:
@@ -101,12 +107,12 @@ def _call(context: Context, name: str, size: int, args: tuple[Any, ...]) -> Any:
     return getattr(importlib.import_module(module), attribute)(context, *args)
 
 
-def main(rank: int, size: int, device: str, folder: str, connection: Connection) -> None:
+def main(rank: int, size: int, device: str, folder: str, generation: int, connection: Connection) -> None:
     """Joins the pool's group, then serves calls until the pool hangs up."""
     sys.path[:0] = [path for path in (os.path.dirname(__file__),) if path not in sys.path]
     own_device = _prepare(rank, device, folder)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    _join(folder, generation, rank, size)
     context = Context(rank, size, own_device, connection)
     connection.send(("value", None))
     while True:
@@ -114,6 +120,12 @@ def main(rank: int, size: int, device: str, folder: str, connection: Connection)
             name, ranks, args = connection.recv()
         except (EOFError, ConnectionResetError):
             os._exit(0)
+        if name == REJOIN:
+            dist.destroy_process_group()
+            _join(folder, args[0], rank, size)
+            context = Context(rank, size, own_device, connection)
+            connection.send(("value", None))
+            continue
         try:
             answer = ("value", _call(context, name, ranks, args))
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt is a result too

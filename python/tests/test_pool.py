@@ -67,3 +67,16 @@ def test_deadline_reports_the_stack_and_kills():
     assert not os.path.exists(f"/proc/{pid}") or not pool.alive
     assert pool.run(2, rank_sum, 0)[0] == (0, 2, 1)
     pool.stop()
+
+
+def test_a_mended_pool_keeps_the_survivors():
+    pool = RankPool(3, mends=True)
+    try:
+        pool.mend()
+        survivors = [pool.pid(0), pool.pid(2)]
+        assert pool.outcomes(3, rank_die, 1)[1].died
+        pool.mend()
+        assert [pool.pid(0), pool.pid(2)] == survivors
+        assert pool.run(3, rank_sum, 10) == [(rank, 3, 33) for rank in range(3)]
+    finally:
+        pool.stop()
