@@ -30,10 +30,10 @@ struct FarRoute {               // of the token that a block sends now, in share
 // By the first warp.
 __device__ inline void read_far_route(const FarLlParams &p, int token, FarRoute *route) {
   const int lane = lane_id(), expert = expert_of_lane(p, token), rank = expert < 0 ? -1 : expert / p.num_local;
-  const uint32_t below = (1u << lane) - 1;
-  route->expert[lane] = expert < 0 || (__match_any_sync(kAllLanes, expert) & below) != 0 ? -1 : expert;
-  const bool leads = rank >= 0 && !is_masked(p.session, rank);
-  const bool first = (__match_any_sync(kAllLanes, leads ? rank : -1) & below) == 0 && leads;
+  const bool serves = rank >= 0 && !is_masked(p.session, rank);
+  const uint32_t below = (1u << lane) - 1, same_expert = __match_any_sync(kAllLanes, expert), same_rank = __match_any_sync(kAllLanes, serves ? rank : -1);
+  route->expert[lane] = (same_expert & below) != 0 ? -1 : expert;
+  const bool first = serves && (same_rank & below) == 0;
   const uint32_t ranks = __ballot_sync(kAllLanes, first);
   if (first) route->rank[__popc(ranks & below)] = rank;
   if (lane == 0) route->num_ranks = __popc(ranks);
