@@ -1,16 +1,19 @@
-/* kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--seeds N] [--isa N] [--patience F] [--stop] [--list]
+/* kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--seeds N] [--isa N] [--patience F] [--threads] [--stop] [--list]
  *
  * --ranks leaves out the cases of more ranks; --seeds is how many of them the cases that draw them try, from --seed on; --isa is
- * that of dk_device_open; --patience is a factor for all time limits; --stop ends after the first failure.
+ * that of dk_device_open; --patience is a factor for all time limits; --threads leaves out the cases whose ranks are processes, which
+ * takes long where a process needs seconds to make its context; --stop ends after the first failure.
  * Runs the cases of the kernel interface against one library. The last line is "N passed, N failed, N skipped"; the exit
  * status is 1 if any failed. DEEPEP_TEST_SANITIZER (address, thread, memcheck, racecheck, synccheck) says that the program
  * runs under that tool: then the heavier cases are left out and time limits are longer. DEEPEP_TEST_FULL=1: more rounds.
  */
+#include <dlfcn.h>
 #include <errno.h>
 #include <getopt.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "suite.h"
@@ -85,11 +88,23 @@ static void run_case(const struct test_case *test, enum verdict (*run)(const str
   fflush(stdout);
 }
 
-static void run_group(const struct group *group, enum verdict (*run)(const struct test_case *, char *, size_t)) {
+/* Looked for in a process of its own, as ranks that are processes must be forked before the library is here. */
+static bool has_transport(void) {
+  pid_t child = fork();
+  if (child == 0) {
+    void *handle = dlopen(settings.library_path, RTLD_NOW | RTLD_LOCAL);
+    _exit(handle && dlsym(handle, "dk_transport_open") ? 0 : 1);
+  }
+  int status = 0;
+  return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+/* all: why no case of the group can run, or NULL. */
+static void run_group(const struct group *group, enum verdict (*run)(const struct test_case *, char *, size_t), const char *all) {
   for (int i = 0; i < group->count && !(settings.stop && state.count[FAILED]); i++) {
     const struct test_case *test = &group->cases[i];
     if (settings.filter && !strstr(test->name, settings.filter)) continue;
-    const char *reason = reason_to_skip(test);
+    const char *reason = all ? all : reason_to_skip(test);
     if (!reason) {
       run_case(test, run);
       continue;
@@ -131,7 +146,7 @@ static long number(const char *text, long least, long most) {
 static bool read_options(int argc, char **argv) {
   static const struct option options[] = {{"device", 1, 0, 'd'}, {"ranks", 1, 0, 'r'}, {"filter", 1, 0, 'f'},
                                           {"seed", 1, 0, 's'},   {"isa", 1, 0, 'i'},   {"patience", 1, 0, 'p'}, {"seeds", 1, 0, 'n'},
-                                          {"stop", 0, 0, 'x'},   {"list", 0, 0, 'l'},  {0, 0, 0, 0}};
+                                          {"threads", 0, 0, 't'}, {"stop", 0, 0, 'x'},   {"list", 0, 0, 'l'},  {0, 0, 0, 0}};
   bool list = false;
   for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
     if (c == 'd') settings.device = (int)number(optarg, 0, 1023);
@@ -141,12 +156,13 @@ static bool read_options(int argc, char **argv) {
     else if (c == 'n') settings.seeds = (int)number(optarg, 1, 1000000);
     else if (c == 'i') settings.isa = (uint32_t)number(optarg, 0, 1000);
     else if (c == 'p') settings.patience *= strtod(optarg, NULL);
+    else if (c == 't') settings.threads = true;
     else if (c == 'x') settings.stop = true;
     else if (c == 'l') list = true;
     else exit(2);
   }
   if (optind != argc - 1) {
-    fprintf(stderr, "usage: kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--seeds N] [--isa N] [--patience F] [--stop] [--list]\n");
+    fprintf(stderr, "usage: kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--seeds N] [--isa N] [--patience F] [--threads] [--stop] [--list]\n");
     exit(2);
   }
   settings.library_path = argv[optind];
@@ -160,7 +176,9 @@ int main(int argc, char **argv) {
     for (int i = 0; i < COUNT(groups); i++) list_group(groups[i]);
     return 0;
   }
-  for (int i = 0; i < COUNT(process_groups); i++) run_group(process_groups[i], run_processes);
+  const char *why_not = has_transport() ? NULL : "the library has no transport";
+  for (int i = 0; !settings.threads && i < COUNT(process_groups); i++)
+    run_group(process_groups[i], run_processes, process_groups[i] == &process_cases ? NULL : why_not);
   /* All ranks share a device, each with streams of its own: in one hardware queue a rank would wait behind another's wait. */
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   char why[512];
@@ -173,7 +191,7 @@ int main(int argc, char **argv) {
   pthread_t watchdog;
   if (pthread_create(&watchdog, NULL, watch, NULL)) abort();
   pthread_detach(watchdog);
-  for (int i = 0; i < COUNT(groups); i++) run_group(groups[i], run_threads);
+  for (int i = 0; i < COUNT(groups); i++) run_group(groups[i], run_threads, NULL);
   close_seats();
   if (state.count[PASSED] + state.count[FAILED] + state.count[SKIPPED] == 0) {
     printf("FAILED: no case has \"%s\" in its name\n", settings.filter ? settings.filter : "");

@@ -78,6 +78,7 @@ struct settings {
   double patience;                /* factor for every time limit: sanitizers are slow */
   bool full;                      /* more rounds of random cases */
   bool stop;                      /* after the first failure */
+  bool threads;                   /* no ranks as processes */
   bool one_mapping;               /* ranks use each other's own mapping: TSan knows no other */
 };
 extern struct settings settings;
