@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 
@@ -65,6 +66,30 @@ template <class F> bool elsewhere(F function) {
   return waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0;
 }
 
+// Two processes that want each other's memory at the same moment, again and again.
+struct Both { std::atomic<int> come, bad; MemoryHandle handle[2]; };
+bool each_other() {
+  constexpr int kRounds = 100;
+  auto *both = static_cast<Both *>(mmap(nullptr, sizeof(Both), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  auto meet = [both](int times) {
+    for (++both->come; both->come < 2 * times && both->bad == 0;) {}
+    return both->bad == 0;
+  };
+  auto one = [=](int self) {
+    for (int round = 0; round < kRounds; ++round) {
+      if (share_memory(&both->handle[self], heap, kBytes, false) != 0 || !meet(2 * round + 1)) return ++both->bad, false;
+      if (!prepare_memory(both->handle[1 - self])) return ++both->bad, false;
+      if (!meet(2 * round + 2)) return false;
+    }
+    return true;
+  };
+  const pid_t child = fork();
+  if (child == 0) _exit(one(1) ? 0 : 1);
+  const bool other = elsewhere([&] { return one(0); });
+  int how = 0;
+  return waitpid(child, &how, 0) == child && WIFEXITED(how) && WEXITSTATUS(how) == 0 && other;
+}
+
 }  // namespace
 
 extern "C" {
@@ -90,6 +115,7 @@ int main() {
   heap_fd = memfd_create("heap", MFD_CLOEXEC);
   if (ftruncate(heap_fd, kBytes) != 0) return 1;
   heap = static_cast<char *>(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, heap_fd, 0));
+  verdict("each asks the other", each_other()); // before this process listens: its children have names of their own
   MemoryHandle part{}, local{}, again{};
   char *const registered = heap + 8192; // a part of the allocation
   verdict("registered", share_memory(&part, registered, 65536, false) == 0 && share_memory(&local, registered, 64, true) == 0);
