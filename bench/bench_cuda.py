@@ -28,6 +28,7 @@ from torch.multiprocessing.spawn import spawn
 import cuda_tables
 import deep_ep
 import document
+import hostcost
 import low_latency_kernels
 import normal_kernels
 import ranks
@@ -38,7 +39,6 @@ from tables import machine
 
 SECTIONS = ("startup", "lowlatency", "hostcost", "normal")
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_PROGRAM = ROOT / "build" / "bin" / "bench_ops"
 LIMIT_SECONDS = 40
 # Which buffer is the first of its process: there all kernels are loaded for the first time. Two sets of processes.
 FIRSTS: tuple[dict[str, tuple[dict[str, bool], bool]], ...] = (
@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=int, default=usual, help=f"{what} ({usual})")
     parser.add_argument(
-        "--limit-program", type=Path, default=LIMIT_PROGRAM, help="bench/cuda, built (build/bin/bench_ops)"
+        "--programs", type=Path, default=ROOT / "build" / "bin", help="folder of bench_ops, host_cost (build/bin)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw times there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables into this document")
@@ -126,10 +126,11 @@ def measure_limit(options: argparse.Namespace) -> dict[str, Any]:
     """GB/s out of each GPU while all push to all, by bench/cuda; {"missing": why} if that cannot be."""
     if options.engine != "cuda" or options.ranks < 2:
         return {"missing": "a push needs two GPUs"}
-    if not options.limit_program.exists():
-        return {"missing": f"there is no {options.limit_program} (make bench ENGINE=cuda builds it)"}
+    program = options.programs / "bench_ops"
+    if not program.exists():
+        return {"missing": f"there is no {program} (make bench ENGINE=cuda builds it)"}
     library = deep_ep_cuda_library()
-    command = [str(options.limit_program), library, "mode=normal", f"ranks={options.ranks}", f"devices={options.ranks}"]
+    command = [str(program), library, "mode=normal", f"ranks={options.ranks}", f"devices={options.ranks}"]
     command += [f"tokens={options.tokens}", f"hidden={options.hidden}", "sms=20", "iterations=1"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
@@ -160,6 +161,9 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
             got = json.loads(result.read_text())
             found["first"] += got.pop("first", [])
             found |= got
+    if "hostcost" in options.only:
+        built = options.programs / "host_cost"
+        found["hostcost_c"] = hostcost.measure_c(options.calls, options.engine, built if built.exists() else None)
     found["limit"] = (
         measure_limit(options) if {"normal", "lowlatency"} & set(options.only) else {"missing": "not asked"}
     )

@@ -6,6 +6,7 @@ import argparse
 import math
 from typing import Any
 
+import hostcost
 from tables import Table, duration, median, p99, ratio
 
 # (operation, kind, path, SMs) -> us
@@ -29,6 +30,7 @@ LOW_LATENCY_AIMS = {
 }
 HALVES_AIM = 4.0  # us over the call in one
 HOST_AIMS = {"dispatch FP8": 6.0, "combine": 5.0}
+HOST_AIM_C = 4.0
 FIRST_AIM = 1.1  # times the steady call, after preinitialize and warmup
 CONSTRUCT_AIMS = {"plain": 150_000.0, "background": 5_000.0, "background + warmup": 5_000.0}
 
@@ -50,7 +52,7 @@ def make(found: dict[str, Any], options: argparse.Namespace) -> list[Table]:
     if "lowlatency" in found:
         tables.append(low_latency_table(found["lowlatency"], options, limit, told, full and options.ll_tokens == 128))
     if "hostcost" in found:
-        tables.append(host_table(found["hostcost"], options))
+        tables.append(host_table(found["hostcost"], found["hostcost_c"], options))
     if "startup" in found:
         tables.append(startup_table(found, options))
     return tables
@@ -116,17 +118,24 @@ def low_latency_table(found: dict[str, Any], options: argparse.Namespace, limit:
     return table
 
 
-def host_table(found: dict[str, list[float]], options: argparse.Namespace) -> Table:
+def host_table(found: dict[str, list[float]], c: dict[str, Any], options: argparse.Namespace) -> Table:
     """What a call costs its caller."""
     table = Table(
-        "CPU time of a low-latency call from Python",
+        "CPU time of a low-latency call",
         f"Time from call to return at {options.ll_tokens} tokens of {options.hidden}, outputs recycled, the host waits "
-        f"for the device every 8 calls; the slowest rank of each of {options.calls} calls.",
+        f"for the device every 8 calls; the slowest rank of each of {options.calls} calls. C: one rank, one token "
+        "of 128.",
         ["call", "median", "p99", "aim"],
     )
     for name, values in found.items():
         wanted = HOST_AIMS.get(name, math.nan)
-        table.rows.append([name, duration(median(values)), duration(p99(values)), aim(wanted)])
+        table.rows.append([f"Python, {name}", duration(median(values)), duration(p99(values)), aim(wanted)])
+    if "missing" in c:
+        table.rows.append([f"C: {c['missing']}", "-", "-", aim(HOST_AIM_C)])
+        return table
+    for name in ("dispatch", "combine"):
+        awake = hostcost.split(c[name])[1]
+        table.rows.append([f"C, {name}", duration(median(awake)), duration(p99(awake)), aim(HOST_AIM_C)])
     return table
 
 

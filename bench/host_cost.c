@@ -1,5 +1,6 @@
-/* What an asynchronous low-latency call costs its caller: one rank, one token, CPU engine. Calls come in bursts with a
- * pause between them; hostcost.py says why.
+/* What a low-latency call costs its caller: one rank, one token; the engine is the one that DEEPEP_ENGINE or the machine
+ * selects. With the CPU engine the calls are asynchronous, on a GPU all are. They come in bursts with a pause between
+ * them; hostcost.py says why.
  *
  *   host_cost CALLS FOLDER
  *
@@ -9,6 +10,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "arrays.h"
 #include "deepep.h"
 
 enum { HIDDEN = 128, BLOCK = 128, WARMUP_BURSTS = 50, BURST = 4, PAUSE_NS = 200000 };
@@ -30,7 +32,7 @@ static void pause_between(void) {
   nanosleep(&t, NULL);
 }
 
-static deepep_buffer_t make_buffer(const char *folder, deepep_group_t *group) {
+static deepep_buffer_t make_buffer(const char *folder, deepep_group_t *group, const char **engine) {
   deepep_group_options alone = DEEPEP_GROUP_OPTIONS_INIT;
   alone.bootstrap = DEEPEP_BOOTSTRAP_FILE;
   alone.rank = 0;
@@ -38,7 +40,7 @@ static deepep_buffer_t make_buffer(const char *folder, deepep_group_t *group) {
   alone.directory = folder;
   check(deepep_group_create(&alone, group), "deepep_group_create");
   deepep_buffer_options options = DEEPEP_BUFFER_OPTIONS_INIT;
-  options.engine = "cpu";
+  options.engine = *engine = arrays_open(0, &options.device);
   options.low_latency_mode = 1;
   options.preinitialize = 1;
   check(deepep_low_latency_size_hint(1, HIDDEN, 1, 1, &options.num_rdma_bytes), "deepep_low_latency_size_hint");
@@ -60,15 +62,18 @@ int main(int argc, char **argv) {
     return 2;
   }
   deepep_group_t group = NULL;
-  deepep_buffer_t buffer = make_buffer(argv[2], &group);
+  const char *engine = NULL;
+  deepep_buffer_t buffer = make_buffer(argv[2], &group, &engine);
   deepep_event_t event = NULL;
   check(deepep_event_create(buffer, &event), "deepep_event_create");
 
-  static _Alignas(256) uint16_t x[HIDDEN], answers[HIDDEN], combined[HIDDEN];
-  static _Alignas(256) uint8_t recv_x[HIDDEN];
-  static int64_t topk_idx[1], layout_range[1];
-  static int32_t recv_count[1], src_info[1];
-  static float recv_scales[HIDDEN / BLOCK], weights[1] = {1.0f};
+  const size_t row = HIDDEN * sizeof(uint16_t);
+  uint16_t *x = array_new(row), *answers = array_new(row), *combined = array_new(row);
+  uint8_t *recv_x = array_new(HIDDEN);
+  int64_t *topk_idx = array_new(sizeof *topk_idx), *layout_range = array_new(sizeof *layout_range);
+  int32_t *recv_count = array_new(sizeof *recv_count), *src_info = array_new(sizeof *src_info);
+  float *recv_scales = array_new(HIDDEN / BLOCK * sizeof *recv_scales), *weights = array_new(sizeof *weights);
+  weights[0] = 1.0f;
   for (int i = 0; i < HIDDEN; i++) x[i] = answers[i] = 0x3f80; /* 1.0 in BF16 */
 
   deepep_ll_dispatch_args dispatch = DEEPEP_LL_DISPATCH_INIT;
@@ -91,8 +96,9 @@ int main(int argc, char **argv) {
   combine.layout_range = layout_range;
   combine.combined_x = combined;
   deepep_call call = DEEPEP_CALL_INIT;
-  call.async = 1;
-  call.event = event;
+  const int host_stream = strcmp(engine, "cpu") == 0;
+  call.async = host_stream;
+  if (host_stream) call.event = event;
 
   int bursts = calls / BURST;
   size_t bytes = (size_t)bursts * BURST * sizeof(double);
@@ -107,6 +113,7 @@ int main(int argc, char **argv) {
       times[n] = now_us() - start;
       check(status, "deepep_low_latency_dispatch");
     }
+    if (!host_stream) check(deepep_event_record(event, NULL), "deepep_event_record");
     check(deepep_event_wait(event, -1), "deepep_event_wait");
     times = i < 0 ? spare : done + i * BURST;
     pause_between();
@@ -116,9 +123,10 @@ int main(int argc, char **argv) {
       times[n] = now_us() - start;
       check(status, "deepep_low_latency_combine");
     }
+    if (!host_stream) check(deepep_event_record(event, NULL), "deepep_event_record");
     check(deepep_event_wait(event, -1), "deepep_event_wait");
   }
-  if (recv_count[0] != 1 || memcmp(combined, x, sizeof x) != 0) {
+  if (recv_count[0] != 1 || memcmp(combined, x, row) != 0) {
     fprintf(stderr, "the row did not come back as it was sent\n");
     return 1;
   }

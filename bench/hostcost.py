@@ -91,20 +91,25 @@ def measure_program(command: list[str], env: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def measure_c(calls: int) -> dict[str, Any]:
-    """Builds and runs host_cost.c against build/lib."""
+def measure_c(calls: int, engine: str = "cpu", prebuilt: Path | None = None) -> dict[str, Any]:
+    """Builds host_cost.c against build/lib, unless a program is given, and runs it."""
+    settings = {"DEEPEP_ENGINE": engine}
+    if prebuilt is not None:
+        with tempfile.TemporaryDirectory(prefix="host_cost_") as folder:
+            return measure_program([str(prebuilt), str(calls), folder], settings)
     compiler = shutil.which(os.environ.get("CC", "gcc"))
     libraries = ROOT / "build" / "lib"
     if compiler is None:
         return {"missing": "no C compiler: set CC"}
     with tempfile.TemporaryDirectory(prefix="host_cost_") as folder:
         program = Path(folder, "host_cost")
-        build = [compiler, "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", f"-I{ROOT / 'include'}"]
-        build += [str(ROOT / "bench" / "host_cost.c"), "-o", str(program), f"-L{libraries}", "-ldeepep"]
+        build = [compiler, "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE"]
+        build += [f"-I{ROOT / 'include'}", f"-I{ROOT / 'cpp_examples'}"]
+        build += [str(ROOT / "bench" / "host_cost.c"), "-o", str(program), f"-L{libraries}", "-ldeepep", "-ldl"]
         done = subprocess.run([*build, f"-Wl,-rpath,{libraries}"], capture_output=True, text=True, check=False)
         if done.returncode:
             return {"missing": f"host_cost.c does not build: {done.stderr.strip().splitlines()[-1]}"}
-        return measure_program([str(program), str(calls), folder], {})
+        return measure_program([str(program), str(calls), folder], settings)
 
 
 def measure_go(calls: int) -> dict[str, Any]:
