@@ -1,6 +1,7 @@
 // far_notify.cuh - counts among nodes, and barriers.
 #pragma once
 #include "cuda/impl/notify_params.cuh"
+#include "cuda/sync/anew.cuh"
 #include "far.cuh"
 
 namespace deepep {
@@ -46,10 +47,13 @@ __global__ void __launch_bounds__(256, 1) far_barrier_kernel(const __grid_consta
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
     Handshake hand{};
+    const bool anew = s.op == DK_OP_CLEAN && p.counts_as_call == 0; // after the second meeting a rank may send again
     hand.epoch = epoch, hand.mine.op = s.op;
+    if (anew) hand.mine.segment_offset = s.team.scratch->low_latency_epoch;
     post_messages(s, p.far, hand);
     publish_newest_by_last_warp(s.team);
-    await_messages(s, p.far, hand);
+    if (await_messages(s, p.far, hand) && anew)
+      start_calls_anew(s, [&](int r) { return &message_from(s, p.far, epoch, r)->enter; });
   }
   finish(s, [&](bool failed) {
     if (threadIdx.x == 0) s.team.scratch->epoch = epoch;

@@ -1,6 +1,6 @@
 // small_kernels.cuh - barrier, masks, statistics that the host asks for, the clock.
 #pragma once
-#include "cuda/sync/session.cuh"
+#include "cuda/sync/anew.cuh"
 
 namespace deepep {
 
@@ -8,23 +8,6 @@ struct BarrierParams {
   Session session;
   uint32_t counts_as_call; // 0: one of several kernels of an operation
 };
-
-// Whole block, once all have come to a clean: what was sent before is nothing that will be received, and all go on from the greatest
-// number of a call that any of them has.
-__device__ inline void start_calls_anew(const Session &s, uint64_t epoch) {
-  Scratch *scratch = s.team.scratch;
-  uint64_t newest = scratch->low_latency_epoch;
-  for (int r = 0; r < s.team.num_ranks; ++r)
-    if (!is_masked(s, r)) newest = most(newest, s.team.enter(s.team.rank, epoch % kEnterCopies, r)->segment_offset);
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
-    if (is_masked(s, r)) continue;
-    scratch->seen[r] = scratch->consumed[0][r] = scratch->consumed[1][r] = newest;
-    scratch->epoch_ahead[r] = scratch->dispatch_ahead[r] = 0;
-    scratch->returned[r] = 0;
-  }
-  __syncthreads(); // everyone has read its own number
-  if (threadIdx.x == 0) scratch->low_latency_epoch = scratch->low_latency_dispatches = newest;
-}
 
 // One block: everybody has come here. Masked ranks are not waited for.
 __global__ void __launch_bounds__(128, 1) barrier_kernel(const __grid_constant__ BarrierParams p) {
@@ -37,7 +20,7 @@ __global__ void __launch_bounds__(128, 1) barrier_kernel(const __grid_constant__
     if (anew) hand.mine.segment_offset = s.team.scratch->low_latency_epoch;
     post_enter(s, hand);
     publish_newest_by_last_warp(s.team);
-    if (await_enter(s, hand) && anew) start_calls_anew(s, epoch);
+    if (await_enter(s, hand) && anew) start_calls_anew(s, [&](int r) { return s.team.enter(s.team.rank, epoch % kEnterCopies, r); });
   }
   finish(s, [&](bool failed) {
     if (threadIdx.x == 0) s.team.scratch->epoch = epoch;
