@@ -84,7 +84,7 @@ def normal_table(found: dict[str, Any], options: argparse.Namespace, limit: floa
         us = median(entry["times"])
         wanted = NORMAL_AIMS.get((operation, kind, path, sms), math.nan) if aims else math.nan
         if operation == "layout + dispatch" and aims:
-            wanted = best[kind, path] + HOST_VIEW_AIM
+            wanted = best.get((kind, path), math.nan) + HOST_VIEW_AIM
         floor = found["rows"] * row_bytes[kind] / limit / 1e3 if operation in ("dispatch", "combine") else math.nan
         rival = nccl.get((operation, kind), math.nan)
         table.rows.append(

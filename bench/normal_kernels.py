@@ -88,6 +88,12 @@ class Calls:
             config=config,
         )
 
+    def path(self) -> str:
+        """Which way the last dispatch's rows came."""
+        pool, rows = self.buffer.native.rows, self._result[0]
+        first = rows[0] if isinstance(rows, tuple) else rows
+        return "direct" if pool is not None and pool.offset(first) is not None else "copied"
+
     def combine(self, sms: int) -> Callable[[], None]:
         """Of the rows that a dispatch delivered."""
         self.layout_and_dispatch()
@@ -139,14 +145,10 @@ def measure(team: Team, case: Case, rounds: int) -> dict[str, Any]:
         for kind, data in inputs.items():
             calls = Calls(buffer, data, worst)
             for sms in DISPATCH_SMS[kind, path]:
-                keep(
-                    "dispatch",
-                    kind,
-                    path,
-                    sms,
-                    sums(profiled(team, meeting, calls.dispatch(sms), rounds, _is("dispatch"))),
-                )
-            keep("layout + dispatch", kind, path, 0, host_view(team, meeting, calls.layout_and_dispatch, rounds))
+                times = sums(profiled(team, meeting, calls.dispatch(sms), rounds, _is("dispatch")))
+                keep("dispatch", kind, calls.path(), sms, times)
+            times = host_view(team, meeting, calls.layout_and_dispatch, rounds)
+            keep("layout + dispatch", kind, calls.path(), 0, times)
             if path == "copied" or kind == "FP8":
                 continue
             for sms in COMBINE_SMS:
