@@ -1,6 +1,6 @@
 // far_dispatch.cuh - rows to other nodes and inside them. Warps are senders, relays or readers; each serves its share of streams.
 #pragma once
-#include "cuda/impl/dispatch_meta.cuh"
+#include "cuda/impl/dispatch_params.cuh"
 #include "far.cuh"
 #include "far_normal.h"
 
@@ -221,6 +221,19 @@ __device__ inline Outcome look_at_rows(const FarDispatchParams &p, uint64_t epoc
   return all ? kDone : kMoved;
 }
 
+// Rows that no source sends (worst-case mode): index -1, weight 0.
+__device__ inline void pad_rows(const DispatchParams &d, int worker, int workers) {
+  const int num_ranks = d.session.team.num_ranks;
+  const int64_t arrived = d.rank_prefix_matrix[(num_ranks - 1) * num_ranks + d.session.team.rank];
+  const int64_t end = static_cast<int64_t>(d.num_worst_tokens) * d.num_topk;
+  for (int64_t i = arrived * d.num_topk + worker * kWarp + lane_id(); i < end; i += static_cast<int64_t>(workers) * kWarp) {
+    if (d.recv_topk_weights != nullptr) d.recv_topk_weights[i] = 0;
+    if (d.recv_topk_idx == nullptr) continue;
+    if (d.index_bytes == 8) static_cast<int64_t *>(d.recv_topk_idx)[i] = -1;
+    else static_cast<int32_t *>(d.recv_topk_idx)[i] = -1;
+  }
+}
+
 // ---- The kernel ----------------------------------------------------------------------------------------------------------------
 
 // False: some rank has no room for what is sent to it.
@@ -272,7 +285,7 @@ __device__ inline void run_far_dispatch(const FarDispatchParams &p, uint64_t epo
     const int first = (warp - Roles::kSenders - Roles::kRelays) * blocks + block, step = Roles::kReaders * blocks;
     open_streams(p.lists.pairs, first, step, of_ranks, s.team.num_ranks, false);
     serve(s, first, step, of_ranks, [&](int stream, Stuck &stuck) { return look_at_rows(p, epoch, stream, stuck); });
-    if (p.d.num_worst_tokens > 0) pad_meta(p.d, first, step);
+    if (p.d.num_worst_tokens > 0) pad_rows(p.d, first, step);
   }
 }
 
