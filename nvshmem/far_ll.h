@@ -13,7 +13,7 @@ FarLowLatencyBytes far_ll_bytes(int num_ranks, int num_nvl_peers, uint64_t rdma_
 // team->far is there, without its `ll` yet. The view of the team and of its far part are filled.
 int32_t far_ll_team_create(dk_team_create_params *p, Team *team);
 void far_ll_team_destroy(Team *team); // no effect without
-// Between two barriers of all ranks: enqueues what empties the low-latency slots of a shape that is not 0, 0, 0.
+// Between two barriers of all ranks: enqueues what empties the low-latency slots of a shape; 0, 0, 0: of all.
 int32_t far_ll_clear(dk_clean_params *p, const Team *team);
 
 cudaError_t load_far_ll_kernels(); // all of them, on the current device
