@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 import cuda_tables
 import deep_ep
@@ -95,6 +95,9 @@ def run_rank(rank: int, options: argparse.Namespace, number: int, rendezvous: st
         if rank == 0:
             print(f"{section} {name}".strip(), file=sys.stderr, flush=True)
         found[name or section] = measure()
+        if rank == 0:  # at once, so that a run that is cut off has told what it knows
+            Path(result + ".part").write_text(json.dumps(found))
+            Path(result + ".part").rename(result)
         team.barrier()
 
     take("startup", lambda: startup.measure(team, decoding, True, 1, FIRSTS[number]), "first")
@@ -103,8 +106,6 @@ def run_rank(rank: int, options: argparse.Namespace, number: int, rendezvous: st
         take("lowlatency", lambda: low_latency_kernels.measure(team, decoding, options.calls))
         take("hostcost", lambda: low_latency_kernels.measure_host(team, decoding, options.calls))
         take("normal", lambda: normal_kernels.measure(team, normal, options.rounds))
-    if rank == 0:
-        Path(result).write_text(json.dumps(found))
     ranks.leave()
 
 
@@ -150,24 +151,32 @@ def deep_ep_cuda_library() -> str:
 
 
 def run_all(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs the sections in processes of their own; returns what rank 0 found."""
-    found: dict[str, Any] = {"first": []}
+    """Runs the sections in processes of their own; returns what rank 0 found, and under "incomplete" why not all."""
+    found: dict[str, Any] = {"first": [], "limit": {"missing": "not asked"}}
+    try:
+        if {"normal", "lowlatency"} & set(options.only):
+            found["limit"] = measure_limit(options)
+        if "hostcost" in options.only:
+            built = options.programs / "host_cost"
+            found["hostcost_c"] = hostcost.measure_c(options.calls, options.engine, built if built.exists() else None)
+        for number in range(len(FIRSTS)) if "startup" in options.only else [len(FIRSTS) - 1]:
+            run_set(options, number, found)
+    except (KeyboardInterrupt, ProcessExitedException, ProcessRaisedException) as error:
+        found["incomplete"] = f"{type(error).__name__}: {error}".strip(": ")
+    return found
+
+
+def run_set(options: argparse.Namespace, number: int, found: dict[str, Any]) -> None:
+    """Runs one set of processes; adds what rank 0 found, also where they end early."""
     with tempfile.TemporaryDirectory(prefix="bench_cuda_") as folder:
-        numbers = range(len(FIRSTS)) if "startup" in options.only else [len(FIRSTS) - 1]
-        for number in numbers:
-            result = Path(folder, f"result{number}.json")
-            arguments = (options, number, str(Path(folder, f"rendezvous{number}")), str(result))
+        result = Path(folder, "result.json")
+        try:
+            arguments = (options, number, str(Path(folder, "rendezvous")), str(result))
             spawn(run_rank, arguments, nprocs=options.ranks)  # type: ignore[no-untyped-call]
-            got = json.loads(result.read_text())
+        finally:
+            got = json.loads(result.read_text()) if result.exists() else {}
             found["first"] += got.pop("first", [])
             found |= got
-    if "hostcost" in options.only:
-        built = options.programs / "host_cost"
-        found["hostcost_c"] = hostcost.measure_c(options.calls, options.engine, built if built.exists() else None)
-    found["limit"] = (
-        measure_limit(options) if {"normal", "lowlatency"} & set(options.only) else {"missing": "not asked"}
-    )
-    return found
 
 
 def where(options: argparse.Namespace) -> str:
@@ -179,8 +188,8 @@ def where(options: argparse.Namespace) -> str:
     return f"{options.ranks} x {torch.cuda.get_device_name(0)}, NCCL {nccl}, {machine(versions)}"
 
 
-def main() -> None:
-    """Measures and shows."""
+def main() -> int:
+    """Measures and shows; status 1 if the run ended early."""
     options = parse_arguments()
     found = run_all(options)
     tables = cuda_tables.make(found, options)
@@ -189,11 +198,14 @@ def main() -> None:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"machine": here, **found}) + "\n")
+    if "incomplete" in found:
+        print(f"bench_cuda: incomplete: {found['incomplete']}", file=sys.stderr)
+        return 1
     if options.markdown:
-        document.write(
-            "bench_cuda", options.markdown, f"Measured on: {here}.\n\n" + "\n".join(t.markdown() for t in tables)
-        )
+        text = f"Measured on: {here}.\n\n" + "\n".join(table.markdown() for table in tables)
+        document.write("bench_cuda", options.markdown, text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -53,7 +53,7 @@ def make(found: dict[str, Any], options: argparse.Namespace) -> list[Table]:
         tables.append(low_latency_table(found["lowlatency"], options, limit, told, full and options.ll_tokens == 128))
     if "hostcost" in found:
         tables.append(host_table(found["hostcost"], found["hostcost_c"], options))
-    if "startup" in found:
+    if found["first"] or "startup" in found:
         tables.append(startup_table(found, options))
     return tables
 
@@ -152,7 +152,7 @@ def startup_table(found: dict[str, Any], options: argparse.Namespace) -> Table:
         ["mode, variant", "construction", "aim", "group exchange", "ready", "warmup", "first call", "steady call",
          "first ÷ steady", "graph, first ÷ steady"],
     )  # fmt: skip
-    rows = [(row, ", first of its process") for row in found["first"]] + [(row, "") for row in found["startup"]]
+    rows = [(row, ", first of its process") for row in found["first"]] + [(row, "") for row in found.get("startup", [])]
     for row, note in rows:
         shown = {name: duration(row[name]) if row[name] else "-" for name in ("exchange", "warmup", "first", "steady")}
         wanted = CONSTRUCT_AIMS.get(row["variant"], math.nan) if row["mode"] == "low latency" else math.nan
