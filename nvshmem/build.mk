@@ -18,7 +18,8 @@ PLUGIN_SRC   := $(sort $(wildcard nvshmem/testtransport/*.cpp nvshmem/testtransp
 PLUGIN_OBJ   := $(addprefix $(OBJ)/,$(addsuffix .o,$(basename $(PLUGIN_SRC))))
 GPU_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,cases.o ranks.o transport_test.o)
 PARTS_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,wire_test.o memory_test.o)
-NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test memory_test probe)
+FAR_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,far_test.o emulate/emulate.o)
+NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test memory_test far_test probe)
 
 SM90_RDC := -gencode arch=compute_90,code=sm_90
 RDC_CODE  = $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(SM90_RDC))
@@ -83,8 +84,17 @@ $(NVSHMEM_OUT)/wire_test $(NVSHMEM_OUT)/memory_test: $(NVSHMEM_OUT)/%_test: $(OB
 	@mkdir -p $(@D)
 	$(CXX) -pthread -o $@ $^
 
+# Kernels run on the host: emulate/ stands in for what nvcc and NVSHMEM have.
+$(FAR_TEST_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/nvshmem.flags | need-cxx
+	@mkdir -p $(@D)
+	$(CXX) -std=c++20 -O1 -pthread -Wall -Werror -Wno-unknown-pragmas -Wno-strict-aliasing -Wno-volatile -Invshmem/tests/emulate $(NVSHMEM_INCLUDE) \
+	  $(FAR_TEST_FLAGS) -MMD -MP -c -o $@ $<
+$(NVSHMEM_OUT)/far_test: $(FAR_TEST_OBJ)
+	@mkdir -p $(@D)
+	$(CXX) -pthread -o $@ $^
+
 $(NVSHMEM_OUT)/probe: nvshmem/tests/probe.c $(wildcard kernels/abi/*.h) | need-cc
 	@mkdir -p $(@D)
 	$(C_COMMAND) -o $@ $< -ldl
 
--include $(NVSHMEM_OBJ:.o=.d) $(PLUGIN_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(PARTS_TEST_OBJ:.o=.d)
+-include $(NVSHMEM_OBJ:.o=.d) $(PLUGIN_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(PARTS_TEST_OBJ:.o=.d) $(FAR_TEST_OBJ:.o=.d)

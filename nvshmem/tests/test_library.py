@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import struct
@@ -187,6 +188,13 @@ def test_plugin_takes_interface_3_alone() -> None:
 def test_parts_of_the_plugin(program: str, count: int) -> None:
     code, text = run(OUT / program)
     assert code == 0 and f"{count} passed, 0 failed" in text, text
+
+
+@pytest.mark.parametrize("first", range(1, 61 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 4, 3))
+def test_kernels_of_normal_mode_on_the_host(first: int) -> None:
+    """Random groups, shapes and routings; a network that delays everything. Every kernel that crosses nodes, lane by lane."""
+    code, text = run(OUT / "far_test", first, 3)
+    assert code == 0 and text.count(": ok") == 4, text
 
 
 def test_gpu_program_refuses_what_cannot_be() -> None:

@@ -79,7 +79,7 @@ DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
   d.call.format = static_cast<uint32_t>(p->format);
   d.x = pointer<uint8_t>(p->x), d.recv_x = pointer<uint8_t>(p->recv_x), d.recv_scales = pointer<uint32_t>(p->recv_scales);
   d.recv_count = pointer<int32_t>(p->recv_count), d.cumulative_stats = pointer<int32_t>(p->cumulative_stats);
-  const size_t shared = most<size_t>(4ull * (p->num_experts + team->view.num_ranks) + sizeof(LowLatencyCall) * team->view.num_ranks, 2 * kTileCodes);
+  const size_t shared = 4ull * (p->num_experts + team->view.num_ranks) + sizeof(LowLatencyCall) * team->view.num_ranks;
   if (shared > kMaxTables) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
   low_latency_dispatch_kernel<<<blocks_for(team, p->num_sms, p->num_max_tokens), kLlThreads, shared, stream_of(p->stream)>>>(d);
