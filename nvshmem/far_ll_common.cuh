@@ -21,6 +21,8 @@ namespace deepep {
 constexpr int kFarLlThreads = 512, kFarLlWarps = kFarLlThreads / kWarp;
 constexpr uint64_t kFarLlControlBytes = 4096; // in each block: messages to all, on their way out, by epoch % kLowLatencyEnterCopies
 
+static_assert(kLowLatencyEnterCopies * sizeof(Enter) <= kFarLlControlBytes, "the outbox");
+
 // Device memory of a team, its own, zeroed once.
 struct FarLlState {
   uint64_t combine_sent[kLowLatencySlots]; // my newest call in each slot, if it was a combine
