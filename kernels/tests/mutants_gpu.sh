@@ -10,21 +10,21 @@ folder=$(realpath -m "${2:-build/mutants_gpu}")
 programs=${PROGRAMS:-build/bin}
 passed=0 failed=0
 
-# number, error | file | what is planted, for sed: exactly one line must change | cases that are enough | mode of bench_ops
-mutants='1 rows posted when they were only read|impl/send_rows.cuh|s/if (publish) ptx::bulk_wait<kSendOutstanding>();/if (publish) ptx::bulk_wait_read<kSendOutstanding>();/|combine/|normalcheck
-2 no fence before flags|impl/send_rows.cuh|/^    __syncwarp();$/{n;s/^    ptx::fence_acq_rel_sys();$//}|combine/|normalcheck
-3 the first block that is through says so for all|impl/dispatch_kernel.cuh|s/if (before == gridDim.x - 1 \&\& !has_failed/if (before == 0 \&\& !has_failed/|peer rows/|normalcheck
-4 no fence before flags of metadata|impl/dispatch_meta.cuh|s/^  ptx::fence_acq_rel_sys();$//|dispatch/|normalcheck
-5 a row too many|impl/notify_kernel.cuh|s/p.counts->num_recv_tokens = sum,/p.counts->num_recv_tokens = sum + 1,/|notify/|normalcheck
-6 rows over rows that nobody has read, in combine|impl/combine_kernel.cuh|s/return place.lap == 0 ||/return true ||/|combine/least region|normalcheck
-7 rows over rows that nobody has read, in dispatch|impl/dispatch_params.cuh|s/    if (ptx::ld_acquire_sys(.*) != ring_value(epoch, place.lap - 1)) return r;/    if (place.lap > 1000000) return r;/|dispatch/least region|normalcheck
-8 counts of the call before the last|impl/notify_kernel.cuh|s/sum += static_cast<int>(s.team.counts(s.team.rank, epoch % 2, i)\[j\])/sum += static_cast<int>(s.team.counts(s.team.rank, (epoch + 1) % 2, i)[j])/|notify/|normalcheck
-21 what was taken stays there|impl/low_latency_common.cuh|s/^  ptx::st_stream(from, uint4{0, 0, 0, 0});$//|ll |llcheck
-22 a slot that is used again too early|impl/low_latency_common.cuh|s/if (taken >= before || is_masked/if (true || is_masked/|ll order/|llcheck
-23 a word of any call counts|impl/low_latency_common.cuh|s/return static_cast<uint32_t>(word >> 32) == tag;/return word != 0 \&\& tag != 0;/|ll |llcheck
-24 a token too many|impl/low_latency_dispatch.cuh|s/<< 16 | tally->count\[at + lane_id()\]/<< 16 | (tally->count[at + lane_id()] + 1)/|ll dispatch/|llcheck
-25 a pattern that the row holds|impl/low_latency_dispatch.cuh|s/found = holds(begin.a, pattern) || holds(begin.b, pattern);/found = false;/|ll dispatch/|llcheck
-31 a barrier that waits for nobody|sync/session.cuh|s/return now >= static_cast<int64_t>(hand.epoch);/return true;/|team/barrier|normalcheck'
+# number, error ~ file ~ what is planted, for sed: exactly one line must change ~ cases that are enough ~ mode of bench_ops
+mutants='1 rows posted when they were only read~impl/send_rows.cuh~s/if (publish) ptx::bulk_wait<kSendOutstanding>();/if (publish) ptx::bulk_wait_read<kSendOutstanding>();/~combine/~normalcheck
+2 no fence before flags~impl/send_rows.cuh~/^    __syncwarp();$/{n;s/^    ptx::fence_acq_rel_sys();$//}~combine/~normalcheck
+3 the first block that is through says so for all~impl/dispatch_kernel.cuh~s/if (before == gridDim.x - 1 \&\& !has_failed/if (before == 0 \&\& !has_failed/~peer rows/~normalcheck
+4 no fence before flags of metadata~impl/dispatch_meta.cuh~s/^  ptx::fence_acq_rel_sys();$//~dispatch/~normalcheck
+5 a row too many~impl/notify_params.cuh~s/p.counts->num_recv_tokens = sum,/p.counts->num_recv_tokens = sum + 1,/~notify/~normalcheck
+6 rows over rows that nobody has read, in combine~impl/combine_kernel.cuh~s/return place.lap == 0 ||/return true ||/~combine/least region~normalcheck
+7 rows over rows that nobody has read, in dispatch~impl/dispatch_params.cuh~s/    if (ptx::ld_acquire_sys(.*) != ring_value(epoch, place.lap - 1)) return r;/    if (place.lap > 1000000) return r;/~dispatch/least region~normalcheck
+8 counts of the call before the last~impl/notify_kernel.cuh~s/sum_matrix(p, \[&\](int i) { return s.team.counts(s.team.rank, epoch % 2, i); },/sum_matrix(p, [\&](int i) { return s.team.counts(s.team.rank, (epoch + 1) % 2, i); },/~notify/~normalcheck
+21 what was taken stays there~impl/low_latency_common.cuh~s/^  ptx::st_stream(from, uint4{0, 0, 0, 0});$//~ll ~llcheck
+22 a slot that is used again too early~impl/low_latency_common.cuh~s/if ((r == seen.rank && seen.taken >= before) ||/if (true ||/~ll order/~llcheck
+23 a word of any call counts~impl/low_latency_common.cuh~s/return static_cast<uint32_t>(word >> 32) == tag;/return word != 0 \&\& tag != 0;/~ll ~llcheck
+24 a token too many~impl/low_latency_dispatch.cuh~s/<< 16 | tally->count\[at + lane_id()\]/<< 16 | (tally->count[at + lane_id()] + 1)/~ll dispatch/~llcheck
+25 a pattern that the row holds~impl/low_latency_dispatch.cuh~s/found = holds(begin.a, pattern) || holds(begin.b, pattern);/found = false;/~ll dispatch/~llcheck
+31 a barrier that waits for nobody~sync/session.cuh~s/return now >= static_cast<int64_t>(hand.epoch);/return true;/~team/barrier~normalcheck'
 
 verdict() { # title, 0 if noticed, more
   if [ "$2" -eq 0 ]; then passed=$((passed + 1)); echo "ok     $1${3:-}"; else failed=$((failed + 1)); echo "FAILED $1${3:-: not noticed}"; fi
@@ -41,7 +41,7 @@ build_one() { # number file expression
   local objects=()
   for object in $(cd "$folder/obj" && grep -l "/${2##*/}" kernels/cuda/launch/*.d); do
     unit=${object%.d}
-    (cd "$tree" && sh -c "$(grep -F -- "-c -o $folder/obj/$unit.o " "$folder/commands" | sed "s|-MMD -MP -MF [^ ]*||; s|-c -o $folder/obj/$unit.o|-c -o $tree/${unit##*/}.o|")") || return 1
+    (cd "$tree" && sh -c "$(grep -F -- "-c -o $folder/obj/$unit.o " "$folder/commands" | sed "s|-MMD -MP -MF [^ ]*||; s|-Xptxas --warn-on-spills,--warning-as-error||; s|-c -o $folder/obj/$unit.o|-c -o $tree/${unit##*/}.o|")") || return 1
     objects+=("$unit")
   done
   [ ${#objects[@]} -gt 0 ] || return 1
@@ -50,38 +50,64 @@ build_one() { # number file expression
   for unit in "${objects[@]}"; do link=${link/ $folder\/obj\/$unit.o/ $tree\/${unit##*/}.o}; done
   sh -c "$link" && rm -rf "$tree"
 }
+left_out() { [ -n "${ONLY:-}" ] && [[ " $ONLY " != *" ${1%% *} "* ]]; } # ONLY: some of the numbers
 build_all() {
   mkdir -p "$folder"
-  make --no-print-directory BUILD="$folder" SM80_CODE= SM90_CODE='-gencode arch=compute_90a,code=sm_90a' "$folder/lib/libdeepep_cuda.so" >"$folder/build.log" 2>&1 ||
+  make --no-print-directory --jobs=2 BUILD="$folder" SM80_CODE= SM90_CODE='-gencode arch=compute_90a,code=sm_90a' "$folder/lib/libdeepep_cuda.so" >"$folder/build.log" 2>&1 ||
     { tail -n 20 "$folder/build.log"; exit 1; }
   commands >"$folder/commands" && cp "$folder/lib/libdeepep_cuda.so" "$folder/0.so"
-  while IFS='|' read -r title file expression _; do
-    [ -n "${ONLY:-}" ] && [[ " $ONLY " != *" ${title%% *} "* ]] && continue
+  while IFS='~' read -r title file expression _; do
+    left_out "$title" && continue
     build_one "${title%% *}" "$file" "$expression" >"$folder/${title%% *}.log" 2>&1
-    verdict "mutant $title" $? "$(tail -n 1 "$folder/${title%% *}.log")"
+    verdict "mutant $title" $? " $(tail -n 1 "$folder/${title%% *}.log")"
   done <<<"$mutants"
 }
 
-# 0 if a program fails for the library.
+# 0 if a program fails for the library, 1 if none does, 2 if it cannot be tried. By kernel_tests, whose ranks take all GPUs there are,
+# then by bench_ops, whose batches are larger.
 noticed() { # library cases mode log
-  timeout -k 2 40 "$programs/kernel_tests" "$1" --filter "$2" --patience 0.2 --stop >"$4" 2>&1 || { grep -q '^FAILED opening' "$4" && return 2; return 0; }
+  [ -e "$1" ] || return 2
+  timeout -k 2 40 "$programs/kernel_tests" "$1" --threads --filter "$2" --patience 0.5 --stop >"$4" 2>&1 || {
+    grep -q '^FAILED opening' "$4" && return 2
+    return 0
+  }
   [ -x "$programs/bench_ops" ] && [ "$gpus" -gt 1 ] || return 1
+  local shape='tokens=1024 hidden=7168'
+  [ "$3" = llcheck ] && shape='hidden=2048 experts=64 max_tokens=64'
   for round in 1 2; do
-    timeout -k 2 40 "$programs/bench_ops" "$1" mode="$3" ranks="$gpus" devices="$gpus" tokens=2048 max_tokens=128 hidden=7168 >>"$4" 2>&1 || return 0
+    # shellcheck disable=SC2086
+    timeout -k 2 40 "$programs/bench_ops" "$1" mode="$3" ranks="$gpus" devices="$gpus" $shape nvl_mb=16 >>"$4" 2>&1 || return 0
   done
   return 1
 }
+attempt() { # number cases mode
+  noticed "$folder/$1.so" "$2" "$3" "$folder/$1.$3.txt"
+  echo $? >"$folder/$1.$3.status"
+}
 run_all() {
   gpus=$(nvidia-smi -L | grep -c '^GPU')
+  rm -f "$folder"/*.status
   # Without a mutant nothing fails, else the failures below say nothing.
-  for cases in combine/ ll; do
-    noticed "$folder/0.so" "$cases" "$([ "$cases" = ll ] && echo llcheck || echo normalcheck)" "$folder/0.$gpus.txt"
-    [ $? -eq 1 ]
-    verdict "no mutant, no failure ($cases)" $? "$([ -s "$folder/0.$gpus.txt" ] && tail -n 1 "$folder/0.$gpus.txt" | cut -c1-150 | sed 's/^/: /')"
+  attempt 0 combine/ normalcheck &
+  attempt 0 'll ' llcheck &
+  while IFS='~' read -r title _ _ cases mode; do
+    left_out "$title" && continue
+    while [ "$(jobs -r | wc -l)" -ge 4 ]; do wait -n; done
+    attempt "${title%% *}" "$cases" "$mode" &
+  done <<<"$mutants"
+  wait
+  for mode in normalcheck llcheck; do
+    [ "$(cat "$folder/0.$mode.status")" = 1 ]
+    verdict "no mutant, no failure ($mode)" $? ": $(grep -v '^skip' "$folder/0.$mode.txt" | tail -n 1 | cut -c1-140)"
   done
-  while IFS='|' read -r title _ _ cases mode; do
-    noticed "$folder/${title%% *}.so" "$cases" "$mode" "$folder/${title%% *}.txt"
-    verdict "mutant $title" $? ": $(grep -m 1 '^FAILED\|wrong\|differ' "$folder/${title%% *}.txt" | cut -c1-140)"
+  while IFS='~' read -r title _ _ _ mode; do
+    left_out "$title" && continue
+    local log=$folder/${title%% *}.$mode
+    case $(cat "$log.status") in
+      0) verdict "mutant $title" 0 ": $(grep -m 1 '^FAILED\|wrong\|differ\|DK_E' "$log.txt" | cut -c1-140)" ;;
+      1) verdict "mutant $title" 1 ;;
+      *) verdict "mutant $title" 1 ": there is no $folder/${title%% *}.so that opens" ;;
+    esac
   done <<<"$mutants"
 }
 case ${1:-} in
