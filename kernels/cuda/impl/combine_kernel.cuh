@@ -30,16 +30,14 @@ __host__ __device__ inline RingShape combine_ring(const CombineParams &p) {
 }
 
 template <bool kBulk> struct CombineShared {
-  uint64_t stages, dests, sources, barriers, queues, items, bytes;
+  uint32_t stages, dests, sources, queues, bytes;
   __host__ __device__ CombineShared(uint32_t num_ranks, uint32_t stage_bytes) {
-    constexpr uint64_t senders = CombineRoles<kBulk>::kSenders, stages_each = kBulk ? kSendStages : 1;
+    constexpr uint32_t senders = CombineRoles<kBulk>::kSenders, stages_each = kBulk ? kSendStages : 1;
     stages = 0;
-    dests = kBulk ? align_up<uint64_t>(senders * stages_each * stage_bytes, 128) : 0;
-    sources = dests + num_ranks * sizeof(CombineDest);
-    barriers = sources + num_ranks * sizeof(CombineSource);
-    queues = barriers + senders * stages_each * 8;
-    items = queues + senders * sizeof(SendQueue);
-    bytes = align_up<uint64_t>(items + senders * stages_each * 8, 128);
+    dests = kBulk ? align_up<uint32_t>(senders * stages_each * stage_bytes, 128) : 0;
+    sources = dests + num_ranks * static_cast<uint32_t>(sizeof(CombineDest));
+    queues = align_up<uint32_t>(sources + num_ranks * static_cast<uint32_t>(sizeof(CombineSource)), 16);
+    bytes = align_up<uint32_t>(queues + senders * static_cast<uint32_t>(sizeof(SendQueue)), 128);
   }
 };
 
@@ -262,14 +260,8 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine_kern
   const Session &s = p.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   const CombineShared<kBulk> at(s.team.num_ranks, p.stage_bytes);
-  for (int i = threadIdx.x; i < static_cast<int>(CombineRoles<kBulk>::kSenders * sizeof(SendQueue) / 4); i += blockDim.x)
-    reinterpret_cast<uint32_t *>(shared + at.queues)[i] = 0;
-#if DEEPEP_HAS_BULK_COPY
-  if (kBulk && threadIdx.x < CombineRoles<kBulk>::kSenders * kSendStages) {
-    ptx::mbarrier_init(reinterpret_cast<uint64_t *>(shared + at.barriers) + threadIdx.x, 1);
-    ptx::mbarrier_init_fence();
-  }
-#endif
+  auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
+  init_queues(queues, CombineRoles<kBulk>::kSenders, kBulk);
   if (begin(s)) {
     const Handshake hand = combine_handshake(p, epoch);
     if (blockIdx.x == 0) post_enter(s, hand);
@@ -277,7 +269,7 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine_kern
     auto *dests = reinterpret_cast<CombineDest *>(shared + at.dests);
     set_up_combine(p, dests, reinterpret_cast<CombineSource *>(shared + at.sources));
     CombineJob job = combine_job(p, dests, epoch);
-    auto rows = row_sender<kBulk>(job, shared + at.stages, shared + at.barriers, shared + at.items, shared + at.queues, p.row_bytes, p.stage_bytes);
+    auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     const bool sends = warp_id() < CombineRoles<kBulk>::kSenders;
     if (sends) rows.start();
     if (await_enter(s, hand)) run_combine_roles<kBulk>(p, epoch, shared, reinterpret_cast<int32_t *>(shared + at.bytes), rows);

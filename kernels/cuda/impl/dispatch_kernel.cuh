@@ -11,12 +11,16 @@ template <bool kBulk> struct DispatchRoles {
   static constexpr int kMetaSendersAt = kSenders + kPublishers, kMetaReceiversAt = kMetaSendersAt + kMetaSenders;
   static constexpr int kRowReceiversAt = kMetaReceiversAt + kMetaReceivers;
   static constexpr int kWarps = kRowReceiversAt + kRowReceivers, kThreads = kWarps * kWarp;
-  // Where rows come straight to their places, the warps that would receive them send metadata too. It should be out before the links
-  // are full of rows: behind these each store waits.
-  __host__ __device__ static int meta_senders(bool staged_here) { return kMetaSenders + (staged_here ? 0 : kRowReceivers); }
-  __device__ static int meta_sender(int warp, bool staged_here) { // -1: it is none
+  // Where rows come straight to their places, the warps that would receive them send metadata too: it should be out before the links
+  // are full of rows, for behind these each of its stores waits. Where few blocks have to send all rows, some of these warps copy
+  // the rank's rows to itself instead, which is that much less for the senders.
+  static constexpr int kOwnCopiers = kBulk ? 4 : 0, kBlocksOfOwnCopiers = 12;
+  __host__ static int own_copiers(const DispatchParams &p, int blocks) { return p.recv_segment < 0 || blocks > kBlocksOfOwnCopiers ? 0 : kOwnCopiers; }
+  __host__ __device__ static int meta_senders(const DispatchParams &p) { return kMetaSenders + (p.recv_segment < 0 ? 0 : kRowReceivers - p.own_copiers); }
+  __device__ static int meta_sender(const DispatchParams &p, int warp) { // -1: it is none
     if (warp >= kMetaSendersAt && warp < kMetaReceiversAt) return warp - kMetaSendersAt;
-    return !staged_here && warp >= kRowReceiversAt ? kMetaSenders + warp - kRowReceiversAt : -1;
+    const int first = kRowReceiversAt + p.own_copiers;
+    return p.recv_segment >= 0 && warp >= first ? kMetaSenders + warp - first : -1;
   }
 };
 
@@ -39,17 +43,16 @@ template <bool kBulk> struct DispatchSplit {
 
 // Shared memory of a block, in this order.
 template <bool kBulk> struct DispatchShared {
-  uint64_t stages, dests, meta, heads, queues, barriers, items, bytes;
-  __host__ __device__ DispatchShared(uint32_t num_ranks, uint32_t stage_bytes, uint32_t meta_bytes, bool staged_here) {
-    constexpr uint64_t senders = DispatchRoles<kBulk>::kSenders, stages_each = kBulk ? kSendStages : 1;
+  uint32_t stages, dests, meta, heads, queues, bytes;
+  __host__ __device__ DispatchShared(const DispatchParams &p, uint32_t stage_bytes) {
+    const uint32_t num_ranks = p.session.team.num_ranks;
+    constexpr uint32_t senders = DispatchRoles<kBulk>::kSenders, stages_each = kBulk ? kSendStages : 1;
     stages = 0;
-    dests = kBulk ? align_up<uint64_t>(senders * stages_each * stage_bytes, 128) : 0;
-    meta = align_up<uint64_t>(dests + num_ranks * sizeof(DispatchDest), 16);
-    barriers = meta + DispatchRoles<kBulk>::meta_senders(staged_here) * meta_space_bytes(meta_bytes);
-    queues = barriers + senders * stages_each * 8;
-    items = queues + senders * sizeof(SendQueue);
-    heads = items + senders * stages_each * 8;
-    bytes = align_up<uint64_t>(heads + senders * stages_each * num_ranks * 4, 128);
+    dests = kBulk ? align_up<uint32_t>(senders * stages_each * stage_bytes, 128) : 0;
+    meta = align_up<uint32_t>(dests + num_ranks * static_cast<uint32_t>(sizeof(DispatchDest)), 16);
+    queues = align_up<uint32_t>(meta + DispatchRoles<kBulk>::meta_senders(p) * meta_space_bytes(p), 16);
+    heads = queues + senders * static_cast<uint32_t>(sizeof(SendQueue));
+    bytes = align_up<uint32_t>(heads + senders * stages_each * num_ranks * 4, 128);
   }
 };
 
@@ -61,8 +64,7 @@ __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int
   const int rows = p.rank_prefix_matrix[share.source * team.num_ranks + team.rank] - before;
   const RingShape ring = dispatch_ring(p, false);
   const uint64_t *flags = team.ring_flag(team.rank, kPayload, share.source);
-  uint64_t *credits = team.ring_credit(share.source, kPayload, team.rank);
-  const uint8_t *nvl = team.self + team.nvl;
+  const uint8_t *rows_here = team.self + team.nvl + ring.payload(share.source, 0);
   for (int row = share.first; row < rows;) {
     // Lanes look at the warp's next 32 rows; those that are here without a gap are copied.
     const int ahead = row + lane_id() * share.step;
@@ -80,10 +82,27 @@ __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int
     const int count = here == kAllLanes ? kWarp : __ffs(static_cast<int>(~here)) - 1;
     for (int i = 0; i < count; ++i, row += share.step) {
       const RingPlace at = ring_place(row, ring.slots);
-      copy_row(p.recv_x + (static_cast<uint64_t>(before) + row) * p.row_bytes, nvl + ring.payload(share.source, at.slot), p.row_bytes);
+      copy_row(p.recv_x + (static_cast<uint64_t>(before) + row) * p.row_bytes, rows_here + static_cast<uint64_t>(at.slot) * p.row_bytes, p.row_bytes);
       if (row + static_cast<int>(ring.slots) >= rows) continue;
       __syncwarp();
-      if (lane_id() == 0) ptx::st_release_sys(&credits[at.slot], ring_value(epoch, at.lap));
+      if (lane_id() == 0) ptx::st_release_sys(team.ring_credit(share.source, kPayload, team.rank) + at.slot, ring_value(epoch, at.lap));
+    }
+  }
+}
+
+// Rows from this rank to itself that come straight to their places. Whole warp.
+__device__ inline void copy_own_rows(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch) {
+  const int me = p.session.team.rank, num_ranks = p.session.team.num_ranks;
+  uint32_t *counter = &p.session.team.scratch->rows_taken[epoch % 2][0];
+  for (;;) {
+    int first = 0;
+    if (lane_id() == 0) first = static_cast<int>(atomicAdd(counter, static_cast<uint32_t>(kWarp)));
+    first = __shfl_sync(kAllLanes, first, 0);
+    if (first >= p.num_tokens) return;
+    const int token = first + lane_id(), head = token < p.num_tokens ? p.send_head[static_cast<int64_t>(token) * num_ranks + me] : -1;
+    for (uint32_t left = __ballot_sync(kAllLanes, head >= 0); left != 0; left &= left - 1) {
+      const int which = __ffs(static_cast<int>(left)) - 1, row = __shfl_sync(kAllLanes, head, which);
+      copy_row(dests[me].rows + static_cast<uint64_t>(row) * p.row_bytes, p.x + static_cast<uint64_t>(first + which) * p.row_bytes, p.row_bytes);
     }
   }
 }
@@ -123,14 +142,14 @@ template <bool kBulk>
 __device__ inline void run_dispatch_roles(const DispatchParams &p, const DispatchSplit<kBulk> &split, uint64_t epoch, uint8_t *shared, bool staged,
                                           RowSender<kBulk, DispatchJob> &rows) {
   using Roles = DispatchRoles<kBulk>;
-  const DispatchShared<kBulk> at(p.session.team.num_ranks, p.stage_bytes, p.meta_bytes, p.recv_segment < 0);
+  const DispatchShared<kBulk> at(p, p.stage_bytes);
   const auto *dests = reinterpret_cast<const DispatchDest *>(shared + at.dests);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   const int warp = warp_id(), num_ranks = p.session.team.num_ranks;
   int copier = -1; // which of the block's copying warps this one is
-  const int meta_sender = split.sends() ? Roles::meta_sender(warp, p.recv_segment < 0) : -1;
+  const int meta_sender = split.sends() ? Roles::meta_sender(p, warp) : -1;
   if (meta_sender >= 0) {
-    send_meta<kBulk>(p, dests, meta_space(p, shared + at.meta + meta_sender * meta_space_bytes(p.meta_bytes)), epoch);
+    send_meta<kBulk>(p, dests, {shared + at.meta + meta_sender * meta_space_bytes(p), 0}, epoch);
   } else if (warp < Roles::kSenders) {
     if (sends_rows(p, split)) rows.run(staged);
     __syncwarp();
@@ -149,6 +168,8 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, const Dispatc
   } else if (warp < Roles::kRowReceiversAt) {
     const int worker = (warp - Roles::kMetaReceiversAt) * gridDim.x + blockIdx.x;
     receive_meta(p, epoch, p.recv_segment >= 0, worker, Roles::kMetaReceivers * gridDim.x);
+  } else if (Roles::kOwnCopiers > 0 && p.recv_segment >= 0) {
+    copy_own_rows(p, dests, epoch);
   } else if (split.copiers > 0 && (!split.apart || !split.sends())) {
     copier = warp - Roles::kRowReceiversAt + (split.apart ? Roles::kSenders + Roles::kMetaSenders : 0);
   }
@@ -170,16 +191,10 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_ke
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  const DispatchShared<kBulk> at(s.team.num_ranks, p.stage_bytes, p.meta_bytes, p.recv_segment < 0);
+  const DispatchShared<kBulk> at(p, p.stage_bytes);
   auto *dests = reinterpret_cast<DispatchDest *>(shared + at.dests);
-  for (int i = threadIdx.x; i < static_cast<int>(DispatchRoles<kBulk>::kSenders * sizeof(SendQueue) / 4); i += blockDim.x)
-    reinterpret_cast<uint32_t *>(shared + at.queues)[i] = 0;
-#if DEEPEP_HAS_BULK_COPY
-  if (kBulk && threadIdx.x < DispatchRoles<kBulk>::kSenders * kSendStages) {
-    ptx::mbarrier_init(reinterpret_cast<uint64_t *>(shared + at.barriers) + threadIdx.x, 1);
-    ptx::mbarrier_init_fence();
-  }
-#endif
+  auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
+  init_queues(queues, DispatchRoles<kBulk>::kSenders, kBulk);
   if (begin(s)) {
     const Handshake hand = dispatch_handshake(p, epoch);
     if (blockIdx.x == 0) post_enter(s, hand);
@@ -187,7 +202,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_ke
     prepare_dests(p, dests);
     const DispatchSplit<kBulk> split(p.recv_segment < 0, p.row_bytes, gridDim.x, s.team.num_ranks);
     DispatchJob job = dispatch_job<kBulk>(p, at, epoch, shared);
-    auto rows = row_sender<kBulk>(job, shared + at.stages, shared + at.barriers, shared + at.items, shared + at.queues, p.row_bytes, p.stage_bytes);
+    auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     if (sends_rows(p, split)) rows.start();
     if (await_enter(s, hand) && set_up_dests(p, epoch, dests)) {
       const bool staged = __syncthreads_or(threadIdx.x == 0 && [&] {
@@ -202,10 +217,11 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_ke
   }
   finish(s, [&](bool failed) {
     if (failed) clear_dispatch_outputs(p);
-    if (threadIdx.x == 0) {
-      s.team.scratch->blocks_sent = 0;
-      s.team.scratch->tokens_taken[epoch % 2] = s.team.scratch->metas_taken[epoch % 2] = 0;
-      s.team.scratch->epoch = epoch;
+    if (threadIdx.x == 0) { // both copies of the tickets, one has been 0 anyway: `epoch` need not be kept for this
+      Scratch *scratch = s.team.scratch;
+      scratch->blocks_sent = 0;
+      for (int copy = 0; copy < 2; ++copy) scratch->tokens_taken[copy] = scratch->metas_taken[copy] = scratch->rows_taken[copy][0] = 0;
+      scratch->epoch += 1;
     }
     record_kernel(s, nullptr, true, failed);
   });

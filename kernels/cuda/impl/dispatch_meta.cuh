@@ -1,5 +1,5 @@
 // dispatch_meta.cuh - what belongs to a row besides its payload: scales, weights, indices, source. Sent through the ring even
-// where the payload goes straight to its place, ahead of it, and spread out at the receiver meanwhile.
+// where the payload goes straight to its place, ahead of it, and spread out at the receiver meanwhile; that of a rank's rows to itself it spreads at once.
 #pragma once
 #include "cuda/impl/dispatch_params.cuh"
 
@@ -10,55 +10,114 @@ constexpr int kMetaChunk = kWarp;    // rows that a receiving warp awaits togeth
 // A sending warp's shared memory. A batch of tokens is loaded at once; then the rows of one rank after the other are made of it and
 // go out together, since consecutive rows of a rank lie side by side in its ring: stores of single words would queue behind rows.
 struct MetaSpace {
-  uint32_t *common;           // the batch's rows, with experts as they are numbered globally
-  uint32_t *rows;             // those of one rank: kMetaSlots of them, used in turn
-  int32_t *tokens;            // [kMetaBatch]: which of the batch these are
-  uint32_t slot;
+  uint8_t *base;
+  uint32_t slot;              // of kMetaSlots, used in turn
+  // The batch's rows as loaded; those of one rank; which of the batch these are, [kMetaBatch].
+  __device__ uint32_t *common() const { return reinterpret_cast<uint32_t *>(base); }
+  __device__ uint32_t *rows(const DispatchParams &p) const {
+    return reinterpret_cast<uint32_t *>(base + p.meta_rows * (p.common_stride() + slot % kMetaSlots * p.meta_stride()));
+  }
+  __device__ int32_t *tokens(const DispatchParams &p) const {
+    return reinterpret_cast<int32_t *>(base + p.meta_rows * (p.common_stride() + kMetaSlots * p.meta_stride()));
+  }
 };
-__host__ __device__ inline uint64_t meta_space_bytes(uint32_t meta_bytes) { return (1 + kMetaSlots) * meta_bytes + kMetaBatch * 4; }
-__device__ inline MetaSpace meta_space(const DispatchParams &p, uint8_t *base) {
-  return {reinterpret_cast<uint32_t *>(base), reinterpret_cast<uint32_t *>(base + p.meta_bytes),
-          reinterpret_cast<int32_t *>(base + (1 + kMetaSlots) * p.meta_bytes), 0};
+__host__ __device__ inline uint32_t meta_space_bytes(const DispatchParams &p) {
+  return p.meta_rows * (p.common_stride() + kMetaSlots * p.meta_stride()) + kMetaBatch * 4;
 }
 
 __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace &space, int first, int tokens) {
-  const int row_words = static_cast<int>(p.meta_stride() / 4), lane = lane_id();
+  const int row_words = static_cast<int>(p.common_stride() / 4), lane = lane_id();
   for (int t = 0; t < tokens; ++t)
     for (int at = lane; at < p.num_scales; at += kWarp)
-      ptx::copy_word_async(space.common + t * row_words + at, p.scales + (first + t) * p.scale_token_stride + at * p.scale_stride);
+      ptx::copy_word_async(space.common() + t * row_words + at, p.scales + (first + t) * p.scale_token_stride + at * p.scale_stride);
   for (int i = lane; i < tokens * p.num_topk; i += kWarp) {
     const int t = i / p.num_topk, k = i % p.num_topk, words = p.index_words();
     const int64_t at = static_cast<int64_t>(first) * p.num_topk + i;
-    uint32_t *row = space.common + t * row_words;
+    uint32_t *row = space.common() + t * row_words;
     if (p.topk_weights != nullptr) ptx::copy_word_async(row + p.weights_at() + k, p.topk_weights + at);
     else row[p.weights_at() + k] = 0;
     for (int w = 0; w < words; ++w)
-      ptx::copy_word_async(row + p.indices_at() + k * words + w, static_cast<const uint32_t *>(p.topk_idx) + at * words + w);
+      ptx::copy_word_async(row + p.numbers_at() + k * words + w, static_cast<const uint32_t *>(p.topk_idx) + at * words + w);
   }
   ptx::copy_words_commit();
   ptx::copy_words_wait<0>();
   __syncwarp();
 }
 
+// The number of entry k's expert at rank r, or p.no_number().
+__device__ inline uint32_t number_at_rank(const DispatchParams &p, const uint32_t *common_row, int k, int r) {
+  const uint32_t num_local = p.num_experts / p.session.team.num_ranks, words = p.index_words();
+  const uint32_t *index = common_row + p.numbers_at() + k * words, mine = index[0] - r * num_local; // -1 becomes too large
+  return mine < num_local && (words == 1 || index[1] == 0) ? mine : p.no_number();
+}
+
 // The `rows` tokens of the batch that space.tokens names, as rank r gets them.
 __device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &space, uint32_t *out, int r, int rows, int first) {
-  const int row_words = static_cast<int>(p.meta_stride() / 4), words = p.index_words(), num_local = p.num_experts / p.session.team.num_ranks;
+  const int row_words = static_cast<int>(p.meta_stride() / 4), common_words = static_cast<int>(p.common_stride() / 4), each = p.numbers_each();
   for (int j = 0; j < rows; ++j) {
-    const auto *from = reinterpret_cast<const uint4 *>(space.common + space.tokens[j] * row_words);
+    const auto *from = reinterpret_cast<const uint4 *>(space.common() + space.tokens(p)[j] * common_words);
     auto *to = reinterpret_cast<uint4 *>(out + j * row_words);
     for (int c = lane_id(); c < row_words / 4; c += kWarp) to[c] = from[c];
   }
   __syncwarp();
-  for (int i = lane_id(); i < rows * p.num_topk; i += kWarp) {
-    const int j = i / p.num_topk, k = i % p.num_topk;
-    uint32_t *row = out + j * row_words, *index = row + p.indices_at() + k * words;
-    const int64_t expert = words == 2 ? static_cast<int64_t>(static_cast<uint64_t>(index[1]) << 32 | index[0]) : static_cast<int32_t>(index[0]);
-    const int64_t mine = expert - static_cast<int64_t>(r) * num_local;
-    const bool local = expert >= 0 && mine >= 0 && mine < num_local;
-    if (!local) row[p.weights_at() + k] = 0;
-    for (int w = 0; w < words; ++w) index[w] = local ? static_cast<uint32_t>(mine >> (32 * w)) : 0xffffffffu;
+  const int words = ceil_div(p.num_topk, each);
+  for (int i = lane_id(); i < rows * words; i += kWarp) {
+    const int j = i / words, at = i % words;
+    uint32_t *row = out + j * row_words, packed = 0;
+    for (int h = 0; h < each; ++h) {
+      const int k = at * each + h;
+      const uint32_t number = k < p.num_topk ? number_at_rank(p, space.common() + space.tokens(p)[j] * common_words, k, r) : p.no_number();
+      if (k < p.num_topk && number == p.no_number()) row[p.weights_at() + k] = 0;
+      packed |= number << (16 * h);
+    }
+    row[p.numbers_at() + at] = packed;
   }
-  for (int j = lane_id(); !p.cached && j < rows; j += kWarp) out[j * row_words + p.source_at()] = static_cast<uint32_t>(first + space.tokens[j]);
+  for (int j = lane_id(); !p.cached && j < rows; j += kWarp) out[j * row_words + p.source_at()] = static_cast<uint32_t>(first + space.tokens(p)[j]);
+}
+
+__device__ inline void store_index(const DispatchParams &p, int64_t row, int k, uint32_t number) {
+  const int64_t at = row * p.num_topk + k, index = number == p.no_number() ? -1 : static_cast<int64_t>(number);
+  if (p.index_bytes == 8) static_cast<int64_t *>(p.recv_topk_idx)[at] = index;
+  else static_cast<int32_t *>(p.recv_topk_idx)[at] = static_cast<int32_t>(index);
+}
+__device__ inline void store_meta_word(const DispatchParams &p, int64_t row, int at, uint32_t bits) {
+  if (at < p.num_scales) {
+    if (p.recv_scales != nullptr) p.recv_scales[row * p.num_scales + at] = bits;
+  } else if (at < p.numbers_at()) {
+    if (p.recv_topk_weights != nullptr) p.recv_topk_weights[row * p.num_topk + at - p.weights_at()] = bits;
+  } else if (at < p.source_at()) {
+    const int each = p.numbers_each(), first = (at - p.numbers_at()) * each;
+    for (int h = 0; h < each && p.recv_topk_idx != nullptr && first + h < p.num_topk; ++h) store_index(p, row, first + h, bits >> (16 * h) & p.no_number());
+  } else if (p.recv_src_idx != nullptr) {
+    p.recv_src_idx[row] = static_cast<int32_t>(bits);
+  }
+}
+
+// Rows of metadata to their places from final_row on. load(i, c): 16 bytes of the i-th of them. Whole warp.
+template <class Load> __device__ inline void spread_meta(const DispatchParams &p, int rows, int64_t final_row, Load load) {
+  constexpr int kUnroll = 4;
+  const int words = p.meta_words(), pieces = static_cast<int>(p.meta_stride() / 16), total = rows * pieces;
+  const bool wide = p.recv_scales != nullptr && p.num_scales % 4 == 0 && reinterpret_cast<uint64_t>(p.recv_scales) % 16 == 0;
+  for (int base = lane_id(); base < total; base += kWarp * kUnroll) {
+    uint4 bits[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+      if (base + u * kWarp < total) bits[u] = load((base + u * kWarp) / pieces, (base + u * kWarp) % pieces);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int i = base + u * kWarp, at = 4 * (i % pieces);
+      if (i >= total) continue;
+      const int64_t row = final_row + i / pieces;
+      if (wide && at < p.num_scales) {
+        *reinterpret_cast<uint4 *>(p.recv_scales + row * p.num_scales + at) = bits[u];
+        continue;
+      }
+      const uint32_t word[4] = {bits[u].x, bits[u].y, bits[u].z, bits[u].w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+        if (at + w < words) store_meta_word(p, row, at + w, word[w]);
+    }
+  }
 }
 
 // Whole warp: from shared memory, multiples of 16 bytes.
@@ -87,13 +146,23 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
     const uint32_t chosen = __ballot_sync(kAllLanes, mine >= 0);
     if (chosen == 0) continue;
     const int rows = __popc(chosen), first_head = __shfl_sync(kAllLanes, mine, __ffs(static_cast<int>(chosen)) - 1);
-    if (mine >= 0) space.tokens[__popc(chosen & ((1u << lane) - 1))] = lane;
+    if (mine >= 0) space.tokens(p)[__popc(chosen & ((1u << lane) - 1))] = lane;
 #if DEEPEP_HAS_BULK_COPY
     if (kBulk && lane == 0) ptx::bulk_wait_read<kMetaSlots - 1>();
 #endif
-    uint32_t *out = space.rows + (space.slot++ % kMetaSlots) * (p.meta_bytes / 4);
+    uint32_t *out = space.rows(p);
     __syncwarp();
     make_meta_rows(p, space, out, r, rows, first);
+    if (r == p.session.team.rank) { // my own go straight to their places
+      __syncwarp();
+      for (int i = lane; i < rows * p.meta_words(); i += kWarp) {
+        const int j = i / p.meta_words(), at = i % p.meta_words();
+        store_meta_word(p, static_cast<int64_t>(dests[r].first_row) + first_head + j, at, out[j * (p.meta_stride() / 4) + at]);
+      }
+      __syncwarp();
+      continue;
+    }
+    ++space.slot;
 #if DEEPEP_HAS_BULK_COPY
     if (kBulk) ptx::fence_before_bulk();
 #endif
@@ -119,7 +188,7 @@ __device__ inline void publish_meta(const DispatchParams &p, const DispatchDest 
   ptx::fence_acq_rel_sys();
   for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp) {
     const int r = i % num_ranks, head = p.send_head[static_cast<int64_t>(first) * num_ranks + i];
-    if (head < 0) continue;
+    if (head < 0 || r == p.session.team.rank) continue;
     const RingPlace place = ring_place(head, dests[r].slots);
     ptx::st_relaxed_sys(&dests[r].flags[kMeta][place.slot], ring_value(epoch, place.lap));
   }
@@ -140,67 +209,20 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
     // Lanes look at all rows of the batch: mostly all have room.
     bool tight = false;
     for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp)
-      tight |= p.send_head[static_cast<int64_t>(first) * num_ranks + i] >= static_cast<int>(dests[i % num_ranks].slots);
-    if (!__any_sync(kAllLanes, tight)) {
-      send_tokens_meta<kBulk>(p, dests, space, first, end);
-      publish_meta<kBulk>(p, dests, epoch, first, end);
-      continue;
-    }
+      tight |= i % num_ranks != p.session.team.rank && p.send_head[static_cast<int64_t>(first) * num_ranks + i] >= static_cast<int>(dests[i % num_ranks].slots);
+    tight = __any_sync(kAllLanes, tight) != 0;
+    const int step = tight ? 1 : batch;
     int published = first;
-    for (int token = first; token < end; ++token) {
+    for (int token = first; token < end; token += step) {
       const int32_t *heads = p.send_head + static_cast<int64_t>(token) * num_ranks;
-      if (__any_sync(kAllLanes, rank_without_room(p, dests, epoch, kMeta, heads) >= 0)) {
+      if (tight && __any_sync(kAllLanes, rank_without_room(p, dests, epoch, kMeta, heads) >= 0)) {
         publish_meta<kBulk>(p, dests, epoch, published, token); // what others may wait for
         published = token;
         if (!await_ring_room(p, dests, epoch, kMeta, heads)) return;
       }
-      send_tokens_meta<kBulk>(p, dests, space, token, token + 1);
+      send_tokens_meta<kBulk>(p, dests, space, token, least(token + step, end));
     }
     publish_meta<kBulk>(p, dests, epoch, published, end);
-  }
-}
-
-__device__ inline void store_meta_word(const DispatchParams &p, int64_t row, int at, uint32_t bits) {
-  if (at < p.num_scales) {
-    if (p.recv_scales != nullptr) p.recv_scales[row * p.num_scales + at] = bits;
-  } else if (at < p.indices_at()) {
-    if (p.recv_topk_weights != nullptr) p.recv_topk_weights[row * p.num_topk + at - p.weights_at()] = bits;
-  } else if (at < p.source_at()) {
-    const int64_t words = static_cast<int64_t>(p.num_topk) * p.index_words();
-    if (p.recv_topk_idx != nullptr) static_cast<uint32_t *>(p.recv_topk_idx)[row * words + at - p.indices_at()] = bits;
-  } else if (p.recv_src_idx != nullptr) {
-    p.recv_src_idx[row] = static_cast<int32_t>(bits);
-  }
-}
-
-// Rows [first, first + rows) of a source, all there, to their places from final_row on.
-__device__ inline void spread_meta(const DispatchParams &p, const RingShape &ring, int source, int first, int rows, int64_t final_row) {
-  constexpr int kUnroll = 4;
-  const uint8_t *nvl = p.session.team.self + p.session.team.nvl;
-  const int words = p.meta_words(), pieces = static_cast<int>(ring.meta_stride / 16), total = rows * pieces;
-  const bool wide = p.recv_scales != nullptr && p.num_scales % 4 == 0 && reinterpret_cast<uint64_t>(p.recv_scales) % 16 == 0;
-  for (int base = lane_id(); base < total; base += kWarp * kUnroll) {
-    uint4 bits[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int i = base + u * kWarp;
-      if (i >= total) continue;
-      bits[u] = ptx::ld_stream(nvl + ring.meta(source, ring_place(first + i / pieces, ring.slots).slot) + 16 * (i % pieces));
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int i = base + u * kWarp, at = 4 * (i % pieces);
-      if (i >= total) continue;
-      const int64_t row = final_row + i / pieces;
-      if (wide && at < p.num_scales) {
-        *reinterpret_cast<uint4 *>(p.recv_scales + row * p.num_scales + at) = bits[u];
-        continue;
-      }
-      const uint32_t word[4] = {bits[u].x, bits[u].y, bits[u].z, bits[u].w};
-#pragma unroll
-      for (int w = 0; w < 4; ++w)
-        if (at + w < words) store_meta_word(p, row, at + w, word[w]);
-    }
   }
 }
 
@@ -218,22 +240,23 @@ __device__ inline void pad_meta(const DispatchParams &p, int worker, int num_wor
 
 // Which rows a receiving warp looks after: those of one source, every `step`-th from `first` on.
 struct ReceiverShare { int source, first, step; };
-__device__ inline ReceiverShare receiver_share(int worker, int num_workers, int num_ranks) {
-  const int source = worker % num_ranks;
-  return {source, worker / num_ranks, (num_workers - source + num_ranks - 1) / num_ranks};
+__device__ inline ReceiverShare receiver_share(int worker, int num_workers, int num_sources) {
+  const int source = worker % num_sources;
+  return {source, worker / num_sources, (num_workers - source + num_sources - 1) / num_sources};
 }
 
-// Role of a warp.
-__device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, bool direct, int worker, int num_workers) {
+// Metadata of the peers' rows. Whole warp.
+__device__ inline void receive_peers_meta(const DispatchParams &p, uint64_t epoch, bool direct, int worker, int num_workers) {
   const TeamView &team = p.session.team;
-  const ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks);
+  ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks - 1);
+  share.source = (team.rank + 1 + share.source) % team.num_ranks;
   const int before = rows_before(p.rank_prefix_matrix, team.num_ranks, share.source, team.rank);
   const int rows = p.rank_prefix_matrix[share.source * team.num_ranks + team.rank] - before;
   const RingShape ring = dispatch_ring(p, direct);
   const int chunk = static_cast<int>(least<uint32_t>(kMetaChunk, ring.slots));
   const uint64_t *flags = team.ring_flag(team.rank, kMeta, share.source);
-  uint64_t *credits = team.ring_credit(share.source, kMeta, team.rank);
-  for (int first = share.first * chunk; p.meta_words() != 0 && first < rows; first += share.step * chunk) {
+  const uint8_t *rows_here = team.self + team.nvl + ring.meta(share.source, 0);
+  for (int first = share.first * chunk; first < rows; first += share.step * chunk) {
     const int count = least(chunk, rows - first);
     const RingPlace place = ring_place(first + lane_id(), ring.slots);
     const bool mine = lane_id() < count;
@@ -246,11 +269,17 @@ __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, boo
         [&] { return lane_id() == 0 ? share.source : -1; });
     if (!good) return;
     __syncwarp();
-    spread_meta(p, ring, share.source, first, count, static_cast<int64_t>(before) + first);
+    spread_meta(p, count, static_cast<int64_t>(before) + first,
+                [&](int i, int c) { return ptx::ld_stream(rows_here + ring_place(first + i, ring.slots).slot * static_cast<uint64_t>(p.meta_stride()) + 16 * c); });
     __syncwarp();
     if (mine && first + lane_id() + static_cast<int>(ring.slots) < rows)
-      ptx::st_release_sys(&credits[place.slot], ring_value(epoch, place.lap));
+      ptx::st_release_sys(team.ring_credit(share.source, kMeta, team.rank) + place.slot, ring_value(epoch, place.lap));
   }
+}
+
+// Role of a warp.
+__device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, bool direct, int worker, int num_workers) {
+  if (p.meta_words() != 0 && p.session.team.num_ranks > 1) receive_peers_meta(p, epoch, direct, worker, num_workers);
   if (p.num_worst_tokens > 0) pad_meta(p, worker, num_workers);
 }
 

@@ -19,7 +19,8 @@ struct DispatchParams {
   const uint32_t *topk_weights;
   const int32_t *rank_prefix_matrix, *send_head;
   uint32_t row_bytes, stage_bytes;
-  uint32_t meta_rows, meta_bytes; // metadata of so many tokens is sent together, and their bytes
+  uint32_t meta_rows;         // metadata of so many tokens is sent together
+  int32_t own_copiers;        // warps of a block that copy this rank's rows to itself; if there are any, senders skip these
   int32_t num_tokens, num_scales, num_topk, index_bytes, num_experts, num_recv_tokens, num_worst_tokens;
   uint32_t cached, weights_given;
   int32_t recv_segment;
@@ -30,14 +31,18 @@ struct DispatchParams {
   uint32_t *recv_topk_weights;
   int32_t *recv_src_idx;
 
-  // Words of metadata: scales, weights, indices, the token's number.
-  __host__ __device__ int index_words() const { return index_bytes / 4; }
+  // Words of metadata: scales, weights, the receiver's numbers of the experts, the token's number. Such a number takes half a word,
+  // all ones where the expert is another rank's; a word only where there are too many experts.
+  __host__ __device__ int index_words() const { return index_bytes / 4; } // as the caller has them
+  __host__ __device__ int numbers_each() const { return num_experts / session.team.num_ranks < 0xffff ? 2 : 1; } // in a word
+  __host__ __device__ uint32_t no_number() const { return numbers_each() == 2 ? 0xffffu : 0xffffffffu; }
   __host__ __device__ int weights_at() const { return num_scales; }
-  __host__ __device__ int indices_at() const { return weights_at() + (topk_weights_sent() ? num_topk : 0); }
-  __host__ __device__ int source_at() const { return indices_at() + num_topk * index_words(); }
+  __host__ __device__ int numbers_at() const { return weights_at() + num_topk; }
+  __host__ __device__ int source_at() const { return numbers_at() + ceil_div(num_topk, numbers_each()); }
   __host__ __device__ int meta_words() const { return source_at() + (cached ? 0 : 1); }
   __host__ __device__ uint32_t meta_stride() const { return align_up(4u * meta_words(), 16u); }
-  __host__ __device__ bool topk_weights_sent() const { return num_topk > 0; } // indices and weights come together
+  // And as they are loaded: scales, weights, experts, with room for what is made of them.
+  __host__ __device__ uint32_t common_stride() const { return most(meta_stride(), align_up(4u * (numbers_at() + num_topk * index_words()), 16u)); }
 };
 
 // One for each rank, in shared memory.
@@ -122,7 +127,8 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
 __device__ inline int rank_without_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch, RingPart part, const int32_t *heads) {
   for (int r = lane_id(); r < p.session.team.num_ranks; r += kWarp) {
     const int head = heads[r];
-    if (head < 0 || static_cast<uint32_t>(head) < dests[r].slots || (part == kPayload && dests[r].direct)) continue;
+    const bool straight = part == kPayload ? dests[r].direct != 0 : r == p.session.team.rank;
+    if (head < 0 || static_cast<uint32_t>(head) < dests[r].slots || straight) continue;
     const RingPlace place = ring_place(head, dests[r].slots);
     if (ptx::ld_acquire_sys(&dests[r].credits[part][place.slot]) != ring_value(epoch, place.lap - 1)) return r;
   }
@@ -173,7 +179,7 @@ struct DispatchJob {
   template <class F> __device__ void each(int stage, int, F f) const {
     for (int r = 0; r < p.session.team.num_ranks; ++r) {
       const int head = heads_of(stage)[r];
-      if (head < 0) continue;
+      if (head < 0 || (p.own_copiers > 0 && r == p.session.team.rank)) continue;
       const uint32_t slot = dests[r].direct ? static_cast<uint32_t>(head) : ring_place(head, dests[r].slots).slot;
       f(dests[r].rows + static_cast<uint64_t>(slot) * dests[r].row_stride);
     }

@@ -18,11 +18,25 @@ constexpr int kSendAhead = kSendStages - kSendOutstanding;
 constexpr uint32_t kMaxStageBytes = 16384;
 constexpr uint32_t kQueueLength = 32;
 
-// From a sending warp to the block's publisher: rows whose stores are complete.
+// A sending warp in shared memory: rows whose stores are complete, for the block's publisher; its stages.
 struct SendQueue {
   uint32_t posted, finished, published, reserved;
   int32_t rows[kQueueLength];
+  uint64_t arrived[kSendStages];
+  int32_t stage_row[kSendStages], stage_piece[kSendStages];
 };
+static_assert(sizeof(SendQueue) % 16 == 0, "what follows is aligned");
+
+// By the block's first threads, one for each queue.
+__device__ inline void init_queues(SendQueue *queues, int num_queues, bool bulk) {
+  if (static_cast<int>(threadIdx.x) >= num_queues) return;
+  SendQueue &queue = queues[threadIdx.x];
+  queue.posted = queue.finished = queue.published = 0;
+#if DEEPEP_HAS_BULK_COPY
+  for (int i = 0; bulk && i < kSendStages; ++i) ptx::mbarrier_init(&queue.arrived[i], 1);
+  ptx::mbarrier_init_fence();
+#endif
+}
 
 // Whole warp, `posted` is the warp's own count.
 __device__ inline void post_row(SendQueue *queue, uint32_t &posted, int row) {
@@ -35,13 +49,6 @@ __device__ inline void post_row(SendQueue *queue, uint32_t &posted, int row) {
   ++posted;
 }
 
-// A sending warp's shared memory, [kSendStages] each.
-struct SendSpace {
-  uint8_t *stages;
-  uint64_t *arrived;
-  int32_t *stage_row, *stage_piece;
-};
-
 // A sending warp: start() takes its first rows and begins to load them, which no peer has to be awaited for; then either run() or
 // abandon(), as loads into shared memory must end before the block does.
 template <bool kBulk, class Job> struct RowSender;
@@ -51,7 +58,7 @@ template <bool kBulk, class Job> struct RowSender;
 template <class Job> struct RowSender<true, Job> {
   Job &job;
   SendQueue *queue;
-  SendSpace space;
+  uint8_t *stages;
   uint32_t row_bytes, stage_bytes;
   bool publish = false;
   int loaded = 0, stored = 0, posted_items = 0;
@@ -67,10 +74,10 @@ template <class Job> struct RowSender<true, Job> {
     if (more) {
       const int stage = loaded % kSendStages;
       if (lane_id() == 0) {
-        space.stage_row[stage] = row, space.stage_piece[stage] = piece;
-        ptx::mbarrier_expect(&space.arrived[stage], piece_bytes(piece));
-        ptx::bulk_load(space.stages + stage * stage_bytes, job.source(row) + static_cast<uint64_t>(piece) * stage_bytes, piece_bytes(piece),
-                       &space.arrived[stage]);
+        queue->stage_row[stage] = row, queue->stage_piece[stage] = piece;
+        ptx::mbarrier_expect(&queue->arrived[stage], piece_bytes(piece));
+        ptx::bulk_load(stages + stage * stage_bytes, job.source(row) + static_cast<uint64_t>(piece) * stage_bytes, piece_bytes(piece),
+                       &queue->arrived[stage]);
       }
       job.prefetch(stage, row);
       ++loaded, ++piece;
@@ -81,7 +88,7 @@ template <class Job> struct RowSender<true, Job> {
   __device__ void post_until(int complete) {
     for (; posted_items < complete; ++posted_items) {
       const int stage = posted_items % kSendStages;
-      if (space.stage_piece[stage] == pieces() - 1) post_row(queue, posted, space.stage_row[stage]);
+      if (queue->stage_piece[stage] == pieces() - 1) post_row(queue, posted, queue->stage_row[stage]);
     }
   }
   __device__ void drain() {
@@ -92,18 +99,18 @@ template <class Job> struct RowSender<true, Job> {
   // One piece to all its destinations. False: the team failed.
   __device__ bool store_next() {
     const int stage = stored % kSendStages;
-    const int which = space.stage_row[stage], at = space.stage_piece[stage];
+    const int which = queue->stage_row[stage], at = queue->stage_piece[stage];
     if (!job.room(stage, which)) {
       drain(); // what is on its way here may be what others wait for
       if (!job.await_room(stage, which)) return false;
       ptx::fence_before_bulk();
     }
     if (lane_id() == 0)
-      while (!ptx::mbarrier_try_wait(&space.arrived[stage], (stored / kSendStages) & 1)) {}
+      while (!ptx::mbarrier_try_wait(&queue->arrived[stage], (stored / kSendStages) & 1)) {}
     const uint32_t bytes = piece_bytes(at);
     const uint64_t offset = static_cast<uint64_t>(at) * stage_bytes;
     job.each(stage, which, [&](uint8_t *to) {
-      if (lane_id() == 0) ptx::bulk_store(to + offset, space.stages + stage * stage_bytes, bytes);
+      if (lane_id() == 0) ptx::bulk_store(to + offset, stages + stage * stage_bytes, bytes);
     });
     if (lane_id() == 0) ptx::bulk_commit();
     if (at == pieces() - 1) job.extra(stage, which);
@@ -117,7 +124,7 @@ template <class Job> struct RowSender<true, Job> {
   __device__ void abandon() {
     for (; stored < loaded; ++stored) {
       if (lane_id() == 0)
-        while (!ptx::mbarrier_try_wait(&space.arrived[stored % kSendStages], (stored / kSendStages) & 1)) {}
+        while (!ptx::mbarrier_try_wait(&queue->arrived[stored % kSendStages], (stored / kSendStages) & 1)) {}
     }
     ptx::copy_words_wait<0>();
   }
@@ -147,7 +154,7 @@ template <class Job> struct RowSender<true, Job> {
 template <bool kBulk, class Job> struct RowSender {
   Job &job;
   SendQueue *queue;
-  SendSpace space;
+  uint8_t *stages;
   uint32_t row_bytes, stage_bytes;
 
   __device__ void carry(int row) {
@@ -186,13 +193,8 @@ template <bool kBulk, class Job> struct RowSender {
 
 // This warp's, of shared memory for as many warps as send.
 template <bool kBulk, class Job>
-__device__ inline RowSender<kBulk, Job> row_sender(Job &job, uint8_t *stages, uint8_t *barriers, uint8_t *items, uint8_t *queues, uint32_t row_bytes,
-                                                   uint32_t stage_bytes) {
-  const int warp = warp_id();
-  auto *item = reinterpret_cast<int32_t *>(items) + warp * 2 * kSendStages;
-  return {job, reinterpret_cast<SendQueue *>(queues) + warp,
-          {stages + static_cast<uint64_t>(warp) * kSendStages * stage_bytes, reinterpret_cast<uint64_t *>(barriers) + warp * kSendStages, item,
-           item + kSendStages}, row_bytes, stage_bytes};
+__device__ inline RowSender<kBulk, Job> row_sender(Job &job, SendQueue *queues, uint8_t *stages, uint32_t row_bytes, uint32_t stage_bytes) {
+  return {job, queues + warp_id(), stages + static_cast<uint64_t>(warp_id()) * kSendStages * stage_bytes, row_bytes, stage_bytes};
 }
 
 // The publisher: one fence for all rows that the block's senders have completed, then their flags. flags(row, which) stores the
@@ -228,7 +230,7 @@ __device__ inline void publish_rows(SendQueue *queues, int num_queues, int per_r
 
 // A row by a warp, through registers.
 __device__ inline void copy_row(uint8_t *to, const uint8_t *from, uint32_t bytes) {
-  constexpr int kUnroll = 8;
+  constexpr int kUnroll = 7; // rows of 7168 bytes take two rounds
   const int chunks = static_cast<int>(bytes / 16);
   for (int first = lane_id(); first < chunks; first += kWarp * kUnroll) {
     uint4 data[kUnroll];

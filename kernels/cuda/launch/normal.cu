@@ -114,13 +114,13 @@ template <bool kBulk> int32_t launch_dispatch(dk_dispatch_params *p, DispatchPar
   if (blocks * Roles::kMetaReceivers < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
   const size_t limit = kBulk ? kSharedLimit90 : kSharedLimit80;
   const bool staged_here = params.recv_segment < 0;
-  const uint32_t batch = staged_here ? kMetaBatch : kMetaBatchOfMany, buffers = Roles::meta_senders(staged_here) * (1 + kMetaSlots);
-  params.meta_rows = most(1u, least(batch, kMetaBuffers / (buffers * most(params.meta_stride(), 1u))));
-  params.meta_bytes = params.meta_rows * params.meta_stride();
-  const size_t roles = DispatchShared<kBulk>(num_ranks, 0, params.meta_bytes, staged_here).bytes;
+  params.meta_rows = staged_here ? kMetaBatch : kMetaBatchOfMany;
+  params.own_copiers = Roles::own_copiers(params, blocks);
+  while (params.meta_rows > 1 && Roles::meta_senders(params) * meta_space_bytes(params) > kMetaBuffers) --params.meta_rows;
+  const size_t roles = DispatchShared<kBulk>(params, 0).bytes;
   if (roles + kLeastForStages > limit) return DK_EUNSUPPORTED;
   params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, limit - roles);
-  const size_t shared = DispatchShared<kBulk>(num_ranks, params.stage_bytes, params.meta_bytes, staged_here).bytes;
+  const size_t shared = DispatchShared<kBulk>(params, params.stage_bytes).bytes;
   const OnDevice on(team->device);
   dispatch_kernel<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
