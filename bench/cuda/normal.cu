@@ -1,5 +1,5 @@
 // normal.cu - normal mode: every output against the host's reference, then times.
-#include "modes.h"
+#include "normal_ops.h"
 
 namespace {
 
@@ -33,97 +33,6 @@ __global__ void count_wrong_sums(const uint16_t *y, const int32_t *heads, int ra
       if (heads[i / hidden * ranks + r] >= 0) sum += value_at(rank, i / hidden, i % hidden) + r % 2;
     if (y[i] != bf16_of(sum)) atomicAdd(wrong, 1u);
   }
-}
-
-// One rank's arrays of a normal-mode round.
-struct Arrays {
-  int64_t *idx;
-  float *weights;
-  int32_t *per_rank, *per_expert, *matrix, *heads, *src_idx;
-  uint8_t *in_rank;
-  uint32_t *scales, *recv_scales;
-  int64_t *recv_idx;
-  float *recv_weights, *combined_weights;
-  uint8_t *x, *recv_x;
-  uint16_t *y, *combined;
-  dk_counts *counts;
-  uint64_t counts_address;
-  uint32_t *wrong;
-  int rows, capacity;
-  std::vector<int32_t> ranks, tokens; // of received rows
-  int32_t *ranks_device, *tokens_device;
-};
-
-Arrays prepare(Rank &rank, const Routing &routing, int num_scales) {
-  const Shape &s = rank.world->shape;
-  Arrays a{};
-  a.idx = to_device(routing.idx[rank.rank]), a.weights = to_device(routing.weights[rank.rank]);
-  a.per_rank = device_array<int32_t>(s.ranks), a.per_expert = device_array<int32_t>(s.experts);
-  a.matrix = device_array<int32_t>(s.ranks * s.ranks), a.heads = device_array<int32_t>(routing.tokens * s.ranks);
-  a.in_rank = device_array<uint8_t>(routing.tokens * s.ranks);
-  for (int r = 0; r < s.ranks; ++r)
-    for (int t = 0; t < routing.tokens; ++t)
-      if (routing.goes(r, t, rank.rank)) a.ranks.push_back(r), a.tokens.push_back(t);
-  a.rows = static_cast<int>(a.ranks.size());
-  a.capacity = s.ranks * routing.tokens;
-  a.ranks_device = to_device(a.ranks), a.tokens_device = to_device(a.tokens);
-  a.src_idx = device_array<int32_t>(a.capacity);
-  a.scales = device_array<uint32_t>(static_cast<size_t>(routing.tokens) * num_scales);
-  a.recv_scales = device_array<uint32_t>(static_cast<size_t>(a.capacity) * num_scales);
-  a.recv_idx = device_array<int64_t>(a.capacity * s.topk), a.recv_weights = device_array<float>(a.capacity * s.topk);
-  a.combined_weights = device_array<float>(routing.tokens * s.topk);
-  a.x = device_array<uint8_t>(2ull * routing.tokens * s.hidden), a.recv_x = device_array<uint8_t>(2ull * a.capacity * s.hidden);
-  a.y = device_array<uint16_t>(static_cast<size_t>(std::max(a.rows, 1)) * s.hidden);
-  a.combined = device_array<uint16_t>(static_cast<size_t>(routing.tokens) * s.hidden);
-  a.wrong = device_array<uint32_t>(1);
-  void *host = aligned_alloc(4096, 1 << 20);
-  memset(host, 0, 1 << 20);
-  dk_host_register_params h{};
-  h.device = rank.device, h.host = as_address(host), h.bytes = 1 << 20;
-  DK(host_register, h);
-  a.counts = static_cast<dk_counts *>(host), a.counts_address = h.address;
-  return a;
-}
-
-void layout(Rank &rank, const Arrays &a, const Routing &routing) {
-  dk_layout_params p{};
-  rank.header(p);
-  p.topk_idx = as_address(a.idx), p.index_bytes = 8, p.num_tokens = routing.tokens, p.num_topk = routing.topk, p.num_experts = routing.experts;
-  p.tokens_per_rank = as_address(a.per_rank), p.tokens_per_expert = as_address(a.per_expert), p.token_in_rank = as_address(a.in_rank);
-  DK(layout, p);
-}
-uint64_t notify(Rank &rank, const Arrays &a, const Routing &routing, uint64_t hidden_bytes, int num_scales) {
-  dk_notify_params p{};
-  rank.header(p);
-  p.tokens_per_rank = as_address(a.per_rank), p.tokens_per_expert = as_address(a.per_expert), p.token_in_rank = as_address(a.in_rank);
-  p.num_tokens = routing.tokens, p.num_topk = routing.topk, p.num_experts = routing.experts, p.expert_alignment = 4;
-  p.num_scales = num_scales, p.hidden_bytes = hidden_bytes;
-  p.rank_prefix_matrix = as_address(a.matrix), p.send_head = as_address(a.heads);
-  p.host_counts = as_address(a.counts), p.counts = a.counts_address;
-  DK(notify, p);
-  return p.call;
-}
-void dispatch(Rank &rank, const Arrays &a, const Routing &routing, uint64_t hidden_bytes, int num_scales, int rows, int worst, int sms, bool direct) {
-  dk_dispatch_params p{};
-  rank.header(p, sms);
-  p.x = as_address(a.x), p.scales = num_scales > 0 ? as_address(a.scales) : 0;
-  p.scale_token_stride = num_scales, p.scale_stride = 1;
-  p.topk_idx = as_address(a.idx), p.topk_weights = as_address(a.weights);
-  p.rank_prefix_matrix = as_address(a.matrix), p.send_head = as_address(a.heads), p.hidden_bytes = hidden_bytes;
-  p.num_tokens = routing.tokens, p.num_scales = num_scales, p.num_topk = routing.topk, p.index_bytes = 8, p.num_experts = routing.experts;
-  p.num_recv_tokens = rows, p.num_worst_tokens = worst, p.recv_segment = direct ? 0 : -1;
-  p.recv_x = direct ? rank.segment : as_address(a.recv_x), p.recv_scales = num_scales > 0 ? as_address(a.recv_scales) : 0;
-  p.recv_topk_idx = as_address(a.recv_idx), p.recv_topk_weights = as_address(a.recv_weights), p.recv_src_idx = as_address(a.src_idx);
-  DK(dispatch, p);
-}
-void combine(Rank &rank, const Arrays &a, const Routing &routing, int sms, bool weights) {
-  dk_combine_params p{};
-  rank.header(p, sms);
-  p.x = as_address(a.y), p.topk_weights = weights ? as_address(a.recv_weights) : 0, p.x_segment = -1;
-  p.rank_prefix_matrix = as_address(a.matrix), p.send_head = as_address(a.heads), p.recv_src_idx = as_address(a.src_idx);
-  p.num_tokens = routing.tokens, p.num_recv_tokens = a.rows, p.hidden = rank.world->shape.hidden, p.num_topk = weights ? routing.topk : 0;
-  p.combined_x = as_address(a.combined), p.combined_topk_weights = weights ? as_address(a.combined_weights) : 0;
-  DK(combine, p);
 }
 
 int g_errors = 0;
@@ -184,10 +93,10 @@ void check_rows(Rank &rank, const Arrays &a, const Routing &routing, uint64_t hi
 
 void round_trip(Rank &rank, const Routing &routing, uint64_t hidden_bytes, int num_scales, int sms, bool direct, bool worst_case, const char *what) {
   const Shape &s = rank.world->shape;
-  Arrays a = prepare(rank, routing, num_scales);
+  Arrays a = prepare(rank, routing, s.hidden, num_scales);
   std::vector<uint32_t> scales(static_cast<size_t>(routing.tokens) * num_scales);
   for (size_t i = 0; i < scales.size(); ++i) scales[i] = (rank.rank << 20) + static_cast<uint32_t>(i / num_scales) * 64 + i % num_scales;
-  a.scales = to_device(scales);
+  if (!scales.empty()) CHECK_CUDA(cudaMemcpy(a.scales, scales.data(), scales.size() * 4, cudaMemcpyHostToDevice));
   fill_words<<<256, 256>>>(reinterpret_cast<uint32_t *>(a.x), rank.rank, routing.tokens, static_cast<int>(hidden_bytes / 4));
   if (direct) CHECK_CUDA(cudaMemset(reinterpret_cast<void *>(rank.segment), 0xee, rank.segment_bytes));
   CHECK_CUDA(cudaDeviceSynchronize());
@@ -218,7 +127,7 @@ void round_trip(Rank &rank, const Routing &routing, uint64_t hidden_bytes, int n
   }
   rank.meet();
   if (rank.rank == 0) printf("%-44s rows %6d  errors so far %d\n", what, a.rows, g_errors), fflush(stdout);
-  for (void *p : {(void *)a.x, (void *)a.recv_x, (void *)a.y, (void *)a.combined, (void *)a.recv_idx, (void *)a.recv_weights}) cudaFree(p);
+  release(rank, a);
 }
 
 }  // namespace
@@ -284,10 +193,9 @@ void time_normal(Rank &rank, const std::vector<int> &sms) {
   const Shape &s = rank.world->shape;
   if (rank.segment == 0) rank.register_segment(2ull * s.ranks * s.tokens * s.hidden);
   const Routing routing(s, s.tokens, 1, false);
-  Arrays a = prepare(rank, routing, s.hidden / 128);
+  Arrays a = prepare(rank, routing, s.hidden, s.hidden / 128);
   const bool first = rank.rank == 0;
-  int rows = 0;
-  for (int r = 0; r < s.ranks; ++r) rows += r != rank.rank ? 0 : a.rows;
+  const int rows = a.rows;
   rank.meet();
   layout(rank, a, routing);
   notify(rank, a, routing, s.hidden, s.hidden / 128);

@@ -20,6 +20,14 @@ struct Routing {
     }
     return false;
   }
+  // Every token has this expert among its own: one rank gets all tokens.
+  void send_all_to(int64_t expert) {
+    for (auto &of_rank : idx)
+      for (int t = 0; t < tokens; ++t) {
+        const auto first = of_rank.begin() + t * topk;
+        if (std::find(first, first + topk, expert) == first + topk) *first = expert;
+      }
+  }
   // Uniform choice without repetition, or by Zipf's law; some entries -1.
   Routing(const Shape &s, int num_tokens, uint32_t seed, bool holes)
       : ranks(s.ranks), tokens(num_tokens), topk(s.topk), experts(s.experts), idx(s.ranks), weights(s.ranks) {
