@@ -304,9 +304,9 @@ Case random_case() {
   static const int shapes[][2] = {{2, 2}, {4, 1}, {3, 2}, {2, 3}, {2, 1}};
   const auto &shape = shapes[pick(0, 4)];
   Case c{shape[0], shape[1], 8 * pick(1, 20), pick(1, 4), pick(1, 3), pick(0, 3), pick(0, 1) == 0 ? 4 : 8, 0, 0};
-  const uint64_t row = align_up<uint64_t>(2 * c.hidden + 1024 + 4 * c.peers, 128), ranks = c.ranks();
-  const int room = pick(0, 2); // the least; a little; all that is asked for
-  c.rdma = 4 * c.nodes * row * (room == 0 ? 1 : room == 1 ? 5 : 64) + 8 * pick(0, 7), c.nvl = 2 * ranks * row * (room == 0 ? 1 : room == 1 ? 3 : 64);
+  const uint64_t row = align_up<uint64_t>(2 * c.hidden + 4 * (1 + c.peers + 2 * c.topk + c.num_scales), 128), ranks = c.ranks();
+  const int rows = pick(0, 2); // of a ring: the least, one; a few; all that are asked for
+  c.rdma = 2 * c.nodes * row * (rows == 0 ? 1 : rows == 1 ? 9 : 128) + 8 * pick(0, 7), c.nvl = ranks * row * (rows == 0 ? 1 : rows == 1 ? 6 : 128);
   return c;
 }
 
