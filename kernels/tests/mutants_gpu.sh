@@ -22,8 +22,8 @@ mutants='1 rows posted when they were only read~impl/send_rows.cuh~s/if (publish
 21 what was taken stays there~impl/low_latency_common.cuh~s/^  ptx::st_stream(from, uint4{0, 0, 0, 0});$//~ll ~llcheck
 22 a slot that is used again too early~impl/low_latency_common.cuh~s/if ((r == seen.rank && seen.taken >= before) ||/if (true ||/~ll order/~llcheck
 23 a word of any call counts~impl/low_latency_common.cuh~s/return static_cast<uint32_t>(word >> 32) == tag;/return word != 0 \&\& tag != 0;/~ll ~llcheck
-24 a token too many~impl/low_latency_dispatch.cuh~s/<< 16 | tally->count\[at + lane_id()\]/<< 16 | (tally->count[at + lane_id()] + 1)/~ll dispatch/~llcheck
-25 a pattern that the row holds~impl/low_latency_dispatch.cuh~s/found = holds(begin.a, pattern) || holds(begin.b, pattern);/found = false;/~ll dispatch/~llcheck
+24 a token too many~impl/low_latency_dispatch_send.cuh~s/<< 16 | tables->tally.count\[at + lane_id()\]/<< 16 | (tables->tally.count[at + lane_id()] + 1)/~ll dispatch/~llcheck
+25 a pattern that the row holds~impl/low_latency_dispatch_send.cuh~s/found = holds(begin.a, pattern) || holds(begin.b, pattern);/found = false;/~ll dispatch/~llcheck
 31 a barrier that waits for nobody~sync/session.cuh~s/return now >= static_cast<int64_t>(hand.epoch);/return true;/~team/barrier~normalcheck'
 
 verdict() { # title, 0 if noticed, more
