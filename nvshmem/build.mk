@@ -18,8 +18,8 @@ PLUGIN_SRC   := $(sort $(wildcard nvshmem/testtransport/*.cpp nvshmem/testtransp
 PLUGIN_OBJ   := $(addprefix $(OBJ)/,$(addsuffix .o,$(basename $(PLUGIN_SRC))))
 GPU_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,cases.o ranks.o transport_test.o)
 PARTS_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,wire_test.o memory_test.o)
-FAR_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,far_test.o emulate/emulate.o)
-NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test memory_test far_test probe)
+FAR_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,far_test.o far_ll_test.o emulate/emulate.o)
+NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test memory_test far_test far_ll_test probe)
 
 SM90_RDC := -gencode arch=compute_90,code=sm_90
 RDC_CODE  = $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(SM90_RDC))
@@ -89,7 +89,7 @@ $(FAR_TEST_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/nvshmem.flags | need-cxx
 	@mkdir -p $(@D)
 	$(CXX) -std=c++20 -O1 -pthread -Wall -Werror -Wno-unknown-pragmas -Wno-strict-aliasing -Wno-volatile -Invshmem/tests/emulate $(NVSHMEM_INCLUDE) \
 	  $(FAR_TEST_FLAGS) -MMD -MP -c -o $@ $<
-$(NVSHMEM_OUT)/far_test: $(FAR_TEST_OBJ)
+$(NVSHMEM_OUT)/far_test $(NVSHMEM_OUT)/far_ll_test: $(NVSHMEM_OUT)/%: $(OBJ)/nvshmem/tests/%.o $(OBJ)/nvshmem/tests/emulate/emulate.o
 	@mkdir -p $(@D)
 	$(CXX) -pthread -o $@ $^
 

@@ -148,7 +148,7 @@ __device__ inline uint64_t decide_arrival(const Session &s, uint64_t epoch, int 
   for (;;) {
     const unsigned long long before = ptx::ld_relaxed_gpu(&s.team.scratch->verdict[source]);
     if (before >> 2 == epoch) return before & 3;
-    if (atomicCAS(verdict, before, epoch << 2 | mine) == before) return mine;
+    if (atomicCAS(verdict, before, static_cast<unsigned long long>(epoch << 2 | mine)) == before) return mine;
   }
 }
 

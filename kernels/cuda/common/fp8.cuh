@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32_t cast_e4m3(float value) {
   magnitude = magnitude > 0x43e00000u ? 0x43e00000u : magnitude; // 448
   if (magnitude < 0x3c800000u) // below 2^-6 a step is 2^-9, the last bit of a float near 2^14: the addition rounds
     return sign | (__float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) - __float_as_uint(16384.0f));
-  return sign | ((magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20) - (120u << 3);
+  return sign | (((magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20) - (120u << 3));
 }
 #endif
 __device__ __forceinline__ uint32_t cast_e4m3_four(float a, float b, float c, float d) {

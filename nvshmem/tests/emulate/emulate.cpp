@@ -131,6 +131,13 @@ bool meet_block(bool value) {
   return block->any[at];
 }
 
+void meet_some(int index, unsigned lanes) {
+  Lane &lane = *block->now;
+  const unsigned all = lanes * ++lane.some_meetings[index];
+  ++block->some_arrived[index];
+  while (block->some_arrived[index] < all) step();
+}
+
 void run(int ranks, const std::function<int(int)> &grid, int threads, const std::function<void(int)> &body) {
   std::vector<Block> blocks;
   for (int rank = 0; rank < ranks; ++rank)

@@ -24,7 +24,7 @@ struct Lane {
   void *stack_pointer = nullptr;
   std::vector<char> stack;
   Index index{};
-  unsigned meetings = 0, block_meetings = 0;
+  unsigned meetings = 0, block_meetings = 0, some_meetings[16] = {};
   bool done = false;
 };
 struct Block {
@@ -32,6 +32,7 @@ struct Block {
   std::vector<Warp> warps;
   unsigned arrived[2] = {0, 0};
   bool any[2] = {false, false};
+  unsigned some_arrived[16] = {}; // at named barriers
   Index index{}, grid{}, size{};
   int rank = 0;
   void *scheduler = nullptr;
@@ -45,6 +46,7 @@ void step();                       // another lane has its turn
 // All lanes of the warp come with a value and leave with everybody's.
 const uint64_t *meet(uint64_t value, const char *what);
 bool meet_block(bool value);
+void meet_some(int index, unsigned lanes); // at a named barrier
 // A put with a signal, by a lane of the running rank.
 void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t value, int pe);
 
@@ -102,6 +104,12 @@ inline unsigned __ballot_sync(unsigned, bool value) {
   for (int i = 0; i < 32; ++i) found |= all[i] != 0 ? 1u << i : 0;
   return found;
 }
+template <class T> unsigned __match_any_sync(unsigned, T value) {
+  const uint64_t *all = emulate::meet(emulate::bits(value), "match_any");
+  unsigned same = 0;
+  for (int i = 0; i < 32; ++i) same |= all[i] == emulate::bits(value) ? 1u << i : 0;
+  return same;
+}
 inline bool __any_sync(unsigned m, bool value) { return __ballot_sync(m, value) != 0; }
 inline bool __all_sync(unsigned m, bool value) { return __ballot_sync(m, value) == 0xffffffffu; }
 inline void __syncwarp(unsigned = 0xffffffffu) { emulate::meet(0, "syncwarp"); }
@@ -125,6 +133,10 @@ inline int __clzll(long long v) { return v == 0 ? 64 : __builtin_clzll(static_ca
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline float __uint_as_float(unsigned v) { return emulate::from_bits<float>(v); }
 inline unsigned __float_as_uint(float v) { return static_cast<unsigned>(emulate::bits(v)); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 template <class T> T atomicAdd(T *at, T value) { return __atomic_fetch_add(at, value, __ATOMIC_ACQ_REL); }
 template <class T> T atomicExch(T *at, T value) { return __atomic_exchange_n(at, value, __ATOMIC_ACQ_REL); }
 template <class T> T atomicCAS(T *at, T expected, T value) {

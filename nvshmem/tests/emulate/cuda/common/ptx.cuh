@@ -32,6 +32,6 @@ inline void copy_word_async(void *to, const void *from) { memcpy(to, from, 4); }
 inline void copy_words_commit() {}
 template <int kPending> void copy_words_wait() {}
 inline uint64_t global_timer_ns() { return emulate::now_ns(); }
-template <int kThreads> void barrier_among(int) { abort(); }
+template <int kThreads> void barrier_among(int index) { emulate::meet_some(index, kThreads); }
 
 }  // namespace deepep::ptx
