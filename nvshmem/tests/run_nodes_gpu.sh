@@ -56,9 +56,9 @@ read -ra fast <<<"$(tests $low_latency)"
 run nvlink-first 30 -- "${first[@]}"
 run apart-first 40 "${apart[@]}" -- "${first[@]}"
 run nvlink-selftest 40 -- "${selftest[@]}"
+run nvlink-low-latency 40 -- "${fast[@]}"
 run nvlink-normal 40 -- "${all[@]}"
 run apart-late 40 "${late[@]}" -- "${some[@]}"
-run nvlink-low-latency 40 -- "${fast[@]}"
 run apart-selftest 40 "${apart[@]}" -- "${selftest[@]}" --num-tokens 256 --iterations 3
 run apart-low-latency 40 "${late[@]}" -- "${fast[@]}" -k 2x2
 for log in "$out"/*.log; do
