@@ -61,8 +61,12 @@ class Context:
         """The tensor on this rank's device, with the same strides."""
         if tensor is None or self.device.type == "cpu":
             return tensor
+        shape = tensor.shape
+        for axis, step in enumerate(tensor.stride()):
+            if step == 0 and shape[axis] > 1:
+                tensor = tensor.narrow(axis, 0, 1)
         there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
-        return there.copy_(tensor)
+        return there.copy_(tensor).expand(shape)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, on every rank."""

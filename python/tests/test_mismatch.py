@@ -23,6 +23,8 @@ def error_of(buffer, call):
     start = time.monotonic()
     try:
         call()
+        if not buffer.host_stream:
+            torch.cuda.synchronize()  # only a kernel sees it, maybe after the call has returned
         buffer.check()
     except DeepEPError as error:
         return str(error), time.monotonic() - start
