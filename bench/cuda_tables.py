@@ -123,8 +123,8 @@ def host_table(found: dict[str, list[float]], c: dict[str, Any], options: argpar
     table = Table(
         "CPU time of a low-latency call",
         f"Time from call to return at {options.ll_tokens} tokens of {options.hidden}, outputs recycled, the host waits "
-        f"for the device every 8 calls; the slowest rank of each of {options.calls} calls. C: one rank, one token "
-        "of 128.",
+        f"for the device every 8 calls; the rank whose median is greatest, {options.calls} calls. C: one rank, one "
+        "token of 128.",
         ["call", "median", "p99", "aim"],
     )
     for name, values in found.items():

@@ -72,7 +72,7 @@ def profiled(
     if team.device.type != "cuda":
         return [host_view(team, meeting, call, rounds, warmup=0)]
     team.finish()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(rounds):
             meeting.on_device()
             call()
