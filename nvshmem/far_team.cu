@@ -59,9 +59,9 @@ int32_t far_block_sizes(dk_block_sizes_params *p) {
   const FarLowLatencyBytes ll = far_ll_bytes(p->num_ranks, peers, p->rdma_bytes, p->flags);
   p->control_bytes = far_control(p->control_bytes, p->num_ranks, peers).end + ll.control;
   p->wire_bytes += ll.wire;
-  // Two rows on their way to each node, and two from each.
-  const uint64_t nodes = p->num_ranks / peers;
-  if (nodes > 1) p->min_rdma_bytes = 4 * nodes * align_up<uint64_t>(p->max_row_bytes + kRowExtras + 4 * peers, 128);
+  // Two rows on their way to each node, and two from each; inside the node one for each rank's tokens.
+  const uint64_t nodes = p->num_ranks / peers, row = align_up<uint64_t>(p->max_row_bytes + kRowExtras + 4 * peers, 128);
+  if (nodes > 1) p->min_rdma_bytes = 4 * nodes * row, p->min_nvl_bytes = p->num_ranks * row;
   return DK_OK;
 }
 

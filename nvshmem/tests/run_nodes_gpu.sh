@@ -17,6 +17,7 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 [ "$gpus" -ge 4 ] || { echo "run_nodes_gpu.sh: 4 GPUs are needed, $gpus are here" >&2; exit 2; }
 export LD_LIBRARY_PATH=$nvshmem/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export PYTHONPATH=$PWD/python:$PWD/python/tests:$PWD/nvshmem/tests DEEPEP_LIBRARY=$built/lib/libdeepep.so.1 DEEPEP_KERNELS=$built/lib
+export DEEPEP_TIMEOUT_MS=8000 DEEPEP_FIRST_TIMEOUT_MS=12000 PYTHONUNBUFFERED=1
 export DEEPEP_TEST_DEVICE=cuda DEEPEP_TEST_NODES=1 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0,1,2,3} PYTHONDONTWRITEBYTECODE=1
 failed=0
 
@@ -37,27 +38,30 @@ run() {
 	echo "$verdict $name ($((SECONDS - start)) s): $(grep -E ' (passed|failed|error)|cases (passed|FAILED)' "$out/$name.log" | tail -n 1)" >>"$out/summary.txt"
 }
 
-# A kernel that a torch call would load while another one waits for the test transport never gets loaded: all are, at the start.
-apart=(DEEPEP_TEST_PLUGIN="$plugin" NVSHMEM_REMOTE_TRANSPORT=ibdevx CUDA_MODULE_LOADING=EAGER)
+# The proxy's copies go by streams. A launch that returns when its kernel has ended keeps torch from loading a kernel, and from
+# queueing one in front of a copy, while a kernel waits for the test transport: neither would ever end.
+apart=(DEEPEP_TEST_PLUGIN="$plugin" NVSHMEM_REMOTE_TRANSPORT=ibdevx CUDA_LAUNCH_BLOCKING=1 CUDA_DEVICE_MAX_CONNECTIONS=32)
 late=("${apart[@]}" DEEPEP_TESTTRANSPORT=11:200:4)
-tests() { echo "$python" -m pytest -q --no-header --maxfail=4 --durations=6 -p no:cacheprovider "$@"; }
+tests() { echo "$python" -m pytest -v --no-header --maxfail=4 --durations=6 -p no:cacheprovider "$@"; }
 selftest=("$python" nvshmem/tests/selftest_nodes.py internode --num-processes 4 --timeout 20)
 normal=python/tests/test_internode.py low_latency=python/tests/test_internode_low_latency.py
 read -ra first <<<"$(tests $normal::test_everything[2x2] $normal::test_everything[4x1])"
 read -ra all <<<"$(tests $normal --deselect $normal::test_both_modes_on_one_buffer)"
 read -ra some <<<"$(tests $normal::test_everything[2x2] $normal::test_chosen $normal::test_a_token_crosses_once_for_each_node)"
 read -ra fast <<<"$(tests $low_latency)"
+read -ra dead <<<"$(tests python/tests/test_internode_failures.py)"
+dead+=(-k "(killed and dispatch) or late or shrink")
 
 {
 	date -u
 	nvidia-smi -L
 	ls -l "$built"/lib/*.so* "$plugin" "$nvshmem/lib/libnvshmem_host.so.3"
 } >"$out/summary.txt"
-run nvlink-first 30 -- "${first[@]}"
-run apart-first 40 "${apart[@]}" -- "${first[@]}"
 run nvlink-selftest 40 -- "${selftest[@]}"
 run nvlink-low-latency 40 -- "${fast[@]}"
 run nvlink-normal 40 -- "${all[@]}"
+run nvlink-failures 60 -- "${dead[@]}"
+run apart-first 40 "${apart[@]}" -- "${first[@]}"
 run apart-late 40 "${late[@]}" -- "${some[@]}"
 run apart-selftest 40 "${apart[@]}" -- "${selftest[@]}" --num-tokens 256 --iterations 3
 run apart-low-latency 40 "${late[@]}" -- "${fast[@]}" -k 2x2

@@ -147,6 +147,8 @@ def new_group_works(ctx: Any, victim: int, folder: str) -> None:
     rdma, settings = 0, {}
     if ours.size > cases.node_size():
         rdma, settings = normal.RDMA_BYTES, {cases.NODE_SIZE: 1}  # a node that lost a rank is not full any more
+        if ctx.engine == "cuda":  # NVSHMEM goes on with all ranks or none: GPUs of one machine do without it
+            rdma, settings = 0, {cases.NODE_SIZE: ours.size}
     with internode.environment(**settings):
         buffer = Buffer(None, 1 << 20, rdma, engine=ctx.engine, explicitly_destroy=True, bootstrap=where)
         case = CASE.but(tokens=CASE.tokens[: ours.size], experts=2 * ours.size)

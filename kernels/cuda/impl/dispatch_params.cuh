@@ -10,6 +10,17 @@ constexpr uint32_t kMetaBatch = 16, kMetaBatchOfMany = 8; // the latter where mo
 constexpr uint32_t kMetaSlots = 2;      // buffers of a warp for what is on its way to ranks
 constexpr uint32_t kMetaBuffers = 96 * 1024;
 
+// Words of a row's metadata: scales, weights from num_scales on, the receiver's numbers of the experts, the token's number. Such a
+// number takes half a word, all ones where the expert is another rank's; a word only where there are too many experts. The host fills
+// this in: threads that worked it out each time they need it would divide all the time.
+struct MetaShape {
+  int32_t each;               // numbers in a word
+  uint32_t none;              // the number of another rank's expert
+  int32_t numbers_at, source_at, words;
+  uint32_t stride;            // bytes
+  uint32_t common_stride;     // as rows are loaded: scales, weights, experts, with room for what is made of them
+};
+
 struct DispatchParams {
   Session session;
   const uint8_t *x;
@@ -20,7 +31,6 @@ struct DispatchParams {
   const int32_t *rank_prefix_matrix, *send_head;
   uint32_t row_bytes, stage_bytes;
   uint32_t meta_rows;         // metadata of so many tokens is sent together
-  int32_t own_copiers;        // warps of a block that copy this rank's rows to itself; if there are any, senders skip these
   int32_t num_tokens, num_scales, num_topk, index_bytes, num_experts, num_recv_tokens, num_worst_tokens;
   uint32_t cached, weights_given;
   int32_t recv_segment;
@@ -31,19 +41,22 @@ struct DispatchParams {
   uint32_t *recv_topk_weights;
   int32_t *recv_src_idx;
 
-  // Words of metadata: scales, weights, the receiver's numbers of the experts, the token's number. Such a number takes half a word,
-  // all ones where the expert is another rank's; a word only where there are too many experts.
+  MetaShape meta;
+
   __host__ __device__ int index_words() const { return index_bytes / 4; } // as the caller has them
-  __host__ __device__ int numbers_each() const { return num_experts / session.team.num_ranks < 0xffff ? 2 : 1; } // in a word
-  __host__ __device__ uint32_t no_number() const { return numbers_each() == 2 ? 0xffffu : 0xffffffffu; }
-  __host__ __device__ int weights_at() const { return num_scales; }
-  __host__ __device__ int numbers_at() const { return weights_at() + num_topk; }
-  __host__ __device__ int source_at() const { return numbers_at() + ceil_div(num_topk, numbers_each()); }
-  __host__ __device__ int meta_words() const { return source_at() + (cached ? 0 : 1); }
-  __host__ __device__ uint32_t meta_stride() const { return align_up(4u * meta_words(), 16u); }
-  // And as they are loaded: scales, weights, experts, with room for what is made of them.
-  __host__ __device__ uint32_t common_stride() const { return most(meta_stride(), align_up(4u * (numbers_at() + num_topk * index_words()), 16u)); }
 };
+
+inline MetaShape meta_shape(const DispatchParams &p) {
+  MetaShape meta{};
+  meta.each = p.num_experts / p.session.team.num_ranks < 0xffff ? 2 : 1;
+  meta.none = meta.each == 2 ? 0xffffu : 0xffffffffu;
+  meta.numbers_at = p.num_scales + p.num_topk;
+  meta.source_at = meta.numbers_at + ceil_div(p.num_topk, meta.each);
+  meta.words = meta.source_at + (p.cached ? 0 : 1);
+  meta.stride = align_up(4u * meta.words, 16u);
+  meta.common_stride = most(meta.stride, align_up(4u * (meta.numbers_at + p.num_topk * p.index_words()), 16u));
+  return meta;
+}
 
 // One for each rank, in shared memory.
 struct DispatchDest {
@@ -60,14 +73,14 @@ __device__ inline int rows_before(const int32_t *matrix, int num_ranks, int sour
 }
 
 __host__ __device__ inline RingShape dispatch_ring(const DispatchParams &p, bool direct) {
-  return ring_shape(p.session.team.nvl_bytes, p.session.team.num_ranks, direct ? 0 : p.row_bytes, p.meta_words() * 4);
+  return ring_shape(p.session.team.nvl_bytes, p.session.team.num_ranks, direct ? 0 : p.row_bytes, p.meta.words * 4);
 }
 
 __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t epoch) {
   Handshake hand{};
   hand.epoch = epoch;
   hand.mine.hidden_bytes = p.row_bytes, hand.mine.op = DK_OP_DISPATCH;
-  hand.mine.flags = (p.cached ? kEnterCached : 0) | (p.weights_given ? kEnterWeights : 0);
+  hand.mine.flags = (p.cached ? kEnterCached : 0) | (p.weights_given ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
   hand.mine.num_experts = p.num_experts, hand.mine.num_topk = p.num_topk, hand.mine.num_scales = p.num_scales;
   hand.mine.row_limit = p.num_recv_tokens;
   hand.mine.segment = p.recv_segment, hand.mine.segment_offset = p.recv_segment_offset;
@@ -179,7 +192,7 @@ struct DispatchJob {
   template <class F> __device__ void each(int stage, int, F f) const {
     for (int r = 0; r < p.session.team.num_ranks; ++r) {
       const int head = heads_of(stage)[r];
-      if (head < 0 || (p.own_copiers > 0 && r == p.session.team.rank)) continue;
+      if (head < 0) continue;
       const uint32_t slot = dests[r].direct ? static_cast<uint32_t>(head) : ring_place(head, dests[r].slots).slot;
       f(dests[r].rows + static_cast<uint64_t>(slot) * dests[r].row_stride);
     }

@@ -115,7 +115,6 @@ template <bool kBulk> int32_t launch_dispatch(dk_dispatch_params *p, DispatchPar
   const size_t limit = kBulk ? kSharedLimit90 : kSharedLimit80;
   const bool staged_here = params.recv_segment < 0;
   params.meta_rows = staged_here ? kMetaBatch : kMetaBatchOfMany;
-  params.own_copiers = Roles::own_copiers(params, blocks);
   while (params.meta_rows > 1 && Roles::meta_senders(params) * meta_space_bytes(params) > kMetaBuffers) --params.meta_rows;
   const size_t roles = DispatchShared<kBulk>(params, 0).bytes;
   if (roles + kLeastForStages > limit) return DK_EUNSUPPORTED;
@@ -157,8 +156,7 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   d.cached = (p->flags & DK_DISPATCH_CACHED) != 0;
   d.num_topk = d.cached ? 0 : p->num_topk, d.index_bytes = p->index_bytes == 4 ? 4 : 8, d.num_experts = d.num_topk > 0 ? p->num_experts : 0;
   d.topk_idx = pointer<void>(p->topk_idx), d.topk_weights = pointer<uint32_t>(p->topk_weights);
-  // A rank without tokens has no weights to give; that it takes some tells.
-  d.weights_given = d.num_topk > 0 && (p->topk_weights != 0 || (p->num_tokens == 0 && p->recv_topk_weights != 0));
+  d.weights_given = d.num_topk > 0 && p->topk_weights != 0;
   d.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix), d.send_head = pointer<int32_t>(p->send_head);
   d.row_bytes = static_cast<uint32_t>(p->hidden_bytes), d.num_tokens = p->num_tokens, d.num_scales = p->num_scales;
   d.num_recv_tokens = p->num_recv_tokens, d.num_worst_tokens = d.cached ? 0 : p->num_worst_tokens;
@@ -168,6 +166,7 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   d.recv_src_idx = pointer<int32_t>(p->recv_src_idx);
   const int blocks = blocks_for(team, p->num_sms);
   if (is_far(team)) return far_dispatch(p, d, blocks);
+  d.meta = meta_shape(d);
   if (dispatch_ring(d, false).slots == 0) return DK_EUNSUPPORTED; // nvl region under min_nvl_bytes
 #if DEEPEP_SM90
   if (team->device->bulk) return launch_dispatch<true>(p, d, blocks);

@@ -18,7 +18,10 @@ struct alignas(64) Enter {
   uint64_t spare;
 };
 static_assert(sizeof(Enter) == 64, "one message is one line");
-enum : uint32_t { kEnterCached = 1, kEnterWeights = 2, kEnterFormatShift = 8 };
+enum : uint32_t {
+  kEnterCached = 1, kEnterWeights = 2, kEnterFormatShift = 8,
+  kEnterSilent = 4 // has no row to give weights for, and says nothing about them
+};
 
 constexpr int kEnterCopies = 2, kLowLatencyEnterCopies = 4;
 

@@ -45,10 +45,12 @@ __device__ inline Difference compare_enter(const Enter &mine, const Enter *their
   if (mine.hidden_bytes != theirs->hidden_bytes)
     return {DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(mine.hidden_bytes), static_cast<int64_t>(theirs->hidden_bytes)};
   if (mine.num_experts != theirs->num_experts) return {DK_FIELD_NUM_EXPERTS, mine.num_experts, theirs->num_experts};
-  if (mine.num_topk != theirs->num_topk) return {DK_FIELD_NUM_TOPK, mine.num_topk, theirs->num_topk};
+  const bool silent = ((mine.flags | theirs->flags) & kEnterSilent) != 0;
+  if (mine.num_topk != theirs->num_topk && !(silent && mine.op == DK_OP_COMBINE)) return {DK_FIELD_NUM_TOPK, mine.num_topk, theirs->num_topk};
   if (mine.num_scales != theirs->num_scales) return {DK_FIELD_NUM_SCALES, mine.num_scales, theirs->num_scales};
   if (mine.max_tokens != theirs->max_tokens) return {DK_FIELD_MAX_TOKENS, mine.max_tokens, theirs->max_tokens};
-  if (mine.flags != theirs->flags) return {DK_FIELD_FORMAT, mine.flags, theirs->flags};
+  const uint32_t said = silent ? ~(kEnterSilent | kEnterWeights) : ~0u;
+  if (((mine.flags ^ theirs->flags) & said) != 0) return {DK_FIELD_FORMAT, mine.flags, theirs->flags};
   return {DK_FIELD_NONE, 0, 0};
 }
 
