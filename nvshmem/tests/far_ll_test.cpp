@@ -3,6 +3,7 @@
 // the network delays everything, reads what is sent when it delivers it, and keeps no order that the kernels may not count on.
 #include "emulate/emulate.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -80,11 +81,16 @@ struct Rank {
 
 uint8_t *aligned(std::vector<uint8_t> &memory) { return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory.data()) + 4095) & ~uintptr_t{4095}); }
 
-constexpr uint64_t kTimeout = 100000000; // of emulated time
+constexpr uint64_t kTimeout = 100000000, kShortTimeout = 4000000; // of emulated time
 
 struct World {
   Case c;
   std::vector<Rank> ranks;
+  int lost = -1;      // a rank that stops
+  size_t lost_from = 0; // before this round
+
+  bool misses(int rank, size_t round) const { return rank == lost && round >= lost_from; }
+  uint64_t timeout() const { return lost < 0 ? kTimeout : kShortTimeout; }
 
   explicit World(const Case &one) : c(one), ranks(static_cast<size_t>(one.ranks())) {
     const uint64_t control = align_up<uint64_t>(control_layout(c.ranks()).bytes, 4096);
@@ -134,7 +140,7 @@ void host_step(Rank &r, std::function<void()> act) {
 
 dk_ll_dispatch_params dispatch_params(const World &w, Exchange &e, uint32_t phases, uint32_t ticket) {
   dk_ll_dispatch_params p{};
-  p.timeout_ns = kTimeout, p.phases = phases, p.ticket = ticket, p.index_bytes = 8;
+  p.timeout_ns = w.timeout(), p.phases = phases, p.ticket = ticket, p.index_bytes = 8;
   p.flags = e.form == 2 ? DK_LL_ROUND_SCALE : e.form == 3 ? DK_LL_ROUND_SCALE | DK_LL_UE8M0 : 0;
   p.x = emulate::bits(e.x.data()), p.topk_idx = emulate::bits(e.idx.data()), p.num_tokens = e.num_tokens, p.num_topk = w.c.topk;
   p.format = e.form != 0 ? DK_FORMAT_FP8 : DK_FORMAT_BF16, p.num_max_tokens = w.c.tokens, p.hidden = w.c.hidden, p.num_experts = w.c.experts();
@@ -165,7 +171,7 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
   host_step(r, [&w, &r, which, phases, ticket, params] {
     Exchange &e = r.exchanges[which];
     dk_ll_combine_params p{};
-    p.timeout_ns = kTimeout, p.phases = phases, p.ticket = ticket, p.flags = e.how == 1 ? DK_LL_ZERO_COPY : e.how == 2 ? DK_LL_LOGFMT : 0;
+    p.timeout_ns = w.timeout(), p.phases = phases, p.ticket = ticket, p.flags = e.how == 1 ? DK_LL_ZERO_COPY : e.how == 2 ? DK_LL_LOGFMT : 0;
     p.x = emulate::bits(rows_to_combine(w, r, e)), p.x_row_stride = 2ull * w.c.hidden;
     p.topk_idx = emulate::bits(e.idx.data()), p.topk_weights = emulate::bits(e.weights.data()), p.src_info = emulate::bits(e.src_info.data());
     p.layout_range = emulate::bits(e.range.data()), p.num_tokens = e.num_tokens, p.num_topk = w.c.topk, p.index_bytes = 8;
@@ -212,7 +218,7 @@ void check_dispatch(World &w, int me, size_t which) {
     for (int s = 0; s < c.ranks(); ++s) {
       Exchange &theirs = w.ranks[s].exchanges[which];
       const int64_t first = row;
-      for (int t = 0; t < theirs.num_tokens; ++t) {
+      for (int t = 0; t < theirs.num_tokens && !w.misses(s, which); ++t) {
         if (!names(theirs, c.topk, t, me * c.local_experts + l)) continue;
         check("src_info", me, row, e.src_info[static_cast<size_t>(l) * c.ranks() * c.tokens + row], t);
         check_row(w, me, e, l, row, theirs.x.data() + static_cast<int64_t>(t) * c.hidden);
@@ -270,7 +276,7 @@ void check_combine(World &w, int me, size_t which) {
     const int64_t *idx = &e.idx[static_cast<size_t>(t) * topk];
     std::fill(sum.begin(), sum.end(), 0.0f);
     for (int k = 0; k < topk; ++k) {
-      if (idx[k] < 0 || std::find(idx, idx + k, idx[k]) != idx + k) continue;
+      if (idx[k] < 0 || w.misses(static_cast<int>(idx[k]) / w.c.local_experts, which) || std::find(idx, idx + k, idx[k]) != idx + k) continue;
       float weight = 0;
       for (int j = 0; j < topk; ++j) weight += idx[j] == idx[k] ? e.weights[static_cast<size_t>(t) * topk + j] : 0;
       add_expected(w, me, which, t, static_cast<int>(idx[k]), weight, e.how, sum.data());
@@ -311,6 +317,7 @@ void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
   const uint32_t send = halves ? DK_PHASE_SEND : DK_PHASE_BOTH;
   for (int i = 0; i < rounds; ++i) {
     const size_t which = static_cast<size_t>(i);
+    if (w.misses(me, which)) return;
     const auto finish_before = [&, before = which - 1] {
       add_combine(w, me, before, DK_PHASE_RECV, 2 + before % 2);
       host_step(r, [&w, me, before] { check_combine(w, me, before); });
@@ -337,11 +344,17 @@ void run_case(uint64_t seed) {
   std::vector<uint8_t *> blocks;
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
   emulate::start_network({seed, fences_alone}, blocks);
+  if (pick(0, 3) == 0 && !overlap) { // with overlap, a combine of the last round would be left open
+    w.lost = pick(0, c.ranks() - 1), w.lost_from = static_cast<size_t>(pick(1, rounds - 1));
+    for (Rank &r : w.ranks) r.team.view.flags |= DK_TEAM_SHRINK;
+  }
   for (int me = 0; me < c.ranks(); ++me) add_steps(w, me, rounds, halves, overlap);
   emulate::run(c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kFarLlThreads, [&](int rank) { run_steps(w.ranks[rank]); });
   emulate::stop_network();
-  printf("case %llu: %d nodes of %d%s, %d experts each, hidden %d, top-%d, B %d%s: ok\n", static_cast<unsigned long long>(seed), c.nodes, c.peers,
-         c.all_far ? ", all far" : "", c.local_experts, c.hidden, c.topk, c.tokens, overlap ? ", overlapping" : halves ? ", halves" : "");
+  for (int me = 0; me < c.ranks(); ++me)
+    for (int r = 0; r < c.ranks(); ++r) check("mask", me, r, w.ranks[me].scratch->masked[r], r == w.lost && me != r);
+  printf("case %llu: %d nodes of %d%s, %d experts each, hidden %d, top-%d, B %d%s%s: ok\n", static_cast<unsigned long long>(seed), c.nodes, c.peers,
+         c.all_far ? ", all far" : "", c.local_experts, c.hidden, c.topk, c.tokens, overlap ? ", overlapping" : halves ? ", halves" : "", w.lost >= 0 ? ", a rank is lost" : "");
   fflush(stdout);
 }
 
