@@ -44,21 +44,21 @@ type LLCombineArgs struct {
 	WaitStats                                            uintptr // [inout] int64 [R] or 0
 }
 
-// halves says where a call with these phases runs: both halves together on the communication stream, one half on the
-// caller's stream.
-func halves(phases uint32) (place, error) {
-	switch phases {
-	case abi.PhaseBoth:
-		return onComm, nil
-	case abi.PhaseSend, abi.PhaseRecv:
+// halves says where a call with these phases runs. What the caller's stream waits for anyway runs on that stream: going over to
+// the communication stream and back would cost two more waits between streams.
+func halves(phases uint32, c *Call) (place, error) {
+	switch {
+	case phases == abi.PhaseSend || phases == abi.PhaseRecv, phases == abi.PhaseBoth && !c.Async && c.Previous == nil:
 		return onCurrent, nil
+	case phases == abi.PhaseBoth:
+		return onComm, nil
 	}
 	return 0, status.InvalidArg("phases", phases, "SEND = 1, RECV = 2 or SEND_RECV = 3")
 }
 
 // LowLatencyDispatch sends every token to the experts it names, or receives what was sent, or both. Collective.
 func (b *Buffer) LowLatencyDispatch(a *LLDispatchArgs, c *Call) error {
-	where, err := halves(a.Phases)
+	where, err := halves(a.Phases, c)
 	if err != nil {
 		return err
 	}
@@ -114,7 +114,7 @@ func checkLLDispatch(a *LLDispatchArgs) error {
 
 // LowLatencyCombine brings the experts' rows back and sums them by weight, or one half of that. Collective.
 func (b *Buffer) LowLatencyCombine(a *LLCombineArgs, c *Call) error {
-	where, err := halves(a.Phases)
+	where, err := halves(a.Phases, c)
 	if err != nil {
 		return err
 	}

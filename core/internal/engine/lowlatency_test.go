@@ -40,7 +40,10 @@ func TestTickets(t *testing.T) {
 	}
 	_, err = r.half(3, 0, 1)
 	r.must(err)
-	r.expect("whole call", "record a on 1", "C waits a", "C waits b", "ll_dispatch #3 on C phases 3 ticket 0", "record c on C", "1 waits c")
+	r.expect("whole call", "ll_dispatch #3 on 1 phases 3 ticket 0", "record a on 1")
+	_, err = r.send(3, 0, &engine.Call{Stream: 1, Async: true})
+	r.must(err)
+	r.expect("asynchronous", "record a on 1", "C waits a", "C waits b", "ll_dispatch #4 on C phases 3 ticket 0")
 }
 
 func TestZeroCopyAlternates(t *testing.T) {

@@ -183,8 +183,12 @@ func (r *rig) layout(c *engine.Call) error {
 
 // half issues one half of a low-latency dispatch, or both.
 func (r *rig) half(phases, ticket uint32, stream uintptr) (uint32, error) {
+	return r.send(phases, ticket, &engine.Call{Stream: stream})
+}
+
+func (r *rig) send(phases, ticket uint32, c *engine.Call) (uint32, error) {
 	a := &engine.LLDispatchArgs{Phases: phases, Ticket: ticket, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1,
 		IndexType: plan.Int64, X: somewhere, TopKIdx: somewhere, RecvX: somewhere, RecvCount: somewhere, SrcInfo: somewhere, LayoutRange: somewhere}
-	err := r.LowLatencyDispatch(a, &engine.Call{Stream: stream})
+	err := r.LowLatencyDispatch(a, c)
 	return a.Ticket, err
 }
