@@ -343,7 +343,8 @@ typedef struct deepep_ll_dispatch_args {
 #define DEEPEP_LL_DISPATCH_INIT { sizeof(deepep_ll_dispatch_args), DEEPEP_SEND_RECV, 0, 0, 0, 0, 0, 0, 0, DEEPEP_INT64, 1, 0, \
   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 /* collective, launches. With phases = SEND_RECV on the communication stream as `call` says if it is asynchronous or has a
- * previous_event, else on call->stream, which would only wait for it; halves run on call->stream, and RECV must be issued on the stream of its SEND. At most two sends may be without their receive. args->ticket is written by SEND. */
+ * previous_event, else on call->stream, which would only wait for it; halves run on call->stream, and RECV must be issued on the
+ * stream of its SEND. At most two sends may be without their receive. args->ticket is written by SEND. */
 deepep_status_t deepep_low_latency_dispatch(deepep_buffer_t buffer, deepep_ll_dispatch_args *args, const deepep_call *call);
 
 typedef struct deepep_ll_combine_args {
