@@ -40,17 +40,39 @@ __device__ inline void read_far_route(const FarLlParams &p, int token, FarRoute 
   route->before[0][lane] = route->before[1][lane] = 0;
 }
 
+// Which of the route's experts and ranks one of these indices means, a bit each.
+template <int kIndices>
+__device__ __forceinline__ void match_route(const FarLlParams &p, const FarRoute *route, const int (&named)[kIndices], uint32_t &experts,
+                                            uint32_t &ranks) {
+  for (int k = 0; k < p.num_topk && p.at.header_bytes != 0; ++k) {
+    const int expert = route->expert[k];
+    bool found = false;
+#pragma unroll
+    for (int j = 0; j < kIndices; ++j) found |= named[j] == expert;
+    experts |= static_cast<uint32_t>(found && expert >= 0) << k;
+  }
+  for (int n = 0; n < route->num_ranks; ++n) {
+    const int first = route->rank[n] * p.num_local;
+    bool found = false;
+#pragma unroll
+    for (int j = 0; j < kIndices; ++j) found |= static_cast<uint32_t>(named[j] - first) < static_cast<uint32_t>(p.num_local);
+    ranks |= static_cast<uint32_t>(found) << n;
+  }
+}
+
 // Whole block: counts the tokens before this one that go to the same experts and to the same ranks.
 __device__ inline void count_earlier_tokens(const FarLlParams &p, int token, FarRoute *route) {
+  constexpr int kIndices = 8; // loaded side by side
   for (int first = warp_id() * kWarp; first < token; first += kFarLlThreads) {
     const int earlier = first + lane_id();
     uint32_t experts = 0, ranks = 0;
-    for (int j = 0; j < p.num_topk && earlier < token; ++j) {
-      const int64_t at = static_cast<int64_t>(earlier) * p.num_topk + j, expert = load_index(p.topk_idx, at, p.index_bytes);
-      if (expert < 0 || expert >= p.num_experts) continue;
-      for (int k = 0; k < p.num_topk; ++k) experts |= static_cast<uint32_t>(expert == route->expert[k]) << k;
-      const int rank = static_cast<int>(expert) / p.num_local;
-      for (int n = 0; n < route->num_ranks; ++n) ranks |= static_cast<uint32_t>(rank == route->rank[n]) << n;
+    for (int base = 0; base < p.num_topk; base += kIndices) {
+      int named[kIndices];
+#pragma unroll
+      for (int j = 0; j < kIndices; ++j)
+        named[j] = base + j < p.num_topk && earlier < token
+                       ? static_cast<int>(load_index(p.topk_idx, static_cast<int64_t>(earlier) * p.num_topk + base + j, p.index_bytes)) : -1;
+      match_route(p, route, named, experts, ranks);
     }
     for (int k = 0; k < p.num_topk; ++k) {
       const uint32_t of_expert = __popc(__ballot_sync(kAllLanes, experts >> k & 1)), of_rank = __popc(__ballot_sync(kAllLanes, ranks >> k & 1));
