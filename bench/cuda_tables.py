@@ -48,7 +48,8 @@ def make(found: dict[str, Any], options: argparse.Namespace) -> list[Table]:
     tables = []
     if "normal" in found:
         aims = full and options.tokens == 4096
-        tables.append(normal_table(found["normal"], options, limit, told, aims))
+        normal = found["normal"] | {"found": found["normal"]["found"] + found["views"]}
+        tables.append(normal_table(normal, options, limit, told, aims))
     if "lowlatency" in found:
         tables.append(low_latency_table(found["lowlatency"], options, limit, told, full and options.ll_tokens == 128))
     if "hostcost" in found:

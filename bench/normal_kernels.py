@@ -125,20 +125,37 @@ def _nccl(team: Team, rows: Rows, x: Tensor) -> tuple[Callable[[], None], Callab
     return forth, home
 
 
+def _inputs(team: Team, case: Case) -> dict[str, Input]:
+    fp8 = Case(case.ranks, case.tokens, case.hidden, fp8=True)
+    return {"BF16": make_input(case, team.rank).to(team.device), "FP8": make_input(fp8, team.rank).to(team.device)}
+
+
+def _entry(operation: str, kind: str, path: str, sms: int, times: list[float]) -> dict[str, Any]:
+    return {"operation": operation, "kind": kind, "path": path, "sms": sms, "times": times}
+
+
+def measure_views(team: Team, case: Case, rounds: int) -> list[dict[str, Any]]:
+    """Times in us of layout + dispatch as the host sees them. Comes before any profile, which slows launches for good."""
+    found = []
+    for path in ("direct", "copied"):
+        buffer = make_buffer(team, case, direct=path == "direct")
+        meeting = Meeting(team, buffer, cold=True)
+        for kind, data in _inputs(team, case).items():
+            calls = Calls(buffer, data, 0)
+            times = host_view(team, meeting, calls.layout_and_dispatch, rounds)
+            found.append(_entry("layout + dispatch", kind, calls.path(), 0, times))
+        team.barrier()
+        buffer.destroy()
+    return found
+
+
 def measure(team: Team, case: Case, rounds: int) -> dict[str, Any]:
-    """Times in us of the slowest rank, by (operation, format, path, SMs), and the bytes that leave the busiest rank."""
-    inputs = {
-        "BF16": make_input(case, team.rank).to(team.device),
-        "FP8": make_input(Case(case.ranks, case.tokens, case.hidden, fp8=True), team.rank).to(team.device),
-    }
+    """Times in us of the slowest rank, by (operation, format, path, SMs), and the rows that leave the busiest rank."""
+    inputs = _inputs(team, case)
     rows = Rows.of(team, inputs["BF16"])
     worst = max(team.gather(sum(rows.received)))
     leaving = max(team.gather(sum(rows.sent) - rows.sent[team.rank]))
     found: list[dict[str, Any]] = []
-
-    def keep(operation: str, kind: str, path: str, sms: int, times: list[float]) -> None:
-        found.append({"operation": operation, "kind": kind, "path": path, "sms": sms, "times": times})
-
     for path in ("direct", "copied"):
         buffer = make_buffer(team, case, direct=path == "direct")
         meeting = Meeting(team, buffer, cold=True)
@@ -146,37 +163,36 @@ def measure(team: Team, case: Case, rounds: int) -> dict[str, Any]:
             calls = Calls(buffer, data, worst)
             for sms in DISPATCH_SMS[kind, path]:
                 times = sums(profiled(team, meeting, calls.dispatch(sms), rounds, _is("dispatch")))
-                keep("dispatch", kind, calls.path(), sms, times)
-            times = host_view(team, meeting, calls.layout_and_dispatch, rounds)
-            keep("layout + dispatch", kind, calls.path(), 0, times)
-            if path == "copied" or kind == "FP8":
-                continue
-            for sms in COMBINE_SMS:
-                keep(
-                    "combine", kind, "", sms, sums(profiled(team, meeting, calls.combine(sms), rounds, _is("combine")))
-                )
-            _small(team, meeting, calls, rounds, keep)
+                found.append(_entry("dispatch", kind, calls.path(), sms, times))
+            if path == "direct" and kind == "BF16":
+                found += _combine_and_small(team, meeting, calls, rounds)
         if path == "direct":
-            for kind, data in inputs.items():
-                for name, call in zip(("dispatch", "combine"), _nccl(team, rows, data.parts[0]), strict=True):
-                    if (name, kind) != ("combine", "FP8"):
-                        keep(
-                            name,
-                            kind,
-                            "nccl",
-                            0,
-                            sums(profiled(team, meeting, call, NCCL_ROUNDS, lambda k: "nccl" in k)),
-                        )
+            found += _rivals(team, meeting, rows, inputs)
         team.barrier()
         buffer.destroy()
     return {"case": f"{case.ranks} x {case.tokens} x {case.hidden}", "rows": leaving, "found": found}
 
 
-def _small(team: Team, meeting: Meeting, calls: Calls, rounds: int, keep: Callable[..., None]) -> None:
-    """The kernels around dispatch."""
+def _rivals(team: Team, meeting: Meeting, rows: Rows, inputs: dict[str, Input]) -> list[dict[str, Any]]:
+    """NCCL's kernels: FP8 rows there, BF16 rows there and back."""
+    found = []
+    for kind, data in inputs.items():
+        for name, call in zip(("dispatch", "combine"), _nccl(team, rows, data.parts[0]), strict=True):
+            if (name, kind) != ("combine", "FP8"):
+                times = sums(profiled(team, meeting, call, NCCL_ROUNDS, lambda kernel: "nccl" in kernel))
+                found.append(_entry(name, kind, "nccl", 0, times))
+    return found
+
+
+def _combine_and_small(team: Team, meeting: Meeting, calls: Calls, rounds: int) -> list[dict[str, Any]]:
+    """Combine, and the kernels around dispatch."""
 
     def layout() -> None:
         calls.buffer.get_dispatch_layout(calls.data.experts, EXPERTS)
 
-    keep("layout", "", "", 0, sums(profiled(team, meeting, layout, rounds, _is("layout"))))
-    keep("notify", "", "", 0, sums(profiled(team, meeting, calls.dispatch(20), rounds, _is("notify"))))
+    def timed(call: Callable[[], None], part: str) -> list[float]:
+        return sums(profiled(team, meeting, call, rounds, _is(part)))
+
+    found = [_entry("combine", "BF16", "", sms, timed(calls.combine(sms), "combine")) for sms in COMBINE_SMS]
+    found.append(_entry("layout", "", "", 0, timed(layout, "layout")))
+    return [*found, _entry("notify", "", "", 0, timed(calls.dispatch(20), "notify"))]
