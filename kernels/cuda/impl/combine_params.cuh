@@ -13,6 +13,7 @@ struct CombineParams {
   const __nv_bfloat16 *bias[2];
   const int32_t *rank_prefix_matrix, *send_head, *recv_src_idx;
   uint32_t row_bytes, stage_bytes;
+  int32_t senders;            // warps of a block that send rows
   int32_t num_tokens, num_recv_tokens, hidden, num_topk;
   __nv_bfloat16 *combined_x;
   float *combined_weights;

@@ -12,22 +12,18 @@ template <bool kBulk> struct DispatchRoles {
   static constexpr int kRowReceiversAt = kMetaReceiversAt + kMetaReceivers;
   static constexpr int kWarps = kRowReceiversAt + kRowReceivers, kThreads = kWarps * kWarp;
   // Where rows come straight to their places, the warps that would receive them send metadata too: it should be out before the links
-  // are full of rows, for behind these each of its stores waits. Where few blocks have to send all rows, some of these warps copy
-  // the rank's rows to itself instead, which is that much less for the senders.
-  static constexpr int kOwnCopiers = kBulk ? 4 : 0, kBlocksOfOwnCopiers = 12;
-  __host__ static int own_copiers(const DispatchParams &p, int blocks) { return p.recv_segment < 0 || blocks > kBlocksOfOwnCopiers ? 0 : kOwnCopiers; }
-  __host__ __device__ static int meta_senders(const DispatchParams &p) { return kMetaSenders + (p.recv_segment < 0 ? 0 : kRowReceivers - p.own_copiers); }
+  // are full of rows, for behind these each of its stores waits.
+  __host__ __device__ static int meta_senders(const DispatchParams &p) { return kMetaSenders + (p.recv_segment < 0 ? 0 : kRowReceivers); }
   __device__ static int meta_sender(const DispatchParams &p, int warp) { // -1: it is none
     if (warp >= kMetaSendersAt && warp < kMetaReceiversAt) return warp - kMetaSendersAt;
-    const int first = kRowReceiversAt + p.own_copiers;
-    return p.recv_segment >= 0 && warp >= first ? kMetaSenders + warp - first : -1;
+    return p.recv_segment >= 0 && warp >= kRowReceiversAt ? kMetaSenders + warp - kRowReceiversAt : -1;
   }
 };
 
 // Which blocks send rows and which copy staged rows out. An SM whose stores queue for the links is slow at copying, so where there
 // are enough blocks each does one of the two; its idle senders then copy too. Rows of 14 KB gained by that with 24 blocks and lost
 // with 20, rows of 7 KB gained with 16.
-constexpr int kStagedSenders = 32, kDirectSenders = 44; // warps of all blocks: enough to keep the links full; more only make queues longer
+constexpr int kStagedSenders = 32, kDirectSenders = 36; // warps of all blocks: enough to keep the links full; more only make queues longer
 template <bool kBulk> struct DispatchSplit {
   static constexpr int kCopiers = DispatchRoles<kBulk>::kSenders + DispatchRoles<kBulk>::kMetaSenders + DispatchRoles<kBulk>::kRowReceivers;
   int senders, copiers;       // blocks
@@ -85,24 +81,7 @@ __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int
       copy_row(p.recv_x + (static_cast<uint64_t>(before) + row) * p.row_bytes, rows_here + static_cast<uint64_t>(at.slot) * p.row_bytes, p.row_bytes);
       if (row + static_cast<int>(ring.slots) >= rows) continue;
       __syncwarp();
-      if (lane_id() == 0) ptx::st_release_sys(team.ring_credit(share.source, kPayload, team.rank) + at.slot, ring_value(epoch, at.lap));
-    }
-  }
-}
-
-// Rows from this rank to itself that come straight to their places. Whole warp.
-__device__ inline void copy_own_rows(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch) {
-  const int me = p.session.team.rank, num_ranks = p.session.team.num_ranks;
-  uint32_t *counter = &p.session.team.scratch->rows_taken[epoch % 2][0];
-  for (;;) {
-    int first = 0;
-    if (lane_id() == 0) first = static_cast<int>(atomicAdd(counter, static_cast<uint32_t>(kWarp)));
-    first = __shfl_sync(kAllLanes, first, 0);
-    if (first >= p.num_tokens) return;
-    const int token = first + lane_id(), head = token < p.num_tokens ? p.send_head[static_cast<int64_t>(token) * num_ranks + me] : -1;
-    for (uint32_t left = __ballot_sync(kAllLanes, head >= 0); left != 0; left &= left - 1) {
-      const int which = __ffs(static_cast<int>(left)) - 1, row = __shfl_sync(kAllLanes, head, which);
-      copy_row(dests[me].rows + static_cast<uint64_t>(row) * p.row_bytes, p.x + static_cast<uint64_t>(first + which) * p.row_bytes, p.row_bytes);
+      if (lane_id() == 0) return_credit(team, kPayload, share.source, at.slot, ring_value(epoch, at.lap));
     }
   }
 }
@@ -168,8 +147,6 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, const Dispatc
   } else if (warp < Roles::kRowReceiversAt) {
     const int worker = (warp - Roles::kMetaReceiversAt) * gridDim.x + blockIdx.x;
     receive_meta(p, epoch, p.recv_segment >= 0, worker, Roles::kMetaReceivers * gridDim.x);
-  } else if (Roles::kOwnCopiers > 0 && p.recv_segment >= 0) {
-    copy_own_rows(p, dests, epoch);
   } else if (split.copiers > 0 && (!split.apart || !split.sends())) {
     copier = warp - Roles::kRowReceiversAt + (split.apart ? Roles::kSenders + Roles::kMetaSenders : 0);
   }
@@ -190,12 +167,14 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_ke
 #endif
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.session;
-  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  __shared__ uint64_t next_epoch;
+  if (threadIdx.x == 0) next_epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   const DispatchShared<kBulk> at(p, p.stage_bytes);
   auto *dests = reinterpret_cast<DispatchDest *>(shared + at.dests);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   init_queues(queues, DispatchRoles<kBulk>::kSenders, kBulk);
   if (begin(s)) {
+    const uint64_t epoch = next_epoch;
     const Handshake hand = dispatch_handshake(p, epoch);
     if (blockIdx.x == 0) post_enter(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
@@ -217,10 +196,10 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_ke
   }
   finish(s, [&](bool failed) {
     if (failed) clear_dispatch_outputs(p);
-    if (threadIdx.x == 0) { // both copies of the tickets, one has been 0 anyway: `epoch` need not be kept for this
+    if (threadIdx.x == 0) { // both copies of the tickets: one has been 0 anyway
       Scratch *scratch = s.team.scratch;
       scratch->blocks_sent = 0;
-      for (int copy = 0; copy < 2; ++copy) scratch->tokens_taken[copy] = scratch->metas_taken[copy] = scratch->rows_taken[copy][0] = 0;
+      for (int copy = 0; copy < 2; ++copy) scratch->tokens_taken[copy] = scratch->metas_taken[copy] = 0;
       scratch->epoch += 1;
     }
     record_kernel(s, nullptr, true, failed);

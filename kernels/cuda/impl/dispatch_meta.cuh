@@ -1,5 +1,5 @@
 // dispatch_meta.cuh - what belongs to a row besides its payload: scales, weights, indices, source. Sent through the ring even
-// where the payload goes straight to its place, ahead of it, and spread out at the receiver meanwhile; that of a rank's rows to itself it spreads at once.
+// where the payload goes straight to its place, ahead of it, and spread out at the receiver meanwhile.
 #pragma once
 #include "cuda/impl/dispatch_params.cuh"
 
@@ -15,18 +15,18 @@ struct MetaSpace {
   // The batch's rows as loaded; those of one rank; which of the batch these are, [kMetaBatch].
   __device__ uint32_t *common() const { return reinterpret_cast<uint32_t *>(base); }
   __device__ uint32_t *rows(const DispatchParams &p) const {
-    return reinterpret_cast<uint32_t *>(base + p.meta_rows * (p.common_stride() + slot % kMetaSlots * p.meta_stride()));
+    return reinterpret_cast<uint32_t *>(base + p.meta_rows * (p.meta.common_stride + slot % kMetaSlots * p.meta.stride));
   }
   __device__ int32_t *tokens(const DispatchParams &p) const {
-    return reinterpret_cast<int32_t *>(base + p.meta_rows * (p.common_stride() + kMetaSlots * p.meta_stride()));
+    return reinterpret_cast<int32_t *>(base + p.meta_rows * (p.meta.common_stride + kMetaSlots * p.meta.stride));
   }
 };
 __host__ __device__ inline uint32_t meta_space_bytes(const DispatchParams &p) {
-  return p.meta_rows * (p.common_stride() + kMetaSlots * p.meta_stride()) + kMetaBatch * 4;
+  return p.meta_rows * (p.meta.common_stride + kMetaSlots * p.meta.stride) + kMetaBatch * 4;
 }
 
 __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace &space, int first, int tokens) {
-  const int row_words = static_cast<int>(p.common_stride() / 4), lane = lane_id();
+  const int row_words = static_cast<int>(p.meta.common_stride / 4), lane = lane_id();
   for (int t = 0; t < tokens; ++t)
     for (int at = lane; at < p.num_scales; at += kWarp)
       ptx::copy_word_async(space.common() + t * row_words + at, p.scales + (first + t) * p.scale_token_stride + at * p.scale_stride);
@@ -34,26 +34,26 @@ __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace
     const int t = i / p.num_topk, k = i % p.num_topk, words = p.index_words();
     const int64_t at = static_cast<int64_t>(first) * p.num_topk + i;
     uint32_t *row = space.common() + t * row_words;
-    if (p.topk_weights != nullptr) ptx::copy_word_async(row + p.weights_at() + k, p.topk_weights + at);
-    else row[p.weights_at() + k] = 0;
+    if (p.topk_weights != nullptr) ptx::copy_word_async(row + p.num_scales + k, p.topk_weights + at);
+    else row[p.num_scales + k] = 0;
     for (int w = 0; w < words; ++w)
-      ptx::copy_word_async(row + p.numbers_at() + k * words + w, static_cast<const uint32_t *>(p.topk_idx) + at * words + w);
+      ptx::copy_word_async(row + p.meta.numbers_at + k * words + w, static_cast<const uint32_t *>(p.topk_idx) + at * words + w);
   }
   ptx::copy_words_commit();
   ptx::copy_words_wait<0>();
   __syncwarp();
 }
 
-// The number of entry k's expert at rank r, or p.no_number().
+// The number of entry k's expert at rank r, or p.meta.none.
 __device__ inline uint32_t number_at_rank(const DispatchParams &p, const uint32_t *common_row, int k, int r) {
   const uint32_t num_local = p.num_experts / p.session.team.num_ranks, words = p.index_words();
-  const uint32_t *index = common_row + p.numbers_at() + k * words, mine = index[0] - r * num_local; // -1 becomes too large
-  return mine < num_local && (words == 1 || index[1] == 0) ? mine : p.no_number();
+  const uint32_t *index = common_row + p.meta.numbers_at + k * words, mine = index[0] - r * num_local; // -1 becomes too large
+  return mine < num_local && (words == 1 || index[1] == 0) ? mine : p.meta.none;
 }
 
 // The `rows` tokens of the batch that space.tokens names, as rank r gets them.
 __device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &space, uint32_t *out, int r, int rows, int first) {
-  const int row_words = static_cast<int>(p.meta_stride() / 4), common_words = static_cast<int>(p.common_stride() / 4), each = p.numbers_each();
+  const int row_words = static_cast<int>(p.meta.stride / 4), common_words = static_cast<int>(p.meta.common_stride / 4), each = p.meta.each;
   for (int j = 0; j < rows; ++j) {
     const auto *from = reinterpret_cast<const uint4 *>(space.common() + space.tokens(p)[j] * common_words);
     auto *to = reinterpret_cast<uint4 *>(out + j * row_words);
@@ -66,58 +66,13 @@ __device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &
     uint32_t *row = out + j * row_words, packed = 0;
     for (int h = 0; h < each; ++h) {
       const int k = at * each + h;
-      const uint32_t number = k < p.num_topk ? number_at_rank(p, space.common() + space.tokens(p)[j] * common_words, k, r) : p.no_number();
-      if (k < p.num_topk && number == p.no_number()) row[p.weights_at() + k] = 0;
+      const uint32_t number = k < p.num_topk ? number_at_rank(p, space.common() + space.tokens(p)[j] * common_words, k, r) : p.meta.none;
+      if (k < p.num_topk && number == p.meta.none) row[p.num_scales + k] = 0;
       packed |= number << (16 * h);
     }
-    row[p.numbers_at() + at] = packed;
+    row[p.meta.numbers_at + at] = packed;
   }
-  for (int j = lane_id(); !p.cached && j < rows; j += kWarp) out[j * row_words + p.source_at()] = static_cast<uint32_t>(first + space.tokens(p)[j]);
-}
-
-__device__ inline void store_index(const DispatchParams &p, int64_t row, int k, uint32_t number) {
-  const int64_t at = row * p.num_topk + k, index = number == p.no_number() ? -1 : static_cast<int64_t>(number);
-  if (p.index_bytes == 8) static_cast<int64_t *>(p.recv_topk_idx)[at] = index;
-  else static_cast<int32_t *>(p.recv_topk_idx)[at] = static_cast<int32_t>(index);
-}
-__device__ inline void store_meta_word(const DispatchParams &p, int64_t row, int at, uint32_t bits) {
-  if (at < p.num_scales) {
-    if (p.recv_scales != nullptr) p.recv_scales[row * p.num_scales + at] = bits;
-  } else if (at < p.numbers_at()) {
-    if (p.recv_topk_weights != nullptr) p.recv_topk_weights[row * p.num_topk + at - p.weights_at()] = bits;
-  } else if (at < p.source_at()) {
-    const int each = p.numbers_each(), first = (at - p.numbers_at()) * each;
-    for (int h = 0; h < each && p.recv_topk_idx != nullptr && first + h < p.num_topk; ++h) store_index(p, row, first + h, bits >> (16 * h) & p.no_number());
-  } else if (p.recv_src_idx != nullptr) {
-    p.recv_src_idx[row] = static_cast<int32_t>(bits);
-  }
-}
-
-// Rows of metadata to their places from final_row on. load(i, c): 16 bytes of the i-th of them. Whole warp.
-template <class Load> __device__ inline void spread_meta(const DispatchParams &p, int rows, int64_t final_row, Load load) {
-  constexpr int kUnroll = 4;
-  const int words = p.meta_words(), pieces = static_cast<int>(p.meta_stride() / 16), total = rows * pieces;
-  const bool wide = p.recv_scales != nullptr && p.num_scales % 4 == 0 && reinterpret_cast<uint64_t>(p.recv_scales) % 16 == 0;
-  for (int base = lane_id(); base < total; base += kWarp * kUnroll) {
-    uint4 bits[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-      if (base + u * kWarp < total) bits[u] = load((base + u * kWarp) / pieces, (base + u * kWarp) % pieces);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int i = base + u * kWarp, at = 4 * (i % pieces);
-      if (i >= total) continue;
-      const int64_t row = final_row + i / pieces;
-      if (wide && at < p.num_scales) {
-        *reinterpret_cast<uint4 *>(p.recv_scales + row * p.num_scales + at) = bits[u];
-        continue;
-      }
-      const uint32_t word[4] = {bits[u].x, bits[u].y, bits[u].z, bits[u].w};
-#pragma unroll
-      for (int w = 0; w < 4; ++w)
-        if (at + w < words) store_meta_word(p, row, at + w, word[w]);
-    }
-  }
+  for (int j = lane_id(); !p.cached && j < rows; j += kWarp) out[j * row_words + p.meta.source_at] = static_cast<uint32_t>(first + space.tokens(p)[j]);
 }
 
 // Whole warp: from shared memory, multiples of 16 bytes.
@@ -153,15 +108,6 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
     uint32_t *out = space.rows(p);
     __syncwarp();
     make_meta_rows(p, space, out, r, rows, first);
-    if (r == p.session.team.rank) { // my own go straight to their places
-      __syncwarp();
-      for (int i = lane; i < rows * p.meta_words(); i += kWarp) {
-        const int j = i / p.meta_words(), at = i % p.meta_words();
-        store_meta_word(p, static_cast<int64_t>(dests[r].first_row) + first_head + j, at, out[j * (p.meta_stride() / 4) + at]);
-      }
-      __syncwarp();
-      continue;
-    }
     ++space.slot;
 #if DEEPEP_HAS_BULK_COPY
     if (kBulk) ptx::fence_before_bulk();
@@ -188,7 +134,7 @@ __device__ inline void publish_meta(const DispatchParams &p, const DispatchDest 
   ptx::fence_acq_rel_sys();
   for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp) {
     const int r = i % num_ranks, head = p.send_head[static_cast<int64_t>(first) * num_ranks + i];
-    if (head < 0 || r == p.session.team.rank) continue;
+    if (head < 0) continue;
     const RingPlace place = ring_place(head, dests[r].slots);
     ptx::st_relaxed_sys(&dests[r].flags[kMeta][place.slot], ring_value(epoch, place.lap));
   }
@@ -199,7 +145,7 @@ __device__ inline void publish_meta(const DispatchParams &p, const DispatchDest 
 template <bool kBulk>
 __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *dests, MetaSpace space, uint64_t epoch) {
   const int num_ranks = p.session.team.num_ranks, batch = static_cast<int>(p.meta_rows);
-  if (p.meta_words() == 0) return;
+  if (p.meta.words == 0) return;
   for (;;) {
     int first = 0;
     if (lane_id() == 0) first = static_cast<int>(atomicAdd(&p.session.team.scratch->metas_taken[epoch % 2], p.meta_rows));
@@ -209,7 +155,7 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
     // Lanes look at all rows of the batch: mostly all have room.
     bool tight = false;
     for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp)
-      tight |= i % num_ranks != p.session.team.rank && p.send_head[static_cast<int64_t>(first) * num_ranks + i] >= static_cast<int>(dests[i % num_ranks].slots);
+      tight |= p.send_head[static_cast<int64_t>(first) * num_ranks + i] >= static_cast<int>(dests[i % num_ranks].slots);
     tight = __any_sync(kAllLanes, tight) != 0;
     const int step = tight ? 1 : batch;
     int published = first;
@@ -226,6 +172,51 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
   }
 }
 
+// n entries to consecutive places, a lane each, four on their way at a time: load(i) is kept until store(i, value).
+template <class T, class Load, class Store> __device__ inline void move_entries(int n, Load load, Store store) {
+  constexpr int kUnroll = 4;
+  for (int base = lane_id(); base < n; base += kWarp * kUnroll) {
+    T value[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+      if (base + u * kWarp < n) value[u] = load(base + u * kWarp);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+      if (base + u * kWarp < n) store(base + u * kWarp, value[u]);
+  }
+}
+
+// `rows` rows of metadata, at(i) is where the i-th lies, to their places from final_row on. Output by output: a store of consecutive
+// words is one that waits behind what the SM sends, stores of a row's words are dozens.
+template <class At> __device__ inline void spread_meta(const DispatchParams &p, int rows, int64_t final_row, At at) {
+  const int scales = p.num_scales, topk = p.num_topk;
+  auto word_at = [&](int i, int word) { return reinterpret_cast<const uint32_t *>(at(i))[word]; };
+  if (p.recv_scales != nullptr && scales % 4 == 0 && reinterpret_cast<uint64_t>(p.recv_scales) % 16 == 0) {
+    auto *out = reinterpret_cast<uint4 *>(p.recv_scales + final_row * scales);
+    const int pieces = scales / 4;
+    move_entries<uint4>(rows * pieces, [&](int i) { return ptx::ld_stream(at(i / pieces) + 16 * (i % pieces)); }, [&](int i, const uint4 &v) { out[i] = v; });
+  } else if (p.recv_scales != nullptr) {
+    uint32_t *out = p.recv_scales + final_row * scales;
+    move_entries<uint32_t>(rows * scales, [&](int i) { return word_at(i / scales, i % scales); }, [&](int i, uint32_t v) { out[i] = v; });
+  }
+  if (p.recv_topk_weights != nullptr) {
+    uint32_t *out = p.recv_topk_weights + final_row * topk;
+    move_entries<uint32_t>(rows * topk, [&](int i) { return word_at(i / topk, scales + i % topk); }, [&](int i, uint32_t v) { out[i] = v; });
+  }
+  if (p.recv_topk_idx != nullptr) {
+    auto number_at = [&](int i) {
+      const int k = i % topk;
+      return word_at(i / topk, p.meta.numbers_at + k / p.meta.each) >> (16 * (k % p.meta.each)) & p.meta.none;
+    };
+    move_entries<uint32_t>(rows * topk, number_at, [&](int i, uint32_t number) {
+      const int64_t index = number == p.meta.none ? -1 : static_cast<int64_t>(number);
+      if (p.index_bytes == 8) static_cast<int64_t *>(p.recv_topk_idx)[final_row * topk + i] = index;
+      else static_cast<int32_t *>(p.recv_topk_idx)[final_row * topk + i] = static_cast<int32_t>(index);
+    });
+  }
+  if (p.recv_src_idx != nullptr && !p.cached && lane_id() < rows) p.recv_src_idx[final_row + lane_id()] = static_cast<int32_t>(word_at(lane_id(), p.meta.source_at));
+}
+
 // Rows that no source sends (worst-case mode): index -1, weight 0.
 __device__ inline void pad_meta(const DispatchParams &p, int worker, int num_workers) {
   const int num_ranks = p.session.team.num_ranks;
@@ -238,6 +229,11 @@ __device__ inline void pad_meta(const DispatchParams &p, int worker, int num_wor
   }
 }
 
+// A slot of a ring here is free again. Apart: it is rarely needed, and what it needs would be kept in registers all the time.
+__device__ __noinline__ inline void return_credit(const TeamView &team, RingPart part, int source, uint32_t slot, uint64_t value) {
+  ptx::st_release_sys(team.ring_credit(source, part, team.rank) + slot, value);
+}
+
 // Which rows a receiving warp looks after: those of one source, every `step`-th from `first` on.
 struct ReceiverShare { int source, first, step; };
 __device__ inline ReceiverShare receiver_share(int worker, int num_workers, int num_sources) {
@@ -245,18 +241,17 @@ __device__ inline ReceiverShare receiver_share(int worker, int num_workers, int 
   return {source, worker / num_sources, (num_workers - source + num_sources - 1) / num_sources};
 }
 
-// Metadata of the peers' rows. Whole warp.
-__device__ inline void receive_peers_meta(const DispatchParams &p, uint64_t epoch, bool direct, int worker, int num_workers) {
+// Role of a warp.
+__device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, bool direct, int worker, int num_workers) {
   const TeamView &team = p.session.team;
-  ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks - 1);
-  share.source = (team.rank + 1 + share.source) % team.num_ranks;
+  const ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks);
   const int before = rows_before(p.rank_prefix_matrix, team.num_ranks, share.source, team.rank);
   const int rows = p.rank_prefix_matrix[share.source * team.num_ranks + team.rank] - before;
   const RingShape ring = dispatch_ring(p, direct);
   const int chunk = static_cast<int>(least<uint32_t>(kMetaChunk, ring.slots));
   const uint64_t *flags = team.ring_flag(team.rank, kMeta, share.source);
   const uint8_t *rows_here = team.self + team.nvl + ring.meta(share.source, 0);
-  for (int first = share.first * chunk; first < rows; first += share.step * chunk) {
+  for (int first = share.first * chunk; p.meta.words != 0 && first < rows; first += share.step * chunk) {
     const int count = least(chunk, rows - first);
     const RingPlace place = ring_place(first + lane_id(), ring.slots);
     const bool mine = lane_id() < count;
@@ -269,17 +264,13 @@ __device__ inline void receive_peers_meta(const DispatchParams &p, uint64_t epoc
         [&] { return lane_id() == 0 ? share.source : -1; });
     if (!good) return;
     __syncwarp();
-    spread_meta(p, count, static_cast<int64_t>(before) + first,
-                [&](int i, int c) { return ptx::ld_stream(rows_here + ring_place(first + i, ring.slots).slot * static_cast<uint64_t>(p.meta_stride()) + 16 * c); });
+    spread_meta(p, count, static_cast<int64_t>(before) + first, [&](int i) {
+      return rows_here + static_cast<uint64_t>(ring_place(first + i, ring.slots).slot) * p.meta.stride;
+    });
     __syncwarp();
     if (mine && first + lane_id() + static_cast<int>(ring.slots) < rows)
-      ptx::st_release_sys(team.ring_credit(share.source, kMeta, team.rank) + place.slot, ring_value(epoch, place.lap));
+      return_credit(team, kMeta, share.source, place.slot, ring_value(epoch, place.lap));
   }
-}
-
-// Role of a warp.
-__device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, bool direct, int worker, int num_workers) {
-  if (p.meta_words() != 0 && p.session.team.num_ranks > 1) receive_peers_meta(p, epoch, direct, worker, num_workers);
   if (p.num_worst_tokens > 0) pad_meta(p, worker, num_workers);
 }
 

@@ -140,8 +140,7 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
 __device__ inline int rank_without_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch, RingPart part, const int32_t *heads) {
   for (int r = lane_id(); r < p.session.team.num_ranks; r += kWarp) {
     const int head = heads[r];
-    const bool straight = part == kPayload ? dests[r].direct != 0 : r == p.session.team.rank;
-    if (head < 0 || static_cast<uint32_t>(head) < dests[r].slots || straight) continue;
+    if (head < 0 || static_cast<uint32_t>(head) < dests[r].slots || (part == kPayload && dests[r].direct)) continue;
     const RingPlace place = ring_place(head, dests[r].slots);
     if (ptx::ld_acquire_sys(&dests[r].credits[part][place.slot]) != ring_value(epoch, place.lap - 1)) return r;
   }

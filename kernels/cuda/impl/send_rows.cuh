@@ -230,7 +230,7 @@ __device__ inline void publish_rows(SendQueue *queues, int num_queues, int per_r
 
 // A row by a warp, through registers.
 __device__ inline void copy_row(uint8_t *to, const uint8_t *from, uint32_t bytes) {
-  constexpr int kUnroll = 7; // rows of 7168 bytes take two rounds
+  constexpr int kUnroll = 8;
   const int chunks = static_cast<int>(bytes / 16);
   for (int first = lane_id(); first < chunks; first += kWarp * kUnroll) {
     uint4 data[kUnroll];

@@ -130,8 +130,9 @@ template <bool kBulk> int32_t launch_combine(dk_combine_params *p, CombineParams
   const uint32_t num_ranks = team->view.num_ranks;
   using Roles = CombineRoles<kBulk>;
   if (blocks * Roles::kSenders < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
+  params.senders = Roles::senders(blocks, static_cast<int>(num_ranks));
   params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, kSharedLimit90 - kSharedForRoles);
-  const size_t shared = CombineShared<kBulk>(num_ranks, params.stage_bytes).bytes + 4ull * Roles::kReducers * num_ranks;
+  const size_t shared = CombineShared<kBulk>(num_ranks, params.stage_bytes).bytes + 4ull * (Roles::kReducers + Roles::kSenders) * num_ranks;
   if (shared > (kBulk ? kSharedLimit90 : kSharedLimit80)) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
   combine_kernel<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
