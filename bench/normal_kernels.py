@@ -135,7 +135,7 @@ def _entry(operation: str, kind: str, path: str, sms: int, times: list[float]) -
 
 
 def measure_views(team: Team, case: Case, rounds: int) -> list[dict[str, Any]]:
-    """Times in us of layout + dispatch as the host sees them. Comes before any profile, which slows launches for good."""
+    """Times in us of layout + dispatch as the host sees them. Comes before any profile: that slows later launches."""
     found = []
     for path in ("direct", "copied"):
         buffer = make_buffer(team, case, direct=path == "direct")
