@@ -46,26 +46,26 @@ __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace
 
 // The number of entry k's expert at rank r, or p.meta.none.
 __device__ inline uint32_t number_at_rank(const DispatchParams &p, const uint32_t *common_row, int k, int r) {
-  const uint32_t num_local = p.num_experts / p.session.team.num_ranks, words = p.index_words();
-  const uint32_t *index = common_row + p.meta.numbers_at + k * words, mine = index[0] - r * num_local; // -1 becomes too large
-  return mine < num_local && (words == 1 || index[1] == 0) ? mine : p.meta.none;
+  const uint32_t words = p.index_words(), *index = common_row + p.meta.numbers_at + k * words;
+  const uint32_t mine = index[0] - r * p.meta.num_local; // -1 becomes too large
+  return mine < p.meta.num_local && (words == 1 || index[1] == 0) ? mine : p.meta.none;
 }
 
 // The `rows` tokens of the batch that space.tokens names, as rank r gets them.
 __device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &space, uint32_t *out, int r, int rows, int first) {
-  const int row_words = static_cast<int>(p.meta.stride / 4), common_words = static_cast<int>(p.meta.common_stride / 4), each = p.meta.each;
+  const int row_words = static_cast<int>(p.meta.stride / 4), common_words = static_cast<int>(p.meta.common_stride / 4);
   for (int j = 0; j < rows; ++j) {
     const auto *from = reinterpret_cast<const uint4 *>(space.common() + space.tokens(p)[j] * common_words);
     auto *to = reinterpret_cast<uint4 *>(out + j * row_words);
     for (int c = lane_id(); c < row_words / 4; c += kWarp) to[c] = from[c];
   }
   __syncwarp();
-  const int words = ceil_div(p.num_topk, each);
+  const int words = p.meta.source_at - p.meta.numbers_at;
   for (int i = lane_id(); i < rows * words; i += kWarp) {
     const int j = i / words, at = i % words;
     uint32_t *row = out + j * row_words, packed = 0;
-    for (int h = 0; h < each; ++h) {
-      const int k = at * each + h;
+    for (int h = 0; h <= p.meta.shift; ++h) {
+      const int k = (at << p.meta.shift) + h;
       const uint32_t number = k < p.num_topk ? number_at_rank(p, space.common() + space.tokens(p)[j] * common_words, k, r) : p.meta.none;
       if (k < p.num_topk && number == p.meta.none) row[p.num_scales + k] = 0;
       packed |= number << (16 * h);
@@ -172,46 +172,52 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
   }
 }
 
-// n entries to consecutive places, a lane each, four on their way at a time: load(i) is kept until store(i, value).
-template <class T, class Load, class Store> __device__ inline void move_entries(int n, Load load, Store store) {
+// Entries of `rows` rows, `each` of a row, to consecutive places, a lane each, four on their way at a time. No divisions in the loop:
+// a kernel runs once through most of this, and its time is that of fetching the instructions.
+template <class T, class Load, class Store> __device__ inline void move_entries(int rows, int each, Load load, Store store) {
   constexpr int kUnroll = 4;
+  const int n = rows * each, step_row = kWarp / each, step_at = kWarp % each;
+  int row = lane_id() / each, at = lane_id() % each;
+#pragma unroll 1
   for (int base = lane_id(); base < n; base += kWarp * kUnroll) {
     T value[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-      if (base + u * kWarp < n) value[u] = load(base + u * kWarp);
+    for (int u = 0; u < kUnroll; ++u) {
+      if (base + u * kWarp < n) value[u] = load(row, at);
+      row += step_row, at += step_at;
+      if (at >= each) at -= each, ++row;
+    }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
       if (base + u * kWarp < n) store(base + u * kWarp, value[u]);
   }
 }
 
-// `rows` rows of metadata, at(i) is where the i-th lies, to their places from final_row on. Output by output: a store of consecutive
-// words is one that waits behind what the SM sends, stores of a row's words are dozens.
+// `rows` rows of metadata, at(row) is where one lies, to their places from final_row on. Output by output: stores of consecutive words
+// are few; those of a row's words are dozens.
 template <class At> __device__ inline void spread_meta(const DispatchParams &p, int rows, int64_t final_row, At at) {
   const int scales = p.num_scales, topk = p.num_topk;
-  auto word_at = [&](int i, int word) { return reinterpret_cast<const uint32_t *>(at(i))[word]; };
-  if (p.recv_scales != nullptr && scales % 4 == 0 && reinterpret_cast<uint64_t>(p.recv_scales) % 16 == 0) {
+  auto word_at = [&](int row, int word) { return reinterpret_cast<const uint32_t *>(at(row))[word]; };
+  if (p.recv_scales != nullptr && scales > 0 && scales % 4 == 0 && reinterpret_cast<uint64_t>(p.recv_scales) % 16 == 0) {
     auto *out = reinterpret_cast<uint4 *>(p.recv_scales + final_row * scales);
-    const int pieces = scales / 4;
-    move_entries<uint4>(rows * pieces, [&](int i) { return ptx::ld_stream(at(i / pieces) + 16 * (i % pieces)); }, [&](int i, const uint4 &v) { out[i] = v; });
-  } else if (p.recv_scales != nullptr) {
+    move_entries<uint4>(rows, scales / 4, [&](int row, int c) { return ptx::ld_stream(at(row) + 16 * c); }, [&](int i, const uint4 &v) { out[i] = v; });
+  } else if (p.recv_scales != nullptr && scales > 0) {
     uint32_t *out = p.recv_scales + final_row * scales;
-    move_entries<uint32_t>(rows * scales, [&](int i) { return word_at(i / scales, i % scales); }, [&](int i, uint32_t v) { out[i] = v; });
+    move_entries<uint32_t>(rows, scales, word_at, [&](int i, uint32_t v) { out[i] = v; });
   }
-  if (p.recv_topk_weights != nullptr) {
+  if (p.recv_topk_weights != nullptr && topk > 0) {
     uint32_t *out = p.recv_topk_weights + final_row * topk;
-    move_entries<uint32_t>(rows * topk, [&](int i) { return word_at(i / topk, scales + i % topk); }, [&](int i, uint32_t v) { out[i] = v; });
+    move_entries<uint32_t>(rows, topk, [&](int row, int k) { return word_at(row, scales + k); }, [&](int i, uint32_t v) { out[i] = v; });
   }
-  if (p.recv_topk_idx != nullptr) {
-    auto number_at = [&](int i) {
-      const int k = i % topk;
-      return word_at(i / topk, p.meta.numbers_at + k / p.meta.each) >> (16 * (k % p.meta.each)) & p.meta.none;
+  if (p.recv_topk_idx != nullptr && topk > 0) {
+    const int64_t first = final_row * topk;
+    auto number_at = [&](int row, int k) {
+      return word_at(row, p.meta.numbers_at + (k >> p.meta.shift)) >> (16 * (k & p.meta.shift)) & p.meta.none;
     };
-    move_entries<uint32_t>(rows * topk, number_at, [&](int i, uint32_t number) {
+    move_entries<uint32_t>(rows, topk, number_at, [&](int i, uint32_t number) {
       const int64_t index = number == p.meta.none ? -1 : static_cast<int64_t>(number);
-      if (p.index_bytes == 8) static_cast<int64_t *>(p.recv_topk_idx)[final_row * topk + i] = index;
-      else static_cast<int32_t *>(p.recv_topk_idx)[final_row * topk + i] = static_cast<int32_t>(index);
+      if (p.index_bytes == 8) static_cast<int64_t *>(p.recv_topk_idx)[first + i] = index;
+      else static_cast<int32_t *>(p.recv_topk_idx)[first + i] = static_cast<int32_t>(index);
     });
   }
   if (p.recv_src_idx != nullptr && !p.cached && lane_id() < rows) p.recv_src_idx[final_row + lane_id()] = static_cast<int32_t>(word_at(lane_id(), p.meta.source_at));
@@ -264,8 +270,10 @@ __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, boo
         [&] { return lane_id() == 0 ? share.source : -1; });
     if (!good) return;
     __syncwarp();
-    spread_meta(p, count, static_cast<int64_t>(before) + first, [&](int i) {
-      return rows_here + static_cast<uint64_t>(ring_place(first + i, ring.slots).slot) * p.meta.stride;
+    const uint32_t first_slot = __shfl_sync(kAllLanes, place.slot, 0);
+    spread_meta(p, count, static_cast<int64_t>(before) + first, [&](int row) { // they go round the end of the ring once at most
+      const uint32_t slot = first_slot + row;
+      return rows_here + static_cast<uint64_t>(slot < ring.slots ? slot : slot - ring.slots) * p.meta.stride;
     });
     __syncwarp();
     if (mine && first + lane_id() + static_cast<int>(ring.slots) < rows)

@@ -14,8 +14,8 @@ constexpr uint32_t kMetaBuffers = 96 * 1024;
 // number takes half a word, all ones where the expert is another rank's; a word only where there are too many experts. The host fills
 // this in: threads that worked it out each time they need it would divide all the time.
 struct MetaShape {
-  int32_t each;               // numbers in a word
-  uint32_t none;              // the number of another rank's expert
+  int32_t shift;              // 1: two numbers in a word, else 0
+  uint32_t num_local, none;   // experts of a rank; the number of another rank's expert
   int32_t numbers_at, source_at, words;
   uint32_t stride;            // bytes
   uint32_t common_stride;     // as rows are loaded: scales, weights, experts, with room for what is made of them
@@ -48,10 +48,11 @@ struct DispatchParams {
 
 inline MetaShape meta_shape(const DispatchParams &p) {
   MetaShape meta{};
-  meta.each = p.num_experts / p.session.team.num_ranks < 0xffff ? 2 : 1;
-  meta.none = meta.each == 2 ? 0xffffu : 0xffffffffu;
+  meta.num_local = p.num_experts / p.session.team.num_ranks;
+  meta.shift = meta.num_local < 0xffff ? 1 : 0;
+  meta.none = meta.shift == 1 ? 0xffffu : 0xffffffffu;
   meta.numbers_at = p.num_scales + p.num_topk;
-  meta.source_at = meta.numbers_at + ceil_div(p.num_topk, meta.each);
+  meta.source_at = meta.numbers_at + ceil_div(p.num_topk, 1 + meta.shift);
   meta.words = meta.source_at + (p.cached ? 0 : 1);
   meta.stride = align_up(4u * meta.words, 16u);
   meta.common_stride = most(meta.stride, align_up(4u * (meta.numbers_at + p.num_topk * p.index_words()), 16u));
