@@ -86,8 +86,10 @@ constexpr uint64_t kTimeout = 100000000, kShortTimeout = 4000000; // of emulated
 struct World {
   Case c;
   std::vector<Rank> ranks;
-  int lost = -1;      // a rank that stops
+  int lost = -1;        // a rank that stops
   size_t lost_from = 0; // before this round
+  bool replayed = false; // combines send from one buffer always, as a graph's do
+  bool again = false;    // each combine is made twice
 
   bool misses(int rank, size_t round) const { return rank == lost && round >= lost_from; }
   uint64_t timeout() const { return lost < 0 ? kTimeout : kShortTimeout; }
@@ -177,7 +179,7 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
     p.layout_range = emulate::bits(e.range.data()), p.num_tokens = e.num_tokens, p.num_topk = w.c.topk, p.index_bytes = 8;
     p.num_max_tokens = w.c.tokens, p.hidden = w.c.hidden, p.num_experts = w.c.experts(), p.combined_x = emulate::bits(e.sums.data());
     if (fill_far_ll_combine(&p, r.team, params.get()) != DK_OK) wrong("combine is refused", r.team.view.rank, 0, 0, 0);
-    if ((phases & DK_PHASE_SEND) != 0) r.team.next_stage = 1 - params->call.stage;
+    if ((phases & DK_PHASE_SEND) != 0 && !w.replayed) r.team.next_stage = 1 - params->call.stage;
   });
   r.steps.push_back([params] { far_low_latency_combine_kernel(*params); });
 }
@@ -330,6 +332,10 @@ void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
     if (overlap && i + 1 < rounds) continue;
     if (halves) add_combine(w, me, which, DK_PHASE_RECV, 2 + which % 2);
     host_step(r, [&w, me, which] { check_combine(w, me, which); });
+    if (!w.again) continue;
+    host_step(r, [&w, me, which] { make_rows(w, me, which); });
+    add_combine(w, me, which, DK_PHASE_BOTH, 2);
+    host_step(r, [&w, me, which] { check_combine(w, me, which); });
   }
 }
 
@@ -340,7 +346,8 @@ void run_case(uint64_t seed) {
   World w(c);
   const bool halves = pick(0, 2) != 0, overlap = halves && pick(0, 1) != 0, fences_alone = pick(0, 1) != 0;
   const int rounds = 4;
-  for (int i = 0; i < rounds; ++i) make_exchange(w, pick(0, c.hidden % 512 == 0 ? 3 : 2), pick(0, 2));
+  w.replayed = pick(0, 3) == 0, w.again = !overlap && pick(0, 2) == 0;
+  for (int i = 0; i < rounds; ++i) make_exchange(w, pick(0, c.hidden % 512 == 0 ? 3 : 2), w.replayed ? 2 * pick(0, 1) : pick(0, 2));
   std::vector<uint8_t *> blocks;
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
   emulate::start_network({seed, fences_alone}, blocks);
