@@ -57,6 +57,7 @@ template <class T> struct Memory {
 // What one rank gives to a dispatch and its combine, and gets from them.
 struct Exchange {
   int num_tokens, form, how; // BF16, FP8, rounded, UE8M0; plain, zero copy, LogFMT
+  size_t data;               // of its combine: which
   Memory<uint16_t> x, y, sums;
   std::vector<int64_t> idx;
   std::vector<float> weights;
@@ -234,8 +235,8 @@ void check_dispatch(World &w, int me, size_t which) {
 }
 
 // Any function of the source, its token and the expert. Some blocks of 128 are small, so that LogFMT codes them.
-uint16_t row_value(int source, int token, int expert, size_t which, int channel) {
-  const uint32_t mixed = (static_cast<uint32_t>(which) * 977 + source * 131 + token * 17 + expert * 5 + channel + 1) * 2654435761u;
+uint16_t row_value(int source, int token, int expert, size_t data, int channel) {
+  const uint32_t mixed = (static_cast<uint32_t>(data) * 977 + source * 131 + token * 17 + expert * 5 + channel + 1) * 2654435761u;
   const float small = static_cast<float>(mixed >> 16) / 131072.0f - 0.25f;
   return to_bf16((channel / kScaleChannels + expert) % 3 == 0 ? 64 * small : small);
 }
@@ -250,21 +251,21 @@ void make_rows(World &w, int me, size_t which) {
     for (int s = 0; s < c.ranks(); ++s) {
       const int64_t first = e.range[l * c.ranks() + s] >> 32, count = e.range[l * c.ranks() + s] & 0xffffffff;
       for (int64_t i = l * rows + first; i < l * rows + first + count; ++i)
-        for (int h = 0; h < c.hidden; ++h) y[i * c.hidden + h] = row_value(s, e.src_info[i], me * c.local_experts + l, which, h);
+        for (int h = 0; h < c.hidden; ++h) y[i * c.hidden + h] = row_value(s, e.src_info[i], me * c.local_experts + l, e.data, h);
     }
 }
 
-void add_expected(const World &w, int me, size_t which, int token, int expert, float weight, int how, float *sum) {
+void add_expected(const World &w, int me, size_t data, int token, int expert, float weight, int how, float *sum) {
   for (int first = 0; first < w.c.hidden; first += kScaleChannels) {
     BlockRange range{0x7fff, 0};
     for (int h = first; h < first + kScaleChannels; ++h) {
-      const uint32_t magnitude = row_value(me, token, expert, which, h) & 0x7fff;
+      const uint32_t magnitude = row_value(me, token, expert, data, h) & 0x7fff;
       range.low = least(range.low, magnitude), range.high = most(range.high, magnitude);
     }
     const bool coded = how == 2 && gets_coded(range);
     const LogRange log = log_range(range.low, range.high);
     for (int h = first; h < first + kScaleChannels; ++h) {
-      const uint32_t value = row_value(me, token, expert, which, h);
+      const uint32_t value = row_value(me, token, expert, data, h);
       sum[h] = fmaf(coded ? log_decode(log, log_encode(log, value)) : from_bf16(value), weight, sum[h]);
     }
   }
@@ -281,7 +282,7 @@ void check_combine(World &w, int me, size_t which) {
       if (idx[k] < 0 || w.misses(static_cast<int>(idx[k]) / w.c.local_experts, which) || std::find(idx, idx + k, idx[k]) != idx + k) continue;
       float weight = 0;
       for (int j = 0; j < topk; ++j) weight += idx[j] == idx[k] ? e.weights[static_cast<size_t>(t) * topk + j] : 0;
-      add_expected(w, me, which, t, static_cast<int>(idx[k]), weight, e.how, sum.data());
+      add_expected(w, me, e.data, t, static_cast<int>(idx[k]), weight, e.how, sum.data());
     }
     for (int h = 0; h < w.c.hidden; ++h)
       check("combined_x", me, static_cast<int64_t>(t) * w.c.hidden + h, e.sums.data()[static_cast<int64_t>(t) * w.c.hidden + h], to_bf16(sum[h]));
@@ -295,7 +296,7 @@ void make_exchange(World &w, int form, int how) {
   const size_t rows = static_cast<size_t>(c.experts()) * c.tokens;
   for (Rank &r : w.ranks) {
     Exchange e{};
-    e.num_tokens = pick(0, 3) == 0 ? pick(0, 1) * c.tokens : pick(1, c.tokens), e.form = form, e.how = how;
+    e.num_tokens = pick(0, 3) == 0 ? pick(0, 1) * c.tokens : pick(1, c.tokens), e.form = form, e.how = how, e.data = r.exchanges.size();
     const int style = pick(0, 3); // all over the place; mostly one expert; few; none
     const size_t named = static_cast<size_t>(e.num_tokens) * c.topk;
     for (size_t i = 0; i < named; ++i) {
@@ -333,7 +334,7 @@ void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
     if (halves) add_combine(w, me, which, DK_PHASE_RECV, 2 + which % 2);
     host_step(r, [&w, me, which] { check_combine(w, me, which); });
     if (!w.again) continue;
-    host_step(r, [&w, me, which] { make_rows(w, me, which); });
+    host_step(r, [&w, &r, me, which] { r.exchanges[which].data += 100, make_rows(w, me, which); });
     add_combine(w, me, which, DK_PHASE_BOTH, 2);
     host_step(r, [&w, me, which] { check_combine(w, me, which); });
   }
