@@ -54,6 +54,13 @@ __device__ __forceinline__ void st_release_sys(uint64_t *address, uint64_t value
 __device__ __forceinline__ void st_release_sys(uint32_t *address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
 }
+// Two neighbouring words in one access, 16-byte aligned; each of them by itself is seen old or new.
+__device__ __forceinline__ void st_relaxed_sys_pair(uint64_t *address, uint64_t first, uint64_t second) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" :: "l"(address), "l"(first), "l"(second) : "memory");
+}
+__device__ __forceinline__ void ld_relaxed_sys_pair(const uint64_t *address, uint64_t &first, uint64_t &second) {
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(address) : "memory");
+}
 __device__ __forceinline__ uint32_t atomic_add_acq_rel_gpu(uint32_t *address, uint32_t value) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");

@@ -1,6 +1,7 @@
 // low_latency_common.cuh - what low-latency dispatch and combine share: places, words, the start and the end of a call.
 #pragma once
 #include "cuda/common/fp8.cuh"
+#include "cuda/impl/low_latency_timeline.cuh"
 #include "cuda/layout/low_latency.cuh"
 #include "cuda/sync/session.cuh"
 
@@ -9,9 +10,24 @@ namespace deepep {
 constexpr int kLlThreads = 512, kLlGroups = 4, kLlGroupThreads = kLlThreads / kLlGroups;
 constexpr uint32_t kAllOnes = 0xffffffffu;
 
+// Division by a number that the host knows: exact while n * by < 2^32.
+struct Divisor {
+  uint32_t by, magic;
+  __host__ __device__ Divisor() : by(1), magic(0) {}
+  __host__ explicit Divisor(uint32_t n) : by(n), magic(n == 1 ? 0 : static_cast<uint32_t>((1ull << 32) / n + 1)) {}
+#ifdef __CUDACC__
+  __device__ __forceinline__ int quotient(int n) const { return by == 1 ? n : static_cast<int>(__umulhi(static_cast<uint32_t>(n), magic)); }
+#endif
+};
+
+// Offsets in a block, so that no thread has to work them out.
+struct LowLatencyPlaces { uint64_t slot[kLowLatencySlots], headers, header_step, row_words[kLowLatencySlots]; };
+
 struct LowLatencyParams {
   Session session;
   LowLatencyLayout at;
+  LowLatencyPlaces places;
+  Divisor by_local, by_topk; // experts of a rank, entries of a token
   uint32_t phases, ticket, flags, format;
   const void *topk_idx;
   const float *topk_weights;
@@ -21,7 +37,7 @@ struct LowLatencyParams {
 
   __device__ bool sends() const { return (phases & DK_PHASE_SEND) != 0; }
   __device__ bool receives() const { return (phases & DK_PHASE_RECV) != 0; }
-  __device__ int num_local() const { return num_experts / session.team.num_ranks; }
+  __device__ int num_local() const { return static_cast<int>(by_local.by); }
   __device__ int64_t rows_per_expert() const { return static_cast<int64_t>(session.team.num_ranks) * max_tokens; }
 };
 
@@ -30,47 +46,41 @@ struct LowLatencyCall {
   uint64_t epoch, dispatch;
   __device__ int slot() const { return static_cast<int>(epoch % kLowLatencySlots); }
 };
-__device__ inline LowLatencyCall low_latency_call(const LowLatencyParams &p, bool is_dispatch) {
-  const Scratch *scratch = p.session.team.scratch;
-  if (p.sends())
-    return {ptx::ld_relaxed_gpu(&scratch->low_latency_epoch) + 1, ptx::ld_relaxed_gpu(&scratch->low_latency_dispatches) + (is_dispatch ? 1 : 0)};
-  return {ptx::ld_relaxed_gpu(&scratch->tickets[p.ticket].epoch), ptx::ld_relaxed_gpu(&scratch->tickets[p.ticket].dispatch)};
-}
 
-// ---- Places ------------------------------------------------------------------------------------------------------------
+// ---- Places: all in a rank's block ----------------------------------------------------------------------------------------
 
-__device__ inline uint8_t *slot_base(const LowLatencyParams &p, int owner, const LowLatencyCall &call) {
-  return p.session.team.peers[owner] + p.session.team.rdma + slot_offset(p.session.team.rdma_bytes, p.at.slot_bytes, call.slot());
+__device__ __forceinline__ uint8_t *own_block(const LowLatencyParams &p) { return p.session.team.self; }
+__device__ __forceinline__ uint8_t *slot_base(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call) {
+  return block + (call.slot() == 0 ? p.places.slot[0] : p.places.slot[1]);
 }
-__device__ inline uint8_t *wire_base(const LowLatencyParams &p, int owner) {
-  return p.session.team.peers[owner] + p.session.team.wire + p.session.team.ring.bytes;
+__device__ __forceinline__ uint8_t *header_base(const LowLatencyParams &p, uint8_t *block, uint64_t dispatch) {
+  return block + p.places.headers + static_cast<uint32_t>(dispatch % kHeaderCopies) * p.places.header_step;
 }
-__device__ inline uint64_t wire_left(const LowLatencyParams &p) { return p.session.team.wire_bytes - p.session.team.ring.bytes; }
-// Dispatch: the row and the header of token `token` of `source` at `owner`.
-__device__ inline uint8_t *token_row(const LowLatencyParams &p, const LowLatencyCall &call, int owner, int source, int token) {
-  return slot_base(p, owner, call) + (static_cast<uint64_t>(source) * p.max_tokens + token) * p.at.row_bytes;
+// Rows of dispatch are numbered by source and token, those of combine by expert and token: all below 2^32.
+__device__ __forceinline__ uint32_t number_of_row(const LowLatencyParams &p, int source_or_expert, int token) {
+  return static_cast<uint32_t>(source_or_expert) * static_cast<uint32_t>(p.max_tokens) + static_cast<uint32_t>(token);
 }
-__device__ inline uint64_t *token_header(const LowLatencyParams &p, uint64_t dispatch, int owner, int source, int token) {
-  return reinterpret_cast<uint64_t *>(wire_base(p, owner) + header_area(wire_left(p), dispatch % kHeaderCopies) +
-                                      (static_cast<uint64_t>(source) * p.max_tokens + token) * kHeaderStride);
+__device__ __forceinline__ uint8_t *slot_row(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call, uint32_t number) {
+  return slot_base(p, block, call) + static_cast<uint64_t>(number) * static_cast<uint32_t>(p.at.row_bytes);
 }
 // The words that go with a row: scales of dispatch, ranges of LogFMT.
-__device__ inline uint32_t *token_words(const LowLatencyParams &p, const LowLatencyCall &call, int owner, int source, int token) {
-  return reinterpret_cast<uint32_t *>(slot_base(p, owner, call) + p.at.words_at +
-                                      (static_cast<uint64_t>(source) * p.max_tokens + token) * p.at.words_bytes);
+__device__ __forceinline__ uint32_t *slot_words(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call, uint32_t number) {
+  return reinterpret_cast<uint32_t *>(slot_base(p, block, call) + p.at.words_at + static_cast<uint64_t>(number) * static_cast<uint32_t>(p.at.words_bytes));
 }
 constexpr int kPatternAt = 2 * kMaxTopk; // word of the header
-__device__ inline uint64_t *count_word(const LowLatencyParams &p, uint64_t dispatch, int owner, int source, int local_expert) {
-  return reinterpret_cast<uint64_t *>(wire_base(p, owner) + header_area(wire_left(p), dispatch % kHeaderCopies) + p.at.header_bytes) +
-         source * p.num_local() + local_expert;
+__device__ __forceinline__ uint64_t *token_header(const LowLatencyParams &p, uint8_t *block, uint64_t dispatch, int source, int token) {
+  return reinterpret_cast<uint64_t *>(header_base(p, block, dispatch) + number_of_row(p, source, token) * kHeaderStride);
 }
-// Combine: the row of an expert for a token, at the token's rank, and the word that says what it is.
-__device__ inline uint8_t *expert_row(const LowLatencyParams &p, const LowLatencyCall &call, int owner, int expert, int token) {
-  return slot_base(p, owner, call) + (static_cast<uint64_t>(expert) * p.max_tokens + token) * p.at.row_bytes;
+__device__ __forceinline__ uint64_t *count_word(const LowLatencyParams &p, uint8_t *block, uint64_t dispatch, int source, int local_expert) {
+  return reinterpret_cast<uint64_t *>(header_base(p, block, dispatch) + p.at.header_bytes) + source * p.num_local() + local_expert;
 }
-__device__ inline uint64_t *row_word(const LowLatencyParams &p, const LowLatencyCall &call, int owner, int expert, int token) {
-  return reinterpret_cast<uint64_t *>(wire_base(p, owner) + row_word_area(wire_left(p), call.slot())) +
-         static_cast<uint64_t>(expert) * p.max_tokens + token;
+// Combine: the word that says what the row of an expert for a token is.
+__device__ __forceinline__ uint64_t *row_word(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call, uint32_t number) {
+  return reinterpret_cast<uint64_t *>(block + (call.slot() == 0 ? p.places.row_words[0] : p.places.row_words[1])) + number;
+}
+// The newest call that wrote into a slot of `taker` and was taken there; it lies in the block of the one who wrote.
+__device__ inline uint64_t *credit(const TeamView &team, uint8_t *block, int slot, int taker) {
+  return reinterpret_cast<uint64_t *>(block + team.control + team.at.consumed) + slot * team.num_ranks + taker;
 }
 
 // ---- Words: the number of the call above, what it says below ------------------------------------------------------------
@@ -139,116 +149,48 @@ __device__ __forceinline__ bool take_word(const Session &s, int peer, uint64_t e
 
 // ---- Start and end ---------------------------------------------------------------------------------------------------------------
 
-__device__ inline Enter low_latency_enter(const LowLatencyParams &p) {
-  Enter mine{};
-  mine.hidden_bytes = static_cast<uint64_t>(p.hidden) * 2, mine.op = p.session.op;
-  mine.num_experts = p.num_experts, mine.num_topk = p.num_topk, mine.max_tokens = p.max_tokens;
-  mine.flags = (p.format << kEnterFormatShift) | (p.flags & (DK_LL_LOGFMT)) << (kEnterFormatShift + 4);
-  return mine;
-}
-
-// The last block does what concerns all: where the device has room for it, it has no token of its own.
+__device__ __forceinline__ bool is_last_warp() { return warp_id() == kLlThreads / kWarp - 1; }
+// The last block does what concerns all. Where the grid is not tiny, it has no token of its own: what it waits for holds up no row.
+constexpr int kTinyGrid = 32;
 __device__ inline bool is_clerk() { return blockIdx.x == gridDim.x - 1; }
+__device__ inline int num_workers() { return static_cast<int>(gridDim.x) - (gridDim.x > kTinyGrid ? 1 : 0); }
+__device__ inline bool is_worker() { return static_cast<int>(blockIdx.x) < num_workers(); }
+// The number of this block's first token; the next ones follow num_workers() apart. A clerk without tokens gets a number above all.
+__device__ inline int first_of_block() { return is_worker() ? static_cast<int>(blockIdx.x) : 1 << 29; }
 
-// The clerk tells everybody which slots are empty here and, when sending, what this call is.
-__device__ inline void post_low_latency(const LowLatencyParams &p, const LowLatencyCall &call) {
+// What a thread sees of a slot at a rank before it knows which slot this call takes: loaded beside everything else that a kernel
+// begins with. Warps 1 to 7 look at the first slot, 8 to 14 at the second.
+constexpr int kWatchers = 7 * kWarp; // of a slot
+static_assert(kLowLatencySlots * kWatchers + kWarp <= kLlThreads, "each slot has its threads");
+struct SlotSeen {
+  uint64_t sent, taken;
+  int slot, rank;               // what this thread looks at; rank -1: nothing
+};
+__device__ __forceinline__ SlotSeen look_at_slot(const LowLatencyParams &p) {
   const TeamView &team = p.session.team;
-  const Enter mine = low_latency_enter(p);
-  for (int r = threadIdx.x; r < team.num_ranks; r += kLlThreads) {
-    if (is_masked(p.session, r)) continue;
-    ptx::fence_acq_rel_sys(); // the emptying, by kernels before this one
-    for (int slot = 0; slot < kLowLatencySlots; ++slot)
-      ptx::st_relaxed_sys(team.consumed(r, slot, team.rank), team.scratch->consumed[slot][r]);
-    if (!p.sends()) continue;
-    Enter *to = team.low_latency_enter(r, call.epoch % kLowLatencyEnterCopies, team.rank);
-    to->hidden_bytes = mine.hidden_bytes, to->segment_offset = call.dispatch, to->op = mine.op, to->flags = mine.flags, to->num_experts = mine.num_experts;
-    to->num_topk = mine.num_topk, to->num_scales = mine.num_scales, to->max_tokens = mine.max_tokens;
-    ptx::st_release_sys(&to->epoch, call.epoch);
-  }
+  const int watcher = static_cast<int>(threadIdx.x) - kWarp, slot = watcher / kWatchers, rank = watcher - slot * kWatchers;
+  if (watcher < 0 || slot >= kLowLatencySlots || rank >= team.num_ranks) return {0, 0, 0, -1};
+  SlotSeen seen{ptx::ld_relaxed_gpu(&team.scratch->sent[slot][rank]), 0, slot, rank};
+  seen.taken = ptx::ld_acquire_sys(credit(team, team.self, slot, rank));
+  return seen;
 }
 
-// Whole block, before it writes into any slot: its rows of two calls ago have been taken. Mostly so already, hence both words are
-// loaded at once. The first warp does `meanwhile` instead of looking.
-template <class Meanwhile>
-__device__ inline bool await_empty_slots(const LowLatencyParams &p, const LowLatencyCall &call, Meanwhile meanwhile) {
+// Whole block, before it writes into any slot: its rows of two calls ago have been taken; mostly they were so at the first look.
+__device__ inline bool await_empty_slots(const LowLatencyParams &p, const LowLatencyCall &call, const SlotSeen &seen) {
   const TeamView &team = p.session.team;
   bool good = true;
-  if (threadIdx.x < kWarp) meanwhile();
-  else
-    for (int r = threadIdx.x - kWarp; good && r < team.num_ranks; r += kLlThreads - kWarp) {
-      const uint64_t *word = team.consumed(team.rank, call.slot(), r);
-      const uint64_t before = ptx::ld_relaxed_gpu(&team.scratch->sent[call.slot()][r]), taken = ptx::ld_acquire_sys(word);
-      if (taken >= before || is_masked(p.session, r)) continue;
-      good = wait_or_mask(p.session, r, before, [&](int64_t &seen) {
-        seen = static_cast<int64_t>(ptx::ld_acquire_sys(word));
-        return seen >= static_cast<int64_t>(before);
+  if (seen.slot == call.slot())
+#pragma unroll 1
+    for (int r = seen.rank; r >= 0 && good && r < team.num_ranks; r += kWatchers) {
+      const uint64_t *word = credit(team, team.self, call.slot(), r);
+      const uint64_t before = r == seen.rank ? seen.sent : ptx::ld_relaxed_gpu(&team.scratch->sent[call.slot()][r]);
+      if ((r == seen.rank && seen.taken >= before) || is_masked(p.session, r)) continue;
+      good = wait_or_mask(p.session, r, before, [&](int64_t &now) {
+        now = static_cast<int64_t>(ptx::ld_acquire_sys(word));
+        return now >= static_cast<int64_t>(before);
       }) || !has_failed(p.session);
     }
   return __syncthreads_or(!good) == 0;
-}
-
-// Which call of a source belongs to this call of mine; poll once. In step: the same number, or as far ahead as last time. A source
-// that went on without this rank is further; one whose mask was lifted may be anywhere, but it sends something new.
-__device__ inline bool find_source_call(const LowLatencyParams &p, const LowLatencyCall &call, int source, LowLatencyCall &found) {
-  const Session &s = p.session;
-  const Scratch *scratch = s.team.scratch;
-  const uint64_t expected = call.epoch + scratch->epoch_ahead[source], seen = scratch->seen[source];
-  const bool anywhere = scratch->returned[source] != 0;
-  const Enter *best = nullptr;
-  uint64_t epoch = 0;
-  for (int pass = 0; pass < 2; ++pass) { // the second finds what was stored before the newest that the first found
-    for (int copy = 0; copy < kLowLatencyEnterCopies; ++copy) {
-      const Enter *enter = s.team.low_latency_enter(s.team.rank, copy, source);
-      const uint64_t there = ptx::ld_acquire_sys(&enter->epoch);
-      const bool exact = there == expected && !anywhere;
-      if (!exact && (there <= seen || (there <= expected && !anywhere))) continue;
-      if (best != nullptr && !exact && there >= epoch) continue;
-      best = enter, epoch = there;
-    }
-    if (best == nullptr) return false;
-    if (epoch == expected && !anywhere) break;
-  }
-  found = {epoch, best->segment_offset};
-  return true;
-}
-
-// Whole block of a receive half: the call of each source that belongs to this one, into shared calls[R]. Only where ranks can be
-// masked is there anything to find out. Epoch 0: masked, or given up now.
-__device__ inline void find_source_calls(const LowLatencyParams &p, const LowLatencyCall &call, LowLatencyCall *calls) {
-  const Session &s = p.session;
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {
-    calls[r] = call;
-    if ((s.team.flags & DK_TEAM_SHRINK) == 0) continue;
-    LowLatencyCall found{};
-    if (!is_masked(s, r)) {
-      const uint64_t start = ptx::global_timer_ns();
-      wait_or_mask(s, r, call.epoch, [&](int64_t &) { return find_source_call(p, call, r, found); });
-      if (is_clerk()) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
-    }
-    calls[r] = found;
-  }
-  __syncthreads();
-}
-
-// The clerk of a receive half: everybody means the same call. Times go to the caller's statistics.
-__device__ inline void check_low_latency_peers(const LowLatencyParams &p, const LowLatencyCall *calls) {
-  const TeamView &team = p.session.team;
-  const Enter mine = low_latency_enter(p);
-  for (int r = threadIdx.x; r < team.num_ranks; r += kLlThreads) {
-    const uint64_t epoch = calls[r].epoch;
-    const Enter *from = team.low_latency_enter(team.rank, epoch % kLowLatencyEnterCopies, r);
-    const uint64_t start = ptx::global_timer_ns();
-    const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch, [&](int64_t &seen) {
-      seen = static_cast<int64_t>(ptx::ld_acquire_sys(&from->epoch));
-      return seen >= static_cast<int64_t>(epoch);
-    });
-    if (epoch != 0 && (team.flags & DK_TEAM_SHRINK) == 0) team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
-    if (p.wait_stats != nullptr) p.wait_stats[r] += static_cast<int64_t>(team.scratch->wait_ns[r]);
-    if (!came) continue;
-    const Difference difference = compare_enter(mine, from);
-    if (difference.field != DK_FIELD_NONE)
-      report_failure(p.session, DK_EMISMATCH, r, difference.field, difference.mine, difference.theirs, 0);
-  }
 }
 
 // By the last block, after the outputs.
@@ -269,7 +211,34 @@ __device__ inline void end_low_latency(const LowLatencyParams &p, const LowLaten
     scratch->dispatch_ahead[r] = static_cast<int64_t>(calls[r].dispatch - call.dispatch);
     scratch->returned[r] = 0;
   }
-  record_kernel(p.session, p.sends() && p.receives() ? nullptr : &scratch->half_ns[p.ticket], p.receives(), failed);
+}
+
+// Whole block; as finish() does, the last block to leave sees what the others wrote. Its last warp loads what it counts beside the
+// look at the team's state.
+template <class Outputs>
+__device__ inline void finish_low_latency(const LowLatencyParams &p, const LowLatencyCall &call, const LowLatencyCall *calls, Outputs outputs) {
+  Scratch *scratch = p.session.team.scratch;
+  __shared__ uint32_t left_before;
+  // The last block reads what others wrote only to mend it after a loss, the clerk's times, and bytes sent (which wait for the next
+  // call if they come too late): a worker's rows need no order before its exit, they are complete when the kernel is.
+  const bool ordered = (p.session.team.flags & DK_TEAM_SHRINK) != 0 || is_clerk() || !p.receives();
+  __syncthreads();
+  if (threadIdx.x == 0) left_before = ordered ? ptx::atomic_add_acq_rel_gpu(&scratch->exits, 1) : atomicAdd(&scratch->exits, 1u);
+  __syncthreads();
+  if (left_before != gridDim.x - 1) return;
+  mark(kMarkLeft, threadIdx.x == 0);
+  uint64_t *half = p.sends() && p.receives() ? nullptr : &scratch->half_ns[p.ticket];
+  bool failed;
+  if (is_last_warp()) {
+    const CountLoads loads = load_counts(p.session, half);
+    failed = has_failed(p.session);
+    record_loaded(p.session, loads, half, p.receives(), failed);
+  } else {
+    if (threadIdx.x == 0) scratch->exits = 0;
+    failed = has_failed(p.session);
+  }
+  outputs(failed);
+  end_low_latency(p, call, calls, failed);
 }
 
 }  // namespace deepep

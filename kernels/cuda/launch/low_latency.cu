@@ -8,7 +8,9 @@ namespace {
 
 constexpr size_t kMaxTables = 48 * 1024 - 6 * 1024; // shared memory of a block without opting in, less the static part
 
-template <class P> int32_t launched(P *p) {
+template <class P, class Params> int32_t launch(P *p, const Team *team, void (*kernel)(Params), int blocks, size_t shared, const Params &params) {
+  const OnDevice on(team->device);
+  kernel<<<blocks, kLlThreads, shared, stream_of(p->stream)>>>(params);
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
@@ -26,12 +28,25 @@ template <class P> bool is_sane(const P *p, const Team *team) {
   return p->phases >= DK_PHASE_SEND && p->phases <= DK_PHASE_BOTH && p->ticket < DK_NUM_TICKETS;
 }
 
+LowLatencyPlaces places_of(const TeamView &team, const LowLatencyLayout &at) {
+  const uint64_t wire = team.wire + team.ring.bytes, left = team.wire_bytes - team.ring.bytes;
+  LowLatencyPlaces places{};
+  for (int slot = 0; slot < kLowLatencySlots; ++slot) {
+    places.slot[slot] = team.rdma + slot_offset(team.rdma_bytes, at.slot_bytes, slot);
+    places.row_words[slot] = wire + row_word_area(left, slot);
+  }
+  places.headers = wire + header_area(left, 0), places.header_step = header_area(left, 1) - header_area(left, 0);
+  return places;
+}
+
 template <class P> int32_t fill_common(const P *p, const Team *team, uint32_t op, LowLatencyParams &call) {
   if (!is_sane(p, team)) return DK_EINVAL;
   const uint32_t num_ranks = team->view.num_ranks;
   call.at = low_latency_layout(num_ranks, p->num_max_tokens, p->hidden, p->num_experts);
   if (call.at.rdma_bytes > team->view.rdma_bytes || team->view.ring.bytes + call.at.wire_bytes > team->view.wire_bytes) return DK_EINVAL;
   if (p->num_experts / num_ranks > kMaxLocalExperts) return DK_EUNSUPPORTED;
+  call.places = places_of(team->view, call.at);
+  call.by_local = Divisor(p->num_experts / num_ranks), call.by_topk = Divisor(p->num_topk);
   call.session = session_of(p, op, p->phases);
   call.phases = p->phases, call.ticket = p->ticket, call.flags = p->flags;
   call.topk_idx = pointer<void>(p->topk_idx), call.topk_weights = pointer<float>(p->topk_weights);
@@ -77,13 +92,15 @@ DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
   if (p->format == DK_FORMAT_FP8 && p->hidden % kScaleChannels != 0) return DK_EINVAL;
   if (packed && ((p->flags & DK_LL_ROUND_SCALE) == 0 || p->hidden % 512 != 0)) return DK_EINVAL;
   d.call.format = static_cast<uint32_t>(p->format);
+  d.tile_tokens = tokens_of_tile(p->num_topk);
   d.x = pointer<uint8_t>(p->x), d.recv_x = pointer<uint8_t>(p->recv_x), d.recv_scales = pointer<uint32_t>(p->recv_scales);
   d.recv_count = pointer<int32_t>(p->recv_count), d.cumulative_stats = pointer<int32_t>(p->cumulative_stats);
-  const size_t shared = 4ull * (p->num_experts + team->view.num_ranks) + sizeof(LowLatencyCall) * team->view.num_ranks;
+  const size_t num_ranks = team->view.num_ranks, tables = 4 * (p->num_experts + num_ranks) + sizeof(LowLatencyCall) * num_ranks;
+  size_t shared = align_up<size_t>(align_up<size_t>(8 * num_ranks, 16) + most<size_t>(tables, 2 * kTileCodes), 128);
+  const size_t row = p->format == DK_FORMAT_FP8 ? p->hidden : 2 * p->hidden;
+  if (team->device->bulk && shared + row <= kMaxTables) d.row_at = static_cast<int32_t>(shared), shared += row;
   if (shared > kMaxTables) return DK_EUNSUPPORTED;
-  const OnDevice on(team->device);
-  low_latency_dispatch_kernel<<<blocks_for(team, p->num_sms, p->num_max_tokens), kLlThreads, shared, stream_of(p->stream)>>>(d);
-  return launched(p);
+  return launch(p, team, low_latency_dispatch_kernel, blocks_for(team, p->num_sms, p->num_max_tokens), shared, d);
 }
 
 DK_EXPORT int32_t dk_ll_combine(dk_ll_combine_params *p) {
@@ -97,9 +114,18 @@ DK_EXPORT int32_t dk_ll_combine(dk_ll_combine_params *p) {
   if ((p->flags & DK_LL_ZERO_COPY) != 0 && (p->flags & DK_LL_LOGFMT) != 0) return DK_EINVAL;
   c.x = pointer<uint8_t>(p->x), c.x_row_stride = p->x_row_stride, c.combined_x = pointer<uint8_t>(p->combined_x);
   if (c.x_row_stride < 2ull * p->hidden || c.x_row_stride % 16 != 0) return DK_EINVAL;
-  const size_t shared = 4ull * (p->num_experts / team->view.num_ranks + 1) + sizeof(LowLatencyCall) * team->view.num_ranks;
+  const size_t num_ranks = team->view.num_ranks;
+  size_t shared = align_up<size_t>((8 + sizeof(LowLatencyCall)) * num_ranks + 4 * (p->num_experts / num_ranks + 1) + 4 * p->num_experts, 128);
   if (shared > kMaxTables) return DK_EUNSUPPORTED;
-  const OnDevice on(team->device);
-  low_latency_combine_kernel<<<blocks_for(team, p->num_sms, p->num_max_tokens), kLlThreads, shared, stream_of(p->stream)>>>(c);
-  return launched(p);
+  c.staged_bytes = least<int32_t>(2 * p->hidden, kPieceBytes);
+  if (team->device->bulk && shared + kLlGroups * c.staged_bytes <= kMaxTables) c.staged_at = static_cast<int32_t>(shared), shared += kLlGroups * c.staged_bytes;
+  return launch(p, team, low_latency_combine_kernel, blocks_for(team, p->num_sms, p->num_max_tokens), shared, c);
 }
+
+#ifdef DEEPEP_TIMELINE
+// Marks of the last calls on the current device: [dispatch, combine][kTimelineCalls][kTimelineBlocks][kNumMarks]; returns words.
+extern "C" __attribute__((visibility("default"))) uint64_t dk_timeline(uint64_t *to) {
+  if (to != nullptr && cudaMemcpyFromSymbol(to, g_timeline, sizeof g_timeline) != cudaSuccess) return 0;
+  return sizeof g_timeline / sizeof(uint64_t);
+}
+#endif

@@ -62,15 +62,35 @@ __device__ inline void publish_newest_by_last_warp(const TeamView &team) {
   if (warp_id() == static_cast<int>(blockDim.x) / kWarp - 1) publish_newest(team);
 }
 
+// What counting needs of the scratch, loaded side by side by the last warp of the last block: each by itself would cost the latency
+// of memory. Lane l has counter l, and what the kernel left for peer l.
+struct CountLoads { uint64_t counter, start, before, unpublished, next, progress, sent, waited; };
+__device__ __forceinline__ CountLoads load_counts(const Session &s, const uint64_t *half) {
+  const Scratch *scratch = s.team.scratch;
+  const int lane = lane_id();
+  const bool peer = lane < s.team.num_ranks;
+  CountLoads loads;
+  loads.sent = peer ? load_fresh(&scratch->sent_bytes[lane]) : 0, loads.waited = peer ? load_fresh(&scratch->wait_ns[lane]) : 0;
+  loads.counter = lane < kOpCounters ? load_fresh(reinterpret_cast<const uint64_t *>(&scratch->ops[s.op]) + lane) : 0;
+  loads.start = load_fresh(&scratch->start_ns), loads.before = half != nullptr ? load_fresh(half) : 0;
+  loads.unpublished = load_fresh(&scratch->newest.op), loads.next = load_fresh(&scratch->trace_next), loads.progress = load_fresh(&scratch->progress);
+  return loads;
+}
+
 // Takes what the kernel left for each peer in sent_bytes and wait_ns. `bytes`: of all peers; `wait`: the longest, for ranks are
 // waited for side by side. Whole warp.
-__device__ inline void count_peers(const Session &s, uint64_t &bytes, uint64_t &wait) {
+__device__ inline void count_peers(const Session &s, const CountLoads &loads, uint64_t &bytes, uint64_t &wait) {
   Scratch *scratch = s.team.scratch;
   bytes = wait = 0;
   for (int r = lane_id(); r < s.team.num_ranks; r += kWarp) {
-    const uint64_t sent = scratch->sent_bytes[r], waited = scratch->wait_ns[r];
-    scratch->peer_bytes[s.op][r] += sent, scratch->peer_wait_ns[s.op][r] += waited;
-    scratch->sent_bytes[r] = 0, scratch->wait_ns[r] = 0;
+    const bool first = r < kWarp;
+    const uint64_t sent = first ? loads.sent : scratch->sent_bytes[r], waited = first ? loads.waited : scratch->wait_ns[r];
+    if (sent != 0) { // taken, not cleared: what another block adds meanwhile stays
+      atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->peer_bytes[s.op][r]), static_cast<unsigned long long>(sent));
+      atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->sent_bytes[r]), static_cast<unsigned long long>(-static_cast<long long>(sent)));
+    }
+    if (waited != 0) atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->peer_wait_ns[s.op][r]), static_cast<unsigned long long>(waited));
+    scratch->wait_ns[r] = 0;
     bytes += sent, wait = most(wait, waited);
   }
   for (int step = kWarp / 2; step > 0; step /= 2) {
@@ -79,20 +99,17 @@ __device__ inline void count_peers(const Session &s, uint64_t &bytes, uint64_t &
   }
 }
 
-// By the last block; its last warp counts, the others go on. Each lane has one counter, since every load of one costs the latency
-// of memory. Where a call is several kernels, `half` keeps the time of those before the last.
-__device__ inline void record_kernel(const Session &s, uint64_t *half, bool last_half, bool failed) {
-  if (warp_id() != static_cast<int>(blockDim.x) / kWarp - 1) return;
+// By the last block; its last warp counts, the others go on. Each lane has one counter. Where a call is several kernels, `half` keeps
+// the time of those before the last.
+__device__ inline void record_loaded(const Session &s, const CountLoads &loads, uint64_t *half, bool last_half, bool failed) {
   Scratch *scratch = s.team.scratch;
   const int lane = lane_id();
   auto *op = reinterpret_cast<uint64_t *>(&scratch->ops[s.op]);
-  const uint64_t now = ptx::global_timer_ns(), start = scratch->start_ns, before = half != nullptr ? *half : 0;
-  const uint64_t unpublished = scratch->newest.op, next = scratch->trace_next, progress = scratch->progress;
-  const uint64_t counter = lane < kOpCounters ? op[lane] : 0;
-  if (unpublished != 0) publish_newest(s.team); // the kernel left before it came to that
-  __syncwarp();
+  const uint64_t now = ptx::global_timer_ns(), start = loads.start, before = loads.before, counter = loads.counter;
   uint64_t bytes, wait;
-  count_peers(s, bytes, wait);
+  count_peers(s, loads, bytes, wait);
+  if (loads.unpublished != 0) publish_newest(s.team); // the kernel left before it came to that
+  __syncwarp();
   const uint64_t duration = now - start, total = duration + before, begun = start + s.team.clock_offset_ns;
   const int bucket = last_half ? duration_bucket(total) : DK_HIST_BUCKETS;
   // calls, errors, total_ns, max_ns, wait_ns, bytes, last_start_ns, last_ns
@@ -100,11 +117,16 @@ __device__ inline void record_kernel(const Session &s, uint64_t *half, bool last
                        : lane == 3 ? (last_half ? most(counter, total) : counter) : lane == 4 ? counter + wait : lane == 5 ? counter + bytes
                        : lane == 6 ? (last_half ? begun : counter) : (last_half ? total : counter);
   if (lane < kOpCounters) op[lane] = grown;
-  if (lane == 8 && last_half) op[kOpCounters + bucket] += 1;
+  if (lane == 8 && last_half) atomicAdd(reinterpret_cast<unsigned long long *>(op + kOpCounters + bucket), 1ull);
   if (lane == 9) scratch->newest = {s.op, static_cast<uint64_t>(bucket), {s.call, begun, duration, s.op, s.phase}};
-  if (lane == 10) scratch->trace_next = next + 1;
-  if (lane == 11 && last_half) scratch->progress = progress + 1;
+  if (lane == 10) scratch->trace_next = loads.next + 1;
+  if (lane == 11 && last_half) scratch->progress = loads.progress + 1;
   if (lane == 12 && half != nullptr) *half = last_half ? 0 : duration;
+}
+
+// Likewise, with the loads.
+__device__ inline void record_kernel(const Session &s, uint64_t *half, bool last_half, bool failed) {
+  if (warp_id() == static_cast<int>(blockDim.x) / kWarp - 1) record_loaded(s, load_counts(s, half), half, last_half, failed);
 }
 
 }  // namespace deepep
