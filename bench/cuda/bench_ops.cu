@@ -3,8 +3,9 @@
 //
 //   nvcc -std=c++17 -O2 -arch=sm_90 -Ikernels -o build/bin/bench_ops bench/cuda/*.cu
 //   bench_ops LIBRARY [ranks=4] [devices=4] [tokens=4096] [hidden=7168] [topk=8] [experts=256] [sms=16,20,24] [iterations=30]
-//             [isa=0] [nvl_mb=512] [mode=check|normalcheck|llcheck|normal|ll|times|all] [max_tokens=128] [zipf=0] [local=0] [stats=1]
+//             [isa=0] [nvl_mb=512] [mode=check|normalcheck|llcheck|normal|sweep|ll|llsweep|lltimeline|times|all] [max_tokens=128] [zipf=0] [local=0] [stats=1]
 //
+// mode=sweep: lines of CSV for pictures, normal mode with tokens up to tokens=N.
 // Logical bytes of a dispatch: rows that arrive anywhere, self included, times the row. Times are medians and 99th percentiles of
 // the maximum over ranks, by events around the call after a barrier kernel; an event pair around nothing reads about 3 us.
 #include <string>
@@ -23,6 +24,9 @@ void *run_rank(void *argument) {
   if (g_mode == "check" || g_mode == "all" || g_mode == "normalcheck") check_normal(rank);
   if (g_mode == "llcheck" || g_mode == "check" || g_mode == "all") check_low_latency(rank);
   if (g_mode == "normal" || g_mode == "times" || g_mode == "all") time_normal(rank, g_sms);
+  if (g_mode == "sweep") sweep_normal(rank);
+  if (g_mode == "llsweep") sweep_low_latency(rank);
+  if (g_mode == "lltimeline") timeline_low_latency(rank);
   if (g_mode == "ll" || g_mode == "times" || g_mode == "all") time_low_latency(rank);
   rank.meet();
   return nullptr;
@@ -72,7 +76,7 @@ int main(int argc, char **argv) {
   Shape &s = g_world.shape;
   dk_ll_layout_params layout{};
   layout.num_ranks = s.ranks, layout.num_max_tokens = s.max_tokens, layout.hidden = s.hidden, layout.num_experts = s.experts;
-  if (g_mode != "normal" && g_mode != "normalcheck" && s.hidden % 128 == 0) {
+  if (g_mode != "normal" && g_mode != "normalcheck" && g_mode != "sweep" && s.hidden % 128 == 0) {
     DK(ll_layout, layout);
     s.rdma_bytes = layout.rdma_bytes;
   }

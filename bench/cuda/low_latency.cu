@@ -1,5 +1,5 @@
-// low_latency.cu - low-latency mode: every output against the host's reference, then times.
-#include "modes.h"
+// low_latency.cu - low-latency mode: the calls, and every output against the host's reference.
+#include "low_latency.h"
 
 namespace {
 
@@ -32,25 +32,14 @@ float e4m3(uint8_t code) {
   return (code & 0x80) != 0 ? -magnitude : magnitude;
 }
 
-struct LowLatency {
-  int R, B, H, E, L, K;
-  int64_t *idx;
-  float *weights;
-  uint16_t *x, *y, *combined;
-  uint8_t *recv_x;
-  uint32_t *scales;
-  int32_t *count, *src_info, *stats;
-  int64_t *range, *wait_stats;
-  int tokens;
-};
+}  // namespace
 
-LowLatency prepare(Rank &rank, const Routing &routing, bool odd) {
-  const Shape &s = rank.world->shape;
+LowLatency prepare(const Shape &s, int rank, const Routing &routing, bool odd) {
   LowLatency a{};
   a.R = s.ranks, a.B = s.max_tokens, a.H = s.hidden, a.E = s.experts, a.L = s.experts / s.ranks, a.K = s.topk, a.tokens = routing.tokens;
   const size_t rows = static_cast<size_t>(a.L) * a.R * a.B;
-  a.idx = to_device(routing.idx[rank.rank]), a.weights = to_device(routing.weights[rank.rank]);
-  a.x = to_device(make_rows(rank.rank, routing.tokens, a.H, odd));
+  a.idx = to_device(routing.idx[rank]), a.weights = to_device(routing.weights[rank]);
+  a.x = to_device(make_rows(rank, routing.tokens, a.H, odd));
   a.recv_x = device_array<uint8_t>(rows * a.H * 2), a.y = device_array<uint16_t>(rows * a.H);
   a.combined = device_array<uint16_t>(static_cast<size_t>(a.B) * a.H);
   a.scales = device_array<uint32_t>(rows * a.H / 128);
@@ -60,7 +49,7 @@ LowLatency prepare(Rank &rank, const Routing &routing, bool odd) {
   return a;
 }
 
-void dispatch(Rank &rank, const LowLatency &a, int format, uint32_t flags, bool weights, uint32_t phases = DK_PHASE_BOTH, uint32_t ticket = 0) {
+void dispatch(Rank &rank, const LowLatency &a, int format, uint32_t flags, bool weights, uint32_t phases, uint32_t ticket) {
   dk_ll_dispatch_params p{};
   rank.header(p);
   p.flags = flags, p.phases = phases, p.ticket = ticket;
@@ -72,7 +61,7 @@ void dispatch(Rank &rank, const LowLatency &a, int format, uint32_t flags, bool 
   p.cumulative_stats = as_address(a.stats), p.wait_stats = as_address(a.wait_stats);
   DK(ll_dispatch, p);
 }
-void combine(Rank &rank, const LowLatency &a, uint32_t flags, const void *x, uint32_t phases = DK_PHASE_BOTH, uint32_t ticket = 0) {
+void combine(Rank &rank, const LowLatency &a, uint32_t flags, const void *x, uint32_t phases, uint32_t ticket) {
   dk_ll_combine_params p{};
   rank.header(p);
   p.flags = flags, p.phases = phases, p.ticket = ticket;
@@ -82,6 +71,8 @@ void combine(Rank &rank, const LowLatency &a, uint32_t flags, const void *x, uin
   p.combined_x = as_address(a.combined), p.wait_stats = as_address(a.wait_stats);
   DK(ll_combine, p);
 }
+
+namespace {
 
 int g_errors = 0;
 #define EXPECT(condition, ...)                                                                          \
@@ -165,7 +156,7 @@ void check_combine(Rank &rank, const LowLatency &a, const Routing &routing, cons
 }
 
 void round_trip(Rank &rank, const Routing &routing, int format, uint32_t flags, bool weights, uint32_t combine_flags, bool split, const char *what) {
-  LowLatency a = prepare(rank, routing, false);
+  LowLatency a = prepare(rank.world->shape, rank.rank, routing, false);
   rank.meet();
   auto run_dispatch = [&] {
     if (split) dispatch(rank, a, format, flags, weights, DK_PHASE_SEND, 1), dispatch(rank, a, format, flags, weights, DK_PHASE_RECV, 1);
@@ -207,7 +198,7 @@ void check_low_latency(Rank &rank) {
   if (s.hidden % 512 == 0) round_trip(rank, full, DK_FORMAT_FP8, DK_LL_ROUND_SCALE | DK_LL_UE8M0, false, DK_LL_LOGFMT, false, "LL FP8 UE8M0, LogFMT");
   round_trip(rank, full, DK_FORMAT_BF16, 0, false, DK_LL_ZERO_COPY, true, "LL BF16, zero copy, halves");
   round_trip(rank, none, DK_FORMAT_FP8, 0, true, 0, false, "LL no tokens");
-  LowLatency odd = prepare(rank, some, true);
+  LowLatency odd = prepare(rank.world->shape, rank.rank, some, true);
   rank.meet();
   dispatch(rank, odd, DK_FORMAT_BF16, 0, false);
   rank.sync();
@@ -215,7 +206,7 @@ void check_low_latency(Rank &rank) {
   std::vector<uint16_t> values;
   check_dispatch(rank, odd, some, DK_FORMAT_BF16, 0, true, values, "LL BF16 with words of all ones");
   // A graph of one round, odd number of calls, replayed.
-  LowLatency a = prepare(rank, full, false);
+  LowLatency a = prepare(rank.world->shape, rank.rank, full, false);
   rank.meet();
   cudaStream_t stream = reinterpret_cast<cudaStream_t>(rank.stream);
   cudaGraph_t graph;
@@ -233,46 +224,4 @@ void check_low_latency(Rank &rank) {
   check_combine(rank, a, full, "LL graph of 3 calls, 200 replays");
   rank.meet();
   if (g_errors != 0) _exit(6);
-}
-
-void time_low_latency(Rank &rank) {
-  const Shape &s = rank.world->shape;
-  const Routing routing(s, s.max_tokens, 1, false);
-  LowLatency a = prepare(rank, routing, false);
-  CHECK_CUDA(cudaMemset(a.y, 0, static_cast<size_t>(a.L) * a.R * a.B * a.H * 2));
-  CHECK_CUDA(cudaDeviceSynchronize());
-  rank.meet();
-  const int iterations = std::max(200, s.iterations * 10);
-  auto show = [&](const char *what, Timing t, double own) {
-    if (rank.rank == 0) printf("%-34s median %7.1f us  p99 %7.1f us  in-kernel mean %7.1f us\n", what, t.median, t.p99, own), fflush(stdout);
-  };
-  auto timed = [&](const char *what, int op, auto call) {
-    const OwnTime before = own_time(rank, op);
-    const Timing t = measure(rank, iterations, false, call);
-    show(what, t, mean_us(before, own_time(rank, op)));
-  };
-  timed("LL dispatch FP8", DK_OP_LL_DISPATCH, [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, false); });
-  timed("LL dispatch FP8 with weights", DK_OP_LL_DISPATCH, [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, true); });
-  timed("LL combine, sums", DK_OP_LL_COMBINE, [&] { combine(rank, a, 0, a.y); });
-  timed("LL combine, each row", DK_OP_LL_COMBINE, [&] { combine(rank, a, DK_LL_UNREDUCED, a.y); });
-  timed("LL combine, LogFMT", DK_OP_LL_COMBINE, [&] { combine(rank, a, DK_LL_LOGFMT, a.y); });
-  timed("LL dispatch BF16", DK_OP_LL_DISPATCH, [&] { dispatch(rank, a, DK_FORMAT_BF16, 0, true); });
-  timed("LL dispatch FP8 + combine", DK_OP_LL_DISPATCH, [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, true), combine(rank, a, 0, a.y); });
-  timed("LL dispatch in halves", DK_OP_LL_DISPATCH, [&] {
-    dispatch(rank, a, DK_FORMAT_FP8, 0, true, DK_PHASE_SEND, 0), dispatch(rank, a, DK_FORMAT_FP8, 0, true, DK_PHASE_RECV, 0);
-  });
-  timed("LL combine in halves", DK_OP_LL_COMBINE, [&] {
-    combine(rank, a, 0, a.y, DK_PHASE_SEND, 0), combine(rank, a, 0, a.y, DK_PHASE_RECV, 0);
-  });
-  cudaStream_t stream = reinterpret_cast<cudaStream_t>(rank.stream);
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  rank.meet();
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < 10; ++i) dispatch(rank, a, DK_FORMAT_FP8, 0, true), combine(rank, a, 0, a.y);
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
-  rank.meet();
-  const Timing t = measure(rank, 50, false, [&] { cudaGraphLaunch(exec, stream); });
-  show("graph: dispatch + combine, a round", {t.median / 10, t.p99 / 10}, 0);
 }

@@ -5,7 +5,10 @@
 void check_normal(Rank &rank);
 void check_low_latency(Rank &rank);
 void time_normal(Rank &rank, const std::vector<int> &sms);
+void sweep_normal(Rank &rank);
 void time_low_latency(Rank &rank);
+void sweep_low_latency(Rank &rank);
+void timeline_low_latency(Rank &rank);
 
 template <class T> T *device_array(size_t count) {
   void *p = nullptr;
