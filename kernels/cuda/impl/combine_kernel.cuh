@@ -125,10 +125,11 @@ struct CombineJob {
 // work on when the others have nothing left: 5 us less for rows of 14 KB. Each piece costs a look at the flags: 4 KB took 70 us more.
 struct SumPiece { int token, first, end; };
 constexpr int kPieceChunks = 512;
+constexpr int kWholeRow = 1 << 30;
 __device__ inline int piece_chunks(const CombineParams &p, const CombineSource *sources, const RingShape &ring) {
   int longest = 0;
   for (int r = 0; r < p.session.team.num_ranks; ++r) longest = most(longest, sources[r].num_rows);
-  return longest <= static_cast<int>(ring.slots) ? kPieceChunks : static_cast<int>(p.row_bytes / 16);
+  return longest <= static_cast<int>(ring.slots) ? kPieceChunks : kWholeRow;
 }
 __device__ inline SumPiece sum_piece_at(const CombineParams &p, int each, int ticket) {
   const int chunks = static_cast<int>(p.row_bytes / 16), per_token = ceil_div(chunks, each), first = ticket % per_token * each;
@@ -193,14 +194,15 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
     const SumPiece piece = sum_piece_at(p, each, __shfl_sync(kAllLanes, ticket, 0));
     if (piece.token >= p.num_tokens) return;
     ticket = take();
-    const int32_t *heads = p.send_head + static_cast<int64_t>(piece.token) * num_ranks;
+    for (int r = lane_id(); r < num_ranks; r += kWarp) slots[r] = p.send_head[static_cast<int64_t>(piece.token) * num_ranks + r];
+    __syncwarp();
     int missing = -1;
     const bool good = warp_wait_or_fail(
         p.session, static_cast<int64_t>(epoch),
         [&] {
           missing = -1;
           for (int r = lane_id(); r < num_ranks && missing < 0; r += kWarp) {
-            const int head = heads[r];
+            const int head = slots[r]; // the row's number, until all are there
             if (head < 0) continue;
             const RingPlace place = ring_place(head, ring.slots);
             if (ptx::ld_acquire_sys(&sources[r].flags[place.slot]) != ring_value(epoch, place.lap)) missing = r;
@@ -209,15 +211,19 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
         },
         [&] { return missing; });
     if (!good) return;
-    for (int r = lane_id(); r < num_ranks; r += kWarp) slots[r] = heads[r] < 0 ? -1 : static_cast<int>(ring_place(heads[r], ring.slots).slot);
+    __syncwarp();
+    for (int r = lane_id(); r < num_ranks; r += kWarp)
+      if (slots[r] >= 0) slots[r] = static_cast<int>(ring_place(slots[r], ring.slots).slot);
     __syncwarp();
     sum_piece(p, sources, ring, slots, piece);
     __syncwarp();
-    for (int r = lane_id(); r < num_ranks; r += kWarp) {
-      if (heads[r] < 0 || heads[r] + static_cast<int>(ring.slots) >= sources[r].num_rows) continue;
-      const RingPlace place = ring_place(heads[r], ring.slots);
+    for (int r = lane_id(); each == kWholeRow && r < num_ranks; r += kWarp) {
+      const int head = p.send_head[static_cast<int64_t>(piece.token) * num_ranks + r];
+      if (head < 0 || head + static_cast<int>(ring.slots) >= sources[r].num_rows) continue;
+      const RingPlace place = ring_place(head, ring.slots);
       ptx::st_release_sys(&sources[r].credits[place.slot], ring_value(epoch, place.lap));
     }
+    __syncwarp();
   }
 }
 
