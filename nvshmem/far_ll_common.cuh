@@ -223,7 +223,7 @@ __device__ inline void await_callers_buffer(const FarLlParams &p, uint64_t epoch
   const uint64_t before = epoch - 1;
   const int slot = slot_of(before);
   const Session &s = p.session;
-  if (p.state->combine_sent[slot] != before || s.team.scratch->consumed[slot][s.team.rank] < before) return;
+  if (before == 0 || p.state->combine_sent[slot] != before || s.team.scratch->consumed[slot][s.team.rank] < before) return;
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kFarLlThreads)
     if (!await_credit(p, slot, r)) return;
 }

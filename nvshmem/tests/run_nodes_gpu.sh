@@ -38,9 +38,8 @@ run() {
 	echo "$verdict $name ($((SECONDS - start)) s): $(grep -E ' (passed|failed|error)|cases (passed|FAILED)' "$out/$name.log" | tail -n 1)" >>"$out/summary.txt"
 }
 
-# The proxy's copies go by streams. A launch that returns when its kernel has ended keeps torch from loading a kernel, and from
-# queueing one in front of a copy, while a kernel waits for the test transport: neither would ever end.
-apart=(DEEPEP_TEST_PLUGIN="$plugin" NVSHMEM_REMOTE_TRANSPORT=ibdevx CUDA_LAUNCH_BLOCKING=1 CUDA_DEVICE_MAX_CONNECTIONS=32)
+# The proxy's copies go by streams of the GPU: a kernel that waits for them must have none of them behind itself in a queue.
+apart=(DEEPEP_TEST_PLUGIN="$plugin" NVSHMEM_REMOTE_TRANSPORT=ibdevx CUDA_DEVICE_MAX_CONNECTIONS=32)
 late=("${apart[@]}" DEEPEP_TESTTRANSPORT=11:200:4)
 tests() { echo "$python" -m pytest -v --no-header --maxfail=4 --durations=6 -p no:cacheprovider "$@"; }
 selftest=("$python" nvshmem/tests/selftest_nodes.py internode --num-processes 4 --timeout 20)
@@ -58,12 +57,12 @@ dead+=(-k "(killed and dispatch) or late or shrink")
 	ls -l "$built"/lib/*.so* "$plugin" "$nvshmem/lib/libnvshmem_host.so.3"
 } >"$out/summary.txt"
 run nvlink-selftest 40 -- "${selftest[@]}"
+run apart-selftest 40 "${apart[@]}" -- "${selftest[@]}" --num-tokens 256 --iterations 3
 run nvlink-low-latency 40 -- "${fast[@]}"
 run nvlink-normal 40 -- "${all[@]}"
-run nvlink-failures 60 -- "${dead[@]}"
 run apart-first 40 "${apart[@]}" -- "${first[@]}"
+run nvlink-failures 70 -- "${dead[@]}"
 run apart-late 40 "${late[@]}" -- "${some[@]}"
-run apart-selftest 40 "${apart[@]}" -- "${selftest[@]}" --num-tokens 256 --iterations 3
 run apart-low-latency 40 "${late[@]}" -- "${fast[@]}" -k 2x2
 for log in "$out"/*.log; do
 	echo "==== $(basename "$log")"

@@ -94,12 +94,13 @@ def _mended_pools(device: str) -> Iterator[dict[int, RankPool]]:
 def fresh_pool(device: str, _mended_pools: dict[int, RankPool]) -> Iterator[Callable[[int], RankPool]]:
     """``fresh_pool(n)``: a pool of its own for a test that kills ranks or spoils them.
 
-    On GPUs survivors of one test serve in the next, beside new processes in place of the dead.
+    On GPUs survivors of one test serve in the next, beside new processes in place of the dead; but NVSHMEM starts in
+    all of them or in none.
     """
     pools: list[RankPool] = []
 
     def make(size: int) -> RankPool:
-        if device == "cuda":
+        if device == "cuda" and not joins_gpus():
             _mended_pools.setdefault(size, RankPool(size, device, mends=True)).mend()
             return _mended_pools[size]
         pools.append(RankPool(size, device))

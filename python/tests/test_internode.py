@@ -272,8 +272,9 @@ def rank_small_region(ctx, case):
     least = int(re.search(r"at least (\d+)", str(caught.value))[1])
     with normal.buffer_of(ctx, 1 << 22, least) as buffer:
         exchange = normal.dispatch_and_check(ctx, buffer, case)
-        with pytest.raises(ValueError, match=f"num_rdma_bytes = {least}"):
-            normal.combine(ctx, buffer, exchange, with_weights=True)
+        if ctx.engine == "cpu":  # the least that the CUDA engine asks for has room for weights
+            with pytest.raises(ValueError, match=f"num_rdma_bytes = {least}"):
+                normal.combine(ctx, buffer, exchange, with_weights=True)
         normal.combine(ctx, buffer, exchange)
 
 
