@@ -20,7 +20,7 @@ __device__ inline Enter low_latency_enter(const LowLatencyParams &p) {
   Enter mine{};
   mine.hidden_bytes = static_cast<uint64_t>(p.hidden) * 2, mine.op = p.session.op;
   mine.num_experts = p.num_experts, mine.num_topk = p.num_topk, mine.max_tokens = p.max_tokens;
-  mine.flags = (p.format << kEnterFormatShift) | (p.flags & (DK_LL_LOGFMT)) << (kEnterFormatShift + 4);
+  mine.flags = (p.format << kEnterFormatShift) | (p.flags & (DK_LL_ROUND_SCALE | DK_LL_UE8M0 | DK_LL_LOGFMT)) << (kEnterFormatShift + 4);
   return mine;
 }
 __device__ inline void store_enter(uint64_t *line, const Enter &mine, const LowLatencyCall &call) {

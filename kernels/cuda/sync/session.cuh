@@ -39,6 +39,13 @@ __device__ inline void post_enter(const Session &s, const Handshake &hand) {
 }
 
 struct Difference { uint32_t field; int64_t mine, theirs; };
+// What an operation's flags say, as the engine reads it: low-latency dispatch has its format and flags, combine its flags, dispatch
+// whether weights come.
+__device__ inline int64_t format_told(uint32_t op, uint32_t flags) {
+  const uint32_t format = flags >> kEnterFormatShift & 0xf, ll = flags >> (kEnterFormatShift + 4);
+  if (op == DK_OP_LL_DISPATCH) return format | ll << 8;
+  return op == DK_OP_LL_COMBINE ? ll : (flags & kEnterWeights) != 0;
+}
 __device__ inline Difference compare_enter(const Enter &mine, const Enter *theirs) {
   if (mine.op != theirs->op) return {DK_FIELD_OPERATION, static_cast<int64_t>(mine.op), static_cast<int64_t>(theirs->op)};
   if ((mine.flags ^ theirs->flags) & kEnterCached) return {DK_FIELD_OPERATION, mine.flags & kEnterCached, theirs->flags & kEnterCached};
@@ -50,7 +57,7 @@ __device__ inline Difference compare_enter(const Enter &mine, const Enter *their
   if (mine.num_scales != theirs->num_scales) return {DK_FIELD_NUM_SCALES, mine.num_scales, theirs->num_scales};
   if (mine.max_tokens != theirs->max_tokens) return {DK_FIELD_MAX_TOKENS, mine.max_tokens, theirs->max_tokens};
   const uint32_t said = silent ? ~(kEnterSilent | kEnterWeights) : ~0u;
-  if (((mine.flags ^ theirs->flags) & said) != 0) return {DK_FIELD_FORMAT, mine.flags, theirs->flags};
+  if (((mine.flags ^ theirs->flags) & said) != 0) return {DK_FIELD_FORMAT, format_told(mine.op, mine.flags), format_told(mine.op, theirs->flags)};
   return {DK_FIELD_NONE, 0, 0};
 }
 
