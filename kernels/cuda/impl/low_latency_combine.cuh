@@ -178,7 +178,6 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
   auto **peers = reinterpret_cast<uint8_t **>(memory);
   auto *calls = reinterpret_cast<LowLatencyCall *>(peers + p.session.team.num_ranks);
   auto *before = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks), *bases = before + p.num_local() + 1;
-  Outlet outlet = outlet_of_group(c, memory);
   // All that is needed before the first row is loaded side by side.
   const bool reads_sums = p.sends() && may_sum(p), leads_group = threadIdx.x % kLlGroupThreads < kWarp;
   const SumItem item = sum_item(p, first_item());
@@ -209,8 +208,8 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
       }
       good = await_empty_slots(p, call, slot);
       mark(kMarkEmpty, threadIdx.x == 0);
-      if (good && dispatch != 0) send_sums(c, call, dispatch, peers, bases, outlet, shared.sums);
-      else if (good) send_rows(c, call, peers, before, outlet, shared.targets);
+      if (good && dispatch != 0) send_sums(c, call, dispatch, peers, bases, shared.sums);
+      else if (good) send_rows(c, call, peers, before, shared.targets);
       __syncthreads();
     }
     mark(kMarkSent, threadIdx.x == 0);
@@ -222,7 +221,6 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
     }
     mark(kMarkArrived, true);
   }
-  await_outlet(outlet); // the memory is lent to the copies until then
   finish_low_latency(p, call, calls, [&](bool failed) {
     if (!failed || !p.receives()) return;
     const uint64_t chunks = static_cast<uint64_t>(p.num_tokens) * p.hidden / 8;

@@ -12,7 +12,6 @@ struct LowLatencyCombineParams {
   const uint8_t *x;
   uint64_t x_row_stride;
   uint8_t *combined_x;
-  int32_t staged_at, staged_bytes; // in dynamic shared memory: part of a row on its way out, for each group; 0: by ordinary stores
 };
 
 enum : uint32_t { kKindRow = 1, kKindLogfmt = 2, kKindSum = 3, kKindMask = 3 };
@@ -80,62 +79,24 @@ __device__ inline uint4 round_to_bf16(const float (&sum)[8]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Where a group puts what it sends. By bulk copies, so that looking for what peers sent does not queue up behind stores that wait
-// for the wire; the first thread issues them and waits until they have read the memory.
-constexpr int kPieceChunks = 4;
-constexpr int kPieceBytes = kPieceChunks * kLlGroupThreads * 16;
-struct Outlet {
-  uint8_t *staged; // null: ordinary stores
-  int group, thread;
-  bool used;
-};
-__device__ __forceinline__ Outlet outlet_of_group(const LowLatencyCombineParams &c, uint8_t *memory) {
-  const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads, thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
-  return {DEEPEP_HAS_BULK_COPY && c.staged_at != 0 ? memory + c.staged_at + group * c.staged_bytes : nullptr, group, thread, false};
-}
-__device__ __forceinline__ void await_outlet(const Outlet &outlet) {
-#if DEEPEP_HAS_BULK_COPY
-  if (outlet.staged != nullptr && outlet.thread == 0) ptx::bulk_wait_read<0>();
-#endif
-}
 // By a group: chunks first + thread, + kLlGroupThreads, ... of a row that begins at `to`.
-__device__ __forceinline__ void send_piece(Outlet &outlet, uint8_t *to, int first, int chunks, const uint4 (&data)[kPieceChunks]) {
-  uint8_t *at = outlet.staged != nullptr ? outlet.staged : to + 16 * first;
-  if (outlet.staged == nullptr) {
-#pragma unroll
-    for (int u = 0; u < kPieceChunks; ++u)
-      if (first + outlet.thread + u * kLlGroupThreads < chunks) ptx::st_relaxed_sys_v4(at + 16 * (outlet.thread + u * kLlGroupThreads), data[u]);
-    return;
-  }
-#if DEEPEP_HAS_BULK_COPY
-  if (outlet.used) {
-    await_outlet(outlet);
-    ptx::barrier_among<kLlGroupThreads>(1 + outlet.group);
-  }
-  outlet.used = true;
+constexpr int kPieceChunks = 4;
+__device__ __forceinline__ void send_piece(uint8_t *to, int first, int chunks, const uint4 (&data)[kPieceChunks]) {
 #pragma unroll
   for (int u = 0; u < kPieceChunks; ++u)
-    if (first + outlet.thread + u * kLlGroupThreads < chunks) *reinterpret_cast<uint4 *>(at + 16 * (outlet.thread + u * kLlGroupThreads)) = data[u];
-  ptx::fence_before_bulk();
-  ptx::barrier_among<kLlGroupThreads>(1 + outlet.group);
-  if (outlet.thread == 0) {
-    ptx::bulk_store(to + 16 * first, at, 16 * least(chunks - first, kPieceChunks * kLlGroupThreads));
-    ptx::bulk_commit();
-  }
-#endif
+    if (first + u * kLlGroupThreads < chunks) ptx::st_relaxed_sys_v4(to + 16 * (first + u * kLlGroupThreads), data[u]);
 }
 
 // By a group. A rounded sum is never two NaNs with all bits set, so the first pattern always serves. Loads of several chunks and
 // rows go side by side: one after the other they would cost the latency of memory each.
-__device__ inline void send_sum(const LowLatencyCombineParams &c, const LowLatencyCall &call, const SumList *list, uint8_t *block, int token, Outlet &outlet) {
+__device__ inline void send_sum(const LowLatencyCombineParams &c, const LowLatencyCall &call, const SumList *list, uint8_t *block, int token, int thread) {
   constexpr int kRows = 2;
   const LowLatencyParams &p = c.call;
   const int expert = p.session.team.rank * p.num_local() + list->first_expert, chunks = p.hidden / 8;
   const uint32_t number = number_of_row(p, expert, token);
   uint8_t *to = slot_row(p, block, call, number);
 #pragma unroll 1
-  for (int piece = 0; piece < chunks; piece += kPieceChunks * kLlGroupThreads) {
-    const int base = piece + outlet.thread;
+  for (int base = thread; base < chunks; base += kPieceChunks * kLlGroupThreads) {
     float sum[kPieceChunks][8] = {};
 #pragma unroll 1
     for (int first = 0; first < list->count; first += kRows) {
@@ -159,9 +120,9 @@ __device__ inline void send_sum(const LowLatencyCombineParams &c, const LowLaten
     uint4 out[kPieceChunks];
 #pragma unroll
     for (int u = 0; u < kPieceChunks; ++u) out[u] = exclusive_or(round_to_bf16(sum[u]), pattern_of(0));
-    send_piece(outlet, to, piece, chunks, out);
+    send_piece(to, base, chunks, out);
   }
-  if (outlet.thread == 0)
+  if (thread == 0)
     ptx::st_relaxed_sys(row_word(p, block, call, number), tagged(combine_tag(call.epoch), (pattern_of(0) & ~kKindMask) | kKindSum));
 }
 
@@ -174,9 +135,9 @@ __device__ __forceinline__ int first_item() { return static_cast<int>(threadIdx.
 __device__ __forceinline__ int num_items(const LowLatencyParams &p) { return p.session.team.num_ranks * p.max_tokens; }
 
 __device__ inline void send_sums(const LowLatencyCombineParams &c, const LowLatencyCall &call, uint64_t dispatch, uint8_t *const *peers,
-                                 const int32_t *bases, Outlet &outlet, SumList *lists) {
+                                 const int32_t *bases, SumList *lists) {
   const LowLatencyParams &p = c.call;
-  const int group = outlet.group, thread = outlet.thread;
+  const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads, thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
   SumList *list = lists + group;
 #pragma unroll 1
   for (int number = first_item(); number < num_items(p); number += kLlGroups * num_workers()) {
@@ -187,7 +148,7 @@ __device__ inline void send_sums(const LowLatencyCombineParams &c, const LowLate
       ptx::barrier_among<kLlGroupThreads>(1 + group);
     }
     if (list->count > 0) {
-      send_sum(c, call, list, peers[item.dest], item.token, outlet);
+      send_sum(c, call, list, peers[item.dest], item.token, thread);
       if (thread == 0)
         atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[item.dest]), 2ull * p.hidden);
     }
@@ -213,9 +174,8 @@ __device__ inline int expert_of_row(const int32_t *before, int num_local, int n)
 }
 
 __device__ inline void send_plain_row(const LowLatencyCombineParams &c, const LowLatencyCall &call, int local_expert, const uint8_t *row,
-                                      uint8_t *block, RowTarget *target, Outlet &outlet) {
+                                      uint8_t *block, RowTarget *target, int group, int thread) {
   const LowLatencyParams &p = c.call;
-  const int group = outlet.group, thread = outlet.thread;
   const int chunks = p.hidden / 8, expert = p.session.team.rank * p.num_local() + local_expert;
   uint32_t attempt = 0;
   for (;; ++attempt) { // a pattern that the row does not hold
@@ -232,14 +192,14 @@ __device__ inline void send_plain_row(const LowLatencyCombineParams &c, const Lo
   const uint32_t number = number_of_row(p, expert, target->token);
   uint8_t *to = slot_row(p, block, call, number);
 #pragma unroll 1
-  for (int piece = 0; piece < chunks; piece += kPieceChunks * kLlGroupThreads) {
+  for (int base = thread; base < chunks; base += kPieceChunks * kLlGroupThreads) {
     uint4 data[kPieceChunks];
 #pragma unroll
     for (int u = 0; u < kPieceChunks; ++u)
-      if (piece + thread + u * kLlGroupThreads < chunks) data[u] = ptx::ld_stream(row + 16 * (piece + thread + u * kLlGroupThreads));
+      if (base + u * kLlGroupThreads < chunks) data[u] = ptx::ld_stream(row + 16 * (base + u * kLlGroupThreads));
 #pragma unroll
     for (int u = 0; u < kPieceChunks; ++u) data[u] = exclusive_or(data[u], pattern_of(attempt));
-    send_piece(outlet, to, piece, chunks, data);
+    send_piece(to, base, chunks, data);
   }
   if (thread == 0)
     ptx::st_relaxed_sys(row_word(p, block, call, number),
@@ -257,10 +217,10 @@ __device__ inline void send_logfmt_row(const LowLatencyCombineParams &c, const L
   if (thread == 0) ptx::st_relaxed_sys(row_word(p, block, call, number), tagged(combine_tag(call.epoch), kKindLogfmt));
 }
 
-__device__ inline void send_rows(const LowLatencyCombineParams &c, const LowLatencyCall &call, uint8_t *const *peers, int32_t *before, Outlet &outlet,
-                                 RowTarget *targets) {
+__device__ inline void send_rows(const LowLatencyCombineParams &c, const LowLatencyCall &call, uint8_t *const *peers, int32_t *before, RowTarget *targets) {
   const LowLatencyParams &p = c.call;
-  const int num_ranks = p.session.team.num_ranks, num_local = p.num_local(), group = outlet.group, thread = outlet.thread;
+  const int num_ranks = p.session.team.num_ranks, num_local = p.num_local();
+  const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads, thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
   const bool logfmt = (p.flags & DK_LL_LOGFMT) != 0;
   for (int l = threadIdx.x; l < num_local; l += kLlThreads) {
     int total = 0;
@@ -288,7 +248,7 @@ __device__ inline void send_rows(const LowLatencyCombineParams &c, const LowLate
     if (target->dest >= 0) {
       const uint8_t *from = c.x + static_cast<uint64_t>(l * p.rows_per_expert() + row) * c.x_row_stride;
       if (logfmt) send_logfmt_row(c, call, l, from, peers[target->dest], target, thread);
-      else send_plain_row(c, call, l, from, peers[target->dest], target, outlet);
+      else send_plain_row(c, call, l, from, peers[target->dest], target, group, thread);
       if (thread == 0)
         atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[target->dest]), 2ull * p.hidden);
     }

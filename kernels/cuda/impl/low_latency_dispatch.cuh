@@ -330,7 +330,6 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_dispatch_kernel(con
   uint8_t *behind = memory + align_up<int>(8 * p.session.team.num_ranks, 16);
   const CodeTile tile(behind, p.num_topk, d.tile_tokens);
   auto *calls = reinterpret_cast<LowLatencyCall *>(behind);
-  uint8_t *staged = DEEPEP_HAS_BULK_COPY && d.row_at != 0 ? memory + d.row_at : nullptr;
   const EarlyStart start = load_start(p);
   EarlySend early{};
   if (p.sends()) early = load_early_send(d, tile);
@@ -340,7 +339,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_dispatch_kernel(con
   const LowLatencyCall call = low_latency_call(p, start, true);
   if (begun) {
     if (is_clerk()) post_low_latency(p, call);
-    const bool good = !p.sends() || !is_worker() || send_tokens(d, call, tile, early, staged, &sending);
+    const bool good = !p.sends() || !is_worker() || send_tokens(d, call, tile, early, &sending);
     mark(kMarkSent, threadIdx.x == 0);
     if (is_clerk()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
     if (p.receives() && good) {
@@ -350,7 +349,6 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_dispatch_kernel(con
     }
     mark(kMarkArrived, true);
   }
-  if (staged != nullptr) await_staged_row(); // the memory is lent to the copies until then
   finish_low_latency(p, call, calls, [&](bool failed) { finish_outputs(d, call, failed); });
   end_timeline(0, call.epoch);
 }

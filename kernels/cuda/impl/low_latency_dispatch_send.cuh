@@ -12,7 +12,6 @@ struct LowLatencyDispatchParams {
   uint32_t *recv_scales;
   int32_t *recv_count, *cumulative_stats;
   int32_t tile_tokens;          // whose entries fit into shared memory
-  int32_t row_at;               // in dynamic shared memory: a row on its way out; 0: rows go by ordinary stores
 
   __device__ int recv_row_bytes() const { return call.format == DK_FORMAT_FP8 ? call.hidden : 2 * call.hidden; }
 };
@@ -127,13 +126,8 @@ __device__ __forceinline__ RowBegin load_row_begin(const LowLatencyDispatchParam
   return begin;
 }
 
-// Stores a chunk at every rank that takes the token, or at its place in the row that bulk copies will take there: then what comes
-// behind it, looking for what peers sent, does not queue up behind stores that wait for the wire.
-__device__ __forceinline__ void store_everywhere(const TokenRoute *route, uint8_t *staged, int offset, const uint4 &chunk) {
-  if (staged != nullptr) {
-    *reinterpret_cast<uint4 *>(staged + offset) = chunk;
-    return;
-  }
+// Stores a chunk at every rank that takes the token.
+__device__ __forceinline__ void store_everywhere(const TokenRoute *route, int offset, const uint4 &chunk) {
   constexpr int kAtOnce = 4;
   for (int first = 0; first < route->num_ranks; first += kAtOnce) {
     uint8_t *row[kAtOnce]; // all before the first store, which no load of theirs may cross
@@ -146,7 +140,7 @@ __device__ __forceinline__ void store_everywhere(const TokenRoute *route, uint8_
 }
 
 // The row cast to FP8: 8 threads hold a block of 128 channels, 16 channels each.
-__device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token, const TokenRoute *route, uint8_t *staged, const RowBegin &begin) {
+__device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token, const TokenRoute *route, const RowBegin &begin) {
   const LowLatencyParams &p = d.call;
   const int pieces = p.hidden / 16;
   const uint8_t *x = d.x + static_cast<uint64_t>(token) * 2 * p.hidden;
@@ -165,7 +159,7 @@ __device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token
     for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
     const Fp8Scale scale = fp8_scale(amax, (p.flags & DK_LL_ROUND_SCALE) != 0);
     if (!mine) continue;
-    store_everywhere(route, staged, 16 * at, exclusive_or(cast_sixteen(a, b, scale.inverse), kAllOnes));
+    store_everywhere(route, 16 * at, exclusive_or(cast_sixteen(a, b, scale.inverse), kAllOnes));
     if (at % 8 != 0) continue;
     for (int n = 0; n < route->num_ranks; ++n) ptx::st_relaxed_sys(route->words[n] + at / 8, __float_as_uint(scale.scale) ^ kAllOnes);
   }
@@ -178,33 +172,14 @@ __device__ inline bool row_holds(const LowLatencyDispatchParams &d, int token, c
   for (int at = static_cast<int>(threadIdx.x) + 2 * kLlThreads; at < d.call.hidden / 8; at += kLlThreads) found |= holds(ptx::ld_stream(x + 16 * at), pattern);
   return found;
 }
-__device__ inline void send_bf16_row(const LowLatencyDispatchParams &d, int token, const TokenRoute *route, uint8_t *staged, const RowBegin &begin, uint32_t pattern) {
+__device__ inline void send_bf16_row(const LowLatencyDispatchParams &d, int token, const TokenRoute *route, const RowBegin &begin, uint32_t pattern) {
   const int chunks = d.call.hidden / 8, thread = static_cast<int>(threadIdx.x);
   const uint8_t *x = d.x + static_cast<uint64_t>(token) * 2 * d.call.hidden;
 #pragma unroll 1
   for (int at = thread; at < chunks; at += kLlThreads) {
     const uint4 chunk = at == thread ? begin.a : at == thread + kLlThreads ? begin.b : ptx::ld_stream(x + 16 * at);
-    store_everywhere(route, staged, 16 * at, exclusive_or(chunk, pattern));
+    store_everywhere(route, 16 * at, exclusive_or(chunk, pattern));
   }
-}
-
-// Whole block: the staged row goes to its ranks, a warp for each.
-__device__ inline void send_staged_row(const TokenRoute *route, const uint8_t *staged, int row_bytes) {
-#if DEEPEP_HAS_BULK_COPY
-  ptx::fence_before_bulk();
-  __syncthreads();
-#pragma unroll 1
-  for (int n = warp_id(); n < route->num_ranks && lane_id() == 0; n += kLlThreads / kWarp) {
-    ptx::bulk_store(route->row[n], staged, row_bytes);
-    ptx::bulk_commit();
-  }
-#endif
-}
-// The staged row has been read by all copies that this thread issued.
-__device__ __forceinline__ void await_staged_row() {
-#if DEEPEP_HAS_BULK_COPY
-  ptx::bulk_wait_read<0>();
-#endif
 }
 
 // ---- Send: all tokens of a block ---------------------------------------------------------------------------------------------------
@@ -227,7 +202,7 @@ __device__ __forceinline__ EarlySend load_early_send(const LowLatencyDispatchPar
 
 // False: the team failed.
 __device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowLatencyCall &call, const CodeTile &tile, const EarlySend &early,
-                                   uint8_t *staged, SendTables *tables) {
+                                   SendTables *tables) {
   const LowLatencyParams &p = d.call;
   const bool fp8 = p.format == DK_FORMAT_FP8, loaded = p.num_tokens <= tile.tokens;
   const int first = first_of_block();
@@ -246,17 +221,13 @@ __device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowL
     mark(kMarkCounted, threadIdx.x == 0);
     send_headers(p, call, token, tables, pattern);
     if (token == first && warp_id() == kLlThreads / kWarp - 2) send_own_counts(p, call, tables, p.num_topk, 0);
-    if (fp8) send_fp8_row(d, token, route, staged, begin);
-    else send_bf16_row(d, token, route, staged, begin, pattern);
-    if (staged != nullptr) send_staged_row(route, staged, d.recv_row_bytes());
+    if (fp8) send_fp8_row(d, token, route, begin);
+    else send_bf16_row(d, token, route, begin, pattern);
     mark(kMarkRowOut, threadIdx.x == 0);
     for (int n = threadIdx.x; n < route->num_ranks; n += kLlThreads) // payload, for the statistics
       atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[route->rank[n]]),
                 static_cast<unsigned long long>(fp8 ? p.hidden + p.hidden / 32 : 2 * p.hidden));
-    if (token + num_workers() < p.num_tokens) {
-      if (staged != nullptr) await_staged_row();
-      __syncthreads();
-    }
+    if (token + num_workers() < p.num_tokens) __syncthreads();
   }
   if (first >= p.num_tokens && !await_empty_slots(p, call, early.slot)) return false; // counts of old calls are as good as read then
   send_expert_counts(p, call, tile, loaded, first < p.num_tokens ? kWarp : 0, tables);

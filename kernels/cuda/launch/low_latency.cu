@@ -96,9 +96,7 @@ DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
   d.x = pointer<uint8_t>(p->x), d.recv_x = pointer<uint8_t>(p->recv_x), d.recv_scales = pointer<uint32_t>(p->recv_scales);
   d.recv_count = pointer<int32_t>(p->recv_count), d.cumulative_stats = pointer<int32_t>(p->cumulative_stats);
   const size_t num_ranks = team->view.num_ranks, tables = 4 * (p->num_experts + num_ranks) + sizeof(LowLatencyCall) * num_ranks;
-  size_t shared = align_up<size_t>(align_up<size_t>(8 * num_ranks, 16) + most<size_t>(tables, 2 * kTileCodes), 128);
-  const size_t row = p->format == DK_FORMAT_FP8 ? p->hidden : 2 * p->hidden;
-  if (team->device->bulk && shared + row <= kMaxTables) d.row_at = static_cast<int32_t>(shared), shared += row;
+  const size_t shared = align_up<size_t>(8 * num_ranks, 16) + most<size_t>(tables, 2 * kTileCodes);
   if (shared > kMaxTables) return DK_EUNSUPPORTED;
   return launch(p, team, low_latency_dispatch_kernel, blocks_for(team, p->num_sms, p->num_max_tokens), shared, d);
 }
@@ -115,10 +113,8 @@ DK_EXPORT int32_t dk_ll_combine(dk_ll_combine_params *p) {
   c.x = pointer<uint8_t>(p->x), c.x_row_stride = p->x_row_stride, c.combined_x = pointer<uint8_t>(p->combined_x);
   if (c.x_row_stride < 2ull * p->hidden || c.x_row_stride % 16 != 0) return DK_EINVAL;
   const size_t num_ranks = team->view.num_ranks;
-  size_t shared = align_up<size_t>((8 + sizeof(LowLatencyCall)) * num_ranks + 4 * (p->num_experts / num_ranks + 1) + 4 * p->num_experts, 128);
+  const size_t shared = (8 + sizeof(LowLatencyCall)) * num_ranks + 4 * (p->num_experts / num_ranks + 1) + 4 * p->num_experts;
   if (shared > kMaxTables) return DK_EUNSUPPORTED;
-  c.staged_bytes = least<int32_t>(2 * p->hidden, kPieceBytes);
-  if (team->device->bulk && shared + kLlGroups * c.staged_bytes <= kMaxTables) c.staged_at = static_cast<int32_t>(shared), shared += kLlGroups * c.staged_bytes;
   return launch(p, team, low_latency_combine_kernel, blocks_for(team, p->num_sms, p->num_max_tokens), shared, c);
 }
 
