@@ -163,7 +163,8 @@ deepep_status_t deepep_buffer_info_get(deepep_buffer_t buffer, deepep_buffer_inf
 deepep_status_t deepep_buffer_wait_ready(deepep_buffer_t buffer, int64_t slice_ms);
 /* local. OK, or the failure that made the buffer unusable. */
 deepep_status_t deepep_buffer_check(deepep_buffer_t buffer);
-/* local. The caller's view of the raw region: rdma = 0 nvl, 1 rdma. Free to be overwritten while no call is under way. */
+/* local. The caller's view of the raw region: rdma = 0 nvl, 1 rdma. Free to be overwritten while no call is under way; on GPUs
+ * deepep_clean_low_latency_buffer comes before the next low-latency call where anything but zeros was written to the rdma region. */
 deepep_status_t deepep_buffer_region(deepep_buffer_t buffer, int32_t rdma, void **address, uint64_t *bytes);
 
 /* Shapes to run once so that the first real call is as fast as the steady one. Zero sizes: that mode is left out. */

@@ -328,8 +328,9 @@ int32_t dk_transport_free(dk_transport_free_params *p);
 /* ---- Teams: the ranks of one buffer ------------------------------------------------------------------------------- */
 
 /* The symmetric block of a rank, the same on all: control | wire | nvl | rdma. nvl and rdma are what users may view and overwrite
- * while idle; flags, counts, epochs, masks live in control, private staging in wire. How control and wire are used is the
- * library's own affair: dk_block_sizes says how much it needs. */
+ * while idle (with anything but zeros in the rdma region a GPU's low-latency calls need a clean first); flags, counts, epochs, masks
+ * live in control, private staging in wire. How control and wire are used is the library's own affair: dk_block_sizes says how much
+ * it needs. */
 typedef struct dk_block_sizes_params {
   DK_HEADER;
   int32_t num_ranks, num_nvl_peers;

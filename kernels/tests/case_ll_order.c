@@ -124,7 +124,8 @@ static void shapes_in_turn(struct rank *me) {
   }
 }
 
-/* The rdma region is the caller's between calls: zeroed or filled, nothing that counts is in there. */
+/* The rdma region is the caller's between calls: zeroed or filled, nothing that counts is in there. Where rows tell by themselves that
+ * they have come, as on GPUs, a clean comes after what is not zero. */
 static void region_overwritten(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, 0);
@@ -133,6 +134,7 @@ static void region_overwritten(struct rank *me) {
     fill(me, t->block->at[me->index] + t->rdma_offset, t->rdma_bytes, round % 2 ? 0xff : 0);
     finish(me);
     meet(me);
+    if (round % 2 && !(library.caps & DK_CAP_HOST_STREAM)) run_clean(t, 0, 0, 0);
     new_ll_payload(l, round);
     ll_round(l, round);
     meet(me);
