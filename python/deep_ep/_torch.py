@@ -297,6 +297,15 @@ class RowCache:
         return block
 
 
+@functools.cache
+def _row_allocator(library: str) -> Any:
+    """The functions that all row pools allocate with. Never let go of: torch keeps a bare pointer to it for each pool.
+
+    A pool outlives its buffer as long as a tensor, or torch's cache, has memory of it.
+    """
+    return torch.cuda.memory.CUDAPluggableAllocator(library, "deepep_pool_allocate", "deepep_pool_free")
+
+
 class RowPool:
     """Rows that peers can write into: a torch memory pool over a segment of the buffer.
 
@@ -306,9 +315,7 @@ class RowPool:
 
     def __init__(self, library: str, select: Callable[[int], object], index: int, pointer: int, count: int) -> None:
         """Takes over segment `index` of `count` bytes at `pointer`; `select` tells the library before an allocation."""
-        allocator = torch.cuda.memory.CUDAPluggableAllocator(library, "deepep_pool_allocate", "deepep_pool_free")
-        self._allocator = allocator
-        self._pool: Any = torch.cuda.MemPool(allocator.allocator())  # type: ignore[no-untyped-call]
+        self._pool: Any = torch.cuda.MemPool(_row_allocator(library).allocator())  # type: ignore[no-untyped-call]
         self._select = select
         self.index, self.pointer, self.count = index, pointer, count
         self._pause = self._patience = 0
