@@ -315,7 +315,7 @@ class RowPool:
 
     def __init__(self, library: str, select: Callable[[int], object], index: int, pointer: int, count: int) -> None:
         """Takes over segment `index` of `count` bytes at `pointer`; `select` tells the library before an allocation."""
-        self._pool: Any = torch.cuda.MemPool(_row_allocator(library).allocator())  # type: ignore[no-untyped-call]
+        self._pool: Any = torch.cuda.MemPool(_row_allocator(library).allocator())
         self._select = select
         self.index, self.pointer, self.count = index, pointer, count
         self._pause = self._patience = 0
