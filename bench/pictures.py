@@ -129,9 +129,15 @@ def draw(
     print(path)
 
 
+def of_most_ranks(points: list[Point]) -> list[Point]:
+    """A picture is of one number of ranks: the greatest that was measured."""
+    most = max((int(p["ranks"]) for p in points), default=0)
+    return [p for p in points if int(p["ranks"]) == most]
+
+
 def draw_normal(points: list[Point], rate: float, out: Path) -> None:
     """Time over SMs and rate over tokens."""
-    shown = [p for p in points if p["routing"] == "uniform" and p["isa"] == "0"]
+    shown = of_most_ranks([p for p in points if p["routing"] == "uniform" and p["isa"] == "0"])
     over_sms = [p for p in shown if p["sweep"] == "sms"]
     if over_sms:
         some = over_sms[0]
@@ -153,7 +159,7 @@ def draw_normal(points: list[Point], rate: float, out: Path) -> None:
 
 def draw_low_latency(points: list[Point], out: Path) -> None:
     """Time over tokens, at the hidden size that was measured with most numbers of tokens."""
-    uniform = [p for p in points if float(p["zipf"]) == 0]
+    uniform = of_most_ranks([p for p in points if float(p["zipf"]) == 0])
     if not uniform:
         return
     tokens: dict[str, set[str]] = defaultdict(set)
