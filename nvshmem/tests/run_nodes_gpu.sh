@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # run_nodes_gpu.sh FOLDER [SECONDS] - the CUDA engine among nodes, on 4 GPUs of this machine, from what is built in build/ (make lib
-# kernels cuda nvshmem), within SECONDS (120). Nodes are a setting, and all goes by NVLink; then they are hosts that only NVSHMEM's
+# kernels cuda nvshmem), within SECONDS (600). Nodes are a setting, and all goes by NVLink; then they are hosts that only NVSHMEM's
 # test transport joins, at once and late. Results go to FOLDER: a log for each run, and summary.txt, which is printed last.
 # PYTHON (python3) has torch, pytest and NVSHMEM's wheel. ONLY="NAME ...": these runs alone.
 set -u
 cd "$(dirname "$0")/../.."
 out=${1:?usage: nvshmem/tests/run_nodes_gpu.sh FOLDER [SECONDS]}
-end=$((SECONDS + ${2:-120}))
+end=$((SECONDS + ${2:-600}))
 mkdir -p "$out"
 out=$(realpath "$out")
 python=${PYTHON:-python3}
@@ -38,8 +38,9 @@ run() {
 	echo "$verdict $name ($((SECONDS - start)) s): $(grep -E ' (passed|failed|error)|cases (passed|FAILED)' "$out/$name.log" | tail -n 1)" >>"$out/summary.txt"
 }
 
-# The proxy's copies go by streams of the GPU: a kernel that waits for them must have none of them behind itself in a queue.
-apart=(DEEPEP_TEST_PLUGIN="$plugin" NVSHMEM_REMOTE_TRANSPORT=ibdevx CUDA_DEVICE_MAX_CONNECTIONS=32)
+# Through the plugin all kernels are loaded at the start, which takes torch long: one that torch loads while another kernel waits for a copy
+# of the proxy waits for that kernel, and the copy for the load. And no copy may be queued behind a kernel that waits for it.
+apart=(DEEPEP_TEST_PLUGIN="$plugin" NVSHMEM_REMOTE_TRANSPORT=ibdevx CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
 late=("${apart[@]}" DEEPEP_TESTTRANSPORT=11:200:4)
 tests() { echo "$python" -m pytest -v --no-header --maxfail=4 --durations=6 -p no:cacheprovider "$@"; }
 selftest=("$python" nvshmem/tests/selftest_nodes.py internode --num-processes 4 --timeout 20)
@@ -57,13 +58,13 @@ dead+=(-k "(killed and dispatch) or late or shrink")
 	ls -l "$built"/lib/*.so* "$plugin" "$nvshmem/lib/libnvshmem_host.so.3"
 } >"$out/summary.txt"
 run nvlink-selftest 40 -- "${selftest[@]}"
-run apart-selftest 40 "${apart[@]}" -- "${selftest[@]}" --num-tokens 256 --iterations 3
 run nvlink-low-latency 40 -- "${fast[@]}"
 run nvlink-normal 40 -- "${all[@]}"
-run apart-first 40 "${apart[@]}" -- "${first[@]}"
 run nvlink-failures 70 -- "${dead[@]}"
-run apart-late 40 "${late[@]}" -- "${some[@]}"
-run apart-low-latency 40 "${late[@]}" -- "${fast[@]}" -k 2x2
+run apart-selftest 120 "${apart[@]}" -- "${selftest[@]}" --timeout 90 --num-tokens 256 --iterations 3
+run apart-first 100 "${apart[@]}" -- "${first[@]}"
+run apart-late 100 "${late[@]}" -- "${some[@]}"
+run apart-low-latency 100 "${late[@]}" -- "${fast[@]}" -k 2x2
 for log in "$out"/*.log; do
 	echo "==== $(basename "$log")"
 	tail -n 40 "$log" | cut -c 1-400
