@@ -184,7 +184,7 @@ def test_plugin_takes_interface_3_alone() -> None:
     assert "init: 1" in text and "interface 3" in text and "interface 4" in text
 
 
-@pytest.mark.parametrize(("program", "count"), [("wire_test", 7), ("memory_test", 10)])
+@pytest.mark.parametrize(("program", "count"), [("wire_test", 7), ("memory_test", 11)])
 def test_parts_of_the_plugin(program: str, count: int) -> None:
     code, text = run(OUT / program)
     assert code == 0 and f"{count} passed, 0 failed" in text, text
