@@ -1,7 +1,5 @@
 // far_ll_combine.cuh - experts' rows back to the tokens. Each expert's row crosses by itself; the token's rank applies the weights.
 #pragma once
-#include <cuda_bf16.h>
-
 #include "far_ll_logfmt.cuh"
 
 namespace deepep {
@@ -33,17 +31,6 @@ __device__ inline void count_far_rows(const FarLlParams &p, int32_t *before) {
   __syncthreads();
 }
 
-// Local expert of the n-th row.
-__device__ inline int far_expert_of_row(const int32_t *before, int num_local, int n) {
-  int low = 0, high = num_local - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (before[middle] <= n) low = middle;
-    else high = middle - 1;
-  }
-  return low;
-}
-
 // By a warp: which rank an expert's row came from; -1: the layout does not say.
 __device__ inline int source_of_row(const FarLlParams &p, int local_expert, int row) {
   const int num_ranks = p.session.team.num_ranks;
@@ -71,7 +58,7 @@ __device__ inline void send_far_row(const FarLlCombineParams &c, uint64_t epoch,
     bytes = encode_row(from, stage, p.hidden, coded);
     kind = kFarLogfmt, from = stage;
   } else if ((p.flags & DK_LL_ZERO_COPY) == 0 && !by_stores(p.session.team, dest)) {
-    copy_by_warp(stage, from, bytes);
+    copy_row(stage, from, bytes);
     __syncwarp();
     from = stage;
   }
@@ -84,7 +71,7 @@ __device__ inline void send_far_rows(const FarLlCombineParams &c, uint64_t epoch
   count_far_rows(p, before);
   const int total = before[p.num_local], stride = kFarLlWarps * static_cast<int>(gridDim.x);
   for (int n = warp_id() * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); n < total; n += stride) {
-    const int l = far_expert_of_row(before, p.num_local, n), row = n - before[l];
+    const int l = expert_of_row(before, p.num_local, n), row = n - before[l];
     const int dest = source_of_row(p, l, row), token = p.src_info[l * p.rows_per_expert() + row];
     if (dest < 0 || token < 0 || token >= p.max_tokens || __any_sync(kAllLanes, is_masked(p.session, dest))) continue;
     send_far_row(c, epoch, l, row, dest, token);
@@ -151,13 +138,6 @@ __device__ inline void await_far_rows(const FarLlParams &p, const uint64_t *call
   if (lane == 0) list->count = __popc(rows);
 }
 
-__device__ __forceinline__ void add_plain(const uint4 &data, float weight, float (&sum)[8]) {
-  const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    sum[2 * i] = fmaf(bf16_low(words[i]), weight, sum[2 * i]), sum[2 * i + 1] = fmaf(bf16_high(words[i]), weight, sum[2 * i + 1]);
-}
-
 // 8 channels of a token. The loads of several rows go side by side.
 __device__ inline void add_far_rows(const FarLlCombineParams &c, const FarArrivals *list, int token, int chunk) {
   constexpr int kRows = 8;
@@ -170,17 +150,11 @@ __device__ inline void add_far_rows(const FarLlCombineParams &c, const FarArriva
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       if (first + n >= list->count) continue;
-      if (list->kind[first + n] == kFarPlain) add_plain(data[n], list->weight[first + n], sum);
+      if (list->kind[first + n] == kFarPlain) add_weighted(sum, data[n], list->weight[first + n]);
       else add_coded(list->row[first + n], chunk, list->weight[first + n], sum);
     }
   }
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
-    words[i] = *reinterpret_cast<const uint32_t *>(&pair);
-  }
-  ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * chunk, uint4{words[0], words[1], words[2], words[3]});
+  ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * chunk, round_bf16(sum));
 }
 
 __device__ inline void receive_far_sums(const FarLlCombineParams &c, const uint64_t *calls, FarArrivals *list) {

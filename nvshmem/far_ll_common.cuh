@@ -11,6 +11,7 @@
 #pragma once
 #include <cstddef>
 
+#include "cuda/common/copy_row.cuh"
 #include "cuda/common/fp8.cuh"
 #include "cuda/layout/low_latency.cuh"
 #include "cuda/sync/session.cuh"
@@ -110,21 +111,6 @@ __device__ inline bool by_stores(const TeamView &team, int rank) {
   return (team.flags & DK_TEAM_LL_TRANSPORT) == 0 && rank / team.num_nvl_peers == team.rank / team.num_nvl_peers;
 }
 
-// By a warp; multiples of 16 bytes.
-__device__ inline void copy_by_warp(uint8_t *to, const uint8_t *from, uint32_t bytes) {
-  constexpr int kUnroll = 8;
-  const int chunks = static_cast<int>(bytes / 16);
-  for (int first = lane_id(); first < chunks; first += kUnroll * kWarp) {
-    uint4 data[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-      if (first + u * kWarp < chunks) data[u] = ptx::ld_stream(from + 16 * (first + u * kWarp));
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-      if (first + u * kWarp < chunks) ptx::st_stream(to + 16 * (first + u * kWarp), data[u]);
-  }
-}
-
 // By a warp: bytes to a place in a rank's block, then the word.
 __device__ inline void deliver(const FarLlParams &p, int rank, uint64_t to, const uint8_t *from, uint32_t bytes, uint64_t word_at, uint64_t word) {
   const TeamView &team = p.session.team;
@@ -133,7 +119,7 @@ __device__ inline void deliver(const FarLlParams &p, int rank, uint64_t to, cons
     return;
   }
   uint8_t *block = team.peers[rank];
-  if (block + to != from) copy_by_warp(block + to, from, bytes);
+  if (block + to != from) copy_row(block + to, from, bytes);
   __syncwarp();
   if (lane_id() == 0) ptx::st_release_sys(reinterpret_cast<uint64_t *>(block + word_at), word);
 }

@@ -2,6 +2,7 @@
 // it stands where it belongs among the rows of each of its experts. What a rank gets from another is numbered in the order of
 // tokens, so nothing is said of tokens that it does not get. One message more a pair of ranks has the counts.
 #pragma once
+#include "cuda/impl/late_rows.cuh"
 #include "far_ll_common.cuh"
 
 namespace deepep {
@@ -322,50 +323,11 @@ __device__ inline void receive_far_rows(const FarLlDispatchParams &d, uint64_t e
 
 // ---- End --------------------------------------------------------------------------------------------------------------------
 
-// A source whose rows did not all come is taken out; rows behind it move up. By the last block, only after a rank was lost.
-__device__ inline void take_out_late(const FarLlDispatchParams &d, uint64_t epoch) {
+__device__ inline DispatchOutputs far_outputs_of(const FarLlDispatchParams &d) {
   const FarLlParams &p = d.call;
-  const int num_ranks = p.session.team.num_ranks;
-  const int64_t rows = p.rows_per_expert(), words = p.format == DK_FORMAT_FP8 ? far_stored_scales(p) : 0;
-  const int chunks = (p.format == DK_FORMAT_FP8 ? p.hidden : 2 * p.hidden) / 16;
-  for (int64_t l = 0; l < p.num_local; ++l) {
-    int64_t next = 0;
-    auto *x = reinterpret_cast<uint4 *>(d.recv_x) + l * rows * chunks;
-    for (int r = 0; r < num_ranks; ++r) {
-      const int64_t range = p.layout_range[l * num_ranks + r], first = range >> 32;
-      const int64_t count = p.session.team.scratch->late[r] == epoch ? 0 : range & 0xffffffff;
-      for (int64_t i = 0; i < count && first != next; ++i) {
-        for (int at = threadIdx.x; at < chunks; at += kFarLlThreads) x[(next + i) * chunks + at] = x[(first + i) * chunks + at];
-        for (int64_t w = threadIdx.x; w < words; w += kFarLlThreads)
-          d.recv_scales[(l * words + w) * rows + next + i] = d.recv_scales[(l * words + w) * rows + first + i];
-        if (threadIdx.x == 0) p.src_info[l * rows + next + i] = p.src_info[l * rows + first + i];
-        __syncthreads();
-      }
-      __syncthreads();
-      if (threadIdx.x == 0) p.layout_range[l * num_ranks + r] = next << 32 | count;
-      next += count;
-    }
-  }
-  __syncthreads();
-}
-
-// A source was lost after its counts had come, or the call has failed: what the others wrote is put right.
-__device__ inline void mend_far_outputs(const FarLlDispatchParams &d, uint64_t epoch, bool failed) {
-  const FarLlParams &p = d.call;
-  const int num_ranks = p.session.team.num_ranks;
-  bool late = false;
-  for (int r = threadIdx.x; r < num_ranks; r += kFarLlThreads) late |= p.session.team.scratch->late[r] == epoch;
-  if (__syncthreads_or(late) != 0 && !failed) take_out_late(d, epoch);
-  for (int l = threadIdx.x; l < p.num_local; l += kFarLlThreads) {
-    int total = 0;
-    for (int r = 0; r < num_ranks; ++r) {
-      int64_t *range = p.layout_range + static_cast<int64_t>(l) * num_ranks + r;
-      if (failed) *range = 0;
-      total += static_cast<int>(*range & 0xffffffff);
-    }
-    if (d.cumulative_stats != nullptr && !failed) d.cumulative_stats[l] += total - d.recv_count[l];
-    d.recv_count[l] = total;
-  }
+  const bool fp8 = p.format == DK_FORMAT_FP8;
+  return {d.recv_x, d.recv_scales, d.recv_count, d.cumulative_stats, p.src_info, p.layout_range, p.rows_per_expert(),
+          fp8 ? far_stored_scales(p) : 0, p.num_local, fp8 ? p.hidden : 2 * p.hidden};
 }
 
 __global__ void __launch_bounds__(kFarLlThreads, 1) far_low_latency_dispatch_kernel(const __grid_constant__ FarLlDispatchParams d) {
@@ -394,7 +356,7 @@ __global__ void __launch_bounds__(kFarLlThreads, 1) far_low_latency_dispatch_ker
     }
   }
   finish(p.session, [&](bool failed) {
-    if (p.receives() && (failed || p.shrinks())) mend_far_outputs(d, epoch, failed);
+    if (p.receives() && (failed || p.shrinks())) mend_outputs<kFarLlThreads>(p.session, epoch, far_outputs_of(d), failed);
     end_far_ll(p, epoch, calls, false, failed);
   });
 }

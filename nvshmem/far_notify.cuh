@@ -41,24 +41,11 @@ struct FarBarrierParams {
   uint32_t counts_as_call; // 0: one of several kernels of an operation
 };
 
-// One block: everybody has come here. Masked ranks are not waited for.
 __global__ void __launch_bounds__(256, 1) far_barrier_kernel(const __grid_constant__ FarBarrierParams p) {
   const Session &s = p.session;
-  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
-  if (begin(s)) {
-    Handshake hand{};
-    const bool anew = s.op == DK_OP_CLEAN && p.counts_as_call == 0; // after the second meeting a rank may send again
-    hand.epoch = epoch, hand.mine.op = s.op;
-    if (anew) hand.mine.segment_offset = s.team.scratch->low_latency_epoch;
-    post_messages(s, p.far, hand);
-    publish_newest_by_last_warp(s.team);
-    if (await_messages(s, p.far, hand) && anew)
-      start_calls_anew(s, [&](int r) { return &message_from(s, p.far, epoch, r)->enter; });
-  }
-  finish(s, [&](bool failed) {
-    if (threadIdx.x == 0) s.team.scratch->epoch = epoch;
-    record_kernel(s, &s.team.scratch->clean_ns, p.counts_as_call != 0, failed);
-  });
+  meet_everybody(s, p.counts_as_call, [&](const Handshake &hand) { post_messages(s, p.far, hand); },
+                 [&](const Handshake &hand) { return await_messages(s, p.far, hand); },
+                 [&](uint64_t epoch, int r) { return &message_from(s, p.far, epoch, r)->enter; });
 }
 
 }  // namespace deepep

@@ -2,12 +2,10 @@
 #pragma once
 #include <cfloat>
 
+#include "cuda/common/bf16.cuh"
 #include "cuda/common/ptx.cuh"
 
 namespace deepep {
-
-__device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 struct Fp8Scale { float scale, inverse; };
 // amax: greatest magnitude of the block, NaNs left out.

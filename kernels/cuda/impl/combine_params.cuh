@@ -1,7 +1,6 @@
 // combine_params.cuh - what combine is told, its message, sums of BF16.
 #pragma once
-#include <cuda_bf16.h>
-
+#include "cuda/common/bf16.cuh"
 #include "cuda/sync/session.cuh"
 
 namespace deepep {
@@ -29,24 +28,6 @@ __device__ inline Handshake combine_handshake(const CombineParams &p, uint64_t e
   hand.mine.hidden_bytes = p.row_bytes, hand.mine.op = DK_OP_COMBINE, hand.mine.num_topk = p.num_topk;
   if (p.num_tokens == 0 && p.num_recv_tokens == 0) hand.mine.flags = kEnterSilent;
   return hand;
-}
-
-__device__ inline void add_bf16(float (&sum)[8], const uint4 &data) {
-  const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum[2 * i] += __uint_as_float(words[i] << 16);
-    sum[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
-  }
-}
-__device__ inline uint4 round_bf16(const float (&sum)[8]) {
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
-    words[i] = *reinterpret_cast<const uint32_t *>(&pair);
-  }
-  return {words[0], words[1], words[2], words[3]};
 }
 
 // A failed combine leaves NaN.

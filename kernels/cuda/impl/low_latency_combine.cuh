@@ -137,7 +137,7 @@ __device__ inline void add_rows(const LowLatencyCombineParams &c, const ArrivalL
 #pragma unroll
   for (int u = 0; u < kChunks; ++u)
     if (at + u * kLlThreads < chunks)
-      ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * (at + u * kLlThreads), round_to_bf16(sum[u]));
+      ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * (at + u * kLlThreads), round_bf16(sum[u]));
 }
 
 // Likewise, of LogFMT rows, which all ranks send or none: one chunk, by whole halves of warps.
@@ -145,7 +145,7 @@ __device__ inline void add_logfmt_rows(const LowLatencyCombineParams &c, const A
   float sum[8] = {};
   for (int n = 0; n < list->count; ++n)
     add_logfmt(c.call.session, list->rank[n], list->epoch[n], list->row[n], list->words[n], at, list->weight[n], sum);
-  ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * at, round_to_bf16(sum));
+  ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * at, round_bf16(sum));
 }
 
 __device__ inline void receive_sums(const LowLatencyCombineParams &c, const LowLatencyCall *calls, ArrivalList *list) {

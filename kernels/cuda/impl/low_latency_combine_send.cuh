@@ -16,15 +16,6 @@ struct LowLatencyCombineParams {
 
 enum : uint32_t { kKindRow = 1, kKindLogfmt = 2, kKindSum = 3, kKindMask = 3 };
 
-__device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4 &data, float weight) {
-  const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum[2 * i] = fmaf(bf16_low(words[i]), weight, sum[2 * i]);
-    sum[2 * i + 1] = fmaf(bf16_high(words[i]), weight, sum[2 * i + 1]);
-  }
-}
-
 // ---- Send: sums of this rank's experts ------------------------------------------------------------------------------------
 
 struct SumList {                // shared, of a group
@@ -69,16 +60,6 @@ __device__ inline void read_sum(const LowLatencyCombineParams &c, uint64_t dispa
   if (lane == 0) list->count = is_masked(p.session, source) ? 0 : __popc(rows), list->first_expert = first;
 }
 
-__device__ inline uint4 round_to_bf16(const float (&sum)[8]) {
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
-    words[i] = *reinterpret_cast<const uint32_t *>(&pair);
-  }
-  return {words[0], words[1], words[2], words[3]};
-}
-
 // By a group: chunks first + thread, + kLlGroupThreads, ... of a row that begins at `to`.
 constexpr int kPieceChunks = 4;
 __device__ __forceinline__ void send_piece(uint8_t *to, int first, int chunks, const uint4 (&data)[kPieceChunks]) {
@@ -119,7 +100,7 @@ __device__ inline void send_sum(const LowLatencyCombineParams &c, const LowLaten
     }
     uint4 out[kPieceChunks];
 #pragma unroll
-    for (int u = 0; u < kPieceChunks; ++u) out[u] = exclusive_or(round_to_bf16(sum[u]), pattern_of(0));
+    for (int u = 0; u < kPieceChunks; ++u) out[u] = exclusive_or(round_bf16(sum[u]), pattern_of(0));
     send_piece(to, base, chunks, out);
   }
   if (thread == 0)
@@ -161,17 +142,6 @@ __device__ inline void send_sums(const LowLatencyCombineParams &c, const LowLate
 struct RowTarget {              // shared, of a group
   int32_t dest, token, found, reserved;
 };
-
-// Local expert and row within it of the n-th row to send; `before` has the running sums, [L + 1].
-__device__ inline int expert_of_row(const int32_t *before, int num_local, int n) {
-  int low = 0, high = num_local - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (before[middle] <= n) low = middle;
-    else high = middle - 1;
-  }
-  return low;
-}
 
 __device__ inline void send_plain_row(const LowLatencyCombineParams &c, const LowLatencyCall &call, int local_expert, const uint8_t *row,
                                       uint8_t *block, RowTarget *target, int group, int thread) {

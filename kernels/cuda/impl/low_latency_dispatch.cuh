@@ -1,6 +1,7 @@
 // low_latency_dispatch.cuh - dispatch, the receiving half and the kernel: what came for a rank is spread over its experts' rows. Block b
 // receives tokens b, b + W, ... of every source. Nothing is fenced: each word says by itself that it has arrived.
 #pragma once
+#include "cuda/impl/late_rows.cuh"
 #include "cuda/impl/low_latency_dispatch_send.cuh"
 
 namespace deepep {
@@ -264,56 +265,17 @@ __device__ inline void receive(const LowLatencyDispatchParams &d, const LowLaten
 
 // ---- End --------------------------------------------------------------------------------------------------------------------
 
-// A source whose rows did not all come is taken out; rows behind it move up. By the last block, only after a rank was lost.
-__device__ inline void close_gaps(const LowLatencyDispatchParams &d, const LowLatencyCall &call) {
+__device__ inline DispatchOutputs outputs_of(const LowLatencyDispatchParams &d) {
   const LowLatencyParams &p = d.call;
-  const int num_ranks = p.session.team.num_ranks;
-  const int64_t rows = p.rows_per_expert(), words = p.format != DK_FORMAT_FP8 ? 0 : p.hidden / ((p.flags & DK_LL_UE8M0) != 0 ? 512 : 128);
-  const int chunks = (p.format == DK_FORMAT_FP8 ? p.hidden : 2 * p.hidden) / 16;
-  for (int64_t l = 0; l < p.num_local(); ++l) {
-    int64_t next = 0;
-    auto *x = reinterpret_cast<uint4 *>(d.recv_x) + l * rows * chunks;
-    for (int r = 0; r < num_ranks; ++r) {
-      const int64_t range = p.layout_range[l * num_ranks + r], first = range >> 32;
-      const int64_t count = p.session.team.scratch->late[r] == call.epoch ? 0 : range & 0xffffffff;
-      for (int64_t i = 0; i < count && first != next; ++i) {
-        for (int at = threadIdx.x; at < chunks; at += kLlThreads) x[(next + i) * chunks + at] = x[(first + i) * chunks + at];
-        for (int64_t w = threadIdx.x; w < words; w += kLlThreads)
-          d.recv_scales[(l * words + w) * rows + next + i] = d.recv_scales[(l * words + w) * rows + first + i];
-        if (threadIdx.x == 0) p.src_info[l * rows + next + i] = p.src_info[l * rows + first + i];
-        __syncthreads();
-      }
-      __syncthreads();
-      if (threadIdx.x == 0) p.layout_range[l * num_ranks + r] = next << 32 | count;
-      next += count;
-    }
-  }
-  __syncthreads();
-}
-
-// A source was lost after its counts had come, or the call has failed: what the others wrote is put right.
-__device__ inline void mend_outputs(const LowLatencyDispatchParams &d, const LowLatencyCall &call, bool failed) {
-  const LowLatencyParams &p = d.call;
-  const int num_ranks = p.session.team.num_ranks;
-  bool late = false;
-  for (int r = threadIdx.x; r < num_ranks; r += kLlThreads) late |= p.session.team.scratch->late[r] == call.epoch;
-  if (__syncthreads_or(late) != 0 && !failed) close_gaps(d, call);
-  for (int l = threadIdx.x; l < p.num_local(); l += kLlThreads) {
-    int total = 0;
-    for (int r = 0; r < num_ranks; ++r) {
-      int64_t *range = p.layout_range + static_cast<int64_t>(l) * num_ranks + r;
-      if (failed) *range = 0;
-      total += static_cast<int>(*range & 0xffffffff);
-    }
-    if (d.cumulative_stats != nullptr && !failed) d.cumulative_stats[l] += total - d.recv_count[l];
-    d.recv_count[l] = total;
-  }
+  const bool fp8 = p.format == DK_FORMAT_FP8;
+  return {d.recv_x, d.recv_scales, d.recv_count, d.cumulative_stats, p.src_info, p.layout_range, p.rows_per_expert(),
+          fp8 ? stored_scales(p) : 0, p.num_local(), fp8 ? p.hidden : 2 * p.hidden};
 }
 
 __device__ inline void finish_outputs(const LowLatencyDispatchParams &d, const LowLatencyCall &call, bool failed) {
   const LowLatencyParams &p = d.call;
   if (p.receives()) {
-    if (failed || (p.session.team.flags & DK_TEAM_SHRINK) != 0) mend_outputs(d, call, failed);
+    if (failed || (p.session.team.flags & DK_TEAM_SHRINK) != 0) mend_outputs<kLlThreads>(p.session, call.epoch, outputs_of(d), failed);
     if (threadIdx.x == 0)
       p.session.team.scratch->routing[call.dispatch % kRoutingCopies] = {
           reinterpret_cast<uint64_t>(p.src_info), failed ? 0 : call.dispatch, p.topk_weights != nullptr, static_cast<uint64_t>(p.num_topk)};

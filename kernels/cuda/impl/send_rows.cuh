@@ -8,6 +8,7 @@
 //   void extra(stage, row)         what goes along by ordinary stores      }
 //   void each(stage, row, f)       f(address) for each destination, in all lanes
 #pragma once
+#include "cuda/common/copy_row.cuh"
 #include "cuda/sync/session.cuh"
 
 namespace deepep {
@@ -225,21 +226,6 @@ __device__ inline void publish_rows(SendQueue *queues, int num_queues, int per_r
     }
     published = posted;
     if (mine) ptx::st_release_cta(&queues[lane].published, published);
-  }
-}
-
-// A row by a warp, through registers.
-__device__ inline void copy_row(uint8_t *to, const uint8_t *from, uint32_t bytes) {
-  constexpr int kUnroll = 8;
-  const int chunks = static_cast<int>(bytes / 16);
-  for (int first = lane_id(); first < chunks; first += kWarp * kUnroll) {
-    uint4 data[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-      if (first + u * kWarp < chunks) data[u] = ptx::ld_stream(from + 16ull * (first + u * kWarp));
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-      if (first + u * kWarp < chunks) ptx::st_stream(to + 16ull * (first + u * kWarp), data[u]);
   }
 }
 
