@@ -42,27 +42,28 @@ def capture(ctx: Any, calls: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
+def normal_round(buffer: Any, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> Any:
+    """Layout, worst-case dispatch and combine: what can be captured of normal mode."""
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, NORMAL.experts)
+    recv_x, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(
+        x,
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=idx,
+        topk_weights=weights,
+        num_worst_tokens=NORMAL.worst_tokens,
+    )
+    sums, summed_weights, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
+    return recv_x, recv_idx, recv_weights, sums, summed_weights
+
+
 def rank_normal(ctx: Any, replays: int) -> None:
     wanted = [normal.expect(NORMAL.but(seed=seed), ctx.rank) for seed in range(KINDS)]
     inputs = [[ctx.put(t) for t in (w.own.x, w.own.topk_idx, w.own.topk_weights)] for w in wanted]
     x, idx, weights = (torch.clone(t) for t in inputs[0])
     with normal.buffer_of(ctx) as buffer:
-
-        def calls() -> Any:
-            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, NORMAL.experts)
-            recv_x, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(
-                x,
-                num_tokens_per_rank=per_rank,
-                is_token_in_rank=in_rank,
-                num_tokens_per_expert=per_expert,
-                topk_idx=idx,
-                topk_weights=weights,
-                num_worst_tokens=NORMAL.worst_tokens,
-            )
-            sums, summed_weights, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
-            return recv_x, recv_idx, recv_weights, sums, summed_weights
-
-        replay = capture(ctx, calls)
+        replay = capture(ctx, lambda: normal_round(buffer, x, idx, weights))
         for turn in range(replays):
             kind = turn % KINDS
             for static, new in zip((x, idx, weights), inputs[kind], strict=True):
@@ -139,17 +140,7 @@ def rank_lost(ctx: Any, normal_mode: bool) -> tuple[float, str, int, float]:
     with make as buffer:
 
         def normal_calls() -> Any:
-            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, NORMAL.experts)
-            rows, _, _, _, handle, _ = buffer.dispatch(
-                x,
-                num_tokens_per_rank=per_rank,
-                is_token_in_rank=in_rank,
-                num_tokens_per_expert=per_expert,
-                topk_idx=idx,
-                topk_weights=weights,
-                num_worst_tokens=NORMAL.worst_tokens,
-            )
-            return buffer.combine(rows, handle)
+            return normal_round(buffer, x, idx, weights)
 
         def low_latency_calls() -> Any:
             rows, _, handle, _, _ = buffer.low_latency_dispatch(
