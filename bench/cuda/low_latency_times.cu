@@ -28,28 +28,17 @@ std::vector<double> greatest_of_ranks(Rank &rank, const std::vector<double> &min
 // is written out by a kernel after it: by the next round's at the latest.
 template <class F> Times time_calls(Rank &rank, int iterations, const std::vector<int> &ops, F call) {
   constexpr int kWarmup = 5;
-  cudaStream_t stream = reinterpret_cast<cudaStream_t>(rank.stream);
-  cudaEvent_t begin, end;
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
+  EventPair events(rank);
   std::vector<double> outside, inside;
   for (int i = 0; i < iterations + kWarmup; ++i) {
     rank.meet();
-    rank.barrier();
-    CHECK_CUDA(cudaEventRecord(begin, stream));
-    call();
-    CHECK_CUDA(cudaEventRecord(end, stream));
-    rank.sync();
-    float ms = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
+    const double us = events.time(call);
     if (i < kWarmup) continue;
-    outside.push_back(ms * 1000);
+    outside.push_back(us);
     double own = 0;
     for (int op : ops) own += *static_cast<volatile uint64_t *>(&rank.stats->ops[op].last_ns) / 1e3;
     if (i > kWarmup && !ops.empty()) inside.push_back(own);
   }
-  CHECK_CUDA(cudaEventDestroy(begin));
-  CHECK_CUDA(cudaEventDestroy(end));
   const auto [median, p99] = median_and_p99(greatest_of_ranks(rank, outside));
   const auto [own, own_p99] = median_and_p99(greatest_of_ranks(rank, inside));
   return {median, p99, own, own_p99};

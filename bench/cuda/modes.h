@@ -40,13 +40,43 @@ inline double mean_us(const OwnTime &before, const OwnTime &after) {
   return after.calls == before.calls ? 0 : (after.ns - before.ns) / 1e3 / (after.calls - before.calls);
 }
 
+// Times what is enqueued between two events.
+class EventPair {
+ public:
+  explicit EventPair(Rank &rank) : rank_(rank), stream_(reinterpret_cast<cudaStream_t>(rank.stream)) {
+    CHECK_CUDA(cudaEventCreate(&begin_));
+    CHECK_CUDA(cudaEventCreate(&end_));
+  }
+  ~EventPair() {
+    CHECK_CUDA(cudaEventDestroy(begin_));
+    CHECK_CUDA(cudaEventDestroy(end_));
+  }
+  EventPair(const EventPair &) = delete;
+  EventPair &operator=(const EventPair &) = delete;
+
+  // In microseconds, behind a barrier of all ranks.
+  template <class F> double time(F call) {
+    rank_.barrier();
+    CHECK_CUDA(cudaEventRecord(begin_, stream_));
+    call();
+    CHECK_CUDA(cudaEventRecord(end_, stream_));
+    rank_.sync();
+    float ms = 0;
+    CHECK_CUDA(cudaEventElapsedTime(&ms, begin_, end_));
+    return ms * 1000;
+  }
+
+ private:
+  Rank &rank_;
+  cudaStream_t stream_;
+  cudaEvent_t begin_, end_;
+};
+
 // What to time: `call` enqueues. Prints median and 99th percentile of the maximum over ranks, in microseconds.
 struct Timing { double median, p99; };
 template <class F> Timing measure(Rank &rank, int iterations, bool cold, F call) {
   cudaStream_t stream = reinterpret_cast<cudaStream_t>(rank.stream);
-  cudaEvent_t begin, end;
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
+  EventPair events(rank);
   static thread_local uint8_t *flush = nullptr;
   constexpr size_t kFlush = 192u << 20;
   if (cold && flush == nullptr) flush = device_array<uint8_t>(kFlush);
@@ -54,14 +84,7 @@ template <class F> Timing measure(Rank &rank, int iterations, bool cold, F call)
   std::vector<double> all;
   for (int i = 0; i < iterations + 3; ++i) {
     if (cold) CHECK_CUDA(cudaMemsetAsync(flush, i, kFlush, stream));
-    rank.barrier();
-    CHECK_CUDA(cudaEventRecord(begin, stream));
-    call();
-    CHECK_CUDA(cudaEventRecord(end, stream));
-    rank.sync();
-    float ms = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    rank.world->samples[rank.rank] = ms * 1000;
+    rank.world->samples[rank.rank] = events.time(call);
     rank.meet();
     const double slowest = *std::max_element(rank.world->samples.begin(), rank.world->samples.end());
     if (i >= 3) all.push_back(slowest);
