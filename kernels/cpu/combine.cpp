@@ -31,7 +31,7 @@ class Combine {
   Poll poll();
   void agree();
   bool awaits(int peer, Missing &missing);
-  bool awaits_rows(int peer, Missing &missing) const;
+  bool awaits_rows(int peer, Missing &missing);
   bool awaits_room(int source, Missing &missing) const;
   bool push(int source);
   bool add_tokens();
@@ -154,16 +154,20 @@ bool Combine::awaits(int peer, Missing &missing) {
   return false;
 }
 
-// Of the next token.
-bool Combine::awaits_rows(int peer, Missing &missing) const {
+// Of the next token. Looks itself: sums look only as far as the first row that is missing, and a rank whose rows are all here
+// may have left.
+bool Combine::awaits_rows(int peer, Missing &missing) {
   if (next_token_ == p_.num_tokens) return false;
   if (team_.near(peer)) {
-    missing = {head_of(next_token_)[peer] + 1, head_[peer]};
-    return peer != team_.rank && missing.seen < missing.expected;
+    int32_t index = head_of(next_token_)[peer];
+    if (peer == team_.rank || index < 0 || row_is_here(peer, index)) return false;
+    missing = {index + 1, head_[peer]};
+    return true;
   }
   int node = team_.node(peer);
-  missing = {team_.links[node].taken + 1, team_.links[node].seen};
-  return peer == team_.partner(node) && node_has(next_token_, node * team_.num_nvl_peers) && missing.seen < missing.expected;
+  if (peer != team_.partner(node) || !node_has(next_token_, node * team_.num_nvl_peers)) return false;
+  missing = {team_.links[node].taken + 1, LinkIn(team_, exchange_, sum_.record(), peer).arrived()};
+  return missing.seen < missing.expected;
 }
 
 // In my ring of rows for that rank's tokens.

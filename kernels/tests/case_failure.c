@@ -178,7 +178,55 @@ static void late(struct rank *me) {
   check_ll_combine(s.ll);
 }
 
+/* Whoever has finished a call may leave: the others have all that they need of it, and wait only for those that are slower. Rows
+ * go through rings of a few places, so that there is much to wait for. */
+static const struct normal_spec kManyRows = {.tokens = 120, .experts = 12, .topk = 3, .index_bytes = 8, .row_bytes = 8192, .recv_chunk = 2};
+static const struct combine_spec kManySums = {.hidden = 4096, .weights = true};
+
+static struct stage set_slow_stage(struct rank *me, uint64_t salt) {
+  struct team_spec small = {.least_row = kManyRows.row_bytes + 4 * (uint64_t)kManyRows.topk, .trace = -1};
+  struct stage s = {.team = make_team(me, &small)};
+  s.normal = make_normal(s.team, &kManyRows, salt);
+  dispatch_and_check(s.normal);
+  s.combine = make_combine(s.normal, &kManySums, salt);
+  meet(me);
+  return s;
+}
+
+/* What is on its way to other nodes arrives before anybody may go. */
+static void deliver(struct team *t) {
+  dk_transport_quiet_params p = {.size = sizeof p, .transport = t->transport, .stream = t->me->stream, .peer = -1, .qp = -1, .timeout_ns = t->timeout_ns};
+  if (t->transport) CALL(t->me, transport_quiet, &p);
+  finish(t->me);
+}
+
+static void leaves_first(struct rank *me) {
+  uint32_t op = *(const uint32_t *)me->test->arg;
+  uint64_t rounds = me->split ? 4 : 16;
+  for (uint64_t round = 0; round < rounds; round++) {
+    struct mark mark = set_mark(me);
+    struct stage s = op == DK_OP_DISPATCH || op == DK_OP_COMBINE ? set_slow_stage(me, round) : set_stage(me);
+    struct team *all[MAX_SEATS];
+    gather(me, &s.team, sizeof s.team, -1, all, NULL);
+    run_op(&s, op);
+    finish(me);
+    deliver(s.team);
+    for (int i = 0; i < me->count; i++)
+      if (i != me->index) __atomic_store_n(&all[i]->status->dead[me->index], 1, __ATOMIC_RELEASE);
+    expect_healthy(s.team);
+    meet(me);
+    back_to(me, mark);
+  }
+}
+
 static const struct test_case cases[] = {
+    {"leaving/notify", leaves_first, 3, &notify, QUICK, 0, 0},
+    {"leaving/dispatch", leaves_first, 3, &dispatch, USUAL, 0, 0},
+    {"leaving/combine", leaves_first, 3, &combine, USUAL, 0, 0},
+    {"leaving/low-latency dispatch", leaves_first, 3, &ll_dispatch, QUICK, 0, 0},
+    {"leaving/low-latency combine", leaves_first, 3, &ll_combine, QUICK, 0, 0},
+    {"leaving/clean", leaves_first, 3, &clean, QUICK, 0, 0},
+    {"leaving/barrier", leaves_first, 3, &barrier, QUICK, 0, 0},
     {"timeout/notify", timeout, 3, &notify, QUICK, 0, 0},
     {"timeout/dispatch", timeout, 3, &dispatch, QUICK, 0, 0},
     {"timeout/combine", timeout, 3, &combine, QUICK, 0, 0},
