@@ -4,6 +4,7 @@
 #include "cuda/launch/far.h"
 #include "far.h"
 #include "far_ll_params.h"
+#include "far_mask.cuh"
 
 namespace deepep {
 
@@ -52,8 +53,16 @@ int32_t far_ll_clear(dk_clean_params *, const Team *) { return DK_OK; }
 
 cudaError_t load_far_ll_kernels() {
   cudaFuncAttributes attributes{};
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, far_low_latency_dispatch_kernel);
-  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, far_low_latency_combine_kernel) : error;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, far_low_latency_dispatch_kernel);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, far_low_latency_combine_kernel);
+  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, far_mask_kernel) : error;
+}
+
+int32_t far_mask(dk_mask_params *p, const MaskParams &params) {
+  const OnDevice on(handle_of<Team>(p->team)->device);
+  far_mask_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
 
 int32_t far_ll_dispatch(dk_ll_dispatch_params *p) {

@@ -145,8 +145,9 @@ __device__ inline void post_far_ll(const FarLlParams &p, uint64_t epoch) {
   for (int r = warp_id(); r < team.num_ranks; r += kFarLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const int slot = lane_id();
-    if (r != team.rank && slot < kLowLatencySlots && p.state->posted[slot][r] != team.scratch->consumed[slot][r]) {
-      const uint64_t taken = team.scratch->consumed[slot][r], at = credit_at(team, slot, team.rank);
+    const uint64_t taken = slot < kLowLatencySlots ? most(team.scratch->consumed[slot][r], given_up_by(team, r)) : 0;
+    if (r != team.rank && slot < kLowLatencySlots && p.state->posted[slot][r] != taken) {
+      const uint64_t at = credit_at(team, slot, team.rank);
       if (by_stores(team, r)) ptx::st_release_sys(reinterpret_cast<uint64_t *>(team.peers[r] + at), taken);
       else signal_by_thread(mine_at<uint64_t>(p, at), taken, r);
       p.state->posted[slot][r] = taken;
@@ -220,13 +221,14 @@ __device__ inline void await_callers_buffer(const FarLlParams &p, uint64_t epoch
 // mask was lifted may be anywhere, but it sends something new.
 __device__ inline bool find_far_call(const FarLlParams &p, uint64_t epoch, int source, uint64_t &found) {
   const TeamView &team = p.session.team;
-  const uint64_t expected = epoch + team.scratch->epoch_ahead[source], seen = team.scratch->seen[source];
+  const uint64_t expected = epoch + team.scratch->epoch_ahead[source], given_up = given_up_by(team, source);
+  const uint64_t seen = most(team.scratch->seen[source], given_up);
   const bool anywhere = team.scratch->returned[source] != 0;
   uint64_t best = 0;
   for (int pass = 0; pass < 2; ++pass) { // the second finds what was stored before the newest that the first found
     for (int copy = 0; copy < kLowLatencyEnterCopies; ++copy) {
       const uint64_t there = ptx::ld_acquire_sys(&mine_at<Enter>(p, enter_at(team, copy, source))->epoch);
-      const bool exact = there == expected && !anywhere;
+      const bool exact = there == expected && !anywhere && there > given_up;
       if (!exact && (there <= seen || (there <= expected && !anywhere))) continue;
       if (exact) {
         found = there;

@@ -10,5 +10,7 @@ namespace deepep {
 __device__ void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank);
 // By one thread: the word alone.
 __device__ void signal_by_thread(uint64_t *word, uint64_t value, int rank);
+// By one thread: until all that this rank has put, to whomever, is there. For ever if that is to a rank that is lost.
+__device__ void quiet_by_thread();
 
 }  // namespace deepep

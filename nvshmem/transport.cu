@@ -187,6 +187,7 @@ __device__ void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t
   nvshmemx_putmem_signal_nbi_warp(to, from, bytes, word, value, NVSHMEM_SIGNAL_SET, rank);
 }
 __device__ void signal_by_thread(uint64_t *word, uint64_t value, int rank) { nvshmemx_signal_op(word, value, NVSHMEM_SIGNAL_SET, rank); }
+__device__ void quiet_by_thread() { nvshmem_quiet(); }
 
 cudaError_t load_transport_kernels() {
   cudaFuncAttributes attributes{};

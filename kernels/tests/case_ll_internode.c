@@ -83,6 +83,8 @@ static const struct test_case cases[] = {
     CASE(pairs_late, "shrink/a rank does not come to clean", 4, QUICK),
     CASE(pairs_late, "shrink/a late rank, masks lifted", 4, QUICK),
     CASE(singles_late, "shrink/a late rank, cleaned", 4, QUICK),
+    CASE(pairs_late, "shrink/a rank that missed calls, masks lifted", 4, QUICK),
+    CASE(singles_late, "shrink/a rank that missed calls, cleaned", 4, QUICK),
     CASE(pairs_late, "mismatch/low latency, hidden", 4, QUICK),
     CASE(singles_late, "mismatch/low latency, number of experts", 3, QUICK),
     CASE(pairs, "mismatch/low latency, B", 4, QUICK),

@@ -176,16 +176,16 @@ static void absent_from_clean(struct rank *me) {
 
 /* What the last rank sends late is never taken for what it should send now; lifting the masks brings it back: with the region
  * zeroed and nothing else (vLLM), or with clean. */
-static const int masks_alone = 0, with_clean = 1;
+static const struct lateness { bool clean, silent; } masks_alone = {0, 0}, with_clean = {1, 0}, silent = {0, 1}, silent_with_clean = {1, 1};
 static void late_rank(struct rank *me) {
-  int clean = *(const int *)me->test->arg;
+  struct lateness how = *(const struct lateness *)me->test->arg;
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, DK_TEAM_SHRINK);
   t->timeout_ns = soon_ns();
   struct ll *l = make_ll(t, &spec, 3);
   if (is_last(me)) {
     meet(me);
-    run_ll_dispatch(l, DK_PHASE_BOTH, 0); /* of the first round, while the others are beyond it */
+    if (!how.silent) run_ll_dispatch(l, DK_PHASE_BOTH, 0); /* of the first round, while the others are beyond it */
     finish(me);
     expect_healthy(t);
   } else {
@@ -202,7 +202,7 @@ static void late_rank(struct rank *me) {
   finish(me);
   meet(me);
   t->timeout_ns = limit_ns(10);
-  if (clean) run_clean(t, 0, 0, 0);
+  if (how.clean) run_clean(t, 0, 0, 0);
   l->absent = 0;
   for (uint64_t round = 0; round < 4; round++) {
     new_ll_payload(l, 70 + round);
@@ -247,5 +247,7 @@ static const struct test_case cases[] = {
     {"shrink/a rank does not come to clean", absent_from_clean, 3, NULL, QUICK, 0, 0},
     {"shrink/a late rank, masks lifted", late_rank, 3, &masks_alone, QUICK, 0, 0},
     {"shrink/a late rank, cleaned", late_rank, 3, &with_clean, QUICK, 0, 0},
+    {"shrink/a rank that missed calls, masks lifted", late_rank, 3, &silent, QUICK, 0, 0},
+    {"shrink/a rank that missed calls, cleaned", late_rank, 3, &silent_with_clean, QUICK, 0, 0},
 };
 GROUP(mask_cases);

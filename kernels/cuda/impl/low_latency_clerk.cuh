@@ -53,8 +53,9 @@ __device__ inline void post_low_latency(const LowLatencyParams &p, const LowLate
   for (int r = lane_id(); r < team.num_ranks; r += kWarp) {
     if (is_masked(p.session, r)) continue;
     uint8_t *block = team.peers[r];
-    const uint64_t consumed[kLowLatencySlots] = {team.scratch->consumed[0][r], team.scratch->consumed[1][r]};
-    for (int slot = 0; slot < kLowLatencySlots; ++slot) ptx::st_relaxed_sys(credit(team, block, slot, team.rank), consumed[slot]);
+    const uint64_t consumed[kLowLatencySlots] = {team.scratch->consumed[0][r], team.scratch->consumed[1][r]}, given_up = given_up_by(team, r);
+    for (int slot = 0; slot < kLowLatencySlots; ++slot)
+      ptx::st_relaxed_sys(credit(team, block, slot, team.rank), most(consumed[slot], given_up));
     if (p.sends()) store_enter(low_latency_line(p, block, call.epoch, team.rank), low_latency_enter(p), call);
   }
 }
@@ -94,7 +95,8 @@ __device__ __forceinline__ LowLatencyCall low_latency_call(const LowLatencyParam
 __device__ __noinline__ inline bool find_source_call(const LowLatencyParams &p, LowLatencyCall call, int source, LowLatencyCall &found) {
   const Session &s = p.session;
   const Scratch *scratch = s.team.scratch;
-  const uint64_t expected = call.epoch + scratch->epoch_ahead[source], seen = scratch->seen[source];
+  const uint64_t expected = call.epoch + scratch->epoch_ahead[source], given_up = given_up_by(s.team, source);
+  const uint64_t seen = most(scratch->seen[source], given_up);
   const bool anywhere = scratch->returned[source] != 0;
   const uint64_t *best = nullptr;
   uint64_t epoch = 0;
@@ -102,7 +104,7 @@ __device__ __noinline__ inline bool find_source_call(const LowLatencyParams &p, 
     for (int copy = 0; copy < kLowLatencyEnterCopies; ++copy) {
       const uint64_t *line = low_latency_line(p, own_block(p), copy, source);
       const uint64_t there = ptx::ld_acquire_sys(line + offsetof(LowLatencyEnter, epoch) / 8);
-      const bool exact = there == expected && !anywhere;
+      const bool exact = there == expected && !anywhere && there > given_up;
       if (!exact && (there <= seen || (there <= expected && !anywhere))) continue;
       if (best != nullptr && !exact && there >= epoch) continue;
       best = line, epoch = there;

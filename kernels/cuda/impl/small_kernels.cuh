@@ -1,6 +1,7 @@
 // small_kernels.cuh - barrier, masks, statistics that the host asks for, the clock.
 #pragma once
 #include "cuda/sync/anew.cuh"
+#include "cuda/sync/masks.cuh"
 
 namespace deepep {
 
@@ -15,34 +16,11 @@ __global__ void __launch_bounds__(128, 1) barrier_kernel(const __grid_constant__
                  [&](uint64_t epoch, int r) { return s.team.enter(s.team.rank, epoch % kEnterCopies, r); });
 }
 
-struct MaskParams {
-  Session session;
-  int32_t what, rank, value, reserved;
-  int32_t *out;
-};
-
-// A rank comes back: what it sent so far counts as taken, and its next message says where it stands.
-__device__ inline void lift_mask(const Session &s, int rank) {
-  Scratch *scratch = s.team.scratch;
-  if (scratch->masked[rank] == 0) return;
-  uint64_t newest = scratch->seen[rank];
-  for (int copy = 0; copy < kLowLatencyEnterCopies; ++copy)
-    newest = most(newest, ptx::ld_acquire_sys(&s.team.low_latency_enter(s.team.rank, copy, rank)->epoch));
-  scratch->seen[rank] = scratch->consumed[0][rank] = scratch->consumed[1][rank] = newest;
-  scratch->returned[rank] = 1;
-  scratch->masked[rank] = 0;
-}
-
 __global__ void __launch_bounds__(128, 1) mask_kernel(const __grid_constant__ MaskParams p) {
   const Session &s = p.session;
   begin(s);
   publish_newest_by_last_warp(s.team);
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
-    uint32_t *mask = &s.team.scratch->masked[r];
-    if (p.what == DK_MASK_QUERY) p.out[r] = static_cast<int32_t>(*mask);
-    else if (p.what == DK_MASK_CLEAN || (r == p.rank && p.value == 0)) lift_mask(s, r);
-    else if (r == p.rank) *mask = 1;
-  }
+  change_masks(p, [&](int r, uint64_t call) { ptx::st_release_sys(s.team.given_up(s.team.peers[r], s.team.rank), call); });
   finish(s, [&](bool failed) { record_kernel(s, nullptr, true, failed); });
 }
 

@@ -5,6 +5,7 @@
 #include "cuda/impl/dispatch_params.cuh"
 #include "cuda/impl/notify_params.cuh"
 #include "cuda/launch/host.h"
+#include "cuda/sync/masks.cuh"
 
 namespace deepep {
 
@@ -28,6 +29,7 @@ int32_t far_barrier(dk_barrier_params *p);
 int32_t far_clean(dk_clean_params *p);
 int32_t far_ll_dispatch(dk_ll_dispatch_params *p);
 int32_t far_ll_combine(dk_ll_combine_params *p);
+int32_t far_mask(dk_mask_params *p, const MaskParams &params); // is checked
 
 cudaError_t load_far_kernels(); // all of them, on the current device
 

@@ -13,6 +13,7 @@ int32_t far_barrier(dk_barrier_params *) { return DK_EUNSUPPORTED; }
 int32_t far_clean(dk_clean_params *) { return DK_EUNSUPPORTED; }
 int32_t far_ll_dispatch(dk_ll_dispatch_params *) { return DK_EUNSUPPORTED; }
 int32_t far_ll_combine(dk_ll_combine_params *) { return DK_EUNSUPPORTED; }
+int32_t far_mask(dk_mask_params *, const MaskParams &) { return DK_EUNSUPPORTED; }
 cudaError_t load_far_kernels() { return cudaSuccess; }
 
 }  // namespace deepep

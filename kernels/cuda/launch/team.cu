@@ -237,6 +237,7 @@ DK_EXPORT int32_t dk_mask(dk_mask_params *p) {
   MaskParams params{};
   params.session = session_of(p, DK_OP_MASK, DK_PHASE_BOTH);
   params.what = p->what, params.rank = p->rank, params.value = p->value, params.out = pointer<int32_t>(p->out);
+  if (team->far != nullptr) return far_mask(p, params);
   const OnDevice on(team->device);
   mask_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);
   const cudaError_t error = cudaGetLastError();

@@ -32,7 +32,7 @@ __host__ __device__ inline uint32_t counts_words(uint32_t num_ranks) {
 }
 
 struct ControlLayout {
-  uint64_t enter, low_latency_enter, done, consumed, counts, bytes;
+  uint64_t enter, low_latency_enter, done, consumed, given_up, counts, bytes;
 };
 __host__ __device__ inline ControlLayout control_layout(uint64_t num_ranks) {
   ControlLayout at{};
@@ -40,7 +40,8 @@ __host__ __device__ inline ControlLayout control_layout(uint64_t num_ranks) {
   at.low_latency_enter = at.enter + kEnterCopies * num_ranks * sizeof(Enter);
   at.done = at.low_latency_enter + kLowLatencyEnterCopies * num_ranks * sizeof(Enter);
   at.consumed = at.done + align_up<uint64_t>(num_ranks * 8, 128);
-  at.counts = at.consumed + align_up<uint64_t>(2 * num_ranks * 8, 128); // a word for each slot of each rank
+  at.given_up = at.consumed + align_up<uint64_t>(2 * num_ranks * 8, 128); // a word for each slot of each rank
+  at.counts = at.given_up + align_up<uint64_t>(num_ranks * 8, 128);
   at.bytes = align_up<uint64_t>(at.counts + 2 * num_ranks * counts_words(static_cast<uint32_t>(num_ranks)) * 4, 4096);
   return at;
 }

@@ -80,6 +80,11 @@ struct TeamView {
   __device__ uint64_t *consumed(int owner, int slot, int source) const {
     return reinterpret_cast<uint64_t *>(peers[owner] + control + at.consumed) + slot * num_ranks + source;
   }
+  // The newest low-latency call of `source` before it lifted its mask of the owner: it went on without the owner, and nothing that
+  // it sent up to there will be asked for.
+  __device__ uint64_t *given_up(uint8_t *owners_block, int source) const {
+    return reinterpret_cast<uint64_t *>(owners_block + control + at.given_up) + source;
+  }
   __device__ uint32_t *counts(int owner, int copy, int source) const {
     return reinterpret_cast<uint32_t *>(peers[owner] + control + at.counts) +
            (static_cast<uint64_t>(copy) * num_ranks + source) * counts_words(num_ranks);

@@ -68,6 +68,10 @@ __device__ inline bool can_shrink(const Session &s) {
 __device__ inline bool is_masked(const Session &s, int rank) {
   return (s.team.flags & DK_TEAM_SHRINK) != 0 && ptx::ld_relaxed_gpu(&s.team.scratch->masked[rank]) != 0;
 }
+// With shrink: calls of a rank up to this one are not meant for any of mine (TeamView::given_up).
+__device__ inline uint64_t given_up_by(const TeamView &team, int rank) {
+  return (team.flags & DK_TEAM_SHRINK) == 0 ? 0 : ptx::ld_acquire_sys(team.given_up(team.self, rank));
+}
 // A wait for `peer` ended with `code`: true if the peer is masked from now on and the call goes on, else the team has failed.
 __device__ inline bool mask_instead(const Session &s, uint32_t code, int peer) {
   if (!can_shrink(s) || (code != DK_ETIMEOUT && code != DK_EPEERDEAD)) return false;
