@@ -58,10 +58,8 @@ func (d *Device) Capturing(s Stream) (bool, error) {
 	if !d.canBeGraphed {
 		return false, nil
 	}
-	p := queries.Get().(*kern.StreamQueryParams)
-	defer queries.Put(p)
-	p.Device, p.Stream = d.handle, uint64(s)
-	code := d.Lib.StreamQuery(p)
+	p := kern.StreamQueryParams{Device: d.handle, Stream: uint64(s)}
+	code := d.Lib.StreamQuery(&p)
 	return p.Capturing != 0, kern.Error("dk_stream_query", code, p.DeviceError)
 }
 
@@ -70,14 +68,6 @@ type Event struct {
 	dev    *Device
 	handle uint64
 }
-
-// Parameter structs live on the heap; pools keep the hot path free of allocations.
-var (
-	queries = sync.Pool{New: func() any { return new(kern.StreamQueryParams) }}
-	records = sync.Pool{New: func() any { return new(kern.EventRecordParams) }}
-	joins   = sync.Pool{New: func() any { return new(kern.StreamWaitEventParams) }}
-	waits   = sync.Pool{New: func() any { return new(kern.EventWaitParams) }}
-)
 
 // NewEvent makes an event. It keeps the device open until Destroy.
 func (d *Device) NewEvent() (*Event, error) {
@@ -100,10 +90,8 @@ func (e *Event) Destroy() error {
 
 // Record marks the present end of the stream.
 func (e *Event) Record(s Stream) error {
-	p := records.Get().(*kern.EventRecordParams)
-	defer records.Put(p)
-	p.Device, p.Event, p.Stream = e.dev.handle, e.handle, uint64(s)
-	if code := e.dev.Lib.EventRecord(p); code != 0 {
+	p := kern.EventRecordParams{Device: e.dev.handle, Event: e.handle, Stream: uint64(s)}
+	if code := e.dev.Lib.EventRecord(&p); code != 0 {
 		return kern.Error("dk_event_record", code, p.DeviceError)
 	}
 	return nil
@@ -111,10 +99,8 @@ func (e *Event) Record(s Stream) error {
 
 // Join lets the stream wait for the event. Not for stream 0 where HostStream.
 func (e *Event) Join(s Stream) error {
-	p := joins.Get().(*kern.StreamWaitEventParams)
-	defer joins.Put(p)
-	p.Device, p.Stream, p.Event = e.dev.handle, uint64(s), e.handle
-	if code := e.dev.Lib.StreamWaitEvent(p); code != 0 {
+	p := kern.StreamWaitEventParams{Device: e.dev.handle, Stream: uint64(s), Event: e.handle}
+	if code := e.dev.Lib.StreamWaitEvent(&p); code != 0 {
 		return kern.Error("dk_stream_wait_event", code, p.DeviceError)
 	}
 	return nil
@@ -122,10 +108,8 @@ func (e *Event) Join(s Stream) error {
 
 // Wait blocks the calling thread until the event is done or the time is over; 0 only asks.
 func (e *Event) Wait(limit time.Duration) (done bool, err error) {
-	p := waits.Get().(*kern.EventWaitParams)
-	defer waits.Put(p)
-	p.Device, p.Event, p.TimeoutNS = e.dev.handle, e.handle, uint64(max(0, limit))
-	switch code := e.dev.Lib.EventWait(p); status.Code(code) {
+	p := kern.EventWaitParams{Device: e.dev.handle, Event: e.handle, TimeoutNS: uint64(max(0, limit))}
+	switch code := e.dev.Lib.EventWait(&p); status.Code(code) {
 	case status.OK:
 		return true, nil
 	case status.Timeout:

@@ -5,8 +5,10 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"unsafe"
 
@@ -52,6 +54,58 @@ func TestCallReadsAndWritesTheStruct(t *testing.T) {
 	}
 	if _, err := l.Symbol("sub"); err == nil || !strings.Contains(err.Error(), "no function sub") {
 		t.Errorf("missing symbol: %v", err)
+	}
+}
+
+// deep calls fn with a struct on the stack, below so many frames.
+func deep(fn uintptr, frames int32) (sum int32) {
+	var room [64]int32 // the stack grows on the way down, and has much to give back after
+	room[frames&63] = frames
+	if frames > 0 {
+		return deep(fn, frames-1) + room[frames&63] - frames
+	}
+	p := [3]int32{40, 2, 0}
+	if r := Call(fn, unsafe.Pointer(&p)); r != -7 {
+		return r
+	}
+	return p[2]
+}
+
+// A struct on a goroutine's stack stays where it is while C has it, though the collector shrinks stacks meanwhile.
+func TestCallWithAStructOnTheStack(t *testing.T) {
+	so := build(t, t.TempDir(), "libslow.so", `#include <unistd.h>
+		int add(volatile int *p) { for (int i = 0; i < 5; i++) { usleep(100); p[2] = p[0] + p[1]; } return -7; }`)
+	l, err := Open(so)
+	if err != nil {
+		t.Fatal(err)
+	}
+	fn, err := l.Symbol("add")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all sync.WaitGroup
+	for range 8 {
+		all.Go(func() {
+			for i := range int32(40) {
+				if got := deep(fn, 1+i*37%300); got != 42 {
+					t.Errorf("C left %d", got)
+				}
+				if got := deep(fn, 0); got != 42 { // on a stack that is too large by now
+					t.Errorf("C left %d", got)
+				}
+			}
+		})
+	}
+	done := make(chan struct{})
+	go func() { all.Wait(); close(done) }()
+	for {
+		select {
+		case <-done:
+			l.Close()
+			return
+		default:
+			runtime.GC()
+		}
 	}
 }
 

@@ -2,7 +2,6 @@ package dl
 
 import (
 	"runtime"
-	"sync"
 	"unsafe"
 
 	"github.com/ebitengine/purego"
@@ -47,26 +46,18 @@ func (l *Library) Close() {
 	_ = purego.Dlclose(l.handle) // a failure leaves the library loaded, which harms nobody
 }
 
-// frames are argument lists that purego may keep on the heap without a new allocation in each call.
-var frames = sync.Pool{New: func() any { return new([1]uintptr) }}
-
-// escape is never set. It makes the compiler keep every params on the heap, whose objects do not move; a struct on a
-// goroutine's stack could be moved between taking its address and the call.
-var (
-	escape bool
-	sink   unsafe.Pointer
-)
-
-// Call runs `int32_t fn(void *params)` on this thread. params may point into Go memory: it neither moves nor goes away
-// during the call, and C must not keep it.
+// Call runs `int32_t fn(void *params)` on this thread, which costs a third of purego's SyscallN: one argument needs no list.
+// params may point into Go memory, a goroutine's stack too: neither moves nor goes away during the call. C must not keep it,
+// and must not call Go, since then the stack might move.
 func Call(fn uintptr, params unsafe.Pointer) int32 {
-	if escape {
-		sink = params
-	}
-	frame := frames.Get().(*[1]uintptr)
-	frame[0] = uintptr(params)
-	r, _, _ := purego.SyscallN(fn, frame[:]...)
+	r := cgocall(fn, params)
 	runtime.KeepAlive(params)
-	frames.Put(frame)
-	return int32(r)
+	return r
 }
+
+// cgocall is what cgo's own calls go through, and purego's: it leaves Go for a function of C that takes one pointer and
+// returns an int. The runtime promises its signature to packages that reach it so.
+//
+//go:noescape
+//go:linkname cgocall runtime.cgocall
+func cgocall(fn uintptr, arg unsafe.Pointer) int32

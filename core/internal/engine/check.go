@@ -13,7 +13,7 @@ import (
 	"github.com/deepep-go/deepep/core/internal/status"
 )
 
-// given is an address argument: whether it must be there, and what it must be a multiple of.
+// given is an address argument: whether it must be there, and what it must be a multiple of, a power of two.
 type given struct {
 	name    string
 	address uintptr
@@ -28,7 +28,7 @@ func need(all ...given) error {
 		if g.needed && g.address == 0 {
 			return status.InvalidArg(g.name, "NULL", "the address of a tensor: the shape is not empty")
 		}
-		if g.address%g.align != 0 {
+		if g.address&(g.align-1) != 0 {
 			return status.InvalidArg(g.name, fmt.Sprintf("address %#x", g.address), fmt.Sprintf("a multiple of %d bytes", g.align))
 		}
 	}
