@@ -33,6 +33,7 @@ struct Scratch {
   LowLatencyTicket tickets[DK_NUM_TICKETS];
   LowLatencyRouting routing[kRoutingCopies];
   uint32_t masked[DK_MAX_RANKS];
+  uint64_t masked_at[DK_MAX_RANKS]; // my newest low-latency call when it was masked by hand; 0: a call did without it
   uint64_t verdict[DK_MAX_RANKS];  // low latency with shrink: epoch << 2 | kArrived or kAbsent
   uint64_t late[DK_MAX_RANKS];     // epoch in which a rank's counts came and its rows did not
   // Low latency, for each rank. Ranks number their own calls; while nobody is masked the numbers are equal everywhere.

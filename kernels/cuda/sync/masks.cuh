@@ -10,8 +10,8 @@ struct MaskParams {
   int32_t *out;
 };
 
-// A rank comes back: what it sent so far counts as taken, and its next message says where it stands. It is told the number of my
-// newest call, for what I sent before I went on without it may still lie there. False: it was not masked.
+// A rank comes back: what it sent so far counts as taken, and its next message says where it stands. If I made calls without it, it
+// is told the number of the newest, for what I sent before I went on may still lie there. False: it was not masked.
 template <class Tell> __device__ inline bool lift_mask(const Session &s, int rank, Tell tell) {
   Scratch *scratch = s.team.scratch;
   if (scratch->masked[rank] == 0) return false;
@@ -20,7 +20,9 @@ template <class Tell> __device__ inline bool lift_mask(const Session &s, int ran
     newest = most(newest, ptx::ld_acquire_sys(&s.team.low_latency_enter(s.team.rank, copy, rank)->epoch));
   scratch->seen[rank] = scratch->consumed[0][rank] = scratch->consumed[1][rank] = newest;
   scratch->returned[rank] = 1;
-  tell(rank, scratch->low_latency_epoch);
+  const uint64_t own = scratch->low_latency_epoch;
+  if (scratch->masked_at[rank] != own) tell(rank, own);
+  scratch->masked_at[rank] = 0;
   scratch->masked[rank] = 0;
   return true;
 }
@@ -33,7 +35,7 @@ template <class Tell> __device__ inline bool change_masks(const MaskParams &p, T
     uint32_t *mask = &s.team.scratch->masked[r];
     if (p.what == DK_MASK_QUERY) p.out[r] = static_cast<int32_t>(*mask);
     else if (p.what == DK_MASK_CLEAN || (r == p.rank && p.value == 0)) lifted |= lift_mask(s, r, tell);
-    else if (r == p.rank) *mask = 1;
+    else if (r == p.rank && *mask == 0) *mask = 1, s.team.scratch->masked_at[r] = s.team.scratch->low_latency_epoch;
   }
   return lifted;
 }
