@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 from . import _abi, errors
 
@@ -67,6 +68,8 @@ class Library:
         self.slow = ctypes.CDLL(self.path)
         for handle in (self.quick, self.slow):
             _abi.declare(handle)
+        self.low_latency_dispatch = self._bare("deepep_low_latency_dispatch")
+        self.low_latency_combine = self._bare("deepep_low_latency_combine")
         number = int(self.slow.deepep_version())
         found = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
         if found != header_version():
@@ -74,6 +77,12 @@ class Library:
                 errors.VERSION,
                 f"{self.path} is version {found}, the Python package is {header_version()}: rebuild or reinstall one",
             )
+
+    def _bare(self, name: str) -> Any:
+        """A function of `quick` that takes c_void_p and byref() only, which ctypes then need not look at."""
+        function = self.quick[name]
+        function.restype = _abi.I32
+        return function
 
     def check(self, status: int) -> None:
         """Raises the exception for `status` unless it is OK."""

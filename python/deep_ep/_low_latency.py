@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
 from typing import Any
 
 from . import _abi, errors
 from . import _torch as tt
-from ._base import BufferBase, Ordering, refuse_keywords
+from ._base import Ordering, refuse_keywords
+from ._low_latency_plan import RECV, SEND, CombineCall, LowLatencyPlans
 from .errors import assertion, value_error
 from .utils import EventHandle, EventOverlap
 
-SEND, RECV, SEND_RECV = 1, 2, 3
-ROUND_SCALE, UE8M0, LOGFMT, ZERO_COPY, UNREDUCED = 1, 2, 4, 8, 16
 Hook = Callable[[], None]
 NO_EVENT = EventOverlap()  # what every call without an event returns
+# A combine's addresses, x to wait_recv_cost_stats, are written in one go: to set the fields takes twice as long.
+_write_addresses = struct.Struct("=7Q").pack_into
+_ADDRESSES = _abi.LlCombineArgs.x.offset
 
 
-class LowLatencyMode(BufferBase):
-    """low_latency_dispatch, low_latency_combine, cleaning and masks."""
+class LowLatencyMode(LowLatencyPlans):
+    """low_latency_dispatch, low_latency_combine, cleaning and masks.
 
-    low_latency_mode: bool
+    Both look for the plan of calls of their kind first: what it was made from is right and need not be checked again.
+    """
+
     enable_shrink: bool
-    _outputs: dict[tuple[Any, ...], list[tt.Outputs]]
-    _zero_copy: tt.Tensor | None
 
     def low_latency_dispatch(
         self,
@@ -72,48 +75,47 @@ class LowLatencyMode(BufferBase):
             refuse_keywords("low_latency_dispatch", fork_keywords)
         if self._kept or not self._ready:
             self.enter()
-        if (num_max_dispatch_tokens_per_rank, num_experts) != self._ll_shape:
-            self._ll_shape = self._check_shape(num_max_dispatch_tokens_per_rank, num_experts)
-        bound, num_experts = self._ll_shape
         if async_finish and return_recv_hook:
             assertion(False, "async_finish and return_recv_hook exclude each other")
-        shape = tt.token_shape(x, topk_idx, self._where)
-        if shape is None or shape[0] > bound or shape[1] % 128 or not shape[1]:
-            shape = self._check_tokens(x, topk_idx, bound)
-        num_tokens, hidden, num_topk = shape
-        if use_ue8m0:
-            self._check_ue8m0(use_fp8, round_scale, hidden)
-        local = num_experts // self.group_size
-        if topk_weights is not None:
-            tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (num_tokens, num_topk))
-        if cumulative_local_expert_recv_stats is not None:
-            self._check_stats("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, tt.INT32, local)
-        if dispatch_wait_recv_cost_stats is not None:
-            self._check_wait_stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
-        outputs = self._take_outputs((local, bound, hidden, bool(use_fp8), bool(use_ue8m0)))
-        args, received, waited = outputs.args, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        flags = (ROUND_SCALE if round_scale else 0) | (UE8M0 if use_ue8m0 else 0)
-        numbers = (flags, num_tokens, num_topk, 1 if topk_idx.dtype is tt.INT64 else 0)
-        if numbers != outputs.numbers:  # setting a field costs more than comparing all of them
-            outputs.numbers = numbers
-            args.flags, args.num_tokens, args.num_topk, args.index_type = numbers
-        args.x, args.topk_idx = x.data_ptr(), topk_idx.data_ptr()
+        bound, received = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
+        key = None
+        try:
+            key = (
+                type(x), x.shape, x.dtype, x.get_device(), x.is_contiguous(),
+                type(topk_idx), topk_idx.shape, topk_idx.dtype, topk_idx.get_device(), topk_idx.is_contiguous(),
+                bound, num_experts, use_fp8, round_scale, use_ue8m0,
+            )  # fmt: skip
+            plan = self._ll_dispatches[key]
+        except (AttributeError, KeyError, RuntimeError, TypeError):  # the first of its kind, or something is wrong
+            plan = self._plan_dispatch(key, x, topk_idx, bound, num_experts, use_fp8, round_scale, use_ue8m0)
+        waited = dispatch_wait_recv_cost_stats
         more = topk_weights is not None or received is not None or waited is not None
+        if more:
+            self._check_more(plan, topk_weights, received, waited)
+        stream = self.raw_stream()
+        outputs = self._take_outputs(plan.key, plan.pool, stream)
+        args = outputs.args
+        if outputs.numbers is not plan.numbers:  # to set a field takes longer than to ask
+            outputs.numbers = plan.numbers
+            args.phases, args.flags, args.num_tokens, args.num_topk, args.index_type = plan.numbers
+        args.x, args.topk_idx = x.data_ptr(), topk_idx.data_ptr()
         if more or outputs.more:
             outputs.more = more
             args.topk_weights, args.cumulative_recv_stats = tt.address(topk_weights), tt.address(received)
             args.wait_recv_cost_stats = tt.address(waited)
         recv_x, recv_count, src_info, layout_range, scales = outputs.tensors
-        handle = (src_info, layout_range, bound, hidden, num_experts)
-        function, reference = self.native.lib.quick.deepep_low_latency_dispatch, outputs.reference
+        handle = (src_info, layout_range, plan.bound, plan.hidden, plan.num_experts)
         event, hook = NO_EVENT, None
         if async_finish or return_recv_hook or self.host_stream:
+            if return_recv_hook:
+                outputs.numbers = ()  # its phases are the halves'
             # Whoever keeps this keeps the outputs from being used again.
             held = (x, topk_idx, topk_weights, received, waited, outputs, recv_x)
-            event, hook = self._issue(function, args, reference, async_finish, return_recv_hook, held)
+            function = self.native.lib.low_latency_dispatch
+            event, hook = self._issue(function, outputs, stream, async_finish, return_recv_hook, held)
         else:
-            self._call_now(function, args, reference)
-        return ((recv_x, scales) if use_fp8 else recv_x), recv_count, handle, event, hook
+            self._call_now(self.native.lib.low_latency_dispatch, outputs.reference, stream)
+        return ((recv_x, scales) if plan.use_fp8 else recv_x), recv_count, handle, event, hook
 
     def low_latency_combine(
         self,
@@ -154,51 +156,51 @@ class LowLatencyMode(BufferBase):
             self.enter()
         if async_finish and return_recv_hook:
             assertion(False, "async_finish and return_recv_hook exclude each other")
-        if use_logfmt and zero_copy:
-            raise value_error("zero_copy", "True with use_logfmt=True", "one of them")
-        src_info, layout_range, bound, hidden, num_experts = self._check_handle(handle)
-        local, rows, where = num_experts // self.group_size, self.group_size * bound, self._where
-        if not tt.plain(topk_idx, tt.INT64, where):
-            tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (None, None))
-        num_tokens, num_topk = topk_idx.shape
-        if num_tokens > bound:
-            raise value_error("topk_idx", f"{num_tokens} tokens", f"at most B = {bound}")
-        if not tt.plain(topk_weights, tt.FLOAT32, where, (num_tokens, num_topk)):
-            tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (num_tokens, num_topk))
+        rows = topk_idx if zero_copy else x  # x is ignored then
+        key = None
+        try:
+            src_info, layout_range, bound, hidden, num_experts = handle
+            key = (
+                type(topk_idx), topk_idx.shape, topk_idx.dtype, topk_idx.get_device(), topk_idx.is_contiguous(),
+                type(topk_weights), topk_weights.shape, topk_weights.dtype, topk_weights.get_device(),
+                topk_weights.is_contiguous(), type(rows), rows.shape, rows.dtype, rows.get_device(),
+                rows.is_contiguous(), type(handle), bound, hidden, num_experts, use_logfmt, zero_copy, unreduced,
+            )  # fmt: skip
+            plan = self._ll_combines[key]
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+            plan = self._plan_combine(key, x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, unreduced)
+            src_info, layout_range = handle[:2]
+        ours = self._ll_known.get(id(src_info))
+        if ours is not None and ours.tensors[3] is layout_range and ours.shape == plan.shape:
+            sources, ranges = ours.sources
+        else:
+            sources, ranges = self._check_handle(handle)
+        waited = 0
         if combine_wait_recv_cost_stats is not None:
             self._check_wait_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
-        if not zero_copy and not tt.plain(x, tt.BF16, where, (local, rows, hidden)):
-            tt.check("x", x, self.device, (tt.BF16,), (local, rows, hidden))
-        if out is None:
-            out = tt.empty((num_tokens, hidden), tt.BF16, self.device)
-        elif not tt.plain(out, tt.BF16, where, (num_tokens, hidden)):
-            tt.check("out", out, self.device, (tt.BF16,), (num_tokens, hidden))
-        flags = (LOGFMT if use_logfmt else 0) | (ZERO_COPY if zero_copy else 0) | (UNREDUCED if unreduced else 0)
-        numbers = (
-            *(flags, num_tokens, bound, hidden, num_topk, num_experts),
-            1 if topk_idx.dtype is tt.INT64 else 0,
-        )
-        args, reference, before = self._ll_combine, self._ll_combine_reference, self._ll_combine_numbers
+            waited = combine_wait_recv_cost_stats.data_ptr()
+        if out is None:  # like x: that takes half as long as to name dtype and device
+            out = x.new_empty(*plan.combined) if plan.from_rows else tt.empty(plan.combined, tt.BF16, self.device)
+        elif not tt.plain(out, tt.BF16, self._where, plan.combined):
+            tt.check("out", out, self.device, (tt.BF16,), plan.combined)
+        call = self._ll_combine
         if return_recv_hook:
             # A hook's second half finds the struct as the first left it, so only calls that end here may share one.
-            args, before = _abi.sized(_abi.LlCombineArgs), ()
-            reference = ctypes.byref(args)
-        else:
-            self._ll_combine_numbers = numbers
-        if numbers != before:
-            args.flags, args.num_tokens, args.num_max_tokens, args.hidden = numbers[:4]
-            args.num_topk, args.num_experts, args.index_type = numbers[4:]
-        args.x = None if zero_copy else x.data_ptr()
-        args.topk_idx, args.topk_weights = topk_idx.data_ptr(), topk_weights.data_ptr()
-        args.src_info, args.layout_range = src_info.data_ptr(), layout_range.data_ptr()
-        args.combined_x = out.data_ptr()
-        args.wait_recv_cost_stats = tt.address(combine_wait_recv_cost_stats)
-        function = self.native.lib.quick.deepep_low_latency_combine
+            call = self._ll_spare.pop() if self._ll_spare else CombineCall()
+        if call.numbers is not plan.numbers:
+            call.numbers, args = plan.numbers, call.args
+            args.phases, args.flags, args.num_tokens, args.num_max_tokens, args.hidden = plan.numbers[:5]
+            args.num_topk, args.num_experts, args.index_type = plan.numbers[5:]
+        _write_addresses(
+            *(call.args, _ADDRESSES, 0 if zero_copy else x.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr()),
+            *(sources, ranges, out.data_ptr(), waited),
+        )
+        stream, function = self.raw_stream(), self.native.lib.low_latency_combine
         if not (async_finish or return_recv_hook or self.host_stream):
-            self._call_now(function, args, reference)
+            self._call_now(function, call.reference, stream)
             return out, NO_EVENT, None
         held = (x, topk_idx, topk_weights, src_info, layout_range, out, combine_wait_recv_cost_stats)
-        event, hook = self._issue(function, args, reference, async_finish, return_recv_hook, held)
+        event, hook = self._issue(function, call, stream, async_finish, return_recv_hook, held)
         return out, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> tt.Tensor:
@@ -210,7 +212,8 @@ class LowLatencyMode(BufferBase):
             ``[L, R*B, H]`` BF16, rows contiguous, a view of the buffer for the next low-latency call only.
         """
         self.enter()
-        _, _, bound, hidden, num_experts = self._check_handle(handle)
+        self._check_handle(handle)
+        _, _, bound, hidden, num_experts = handle
         lib, pointer, stride = self.native.lib, ctypes.c_void_p(), ctypes.c_uint64()
         lib.check(
             lib.quick.deepep_next_low_latency_combine_buffer(
@@ -259,16 +262,16 @@ class LowLatencyMode(BufferBase):
     def _issue(
         self,
         function: Any,
-        args: Any,
-        reference: Any,
+        call: tt.Outputs | CombineCall,
+        stream: int,
         async_finish: bool,
         return_recv_hook: bool,
         held: tuple[Any, ...],
     ) -> tuple[EventOverlap, Hook | None]:
-        stream = self.raw_stream()
+        """Issues the call whose struct `call` has, or its first half; `held` is kept until it is done."""
         if not return_recv_hook:
-            args.phases = SEND_RECV
-            return self._call(function, reference, async_finish, held, stream), None
+            return self._call(function, call.reference, async_finish, held, stream), None
+        args, reference = call.args, call.reference
         args.phases = SEND
         self._call(function, reference, False, held, stream)
 
@@ -282,27 +285,19 @@ class LowLatencyMode(BufferBase):
             args.phases = RECV
             self._call(function, reference, False, held, stream)
             held = ()
+            if isinstance(call, CombineCall):
+                self._ll_spare.append(call)
 
         return NO_EVENT, hook
 
-    def _call_now(self, function: Any, args: Any, reference: Any) -> None:
+    def _call_now(self, function: Any, reference: Any, stream: int) -> None:
         """Both halves, on the caller's stream, which orders everything: nothing has to be kept."""
-        args.phases = SEND_RECV
-        self._ll_call.stream = self.raw_stream()
-        status = function(self.native._as_parameter_, reference, self._ll_reference)
+        if stream != self._ll_stream:
+            self._ll_stream = self._ll_call.stream = stream
+        native = self.native
+        status = function(native._as_parameter_, reference, self._ll_reference)
         if status:
-            raise self.native.lib.error(status)
-
-    _ll_shape: tuple[int, int]
-    _ll_known: dict[int, tt.Outputs]  # by the id of src_info: whose handles need no checks
-    _ll_call: Any
-    _ll_reference: Any
-    _ll_async: Any
-    _ll_async_reference: Any
-    _ll_combine: Any
-    _ll_combine_reference: Any
-    _ll_combine_numbers: tuple[int, ...]
-    _where: int
+            raise native.lib.error(status)
 
     def _call(
         self, function: Any, reference: Any, async_finish: bool, held: tuple[Any, ...], stream: int
@@ -324,7 +319,7 @@ class LowLatencyMode(BufferBase):
             tensors = [t for entry in held for t in (entry.tensors if isinstance(entry, tt.Outputs) else (entry,))]
             return order.finish(tuple(tensors))
         call = self._ll_call
-        call.stream = stream
+        self._ll_stream = call.stream = stream
         if self.host_stream and not call.event:
             call.event = native.take_event()
             call.__setattr__("async", 1)
@@ -344,108 +339,6 @@ class LowLatencyMode(BufferBase):
         order = Ordering(self, None, False, False)
         self.native.lib.check(function(self.native, *values, order.call(None, True)))
         order.finish(held)
-
-    def _take_outputs(self, key: tuple[int, int, int, bool, bool]) -> tt.Outputs:
-        """Outputs of this shape that nobody holds, made anew if there are none."""
-        pool = self._outputs.get(key)
-        if pool is None:
-            pool = self._outputs[key] = []
-        stream = self.raw_stream()
-        for candidate in pool:
-            if candidate.stream == stream and candidate.unused():
-                return candidate
-        outputs = self._new_outputs(*key)
-        outputs.stream = stream
-        if len(pool) < 8:
-            pool.append(outputs)
-            self._ll_known[id(outputs.tensors[2])] = outputs  # which live as long as the buffer
-        return outputs
-
-    def _new_outputs(self, local: int, bound: int, hidden: int, use_fp8: bool, ue8m0: bool) -> tt.Outputs:
-        rows, i32 = self.group_size * bound, tt.INT32
-        scales = ((local, hidden // 512, rows), i32) if ue8m0 else ((local, hidden // 128, rows), tt.FLOAT32)
-        specs: list[Any] = [
-            ((local, rows, hidden), tt.FP8 if use_fp8 else tt.BF16),
-            ((local,), i32),
-            ((local, rows), i32),
-            ((local, self.group_size), tt.INT64),
-            scales if use_fp8 else ((0, 0, 0), tt.FLOAT32),
-        ]
-        outputs = tt.Outputs(specs, self.device)
-        pointers = [tensor.data_ptr() for tensor in outputs.tensors]
-        outputs.tensors[4] = outputs.tensors[4].transpose(1, 2)
-        outputs.ready()
-        outputs.args = _abi.sized(
-            _abi.LlDispatchArgs,
-            num_max_tokens=bound,
-            hidden=hidden,
-            num_experts=local * self.group_size,
-            use_fp8=int(use_fp8),
-            recv_x=pointers[0],
-            recv_count=pointers[1],
-            src_info=pointers[2],
-            layout_range=pointers[3],
-            recv_x_scales=pointers[4] if use_fp8 else None,
-        )
-        outputs.reference = ctypes.byref(outputs.args)
-        outputs.shape = (bound, hidden, local * self.group_size)
-        return outputs
-
-    def _check_ue8m0(self, use_fp8: bool, round_scale: bool, hidden: int) -> None:
-        if not (use_fp8 and round_scale):
-            raise value_error(
-                "use_ue8m0", f"True with use_fp8={use_fp8}, round_scale={round_scale}", "both of them True"
-            )
-        if hidden % 512:
-            raise value_error("use_ue8m0", f"True with hidden {hidden}", "a hidden that is a multiple of 512")
-
-    def _check_shape(self, bound: object, num_experts: object) -> tuple[int, int]:
-        assertion(self.low_latency_mode, "the buffer was made with low_latency_mode=False")
-        if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
-            raise value_error("num_max_dispatch_tokens_per_rank", repr(bound), "an int >= 1")
-        if (
-            isinstance(num_experts, bool)
-            or not isinstance(num_experts, int)
-            or num_experts < 1
-            or num_experts % self.group_size
-        ):
-            raise value_error("num_experts", repr(num_experts), f"a positive multiple of the {self.group_size} ranks")
-        return bound, num_experts
-
-    def _check_tokens(self, x: tt.Tensor, topk_idx: tt.Tensor, bound: int) -> tuple[int, int, int]:
-        if not tt.plain(x, tt.BF16, self._where):
-            tt.check("x", x, self.device, (tt.BF16,), (None, None))
-        num_tokens, hidden = x.shape
-        if num_tokens > bound:
-            raise value_error("x", f"{num_tokens} tokens", f"at most num_max_dispatch_tokens_per_rank = {bound}")
-        if hidden == 0 or hidden % 128:
-            raise value_error("x", f"hidden {hidden}", "a hidden that is a multiple of 128")
-        if not (tt.plain(topk_idx, tt.INT64, self._where) and topk_idx.shape[0] == num_tokens):
-            tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (num_tokens, None))
-        return num_tokens, hidden, topk_idx.shape[1]
-
-    def _check_stats(self, name: str, tensor: object, dtype: Any, length: int) -> None:
-        tt.check(name, tensor, self.device, (dtype,), (length,))
-
-    def _check_wait_stats(self, name: str, tensor: object) -> None:
-        self._check_stats(name, tensor, tt.INT64, self.group_size)
-
-    def _check_handle(self, handle: object) -> tuple[Any, Any, int, int, int]:
-        if not isinstance(handle, tuple) or len(handle) != 5:
-            given = f"a tuple of {len(handle)}" if isinstance(handle, tuple) else type(handle).__name__
-            raise errors.type_error("handle", given, "the handle that low_latency_dispatch returned")
-        src_info, layout_range, bound, hidden, num_experts = handle
-        ours = self._ll_known.get(id(src_info))
-        if ours is not None and ours.made(src_info, layout_range, bound, hidden, num_experts):
-            return handle
-        if (bound, num_experts) != self._ll_shape:
-            bound, num_experts = self._check_shape(bound, num_experts)
-        local, ranks = num_experts // self.group_size, self.group_size
-        if not tt.plain(src_info, tt.INT32, self._where, (local, ranks * bound)):
-            tt.check("handle: src_info", src_info, self.device, (tt.INT32,), (local, ranks * bound))
-        if not tt.plain(layout_range, tt.INT64, self._where, (local, ranks)):
-            tt.check("handle: layout_range", layout_range, self.device, (tt.INT64,), (local, ranks))
-        return src_info, layout_range, bound, hidden, num_experts
 
     def _check_shrink(self) -> None:
         if not self.enable_shrink:

@@ -120,27 +120,6 @@ def check_indices(name: str, tensor: Tensor, num_experts: int) -> None:
         raise value_error(name, f"an index {bad}", f"-1 to num_experts - 1 = {num_experts - 1}")
 
 
-def token_shape(x: object, topk_idx: object, where: int) -> tuple[int, int, int] | None:
-    """(T, H, K) of BF16 tokens and their int64 indices if both are what low-latency calls mostly get; else None.
-
-    A quick yes for the hot path: contiguous matrices on GPU `where` (-1: on the CPU). On a None, `check` says more.
-    """
-    if (
-        type(x) is Tensor
-        and type(topk_idx) is Tensor
-        and x.dtype is BF16
-        and topk_idx.dtype is INT64
-        and x.is_contiguous()
-        and topk_idx.is_contiguous()
-        and x.get_device() == where
-        and topk_idx.get_device() == where
-    ):
-        shape, indices = x.shape, topk_idx.shape
-        if len(shape) == len(indices) == 2 and shape[0] == indices[0]:
-            return shape[0], shape[1], indices[1]
-    return None
-
-
 def plain(tensor: object, dtype: torch.dtype, where: int, shape: tuple[int, ...] | None = None) -> bool:
     """True for a contiguous tensor of this dtype and shape (None: any matrix) on GPU `where` (-1: on the CPU).
 
@@ -201,8 +180,8 @@ class Outputs:
     """Five output tensors cut from one allocation, and a way to tell that nobody holds any of them any more."""
 
     __slots__ = (
-        *("tensors", "_storage", "_number", "_storage_idle", "_idle"),
-        *("args", "reference", "stream", "numbers", "more", "shape"),
+        *("tensors", "_storage", "_number", "_storage_idle", "_idle", "_ask_uses"),
+        *("args", "reference", "stream", "numbers", "more", "shape", "sources"),
     )
 
     def __init__(self, specs: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
@@ -226,16 +205,14 @@ class Outputs:
         self.numbers: tuple[int, ...] = ()  # what the struct's number fields hold
         self.more = False  # its optional addresses are not all absent
         self.shape: tuple[int, ...] = ()  # B, H, E
+        self.sources = (0, 0)  # addresses of src_info and layout_range
         del arena, view
         self._storage_idle = self._idle = 0
+        self._ask_uses = not _holders_are_references()
 
     def ready(self) -> None:
         """Remembers what the counts are while nobody but this object holds anything."""
         self._storage_idle, self._idle = _storage_uses(self._number), self._holders()
-
-    def made(self, src_info: object, layout_range: object, *shape: int) -> bool:
-        """True for the handle that these outputs are given out with."""
-        return self.tensors[2] is src_info and self.tensors[3] is layout_range and self.shape == shape
 
     def touch(self) -> None:
         """Brings in the memory, so that no page is new in the first call."""
@@ -244,13 +221,29 @@ class Outputs:
     def _holders(self) -> int:
         # A sum will do: no single count can be below what it is when nobody holds anything.
         a, b, c, d, e = self.tensors
-        references = _references(a) + _references(b) + _references(c) + _references(d) + _references(e)
-        uses = _use_count(a) + _use_count(b) + _use_count(c) + _use_count(d) + _use_count(e)
-        return references + uses + _references(self._storage)  # torch has one object of it for all who ask
+        count = _references(a) + _references(b) + _references(c) + _references(d) + _references(e)
+        if self._ask_uses:
+            count += _use_count(a) + _use_count(b) + _use_count(c) + _use_count(d) + _use_count(e)
+        return count + _references(self._storage)  # torch has one object of it for all who ask
 
     def unused(self) -> bool:
         """True if every tensor, view and storage handed out is gone."""
         return _storage_uses(self._number) == self._storage_idle and self._holders() == self._idle
+
+
+@functools.cache
+def _holders_are_references() -> bool:
+    """True if a tensor that something else than Python holds, such as autograd, has one reference more for it.
+
+    So it is since torch 2.10. Before, the tensor's own count of uses had to be asked too.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        held = torch.ones(1, device="cpu")
+        before = _references(held), _use_count(held)
+        graph = held * torch.ones(1, device="cpu", requires_grad=True)  # which keeps the factor for a backward
+        after = _references(held), _use_count(held)
+        del graph
+    return after[0] > before[0] and after[1] > before[1]
 
 
 class _Block:

@@ -130,19 +130,9 @@ class Buffer(NormalMode, LowLatencyMode):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self._kept: deque[Any] = deque()
-        self._outputs: dict[tuple[Any, ...], list[tt.Outputs]] = {}
         self._default_configs: dict[tuple[int, int], Any] = {}
         self._row_cache = tt.RowCache()
-        self._zero_copy = None
-        self._ll_call = _abi.sized(_abi.Call)
-        self._ll_reference = ctypes.byref(self._ll_call)
-        self._ll_async = _abi.sized(_abi.Call, **{"async": 1})
-        self._ll_async_reference = ctypes.byref(self._ll_async)
-        self._ll_combine = _abi.sized(_abi.LlCombineArgs)
-        self._ll_combine_reference = ctypes.byref(self._ll_combine)
-        self._ll_combine_numbers = ()
-        self._ll_shape = (0, 0)
-        self._ll_known = {}
+        self._forget_low_latency()
         milliseconds = 0 if timeout is None else max(1, round(timeout * 1000))
         self.engine = _choose_engine(engine)
         if self.engine == "cuda":
@@ -247,13 +237,8 @@ class Buffer(NormalMode, LowLatencyMode):
             options.ll_num_topk, options.ll_num_experts = num_topk, num_experts
         lib = self.native.lib
         lib.check(lib.slow.deepep_buffer_warmup(self.native, ctypes.byref(options)))
-        if bound:  # two calls may be under way at once
-            key = (num_experts // self.group_size, bound, hidden, bool(use_fp8), False)
-            first = self._take_outputs(key)
-            held = first.tensors[0]  # so that the second is another
-            for outputs in (first, self._take_outputs(key)):
-                outputs.touch()
-            del held
+        if bound:
+            self._touch_outputs(bound, hidden, num_experts, bool(use_fp8))
 
     def check(self) -> None:
         """Raises the failure that made the buffer unusable, if there was one."""
@@ -266,7 +251,7 @@ class Buffer(NormalMode, LowLatencyMode):
         self._ready = False
         self._finalizer()
         self._kept.clear()
-        self._outputs.clear()
+        self._forget_low_latency()
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Statistics since the buffer was made.
