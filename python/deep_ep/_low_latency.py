@@ -105,16 +105,20 @@ class LowLatencyMode(LowLatencyPlans):
             args.wait_recv_cost_stats = tt.address(waited)
         recv_x, recv_count, src_info, layout_range, scales = outputs.tensors
         handle = (src_info, layout_range, plan.bound, plan.hidden, plan.num_experts)
-        event, hook = NO_EVENT, None
+        event, hook, native = NO_EVENT, None, self.native
         if async_finish or return_recv_hook or self.host_stream:
             if return_recv_hook:
                 outputs.numbers = ()  # its phases are the halves'
             # Whoever keeps this keeps the outputs from being used again.
             held = (x, topk_idx, topk_weights, received, waited, outputs, recv_x)
-            function = self.native.lib.low_latency_dispatch
+            function = native.low_latency_dispatch
             event, hook = self._issue(function, outputs, stream, async_finish, return_recv_hook, held)
-        else:
-            self._call_now(self.native.lib.low_latency_dispatch, outputs.reference, stream)
+        else:  # both halves, on the caller's stream, which orders everything: nothing has to be kept
+            if stream != self._ll_stream:
+                self._ll_stream = self._ll_call.stream = stream
+            status = native.low_latency_dispatch(native._as_parameter_, outputs.reference, self._ll_reference)
+            if status:
+                raise native.lib.error(status)
         return ((recv_x, scales) if plan.use_fp8 else recv_x), recv_count, handle, event, hook
 
     def low_latency_combine(
@@ -192,15 +196,19 @@ class LowLatencyMode(LowLatencyPlans):
             args.phases, args.flags, args.num_tokens, args.num_max_tokens, args.hidden = plan.numbers[:5]
             args.num_topk, args.num_experts, args.index_type = plan.numbers[5:]
         _write_addresses(
-            *(call.args, _ADDRESSES, 0 if zero_copy else x.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr()),
-            *(sources, ranges, out.data_ptr(), waited),
-        )
-        stream, function = self.raw_stream(), self.native.lib.low_latency_combine
+            call.args, _ADDRESSES, 0 if zero_copy else x.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr(),
+            sources, ranges, out.data_ptr(), waited,
+        )  # fmt: skip
+        stream, native = self.raw_stream(), self.native
         if not (async_finish or return_recv_hook or self.host_stream):
-            self._call_now(function, call.reference, stream)
+            if stream != self._ll_stream:
+                self._ll_stream = self._ll_call.stream = stream
+            status = native.low_latency_combine(native._as_parameter_, call.reference, self._ll_reference)
+            if status:
+                raise native.lib.error(status)
             return out, NO_EVENT, None
         held = (x, topk_idx, topk_weights, src_info, layout_range, out, combine_wait_recv_cost_stats)
-        event, hook = self._issue(function, call, stream, async_finish, return_recv_hook, held)
+        event, hook = self._issue(native.low_latency_combine, call, stream, async_finish, return_recv_hook, held)
         return out, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> tt.Tensor:
@@ -289,15 +297,6 @@ class LowLatencyMode(LowLatencyPlans):
                 self._ll_spare.append(call)
 
         return NO_EVENT, hook
-
-    def _call_now(self, function: Any, reference: Any, stream: int) -> None:
-        """Both halves, on the caller's stream, which orders everything: nothing has to be kept."""
-        if stream != self._ll_stream:
-            self._ll_stream = self._ll_call.stream = stream
-        native = self.native
-        status = function(native._as_parameter_, reference, self._ll_reference)
-        if status:
-            raise native.lib.error(status)
 
     def _call(
         self, function: Any, reference: Any, async_finish: bool, held: tuple[Any, ...], stream: int

@@ -133,6 +133,10 @@ class NativeBuffer:
         self.lib = group.lib
         self._as_parameter_ = ctypes.c_void_p()
         self._events: list[int] = []
+        self.low_latency_dispatch, self.low_latency_combine = (
+            self.lib.low_latency_dispatch,
+            self.lib.low_latency_combine,
+        )
         self.rows: Any = None  # a RowPool over a segment of this buffer
         self.lib.check(
             self.lib.slow.deepep_buffer_create(group, ctypes.byref(options), ctypes.byref(self._as_parameter_))

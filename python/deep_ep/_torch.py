@@ -212,7 +212,7 @@ class Outputs:
 
     def ready(self) -> None:
         """Remembers what the counts are while nobody but this object holds anything."""
-        self._storage_idle, self._idle = _storage_uses(self._number), self._holders()
+        self._idle, self._storage_idle = self._holders(), _storage_uses(self._number)
 
     def touch(self) -> None:
         """Brings in the memory, so that no page is new in the first call."""
@@ -228,7 +228,7 @@ class Outputs:
 
     def unused(self) -> bool:
         """True if every tensor, view and storage handed out is gone."""
-        return _storage_uses(self._number) == self._storage_idle and self._holders() == self._idle
+        return self._holders() == self._idle and _storage_uses(self._number) == self._storage_idle
 
 
 @functools.cache
