@@ -233,12 +233,12 @@ class NormalMode(BufferBase):
         order: Ordering,
     ) -> tuple[Any, Any, Any, Any, Any, EventOverlap]:
         per_rank, in_rank, per_expert = counts
-        lib, ranks, i32 = self.native.lib, self.group_size, tt.INT32
+        lib, ranks = self.native.lib, self.group_size
         num_tokens, num_topk = payload.x.shape[0], 0 if topk_idx is None else int(topk_idx.shape[1])
         with order.context:
             route = Route(
-                tt.empty((ranks, ranks), i32, self.device),
-                tt.empty((num_tokens, ranks), i32, self.device),
+                tt.like(per_rank, ranks, ranks),
+                tt.like(per_rank, num_tokens, ranks),
                 None,
                 in_rank,
             )
@@ -269,8 +269,8 @@ class NormalMode(BufferBase):
             (worst, []) if worst else self._wait_counts(token.value, int(per_expert.shape[0]) // ranks, held)
         )
         with order.context:
-            route.recv_src_idx = tt.empty((rows,), i32, self.device)
-            received, recv_scales, recv_idx, recv_weights = self._allocate(payload, rows, num_topk, topk_idx)
+            route.recv_src_idx = tt.like(per_rank, rows)
+            received, recv_scales, recv_idx, recv_weights = self._allocate(payload, rows, topk_idx, topk_weights)
         native_handle = route.native(rows)
         args = self._dispatch_args(payload, native_handle, received, recv_scales)
         args.token, args.num_worst_tokens = token.value, worst
@@ -298,7 +298,7 @@ class NormalMode(BufferBase):
             raise value_error("x", f"{payload.x.shape[0]} rows", f"{route.send_head.shape[0]} rows, as in the handle")
         rows = int(route.recv_src_idx.shape[0])
         with order.context:
-            received, recv_scales, _, _ = self._allocate(payload, rows, 0, None)
+            received, recv_scales, _, _ = self._allocate(payload, rows)
         native_handle = route.native(rows)
         args = self._dispatch_args(payload, native_handle, received, recv_scales)
         args.cached = 1
@@ -357,12 +357,12 @@ class NormalMode(BufferBase):
         order = Ordering(self, previous_event, async_finish, allocate_on_comm_stream)
         num_topk = 0
         with order.context:
-            combined = tt.empty((num_tokens, hidden), tt.BF16, self.device)
+            combined = tt.like(x, num_tokens, hidden)
             weights = None
             if topk_weights is not None:
                 tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (rows, None))
                 num_topk = int(topk_weights.shape[1])
-                weights = tt.empty((num_tokens, num_topk), tt.FLOAT32, self.device)
+                weights = tt.like(topk_weights, num_tokens, num_topk)
         native_handle = route.native(rows)
         args = _abi.sized(
             _abi.CombineArgs,
@@ -425,20 +425,22 @@ class NormalMode(BufferBase):
         """Keeps tensors until everything issued so far is done."""
         raise NotImplementedError
 
-    def _allocate(self, payload: Payload, rows: int, num_topk: int, topk_idx: Any) -> tuple[Any, Any, Any, Any]:
+    def _allocate(
+        self, payload: Payload, rows: int, topk_idx: Any = None, topk_weights: Any = None
+    ) -> tuple[Any, Any, Any, Any]:
         shape, pool = (rows, payload.x.shape[1]), self.native.rows
         received = pool.empty(shape, payload.x.dtype, self.device) if pool is not None and rows else None
         if received is None and self.host_stream:
             received = self._row_cache.empty(shape, payload.x.dtype)
         elif received is None:
-            received = tt.empty(shape, payload.x.dtype, self.device)
+            received = tt.like(payload.x, *shape)
         scales = None
         if payload.scales is not None:
-            scales = tt.empty((rows, payload.num_scales), payload.scales.dtype, self.device)
+            scales = tt.like(payload.scales, rows, payload.num_scales)
         if topk_idx is None:
             return received, scales, None, None
-        indices = tt.empty((rows, num_topk), topk_idx.dtype, self.device)
-        return received, scales, indices, tt.empty((rows, num_topk), tt.FLOAT32, self.device)
+        num_topk = topk_idx.shape[1]
+        return received, scales, tt.like(topk_idx, rows, num_topk), tt.like(topk_weights, rows, num_topk)
 
     def _dispatch_args(self, payload: Payload, native_handle: Any, received: Any, recv_scales: Any) -> Any:
         args = _abi.sized(

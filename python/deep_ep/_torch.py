@@ -85,6 +85,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
+def like(tensor: Tensor, *shape: int) -> Tensor:
+    """Uninitialised memory of a tensor's dtype and device, which takes half the time of naming them."""
+    return tensor.new_empty(*shape) if type(tensor) is Tensor else empty(shape, tensor.dtype, tensor.device)
+
+
 def check(
     name: str,
     tensor: object,
@@ -95,19 +100,33 @@ def check(
     contiguous: bool = True,
 ) -> Tensor:
     """`tensor` if it has this device, one of these dtypes and this shape (None: any length); else an error."""
+    if isinstance(tensor, Tensor) and tensor.dtype in dtypes and tensor.device == device:
+        got = tensor.shape
+        if len(got) == len(shape):
+            for have, want in zip(got, shape, strict=True):
+                if have != want and want is not None:
+                    break
+            else:
+                if not contiguous or tensor.is_contiguous():
+                    return tensor
+    raise _refusal(name, tensor, device, dtypes, shape)
+
+
+def _refusal(
+    name: str, tensor: object, device: torch.device, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]
+) -> Exception:
+    """The error for the first thing that is wrong with an argument."""
     if not isinstance(tensor, Tensor):
-        raise type_error(name, type(tensor).__name__, "a torch.Tensor")
+        return type_error(name, type(tensor).__name__, "a torch.Tensor")
     if tensor.dtype not in dtypes:
-        raise type_error(name, f"dtype {tensor.dtype}", " or ".join(str(d) for d in dtypes))
+        return type_error(name, f"dtype {tensor.dtype}", " or ".join(str(d) for d in dtypes))
     if tensor.device != device:
-        raise value_error(name, f"a tensor on {tensor.device}", f"a tensor on {device}, where the buffer is")
-    got = tuple(tensor.shape)
+        return value_error(name, f"a tensor on {tensor.device}", f"a tensor on {device}, where the buffer is")
+    got = list(tensor.shape)
     if len(got) != len(shape) or any(want is not None and have != want for have, want in zip(got, shape, strict=True)):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise value_error(name, f"shape {list(got)}", f"[{wanted}]")
-    if contiguous and not tensor.is_contiguous():
-        raise value_error(name, f"strides {list(tensor.stride())} for shape {list(got)}", "a contiguous tensor")
-    return tensor
+        return value_error(name, f"shape {got}", f"[{wanted}]")
+    return value_error(name, f"strides {list(tensor.stride())} for shape {got}", "a contiguous tensor")
 
 
 def check_indices(name: str, tensor: Tensor, num_experts: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -118,6 +120,54 @@ def rank_combine_twice(ctx, case):
 
 def test_combine_twice_with_one_handle(pool):
     pool.run(4, rank_combine_twice, BASE)
+
+
+HOOK, EVENT = {"return_recv_hook": True}, {"async_finish": True}
+KINDS = [
+    (BASE, {}, {}),
+    (BASE.but(tokens=(3, 16, 1, 0)), {}, HOOK),
+    (BASE.but(index_dtype=torch.int32), {"round_scale": True}, {}),
+    (BASE.but(topk=5), BF16, HOOK),
+    (BASE, {}, HOOK),
+    (BASE.but(tokens=(0, 9, 16, 2)), BF16, EVENT),
+    (BASE.but(topk=5), {"round_scale": True, "use_ue8m0": True}, {}),
+]
+
+
+def rank_kinds_in_turn(ctx):
+    """Calls of many kinds on one buffer, more than it keeps plans for: none is taken for another."""
+    from deep_ep import _low_latency_plan
+
+    with mock.patch.object(_low_latency_plan, "MOST_PLANS", 3), lowlat.buffer_of(ctx, BASE, B) as buffer:
+        for turn in range(3):
+            for number, (case, options, wait) in enumerate(KINDS):
+                own = case.but(seed=turn * len(KINDS) + number)
+                call = lowlat.dispatch_and_check(ctx, buffer, own, B, **options, **wait)
+                lowlat.combine_and_check(ctx, buffer, call, **wait)
+            assert len(buffer._ll_dispatches) <= 3 and len(buffer._ll_combines) <= 3
+
+
+def test_kinds_in_turn(pool):
+    pool.run(4, rank_kinds_in_turn)
+
+
+def rank_parameters(ctx):
+    """A subclass of Tensor is a tensor; results are plain ones."""
+    with lowlat.buffer_of(ctx, BASE, B) as buffer:
+        call = lowlat.expect(BASE, ctx.rank, B, frozenset())
+        idx = ctx.put(call.topk_idx[ctx.rank])
+        x = torch.nn.Parameter(ctx.put(call.x[ctx.rank]), requires_grad=False)
+        for _ in range(2):
+            call.recv_x, call.counts, call.handle, _, _ = buffer.low_latency_dispatch(x, idx, B, BASE.experts)
+            lowlat.check(call)
+            rows = torch.nn.Parameter(torch.zeros(call.recv_x[0].shape, dtype=torch.bfloat16, device=ctx.device))
+            weights = torch.nn.Parameter(torch.ones(idx.shape, device=ctx.device))
+            combined, _, _ = buffer.low_latency_combine(rows, idx, weights, call.handle)
+            assert type(combined) is torch.Tensor and not combined.requires_grad and not combined.any()
+
+
+def test_parameters(pool):
+    pool.run(4, rank_parameters)
 
 
 def rank_bit_identical(ctx, case, options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -119,6 +120,21 @@ def rank_held(ctx, name):
 @pytest.mark.parametrize("name", HOLD)
 def test_held_part(pool, name):
     pool.run(4, rank_held, name)
+
+
+def rank_storage_held_with_older_torch(ctx):
+    from deep_ep import _torch as tt
+
+    assert tt._holders_are_references(), "this torch does not count other holders as references"
+    with mock.patch.object(tt, "_holders_are_references", lambda: False):
+        rank_storage_held(ctx)
+
+
+def test_held_storage_with_older_torch(pool):
+    """Before 2.10 what autograd holds is seen in the tensor's own count alone."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
+        pytest.skip("needs torch 2.10: below, test_held_storage is this test")
+    pool.run(4, rank_storage_held_with_older_torch)
 
 
 def rank_storage_held(ctx):
