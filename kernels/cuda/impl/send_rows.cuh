@@ -90,6 +90,7 @@ template <class Job> struct RowSender<true, Job> {
     for (; posted_items < complete; ++posted_items) {
       const int stage = posted_items % kSendStages;
       if (queue->stage_piece[stage] == pieces() - 1) post_row(queue, posted, queue->stage_row[stage]);
+      else __syncwarp(); // all have looked before the stage is filled anew
     }
   }
   __device__ void drain() {
