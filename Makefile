@@ -167,6 +167,7 @@ $(LIB)/libdeepep_cuda.so: $(CUDA_OBJ) tools/kernels.map
 cuda: $(if $(CUDA_SRC),$(LIB)/libdeepep_cuda.so) ## build libdeepep_cuda.so (no GPU needed)
 	@$(if $(CUDA_SRC),:,echo "cuda: kernels/cuda has no .cu files: nothing to build")
 
+include kernels/tests/emulate/build.mk
 include nvshmem/build.mk
 
 nvshmem: $(NVSHMEM_ALL) ## build libdeepep_nvshmem.so and its tests (no GPU needed)
@@ -250,5 +251,5 @@ install: lib kernels program ## install under PREFIX (/usr/local); DESTDIR for p
 clean: ## remove what was built (.venv stays)
 	rm -rf build dist
 
-.PHONY: help venv lib program all-ready ready kernels kernel-tests cuda nvshmem run test test-full test-gpu bench lint fmt abi-check \
+.PHONY: help venv lib program all-ready ready kernels kernel-tests cuda emulated nvshmem run test test-full test-gpu bench lint fmt abi-check \
   sanitize sanitize-gpu generate check wheel install clean FORCE

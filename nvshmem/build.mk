@@ -18,7 +18,7 @@ PLUGIN_SRC   := $(sort $(wildcard nvshmem/testtransport/*.cpp nvshmem/testtransp
 PLUGIN_OBJ   := $(addprefix $(OBJ)/,$(addsuffix .o,$(basename $(PLUGIN_SRC))))
 GPU_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,cases.o ranks.o transport_test.o)
 PARTS_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,wire_test.o memory_test.o)
-FAR_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,far_test.o far_ll_test.o emulate/emulate.o)
+FAR_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,far_test.o far_ll_test.o network.o)
 NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test memory_test far_test far_ll_test probe)
 
 SM90_RDC := -gencode arch=compute_90,code=sm_90
@@ -84,12 +84,11 @@ $(NVSHMEM_OUT)/wire_test $(NVSHMEM_OUT)/memory_test: $(NVSHMEM_OUT)/%_test: $(OB
 	@mkdir -p $(@D)
 	$(CXX) -pthread -o $@ $^
 
-# Kernels run on the host: emulate/ stands in for what nvcc and NVSHMEM have.
+# Kernels run on the host: kernels/tests/emulate stands in for what nvcc has, emulate/ for NVSHMEM.
 $(FAR_TEST_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/nvshmem.flags | need-cxx
 	@mkdir -p $(@D)
-	$(CXX) -std=c++20 -O1 -pthread -Wall -Werror -Wno-unknown-pragmas -Wno-strict-aliasing -Wno-volatile -Invshmem/tests/emulate $(NVSHMEM_INCLUDE) \
-	  $(FAR_TEST_FLAGS) -MMD -MP -c -o $@ $<
-$(NVSHMEM_OUT)/far_test $(NVSHMEM_OUT)/far_ll_test: $(NVSHMEM_OUT)/%: $(OBJ)/nvshmem/tests/%.o $(OBJ)/nvshmem/tests/emulate/emulate.o
+	$(EMULATE_CXX) -Invshmem/tests/emulate -Invshmem/tests $(NVSHMEM_INCLUDE) $(FAR_TEST_FLAGS) -MMD -MP -c -o $@ $<
+$(NVSHMEM_OUT)/far_test $(NVSHMEM_OUT)/far_ll_test: $(NVSHMEM_OUT)/%: $(OBJ)/nvshmem/tests/%.o $(OBJ)/nvshmem/tests/network.o $(EMULATE_OBJ)
 	@mkdir -p $(@D)
 	$(CXX) -pthread -o $@ $^
 

@@ -1,7 +1,7 @@
-// far_ll_test.cpp - the kernels of low latency among nodes, run on the host (emulate/): far_ll_test [SEED [CASES]].
+// far_ll_test.cpp - the kernels of low latency among nodes, run on the host (kernels/tests/emulate): far_ll_test [SEED [CASES]].
 // Random groups, shapes, routings and formats. Each rank goes through its steps as far ahead of the others as the kernels let it;
 // the network delays everything, reads what is sent when it delivers it, and keeps no order that the kernels may not count on.
-#include "emulate/emulate.h"
+#include "network.h"
 
 #include <algorithm>
 #include <cmath>

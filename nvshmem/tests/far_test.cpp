@@ -1,6 +1,6 @@
-// far_test.cpp - the kernels of normal mode among nodes, run on the host (emulate/): far_test [SEED [CASES]].
+// far_test.cpp - the kernels of normal mode among nodes, run on the host (kernels/tests/emulate): far_test [SEED [CASES]].
 // Random groups, shapes, routings and grids; the network delays everything, and keeps only the order that kernels may count on.
-#include "emulate/emulate.h"
+#include "network.h"
 
 #include <cmath>
 #include <cstdio>

@@ -1,6 +1,6 @@
-/* nvshmem.h - what kernels call of NVSHMEM, on the host: emulate.h's network. */
+/* nvshmem.h - what kernels call of NVSHMEM, on the host: the network of tests. */
 #pragma once
-#include "emulate.h"
+#include "network.h"
 
 #define NVSHMEM_VENDOR_VERSION 30405
 #define NVSHMEM_SIGNAL_SET 9

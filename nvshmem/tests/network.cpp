@@ -1,0 +1,107 @@
+// network.cpp - turns of blocks and of the network between ranks.
+#include "network.h"
+
+#include <deque>
+#include <map>
+#include <random>
+
+namespace emulate {
+
+namespace {
+
+struct Operation {
+  const uint8_t *from;
+  uint8_t *to;
+  size_t bytes;
+  uint64_t *word; // of a signal
+  uint64_t value, fences;
+};
+struct Pipe { std::deque<Operation> waiting; uint64_t fences = 0; }; // toward a rank: of a queue pair, or of all
+
+std::map<std::pair<uint64_t, uint64_t>, Pipe> pipes; // (from, to), queue pair
+std::vector<uint8_t *> bases;
+Network network;
+std::mt19937_64 random_number;
+
+void take_effect(const Operation &op) {
+  if (op.bytes != 0) memcpy(op.to, op.from, op.bytes); // now, not when it was posted
+  if (op.word != nullptr) __atomic_store_n(op.word, op.value, __ATOMIC_RELEASE);
+}
+
+// One operation of a random pipe; with fences alone a random one of those that no fence holds back.
+bool carry_one() {
+  std::vector<Pipe *> open;
+  for (auto &[key, pipe] : pipes)
+    if (!pipe.waiting.empty()) open.push_back(&pipe);
+  if (open.empty()) return false;
+  Pipe &pipe = *open[random_number() % open.size()];
+  size_t free = 1;
+  if (network.fences_alone)
+    while (free < pipe.waiting.size() && pipe.waiting[free].fences == pipe.waiting[0].fences) ++free;
+  const auto which = pipe.waiting.begin() + static_cast<ptrdiff_t>(random_number() % free);
+  const Operation op = *which;
+  pipe.waiting.erase(which);
+  take_effect(op);
+  return true;
+}
+
+}  // namespace
+
+void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t value, int pe) {
+  const int me = block->rank;
+  const ptrdiff_t there = bases[static_cast<size_t>(pe)] - bases[static_cast<size_t>(me)];
+  Pipe &pipe = pipes[{static_cast<uint64_t>(me) << 32 | static_cast<uint64_t>(pe), network.fences_alone ? 0 : block->index.x + 1}];
+  if (bytes != 0) pipe.waiting.push_back({static_cast<const uint8_t *>(from), static_cast<uint8_t *>(to) + there, bytes, nullptr, 0, pipe.fences});
+  if (bytes != 0) ++pipe.fences;
+  pipe.waiting.push_back({nullptr, nullptr, 0, reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(word) + there), value, pipe.fences});
+}
+
+bool puts_under_way() {
+  for (const auto &[key, pipe] : pipes)
+    if (static_cast<int>(key.first >> 32) == block->rank && !pipe.waiting.empty()) return true;
+  return false;
+}
+size_t rows_under_way() {
+  size_t rows = 0;
+  for (const auto &[key, pipe] : pipes)
+    for (const Operation &op : pipe.waiting) rows += op.bytes > 16;
+  return rows;
+}
+
+// ---- Turns ----
+
+namespace {
+uint64_t time_ns;
+}
+uint64_t now_ns() { return time_ns; }
+
+void run(int ranks, const std::function<int(int)> &grid, int threads, const std::function<void(int)> &body) {
+  std::vector<std::unique_ptr<Block>> blocks;
+  for (int rank = 0; rank < ranks; ++rank)
+    for (int i = 0; i < grid(rank); ++i) {
+      auto one = std::make_unique<Block>(static_cast<unsigned>(threads), 0, [&body, rank] { body(rank); });
+      one->index.x = static_cast<unsigned>(i), one->grid.x = static_cast<unsigned>(grid(rank));
+      one->rank = rank, one->name = "a kernel among nodes";
+      blocks.push_back(std::move(one));
+    }
+  for (bool open = true; open;) {
+    open = false;
+    for (const auto &one : blocks) {
+      if (!run_turn(one.get())) continue;
+      open = true;
+      time_ns += 1000;
+      for (uint64_t n = random_number() % 8; n > 0; --n) carry_one();
+    }
+  }
+}
+
+void start_network(const Network &how, const std::vector<uint8_t *> &blocks) {
+  network = how, bases = blocks;
+  random_number.seed(how.seed);
+}
+void stop_network() {
+  while (carry_one()) {}
+  pipes.clear();
+}
+
+}  // namespace emulate
