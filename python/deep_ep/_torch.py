@@ -256,12 +256,11 @@ def _holders_are_references() -> bool:
 
     So it is since torch 2.10. Before, the tensor's own count of uses had to be asked too.
     """
-    with torch.inference_mode(False), torch.enable_grad():
-        held = torch.ones(1, device="cpu")
+    with torch.inference_mode(False):
+        held, holder = torch.ones(1, device="cpu"), torch.ones(1, device="cpu")
         before = _references(held), _use_count(held)
-        graph = held * torch.ones(1, device="cpu", requires_grad=True)  # which keeps the factor for a backward
+        holder.grad = held
         after = _references(held), _use_count(held)
-        del graph
     return after[0] > before[0] and after[1] > before[1]
 
 

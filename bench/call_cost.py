@@ -1,0 +1,112 @@
+"""What a low-latency call costs its caller, without a GPU: Python, C API and engine, over kernels that do nothing.
+
+The kernel library is that of the engine's own tests: its streams are queues as on a GPU, its calls return at once. So
+what is left is the host's share of a call, CUDA's own apart, and two states of the code compare on any machine:
+
+    python bench/call_cost.py [--package python] [--calls 10000]
+    go test -run xxx -bench Launch ./core/internal/engine        # the engine alone
+
+Times are of batches of 50 calls, the fastest twentieth of them, which other programs on the machine disturb least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import operator
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FAKE = ROOT / "core" / "internal" / "engine" / "testdata" / "fake.c"
+TOKENS, BOUND, HIDDEN, TOPK, EXPERTS = 16, 128, 512, 8, 4  # small, since a CPU's memory is slow to allocate
+BATCH, STREAM = 50, 0x1000
+
+
+def build_kernels(folder: str) -> None:
+    """Makes the kernel library that does nothing, in place of the CPU engine's."""
+    library = Path(folder, "libdeepep_cpu.so")
+    headers = f"-I{ROOT / 'kernels' / 'abi'}"
+    compiler = os.environ.get("CC", "gcc")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O2", headers, "-o", str(library), str(FAKE)], check=True)
+    os.environ["DEEPEP_KERNELS"] = folder
+    ctypes.CDLL(str(library)).fake_quiet(ctypes.byref(ctypes.c_int(1)))  # it would write down every call
+
+
+def make_buffer(folder: str) -> Any:
+    """A buffer of one rank that takes its calls as on a GPU: in the order of the caller's stream, without waiting."""
+    import deep_ep
+
+    buffer = deep_ep.Buffer(
+        None, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=1, explicitly_destroy=True, engine="cpu",
+        bootstrap=deep_ep.Bootstrap.file(0, 1, folder),
+    )  # fmt: skip
+    buffer.host_stream = False
+    buffer.raw_stream = functools.partial(operator.index, STREAM)
+    return buffer
+
+
+def cases_of(buffer: Any) -> dict[str, Callable[[], Any]]:
+    """The calls that are timed."""
+    import torch
+
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    idx = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
+    weights, out = torch.ones(TOKENS, TOPK), torch.empty_like(x)
+    answers = torch.zeros(EXPERTS, BOUND, HIDDEN, dtype=torch.bfloat16)
+    handle = buffer.low_latency_dispatch(x, idx, BOUND, EXPERTS)[2]  # held, as between dispatch and combine
+
+    def dispatch(**options: Any) -> Any:
+        return buffer.low_latency_dispatch(x, idx, BOUND, EXPERTS, **options)
+
+    def combine(**options: Any) -> Any:
+        return buffer.low_latency_combine(answers, idx, weights, handle, **options)
+
+    return {
+        "dispatch": dispatch,
+        "dispatch, weights sent along": functools.partial(dispatch, topk_weights=weights),
+        "dispatch, hook": lambda: dispatch(return_recv_hook=True)[4](),
+        "combine": combine,
+        "combine into out": functools.partial(combine, out=out),
+        "combine, hook": lambda: combine(return_recv_hook=True)[2](),
+        "new_empty alone": lambda: x.new_empty(TOKENS, HIDDEN),
+    }
+
+
+def measure(call: Callable[[], Any], calls: int) -> float:
+    """Microseconds of a call."""
+    found = []
+    for _ in range(max(20, calls // BATCH)):
+        start = time.perf_counter_ns()
+        for _ in range(BATCH):
+            call()
+        found.append((time.perf_counter_ns() - start) / BATCH / 1e3)
+    return sorted(found)[len(found) // 20]
+
+
+def main() -> int:
+    """Prints a line for each kind of call."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--package", type=Path, default=ROOT / "python", help="folder that holds deep_ep")
+    parser.add_argument("--calls", type=int, default=10000, help="calls of each kind (10000)")
+    options = parser.parse_args()
+    sys.path.insert(0, str(options.package))
+    with tempfile.TemporaryDirectory(prefix="call_cost_") as folder:
+        build_kernels(folder)
+        buffer = make_buffer(folder)
+        for name, call in cases_of(buffer).items():
+            measure(call, 1000)
+            print(f"{name:30} {measure(call, options.calls):6.2f} us", flush=True)
+        buffer.destroy()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
