@@ -16,7 +16,7 @@ import (
 )
 
 // build compiles a tiny library; without a C compiler there is nothing to load.
-func build(t *testing.T, dir, name, source string) string {
+func build(t testing.TB, dir, name, source string) string {
 	t.Helper()
 	cc, err := exec.LookPath("gcc")
 	if err != nil {
@@ -54,6 +54,25 @@ func TestCallReadsAndWritesTheStruct(t *testing.T) {
 	}
 	if _, err := l.Symbol("sub"); err == nil || !strings.Contains(err.Error(), "no function sub") {
 		t.Errorf("missing symbol: %v", err)
+	}
+}
+
+// What a call into C costs by itself.
+func BenchmarkCall(b *testing.B) {
+	l, err := Open(build(b, b.TempDir(), "libnothing.so", "int nothing(int *p) { return *p; }"))
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer l.Close()
+	fn, err := l.Symbol("nothing")
+	if err != nil {
+		b.Fatal(err)
+	}
+	for b.Loop() {
+		p := int32(7)
+		if Call(fn, unsafe.Pointer(&p)) != 7 {
+			b.Fatal("another result")
+		}
 	}
 }
 
