@@ -211,6 +211,21 @@ class LowLatencyMode(LowLatencyPlans):
         event, hook = self._issue(native.low_latency_combine, call, stream, async_finish, return_recv_hook, held)
         return out, event, hook
 
+    def _run_low_latency(self, bound: int, hidden: int, num_topk: int, num_experts: int, use_fp8: bool) -> None:
+        """Calls that send no row, whole and in halves, so that Python's part of one is warm too. Collective; waits."""
+        x = tt.full((bound, hidden), 0, tt.BF16, self.device)
+        nobody = tt.full((bound, num_topk), -1, tt.INT64, self.device)
+        weights = tt.full((bound, num_topk), 0, tt.FLOAT32, self.device)
+        for halves in (False, True):
+            sent = self.low_latency_dispatch(x, nobody, bound, num_experts, use_fp8=use_fp8, return_recv_hook=halves)
+            if sent[4]:
+                sent[4]()
+            back = self.low_latency_combine(x, nobody, weights, sent[2], zero_copy=True, return_recv_hook=halves)
+            if back[2]:
+                back[2]()
+        if not self.host_stream:
+            self.torch_current_stream().synchronize()
+
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> tt.Tensor:
         """Where the rows of the next combine may be written for ``zero_copy=True``.
 

@@ -138,13 +138,17 @@ class LowLatencyPlans(BufferBase):
         return plan
 
     def _take_outputs(self, key: tuple[int, int, int, bool, bool], pool: list[tt.Outputs], stream: int) -> tt.Outputs:
-        """Outputs of this shape that nobody holds, made anew if there are none."""
-        for candidate in pool:
+        """Outputs of this shape that nobody holds, made anew if there are none.
+
+        In a capture they are new and stay out of the pool: it is the graph's own memory, and replays write there.
+        """
+        captured = stream != 0 and tt.is_capturing()
+        for candidate in pool if not captured else ():
             if candidate.stream == stream and candidate.unused():
                 return candidate
         outputs = self._new_outputs(*key)
         outputs.stream = stream
-        if len(pool) < MOST_OUTPUTS:
+        if len(pool) < MOST_OUTPUTS and not captured:
             pool.append(outputs)
             self._ll_known[id(outputs.tensors[2])] = outputs  # which live as long as the buffer
         return outputs

@@ -80,6 +80,14 @@ def recorded_event(device: torch.device | None = None) -> torch.cuda.Event | Non
     return event
 
 
+is_capturing = torch.cuda.is_current_stream_capturing
+
+
+def full(shape: Sequence[int], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that holds a value; names dtype and device, since callers change torch's defaults."""
+    return torch.full(tuple(shape), value, dtype=dtype, device=device)
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised memory; names dtype and device, since callers change torch's defaults."""
     return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -336,7 +344,7 @@ class RowPool:
         if self._pause > 0:
             self._pause -= 1
             return None
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             return None  # memory of a captured graph must come from the graph's own pool
         self._select(self.pointer)
         try:
@@ -377,6 +385,6 @@ def give_back_rows() -> None:
     torch keeps a freed tensor's memory until it is short of memory or empty_cache() is called. So the next buffer asks
     for that, since it takes memory that torch does not count.
     """
-    if _ended_pools and not torch.cuda.is_current_stream_capturing():
+    if _ended_pools and not is_capturing():
         torch.cuda.empty_cache()
         _ended_pools[:] = [pool for pool in _ended_pools if _segments(pool)]

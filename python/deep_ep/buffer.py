@@ -239,6 +239,8 @@ class Buffer(NormalMode, LowLatencyMode):
         lib.check(lib.slow.deepep_buffer_warmup(self.native, ctypes.byref(options)))
         if bound:
             self._touch_outputs(bound, hidden, num_experts, bool(use_fp8))
+            self._run_low_latency(bound, hidden, num_topk, num_experts, bool(use_fp8))
+            self.check()
 
     def check(self) -> None:
         """Raises the failure that made the buffer unusable, if there was one."""

@@ -187,6 +187,28 @@ def rank_handle_kept(ctx):
         lowlat.combine_and_check(ctx, buffer, call)
 
 
+def rank_captured(ctx):
+    """What a capture makes is the graph's: no later call may get it, and the capture nothing that eager calls use."""
+    with (
+        lowlat.buffer_of(ctx, CASE, B) as buffer,
+        mock.patch("deep_ep._torch.is_capturing", return_value=False) as capturing,
+    ):
+        key, pool, stream = (CASE.experts // ctx.size, B, CASE.hidden, False, False), [], 1
+        first = buffer._take_outputs(key, pool, stream)
+        assert buffer._take_outputs(key, pool, stream) is first
+        capturing.return_value = True
+        captured = buffer._take_outputs(key, pool, stream)
+        assert captured is not first and captured not in pool
+        assert captured.tensors[0].data_ptr() != first.tensors[0].data_ptr()
+        assert buffer._take_outputs(key, pool, stream) is not captured
+        capturing.return_value = False
+        assert pool == [first] and buffer._take_outputs(key, pool, stream) is first
+
+
+def test_captured(pool):
+    pool.run(1, rank_captured)
+
+
 def test_handle_kept(pool):
     pool.run(4, rank_handle_kept)
 
