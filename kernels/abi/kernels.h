@@ -187,7 +187,7 @@ typedef struct dk_stream_create_params { DK_HEADER; uint64_t device; int32_t hig
 int32_t dk_stream_create(dk_stream_create_params *p);
 typedef struct dk_stream_destroy_params { DK_HEADER; uint64_t device, stream; } dk_stream_destroy_params;
 int32_t dk_stream_destroy(dk_stream_destroy_params *p);  /* CPU: after the work in it has ended */
-typedef struct dk_stream_query_params { DK_HEADER; uint64_t device, stream; int32_t capturing, idle; /* [out] */ } dk_stream_query_params;
+typedef struct dk_stream_query_params { DK_HEADER; uint64_t device, stream; int32_t capturing, idle; /* [out]; idle -1 on entry: not asked */ } dk_stream_query_params;
 int32_t dk_stream_query(dk_stream_query_params *p);
 typedef struct dk_event_create_params { DK_HEADER; uint64_t device; uint64_t event; /* [out] */ } dk_event_create_params;
 int32_t dk_event_create(dk_event_create_params *p);

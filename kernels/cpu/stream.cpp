@@ -158,8 +158,9 @@ DK_EXPORT int32_t dk_stream_destroy(dk_stream_destroy_params *p) {
 DK_EXPORT int32_t dk_stream_query(dk_stream_query_params *p) {
   DK_ENTER(p);
   p->capturing = 0;
-  p->idle = 1;
   if (!p->device) return DK_EINVAL;
+  if (p->idle == -1) return DK_OK;
+  p->idle = 1;
   if (Stream *stream = at<Stream>(p->stream)) p->idle = stream->pending.load() == 0;
   return DK_OK;
 }

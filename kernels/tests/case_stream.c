@@ -47,6 +47,9 @@ static int idle(struct rank *me, uint64_t stream) {
   dk_stream_query_params p = {.size = sizeof p, .device = seat_device(me->seat), .stream = stream, .capturing = 7, .idle = 7};
   CALL(me, stream_query, &p);
   expect(me, p.capturing == 0, "capturing is %d", p.capturing);
+  dk_stream_query_params less = {.size = sizeof less, .device = p.device, .stream = stream, .capturing = 7, .idle = -1};
+  CALL(me, stream_query, &less);
+  expect(me, less.capturing == 0 && less.idle == -1, "not asked: capturing %d, idle %d", less.capturing, less.idle);
   return p.idle;
 }
 

@@ -58,7 +58,7 @@ func (d *Device) Capturing(s Stream) (bool, error) {
 	if !d.canBeGraphed {
 		return false, nil
 	}
-	p := kern.StreamQueryParams{Device: d.handle, Stream: uint64(s)}
+	p := kern.StreamQueryParams{Device: d.handle, Stream: uint64(s), Idle: -1} // not asked, which would cost more than the rest
 	code := d.Lib.StreamQuery(&p)
 	return p.Capturing != 0, kern.Error("dk_stream_query", code, p.DeviceError)
 }
