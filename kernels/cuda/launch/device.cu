@@ -141,7 +141,7 @@ DK_EXPORT int32_t dk_stream_destroy(dk_stream_destroy_params *p) {
 
 DK_EXPORT int32_t dk_stream_query(dk_stream_query_params *p) {
   DK_ENTER(p);
-  const OnDevice on(handle_of<Device>(p->device));
+  const OnDevice on(handle_of<Device>(p->device), p->idle == -1 ? OnDevice::kAnyTime : OnDevice::kMixed);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cudaError_t error = cudaStreamIsCapturing(stream_of(p->stream), &status);
   if (error != cudaSuccess) return device_failure(p, error);
@@ -175,14 +175,14 @@ DK_EXPORT int32_t dk_event_destroy(dk_event_destroy_params *p) {
 
 DK_EXPORT int32_t dk_event_record(dk_event_record_params *p) {
   DK_ENTER(p);
-  const OnDevice on(handle_of<Device>(p->device));
+  const OnDevice on(handle_of<Device>(p->device), OnDevice::kAnyTime);
   const cudaError_t error = cudaEventRecord(reinterpret_cast<cudaEvent_t>(p->event), stream_of(p->stream));
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
 
 DK_EXPORT int32_t dk_stream_wait_event(dk_stream_wait_event_params *p) {
   DK_ENTER(p);
-  const OnDevice on(handle_of<Device>(p->device));
+  const OnDevice on(handle_of<Device>(p->device), OnDevice::kAnyTime);
   const cudaError_t error = cudaStreamWaitEvent(stream_of(p->stream), reinterpret_cast<cudaEvent_t>(p->event), 0);
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }

@@ -96,21 +96,24 @@ template <class P> int32_t driver_failure(P *p, CUresult result) {
 // Makes a device current and gives the caller's back; no effect on captures of other threads meanwhile.
 class OnDevice {
  public:
-  explicit OnDevice(const Device *device) {
-    (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+  // kAnyTime: only calls follow that CUDA allows whatever else is being captured, such as launches and events.
+  enum Calls { kMixed, kAnyTime };
+  explicit OnDevice(const Device *device, Calls calls = kMixed) : relaxed_(calls == kMixed) {
+    if (relaxed_) (void)cudaThreadExchangeStreamCaptureMode(&mode_);
     error_ = cudaGetDevice(&before_);
     if (error_ == cudaSuccess && before_ != device->ordinal) error_ = cudaSetDevice(device->ordinal);
     changed_ = error_ == cudaSuccess && before_ != device->ordinal;
   }
   ~OnDevice() {
     if (changed_) (void)cudaSetDevice(before_);
-    (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+    if (relaxed_) (void)cudaThreadExchangeStreamCaptureMode(&mode_);
   }
   OnDevice(const OnDevice &) = delete;
   OnDevice &operator=(const OnDevice &) = delete;
   cudaError_t error() const { return error_; }
 
  private:
+  const bool relaxed_;
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
   int before_ = 0;
   bool changed_ = false;
