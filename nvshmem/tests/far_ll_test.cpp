@@ -10,6 +10,7 @@
 #include <random>
 
 #include "far_ll_params.h"
+#include "far_mask.cuh"
 
 namespace deepep {
 alignas(16) thread_local uint64_t calls[2048]; // what a launch gives a kernel
@@ -19,6 +20,9 @@ void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uin
   __syncwarp();
 }
 void signal_by_thread(uint64_t *word, uint64_t value, int rank) { emulate::put(nullptr, nullptr, 0, word, value, rank); }
+void quiet_by_thread() {
+  while (emulate::puts_under_way()) emulate::step();
+}
 }  // namespace deepep
 using namespace deepep;
 
@@ -89,10 +93,12 @@ struct World {
   std::vector<Rank> ranks;
   int lost = -1;        // a rank that stops
   size_t lost_from = 0; // before this round
+  size_t back_from = SIZE_MAX; // before this round it comes back
+  size_t came = 0;             // ranks to the meetings before and after that
   bool replayed = false; // combines send from one buffer always, as a graph's do
   bool again = false;    // each combine is made twice
 
-  bool misses(int rank, size_t round) const { return rank == lost && round >= lost_from; }
+  bool misses(int rank, size_t round) const { return rank == lost && round >= lost_from && round < back_from; }
   uint64_t timeout() const { return lost < 0 ? kTimeout : kShortTimeout; }
 
   explicit World(const Case &one) : c(one), ranks(static_cast<size_t>(one.ranks())) {
@@ -314,13 +320,36 @@ void make_exchange(World &w, int form, int how) {
   }
 }
 
+void add_meeting(World &w, int me) {
+  Rank &r = w.ranks[me];
+  auto until = std::make_shared<size_t>(0);
+  host_step(r, [&w, until] { *until = (w.came / w.ranks.size() + 1) * w.ranks.size(), ++w.came; });
+  r.steps.push_back([&w, until] {
+    while (w.came < *until) emulate::step();
+  });
+}
+
+// Everybody lifts its masks, as hosts that meet before and after do.
+void add_return(World &w, int me) {
+  Rank &r = w.ranks[me];
+  add_meeting(w, me);
+  r.steps.push_back([&w, &r] {
+    MaskParams p{};
+    p.session = {r.team.view, 1, w.timeout(), DK_OP_MASK, DK_PHASE_BOTH};
+    p.what = DK_MASK_CLEAN, p.rank = -1;
+    far_mask_kernel(p); // by as many blocks as the others: it does no harm
+  });
+  add_meeting(w, me);
+}
+
 // One after the other, whole or in halves; or the next dispatch is sent before the combine before it is received, as two batches do.
 void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
   Rank &r = w.ranks[me];
   const uint32_t send = halves ? DK_PHASE_SEND : DK_PHASE_BOTH;
   for (int i = 0; i < rounds; ++i) {
     const size_t which = static_cast<size_t>(i);
-    if (w.misses(me, which)) return;
+    if (which == w.back_from) add_return(w, me);
+    if (w.misses(me, which)) continue;
     const auto finish_before = [&, before = which - 1] {
       add_combine(w, me, before, DK_PHASE_RECV, 2 + before % 2);
       host_step(r, [&w, me, before] { check_combine(w, me, before); });
@@ -354,15 +383,16 @@ void run_case(uint64_t seed) {
   emulate::start_network({seed, fences_alone}, blocks);
   if (pick(0, 3) == 0 && !overlap) { // with overlap, a combine of the last round would be left open
     w.lost = pick(0, c.ranks() - 1), w.lost_from = static_cast<size_t>(pick(1, rounds - 1));
+    if (pick(0, 1) != 0) w.back_from = w.lost_from + 1;
     for (Rank &r : w.ranks) r.team.view.flags |= DK_TEAM_SHRINK;
   }
   for (int me = 0; me < c.ranks(); ++me) add_steps(w, me, rounds, halves, overlap);
   emulate::run(c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kFarLlThreads, [&](int rank) { run_steps(w.ranks[rank]); });
   emulate::stop_network();
   for (int me = 0; me < c.ranks(); ++me)
-    for (int r = 0; r < c.ranks(); ++r) check("mask", me, r, w.ranks[me].scratch->masked[r], r == w.lost && me != r);
+    for (int r = 0; r < c.ranks(); ++r) check("mask", me, r, w.ranks[me].scratch->masked[r], r == w.lost && me != r && w.back_from >= static_cast<size_t>(rounds));
   printf("case %llu: %d nodes of %d%s, %d experts each, hidden %d, top-%d, B %d%s%s: ok\n", static_cast<unsigned long long>(seed), c.nodes, c.peers,
-         c.all_far ? ", all far" : "", c.local_experts, c.hidden, c.topk, c.tokens, overlap ? ", overlapping" : halves ? ", halves" : "", w.lost >= 0 ? ", a rank is lost" : "");
+         c.all_far ? ", all far" : "", c.local_experts, c.hidden, c.topk, c.tokens, overlap ? ", overlapping" : halves ? ", halves" : "", w.lost < 0 ? "" : w.back_from < static_cast<size_t>(rounds) ? ", a rank is lost and comes back" : ", a rank is lost");
   fflush(stdout);
 }
 
