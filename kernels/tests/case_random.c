@@ -11,6 +11,7 @@ static enum pattern any_pattern(struct dice *d) {
 
 static int rounds(const struct rank *me) {
   int most = *(const int *)me->test->arg;
+  if (settings.rounds) return settings.rounds < most ? settings.rounds : most;
   return settings.patience > 10 ? most / 20 + 1 : settings.patience > 1 ? most / 8 + 1 : settings.full ? 8 * most : most;
 }
 

@@ -1,6 +1,8 @@
-/* kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--seeds N] [--isa N] [--patience F] [--threads] [--stop] [--list]
+/* kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT[|TEXT...]] [--seed N] [--seeds N] [--rounds N] [--isa N] [--patience F]
+ * [--threads] [--stop] [--list]
  *
- * --ranks leaves out the cases of more ranks; --seeds is how many of them the cases that draw them try, from --seed on; --isa is
+ * --ranks leaves out the cases of more ranks; --filter those with none of the texts in their names (^TEXT: at their beginning); --rounds is the most that random
+ * cases make of their shapes; --seeds is how many of them the cases that draw them try, from --seed on; --isa is
  * that of dk_device_open; --patience is a factor for all time limits; --threads leaves out the cases whose ranks are processes, which
  * takes long where a process needs seconds to make its context; --stop ends after the first failure.
  * Runs the cases of the kernel interface against one library. The last line is "N passed, N failed, N skipped"; the exit
@@ -26,12 +28,14 @@ static const struct group *const process_groups[] = {&process_cases, &transport_
                                                    &ll_internode_process_cases};
 #define GROUPS(X)                                                                                                       \
   X(info) X(memory) X(stream) X(layout) X(notify) X(dispatch) X(worst) X(combine) X(peer_rows) \
-  X(ll_dispatch) X(ll_combine) X(isa) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random) \
+  X(ll_dispatch) X(ll_combine) X(isa) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random)
+#define TRANSPORT_GROUPS(X) \
   X(transport) X(transport_end) X(internode) X(internode_seeds) X(ll_internode) X(ll_internode_random) X(ll_internode_edges)
 #define DECLARE_GROUP(name) extern const struct group name##_cases;
 GROUPS(DECLARE_GROUP)
+TRANSPORT_GROUPS(DECLARE_GROUP)
 #define LIST_GROUP(name) &name##_cases,
-static const struct group *const groups[] = {GROUPS(LIST_GROUP)};
+static const struct group *const groups[] = {GROUPS(LIST_GROUP)}, *const transport_groups[] = {TRANSPORT_GROUPS(LIST_GROUP)};
 
 static struct {
   int count[3];
@@ -99,11 +103,22 @@ static bool has_transport(void) {
   return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
+static bool is_chosen(const char *name) {
+  if (!settings.filter) return true;
+  for (const char *text = settings.filter;; text++) {
+    bool begins = *text == '^';
+    size_t length = strcspn(text += begins, "|");
+    if (begins ? !strncmp(name, text, length) : memmem(name, strlen(name), text, length) != NULL) return true;
+    text += length;
+    if (!*text) return false;
+  }
+}
+
 /* all: why no case of the group can run, or NULL. */
 static void run_group(const struct group *group, enum verdict (*run)(const struct test_case *, char *, size_t), const char *all) {
   for (int i = 0; i < group->count && !(settings.stop && state.count[FAILED]); i++) {
     const struct test_case *test = &group->cases[i];
-    if (settings.filter && !strstr(test->name, settings.filter)) continue;
+    if (!is_chosen(test->name)) continue;
     const char *reason = all ? all : reason_to_skip(test);
     if (!reason) {
       run_case(test, run);
@@ -116,7 +131,7 @@ static void run_group(const struct group *group, enum verdict (*run)(const struc
 
 static void list_group(const struct group *group) {
   for (int i = 0; i < group->count; i++)
-    if (!settings.filter || strstr(group->cases[i].name, settings.filter))
+    if (is_chosen(group->cases[i].name))
       printf("%s (%d ranks)\n", group->cases[i].name, group->cases[i].ranks);
 }
 
@@ -145,7 +160,7 @@ static long number(const char *text, long least, long most) {
 /* True: only list the cases. */
 static bool read_options(int argc, char **argv) {
   static const struct option options[] = {{"device", 1, 0, 'd'}, {"ranks", 1, 0, 'r'}, {"filter", 1, 0, 'f'},
-                                          {"seed", 1, 0, 's'},   {"isa", 1, 0, 'i'},   {"patience", 1, 0, 'p'}, {"seeds", 1, 0, 'n'},
+                                          {"seed", 1, 0, 's'},   {"isa", 1, 0, 'i'},   {"patience", 1, 0, 'p'}, {"seeds", 1, 0, 'n'}, {"rounds", 1, 0, 'm'},
                                           {"threads", 0, 0, 't'}, {"stop", 0, 0, 'x'},   {"list", 0, 0, 'l'},  {0, 0, 0, 0}};
   bool list = false;
   for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
@@ -154,6 +169,7 @@ static bool read_options(int argc, char **argv) {
     else if (c == 'f') settings.filter = optarg;
     else if (c == 's') settings.seed = (uint64_t)number(optarg, 0, INT32_MAX);
     else if (c == 'n') settings.seeds = (int)number(optarg, 1, 1000000);
+    else if (c == 'm') settings.rounds = (int)number(optarg, 1, 1000000);
     else if (c == 'i') settings.isa = (uint32_t)number(optarg, 0, 1000);
     else if (c == 'p') settings.patience *= strtod(optarg, NULL);
     else if (c == 't') settings.threads = true;
@@ -162,7 +178,8 @@ static bool read_options(int argc, char **argv) {
     else exit(2);
   }
   if (optind != argc - 1) {
-    fprintf(stderr, "usage: kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT] [--seed N] [--seeds N] [--isa N] [--patience F] [--threads] [--stop] [--list]\n");
+    fprintf(stderr, "usage: kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT[|TEXT...]] [--seed N] [--seeds N] [--rounds N] [--isa N] "
+                    "[--patience F] [--threads] [--stop] [--list]\n");
     exit(2);
   }
   settings.library_path = argv[optind];
@@ -174,6 +191,7 @@ int main(int argc, char **argv) {
   if (read_options(argc, argv)) {
     for (int i = 0; i < COUNT(process_groups); i++) list_group(process_groups[i]);
     for (int i = 0; i < COUNT(groups); i++) list_group(groups[i]);
+    for (int i = 0; i < COUNT(transport_groups); i++) list_group(transport_groups[i]);
     return 0;
   }
   const char *why_not = has_transport() ? NULL : "the library has no transport";
@@ -192,6 +210,7 @@ int main(int argc, char **argv) {
   if (pthread_create(&watchdog, NULL, watch, NULL)) abort();
   pthread_detach(watchdog);
   for (int i = 0; i < COUNT(groups); i++) run_group(groups[i], run_threads, NULL);
+  for (int i = 0; i < COUNT(transport_groups); i++) run_group(transport_groups[i], run_threads, why_not);
   close_seats();
   if (state.count[PASSED] + state.count[FAILED] + state.count[SKIPPED] == 0) {
     printf("FAILED: no case has \"%s\" in its name\n", settings.filter ? settings.filter : "");

@@ -74,6 +74,7 @@ struct settings {
   uint32_t isa;                   /* of dk_device_open */
   uint64_t seed;
   int seeds;                      /* of cases that try many; 0: each case's own number */
+  int rounds;                     /* of a random case at most; 0: its own number */
   enum weight heaviest;
   double patience;                /* factor for every time limit: sanitizers are slow */
   bool full;                      /* more rounds of random cases */

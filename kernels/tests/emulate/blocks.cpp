@@ -160,7 +160,7 @@ void check_for_deadlock(const Block &own) {
       if (meeting.arrived != 0) fprintf(stderr, " warp %zu: lanes %08x in %s;", w, meeting.arrived, meeting.what);
     }
   for (int i = 0; i < 16; ++i)
-    if (!own.barriers[i].waiting.empty()) fprintf(stderr, " barrier %d: %zu lanes;", i, own.barriers[i].waiting.size());
+    if (own.barriers[i].arrived != 0) fprintf(stderr, " barrier %d: %u lanes;", i, own.barriers[i].arrived);
   fprintf(stderr, " %u of %zu have ended\n", own.ended, own.lanes.size());
   abort();
 }
@@ -266,14 +266,15 @@ uint32_t meet_block(int number, unsigned lanes, uint32_t value) {
   Lane *lane = block->now;
   Barrier &barrier = block->barriers[number];
   uint32_t &result = barrier.results[barrier.round % 2];
-  if (barrier.waiting.empty()) result = 0;
+  const uint32_t warp = lane->index.x / 32, mine = 1u << lane->index.x % 32;
+  if (barrier.arrived == 0) result = 0;
   result |= value;
-  barrier.waiting.push_back(static_cast<uint16_t>(lane->index.x));
-  if (barrier.waiting.size() == lanes) {
-    for (const uint16_t other : barrier.waiting) block->warps[other / 32].ready |= 1u << other % 32;
-    barrier.waiting.clear(), ++barrier.round;
+  barrier.waiting[warp] |= mine;
+  if (++barrier.arrived == lanes) {
+    for (size_t w = 0; w < block->warps.size(); ++w) block->warps[w].ready |= std::exchange(barrier.waiting[w], 0);
+    barrier.arrived = 0, ++barrier.round;
   } else {
-    block->warps[lane->index.x / 32].ready &= ~(1u << lane->index.x % 32);
+    block->warps[warp].ready &= ~mine;
     emulate_switch(&lane->stack_pointer, block->scheduler);
   }
   return result;

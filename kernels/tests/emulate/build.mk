@@ -19,18 +19,19 @@ $(EMULATE_OBJ) $(EMULATE_GPU_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/emulate.flags | need
 	@mkdir -p $(@D)
 	$(EMULATE_CXX) -isystem $(CUDA_HOME)/include -MMD -MP -c -o $@ $<
 
-# Launches are no C++. What the host tells waiting kernels they look for rarely; here, where each look takes longer, oftener.
+# Launches are no C++. Parameters are the same for all lanes, as in a GPU. What the host tells waiting kernels they look for rarely;
+# here, where each look takes longer, oftener.
+EMULATED_CUH := $(patsubst kernels/%,$(EMULATE_OUT)/include/%,$(filter-out %/ptx.cuh,$(shell find kernels/cuda -name '*.cuh')))
 $(EMULATED_SRC): $(EMULATE_OUT)/%.cpp: kernels/cuda/launch/%.cu kernels/tests/emulate/build.mk
 	@mkdir -p $(@D)
 	@{ echo '#line 1 "$<"'; sed -E 's/([a-z_]+(<kBulk>)?)<<<(.*)>>>\(/emulate::launch(\1, \3, /' $<; } >$@
 	@! grep -n '<<<' $@
-EMULATED_WAIT := $(EMULATE_OUT)/include/cuda/sync/wait.cuh
-$(EMULATED_WAIT): kernels/cuda/sync/wait.cuh kernels/tests/emulate/build.mk
+$(EMULATED_CUH): $(EMULATE_OUT)/include/%: kernels/% kernels/tests/emulate/build.mk
 	@mkdir -p $(@D)
-	@{ echo '#line 1 "$<"'; sed -E 's/(kPollsPerHostLook = )2048;/\164;/' $<; } >$@
-	@grep -q 'kPollsPerHostLook = 64;' $@
+	@{ echo '#line 1 "$<"'; sed -E 's/const __grid_constant__ ([A-Za-z]+) /const \1 \&/; s/(kPollsPerHostLook = )2048;/\164;/' $<; } >$@
+	@case $@ in */wait.cuh) grep -q 'kPollsPerHostLook = 64;' $@;; esac
 
-$(EMULATED_OBJ): %.o: %.cpp $(EMULATED_WAIT) $(OBJ)/emulate.flags | $(CUDA_READY) $(OBJ)/cuda_build_id.h need-cxx
+$(EMULATED_OBJ): %.o: %.cpp $(EMULATED_CUH) $(OBJ)/emulate.flags | $(CUDA_READY) $(OBJ)/cuda_build_id.h need-cxx
 	$(EMULATE_CXX) -include kernels/tests/emulate/launch.h $(EMULATE_INCLUDE) -MMD -MP -c -o $@ $<
 
 $(EMULATED): $(EMULATED_OBJ) $(EMULATE_OBJ) $(EMULATE_GPU_OBJ) tools/kernels.map

@@ -34,7 +34,8 @@ struct Warp {
   struct { uint32_t round; uint64_t time; } clocks[4]; // the first looks at the clock between two meetings
 };
 struct Barrier {
-  std::vector<uint16_t> waiting;
+  uint32_t waiting[32] = {};    // lanes of each warp
+  unsigned arrived = 0;
   uint32_t round = 0, results[2] = {0, 0};
 };
 struct Copies;                  // copies.cpp

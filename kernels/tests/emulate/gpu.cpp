@@ -16,7 +16,7 @@ namespace emulate {
 namespace {
 
 // A look at a stream or an event from the host lasts so long if there is nothing to see: callers look again and again.
-constexpr std::chrono::microseconds kLook{100};
+constexpr std::chrono::microseconds kLook{1000};
 constexpr int64_t kClockOffset = 77777777777777; // the device's clock is not the host's
 constexpr double kThreadsOfSm = 2048, kSharedOfSm = 228 * 1024;
 

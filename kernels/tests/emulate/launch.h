@@ -12,7 +12,7 @@ cudaError_t allow_shared(const void *kernel, cudaFuncAttribute what, int bytes);
 
 template <class... P, class... A>
 void launch(void (*kernel)(P...), int grid, int threads, size_t shared, cudaStream_t stream, const A &...parameters) {
-  const auto all = std::make_shared<std::tuple<P...>>(parameters...);
+  const auto all = std::make_shared<std::tuple<std::decay_t<P>...>>(parameters...);
   launch_blocks(reinterpret_cast<const void *>(kernel), __PRETTY_FUNCTION__, grid, threads, shared, stream, [kernel, all] { std::apply(kernel, *all); });
 }
 

@@ -151,6 +151,20 @@ cudaError_t cudaFree(void *memory) {
   free(memory);
   return cudaSuccess;
 }
+// Large pieces of files become holes: most of what is cleared is never looked at, and pages that nobody touches cost nothing.
+static void clear(void *memory, size_t bytes) {
+  constexpr uintptr_t kPage = 4096;
+  const auto first = reinterpret_cast<uintptr_t>(memory), end = first + bytes, from = (first + kPage - 1) / kPage * kPage, to = end / kPage * kPage;
+  if (to <= from + 16 * kPage || madvise(reinterpret_cast<void *>(from), to - from, MADV_REMOVE) != 0) {
+    memset(memory, 0, bytes);
+    return;
+  }
+  memset(memory, 0, from - first);
+  memset(reinterpret_cast<void *>(to), 0, end - to);
+}
+cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stream) {
+  return failed(Gpu::get().enqueue(stream, {[=] { value == 0 ? clear(at, bytes) : void(memset(at, value, bytes)); }, nullptr, nullptr}));
+}
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
   *free_bytes = *total_bytes = 8ull << 30;
   return cudaSuccess;

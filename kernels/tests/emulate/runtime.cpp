@@ -169,6 +169,3 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   return failed(Gpu::get().enqueue(stream, {[=] { memcpy(to, from, bytes); }, nullptr, nullptr}));
 }
-cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stream) {
-  return failed(Gpu::get().enqueue(stream, {[=] { memset(at, value, bytes); }, nullptr, nullptr}));
-}
