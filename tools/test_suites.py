@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import pathlib
+import platform
 import re
 import shutil
 import sys
@@ -220,6 +221,15 @@ def gpu_build(full: bool) -> Counts:
     return counts
 
 
+def emulated(full: bool) -> Counts:
+    """The kernel suite over the CUDA library on emulated devices."""
+    make = ["env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "--no-print-directory", f"-j{os.cpu_count()}"]
+    counts = checks("emulated", {"build": [*make, "emulated"]}, full)
+    if counts.failed == 0:
+        counts.add(plain("emulated", ["kernels/tests/emulated.sh"], full))
+    return counts
+
+
 def kernel_suite(name: str, tree: str, library: str, before: list[str], env: dict[str, str], full: bool) -> Counts:
     """The suite of the kernel interface, built in `tree`, against one library."""
     program, path = ROOT / tree / "bin" / "kernel_tests", ROOT / tree / "lib" / library
@@ -287,6 +297,14 @@ def _suites() -> Iterator[Suite]:
     )
     gpu = ("kernels/cuda/**/*.cu",)
     yield Suite("gpu-build", "the GPU libraries, as far as no GPU is needed", gpu, gpu_build)
+    emulator = gpu if platform.machine() == "x86_64" else ()  # it changes stacks itself
+    yield Suite("emulated", "the kernel interface, CUDA library on emulated devices", emulator, emulated)
+    yield Suite(
+        "mutants-emulated",
+        "the same notices planted errors",
+        emulator,
+        bind(plain, "mutants-emulated", ["kernels/tests/mutants_emulated.sh"]),
+    )
     yield Suite(
         "packaging",
         "set-up, install, wheel",
@@ -355,7 +373,7 @@ def _suites() -> Iterator[Suite]:
 SUITES = {suite.name: suite for suite in _suites()}
 USUAL = [
     *("lint", "abi", "go-core", "go-capi", "fuzz", "kernels", "mutants"),
-    *("header", "capi", "examples", "python", "gpu-build", "packaging"),
+    *("header", "capi", "examples", "python", "gpu-build", "emulated", "packaging"),
 ]
-FULL = [*USUAL, "go-race", "python-nodes"]
+FULL = [*USUAL, "go-race", "python-nodes", "mutants-emulated"]
 GPU = ["kernels-gpu", "kernels-sm80", "python-gpu", "examples-gpu"]

@@ -10,21 +10,7 @@ folder=$(realpath -m "${2:-build/mutants_gpu}")
 programs=${PROGRAMS:-build/bin}
 passed=0 failed=0
 
-# number, error ~ file ~ what is planted, for sed: exactly one line must change ~ cases that are enough ~ mode of bench_ops
-mutants='1 rows posted when they were only read~impl/send_rows.cuh~s/if (publish) ptx::bulk_wait<kSendOutstanding>();/if (publish) ptx::bulk_wait_read<kSendOutstanding>();/~combine/~normalcheck
-2 no fence before flags~impl/send_rows.cuh~/^    __syncwarp();$/{n;s/^    ptx::fence_acq_rel_sys();$//}~combine/~normalcheck
-3 the first block that is through says so for all~impl/dispatch_kernel.cuh~s/if (before == gridDim.x - 1 \&\& !has_failed/if (before == 0 \&\& !has_failed/~peer rows/~normalcheck
-4 no fence before flags of metadata~impl/dispatch_meta.cuh~s/^  ptx::fence_acq_rel_sys();$//~dispatch/~normalcheck
-5 a row too many~impl/notify_params.cuh~s/p.counts->num_recv_tokens = sum,/p.counts->num_recv_tokens = sum + 1,/~notify/~normalcheck
-6 rows over rows that nobody has read, in combine~impl/combine_kernel.cuh~s/return place.lap == 0 ||/return true ||/~combine/least region~normalcheck
-7 rows over rows that nobody has read, in dispatch~impl/dispatch_params.cuh~s/    if (ptx::ld_acquire_sys(.*) != ring_value(epoch, place.lap - 1)) return r;/    if (place.lap > 1000000) return r;/~dispatch/least region~normalcheck
-8 counts of the call before the last~impl/notify_kernel.cuh~s/sum_matrix(p, \[&\](int i) { return s.team.counts(s.team.rank, epoch % 2, i); },/sum_matrix(p, [\&](int i) { return s.team.counts(s.team.rank, (epoch + 1) % 2, i); },/~notify/~normalcheck
-21 what was taken stays there~impl/low_latency_common.cuh~s/^  ptx::st_stream(from, uint4{0, 0, 0, 0});$//~ll ~llcheck
-22 a slot that is used again too early~impl/low_latency_common.cuh~s/if ((r == seen.rank && seen.taken >= before) ||/if (true ||/~ll order/~llcheck
-23 a word of any call counts~impl/low_latency_common.cuh~s/return static_cast<uint32_t>(word >> 32) == tag;/return word != 0 \&\& tag != 0;/~ll ~llcheck
-24 a token too many~impl/low_latency_dispatch_send.cuh~s/<< 16 | tables->tally.count\[at + lane_id()\]/<< 16 | (tables->tally.count[at + lane_id()] + 1)/~ll dispatch/~llcheck
-25 a pattern that the row holds~impl/low_latency_dispatch_send.cuh~s/found = holds(begin.a, pattern) || holds(begin.b, pattern);/found = false;/~ll dispatch/~llcheck
-31 a barrier that waits for nobody~sync/session.cuh~s/return now >= static_cast<int64_t>(hand.epoch);/return true;/~team/barrier~normalcheck'
+mutants=$(grep -v '^#' kernels/tests/mutants_cuda.list | grep -v '~-~[^~]*$')
 
 verdict() { # title, 0 if noticed, more
   if [ "$2" -eq 0 ]; then passed=$((passed + 1)); echo "ok     $1${3:-}"; else failed=$((failed + 1)); echo "FAILED $1${3:-: not noticed}"; fi
@@ -90,7 +76,7 @@ run_all() {
   # Without a mutant nothing fails, else the failures below say nothing.
   attempt 0 combine/ normalcheck &
   attempt 0 'll ' llcheck &
-  while IFS='~' read -r title _ _ cases mode; do
+  while IFS='~' read -r title _ _ cases mode _; do
     left_out "$title" && continue
     while [ "$(jobs -r | wc -l)" -ge 4 ]; do wait -n; done
     attempt "${title%% *}" "$cases" "$mode" &
@@ -100,7 +86,7 @@ run_all() {
     [ "$(cat "$folder/0.$mode.status")" = 1 ]
     verdict "no mutant, no failure ($mode)" $? ": $(grep -v '^skip' "$folder/0.$mode.txt" | tail -n 1 | cut -c1-140)"
   done
-  while IFS='~' read -r title _ _ _ mode; do
+  while IFS='~' read -r title _ _ _ mode _; do
     left_out "$title" && continue
     local log=$folder/${title%% *}.$mode
     case $(cat "$log.status") in

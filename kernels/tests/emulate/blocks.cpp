@@ -13,6 +13,7 @@
 namespace emulate {
 
 Block *block = nullptr;
+bool at_random = false;
 
 // ---- Fibers: registers that a call keeps go on the stack, and the stacks are changed ----
 
@@ -50,7 +51,6 @@ constexpr uint64_t kEndOfStack = 0x5ac4ed0f57ac4edull;
 constexpr int kPolls = 2, kPasses = 16, kRounds = 8; // of a lane in a turn; of a block; of a warp in a pass
 
 std::mt19937_64 generator;
-bool at_random = false;
 
 std::map<unsigned, std::vector<char *>> stack_pool; // by lanes; of blocks that have ended
 

@@ -76,8 +76,9 @@ extern Block *block;            // whose turn it is
 
 // All lanes go on for a while. False: they have ended.
 bool run_turn(Block *own);
-// With a seed, turns are of random length and begin with a random lane. 0: all turns are alike.
+// With a seed, turns are of random length and begin with a random lane, and lanes give way before some stores. 0: all turns are alike.
 void set_seed(uint64_t seed);
+extern bool at_random;
 uint64_t random_bits();
 // Memory that a launch gives to its blocks, all that is declared extern __shared__; the rest is found.
 void set_dynamic_shared(const std::vector<std::pair<void *, size_t>> &arrays);
@@ -98,6 +99,9 @@ inline void after_load(const void *at, uint64_t value) {
   auto &seen = lane->seen[reinterpret_cast<uintptr_t>(at) * 0x9e3779b97f4a7c15ull >> 61];
   lane->polls = seen.at == at && seen.value == value ? lane->polls + 1 : 0;
   seen.at = at, seen.value = value;
+}
+inline void before_store() {
+  if (at_random && random_bits() % 64 == 0) step();
 }
 [[noreturn]] void fault(const char *what); // what a GPU would stop at, or do wrong in silence
 

@@ -140,17 +140,15 @@ bool Gpu::advance(Stream *stream) {
   return moved;
 }
 
-// As many blocks as the device has room for. True if some began.
-bool Gpu::begin_blocks(Kernel *kernel) {
+// As many blocks as the device has room for.
+void Gpu::begin_blocks(Kernel *kernel) {
   double &room = free_sms_[static_cast<size_t>(kernel->device)];
-  const int before = kernel->begun;
   for (; kernel->begun < kernel->grid && room >= kernel->sms; ++kernel->begun, room -= kernel->sms) {
     auto one = std::make_unique<Block>(static_cast<unsigned>(kernel->threads), kernel->shared, kernel->body);
     one->index.x = static_cast<unsigned>(kernel->begun), one->grid.x = static_cast<unsigned>(kernel->grid);
-    one->name = kernel->name;
+    one->name = kernel->name.c_str();
     kernel->blocks.push_back(std::move(one));
   }
-  return kernel->begun != before;
 }
 
 void Gpu::run_blocks(Kernel *kernel) {

@@ -5,6 +5,7 @@
 #include <list>
 #include <map>
 #include <mutex>
+#include <string>
 
 #include "emulate.h"
 
@@ -19,7 +20,7 @@ int current_device();
 
 struct Event { uint64_t issued = 0, reached = 0; };
 struct Kernel {
-  const char *name;
+  std::string name;
   int grid, threads, device;
   size_t shared;
   std::function<void()> body;
@@ -59,7 +60,7 @@ class Gpu {
   Stream *find(cudaStream_t stream);
   void serve();
   bool advance(Stream *stream);
-  bool begin_blocks(Kernel *kernel);
+  void begin_blocks(Kernel *kernel);
   void run_blocks(Kernel *kernel);
 
   std::mutex lock_;

@@ -39,6 +39,14 @@ std::shared_ptr<Event> *find_event(cudaEvent_t event) {
   const auto found = events.find(reinterpret_cast<std::shared_ptr<Event> *>(event));
   return found == events.end() ? nullptr : *found;
 }
+// A kernel is known by the type of its parameters: "... P = {const deepep::BarrierParams&} ..."
+std::string name_of(const std::string &signature) {
+  const size_t at = signature.find("P = {"), end = signature.find('}', at);
+  if (at == std::string::npos || end == std::string::npos) return "a kernel";
+  const size_t space = signature.rfind("::", end);
+  const std::string type = signature.substr(space == std::string::npos || space < at ? at + 5 : space + 2, end - std::max(at + 5, space + 2));
+  return type.substr(0, type.find_first_of("&*"));
+}
 size_t most_shared() { return settings().cc >= 90 ? 227 * 1024 : 163 * 1024; }
 
 }  // namespace
@@ -72,7 +80,7 @@ void launch_blocks(const void *function, const char *signature, int grid, int th
     return;
   }
   auto kernel = std::make_shared<Kernel>();
-  kernel->name = signature, kernel->grid = grid, kernel->threads = threads, kernel->shared = shared, kernel->body = std::move(body);
+  kernel->name = name_of(signature), kernel->grid = grid, kernel->threads = threads, kernel->shared = shared, kernel->body = std::move(body);
   (void)failed(Gpu::get().enqueue(stream, {nullptr, kernel, nullptr}));
 }
 

@@ -19,6 +19,7 @@ template <class T> T load(const T *address) {
 }
 template <class T> void store(T *address, T value) {
   check_alignment(address, sizeof(T));
+  emulate::before_store();
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
 inline uint64_t ld_acquire_sys(const uint64_t *address) { return load(address); }
@@ -53,6 +54,7 @@ inline uint4 ld_stream(const void *address) {
 }
 inline void st_stream(void *address, const uint4 &v) {
   check_alignment(address, 16);
+  emulate::before_store();
   memcpy(address, &v, sizeof v);
 }
 inline uint4 ld_relaxed_sys_v4(const void *address) {
