@@ -36,6 +36,7 @@ struct FarLlPlaces {
   uint64_t slot[2], words[2], counts_in[2], counts_out[2], outbox;
   uint64_t stage;         // of this combine
   uint64_t stage_bytes;
+  uint64_t source_bytes;  // dispatch: of a source's rows; of combine's, where a row has at least 128 channels
   uint32_t header_bytes;  // dispatch: before a row's payload: where it stands among those of each of its experts
   uint32_t row_bytes;     // dispatch: header and payload
   uint32_t counts_bytes;  // of one rank to another
@@ -77,15 +78,16 @@ __device__ inline uint64_t credit_at(const TeamView &team, int slot, int from) {
   return team.control + team.at.consumed + (static_cast<uint64_t>(slot) * team.num_ranks + from) * 8;
 }
 // Dispatch: rows of a source are numbered, for each destination, in the order of its tokens. My own stay where they are staged: at
-// the token's number.
+// the token's number. They begin where combine has those of the source's first expert: so what a rank writes lies in a part that is
+// its own, whatever the others' calls have there. Once a rank has missed calls, its slots may differ from the others' by one.
 __device__ inline uint64_t row_at(const FarLlParams &p, uint64_t epoch, int source, int number) {
-  return p.at.slot[slot_of(epoch)] + (static_cast<uint64_t>(source) * p.max_tokens + number) * p.at.row_bytes;
+  return p.at.slot[slot_of(epoch)] + source * p.at.source_bytes + static_cast<uint64_t>(number) * p.at.row_bytes;
 }
 __device__ inline uint64_t row_word_at(const FarLlParams &p, uint64_t epoch, int source, int number) {
-  return p.at.words[slot_of(epoch)] + (static_cast<uint64_t>(source) * p.max_tokens + number) * 8;
+  return p.at.words[slot_of(epoch)] + (static_cast<uint64_t>(source) * p.num_local * p.max_tokens + number) * 8;
 }
 __device__ inline uint64_t count_word_at(const FarLlParams &p, uint64_t epoch, int source) {
-  return p.at.words[slot_of(epoch)] + (static_cast<uint64_t>(p.session.team.num_ranks) * p.max_tokens + source) * 8;
+  return p.at.words[slot_of(epoch)] + (static_cast<uint64_t>(p.num_experts) * p.max_tokens + source) * 8;
 }
 // Combine: an expert's row for a token.
 __device__ inline uint64_t expert_row_at(const FarLlParams &p, uint64_t epoch, int expert, int token) {

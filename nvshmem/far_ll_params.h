@@ -34,7 +34,8 @@ template <class P> bool find_far_ll_places(const P *p, const FarLlTeam &team, ui
   at->row_bytes = at->header_bytes + payload;
   at->counts_bytes = align_up<uint32_t>(4 * static_cast<uint32_t>(experts / ranks), 16);
   at->stage_bytes = layout.zero_copy_bytes;
-  if (layout.rdma_bytes > view.rdma_bytes || ranks * tokens * at->row_bytes > layout.slot_bytes) return false;
+  at->source_bytes = most<uint64_t>(layout.zero_copy_bytes / ranks, tokens * at->row_bytes);
+  if (layout.rdma_bytes > view.rdma_bytes || ranks * at->source_bytes > layout.slot_bytes) return false;
   const uint64_t wire = view.wire + view.ring.bytes, area = (view.wire_bytes - view.ring.bytes) / 4 / 128 * 128;
   const uint64_t words = experts * tokens * 8 + ranks * 8, counts = ranks * at->counts_bytes;
   if (view.wire_bytes < view.ring.bytes || area < words || area < 2 * counts) return false;

@@ -56,9 +56,14 @@ __device__ __forceinline__ uint8_t *slot_base(const LowLatencyParams &p, uint8_t
 __device__ __forceinline__ uint8_t *header_base(const LowLatencyParams &p, uint8_t *block, uint64_t dispatch) {
   return block + p.places.headers + static_cast<uint32_t>(dispatch % kHeaderCopies) * p.places.header_step;
 }
-// Rows of dispatch are numbered by source and token, those of combine by expert and token: all below 2^32.
+// Rows of combine are numbered by expert and token, those of dispatch by the source's first expert and token: all below 2^32. So what a
+// rank writes lies in a part of the slot that is its own, whatever the others' calls have there: once a rank has missed calls, its
+// numbers, and with them its slots, may differ from the others' by one.
 __device__ __forceinline__ uint32_t number_of_row(const LowLatencyParams &p, int source_or_expert, int token) {
   return static_cast<uint32_t>(source_or_expert) * static_cast<uint32_t>(p.max_tokens) + static_cast<uint32_t>(token);
+}
+__device__ __forceinline__ uint32_t number_of_token(const LowLatencyParams &p, int source, int token) {
+  return number_of_row(p, source * p.num_local(), token);
 }
 __device__ __forceinline__ uint8_t *slot_row(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call, uint32_t number) {
   return slot_base(p, block, call) + static_cast<uint64_t>(number) * static_cast<uint32_t>(p.at.row_bytes);

@@ -233,7 +233,7 @@ __device__ inline void receive_tokens(const LowLatencyDispatchParams &d, const L
     for (int source = group; source < p.session.team.num_ranks; source += kLlGroups) {
       if (token >= tables.tokens[source]) continue;
       const LowLatencyCall &theirs = tables.calls[source];
-      const uint32_t number = number_of_row(p, source, token);
+      const uint32_t number = number_of_token(p, source, token);
       uint8_t *row = slot_row(p, own_block(p), theirs, number);
       uint32_t *words = slot_words(p, own_block(p), theirs, number);
       // Loaded before anybody knows where to: if it is there by then, a round trip to memory is saved.

@@ -65,7 +65,7 @@ __device__ inline void read_route(const LowLatencyParams &p, const LowLatencyCal
   if (leads) {
     const int n = __popc(leaders & below);
     route->rank[n] = rank;
-    const uint32_t number = number_of_row(p, p.session.team.rank, token);
+    const uint32_t number = number_of_token(p, p.session.team.rank, token);
     route->row[n] = slot_row(p, peers[rank], call, number), route->words[n] = slot_words(p, peers[rank], call, number);
   }
   if (lane == 0) route->num_ranks = __popc(leaders);
