@@ -14,6 +14,7 @@ namespace emulate {
 
 Block *block = nullptr;
 bool at_random = false;
+uint64_t together_ns = 20000000;
 
 // ---- Fibers: registers that a call keeps go on the stack, and the stacks are changed ----
 
@@ -220,7 +221,6 @@ void step() {
 }
 
 uint64_t clock_ns() {
-  constexpr uint64_t kTogether = 20000000; // later looks are others
   Lane *lane = block->now;
   Warp &warp = block->warps[lane->index.x / 32];
   const uint32_t round = warp.of[0].round + 1;
@@ -228,7 +228,7 @@ uint64_t clock_ns() {
   uint64_t now = now_ns();
   if (const uint32_t look = lane->clock_looks++; look < std::size(warp.clocks)) {
     auto &same = warp.clocks[look];
-    if (same.round == round && now - same.time < kTogether) now = same.time;
+    if (same.round == round && now - same.time < together_ns) now = same.time;
     else same.round = round, same.time = now;
   }
   return lane->clock = std::max(now, lane->clock);

@@ -86,6 +86,7 @@ size_t dynamic_shared_limit();
 
 uint64_t now_ns();              // defined by who runs blocks
 uint64_t clock_ns();            // for a lane: those of a warp that look together see the same
+extern uint64_t together_ns;    // later looks are others; far less than any time limit
 void step();                    // another lane has its turn
 // Around a load: a lane that has found nothing new a few times, or has looked very often, gives way.
 inline void before_load() {
