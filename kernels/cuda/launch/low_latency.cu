@@ -9,7 +9,7 @@ namespace {
 constexpr size_t kMaxTables = 48 * 1024 - 6 * 1024; // shared memory of a block without opting in, less the static part
 
 template <class P, class Kernel, class Params> int32_t launch(P *p, const Team *team, Kernel *kernel, int blocks, size_t shared, const Params &params) {
-  const OnDevice on(team->device);
+  const OnDevice on(team->device, OnDevice::kAnyTime);
   kernel<<<blocks, kLlThreads, shared, stream_of(p->stream)>>>(params);
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
