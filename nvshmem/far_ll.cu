@@ -22,8 +22,7 @@ template <class P, class K> int32_t launch(P *p, const Team *team, const K &para
   const size_t shared = far_ll_tables(p, team->view.num_ranks);
   const OnDevice on(team->device);
   kernel<<<blocks_for(team, p->num_sms, p->num_max_tokens), kFarLlThreads, shared, stream_of(p->stream)>>>(params);
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+  return launched(p);
 }
 
 }  // namespace
@@ -61,8 +60,7 @@ cudaError_t load_far_ll_kernels() {
 int32_t far_mask(dk_mask_params *p, const MaskParams &params) {
   const OnDevice on(handle_of<Team>(p->team)->device);
   far_mask_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+  return launched(p);
 }
 
 int32_t far_ll_dispatch(dk_ll_dispatch_params *p) {

@@ -163,16 +163,6 @@ static_assert(offsetof(Enter, epoch) % 16 == 0, "copied by 16 bytes");
 
 // ---- Waits that may mask a rank -----------------------------------------------------------------------------------------------
 
-// True: it came. False: the rank is masked now, or the team has failed.
-template <class Poll> __device__ __forceinline__ bool await_or_mask(const Session &s, int peer, uint64_t expected, Poll poll) {
-  int64_t seen = 0;
-  uint64_t waited = 0;
-  const uint32_t code = wait_until(s, peer, seen, waited, poll);
-  if (code == 0) return true;
-  if (!mask_instead(s, code, peer)) report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, static_cast<int64_t>(expected), seen, waited);
-  return false;
-}
-
 // By one thread: all that I sent to a rank in a slot has been taken. False: the team has failed. My own receive half comes after
 // this kernel or has been: there is nothing to wait for.
 __device__ inline bool await_credit(const FarLlParams &p, int slot, int r) {
@@ -185,7 +175,7 @@ __device__ inline bool await_credit(const FarLlParams &p, int slot, int r) {
   }
   const auto *word = mine_at<uint64_t>(p, credit_at(s.team, slot, r));
   if (ptx::ld_acquire_sys(word) >= sent || is_masked(s, r)) return true;
-  return await_or_mask(s, r, sent, [&](int64_t &seen) {
+  return wait_or_mask(s, r, sent, [&](int64_t &seen) {
     seen = static_cast<int64_t>(ptx::ld_acquire_sys(word));
     return seen >= static_cast<int64_t>(sent);
   }) || !has_failed(s);
@@ -252,7 +242,7 @@ __device__ inline void find_far_calls(const FarLlParams &p, uint64_t epoch, uint
     uint64_t found = p.shrinks() ? 0 : epoch;
     if (p.shrinks() && !is_masked(s, r)) {
       const uint64_t start = ptx::global_timer_ns();
-      await_or_mask(s, r, epoch, [&](int64_t &) { return find_far_call(p, epoch, r, found); });
+      wait_or_mask(s, r, epoch, [&](int64_t &) { return find_far_call(p, epoch, r, found); });
       if (is_far_clerk()) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
     }
     calls[r] = found;
@@ -268,7 +258,7 @@ __device__ inline void check_far_peers(const FarLlParams &p, const uint64_t *cal
     const uint64_t epoch = calls[r];
     const auto *from = mine_at<Enter>(p, enter_at(team, epoch, r));
     const uint64_t start = ptx::global_timer_ns();
-    const bool came = epoch != 0 && await_or_mask(p.session, r, epoch, [&](int64_t &seen) {
+    const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch, [&](int64_t &seen) {
       seen = static_cast<int64_t>(ptx::ld_acquire_sys(&from->epoch));
       return seen >= static_cast<int64_t>(epoch);
     });

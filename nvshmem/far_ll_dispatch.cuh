@@ -186,7 +186,7 @@ __device__ inline void await_far_counts(const FarLlParams &p, uint64_t epoch, co
   const Session &s = p.session;
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kFarLlThreads) {
     uint64_t theirs = tables.calls[r], word = 0;
-    bool here = theirs != 0 && await_or_mask(s, r, epoch, [&](int64_t &seen) {
+    bool here = theirs != 0 && wait_or_mask(s, r, epoch, [&](int64_t &seen) {
       word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, count_word_at(p, theirs, r)));
       seen = static_cast<int64_t>(word >> 32);
       return is_from(word, theirs, r);
@@ -251,7 +251,7 @@ __device__ inline void await_far_row(const FarLlParams &p, uint64_t epoch, int s
   bool came = true;
   if (lane == 0) {
     const auto *at = mine_at<uint64_t>(p, row_word_at(p, theirs, source, number));
-    came = await_or_mask(s, source, epoch, [&](int64_t &seen) {
+    came = wait_or_mask(s, source, epoch, [&](int64_t &seen) {
       word = ptx::ld_acquire_sys(at);
       seen = static_cast<int64_t>(word >> 32);
       return is_from(word, theirs, source);

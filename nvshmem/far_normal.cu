@@ -9,11 +9,6 @@ namespace {
 
 constexpr size_t kMostLists = 200 * 1024; // shared memory of combine's lists
 
-template <class P> int32_t launched(P *p) {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
-}
-
 template <class P> int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call) {
   const Team *team = handle_of<Team>(p->team);
   FarBarrierParams params{};

@@ -211,10 +211,13 @@ def abi(full: bool) -> Counts:
     return checks("abi", commands, full)
 
 
+# Builds by itself: not as a part of the make that runs the tests.
+MAKE = ["env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "--no-print-directory", f"-j{os.cpu_count()}"]
+
+
 def gpu_build(full: bool) -> Counts:
     """What can be said of the GPU libraries without a GPU: they build; symbols; how the internode one refuses."""
-    make = ["env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "--no-print-directory", f"-j{os.cpu_count()}"]
-    commands = {"build": [*make, "cuda", "nvshmem"], "symbols": [sys.executable, "tools/abi_check.py"]}
+    commands = {"build": [*MAKE, "cuda", "nvshmem"], "symbols": [sys.executable, "tools/abi_check.py"]}
     counts = checks("gpu-build", commands, full)
     if counts.failed == 0:
         counts.add(pytest("gpu-build", ["nvshmem/tests"], {}, full))
@@ -223,8 +226,7 @@ def gpu_build(full: bool) -> Counts:
 
 def emulated(full: bool) -> Counts:
     """The kernel suite over the CUDA library on emulated devices."""
-    make = ["env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "--no-print-directory", f"-j{os.cpu_count()}"]
-    counts = checks("emulated", {"build": [*make, "emulated"]}, full)
+    counts = checks("emulated", {"build": [*MAKE, "emulated"]}, full)
     if counts.failed == 0:
         counts.add(plain("emulated", ["kernels/tests/emulated.sh"], full))
     return counts

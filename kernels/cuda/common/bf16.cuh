@@ -13,8 +13,8 @@ __device__ inline void add_bf16(float (&sum)[8], const uint4 &data) {
   const uint32_t words[4] = {data.x, data.y, data.z, data.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    sum[2 * i] += __uint_as_float(words[i] << 16);
-    sum[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
+    sum[2 * i] += bf16_low(words[i]);
+    sum[2 * i + 1] += bf16_high(words[i]);
   }
 }
 __device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4 &data, float weight) {

@@ -117,15 +117,6 @@ __device__ __forceinline__ bool has_arrived(const uint4 &v) { return v.x != 0 &&
 
 // ---- Waits that may mask a rank ---------------------------------------------------------------------------------------------
 
-// True: it came. False: the rank is masked now, or the team has failed.
-template <class Poll> __device__ __forceinline__ bool wait_or_mask(const Session &s, int peer, uint64_t expected, Poll poll) {
-  int64_t seen = 0;
-  uint64_t waited = 0;
-  const uint32_t code = wait_until(s, peer, seen, waited, poll);
-  if (code == 0) return true;
-  if (!mask_instead(s, code, peer)) report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, static_cast<int64_t>(expected), seen, waited);
-  return false;
-}
 // 16 bytes that a peer writes; cleared once they are here.
 __device__ __forceinline__ bool take_chunk(const Session &s, int peer, uint64_t expected, uint8_t *from, uint4 &chunk) {
   if (!has_arrived(chunk)) {

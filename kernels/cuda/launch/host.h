@@ -77,6 +77,11 @@ template <class P> int32_t device_failure(P *p, cudaError_t error) {
   if (error == cudaErrorNotSupported) return DK_EUNSUPPORTED;
   return DK_EDEVICE;
 }
+// What became of the launch before this.
+template <class P> int32_t launched(P *p) {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+}
 template <class P> int32_t driver_failure(P *p, CUresult result) {
   p->device_error = static_cast<int32_t>(result);
   if (result == CUDA_ERROR_OUT_OF_MEMORY) return DK_ENOMEM;

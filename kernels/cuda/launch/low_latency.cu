@@ -11,8 +11,7 @@ constexpr size_t kMaxTables = 48 * 1024 - 6 * 1024; // shared memory of a block 
 template <class P, class Kernel, class Params> int32_t launch(P *p, const Team *team, Kernel *kernel, int blocks, size_t shared, const Params &params) {
   const OnDevice on(team->device, OnDevice::kAnyTime);
   kernel<<<blocks, kLlThreads, shared, stream_of(p->stream)>>>(params);
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+  return launched(p);
 }
 
 // A block for each token of a full call and one for the clerk, as far as this rank's share of the device goes.

@@ -23,11 +23,6 @@ uint32_t stage_bytes_for(uint64_t row_bytes, uint32_t senders, uint32_t limit) {
   return static_cast<uint32_t>(align_up<uint64_t>(least(whole, fit), 16));
 }
 
-template <class P> int32_t launched(P *p) {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
-}
-
 template <class Kernel> cudaError_t load(Kernel *kernel, size_t max_shared) {
   cudaFuncAttributes attributes{};
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);

@@ -197,8 +197,7 @@ template <class P> int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call
   params.session = session_of(p, op, DK_PHASE_BOTH);
   params.counts_as_call = counts_as_call;
   barrier_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+  return launched(p);
 }
 
 }  // namespace
@@ -246,6 +245,5 @@ DK_EXPORT int32_t dk_mask(dk_mask_params *p) {
   if (team->far != nullptr) return far_mask(p, params);
   const OnDevice on(team->device);
   mask_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+  return launched(p);
 }

@@ -79,6 +79,16 @@ __device__ inline bool mask_instead(const Session &s, uint32_t code, int peer) {
   return true;
 }
 
+// A wait that may mask a rank. True: it came. False: the rank is masked now, or the team has failed.
+template <class Poll> __device__ __forceinline__ bool wait_or_mask(const Session &s, int peer, uint64_t expected, Poll poll) {
+  int64_t seen = 0;
+  uint64_t waited = 0;
+  const uint32_t code = wait_until(s, peer, seen, waited, poll);
+  if (code == 0) return true;
+  if (!mask_instead(s, code, peer)) report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, static_cast<int64_t>(expected), seen, waited);
+  return false;
+}
+
 // By one thread: waits for the message of rank r, which is there once its word has the epoch, and compares it.
 __device__ inline bool await_message(const Session &s, const Handshake &hand, int r, const uint64_t *word, const Enter *from) {
   if (is_masked(s, r)) return true;
