@@ -1,6 +1,6 @@
 /* What a low-latency call costs its caller: one rank, one token; the engine is the one that DEEPEP_ENGINE or the machine
- * selects. With the CPU engine the calls are asynchronous, on a GPU all are. They come in bursts with a pause between
- * them; hostcost.py says why.
+ * selects. With the CPU engine the calls are asynchronous, on a GPU all are. They come in bursts, on a CPU with a pause
+ * between them; hostcost.py says why.
  *
  *   host_cost CALLS FOLDER
  *
@@ -27,9 +27,10 @@ static double now_us(void) {
   return (double)t.tv_sec * 1e6 + (double)t.tv_nsec / 1e3;
 }
 
-static void pause_between(void) {
+/* The communication stream's thread of a CPU falls asleep meanwhile. A GPU has no such thread. */
+static void pause_between(int host_stream) {
   const struct timespec t = {0, PAUSE_NS};
-  nanosleep(&t, NULL);
+  if (host_stream) nanosleep(&t, NULL);
 }
 
 static deepep_buffer_t make_buffer(const char *folder, deepep_group_t *group, const char **engine) {
@@ -106,7 +107,7 @@ int main(int argc, char **argv) {
   if (!dispatched || !done) return 1;
   for (int i = -WARMUP_BURSTS; i < bursts; i++) {
     double *times = i < 0 ? spare : dispatched + i * BURST;
-    pause_between();
+    pause_between(host_stream);
     for (int n = 0; n < BURST; n++) {
       double start = now_us();
       deepep_status_t status = deepep_low_latency_dispatch(buffer, &dispatch, &call);
@@ -116,7 +117,7 @@ int main(int argc, char **argv) {
     if (!host_stream) check(deepep_event_record(event, NULL), "deepep_event_record");
     check(deepep_event_wait(event, -1), "deepep_event_wait");
     times = i < 0 ? spare : done + i * BURST;
-    pause_between();
+    pause_between(host_stream);
     for (int n = 0; n < BURST; n++) {
       double start = now_us();
       deepep_status_t status = deepep_low_latency_combine(buffer, &combine, &call);

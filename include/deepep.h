@@ -332,7 +332,7 @@ typedef struct deepep_ll_dispatch_args {
   int32_t reserved0;
   const void *x;                        /* [in] [T,H] BF16 */
   const void *topk_idx;                 /* [in] [T,K] */
-  const float *topk_weights;            /* [in] [T,K] or NULL: sent along so that combine may reduce at the expert's rank */
+  const float *topk_weights;            /* [in] [T,K] or NULL: sent along so that combine's send half too may reduce at the expert's rank */
   void *recv_x;                         /* [out] [L, R*B, H] BF16 or e4m3 */
   void *recv_x_scales;                  /* [out] float32 [L, H/128, R*B] in memory, or int32 [L, H/512, R*B] with UE8M0 */
   int32_t *recv_count;                  /* [out] [L] */

@@ -3,7 +3,7 @@
 //
 //   nvcc -std=c++17 -O2 -arch=sm_90 -Ikernels -o build/bin/bench_ops bench/cuda/*.cu
 //   bench_ops LIBRARY [ranks=4] [devices=4] [tokens=4096] [hidden=7168] [topk=8] [experts=256] [sms=16,20,24] [iterations=30]
-//             [isa=0] [nvl_mb=512] [mode=check|normalcheck|llcheck|normal|sweep|ll|llsweep|lltimeline|times|all] [max_tokens=128] [zipf=0] [local=0] [stats=1]
+//             [isa=0] [nvl_mb=512] [mode=check|normalcheck|llcheck|normal|sweep|ll|llsweep|lltimeline|host|times|all] [max_tokens=128] [zipf=0] [local=0] [stats=1]
 //
 // mode=sweep: lines of CSV for pictures, normal mode with tokens up to tokens=N.
 // Logical bytes of a dispatch: rows that arrive anywhere, self included, times the row. Times are medians and 99th percentiles of
@@ -27,6 +27,7 @@ void *run_rank(void *argument) {
   if (g_mode == "sweep") sweep_normal(rank);
   if (g_mode == "llsweep") sweep_low_latency(rank);
   if (g_mode == "lltimeline") timeline_low_latency(rank);
+  if (g_mode == "host") time_host(rank);
   if (g_mode == "ll" || g_mode == "times" || g_mode == "all") time_low_latency(rank);
   rank.meet();
   return nullptr;

@@ -105,7 +105,9 @@ void time_low_latency(Rank &rank) {
   auto fp8 = [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, true); };
   auto bf16 = [&] { dispatch(rank, a, DK_FORMAT_BF16, 0, true); };
   auto sums = [&] { combine(rank, a, 0, a.y); };
-  show("LL dispatch FP8", time_calls(rank, iterations, dispatches, [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, false); }));
+  auto unweighted = [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, false); };
+  show("LL dispatch FP8", time_calls(rank, iterations, dispatches, unweighted));
+  show("LL combine, sums, weights now", time_calls(rank, iterations, combines, sums));
   show("LL dispatch FP8 with weights", time_calls(rank, iterations, dispatches, fp8));
   show("LL dispatch BF16", time_calls(rank, iterations, dispatches, bf16));
   show("LL combine, sums", time_calls(rank, iterations, combines, sums));
@@ -123,6 +125,7 @@ void time_low_latency(Rank &rank) {
   fp8();
   show("graph: combine, sums", time_graph(rank, 60, sums));
   show("graph: dispatch FP8 + combine", time_graph(rank, 60, [&] { fp8(), sums(); }));
+  show("graph: the same, weights now", time_graph(rank, 60, [&] { unweighted(), sums(); }));
   rank.meet();
   release(a);
 }

@@ -9,6 +9,7 @@ void sweep_normal(Rank &rank);
 void time_low_latency(Rank &rank);
 void sweep_low_latency(Rank &rank);
 void timeline_low_latency(Rank &rank);
+void time_host(Rank &rank);
 
 template <class T> T *device_array(size_t count) {
   void *p = nullptr;

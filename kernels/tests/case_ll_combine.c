@@ -62,6 +62,30 @@ static void same_handle(struct rank *me) {
   }
 }
 
+/* Weights that no dispatch sent: other ones in every combine of a handle; each time another rank calls in halves, which does not wait
+ * for the others' weights. */
+static void new_weights(struct rank *me) {
+  struct ll_spec spec = *(const struct ll_spec *)me->test->arg;
+  spec.experts *= me->count;
+  struct team *t = make_ll_team(me, &spec, 0);
+  struct ll *l = make_ll(t, &spec, 3);
+  run_ll_dispatch(l, DK_PHASE_BOTH, 0);
+  check_ll_dispatch(l);
+  float *own = l->routing->weight[me->index];
+  for (int i = 0; i < 7; i++) {
+    make_expert_rows(l, 60 + (uint64_t)i);
+    for (int at = 0; at < l->tokens * spec.topk; at++)
+      ((float *)l->weights.host)[at] = own[at] = -0.75f * own[at] + 0.01f * (float)i;
+    send_tensor(me, l->weights);
+    if (i % (me->count + 1) == me->index) {
+      run_ll_combine(l, DK_PHASE_SEND, 2);
+      run_ll_combine(l, DK_PHASE_RECV, 2);
+      l->whole_combine = true; /* of the others */
+    } else run_ll_combine(l, DK_PHASE_BOTH, 2);
+    check_ll_combine(l);
+  }
+}
+
 /* The same input, the same bits: plain, reduced at the experts' rank, LogFMT, FP8 before. */
 static void repeatable(struct rank *me) {
   static const struct { uint32_t flags; int format; bool weights; } ways[] = {
@@ -171,6 +195,8 @@ static const struct test_case cases[] = {
     {"ll combine/top-32", sums, 2, &many_topk, USUAL, 0, 0},
     {"ll combine/after FP8", sums, 3, &after_fp8, QUICK, 0, 0},
     {"ll combine/duplicates", sums, 3, &duplicates, QUICK, 0, 0},
+    {"ll combine/new weights", new_weights, 3, &plain, QUICK, 0, 0},
+    {"ll combine/new weights, duplicates", new_weights, 2, &duplicates, USUAL, 0, 0},
     {"ll combine/everything -1", sums, 3, &nobody, QUICK, 0, 0},
     {"ll combine/a rank without tokens, one without rows", sums, 4, &silent, QUICK, 0, 0},
     {"ll combine/one hot expert", sums, 4, &one_hot, USUAL, 0, 0},

@@ -174,6 +174,7 @@ static void write_in_place(struct ll *l) {
 void run_ll_combine(struct ll *l, uint32_t phases, uint32_t ticket) {
   if (phases & DK_PHASE_SEND && l->spec->combine_flags & DK_LL_ZERO_COPY) write_in_place(l);
   dk_ll_combine_params p = ll_combine_params(l, phases, ticket);
+  if (phases != DK_PHASE_RECV) l->whole_combine = phases == DK_PHASE_BOTH;
   CALL(l->team->me, ll_combine, &p);
   if (phases & DK_PHASE_SEND) l->team->combines++;
 }

@@ -152,7 +152,8 @@ static void add_expert(struct ll *l, struct block_sum *b, int64_t expert, float 
   double error[128] = {0};
   for (int i = 0; i < width; i++) x[i] = expert_value(l->row_salt, (int)expert, self, token, first + i);
   if (l->spec->combine_flags & DK_LL_LOGFMT) reference_logfmt_error(x, error);
-  bool reduced = l->spec->weights && !(l->spec->combine_flags & DK_LL_UNREDUCED);
+  bool known = l->spec->weights || l->whole_combine; /* by the experts' rank: it may add up its rows and round */
+  bool reduced = known && !(library.caps & DK_CAP_HOST_STREAM) && !(l->spec->combine_flags & (DK_LL_UNREDUCED | DK_LL_LOGFMT));
   for (int i = 0; i < width; i++) {
     double value = (double)weight * (double)from_bf16(x[i]);
     b->sum[i] += value;

@@ -60,7 +60,8 @@ class LowLatencyMode(LowLatencyPlans):
             use_ue8m0: scales are packed exponent bytes; needs round_scale and H a multiple of 512.
             async_finish: True: the caller waits through the returned event.
             return_recv_hook: True: only send now; the hook receives, on the stream that is current now.
-            topk_weights: ``[T, K]`` float32 sent along, so that combine may sum at the experts' rank; or None.
+            topk_weights: ``[T, K]`` float32 sent along, so that the send half of a combine may sum at the experts' rank
+                too; or None.
 
         Returns:
             ``recv_x``: ``[L, R*B, H]`` BF16, or with FP8 the pair (e4m3, scales ``[L, R*B, H/128]`` float32, column-
@@ -149,7 +150,8 @@ class LowLatencyMode(LowLatencyPlans):
             async_finish, return_recv_hook: as in low_latency_dispatch.
             out: ``[T, H]`` BF16 to fill, or None.
             combine_wait_recv_cost_stats: ``[R]`` int64, += nanoseconds waited for each rank, or None.
-            unreduced: every expert's row crosses the wire, even where its rank knows the weights.
+            unreduced: every expert's row crosses the wire and is summed at the token's rank. Else a rank with a GPU may
+                first sum its own experts' rows for a token, and round.
 
         Returns:
             ``combined_x [T, H]`` BF16 (FP32 sums of weight x row), the event, the hook or None.
@@ -220,7 +222,9 @@ class LowLatencyMode(LowLatencyPlans):
             sent = self.low_latency_dispatch(x, nobody, bound, num_experts, use_fp8=use_fp8, return_recv_hook=halves)
             if sent[4]:
                 sent[4]()
-            back = self.low_latency_combine(x, nobody, weights, sent[2], zero_copy=True, return_recv_hook=halves)
+            rows = self.get_next_low_latency_combine_buffer(sent[2])  # nobody reads them
+            in_place = not rows.is_contiguous()
+            back = self.low_latency_combine(rows, nobody, weights, sent[2], zero_copy=in_place, return_recv_hook=halves)
             if back[2]:
                 back[2]()
         if not self.host_stream:

@@ -159,6 +159,25 @@ class NormalMode(BufferBase):
         event = order.finish((topk_idx, per_rank, per_node, per_expert, in_rank))
         return per_rank, per_node, per_expert, in_rank, event
 
+    def _run_normal(self, hidden: int, num_experts: int) -> None:
+        """Layout, dispatch and combine of one token, so that Python's part of them is warm too. Collective; waits."""
+        x = tt.full((1, hidden), 0, tt.BF16, self.device)
+        own = tt.full((1, 1), self.rank * num_experts // self.group_size, tt.INT64, self.device)
+        weights = tt.full((1, 1), 0, tt.FLOAT32, self.device)
+        per_rank, per_node, per_expert, in_rank, _ = self.get_dispatch_layout(own, num_experts)
+        rows, _, back, _, handle, _ = self.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=own,
+            topk_weights=weights,
+        )
+        self.combine(rows, handle, topk_weights=back)
+        if not self.host_stream:
+            self.torch_current_stream().synchronize()
+
     def dispatch(
         self,
         x: Any,

@@ -237,10 +237,12 @@ class Buffer(NormalMode, LowLatencyMode):
             options.ll_num_topk, options.ll_num_experts = num_topk, num_experts
         lib = self.native.lib
         lib.check(lib.slow.deepep_buffer_warmup(self.native, ctypes.byref(options)))
+        if num_tokens:
+            self._run_normal(hidden, num_experts)
         if bound:
             self._touch_outputs(bound, hidden, num_experts, bool(use_fp8))
             self._run_low_latency(bound, hidden, num_topk, num_experts, bool(use_fp8))
-            self.check()
+        self.check()
 
     def check(self) -> None:
         """Raises the failure that made the buffer unusable, if there was one."""

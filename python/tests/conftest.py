@@ -19,7 +19,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
-from pool import RankPool  # noqa: E402 - needs the paths above
+import hosts  # noqa: E402 - needs the paths above
+from pool import RankPool  # noqa: E402
 
 LARGEST_POOL = 8
 
@@ -69,7 +70,7 @@ def _shared_pool(device: str) -> Iterator[RankPool]:
     if joins_gpus():
         import torch
 
-        size = torch.cuda.device_count()  # NVSHMEM wants a GPU for each rank
+        size = torch.cuda.device_count() if hosts.gpus_needed(4, 1) > 1 else 4
     pool = RankPool(size, device)
     yield pool
     pool.stop()

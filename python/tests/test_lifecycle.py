@@ -7,6 +7,7 @@ import glob
 import os
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -122,13 +123,19 @@ def test_two_buffers_at_once(pool):
     pool.run(4, rank_two_buffers)
 
 
-def in_threads(*functions):
-    """Runs the functions at the same time; raises the first error."""
-    errors = []
+def in_threads(ctx, *functions):
+    """Runs the functions at the same time; raises the first error. On a GPU each has a stream of its own.
+
+    On one stream a thread's calls wait for another's, and nothing makes the order the same on every rank.
+    """
+    errors, on_gpu = [], ctx.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
 
     def guarded(function):
         try:
-            function()
+            with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
+                function()
         except BaseException as error:  # noqa: BLE001 - raised again below
             errors.append(error)
 
@@ -137,6 +144,8 @@ def in_threads(*functions):
         thread.start()
     for thread in threads:
         thread.join()
+    if on_gpu:
+        torch.cuda.synchronize()
     if errors:
         raise errors[0]
 
@@ -160,7 +169,7 @@ def rank_threads(ctx):
                 normal.layout_arguments(ctx, one, normal.expect(CASE, ctx.rank))
                 assert one.stats()["layout"]["calls"] > 0 and two.get_comm_stream() is not None
 
-        in_threads(exchange, low_latency, ask, ask)
+        in_threads(ctx, exchange, low_latency, ask, ask)
 
 
 def test_threads(pool):

@@ -146,7 +146,7 @@ __device__ __noinline__ inline void check_low_latency_peers(const LowLatencyPara
     Enter theirs{};
     const uint64_t start = ptx::global_timer_ns();
     const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch, [&](int64_t &seen) { return load_enter(line, epoch, theirs, seen); });
-    if (epoch != 0 && (team.flags & DK_TEAM_SHRINK) == 0) team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
+    if (epoch != 0 && (team.flags & DK_TEAM_SHRINK) == 0) team.scratch->wait_ns[r] += ptx::global_timer_ns() - start; // weights were awaited before
     if (p.wait_stats != nullptr) p.wait_stats[r] += static_cast<int64_t>(team.scratch->wait_ns[r]);
     if (!came) continue;
     const Difference difference = compare_enter(mine, &theirs);

@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
     RowTarget targets[kLlGroups];
     ArrivalList arrivals;
   } shared;
-  __shared__ uint64_t dispatch; // whose routing is known, or 0
+  __shared__ SummedDispatch summed;
   const LowLatencyParams &p = c.call;
   begin_timeline();
   auto **peers = reinterpret_cast<uint8_t **>(memory);
@@ -185,6 +185,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
   Headers headers{};
   LowLatencyRouting routing{};
   SlotSeen slot{0, 0, 0, -1};
+  const Entry entry = is_last_warp() && sends_weights(p) ? load_entry(p, first_of_block()) : Entry{-1, 0};
   if (reads_sums && leads_group) {
     routing = load_routing(p);
     if (first_item() < num_items(p)) headers = load_headers(p, item.dest, item.token);
@@ -198,17 +199,19 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
   const bool begun = begin_low_latency(p, start, peers);
   const LowLatencyCall call = low_latency_call(p, start, false);
   if (begun) {
+    if (is_last_warp() && sends_weights(p)) send_weights(p, call, peers, entry);
     if (is_clerk()) post_low_latency(p, call);
     bool good = true;
     if (p.sends() && is_worker()) {
       if (leads_group) {
-        const uint64_t found = reads_sums ? routed_dispatch(p, call, routing) : 0;
-        if (threadIdx.x == 0) dispatch = found;
-        if (found != 0 && first_item() < num_items(p)) read_sum(c, found, headers, item.dest, bases, shared.sums + threadIdx.x / kLlGroupThreads);
+        const SummedDispatch found = reads_sums ? routed_dispatch(p, call, routing) : SummedDispatch{0, false};
+        if (threadIdx.x == 0) summed = found;
+        if (found.number != 0 && first_item() < num_items(p))
+          read_sum(c, call, found, headers, item.dest, item.token, bases, shared.sums + threadIdx.x / kLlGroupThreads);
       }
       good = await_empty_slots(p, call, slot);
       mark(kMarkEmpty, threadIdx.x == 0);
-      if (good && dispatch != 0) send_sums(c, call, dispatch, peers, bases, shared.sums);
+      if (good && summed.number != 0) send_sums(c, call, summed, peers, bases, shared.sums);
       else if (good) send_rows(c, call, peers, before, shared.targets);
       __syncthreads();
     }

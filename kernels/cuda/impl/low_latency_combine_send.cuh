@@ -1,6 +1,7 @@
-// low_latency_combine_send.cuh - combine, the sending half. Where the dispatch brought the weights along, the expert's rank sums its own
-// experts' rows for a token in FP32 and sends one row; else each expert's row crosses by itself. Row words say which of the two a
-// row is, so ranks need not agree.
+// low_latency_combine_send.cuh - combine, the sending half. The expert's rank sums its own experts' rows for a token in FP32 and sends
+// one row. The weights come from the dispatch if that had them; else every combine sends them first, and a call that waits for its
+// peers anyway waits for them. The send half of a call never waits: each expert's row crosses by itself then. Row words say which of
+// the two a row is, so ranks need not agree.
 #pragma once
 #include "cuda/impl/logfmt.cuh"
 #include "cuda/impl/low_latency_clerk.cuh"
@@ -15,6 +16,26 @@ struct LowLatencyCombineParams {
 };
 
 enum : uint32_t { kKindRow = 1, kKindLogfmt = 2, kKindSum = 3, kKindMask = 3 };
+
+// ---- Send: weights ------------------------------------------------------------------------------------------------------------
+
+// Whether this rank's weights go to the experts' ranks.
+__device__ __forceinline__ bool sends_weights(const LowLatencyParams &p) {
+  return p.sends() && (p.flags & DK_LL_LOGFMT) == 0 && (p.session.team.flags & DK_TEAM_SHRINK) == 0;
+}
+// By the last warp, of the tokens that fall to the block; `entry`: of the first one.
+__device__ inline void send_weights(const LowLatencyParams &p, const LowLatencyCall &call, uint8_t *const *peers, Entry entry) {
+  const int lane = lane_id();
+#pragma unroll 1
+  for (int token = first_of_block(); token < p.num_tokens; token += num_workers()) {
+    if (token != first_of_block()) entry = load_entry(p, token);
+    const int expert = entry.expert >= 0 && entry.expert < p.num_experts ? static_cast<int>(entry.expert) : -1;
+    const float sum = sum_of_same(p, expert, entry.weight, __match_any_sync(kAllLanes, expert));
+    if (expert >= 0)
+      ptx::st_relaxed_sys(sent_weights(p, peers[p.by_local.quotient(expert)], call, p.session.team.rank, token) + lane,
+                          tagged(combine_tag(call.epoch), __float_as_uint(sum)));
+  }
+}
 
 // ---- Send: sums of this rank's experts ------------------------------------------------------------------------------------
 
@@ -35,11 +56,15 @@ __device__ __forceinline__ Headers load_headers(const LowLatencyParams &p, int s
   return headers;
 }
 
+// A dispatch whose rows may be summed here; number 0: none. `fetch`: its weights come with the combine.
+struct SummedDispatch { uint64_t number; bool fetch; };
+
 // By the first warp of a group: which rows of x belong to a token, from the header of its dispatch. `bases`: [L][R], the first row.
-__device__ inline void read_sum(const LowLatencyCombineParams &c, uint64_t dispatch, const Headers &headers, int source, const int32_t *bases,
-                                SumList *list) {
+__device__ inline void read_sum(const LowLatencyCombineParams &c, const LowLatencyCall &call, const SummedDispatch &summed, const Headers &headers,
+                                int source, int token, const int32_t *bases, SumList *list) {
   const LowLatencyParams &p = c.call;
   const int lane = lane_id(), num_ranks = p.session.team.num_ranks;
+  uint64_t dispatch = summed.number;
   if ((p.session.team.flags & DK_TEAM_SHRINK) != 0) dispatch += p.session.team.scratch->dispatch_ahead[source]; // by the source's own count
   uint64_t entry = 0, weight = 0;
 #pragma unroll
@@ -48,7 +73,23 @@ __device__ inline void read_sum(const LowLatencyCombineParams &c, uint64_t dispa
   const uint32_t code = static_cast<uint32_t>(entry);
   const bool row = lane < p.num_topk && has_tag(entry, dispatch_tag(dispatch)) && (code & kEntryRow) != 0 && entry_expert(code) < p.num_local();
   const bool nothing = __any_sync(kAllLanes, lane == 0 && (!has_tag(entry, dispatch_tag(dispatch)) || (code & kEntryNothing) != 0)) != 0;
-  const uint32_t rows = nothing ? 0 : __ballot_sync(kAllLanes, row);
+  uint32_t rows = nothing ? 0 : __ballot_sync(kAllLanes, row);
+  if (summed.fetch && rows != 0) {
+    const bool wanted = (rows >> lane & 1) != 0;
+    const uint64_t *from = sent_weights(p, own_block(p), call, source, token) + lane;
+    const uint64_t start = is_clerk() ? ptx::global_timer_ns() : 0;
+    const auto here = [&] { return !wanted || has_tag(weight, combine_tag(call.epoch)); };
+    const bool came = warp_wait_or_fail(
+        p.session, static_cast<int64_t>(call.epoch),
+        [&] {
+          if (!here()) weight = ptx::ld_relaxed_sys(from);
+          return __all_sync(kAllLanes, here()) != 0;
+        },
+        [&] { return here() ? -1 : source; });
+    if (!came) rows = 0;
+    if (is_clerk() && lane == 0)
+      atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->wait_ns[source]), ptx::global_timer_ns() - start);
+  }
   const int expert = row ? entry_expert(code) : 0x7fffffff;
   const int first = __reduce_min_sync(kAllLanes, nothing ? 0x7fffffff : expert);
   if (rows >> lane & 1) {
@@ -115,7 +156,7 @@ __device__ __forceinline__ SumItem sum_item(const LowLatencyParams &p, int item)
 __device__ __forceinline__ int first_item() { return static_cast<int>(threadIdx.x) / kLlGroupThreads * num_workers() + first_of_block(); }
 __device__ __forceinline__ int num_items(const LowLatencyParams &p) { return p.session.team.num_ranks * p.max_tokens; }
 
-__device__ inline void send_sums(const LowLatencyCombineParams &c, const LowLatencyCall &call, uint64_t dispatch, uint8_t *const *peers,
+__device__ inline void send_sums(const LowLatencyCombineParams &c, const LowLatencyCall &call, const SummedDispatch &summed, uint8_t *const *peers,
                                  const int32_t *bases, SumList *lists) {
   const LowLatencyParams &p = c.call;
   const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads, thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
@@ -125,7 +166,7 @@ __device__ inline void send_sums(const LowLatencyCombineParams &c, const LowLate
     const SumItem item = sum_item(p, number);
     if (number != first_item()) {
       ptx::barrier_among<kLlGroupThreads>(1 + group);
-      if (thread < kWarp) read_sum(c, dispatch, load_headers(p, item.dest, item.token), item.dest, bases, list);
+      if (thread < kWarp) read_sum(c, call, summed, load_headers(p, item.dest, item.token), item.dest, item.token, bases, list);
       ptx::barrier_among<kLlGroupThreads>(1 + group);
     }
     if (list->count > 0) {
@@ -226,7 +267,7 @@ __device__ inline void send_rows(const LowLatencyCombineParams &c, const LowLate
   }
 }
 
-// The dispatch that made src_info, if its headers are still here and hold weights; 0: none. Lane i of a warp looks at record i.
+// The dispatch that made src_info, if its headers are still here. Lane i of a warp looks at record i.
 __device__ __forceinline__ bool may_sum(const LowLatencyParams &p) { return (p.flags & (DK_LL_UNREDUCED | DK_LL_LOGFMT)) == 0; }
 __device__ __forceinline__ LowLatencyRouting load_routing(const LowLatencyParams &p) {
   const auto *words = reinterpret_cast<const uint64_t *>(&p.session.team.scratch->routing[lane_id() % kRoutingCopies]);
@@ -235,16 +276,19 @@ __device__ __forceinline__ LowLatencyRouting load_routing(const LowLatencyParams
   routing.has_weights = ptx::ld_relaxed_gpu(words + 2), routing.num_topk = ptx::ld_relaxed_gpu(words + 3);
   return routing;
 }
-__device__ inline uint64_t routed_dispatch(const LowLatencyParams &p, const LowLatencyCall &call, const LowLatencyRouting &mine) {
+__device__ inline SummedDispatch routed_dispatch(const LowLatencyParams &p, const LowLatencyCall &call, const LowLatencyRouting &mine) {
   uint64_t newest = mine.src_info == reinterpret_cast<uint64_t>(p.src_info) ? mine.dispatch : 0; // its memory may have served several dispatches
-  bool usable = newest != 0 && mine.has_weights != 0 && mine.num_topk == static_cast<uint64_t>(p.num_topk);
+  const bool may_fetch = p.receives() && (p.session.team.flags & DK_TEAM_SHRINK) == 0;
+  bool usable = newest != 0 && (mine.has_weights != 0 || may_fetch) && mine.num_topk == static_cast<uint64_t>(p.num_topk);
+  bool known = mine.has_weights != 0;
 #pragma unroll
   for (int step = 1; step < kRoutingCopies; step *= 2) {
     const uint64_t other = __shfl_xor_sync(kAllLanes, newest, step);
     const bool other_usable = __shfl_xor_sync(kAllLanes, static_cast<int>(usable), step) != 0;
-    if (other > newest) newest = other, usable = other_usable;
+    const bool other_known = __shfl_xor_sync(kAllLanes, static_cast<int>(known), step) != 0;
+    if (other > newest) newest = other, usable = other_usable, known = other_known;
   }
-  return usable && may_sum(p) && newest + 1 >= call.dispatch ? newest : 0;
+  return {usable && may_sum(p) && newest + 1 >= call.dispatch ? newest : 0, !known};
 }
 
 }  // namespace deepep

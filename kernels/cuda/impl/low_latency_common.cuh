@@ -21,7 +21,7 @@ struct Divisor {
 };
 
 // Offsets in a block, so that no thread has to work them out.
-struct LowLatencyPlaces { uint64_t slot[kLowLatencySlots], headers, header_step, row_words[kLowLatencySlots]; };
+struct LowLatencyPlaces { uint64_t slot[kLowLatencySlots], headers, header_step, row_words[kLowLatencySlots], weights[kLowLatencySlots]; };
 
 struct LowLatencyParams {
   Session session;
@@ -83,6 +83,11 @@ __device__ __forceinline__ uint64_t *count_word(const LowLatencyParams &p, uint8
 __device__ __forceinline__ uint64_t *row_word(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call, uint32_t number) {
   return reinterpret_cast<uint64_t *>(block + (call.slot() == 0 ? p.places.row_words[0] : p.places.row_words[1])) + number;
 }
+// Combine: the weights of a source's token, in the order of its entries, where the dispatch did not bring them.
+__device__ __forceinline__ uint64_t *sent_weights(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call, int source, int token) {
+  return reinterpret_cast<uint64_t *>(block + (call.slot() == 0 ? p.places.weights[0] : p.places.weights[1]) +
+                                      number_of_row(p, source, token) * kWeightsStride);
+}
 // The newest call that wrote into a slot of `taker` and was taken there; it lies in the block of the one who wrote.
 __device__ inline uint64_t *credit(const TeamView &team, uint8_t *block, int slot, int taker) {
   return reinterpret_cast<uint64_t *>(block + team.control + team.at.consumed) + slot * team.num_ranks + taker;
@@ -141,6 +146,26 @@ __device__ __forceinline__ bool take_word(const Session &s, int peer, uint64_t e
   }
   *from = 0;
   return true;
+}
+
+// ---- A token's entries, each a lane's ---------------------------------------------------------------------------------------
+
+struct Entry { int64_t expert; float weight; };
+__device__ __forceinline__ Entry load_entry(const LowLatencyParams &p, int token) {
+  const int64_t at = static_cast<int64_t>(token) * p.num_topk + lane_id();
+  if (lane_id() >= p.num_topk || token >= p.num_tokens) return {-1, 0};
+  return {load_index(p.topk_idx, at, p.index_bytes), p.topk_weights != nullptr ? p.topk_weights[at] : 0};
+}
+// Whole warp: the weight of an expert that is named several times, the lanes of `same`.
+__device__ inline float sum_of_same(const LowLatencyParams &p, int expert, float weight, uint32_t same) {
+  const bool repeated = (same & ((1u << lane_id()) - 1)) != 0;
+  if (__any_sync(kAllLanes, expert >= 0 && repeated) == 0) return weight;
+  float sum = 0;
+  for (int k = 0; k < p.num_topk; ++k) { // in this order, so that the sum repeats
+    const float other = __shfl_sync(kAllLanes, weight, k);
+    if ((same >> k & 1) != 0) sum += other;
+  }
+  return sum;
 }
 
 // ---- Start and end ---------------------------------------------------------------------------------------------------------------

@@ -33,12 +33,6 @@ struct SendTables {             // shared
 };
 
 // By the last warp: the token's experts without repetitions, the ranks that hold them.
-struct Entry { int64_t expert; float weight; };
-__device__ __forceinline__ Entry load_entry(const LowLatencyParams &p, int token) {
-  const int64_t at = static_cast<int64_t>(token) * p.num_topk + lane_id();
-  if (lane_id() >= p.num_topk || token >= p.num_tokens) return {-1, 0};
-  return {load_index(p.topk_idx, at, p.index_bytes), p.topk_weights != nullptr ? p.topk_weights[at] : 0};
-}
 __device__ inline void read_route(const LowLatencyParams &p, const LowLatencyCall &call, int token, Entry entry, SendTables *tables) {
   const int lane = lane_id();
   TokenRoute *route = &tables->route;
@@ -50,14 +44,7 @@ __device__ inline void read_route(const LowLatencyParams &p, const LowLatencyCal
   const int expert = static_cast<int>(entry.expert), rank = expert < 0 ? -1 : p.by_local.quotient(expert);
   const uint32_t same = __match_any_sync(kAllLanes, expert), same_rank = __match_any_sync(kAllLanes, rank), below = (1u << lane) - 1;
   const bool repeated = (same & below) != 0;
-  float sum = entry.weight;
-  if (__any_sync(kAllLanes, expert >= 0 && repeated) != 0) {
-    sum = 0;
-    for (int k = 0; k < p.num_topk; ++k) { // in this order, so that the sum repeats
-      const float other = __shfl_sync(kAllLanes, entry.weight, k);
-      if ((same >> k & 1) != 0) sum += other;
-    }
-  }
+  const float sum = sum_of_same(p, expert, entry.weight, same);
   route->expert[lane] = expert < 0 || repeated ? -1 : expert;
   route->weight[lane] = sum;
   const bool leads = rank >= 0 && (same_rank & below) == 0 && !is_masked(p.session, rank);

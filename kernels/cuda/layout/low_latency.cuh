@@ -15,12 +15,18 @@ constexpr int kHeaderCopies = 4;     // of dispatch's headers: combine reads tho
 struct LowLatencyLayout {
   uint64_t row_bytes, words_at, words_bytes; // a slot has [E, B] rows of 2H bytes, then for each row a word per 128 channels
   uint64_t slot_bytes, zero_copy_bytes, rdma_bytes;
-  uint64_t header_bytes, counts_bytes, row_words_bytes, wire_bytes;
+  uint64_t header_bytes, counts_bytes, row_words_bytes, weights_bytes, wire_bytes;
   uint64_t zero_copy(int slot) const { return slot * zero_copy_bytes; }
 };
 
 // Bytes of the header of one token at one destination: a code and a weight for each of 32 indices, and the pattern.
 constexpr uint64_t kHeaderStride = kMaxTopk * 16 + 16;
+// Of the weights of one token, which a combine sends after a dispatch that did not.
+constexpr uint64_t kWeightsStride = kMaxTopk * 8;
+
+// How the wire region is cut behind the ring's flags: 32nds of it for each area. Headers have four, row words and weights two each.
+enum : uint64_t { kWireParts = 32, kHeaderParts = 5, kRowWordParts = 3, kWeightParts = 3 };
+static_assert(kHeaderCopies * kHeaderParts + kLowLatencySlots * (kRowWordParts + kWeightParts) == kWireParts, "all of it");
 
 __host__ __device__ inline LowLatencyLayout low_latency_layout(uint64_t num_ranks, uint64_t max_tokens, uint64_t hidden, uint64_t num_experts) {
   LowLatencyLayout at{};
@@ -32,24 +38,28 @@ __host__ __device__ inline LowLatencyLayout low_latency_layout(uint64_t num_rank
   at.header_bytes = num_ranks * max_tokens * kHeaderStride;
   at.counts_bytes = num_experts * 8;                 // [R][L]
   at.row_words_bytes = num_experts * max_tokens * 8; // of combine's rows, [E][B]
-  at.wire_bytes = align_up<uint64_t>(most((at.header_bytes + at.counts_bytes) * 32 / 7 + 4096, at.row_words_bytes * 16), 4096);
+  at.weights_bytes = num_ranks * max_tokens * kWeightsStride;
+  const uint64_t headers = (at.header_bytes + at.counts_bytes + 128) * kWireParts / kHeaderParts;
+  const uint64_t others = (most(at.row_words_bytes, at.weights_bytes) + 128) * kWireParts / kRowWordParts;
+  at.wire_bytes = align_up<uint64_t>(most(headers, others) + 1, 4096);
   return at;
 }
 
 // A rank may be a call ahead of another, with another shape: what belongs to different calls in turn must not overlap whatever the
 // shapes, and what users write for zero copy must never lie in a slot. So the slots lie in the region's last two quarters, the
-// zero-copy buffers in its first half; what the wire region has behind the ring's flags is cut into four areas for headers and two
-// for row words.
+// zero-copy buffers in its first half; headers, row words and weights have areas of their own.
 __host__ __device__ inline uint64_t slot_offset(uint64_t rdma_bytes, uint64_t slot_bytes, int slot) {
   return (slot == 0 ? rdma_bytes / 2 : rdma_bytes - slot_bytes) / 16 * 16;
 }
-__host__ __device__ inline uint64_t header_area(uint64_t bytes, int copy) { return copy * (bytes * 7 / 32 / 128 * 128); }
-__host__ __device__ inline uint64_t row_word_area(uint64_t bytes, int slot) { return bytes * 7 / 8 / 128 * 128 + slot * (bytes / 16 / 128 * 128); }
+__host__ __device__ inline uint64_t wire_area(uint64_t bytes, uint64_t parts_before) { return bytes * parts_before / kWireParts / 128 * 128; }
+__host__ __device__ inline uint64_t header_area(uint64_t bytes, int copy) { return copy * wire_area(bytes, kHeaderParts); }
+__host__ __device__ inline uint64_t row_word_area(uint64_t bytes, int slot) { return wire_area(bytes, kHeaderCopies * kHeaderParts + slot * kRowWordParts); }
+__host__ __device__ inline uint64_t weight_area(uint64_t bytes, int slot) { return wire_area(bytes, kWireParts - (kLowLatencySlots - slot) * kWeightParts); }
 
 // What a block reserves for the headers of any sensible shape whose rows fit in rdma_bytes.
 __host__ __device__ inline uint64_t low_latency_wire_allowance(uint64_t rdma_bytes) {
   if (rdma_bytes == 0) return 0;
-  return align_up<uint64_t>(least<uint64_t>(32 * rdma_bytes + (1 << 16), (24ull << 20) + rdma_bytes / 32), 4096);
+  return align_up<uint64_t>(least<uint64_t>(32 * rdma_bytes + (1 << 16), (28ull << 20) + rdma_bytes / 32), 4096);
 }
 
 // Local expert of the n-th row that a rank sends in combine; `before` has the running sums of its experts' rows, [L + 1].
