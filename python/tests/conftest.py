@@ -19,8 +19,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
-import hosts  # noqa: E402 - needs the paths above
-from pool import RankPool  # noqa: E402
+from pool import RankPool  # noqa: E402 - needs the paths above
 
 LARGEST_POOL = 8
 
@@ -70,7 +69,7 @@ def _shared_pool(device: str) -> Iterator[RankPool]:
     if joins_gpus():
         import torch
 
-        size = torch.cuda.device_count() if hosts.gpus_needed(4, 1) > 1 else 4
+        size = torch.cuda.device_count()  # NVSHMEM wants a GPU for each rank
     pool = RankPool(size, device)
     yield pool
     pool.stop()

@@ -17,11 +17,6 @@ CLONE_NEWUTS = 0x04000000
 _kept: tuple[tuple[int, int], Any] | None = None  # (ranks, ranks of a node), a buffer
 
 
-def gpus_needed(ranks: int, peers: int) -> int:
-    """NVSHMEM wants a GPU for each rank of a host; on several hosts of one machine ranks may share one."""
-    return peers if os.environ.get(PLUGIN) else ranks
-
-
 def leave_host() -> None:
     """This process may have a host name of its own; to be called before it has threads. Without a plugin: nothing."""
     plugin = os.environ.get(PLUGIN)

@@ -19,9 +19,14 @@ from test_failures import judge
 REPLAYS, REPLAYS_IN_TURNS = 10_000, 1000  # a GPU for each rank; several ranks on one
 CHECK_EVERY = 67  # no factor in common with the slots or the kinds of input: all pairs of them are looked at
 NORMAL = Case((40, 0, 23), hidden=512, experts=12, topk=4, worst=True)
-LOW_LATENCY = Case((16, 0, 5), hidden=512, experts=9, topk=3)
+LOW_LATENCY = Case((16, 0, 5), hidden=512, experts=12, topk=3)
 KINDS = 7  # sets of inputs that take turns
 B = 16
+
+
+def for_ranks(ctx: Any, case: Case) -> Case:
+    """The case, without the ranks that are not there."""
+    return case.but(tokens=case.tokens[: ctx.size])
 
 
 def capture(ctx: Any, calls: Callable[[], Any]) -> Callable[[], Any]:
@@ -42,28 +47,30 @@ def capture(ctx: Any, calls: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def normal_round(buffer: Any, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> Any:
+def normal_round(buffer: Any, case: Case, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> Any:
     """Layout, worst-case dispatch and combine: what can be captured of normal mode."""
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, NORMAL.experts)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, case.experts)
     recv_x, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(
         x,
         num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
         is_token_in_rank=in_rank,
         num_tokens_per_expert=per_expert,
         topk_idx=idx,
         topk_weights=weights,
-        num_worst_tokens=NORMAL.worst_tokens,
+        num_worst_tokens=case.worst_tokens,
     )
     sums, summed_weights, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
     return recv_x, recv_idx, recv_weights, sums, summed_weights
 
 
 def rank_normal(ctx: Any, replays: int) -> None:
-    wanted = [normal.expect(NORMAL.but(seed=seed), ctx.rank) for seed in range(KINDS)]
+    case = for_ranks(ctx, NORMAL)
+    wanted = [normal.expect(case.but(seed=seed), ctx.rank) for seed in range(KINDS)]
     inputs = [[ctx.put(t) for t in (w.own.x, w.own.topk_idx, w.own.topk_weights)] for w in wanted]
     x, idx, weights = (torch.clone(t) for t in inputs[0])
     with normal.buffer_of(ctx) as buffer:
-        replay = capture(ctx, lambda: normal_round(buffer, x, idx, weights))
+        replay = capture(ctx, lambda: normal_round(buffer, case, x, idx, weights))
         for turn in range(replays):
             kind = turn % KINDS
             for static, new in zip((x, idx, weights), inputs[kind], strict=True):
@@ -72,7 +79,7 @@ def rank_normal(ctx: Any, replays: int) -> None:
             if turn % CHECK_EVERY and turn != replays - 1:
                 continue
             own = wanted[kind]
-            checks.same_received(recv_x, recv_idx, recv_weights, own.want, NORMAL.worst_tokens)
+            checks.same_received(recv_x, recv_idx, recv_weights, own.want, case.worst_tokens)
             ranks = own.layouts[ctx.rank].is_token_in_rank.sum(1, keepdim=True)  # each gave the row back as it was
             checks.same_rows("combined_x", sums, (own.own.x.float() * ranks).to(torch.bfloat16))
             named = torch.where(own.own.topk_idx >= 0, own.own.topk_weights, 0)
@@ -81,20 +88,19 @@ def rank_normal(ctx: Any, replays: int) -> None:
 
 
 def rank_low_latency(ctx: Any, replays: int, combines: int, weights_known: bool) -> None:
+    case = for_ranks(ctx, LOW_LATENCY)
     gen = cases.generator(ctx.rank, 31)
-    num_tokens, hidden = LOW_LATENCY.tokens[ctx.rank], LOW_LATENCY.hidden
+    num_tokens, hidden = case.tokens[ctx.rank], case.hidden
     xs = [torch.randint(-7, 8, (num_tokens, hidden), generator=gen).to(torch.bfloat16) for _ in range(KINDS)]
-    idxs = [cases.routing(LOW_LATENCY.but(seed=seed), ctx.rank) for seed in range(KINDS)]
-    halves = torch.randint(1, 3, (num_tokens, LOW_LATENCY.topk), generator=gen).float() / 2  # sums are exact in BF16
+    idxs = [cases.routing(case.but(seed=seed), ctx.rank) for seed in range(KINDS)]
+    halves = torch.randint(1, 3, (num_tokens, case.topk), generator=gen).float() / 2  # sums are exact in BF16
     weights = ctx.put(halves)
     x, idx = ctx.put(xs[0].clone()), ctx.put(idxs[0].clone())
     known = {"topk_weights": weights} if weights_known else {}
-    with lowlat.buffer_of(ctx, LOW_LATENCY, B) as buffer:
+    with lowlat.buffer_of(ctx, case, B) as buffer:
 
         def calls() -> Any:
-            recv_x, counts, handle, _, _ = buffer.low_latency_dispatch(
-                x, idx, B, LOW_LATENCY.experts, use_fp8=False, **known
-            )
+            recv_x, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, B, case.experts, use_fp8=False, **known)
             sums = [buffer.low_latency_combine(recv_x, idx, weights, handle)[0] for _ in range(combines)]
             return counts, sums
 
@@ -106,7 +112,7 @@ def rank_low_latency(ctx: Any, replays: int, combines: int, weights_known: bool)
             counts, sums = replay()
             if turn % CHECK_EVERY and turn != replays - 1:
                 continue
-            want = lowlat.expect(LOW_LATENCY.but(seed=kind), ctx.rank, B, frozenset(), use_fp8=False).want
+            want = lowlat.expect(case.but(seed=kind), ctx.rank, B, frozenset(), use_fp8=False).want
             checks.same_bits("recv_count", counts, want.counts)
             total = torch.where(idxs[kind] >= 0, halves, 0).sum(1, keepdim=True)
             for got in sums:
@@ -133,19 +139,18 @@ def test_low_latency(pool, replays, combines, weights_known):
 
 def rank_lost(ctx: Any, normal_mode: bool) -> tuple[float, str, int, float]:
     """The victim dies between two replays; the others go on replaying until they are told."""
-    wanted = normal.expect(NORMAL, ctx.rank)
+    case = for_ranks(ctx, NORMAL)
+    wanted = normal.expect(case, ctx.rank)
     x, idx = ctx.put(wanted.own.x), ctx.put(wanted.own.topk_idx)
     weights = ctx.put(torch.ones(idx.shape))
-    make = normal.buffer_of(ctx) if normal_mode else lowlat.buffer_of(ctx, NORMAL, max(NORMAL.tokens))
+    make = normal.buffer_of(ctx) if normal_mode else lowlat.buffer_of(ctx, case, max(case.tokens))
     with make as buffer:
 
         def normal_calls() -> Any:
-            return normal_round(buffer, x, idx, weights)
+            return normal_round(buffer, case, x, idx, weights)
 
         def low_latency_calls() -> Any:
-            rows, _, handle, _, _ = buffer.low_latency_dispatch(
-                x, idx, max(NORMAL.tokens), NORMAL.experts, use_fp8=False
-            )
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, max(case.tokens), case.experts, use_fp8=False)
             return buffer.low_latency_combine(rows, idx, weights, handle)
 
         replay = capture(ctx, normal_calls if normal_mode else low_latency_calls)

@@ -11,11 +11,13 @@ import victims
 from conftest import full
 from test_failures import TIMEOUT, VICTIM, judge, rank_killed, rank_late, rank_two_die, wake
 from test_shrink import CASE, GONE
+from victims import RANKS
 
 BEFORE = (*victims.NORMAL, *victims.LOW_LATENCY) if full() else ("dispatch", "low_latency_combine")
 INSIDE = test_failures.SOME if full() else ("low_latency_dispatch with hook",)
 LATE = test_failures.SOME if full() else ("combine",)
-SHAPES = ("2x2", "4x1") if full() else ("2x2",)
+PAIRS = f"2x{RANKS // 2}"
+SHAPES = (PAIRS, "4x1") if full() else (PAIRS,)
 
 pytestmark = pytest.mark.usefixtures("nodes")
 
@@ -24,13 +26,13 @@ pytestmark = pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize("name", BEFORE)
 def test_killed_before_the_call(fresh_pool, tmp_path, name, shape):
     """Every survivor, of both nodes, has an error within 2 s; then a group of the survivors works."""
-    judge(internode.outcomes(fresh_pool(4), shape, rank_killed, name, "before", str(tmp_path)))
+    judge(internode.outcomes(fresh_pool(RANKS), shape, rank_killed, name, "before", str(tmp_path)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", INSIDE)
 def test_killed_inside_the_call(fresh_pool, tmp_path, name, shape):
-    judge(internode.outcomes(fresh_pool(4), shape, rank_killed, name, "inside", str(tmp_path)))
+    judge(internode.outcomes(fresh_pool(RANKS), shape, rank_killed, name, "inside", str(tmp_path)))
 
 
 @pytest.mark.skipif(not full(), reason="a long test: DEEPEP_TEST_FULL=1 runs it")
@@ -48,7 +50,7 @@ def test_two_nodes_die(fresh_pool):
 @pytest.mark.parametrize("name", LATE)
 def test_late_is_not_dead(fresh_pool, name, how):
     meanwhile = wake if how == "stopped" else None
-    outcomes = internode.outcomes(fresh_pool(4), "2x2", rank_late, name, how, meanwhile=meanwhile)
+    outcomes = internode.outcomes(fresh_pool(RANKS), PAIRS, rank_late, name, how, meanwhile=meanwhile)
     for outcome in outcomes:
         assert not outcome.error, outcome.traceback
         if outcome.rank == VICTIM:

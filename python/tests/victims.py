@@ -19,10 +19,11 @@ import lowlat
 import normal
 from cases import Case
 
-CASE = Case((30, 20, 25, 9), experts=8, topk=3, hidden=64, routing="hot_first")
-LL_CASE = Case((16, 9, 7, 12), hidden=512, experts=8, topk=3, routing="hot_first")
+RANKS = 2 if os.environ.get("DEEPEP_TEST_RANKS") == "2" else 4
+CASE = Case((30, 20, 25, 9)[:RANKS], experts=8, topk=3, hidden=64, routing="hot_first")
+LL_CASE = Case((16, 9, 7, 12)[:RANKS], hidden=512, experts=8, topk=3, routing="hot_first")
 B = 16
-VICTIM = 2
+VICTIM = RANKS // 2
 NORMAL = ("dispatch", "worst-case dispatch", "cached dispatch", "combine", "asynchronous combine")
 LOW_LATENCY = (
     "low_latency_dispatch",
@@ -151,7 +152,7 @@ def new_group_works(ctx: Any, victim: int, folder: str) -> None:
             rdma, settings = 0, {cases.NODE_SIZE: ours.size}
     with internode.environment(**settings):
         buffer = Buffer(None, 1 << 20, rdma, engine=ctx.engine, explicitly_destroy=True, bootstrap=where)
-        case = CASE.but(tokens=CASE.tokens[: ours.size], experts=2 * ours.size)
+        case = CASE.but(tokens=CASE.tokens[: ours.size], experts=4 * ours.size)
         exchange = normal.dispatch_and_check(ours, buffer, case)
         normal.combine(ours, buffer, exchange, with_weights=True)
         buffer.destroy()
