@@ -17,9 +17,9 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 [ "$gpus" -ge 2 ] || { echo "run_nodes_gpu.sh: 2 GPUs are needed, $gpus are here" >&2; exit 2; }
 export LD_LIBRARY_PATH=$nvshmem/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export PYTHONPATH=$PWD/python:$PWD/python/tests:$PWD/nvshmem/tests DEEPEP_LIBRARY=$built/lib/libdeepep.so.1 DEEPEP_KERNELS=$built/lib
-[ "$gpus" -ge 4 ] && export DEEPEP_TEST_RANKS=4 || export DEEPEP_TEST_RANKS=2
+ranks=$((gpus < 4 ? 2 : 4))
 export DEEPEP_TIMEOUT_MS=8000 DEEPEP_FIRST_TIMEOUT_MS=12000 PYTHONUNBUFFERED=1
-export DEEPEP_TEST_DEVICE=cuda DEEPEP_TEST_NODES=1 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus < 4 ? gpus - 1 : 3)))} PYTHONDONTWRITEBYTECODE=1
+export DEEPEP_TEST_DEVICE=cuda DEEPEP_TEST_NODES=$ranks CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus < 4 ? gpus - 1 : 3)))} PYTHONDONTWRITEBYTECODE=1
 failed=0
 
 # run NAME SECONDS [VARIABLE=VALUE ...] -- COMMAND
@@ -44,7 +44,7 @@ run() {
 apart=(DEEPEP_TEST_PLUGIN="$plugin" NVSHMEM_REMOTE_TRANSPORT=ibdevx CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
 late=("${apart[@]}" DEEPEP_TESTTRANSPORT=11:200:4)
 tests() { echo "$python" -m pytest -v --no-header --maxfail=4 --durations=6 -p no:cacheprovider "$@"; }
-selftest=("$python" nvshmem/tests/selftest_nodes.py internode --num-processes "$DEEPEP_TEST_RANKS" --timeout 20)
+selftest=("$python" nvshmem/tests/selftest_nodes.py internode --num-processes "$ranks" --timeout 20)
 normal=python/tests/test_internode.py low_latency=python/tests/test_internode_low_latency.py
 read -ra first <<<"$(tests $normal::test_everything)"
 read -ra all <<<"$(tests $normal --deselect $normal::test_both_modes_on_one_buffer)"

@@ -16,6 +16,7 @@ import reference
 
 FP8 = torch.float8_e4m3fn
 NODE_SIZE = "DEEPEP_NUM_MAX_NVL_PEERS"
+RANKS = 2 if os.environ.get("DEEPEP_TEST_NODES") == "2" else 4  # of tests that lose one, and of nodes on GPUs
 
 
 def node_size() -> int:

@@ -17,11 +17,10 @@ import torch
 
 import cases
 import hosts
-import victims
 from cases import Case
 from conftest import full, test_device
 
-SHAPES = ("2x2", "2x4", "4x2", "3x2", "4x1") if victims.RANKS > 2 else ("2x1",)  # nodes x ranks of a node
+SHAPES = ("2x2", "2x4", "4x2", "3x2", "4x1") if cases.RANKS > 2 else ("2x1",)  # nodes x ranks of a node
 SOFTWARE_RDMA = "DEEPEP_SOFTWARE_RDMA"
 
 

@@ -8,10 +8,10 @@ import internode
 import test_failures
 import test_shrink
 import victims
+from cases import RANKS
 from conftest import full
 from test_failures import TIMEOUT, VICTIM, judge, rank_killed, rank_late, rank_two_die, wake
 from test_shrink import CASE, GONE
-from victims import RANKS
 
 BEFORE = (*victims.NORMAL, *victims.LOW_LATENCY) if full() else ("dispatch", "low_latency_combine")
 INSIDE = test_failures.SOME if full() else ("low_latency_dispatch with hook",)

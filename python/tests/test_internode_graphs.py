@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+import cases
 import internode
 import test_graphs
-import victims
 from test_failures import judge
 
-SHAPE = "3x1" if victims.RANKS > 2 else "2x1"
+SHAPE = "3x1" if cases.RANKS > 2 else "2x1"
 REPLAYS = 300  # what goes through NVSHMEM's host side is slow
 
 pytestmark = pytest.mark.usefixtures("nodes", "replays")

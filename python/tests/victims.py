@@ -17,9 +17,8 @@ import cases
 import internode
 import lowlat
 import normal
-from cases import Case
+from cases import RANKS, Case
 
-RANKS = 2 if os.environ.get("DEEPEP_TEST_RANKS") == "2" else 4
 CASE = Case((30, 20, 25, 9)[:RANKS], experts=8, topk=3, hidden=64, routing="hot_first")
 LL_CASE = Case((16, 9, 7, 12)[:RANKS], hidden=512, experts=8, topk=3, routing="hot_first")
 B = 16
