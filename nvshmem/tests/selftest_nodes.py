@@ -17,6 +17,7 @@ def serve_on_node(rank: int, options: Any, directory: str, connection: Any) -> N
     """The body of a rank process."""
     hosts.leave_host()
     torch.cuda.set_device(rank % torch.cuda.device_count())
+    hosts.wait_before_copies()
     meeting = Bootstrap.file(rank, options.num_ranks, directory, "kept")
     hosts.keep_nvshmem(rank, options.num_ranks, options.num_nvl_peers, group=None, bootstrap=meeting)
     serve(rank, options, directory, connection)

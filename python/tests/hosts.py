@@ -8,8 +8,11 @@ Without it nodes are a setting, and NVSHMEM moves everything by NVLink.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from typing import Any
+
+import torch
 
 PLUGIN = "DEEPEP_TEST_PLUGIN"
 CLONE_NEWUTS = 0x04000000
@@ -41,6 +44,26 @@ def enter_node(node: int) -> None:
     if libc.sethostname(name, len(name)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"sethostname: {os.strerror(number)}")
+
+
+def wait_before_copies() -> None:
+    """From now on copies between a GPU and pageable memory wait for their stream first.
+
+    One that waits by itself, for a kernel that waits for other ranks, keeps this process's other threads from CUDA
+    meanwhile. Where those have what the other ranks wait for, nobody gets any further.
+    """
+
+    def waiting(copy: Any) -> Any:
+        @functools.wraps(copy)
+        def wait_and_copy(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            if tensor.is_cuda:
+                torch.cuda.current_stream(tensor.device).synchronize()
+            return copy(tensor, *args, **options)
+
+        return wait_and_copy
+
+    for name in ("cpu", "item", "tolist", "copy_"):
+        setattr(torch.Tensor, name, waiting(getattr(torch.Tensor, name)))
 
 
 def keep_nvshmem(rank: int, size: int, peers: int, **meeting: Any) -> None:

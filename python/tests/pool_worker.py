@@ -90,8 +90,10 @@ def _prepare(rank: int, device: str, folder: str) -> str:
     hosts.leave_host()
     torch.set_num_threads(1)
     if device == "cuda":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # docs/streams.md says why
         index = rank % torch.cuda.device_count()
         torch.cuda.set_device(index)
+        hosts.wait_before_copies()
         torch.zeros(1, device=f"cuda:{index}")  # makes the context, which takes seconds, before any test has a deadline
         return f"cuda:{index}"
     return device

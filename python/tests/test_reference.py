@@ -12,6 +12,7 @@ import torch
 
 import cases
 import checks
+import lowlat
 import normal
 import reference
 import reference_formats as formats
@@ -214,6 +215,27 @@ def test_wrong_sum_is_seen(change):
     good[3, 5] = (exact[3, 5] * (1 + change)).item()
     with pytest.raises(AssertionError, match="1 of 384 values wrong, first at \\(3, 5\\)"):
         checks.close_sums("sum", good, exact, exact.abs())
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_only_ranks_that_may_sum_first_may_round_twice(exact):
+    case = Case((5, 7), experts=8, topk=6, hidden=64)
+    call, weights = lowlat.expect(case, 0, 16, frozenset(), use_fp8=False), lowlat.make_weights(case, 0)
+    plain, twice = (
+        lowlat.wanted_sums(call, exact, 20, weights, by_rank=first).to(torch.bfloat16) for first in (False, True)
+    )
+    wrong = twice.clone()
+    wrong[2, 3] += wrong[2, 3].abs() / 16 + 1
+
+    def check(may_sum, got):
+        lowlat.check_combined(lowlat.Combined(call, exact, 20, False, may_sum, weights, got, got, None, None))
+
+    check(False, plain)
+    check(True, plain)
+    check(True, twice)
+    for may_sum, got in ((False, twice), (True, wrong)):
+        with pytest.raises(AssertionError, match="combined_x"):
+            check(may_sum, got)
 
 
 def test_calc_diff_never_passes_nan():
