@@ -21,7 +21,7 @@ struct Divisor {
 };
 
 // Offsets in a block, so that no thread has to work them out.
-struct LowLatencyPlaces { uint64_t slot[kLowLatencySlots], headers, header_step, row_words[kLowLatencySlots], weights[kLowLatencySlots]; };
+struct LowLatencyPlaces { uint64_t slot[kLowLatencySlots], headers, header_step, row_words[kLowLatencySlots], weights[kWeightCopies]; };
 
 struct LowLatencyParams {
   Session session;
@@ -83,10 +83,12 @@ __device__ __forceinline__ uint64_t *count_word(const LowLatencyParams &p, uint8
 __device__ __forceinline__ uint64_t *row_word(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call, uint32_t number) {
   return reinterpret_cast<uint64_t *>(block + (call.slot() == 0 ? p.places.row_words[0] : p.places.row_words[1])) + number;
 }
-// Combine: the weights of a source's token, in the order of its entries, where the dispatch did not bring them.
+// Combine: the weights of a source's token, in the order of its entries, where the dispatch did not bring them. They go out before it is
+// known whether slots are empty, and shapes may differ from call to call, hence a copy more than slots.
 __device__ __forceinline__ uint64_t *sent_weights(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call, int source, int token) {
-  return reinterpret_cast<uint64_t *>(block + (call.slot() == 0 ? p.places.weights[0] : p.places.weights[1]) +
-                                      number_of_row(p, source, token) * kWeightsStride);
+  const uint32_t copy = static_cast<uint32_t>(call.epoch % kWeightCopies);
+  const uint64_t at = copy == 0 ? p.places.weights[0] : copy == 1 ? p.places.weights[1] : p.places.weights[2];
+  return reinterpret_cast<uint64_t *>(block + at + number_of_row(p, source, token) * kWeightsStride);
 }
 // The newest call that wrote into a slot of `taker` and was taken there; it lies in the block of the one who wrote.
 __device__ inline uint64_t *credit(const TeamView &team, uint8_t *block, int slot, int taker) {

@@ -32,8 +32,9 @@ LowLatencyPlaces places_of(const TeamView &team, const LowLatencyLayout &at) {
   LowLatencyPlaces places{};
   for (int slot = 0; slot < kLowLatencySlots; ++slot) {
     places.slot[slot] = team.rdma + slot_offset(team.rdma_bytes, at.slot_bytes, slot);
-    places.row_words[slot] = wire + row_word_area(left, slot), places.weights[slot] = wire + weight_area(left, slot);
+    places.row_words[slot] = wire + row_word_area(left, slot);
   }
+  for (int copy = 0; copy < kWeightCopies; ++copy) places.weights[copy] = wire + weight_area(left, copy);
   places.headers = wire + header_area(left, 0), places.header_step = header_area(left, 1) - header_area(left, 0);
   return places;
 }

@@ -23,10 +23,11 @@ struct LowLatencyLayout {
 constexpr uint64_t kHeaderStride = kMaxTopk * 16 + 16;
 // Of the weights of one token, which a combine sends after a dispatch that did not.
 constexpr uint64_t kWeightsStride = kMaxTopk * 8;
+constexpr int kWeightCopies = 3; // nobody is more than two sends ahead of another
 
-// How the wire region is cut behind the ring's flags: 32nds of it for each area. Headers have four, row words and weights two each.
-enum : uint64_t { kWireParts = 32, kHeaderParts = 5, kRowWordParts = 3, kWeightParts = 3 };
-static_assert(kHeaderCopies * kHeaderParts + kLowLatencySlots * (kRowWordParts + kWeightParts) == kWireParts, "all of it");
+// How the wire region is cut behind the ring's flags: 32nds of it for each area of headers, row words and weights, in this order.
+enum : uint64_t { kWireParts = 32, kHeaderParts = 5, kRowWordParts = 3, kWeightParts = 2 };
+static_assert(kHeaderCopies * kHeaderParts + kLowLatencySlots * kRowWordParts + kWeightCopies * kWeightParts == kWireParts, "all of it");
 
 __host__ __device__ inline LowLatencyLayout low_latency_layout(uint64_t num_ranks, uint64_t max_tokens, uint64_t hidden, uint64_t num_experts) {
   LowLatencyLayout at{};
@@ -39,9 +40,9 @@ __host__ __device__ inline LowLatencyLayout low_latency_layout(uint64_t num_rank
   at.counts_bytes = num_experts * 8;                 // [R][L]
   at.row_words_bytes = num_experts * max_tokens * 8; // of combine's rows, [E][B]
   at.weights_bytes = num_ranks * max_tokens * kWeightsStride;
-  const uint64_t headers = (at.header_bytes + at.counts_bytes + 128) * kWireParts / kHeaderParts;
-  const uint64_t others = (most(at.row_words_bytes, at.weights_bytes) + 128) * kWireParts / kRowWordParts;
-  at.wire_bytes = align_up<uint64_t>(most(headers, others) + 1, 4096);
+  const auto whole = [](uint64_t area, uint64_t parts) { return (area + 128) * kWireParts / parts; }; // areas begin at multiples of 128
+  const uint64_t row_words = whole(at.row_words_bytes, kRowWordParts), weights = whole(at.weights_bytes, kWeightParts);
+  at.wire_bytes = align_up<uint64_t>(most(whole(at.header_bytes + at.counts_bytes, kHeaderParts), most(row_words, weights)) + 1, 4096);
   return at;
 }
 
@@ -54,12 +55,12 @@ __host__ __device__ inline uint64_t slot_offset(uint64_t rdma_bytes, uint64_t sl
 __host__ __device__ inline uint64_t wire_area(uint64_t bytes, uint64_t parts_before) { return bytes * parts_before / kWireParts / 128 * 128; }
 __host__ __device__ inline uint64_t header_area(uint64_t bytes, int copy) { return copy * wire_area(bytes, kHeaderParts); }
 __host__ __device__ inline uint64_t row_word_area(uint64_t bytes, int slot) { return wire_area(bytes, kHeaderCopies * kHeaderParts + slot * kRowWordParts); }
-__host__ __device__ inline uint64_t weight_area(uint64_t bytes, int slot) { return wire_area(bytes, kWireParts - (kLowLatencySlots - slot) * kWeightParts); }
+__host__ __device__ inline uint64_t weight_area(uint64_t bytes, int copy) { return wire_area(bytes, kWireParts - (kWeightCopies - copy) * kWeightParts); }
 
 // What a block reserves for the headers of any sensible shape whose rows fit in rdma_bytes.
 __host__ __device__ inline uint64_t low_latency_wire_allowance(uint64_t rdma_bytes) {
   if (rdma_bytes == 0) return 0;
-  return align_up<uint64_t>(least<uint64_t>(32 * rdma_bytes + (1 << 16), (28ull << 20) + rdma_bytes / 32), 4096);
+  return align_up<uint64_t>(least<uint64_t>(32 * rdma_bytes + (1 << 16), (48ull << 20) + rdma_bytes / 32), 4096);
 }
 
 // Local expert of the n-th row that a rank sends in combine; `before` has the running sums of its experts' rows, [L + 1].
