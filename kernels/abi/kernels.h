@@ -450,6 +450,7 @@ typedef struct dk_combine_params {
 int32_t dk_combine(dk_combine_params *p);
 
 enum { DK_FORMAT_BF16 = 0, DK_FORMAT_FP8 = 1 };
+enum { DK_FORMAT_WEIGHTS = 128 }; /* beside the format in a record of DK_FIELD_FORMAT: topk_weights were given; DK_LL_* << 8 too */
 enum {
   DK_LL_ROUND_SCALE = 1, DK_LL_UE8M0 = 2, DK_LL_LOGFMT = 4, DK_LL_ZERO_COPY = 8,
   DK_LL_UNREDUCED = 16 /* combine: every expert's row crosses the wire, even where the weights are known at its rank */

@@ -104,6 +104,23 @@ static void in_low_latency(struct rank *me) {
   }
 }
 
+/* Weights that only one rank sends along: others would take what it did not send for weights. A rank without tokens need not care. */
+static void in_weights(struct rank *me) {
+  if (library.caps & DK_CAP_HOST_STREAM) skip(me, "the library never sums at the experts' rank");
+  for (int odd = 0; odd < me->count; odd++) {
+    struct ll_spec spec = {.tokens = 6, .max_tokens = 8, .hidden = 256, .experts = 2 * me->count, .topk = 2, .index_bytes = 8};
+    struct team *t = make_ll_team(me, &spec, 0);
+    spec.weights = me->index == odd;
+    struct mark mark = set_mark(me);
+    struct ll *l = make_ll(t, &spec, 3);
+    expect(me, l->tokens > 0, "no tokens");
+    run_ll_dispatch(l, DK_PHASE_BOTH, 0);
+    expect_mismatch(t, DK_OP_LL_DISPATCH, format, odd, false);
+    meet(me);
+    back_to(me, mark);
+  }
+}
+
 static const struct test_case cases[] = {
     {"mismatch/bytes of a row", in_notify, 3, &hidden_bytes, QUICK, 0, 0},
     {"mismatch/number of experts", in_notify, 3, &num_experts, QUICK, 0, 0},
@@ -117,5 +134,6 @@ static const struct test_case cases[] = {
     {"mismatch/low latency, number of experts", in_low_latency, 3, &num_experts, QUICK, 0, 0},
     {"mismatch/low latency, B", in_low_latency, 3, &max_tokens, QUICK, 0, 0},
     {"mismatch/low latency, format", in_low_latency, 3, &format, QUICK, 0, 0},
+    {"mismatch/low latency, weights", in_weights, 3, NULL, QUICK, 0, 0},
 };
 GROUP(mismatch_cases);

@@ -94,7 +94,7 @@ func TestConstantsEqualTheHeader(t *testing.T) {
 		"DK_TRANSPORT_NOWAIT": TransportNoWait, "DK_TRANSPORT_LATE": TransportLate, "DK_EAGAIN": Again, "DK_LL_UNREDUCED": LLUnreduced,
 		"DK_LL_ZERO_COPY": LLZeroCopy, "DK_MASK_CLEAN": MaskClean, "DK_MAX_RANKS": MaxRanks, "DK_MAX_SEGMENTS": MaxSegments,
 		"DK_NUM_TICKETS": NumTickets, "DK_HIST_BUCKETS": HistBuckets, "DK_STATUS_BYTES": StatusBytes,
-		"DK_STATS_MAGIC": StatsMagic, "DK_STATS_VERSION": StatsVersion, "DK_DISPATCH_CACHED": DispatchCached, "DK_FORMAT_FP8": FormatFP8,
+		"DK_STATS_MAGIC": StatsMagic, "DK_STATS_VERSION": StatsVersion, "DK_DISPATCH_CACHED": DispatchCached, "DK_FORMAT_FP8": FormatFP8, "DK_FORMAT_WEIGHTS": FormatWeights,
 	} {
 		m := regexp.MustCompile(`\b` + name + `(?: =)? (0x[0-9a-fA-F]+|\d+)`).FindStringSubmatch(text)
 		if m == nil {

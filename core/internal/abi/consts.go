@@ -72,6 +72,8 @@ const (
 
 	FormatBF16 = 0
 	FormatFP8  = 1
+	// FormatWeights stands beside the format in a record of FieldFormat of a low-latency dispatch: topk_weights were given.
+	FormatWeights = 128
 
 	MaskUpdate = 0
 	MaskQuery  = 1

@@ -24,7 +24,8 @@ func fieldValue(op, field uint32, value int64) string {
 	return strconv.FormatInt(value, 10)
 }
 
-// formatText: low-latency dispatch has its format and flags there, low-latency combine flags, dispatch whether weights came.
+// formatText: low-latency dispatch has its format, whether weights came, and flags there, low-latency combine flags, dispatch
+// whether weights came.
 func formatText(op uint32, value int64) string {
 	yes := func(on bool, text, otherwise string) string {
 		if on {
@@ -35,7 +36,8 @@ func formatText(op uint32, value int64) string {
 	flags := value >> 8
 	switch op {
 	case abi.OpLLDispatch:
-		text := yes(value&0xff == abi.FormatFP8, "use_fp8=True", "use_fp8=False")
+		text := yes(value&0x7f == abi.FormatFP8, "use_fp8=True", "use_fp8=False")
+		text += yes(value&abi.FormatWeights != 0, " topk_weights", "")
 		text += yes(flags&abi.LLRoundScale != 0, " round_scale=True", "")
 		return text + yes(flags&abi.LLUE8M0 != 0, " use_ue8m0=True", "")
 	case abi.OpLLCombine:

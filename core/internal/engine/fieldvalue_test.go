@@ -19,6 +19,7 @@ func TestFieldValue(t *testing.T) {
 		{abi.OpDispatch, abi.FieldFormat, 0, "no topk_weights"},
 		{abi.OpLLDispatch, abi.FieldFormat, 0, "use_fp8=False"},
 		{abi.OpLLDispatch, abi.FieldFormat, abi.FormatFP8 | (abi.LLRoundScale|abi.LLUE8M0)<<8, "use_fp8=True round_scale=True use_ue8m0=True"},
+		{abi.OpLLDispatch, abi.FieldFormat, abi.FormatFP8 | abi.FormatWeights, "use_fp8=True topk_weights"},
 		{abi.OpLLCombine, abi.FieldFormat, abi.LLLogFMT, "use_logfmt=True"},
 		{abi.OpNotify, abi.FieldNumExperts, 8, "8"},
 	} {

@@ -21,6 +21,7 @@ __device__ inline Enter low_latency_enter(const LowLatencyParams &p) {
   mine.hidden_bytes = static_cast<uint64_t>(p.hidden) * 2, mine.op = p.session.op;
   mine.num_experts = p.num_experts, mine.num_topk = p.num_topk, mine.max_tokens = p.max_tokens;
   mine.flags = (p.format << kEnterFormatShift) | (p.flags & (DK_LL_ROUND_SCALE | DK_LL_UE8M0 | DK_LL_LOGFMT)) << (kEnterFormatShift + 4);
+  if (p.session.op == DK_OP_LL_DISPATCH) mine.flags |= (p.topk_weights != nullptr ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
   return mine;
 }
 __device__ inline void store_enter(uint64_t *line, const Enter &mine, const LowLatencyCall &call) {
@@ -64,7 +65,7 @@ __device__ inline void post_low_latency(const LowLatencyParams &p, const LowLate
 // what was loaded.
 struct EarlyStart {
   uint64_t epoch, dispatch; // of the newest call, or of the ticket
-  uint32_t sticky;          // the first thread's
+  uint32_t failed;          // the first thread's
   uint8_t *peer;            // thread r's: the block of rank r
 };
 __device__ __forceinline__ EarlyStart load_start(const LowLatencyParams &p) {
@@ -74,7 +75,7 @@ __device__ __forceinline__ EarlyStart load_start(const LowLatencyParams &p) {
   EarlyStart start{};
   start.epoch = ptx::ld_relaxed_gpu(p.sends() ? &scratch->low_latency_epoch : &scratch->tickets[p.ticket].epoch);
   start.dispatch = ptx::ld_relaxed_gpu(p.sends() ? &scratch->low_latency_dispatches : &scratch->tickets[p.ticket].dispatch);
-  if (threadIdx.x == 0) start.sticky = ptx::ld_relaxed_gpu(&scratch->sticky);
+  if (threadIdx.x == 0) start.failed = ptx::ld_relaxed_gpu(&scratch->failed);
   if (static_cast<int>(threadIdx.x) < team.num_ranks) start.peer = team.peers[threadIdx.x];
   return start;
 }
@@ -84,7 +85,7 @@ __device__ __forceinline__ bool begin_low_latency(const LowLatencyParams &p, con
   if (static_cast<int>(threadIdx.x) < team.num_ranks) peers[threadIdx.x] = start.peer;
 #pragma unroll 1
   for (int r = threadIdx.x + kLlThreads; r < team.num_ranks; r += kLlThreads) peers[r] = team.peers[r];
-  return __syncthreads_or(start.sticky != 0) == 0;
+  return __syncthreads_or(start.failed != 0) == 0;
 }
 __device__ __forceinline__ LowLatencyCall low_latency_call(const LowLatencyParams &p, const EarlyStart &start, bool is_dispatch) {
   return {start.epoch + (p.sends() ? 1 : 0), start.dispatch + (p.sends() && is_dispatch ? 1 : 0)};

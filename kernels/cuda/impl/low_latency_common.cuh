@@ -257,8 +257,8 @@ __device__ inline void finish_low_latency(const LowLatencyParams &p, const LowLa
     failed = has_failed(p.session);
     record_loaded(p.session, loads, half, p.receives(), failed);
   } else {
-    if (threadIdx.x == 0) scratch->exits = 0;
     failed = has_failed(p.session);
+    if (threadIdx.x == 0) scratch->exits = 0, scratch->failed = failed;
   }
   outputs(failed);
   end_low_latency(p, call, calls, failed);

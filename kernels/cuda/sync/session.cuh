@@ -4,10 +4,11 @@
 
 namespace deepep {
 
-// Whole block. False: the team has failed before; the kernel goes straight to its end.
+// Whole block. False: the team has failed before; the kernel goes straight to its end. What fails while it runs is for the waits to
+// notice: a block that begins late must not keep back what peers wait for, if only to hear of the failure.
 __device__ inline bool begin(const Session &s) {
   if (blockIdx.x == 0 && threadIdx.x == 0) s.team.scratch->start_ns = ptx::global_timer_ns();
-  return __syncthreads_or(threadIdx.x == 0 && has_failed(s)) == 0;
+  return __syncthreads_or(threadIdx.x == 0 && ptx::ld_relaxed_gpu(&s.team.scratch->failed) != 0) == 0;
 }
 
 // Whole block. Runs `last(failed)` in the block that leaves last, which sees all that the others wrote on this device.
@@ -17,8 +18,9 @@ template <class Last> __device__ inline void finish(const Session &s, Last last)
   if (threadIdx.x == 0) left_before = ptx::atomic_add_acq_rel_gpu(&s.team.scratch->exits, 1);
   __syncthreads();
   if (left_before != gridDim.x - 1) return;
-  if (threadIdx.x == 0) s.team.scratch->exits = 0;
-  last(has_failed(s));
+  const bool failed = has_failed(s);
+  if (threadIdx.x == 0) s.team.scratch->exits = 0, s.team.scratch->failed = failed;
+  last(failed);
 }
 
 // One wait for every rank's message, by the whole block; also the check that all mean the same operation.
@@ -39,12 +41,13 @@ __device__ inline void post_enter(const Session &s, const Handshake &hand) {
 }
 
 struct Difference { uint32_t field; int64_t mine, theirs; };
-// What an operation's flags say, as the engine reads it: low-latency dispatch has its format and flags, combine its flags, dispatch
-// whether weights come.
+// What an operation's flags say, as the engine reads it: low-latency dispatch has its format, whether weights come, and flags, combine its
+// flags, dispatch whether weights come.
 __device__ inline int64_t format_told(uint32_t op, uint32_t flags) {
   const uint32_t format = flags >> kEnterFormatShift & 0xf, ll = flags >> (kEnterFormatShift + 4);
-  if (op == DK_OP_LL_DISPATCH) return format | ll << 8;
-  return op == DK_OP_LL_COMBINE ? ll : (flags & kEnterWeights) != 0;
+  const bool weights = (flags & kEnterWeights) != 0;
+  if (op == DK_OP_LL_DISPATCH) return format | (weights ? DK_FORMAT_WEIGHTS : 0) | ll << 8;
+  return op == DK_OP_LL_COMBINE ? ll : weights;
 }
 __device__ inline Difference compare_enter(const Enter &mine, const Enter *theirs) {
   if (mine.op != theirs->op) return {DK_FIELD_OPERATION, static_cast<int64_t>(mine.op), static_cast<int64_t>(theirs->op)};
