@@ -126,14 +126,6 @@ __device__ inline void deliver(const FarLlParams &p, int rank, uint64_t to, cons
   if (lane_id() == 0) ptx::st_release_sys(reinterpret_cast<uint64_t *>(block + word_at), word);
 }
 
-__device__ inline Enter far_ll_enter(const FarLlParams &p) {
-  Enter mine{};
-  mine.hidden_bytes = static_cast<uint64_t>(p.hidden) * 2, mine.op = p.session.op;
-  mine.num_experts = p.num_experts, mine.num_topk = p.num_topk, mine.max_tokens = p.max_tokens;
-  mine.flags = p.format << kEnterFormatShift | (p.flags & (DK_LL_ROUND_SCALE | DK_LL_UE8M0 | DK_LL_LOGFMT)) << (kEnterFormatShift + 4);
-  return mine;
-}
-
 // The last block does what concerns all: where the device has room for it, it has no token of its own.
 __device__ inline bool is_far_clerk() { return blockIdx.x == gridDim.x - 1; }
 
@@ -142,7 +134,7 @@ __device__ inline bool is_far_clerk() { return blockIdx.x == gridDim.x - 1; }
 __device__ inline void post_far_ll(const FarLlParams &p, uint64_t epoch) {
   const TeamView &team = p.session.team;
   auto *out = mine_at<Enter>(p, p.at.outbox) + epoch % kLowLatencyEnterCopies;
-  if (p.sends() && threadIdx.x == 0) *out = far_ll_enter(p);
+  if (p.sends() && threadIdx.x == 0) *out = low_latency_message(p);
   __syncthreads();
   for (int r = warp_id(); r < team.num_ranks; r += kFarLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
@@ -253,7 +245,7 @@ __device__ inline void find_far_calls(const FarLlParams &p, uint64_t epoch, uint
 // The clerk of a receive half: everybody means the same call. Times go to the caller's statistics.
 __device__ inline void check_far_peers(const FarLlParams &p, const uint64_t *calls) {
   const TeamView &team = p.session.team;
-  const Enter mine = far_ll_enter(p);
+  const Enter mine = low_latency_message(p);
   for (int r = threadIdx.x; r < team.num_ranks; r += kFarLlThreads) {
     const uint64_t epoch = calls[r];
     const auto *from = mine_at<Enter>(p, enter_at(team, epoch, r));

@@ -29,8 +29,8 @@ template <class F> void show(Rank &rank, const char *what, F call) {
     }
     rank.sync();
   }
-  std::sort(all.begin(), all.end());
-  if (rank.rank == 0) printf("host: %-40s median %6.2f us  p99 %6.2f us\n", what, all[all.size() / 2], all[all.size() * 99 / 100]);
+  const auto [median, p99] = median_and_p99(std::move(all));
+  if (rank.rank == 0) printf("host: %-40s median %6.2f us  p99 %6.2f us\n", what, median, p99);
 }
 
 }  // namespace

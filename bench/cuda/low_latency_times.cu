@@ -6,12 +6,6 @@ namespace {
 
 struct Times { double median = NAN, p99 = NAN, inside = NAN, inside_p99 = NAN; };
 
-std::pair<double, double> median_and_p99(std::vector<double> all) {
-  if (all.empty()) return {NAN, NAN};
-  std::sort(all.begin(), all.end());
-  return {all[all.size() / 2], all[all.size() * 99 / 100]};
-}
-
 // Each rank's samples, then the greatest of the ranks for each call; the same answer on every rank.
 std::vector<double> greatest_of_ranks(Rank &rank, const std::vector<double> &mine) {
   static std::vector<std::vector<double>> all(DK_MAX_RANKS);

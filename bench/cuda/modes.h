@@ -73,8 +73,13 @@ class EventPair {
   cudaEvent_t begin_, end_;
 };
 
-// What to time: `call` enqueues. Prints median and 99th percentile of the maximum over ranks, in microseconds.
 struct Timing { double median, p99; };
+inline Timing median_and_p99(std::vector<double> all) {
+  if (all.empty()) return {NAN, NAN};
+  std::sort(all.begin(), all.end());
+  return {all[all.size() / 2], all[all.size() * 99 / 100]};
+}
+// What to time: `call` enqueues. Median and 99th percentile of the maximum over ranks, in microseconds.
 template <class F> Timing measure(Rank &rank, int iterations, bool cold, F call) {
   cudaStream_t stream = reinterpret_cast<cudaStream_t>(rank.stream);
   EventPair events(rank);
@@ -91,6 +96,5 @@ template <class F> Timing measure(Rank &rank, int iterations, bool cold, F call)
     if (i >= 3) all.push_back(slowest);
     rank.meet();
   }
-  std::sort(all.begin(), all.end());
-  return {all[all.size() / 2], all[all.size() * 99 / 100]};
+  return median_and_p99(std::move(all));
 }

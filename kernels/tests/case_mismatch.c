@@ -104,7 +104,7 @@ static void in_low_latency(struct rank *me) {
   }
 }
 
-/* Weights that only one rank sends along: others would take what it did not send for weights. A rank without tokens need not care. */
+/* Weights that only one rank sends along: others would take what it did not send for weights. A rank without tokens need not give any. */
 static void in_weights(struct rank *me) {
   if (library.caps & DK_CAP_HOST_STREAM) skip(me, "the library never sums at the experts' rank");
   for (int odd = 0; odd < me->count; odd++) {
@@ -119,6 +119,11 @@ static void in_weights(struct rank *me) {
     meet(me);
     back_to(me, mark);
   }
+  struct ll_spec spec = {.pattern = SILENT_RANK, .tokens = 6, .max_tokens = 8, .hidden = 256, .experts = 2 * me->count, .topk = 2, .index_bytes = 8};
+  struct team *t = make_ll_team(me, &spec, 0);
+  struct ll *l = make_ll(t, &spec, 3);
+  spec.weights = l->tokens > 0;
+  ll_round(l, 4);
 }
 
 static const struct test_case cases[] = {

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # run_nodes_gpu.sh FOLDER [SECONDS] - the CUDA engine among nodes, on 4 GPUs of this machine, from what is built in build/ (make lib
 # kernels cuda nvshmem), within SECONDS (600). Nodes are a setting, and all goes by NVLink; then they are hosts that only NVSHMEM's
-# test transport joins, at once and late. With fewer than 4 GPUs: 2 nodes of one rank. Results go to FOLDER: a log for each run, and summary.txt, which is printed last.
+# test transport joins, at once and late. With fewer than 4 GPUs: 2 nodes of one rank. Results go to FOLDER: a log for each run, and
+# summary.txt, which is printed last.
 # PYTHON (python3) has torch, pytest and NVSHMEM's wheel. ONLY="NAME ...": these runs alone.
 set -u
 cd "$(dirname "$0")/../.."
@@ -19,7 +20,7 @@ export LD_LIBRARY_PATH=$nvshmem/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export PYTHONPATH=$PWD/python:$PWD/python/tests:$PWD/nvshmem/tests DEEPEP_LIBRARY=$built/lib/libdeepep.so.1 DEEPEP_KERNELS=$built/lib
 ranks=$((gpus < 4 ? 2 : 4))
 export DEEPEP_TIMEOUT_MS=8000 DEEPEP_FIRST_TIMEOUT_MS=12000 PYTHONUNBUFFERED=1
-export DEEPEP_TEST_DEVICE=cuda DEEPEP_TEST_NODES=$ranks CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus < 4 ? gpus - 1 : 3)))} PYTHONDONTWRITEBYTECODE=1
+export DEEPEP_TEST_DEVICE=cuda DEEPEP_TEST_NODES=$ranks CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((ranks - 1)))} PYTHONDONTWRITEBYTECODE=1
 failed=0
 
 # run NAME SECONDS [VARIABLE=VALUE ...] -- COMMAND

@@ -17,10 +17,7 @@ __device__ inline uint64_t *low_latency_line(const LowLatencyParams &p, uint8_t 
          sizeof(Enter) / 8 * (epoch % kLowLatencyEnterCopies * team.num_ranks + source);
 }
 __device__ inline Enter low_latency_enter(const LowLatencyParams &p) {
-  Enter mine{};
-  mine.hidden_bytes = static_cast<uint64_t>(p.hidden) * 2, mine.op = p.session.op;
-  mine.num_experts = p.num_experts, mine.num_topk = p.num_topk, mine.max_tokens = p.max_tokens;
-  mine.flags = (p.format << kEnterFormatShift) | (p.flags & (DK_LL_ROUND_SCALE | DK_LL_UE8M0 | DK_LL_LOGFMT)) << (kEnterFormatShift + 4);
+  Enter mine = low_latency_message(p);
   if (p.session.op == DK_OP_LL_DISPATCH) mine.flags |= (p.topk_weights != nullptr ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
   return mine;
 }
@@ -48,7 +45,7 @@ __device__ inline bool load_enter(const uint64_t *line, uint64_t epoch, Enter &t
 // The last warp of the clerk tells everybody which slots are empty here and, when sending, what this call is.
 __device__ inline void post_low_latency(const LowLatencyParams &p, const LowLatencyCall &call) {
   const TeamView &team = p.session.team;
-  if (warp_id() != kLlThreads / kWarp - 1) return; // the others go ahead
+  if (!is_last_warp()) return; // the others go ahead
   ptx::fence_acq_rel_sys(); // the emptying, by kernels before this one, is seen before what is told of it
 #pragma unroll 1
   for (int r = lane_id(); r < team.num_ranks; r += kWarp) {

@@ -40,6 +40,15 @@ __device__ inline void post_enter(const Session &s, const Handshake &hand) {
   }
 }
 
+// What a low-latency call, near or far, tells of itself, but for its number.
+template <class P> __device__ inline Enter low_latency_message(const P &p) {
+  Enter mine{};
+  mine.hidden_bytes = static_cast<uint64_t>(p.hidden) * 2, mine.op = p.session.op;
+  mine.num_experts = p.num_experts, mine.num_topk = p.num_topk, mine.max_tokens = p.max_tokens;
+  mine.flags = p.format << kEnterFormatShift | (p.flags & (DK_LL_ROUND_SCALE | DK_LL_UE8M0 | DK_LL_LOGFMT)) << (kEnterFormatShift + 4);
+  return mine;
+}
+
 struct Difference { uint32_t field; int64_t mine, theirs; };
 // What an operation's flags say, as the engine reads it: low-latency dispatch has its format, whether weights come, and flags, combine its
 // flags, dispatch whether weights come.
