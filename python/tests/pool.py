@@ -61,13 +61,16 @@ class RankPool:
     """``size`` processes with one gloo group and lazily made groups of the first R of them.
 
     ``mends``: ranks that died are replaced, where the others ended well, instead of all of them: where a process takes
-    seconds to make its GPU context, that is what a test of deaths costs.
+    seconds to make its GPU context, that is what a test of deaths costs. ``settings``: environment of the ranks alone.
     """
 
-    def __init__(self, size: int, device: str = "cpu", mends: bool = False) -> None:
+    def __init__(
+        self, size: int, device: str = "cpu", mends: bool = False, settings: dict[str, str] | None = None
+    ) -> None:
         self.size = size
         self.device = device
         self.mends = mends
+        self.settings = settings or {}
         self._generation = 0
         self.alive = False
         self._folder = ""
@@ -95,7 +98,7 @@ class RankPool:
         here, there = context.Pipe()
         process = context.Process(
             target=pool_worker.main,
-            args=(rank, self.size, self.device, self._folder, self._generation, there),
+            args=(rank, self.size, self.device, self._folder, self._generation, there, self.settings),
             daemon=True,
         )
         process.start()

@@ -90,7 +90,6 @@ def _prepare(rank: int, device: str, folder: str) -> str:
     hosts.leave_host()
     torch.set_num_threads(1)
     if device == "cuda":
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # docs/streams.md says why
         index = rank % torch.cuda.device_count()
         torch.cuda.set_device(index)
         hosts.wait_before_copies()
@@ -114,9 +113,18 @@ def _call(context: Context, name: str, size: int, args: tuple[Any, ...]) -> Any:
     return getattr(importlib.import_module(module), attribute)(context, *args)
 
 
-def main(rank: int, size: int, device: str, folder: str, generation: int, connection: Connection) -> None:
+def main(
+    rank: int,
+    size: int,
+    device: str,
+    folder: str,
+    generation: int,
+    connection: Connection,
+    settings: dict[str, str],
+) -> None:
     """Joins the pool's group, then serves calls until the pool hangs up."""
     sys.path[:0] = [path for path in (os.path.dirname(__file__),) if path not in sys.path]
+    os.environ.update(settings)
     own_device = _prepare(rank, device, folder)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _join(folder, generation, rank, size)

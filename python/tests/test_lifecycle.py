@@ -17,6 +17,7 @@ import normal
 import victims
 from cases import Case
 from conftest import full
+from pool import RankPool
 
 CASE = Case((30, 20, 0, 9), experts=8, topk=3, hidden=64)
 LL_CASE = Case((16, 9, 0, 12), hidden=512, experts=8, topk=3)
@@ -169,11 +170,19 @@ def rank_threads(ctx):
                 normal.layout_arguments(ctx, one, normal.expect(CASE, ctx.rank))
                 assert one.stats()["layout"]["calls"] > 0 and two.get_comm_stream() is not None
 
+        for function in (exchange, low_latency, ask):
+            function()  # loads torch's kernels: docs/streams.md says why
         in_threads(ctx, exchange, low_latency, ask, ask)
 
 
-def test_threads(pool):
-    pool.run(4, rank_threads)
+def test_threads(device):
+    """With what threads need on a GPU (docs/streams.md), and other pools do not get: it makes contexts slow to make."""
+    pool = RankPool(4, device, settings={"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+    try:
+        pool.start()
+        pool.run(4, rank_threads)
+    finally:
+        pool.stop()
 
 
 def rank_statistics(ctx):
