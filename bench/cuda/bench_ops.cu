@@ -71,6 +71,7 @@ void parse(int argc, char **argv) {
 int main(int argc, char **argv) {
   if (argc < 2) { fprintf(stderr, "usage: bench_ops LIBRARY [name=value ...]; see the head of bench_ops.cu\n"); return 2; }
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); // ranks of one GPU must not share a hardware queue
+  setenv("CUDA_MODULE_LOADING", "EAGER", 0); // a kernel that is loaded at its first launch waits for other ranks' to end
   g_library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
   if (g_library == nullptr) { fprintf(stderr, "%s\n", dlerror()); return 2; }
   parse(argc, argv);

@@ -127,20 +127,25 @@ def test_two_buffers_at_once(pool):
 def in_threads(ctx, *functions):
     """Runs the functions at the same time; raises the first error. On a GPU each has a stream of its own.
 
-    On one stream a thread's calls wait for another's, and nothing makes the order the same on every rank.
+    On one stream a thread's calls wait for another's, and nothing makes the order the same on every rank. What a first
+    use on a stream loads or allocates comes before, one function after the other: docs/streams.md says why.
     """
     errors, on_gpu = [], ctx.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize()
+    contexts = [torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext() for _ in functions]
+    for function, context in zip(functions, contexts, strict=True):
+        if on_gpu:
+            with context:
+                function()
+            torch.cuda.synchronize()
 
-    def guarded(function):
+    def guarded(function, context):
         try:
-            with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
+            with context:
                 function()
         except BaseException as error:  # noqa: BLE001 - raised again below
             errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    threads = [threading.Thread(target=guarded, args=pair) for pair in zip(functions, contexts, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -170,8 +175,6 @@ def rank_threads(ctx):
                 normal.layout_arguments(ctx, one, normal.expect(CASE, ctx.rank))
                 assert one.stats()["layout"]["calls"] > 0 and two.get_comm_stream() is not None
 
-        for function in (exchange, low_latency, ask):
-            function()  # loads torch's kernels: docs/streams.md says why
         in_threads(ctx, exchange, low_latency, ask, ask)
 
 
