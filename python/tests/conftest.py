@@ -91,19 +91,19 @@ def _mended_pools(device: str) -> Iterator[dict[int, RankPool]]:
 
 
 @pytest.fixture
-def fresh_pool(device: str, _mended_pools: dict[int, RankPool]) -> Iterator[Callable[[int], RankPool]]:
-    """``fresh_pool(n)``: a pool of its own for a test that kills ranks or spoils them.
+def fresh_pool(device: str, _mended_pools: dict[int, RankPool]) -> Iterator[Callable[..., RankPool]]:
+    """``fresh_pool(n)``: a pool of its own for a test that kills ranks, spoils them or gives them ``settings``.
 
-    On GPUs survivors of one test serve in the next, beside new processes in place of the dead; but NVSHMEM starts in
-    all of them or in none.
+    On GPUs survivors of one test serve in the next, beside new processes in place of the dead, unless they have
+    settings; but NVSHMEM starts in all of them or in none.
     """
     pools: list[RankPool] = []
 
-    def make(size: int) -> RankPool:
-        if device == "cuda" and not joins_gpus():
+    def make(size: int, settings: dict[str, str] | None = None) -> RankPool:
+        if device == "cuda" and not joins_gpus() and settings is None:
             _mended_pools.setdefault(size, RankPool(size, device, mends=True)).mend()
             return _mended_pools[size]
-        pools.append(RankPool(size, device))
+        pools.append(RankPool(size, device, settings=settings))
         pools[-1].start()
         return pools[-1]
 

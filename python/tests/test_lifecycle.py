@@ -17,7 +17,6 @@ import normal
 import victims
 from cases import Case
 from conftest import full
-from pool import RankPool
 
 CASE = Case((30, 20, 0, 9), experts=8, topk=3, hidden=64)
 LL_CASE = Case((16, 9, 0, 12), hidden=512, experts=8, topk=3)
@@ -132,8 +131,8 @@ def in_threads(ctx, *functions):
     """
     errors, on_gpu = [], ctx.device.type == "cuda"
     contexts = [torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext() for _ in functions]
-    for function, context in zip(functions, contexts, strict=True):
-        if on_gpu:
+    if on_gpu:
+        for function, context in zip(functions, contexts, strict=True):
             with context:
                 function()
             torch.cuda.synchronize()
@@ -178,14 +177,9 @@ def rank_threads(ctx):
         in_threads(ctx, exchange, low_latency, ask, ask)
 
 
-def test_threads(device):
+def test_threads(fresh_pool):
     """With what threads need on a GPU (docs/streams.md), and other pools do not get: it makes contexts slow to make."""
-    pool = RankPool(4, device, settings={"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
-    try:
-        pool.start()
-        pool.run(4, rank_threads)
-    finally:
-        pool.stop()
+    fresh_pool(4, settings={"CUDA_DEVICE_MAX_CONNECTIONS": "32"}).run(4, rank_threads)
 
 
 def rank_statistics(ctx):

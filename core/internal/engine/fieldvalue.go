@@ -36,7 +36,7 @@ func formatText(op uint32, value int64) string {
 	flags := value >> 8
 	switch op {
 	case abi.OpLLDispatch:
-		text := yes(value&0x7f == abi.FormatFP8, "use_fp8=True", "use_fp8=False")
+		text := yes(value&(abi.FormatWeights-1) == abi.FormatFP8, "use_fp8=True", "use_fp8=False")
 		text += yes(value&abi.FormatWeights != 0, " topk_weights", "")
 		text += yes(flags&abi.LLRoundScale != 0, " round_scale=True", "")
 		return text + yes(flags&abi.LLUE8M0 != 0, " use_ue8m0=True", "")
