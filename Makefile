@@ -60,7 +60,7 @@ MAP      := $(CURDIR)/capi/deepep.map
 PROGRAM  := $(BIN)/deepep
 GO_BUILD := $(GO) build -trimpath
 
-$(LIB)/$(SONAME): $(call go_sources,core capi) $(wildcard include/*.h kernels/abi/*.h) | need-go-cc
+$(LIB)/$(SONAME): $(call go_sources,core internal capi) $(wildcard include/*.h kernels/abi/*.h) | need-go-cc
 	@mkdir -p $(@D)
 	CGO_ENABLED=1 $(GO_BUILD) -buildmode=c-shared -o $@ \
 	  -ldflags '-s -w -extldflags "-Wl,--version-script=$(MAP) -Wl,-soname,$(SONAME)"' ./capi
@@ -69,7 +69,7 @@ $(LIB)/$(SONAME): $(call go_sources,core capi) $(wildcard include/*.h kernels/ab
 $(LIB)/libdeepep.so: $(LIB)/$(SONAME)
 	@ln -sf $(SONAME) $@
 
-$(PROGRAM): $(call go_sources,core) include/deepep.h | need-go
+$(PROGRAM): $(call go_sources,core internal) include/deepep.h | need-go
 	@mkdir -p $(@D)
 	CGO_ENABLED=0 $(GO_BUILD) -ldflags '-s -w -X main.version=$(VERSION)' -o $@ ./core/cmd/deepep
 	@touch $@
@@ -208,7 +208,7 @@ lint: venv need-go ## check formatting, ruff, mypy, go vet
 	$(VENV) tools/run_tests.py lint
 
 fmt: venv need-go ## format Go and Python
-	gofmt -w core capi bench
+	gofmt -w core internal capi bench
 	$(VENV) -m ruff check --fix --quiet python bench tools nvshmem setup.py
 	$(VENV) -m ruff format --quiet python bench tools nvshmem setup.py
 

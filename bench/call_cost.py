@@ -4,7 +4,7 @@ The kernel library is that of the engine's own tests: its streams are queues as 
 what is left is the host's share of a call, CUDA's own apart, and two states of the code compare on any machine:
 
     python bench/call_cost.py [--package python] [--calls 10000]
-    go test -run xxx -bench Launch ./core/internal/engine        # the engine alone
+    go test -run xxx -bench Launch ./internal/engine        # the engine alone
 
 Times are of batches of 50 calls, the fastest twentieth of them, which other programs on the machine disturb least.
 """

@@ -7,11 +7,11 @@ import (
 
 	"go.uber.org/zap"
 
-	"github.com/deepep-go/deepep/core/internal/engine"
-	"github.com/deepep-go/deepep/core/internal/env"
-	"github.com/deepep-go/deepep/core/internal/monitor"
-	"github.com/deepep-go/deepep/core/internal/plan"
-	"github.com/deepep-go/deepep/core/internal/status"
+	"github.com/deepep-go/deepep/internal/engine"
+	"github.com/deepep-go/deepep/internal/env"
+	"github.com/deepep-go/deepep/internal/monitor"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // BufferOptions say what buffer is wanted. Ranks must agree on all of it except Device, Preinitialize and Background.

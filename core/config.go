@@ -1,6 +1,6 @@
 package core
 
-import "github.com/deepep-go/deepep/core/internal/plan"
+import "github.com/deepep-go/deepep/internal/plan"
 
 // Kinds of configuration for DefaultConfigFor.
 const (

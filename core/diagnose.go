@@ -5,9 +5,9 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/deepep-go/deepep/core/internal/doctor"
-	"github.com/deepep-go/deepep/core/internal/doctor/libs"
-	"github.com/deepep-go/deepep/core/internal/status"
+	"github.com/deepep-go/deepep/internal/doctor"
+	"github.com/deepep-go/deepep/internal/doctor/libs"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // doctorLimit is how long the look at the host may keep an error back; it takes some 50 ms.

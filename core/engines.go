@@ -3,11 +3,11 @@ package core
 import (
 	"sync"
 
-	"github.com/deepep-go/deepep/core/internal/abi"
-	"github.com/deepep-go/deepep/core/internal/dl"
-	"github.com/deepep-go/deepep/core/internal/env"
-	"github.com/deepep-go/deepep/core/internal/kern"
-	"github.com/deepep-go/deepep/core/internal/status"
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/dl"
+	"github.com/deepep-go/deepep/internal/env"
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // Names of engines. EngineAuto is the one that DEEPEP_ENGINE or the machine selects.

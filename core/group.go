@@ -10,11 +10,11 @@ import (
 
 	"go.uber.org/zap"
 
-	"github.com/deepep-go/deepep/core/internal/bootstrap"
-	"github.com/deepep-go/deepep/core/internal/engine"
-	"github.com/deepep-go/deepep/core/internal/env"
-	"github.com/deepep-go/deepep/core/internal/plan"
-	"github.com/deepep-go/deepep/core/internal/status"
+	"github.com/deepep-go/deepep/internal/bootstrap"
+	"github.com/deepep-go/deepep/internal/engine"
+	"github.com/deepep-go/deepep/internal/env"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // Exchanger gathers blobs among ranks: the caller's own way to do so, used once per group.

@@ -4,10 +4,10 @@ import (
 	"runtime"
 	"testing"
 
-	"github.com/deepep-go/deepep/core/internal/device"
-	"github.com/deepep-go/deepep/core/internal/dl"
-	"github.com/deepep-go/deepep/core/internal/kern"
-	"github.com/deepep-go/deepep/core/internal/plan"
+	"github.com/deepep-go/deepep/internal/device"
+	"github.com/deepep-go/deepep/internal/dl"
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/plan"
 )
 
 // cpuLibrary loads the CPU kernel library as a buffer would.

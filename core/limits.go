@@ -3,7 +3,7 @@ package core
 import (
 	"time"
 
-	"github.com/deepep-go/deepep/core/internal/status"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // StartLimit is how long the start of a group may take: what is given, or for 0 the environment's time for first calls.

@@ -8,7 +8,7 @@ import (
 	"go.uber.org/zap/zapcore"
 	"golang.org/x/sys/unix"
 
-	"github.com/deepep-go/deepep/core/internal/env"
+	"github.com/deepep-go/deepep/internal/env"
 )
 
 // LogFunc receives log lines instead of DEEPEP_LOG's place. level: 0 debug, 1 info, 2 warn, 3 error.

@@ -9,7 +9,7 @@ import (
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
-	"github.com/deepep-go/deepep/core/internal/env"
+	"github.com/deepep-go/deepep/internal/env"
 )
 
 func TestLogGoesToItsFileAndToTheCallback(t *testing.T) {

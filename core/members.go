@@ -3,10 +3,10 @@ package core
 import (
 	"context"
 
-	"github.com/deepep-go/deepep/core/internal/bootstrap"
-	"github.com/deepep-go/deepep/core/internal/device"
-	"github.com/deepep-go/deepep/core/internal/engine"
-	"github.com/deepep-go/deepep/core/internal/health"
+	"github.com/deepep-go/deepep/internal/bootstrap"
+	"github.com/deepep-go/deepep/internal/device"
+	"github.com/deepep-go/deepep/internal/engine"
+	"github.com/deepep-go/deepep/internal/health"
 )
 
 // link is the ranks joined: their channel, and the watch over who is alive.

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/deepep-go/deepep/core/internal/plan"
+	"github.com/deepep-go/deepep/internal/plan"
 )
 
 // grouping is a number of nodes and the ranks of each.

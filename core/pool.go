@@ -4,7 +4,7 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/deepep-go/deepep/core/internal/status"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // Pool cuts a segment into blocks, first fit. It is what torch's pluggable allocator asks, which itself keeps and splits

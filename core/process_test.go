@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/deepep-go/deepep/core/internal/proctest"
+	"github.com/deepep-go/deepep/internal/testutil/proctest"
 )
 
 func TestMain(m *testing.M) {

@@ -3,7 +3,7 @@ package core
 import (
 	"runtime/debug"
 
-	"github.com/deepep-go/deepep/core/internal/status"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // recovered turns a panic of a goroutine into an error. A panic here is a bug of ours, but the host process must live.

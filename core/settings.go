@@ -4,7 +4,7 @@ import (
 	"os"
 	"sync/atomic"
 
-	"github.com/deepep-go/deepep/core/internal/env"
+	"github.com/deepep-go/deepep/internal/env"
 )
 
 var getenv atomic.Pointer[func(string) string]

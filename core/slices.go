@@ -4,7 +4,7 @@ import (
 	"math"
 	"runtime"
 
-	"github.com/deepep-go/deepep/core/internal/status"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // Tokens are this rank's tokens as plain slices, for the CPU engine. T is len(TopKIdx) / NumTopK.

@@ -3,10 +3,10 @@ package core
 import (
 	"unsafe"
 
-	"github.com/deepep-go/deepep/core/internal/abi"
-	"github.com/deepep-go/deepep/core/internal/engine"
-	"github.com/deepep-go/deepep/core/internal/plan"
-	"github.com/deepep-go/deepep/core/internal/status"
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/engine"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // Version of the library, as include/deepep.h has it; a test compares them.

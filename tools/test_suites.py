@@ -143,7 +143,7 @@ def go_tests(name: str, packages: list[str], env: dict[str, str], full: bool) ->
 
 
 def _fuzz_targets() -> Iterator[tuple[str, str]]:
-    for path in sorted(ROOT.glob("core/**/*_test.go")) + sorted(ROOT.glob("capi/**/*_test.go")):
+    for path in sorted(path for top in ("core", "internal", "capi") for path in ROOT.glob(f"{top}/**/*_test.go")):
         for target in re.findall(r"^func (Fuzz\w+)\(", path.read_text(), re.M):
             yield f"./{path.parent.relative_to(ROOT)}", target
 
@@ -193,7 +193,7 @@ def lint(full: bool) -> Counts:
     python = [sys.executable, "-m"]
     checked = ["python", "bench", "tools", "nvshmem", "setup.py"]
     commands = {
-        "gofmt": ["sh", "-c", 'test -z "$(gofmt -l core capi bench | tee /dev/stderr)"'],
+        "gofmt": ["sh", "-c", 'test -z "$(gofmt -l core internal capi bench | tee /dev/stderr)"'],
         "go-vet": [GO, "vet", "./..."],
         "ruff": [*python, "ruff", "check", "--quiet", *checked],
         "ruff-format": [*python, "ruff", "format", "--check", "--quiet", *checked],
@@ -258,7 +258,7 @@ def _suites() -> Iterator[Suite]:
     yield Suite("lint", "formatting, vet, ruff, mypy", ("pyproject.toml",), lint)
     yield Suite("abi", "symbols and structs against the headers", ("capi/*.go",), abi)
     yield Suite(
-        "go-core", "Go, without cgo", ("core/**/*.go",), bind(go_tests, "go-core", ["./core/..."], {"CGO_ENABLED": "0"})
+        "go-core", "Go, without cgo", ("core/**/*.go",), bind(go_tests, "go-core", ["./core/...", "./internal/..."], {"CGO_ENABLED": "0"})
     )
     yield Suite(
         "go-capi",
@@ -270,7 +270,7 @@ def _suites() -> Iterator[Suite]:
         "go-race",
         "Go, under the race detector",
         ("core/**/*.go",),
-        bind(go_tests, "go-race", ["-race", "./core/..."], {"CGO_ENABLED": "1"}),
+        bind(go_tests, "go-race", ["-race", "./core/...", "./internal/..."], {"CGO_ENABLED": "1"}),
     )
     yield Suite("fuzz", "each Go fuzz target for a moment", ("core/**/*.go",), fuzz)
     yield Suite(

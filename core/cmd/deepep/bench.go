@@ -15,7 +15,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/deepep-go/deepep/core/internal/plan"
+	"github.com/deepep-go/deepep/internal/plan"
 )
 
 type benchFlags struct {

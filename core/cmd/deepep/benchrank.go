@@ -11,7 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/deepep-go/deepep/core"
-	"github.com/deepep-go/deepep/core/internal/plan"
+	"github.com/deepep-go/deepep/internal/plan"
 )
 
 // benchSpec is what a rank process is told.

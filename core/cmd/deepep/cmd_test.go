@@ -17,9 +17,9 @@ import (
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 
-	"github.com/deepep-go/deepep/core/internal/abi"
-	"github.com/deepep-go/deepep/core/internal/monitor"
-	"github.com/deepep-go/deepep/core/internal/monitor/pagetest"
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/monitor"
+	"github.com/deepep-go/deepep/internal/testutil/pagetest"
 )
 
 // deepep runs a command line and returns what it printed.

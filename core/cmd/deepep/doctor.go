@@ -11,8 +11,8 @@ import (
 	"github.com/jedib0t/go-pretty/v6/text"
 	"github.com/spf13/cobra"
 
-	"github.com/deepep-go/deepep/core/internal/doctor"
-	"github.com/deepep-go/deepep/core/internal/doctor/libs"
+	"github.com/deepep-go/deepep/internal/doctor"
+	"github.com/deepep-go/deepep/internal/doctor/libs"
 )
 
 type doctorFlags struct {

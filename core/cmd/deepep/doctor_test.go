@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/deepep-go/deepep/core/internal/doctor"
+	"github.com/deepep-go/deepep/internal/doctor"
 )
 
 // hostFolder writes a made-up host to disk: no GPU, 64 KiB of locked memory.

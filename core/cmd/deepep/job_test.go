@@ -17,7 +17,7 @@ import (
 	"time"
 
 	"github.com/deepep-go/deepep/core"
-	"github.com/deepep-go/deepep/core/internal/monitor"
+	"github.com/deepep-go/deepep/internal/monitor"
 )
 
 // The job of these tests: four processes dispatch and combine without end, and

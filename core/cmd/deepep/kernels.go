@@ -6,9 +6,9 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/deepep-go/deepep/core/internal/dl"
-	"github.com/deepep-go/deepep/core/internal/doctor"
-	"github.com/deepep-go/deepep/core/internal/kern"
+	"github.com/deepep-go/deepep/internal/dl"
+	"github.com/deepep-go/deepep/internal/doctor"
+	"github.com/deepep-go/deepep/internal/kern"
 )
 
 // libraryFolders are where an installation keeps its libraries, seen from this

@@ -15,8 +15,8 @@ import (
 	"github.com/prometheus/common/expfmt"
 	"github.com/spf13/cobra"
 
-	"github.com/deepep-go/deepep/core/internal/monitor"
-	"github.com/deepep-go/deepep/core/internal/plan"
+	"github.com/deepep-go/deepep/internal/monitor"
+	"github.com/deepep-go/deepep/internal/plan"
 )
 
 // defaultAddress is this host alone: whoever wants it seen elsewhere names an address.

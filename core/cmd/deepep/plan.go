@@ -9,7 +9,7 @@ import (
 	"github.com/jedib0t/go-pretty/v6/table"
 	"github.com/spf13/cobra"
 
-	"github.com/deepep-go/deepep/core/internal/plan"
+	"github.com/deepep-go/deepep/internal/plan"
 )
 
 func planCommand() *cobra.Command {

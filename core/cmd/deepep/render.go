@@ -9,7 +9,7 @@ import (
 	"github.com/jedib0t/go-pretty/v6/table"
 	"github.com/jedib0t/go-pretty/v6/text"
 
-	"github.com/deepep-go/deepep/core/internal/monitor"
+	"github.com/deepep-go/deepep/internal/monitor"
 )
 
 // render draws a view. clock is monotonic() at that moment; width 0 is unlimited.

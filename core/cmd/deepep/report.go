@@ -3,7 +3,7 @@ package main
 import (
 	"time"
 
-	"github.com/deepep-go/deepep/core/internal/monitor"
+	"github.com/deepep-go/deepep/internal/monitor"
 )
 
 // The JSON form of a look.

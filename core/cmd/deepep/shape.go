@@ -8,11 +8,11 @@ import (
 
 	"github.com/spf13/pflag"
 
-	"github.com/deepep-go/deepep/core/internal/abi"
-	"github.com/deepep-go/deepep/core/internal/doctor"
-	"github.com/deepep-go/deepep/core/internal/kern"
-	"github.com/deepep-go/deepep/core/internal/plan"
-	"github.com/deepep-go/deepep/core/internal/status"
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/doctor"
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // shape is what a user plans.

@@ -12,7 +12,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/deepep-go/deepep/core/internal/nicsim"
+	"github.com/deepep-go/deepep/core/cmd/deepep/internal/nicsim"
 )
 
 func simCommand() *cobra.Command {

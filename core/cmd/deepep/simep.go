@@ -9,7 +9,7 @@ import (
 	"github.com/jedib0t/go-pretty/v6/table"
 	"github.com/spf13/cobra"
 
-	"github.com/deepep-go/deepep/core/internal/nicsim"
+	"github.com/deepep-go/deepep/core/cmd/deepep/internal/nicsim"
 )
 
 // simEP is a comparison with upstream's published figures.

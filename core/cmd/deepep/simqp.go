@@ -11,8 +11,8 @@ import (
 	"github.com/jedib0t/go-pretty/v6/table"
 	"github.com/spf13/cobra"
 
-	"github.com/deepep-go/deepep/core/internal/nicsim"
-	"github.com/deepep-go/deepep/core/internal/plan"
+	"github.com/deepep-go/deepep/core/cmd/deepep/internal/nicsim"
+	"github.com/deepep-go/deepep/internal/plan"
 )
 
 // simQP is a comparison of queue pairs.

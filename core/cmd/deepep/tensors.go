@@ -5,8 +5,8 @@ import (
 	"unsafe"
 
 	"github.com/deepep-go/deepep/core"
-	"github.com/deepep-go/deepep/core/internal/device"
-	"github.com/deepep-go/deepep/core/internal/kern"
+	"github.com/deepep-go/deepep/internal/device"
+	"github.com/deepep-go/deepep/internal/kern"
 )
 
 // tensors is memory of an engine's device, for calls of which only the time matters.

@@ -10,7 +10,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"github.com/deepep-go/deepep/core/internal/monitor"
+	"github.com/deepep-go/deepep/internal/monitor"
 )
 
 // pagesFlags choose what to read.

@@ -8,7 +8,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/deepep-go/deepep/core/internal/monitor"
+	"github.com/deepep-go/deepep/internal/monitor"
 )
 
 type traceFlags struct {

@@ -6,7 +6,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/deepep-go/deepep/core/internal/monitor"
+	"github.com/deepep-go/deepep/internal/monitor"
 )
 
 // rankView is one rank of a buffer over an interval.

@@ -1,0 +1,134 @@
+package bootstrap
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// Pending is a channel after the gather and before the ranks are joined. It listens already.
+type Pending struct {
+	self      hello
+	hellos    []hello
+	peers     []Peer
+	nonce     [16]byte
+	noPidfd   bool
+	listeners []net.Listener
+}
+
+// Open makes a Channel with one gather on ex: Begin and Connect together.
+func Open(ctx context.Context, ex Exchanger, h HelloOptions) (*Channel, error) {
+	p, err := Begin(ctx, ex, h)
+	if err != nil {
+		return nil, err
+	}
+	return p.Connect(ctx)
+}
+
+// Begin gathers all ranks' hellos, once, and compares them: ranks that disagree on their number, order, version or
+// build get a Mismatch on every rank, which says who has what. The caller must go on with Connect or Close.
+func Begin(ctx context.Context, ex Exchanger, h HelloOptions) (*Pending, error) {
+	if err := CheckGroup(ex.Rank(), ex.Size()); err != nil {
+		return nil, err
+	}
+	p, failure := prepare(ex.Rank(), ex.Size(), h)
+	if failure != nil {
+		p.self.Failure = failure.Error() // the others are waiting in the gather and must hear of it
+	}
+	err := p.gather(ctx, ex)
+	if failure != nil {
+		err = failure
+	}
+	if err != nil {
+		p.Close()
+		return nil, err
+	}
+	return p, nil
+}
+
+// prepare makes the own hello and its listeners. The Pending is there also with an error.
+func prepare(rank, size int, o HelloOptions) (*Pending, error) {
+	p := &Pending{noPidfd: o.noPidfd, self: hello{
+		Rank: rank, Size: size, Version: o.Version, Build: o.Build, identity: currentIdentity(), Nonce: freshNonce(),
+	}}
+	if o.host != "" {
+		p.self.Host, p.self.Boot, p.self.Process = o.host, "machine "+o.host, p.self.Process+" on "+o.host
+	}
+	if len(o.Extra) > MaxExtra {
+		return p, status.InvalidArg("Extra", fmt.Sprintf("%d bytes", len(o.Extra)), fmt.Sprintf("at most %d bytes", MaxExtra))
+	}
+	p.self.Extra = o.Extra
+	p.self.Socket = fmt.Sprintf("deepep-%s-%d", p.self.Nonce, rank)
+	unixListener, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: "@" + p.self.Socket})
+	if err != nil {
+		return p, status.Errorf(status.System, "unix socket: %w", err)
+	}
+	p.listeners = append(p.listeners, unixListener)
+	if o.Interface == "" {
+		return p, nil
+	}
+	addr, err := interfaceAddress(o.Interface)
+	if err != nil {
+		return p, err
+	}
+	tcp, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(addr, 0)))
+	if err != nil {
+		return p, status.Errorf(status.System, "listening on interface %s: %w", o.Interface, err)
+	}
+	p.listeners = append(p.listeners, tcp)
+	p.self.TCP = tcp.Addr().String()
+	return p, nil
+}
+
+func (p *Pending) gather(ctx context.Context, ex Exchanger) error {
+	own, err := p.self.encode()
+	if err != nil {
+		return status.Errorf(status.Internal, "hello: %w", err)
+	}
+	blobs, err := ex.AllGather(ctx, own)
+	if err != nil {
+		return fmt.Errorf("gathering the ranks' hellos: %w", err)
+	}
+	if len(blobs) != p.self.Size {
+		return status.Errorf(status.Mismatch, "the exchange joined %d ranks, rank %d expects %d", len(blobs), p.self.Rank, p.self.Size)
+	}
+	if p.hellos, err = decodeHellos(blobs); err != nil {
+		return err
+	}
+	if err := compareHellos(p.hellos); err != nil {
+		return err
+	}
+	p.nonce = groupNonce(p.hellos)
+	p.peers = make([]Peer, len(p.hellos))
+	for i, h := range p.hellos {
+		p.peers[i] = p.self.peer(h)
+	}
+	return nil
+}
+
+// peer describes another rank as seen from h.
+func (h *hello) peer(o hello) Peer {
+	sameHost := o.machine() == h.machine()
+	return Peer{
+		Rank: o.Rank, Host: o.Host, PID: o.PID, StartTime: o.Start, Version: o.Version, Build: o.Build, Extra: o.Extra,
+		SameHost: sameHost, SamePIDNamespace: sameHost && o.PIDNS == h.PIDNS && o.PIDNS != "", SameProcess: o.Process == h.Process,
+	}
+}
+
+// Peers describes all ranks, in order.
+func (p *Pending) Peers() []Peer { return p.peers }
+
+// Nonce is the nonce that the channel will have.
+func (p *Pending) Nonce() [16]byte { return p.nonce }
+
+// Close gives up before Connect; ranks that connect are refused. After Connect it does nothing.
+func (p *Pending) Close() error {
+	for _, l := range p.listeners {
+		l.Close()
+	}
+	p.listeners = nil
+	return nil
+}

@@ -1,0 +1,335 @@
+package bootstrap
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
+	"github.com/deepep-go/deepep/internal/testutil/proctest"
+	"golang.org/x/sys/unix"
+)
+
+// memfd gives a descriptor whose content names its owner.
+func memfd(t testing.TB, text string) int {
+	t.Helper()
+	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := unix.Write(fd, []byte(text)); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { unix.Close(fd) })
+	return fd
+}
+
+// contentOf reads a received memfd from its start and closes it.
+func contentOf(fd int) (string, error) {
+	defer unix.Close(fd)
+	flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0)
+	if err != nil || flags&unix.FD_CLOEXEC == 0 {
+		return "", fmt.Errorf("descriptor %d is not close-on-exec (%v)", fd, err)
+	}
+	b := make([]byte, 64)
+	n, err := unix.Pread(fd, b, 0)
+	return string(b[:max(n, 0)]), err
+}
+
+func TestExchangeCarriesBlobsAndDescriptors(t *testing.T) {
+	checkFDs(t)
+	const n = 4
+	channels := open(t, n, nil)
+	noErrors(t, each(n, func(r int) error {
+		c := channels[r]
+		mine := []int{memfd(t, fmt.Sprintf("first of %d", r)), memfd(t, fmt.Sprintf("second of %d", r))}[:r%3]
+		got, err := c.Exchange(testContext(t), "memory", bytes.Repeat([]byte{byte(r)}, r*1000), mine)
+		if err != nil {
+			return err
+		}
+		for rank, m := range got {
+			if len(m.Blob) != rank*1000 || rank > 0 && m.Blob[0] != byte(rank) || len(m.FDs) != rank%3 {
+				return fmt.Errorf("from rank %d: %d bytes, %d descriptors", rank, len(m.Blob), len(m.FDs))
+			}
+			for i, fd := range m.FDs {
+				want := fmt.Sprintf("%s of %d", []string{"first", "second"}[i], rank)
+				if text, err := contentOf(fd); err != nil || text != want {
+					return fmt.Errorf("descriptor %d of rank %d holds %q, %v", i, rank, text, err)
+				}
+			}
+		}
+		return nil
+	}))
+	if a, b := channels[0].Nonce(), channels[3].Nonce(); a != b || a == [16]byte{} {
+		t.Errorf("nonces %x and %x", a, b)
+	}
+	for _, p := range channels[1].Peers() {
+		if !p.SameHost || !p.SamePIDNamespace || !p.SameProcess || p.PID != os.Getpid() || p.StartTime == 0 {
+			t.Errorf("rank %d: %+v", p.Rank, p)
+		}
+	}
+}
+
+func TestManyExchangesAtOnce(t *testing.T) {
+	const n, tags, rounds = 3, 8, 20
+	channels := open(t, n, nil)
+	noErrors(t, each(n, func(r int) error {
+		return errors.Join(each(tags, func(tag int) error {
+			for round := range rounds {
+				text := func(rank int) string { return fmt.Sprint(rank, tag, round) }
+				got, err := channels[r].Exchange(testContext(t), fmt.Sprint("tag ", tag), []byte(text(r)), nil)
+				if err != nil {
+					return err
+				}
+				for rank := range got {
+					if string(got[rank].Blob) != text(rank) {
+						return fmt.Errorf("got %q, want %q", got[rank].Blob, text(rank))
+					}
+				}
+			}
+			return nil
+		})...)
+	}))
+	for r, c := range channels {
+		if len(c.boxes) != 0 || c.pending[(r+1)%n] != 0 {
+			t.Errorf("rank %d keeps %d boxes of past exchanges", r, len(c.boxes))
+		}
+	}
+}
+
+func TestExchangeOfTheLargestBlob(t *testing.T) {
+	channels := open(t, 2, nil)
+	blob := bytes.Repeat([]byte("0123456789abcdef"), MaxBlob/16)
+	noErrors(t, each(2, func(r int) error {
+		got, err := channels[r].Exchange(testContext(t), "large", blob, nil)
+		if err == nil && !bytes.Equal(got[1-r].Blob, blob) {
+			err = errors.New("changed on the way")
+		}
+		return err
+	}))
+	_, err := channels[0].Exchange(testContext(t), "large", make([]byte, MaxBlob+1), nil)
+	wantError(t, err, status.InvalidArgument, "argument blob", "67108865")
+	_, err = channels[0].Exchange(testContext(t), "large", nil, make([]int, MaxFDs+1))
+	wantError(t, err, status.InvalidArgument, "argument fds", "65 descriptors")
+	_, err = channels[0].Exchange(testContext(t), "", nil, nil)
+	wantError(t, err, status.InvalidArgument, "argument tag")
+	_, err = channels[0].Exchange(testContext(t), "bad", nil, []int{-1})
+	wantError(t, err, status.System, "bad file descriptor")
+}
+
+// A rank that times out names who is late, and the next exchange under that tag does not meet what comes late.
+func TestExchangeTimeoutNamesAndRealigns(t *testing.T) {
+	checkFDs(t)
+	channels := open(t, 3, nil)
+	errs := each(3, func(r int) error {
+		if r == 1 {
+			return nil
+		}
+		_, err := channels[r].Exchange(soon(t), "x", []byte("first"), []int{memfd(t, "first")})
+		return err
+	})
+	for _, r := range []int{0, 2} {
+		wantError(t, errs[r], status.Timeout, `exchange "x": nothing from rank 1 (host `, fmt.Sprintf("pid %d)", os.Getpid()))
+	}
+	noErrors(t, each(3, func(r int) error {
+		rounds := []string{"second"}
+		if r == 1 {
+			rounds = []string{"first", "second"} // what the others gave up
+		}
+		for _, text := range rounds {
+			got, err := channels[r].Exchange(testContext(t), "x", []byte(text), []int{memfd(t, text)})
+			if err != nil {
+				return err
+			}
+			for rank, m := range got {
+				if held, err := contentOf(m.FDs[0]); err != nil || held != text || string(m.Blob) != text {
+					return fmt.Errorf("from rank %d in round %s: %q and %q, %v", rank, text, m.Blob, held, err)
+				}
+			}
+		}
+		return nil
+	}))
+}
+
+func TestExchangeCancelled(t *testing.T) {
+	channels := open(t, 2, nil)
+	ctx, cancel := context.WithCancelCause(testContext(t))
+	cancel(status.Errorf(status.Aborted, "the buffer was destroyed"))
+	_, err := channels[0].Exchange(ctx, "x", nil, nil)
+	wantError(t, err, status.Aborted, "nothing from rank 1", "the buffer was destroyed")
+	ctx, stop := context.WithCancel(testContext(t))
+	stop()
+	_, err = channels[0].Exchange(ctx, "y", nil, nil)
+	wantError(t, err, status.Interrupted, "nothing from rank 1")
+}
+
+func TestExchangeTagInUse(t *testing.T) {
+	channels := open(t, 2, nil)
+	first := make(chan error, 1)
+	ctx, cancel := context.WithCancel(testContext(t))
+	go func() {
+		_, err := channels[0].Exchange(ctx, "x", nil, nil)
+		first <- err
+	}()
+	proctest.Eventually(t, patience, "the first exchange is under way", func() bool {
+		channels[0].mu.Lock()
+		defer channels[0].mu.Unlock()
+		return channels[0].active["x"]
+	})
+	_, err := channels[0].Exchange(testContext(t), "x", nil, nil)
+	wantError(t, err, status.InvalidState, `exchange "x" is under way`)
+	cancel()
+	wantError(t, <-first, status.Interrupted)
+}
+
+// Fail ends what waits for the rank and what comes later, and nothing else.
+func TestFail(t *testing.T) {
+	channels := open(t, 3, nil)
+	noErrors(t, each(3, func(r int) error {
+		if r == 1 {
+			return nil // late, so that the others wait
+		}
+		if r == 2 {
+			_, err := channels[2].Exchange(soon(t), "x", nil, nil)
+			wantError(t, err, status.Timeout)
+			return nil
+		}
+		time.AfterFunc(20*time.Millisecond, func() { channels[0].Fail(1, status.Errorf(status.PeerDead, "rank 1 was seen dead")) })
+		begin := time.Now()
+		_, err := channels[0].Exchange(testContext(t), "x", nil, nil)
+		wantError(t, err, status.PeerDead, `exchange "x"`, "rank 1 was seen dead")
+		_, err = channels[0].Exchange(testContext(t), "y", nil, nil)
+		wantError(t, err, status.PeerDead, `exchange "y"`, "rank 1 was seen dead")
+		if d := time.Since(begin); d > 2*time.Second {
+			t.Errorf("took %v", d)
+		}
+		return nil
+	}))
+	channels[2].Fail(0, nil)
+	_, err := channels[2].Exchange(testContext(t), "z", nil, nil)
+	wantError(t, err, status.PeerDead, "rank 0", "is dead")
+	// What a failed rank still sends is not taken for an answer.
+	if _, err := channels[1].Exchange(soon(t), "late", []byte("late"), nil); err == nil {
+		t.Error("nobody else came")
+	}
+	_, err = channels[0].Exchange(soon(t), "late", nil, nil)
+	wantError(t, err, status.PeerDead, "rank 1 was seen dead")
+}
+
+func TestLeavingIsToldWithItsReason(t *testing.T) {
+	channels := open(t, 3, nil)
+	changed := make(chan int, 16)
+	cancel := channels[0].OnChange(func(rank int) { changed <- rank })
+	defer cancel()
+	waiting := make(chan error, 1)
+	go func() {
+		_, err := channels[0].Exchange(testContext(t), "x", nil, nil)
+		waiting <- err
+	}()
+	channels[2].CloseWith(status.Errorf(status.OutOfMemory, "no room for 5 GiB"))
+	wantError(t, <-waiting, status.OutOfMemory, "rank 2 (host ", "has left the group: no room for 5 GiB")
+	if rank := <-changed; rank != 2 {
+		t.Errorf("change of rank %d", rank)
+	}
+	proctest.Eventually(t, patience, "rank 2 is closed", func() bool { return channels[0].State(2).Closed })
+	if s := channels[0].State(2); !s.Left || s.Ended {
+		t.Errorf("state %+v", s)
+	}
+	_, err := channels[2].Exchange(testContext(t), "x", nil, nil)
+	wantError(t, err, status.InvalidState, "this rank's channel is closed")
+	if err := channels[2].Close(); err != nil {
+		t.Error(err)
+	}
+	if err := channels[2].Note(0, nil); err == nil {
+		t.Error("a note after Close")
+	}
+}
+
+// A rank may close as soon as it has what it wants: its own message still reaches everybody.
+func TestClosingRightAfterAnExchange(t *testing.T) {
+	checkFDs(t)
+	for range 30 {
+		channels := open(t, 3, nil)
+		noErrors(t, each(3, func(r int) error {
+			defer channels[r].Close()
+			_, err := channels[r].Exchange(testContext(t), "x", make([]byte, 300_000), nil)
+			return err
+		}))
+	}
+}
+
+func TestCloseEndsOwnExchangesAndIsBounded(t *testing.T) {
+	checkFDs(t)
+	channels := open(t, 2, nil)
+	waiting := make(chan error, 1)
+	go func() {
+		_, err := channels[0].Exchange(testContext(t), "x", nil, []int{memfd(t, "x")})
+		waiting <- err
+	}()
+	proctest.Eventually(t, patience, "the message is there", func() bool {
+		channels[1].mu.Lock()
+		defer channels[1].mu.Unlock()
+		return len(channels[1].boxes) == 1 // and stays unclaimed, with its descriptor
+	})
+	begin := time.Now()
+	each(4, func(int) error { return channels[0].Close() })
+	wantError(t, <-waiting, status.InvalidState)
+	if d := time.Since(begin); d > time.Second {
+		t.Errorf("took %v", d)
+	}
+}
+
+func TestNotes(t *testing.T) {
+	channels := open(t, 2, nil)
+	got := make(chan string, 16)
+	channels[1].OnNote(func(rank int, note []byte) { got <- fmt.Sprint(rank, string(note)) })
+	if err := channels[0].Note(1, []byte("beat")); err != nil {
+		t.Fatal(err)
+	}
+	if text := <-got; text != "0beat" {
+		t.Errorf("got %q", text)
+	}
+	wantError(t, channels[0].Note(1, make([]byte, MaxNote+1)), status.InvalidArgument, "argument note")
+}
+
+// Ranks on different hosts are joined by TCP: blobs pass, descriptors only among those of one host.
+func TestTwoHosts(t *testing.T) {
+	checkFDs(t)
+	const n = 4
+	channels := open(t, n, func(r int, h *HelloOptions) {
+		*h = h.AsHost(fmt.Sprint("host", r/2))
+		h.Interface = "lo"
+	})
+	noErrors(t, each(n, func(r int) error {
+		blob := bytes.Repeat([]byte{byte(r)}, 200_000)
+		got, err := channels[r].ExchangeNear(testContext(t), "x", blob, []int{memfd(t, fmt.Sprint(r))})
+		if err != nil {
+			return err
+		}
+		for rank, m := range got {
+			if len(m.Blob) != len(blob) || m.Blob[0] != byte(rank) {
+				return fmt.Errorf("blob of rank %d: %d bytes", rank, len(m.Blob))
+			}
+			near := rank/2 == r/2
+			if near != (len(m.FDs) == 1) || near != channels[r].Peers()[rank].SameHost {
+				return fmt.Errorf("rank %d: %d descriptors, same host %v", rank, len(m.FDs), channels[r].Peers()[rank].SameHost)
+			}
+			for _, fd := range m.FDs {
+				if text, err := contentOf(fd); err != nil || text != fmt.Sprint(rank) {
+					return fmt.Errorf("descriptor of rank %d holds %q, %v", rank, text, err)
+				}
+			}
+		}
+		return nil
+	}))
+	_, err := channels[1].Exchange(testContext(t), "y", nil, []int{0})
+	wantError(t, err, status.Unsupported, "rank 2 (host host1", "rank 3 (host host1", "not on this machine")
+	if strings.Contains(err.Error(), "rank 0") {
+		t.Errorf("rank 0 is near: %v", err)
+	}
+}

@@ -1,0 +1,340 @@
+package bootstrap
+
+import (
+	"context"
+	"crypto/subtle"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// handshakeTime bounds what a stranger's connection may hold up. A peer of ours answers within its own scheduling.
+	handshakeTime = 10 * time.Second
+	// handshakeBlob bounds what is read before the other side has shown that it belongs here.
+	handshakeBlob = 4096
+	// redialEvery is the pause after a full backlog.
+	redialEvery = 5 * time.Millisecond
+)
+
+// connector joins one rank to all others: it dials the lower ranks and accepts the higher ones.
+type connector struct {
+	*Pending
+	c     *Channel
+	own   int            // own pidfd, handed to same-host peers; -1: none
+	room  chan struct{}  // how many accepted connections may shake hands at once
+	tasks sync.WaitGroup // dialers, acceptors, handshakes
+}
+
+// Connect joins the ranks directly; the Exchanger of Begin is not used. It ends early with PeerDead when a rank whose
+// process can be watched dies, and with Timeout, naming who is missing, when ctx ends.
+func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
+	if p.listeners == nil {
+		return nil, status.Errorf(status.InvalidState, "connect: already connected or closed")
+	}
+	listeners := p.listeners
+	c, err := newChannel(p.self.Rank, p.nonce, p.peers)
+	if err != nil {
+		p.Close()
+		return nil, err
+	}
+	n := &connector{Pending: p, c: c, own: -1, room: make(chan struct{}, len(p.peers)+16)}
+	if !p.noPidfd {
+		if fd, err := unix.PidfdOpen(os.Getpid(), 0); err == nil {
+			n.own = fd
+		}
+	}
+	inner, cancel := context.WithCancel(ctx)
+	n.watchProcesses()
+	for _, l := range listeners {
+		n.spawn("accept", func() { n.acceptLoop(inner, l) })
+	}
+	for rank := range c.rank {
+		n.spawn("dial", func() { n.dial(inner, rank) })
+	}
+	err = n.await(ctx)
+	cancel()
+	p.Close()
+	n.tasks.Wait()
+	if n.own >= 0 {
+		unix.Close(n.own)
+	}
+	if err != nil {
+		c.CloseWith(err)
+		return nil, err
+	}
+	return c, nil
+}
+
+func (n *connector) spawn(name string, f func()) {
+	n.tasks.Go(func() {
+		guard(name, func(err error) { n.c.Fail(n.c.rank, err) }, f)
+	})
+}
+
+// watchProcesses watches every process that can be looked up by its pid, so that a death in mid-connect is seen at once.
+func (n *connector) watchProcesses() {
+	for _, p := range n.peers {
+		if p.SameProcess || !p.SamePIDNamespace || p.StartTime == 0 {
+			continue
+		}
+		add := n.c.watch.addPID
+		if n.noPidfd {
+			add = func(rank, pid int, start uint64) error { return n.c.watch.addProbe(rank, probe{pid, start}) }
+		}
+		if err := add(p.Rank, p.PID, p.StartTime); errors.Is(err, errProcessGone) {
+			n.c.processEnded(p.Rank)
+		}
+	}
+}
+
+// await waits until every link stands, a rank that has none yet fails, or ctx ends.
+func (n *connector) await(ctx context.Context) error {
+	begin := time.Now()
+	for {
+		missing, changed, err := n.missing()
+		if err != nil || len(missing) == 0 {
+			return err
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctxError(ctx, fmt.Sprintf("connecting: %s not joined after %.1f s", strings.Join(missing, ", "), time.Since(begin).Seconds()))
+		}
+	}
+}
+
+func (n *connector) missing() (names []string, changed chan struct{}, err error) {
+	n.c.mu.Lock()
+	defer n.c.mu.Unlock()
+	if failed := n.c.firstFailure(func(int) bool { return true }); failed != nil {
+		err = fmt.Errorf("connecting: %w", failed)
+	}
+	for rank, l := range n.c.links {
+		if l == nil && rank != n.c.rank {
+			names = append(names, n.peers[rank].String())
+		}
+	}
+	return names, n.c.changed, err
+}
+
+// dial connects to one lower rank.
+func (n *connector) dial(ctx context.Context, rank int) {
+	l, err := n.tryDial(ctx, rank)
+	if err != nil {
+		if errors.Is(err, status.ErrPeerDead) {
+			n.c.awaitBlame()
+		}
+		if ctx.Err() == nil {
+			n.c.Fail(rank, err)
+		}
+		return
+	}
+	if !n.c.start(l) {
+		l.conn.Close()
+	}
+}
+
+func (n *connector) tryDial(ctx context.Context, rank int) (*link, error) {
+	network, address := "unix", "@"+n.hellos[rank].Socket
+	if !n.peers[rank].SameHost {
+		network, address = "tcp", n.hellos[rank].TCP
+	}
+	what := fmt.Sprintf("connecting to %s", n.peers[rank])
+	conn, err := dialPatiently(ctx, network, address)
+	if err != nil {
+		return nil, ioError(ctx, err, what)
+	}
+	l := newLink(rank, conn)
+	stop := boundHandshake(ctx, conn)
+	err = n.introduce(l)
+	stop()
+	if err != nil {
+		conn.Close()
+		return nil, ioError(ctx, err, what)
+	}
+	return l, nil
+}
+
+// dialPatiently retries while a listener's backlog is full. A refusal is final: every rank listened before the gather.
+func dialPatiently(ctx context.Context, network, address string) (net.Conn, error) {
+	var d net.Dialer
+	for {
+		conn, err := d.DialContext(ctx, network, address)
+		if !errors.Is(err, syscall.EAGAIN) {
+			return conn, err
+		}
+		select {
+		case <-time.After(redialEvery):
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
+// boundHandshake makes reads and writes on conn end with ctx or after handshakeTime, until stop is called.
+func boundHandshake(ctx context.Context, conn net.Conn) (stop func()) {
+	conn.SetDeadline(time.Now().Add(handshakeTime))
+	unhook := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+	return func() {
+		if unhook() {
+			conn.SetDeadline(time.Time{})
+		}
+	}
+}
+
+// introduce is the dialer's half of the handshake: hello with our rank and the one we mean, then the welcome.
+func (n *connector) introduce(l *link) error {
+	if err := checkUser(l.unix); err != nil {
+		return err
+	}
+	hello := n.handshake(kindHello, l)
+	hello.blob = binary.LittleEndian.AppendUint32(nil, uint32(l.rank))
+	if err := l.write(hello); err != nil {
+		return err
+	}
+	f, err := l.read(handshakeBlob)
+	if err != nil {
+		return err
+	}
+	if f.kind == kindRefuse {
+		closeFDs(f.fds)
+		return status.Errorf(status.Mismatch, "refused: %s", f.blob)
+	}
+	if f.kind != kindWelcome || f.rank != l.rank || !sameNonce(f.nonce, n.nonce) {
+		closeFDs(f.fds)
+		return status.Errorf(status.Mismatch, "the answer is no welcome of rank %d", l.rank)
+	}
+	n.watchHanded(l.rank, f.fds)
+	return nil
+}
+
+func (n *connector) handshake(kind frameKind, l *link) *frame {
+	f := &frame{kind: kind, rank: n.c.rank, nonce: n.nonce}
+	if l.unix != nil && n.own >= 0 {
+		f.fds = []int{n.own}
+	}
+	return f
+}
+
+// watchHanded watches a process by the pidfd that it handed over, where it is not under watch by its pid.
+func (n *connector) watchHanded(rank int, fds []int) {
+	use := len(fds) == 1 && !n.noPidfd && !n.peers[rank].SameProcess && !n.c.watch.watches(rank)
+	if use {
+		if _, err := pidOf(fds[0]); err == nil {
+			n.c.watch.addFD(rank, fds[0]) // an error leaves it to the heartbeat
+			return
+		}
+	}
+	closeFDs(fds)
+}
+
+func (n *connector) acceptLoop(ctx context.Context, l net.Listener) {
+	for {
+		conn, err := l.Accept()
+		if err != nil {
+			if ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
+				return
+			}
+			select { // out of descriptors, most likely: they may come free again
+			case <-time.After(redialEvery):
+				continue
+			case <-ctx.Done():
+				return
+			}
+		}
+		select {
+		case n.room <- struct{}{}:
+		case <-ctx.Done():
+			conn.Close()
+			return
+		}
+		n.spawn("handshake", func() {
+			defer func() { <-n.room }()
+			n.accept(ctx, conn)
+		})
+	}
+}
+
+// accept is the other half of the handshake. A stranger is told nothing and disturbs nobody.
+func (n *connector) accept(ctx context.Context, conn net.Conn) {
+	l := newLink(-1, conn)
+	stop := boundHandshake(ctx, conn)
+	err := n.answer(l)
+	stop()
+	if err != nil || !n.c.start(l) {
+		conn.Close()
+	}
+}
+
+func (n *connector) answer(l *link) error {
+	f, err := l.read(handshakeBlob)
+	if err != nil {
+		return err
+	}
+	if reason := n.whyNot(l, &f); reason != nil {
+		closeFDs(f.fds)
+		if sameNonce(f.nonce, n.nonce) {
+			l.write(&frame{kind: kindRefuse, rank: n.c.rank, nonce: n.nonce, blob: []byte(reason.Error())})
+		}
+		return reason
+	}
+	l.rank = f.rank
+	if err := l.write(n.handshake(kindWelcome, l)); err != nil {
+		closeFDs(f.fds)
+		return err
+	}
+	n.watchHanded(l.rank, f.fds)
+	return nil
+}
+
+// whyNot checks a hello frame.
+func (n *connector) whyNot(l *link, f *frame) error {
+	switch {
+	case f.kind != kindHello || len(f.blob) != 4 || !sameNonce(f.nonce, n.nonce):
+		return errors.New("no hello of this group")
+	case int(binary.LittleEndian.Uint32(f.blob)) != n.c.rank:
+		return fmt.Errorf("this is rank %d, not rank %d", n.c.rank, binary.LittleEndian.Uint32(f.blob))
+	case f.rank <= n.c.rank || f.rank >= len(n.peers):
+		return fmt.Errorf("rank %d does not connect to rank %d", f.rank, n.c.rank)
+	case n.peers[f.rank].SameHost != (l.unix != nil):
+		return fmt.Errorf("rank %d came over the wrong kind of link", f.rank)
+	}
+	return checkUser(l.unix)
+}
+
+func sameNonce(a, b [16]byte) bool { return subtle.ConstantTimeCompare(a[:], b[:]) == 1 }
+
+// checkUser refuses a Unix peer of another user: the kernel vouches for its id.
+func checkUser(conn *net.UnixConn) error {
+	if conn == nil {
+		return nil
+	}
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var cred *unix.Ucred
+	var inner error
+	if err := raw.Control(func(fd uintptr) {
+		cred, inner = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	}); err != nil {
+		return err
+	}
+	if inner != nil {
+		return inner
+	}
+	if int(cred.Uid) != os.Geteuid() {
+		return status.Errorf(status.Mismatch, "the peer's process runs as uid %d, this one as uid %d", cred.Uid, os.Geteuid())
+	}
+	return nil
+}

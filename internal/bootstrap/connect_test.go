@@ -1,0 +1,186 @@
+package bootstrap
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+func openErrors(t *testing.T, n int, change func(rank int, h *HelloOptions)) []error {
+	t.Helper()
+	ex := NewLocal(n)
+	return each(n, func(r int) error {
+		h := HelloOptions{Version: "1", Build: "b"}
+		change(r, &h)
+		c, err := Open(testContext(t), ex[r], h)
+		if err == nil {
+			c.Close()
+		}
+		return err
+	})
+}
+
+func TestMismatchReachesEveryRank(t *testing.T) {
+	checkFDs(t)
+	for _, err := range openErrors(t, 3, func(r int, h *HelloOptions) {
+		if r == 1 {
+			h.Version = "2"
+		}
+	}) {
+		wantError(t, err, status.Mismatch, `ranks 0, 2 have "1"`, `rank 1 has "2"`)
+	}
+	for _, err := range openErrors(t, 3, func(r int, h *HelloOptions) { h.Build = fmt.Sprint("build", r/2) }) {
+		wantError(t, err, status.Mismatch, `ranks 0-1 have "build0"`, `rank 2 has "build1"`)
+	}
+}
+
+// A rank that can't even begin still gathers: the others do not wait for it in vain.
+func TestFailureOfOneRankReachesEveryRank(t *testing.T) {
+	errs := openErrors(t, 2, func(r int, h *HelloOptions) {
+		if r == 1 {
+			h.Interface = "nosuch0"
+		}
+	})
+	wantError(t, errs[0], status.Aborted, "rank 1 (host ", "cannot start", "nosuch0")
+	wantError(t, errs[1], status.InvalidArgument, "argument interface: got nosuch0")
+}
+
+func TestDifferentHostsNeedAnInterface(t *testing.T) {
+	for _, err := range openErrors(t, 2, func(r int, h *HelloOptions) {
+		*h = h.AsHost(fmt.Sprint("host", r))
+	}) {
+		wantError(t, err, status.Unsupported, "rank 0 (host host0) and rank 1 (host host1)", "DEEPEP_INTERFACE")
+	}
+}
+
+func beginAll(t *testing.T, n int) []*Pending {
+	t.Helper()
+	p, ex := make([]*Pending, n), NewLocal(n)
+	noErrors(t, each(n, func(r int) (err error) {
+		p[r], err = Begin(testContext(t), ex[r], HelloOptions{Version: "1", Extra: []byte{byte(r)}})
+		ex[r].Close() // not needed any more
+		return err
+	}))
+	return p
+}
+
+func TestBeginThenConnect(t *testing.T) {
+	p := beginAll(t, 3)
+	for r := range p {
+		if peers := p[r].Peers(); len(peers) != 3 || peers[2].Extra[0] != 2 || p[r].Nonce() != p[0].Nonce() {
+			t.Errorf("rank %d sees %+v", r, peers)
+		}
+	}
+	noErrors(t, each(3, func(r int) error {
+		c, err := p[r].Connect(testContext(t))
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		if c.Nonce() != p[0].Nonce() || c.Rank() != r || c.Size() != 3 {
+			return fmt.Errorf("rank %d of %d", c.Rank(), c.Size())
+		}
+		_, err = p[r].Connect(testContext(t))
+		wantError(t, err, status.InvalidState)
+		_, err = c.Exchange(testContext(t), "x", nil, nil)
+		return err
+	}))
+}
+
+func TestConnectNamesWhoIsLate(t *testing.T) {
+	checkFDs(t)
+	p := beginAll(t, 3)
+	defer p[2].Close()
+	errs := each(2, func(r int) error {
+		_, err := p[r].Connect(soon(t))
+		return err
+	})
+	for _, err := range errs { // the second may hear it from the first, which leaves
+		wantError(t, err, status.Timeout, "rank 2 (host ", "not joined after 0.")
+	}
+}
+
+func TestConnectToWhoGaveUp(t *testing.T) {
+	p := beginAll(t, 2)
+	p[0].Close()
+	_, err := p[1].Connect(testContext(t))
+	wantError(t, err, status.PeerDead, "connecting to rank 0 (host ", "refused")
+}
+
+// Strangers at the socket are sent away and hold nothing up.
+func TestConnectDespiteStrangers(t *testing.T) {
+	checkFDs(t)
+	p := beginAll(t, 2)
+	address := &net.UnixAddr{Net: "unix", Name: "@" + p[0].self.Socket}
+	dial := func() *net.UnixConn {
+		c, err := net.DialUnix("unix", nil, address)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return c
+	}
+	silent, noise, wrong := dial(), dial(), dial()
+	defer silent.Close()
+	defer noise.Close()
+	defer wrong.Close()
+	noise.Write(make([]byte, 100))
+	newLink(0, wrong).write(&frame{kind: kindHello, rank: 1, nonce: randomNonce(), blob: make([]byte, 4), fds: []int{int(os.Stdin.Fd())}})
+	noErrors(t, each(2, func(r int) error {
+		c, err := p[r].Connect(testContext(t))
+		if err == nil {
+			_, err = c.Exchange(testContext(t), "x", nil, nil)
+			c.Close()
+		}
+		return err
+	}))
+}
+
+// A hello of the right group that names the wrong ranks is told why it is refused.
+func TestHandshakeChecks(t *testing.T) {
+	p := beginAll(t, 3)
+	n := &connector{Pending: p[1], own: -1}
+	var err error
+	if n.c, err = newChannel(1, p[1].nonce, p[1].peers); err != nil {
+		t.Fatal(err)
+	}
+	defer n.c.Close()
+	for _, q := range p {
+		defer q.Close()
+	}
+	unixLink := &link{unix: &net.UnixConn{}}
+	to := func(rank byte) []byte { return []byte{rank, 0, 0, 0} }
+	for _, c := range []struct {
+		f     frame
+		l     *link
+		words string
+	}{
+		{frame{kind: kindData, rank: 2, nonce: n.nonce, blob: to(1)}, unixLink, "no hello"},
+		{frame{kind: kindHello, rank: 2, blob: to(1)}, unixLink, "no hello"},
+		{frame{kind: kindHello, rank: 2, nonce: n.nonce, blob: to(1)[:3]}, unixLink, "no hello"},
+		{frame{kind: kindHello, rank: 2, nonce: n.nonce, blob: to(0)}, unixLink, "this is rank 1, not rank 0"},
+		{frame{kind: kindHello, rank: 0, nonce: n.nonce, blob: to(1)}, unixLink, "rank 0 does not connect to rank 1"},
+		{frame{kind: kindHello, rank: 3, nonce: n.nonce, blob: to(1)}, unixLink, "rank 3 does not connect"},
+		{frame{kind: kindHello, rank: 2, nonce: n.nonce, blob: to(1)}, &link{}, "wrong kind of link"},
+	} {
+		if err := n.whyNot(c.l, &c.f); err == nil || !strings.Contains(err.Error(), c.words) {
+			t.Errorf("got %v, want %q", err, c.words)
+		}
+	}
+}
+
+func TestContextEndsConnectAtOnce(t *testing.T) {
+	p := beginAll(t, 2)
+	defer p[1].Close()
+	ctx, cancel := context.WithCancel(testContext(t))
+	time.AfterFunc(20*time.Millisecond, cancel)
+	timely(t, func() {
+		_, err := p[0].Connect(ctx)
+		wantError(t, err, status.Interrupted, "rank 1")
+	})
+}

@@ -1,0 +1,274 @@
+package bootstrap
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+const (
+	// maxUnclaimed bounds what a peer may send ahead of this rank's Exchanges, in bytes.
+	maxUnclaimed = 4 * MaxBlob
+	// messageCost is what a message counts besides its blob: it bounds the number of empty ones.
+	messageCost = 1 << 20
+)
+
+// Message is what one rank gave to an Exchange. The descriptors are close-on-exec and belong to the receiver.
+type Message struct {
+	Blob []byte
+	FDs  []int
+}
+
+type boxKey struct {
+	rank int
+	tag  string
+}
+
+// box holds what a rank sent under a tag and nobody has asked for yet. skip counts messages that belong to Exchanges
+// which ended without them: they are dropped when they come, so that the next Exchange meets the right ones.
+type box struct {
+	queue []Message
+	skip  int
+}
+
+// Exchange gathers a blob and descriptors from every rank. It is collective: each rank calls it with the same tag, and
+// for one tag in the same order; Exchanges with different tags may be under way at once. blob is at most MaxBlob
+// bytes and fds at most MaxFDs long; fds stay the caller's, and its own entry holds duplicates. With a rank on another
+// machine fds are Unsupported. When a rank is dead, has left or was failed before its message came, the error says
+// which and why; when ctx ends, it names everyone who is late (Timeout). After an error the tag can be used again.
+func (c *Channel) Exchange(ctx context.Context, tag string, blob []byte, fds []int) ([]Message, error) {
+	if len(fds) > 0 {
+		var remote []string
+		for _, p := range c.peers {
+			if !p.SameHost {
+				remote = append(remote, p.String())
+			}
+		}
+		if len(remote) > 0 {
+			return nil, status.Errorf(status.Unsupported, "exchange %q: descriptors cannot be sent to %s: not on this machine",
+				tag, strings.Join(remote, ", "))
+		}
+	}
+	return c.ExchangeNear(ctx, tag, blob, fds)
+}
+
+// ExchangeNear is Exchange, except that ranks on other machines get the blob without the descriptors.
+func (c *Channel) ExchangeNear(ctx context.Context, tag string, blob []byte, fds []int) ([]Message, error) {
+	if err := checkMessage(tag, blob, fds); err != nil {
+		return nil, err
+	}
+	own, err := dupFDs(fds)
+	if err != nil {
+		return nil, status.Errorf(status.System, "exchange %q: %w", tag, err)
+	}
+	blob = slices.Clone(blob) // queued frames outlive an Exchange that ends early
+	got := make([]*Message, len(c.peers))
+	got[c.rank] = &Message{Blob: blob, FDs: own}
+	if err = c.send(tag, blob, fds); err == nil {
+		err = c.collect(ctx, tag, got)
+	}
+	if err != nil {
+		for _, m := range got {
+			if m != nil {
+				closeFDs(m.FDs)
+			}
+		}
+		return nil, err
+	}
+	out := make([]Message, len(got))
+	for i, m := range got {
+		out[i] = *m
+	}
+	out[c.rank].Blob = slices.Clone(blob)
+	return out, nil
+}
+
+func checkMessage(tag string, blob []byte, fds []int) error {
+	if tag == "" || len(tag) > maxTag {
+		return status.InvalidArg("tag", fmt.Sprintf("%d bytes", len(tag)), fmt.Sprintf("1 to %d bytes", maxTag))
+	}
+	if len(fds) > MaxFDs {
+		return status.InvalidArg("fds", fmt.Sprintf("%d descriptors", len(fds)), fmt.Sprintf("at most %d", MaxFDs))
+	}
+	return checkBlob(blob)
+}
+
+// send queues this rank's message for every peer and reserves the tag.
+func (c *Channel) send(tag string, blob []byte, fds []int) error {
+	var shared *sharedFDs
+	if len(fds) > 0 {
+		dup, err := dupFDs(fds)
+		if err != nil {
+			return status.Errorf(status.System, "exchange %q: %w", tag, err)
+		}
+		shared = &sharedFDs{fds: dup}
+		shared.refs.Store(1)
+		defer shared.release()
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return closedError(tag)
+	}
+	if c.active[tag] {
+		return status.Errorf(status.InvalidState, "exchange %q is under way already", tag)
+	}
+	c.active[tag] = true
+	for rank, l := range c.links {
+		if l == nil {
+			continue
+		}
+		o := &outgoing{frame: frame{kind: kindData, rank: c.rank, nonce: c.nonce, tag: tag, blob: blob}}
+		if shared != nil && c.peers[rank].SameHost {
+			o.fds, o.shared = shared.fds, shared
+			shared.refs.Add(1)
+		}
+		if !l.queue(o) {
+			o.shared.release()
+			c.fail(rank, status.Errorf(status.Timeout, "%s has not read for %d messages", c.peers[rank], queueFrames))
+		}
+	}
+	return nil
+}
+
+func closedError(tag string) error {
+	return status.Errorf(status.InvalidState, "exchange %q: this rank's channel is closed", tag)
+}
+
+// collect fills got as messages come in.
+func (c *Channel) collect(ctx context.Context, tag string, got []*Message) error {
+	begin := time.Now()
+	for {
+		c.mu.Lock()
+		missing, err := c.claim(tag, got)
+		if err == nil && len(missing) > 0 && ctx.Err() != nil {
+			err = c.lateError(ctx, tag, missing, time.Since(begin))
+		}
+		if err != nil {
+			c.abandon(tag, missing)
+		}
+		if err != nil || len(missing) == 0 {
+			delete(c.active, tag)
+			c.mu.Unlock()
+			return err
+		}
+		changed := c.changed
+		c.mu.Unlock()
+		select {
+		case <-changed:
+		case <-ctx.Done():
+		}
+	}
+}
+
+// claim takes what has come; the error is the first reason why what is missing will never come. Needs c.mu.
+func (c *Channel) claim(tag string, got []*Message) (missing []int, err error) {
+	for rank := range got {
+		if got[rank] != nil {
+			continue
+		}
+		if m, ok := c.pop(boxKey{rank, tag}); ok {
+			got[rank] = &m
+			continue
+		}
+		missing = append(missing, rank)
+	}
+	if c.closed && len(missing) > 0 {
+		return missing, closedError(tag)
+	}
+	if err := c.firstFailure(func(rank int) bool { return got[rank] == nil }); err != nil {
+		return missing, fmt.Errorf("exchange %q: %w", tag, err)
+	}
+	return missing, nil
+}
+
+// lateError names everyone whose message is missing. Needs c.mu.
+func (c *Channel) lateError(ctx context.Context, tag string, missing []int, waited time.Duration) error {
+	names := make([]string, len(missing))
+	for i, rank := range missing {
+		names[i] = c.peers[rank].String()
+	}
+	return ctxError(ctx, fmt.Sprintf("exchange %q: nothing from %s after %.1f s", tag, strings.Join(names, ", "), waited.Seconds()))
+}
+
+// abandon notes that the missing messages of this Exchange are to be dropped should they still come. Needs c.mu.
+func (c *Channel) abandon(tag string, missing []int) {
+	for _, rank := range missing {
+		if c.failed[rank] == nil {
+			c.box(boxKey{rank, tag}).skip++
+		}
+	}
+}
+
+// box and pop need c.mu. An entry exists only while it holds something, so that used tags cost nothing.
+func (c *Channel) box(k boxKey) *box {
+	b := c.boxes[k]
+	if b == nil {
+		b = &box{}
+		c.boxes[k] = b
+	}
+	return b
+}
+
+func (c *Channel) pop(k boxKey) (Message, bool) {
+	b := c.boxes[k]
+	if b == nil || len(b.queue) == 0 {
+		return Message{}, false
+	}
+	m := b.queue[0]
+	c.pending[k.rank] -= len(m.Blob) + messageCost
+	if b.queue = b.queue[1:]; len(b.queue) == 0 {
+		delete(c.boxes, k)
+	}
+	return m, true
+}
+
+// deliver puts a message where its Exchange will look. A rank that was failed is not listened to any more: its late
+// messages would be taken for those of a later Exchange.
+func (c *Channel) deliver(f *frame) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	k := boxKey{f.rank, f.tag}
+	if c.closed || c.failed[f.rank] != nil || c.skipped(k) {
+		closeFDs(f.fds)
+		return nil
+	}
+	cost := len(f.blob) + messageCost
+	if c.pending[f.rank]+cost > maxUnclaimed {
+		closeFDs(f.fds)
+		return fmt.Errorf("more than %d bytes were sent ahead", maxUnclaimed)
+	}
+	c.pending[f.rank] += cost
+	b := c.box(k)
+	b.queue = append(b.queue, Message{Blob: f.blob, FDs: f.fds})
+	c.wake()
+	return nil
+}
+
+// skipped says whether this message belongs to an Exchange that has ended without it. Needs c.mu.
+func (c *Channel) skipped(k boxKey) bool {
+	b := c.boxes[k]
+	if b == nil || b.skip == 0 {
+		return false
+	}
+	if b.skip--; b.skip == 0 {
+		delete(c.boxes, k)
+	}
+	return true
+}
+
+// dropBoxes closes the descriptors of messages that nobody asked for.
+func (c *Channel) dropBoxes() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for k, b := range c.boxes {
+		for _, m := range b.queue {
+			closeFDs(m.FDs)
+		}
+		delete(c.boxes, k)
+	}
+}

@@ -1,0 +1,235 @@
+package bootstrap
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// Polling of the shared folder: quick at first, then gentle on a network file system.
+const (
+	pollFirst = time.Millisecond
+	pollMost  = 20 * time.Millisecond
+)
+
+// FileOptions describes a group that meets in a folder that all ranks see.
+type FileOptions struct {
+	Rank, Size int
+	Dir        string // exists and can be written by this user only, or by people who are trusted
+	Name       string // of the group: equal on all ranks, and not in use by another live group in this folder
+}
+
+// file is one rank's view of a run. In Dir lie
+//
+//	Name                    the run's nonce, written by rank 0: here we are
+//	Name.run-<nonce>/       everything of this run
+//	  join-<rank>           the rank's own nonce and size: I have seen this run
+//	  go                    rank 0's word, with the nonces of all who joined: it begins, or why it does not
+//	  <gather>-<rank>       a blob
+//	  bye-<rank>            this rank reads nothing any more
+//
+// Every file appears by rename, so that nobody sees half of one. What an earlier run left is never taken for this one:
+// a rank believes a run only when its own fresh nonce stands in `go`.
+type file struct {
+	rank, size int
+	dir, name  string
+	run        string // folder of this run
+	nonce      string // of the run
+	seq        int
+	broken     error
+	closed     bool
+}
+
+var groupName = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$`)
+
+// OpenFile joins the ranks through a folder and returns when all are there. It is collective.
+func OpenFile(ctx context.Context, o FileOptions) (Exchanger, error) {
+	if err := CheckGroup(o.Rank, o.Size); err != nil {
+		return nil, err
+	}
+	if !groupName.MatchString(o.Name) || strings.Contains(o.Name, ".run-") {
+		return nil, status.InvalidArg("Name", strconv.Quote(o.Name), "1 to 100 letters, digits, '.', '_', '-', the first a letter or digit, without \".run-\"")
+	}
+	if info, err := os.Stat(o.Dir); err != nil || !info.IsDir() {
+		return nil, status.InvalidArg("Dir", strconv.Quote(o.Dir), "an existing folder that all ranks can write")
+	}
+	f := &file{rank: o.Rank, size: o.Size, dir: o.Dir, name: o.Name}
+	var err error
+	if o.Rank == 0 {
+		err = f.lead(ctx)
+	} else {
+		err = f.follow(ctx)
+	}
+	if err != nil {
+		f.Close()
+		return nil, err
+	}
+	return f, nil
+}
+
+func (f *file) Rank() int { return f.rank }
+func (f *file) Size() int { return f.size }
+
+func (f *file) path(name string) string { return filepath.Join(f.run, name) }
+func (f *file) openFile() string        { return filepath.Join(f.dir, f.name) }
+func (f *file) runDir(nonce string) string {
+	return filepath.Join(f.dir, f.name+".run-"+nonce)
+}
+
+// AllGather writes this rank's blob and reads everybody's. When all blobs of a gather are there, every rank has read the
+// one before, so that its file can go.
+func (f *file) AllGather(ctx context.Context, blob []byte) ([][]byte, error) {
+	if err := checkBlob(blob); err != nil {
+		return nil, err
+	}
+	if f.closed {
+		return nil, status.Errorf(status.InvalidState, "exchange: this rank's exchanger is closed")
+	}
+	if f.broken != nil {
+		return nil, f.broken
+	}
+	all, err := f.gather(ctx, blob)
+	f.broken = err
+	return all, err
+}
+
+func (f *file) gather(ctx context.Context, blob []byte) ([][]byte, error) {
+	f.seq++
+	file := func(seq, rank int) string { return fmt.Sprintf("%d-%d", seq, rank) }
+	if err := f.put(f.path(file(f.seq, f.rank)), blob); err != nil {
+		return nil, err
+	}
+	all := make([][]byte, f.size)
+	for r := range all {
+		if r == f.rank {
+			all[r] = bytes.Clone(blob)
+			continue
+		}
+		left := func() error {
+			if _, err := os.Lstat(f.path("bye-" + strconv.Itoa(r))); err == nil {
+				return leftError(r)
+			}
+			return nil
+		}
+		var err error
+		if all[r], err = f.await(ctx, file(f.seq, r), r, MaxBlob, left); err != nil {
+			return nil, err
+		}
+	}
+	os.Remove(f.path(file(f.seq-1, f.rank)))
+	return all, nil
+}
+
+func (f *file) await(ctx context.Context, name string, from, most int, over func() error) ([]byte, error) {
+	return f.awaitPath(ctx, f.path(name), from, most, over)
+}
+
+// awaitPath reads a file as soon as it is there, unless over (asked between looks) says that it will not come.
+func (f *file) awaitPath(ctx context.Context, path string, from, most int, over func() error) ([]byte, error) {
+	for pause := pollFirst; ; pause = min(2*pause, pollMost) {
+		var stop error
+		if over != nil {
+			stop = over() // before the look: who leaves has written first
+		}
+		b, err := readBounded(path, most)
+		if err == nil {
+			return b, nil
+		}
+		if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, syscall.ESTALE) {
+			return nil, status.Errorf(status.System, "exchange: file of rank %d: %w", from, err)
+		}
+		if stop != nil {
+			return nil, stop
+		}
+		if err := sleep(ctx, pause, f.lateText(from)); err != nil {
+			return nil, err
+		}
+	}
+}
+
+func (f *file) lateText(from int) string {
+	return fmt.Sprintf("exchange: nothing from rank %d in folder %s under the name %s", from, f.dir, f.name)
+}
+
+func sleep(ctx context.Context, d time.Duration, what string) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return ctxError(ctx, what)
+	}
+}
+
+// readBounded follows no link: in a shared folder one could point anywhere.
+func readBounded(path string, most int) ([]byte, error) {
+	in, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer in.Close()
+	b, err := io.ReadAll(io.LimitReader(in, int64(most)+1))
+	if err == nil && len(b) > most {
+		err = fmt.Errorf("%s: more than %d bytes", path, most)
+	}
+	return b, err
+}
+
+// put makes a file appear whole.
+func (f *file) put(path string, b []byte) error {
+	tmp, err := os.CreateTemp(f.run, ".new-*")
+	if err != nil {
+		return status.Errorf(status.System, "exchange: %w", err)
+	}
+	_, err = tmp.Write(b)
+	if cerr := tmp.Close(); err == nil {
+		err = cerr
+	}
+	if err == nil {
+		err = os.Rename(tmp.Name(), path)
+	}
+	if err != nil {
+		os.Remove(tmp.Name())
+		return status.Errorf(status.System, "exchange: %w", err)
+	}
+	return nil
+}
+
+// Close says goodbye; the last rank to do so removes everything. A rank that was killed leaves a few small files, which
+// the next run of that name removes.
+func (f *file) Close() error {
+	if f.closed || f.run == "" {
+		f.closed = true
+		return nil
+	}
+	f.closed = true
+	if err := f.put(f.path("bye-"+strconv.Itoa(f.rank)), nil); err != nil {
+		if errors.Is(err, fs.ErrNotExist) { // cleared by a rank that gave up, or by a newer run
+			return nil
+		}
+		return err
+	}
+	for r := range f.size {
+		if _, err := os.Lstat(f.path("bye-" + strconv.Itoa(r))); err != nil {
+			return nil
+		}
+	}
+	if b, err := os.ReadFile(f.openFile()); err == nil && strings.HasPrefix(string(b), f.nonce+" ") {
+		os.Remove(f.openFile())
+	}
+	os.RemoveAll(f.run)
+	return nil
+}

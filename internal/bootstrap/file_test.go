@@ -1,0 +1,179 @@
+package bootstrap
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/deepep-go/deepep/internal/status"
+	"github.com/deepep-go/deepep/internal/testutil/proctest"
+)
+
+func entries(t *testing.T, dir string) string {
+	t.Helper()
+	list, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, e := range list {
+		names = append(names, e.Name())
+	}
+	return strings.Join(names, " ")
+}
+
+func runFile(t *testing.T, dir string, n int) []error {
+	t.Helper()
+	return each(n, func(r int) error {
+		ctx := testContext(t)
+		ex, err := OpenFile(ctx, FileOptions{Rank: r, Size: n, Dir: dir, Name: "g"})
+		if err != nil {
+			return err
+		}
+		defer ex.Close()
+		all, err := ex.AllGather(ctx, []byte{byte(r)})
+		for i := range all {
+			if all[i][0] != byte(i) {
+				t.Errorf("blob of rank %d is %d", i, all[i][0])
+			}
+		}
+		return err
+	})
+}
+
+func TestFileLeavesNothing(t *testing.T) {
+	dir := t.TempDir()
+	for range 3 {
+		noErrors(t, runFile(t, dir, 3))
+		if left := entries(t, dir); left != "" {
+			t.Fatalf("left behind: %s", left)
+		}
+	}
+}
+
+// Ranks of an earlier run were killed in all stages; the next run under that name must not believe a word of them.
+func TestFileSurvivesEarlierRuns(t *testing.T) {
+	dir := t.TempDir()
+	for _, stage := range []string{"joining", "going", "gathered"} {
+		var procs []*proctest.Proc
+		for _, r := range []string{"0", "1", "2"} {
+			if stage == "joining" && r == "2" {
+				continue // never comes: the others are killed while they wait for it
+			}
+			p := proctest.Start(t, "file", map[string]string{"rank": r, "dir": dir, "stage": stage}, nil)
+			procs = append(procs, p)
+		}
+		for _, p := range procs {
+			p.Expect("here")
+		}
+		if stage == "joining" {
+			proctest.Eventually(t, patience, "rank 1 has joined", func() bool {
+				joined, _ := filepath.Glob(filepath.Join(dir, "g.run-*", "join-1"))
+				return len(joined) == 1
+			})
+		}
+		for _, p := range procs {
+			p.Kill()
+		}
+		if entries(t, dir) == "" {
+			t.Fatal("the earlier run left nothing: this test tests nothing")
+		}
+		noErrors(t, runFile(t, dir, 3))
+		if left := entries(t, dir); left != "" {
+			t.Fatalf("left behind after %s: %s", stage, left)
+		}
+	}
+}
+
+// fileRole joins a file group and stays until it is killed.
+func fileRole(c *proctest.Child) error {
+	ctx := contextOfChild()
+	rank := int(c.Arg("rank")[0] - '0')
+	if c.Arg("stage") == "joining" {
+		c.Say("here")
+	}
+	ex, err := OpenFile(ctx, FileOptions{Rank: rank, Size: 3, Dir: c.Arg("dir"), Name: "g"})
+	if err != nil {
+		return err
+	}
+	if c.Arg("stage") == "gathered" {
+		if _, err := ex.AllGather(ctx, []byte{99}); err != nil {
+			return err
+		}
+	}
+	c.Say("here")
+	c.Hear()
+	return nil
+}
+
+func TestFileSizeMismatch(t *testing.T) {
+	dir := t.TempDir()
+	errs := each(2, func(r int) error {
+		_, err := OpenFile(testContext(t), FileOptions{Rank: r, Size: 2 + r, Dir: dir, Name: "g"})
+		return err
+	})
+	for _, err := range errs {
+		wantError(t, err, status.Mismatch, "rank 0 has 2, rank 1 has 3")
+	}
+	// A rank that does not even exist for rank 0 learns of it when its time is over.
+	group := make(chan []error, 1)
+	go func() { group <- runFile(t, dir, 1) }()
+	noErrors(t, <-group)
+	leader := make(chan error, 1)
+	go func() {
+		_, err := OpenFile(soon(t), FileOptions{Rank: 0, Size: 2, Dir: dir, Name: "h"})
+		leader <- err
+	}()
+	_, err := OpenFile(soon(t), FileOptions{Rank: 2, Size: 3, Dir: dir, Name: "h"})
+	wantError(t, err, status.Mismatch, "rank 0 has 2, rank 2 has 3")
+	wantError(t, <-leader, status.Timeout, "rank 1")
+}
+
+func TestFileForeignContent(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "g"), []byte("shopping list"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, err := OpenFile(testContext(t), FileOptions{Rank: 1, Size: 2, Dir: dir, Name: "g"})
+	wantError(t, err, status.Mismatch, "shopping list", filepath.Join(dir, "g"))
+	os.Remove(filepath.Join(dir, "g"))
+	if err := os.Symlink("/etc/hostname", filepath.Join(dir, "g")); err != nil {
+		t.Fatal(err)
+	}
+	_, err = OpenFile(testContext(t), FileOptions{Rank: 1, Size: 2, Dir: dir, Name: "g"})
+	wantError(t, err, status.System, "symbolic links")
+}
+
+func TestGoWord(t *testing.T) {
+	for name, c := range map[string]struct {
+		word goWord
+		want error
+	}{
+		"mine":              {goWord{Nonces: []string{"a", "b"}}, nil},
+		"another process":   {goWord{Nonces: []string{"a", "c"}}, errNotForUs},
+		"other size":        {goWord{Nonces: []string{"a", "b", "c"}}, errNotForUs},
+		"nothing":           {goWord{}, errNotForUs},
+		"refusal":           {goWord{Nonces: []string{"a", "b"}, Refusal: "no"}, status.ErrMismatch},
+		"refusal of others": {goWord{Nonces: []string{"a", ""}, Refusal: "no"}, errNotForUs},
+	} {
+		if got := c.word.judge(1, 2, "b"); !errors.Is(got, c.want) {
+			t.Errorf("%s: %v, want %v", name, got, c.want)
+		}
+	}
+}
+
+func FuzzParseStamp(f *testing.F) {
+	f.Add(stamp{freshNonce(), 4}.encode())
+	f.Add([]byte("0123 4"))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		s, err := parseStamp(b)
+		if err != nil {
+			return
+		}
+		if s.size < 1 || s.size > maxRanks || strings.ContainsAny(s.nonce, "/. ") || len(s.nonce) != 32 {
+			t.Errorf("%q gave %+v", b, s)
+		}
+	})
+}

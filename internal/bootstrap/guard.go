@@ -1,0 +1,13 @@
+package bootstrap
+
+import "github.com/deepep-go/deepep/internal/status"
+
+// guard runs f and turns a panic into an error, since an unrecovered one in any goroutine would end the host program.
+func guard(name string, failed func(error), f func()) {
+	defer func() {
+		if p := recover(); p != nil && failed != nil {
+			failed(status.Errorf(status.Internal, "%s: panic: %v", name, p))
+		}
+	}()
+	f()
+}

@@ -1,0 +1,104 @@
+package bootstrap
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
+	"github.com/deepep-go/deepep/internal/testutil/proctest"
+)
+
+// patience bounds what a test waits for; only one that fails waits so long.
+const patience = 20 * time.Second
+
+func TestMain(m *testing.M) { proctest.Main(m, roles) }
+
+func testContext(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// soon is a context that ends while the test waits for it.
+func soon(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), 150*time.Millisecond)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// each runs f for every rank at once and gives the errors by rank.
+func each(n int, f func(rank int) error) []error {
+	errs := make([]error, n)
+	var wg sync.WaitGroup
+	for r := range n {
+		wg.Go(func() { errs[r] = f(r) })
+	}
+	wg.Wait()
+	return errs
+}
+
+func noErrors(t testing.TB, errs []error) {
+	t.Helper()
+	for r, err := range errs {
+		if err != nil {
+			t.Fatalf("rank %d: %v", r, err)
+		}
+	}
+}
+
+// wantError checks kind and words of an error.
+func wantError(t testing.TB, err error, code status.Code, words ...string) {
+	t.Helper()
+	if err == nil {
+		t.Fatalf("no error, expected %v with %q", code, words)
+	}
+	if status.CodeOf(err) != code {
+		t.Errorf("error of kind %v, expected %v: %v", status.CodeOf(err), code, err)
+	}
+	for _, w := range words {
+		if !strings.Contains(err.Error(), w) {
+			t.Errorf("error does not say %q: %v", w, err)
+		}
+	}
+}
+
+// open joins n goroutine ranks; change may alter a rank's options.
+func open(t testing.TB, n int, change func(rank int, h *HelloOptions)) []*Channel {
+	t.Helper()
+	channels := make([]*Channel, n)
+	ex := NewLocal(n)
+	noErrors(t, each(n, func(r int) (err error) {
+		h := HelloOptions{Version: "1", Build: "b"}
+		if change != nil {
+			change(r, &h)
+		}
+		channels[r], err = Open(testContext(t), ex[r], h)
+		return err
+	}))
+	t.Cleanup(func() { each(n, func(r int) error { return channels[r].Close() }) })
+	return channels
+}
+
+// checkFDs fails the test if it ends with more descriptors than it began with.
+func checkFDs(t testing.TB) {
+	t.Helper()
+	before := openFDs(t)
+	t.Cleanup(func() {
+		// A moment may pass until the runtime's poller has let go of closed sockets.
+		proctest.Eventually(t, time.Second, fmt.Sprintf("at most %d open descriptors", before), func() bool { return openFDs(t) <= before })
+	})
+}
+
+func openFDs(t testing.TB) int {
+	t.Helper()
+	entries, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Skip("needs /proc")
+	}
+	return len(entries)
+}

@@ -1,0 +1,18 @@
+package bootstrap
+
+import (
+	"context"
+
+	"github.com/deepep-go/deepep/internal/testutil/proctest"
+)
+
+// roles are what children of these tests do.
+var roles = map[string]func(*proctest.Child) error{
+	"file":    fileRole,
+	"sleeper": sleeperRole,
+	"join":    joinRole,
+	"dial":    dialRole,
+}
+
+// contextOfChild ends with the process, which ends with its test.
+func contextOfChild() context.Context { return context.Background() }

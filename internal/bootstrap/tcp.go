@@ -1,0 +1,268 @@
+package bootstrap
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// redialTCP is the pause before rank 0 is tried again: it may start later than the others.
+const redialTCP = 50 * time.Millisecond
+
+// TCPOptions describes a group that meets at rank 0.
+type TCPOptions struct {
+	Rank, Size int
+	// Address is "host:port" of rank 0, which listens there and nowhere else.
+	Address string
+	// Secret keeps strangers and other jobs out: every rank must give the same. It is not sent. Empty is allowed.
+	Secret string
+	// Interface is the network interface, or its address, that rank 0 listens on and the others connect from. Empty:
+	// loopback, and Address must be that.
+	Interface string
+}
+
+// tcp is one rank's end of the star around rank 0. conns has the others on rank 0, and rank 0 alone elsewhere.
+type tcp struct {
+	rank, size int
+	nonce      [16]byte
+	conns      []net.Conn
+	seq        uint64
+
+	mu     sync.Mutex
+	broken error // why no further gather can work
+}
+
+// DialTCP joins the ranks at rank 0 and returns when all are there. It is collective. Ranks that disagree on the size,
+// a rank given twice or another secret are a Mismatch; where ctx ends first, Timeout names who is missing.
+func DialTCP(ctx context.Context, o TCPOptions) (Exchanger, error) {
+	if err := CheckGroup(o.Rank, o.Size); err != nil {
+		return nil, err
+	}
+	t := &tcp{rank: o.Rank, size: o.Size, conns: make([]net.Conn, o.Size)}
+	if o.Size == 1 {
+		return t, nil
+	}
+	address, local, err := resolve(ctx, o)
+	if err != nil {
+		return nil, err
+	}
+	if o.Rank == 0 {
+		err = t.host(ctx, o, address)
+	} else {
+		err = t.join(ctx, o, address, local)
+	}
+	if err != nil {
+		t.Close()
+		return nil, err
+	}
+	return t, nil
+}
+
+// resolve finds where rank 0 is, and from where the others connect.
+func resolve(ctx context.Context, o TCPOptions) (address string, local net.Addr, err error) {
+	const allowed = `"host:port" of rank 0 with a port from 1 to 65535`
+	host, port, err := net.SplitHostPort(o.Address)
+	if err != nil {
+		return "", nil, status.InvalidArg("Address", strconv.Quote(o.Address), allowed)
+	}
+	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
+		return "", nil, status.InvalidArg("Address", strconv.Quote(o.Address), allowed)
+	}
+	if o.Interface != "" {
+		own, err := interfaceAddress(o.Interface)
+		if err != nil {
+			return "", nil, err
+		}
+		if o.Rank == 0 { // its own name may resolve to loopback here and to the network elsewhere
+			return net.JoinHostPort(own.String(), port), nil, nil
+		}
+		return o.Address, net.TCPAddrFromAddrPort(netip.AddrPortFrom(own, 0)), nil
+	}
+	if host == "" {
+		host = "127.0.0.1"
+	}
+	addrs, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
+	if err != nil {
+		return "", nil, status.Errorf(status.System, "address of rank 0: %w", err)
+	}
+	for _, a := range addrs {
+		if !a.Unmap().IsLoopback() {
+			return "", nil, status.InvalidArg("Address", o.Address,
+				"a loopback address, or any address once the network interface is named (DEEPEP_INTERFACE)")
+		}
+	}
+	return net.JoinHostPort(addrs[0].Unmap().String(), port), nil, nil
+}
+
+func (t *tcp) Rank() int { return t.rank }
+func (t *tcp) Size() int { return t.size }
+
+// Close is local; the other ranks' next gather fails.
+func (t *tcp) Close() error {
+	t.fail(status.Errorf(status.InvalidState, "exchange: this rank's exchanger is closed"))
+	for _, c := range t.conns {
+		if c != nil {
+			c.Close()
+		}
+	}
+	return nil
+}
+
+func (t *tcp) fail(err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.broken == nil {
+		t.broken = err
+	}
+}
+
+func (t *tcp) usable() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.broken
+}
+
+// AllGather sends every blob to rank 0, which sends all of them to everybody. An error leaves the exchanger unusable.
+func (t *tcp) AllGather(ctx context.Context, blob []byte) ([][]byte, error) {
+	if err := checkBlob(blob); err != nil {
+		return nil, err
+	}
+	if err := t.usable(); err != nil {
+		return nil, err
+	}
+	t.seq++
+	all := make([][]byte, t.size)
+	all[t.rank] = append([]byte(nil), blob...)
+	stop := context.AfterFunc(ctx, func() {
+		for _, c := range t.conns {
+			if c != nil {
+				c.SetDeadline(time.Unix(1, 0))
+			}
+		}
+	})
+	var err error
+	if t.rank == 0 {
+		err = t.gatherAndSpread(ctx, all)
+	} else {
+		err = t.giveAndTake(ctx, all)
+	}
+	if !stop() && err == nil { // the deadline struck as the gather ended; the connections are no longer usable
+		t.fail(ctxError(ctx, "exchange"))
+	}
+	if err != nil {
+		t.fail(err)
+		return nil, err
+	}
+	return all, nil
+}
+
+// gatherAndSpread is rank 0's half. When one rank fails all others are told, with the reason.
+func (t *tcp) gatherAndSpread(ctx context.Context, all [][]byte) error {
+	err := t.each(func(rank int, c net.Conn) error {
+		f, err := t.readGather(c)
+		if err == nil && f.rank != rank {
+			err = fmt.Errorf("a blob of rank %d", f.rank)
+		}
+		if err != nil {
+			return ioError(ctx, err, fmt.Sprintf("exchange: waiting for rank %d (%s)", rank, c.RemoteAddr()))
+		}
+		all[rank] = f.blob
+		return nil
+	})
+	if err != nil {
+		t.refuseAll(err)
+		return err
+	}
+	return t.each(func(rank int, c net.Conn) error {
+		for from, blob := range all {
+			if from == rank {
+				continue
+			}
+			if err := writeFrame(c, t.gatherFrame(from, blob)); err != nil {
+				return ioError(ctx, err, fmt.Sprintf("exchange: sending to rank %d (%s)", rank, c.RemoteAddr()))
+			}
+		}
+		return nil
+	})
+}
+
+// giveAndTake is the half of every other rank.
+func (t *tcp) giveAndTake(ctx context.Context, all [][]byte) error {
+	c := t.conns[0]
+	// A failed write is not the news: the reason, which rank 0 sent before it closed, may be waiting to be read.
+	_ = writeFrame(c, t.gatherFrame(t.rank, all[t.rank]))
+	for from := range all {
+		if from == t.rank {
+			continue
+		}
+		f, err := t.readGather(c)
+		if err == nil && f.rank != from {
+			err = fmt.Errorf("a blob of rank %d in place of rank %d's", f.rank, from)
+		}
+		if err != nil {
+			return ioError(ctx, err, fmt.Sprintf("exchange: waiting for rank 0 (%s)", c.RemoteAddr()))
+		}
+		all[from] = f.blob
+	}
+	return nil
+}
+
+func (t *tcp) gatherFrame(rank int, blob []byte) *frame {
+	return &frame{kind: kindGather, rank: rank, nonce: t.nonce, tag: strconv.FormatUint(t.seq, 10), blob: blob}
+}
+
+func (t *tcp) readGather(c net.Conn) (frame, error) {
+	f, err := readFrame(c, MaxBlob)
+	switch {
+	case err != nil:
+		return f, err
+	case f.nonce != t.nonce:
+		return f, errors.New("a frame of another group")
+	case f.kind == kindRefuse:
+		return f, decodeRefusal(f.blob)
+	case f.kind != kindGather:
+		return f, fmt.Errorf("a frame of kind %d", f.kind)
+	case f.tag != strconv.FormatUint(t.seq, 10):
+		return f, status.Errorf(status.Mismatch, "rank %d is at gather %.20q, this rank at %d", f.rank, f.tag, t.seq)
+	}
+	return f, nil
+}
+
+// each runs f for every connection at once. The first error ends the others' waits for data, since without that rank
+// there is nothing to wait for, and is the one returned.
+func (t *tcp) each(f func(rank int, c net.Conn) error) error {
+	var wg sync.WaitGroup
+	var once sync.Once
+	var first error
+	failed := func(err error) {
+		once.Do(func() {
+			first = err
+			for _, c := range t.conns {
+				if c != nil {
+					c.SetReadDeadline(time.Unix(1, 0))
+				}
+			}
+		})
+	}
+	for rank, c := range t.conns {
+		if c == nil {
+			continue
+		}
+		wg.Go(func() {
+			guard("exchange", failed, func() {
+				if err := f(rank, c); err != nil {
+					failed(err)
+				}
+			})
+		})
+	}
+	wg.Wait()
+	return first
+}

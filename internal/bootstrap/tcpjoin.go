@@ -1,0 +1,275 @@
+package bootstrap
+
+import (
+	"context"
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"syscall"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// refuseTime bounds the sending of a refusal: nobody waits long to be polite.
+const refuseTime = time.Second
+
+// joinRequest is what a rank says to rank 0: its size and a proof, bound to both sides' nonces, that it knows the secret.
+type joinRequest struct {
+	size  int
+	nonce [16]byte
+	proof [sha256.Size]byte
+}
+
+const joinBytes = 4 + 16 + sha256.Size
+
+func (j joinRequest) encode() []byte {
+	b := binary.LittleEndian.AppendUint32(nil, uint32(j.size))
+	b = append(b, j.nonce[:]...)
+	return append(b, j.proof[:]...)
+}
+
+func decodeJoin(b []byte) (joinRequest, error) {
+	if len(b) != joinBytes {
+		return joinRequest{}, fmt.Errorf("a join request of %d bytes, want %d", len(b), joinBytes)
+	}
+	return joinRequest{
+		size: int(binary.LittleEndian.Uint32(b)), nonce: [16]byte(b[4:20]), proof: [sha256.Size]byte(b[20:]),
+	}, nil
+}
+
+// proof shows knowledge of the secret without telling it. The role keeps one side's proof from serving as the other's.
+func proof(secret, role string, host, guest [16]byte, rank, size int) [sha256.Size]byte {
+	m := hmac.New(sha256.New, []byte(secret))
+	fmt.Fprintf(m, "deepep %s %x %x %d %d", role, host, guest, rank, size)
+	return [sha256.Size]byte(m.Sum(nil))
+}
+
+// refuseAll tells the ranks that are there why it ends.
+func (t *tcp) refuseAll(err error) {
+	t.each(func(_ int, c net.Conn) error {
+		c.SetWriteDeadline(time.Now().Add(refuseTime))
+		return writeFrame(c, &frame{kind: kindRefuse, nonce: t.nonce, blob: encodeRefusal(err)})
+	})
+}
+
+// arrival is a connection that has shown that it knows the secret, or the reason to end.
+type arrival struct {
+	rank  int
+	conn  net.Conn
+	guest [16]byte
+	err   error
+}
+
+// host is rank 0: it listens until every rank is there.
+func (t *tcp) host(ctx context.Context, o TCPOptions, address string) error {
+	t.nonce = randomNonce()
+	var lc net.ListenConfig
+	l, err := lc.Listen(ctx, "tcp", address)
+	if err != nil {
+		return status.Errorf(status.System, "rank 0: %w", err)
+	}
+	inner, cancel := context.WithCancel(ctx)
+	arrivals := make(chan arrival)
+	accepting := make(chan struct{})
+	go func() {
+		defer close(accepting)
+		guard("accept", nil, func() { t.acceptLoop(inner, l, o, arrivals) })
+	}()
+	guests, err := t.receive(ctx, arrivals, address)
+	cancel()
+	l.Close()
+	<-accepting
+	if err != nil {
+		t.refuseAll(err)
+		return err
+	}
+	return t.each(func(rank int, c net.Conn) error {
+		p := proof(o.Secret, "host", t.nonce, guests[rank], rank, t.size)
+		if err := writeFrame(c, &frame{kind: kindAccept, nonce: t.nonce, blob: p[:]}); err != nil {
+			return ioError(ctx, err, fmt.Sprintf("welcoming rank %d (%s)", rank, c.RemoteAddr()))
+		}
+		return nil
+	})
+}
+
+// receive collects the ranks and gives their nonces.
+func (t *tcp) receive(ctx context.Context, arrivals <-chan arrival, address string) ([][16]byte, error) {
+	guests := make([][16]byte, t.size)
+	begin := time.Now()
+	for missing := t.size - 1; missing > 0; missing-- {
+		select {
+		case a := <-arrivals:
+			if a.err != nil {
+				return nil, a.err
+			}
+			if other := t.conns[a.rank]; other != nil {
+				err := status.Errorf(status.Mismatch, "ranks disagree: both %s and %s say that they are rank %d",
+					other.RemoteAddr(), a.conn.RemoteAddr(), a.rank)
+				refuse(a.conn, t.nonce, err)
+				return nil, err
+			}
+			t.conns[a.rank], guests[a.rank] = a.conn, a.guest
+		case <-ctx.Done():
+			var names []int
+			for r := 1; r < t.size; r++ {
+				if t.conns[r] == nil {
+					names = append(names, r)
+				}
+			}
+			return nil, ctxError(ctx, fmt.Sprintf("%s did not come to rank 0 at %s within %.1f s", rankList(names), address, time.Since(begin).Seconds()))
+		}
+	}
+	return guests, nil
+}
+
+func refuse(c net.Conn, nonce [16]byte, err error) {
+	c.SetWriteDeadline(time.Now().Add(refuseTime))
+	writeFrame(c, &frame{kind: kindRefuse, nonce: nonce, blob: encodeRefusal(err)})
+	c.Close()
+}
+
+// acceptLoop shakes hands with whoever comes, a bounded number at once, and hands over those who belong here.
+func (t *tcp) acceptLoop(ctx context.Context, l net.Listener, o TCPOptions, arrivals chan<- arrival) {
+	room := make(chan struct{}, t.size+16)
+	for ctx.Err() == nil {
+		conn, err := l.Accept()
+		if err != nil {
+			if errors.Is(err, net.ErrClosed) {
+				break
+			}
+			select {
+			case <-time.After(redialTCP):
+			case <-ctx.Done():
+			}
+			continue
+		}
+		room <- struct{}{}
+		go guard("handshake", nil, func() {
+			defer func() { <-room }()
+			t.admit(ctx, conn, o, arrivals)
+		})
+	}
+	for range cap(room) { // wait for the handshakes
+		room <- struct{}{}
+	}
+}
+
+// admit is rank 0's half of the handshake. Who does not know the secret is sent away and disturbs nobody.
+func (t *tcp) admit(ctx context.Context, conn net.Conn, o TCPOptions, arrivals chan<- arrival) {
+	stop := boundHandshake(ctx, conn)
+	a, err := t.question(conn, o)
+	stop()
+	if err != nil {
+		refuse(conn, t.nonce, err)
+		return
+	}
+	if a.err != nil {
+		refuse(conn, t.nonce, a.err)
+	}
+	select {
+	case arrivals <- a:
+	case <-ctx.Done():
+		conn.Close()
+	}
+}
+
+// question: an error sends the stranger away; arrival.err ends the whole start, since a rank of this group is wrong.
+func (t *tcp) question(conn net.Conn, o TCPOptions) (arrival, error) {
+	if err := writeFrame(conn, &frame{kind: kindChallenge, nonce: t.nonce}); err != nil {
+		return arrival{}, err
+	}
+	f, err := readFrame(conn, handshakeBlob)
+	if err != nil {
+		return arrival{}, err
+	}
+	if f.kind != kindJoin || f.nonce != t.nonce {
+		return arrival{}, status.Errorf(status.Mismatch, "no join request")
+	}
+	j, err := decodeJoin(f.blob)
+	if err != nil {
+		return arrival{}, status.Errorf(status.Mismatch, "%w", err)
+	}
+	want := proof(o.Secret, "guest", t.nonce, j.nonce, f.rank, j.size)
+	if !hmac.Equal(want[:], j.proof[:]) {
+		return arrival{}, status.Errorf(status.Mismatch, "rank 0 was given another secret than rank %d: one of them belongs to another job", f.rank)
+	}
+	a := arrival{rank: f.rank, conn: conn, guest: j.nonce}
+	if j.size != t.size {
+		a.err = status.Errorf(status.Mismatch, "ranks disagree on the number of ranks: rank 0 has %d, rank %d (%s) has %d",
+			t.size, f.rank, conn.RemoteAddr(), j.size)
+	} else if f.rank < 1 || f.rank >= t.size {
+		a.err = status.Errorf(status.Mismatch, "ranks disagree: %s also says that it is rank %d", conn.RemoteAddr(), f.rank)
+	}
+	return a, nil
+}
+
+// join is every other rank: it tries until rank 0 listens.
+func (t *tcp) join(ctx context.Context, o TCPOptions, address string, local net.Addr) error {
+	d := net.Dialer{LocalAddr: local}
+	begin := time.Now()
+	var last error // worth telling: that the time was over is not
+	for {
+		conn, err := d.DialContext(ctx, "tcp", address)
+		if err == nil {
+			return t.ask(ctx, conn, o)
+		}
+		if last == nil || !timedOut(err) {
+			last = err
+		}
+		if !worthRetrying(err) && ctx.Err() == nil {
+			return status.Errorf(status.System, "rank %d, connecting to rank 0 at %s: %w", t.rank, address, err)
+		}
+		select {
+		case <-time.After(redialTCP):
+		case <-ctx.Done():
+			return ctxError(ctx, fmt.Sprintf("rank %d found no rank 0 at %s within %.1f s (%v)", t.rank, address, time.Since(begin).Seconds(), last))
+		}
+	}
+}
+
+// worthRetrying: rank 0, its host or its name may just not be up yet.
+func worthRetrying(err error) bool {
+	var dns *net.DNSError
+	for _, e := range []error{syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.ECONNRESET} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return timedOut(err) || errors.As(err, &dns)
+}
+
+// ask is the guest's half of the handshake. The welcome comes when all ranks are there, so that only ctx bounds it.
+func (t *tcp) ask(ctx context.Context, conn net.Conn, o TCPOptions) error {
+	t.conns[0] = conn
+	what := fmt.Sprintf("rank %d, joining rank 0 at %s", t.rank, conn.RemoteAddr())
+	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	f, err := readFrame(conn, 0)
+	if err != nil {
+		return ioError(ctx, err, what)
+	}
+	if f.kind != kindChallenge {
+		return status.Errorf(status.Mismatch, "%s: what listens there is no rank 0", what)
+	}
+	t.nonce = f.nonce
+	j := joinRequest{size: t.size, nonce: randomNonce()}
+	j.proof = proof(o.Secret, "guest", t.nonce, j.nonce, t.rank, t.size)
+	if err := writeFrame(conn, &frame{kind: kindJoin, rank: t.rank, nonce: t.nonce, blob: j.encode()}); err != nil {
+		return ioError(ctx, err, what)
+	}
+	if f, err = readFrame(conn, handshakeBlob); err != nil {
+		return ioError(ctx, err, what)
+	}
+	want := proof(o.Secret, "host", t.nonce, j.nonce, t.rank, t.size)
+	switch {
+	case f.kind == kindRefuse:
+		return fmt.Errorf("%s: %w", what, decodeRefusal(f.blob))
+	case f.kind != kindAccept || f.nonce != t.nonce || !hmac.Equal(f.blob, want[:]):
+		return status.Errorf(status.Mismatch, "%s: the answer does not come from a rank 0 that knows the secret", what)
+	}
+	return nil
+}

@@ -1,0 +1,184 @@
+package device
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/deepep-go/deepep/internal/dl"
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+func open(t *testing.T) *Device {
+	t.Helper()
+	lib, err := kern.Load(dl.Query{File: "libdeepep_cpu.so"})
+	if errors.Is(err, status.ErrNotFound) {
+		t.Skipf("needs the CPU kernel library (make kernels): %v", err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	d, err := Open(lib, -1, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+func word(address uint64) *uint64 { return (*uint64)(*(*unsafe.Pointer)(unsafe.Pointer(&address))) }
+
+// meet is an exchange among goroutines: everybody gets everybody's blob and duplicates of the descriptors.
+type meet struct {
+	sync.WaitGroup
+	all [][]byte
+	fds [][]int
+}
+
+func newMeet(n int) *meet {
+	m := &meet{all: make([][]byte, n), fds: make([][]int, n)}
+	m.Add(n)
+	return m
+}
+
+func (m *meet) exchange(rank int) Exchange {
+	return func(_ context.Context, blob []byte, fds []int) ([]Message, error) {
+		m.all[rank] = blob
+		for _, fd := range fds { // the caller closes his
+			m.fds[rank] = append(m.fds[rank], must(unix.Dup(fd)))
+		}
+		m.Done()
+		m.Wait()
+		out := make([]Message, len(m.all))
+		for r := range out {
+			out[r].Blob = append([]byte(nil), m.all[r]...)
+			for _, fd := range m.fds[r] {
+				out[r].FDs = append(out[r].FDs, must(unix.Dup(fd)))
+			}
+		}
+		return out, nil
+	}
+}
+
+func (m *meet) close() {
+	for _, fds := range m.fds {
+		closeAll(fds)
+	}
+}
+
+func must(fd int, err error) int {
+	if err != nil {
+		panic(err)
+	}
+	return fd
+}
+
+func TestSharedMemoryOutlivesItsOwner(t *testing.T) {
+	d := open(t)
+	m := newMeet(2)
+	var shared [2]*Symmetric
+	var failures [2]error
+	var both sync.WaitGroup
+	for rank := range 2 {
+		both.Go(func() {
+			shared[rank], failures[rank] = d.Share(context.Background(), rank, 8192, []bool{true, true}, m.exchange(rank))
+		})
+	}
+	both.Wait()
+	m.close()
+	if err := errors.Join(failures[:]...); err != nil {
+		t.Fatal(err)
+	}
+	*word(shared[1].Local.Address + 4096) = 0x1234
+	if got := *word(shared[0].Addresses[1] + 4096); got != 0x1234 || shared[0].Addresses[0] != shared[0].Local.Address {
+		t.Errorf("rank 0 reads %#x", got)
+	}
+	if err := shared[1].Release(); err != nil {
+		t.Error(err)
+	}
+	*word(shared[0].Addresses[1]) = 1 // its owner has freed it, the mapping is still there
+	if err := errors.Join(shared[0].Release(), d.Release()); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestShareTellsWhoFailed(t *testing.T) {
+	d := open(t)
+	defer d.Release()
+	answer := func(change func(all []Message)) error {
+		_, err := d.Share(context.Background(), 0, 4096, []bool{true, true}, func(_ context.Context, blob []byte, fds []int) ([]Message, error) {
+			all := []Message{{Blob: blob}, {Blob: append([]byte(nil), blob...), FDs: []int{must(unix.Dup(fds[0]))}}}
+			change(all)
+			return all, nil
+		})
+		return err
+	}
+	for name, c := range map[string]struct {
+		change func(all []Message)
+		want   *status.Error
+		part   string
+	}{
+		"no memory there": {func(all []Message) {
+			all[1].Blob = append([]byte{0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, "all gone"...)
+		}, status.ErrOutOfMemory, "rank 1 failed: all gone"},
+		"less there":    {func(all []Message) { all[1].Blob[9] = 1 }, status.ErrMismatch, "rank 1 offers 256 bytes"},
+		"no descriptor": {func(all []Message) { closeAll(all[1].FDs); all[1].FDs = nil }, status.ErrInternal, "rank 1 sent 0 descriptors"},
+		"cut short":     {func(all []Message) { all[1].Blob = all[1].Blob[:5] }, status.ErrInternal, "rank 1"},
+	} {
+		if err := answer(c.change); !errors.Is(err, c.want) || !strings.Contains(err.Error(), c.part) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if err := answer(func([]Message) {}); err != nil {
+		t.Errorf("nothing changed: %v", err)
+	}
+}
+
+func TestAllocSaysHowMuch(t *testing.T) {
+	d := open(t)
+	defer d.Release()
+	if _, err := d.Alloc(1 << 62); !errors.Is(err, status.ErrOutOfMemory) || !strings.Contains(err.Error(), "4611686018427387904 bytes") {
+		t.Error(err)
+	}
+}
+
+func TestEventsOfAStream(t *testing.T) {
+	d := open(t)
+	s, err := d.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ev, err := d.NewEvent()
+	if err != nil {
+		t.Fatal(err)
+	}
+	page, err := d.NewHostPage(100)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if done, err := ev.Wait(0); !done || err != nil {
+		t.Errorf("never recorded: %v %v", done, err)
+	}
+	fill := &kern.FillParams{Device: d.Handle(), Stream: uint64(s), Dst: page.Address, Bytes: 8, Value: 7}
+	if code := d.Lib.Fill(fill); code != 0 {
+		t.Fatal(code)
+	}
+	if err := ev.Record(s); err != nil {
+		t.Fatal(err)
+	}
+	if done, err := ev.Wait(5 * time.Second); !done || err != nil || page.Host[7] != 7 {
+		t.Errorf("done %v, %v, byte %d", done, err, page.Host[7])
+	}
+	if capturing, err := d.Capturing(s); capturing || err != nil {
+		t.Errorf("capturing %v %v", capturing, err)
+	}
+	if err := errors.Join(page.Close(), ev.Destroy(), d.DestroyStream(s), d.Release()); err != nil {
+		t.Error(err)
+	}
+}

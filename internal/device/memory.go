@@ -1,0 +1,140 @@
+package device
+
+import (
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// Memory is device memory, own or a peer's that was mapped.
+type Memory struct {
+	Address uint64
+	Bytes   uint64
+	dev     *Device
+	mem     uint64
+	heap    bool // of a transport's heap
+	refs    atomic.Int32
+}
+
+// Alloc gives zeroed memory of at least so many bytes.
+func (d *Device) Alloc(bytes uint64) (*Memory, error) {
+	p := &kern.MemAllocParams{Device: d.handle, Bytes: bytes}
+	if code := d.Lib.MemAlloc(p); code != 0 {
+		err := kern.Error("dk_mem_alloc", code, p.DeviceError)
+		if errors.Is(err, status.ErrInvalidArgument) { // a size that the system cannot even count is too much memory
+			err = status.Errorf(status.OutOfMemory, "%w", err)
+		}
+		return nil, status.Errorf(status.CodeOf(err), "allocating %d bytes on %s %s: %w", bytes, d.Lib.Kind, d.Name, err)
+	}
+	return d.memory(p.Mem, p.Address, p.OutBytes), nil
+}
+
+func (d *Device) memory(mem, address, bytes uint64) *Memory {
+	m := &Memory{Address: address, Bytes: bytes, dev: d.Retain(), mem: mem}
+	m.refs.Store(1)
+	return m
+}
+
+// Retain counts one more user.
+func (m *Memory) Retain() *Memory { m.refs.Add(1); return m }
+
+// Release lets go; the last one frees or unmaps, for a transport's heap together with all ranks. Nothing may be running on it.
+func (m *Memory) Release() error {
+	if m == nil || m.refs.Add(-1) != 0 {
+		return nil
+	}
+	err := m.free()
+	if closed := m.dev.Release(); err == nil {
+		err = closed
+	}
+	return err
+}
+
+func (m *Memory) free() error {
+	if m.heap {
+		p := &kern.TransportFreeParams{Mem: m.mem}
+		return kern.Error("dk_transport_free", m.dev.Lib.TransportFree(p), p.DeviceError)
+	}
+	p := &kern.MemFreeParams{Mem: m.mem}
+	return kern.Error("dk_mem_free", m.dev.Lib.MemFree(p), p.DeviceError)
+}
+
+// Drain waits until the work that a stream of the memory's device holds now is done. A stream that is being captured holds
+// none that could be waited for.
+func (m *Memory) Drain(s Stream) error {
+	if capturing, err := m.dev.Capturing(s); capturing || err != nil {
+		return err
+	}
+	ev, err := m.dev.NewEvent()
+	if err != nil {
+		return err
+	}
+	err = ev.Record(s)
+	for done := false; !done && err == nil; {
+		done, err = ev.Wait(time.Second)
+	}
+	if destroyed := ev.Destroy(); err == nil {
+		err = destroyed
+	}
+	return err
+}
+
+// HostPage is zeroed host memory that kernels can read and write.
+type HostPage struct {
+	Host    []byte
+	Address uint64 // as kernels see it
+	dev     *Device
+	mapped  bool // our own mapping, else the caller's
+}
+
+// NewHostPage maps memory and registers it. It lies outside Go's heap, so that it may outlive every Go object.
+func (d *Device) NewHostPage(bytes int) (*HostPage, error) {
+	size := (bytes + unix.Getpagesize() - 1) / unix.Getpagesize() * unix.Getpagesize()
+	host, err := unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS)
+	if err != nil {
+		return nil, status.Errorf(status.CodeOf(err), "mapping %d bytes of host memory: %w", size, err)
+	}
+	page, err := d.Register(host)
+	if err != nil {
+		_ = unix.Munmap(host) // the first error counts
+		return nil, err
+	}
+	page.mapped = true
+	return page, nil
+}
+
+// Register makes host memory that somebody else mapped visible to kernels.
+func (d *Device) Register(host []byte) (*HostPage, error) {
+	p := &kern.HostRegisterParams{Device: d.handle, Host: addressOf(host), Bytes: uint64(len(host))}
+	if code := d.Lib.HostRegister(p); code != 0 {
+		return nil, fmt.Errorf("registering %d bytes of host memory: %w", len(host), kern.Error("dk_host_register", code, p.DeviceError))
+	}
+	return &HostPage{Host: host, Address: p.Address, dev: d.Retain()}, nil
+}
+
+// HostAddress is the page's address in this process.
+func (h *HostPage) HostAddress() uint64 { return addressOf(h.Host) }
+
+// Close unregisters and unmaps. No kernel may use the page any more.
+func (h *HostPage) Close() error {
+	if h == nil {
+		return nil
+	}
+	p := &kern.HostUnregisterParams{Device: h.dev.handle, Host: addressOf(h.Host)}
+	err := kern.Error("dk_host_unregister", h.dev.Lib.HostUnregister(p), p.DeviceError)
+	if h.mapped {
+		if e := unix.Munmap(h.Host); err == nil && e != nil {
+			err = status.Errorf(status.System, "munmap: %w", e)
+		}
+	}
+	if closed := h.dev.Release(); err == nil {
+		err = closed
+	}
+	return err
+}

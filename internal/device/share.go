@@ -1,0 +1,145 @@
+package device
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// How memory is shared: DK_SHARE_FD of the kernel interface is the only kind that comes with a descriptor.
+const shareFD = 1
+
+// Message is what one rank gave to an exchange; the descriptors belong to the receiver.
+type Message struct {
+	Blob []byte
+	FDs  []int
+}
+
+// Exchange gathers a blob and descriptors from every rank of a group, in rank order. It is collective.
+type Exchange func(ctx context.Context, blob []byte, fds []int) ([]Message, error)
+
+// Symmetric is memory of the same size on every rank, mapped here.
+type Symmetric struct {
+	Local     *Memory
+	Addresses []uint64 // of each rank's memory here; 0: not mapped
+	rank      int
+	peers     []*Memory
+}
+
+// Share allocates memory on every rank and maps that of the ranks for which mapped is true. It is collective: ranks whose
+// allocation failed take part, so that everyone hears of it.
+func (d *Device) Share(ctx context.Context, rank int, bytes uint64, mapped []bool, exchange Exchange) (*Symmetric, error) {
+	s := &Symmetric{rank: rank, Addresses: make([]uint64, len(mapped)), peers: make([]*Memory, len(mapped))}
+	offer, fds, failure := s.allocate(d, bytes)
+	all, err := exchange(ctx, offer, fds)
+	closeAll(fds)
+	if failure != nil {
+		err = failure
+	}
+	if err == nil {
+		err = s.mapPeers(d, bytes, mapped, all)
+	}
+	for _, m := range all {
+		closeAll(m.FDs)
+	}
+	if err != nil {
+		_ = s.Release() // the first error counts
+		return nil, err
+	}
+	return s, nil
+}
+
+// An offer is: kind u32, code u32, bytes u64, blob; or with code not 0 an error's text instead of the blob.
+const (
+	offerHead = 16
+	offerBlob = 64
+)
+
+// allocate makes the own memory and the message about it; also with an error there is a message.
+func (s *Symmetric) allocate(d *Device, bytes uint64) (offer []byte, fds []int, err error) {
+	offer = make([]byte, offerHead+offerBlob)
+	p := &kern.MemExportParams{FD: -1}
+	if s.Local, err = d.Alloc(bytes); err == nil {
+		p.Mem = s.Local.mem
+		err = kern.Error("dk_mem_export", d.Lib.MemExport(p), p.DeviceError)
+	}
+	if err != nil {
+		binary.LittleEndian.PutUint32(offer[4:], uint32(status.CodeOf(err)))
+		return append(offer[:offerHead], err.Error()...), nil, err
+	}
+	s.Addresses[s.rank] = s.Local.Address
+	binary.LittleEndian.PutUint32(offer, p.Kind)
+	binary.LittleEndian.PutUint64(offer[8:], s.Local.Bytes)
+	copy(offer[offerHead:], p.Blob[:])
+	if p.Kind == shareFD && p.FD >= 0 {
+		unix.CloseOnExec(int(p.FD))
+		fds = []int{int(p.FD)}
+	}
+	return offer, fds, nil
+}
+
+func (s *Symmetric) mapPeers(d *Device, bytes uint64, mapped []bool, all []Message) error {
+	for rank, m := range all {
+		if len(m.Blob) < offerHead {
+			return status.Errorf(status.Internal, "rank %d offered its memory in %d bytes", rank, len(m.Blob))
+		}
+		if code := binary.LittleEndian.Uint32(m.Blob[4:]); code != 0 {
+			return status.Errorf(status.Code(code), "rank %d failed: %s", rank, m.Blob[offerHead:])
+		}
+	}
+	for rank, m := range all {
+		if rank == s.rank || !mapped[rank] {
+			continue
+		}
+		p := &kern.MemImportParams{Device: d.handle, Bytes: binary.LittleEndian.Uint64(m.Blob[8:]), Kind: binary.LittleEndian.Uint32(m.Blob), FD: -1}
+		if p.Bytes < bytes || len(m.Blob) != offerHead+offerBlob {
+			return status.Errorf(status.Mismatch, "rank %d offers %d bytes of memory, %d are needed", rank, p.Bytes, bytes)
+		}
+		copy(p.Blob[:], m.Blob[offerHead:])
+		if p.Kind == shareFD {
+			if len(m.FDs) != 1 {
+				return status.Errorf(status.Internal, "rank %d sent %d descriptors for its memory", rank, len(m.FDs))
+			}
+			p.FD = int32(m.FDs[0])
+		}
+		if code := d.Lib.MemImport(p); code != 0 {
+			return fmt.Errorf("mapping %d bytes of rank %d: %w", p.Bytes, rank, kern.Error("dk_mem_import", code, p.DeviceError))
+		}
+		s.peers[rank] = d.memory(p.Mem, p.Address, p.Bytes)
+		s.Addresses[rank] = p.Address
+	}
+	return nil
+}
+
+// Release unmaps the peers' memory and lets go of the own; nothing may be running on either. nil is fine.
+func (s *Symmetric) Release() error {
+	if s == nil {
+		return nil
+	}
+	err := s.ReleaseLocal()
+	for rank, m := range s.peers {
+		if e := m.Release(); err == nil {
+			err = e
+		}
+		s.peers[rank] = nil
+	}
+	return err
+}
+
+// ReleaseLocal lets go of the own memory alone. Twice is fine.
+func (s *Symmetric) ReleaseLocal() error {
+	local := s.Local
+	s.Local = nil
+	return local.Release()
+}
+
+func closeAll(fds []int) {
+	for _, fd := range fds {
+		_ = unix.Close(fd)
+	}
+}

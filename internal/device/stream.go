@@ -1,0 +1,120 @@
+package device
+
+import (
+	"sync"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// Stream is a queue of work by the library's own name; 0 is the default one, or the calling thread where HostStream.
+type Stream uint64
+
+// spare keeps streams that no buffer uses any more. A caller's memory allocator may name a stream long after its buffer is
+// gone (torch records an event on it when a tensor is freed), so streams of real devices are used again, not destroyed.
+var spare struct {
+	sync.Mutex
+	streams map[place][]Stream
+}
+
+type place struct {
+	library string
+	ordinal int
+}
+
+func (d *Device) place() place { return place{d.Lib.Path, d.Ordinal} }
+
+// NewStream gives a stream of high priority, new or one that a buffer is done with.
+func (d *Device) NewStream() (Stream, error) {
+	spare.Lock()
+	defer spare.Unlock()
+	if idle := spare.streams[d.place()]; len(idle) > 0 {
+		spare.streams[d.place()] = idle[:len(idle)-1]
+		return idle[len(idle)-1], nil
+	}
+	p := &kern.StreamCreateParams{Device: d.handle, HighPriority: 1}
+	code := d.Lib.StreamCreate(p)
+	return Stream(p.Stream), kern.Error("dk_stream_create", code, p.DeviceError)
+}
+
+// DestroyStream takes back a stream whose work is done.
+func (d *Device) DestroyStream(s Stream) error {
+	if !d.hostStream {
+		spare.Lock()
+		defer spare.Unlock()
+		if spare.streams == nil {
+			spare.streams = map[place][]Stream{}
+		}
+		spare.streams[d.place()] = append(spare.streams[d.place()], s)
+		return nil
+	}
+	p := &kern.StreamDestroyParams{Device: d.handle, Stream: uint64(s)}
+	return kern.Error("dk_stream_destroy", d.Lib.StreamDestroy(p), p.DeviceError)
+}
+
+// Capturing says whether a graph is being captured from the stream.
+func (d *Device) Capturing(s Stream) (bool, error) {
+	if !d.canBeGraphed {
+		return false, nil
+	}
+	p := kern.StreamQueryParams{Device: d.handle, Stream: uint64(s), Idle: -1} // not asked, which would cost more than the rest
+	code := d.Lib.StreamQuery(&p)
+	return p.Capturing != 0, kern.Error("dk_stream_query", code, p.DeviceError)
+}
+
+// Event is a point in a stream. One that was never recorded counts as done.
+type Event struct {
+	dev    *Device
+	handle uint64
+}
+
+// NewEvent makes an event. It keeps the device open until Destroy.
+func (d *Device) NewEvent() (*Event, error) {
+	p := &kern.EventCreateParams{Device: d.handle}
+	if code := d.Lib.EventCreate(p); code != 0 {
+		return nil, kern.Error("dk_event_create", code, p.DeviceError)
+	}
+	return &Event{dev: d.Retain(), handle: p.Event}, nil
+}
+
+// Destroy frees the event, recorded or waited for. Once.
+func (e *Event) Destroy() error {
+	p := &kern.EventDestroyParams{Device: e.dev.handle, Event: e.handle}
+	err := kern.Error("dk_event_destroy", e.dev.Lib.EventDestroy(p), p.DeviceError)
+	if closed := e.dev.Release(); err == nil {
+		err = closed
+	}
+	return err
+}
+
+// Record marks the present end of the stream.
+func (e *Event) Record(s Stream) error {
+	p := kern.EventRecordParams{Device: e.dev.handle, Event: e.handle, Stream: uint64(s)}
+	if code := e.dev.Lib.EventRecord(&p); code != 0 {
+		return kern.Error("dk_event_record", code, p.DeviceError)
+	}
+	return nil
+}
+
+// Join lets the stream wait for the event. Not for stream 0 where HostStream.
+func (e *Event) Join(s Stream) error {
+	p := kern.StreamWaitEventParams{Device: e.dev.handle, Stream: uint64(s), Event: e.handle}
+	if code := e.dev.Lib.StreamWaitEvent(&p); code != 0 {
+		return kern.Error("dk_stream_wait_event", code, p.DeviceError)
+	}
+	return nil
+}
+
+// Wait blocks the calling thread until the event is done or the time is over; 0 only asks.
+func (e *Event) Wait(limit time.Duration) (done bool, err error) {
+	p := kern.EventWaitParams{Device: e.dev.handle, Event: e.handle, TimeoutNS: uint64(max(0, limit))}
+	switch code := e.dev.Lib.EventWait(&p); status.Code(code) {
+	case status.OK:
+		return true, nil
+	case status.Timeout:
+		return false, nil
+	default:
+		return false, kern.Error("dk_event_wait", code, p.DeviceError)
+	}
+}

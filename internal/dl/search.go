@@ -1,0 +1,138 @@
+package dl
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"reflect"
+	"runtime"
+	"strings"
+
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// Query says which file is wanted and where it may be.
+type Query struct {
+	File string // base name, e.g. libdeepep_cpu.so
+	// Dir is a folder named by the user (DEEPEP_KERNELS). Only there is searched if it is set: a library from elsewhere
+	// would be a surprise.
+	Dir string
+	// Beside lists further folders, tried before the usual ones.
+	Beside []string
+}
+
+// Find opens the first library that exists and that accept takes. The error lists every place and what was wrong with it;
+// it is a version conflict if some library was there but of another version.
+func Find(q Query, accept func(*Library) error) error {
+	var tried []string
+	code := status.NotFound
+	for _, path := range candidates(q) {
+		err := try(path, accept)
+		if err == nil {
+			return nil
+		}
+		tried = append(tried, "  "+path+": "+reason(err))
+		if c := status.CodeOf(err); c != status.NotFound && code == status.NotFound {
+			code = c
+		}
+	}
+	hint := "set DEEPEP_KERNELS to the folder that holds it"
+	if q.Dir != "" {
+		hint = "DEEPEP_KERNELS names the only folder searched"
+	}
+	return status.Errorf(code, "no usable %s (%s); tried:\n%s", q.File, hint, strings.Join(tried, "\n"))
+}
+
+func try(path string, accept func(*Library) error) error {
+	if strings.Contains(path, "/") {
+		if _, err := os.Stat(path); err != nil {
+			return status.Errorf(status.NotFound, "%w", errors.Unwrap(err))
+		}
+	}
+	l, err := Open(path)
+	if err != nil {
+		return err
+	}
+	if err := accept(l); err != nil {
+		l.Close()
+		return err
+	}
+	return nil
+}
+
+// reason shortens an error to what the line does not say already.
+func reason(err error) string {
+	text := err.Error()
+	if _, after, ok := strings.Cut(text, ": "); ok && strings.HasPrefix(text, "cannot load ") {
+		return after
+	}
+	return text
+}
+
+// candidates lists the paths in the order in which they are tried.
+func candidates(q Query) []string {
+	if q.Dir != "" {
+		return []string{filepath.Join(q.Dir, q.File)}
+	}
+	dirs := append([]string{}, q.Beside...)
+	if own := ownFolder(); own != "" {
+		// Beside libdeepep.so (an installation, the wheel, build/lib), or beside a Go program.
+		dirs = append(dirs, own)
+	}
+	if tree := sourceTree(); tree != "" {
+		dirs = append(dirs, filepath.Join(tree, "build", "lib"))
+	}
+	var paths []string
+	seen := map[string]bool{}
+	for _, dir := range dirs {
+		if path := filepath.Join(dir, q.File); !seen[path] {
+			seen[path] = true
+			paths = append(paths, path)
+		}
+	}
+	return append(paths, q.File)
+}
+
+// ownFolder is the folder of the file that this code was loaded from: libdeepep.so in a C or Python process, the
+// program itself in a Go process. The kernel's list of mappings knows it without any help from the loader.
+func ownFolder() string {
+	maps, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		return ""
+	}
+	path := mappedFile(string(maps), uint64(reflect.ValueOf(ownFolder).Pointer()))
+	if path == "" {
+		return ""
+	}
+	return filepath.Dir(path)
+}
+
+// mappedFile finds the file mapped at an address in the text of /proc/PID/maps; "" if none is.
+func mappedFile(maps string, address uint64) string {
+	for line := range strings.Lines(maps) {
+		var from, to uint64
+		if _, err := fmt.Sscanf(line, "%x-%x", &from, &to); err != nil || address < from || address >= to {
+			continue
+		}
+		if slash := strings.IndexByte(line, '/'); slash >= 0 {
+			return strings.TrimSuffix(strings.TrimSpace(line[slash:]), " (deleted)")
+		}
+		return ""
+	}
+	return ""
+}
+
+// sourceTree is the root of the checkout that this file was compiled from, "" if it is not there (any more) or paths
+// were trimmed from the build.
+func sourceTree() string {
+	_, file, _, ok := runtime.Caller(0)
+	if !ok || !filepath.IsAbs(file) {
+		return ""
+	}
+	root := filepath.Join(filepath.Dir(file), "..", "..", "..")
+	if _, err := os.Stat(filepath.Join(root, "kernels", "abi", "kernels.h")); err != nil {
+		return ""
+	}
+	return root
+}

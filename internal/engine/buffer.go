@@ -1,0 +1,222 @@
+package engine
+
+import (
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/device"
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// Options say what buffer is wanted. All ranks give the same, except Ordinal, Preinitialize and Background.
+type Options struct {
+	Library       *kern.Library
+	Ordinal       int    // device; -1: the current one
+	ISA           uint32 // 0: the best
+	Topology      plan.Topology
+	NVLBytes      uint64
+	RDMABytes     uint64
+	LowLatency    bool
+	Shrink        bool // low-latency calls go on without ranks that are lost
+	RDMA          RDMAOptions
+	Preinitialize bool // touch everything now
+	Background    bool // return at once; the first call waits for the rest
+	Timeout       time.Duration
+	FirstTimeout  time.Duration
+	ID            uint32 // number of the buffer in its group, the same on all ranks
+	StartLimit    time.Duration
+	NewPage       func(PageHeader) (StatsPage, error) // nil: statistics in plain memory
+	Explain       func(error) error                   // adds to the reason why the buffer could not be made; nil: nothing to add
+	Log           *zap.Logger
+}
+
+// Buffer is the memory and the order of one set of calls among the ranks of a group.
+type Buffer struct {
+	opt     Options
+	members Members
+	rank    int
+	size    int
+	top     plan.Topology
+	log     *zap.Logger
+
+	// Set by build, constant once ready is closed.
+	dev       *device.Device
+	comm      device.Stream
+	block     *device.Symmetric
+	regions   plan.Regions
+	heapID    []byte       // on rank 0, where the transport has memory of its own
+	heap      *device.Heap // of such a transport; the block is of it
+	reach     reach
+	transport uint64 // 0: all ranks are on this node
+	team      uint64
+	page      *device.HostPage
+	words     *abi.Status // in page
+	stats     *statistics
+	counts    *device.HostPage
+
+	ready    chan struct{} // closed when build has ended
+	buildErr error         // read after ready
+	life     ctx           // ends with Destroy
+	cancel   func(error)
+
+	active   atomic.Int32 // calls inside; see enter
+	watching atomic.Bool  // losses of peers can be written to words
+	closed   atomic.Bool
+	failed   atomic.Pointer[error] // the first failure, once somebody looked
+	death    atomic.Pointer[error] // why the abort word is set
+	gone     atomic.Int32          // 1 + the first rank that left in good order; 0: none
+
+	mu           sync.Mutex // everything below, and the order of launches
+	calls        [abi.NumOps]uint64
+	order        order
+	params       params
+	pending      [numPending]pending
+	extra        []*device.HostPage // counts that did not fit into counts
+	tickets      [2][2]ticket       // by operation: dispatch, combine
+	combines     uint64             // low-latency combines sent: which zero-copy slot is next
+	slots        [numShapes]slotLayout
+	minRow       uint64 // a row of so many bytes is known to fit num_nvl_bytes and num_rdma_bytes
+	idle         []*device.Event
+	segments     [abi.MaxSegments]*Segment
+	segmentsMade uint64
+	captured     bool // a call was captured into a graph, which may be replayed at any time
+}
+
+// params are the structs that cross to the kernel library. They stay here, on the heap, so that no call allocates.
+type params struct {
+	layout     abi.LayoutParams
+	notify     abi.NotifyParams
+	dispatch   abi.DispatchParams
+	combine    abi.CombineParams
+	llDispatch abi.LLDispatchParams
+	llCombine  abi.LLCombineParams
+	clean      abi.CleanParams
+	barrier    abi.BarrierParams
+	mask       abi.MaskParams
+}
+
+// Info is what can be known of a buffer.
+type Info struct {
+	Rank, Size, NumNVLPeers             int
+	RDMARank, NumRDMARanks, NVLRank     int
+	Device, NumDeviceSMs                int
+	HostStream, PeerRows, Ready         bool
+	NVLBytes, RDMABytes, TotalBytes     uint64
+	Engine, DeviceName, ISA, KernelPath string
+	CommStream                          uintptr
+	LowLatency, Shrink                  bool
+}
+
+// Info never waits: before start-up is complete, what is not known yet is zero.
+func (b *Buffer) Info() Info {
+	lib := b.opt.Library
+	i := Info{
+		Rank: b.rank, Size: b.size, NumNVLPeers: b.top.NodeSize(), RDMARank: b.top.Node(b.rank), NumRDMARanks: b.top.Nodes(),
+		NVLRank: b.top.Local(b.rank), Device: b.opt.Ordinal, HostStream: lib.Has(abi.CapHostStream), PeerRows: lib.Has(abi.CapPeerRows),
+		NVLBytes: b.opt.NVLBytes, RDMABytes: b.opt.RDMABytes, Engine: lib.Kind, KernelPath: lib.Path,
+		LowLatency: b.opt.LowLatency, Shrink: b.opt.Shrink,
+	}
+	select {
+	case <-b.ready:
+	default:
+		return i
+	}
+	if b.buildErr != nil || b.enter() != nil {
+		return i
+	}
+	defer b.leave()
+	i.Ready = true
+	i.Device, i.NumDeviceSMs, i.DeviceName, i.ISA = b.dev.Ordinal, b.dev.NumSMs, b.dev.Name, b.dev.ISA
+	i.TotalBytes = b.block.Local.Bytes
+	if !i.HostStream {
+		i.CommStream = uintptr(b.comm)
+	}
+	return i
+}
+
+// Region is the raw memory that callers may view, and overwrite while no call is under way.
+func (b *Buffer) Region(rdma bool) (address uintptr, bytes uint64, err error) {
+	if err := b.start(); err != nil {
+		return 0, 0, err
+	}
+	defer b.leave()
+	r := b.regions.NVL
+	if rdma {
+		r = b.regions.RDMA
+	}
+	return uintptr(b.block.Local.Address + r.Offset), r.Bytes, nil
+}
+
+// enter counts a call in, so that Destroy does not take memory away under it; leave counts it out.
+func (b *Buffer) enter() error {
+	b.active.Add(1)
+	if b.closed.Load() {
+		b.active.Add(-1)
+		return errDestroyed
+	}
+	return nil
+}
+
+func (b *Buffer) leave() { b.active.Add(-1) }
+
+var errDestroyed = status.Errorf(status.InvalidState, "the buffer was destroyed")
+
+// start enters and waits for the rest of the start-up. Without an error the caller must leave.
+func (b *Buffer) start() error {
+	if err := b.enter(); err != nil {
+		return err
+	}
+	err := b.awaitReady(-1)
+	if err != nil {
+		b.leave()
+	}
+	return err
+}
+
+// Ready says whether start-up has succeeded.
+func (b *Buffer) Ready() bool {
+	select {
+	case <-b.ready:
+		return b.buildErr == nil && !b.closed.Load()
+	default:
+		return false
+	}
+}
+
+// WaitReady waits up to slice for the start-up (less than 0: until it has ended) and says how it went; Interrupted: it
+// is still under way.
+func (b *Buffer) WaitReady(slice time.Duration) error {
+	if err := b.enter(); err != nil {
+		return err
+	}
+	defer b.leave()
+	return b.awaitReady(slice)
+}
+
+func (b *Buffer) awaitReady(slice time.Duration) error {
+	select {
+	case <-b.ready:
+		return b.buildErr
+	default:
+	}
+	if slice < 0 {
+		<-b.ready
+		return b.buildErr
+	}
+	timer := time.NewTimer(slice)
+	defer timer.Stop()
+	select {
+	case <-b.ready:
+		return b.buildErr
+	case <-timer.C:
+		return errNotYet
+	}
+}
+
+var errNotYet = status.Errorf(status.Interrupted, "not yet: the slice of waiting is over")

@@ -1,0 +1,283 @@
+package engine
+
+import (
+	"context"
+	"fmt"
+	"runtime/debug"
+	"sync/atomic"
+	"unsafe"
+
+	"go.uber.org/zap"
+
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/device"
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+type ctx = context.Context
+
+// New makes a buffer together with all ranks of the group. With Background it returns at once, and the first operation
+// waits for the rest; what went wrong there is WaitReady's and every call's error.
+func New(parent context.Context, members Members, opt Options) (*Buffer, error) {
+	opt.Timeout, opt.FirstTimeout = atLeast(opt.Timeout), atLeast(opt.FirstTimeout)
+	if opt.Log == nil {
+		opt.Log = zap.NewNop()
+	}
+	b := &Buffer{
+		opt: opt, members: members, rank: members.Rank(), size: members.Size(), top: opt.Topology, ready: make(chan struct{}),
+		log: opt.Log.With(zap.Int("rank", members.Rank()), zap.Uint32("buffer", opt.ID)),
+	}
+	b.life, b.cancel = context.WithCancelCause(context.Background())
+	build := func() {
+		c, done := b.limited(parent)
+		defer done()
+		b.finishBuild(c)
+	}
+	if opt.Background {
+		go build()
+		return b, nil
+	}
+	build()
+	if b.buildErr != nil {
+		b.Destroy()
+		return nil, b.buildErr
+	}
+	return b, nil
+}
+
+// limited is a context for what a buffer exchanges with the other ranks: it ends with the caller's, with the buffer, and
+// after the limit for a start.
+func (b *Buffer) limited(parent context.Context) (context.Context, context.CancelFunc) {
+	c, done := context.WithTimeout(b.life, b.opt.StartLimit)
+	c, cancel := context.WithCancelCause(c)
+	stop := context.AfterFunc(parent, func() { cancel(context.Cause(parent)) })
+	return c, func() {
+		stop()
+		cancel(nil)
+		done()
+	}
+}
+
+// finishBuild builds and opens the buffer, or keeps the reason why not. It does not panic, since it may be a goroutine.
+func (b *Buffer) finishBuild(c context.Context) {
+	defer close(b.ready)
+	defer func() {
+		if p := recover(); p != nil {
+			b.buildErr = status.Errorf(status.Internal, "panic while the buffer was made: %v\n%s", p, debug.Stack())
+		}
+		if b.buildErr != nil {
+			b.buildErr = fmt.Errorf("making buffer %d on rank %d: %w", b.opt.ID, b.rank, b.buildErr)
+			if b.opt.Explain != nil {
+				b.buildErr = b.opt.Explain(b.buildErr)
+			}
+			b.log.Error(b.buildErr.Error())
+		}
+	}()
+	b.buildErr = b.build(c)
+}
+
+// build does everything that needs the other ranks, and all that the first call would otherwise do.
+func (b *Buffer) build(c context.Context) error {
+	if err := b.members.Join(c); err != nil {
+		return err
+	}
+	err := b.open()
+	var prints []fingerprint
+	exchange := withFingerprint(b.fingerprint(err), b.exchanger("memory"), func(all []fingerprint) error {
+		prints = all
+		return compareAll(all)
+	})
+	if err != nil {
+		_, _ = exchange(c, nil, nil) // the others must hear of it; the own error counts
+		return err
+	}
+	if b.opt.Library.HasTransportHeap() {
+		err = b.shareHeap(c, exchange)
+	} else {
+		b.block, err = b.dev.Share(c, b.rank, b.regions.Total, b.onThisHost(), exchange)
+	}
+	if err != nil {
+		if code := status.CodeOf(err); code == status.OutOfMemory {
+			err = status.Errorf(code, "num_nvl_bytes = %d and num_rdma_bytes = %d are too much: %w", b.opt.NVLBytes, b.opt.RDMABytes, err)
+		}
+		return err
+	}
+	b.findReach()
+	err = b.join(prints)
+	if err == nil && b.opt.Preinitialize {
+		err = b.touch()
+	}
+	if err = b.agree(c, "ready", err); err != nil {
+		return err
+	}
+	b.watching.Store(true)
+	b.lookAround()
+	return nil
+}
+
+// onThisHost says whose memory can be mapped.
+func (b *Buffer) onThisHost() []bool {
+	here := make([]bool, b.size)
+	for rank := range here {
+		here[rank] = b.members.Peer(rank).SameHost
+	}
+	return here
+}
+
+func (b *Buffer) exchanger(what string) device.Exchange {
+	tag := fmt.Sprintf("buffer/%d/%s", b.opt.ID, what)
+	return func(c ctx, blob []byte, fds []int) ([]device.Message, error) {
+		return b.members.Exchange(c, tag, blob, fds)
+	}
+}
+
+// agree brings all ranks to one point and to one result: a rank that failed tells the others, so that nobody goes on
+// without it.
+func (b *Buffer) agree(c context.Context, what string, own error) error {
+	all, err := b.exchanger(what)(c, errorText(own), nil)
+	if own != nil {
+		return own
+	}
+	if err != nil {
+		return err
+	}
+	for rank, m := range all {
+		if len(m.Blob) > 1 {
+			return status.Errorf(status.Code(m.Blob[0]), "rank %d failed: %s", rank, m.Blob[1:])
+		}
+	}
+	return nil
+}
+
+func errorText(err error) []byte {
+	if err == nil {
+		return nil
+	}
+	return append([]byte{byte(status.CodeOf(err))}, err.Error()...)
+}
+
+// open does what needs no other rank: the device, the sizes, whether all ranks can be reached.
+func (b *Buffer) open() (err error) {
+	if b.dev, err = device.Open(b.opt.Library, b.opt.Ordinal, b.opt.ISA); err != nil {
+		return err
+	}
+	if err := b.checkReach(); err != nil {
+		return err
+	}
+	p := b.blockSizes(0)
+	if code := b.opt.Library.BlockSizes(p); code != 0 {
+		return b.unsupported(kern.Error("dk_block_sizes", code, p.DeviceError))
+	}
+	if limit := b.opt.RDMA.Workspace; limit > 0 && p.ControlBytes > limit {
+		return status.Errorf(status.InvalidArgument, "flags and counts of %d ranks take %d bytes: DEEPEP_NUM_WORKSPACE_BYTES = %d allows less",
+			b.size, p.ControlBytes, limit)
+	}
+	b.regions = plan.NewRegions(p.ControlBytes, p.WireBytes, b.opt.NVLBytes, b.opt.RDMABytes)
+	return b.makeHeapID()
+}
+
+// blockSizes asks what the library needs beside the regions, and for rows of a size.
+func (b *Buffer) blockSizes(rowBytes uint64) *kern.BlockSizesParams {
+	return &kern.BlockSizesParams{
+		NumRanks: int32(b.size), NumNVLPeers: int32(b.top.NodeSize()), NVLBytes: b.opt.NVLBytes, RDMABytes: b.opt.RDMABytes,
+		MaxRowBytes: rowBytes, Flags: b.teamFlags(),
+	}
+}
+
+// countsPage holds the counts of sixteen exchanges of up to 1020 local experts each; more get their own.
+const countsSlot = 4096
+
+// join makes what belongs to this rank alone: status words, statistics, streams, events, the team.
+func (b *Buffer) join(prints []fingerprint) (err error) {
+	if b.page, err = b.dev.NewHostPage(abi.StatusBytes); err != nil {
+		return err
+	}
+	b.words = (*abi.Status)(unsafe.Pointer(unsafe.SliceData(b.page.Host)))
+	atomic.StoreInt32(&b.words.AbortRank, -1)
+	if b.counts, err = b.dev.NewHostPage(numPending * countsSlot); err != nil {
+		return err
+	}
+	for i := range b.pending {
+		b.pending[i].page = b.counts.Host[i*countsSlot : (i+1)*countsSlot]
+		b.pending[i].address = b.counts.Address + uint64(i*countsSlot)
+	}
+	if b.stats, err = newStatistics(b); err != nil {
+		return err
+	}
+	if b.comm, err = b.dev.NewStream(); err != nil {
+		return err
+	}
+	for _, ev := range []**device.Event{&b.order.begin, &b.order.end, &b.order.tail} {
+		if *ev, err = b.dev.NewEvent(); err != nil {
+			return err
+		}
+	}
+	if err = b.openTransport(); err != nil {
+		return err
+	}
+	return b.makeTeam(prints)
+}
+
+func (b *Buffer) makeTeam(prints []fingerprint) error {
+	r := &b.regions
+	p := &kern.TeamCreateParams{
+		Device: b.dev.Handle(), Rank: int32(b.rank), NumRanks: int32(b.size), NumNVLPeers: int32(b.top.NodeSize()),
+		HostPeerBlocks: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b.reach.near)))), Transport: b.transport, Flags: b.teamFlags(),
+		ControlOffset: r.Control.Offset, ControlBytes: r.Control.Bytes, WireOffset: r.Wire.Offset, WireBytes: r.Wire.Bytes,
+		NVLOffset: r.NVL.Offset, NVLBytes: r.NVL.Bytes, RDMAOffset: r.RDMA.Offset, RDMABytes: r.RDMA.Bytes,
+		HostStatus: b.page.HostAddress(), Status: b.page.Address, HostStats: b.stats.page.HostAddress(), Stats: b.stats.page.Address,
+	}
+	for rank, f := range prints { // goroutines' ranks on one device must not take each other's SMs
+		if f.UUID == prints[b.rank].UUID && b.members.Peer(rank).SameProcess {
+			if rank < b.rank {
+				p.SMShareIndex++
+			}
+			p.SMShare++
+		}
+	}
+	if code := b.opt.Library.TeamCreate(p); code != 0 {
+		return b.unsupported(kern.Error("dk_team_create", code, p.DeviceError))
+	}
+	b.team = p.Team
+	return nil
+}
+
+// touch writes to all the memory that calls will use, so that no first call waits for pages. Plain memory is left alone:
+// most of a large region is never used, and warm-up brings in what the planned shapes need.
+func (b *Buffer) touch() error {
+	if b.dev.HostStream() {
+		return nil
+	}
+	for _, r := range []plan.Region{b.regions.NVL, b.regions.RDMA} {
+		if r.Bytes == 0 {
+			continue
+		}
+		p := &kern.FillParams{Device: b.dev.Handle(), Stream: uint64(b.comm), Dst: b.block.Local.Address + r.Offset, Bytes: r.Bytes}
+		if code := b.opt.Library.Fill(p); code != 0 {
+			return kern.Error("dk_fill", code, p.DeviceError)
+		}
+	}
+	if err := b.order.end.Record(b.comm); err != nil {
+		return err
+	}
+	for {
+		if done, err := b.order.end.Wait(waitSlice); done || err != nil {
+			return err
+		}
+	}
+}
+
+// lookAround takes over losses that came before there were words to write them to. Whoever was told of one after
+// watching was set has taken it over himself.
+func (b *Buffer) lookAround() {
+	for rank := range b.size {
+		switch state, _ := b.members.State(rank); state {
+		case PeerDead:
+			b.died(rank)
+		case PeerGone:
+			b.left(rank)
+		}
+	}
+}

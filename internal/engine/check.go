@@ -1,0 +1,125 @@
+package engine
+
+import (
+	"fmt"
+	"strconv"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// given is an address argument: whether it must be there, and what it must be a multiple of, a power of two.
+type given struct {
+	name    string
+	address uintptr
+	needed  bool
+	align   uintptr
+}
+
+// need checks addresses as far as an address can be checked.
+func need(all ...given) error {
+	for i := range all {
+		g := &all[i]
+		if g.needed && g.address == 0 {
+			return status.InvalidArg(g.name, "NULL", "the address of a tensor: the shape is not empty")
+		}
+		if g.address&(g.align-1) != 0 {
+			return status.InvalidArg(g.name, fmt.Sprintf("address %#x", g.address), fmt.Sprintf("a multiple of %d bytes", g.align))
+		}
+	}
+	return nil
+}
+
+// config is the caller's configuration, checked, or the default.
+func (b *Buffer) config(c *Call, kind int) (plan.Config, error) {
+	if c.Config == nil {
+		return plan.ConfigFor(kind, b.size)
+	}
+	config := *c.Config
+	return config, config.Check()
+}
+
+// fitsRow refuses rows that num_nvl_bytes, or between nodes num_rdma_bytes, cannot stage. The lock is held.
+func (b *Buffer) fitsRow(rowBytes uint64) error {
+	if rowBytes <= b.minRow {
+		return nil
+	}
+	p := b.blockSizes(rowBytes)
+	if code := b.opt.Library.BlockSizes(p); code != 0 {
+		return kern.Error("dk_block_sizes", code, p.DeviceError)
+	}
+	if b.opt.NVLBytes < p.MinNVLBytes {
+		return status.Errorf(status.InvalidArgument, "num_nvl_bytes = %d of the buffer cannot stage rows of %d bytes: at least %d is needed",
+			b.opt.NVLBytes, rowBytes, p.MinNVLBytes)
+	}
+	if b.opt.RDMABytes < p.MinRDMABytes {
+		return status.Errorf(status.InvalidArgument, "num_rdma_bytes = %d of the buffer cannot stage rows of %d bytes between %d nodes: at least %d is needed",
+			b.opt.RDMABytes, rowBytes, b.top.Nodes(), p.MinRDMABytes)
+	}
+	b.minRow = rowBytes
+	return nil
+}
+
+const countsHead = int(unsafe.Sizeof(abi.Counts{}))
+
+// countsRoom gives the slot of an exchange enough host memory. The first slots share one page made at start-up.
+func (b *Buffer) countsRoom(slot *pending, perExpert int) error {
+	want := countsHead + 4*perExpert
+	if want <= len(slot.page) {
+		return nil
+	}
+	page, err := b.dev.NewHostPage(want)
+	if err != nil {
+		return err
+	}
+	b.extra = append(b.extra, page) // the old page stays: a kernel may still write there
+	slot.page, slot.address = page.Host, page.Address
+	return nil
+}
+
+// recordGrace is how long a kernel that was told to leave may take to write down where it was.
+const recordGrace = 50 * time.Millisecond
+
+// awaitWord waits on the host until the first word of a page has reached a value, or it is certain that it will not.
+func (b *Buffer) awaitWord(page []byte, atLeast uint64, slice time.Duration) error {
+	p := &kern.HostWaitParams{Device: b.dev.Handle(), HostWord: hostAddress(page), AtLeast: atLeast, HostStatus: hostAddress(b.page.Host)}
+	deadline := time.Now().Add(slice)
+	for {
+		step := waitSlice
+		if slice >= 0 {
+			step = max(0, min(step, time.Until(deadline)))
+		}
+		p.TimeoutNS = uint64(step)
+		switch code := b.opt.Library.HostWait(p); status.Code(code) {
+		case status.OK:
+			return nil
+		case status.Timeout:
+			if slice >= 0 && time.Until(deadline) <= 0 {
+				return errNotYet
+			}
+			if b.closed.Load() {
+				return errDestroyed
+			}
+		case status.Aborted:
+			// The kernel is leaving too: its record says in which call this happened.
+			within(recordGrace, func() bool { return atomic.LoadUint32(&b.words.Sticky) != 0 })
+			if err := b.failure(); err != nil {
+				return err
+			}
+			return status.Errorf(status.Internal, "dk_host_wait: aborted without a reason")
+		default:
+			return kern.Error("dk_host_wait", code, p.DeviceError)
+		}
+	}
+}
+
+func hostAddress(page []byte) uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(page)))) }
+
+func itoa(n int32) string { return strconv.Itoa(int(n)) }
+
+func rowsText(r plan.Rows) string { return fmt.Sprintf("%+v", r) }

@@ -1,0 +1,188 @@
+package engine
+
+import (
+	"sync/atomic"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/device"
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// How long the parts of Destroy may take; together less than the 2 s that it promises.
+const (
+	startGrace = 500 * time.Millisecond  // for a background start that was told to stop
+	finishCall = 1000 * time.Millisecond // for work under way to end by itself
+	leaveCall  = 400 * time.Millisecond  // for kernels to leave their waits when told to
+	deliverAll = 1900 * time.Millisecond // from the beginning: for messages of a healthy buffer to arrive at peers that wait for them
+	deliverNow = 300 * time.Millisecond  // for those of one that failed
+	poll       = time.Millisecond
+)
+
+// retained keeps the status words of buffers whose calls were captured into graphs: a replay after Destroy reads there
+// that it must leave at once. They are a page each.
+var retained atomic.Pointer[[]*device.HostPage]
+
+// Destroy ends the buffer: local, idempotent, never longer than about 2 s. What peers have mapped of it stays valid for
+// them. Work that does not end in time keeps its memory, which is then lost until the process ends; the error says so.
+func (b *Buffer) Destroy() error {
+	if b.closed.Swap(true) {
+		return nil
+	}
+	begin := time.Now()
+	b.cancel(errDestroyed)
+	if !within(startGrace, func() bool { return isClosed(b.ready) }) {
+		return status.Errorf(status.Timeout, "the buffer's start-up did not stop within %v: its memory is lost", startGrace)
+	}
+	if !b.quiesce() {
+		return status.Errorf(status.Timeout, "work of the buffer did not end within %v: its memory is lost", finishCall+leaveCall)
+	}
+	limit := deliverNow
+	if b.healthy() {
+		limit = max(limit, deliverAll-time.Since(begin))
+	}
+	if !b.deliver(limit) {
+		return status.Errorf(status.Timeout, "messages of the buffer did not leave within %v: its memory is lost", limit)
+	}
+	return b.free()
+}
+
+// quiesce waits for calls and kernels to end, first by themselves, then because they are told to leave.
+func (b *Buffer) quiesce() bool {
+	if b.words == nil {
+		return true
+	}
+	marked := false
+	idle := func() bool { return b.isIdle(&marked) }
+	if b.healthy() && within(finishCall, idle) {
+		return true
+	}
+	atomic.CompareAndSwapUint32(&b.words.AbortWord, 0, uint32(status.Aborted))
+	return within(leaveCall, idle)
+}
+
+// healthy says whether no call has failed and none was told to leave.
+func (b *Buffer) healthy() bool {
+	return b.words != nil && atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0
+}
+
+// isIdle says whether no thread is inside a call and no work is left on the streams. marked: the communication stream's end
+// is recorded. Once is right, as the buffer is closed and takes no more work, and has to be: on a busy host even an idle
+// stream takes longer than a poll to come to what was recorded just now.
+func (b *Buffer) isIdle(marked *bool) bool {
+	if b.active.Load() != 0 || !b.mu.TryLock() {
+		return false
+	}
+	defer b.mu.Unlock()
+	if b.team == 0 {
+		return true
+	}
+	if !*marked && b.order.end.Record(b.comm) != nil {
+		return true // a device that refuses this runs nothing any more
+	}
+	*marked = true
+	for _, ev := range []*device.Event{b.order.end, b.order.tail} {
+		if done, err := ev.Wait(poll); !done && err == nil {
+			return false
+		}
+	}
+	return true
+}
+
+// free gives everything back, in the order in which things depend on each other. The first error counts.
+func (b *Buffer) free() error {
+	var first error
+	keep := func(err error) {
+		if first == nil {
+			first = err
+		}
+	}
+	if b.team != 0 {
+		p := &kern.TeamDestroyParams{Team: b.team}
+		keep(kern.Error("dk_team_destroy", b.opt.Library.TeamDestroy(p), p.DeviceError))
+	}
+	keep(b.closeTransport())
+	for _, s := range b.segments {
+		if s != nil {
+			keep(s.shared.Release())
+		}
+	}
+	keep(b.freeEvents())
+	if b.stats != nil {
+		keep(b.stats.close())
+	}
+	for _, page := range append(b.extra, b.counts) {
+		keep(page.Close())
+	}
+	if b.page != nil {
+		if b.captured {
+			b.retire()
+		} else {
+			keep(b.page.Close())
+		}
+	}
+	if b.heap != nil {
+		keep(b.freeHeap())
+	} else {
+		keep(b.block.Release())
+	}
+	if b.dev != nil {
+		keep(b.dev.Release())
+	}
+	return first
+}
+
+func (b *Buffer) freeEvents() error {
+	var first error
+	for _, ev := range append(b.idle, b.order.begin, b.order.end, b.order.tail) {
+		if ev == nil {
+			continue
+		}
+		if err := ev.Destroy(); first == nil {
+			first = err
+		}
+	}
+	if b.comm != 0 {
+		if err := b.dev.DestroyStream(b.comm); first == nil {
+			first = err
+		}
+	}
+	return first
+}
+
+// retire leaves the status words to graphs that may still be replayed, with the order to leave at once.
+func (b *Buffer) retire() {
+	atomic.StoreUint32(&b.words.AbortWord, uint32(status.Aborted))
+	atomic.CompareAndSwapUint32(&b.words.Sticky, 0, uint32(status.Aborted))
+	for {
+		old := retained.Load()
+		pages := []*device.HostPage{b.page}
+		if old != nil {
+			pages = append(pages, *old...)
+		}
+		if retained.CompareAndSwap(old, &pages) {
+			return
+		}
+	}
+}
+
+// within polls until a condition holds or the time is over.
+func within(limit time.Duration, holds func() bool) bool {
+	for deadline := time.Now().Add(limit); ; time.Sleep(poll) {
+		if holds() {
+			return true
+		}
+		if time.Now().After(deadline) {
+			return false
+		}
+	}
+}
+
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}

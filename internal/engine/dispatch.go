@@ -1,0 +1,147 @@
+package engine
+
+import (
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// DispatchArgs are the arguments of Dispatch, the second step: the rows.
+type DispatchArgs struct {
+	plan.Rows                // as in the first step; NumTopK, NumExperts and NumWorstTokens are 0 when cached
+	Cached            bool   // as the handle says: no token, no top-k
+	Token             uint64 // of Notify; 0 when cached
+	IndexType         plan.Type
+	X                 uintptr // [in] [T,H]
+	XScales           uintptr // [in] [T,S] 4-byte elements or 0, with the strides below in elements
+	ScaleTokenStride  int64
+	ScaleStride       int64
+	TopKIdx           uintptr // [in] [T,K] or 0
+	TopKWeights       uintptr // [in] float32 [T,K] or 0
+	Handle            *Handle // [in]; RecvSrcIdx is filled unless cached
+	RecvSegment       int32   // recv_x lies in this segment; -1: anywhere
+	RecvSegmentOffset uint64
+	RecvX             uintptr // [out] [N,H]
+	RecvXScales       uintptr // [out] [N,S] contiguous
+	RecvTopKIdx       uintptr // [out] [N,K] local expert or -1
+	RecvTopKWeights   uintptr // [out] float32 [N,K]
+}
+
+// Dispatch sends the rows. Collective.
+func (b *Buffer) Dispatch(a *DispatchArgs, c *Call) error {
+	if err := b.checkDispatch(a); err != nil {
+		return err
+	}
+	config, err := b.config(c, plan.KindDispatch)
+	if err != nil {
+		return err
+	}
+	stream, err := b.begin(c, onComm)
+	if err != nil {
+		return err
+	}
+	if err := b.claim(a); err != nil {
+		return b.abandon(err)
+	}
+	p := &b.params.dispatch
+	b.header(&p.OpHeader, abi.OpDispatch, abi.PhaseBoth, stream)
+	if a.Cached {
+		p.Flags = abi.DispatchCached
+	}
+	fillDispatch(p, a, &config)
+	code := b.opt.Library.Dispatch(p)
+	return b.finish(c, onComm, stream, launched(abi.OpDispatch, code, p.DeviceError))
+}
+
+func fillDispatch(p *abi.DispatchParams, a *DispatchArgs, config *plan.Config) {
+	h := a.Handle
+	p.NumSMs = config.NumSMs
+	p.X, p.Scales = uint64(a.X), uint64(a.XScales)
+	p.ScaleTokenStride, p.ScaleStride = a.ScaleTokenStride, a.ScaleStride
+	p.TopKIdx, p.TopKWeights = uint64(a.TopKIdx), uint64(a.TopKWeights)
+	p.RankPrefixMatrix, p.SendHead = uint64(h.RankPrefixMatrix), uint64(h.SendHead)
+	p.HiddenBytes = a.HiddenBytes()
+	p.NumTokens, p.NumScales, p.NumTopK, p.NumExperts = a.NumTokens, a.NumScales, a.NumTopK, a.NumExperts
+	p.IndexBytes = a.IndexType.Size()
+	p.NumRecvTokens, p.NumWorstTokens = h.NumRecvTokens, a.NumWorstTokens
+	if a.NumWorstTokens > 0 {
+		p.NumRecvTokens = a.NumWorstTokens
+	}
+	p.RecvSegment, p.RecvSegmentOffset = a.RecvSegment, a.RecvSegmentOffset
+	p.RecvX, p.RecvScales = uint64(a.RecvX), uint64(a.RecvXScales)
+	p.RecvTopKIdx, p.RecvTopKWeights, p.RecvSrcIdx = uint64(a.RecvTopKIdx), uint64(a.RecvTopKWeights), uint64(h.RecvSrcIdx)
+	p.NVLSendChunk, p.NVLRecvChunk = config.NVLSendChunk, config.NVLRecvChunk
+	p.RDMASendChunk, p.RDMARecvChunk = config.RDMASendChunk, config.RDMARecvChunk
+}
+
+func (b *Buffer) checkDispatch(a *DispatchArgs) error {
+	if err := a.Rows.Check(b.top); err != nil {
+		return err
+	}
+	h := a.Handle
+	if err := b.checkHandle(h); err != nil {
+		return err
+	}
+	switch {
+	case h.NumTokens != a.NumTokens:
+		return status.InvalidArg("num_tokens", a.NumTokens, "as many as the handle was made for: "+itoa(h.NumTokens))
+	case a.Cached && (a.Token != 0 || a.NumTopK != 0 || a.NumWorstTokens != 0 || a.TopKIdx != 0 || a.TopKWeights != 0):
+		return status.InvalidArg("cached", true, "neither token nor top-k nor num_worst_tokens: the handle has it all")
+	case a.NumTopK == 0 && (a.TopKIdx != 0 || a.TopKWeights != 0 || a.RecvTopKIdx != 0 || a.RecvTopKWeights != 0):
+		return status.InvalidArg("num_topk", 0, "1 or more where topk_idx, topk_weights or their outputs are given")
+	case a.TopKWeights != 0 && a.TopKIdx == 0:
+		return status.InvalidArg("topk_weights", "weights alone", "weights only together with topk_idx")
+	case (a.TopKIdx != 0) != (a.TopKWeights != 0) && a.NumTokens > 0:
+		return status.InvalidArg("topk_weights", "none", "weights together with topk_idx")
+	case a.NumTopK > 0 && a.IndexType != plan.Int32 && a.IndexType != plan.Int64:
+		return status.InvalidArg("index_type", int32(a.IndexType), "0 (int32) or 1 (int64)")
+	}
+	rows := h.NumRecvTokens
+	if a.NumWorstTokens > 0 {
+		rows = a.NumWorstTokens
+	}
+	in, out, topk, scaled := a.NumTokens > 0, rows > 0, a.NumTopK > 0, a.NumScales > 0
+	index := uintptr(max(1, a.IndexType.Size()))
+	if err := b.checkSegment("recv_segment", a.RecvSegment, a.RecvSegmentOffset, uint64(rows)*a.HiddenBytes(), a.RecvX); err != nil {
+		return err
+	}
+	return need(
+		given{"x", a.X, in, 16}, given{"x_scales", a.XScales, in && scaled, 4}, given{"topk_idx", a.TopKIdx, in && topk, index},
+		given{"topk_weights", a.TopKWeights, in && topk, 4},
+		given{"recv_x", a.RecvX, out, 16}, given{"recv_x_scales", a.RecvXScales, out && scaled, 4},
+		given{"recv_topk_idx", a.RecvTopKIdx, out && topk, index}, given{"recv_topk_weights", a.RecvTopKWeights, out && topk, 4},
+		given{"handle.recv_src_idx", h.RecvSrcIdx, out, 4})
+}
+
+func (b *Buffer) checkHandle(h *Handle) error {
+	switch {
+	case h == nil:
+		return status.InvalidArg("handle", "NULL", "the handle of a dispatch")
+	case int(h.NumRanks) != b.size:
+		return status.InvalidArg("handle.num_ranks", h.NumRanks, "the size of the buffer's group: "+itoa(int32(b.size)))
+	case h.NumRecvTokens < 0:
+		return status.InvalidArg("handle.num_recv_tokens", h.NumRecvTokens, "0 or more")
+	}
+	return need(given{"handle.rank_prefix_matrix", h.RankPrefixMatrix, true, 4}, given{"handle.send_head", h.SendHead, h.NumTokens > 0, 4})
+}
+
+// claim ends the exchange that the dispatch belongs to, after comparing both steps. The lock is held.
+func (b *Buffer) claim(a *DispatchArgs) error {
+	if a.Cached {
+		return b.fitsRow(a.HiddenBytes() + 4*uint64(a.NumScales))
+	}
+	slot, err := b.exchange(a.Token)
+	if err != nil {
+		return err
+	}
+	switch {
+	case slot.rows != a.Rows:
+		return status.InvalidArg("shape", a.Rows, "that of the notify: "+rowsText(slot.rows))
+	case a.NumWorstTokens == 0 && slot.received < 0:
+		return status.Errorf(status.InvalidState, "dispatch before the counts of its exchange were waited for: only they say how many rows arrive")
+	case a.NumWorstTokens == 0 && slot.received != a.Handle.NumRecvTokens:
+		return status.InvalidArg("handle.num_recv_tokens", a.Handle.NumRecvTokens, "the number that the counts gave: "+itoa(slot.received))
+	}
+	slot.token = 0
+	return nil
+}

@@ -1,0 +1,227 @@
+package engine
+
+import (
+	"fmt"
+	"strconv"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+var opNames = [abi.NumOps]string{
+	abi.OpNone: "call", abi.OpLayout: "layout", abi.OpNotify: "notify", abi.OpDispatch: "dispatch", abi.OpCombine: "combine",
+	abi.OpLLDispatch: "low-latency dispatch", abi.OpLLCombine: "low-latency combine", abi.OpClean: "clean",
+	abi.OpBarrier: "barrier", abi.OpMask: "mask",
+}
+
+// OpName names an operation (abi.Op*) as people read it.
+func OpName(op uint32) string {
+	if op < abi.NumOps {
+		return opNames[op]
+	}
+	return "operation " + strconv.Itoa(int(op))
+}
+
+var fieldNames = map[uint32]string{
+	abi.FieldHiddenBytes: "bytes of a row (hidden)", abi.FieldNumExperts: "num_experts", abi.FieldNumTopK: "num_topk",
+	abi.FieldNumScales: "num_scales", abi.FieldFormat: "the format",
+	abi.FieldMaxTokens: "num_max_dispatch_tokens_per_rank", abi.FieldOperation: "the operation",
+}
+
+// usable says why no operation can begin, nil if one can. The lock must not be held.
+func (b *Buffer) usable() error {
+	if atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0 {
+		return nil
+	}
+	return status.Errorf(status.Aborted, "the buffer failed before: %w", b.failure())
+}
+
+// sticky is what a completed wait has to look at: nil if no operation has failed so far.
+func (b *Buffer) sticky() error {
+	if b.enter() != nil { // destroyed: its words are gone, what was known of a failure is not
+		if known := b.failed.Load(); known != nil {
+			return *known
+		}
+		return nil
+	}
+	defer b.leave()
+	if b.words == nil || atomic.LoadUint32(&b.words.Sticky) == 0 {
+		return nil
+	}
+	return b.failure()
+}
+
+// Check gives the failure that made the buffer unusable, nil if there is none. It does not wait.
+func (b *Buffer) Check() error {
+	if err := b.enter(); err != nil {
+		return err
+	}
+	defer b.leave()
+	if err := b.awaitReady(0); err != nil {
+		if status.CodeOf(err) == status.Interrupted {
+			return nil // still starting, nothing known against it
+		}
+		return err
+	}
+	return b.failure()
+}
+
+// failure finds the first failure and keeps it.
+func (b *Buffer) failure() error {
+	if known := b.failed.Load(); known != nil {
+		return *known
+	}
+	var err error
+	switch {
+	case atomic.LoadUint32(&b.words.Sticky) != 0:
+		err = b.explain(&b.words.Failure)
+	case b.death.Load() != nil:
+		err = *b.death.Load()
+	default:
+		return nil
+	}
+	if b.failed.CompareAndSwap(nil, &err) {
+		if b.stats != nil {
+			b.stats.setState(stateFailed)
+		}
+		b.log.Error(err.Error())
+	}
+	return *b.failed.Load()
+}
+
+// explain turns the record of a kernel that left early into an error for people.
+func (b *Buffer) explain(f *abi.Failure) error {
+	head := fmt.Sprintf("%s #%d%s on rank %d", OpName(f.Op), f.Call, phaseText(f.Op, f.Phase), b.rank)
+	switch code := status.Code(f.Code); code {
+	case status.Timeout, status.PeerDead:
+		return b.explainPeer(head, code, f)
+	case status.Mismatch:
+		return b.explainMismatch(head, f)
+	case status.InvalidArgument:
+		return explainArgument(head, f)
+	case status.Aborted:
+		if death := b.death.Load(); death != nil {
+			return status.Errorf(status.CodeOf(*death), "%s was stopped: %w", head, *death)
+		}
+		return status.Errorf(code, "%s was stopped", head)
+	default:
+		return status.Errorf(code, "%s failed: %v", head, code)
+	}
+}
+
+// explainPeer says who was missing. A peer may have died, or left, just before the deadline: what is known now counts.
+func (b *Buffer) explainPeer(head string, code status.Code, f *abi.Failure) error {
+	if f.Peer < 0 || int(f.Peer) >= b.size {
+		return status.Errorf(code, "%s: a peer did not arrive within %v", head, seconds(f.WaitedNS))
+	}
+	who := b.members.Describe(int(f.Peer))
+	switch state, how := b.members.State(int(f.Peer)); {
+	case state == PeerGone:
+		return status.Errorf(status.PeerDead, "%s: %s has left the group: it destroyed its buffer", head, who)
+	case state == PeerDead:
+		return status.Errorf(status.PeerDead, "%s: %s died: %s", head, who, how)
+	case code == status.PeerDead:
+		return status.Errorf(status.PeerDead, "%s: %s died", head, who)
+	}
+	return status.Errorf(status.Timeout, "%s: %s did not arrive within %v: it is alive but late", head, who, seconds(f.WaitedNS))
+}
+
+func (b *Buffer) explainMismatch(head string, f *abi.Failure) error {
+	name, ok := fieldNames[f.Field]
+	switch {
+	case f.Field == abi.FieldWorstTokens:
+		return explainArgument(head, f)
+	case !ok:
+		name = fmt.Sprintf("field %d", f.Field)
+	}
+	return status.Errorf(status.Mismatch, "%s: ranks disagree on %s: rank %d has %s, rank %d has %s",
+		head, name, b.rank, fieldValue(f.Op, f.Field, f.Expected), f.Peer, fieldValue(f.Op, f.Field, f.Seen))
+}
+
+func explainArgument(head string, f *abi.Failure) error {
+	switch f.Field {
+	case abi.FieldWorstTokens:
+		return status.Errorf(status.InvalidArgument, "%s: argument num_worst_tokens: got %d, allowed at least %d: so many rows arrive", head, f.Expected, f.Seen)
+	case abi.FieldTopKIdx:
+		return status.Errorf(status.InvalidArgument, "%s: argument topk_idx: got an index %d, allowed -1 to num_experts - 1 = %d", head, f.Seen, f.Expected-1)
+	}
+	return status.Errorf(status.InvalidArgument, "%s: field %d: expected %d, got %d", head, f.Field, f.Expected, f.Seen)
+}
+
+func phaseText(op, phase uint32) string {
+	switch {
+	case op == abi.OpLayout || op == abi.OpMask || op == abi.OpBarrier || op == abi.OpClean:
+		return ""
+	case phase == abi.PhaseSend:
+		return " (send)"
+	case phase == abi.PhaseRecv:
+		return " (receive)"
+	}
+	return ""
+}
+
+func seconds(ns uint64) string {
+	return strconv.FormatFloat(float64(ns)/float64(time.Second), 'f', 1, 64) + " s"
+}
+
+// PeerDied is told by the group, from any goroutine. Waits of running kernels end; with shrink the rank is masked instead.
+func (b *Buffer) PeerDied(rank int) { b.lost(rank, b.died) }
+
+// PeerLeft is told by the group when a rank left in good order. What it sent before still counts; a wait for more ends.
+func (b *Buffer) PeerLeft(rank int) { b.lost(rank, b.left) }
+
+// lost passes a loss on. Before start-up is complete there are no words to write: build looks around at its end.
+func (b *Buffer) lost(rank int, then func(int)) {
+	if b.enter() != nil {
+		return
+	}
+	defer b.leave()
+	if b.watching.Load() {
+		then(rank)
+	}
+}
+
+// LookAround takes over losses that nobody told the buffer of.
+func (b *Buffer) LookAround() {
+	if b.enter() != nil {
+		return
+	}
+	defer b.leave()
+	if b.watching.Load() {
+		b.lookAround()
+	}
+}
+
+func (b *Buffer) died(rank int) {
+	b.losePeer(rank)
+	markDead(b.words, rank)
+	if b.opt.Shrink {
+		return
+	}
+	_, how := b.members.State(rank)
+	b.abort(rank, status.Errorf(status.PeerDead, "%s died: %s", b.members.Describe(rank), how))
+}
+
+// left: nothing is sent to that rank any more, so that no call waits for room on the way there: what it sent may be all that
+// the call needs.
+func (b *Buffer) left(rank int) {
+	b.losePeer(rank)
+	markDead(b.words, rank)
+}
+
+// abort ends the waits of running kernels. The first reason stays.
+func (b *Buffer) abort(rank int, err error) {
+	if b.death.CompareAndSwap(nil, &err) {
+		atomic.StoreInt32(&b.words.AbortRank, int32(rank))
+		atomic.StoreUint32(&b.words.AbortWord, uint32(status.PeerDead))
+	}
+}
+
+// markDead sets a byte of words.Dead. Go has no atomic bytes: the word around it is changed, on a little-endian machine.
+func markDead(words *abi.Status, rank int) {
+	word := (*uint32)(unsafe.Pointer(&words.Dead[rank&^3]))
+	atomic.OrUint32(word, 1<<(8*(rank&3)))
+}

@@ -1,0 +1,49 @@
+package engine
+
+import (
+	"strconv"
+
+	"github.com/deepep-go/deepep/internal/abi"
+)
+
+// cachedCall marks a cached dispatch among the operations that ranks compare.
+const cachedCall = 256
+
+// fieldValue writes what a rank has said in a compared field (abi.Field*) of operation op as people read it.
+func fieldValue(op, field uint32, value int64) string {
+	switch field {
+	case abi.FieldOperation:
+		name := OpName(uint32(value % cachedCall))
+		if value >= cachedCall {
+			return "cached " + name
+		}
+		return name
+	case abi.FieldFormat:
+		return formatText(op, value)
+	}
+	return strconv.FormatInt(value, 10)
+}
+
+// formatText: low-latency dispatch has its format, whether weights came, and flags there, low-latency combine flags, dispatch
+// whether weights came.
+func formatText(op uint32, value int64) string {
+	yes := func(on bool, text, otherwise string) string {
+		if on {
+			return text
+		}
+		return otherwise
+	}
+	flags := value >> 8
+	switch op {
+	case abi.OpLLDispatch:
+		text := yes(value&(abi.FormatWeights-1) == abi.FormatFP8, "use_fp8=True", "use_fp8=False")
+		text += yes(value&abi.FormatWeights != 0, " topk_weights", "")
+		text += yes(flags&abi.LLRoundScale != 0, " round_scale=True", "")
+		return text + yes(flags&abi.LLUE8M0 != 0, " use_ue8m0=True", "")
+	case abi.OpLLCombine:
+		return yes(value&abi.LLLogFMT != 0, "use_logfmt=True", "use_logfmt=False")
+	case abi.OpDispatch:
+		return yes(value != 0, "topk_weights", "no topk_weights")
+	}
+	return strconv.FormatInt(value, 10)
+}

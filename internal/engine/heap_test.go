@@ -1,0 +1,114 @@
+package engine_test
+
+import (
+	"errors"
+	"strings"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/deepep-go/deepep/internal/dl"
+	"github.com/deepep-go/deepep/internal/engine"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// Moods of the fake library's heap, numbered as in fake.c.
+const (
+	heapWell int32 = iota
+	heapNoID
+	heapNoStart
+	heapStuckStart
+	heapFull
+	heapFar
+	heapStuckFree
+)
+
+// heapRig is rank 0 of two nodes of two over a library whose transport has memory of its own.
+func heapRig(t *testing.T, a *among, mood int32) (*rig, func(int32), error) {
+	t.Helper()
+	lib := fakeLibrary(t, "libheap.so")
+	file, err := dl.Open(lib.Path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	symbol, err := file.Symbol("fake_heap")
+	if err != nil {
+		t.Fatal(err)
+	}
+	set := func(mood int32) {
+		p := &mood
+		dl.Call(symbol, unsafe.Pointer(p))
+	}
+	set(mood)
+	r, err := nodes(t, a, 2, func(o *engine.Options) { o.Library, o.StartLimit = lib, 200*time.Millisecond })
+	return r, set, err
+}
+
+func TestHeapOfATransport(t *testing.T) {
+	r, _, err := heapRig(t, &among{rank: 0, size: 4, elsewhere: 2}, heapWell) // other hosts can be reached
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := "id for 4 ranks, 2 a node, 5 x 1024; attach 0 of 4 by ii; heap 5; transport 5 x 1024 seed 0 flags 0 blocks 1011 peers 2 3; " +
+		"team flags 3 blocks 1100 transport 9"
+	if got := r.withoutRecords(); got != want {
+		t.Errorf("start:\n got %s\nwant %s", got, want)
+	}
+	r.must(r.Destroy())
+	want = "transport 9 quiet, peer -1; team ends; transport 9 ends; heap freed; detach 5"
+	if got := r.withoutRecords(); got != want {
+		t.Errorf("end:\n got %s\nwant %s", got, want)
+	}
+}
+
+func TestHeapsThatDoNotStart(t *testing.T) {
+	for mood, c := range map[int32]struct {
+		kind error
+		part string
+	}{
+		heapNoID: {status.ErrVersion, "3.3.8 is too old"}, heapNoStart: {status.ErrSystem, "no NIC"}, heapFull: {status.ErrOutOfMemory, "num_nvl_bytes = 4096"},
+		heapFar: {status.ErrUnsupported, "num_nvl_peers = 2 puts rank 1 (test) into this rank's node"}, heapStuckStart: {status.ErrTimeout, "the start of the transport"},
+	} {
+		begin := time.Now()
+		_, set, err := heapRig(t, &among{rank: 0, size: 4}, mood)
+		if !errors.Is(err, c.kind) || !strings.Contains(err.Error(), c.part) || time.Since(begin) > 2*time.Second {
+			t.Errorf("mood %d: after %v: %v", mood, time.Since(begin), err)
+		}
+		set(heapWell)
+	}
+}
+
+// Destroy is bounded though all ranks free together: what takes longer is left behind, what can never end is not begun.
+func TestHeapIsFreedBehind(t *testing.T) {
+	r, set, err := heapRig(t, &among{rank: 0, size: 4}, heapStuckFree)
+	if err != nil {
+		t.Fatal(err)
+	}
+	begin := time.Now()
+	r.must(r.Destroy())
+	if d := time.Since(begin); d < 300*time.Millisecond || d > time.Second {
+		t.Errorf("destroy took %v", d)
+	}
+	r.read()
+	set(heapWell)
+	got := ""
+	for end := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
+		if got += r.read(); strings.Contains(got, "detach 5") { // a read may end amid a line
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatal("the memory was never freed")
+		}
+	}
+	a := &among{rank: 0, size: 4}
+	if r, _, err = heapRig(t, a, heapWell); err != nil {
+		t.Fatal(err)
+	}
+	a.lost = 3
+	r.PeerDied(3)
+	r.read()
+	r.must(r.Destroy())
+	if got := r.read(); strings.Contains(got, "freed") {
+		t.Errorf("memory is freed though rank 3 is dead: %s", got)
+	}
+}

@@ -1,0 +1,236 @@
+package engine
+
+import (
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/device"
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// LLDispatchArgs are the arguments of LowLatencyDispatch. B is NumMaxTokens, L the number of experts of a rank.
+type LLDispatchArgs struct {
+	Phases                                               uint32 // abi.Phase*
+	Ticket                                               uint32 // [out] of the send half, [in] of the receive half
+	Flags                                                int32
+	NumTokens, NumMaxTokens, Hidden, NumTopK, NumExperts int32
+	IndexType                                            plan.Type
+	UseFP8                                               bool
+	X                                                    uintptr // [in] [T,H] BF16
+	TopKIdx                                              uintptr // [in] [T,K]
+	TopKWeights                                          uintptr // [in] float32 [T,K] or 0: sent along so that combine may reduce at the expert's rank
+	RecvX                                                uintptr // [out] [L, R*B, H] BF16 or e4m3
+	RecvXScales                                          uintptr // [out] float32 [L, H/128, R*B] in memory, or int32 [L, H/512, R*B]
+	RecvCount                                            uintptr // [out] int32 [L]
+	SrcInfo                                              uintptr // [out] int32 [L, R*B] token index at the source
+	LayoutRange                                          uintptr // [out] int64 [L, R]: (first row << 32) | count
+	CumulativeStats                                      uintptr // [inout] int32 [L] += count, or 0
+	WaitStats                                            uintptr // [inout] int64 [R] += ns waited for that rank, or 0
+}
+
+// LLCombineArgs are the arguments of LowLatencyCombine.
+type LLCombineArgs struct {
+	Phases                                               uint32
+	Ticket                                               uint32
+	Flags                                                int32
+	NumTokens, NumMaxTokens, Hidden, NumTopK, NumExperts int32
+	IndexType                                            plan.Type
+	X                                                    uintptr // [in] [L, R*B, H] BF16; ignored with zero copy
+	TopKIdx                                              uintptr // [in] [T,K]
+	TopKWeights                                          uintptr // [in] float32 [T,K]
+	SrcInfo                                              uintptr // [in] of the dispatch
+	LayoutRange                                          uintptr // [in] of the dispatch
+	CombinedX                                            uintptr // [out] [T,H] BF16
+	WaitStats                                            uintptr // [inout] int64 [R] or 0
+}
+
+// halves says where a call with these phases runs. What the caller's stream waits for anyway runs on that stream: going over to
+// the communication stream and back would cost two more waits between streams.
+func halves(phases uint32, c *Call) (place, error) {
+	switch {
+	case phases == abi.PhaseSend || phases == abi.PhaseRecv, phases == abi.PhaseBoth && !c.Async && c.Previous == nil:
+		return onCurrent, nil
+	case phases == abi.PhaseBoth:
+		return onComm, nil
+	}
+	return 0, status.InvalidArg("phases", phases, "SEND = 1, RECV = 2 or SEND_RECV = 3")
+}
+
+// LowLatencyDispatch sends every token to the experts it names, or receives what was sent, or both. Collective.
+func (b *Buffer) LowLatencyDispatch(a *LLDispatchArgs, c *Call) error {
+	where, err := halves(a.Phases, c)
+	if err != nil {
+		return err
+	}
+	shape := plan.LowLatency{NumTokens: a.NumTokens, NumMaxTokens: a.NumMaxTokens, Hidden: a.Hidden, NumTopK: a.NumTopK,
+		NumExperts: a.NumExperts, IndexType: a.IndexType, Flags: a.Flags, FP8: a.UseFP8}
+	if err := shape.CheckDispatch(b.top); err != nil {
+		return err
+	}
+	if err := b.checkRDMATokens(a.NumMaxTokens); err != nil {
+		return err
+	}
+	if err := checkLLDispatch(a); err != nil {
+		return err
+	}
+	stream, err := b.beginLowLatency(c, where)
+	if err != nil {
+		return err
+	}
+	if _, err := b.slot(a.NumMaxTokens, a.Hidden, a.NumExperts); err != nil {
+		return b.abandon(err)
+	}
+	p := &b.params.llDispatch
+	t, err := b.admit(opDispatch, a.Phases, a.Ticket, &shape, stream)
+	if err != nil {
+		return b.abandon(err)
+	}
+	b.headerFor(&p.OpHeader, abi.OpLLDispatch, a.Phases, stream, t.number)
+	p.Phases, p.Ticket, p.Flags = a.Phases, t.word, uint32(a.Flags)
+	p.X, p.TopKIdx, p.TopKWeights = uint64(a.X), uint64(a.TopKIdx), uint64(a.TopKWeights)
+	p.NumTokens, p.NumTopK, p.IndexBytes = a.NumTokens, a.NumTopK, a.IndexType.Size()
+	p.NumMaxTokens, p.Hidden, p.NumExperts = a.NumMaxTokens, a.Hidden, a.NumExperts
+	p.Format = abi.FormatBF16
+	if a.UseFP8 {
+		p.Format = abi.FormatFP8
+	}
+	p.RecvX, p.RecvScales, p.RecvCount = uint64(a.RecvX), uint64(a.RecvXScales), uint64(a.RecvCount)
+	p.SrcInfo, p.LayoutRange = uint64(a.SrcInfo), uint64(a.LayoutRange)
+	p.CumulativeStats, p.WaitStats = uint64(a.CumulativeStats), uint64(a.WaitStats)
+	code := b.opt.Library.LLDispatch(p)
+	a.Ticket = b.issued(t, a.Phases, code)
+	return b.finish(c, where, stream, launched(abi.OpLLDispatch, code, p.DeviceError))
+}
+
+func checkLLDispatch(a *LLDispatchArgs) error {
+	in, send, recv := a.NumTokens > 0, a.Phases&abi.PhaseSend != 0, a.Phases&abi.PhaseRecv != 0
+	return need(
+		given{"x", a.X, in && send, 16}, given{"topk_idx", a.TopKIdx, in && send, uintptr(a.IndexType.Size())},
+		given{"topk_weights", a.TopKWeights, false, 4},
+		given{"recv_x", a.RecvX, recv, 16}, given{"recv_x_scales", a.RecvXScales, recv && a.UseFP8, 4},
+		given{"recv_count", a.RecvCount, recv, 4}, given{"src_info", a.SrcInfo, recv, 4}, given{"layout_range", a.LayoutRange, recv, 8},
+		given{"cumulative_recv_stats", a.CumulativeStats, false, 4}, given{"wait_recv_cost_stats", a.WaitStats, false, 8})
+}
+
+// LowLatencyCombine brings the experts' rows back and sums them by weight, or one half of that. Collective.
+func (b *Buffer) LowLatencyCombine(a *LLCombineArgs, c *Call) error {
+	where, err := halves(a.Phases, c)
+	if err != nil {
+		return err
+	}
+	shape := plan.LowLatency{NumTokens: a.NumTokens, NumMaxTokens: a.NumMaxTokens, Hidden: a.Hidden, NumTopK: a.NumTopK,
+		NumExperts: a.NumExperts, IndexType: a.IndexType, Flags: a.Flags}
+	if err := shape.CheckCombine(b.top); err != nil {
+		return err
+	}
+	if err := b.checkRDMATokens(a.NumMaxTokens); err != nil {
+		return err
+	}
+	if err := checkLLCombine(a); err != nil {
+		return err
+	}
+	stream, err := b.beginLowLatency(c, where)
+	if err != nil {
+		return err
+	}
+	layout, err := b.slot(a.NumMaxTokens, a.Hidden, a.NumExperts)
+	if err != nil {
+		return b.abandon(err)
+	}
+	p := &b.params.llCombine
+	t, err := b.admit(opCombine, a.Phases, a.Ticket, &shape, stream)
+	if err != nil {
+		return b.abandon(err)
+	}
+	b.headerFor(&p.OpHeader, abi.OpLLCombine, a.Phases, stream, t.number)
+	p.Phases, p.Ticket, p.Flags = a.Phases, t.word, uint32(a.Flags)
+	p.X, p.XRowStride = uint64(a.X), 2*uint64(a.Hidden)
+	if a.Flags&plan.LLZeroCopy != 0 {
+		p.X, p.XRowStride = b.zeroCopy(layout, t.slot), layout.rowStride
+	}
+	p.TopKIdx, p.TopKWeights = uint64(a.TopKIdx), uint64(a.TopKWeights)
+	p.SrcInfo, p.LayoutRange = uint64(a.SrcInfo), uint64(a.LayoutRange)
+	p.NumTokens, p.NumTopK, p.IndexBytes = a.NumTokens, a.NumTopK, a.IndexType.Size()
+	p.NumMaxTokens, p.Hidden, p.NumExperts = a.NumMaxTokens, a.Hidden, a.NumExperts
+	p.CombinedX, p.WaitStats = uint64(a.CombinedX), uint64(a.WaitStats)
+	code := b.opt.Library.LLCombine(p)
+	a.Ticket = b.issued(t, a.Phases, code)
+	return b.finish(c, where, stream, launched(abi.OpLLCombine, code, p.DeviceError))
+}
+
+func checkLLCombine(a *LLCombineArgs) error {
+	in, send, recv := a.NumTokens > 0, a.Phases&abi.PhaseSend != 0, a.Phases&abi.PhaseRecv != 0
+	return need(
+		given{"x", a.X, send && a.Flags&plan.LLZeroCopy == 0, 16}, given{"topk_idx", a.TopKIdx, in, uintptr(a.IndexType.Size())},
+		given{"topk_weights", a.TopKWeights, in, 4}, given{"src_info", a.SrcInfo, send, 4},
+		given{"layout_range", a.LayoutRange, send, 8}, given{"combined_x", a.CombinedX, in && recv, 16},
+		given{"wait_recv_cost_stats", a.WaitStats, false, 8})
+}
+
+// beginLowLatency is begin for calls that only a low-latency buffer has.
+func (b *Buffer) beginLowLatency(c *Call, where place) (device.Stream, error) {
+	if !b.opt.LowLatency {
+		return 0, status.Errorf(status.InvalidState, "low-latency calls need a buffer made with low_latency_mode")
+	}
+	return b.begin(c, where)
+}
+
+const numShapes = 4
+
+// slotLayout is where low-latency data of one shape lies in the rdma region.
+type slotLayout struct {
+	numMaxTokens, hidden, experts int32
+	zeroCopy                      [2]uint64
+	rowStride                     uint64
+}
+
+// slot finds the layout of a shape and makes sure that it fits the buffer. The lock is held.
+func (b *Buffer) slot(numMaxTokens, hidden, experts int32) (*slotLayout, error) {
+	for i := range b.slots {
+		if s := &b.slots[i]; s.numMaxTokens == numMaxTokens && s.hidden == hidden && s.experts == experts {
+			return s, nil
+		}
+	}
+	p := &kern.LLLayoutParams{NumRanks: int32(b.size), NumMaxTokens: numMaxTokens, Hidden: hidden, NumExperts: experts}
+	if code := b.opt.Library.LLLayout(p); code != 0 {
+		return nil, kern.Error("dk_ll_layout", code, p.DeviceError)
+	}
+	if p.RDMABytes > b.opt.RDMABytes || p.WireBytes > b.regions.Wire.Bytes {
+		hint, err := plan.LowLatencyBytes(int64(numMaxTokens), int64(hidden), int64(b.size), int64(experts))
+		if err != nil {
+			return nil, err
+		}
+		return nil, status.Errorf(status.InvalidArgument, "num_rdma_bytes = %d of the buffer is too small for "+
+			"num_max_dispatch_tokens_per_rank = %d, hidden = %d, num_experts = %d on %d ranks: make it with get_low_latency_rdma_size_hint = %d",
+			b.opt.RDMABytes, numMaxTokens, hidden, experts, b.size, hint)
+	}
+	copy(b.slots[1:], b.slots[:numShapes-1])
+	b.slots[0] = slotLayout{numMaxTokens, hidden, experts, p.ZeroCopyOffset, p.ZeroCopyRowStride}
+	return &b.slots[0], nil
+}
+
+func (b *Buffer) zeroCopy(l *slotLayout, slot uint64) uint64 {
+	return b.block.Addresses[b.rank] + b.regions.RDMA.Offset + l.zeroCopy[slot&1]
+}
+
+// NextCombineBuffer is where the rows of the next low-latency combine may be written, so that it need not copy them:
+// [L, R*B, H] BF16, rowStride bytes from row to row. Valid until that combine was issued.
+func (b *Buffer) NextCombineBuffer(numMaxTokens, hidden, experts int32) (address uintptr, rowStride uint64, err error) {
+	if err := plan.CheckSlots(numMaxTokens, hidden, experts, b.top); err != nil {
+		return 0, 0, err
+	}
+	if !b.opt.LowLatency {
+		return 0, 0, status.Errorf(status.InvalidState, "low-latency calls need a buffer made with low_latency_mode")
+	}
+	if err := b.start(); err != nil {
+		return 0, 0, err
+	}
+	defer b.leave()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	layout, err := b.slot(numMaxTokens, hidden, experts)
+	if err != nil {
+		return 0, 0, err
+	}
+	return uintptr(b.zeroCopy(layout, b.combines)), layout.rowStride, nil
+}

@@ -1,0 +1,155 @@
+package engine_test
+
+import (
+	"context"
+	"errors"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/deepep-go/deepep/internal/engine"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+func TestTickets(t *testing.T) {
+	r := newRig(t)
+	first, err := r.half(1, 0, 1)
+	r.must(err)
+	second, err := r.half(1, 0, 1)
+	r.must(err)
+	if _, err := r.half(1, 0, 1); !errors.Is(err, status.ErrInvalidState) || !strings.Contains(err.Error(), "a third has no room") {
+		t.Errorf("third send: %v", err)
+	}
+	if _, err := r.half(3, 0, 1); !errors.Is(err, status.ErrInvalidState) {
+		t.Errorf("whole call beside two sends: %v", err)
+	}
+	if _, err := r.half(2, first, 2); !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "argument stream") {
+		t.Errorf("receive on another stream: %v", err)
+	}
+	r.read()
+	_, err = r.half(2, second, 1)
+	r.must(err)
+	_, err = r.half(2, first, 1)
+	r.must(err)
+	r.expect("receives in any order", "ll_dispatch #2 on 1 phases 2 ticket 1", "record a on 1", "ll_dispatch #1 on 1 phases 2 ticket 0", "record a on 1")
+	for _, stale := range []uint32{first, second, 0, 77} {
+		if _, err := r.half(2, stale, 1); !errors.Is(err, status.ErrInvalidArgument) {
+			t.Errorf("ticket %d: %v", stale, err)
+		}
+	}
+	_, err = r.half(3, 0, 1)
+	r.must(err)
+	r.expect("whole call", "ll_dispatch #3 on 1 phases 3 ticket 0", "record a on 1")
+	_, err = r.send(3, 0, &engine.Call{Stream: 1, Async: true})
+	r.must(err)
+	r.expect("asynchronous", "record a on 1", "C waits a", "C waits b", "ll_dispatch #4 on C phases 3 ticket 0")
+}
+
+func TestZeroCopyAlternates(t *testing.T) {
+	r := newRig(t)
+	var seen []uintptr
+	for range 3 {
+		at, stride, err := r.NextCombineBuffer(2, 128, 1)
+		r.must(err)
+		if again, _, _ := r.NextCombineBuffer(2, 128, 1); again != at || stride != 256 {
+			t.Errorf("asking twice: %#x then %#x, stride %d", at, again, stride)
+		}
+		seen = append(seen, at)
+		r.must(r.LowLatencyCombine(&engine.LLCombineArgs{Phases: 3, Flags: plan.LLZeroCopy, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1,
+			NumExperts: 1, IndexType: plan.Int64, TopKIdx: somewhere, TopKWeights: somewhere, SrcInfo: somewhere, LayoutRange: somewhere,
+			CombinedX: somewhere}, &engine.Call{Stream: r.Info().CommStream, Async: true}))
+		if trace := r.read(); !strings.HasSuffix(trace, "x+"+strconv.Itoa(int(at&1023))+"\n") {
+			t.Errorf("combine read from elsewhere than %#x: %s", at, trace)
+		}
+	}
+	if seen[0] == seen[1] || seen[0] != seen[2] {
+		t.Errorf("slots %#x", seen)
+	}
+	_, _, err := r.NextCombineBuffer(2048, 8192, 1)
+	if !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "num_rdma_bytes = 65536") || !strings.Contains(err.Error(), "get_low_latency_rdma_size_hint") {
+		t.Errorf("a shape that does not fit: %v", err)
+	}
+}
+
+func TestSegments(t *testing.T) {
+	r := newRig(t)
+	first, err := r.NewSegment(context.Background(), 1000)
+	r.must(err)
+	second, err := r.NewSegment(context.Background(), 2000)
+	r.must(err)
+	r.must(first.Release())
+	r.expect("made and released", "segment 0 of 0: 1000 bytes", "segment 1 of 0: 2000 bytes", "segment 0 of 0: 0 bytes")
+	if err := first.Release(); !errors.Is(err, status.ErrInvalidState) {
+		t.Errorf("released twice: %v", err)
+	}
+	third, err := r.NewSegment(context.Background(), 3000)
+	r.must(err)
+	if third.Index != 0 || second.Index != 1 {
+		t.Errorf("numbers %d, %d", third.Index, second.Index)
+	}
+	args := &engine.CombineArgs{Hidden: 8, XSegment: 1, XSegmentOffset: 1990, X: second.Address + 1990, CombinedX: somewhere,
+		Handle: &engine.Handle{NumRanks: 1, NumTokens: 1, NumRecvTokens: 1, RankPrefixMatrix: somewhere, SendHead: somewhere, RecvSrcIdx: somewhere}}
+	if err := r.Combine(args, &engine.Call{}); !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "x_segment_offset") {
+		t.Errorf("past the end: %v", err)
+	}
+	args.XSegment, args.XSegmentOffset, args.X = 0, 16, third.Address+16
+	r.must(r.Combine(args, &engine.Call{}))
+	args.XSegment = 5
+	if err := r.Combine(args, &engine.Call{}); !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "argument x_segment") {
+		t.Errorf("no such segment: %v", err)
+	}
+	r.must(r.Destroy())
+	r.must(second.Release())
+	r.must(third.Release())
+}
+
+// A launch costs no garbage: the engine's own share of a call is paid millions of times.
+func TestLaunchesAllocateNothing(t *testing.T) {
+	if raced {
+		t.Skip("the race detector makes pools forget at random: needs a plain build")
+	}
+	r := newRig(t)
+	call := &engine.Call{Stream: 1}
+	a := &engine.LLDispatchArgs{Phases: 3, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1, IndexType: plan.Int64,
+		X: somewhere, TopKIdx: somewhere, RecvX: somewhere, RecvCount: somewhere, SrcInfo: somewhere, LayoutRange: somewhere}
+	for name, f := range map[string]func() error{
+		"low-latency dispatch": func() error { return r.LowLatencyDispatch(a, call) },
+		"layout":               func() error { return r.layout(call) },
+		"barrier":              func() error { return r.Barrier(call) },
+	} {
+		r.must(f())
+		r.silent(1)
+		n := testing.AllocsPerRun(50, func() {
+			if err := f(); err != nil {
+				t.Error(err)
+			}
+		})
+		if n != 0 {
+			t.Errorf("%s: %v allocations", name, n)
+		}
+		r.silent(0)
+	}
+}
+
+// The engine's own share of a call: checks, order, two streams' events, the way into the library and back.
+func BenchmarkLaunch(b *testing.B) {
+	r := newRig(b)
+	r.silent(1)
+	defer r.silent(0)
+	a := &engine.LLDispatchArgs{Phases: 3, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1, IndexType: plan.Int64,
+		X: somewhere, TopKIdx: somewhere, RecvX: somewhere, RecvCount: somewhere, SrcInfo: somewhere, LayoutRange: somewhere}
+	for _, c := range []struct {
+		name string
+		call engine.Call
+	}{{"synchronous", engine.Call{Stream: 1}}, {"own stream", engine.Call{Stream: r.Info().CommStream, Async: true}}} {
+		b.Run(c.name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := r.LowLatencyDispatch(a, &c.call); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}

@@ -1,0 +1,242 @@
+package engine
+
+import (
+	"time"
+
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/device"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+const capHostStream = abi.CapHostStream
+
+// Call is how an operation is ordered among other work.
+type Call struct {
+	// Async: the caller waits through Event. Otherwise Stream waits for the operation, which on a host-stream engine
+	// means that the call returns when it is done.
+	Async    bool
+	Stream   uintptr // the caller's current stream
+	Previous *Event  // the operation begins after it, instead of after Stream
+	Event    *Event  // recorded at the operation's end
+	Config   *plan.Config
+}
+
+// order remembers where the newest operation runs, so that the next one comes after it on whatever stream.
+type order struct {
+	begin, end *device.Event // of the caller's stream before, of the communication stream after
+	tail       *device.Event // end of the newest operation on a stream of the caller
+	last       device.Stream
+	used       bool // last is set
+	capturing  bool // the newest operation on a caller's stream was captured
+}
+
+// place says where an operation runs.
+type place int
+
+const (
+	onComm    place = iota // on the communication stream, after the caller's stream
+	onCurrent              // on the caller's stream; on a host-stream engine on the communication stream all the same
+)
+
+// arrange makes the next launch wait for what it must and says on which stream it goes. The lock is held.
+func (b *Buffer) arrange(c *Call, where place) (device.Stream, error) {
+	if err := b.checkStream(c.Stream); err != nil {
+		return 0, err
+	}
+	current := device.Stream(c.Stream)
+	stream := b.comm
+	if where == onCurrent && !b.dev.HostStream() {
+		stream = current
+	}
+	switch {
+	case c.Previous != nil:
+		if err := c.Previous.ev.Join(stream); err != nil {
+			return 0, err
+		}
+	case stream == b.comm && current != b.comm && !b.dev.HostStream():
+		if err := b.follow(b.order.begin, current, stream); err != nil {
+			return 0, err
+		}
+	}
+	return stream, b.afterNewest(stream)
+}
+
+// follow lets one stream wait for the present end of another.
+func (b *Buffer) follow(ev *device.Event, before, after device.Stream) error {
+	if err := ev.Record(before); err != nil {
+		return err
+	}
+	return ev.Join(after)
+}
+
+// afterNewest makes stream wait for the buffer's newest operation if that runs elsewhere. Work that was captured into a
+// graph and work that was not never wait for each other: the caller orders the graph's launches.
+func (b *Buffer) afterNewest(stream device.Stream) error {
+	o := &b.order
+	if !o.used || o.last == stream || b.dev.HostStream() {
+		return nil
+	}
+	capturing, err := b.dev.Capturing(stream)
+	if err != nil {
+		return err
+	}
+	before, err := b.dev.Capturing(o.last)
+	if err != nil {
+		return err
+	}
+	if o.last == b.comm {
+		if before != capturing {
+			return nil
+		}
+		return b.follow(o.tail, o.last, stream)
+	}
+	if o.capturing != capturing || o.capturing && !before {
+		return nil
+	}
+	return o.tail.Join(stream)
+}
+
+// settle puts the end of a launch in order: the newest operation is remembered, the caller's event recorded, his stream
+// made to wait. On a host-stream engine it returns the event to wait for on the host, if the call is to wait.
+func (b *Buffer) settle(c *Call, where place, stream device.Stream) (*device.Event, error) {
+	b.order.last, b.order.used = stream, true
+	if b.dev.HostStream() {
+		return b.settleHost(c)
+	}
+	if c.Event != nil {
+		if err := c.Event.ev.Record(stream); err != nil {
+			return nil, err
+		}
+	}
+	if stream != b.comm { // the caller may end his stream, or go on with long work: mark the exact place now
+		capturing, err := b.dev.Capturing(stream)
+		if err != nil {
+			return nil, err
+		}
+		b.order.capturing = capturing
+		b.captured = b.captured || capturing
+		return nil, b.order.tail.Record(stream)
+	}
+	if b.dev.Graphs() && !b.captured {
+		capturing, err := b.dev.Capturing(stream)
+		if err != nil {
+			return nil, err
+		}
+		b.captured = capturing
+	}
+	if where == onCurrent || c.Async || device.Stream(c.Stream) == b.comm {
+		return nil, nil
+	}
+	return nil, b.follow(b.order.end, stream, device.Stream(c.Stream))
+}
+
+func (b *Buffer) settleHost(c *Call) (*device.Event, error) {
+	if c.Event != nil {
+		if err := c.Event.ev.Record(b.comm); err != nil {
+			return nil, err
+		}
+	}
+	if c.Async {
+		return nil, nil
+	}
+	ev, err := b.takeEvent()
+	if err != nil {
+		return nil, err
+	}
+	if err := ev.Record(b.comm); err != nil {
+		b.idle = append(b.idle, ev)
+		return nil, err
+	}
+	return ev, nil
+}
+
+// hostWait waits for the end of a launch where the caller's stream is the calling thread. It never returns before: the
+// kernel may be writing to the caller's memory. The kernels' own deadlines bound it, and Destroy makes them leave.
+func (b *Buffer) hostWait(ev *device.Event) error {
+	if ev == nil {
+		return nil
+	}
+	defer b.giveEvent(ev)
+	for {
+		done, err := ev.Wait(waitSlice)
+		switch {
+		case err != nil:
+			return err
+		case done:
+			return b.sticky()
+		}
+	}
+}
+
+// begin opens an operation: the buffer is usable, the lock is taken, the streams are arranged. On success the caller
+// launches and then calls finish; on error nothing is held.
+func (b *Buffer) begin(c *Call, where place) (device.Stream, error) {
+	if err := b.start(); err != nil {
+		return 0, err
+	}
+	if err := b.usable(); err != nil { // without the lock: it may log, and a log function may wait for other threads
+		b.leave()
+		return 0, err
+	}
+	b.mu.Lock()
+	stream, err := b.arrange(c, where)
+	if err != nil {
+		b.mu.Unlock()
+		b.leave()
+	}
+	return stream, err
+}
+
+// finish closes what begin opened: err is the launch's. The wait on the host happens without the lock.
+func (b *Buffer) finish(c *Call, where place, stream device.Stream, err error) error {
+	var ev *device.Event
+	if err == nil {
+		ev, err = b.settle(c, where, stream)
+	}
+	b.mu.Unlock()
+	if err == nil {
+		err = b.hostWait(ev)
+	}
+	b.leave()
+	return err
+}
+
+// abandon closes what begin opened when nothing was launched.
+func (b *Buffer) abandon(err error) error {
+	b.mu.Unlock()
+	b.leave()
+	return err
+}
+
+// header fills what all operations have in common and counts the call. The lock is held.
+func (b *Buffer) header(h *abi.OpHeader, op uint32, phase uint32, stream device.Stream) {
+	if phase != abi.PhaseRecv {
+		b.calls[op]++
+	}
+	b.headerFor(h, op, phase, stream, b.calls[op])
+}
+
+// headerFor is header for a call whose number is known: the second half of a call has that of the first.
+func (b *Buffer) headerFor(h *abi.OpHeader, op, phase uint32, stream device.Stream, number uint64) {
+	limit := b.opt.Timeout
+	if number == 1 {
+		limit = b.opt.FirstTimeout
+	}
+	h.Team, h.Stream, h.Call, h.TimeoutNS, h.NumSMs, h.Flags = b.team, uint64(stream), number, uint64(limit), 0, 0
+	b.members.Publish(LastCall{Op: op, Phase: phase, Number: number, Buffer: b.opt.ID})
+}
+
+// launched turns a launch's code into an error.
+func launched(op uint32, code, deviceError int32) error {
+	if code == 0 {
+		return nil
+	}
+	if deviceError != 0 {
+		return status.Errorf(status.Code(code), "%s could not be launched: %v (device error %d)", OpName(op), status.Code(code), deviceError)
+	}
+	return status.Errorf(status.Code(code), "%s could not be launched: %v", OpName(op), status.Code(code))
+}
+
+// timeouts are never less than a millisecond: 0 would mean not to wait at all.
+func atLeast(d time.Duration) time.Duration { return max(d, time.Millisecond) }

@@ -1,0 +1,53 @@
+package engine_test
+
+import (
+	"testing"
+
+	"github.com/deepep-go/deepep/internal/engine"
+)
+
+func TestNormalModeStreams(t *testing.T) {
+	r := newRig(t)
+	r.must(r.layout(&engine.Call{Stream: 1}))
+	r.expect("synchronous", "record a on 1", "C waits a", "layout #1 on C", "record b on C", "1 waits b")
+	ev, err := r.NewEvent()
+	r.must(err)
+	defer func() { r.must(ev.Destroy()) }()
+	r.must(r.layout(&engine.Call{Stream: 1, Async: true, Event: ev}))
+	r.expect("asynchronous", "record a on 1", "C waits a", "layout #2 on C", "record b on C")
+	r.must(ev.StreamWait(2))
+	r.must(r.layout(&engine.Call{Stream: 1, Async: true, Previous: ev}))
+	r.expect("after an event", "2 waits a", "C waits a", "layout #3 on C")
+	r.must(r.layout(&engine.Call{Stream: r.Info().CommStream}))
+	r.expect("on the communication stream itself", "layout #4 on C")
+}
+
+func TestCallsRunInOrderOnWhateverStreams(t *testing.T) {
+	r := newRig(t)
+	r.must(r.Barrier(&engine.Call{Stream: 1}))
+	r.must(r.Barrier(&engine.Call{Stream: 1}))
+	r.expect("one stream", "barrier #1 on 1 limit 7 ms", "record a on 1", "barrier #2 on 1 limit 5 ms", "record a on 1")
+	r.must(r.Barrier(&engine.Call{Stream: 2}))
+	r.expect("another", "2 waits a", "barrier #3 on 2 limit 5 ms", "record a on 2")
+	r.must(r.layout(&engine.Call{Stream: 2, Async: true}))
+	r.expect("then the communication stream", "record a on 2", "C waits a", "C waits b", "layout #1 on C")
+	r.must(r.Barrier(&engine.Call{Stream: 3}))
+	r.expect("and back", "record a on C", "3 waits a", "barrier #4 on 3 limit 5 ms", "record a on 3")
+}
+
+// Work inside a capture and work outside of it never wait for each other; a capture that ended leaves nothing to wait for.
+func TestCapturesStandApart(t *testing.T) {
+	r := newRig(t)
+	r.must(r.Barrier(&engine.Call{Stream: 1}))
+	r.read()
+	r.capturing(2)
+	r.must(r.Barrier(&engine.Call{Stream: 2}))
+	r.expect("captured after plain", "barrier #2 on 2 limit 5 ms", "record a on 2")
+	r.must(r.Barrier(&engine.Call{Stream: 3}))
+	r.expect("plain after captured", "barrier #3 on 3 limit 5 ms", "record a on 3")
+	r.must(r.Barrier(&engine.Call{Stream: 2}))
+	r.read()
+	r.capturing(4)
+	r.must(r.Barrier(&engine.Call{Stream: 4}))
+	r.expect("a second capture", "barrier #5 on 4 limit 5 ms", "record a on 4")
+}

@@ -1,0 +1,153 @@
+package engine
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"math/bits"
+	"sync/atomic"
+
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/device"
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// Segment is memory of this rank that its peers can write rows into, beside the buffer's own block.
+type Segment struct {
+	Index   int // the same on all ranks
+	Address uintptr
+	Bytes   uint64
+	buffer  *Buffer
+	memory  *device.Memory    // the user's count
+	shared  *device.Symmetric // the buffer's count, and the peers' mappings
+	used    atomic.Bool       // the user has not released it
+}
+
+// NewSegment makes one, of the same size on every rank. Collective; it waits.
+func (b *Buffer) NewSegment(c context.Context, bytes uint64) (*Segment, error) {
+	if bytes == 0 {
+		return nil, status.InvalidArg("bytes", bytes, "1 or more")
+	}
+	if !b.opt.Library.Has(abi.CapPeerRows) {
+		return nil, status.Errorf(status.Unsupported, "engine %s cannot write rows into a peer's segment", b.opt.Library.Kind)
+	}
+	if err := b.start(); err != nil {
+		return nil, err
+	}
+	defer b.leave()
+	mapped := b.onThisHost()
+	for rank := range mapped { // rows that cross nodes are staged
+		mapped[rank] = mapped[rank] && !b.top.Remote(b.rank, rank)
+	}
+	number, free := b.offerSegments()
+	exchange := b.exchanger(fmt.Sprintf("segment/%d", number))
+	index := -1
+	limited, done := b.limited(c)
+	defer done()
+	shared, err := b.dev.Share(limited, b.rank, bytes, mapped, func(c ctx, blob []byte, fds []int) ([]device.Message, error) {
+		all, err := exchange(c, append(binary.LittleEndian.AppendUint64(nil, free), blob...), fds)
+		if err == nil {
+			index, err = commonSegment(all)
+		}
+		return all, err
+	})
+	if err != nil {
+		return nil, err
+	}
+	s := &Segment{Index: index, Address: uintptr(shared.Local.Address), Bytes: bytes, buffer: b, memory: shared.Local.Retain(), shared: shared}
+	s.used.Store(true)
+	return s, b.enterSegment(s)
+}
+
+// offerSegments counts the collective call and says which numbers are free here, as bits.
+func (b *Buffer) offerSegments() (number uint64, free uint64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.segmentsMade++
+	for i, s := range b.segments {
+		if s == nil || !s.used.Load() {
+			free |= 1 << i
+		}
+	}
+	return b.segmentsMade, free
+}
+
+// commonSegment takes the free numbers off the messages' heads and finds the first that is free on every rank.
+func commonSegment(all []device.Message) (int, error) {
+	free := ^uint64(0)
+	for rank := range all {
+		m := &all[rank]
+		if len(m.Blob) < 8 {
+			return -1, status.Errorf(status.Internal, "rank %d offered a segment in %d bytes", rank, len(m.Blob))
+		}
+		free &= binary.LittleEndian.Uint64(m.Blob)
+		m.Blob = m.Blob[8:]
+	}
+	if free == 0 {
+		return -1, status.Errorf(status.InvalidState, "the buffer has %d segments that are not released on every rank, which is the limit", abi.MaxSegments)
+	}
+	return bits.TrailingZeros64(free), nil
+}
+
+// enterSegment makes it known to the kernels. Of a released one under its number only the peers' mappings are left.
+func (b *Buffer) enterSegment(s *Segment) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	old := b.segments[s.Index]
+	b.segments[s.Index] = s
+	for owner, address := range s.shared.Addresses {
+		if err := b.nameSegment(s.Index, owner, address, s.Bytes); err != nil {
+			return err
+		}
+	}
+	if old != nil {
+		return old.shared.Release()
+	}
+	return nil
+}
+
+func (b *Buffer) nameSegment(index, owner int, address, bytes uint64) error {
+	p := &kern.TeamSegmentParams{Team: b.team, Index: int32(index), Owner: int32(owner), Address: address, Bytes: bytes}
+	return kern.Error("dk_team_segment", b.opt.Library.TeamSegment(p), p.DeviceError)
+}
+
+// Drain waits for the present work of a stream of the caller, which may still use rows that are about to be given back.
+func (s *Segment) Drain(stream uintptr) error { return s.memory.Drain(device.Stream(stream)) }
+
+// Release says that no tensor lies in the segment any more, and frees its memory here. Local; once; also after Destroy.
+func (s *Segment) Release() error {
+	if !s.used.Swap(false) {
+		return status.Errorf(status.InvalidState, "the segment was released before")
+	}
+	var err error
+	if b := s.buffer; b.enter() == nil {
+		b.mu.Lock()
+		if err = b.nameSegment(s.Index, b.rank, 0, 0); err == nil {
+			err = s.shared.ReleaseLocal()
+		}
+		b.mu.Unlock()
+		b.leave()
+	}
+	if e := s.memory.Release(); err == nil {
+		err = e
+	}
+	return err
+}
+
+// checkSegment checks that rows lie where the caller says. -1: in no segment.
+func (b *Buffer) checkSegment(name string, index int32, offset, bytes uint64, address uintptr) error {
+	if index == -1 {
+		return nil
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if index < 0 || index >= abi.MaxSegments || b.segments[index] == nil || !b.segments[index].used.Load() {
+		return status.InvalidArg(name, index, "-1, or the number of a segment of this buffer")
+	}
+	s := b.segments[index]
+	if offset > s.Bytes || bytes > s.Bytes-offset || bytes > 0 && address != s.Address+uintptr(offset) {
+		return status.InvalidArg(name+"_offset", offset, fmt.Sprintf("a place in the segment's %d bytes where %d bytes of rows lie", s.Bytes, bytes))
+	}
+	return nil
+}

@@ -1,0 +1,147 @@
+package engine
+
+import (
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/device"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// States of a statistics page.
+const (
+	stateLive      = 1
+	stateFailed    = 2
+	stateDestroyed = 3
+)
+
+// PageHeader is what a statistics page says of itself.
+type PageHeader struct {
+	Rank, Size     int
+	BufferID       uint32
+	Engine, Device string
+}
+
+// StatsPage is memory that other processes can read. Its maker fills in the header.
+type StatsPage interface {
+	Bytes() []byte // page-aligned
+	Close() error
+}
+
+// statistics is a buffer's page: kernels count there, Stats reads.
+type statistics struct {
+	page  *device.HostPage
+	owner StatsPage // nil: memory of this process alone
+	head  *abi.StatsPage
+	bytes []uint64 // [op][peer]
+	waits []uint64
+	asked *device.Event // never recorded: a host that waits for it finds the page up to date
+}
+
+func newStatistics(b *Buffer) (s *statistics, err error) {
+	s = &statistics{}
+	if b.opt.NewPage != nil {
+		h := PageHeader{Rank: b.rank, Size: b.size, BufferID: b.opt.ID, Engine: b.opt.Library.Kind, Device: b.dev.Name}
+		if s.owner, err = b.opt.NewPage(h); err != nil {
+			return nil, err
+		}
+		if s.page, err = b.dev.Register(s.owner.Bytes()); err != nil {
+			_ = s.owner.Close() // the first error counts
+			return nil, err
+		}
+		s.head = (*abi.StatsPage)(unsafe.Pointer(unsafe.SliceData(s.page.Host)))
+	} else if err = s.privatePage(b); err != nil {
+		return nil, err
+	}
+	tables := unsafe.Slice((*uint64)(unsafe.Pointer(&s.page.Host[s.head.PeersOffset])), 2*abi.NumOps*b.size)
+	s.bytes, s.waits = tables[:abi.NumOps*b.size], tables[abi.NumOps*b.size:]
+	if s.asked, err = b.dev.NewEvent(); err != nil {
+		_ = s.close() // the first error counts
+		return nil, err
+	}
+	return s, nil
+}
+
+// privatePage makes a page that only this process reads. It keeps no trace: nobody could ask for it.
+func (s *statistics) privatePage(b *Buffer) (err error) {
+	head := int(unsafe.Sizeof(abi.StatsPage{}))
+	if s.page, err = b.dev.NewHostPage(head + 2*abi.NumOps*b.size*8); err != nil {
+		return err
+	}
+	s.head = (*abi.StatsPage)(unsafe.Pointer(unsafe.SliceData(s.page.Host)))
+	*s.head = abi.StatsPage{
+		Magic: abi.StatsMagic, Version: abi.StatsVersion, TotalBytes: uint32(len(s.page.Host)), NumOps: abi.NumOps,
+		Rank: int32(b.rank), NumRanks: int32(b.size), BufferID: b.opt.ID, State: stateLive, PeersOffset: uint64(head), TraceOffset: uint64(len(s.page.Host)),
+	}
+	return nil
+}
+
+func (s *statistics) setState(state uint32) { atomic.StoreUint32(&s.head.State, state) }
+
+func (s *statistics) close() error {
+	s.setState(stateDestroyed)
+	err := s.page.Close()
+	if s.asked != nil {
+		if e := s.asked.Destroy(); err == nil {
+			err = e
+		}
+	}
+	if s.owner != nil {
+		if e := s.owner.Close(); err == nil {
+			err = e
+		}
+	}
+	return err
+}
+
+// OpStats is what a buffer counted of one operation since it was made.
+type OpStats struct {
+	Calls, Errors       uint64
+	Bytes               uint64 // payload bytes sent
+	Wait, Total         time.Duration
+	P50, P99, P999, Max time.Duration // percentiles are upper bounds of histogram buckets
+	Mean                time.Duration
+	BytesToPeer         []uint64
+	WaitForPeer         []time.Duration
+}
+
+// Stats reads the counters of an operation (abi.Op*). It waits for no call and disturbs nobody. Kernels may leave the newest call
+// to be written out later; a wait on the host, be it for nothing, brings the page up to date.
+func (b *Buffer) Stats(op uint32) (OpStats, error) {
+	if op == 0 || op >= abi.NumOps {
+		return OpStats{}, status.InvalidArg("op", op, "1 (layout) to 9 (mask)")
+	}
+	if err := b.start(); err != nil {
+		return OpStats{}, err
+	}
+	defer b.leave()
+	if _, err := b.stats.asked.Wait(0); err != nil {
+		return OpStats{}, err
+	}
+	from := &b.stats.head.Ops[op]
+	var s OpStats
+	s.Calls, s.Errors = atomic.LoadUint64(&from.Calls), atomic.LoadUint64(&from.Errors)
+	s.Bytes = atomic.LoadUint64(&from.Bytes)
+	s.Wait, s.Total = time.Duration(atomic.LoadUint64(&from.WaitNS)), time.Duration(atomic.LoadUint64(&from.TotalNS))
+	greatest := atomic.LoadUint64(&from.MaxNS)
+	s.Max = time.Duration(greatest)
+	var hist [plan.HistogramBuckets]uint64
+	for i := range hist {
+		hist[i] = atomic.LoadUint64(&from.Hist[i])
+	}
+	percentile := func(share float64) time.Duration { return time.Duration(plan.Percentile(&hist, share, greatest)) }
+	s.P50, s.P99, s.P999 = percentile(0.5), percentile(0.99), percentile(0.999)
+	if s.Calls > 0 {
+		s.Mean = s.Total / time.Duration(s.Calls)
+	}
+	s.BytesToPeer, s.WaitForPeer = make([]uint64, b.size), make([]time.Duration, b.size)
+	for peer := range b.size {
+		at := int(op)*b.size + peer
+		s.BytesToPeer[peer] = atomic.LoadUint64(&b.stats.bytes[at])
+		s.WaitForPeer[peer] = time.Duration(atomic.LoadUint64(&b.stats.waits[at]))
+	}
+	return s, nil
+}

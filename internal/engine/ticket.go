@@ -1,0 +1,82 @@
+package engine
+
+import (
+	"fmt"
+
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/device"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// Which operation a ticket is for.
+const (
+	opDispatch = 0
+	opCombine  = 1
+)
+
+// numSends is how many sends of an operation may be without their receive: as many as there are wire slots.
+const numSends = 2
+
+// ticket joins the two halves of a low-latency call. Its public number has the place in the low bits and a generation
+// above, so that a ticket of an earlier call is recognised.
+type ticket struct {
+	open   bool // sent, not received
+	word   uint32
+	id     uint32
+	number uint64 // of the call
+	slot   uint64 // combines sent before it
+	stream device.Stream
+	shape  plan.LowLatency
+}
+
+// admit finds the ticket of a half or makes one, without counting anything yet. The lock is held.
+func (b *Buffer) admit(op int, phases, id uint32, shape *plan.LowLatency, stream device.Stream) (*ticket, error) {
+	if phases == abi.PhaseRecv {
+		return b.redeem(op, id, shape, stream)
+	}
+	name := [2]string{"low-latency dispatch", "low-latency combine"}[op]
+	for i := range b.tickets[op] {
+		t := &b.tickets[op][i]
+		if t.open {
+			continue
+		}
+		call := uint32(abi.OpLLDispatch + op)
+		b.calls[call]++
+		place := uint32(op*numSends + i)
+		*t = ticket{word: place, id: (t.id/abi.NumTickets+1)*abi.NumTickets + place, number: b.calls[call], stream: stream, shape: *shape}
+		if op == opCombine {
+			t.slot = b.combines
+		}
+		return t, nil
+	}
+	return nil, status.Errorf(status.InvalidState, "two sends of %s are without their receive half: a third has no room; receive first (call the hooks)", name)
+}
+
+// redeem finds the send that a receive half belongs to.
+func (b *Buffer) redeem(op int, id uint32, shape *plan.LowLatency, stream device.Stream) (*ticket, error) {
+	t := &b.tickets[op][id%numSends]
+	switch {
+	case t.id != id || !t.open:
+		return nil, status.InvalidArg("ticket", id, "that of a send half whose receive half has not been issued yet")
+	case t.shape != *shape:
+		return nil, status.InvalidArg("shape", fmt.Sprintf("%+v", *shape), fmt.Sprintf("that of the send half: %+v", t.shape))
+	case t.stream != stream:
+		return nil, status.InvalidArg("stream", fmt.Sprintf("%#x", uint64(stream)), fmt.Sprintf("that of the send half: %#x", uint64(t.stream)))
+	}
+	return t, nil
+}
+
+// issued keeps account of a half that was launched, or could not be, and gives the public number of its ticket.
+func (b *Buffer) issued(t *ticket, phases uint32, code int32) uint32 {
+	switch {
+	case code != 0 && phases != abi.PhaseRecv:
+		t.open = false
+	case code == 0:
+		t.open = phases == abi.PhaseSend
+		if phases != abi.PhaseRecv && t.word >= numSends {
+			b.combines++
+		}
+	}
+	return t.id
+}

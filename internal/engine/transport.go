@@ -1,0 +1,187 @@
+package engine
+
+import (
+	"fmt"
+	"slices"
+	"time"
+	"unsafe"
+
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// RDMAOptions say how ranks are reached that loads and stores do not reach.
+type RDMAOptions struct {
+	Queues     plan.Queues // toward each of them
+	Everywhere bool        // low-latency calls go this way to all other ranks, those of the own node included
+	MaxTokens  int         // the largest B that low-latency calls may have then; 0: no limit
+	Workspace  uint64      // what flags and counts may take at most; 0: no limit
+	Seed       uint64      // of delays and orders, where the library makes them
+	Late       bool        // for tests: everything takes effect as late as it may
+}
+
+// usesTransport says whether any rank is reached through queue pairs.
+func (b *Buffer) usesTransport() bool {
+	return b.size > 1 && (b.top.Nodes() > 1 || b.opt.LowLatency && b.opt.RDMA.Everywhere)
+}
+
+// remotePeers are the ranks that this one has queue pairs to, in the order of creation.
+func (b *Buffer) remotePeers() []int32 {
+	if !b.usesTransport() {
+		return nil
+	}
+	order := b.top.PeerOrder(b.rank)
+	if !b.opt.LowLatency || !b.opt.RDMA.Everywhere {
+		order = order[:b.top.NumRemote()]
+	}
+	peers := make([]int32, len(order))
+	for i, rank := range order {
+		peers[i] = int32(rank)
+	}
+	return peers
+}
+
+// whyQueues says what makes a transport necessary.
+func (b *Buffer) whyQueues() string {
+	if b.top.Nodes() == 1 {
+		return "allow_nvlink_for_low_latency_mode = 0 asks for RDMA among all ranks"
+	}
+	return fmt.Sprintf("%d ranks with num_nvl_peers = %d are %d nodes", b.size, b.top.Peers, b.top.Nodes())
+}
+
+// unsupported adds the reason where a library refuses to go beyond loads and stores.
+func (b *Buffer) unsupported(err error) error {
+	if status.CodeOf(err) != status.Unsupported || !b.usesTransport() {
+		return err
+	}
+	return status.Errorf(status.Unsupported, "%s, and the kernels of engine %s (%s) reach ranks by loads and stores alone: %w",
+		b.whyQueues(), b.opt.Library.Kind, b.opt.Library.Path, err)
+}
+
+// checkReach refuses ranks that the library cannot reach. A transport whose blocks are mapped here joins nodes of one host only.
+func (b *Buffer) checkReach() error {
+	if b.usesTransport() && !b.opt.Library.HasTransport() {
+		return status.Errorf(status.Unsupported, "%s, and the kernel library of engine %s (%s) has no transport", b.whyQueues(), b.opt.Library.Kind, b.opt.Library.Path)
+	}
+	for rank := range b.size {
+		remote := b.top.Remote(b.rank, rank)
+		if b.members.Peer(rank).SameHost || remote && b.opt.Library.HasTransportHeap() {
+			continue
+		}
+		if remote {
+			return status.Errorf(status.Unsupported, "%s is on another host: the transport of engine %s joins nodes of one host only",
+				b.members.Describe(rank), b.opt.Library.Kind)
+		}
+		return status.Errorf(status.Unsupported, "%s is on another host, and num_nvl_peers = %d puts it into this rank's node: engine %s reaches only ranks of this host",
+			b.members.Describe(rank), b.top.Peers, b.opt.Library.Kind)
+	}
+	return nil
+}
+
+// reach is where the ranks' blocks lie here, for whom. The slices are what C reads: they stay on the heap, where objects do
+// not move.
+type reach struct {
+	peers []int32  // ranks with queue pairs, in the order of creation
+	nic   []uint64 // by rank: for the transport; 0: no queue pairs
+	near  []uint64 // by rank: for loads and stores; 0: on another node, even where it is mapped for the transport
+}
+
+func (b *Buffer) findReach() {
+	b.reach = reach{peers: b.remotePeers(), nic: make([]uint64, b.size), near: make([]uint64, b.size)}
+	b.reach.nic[b.rank] = b.block.Addresses[b.rank]
+	for _, rank := range b.reach.peers {
+		b.reach.nic[rank] = b.block.Addresses[rank]
+	}
+	for rank, address := range b.block.Addresses {
+		if !b.top.Remote(b.rank, rank) {
+			b.reach.near[rank] = address
+		}
+	}
+}
+
+// openTransport connects the queue pairs, once the blocks of all ranks are mapped.
+func (b *Buffer) openTransport() error {
+	if len(b.reach.peers) == 0 {
+		return nil
+	}
+	o := &b.opt.RDMA
+	p := &kern.TransportOpenParams{
+		Device: b.dev.Handle(), Rank: int32(b.rank), NumRanks: int32(b.size), NumQPs: int32(o.Queues.PerPeer), QPDepth: int32(o.Queues.Depth),
+		NumPeers: int32(len(b.reach.peers)), HostPeers: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b.reach.peers)))),
+		HostBlocks: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b.reach.nic)))), BlockBytes: b.regions.Total, Seed: o.Seed,
+	}
+	if o.Late {
+		p.Flags |= abi.TransportLate
+	}
+	if code := b.opt.Library.TransportOpen(p); status.Code(code) == status.Unsupported && o.Late {
+		return status.Errorf(status.Unsupported, "DEEPEP_SOFTWARE_RDMA asks for late RDMA, and that of engine %s is not software", b.opt.Library.Kind)
+	} else if code != 0 {
+		return fmt.Errorf("%d queue pairs of depth %d toward each of %d ranks: %w", p.NumQPs, p.QPDepth, p.NumPeers,
+			kern.Error("dk_transport_open", code, p.DeviceError))
+	}
+	b.transport = p.Transport
+	return nil
+}
+
+// teamFlags are the library's flags for this buffer (abi.Team*).
+func (b *Buffer) teamFlags() (flags uint32) {
+	if b.opt.Shrink {
+		flags |= abi.TeamShrink
+	}
+	if b.opt.LowLatency {
+		flags |= abi.TeamLowLatency
+		if b.opt.RDMA.Everywhere && b.size > 1 {
+			flags |= abi.TeamLLTransport
+		}
+	}
+	return flags
+}
+
+// losePeer drops what is queued for a rank that is dead or has left, so that nothing waits for room there.
+func (b *Buffer) losePeer(rank int) {
+	if b.transport == 0 || !slices.Contains(b.reach.peers, int32(rank)) {
+		return
+	}
+	p := &kern.TransportLoseParams{Transport: b.transport, Peer: int32(rank)}
+	if code := b.opt.Library.TransportLose(p); code != 0 {
+		b.log.Warn(kern.Error("dk_transport_lose", code, p.DeviceError).Error())
+	}
+}
+
+// deliver waits until queue pairs have brought to the peers what this rank's last calls posted: they may be waiting for it.
+// What late or lost peers have not taken by then is dropped where a host waits for it; false: a device still does.
+func (b *Buffer) deliver(limit time.Duration) bool {
+	if b.transport == 0 {
+		return true
+	}
+	p := &kern.TransportQuietParams{Transport: b.transport, Peer: -1, QP: -1, TimeoutNS: uint64(limit)}
+	if !b.dev.HostStream() {
+		p.Stream = uint64(b.comm)
+	}
+	if b.opt.Library.TransportQuiet(p) != 0 || b.dev.HostStream() || b.order.end.Record(b.comm) != nil {
+		return true
+	}
+	done, err := b.order.end.Wait(limit)
+	return done || err != nil
+}
+
+// closeTransport ends the queue pairs. The team is gone, the peers' memory is still mapped.
+func (b *Buffer) closeTransport() error {
+	if b.transport == 0 {
+		return nil
+	}
+	p := &kern.TransportCloseParams{Transport: b.transport}
+	code := b.opt.Library.TransportClose(p)
+	b.transport = 0
+	return kern.Error("dk_transport_close", code, p.DeviceError)
+}
+
+// checkRDMATokens holds low-latency calls to the limit that the user set for them.
+func (b *Buffer) checkRDMATokens(numMaxTokens int32) error {
+	if limit := b.opt.RDMA.MaxTokens; limit > 0 && int(numMaxTokens) > limit && b.usesTransport() {
+		return status.InvalidArg("num_max_dispatch_tokens_per_rank", numMaxTokens, "at most DEEPEP_NUM_MAX_RDMA_TOKENS = "+itoa(int32(limit))+" between nodes")
+	}
+	return nil
+}

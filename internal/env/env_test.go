@@ -1,0 +1,151 @@
+package env_test
+
+import (
+	"errors"
+	"math"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/env"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+func from(vars map[string]string) func(string) string {
+	return func(n string) string { return vars[n] }
+}
+
+func TestDefaults(t *testing.T) {
+	got, err := env.Load(from(nil))
+	want := env.Settings{
+		Engine: "auto", Timeout: 100 * time.Second, FirstTimeout: 300 * time.Second, LogLevel: "warn",
+		MaxNVLPeers: 8, Heartbeat: 100 * time.Millisecond, Stats: true, ISA: "auto", RDMA: env.RDMA{MaxPeers: 1024},
+	}
+	if err != nil || got != want {
+		t.Errorf("got %+v, %v\nwant %+v", got, err, want)
+	}
+}
+
+func TestEverySettingIsRead(t *testing.T) {
+	got, err := env.Load(from(map[string]string{
+		"DEEPEP_ENGINE": "CPU", "DEEPEP_KERNELS": "/opt/k", "DEEPEP_TIMEOUT_MS": "1500", "DEEPEP_FIRST_TIMEOUT_MS": " 2500\n",
+		"DEEPEP_LOG": "Debug:/tmp/a:b.log", "DEEPEP_NUM_MAX_NVL_PEERS": "4", "NUM_MAX_NVL_PEERS": "2", "DEEPEP_INTERFACE": "ib0",
+		"DEEPEP_HEARTBEAT_MS": "20", "DEEPEP_STATS": "off", "DEEPEP_ISA": "avx2",
+		"DEEPEP_NUM_MAX_RDMA_PEERS": "20", "NUM_MAX_RDMA_PEERS": "21", "DEEPEP_NUM_WORKSPACE_BYTES": "33554432", "DEEPEP_NUM_QPS_PER_RANK": "12",
+		"DEEPEP_QP_DEPTH": "2048", "NVSHMEM_QP_DEPTH": "512", "DEEPEP_NUM_MAX_RDMA_TOKENS": "256", "DEEPEP_SOFTWARE_RDMA": "18446744073709551615:Late",
+	}))
+	want := env.Settings{
+		Engine: "cpu", Kernels: "/opt/k", Timeout: 1500 * time.Millisecond, FirstTimeout: 2500 * time.Millisecond,
+		LogLevel: "debug", LogPath: "/tmp/a:b.log", MaxNVLPeers: 4, Interface: "ib0", Heartbeat: 20 * time.Millisecond,
+		Stats: false, ISA: "avx2",
+		RDMA: env.RDMA{MaxPeers: 20, WorkspaceBytes: 32 << 20, QPs: 12, QPDepth: 2048, MaxTokens: 256, Seed: math.MaxUint64, Late: true},
+	}
+	if err != nil || got != want {
+		t.Errorf("got %+v, %v\nwant %+v", got, err, want)
+	}
+}
+
+func TestOldNameOfNVLPeers(t *testing.T) {
+	got, err := env.Load(from(map[string]string{"NUM_MAX_NVL_PEERS": "2"}))
+	if err != nil || got.MaxNVLPeers != 2 {
+		t.Errorf("got %d, %v", got.MaxNVLPeers, err)
+	}
+	_, err = env.Load(from(map[string]string{"NUM_MAX_NVL_PEERS": "two"}))
+	if err == nil || !strings.HasPrefix(err.Error(), "variable NUM_MAX_NVL_PEERS: ") {
+		t.Errorf("the error must name the variable that was set: %v", err)
+	}
+}
+
+// Names of V1's sources and of NVSHMEM count, each after the library's own and in a fixed order.
+func TestOldNamesOfRDMASettings(t *testing.T) {
+	for _, c := range []struct {
+		vars map[string]string
+		want env.RDMA
+	}{
+		{map[string]string{"NUM_MAX_RDMA_PEERS": "20"}, env.RDMA{MaxPeers: 20}},
+		{map[string]string{"NUM_WORKSPACE_BYTES": "4096"}, env.RDMA{MaxPeers: 1024, WorkspaceBytes: 4096}},
+		{map[string]string{"DEEPEP_NUM_WORKSPACE_BYTES": "1", "NUM_WORKSPACE_BYTES": "2"}, env.RDMA{MaxPeers: 1024, WorkspaceBytes: 1}},
+		{map[string]string{"NVSHMEM_IBGDA_QP_DEPTH": "256"}, env.RDMA{MaxPeers: 1024, QPDepth: 256}},
+		{map[string]string{"NVSHMEM_IBGDA_QP_DEPTH": "256", "NVSHMEM_QP_DEPTH": "128"}, env.RDMA{MaxPeers: 1024, QPDepth: 128}},
+		{map[string]string{"DEEPEP_QP_DEPTH": "7", "NVSHMEM_IBGDA_QP_DEPTH": "256"}, env.RDMA{MaxPeers: 1024, QPDepth: 7}},
+		{map[string]string{"DEEP_EP_NUM_MAX_RDMA_TOKENS": "64"}, env.RDMA{MaxPeers: 1024, MaxTokens: 64}},
+		{map[string]string{"DEEPEP_NUM_MAX_RDMA_TOKENS": "65", "DEEP_EP_NUM_MAX_RDMA_TOKENS": "64"}, env.RDMA{MaxPeers: 1024, MaxTokens: 65}},
+		{map[string]string{"DEEPEP_SOFTWARE_RDMA": "7"}, env.RDMA{MaxPeers: 1024, Seed: 7}},
+	} {
+		if got, err := env.Load(from(c.vars)); err != nil || got.RDMA != c.want {
+			t.Errorf("%v: got %+v, %v\nwant %+v", c.vars, got.RDMA, err, c.want)
+		}
+	}
+	if _, err := env.Load(from(map[string]string{"NVSHMEM_QP_DEPTH": "deep"})); err == nil || !strings.HasPrefix(err.Error(), "variable NVSHMEM_QP_DEPTH: ") {
+		t.Errorf("the error must name the variable that was set: %v", err)
+	}
+}
+
+func TestBadValuesNameVariableValueAllowed(t *testing.T) {
+	for _, c := range []struct{ name, value, allowed string }{
+		{"DEEPEP_ENGINE", "tpu", "auto, cpu, cuda"},
+		{"DEEPEP_KERNELS", "a\x00b", "a path of at most 4095 bytes without NUL"},
+		{"DEEPEP_TIMEOUT_MS", "0", "a whole number from 1 to 604800000"},
+		{"DEEPEP_FIRST_TIMEOUT_MS", "1e3", "a whole number from 1 to 604800000"},
+		{"DEEPEP_LOG", "loud", "debug, info, warn, error, off, each with an optional :path after it"},
+		{"DEEPEP_NUM_MAX_NVL_PEERS", "0", "a whole number from 1 to 1024"},
+		{"DEEPEP_INTERFACE", "eth 0", "the name or address of a network interface"},
+		{"DEEPEP_HEARTBEAT_MS", "5", "a whole number from 10 to 1000"},
+		{"DEEPEP_STATS", "maybe", "on, off"},
+		{"DEEPEP_NUM_MAX_RDMA_PEERS", "0", "a whole number from 1 to 1024"},
+		{"DEEPEP_NUM_WORKSPACE_BYTES", "32MB", "a whole number from 1 to 140737488355328"},
+		{"DEEPEP_NUM_QPS_PER_RANK", "1025", "a whole number from 1 to 1024"},
+		{"DEEPEP_QP_DEPTH", "65536", "a whole number from 1 to 32768"},
+		{"DEEP_EP_NUM_MAX_RDMA_TOKENS", "16384", "a whole number from 1 to 16383"},
+		{"DEEPEP_SOFTWARE_RDMA", "7:early", "a seed (a whole number), with an optional :late after it"},
+		{"DEEPEP_SOFTWARE_RDMA", "late", "a seed (a whole number), with an optional :late after it"},
+		{"DEEPEP_SOFTWARE_RDMA", "7:", "a seed (a whole number), with an optional :late after it"},
+		{"DEEPEP_ISA", "sse9", "auto, baseline, avx2, avx512"},
+	} {
+		_, err := env.Load(from(map[string]string{c.name: c.value}))
+		if !errors.Is(err, status.ErrInvalidArgument) {
+			t.Errorf("%s=%q: %v", c.name, c.value, err)
+			continue
+		}
+		shown := strings.ReplaceAll(c.value, "\x00", `\x00`)
+		if want := "variable " + c.name + `: got "` + shown + `", allowed ` + c.allowed; err.Error() != want {
+			t.Errorf("text %q\nwant %q", err, want)
+		}
+	}
+}
+
+func TestAllBadValuesAtOnce(t *testing.T) {
+	_, err := env.Load(from(map[string]string{"DEEPEP_ISA": "x", "DEEPEP_ENGINE": strings.Repeat("ä", 500)}))
+	if err == nil || !strings.Contains(err.Error(), "DEEPEP_ISA") || !strings.Contains(err.Error(), "DEEPEP_ENGINE") {
+		t.Fatalf("both must be named: %v", err)
+	}
+	if len(err.Error()) > 400 || !strings.Contains(err.Error(), "ä…") {
+		t.Errorf("a long value must be clipped on a character: %d bytes", len(err.Error()))
+	}
+}
+
+// FuzzLoad: whatever one variable holds, Load answers with settings inside their limits or with an error that names it.
+func FuzzLoad(f *testing.F) {
+	names := []string{
+		"DEEPEP_ENGINE", "DEEPEP_KERNELS", "DEEPEP_TIMEOUT_MS", "DEEPEP_FIRST_TIMEOUT_MS", "DEEPEP_LOG", "DEEPEP_NUM_MAX_NVL_PEERS",
+		"NUM_MAX_NVL_PEERS", "DEEPEP_INTERFACE", "DEEPEP_HEARTBEAT_MS", "DEEPEP_STATS", "DEEPEP_ISA",
+		"NUM_MAX_RDMA_PEERS", "NUM_WORKSPACE_BYTES", "DEEPEP_NUM_QPS_PER_RANK", "NVSHMEM_QP_DEPTH", "DEEPEP_NUM_MAX_RDMA_TOKENS", "DEEPEP_SOFTWARE_RDMA",
+	}
+	for i, v := range []string{"cpu", "/x", "100", "+7", "info:/tmp/x", "8", "9", "eth0", "99", "on", "0", "avx512", "\xff:", "-0", "5:late", "33554432"} {
+		f.Add(i, v)
+	}
+	f.Fuzz(func(t *testing.T, which int, value string) {
+		name := names[int(uint(which)%uint(len(names)))]
+		s, err := env.Load(from(map[string]string{name: value}))
+		if err != nil {
+			if !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), name) {
+				t.Fatalf("%s=%q: %v", name, value, err)
+			}
+			return
+		}
+		if s.Timeout < time.Millisecond || s.FirstTimeout < time.Millisecond || s.Heartbeat < 10*time.Millisecond ||
+			s.Heartbeat > time.Second || s.MaxNVLPeers < 1 || s.RDMA.MaxPeers < 1 || s.RDMA.QPDepth < 0 || s.Engine == "" || s.ISA == "" || s.LogLevel == "" {
+			t.Fatalf("%s=%q accepted as %+v", name, value, s)
+		}
+	})
+}

@@ -1,0 +1,134 @@
+package kern
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/dl"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// fake builds a library that has every function but those whose names begin like without; all return code 0 but dk_barrier, and dk_info
+// reports an interface version.
+func fake(t *testing.T, version int, without string) dl.Query {
+	t.Helper()
+	gcc, err := exec.LookPath("gcc")
+	if err != nil {
+		t.Skip("needs gcc to make a library")
+	}
+	var fn functions
+	source := "#include \"kernels.h\"\n#include <string.h>\n"
+	names := allSymbols(&fn)
+	for name := range names {
+		body := "return 0;"
+		if without != "" && strings.HasPrefix(name, without) {
+			continue
+		}
+		switch name {
+		case "dk_info":
+			body = fmt.Sprintf(`p->abi_version = %d; p->caps = 5; p->num_devices = 2; strcpy(p->kind, "fake"); strcpy(p->build, "b1"); return 0;`, version)
+		case "dk_barrier":
+			body = "p->device_error = 77; return p->size == sizeof(*p) ? DK_EDEVICE : DK_EVERSION;"
+		}
+		source += fmt.Sprintf("int32_t %s(%s_params *p) { (void)p; %s }\n", name, name, body)
+	}
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "x.c"), []byte(source), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(gcc, "-shared", "-fPIC", "-I", "../../kernels/abi", "-o", filepath.Join(dir, "libfake.so"), filepath.Join(dir, "x.c"))
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	return dl.Query{File: "libfake.so", Dir: dir}
+}
+
+// allSymbols are the names of the functions that every library has, and of the optional ones.
+func allSymbols(fn *functions) map[string]*uintptr {
+	names := fn.symbols()
+	maps.Copy(names, fn.transport.symbols())
+	maps.Copy(names, fn.heap.symbols())
+	return names
+}
+
+func TestLoad(t *testing.T) {
+	l, err := Load(fake(t, abi.Version, ""))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if l.Kind != "fake" || l.Build != "b1" || l.NumDevices != 2 || !l.Has(abi.CapHostStream|abi.CapPeerRows) || l.Has(abi.CapGraph) {
+		t.Errorf("%+v", l)
+	}
+	p := &BarrierParams{}
+	code := l.Barrier(p)
+	err = Error("dk_barrier", code, p.DeviceError)
+	if !errors.Is(err, status.ErrDevice) || !strings.Contains(err.Error(), "dk_barrier") || !strings.Contains(err.Error(), "77") {
+		t.Errorf("code %d: %v", code, err)
+	}
+	if allocs := testing.AllocsPerRun(100, func() { l.Barrier(p) }); allocs != 0 {
+		t.Errorf("%v allocations a call", allocs)
+	}
+}
+
+func TestLoadRefusesAnotherVersionAndNamesBoth(t *testing.T) {
+	_, err := Load(fake(t, abi.Version+1, ""))
+	if !errors.Is(err, status.ErrVersion) || !strings.Contains(err.Error(), fmt.Sprintf("version %d, this library needs %d", abi.Version+1, abi.Version)) {
+		t.Error(err)
+	}
+}
+
+func TestLoadNamesTheMissingFunction(t *testing.T) {
+	_, err := Load(fake(t, abi.Version, "dk_combine"))
+	if !errors.Is(err, status.ErrNotFound) || !strings.Contains(err.Error(), "no function dk_combine") {
+		t.Error(err)
+	}
+}
+
+// A library may do without a transport, or without memory of the transport's own, but not with a part of them.
+func TestTransportIsOptional(t *testing.T) {
+	for without, want := range map[string][2]bool{"": {true, true}, "dk_transport": {}, "dk_transport_attach": {true, false}} {
+		l, err := Load(fake(t, abi.Version, without))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if have := [2]bool{l.HasTransport(), l.HasTransportHeap()}; have != want {
+			t.Errorf("without %q: transport and its memory %v, want %v", without, have, want)
+		}
+	}
+	for _, without := range []string{"dk_transport_quiet", "dk_transport_free"} {
+		_, err := Load(fake(t, abi.Version, without))
+		if !errors.Is(err, status.ErrNotFound) || !strings.Contains(err.Error(), "no function "+without) {
+			t.Error(err)
+		}
+	}
+}
+
+// Every function that the header declares is bound here, and no other.
+func TestSymbolsAreThoseOfTheHeader(t *testing.T) {
+	text, err := os.ReadFile("../../kernels/abi/kernels.h")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var want, have []string
+	for _, m := range regexp.MustCompile(`(?m)^int32_t (dk_\w+)\(`).FindAllStringSubmatch(string(text), -1) {
+		want = append(want, m[1])
+	}
+	var fn functions
+	for name := range allSymbols(&fn) {
+		have = append(have, name)
+	}
+	slices.Sort(want)
+	slices.Sort(have)
+	if !slices.Equal(want, have) {
+		t.Errorf("header %q\nhere %q", want, have)
+	}
+}

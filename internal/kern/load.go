@@ -1,0 +1,95 @@
+package kern
+
+import (
+	"bytes"
+	"maps"
+	"slices"
+
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/dl"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// Library is a loaded kernel library of the right version.
+type Library struct {
+	Path       string
+	Kind       string // "cpu", "cuda"
+	Build      string // ranks of a buffer must have the same
+	Caps       uint32 // abi.Cap*
+	NumDevices int
+	Reason     string // why no device can be used, where NumDevices is 0
+
+	fn functions
+}
+
+// Load finds a kernel library, resolves all its functions and compares versions.
+func Load(q dl.Query) (*Library, error) {
+	l := &Library{}
+	if err := dl.Find(q, l.bind); err != nil {
+		return nil, err
+	}
+	return l, nil
+}
+
+// bind fills l from an open file, or says what does not fit.
+func (l *Library) bind(file *dl.Library) error {
+	var fn functions
+	if err := resolve(file, fn.symbols()); err != nil {
+		return err
+	}
+	// With the first of an optional group all must be there.
+	for first, group := range map[string]map[string]*uintptr{"dk_transport_open": fn.transport.symbols(), "dk_transport_attach": fn.heap.symbols()} {
+		if _, err := file.Symbol(first); err != nil {
+			continue
+		}
+		if err := resolve(file, group); err != nil {
+			return err
+		}
+	}
+	*l = Library{Path: file.Path, fn: fn}
+	p := &InfoParams{}
+	code := l.Info(p)
+	if p.ABIVersion != 0 && p.ABIVersion != abi.Version {
+		return status.Errorf(status.Version, "%s has kernel interface version %d, this library needs %d", file.Path, p.ABIVersion, abi.Version)
+	}
+	if code != 0 {
+		return Error("dk_info", code, p.DeviceError)
+	}
+	l.Kind, l.Build, l.Reason = Text(p.Kind[:]), Text(p.Build[:]), Text(p.Reason[:])
+	l.Caps, l.NumDevices = p.Caps, int(p.NumDevices)
+	return nil
+}
+
+// resolve finds every function; the first missing one in the order of the alphabet is named.
+func resolve(file *dl.Library, symbols map[string]*uintptr) error {
+	for _, name := range slices.Sorted(maps.Keys(symbols)) {
+		address, err := file.Symbol(name)
+		if err != nil {
+			return err
+		}
+		*symbols[name] = address
+	}
+	return nil
+}
+
+// Has says whether the library has all of the capabilities (abi.Cap*).
+func (l *Library) Has(caps uint32) bool { return l.Caps&caps == caps }
+
+// Error makes an error of a code that a function returned; nil for DK_OK.
+func Error(function string, code, deviceError int32) error {
+	switch {
+	case code == 0:
+		return nil
+	case deviceError != 0:
+		return status.Errorf(status.Code(code), "%s: %v (device error %d)", function, status.Code(code), deviceError)
+	}
+	return status.Errorf(status.Code(code), "%s: %v", function, status.Code(code))
+}
+
+// Text reads a NUL-terminated field.
+func Text(field []byte) string {
+	if i := bytes.IndexByte(field, 0); i >= 0 {
+		field = field[:i]
+	}
+	return string(field)
+}

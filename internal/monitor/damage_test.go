@@ -1,0 +1,182 @@
+package monitor
+
+import (
+	"encoding/binary"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/testutil/pagetest"
+)
+
+func TestDamagedPagesAreSkippedWithAWord(t *testing.T) {
+	dir := folder(t)
+	good := create(t, dir, meta)
+	whole, err := os.ReadFile(good.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	field := func(offset uintptr, n int, v uint64) []byte {
+		b := append([]byte(nil), whole...)
+		var word [8]byte
+		binary.LittleEndian.PutUint64(word[:], v)
+		copy(b[offset:], word[:n])
+		return b
+	}
+	var h abi.StatsPage
+	for i, c := range []struct {
+		bytes []byte
+		want  string
+	}{
+		{nil, "0 bytes"},
+		{whole[:100], "100 bytes"},
+		{whole[:len(whole)-8], "says"},
+		{field(unsafe.Offsetof(h.Magic), 8, 12345), "mark"},
+		{field(unsafe.Offsetof(h.Version), 4, 9), "version 9"},
+		{field(unsafe.Offsetof(h.TotalBytes), 4, 1<<31), "says 2147483648"},
+		{field(unsafe.Offsetof(h.NumOps), 4, 11), "11 operations"},
+		{field(unsafe.Offsetof(h.NumRanks), 4, 1<<31-1), "2147483647 ranks"},
+		{field(unsafe.Offsetof(h.Rank), 4, 4), "rank 4 of 4"},
+		{field(unsafe.Offsetof(h.State), 4, 0), "state 0"},
+		{field(unsafe.Offsetof(h.PeersOffset), 8, 1<<63), "table of peers"},
+		{field(unsafe.Offsetof(h.PeersOffset), 8, uint64(len(whole)-8)), "table of peers"},
+		{field(unsafe.Offsetof(h.TraceOffset), 8, 1<<64-8), "trace of 8"},
+		{field(unsafe.Offsetof(h.TraceLen), 8, 1<<60), "trace of"},
+		{field(unsafe.Offsetof(h.PID), 4, 1), "page of process 1"},
+	} {
+		name := fileName{pid: os.Getpid(), start: good.header().StartTime, number: uint32(100 + i), namespace: pidNamespace()}
+		path := filepath.Join(dir, name.String())
+		if err := os.WriteFile(path, c.bytes, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		entries, err := List(dir)
+		if err != nil || len(entries) != 2 || entries[0].Stats == nil {
+			t.Fatalf("%s: %d entries, %v", c.want, len(entries), err)
+		}
+		if e := entries[1]; e.Path != path || e.Stats != nil || e.Err == nil || !strings.Contains(e.Err.Error(), c.want) {
+			t.Errorf("want %q: %+v", c.want, e)
+		}
+		if err := os.Remove(path); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestStrangeFiles: things that are no pages neither block nor kill the reader.
+func TestStrangeFiles(t *testing.T) {
+	dir := folder(t)
+	create(t, dir, meta)
+	if err := errors.Join(
+		unix.Mkfifo(filepath.Join(dir, "1-1-1-1.page"), 0o600),
+		os.Symlink("/etc/passwd", filepath.Join(dir, "1-1-2-1.page")),
+		os.Mkdir(filepath.Join(dir, "1-1-3-1.page"), 0o700),
+		os.WriteFile(filepath.Join(dir, "notes.txt"), nil, 0o600),
+		os.WriteFile(filepath.Join(dir, "x.page"), nil, 0o600),
+		os.Truncate(filepath.Join(dir, "x.page"), 1<<40),
+	); err != nil {
+		t.Fatal(err)
+	}
+	entries, err := List(dir)
+	if err != nil || len(entries) != 5 || entries[0].Err != nil {
+		t.Fatalf("%d entries, %v", len(entries), err)
+	}
+	for _, e := range entries[1:] {
+		if e.Err == nil {
+			t.Errorf("%s passed for a page", e.Path)
+		}
+	}
+	if entries, err := List(filepath.Join(dir, "absent")); err != nil || len(entries) != 0 {
+		t.Errorf("an absent folder: %v %v", entries, err)
+	}
+}
+
+func TestTextsDoNotReachTheTerminal(t *testing.T) {
+	m := meta
+	m.Group = "a\x1b[2Jb\xff"
+	s, err := create(t, folder(t), m).Snapshot()
+	if err != nil || s.Group != "a?[2Jb?" {
+		t.Errorf("%q %v", s.Group, err)
+	}
+}
+
+func TestParseStat(t *testing.T) {
+	line := "42 (a) b (c) S 1 " + strings.Repeat("0 ", 17) + "777 0 0"
+	if n, err := parseStat(line); err != nil || n != 777 {
+		t.Errorf("%d %v", n, err)
+	}
+	for _, bad := range []string{"", "42 (x", "42 (x) S 1 2", strings.Replace(line, " S ", " Z ", 1)} {
+		if n, err := parseStat(bad); err == nil {
+			t.Errorf("%q: %d", bad, n)
+		}
+	}
+}
+
+// FuzzPage changes bytes anywhere in a page and reads it.
+func FuzzPage(f *testing.F) {
+	dir := filepath.Join(f.TempDir(), "pages")
+	p, err := Create(dir, meta)
+	if err != nil {
+		f.Fatal(err)
+	}
+	defer func() { _, _ = p.Remove(), p.Unmap() }()
+	pagetest.Record(p.Bytes(), pagetest.Call{Op: 3, Duration: 5, WaitFor: []time.Duration{1, 2}})
+	whole := append([]byte(nil), p.Bytes()...)
+	f.Add(uint16(0), []byte{1, 2, 3})
+	f.Add(uint16(24), []byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff})
+	for at := 0; at < 88; at += 8 {
+		f.Add(uint16(at), []byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f})
+	}
+	f.Fuzz(func(t *testing.T, at uint16, change []byte) {
+		b := append([]byte(nil), whole...)
+		if int(at) < len(b) {
+			copy(b[at:], change)
+		}
+		use(t, b)
+		use(t, change)
+	})
+}
+
+// use reads a page and does with it all that the commands do.
+func use(t *testing.T, b []byte) {
+	s, err := decode(b)
+	if err != nil {
+		return
+	}
+	if len(s.Trace) > maxTrace {
+		t.Errorf("%d calls in the trace", len(s.Trace))
+	}
+	readings := map[int][]OpStats{s.Rank: s.Ops[:]}
+	w := WaitsOf(s.NumRanks, readings)
+	w.Slowest()
+	var sum OpStats
+	for i := range s.Ops {
+		o := s.Ops[i].Sub(&s.Ops[(i+1)%len(s.Ops)])
+		sum.Add(&o)
+		if o.Mean() < 0 || o.Percentile(0.99) < 0 || o.Max() < 0 {
+			t.Errorf("a negative time: %+v", o)
+		}
+	}
+}
+
+func FuzzName(f *testing.F) {
+	f.Add("12-345-6-4026531836.page")
+	f.Add("12-345-6-4026531836.dead")
+	f.Add("--.page")
+	f.Fuzz(func(t *testing.T, base string) {
+		n, err := parseName(base)
+		if err != nil {
+			return
+		}
+		again, err := parseName(n.String())
+		if err != nil || again != n {
+			t.Errorf("%q: %v %v", base, again, err)
+		}
+	})
+}

@@ -1,0 +1,88 @@
+package plan
+
+import (
+	"fmt"
+
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// Flags of low-latency calls, numbered as in include/deepep.h.
+const (
+	LLRoundScale = 1
+	LLUE8M0      = 2
+	LLLogFMT     = 4
+	LLZeroCopy   = 8
+	LLUnreduced  = 16
+)
+
+// LowLatency is the shape of a low-latency call.
+type LowLatency struct {
+	NumTokens, NumMaxTokens, Hidden, NumTopK, NumExperts int32
+	IndexType                                            Type
+	Flags                                                int32
+	FP8                                                  bool // dispatch casts
+}
+
+// LocalExperts is the number of experts of one rank.
+func (l LowLatency) LocalExperts(t Topology) int { return int(l.NumExperts) / t.Ranks }
+
+// CheckDispatch refuses shapes that no low-latency dispatch has.
+func (l LowLatency) CheckDispatch(t Topology) error {
+	if err := l.check(t); err != nil {
+		return err
+	}
+	switch {
+	case l.Flags&^(LLRoundScale|LLUE8M0) != 0:
+		return status.InvalidArg("flags", l.Flags, "a sum of ROUND_SCALE = 1 and UE8M0 = 2")
+	case l.Flags != 0 && !l.FP8:
+		return status.InvalidArg("flags", l.Flags, "0 without use_fp8: there are no scales to round or pack")
+	case l.Flags == LLUE8M0:
+		return status.InvalidArg("use_ue8m0", true, "only together with round_scale: a UE8M0 scale is a power of two")
+	case l.FP8 && l.Hidden%scaleChannels != 0:
+		return status.InvalidArg("hidden", l.Hidden, "a multiple of 128 with use_fp8: one scale for 128 channels")
+	case l.Flags&LLUE8M0 != 0 && l.Hidden%(4*scaleChannels) != 0:
+		return status.InvalidArg("hidden", l.Hidden, "a multiple of 512 with use_ue8m0: four scales in a word")
+	}
+	return nil
+}
+
+// CheckCombine refuses shapes that no low-latency combine has.
+func (l LowLatency) CheckCombine(t Topology) error {
+	if err := l.check(t); err != nil {
+		return err
+	}
+	switch {
+	case l.Flags&^(LLLogFMT|LLZeroCopy|LLUnreduced) != 0:
+		return status.InvalidArg("flags", l.Flags, "a sum of LOGFMT = 4, ZERO_COPY = 8 and UNREDUCED = 16")
+	case l.Flags&LLLogFMT != 0 && l.Flags&LLZeroCopy != 0:
+		return status.InvalidArg("zero_copy", true, "not together with use_logfmt")
+	case l.Flags&LLLogFMT != 0 && l.Hidden%scaleChannels != 0:
+		return status.InvalidArg("hidden", l.Hidden, "a multiple of 128 with use_logfmt")
+	}
+	return nil
+}
+
+func (l LowLatency) check(t Topology) error {
+	if err := CheckSlots(l.NumMaxTokens, l.Hidden, l.NumExperts, t); err != nil {
+		return err
+	}
+	if l.NumTokens < 0 || l.NumTokens > l.NumMaxTokens {
+		return status.InvalidArg("num_tokens", l.NumTokens,
+			fmt.Sprintf("0 to num_max_dispatch_tokens_per_rank = %d", l.NumMaxTokens))
+	}
+	if err := checkTopK(l.NumTopK, 1); err != nil {
+		return err
+	}
+	return checkIndexType(l.IndexType)
+}
+
+// CheckSlots checks the three sizes that decide where low-latency data lies.
+func CheckSlots(numMaxTokens, hidden, experts int32, t Topology) error {
+	if limit := min(maxTokens, maxInt32/t.Ranks); numMaxTokens < 1 || int(numMaxTokens) > limit {
+		return status.InvalidArg("num_max_dispatch_tokens_per_rank", numMaxTokens, fmt.Sprintf("1 to %d", limit))
+	}
+	if err := checkHidden(int64(hidden), 2); err != nil {
+		return err
+	}
+	return checkExperts(experts, t)
+}

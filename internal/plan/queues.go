@@ -1,0 +1,132 @@
+package plan
+
+import (
+	"fmt"
+
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// Limits of queue pairs. Depths are NVSHMEM's: powers of two from 128 to 32768, 1024 unless somebody asks.
+const (
+	MaxQueuePairs = 1024 // toward one peer
+
+	LeastDepth = 128
+	UsualDepth = 1024
+	MostDepth  = 32768
+)
+
+// DefaultQueuePairs is num_qps_per_rank where nobody says otherwise, as in V1.
+const DefaultQueuePairs = 24
+
+// QueueOptions are what is known when queue pairs are made. Zero means unknown, or no wish.
+type QueueOptions struct {
+	PerPeer      int // num_qps_per_rank
+	LocalExperts int // experts of a rank in low-latency calls
+	Channels     int // pairs of SMs in normal-mode calls
+	MaxTokens    int // largest B (num_max_dispatch_tokens_per_rank) of the calls
+	Depth        int // of a queue, in operations
+}
+
+// Queues are the queue pairs of one rank: the same number toward every peer, all of one depth.
+//
+// A peer gets as many as its busiest mode has use for: one for each of its local experts in low-latency mode, one for each
+// channel in normal mode. Any other number works: experts and channels take the queue pairs in turn. Normal mode moves rows
+// between ranks of the same index alone; the others have the same number all the same, since one number for all peers is
+// what transports offer, and their first queue pair carries counts and barriers.
+type Queues struct {
+	Topology
+	PerPeer int
+	Depth   int
+}
+
+// NewQueues plans the queue pairs of a group.
+func NewQueues(t Topology, o QueueOptions) (Queues, error) {
+	for _, n := range []struct {
+		name        string
+		value, most int
+	}{
+		{"num_qps_per_rank", o.PerPeer, MaxQueuePairs}, {"num_local_experts", o.LocalExperts, maxExperts}, {"num_channels", o.Channels, maxInt32},
+		{"num_max_dispatch_tokens_per_rank", o.MaxTokens, maxTokens}, {"qp_depth", o.Depth, MostDepth},
+	} {
+		if n.value < 0 || n.value > n.most {
+			return Queues{}, status.InvalidArg(n.name, n.value, fmt.Sprintf("0 to %d", n.most))
+		}
+	}
+	q := Queues{Topology: t, PerPeer: o.PerPeer}
+	if q.PerPeer == 0 {
+		q.PerPeer = min(max(1, o.LocalExperts, o.Channels), MaxQueuePairs)
+	}
+	need := 0
+	if o.MaxTokens > 0 {
+		need = DepthFor(o.MaxTokens)
+	}
+	switch {
+	case need > MostDepth:
+		return Queues{}, status.InvalidArg("num_max_dispatch_tokens_per_rank", o.MaxTokens,
+			fmt.Sprintf("at most %d between nodes: B tokens need queue pairs of depth 2 (B + 1), and the deepest have %d", MostDepth/2-1, MostDepth))
+	case o.Depth == 0:
+		q.Depth = max(UsualDepth, need)
+	default:
+		if q.Depth = powerOfTwo(o.Depth); q.Depth < need {
+			return Queues{}, status.InvalidArg("qp_depth", o.Depth, fmt.Sprintf("at least %d for %d tokens: each takes two requests, and so does their count", need, o.MaxTokens))
+		}
+	}
+	return q, nil
+}
+
+// DepthFor is the least depth of a queue pair in which B tokens and their count message, two requests each, are under way
+// without waiting: a power of two, perhaps above MostDepth.
+func DepthFor(maxTokens int) int { return powerOfTwo(2 * (maxTokens + 1)) }
+
+// powerOfTwo is the least power of two that is not below n.
+func powerOfTwo(n int) int {
+	p := 1
+	for p < n {
+		p *= 2
+	}
+	return p
+}
+
+// OfExpert is the queue pair that carries the rows of a peer's local expert.
+func (q Queues) OfExpert(expert int) int { return expert % q.PerPeer }
+
+// OfChannel is the queue pair that carries the rows of a channel.
+func (q Queues) OfChannel(channel int) int { return channel % q.PerPeer }
+
+// PerDevice is how many a peer gets on each of a rank's NICs (NVSHMEM_IBGDA_NUM_RC_PER_PE) so that it has PerPeer at least.
+func (q Queues) PerDevice(devices int) int { return (q.PerPeer + devices - 1) / devices }
+
+// Remote says whether two ranks are on different nodes.
+func (t Topology) Remote(a, b int) bool { return t.Node(a) != t.Node(b) }
+
+// NumRemote is the number of ranks on other nodes.
+func (t Topology) NumRemote() int { return t.Ranks - t.NodeSize() }
+
+// PeerOrder is the order in which a rank makes its queue pairs toward all the others, all of one peer together: ranks of
+// other nodes first (NumRemote of them), then those of its own node, each part rotated: (i + 1 + rank) mod Ranks for i from
+// 0. With one rank a node no two ranks have the same peer at the same place. Ranks that share a node have the same remote
+// part: there the rotation keeps only nodes apart.
+func (t Topology) PeerOrder(rank int) []int {
+	order := make([]int, 0, t.Ranks-1)
+	for _, remote := range []bool{true, false} {
+		for i := range t.Ranks - 1 {
+			if peer := (i + 1 + rank) % t.Ranks; t.Remote(rank, peer) == remote {
+				order = append(order, peer)
+			}
+		}
+	}
+	return order
+}
+
+// Number is the place of a queue pair among all of its rank's in the order of creation, from 0; -1 if there is none.
+func (q Queues) Number(rank, peer, queue int) int {
+	if queue < 0 || queue >= q.PerPeer || peer == rank {
+		return -1
+	}
+	for i, other := range q.PeerOrder(rank) {
+		if other == peer {
+			return i*q.PerPeer + queue
+		}
+	}
+	return -1
+}
