@@ -91,12 +91,12 @@ AVX2      := -mavx2 -mfma -mf16c
 AVX512    := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
 CPU_SRC   := $(sort $(shell find kernels/cpu -name '*.cpp' 2>/dev/null))
 ifneq ($(shell uname -m),x86_64)
-CPU_SRC   := $(filter-out %_avx2.cpp %_avx512.cpp,$(CPU_SRC))
+CPU_SRC   := $(filter-out %/avx2.cpp %/avx512.cpp,$(CPU_SRC))
 endif
 CPU_OBJ   := $(CPU_SRC:%.cpp=$(OBJ)/%.o)
 TEST_SRC  := $(sort $(wildcard kernels/tests/*.c kernels/tests/*.cpp))
 TEST_OBJ  := $(addsuffix .o,$(addprefix $(OBJ)/,$(TEST_SRC)))
-isa        = $(if $(filter %_avx2,$1),$(AVX2))$(if $(filter %_avx512,$1),$(AVX512))
+isa        = $(if $(filter %/avx2,$1),$(AVX2))$(if $(filter %/avx512,$1),$(AVX512))
 # Ranks compare it: two libraries made of the same sources have the same id.
 build_id   = $(VERSION)-$(shell cat $(sort $(shell find $1 -type f 2>/dev/null)) </dev/null | sha256sum | cut -c1-12)
 

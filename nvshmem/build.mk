@@ -8,7 +8,7 @@ NVSHMEM_HOME   = $(shell $(VENV) -c 'import nvidia.nvshmem as it; print(it.__pat
 endif
 
 NVSHMEM_OUT  := $(BUILD)/nvshmem
-NVSHMEM_SRC  := $(sort $(wildcard nvshmem/*.cu))
+NVSHMEM_SRC  := $(sort $(wildcard nvshmem/*.cu nvshmem/internode/*.cu))
 NVSHMEM_OBJ  := $(NVSHMEM_SRC:%.cu=$(OBJ)/%.o)
 # dk_info of the CUDA library is called by the one of this library, so it needs another name.
 CUDA_INFO_OBJ := $(OBJ)/kernels/cuda/launch/device.o
@@ -18,8 +18,8 @@ PLUGIN_SRC   := $(sort $(wildcard nvshmem/testtransport/*.cpp nvshmem/testtransp
 PLUGIN_OBJ   := $(addprefix $(OBJ)/,$(addsuffix .o,$(basename $(PLUGIN_SRC))))
 GPU_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,cases.o ranks.o transport_test.o)
 PARTS_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,wire_test.o memory_test.o)
-FAR_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,far_test.o far_ll_test.o network.o)
-NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test memory_test far_test far_ll_test probe)
+INTERNODE_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,internode_test.o internode_low_latency_test.o network.o)
+NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test memory_test internode_test internode_low_latency_test probe)
 
 SM90_RDC := -gencode arch=compute_90,code=sm_90
 RDC_CODE  = $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(SM90_RDC))
@@ -27,7 +27,7 @@ NVSHMEM_INCLUDE = -Ikernels -Invshmem -I$(OBJ) -isystem $(NVSHMEM_HOME)/include 
 # Sources with kernels are compiled for linking on the device, with NVSHMEM's device part; the others are the host's alone.
 NVSHMEM_FLAGS   = -std=c++17 -O3 -DDEEPEP_SM90=$(SM90) -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(NVSHMEM_INCLUDE)
 HOST_CODE       = $(SM80_CODE)
-DEVICE_SRC      = nvshmem/transport.cu $(wildcard nvshmem/far_*.cu)
+DEVICE_SRC      = nvshmem/transport.cu $(wildcard nvshmem/internode/*.cu)
 DEVICE_OBJ      = $(DEVICE_SRC:%.cu=$(OBJ)/%.o)
 code_of         = $(if $(filter $1.cu,$(DEVICE_SRC)),$(RDC_CODE) -rdc=true,$(HOST_CODE))
 TEST_CXX        = $(CXX) -std=c++17 -O2 -fPIC -fvisibility=hidden -pthread $(WARN) $(NVSHMEM_INCLUDE)
@@ -39,7 +39,7 @@ $(NVSHMEM_STAMP): tools/requirements-nvshmem.txt | $(VENV_STAMP)
 $(OBJ)/nvshmem.flags: FORCE | $(CUDA_READY) $(NVSHMEM_READY)
 	$(call keep,$(NVCC) $(NVSHMEM_FLAGS) $(RDC_CODE) $(TEST_CXX))
 $(OBJ)/nvshmem_build_id.h: FORCE
-	$(call keep,#define DK_NVSHMEM_BUILD_ID "$(call build_id,kernels/abi kernels/cuda $(NVSHMEM_SRC) $(wildcard nvshmem/*.h nvshmem/*.cuh))")
+	$(call keep,#define DK_NVSHMEM_BUILD_ID "$(call build_id,kernels/abi kernels/cuda $(NVSHMEM_SRC) $(wildcard nvshmem/*.h nvshmem/*.cuh nvshmem/internode/*))")
 
 $(NVSHMEM_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | $(CUDA_READY) $(NVSHMEM_READY) $(OBJ)/nvshmem_build_id.h need-cxx
 	@mkdir -p $(@D)
@@ -52,9 +52,9 @@ $(RENAMED_OBJ): $(CUDA_INFO_OBJ)
 $(OBJ)/nvshmem/device_link.o: $(DEVICE_OBJ)
 	$(NVCC) -dlink -Xcompiler -fPIC $(RDC_CODE) -o $@ $(DEVICE_OBJ) -L$(NVSHMEM_HOME)/lib -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lnvshmem_device -lcudadevrt
 
-# Instead of far_none.cu, which refuses, it has far_*.cu of its own.
-FAR_NONE_OBJ := $(OBJ)/kernels/cuda/launch/far_none.o
-NVSHMEM_PARTS = $(filter-out $(CUDA_INFO_OBJ) $(FAR_NONE_OBJ),$(CUDA_OBJ)) $(RENAMED_OBJ) $(NVSHMEM_OBJ) $(OBJ)/nvshmem/device_link.o
+# Instead of internode_none.cu, which refuses, it has internode/*.cu of its own.
+INTERNODE_NONE_OBJ := $(OBJ)/kernels/cuda/launch/internode_none.o
+NVSHMEM_PARTS = $(filter-out $(CUDA_INFO_OBJ) $(INTERNODE_NONE_OBJ),$(CUDA_OBJ)) $(RENAMED_OBJ) $(NVSHMEM_OBJ) $(OBJ)/nvshmem/device_link.o
 $(LIB)/libdeepep_nvshmem.so: $(NVSHMEM_PARTS) tools/kernels.map
 	@mkdir -p $(@D)
 	$(CXX) $(LINKFLAGS) -Wl,-rpath,'$$ORIGIN/../../nvidia/nvshmem/lib' -o $@ $(NVSHMEM_PARTS) -L$(NVSHMEM_HOME)/lib \
@@ -85,10 +85,10 @@ $(NVSHMEM_OUT)/wire_test $(NVSHMEM_OUT)/memory_test: $(NVSHMEM_OUT)/%_test: $(OB
 	$(CXX) -pthread -o $@ $^
 
 # Kernels run on the host: kernels/tests/emulate stands in for what nvcc has, emulate/ for NVSHMEM.
-$(FAR_TEST_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/nvshmem.flags | need-cxx
+$(INTERNODE_TEST_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/nvshmem.flags | need-cxx
 	@mkdir -p $(@D)
-	$(EMULATE_CXX) -Invshmem/tests/emulate -Invshmem/tests $(NVSHMEM_INCLUDE) $(FAR_TEST_FLAGS) -MMD -MP -c -o $@ $<
-$(NVSHMEM_OUT)/far_test $(NVSHMEM_OUT)/far_ll_test: $(NVSHMEM_OUT)/%: $(OBJ)/nvshmem/tests/%.o $(OBJ)/nvshmem/tests/network.o $(EMULATE_OBJ)
+	$(EMULATE_CXX) -Invshmem/tests/emulate -Invshmem/tests $(NVSHMEM_INCLUDE) $(INTERNODE_TEST_FLAGS) -MMD -MP -c -o $@ $<
+$(NVSHMEM_OUT)/internode_test $(NVSHMEM_OUT)/internode_low_latency_test: $(NVSHMEM_OUT)/%: $(OBJ)/nvshmem/tests/%.o $(OBJ)/nvshmem/tests/network.o $(EMULATE_OBJ)
 	@mkdir -p $(@D)
 	$(CXX) -pthread -o $@ $^
 
@@ -96,4 +96,4 @@ $(NVSHMEM_OUT)/probe: nvshmem/tests/probe.c $(wildcard kernels/abi/*.h) | need-c
 	@mkdir -p $(@D)
 	$(C_COMMAND) -o $@ $< -ldl
 
--include $(NVSHMEM_OBJ:.o=.d) $(PLUGIN_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(PARTS_TEST_OBJ:.o=.d) $(FAR_TEST_OBJ:.o=.d)
+-include $(NVSHMEM_OBJ:.o=.d) $(PLUGIN_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(PARTS_TEST_OBJ:.o=.d) $(INTERNODE_TEST_OBJ:.o=.d)

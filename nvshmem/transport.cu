@@ -5,8 +5,8 @@
 #include <new>
 #include <vector>
 
-#include "far.h"
-#include "far_put.cuh"
+#include "internode/layout.h"
+#include "internode/low_latency_put.cuh"
 #include "network.h"
 
 namespace deepep {

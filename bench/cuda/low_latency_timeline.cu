@@ -1,5 +1,5 @@
 // low_latency_timeline.cu - where a low-latency call spends its time inside, from a library built with -DDEEPEP_TIMELINE.
-#include "cuda/impl/low_latency_timeline.cuh"
+#include "cuda/impl/low_latency/timeline.cuh"
 #include "low_latency.h"
 
 using namespace deepep;

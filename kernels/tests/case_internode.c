@@ -1,6 +1,6 @@
 /* case_internode.c - normal mode across nodes: the cases of one node again where the ranks of other nodes are reached by a
  * transport, which is sometimes as late as the rules allow. */
-#include "again.h"
+#include "rerun_on_nodes.h"
 #include "normal.h"
 
 #define LATE DK_TRANSPORT_LATE

@@ -1,6 +1,6 @@
 /* case_ll_internode.c - the low-latency cases of one node again where ranks are reached by a transport, which is sometimes as late
  * as the rules allow. */
-#include "again.h"
+#include "rerun_on_nodes.h"
 
 #define LATE DK_TRANSPORT_LATE
 #define PLACE(name, ...) static const struct team_spec name = {__VA_ARGS__}

@@ -193,14 +193,14 @@ def test_parts_of_the_plugin(program: str, count: int) -> None:
 @pytest.mark.parametrize("first", range(1, 61 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 4, 3))
 def test_kernels_of_normal_mode_on_the_host(first: int) -> None:
     """Random groups, shapes and routings; a network that delays everything. All kernels across nodes, lane by lane."""
-    code, text = run(OUT / "far_test", first, 3)
+    code, text = run(OUT / "internode_test", first, 3)
     assert code == 0 and text.count(": ok") == 4, text
 
 
 @pytest.mark.parametrize("first", range(1, 601 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 13, 12))
 def test_kernels_of_low_latency_on_the_host(first: int) -> None:
     """Formats, halves, two batches in turn, zero copy, LogFMT; ranks run ahead as far as the kernels let them."""
-    code, text = run(OUT / "far_ll_test", first, 12)
+    code, text = run(OUT / "internode_low_latency_test", first, 12)
     assert code == 0 and text.count(": ok") == 12, text
 
 

@@ -1,6 +1,6 @@
 // small_kernels.cuh - barrier, masks, statistics that the host asks for, the clock.
 #pragma once
-#include "cuda/sync/anew.cuh"
+#include "cuda/sync/clean.cuh"
 #include "cuda/sync/masks.cuh"
 
 namespace deepep {

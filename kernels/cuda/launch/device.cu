@@ -6,7 +6,7 @@
 #include <new>
 
 #include "cuda/common/types.cuh"
-#include "cuda/launch/far.h"
+#include "cuda/launch/internode.h"
 #include "cuda_build_id.h"
 
 namespace deepep {

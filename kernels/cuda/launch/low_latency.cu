@@ -1,7 +1,7 @@
 // low_latency.cu - launches of the low-latency mode.
-#include "cuda/impl/low_latency_combine.cuh"
-#include "cuda/impl/low_latency_dispatch.cuh"
-#include "cuda/launch/far.h"
+#include "cuda/impl/low_latency/combine.cuh"
+#include "cuda/impl/low_latency/dispatch.cuh"
+#include "cuda/launch/internode.h"
 
 namespace deepep {
 namespace {

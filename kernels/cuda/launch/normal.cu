@@ -1,9 +1,9 @@
 // normal.cu - launches of the normal mode: checks, grid, shared memory.
-#include "cuda/impl/combine_kernel.cuh"
-#include "cuda/impl/dispatch_kernel.cuh"
-#include "cuda/impl/layout_kernel.cuh"
-#include "cuda/impl/notify_kernel.cuh"
-#include "cuda/launch/far.h"
+#include "cuda/impl/normal/combine_kernel.cuh"
+#include "cuda/impl/normal/dispatch_kernel.cuh"
+#include "cuda/impl/normal/layout_kernel.cuh"
+#include "cuda/impl/normal/notify_kernel.cuh"
+#include "cuda/launch/internode.h"
 
 namespace deepep {
 namespace {

@@ -5,7 +5,7 @@
 #include <new>
 
 #include "cuda/impl/small_kernels.cuh"
-#include "cuda/launch/far.h"
+#include "cuda/launch/internode.h"
 #include "cuda/layout/low_latency.cuh"
 
 namespace deepep {

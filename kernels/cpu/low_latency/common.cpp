@@ -1,0 +1,252 @@
+#include "cpu/low_latency/common.h"
+
+#include <string.h>
+
+namespace dk {
+
+uint64_t slot_address(const Team &team, int owner, Kind kind, uint64_t epoch) {
+  return team.peers[owner].wire + team.wire.slot_offset[kind][epoch & 1];
+}
+
+// ---- Send half ----
+
+bool SendHalf::has_credit(int peer) const {
+  uint64_t given = team_.control().credit(kind_, peer).value.load();
+  return max_of(given, team_.control().peer_state(peer).credit_floor[kind_]) + 2 >= epoch_;
+}
+
+bool SendHalf::begin() {
+  if (op_.failed()) return false;
+  OwnState &own = team_.control().own();
+  epoch_ = own.epoch[kind_] + 1;
+  if (!has_credit(team_.rank)) {  // only this rank's own receive half could free the slot, and it comes later
+    op_.fail(DK_EINVAL, team_.rank, DK_FIELD_OPERATION, 2, 3);
+    return false;
+  }
+  auto poll = [this] {
+    for (int peer = 0; peer < team_.num_ranks; peer++)
+      if ((!team_.masked(peer) && !has_credit(peer)) || !has_left(peer)) return Poll::idle;
+    return Poll::done;
+  };
+  auto awaits = [this](int peer, Missing &missing) {
+    missing = {static_cast<int64_t>(epoch_) - 2, static_cast<int64_t>(team_.control().credit(kind_, peer).value.load())};
+    return !team_.masked(peer) && (!has_credit(peer) || !has_left(peer));
+  };
+  if (!wait_until(op_, poll, awaits)) return false;
+  own.writing[kind_].store(epoch_);
+  far_.begin(epoch_);
+  return true;
+}
+
+// All but the epoch.
+void SendHalf::fill(SendMessage &to, int32_t num_tokens) const {
+  const OwnState &own = team_.control().own();
+  to.since_clean = own.since_clean[kind_];
+  to.rows_in_rdma = in_rdma_;
+  to.rows_offset = offset_;
+  to.rows_stride = stride_;
+  to.cleans = own.cleans.load();
+  to.num_tokens = num_tokens;
+  memcpy(to.fields, fields_, sizeof fields_);
+}
+
+void SendHalf::post(int peer, int32_t num_tokens) {
+  if (is_far(team_, peer)) {
+    fill(far_.message(peer), num_tokens);
+    return far_.end(peer);
+  }
+  SendMessage &to = team_.peers[peer].control.send_from(kind_, epoch_ & 1, team_.rank);
+  to.epoch.store(0);  // a reader that meets half a message looks again
+  fill(to, num_tokens);
+#if DK_MUTANT == 1  // a lost flag (planted by kernels/tests/mutants.sh, as all DK_MUTANT)
+  if (epoch_ == 2 && peer == 1) return;
+#elif DK_MUTANT == 100  // a race: the flag without an order
+  return to.epoch.store(epoch_, std::memory_order_relaxed);
+#endif
+  to.epoch.store(epoch_);
+  op_.ring(peer);
+}
+
+void SendHalf::finish(int32_t num_tokens, uint32_t ticket) {
+  OwnState &own = team_.control().own();
+  own.epoch[kind_] = epoch_;
+  own.since_clean[kind_]++;
+  for (int peer = 0; peer < team_.num_ranks && !op_.failed(); peer++)
+    if (!team_.masked(peer)) post(peer, num_tokens);
+  op_.ring_now();
+  Ticket &left = own.tickets[ticket];
+  left = {};
+  left.epoch = epoch_;
+  left.since_clean = own.since_clean[kind_];
+  left.cleans = own.cleans.load();
+  left.kind = kind_;
+  left.open = 1;
+}
+
+// ---- Receive half ----
+
+RecvHalf::RecvHalf(Op &op, Kind kind, uint32_t ticket)
+    : op_(op), team_(op.team), kind_(kind), start_ns_(now_ns()), message_(op.team.numbers(0)), epoch_(op.team.numbers(1)),
+      waited_(op.team.numbers(2)) {
+  memset(message_, 0, sizeof(int64_t) * static_cast<size_t>(team_.num_ranks));
+  memset(waited_, 0, sizeof(int64_t) * static_cast<size_t>(team_.num_ranks));
+  Ticket &left = team_.control().own().tickets[ticket];
+  if (op.failed()) return;
+  if (!left.open || left.kind != static_cast<uint32_t>(kind)) {
+    op.fail(DK_EINVAL, team_.rank, DK_FIELD_OPERATION);
+    return;
+  }
+  ticket_ = left;
+  left.open = 0;
+  if (op.phase == DK_PHASE_RECV) op.take_up(ticket_);
+}
+
+uint64_t RecvHalf::slot(int peer) const {
+  uint64_t epoch = static_cast<uint64_t>(epoch_[peer]);
+  return is_far(team_, peer) ? mirror_address(team_, kind_, epoch, peer) : slot_address(team_, peer, kind_, epoch);
+}
+
+uint32_t RecvHalf::cleans_of(int peer) const {
+  if (is_far(team_, peer)) return static_cast<uint32_t>(far_peer(team_, peer).cleans.load());
+  return team_.peers[peer].control.own().cleans;
+}
+
+// The peer's message of this call in either of its slots; null: not here yet.
+SendMessage *RecvHalf::find(int peer) const {
+  for (uint64_t slot = 0; slot < 2; slot++) {
+    SendMessage &message = team_.control().send_from(kind_, slot, peer);
+    uint64_t epoch = message.epoch.load();
+    if (epoch == 0) continue;
+    bool same_clean = message.cleans == ticket_.cleans;
+    // Where the peer has not cleaned as often, their own numbers have to do: equal, and newer than a mask that was lifted.
+    // Where it has, a message from before is of a call that this rank never made.
+    bool matches = same_clean ? message.since_clean == ticket_.since_clean
+                              : epoch == ticket_.epoch && epoch > team_.control().peer_state(peer).seen_at_clean[kind_] &&
+                                    (message.cleans > ticket_.cleans || cleans_of(peer) < ticket_.cleans);
+#if DK_MUTANT == 2  // a stale epoch
+    matches |= same_clean && message.since_clean + 2 == ticket_.since_clean;
+#endif
+    if (matches && message.epoch.load() == epoch) return &message;
+  }
+  return nullptr;
+}
+
+// Both of its messages are of later calls: it has masked this rank and gone on.
+bool RecvHalf::has_passed(int peer) const {
+  for (uint64_t slot = 0; slot < 2; slot++) {
+    SendMessage &message = team_.control().send_from(kind_, slot, peer);
+    if (message.epoch.load() == 0 || message.cleans != ticket_.cleans || message.since_clean <= ticket_.since_clean) return false;
+  }
+  return true;
+}
+
+bool RecvHalf::agrees(int peer, const SendMessage &message) {
+  for (int field = 1; field < kNumFields; field++) {
+    if (message.fields[field] == fields_[field]) continue;
+    op_.fail(DK_EMISMATCH, peer, static_cast<uint32_t>(field), fields_[field], message.fields[field]);
+    return false;
+  }
+  return true;
+}
+
+bool RecvHalf::look() {
+  bool found = false;
+  for (int peer = 0; peer < team_.num_ranks; peer++) {
+    if (settled(peer)) continue;
+    SendMessage *message = find(peer);
+    if (!message) {
+      if (!op_.may_shrink || peer == team_.rank || !has_passed(peer)) continue;
+      mask_peer(team_, peer);
+      found = true;
+      continue;
+    }
+    if (!agrees(peer, *message)) return true;
+    uint64_t epoch = message->epoch.load();
+    if (is_far(team_, peer) && !has_ended(team_, kind_, peer, *message, epoch)) continue;
+#if DK_MUTANT == 25  // a credit before the rows were read
+    if (is_far(team_, peer)) give_far_credit(op_, kind_, peer, epoch);
+#endif
+    epoch_[peer] = static_cast<int64_t>(epoch);
+    message_[peer] = static_cast<int64_t>(address_of(message));
+    waited_[peer] = static_cast<int64_t>(now_ns() - start_ns_);
+    found = true;
+  }
+  return found;
+}
+
+bool RecvHalf::all_settled() const {
+  for (int peer = 0; peer < team_.num_ranks; peer++)
+    if (!settled(peer)) return false;
+  return true;
+}
+
+bool RecvHalf::awaits(int peer, Missing &missing) const {
+  uint64_t newest = 0;
+  for (uint64_t slot = 0; slot < 2; slot++) newest = max_of(newest, team_.control().send_from(kind_, slot, peer).epoch.load());
+  missing = {static_cast<int64_t>(ticket_.epoch), static_cast<int64_t>(newest)};
+  return !settled(peer);
+}
+
+bool RecvHalf::intact(int peer) {
+  uint64_t epoch = static_cast<uint64_t>(epoch_[peer]);
+#if DK_MUTANT == 24  // nobody looks whether a mirror was overwritten while it was read
+  if (is_far(team_, peer)) return true;
+#endif
+  if (is_far(team_, peer)) return far_peer(team_, peer).arrival[kind_][epoch & 1].writing.load() == epoch;
+  return team_.peers[peer].control.own().writing[kind_].load() < epoch + 2;
+}
+
+// A credit says that everything up to an epoch was read, so a call that is received before an older one gives none yet.
+void RecvHalf::give_credits() {
+  bool older_open = false;
+  for (const Ticket &other : team_.control().own().tickets)
+    older_open |= other.open && other.kind == ticket_.kind && other.cleans == ticket_.cleans && other.epoch < ticket_.epoch;
+  for (int peer = 0; peer < team_.num_ranks; peer++) {
+    uint64_t &early = team_.control().peer_state(peer).read_early[kind_];
+    uint64_t epoch = max_of(early, message_[peer] ? static_cast<uint64_t>(epoch_[peer]) : 0);
+    early = older_open ? epoch : 0;
+    if (older_open || !epoch) continue;
+    if (is_far(team_, peer)) {
+      give_far_credit(op_, kind_, peer, epoch);
+      continue;
+    }
+    team_.peers[peer].control.credit(kind_, team_.rank).value.store(epoch);
+    op_.ring(peer);
+  }
+}
+
+void RecvHalf::add_waits(uint64_t wait_stats) const {
+  if (!wait_stats) return;
+  for (int peer = 0; peer < team_.num_ranks; peer++) at<int64_t>(wait_stats)[peer] += waited_[peer];
+}
+
+// ---- Cleaning ----
+
+static void count_as_read(Team &team, int peer) {
+  for (int kind = 0; kind < 2; kind++) team.control().peer_state(peer).credit_floor[kind] = team.control().own().epoch[kind];
+}
+
+void forget_past_of(Team &team, int peer) {
+  count_as_read(team, peer);
+  OwnPeerState &state = team.control().peer_state(peer);
+  for (uint64_t slot = 0; slot < 2; slot++) {
+    for (int kind = 0; kind < 2; kind++) {
+      uint64_t epoch = team.control().send_from(static_cast<Kind>(kind), slot, peer).epoch.load();
+      state.seen_at_clean[kind] = max_of(state.seen_at_clean[kind], epoch);
+    }
+    state.clean_seen = max_of(state.clean_seen, team.control().clean_from(peer, slot).count.load());
+  }
+}
+
+void start_anew(Op &op, uint32_t cleans) {
+  Team &team = op.team;
+  OwnState &own = team.control().own();
+  own.cleans = cleans;
+  own.since_clean[kDispatch] = own.since_clean[kCombine] = 0;
+  for (int peer = 0; peer < team.num_ranks; peer++) {
+    count_as_read(team, peer);
+    tell_cleans(op, peer);
+  }
+}
+
+}  // namespace dk

@@ -1,0 +1,262 @@
+// Low-latency dispatch. The sender casts each token once into its slot, with its indices; each receiver reads the indices of
+// all senders and copies the rows of its experts to their places, by source rank and then by token. A far receiver reads them
+// in its mirror of the slot, where the sender has put the indices and the rows that this receiver takes.
+#include <string.h>
+
+#include "cpu/team/check.h"
+#include "cpu/low_latency/common.h"
+
+namespace dk {
+namespace {
+
+class Slot {  // of a sender, as laid out by LowLatencyShape
+ public:
+  Slot(uint64_t base, const LowLatencyShape &shape, const dk_ll_dispatch_params &p)
+      : base_(base), rows_(base + shape.dispatch_rows_at(p.num_topk)), stride_(shape.dispatch_row_bytes()),
+        topk_(static_cast<uint64_t>(p.num_topk)), weights_at_(shape.num_max_tokens * topk_ * 4) {}
+  int32_t *idx(uint64_t token) const { return at<int32_t>(base_) + token * topk_; }
+  float *weights(uint64_t token) const { return at<float>(base_ + weights_at_) + token * topk_; }
+  uint8_t *row(uint64_t token) const { return at<uint8_t>(rows_ + token * stride_); }
+  uint64_t offset_of_row(uint64_t token) const { return rows_ - base_ + token * stride_; }
+
+ private:
+  uint64_t base_, rows_, stride_, topk_, weights_at_;
+};
+
+bool is_fp8(const dk_ll_dispatch_params &p) { return p.format == DK_FORMAT_FP8; }
+uint64_t value_bytes(const dk_ll_dispatch_params &p) { return static_cast<uint64_t>(p.hidden) * (is_fp8(p) ? 1 : 2); }
+// 4-byte words of scales of a row: one for 128 channels, or four exponents in one.
+uint64_t scale_words(const dk_ll_dispatch_params &p) {
+  return !is_fp8(p) ? 0 : static_cast<uint64_t>(p.hidden) / (p.flags & DK_LL_UE8M0 ? 4 * kScaleChannels : kScaleChannels);
+}
+
+template <class Half> void set_fields(Half &half, const dk_ll_dispatch_params &p) {
+  half.set_field(DK_FIELD_HIDDEN_BYTES, int64_t{p.hidden} * 2);
+  half.set_field(DK_FIELD_NUM_EXPERTS, p.num_experts);
+  half.set_field(DK_FIELD_NUM_TOPK, p.num_topk);
+  half.set_field(DK_FIELD_MAX_TOKENS, p.num_max_tokens);
+  half.set_field(DK_FIELD_FORMAT, p.format | static_cast<int64_t>(p.flags) << 8);
+}
+
+bool named_before(const int32_t *idx, int k) {
+  for (int i = 0; i < k; i++)
+    if (idx[i] == idx[k]) return true;
+  return false;
+}
+
+// ---- Send ----
+
+void copy_routing(Op &op, const dk_ll_dispatch_params &p, const Slot &slot, uint64_t token) {
+  size_t k = static_cast<size_t>(p.num_topk);
+  int32_t *to = slot.idx(token);
+  for (size_t i = 0; i < k; i++) {
+    int64_t expert = index_at(p.topk_idx, p.index_bytes, token * k + i);
+    if (expert < -1 || expert >= p.num_experts) op.fail(DK_EINVAL, op.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
+    to[i] = static_cast<int32_t>(expert);
+  }
+  if (p.topk_weights) memcpy(slot.weights(token), at<const float>(p.topk_weights) + token * k, k * sizeof(float));
+}
+
+// Exponents of power-of-two scales, four in a word, lowest first.
+void pack_exponents(uint32_t *words, const float *scales, uint64_t count) {
+  for (uint64_t w = 0; w < count; w++) {
+    uint32_t bits[4], word = 0;
+    memcpy(bits, scales + 4 * w, sizeof bits);
+    for (int i = 0; i < 4; i++) word |= (bits[i] >> 23 & 0xff) << (8 * i);
+    memcpy(words + w, &word, sizeof word);  // may lie over scales that have been read
+  }
+}
+
+void write_row(const Team &team, const dk_ll_dispatch_params &p, uint8_t *to, uint64_t token) {
+  const RowKernels &rows = *team.device->rows;
+  uint64_t hidden = static_cast<uint64_t>(p.hidden);
+  const uint16_t *x = at<const uint16_t>(p.x) + token * hidden;
+  if (!is_fp8(p)) return rows.copy(to, x, 2 * hidden, false);
+  // The float scales of the whole row fit behind its values: 2 H bytes hold H + H/32.
+  float *scales = reinterpret_cast<float *>(to + hidden);
+  rows.cast_fp8(to, scales, x, hidden / kScaleChannels, p.flags & DK_LL_ROUND_SCALE);
+  if (p.flags & DK_LL_UE8M0) pack_exponents(reinterpret_cast<uint32_t *>(scales), scales, scale_words(p));
+}
+
+// The first of the token's experts that is at the same rank.
+bool rank_named_before(const int32_t *idx, int k, int local) {
+  for (int i = 0; i < k; i++)
+    if (idx[i] >= 0 && idx[i] / local == idx[k] / local) return true;
+  return false;
+}
+
+// A row that several experts of a far rank want crosses once.
+void put_row(Op &op, const dk_ll_dispatch_params &p, FarSender &far, const Slot &slot, uint64_t token) {
+  int local = p.num_experts / op.team.num_ranks;
+  uint64_t bytes = value_bytes(p) + 4 * scale_words(p);
+  const int32_t *idx = slot.idx(token);
+  for (int k = 0; k < p.num_topk; k++) {
+    if (idx[k] < 0 || rank_named_before(idx, k, local) || !is_far(op.team, idx[k] / local)) continue;
+    far.put(idx[k] / local, static_cast<uint64_t>(idx[k] % local), slot.offset_of_row(token), slot.row(token), bytes);
+  }
+}
+
+void put_routing(Op &op, const dk_ll_dispatch_params &p, FarSender &far, const Slot &slot) {
+  uint64_t bytes = static_cast<uint64_t>(p.num_tokens) * static_cast<uint64_t>(p.num_topk) * sizeof(int32_t);
+  for (int peer = 0; peer < op.team.num_ranks && bytes; peer++)
+    if (is_far(op.team, peer)) far.put(peer, 0, 0, slot.idx(0), bytes);
+}
+
+void count_sent(Op &op, const dk_ll_dispatch_params &p, const Slot &slot) {
+  int local = p.num_experts / op.team.num_ranks;
+  int64_t *rows = op.team.numbers(3);
+  memset(rows, 0, sizeof(int64_t) * static_cast<size_t>(op.team.num_ranks));
+  for (uint64_t token = 0; token < static_cast<uint64_t>(p.num_tokens); token++) {
+    const int32_t *idx = slot.idx(token);
+    for (int k = 0; k < p.num_topk; k++)
+      if (idx[k] >= 0 && !rank_named_before(idx, k, local)) rows[idx[k] / local]++;
+  }
+  for (int peer = 0; peer < op.team.num_ranks; peer++)
+    if (!op.team.masked(peer)) op.sent(peer, static_cast<uint64_t>(rows[peer]) * (value_bytes(p) + 4 * scale_words(p)));
+}
+
+void send(Op &op, const dk_ll_dispatch_params &p) {
+  SendHalf half(op, kDispatch);
+  set_fields(half, p);
+  if (!half.begin()) return;
+  Slot slot(half.slot(), LowLatencyShape(p, op.team.num_ranks), p);
+  for (uint64_t token = 0; token < static_cast<uint64_t>(p.num_tokens); token++) {
+    copy_routing(op, p, slot, token);
+    if (op.failed()) return;
+    write_row(op.team, p, slot.row(token), token);
+    if (any_far(op.team)) put_row(op, p, half.far(), slot, token);
+  }
+  if (any_far(op.team)) put_routing(op, p, half.far(), slot);
+  half.finish(p.num_tokens, p.ticket);
+  count_sent(op, p, slot);
+}
+
+// ---- Receive ----
+
+class Receiver {
+ public:
+  Receiver(Op &op, const dk_ll_dispatch_params &p)
+      : op_(op), team_(op.team), p_(p), shape_(p, op.team.num_ranks), half_(op, kDispatch, p.ticket),
+        local_(static_cast<int>(shape_.local_experts())), first_expert_(local_ * op.team.rank), count_(at<int32_t>(p.recv_count)),
+        ranges_(at<int64_t>(p.layout_range)) {
+    set_fields(half_, p);
+    uint64_t all = shape_.recv_rows() * static_cast<uint64_t>(p.num_topk) * value_bytes(p);
+    stream_ = all > team_.device->cached_bytes;
+  }
+  void run();
+
+ private:
+  Poll poll();
+  void take_all(int source);
+  void take_token(const Slot &slot, uint64_t token);
+  void place(int expert, const uint8_t *row, uint64_t token);
+  void clear();
+
+  Op &op_;
+  Team &team_;
+  const dk_ll_dispatch_params &p_;
+  const LowLatencyShape shape_;
+  RecvHalf half_;
+  const int local_, first_expert_;
+  int32_t *count_;
+  int64_t *ranges_;
+  int next_ = 0;
+  bool stream_ = false;
+};
+
+void Receiver::clear() {
+  memset(count_, 0, sizeof(int32_t) * static_cast<size_t>(local_));
+  memset(ranges_, 0, sizeof(int64_t) * static_cast<size_t>(local_) * static_cast<size_t>(team_.num_ranks));
+}
+
+void Receiver::run() {
+  clear();
+  if (op_.failed()) return;
+  bool ended = wait_until(op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return half_.awaits(peer, missing); });
+  team_.device->rows->finish_stream();
+  if (!ended) return clear();
+  half_.give_credits();
+  half_.add_waits(p_.wait_stats);
+  if (!p_.cumulative_stats) return;
+  for (int e = 0; e < local_; e++) at<int32_t>(p_.cumulative_stats)[e] += count_[e];
+}
+
+// Rows lie by source rank, so ranks are taken in order, each as soon as it is here.
+Poll Receiver::poll() {
+  bool progress = half_.look();
+  if (op_.failed()) return Poll::done;
+  if (next_ < team_.num_ranks && half_.settled(next_)) {
+    take_all(next_++);
+    progress = true;
+  }
+  return next_ == team_.num_ranks ? Poll::done : progress ? Poll::progress : Poll::idle;
+}
+
+void Receiver::take_all(int source) {
+  int64_t *range = ranges_ + source;
+  for (int e = 0; e < local_; e++) range[e * team_.num_ranks] = int64_t{count_[e]} << 32;
+  if (!half_.here(source)) return;
+  Slot slot(half_.slot(source), shape_, p_);
+  // The bound is for a message that is being overwritten.
+  uint64_t tokens = min_of(static_cast<uint64_t>(half_.message(source).num_tokens), shape_.num_max_tokens);
+  for (uint64_t token = 0; token < tokens; token++) take_token(slot, token);
+  if (!half_.intact(source)) {
+    for (int e = 0; e < local_; e++) count_[e] = static_cast<int32_t>(range[e * team_.num_ranks] >> 32);
+    if (op_.may_shrink) mask_peer(team_, source);
+    else op_.fail(DK_EABORTED, source);
+    return;
+  }
+  for (int e = 0; e < local_; e++) range[e * team_.num_ranks] |= count_[e] - (range[e * team_.num_ranks] >> 32);
+}
+
+void Receiver::take_token(const Slot &slot, uint64_t token) {
+  const int32_t *idx = slot.idx(token);
+  for (int k = 0; k < p_.num_topk; k++) {
+    int expert = idx[k] - first_expert_;
+    if (expert >= 0 && expert < local_ && !named_before(idx, k)) place(expert, slot.row(token), token);
+  }
+}
+
+// Scales lie with the row axis contiguous.
+void Receiver::place(int expert, const uint8_t *row, uint64_t token) {
+  uint64_t rows = shape_.recv_rows(), e = static_cast<uint64_t>(expert), r = static_cast<uint64_t>(count_[expert]++);
+  at<int32_t>(p_.src_info)[e * rows + r] = static_cast<int32_t>(token);
+  team_.device->rows->copy(at<uint8_t>(p_.recv_x) + (e * rows + r) * value_bytes(p_), row, value_bytes(p_), stream_);
+  uint64_t words = scale_words(p_);
+  const uint32_t *from = reinterpret_cast<const uint32_t *>(row + p_.hidden);
+  uint32_t *to = at<uint32_t>(p_.recv_scales) + e * words * rows + r;
+  for (uint64_t s = 0; s < words; s++) to[s * rows] = from[s];
+#if DK_MUTANT == 7  // a wrong row of scales
+  if (words && r > 0) to[-1] = from[0];
+#endif
+}
+
+void run_ll_dispatch(const dk_ll_dispatch_params &p) {
+  Op op(p, DK_OP_LL_DISPATCH, p.phases);
+  op.may_shrink = op.team.shrinks();
+  if (p.phases & DK_PHASE_SEND) send(op, p);
+  if (p.phases & DK_PHASE_RECV) Receiver(op, p).run();
+  else if (!op.failed()) op.leave_to(op.team.control().own().tickets[p.ticket]);
+}
+
+bool bad_ll_dispatch(const Team &team, const dk_ll_dispatch_params &p) {
+  if (bad_shape(p, team) || bad_index_bytes(p.index_bytes)) return true;
+  if (LowLatencyShape(p, team.num_ranks).dispatch_slot_bytes(p.num_topk) > team.wire.slot_bytes[kDispatch]) return true;
+  if (any_far(team) && LowLatencyShape(p, team.num_ranks).dispatch_slot_bytes(p.num_topk) > team.wire.mirror_bytes[kDispatch]) return true;
+  if (p.format != DK_FORMAT_BF16 && p.format != DK_FORMAT_FP8) return true;
+  if (p.flags & ~uint32_t{DK_LL_ROUND_SCALE | DK_LL_UE8M0} || (p.flags && !is_fp8(p)) || p.flags == DK_LL_UE8M0) return true;
+  if (is_fp8(p) && p.hidden % (p.flags & DK_LL_UE8M0 ? 4 * kScaleChannels : kScaleChannels)) return true;
+  if (p.phases & DK_PHASE_SEND && p.num_tokens && (!p.x || !p.topk_idx)) return true;
+  return p.phases & DK_PHASE_RECV && (!p.recv_x || !p.recv_count || !p.src_info || !p.layout_range || (is_fp8(p) && !p.recv_scales));
+}
+
+}  // namespace
+}  // namespace dk
+
+using namespace dk;
+
+DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
+  DK_ENTER(p);
+  if (bad_head(*p) || bad_ll_dispatch(*at<Team>(p->team), *p)) return DK_EINVAL;
+  return enqueue<dk_ll_dispatch_params, run_ll_dispatch>(*p);
+}

@@ -1,0 +1,332 @@
+// Combine of normal mode. Rows go back through a ring for each pair of ranks, in the order in which they came, so that the
+// token's own rank finds the rows that it needs next at the heads of its rings. It adds them in FP32 by ascending rank. Rows for
+// a rank of another node are read by the gate, the rank of its index here, which adds them up first (combine_far.h).
+#include <string.h>
+
+#include "cpu/team/check.h"
+#include "cpu/normal/combine_remote.h"
+
+namespace dk {
+namespace {
+
+enum { kFirstRow, kNumRows, kPushed, kExpected, kHead };  // numbers kept for each peer
+
+bool has_weights(const dk_combine_params &p) { return p.topk_weights || p.combined_topk_weights; }
+uint64_t weight_bytes(const dk_combine_params &p) { return has_weights(p) ? 4u * static_cast<uint64_t>(p.num_topk) : 0; }
+uint64_t row_bytes(const dk_combine_params &p) { return 2 * static_cast<uint64_t>(p.hidden); }
+Record own_record(const Team &team, const dk_combine_params &p) { return combine_record(team, p.hidden, has_weights(p) ? p.num_topk : 0); }
+
+// My ring of rows for the tokens of rank `source`.
+Ring combine_ring(const Team &team, const dk_combine_params &p, int source) {
+  return Ring(team, team.rank, own_record(team, p), team.num_ranks, p.nvl_recv_chunk, source);
+}
+
+class Combine {
+ public:
+  Combine(Op &op, const dk_combine_params &p);
+  void run();
+
+ private:
+  void count_rows();
+  Poll poll();
+  void agree();
+  bool awaits(int peer, Missing &missing);
+  bool awaits_rows(int peer, Missing &missing);
+  bool awaits_room(int source, Missing &missing) const;
+  bool push(int source);
+  bool add_tokens();
+  bool is_complete(int32_t token);
+  bool row_is_here(int source, int32_t index);
+  bool sum_is_here(int node, int32_t token);
+  void tell_read(int32_t first);
+  bool give_credits();
+  void add_token(int32_t token);
+  void count_bytes();
+  void fail_outputs();
+
+  // Where rows of a token come from: each rank of my node, and each other node by its first rank.
+  int after(int source) const { return source + (team_.near(source) ? 1 : team_.num_nvl_peers); }
+  bool node_has(int32_t token, int first) const {
+    for (int i = 0; i < team_.num_nvl_peers; i++)
+      if (head_of(token)[first + i] >= 0) return true;
+    return false;
+  }
+  bool has(int32_t token, int source) const { return team_.near(source) ? head_of(token)[source] >= 0 : node_has(token, source); }
+
+  const int32_t *head_of(int32_t token) const { return at<const int32_t>(p_.send_head) + static_cast<int64_t>(token) * team_.num_ranks; }
+  Ring ring_of(int source) const {
+    CallMessage &message = exchange_.message(source);
+    return Ring(team_, source, message.ring_slots, message.ring_stride, mine_, team_.rank);
+  }
+
+  Op &op_;
+  Team &team_;
+  const dk_combine_params &p_;
+  const RowKernels &rows_;
+  Exchange exchange_;
+  Ring mine_;  // the shape of all pair rings
+  const LinkPlan plan_;
+  NodeSum sum_;
+  int64_t *first_row_, *num_rows_, *pushed_, *expected_, *head_;
+  int64_t to_push_ = 0;
+  int32_t next_token_ = 0;
+  bool stream_ = false, agreed_ = false;
+};
+
+Combine::Combine(Op &op, const dk_combine_params &p)
+    : op_(op), team_(op.team), p_(p), rows_(*team_.device->rows), exchange_(op), mine_(combine_ring(team_, p, 0)),
+      plan_(plan_link(team_, own_record(team_, p), p)), sum_(op, exchange_, p, mine_, plan_),
+      first_row_(team_.numbers(kFirstRow)), num_rows_(team_.numbers(kNumRows)), pushed_(team_.numbers(kPushed)),
+      expected_(team_.numbers(kExpected)), head_(team_.numbers(kHead)) {
+  exchange_.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(row_bytes(p)));
+  bool nothing = p.num_tokens == 0 && p.num_recv_tokens == 0;
+  exchange_.set_field(DK_FIELD_NUM_TOPK, has_weights(p) ? p.num_topk : nothing ? kAnyValue : 0);
+  exchange_.set_ring(mine_.slots(), mine_.stride());
+  exchange_.set_link(plan_.slots, plan_.queues);
+  begin_links(team_);
+}
+
+void Combine::count_rows() {
+  const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
+  int n = team_.num_ranks, me = team_.rank;
+  for (int i = 0; i < n; i++) {
+    first_row_[i] = i ? matrix[(i - 1) * n + me] : 0;
+    num_rows_[i] = matrix[i * n + me] - first_row_[i];
+    expected_[i] = matrix[me * n + i] - (me ? matrix[(me - 1) * n + i] : 0);
+    pushed_[i] = head_[i] = 0;
+    if (team_.gate(i) != me) to_push_ += num_rows_[i];
+  }
+  int64_t rows = matrix[(n - 1) * n + me];
+  if (rows > p_.num_recv_tokens) op_.fail(DK_EMISMATCH, -1, DK_FIELD_WORST_TOKENS, p_.num_recv_tokens, rows);
+  stream_ = row_bytes(p_) * static_cast<uint64_t>(p_.num_tokens) * static_cast<uint64_t>(n) > team_.device->cached_bytes;
+}
+
+void Combine::run() {
+  if (!op_.failed()) count_rows();
+  if (!op_.failed()) {
+    exchange_.post(nullptr, nullptr, 0);
+    wait_until(op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return awaits(peer, missing); });
+    rows_.finish_stream();
+  }
+  if (op_.failed()) return fail_outputs();
+  count_bytes();
+}
+
+void Combine::count_bytes() {
+  uint64_t bytes = row_bytes(p_) + (p_.topk_weights ? weight_bytes(p_) : 0);
+  for (int i = 0; i < team_.num_ranks; i++) {
+    op_.sent(team_.gate(i), static_cast<uint64_t>(num_rows_[i]) * bytes);
+    if (team_.near(i) || i != team_.partner(team_.node(i))) continue;
+    op_.sent(i, static_cast<uint64_t>(team_.links[team_.node(i)].sent) * (sum_.record().bytes() - token_bytes(team_)));
+  }
+}
+
+// Weights come with rows if anybody has any; a rank without rows and tokens did not say.
+void Combine::agree() {
+  int32_t topk = has_weights(p_) ? p_.num_topk : 0;
+  for (int i = 0; i < team_.num_ranks; i++)
+    topk = max_of(topk, static_cast<int32_t>(exchange_.message(i).fields[DK_FIELD_NUM_TOPK]));
+  sum_.begin(topk);
+  agreed_ = true;
+}
+
+Poll Combine::poll() {
+  bool progress = exchange_.look();
+  if (op_.failed()) return Poll::done;
+  if (exchange_.complete()) {
+    if (team_.spans_nodes() && !agreed_) agree();
+    for (int step = 1; step <= team_.num_ranks; step++) progress |= push((team_.rank + step) % team_.num_ranks);
+    progress |= sum_.add();
+    progress |= add_tokens();
+    progress |= give_credits();
+    if (to_push_ == 0 && next_token_ == p_.num_tokens && sum_.done() && exchange_.delivered()) return Poll::done;
+  }
+  return progress ? Poll::progress : Poll::idle;
+}
+
+bool Combine::awaits(int peer, Missing &missing) {
+  if (exchange_.awaits(peer, missing)) return true;
+  if (!exchange_.complete()) return false;
+  if (awaits_rows(peer, missing) || sum_.awaits(peer, missing)) return true;
+  int step = team_.spans_nodes() ? team_.num_nvl_peers : team_.num_ranks;
+  for (int source = peer % step; team_.near(peer) && source < team_.num_ranks; source += step)
+    if (awaits_room(source, missing)) return true;
+  return false;
+}
+
+// Of the next token. Looks itself: sums look only as far as the first row that is missing, and a rank whose rows are all here
+// may have left.
+bool Combine::awaits_rows(int peer, Missing &missing) {
+  if (next_token_ == p_.num_tokens) return false;
+  if (team_.near(peer)) {
+    int32_t index = head_of(next_token_)[peer];
+    if (peer == team_.rank || index < 0 || row_is_here(peer, index)) return false;
+    missing = {index + 1, head_[peer]};
+    return true;
+  }
+  int node = team_.node(peer);
+  if (peer != team_.partner(node) || !node_has(next_token_, node * team_.num_nvl_peers)) return false;
+  missing = {team_.links[node].taken + 1, LinkIn(team_, exchange_, sum_.record(), peer).arrived()};
+  return missing.seen < missing.expected;
+}
+
+// In my ring of rows for that rank's tokens.
+bool Combine::awaits_room(int source, Missing &missing) const {
+  if (pushed_[source] == num_rows_[source]) return false;
+  missing = {pushed_[source] - static_cast<int64_t>(mine_.slots()) + 1,
+             static_cast<int64_t>(team_.control().combine_tail(source).rows(exchange_.number()))};
+  return missing.seen < missing.expected;
+}
+
+// Rows of one rank lie together in x, in the order of its tokens.
+bool Combine::push(int source) {
+  if (pushed_[source] == num_rows_[source] || team_.gate(source) == team_.rank) return false;
+  int64_t slots = static_cast<int64_t>(mine_.slots());
+  int64_t read = static_cast<int64_t>(team_.control().combine_tail(source).rows(exchange_.number()));
+  int64_t count = min_of(min_of(slots - (pushed_[source] - read), num_rows_[source] - pushed_[source]), mine_.batch(p_.nvl_send_chunk));
+  if (count <= 0) return false;
+  Ring ring = combine_ring(team_, p_, source);
+  uint64_t bytes = row_bytes(p_), weights = p_.topk_weights ? weight_bytes(p_) : 0, number = token_bytes(team_);
+  for (int64_t end = pushed_[source] + count; pushed_[source] < end; pushed_[source]++) {
+    uint64_t row = static_cast<uint64_t>(first_row_[source] + pushed_[source]), slot = static_cast<uint64_t>(pushed_[source] % slots);
+    rows_.copy(ring.row(slot), at<const uint8_t>(p_.x) + row * bytes, bytes, false);
+    if (number) ring.extra<TokenNumber>(slot)->token = at<const int32_t>(p_.recv_src_idx)[row];
+    if (weights) memcpy(ring.extra<uint8_t>(slot) + number, at<const uint8_t>(p_.topk_weights) + row * weights, weights);
+  }
+  to_push_ -= count;
+  team_.control().combine_head(source).set(exchange_.number(), static_cast<uint64_t>(pushed_[source]));
+  op_.ring(team_.gate(source));
+  return true;
+}
+
+bool Combine::row_is_here(int source, int32_t index) {
+  if (index < head_[source]) return true;
+  if (index >= expected_[source]) op_.fail(DK_EINVAL, team_.rank, DK_FIELD_NONE, expected_[source], index);  // not this handle's
+  head_[source] = static_cast<int64_t>(team_.peers[source].control.combine_head(team_.rank).rows(exchange_.number()));
+  return index < head_[source];
+}
+
+// Whether the node's sum for the next token is here. `taken` counts those of the tokens before.
+bool Combine::sum_is_here(int node, int32_t token) {
+  LinkState &link = team_.links[node];
+  LinkIn in(team_, exchange_, sum_.record(), team_.partner(node));
+  if (link.taken == link.seen) link.seen = in.arrived();
+  if (link.taken == link.seen) return false;
+  int32_t number = in.extra<TokenNumber>(static_cast<uint64_t>(link.taken) % in.slots())->token;
+  if (number != token) op_.fail(DK_EINVAL, team_.partner(node), DK_FIELD_NONE, token, number);  // not of this handle
+  return number == token;
+}
+
+bool Combine::is_complete(int32_t token) {
+  for (int source = 0; source < team_.num_ranks; source = after(source)) {
+    if (source == team_.rank || !has(token, source)) continue;
+    if (team_.near(source) ? !row_is_here(source, head_of(token)[source]) : !sum_is_here(team_.node(source), token)) return false;
+  }
+  return true;
+}
+
+// Adds up tokens while all their rows are here.
+bool Combine::add_tokens() {
+  int32_t first = next_token_, end = min_of(p_.num_tokens, first + kTokensAtOnce);
+  for (; next_token_ < end && is_complete(next_token_) && !op_.failed(); next_token_++) add_token(next_token_);
+  if (next_token_ > first) tell_read(first);
+  return next_token_ > first;
+}
+
+// The ranks of my node, that the rows of the tokens since `first` have been read.
+void Combine::tell_read(int32_t first) {
+  for (int source = 0; source < team_.num_ranks; source++) {
+    if (source == team_.rank || !team_.near(source)) continue;
+    int64_t read = -1;
+    for (int32_t token = next_token_ - 1; token >= first && read < 0; token--) read = head_of(token)[source];
+    if (read < 0) continue;
+    team_.peers[source].control.combine_tail(team_.rank).set(exchange_.number(), static_cast<uint64_t>(read + 1));
+    op_.ring(source);
+  }
+}
+
+bool Combine::give_credits() {
+  bool gave = false;
+  for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
+    if (node != team_.own_node())
+      gave |= LinkIn(team_, exchange_, sum_.record(), team_.partner(node)).give_credit(team_.links[node].taken);
+  return gave;
+}
+
+void Combine::add_token(int32_t token) {
+  const int32_t *head = head_of(token);
+  const uint16_t *rows[DK_MAX_RANKS + 2];
+  const float *weights[DK_MAX_RANKS];
+  int count = 0, num_weights = 0;
+  uint64_t hidden = static_cast<uint64_t>(p_.hidden);
+  for (uint64_t bias : p_.bias)
+    if (bias) rows[count++] = at<const uint16_t>(bias) + static_cast<uint64_t>(token) * hidden;
+  for (int source = 0; source < team_.num_ranks; source = after(source)) {
+    if (!has(token, source)) continue;
+    if (source == team_.rank) {
+      uint64_t row = static_cast<uint64_t>(first_row_[source] + head[source]);
+      rows[count++] = at<const uint16_t>(p_.x) + row * hidden;
+      if (p_.topk_weights) weights[num_weights++] = at<const float>(p_.topk_weights) + row * static_cast<uint64_t>(p_.num_topk);
+      continue;
+    }
+    const uint8_t *row, *extra;
+    if (team_.near(source)) {
+      Ring ring = ring_of(source);
+      uint64_t slot = static_cast<uint64_t>(head[source]) % ring.slots();
+      row = ring.row(slot), extra = ring.extra<const uint8_t>(slot);
+    } else {
+      LinkIn in(team_, exchange_, sum_.record(), team_.partner(team_.node(source)));
+      uint64_t slot = static_cast<uint64_t>(team_.links[team_.node(source)].taken++) % in.slots();
+      row = in.row(slot), extra = in.extra<uint8_t>(slot);
+    }
+    rows[count++] = reinterpret_cast<const uint16_t *>(row);
+#if DK_MUTANT == 34  // a node that is added twice
+    if (!team_.near(source)) rows[count++] = reinterpret_cast<const uint16_t *>(row);
+#endif
+    if (weight_bytes(p_)) weights[num_weights++] = reinterpret_cast<const float *>(extra + token_bytes(team_));
+  }
+  uint16_t *to = at<uint16_t>(p_.combined_x) + static_cast<uint64_t>(token) * hidden;
+#if DK_MUTANT == 8  // another order of the sum
+  if (count > 2) rows[DK_MAX_RANKS + 1] = rows[1], rows[1] = rows[count - 1], rows[count - 1] = rows[DK_MAX_RANKS + 1];
+#endif
+  if (count) rows_.sum(to, rows, count, hidden, stream_);
+  else memset(to, 0, row_bytes(p_));
+  if (p_.combined_topk_weights)
+    add_weights(at<float>(p_.combined_topk_weights) + static_cast<int64_t>(token) * p_.num_topk, weights, num_weights, p_.num_topk);
+}
+
+// NaN, so that nothing goes on with half a sum.
+void Combine::fail_outputs() {
+  uint16_t *x = at<uint16_t>(p_.combined_x);
+  for (int64_t i = 0, n = int64_t{p_.num_tokens} * p_.hidden; i < n; i++) x[i] = 0x7fc0;
+  if (p_.combined_topk_weights) memset(at<void>(p_.combined_topk_weights), 0xff, static_cast<size_t>(p_.num_tokens) * weight_bytes(p_));
+}
+
+void run_combine(const dk_combine_params &p) {
+  Op op(p, DK_OP_COMBINE);
+  Combine(op, p).run();
+}
+
+bool bad_combine(const Team &team, const dk_combine_params &p) {
+  if (!p.rank_prefix_matrix || p.num_tokens < 0 || p.num_recv_tokens < 0 || p.num_topk < 0) return true;
+  if (p.num_tokens && (!p.send_head || !p.combined_x)) return true;
+  if (p.num_recv_tokens && !p.x) return true;
+  if (has_weights(p) && p.num_topk == 0) return true;
+  if (p.num_recv_tokens && p.combined_topk_weights && !p.topk_weights) return true;
+  if (p.hidden <= 0 || p.hidden % 8 != 0) return true;
+  return team.spans_nodes() && ((p.num_recv_tokens && !p.recv_src_idx) || link_room(team, own_record(team, p)) == 0);
+}
+
+}  // namespace
+}  // namespace dk
+
+using namespace dk;
+
+DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
+  DK_ENTER(p);
+  if (bad_head(*p)) return DK_EINVAL;
+  if (p->x_segment >= 0) return DK_EUNSUPPORTED;
+  const Team &team = *at<Team>(p->team);
+  if (bad_combine(team, *p) || combine_ring(team, *p, 0).slots() == 0) return DK_EINVAL;
+  return enqueue<dk_combine_params, run_combine>(*p);
+}

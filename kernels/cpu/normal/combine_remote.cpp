@@ -1,0 +1,155 @@
+#include "cpu/normal/combine_remote.h"
+
+#include <string.h>
+
+namespace dk {
+
+void add_weights(float *to, const float *const *rows, int count, int32_t num_topk) {
+  for (int32_t k = 0; k < num_topk; k++) {
+    float total = 0;
+    for (int r = 0; r < count; r++) total += rows[r][k];
+    to[k] = total;
+  }
+}
+
+void NodeSum::begin(int32_t num_topk) {
+  num_topk_ = num_topk;
+  record_ = combine_record(team_, p_.hidden, num_topk);
+  size_t bytes = sizeof(int64_t) * static_cast<size_t>(team_.num_ranks);
+  memset(taken_, 0, bytes);
+  memset(head_, 0, bytes);
+}
+
+// ---- Rows of my node's ranks for the rank of my index on another node ----
+
+NodeSum::Stream NodeSum::stream(int node, int index) const {
+  const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
+  int n = team_.num_ranks, source = team_.partner(node), at = team_.first_near() + index, which = node * team_.num_nvl_peers + index;
+  return {at, matrix[source * n + at] - (source ? matrix[(source - 1) * n + at] : 0), taken_ + which, head_ + which};
+}
+
+bool NodeSum::is_here(int source, const Stream &s) const {
+  if (s.at == team_.rank || *s.taken < *s.head) return true;
+  *s.head = static_cast<int64_t>(team_.peers[s.at].control.combine_head(source).rows(exchange_.number()));
+  return *s.taken < *s.head;
+}
+
+const uint8_t *NodeSum::row(int source, const Stream &s) const {
+  if (s.at == team_.rank) return at<const uint8_t>(p_.x) + static_cast<uint64_t>(first_row(source) + *s.taken) * record_.row_bytes;
+  Ring theirs = ring(source, s.at);
+  return theirs.row(static_cast<uint64_t>(*s.taken) % theirs.slots());
+}
+
+int32_t NodeSum::token_of(int source, const Stream &s) const {
+  if (s.at == team_.rank) return at<const int32_t>(p_.recv_src_idx)[first_row(source) + *s.taken];
+  Ring theirs = ring(source, s.at);
+  return theirs.extra<TokenNumber>(static_cast<uint64_t>(*s.taken) % theirs.slots())->token;
+}
+
+const float *NodeSum::weights_of(int source, const Stream &s) const {
+  if (s.at == team_.rank) return at<const float>(p_.topk_weights) + (first_row(source) + *s.taken) * num_topk_;
+  Ring theirs = ring(source, s.at);
+  return reinterpret_cast<const float *>(theirs.extra<TokenNumber>(static_cast<uint64_t>(*s.taken) % theirs.slots()) + 1);
+}
+
+// ---- Sums ----
+
+// The first token that has not crossed yet; -1: it cannot be told yet, or there is none.
+int32_t NodeSum::next_token(int node) const {
+  int32_t first = -1;
+  for (int index = 0; index < team_.num_nvl_peers; index++) {
+    Stream s = stream(node, index);
+    if (*s.taken == s.count) continue;
+    if (!is_here(team_.partner(node), s)) return -1;
+    int32_t token = token_of(team_.partner(node), s);
+    if (first < 0 || token < first) first = token;
+  }
+  return first;
+}
+
+void NodeSum::add_token(int node, int32_t token, uint8_t *to) const {
+  const uint16_t *rows[DK_MAX_RANKS];
+  const float *weights[DK_MAX_RANKS];
+  int count = 0, source = team_.partner(node);
+  for (int index = 0; index < team_.num_nvl_peers; index++) {
+    Stream s = stream(node, index);
+    if (*s.taken == s.count || token_of(source, s) != token) continue;
+    if (num_topk_) weights[count] = weights_of(source, s);
+    rows[count++] = reinterpret_cast<const uint16_t *>(row(source, s));
+  }
+  team_.device->rows->sum(reinterpret_cast<uint16_t *>(to), rows, count, static_cast<size_t>(p_.hidden), false);
+  TokenNumber *extra = reinterpret_cast<TokenNumber *>(to + record_.extra_at());
+  extra->token = token;
+  add_weights(reinterpret_cast<float *>(extra + 1), weights, count, num_topk_);
+}
+
+void NodeSum::advance(int node, int32_t token) {
+  for (int index = 0; index < team_.num_nvl_peers; index++) {
+    Stream s = stream(node, index);
+    if (*s.taken < s.count && token_of(team_.partner(node), s) == token) ++*s.taken;
+  }
+}
+
+// A sum that finds no room on its QP stays where it is, and is not made again.
+bool NodeSum::add_for(int node) {
+  int source = team_.partner(node);
+  LinkState &state = team_.links[node];
+  LinkOut out = link(node);
+  int64_t before = state.sent;
+  while (state.sent < before + plan_.batch) {
+    int32_t token = next_token(node);
+    uint8_t *place = token < 0 ? nullptr : out.place();
+    if (!place) break;
+    if (state.offered == state.sent) {
+      add_token(node, token, place);
+      state.offered++;
+    }
+    if (!out.send(place, 0)) break;
+    advance(node, token);
+  }
+  if (state.sent == before) return false;
+  for (int index = 0; index < team_.num_nvl_peers; index++) {
+    Stream s = stream(node, index);
+    if (s.at == team_.rank || s.count == 0) continue;
+    team_.peers[s.at].control.combine_tail(source).set(exchange_.number(), static_cast<uint64_t>(*s.taken));
+    op_.ring(s.at);
+  }
+  return true;
+}
+
+bool NodeSum::add() {
+  bool progress = false;
+  for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
+    if (node != team_.own_node()) progress |= add_for(node);
+  return progress;
+}
+
+bool NodeSum::done() const {
+  for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
+    for (int index = 0; node != team_.own_node() && index < team_.num_nvl_peers; index++) {
+      Stream s = stream(node, index);
+      if (*s.taken < s.count) return false;
+    }
+  }
+  return true;
+}
+
+// A rank of my node whose next row is not here; or the one on another node that has no room for what is.
+bool NodeSum::awaits(int peer, Missing &missing) const {
+  if (!team_.spans_nodes()) return false;
+  if (!team_.near(peer)) {
+    int node = team_.node(peer);
+    if (peer != team_.partner(node) || next_token(node) < 0) return false;
+    missing = link(node).missing();
+    return missing.seen < missing.expected;
+  }
+  for (int node = 0; node < team_.num_nodes(); node++) {
+    if (node == team_.own_node()) continue;
+    Stream s = stream(node, team_.index(peer));
+    missing = {*s.taken + 1, *s.head};
+    if (*s.taken < s.count && !is_here(team_.partner(node), s)) return true;
+  }
+  return false;
+}
+
+}  // namespace dk

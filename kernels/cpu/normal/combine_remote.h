@@ -1,0 +1,73 @@
+// Combine among nodes. The rows of a node's ranks for a token of another node are added up there, in FP32 by ascending rank, by
+// the rank of the token's own index (the gate), rounded to BF16 once, and cross as one row. The gate merges what its ranks have
+// by the tokens' numbers, which come with the rows, so it needs no list of who has which.
+#pragma once
+#include "cpu/normal/link.h"
+
+namespace dk {
+
+constexpr int32_t kTokensAtOnce = 16;  // between two updates of the cursors
+
+// What goes with a row of combine: its weights; among nodes this before them.
+struct TokenNumber {
+  int32_t token, reserved;
+};
+inline uint64_t token_bytes(const Team &team) { return team.spans_nodes() ? sizeof(TokenNumber) : 0; }
+// An absent array stands for no weights.
+inline Record combine_record(const Team &team, int32_t hidden, int32_t num_topk) {
+  return {2 * static_cast<uint64_t>(hidden), token_bytes(team) + 4u * static_cast<uint64_t>(num_topk)};
+}
+void add_weights(float *to, const float *const *rows, int count, int32_t num_topk);
+
+class NodeSum {
+ public:
+  // mine: the shape of the pair rings.
+  NodeSum(Op &op, const Exchange &exchange, const dk_combine_params &p, const Ring &mine, const LinkPlan &plan)
+      : op_(op), team_(op.team), exchange_(exchange), p_(p), mine_(mine), plan_(plan), taken_(team_.numbers(kTaken)),
+        head_(team_.numbers(kHead)) {}
+
+  // Once all messages are here: how many weights rows have, also where this rank has no rows itself.
+  void begin(int32_t num_topk);
+  const Record &record() const { return record_; }
+  // Adds up tokens while the node's rows for them are here and the link has room.
+  bool add();
+  bool done() const;
+  bool awaits(int peer, Missing &missing) const;
+
+ private:
+  enum { kTaken = 5, kHead = 6 };  // numbers kept for each [node][rank of mine]
+
+  struct Stream {  // rows of one of my node's ranks for the source
+    int at;
+    int64_t count, *taken, *head;
+  };
+  Stream stream(int node, int index) const;
+  bool is_here(int source, const Stream &s) const;
+  const uint8_t *row(int source, const Stream &s) const;
+  int32_t token_of(int source, const Stream &s) const;
+  const float *weights_of(int source, const Stream &s) const;
+  int32_t next_token(int node) const;
+  void add_token(int node, int32_t token, uint8_t *to) const;
+  bool add_for(int node);
+  void advance(int node, int32_t token);
+  LinkOut link(int node) const { return LinkOut(team_, exchange_, record_, plan_, node); }
+  int64_t first_row(int source) const {
+    return source ? at<const int32_t>(p_.rank_prefix_matrix)[(source - 1) * team_.num_ranks + team_.rank] : 0;
+  }
+  Ring ring(int source, int at) const {
+    const CallMessage &message = exchange_.message(at);
+    return Ring(team_, at, message.ring_slots, message.ring_stride, mine_, source);
+  }
+
+  Op &op_;
+  Team &team_;
+  const Exchange &exchange_;
+  const dk_combine_params &p_;
+  const Ring &mine_;
+  const LinkPlan &plan_;
+  int64_t *taken_, *head_;
+  int32_t num_topk_ = 0;
+  Record record_ = {};
+};
+
+}  // namespace dk

@@ -1,0 +1,356 @@
+// Dispatch of normal mode. Each rank stages a token once, in a ring of its own wire region, whatever the number of ranks it
+// goes to; every receiver copies the rows that are its own straight to their places. One thread does both in turn: it stages
+// while its ring has room and copies what others have staged, so nobody waits for a rank that waits for it. What goes to other
+// nodes, and comes from there, is in dispatch_far.h.
+#include <string.h>
+
+#include "cpu/team/check.h"
+#include "cpu/normal/dispatch_remote.h"
+
+namespace dk {
+namespace {
+
+// What lies beside a staged row.
+struct Extra {
+  int32_t token, reserved;
+  // uint64_t readers[(R+63)/64], int32_t topk_idx[K], float topk_weights[K] follow
+};
+
+uint64_t mask_words(const Team &team) { return (static_cast<uint64_t>(team.num_ranks) + 63) / 64; }
+
+Record dispatch_record(const Team &team, const dk_dispatch_params &p) {
+  return {p.hidden_bytes + 4u * static_cast<uint64_t>(p.num_scales),
+          sizeof(Extra) + 8 * mask_words(team) + 8u * static_cast<uint64_t>(p.num_topk)};
+}
+
+Ring dispatch_ring(const Team &team, const dk_dispatch_params &p) {
+  return Ring(team, team.rank, dispatch_record(team, p), 1, p.nvl_recv_chunk);
+}
+
+constexpr int64_t kRowsAtOnce = 16;  // between two updates of a reader's cursor
+
+enum { kNextRow, kEndRow, kNextSlot, kToSend };  // numbers kept for each peer
+
+class Dispatch {
+ public:
+  Dispatch(Op &op, const dk_dispatch_params &p);
+  void run();
+
+ private:
+  void count_rows();
+  Poll poll();
+  bool awaits(int peer, Missing &missing);
+  bool awaits_rows(int peer, Missing &missing) const;
+  bool stage();
+  int64_t free_slots();
+  bool stage_token(int32_t token);
+  void fill_extra(Extra *extra, int32_t token, const int32_t *head);
+  void gather_scales(void *to, int32_t token);
+  bool drain(int source);
+  bool drain_near(int source);
+  template <class Rows> void read(int source, const Rows &rows, int64_t head, Cursor &tail);
+  void count_bytes();
+  void take(int source, const uint8_t *row, const Extra *extra);
+  void place(int64_t row, int32_t token, const void *x, const void *scales);
+  void place_topk(int64_t row, const int32_t *idx, const float *weights);
+  void mark_unused(int64_t from);
+
+  const uint64_t *readers(const Extra *extra) const { return reinterpret_cast<const uint64_t *>(extra + 1); }
+  const int32_t *topk_idx(const Extra *extra) const { return reinterpret_cast<const int32_t *>(readers(extra) + mask_words_); }
+  const float *topk_weights(const Extra *extra) const { return reinterpret_cast<const float *>(topk_idx(extra) + p_.num_topk); }
+  bool sends_to(int peer) const { return peer != team_.rank && to_send_[peer] > 0 && team_.near(peer); }  // who reads my ring
+
+  Op &op_;
+  Team &team_;
+  const dk_dispatch_params &p_;
+  const RowKernels &rows_;
+  Exchange exchange_;
+  const uint64_t mask_words_;
+  const Record record_;
+  Ring ring_;
+  const LinkPlan plan_;
+  FarSender far_;
+  Gate gate_;
+  int64_t *next_row_, *end_row_, *next_slot_, *to_send_;
+  int32_t next_token_ = 0;
+  int64_t staged_ = 0, announced_ = 0, free_ = 0, num_received_ = 0, outstanding_ = 0;
+  bool stream_ = false;
+};
+
+Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
+    : op_(op), team_(op.team), p_(p), rows_(*team_.device->rows), exchange_(op), mask_words_(mask_words(team_)),
+      record_(dispatch_record(team_, p)), ring_(dispatch_ring(team_, p)),
+      plan_(plan_link(team_, record_, p)), far_(team_, exchange_, record_, plan_, ring_),
+      gate_(op, exchange_, record_, at<const int32_t>(p.rank_prefix_matrix)),
+      next_row_(team_.numbers(kNextRow)), end_row_(team_.numbers(kEndRow)), next_slot_(team_.numbers(kNextSlot)),
+      to_send_(team_.numbers(kToSend)) {
+  exchange_.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(p.hidden_bytes));
+  exchange_.set_field(DK_FIELD_NUM_EXPERTS, p.num_experts);
+  exchange_.set_field(DK_FIELD_NUM_TOPK, p.num_topk);
+  exchange_.set_field(DK_FIELD_NUM_SCALES, p.num_scales);
+  exchange_.set_field(DK_FIELD_FORMAT, p.num_tokens ? p.topk_weights != 0 : kAnyValue);  // without tokens nothing is given
+  exchange_.set_field(DK_FIELD_OPERATION, DK_OP_DISPATCH + (p.flags & DK_DISPATCH_CACHED ? 256 : 0));
+  exchange_.set_ring(ring_.slots(), ring_.stride());
+  exchange_.set_link(plan_.slots, plan_.queues);
+  begin_links(team_);
+}
+
+// The matrix says how many rows go where; its columns are running sums over the source ranks.
+void Dispatch::count_rows() {
+  const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
+  int n = team_.num_ranks, me = team_.rank;
+  for (int i = 0; i < n; i++) {
+    next_row_[i] = i ? matrix[(i - 1) * n + me] : 0;
+    end_row_[i] = matrix[i * n + me];
+    next_slot_[i] = 0;
+    to_send_[i] = matrix[me * n + i] - (me ? matrix[(me - 1) * n + i] : 0);
+    if (i != me) outstanding_ += end_row_[i] - next_row_[i];
+  }
+  num_received_ = end_row_[n - 1];
+  uint64_t bytes = static_cast<uint64_t>(num_received_) * p_.hidden_bytes;
+  stream_ = bytes * static_cast<uint64_t>(n) > team_.device->cached_bytes;
+  int64_t room = p_.num_worst_tokens > 0 ? p_.num_worst_tokens : p_.num_recv_tokens;
+  if (num_received_ > 0 && !p_.recv_x) op_.fail(DK_EINVAL, team_.rank);
+  if (room >= 0 && num_received_ > room) op_.fail(DK_EMISMATCH, -1, DK_FIELD_WORST_TOKENS, room, num_received_);
+}
+
+void Dispatch::run() {
+  if (!op_.failed()) count_rows();
+  if (!op_.failed()) {
+    exchange_.post(nullptr, nullptr, 0);
+    wait_until(op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return awaits(peer, missing); });
+    rows_.finish_stream();
+  }
+  if (op_.failed()) num_received_ = 0;
+  mark_unused(num_received_);
+  if (!op_.failed()) count_bytes();
+}
+
+// To each rank that got them from this one, also those that came through here from another node.
+void Dispatch::count_bytes() {
+  for (int i = 0; i < team_.num_ranks; i++) {
+    int64_t rows = team_.near(i) ? to_send_[i] + gate_.rows_for(i) : i == team_.partner(team_.node(i)) ? far_.rows_to(team_.node(i)) : 0;
+    op_.sent(i, static_cast<uint64_t>(rows) * record_.row_bytes);
+  }
+}
+
+Poll Dispatch::poll() {
+  bool progress = exchange_.look();
+  if (op_.failed()) return Poll::done;
+  if (exchange_.complete()) progress |= stage();
+  for (int step = 1; step < team_.num_ranks; step++) {
+    int source = (team_.rank + step) % team_.num_ranks;
+    if (exchange_.arrived(source) && next_row_[source] < end_row_[source]) progress |= drain(source);
+  }
+  progress |= gate_.relay();
+  bool done = exchange_.complete() && next_token_ == p_.num_tokens && outstanding_ == 0 && far_.done(staged_) && gate_.done() &&
+              exchange_.delivered();
+  return done ? Poll::done : progress ? Poll::progress : Poll::idle;
+}
+
+bool Dispatch::awaits(int peer, Missing &missing) {
+  if (exchange_.awaits(peer, missing)) return true;
+  if (awaits_rows(peer, missing)) return true;
+  if (exchange_.complete() && (far_.awaits(peer, staged_, missing) || gate_.awaits(peer, missing))) return true;
+  if (!exchange_.complete() || next_token_ == p_.num_tokens || !sends_to(peer)) return false;
+  missing = {staged_ - static_cast<int64_t>(ring_.slots()) + 1,
+             static_cast<int64_t>(team_.control().dispatch_tail(peer).rows(exchange_.number()))};
+  return missing.seen < missing.expected;
+}
+
+// Rows of that rank itself; or of one of another node, if they come through it.
+bool Dispatch::awaits_rows(int peer, Missing &missing) const {
+  if (!team_.near(peer)) return false;
+  int step = team_.spans_nodes() ? team_.num_nvl_peers : team_.num_ranks;
+  for (int source = peer % step; source < team_.num_ranks; source += step) {
+    missing = {end_row_[source], next_row_[source]};
+    if (missing.seen < missing.expected && exchange_.arrived(source)) return true;
+  }
+  return false;
+}
+
+// Room in the ring is what its slowest reader leaves.
+int64_t Dispatch::free_slots() {
+  if (free_ > 0) return free_;
+  int64_t slowest = staged_;
+  for (int peer = 0; peer < team_.num_ranks; peer++)
+    if (sends_to(peer)) slowest = min_of(slowest, static_cast<int64_t>(team_.control().dispatch_tail(peer).rows(exchange_.number())));
+  free_ = static_cast<int64_t>(ring_.slots()) - (staged_ - min_of(slowest, far_.oldest_needed(staged_)));
+  return free_;
+}
+
+// Stages a batch of tokens, as far as there is room.
+bool Dispatch::stage() {
+  int32_t before = next_token_;
+  int64_t limit = staged_ + ring_.batch(p_.nvl_send_chunk);
+  while (next_token_ < p_.num_tokens && staged_ < limit && stage_token(next_token_)) next_token_++;
+  if (staged_ > announced_) {
+    announced_ = staged_;
+    team_.control().dispatch_head().set(exchange_.number(), static_cast<uint64_t>(staged_));
+    for (int peer = 0; peer < team_.num_ranks; peer++)
+      if (sends_to(peer)) op_.ring(peer);
+    if (ring_.worth_a_wake(staged_) || next_token_ == p_.num_tokens) op_.ring_now();
+  }
+  bool crossed = far_.send(staged_, [this](uint64_t slot) { return readers(ring_.extra<Extra>(slot)); });
+  return crossed || next_token_ != before;
+}
+
+// False: no room yet.
+bool Dispatch::stage_token(int32_t token) {
+  const int32_t *head = at<const int32_t>(p_.send_head) + static_cast<int64_t>(token) * team_.num_ranks;
+  const uint8_t *x = at<const uint8_t>(p_.x) + static_cast<uint64_t>(token) * p_.hidden_bytes;
+  bool leaves = false;
+  for (int peer = 0; peer < team_.num_ranks; peer++) leaves |= peer != team_.rank && head[peer] >= 0;
+  if (!leaves && head[team_.rank] < 0) return true;
+  if (free_slots() <= 0) return false;  // also for a row to myself: its scales pass through the slot
+  uint64_t slot = static_cast<uint64_t>(staged_) % ring_.slots();
+  uint8_t *row = ring_.row(slot);
+  Extra *extra = ring_.extra<Extra>(slot);
+  fill_extra(extra, token, head);
+  if (p_.num_scales) gather_scales(row + p_.hidden_bytes, token);
+  if (head[team_.rank] >= 0) {
+    place(next_row_[team_.rank]++, token, x, row + p_.hidden_bytes);
+    if (p_.recv_topk_idx) place_topk(next_row_[team_.rank] - 1, topk_idx(extra), topk_weights(extra));
+  }
+  if (!leaves) return true;
+  rows_.copy(row, x, p_.hidden_bytes, false);
+  staged_++;
+  free_--;
+  return true;
+}
+
+void Dispatch::fill_extra(Extra *extra, int32_t token, const int32_t *head) {
+  extra->token = token;
+  uint64_t *mask = reinterpret_cast<uint64_t *>(extra + 1);
+  memset(mask, 0, 8 * mask_words_);
+  for (int peer = 0; peer < team_.num_ranks; peer++)
+    if (head[peer] >= 0) mask[peer / 64] |= uint64_t{1} << (peer % 64);
+  if (!p_.topk_idx) return;
+  size_t k = static_cast<size_t>(p_.num_topk), first = static_cast<size_t>(token) * k;
+  int32_t *idx = reinterpret_cast<int32_t *>(mask + mask_words_);
+  for (size_t i = 0; i < k; i++) {
+    int64_t expert = index_at(p_.topk_idx, p_.index_bytes, first + i);
+    if (expert < -1 || expert >= p_.num_experts) op_.fail(DK_EINVAL, team_.rank, DK_FIELD_TOPK_IDX, p_.num_experts, expert);
+    idx[i] = static_cast<int32_t>(expert);
+  }
+  if (p_.topk_weights) memcpy(idx + k, at<const float>(p_.topk_weights) + first, k * sizeof(float));
+}
+
+void Dispatch::gather_scales(void *to, int32_t token) {
+  const uint32_t *from = at<const uint32_t>(p_.scales) + static_cast<int64_t>(token) * p_.scale_token_stride;
+  if (p_.scale_stride == 1) {
+    memcpy(to, from, 4 * static_cast<size_t>(p_.num_scales));
+    return;
+  }
+  uint32_t *out = static_cast<uint32_t *>(to);
+  for (int32_t s = 0; s < p_.num_scales; s++) out[s] = from[s * p_.scale_stride];
+#if DK_MUTANT == 5  // a wrong column
+  out[0] = from[(p_.num_scales - 1) * p_.scale_stride];
+#endif
+}
+
+// Takes all rows for this rank that have come from `source` since the last look.
+bool Dispatch::drain(int source) {
+  if (team_.near(source)) return drain_near(source);
+  LinkIn in(team_, exchange_, record_, source);
+  int64_t head = in.arrived();
+  if (head == next_slot_[source]) return false;
+  read(source, in, head, in.tail(team_.index(team_.rank)));
+  return true;
+}
+
+bool Dispatch::drain_near(int source) {
+  const CallMessage &message = exchange_.message(source);
+  int64_t head = static_cast<int64_t>(team_.peers[source].control.dispatch_head().rows(exchange_.number()));
+  if (head == next_slot_[source]) return false;
+  Ring theirs(team_, source, message.ring_slots, message.ring_stride, ring_);
+  read(source, theirs, head, team_.peers[source].control.dispatch_tail(team_.rank));
+  return true;
+}
+
+template <class Rows> void Dispatch::read(int source, const Rows &rows, int64_t head, Cursor &tail) {
+  uint64_t number = exchange_.number(), word = static_cast<uint64_t>(team_.rank) / 64, bit = uint64_t{1} << (team_.rank % 64);
+  for (int64_t &s = next_slot_[source]; s < head && next_row_[source] < end_row_[source]; s++) {
+    uint64_t slot = static_cast<uint64_t>(s) % rows.slots();
+    const Extra *extra = rows.template extra<Extra>(slot);
+    if (readers(extra)[word] & bit) take(source, rows.row(slot), extra);
+    if (s % kRowsAtOnce == kRowsAtOnce - 1) tail.set(number, static_cast<uint64_t>(s + 1));  // a source that is awake goes on
+  }
+  bool last = next_row_[source] == end_row_[source];
+  tail.set(number, last ? kAllRows : static_cast<uint64_t>(head));
+  op_.ring(team_.gate(source));
+}
+
+void Dispatch::take(int source, const uint8_t *row, const Extra *extra) {
+  int64_t to = next_row_[source]++;
+  outstanding_--;
+  place(to, extra->token, row, row + p_.hidden_bytes);
+  if (p_.recv_topk_idx) place_topk(to, topk_idx(extra), topk_weights(extra));
+}
+
+void Dispatch::place(int64_t row, int32_t token, const void *x, const void *scales) {
+#if DK_MUTANT == 3  // a row off by one
+  row -= row > 0 && token % 8 == 5;
+#endif
+  uint64_t r = static_cast<uint64_t>(row), scale_bytes = 4u * static_cast<uint64_t>(p_.num_scales);
+  rows_.copy(at<uint8_t>(p_.recv_x) + r * p_.hidden_bytes, x, p_.hidden_bytes, stream_);
+  if (p_.recv_scales) memcpy(at<uint8_t>(p_.recv_scales) + r * scale_bytes, scales, scale_bytes);
+#if DK_MUTANT == 4  // a corrupted byte
+  if (row == 3) at<uint8_t>(p_.recv_x)[(r + 1) * p_.hidden_bytes - 1] ^= 1;
+#endif
+  if (p_.recv_src_idx) at<int32_t>(p_.recv_src_idx)[row] = token;
+}
+
+// Experts of other ranks become -1 with weight 0; mine get their local number.
+void Dispatch::place_topk(int64_t row, const int32_t *idx, const float *weights) {
+  int32_t local = p_.num_experts / team_.num_ranks, first = local * team_.rank;
+  for (int32_t k = 0; k < p_.num_topk; k++) {
+    int64_t i = row * p_.num_topk + k;
+    int32_t mine = idx[k] >= first && idx[k] < first + local ? idx[k] - first : -1;
+    if (p_.index_bytes == 8) at<int64_t>(p_.recv_topk_idx)[i] = mine;
+    else at<int32_t>(p_.recv_topk_idx)[i] = mine;
+    if (p_.recv_topk_weights) at<float>(p_.recv_topk_weights)[i] = mine < 0 ? 0 : weights[k];
+  }
+}
+
+// Rows that nobody sent: index -1, weight 0, so that nothing is computed with them.
+void Dispatch::mark_unused(int64_t from) {
+  int64_t rows = p_.num_worst_tokens > 0 ? p_.num_worst_tokens : p_.num_recv_tokens;
+  if (rows <= from) return;
+  size_t count = static_cast<size_t>((rows - from) * p_.num_topk), start = static_cast<size_t>(from * p_.num_topk);
+  size_t index_bytes = static_cast<size_t>(p_.index_bytes);
+  if (p_.recv_topk_idx) memset(at<uint8_t>(p_.recv_topk_idx) + start * index_bytes, 0xff, count * index_bytes);
+  if (p_.recv_topk_weights) memset(at<float>(p_.recv_topk_weights) + start, 0, count * sizeof(float));
+}
+
+void run_dispatch(const dk_dispatch_params &p) {
+  Op op(p, DK_OP_DISPATCH);
+  Dispatch(op, p).run();
+}
+
+bool bad_dispatch(const Team &team, const dk_dispatch_params &p) {
+  if (!p.rank_prefix_matrix || p.num_tokens < 0 || p.num_scales < 0 || p.num_topk < 0) return true;
+  if (p.num_tokens && (!p.x || !p.send_head || (p.num_scales && !p.scales))) return true;
+  if (p.num_recv_tokens < -1 || p.num_worst_tokens < 0) return true;
+  if ((p.num_recv_tokens > 0 || p.num_worst_tokens > 0) && (!p.recv_x || (p.num_scales && !p.recv_scales))) return true;
+  if ((p.recv_topk_idx || p.recv_topk_weights) && p.num_topk == 0) return true;
+  if (p.num_topk && (bad_index_bytes(p.index_bytes) || bad_experts(team, p.num_experts))) return true;
+  if (p.num_topk && p.num_tokens && !p.topk_idx) return true;
+  if (p.recv_topk_weights && !p.topk_weights && p.num_tokens) return true;
+  return p.hidden_bytes == 0 || p.hidden_bytes % 16 != 0;
+}
+
+}  // namespace
+}  // namespace dk
+
+using namespace dk;
+
+DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
+  DK_ENTER(p);
+  if (bad_head(*p)) return DK_EINVAL;
+  Team &team = *at<Team>(p->team);
+  if (p->recv_segment >= 0) return DK_EUNSUPPORTED;
+  if (bad_dispatch(team, *p) || dispatch_ring(team, *p).slots() == 0) return DK_EINVAL;
+  if (team.spans_nodes() && link_room(team, dispatch_record(team, *p)) == 0) return DK_EINVAL;
+  return enqueue<dk_dispatch_params, run_dispatch>(*p);
+}

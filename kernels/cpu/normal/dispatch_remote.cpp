@@ -1,0 +1,101 @@
+#include "cpu/normal/dispatch_remote.h"
+
+namespace dk {
+
+// ---- Sender ----
+
+int64_t FarSender::oldest_needed(int64_t staged) const {
+  int64_t oldest = staged;
+#if DK_MUTANT == 35  // a source that is used again while it crosses
+  return oldest;
+#endif
+  for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
+    if (node != team_.own_node()) oldest = min_of(oldest, link(node).oldest_source(team_.links[node].offered));
+  return oldest;
+}
+
+bool FarSender::done(int64_t staged) const {
+  for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
+    if (node != team_.own_node() && team_.links[node].offered < staged) return false;
+  return true;
+}
+
+bool FarSender::awaits(int peer, int64_t staged, Missing &missing) const {
+  int node = team_.node(peer);
+  if (team_.near(peer) || peer != team_.partner(node)) return false;
+  if (team_.links[node].offered == staged) return false;
+  missing = link(node).missing();
+  return missing.seen < missing.expected;
+}
+
+// ---- Gate ----
+
+// What its slowest reader has read of what came; -1: nobody reads any more.
+int64_t Gate::slowest(const LinkIn &in, int source) const {
+  int64_t least = -1;
+  for (int index = 0; index < team_.num_nvl_peers; index++) {
+#if DK_MUTANT == 33  // a forgotten reader
+    if (index == team_.num_nvl_peers - 1) continue;
+#endif
+    if (!reads(in, source, index)) continue;
+    int64_t rows = static_cast<int64_t>(in.tail(index).rows(exchange_.number()));
+    least = least < 0 ? rows : min_of(least, rows);
+  }
+  return least;
+}
+
+bool Gate::relay() {
+  bool progress = false;
+  for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
+    int source = team_.partner(node);
+    if (node == team_.own_node() || !exchange_.arrived(source)) continue;
+    LinkIn in(team_, exchange_, record_, source);
+    int64_t here = in.arrived();
+    if (here > team_.links[node].seen) {
+      team_.links[node].seen = here;
+      for (int index = 0; index < team_.num_nvl_peers; index++)
+        if (reads(in, source, index)) op_.ring(team_.first_near() + index);
+      progress = true;
+    }
+    int64_t read = slowest(in, source);
+#if DK_MUTANT == 32  // a credit before the reading
+    if (read >= 0) read = here;
+#endif
+    if (read >= 0) progress |= in.give_credit(read);
+  }
+  return progress;
+}
+
+bool Gate::done() const {
+  for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
+    int source = team_.partner(node);
+    if (node != team_.own_node() && slowest(LinkIn(team_, exchange_, record_, source), source) >= 0) return false;
+  }
+  return true;
+}
+
+// A reader that is behind; or the sender, if all readers have read what is here.
+bool Gate::awaits(int peer, Missing &missing) const {
+  bool near = team_.near(peer);
+  if (!team_.spans_nodes() || (!near && peer != team_.partner(team_.node(peer)))) return false;
+  for (int node = 0; node < team_.num_nodes(); node++) {
+    int source = team_.partner(node);
+    if (node == team_.own_node() || (!near && source != peer)) continue;
+    LinkIn in(team_, exchange_, record_, source);
+    int64_t here = in.arrived();
+    if (near && !reads(in, source, team_.index(peer))) continue;
+    int64_t read = near ? static_cast<int64_t>(in.tail(team_.index(peer)).rows(exchange_.number())) : slowest(in, source);
+    missing = near ? Missing{here, read} : Missing{here + 1, here};
+    if (near ? read < here : read == here) return true;
+  }
+  return false;
+}
+
+int64_t Gate::rows_for(int reader) const {
+  int64_t rows = 0;
+  for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
+    if (node != team_.own_node() && reader != team_.rank) rows += rows_between(team_.partner(node), reader);
+  return rows;
+}
+
+}  // namespace dk

@@ -1,0 +1,81 @@
+// Dispatch among nodes. A staged row that ranks of another node read crosses once, to the sender's partner there: the gate.
+// The ranks of that node read it in the gate's ring; the gate wakes them, and gives the sender credit for what all have read.
+#pragma once
+#include "cpu/normal/link.h"
+
+namespace dk {
+
+// The sender's part: it reads the ring of staged rows like a peer would.
+class FarSender {
+ public:
+  FarSender(Team &team, const Exchange &exchange, const Record &record, const LinkPlan &plan, const Ring &staging)
+      : team_(team), exchange_(exchange), record_(record), plan_(plan), staging_(staging) {}
+
+  // Puts what was staged since, as far as there is room. readers(slot): bits by rank of a staged row.
+  template <class Readers> bool send(int64_t staged, Readers readers);
+  // The first staged row that must stay as it is; `staged` if none.
+  int64_t oldest_needed(int64_t staged) const;
+  bool done(int64_t staged) const;
+  bool awaits(int peer, int64_t staged, Missing &missing) const;
+  int64_t rows_to(int node) const { return team_.links[node].sent; }
+
+ private:
+  LinkOut link(int node) const { return LinkOut(team_, exchange_, record_, plan_, node); }
+  bool is_for(const uint64_t *readers, int node) const {
+    for (int peer = node * team_.num_nvl_peers, end = peer + team_.num_nvl_peers; peer < end; peer++)
+      if (readers[peer / 64] >> peer % 64 & 1) return true;
+    return false;
+  }
+
+  Team &team_;
+  const Exchange &exchange_;
+  const Record &record_;
+  const LinkPlan &plan_;
+  const Ring &staging_;
+};
+
+template <class Readers> bool FarSender::send(int64_t staged, Readers readers) {
+  bool sent = false;
+  for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
+    if (node == team_.own_node()) continue;
+    LinkOut out = link(node);
+    int64_t &row = team_.links[node].offered, limit = out.sent() + plan_.batch;
+    for (int64_t before = row; row < staged && out.sent() < limit; row++, sent |= row != before) {
+      uint64_t slot = static_cast<uint64_t>(row) % staging_.slots();
+      if (is_for(readers(slot), node) && !out.send(staging_.row(slot), row)) break;
+    }
+  }
+  return sent;
+}
+
+// The gate's part, for the sender of its index on each other node.
+class Gate {
+ public:
+  Gate(Op &op, const Exchange &exchange, const Record &record, const int32_t *matrix)
+      : op_(op), team_(op.team), exchange_(exchange), record_(record), matrix_(matrix) {}
+
+  bool relay();
+  // Whether the ranks of this node have all they need of what comes through here.
+  bool done() const;
+  bool awaits(int peer, Missing &missing) const;
+  // Rows of other nodes' ranks that a rank of this node reads here.
+  int64_t rows_for(int reader) const;
+
+ private:
+  int64_t rows_between(int source, int reader) const {
+    int n = team_.num_ranks;
+    return matrix_[source * n + reader] - (source ? matrix_[(source - 1) * n + reader] : 0);
+  }
+  bool reads(const LinkIn &in, int source, int index) const {  // still
+    return rows_between(source, team_.first_near() + index) > 0 && in.tail(index).rows(exchange_.number()) != kAllRows;
+  }
+  int64_t slowest(const LinkIn &in, int source) const;
+
+  Op &op_;
+  Team &team_;
+  const Exchange &exchange_;
+  const Record &record_;
+  const int32_t *matrix_;
+};
+
+}  // namespace dk

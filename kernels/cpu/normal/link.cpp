@@ -1,0 +1,118 @@
+#include "cpu/normal/link.h"
+
+namespace dk {
+namespace {
+
+constexpr uint64_t kCachedBytes = 4 << 20;  // of the rings of all links together
+constexpr uint64_t kBatchBytes = 64 << 10;
+
+}  // namespace
+
+LinkPlan plan_link(const Team &team, const Record &record, int32_t send_chunk, int32_t recv_chunk, int32_t num_sms) {
+  if (!team.spans_nodes()) return {0, 0, 0};
+  uint64_t cached = kCachedBytes / static_cast<uint64_t>(team.num_nodes()) / record.stride() + 1;
+  int channels = num_sms > 0 ? max_of(1, num_sms / 2) : kMaxLinkQueues;
+  return {max_of(static_cast<uint64_t>(max_of(recv_chunk, 0)), cached),
+          static_cast<uint64_t>(min_of(min_of(channels, kMaxLinkQueues), team.nic->num_qps())),
+          max_of<int64_t>(max_of(send_chunk, 1), static_cast<int64_t>(kBatchBytes / record.stride()))};
+}
+
+uint64_t link_room(const Team &team, const Record &record) { return min_of(team.wire.link_bytes / record.stride(), kMaxLinkSlots); }
+
+static uint64_t slots_for(const Team &team, const Record &record, uint64_t wanted) {
+  return max_of<uint64_t>(1, min_of(wanted, link_room(team, record)));
+}
+
+void begin_links(Team &team) {
+  for (int node = 0; team.spans_nodes() && node < team.num_nodes(); node++) {
+    LinkState &state = team.links[node];
+    state.sent = state.done = state.offered = state.seen = state.taken = state.credited = 0;
+  }
+}
+
+// ---- Out ----
+
+LinkOut::LinkOut(Team &team, const Exchange &exchange, const Record &record, const LinkPlan &plan, int node)
+    : team_(team), state_(team.links[node]), call_(exchange.number()), record_bytes_(record.bytes()), stride_(record.stride()),
+      slots_(slots_for(team, record, plan.slots)), queues_(plan.queues), node_(node), peer_(team.partner(node)) {}
+
+// Puts of one QP complete in their order, those of different ones do not: places are given back in the order of the records.
+void LinkOut::retire() {
+  while (state_.done < state_.sent) {
+    uint64_t record = static_cast<uint64_t>(state_.done);
+    if (team_.nic->completed(peer_, static_cast<int>(record % queues_)) < state_.posted[record % slots_]) return;
+    state_.done++;
+  }
+}
+
+// A place of mine and one of the partner's, which have the same number.
+bool LinkOut::has_room() {
+  int64_t slots = static_cast<int64_t>(slots_);
+  if (state_.sent - static_cast<int64_t>(credit()) >= slots) return false;
+  if (state_.sent - state_.done == slots) retire();
+  return state_.sent - state_.done < slots;
+}
+
+uint8_t *LinkOut::place() {
+  if (!has_room()) return nullptr;
+  uint64_t ring = team_.peers[team_.rank].wire + team_.wire.link_out_offset + static_cast<uint64_t>(node_) * team_.wire.link_bytes;
+  return at<uint8_t>(ring + static_cast<uint64_t>(state_.sent) % slots_ * stride_);
+}
+
+bool LinkOut::send(const void *record, int64_t source) {
+  if (!has_room()) return false;
+  uint64_t number = static_cast<uint64_t>(state_.sent), place = number % slots_;
+  int queue = static_cast<int>(number % queues_), mine = team_.own_node();
+  uint64_t ring = team_.peers[team_.rank].wire + team_.wire.link_in_offset + static_cast<uint64_t>(mine) * team_.wire.link_bytes;
+  Signal head = {&team_.far().link_head(mine, queue), Cursor::pack(call_, number / queues_ + 1), DK_SIGNAL_SET};
+#if DK_MUTANT == 31  // a head before its row
+  if (!team_.nic->signal(peer_, queue, head)) return false;
+  head = {};
+#endif
+  if (!team_.nic->put(peer_, queue, at<void>(ring + place * stride_), record, record_bytes_, head)) return false;
+  state_.posted[place] = team_.nic->posted(peer_, queue);
+  state_.source[place] = source;
+  state_.sent++;
+  return true;
+}
+
+int64_t LinkOut::oldest_source(int64_t none) {
+  retire();
+  return state_.done < state_.sent ? state_.source[static_cast<uint64_t>(state_.done) % slots_] : none;
+}
+
+Missing LinkOut::missing() const { return {state_.sent - static_cast<int64_t>(slots_) + 1, static_cast<int64_t>(credit())}; }
+
+// ---- In ----
+
+LinkIn::LinkIn(Team &team, const Exchange &exchange, const Record &record, int source)
+    : team_(team), call_(exchange.number()), stride_(record.stride()), extra_at_(record.extra_at()), node_(team.node(source)),
+      gate_(team.gate(source)) {
+  const CallMessage &message = exchange.message(source);
+  slots_ = slots_for(team, record, message.link_slots);
+  queues_ = max_of<uint64_t>(1, min_of<uint64_t>(message.link_queues, kMaxLinkQueues));
+  ring_ = team.peers[gate_].wire + team.wire.link_in_offset + static_cast<uint64_t>(node_) * team.wire.link_bytes;
+}
+
+// Record n is there if its QP has brought more than n / Q.
+int64_t LinkIn::arrived() const {
+  const FarControl &far = team_.peers[gate_].far;
+  uint64_t records = UINT64_MAX;
+  for (uint64_t queue = 0; queue < queues_; queue++) {
+    uint64_t here = Cursor::unpack(far.link_head(node_, static_cast<int>(queue)).load(), call_);
+    records = min_of(records, here * queues_ + queue);
+  }
+  return static_cast<int64_t>(records);
+}
+
+// Not for each record: a quarter of the ring at a time, so that the sender does not run dry.
+bool LinkIn::give_credit(int64_t records) {
+  LinkState &state = team_.links[node_];
+  if (records - state.credited < max_of<int64_t>(1, static_cast<int64_t>(slots_ / 4))) return false;
+  Signal credit = {&team_.far().link_credit(team_.own_node()), Cursor::pack(call_, static_cast<uint64_t>(records)), DK_SIGNAL_SET};
+  if (!team_.nic->signal(team_.partner(node_), 0, credit)) return false;
+  state.credited = records;
+  return true;
+}
+
+}  // namespace dk

@@ -1,0 +1,105 @@
+// Exchange of counts: every rank learns how many rows go from each rank to each other.
+#include <string.h>
+
+#include "cpu/team/check.h"
+#include "cpu/team/exchange.h"
+
+namespace dk {
+namespace {
+
+// send_head[t][r]: which of my rows to rank r the token is. False, with the failure recorded, if tokens_per_rank says otherwise.
+bool number_rows(Op &op, const dk_notify_params &p) {
+  int num_ranks = op.team.num_ranks;
+  int64_t *next = op.team.numbers(0);
+  memset(next, 0, sizeof(int64_t) * static_cast<size_t>(num_ranks));
+  const uint8_t *in_rank = at<const uint8_t>(p.token_in_rank);
+  int32_t *head = at<int32_t>(p.send_head);
+  for (int32_t token = 0; token < p.num_tokens; token++, in_rank += num_ranks, head += num_ranks)
+    for (int r = 0; r < num_ranks; r++) head[r] = in_rank[r] ? static_cast<int32_t>(next[r]++) : -1;
+  const int32_t *given = at<const int32_t>(p.tokens_per_rank);
+  for (int r = 0; r < num_ranks; r++) {
+    if (given[r] == next[r]) continue;
+    op.fail(DK_EINVAL, op.team.rank, DK_FIELD_NONE, given[r], next[r]);
+    return false;
+  }
+  return true;
+}
+
+void fill_matrix(Op &op, const Exchange &exchange, int32_t *matrix) {
+  Control &control = op.team.control();
+  int n = op.team.num_ranks;
+  for (int i = 0; i < n; i++) {
+    const int32_t *rows = control.rows_of(exchange.message(i));
+    for (int j = 0; j < n; j++) matrix[i * n + j] = rows[j] + (i ? matrix[(i - 1) * n + j] : 0);
+  }
+}
+
+void fill_counts(Op &op, const Exchange &exchange, const dk_notify_params &p, const int32_t *matrix, dk_counts *counts) {
+  Team &team = op.team;
+  int n = team.num_ranks, local = p.num_experts / n;
+  counts->num_recv_tokens = matrix[(n - 1) * n + team.rank];
+  int32_t near = 0;  // rows from ranks of my node
+  int first = team.rank / team.num_nvl_peers * team.num_nvl_peers;
+  for (int i = first; i < min_of(n, first + team.num_nvl_peers); i++) near += team.control().rows_of(exchange.message(i))[team.rank];
+  counts->num_recv_nodes_tokens = counts->num_recv_tokens - near;
+  for (int e = 0; e < local; e++) {
+    int64_t tokens = 0;
+    for (int i = 0; i < n; i++) tokens += team.control().experts_of(exchange.message(i))[e];
+    counts->per_expert[e] = static_cast<int32_t>((tokens + p.expert_alignment - 1) / p.expert_alignment * p.expert_alignment);
+  }
+}
+
+// Stored last; a host thread may be asleep on it.
+void announce(uint64_t counts, uint64_t call) {
+  __atomic_store_n(&at<dk_counts>(counts)->seq, call, __ATOMIC_RELEASE);
+  wake_all(*at<Word>(counts), Scope::process);  // its low half
+}
+
+void give_up(Op &op, const dk_notify_params &p) {
+  size_t n = static_cast<size_t>(op.team.num_ranks);
+  memset(at<void>(p.rank_prefix_matrix), 0, n * n * sizeof(int32_t));
+  if (p.num_tokens) memset(at<void>(p.send_head), 0xff, static_cast<size_t>(p.num_tokens) * n * sizeof(int32_t));
+  if (!p.counts) return;
+  dk_counts *counts = at<dk_counts>(p.counts);
+  counts->num_recv_tokens = -1;
+  counts->num_recv_nodes_tokens = 0;
+  memset(counts->per_expert, 0, static_cast<size_t>(p.num_experts) / n * sizeof(int32_t));
+}
+
+void run_notify(const dk_notify_params &p) {
+  Op op(p, DK_OP_NOTIFY);
+  Exchange exchange(op);
+  exchange.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(p.hidden_bytes));
+  exchange.set_field(DK_FIELD_NUM_EXPERTS, p.num_experts);
+  exchange.set_field(DK_FIELD_NUM_TOPK, p.num_topk);
+  exchange.set_field(DK_FIELD_NUM_SCALES, p.num_scales);
+  int32_t *matrix = at<int32_t>(p.rank_prefix_matrix);
+  if (!op.failed() && number_rows(op, p)) {
+    exchange.post(at<const int32_t>(p.tokens_per_rank), p.num_experts ? at<const int32_t>(p.tokens_per_expert) : nullptr,
+                  p.num_experts / op.team.num_ranks);
+    if (exchange.wait()) {
+      fill_matrix(op, exchange, matrix);
+      int32_t arriving = matrix[(op.team.num_ranks - 1) * op.team.num_ranks + op.team.rank];
+      bool too_many = p.num_worst_tokens && arriving > p.num_worst_tokens;
+      if (too_many) op.fail(DK_EMISMATCH, -1, DK_FIELD_WORST_TOKENS, p.num_worst_tokens, arriving);
+      else if (p.counts) fill_counts(op, exchange, p, matrix, at<dk_counts>(p.counts));
+    }
+  }
+  if (op.failed()) give_up(op, p);
+  if (p.counts) announce(p.counts, p.call);
+}
+
+}  // namespace
+}  // namespace dk
+
+using namespace dk;
+
+DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
+  DK_ENTER(p);
+  if (bad_head(*p) || !p->tokens_per_rank || !p->rank_prefix_matrix || p->num_tokens < 0 || p->num_topk < 0) return DK_EINVAL;
+  if (p->num_tokens && (!p->token_in_rank || !p->send_head)) return DK_EINVAL;
+  if (p->num_experts && (bad_experts(*at<Team>(p->team), p->num_experts) || !p->tokens_per_expert)) return DK_EINVAL;
+  if (p->expert_alignment < 1 || p->num_worst_tokens < 0 || p->num_scales < 0) return DK_EINVAL;
+  if (p->hidden_bytes == 0 || p->hidden_bytes % 16) return DK_EINVAL;
+  return enqueue<dk_notify_params, run_notify>(*p);
+}

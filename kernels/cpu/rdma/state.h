@@ -1,0 +1,98 @@
+// What the two sides of the software NIC share: the ranks that post, and the thread that serves.
+#pragma once
+#include <pthread.h>
+#include <sys/types.h>
+
+#include "cpu/team/control.h"
+#include "cpu/rdma/rdma.h"
+
+namespace dk {
+
+struct Work {
+  uint64_t dst, src, bytes;  // addresses here: the peer's block is mapped for the NIC
+  uint64_t word, value;
+  uint32_t op;
+  uint64_t source_sum;       // of the source's bytes when they were posted; LATE alone looks
+};
+
+// What LATE holds back. The thread's own.
+struct Delay {
+  static constexpr int kMostPieces = 4;
+  uint64_t due, done_due;      // not before: the next piece, the next completion
+  uint64_t cuts[kMostPieces + 1];
+  int pieces, next, first;     // of the operation under way; 0 pieces: none is
+  int left;                    // operations until the queue's character changes
+  bool drawn, last, done_last; // last: not before everything else has been done
+  bool active;                 // listed in NicState::active
+};
+
+struct alignas(kLine) Queue {
+  std::atomic<uint64_t> posted, bytes, max_queued;  // written under NicState::posting
+  Work *ring;
+  int32_t peer, created;
+  std::atomic<int32_t> broken;
+  alignas(kLine) std::atomic<uint64_t> completed;   // written by the thread, like the rest
+  uint64_t executed;
+  Delay delay;
+};
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed) {}
+  uint64_t next() {  // splitmix64
+    uint64_t x = state_ += 0x9e3779b97f4a7c15u;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+  }
+  uint64_t below(uint64_t n) { return next() % n; }
+
+ private:
+  uint64_t state_;
+};
+
+struct NicState {
+  int32_t rank, num_ranks, num_qps, num_peers;
+  uint64_t depth, mask, block_bytes, own_block, num_queues;
+  uint32_t flags;
+  pid_t owner;
+  Random random{0};              // the thread's
+
+  int32_t *slots;                // by rank: place among the peers, -1: not a peer
+  uint64_t *blocks;              // by slot
+  std::atomic<uint32_t> *lost;   // by slot
+  uint64_t *ringing;             // bit by slot: bells to ring; the thread's
+  Queue *queues;                 // [peer slot][QP]
+  Work *rings;
+  std::atomic<uint64_t> *ready;  // bit by queue: something was posted
+  int32_t *active;               // queues that LATE holds something of
+  uint64_t num_words;            // of `ready`
+
+  pthread_mutex_t posting;
+  pthread_t thread;
+  Word doorbell;                 // the thread sleeps on it
+  std::atomic<bool> asleep, ending;
+  Word completions;              // those that wait for completions sleep on it
+  std::atomic<uint32_t> waiters;
+  std::atomic<uint64_t> bell;    // offset in a block + 1; 0: none
+
+  Queue &queue(int peer, int qp) const { return queues[static_cast<uint64_t>(slots[peer] * num_qps + qp)]; }
+  Work &work(const Queue &q, uint64_t number) const { return q.ring[number & mask]; }
+  bool gone(const Queue &q) const { return lost[slots[q.peer]].load() || q.broken.load(); }
+};
+
+// rdma_thread.cpp
+int start_thread(NicState &nic);                // errno
+void stop_thread(NicState &nic);
+void carry_out_signal(NicState &nic, const Queue &q, const Work &work);
+void complete(NicState &nic, Queue &q, uint64_t until);
+bool drop_if_gone(NicState &nic, Queue &q);     // the thread's: completes all that was posted; nothing of it is under way any more
+void ring_bells(NicState &nic, bool own);
+void doze(NicState &nic, uint64_t nanoseconds); // until something is posted
+void look_at(NicState &nic, const Queue &q);    // makes the thread see to a queue
+
+// rdma_late.cpp
+void serve_late(NicState &nic);
+uint64_t sum_of(const void *bytes, uint64_t count);
+
+}  // namespace dk

@@ -1,0 +1,155 @@
+// The NIC's thread: what is done to memory, whom it wakes, and how it serves when it is not asked to be late.
+#include <sched.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/prctl.h>
+
+#include "cpu/rdma/state.h"
+
+namespace dk {
+namespace {
+
+constexpr size_t kStackBytes = 256 * 1024;
+constexpr int kSpins = 100;         // a microsecond or two: rows come in a row
+constexpr uint64_t kNap = 1000000000;
+constexpr uint64_t kLongestTurn = 32;
+
+void execute(NicState &nic, Queue &q, const Work &work) {
+  if (work.bytes) memcpy(at<void>(work.dst), at<const void>(work.src), work.bytes);
+  carry_out_signal(nic, q, work);
+}
+
+// A turn is some operations of one queue, so that no order among queues can be relied on.
+void serve_queue(NicState &nic, uint64_t index) {
+  Queue &q = nic.queues[index];
+  if (drop_if_gone(nic, q)) return;
+  uint64_t posted = q.posted.load(), turn = min_of(posted - q.executed, 1 + nic.random.below(kLongestTurn));
+  for (uint64_t i = 0; i < turn; i++) {
+    execute(nic, q, nic.work(q, q.executed));
+    complete(nic, q, ++q.executed);
+  }
+  if (q.executed != posted) nic.ready[index / 64].fetch_or(uint64_t{1} << index % 64);
+  ring_bells(nic, turn != 0);
+}
+
+// True: something was served. Begins anywhere, in the words as in the bits of a word.
+bool serve_ready(NicState &nic) {
+  bool served = false;
+  uint64_t first = nic.random.below(nic.num_words);
+  for (uint64_t i = 0; i < nic.num_words; i++) {
+    uint64_t word = (first + i) % nic.num_words;
+    if (nic.ready[word].load(std::memory_order_relaxed) == 0) continue;
+    uint64_t bits = nic.ready[word].exchange(0), turn = nic.random.below(64);
+    bits = bits >> turn | bits << (64 - turn) % 64;
+    served |= bits != 0;
+    for (; bits; bits &= bits - 1) serve_queue(nic, word * 64 + (static_cast<uint64_t>(__builtin_ctzll(bits)) + turn) % 64);
+  }
+  return served;
+}
+
+void serve_promptly(NicState &nic) {
+  for (int spins = 0; !nic.ending.load();) {
+    if (serve_ready(nic)) spins = 0;
+    else if (spins++ < kSpins) cpu_relax();
+    else doze(nic, kNap);
+  }
+}
+
+void *run(void *argument) {
+  NicState &nic = *static_cast<NicState *>(argument);
+  pthread_setname_np(pthread_self(), "deepep-nic");
+  prctl(PR_SET_TIMERSLACK, 1000);  // delays are shorter than the usual slack
+  if (nic.flags & DK_TRANSPORT_LATE) serve_late(nic);
+  else serve_promptly(nic);
+  return nullptr;
+}
+
+void ring(Bell &bell) {
+  if (bell.sleepers.load() == 0) return;
+  bell.count.fetch_add(1);
+  wake_all(bell.count, Scope::machine);
+}
+
+}  // namespace
+
+void carry_out_signal(NicState &nic, const Queue &q, const Work &work) {
+  if (work.op == DK_SIGNAL_NONE) return;
+  // Sequentially consistent, not just release: whoever goes to sleep announces it and then looks at the word.
+  auto &word = *at<std::atomic<uint64_t>>(work.word);
+#if DK_MUTANT == 101
+  if (work.op == DK_SIGNAL_SET) word.store(work.value, std::memory_order_relaxed);
+#else
+  if (work.op == DK_SIGNAL_SET) word.store(work.value);
+#endif
+  else word.fetch_add(work.value);
+  uint64_t slot = static_cast<uint64_t>(nic.slots[q.peer]);
+  nic.ringing[slot / 64] |= uint64_t{1} << slot % 64;
+}
+
+void complete(NicState &nic, Queue &q, uint64_t until) {
+  q.completed.store(until);
+  if (nic.waiters.load() == 0) return;
+  nic.completions.fetch_add(1);
+  wake_all(nic.completions, Scope::process);
+}
+
+bool drop_if_gone(NicState &nic, Queue &q) {
+  if (!nic.gone(q)) return false;
+  q.delay.drawn = false;
+  q.delay.pieces = 0;
+  q.executed = q.posted.load();
+  complete(nic, q, q.executed);
+  ring_bells(nic, true);
+  return true;
+}
+
+void ring_bells(NicState &nic, bool own) {
+  uint64_t bell = nic.bell.load();
+  if (bell && own) ring(*at<Bell>(nic.own_block + bell - 1));
+  for (uint64_t word = 0; word * 64 < static_cast<uint64_t>(nic.num_peers); word++) {
+    uint64_t bits = nic.ringing[word];
+    nic.ringing[word] = 0;
+    for (; bell && bits; bits &= bits - 1) ring(*at<Bell>(nic.blocks[word * 64 + static_cast<uint64_t>(__builtin_ctzll(bits))] + bell - 1));
+  }
+}
+
+// Whoever posts sets a bit of `ready` and then looks at `asleep`; here it is the other way round.
+void doze(NicState &nic, uint64_t nanoseconds) {
+  uint32_t seen = nic.doorbell.load();
+  nic.asleep.store(true);
+  bool nothing = !nic.ending.load();
+  for (uint64_t i = 0; i < nic.num_words && nothing; i++) nothing = nic.ready[i].load() == 0;
+  if (nothing) sleep_on(nic.doorbell, seen, nanoseconds, Scope::process);
+  nic.asleep.store(false);
+}
+
+void look_at(NicState &nic, const Queue &q) {
+  uint64_t index = static_cast<uint64_t>(&q - nic.queues), bit = uint64_t{1} << index % 64;
+  if (!(nic.ready[index / 64].load() & bit)) nic.ready[index / 64].fetch_or(bit);
+  if (!nic.asleep.load() || !nic.asleep.exchange(false)) return;
+  nic.doorbell.fetch_add(1);
+  wake_all(nic.doorbell, Scope::process);
+}
+
+int start_thread(NicState &nic) {
+  pthread_attr_t attributes;
+  int error = pthread_attr_init(&attributes);
+  if (error) return error;
+  pthread_attr_setstacksize(&attributes, kStackBytes);
+  sigset_t all, before;
+  sigfillset(&all);  // signals are the caller's affair
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  error = pthread_create(&nic.thread, &attributes, run, &nic);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  pthread_attr_destroy(&attributes);
+  return error;
+}
+
+void stop_thread(NicState &nic) {
+  nic.ending.store(true);
+  nic.doorbell.fetch_add(1);
+  wake_all(nic.doorbell, Scope::process);
+  pthread_join(nic.thread, nullptr);
+}
+
+}  // namespace dk

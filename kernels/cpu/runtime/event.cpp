@@ -1,0 +1,153 @@
+// Events. Each record makes a point of its own, so that a wait means the record that was last when the wait was queued,
+// even when the event is recorded again elsewhere before that.
+#include <stdlib.h>
+
+#include <new>
+
+#include "cpu/runtime/stream.h"
+
+namespace dk {
+namespace {
+
+enum : uint32_t { kPending = 0, kPendingWatched = 1, kReached = 2 };
+
+struct Point {
+  Word state;
+  std::atomic<uint32_t> users;
+};
+
+struct Event {
+  pthread_mutex_t lock;
+  Point *point;  // of the last record; null: never recorded
+};
+
+Point *new_point() {
+  void *memory = malloc(sizeof(Point));
+  if (!memory) return nullptr;
+  Point *point = new (memory) Point();
+  point->state.store(kPending);
+  point->users.store(1);
+  return point;
+}
+
+void release(Point *point) {
+  if (point && point->users.fetch_sub(1) == 1) free(point);
+}
+
+void reach(Point *point) {
+  if (point->state.exchange(kReached) == kPendingWatched) wake_all(point->state, Scope::process);
+}
+
+// True when reached within the time.
+bool wait_for(Point *point, uint64_t timeout_ns) {
+  uint64_t start = 0;
+  for (;;) {
+    if (point->state.load() == kReached) return true;
+    if (timeout_ns == 0) return false;
+    uint64_t now = now_ns();
+    if (!start) start = now;
+    if (now - start >= timeout_ns) return false;
+    uint32_t pending = kPending;
+    point->state.compare_exchange_strong(pending, kPendingWatched);
+    sleep_on(point->state, kPendingWatched, min_of<uint64_t>(timeout_ns - (now - start), 1000000000u), Scope::process);
+  }
+}
+
+Point *current(Event *event) {
+  pthread_mutex_lock(&event->lock);
+  Point *point = event->point;
+  if (point) point->users.fetch_add(1);
+  pthread_mutex_unlock(&event->lock);
+  return point;
+}
+
+void replace(Event *event, Point *point) {
+  pthread_mutex_lock(&event->lock);
+  Point *before = event->point;
+  event->point = point;
+  pthread_mutex_unlock(&event->lock);
+  release(before);
+}
+
+void run_record(void *argument) {
+  Point *point = *static_cast<Point **>(argument);
+  reach(point);
+  release(point);
+}
+
+// No time limit: what is queued before the point ends by its own deadline.
+void run_wait(void *argument) {
+  Point *point = *static_cast<Point **>(argument);
+  wait_for(point, UINT64_MAX);
+  release(point);
+}
+
+}  // namespace
+}  // namespace dk
+
+using namespace dk;
+
+DK_EXPORT int32_t dk_event_create(dk_event_create_params *p) {
+  DK_ENTER(p);
+  p->event = 0;
+  if (!p->device) return DK_EINVAL;
+  Event *event = static_cast<Event *>(calloc(1, sizeof(Event)));
+  if (!event) return DK_ENOMEM;
+  pthread_mutex_init(&event->lock, nullptr);
+  p->event = address_of(event);
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_event_destroy(dk_event_destroy_params *p) {
+  DK_ENTER(p);
+  Event *event = at<Event>(p->event);
+  p->event = 0;
+  if (!event) return DK_OK;
+  release(event->point);
+  pthread_mutex_destroy(&event->lock);
+  free(event);
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_event_record(dk_event_record_params *p) {
+  DK_ENTER(p);
+  Event *event = at<Event>(p->event);
+  if (!event) return DK_EINVAL;
+  if (!p->stream) {  // the calling thread has no queue: it is here already
+    replace(event, nullptr);
+    return DK_OK;
+  }
+  Point *point = new_point();
+  if (!point) return DK_ENOMEM;
+  point->users.fetch_add(1);  // the queue's
+  int32_t code = push(at<Stream>(p->stream), run_record, point);
+  if (code != DK_OK) {
+    free(point);
+    return code;
+  }
+  replace(event, point);
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_stream_wait_event(dk_stream_wait_event_params *p) {
+  DK_ENTER(p);
+  Event *event = at<Event>(p->event);
+  if (!event) return DK_EINVAL;
+  if (!p->stream) return DK_EUNSUPPORTED;
+  Point *point = current(event);
+  if (!point) return DK_OK;
+  int32_t code = push(at<Stream>(p->stream), run_wait, point);
+  if (code != DK_OK) release(point);
+  return code;
+}
+
+DK_EXPORT int32_t dk_event_wait(dk_event_wait_params *p) {
+  DK_ENTER(p);
+  Event *event = at<Event>(p->event);
+  if (!event) return DK_EINVAL;
+  Point *point = current(event);
+  if (!point) return DK_OK;
+  bool reached = wait_for(point, p->timeout_ns);
+  release(point);
+  return reached ? DK_OK : DK_ETIMEOUT;
+}

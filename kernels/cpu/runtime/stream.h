@@ -1,0 +1,35 @@
+// A stream is a queue of closures served by one thread, in order. An event is a point in a queue.
+#pragma once
+#include <pthread.h>
+#include <string.h>
+
+#include "cpu/runtime/futex.h"
+
+namespace dk {
+
+constexpr size_t kClosureBytes = 320;
+
+struct Closure {
+  void (*run)(void *argument);
+  alignas(8) unsigned char argument[kClosureBytes];
+  Closure *next;
+};
+
+struct Stream {
+  pthread_t thread;
+  pthread_mutex_t lock;  // of the three lists
+  Closure *first, *last, *spare;
+  Word pushed;           // closures ever pushed, and one more when the stream ends; the worker sleeps on it
+  std::atomic<uint64_t> pending;
+  std::atomic<bool> ending, asleep;
+};
+
+// Queues a copy of `argument`. DK_ENOMEM if the queue has outgrown memory.
+int32_t push(Stream *stream, void (*run)(void *), const void *argument, size_t bytes);
+
+template <class T> int32_t push(Stream *stream, void (*run)(void *), const T &argument) {
+  static_assert(sizeof(T) <= kClosureBytes, "enlarge kClosureBytes");
+  return push(stream, run, &argument, sizeof(T));
+}
+
+}  // namespace dk

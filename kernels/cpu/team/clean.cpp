@@ -1,0 +1,114 @@
+// Clean: all unmasked ranks meet, and from there on low-latency sends are counted anew. Slots need no clearing: what lies in
+// them belongs to older counts.
+#include "cpu/team/check.h"
+#include "cpu/low_latency/common.h"
+
+namespace dk {
+namespace {
+
+class Meeting {
+ public:
+  explicit Meeting(Op &op) : op_(op), team_(op.team), cleans_(op.team.control().own().cleans) {}
+  void run();
+
+ private:
+  void tell(int peer, uint64_t count);
+  bool look();
+  void call_old(int peer, uint64_t cleans);
+
+  Op &op_;
+  Team &team_;
+  uint64_t cleans_;  // the greatest number among those that came
+  int64_t *came_ = team_.numbers(0);
+};
+
+void Meeting::tell(int peer, uint64_t count) {
+  uint64_t cleans = team_.control().own().cleans;
+  if (is_far(team_, peer)) {
+    if (!team_.masked(peer)) put_clean(op_, peer, count, cleans);
+    return;
+  }
+  CleanMessage &to = team_.peers[peer].control.clean_from(team_.rank, count & 1);
+  to.cleans = cleans;
+  to.count.store(count);
+  op_.ring(peer);
+}
+
+void Meeting::run() {
+  uint64_t count = ++team_.control().own().clean_calls;
+  for (int peer = 0; peer < team_.num_ranks; peer++) {
+    came_[peer] = peer == team_.rank;
+    if (peer != team_.rank) tell(peer, count);
+  }
+  auto awaits = [this](int peer, Missing &missing) {
+    int64_t seen = static_cast<int64_t>(team_.control().peer_state(peer).clean_seen);
+    missing = {seen + 1, seen};
+    return !came_[peer] && !team_.masked(peer);
+  };
+  auto poll = [&] {
+    bool progress = look();
+    Missing unused;
+    for (int peer = 0; peer < team_.num_ranks; peer++)
+      if (awaits(peer, unused)) return progress ? Poll::progress : Poll::idle;
+    return Poll::done;
+  };
+  if (!wait_until(op_, poll, awaits)) return;
+  start_anew(op_, static_cast<uint32_t>(cleans_) + 1);
+  for (Ticket &ticket : team_.control().own().tickets) ticket.open = 0;
+}
+
+// What the peer sent before this clean is here by now, and is nothing that will ever be received.
+void Meeting::call_old(int peer, uint64_t cleans) {
+#if DK_MUTANT == 26  // a send from before a clean is taken for one of after it
+  return;
+#endif
+  for (int kind = 0; kind < 2; kind++) {
+    uint64_t &seen = team_.control().peer_state(peer).seen_at_clean[kind];
+    for (uint64_t slot = 0; slot < 2; slot++) {
+      const SendMessage &message = team_.control().send_from(static_cast<Kind>(kind), slot, peer);
+      uint64_t epoch = message.epoch.load();
+      if (message.cleans <= cleans && message.epoch.load() == epoch) seen = max_of(seen, epoch);
+    }
+  }
+}
+
+// The oldest clean of each peer that has not been waited for yet: a peer may be one ahead.
+bool Meeting::look() {
+  bool found = false;
+  for (int peer = 0; peer < team_.num_ranks; peer++) {
+    if (came_[peer] || team_.masked(peer)) continue;
+    uint64_t &seen = team_.control().peer_state(peer).clean_seen;
+    CleanMessage *oldest = nullptr;
+    uint64_t oldest_count = UINT64_MAX;
+    for (uint64_t parity = 0; parity < 2; parity++) {
+      CleanMessage &message = team_.control().clean_from(peer, parity);
+      uint64_t count = message.count.load();
+      if (count > seen && count < oldest_count) oldest = &message, oldest_count = count;
+    }
+    if (!oldest) continue;
+    cleans_ = max_of(cleans_, oldest->cleans);
+    call_old(peer, oldest->cleans);
+    seen = oldest_count;
+    came_[peer] = 1;
+    found = true;
+  }
+  return found;
+}
+
+void run_clean(const dk_clean_params &p) {
+  Op op(p, DK_OP_CLEAN);
+  op.may_shrink = op.team.shrinks();
+  if (!op.failed()) Meeting(op).run();
+}
+
+}  // namespace
+}  // namespace dk
+
+using namespace dk;
+
+// The shape says which slots; here all of them start anew together.
+DK_EXPORT int32_t dk_clean(dk_clean_params *p) {
+  DK_ENTER(p);
+  if (bad_head(*p) || p->num_max_tokens < 0 || p->hidden < 0 || p->num_experts < 0) return DK_EINVAL;
+  return enqueue<dk_clean_params, run_clean>(*p);
+}

@@ -1,0 +1,145 @@
+// The control region at the head of a rank's block: everything that ranks tell each other except payload. Users never see it.
+//
+// Rule: each line of 64 bytes has one writer, and what a peer polls is alone on its line. "from" lines are written by that
+// peer into my block, so that a waiting rank looks only at its own memory; cursors of rings are read where they are written.
+#pragma once
+#include "cpu/runtime/futex.h"
+
+namespace dk {
+
+constexpr uint64_t kMaxExperts = 65536;
+constexpr int kNumFields = DK_FIELD_OPERATION + 1;  // compared fields, by DK_FIELD_* number
+
+// Rung by peers after they wrote something that this rank may be asleep for.
+struct alignas(kLine) Bell {
+  Word count, sleepers;
+};
+
+// Signs of life inside waits: lets a peer tell "stuck behind somebody" from "not here".
+struct alignas(kLine) Pulse {
+  std::atomic<uint64_t> stamp_ns;
+  std::atomic<int32_t> awaiting;  // rank waited for + 1; 0: none
+};
+
+// The first failure of this rank, so that peers need not run into their own deadline.
+struct alignas(kLine) Obituary {
+  std::atomic<uint64_t> set;  // stored last
+  dk_failure failure;
+};
+
+// Position in a ring: rows in the low half, the number of the collective call in the high half. A cursor of another call
+// counts as zero, so nothing has to be reset between calls.
+struct alignas(kLine) Cursor {
+  std::atomic<uint64_t> value;
+
+  static uint64_t pack(uint64_t call, uint64_t rows) { return call << 32 | rows; }
+  static uint64_t unpack(uint64_t value, uint64_t call) { return value >> 32 == (call & 0xffffffffu) ? value & 0xffffffffu : 0; }
+  void set(uint64_t call, uint64_t rows) { value.store(pack(call, rows)); }
+  uint64_t rows(uint64_t call) const { return unpack(value.load(), call); }
+};
+constexpr uint64_t kAllRows = 0xffffffffu;
+
+// A normal-mode call as one rank sees it. Counts of notify follow: int32 rows[num_ranks], then int32 for each expert of the receiver.
+struct alignas(kLine) CallMessage {
+  std::atomic<uint64_t> number;  // of the collective call; stored last
+  uint64_t ring_slots, ring_stride;
+  uint64_t link_slots, link_queues;  // of the rows that it sends to other nodes
+  int64_t fields[kNumFields];
+};
+
+// A send half of low latency. A rank numbers its sends of a kind (epochs); epoch n uses slot n % 2 of its wire region and
+// of this array.
+struct alignas(kLine) SendMessage {
+  std::atomic<uint64_t> epoch;        // stored last; 0: none yet
+  std::atomic<uint64_t> since_clean;  // sends since clean number `cleans` (of masks or of slots)
+  std::atomic<uint32_t> cleans;
+  int32_t num_tokens;
+  uint64_t rows_offset, rows_stride;  // combine: where the rows lie, from the wire or the rdma region
+  int64_t fields[kNumFields];
+  uint64_t rows_in_rdma;
+  uint64_t qps[2];                    // of far ranks (ll_far.h): the QPs that bring the rows, a bit each
+};
+
+struct CleanMessage {
+  std::atomic<uint64_t> count;  // stored last
+  uint64_t cleans;
+};
+
+enum Kind { kDispatch = 0, kCombine = 1 };  // of low latency
+
+struct Ticket {
+  uint64_t epoch, since_clean;
+  uint64_t spent_ns, waited_ns, bytes;  // by the send half, for the statistics of the whole call
+  uint32_t cleans, kind, open, reserved;
+};
+
+// Written and read by this rank's operations alone, except `cleans` and `writing`.
+struct alignas(kLine) OwnState {
+  uint64_t calls;                 // collective calls of normal mode so far
+  uint64_t epoch[2];              // low-latency sends so far, by kind
+  uint64_t since_clean[2];
+  uint64_t clean_calls;
+  std::atomic<uint32_t> cleans;   // peers read it too
+  uint32_t reserved;
+  Ticket tickets[DK_NUM_TICKETS];
+  alignas(kLine) std::atomic<uint64_t> writing[2];  // epoch whose staging slot is being, or was last, filled
+};
+
+struct OwnPeerState {           // what this rank remembers of a peer
+  uint64_t credit_floor[2];     // epochs up to here count as read by it
+  uint64_t seen_at_clean[2];    // its greatest epoch when it was last unmasked
+  uint64_t read_early[2];       // its epoch that was received before an older one: credited together with that
+  uint64_t clean_seen;          // its clean that was last waited for
+  uint32_t masked, reserved;
+};
+
+class Control {
+ public:
+  Control(uint64_t base, int num_ranks) : base_(base), ranks_(static_cast<uint64_t>(num_ranks)) {}
+  static uint64_t bytes(int num_ranks) { return round_up(Control(0, num_ranks).end(), kPage); }
+  static uint64_t call_bytes(int num_ranks) {  // of a CallMessage with its counts
+    return round_up(sizeof(CallMessage) + 4 * (static_cast<uint64_t>(num_ranks) + max_local_experts(num_ranks)), kLine);
+  }
+  static uint64_t max_local_experts(int num_ranks) { return kMaxExperts / static_cast<uint64_t>(num_ranks) + 1; }
+
+  OwnState &own() const { return *at<OwnState>(base_); }
+  Bell &bell() const { return *at<Bell>(base_ + kOwnBytes); }
+  Pulse &pulse() const { return *at<Pulse>(base_ + kOwnBytes + kLine); }
+  Obituary &obituary() const { return *at<Obituary>(base_ + kOwnBytes + 2 * kLine); }
+  Cursor &dispatch_head() const { return *at<Cursor>(base_ + kOwnBytes + 3 * kLine); }
+  // Arrays by peer.
+  Cursor &dispatch_tail(int reader) const { return *line<Cursor>(0, reader); }     // written by the reader of my ring
+  Cursor &combine_head(int reader) const { return *line<Cursor>(1, reader); }      // written by me
+  Cursor &combine_tail(int reader) const { return *line<Cursor>(2, reader); }      // written by the reader
+  Cursor &credit(Kind kind, int reader) const { return *line<Cursor>(3 + kind, reader); }  // epoch read; raw value
+  CleanMessage &clean_from(int peer, uint64_t parity) const { return line<CleanMessage>(5, peer)[parity]; }  // one line
+  OwnPeerState &peer_state(int peer) const { return *line<OwnPeerState>(6, peer); }
+  SendMessage &send_from(Kind kind, uint64_t slot, int peer) const {
+    return *at<SendMessage>(sends() + ((kind * 2 + slot) * ranks_ + static_cast<uint64_t>(peer)) * sizeof(SendMessage));
+  }
+  CallMessage &call_from(uint64_t parity, int peer) const {
+    return *at<CallMessage>(calls() + (parity * ranks_ + static_cast<uint64_t>(peer)) * call_bytes(static_cast<int>(ranks_)));
+  }
+  int32_t *rows_of(CallMessage &message) const { return reinterpret_cast<int32_t *>(&message + 1); }
+  int32_t *experts_of(CallMessage &message) const { return rows_of(message) + ranks_; }
+
+ private:
+  static constexpr uint64_t kNumLines = 7;
+  static constexpr uint64_t kOwnBytes = round_up(sizeof(OwnState), kLine);
+  static constexpr uint64_t kHeadBytes = kOwnBytes + 4 * kLine;
+
+  template <class T> T *line(uint64_t array, int peer) const {
+    static_assert(sizeof(T) <= kLine, "one line each");
+    return at<T>(base_ + kHeadBytes + (array * ranks_ + static_cast<uint64_t>(peer)) * kLine);
+  }
+  uint64_t sends() const { return base_ + kHeadBytes + kNumLines * ranks_ * kLine; }
+  uint64_t calls() const { return sends() + 4 * ranks_ * sizeof(SendMessage); }
+  uint64_t end() const { return calls() + 2 * ranks_ * call_bytes(static_cast<int>(ranks_)); }
+
+  uint64_t base_, ranks_;
+};
+
+static_assert(sizeof(Bell) == kLine && sizeof(Pulse) == kLine && sizeof(Obituary) == kLine, "places in Control");
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared between processes");
+
+}  // namespace dk

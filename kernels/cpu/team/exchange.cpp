@@ -1,0 +1,97 @@
+#include "cpu/team/exchange.h"
+
+#include <stddef.h>
+#include <string.h>
+
+namespace dk {
+
+Exchange::Exchange(Op &op)
+    : op_(op), number_(op.failed() ? 0 : ++op.team.control().own().calls), arrived_(op.team.numbers(kArrivedNumbers)) {
+  memset(arrived_, 0, sizeof(int64_t) * static_cast<size_t>(op.team.num_ranks));
+  fields_[DK_FIELD_OPERATION] = op.op;
+}
+
+void Exchange::fill(CallMessage &to, Control &control, const int32_t *rows, const int32_t *experts) const {
+  to.ring_slots = slots_;
+  to.ring_stride = stride_;
+  to.link_slots = link_slots_;
+  to.link_queues = link_queues_;
+  memcpy(to.fields, fields_, sizeof fields_);
+  if (rows) memcpy(control.rows_of(to), rows, row_bytes_);
+  if (experts) memcpy(control.experts_of(to), experts, expert_bytes_);
+}
+
+void Exchange::post(const int32_t *rows, const int32_t *experts, int num_local_experts) {
+  Team &team = op_.team;
+  row_bytes_ = sizeof(int32_t) * static_cast<size_t>(team.num_ranks);
+  expert_bytes_ = sizeof(int32_t) * static_cast<size_t>(num_local_experts);
+  message_bytes_ = sizeof(CallMessage) + (rows ? row_bytes_ + expert_bytes_ : 0);
+  for (int peer = 0; peer < team.num_ranks; peer++) {
+    const int32_t *theirs = experts ? experts + static_cast<ptrdiff_t>(peer) * num_local_experts : nullptr;
+    if (!team.near(peer)) {
+      fill(team.far().outbox(peer), team.control(), rows, theirs);
+      continue;
+    }
+    Control &control = team.peers[peer].control;
+    CallMessage &to = control.call_from(number_ & 1, team.rank);
+    fill(to, control, rows, theirs);
+    to.number.store(number_);
+    op_.ring(peer);
+  }
+  tell_far();
+}
+
+// Puts to the ranks of other nodes what they need, as far as QP 0 has room.
+bool Exchange::tell_far() {
+  Team &team = op_.team;
+  int before = next_untold_;
+  for (; next_untold_ < team.num_ranks; next_untold_++) {
+    if (team.near(next_untold_)) continue;
+    // What lies before this is the number, which comes last.
+    constexpr size_t kBegin = offsetof(CallMessage, ring_slots);
+    CallMessage &there = team.control().call_from(number_ & 1, team.rank), &from = team.far().outbox(next_untold_);
+    if (!team.nic->put(next_untold_, 0, &there.ring_slots, &from.ring_slots, message_bytes_ - kBegin, {&there.number, number_, DK_SIGNAL_SET}))
+      break;
+  }
+  return next_untold_ != before;
+}
+
+// The operation first: fields of different operations need not be comparable.
+bool Exchange::agrees(int peer) {
+  CallMessage &theirs = message(peer);
+  for (int i = 0; i < kNumFields; i++) {
+    int field = i == 0 ? int{DK_FIELD_OPERATION} : i;
+    if (theirs.fields[field] == fields_[field] || theirs.fields[field] == kAnyValue || fields_[field] == kAnyValue) continue;
+    op_.fail(DK_EMISMATCH, peer, static_cast<uint32_t>(field), fields_[field], theirs.fields[field]);
+    return false;
+  }
+  return true;
+}
+
+bool Exchange::look() {
+  if (complete()) return false;
+  bool told = next_untold_ < op_.team.num_ranks && tell_far();
+  int before = num_arrived_;
+  for (int peer = 0; peer < op_.team.num_ranks; peer++) {
+    if (arrived_[peer]) continue;
+    bool skipped = skip_masked && op_.team.masked(peer);
+    if (!skipped && message(peer).number.load() != number_) continue;
+    if (!skipped && !agrees(peer)) return true;
+    arrived_[peer] = 1;
+    num_arrived_++;
+  }
+  return told || num_arrived_ != before;
+}
+
+bool Exchange::awaits(int peer, Missing &missing) const {
+  if (arrived_[peer]) return false;
+  missing = {static_cast<int64_t>(number_), static_cast<int64_t>(message(peer).number.load())};
+  return true;
+}
+
+bool Exchange::wait() {
+  auto poll = [&] { return look() ? Poll::progress : complete() && delivered() ? Poll::done : Poll::idle; };
+  return wait_until(op_, poll, [&](int peer, Missing &missing) { return awaits(peer, missing); });
+}
+
+}  // namespace dk

@@ -1,0 +1,53 @@
+// Masks: which ranks this one does without. Each rank's own affair; nothing is told to the others, but far ranks hear how often
+// this one has started anew.
+#include "cpu/team/check.h"
+#include "cpu/low_latency/common.h"
+
+namespace dk {
+namespace {
+
+// True: a mask was lifted.
+bool set_mask(Team &team, int peer, bool masked) {
+  OwnPeerState &state = team.control().peer_state(peer);
+  bool lifted = state.masked && !masked;
+  if (lifted) forget_past_of(team, peer);
+  state.masked = masked;
+  return lifted;
+}
+
+// A caller who meets the other ranks after this expects them to know.
+void update_mask(Op &op, int peer, bool masked) {
+  if (!set_mask(op.team, peer, masked)) return;
+  tell_cleans(op, peer);
+  wait_until_told(op);
+}
+
+void clean_masks(Op &op) {
+  for (int peer = 0; peer < op.team.num_ranks; peer++) set_mask(op.team, peer, false);
+  start_anew(op, op.team.control().own().cleans + 1);
+  wait_until_told(op);
+}
+
+void run_mask(const dk_mask_params &p) {
+  Op op(p, DK_OP_MASK);
+  op.may_shrink = true;  // a far peer that is dead cannot be told anything
+  if (p.what == DK_MASK_UPDATE && !op.failed()) update_mask(op, p.rank, p.value != 0);
+  if (p.what == DK_MASK_CLEAN && !op.failed()) clean_masks(op);
+  if (p.what != DK_MASK_QUERY) return;
+  for (int peer = 0; peer < op.team.num_ranks; peer++) at<int32_t>(p.out)[peer] = op.team.masked(peer);
+}
+
+}  // namespace
+}  // namespace dk
+
+using namespace dk;
+
+DK_EXPORT int32_t dk_mask(dk_mask_params *p) {
+  DK_ENTER(p);
+  if (bad_head(*p) || p->what < DK_MASK_UPDATE || p->what > DK_MASK_CLEAN) return DK_EINVAL;
+  Team &team = *at<Team>(p->team);
+  if (!team.shrinks()) return DK_ESTATE;
+  if (p->what == DK_MASK_UPDATE && (p->rank < 0 || p->rank >= team.num_ranks || p->value < 0 || p->value > 1)) return DK_EINVAL;
+  if (p->what == DK_MASK_QUERY && !p->out) return DK_EINVAL;
+  return enqueue<dk_mask_params, run_mask>(*p);
+}

@@ -1,0 +1,132 @@
+#include "cpu/team/op.h"
+
+namespace dk {
+
+Op::Op(Team *owner, uint32_t op_, uint32_t phase_, uint64_t call, uint64_t timeout)
+    : team(*owner), op(op_), phase(phase_), timeout_ns(timeout), call_(call), start_ns_(now_ns()) {
+  pthread_mutex_lock(&team.running);
+  Pulse &pulse = team.control().pulse();
+  pulse.awaiting.store(0, std::memory_order_relaxed);
+  pulse.stamp_ns.store(start_ns_, std::memory_order_relaxed);
+  uint32_t sticky = __atomic_load_n(&team.status->sticky, __ATOMIC_ACQUIRE);
+  if (sticky) {
+    failed_ = true;
+    code_ = static_cast<int32_t>(sticky);
+  } else {
+    aborted();
+  }
+}
+
+Op::~Op() {
+  ring_now();
+  if (team.stats) {
+    dk_trace_record trace = {call_, start_ns_, now_ns() - start_ns_, op, phase};
+    record_call(*team.stats, trace, trace.duration_ns + earlier_ns_, waited_ns_, bytes_, failed_, counts_ || failed_);
+  }
+  __atomic_fetch_add(&team.status->progress, 1, __ATOMIC_RELEASE);
+  pthread_mutex_unlock(&team.running);
+}
+
+void Op::fail(int32_t code, int peer, uint32_t field, int64_t expected, int64_t seen, uint64_t waited_ns) {
+  if (failed_) return;
+  failed_ = true;
+  code_ = code;
+  dk_failure failure = {static_cast<uint32_t>(code), op, phase, team.rank, peer, field, call_, expected, seen, waited_ns};
+  if (team.failed.exchange(1) == 0) publish_failure(failure);
+}
+
+// `code` last, then `sticky`: whoever sees either with acquire sees the rest.
+void Op::publish_failure(const dk_failure &failure) {
+  dk_failure &to = team.status->failure;
+  to.op = failure.op;
+  to.phase = failure.phase;
+  to.rank = failure.rank;
+  to.peer = failure.peer;
+  to.field = failure.field;
+  to.call = failure.call;
+  to.expected = failure.expected;
+  to.seen = failure.seen;
+  to.waited_ns = failure.waited_ns;
+  __atomic_store_n(&to.code, failure.code, __ATOMIC_RELEASE);
+  __atomic_store_n(&team.status->sticky, failure.code, __ATOMIC_RELEASE);
+  Obituary &obituary = team.control().obituary();
+  obituary.failure = failure;
+  obituary.set.store(1);
+  for (int i = 0; i < team.num_ranks; i++) ring(i);
+  ring_now();
+  if (team.spans_nodes()) tell_far(obituary);
+}
+
+// To the ranks of other nodes, on whatever QP has room. Those that have none for so long find out by themselves.
+void Op::tell_far(const Obituary &obituary) {
+  constexpr uint64_t kPatience = 50000000;
+  uint64_t end = now_ns() + kPatience;
+  Obituary &there = team.far().obituary_from(team.rank);
+  for (int step = 1; step < team.num_ranks; step++) {
+    int peer = (team.rank + step) % team.num_ranks, qp = 0;
+    if (team.near(peer)) continue;
+    while (!team.nic->put(peer, qp, &there.failure, &obituary.failure, sizeof obituary.failure, {&there.set, 1, DK_SIGNAL_SET}) &&
+           now_ns() < end)
+      qp = (qp + 1) % team.nic->num_qps();
+  }
+}
+
+bool Op::aborted() {
+  if (failed_) return true;
+  uint32_t code = __atomic_load_n(&team.status->abort_word, __ATOMIC_ACQUIRE);
+  if (code) fail(static_cast<int32_t>(code), __atomic_load_n(&team.status->abort_rank, __ATOMIC_RELAXED));
+  return code != 0;
+}
+
+// The culprit that a peer names is the culprit here too. If it means this rank, a disagreement is one from both sides; for
+// anything else the peer's failure itself is the reason here.
+bool Op::adopt_failure_of(int peer, uint64_t waited_ns) {
+  Obituary &obituary = team.obituary_of(peer);
+  if (!obituary.set.load()) return false;
+  const dk_failure &theirs = obituary.failure;
+  int32_t code = static_cast<int32_t>(theirs.code);
+  if (theirs.peer >= 0 && theirs.peer != team.rank) fail(code, theirs.peer, theirs.field, theirs.expected, theirs.seen, waited_ns);
+  else if (code == DK_EMISMATCH && theirs.peer == team.rank) fail(code, peer, theirs.field, theirs.seen, theirs.expected, waited_ns);
+  else fail(DK_EABORTED, peer, theirs.field, theirs.expected, theirs.seen, waited_ns);
+  return true;
+}
+
+void Op::ring_now() {
+  for (int w = 0; w * 64 < team.num_ranks; w++) {
+    uint64_t bits = team.bells[w];
+    team.bells[w] = 0;
+    for (; bits; bits &= bits - 1) {
+      int peer = w * 64 + __builtin_ctzll(bits);
+      if (peer == team.rank || !team.near(peer)) continue;  // a NIC rings by itself
+      Bell &bell = team.peers[peer].control.bell();
+      if (bell.sleepers.load() == 0) continue;
+      bell.count.fetch_add(1);
+      wake_all(bell.count, Scope::machine);
+    }
+  }
+}
+
+void Op::sent(int peer, uint64_t bytes) {
+  bytes_ += bytes;
+  if (team.stats) add_peer_bytes(*team.stats, op, peer, bytes);
+}
+
+void Op::waited(int peer, uint64_t ns) {
+  waited_ns_ += ns;
+  if (team.stats && peer >= 0) add_peer_wait(*team.stats, op, peer, ns);
+}
+
+void Op::leave_to(Ticket &ticket) {
+  ticket.spent_ns = now_ns() - start_ns_;
+  ticket.waited_ns = waited_ns_;
+  ticket.bytes = bytes_;
+  counts_ = false;
+}
+
+void Op::take_up(const Ticket &ticket) {
+  earlier_ns_ = ticket.spent_ns;
+  waited_ns_ += ticket.waited_ns;
+  bytes_ += ticket.bytes;
+}
+
+}  // namespace dk

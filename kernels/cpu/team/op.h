@@ -1,0 +1,62 @@
+// One running operation: its deadline, how it fails, what it leaves in the statistics.
+#pragma once
+#include "cpu/runtime/stream.h"
+#include "cpu/team/team.h"
+
+namespace dk {
+
+class Op {
+ public:
+  // P: a parameter struct that begins with DK_OP_HEADER.
+  template <class P>
+  Op(const P &p, uint32_t op, uint32_t phase = DK_PHASE_BOTH) : Op(at<Team>(p.team), op, phase, p.call, p.timeout_ns) {}
+  ~Op();
+  Op(const Op &) = delete;
+
+  Team &team;
+  const uint32_t op, phase;
+  const uint64_t timeout_ns;
+  bool may_shrink = false;  // a peer that does not come is masked, and the operation goes on
+
+  bool failed() const { return failed_; }
+  int32_t failure_code() const { return code_; }
+  // Records the first failure of the team. Later ones of the same team change nothing.
+  void fail(int32_t code, int peer, uint32_t field = DK_FIELD_NONE, int64_t expected = 0, int64_t seen = 0, uint64_t waited_ns = 0);
+  // True, with the failure recorded, once the engine wants every wait to end.
+  bool aborted();
+  // What a peer that failed has left for others; false: it has not failed.
+  bool adopt_failure_of(int peer, uint64_t waited_ns);
+
+  // Peers may be asleep for what was written; they are woken before this operation waits and at its end, or now.
+  void ring(int peer) { team.bells[peer / 64] |= uint64_t{1} << (peer % 64); }
+  void ring_now();
+
+  void sent(int peer, uint64_t bytes);
+  void waited(int peer, uint64_t ns);
+  // The send half of a call in two halves: its time goes to the ticket, the receive half counts the call.
+  void leave_to(Ticket &ticket);
+  void take_up(const Ticket &ticket);
+
+ private:
+  Op(Team *team, uint32_t op, uint32_t phase, uint64_t call, uint64_t timeout_ns);
+  void publish_failure(const dk_failure &failure);
+  void tell_far(const Obituary &obituary);
+
+  const uint64_t call_, start_ns_;
+  uint64_t waited_ns_ = 0, bytes_ = 0, earlier_ns_ = 0;
+  int32_t code_ = 0;
+  bool failed_ = false, counts_ = true;
+};
+
+// Adds a finished call to a statistics page. Only this team's operations write its records.
+void record_call(dk_stats_page &page, const dk_trace_record &trace, uint64_t total_ns, uint64_t wait_ns, uint64_t bytes, bool failed,
+                 bool counts);
+void add_peer_bytes(dk_stats_page &page, uint32_t op, int peer, uint64_t bytes);
+void add_peer_wait(dk_stats_page &page, uint32_t op, int peer, uint64_t ns);
+
+// Queues run(P *) on p's stream. Operations never run on the calling thread.
+template <class P, void (*run)(const P &)> int32_t enqueue(const P &p) {
+  return push(at<Stream>(p.stream), [](void *argument) { run(*static_cast<const P *>(argument)); }, p);
+}
+
+}  // namespace dk

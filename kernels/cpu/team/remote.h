@@ -1,0 +1,47 @@
+// What ranks of different nodes tell each other. Loads and stores do not reach from one node to another: a NIC writes into these
+// words and lines, and only ranks of the block's own node read them. It lies behind Control, where there is more than one node.
+//
+// A rank sends rows to another node over a link: to the rank of its own index there (its partner), into a ring of that rank's
+// wire region (link.h). Names here are the receiver's: `node` is the one that writes.
+#pragma once
+#include "cpu/team/control.h"
+
+namespace dk {
+
+constexpr int kMaxLinkQueues = 64;  // QPs that the rows of a link are spread over
+
+class FarControl {
+ public:
+  FarControl(uint64_t base, int num_ranks, int num_nodes)
+      : base_(base), call_bytes_(Control::call_bytes(num_ranks)), ranks_(static_cast<uint64_t>(num_ranks)),
+        nodes_(static_cast<uint64_t>(num_nodes)) {}
+  static uint64_t bytes(int num_ranks, int num_nodes) {
+    return num_nodes > 1 ? round_up(FarControl(0, num_ranks, num_nodes).end(), kPage) : 0;
+  }
+
+  // The first failure of a rank of another node, put by it.
+  Obituary &obituary_from(int peer) const { return at<Obituary>(base_)[peer]; }
+  // Written by ranks of my node: how many of the rows that came from `node` the rank of this index has read.
+  Cursor &link_tail(int node, int index) const {
+    return at<Cursor>(tails())[static_cast<uint64_t>(node) * (ranks_ / nodes_) + static_cast<uint64_t>(index)];
+  }
+  // Put by my partner there: how many of the rows that I sent are not needed any more.
+  Cursor &link_credit(int node) const { return at<Cursor>(credits())[node]; }
+  // Put by my partner there, with the rows: how many of them came on each QP. In the form of a Cursor.
+  std::atomic<uint64_t> &link_head(int node, int queue) const {
+    return at<std::atomic<uint64_t>>(heads())[node * kMaxLinkQueues + queue];
+  }
+  // Sources of messages to the ranks of other nodes.
+  CallMessage &outbox(int peer) const { return *at<CallMessage>(outboxes() + static_cast<uint64_t>(peer) * call_bytes_); }
+
+ private:
+  uint64_t tails() const { return base_ + ranks_ * sizeof(Obituary); }
+  uint64_t credits() const { return tails() + ranks_ * sizeof(Cursor); }
+  uint64_t heads() const { return credits() + nodes_ * sizeof(Cursor); }
+  uint64_t outboxes() const { return heads() + nodes_ * kMaxLinkQueues * sizeof(uint64_t); }
+  uint64_t end() const { return outboxes() + ranks_ * call_bytes_; }
+
+  uint64_t base_, call_bytes_, ranks_, nodes_;
+};
+
+}  // namespace dk

@@ -1,0 +1,73 @@
+// The one way to wait for peers: look, do what can be done, else spin a little, give the processor to others, sleep.
+#pragma once
+#include "cpu/team/op.h"
+
+namespace dk {
+
+enum class Poll { done, progress, idle };
+
+struct Missing {  // what is awaited of a peer, for the failure record
+  int64_t expected = 0, seen = 0;
+};
+
+// From the last progress to the next.
+class Vigil {
+ public:
+  explicit Vigil(Op &op);
+  void begin();  // nothing to do: wakes those who may be asleep for what was done before
+  void end();    // something happened
+  enum class Hope { some, look_again, none };
+  // None: there is no need to wait for that peer any more, since it was masked or the operation has failed. A peer that failed
+  // or died may have written what is awaited just before, so it is given up only if another look finds nothing.
+  Hope hope_for(int peer);
+  bool more_to_blame(int peer, int than) const;
+  void pass_time(int first, const Missing &missing);
+
+ private:
+  void announce();
+  void retract();
+  void give_up_on(int peer, int32_t code);
+
+  Op &op_;
+  Bell &bell_;
+  uint64_t since_ = 0, now_ = 0;
+  int awaited_ = -1, suspect_ = -1, turns_ = 0, spins_, yields_;
+  uint32_t seen_ = 0;
+  bool announced_ = false;
+};
+
+void mask_peer(Team &team, int peer);
+
+// Calls poll() until it says done: true. poll does whatever can be done now. `awaits(peer, Missing &)` tells whether poll
+// needs that peer. False: the operation failed (recorded). The time limit counts from the last progress. With op.may_shrink
+// a peer that is dead, failed or late is masked, and poll has to go on without it.
+template <class PollFn, class AwaitsFn> bool wait_until(Op &op, PollFn poll, AwaitsFn awaits) {
+  Vigil vigil(op);
+  while (!op.aborted()) {
+    Poll found = poll();
+    if (op.failed()) break;
+    if (found != Poll::idle) {
+      vigil.end();
+      if (found == Poll::done) return true;
+      continue;
+    }
+    vigil.begin();
+    int first = -1;
+    Missing missing;
+    bool changed = false;
+    for (int peer = 0; peer < op.team.num_ranks && !op.failed(); peer++) {
+      Missing here;
+      if (peer == op.team.rank || !awaits(peer, here)) continue;
+      Vigil::Hope hope = vigil.hope_for(peer);
+      changed |= hope != Vigil::Hope::some;
+      if (hope == Vigil::Hope::look_again) break;
+      if (hope == Vigil::Hope::none) continue;
+      if (first < 0 || vigil.more_to_blame(peer, first)) first = peer, missing = here;
+    }
+    if (!op.failed() && !changed) vigil.pass_time(first, missing);
+  }
+  vigil.end();
+  return false;
+}
+
+}  // namespace dk

@@ -1,0 +1,236 @@
+// combine.cuh - combine, the receiving half and the kernel: the rows that experts' ranks sent back, summed at the token's
+// rank, which applies the weights to rows that are not sums already.
+#pragma once
+#include "cuda/impl/low_latency/combine_send.cuh"
+
+namespace deepep {
+
+// ---- Receive -----------------------------------------------------------------------------------------------------------------------
+
+struct ArrivalList {            // shared: the rows that make up a token
+  uint8_t *row[kMaxTopk];
+  uint32_t *words[kMaxTopk];
+  float weight[kMaxTopk];
+  uint32_t pattern[kMaxTopk];
+  uint64_t epoch[kMaxTopk];
+  int32_t rank[kMaxTopk], count;
+};
+
+// By the first warp: waits for the row words of a token's experts. Rows of a rank that does not come are left out.
+__device__ inline void read_row_words(const LowLatencyParams &p, const LowLatencyCall *calls, int token, ArrivalList *list) {
+  const Session &s = p.session;
+  const int lane = lane_id();
+  const int64_t at = static_cast<int64_t>(token) * p.num_topk + lane;
+  int64_t expert = lane < p.num_topk ? load_index(p.topk_idx, at, p.index_bytes) : -1;
+  const float weight = lane < p.num_topk ? p.topk_weights[at] : 0;
+  if (expert < 0 || expert >= p.num_experts) expert = -1;
+  int rank = expert < 0 ? -1 : p.by_local.quotient(static_cast<int>(expert));
+  if (rank >= 0 && (is_masked(s, rank) || calls[rank].epoch == 0)) rank = -1;
+  const LowLatencyCall call = calls[rank < 0 ? s.team.rank : rank]; // of the rank that this lane waits for
+  // The first naming of an expert carries the weights of all; its rank's lowest expert leads: a sum would stand in its row.
+  bool repeated = false, leads = rank >= 0;
+  int leader = lane;
+  int64_t lowest = expert;
+  float sum = 0;
+  for (int k = 0; k < p.num_topk; ++k) {
+    const int64_t other = __shfl_sync(kAllLanes, expert, k);
+    const int other_rank = __shfl_sync(kAllLanes, rank, k);
+    const float other_weight = __shfl_sync(kAllLanes, weight, k);
+    if (other == expert) sum += other_weight;
+    repeated |= k < lane && other == expert;
+    if (other_rank == rank && rank >= 0 && (other < lowest || (other == lowest && k < leader))) lowest = other, leader = k;
+  }
+  bool needed = rank >= 0 && !repeated;
+  leads = needed && leader == lane;
+  const uint32_t number = number_of_row(p, expert < 0 ? 0 : static_cast<int>(expert), token);
+  const uint64_t *mine = row_word(p, own_block(p), call, number);
+  uint64_t word = 0;
+  for (int round = 0; round < 2; ++round) {
+    bool wait = round == 0 ? leads : needed && !leads;
+    int peer = -1;
+    uint64_t waited = 0;
+    for (;;) { // again where a rank was masked: the others are still awaited
+      const uint32_t code = warp_wait_until(
+          s, peer, waited,
+          [&] {
+            if (wait && !has_tag(word, combine_tag(call.epoch))) word = ptx::ld_relaxed_sys(mine);
+            return __all_sync(kAllLanes, !wait || has_tag(word, combine_tag(call.epoch))) != 0;
+          },
+          [&] { return wait && !has_tag(word, combine_tag(call.epoch)) ? rank : -1; });
+      if (code == 0) break;
+      bool masked = false;
+      if (lane == 0) {
+        masked = mask_instead(s, code, peer);
+        if (!masked) report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, static_cast<int64_t>(call.epoch), 0, waited);
+      }
+      masked = __shfl_sync(kAllLanes, masked, 0);
+      if (!masked) {
+        if (lane == 0) list->count = 0;
+        return;
+      }
+      if (rank == peer) wait = needed = false;
+    }
+    const uint32_t leader_kind = __shfl_sync(kAllLanes, static_cast<uint32_t>(word), leader) & kKindMask;
+    const bool leader_here = __shfl_sync(kAllLanes, static_cast<int>(needed), leader) != 0;
+    if (round == 0 && !leads && needed && leader_here && leader_kind == kKindSum) needed = false; // it is in the leader's row
+  }
+  const uint32_t rows = __ballot_sync(kAllLanes, needed);
+  if (needed) {
+    const int n = __popc(rows & ((1u << lane) - 1));
+    const uint32_t value = static_cast<uint32_t>(word), kind = value & kKindMask;
+    list->row[n] = slot_row(p, own_block(p), call, number);
+    list->words[n] = slot_words(p, own_block(p), call, number);
+    list->pattern[n] = value | kKindMask, list->rank[n] = rank, list->epoch[n] = call.epoch;
+    list->weight[n] = kind == kKindSum ? 1.0f : sum;
+  }
+  if (lane == 0) list->count = __popc(rows);
+}
+
+// Several rows' chunks `at` and `at` + kLlThreads, which a thread waits for side by side. Bit kChunks * row + chunk of a mask.
+constexpr int kRows = 4, kChunks = 2;
+__device__ __forceinline__ uint32_t load_missing(const ArrivalList *list, int first, int at, uint32_t missing, uint4 (&data)[kRows][kChunks]) {
+#pragma unroll
+  for (int i = 0; i < kRows * kChunks; ++i)
+    if ((missing >> i & 1) != 0)
+      data[i / kChunks][i % kChunks] = ptx::ld_relaxed_sys_v4(list->row[first + i / kChunks] + 16 * (at + i % kChunks * kLlThreads));
+#pragma unroll
+  for (int i = 0; i < kRows * kChunks; ++i)
+    if ((missing >> i & 1) != 0 && has_arrived(data[i / kChunks][i % kChunks])) missing &= ~(1u << i);
+  return missing;
+}
+
+// A token's chunks `at` and, if there is one, `at` + kLlThreads: the rows' sum, in their order.
+__device__ inline void add_rows(const LowLatencyCombineParams &c, const ArrivalList *list, int token, int at) {
+  const Session &s = c.call.session;
+  const int chunks = c.call.hidden / 8;
+  const uint32_t of_row = at + kLlThreads < chunks ? 3 : 1;
+  float sum[kChunks][8] = {};
+  for (int first = 0; first < list->count; first += kRows) {
+    uint4 data[kRows][kChunks];
+    uint32_t missing = 0;
+#pragma unroll
+    for (int n = 0; n < kRows; ++n)
+      if (first + n < list->count) missing |= of_row << (kChunks * n);
+    missing = load_missing(list, first, at, missing, data);
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) {
+      if (first + n >= list->count) continue;
+      const int which = first + n, rank = list->rank[which];
+      const uint64_t epoch = list->epoch[which];
+      if ((missing >> (kChunks * n) & of_row) != 0)
+        wait_or_mask(s, rank, epoch, [&](int64_t &) { // one chunk at first: polling all would keep memory busy
+          const uint32_t first_missing = missing & (0u - missing);
+          if (load_missing(list, first, at, first_missing, data) != 0) return false;
+          missing = load_missing(list, first, at, missing ^ first_missing, data);
+          return (missing >> (kChunks * n) & of_row) == 0;
+        });
+      const uint32_t absent = missing >> (kChunks * n) & of_row; // of a rank that was lost
+      missing &= ~(of_row << (kChunks * n));
+#pragma unroll
+      for (int u = 0; u < kChunks; ++u) {
+        if ((of_row >> u & 1) == 0 || (absent >> u & 1) != 0) continue;
+        ptx::st_stream(list->row[which] + 16 * (at + u * kLlThreads), uint4{0, 0, 0, 0});
+        add_weighted(sum[u], exclusive_or(data[n][u], list->pattern[which]), list->weight[which]);
+      }
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kChunks; ++u)
+    if (at + u * kLlThreads < chunks)
+      ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * (at + u * kLlThreads), round_bf16(sum[u]));
+}
+
+// Likewise, of LogFMT rows, which all ranks send or none: one chunk, by whole halves of warps.
+__device__ inline void add_logfmt_rows(const LowLatencyCombineParams &c, const ArrivalList *list, int token, int at) {
+  float sum[8] = {};
+  for (int n = 0; n < list->count; ++n)
+    add_logfmt(c.call.session, list->rank[n], list->epoch[n], list->row[n], list->words[n], at, list->weight[n], sum);
+  ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * at, round_bf16(sum));
+}
+
+__device__ inline void receive_sums(const LowLatencyCombineParams &c, const LowLatencyCall *calls, ArrivalList *list) {
+  const LowLatencyParams &p = c.call;
+  const int chunks = p.hidden / 8;
+  __syncthreads(); // calls are there
+  mark(kMarkKnown, threadIdx.x == 0);
+  for (int token = first_of_block(); token < p.num_tokens; token += num_workers()) {
+    if (warp_id() == 0) read_row_words(p, calls, token, list);
+    __syncthreads();
+    mark(kMarkLastHeader, threadIdx.x == 0);
+    if ((p.flags & DK_LL_LOGFMT) != 0)
+      for (int at = threadIdx.x; at < chunks; at += kLlThreads) add_logfmt_rows(c, list, token, at);
+    else
+      for (int at = threadIdx.x; at < chunks; at += kChunks * kLlThreads) add_rows(c, list, token, at);
+    __syncthreads();
+  }
+}
+
+__global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(const __grid_constant__ LowLatencyCombineParams c) {
+  extern __shared__ __align__(16) uint8_t memory[]; // peers [R], calls [R], then row counts [L + 1], first rows [L][R]
+  __shared__ union {
+    SumList sums[kLlGroups];
+    RowTarget targets[kLlGroups];
+    ArrivalList arrivals;
+  } shared;
+  __shared__ SummedDispatch summed;
+  const LowLatencyParams &p = c.call;
+  begin_timeline();
+  auto **peers = reinterpret_cast<uint8_t **>(memory);
+  auto *calls = reinterpret_cast<LowLatencyCall *>(peers + p.session.team.num_ranks);
+  auto *before = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks), *bases = before + p.num_local() + 1;
+  // All that is needed before the first row is loaded side by side.
+  const bool reads_sums = p.sends() && may_sum(p), leads_group = threadIdx.x % kLlGroupThreads < kWarp;
+  const SumItem item = sum_item(p, first_item());
+  const EarlyStart start = load_start(p);
+  Headers headers{};
+  LowLatencyRouting routing{};
+  SlotSeen slot{0, 0, 0, -1};
+  const Entry entry = is_last_warp() && sends_weights(p) ? load_entry(p, first_of_block()) : Entry{-1, 0};
+  if (reads_sums && leads_group) {
+    routing = load_routing(p);
+    if (first_item() < num_items(p)) headers = load_headers(p, item.dest, item.token);
+  }
+  int64_t range = 0;
+  if (reads_sums && threadIdx.x < p.num_experts) range = p.layout_range[threadIdx.x];
+  if (p.sends()) slot = look_at_slot(p);
+  if (reads_sums && threadIdx.x < p.num_experts) bases[threadIdx.x] = static_cast<int32_t>(range >> 32);
+#pragma unroll 1
+  for (int i = threadIdx.x + kLlThreads; reads_sums && i < p.num_experts; i += kLlThreads) bases[i] = static_cast<int32_t>(p.layout_range[i] >> 32);
+  const bool begun = begin_low_latency(p, start, peers);
+  const LowLatencyCall call = low_latency_call(p, start, false);
+  if (begun) {
+    if (is_last_warp() && sends_weights(p)) send_weights(p, call, peers, entry);
+    if (is_clerk()) post_low_latency(p, call);
+    bool good = true;
+    if (p.sends() && is_worker()) {
+      if (leads_group) {
+        const SummedDispatch found = reads_sums ? routed_dispatch(p, call, routing) : SummedDispatch{0, false};
+        if (threadIdx.x == 0) summed = found;
+        if (found.number != 0 && first_item() < num_items(p))
+          read_sum(c, call, found, headers, item.dest, item.token, bases, shared.sums + threadIdx.x / kLlGroupThreads);
+      }
+      good = await_empty_slots(p, call, slot);
+      mark(kMarkEmpty, threadIdx.x == 0);
+      if (good && summed.number != 0) send_sums(c, call, summed, peers, bases, shared.sums);
+      else if (good) send_rows(c, call, peers, before, shared.targets);
+      __syncthreads();
+    }
+    mark(kMarkSent, threadIdx.x == 0);
+    if (is_clerk()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
+    if (p.receives() && good) {
+      find_source_calls(p, call, calls);
+      if (is_clerk()) check_low_latency_peers(p, calls);
+      if (is_worker()) receive_sums(c, calls, &shared.arrivals);
+    }
+    mark(kMarkArrived, true);
+  }
+  finish_low_latency(p, call, calls, [&](bool failed) {
+    if (!failed || !p.receives()) return;
+    const uint64_t chunks = static_cast<uint64_t>(p.num_tokens) * p.hidden / 8;
+    for (uint64_t i = threadIdx.x; i < chunks; i += kLlThreads)
+      reinterpret_cast<uint4 *>(c.combined_x)[i] = {0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u};
+  });
+  end_timeline(1, call.epoch);
+}
+
+}  // namespace deepep

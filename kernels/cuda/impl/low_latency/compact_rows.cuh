@@ -1,0 +1,61 @@
+// compact_rows.cuh - low-latency dispatch: what is left of the outputs when a source is lost amid a call.
+#pragma once
+#include "cuda/sync/session.cuh"
+
+namespace deepep {
+
+struct DispatchOutputs {
+  uint8_t *recv_x;              // rows of row_bytes, rows_per_expert for each local expert
+  uint32_t *recv_scales;        // `scales` words a row, by column
+  int32_t *recv_count, *cumulative_stats, *src_info;
+  int64_t *layout_range;
+  int64_t rows_per_expert, scales;
+  int32_t num_local, row_bytes;
+};
+
+// A source whose rows did not all come is taken out; rows behind it move up. By the last block, only after a rank was lost.
+template <int kThreads> __device__ inline void close_gaps(const Session &s, uint64_t epoch, const DispatchOutputs &out) {
+  const int num_ranks = s.team.num_ranks;
+  const int64_t rows = out.rows_per_expert, words = out.scales;
+  const int chunks = out.row_bytes / 16;
+  for (int64_t l = 0; l < out.num_local; ++l) {
+    int64_t next = 0;
+    auto *x = reinterpret_cast<uint4 *>(out.recv_x) + l * rows * chunks;
+    for (int r = 0; r < num_ranks; ++r) {
+      const int64_t range = out.layout_range[l * num_ranks + r], first = range >> 32;
+      const int64_t count = s.team.scratch->late[r] == epoch ? 0 : range & 0xffffffff;
+      for (int64_t i = 0; i < count && first != next; ++i) {
+        for (int at = threadIdx.x; at < chunks; at += kThreads) x[(next + i) * chunks + at] = x[(first + i) * chunks + at];
+        for (int64_t w = threadIdx.x; w < words; w += kThreads)
+          out.recv_scales[(l * words + w) * rows + next + i] = out.recv_scales[(l * words + w) * rows + first + i];
+        if (threadIdx.x == 0) out.src_info[l * rows + next + i] = out.src_info[l * rows + first + i];
+        __syncthreads();
+      }
+      __syncthreads();
+      if (threadIdx.x == 0) out.layout_range[l * num_ranks + r] = next << 32 | count;
+      next += count;
+    }
+  }
+  __syncthreads();
+}
+
+// A source was lost after its counts had come, or the call has failed: what the others wrote is put right.
+template <int kThreads>
+__device__ inline void mend_outputs(const Session &s, uint64_t epoch, const DispatchOutputs &out, bool failed) {
+  const int num_ranks = s.team.num_ranks;
+  bool late = false;
+  for (int r = threadIdx.x; r < num_ranks; r += kThreads) late |= s.team.scratch->late[r] == epoch;
+  if (__syncthreads_or(late) != 0 && !failed) close_gaps<kThreads>(s, epoch, out);
+  for (int l = threadIdx.x; l < out.num_local; l += kThreads) {
+    int total = 0;
+    for (int r = 0; r < num_ranks; ++r) {
+      int64_t *range = out.layout_range + static_cast<int64_t>(l) * num_ranks + r;
+      if (failed) *range = 0;
+      total += static_cast<int>(*range & 0xffffffff);
+    }
+    if (out.cumulative_stats != nullptr && !failed) out.cumulative_stats[l] += total - out.recv_count[l];
+    out.recv_count[l] = total;
+  }
+}
+
+}  // namespace deepep

@@ -1,0 +1,209 @@
+// dispatch_kernel.cuh - rows to the ranks that hold their experts. Roles by warp: senders of rows, the publisher, senders and
+// receivers of metadata, receivers of rows (which copy staged rows out; a registered segment needs none). No role of a block
+// waits for another of the same block, so a grid that is resident makes progress whatever the order of arrival.
+#pragma once
+#include "cuda/impl/normal/dispatch_meta.cuh"
+
+namespace deepep {
+
+template <bool kBulk> struct DispatchRoles {
+  static constexpr int kSenders = kBulk ? 4 : 7, kPublishers = 1, kMetaSenders = 4, kMetaReceivers = kBulk ? 4 : 3, kRowReceivers = kBulk ? 7 : 5;
+  static constexpr int kMetaSendersAt = kSenders + kPublishers, kMetaReceiversAt = kMetaSendersAt + kMetaSenders;
+  static constexpr int kRowReceiversAt = kMetaReceiversAt + kMetaReceivers;
+  static constexpr int kWarps = kRowReceiversAt + kRowReceivers, kThreads = kWarps * kWarp;
+  // Where rows come straight to their places, the warps that would receive them send metadata too: it should be out before the links
+  // are full of rows, for behind these each of its stores waits.
+  __host__ __device__ static int meta_senders(const DispatchParams &p) { return kMetaSenders + (p.recv_segment < 0 ? 0 : kRowReceivers); }
+  __device__ static int meta_sender(const DispatchParams &p, int warp) { // -1: it is none
+    if (warp >= kMetaSendersAt && warp < kMetaReceiversAt) return warp - kMetaSendersAt;
+    return p.recv_segment >= 0 && warp >= kRowReceiversAt ? kMetaSenders + warp - kRowReceiversAt : -1;
+  }
+};
+
+// Which blocks send rows and which copy staged rows out. An SM whose stores queue for the links is slow at copying, so where there
+// are enough blocks each does one of the two; its idle senders then copy too. Rows of 14 KB gained by that with 24 blocks and lost
+// with 20, rows of 7 KB gained with 16. The form without bulk copies gains most: 475 and 910 us became 280 and 514 with 24 blocks.
+constexpr int kStagedSenders = 32, kDirectSenders = 36; // warps of all blocks: enough to keep the links full; more only make queues longer
+template <bool kBulk> struct DispatchSplit {
+  static constexpr int kCopiers = DispatchRoles<kBulk>::kSenders + DispatchRoles<kBulk>::kMetaSenders + DispatchRoles<kBulk>::kRowReceivers;
+  int senders, copiers;       // blocks
+  bool apart;
+  __device__ DispatchSplit(bool staged_here, uint32_t row_bytes, int blocks, int num_ranks) {
+    senders = (13 * blocks + 23) / 24;
+    apart = staged_here && blocks >= (row_bytes <= 8192 ? 12 : 24) && (blocks - senders) * kCopiers >= num_ranks;
+    if (!apart) senders = blocks;
+    copiers = apart ? blocks - senders : staged_here ? blocks : 0;
+  }
+  __device__ bool sends() const { return static_cast<int>(blockIdx.x) < senders; }
+};
+
+// Shared memory of a block, in this order.
+template <bool kBulk> struct DispatchShared {
+  uint32_t stages, dests, meta, heads, queues, bytes;
+  __host__ __device__ DispatchShared(const DispatchParams &p, uint32_t stage_bytes) {
+    const uint32_t num_ranks = p.session.team.num_ranks;
+    constexpr uint32_t senders = DispatchRoles<kBulk>::kSenders, stages_each = kBulk ? kSendStages : 1;
+    stages = 0;
+    dests = kBulk ? align_up<uint32_t>(senders * stages_each * stage_bytes, 128) : 0;
+    meta = align_up<uint32_t>(dests + num_ranks * static_cast<uint32_t>(sizeof(DispatchDest)), 16);
+    queues = align_up<uint32_t>(meta + DispatchRoles<kBulk>::meta_senders(p) * meta_space_bytes(p), 16);
+    heads = queues + senders * static_cast<uint32_t>(sizeof(SendQueue));
+    bytes = align_up<uint32_t>(heads + senders * stages_each * num_ranks * 4, 128);
+  }
+};
+
+// Copies rows of one source out of the ring into their places.
+__device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int worker, int num_workers) {
+  const TeamView &team = p.session.team;
+  const ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks);
+  const int before = rows_before(p.rank_prefix_matrix, team.num_ranks, share.source, team.rank);
+  const int rows = p.rank_prefix_matrix[share.source * team.num_ranks + team.rank] - before;
+  const RingShape ring = dispatch_ring(p, false);
+  const uint64_t *flags = team.ring_flag(team.rank, kPayload, share.source);
+  const uint8_t *rows_here = team.self + team.nvl + ring.payload(share.source, 0);
+  for (int row = share.first; row < rows;) {
+    // Lanes look at the warp's next 32 rows; those that are here without a gap are copied.
+    const int ahead = row + lane_id() * share.step;
+    const RingPlace place = ring_place(ahead, ring.slots);
+    uint32_t here = 0;
+    const bool good = warp_wait_or_fail(
+        p.session, static_cast<int64_t>(epoch),
+        [&] {
+          here = __ballot_sync(kAllLanes, ahead < rows && ptx::ld_acquire_sys(&flags[place.slot]) == ring_value(epoch, place.lap));
+          return (here & 1) != 0;
+        },
+        [&] { return lane_id() == 0 ? share.source : -1; });
+    if (!good) return;
+    __syncwarp();
+    const int count = here == kAllLanes ? kWarp : __ffs(static_cast<int>(~here)) - 1;
+    for (int i = 0; i < count; ++i, row += share.step) {
+      const RingPlace at = ring_place(row, ring.slots);
+      copy_row(p.recv_x + (static_cast<uint64_t>(before) + row) * p.row_bytes, rows_here + static_cast<uint64_t>(at.slot) * p.row_bytes, p.row_bytes);
+      if (row + static_cast<int>(ring.slots) >= rows) continue;
+      __syncwarp();
+      if (lane_id() == 0) return_credit(team, kPayload, share.source, at.slot, ring_value(epoch, at.lap));
+    }
+  }
+}
+
+// Everything this block sent is published; the last block of the rank says so to all, and rows that were written straight to
+// their places are awaited.
+__device__ inline void announce_and_await_done(const DispatchParams &p, uint64_t epoch) {
+  const TeamView &team = p.session.team;
+  uint32_t before = 0;
+  if (lane_id() == 0) before = ptx::atomic_add_acq_rel_gpu(&team.scratch->blocks_sent, 1);
+  before = __shfl_sync(kAllLanes, before, 0);
+  __syncwarp();
+  if (before == gridDim.x - 1 && !has_failed(p.session)) {
+    ptx::fence_acq_rel_sys();
+    for (int r = lane_id(); r < team.num_ranks; r += kWarp) ptx::st_relaxed_sys(team.done(r, team.rank), epoch);
+  }
+  if (blockIdx.x != 0 || p.recv_segment < 0) return;
+  for (int r = lane_id(); r < team.num_ranks; r += kWarp) {
+    const uint64_t *done = team.done(team.rank, r);
+    uint64_t waited;
+    const bool good = wait_or_fail(p.session, r, static_cast<int64_t>(epoch), waited, [&](int64_t &seen) {
+      seen = static_cast<int64_t>(ptx::ld_acquire_sys(done));
+      return seen >= static_cast<int64_t>(epoch);
+    });
+    team.scratch->wait_ns[r] += waited;
+    if (!good) return;
+  }
+}
+
+// Whether this warp sends rows.
+template <bool kBulk> __device__ inline bool sends_rows(const DispatchParams &p, const DispatchSplit<kBulk> &split) {
+  if (warp_id() >= DispatchRoles<kBulk>::kSenders || !split.sends()) return false;
+  return !kBulk || warp_id() < ceil_div(p.recv_segment < 0 ? kStagedSenders : kDirectSenders, split.senders);
+}
+
+template <bool kBulk>
+__device__ inline void run_dispatch_roles(const DispatchParams &p, const DispatchSplit<kBulk> &split, uint64_t epoch, uint8_t *shared, bool staged,
+                                          RowSender<kBulk, DispatchJob> &rows) {
+  using Roles = DispatchRoles<kBulk>;
+  const DispatchShared<kBulk> at(p, p.stage_bytes);
+  const auto *dests = reinterpret_cast<const DispatchDest *>(shared + at.dests);
+  auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
+  const int warp = warp_id(), num_ranks = p.session.team.num_ranks;
+  int copier = -1; // which of the block's copying warps this one is
+  const int meta_sender = split.sends() ? Roles::meta_sender(p, warp) : -1;
+  if (meta_sender >= 0) {
+    send_meta<kBulk>(p, dests, {shared + at.meta + meta_sender * meta_space_bytes(p), 0}, epoch);
+  } else if (warp < Roles::kSenders) {
+    if (sends_rows(p, split)) rows.run(staged);
+    __syncwarp();
+    if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
+    if (!split.sends()) copier = warp;
+  } else if (warp < Roles::kMetaSendersAt) {
+    publish_rows(queues, Roles::kSenders, num_ranks, [&](int token, int r) {
+      const int head = p.send_head[static_cast<int64_t>(token) * num_ranks + r];
+      if (head < 0 || dests[r].direct) return;
+      const RingPlace place = ring_place(head, dests[r].slots);
+      ptx::st_relaxed_sys(&dests[r].flags[kPayload][place.slot], ring_value(epoch, place.lap));
+    });
+    announce_and_await_done(p, epoch);
+  } else if (warp < Roles::kMetaReceiversAt) {
+    if (!split.sends()) copier = Roles::kSenders + warp - Roles::kMetaSendersAt;
+  } else if (warp < Roles::kRowReceiversAt) {
+    const int worker = (warp - Roles::kMetaReceiversAt) * gridDim.x + blockIdx.x;
+    receive_meta(p, epoch, p.recv_segment >= 0, worker, Roles::kMetaReceivers * gridDim.x);
+  } else if (split.copiers > 0 && (!split.apart || !split.sends())) {
+    copier = warp - Roles::kRowReceiversAt + (split.apart ? Roles::kSenders + Roles::kMetaSenders : 0);
+  }
+  const int copiers_each = split.apart ? DispatchSplit<kBulk>::kCopiers : Roles::kRowReceivers, first = split.apart ? split.senders : 0;
+  if (copier >= 0) receive_rows(p, epoch, copier * split.copiers + (static_cast<int>(blockIdx.x) - first), copiers_each * split.copiers);
+}
+
+template <bool kBulk>
+__device__ inline DispatchJob dispatch_job(const DispatchParams &p, const DispatchShared<kBulk> &at, uint64_t epoch, uint8_t *shared) {
+  auto *heads = reinterpret_cast<int32_t *>(shared + at.heads) + warp_id() * (kBulk ? kSendStages : 1) * p.session.team.num_ranks;
+  return {p, reinterpret_cast<const DispatchDest *>(shared + at.dests), epoch, heads};
+}
+
+template <bool kBulk>
+__global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
+#if !DEEPEP_HAS_BULK_COPY
+  if constexpr (kBulk) return; // the launcher does not choose this form below 9.0
+#endif
+  extern __shared__ __align__(128) uint8_t shared[];
+  const Session &s = p.session;
+  __shared__ uint64_t next_epoch;
+  if (threadIdx.x == 0) next_epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  const DispatchShared<kBulk> at(p, p.stage_bytes);
+  auto *dests = reinterpret_cast<DispatchDest *>(shared + at.dests);
+  auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
+  init_queues(queues, DispatchRoles<kBulk>::kSenders, kBulk);
+  if (begin(s)) {
+    const uint64_t epoch = next_epoch;
+    const Handshake hand = dispatch_handshake(p, epoch);
+    if (blockIdx.x == 0) post_enter(s, hand);
+    if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
+    prepare_dests(p, dests);
+    const DispatchSplit<kBulk> split(p.recv_segment < 0, p.row_bytes, gridDim.x, s.team.num_ranks);
+    DispatchJob job = dispatch_job<kBulk>(p, at, epoch, shared);
+    auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
+    if (sends_rows(p, split)) rows.start();
+    if (await_enter(s, hand) && set_up_dests(p, epoch, dests)) {
+      const bool staged = __syncthreads_or(threadIdx.x == 0 && [&] {
+        bool any = false;
+        for (int r = 0; r < s.team.num_ranks; ++r) any |= !dests[r].direct;
+        return any;
+      }());
+      run_dispatch_roles<kBulk>(p, split, epoch, shared, staged, rows);
+    } else if (sends_rows(p, split)) {
+      rows.abandon();
+    }
+  }
+  finish(s, [&](bool failed) {
+    if (failed) clear_dispatch_outputs(p);
+    if (threadIdx.x == 0) { // both copies of the tickets: one has been 0 anyway
+      Scratch *scratch = s.team.scratch;
+      scratch->blocks_sent = 0;
+      for (int copy = 0; copy < 2; ++copy) scratch->tokens_taken[copy] = scratch->metas_taken[copy] = 0;
+      scratch->epoch += 1;
+    }
+    record_kernel(s, nullptr, true, failed);
+  });
+}
+
+}  // namespace deepep

@@ -1,0 +1,40 @@
+// notify_kernel.cuh - every rank learns how many rows go from whom to whom, and numbers its own rows.
+// Block 0 exchanges counts; block 1 + j numbers the rows to rank j, then to rank j + (blocks - 1), ...
+#pragma once
+#include "cuda/impl/normal/notify_params.cuh"
+
+namespace deepep {
+
+// My row of the matrix and the peer's experts, a warp for each peer, then the message that makes them valid.
+__device__ inline void send_counts(const NotifyParams &p, const Handshake &hand) {
+  const Session &s = p.session;
+  const int num_ranks = s.team.num_ranks, local = p.num_experts / num_ranks;
+  for (int r = warp_id(); r < num_ranks; r += kNotifyThreads / kWarp) {
+    uint32_t *to = s.team.counts(r, hand.epoch % 2, s.team.rank);
+    for (int i = lane_id(); i < num_ranks; i += kWarp) to[i] = p.per_rank[i];
+    for (int i = lane_id(); i < local; i += kWarp) to[num_ranks + i] = p.per_expert[r * local + i];
+  }
+  __syncthreads(); // the release of each message below covers what the block has stored
+  post_enter(s, hand);
+}
+
+__global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_constant__ NotifyParams p) {
+  const Session &s = p.session;
+  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  if (begin(s)) {
+    if (blockIdx.x == 0) {
+      const Handshake hand = notify_handshake(p, epoch);
+      send_counts(p, hand);
+      publish_newest_by_last_warp(s.team);
+      if (await_enter(s, hand))
+        sum_matrix(p, [&](int i) { return s.team.counts(s.team.rank, epoch % 2, i); },
+                   [&](int i) { return s.team.enter(s.team.rank, epoch % kEnterCopies, i)->row_limit; });
+      announce_counts(p);
+    } else {
+      for (int to = blockIdx.x - 1; to < s.team.num_ranks; to += gridDim.x - 1) number_rows(p, to);
+    }
+  }
+  finish(s, [&](bool failed) { end_notify(p, epoch, failed); });
+}
+
+}  // namespace deepep

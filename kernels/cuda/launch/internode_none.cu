@@ -1,0 +1,19 @@
+// internode_none.cu - libdeepep_cuda.so reaches ranks by loads and stores alone. Not in libdeepep_nvshmem.so.
+#include "cuda/launch/internode.h"
+
+namespace deepep {
+
+int32_t far_block_sizes(dk_block_sizes_params *) { return DK_OK; }
+int32_t far_team_create(dk_team_create_params *, Team *) { return DK_EUNSUPPORTED; }
+void far_team_destroy(Team *) {}
+int32_t far_notify(dk_notify_params *, const NotifyParams &) { return DK_EUNSUPPORTED; }
+int32_t far_dispatch(dk_dispatch_params *, const DispatchParams &, int) { return DK_EUNSUPPORTED; }
+int32_t far_combine(dk_combine_params *, const CombineParams &, int) { return DK_EUNSUPPORTED; }
+int32_t far_barrier(dk_barrier_params *) { return DK_EUNSUPPORTED; }
+int32_t far_clean(dk_clean_params *) { return DK_EUNSUPPORTED; }
+int32_t far_ll_dispatch(dk_ll_dispatch_params *) { return DK_EUNSUPPORTED; }
+int32_t far_ll_combine(dk_ll_combine_params *) { return DK_EUNSUPPORTED; }
+int32_t far_mask(dk_mask_params *, const MaskParams &) { return DK_EUNSUPPORTED; }
+cudaError_t load_far_kernels() { return cudaSuccess; }
+
+}  // namespace deepep

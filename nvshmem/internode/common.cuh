@@ -1,0 +1,162 @@
+// common.cuh - device code that all kernels among nodes share: puts by a warp, tagged words, messages of all ranks to all, and the
+// loop in which a warp serves many streams of rows without ever standing still for one of them.
+#pragma once
+#include "cuda/impl/normal/send_rows.cuh"
+#include "cuda/sync/session.cuh"
+#include "internode/layout.h"
+#include "queue.cuh"
+
+namespace deepep {
+
+// ---- Puts: by a whole warp, from the own block into the one of a rank of another node --------------------------------------
+
+// What a block puts toward a rank goes by one queue pair, so it arrives in order.
+#if DEEPEP_QUEUE_HANDLES
+__device__ inline nvshmemx_qp_handle_t queue_of_block(const FarView &far) {
+  return far.num_queues == 0 ? NVSHMEMX_QP_DEFAULT : static_cast<nvshmemx_qp_handle_t>(far.queues[blockIdx.x % far.num_queues]);
+}
+#endif
+
+// `bytes` (a multiple of 16), then the word: whoever sees that sees the bytes. The source is written by this warp, and stays as it
+// is until something that comes back says that the word was seen.
+__device__ inline void put_far(const FarView &far, int rank, void *to, const void *from, uint64_t bytes, uint64_t *word, uint64_t value) {
+  __syncwarp();
+  if (lane_id() == 0) ptx::fence_acq_rel_sys(); // all lanes' stores, for the NIC
+  __syncwarp();
+#if DEEPEP_QUEUE_HANDLES
+  nvshmemx_qp_uchar_put_signal_nbi_warp(static_cast<unsigned char *>(to), static_cast<const unsigned char *>(from), bytes, word, value,
+                                        NVSHMEM_SIGNAL_SET, rank, queue_of_block(far));
+#else
+  (void)far;
+  nvshmemx_putmem_signal_nbi_warp(to, from, bytes, word, value, NVSHMEM_SIGNAL_SET, rank);
+#endif
+}
+
+// The word alone. A signal without bytes may be overtaken by the next one of its kind where a proxy makes the puts; one with bytes
+// is not.
+__device__ inline void signal_far(const FarView &far, const TeamView &team, int rank, uint64_t *word, uint64_t value) {
+  uint8_t *blank = team.self + far.at.blank;
+  put_far(far, rank, blank, blank + 32, 16, word, value);
+}
+
+// ---- Words that a peer writes during a call ---------------------------------------------------------------------------------
+
+constexpr uint32_t kAllRows = 0xffffffffu; // no more are needed
+constexpr uint32_t kLastRow = 0x80000000u; // beside a count: no more will come
+
+__device__ __forceinline__ uint64_t tagged(uint64_t epoch, uint32_t count) { return epoch << 32 | count; }
+__device__ __forceinline__ uint32_t count_in(uint64_t word, uint64_t epoch) {
+  return (word ^ epoch << 32) >> 32 == 0 ? static_cast<uint32_t>(word) : 0;
+}
+// By a whole warp: what came before the word was written may be read by all lanes.
+__device__ __forceinline__ uint32_t read_count(const uint64_t *word, uint64_t epoch) {
+  uint32_t count = 0;
+  if (lane_id() == 0) count = count_in(ptx::ld_acquire_sys(word), epoch);
+  __syncwarp();
+  return __shfl_sync(kAllLanes, count, 0);
+}
+// By a whole warp, toward a rank of the own node: after all that its lanes have read and written.
+__device__ __forceinline__ void write_count(uint64_t *word, uint64_t epoch, uint32_t count) {
+  __syncwarp();
+  if (lane_id() == 0) ptx::st_release_sys(word, tagged(epoch, count));
+}
+
+__device__ inline uint64_t *word_at(uint8_t *block, uint64_t offset, int64_t index) {
+  return reinterpret_cast<uint64_t *>(block + offset) + index;
+}
+
+// ---- Messages of all ranks to all --------------------------------------------------------------------------------------------
+
+struct FarMessage {
+  Enter enter;       // its own `epoch` stays 0: the word of `arrived` tells
+  uint32_t counts[]; // of notify
+};
+__device__ inline FarMessage *message_at(const FarView &far, uint8_t *block, uint64_t array, uint64_t epoch, int rank) {
+  const uint64_t index = epoch % kEnterCopies * (far.num_nodes * far.num_peers) + rank;
+  return reinterpret_cast<FarMessage *>(block + array + index * far.at.message_bytes);
+}
+__device__ inline FarMessage *message_from(const Session &s, const FarView &far, uint64_t epoch, int rank) {
+  return message_at(far, s.team.self, far.at.inbox, epoch, rank);
+}
+__device__ inline uint64_t *arrived_from(const Session &s, const FarView &far, uint64_t epoch, int rank) {
+  return word_at(s.team.self, far.at.arrived, epoch % kEnterCopies * s.team.num_ranks + rank);
+}
+
+__device__ inline bool is_gone(const Session &s, int rank) { // nothing gets there, and nobody waits for it
+  return is_masked(s, rank) && *static_cast<volatile uint8_t *>(&s.team.status->dead[rank]) != 0;
+}
+
+// Whole block. fill(rank, counts): each warp writes `words` counts for a rank, all lanes together.
+// A source in the outbox is written again two operations later: by then the rank has answered with its own next message.
+template <class Fill>
+__device__ inline void post_messages(const Session &s, const FarView &far, const Handshake &hand, uint32_t words, Fill fill) {
+  const int num_ranks = s.team.num_ranks, me = s.team.rank, warps = static_cast<int>(blockDim.x) / kWarp;
+  for (int r = warp_id(); r < num_ranks; r += warps) {
+    const bool near = far.is_near(r);
+    uint8_t *block = near ? s.team.peers[r] : s.team.self;
+    FarMessage *message = near ? message_at(far, block, far.at.inbox, hand.epoch, me) : message_at(far, block, far.at.outbox, hand.epoch, r);
+    if (lane_id() == 0) {
+      message->enter = hand.mine;
+      message->enter.epoch = 0;
+    }
+    fill(r, message->counts);
+    uint64_t *word = word_at(block, far.at.arrived, hand.epoch % kEnterCopies * num_ranks + me);
+    __syncwarp();
+    if (near) {
+      if (lane_id() == 0) ptx::st_release_sys(word, hand.epoch);
+    } else if (__all_sync(kAllLanes, !is_gone(s, r))) {
+      put_far(far, r, message_from(s, far, hand.epoch, me), message, sizeof(Enter) + align_up(words * 4, 16u), word, hand.epoch);
+    }
+  }
+}
+__device__ inline void post_messages(const Session &s, const FarView &far, const Handshake &hand) {
+  post_messages(s, far, hand, 0, [](int, uint32_t *) {});
+}
+
+// Whole block. True if every rank has come here and means the same.
+__device__ inline bool await_messages(const Session &s, const FarView &far, const Handshake &hand) {
+  bool good = true;
+  for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x)
+    good = await_message(s, hand, r, arrived_from(s, far, hand.epoch, r), &message_from(s, far, hand.epoch, r)->enter);
+  return __syncthreads_or(!good) == 0;
+}
+
+// ---- Streams ---------------------------------------------------------------------------------------------------------------
+
+enum Outcome { kDone, kMoved, kStuck };
+struct Stuck { int peer; int64_t expected, seen; }; // for whom a stream waits, and what of
+
+// A warp serves streams first, first + step, ... of `count`, none of which must wait while another one could go on: a ring that is
+// full may be what a peer waits for before it goes on with another one. look(stream, stuck) does what can be done at once, with
+// the same outcome in all lanes. A wait is the time in which no stream of this warp moved.
+template <class Look> __device__ inline void serve(const Session &s, int first, int step, int count, Look look) {
+  uint64_t start = 0;
+  uint32_t polls = 0, reason = 0;
+  for (;;) {
+    bool moved = false, open = false;
+    Stuck missing{-1, 0, 0};
+    for (int stream = first; stream < count; stream += step) {
+      Stuck stuck{-1, 0, 0};
+      const Outcome outcome = look(stream, stuck);
+      moved |= outcome == kMoved, open |= outcome != kDone;
+      if (outcome == kStuck && missing.peer < 0) missing = stuck;
+    }
+    if (!open) return;
+    if (moved) {
+      polls = 0, reason = 0;
+      if (__any_sync(kAllLanes, lane_id() == 0 && has_failed(s))) return;
+      continue;
+    }
+    if (reason != 0) { // and nothing came in the round since
+      if (lane_id() == 0)
+        report_failure(s, reason, culprit(s, reason, missing.peer), DK_FIELD_NONE, missing.expected, missing.seen, ptx::global_timer_ns() - start);
+      __syncwarp();
+      return;
+    }
+    if (polls++ == 0) start = ptx::global_timer_ns();
+    if (polls % kPollsPerLook == 0 && lane_id() == 0) reason = reason_to_leave(s, missing.peer, start, polls);
+    reason = __shfl_sync(kAllLanes, reason, 0);
+  }
+}
+
+}  // namespace deepep

@@ -1,0 +1,198 @@
+// low_latency_combine.cuh - experts' rows back to the tokens. Each expert's row crosses by itself; the token's rank applies the weights.
+#pragma once
+#include "internode/low_latency_logfmt.cuh"
+
+namespace deepep {
+
+struct FarLlCombineParams {
+  FarLlParams call;             // layout_range and src_info are inputs here
+  const uint8_t *x;
+  uint64_t x_row_stride;
+  uint8_t *combined_x;
+};
+
+enum : uint32_t { kFarPlain = 1, kFarLogfmt = 2 }; // what a row's word says
+
+// ---- Send --------------------------------------------------------------------------------------------------------------------
+
+// Whole block: running sums of the rows of each local expert, [L + 1].
+__device__ inline void count_far_rows(const FarLlParams &p, int32_t *before) {
+  const int num_ranks = p.session.team.num_ranks;
+  for (int l = threadIdx.x; l < p.num_local; l += kFarLlThreads) {
+    int64_t total = 0;
+    for (int r = 0; r < num_ranks; ++r) total += p.layout_range[static_cast<int64_t>(l) * num_ranks + r] & 0xffffffff;
+    before[l + 1] = static_cast<int32_t>(least(total, p.rows_per_expert()));
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    before[0] = 0;
+    for (int l = 0; l < p.num_local; ++l) before[l + 1] += before[l];
+  }
+  __syncthreads();
+}
+
+// By a warp: which rank an expert's row came from; -1: the layout does not say.
+__device__ inline int source_of_row(const FarLlParams &p, int local_expert, int row) {
+  const int num_ranks = p.session.team.num_ranks;
+  const int64_t *ranges = p.layout_range + static_cast<int64_t>(local_expert) * num_ranks;
+  for (int first = 0; first < num_ranks; first += kWarp) {
+    const int r = first + lane_id();
+    const int64_t range = r < num_ranks ? ranges[r] : 0, start = range >> 32;
+    const uint32_t found = __ballot_sync(kAllLanes, row >= start && row < start + (range & 0xffffffff));
+    if (found != 0) return first + __ffs(static_cast<int>(found)) - 1;
+  }
+  return -1;
+}
+
+// By a warp. Inside the node a row goes straight to its place; to other nodes from where a NIC can read it.
+__device__ inline void send_far_row(const FarLlCombineParams &c, uint64_t epoch, int local_expert, int row, int dest, int token) {
+  const FarLlParams &p = c.call;
+  const int rank = p.session.team.rank, expert = rank * p.num_local + local_expert;
+  const int64_t number = local_expert * p.rows_per_expert() + row;
+  const uint8_t *from = c.x + static_cast<uint64_t>(number) * c.x_row_stride;
+  uint8_t *stage = mine_at(p, p.at.stage + static_cast<uint64_t>(number) * 2 * p.hidden);
+  uint32_t kind = kFarPlain, bytes = 2 * static_cast<uint32_t>(p.hidden);
+  uint4 coded{0, 0, 0, 0};
+  if ((p.flags & DK_LL_LOGFMT) != 0) coded = choose_coded(from, p.hidden);
+  if ((coded.x | coded.y | coded.z | coded.w) != 0) {
+    bytes = encode_row(from, stage, p.hidden, coded);
+    kind = kFarLogfmt, from = stage;
+  } else if ((p.flags & DK_LL_ZERO_COPY) == 0 && !by_stores(p.session.team, dest)) {
+    copy_row(stage, from, bytes);
+    __syncwarp();
+    from = stage;
+  }
+  deliver(p, dest, expert_row_at(p, epoch, expert, token), from, bytes, expert_word_at(p, epoch, expert, token), far_word(epoch, rank, kind));
+  if (lane_id() == 0) atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[dest]), 2ull * p.hidden);
+}
+
+__device__ inline void send_far_rows(const FarLlCombineParams &c, uint64_t epoch, int32_t *before) {
+  const FarLlParams &p = c.call;
+  count_far_rows(p, before);
+  const int total = before[p.num_local], stride = kFarLlWarps * static_cast<int>(gridDim.x);
+  for (int n = warp_id() * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); n < total; n += stride) {
+    const int l = expert_of_row(before, p.num_local, n), row = n - before[l];
+    const int dest = source_of_row(p, l, row), token = p.src_info[l * p.rows_per_expert() + row];
+    if (dest < 0 || token < 0 || token >= p.max_tokens || __any_sync(kAllLanes, is_masked(p.session, dest))) continue;
+    send_far_row(c, epoch, l, row, dest, token);
+  }
+}
+
+// ---- Receive -----------------------------------------------------------------------------------------------------------------------
+
+struct FarArrivals {            // shared: the rows that make up a token
+  const uint8_t *row[kMaxTopk];
+  float weight[kMaxTopk];
+  uint32_t kind[kMaxTopk];
+  int32_t count;
+};
+
+// By the first warp: waits for the rows of a token's experts. Those of a rank that does not come are left out.
+__device__ inline void await_far_rows(const FarLlParams &p, const uint64_t *calls, int token, FarArrivals *list) {
+  const Session &s = p.session;
+  const int lane = lane_id(), expert = expert_of_lane(p, token);
+  const float weight = lane < p.num_topk ? p.topk_weights[static_cast<int64_t>(token) * p.num_topk + lane] : 0;
+  const int rank = expert < 0 ? -1 : expert / p.num_local;
+  // The first naming of an expert carries the weights of all.
+  bool repeated = false;
+  float sum = 0;
+  for (int k = 0; k < p.num_topk; ++k) { // in this order, so that the sum repeats
+    const int other = __shfl_sync(kAllLanes, expert, k);
+    const float other_weight = __shfl_sync(kAllLanes, weight, k);
+    if (other == expert) sum += other_weight;
+    repeated |= k < lane && other == expert;
+  }
+  const uint64_t theirs = rank < 0 ? 0 : calls[rank];
+  bool needed = rank >= 0 && !repeated && theirs != 0 && !is_masked(s, rank);
+  const auto *at = mine_at<uint64_t>(p, expert_word_at(p, theirs, expert < 0 ? 0 : expert, token));
+  uint64_t word = 0;
+  for (;;) { // again where a rank was masked: the others are still awaited
+    int peer = -1;
+    uint64_t waited = 0;
+    const uint32_t code = warp_wait_until(
+        s, peer, waited,
+        [&] {
+          if (needed && !is_from(word, theirs, rank)) word = ptx::ld_acquire_sys(at);
+          return __all_sync(kAllLanes, !needed || is_from(word, theirs, rank)) != 0;
+        },
+        [&] { return needed && !is_from(word, theirs, rank) ? rank : -1; });
+    if (code == 0) break;
+    bool masked = false;
+    if (lane == 0) {
+      masked = mask_instead(s, code, peer);
+      if (!masked) report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, static_cast<int64_t>(theirs), 0, waited);
+    }
+    masked = __shfl_sync(kAllLanes, static_cast<int>(masked), 0) != 0;
+    if (!masked) {
+      if (lane == 0) list->count = 0;
+      return;
+    }
+    if (rank == peer) needed = false;
+  }
+  const uint32_t rows = __ballot_sync(kAllLanes, needed);
+  if (needed) {
+    const int n = __popc(rows & ((1u << lane) - 1));
+    list->row[n] = mine_at(p, expert_row_at(p, theirs, expert, token));
+    list->kind[n] = far_value(word), list->weight[n] = sum;
+  }
+  if (lane == 0) list->count = __popc(rows);
+}
+
+// 8 channels of a token. The loads of several rows go side by side.
+__device__ inline void add_far_rows(const FarLlCombineParams &c, const FarArrivals *list, int token, int chunk) {
+  constexpr int kRows = 8;
+  float sum[8] = {};
+  for (int first = 0; first < list->count; first += kRows) {
+    uint4 data[kRows];
+#pragma unroll
+    for (int n = 0; n < kRows; ++n)
+      if (first + n < list->count && list->kind[first + n] == kFarPlain) data[n] = ptx::ld_stream(list->row[first + n] + 16 * chunk);
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) {
+      if (first + n >= list->count) continue;
+      if (list->kind[first + n] == kFarPlain) add_weighted(sum, data[n], list->weight[first + n]);
+      else add_coded(list->row[first + n], chunk, list->weight[first + n], sum);
+    }
+  }
+  ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * chunk, round_bf16(sum));
+}
+
+__device__ inline void receive_far_sums(const FarLlCombineParams &c, const uint64_t *calls, FarArrivals *list) {
+  const FarLlParams &p = c.call;
+  for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
+    if (warp_id() == 0) await_far_rows(p, calls, token, list);
+    __syncthreads();
+    for (int chunk = threadIdx.x; chunk < p.hidden / 8; chunk += kFarLlThreads) add_far_rows(c, list, token, chunk);
+    __syncthreads();
+  }
+}
+
+__global__ void __launch_bounds__(kFarLlThreads, 1) far_low_latency_combine_kernel(const __grid_constant__ FarLlCombineParams c) {
+  extern __shared__ __align__(16) uint64_t calls[]; // [R], then row counts [L + 1]
+  __shared__ FarArrivals arrivals;
+  const FarLlParams &p = c.call;
+  const uint64_t epoch = far_ll_epoch(p);
+  if (begin(p.session)) {
+    if (is_far_clerk()) post_far_ll(p, epoch);
+    const bool good = !p.sends() || await_empty_slots(p, epoch, true);
+    if (p.sends() && good) send_far_rows(c, epoch, reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks));
+    __syncthreads();
+    if (is_far_clerk()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
+    if (p.receives() && good) {
+      find_far_calls(p, epoch, calls);
+      if (is_far_clerk()) check_far_peers(p, calls);
+      receive_far_sums(c, calls, &arrivals);
+      if (is_far_clerk()) await_callers_buffer(p, epoch);
+    }
+  }
+  finish(p.session, [&](bool failed) {
+    if (failed && p.receives()) {
+      const uint64_t chunks = static_cast<uint64_t>(p.num_tokens) * p.hidden / 8;
+      for (uint64_t i = threadIdx.x; i < chunks; i += kFarLlThreads)
+        reinterpret_cast<uint4 *>(c.combined_x)[i] = {0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u};
+    }
+    end_far_ll(p, epoch, calls, true, failed);
+  });
+}
+
+}  // namespace deepep

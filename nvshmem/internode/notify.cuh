@@ -1,0 +1,51 @@
+// notify.cuh - counts among nodes, and barriers.
+#pragma once
+#include "cuda/impl/normal/notify_params.cuh"
+#include "cuda/sync/clean.cuh"
+#include "internode/common.cuh"
+
+namespace deepep {
+
+struct FarNotifyParams {
+  NotifyParams n;
+  FarView far;
+};
+
+// My row of the matrix and the peer's experts go with the message. Block 0 exchanges, the others number rows.
+__global__ void __launch_bounds__(kNotifyThreads, 1) far_notify_kernel(const __grid_constant__ FarNotifyParams p) {
+  const Session &s = p.n.session;
+  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  if (begin(s)) {
+    if (blockIdx.x == 0) {
+      const Handshake hand = notify_handshake(p.n, epoch);
+      const int num_ranks = s.team.num_ranks, local = p.n.num_experts / num_ranks;
+      post_messages(s, p.far, hand, num_ranks + local, [&](int r, uint32_t *to) {
+        for (int i = lane_id(); i < num_ranks; i += kWarp) to[i] = p.n.per_rank[i];
+        for (int i = lane_id(); i < local; i += kWarp) to[num_ranks + i] = p.n.per_expert[r * local + i];
+      });
+      publish_newest_by_last_warp(s.team);
+      if (await_messages(s, p.far, hand))
+        sum_matrix(p.n, [&](int i) { return message_from(s, p.far, epoch, i)->counts; },
+                   [&](int i) { return message_from(s, p.far, epoch, i)->enter.row_limit; });
+      announce_counts(p.n);
+    } else {
+      for (int to = blockIdx.x - 1; to < s.team.num_ranks; to += gridDim.x - 1) number_rows(p.n, to);
+    }
+  }
+  finish(s, [&](bool failed) { end_notify(p.n, epoch, failed); });
+}
+
+struct FarBarrierParams {
+  Session session;
+  FarView far;
+  uint32_t counts_as_call; // 0: one of several kernels of an operation
+};
+
+__global__ void __launch_bounds__(256, 1) far_barrier_kernel(const __grid_constant__ FarBarrierParams p) {
+  const Session &s = p.session;
+  meet_everybody(s, p.counts_as_call, [&](const Handshake &hand) { post_messages(s, p.far, hand); },
+                 [&](const Handshake &hand) { return await_messages(s, p.far, hand); },
+                 [&](uint64_t epoch, int r) { return &message_from(s, p.far, epoch, r)->enter; });
+}
+
+}  // namespace deepep

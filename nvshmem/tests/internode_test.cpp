@@ -1,0 +1,338 @@
+// far_test.cpp - the kernels of normal mode among nodes, run on the host (kernels/tests/emulate): far_test [SEED [CASES]].
+// Random groups, shapes, routings and grids; the network delays everything, and keeps only the order that kernels may count on.
+#include "network.h"
+
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <random>
+
+#include "internode/combine.cuh"
+#include "internode/dispatch.cuh"
+#include "internode/notify.cuh"
+
+namespace deepep {
+thread_local uint8_t shared[16 * 1024]; // what a launch gives a kernel
+}
+using namespace deepep;
+
+namespace {
+
+std::mt19937_64 random_number;
+int pick(int low, int high) { return low + static_cast<int>(random_number() % static_cast<uint64_t>(high - low + 1)); }
+
+struct Case {
+  int nodes, peers, hidden, topk, local_experts, num_scales, index_bytes;
+  uint64_t rdma, nvl;
+  int ranks() const { return nodes * peers; }
+};
+
+struct Rank {
+  std::vector<uint8_t> block;
+  std::vector<uint64_t> state;
+  std::unique_ptr<Scratch> scratch{new Scratch{}};
+  dk_status status{};
+  std::vector<uint8_t *> peers;
+  TeamView team{};
+  FarView far{};
+  int tokens = 0, grid = 1;
+  // inputs and outputs of a round
+  std::vector<uint8_t> x, recv_x, in_rank;
+  std::vector<uint32_t> scales, recv_scales, weights, recv_weights;
+  std::vector<int64_t> idx, recv_idx;
+  std::vector<int32_t> idx32, recv_idx32, per_rank, per_expert, matrix, head, src;
+  std::vector<uint32_t> counts;
+  std::vector<uint16_t> y, combined;
+  std::vector<float> sums;
+};
+
+uint8_t *aligned(std::vector<uint8_t> &memory) { return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory.data()) + 4095) & ~uintptr_t{4095}); }
+
+struct World {
+  Case c;
+  std::vector<Rank> ranks;
+  uint64_t call = 0, control_bytes = 0, timeout_ns = 200000000;
+
+  explicit World(const Case &one) : c(one), ranks(static_cast<size_t>(one.ranks())) {
+    const FarControl at = far_control(control_layout(c.ranks()).bytes, c.ranks(), c.peers);
+    control_bytes = at.end;
+    const uint64_t wire = ring_flags(c.ranks()).bytes, bytes = control_bytes + wire + align_up<uint64_t>(c.nvl, 4096) + c.rdma;
+    for (Rank &r : ranks) r.block.assign(bytes + 8192, 0);
+    for (int me = 0; me < c.ranks(); ++me) {
+      Rank &r = ranks[me];
+      r.peers.assign(c.ranks(), nullptr);
+      for (int i = me / c.peers * c.peers; i < (me / c.peers + 1) * c.peers; ++i) r.peers[i] = aligned(ranks[i].block);
+      TeamView &t = r.team;
+      t.peers = r.peers.data(), t.self = aligned(r.block), t.scratch = r.scratch.get(), t.status = &r.status;
+      t.wire = control_bytes, t.wire_bytes = wire, t.nvl = t.wire + wire, t.nvl_bytes = c.nvl;
+      t.rdma = t.nvl + align_up<uint64_t>(c.nvl, 4096), t.rdma_bytes = c.rdma;
+      t.at = control_layout(c.ranks()), t.ring = ring_flags(c.ranks());
+      t.rank = me, t.num_ranks = c.ranks(), t.num_nvl_peers = c.peers;
+      r.status.abort_rank = -1;
+      r.far.at = at, r.far.num_nodes = c.nodes, r.far.num_peers = c.peers, r.far.node = me / c.peers, r.far.index = me % c.peers;
+      r.state.assign((sizeof(FarState) + FarListSizes(c.nodes, c.peers).bytes) / 8 + 1, 0);
+    }
+  }
+  FarState *state(int rank) { return reinterpret_cast<FarState *>(ranks[rank].state.data()); }
+  Session session(int rank, uint32_t op) { return Session{ranks[rank].team, call, timeout_ns, op, DK_PHASE_BOTH}; }
+
+  template <class Kernel> void launch(const char *name, int threads, Kernel kernel) {
+    ++call;
+    emulate::run(c.ranks(), [&](int rank) { return ranks[rank].grid; }, threads, kernel);
+    for (const Rank &r : ranks) {
+      if (r.scratch->sticky == 0) continue;
+      const dk_failure &f = r.status.failure;
+      fprintf(stderr, "%s: rank %d failed: code %u, op %u, peer %d, field %u, expected %lld, seen %lld, waited %.3f s\n", name, f.rank, f.code, f.op, f.peer,
+              f.field, static_cast<long long>(f.expected), static_cast<long long>(f.seen), static_cast<double>(f.waited_ns) * 1e-9);
+      quick_exit(1);
+    }
+    if (emulate::rows_under_way() != 0) fprintf(stderr, "%s: it ended while rows were under way\n", name), quick_exit(1);
+    for (Rank &r : ranks) memset(r.team.self + r.team.nvl, 0xa5, r.team.rdma + c.rdma - r.team.nvl); // users may write there
+  }
+};
+
+[[noreturn]] void wrong(const char *what, int rank, int64_t at, double got, double want) {
+  fprintf(stderr, "rank %d: %s[%lld] is %g instead of %g\n", rank, what, static_cast<long long>(at), got, want);
+  quick_exit(1);
+}
+void check(bool good, const char *what, int rank, int64_t at, double got, double want) {
+  if (!good) wrong(what, rank, at, got, want);
+}
+uint16_t to_bf16(float v) {
+  uint32_t bits;
+  memcpy(&bits, &v, 4);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+float from_bf16(uint16_t v) {
+  const uint32_t bits = static_cast<uint32_t>(v) << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+void make_inputs(World &w) {
+  const Case &c = w.c;
+  const int experts = c.ranks() * c.local_experts, most_tokens = pick(0, 3) == 0 ? 90 : 24;
+  for (int me = 0; me < c.ranks(); ++me) {
+    Rank &r = w.ranks[me];
+    r.tokens = pick(0, 4) == 0 ? 0 : pick(1, most_tokens);
+    const int style = pick(0, 3); // all over the place; mostly to one rank; few; none
+    r.x.resize(static_cast<size_t>(r.tokens) * c.hidden * 2);
+    for (uint8_t &b : r.x) b = static_cast<uint8_t>(random_number());
+    r.scales.resize(static_cast<size_t>(r.tokens) * c.num_scales), r.weights.resize(static_cast<size_t>(r.tokens) * c.topk);
+    for (uint32_t &v : r.scales) v = static_cast<uint32_t>(random_number());
+    for (uint32_t &v : r.weights) v = static_cast<uint32_t>(emulate::bits(static_cast<float>(pick(1, 64)) / 8));
+    r.idx.resize(static_cast<size_t>(r.tokens) * c.topk);
+    for (int64_t &e : r.idx) e = style == 3 ? -1 : style == 2 && pick(0, 3) != 0 ? -1 : style == 1 ? pick(experts - 2, experts - 1) : pick(-1, experts - 1);
+    r.idx32.assign(r.idx.begin(), r.idx.end());
+    r.in_rank.assign(static_cast<size_t>(r.tokens) * c.ranks(), 0);
+    r.per_rank.assign(c.ranks(), 0), r.per_expert.assign(experts, 0);
+    for (int t = 0; t < r.tokens; ++t)
+      for (int k = 0; k < c.topk; ++k) {
+        const int64_t e = r.idx[static_cast<size_t>(t) * c.topk + k];
+        if (e < 0) continue;
+        ++r.per_expert[e];
+        uint8_t &in = r.in_rank[static_cast<size_t>(t) * c.ranks() + e / c.local_experts];
+        r.per_rank[e / c.local_experts] += in == 0, in = 1;
+      }
+    r.matrix.assign(c.ranks() * c.ranks(), -7), r.head.assign(static_cast<size_t>(r.tokens) * c.ranks(), -7);
+    r.counts.assign(4 + c.local_experts + 4, 0);
+  }
+}
+
+void notify(World &w) {
+  const Case &c = w.c;
+  for (Rank &r : w.ranks) r.grid = 2;
+  w.launch("notify", kNotifyThreads, [&](int me) {
+    Rank &r = w.ranks[me];
+    NotifyParams n{};
+    n.session = w.session(me, DK_OP_NOTIFY), n.per_rank = r.per_rank.data(), n.per_expert = r.per_expert.data(), n.token_in_rank = r.in_rank.data();
+    n.num_tokens = r.tokens, n.num_topk = c.topk, n.num_experts = c.ranks() * c.local_experts, n.expert_alignment = 1;
+    n.num_scales = c.num_scales, n.hidden_bytes = 2 * c.hidden;
+    n.rank_prefix_matrix = r.matrix.data(), n.send_head = r.head.data(), n.counts = reinterpret_cast<dk_counts *>(r.counts.data());
+    FarNotifyParams p{n, r.far};
+    far_notify_kernel(p);
+  });
+  for (int me = 0; me < c.ranks(); ++me) {
+    const Rank &r = w.ranks[me];
+    for (int j = 0, sum = 0; j < c.ranks(); ++j, sum = 0)
+      for (int i = 0; i < c.ranks(); ++i) {
+        const int got = r.matrix[i * c.ranks() + j];
+        sum += w.ranks[i].per_rank[j];
+        check(got == sum, "matrix", me, i * c.ranks() + j, got, sum);
+      }
+    const auto *counts = reinterpret_cast<const dk_counts *>(r.counts.data());
+    const int rows = r.matrix[(c.ranks() - 1) * c.ranks() + me];
+    int far = 0;
+    for (int i = 0; i < c.ranks(); ++i) far += i / c.peers != me / c.peers ? w.ranks[i].per_rank[me] : 0;
+    check(counts->seq == w.call && counts->num_recv_tokens == rows, "counts", me, 0, counts->num_recv_tokens, rows);
+    check(counts->num_recv_nodes_tokens == far, "rows of other nodes", me, 0, counts->num_recv_nodes_tokens, far);
+  }
+}
+
+void dispatch(World &w, bool cached) {
+  const Case &c = w.c;
+  for (Rank &r : w.ranks) r.grid = pick(1, 2);
+  for (int me = 0; me < c.ranks(); ++me) {
+    Rank &r = w.ranks[me];
+    const size_t rows = static_cast<size_t>(r.matrix[(c.ranks() - 1) * c.ranks() + me]);
+    r.recv_x.assign(rows * c.hidden * 2, 0xee), r.recv_scales.assign(rows * c.num_scales, 0xee), r.recv_weights.assign(rows * c.topk, 0xee);
+    r.recv_idx.assign(rows * c.topk, 0xee), r.recv_idx32.assign(rows * c.topk, 0xee);
+    if (!cached) r.src.assign(rows, -9);
+  }
+  w.launch("dispatch", FarDispatchRoles::kThreads, [&](int me) {
+    Rank &r = w.ranks[me];
+    DispatchParams d{};
+    d.session = w.session(me, DK_OP_DISPATCH), d.x = r.x.data(), d.scales = r.scales.data(), d.scale_token_stride = c.num_scales, d.scale_stride = 1;
+    d.cached = cached, d.num_topk = cached ? 0 : c.topk, d.index_bytes = c.index_bytes, d.num_experts = cached ? 0 : c.ranks() * c.local_experts;
+    d.topk_idx = c.index_bytes == 8 ? static_cast<void *>(r.idx.data()) : r.idx32.data(), d.topk_weights = r.weights.data(), d.weights_given = !cached;
+    d.rank_prefix_matrix = r.matrix.data(), d.send_head = r.head.data(), d.row_bytes = 2 * c.hidden, d.num_tokens = r.tokens, d.num_scales = c.num_scales;
+    d.num_recv_tokens = -1, d.recv_segment = -1, d.recv_x = r.recv_x.data(), d.recv_scales = r.recv_scales.data();
+    d.recv_topk_idx = c.index_bytes == 8 ? static_cast<void *>(r.recv_idx.data()) : r.recv_idx32.data(), d.recv_topk_weights = r.recv_weights.data();
+    d.recv_src_idx = cached ? nullptr : r.src.data();
+    FarDispatchParams p{d, r.far, {}, {}, w.state(me)};
+    p.rings = far_rings(r.team, r.far, d.row_bytes + 4ull * FarRowWords(d, c.peers).end, false);
+    p.lists = far_lists(p.state, r.far);
+    far_dispatch_kernel(p);
+  });
+  for (int me = 0; me < c.ranks(); ++me) {
+    const Rank &r = w.ranks[me];
+    int64_t row = 0;
+    for (int s = 0; s < c.ranks(); ++s)
+      for (int t = 0; t < w.ranks[s].tokens; ++t) {
+        const Rank &from = w.ranks[s];
+        if (from.in_rank[static_cast<size_t>(t) * c.ranks() + me] == 0) continue;
+        check(memcmp(&r.recv_x[row * c.hidden * 2], &from.x[static_cast<size_t>(t) * c.hidden * 2], c.hidden * 2) == 0, "recv_x", me, row, s, t);
+        for (int i = 0; i < c.num_scales; ++i) check(r.recv_scales[row * c.num_scales + i] == from.scales[t * c.num_scales + i], "recv_scales", me, row, s, t);
+        for (int k = 0; !cached && k < c.topk; ++k) {
+          const int64_t e = from.idx[t * c.topk + k], mine = e >= 0 && e / c.local_experts == me ? e % c.local_experts : -1;
+          const int64_t got = c.index_bytes == 8 ? r.recv_idx[row * c.topk + k] : r.recv_idx32[row * c.topk + k];
+          check(got == mine, "recv_topk_idx", me, row * c.topk + k, got, mine);
+          check(r.recv_weights[row * c.topk + k] == (mine < 0 ? 0 : from.weights[t * c.topk + k]), "recv_topk_weights", me, row * c.topk + k, s, t);
+        }
+        check(r.src[row] == t, "recv_src_idx", me, row, r.src[row], t);
+        ++row;
+      }
+  }
+}
+
+void combine(World &w) {
+  const Case &c = w.c;
+  for (Rank &r : w.ranks) {
+    r.y.resize(r.src.size() * c.hidden);
+    for (uint16_t &v : r.y) v = to_bf16(static_cast<float>(pick(-16, 16)) / 4); // sums are exact
+    r.combined.assign(static_cast<size_t>(r.tokens) * c.hidden, 0x1234), r.sums.assign(static_cast<size_t>(r.tokens) * c.topk, -1);
+  }
+  const bool biased = pick(0, 1) == 1;
+  w.launch("combine", FarCombineRoles::kThreads, [&](int me) {
+    Rank &r = w.ranks[me];
+    CombineParams k{};
+    k.session = w.session(me, DK_OP_COMBINE), k.x = reinterpret_cast<uint8_t *>(r.y.data()), k.topk_weights = reinterpret_cast<float *>(r.recv_weights.data());
+    k.rank_prefix_matrix = r.matrix.data(), k.send_head = r.head.data(), k.recv_src_idx = r.src.data();
+    if (biased) k.bias[1] = reinterpret_cast<__nv_bfloat16 *>(r.x.data());
+    k.row_bytes = 2 * c.hidden, k.num_tokens = r.tokens, k.num_recv_tokens = static_cast<int>(r.src.size()), k.hidden = c.hidden, k.num_topk = c.topk;
+    k.combined_x = reinterpret_cast<__nv_bfloat16 *>(r.combined.data()), k.combined_weights = r.sums.data();
+    FarCombineParams p{k, r.far, {}, {}};
+    p.rings = far_rings(r.team, r.far, k.row_bytes + 4ull * (1 + k.num_topk), true);
+    p.lists = far_lists(w.state(me), r.far);
+    far_combine_kernel(p);
+  });
+  std::vector<std::vector<double>> want;
+  std::vector<std::vector<float>> weights;
+  for (const Rank &r : w.ranks) want.emplace_back(static_cast<size_t>(r.tokens) * c.hidden, 0.0), weights.emplace_back(static_cast<size_t>(r.tokens) * c.topk, 0.0f);
+  for (int me = 0; me < c.ranks(); ++me) {
+    const Rank &r = w.ranks[me];
+    for (int s = 0; s < c.ranks(); ++s)
+      for (int row = s == 0 ? 0 : r.matrix[(s - 1) * c.ranks() + me]; row < r.matrix[s * c.ranks() + me]; ++row) {
+        for (int h = 0; h < c.hidden; ++h) want[s][static_cast<size_t>(r.src[row]) * c.hidden + h] += from_bf16(r.y[static_cast<size_t>(row) * c.hidden + h]);
+        for (int k = 0; k < c.topk; ++k) weights[s][static_cast<size_t>(r.src[row]) * c.topk + k] += emulate::from_bits<float>(r.recv_weights[static_cast<size_t>(row) * c.topk + k]);
+      }
+  }
+  for (int s = 0; s < c.ranks(); ++s) {
+    const Rank &r = w.ranks[s];
+    const auto *bias = reinterpret_cast<const uint16_t *>(r.x.data());
+    for (size_t i = 0; !biased && i < r.combined.size(); ++i) check(r.combined[i] == to_bf16(static_cast<float>(want[s][i])), "combined_x", s, static_cast<int64_t>(i), from_bf16(r.combined[i]), want[s][i]);
+    for (size_t i = 0; biased && i < r.combined.size(); ++i) {
+      const float sum = static_cast<float>(want[s][i]) + from_bf16(bias[i]), got = from_bf16(r.combined[i]);
+      check(got == from_bf16(to_bf16(sum)) || (std::isnan(sum) && std::isnan(got)), "combined_x with bias", s, static_cast<int64_t>(i), got, sum);
+    }
+    for (size_t i = 0; i < r.sums.size(); ++i) check(r.sums[i] == weights[s][i], "combined_topk_weights", s, static_cast<int64_t>(i), r.sums[i], weights[s][i]);
+  }
+}
+
+void barrier(World &w) {
+  for (Rank &r : w.ranks) r.grid = 1;
+  w.launch("barrier", 256, [&](int me) {
+    FarBarrierParams p{w.session(me, DK_OP_BARRIER), w.ranks[me].far, 1};
+    far_barrier_kernel(p);
+  });
+}
+
+// A rank that does not come is named by all others; one that means another size of rows is, too.
+void failures() {
+  for (const bool absent : {true, false}) {
+    World w(Case{2, 2, 64, 2, 2, 0, 8, 1 << 16, 1 << 16});
+    std::vector<uint8_t *> blocks;
+    for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
+    emulate::start_network({7, false}, blocks);
+    make_inputs(w);
+    w.timeout_ns = 2000000, ++w.call;
+    const int odd = 2;
+    emulate::run(4, [&](int rank) { return absent && rank == odd ? 0 : 1; }, kNotifyThreads, [&](int me) {
+      Rank &r = w.ranks[me];
+      NotifyParams n{};
+      n.session = w.session(me, DK_OP_NOTIFY), n.per_rank = r.per_rank.data(), n.per_expert = r.per_expert.data();
+      n.num_experts = 8, n.expert_alignment = 1, n.hidden_bytes = me == odd ? 256 : 128;
+      n.rank_prefix_matrix = r.matrix.data(), n.send_head = r.head.data(), n.counts = reinterpret_cast<dk_counts *>(r.counts.data());
+      FarNotifyParams p{n, r.far};
+      far_notify_kernel(p);
+    });
+    emulate::stop_network();
+    for (int me = 0; me < 4; ++me) {
+      const dk_failure &f = w.ranks[me].status.failure;
+      if (me == odd) continue;
+      check(f.code == (absent ? DK_ETIMEOUT : DK_EMISMATCH), "code of a failure", me, absent, f.code, 0);
+      check(f.peer == odd && f.op == DK_OP_NOTIFY, "rank that is named", me, absent, f.peer, odd);
+      if (!absent) check(f.field == DK_FIELD_HIDDEN_BYTES && f.expected == 128 && f.seen == 256, "field", me, 0, f.field, DK_FIELD_HIDDEN_BYTES);
+      check(reinterpret_cast<const dk_counts *>(w.ranks[me].counts.data())->num_recv_tokens == -1, "counts of a failure", me, 0, 0, -1);
+    }
+  }
+  printf("failures: ok\n");
+}
+
+Case random_case() {
+  static const int shapes[][2] = {{2, 2}, {4, 1}, {3, 2}, {2, 3}, {2, 1}};
+  const auto &shape = shapes[pick(0, 4)];
+  Case c{shape[0], shape[1], 8 * pick(1, 20), pick(1, 4), pick(1, 3), pick(0, 3), pick(0, 1) == 0 ? 4 : 8, 0, 0};
+  const uint64_t row = align_up<uint64_t>(2 * c.hidden + 4 * (1 + c.peers + 2 * c.topk + c.num_scales), 128), ranks = c.ranks();
+  const int rows = pick(0, 2); // of a ring: the least, one; a few; all that are asked for
+  c.rdma = 2 * c.nodes * row * (rows == 0 ? 1 : rows == 1 ? 9 : 128) + 8 * pick(0, 7), c.nvl = ranks * row * (rows == 0 ? 1 : rows == 1 ? 6 : 128);
+  return c;
+}
+
+}  // namespace
+
+int main(int argc, char **argv) {
+  const uint64_t seed = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
+  const int cases = argc > 2 ? atoi(argv[2]) : 4;
+  failures();
+  for (int i = 0; i < cases; ++i) {
+    random_number.seed(seed + static_cast<uint64_t>(i));
+    World w(random_case());
+    const emulate::Network how{random_number(), pick(0, 1) == 1};
+    std::vector<uint8_t *> blocks;
+    for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
+    emulate::start_network(how, blocks);
+    for (int round = 0; round < 2; ++round) {
+      make_inputs(w);
+      notify(w);
+      dispatch(w, false);
+      combine(w);
+      dispatch(w, true);
+      barrier(w);
+    }
+    emulate::stop_network();
+    printf("seed %llu: %d x %d ranks, hidden %d, %d choices, order of %s: ok\n", static_cast<unsigned long long>(seed) + i, w.c.nodes, w.c.peers, w.c.hidden,
+           w.c.topk, how.fences_alone ? "fences" : "queue pairs");
+  }
+}
