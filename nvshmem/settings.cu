@@ -67,7 +67,7 @@ void Report::add(const char *format, ...) {
   va_start(list, format);
   const int length = vsnprintf(text_ + used_, bytes_ - used_, format, list);
   va_end(list);
-  used_ = length < 0 ? start : least<size_t>(used_ + static_cast<size_t>(length), bytes_ - 1);
+  used_ = length < 0 ? start : min<size_t>(used_ + static_cast<size_t>(length), bytes_ - 1);
   text_[used_] = 0;
 }
 

@@ -280,7 +280,7 @@ DK_EXPORT int32_t dk_transport_query(dk_transport_query_params *p) {
     if (error == cudaSuccess) error = cudaMemcpyAsync(&counts, transport->counts_of(peer, qp), sizeof counts, cudaMemcpyDeviceToHost, service);
     if (error == cudaSuccess) error = cudaStreamSynchronize(service);
     p->posted += counts.posted, p->completed += counts.completed, p->bytes += counts.bytes;
-    p->max_queued = most<uint64_t>(p->max_queued, counts.most);
+    p->max_queued = max<uint64_t>(p->max_queued, counts.most);
     if (transport->lost[peer]) p->lost = 1;
   });
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);

@@ -41,18 +41,18 @@ void show(const uint64_t *marks, const char *what) {
   printf("%s: %d blocks, %.3f ns a cycle; first block's begin to last block's begin %.0f ns, to the last end %.0f ns\n", what, blocks, rate,
          median(spread), median(whole));
   for (int mark = 1; mark <= kMarkRecorded; ++mark) {
-    std::vector<double> middle, greatest, clerk;
+    std::vector<double> middle, greatest, control_block;
     for (int call = 0; call < kCalls; ++call) {
       std::vector<double> one;
       for (int block = 0; block < blocks; ++block)
         if (at(call, block, mark) != 0) {
           one.push_back((at(call, block, mark) - at(call, block, kMarkBegin)) * rate);
-          if (block == blocks - 1) clerk.push_back(one.back());
+          if (block == blocks - 1) control_block.push_back(one.back());
         }
       if (one.empty()) continue;
       middle.push_back(median(one)), greatest.push_back(one.back());
     }
-    if (!middle.empty()) printf("  %-16s median block %6.0f ns, latest block %6.0f ns, clerk %6.0f ns\n", kNames[mark], median(middle), median(greatest), median(clerk));
+    if (!middle.empty()) printf("  %-16s median block %6.0f ns, latest block %6.0f ns, control block %6.0f ns\n", kNames[mark], median(middle), median(greatest), median(control_block));
   }
 }
 

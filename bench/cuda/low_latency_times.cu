@@ -127,11 +127,11 @@ void time_low_latency(Rank &rank) {
 // Tokens 1 to max_tokens at the given hidden size, hidden 2048 to 8192 at 128 tokens, skewed routing.
 void sweep_low_latency(Rank &rank) {
   Shape s = rank.world->shape;
-  const int most_tokens = s.max_tokens, hidden = s.hidden;
-  for (int tokens = 1; tokens <= most_tokens; tokens *= 2) s.max_tokens = tokens, sweep_point(rank, s);
-  s.max_tokens = std::min(most_tokens, 128);
+  const int max_tokens = s.max_tokens, hidden = s.hidden;
+  for (int tokens = 1; tokens <= max_tokens; tokens *= 2) s.max_tokens = tokens, sweep_point(rank, s);
+  s.max_tokens = std::min(max_tokens, 128);
   for (int other : {2048, 3072, 4096, 5120, 6144, 8192})
-    if (other <= hidden || s.max_tokens * other <= most_tokens * hidden) s.hidden = other, sweep_point(rank, s);
+    if (other <= hidden || s.max_tokens * other <= max_tokens * hidden) s.hidden = other, sweep_point(rank, s);
   s.hidden = hidden;
   for (double zipf : {0.5, 1.0}) s.zipf = zipf, sweep_point(rank, s);
 }

@@ -11,7 +11,7 @@ struct Point {
 };
 
 // Rows that cross links, out of the rank that sends most or into the one that receives most, whichever is more.
-int most_rows(const Routing &routing) {
+int max_rows(const Routing &routing) {
   std::vector<int> out(routing.ranks), in(routing.ranks);
   for (int from = 0; from < routing.ranks; ++from)
     for (int t = 0; t < routing.tokens; ++t)
@@ -68,7 +68,7 @@ void sweep_sms(Rank &rank, Point at, const Routing &routing, const std::vector<i
   notify(rank, arrays, routing, at.hidden, at.hidden / 128);
   rank.sync();
   rank.meet();
-  Sweep sweep{rank, at, routing, arrays, most_rows(routing)};
+  Sweep sweep{rank, at, routing, arrays, max_rows(routing)};
   if (sms.size() == 1) {
     sweep.timed("layout", 0, DK_OP_LAYOUT, [&] { layout(rank, arrays, routing); });
     sweep.timed("notify", 0, DK_OP_NOTIFY, [&] { notify(rank, arrays, routing, at.hidden, at.hidden / 128); });

@@ -27,7 +27,7 @@ static void sums(struct rank *me) {
   struct both both = *(const struct both *)me->test->arg;
   both.dispatch.experts *= me->count;
   struct team_spec team = {.nvl_bytes = both.dispatch.nvl_bytes, .trace = -1};
-  if (team.nvl_bytes == 0) team.least_row = 2 * (uint64_t)both.combine.hidden + 4 * (uint64_t)both.dispatch.topk;
+  if (team.nvl_bytes == 0) team.min_row = 2 * (uint64_t)both.combine.hidden + 4 * (uint64_t)both.dispatch.topk;
   struct team *t = make_team(me, &team);
   for (uint64_t round = 0; round < 2; round++) {
     struct mark mark = set_mark(me);
@@ -132,8 +132,8 @@ static const struct test_case cases[] = {
     {"combine/one hot expert", sums, 4, &one_hot, USUAL, 0, 0},
     {"combine/no tokens at all", sums, 3, &no_tokens, QUICK, 0, 0},
     {"combine/top-31", sums, 2, &many_topk, USUAL, 0, 0},
-    {"combine/least region, 2 ranks", sums, 2, &least, QUICK, 0, 0},
-    {"combine/least region, 8 ranks", sums, 8, &least, HEAVY, 0, 0},
+    {"combine/smallest region, 2 ranks", sums, 2, &least, QUICK, 0, 0},
+    {"combine/smallest region, 8 ranks", sums, 8, &least, HEAVY, 0, 0},
     {"combine/chunks of 1, 2 SMs", sums, 3, &chunks, USUAL, 0, 0},
     {"combine/the same bits every time", repeatable, 4, NULL, USUAL, 0, 0},
     {"combine/one handle, many calls", one_handle, 3, NULL, QUICK, 0, 0},

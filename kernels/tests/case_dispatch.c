@@ -7,7 +7,7 @@
 static void run_spec(struct rank *me, struct normal_spec spec) {
   spec.experts *= me->count; /* tables give local experts */
   struct team_spec team = {.nvl_bytes = spec.nvl_bytes, .trace = -1};
-  if (spec.nvl_bytes == 0) team.least_row = spec.row_bytes + 4 * (uint64_t)spec.scales;
+  if (spec.nvl_bytes == 0) team.min_row = spec.row_bytes + 4 * (uint64_t)spec.scales;
   struct team *t = make_team(me, &team);
   for (uint64_t round = 0; round < 2; round++) {
     struct mark mark = set_mark(me);
@@ -123,11 +123,11 @@ static const struct test_case cases[] = {
     {"dispatch/the matrix says how many", shape, 3, &matrix_alone, USUAL, 0, 0},
     {"dispatch/2 SMs", shape, 3, &few_sms, USUAL, 0, 0},
     {"dispatch/chunks of 1", shape, 3, &small_chunks, USUAL, 0, 0},
-    {"dispatch/least region, 2 ranks", shape, 2, &floor, QUICK, 0, 0},
-    {"dispatch/least region, 4 ranks", shape, 4, &floor, USUAL, 0, 0},
-    {"dispatch/least region, 8 ranks", shape, 8, &floor, HEAVY, 0, 0},
-    {"dispatch/least region, FP8", shape, 3, &floor_fp8, USUAL, 0, 0},
-    {"dispatch/least region, skewed", shape, 4, &floor_skewed, USUAL, 0, 0},
+    {"dispatch/smallest region, 2 ranks", shape, 2, &floor, QUICK, 0, 0},
+    {"dispatch/smallest region, 4 ranks", shape, 4, &floor, USUAL, 0, 0},
+    {"dispatch/smallest region, 8 ranks", shape, 8, &floor, HEAVY, 0, 0},
+    {"dispatch/smallest region, FP8", shape, 3, &floor_fp8, USUAL, 0, 0},
+    {"dispatch/smallest region, skewed", shape, 4, &floor_skewed, USUAL, 0, 0},
     {"dispatch/512 tokens of 4 KiB", shape, 4, &large, HEAVY, 0, 0},
     {"dispatch/region overwritten between calls", overwritten_region, 3, NULL, USUAL, 0, 0},
     {"dispatch/handle of another team", handle_elsewhere, 3, NULL, QUICK, 0, 0},

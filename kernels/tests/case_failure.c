@@ -184,7 +184,7 @@ static const struct normal_spec kManyRows = {.tokens = 120, .experts = 12, .topk
 static const struct combine_spec kManySums = {.hidden = 4096, .weights = true};
 
 static struct stage set_slow_stage(struct rank *me, uint64_t salt) {
-  struct team_spec small = {.least_row = kManyRows.row_bytes + 4 * (uint64_t)kManyRows.topk, .trace = -1};
+  struct team_spec small = {.min_row = kManyRows.row_bytes + 4 * (uint64_t)kManyRows.topk, .trace = -1};
   struct stage s = {.team = make_team(me, &small)};
   s.normal = make_normal(s.team, &kManyRows, salt);
   dispatch_and_check(s.normal);

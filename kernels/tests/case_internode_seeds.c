@@ -9,7 +9,7 @@ static struct team_spec draw_place(struct dice *d, int node, uint64_t seed) {
   static const int depths[] = {1, 2, 3, 8, 64};
   struct team_spec spec = {.node = node, .qps = (int)roll(d, 6) + 1, .qp_depth = depths[roll(d, COUNT(depths))], .seed = seed, .trace = 0};
   if (roll(d, 3)) spec.transport_flags = DK_TRANSPORT_LATE;
-  if (!roll(d, 3)) spec.least_row = LARGEST_ROW;
+  if (!roll(d, 3)) spec.min_row = LARGEST_ROW;
   spec.nvl_bytes = (uint64_t)1 << (14 + roll(d, 5));
   spec.rdma_bytes = (uint64_t)1 << (roll(d, 2) ? 16 : 12 + roll(d, 7));
   return spec;

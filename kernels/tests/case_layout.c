@@ -60,7 +60,7 @@ static void without_nodes(struct rank *me) {
 
 /* An index outside [-1, E) is a failure that names it. */
 struct bad_index { int64_t index; int bytes; };
-static const struct bad_index too_large = {12, 8}, below = {-2, 4}, far = {(int64_t)1 << 40, 8};
+static const struct bad_index too_large = {12, 8}, below = {-2, 4}, remote = {(int64_t)1 << 40, 8};
 
 static void bad_index(struct rank *me) {
   const struct bad_index *bad = me->test->arg;
@@ -89,6 +89,6 @@ static const struct test_case cases[] = {
     {"layout/without nodes", without_nodes, 4, NULL, QUICK, 0, 0},
     {"layout/index E", bad_index, 2, &too_large, QUICK, 0, 0},
     {"layout/index -2", bad_index, 2, &below, QUICK, 0, 0},
-    {"layout/index 2^40", bad_index, 1, &far, QUICK, 0, 0},
+    {"layout/index 2^40", bad_index, 1, &remote, QUICK, 0, 0},
 };
 GROUP(layout_cases);

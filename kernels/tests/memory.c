@@ -161,7 +161,7 @@ void *host_words(struct rank *me, uint64_t bytes, uint64_t align, uint64_t *at) 
   return seat->words + from;
 }
 
-static const char *tensor_near(const struct rank *me, uint64_t offset, bool *before) {
+static const char *tensor_local(const struct rank *me, uint64_t offset, bool *before) {
   for (int i = 0; i < me->num_tensors; i++) {
     const struct guarded *t = &me->tensors[i];
     *before = offset < t->offset;
@@ -181,7 +181,7 @@ static void check_guards_from(struct rank *me, struct mark mark) {
     for (uint64_t b = from; b < to; b++) {
       if ((uint8_t)seat->mirror[b] == FILLER) continue;
       bool before = false;
-      const char *name = tensor_near(me, b, &before);
+      const char *name = tensor_local(me, b, &before);
       fail(me, "something wrote %s %s (byte 0x%02x)", before ? "before" : "behind", name, (uint8_t)seat->mirror[b]);
     }
     if (i < me->num_tensors) from = me->tensors[i].offset + me->tensors[i].bytes;

@@ -17,7 +17,7 @@ struct world {
   int count;
   pthread_mutex_t lock;
   pthread_cond_t changed;
-  struct gate { int arrived; uint64_t rounds; } meeting, settling;
+  struct forwarder { int arrived; uint64_t rounds; } meeting, settling;
   bool broken;                    /* a rank failed: the others leave at their next wait */
   struct offer offers[MAX_SEATS];
   struct rank ranks[MAX_SEATS];
@@ -29,15 +29,15 @@ static struct world *_Atomic running;
 /* ---- Meeting ---------------------------------------------------------------------------------------------------------- */
 
 /* Lock held. False: a rank failed, which is no reason to leave while things are taken down (the watchdog bounds that). */
-static bool everyone_here(struct world *w, struct gate *gate) {
-  uint64_t round = gate->rounds;
-  if (++gate->arrived == w->count) {
-    gate->arrived = 0;
-    gate->rounds++;
+static bool everyone_here(struct world *w, struct forwarder *forwarder) {
+  uint64_t round = forwarder->rounds;
+  if (++forwarder->arrived == w->count) {
+    forwarder->arrived = 0;
+    forwarder->rounds++;
     pthread_cond_broadcast(&w->changed);
   }
-  while (gate->rounds == round && (gate == &w->settling || !w->broken)) pthread_cond_wait(&w->changed, &w->lock);
-  return gate->rounds != round;
+  while (forwarder->rounds == round && (forwarder == &w->settling || !w->broken)) pthread_cond_wait(&w->changed, &w->lock);
+  return forwarder->rounds != round;
 }
 
 static void settle(struct rank *me) {

@@ -204,7 +204,7 @@ int seat_ordinal(const struct seat *seat);
 
 struct team_spec {
   uint64_t nvl_bytes, rdma_bytes;
-  uint64_t least_row;             /* not 0: nvl_bytes is the floor for rows of so many bytes */
+  uint64_t min_row;             /* not 0: nvl_bytes is the floor for rows of so many bytes */
   uint32_t flags;                 /* DK_TEAM_* */
   int trace;                      /* records; -1: no statistics page */
   /* Ranks of a node; 0: all are on one. Ranks of other nodes, and with DK_TEAM_LL_TRANSPORT all, are reached by a transport. */

@@ -14,9 +14,9 @@ static dk_block_sizes_params sizes_for(struct rank *me, const struct team_spec *
                              .flags = spec->flags,
                              .nvl_bytes = spec->nvl_bytes,
                              .rdma_bytes = spec->rdma_bytes,
-                             .max_row_bytes = spec->least_row};
+                             .max_row_bytes = spec->min_row};
   CALL(me, block_sizes, &p);
-  if (spec->least_row) {
+  if (spec->min_row) {
     p.nvl_bytes = p.min_nvl_bytes;
     p.rdma_bytes = p.rdma_bytes ? p.rdma_bytes : p.min_rdma_bytes;
     CALL(me, block_sizes, &p);
@@ -63,10 +63,10 @@ static void open_transport(struct team *t, const struct team_spec *spec) {
   if (!dk.transport_open) skip(me, "the library has no transport");
   int32_t peers[MAX_SEATS];
   dk_transport_open_params p = {.size = sizeof p, .device = seat_device(me->seat), .rank = me->index, .num_ranks = me->count};
-  for (int near = 0; near < 2; near++)
+  for (int local = 0; local < 2; local++)
     for (int i = 1; i < me->count; i++) {
       int peer = (me->index + i) % me->count;
-      if (on_my_node(t, peer) == near && (!near || spec->flags & DK_TEAM_LL_TRANSPORT)) peers[p.num_peers++] = peer;
+      if (on_my_node(t, peer) == local && (!local || spec->flags & DK_TEAM_LL_TRANSPORT)) peers[p.num_peers++] = peer;
     }
   p.num_qps = spec->qps ? spec->qps : 3;
   p.qp_depth = spec->qp_depth ? spec->qp_depth : 64;
@@ -85,7 +85,7 @@ static struct team_spec split_spec(const struct rank *me, const struct team_spec
   struct team_spec split = *spec;
   if (!me->split) return split;
   split.node = me->split->node;
-  if (!split.rdma_bytes && !split.least_row) split.rdma_bytes = me->split->rdma_bytes;
+  if (!split.rdma_bytes && !split.min_row) split.rdma_bytes = me->split->rdma_bytes;
   split.qps = me->split->qps;
   split.qp_depth = me->split->qp_depth;
   split.transport_flags = me->split->transport_flags;

@@ -12,31 +12,31 @@ namespace deepep {
 
 // What a block puts toward a rank goes by one queue pair, so it arrives in order.
 #if DEEPEP_QUEUE_HANDLES
-__device__ inline nvshmemx_qp_handle_t queue_of_block(const FarView &far) {
-  return far.num_queues == 0 ? NVSHMEMX_QP_DEFAULT : static_cast<nvshmemx_qp_handle_t>(far.queues[blockIdx.x % far.num_queues]);
+__device__ inline nvshmemx_qp_handle_t queue_of_block(const InternodeView &internode) {
+  return internode.num_queues == 0 ? NVSHMEMX_QP_DEFAULT : static_cast<nvshmemx_qp_handle_t>(internode.queues[blockIdx.x % internode.num_queues]);
 }
 #endif
 
 // `bytes` (a multiple of 16), then the word: whoever sees that sees the bytes. The source is written by this warp, and stays as it
 // is until something that comes back says that the word was seen.
-__device__ inline void put_far(const FarView &far, int rank, void *to, const void *from, uint64_t bytes, uint64_t *word, uint64_t value) {
+__device__ inline void put_remote(const InternodeView &internode, int rank, void *to, const void *from, uint64_t bytes, uint64_t *word, uint64_t value) {
   __syncwarp();
   if (lane_id() == 0) ptx::fence_acq_rel_sys(); // all lanes' stores, for the NIC
   __syncwarp();
 #if DEEPEP_QUEUE_HANDLES
   nvshmemx_qp_uchar_put_signal_nbi_warp(static_cast<unsigned char *>(to), static_cast<const unsigned char *>(from), bytes, word, value,
-                                        NVSHMEM_SIGNAL_SET, rank, queue_of_block(far));
+                                        NVSHMEM_SIGNAL_SET, rank, queue_of_block(internode));
 #else
-  (void)far;
+  (void)internode;
   nvshmemx_putmem_signal_nbi_warp(to, from, bytes, word, value, NVSHMEM_SIGNAL_SET, rank);
 #endif
 }
 
 // The word alone. A signal without bytes may be overtaken by the next one of its kind where a proxy makes the puts; one with bytes
 // is not.
-__device__ inline void signal_far(const FarView &far, const TeamView &team, int rank, uint64_t *word, uint64_t value) {
-  uint8_t *blank = team.self + far.at.blank;
-  put_far(far, rank, blank, blank + 32, 16, word, value);
+__device__ inline void signal_remote(const InternodeView &internode, const TeamView &team, int rank, uint64_t *word, uint64_t value) {
+  uint8_t *blank = team.self + internode.at.blank;
+  put_remote(internode, rank, blank, blank + 32, 16, word, value);
 }
 
 // ---- Words that a peer writes during a call ---------------------------------------------------------------------------------
@@ -67,19 +67,19 @@ __device__ inline uint64_t *word_at(uint8_t *block, uint64_t offset, int64_t ind
 
 // ---- Messages of all ranks to all --------------------------------------------------------------------------------------------
 
-struct FarMessage {
-  Enter enter;       // its own `epoch` stays 0: the word of `arrived` tells
+struct InternodeMessage {
+  HandshakeMessage handshake;       // its own `epoch` stays 0: the word of `arrived` tells
   uint32_t counts[]; // of notify
 };
-__device__ inline FarMessage *message_at(const FarView &far, uint8_t *block, uint64_t array, uint64_t epoch, int rank) {
-  const uint64_t index = epoch % kEnterCopies * (far.num_nodes * far.num_peers) + rank;
-  return reinterpret_cast<FarMessage *>(block + array + index * far.at.message_bytes);
+__device__ inline InternodeMessage *message_at(const InternodeView &internode, uint8_t *block, uint64_t array, uint64_t epoch, int rank) {
+  const uint64_t index = epoch % kHandshakeCopies * (internode.num_nodes * internode.num_peers) + rank;
+  return reinterpret_cast<InternodeMessage *>(block + array + index * internode.at.message_bytes);
 }
-__device__ inline FarMessage *message_from(const Session &s, const FarView &far, uint64_t epoch, int rank) {
-  return message_at(far, s.team.self, far.at.inbox, epoch, rank);
+__device__ inline InternodeMessage *message_from(const Session &s, const InternodeView &internode, uint64_t epoch, int rank) {
+  return message_at(internode, s.team.self, internode.at.inbox, epoch, rank);
 }
-__device__ inline uint64_t *arrived_from(const Session &s, const FarView &far, uint64_t epoch, int rank) {
-  return word_at(s.team.self, far.at.arrived, epoch % kEnterCopies * s.team.num_ranks + rank);
+__device__ inline uint64_t *arrived_from(const Session &s, const InternodeView &internode, uint64_t epoch, int rank) {
+  return word_at(s.team.self, internode.at.arrived, epoch % kHandshakeCopies * s.team.num_ranks + rank);
 }
 
 __device__ inline bool is_gone(const Session &s, int rank) { // nothing gets there, and nobody waits for it
@@ -89,57 +89,57 @@ __device__ inline bool is_gone(const Session &s, int rank) { // nothing gets the
 // Whole block. fill(rank, counts): each warp writes `words` counts for a rank, all lanes together.
 // A source in the outbox is written again two operations later: by then the rank has answered with its own next message.
 template <class Fill>
-__device__ inline void post_messages(const Session &s, const FarView &far, const Handshake &hand, uint32_t words, Fill fill) {
+__device__ inline void post_messages(const Session &s, const InternodeView &internode, const Handshake &hand, uint32_t words, Fill fill) {
   const int num_ranks = s.team.num_ranks, me = s.team.rank, warps = static_cast<int>(blockDim.x) / kWarp;
   for (int r = warp_id(); r < num_ranks; r += warps) {
-    const bool near = far.is_near(r);
-    uint8_t *block = near ? s.team.peers[r] : s.team.self;
-    FarMessage *message = near ? message_at(far, block, far.at.inbox, hand.epoch, me) : message_at(far, block, far.at.outbox, hand.epoch, r);
+    const bool local = internode.is_local(r);
+    uint8_t *block = local ? s.team.peers[r] : s.team.self;
+    InternodeMessage *message = local ? message_at(internode, block, internode.at.inbox, hand.epoch, me) : message_at(internode, block, internode.at.outbox, hand.epoch, r);
     if (lane_id() == 0) {
-      message->enter = hand.mine;
-      message->enter.epoch = 0;
+      message->handshake = hand.mine;
+      message->handshake.epoch = 0;
     }
     fill(r, message->counts);
-    uint64_t *word = word_at(block, far.at.arrived, hand.epoch % kEnterCopies * num_ranks + me);
+    uint64_t *word = word_at(block, internode.at.arrived, hand.epoch % kHandshakeCopies * num_ranks + me);
     __syncwarp();
-    if (near) {
+    if (local) {
       if (lane_id() == 0) ptx::st_release_sys(word, hand.epoch);
     } else if (__all_sync(kAllLanes, !is_gone(s, r))) {
-      put_far(far, r, message_from(s, far, hand.epoch, me), message, sizeof(Enter) + align_up(words * 4, 16u), word, hand.epoch);
+      put_remote(internode, r, message_from(s, internode, hand.epoch, me), message, sizeof(HandshakeMessage) + align_up(words * 4, 16u), word, hand.epoch);
     }
   }
 }
-__device__ inline void post_messages(const Session &s, const FarView &far, const Handshake &hand) {
-  post_messages(s, far, hand, 0, [](int, uint32_t *) {});
+__device__ inline void post_messages(const Session &s, const InternodeView &internode, const Handshake &hand) {
+  post_messages(s, internode, hand, 0, [](int, uint32_t *) {});
 }
 
 // Whole block. True if every rank has come here and means the same.
-__device__ inline bool await_messages(const Session &s, const FarView &far, const Handshake &hand) {
+__device__ inline bool await_messages(const Session &s, const InternodeView &internode, const Handshake &hand) {
   bool good = true;
   for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x)
-    good = await_message(s, hand, r, arrived_from(s, far, hand.epoch, r), &message_from(s, far, hand.epoch, r)->enter);
+    good = await_message(s, hand, r, arrived_from(s, internode, hand.epoch, r), &message_from(s, internode, hand.epoch, r)->handshake);
   return __syncthreads_or(!good) == 0;
 }
 
 // ---- Streams ---------------------------------------------------------------------------------------------------------------
 
-enum Outcome { kDone, kMoved, kStuck };
-struct Stuck { int peer; int64_t expected, seen; }; // for whom a stream waits, and what of
+enum Outcome { kDone, kMoved, kBlocked };
+struct BlockedStream { int peer; int64_t expected, seen; }; // for whom a stream waits, and what of
 
 // A warp serves streams first, first + step, ... of `count`, none of which must wait while another one could go on: a ring that is
-// full may be what a peer waits for before it goes on with another one. look(stream, stuck) does what can be done at once, with
+// full may be what a peer waits for before it goes on with another one. look(stream, blocked) does what can be done at once, with
 // the same outcome in all lanes. A wait is the time in which no stream of this warp moved.
 template <class Look> __device__ inline void serve(const Session &s, int first, int step, int count, Look look) {
   uint64_t start = 0;
   uint32_t polls = 0, reason = 0;
   for (;;) {
     bool moved = false, open = false;
-    Stuck missing{-1, 0, 0};
+    BlockedStream missing{-1, 0, 0};
     for (int stream = first; stream < count; stream += step) {
-      Stuck stuck{-1, 0, 0};
-      const Outcome outcome = look(stream, stuck);
+      BlockedStream blocked{-1, 0, 0};
+      const Outcome outcome = look(stream, blocked);
       moved |= outcome == kMoved, open |= outcome != kDone;
-      if (outcome == kStuck && missing.peer < 0) missing = stuck;
+      if (outcome == kBlocked && missing.peer < 0) missing = blocked;
     }
     if (!open) return;
     if (moved) {

@@ -19,20 +19,20 @@
 
 namespace deepep {
 
-constexpr int kFarLlThreads = 512, kFarLlWarps = kFarLlThreads / kWarp;
-constexpr uint64_t kFarLlControlBytes = 4096; // in each block: messages to all, on their way out, by epoch % kLowLatencyEnterCopies
+constexpr int kInternodeLlThreads = 512, kInternodeLlWarps = kInternodeLlThreads / kWarp;
+constexpr uint64_t kInternodeLlControlBytes = 4096; // in each block: messages to all, on their way out, by epoch % kLowLatencyHandshakeCopies
 
-static_assert(kLowLatencyEnterCopies * sizeof(Enter) <= kFarLlControlBytes, "the outbox");
+static_assert(kLowLatencyHandshakeCopies * sizeof(HandshakeMessage) <= kInternodeLlControlBytes, "the outbox");
 
 // Device memory of a team, its own, zeroed once.
-struct FarLlState {
+struct InternodeLlState {
   uint64_t combine_sent[kLowLatencySlots]; // my newest call in each slot, if it was a combine
   uint64_t stage_epoch[2], stage_bytes;    // my newest call that sent from each of combine's buffers; what the newest took of one
   uint64_t posted[kLowLatencySlots][DK_MAX_RANKS]; // of Scratch::consumed: what each rank was told last
 };
 
 // From the start of a block, for one shape.
-struct FarLlPlaces {
+struct InternodeLlPlaces {
   uint64_t slot[2], words[2], counts_in[2], counts_out[2], outbox;
   uint64_t stage;         // of this combine
   uint64_t stage_bytes;
@@ -42,10 +42,10 @@ struct FarLlPlaces {
   uint32_t counts_bytes;  // of one rank to another
 };
 
-struct FarLlParams {
+struct InternodeLlParams {
   Session session;
-  FarLlPlaces at;
-  FarLlState *state;
+  InternodeLlPlaces at;
+  InternodeLlState *state;
   uint32_t phases, ticket, flags, format;
   const void *topk_idx;
   const float *topk_weights;
@@ -61,18 +61,18 @@ struct FarLlParams {
 
 // The call's number; slots go by it.
 __device__ __forceinline__ int slot_of(uint64_t epoch) { return static_cast<int>(epoch % kLowLatencySlots); }
-__device__ inline uint64_t far_ll_epoch(const FarLlParams &p) {
+__device__ inline uint64_t internode_ll_epoch(const InternodeLlParams &p) {
   const Scratch *scratch = p.session.team.scratch;
   return p.sends() ? ptx::ld_relaxed_gpu(&scratch->low_latency_epoch) + 1 : ptx::ld_relaxed_gpu(&scratch->tickets[p.ticket].epoch);
 }
 
 // ---- Places, from the start of the owner's block --------------------------------------------------------------------------
 
-template <class T = uint8_t> __device__ __forceinline__ T *mine_at(const FarLlParams &p, uint64_t offset) {
+template <class T = uint8_t> __device__ __forceinline__ T *mine_at(const InternodeLlParams &p, uint64_t offset) {
   return reinterpret_cast<T *>(p.session.team.self + offset);
 }
 __device__ inline uint64_t enter_at(const TeamView &team, uint64_t epoch, int source) {
-  return team.control + team.at.low_latency_enter + (epoch % kLowLatencyEnterCopies * team.num_ranks + source) * sizeof(Enter);
+  return team.control + team.at.low_latency_handshake + (epoch % kLowLatencyHandshakeCopies * team.num_ranks + source) * sizeof(HandshakeMessage);
 }
 __device__ inline uint64_t credit_at(const TeamView &team, int slot, int from) {
   return team.control + team.at.consumed + (static_cast<uint64_t>(slot) * team.num_ranks + from) * 8;
@@ -80,30 +80,30 @@ __device__ inline uint64_t credit_at(const TeamView &team, int slot, int from) {
 // Dispatch: rows of a source are numbered, for each destination, in the order of its tokens. My own stay where they are staged: at
 // the token's number. They begin where combine has those of the source's first expert: so what a rank writes lies in a part that is
 // its own, whatever the others' calls have there. Once a rank has missed calls, its slots may differ from the others' by one.
-__device__ inline uint64_t row_at(const FarLlParams &p, uint64_t epoch, int source, int number) {
+__device__ inline uint64_t row_at(const InternodeLlParams &p, uint64_t epoch, int source, int number) {
   return p.at.slot[slot_of(epoch)] + source * p.at.source_bytes + static_cast<uint64_t>(number) * p.at.row_bytes;
 }
-__device__ inline uint64_t row_word_at(const FarLlParams &p, uint64_t epoch, int source, int number) {
+__device__ inline uint64_t row_word_at(const InternodeLlParams &p, uint64_t epoch, int source, int number) {
   return p.at.words[slot_of(epoch)] + (static_cast<uint64_t>(source) * p.num_local * p.max_tokens + number) * 8;
 }
-__device__ inline uint64_t count_word_at(const FarLlParams &p, uint64_t epoch, int source) {
+__device__ inline uint64_t count_word_at(const InternodeLlParams &p, uint64_t epoch, int source) {
   return p.at.words[slot_of(epoch)] + (static_cast<uint64_t>(p.num_experts) * p.max_tokens + source) * 8;
 }
 // Combine: an expert's row for a token.
-__device__ inline uint64_t expert_row_at(const FarLlParams &p, uint64_t epoch, int expert, int token) {
+__device__ inline uint64_t expert_row_at(const InternodeLlParams &p, uint64_t epoch, int expert, int token) {
   return p.at.slot[slot_of(epoch)] + (static_cast<uint64_t>(expert) * p.max_tokens + token) * 2 * p.hidden;
 }
-__device__ inline uint64_t expert_word_at(const FarLlParams &p, uint64_t epoch, int expert, int token) {
+__device__ inline uint64_t expert_word_at(const InternodeLlParams &p, uint64_t epoch, int expert, int token) {
   return p.at.words[slot_of(epoch)] + (static_cast<uint64_t>(expert) * p.max_tokens + token) * 8;
 }
 
 // ---- Words: the sender's number of the call, its rank, and what it says -----------------------------------------------------
 
-__device__ __forceinline__ uint64_t far_word(uint64_t epoch, int source, uint32_t value) {
+__device__ __forceinline__ uint64_t internode_word(uint64_t epoch, int source, uint32_t value) {
   return epoch << 32 | static_cast<uint32_t>(source) << 16 | value;
 }
-__device__ __forceinline__ bool is_from(uint64_t word, uint64_t epoch, int source) { return word >> 16 == far_word(epoch, source, 0) >> 16; }
-__device__ __forceinline__ uint32_t far_value(uint64_t word) { return static_cast<uint32_t>(word) & 0xffff; }
+__device__ __forceinline__ bool is_from(uint64_t word, uint64_t epoch, int source) { return word >> 16 == internode_word(epoch, source, 0) >> 16; }
+__device__ __forceinline__ uint32_t internode_value(uint64_t word) { return static_cast<uint32_t>(word) & 0xffff; }
 static_assert(DK_MAX_RANKS <= 65536, "a rank takes 16 bits");
 
 // ---- Sending -----------------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ __device__ inline bool by_stores(const TeamView &team, int rank) {
 }
 
 // By a warp: bytes to a place in a rank's block, then the word.
-__device__ inline void deliver(const FarLlParams &p, int rank, uint64_t to, const uint8_t *from, uint32_t bytes, uint64_t word_at, uint64_t word) {
+__device__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to, const uint8_t *from, uint32_t bytes, uint64_t word_at, uint64_t word) {
   const TeamView &team = p.session.team;
   if (!by_stores(team, rank)) {
     put_by_warp(team.self + to, from, bytes, reinterpret_cast<uint64_t *>(team.self + word_at), word, rank);
@@ -127,19 +127,19 @@ __device__ inline void deliver(const FarLlParams &p, int rank, uint64_t to, cons
 }
 
 // The last block does what concerns all: where the device has room for it, it has no token of its own.
-__device__ inline bool is_far_clerk() { return blockIdx.x == gridDim.x - 1; }
+__device__ inline bool is_internode_control_block() { return blockIdx.x == gridDim.x - 1; }
 
-// The clerk tells everybody what was taken here, if it does not know, and when sending, what this call is. The copy in the outbox is
+// The control block tells everybody what was taken here, if it does not know, and when sending, what this call is. The copy in the outbox is
 // that of four calls ago, whose credits came before the last send but one.
-__device__ inline void post_far_ll(const FarLlParams &p, uint64_t epoch) {
+__device__ inline void post_remote_ll(const InternodeLlParams &p, uint64_t epoch) {
   const TeamView &team = p.session.team;
-  auto *out = mine_at<Enter>(p, p.at.outbox) + epoch % kLowLatencyEnterCopies;
+  auto *out = mine_at<HandshakeMessage>(p, p.at.outbox) + epoch % kLowLatencyHandshakeCopies;
   if (p.sends() && threadIdx.x == 0) *out = low_latency_message(p);
   __syncthreads();
-  for (int r = warp_id(); r < team.num_ranks; r += kFarLlWarps) {
+  for (int r = warp_id(); r < team.num_ranks; r += kInternodeLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const int slot = lane_id();
-    const uint64_t taken = slot < kLowLatencySlots ? most(team.scratch->consumed[slot][r], given_up_by(team, r)) : 0;
+    const uint64_t taken = slot < kLowLatencySlots ? max(team.scratch->consumed[slot][r], given_up_by(team, r)) : 0;
     if (r != team.rank && slot < kLowLatencySlots && p.state->posted[slot][r] != taken) {
       const uint64_t at = credit_at(team, slot, team.rank);
       if (by_stores(team, r)) ptx::st_release_sys(reinterpret_cast<uint64_t *>(team.peers[r] + at), taken);
@@ -148,16 +148,16 @@ __device__ inline void post_far_ll(const FarLlParams &p, uint64_t epoch) {
     }
     __syncwarp();
     const uint64_t to = enter_at(team, epoch, team.rank);
-    if (p.sends()) deliver(p, r, to, reinterpret_cast<const uint8_t *>(out), offsetof(Enter, epoch), to + offsetof(Enter, epoch), epoch);
+    if (p.sends()) deliver(p, r, to, reinterpret_cast<const uint8_t *>(out), offsetof(HandshakeMessage, epoch), to + offsetof(HandshakeMessage, epoch), epoch);
   }
 }
-static_assert(offsetof(Enter, epoch) % 16 == 0, "copied by 16 bytes");
+static_assert(offsetof(HandshakeMessage, epoch) % 16 == 0, "copied by 16 bytes");
 
 // ---- Waits that may mask a rank -----------------------------------------------------------------------------------------------
 
 // By one thread: all that I sent to a rank in a slot has been taken. False: the team has failed. My own receive half comes after
 // this kernel or has been: there is nothing to wait for.
-__device__ inline bool await_credit(const FarLlParams &p, int slot, int r) {
+__device__ inline bool await_credit(const InternodeLlParams &p, int slot, int r) {
   const Session &s = p.session;
   const uint64_t sent = ptx::ld_relaxed_gpu(&s.team.scratch->sent[slot][r]);
   if (r == s.team.rank) {
@@ -175,12 +175,12 @@ __device__ inline bool await_credit(const FarLlParams &p, int slot, int r) {
 
 // Whole block of a send half: the slot is free everywhere, and so is what is sent from. Of a combine that was not two calls ago the
 // buffer may still be read: where calls of different shapes follow each other, or combines alone are replayed in an odd number.
-__device__ inline bool await_empty_slots(const FarLlParams &p, uint64_t epoch, bool is_combine) {
-  const FarLlState &state = *p.state;
-  const uint64_t newest = state.stage_bytes == p.at.stage_bytes ? state.stage_epoch[p.stage] : most(state.stage_epoch[0], state.stage_epoch[1]);
+__device__ inline bool await_empty_slots(const InternodeLlParams &p, uint64_t epoch, bool is_combine) {
+  const InternodeLlState &state = *p.state;
+  const uint64_t newest = state.stage_bytes == p.at.stage_bytes ? state.stage_epoch[p.stage] : max(state.stage_epoch[0], state.stage_epoch[1]);
   const bool both = is_combine && newest + 1 == epoch;
   bool good = true;
-  for (int r = threadIdx.x; good && r < p.session.team.num_ranks; r += kFarLlThreads) {
+  for (int r = threadIdx.x; good && r < p.session.team.num_ranks; r += kInternodeLlThreads) {
     good = await_credit(p, slot_of(epoch), r);
     if (both && good) good = await_credit(p, slot_of(epoch + 1), r);
   }
@@ -190,12 +190,12 @@ __device__ inline bool await_empty_slots(const FarLlParams &p, uint64_t epoch, b
 // Whole block of a receive half, at its end: users write the rows of the next combine after this kernel. What the call before this one
 // sent from there has left. Each rank says so with the first kernel after it took that, mostly the one that brought this call.
 // Not where I have not received that call myself: whoever waits for me to do so would wait for ever.
-__device__ inline void await_callers_buffer(const FarLlParams &p, uint64_t epoch) {
+__device__ inline void await_callers_buffer(const InternodeLlParams &p, uint64_t epoch) {
   const uint64_t before = epoch - 1;
   const int slot = slot_of(before);
   const Session &s = p.session;
   if (before == 0 || p.state->combine_sent[slot] != before || s.team.scratch->consumed[slot][s.team.rank] < before) return;
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += kFarLlThreads)
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += kInternodeLlThreads)
     if (!await_credit(p, slot, r)) return;
 }
 
@@ -203,15 +203,15 @@ __device__ inline void await_callers_buffer(const FarLlParams &p, uint64_t epoch
 
 // One poll. In step: the same number, or as far ahead as last time. A source that went on without this rank is further; one whose
 // mask was lifted may be anywhere, but it sends something new.
-__device__ inline bool find_far_call(const FarLlParams &p, uint64_t epoch, int source, uint64_t &found) {
+__device__ inline bool find_remote_call(const InternodeLlParams &p, uint64_t epoch, int source, uint64_t &found) {
   const TeamView &team = p.session.team;
   const uint64_t expected = epoch + team.scratch->epoch_ahead[source], given_up = given_up_by(team, source);
-  const uint64_t seen = most(team.scratch->seen[source], given_up);
+  const uint64_t seen = max(team.scratch->seen[source], given_up);
   const bool anywhere = team.scratch->returned[source] != 0;
   uint64_t best = 0;
   for (int pass = 0; pass < 2; ++pass) { // the second finds what was stored before the newest that the first found
-    for (int copy = 0; copy < kLowLatencyEnterCopies; ++copy) {
-      const uint64_t there = ptx::ld_acquire_sys(&mine_at<Enter>(p, enter_at(team, copy, source))->epoch);
+    for (int copy = 0; copy < kLowLatencyHandshakeCopies; ++copy) {
+      const uint64_t there = ptx::ld_acquire_sys(&mine_at<HandshakeMessage>(p, enter_at(team, copy, source))->epoch);
       const bool exact = there == expected && !anywhere && there > given_up;
       if (!exact && (there <= seen || (there <= expected && !anywhere))) continue;
       if (exact) {
@@ -228,27 +228,27 @@ __device__ inline bool find_far_call(const FarLlParams &p, uint64_t epoch, int s
 
 // Whole block of a receive half: the number of each source's call that belongs to this one, into shared calls[R]. Only where ranks
 // can be masked is there anything to find out. 0: masked, or given up now.
-__device__ inline void find_far_calls(const FarLlParams &p, uint64_t epoch, uint64_t *calls) {
+__device__ inline void find_remote_calls(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
   const Session &s = p.session;
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += kFarLlThreads) {
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += kInternodeLlThreads) {
     uint64_t found = p.shrinks() ? 0 : epoch;
     if (p.shrinks() && !is_masked(s, r)) {
       const uint64_t start = ptx::global_timer_ns();
-      wait_or_mask(s, r, epoch, [&](int64_t &) { return find_far_call(p, epoch, r, found); });
-      if (is_far_clerk()) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
+      wait_or_mask(s, r, epoch, [&](int64_t &) { return find_remote_call(p, epoch, r, found); });
+      if (is_internode_control_block()) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
     }
     calls[r] = found;
   }
   __syncthreads();
 }
 
-// The clerk of a receive half: everybody means the same call. Times go to the caller's statistics.
-__device__ inline void check_far_peers(const FarLlParams &p, const uint64_t *calls) {
+// The control block of a receive half: everybody means the same call. Times go to the caller's statistics.
+__device__ inline void check_remote_peers(const InternodeLlParams &p, const uint64_t *calls) {
   const TeamView &team = p.session.team;
-  const Enter mine = low_latency_message(p);
-  for (int r = threadIdx.x; r < team.num_ranks; r += kFarLlThreads) {
+  const HandshakeMessage mine = low_latency_message(p);
+  for (int r = threadIdx.x; r < team.num_ranks; r += kInternodeLlThreads) {
     const uint64_t epoch = calls[r];
-    const auto *from = mine_at<Enter>(p, enter_at(team, epoch, r));
+    const auto *from = mine_at<HandshakeMessage>(p, enter_at(team, epoch, r));
     const uint64_t start = ptx::global_timer_ns();
     const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch, [&](int64_t &seen) {
       seen = static_cast<int64_t>(ptx::ld_acquire_sys(&from->epoch));
@@ -266,7 +266,7 @@ __device__ inline void check_far_peers(const FarLlParams &p, const uint64_t *cal
 // ---- End --------------------------------------------------------------------------------------------------------------------------
 
 // By the last block, after the outputs.
-__device__ inline void end_far_ll(const FarLlParams &p, uint64_t epoch, const uint64_t *calls, bool is_combine, bool failed) {
+__device__ inline void end_remote_ll(const InternodeLlParams &p, uint64_t epoch, const uint64_t *calls, bool is_combine, bool failed) {
   Scratch *scratch = p.session.team.scratch;
   if (threadIdx.x == 0 && p.sends()) {
     scratch->low_latency_epoch = epoch;
@@ -274,12 +274,12 @@ __device__ inline void end_far_ll(const FarLlParams &p, uint64_t epoch, const ui
     p.state->combine_sent[slot_of(epoch)] = is_combine ? epoch : 0;
     if (is_combine) p.state->stage_epoch[p.stage] = epoch, p.state->stage_bytes = p.at.stage_bytes;
   }
-  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kFarLlThreads) {
+  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kInternodeLlThreads) {
     if (is_masked(p.session, r)) continue;
     if (p.sends()) scratch->sent[slot_of(epoch)][r] = epoch;
     if (!p.receives() || failed || calls[r] == 0) continue;
     scratch->consumed[slot_of(calls[r])][r] = calls[r];
-    scratch->seen[r] = most(scratch->seen[r], calls[r]);
+    scratch->seen[r] = max(scratch->seen[r], calls[r]);
     scratch->epoch_ahead[r] = static_cast<int64_t>(calls[r] - epoch);
     scratch->returned[r] = 0;
   }
@@ -287,7 +287,7 @@ __device__ inline void end_far_ll(const FarLlParams &p, uint64_t epoch, const ui
 }
 
 // Indices of a token, one a lane; -1 where there is none.
-__device__ __forceinline__ int expert_of_lane(const FarLlParams &p, int token) {
+__device__ __forceinline__ int expert_of_lane(const InternodeLlParams &p, int token) {
   if (lane_id() >= p.num_topk) return -1;
   const int64_t expert = load_index(p.topk_idx, static_cast<int64_t>(token) * p.num_topk + lane_id(), p.index_bytes);
   if (expert >= -1 && expert < p.num_experts) return static_cast<int>(expert);

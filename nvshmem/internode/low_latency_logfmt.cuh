@@ -35,12 +35,12 @@ __device__ __forceinline__ BlockRange range_of_block(const uint4 &data) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t a = words[i] & 0x7fff, b = words[i] >> 16 & 0x7fff;
-    range.low = least(range.low, least(a, b)), range.high = most(range.high, most(a, b));
+    range.low = min(range.low, min(a, b)), range.high = max(range.high, max(a, b));
   }
 #pragma unroll
   for (int step = 1; step < 16; step *= 2) {
-    range.low = least(range.low, __shfl_xor_sync(kAllLanes, range.low, step));
-    range.high = most(range.high, __shfl_xor_sync(kAllLanes, range.high, step));
+    range.low = min(range.low, __shfl_xor_sync(kAllLanes, range.low, step));
+    range.high = max(range.high, __shfl_xor_sync(kAllLanes, range.high, step));
   }
   return range;
 }

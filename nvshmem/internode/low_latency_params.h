@@ -5,20 +5,20 @@
 
 namespace deepep {
 
-constexpr size_t kMostFarTables = 48 * 1024 - 6 * 1024; // shared memory of a block without opting in, less the static part
-template <class P> size_t far_ll_tables(const P *p, int num_ranks) {
+constexpr size_t kMaxRemoteTables = 48 * 1024 - 6 * 1024; // shared memory of a block without opting in, less the static part
+template <class P> size_t internode_ll_tables(const P *p, int num_ranks) {
   return sizeof(uint64_t) * num_ranks + 4ull * (p->num_experts + num_ranks + 1);
 }
 
 // What a team has for it.
-struct FarLlTeam {
+struct InternodeLlTeam {
   TeamView view;
-  uint64_t control;       // from the start of the block: kFarLlControlBytes
-  FarLlState *state;
+  uint64_t control;       // from the start of the block: kInternodeLlControlBytes
+  InternodeLlState *state;
   int next_stage;         // of the two buffers of combine's rows, the one that the next combine sends from
 };
 
-template <class P> bool is_sane_far_ll(const P *p, const TeamView &view) {
+template <class P> bool is_sane_remote_ll(const P *p, const TeamView &view) {
   if (p->hidden <= 0 || p->hidden % 8 != 0 || p->num_topk <= 0 || p->num_topk > kMaxTopk) return false;
   if (p->num_max_tokens <= 0 || p->num_max_tokens > 65535 || p->num_tokens < 0 || p->num_tokens > p->num_max_tokens) return false;
   if (p->num_experts <= 0 || p->num_experts % view.num_ranks != 0 || (p->index_bytes != 4 && p->index_bytes != 8)) return false;
@@ -26,7 +26,7 @@ template <class P> bool is_sane_far_ll(const P *p, const TeamView &view) {
 }
 
 // Where all lies. False: not in this block.
-template <class P> bool find_far_ll_places(const P *p, const FarLlTeam &team, uint32_t payload, FarLlPlaces *at) {
+template <class P> bool find_remote_ll_places(const P *p, const InternodeLlTeam &team, uint32_t payload, InternodeLlPlaces *at) {
   const TeamView &view = team.view;
   const uint64_t ranks = view.num_ranks, experts = p->num_experts, tokens = p->num_max_tokens, hidden = p->hidden;
   const LowLatencyLayout layout = low_latency_layout(ranks, tokens, hidden, experts);
@@ -34,7 +34,7 @@ template <class P> bool find_far_ll_places(const P *p, const FarLlTeam &team, ui
   at->row_bytes = at->header_bytes + payload;
   at->counts_bytes = align_up<uint32_t>(4 * static_cast<uint32_t>(experts / ranks), 16);
   at->stage_bytes = layout.zero_copy_bytes;
-  at->source_bytes = most<uint64_t>(layout.zero_copy_bytes / ranks, tokens * at->row_bytes);
+  at->source_bytes = max<uint64_t>(layout.zero_copy_bytes / ranks, tokens * at->row_bytes);
   if (layout.rdma_bytes > view.rdma_bytes || ranks * at->source_bytes > layout.slot_bytes) return false;
   const uint64_t wire = view.wire + view.ring.bytes, area = (view.wire_bytes - view.ring.bytes) / 4 / 128 * 128;
   const uint64_t words = experts * tokens * 8 + ranks * 8, counts = ranks * at->counts_bytes;
@@ -48,9 +48,9 @@ template <class P> bool find_far_ll_places(const P *p, const FarLlTeam &team, ui
   return true;
 }
 
-template <class P> int32_t fill_far_ll(const P *p, const FarLlTeam &team, uint32_t op, uint32_t payload, FarLlParams *call) {
-  if (!is_sane_far_ll(p, team.view) || !find_far_ll_places(p, team, payload, &call->at)) return DK_EINVAL;
-  if (far_ll_tables(p, team.view.num_ranks) > kMostFarTables) return DK_EUNSUPPORTED;
+template <class P> int32_t fill_remote_ll(const P *p, const InternodeLlTeam &team, uint32_t op, uint32_t payload, InternodeLlParams *call) {
+  if (!is_sane_remote_ll(p, team.view) || !find_remote_ll_places(p, team, payload, &call->at)) return DK_EINVAL;
+  if (internode_ll_tables(p, team.view.num_ranks) > kMaxRemoteTables) return DK_EUNSUPPORTED;
   call->session = Session{team.view, p->call, p->timeout_ns, op, p->phases};
   call->state = team.state;
   call->phases = p->phases, call->ticket = p->ticket, call->flags = p->flags;
@@ -63,33 +63,33 @@ template <class P> int32_t fill_far_ll(const P *p, const FarLlTeam &team, uint32
   return DK_OK;
 }
 
-inline int32_t fill_far_ll_dispatch(const dk_ll_dispatch_params *p, const FarLlTeam &team, FarLlDispatchParams *d) {
+inline int32_t fill_remote_ll_dispatch(const dk_ll_dispatch_params *p, const InternodeLlTeam &team, InternodeLlDispatchParams *d) {
   if (p->format != DK_FORMAT_BF16 && p->format != DK_FORMAT_FP8) return DK_EINVAL;
   const bool fp8 = p->format == DK_FORMAT_FP8;
   if (fp8 && p->hidden % kScaleChannels != 0) return DK_EINVAL;
   if ((p->flags & DK_LL_UE8M0) != 0 && ((p->flags & DK_LL_ROUND_SCALE) == 0 || p->hidden % (4 * kScaleChannels) != 0)) return DK_EINVAL;
   const uint32_t hidden = static_cast<uint32_t>(p->hidden);
-  const int32_t code = fill_far_ll(p, team, DK_OP_LL_DISPATCH, fp8 ? hidden + align_up(hidden / 32, 16u) : 2 * hidden, &d->call);
+  const int32_t code = fill_remote_ll(p, team, DK_OP_LL_DISPATCH, fp8 ? hidden + align_up(hidden / 32, 16u) : 2 * hidden, &d->call);
   d->call.format = static_cast<uint32_t>(p->format);
   d->x = pointer<uint8_t>(p->x), d->recv_x = pointer<uint8_t>(p->recv_x), d->recv_scales = pointer<uint32_t>(p->recv_scales);
   d->recv_count = pointer<int32_t>(p->recv_count), d->cumulative_stats = pointer<int32_t>(p->cumulative_stats);
   return code;
 }
 
-inline bool bad_far_zero_copy(const dk_ll_combine_params *p, const TeamView &view) {
+inline bool bad_remote_zero_copy(const dk_ll_combine_params *p, const TeamView &view) {
   const uint64_t base = reinterpret_cast<uint64_t>(view.self + view.rdma), rows = static_cast<uint64_t>(p->num_experts) * p->num_max_tokens;
   return p->x < base || p->x - base + (rows - 1) * p->x_row_stride + 2ull * p->hidden > view.rdma_bytes;
 }
 
 // Rows are staged where zero copy has them, so that whoever alternates meets no row on its way. p->x says where, if they are there.
-inline int32_t fill_far_ll_combine(const dk_ll_combine_params *p, const FarLlTeam &team, FarLlCombineParams *c) {
+inline int32_t fill_remote_ll_combine(const dk_ll_combine_params *p, const InternodeLlTeam &team, InternodeLlCombineParams *c) {
   const bool logfmt = (p->flags & DK_LL_LOGFMT) != 0, zero_copy = (p->flags & DK_LL_ZERO_COPY) != 0;
   if (logfmt && (zero_copy || p->hidden % kScaleChannels != 0)) return DK_EINVAL;
   if (logfmt && p->hidden > kMaxLogChannels) return DK_EUNSUPPORTED;
   if (p->x_row_stride < 2ull * p->hidden || p->x_row_stride % 16 != 0) return DK_EINVAL;
-  const int32_t code = fill_far_ll(p, team, DK_OP_LL_COMBINE, 0, &c->call);
+  const int32_t code = fill_remote_ll(p, team, DK_OP_LL_COMBINE, 0, &c->call);
   if (code != DK_OK) return code;
-  if (zero_copy && (p->phases & DK_PHASE_SEND) != 0 && bad_far_zero_copy(p, team.view)) return DK_EINVAL;
+  if (zero_copy && (p->phases & DK_PHASE_SEND) != 0 && bad_remote_zero_copy(p, team.view)) return DK_EINVAL;
   const uint64_t second = reinterpret_cast<uint64_t>(team.view.self + team.view.rdma + c->call.at.stage_bytes);
   c->call.stage = zero_copy ? p->x == second : team.next_stage;
   c->call.at.stage = team.view.rdma + c->call.stage * c->call.at.stage_bytes;

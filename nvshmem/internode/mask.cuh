@@ -13,7 +13,7 @@ __device__ inline bool is_somebody_dead(const TeamView &team) {
 }
 
 // One block. Who meets the other ranks after this expects them to know, hence the wait: it is over when the puts are there.
-__global__ void __launch_bounds__(128, 1) far_mask_kernel(const __grid_constant__ MaskParams p) {
+__global__ void __launch_bounds__(128, 1) internode_mask_kernel(const __grid_constant__ MaskParams p) {
   const Session &s = p.session;
   begin(s);
   publish_newest_by_last_warp(s.team);

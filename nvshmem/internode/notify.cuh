@@ -6,27 +6,27 @@
 
 namespace deepep {
 
-struct FarNotifyParams {
+struct InternodeNotifyParams {
   NotifyParams n;
-  FarView far;
+  InternodeView internode;
 };
 
 // My row of the matrix and the peer's experts go with the message. Block 0 exchanges, the others number rows.
-__global__ void __launch_bounds__(kNotifyThreads, 1) far_notify_kernel(const __grid_constant__ FarNotifyParams p) {
+__global__ void __launch_bounds__(kNotifyThreads, 1) internode_notify_kernel(const __grid_constant__ InternodeNotifyParams p) {
   const Session &s = p.n.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
     if (blockIdx.x == 0) {
       const Handshake hand = notify_handshake(p.n, epoch);
       const int num_ranks = s.team.num_ranks, local = p.n.num_experts / num_ranks;
-      post_messages(s, p.far, hand, num_ranks + local, [&](int r, uint32_t *to) {
+      post_messages(s, p.internode, hand, num_ranks + local, [&](int r, uint32_t *to) {
         for (int i = lane_id(); i < num_ranks; i += kWarp) to[i] = p.n.per_rank[i];
         for (int i = lane_id(); i < local; i += kWarp) to[num_ranks + i] = p.n.per_expert[r * local + i];
       });
       publish_newest_by_last_warp(s.team);
-      if (await_messages(s, p.far, hand))
-        sum_matrix(p.n, [&](int i) { return message_from(s, p.far, epoch, i)->counts; },
-                   [&](int i) { return message_from(s, p.far, epoch, i)->enter.row_limit; });
+      if (await_messages(s, p.internode, hand))
+        sum_matrix(p.n, [&](int i) { return message_from(s, p.internode, epoch, i)->counts; },
+                   [&](int i) { return message_from(s, p.internode, epoch, i)->handshake.row_limit; });
       announce_counts(p.n);
     } else {
       for (int to = blockIdx.x - 1; to < s.team.num_ranks; to += gridDim.x - 1) number_rows(p.n, to);
@@ -35,17 +35,17 @@ __global__ void __launch_bounds__(kNotifyThreads, 1) far_notify_kernel(const __g
   finish(s, [&](bool failed) { end_notify(p.n, epoch, failed); });
 }
 
-struct FarBarrierParams {
+struct InternodeBarrierParams {
   Session session;
-  FarView far;
+  InternodeView internode;
   uint32_t counts_as_call; // 0: one of several kernels of an operation
 };
 
-__global__ void __launch_bounds__(256, 1) far_barrier_kernel(const __grid_constant__ FarBarrierParams p) {
+__global__ void __launch_bounds__(256, 1) internode_barrier_kernel(const __grid_constant__ InternodeBarrierParams p) {
   const Session &s = p.session;
-  meet_everybody(s, p.counts_as_call, [&](const Handshake &hand) { post_messages(s, p.far, hand); },
-                 [&](const Handshake &hand) { return await_messages(s, p.far, hand); },
-                 [&](uint64_t epoch, int r) { return &message_from(s, p.far, epoch, r)->enter; });
+  meet_everybody(s, p.counts_as_call, [&](const Handshake &hand) { post_messages(s, p.internode, hand); },
+                 [&](const Handshake &hand) { return await_messages(s, p.internode, hand); },
+                 [&](uint64_t epoch, int r) { return &message_from(s, p.internode, epoch, r)->handshake; });
 }
 
 }  // namespace deepep

@@ -9,29 +9,29 @@ namespace {
 
 constexpr uint64_t kRowExtras = 1024; // what goes with a row, for up to 100 indices and weights, besides its place at each rank of a node
 
-uint64_t near_control_bytes(int num_ranks) { return control_layout(num_ranks).bytes; }
+uint64_t local_control_bytes(int num_ranks) { return control_layout(num_ranks).bytes; }
 
 // Nodes are of one size, so that everybody has partners. Those of my node are mapped, others are reached by the transport.
 int32_t check(const dk_team_create_params *p) {
   const auto *blocks = pointer<const uint64_t>(p->host_peer_blocks);
-  const int peers = least(p->num_nvl_peers, p->num_ranks);
+  const int peers = min(p->num_nvl_peers, p->num_ranks);
   if (p->num_ranks % peers != 0) return DK_EINVAL;
   for (int r = 0; r < p->num_ranks; ++r) {
-    const bool near = r / peers == p->rank / peers;
-    if (near && blocks[r] == 0) return DK_EINVAL;
-    const bool needed = !near || (r != p->rank && (p->flags & DK_TEAM_LL_TRANSPORT) != 0);
+    const bool local = r / peers == p->rank / peers;
+    if (local && blocks[r] == 0) return DK_EINVAL;
+    const bool needed = !local || (r != p->rank && (p->flags & DK_TEAM_LL_TRANSPORT) != 0);
     if (needed && !transport_reaches(p->transport, r)) return DK_EINVAL;
   }
   return DK_OK;
 }
 
 // The view's control and wire regions become those of one node; what follows is low latency's.
-int32_t fill_view(const dk_team_create_params *p, Team *team, FarView *view) {
-  const int peers = least(p->num_nvl_peers, p->num_ranks);
+int32_t fill_view(const dk_team_create_params *p, Team *team, InternodeView *view) {
+  const int peers = min(p->num_nvl_peers, p->num_ranks);
   view->num_peers = peers, view->num_nodes = p->num_ranks / peers;
   view->node = p->rank / peers, view->index = p->rank % peers;
-  view->at = far_control(p->control_offset + near_control_bytes(p->num_ranks), p->num_ranks, peers);
-  const FarLowLatencyBytes ll = far_ll_bytes(p->num_ranks, peers, p->rdma_bytes, p->flags);
+  view->at = internode_control(p->control_offset + local_control_bytes(p->num_ranks), p->num_ranks, peers);
+  const InternodeLowLatencyBytes ll = internode_ll_bytes(p->num_ranks, peers, p->rdma_bytes, p->flags);
   view->ll_control = view->at.end;
   if (p->control_bytes < view->ll_control + ll.control - p->control_offset || p->wire_bytes < ll.wire) return DK_EINVAL;
   team->view.wire_bytes = p->wire_bytes - ll.wire;
@@ -39,25 +39,25 @@ int32_t fill_view(const dk_team_create_params *p, Team *team, FarView *view) {
   return DK_OK;
 }
 
-cudaError_t allocate(Far *far, const std::vector<int> &queues, cudaStream_t service) {
-  const size_t bytes = sizeof(FarState) + FarListSizes(far->view.num_nodes, far->view.num_peers).bytes;
-  cudaError_t error = cudaMalloc(&far->state, bytes);
-  if (error == cudaSuccess) error = cudaMemsetAsync(far->state, 0, bytes, service);
+cudaError_t allocate(InternodeTeam *internode, const std::vector<int> &queues, cudaStream_t service) {
+  const size_t bytes = sizeof(InternodeState) + InternodeListSizes(internode->view.num_nodes, internode->view.num_peers).bytes;
+  cudaError_t error = cudaMalloc(&internode->state, bytes);
+  if (error == cudaSuccess) error = cudaMemsetAsync(internode->state, 0, bytes, service);
   if (error == cudaSuccess && !queues.empty()) {
-    error = cudaMalloc(reinterpret_cast<void **>(&far->queues), queues.size() * sizeof(int));
-    if (error == cudaSuccess) error = cudaMemcpyAsync(far->queues, queues.data(), queues.size() * sizeof(int), cudaMemcpyHostToDevice, service);
-    far->view.queues = far->queues, far->view.num_queues = static_cast<int>(queues.size());
+    error = cudaMalloc(reinterpret_cast<void **>(&internode->queues), queues.size() * sizeof(int));
+    if (error == cudaSuccess) error = cudaMemcpyAsync(internode->queues, queues.data(), queues.size() * sizeof(int), cudaMemcpyHostToDevice, service);
+    internode->view.queues = internode->queues, internode->view.num_queues = static_cast<int>(queues.size());
   }
   return error == cudaSuccess ? cudaStreamSynchronize(service) : error;
 }
 
 }  // namespace
 
-int32_t far_block_sizes(dk_block_sizes_params *p) {
-  const int peers = least(p->num_nvl_peers, p->num_ranks);
+int32_t internode_block_sizes(dk_block_sizes_params *p) {
+  const int peers = min(p->num_nvl_peers, p->num_ranks);
   if (p->num_ranks % peers != 0) return DK_EINVAL;
-  const FarLowLatencyBytes ll = far_ll_bytes(p->num_ranks, peers, p->rdma_bytes, p->flags);
-  p->control_bytes = far_control(p->control_bytes, p->num_ranks, peers).end + ll.control;
+  const InternodeLowLatencyBytes ll = internode_ll_bytes(p->num_ranks, peers, p->rdma_bytes, p->flags);
+  p->control_bytes = internode_control(p->control_bytes, p->num_ranks, peers).end + ll.control;
   p->wire_bytes += ll.wire;
   // Two rows on their way to each node, and two from each; inside the node one for each rank's tokens.
   const uint64_t nodes = p->num_ranks / peers, row = align_up<uint64_t>(p->max_row_bytes + kRowExtras + 4 * peers, 128);
@@ -65,30 +65,30 @@ int32_t far_block_sizes(dk_block_sizes_params *p) {
   return DK_OK;
 }
 
-int32_t far_team_create(dk_team_create_params *p, Team *team) {
+int32_t internode_team_create(dk_team_create_params *p, Team *team) {
   int32_t code = check(p);
   if (code != DK_OK) return code;
-  auto *far = new (std::nothrow) Far;
-  if (far == nullptr) return DK_ENOMEM;
-  team->far = far;
-  code = fill_view(p, team, &far->view);
+  auto *internode = new (std::nothrow) InternodeTeam;
+  if (internode == nullptr) return DK_ENOMEM;
+  team->internode = internode;
+  code = fill_view(p, team, &internode->view);
   if (code != DK_OK) return code;
-  const cudaError_t error = allocate(far, transport_queues(p->transport), team->device->service);
-  return error == cudaSuccess ? far_ll_team_create(p, team) : device_failure(p, error);
+  const cudaError_t error = allocate(internode, transport_queues(p->transport), team->device->service);
+  return error == cudaSuccess ? internode_ll_team_create(p, team) : device_failure(p, error);
 }
 
-void far_team_destroy(Team *team) {
-  if (team->far == nullptr) return;
-  far_ll_team_destroy(team);
-  (void)cudaFree(team->far->state);
-  (void)cudaFree(team->far->queues);
-  delete team->far;
-  team->far = nullptr;
+void internode_team_destroy(Team *team) {
+  if (team->internode == nullptr) return;
+  internode_ll_team_destroy(team);
+  (void)cudaFree(team->internode->state);
+  (void)cudaFree(team->internode->queues);
+  delete team->internode;
+  team->internode = nullptr;
 }
 
-cudaError_t load_far_kernels() {
-  const cudaError_t error = load_far_normal_kernels();
-  return error == cudaSuccess ? load_far_ll_kernels() : error;
+cudaError_t load_remote_kernels() {
+  const cudaError_t error = load_remote_normal_kernels();
+  return error == cudaSuccess ? load_remote_ll_kernels() : error;
 }
 
 }  // namespace deepep

@@ -1,4 +1,4 @@
-// far_ll_test.cpp - the kernels of low latency among nodes, run on the host (kernels/tests/emulate): far_ll_test [SEED [CASES]].
+// internode_ll_test.cpp - the kernels of low latency among nodes, run on the host (kernels/tests/emulate): internode_ll_test [SEED [CASES]].
 // Random groups, shapes, routings and formats. Each rank goes through its steps as far ahead of the others as the kernels let it;
 // the network delays everything, reads what is sent when it delivers it, and keeps no order that the kernels may not count on.
 #include "network.h"
@@ -46,7 +46,7 @@ float from_bf16(uint32_t v) { return __uint_as_float(v << 16); }
 
 struct Case {
   int nodes, peers, local_experts, hidden, topk, tokens; // tokens: B
-  bool all_far;                                          // DK_TEAM_LL_TRANSPORT
+  bool all_remote;                                          // DK_TEAM_LL_TRANSPORT
   int ranks() const { return nodes * peers; }
   int experts() const { return ranks() * local_experts; }
 };
@@ -74,10 +74,10 @@ struct Exchange {
 struct Rank {
   std::vector<uint8_t> block;
   std::unique_ptr<Scratch> scratch{new Scratch{}};
-  std::unique_ptr<FarLlState> state{new FarLlState{}};
+  std::unique_ptr<InternodeLlState> state{new InternodeLlState{}};
   dk_status status{};
   std::vector<uint8_t *> peers;
-  FarLlTeam team{};
+  InternodeLlTeam team{};
   std::vector<Exchange> exchanges;
   std::vector<std::function<void()>> steps; // by all lanes of its grid
   int grid = 1;
@@ -106,15 +106,15 @@ struct World {
     const LowLatencyLayout layout = low_latency_layout(c.ranks(), c.tokens, c.hidden, c.experts());
     const RingFlags ring = ring_flags(c.ranks());
     const uint64_t wire = ring.bytes + layout.wire_bytes, rdma = layout.rdma_bytes + (pick(0, 1) != 0 ? 8192 : 0);
-    for (Rank &r : ranks) r.block.assign(control + kFarLlControlBytes + wire + rdma + 8192, 0);
+    for (Rank &r : ranks) r.block.assign(control + kInternodeLlControlBytes + wire + rdma + 8192, 0);
     for (int me = 0; me < c.ranks(); ++me) {
       Rank &r = ranks[me];
       for (int i = 0; i < c.ranks(); ++i) r.peers.push_back(i / c.peers == me / c.peers ? aligned(ranks[i].block) : nullptr);
       TeamView &t = r.team.view;
       t.peers = r.peers.data(), t.self = aligned(r.block), t.scratch = r.scratch.get(), t.status = &r.status;
-      t.wire = control + kFarLlControlBytes, t.wire_bytes = wire, t.rdma = t.wire + wire, t.rdma_bytes = rdma;
+      t.wire = control + kInternodeLlControlBytes, t.wire_bytes = wire, t.rdma = t.wire + wire, t.rdma_bytes = rdma;
       t.at = control_layout(c.ranks()), t.ring = ring;
-      t.rank = me, t.num_ranks = c.ranks(), t.num_nvl_peers = c.peers, t.flags = c.all_far ? DK_TEAM_LL_TRANSPORT : 0;
+      t.rank = me, t.num_ranks = c.ranks(), t.num_nvl_peers = c.peers, t.flags = c.all_remote ? DK_TEAM_LL_TRANSPORT : 0;
       r.status.abort_rank = -1, r.team.control = control, r.team.state = r.state.get();
       r.grid = pick(1, 2);
     }
@@ -127,7 +127,7 @@ bool is_first_lane() { return blockIdx.x == 0 && threadIdx.x == 0; }
 
 // Of one rank: all that came before is done when anything after it begins, as on a stream.
 void run_steps(Rank &r) {
-  const uint64_t lanes = static_cast<uint64_t>(r.grid) * kFarLlThreads;
+  const uint64_t lanes = static_cast<uint64_t>(r.grid) * kInternodeLlThreads;
   uint64_t came = 0;
   for (const auto &step : r.steps) {
     step();
@@ -162,9 +162,9 @@ void add_dispatch(World &w, int me, size_t which, uint32_t phases, uint32_t tick
   Rank &r = w.ranks[me];
   r.steps.push_back([&w, &r, which, phases, ticket] {
     const dk_ll_dispatch_params p = dispatch_params(w, r.exchanges[which], phases, ticket);
-    FarLlDispatchParams d{};
-    if (fill_far_ll_dispatch(&p, r.team, &d) != DK_OK) wrong("dispatch is refused", r.team.view.rank, 0, 0, 0);
-    far_low_latency_dispatch_kernel(d);
+    InternodeLlDispatchParams d{};
+    if (fill_remote_ll_dispatch(&p, r.team, &d) != DK_OK) wrong("dispatch is refused", r.team.view.rank, 0, 0, 0);
+    internode_low_latency_dispatch_kernel(d);
   });
 }
 
@@ -176,7 +176,7 @@ uint16_t *rows_to_combine(const World &w, Rank &r, Exchange &e) {
 
 void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticket) {
   Rank &r = w.ranks[me];
-  auto params = std::make_shared<FarLlCombineParams>();
+  auto params = std::make_shared<InternodeLlCombineParams>();
   host_step(r, [&w, &r, which, phases, ticket, params] {
     Exchange &e = r.exchanges[which];
     dk_ll_combine_params p{};
@@ -185,10 +185,10 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
     p.topk_idx = emulate::bits(e.idx.data()), p.topk_weights = emulate::bits(e.weights.data()), p.src_info = emulate::bits(e.src_info.data());
     p.layout_range = emulate::bits(e.range.data()), p.num_tokens = e.num_tokens, p.num_topk = w.c.topk, p.index_bytes = 8;
     p.num_max_tokens = w.c.tokens, p.hidden = w.c.hidden, p.num_experts = w.c.experts(), p.combined_x = emulate::bits(e.sums.data());
-    if (fill_far_ll_combine(&p, r.team, params.get()) != DK_OK) wrong("combine is refused", r.team.view.rank, 0, 0, 0);
+    if (fill_remote_ll_combine(&p, r.team, params.get()) != DK_OK) wrong("combine is refused", r.team.view.rank, 0, 0, 0);
     if ((phases & DK_PHASE_SEND) != 0 && !w.replayed) r.team.next_stage = 1 - params->call.stage;
   });
-  r.steps.push_back([params] { far_low_latency_combine_kernel(*params); });
+  r.steps.push_back([params] { internode_low_latency_combine_kernel(*params); });
 }
 
 // ---- What must come out ----
@@ -266,7 +266,7 @@ void add_expected(const World &w, int me, size_t data, int token, int expert, fl
     BlockRange range{0x7fff, 0};
     for (int h = first; h < first + kScaleChannels; ++h) {
       const uint32_t magnitude = row_value(me, token, expert, data, h) & 0x7fff;
-      range.low = least(range.low, magnitude), range.high = most(range.high, magnitude);
+      range.low = min(range.low, magnitude), range.high = max(range.high, magnitude);
     }
     const bool coded = how == 2 && gets_coded(range);
     const LogRange log = log_range(range.low, range.high);
@@ -337,7 +337,7 @@ void add_return(World &w, int me) {
     MaskParams p{};
     p.session = {r.team.view, 1, w.timeout(), DK_OP_MASK, DK_PHASE_BOTH};
     p.what = DK_MASK_CLEAN, p.rank = -1;
-    far_mask_kernel(p); // by as many blocks as the others: it does no harm
+    internode_mask_kernel(p); // by as many blocks as the others: it does no harm
   });
   add_meeting(w, me);
 }
@@ -372,7 +372,7 @@ void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
 void run_case(uint64_t seed) {
   random_number.seed(seed);
   Case c{pick(2, 3), pick(1, 2), pick(1, 3), kScaleChannels * pick(1, 5), pick(1, 9), pick(1, 9), pick(0, 3) == 0};
-  if (pick(0, 3) == 0) c.nodes = 1, c.peers = 3, c.all_far = true;
+  if (pick(0, 3) == 0) c.nodes = 1, c.peers = 3, c.all_remote = true;
   World w(c);
   const bool halves = pick(0, 2) != 0, overlap = halves && pick(0, 1) != 0, fences_alone = pick(0, 1) != 0;
   const int rounds = 4;
@@ -387,12 +387,12 @@ void run_case(uint64_t seed) {
     for (Rank &r : w.ranks) r.team.view.flags |= DK_TEAM_SHRINK;
   }
   for (int me = 0; me < c.ranks(); ++me) add_steps(w, me, rounds, halves, overlap);
-  emulate::run(c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kFarLlThreads, [&](int rank) { run_steps(w.ranks[rank]); });
+  emulate::run(c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kInternodeLlThreads, [&](int rank) { run_steps(w.ranks[rank]); });
   emulate::stop_network();
   for (int me = 0; me < c.ranks(); ++me)
     for (int r = 0; r < c.ranks(); ++r) check("mask", me, r, w.ranks[me].scratch->masked[r], r == w.lost && me != r && w.back_from >= static_cast<size_t>(rounds));
   printf("case %llu: %d nodes of %d%s, %d experts each, hidden %d, top-%d, B %d%s%s: ok\n", static_cast<unsigned long long>(seed), c.nodes, c.peers,
-         c.all_far ? ", all far" : "", c.local_experts, c.hidden, c.topk, c.tokens, overlap ? ", overlapping" : halves ? ", halves" : "", w.lost < 0 ? "" : w.back_from < static_cast<size_t>(rounds) ? ", a rank is lost and comes back" : ", a rank is lost");
+         c.all_remote ? ", all remote" : "", c.local_experts, c.hidden, c.topk, c.tokens, overlap ? ", overlapping" : halves ? ", halves" : "", w.lost < 0 ? "" : w.back_from < static_cast<size_t>(rounds) ? ", a rank is lost and comes back" : ", a rank is lost");
   fflush(stdout);
 }
 

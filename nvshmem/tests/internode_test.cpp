@@ -1,4 +1,4 @@
-// far_test.cpp - the kernels of normal mode among nodes, run on the host (kernels/tests/emulate): far_test [SEED [CASES]].
+// internode_test.cpp - the kernels of normal mode among nodes, run on the host (kernels/tests/emulate): internode_test [SEED [CASES]].
 // Random groups, shapes, routings and grids; the network delays everything, and keeps only the order that kernels may count on.
 #include "network.h"
 
@@ -34,7 +34,7 @@ struct Rank {
   dk_status status{};
   std::vector<uint8_t *> peers;
   TeamView team{};
-  FarView far{};
+  InternodeView internode{};
   int tokens = 0, grid = 1;
   // inputs and outputs of a round
   std::vector<uint8_t> x, recv_x, in_rank;
@@ -54,7 +54,7 @@ struct World {
   uint64_t call = 0, control_bytes = 0, timeout_ns = 200000000;
 
   explicit World(const Case &one) : c(one), ranks(static_cast<size_t>(one.ranks())) {
-    const FarControl at = far_control(control_layout(c.ranks()).bytes, c.ranks(), c.peers);
+    const InternodeControl at = internode_control(control_layout(c.ranks()).bytes, c.ranks(), c.peers);
     control_bytes = at.end;
     const uint64_t wire = ring_flags(c.ranks()).bytes, bytes = control_bytes + wire + align_up<uint64_t>(c.nvl, 4096) + c.rdma;
     for (Rank &r : ranks) r.block.assign(bytes + 8192, 0);
@@ -69,11 +69,11 @@ struct World {
       t.at = control_layout(c.ranks()), t.ring = ring_flags(c.ranks());
       t.rank = me, t.num_ranks = c.ranks(), t.num_nvl_peers = c.peers;
       r.status.abort_rank = -1;
-      r.far.at = at, r.far.num_nodes = c.nodes, r.far.num_peers = c.peers, r.far.node = me / c.peers, r.far.index = me % c.peers;
-      r.state.assign((sizeof(FarState) + FarListSizes(c.nodes, c.peers).bytes) / 8 + 1, 0);
+      r.internode.at = at, r.internode.num_nodes = c.nodes, r.internode.num_peers = c.peers, r.internode.node = me / c.peers, r.internode.index = me % c.peers;
+      r.state.assign((sizeof(InternodeState) + InternodeListSizes(c.nodes, c.peers).bytes) / 8 + 1, 0);
     }
   }
-  FarState *state(int rank) { return reinterpret_cast<FarState *>(ranks[rank].state.data()); }
+  InternodeState *state(int rank) { return reinterpret_cast<InternodeState *>(ranks[rank].state.data()); }
   Session session(int rank, uint32_t op) { return Session{ranks[rank].team, call, timeout_ns, op, DK_PHASE_BOTH}; }
 
   template <class Kernel> void launch(const char *name, int threads, Kernel kernel) {
@@ -112,10 +112,10 @@ float from_bf16(uint16_t v) {
 
 void make_inputs(World &w) {
   const Case &c = w.c;
-  const int experts = c.ranks() * c.local_experts, most_tokens = pick(0, 3) == 0 ? 90 : 24;
+  const int experts = c.ranks() * c.local_experts, max_tokens = pick(0, 3) == 0 ? 90 : 24;
   for (int me = 0; me < c.ranks(); ++me) {
     Rank &r = w.ranks[me];
-    r.tokens = pick(0, 4) == 0 ? 0 : pick(1, most_tokens);
+    r.tokens = pick(0, 4) == 0 ? 0 : pick(1, max_tokens);
     const int style = pick(0, 3); // all over the place; mostly to one rank; few; none
     r.x.resize(static_cast<size_t>(r.tokens) * c.hidden * 2);
     for (uint8_t &b : r.x) b = static_cast<uint8_t>(random_number());
@@ -150,8 +150,8 @@ void notify(World &w) {
     n.num_tokens = r.tokens, n.num_topk = c.topk, n.num_experts = c.ranks() * c.local_experts, n.expert_alignment = 1;
     n.num_scales = c.num_scales, n.hidden_bytes = 2 * c.hidden;
     n.rank_prefix_matrix = r.matrix.data(), n.send_head = r.head.data(), n.counts = reinterpret_cast<dk_counts *>(r.counts.data());
-    FarNotifyParams p{n, r.far};
-    far_notify_kernel(p);
+    InternodeNotifyParams p{n, r.internode};
+    internode_notify_kernel(p);
   });
   for (int me = 0; me < c.ranks(); ++me) {
     const Rank &r = w.ranks[me];
@@ -163,10 +163,10 @@ void notify(World &w) {
       }
     const auto *counts = reinterpret_cast<const dk_counts *>(r.counts.data());
     const int rows = r.matrix[(c.ranks() - 1) * c.ranks() + me];
-    int far = 0;
-    for (int i = 0; i < c.ranks(); ++i) far += i / c.peers != me / c.peers ? w.ranks[i].per_rank[me] : 0;
+    int remote = 0;
+    for (int i = 0; i < c.ranks(); ++i) remote += i / c.peers != me / c.peers ? w.ranks[i].per_rank[me] : 0;
     check(counts->seq == w.call && counts->num_recv_tokens == rows, "counts", me, 0, counts->num_recv_tokens, rows);
-    check(counts->num_recv_nodes_tokens == far, "rows of other nodes", me, 0, counts->num_recv_nodes_tokens, far);
+    check(counts->num_recv_nodes_tokens == remote, "rows of other nodes", me, 0, counts->num_recv_nodes_tokens, remote);
   }
 }
 
@@ -180,7 +180,7 @@ void dispatch(World &w, bool cached) {
     r.recv_idx.assign(rows * c.topk, 0xee), r.recv_idx32.assign(rows * c.topk, 0xee);
     if (!cached) r.src.assign(rows, -9);
   }
-  w.launch("dispatch", FarDispatchRoles::kThreads, [&](int me) {
+  w.launch("dispatch", InternodeDispatchRoles::kThreads, [&](int me) {
     Rank &r = w.ranks[me];
     DispatchParams d{};
     d.session = w.session(me, DK_OP_DISPATCH), d.x = r.x.data(), d.scales = r.scales.data(), d.scale_token_stride = c.num_scales, d.scale_stride = 1;
@@ -190,10 +190,10 @@ void dispatch(World &w, bool cached) {
     d.num_recv_tokens = -1, d.recv_segment = -1, d.recv_x = r.recv_x.data(), d.recv_scales = r.recv_scales.data();
     d.recv_topk_idx = c.index_bytes == 8 ? static_cast<void *>(r.recv_idx.data()) : r.recv_idx32.data(), d.recv_topk_weights = r.recv_weights.data();
     d.recv_src_idx = cached ? nullptr : r.src.data();
-    FarDispatchParams p{d, r.far, {}, {}, w.state(me)};
-    p.rings = far_rings(r.team, r.far, d.row_bytes + 4ull * FarRowWords(d, c.peers).end, false);
-    p.lists = far_lists(p.state, r.far);
-    far_dispatch_kernel(p);
+    InternodeDispatchParams p{d, r.internode, {}, {}, w.state(me)};
+    p.rings = internode_rings(r.team, r.internode, d.row_bytes + 4ull * InternodeRowWords(d, c.peers).end, false);
+    p.lists = internode_lists(p.state, r.internode);
+    internode_dispatch_kernel(p);
   });
   for (int me = 0; me < c.ranks(); ++me) {
     const Rank &r = w.ranks[me];
@@ -224,7 +224,7 @@ void combine(World &w) {
     r.combined.assign(static_cast<size_t>(r.tokens) * c.hidden, 0x1234), r.sums.assign(static_cast<size_t>(r.tokens) * c.topk, -1);
   }
   const bool biased = pick(0, 1) == 1;
-  w.launch("combine", FarCombineRoles::kThreads, [&](int me) {
+  w.launch("combine", InternodeCombineRoles::kThreads, [&](int me) {
     Rank &r = w.ranks[me];
     CombineParams k{};
     k.session = w.session(me, DK_OP_COMBINE), k.x = reinterpret_cast<uint8_t *>(r.y.data()), k.topk_weights = reinterpret_cast<float *>(r.recv_weights.data());
@@ -232,10 +232,10 @@ void combine(World &w) {
     if (biased) k.bias[1] = reinterpret_cast<__nv_bfloat16 *>(r.x.data());
     k.row_bytes = 2 * c.hidden, k.num_tokens = r.tokens, k.num_recv_tokens = static_cast<int>(r.src.size()), k.hidden = c.hidden, k.num_topk = c.topk;
     k.combined_x = reinterpret_cast<__nv_bfloat16 *>(r.combined.data()), k.combined_weights = r.sums.data();
-    FarCombineParams p{k, r.far, {}, {}};
-    p.rings = far_rings(r.team, r.far, k.row_bytes + 4ull * (1 + k.num_topk), true);
-    p.lists = far_lists(w.state(me), r.far);
-    far_combine_kernel(p);
+    InternodeCombineParams p{k, r.internode, {}, {}};
+    p.rings = internode_rings(r.team, r.internode, k.row_bytes + 4ull * (1 + k.num_topk), true);
+    p.lists = internode_lists(w.state(me), r.internode);
+    internode_combine_kernel(p);
   });
   std::vector<std::vector<double>> want;
   std::vector<std::vector<float>> weights;
@@ -263,8 +263,8 @@ void combine(World &w) {
 void barrier(World &w) {
   for (Rank &r : w.ranks) r.grid = 1;
   w.launch("barrier", 256, [&](int me) {
-    FarBarrierParams p{w.session(me, DK_OP_BARRIER), w.ranks[me].far, 1};
-    far_barrier_kernel(p);
+    InternodeBarrierParams p{w.session(me, DK_OP_BARRIER), w.ranks[me].internode, 1};
+    internode_barrier_kernel(p);
   });
 }
 
@@ -284,8 +284,8 @@ void failures() {
       n.session = w.session(me, DK_OP_NOTIFY), n.per_rank = r.per_rank.data(), n.per_expert = r.per_expert.data();
       n.num_experts = 8, n.expert_alignment = 1, n.hidden_bytes = me == odd ? 256 : 128;
       n.rank_prefix_matrix = r.matrix.data(), n.send_head = r.head.data(), n.counts = reinterpret_cast<dk_counts *>(r.counts.data());
-      FarNotifyParams p{n, r.far};
-      far_notify_kernel(p);
+      InternodeNotifyParams p{n, r.internode};
+      internode_notify_kernel(p);
     });
     emulate::stop_network();
     for (int me = 0; me < 4; ++me) {

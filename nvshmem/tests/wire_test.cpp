@@ -141,9 +141,9 @@ bool a_lost_peer_takes_nothing(bool good = true) {
 
 bool settings_are_checked(bool good = true) {
   Settings s;
-  EXPECT(parse_settings(nullptr, &s) && s.most_delay_ns == 0);
-  EXPECT(parse_settings("7", &s) && s.seed == 7 && s.most_delay_ns == 0);
-  EXPECT(parse_settings("7:300", &s) && s.most_delay_ns == 300000 && s.num_queues == 4);
+  EXPECT(parse_settings(nullptr, &s) && s.max_delay_ns == 0);
+  EXPECT(parse_settings("7", &s) && s.seed == 7 && s.max_delay_ns == 0);
+  EXPECT(parse_settings("7:300", &s) && s.max_delay_ns == 300000 && s.num_queues == 4);
   EXPECT(parse_settings("7:300:2", &s) && s.num_queues == 2);
   for (const char *wrong : {"x", "7:", "7:a", "7:1:0", "7:1:2:3", "-1", "7:1:2000", "7 "}) EXPECT(!parse_settings(wrong, &s));
   return good;

@@ -64,7 +64,7 @@ struct Transport {
   bool atomics_complete_on_quiet, initialized, without_proxy;
   void *heap_base;    // *
   size_t log2_granularity; // *
-  uint64_t most_bytes; // of one operation
+  uint64_t max_bytes; // of one operation
   uint32_t host_endian_atomics;
   int index, my_pe, num_pes; // *
   void *aliases, *extended; // *
@@ -72,7 +72,7 @@ struct Transport {
 
 static_assert(sizeof(Transport) == 240 && sizeof(Operations) == 14 * 8, "the struct of interface 3");
 static_assert(offsetof(Transport, operations) == 0x10 && offsetof(Transport, state) == 0x88 && offsetof(Transport, attributes) == 0xa8 &&
-                  offsetof(Transport, initialized) == 0xb1 && offsetof(Transport, most_bytes) == 0xc8 && offsetof(Transport, my_pe) == 0xd8,
+                  offsetof(Transport, initialized) == 0xb1 && offsetof(Transport, max_bytes) == 0xc8 && offsetof(Transport, my_pe) == 0xd8,
               "places of interface 3");
 static_assert(offsetof(Operations, rma) == 0x38 && offsetof(Operations, quiet) == 0x50, "operations of interface 3");
 static_assert(sizeof(Place) == 24 && sizeof(RmaVerb) == 24 && sizeof(RmaSize) == 32 && sizeof(AtomicPlace) == 80, "arguments of interface 3");

@@ -93,7 +93,7 @@ EXPORT int nvshmemt_init(Transport **out, void *, int interface_version) {
   t->operations = {can_reach_peer, connect_endpoints, get_mem_handle, release_mem_handle, finalize, show_info, progress, rma, amo, fence, quiet,
                    nullptr,        nullptr,           add_remote_handles};
   t->attributes = kConnected, t->num_devices = 1;
-  t->most_bytes = 1u << 30;
+  t->max_bytes = 1u << 30;
   t->initialized = true;
   *out = t;
   return 0;

@@ -11,7 +11,7 @@
 namespace testtransport {
 namespace {
 
-constexpr size_t kPieces = 3, kLeastPiece = 512; // a longer put goes in pieces, the last one first
+constexpr size_t kPieces = 3, kMinPiece = 512; // a longer put goes in pieces, the last one first
 
 uint64_t now_ns() {
   timespec t{};
@@ -60,10 +60,10 @@ int Wire::post(int pe, Work work) {
   c.bytes += work.bytes;
   if (peer.lost) return ++c.dropped, 0;
   work.fences = peer.fences, work.number = peer.posted++;
-  const bool at_once = pe == my_pe_ || settings_.most_delay_ns == 0; // NVSHMEM fences nothing toward itself
+  const bool at_once = pe == my_pe_ || settings_.max_delay_ns == 0; // NVSHMEM fences nothing toward itself
   if (!at_once) {
     work.queue = static_cast<int>(random_() % static_cast<uint64_t>(settings_.num_queues));
-    work.due_ns = now_ns() + random_() % settings_.most_delay_ns;
+    work.due_ns = now_ns() + random_() % settings_.max_delay_ns;
   }
   peer.waiting.push_back(work);
   return at_once ? go(&peer, peer.waiting.size() - 1) : 0;
@@ -86,7 +86,7 @@ int Wire::go(Peer *peer, size_t at) {
 
 int Wire::issue(const Work &work) {
   if (work.what == What::kAtomic) return verdict(enqueue_atomic(work, stream_));
-  const size_t piece = work.bytes / kPieces < kLeastPiece ? work.bytes : (work.bytes / kPieces + 15) / 16 * 16;
+  const size_t piece = work.bytes / kPieces < kMinPiece ? work.bytes : (work.bytes / kPieces + 15) / 16 * 16;
   size_t end = work.bytes;
   while (end > 0) {
     const size_t start = (end - 1) / piece * piece;

@@ -25,7 +25,7 @@ struct Work {
   void *result = nullptr;                      // null: none wanted
 };
 
-struct Settings { uint64_t seed = 0, most_delay_ns = 0; int num_queues = 1; };
+struct Settings { uint64_t seed = 0, max_delay_ns = 0; int num_queues = 1; };
 // False, with a line on stderr: the text is not SEED[:MICROSECONDS[:QUEUES]].
 bool parse_settings(const char *text, Settings *out);
 

@@ -69,7 +69,7 @@ void Sender::run() {
   for (int source = 0; source < team_.num_ranks; source++) {
     uint64_t before = num_rows_;
     if (!lay_out(slot, source)) return;
-    if (is_far(team_, source)) put_part(slot, source);
+    if (is_remote(team_, source)) put_part(slot, source);
     op_.sent(source, (num_rows_ - before) * shape_.combine_row_bytes(is_logfmt(p_)));
   }
   half_.finish(p_.num_tokens, p_.ticket);
@@ -100,8 +100,8 @@ bool Sender::lay_out(const Slot &slot, int source) {
 void Sender::put_part(const Slot &slot, int source) {
   const Range *ranges = slot.ranges(source);
   uint64_t first = static_cast<uint64_t>(ranges->first_source), count = num_rows_ - first;
-  half_.far().put(source, 0, 0, ranges, shape_.local_experts() * sizeof(Range));
-  if (count) half_.far().put(source, 0, shape_.mirror_sources_at(), slot.sources() + first, count * sizeof(int32_t));
+  half_.remote().put(source, 0, 0, ranges, shape_.local_experts() * sizeof(Range));
+  if (count) half_.remote().put(source, 0, shape_.mirror_sources_at(), slot.sources() + first, count * sizeof(int32_t));
   for (uint64_t e = 0; e < shape_.local_experts(); e++) {
     uint64_t at_row = static_cast<uint64_t>(ranges[e].first_source) - first;
     if (ranges[e].count) put_rows(source, e, slot, ranges[e], shape_.mirror_rows_at() + at_row * shape_.combine_row_bytes(is_logfmt(p_)));
@@ -112,7 +112,7 @@ void Sender::put_rows(int source, uint64_t expert, const Slot &slot, const Range
   uint64_t bytes = shape_.combine_row_bytes(is_logfmt(p_)), first = static_cast<uint64_t>(range.first_row);
   for (uint64_t i = 0; i < static_cast<uint64_t>(range.count); i++) {
     const uint8_t *row = is_zero_copy(p_) ? at<const uint8_t>(p_.x + (first + i) * p_.x_row_stride) : slot.rows() + (first + i) * bytes;
-    half_.far().put(source, expert, offset + i * bytes, row, bytes);
+    half_.remote().put(source, expert, offset + i * bytes, row, bytes);
   }
 }
 
@@ -149,7 +149,7 @@ class Receiver {
   bool check_slots();
   void find_rows(int32_t token, int32_t *cursors, Found &found);
   const uint16_t *find_row(int source, int64_t expert, int32_t token, int32_t *cursors);
-  const uint16_t *find_far_row(int source, int64_t expert, int32_t token, int32_t &cursor);
+  const uint16_t *find_remote_row(int source, int64_t expert, int32_t token, int32_t &cursor);
   void add_logfmt(uint16_t *to, const Found &found);
   void fill_nan();
 
@@ -240,7 +240,7 @@ void Receiver::find_rows(int32_t token, int32_t *cursors, Found &found) {
 
 // An expert's rows lie by token, and tokens are looked for in order: each list is walked through once.
 const uint16_t *Receiver::find_row(int source, int64_t expert, int32_t token, int32_t *cursors) {
-  if (is_far(team_, source)) return find_far_row(source, expert, token, cursors[expert]);
+  if (is_remote(team_, source)) return find_remote_row(source, expert, token, cursors[expert]);
   Slot slot(half_.slot(source), shape_);
   const Range &range = slot.ranges(team_.rank)[static_cast<uint64_t>(expert) % shape_.local_experts()];
   const int32_t *sources = slot.sources() + range.first_source;
@@ -253,7 +253,7 @@ const uint16_t *Receiver::find_row(int source, int64_t expert, int32_t token, in
 }
 
 // The same in a mirror. What a peer that goes on without this rank is writing may be anything.
-const uint16_t *Receiver::find_far_row(int source, int64_t expert, int32_t token, int32_t &cursor) {
+const uint16_t *Receiver::find_remote_row(int source, int64_t expert, int32_t token, int32_t &cursor) {
   uint64_t mirror = half_.slot(source), local = shape_.local_experts();
   const Range *ranges = at<const Range>(mirror), range = ranges[static_cast<uint64_t>(expert) % local];
   int64_t first = int64_t{range.first_source} - ranges[0].first_source;
@@ -270,7 +270,7 @@ void Receiver::add_logfmt(uint16_t *to, const Found &found) {
   uint64_t blocks = shape_.hidden / kScaleChannels;
   for (uint64_t first = 0; first < blocks; first += kBlocks) {
     float acc[kBlocks * kScaleChannels] = {};
-    uint64_t count = min_of(kBlocks, blocks - first);
+    uint64_t count = min(kBlocks, blocks - first);
     for (int i = 0; i < found.count; i++)
       rows_.logfmt_add(acc, reinterpret_cast<const uint8_t *>(found.rows[i]), found.weights[i], blocks, first, count);
     rows_.store_sums(to + first * kScaleChannels, acc, count);

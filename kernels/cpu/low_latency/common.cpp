@@ -12,7 +12,7 @@ uint64_t slot_address(const Team &team, int owner, Kind kind, uint64_t epoch) {
 
 bool SendHalf::has_credit(int peer) const {
   uint64_t given = team_.control().credit(kind_, peer).value.load();
-  return max_of(given, team_.control().peer_state(peer).credit_floor[kind_]) + 2 >= epoch_;
+  return max(given, team_.control().peer_state(peer).credit_floor[kind_]) + 2 >= epoch_;
 }
 
 bool SendHalf::begin() {
@@ -34,7 +34,7 @@ bool SendHalf::begin() {
   };
   if (!wait_until(op_, poll, awaits)) return false;
   own.writing[kind_].store(epoch_);
-  far_.begin(epoch_);
+  remote_.begin(epoch_);
   return true;
 }
 
@@ -51,9 +51,9 @@ void SendHalf::fill(SendMessage &to, int32_t num_tokens) const {
 }
 
 void SendHalf::post(int peer, int32_t num_tokens) {
-  if (is_far(team_, peer)) {
-    fill(far_.message(peer), num_tokens);
-    return far_.end(peer);
+  if (is_remote(team_, peer)) {
+    fill(remote_.message(peer), num_tokens);
+    return remote_.end(peer);
   }
   SendMessage &to = team_.peers[peer].control.send_from(kind_, epoch_ & 1, team_.rank);
   to.epoch.store(0);  // a reader that meets half a message looks again
@@ -103,11 +103,11 @@ RecvHalf::RecvHalf(Op &op, Kind kind, uint32_t ticket)
 
 uint64_t RecvHalf::slot(int peer) const {
   uint64_t epoch = static_cast<uint64_t>(epoch_[peer]);
-  return is_far(team_, peer) ? mirror_address(team_, kind_, epoch, peer) : slot_address(team_, peer, kind_, epoch);
+  return is_remote(team_, peer) ? mirror_address(team_, kind_, epoch, peer) : slot_address(team_, peer, kind_, epoch);
 }
 
 uint32_t RecvHalf::cleans_of(int peer) const {
-  if (is_far(team_, peer)) return static_cast<uint32_t>(far_peer(team_, peer).cleans.load());
+  if (is_remote(team_, peer)) return static_cast<uint32_t>(remote_peer(team_, peer).cleans.load());
   return team_.peers[peer].control.own().cleans;
 }
 
@@ -162,9 +162,9 @@ bool RecvHalf::look() {
     }
     if (!agrees(peer, *message)) return true;
     uint64_t epoch = message->epoch.load();
-    if (is_far(team_, peer) && !has_ended(team_, kind_, peer, *message, epoch)) continue;
+    if (is_remote(team_, peer) && !has_ended(team_, kind_, peer, *message, epoch)) continue;
 #if DK_MUTANT == 25  // a credit before the rows were read
-    if (is_far(team_, peer)) give_far_credit(op_, kind_, peer, epoch);
+    if (is_remote(team_, peer)) give_remote_credit(op_, kind_, peer, epoch);
 #endif
     epoch_[peer] = static_cast<int64_t>(epoch);
     message_[peer] = static_cast<int64_t>(address_of(message));
@@ -182,7 +182,7 @@ bool RecvHalf::all_settled() const {
 
 bool RecvHalf::awaits(int peer, Missing &missing) const {
   uint64_t newest = 0;
-  for (uint64_t slot = 0; slot < 2; slot++) newest = max_of(newest, team_.control().send_from(kind_, slot, peer).epoch.load());
+  for (uint64_t slot = 0; slot < 2; slot++) newest = max(newest, team_.control().send_from(kind_, slot, peer).epoch.load());
   missing = {static_cast<int64_t>(ticket_.epoch), static_cast<int64_t>(newest)};
   return !settled(peer);
 }
@@ -190,9 +190,9 @@ bool RecvHalf::awaits(int peer, Missing &missing) const {
 bool RecvHalf::intact(int peer) {
   uint64_t epoch = static_cast<uint64_t>(epoch_[peer]);
 #if DK_MUTANT == 24  // nobody looks whether a mirror was overwritten while it was read
-  if (is_far(team_, peer)) return true;
+  if (is_remote(team_, peer)) return true;
 #endif
-  if (is_far(team_, peer)) return far_peer(team_, peer).arrival[kind_][epoch & 1].writing.load() == epoch;
+  if (is_remote(team_, peer)) return remote_peer(team_, peer).arrival[kind_][epoch & 1].writing.load() == epoch;
   return team_.peers[peer].control.own().writing[kind_].load() < epoch + 2;
 }
 
@@ -203,11 +203,11 @@ void RecvHalf::give_credits() {
     older_open |= other.open && other.kind == ticket_.kind && other.cleans == ticket_.cleans && other.epoch < ticket_.epoch;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
     uint64_t &early = team_.control().peer_state(peer).read_early[kind_];
-    uint64_t epoch = max_of(early, message_[peer] ? static_cast<uint64_t>(epoch_[peer]) : 0);
+    uint64_t epoch = max(early, message_[peer] ? static_cast<uint64_t>(epoch_[peer]) : 0);
     early = older_open ? epoch : 0;
     if (older_open || !epoch) continue;
-    if (is_far(team_, peer)) {
-      give_far_credit(op_, kind_, peer, epoch);
+    if (is_remote(team_, peer)) {
+      give_remote_credit(op_, kind_, peer, epoch);
       continue;
     }
     team_.peers[peer].control.credit(kind_, team_.rank).value.store(epoch);
@@ -232,13 +232,13 @@ void forget_past_of(Team &team, int peer) {
   for (uint64_t slot = 0; slot < 2; slot++) {
     for (int kind = 0; kind < 2; kind++) {
       uint64_t epoch = team.control().send_from(static_cast<Kind>(kind), slot, peer).epoch.load();
-      state.seen_at_clean[kind] = max_of(state.seen_at_clean[kind], epoch);
+      state.seen_at_clean[kind] = max(state.seen_at_clean[kind], epoch);
     }
-    state.clean_seen = max_of(state.clean_seen, team.control().clean_from(peer, slot).count.load());
+    state.clean_seen = max(state.clean_seen, team.control().clean_from(peer, slot).count.load());
   }
 }
 
-void start_anew(Op &op, uint32_t cleans) {
+void restart(Op &op, uint32_t cleans) {
   Team &team = op.team;
   OwnState &own = team.control().own();
   own.cleans = cleans;

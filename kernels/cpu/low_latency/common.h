@@ -1,7 +1,7 @@
 // The two halves of a low-latency call, common to dispatch and combine: slots, messages, credits, tickets.
 //
-// A rank fills a slot of its own wire region and tells its peers; they read it in place and give a credit for it. To far ranks
-// (ll_far.h) it puts what they need of the slot, and the slot is free again when the puts have left it too. A message
+// A rank fills a slot of its own wire region and tells its peers; they read it in place and give a credit for it. To remote ranks
+// (remote.h) it puts what they need of the slot, and the slot is free again when the puts have left it too. A message
 // belongs to a receive half if it carries the same number of sends since the same clean; the epoch that the sender goes by is
 // its own. So a peer that was masked, came late or skipped calls is never taken for one that arrived.
 #pragma once
@@ -13,27 +13,27 @@ uint64_t slot_address(const Team &team, int owner, Kind kind, uint64_t epoch);
 
 class SendHalf {
  public:
-  SendHalf(Op &op, Kind kind) : op_(op), team_(op.team), kind_(kind), far_(op, kind) {}
+  SendHalf(Op &op, Kind kind) : op_(op), team_(op.team), kind_(kind), remote_(op, kind) {}
 
   // Waits until the slot of the next epoch is free. False: the operation failed.
   bool begin();
   uint64_t slot() const { return slot_address(team_, team_.rank, kind_, epoch_); }
   void set_field(int field, int64_t value) { fields_[field] = value; }
   void set_rows(bool in_rdma, uint64_t offset, uint64_t stride) { in_rdma_ = in_rdma, offset_ = offset, stride_ = stride; }
-  FarSender &far() { return far_; }  // between begin and finish
+  RemoteSender &remote() { return remote_; }  // between begin and finish
   // Tells the unmasked peers, and leaves the ticket for the receive half.
   void finish(int32_t num_tokens, uint32_t ticket);
 
  private:
   bool has_credit(int peer) const;
-  bool has_left(int peer) const { return !is_far(team_, peer) || far_.left_slot(peer, epoch_); }
+  bool has_left(int peer) const { return !is_remote(team_, peer) || remote_.left_slot(peer, epoch_); }
   void fill(SendMessage &message, int32_t num_tokens) const;
   void post(int peer, int32_t num_tokens);
 
   Op &op_;
   Team &team_;
   const Kind kind_;
-  FarSender far_;
+  RemoteSender remote_;
   uint64_t epoch_ = 0, offset_ = 0, stride_ = 0;
   int64_t fields_[kNumFields] = {};
   bool in_rdma_ = false;
@@ -53,7 +53,7 @@ class RecvHalf {
   bool awaits(int peer, Missing &missing) const;
 
   const SendMessage &message(int peer) const { return *at<const SendMessage>(static_cast<uint64_t>(message_[peer])); }
-  // Of a far peer: the mirror.
+  // Of a remote peer: the mirror.
   uint64_t slot(int peer) const;
   uint64_t own_slot() const { return slot_address(team_, team_.rank, kind_, ticket_.epoch); }
   // False: the peer has begun to overwrite the slot (it has masked this rank), and what was read is void.
@@ -80,7 +80,7 @@ class RecvHalf {
 // A masked peer comes back: what it has not read counts as read, and what it sent before is old.
 void forget_past_of(Team &team, int peer);
 // Clean number `cleans`: sends are counted from zero again. Receive halves that were never issued hold nothing up any more.
-void start_anew(Op &op, uint32_t cleans);
+void restart(Op &op, uint32_t cleans);
 
 constexpr int kMaxTopk = 128;
 

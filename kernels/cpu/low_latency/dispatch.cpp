@@ -1,5 +1,5 @@
 // Low-latency dispatch. The sender casts each token once into its slot, with its indices; each receiver reads the indices of
-// all senders and copies the rows of its experts to their places, by source rank and then by token. A far receiver reads them
+// all senders and copies the rows of its experts to their places, by source rank and then by token. A remote receiver reads them
 // in its mirror of the slot, where the sender has put the indices and the rows that this receiver takes.
 #include <string.h>
 
@@ -85,21 +85,21 @@ bool rank_named_before(const int32_t *idx, int k, int local) {
   return false;
 }
 
-// A row that several experts of a far rank want crosses once.
-void put_row(Op &op, const dk_ll_dispatch_params &p, FarSender &far, const Slot &slot, uint64_t token) {
+// A row that several experts of a remote rank want crosses once.
+void put_row(Op &op, const dk_ll_dispatch_params &p, RemoteSender &remote, const Slot &slot, uint64_t token) {
   int local = p.num_experts / op.team.num_ranks;
   uint64_t bytes = value_bytes(p) + 4 * scale_words(p);
   const int32_t *idx = slot.idx(token);
   for (int k = 0; k < p.num_topk; k++) {
-    if (idx[k] < 0 || rank_named_before(idx, k, local) || !is_far(op.team, idx[k] / local)) continue;
-    far.put(idx[k] / local, static_cast<uint64_t>(idx[k] % local), slot.offset_of_row(token), slot.row(token), bytes);
+    if (idx[k] < 0 || rank_named_before(idx, k, local) || !is_remote(op.team, idx[k] / local)) continue;
+    remote.put(idx[k] / local, static_cast<uint64_t>(idx[k] % local), slot.offset_of_row(token), slot.row(token), bytes);
   }
 }
 
-void put_routing(Op &op, const dk_ll_dispatch_params &p, FarSender &far, const Slot &slot) {
+void put_routing(Op &op, const dk_ll_dispatch_params &p, RemoteSender &remote, const Slot &slot) {
   uint64_t bytes = static_cast<uint64_t>(p.num_tokens) * static_cast<uint64_t>(p.num_topk) * sizeof(int32_t);
   for (int peer = 0; peer < op.team.num_ranks && bytes; peer++)
-    if (is_far(op.team, peer)) far.put(peer, 0, 0, slot.idx(0), bytes);
+    if (is_remote(op.team, peer)) remote.put(peer, 0, 0, slot.idx(0), bytes);
 }
 
 void count_sent(Op &op, const dk_ll_dispatch_params &p, const Slot &slot) {
@@ -124,9 +124,9 @@ void send(Op &op, const dk_ll_dispatch_params &p) {
     copy_routing(op, p, slot, token);
     if (op.failed()) return;
     write_row(op.team, p, slot.row(token), token);
-    if (any_far(op.team)) put_row(op, p, half.far(), slot, token);
+    if (any_remote(op.team)) put_row(op, p, half.remote(), slot, token);
   }
-  if (any_far(op.team)) put_routing(op, p, half.far(), slot);
+  if (any_remote(op.team)) put_routing(op, p, half.remote(), slot);
   half.finish(p.num_tokens, p.ticket);
   count_sent(op, p, slot);
 }
@@ -198,7 +198,7 @@ void Receiver::take_all(int source) {
   if (!half_.here(source)) return;
   Slot slot(half_.slot(source), shape_, p_);
   // The bound is for a message that is being overwritten.
-  uint64_t tokens = min_of(static_cast<uint64_t>(half_.message(source).num_tokens), shape_.num_max_tokens);
+  uint64_t tokens = min(static_cast<uint64_t>(half_.message(source).num_tokens), shape_.num_max_tokens);
   for (uint64_t token = 0; token < tokens; token++) take_token(slot, token);
   if (!half_.intact(source)) {
     for (int e = 0; e < local_; e++) count_[e] = static_cast<int32_t>(range[e * team_.num_ranks] >> 32);
@@ -242,7 +242,7 @@ void run_ll_dispatch(const dk_ll_dispatch_params &p) {
 bool bad_ll_dispatch(const Team &team, const dk_ll_dispatch_params &p) {
   if (bad_shape(p, team) || bad_index_bytes(p.index_bytes)) return true;
   if (LowLatencyShape(p, team.num_ranks).dispatch_slot_bytes(p.num_topk) > team.wire.slot_bytes[kDispatch]) return true;
-  if (any_far(team) && LowLatencyShape(p, team.num_ranks).dispatch_slot_bytes(p.num_topk) > team.wire.mirror_bytes[kDispatch]) return true;
+  if (any_remote(team) && LowLatencyShape(p, team.num_ranks).dispatch_slot_bytes(p.num_topk) > team.wire.mirror_bytes[kDispatch]) return true;
   if (p.format != DK_FORMAT_BF16 && p.format != DK_FORMAT_FP8) return true;
   if (p.flags & ~uint32_t{DK_LL_ROUND_SCALE | DK_LL_UE8M0} || (p.flags && !is_fp8(p)) || p.flags == DK_LL_UE8M0) return true;
   if (is_fp8(p) && p.hidden % (p.flags & DK_LL_UE8M0 ? 4 * kScaleChannels : kScaleChannels)) return true;

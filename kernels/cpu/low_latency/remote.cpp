@@ -8,11 +8,11 @@ namespace {
 constexpr int kMessageQp = 0;  // messages, credits and cleans: among each other they keep their order
 
 template <class Each> void for_each_bit(const uint64_t *words, Each each) {
-  for (int w = 0; w < kFarQps / 64; w++)
+  for (int w = 0; w < kRemoteQps / 64; w++)
     for (uint64_t bits = words[w]; bits; bits &= bits - 1) each(w * 64 + __builtin_ctzll(bits));
 }
 
-bool has_left(const Team &team, int peer, const FarSent &sent) {
+bool has_left(const Team &team, int peer, const RemoteSent &sent) {
   bool left = true;
 #if DK_MUTANT == 27  // a slot is used again while its rows are on their way
   return left;
@@ -23,9 +23,9 @@ bool has_left(const Team &team, int peer, const FarSent &sent) {
 
 }  // namespace
 
-static_assert(sizeof(SendMessage{}.qps) * 8 == kFarQps, "a bit each");
+static_assert(sizeof(SendMessage{}.qps) * 8 == kRemoteQps, "a bit each");
 
-FarPeer &far_peer(const Team &team, int peer) { return at<FarPeer>(team.peers[team.rank].wire + team.wire.far_offset)[peer]; }
+RemotePeer &remote_peer(const Team &team, int peer) { return at<RemotePeer>(team.peers[team.rank].wire + team.wire.remote_offset)[peer]; }
 
 uint64_t mirror_address(const Team &team, Kind kind, uint64_t epoch, int peer) {
   uint64_t number = (epoch & 1) * static_cast<uint64_t>(team.num_ranks) + static_cast<uint64_t>(peer);
@@ -44,27 +44,27 @@ bool post(Op &op, int peer, int qp, void *dst, const void *src, uint64_t bytes, 
 
 // ---- Send ----
 
-FarSender::FarSender(Op &op, Kind kind)
-    : op_(op), team_(op.team), kind_(kind), num_qps_(op.team.nic ? min_of(op.team.nic->num_qps(), kFarQps) : 1) {}
+RemoteSender::RemoteSender(Op &op, Kind kind)
+    : op_(op), team_(op.team), kind_(kind), num_qps_(op.team.nic ? min(op.team.nic->num_qps(), kRemoteQps) : 1) {}
 
-bool FarSender::left_slot(int peer, uint64_t epoch) const { return has_left(team_, peer, far_peer(team_, peer).sent[kind_][epoch & 1]); }
+bool RemoteSender::left_slot(int peer, uint64_t epoch) const { return has_left(team_, peer, remote_peer(team_, peer).sent[kind_][epoch & 1]); }
 
-void FarSender::begin(uint64_t epoch) {
+void RemoteSender::begin(uint64_t epoch) {
   epoch_ = epoch;
   for (int peer = 0; peer < team_.num_ranks; peer++)
-    if (is_far(team_, peer)) memset(message(peer).qps, 0, sizeof message(peer).qps);
+    if (is_remote(team_, peer)) memset(message(peer).qps, 0, sizeof message(peer).qps);
 }
 
-bool FarSender::post_on(int peer, int qp, void *dst, const void *src, uint64_t bytes, Signal signal) {
+bool RemoteSender::post_on(int peer, int qp, void *dst, const void *src, uint64_t bytes, Signal signal) {
   if (!post(op_, peer, qp, dst, src, bytes, signal)) return false;
   sent(peer).posted[qp] = team_.nic->posted(peer, qp);
   return true;
 }
 
-bool FarSender::open(int peer, int qp) {
+bool RemoteSender::open(int peer, int qp) {
   uint64_t &word = message(peer).qps[qp / 64], bit = uint64_t{1} << qp % 64;
   if (word & bit) return !team_.masked(peer);
-  FarArrival &there = far_peer(team_, team_.rank).arrival[kind_][epoch_ & 1];
+  RemoteArrival &there = remote_peer(team_, team_.rank).arrival[kind_][epoch_ & 1];
   if (!post_on(peer, qp, nullptr, nullptr, 0, {&there.writing, epoch_, DK_SIGNAL_SET})) return false;
   word |= bit;
 #if DK_MUTANT == 22  // a flag before its rows
@@ -73,16 +73,16 @@ bool FarSender::open(int peer, int qp) {
   return true;
 }
 
-void FarSender::put(int peer, uint64_t lane, uint64_t offset, const void *src, uint64_t bytes) {
+void RemoteSender::put(int peer, uint64_t lane, uint64_t offset, const void *src, uint64_t bytes) {
   int qp = static_cast<int>(lane % static_cast<uint64_t>(num_qps_));
   if (!open(peer, qp)) return;
   post_on(peer, qp, at<void>(mirror_address(team_, kind_, epoch_, team_.rank) + offset), src, bytes, {});
 }
 
 // The message stands for the flag of its own QP.
-void FarSender::end(int peer) {
+void RemoteSender::end(int peer) {
   if (!open(peer, kMessageQp)) return;
-  FarArrival &there = far_peer(team_, team_.rank).arrival[kind_][epoch_ & 1];
+  RemoteArrival &there = remote_peer(team_, team_.rank).arrival[kind_][epoch_ & 1];
   for_each_bit(message(peer).qps, [&](int qp) {
 #if DK_MUTANT == 21  // the flag of one QP is lost
     if (qp == 1 && epoch_ == 3) return;
@@ -93,7 +93,7 @@ void FarSender::end(int peer) {
 }
 
 // As SendHalf::post does. What a reader looks at before it knows that all is here goes whole, as signals.
-void FarSender::put_message(int peer) {
+void RemoteSender::put_message(int peer) {
   static_assert(offsetof(SendMessage, num_tokens) == offsetof(SendMessage, cleans) + 4, "one word");
   static_assert(offsetof(SendMessage, rows_offset) == offsetof(SendMessage, cleans) + 8, "the word's end");
   SendMessage &from = message(peer), &to = team_.control().send_from(kind_, epoch_ & 1, team_.rank);
@@ -110,7 +110,7 @@ void FarSender::put_message(int peer) {
 // ---- Receive ----
 
 bool has_ended(const Team &team, Kind kind, int peer, const SendMessage &message, uint64_t epoch) {
-  const FarArrival &here = far_peer(team, peer).arrival[kind][epoch & 1];
+  const RemoteArrival &here = remote_peer(team, peer).arrival[kind][epoch & 1];
   bool ended = true;
 #if DK_MUTANT == 23  // the flags of the mirror's last use are taken for new ones
   for_each_bit(message.qps, [&](int qp) { ended = ended && (qp == kMessageQp || here.ended[qp].load() + 2 >= epoch); });
@@ -120,7 +120,7 @@ bool has_ended(const Team &team, Kind kind, int peer, const SendMessage &message
   return ended && message.epoch.load() == epoch;
 }
 
-void give_far_credit(Op &op, Kind kind, int peer, uint64_t epoch) {
+void give_remote_credit(Op &op, Kind kind, int peer, uint64_t epoch) {
   post(op, peer, kMessageQp, {&op.team.control().credit(kind, op.team.rank).value, epoch, DK_SIGNAL_SET});
 }
 
@@ -130,8 +130,8 @@ bool wait_for_callers_rows(Op &op, uint64_t epoch) {
 #endif
   Team &team = op.team;
   auto reads = [&](int peer) {
-    const FarSent &sent = far_peer(team, peer).sent[kCombine][epoch & 1];
-    return is_far(team, peer) && sent.message.rows_in_rdma && !has_left(team, peer, sent);
+    const RemoteSent &sent = remote_peer(team, peer).sent[kCombine][epoch & 1];
+    return is_remote(team, peer) && sent.message.rows_in_rdma && !has_left(team, peer, sent);
   };
   auto poll = [&] {
     for (int peer = 0; peer < team.num_ranks; peer++)
@@ -145,8 +145,8 @@ bool wait_for_callers_rows(Op &op, uint64_t epoch) {
 
 void tell_cleans(Op &op, int peer) {
   Team &team = op.team;
-  Signal signal = {&far_peer(team, team.rank).cleans, team.control().own().cleans.load(), DK_SIGNAL_SET};
-  if (is_far(team, peer)) post(op, peer, kMessageQp, signal);
+  Signal signal = {&remote_peer(team, team.rank).cleans, team.control().own().cleans.load(), DK_SIGNAL_SET};
+  if (is_remote(team, peer)) post(op, peer, kMessageQp, signal);
 }
 
 void put_clean(Op &op, int peer, uint64_t count, uint64_t cleans) {
@@ -156,7 +156,7 @@ void put_clean(Op &op, int peer, uint64_t count, uint64_t cleans) {
 
 void wait_until_told(Op &op) {
   Team &team = op.team;
-  auto waits = [&](int peer) { return is_far(team, peer) && !team.masked(peer) && !team.nic->idle(peer, kMessageQp); };
+  auto waits = [&](int peer) { return is_remote(team, peer) && !team.masked(peer) && !team.nic->idle(peer, kMessageQp); };
   auto poll = [&] {
     for (int peer = 0; peer < team.num_ranks; peer++)
       if (waits(peer)) return Poll::idle;

@@ -1,17 +1,17 @@
-// Low latency toward far ranks (ll_far.h): what the two halves of a call put, and how they see what was put here.
+// Low latency toward remote ranks (remote.h): what the two halves of a call put, and how they see what was put here.
 #pragma once
 #include "cpu/low_latency/remote_layout.h"
 #include "cpu/team/wait.h"
 
 namespace dk {
 
-inline bool any_far(const Team &team) { return team.wire.mirror_bytes[kDispatch] != 0; }
-inline bool is_far(const Team &team, int peer) {
-  return any_far(team) && peer != team.rank && (!team.near(peer) || team.flags & DK_TEAM_LL_TRANSPORT);
+inline bool any_remote(const Team &team) { return team.wire.mirror_bytes[kDispatch] != 0; }
+inline bool is_remote(const Team &team, int peer) {
+  return any_remote(team) && peer != team.rank && (!team.is_local(peer) || team.flags & DK_TEAM_LL_TRANSPORT);
 }
 
-// Both in this rank's own block. What `peer` puts here; with the own rank, the place of what this rank puts into a far one's.
-FarPeer &far_peer(const Team &team, int peer);
+// Both in this rank's own block. What `peer` puts here; with the own rank, the place of what this rank puts into a remote one's.
+RemotePeer &remote_peer(const Team &team, int peer);
 uint64_t mirror_address(const Team &team, Kind kind, uint64_t epoch, int peer);
 
 // Waits for room in the QP. False: nothing was posted, since the operation failed or the peer was masked meanwhile.
@@ -19,9 +19,9 @@ bool post(Op &op, int peer, int qp, void *dst, const void *src, uint64_t bytes, 
 inline bool post(Op &op, int peer, int qp, Signal signal) { return post(op, peer, qp, nullptr, nullptr, 0, signal); }
 
 // The puts of one send half. Toward a masked peer nothing is posted.
-class FarSender {
+class RemoteSender {
  public:
-  FarSender(Op &op, Kind kind);
+  RemoteSender(Op &op, Kind kind);
   // Whether all that was put from the slot of this epoch has left it. Also of masked peers.
   bool left_slot(int peer, uint64_t epoch) const;
   void begin(uint64_t epoch);
@@ -31,7 +31,7 @@ class FarSender {
   void end(int peer);
 
  private:
-  FarSent &sent(int peer) const { return far_peer(team_, peer).sent[kind_][epoch_ & 1]; }
+  RemoteSent &sent(int peer) const { return remote_peer(team_, peer).sent[kind_][epoch_ & 1]; }
   bool post_on(int peer, int qp, void *dst, const void *src, uint64_t bytes, Signal signal);
   bool open(int peer, int qp);
   void put_message(int peer);
@@ -45,11 +45,11 @@ class FarSender {
 
 // Whether every QP has brought what this message speaks of.
 bool has_ended(const Team &team, Kind kind, int peer, const SendMessage &message, uint64_t epoch);
-void give_far_credit(Op &op, Kind kind, int peer, uint64_t epoch);
+void give_remote_credit(Op &op, Kind kind, int peer, uint64_t epoch);
 // Rows that were put from the caller's memory (zero copy) are not read any more.
 bool wait_for_callers_rows(Op &op, uint64_t epoch);
 
-// A far peer cannot look how often this rank has cleaned.
+// A remote peer cannot look how often this rank has cleaned.
 void tell_cleans(Op &op, int peer);
 void wait_until_told(Op &op);
 void put_clean(Op &op, int peer, uint64_t count, uint64_t cleans);

@@ -1,6 +1,6 @@
 // Combine of normal mode. Rows go back through a ring for each pair of ranks, in the order in which they came, so that the
 // token's own rank finds the rows that it needs next at the heads of its rings. It adds them in FP32 by ascending rank. Rows for
-// a rank of another node are read by the gate, the rank of its index here, which adds them up first (combine_far.h).
+// a rank of another node are read by the forwarder, the rank of its index here, which adds them up first (combine_remote.h).
 #include <string.h>
 
 #include "cpu/team/check.h"
@@ -45,13 +45,13 @@ class Combine {
   void fail_outputs();
 
   // Where rows of a token come from: each rank of my node, and each other node by its first rank.
-  int after(int source) const { return source + (team_.near(source) ? 1 : team_.num_nvl_peers); }
+  int after(int source) const { return source + (team_.is_local(source) ? 1 : team_.num_nvl_peers); }
   bool node_has(int32_t token, int first) const {
     for (int i = 0; i < team_.num_nvl_peers; i++)
       if (head_of(token)[first + i] >= 0) return true;
     return false;
   }
-  bool has(int32_t token, int source) const { return team_.near(source) ? head_of(token)[source] >= 0 : node_has(token, source); }
+  bool has(int32_t token, int source) const { return team_.is_local(source) ? head_of(token)[source] >= 0 : node_has(token, source); }
 
   const int32_t *head_of(int32_t token) const { return at<const int32_t>(p_.send_head) + static_cast<int64_t>(token) * team_.num_ranks; }
   Ring ring_of(int source) const {
@@ -94,7 +94,7 @@ void Combine::count_rows() {
     num_rows_[i] = matrix[i * n + me] - first_row_[i];
     expected_[i] = matrix[me * n + i] - (me ? matrix[(me - 1) * n + i] : 0);
     pushed_[i] = head_[i] = 0;
-    if (team_.gate(i) != me) to_push_ += num_rows_[i];
+    if (team_.forwarder(i) != me) to_push_ += num_rows_[i];
   }
   int64_t rows = matrix[(n - 1) * n + me];
   if (rows > p_.num_recv_tokens) op_.fail(DK_EMISMATCH, -1, DK_FIELD_WORST_TOKENS, p_.num_recv_tokens, rows);
@@ -115,8 +115,8 @@ void Combine::run() {
 void Combine::count_bytes() {
   uint64_t bytes = row_bytes(p_) + (p_.topk_weights ? weight_bytes(p_) : 0);
   for (int i = 0; i < team_.num_ranks; i++) {
-    op_.sent(team_.gate(i), static_cast<uint64_t>(num_rows_[i]) * bytes);
-    if (team_.near(i) || i != team_.partner(team_.node(i))) continue;
+    op_.sent(team_.forwarder(i), static_cast<uint64_t>(num_rows_[i]) * bytes);
+    if (team_.is_local(i) || i != team_.partner(team_.node(i))) continue;
     op_.sent(i, static_cast<uint64_t>(team_.links[team_.node(i)].sent) * (sum_.record().bytes() - token_bytes(team_)));
   }
 }
@@ -125,7 +125,7 @@ void Combine::count_bytes() {
 void Combine::agree() {
   int32_t topk = has_weights(p_) ? p_.num_topk : 0;
   for (int i = 0; i < team_.num_ranks; i++)
-    topk = max_of(topk, static_cast<int32_t>(exchange_.message(i).fields[DK_FIELD_NUM_TOPK]));
+    topk = max(topk, static_cast<int32_t>(exchange_.message(i).fields[DK_FIELD_NUM_TOPK]));
   sum_.begin(topk);
   agreed_ = true;
 }
@@ -149,7 +149,7 @@ bool Combine::awaits(int peer, Missing &missing) {
   if (!exchange_.complete()) return false;
   if (awaits_rows(peer, missing) || sum_.awaits(peer, missing)) return true;
   int step = team_.spans_nodes() ? team_.num_nvl_peers : team_.num_ranks;
-  for (int source = peer % step; team_.near(peer) && source < team_.num_ranks; source += step)
+  for (int source = peer % step; team_.is_local(peer) && source < team_.num_ranks; source += step)
     if (awaits_room(source, missing)) return true;
   return false;
 }
@@ -158,7 +158,7 @@ bool Combine::awaits(int peer, Missing &missing) {
 // may have left.
 bool Combine::awaits_rows(int peer, Missing &missing) {
   if (next_token_ == p_.num_tokens) return false;
-  if (team_.near(peer)) {
+  if (team_.is_local(peer)) {
     int32_t index = head_of(next_token_)[peer];
     if (peer == team_.rank || index < 0 || row_is_here(peer, index)) return false;
     missing = {index + 1, head_[peer]};
@@ -180,10 +180,10 @@ bool Combine::awaits_room(int source, Missing &missing) const {
 
 // Rows of one rank lie together in x, in the order of its tokens.
 bool Combine::push(int source) {
-  if (pushed_[source] == num_rows_[source] || team_.gate(source) == team_.rank) return false;
+  if (pushed_[source] == num_rows_[source] || team_.forwarder(source) == team_.rank) return false;
   int64_t slots = static_cast<int64_t>(mine_.slots());
   int64_t read = static_cast<int64_t>(team_.control().combine_tail(source).rows(exchange_.number()));
-  int64_t count = min_of(min_of(slots - (pushed_[source] - read), num_rows_[source] - pushed_[source]), mine_.batch(p_.nvl_send_chunk));
+  int64_t count = min(min(slots - (pushed_[source] - read), num_rows_[source] - pushed_[source]), mine_.batch(p_.nvl_send_chunk));
   if (count <= 0) return false;
   Ring ring = combine_ring(team_, p_, source);
   uint64_t bytes = row_bytes(p_), weights = p_.topk_weights ? weight_bytes(p_) : 0, number = token_bytes(team_);
@@ -195,7 +195,7 @@ bool Combine::push(int source) {
   }
   to_push_ -= count;
   team_.control().combine_head(source).set(exchange_.number(), static_cast<uint64_t>(pushed_[source]));
-  op_.ring(team_.gate(source));
+  op_.ring(team_.forwarder(source));
   return true;
 }
 
@@ -220,14 +220,14 @@ bool Combine::sum_is_here(int node, int32_t token) {
 bool Combine::is_complete(int32_t token) {
   for (int source = 0; source < team_.num_ranks; source = after(source)) {
     if (source == team_.rank || !has(token, source)) continue;
-    if (team_.near(source) ? !row_is_here(source, head_of(token)[source]) : !sum_is_here(team_.node(source), token)) return false;
+    if (team_.is_local(source) ? !row_is_here(source, head_of(token)[source]) : !sum_is_here(team_.node(source), token)) return false;
   }
   return true;
 }
 
 // Adds up tokens while all their rows are here.
 bool Combine::add_tokens() {
-  int32_t first = next_token_, end = min_of(p_.num_tokens, first + kTokensAtOnce);
+  int32_t first = next_token_, end = min(p_.num_tokens, first + kTokensAtOnce);
   for (; next_token_ < end && is_complete(next_token_) && !op_.failed(); next_token_++) add_token(next_token_);
   if (next_token_ > first) tell_read(first);
   return next_token_ > first;
@@ -236,7 +236,7 @@ bool Combine::add_tokens() {
 // The ranks of my node, that the rows of the tokens since `first` have been read.
 void Combine::tell_read(int32_t first) {
   for (int source = 0; source < team_.num_ranks; source++) {
-    if (source == team_.rank || !team_.near(source)) continue;
+    if (source == team_.rank || !team_.is_local(source)) continue;
     int64_t read = -1;
     for (int32_t token = next_token_ - 1; token >= first && read < 0; token--) read = head_of(token)[source];
     if (read < 0) continue;
@@ -270,7 +270,7 @@ void Combine::add_token(int32_t token) {
       continue;
     }
     const uint8_t *row, *extra;
-    if (team_.near(source)) {
+    if (team_.is_local(source)) {
       Ring ring = ring_of(source);
       uint64_t slot = static_cast<uint64_t>(head[source]) % ring.slots();
       row = ring.row(slot), extra = ring.extra<const uint8_t>(slot);
@@ -281,7 +281,7 @@ void Combine::add_token(int32_t token) {
     }
     rows[count++] = reinterpret_cast<const uint16_t *>(row);
 #if DK_MUTANT == 34  // a node that is added twice
-    if (!team_.near(source)) rows[count++] = reinterpret_cast<const uint16_t *>(row);
+    if (!team_.is_local(source)) rows[count++] = reinterpret_cast<const uint16_t *>(row);
 #endif
     if (weight_bytes(p_)) weights[num_weights++] = reinterpret_cast<const float *>(extra + token_bytes(team_));
   }

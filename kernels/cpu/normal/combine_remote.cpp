@@ -24,7 +24,7 @@ void NodeSum::begin(int32_t num_topk) {
 
 NodeSum::Stream NodeSum::stream(int node, int index) const {
   const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
-  int n = team_.num_ranks, source = team_.partner(node), at = team_.first_near() + index, which = node * team_.num_nvl_peers + index;
+  int n = team_.num_ranks, source = team_.partner(node), at = team_.first_local() + index, which = node * team_.num_nvl_peers + index;
   return {at, matrix[source * n + at] - (source ? matrix[(source - 1) * n + at] : 0), taken_ + which, head_ + which};
 }
 
@@ -137,7 +137,7 @@ bool NodeSum::done() const {
 // A rank of my node whose next row is not here; or the one on another node that has no room for what is.
 bool NodeSum::awaits(int peer, Missing &missing) const {
   if (!team_.spans_nodes()) return false;
-  if (!team_.near(peer)) {
+  if (!team_.is_local(peer)) {
     int node = team_.node(peer);
     if (peer != team_.partner(node) || next_token(node) < 0) return false;
     missing = link(node).missing();

@@ -1,5 +1,5 @@
 // Combine among nodes. The rows of a node's ranks for a token of another node are added up there, in FP32 by ascending rank, by
-// the rank of the token's own index (the gate), rounded to BF16 once, and cross as one row. The gate merges what its ranks have
+// the rank of the token's own index (the forwarder), rounded to BF16 once, and cross as one row. The forwarder merges what its ranks have
 // by the tokens' numbers, which come with the rows, so it needs no list of who has which.
 #pragma once
 #include "cpu/normal/link.h"

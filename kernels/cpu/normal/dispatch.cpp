@@ -1,7 +1,7 @@
 // Dispatch of normal mode. Each rank stages a token once, in a ring of its own wire region, whatever the number of ranks it
 // goes to; every receiver copies the rows that are its own straight to their places. One thread does both in turn: it stages
 // while its ring has room and copies what others have staged, so nobody waits for a rank that waits for it. What goes to other
-// nodes, and comes from there, is in dispatch_far.h.
+// nodes, and comes from there, is in dispatch_remote.h.
 #include <string.h>
 
 #include "cpu/team/check.h"
@@ -47,7 +47,7 @@ class Dispatch {
   void fill_extra(Extra *extra, int32_t token, const int32_t *head);
   void gather_scales(void *to, int32_t token);
   bool drain(int source);
-  bool drain_near(int source);
+  bool drain_local(int source);
   template <class Rows> void read(int source, const Rows &rows, int64_t head, Cursor &tail);
   void count_bytes();
   void take(int source, const uint8_t *row, const Extra *extra);
@@ -58,7 +58,7 @@ class Dispatch {
   const uint64_t *readers(const Extra *extra) const { return reinterpret_cast<const uint64_t *>(extra + 1); }
   const int32_t *topk_idx(const Extra *extra) const { return reinterpret_cast<const int32_t *>(readers(extra) + mask_words_); }
   const float *topk_weights(const Extra *extra) const { return reinterpret_cast<const float *>(topk_idx(extra) + p_.num_topk); }
-  bool sends_to(int peer) const { return peer != team_.rank && to_send_[peer] > 0 && team_.near(peer); }  // who reads my ring
+  bool sends_to(int peer) const { return peer != team_.rank && to_send_[peer] > 0 && team_.is_local(peer); }  // who reads my ring
 
   Op &op_;
   Team &team_;
@@ -69,8 +69,8 @@ class Dispatch {
   const Record record_;
   Ring ring_;
   const LinkPlan plan_;
-  FarSender far_;
-  Gate gate_;
+  RemoteSender remote_;
+  Forwarder forwarder_;
   int64_t *next_row_, *end_row_, *next_slot_, *to_send_;
   int32_t next_token_ = 0;
   int64_t staged_ = 0, announced_ = 0, free_ = 0, num_received_ = 0, outstanding_ = 0;
@@ -80,8 +80,8 @@ class Dispatch {
 Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
     : op_(op), team_(op.team), p_(p), rows_(*team_.device->rows), exchange_(op), mask_words_(mask_words(team_)),
       record_(dispatch_record(team_, p)), ring_(dispatch_ring(team_, p)),
-      plan_(plan_link(team_, record_, p)), far_(team_, exchange_, record_, plan_, ring_),
-      gate_(op, exchange_, record_, at<const int32_t>(p.rank_prefix_matrix)),
+      plan_(plan_link(team_, record_, p)), remote_(team_, exchange_, record_, plan_, ring_),
+      forwarder_(op, exchange_, record_, at<const int32_t>(p.rank_prefix_matrix)),
       next_row_(team_.numbers(kNextRow)), end_row_(team_.numbers(kEndRow)), next_slot_(team_.numbers(kNextSlot)),
       to_send_(team_.numbers(kToSend)) {
   exchange_.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(p.hidden_bytes));
@@ -129,7 +129,7 @@ void Dispatch::run() {
 // To each rank that got them from this one, also those that came through here from another node.
 void Dispatch::count_bytes() {
   for (int i = 0; i < team_.num_ranks; i++) {
-    int64_t rows = team_.near(i) ? to_send_[i] + gate_.rows_for(i) : i == team_.partner(team_.node(i)) ? far_.rows_to(team_.node(i)) : 0;
+    int64_t rows = team_.is_local(i) ? to_send_[i] + forwarder_.rows_for(i) : i == team_.partner(team_.node(i)) ? remote_.rows_to(team_.node(i)) : 0;
     op_.sent(i, static_cast<uint64_t>(rows) * record_.row_bytes);
   }
 }
@@ -142,8 +142,8 @@ Poll Dispatch::poll() {
     int source = (team_.rank + step) % team_.num_ranks;
     if (exchange_.arrived(source) && next_row_[source] < end_row_[source]) progress |= drain(source);
   }
-  progress |= gate_.relay();
-  bool done = exchange_.complete() && next_token_ == p_.num_tokens && outstanding_ == 0 && far_.done(staged_) && gate_.done() &&
+  progress |= forwarder_.relay();
+  bool done = exchange_.complete() && next_token_ == p_.num_tokens && outstanding_ == 0 && remote_.done(staged_) && forwarder_.done() &&
               exchange_.delivered();
   return done ? Poll::done : progress ? Poll::progress : Poll::idle;
 }
@@ -151,7 +151,7 @@ Poll Dispatch::poll() {
 bool Dispatch::awaits(int peer, Missing &missing) {
   if (exchange_.awaits(peer, missing)) return true;
   if (awaits_rows(peer, missing)) return true;
-  if (exchange_.complete() && (far_.awaits(peer, staged_, missing) || gate_.awaits(peer, missing))) return true;
+  if (exchange_.complete() && (remote_.awaits(peer, staged_, missing) || forwarder_.awaits(peer, missing))) return true;
   if (!exchange_.complete() || next_token_ == p_.num_tokens || !sends_to(peer)) return false;
   missing = {staged_ - static_cast<int64_t>(ring_.slots()) + 1,
              static_cast<int64_t>(team_.control().dispatch_tail(peer).rows(exchange_.number()))};
@@ -160,7 +160,7 @@ bool Dispatch::awaits(int peer, Missing &missing) {
 
 // Rows of that rank itself; or of one of another node, if they come through it.
 bool Dispatch::awaits_rows(int peer, Missing &missing) const {
-  if (!team_.near(peer)) return false;
+  if (!team_.is_local(peer)) return false;
   int step = team_.spans_nodes() ? team_.num_nvl_peers : team_.num_ranks;
   for (int source = peer % step; source < team_.num_ranks; source += step) {
     missing = {end_row_[source], next_row_[source]};
@@ -174,8 +174,8 @@ int64_t Dispatch::free_slots() {
   if (free_ > 0) return free_;
   int64_t slowest = staged_;
   for (int peer = 0; peer < team_.num_ranks; peer++)
-    if (sends_to(peer)) slowest = min_of(slowest, static_cast<int64_t>(team_.control().dispatch_tail(peer).rows(exchange_.number())));
-  free_ = static_cast<int64_t>(ring_.slots()) - (staged_ - min_of(slowest, far_.oldest_needed(staged_)));
+    if (sends_to(peer)) slowest = min(slowest, static_cast<int64_t>(team_.control().dispatch_tail(peer).rows(exchange_.number())));
+  free_ = static_cast<int64_t>(ring_.slots()) - (staged_ - min(slowest, remote_.oldest_needed(staged_)));
   return free_;
 }
 
@@ -191,7 +191,7 @@ bool Dispatch::stage() {
       if (sends_to(peer)) op_.ring(peer);
     if (ring_.worth_a_wake(staged_) || next_token_ == p_.num_tokens) op_.ring_now();
   }
-  bool crossed = far_.send(staged_, [this](uint64_t slot) { return readers(ring_.extra<Extra>(slot)); });
+  bool crossed = remote_.send(staged_, [this](uint64_t slot) { return readers(ring_.extra<Extra>(slot)); });
   return crossed || next_token_ != before;
 }
 
@@ -251,7 +251,7 @@ void Dispatch::gather_scales(void *to, int32_t token) {
 
 // Takes all rows for this rank that have come from `source` since the last look.
 bool Dispatch::drain(int source) {
-  if (team_.near(source)) return drain_near(source);
+  if (team_.is_local(source)) return drain_local(source);
   LinkIn in(team_, exchange_, record_, source);
   int64_t head = in.arrived();
   if (head == next_slot_[source]) return false;
@@ -259,7 +259,7 @@ bool Dispatch::drain(int source) {
   return true;
 }
 
-bool Dispatch::drain_near(int source) {
+bool Dispatch::drain_local(int source) {
   const CallMessage &message = exchange_.message(source);
   int64_t head = static_cast<int64_t>(team_.peers[source].control.dispatch_head().rows(exchange_.number()));
   if (head == next_slot_[source]) return false;
@@ -278,7 +278,7 @@ template <class Rows> void Dispatch::read(int source, const Rows &rows, int64_t 
   }
   bool last = next_row_[source] == end_row_[source];
   tail.set(number, last ? kAllRows : static_cast<uint64_t>(head));
-  op_.ring(team_.gate(source));
+  op_.ring(team_.forwarder(source));
 }
 
 void Dispatch::take(int source, const uint8_t *row, const Extra *extra) {

@@ -4,34 +4,34 @@ namespace dk {
 
 // ---- Sender ----
 
-int64_t FarSender::oldest_needed(int64_t staged) const {
+int64_t RemoteSender::oldest_needed(int64_t staged) const {
   int64_t oldest = staged;
 #if DK_MUTANT == 35  // a source that is used again while it crosses
   return oldest;
 #endif
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
-    if (node != team_.own_node()) oldest = min_of(oldest, link(node).oldest_source(team_.links[node].offered));
+    if (node != team_.own_node()) oldest = min(oldest, link(node).oldest_source(team_.links[node].offered));
   return oldest;
 }
 
-bool FarSender::done(int64_t staged) const {
+bool RemoteSender::done(int64_t staged) const {
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
     if (node != team_.own_node() && team_.links[node].offered < staged) return false;
   return true;
 }
 
-bool FarSender::awaits(int peer, int64_t staged, Missing &missing) const {
+bool RemoteSender::awaits(int peer, int64_t staged, Missing &missing) const {
   int node = team_.node(peer);
-  if (team_.near(peer) || peer != team_.partner(node)) return false;
+  if (team_.is_local(peer) || peer != team_.partner(node)) return false;
   if (team_.links[node].offered == staged) return false;
   missing = link(node).missing();
   return missing.seen < missing.expected;
 }
 
-// ---- Gate ----
+// ---- Forwarder ----
 
 // What its slowest reader has read of what came; -1: nobody reads any more.
-int64_t Gate::slowest(const LinkIn &in, int source) const {
+int64_t Forwarder::slowest(const LinkIn &in, int source) const {
   int64_t least = -1;
   for (int index = 0; index < team_.num_nvl_peers; index++) {
 #if DK_MUTANT == 33  // a forgotten reader
@@ -39,12 +39,12 @@ int64_t Gate::slowest(const LinkIn &in, int source) const {
 #endif
     if (!reads(in, source, index)) continue;
     int64_t rows = static_cast<int64_t>(in.tail(index).rows(exchange_.number()));
-    least = least < 0 ? rows : min_of(least, rows);
+    least = least < 0 ? rows : min(least, rows);
   }
   return least;
 }
 
-bool Gate::relay() {
+bool Forwarder::relay() {
   bool progress = false;
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
     int source = team_.partner(node);
@@ -54,7 +54,7 @@ bool Gate::relay() {
     if (here > team_.links[node].seen) {
       team_.links[node].seen = here;
       for (int index = 0; index < team_.num_nvl_peers; index++)
-        if (reads(in, source, index)) op_.ring(team_.first_near() + index);
+        if (reads(in, source, index)) op_.ring(team_.first_local() + index);
       progress = true;
     }
     int64_t read = slowest(in, source);
@@ -66,7 +66,7 @@ bool Gate::relay() {
   return progress;
 }
 
-bool Gate::done() const {
+bool Forwarder::done() const {
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
     int source = team_.partner(node);
     if (node != team_.own_node() && slowest(LinkIn(team_, exchange_, record_, source), source) >= 0) return false;
@@ -75,23 +75,23 @@ bool Gate::done() const {
 }
 
 // A reader that is behind; or the sender, if all readers have read what is here.
-bool Gate::awaits(int peer, Missing &missing) const {
-  bool near = team_.near(peer);
-  if (!team_.spans_nodes() || (!near && peer != team_.partner(team_.node(peer)))) return false;
+bool Forwarder::awaits(int peer, Missing &missing) const {
+  bool local = team_.is_local(peer);
+  if (!team_.spans_nodes() || (!local && peer != team_.partner(team_.node(peer)))) return false;
   for (int node = 0; node < team_.num_nodes(); node++) {
     int source = team_.partner(node);
-    if (node == team_.own_node() || (!near && source != peer)) continue;
+    if (node == team_.own_node() || (!local && source != peer)) continue;
     LinkIn in(team_, exchange_, record_, source);
     int64_t here = in.arrived();
-    if (near && !reads(in, source, team_.index(peer))) continue;
-    int64_t read = near ? static_cast<int64_t>(in.tail(team_.index(peer)).rows(exchange_.number())) : slowest(in, source);
-    missing = near ? Missing{here, read} : Missing{here + 1, here};
-    if (near ? read < here : read == here) return true;
+    if (local && !reads(in, source, team_.index(peer))) continue;
+    int64_t read = local ? static_cast<int64_t>(in.tail(team_.index(peer)).rows(exchange_.number())) : slowest(in, source);
+    missing = local ? Missing{here, read} : Missing{here + 1, here};
+    if (local ? read < here : read == here) return true;
   }
   return false;
 }
 
-int64_t Gate::rows_for(int reader) const {
+int64_t Forwarder::rows_for(int reader) const {
   int64_t rows = 0;
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
     if (node != team_.own_node() && reader != team_.rank) rows += rows_between(team_.partner(node), reader);

@@ -1,14 +1,14 @@
-// Dispatch among nodes. A staged row that ranks of another node read crosses once, to the sender's partner there: the gate.
-// The ranks of that node read it in the gate's ring; the gate wakes them, and gives the sender credit for what all have read.
+// Dispatch among nodes. A staged row that ranks of another node read crosses once, to the sender's partner there: the forwarder.
+// The ranks of that node read it in the forwarder's ring; the forwarder wakes them, and gives the sender credit for what all have read.
 #pragma once
 #include "cpu/normal/link.h"
 
 namespace dk {
 
 // The sender's part: it reads the ring of staged rows like a peer would.
-class FarSender {
+class RemoteSender {
  public:
-  FarSender(Team &team, const Exchange &exchange, const Record &record, const LinkPlan &plan, const Ring &staging)
+  RemoteSender(Team &team, const Exchange &exchange, const Record &record, const LinkPlan &plan, const Ring &staging)
       : team_(team), exchange_(exchange), record_(record), plan_(plan), staging_(staging) {}
 
   // Puts what was staged since, as far as there is room. readers(slot): bits by rank of a staged row.
@@ -34,7 +34,7 @@ class FarSender {
   const Ring &staging_;
 };
 
-template <class Readers> bool FarSender::send(int64_t staged, Readers readers) {
+template <class Readers> bool RemoteSender::send(int64_t staged, Readers readers) {
   bool sent = false;
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
     if (node == team_.own_node()) continue;
@@ -48,10 +48,10 @@ template <class Readers> bool FarSender::send(int64_t staged, Readers readers) {
   return sent;
 }
 
-// The gate's part, for the sender of its index on each other node.
-class Gate {
+// The forwarder's part, for the sender of its index on each other node.
+class Forwarder {
  public:
-  Gate(Op &op, const Exchange &exchange, const Record &record, const int32_t *matrix)
+  Forwarder(Op &op, const Exchange &exchange, const Record &record, const int32_t *matrix)
       : op_(op), team_(op.team), exchange_(exchange), record_(record), matrix_(matrix) {}
 
   bool relay();
@@ -67,7 +67,7 @@ class Gate {
     return matrix_[source * n + reader] - (source ? matrix_[(source - 1) * n + reader] : 0);
   }
   bool reads(const LinkIn &in, int source, int index) const {  // still
-    return rows_between(source, team_.first_near() + index) > 0 && in.tail(index).rows(exchange_.number()) != kAllRows;
+    return rows_between(source, team_.first_local() + index) > 0 && in.tail(index).rows(exchange_.number()) != kAllRows;
   }
   int64_t slowest(const LinkIn &in, int source) const;
 

@@ -11,16 +11,16 @@ constexpr uint64_t kBatchBytes = 64 << 10;
 LinkPlan plan_link(const Team &team, const Record &record, int32_t send_chunk, int32_t recv_chunk, int32_t num_sms) {
   if (!team.spans_nodes()) return {0, 0, 0};
   uint64_t cached = kCachedBytes / static_cast<uint64_t>(team.num_nodes()) / record.stride() + 1;
-  int channels = num_sms > 0 ? max_of(1, num_sms / 2) : kMaxLinkQueues;
-  return {max_of(static_cast<uint64_t>(max_of(recv_chunk, 0)), cached),
-          static_cast<uint64_t>(min_of(min_of(channels, kMaxLinkQueues), team.nic->num_qps())),
-          max_of<int64_t>(max_of(send_chunk, 1), static_cast<int64_t>(kBatchBytes / record.stride()))};
+  int channels = num_sms > 0 ? max(1, num_sms / 2) : kMaxLinkQueues;
+  return {max(static_cast<uint64_t>(max(recv_chunk, 0)), cached),
+          static_cast<uint64_t>(min(min(channels, kMaxLinkQueues), team.nic->num_qps())),
+          max<int64_t>(max(send_chunk, 1), static_cast<int64_t>(kBatchBytes / record.stride()))};
 }
 
-uint64_t link_room(const Team &team, const Record &record) { return min_of(team.wire.link_bytes / record.stride(), kMaxLinkSlots); }
+uint64_t link_room(const Team &team, const Record &record) { return min(team.wire.link_bytes / record.stride(), kMaxLinkSlots); }
 
 static uint64_t slots_for(const Team &team, const Record &record, uint64_t wanted) {
-  return max_of<uint64_t>(1, min_of(wanted, link_room(team, record)));
+  return max<uint64_t>(1, min(wanted, link_room(team, record)));
 }
 
 void begin_links(Team &team) {
@@ -64,7 +64,7 @@ bool LinkOut::send(const void *record, int64_t source) {
   uint64_t number = static_cast<uint64_t>(state_.sent), place = number % slots_;
   int queue = static_cast<int>(number % queues_), mine = team_.own_node();
   uint64_t ring = team_.peers[team_.rank].wire + team_.wire.link_in_offset + static_cast<uint64_t>(mine) * team_.wire.link_bytes;
-  Signal head = {&team_.far().link_head(mine, queue), Cursor::pack(call_, number / queues_ + 1), DK_SIGNAL_SET};
+  Signal head = {&team_.remote().link_head(mine, queue), Cursor::pack(call_, number / queues_ + 1), DK_SIGNAL_SET};
 #if DK_MUTANT == 31  // a head before its row
   if (!team_.nic->signal(peer_, queue, head)) return false;
   head = {};
@@ -87,20 +87,20 @@ Missing LinkOut::missing() const { return {state_.sent - static_cast<int64_t>(sl
 
 LinkIn::LinkIn(Team &team, const Exchange &exchange, const Record &record, int source)
     : team_(team), call_(exchange.number()), stride_(record.stride()), extra_at_(record.extra_at()), node_(team.node(source)),
-      gate_(team.gate(source)) {
+      forwarder_(team.forwarder(source)) {
   const CallMessage &message = exchange.message(source);
   slots_ = slots_for(team, record, message.link_slots);
-  queues_ = max_of<uint64_t>(1, min_of<uint64_t>(message.link_queues, kMaxLinkQueues));
-  ring_ = team.peers[gate_].wire + team.wire.link_in_offset + static_cast<uint64_t>(node_) * team.wire.link_bytes;
+  queues_ = max<uint64_t>(1, min<uint64_t>(message.link_queues, kMaxLinkQueues));
+  ring_ = team.peers[forwarder_].wire + team.wire.link_in_offset + static_cast<uint64_t>(node_) * team.wire.link_bytes;
 }
 
 // Record n is there if its QP has brought more than n / Q.
 int64_t LinkIn::arrived() const {
-  const FarControl &far = team_.peers[gate_].far;
+  const RemoteControl &remote = team_.peers[forwarder_].remote;
   uint64_t records = UINT64_MAX;
   for (uint64_t queue = 0; queue < queues_; queue++) {
-    uint64_t here = Cursor::unpack(far.link_head(node_, static_cast<int>(queue)).load(), call_);
-    records = min_of(records, here * queues_ + queue);
+    uint64_t here = Cursor::unpack(remote.link_head(node_, static_cast<int>(queue)).load(), call_);
+    records = min(records, here * queues_ + queue);
   }
   return static_cast<int64_t>(records);
 }
@@ -108,8 +108,8 @@ int64_t LinkIn::arrived() const {
 // Not for each record: a quarter of the ring at a time, so that the sender does not run dry.
 bool LinkIn::give_credit(int64_t records) {
   LinkState &state = team_.links[node_];
-  if (records - state.credited < max_of<int64_t>(1, static_cast<int64_t>(slots_ / 4))) return false;
-  Signal credit = {&team_.far().link_credit(team_.own_node()), Cursor::pack(call_, static_cast<uint64_t>(records)), DK_SIGNAL_SET};
+  if (records - state.credited < max<int64_t>(1, static_cast<int64_t>(slots_ / 4))) return false;
+  Signal credit = {&team_.remote().link_credit(team_.own_node()), Cursor::pack(call_, static_cast<uint64_t>(records)), DK_SIGNAL_SET};
   if (!team_.nic->signal(team_.partner(node_), 0, credit)) return false;
   state.credited = records;
   return true;

@@ -53,7 +53,7 @@ class LinkOut {
  private:
   void retire();
   bool has_room();
-  uint64_t credit() const { return team_.far().link_credit(node_).rows(call_); }
+  uint64_t credit() const { return team_.remote().link_credit(node_).rows(call_); }
 
   Team &team_;
   LinkState &state_;
@@ -61,7 +61,7 @@ class LinkOut {
   const int node_, peer_;
 };
 
-// From a node, at the gate: the rank of mine whose partner sends. Every rank of the node may look at it.
+// From a node, at the forwarder: the rank of mine whose partner sends. Every rank of the node may look at it.
 class LinkIn {
  public:
   LinkIn(Team &team, const Exchange &exchange, const Record &record, int source);
@@ -70,14 +70,14 @@ class LinkIn {
   uint64_t slots() const { return slots_; }
   const uint8_t *row(uint64_t slot) const { return at<const uint8_t>(ring_ + slot * stride_); }
   template <class T> const T *extra(uint64_t slot) const { return reinterpret_cast<const T *>(row(slot) + extra_at_); }
-  Cursor &tail(int index) const { return team_.peers[gate_].far.link_tail(node_, index); }
-  // By the gate alone: tells the partner that `records` are not needed any more. True: there was something to tell.
+  Cursor &tail(int index) const { return team_.peers[forwarder_].remote.link_tail(node_, index); }
+  // By the forwarder alone: tells the partner that `records` are not needed any more. True: there was something to tell.
   bool give_credit(int64_t records);
 
  private:
   Team &team_;
   const uint64_t call_, stride_, extra_at_;
-  const int node_, gate_;
+  const int node_, forwarder_;
   uint64_t slots_, queues_, ring_;
 };
 

@@ -38,10 +38,10 @@ void fill_counts(Op &op, const Exchange &exchange, const dk_notify_params &p, co
   Team &team = op.team;
   int n = team.num_ranks, local = p.num_experts / n;
   counts->num_recv_tokens = matrix[(n - 1) * n + team.rank];
-  int32_t near = 0;  // rows from ranks of my node
+  int32_t from_node = 0;  // rows from ranks of my node
   int first = team.rank / team.num_nvl_peers * team.num_nvl_peers;
-  for (int i = first; i < min_of(n, first + team.num_nvl_peers); i++) near += team.control().rows_of(exchange.message(i))[team.rank];
-  counts->num_recv_nodes_tokens = counts->num_recv_tokens - near;
+  for (int i = first; i < min(n, first + team.num_nvl_peers); i++) from_node += team.control().rows_of(exchange.message(i))[team.rank];
+  counts->num_recv_nodes_tokens = counts->num_recv_tokens - from_node;
   for (int e = 0; e < local; e++) {
     int64_t tokens = 0;
     for (int i = 0; i < n; i++) tokens += team.control().experts_of(exchange.message(i))[e];

@@ -23,15 +23,15 @@ class Ring {
     stride_ = records_ ? record.stride() : round_up(record.row_bytes, kLine);
     extra_stride_ = records_ ? 0 : round_up(record.extra_bytes, kLine);
     extra_at_ = record.extra_at();
-    uint64_t wanted = max_of<uint64_t>(max_rows > 0 ? static_cast<uint64_t>(max_rows) : 0, kCachedBytes / parts_ / stride_ + 1);
-    slots_ = min_of(wanted, rows_room(team) / stride_);
-    if (extra_stride_) slots_ = min_of(slots_, extras_room(team) / extra_stride_);
+    uint64_t wanted = max<uint64_t>(max_rows > 0 ? static_cast<uint64_t>(max_rows) : 0, kCachedBytes / parts_ / stride_ + 1);
+    slots_ = min(wanted, rows_room(team) / stride_);
+    if (extra_stride_) slots_ = min(slots_, extras_room(team) / extra_stride_);
     place(team, owner, which);
   }
   // A peer's ring, as big as it says (never beyond its region), rows of the same shape as `mine`.
   Ring(const Team &team, int owner, uint64_t slots, uint64_t stride, const Ring &mine, int which = 0)
       : records_(mine.records_), stride_(stride), extra_stride_(mine.extra_stride_), extra_at_(mine.extra_at_), parts_(mine.parts_) {
-    slots_ = max_of<uint64_t>(1, min_of(slots, rows_room(team) / stride_));
+    slots_ = max<uint64_t>(1, min(slots, rows_room(team) / stride_));
     place(team, owner, which);
   }
 
@@ -41,8 +41,8 @@ class Ring {
   template <class T> T *extra(uint64_t slot) const { return at<T>(extras_ + slot * extra_stride_); }
   // Rows between two updates of a cursor.
   int64_t batch(int32_t wanted) const {
-    int64_t rows = max_of<int64_t>(wanted, static_cast<int64_t>(kBatchBytes / stride_));
-    return max_of<int64_t>(1, min_of(rows, static_cast<int64_t>(slots_ / 2)));
+    int64_t rows = max<int64_t>(wanted, static_cast<int64_t>(kBatchBytes / stride_));
+    return max<int64_t>(1, min(rows, static_cast<int64_t>(slots_ / 2)));
   }
   // Waking a sleeper for every batch would cost more than it brings.
   bool worth_a_wake(int64_t rows) {

@@ -70,7 +70,7 @@ void Late::take_new() {
 
 // What is last waits for a while in which nothing else happened, though not for ever: others may be busy all the time.
 uint64_t Late::time_of(uint64_t due, bool last) const {
-  return last ? min_of(max_of(due, busy_ + quiet_), due + kLongestLast) : due;
+  return last ? min(max(due, busy_ + quiet_), due + kLongestLast) : due;
 }
 
 // Chooses among all that may happen now. False: nothing may before at_ns.
@@ -88,7 +88,7 @@ bool Late::next_event(Queue **queue, bool *completion, uint64_t *at_ns) {
     for (int what = 0; what < 2; what++) {
       if (!(what ? done : head)) continue;
       uint64_t time = what ? time_of(q.delay.done_due, q.delay.done_last) : time_of(q.delay.due, q.delay.last);
-      *at_ns = min_of(*at_ns, time);
+      *at_ns = min(*at_ns, time);
       if (time > now_ || nic_.random.below(++choices)) continue;
       *queue = &q;
       *completion = what;
@@ -121,7 +121,7 @@ void Late::draw_head(Queue &q) {
 
 // Pieces are cut at any byte and begin with any of them.
 void Late::cut(Delay &delay, uint64_t bytes) {
-  uint64_t pieces = bytes < 2 || chance(50) ? 1 : 1 + nic_.random.below(min_of<uint64_t>(bytes, Delay::kMostPieces));
+  uint64_t pieces = bytes < 2 || chance(50) ? 1 : 1 + nic_.random.below(min<uint64_t>(bytes, Delay::kMaxPieces));
   delay.pieces = static_cast<int>(pieces);
   delay.next = 0;
   delay.first = static_cast<int>(nic_.random.below(pieces));
@@ -165,7 +165,7 @@ void Late::advance(Queue &q) {
   }
   if (delay.last) quiet_ = chance(10) ? kLongest : (50 + nic_.random.below(150)) * kMicrosecond;
   else busy_ = now_;
-  ring_bells(nic_, false);
+  ring_doorbells(nic_, false);
 }
 
 // A NIC may have to send again until an operation is completed. Whoever wrote to the source before that is told.
@@ -183,7 +183,7 @@ void Late::finish_some(Queue &q) {
 #endif
   complete(nic_, q, completed + some);
   q.delay.done_due = now_ + draw_hold();
-  ring_bells(nic_, true);
+  ring_doorbells(nic_, true);
 }
 
 }  // namespace
@@ -193,7 +193,7 @@ uint64_t sum_of(const void *bytes, uint64_t count) {
   uint64_t sum = count;
   for (uint64_t i = 0; i < count; i += 8) {
     uint64_t word = 0;
-    memcpy(&word, from + i, min_of<uint64_t>(8, count - i));
+    memcpy(&word, from + i, min<uint64_t>(8, count - i));
     sum = (sum ^ word) * 0x9e3779b97f4a7c15u + 1;
   }
   return sum;

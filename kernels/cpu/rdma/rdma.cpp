@@ -21,7 +21,7 @@ uint64_t power_of_two(uint64_t least) {
 uint64_t ring_bytes(const NicState &s) { return s.num_queues * (s.mask + 1) * sizeof(Work); }
 
 template <class T> bool make(T **out, uint64_t count) {
-  size_t bytes = round_up(max_of<uint64_t>(count, 1) * sizeof(T), kLine);
+  size_t bytes = round_up(max<uint64_t>(count, 1) * sizeof(T), kLine);
   void *memory = aligned_alloc(kLine, bytes);
   *out = static_cast<T *>(memory);
   for (uint64_t i = 0; memory && i < count; i++) new (*out + i) T();
@@ -168,7 +168,7 @@ void Nic::break_qp(int peer, int qp, int32_t code) {
   look_at(*state_, state_->queue(peer, qp));
 }
 
-void Nic::set_bell(void *own_bell) { state_->bell.store(own_bell ? address_of(own_bell) - state_->own_block + 1 : 0); }
+void Nic::set_doorbell(void *own_doorbell) { state_->doorbell_offset.store(own_doorbell ? address_of(own_doorbell) - state_->own_block + 1 : 0); }
 
 // ---- Waiting --------------------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ template <class Reached> static bool wait_until(NicState &s, uint64_t deadline_n
     there = reached();
     uint64_t now = now_ns();
     if (there || now >= deadline_ns) break;
-    sleep_on(s.completions, seen, min_of<uint64_t>(deadline_ns - now, 1000000000u), Scope::process);
+    sleep_on(s.completions, seen, min<uint64_t>(deadline_ns - now, 1000000000u), Scope::process);
   }
   s.waiters.fetch_sub(1);
   return there;

@@ -40,9 +40,9 @@ class Nic {
   bool lost(int peer) const;
   void lose(int peer);
 
-  // Where a rank's Bell lies in the blocks (see control.h): a peer's is rung when something was signalled there, this rank's
+  // Where a rank's Doorbell lies in the blocks (see control.h): a peer's is rung when something was signalled there, this rank's
   // own when an operation completed, so that nobody sleeps through either. Null: nobody is to be woken any more.
-  void set_bell(void *own_bell);
+  void set_doorbell(void *own_doorbell);
 
   // For the functions of the interface.
   int32_t rank() const;

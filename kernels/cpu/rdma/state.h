@@ -17,9 +17,9 @@ struct Work {
 
 // What LATE holds back. The thread's own.
 struct Delay {
-  static constexpr int kMostPieces = 4;
+  static constexpr int kMaxPieces = 4;
   uint64_t due, done_due;      // not before: the next piece, the next completion
-  uint64_t cuts[kMostPieces + 1];
+  uint64_t cuts[kMaxPieces + 1];
   int pieces, next, first;     // of the operation under way; 0 pieces: none is
   int left;                    // operations until the queue's character changes
   bool drawn, last, done_last; // last: not before everything else has been done
@@ -61,7 +61,7 @@ struct NicState {
   int32_t *slots;                // by rank: place among the peers, -1: not a peer
   uint64_t *blocks;              // by slot
   std::atomic<uint32_t> *lost;   // by slot
-  uint64_t *ringing;             // bit by slot: bells to ring; the thread's
+  uint64_t *ringing;             // bit by slot: doorbells to ring; the thread's
   Queue *queues;                 // [peer slot][QP]
   Work *rings;
   std::atomic<uint64_t> *ready;  // bit by queue: something was posted
@@ -74,7 +74,7 @@ struct NicState {
   std::atomic<bool> asleep, ending;
   Word completions;              // those that wait for completions sleep on it
   std::atomic<uint32_t> waiters;
-  std::atomic<uint64_t> bell;    // offset in a block + 1; 0: none
+  std::atomic<uint64_t> doorbell_offset;  // offset in a block + 1; 0: none
 
   Queue &queue(int peer, int qp) const { return queues[static_cast<uint64_t>(slots[peer] * num_qps + qp)]; }
   Work &work(const Queue &q, uint64_t number) const { return q.ring[number & mask]; }
@@ -87,7 +87,7 @@ void stop_thread(NicState &nic);
 void carry_out_signal(NicState &nic, const Queue &q, const Work &work);
 void complete(NicState &nic, Queue &q, uint64_t until);
 bool drop_if_gone(NicState &nic, Queue &q);     // the thread's: completes all that was posted; nothing of it is under way any more
-void ring_bells(NicState &nic, bool own);
+void ring_doorbells(NicState &nic, bool own);
 void doze(NicState &nic, uint64_t nanoseconds); // until something is posted
 void look_at(NicState &nic, const Queue &q);    // makes the thread see to a queue
 

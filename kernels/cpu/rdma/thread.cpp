@@ -23,13 +23,13 @@ void execute(NicState &nic, Queue &q, const Work &work) {
 void serve_queue(NicState &nic, uint64_t index) {
   Queue &q = nic.queues[index];
   if (drop_if_gone(nic, q)) return;
-  uint64_t posted = q.posted.load(), turn = min_of(posted - q.executed, 1 + nic.random.below(kLongestTurn));
+  uint64_t posted = q.posted.load(), turn = min(posted - q.executed, 1 + nic.random.below(kLongestTurn));
   for (uint64_t i = 0; i < turn; i++) {
     execute(nic, q, nic.work(q, q.executed));
     complete(nic, q, ++q.executed);
   }
   if (q.executed != posted) nic.ready[index / 64].fetch_or(uint64_t{1} << index % 64);
-  ring_bells(nic, turn != 0);
+  ring_doorbells(nic, turn != 0);
 }
 
 // True: something was served. Begins anywhere, in the words as in the bits of a word.
@@ -64,10 +64,10 @@ void *run(void *argument) {
   return nullptr;
 }
 
-void ring(Bell &bell) {
-  if (bell.sleepers.load() == 0) return;
-  bell.count.fetch_add(1);
-  wake_all(bell.count, Scope::machine);
+void ring(Doorbell &doorbell) {
+  if (doorbell.sleepers.load() == 0) return;
+  doorbell.count.fetch_add(1);
+  wake_all(doorbell.count, Scope::machine);
 }
 
 }  // namespace
@@ -99,17 +99,17 @@ bool drop_if_gone(NicState &nic, Queue &q) {
   q.delay.pieces = 0;
   q.executed = q.posted.load();
   complete(nic, q, q.executed);
-  ring_bells(nic, true);
+  ring_doorbells(nic, true);
   return true;
 }
 
-void ring_bells(NicState &nic, bool own) {
-  uint64_t bell = nic.bell.load();
-  if (bell && own) ring(*at<Bell>(nic.own_block + bell - 1));
+void ring_doorbells(NicState &nic, bool own) {
+  uint64_t doorbell = nic.doorbell_offset.load();
+  if (doorbell && own) ring(*at<Doorbell>(nic.own_block + doorbell - 1));
   for (uint64_t word = 0; word * 64 < static_cast<uint64_t>(nic.num_peers); word++) {
     uint64_t bits = nic.ringing[word];
     nic.ringing[word] = 0;
-    for (; bell && bits; bits &= bits - 1) ring(*at<Bell>(nic.blocks[word * 64 + static_cast<uint64_t>(__builtin_ctzll(bits))] + bell - 1));
+    for (; doorbell && bits; bits &= bits - 1) ring(*at<Doorbell>(nic.blocks[word * 64 + static_cast<uint64_t>(__builtin_ctzll(bits))] + doorbell - 1));
   }
 }
 

@@ -6,8 +6,8 @@
 namespace dk {
 namespace {
 
-constexpr int32_t kMostQps = 65536, kDeepest = 1 << 20;  // numbers of kernels.h
-constexpr int64_t kMostOfAll = 1 << 18;
+constexpr int32_t kMaxQps = 65536, kDeepest = 1 << 20;  // numbers of kernels.h
+constexpr int64_t kMaxOfAll = 1 << 18;
 
 uint64_t deadline(uint64_t timeout_ns) {
   uint64_t now = now_ns();
@@ -28,9 +28,9 @@ bool bad_peers(const dk_transport_open_params &p) {
 
 bool bad_open(const dk_transport_open_params &p) {
   if (!p.device || p.num_ranks < 1 || p.num_ranks > DK_MAX_RANKS || p.rank < 0 || p.rank >= p.num_ranks) return true;
-  if (p.num_qps < 1 || p.num_qps > kMostQps || p.qp_depth < 1 || p.qp_depth > kDeepest) return true;
+  if (p.num_qps < 1 || p.num_qps > kMaxQps || p.qp_depth < 1 || p.qp_depth > kDeepest) return true;
   if (p.num_peers < 0 || p.num_peers >= p.num_ranks || (p.num_peers && !p.host_peers) || !p.host_blocks) return true;
-  if (int64_t{p.num_peers} * p.num_qps > kMostOfAll) return true;
+  if (int64_t{p.num_peers} * p.num_qps > kMaxOfAll) return true;
   uint64_t own = at<const uint64_t>(p.host_blocks)[p.rank];
   return !own || own % 8 || !p.block_bytes || p.flags & ~uint32_t{DK_TRANSPORT_LATE} || bad_peers(p);
 }
@@ -161,7 +161,7 @@ DK_EXPORT int32_t dk_transport_query(dk_transport_query_params *p) {
     p->posted += counts.posted;
     p->completed += counts.completed;
     p->bytes += counts.bytes;
-    p->max_queued = max_of(p->max_queued, counts.max_queued);
+    p->max_queued = max(p->max_queued, counts.max_queued);
     if (one) p->created = counts.created;
     if (!p->lost) p->lost = nic->lost(peer) ? 1 : nic->broken(peer, qp);
     return DK_OK;

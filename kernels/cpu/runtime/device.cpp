@@ -29,15 +29,15 @@ static const RowKernels *rows_for(uint32_t isa) {
 static int32_t usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return max_of(1, CPU_COUNT(&set));
-  return static_cast<int32_t>(max_of(1L, sysconf(_SC_NPROCESSORS_ONLN)));
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return max(1, CPU_COUNT(&set));
+  return static_cast<int32_t>(max(1L, sysconf(_SC_NPROCESSORS_ONLN)));
 }
 
 // Half of the last cache: the other half belongs to what is read meanwhile.
 static uint64_t cached_bytes() {
   long bytes = 0;
 #if defined(_SC_LEVEL3_CACHE_SIZE)
-  bytes = max_of(sysconf(_SC_LEVEL3_CACHE_SIZE), sysconf(_SC_LEVEL2_CACHE_SIZE));
+  bytes = max(sysconf(_SC_LEVEL3_CACHE_SIZE), sysconf(_SC_LEVEL2_CACHE_SIZE));
 #endif
   return bytes > 0 ? static_cast<uint64_t>(bytes) / 2 : uint64_t{4} << 20;
 }

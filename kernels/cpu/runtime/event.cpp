@@ -49,7 +49,7 @@ bool wait_for(Point *point, uint64_t timeout_ns) {
     if (now - start >= timeout_ns) return false;
     uint32_t pending = kPending;
     point->state.compare_exchange_strong(pending, kPendingWatched);
-    sleep_on(point->state, kPendingWatched, min_of<uint64_t>(timeout_ns - (now - start), 1000000000u), Scope::process);
+    sleep_on(point->state, kPendingWatched, min<uint64_t>(timeout_ns - (now - start), 1000000000u), Scope::process);
   }
 }
 

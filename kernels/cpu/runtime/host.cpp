@@ -51,6 +51,6 @@ DK_EXPORT int32_t dk_host_wait(dk_host_wait_params *p) {
     waited = now - start;
     if (waited >= p->timeout_ns) return DK_ETIMEOUT;
     // Operations wake the low half of the word (little endian).
-    sleep_on(*at<Word>(p->host_word), static_cast<uint32_t>(seen), min_of(kSlice, p->timeout_ns - waited), Scope::process);
+    sleep_on(*at<Word>(p->host_word), static_cast<uint32_t>(seen), min(kSlice, p->timeout_ns - waited), Scope::process);
   }
 }

@@ -24,7 +24,7 @@ class Meeting {
 
 void Meeting::tell(int peer, uint64_t count) {
   uint64_t cleans = team_.control().own().cleans;
-  if (is_far(team_, peer)) {
+  if (is_remote(team_, peer)) {
     if (!team_.masked(peer)) put_clean(op_, peer, count, cleans);
     return;
   }
@@ -53,7 +53,7 @@ void Meeting::run() {
     return Poll::done;
   };
   if (!wait_until(op_, poll, awaits)) return;
-  start_anew(op_, static_cast<uint32_t>(cleans_) + 1);
+  restart(op_, static_cast<uint32_t>(cleans_) + 1);
   for (Ticket &ticket : team_.control().own().tickets) ticket.open = 0;
 }
 
@@ -67,7 +67,7 @@ void Meeting::call_old(int peer, uint64_t cleans) {
     for (uint64_t slot = 0; slot < 2; slot++) {
       const SendMessage &message = team_.control().send_from(static_cast<Kind>(kind), slot, peer);
       uint64_t epoch = message.epoch.load();
-      if (message.cleans <= cleans && message.epoch.load() == epoch) seen = max_of(seen, epoch);
+      if (message.cleans <= cleans && message.epoch.load() == epoch) seen = max(seen, epoch);
     }
   }
 }
@@ -86,7 +86,7 @@ bool Meeting::look() {
       if (count > seen && count < oldest_count) oldest = &message, oldest_count = count;
     }
     if (!oldest) continue;
-    cleans_ = max_of(cleans_, oldest->cleans);
+    cleans_ = max(cleans_, oldest->cleans);
     call_old(peer, oldest->cleans);
     seen = oldest_count;
     came_[peer] = 1;

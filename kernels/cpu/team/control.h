@@ -11,18 +11,18 @@ constexpr uint64_t kMaxExperts = 65536;
 constexpr int kNumFields = DK_FIELD_OPERATION + 1;  // compared fields, by DK_FIELD_* number
 
 // Rung by peers after they wrote something that this rank may be asleep for.
-struct alignas(kLine) Bell {
+struct alignas(kLine) Doorbell {
   Word count, sleepers;
 };
 
-// Signs of life inside waits: lets a peer tell "stuck behind somebody" from "not here".
-struct alignas(kLine) Pulse {
+// Signs of life inside waits: lets a peer tell "blocked behind somebody" from "not here".
+struct alignas(kLine) Heartbeat {
   std::atomic<uint64_t> stamp_ns;
   std::atomic<int32_t> awaiting;  // rank waited for + 1; 0: none
 };
 
 // The first failure of this rank, so that peers need not run into their own deadline.
-struct alignas(kLine) Obituary {
+struct alignas(kLine) FailureRecord {
   std::atomic<uint64_t> set;  // stored last
   dk_failure failure;
 };
@@ -57,7 +57,7 @@ struct alignas(kLine) SendMessage {
   uint64_t rows_offset, rows_stride;  // combine: where the rows lie, from the wire or the rdma region
   int64_t fields[kNumFields];
   uint64_t rows_in_rdma;
-  uint64_t qps[2];                    // of far ranks (ll_far.h): the QPs that bring the rows, a bit each
+  uint64_t qps[2];                    // of remote ranks (remote.h): the QPs that bring the rows, a bit each
 };
 
 struct CleanMessage {
@@ -103,9 +103,9 @@ class Control {
   static uint64_t max_local_experts(int num_ranks) { return kMaxExperts / static_cast<uint64_t>(num_ranks) + 1; }
 
   OwnState &own() const { return *at<OwnState>(base_); }
-  Bell &bell() const { return *at<Bell>(base_ + kOwnBytes); }
-  Pulse &pulse() const { return *at<Pulse>(base_ + kOwnBytes + kLine); }
-  Obituary &obituary() const { return *at<Obituary>(base_ + kOwnBytes + 2 * kLine); }
+  Doorbell &doorbell() const { return *at<Doorbell>(base_ + kOwnBytes); }
+  Heartbeat &heartbeat() const { return *at<Heartbeat>(base_ + kOwnBytes + kLine); }
+  FailureRecord &failure_record() const { return *at<FailureRecord>(base_ + kOwnBytes + 2 * kLine); }
   Cursor &dispatch_head() const { return *at<Cursor>(base_ + kOwnBytes + 3 * kLine); }
   // Arrays by peer.
   Cursor &dispatch_tail(int reader) const { return *line<Cursor>(0, reader); }     // written by the reader of my ring
@@ -139,7 +139,7 @@ class Control {
   uint64_t base_, ranks_;
 };
 
-static_assert(sizeof(Bell) == kLine && sizeof(Pulse) == kLine && sizeof(Obituary) == kLine, "places in Control");
+static_assert(sizeof(Doorbell) == kLine && sizeof(Heartbeat) == kLine && sizeof(FailureRecord) == kLine, "places in Control");
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared between processes");
 
 }  // namespace dk

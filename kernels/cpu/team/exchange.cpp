@@ -28,8 +28,8 @@ void Exchange::post(const int32_t *rows, const int32_t *experts, int num_local_e
   message_bytes_ = sizeof(CallMessage) + (rows ? row_bytes_ + expert_bytes_ : 0);
   for (int peer = 0; peer < team.num_ranks; peer++) {
     const int32_t *theirs = experts ? experts + static_cast<ptrdiff_t>(peer) * num_local_experts : nullptr;
-    if (!team.near(peer)) {
-      fill(team.far().outbox(peer), team.control(), rows, theirs);
+    if (!team.is_local(peer)) {
+      fill(team.remote().outbox(peer), team.control(), rows, theirs);
       continue;
     }
     Control &control = team.peers[peer].control;
@@ -38,18 +38,18 @@ void Exchange::post(const int32_t *rows, const int32_t *experts, int num_local_e
     to.number.store(number_);
     op_.ring(peer);
   }
-  tell_far();
+  signal_remote();
 }
 
 // Puts to the ranks of other nodes what they need, as far as QP 0 has room.
-bool Exchange::tell_far() {
+bool Exchange::signal_remote() {
   Team &team = op_.team;
   int before = next_untold_;
   for (; next_untold_ < team.num_ranks; next_untold_++) {
-    if (team.near(next_untold_)) continue;
+    if (team.is_local(next_untold_)) continue;
     // What lies before this is the number, which comes last.
     constexpr size_t kBegin = offsetof(CallMessage, ring_slots);
-    CallMessage &there = team.control().call_from(number_ & 1, team.rank), &from = team.far().outbox(next_untold_);
+    CallMessage &there = team.control().call_from(number_ & 1, team.rank), &from = team.remote().outbox(next_untold_);
     if (!team.nic->put(next_untold_, 0, &there.ring_slots, &from.ring_slots, message_bytes_ - kBegin, {&there.number, number_, DK_SIGNAL_SET}))
       break;
   }
@@ -70,7 +70,7 @@ bool Exchange::agrees(int peer) {
 
 bool Exchange::look() {
   if (complete()) return false;
-  bool told = next_untold_ < op_.team.num_ranks && tell_far();
+  bool told = next_untold_ < op_.team.num_ranks && signal_remote();
   int before = num_arrived_;
   for (int peer = 0; peer < op_.team.num_ranks; peer++) {
     if (arrived_[peer]) continue;

@@ -36,7 +36,7 @@ class Exchange {
  private:
   bool agrees(int peer);
   void fill(CallMessage &to, Control &control, const int32_t *rows, const int32_t *experts) const;
-  bool tell_far();
+  bool signal_remote();
 
   Op &op_;
   const uint64_t number_;

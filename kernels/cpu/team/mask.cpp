@@ -1,4 +1,4 @@
-// Masks: which ranks this one does without. Each rank's own affair; nothing is told to the others, but far ranks hear how often
+// Masks: which ranks this one does without. Each rank's own affair; nothing is told to the others, but remote ranks hear how often
 // this one has started anew.
 #include "cpu/team/check.h"
 #include "cpu/low_latency/common.h"
@@ -24,13 +24,13 @@ void update_mask(Op &op, int peer, bool masked) {
 
 void clean_masks(Op &op) {
   for (int peer = 0; peer < op.team.num_ranks; peer++) set_mask(op.team, peer, false);
-  start_anew(op, op.team.control().own().cleans + 1);
+  restart(op, op.team.control().own().cleans + 1);
   wait_until_told(op);
 }
 
 void run_mask(const dk_mask_params &p) {
   Op op(p, DK_OP_MASK);
-  op.may_shrink = true;  // a far peer that is dead cannot be told anything
+  op.may_shrink = true;  // a remote peer that is dead cannot be told anything
   if (p.what == DK_MASK_UPDATE && !op.failed()) update_mask(op, p.rank, p.value != 0);
   if (p.what == DK_MASK_CLEAN && !op.failed()) clean_masks(op);
   if (p.what != DK_MASK_QUERY) return;

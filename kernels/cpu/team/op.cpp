@@ -5,9 +5,9 @@ namespace dk {
 Op::Op(Team *owner, uint32_t op_, uint32_t phase_, uint64_t call, uint64_t timeout)
     : team(*owner), op(op_), phase(phase_), timeout_ns(timeout), call_(call), start_ns_(now_ns()) {
   pthread_mutex_lock(&team.running);
-  Pulse &pulse = team.control().pulse();
-  pulse.awaiting.store(0, std::memory_order_relaxed);
-  pulse.stamp_ns.store(start_ns_, std::memory_order_relaxed);
+  Heartbeat &heartbeat = team.control().heartbeat();
+  heartbeat.awaiting.store(0, std::memory_order_relaxed);
+  heartbeat.stamp_ns.store(start_ns_, std::memory_order_relaxed);
   uint32_t sticky = __atomic_load_n(&team.status->sticky, __ATOMIC_ACQUIRE);
   if (sticky) {
     failed_ = true;
@@ -49,23 +49,23 @@ void Op::publish_failure(const dk_failure &failure) {
   to.waited_ns = failure.waited_ns;
   __atomic_store_n(&to.code, failure.code, __ATOMIC_RELEASE);
   __atomic_store_n(&team.status->sticky, failure.code, __ATOMIC_RELEASE);
-  Obituary &obituary = team.control().obituary();
-  obituary.failure = failure;
-  obituary.set.store(1);
+  FailureRecord &failure_record = team.control().failure_record();
+  failure_record.failure = failure;
+  failure_record.set.store(1);
   for (int i = 0; i < team.num_ranks; i++) ring(i);
   ring_now();
-  if (team.spans_nodes()) tell_far(obituary);
+  if (team.spans_nodes()) signal_remote(failure_record);
 }
 
 // To the ranks of other nodes, on whatever QP has room. Those that have none for so long find out by themselves.
-void Op::tell_far(const Obituary &obituary) {
+void Op::signal_remote(const FailureRecord &failure_record) {
   constexpr uint64_t kPatience = 50000000;
   uint64_t end = now_ns() + kPatience;
-  Obituary &there = team.far().obituary_from(team.rank);
+  FailureRecord &there = team.remote().failure_record_from(team.rank);
   for (int step = 1; step < team.num_ranks; step++) {
     int peer = (team.rank + step) % team.num_ranks, qp = 0;
-    if (team.near(peer)) continue;
-    while (!team.nic->put(peer, qp, &there.failure, &obituary.failure, sizeof obituary.failure, {&there.set, 1, DK_SIGNAL_SET}) &&
+    if (team.is_local(peer)) continue;
+    while (!team.nic->put(peer, qp, &there.failure, &failure_record.failure, sizeof failure_record.failure, {&there.set, 1, DK_SIGNAL_SET}) &&
            now_ns() < end)
       qp = (qp + 1) % team.nic->num_qps();
   }
@@ -81,9 +81,9 @@ bool Op::aborted() {
 // The culprit that a peer names is the culprit here too. If it means this rank, a disagreement is one from both sides; for
 // anything else the peer's failure itself is the reason here.
 bool Op::adopt_failure_of(int peer, uint64_t waited_ns) {
-  Obituary &obituary = team.obituary_of(peer);
-  if (!obituary.set.load()) return false;
-  const dk_failure &theirs = obituary.failure;
+  FailureRecord &failure_record = team.failure_record_of(peer);
+  if (!failure_record.set.load()) return false;
+  const dk_failure &theirs = failure_record.failure;
   int32_t code = static_cast<int32_t>(theirs.code);
   if (theirs.peer >= 0 && theirs.peer != team.rank) fail(code, theirs.peer, theirs.field, theirs.expected, theirs.seen, waited_ns);
   else if (code == DK_EMISMATCH && theirs.peer == team.rank) fail(code, peer, theirs.field, theirs.seen, theirs.expected, waited_ns);
@@ -93,15 +93,15 @@ bool Op::adopt_failure_of(int peer, uint64_t waited_ns) {
 
 void Op::ring_now() {
   for (int w = 0; w * 64 < team.num_ranks; w++) {
-    uint64_t bits = team.bells[w];
-    team.bells[w] = 0;
+    uint64_t bits = team.doorbells[w];
+    team.doorbells[w] = 0;
     for (; bits; bits &= bits - 1) {
       int peer = w * 64 + __builtin_ctzll(bits);
-      if (peer == team.rank || !team.near(peer)) continue;  // a NIC rings by itself
-      Bell &bell = team.peers[peer].control.bell();
-      if (bell.sleepers.load() == 0) continue;
-      bell.count.fetch_add(1);
-      wake_all(bell.count, Scope::machine);
+      if (peer == team.rank || !team.is_local(peer)) continue;  // a NIC rings by itself
+      Doorbell &doorbell = team.peers[peer].control.doorbell();
+      if (doorbell.sleepers.load() == 0) continue;
+      doorbell.count.fetch_add(1);
+      wake_all(doorbell.count, Scope::machine);
     }
   }
 }

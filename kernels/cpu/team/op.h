@@ -28,7 +28,7 @@ class Op {
   bool adopt_failure_of(int peer, uint64_t waited_ns);
 
   // Peers may be asleep for what was written; they are woken before this operation waits and at its end, or now.
-  void ring(int peer) { team.bells[peer / 64] |= uint64_t{1} << (peer % 64); }
+  void ring(int peer) { team.doorbells[peer / 64] |= uint64_t{1} << (peer % 64); }
   void ring_now();
 
   void sent(int peer, uint64_t bytes);
@@ -40,7 +40,7 @@ class Op {
  private:
   Op(Team *team, uint32_t op, uint32_t phase, uint64_t call, uint64_t timeout_ns);
   void publish_failure(const dk_failure &failure);
-  void tell_far(const Obituary &obituary);
+  void signal_remote(const FailureRecord &failure_record);
 
   const uint64_t call_, start_ns_;
   uint64_t waited_ns_ = 0, bytes_ = 0, earlier_ns_ = 0;

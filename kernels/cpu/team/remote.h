@@ -10,17 +10,17 @@ namespace dk {
 
 constexpr int kMaxLinkQueues = 64;  // QPs that the rows of a link are spread over
 
-class FarControl {
+class RemoteControl {
  public:
-  FarControl(uint64_t base, int num_ranks, int num_nodes)
+  RemoteControl(uint64_t base, int num_ranks, int num_nodes)
       : base_(base), call_bytes_(Control::call_bytes(num_ranks)), ranks_(static_cast<uint64_t>(num_ranks)),
         nodes_(static_cast<uint64_t>(num_nodes)) {}
   static uint64_t bytes(int num_ranks, int num_nodes) {
-    return num_nodes > 1 ? round_up(FarControl(0, num_ranks, num_nodes).end(), kPage) : 0;
+    return num_nodes > 1 ? round_up(RemoteControl(0, num_ranks, num_nodes).end(), kPage) : 0;
   }
 
   // The first failure of a rank of another node, put by it.
-  Obituary &obituary_from(int peer) const { return at<Obituary>(base_)[peer]; }
+  FailureRecord &failure_record_from(int peer) const { return at<FailureRecord>(base_)[peer]; }
   // Written by ranks of my node: how many of the rows that came from `node` the rank of this index has read.
   Cursor &link_tail(int node, int index) const {
     return at<Cursor>(tails())[static_cast<uint64_t>(node) * (ranks_ / nodes_) + static_cast<uint64_t>(index)];
@@ -35,7 +35,7 @@ class FarControl {
   CallMessage &outbox(int peer) const { return *at<CallMessage>(outboxes() + static_cast<uint64_t>(peer) * call_bytes_); }
 
  private:
-  uint64_t tails() const { return base_ + ranks_ * sizeof(Obituary); }
+  uint64_t tails() const { return base_ + ranks_ * sizeof(FailureRecord); }
   uint64_t credits() const { return tails() + ranks_ * sizeof(Cursor); }
   uint64_t heads() const { return credits() + nodes_ * sizeof(Cursor); }
   uint64_t outboxes() const { return heads() + nodes_ * kMaxLinkQueues * sizeof(uint64_t); }

@@ -12,7 +12,7 @@ unsigned bucket_of(uint64_t ns) {
   if (ns < 512) return 0;
   unsigned power = 63u - static_cast<unsigned>(__builtin_clzll(ns));
   unsigned bucket = 4 * (power - 9) + static_cast<unsigned>(ns >> (power - 2) & 3);
-  return min_of(bucket, DK_HIST_BUCKETS - 1u);
+  return min(bucket, DK_HIST_BUCKETS - 1u);
 }
 
 uint64_t *peer_array(dk_stats_page &page, uint32_t which, uint32_t op) {

@@ -13,7 +13,7 @@ namespace dk {
 // What goes with a staged row of normal mode takes 24 + 8 K bytes and a bit for each rank. A small share of the rows'
 // own bytes, with a floor that gives every rank of a pair ring its row for any K that the interface allows.
 static uint64_t extras_for(uint64_t num_ranks, uint64_t nvl_bytes) {
-  return round_up(max_of(uint64_t{1} << 20, num_ranks * 8192) + nvl_bytes / 8, kPage);
+  return round_up(max(uint64_t{1} << 20, num_ranks * 8192) + nvl_bytes / 8, kPage);
 }
 
 static constexpr uint64_t kSpareBytes = 16 << 20, kSpareMirrorBytes = 1 << 20;
@@ -42,10 +42,10 @@ WireRegion::WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uin
   // A mirror holds 1/R of such a combine slot, or a dispatch slot: B (2 H + 8 K) bytes, of which the rows take at most half of
   // rdma_bytes / R.
   uint64_t ranks = static_cast<uint64_t>(num_ranks);
-  bool far = rdma_bytes && (num_ranks > num_nvl_peers || flags & DK_TEAM_LL_TRANSPORT);
-  mirror_bytes[kDispatch] = far ? round_up(rdma_bytes / ranks + kSpareMirrorBytes, kPage) : 0;
-  mirror_bytes[kCombine] = far ? round_up(rdma_bytes / ranks + 16 * Control::max_local_experts(num_ranks) + kPage, kPage) : 0;
-  far_offset = place(far ? ranks * sizeof(FarPeer) : 0);
+  bool remote = rdma_bytes && (num_ranks > num_nvl_peers || flags & DK_TEAM_LL_TRANSPORT);
+  mirror_bytes[kDispatch] = remote ? round_up(rdma_bytes / ranks + kSpareMirrorBytes, kPage) : 0;
+  mirror_bytes[kCombine] = remote ? round_up(rdma_bytes / ranks + 16 * Control::max_local_experts(num_ranks) + kPage, kPage) : 0;
+  remote_offset = place(remote ? ranks * sizeof(RemotePeer) : 0);
   for (int kind = 0; kind < 2; kind++) mirror_offset[kind] = place(2 * ranks * mirror_bytes[kind]);
   uint64_t nodes = static_cast<uint64_t>(nodes_of(num_ranks, num_nvl_peers));
   link_bytes = nodes > 1 && rdma_bytes ? round_up(rdma_bytes / nodes + kSpareLinkBytes, kPage) : 0;
@@ -55,10 +55,10 @@ WireRegion::WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uin
 }
 
 static uint64_t control_bytes_for(int num_ranks, int num_nvl_peers) {
-  return Control::bytes(num_ranks) + FarControl::bytes(num_ranks, nodes_of(num_ranks, num_nvl_peers));
+  return Control::bytes(num_ranks) + RemoteControl::bytes(num_ranks, nodes_of(num_ranks, num_nvl_peers));
 }
 
-static bool all_near(const dk_team_create_params &p) {
+static bool all_local(const dk_team_create_params &p) {
   const uint64_t *blocks = at<const uint64_t>(p.host_peer_blocks);
   for (int i = 0; i < p.num_ranks; i++)
     if (!blocks[i]) return false;
@@ -67,13 +67,13 @@ static bool all_near(const dk_team_create_params &p) {
 
 static Peer peer_at(const dk_team_create_params &p, uint64_t block) {
   Control control(block + p.control_offset, p.num_ranks);
-  if (!block) return {Control(0, p.num_ranks), FarControl(0, 1, 1), 0, 0};
-  FarControl far(block + p.control_offset + Control::bytes(p.num_ranks), p.num_ranks, nodes_of(p.num_ranks, p.num_nvl_peers));
-  return {control, far, block + p.wire_offset, block + p.rdma_offset};
+  if (!block) return {Control(0, p.num_ranks), RemoteControl(0, 1, 1), 0, 0};
+  RemoteControl remote(block + p.control_offset + Control::bytes(p.num_ranks), p.num_ranks, nodes_of(p.num_ranks, p.num_nvl_peers));
+  return {control, remote, block + p.wire_offset, block + p.rdma_offset};
 }
 
 static void free_team(Team *team) {
-  free(team->bells);
+  free(team->doorbells);
   free(team->scratch);
   free(team->peers);
   free(team->links);
@@ -89,22 +89,22 @@ static Team *new_team(const dk_team_create_params &p) {
   new (team) Team{at<Device>(p.device), p.rank, p.num_ranks, p.num_nvl_peers, p.flags, p.rdma_bytes,
                   WireRegion(p.num_ranks, p.num_nvl_peers, p.nvl_bytes, p.rdma_bytes, p.flags), at<dk_status>(p.status), at<dk_stats_page>(p.stats),
                   PTHREAD_MUTEX_INITIALIZER, {}, nullptr, nullptr, nullptr, at<Nic>(p.transport), nullptr};
-  bool near = all_near(p);
+  bool local = all_local(p);
   team->peers = static_cast<Peer *>(calloc(ranks, sizeof(Peer)));
   team->scratch = static_cast<int64_t *>(calloc(ranks * kScratch, sizeof(int64_t)));
-  team->bells = static_cast<uint64_t *>(calloc(ranks / 64 + 1, sizeof(uint64_t)));
-  if (!near) team->links = static_cast<LinkState *>(calloc(static_cast<uint64_t>(team->num_nodes()), sizeof(LinkState)));
-  if (!team->peers || !team->scratch || !team->bells || (!near && !team->links)) {
+  team->doorbells = static_cast<uint64_t *>(calloc(ranks / 64 + 1, sizeof(uint64_t)));
+  if (!local) team->links = static_cast<LinkState *>(calloc(static_cast<uint64_t>(team->num_nodes()), sizeof(LinkState)));
+  if (!team->peers || !team->scratch || !team->doorbells || (!local && !team->links)) {
     free_team(team);
     return nullptr;
   }
   for (int i = 0; i < p.num_ranks; i++) new (team->peers + i) Peer(peer_at(p, at<const uint64_t>(p.host_peer_blocks)[i]));
-  if (team->nic) team->nic->set_bell(&team->control().bell());
+  if (team->nic) team->nic->set_doorbell(&team->control().doorbell());
   return team;
 }
 
 // Those of my node are mapped, all others go through the transport; nodes are of one size, so that everybody has partners.
-static int32_t check_far(const dk_team_create_params &p) {
+static int32_t check_remote(const dk_team_create_params &p) {
   const Nic *nic = at<const Nic>(p.transport);
   if (!nic) return DK_EUNSUPPORTED;
   if (p.num_ranks % p.num_nvl_peers) return DK_EINVAL;
@@ -130,7 +130,7 @@ static int32_t check_team(const dk_team_create_params &p) {
   if (p.control_bytes < control_bytes_for(p.num_ranks, p.num_nvl_peers) || p.control_offset % kLine || p.wire_offset % kLine) return DK_EINVAL;
   if (p.wire_bytes < WireRegion(p.num_ranks, p.num_nvl_peers, p.nvl_bytes, p.rdma_bytes, p.flags).total) return DK_EINVAL;
   int32_t code = check_low_latency(p);
-  return code != DK_OK || all_near(p) ? code : check_far(p);
+  return code != DK_OK || all_local(p) ? code : check_remote(p);
 }
 
 }  // namespace dk
@@ -155,7 +155,7 @@ DK_EXPORT int32_t dk_ll_layout(dk_ll_layout_params *p) {
     return DK_EINVAL;
   LowLatencyShape shape(*p, p->num_ranks);
   p->rdma_bytes = shape.rdma_bytes();
-  p->wire_bytes = 2 * (shape.dispatch_slot_bytes(min_of(p->num_experts, 128)) + shape.combine_slot_bytes(p->hidden % kScaleChannels == 0));
+  p->wire_bytes = 2 * (shape.dispatch_slot_bytes(min(p->num_experts, 128)) + shape.combine_slot_bytes(p->hidden % kScaleChannels == 0));
   p->zero_copy_offset[0] = 0;
   p->zero_copy_offset[1] = shape.zero_copy_bytes();
   p->zero_copy_row_stride = shape.hidden * 2;
@@ -178,7 +178,7 @@ DK_EXPORT int32_t dk_team_destroy(dk_team_destroy_params *p) {
   Team *team = at<Team>(p->team);
   p->team = 0;
   if (!team) return DK_OK;
-  if (team->nic) team->nic->set_bell(nullptr);
+  if (team->nic) team->nic->set_doorbell(nullptr);
   free_team(team);
   return DK_OK;
 }

@@ -15,8 +15,8 @@ struct WireRegion {
   uint64_t rows_offset, rows_bytes;            // normal mode: rows
   uint64_t extras_offset, extras_bytes;        // normal mode: indices, weights, sources
   uint64_t slot_offset[2][2], slot_bytes[2];   // low latency: [kind][slot], bytes by kind
-  uint64_t far_offset;                         // low latency with far ranks: FarPeer of each rank (ll_far.h)
-  uint64_t mirror_offset[2], mirror_bytes[2];  // and by kind: mirrors [slot][rank], bytes of each; 0: no rank is far
+  uint64_t remote_offset;                         // low latency with remote ranks: RemotePeer of each rank (remote.h)
+  uint64_t mirror_offset[2], mirror_bytes[2];  // and by kind: mirrors [slot][rank], bytes of each; 0: no rank is remote
   uint64_t link_in_offset, link_out_offset;    // normal mode among nodes: rings [node] of what comes from there, goes there
   uint64_t link_bytes;                         // of each; 0: one node
   uint64_t total;
@@ -53,7 +53,7 @@ struct LowLatencyShape {
 
 struct Peer {
   Control control;
-  FarControl far;
+  RemoteControl remote;
   uint64_t wire, rdma;
 };
 
@@ -69,26 +69,26 @@ struct Team {
   dk_stats_page *stats;
   pthread_mutex_t running;           // one operation at a time
   std::atomic<uint32_t> failed;      // somebody has the right to write status->failure
-  uint64_t *bells;                   // bit by rank: to be rung
+  uint64_t *doorbells;                   // bit by rank: to be rung
   int64_t *scratch;                  // kScratch numbers for each rank, for the operation that is running
   Peer *peers;
   Nic *nic;                          // null: no rank is beyond loads and stores
-  LinkState *links;                  // by node; null: every rank is near
+  LinkState *links;                  // by node; null: every rank is local
 
   Control &control() { return peers[rank].control; }
-  FarControl &far() { return peers[rank].far; }
+  RemoteControl &remote() { return peers[rank].remote; }
   // Whether the rank's block is mapped. If not, only `nic` reaches it, and nothing of peers[rank] may be touched.
-  bool near(int peer) const { return peers[peer].wire != 0; }
+  bool is_local(int peer) const { return peers[peer].wire != 0; }
   bool spans_nodes() const { return links != nullptr; }
   int node(int peer) const { return peer / num_nvl_peers; }
   int index(int peer) const { return peer % num_nvl_peers; }
   int num_nodes() const { return (num_ranks + num_nvl_peers - 1) / num_nvl_peers; }
   int own_node() const { return node(rank); }
-  int first_near() const { return own_node() * num_nvl_peers; }                  // if it spans nodes: the first rank of mine
+  int first_local() const { return own_node() * num_nvl_peers; }                  // if it spans nodes: the first rank of mine
   int partner(int in_node) const { return in_node * num_nvl_peers + index(rank); }  // the rank of my index there
-  // The rank of my node that rows from or to that rank come through: the one of its index; itself if it is near.
-  int gate(int peer) const { return near(peer) ? peer : first_near() + index(peer); }
-  Obituary &obituary_of(int peer) { return near(peer) ? peers[peer].control.obituary() : far().obituary_from(peer); }
+  // The rank of my node that rows from or to that rank come through: the one of its index; itself if it is local.
+  int forwarder(int peer) const { return is_local(peer) ? peer : first_local() + index(peer); }
+  FailureRecord &failure_record_of(int peer) { return is_local(peer) ? peers[peer].control.failure_record() : remote().failure_record_from(peer); }
   bool shrinks() const { return flags & DK_TEAM_SHRINK; }
   bool masked(int peer) { return control().peer_state(peer).masked != 0; }
   int64_t *numbers(int which) { return scratch + which * num_ranks; }

@@ -6,7 +6,7 @@ namespace dk {
 namespace {
 
 constexpr uint64_t kSlice = 10000000;       // the engine sets abort_word and dead[] without a wake: look at them this often
-constexpr uint64_t kAwake = 1000000000;     // a pulse younger than this belongs to a rank that is waiting itself
+constexpr uint64_t kAwake = 1000000000;     // a heartbeat younger than this belongs to a rank that is waiting itself
 constexpr int kPauses = 16;                 // in a spin
 constexpr int kSpinsAlone = 200, kYieldsAlone = 20;  // a core for every rank: some 30 us before sleeping
 constexpr int kSpinsShared = 2, kYieldsShared = 12;  // ranks share cores: whoever is waited for may need this one
@@ -14,12 +14,12 @@ constexpr int kSpinsShared = 2, kYieldsShared = 12;  // ranks share cores: whoev
 // The rank that a peer waits for, or waited for when its own time ended a moment ago; -1: it does not wait, or that cannot be
 // seen from another node.
 int awaited_by(Team &team, int peer, uint64_t now) {
-  int awaited = team.near(peer) ? team.peers[peer].control.pulse().awaiting.load() - 1 : -1;
+  int awaited = team.is_local(peer) ? team.peers[peer].control.heartbeat().awaiting.load() - 1 : -1;
   if (awaited < 0) {
-    Obituary &obituary = team.obituary_of(peer);
-    return obituary.set.load() ? obituary.failure.peer : -1;
+    FailureRecord &failure_record = team.failure_record_of(peer);
+    return failure_record.set.load() ? failure_record.failure.peer : -1;
   }
-  return now - team.peers[peer].control.pulse().stamp_ns.load() > kAwake ? -1 : awaited;
+  return now - team.peers[peer].control.heartbeat().stamp_ns.load() > kAwake ? -1 : awaited;
 }
 
 // Follows "I wait for rank r" from peer to peer: the last one is really late.
@@ -35,65 +35,65 @@ int blame(Team &team, int peer, uint64_t now) {
 
 }  // namespace
 
-Vigil::Vigil(Op &op) : op_(op), bell_(op.team.control().bell()) {
+Waiter::Waiter(Op &op) : op_(op), doorbell_(op.team.control().doorbell()) {
   bool alone = op.team.num_ranks <= op.team.device->cores;
   spins_ = alone ? kSpinsAlone : kSpinsShared;
   yields_ = alone ? kYieldsAlone : kYieldsShared;
 }
 
-void Vigil::begin() {
+void Waiter::begin() {
   op_.ring_now();
   now_ = now_ns();
   if (!since_) since_ = now_;
 }
 
-void Vigil::end() {
+void Waiter::end() {
   if (announced_) retract();
   if (since_) op_.waited(awaited_, now_ns() - since_);
   since_ = 0;
   awaited_ = suspect_ = -1;
   turns_ = 0;
-  op_.team.control().pulse().awaiting.store(0, std::memory_order_relaxed);
+  op_.team.control().heartbeat().awaiting.store(0, std::memory_order_relaxed);
 }
 
-void Vigil::give_up_on(int peer, int32_t code) {
+void Waiter::give_up_on(int peer, int32_t code) {
   uint64_t waited = now_ - since_;
   if (op_.may_shrink) mask_peer(op_.team, peer);
   else if (code || !op_.adopt_failure_of(peer, waited)) op_.fail(code, peer, DK_FIELD_NONE, 0, 0, waited);
 }
 
-Vigil::Hope Vigil::hope_for(int peer) {
+Waiter::Outlook Waiter::outlook_for(int peer) {
   Team &team = op_.team;
-  bool dead = __atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE), failed = team.obituary_of(peer).set.load();
+  bool dead = __atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE), failed = team.failure_record_of(peer).set.load();
   bool late = op_.may_shrink && now_ - since_ >= op_.timeout_ns;
-  if (!dead && !failed && !late) return Hope::some;
+  if (!dead && !failed && !late) return Outlook::some;
   if (suspect_ != peer) {
     suspect_ = peer;
-    return Hope::look_again;
+    return Outlook::look_again;
   }
   give_up_on(peer, dead ? DK_EPEERDEAD : DK_OK);
-  return Hope::none;
+  return Outlook::none;
 }
 
 // When time is over, the peer to name is one that does not wait for others itself.
-bool Vigil::more_to_blame(int peer, int than) const {
+bool Waiter::more_to_blame(int peer, int than) const {
   if (now_ - since_ < op_.timeout_ns) return false;
   return awaited_by(op_.team, than, now_) >= 0 && awaited_by(op_.team, peer, now_) < 0;
 }
 
-void Vigil::pass_time(int first, const Missing &missing) {
+void Waiter::pass_time(int first, const Missing &missing) {
   uint64_t waited = now_ - since_;
   if (awaited_ < 0) awaited_ = first;
-  Pulse &pulse = op_.team.control().pulse();
-  pulse.awaiting.store(first + 1, std::memory_order_relaxed);
-  pulse.stamp_ns.store(now_, std::memory_order_relaxed);
+  Heartbeat &heartbeat = op_.team.control().heartbeat();
+  heartbeat.awaiting.store(first + 1, std::memory_order_relaxed);
+  heartbeat.stamp_ns.store(now_, std::memory_order_relaxed);
   if (waited >= op_.timeout_ns) {
     int culprit = first < 0 ? -1 : blame(op_.team, first, now_);
     op_.fail(DK_ETIMEOUT, culprit, DK_FIELD_NONE, missing.expected, missing.seen, waited);
     return;
   }
   if (announced_) {
-    sleep_on(bell_.count, seen_, min_of(kSlice, op_.timeout_ns - waited), Scope::machine);
+    sleep_on(doorbell_.count, seen_, min(kSlice, op_.timeout_ns - waited), Scope::machine);
     retract();
     return;
   }
@@ -108,14 +108,14 @@ void Vigil::pass_time(int first, const Missing &missing) {
 }
 
 // The next look is made with sleepers announced, so nothing can arrive unseen between it and the sleep.
-void Vigil::announce() {
-  bell_.sleepers.fetch_add(1);
-  seen_ = bell_.count.load();
+void Waiter::announce() {
+  doorbell_.sleepers.fetch_add(1);
+  seen_ = doorbell_.count.load();
   announced_ = true;
 }
 
-void Vigil::retract() {
-  bell_.sleepers.fetch_sub(1);
+void Waiter::retract() {
+  doorbell_.sleepers.fetch_sub(1);
   announced_ = false;
 }
 

@@ -11,15 +11,15 @@ struct Missing {  // what is awaited of a peer, for the failure record
 };
 
 // From the last progress to the next.
-class Vigil {
+class Waiter {
  public:
-  explicit Vigil(Op &op);
+  explicit Waiter(Op &op);
   void begin();  // nothing to do: wakes those who may be asleep for what was done before
   void end();    // something happened
-  enum class Hope { some, look_again, none };
+  enum class Outlook { some, look_again, none };
   // None: there is no need to wait for that peer any more, since it was masked or the operation has failed. A peer that failed
   // or died may have written what is awaited just before, so it is given up only if another look finds nothing.
-  Hope hope_for(int peer);
+  Outlook outlook_for(int peer);
   bool more_to_blame(int peer, int than) const;
   void pass_time(int first, const Missing &missing);
 
@@ -29,7 +29,7 @@ class Vigil {
   void give_up_on(int peer, int32_t code);
 
   Op &op_;
-  Bell &bell_;
+  Doorbell &doorbell_;
   uint64_t since_ = 0, now_ = 0;
   int awaited_ = -1, suspect_ = -1, turns_ = 0, spins_, yields_;
   uint32_t seen_ = 0;
@@ -42,31 +42,31 @@ void mask_peer(Team &team, int peer);
 // needs that peer. False: the operation failed (recorded). The time limit counts from the last progress. With op.may_shrink
 // a peer that is dead, failed or late is masked, and poll has to go on without it.
 template <class PollFn, class AwaitsFn> bool wait_until(Op &op, PollFn poll, AwaitsFn awaits) {
-  Vigil vigil(op);
+  Waiter waiter(op);
   while (!op.aborted()) {
     Poll found = poll();
     if (op.failed()) break;
     if (found != Poll::idle) {
-      vigil.end();
+      waiter.end();
       if (found == Poll::done) return true;
       continue;
     }
-    vigil.begin();
+    waiter.begin();
     int first = -1;
     Missing missing;
     bool changed = false;
     for (int peer = 0; peer < op.team.num_ranks && !op.failed(); peer++) {
       Missing here;
       if (peer == op.team.rank || !awaits(peer, here)) continue;
-      Vigil::Hope hope = vigil.hope_for(peer);
-      changed |= hope != Vigil::Hope::some;
-      if (hope == Vigil::Hope::look_again) break;
-      if (hope == Vigil::Hope::none) continue;
-      if (first < 0 || vigil.more_to_blame(peer, first)) first = peer, missing = here;
+      Waiter::Outlook hope = waiter.outlook_for(peer);
+      changed |= hope != Waiter::Outlook::some;
+      if (hope == Waiter::Outlook::look_again) break;
+      if (hope == Waiter::Outlook::none) continue;
+      if (first < 0 || waiter.more_to_blame(peer, first)) first = peer, missing = here;
     }
-    if (!op.failed() && !changed) vigil.pass_time(first, missing);
+    if (!op.failed() && !changed) waiter.pass_time(first, missing);
   }
-  vigil.end();
+  waiter.end();
   return false;
 }
 

@@ -6,8 +6,8 @@
 namespace deepep {
 
 struct LogRange { float lowest, first, step; };
-__device__ __forceinline__ LogRange log_range(uint32_t least_bits, uint32_t greatest_bits) {
-  const float high = __uint_as_float(greatest_bits << 16), low = __uint_as_float(least_bits << 16);
+__device__ __forceinline__ LogRange log_range(uint32_t min_bits, uint32_t greatest_bits) {
+  const float high = __uint_as_float(greatest_bits << 16), low = __uint_as_float(min_bits << 16);
   LogRange range;
   range.lowest = fmaxf(low, __fmul_rn(high, 0x1p-32f));
   range.first = log2f(range.lowest);
@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t log_encode(const LogRange &range, uint32_t b
   const uint32_t sign = bf16 >> 15 << 9;
   const float magnitude = __uint_as_float((bf16 & 0x7fff) << 16);
   if (magnitude + magnitude < range.lowest) return sign; // nearer to zero than to code 1
-  const int below = least(most(static_cast<int>((log2f(fmaxf(magnitude, range.lowest)) - range.first) / range.step) + 1, 1), 510);
+  const int below = min(max(static_cast<int>((log2f(fmaxf(magnitude, range.lowest)) - range.first) / range.step) + 1, 1), 510);
   const float low = code_value(range, below), high = code_value(range, below + 1);
   return sign | static_cast<uint32_t>(magnitude - low <= high - magnitude ? below : below + 1);
 }

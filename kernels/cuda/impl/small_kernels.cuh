@@ -13,7 +13,7 @@ struct BarrierParams {
 __global__ void __launch_bounds__(128, 1) barrier_kernel(const __grid_constant__ BarrierParams p) {
   const Session &s = p.session;
   meet_everybody(s, p.counts_as_call, [&](const Handshake &hand) { post_enter(s, hand); }, [&](const Handshake &hand) { return await_enter(s, hand); },
-                 [&](uint64_t epoch, int r) { return s.team.enter(s.team.rank, epoch % kEnterCopies, r); });
+                 [&](uint64_t epoch, int r) { return s.team.handshake(s.team.rank, epoch % kHandshakeCopies, r); });
 }
 
 __global__ void __launch_bounds__(128, 1) mask_kernel(const __grid_constant__ MaskParams p) {

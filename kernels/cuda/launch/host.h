@@ -20,7 +20,7 @@
 namespace deepep {
 
 struct Team;
-struct Far;  // far.h
+struct InternodeTeam;  // launch/internode.h
 struct Device {
   int ordinal = 0, num_sms = 0, cc_major = 0, cc_minor = 0;
   bool bulk = false;            // use the Hopper kernels
@@ -48,7 +48,7 @@ struct Team {
   uint64_t *segments = nullptr; // device
   void *scratch = nullptr;
   void *peers = nullptr;
-  Far *far = nullptr;           // of a team with a transport
+  InternodeTeam *internode = nullptr;           // of a team with a transport
 };
 
 // Driver functions, found at run time: the library does not link with libcuda.

@@ -3,17 +3,17 @@
 
 namespace deepep {
 
-int32_t far_block_sizes(dk_block_sizes_params *) { return DK_OK; }
-int32_t far_team_create(dk_team_create_params *, Team *) { return DK_EUNSUPPORTED; }
-void far_team_destroy(Team *) {}
-int32_t far_notify(dk_notify_params *, const NotifyParams &) { return DK_EUNSUPPORTED; }
-int32_t far_dispatch(dk_dispatch_params *, const DispatchParams &, int) { return DK_EUNSUPPORTED; }
-int32_t far_combine(dk_combine_params *, const CombineParams &, int) { return DK_EUNSUPPORTED; }
-int32_t far_barrier(dk_barrier_params *) { return DK_EUNSUPPORTED; }
-int32_t far_clean(dk_clean_params *) { return DK_EUNSUPPORTED; }
-int32_t far_ll_dispatch(dk_ll_dispatch_params *) { return DK_EUNSUPPORTED; }
-int32_t far_ll_combine(dk_ll_combine_params *) { return DK_EUNSUPPORTED; }
-int32_t far_mask(dk_mask_params *, const MaskParams &) { return DK_EUNSUPPORTED; }
-cudaError_t load_far_kernels() { return cudaSuccess; }
+int32_t internode_block_sizes(dk_block_sizes_params *) { return DK_OK; }
+int32_t internode_team_create(dk_team_create_params *, Team *) { return DK_EUNSUPPORTED; }
+void internode_team_destroy(Team *) {}
+int32_t internode_notify(dk_notify_params *, const NotifyParams &) { return DK_EUNSUPPORTED; }
+int32_t internode_dispatch(dk_dispatch_params *, const DispatchParams &, int) { return DK_EUNSUPPORTED; }
+int32_t internode_combine(dk_combine_params *, const CombineParams &, int) { return DK_EUNSUPPORTED; }
+int32_t internode_barrier(dk_barrier_params *) { return DK_EUNSUPPORTED; }
+int32_t internode_clean(dk_clean_params *) { return DK_EUNSUPPORTED; }
+int32_t internode_ll_dispatch(dk_ll_dispatch_params *) { return DK_EUNSUPPORTED; }
+int32_t internode_ll_combine(dk_ll_combine_params *) { return DK_EUNSUPPORTED; }
+int32_t internode_mask(dk_mask_params *, const MaskParams &) { return DK_EUNSUPPORTED; }
+cudaError_t load_remote_kernels() { return cudaSuccess; }
 
 }  // namespace deepep

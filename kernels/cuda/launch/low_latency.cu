@@ -14,10 +14,10 @@ template <class P, class Kernel, class Params> int32_t launch(P *p, const Team *
   return launched(p);
 }
 
-// A block for each token of a full call and one for the clerk, as far as this rank's share of the device goes.
+// A block for each token of a full call and one for the control block, as far as this rank's share of the device goes.
 int blocks_for(const Team *team, int32_t num_sms, int32_t max_tokens) {
-  const int share = most(1, team->device->num_sms / most(1, team->sm_share));
-  return least(num_sms > 0 ? num_sms : most(32, max_tokens) + 1, share);
+  const int share = max(1, team->device->num_sms / max(1, team->sm_share));
+  return min(num_sms > 0 ? num_sms : max(32, max_tokens) + 1, share);
 }
 
 template <class P> bool is_sane(const P *p, const Team *team) {
@@ -83,7 +83,7 @@ DK_EXPORT int32_t dk_ll_layout(dk_ll_layout_params *p) {
 DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
-  if (team->far != nullptr) return far_ll_dispatch(p);
+  if (team->internode != nullptr) return internode_ll_dispatch(p);
   LowLatencyDispatchParams d{};
   const int32_t code = fill_common(p, team, DK_OP_LL_DISPATCH, d.call);
   if (code != DK_OK) return code;
@@ -96,7 +96,7 @@ DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
   d.x = pointer<uint8_t>(p->x), d.recv_x = pointer<uint8_t>(p->recv_x), d.recv_scales = pointer<uint32_t>(p->recv_scales);
   d.recv_count = pointer<int32_t>(p->recv_count), d.cumulative_stats = pointer<int32_t>(p->cumulative_stats);
   const size_t num_ranks = team->view.num_ranks, tables = 4 * (p->num_experts + num_ranks) + sizeof(LowLatencyCall) * num_ranks;
-  const size_t shared = align_up<size_t>(8 * num_ranks, 16) + most<size_t>(tables, 2 * kTileCodes);
+  const size_t shared = align_up<size_t>(8 * num_ranks, 16) + max<size_t>(tables, 2 * kTileCodes);
   if (shared > kMaxTables) return DK_EUNSUPPORTED;
   return launch(p, team, low_latency_dispatch_kernel, blocks_for(team, p->num_sms, p->num_max_tokens), shared, d);
 }
@@ -104,7 +104,7 @@ DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
 DK_EXPORT int32_t dk_ll_combine(dk_ll_combine_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
-  if (team->far != nullptr) return far_ll_combine(p);
+  if (team->internode != nullptr) return internode_ll_combine(p);
   LowLatencyCombineParams c{};
   const int32_t code = fill_common(p, team, DK_OP_LL_COMBINE, c.call);
   if (code != DK_OK) return code;

@@ -12,15 +12,15 @@ constexpr int kDefaultSms = 20;
 
 // Blocks of a kernel that fills an SM: what was asked for, but never more than this rank's share of the device.
 int blocks_for(const Team *team, int32_t num_sms) {
-  const int share = most(1, team->device->num_sms / most(1, team->sm_share));
-  return least(num_sms > 0 ? num_sms : kDefaultSms, share);
+  const int share = max(1, team->device->num_sms / max(1, team->sm_share));
+  return min(num_sms > 0 ? num_sms : kDefaultSms, share);
 }
 
 // The largest piece of a row that leaves room for every sender's stages: whole rows where they fit.
 uint32_t stage_bytes_for(uint64_t row_bytes, uint32_t senders, uint32_t limit) {
-  const uint64_t whole = least<uint64_t>(row_bytes, kMaxStageBytes);
+  const uint64_t whole = min<uint64_t>(row_bytes, kMaxStageBytes);
   const uint64_t fit = limit / (senders * kSendStages) / 128 * 128;
-  return static_cast<uint32_t>(align_up<uint64_t>(least(whole, fit), 16));
+  return static_cast<uint32_t>(align_up<uint64_t>(min(whole, fit), 16));
 }
 
 template <class Kernel> cudaError_t load(Kernel *kernel, size_t max_shared) {
@@ -30,7 +30,7 @@ template <class Kernel> cudaError_t load(Kernel *kernel, size_t max_shared) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(max_shared));
 }
 
-constexpr size_t kSharedLimit80 = 160 * 1024, kSharedLimit90 = 224 * 1024, kSharedForRoles = 44 * 1024, kLeastForStages = 12 * 1024;
+constexpr size_t kSharedLimit80 = 160 * 1024, kSharedLimit90 = 224 * 1024, kSharedForRoles = 44 * 1024, kMinForStages = 12 * 1024;
 
 }  // namespace
 
@@ -38,14 +38,14 @@ cudaError_t load_normal_kernels(bool bulk) {
   int limit = 0, ordinal = 0;
   cudaError_t error = cudaGetDevice(&ordinal);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
-  const size_t most_shared = static_cast<size_t>(limit) - 2048; // static shared memory comes on top
-  if (error == cudaSuccess) error = load(layout_kernel, least<size_t>(most_shared, 96 * 1024));
+  const size_t max_shared = static_cast<size_t>(limit) - 2048; // static shared memory comes on top
+  if (error == cudaSuccess) error = load(layout_kernel, min<size_t>(max_shared, 96 * 1024));
   if (error == cudaSuccess) error = load(notify_kernel, 0);
-  if (error == cudaSuccess) error = load(dispatch_kernel<false>, least(most_shared, kSharedLimit80));
-  if (error == cudaSuccess) error = load(combine_kernel<false>, least(most_shared, kSharedLimit80));
+  if (error == cudaSuccess) error = load(dispatch_kernel<false>, min(max_shared, kSharedLimit80));
+  if (error == cudaSuccess) error = load(combine_kernel<false>, min(max_shared, kSharedLimit80));
 #if DEEPEP_SM90
-  if (error == cudaSuccess && bulk) error = load(dispatch_kernel<true>, least(most_shared, kSharedLimit90));
-  if (error == cudaSuccess && bulk) error = load(combine_kernel<true>, least(most_shared, kSharedLimit90));
+  if (error == cudaSuccess && bulk) error = load(dispatch_kernel<true>, min(max_shared, kSharedLimit90));
+  if (error == cudaSuccess && bulk) error = load(combine_kernel<true>, min(max_shared, kSharedLimit90));
 #else
   (void)bulk;
 #endif
@@ -73,7 +73,7 @@ DK_EXPORT int32_t dk_layout(dk_layout_params *p) {
   if (shared > 96 * 1024) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
   const int per_block = p->num_topk <= kWarp ? kWarp / p->num_topk * (kLayoutThreads / kWarp) : kLayoutThreads; // tokens
-  const int blocks = least(most(1, ceil_div(p->num_tokens, per_block)), team->device->num_sms);
+  const int blocks = min(max(1, ceil_div(p->num_tokens, per_block)), team->device->num_sms);
   layout_kernel<<<blocks + 1, kLayoutThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
@@ -94,9 +94,9 @@ DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
   params.hidden_bytes = p->hidden_bytes;
   params.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix), params.send_head = pointer<int32_t>(p->send_head);
   params.counts = pointer<dk_counts>(p->counts);
-  if (is_far(team)) return far_notify(p, params);
+  if (is_remote(team)) return internode_notify(p, params);
   const OnDevice on(team->device);
-  notify_kernel<<<1 + least(num_ranks, 16), kNotifyThreads, 0, stream_of(p->stream)>>>(params);
+  notify_kernel<<<1 + min(num_ranks, 16), kNotifyThreads, 0, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
@@ -112,7 +112,7 @@ template <bool kBulk> int32_t launch_dispatch(dk_dispatch_params *p, DispatchPar
   params.meta_rows = staged_here ? kMetaBatch : kMetaBatchOfMany;
   while (params.meta_rows > 1 && Roles::meta_senders(params) * meta_space_bytes(params) > kMetaBuffers) --params.meta_rows;
   const size_t roles = DispatchShared<kBulk>(params, 0).bytes;
-  if (roles + kLeastForStages > limit) return DK_EUNSUPPORTED;
+  if (roles + kMinForStages > limit) return DK_EUNSUPPORTED;
   params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, limit - roles);
   const size_t shared = DispatchShared<kBulk>(params, params.stage_bytes).bytes;
   const OnDevice on(team->device);
@@ -161,7 +161,7 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   d.recv_topk_idx = pointer<void>(p->recv_topk_idx), d.recv_topk_weights = pointer<uint32_t>(p->recv_topk_weights);
   d.recv_src_idx = pointer<int32_t>(p->recv_src_idx);
   const int blocks = blocks_for(team, p->num_sms);
-  if (is_far(team)) return far_dispatch(p, d, blocks);
+  if (is_remote(team)) return internode_dispatch(p, d, blocks);
   d.meta = meta_shape(d);
   if (dispatch_ring(d, false).slots == 0) return DK_EUNSUPPORTED; // nvl region under min_nvl_bytes
 #if DEEPEP_SM90
@@ -186,7 +186,7 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   c.num_tokens = p->num_tokens, c.num_recv_tokens = p->num_recv_tokens, c.hidden = p->hidden, c.num_topk = p->num_topk;
   c.combined_x = pointer<__nv_bfloat16>(p->combined_x), c.combined_weights = pointer<float>(p->combined_topk_weights);
   const int blocks = blocks_for(team, p->num_sms);
-  if (is_far(team)) return far_combine(p, c, blocks);
+  if (is_remote(team)) return internode_combine(p, c, blocks);
   if (combine_ring(c).slots == 0) return DK_EUNSUPPORTED; // nvl region under min_nvl_bytes
 #if DEEPEP_SM90
   if (team->device->bulk) return launch_combine<true>(p, c, blocks);

@@ -72,7 +72,7 @@ void strike_off(const Team *team) {
 }
 
 void free_team(Team *team) {
-  far_team_destroy(team);
+  internode_team_destroy(team);
   (void)cudaFree(team->scratch);
   (void)cudaFree(team->peers);
   (void)cudaFree(team->segments);
@@ -137,8 +137,8 @@ DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
   // Two slots from each source, with room for 64 indices and weights in a row's metadata.
   p->min_nvl_bytes = static_cast<uint64_t>(p->num_ranks) * 2 * align_up<uint64_t>(p->max_row_bytes + 1024, 128);
   p->min_rdma_bytes = 0; // no row goes through a transport
-  const bool far = p->num_nvl_peers > 0 && (p->num_ranks > p->num_nvl_peers || (p->flags & DK_TEAM_LL_TRANSPORT) != 0);
-  return far ? far_block_sizes(p) : static_cast<int32_t>(DK_OK);
+  const bool remote = p->num_nvl_peers > 0 && (p->num_ranks > p->num_nvl_peers || (p->flags & DK_TEAM_LL_TRANSPORT) != 0);
+  return remote ? internode_block_sizes(p) : static_cast<int32_t>(DK_OK);
 }
 
 DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
@@ -159,7 +159,7 @@ DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
     free_team(team);
     return device_failure(p, error);
   }
-  const int32_t code = p->transport != 0 ? far_team_create(p, team) : static_cast<int32_t>(DK_OK);
+  const int32_t code = p->transport != 0 ? internode_team_create(p, team) : static_cast<int32_t>(DK_OK);
   if (code != DK_OK) {
     free_team(team);
     return code;
@@ -204,7 +204,7 @@ template <class P> int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call
 
 DK_EXPORT int32_t dk_barrier(dk_barrier_params *p) {
   DK_ENTER(p);
-  if (is_far(handle_of<Team>(p->team))) return far_barrier(p);
+  if (is_remote(handle_of<Team>(p->team))) return internode_barrier(p);
   const OnDevice on(handle_of<Team>(p->team)->device);
   return launch_barrier(p, DK_OP_BARRIER, true);
 }
@@ -212,7 +212,7 @@ DK_EXPORT int32_t dk_barrier(dk_barrier_params *p) {
 DK_EXPORT int32_t dk_clean(dk_clean_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
-  if (team->far != nullptr) return far_clean(p);
+  if (team->internode != nullptr) return internode_clean(p);
   const uint64_t region = team->view.rdma_bytes;
   uint64_t slot = 0; // 0: the whole region
   if (p->num_max_tokens != 0 || p->hidden != 0 || p->num_experts != 0) {
@@ -242,7 +242,7 @@ DK_EXPORT int32_t dk_mask(dk_mask_params *p) {
   MaskParams params{};
   params.session = session_of(p, DK_OP_MASK, DK_PHASE_BOTH);
   params.what = p->what, params.rank = p->rank, params.value = p->value, params.out = pointer<int32_t>(p->out);
-  if (team->far != nullptr) return far_mask(p, params);
+  if (team->internode != nullptr) return internode_mask(p, params);
   const OnDevice on(team->device);
   mask_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);
   return launched(p);

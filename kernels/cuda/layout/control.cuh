@@ -7,7 +7,7 @@
 namespace deepep {
 
 // First word of a rank to a peer in an operation: "I am in operation `epoch`, everything before is finished and consumed".
-struct alignas(64) Enter {
+struct alignas(64) HandshakeMessage {
   uint64_t hidden_bytes;
   uint64_t segment_offset;
   uint32_t op, flags;         // flags: kEnter*
@@ -17,28 +17,28 @@ struct alignas(64) Enter {
   uint64_t epoch;             // stored last, with release
   uint64_t spare;
 };
-static_assert(sizeof(Enter) == 64, "one message is one line");
+static_assert(sizeof(HandshakeMessage) == 64, "one message is one line");
 enum : uint32_t {
   kEnterCached = 1, kEnterWeights = 2, kEnterFormatShift = 8,
   kEnterSilent = 4 // has no row to give weights for, and says nothing about them
 };
 
-constexpr int kEnterCopies = 2, kLowLatencyEnterCopies = 4;
+constexpr int kHandshakeCopies = 2, kLowLatencyHandshakeCopies = 4;
 
 // Words that the counts of one rank to one peer take: the rank's row of the matrix, then the peer's experts.
-__host__ __device__ inline uint32_t max_local_experts(uint32_t num_ranks) { return most(1024u, 65536u / num_ranks); }
+__host__ __device__ inline uint32_t max_local_experts(uint32_t num_ranks) { return max(1024u, 65536u / num_ranks); }
 __host__ __device__ inline uint32_t counts_words(uint32_t num_ranks) {
   return align_up(num_ranks + max_local_experts(num_ranks), 16u);
 }
 
 struct ControlLayout {
-  uint64_t enter, low_latency_enter, done, consumed, given_up, counts, bytes;
+  uint64_t handshake, low_latency_handshake, done, consumed, given_up, counts, bytes;
 };
 __host__ __device__ inline ControlLayout control_layout(uint64_t num_ranks) {
   ControlLayout at{};
-  at.enter = 0;
-  at.low_latency_enter = at.enter + kEnterCopies * num_ranks * sizeof(Enter);
-  at.done = at.low_latency_enter + kLowLatencyEnterCopies * num_ranks * sizeof(Enter);
+  at.handshake = 0;
+  at.low_latency_handshake = at.handshake + kHandshakeCopies * num_ranks * sizeof(HandshakeMessage);
+  at.done = at.low_latency_handshake + kLowLatencyHandshakeCopies * num_ranks * sizeof(HandshakeMessage);
   at.consumed = at.done + align_up<uint64_t>(num_ranks * 8, 128);
   at.given_up = at.consumed + align_up<uint64_t>(2 * num_ranks * 8, 128); // a word for each slot of each rank
   at.counts = at.given_up + align_up<uint64_t>(num_ranks * 8, 128);

@@ -42,7 +42,7 @@ __host__ __device__ inline LowLatencyLayout low_latency_layout(uint64_t num_rank
   at.weights_bytes = num_ranks * max_tokens * kWeightsStride;
   const auto whole = [](uint64_t area, uint64_t parts) { return (area + 128) * kWireParts / parts; }; // areas begin at multiples of 128
   const uint64_t row_words = whole(at.row_words_bytes, kRowWordParts), weights = whole(at.weights_bytes, kWeightParts);
-  at.wire_bytes = align_up<uint64_t>(most(whole(at.header_bytes + at.counts_bytes, kHeaderParts), most(row_words, weights)) + 1, 4096);
+  at.wire_bytes = align_up<uint64_t>(max(whole(at.header_bytes + at.counts_bytes, kHeaderParts), max(row_words, weights)) + 1, 4096);
   return at;
 }
 
@@ -60,7 +60,7 @@ __host__ __device__ inline uint64_t weight_area(uint64_t bytes, int copy) { retu
 // What a block reserves for the headers of any sensible shape whose rows fit in rdma_bytes.
 __host__ __device__ inline uint64_t low_latency_wire_allowance(uint64_t rdma_bytes) {
   if (rdma_bytes == 0) return 0;
-  return align_up<uint64_t>(least<uint64_t>(32 * rdma_bytes + (1 << 16), (48ull << 20) + rdma_bytes / 32), 4096);
+  return align_up<uint64_t>(min<uint64_t>(32 * rdma_bytes + (1 << 16), (48ull << 20) + rdma_bytes / 32), 4096);
 }
 
 // Local expert of the n-th row that a rank sends in combine; `before` has the running sums of its experts' rows, [L + 1].

@@ -8,7 +8,7 @@ namespace deepep {
 
 constexpr uint64_t kRingFlags = 65536; // of all sources together
 __host__ __device__ inline uint32_t ring_flags_per_source(uint32_t num_ranks) {
-  return most(64u, static_cast<uint32_t>(kRingFlags / num_ranks));
+  return max(64u, static_cast<uint32_t>(kRingFlags / num_ranks));
 }
 
 enum RingPart { kPayload = 0, kMeta = 1 };
@@ -44,7 +44,7 @@ __host__ __device__ inline RingShape ring_shape(uint64_t nvl_bytes, uint32_t num
   shape.source_stride = nvl_bytes / num_ranks / 128 * 128;
   const uint64_t row = static_cast<uint64_t>(shape.payload_stride) + shape.meta_stride;
   const uint64_t fit = row == 0 ? kRingFlags : shape.source_stride / row;
-  shape.slots = static_cast<uint32_t>(least<uint64_t>(fit, ring_flags_per_source(num_ranks)));
+  shape.slots = static_cast<uint32_t>(min<uint64_t>(fit, ring_flags_per_source(num_ranks)));
   return shape;
 }
 

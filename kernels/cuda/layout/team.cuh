@@ -69,11 +69,11 @@ struct TeamView {
   uint32_t flags;             // DK_TEAM_*
 
 #ifdef __CUDACC__
-  __device__ Enter *enter(int owner, int copy, int source) const {
-    return reinterpret_cast<Enter *>(peers[owner] + control + at.enter) + copy * num_ranks + source;
+  __device__ HandshakeMessage *handshake(int owner, int copy, int source) const {
+    return reinterpret_cast<HandshakeMessage *>(peers[owner] + control + at.handshake) + copy * num_ranks + source;
   }
-  __device__ Enter *low_latency_enter(int owner, int copy, int source) const {
-    return reinterpret_cast<Enter *>(peers[owner] + control + at.low_latency_enter) + copy * num_ranks + source;
+  __device__ HandshakeMessage *low_latency_handshake(int owner, int copy, int source) const {
+    return reinterpret_cast<HandshakeMessage *>(peers[owner] + control + at.low_latency_handshake) + copy * num_ranks + source;
   }
   __device__ uint64_t *done(int owner, int source) const {
     return reinterpret_cast<uint64_t *>(peers[owner] + control + at.done) + source;

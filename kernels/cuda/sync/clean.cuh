@@ -6,11 +6,11 @@ namespace deepep {
 
 // Whole block, once all have come to a clean: what was sent before is nothing that will be received, and all go on from the greatest
 // number of a call that any of them has. message_of(rank): what it came with.
-template <class MessageOf> __device__ inline void start_calls_anew(const Session &s, MessageOf message_of) {
+template <class MessageOf> __device__ inline void restart_call_numbers(const Session &s, MessageOf message_of) {
   Scratch *scratch = s.team.scratch;
   uint64_t newest = scratch->low_latency_epoch;
   for (int r = 0; r < s.team.num_ranks; ++r)
-    if (!is_masked(s, r)) newest = most(newest, message_of(r)->segment_offset);
+    if (!is_masked(s, r)) newest = max(newest, message_of(r)->segment_offset);
   for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
     if (is_masked(s, r)) continue;
     scratch->seen[r] = scratch->consumed[0][r] = scratch->consumed[1][r] = newest;
@@ -33,7 +33,7 @@ __device__ inline void meet_everybody(const Session &s, uint32_t counts_as_call,
     if (anew) hand.mine.segment_offset = s.team.scratch->low_latency_epoch;
     post(hand);
     publish_newest_by_last_warp(s.team);
-    if (await(hand) && anew) start_calls_anew(s, [&](int r) { return message_of(epoch, r); });
+    if (await(hand) && anew) restart_call_numbers(s, [&](int r) { return message_of(epoch, r); });
   }
   finish(s, [&](bool failed) {
     if (threadIdx.x == 0) s.team.scratch->epoch = epoch;

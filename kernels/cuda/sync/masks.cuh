@@ -16,8 +16,8 @@ template <class Tell> __device__ inline bool lift_mask(const Session &s, int ran
   Scratch *scratch = s.team.scratch;
   if (scratch->masked[rank] == 0) return false;
   uint64_t newest = scratch->seen[rank];
-  for (int copy = 0; copy < kLowLatencyEnterCopies; ++copy)
-    newest = most(newest, ptx::ld_acquire_sys(&s.team.low_latency_enter(s.team.rank, copy, rank)->epoch));
+  for (int copy = 0; copy < kLowLatencyHandshakeCopies; ++copy)
+    newest = max(newest, ptx::ld_acquire_sys(&s.team.low_latency_handshake(s.team.rank, copy, rank)->epoch));
   scratch->seen[rank] = scratch->consumed[0][rank] = scratch->consumed[1][rank] = newest;
   scratch->returned[rank] = 1;
   const uint64_t own = scratch->low_latency_epoch;

@@ -26,12 +26,12 @@ template <class Last> __device__ inline void finish(const Session &s, Last last)
 // One wait for every rank's message, by the whole block; also the check that all mean the same operation.
 struct Handshake {
   uint64_t epoch;
-  Enter mine;
+  HandshakeMessage mine;
 };
 
 __device__ inline void post_enter(const Session &s, const Handshake &hand) {
   for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
-    Enter *to = s.team.enter(r, hand.epoch % kEnterCopies, s.team.rank);
+    HandshakeMessage *to = s.team.handshake(r, hand.epoch % kHandshakeCopies, s.team.rank);
     to->hidden_bytes = hand.mine.hidden_bytes, to->segment_offset = hand.mine.segment_offset;
     to->op = hand.mine.op, to->flags = hand.mine.flags, to->num_experts = hand.mine.num_experts;
     to->num_topk = hand.mine.num_topk, to->num_scales = hand.mine.num_scales, to->max_tokens = hand.mine.max_tokens;
@@ -40,9 +40,9 @@ __device__ inline void post_enter(const Session &s, const Handshake &hand) {
   }
 }
 
-// What a low-latency call, near or far, tells of itself, but for its number.
-template <class P> __device__ inline Enter low_latency_message(const P &p) {
-  Enter mine{};
+// What a low-latency call, local or remote, tells of itself, but for its number.
+template <class P> __device__ inline HandshakeMessage low_latency_message(const P &p) {
+  HandshakeMessage mine{};
   mine.hidden_bytes = static_cast<uint64_t>(p.hidden) * 2, mine.op = p.session.op;
   mine.num_experts = p.num_experts, mine.num_topk = p.num_topk, mine.max_tokens = p.max_tokens;
   mine.flags = p.format << kEnterFormatShift | (p.flags & (DK_LL_ROUND_SCALE | DK_LL_UE8M0 | DK_LL_LOGFMT)) << (kEnterFormatShift + 4);
@@ -58,7 +58,7 @@ __device__ inline int64_t format_told(uint32_t op, uint32_t flags) {
   if (op == DK_OP_LL_DISPATCH) return format | (weights ? DK_FORMAT_WEIGHTS : 0) | ll << 8;
   return op == DK_OP_LL_COMBINE ? ll : weights;
 }
-__device__ inline Difference compare_enter(const Enter &mine, const Enter *theirs) {
+__device__ inline Difference compare_enter(const HandshakeMessage &mine, const HandshakeMessage *theirs) {
   if (mine.op != theirs->op) return {DK_FIELD_OPERATION, static_cast<int64_t>(mine.op), static_cast<int64_t>(theirs->op)};
   if ((mine.flags ^ theirs->flags) & kEnterCached) return {DK_FIELD_OPERATION, mine.flags & kEnterCached, theirs->flags & kEnterCached};
   if (mine.hidden_bytes != theirs->hidden_bytes)
@@ -102,7 +102,7 @@ template <class Poll> __device__ __forceinline__ bool wait_or_mask(const Session
 }
 
 // By one thread: waits for the message of rank r, which is there once its word has the epoch, and compares it.
-__device__ inline bool await_message(const Session &s, const Handshake &hand, int r, const uint64_t *word, const Enter *from) {
+__device__ inline bool await_message(const Session &s, const Handshake &hand, int r, const uint64_t *word, const HandshakeMessage *from) {
   if (is_masked(s, r)) return true;
   uint64_t waited = 0;
   int64_t seen = 0;
@@ -126,7 +126,7 @@ __device__ inline bool await_message(const Session &s, const Handshake &hand, in
 __device__ inline bool await_enter(const Session &s, const Handshake &hand) {
   bool good = true;
   for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x) {
-    const Enter *from = s.team.enter(s.team.rank, hand.epoch % kEnterCopies, r);
+    const HandshakeMessage *from = s.team.handshake(s.team.rank, hand.epoch % kHandshakeCopies, r);
     good = await_message(s, hand, r, &from->epoch, from);
   }
   return __syncthreads_or(!good) == 0;

@@ -15,7 +15,7 @@ __device__ inline int duration_bucket(uint64_t ns) {
   if (units == 0) return 0;
   const int power = 63 - __clzll(static_cast<long long>(units));
   const int quarter = static_cast<int>(ns >> (power + 7) & 3); // the two bits below the leading one of ns / 512
-  return least(4 * power + quarter, DK_HIST_BUCKETS - 1);
+  return min(4 * power + quarter, DK_HIST_BUCKETS - 1);
 }
 
 __device__ inline uint64_t load_fresh(const void *word) { return *static_cast<const volatile uint64_t *>(word); }
@@ -91,11 +91,11 @@ __device__ inline void count_peers(const Session &s, const CountLoads &loads, ui
     }
     if (waited != 0) atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->peer_wait_ns[s.op][r]), static_cast<unsigned long long>(waited));
     scratch->wait_ns[r] = 0;
-    bytes += sent, wait = most(wait, waited);
+    bytes += sent, wait = max(wait, waited);
   }
   for (int step = kWarp / 2; step > 0; step /= 2) {
     bytes += __shfl_xor_sync(kAllLanes, bytes, step);
-    wait = most(wait, static_cast<uint64_t>(__shfl_xor_sync(kAllLanes, wait, step)));
+    wait = max(wait, static_cast<uint64_t>(__shfl_xor_sync(kAllLanes, wait, step)));
   }
 }
 
@@ -114,7 +114,7 @@ __device__ inline void record_loaded(const Session &s, const CountLoads &loads, 
   const int bucket = last_half ? duration_bucket(total) : DK_HIST_BUCKETS;
   // calls, errors, total_ns, max_ns, wait_ns, bytes, last_start_ns, last_ns
   const uint64_t grown = lane == 0 ? counter + (last_half ? 1 : 0) : lane == 1 ? counter + (last_half && failed ? 1 : 0) : lane == 2 ? counter + duration
-                       : lane == 3 ? (last_half ? most(counter, total) : counter) : lane == 4 ? counter + wait : lane == 5 ? counter + bytes
+                       : lane == 3 ? (last_half ? max(counter, total) : counter) : lane == 4 ? counter + wait : lane == 5 ? counter + bytes
                        : lane == 6 ? (last_half ? begun : counter) : (last_half ? total : counter);
   if (lane < kOpCounters) op[lane] = grown;
   if (lane == 8 && last_half) atomicAdd(reinterpret_cast<unsigned long long *>(op + kOpCounters + bucket), 1ull);

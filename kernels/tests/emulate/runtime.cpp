@@ -47,7 +47,7 @@ std::string name_of(const std::string &signature) {
   const std::string type = signature.substr(space == std::string::npos || space < at ? at + 5 : space + 2, end - std::max(at + 5, space + 2));
   return type.substr(0, type.find_first_of("&*"));
 }
-size_t most_shared() { return settings().cc >= 90 ? 227 * 1024 : 163 * 1024; }
+size_t max_shared() { return settings().cc >= 90 ? 227 * 1024 : 163 * 1024; }
 
 }  // namespace
 
@@ -62,7 +62,7 @@ cudaError_t failed(cudaError_t error) {
 int current_device() { return device_of_thread; }
 
 cudaError_t allow_shared(const void *kernel, cudaFuncAttribute what, int bytes) {
-  if (what != cudaFuncAttributeMaxDynamicSharedMemorySize || bytes < 0 || static_cast<size_t>(bytes) > most_shared()) return failed(cudaErrorInvalidValue);
+  if (what != cudaFuncAttributeMaxDynamicSharedMemorySize || bytes < 0 || static_cast<size_t>(bytes) > max_shared()) return failed(cudaErrorInvalidValue);
   const std::lock_guard<std::mutex> guard(lock);
   allowed_shared[kernel] = static_cast<size_t>(bytes);
   return cudaSuccess;
@@ -119,7 +119,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
   if (attribute != cudaDevAttrMaxSharedMemoryPerBlockOptin) return failed(cudaErrorInvalidValue);
-  *value = static_cast<int>(most_shared());
+  *value = static_cast<int>(max_shared());
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {

@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
   const LowLatencyCall call = low_latency_call(p, start, false);
   if (begun) {
     if (is_last_warp() && sends_weights(p)) send_weights(p, call, peers, entry);
-    if (is_clerk()) post_low_latency(p, call);
+    if (is_control_block()) post_low_latency(p, call);
     bool good = true;
     if (p.sends() && is_worker()) {
       if (leads_group) {
@@ -216,10 +216,10 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
       __syncthreads();
     }
     mark(kMarkSent, threadIdx.x == 0);
-    if (is_clerk()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
+    if (is_control_block()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
     if (p.receives() && good) {
       find_source_calls(p, call, calls);
-      if (is_clerk()) check_low_latency_peers(p, calls);
+      if (is_control_block()) check_low_latency_peers(p, calls);
       if (is_worker()) receive_sums(c, calls, &shared.arrivals);
     }
     mark(kMarkArrived, true);

@@ -77,7 +77,7 @@ __device__ inline void read_sum(const LowLatencyCombineParams &c, const LowLaten
   if (summed.fetch && rows != 0) {
     const bool wanted = (rows >> lane & 1) != 0;
     const uint64_t *from = sent_weights(p, own_block(p), call, source, token) + lane;
-    const uint64_t start = is_clerk() ? ptx::global_timer_ns() : 0;
+    const uint64_t start = is_control_block() ? ptx::global_timer_ns() : 0;
     const auto here = [&] { return !wanted || has_tag(weight, combine_tag(call.epoch)); };
     const bool came = warp_wait_or_fail(
         p.session, static_cast<int64_t>(call.epoch),
@@ -87,7 +87,7 @@ __device__ inline void read_sum(const LowLatencyCombineParams &c, const LowLaten
         },
         [&] { return here() ? -1 : source; });
     if (!came) rows = 0;
-    if (is_clerk() && lane == 0)
+    if (is_control_block() && lane == 0)
       atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->wait_ns[source]), ptx::global_timer_ns() - start);
   }
   const int expert = row ? entry_expert(code) : 0x7fffffff;

@@ -175,10 +175,10 @@ __device__ inline float sum_of_same(const LowLatencyParams &p, int expert, float
 __device__ __forceinline__ bool is_last_warp() { return warp_id() == kLlThreads / kWarp - 1; }
 // The last block does what concerns all. Where the grid is not tiny, it has no token of its own: what it waits for holds up no row.
 constexpr int kTinyGrid = 32;
-__device__ inline bool is_clerk() { return blockIdx.x == gridDim.x - 1; }
+__device__ inline bool is_control_block() { return blockIdx.x == gridDim.x - 1; }
 __device__ inline int num_workers() { return static_cast<int>(gridDim.x) - (gridDim.x > kTinyGrid ? 1 : 0); }
 __device__ inline bool is_worker() { return static_cast<int>(blockIdx.x) < num_workers(); }
-// The number of this block's first token; the next ones follow num_workers() apart. A clerk without tokens gets a number above all.
+// The number of this block's first token; the next ones follow num_workers() apart. A control block without tokens gets a number above all.
 __device__ inline int first_of_block() { return is_worker() ? static_cast<int>(blockIdx.x) : 1 << 29; }
 
 // What a thread sees of a slot at a rank before it knows which slot this call takes: loaded beside everything else that a kernel
@@ -228,7 +228,7 @@ __device__ inline void end_low_latency(const LowLatencyParams &p, const LowLaten
     if (p.sends()) scratch->sent[call.slot()][r] = call.epoch;
     if (!p.receives() || failed || calls[r].epoch == 0) continue;
     scratch->consumed[calls[r].slot()][r] = calls[r].epoch;
-    scratch->seen[r] = most(scratch->seen[r], calls[r].epoch);
+    scratch->seen[r] = max(scratch->seen[r], calls[r].epoch);
     if (calls[r].epoch == call.epoch && calls[r].dispatch == call.dispatch && (p.session.team.flags & DK_TEAM_SHRINK) == 0) continue;
     scratch->epoch_ahead[r] = static_cast<int64_t>(calls[r].epoch - call.epoch);
     scratch->dispatch_ahead[r] = static_cast<int64_t>(calls[r].dispatch - call.dispatch);
@@ -242,9 +242,9 @@ template <class Outputs>
 __device__ inline void finish_low_latency(const LowLatencyParams &p, const LowLatencyCall &call, const LowLatencyCall *calls, Outputs outputs) {
   Scratch *scratch = p.session.team.scratch;
   __shared__ uint32_t left_before;
-  // The last block reads what others wrote only to mend it after a loss, the clerk's times, and bytes sent (which wait for the next
+  // The last block reads what others wrote only to mend it after a loss, the control block's times, and bytes sent (which wait for the next
   // call if they come too late): a worker's rows need no order before its exit, they are complete when the kernel is.
-  const bool ordered = (p.session.team.flags & DK_TEAM_SHRINK) != 0 || is_clerk() || !p.receives();
+  const bool ordered = (p.session.team.flags & DK_TEAM_SHRINK) != 0 || is_control_block() || !p.receives();
   __syncthreads();
   if (threadIdx.x == 0) left_before = ordered ? ptx::atomic_add_acq_rel_gpu(&scratch->exits, 1) : atomicAdd(&scratch->exits, 1u);
   __syncthreads();

@@ -9,19 +9,19 @@ namespace deepep {
 
 // With what a call begins: a line of tagged words for each rank, which needs no fence; like everything else it says by itself that it
 // has arrived. The number of the call stands where other operations have it.
-struct LowLatencyEnter { uint64_t hidden_bytes, op, flags, num_experts, num_topk, max_tokens, epoch, dispatch; };
-static_assert(sizeof(LowLatencyEnter) == sizeof(Enter) && offsetof(LowLatencyEnter, epoch) == offsetof(Enter, epoch), "the same line");
+struct LowLatencyHandshakeMessage { uint64_t hidden_bytes, op, flags, num_experts, num_topk, max_tokens, epoch, dispatch; };
+static_assert(sizeof(LowLatencyHandshakeMessage) == sizeof(HandshakeMessage) && offsetof(LowLatencyHandshakeMessage, epoch) == offsetof(HandshakeMessage, epoch), "the same line");
 __device__ inline uint64_t *low_latency_line(const LowLatencyParams &p, uint8_t *block, uint64_t epoch, int source) {
   const TeamView &team = p.session.team;
-  return reinterpret_cast<uint64_t *>(block + team.control + team.at.low_latency_enter) +
-         sizeof(Enter) / 8 * (epoch % kLowLatencyEnterCopies * team.num_ranks + source);
+  return reinterpret_cast<uint64_t *>(block + team.control + team.at.low_latency_handshake) +
+         sizeof(HandshakeMessage) / 8 * (epoch % kLowLatencyHandshakeCopies * team.num_ranks + source);
 }
-__device__ inline Enter low_latency_enter(const LowLatencyParams &p) {
-  Enter mine = low_latency_message(p);
+__device__ inline HandshakeMessage low_latency_handshake(const LowLatencyParams &p) {
+  HandshakeMessage mine = low_latency_message(p);
   if (p.session.op == DK_OP_LL_DISPATCH) mine.flags |= (p.topk_weights != nullptr ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
   return mine;
 }
-__device__ inline void store_enter(uint64_t *line, const Enter &mine, const LowLatencyCall &call) {
+__device__ inline void store_enter(uint64_t *line, const HandshakeMessage &mine, const LowLatencyCall &call) {
   const uint32_t tag = static_cast<uint32_t>(call.epoch);
   ptx::st_relaxed_sys_pair(line, tagged(tag, static_cast<uint32_t>(mine.hidden_bytes)), tagged(tag, mine.op));
   ptx::st_relaxed_sys_pair(line + 2, tagged(tag, mine.flags), tagged(tag, mine.num_experts));
@@ -29,7 +29,7 @@ __device__ inline void store_enter(uint64_t *line, const Enter &mine, const LowL
   ptx::st_relaxed_sys_pair(line + 6, call.epoch, tagged(tag, static_cast<uint32_t>(call.dispatch)));
 }
 // False: not all of it is there yet. `seen`: the number that stands there.
-__device__ inline bool load_enter(const uint64_t *line, uint64_t epoch, Enter &theirs, int64_t &seen) {
+__device__ inline bool load_enter(const uint64_t *line, uint64_t epoch, HandshakeMessage &theirs, int64_t &seen) {
   uint64_t word[8];
 #pragma unroll
   for (int i = 0; i < 8; i += 2) ptx::ld_relaxed_sys_pair(line + i, word[i], word[i + 1]);
@@ -42,7 +42,7 @@ __device__ inline bool load_enter(const uint64_t *line, uint64_t epoch, Enter &t
   return all;
 }
 
-// The last warp of the clerk tells everybody which slots are empty here and, when sending, what this call is.
+// The last warp of the control block tells everybody which slots are empty here and, when sending, what this call is.
 __device__ inline void post_low_latency(const LowLatencyParams &p, const LowLatencyCall &call) {
   const TeamView &team = p.session.team;
   if (!is_last_warp()) return; // the others go ahead
@@ -53,8 +53,8 @@ __device__ inline void post_low_latency(const LowLatencyParams &p, const LowLate
     uint8_t *block = team.peers[r];
     const uint64_t consumed[kLowLatencySlots] = {team.scratch->consumed[0][r], team.scratch->consumed[1][r]}, given_up = given_up_by(team, r);
     for (int slot = 0; slot < kLowLatencySlots; ++slot)
-      ptx::st_relaxed_sys(credit(team, block, slot, team.rank), most(consumed[slot], given_up));
-    if (p.sends()) store_enter(low_latency_line(p, block, call.epoch, team.rank), low_latency_enter(p), call);
+      ptx::st_relaxed_sys(credit(team, block, slot, team.rank), max(consumed[slot], given_up));
+    if (p.sends()) store_enter(low_latency_line(p, block, call.epoch, team.rank), low_latency_handshake(p), call);
   }
 }
 
@@ -94,14 +94,14 @@ __device__ __noinline__ inline bool find_source_call(const LowLatencyParams &p, 
   const Session &s = p.session;
   const Scratch *scratch = s.team.scratch;
   const uint64_t expected = call.epoch + scratch->epoch_ahead[source], given_up = given_up_by(s.team, source);
-  const uint64_t seen = most(scratch->seen[source], given_up);
+  const uint64_t seen = max(scratch->seen[source], given_up);
   const bool anywhere = scratch->returned[source] != 0;
   const uint64_t *best = nullptr;
   uint64_t epoch = 0;
   for (int pass = 0; pass < 2; ++pass) { // the second finds what was stored before the newest that the first found
-    for (int copy = 0; copy < kLowLatencyEnterCopies; ++copy) {
+    for (int copy = 0; copy < kLowLatencyHandshakeCopies; ++copy) {
       const uint64_t *line = low_latency_line(p, own_block(p), copy, source);
-      const uint64_t there = ptx::ld_acquire_sys(line + offsetof(LowLatencyEnter, epoch) / 8);
+      const uint64_t there = ptx::ld_acquire_sys(line + offsetof(LowLatencyHandshakeMessage, epoch) / 8);
       const bool exact = there == expected && !anywhere && there > given_up;
       if (!exact && (there <= seen || (there <= expected && !anywhere))) continue;
       if (best != nullptr && !exact && there >= epoch) continue;
@@ -110,7 +110,7 @@ __device__ __noinline__ inline bool find_source_call(const LowLatencyParams &p, 
     if (best == nullptr) return false;
     if (epoch == expected && !anywhere) break;
   }
-  const uint64_t dispatch = ptx::ld_relaxed_sys(best + offsetof(LowLatencyEnter, dispatch) / 8);
+  const uint64_t dispatch = ptx::ld_relaxed_sys(best + offsetof(LowLatencyHandshakeMessage, dispatch) / 8);
   if (!has_tag(dispatch, static_cast<uint32_t>(epoch))) return false; // it comes with the next poll
   // Numbers of dispatches differ by less than 2^31.
   found = {epoch, call.dispatch + static_cast<int64_t>(static_cast<int32_t>(static_cast<uint32_t>(dispatch) - static_cast<uint32_t>(call.dispatch)))};
@@ -128,20 +128,20 @@ __device__ inline void find_source_calls(const LowLatencyParams &p, const LowLat
     if (!is_masked(s, r)) {
       const uint64_t start = ptx::global_timer_ns();
       wait_or_mask(s, r, call.epoch, [&](int64_t &) { return find_source_call(p, call, r, found); });
-      if (is_clerk()) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
+      if (is_control_block()) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
     }
     calls[r] = found;
   }
 }
 
-// The clerk of a receive half, thread r for source r: everybody means the same call. Times go to the caller's statistics.
+// The control block of a receive half, thread r for source r: everybody means the same call. Times go to the caller's statistics.
 __device__ __noinline__ inline void check_low_latency_peers(const LowLatencyParams &p, const LowLatencyCall *calls) {
   const TeamView &team = p.session.team;
-  const Enter mine = low_latency_enter(p);
+  const HandshakeMessage mine = low_latency_handshake(p);
   for (int r = threadIdx.x; r < team.num_ranks; r += kLlThreads) {
     const uint64_t epoch = calls[r].epoch;
     const uint64_t *line = low_latency_line(p, own_block(p), epoch, r);
-    Enter theirs{};
+    HandshakeMessage theirs{};
     const uint64_t start = ptx::global_timer_ns();
     const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch, [&](int64_t &seen) { return load_enter(line, epoch, theirs, seen); });
     if (epoch != 0 && (team.flags & DK_TEAM_SHRINK) == 0) team.scratch->wait_ns[r] += ptx::global_timer_ns() - start; // weights were awaited before

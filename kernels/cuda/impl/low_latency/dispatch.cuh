@@ -300,13 +300,13 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_dispatch_kernel(con
   const bool begun = begin_low_latency(p, start, peers);
   const LowLatencyCall call = low_latency_call(p, start, true);
   if (begun) {
-    if (is_clerk()) post_low_latency(p, call);
+    if (is_control_block()) post_low_latency(p, call);
     const bool good = !p.sends() || !is_worker() || send_tokens(d, call, tile, early, &sending);
     mark(kMarkSent, threadIdx.x == 0);
-    if (is_clerk()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
+    if (is_control_block()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
     if (p.receives() && good) {
       find_source_calls(p, call, calls);
-      if (is_clerk()) check_low_latency_peers(p, calls);
+      if (is_control_block()) check_low_latency_peers(p, calls);
       if (is_worker()) receive(d, call, calls, lists);
     }
     mark(kMarkArrived, true);

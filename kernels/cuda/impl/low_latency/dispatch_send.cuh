@@ -29,7 +29,7 @@ struct TokenRoute {             // of the token that a block sends now, in share
 struct SendTables {             // shared
   uint8_t *const *peers;        // [R], there too
   TokenRoute route;
-  Tally tally;
+  ExpertCounts expert_counts;
 };
 
 // By the last warp: the token's experts without repetitions, the ranks that hold them.
@@ -65,14 +65,14 @@ __device__ inline void send_own_counts(const LowLatencyParams &p, const LowLaten
   const int owner = p.by_local.quotient(expert);
   if (expert < p.num_experts && !is_masked(p.session, owner))
     ptx::st_relaxed_sys(count_word(p, tables->peers[owner], call.dispatch, p.session.team.rank, expert - owner * p.num_local()),
-                        tagged(dispatch_tag(call.dispatch), static_cast<uint32_t>(p.num_tokens) << 16 | tables->tally.count[at + lane_id()]));
+                        tagged(dispatch_tag(call.dispatch), static_cast<uint32_t>(p.num_tokens) << 16 | tables->expert_counts.count[at + lane_id()]));
 }
 // Whole block: the experts that fall to it, but for the first `skip`.
 __device__ inline void send_expert_counts(const LowLatencyParams &p, const LowLatencyCall &call, const CodeTile &tile, bool loaded, int skip, SendTables *tables) {
 #pragma unroll 1
   for (int first = skip; own_expert(first) < p.num_experts; first += kWarp) {
     __syncthreads();
-    take_tally(p, tile, loaded, p.num_tokens, first, &tables->tally);
+    count_experts(p, tile, loaded, p.num_tokens, first, &tables->expert_counts);
     __syncthreads();
     if (warp_id() == 0) send_own_counts(p, call, tables, 0, first);
   }
@@ -93,7 +93,7 @@ __device__ inline void send_headers(const LowLatencyParams &p, const LowLatencyC
     const int expert = route->expert[k];
     const int local_expert = expert - r * num_local;
     const bool here = expert >= 0 && local_expert >= 0 && local_expert < num_local;
-    const uint32_t code = !chosen ? kEntryNothing : here ? entry_row(local_expert, static_cast<int>(tables->tally.count[k])) : 0;
+    const uint32_t code = !chosen ? kEntryNothing : here ? entry_row(local_expert, static_cast<int>(tables->expert_counts.count[k])) : 0;
     if (chosen && k == 0) ptx::st_relaxed_sys(&header[kPatternAt], tagged(dispatch_tag(call.dispatch), pattern));
     ptx::st_relaxed_sys_pair(&header[2 * k], tagged(dispatch_tag(call.dispatch), code),
                              tagged(dispatch_tag(call.dispatch), __float_as_uint(route->weight[k])));
@@ -199,7 +199,7 @@ __device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowL
     RowBegin begin = early.row;
     if (token != first) begin = load_row_begin(d, token);
     if (is_last_warp()) read_route(p, call, token, token == first ? early.entry : load_entry(p, token), tables); // the others have experts to count
-    take_tally(p, tile, loaded, token, token == first ? 0 : p.num_experts, &tables->tally);
+    count_experts(p, tile, loaded, token, token == first ? 0 : p.num_experts, &tables->expert_counts);
     if (token != first) __syncthreads();
     else if (!await_empty_slots(p, call, early.slot)) return false;
     mark(kMarkEmpty, threadIdx.x == 0);

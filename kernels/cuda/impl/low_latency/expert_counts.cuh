@@ -40,7 +40,7 @@ __device__ __forceinline__ CodeLoads load_early_codes(const LowLatencyParams &p,
 }
 // Whole block: the tile that begins with token `first`, its codes from `from` on.
 __device__ inline void store_codes(const LowLatencyParams &p, const CodeTile &tile, int first, int from) {
-  const int codes = least(tile.tokens, align_up(p.num_tokens - first, kWarp)) * tile.stride; // whole warps read them
+  const int codes = min(tile.tokens, align_up(p.num_tokens - first, kWarp)) * tile.stride; // whole warps read them
 #pragma unroll 1
   for (int at = from + static_cast<int>(threadIdx.x); at < codes; at += kLlThreads) {
     const int within = tile.stride == p.num_topk ? p.by_topk.quotient(at) : at / tile.stride, k = at - within * tile.stride, token = first + within;
@@ -73,12 +73,12 @@ __device__ __forceinline__ bool names(const uint16_t *codes, int stride, uint32_
 
 // What a block counts in one look at the codes: for each entry of its token the tokens before it that name the same expert, then for
 // experts b + (first .. first + 31) * W, which fall to this block, all tokens. In shared memory.
-struct Tally { uint32_t count[2 * kMaxTopk]; };
+struct ExpertCounts { uint32_t count[2 * kMaxTopk]; };
 __device__ __forceinline__ int own_expert(int n) { return static_cast<int>(blockIdx.x) + n * num_workers(); }
 
 // Whole block; the counts are complete after a barrier. A warp counts for one expert at a time; none of the loops is unrolled, for
 // what runs once waits for its instructions. `loaded`: the only tile is there; else a barrier comes before. No token: num_tokens.
-__device__ inline void take_tally(const LowLatencyParams &p, const CodeTile &tile, bool loaded, int token, int first_own, Tally *tally) {
+__device__ inline void count_experts(const LowLatencyParams &p, const CodeTile &tile, bool loaded, int token, int first_own, ExpertCounts *expert_counts) {
   const int lane = lane_id(), entries = token < p.num_tokens ? p.num_topk : 0, tile_tokens = loaded ? p.num_tokens : tile.tokens;
   int first = 0;
   do {
@@ -93,12 +93,12 @@ __device__ inline void take_tally(const LowLatencyParams &p, const CodeTile &til
       if (which < entries)
         expert = loaded ? tile.codes[token * tile.stride + which]
                         : code_of(p, load_index(p.topk_idx, static_cast<int64_t>(token) * p.num_topk + which, p.index_bytes));
-      const int end = least((which < entries ? token : p.num_tokens) - first, tile_tokens);
+      const int end = min((which < entries ? token : p.num_tokens) - first, tile_tokens);
       uint32_t count = 0;
 #pragma unroll 1
       for (int base = 0; base < end; base += kWarp)
         count += __popc(__ballot_sync(kAllLanes, base + lane < end && names(tile.codes + (base + lane) * tile.stride, tile.stride, expert)));
-      if (lane == 0) tally->count[which] = (first == 0 ? 0 : tally->count[which]) + count;
+      if (lane == 0) expert_counts->count[which] = (first == 0 ? 0 : expert_counts->count[which]) + count;
     }
     if (!loaded) __syncthreads();
     first += tile_tokens;

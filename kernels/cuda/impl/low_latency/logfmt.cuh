@@ -26,7 +26,7 @@ __device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, uint32_t *in
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t a = words[i] & 0x7fff, b = words[i] >> 16 & 0x7fff;
-      low = least(low, least(a, b)), high = most(high, most(a, b));
+      low = min(low, min(a, b)), high = max(high, max(a, b));
     }
     low = __reduce_min_sync(half, low), high = __reduce_max_sync(half, high);
     uint8_t *block = to + at / 16 * 256;

@@ -14,7 +14,7 @@ template <bool kBulk> struct CombineRoles {
   static constexpr int kReducersAt = kSenders + kPublishers;
   static constexpr int kWarps = kReducersAt + kReducers, kThreads = kWarps * kWarp;
   static int senders(int blocks, int num_ranks) { // each rank needs one, see combine_job
-    return kBulk ? least(kSenders, most(ceil_div(kCombineSenders, blocks), ceil_div(num_ranks, blocks))) : kSenders;
+    return kBulk ? min(kSenders, max(ceil_div(kCombineSenders, blocks), ceil_div(num_ranks, blocks))) : kSenders;
   }
 };
 
@@ -76,7 +76,7 @@ struct CombineJob {
   int ticket = -1;            // lane 0: taken one ahead
 
   // Rows are named by their index in x: the destination follows from it.
-  __device__ uint32_t take() const { return atomicAdd(&p.session.team.scratch->rows_taken[epoch % 2][most(dest, 0)], 1u); }
+  __device__ uint32_t take() const { return atomicAdd(&p.session.team.scratch->rows_taken[epoch % 2][max(dest, 0)], 1u); }
   __device__ void start() { if (lane_id() == 0) ticket = static_cast<int>(take()); }
   __device__ int next() {
     const int num_ranks = p.session.team.num_ranks;
@@ -128,12 +128,12 @@ constexpr int kPieceChunks = 512;
 constexpr int kWholeRow = 1 << 30;
 __device__ inline int piece_chunks(const CombineParams &p, const CombineSource *sources, const RingShape &ring) {
   int longest = 0;
-  for (int r = 0; r < p.session.team.num_ranks; ++r) longest = most(longest, sources[r].num_rows);
+  for (int r = 0; r < p.session.team.num_ranks; ++r) longest = max(longest, sources[r].num_rows);
   return longest <= static_cast<int>(ring.slots) ? kPieceChunks : kWholeRow;
 }
 __device__ inline SumPiece sum_piece_at(const CombineParams &p, int each, int ticket) {
   const int chunks = static_cast<int>(p.row_bytes / 16), per_token = ceil_div(chunks, each), first = ticket % per_token * each;
-  return {ticket / per_token, first, least(first + each, chunks)};
+  return {ticket / per_token, first, min(first + each, chunks)};
 }
 
 // A piece of the sum of a token's rows. `slots` is shared, [R]: the slot of the row from each rank, or -1. Two rows are on their way
@@ -233,7 +233,7 @@ __device__ inline CombineJob combine_job(const CombineParams &p, const CombineDe
   const int num_ranks = p.session.team.num_ranks, worker = warp_id() * gridDim.x + blockIdx.x;
   const RingShape ring = combine_ring(p);
   int longest = 0;
-  for (int r = 0; r < num_ranks; ++r) longest = most(longest, dests[r].num_rows);
+  for (int r = 0; r < num_ranks; ++r) longest = max(longest, dests[r].num_rows);
   const bool roomy = longest <= static_cast<int>(ring.slots);
   const int dest = (worker + p.session.team.rank) % num_ranks;
   return {p, dests, epoch, ring, roomy ? -1 : dest, roomy ? longest * num_ranks : dests[dest].num_rows};

@@ -115,7 +115,7 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
     __syncwarp();
     for (int done = 0; done < rows;) { // round the end of a ring in two parts
       const uint32_t slot = ring_place(first_head + done, dests[r].slots).slot, stride = dests[r].meta_stride;
-      const int run = least(rows - done, static_cast<int>(dests[r].slots - slot));
+      const int run = min(rows - done, static_cast<int>(dests[r].slots - slot));
       push_shared<kBulk>(dests[r].meta + static_cast<uint64_t>(slot) * stride, reinterpret_cast<uint8_t *>(out) + done * stride, run * stride);
       done += run;
     }
@@ -151,7 +151,7 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
     if (lane_id() == 0) first = static_cast<int>(atomicAdd(&p.session.team.scratch->metas_taken[epoch % 2], p.meta_rows));
     first = __shfl_sync(kAllLanes, first, 0);
     if (first >= p.num_tokens) return;
-    const int end = least(first + batch, p.num_tokens);
+    const int end = min(first + batch, p.num_tokens);
     // Lanes look at all rows of the batch: mostly all have room.
     bool tight = false;
     for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp)
@@ -166,7 +166,7 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
         published = token;
         if (!await_ring_room(p, dests, epoch, kMeta, heads)) return;
       }
-      send_tokens_meta<kBulk>(p, dests, space, token, least(token + step, end));
+      send_tokens_meta<kBulk>(p, dests, space, token, min(token + step, end));
     }
     publish_meta<kBulk>(p, dests, epoch, published, end);
   }
@@ -254,11 +254,11 @@ __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, boo
   const int before = rows_before(p.rank_prefix_matrix, team.num_ranks, share.source, team.rank);
   const int rows = p.rank_prefix_matrix[share.source * team.num_ranks + team.rank] - before;
   const RingShape ring = dispatch_ring(p, direct);
-  const int chunk = static_cast<int>(least<uint32_t>(kMetaChunk, ring.slots));
+  const int chunk = static_cast<int>(min<uint32_t>(kMetaChunk, ring.slots));
   const uint64_t *flags = team.ring_flag(team.rank, kMeta, share.source);
   const uint8_t *rows_here = team.self + team.nvl + ring.meta(share.source, 0);
   for (int first = share.first * chunk; p.meta.words != 0 && first < rows; first += share.step * chunk) {
-    const int count = least(chunk, rows - first);
+    const int count = min(chunk, rows - first);
     const RingPlace place = ring_place(first + lane_id(), ring.slots);
     const bool mine = lane_id() < count;
     const bool good = warp_wait_or_fail(

@@ -55,7 +55,7 @@ inline MetaShape meta_shape(const DispatchParams &p) {
   meta.source_at = meta.numbers_at + ceil_div(p.num_topk, 1 + meta.shift);
   meta.words = meta.source_at + (p.cached ? 0 : 1);
   meta.stride = align_up(4u * meta.words, 16u);
-  meta.common_stride = most(meta.stride, align_up(4u * (meta.numbers_at + p.num_topk * p.index_words()), 16u));
+  meta.common_stride = max(meta.stride, align_up(4u * (meta.numbers_at + p.num_topk * p.index_words()), 16u));
   return meta;
 }
 
@@ -114,7 +114,7 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
   const int num_ranks = team.num_ranks, me = team.rank;
   bool good = true;
   for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
-    const Enter *from = team.enter(me, epoch % kEnterCopies, r);
+    const HandshakeMessage *from = team.handshake(me, epoch % kHandshakeCopies, r);
     DispatchDest &dest = dests[r];
     uint8_t *nvl = dest.rows;
     dest.direct = from->segment >= 0;
@@ -201,7 +201,7 @@ struct DispatchJob {
 
 // A failed dispatch leaves rows that name nothing.
 __device__ inline void clear_dispatch_outputs(const DispatchParams &p) {
-  const int64_t rows = most(p.num_recv_tokens, 0), entries = rows * p.num_topk;
+  const int64_t rows = max(p.num_recv_tokens, 0), entries = rows * p.num_topk;
   for (int64_t i = threadIdx.x; i < entries; i += blockDim.x) {
     if (p.recv_topk_idx != nullptr)
       for (int w = 0; w < p.index_words(); ++w) static_cast<uint32_t *>(p.recv_topk_idx)[i * p.index_words() + w] = 0xffffffffu;

@@ -44,7 +44,7 @@ __device__ inline bool leads(const LaneEntry &at, int key, int limit) {
 }
 __device__ inline void count_entries(const LayoutParams &p, const LaneEntry &at, int64_t entry, const LayoutCounts &counts, int64_t &wrong) {
   const int num_ranks = p.session.team.num_ranks, first = at.token - at.of_warp; // the warp's first token
-  const int tokens = least(tokens_per_warp(p), most(p.num_tokens - first, 0));
+  const int tokens = min(tokens_per_warp(p), max(p.num_tokens - first, 0));
   uint8_t *in_rank = p.token_in_rank + static_cast<int64_t>(first) * num_ranks;
   for (int i = lane_id(); i < tokens * num_ranks; i += kWarp) in_rank[i] = 0;
   const int expert = static_cast<int>(checked_entry(p, entry, wrong));

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_con
       publish_newest_by_last_warp(s.team);
       if (await_enter(s, hand))
         sum_matrix(p, [&](int i) { return s.team.counts(s.team.rank, epoch % 2, i); },
-                   [&](int i) { return s.team.enter(s.team.rank, epoch % kEnterCopies, i)->row_limit; });
+                   [&](int i) { return s.team.handshake(s.team.rank, epoch % kHandshakeCopies, i)->row_limit; });
       announce_counts(p);
     } else {
       for (int to = blockIdx.x - 1; to < s.team.num_ranks; to += gridDim.x - 1) number_rows(p, to);

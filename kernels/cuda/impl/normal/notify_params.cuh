@@ -71,17 +71,17 @@ template <class Counts, class Limit> __device__ inline void sum_matrix(const Not
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks;
   for (int j = threadIdx.x; j < num_ranks; j += kNotifyThreads) {
-    int sum = 0, near = 0;
+    int sum = 0, from_node = 0;
     for (int i = 0; i < num_ranks; ++i) {
       const int rows = static_cast<int>(counts(i)[j]);
       sum += rows;
-      near += i / s.team.num_nvl_peers == s.team.rank / s.team.num_nvl_peers ? rows : 0;
+      from_node += i / s.team.num_nvl_peers == s.team.rank / s.team.num_nvl_peers ? rows : 0;
       p.rank_prefix_matrix[i * num_ranks + j] = sum;
     }
-    const int most_rows = limit(j);
-    if (most_rows >= 0 && sum > most_rows) report_failure(s, DK_EMISMATCH, j, DK_FIELD_WORST_TOKENS, most_rows, sum, 0);
+    const int max_rows = limit(j);
+    if (max_rows >= 0 && sum > max_rows) report_failure(s, DK_EMISMATCH, j, DK_FIELD_WORST_TOKENS, max_rows, sum, 0);
     if (j == s.team.rank && p.counts != nullptr)
-      p.counts->num_recv_tokens = sum, p.counts->num_recv_nodes_tokens = sum - near;
+      p.counts->num_recv_tokens = sum, p.counts->num_recv_nodes_tokens = sum - from_node;
   }
   const int local = p.num_experts / num_ranks;
   for (int e = threadIdx.x; p.counts != nullptr && e < local; e += kNotifyThreads) {

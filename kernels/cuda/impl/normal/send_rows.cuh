@@ -68,7 +68,7 @@ template <class Job> struct RowSender<true, Job> {
   bool more = true;
 
   __device__ int pieces() const { return static_cast<int>(ceil_div(row_bytes, stage_bytes)); }
-  __device__ uint32_t piece_bytes(int which) const { return least(stage_bytes, row_bytes - which * stage_bytes); }
+  __device__ uint32_t piece_bytes(int which) const { return min(stage_bytes, row_bytes - which * stage_bytes); }
 
   __device__ void load_next() {
     if (more && (row < 0 || piece == pieces())) row = job.next(), piece = 0, more = row >= 0;
