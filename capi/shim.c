@@ -456,13 +456,13 @@ DP_PUBLIC deepep_status_t deepep_pool_close(void *segment) {
 }
 
 DP_PUBLIC void *deepep_pool_allocate(size_t bytes, int device, void *stream) {
-  (void)device, (void)stream;
+  (void)device; (void)stream;
   if (enter() != DEEPEP_OK || selected_pool == 0) return NULL;
   return (void *)dpgo_pool_allocate(selected_pool, bytes);
 }
 
 DP_PUBLIC void deepep_pool_free(void *pointer, size_t bytes, int device, void *stream) {
-  (void)bytes, (void)device;
+  (void)bytes; (void)device;
   if (enter() == DEEPEP_OK && pointer != NULL) dpgo_pool_free(ID(pointer), ID(stream));
 }
 

@@ -60,7 +60,7 @@ int32_t attach_first(dk_transport_attach_params *p, Network *net, Report *report
     report->add("kernels of the transport cannot be loaded: %s", cudaGetErrorString(error));
     return device_failure(p, error);
   }
-  net->rank = p->rank, net->num_ranks = p->num_ranks;
+  net->rank = p->rank; net->num_ranks = p->num_ranks;
   memcpy(&net->id, p->id, sizeof net->id);
   return DK_OK;
 }

@@ -150,9 +150,9 @@ template <class P, class Act> void for_each_queue(const Transport &transport, co
 PutParams put_params(const Transport &transport, const dk_transport_put_params *p) {
   PutParams k{};
   k.queue = transport.queue(p->qp);
-  k.pe = p->peer, k.bytes = p->bytes, k.value = p->signal_value;
+  k.pe = p->peer; k.bytes = p->bytes; k.value = p->signal_value;
   k.how = p->signal_op == DK_SIGNAL_NONE ? 0 : p->signal_op == DK_SIGNAL_SET ? NVSHMEM_SIGNAL_SET : NVSHMEM_SIGNAL_ADD;
-  k.to = transport.block + p->dst_offset, k.from = pointer<const void>(p->src); // the peer's place has the same address here
+  k.to = transport.block + p->dst_offset; k.from = pointer<const void>(p->src); // the peer's place has the same address here
   k.word = reinterpret_cast<uint64_t *>(transport.block + p->signal_offset);
   k.counts = transport.counts_of(p->peer, p->qp);
   return k;
@@ -218,7 +218,7 @@ DK_EXPORT int32_t dk_transport_open(dk_transport_open_params *p) {
   transport->device = handle_of<Device>(p->device);
   transport->block = pointer<uint8_t>(pointer<const uint64_t>(p->host_blocks)[p->rank]);
   transport->bytes = p->block_bytes;
-  transport->num_qps = p->num_qps, transport->num_peers = p->num_peers;
+  transport->num_qps = p->num_qps; transport->num_peers = p->num_peers;
   const OnDevice on(transport->device);
   const cudaError_t error = on.error() == cudaSuccess ? make_counts(transport) : on.error();
   if (error != cudaSuccess) {
@@ -279,7 +279,7 @@ DK_EXPORT int32_t dk_transport_query(dk_transport_query_params *p) {
     Counts counts{};
     if (error == cudaSuccess) error = cudaMemcpyAsync(&counts, transport->counts_of(peer, qp), sizeof counts, cudaMemcpyDeviceToHost, service);
     if (error == cudaSuccess) error = cudaStreamSynchronize(service);
-    p->posted += counts.posted, p->completed += counts.completed, p->bytes += counts.bytes;
+    p->posted += counts.posted; p->completed += counts.completed; p->bytes += counts.bytes;
     p->max_queued = max<uint64_t>(p->max_queued, counts.most);
     if (transport->lost[peer]) p->lost = 1;
   });

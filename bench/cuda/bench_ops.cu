@@ -77,13 +77,13 @@ int main(int argc, char **argv) {
   parse(argc, argv);
   Shape &s = g_world.shape;
   dk_ll_layout_params layout{};
-  layout.num_ranks = s.ranks, layout.num_max_tokens = s.max_tokens, layout.hidden = s.hidden, layout.num_experts = s.experts;
+  layout.num_ranks = s.ranks; layout.num_max_tokens = s.max_tokens; layout.hidden = s.hidden; layout.num_experts = s.experts;
   if (g_mode != "normal" && g_mode != "normalcheck" && g_mode != "sweep" && s.hidden % 128 == 0) {
     DK(ll_layout, layout);
     s.rdma_bytes = layout.rdma_bytes;
   }
   pthread_barrier_init(&g_world.barrier, nullptr, s.ranks);
-  g_world.descriptors.resize(s.ranks), g_world.blobs.resize(s.ranks), g_world.samples.resize(s.ranks);
+  g_world.descriptors.resize(s.ranks); g_world.blobs.resize(s.ranks); g_world.samples.resize(s.ranks);
   std::vector<pthread_t> threads(s.ranks);
   for (int r = 0; r < s.ranks; ++r) pthread_create(&threads[r], nullptr, run_rank, reinterpret_cast<void *>(static_cast<intptr_t>(r)));
   for (pthread_t thread : threads) pthread_join(thread, nullptr);

@@ -61,7 +61,7 @@ void time_host(Rank &rank) {
   });
   show(rank, "dk_stream_query", [&] {
     dk_stream_query_params p{};
-    p.device = rank.device, p.stream = rank.stream, p.idle = -1;
+    p.device = rank.device; p.stream = rank.stream; p.idle = -1;
     DK(stream_query, p);
   });
   show(rank, "dk_ll_dispatch", [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, false); });

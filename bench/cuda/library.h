@@ -79,7 +79,7 @@ struct Rank {
   void open(World *w, int r);
   void register_segment(uint64_t bytes);
   template <class P> void header(P &p, int num_sms = 0) {
-    p.team = team, p.stream = stream, p.call = ++calls, p.timeout_ns = 5000000000ull, p.num_sms = num_sms;
+    p.team = team; p.stream = stream; p.call = ++calls; p.timeout_ns = 5000000000ull; p.num_sms = num_sms;
   }
   void barrier() {
     dk_barrier_params p{};

@@ -33,10 +33,10 @@ void show(const uint64_t *marks, const char *what) {
   for (int call = 0; call < kCalls; ++call) {
     uint64_t first = ~0ull, last = 0, end = 0;
     for (int block = 0; block < blocks; ++block) {
-      first = std::min(first, at(call, block, kMarkClockBegin)), last = std::max(last, at(call, block, kMarkClockBegin));
+      first = std::min(first, at(call, block, kMarkClockBegin)); last = std::max(last, at(call, block, kMarkClockBegin));
       end = std::max(end, at(call, block, kMarkClockEnd));
     }
-    spread.push_back(last - first), whole.push_back(end - first);
+    spread.push_back(last - first); whole.push_back(end - first);
   }
   printf("%s: %d blocks, %.3f ns a cycle; first block's begin to last block's begin %.0f ns, to the last end %.0f ns\n", what, blocks, rate,
          median(spread), median(whole));
@@ -50,7 +50,7 @@ void show(const uint64_t *marks, const char *what) {
           if (block == blocks - 1) control_block.push_back(one.back());
         }
       if (one.empty()) continue;
-      middle.push_back(median(one)), greatest.push_back(one.back());
+      middle.push_back(median(one)); greatest.push_back(one.back());
     }
     if (!middle.empty()) printf("  %-16s median block %6.0f ns, latest block %6.0f ns, control block %6.0f ns\n", kNames[mark], median(middle), median(greatest), median(control_block));
   }
@@ -86,11 +86,11 @@ void timeline_low_latency(Rank &rank) {
     measure(rank, 150, false, call);
     show_both(rank, what);
   };
-  alone("FP8, then sums, each after a barrier", [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, true), rank.barrier(), combine(rank, a, 0, a.y); });
+  alone("FP8, then sums, each after a barrier", [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, true); rank.barrier(); combine(rank, a, 0, a.y); });
   alone("BF16, then each row, each after a barrier",
-        [&] { dispatch(rank, a, DK_FORMAT_BF16, 0, true), rank.barrier(), combine(rank, a, DK_LL_UNREDUCED, a.y); });
+        [&] { dispatch(rank, a, DK_FORMAT_BF16, 0, true); rank.barrier(); combine(rank, a, DK_LL_UNREDUCED, a.y); });
   measure(rank, 10, false, [&] {
-    for (int i = 0; i < 40; ++i) dispatch(rank, a, DK_FORMAT_FP8, 0, true), combine(rank, a, 0, a.y);
+    for (int i = 0; i < 40; ++i) { dispatch(rank, a, DK_FORMAT_FP8, 0, true); combine(rank, a, 0, a.y); }
   });
   show_both(rank, "FP8 and sums by turns, back to back");
 }

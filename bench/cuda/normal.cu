@@ -46,7 +46,7 @@ int g_errors = 0;
 void check_counts(Rank &rank, const Arrays &a, const Routing &routing, uint64_t call) {
   const int R = routing.ranks, L = routing.local();
   dk_host_wait_params w{};
-  w.device = rank.device, w.host_word = as_address(&a.counts->seq), w.at_least = call, w.host_status = as_address(rank.status), w.timeout_ns = 5000000000ull;
+  w.device = rank.device; w.host_word = as_address(&a.counts->seq); w.at_least = call; w.host_status = as_address(rank.status); w.timeout_ns = 5000000000ull;
   DK(host_wait, w);
   EXPECT(a.counts->num_recv_tokens == a.rows, "counts: %d rows, not %d", a.counts->num_recv_tokens, a.rows);
   std::vector<int> experts(L, 0), matrix(R * R, 0);
@@ -80,7 +80,7 @@ void check_rows(Rank &rank, const Arrays &a, const Routing &routing, uint64_t hi
       float weight = 0;
       if (i < a.rows) {
         const int64_t e = routing.idx[a.ranks[i]][a.tokens[i] * K + k];
-        if (e >= 0 && e / L == rank.rank) expected = e % L, weight = routing.weights[a.ranks[i]][a.tokens[i] * K + k];
+        if (e >= 0 && e / L == rank.rank) { expected = e % L; weight = routing.weights[a.ranks[i]][a.tokens[i] * K + k]; }
       }
       EXPECT(idx[i * K + k] == expected && weights[i * K + k] == weight, "%s: row %d of %d, entry %d: %lld %g, not %lld %g", what, i, a.rows, k,
              (long long)idx[i * K + k], weights[i * K + k], (long long)expected, weight);
@@ -126,7 +126,7 @@ void round_trip(Rank &rank, const Routing &routing, uint64_t hidden_bytes, int n
     EXPECT(std::fabs(weights[i] - expected) < 1e-6, "%s: combined weight %d: %g, not %g", what, i, weights[i], expected);
   }
   rank.meet();
-  if (rank.rank == 0) printf("%-44s rows %6d  errors so far %d\n", what, a.rows, g_errors), fflush(stdout);
+  if (rank.rank == 0) { printf("%-44s rows %6d  errors so far %d\n", what, a.rows, g_errors); fflush(stdout); }
   release(rank, a);
 }
 

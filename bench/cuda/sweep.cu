@@ -16,7 +16,7 @@ int max_rows(const Routing &routing) {
   for (int from = 0; from < routing.ranks; ++from)
     for (int t = 0; t < routing.tokens; ++t)
       for (int to = 0; to < routing.ranks; ++to)
-        if (to != from && routing.goes(from, t, to)) ++out[from], ++in[to];
+        if (to != from && routing.goes(from, t, to)) { ++out[from]; ++in[to]; }
   return std::max(*std::max_element(out.begin(), out.end()), *std::max_element(in.begin(), in.end()));
 }
 

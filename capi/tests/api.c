@@ -61,7 +61,7 @@ static int gather_alone(const void *send, void *recv, size_t bytes, void *user) 
   return 0;
 }
 static int32_t gather_fails(const void *send, void *recv, size_t bytes, void *user) {
-  (void)send, (void)recv, (void)bytes, (void)user;
+  (void)send; (void)recv; (void)bytes; (void)user;
   return 5;
 }
 
@@ -92,7 +92,7 @@ static void run_dispatch(deepep_buffer_t buffer) {
   deepep_dispatch_args dispatch = DEEPEP_DISPATCH_INIT;
   deepep_combine_args combine = DEEPEP_COMBINE_INIT;
   for (i = 0; i < T * H; i++) x[i] = (unsigned short)(0x3f80 + i % 64);
-  for (i = 0; i < T * K; i++) topk_idx[i] = i == 4 || i == 5 ? -1 : i % E, weights[i] = 0.5f; /* token 2 goes nowhere */
+  for (i = 0; i < T * K; i++) { topk_idx[i] = i == 4 || i == 5 ? -1 : i % E; weights[i] = 0.5f; } /* token 2 goes nowhere */
   layout.num_tokens = notify.num_tokens = dispatch.num_tokens = T;
   layout.num_topk = notify.num_topk = dispatch.num_topk = K;
   layout.num_experts = notify.num_experts = dispatch.num_experts = E;
@@ -200,7 +200,7 @@ static void test_thread_errors(void) {
 
 static int lines;
 static void count_line(int32_t level, const char *message, void *user) {
-  (void)level, (void)message;
+  (void)level; (void)message;
   __atomic_add_fetch((int *)user, 1, __ATOMIC_RELAXED);
 }
 static void test_log(void) {

@@ -161,7 +161,7 @@ static void forked(struct rank *me) {
     uint64_t end = now_ns() + limit_ns(5);
     pid_t ended;
     while ((ended = waitpid(child, &status, WNOHANG)) == 0 && now_ns() < end) pause_ms(5);
-    if (ended == 0) kill(child, SIGKILL), waitpid(child, &status, 0);
+    if (ended == 0) { kill(child, SIGKILL); waitpid(child, &status, 0); }
     expect(me, ended == child && status == 0, "the child %s", ended ? "was not refused" : "hangs");
   }
   quiet(w, -1, -1);

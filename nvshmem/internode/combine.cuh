@@ -70,10 +70,10 @@ __device__ inline Outcome poll_received_sums(const InternodeCombineParams &p, ui
     row = next_row_of(p, p.c.recv_src_idx + first, channel, row, rows);
     last = row >= rows;
     if (!last && given - taken >= p.rings.local_slots) break;
-    if (!last) give_row(p, first + row, block + p.rings.local(p.internode.index, node, channel, given)), ++given, ++row;
+    if (!last) { give_row(p, first + row, block + p.rings.local(p.internode.index, node, channel, given)); ++given; ++row; }
     write_count(pushed, epoch, given | (last ? kLastRow : 0));
   }
-  if (lane_id() == 0) state->at = row, state->count = given, state->closed = last;
+  if (lane_id() == 0) { state->at = row; state->count = given; state->closed = last; }
   __syncwarp();
   if (last) return kDone;
   if (given != before) return kMoved;
@@ -199,7 +199,7 @@ __device__ inline Outcome look_at_node(const InternodeCombineParams &p, uint64_t
     send_sum(p, epoch, node, channel, token, sent, taken, list);
   }
   if (lane_id() == 0) {
-    state->count = sent, state->closed = credit == kAllRows;
+    state->count = sent; state->closed = credit == kAllRows;
     if (credit == kAllRows)
       atomicAdd(reinterpret_cast<unsigned long long *>(&p.c.session.team.scratch->sent_bytes[p.internode.partner(node)]),
                 static_cast<unsigned long long>(sent) * p.c.row_bytes);
@@ -244,7 +244,7 @@ __device__ inline bool find_parts(const InternodeCombineParams &p, uint64_t epoc
     uint32_t seen = 0;
     Part part{};
     bool has = false;
-    if (at < parts) part = part_of(p.internode, at), has = token_has(p, token, part);
+    if (at < parts) { part = part_of(p.internode, at); has = token_has(p, token, part); }
     if (has) row = part_row(p, epoch, part, channel, taken[at], seen);
     const uint32_t missing = __ballot_sync(kAllLanes, has && row == nullptr);
     if (missing != 0) {
@@ -309,7 +309,7 @@ __device__ inline Outcome look_at_tokens(const InternodeCombineParams &p, uint64
     if (node != p.internode.node)
       signal_remote(p.internode, team, p.internode.partner(node), word_at(team.self, p.internode.at.credits, p.internode.node * kInternodeChannels + channel), tagged(epoch, kAllRows));
   __syncwarp();
-  if (lane_id() == 0) state->at = token, state->closed = all;
+  if (lane_id() == 0) { state->at = token; state->closed = all; }
   __syncwarp();
   return all ? kDone : token != before ? kMoved : kBlocked;
 }

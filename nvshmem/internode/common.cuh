@@ -138,12 +138,12 @@ template <class Look> __device__ inline void serve(const Session &s, int first, 
     for (int stream = first; stream < count; stream += step) {
       BlockedStream blocked{-1, 0, 0};
       const Outcome outcome = look(stream, blocked);
-      moved |= outcome == kMoved, open |= outcome != kDone;
+      moved |= outcome == kMoved; open |= outcome != kDone;
       if (outcome == kBlocked && missing.peer < 0) missing = blocked;
     }
     if (!open) return;
     if (moved) {
-      polls = 0, reason = 0;
+      polls = 0; reason = 0;
       if (__any_sync(kAllLanes, lane_id() == 0 && has_failed(s))) return;
       continue;
     }

@@ -82,7 +82,7 @@ __device__ inline Slowest slowest_reader(const InternodeDispatchParams &p, uint6
   for (int i = lane_id(); i < p.internode.num_peers; i += kWarp) {
     const uint64_t *tail = word_at(p.d.session.team.self, p.internode.at.tails, (static_cast<int64_t>(node) * kInternodeChannels + channel) * p.internode.num_peers + i);
     const uint32_t here = count_in(ptx::ld_acquire_sys(tail), epoch);
-    if (here < rows) rows = here, index = i;
+    if (here < rows) { rows = here; index = i; }
   }
   const uint32_t fewest = __reduce_min_sync(kAllLanes, rows);
   const int lane = __ffs(static_cast<int>(__ballot_sync(kAllLanes, rows == fewest))) - 1;
@@ -106,7 +106,7 @@ __device__ inline Outcome look_at_sends(const InternodeDispatchParams &p, uint64
   }
   __syncwarp();
   if (lane_id() == 0) {
-    state->at = token, state->count = sent, state->closed = credit == kAllRows;
+    state->at = token; state->count = sent; state->closed = credit == kAllRows;
     if (credit == kAllRows && node != p.internode.node)
       atomicAdd(reinterpret_cast<unsigned long long *>(&p.d.session.team.scratch->sent_bytes[p.internode.partner(node)]),
                 static_cast<unsigned long long>(sent) * (p.d.row_bytes + 4ull * p.d.num_scales));
@@ -133,7 +133,7 @@ __device__ inline Outcome look_at_tails(const InternodeDispatchParams &p, uint64
     if (node == p.internode.node) write_count(credit, epoch, slowest.rows);
     else signal_remote(p.internode, team, p.internode.partner(node), credit, tagged(epoch, slowest.rows));
     __syncwarp();
-    if (lane_id() == 0) state->count = slowest.rows, state->closed = all;
+    if (lane_id() == 0) { state->count = slowest.rows; state->closed = all; }
     __syncwarp();
     return all ? kDone : kMoved;
   }
@@ -216,7 +216,7 @@ __device__ inline Outcome look_at_rows(const InternodeDispatchParams &p, uint64_
   }
   const bool all = so_far >= expected;
   write_count(tail, epoch, all ? kAllRows : read + rows);
-  if (lane_id() == 0) state->count = read + rows, state->closed = all;
+  if (lane_id() == 0) { state->count = read + rows; state->closed = all; }
   __syncwarp();
   return all ? kDone : kMoved;
 }
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(InternodeDispatchRoles::kThreads, 1) internode
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
     Handshake hand = dispatch_handshake(p.d, epoch);
-    hand.mine.segment = -1, hand.mine.segment_offset = 0;
+    hand.mine.segment = -1; hand.mine.segment_offset = 0;
     if (blockIdx.x == 0) post_messages(s, p.internode, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     if (await_messages(s, p.internode, hand) && all_have_room(p, epoch)) {

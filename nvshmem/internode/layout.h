@@ -38,10 +38,10 @@ __host__ __device__ inline InternodeControl internode_control(uint64_t start, ui
     return here;
   };
   at.arrived = place(2 * num_ranks * 8);
-  at.inbox = place(2 * num_ranks * at.message_bytes), at.outbox = place(2 * num_ranks * at.message_bytes);
-  at.heads = place(nodes * kInternodeChannels * 8), at.credits = place(nodes * kInternodeChannels * 8);
+  at.inbox = place(2 * num_ranks * at.message_bytes); at.outbox = place(2 * num_ranks * at.message_bytes);
+  at.heads = place(nodes * kInternodeChannels * 8); at.credits = place(nodes * kInternodeChannels * 8);
   at.tails = place(num_ranks * kInternodeChannels * 8);
-  at.pushed = place(num_ranks * kInternodeChannels * 8), at.taken = place(num_ranks * kInternodeChannels * 8);
+  at.pushed = place(num_ranks * kInternodeChannels * 8); at.taken = place(num_ranks * kInternodeChannels * 8);
   at.blank = place(64);
   at.end = align_up<uint64_t>(place(0), 4096);
   return at;

@@ -56,7 +56,7 @@ __device__ inline void send_remote_row(const InternodeLlCombineParams &c, uint64
   if ((p.flags & DK_LL_LOGFMT) != 0) coded = choose_coded(from, p.hidden);
   if ((coded.x | coded.y | coded.z | coded.w) != 0) {
     bytes = encode_row(from, stage, p.hidden, coded);
-    kind = kInternodeLogfmt, from = stage;
+    kind = kInternodeLogfmt; from = stage;
   } else if ((p.flags & DK_LL_ZERO_COPY) == 0 && !by_stores(p.session.team, dest)) {
     copy_row(stage, from, bytes);
     __syncwarp();
@@ -133,7 +133,7 @@ __device__ inline void await_remote_rows(const InternodeLlParams &p, const uint6
   if (needed) {
     const int n = __popc(rows & ((1u << lane) - 1));
     list->row[n] = mine_at(p, expert_row_at(p, theirs, expert, token));
-    list->kind[n] = internode_value(word), list->weight[n] = sum;
+    list->kind[n] = internode_value(word); list->weight[n] = sum;
   }
   if (lane == 0) list->count = __popc(rows);
 }

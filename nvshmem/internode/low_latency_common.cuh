@@ -272,7 +272,7 @@ __device__ inline void end_remote_ll(const InternodeLlParams &p, uint64_t epoch,
     scratch->low_latency_epoch = epoch;
     if (!p.receives()) scratch->tickets[p.ticket] = {epoch, 0};
     p.state->combine_sent[slot_of(epoch)] = is_combine ? epoch : 0;
-    if (is_combine) p.state->stage_epoch[p.stage] = epoch, p.state->stage_bytes = p.at.stage_bytes;
+    if (is_combine) { p.state->stage_epoch[p.stage] = epoch; p.state->stage_bytes = p.at.stage_bytes; }
   }
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kInternodeLlThreads) {
     if (is_masked(p.session, r)) continue;

@@ -274,7 +274,7 @@ __device__ inline void await_remote_row(const InternodeLlParams &p, uint64_t epo
     list->row[n] = expert * p.rows_per_expert() + within;
     list->scales[n] = expert * internode_stored_scales(p) * p.rows_per_expert() + within;
   }
-  if (lane == 0) list->count = __popc(rows), list->token = token, list->from = from + p.at.header_bytes;
+  if (lane == 0) { list->count = __popc(rows); list->token = token; list->from = from + p.at.header_bytes; }
 }
 
 // By a group: a row to its places.

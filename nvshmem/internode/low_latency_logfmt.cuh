@@ -35,7 +35,7 @@ __device__ __forceinline__ BlockRange range_of_block(const uint4 &data) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t a = words[i] & 0x7fff, b = words[i] >> 16 & 0x7fff;
-    range.low = min(range.low, min(a, b)), range.high = max(range.high, max(a, b));
+    range.low = min(range.low, min(a, b)); range.high = max(range.high, max(a, b));
   }
 #pragma unroll
   for (int step = 1; step < 16; step *= 2) {
@@ -69,7 +69,7 @@ __device__ inline void encode_part(uint8_t *at, int part, const uint4 &data, con
   const LogRange range = log_range(bits.low, bits.high);
   uint32_t codes[8];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) codes[2 * i] = log_encode(range, words[i] & 0xffff), codes[2 * i + 1] = log_encode(range, words[i] >> 16);
+  for (int i = 0; i < 4; ++i) { codes[2 * i] = log_encode(range, words[i] & 0xffff); codes[2 * i + 1] = log_encode(range, words[i] >> 16); }
   const uint32_t rest = codes[6] | codes[7] << 10;
   auto *out = reinterpret_cast<uint32_t *>(at);
   out[part] = codes[0] | codes[1] << 10 | codes[2] << 20 | (rest >> 16 & 3) << 30;
@@ -105,7 +105,7 @@ __device__ inline void add_coded(const uint8_t *row, int chunk, float weight, fl
     const uint32_t words[4] = {data.x, data.y, data.z, data.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      sum[2 * i] = fmaf(bf16_low(words[i]), weight, sum[2 * i]), sum[2 * i + 1] = fmaf(bf16_high(words[i]), weight, sum[2 * i + 1]);
+      { sum[2 * i] = fmaf(bf16_low(words[i]), weight, sum[2 * i]); sum[2 * i + 1] = fmaf(bf16_high(words[i]), weight, sum[2 * i + 1]); }
     return;
   }
   const auto *words = reinterpret_cast<const uint32_t *>(at);

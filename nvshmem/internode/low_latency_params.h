@@ -42,7 +42,7 @@ template <class P> bool find_remote_ll_places(const P *p, const InternodeLlTeam 
   for (int i = 0; i < kLowLatencySlots; ++i) {
     at->slot[i] = view.rdma + slot_offset(view.rdma_bytes, layout.slot_bytes, i);
     at->words[i] = wire + i * area;
-    at->counts_in[i] = wire + (2 + i) * area, at->counts_out[i] = at->counts_in[i] + counts;
+    at->counts_in[i] = wire + (2 + i) * area; at->counts_out[i] = at->counts_in[i] + counts;
   }
   at->outbox = team.control;
   return true;
@@ -53,12 +53,12 @@ template <class P> int32_t fill_remote_ll(const P *p, const InternodeLlTeam &tea
   if (internode_ll_tables(p, team.view.num_ranks) > kMaxRemoteTables) return DK_EUNSUPPORTED;
   call->session = Session{team.view, p->call, p->timeout_ns, op, p->phases};
   call->state = team.state;
-  call->phases = p->phases, call->ticket = p->ticket, call->flags = p->flags;
-  call->topk_idx = pointer<void>(p->topk_idx), call->topk_weights = pointer<float>(p->topk_weights);
-  call->num_tokens = p->num_tokens, call->num_topk = p->num_topk, call->index_bytes = p->index_bytes;
-  call->max_tokens = p->num_max_tokens, call->hidden = p->hidden, call->num_experts = p->num_experts;
+  call->phases = p->phases; call->ticket = p->ticket; call->flags = p->flags;
+  call->topk_idx = pointer<void>(p->topk_idx); call->topk_weights = pointer<float>(p->topk_weights);
+  call->num_tokens = p->num_tokens; call->num_topk = p->num_topk; call->index_bytes = p->index_bytes;
+  call->max_tokens = p->num_max_tokens; call->hidden = p->hidden; call->num_experts = p->num_experts;
   call->num_local = p->num_experts / team.view.num_ranks;
-  call->src_info = pointer<int32_t>(p->src_info), call->layout_range = pointer<int64_t>(p->layout_range);
+  call->src_info = pointer<int32_t>(p->src_info); call->layout_range = pointer<int64_t>(p->layout_range);
   call->wait_stats = pointer<int64_t>(p->wait_stats);
   return DK_OK;
 }
@@ -71,8 +71,8 @@ inline int32_t fill_remote_ll_dispatch(const dk_ll_dispatch_params *p, const Int
   const uint32_t hidden = static_cast<uint32_t>(p->hidden);
   const int32_t code = fill_remote_ll(p, team, DK_OP_LL_DISPATCH, fp8 ? hidden + align_up(hidden / 32, 16u) : 2 * hidden, &d->call);
   d->call.format = static_cast<uint32_t>(p->format);
-  d->x = pointer<uint8_t>(p->x), d->recv_x = pointer<uint8_t>(p->recv_x), d->recv_scales = pointer<uint32_t>(p->recv_scales);
-  d->recv_count = pointer<int32_t>(p->recv_count), d->cumulative_stats = pointer<int32_t>(p->cumulative_stats);
+  d->x = pointer<uint8_t>(p->x); d->recv_x = pointer<uint8_t>(p->recv_x); d->recv_scales = pointer<uint32_t>(p->recv_scales);
+  d->recv_count = pointer<int32_t>(p->recv_count); d->cumulative_stats = pointer<int32_t>(p->cumulative_stats);
   return code;
 }
 
@@ -93,7 +93,7 @@ inline int32_t fill_remote_ll_combine(const dk_ll_combine_params *p, const Inter
   const uint64_t second = reinterpret_cast<uint64_t>(team.view.self + team.view.rdma + c->call.at.stage_bytes);
   c->call.stage = zero_copy ? p->x == second : team.next_stage;
   c->call.at.stage = team.view.rdma + c->call.stage * c->call.at.stage_bytes;
-  c->x = pointer<uint8_t>(p->x), c->x_row_stride = p->x_row_stride, c->combined_x = pointer<uint8_t>(p->combined_x);
+  c->x = pointer<uint8_t>(p->x); c->x_row_stride = p->x_row_stride; c->combined_x = pointer<uint8_t>(p->combined_x);
   return DK_OK;
 }
 

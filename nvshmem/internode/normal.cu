@@ -13,7 +13,7 @@ template <class P> int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call
   const Team *team = handle_of<Team>(p->team);
   InternodeBarrierParams params{};
   params.session = session_of(p, op, DK_PHASE_BOTH);
-  params.internode = team->internode->view, params.counts_as_call = counts_as_call;
+  params.internode = team->internode->view; params.counts_as_call = counts_as_call;
   const OnDevice on(team->device);
   internode_barrier_kernel<<<1, 256, 0, stream_of(p->stream)>>>(params);
   return launched(p);

@@ -35,7 +35,7 @@ struct InternodeListSizes {
 __host__ __device__ inline InternodeLists internode_lists(InternodeState *state, const InternodeView &internode) {
   const InternodeListSizes size(internode.num_nodes, internode.num_peers);
   InternodeLists at{};
-  at.here = reinterpret_cast<InternodeStream *>(state + 1), at.there = at.here + size.nodes, at.pairs = at.there + size.nodes;
+  at.here = reinterpret_cast<InternodeStream *>(state + 1); at.there = at.here + size.nodes; at.pairs = at.there + size.nodes;
   at.tokens = at.pairs + size.ranks;
   at.local_rows = reinterpret_cast<uint32_t *>(at.tokens + kInternodeChannels);
   at.token_rows = at.local_rows + size.ranks;
@@ -63,7 +63,7 @@ struct InternodeRings {
 inline InternodeRings internode_rings(const TeamView &team, const InternodeView &internode, uint64_t row_bytes, bool local) {
   InternodeRings at{};
   at.num_nodes = internode.num_nodes;
-  at.rdma = team.rdma, at.nvl = team.nvl, at.half = team.rdma_bytes / 2 / 128 * 128;
+  at.rdma = team.rdma; at.nvl = team.nvl; at.half = team.rdma_bytes / 2 / 128 * 128;
   at.stride = static_cast<uint32_t>(align_up<uint64_t>(row_bytes, 128));
   const uint64_t remote_fit = at.half / internode.num_nodes / at.stride, local_fit = local ? team.nvl_bytes / team.num_ranks / at.stride : remote_fit;
   const uint64_t fit = min(remote_fit, local_fit);

@@ -45,14 +45,14 @@ uint64_t await(Rank &me, uint64_t offset, uint64_t at_least, const char *what) {
 
 dk_transport_put_params put_params(const Rank &me, int peer, int qp, uint64_t to, uint64_t source, uint64_t bytes) {
   auto p = make_params<dk_transport_put_params>();
-  p.transport = me.transport, p.stream = reinterpret_cast<uint64_t>(me.stream);
-  p.peer = peer, p.qp = qp, p.dst_offset = to, p.src = reinterpret_cast<uint64_t>(me.block) + source, p.bytes = bytes;
+  p.transport = me.transport; p.stream = reinterpret_cast<uint64_t>(me.stream);
+  p.peer = peer; p.qp = qp; p.dst_offset = to; p.src = reinterpret_cast<uint64_t>(me.block) + source; p.bytes = bytes;
   return p;
 }
 
 void quiet(Rank &me, int peer) {
   auto p = make_params<dk_transport_quiet_params>();
-  p.transport = me.transport, p.stream = reinterpret_cast<uint64_t>(me.stream), p.peer = peer, p.qp = -1;
+  p.transport = me.transport; p.stream = reinterpret_cast<uint64_t>(me.stream); p.peer = peer; p.qp = -1;
   must(me, me.call.quiet(&p), "dk_transport_quiet");
   check(me, cudaStreamSynchronize(me.stream), "quiet");
 }
@@ -83,7 +83,7 @@ void open_device(Rank &me) {
 void make_id(Rank &me) {
   if (me.index == 0) {
     auto p = make_params<dk_transport_unique_id_params>();
-    p.num_ranks = me.ranks(), p.num_nvl_peers = me.ranks() / me.options->hosts, p.num_qps = kQueues, p.qp_depth = 256;
+    p.num_ranks = me.ranks(); p.num_nvl_peers = me.ranks() / me.options->hosts; p.num_qps = kQueues; p.qp_depth = 256;
     must(me, me.call.unique_id(&p), "dk_transport_unique_id", p.reason);
     memcpy(me.page->id, p.id, sizeof p.id);
   }
@@ -92,8 +92,8 @@ void make_id(Rank &me) {
 
 uint64_t attach_once(Rank &me) {
   auto p = make_params<dk_transport_attach_params>();
-  p.device = me.device, p.rank = me.index, p.num_ranks = me.ranks(), p.num_nvl_peers = me.ranks() / me.options->hosts;
-  p.num_qps = kQueues, p.qp_depth = 256;
+  p.device = me.device; p.rank = me.index; p.num_ranks = me.ranks(); p.num_nvl_peers = me.ranks() / me.options->hosts;
+  p.num_qps = kQueues; p.qp_depth = 256;
   memcpy(p.id, me.page->id, sizeof p.id);
   const double start = now_ms();
   must(me, me.call.attach(&p), "dk_transport_attach", p.reason);
@@ -110,7 +110,7 @@ void attach(Rank &me) {
 void attach_again(Rank &me) {
   if (attach_once(me) != me.attachment) fail(me, "the second attachment is another one");
   auto p = make_params<dk_transport_attach_params>();
-  p.device = me.device, p.rank = me.index, p.num_ranks = me.ranks() + 1, p.num_nvl_peers = 1, p.num_qps = 1, p.qp_depth = 1;
+  p.device = me.device; p.rank = me.index; p.num_ranks = me.ranks() + 1; p.num_nvl_peers = 1; p.num_qps = 1; p.qp_depth = 1;
   if (me.call.attach(&p) != DK_ESTATE || p.reason[0] == 0) fail(me, "another group was attached too: \"%s\"", p.reason);
   auto d = make_params<dk_transport_detach_params>();
   d.attachment = me.attachment;
@@ -120,9 +120,9 @@ void attach_again(Rank &me) {
 void allocate(Rank &me) {
   me.reach.assign(static_cast<size_t>(me.ranks()), 1);
   auto p = make_params<dk_transport_alloc_params>();
-  p.attachment = me.attachment, p.bytes = kBlock, p.host_peer_blocks = reinterpret_cast<uint64_t>(me.reach.data());
+  p.attachment = me.attachment; p.bytes = kBlock; p.host_peer_blocks = reinterpret_cast<uint64_t>(me.reach.data());
   must(me, me.call.alloc(&p), "dk_transport_alloc");
-  me.mem = p.mem, me.block = reinterpret_cast<uint8_t *>(p.address), me.bytes = p.out_bytes;
+  me.mem = p.mem; me.block = reinterpret_cast<uint8_t *>(p.address); me.bytes = p.out_bytes;
   std::vector<uint64_t> words(kWords / 8, 1);
   look(me, 0, words.data(), kWords);
   if (std::any_of(words.begin(), words.end(), [](uint64_t word) { return word != 0; })) fail(me, "the block is not zero");
@@ -140,13 +140,13 @@ void open_transport(Rank &me) {
   auto p = make_params<dk_transport_open_params>();
   std::vector<uint64_t> blocks(static_cast<size_t>(me.ranks()), 0);
   blocks[static_cast<size_t>(me.index)] = reinterpret_cast<uint64_t>(me.block);
-  p.device = me.device, p.rank = me.index, p.num_ranks = me.ranks(), p.num_qps = kQueues, p.qp_depth = 256;
-  p.num_peers = static_cast<int32_t>(me.peers.size()), p.host_peers = reinterpret_cast<uint64_t>(me.peers.data());
-  p.host_blocks = reinterpret_cast<uint64_t>(blocks.data()), p.block_bytes = kBlock;
+  p.device = me.device; p.rank = me.index; p.num_ranks = me.ranks(); p.num_qps = kQueues; p.qp_depth = 256;
+  p.num_peers = static_cast<int32_t>(me.peers.size()); p.host_peers = reinterpret_cast<uint64_t>(me.peers.data());
+  p.host_blocks = reinterpret_cast<uint64_t>(blocks.data()); p.block_bytes = kBlock;
   auto wrong = p;
   wrong.block_bytes = me.bytes + 1;
   if (me.call.open(&wrong) != DK_EINVAL) fail(me, "a block that is longer than its memory was taken");
-  wrong = p, wrong.flags = DK_TRANSPORT_LATE;
+  wrong = p; wrong.flags = DK_TRANSPORT_LATE;
   if (me.call.open(&wrong) != DK_EUNSUPPORTED) fail(me, "DK_TRANSPORT_LATE was taken");
   must(me, me.call.open(&p), "dk_transport_open");
   me.transport = p.transport;
@@ -182,7 +182,7 @@ void refuse(Rank &me) {
       {"a queue pair that is not there", DK_EINVAL, code([](auto &p) { p.qp = kQueues; })},
       {"bytes past the block", DK_EINVAL, code([](auto &p) { p.dst_offset = kBlock - 63; })},
       {"a source outside the heap", DK_EINVAL, code([](auto &p) { p.src = 4096; })},
-      {"a signal that is not aligned", DK_EINVAL, code([](auto &p) { p.signal_op = DK_SIGNAL_SET, p.signal_offset = 4; })},
+      {"a signal that is not aligned", DK_EINVAL, code([](auto &p) { p.signal_op = DK_SIGNAL_SET; p.signal_offset = 4; })},
       {"neither bytes nor signal", DK_EINVAL, code([](auto &p) { p.bytes = 0; })},
       {"no wait", DK_EUNSUPPORTED, code([](auto &p) { p.flags = DK_TRANSPORT_NOWAIT; })},
   };
@@ -202,7 +202,7 @@ void put_signal(Rank &me) {
       const uint64_t source = kSources + static_cast<uint64_t>(peer) * (1u << 20);
       write(me, source, patterned(me.index, peer, sizes[k], sizes[k]).data(), sizes[k]);
       auto p = put_params(me, peer, k, at[k] + place * static_cast<uint64_t>(me.index), source, sizes[k]);
-      p.signal_offset = 64 * static_cast<uint64_t>(me.index * 8 + k), p.signal_op = DK_SIGNAL_SET, p.signal_value = static_cast<uint64_t>(k) + 7;
+      p.signal_offset = 64 * static_cast<uint64_t>(me.index * 8 + k); p.signal_op = DK_SIGNAL_SET; p.signal_value = static_cast<uint64_t>(k) + 7;
       must(me, me.call.put(&p), "dk_transport_put");
     }
     quiet(me, -1); // the sources are written again
@@ -235,7 +235,7 @@ void order(Rank &me) {
         auto first = put_params(me, peer, qp, place(me.index, qp, m), source(peer, qp, m), half);
         must(me, me.call.put(&first), "dk_transport_put");
         auto second = put_params(me, peer, qp, place(me.index, qp, m) + half, source(peer, qp, m) + half, half);
-        second.signal_offset = word(me.index, qp), second.signal_op = DK_SIGNAL_SET, second.signal_value = static_cast<uint64_t>(m) + 1;
+        second.signal_offset = word(me.index, qp); second.signal_op = DK_SIGNAL_SET; second.signal_value = static_cast<uint64_t>(m) + 1;
         must(me, me.call.put(&second), "dk_transport_put");
       }
   for (int m = 0; m < kMessages; ++m)
@@ -255,7 +255,7 @@ void add(Rank &me) {
   for (uint64_t i = 1; i <= kTimes; ++i) {
     for (const int peer : me.peers) {
       auto p = put_params(me, peer, static_cast<int>(i % kQueues), 0, 0, 0);
-      p.signal_offset = kWord, p.signal_op = DK_SIGNAL_ADD, p.signal_value = i << (8 * (me.index % 4));
+      p.signal_offset = kWord; p.signal_op = DK_SIGNAL_ADD; p.signal_value = i << (8 * (me.index % 4));
       must(me, me.call.put(&p), "dk_transport_put");
     }
     if (i % kQueues == 0) quiet(me, -1);
@@ -279,7 +279,7 @@ void quiets(Rank &me) {
   }
   quiet(me, -1);
   auto q = make_params<dk_transport_query_params>();
-  q.transport = me.transport, q.peer = me.peers[0], q.qp = 1;
+  q.transport = me.transport; q.peer = me.peers[0]; q.qp = 1;
   must(me, me.call.query(&q), "dk_transport_query");
   if (q.posted == 0 || q.posted != q.completed || q.bytes < kBytes || q.lost != 0)
     fail(me, "after quiet: %lu posted, %lu completed, %lu bytes, lost %d", q.posted, q.completed, q.bytes, q.lost);
@@ -331,15 +331,15 @@ void lost_peer(Rank &me) {
   if (me.index == 0) {
     if (me.drop(victim) != 0) fail(me, "the plugin has no peer %d", victim);
     auto p = put_params(me, victim, 0, kWords, kSources, 4096);
-    p.signal_offset = word, p.signal_op = DK_SIGNAL_SET, p.signal_value = 99;
+    p.signal_offset = word; p.signal_op = DK_SIGNAL_SET; p.signal_value = 99;
     must(me, me.call.put(&p), "dk_transport_put");
     check(me, cudaStreamSynchronize(me.stream), "put to a lost peer");
     auto l = make_params<dk_transport_lose_params>();
-    l.transport = me.transport, l.peer = victim;
+    l.transport = me.transport; l.peer = victim;
     must(me, me.call.lose(&l), "dk_transport_lose");
     if (me.call.put(&p) != DK_EPEERDEAD) fail(me, "a put to a lost peer was taken");
     auto q = make_params<dk_transport_quiet_params>();
-    q.transport = me.transport, q.peer = q.qp = -1;
+    q.transport = me.transport; q.peer = q.qp = -1;
     if (me.call.quiet(&q) != DK_EPEERDEAD) fail(me, "quiet would wait for a lost peer");
   }
   me.meet();

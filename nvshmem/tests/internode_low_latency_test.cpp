@@ -111,11 +111,11 @@ struct World {
       Rank &r = ranks[me];
       for (int i = 0; i < c.ranks(); ++i) r.peers.push_back(i / c.peers == me / c.peers ? aligned(ranks[i].block) : nullptr);
       TeamView &t = r.team.view;
-      t.peers = r.peers.data(), t.self = aligned(r.block), t.scratch = r.scratch.get(), t.status = &r.status;
-      t.wire = control + kInternodeLlControlBytes, t.wire_bytes = wire, t.rdma = t.wire + wire, t.rdma_bytes = rdma;
-      t.at = control_layout(c.ranks()), t.ring = ring;
-      t.rank = me, t.num_ranks = c.ranks(), t.num_nvl_peers = c.peers, t.flags = c.all_remote ? DK_TEAM_LL_TRANSPORT : 0;
-      r.status.abort_rank = -1, r.team.control = control, r.team.state = r.state.get();
+      t.peers = r.peers.data(); t.self = aligned(r.block); t.scratch = r.scratch.get(); t.status = &r.status;
+      t.wire = control + kInternodeLlControlBytes; t.wire_bytes = wire; t.rdma = t.wire + wire; t.rdma_bytes = rdma;
+      t.at = control_layout(c.ranks()); t.ring = ring;
+      t.rank = me; t.num_ranks = c.ranks(); t.num_nvl_peers = c.peers; t.flags = c.all_remote ? DK_TEAM_LL_TRANSPORT : 0;
+      r.status.abort_rank = -1; r.team.control = control; r.team.state = r.state.get();
       r.grid = pick(1, 2);
     }
   }
@@ -131,7 +131,7 @@ void run_steps(Rank &r) {
   uint64_t came = 0;
   for (const auto &step : r.steps) {
     step();
-    ++r.lanes_came, came += lanes;
+    ++r.lanes_came; came += lanes;
     while (r.lanes_came < came) emulate::step();
     if (r.scratch->sticky == 0) continue;
     const dk_failure &f = r.status.failure;
@@ -149,12 +149,12 @@ void host_step(Rank &r, std::function<void()> act) {
 
 dk_ll_dispatch_params dispatch_params(const World &w, Exchange &e, uint32_t phases, uint32_t ticket) {
   dk_ll_dispatch_params p{};
-  p.timeout_ns = w.timeout(), p.phases = phases, p.ticket = ticket, p.index_bytes = 8;
+  p.timeout_ns = w.timeout(); p.phases = phases; p.ticket = ticket; p.index_bytes = 8;
   p.flags = e.form == 2 ? DK_LL_ROUND_SCALE : e.form == 3 ? DK_LL_ROUND_SCALE | DK_LL_UE8M0 : 0;
-  p.x = emulate::bits(e.x.data()), p.topk_idx = emulate::bits(e.idx.data()), p.num_tokens = e.num_tokens, p.num_topk = w.c.topk;
-  p.format = e.form != 0 ? DK_FORMAT_FP8 : DK_FORMAT_BF16, p.num_max_tokens = w.c.tokens, p.hidden = w.c.hidden, p.num_experts = w.c.experts();
-  p.recv_x = emulate::bits(e.recv_x.data()), p.recv_scales = emulate::bits(e.scales.data()), p.recv_count = emulate::bits(e.count.data());
-  p.src_info = emulate::bits(e.src_info.data()), p.layout_range = emulate::bits(e.range.data()), p.cumulative_stats = emulate::bits(e.statistics.data());
+  p.x = emulate::bits(e.x.data()); p.topk_idx = emulate::bits(e.idx.data()); p.num_tokens = e.num_tokens; p.num_topk = w.c.topk;
+  p.format = e.form != 0 ? DK_FORMAT_FP8 : DK_FORMAT_BF16; p.num_max_tokens = w.c.tokens; p.hidden = w.c.hidden; p.num_experts = w.c.experts();
+  p.recv_x = emulate::bits(e.recv_x.data()); p.recv_scales = emulate::bits(e.scales.data()); p.recv_count = emulate::bits(e.count.data());
+  p.src_info = emulate::bits(e.src_info.data()); p.layout_range = emulate::bits(e.range.data()); p.cumulative_stats = emulate::bits(e.statistics.data());
   return p;
 }
 
@@ -180,11 +180,11 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
   host_step(r, [&w, &r, which, phases, ticket, params] {
     Exchange &e = r.exchanges[which];
     dk_ll_combine_params p{};
-    p.timeout_ns = w.timeout(), p.phases = phases, p.ticket = ticket, p.flags = e.how == 1 ? DK_LL_ZERO_COPY : e.how == 2 ? DK_LL_LOGFMT : 0;
-    p.x = emulate::bits(rows_to_combine(w, r, e)), p.x_row_stride = 2ull * w.c.hidden;
-    p.topk_idx = emulate::bits(e.idx.data()), p.topk_weights = emulate::bits(e.weights.data()), p.src_info = emulate::bits(e.src_info.data());
-    p.layout_range = emulate::bits(e.range.data()), p.num_tokens = e.num_tokens, p.num_topk = w.c.topk, p.index_bytes = 8;
-    p.num_max_tokens = w.c.tokens, p.hidden = w.c.hidden, p.num_experts = w.c.experts(), p.combined_x = emulate::bits(e.sums.data());
+    p.timeout_ns = w.timeout(); p.phases = phases; p.ticket = ticket; p.flags = e.how == 1 ? DK_LL_ZERO_COPY : e.how == 2 ? DK_LL_LOGFMT : 0;
+    p.x = emulate::bits(rows_to_combine(w, r, e)); p.x_row_stride = 2ull * w.c.hidden;
+    p.topk_idx = emulate::bits(e.idx.data()); p.topk_weights = emulate::bits(e.weights.data()); p.src_info = emulate::bits(e.src_info.data());
+    p.layout_range = emulate::bits(e.range.data()); p.num_tokens = e.num_tokens; p.num_topk = w.c.topk; p.index_bytes = 8;
+    p.num_max_tokens = w.c.tokens; p.hidden = w.c.hidden; p.num_experts = w.c.experts(); p.combined_x = emulate::bits(e.sums.data());
     if (fill_remote_ll_combine(&p, r.team, params.get()) != DK_OK) wrong("combine is refused", r.team.view.rank, 0, 0, 0);
     if ((phases & DK_PHASE_SEND) != 0 && !w.replayed) r.team.next_stage = 1 - params->call.stage;
   });
@@ -209,7 +209,7 @@ void check_row(const World &w, int me, Exchange &e, int expert, int64_t row, con
     const Fp8Scale scale = fp8_scale(amax, e.form >= 2);
     for (int i = 0; i < kScaleChannels; i += 16) {
       uint4 low, high;
-      memcpy(&low, x + b * kScaleChannels + i, 16), memcpy(&high, x + b * kScaleChannels + i + 8, 16);
+      memcpy(&low, x + b * kScaleChannels + i, 16); memcpy(&high, x + b * kScaleChannels + i + 8, 16);
       const uint4 cast = cast_sixteen(low, high, scale.inverse);
       check("row of FP8", me, at, memcmp(e.recv_x.data() + at * hidden + b * kScaleChannels + i, &cast, 16), 0);
     }
@@ -266,7 +266,7 @@ void add_expected(const World &w, int me, size_t data, int token, int expert, fl
     BlockRange range{0x7fff, 0};
     for (int h = first; h < first + kScaleChannels; ++h) {
       const uint32_t magnitude = row_value(me, token, expert, data, h) & 0x7fff;
-      range.low = min(range.low, magnitude), range.high = max(range.high, magnitude);
+      range.low = min(range.low, magnitude); range.high = max(range.high, magnitude);
     }
     const bool coded = how == 2 && gets_coded(range);
     const LogRange log = log_range(range.low, range.high);
@@ -302,7 +302,7 @@ void make_exchange(World &w, int form, int how) {
   const size_t rows = static_cast<size_t>(c.experts()) * c.tokens;
   for (Rank &r : w.ranks) {
     Exchange e{};
-    e.num_tokens = pick(0, 3) == 0 ? pick(0, 1) * c.tokens : pick(1, c.tokens), e.form = form, e.how = how, e.data = r.exchanges.size();
+    e.num_tokens = pick(0, 3) == 0 ? pick(0, 1) * c.tokens : pick(1, c.tokens); e.form = form; e.how = how; e.data = r.exchanges.size();
     const int style = pick(0, 3); // all over the place; mostly one expert; few; none
     const size_t named = static_cast<size_t>(e.num_tokens) * c.topk;
     for (size_t i = 0; i < named; ++i) {
@@ -310,12 +310,12 @@ void make_exchange(World &w, int form, int how) {
       e.idx.push_back(none ? -1 : style == 1 && pick(0, 2) != 0 ? 1 : pick(-1, c.experts() - 1));
       e.weights.push_back(static_cast<float>(pick(-64, 64)) / 8);
     }
-    e.idx.push_back(-1), e.weights.push_back(0); // never empty
+    e.idx.push_back(-1); e.weights.push_back(0); // never empty
     e.x.resize(static_cast<size_t>(e.num_tokens) * c.hidden);
     for (int64_t i = 0; i < static_cast<int64_t>(e.num_tokens) * c.hidden; ++i) e.x.data()[i] = to_bf16(static_cast<float>(pick(-4096, 4096)) / 512);
-    e.y.resize(rows * c.hidden), e.sums.resize(static_cast<size_t>(e.num_tokens) * c.hidden);
-    e.recv_x.resize(rows * c.hidden * 2), e.scales.resize(rows * c.hidden / kScaleChannels);
-    e.count.assign(c.local_experts, 0xee), e.statistics.assign(c.local_experts, 0), e.src_info.assign(rows, 0xee), e.range.assign(c.experts(), 0xee);
+    e.y.resize(rows * c.hidden); e.sums.resize(static_cast<size_t>(e.num_tokens) * c.hidden);
+    e.recv_x.resize(rows * c.hidden * 2); e.scales.resize(rows * c.hidden / kScaleChannels);
+    e.count.assign(c.local_experts, 0xee); e.statistics.assign(c.local_experts, 0); e.src_info.assign(rows, 0xee); e.range.assign(c.experts(), 0xee);
     r.exchanges.push_back(std::move(e));
   }
 }
@@ -323,7 +323,7 @@ void make_exchange(World &w, int form, int how) {
 void add_meeting(World &w, int me) {
   Rank &r = w.ranks[me];
   auto until = std::make_shared<size_t>(0);
-  host_step(r, [&w, until] { *until = (w.came / w.ranks.size() + 1) * w.ranks.size(), ++w.came; });
+  host_step(r, [&w, until] { *until = (w.came / w.ranks.size() + 1) * w.ranks.size(); ++w.came; });
   r.steps.push_back([&w, until] {
     while (w.came < *until) emulate::step();
   });
@@ -336,7 +336,7 @@ void add_return(World &w, int me) {
   r.steps.push_back([&w, &r] {
     MaskParams p{};
     p.session = {r.team.view, 1, w.timeout(), DK_OP_MASK, DK_PHASE_BOTH};
-    p.what = DK_MASK_CLEAN, p.rank = -1;
+    p.what = DK_MASK_CLEAN; p.rank = -1;
     internode_mask_kernel(p); // by as many blocks as the others: it does no harm
   });
   add_meeting(w, me);
@@ -357,13 +357,13 @@ void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
     add_dispatch(w, me, which, send, which % 2);
     if (overlap && i > 0) finish_before();
     if (halves) add_dispatch(w, me, which, DK_PHASE_RECV, which % 2);
-    host_step(r, [&w, me, which] { check_dispatch(w, me, which), make_rows(w, me, which); });
+    host_step(r, [&w, me, which] { check_dispatch(w, me, which); make_rows(w, me, which); });
     add_combine(w, me, which, send, 2 + which % 2);
     if (overlap && i + 1 < rounds) continue;
     if (halves) add_combine(w, me, which, DK_PHASE_RECV, 2 + which % 2);
     host_step(r, [&w, me, which] { check_combine(w, me, which); });
     if (!w.again) continue;
-    host_step(r, [&w, &r, me, which] { r.exchanges[which].data += 100, make_rows(w, me, which); });
+    host_step(r, [&w, &r, me, which] { r.exchanges[which].data += 100; make_rows(w, me, which); });
     add_combine(w, me, which, DK_PHASE_BOTH, 2);
     host_step(r, [&w, me, which] { check_combine(w, me, which); });
   }
@@ -372,17 +372,17 @@ void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
 void run_case(uint64_t seed) {
   random_number.seed(seed);
   Case c{pick(2, 3), pick(1, 2), pick(1, 3), kScaleChannels * pick(1, 5), pick(1, 9), pick(1, 9), pick(0, 3) == 0};
-  if (pick(0, 3) == 0) c.nodes = 1, c.peers = 3, c.all_remote = true;
+  if (pick(0, 3) == 0) { c.nodes = 1; c.peers = 3; c.all_remote = true; }
   World w(c);
   const bool halves = pick(0, 2) != 0, overlap = halves && pick(0, 1) != 0, fences_alone = pick(0, 1) != 0;
   const int rounds = 4;
-  w.replayed = pick(0, 3) == 0, w.again = !overlap && pick(0, 2) == 0;
+  w.replayed = pick(0, 3) == 0; w.again = !overlap && pick(0, 2) == 0;
   for (int i = 0; i < rounds; ++i) make_exchange(w, pick(0, c.hidden % 512 == 0 ? 3 : 2), w.replayed ? 2 * pick(0, 1) : pick(0, 2));
   std::vector<uint8_t *> blocks;
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
   emulate::start_network({seed, fences_alone}, blocks);
   if (pick(0, 3) == 0 && !overlap) { // with overlap, a combine of the last round would be left open
-    w.lost = pick(0, c.ranks() - 1), w.lost_from = static_cast<size_t>(pick(1, rounds - 1));
+    w.lost = pick(0, c.ranks() - 1); w.lost_from = static_cast<size_t>(pick(1, rounds - 1));
     if (pick(0, 1) != 0) w.back_from = w.lost_from + 1;
     for (Rank &r : w.ranks) r.team.view.flags |= DK_TEAM_SHRINK;
   }

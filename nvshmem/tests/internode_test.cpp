@@ -63,13 +63,13 @@ struct World {
       r.peers.assign(c.ranks(), nullptr);
       for (int i = me / c.peers * c.peers; i < (me / c.peers + 1) * c.peers; ++i) r.peers[i] = aligned(ranks[i].block);
       TeamView &t = r.team;
-      t.peers = r.peers.data(), t.self = aligned(r.block), t.scratch = r.scratch.get(), t.status = &r.status;
-      t.wire = control_bytes, t.wire_bytes = wire, t.nvl = t.wire + wire, t.nvl_bytes = c.nvl;
-      t.rdma = t.nvl + align_up<uint64_t>(c.nvl, 4096), t.rdma_bytes = c.rdma;
-      t.at = control_layout(c.ranks()), t.ring = ring_flags(c.ranks());
-      t.rank = me, t.num_ranks = c.ranks(), t.num_nvl_peers = c.peers;
+      t.peers = r.peers.data(); t.self = aligned(r.block); t.scratch = r.scratch.get(); t.status = &r.status;
+      t.wire = control_bytes; t.wire_bytes = wire; t.nvl = t.wire + wire; t.nvl_bytes = c.nvl;
+      t.rdma = t.nvl + align_up<uint64_t>(c.nvl, 4096); t.rdma_bytes = c.rdma;
+      t.at = control_layout(c.ranks()); t.ring = ring_flags(c.ranks());
+      t.rank = me; t.num_ranks = c.ranks(); t.num_nvl_peers = c.peers;
       r.status.abort_rank = -1;
-      r.internode.at = at, r.internode.num_nodes = c.nodes, r.internode.num_peers = c.peers, r.internode.node = me / c.peers, r.internode.index = me % c.peers;
+      r.internode.at = at; r.internode.num_nodes = c.nodes; r.internode.num_peers = c.peers; r.internode.node = me / c.peers; r.internode.index = me % c.peers;
       r.state.assign((sizeof(InternodeState) + InternodeListSizes(c.nodes, c.peers).bytes) / 8 + 1, 0);
     }
   }
@@ -86,7 +86,7 @@ struct World {
               f.field, static_cast<long long>(f.expected), static_cast<long long>(f.seen), static_cast<double>(f.waited_ns) * 1e-9);
       quick_exit(1);
     }
-    if (emulate::rows_under_way() != 0) fprintf(stderr, "%s: it ended while rows were under way\n", name), quick_exit(1);
+    if (emulate::rows_under_way() != 0) { fprintf(stderr, "%s: it ended while rows were under way\n", name); quick_exit(1); }
     for (Rank &r : ranks) memset(r.team.self + r.team.nvl, 0xa5, r.team.rdma + c.rdma - r.team.nvl); // users may write there
   }
 };
@@ -119,23 +119,23 @@ void make_inputs(World &w) {
     const int style = pick(0, 3); // all over the place; mostly to one rank; few; none
     r.x.resize(static_cast<size_t>(r.tokens) * c.hidden * 2);
     for (uint8_t &b : r.x) b = static_cast<uint8_t>(random_number());
-    r.scales.resize(static_cast<size_t>(r.tokens) * c.num_scales), r.weights.resize(static_cast<size_t>(r.tokens) * c.topk);
+    r.scales.resize(static_cast<size_t>(r.tokens) * c.num_scales); r.weights.resize(static_cast<size_t>(r.tokens) * c.topk);
     for (uint32_t &v : r.scales) v = static_cast<uint32_t>(random_number());
     for (uint32_t &v : r.weights) v = static_cast<uint32_t>(emulate::bits(static_cast<float>(pick(1, 64)) / 8));
     r.idx.resize(static_cast<size_t>(r.tokens) * c.topk);
     for (int64_t &e : r.idx) e = style == 3 ? -1 : style == 2 && pick(0, 3) != 0 ? -1 : style == 1 ? pick(experts - 2, experts - 1) : pick(-1, experts - 1);
     r.idx32.assign(r.idx.begin(), r.idx.end());
     r.in_rank.assign(static_cast<size_t>(r.tokens) * c.ranks(), 0);
-    r.per_rank.assign(c.ranks(), 0), r.per_expert.assign(experts, 0);
+    r.per_rank.assign(c.ranks(), 0); r.per_expert.assign(experts, 0);
     for (int t = 0; t < r.tokens; ++t)
       for (int k = 0; k < c.topk; ++k) {
         const int64_t e = r.idx[static_cast<size_t>(t) * c.topk + k];
         if (e < 0) continue;
         ++r.per_expert[e];
         uint8_t &in = r.in_rank[static_cast<size_t>(t) * c.ranks() + e / c.local_experts];
-        r.per_rank[e / c.local_experts] += in == 0, in = 1;
+        r.per_rank[e / c.local_experts] += in == 0; in = 1;
       }
-    r.matrix.assign(c.ranks() * c.ranks(), -7), r.head.assign(static_cast<size_t>(r.tokens) * c.ranks(), -7);
+    r.matrix.assign(c.ranks() * c.ranks(), -7); r.head.assign(static_cast<size_t>(r.tokens) * c.ranks(), -7);
     r.counts.assign(4 + c.local_experts + 4, 0);
   }
 }
@@ -146,10 +146,10 @@ void notify(World &w) {
   w.launch("notify", kNotifyThreads, [&](int me) {
     Rank &r = w.ranks[me];
     NotifyParams n{};
-    n.session = w.session(me, DK_OP_NOTIFY), n.per_rank = r.per_rank.data(), n.per_expert = r.per_expert.data(), n.token_in_rank = r.in_rank.data();
-    n.num_tokens = r.tokens, n.num_topk = c.topk, n.num_experts = c.ranks() * c.local_experts, n.expert_alignment = 1;
-    n.num_scales = c.num_scales, n.hidden_bytes = 2 * c.hidden;
-    n.rank_prefix_matrix = r.matrix.data(), n.send_head = r.head.data(), n.counts = reinterpret_cast<dk_counts *>(r.counts.data());
+    n.session = w.session(me, DK_OP_NOTIFY); n.per_rank = r.per_rank.data(); n.per_expert = r.per_expert.data(); n.token_in_rank = r.in_rank.data();
+    n.num_tokens = r.tokens; n.num_topk = c.topk; n.num_experts = c.ranks() * c.local_experts; n.expert_alignment = 1;
+    n.num_scales = c.num_scales; n.hidden_bytes = 2 * c.hidden;
+    n.rank_prefix_matrix = r.matrix.data(); n.send_head = r.head.data(); n.counts = reinterpret_cast<dk_counts *>(r.counts.data());
     InternodeNotifyParams p{n, r.internode};
     internode_notify_kernel(p);
   });
@@ -176,19 +176,19 @@ void dispatch(World &w, bool cached) {
   for (int me = 0; me < c.ranks(); ++me) {
     Rank &r = w.ranks[me];
     const size_t rows = static_cast<size_t>(r.matrix[(c.ranks() - 1) * c.ranks() + me]);
-    r.recv_x.assign(rows * c.hidden * 2, 0xee), r.recv_scales.assign(rows * c.num_scales, 0xee), r.recv_weights.assign(rows * c.topk, 0xee);
-    r.recv_idx.assign(rows * c.topk, 0xee), r.recv_idx32.assign(rows * c.topk, 0xee);
+    r.recv_x.assign(rows * c.hidden * 2, 0xee); r.recv_scales.assign(rows * c.num_scales, 0xee); r.recv_weights.assign(rows * c.topk, 0xee);
+    r.recv_idx.assign(rows * c.topk, 0xee); r.recv_idx32.assign(rows * c.topk, 0xee);
     if (!cached) r.src.assign(rows, -9);
   }
   w.launch("dispatch", InternodeDispatchRoles::kThreads, [&](int me) {
     Rank &r = w.ranks[me];
     DispatchParams d{};
-    d.session = w.session(me, DK_OP_DISPATCH), d.x = r.x.data(), d.scales = r.scales.data(), d.scale_token_stride = c.num_scales, d.scale_stride = 1;
-    d.cached = cached, d.num_topk = cached ? 0 : c.topk, d.index_bytes = c.index_bytes, d.num_experts = cached ? 0 : c.ranks() * c.local_experts;
-    d.topk_idx = c.index_bytes == 8 ? static_cast<void *>(r.idx.data()) : r.idx32.data(), d.topk_weights = r.weights.data(), d.weights_given = !cached;
-    d.rank_prefix_matrix = r.matrix.data(), d.send_head = r.head.data(), d.row_bytes = 2 * c.hidden, d.num_tokens = r.tokens, d.num_scales = c.num_scales;
-    d.num_recv_tokens = -1, d.recv_segment = -1, d.recv_x = r.recv_x.data(), d.recv_scales = r.recv_scales.data();
-    d.recv_topk_idx = c.index_bytes == 8 ? static_cast<void *>(r.recv_idx.data()) : r.recv_idx32.data(), d.recv_topk_weights = r.recv_weights.data();
+    d.session = w.session(me, DK_OP_DISPATCH); d.x = r.x.data(); d.scales = r.scales.data(); d.scale_token_stride = c.num_scales; d.scale_stride = 1;
+    d.cached = cached; d.num_topk = cached ? 0 : c.topk; d.index_bytes = c.index_bytes; d.num_experts = cached ? 0 : c.ranks() * c.local_experts;
+    d.topk_idx = c.index_bytes == 8 ? static_cast<void *>(r.idx.data()) : r.idx32.data(); d.topk_weights = r.weights.data(); d.weights_given = !cached;
+    d.rank_prefix_matrix = r.matrix.data(); d.send_head = r.head.data(); d.row_bytes = 2 * c.hidden; d.num_tokens = r.tokens; d.num_scales = c.num_scales;
+    d.num_recv_tokens = -1; d.recv_segment = -1; d.recv_x = r.recv_x.data(); d.recv_scales = r.recv_scales.data();
+    d.recv_topk_idx = c.index_bytes == 8 ? static_cast<void *>(r.recv_idx.data()) : r.recv_idx32.data(); d.recv_topk_weights = r.recv_weights.data();
     d.recv_src_idx = cached ? nullptr : r.src.data();
     InternodeDispatchParams p{d, r.internode, {}, {}, w.state(me)};
     p.rings = internode_rings(r.team, r.internode, d.row_bytes + 4ull * InternodeRowWords(d, c.peers).end, false);
@@ -221,17 +221,17 @@ void combine(World &w) {
   for (Rank &r : w.ranks) {
     r.y.resize(r.src.size() * c.hidden);
     for (uint16_t &v : r.y) v = to_bf16(static_cast<float>(pick(-16, 16)) / 4); // sums are exact
-    r.combined.assign(static_cast<size_t>(r.tokens) * c.hidden, 0x1234), r.sums.assign(static_cast<size_t>(r.tokens) * c.topk, -1);
+    r.combined.assign(static_cast<size_t>(r.tokens) * c.hidden, 0x1234); r.sums.assign(static_cast<size_t>(r.tokens) * c.topk, -1);
   }
   const bool biased = pick(0, 1) == 1;
   w.launch("combine", InternodeCombineRoles::kThreads, [&](int me) {
     Rank &r = w.ranks[me];
     CombineParams k{};
-    k.session = w.session(me, DK_OP_COMBINE), k.x = reinterpret_cast<uint8_t *>(r.y.data()), k.topk_weights = reinterpret_cast<float *>(r.recv_weights.data());
-    k.rank_prefix_matrix = r.matrix.data(), k.send_head = r.head.data(), k.recv_src_idx = r.src.data();
+    k.session = w.session(me, DK_OP_COMBINE); k.x = reinterpret_cast<uint8_t *>(r.y.data()); k.topk_weights = reinterpret_cast<float *>(r.recv_weights.data());
+    k.rank_prefix_matrix = r.matrix.data(); k.send_head = r.head.data(); k.recv_src_idx = r.src.data();
     if (biased) k.bias[1] = reinterpret_cast<__nv_bfloat16 *>(r.x.data());
-    k.row_bytes = 2 * c.hidden, k.num_tokens = r.tokens, k.num_recv_tokens = static_cast<int>(r.src.size()), k.hidden = c.hidden, k.num_topk = c.topk;
-    k.combined_x = reinterpret_cast<__nv_bfloat16 *>(r.combined.data()), k.combined_weights = r.sums.data();
+    k.row_bytes = 2 * c.hidden; k.num_tokens = r.tokens; k.num_recv_tokens = static_cast<int>(r.src.size()); k.hidden = c.hidden; k.num_topk = c.topk;
+    k.combined_x = reinterpret_cast<__nv_bfloat16 *>(r.combined.data()); k.combined_weights = r.sums.data();
     InternodeCombineParams p{k, r.internode, {}, {}};
     p.rings = internode_rings(r.team, r.internode, k.row_bytes + 4ull * (1 + k.num_topk), true);
     p.lists = internode_lists(w.state(me), r.internode);
@@ -239,7 +239,7 @@ void combine(World &w) {
   });
   std::vector<std::vector<double>> want;
   std::vector<std::vector<float>> weights;
-  for (const Rank &r : w.ranks) want.emplace_back(static_cast<size_t>(r.tokens) * c.hidden, 0.0), weights.emplace_back(static_cast<size_t>(r.tokens) * c.topk, 0.0f);
+  for (const Rank &r : w.ranks) { want.emplace_back(static_cast<size_t>(r.tokens) * c.hidden, 0.0); weights.emplace_back(static_cast<size_t>(r.tokens) * c.topk, 0.0f); }
   for (int me = 0; me < c.ranks(); ++me) {
     const Rank &r = w.ranks[me];
     for (int s = 0; s < c.ranks(); ++s)
@@ -276,14 +276,14 @@ void failures() {
     for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
     emulate::start_network({7, false}, blocks);
     make_inputs(w);
-    w.timeout_ns = 2000000, ++w.call;
+    w.timeout_ns = 2000000; ++w.call;
     const int odd = 2;
     emulate::run(4, [&](int rank) { return absent && rank == odd ? 0 : 1; }, kNotifyThreads, [&](int me) {
       Rank &r = w.ranks[me];
       NotifyParams n{};
-      n.session = w.session(me, DK_OP_NOTIFY), n.per_rank = r.per_rank.data(), n.per_expert = r.per_expert.data();
-      n.num_experts = 8, n.expert_alignment = 1, n.hidden_bytes = me == odd ? 256 : 128;
-      n.rank_prefix_matrix = r.matrix.data(), n.send_head = r.head.data(), n.counts = reinterpret_cast<dk_counts *>(r.counts.data());
+      n.session = w.session(me, DK_OP_NOTIFY); n.per_rank = r.per_rank.data(); n.per_expert = r.per_expert.data();
+      n.num_experts = 8; n.expert_alignment = 1; n.hidden_bytes = me == odd ? 256 : 128;
+      n.rank_prefix_matrix = r.matrix.data(); n.send_head = r.head.data(); n.counts = reinterpret_cast<dk_counts *>(r.counts.data());
       InternodeNotifyParams p{n, r.internode};
       internode_notify_kernel(p);
     });
@@ -306,7 +306,7 @@ Case random_case() {
   Case c{shape[0], shape[1], 8 * pick(1, 20), pick(1, 4), pick(1, 3), pick(0, 3), pick(0, 1) == 0 ? 4 : 8, 0, 0};
   const uint64_t row = align_up<uint64_t>(2 * c.hidden + 4 * (1 + c.peers + 2 * c.topk + c.num_scales), 128), ranks = c.ranks();
   const int rows = pick(0, 2); // of a ring: the least, one; a few; all that are asked for
-  c.rdma = 2 * c.nodes * row * (rows == 0 ? 1 : rows == 1 ? 9 : 128) + 8 * pick(0, 7), c.nvl = ranks * row * (rows == 0 ? 1 : rows == 1 ? 6 : 128);
+  c.rdma = 2 * c.nodes * row * (rows == 0 ? 1 : rows == 1 ? 9 : 128) + 8 * pick(0, 7); c.nvl = ranks * row * (rows == 0 ? 1 : rows == 1 ? 6 : 128);
   return c;
 }
 

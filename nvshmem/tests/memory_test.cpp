@@ -23,7 +23,7 @@ bool exportable = true;
 
 CUresult retain(CUmemGenericAllocationHandle *out, void *address) {
   if (address != heap) return CUDA_ERROR_INVALID_VALUE;
-  return *out = static_cast<CUmemGenericAllocationHandle>(heap_fd), CUDA_SUCCESS;
+  *out = static_cast<CUmemGenericAllocationHandle>(heap_fd); return CUDA_SUCCESS;
 }
 CUresult export_handle(void *out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType, unsigned long long) {
   const int fd = dup(static_cast<int>(handle));
@@ -31,7 +31,7 @@ CUresult export_handle(void *out, CUmemGenericAllocationHandle handle, CUmemAllo
   return exportable ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
 }
 CUresult import_handle(CUmemGenericAllocationHandle *out, void *fd, CUmemAllocationHandleType) {
-  return *out = static_cast<CUmemGenericAllocationHandle>(dup(static_cast<int>(reinterpret_cast<intptr_t>(fd)))), CUDA_SUCCESS;
+  *out = static_cast<CUmemGenericAllocationHandle>(dup(static_cast<int>(reinterpret_cast<intptr_t>(fd)))); return CUDA_SUCCESS;
 }
 CUresult reserve(CUdeviceptr *out, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
   *out = reinterpret_cast<CUdeviceptr>(mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
@@ -45,11 +45,11 @@ CUresult map(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAlloc
 }
 CUresult unmap(CUdeviceptr, size_t) { return CUDA_SUCCESS; }
 CUresult set_access(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t) { return CUDA_SUCCESS; }
-CUresult release(CUmemGenericAllocationHandle handle) { return static_cast<int>(handle) != heap_fd && close(static_cast<int>(handle)), CUDA_SUCCESS; }
+CUresult release(CUmemGenericAllocationHandle handle) { static_cast<int>(handle) != heap_fd && close(static_cast<int>(handle)); return CUDA_SUCCESS; }
 CUresult range(CUdeviceptr *base, size_t *bytes, CUdeviceptr address) {
   const auto start = reinterpret_cast<CUdeviceptr>(heap);
   if (address < start || address >= start + kBytes) return CUDA_ERROR_INVALID_VALUE;
-  return *base = start, *bytes = kBytes, CUDA_SUCCESS;
+  *base = start; *bytes = kBytes; return CUDA_SUCCESS;
 }
 
 int failures = 0, passed = 0;
@@ -77,8 +77,8 @@ bool each_other() {
   };
   auto one = [=](int self) {
     for (int round = 0; round < kRounds; ++round) {
-      if (share_memory(&both->handle[self], heap, kBytes, false) != 0 || !meet(2 * round + 1)) return ++both->bad, false;
-      if (!prepare_memory(both->handle[1 - self])) return ++both->bad, false;
+      if (share_memory(&both->handle[self], heap, kBytes, false) != 0 || !meet(2 * round + 1)) { ++both->bad; return false; }
+      if (!prepare_memory(both->handle[1 - self])) { ++both->bad; return false; }
       if (!meet(2 * round + 2)) return false;
     }
     return true;
@@ -101,10 +101,10 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **out, unsig
       {"cuMemUnmap", reinterpret_cast<void *>(unmap)}, {"cuMemSetAccess", reinterpret_cast<void *>(set_access)},
       {"cuMemRelease", reinterpret_cast<void *>(release)}, {"cuMemGetAddressRange", reinterpret_cast<void *>(range)}};
   for (const auto &one : all)
-    if (strcmp(one.name, name) == 0) return *out = one.function, *result = cudaDriverEntryPointSuccess, cudaSuccess;
+    if (strcmp(one.name, name) == 0) { *out = one.function; *result = cudaDriverEntryPointSuccess; return cudaSuccess; }
   return cudaErrorInvalidValue;
 }
-cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *, void *) { return cudaErrorInvalidValue; }
 cudaError_t cudaIpcOpenMemHandle(void **, cudaIpcMemHandle_t, unsigned) { return cudaErrorInvalidValue; }

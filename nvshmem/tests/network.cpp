@@ -81,8 +81,8 @@ void run(int ranks, const std::function<int(int)> &grid, int threads, const std:
   for (int rank = 0; rank < ranks; ++rank)
     for (int i = 0; i < grid(rank); ++i) {
       auto one = std::make_unique<Block>(static_cast<unsigned>(threads), 0, [&body, rank] { body(rank); });
-      one->index.x = static_cast<unsigned>(i), one->grid.x = static_cast<unsigned>(grid(rank));
-      one->rank = rank, one->name = "a kernel among nodes";
+      one->index.x = static_cast<unsigned>(i); one->grid.x = static_cast<unsigned>(grid(rank));
+      one->rank = rank; one->name = "a kernel among nodes";
       blocks.push_back(std::move(one));
     }
   for (bool open = true; open;) {
@@ -97,7 +97,7 @@ void run(int ranks, const std::function<int(int)> &grid, int threads, const std:
 }
 
 void start_network(const Network &how, const std::vector<uint8_t *> &blocks) {
-  network = how, bases = blocks;
+  network = how; bases = blocks;
   random_number.seed(how.seed);
 }
 void stop_network() {

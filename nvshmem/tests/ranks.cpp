@@ -68,13 +68,13 @@ void load(Rank &me) {
   if (library == nullptr) fail(me, "%s", dlerror());
   Functions &f = me.call;
   find(me, library, f.info, "dk_info");
-  find(me, library, f.device_open, "dk_device_open"), find(me, library, f.device_close, "dk_device_close");
+  find(me, library, f.device_open, "dk_device_open"); find(me, library, f.device_close, "dk_device_close");
   find(me, library, f.unique_id, "dk_transport_unique_id");
-  find(me, library, f.attach, "dk_transport_attach"), find(me, library, f.detach, "dk_transport_detach");
-  find(me, library, f.alloc, "dk_transport_alloc"), find(me, library, f.free, "dk_transport_free");
-  find(me, library, f.open, "dk_transport_open"), find(me, library, f.close, "dk_transport_close");
-  find(me, library, f.put, "dk_transport_put"), find(me, library, f.quiet, "dk_transport_quiet");
-  find(me, library, f.query, "dk_transport_query"), find(me, library, f.lose, "dk_transport_lose");
+  find(me, library, f.attach, "dk_transport_attach"); find(me, library, f.detach, "dk_transport_detach");
+  find(me, library, f.alloc, "dk_transport_alloc"); find(me, library, f.free, "dk_transport_free");
+  find(me, library, f.open, "dk_transport_open"); find(me, library, f.close, "dk_transport_close");
+  find(me, library, f.put, "dk_transport_put"); find(me, library, f.quiet, "dk_transport_quiet");
+  find(me, library, f.query, "dk_transport_query"); find(me, library, f.lose, "dk_transport_lose");
 }
 
 // A name of its own makes a process another host for NVSHMEM.
@@ -90,7 +90,7 @@ void move_host(const Rank &me) {
 
 int run_rank(const Options &options, SharedPage *page, int index) {
   Rank me;
-  me.options = &options, me.page = page, me.index = index;
+  me.options = &options; me.page = page; me.index = index;
   me.host = me.host_of(index);
   setvbuf(stdout, nullptr, _IOLBF, 0);
   move_host(me);

@@ -16,7 +16,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
   pieces.push_back(bytes);
   return cudaSuccess;
 }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) { return *stream = nullptr, cudaSuccess; }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) { *stream = nullptr; return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 const char *cudaGetErrorString(cudaError_t) { return "no error"; }
@@ -41,7 +41,7 @@ int failures = 0;
 
 Work atomic(uint64_t value) {
   Work work;
-  work.what = What::kAtomic, work.atomic = Atomic::kAdd, work.bytes = 8, work.value = value;
+  work.what = What::kAtomic; work.atomic = Atomic::kAdd; work.bytes = 8; work.value = value;
   return work;
 }
 
@@ -89,7 +89,7 @@ bool fences_hold_and_nothing_else(bool good = true) {
 bool nothing_before_its_time(bool good = true) {
   seen.clear();
   Wire wire(0, 3, late(3));
-  for (uint64_t i = 0; i < 8; ++i) wire.post(1, atomic(i)), wire.post(2, atomic(100 + i));
+  for (uint64_t i = 0; i < 8; ++i) { wire.post(1, atomic(i)); wire.post(2, atomic(100 + i)); }
   for (int i = 0; i < 20; ++i) wire.progress();
   EXPECT(seen.size() < 4); // up to a second each
   wire.quiet(2);
@@ -116,11 +116,11 @@ bool puts_come_in_pieces_last_one_first(bool good = true) {
   for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<char>(i * 7);
   Wire wire(0, 2, Settings{});
   Work put;
-  put.target = to.data(), put.source = from.data(), put.bytes = from.size();
+  put.target = to.data(); put.source = from.data(); put.bytes = from.size();
   pieces.clear();
   wire.post(1, put);
   EXPECT(to == from && pieces.size() == 3 && pieces[0] < pieces[1]);
-  put.bytes = 100, pieces.clear();
+  put.bytes = 100; pieces.clear();
   wire.post(1, put);
   EXPECT(pieces.size() == 1);
   return good;
@@ -133,7 +133,7 @@ bool a_lost_peer_takes_nothing(bool good = true) {
   EXPECT(wire.lose(1) == 0 && wire.lose(0) != 0 && wire.lose(3) != 0);
   wire.post(1, atomic(7));
   wire.post(2, atomic(8));
-  wire.quiet(1), wire.quiet(2);
+  wire.quiet(1); wire.quiet(2);
   testtransport_counts counts{};
   EXPECT(seen == std::vector<uint64_t>{8} && wire.count(1, &counts) == 0 && counts.dropped == 7);
   return good;

@@ -77,11 +77,11 @@ void send_descriptor(int to, int fd) {
   iovec part{&byte, 1};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
-  message.msg_iov = &part, message.msg_iovlen = 1;
+  message.msg_iov = &part; message.msg_iovlen = 1;
   if (fd >= 0) {
-    message.msg_control = control, message.msg_controllen = sizeof control;
+    message.msg_control = control; message.msg_controllen = sizeof control;
     cmsghdr *head = CMSG_FIRSTHDR(&message);
-    head->cmsg_level = SOL_SOCKET, head->cmsg_type = SCM_RIGHTS, head->cmsg_len = CMSG_LEN(sizeof(int));
+    head->cmsg_level = SOL_SOCKET; head->cmsg_type = SCM_RIGHTS; head->cmsg_len = CMSG_LEN(sizeof(int));
     memcpy(CMSG_DATA(head), &fd, sizeof fd);
   }
   (void)sendmsg(to, &message, MSG_NOSIGNAL);
@@ -92,8 +92,8 @@ int receive_descriptor(int from) {
   iovec part{&byte, 1};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
-  message.msg_iov = &part, message.msg_iovlen = 1;
-  message.msg_control = control, message.msg_controllen = sizeof control;
+  message.msg_iov = &part; message.msg_iovlen = 1;
+  message.msg_control = control; message.msg_controllen = sizeof control;
   if (recvmsg(from, &message, MSG_CMSG_CLOEXEC) != 1 || byte != 1) return -1;
   const cmsghdr *head = CMSG_FIRSTHDR(&message);
   if (head == nullptr || head->cmsg_type != SCM_RIGHTS) return -1;
@@ -153,7 +153,7 @@ bool map_descriptor(const Shared &shared, int fd, Mapping *out) {
     return false;
   CUdeviceptr address = 0;
   CUmemAccessDesc access{};
-  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE, access.location.id = device;
+  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE; access.location.id = device;
   access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   const bool reserved = d->reserve(&address, shared.bytes, 0, 0, 0) == CUDA_SUCCESS;
   const bool placed = reserved && d->map(address, shared.bytes, 0, allocation, 0) == CUDA_SUCCESS;
@@ -219,7 +219,7 @@ bool offer(Shared *shared, CUdeviceptr base) {
 int share_memory(MemoryHandle *handle, void *address, size_t bytes, bool local_only) {
   memset(handle, 0, sizeof *handle);
   Shared shared{};
-  shared.magic = kMagic, shared.pid = getpid(), shared.address = reinterpret_cast<uint64_t>(address), shared.bytes = bytes;
+  shared.magic = kMagic; shared.pid = getpid(); shared.address = reinterpret_cast<uint64_t>(address); shared.bytes = bytes;
   const std::lock_guard<std::mutex> lock(giving);
   shared.serial = next_serial++;
   if (!local_only) {
@@ -227,7 +227,7 @@ int share_memory(MemoryHandle *handle, void *address, size_t bytes, bool local_o
     size_t whole = 0;
     if (driver() == nullptr || driver()->range(&base, &whole, shared.address) != CUDA_SUCCESS)
       return complain("%p is no GPU memory: only the heap on the GPU can be shared", address);
-    shared.offset = shared.address - base, shared.bytes = whole;
+    shared.offset = shared.address - base; shared.bytes = whole;
     if (!offer(&shared, base)) return complain("%p, %zu bytes, can be handed to others neither as a descriptor nor by cudaIpc", address, bytes);
   }
   memcpy(handle, &shared, sizeof shared);

@@ -53,12 +53,12 @@ int rma(Transport *, int pe, RmaVerb verb, Place *remote, Place *local, RmaSize 
   if (there == nullptr) return 1;
   Work work;
   work.bytes = size.count * static_cast<size_t>(size.element_bytes);
-  work.target = there, work.source = local->address;
+  work.target = there; work.source = local->address;
   if (verb.what == Verb::kGet || verb.what == Verb::kGetValue) {
     work.what = What::kGet;
     std::swap(work.target, work.source);
   } else if (local->handle == nullptr && work.bytes <= sizeof work.value) { // a value on the caller's stack: taken along
-    work.what = What::kAtomic, work.atomic = Atomic::kSet;
+    work.what = What::kAtomic; work.atomic = Atomic::kSet;
     memcpy(&work.value, local->address, work.bytes);
   } else if (verb.what == Verb::kValue) {
     return complain("a value of %zu bytes", work.bytes);
@@ -68,11 +68,11 @@ int rma(Transport *, int pe, RmaVerb verb, Place *remote, Place *local, RmaSize 
 
 int amo(Transport *, int pe, void *, AtomicVerb verb, AtomicPlace *place, AtomicSize size, int) {
   Work work;
-  work.what = What::kAtomic, work.atomic = verb.what, work.bytes = static_cast<size_t>(size.bytes);
+  work.what = What::kAtomic; work.atomic = verb.what; work.bytes = static_cast<size_t>(size.bytes);
   work.target = reach_memory(place->target);
-  work.value = place->value, work.compare = place->compare;
+  work.value = place->value; work.compare = place->compare;
   if (work.target == nullptr || (size.bytes != 4 && size.bytes != 8)) return complain("an atomic of %d bytes", size.bytes);
-  if (verb.what > Atomic::kLastWithoutResult) work.result = place->result, work.result_flag = place->result_flag;
+  if (verb.what > Atomic::kLastWithoutResult) { work.result = place->result; work.result_flag = place->result_flag; }
   return wire->post(pe, work);
 }
 
@@ -92,7 +92,7 @@ EXPORT int nvshmemt_init(Transport **out, void *, int interface_version) {
   t->version = kInterfaceVersion;
   t->operations = {can_reach_peer, connect_endpoints, get_mem_handle, release_mem_handle, finalize, show_info, progress, rma, amo, fence, quiet,
                    nullptr,        nullptr,           add_remote_handles};
-  t->attributes = kConnected, t->num_devices = 1;
+  t->attributes = kConnected; t->num_devices = 1;
   t->max_bytes = 1u << 30;
   t->initialized = true;
   *out = t;

@@ -30,11 +30,11 @@ bool parse_settings(const char *text, Settings *out) {
   char *end = nullptr;
   for (int i = 0; i < 3; ++i, text = end + 1) {
     numbers[i] = text[0] >= '0' && text[0] <= '9' ? strtoull(text, &end, 10) : 0;
-    if (end == nullptr || end == text || (*end != ':' && *end != 0)) return complain("DEEPEP_TESTTRANSPORT: a number is expected at \"%s\"", text), false;
+    if (end == nullptr || end == text || (*end != ':' && *end != 0)) { complain("DEEPEP_TESTTRANSPORT: a number is expected at \"%s\"", text); return false; }
     if (*end == 0) break;
   }
   if (*end != 0 || numbers[1] > 1000000 || numbers[2] < 1 || numbers[2] > 1024)
-    return complain("DEEPEP_TESTTRANSPORT is SEED[:MICROSECONDS[:QUEUES]], at most 1000000 and 1024"), false;
+    { complain("DEEPEP_TESTTRANSPORT is SEED[:MICROSECONDS[:QUEUES]], at most 1000000 and 1024"); return false; }
   *out = {numbers[0], numbers[1] * 1000, static_cast<int>(numbers[2])};
   return true;
 }
@@ -58,8 +58,8 @@ int Wire::post(int pe, Work work) {
   testtransport_counts &c = peer.counts;
   ++(work.what == What::kGet ? c.gets : work.what == What::kPut ? c.puts : work.source != nullptr ? c.values : c.atomics);
   c.bytes += work.bytes;
-  if (peer.lost) return ++c.dropped, 0;
-  work.fences = peer.fences, work.number = peer.posted++;
+  if (peer.lost) { ++c.dropped; return 0; }
+  work.fences = peer.fences; work.number = peer.posted++;
   const bool at_once = pe == my_pe_ || settings_.max_delay_ns == 0; // NVSHMEM fences nothing toward itself
   if (!at_once) {
     work.queue = static_cast<int>(random_() % static_cast<uint64_t>(settings_.num_queues));
@@ -101,7 +101,7 @@ int Wire::issue(const Work &work) {
 int Wire::fence(int pe) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Peer &peer = peers_[static_cast<size_t>(pe)];
-  ++peer.fences, ++peer.counts.fences;
+  ++peer.fences; ++peer.counts.fences;
   return 0;
 }
 

@@ -122,7 +122,7 @@ int32_t dk_transport_detach(dk_transport_detach_params *p) { NOTE("detach %d\n",
 int32_t dk_transport_alloc(dk_transport_alloc_params *p) {
   if (heap_mood == HEAP_FULL) return DK_ENOMEM;
   NOTE("heap %d\n", (int)p->attachment);
-  p->mem = p->address = (uint64_t)(uintptr_t)calloc(1, p->bytes), p->out_bytes = p->bytes;
+  p->mem = p->address = (uint64_t)(uintptr_t)calloc(1, p->bytes); p->out_bytes = p->bytes;
   for (int i = 0; i < (heap_mood == HEAP_FAR ? 1 : heap_ranks); i++) ((uint64_t *)(uintptr_t)p->host_peer_blocks)[i] = p->address;
   return p->mem ? 0 : DK_ENOMEM;
 }

@@ -19,7 +19,7 @@ class SendHalf {
   bool begin();
   uint64_t slot() const { return slot_address(team_, team_.rank, kind_, epoch_); }
   void set_field(int field, int64_t value) { fields_[field] = value; }
-  void set_rows(bool in_rdma, uint64_t offset, uint64_t stride) { in_rdma_ = in_rdma, offset_ = offset, stride_ = stride; }
+  void set_rows(bool in_rdma, uint64_t offset, uint64_t stride) { in_rdma_ = in_rdma; offset_ = offset; stride_ = stride; }
   RemoteSender &remote() { return remote_; }  // between begin and finish
   // Tells the unmasked peers, and leaves the ticket for the receive half.
   void finish(int32_t num_tokens, uint32_t ticket);

@@ -273,11 +273,11 @@ void Combine::add_token(int32_t token) {
     if (team_.is_local(source)) {
       Ring ring = ring_of(source);
       uint64_t slot = static_cast<uint64_t>(head[source]) % ring.slots();
-      row = ring.row(slot), extra = ring.extra<const uint8_t>(slot);
+      row = ring.row(slot); extra = ring.extra<const uint8_t>(slot);
     } else {
       LinkIn in(team_, exchange_, sum_.record(), team_.partner(team_.node(source)));
       uint64_t slot = static_cast<uint64_t>(team_.links[team_.node(source)].taken++) % in.slots();
-      row = in.row(slot), extra = in.extra<uint8_t>(slot);
+      row = in.row(slot); extra = in.extra<uint8_t>(slot);
     }
     rows[count++] = reinterpret_cast<const uint16_t *>(row);
 #if DK_MUTANT == 34  // a node that is added twice
@@ -287,7 +287,7 @@ void Combine::add_token(int32_t token) {
   }
   uint16_t *to = at<uint16_t>(p_.combined_x) + static_cast<uint64_t>(token) * hidden;
 #if DK_MUTANT == 8  // another order of the sum
-  if (count > 2) rows[DK_MAX_RANKS + 1] = rows[1], rows[1] = rows[count - 1], rows[count - 1] = rows[DK_MAX_RANKS + 1];
+  if (count > 2) { rows[DK_MAX_RANKS + 1] = rows[1]; rows[1] = rows[count - 1]; rows[count - 1] = rows[DK_MAX_RANKS + 1]; }
 #endif
   if (count) rows_.sum(to, rows, count, hidden, stream_);
   else memset(to, 0, row_bytes(p_));

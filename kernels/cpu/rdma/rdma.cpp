@@ -30,7 +30,7 @@ template <class T> bool make(T **out, uint64_t count) {
 
 void drop(NicState *s) {
   if (s->rings) munmap(s->rings, ring_bytes(*s));
-  free(s->slots), free(s->blocks), free(s->lost), free(s->ringing), free(s->queues), free(s->ready), free(s->active);
+  free(s->slots); free(s->blocks); free(s->lost); free(s->ringing); free(s->queues); free(s->ready); free(s->active);
   pthread_mutex_destroy(&s->posting);
   s->~NicState();
   free(s);

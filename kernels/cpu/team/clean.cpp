@@ -83,7 +83,7 @@ bool Meeting::look() {
     for (uint64_t parity = 0; parity < 2; parity++) {
       CleanMessage &message = team_.control().clean_from(peer, parity);
       uint64_t count = message.count.load();
-      if (count > seen && count < oldest_count) oldest = &message, oldest_count = count;
+      if (count > seen && count < oldest_count) { oldest = &message; oldest_count = count; }
     }
     if (!oldest) continue;
     cleans_ = max(cleans_, oldest->cleans);

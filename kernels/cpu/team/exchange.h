@@ -14,8 +14,8 @@ class Exchange {
   uint64_t number() const { return number_; }
 
   void set_field(int field, int64_t value) { fields_[field] = value; }
-  void set_ring(uint64_t slots, uint64_t stride) { slots_ = slots, stride_ = stride; }
-  void set_link(uint64_t slots, uint64_t queues) { link_slots_ = slots, link_queues_ = queues; }
+  void set_ring(uint64_t slots, uint64_t stride) { slots_ = slots; stride_ = stride; }
+  void set_link(uint64_t slots, uint64_t queues) { link_slots_ = slots; link_queues_ = queues; }
   // rows: int32[R], to each rank; experts: int32[E], split among the ranks that hold them. Both may be null.
   void post(const int32_t *rows, const int32_t *experts, int num_local_experts);
 

@@ -62,7 +62,7 @@ template <class PollFn, class AwaitsFn> bool wait_until(Op &op, PollFn poll, Awa
       changed |= hope != Waiter::Outlook::some;
       if (hope == Waiter::Outlook::look_again) break;
       if (hope == Waiter::Outlook::none) continue;
-      if (first < 0 || waiter.more_to_blame(peer, first)) first = peer, missing = here;
+      if (first < 0 || waiter.more_to_blame(peer, first)) { first = peer; missing = here; }
     }
     if (!op.failed() && !changed) waiter.pass_time(first, missing);
   }

@@ -37,7 +37,7 @@ cudaError_t open_device(Device *device, int ordinal, uint32_t isa) {
   if (error == cudaSuccess) error = cudaGetDeviceProperties(&device->properties, ordinal);
   if (error != cudaSuccess) return error;
   device->num_sms = device->properties.multiProcessorCount; // of the MIG slice or partition that this process sees
-  device->cc_major = device->properties.major, device->cc_minor = device->properties.minor;
+  device->cc_major = device->properties.major; device->cc_minor = device->properties.minor;
   device->bulk = DEEPEP_SM90 && isa != 80 && device->cc_major >= 9;
   device->exports_descriptors = driver() != nullptr;
   error = cudaStreamCreateWithFlags(&device->service, cudaStreamNonBlocking);
@@ -57,7 +57,7 @@ DK_EXPORT int32_t dk_info(dk_info_params *p) {
   DK_ENTER(p);
   p->abi_version = DK_ABI_VERSION;
   p->caps = DK_CAP_GRAPH | DK_CAP_PEER_ROWS | (DEEPEP_SM90 ? DK_CAP_SM90 | DK_CAP_FP8_HARDWARE : 0);
-  p->num_devices = 0, p->reserved0 = 0;
+  p->num_devices = 0; p->reserved0 = 0;
   snprintf(p->kind, sizeof p->kind, "cuda");
   snprintf(p->build, sizeof p->build, "cuda-%s", DK_BUILD_ID);
   p->reason[0] = 0;
@@ -96,9 +96,9 @@ DK_EXPORT int32_t dk_device_open(dk_device_open_params *p) {
     return error != cudaSuccess ? device_failure(p, error) : static_cast<int32_t>(DK_EUNSUPPORTED);
   }
   p->device = handle_to(device);
-  p->out_ordinal = ordinal, p->num_sms = device->num_sms;
-  p->cc_major = device->cc_major, p->cc_minor = device->cc_minor;
-  p->total_bytes = total_bytes, p->free_bytes = free_bytes;
+  p->out_ordinal = ordinal; p->num_sms = device->num_sms;
+  p->cc_major = device->cc_major; p->cc_minor = device->cc_minor;
+  p->total_bytes = total_bytes; p->free_bytes = free_bytes;
   memcpy(p->uuid, &device->properties.uuid, sizeof p->uuid);
   snprintf(p->name, sizeof p->name, "%.63s", device->properties.name);
   snprintf(p->isa_name, sizeof p->isa_name, device->bulk ? "sm_90a" : "sm_80");

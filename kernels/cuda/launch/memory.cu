@@ -189,7 +189,7 @@ DK_EXPORT int32_t dk_mem_export(dk_mem_export_params *p) {
   DK_ENTER(p);
   auto *memory = handle_of<Memory>(p->mem);
   const bool local = p->kind == DK_SHARE_LOCAL; // asked for; else the library chooses
-  p->kind = DK_SHARE_NONE, p->fd = -1;
+  p->kind = DK_SHARE_NONE; p->fd = -1;
   memset(p->blob, 0, sizeof p->blob);
   if (memory == nullptr) return DK_EINVAL;
   if (local) {
@@ -203,7 +203,7 @@ DK_EXPORT int32_t dk_mem_export(dk_mem_export_params *p) {
     int fd = -1;
     const CUresult result = driver()->MemExportToShareableHandle(&fd, memory->handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
     if (result != CUDA_SUCCESS) return driver_failure(p, result);
-    p->kind = DK_SHARE_FD, p->fd = fd;
+    p->kind = DK_SHARE_FD; p->fd = fd;
     return DK_OK;
   }
   if (memory->kind != MemoryKind::kRuntime) return DK_EUNSUPPORTED;

@@ -90,16 +90,16 @@ TeamView make_view(const dk_team_create_params *p) {
   const auto *blocks = pointer<const uint64_t>(p->host_peer_blocks);
   TeamView view{};
   view.self = pointer<uint8_t>(blocks[p->rank]);
-  view.status = pointer<dk_status>(p->status), view.stats = pointer<dk_stats_page>(p->stats);
+  view.status = pointer<dk_status>(p->status); view.stats = pointer<dk_stats_page>(p->stats);
   view.control = p->control_offset;
-  view.wire = p->wire_offset, view.wire_bytes = p->wire_bytes;
-  view.nvl = p->nvl_offset, view.nvl_bytes = p->nvl_bytes;
-  view.rdma = p->rdma_offset, view.rdma_bytes = p->rdma_bytes;
-  view.at = control_layout(p->num_ranks), view.ring = ring_flags(p->num_ranks);
-  view.rank = p->rank, view.num_ranks = p->num_ranks, view.num_nvl_peers = p->num_nvl_peers, view.flags = p->flags;
+  view.wire = p->wire_offset; view.wire_bytes = p->wire_bytes;
+  view.nvl = p->nvl_offset; view.nvl_bytes = p->nvl_bytes;
+  view.rdma = p->rdma_offset; view.rdma_bytes = p->rdma_bytes;
+  view.at = control_layout(p->num_ranks); view.ring = ring_flags(p->num_ranks);
+  view.rank = p->rank; view.num_ranks = p->num_ranks; view.num_nvl_peers = p->num_nvl_peers; view.flags = p->flags;
   if (p->host_stats != 0) {
     const auto *page = pointer<const dk_stats_page>(p->host_stats);
-    view.peers_offset = page->peers_offset, view.trace_offset = page->trace_offset, view.trace_len = page->trace_len;
+    view.peers_offset = page->peers_offset; view.trace_offset = page->trace_offset; view.trace_len = page->trace_len;
   }
   return view;
 }
@@ -241,7 +241,7 @@ DK_EXPORT int32_t dk_mask(dk_mask_params *p) {
   if (p->what == DK_MASK_UPDATE && (p->rank < 0 || p->rank >= team->view.num_ranks)) return DK_EINVAL;
   MaskParams params{};
   params.session = session_of(p, DK_OP_MASK, DK_PHASE_BOTH);
-  params.what = p->what, params.rank = p->rank, params.value = p->value, params.out = pointer<int32_t>(p->out);
+  params.what = p->what; params.rank = p->rank; params.value = p->value; params.out = pointer<int32_t>(p->out);
   if (team->internode != nullptr) return internode_mask(p, params);
   const OnDevice on(team->device);
   mask_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);

@@ -31,7 +31,7 @@ static_assert(kHeaderCopies * kHeaderParts + kLowLatencySlots * kRowWordParts + 
 
 __host__ __device__ inline LowLatencyLayout low_latency_layout(uint64_t num_ranks, uint64_t max_tokens, uint64_t hidden, uint64_t num_experts) {
   LowLatencyLayout at{};
-  at.row_bytes = 2 * hidden, at.words_bytes = 4 * ceil_div<uint64_t>(hidden, kScaleChannels);
+  at.row_bytes = 2 * hidden; at.words_bytes = 4 * ceil_div<uint64_t>(hidden, kScaleChannels);
   at.words_at = num_experts * max_tokens * at.row_bytes;
   at.slot_bytes = num_experts * max_tokens * (at.row_bytes + at.words_bytes);
   at.zero_copy_bytes = num_experts * max_tokens * 2 * hidden;

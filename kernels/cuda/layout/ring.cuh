@@ -22,7 +22,7 @@ __host__ __device__ inline RingFlags ring_flags(uint32_t num_ranks) {
   RingFlags at{};
   at.per_source = ring_flags_per_source(num_ranks);
   const uint64_t one = static_cast<uint64_t>(num_ranks) * at.per_source * 8;
-  at.flags[kPayload] = 0, at.flags[kMeta] = one, at.credits[kPayload] = 2 * one, at.credits[kMeta] = 3 * one;
+  at.flags[kPayload] = 0; at.flags[kMeta] = one; at.credits[kPayload] = 2 * one; at.credits[kMeta] = 3 * one;
   at.bytes = align_up<uint64_t>(4 * one, 4096);
   return at;
 }

@@ -29,7 +29,7 @@ __device__ inline void meet_everybody(const Session &s, uint32_t counts_as_call,
   if (begin(s)) {
     Handshake hand{};
     const bool anew = s.op == DK_OP_CLEAN && counts_as_call == 0;
-    hand.epoch = epoch, hand.mine.op = s.op;
+    hand.epoch = epoch; hand.mine.op = s.op;
     if (anew) hand.mine.segment_offset = s.team.scratch->low_latency_epoch;
     post(hand);
     publish_newest_by_last_warp(s.team);

@@ -35,7 +35,7 @@ template <class Tell> __device__ inline bool change_masks(const MaskParams &p, T
     uint32_t *mask = &s.team.scratch->masked[r];
     if (p.what == DK_MASK_QUERY) p.out[r] = static_cast<int32_t>(*mask);
     else if (p.what == DK_MASK_CLEAN || (r == p.rank && p.value == 0)) lifted |= lift_mask(s, r, tell);
-    else if (r == p.rank && *mask == 0) *mask = 1, s.team.scratch->masked_at[r] = s.team.scratch->low_latency_epoch;
+    else if (r == p.rank && *mask == 0) { *mask = 1; s.team.scratch->masked_at[r] = s.team.scratch->low_latency_epoch; }
   }
   return lifted;
 }

@@ -19,7 +19,7 @@ template <class Last> __device__ inline void finish(const Session &s, Last last)
   __syncthreads();
   if (left_before != gridDim.x - 1) return;
   const bool failed = has_failed(s);
-  if (threadIdx.x == 0) s.team.scratch->exits = 0, s.team.scratch->failed = failed;
+  if (threadIdx.x == 0) { s.team.scratch->exits = 0; s.team.scratch->failed = failed; }
   last(failed);
 }
 
@@ -32,10 +32,10 @@ struct Handshake {
 __device__ inline void post_enter(const Session &s, const Handshake &hand) {
   for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
     HandshakeMessage *to = s.team.handshake(r, hand.epoch % kHandshakeCopies, s.team.rank);
-    to->hidden_bytes = hand.mine.hidden_bytes, to->segment_offset = hand.mine.segment_offset;
-    to->op = hand.mine.op, to->flags = hand.mine.flags, to->num_experts = hand.mine.num_experts;
-    to->num_topk = hand.mine.num_topk, to->num_scales = hand.mine.num_scales, to->max_tokens = hand.mine.max_tokens;
-    to->row_limit = hand.mine.row_limit, to->segment = hand.mine.segment;
+    to->hidden_bytes = hand.mine.hidden_bytes; to->segment_offset = hand.mine.segment_offset;
+    to->op = hand.mine.op; to->flags = hand.mine.flags; to->num_experts = hand.mine.num_experts;
+    to->num_topk = hand.mine.num_topk; to->num_scales = hand.mine.num_scales; to->max_tokens = hand.mine.max_tokens;
+    to->row_limit = hand.mine.row_limit; to->segment = hand.mine.segment;
     ptx::st_release_sys(&to->epoch, hand.epoch);
   }
 }
@@ -43,8 +43,8 @@ __device__ inline void post_enter(const Session &s, const Handshake &hand) {
 // What a low-latency call, local or remote, tells of itself, but for its number.
 template <class P> __device__ inline HandshakeMessage low_latency_message(const P &p) {
   HandshakeMessage mine{};
-  mine.hidden_bytes = static_cast<uint64_t>(p.hidden) * 2, mine.op = p.session.op;
-  mine.num_experts = p.num_experts, mine.num_topk = p.num_topk, mine.max_tokens = p.max_tokens;
+  mine.hidden_bytes = static_cast<uint64_t>(p.hidden) * 2; mine.op = p.session.op;
+  mine.num_experts = p.num_experts; mine.num_topk = p.num_topk; mine.max_tokens = p.max_tokens;
   mine.flags = p.format << kEnterFormatShift | (p.flags & (DK_LL_ROUND_SCALE | DK_LL_UE8M0 | DK_LL_LOGFMT)) << (kEnterFormatShift + 4);
   return mine;
 }

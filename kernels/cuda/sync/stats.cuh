@@ -70,10 +70,10 @@ __device__ __forceinline__ CountLoads load_counts(const Session &s, const uint64
   const int lane = lane_id();
   const bool peer = lane < s.team.num_ranks;
   CountLoads loads;
-  loads.sent = peer ? load_fresh(&scratch->sent_bytes[lane]) : 0, loads.waited = peer ? load_fresh(&scratch->wait_ns[lane]) : 0;
+  loads.sent = peer ? load_fresh(&scratch->sent_bytes[lane]) : 0; loads.waited = peer ? load_fresh(&scratch->wait_ns[lane]) : 0;
   loads.counter = lane < kOpCounters ? load_fresh(reinterpret_cast<const uint64_t *>(&scratch->ops[s.op]) + lane) : 0;
-  loads.start = load_fresh(&scratch->start_ns), loads.before = half != nullptr ? load_fresh(half) : 0;
-  loads.unpublished = load_fresh(&scratch->newest.op), loads.next = load_fresh(&scratch->trace_next), loads.progress = load_fresh(&scratch->progress);
+  loads.start = load_fresh(&scratch->start_ns); loads.before = half != nullptr ? load_fresh(half) : 0;
+  loads.unpublished = load_fresh(&scratch->newest.op); loads.next = load_fresh(&scratch->trace_next); loads.progress = load_fresh(&scratch->progress);
   return loads;
 }
 
@@ -91,7 +91,7 @@ __device__ inline void count_peers(const Session &s, const CountLoads &loads, ui
     }
     if (waited != 0) atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->peer_wait_ns[s.op][r]), static_cast<unsigned long long>(waited));
     scratch->wait_ns[r] = 0;
-    bytes += sent, wait = max(wait, waited);
+    bytes += sent; wait = max(wait, waited);
   }
   for (int step = kWarp / 2; step > 0; step /= 2) {
     bytes += __shfl_xor_sync(kAllLanes, bytes, step);

@@ -19,8 +19,8 @@ __device__ __noinline__ inline void report_failure(const Session &s, uint32_t co
   if (code == kLeftBefore || atomicCAS(&s.team.scratch->sticky, 0u, code) != 0) return;
   dk_status *status = s.team.status;
   volatile dk_failure *failure = &status->failure;
-  failure->op = s.op, failure->phase = s.phase, failure->rank = s.team.rank, failure->peer = peer, failure->field = field;
-  failure->call = s.call, failure->expected = expected, failure->seen = seen, failure->waited_ns = waited_ns;
+  failure->op = s.op; failure->phase = s.phase; failure->rank = s.team.rank; failure->peer = peer; failure->field = field;
+  failure->call = s.call; failure->expected = expected; failure->seen = seen; failure->waited_ns = waited_ns;
   ptx::st_release_sys(&status->failure.code, code);
   ptx::st_release_sys(&status->sticky, code);
 }

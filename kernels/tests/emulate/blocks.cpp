@@ -63,7 +63,7 @@ char *take_stacks(unsigned lanes) {
     return stacks;
   }
   void *memory = mmap(nullptr, lanes * kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) perror("emulate: stacks"), abort();
+  if (memory == MAP_FAILED) { perror("emulate: stacks"); abort(); }
   return static_cast<char *>(memory);
 }
 
@@ -126,10 +126,10 @@ void load_shared(Block *own) {
   uint8_t *at;
   if (loaded != nullptr) {
     at = loaded->shared.data();
-    each_range(loaded->shared_bytes, [&](uint8_t *range, size_t bytes) { memcpy(at, range, bytes), at += bytes; });
+    each_range(loaded->shared_bytes, [&](uint8_t *range, size_t bytes) { memcpy(at, range, bytes); at += bytes; });
   }
   at = own->shared.data();
-  each_range(own->shared_bytes, [&](uint8_t *range, size_t bytes) { memcpy(range, at, bytes), at += bytes; });
+  each_range(own->shared_bytes, [&](uint8_t *range, size_t bytes) { memcpy(range, at, bytes); at += bytes; });
   loaded = own;
 }
 
@@ -172,7 +172,7 @@ Block::Block(unsigned threads, size_t dynamic_bytes, std::function<void()> lane_
     : warps((threads + 31) / 32), lanes(threads), shared_bytes(dynamic_bytes), stacks(take_stacks(threads)), body(std::move(lane_body)) {
   if (fixed.empty()) dl_iterate_phdr(find_own_variables, nullptr);
   size.x = threads;
-  for (unsigned i = 0; i < threads; ++i) make_lane(this, i), warps[i / 32].ready |= 1u << i % 32;
+  for (unsigned i = 0; i < threads; ++i) { make_lane(this, i); warps[i / 32].ready |= 1u << i % 32; }
   size_t bytes = 0;
   each_range(shared_bytes, [&](uint8_t *, size_t some) { bytes += some; });
   shared.resize(bytes);
@@ -182,11 +182,11 @@ Block::Block(unsigned threads, size_t dynamic_bytes, std::function<void()> lane_
 Block::~Block() {
   if (loaded == this) loaded = nullptr;
   for (size_t i = 0; i < lanes.size(); ++i)
-    if (memcmp(stacks + i * kStack, &kEndOfStack, sizeof kEndOfStack) != 0) fprintf(stderr, "emulate: the stack of a lane of %s is too small\n", name), abort();
+    if (memcmp(stacks + i * kStack, &kEndOfStack, sizeof kEndOfStack) != 0) { fprintf(stderr, "emulate: the stack of a lane of %s is too small\n", name); abort(); }
   stack_pool[size.x].push_back(stacks);
 }
 
-void set_seed(uint64_t seed) { generator.seed(seed), at_random = seed != 0; }
+void set_seed(uint64_t seed) { generator.seed(seed); at_random = seed != 0; }
 uint64_t random_bits() { return generator(); }
 
 void set_dynamic_shared(const std::vector<std::pair<void *, size_t>> &arrays) {
@@ -199,7 +199,7 @@ bool run_turn(Block *own) {
   load_shared(own);
   block = own;
   const uint64_t chance = at_random ? generator() : 0;
-  ++own->turn, own->polls = at_random ? 1 + (chance >> 8 & 7) : kPolls;
+  ++own->turn; own->polls = at_random ? 1 + (chance >> 8 & 7) : kPolls;
   for (Warp &warp : own->warps) warp.polled = 0;
   check_for_deadlock(*own);
   bool any = true;
@@ -224,12 +224,12 @@ uint64_t clock_ns() {
   Lane *lane = block->now;
   Warp &warp = block->warps[lane->index.x / 32];
   const uint32_t round = warp.of[0].round + 1;
-  if (lane->clock_round != round) lane->clock_round = round, lane->clock_looks = 0;
+  if (lane->clock_round != round) { lane->clock_round = round; lane->clock_looks = 0; }
   uint64_t now = now_ns();
   if (const uint32_t look = lane->clock_looks++; look < std::size(warp.clocks)) {
     auto &same = warp.clocks[look];
     if (same.round == round && now - same.time < together_ns) now = same.time;
-    else same.round = round, same.time = now;
+    else { same.round = round; same.time = now; }
   }
   return lane->clock = std::max(now, lane->clock);
 }
@@ -254,7 +254,7 @@ const uint64_t *meet(uint32_t mask, uint64_t value, const char *what) {
   values[number] = value;
   meeting.arrived |= mine;
   if (meeting.arrived == mask) {
-    meeting.arrived = 0, ++meeting.round, warp.ready |= mask;
+    meeting.arrived = 0; ++meeting.round; warp.ready |= mask;
   } else {
     warp.ready &= ~mine;
     emulate_switch(&lane->stack_pointer, block->scheduler);
@@ -272,7 +272,7 @@ uint32_t meet_block(int number, unsigned lanes, uint32_t value) {
   barrier.waiting[warp] |= mine;
   if (++barrier.arrived == lanes) {
     for (size_t w = 0; w < block->warps.size(); ++w) block->warps[w].ready |= std::exchange(barrier.waiting[w], 0);
-    barrier.arrived = 0, ++barrier.round;
+    barrier.arrived = 0; ++barrier.round;
   } else {
     block->warps[warp].ready &= ~mine;
     emulate_switch(&lane->stack_pointer, block->scheduler);

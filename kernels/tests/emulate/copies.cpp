@@ -41,12 +41,12 @@ Counter read_counter(const uint64_t *word) {
   return counter;
 }
 void write_counter(uint64_t *word, Counter counter) {
-  if (counter.pending == 0 && counter.bytes == 0) counter.phase ^= 1, counter.pending = counter.arrivals;
+  if (counter.pending == 0 && counter.bytes == 0) { counter.phase ^= 1; counter.pending = counter.arrivals; }
   *word = bits(counter);
 }
 
 Copies &copies_of(Lane *lane) {
-  if (!lane->copies) lane->copies = std::make_unique<Copies>(), ++block->copying;
+  if (!lane->copies) { lane->copies = std::make_unique<Copies>(); ++block->copying; }
   return *lane->copies;
 }
 void check_bulk(const void *a, const void *b, uint32_t bytes) {
@@ -61,12 +61,12 @@ void finish_load(const Copies::Copy &copy) {
 }
 void read_source(Copies::Copy *copy) {
   if (copy->has_read) return;
-  copy->read.assign(copy->from, copy->from + copy->bytes), copy->has_read = true;
+  copy->read.assign(copy->from, copy->from + copy->bytes); copy->has_read = true;
 }
 void finish_store(Copies::Copy *copy) {
   if (copy->done) return;
   read_source(copy);
-  memcpy(copy->to, copy->read.data(), copy->bytes), copy->done = true;
+  memcpy(copy->to, copy->read.data(), copy->bytes); copy->done = true;
 }
 bool chance() { return (random_bits() & 1) != 0; }
 
@@ -91,7 +91,7 @@ void copy_word(void *shared, const void *global) {
 }
 void commit_words() {
   Copies::Groups &words = copies_of(block->now).words;
-  words.committed.push_back(std::move(words.open)), words.open.clear();
+  words.committed.push_back(std::move(words.open)); words.open.clear();
 }
 void wait_for_words(int pending) {
   auto &groups = copies_of(block->now).words.committed;
@@ -109,7 +109,7 @@ void bulk_store(void *global, const void *shared, uint32_t bytes) {
 }
 void commit_bulk() {
   Copies::Groups &stores = copies_of(block->now).stores;
-  stores.committed.push_back(std::move(stores.open)), stores.open.clear();
+  stores.committed.push_back(std::move(stores.open)); stores.open.clear();
 }
 void wait_for_bulk(int pending, bool read_alone) {
   auto &groups = copies_of(block->now).stores.committed;
@@ -129,7 +129,7 @@ void init_barrier(uint64_t *word, uint32_t arrivals) {
 void arrive_expecting(uint64_t *word, uint32_t bytes) {
   Counter counter = read_counter(word);
   if (counter.pending == 0) fault("more arrive at a barrier than it is for");
-  --counter.pending, counter.bytes += static_cast<int32_t>(bytes);
+  --counter.pending; counter.bytes += static_cast<int32_t>(bytes);
   write_counter(word, counter);
 }
 bool try_barrier(const uint64_t *word, uint32_t parity) {

@@ -92,14 +92,14 @@ void step();                    // another lane has its turn
 inline void before_load() {
   Lane *lane = block->now;
   if (lane->turn == block->turn && (lane->polls >= block->polls || lane->loads >= 64)) step();
-  if (lane->turn != block->turn) lane->turn = block->turn, lane->loads = lane->polls = 0;
+  if (lane->turn != block->turn) { lane->turn = block->turn; lane->loads = lane->polls = 0; }
   ++lane->loads;
 }
 inline void after_load(const void *at, uint64_t value) {
   Lane *lane = block->now;
   auto &seen = lane->seen[reinterpret_cast<uintptr_t>(at) * 0x9e3779b97f4a7c15ull >> 61];
   lane->polls = seen.at == at && seen.value == value ? lane->polls + 1 : 0;
-  seen.at = at, seen.value = value;
+  seen.at = at; seen.value = value;
 }
 inline void before_store() {
   if (at_random && random_bits() % 64 == 0) step();

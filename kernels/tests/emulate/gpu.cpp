@@ -145,7 +145,7 @@ void Gpu::begin_blocks(Kernel *kernel) {
   double &room = free_sms_[static_cast<size_t>(kernel->device)];
   for (; kernel->begun < kernel->grid && room >= kernel->sms; ++kernel->begun, room -= kernel->sms) {
     auto one = std::make_unique<Block>(static_cast<unsigned>(kernel->threads), kernel->shared, kernel->body);
-    one->index.x = static_cast<unsigned>(kernel->begun), one->grid.x = static_cast<unsigned>(kernel->grid);
+    one->index.x = static_cast<unsigned>(kernel->begun); one->grid.x = static_cast<unsigned>(kernel->grid);
     one->name = kernel->name.c_str();
     kernel->blocks.push_back(std::move(one));
   }

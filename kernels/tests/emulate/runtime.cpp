@@ -30,7 +30,7 @@ Settings read_settings() {
       exit(2);
     }
   }
-  if (s.devices < 1 || s.sms < 1 || s.sms > 256 || (s.cc != 80 && s.cc != 90)) fprintf(stderr, "DEEPEP_EMULATE=%s cannot be\n", text), exit(2);
+  if (s.devices < 1 || s.sms < 1 || s.sms > 256 || (s.cc != 80 && s.cc != 90)) { fprintf(stderr, "DEEPEP_EMULATE=%s cannot be\n", text); exit(2); }
   return s;
 }
 
@@ -80,7 +80,7 @@ void launch_blocks(const void *function, const char *signature, int grid, int th
     return;
   }
   auto kernel = std::make_shared<Kernel>();
-  kernel->name = name_of(signature), kernel->grid = grid, kernel->threads = threads, kernel->shared = shared, kernel->body = std::move(body);
+  kernel->name = name_of(signature); kernel->grid = grid; kernel->threads = threads; kernel->shared = shared; kernel->body = std::move(body);
   (void)failed(Gpu::get().enqueue(stream, {nullptr, kernel, nullptr}));
 }
 
@@ -114,7 +114,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
   properties->uuid.bytes[15] = static_cast<char>(device);
   properties->totalGlobalMem = 8ull << 30;
   properties->multiProcessorCount = settings().sms;
-  properties->major = settings().cc / 10, properties->minor = settings().cc % 10;
+  properties->major = settings().cc / 10; properties->minor = settings().cc % 10;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
@@ -123,7 +123,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
-  *least = 0, *greatest = -5;
+  *least = 0; *greatest = -5;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }

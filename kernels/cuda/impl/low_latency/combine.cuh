@@ -38,7 +38,7 @@ __device__ inline void read_row_words(const LowLatencyParams &p, const LowLatenc
     const float other_weight = __shfl_sync(kAllLanes, weight, k);
     if (other == expert) sum += other_weight;
     repeated |= k < lane && other == expert;
-    if (other_rank == rank && rank >= 0 && (other < lowest || (other == lowest && k < leader))) lowest = other, leader = k;
+    if (other_rank == rank && rank >= 0 && (other < lowest || (other == lowest && k < leader))) { lowest = other; leader = k; }
   }
   bool needed = rank >= 0 && !repeated;
   leads = needed && leader == lane;
@@ -80,7 +80,7 @@ __device__ inline void read_row_words(const LowLatencyParams &p, const LowLatenc
     const uint32_t value = static_cast<uint32_t>(word), kind = value & kKindMask;
     list->row[n] = slot_row(p, own_block(p), call, number);
     list->words[n] = slot_words(p, own_block(p), call, number);
-    list->pattern[n] = value | kKindMask, list->rank[n] = rank, list->epoch[n] = call.epoch;
+    list->pattern[n] = value | kKindMask; list->rank[n] = rank; list->epoch[n] = call.epoch;
     list->weight[n] = kind == kKindSum ? 1.0f : sum;
   }
   if (lane == 0) list->count = __popc(rows);

@@ -69,7 +69,7 @@ __device__ inline void read_sum(const LowLatencyCombineParams &c, const LowLaten
   uint64_t entry = 0, weight = 0;
 #pragma unroll
   for (int copy = 0; copy < kHeaderCopies; ++copy)
-    if (dispatch % kHeaderCopies == copy) entry = headers.entry[copy], weight = headers.weight[copy];
+    if (dispatch % kHeaderCopies == copy) { entry = headers.entry[copy]; weight = headers.weight[copy]; }
   const uint32_t code = static_cast<uint32_t>(entry);
   const bool row = lane < p.num_topk && has_tag(entry, dispatch_tag(dispatch)) && (code & kEntryRow) != 0 && entry_expert(code) < p.num_local();
   const bool nothing = __any_sync(kAllLanes, lane == 0 && (!has_tag(entry, dispatch_tag(dispatch)) || (code & kEntryNothing) != 0)) != 0;
@@ -98,7 +98,7 @@ __device__ inline void read_sum(const LowLatencyCombineParams &c, const LowLaten
     list->weight[at] = __uint_as_float(static_cast<uint32_t>(weight));
   }
   // One thread looks at the mask: it may change meanwhile, and the group goes the same way.
-  if (lane == 0) list->count = is_masked(p.session, source) ? 0 : __popc(rows), list->first_expert = first;
+  if (lane == 0) { list->count = is_masked(p.session, source) ? 0 : __popc(rows); list->first_expert = first; }
 }
 
 // By a group: chunks first + thread, + kLlGroupThreads, ... of a row that begins at `to`.
@@ -272,8 +272,8 @@ __device__ __forceinline__ bool may_sum(const LowLatencyParams &p) { return (p.f
 __device__ __forceinline__ LowLatencyRouting load_routing(const LowLatencyParams &p) {
   const auto *words = reinterpret_cast<const uint64_t *>(&p.session.team.scratch->routing[lane_id() % kRoutingCopies]);
   LowLatencyRouting routing;
-  routing.src_info = ptx::ld_relaxed_gpu(words), routing.dispatch = ptx::ld_relaxed_gpu(words + 1);
-  routing.has_weights = ptx::ld_relaxed_gpu(words + 2), routing.num_topk = ptx::ld_relaxed_gpu(words + 3);
+  routing.src_info = ptx::ld_relaxed_gpu(words); routing.dispatch = ptx::ld_relaxed_gpu(words + 1);
+  routing.has_weights = ptx::ld_relaxed_gpu(words + 2); routing.num_topk = ptx::ld_relaxed_gpu(words + 3);
   return routing;
 }
 __device__ inline SummedDispatch routed_dispatch(const LowLatencyParams &p, const LowLatencyCall &call, const LowLatencyRouting &mine) {
@@ -286,7 +286,7 @@ __device__ inline SummedDispatch routed_dispatch(const LowLatencyParams &p, cons
     const uint64_t other = __shfl_xor_sync(kAllLanes, newest, step);
     const bool other_usable = __shfl_xor_sync(kAllLanes, static_cast<int>(usable), step) != 0;
     const bool other_known = __shfl_xor_sync(kAllLanes, static_cast<int>(known), step) != 0;
-    if (other > newest) newest = other, usable = other_usable, known = other_known;
+    if (other > newest) { newest = other; usable = other_usable; known = other_known; }
   }
   return {usable && may_sum(p) && newest + 1 >= call.dispatch ? newest : 0, !known};
 }

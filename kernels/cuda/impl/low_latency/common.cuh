@@ -220,7 +220,7 @@ __device__ inline bool await_empty_slots(const LowLatencyParams &p, const LowLat
 __device__ inline void end_low_latency(const LowLatencyParams &p, const LowLatencyCall &call, const LowLatencyCall *calls, bool failed) {
   Scratch *scratch = p.session.team.scratch;
   if (threadIdx.x == 0) {
-    if (p.sends()) scratch->low_latency_epoch = call.epoch, scratch->low_latency_dispatches = call.dispatch;
+    if (p.sends()) { scratch->low_latency_epoch = call.epoch; scratch->low_latency_dispatches = call.dispatch; }
     if (p.sends() && !p.receives()) scratch->tickets[p.ticket] = {call.epoch, call.dispatch};
   }
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) {
@@ -258,7 +258,7 @@ __device__ inline void finish_low_latency(const LowLatencyParams &p, const LowLa
     record_loaded(p.session, loads, half, p.receives(), failed);
   } else {
     failed = has_failed(p.session);
-    if (threadIdx.x == 0) scratch->exits = 0, scratch->failed = failed;
+    if (threadIdx.x == 0) { scratch->exits = 0; scratch->failed = failed; }
   }
   outputs(failed);
   end_low_latency(p, call, calls, failed);

@@ -37,8 +37,8 @@ __device__ inline bool load_enter(const uint64_t *line, uint64_t epoch, Handshak
   bool all = word[6] == epoch;
 #pragma unroll
   for (int i = 0; i < 6; ++i) all &= has_tag(word[i], static_cast<uint32_t>(epoch));
-  theirs.hidden_bytes = static_cast<uint32_t>(word[0]), theirs.op = static_cast<uint32_t>(word[1]), theirs.flags = static_cast<uint32_t>(word[2]);
-  theirs.num_experts = static_cast<int32_t>(word[3]), theirs.num_topk = static_cast<int32_t>(word[4]), theirs.max_tokens = static_cast<int32_t>(word[5]);
+  theirs.hidden_bytes = static_cast<uint32_t>(word[0]); theirs.op = static_cast<uint32_t>(word[1]); theirs.flags = static_cast<uint32_t>(word[2]);
+  theirs.num_experts = static_cast<int32_t>(word[3]); theirs.num_topk = static_cast<int32_t>(word[4]); theirs.max_tokens = static_cast<int32_t>(word[5]);
   return all;
 }
 
@@ -105,7 +105,7 @@ __device__ __noinline__ inline bool find_source_call(const LowLatencyParams &p, 
       const bool exact = there == expected && !anywhere && there > given_up;
       if (!exact && (there <= seen || (there <= expected && !anywhere))) continue;
       if (best != nullptr && !exact && there >= epoch) continue;
-      best = line, epoch = there;
+      best = line; epoch = there;
     }
     if (best == nullptr) return false;
     if (epoch == expected && !anywhere) break;

@@ -134,7 +134,7 @@ __device__ inline void read_header(const LowLatencyDispatchParams &d, const LowL
     list->scales[n] = d.recv_scales + expert * stored_scales(p) * p.rows_per_expert() + within;
   }
   if (lane != 0) return;
-  list->count = __popc(rows), list->pattern = static_cast<uint32_t>(pattern);
+  list->count = __popc(rows); list->pattern = static_cast<uint32_t>(pattern);
   if (code == 0) return;
   if (!mask_instead(s, code, source)) report_failure(s, code, culprit(s, code, source), DK_FIELD_NONE, static_cast<int64_t>(call.epoch), 0, waited);
   s.team.scratch->late[source] = call.epoch;

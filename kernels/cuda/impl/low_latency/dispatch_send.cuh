@@ -53,7 +53,7 @@ __device__ inline void read_route(const LowLatencyParams &p, const LowLatencyCal
     const int n = __popc(leaders & below);
     route->rank[n] = rank;
     const uint32_t number = number_of_token(p, p.session.team.rank, token);
-    route->row[n] = slot_row(p, peers[rank], call, number), route->words[n] = slot_words(p, peers[rank], call, number);
+    route->row[n] = slot_row(p, peers[rank], call, number); route->words[n] = slot_words(p, peers[rank], call, number);
   }
   if (lane == 0) route->num_ranks = __popc(leaders);
 }
@@ -138,7 +138,7 @@ __device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token
     uint4 a = begin.a, b = begin.b;
     if (first != 0) {
       a = b = uint4{0, 0, 0, 0};
-      if (mine) a = ptx::ld_stream(x + 32 * at), b = ptx::ld_stream(x + 32 * at + 16);
+      if (mine) { a = ptx::ld_stream(x + 32 * at); b = ptx::ld_stream(x + 32 * at + 16); }
     }
     float amax = 0;
     for (uint32_t pair : {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}) amax = greatest_magnitude(amax, pair);

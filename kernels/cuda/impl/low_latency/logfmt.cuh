@@ -26,9 +26,9 @@ __device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, uint32_t *in
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t a = words[i] & 0x7fff, b = words[i] >> 16 & 0x7fff;
-      low = min(low, min(a, b)), high = max(high, max(a, b));
+      low = min(low, min(a, b)); high = max(high, max(a, b));
     }
-    low = __reduce_min_sync(half, low), high = __reduce_max_sync(half, high);
+    low = __reduce_min_sync(half, low); high = __reduce_max_sync(half, high);
     uint8_t *block = to + at / 16 * 256;
     uint32_t *info = infos + at / 16;
     const int lane = at % 16;
@@ -73,7 +73,7 @@ __device__ inline void add_logfmt(const Session &s, int peer, uint64_t expected,
     data = exclusive_or(data, pattern_of(info & ~kBlockThere));
     for (int i = 0; i < 4; ++i) {
       const uint32_t word = i == 0 ? data.x : i == 1 ? data.y : i == 2 ? data.z : data.w;
-      sum[2 * i] = fmaf(bf16_low(word), weight, sum[2 * i]), sum[2 * i + 1] = fmaf(bf16_high(word), weight, sum[2 * i + 1]);
+      sum[2 * i] = fmaf(bf16_low(word), weight, sum[2 * i]); sum[2 * i + 1] = fmaf(bf16_high(word), weight, sum[2 * i + 1]);
     }
     return;
   }

@@ -150,7 +150,7 @@ __device__ inline void sum_piece(const CombineParams &p, const CombineSource *so
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         while (r < num_ranks && slots[r] < 0) ++r;
-        if (r < num_ranks) from[n] = sources[r].rows + static_cast<uint64_t>(slots[r]) * p.row_bytes + 16ull * base, ++r;
+        if (r < num_ranks) { from[n] = sources[r].rows + static_cast<uint64_t>(slots[r]) * p.row_bytes + 16ull * base; ++r; }
       }
       uint4 data[2][kUnroll];
 #pragma unroll

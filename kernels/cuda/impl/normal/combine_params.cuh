@@ -25,7 +25,7 @@ __device__ inline int matrix_before(const int32_t *matrix, int num_ranks, int so
 __device__ inline Handshake combine_handshake(const CombineParams &p, uint64_t epoch) {
   Handshake hand{};
   hand.epoch = epoch;
-  hand.mine.hidden_bytes = p.row_bytes, hand.mine.op = DK_OP_COMBINE, hand.mine.num_topk = p.num_topk;
+  hand.mine.hidden_bytes = p.row_bytes; hand.mine.op = DK_OP_COMBINE; hand.mine.num_topk = p.num_topk;
   if (p.num_tokens == 0 && p.num_recv_tokens == 0) hand.mine.flags = kEnterSilent;
   return hand;
 }

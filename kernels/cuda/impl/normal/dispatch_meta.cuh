@@ -79,7 +79,7 @@ __device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &
 template <bool kBulk> __device__ inline void push_shared(uint8_t *to, const void *from, uint32_t bytes) {
   if constexpr (kBulk) {
 #if DEEPEP_HAS_BULK_COPY
-    if (lane_id() == 0) ptx::bulk_store(to, from, bytes), ptx::bulk_commit();
+    if (lane_id() == 0) { ptx::bulk_store(to, from, bytes); ptx::bulk_commit(); }
 #endif
   } else {
     for (uint32_t at = 16 * lane_id(); at < bytes; at += 16 * kWarp)
@@ -184,8 +184,8 @@ template <class T, class Load, class Store> __device__ inline void move_entries(
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (base + u * kWarp < n) value[u] = load(row, at);
-      row += step_row, at += step_at;
-      if (at >= each) at -= each, ++row;
+      row += step_row; at += step_at;
+      if (at >= each) { at -= each; ++row; }
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)

@@ -80,11 +80,11 @@ __host__ __device__ inline RingShape dispatch_ring(const DispatchParams &p, bool
 __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t epoch) {
   Handshake hand{};
   hand.epoch = epoch;
-  hand.mine.hidden_bytes = p.row_bytes, hand.mine.op = DK_OP_DISPATCH;
+  hand.mine.hidden_bytes = p.row_bytes; hand.mine.op = DK_OP_DISPATCH;
   hand.mine.flags = (p.cached ? kEnterCached : 0) | (p.weights_given ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
-  hand.mine.num_experts = p.num_experts, hand.mine.num_topk = p.num_topk, hand.mine.num_scales = p.num_scales;
+  hand.mine.num_experts = p.num_experts; hand.mine.num_topk = p.num_topk; hand.mine.num_scales = p.num_scales;
   hand.mine.row_limit = p.num_recv_tokens;
-  hand.mine.segment = p.recv_segment, hand.mine.segment_offset = p.recv_segment_offset;
+  hand.mine.segment = p.recv_segment; hand.mine.segment_offset = p.recv_segment_offset;
   return hand;
 }
 
@@ -119,7 +119,7 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
     uint8_t *nvl = dest.rows;
     dest.direct = from->segment >= 0;
     const RingShape ring = dispatch_ring(p, dest.direct);
-    dest.slots = ring.slots, dest.row_stride = dest.direct ? p.row_bytes : ring.payload_stride, dest.meta_stride = ring.meta_stride;
+    dest.slots = ring.slots; dest.row_stride = dest.direct ? p.row_bytes : ring.payload_stride; dest.meta_stride = ring.meta_stride;
     dest.meta = nvl + ring.meta(me, 0);
     dest.rows = nvl + ring.payload(me, 0);
     if (dest.direct) {

@@ -53,7 +53,7 @@ __device__ inline void count_entries(const LayoutParams &p, const LaneEntry &at,
   if (leads(at, node, p.num_nodes)) atomicAdd(counts.nodes + node, 1u);
   const bool goes = leads(at, rank, num_ranks);
   __syncwarp(); // the zeros are there
-  if (goes) atomicAdd(counts.ranks + rank, 1u), in_rank[at.of_warp * num_ranks + rank] = 1;
+  if (goes) { atomicAdd(counts.ranks + rank, 1u); in_rank[at.of_warp * num_ranks + rank] = 1; }
 }
 
 // ---- More than 32 entries a token: a thread for each token ------------------------------------------------------------------------
@@ -72,10 +72,10 @@ __device__ inline void count_token(const LayoutParams &p, int token, const Layou
       const int64_t other = load_index(p.topk_idx, row + before, p.index_bytes);
       if (other < 0 || other >= p.num_experts) continue;
       const int other_rank = static_cast<int>(other) / local;
-      new_expert &= other != expert, new_rank &= other_rank != rank, new_node &= other_rank / peers != node;
+      new_expert &= other != expert; new_rank &= other_rank != rank; new_node &= other_rank / peers != node;
     }
     if (new_expert) atomicAdd(counts.experts + expert, 1u);
-    if (new_rank) atomicAdd(counts.ranks + rank, 1u), in_rank[rank] = 1;
+    if (new_rank) { atomicAdd(counts.ranks + rank, 1u); in_rank[rank] = 1; }
     if (new_node) atomicAdd(counts.nodes + node, 1u);
   }
 }
@@ -88,14 +88,14 @@ __global__ void __launch_bounds__(kLayoutThreads, 1) layout_kernel(const __grid_
   const bool works = static_cast<int>(blockIdx.x) < workers, by_lanes = p.num_topk <= kWarp;
   LaneEntry at{};
   int64_t entry = -1, wrong = -1;
-  if (works && by_lanes) at = lane_entry(p, blockIdx.x * tokens_per_block(p)), entry = load_entry(p, at); // on its way meanwhile
+  if (works && by_lanes) { at = lane_entry(p, blockIdx.x * tokens_per_block(p)); entry = load_entry(p, at); } // on its way meanwhile
   for (int i = threadIdx.x; works && i < total; i += kLayoutThreads) counts[i] = 0;
   if (begin(s) && works) {
     const LayoutCounts mine{counts, counts + p.num_experts, counts + p.num_experts + s.team.num_ranks};
     for (int first = blockIdx.x * (by_lanes ? tokens_per_block(p) : 0); by_lanes && first < p.num_tokens;) {
       count_entries(p, at, entry, mine, wrong);
       first += workers * tokens_per_block(p);
-      at = lane_entry(p, first), entry = load_entry(p, at);
+      at = lane_entry(p, first); entry = load_entry(p, at);
     }
     for (int t = blockIdx.x * kLayoutThreads + threadIdx.x; !by_lanes && t < p.num_tokens; t += workers * kLayoutThreads) count_token(p, t, mine, wrong);
     __syncthreads();

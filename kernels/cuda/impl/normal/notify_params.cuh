@@ -61,7 +61,7 @@ __device__ inline Handshake notify_handshake(const NotifyParams &p, uint64_t epo
   hand.epoch = epoch;
   hand.mine.hidden_bytes = p.hidden_bytes;
   hand.mine.op = DK_OP_NOTIFY;
-  hand.mine.num_experts = p.num_experts, hand.mine.num_topk = p.num_topk, hand.mine.num_scales = p.num_scales;
+  hand.mine.num_experts = p.num_experts; hand.mine.num_topk = p.num_topk; hand.mine.num_scales = p.num_scales;
   hand.mine.row_limit = p.num_worst_tokens > 0 ? p.num_worst_tokens : -1;
   return hand;
 }
@@ -81,7 +81,7 @@ template <class Counts, class Limit> __device__ inline void sum_matrix(const Not
     const int max_rows = limit(j);
     if (max_rows >= 0 && sum > max_rows) report_failure(s, DK_EMISMATCH, j, DK_FIELD_WORST_TOKENS, max_rows, sum, 0);
     if (j == s.team.rank && p.counts != nullptr)
-      p.counts->num_recv_tokens = sum, p.counts->num_recv_nodes_tokens = sum - from_node;
+      { p.counts->num_recv_tokens = sum; p.counts->num_recv_nodes_tokens = sum - from_node; }
   }
   const int local = p.num_experts / num_ranks;
   for (int e = threadIdx.x; p.counts != nullptr && e < local; e += kNotifyThreads) {

@@ -71,17 +71,17 @@ template <class Job> struct RowSender<true, Job> {
   __device__ uint32_t piece_bytes(int which) const { return min(stage_bytes, row_bytes - which * stage_bytes); }
 
   __device__ void load_next() {
-    if (more && (row < 0 || piece == pieces())) row = job.next(), piece = 0, more = row >= 0;
+    if (more && (row < 0 || piece == pieces())) { row = job.next(); piece = 0; more = row >= 0; }
     if (more) {
       const int stage = loaded % kSendStages;
       if (lane_id() == 0) {
-        queue->stage_row[stage] = row, queue->stage_piece[stage] = piece;
+        queue->stage_row[stage] = row; queue->stage_piece[stage] = piece;
         ptx::mbarrier_expect(&queue->arrived[stage], piece_bytes(piece));
         ptx::bulk_load(stages + stage * stage_bytes, job.source(row) + static_cast<uint64_t>(piece) * stage_bytes, piece_bytes(piece),
                        &queue->arrived[stage]);
       }
       job.prefetch(stage, row);
-      ++loaded, ++piece;
+      ++loaded; ++piece;
     }
     ptx::copy_words_commit();
   }

@@ -35,12 +35,12 @@ inline void st_release_sys(uint64_t *address, uint64_t value) { store(address, v
 inline void st_release_sys(uint32_t *address, uint32_t value) { store(address, value); }
 inline void st_relaxed_sys_pair(uint64_t *address, uint64_t first, uint64_t second) {
   check_alignment(address, 16);
-  store(address, first), store(address + 1, second);
+  store(address, first); store(address + 1, second);
 }
 inline void ld_relaxed_sys_pair(const uint64_t *address, uint64_t &first, uint64_t &second) {
   check_alignment(address, 16);
   emulate::before_load();
-  first = __atomic_load_n(address, __ATOMIC_ACQUIRE), second = __atomic_load_n(address + 1, __ATOMIC_ACQUIRE);
+  first = __atomic_load_n(address, __ATOMIC_ACQUIRE); second = __atomic_load_n(address + 1, __ATOMIC_ACQUIRE);
   emulate::after_load(address, first ^ second);
 }
 inline uint32_t atomic_add_acq_rel_gpu(uint32_t *address, uint32_t value) { return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL); }
