@@ -204,10 +204,11 @@ BENCH := $(if $(filter cuda,$(ENGINE)),cuda,cpu)
 bench: all-ready $(if $(filter cuda,$(BENCH)),cuda $(BIN)/bench_ops) ## measure, beside gloo in the same run (ENGINE=cuda: on GPUs, beside NCCL)
 	$(VENV) bench/bench_$(BENCH).py $(ARGS)
 
-lint: venv need-go ## check formatting, ruff, mypy, go vet
+lint: venv need-go ## check formatting (clang-format, gofmt, ruff), ruff, mypy, go vet
 	$(VENV) tools/run_tests.py lint
 
-fmt: venv need-go ## format Go and Python
+fmt: venv need-go ## format C, C++, CUDA, Go and Python
+	git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs .venv/bin/clang-format -i
 	gofmt -w core internal capi bench
 	$(VENV) -m ruff check --fix --quiet python bench tools nvshmem setup.py
 	$(VENV) -m ruff format --quiet python bench tools nvshmem setup.py

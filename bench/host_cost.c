@@ -1,6 +1,6 @@
-/* What a low-latency call costs its caller: one rank, one token; the engine is the one that DEEPEP_ENGINE or the machine
- * selects. With the CPU engine the calls are asynchronous, on a GPU all are. They come in bursts, on a CPU with a pause
- * between them; hostcost.py says why.
+/* What a low-latency call costs its caller: one rank, one token; the engine is the one that DEEPEP_ENGINE or the
+ * machine selects. With the CPU engine the calls are asynchronous, on a GPU all are. They come in bursts, on a CPU with
+ * a pause between them; hostcost.py says why.
  *
  *   host_cost CALLS FOLDER
  *

@@ -12,7 +12,8 @@
 #define DP_ERROR_BYTES 4096
 #define DP_MAX_STRUCT 65536u /* a struct_size above this is not a size */
 
-/* A pointer only: a library that is opened late has little static thread-local storage. The text goes with its thread. */
+/* A pointer only: a library that is opened late has little static thread-local storage. The text goes with its thread.
+ */
 static _Thread_local char *last_error;
 static pthread_key_t error_key;
 static volatile int forked; /* set in a child: the Go runtime does not survive fork */
@@ -44,7 +45,8 @@ static deepep_status_t invalid(const char *name, const char *given, const char *
   return DEEPEP_ERROR_INVALID_ARGUMENT;
 }
 
-/* Copies a caller's struct over the defaults in `full`: shorter is filled up, longer must be zero past what is known here. */
+/* Copies a caller's struct over the defaults in `full`: shorter is filled up, longer must be zero past what is known
+ * here. */
 static deepep_status_t take(void *full, uint32_t full_size, const void *given, const char *name) {
   uint32_t size, i;
   if (given == NULL) return invalid(name, "NULL", "a struct made with its _INIT macro");
@@ -92,7 +94,8 @@ static deepep_status_t take_handle(deepep_handle *out, const deepep_handle *hand
   deepep_handle full = DEEPEP_HANDLE_INIT;
   deepep_status_t status = take(&full, sizeof full, handle, "handle");
   if (status != DEEPEP_OK) return status;
-  if (full.magic != DEEPEP_HANDLE_MAGIC) return invalid("handle", "something else", "a deepep_handle made with DEEPEP_HANDLE_INIT");
+  if (full.magic != DEEPEP_HANDLE_MAGIC)
+    return invalid("handle", "something else", "a deepep_handle made with DEEPEP_HANDLE_INIT");
   if (full.version != DEEPEP_HANDLE_VERSION) return invalid("handle", "a handle of another version", "version 1");
   *out = full;
   return DEEPEP_OK;
@@ -107,13 +110,13 @@ static deepep_status_t enter(void) {
   return DEEPEP_OK;
 }
 
-#define TRY(call)                                  \
-  do {                                             \
-    deepep_status_t status_ = (call);              \
-    if (status_ != DEEPEP_OK) return status_;      \
+#define TRY(call)                             \
+  do {                                        \
+    deepep_status_t status_ = (call);         \
+    if (status_ != DEEPEP_OK) return status_; \
   } while (0)
-#define REQUIRE(pointer) \
-  do {                   \
+#define REQUIRE(pointer)                                                   \
+  do {                                                                     \
     if ((pointer) == NULL) return invalid(#pointer, "NULL", "an address"); \
   } while (0)
 #define ID(handle) ((uintptr_t)(handle))
@@ -179,7 +182,8 @@ DP_PUBLIC deepep_status_t deepep_group_destroy(deepep_group_t group) {
   return dpgo_group_destroy(ID(group));
 }
 
-DP_PUBLIC deepep_status_t deepep_buffer_create(deepep_group_t group, const deepep_buffer_options *options, deepep_buffer_t *buffer) {
+DP_PUBLIC deepep_status_t deepep_buffer_create(deepep_group_t group, const deepep_buffer_options *options,
+                                               deepep_buffer_t *buffer) {
   deepep_buffer_options full = DEEPEP_BUFFER_OPTIONS_INIT;
   uintptr_t id = 0;
   TRY(enter());
@@ -295,7 +299,8 @@ DP_PUBLIC deepep_status_t deepep_low_latency_size_hint(int32_t num_max_tokens, i
 
 /* ---- Normal mode ---- */
 
-DP_PUBLIC deepep_status_t deepep_get_layout(deepep_buffer_t buffer, const deepep_layout *layout, const deepep_call *call) {
+DP_PUBLIC deepep_status_t deepep_get_layout(deepep_buffer_t buffer, const deepep_layout *layout,
+                                            const deepep_call *call) {
   deepep_layout full = DEEPEP_LAYOUT_INIT;
   dp_call order;
   TRY(enter());
@@ -304,8 +309,8 @@ DP_PUBLIC deepep_status_t deepep_get_layout(deepep_buffer_t buffer, const deepep
   return dpgo_get_layout(ID(buffer), &full, &order);
 }
 
-DP_PUBLIC deepep_status_t deepep_notify_counts(deepep_buffer_t buffer, const deepep_notify *notify, const deepep_call *call,
-                                               uint64_t *token) {
+DP_PUBLIC deepep_status_t deepep_notify_counts(deepep_buffer_t buffer, const deepep_notify *notify,
+                                               const deepep_call *call, uint64_t *token) {
   deepep_notify full = DEEPEP_NOTIFY_INIT;
   deepep_handle handle;
   dp_call order;
@@ -319,14 +324,15 @@ DP_PUBLIC deepep_status_t deepep_notify_counts(deepep_buffer_t buffer, const dee
   return DEEPEP_OK;
 }
 
-DP_PUBLIC deepep_status_t deepep_wait_counts(deepep_buffer_t buffer, uint64_t token, int64_t slice_ms, int32_t *num_recv_tokens,
-                                             int32_t *per_expert) {
+DP_PUBLIC deepep_status_t deepep_wait_counts(deepep_buffer_t buffer, uint64_t token, int64_t slice_ms,
+                                             int32_t *num_recv_tokens, int32_t *per_expert) {
   TRY(enter());
   REQUIRE(num_recv_tokens);
   return dpgo_wait_counts(ID(buffer), token, slice_ms, num_recv_tokens, per_expert);
 }
 
-DP_PUBLIC deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_dispatch_args *args, const deepep_call *call) {
+DP_PUBLIC deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_dispatch_args *args,
+                                          const deepep_call *call) {
   deepep_dispatch_args full = DEEPEP_DISPATCH_INIT;
   deepep_handle handle;
   dp_call order;
@@ -337,7 +343,8 @@ DP_PUBLIC deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_d
   return dpgo_dispatch(ID(buffer), &full, &handle, &order);
 }
 
-DP_PUBLIC deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args, const deepep_call *call) {
+DP_PUBLIC deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args,
+                                         const deepep_call *call) {
   deepep_combine_args full = DEEPEP_COMBINE_INIT;
   deepep_handle handle;
   dp_call order;
@@ -350,7 +357,8 @@ DP_PUBLIC deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_co
 
 /* ---- Low-latency mode ---- */
 
-DP_PUBLIC deepep_status_t deepep_low_latency_dispatch(deepep_buffer_t buffer, deepep_ll_dispatch_args *args, const deepep_call *call) {
+DP_PUBLIC deepep_status_t deepep_low_latency_dispatch(deepep_buffer_t buffer, deepep_ll_dispatch_args *args,
+                                                      const deepep_call *call) {
   deepep_ll_dispatch_args full = DEEPEP_LL_DISPATCH_INIT;
   dp_call order;
   TRY(enter());
@@ -361,7 +369,8 @@ DP_PUBLIC deepep_status_t deepep_low_latency_dispatch(deepep_buffer_t buffer, de
   return DEEPEP_OK;
 }
 
-DP_PUBLIC deepep_status_t deepep_low_latency_combine(deepep_buffer_t buffer, deepep_ll_combine_args *args, const deepep_call *call) {
+DP_PUBLIC deepep_status_t deepep_low_latency_combine(deepep_buffer_t buffer, deepep_ll_combine_args *args,
+                                                     const deepep_call *call) {
   deepep_ll_combine_args full = DEEPEP_LL_COMBINE_INIT;
   dp_call order;
   TRY(enter());
@@ -372,8 +381,9 @@ DP_PUBLIC deepep_status_t deepep_low_latency_combine(deepep_buffer_t buffer, dee
   return DEEPEP_OK;
 }
 
-DP_PUBLIC deepep_status_t deepep_next_low_latency_combine_buffer(deepep_buffer_t buffer, int32_t num_max_tokens, int32_t hidden,
-                                                                 int32_t num_experts, void **address, uint64_t *row_stride) {
+DP_PUBLIC deepep_status_t deepep_next_low_latency_combine_buffer(deepep_buffer_t buffer, int32_t num_max_tokens,
+                                                                 int32_t hidden, int32_t num_experts, void **address,
+                                                                 uint64_t *row_stride) {
   uint64_t found = 0;
   TRY(enter());
   REQUIRE(address);
@@ -383,8 +393,9 @@ DP_PUBLIC deepep_status_t deepep_next_low_latency_combine_buffer(deepep_buffer_t
   return DEEPEP_OK;
 }
 
-DP_PUBLIC deepep_status_t deepep_clean_low_latency_buffer(deepep_buffer_t buffer, int32_t num_max_tokens, int32_t hidden,
-                                                          int32_t num_experts, const deepep_call *call) {
+DP_PUBLIC deepep_status_t deepep_clean_low_latency_buffer(deepep_buffer_t buffer, int32_t num_max_tokens,
+                                                          int32_t hidden, int32_t num_experts,
+                                                          const deepep_call *call) {
   dp_call order;
   TRY(enter());
   TRY(take_call(&order, call));
@@ -398,7 +409,8 @@ DP_PUBLIC deepep_status_t deepep_barrier(deepep_buffer_t buffer, const deepep_ca
   return dpgo_barrier(ID(buffer), &order);
 }
 
-DP_PUBLIC deepep_status_t deepep_update_mask(deepep_buffer_t buffer, int32_t rank, int32_t masked, const deepep_call *call) {
+DP_PUBLIC deepep_status_t deepep_update_mask(deepep_buffer_t buffer, int32_t rank, int32_t masked,
+                                             const deepep_call *call) {
   dp_call order;
   TRY(enter());
   TRY(take_call(&order, call));
@@ -422,7 +434,8 @@ DP_PUBLIC deepep_status_t deepep_clean_mask(deepep_buffer_t buffer, const deepep
 
 /* ---- Segments, statistics ---- */
 
-DP_PUBLIC deepep_status_t deepep_segment_create(deepep_buffer_t buffer, uint64_t bytes, int32_t *segment, void **address) {
+DP_PUBLIC deepep_status_t deepep_segment_create(deepep_buffer_t buffer, uint64_t bytes, int32_t *segment,
+                                                void **address) {
   uint64_t found = 0;
   TRY(enter());
   REQUIRE(segment);
@@ -456,13 +469,15 @@ DP_PUBLIC deepep_status_t deepep_pool_close(void *segment) {
 }
 
 DP_PUBLIC void *deepep_pool_allocate(size_t bytes, int device, void *stream) {
-  (void)device; (void)stream;
+  (void)device;
+  (void)stream;
   if (enter() != DEEPEP_OK || selected_pool == 0) return NULL;
   return (void *)dpgo_pool_allocate(selected_pool, bytes);
 }
 
 DP_PUBLIC void deepep_pool_free(void *pointer, size_t bytes, int device, void *stream) {
-  (void)bytes; (void)device;
+  (void)bytes;
+  (void)device;
   if (enter() == DEEPEP_OK && pointer != NULL) dpgo_pool_free(ID(pointer), ID(stream));
 }
 

@@ -1,4 +1,5 @@
-/* shim.h - what shim.c hands to the Go exports: complete structs and plain integers, so that Go never sees a handle as a pointer. */
+/* shim.h - what shim.c hands to the Go exports: complete structs and plain integers, so that Go never sees a handle as
+ * a pointer. */
 #ifndef DEEPEP_SHIM_H
 #define DEEPEP_SHIM_H
 #include "deepep.h"

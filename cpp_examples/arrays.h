@@ -1,6 +1,7 @@
-/* arrays.h - memory that an example fills and checks, and that the engine reads and writes: plain memory for the CPU engine,
- * page-locked host memory for GPUs, which they reach at its own address. A real program passes device memory instead, its tensors.
- * The engine is the one that DEEPEP_ENGINE or the machine selects; rank r takes GPU r % their number. */
+/* arrays.h - memory that an example fills and checks, and that the engine reads and writes: plain memory for the CPU
+ * engine, page-locked host memory for GPUs, which they reach at its own address. A real program passes device memory
+ * instead, its tensors. The engine is the one that DEEPEP_ENGINE or the machine selects; rank r takes GPU r % their
+ * number. */
 #ifndef DEEPEP_EXAMPLE_ARRAYS_H
 #define DEEPEP_EXAMPLE_ARRAYS_H
 #include <dlfcn.h>
@@ -23,7 +24,8 @@ static int arrays_open_driver(int ordinal) {
   int device = 0;
   if (driver == NULL) return -1;
   arrays_allocate = (driver_allocate_fn)dlsym(driver, "cuMemHostAlloc");
-  return ((driver_init_fn)dlsym(driver, "cuInit"))(0) || ((driver_device_fn)dlsym(driver, "cuDeviceGet"))(&device, ordinal) ||
+  return ((driver_init_fn)dlsym(driver, "cuInit"))(0) ||
+         ((driver_device_fn)dlsym(driver, "cuDeviceGet"))(&device, ordinal) ||
          ((driver_context_fn)dlsym(driver, "cuDevicePrimaryCtxRetain"))(&context, device) ||
          ((driver_current_fn)dlsym(driver, "cuCtxSetCurrent"))(context);
 }
@@ -44,8 +46,10 @@ static const char *arrays_open(int rank, int *device) {
 static void *array_new(size_t bytes) {
   void *memory = NULL;
   if (bytes == 0) bytes = 1;
-  if (arrays_allocate == NULL) memory = malloc(bytes);
-  else if (arrays_allocate(&memory, bytes, 1 /* portable: for every GPU */) != 0) memory = NULL;
+  if (arrays_allocate == NULL)
+    memory = malloc(bytes);
+  else if (arrays_allocate(&memory, bytes, 1 /* portable: for every GPU */) != 0)
+    memory = NULL;
   if (memory == NULL) {
     fprintf(stderr, "no memory for an array of %zu bytes\n", bytes);
     exit(1);
@@ -61,11 +65,11 @@ struct ArrayAllocator {
   using value_type = T;
   ArrayAllocator() = default;
   template <class U>
-  ArrayAllocator(const ArrayAllocator<U>&) {}
-  T* allocate(size_t count) { return static_cast<T*>(array_new(count * sizeof(T))); }
-  void deallocate(T*, size_t) {}  // with the process
-  bool operator==(const ArrayAllocator&) const { return true; }
-  bool operator!=(const ArrayAllocator&) const { return false; }
+  ArrayAllocator(const ArrayAllocator<U> &) {}
+  T *allocate(size_t count) { return static_cast<T *>(array_new(count * sizeof(T))); }
+  void deallocate(T *, size_t) {}  // with the process
+  bool operator==(const ArrayAllocator &) const { return true; }
+  bool operator!=(const ArrayAllocator &) const { return false; }
 };
 template <class T>
 using Array = std::vector<T, ArrayAllocator<T>>;

@@ -11,9 +11,11 @@ namespace {
 
 constexpr int kTokens = 32, kMaxTokens = 48, kHidden = 512, kTopk = 4, kExperts = 16;
 
-float value_of(int rank, int token, int column) { return std::sin(0.01f * static_cast<float>(rank * 1000 + token * 31 + column)); }
+float value_of(int rank, int token, int column) {
+  return std::sin(0.01f * static_cast<float>(rank * 1000 + token * 31 + column));
+}
 
-int one_rank(int rank, int size, const char* directory) {
+int one_rank(int rank, int size, const char *directory) {
   auto where = deepep::group_options();
   where.bootstrap = DEEPEP_BOOTSTRAP_FILE;
   where.directory = directory;
@@ -72,7 +74,8 @@ int one_rank(int rank, int size, const char* directory) {
       const int first = static_cast<int>(range >> 32), count = static_cast<int>(range & 0xffffffff);
       for (int row = first; row < first + count; row++) {
         const size_t at = static_cast<size_t>(expert) * rows + static_cast<size_t>(row);
-        for (int c = 0; c < kHidden; c++) wrong += received[at * kHidden + c] != to_bf16(value_of(from, src_info[at], c));
+        for (int c = 0; c < kHidden; c++)
+          wrong += received[at * kHidden + c] != to_bf16(value_of(from, src_info[at], c));
       }
     }
   }
@@ -100,15 +103,15 @@ int one_rank(int rank, int size, const char* directory) {
   }
   int rows_received = 0;
   for (int count : counts) rows_received += count;
-  std::printf("rank %d (%s): %d rows for %d local experts, other work %.0f, %d wrong values\n", rank, options.engine, rows_received, local,
-              other_work, wrong);
+  std::printf("rank %d (%s): %d rows for %d local experts, other work %.0f, %d wrong values\n", rank, options.engine,
+              rows_received, local, other_work, wrong);
   return wrong == 0 ? 0 : 1;
 }
 
-int guarded(int rank, int size, const char* directory) {
+int guarded(int rank, int size, const char *directory) {
   try {
     return one_rank(rank, size, directory);
-  } catch (const deepep::Error& error) {
+  } catch (const deepep::Error &error) {
     std::fprintf(stderr, "rank %d: %s: %s\n", rank, deepep_status_name(error.status()), error.what());
     return 1;
   }
@@ -116,4 +119,4 @@ int guarded(int rank, int size, const char* directory) {
 
 }  // namespace
 
-int main(int argc, char** argv) { return run_ranks(argc, argv, 4, guarded); }
+int main(int argc, char **argv) { return run_ranks(argc, argv, 4, guarded); }

@@ -11,14 +11,14 @@ namespace {
 
 constexpr int kTokens = 64, kHidden = 256, kTopk = 4, kExperts = 16;
 
-// Token t of rank r carries this value in column c, so that a wrong row names its source. Exact in BF16 for 4 ranks, and never zero:
-// the sum of two -0 is one or the other zero.
+// Token t of rank r carries this value in column c, so that a wrong row names its source. Exact in BF16 for 4 ranks,
+// and never zero: the sum of two -0 is one or the other zero.
 float value_of(int rank, int token, int column) {
   const float value = static_cast<float>(1 + rank * 64 + token % 64);
   return column % 2 == 0 ? value : -value;
 }
 
-int one_rank(int rank, int size, const char* directory) {
+int one_rank(int rank, int size, const char *directory) {
   auto where = deepep::group_options();
   where.bootstrap = DEEPEP_BOOTSTRAP_FILE;
   where.directory = directory;
@@ -115,16 +115,18 @@ int one_rank(int rank, int size, const char* directory) {
     for (int c = 0; c < kHidden; c++) {
       wrong += combined[t * kHidden + c] != to_bf16(static_cast<float>(copies) * value_of(rank, t, c));
     }
-    for (int k = 0; k < kTopk; k++) wrong += std::fabs(combined_weights[t * kTopk + k] - weights[t * kTopk + k]) > 1e-6f;
+    for (int k = 0; k < kTopk; k++)
+      wrong += std::fabs(combined_weights[t * kTopk + k] - weights[t * kTopk + k]) > 1e-6f;
   }
-  std::printf("rank %d (%s): %d tokens sent, %d rows received, %d wrong values\n", rank, options.engine, kTokens, rows, wrong);
+  std::printf("rank %d (%s): %d tokens sent, %d rows received, %d wrong values\n", rank, options.engine, kTokens, rows,
+              wrong);
   return wrong == 0 ? 0 : 1;
 }
 
-int guarded(int rank, int size, const char* directory) {
+int guarded(int rank, int size, const char *directory) {
   try {
     return one_rank(rank, size, directory);
-  } catch (const deepep::Error& error) {
+  } catch (const deepep::Error &error) {
     std::fprintf(stderr, "rank %d: %s: %s\n", rank, deepep_status_name(error.status()), error.what());
     return 1;
   }
@@ -132,4 +134,4 @@ int guarded(int rank, int size, const char* directory) {
 
 }  // namespace
 
-int main(int argc, char** argv) { return run_ranks(argc, argv, 4, guarded); }
+int main(int argc, char **argv) { return run_ranks(argc, argv, 4, guarded); }

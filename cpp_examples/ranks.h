@@ -2,7 +2,8 @@
  *
  *   int main(int argc, char **argv) { return run_ranks(argc, argv, 4, one_rank); }
  *
- * one_rank gets its rank, the number of ranks and a folder where they meet; 0 is success. `--ranks N` chooses another number. */
+ * one_rank gets its rank, the number of ranks and a folder where they meet; 0 is success. `--ranks N` chooses another
+ * number. */
 #ifndef DEEPEP_EXAMPLE_RANKS_H
 #define DEEPEP_EXAMPLE_RANKS_H
 #include <spawn.h>

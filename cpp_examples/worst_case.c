@@ -1,18 +1,18 @@
-/* One-step dispatch from C: the outputs have room for the worst case, so nobody waits for counts. A callback starts nothing here:
- * the ranks meet in a folder. */
+/* One-step dispatch from C: the outputs have room for the worst case, so nobody waits for counts. A callback starts
+ * nothing here: the ranks meet in a folder. */
 #include "arrays.h"
 #include "deepep.h"
 #include "ranks.h"
 
 enum { TOKENS = 16, HIDDEN = 64, TOPK = 2, EXPERTS = 8 };
 
-#define CHECK(call)                                                                                    \
-  do {                                                                                                 \
-    deepep_status_t status_ = (call);                                                                  \
-    if (status_ != DEEPEP_OK) {                                                                        \
-      fprintf(stderr, "rank %d: %s: %s\n", rank, deepep_status_name(status_), deepep_last_error());    \
-      return 1;                                                                                        \
-    }                                                                                                  \
+#define CHECK(call)                                                                                 \
+  do {                                                                                              \
+    deepep_status_t status_ = (call);                                                               \
+    if (status_ != DEEPEP_OK) {                                                                     \
+      fprintf(stderr, "rank %d: %s: %s\n", rank, deepep_status_name(status_), deepep_last_error()); \
+      return 1;                                                                                     \
+    }                                                                                               \
   } while (0)
 
 static int one_rank(int rank, int size, const char *directory) {

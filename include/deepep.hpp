@@ -1,7 +1,7 @@
 // deepep.hpp - C++17 over deepep.h, header only: RAII for groups, buffers and events, exceptions for statuses.
 //
-// Arguments are the C structs, made by the functions below with their defaults set (deepep::dispatch_args() and so on); see deepep.h
-// for what each field means. Nothing here allocates tensors or waits on its own.
+// Arguments are the C structs, made by the functions below with their defaults set (deepep::dispatch_args() and so on);
+// see deepep.h for what each field means. Nothing here allocates tensors or waits on its own.
 #ifndef DEEPEP_HPP
 #define DEEPEP_HPP
 
@@ -18,7 +18,7 @@ namespace deepep {
 // A call failed. status() is a DEEPEP_ERROR_* code, what() names the argument or the rank.
 class Error : public std::runtime_error {
  public:
-  Error(deepep_status_t status, const std::string& text) : std::runtime_error(text), status_(status) {}
+  Error(deepep_status_t status, const std::string &text) : std::runtime_error(text), status_(status) {}
   deepep_status_t status() const noexcept { return status_; }
 
  private:
@@ -64,14 +64,14 @@ inline deepep_config default_config(int32_t kind, int32_t num_ranks) {
 }
 
 // Bytes of num_nvl_bytes that serve rows of `hidden_bytes` with this config.
-inline uint64_t nvl_size_hint(const deepep_config& config, int64_t hidden_bytes, int32_t num_ranks) {
+inline uint64_t nvl_size_hint(const deepep_config &config, int64_t hidden_bytes, int32_t num_ranks) {
   uint64_t bytes = 0;
   check(deepep_config_size_hint(&config, hidden_bytes, num_ranks, 0, &bytes));
   return bytes;
 }
 
 // Bytes of num_rdma_bytes that serve such rows between nodes; 0 where the ranks are one node.
-inline uint64_t rdma_size_hint(const deepep_config& config, int64_t hidden_bytes, int32_t num_ranks) {
+inline uint64_t rdma_size_hint(const deepep_config &config, int64_t hidden_bytes, int32_t num_ranks) {
   uint64_t bytes = 0;
   check(deepep_config_size_hint(&config, hidden_bytes, num_ranks, 1, &bytes));
   return bytes;
@@ -90,16 +90,16 @@ class Owner {
  public:
   Owner() = default;
   explicit Owner(Handle handle) : handle_(handle) {}
-  Owner(Owner&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
-  Owner& operator=(Owner&& other) noexcept {
+  Owner(Owner &&other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Owner &operator=(Owner &&other) noexcept {
     if (this != &other) {
       reset();
       handle_ = std::exchange(other.handle_, nullptr);
     }
     return *this;
   }
-  Owner(const Owner&) = delete;
-  Owner& operator=(const Owner&) = delete;
+  Owner(const Owner &) = delete;
+  Owner &operator=(const Owner &) = delete;
   ~Owner() { reset(); }
 
   // Frees now; twice is fine.
@@ -115,10 +115,10 @@ class Owner {
 // The ranks that communicate. Collective to make.
 class Group : public Owner<deepep_group_t, deepep_group_destroy> {
  public:
-  explicit Group(const deepep_group_options& options) : Owner(create(options)) {}
+  explicit Group(const deepep_group_options &options) : Owner(create(options)) {}
 
  private:
-  static deepep_group_t create(const deepep_group_options& options) {
+  static deepep_group_t create(const deepep_group_options &options) {
     deepep_group_t group = nullptr;
     check(deepep_group_create(&options, &group));
     return group;
@@ -130,9 +130,9 @@ class Buffer;
 // A point in a stream of a buffer.
 class Event : public Owner<deepep_event_t, deepep_event_destroy> {
  public:
-  inline explicit Event(const Buffer& buffer);
-  void record(void* stream = nullptr) { check(deepep_event_record(get(), stream)); }
-  void stream_wait(void* stream = nullptr) { check(deepep_event_stream_wait(get(), stream)); }
+  inline explicit Event(const Buffer &buffer);
+  void record(void *stream = nullptr) { check(deepep_event_record(get(), stream)); }
+  void stream_wait(void *stream = nullptr) { check(deepep_event_stream_wait(get(), stream)); }
   // Waits on the host, at most slice_ms (< 0: until done). False: not yet.
   bool wait(int64_t slice_ms = -1) { return done(deepep_event_wait(get(), slice_ms)); }
 };
@@ -140,7 +140,7 @@ class Event : public Owner<deepep_event_t, deepep_event_destroy> {
 // Expert-parallel communication of one group. Collective to make, local to destroy.
 class Buffer : public Owner<deepep_buffer_t, deepep_buffer_destroy> {
  public:
-  Buffer(const Group& group, const deepep_buffer_options& options) : Owner(create(group, options)) {}
+  Buffer(const Group &group, const deepep_buffer_options &options) : Owner(create(group, options)) {}
 
   deepep_buffer_info info() const {
     deepep_buffer_info info = DEEPEP_BUFFER_INFO_INIT;
@@ -149,47 +149,49 @@ class Buffer : public Owner<deepep_buffer_t, deepep_buffer_destroy> {
   }
   bool wait_ready(int64_t slice_ms = -1) { return done(deepep_buffer_wait_ready(get(), slice_ms)); }
   void check_failure() { check(deepep_buffer_check(get())); }
-  void warmup(const deepep_warmup_options& options) { check(deepep_buffer_warmup(get(), &options)); }
+  void warmup(const deepep_warmup_options &options) { check(deepep_buffer_warmup(get(), &options)); }
 
-  void layout(const deepep_layout& args, const deepep_call& how = deepep::call()) {
+  void layout(const deepep_layout &args, const deepep_call &how = deepep::call()) {
     check(deepep_get_layout(get(), &args, &how));
   }
   // First step of a dispatch; the result names the exchange for wait_counts() and dispatch_args.token.
-  uint64_t notify(const deepep_notify& args, const deepep_call& how = deepep::call()) {
+  uint64_t notify(const deepep_notify &args, const deepep_call &how = deepep::call()) {
     uint64_t token = 0;
     check(deepep_notify_counts(get(), &args, &how, &token));
     return token;
   }
   // Rows that arrive; per_expert gets one count for each of the num_local_experts, rounded up to the alignment.
-  int32_t wait_counts(uint64_t token, int32_t num_local_experts, std::vector<int32_t>* per_expert = nullptr) {
+  int32_t wait_counts(uint64_t token, int32_t num_local_experts, std::vector<int32_t> *per_expert = nullptr) {
     int32_t rows = 0;
     if (per_expert != nullptr) per_expert->assign(static_cast<size_t>(num_local_experts), 0);
     check(deepep_wait_counts(get(), token, -1, &rows, per_expert != nullptr ? per_expert->data() : nullptr));
     return rows;
   }
-  void dispatch(const deepep_dispatch_args& args, const deepep_call& how = deepep::call()) {
+  void dispatch(const deepep_dispatch_args &args, const deepep_call &how = deepep::call()) {
     check(deepep_dispatch(get(), &args, &how));
   }
-  void combine(const deepep_combine_args& args, const deepep_call& how = deepep::call()) {
+  void combine(const deepep_combine_args &args, const deepep_call &how = deepep::call()) {
     check(deepep_combine(get(), &args, &how));
   }
 
-  void low_latency_dispatch(deepep_ll_dispatch_args& args, const deepep_call& how = deepep::call()) {
+  void low_latency_dispatch(deepep_ll_dispatch_args &args, const deepep_call &how = deepep::call()) {
     check(deepep_low_latency_dispatch(get(), &args, &how));
   }
-  void low_latency_combine(deepep_ll_combine_args& args, const deepep_call& how = deepep::call()) {
+  void low_latency_combine(deepep_ll_combine_args &args, const deepep_call &how = deepep::call()) {
     check(deepep_low_latency_combine(get(), &args, &how));
   }
-  void clean_low_latency(int32_t num_max_tokens, int32_t hidden, int32_t num_experts, const deepep_call& how = deepep::call()) {
+  void clean_low_latency(int32_t num_max_tokens, int32_t hidden, int32_t num_experts,
+                         const deepep_call &how = deepep::call()) {
     check(deepep_clean_low_latency_buffer(get(), num_max_tokens, hidden, num_experts, &how));
   }
-  void barrier(const deepep_call& how = deepep::call()) { check(deepep_barrier(get(), &how)); }
-  void update_mask(int32_t rank, bool masked, const deepep_call& how = deepep::call()) {
+  void barrier(const deepep_call &how = deepep::call()) { check(deepep_barrier(get(), &how)); }
+  void update_mask(int32_t rank, bool masked, const deepep_call &how = deepep::call()) {
     check(deepep_update_mask(get(), rank, masked ? 1 : 0, &how));
   }
 
   // Statistics of one DEEPEP_OP_*.
-  deepep_op_stats stats(int32_t op, std::vector<uint64_t>* bytes_to_peer = nullptr, std::vector<uint64_t>* wait_ns = nullptr) const {
+  deepep_op_stats stats(int32_t op, std::vector<uint64_t> *bytes_to_peer = nullptr,
+                        std::vector<uint64_t> *wait_ns = nullptr) const {
     deepep_op_stats result = DEEPEP_OP_STATS_INIT;
     result.op = op;
     const auto size = static_cast<size_t>(info().size);
@@ -201,17 +203,17 @@ class Buffer : public Owner<deepep_buffer_t, deepep_buffer_destroy> {
   }
 
  private:
-  static deepep_buffer_t create(const Group& group, const deepep_buffer_options& options) {
+  static deepep_buffer_t create(const Group &group, const deepep_buffer_options &options) {
     deepep_buffer_t buffer = nullptr;
     check(deepep_buffer_create(group.get(), &options, &buffer));
     return buffer;
   }
 };
 
-inline Event::Event(const Buffer& buffer) {
+inline Event::Event(const Buffer &buffer) {
   deepep_event_t event = nullptr;
   check(deepep_event_create(buffer.get(), &event));
-  static_cast<Owner&>(*this) = Owner(event);
+  static_cast<Owner &>(*this) = Owner(event);
 }
 
 }  // namespace deepep

@@ -7,7 +7,7 @@
 namespace deepep {
 
 Network &network() {
-  static auto *one = new Network; // never destroyed: exit without detach must not race with other threads
+  static auto *one = new Network;  // never destroyed: exit without detach must not race with other threads
   return *one;
 }
 
@@ -15,15 +15,18 @@ namespace {
 
 static_assert(sizeof(nvshmemx_uniqueid_t) == DK_TRANSPORT_ID_BYTES, "ids travel as they are");
 
-template <class P> Wanted wanted_of(const P *p) { return {p->num_ranks, p->num_nvl_peers, p->num_qps, p->qp_depth}; }
+template <class P>
+Wanted wanted_of(const P *p) {
+  return {p->num_ranks, p->num_nvl_peers, p->num_qps, p->qp_depth};
+}
 
 // Somebody is attached already: the same ranks share it, others cannot.
 int32_t share(const dk_transport_attach_params *p, const Network &net, Report *report) {
   if (p->rank == net.rank && p->num_ranks == net.num_ranks && memcmp(p->id, &net.id, sizeof net.id) == 0 &&
       handle_of<Device>(p->device)->ordinal == net.device.ordinal)
     return DK_OK;
-  report->add("NVSHMEM runs in this process as rank %d of %d on device %d: one group and one device at a time", net.rank, net.num_ranks,
-              net.device.ordinal);
+  report->add("NVSHMEM runs in this process as rank %d of %d on device %d: one group and one device at a time",
+              net.rank, net.num_ranks, net.device.ordinal);
   return DK_ESTATE;
 }
 
@@ -35,13 +38,15 @@ int32_t start(const dk_transport_attach_params *p, Report *report) {
   // The start returns 0 even where it failed: the state tells.
   if (failed == 0) failed = nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);
   if (failed != 0 || nvshmemx_init_status() < NVSHMEM_STATUS_IS_INITIALIZED) {
-    report->add("NVSHMEM did not start on rank %d of %d (error %d, state %d): its own lines on stderr say why, NVSHMEM_DEBUG=INFO has more",
-                p->rank, p->num_ranks, failed, nvshmemx_init_status());
+    report->add(
+        "NVSHMEM did not start on rank %d of %d (error %d, state %d): its own lines on stderr say why, "
+        "NVSHMEM_DEBUG=INFO has more",
+        p->rank, p->num_ranks, failed, nvshmemx_init_status());
     return DK_ESYSTEM;
   }
   if (nvshmem_my_pe() != p->rank || nvshmem_n_pes() != p->num_ranks) {
-    report->add("NVSHMEM was started by somebody else in this process, as PE %d of %d: rank %d of %d cannot use it", nvshmem_my_pe(),
-                nvshmem_n_pes(), p->rank, p->num_ranks);
+    report->add("NVSHMEM was started by somebody else in this process, as PE %d of %d: rank %d of %d cannot use it",
+                nvshmem_my_pe(), nvshmem_n_pes(), p->rank, p->num_ranks);
     nvshmem_finalize();
     return DK_ESTATE;
   }
@@ -60,7 +65,8 @@ int32_t attach_first(dk_transport_attach_params *p, Network *net, Report *report
     report->add("kernels of the transport cannot be loaded: %s", cudaGetErrorString(error));
     return device_failure(p, error);
   }
-  net->rank = p->rank; net->num_ranks = p->num_ranks;
+  net->rank = p->rank;
+  net->num_ranks = p->num_ranks;
   memcpy(&net->id, p->id, sizeof net->id);
   return DK_OK;
 }
@@ -102,8 +108,8 @@ DK_EXPORT int32_t dk_transport_attach(dk_transport_attach_params *p) {
   int32_t code = check_versions(&report);
   if (code != DK_OK) return code;
   if (p->device == 0 || p->rank < 0 || p->rank >= p->num_ranks) {
-    report.add("device = %s, rank = %d, num_ranks = %d: a device and a rank below num_ranks are needed", p->device != 0 ? "given" : "0",
-               p->rank, p->num_ranks);
+    report.add("device = %s, rank = %d, num_ranks = %d: a device and a rank below num_ranks are needed",
+               p->device != 0 ? "given" : "0", p->rank, p->num_ranks);
     return DK_EINVAL;
   }
   Network &net = network();

@@ -47,7 +47,8 @@ DK_EXPORT int32_t dk_transport_alloc(dk_transport_alloc_params *p) {
     return device_failure(p, error);
   }
   auto *reach = pointer<uint64_t>(p->host_peer_blocks);
-  for (int rank = 0; rank < net.num_ranks; ++rank) reach[rank] = handle_to(rank == net.rank ? block : nvshmem_ptr(block, rank));
+  for (int rank = 0; rank < net.num_ranks; ++rank)
+    reach[rank] = handle_to(rank == net.rank ? block : nvshmem_ptr(block, rank));
   net.blocks[handle_to(block)] = bytes;
   p->mem = p->address = handle_to(block);
   p->out_bytes = bytes;
@@ -56,7 +57,7 @@ DK_EXPORT int32_t dk_transport_alloc(dk_transport_alloc_params *p) {
 
 DK_EXPORT int32_t dk_transport_free(dk_transport_free_params *p) {
   DK_ENTER(p);
-  if (p->mem == 0) return DK_OK; // as free(NULL)
+  if (p->mem == 0) return DK_OK;  // as free(NULL)
   Network &net = network();
   const std::lock_guard<std::mutex> lock(net.mutex);
   if (net.blocks.erase(p->mem) == 0) return DK_EINVAL;

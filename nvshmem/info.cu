@@ -14,7 +14,8 @@ DK_EXPORT int32_t dk_info(dk_info_params *p) {
   const int32_t code = cuda_info(p);
   if (code != DK_OK) return code;
   snprintf(p->kind, sizeof p->kind, "nvshmem");
-  snprintf(p->build, sizeof p->build, "nvshmem-%s-%d.%d.%d", DK_NVSHMEM_BUILD_ID, kBuiltFor.major, kBuiltFor.minor, kBuiltFor.patch);
+  snprintf(p->build, sizeof p->build, "nvshmem-%s-%d.%d.%d", DK_NVSHMEM_BUILD_ID, kBuiltFor.major, kBuiltFor.minor,
+           kBuiltFor.patch);
   char mismatch[sizeof p->reason];
   Report report(mismatch, sizeof mismatch);
   if (check_versions(&report) == DK_OK) return DK_OK;

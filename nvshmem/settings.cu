@@ -11,7 +11,7 @@
 namespace deepep {
 namespace {
 
-constexpr int kShallowest = 128, kDeepest = 32768; // of NVSHMEM_QP_DEPTH
+constexpr int kShallowest = 128, kDeepest = 32768;  // of NVSHMEM_QP_DEPTH
 
 int power_of_two(int at_least) {
   int depth = kShallowest;
@@ -33,7 +33,8 @@ bool is_users(const char *name) {
 
 void set(const char *name, const std::string &value, Report *report) {
   if (is_users(name)) {
-    if (value != getenv(name)) report->add("%s=%s is set, %s is wanted: yours stays", name, getenv(name), value.c_str());
+    if (value != getenv(name))
+      report->add("%s=%s is set, %s is wanted: yours stays", name, getenv(name), value.c_str());
     return;
   }
   if (setenv(name, value.c_str(), 1) == 0) own_values()[name] = value;
@@ -51,8 +52,8 @@ void set_queue_pairs(const Wanted &wanted, Report *report) {
   set("NVSHMEM_IBGDA_NUM_RC_PER_PE", std::to_string(wanted.num_qps), report);
   set("NVSHMEM_QP_DEPTH", std::to_string(power_of_two(wanted.qp_depth)), report);
   if (const char *misnamed = getenv("NVSHMEM_IBGDA_QP_DEPTH"))
-    report->add("NVSHMEM_IBGDA_QP_DEPTH=%s changes nothing, NVSHMEM has no such variable: NVSHMEM_QP_DEPTH=%s counts", misnamed,
-                getenv("NVSHMEM_QP_DEPTH"));
+    report->add("NVSHMEM_IBGDA_QP_DEPTH=%s changes nothing, NVSHMEM has no such variable: NVSHMEM_QP_DEPTH=%s counts",
+                misnamed, getenv("NVSHMEM_QP_DEPTH"));
 }
 
 }  // namespace
@@ -81,8 +82,9 @@ int32_t apply_settings(const Wanted &wanted, Report *report) {
     report->add("qp_depth = %d: NVSHMEM_QP_DEPTH is at most %d", wanted.qp_depth, kDeepest);
     return DK_EINVAL;
   }
-  set("CUDA_MODULE_LOADING", "EAGER", report); // a kernel that is loaded while another waits for a peer never starts
-  set("NVSHMEM_DISABLE_NCCL", "1", report);    // collectives are not used: no second NCCL in the process, no multicast groups
+  set("CUDA_MODULE_LOADING", "EAGER", report);  // a kernel that is loaded while another waits for a peer never starts
+  set("NVSHMEM_DISABLE_NCCL", "1",
+      report);  // collectives are not used: no second NCCL in the process, no multicast groups
   set("NVSHMEM_DISABLE_NVLS", "1", report);
   if (wanted.num_ranks <= wanted.num_nvl_peers) {
     set("NVSHMEM_REMOTE_TRANSPORT", "none", report);

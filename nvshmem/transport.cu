@@ -15,11 +15,13 @@ namespace {
 constexpr int kThreads = 256;
 
 // In device memory, one for each peer and queue pair; they follow the stream's order, in replays of graphs too.
-struct Counts { unsigned long long posted, completed, bytes, most; };
+struct Counts {
+  unsigned long long posted, completed, bytes, most;
+};
 
 struct PutParams {
   Queue queue;
-  int pe, how; // how: NVSHMEM_SIGNAL_*, 0: none
+  int pe, how;  // how: NVSHMEM_SIGNAL_*, 0: none
   void *to;
   const void *from;
   uint64_t bytes, value;
@@ -28,14 +30,17 @@ struct PutParams {
 };
 
 __global__ void __launch_bounds__(kThreads) put_kernel(const __grid_constant__ PutParams p) {
-  if (static_cast<int>(blockIdx.x) != p.queue.block) return; // the others are there for the number alone
+  if (static_cast<int>(blockIdx.x) != p.queue.block) return;  // the others are there for the number alone
   __shared__ bool behind;
   if (threadIdx.x == 0) behind = atomicAdd(&p.counts->posted, 0ull) != atomicAdd(&p.counts->completed, 0ull);
   __syncthreads();
   if (behind) fence(p.queue, p.pe);
-  if (p.bytes != 0 && p.how != 0) put_signal(p.queue, p.pe, p.to, p.from, p.bytes, p.word, p.value, p.how);
-  else if (p.bytes != 0) put(p.queue, p.pe, p.to, p.from, p.bytes);
-  else signal(p.queue, p.pe, p.word, p.value, p.how);
+  if (p.bytes != 0 && p.how != 0)
+    put_signal(p.queue, p.pe, p.to, p.from, p.bytes, p.word, p.value, p.how);
+  else if (p.bytes != 0)
+    put(p.queue, p.pe, p.to, p.from, p.bytes);
+  else
+    signal(p.queue, p.pe, p.word, p.value, p.how);
   if (threadIdx.x != 0) return;
   const unsigned long long posted = atomicAdd(&p.counts->posted, 1ull) + 1;
   atomicAdd(&p.counts->bytes, p.bytes);
@@ -66,10 +71,10 @@ struct Transport {
   uint8_t *block = nullptr;
   uint64_t bytes = 0;
   int num_qps = 0, num_peers = 0;
-  std::vector<int> place;           // of each rank among the peers, -1: none
-  std::vector<uint8_t> lost;        // by rank
-  std::vector<int> handles;         // of queue pairs, where NVSHMEM has them
-  Counts *counts = nullptr;         // device, [peers][num_qps]
+  std::vector<int> place;     // of each rank among the peers, -1: none
+  std::vector<uint8_t> lost;  // by rank
+  std::vector<int> handles;   // of queue pairs, where NVSHMEM has them
+  Counts *counts = nullptr;   // device, [peers][num_qps]
 
   bool reaches(int peer) const { return peer >= 0 && peer < static_cast<int>(place.size()) && place[peer] >= 0; }
   Counts *counts_of(int peer, int qp) const { return counts + static_cast<size_t>(place[peer]) * num_qps + qp; }
@@ -94,8 +99,10 @@ bool bad_peers(const dk_transport_open_params *p, std::vector<int> *place) {
 
 // What this rank's block is, if it is one of the heap.
 bool bad_open(const dk_transport_open_params *p, const Network &net) {
-  if (p->device == 0 || p->rank != net.rank || p->num_ranks != net.num_ranks || p->num_qps < 1 || p->num_qps > 65536) return true;
-  if (p->qp_depth < 1 || p->num_peers < 0 || p->num_peers >= p->num_ranks || p->host_blocks == 0 || (p->num_peers > 0 && p->host_peers == 0))
+  if (p->device == 0 || p->rank != net.rank || p->num_ranks != net.num_ranks || p->num_qps < 1 || p->num_qps > 65536)
+    return true;
+  if (p->qp_depth < 1 || p->num_peers < 0 || p->num_peers >= p->num_ranks || p->host_blocks == 0 ||
+      (p->num_peers > 0 && p->host_peers == 0))
     return true;
   const auto block = net.blocks.find(pointer<const uint64_t>(p->host_blocks)[p->rank]);
   return block == net.blocks.end() || p->block_bytes == 0 || p->block_bytes > block->second;
@@ -128,7 +135,8 @@ void make_queues(Transport *transport) {
 }
 
 bool bad_put(const Transport &transport, const dk_transport_put_params *p) {
-  if (!transport.reaches(p->peer) || p->qp < 0 || p->qp >= transport.num_qps || p->signal_op > DK_SIGNAL_ADD) return true;
+  if (!transport.reaches(p->peer) || p->qp < 0 || p->qp >= transport.num_qps || p->signal_op > DK_SIGNAL_ADD)
+    return true;
   if ((p->flags & ~static_cast<uint32_t>(DK_TRANSPORT_NOWAIT)) != 0) return true;
   // A NIC reads registered memory alone: the heap.
   if (p->bytes != 0 && (transport.outside(p->dst_offset, p->bytes) || !in_heap(p->src, p->bytes))) return true;
@@ -136,12 +144,14 @@ bool bad_put(const Transport &transport, const dk_transport_put_params *p) {
   return p->signal_offset % 8 != 0 || transport.outside(p->signal_offset, 8);
 }
 
-template <class P> bool bad_choice(const Transport &transport, const P *p) {
+template <class P>
+bool bad_choice(const Transport &transport, const P *p) {
   return p->peer < -1 || p->qp < -1 || p->qp >= transport.num_qps || (p->peer >= 0 && !transport.reaches(p->peer));
 }
 
 // Calls act(peer, qp) for each queue pair that the two numbers mean.
-template <class P, class Act> void for_each_queue(const Transport &transport, const P *p, Act act) {
+template <class P, class Act>
+void for_each_queue(const Transport &transport, const P *p, Act act) {
   for (int peer = 0; peer < static_cast<int>(transport.place.size()); ++peer)
     for (int qp = 0; qp < transport.num_qps && transport.reaches(peer); ++qp)
       if ((p->peer < 0 || p->peer == peer) && (p->qp < 0 || p->qp == qp)) act(peer, qp);
@@ -150,9 +160,12 @@ template <class P, class Act> void for_each_queue(const Transport &transport, co
 PutParams put_params(const Transport &transport, const dk_transport_put_params *p) {
   PutParams k{};
   k.queue = transport.queue(p->qp);
-  k.pe = p->peer; k.bytes = p->bytes; k.value = p->signal_value;
+  k.pe = p->peer;
+  k.bytes = p->bytes;
+  k.value = p->signal_value;
   k.how = p->signal_op == DK_SIGNAL_NONE ? 0 : p->signal_op == DK_SIGNAL_SET ? NVSHMEM_SIGNAL_SET : NVSHMEM_SIGNAL_ADD;
-  k.to = transport.block + p->dst_offset; k.from = pointer<const void>(p->src); // the peer's place has the same address here
+  k.to = transport.block + p->dst_offset;
+  k.from = pointer<const void>(p->src);  // the peer's place has the same address here
   k.word = reinterpret_cast<uint64_t *>(transport.block + p->signal_offset);
   k.counts = transport.counts_of(p->peer, p->qp);
   return k;
@@ -183,10 +196,12 @@ bool transport_reaches(uint64_t transport, int rank) { return handle_of<Transpor
 const std::vector<int> &transport_queues(uint64_t transport) { return handle_of<Transport>(transport)->handles; }
 
 __device__ void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank) {
-  __threadfence_system(); // a NIC reads what other threads wrote
+  __threadfence_system();  // a NIC reads what other threads wrote
   nvshmemx_putmem_signal_nbi_warp(to, from, bytes, word, value, NVSHMEM_SIGNAL_SET, rank);
 }
-__device__ void signal_by_thread(uint64_t *word, uint64_t value, int rank) { nvshmemx_signal_op(word, value, NVSHMEM_SIGNAL_SET, rank); }
+__device__ void signal_by_thread(uint64_t *word, uint64_t value, int rank) {
+  nvshmemx_signal_op(word, value, NVSHMEM_SIGNAL_SET, rank);
+}
 __device__ void quiet_by_thread() { nvshmem_quiet(); }
 
 cudaError_t load_transport_kernels() {
@@ -205,7 +220,7 @@ DK_EXPORT int32_t dk_transport_open(dk_transport_open_params *p) {
   Network &net = network();
   const std::lock_guard<std::mutex> lock(net.mutex);
   if (net.users == 0) return DK_ESTATE;
-  if (p->flags != 0) return DK_EUNSUPPORTED; // nothing here is late on purpose
+  if (p->flags != 0) return DK_EUNSUPPORTED;  // nothing here is late on purpose
   if (bad_open(p, net)) return DK_EINVAL;
   auto *transport = new (std::nothrow) Transport;
   if (transport == nullptr) return DK_ENOMEM;
@@ -218,7 +233,8 @@ DK_EXPORT int32_t dk_transport_open(dk_transport_open_params *p) {
   transport->device = handle_of<Device>(p->device);
   transport->block = pointer<uint8_t>(pointer<const uint64_t>(p->host_blocks)[p->rank]);
   transport->bytes = p->block_bytes;
-  transport->num_qps = p->num_qps; transport->num_peers = p->num_peers;
+  transport->num_qps = p->num_qps;
+  transport->num_peers = p->num_peers;
   const OnDevice on(transport->device);
   const cudaError_t error = on.error() == cudaSuccess ? make_counts(transport) : on.error();
   if (error != cudaSuccess) {
@@ -270,16 +286,19 @@ DK_EXPORT int32_t dk_transport_query(dk_transport_query_params *p) {
   auto *transport = handle_of<Transport>(p->transport);
   if (transport == nullptr || bad_choice(*transport, p)) return DK_EINVAL;
   p->posted = p->completed = p->bytes = p->max_queued = 0;
-  p->created = -1; // NVSHMEM does not tell
+  p->created = -1;  // NVSHMEM does not tell
   p->lost = 0;
   const OnDevice on(transport->device);
   cudaError_t error = on.error();
   cudaStream_t service = transport->device->service;
   for_each_queue(*transport, p, [&](int peer, int qp) {
     Counts counts{};
-    if (error == cudaSuccess) error = cudaMemcpyAsync(&counts, transport->counts_of(peer, qp), sizeof counts, cudaMemcpyDeviceToHost, service);
+    if (error == cudaSuccess)
+      error = cudaMemcpyAsync(&counts, transport->counts_of(peer, qp), sizeof counts, cudaMemcpyDeviceToHost, service);
     if (error == cudaSuccess) error = cudaStreamSynchronize(service);
-    p->posted += counts.posted; p->completed += counts.completed; p->bytes += counts.bytes;
+    p->posted += counts.posted;
+    p->completed += counts.completed;
+    p->bytes += counts.bytes;
     p->max_queued = max<uint64_t>(p->max_queued, counts.most);
     if (transport->lost[peer]) p->lost = 1;
   });

@@ -1,4 +1,5 @@
-// version.cu - NVSHMEM comes in halves: the device part is linked in here, the host part is loaded. Unequal ones hang silently.
+// version.cu - NVSHMEM comes in halves: the device part is linked in here, the host part is loaded. Unequal ones hang
+// silently.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -11,14 +12,15 @@ namespace {
 #define TEXT_OF(x) #x
 #define VERSION_TEXT(major, minor, patch) TEXT_OF(major) "." TEXT_OF(minor) "." TEXT_OF(patch)
 // `deepep doctor` looks for these words in the file.
-constexpr char kBuiltWith[] =
-    "built with NVSHMEM " VERSION_TEXT(NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION);
+constexpr char kBuiltWith[] = "built with NVSHMEM " VERSION_TEXT(
+    NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION);
 
 constexpr int number(const Version &v) { return v.major * 10000 + v.minor * 100 + v.patch; }
-constexpr Version kOldest{3, 3, 9}; // the first one that makes its queue pairs in a rotated order
+constexpr Version kOldest{3, 3, 9};  // the first one that makes its queue pairs in a rotated order
 static_assert(number(kBuiltFor) >= number(kOldest), "NVSHMEM 3.3.9 or newer is needed");
 
-template <class F> const char *file_of(F *function) {
+template <class F>
+const char *file_of(F *function) {
   Dl_info info{};
   return dladdr(reinterpret_cast<void *>(function), &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "?";
 }
@@ -34,8 +36,9 @@ Version loaded_version() {
 int32_t check_versions(Report *report) {
   const Version loaded = loaded_version();
   if (loaded == kBuiltFor) return DK_OK;
-  report->add("%s is %s, and %s is NVSHMEM %d.%d.%d%s", file_of(check_versions), kBuiltWith, file_of(nvshmemx_vendor_get_version_info),
-              loaded.major, loaded.minor, loaded.patch, number(loaded) < number(kOldest) ? " (3.3.9 is the oldest that serves)" : "");
+  report->add("%s is %s, and %s is NVSHMEM %d.%d.%d%s", file_of(check_versions), kBuiltWith,
+              file_of(nvshmemx_vendor_get_version_info), loaded.major, loaded.minor, loaded.patch,
+              number(loaded) < number(kOldest) ? " (3.3.9 is the oldest that serves)" : "");
   report->add("unequal halves hang without a word: install the version that it was built with, or build it anew");
   return DK_EVERSION;
 }

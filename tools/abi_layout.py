@@ -35,7 +35,7 @@ def structs(header: pathlib.Path) -> dict[str, list[str]]:
     text = subprocess.run([_cc(), "-E", "-P", str(header)], check=True, capture_output=True, text=True).stdout
     found = {}
     for name, body in STRUCT.findall(text):
-        declarations = [part.strip() for part in body.split(";") if part.strip()]
+        declarations = [" ".join(part.split()) for part in body.split(";") if part.strip()]
         # "uint64_t a, b[64]" declares a and b[64]; the type is everything before the first one's name.
         found[name] = [re.sub(r"^.*[\s*]", "", item.strip()) for part in declarations for item in part.split(",")]
     return found

@@ -191,10 +191,12 @@ def pytest(name: str, arguments: list[str], env: dict[str, str], full: bool) -> 
 
 def lint(full: bool) -> Counts:
     python = [sys.executable, "-m"]
+    clang_format = f"{pathlib.Path(sys.executable).parent}/clang-format --dry-run -Werror"
     checked = ["python", "bench", "tools", "nvshmem", "setup.py"]
     commands = {
         "gofmt": ["sh", "-c", 'test -z "$(gofmt -l core internal capi bench | tee /dev/stderr)"'],
         "go-vet": [GO, "vet", "./..."],
+        "clang-format": ["sh", "-c", "git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs " + clang_format],
         "ruff": [*python, "ruff", "check", "--quiet", *checked],
         "ruff-format": [*python, "ruff", "format", "--check", "--quiet", *checked],
         "mypy": [*python, "mypy", "--no-error-summary"],
@@ -258,7 +260,10 @@ def _suites() -> Iterator[Suite]:
     yield Suite("lint", "formatting, vet, ruff, mypy", ("pyproject.toml",), lint)
     yield Suite("abi", "symbols and structs against the headers", ("capi/*.go",), abi)
     yield Suite(
-        "go-core", "Go, without cgo", ("core/**/*.go",), bind(go_tests, "go-core", ["./core/...", "./internal/..."], {"CGO_ENABLED": "0"})
+        "go-core",
+        "Go, without cgo",
+        ("core/**/*.go",),
+        bind(go_tests, "go-core", ["./core/...", "./internal/..."], {"CGO_ENABLED": "0"}),
     )
     yield Suite(
         "go-capi",

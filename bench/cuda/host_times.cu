@@ -1,12 +1,15 @@
-// host_times.cu - what a low-latency call costs the host in the kernel library, beside the calls of CUDA that it is made of: CPU time
-// from call to return. Calls come eight at a time, then the host waits for the device, so that no queue fills.
+// host_times.cu - what a low-latency call costs the host in the kernel library, beside the calls of CUDA that it is
+// made of: CPU time from call to return. Calls come eight at a time, then the host waits for the device, so that no
+// queue fills.
 #include <time.h>
 
 #include "low_latency.h"
 
 namespace {
 
-struct Words { uint64_t word[110]; }; // about what a low-latency kernel is given
+struct Words {
+  uint64_t word[110];
+};  // about what a low-latency kernel is given
 __global__ void nothing() {}
 __global__ void nothing_of(const __grid_constant__ Words words) {
   if (words.word[0] == 1) __trap();
@@ -18,7 +21,8 @@ double now_us() {
   return t.tv_sec * 1e6 + t.tv_nsec / 1e3;
 }
 
-template <class F> void show(Rank &rank, const char *what, F call) {
+template <class F>
+void show(Rank &rank, const char *what, F call) {
   constexpr int kBurst = 8, kBursts = 400, kWarmup = 20;
   std::vector<double> all;
   for (int burst = 0; burst < kBursts + kWarmup; ++burst) {
@@ -61,7 +65,9 @@ void time_host(Rank &rank) {
   });
   show(rank, "dk_stream_query", [&] {
     dk_stream_query_params p{};
-    p.device = rank.device; p.stream = rank.stream; p.idle = -1;
+    p.device = rank.device;
+    p.stream = rank.stream;
+    p.idle = -1;
     DK(stream_query, p);
   });
   show(rank, "dk_ll_dispatch", [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, false); });

@@ -5,10 +5,12 @@ void *g_library = nullptr;
 
 std::vector<uint64_t> Rank::allocate_shared(uint64_t bytes) {
   dk_mem_alloc_params a{};
-  a.device = device; a.bytes = bytes;
+  a.device = device;
+  a.bytes = bytes;
   DK(mem_alloc, a);
   dk_mem_export_params e{};
-  e.mem = a.mem; e.kind = world->shape.share_by_descriptor ? DK_SHARE_FD : DK_SHARE_LOCAL;
+  e.mem = a.mem;
+  e.kind = world->shape.share_by_descriptor ? DK_SHARE_FD : DK_SHARE_LOCAL;
   DK(mem_export, e);
   world->descriptors[rank] = e.fd;
   world->blobs[rank].assign(e.blob, e.blob + 64);
@@ -20,7 +22,10 @@ std::vector<uint64_t> Rank::allocate_shared(uint64_t bytes) {
       continue;
     }
     dk_mem_import_params i{};
-    i.device = device; i.bytes = bytes; i.kind = e.kind; i.fd = world->descriptors[r];
+    i.device = device;
+    i.bytes = bytes;
+    i.kind = e.kind;
+    i.fd = world->descriptors[r];
     memcpy(i.blob, world->blobs[r].data(), 64);
     DK(mem_import, i);
     addresses[r] = i.address;
@@ -31,16 +36,21 @@ std::vector<uint64_t> Rank::allocate_shared(uint64_t bytes) {
 }
 
 void Rank::open(World *w, int r) {
-  world = w; rank = r;
+  world = w;
+  rank = r;
   const Shape &shape = w->shape;
   device_ordinal = r % shape.devices;
   CHECK_CUDA(cudaSetDevice(device_ordinal));
   dk_device_open_params d{};
-  d.ordinal = device_ordinal; d.isa = shape.isa;
+  d.ordinal = device_ordinal;
+  d.isa = shape.isa;
   DK(device_open, d);
   device = d.device;
   sizes = {};
-  sizes.num_ranks = shape.ranks; sizes.num_nvl_peers = shape.ranks; sizes.nvl_bytes = shape.nvl_bytes; sizes.rdma_bytes = shape.rdma_bytes;
+  sizes.num_ranks = shape.ranks;
+  sizes.num_nvl_peers = shape.ranks;
+  sizes.nvl_bytes = shape.nvl_bytes;
+  sizes.rdma_bytes = shape.rdma_bytes;
   sizes.max_row_bytes = 2 * shape.hidden;
   DK(block_sizes, sizes);
   peers = allocate_shared(rdma_offset() + shape.rdma_bytes);
@@ -50,7 +60,9 @@ void Rank::open(World *w, int r) {
     void *host = aligned_alloc(4096, bytes);
     memset(host, 0, bytes);
     dk_host_register_params h{};
-    h.device = device; h.host = reinterpret_cast<uint64_t>(host); h.bytes = bytes;
+    h.device = device;
+    h.host = reinterpret_cast<uint64_t>(host);
+    h.bytes = bytes;
     DK(host_register, h);
     address = h.address;
     return host;
@@ -61,17 +73,33 @@ void Rank::open(World *w, int r) {
   stats->trace_offset = stats->peers_offset + 2ull * DK_NUM_OPS * shape.ranks * 8;
   stats->trace_len = 256;
   dk_team_create_params t{};
-  t.device = device; t.rank = r; t.num_ranks = shape.ranks; t.num_nvl_peers = shape.ranks; t.flags = DK_TEAM_LOW_LATENCY;
+  t.device = device;
+  t.rank = r;
+  t.num_ranks = shape.ranks;
+  t.num_nvl_peers = shape.ranks;
+  t.flags = DK_TEAM_LOW_LATENCY;
   t.host_peer_blocks = reinterpret_cast<uint64_t>(peers.data());
-  t.control_offset = 0; t.control_bytes = sizes.control_bytes; t.wire_offset = sizes.control_bytes; t.wire_bytes = sizes.wire_bytes;
-  t.nvl_offset = nvl_offset(); t.nvl_bytes = shape.nvl_bytes; t.rdma_offset = rdma_offset(); t.rdma_bytes = shape.rdma_bytes;
-  t.host_status = reinterpret_cast<uint64_t>(status); t.status = status_device;
-  if (shape.keep_stats) { t.host_stats = reinterpret_cast<uint64_t>(stats); t.stats = stats_device; }
-  t.sm_share = (shape.ranks + shape.devices - 1) / shape.devices; t.sm_share_index = r / shape.devices;
+  t.control_offset = 0;
+  t.control_bytes = sizes.control_bytes;
+  t.wire_offset = sizes.control_bytes;
+  t.wire_bytes = sizes.wire_bytes;
+  t.nvl_offset = nvl_offset();
+  t.nvl_bytes = shape.nvl_bytes;
+  t.rdma_offset = rdma_offset();
+  t.rdma_bytes = shape.rdma_bytes;
+  t.host_status = reinterpret_cast<uint64_t>(status);
+  t.status = status_device;
+  if (shape.keep_stats) {
+    t.host_stats = reinterpret_cast<uint64_t>(stats);
+    t.stats = stats_device;
+  }
+  t.sm_share = (shape.ranks + shape.devices - 1) / shape.devices;
+  t.sm_share_index = r / shape.devices;
   DK(team_create, t);
   team = t.team;
   dk_stream_create_params s{};
-  s.device = device; s.high_priority = 1;
+  s.device = device;
+  s.high_priority = 1;
   DK(stream_create, s);
   stream = s.stream;
   meet();
@@ -79,10 +107,16 @@ void Rank::open(World *w, int r) {
 
 void Rank::register_segment(uint64_t bytes) {
   const std::vector<uint64_t> addresses = allocate_shared(bytes);
-  segment = addresses[rank]; segment_bytes = bytes; peer_segments = addresses;
+  segment = addresses[rank];
+  segment_bytes = bytes;
+  peer_segments = addresses;
   for (int r = 0; r < world->shape.ranks; ++r) {
     dk_team_segment_params p{};
-    p.team = team; p.index = 0; p.owner = r; p.address = addresses[r]; p.bytes = bytes;
+    p.team = team;
+    p.index = 0;
+    p.owner = r;
+    p.address = addresses[r];
+    p.bytes = bytes;
     DK(team_segment, p);
   }
   meet();

@@ -13,19 +13,20 @@
 
 #include "abi/kernels.h"
 
-#define CHECK_CUDA(call)                                                                               \
-  do {                                                                                                 \
-    const cudaError_t error_ = (call);                                                                 \
-    if (error_ != cudaSuccess) {                                                                       \
-      fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_));       \
-      _exit(3);                                                                                        \
-    }                                                                                                  \
+#define CHECK_CUDA(call)                                                                         \
+  do {                                                                                           \
+    const cudaError_t error_ = (call);                                                           \
+    if (error_ != cudaSuccess) {                                                                 \
+      fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
+      _exit(3);                                                                                  \
+    }                                                                                            \
   } while (0)
 
 extern void *g_library;
 
 // Calls dk_NAME with a params struct; anything but `allowed` or success ends the program.
-template <class P> int32_t call_library(const char *name, P &params) {
+template <class P>
+int32_t call_library(const char *name, P &params) {
   using Function = int32_t (*)(P *);
   auto function = reinterpret_cast<Function>(dlsym(g_library, name));
   if (function == nullptr) {
@@ -35,17 +36,19 @@ template <class P> int32_t call_library(const char *name, P &params) {
   params.size = sizeof params;
   return function(&params);
 }
-#define DK(name, params)                                                                                             \
-  do {                                                                                                               \
-    const int32_t code_ = call_library("dk_" #name, params);                                                         \
-    if (code_ != DK_OK) {                                                                                            \
-      fprintf(stderr, "%s:%d: dk_" #name " returned %d, device error %d\n", __FILE__, __LINE__, code_, (params).device_error); \
-      _exit(3);                                                                                                      \
-    }                                                                                                                \
+#define DK(name, params)                                                                               \
+  do {                                                                                                 \
+    const int32_t code_ = call_library("dk_" #name, params);                                           \
+    if (code_ != DK_OK) {                                                                              \
+      fprintf(stderr, "%s:%d: dk_" #name " returned %d, device error %d\n", __FILE__, __LINE__, code_, \
+              (params).device_error);                                                                  \
+      _exit(3);                                                                                        \
+    }                                                                                                  \
   } while (0)
 
 struct Shape {
-  int ranks = 4, devices = 1, tokens = 4096, hidden = 7168, topk = 8, experts = 256, iterations = 30, sms = 0, max_tokens = 128;
+  int ranks = 4, devices = 1, tokens = 4096, hidden = 7168, topk = 8, experts = 256, iterations = 30, sms = 0,
+      max_tokens = 128;
   uint32_t isa = 0;
   uint64_t nvl_bytes = 512ull << 20, rdma_bytes = 0;
   bool share_by_descriptor = true, keep_stats = true;
@@ -55,9 +58,9 @@ struct Shape {
 struct World {
   Shape shape;
   pthread_barrier_t barrier;
-  std::vector<int> descriptors;          // [rank] of the block now being shared
+  std::vector<int> descriptors;  // [rank] of the block now being shared
   std::vector<std::vector<uint8_t>> blobs;
-  std::vector<double> samples;           // [rank]
+  std::vector<double> samples;  // [rank]
 };
 
 struct Rank {
@@ -78,8 +81,13 @@ struct Rank {
   std::vector<uint64_t> allocate_shared(uint64_t bytes);
   void open(World *w, int r);
   void register_segment(uint64_t bytes);
-  template <class P> void header(P &p, int num_sms = 0) {
-    p.team = team; p.stream = stream; p.call = ++calls; p.timeout_ns = 5000000000ull; p.num_sms = num_sms;
+  template <class P>
+  void header(P &p, int num_sms = 0) {
+    p.team = team;
+    p.stream = stream;
+    p.call = ++calls;
+    p.timeout_ns = 5000000000ull;
+    p.num_sms = num_sms;
   }
   void barrier() {
     dk_barrier_params p{};
@@ -90,9 +98,11 @@ struct Rank {
     CHECK_CUDA(cudaStreamSynchronize(reinterpret_cast<cudaStream_t>(stream)));
     if (status->sticky != 0) {
       const dk_failure &f = status->failure;
-      fprintf(stderr, "rank %d failed: code %u op %u phase %u peer %d field %u call %llu expected %lld seen %lld waited %llu ns\n", rank,
-              f.code, f.op, f.phase, f.peer, f.field, (unsigned long long)f.call, (long long)f.expected, (long long)f.seen,
-              (unsigned long long)f.waited_ns);
+      fprintf(
+          stderr,
+          "rank %d failed: code %u op %u phase %u peer %d field %u call %llu expected %lld seen %lld waited %llu ns\n",
+          rank, f.code, f.op, f.phase, f.peer, f.field, (unsigned long long)f.call, (long long)f.expected,
+          (long long)f.seen, (unsigned long long)f.waited_ns);
       _exit(4);
     }
   }

@@ -15,5 +15,7 @@ struct LowLatency {
 };
 
 LowLatency prepare(const Shape &s, int rank, const Routing &routing, bool odd);
-void dispatch(Rank &rank, const LowLatency &a, int format, uint32_t flags, bool weights, uint32_t phases = DK_PHASE_BOTH, uint32_t ticket = 0);
-void combine(Rank &rank, const LowLatency &a, uint32_t flags, const void *x, uint32_t phases = DK_PHASE_BOTH, uint32_t ticket = 0);
+void dispatch(Rank &rank, const LowLatency &a, int format, uint32_t flags, bool weights,
+              uint32_t phases = DK_PHASE_BOTH, uint32_t ticket = 0);
+void combine(Rank &rank, const LowLatency &a, uint32_t flags, const void *x, uint32_t phases = DK_PHASE_BOTH,
+             uint32_t ticket = 0);

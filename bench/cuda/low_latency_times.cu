@@ -1,10 +1,13 @@
-// low_latency_times.cu - times of the low-latency calls: by events around a call after a barrier of all ranks, inside the kernels by
-// their own clocks, and a call's share of a graph that holds many. Every figure is the slowest rank's; median and 99th percentile.
+// low_latency_times.cu - times of the low-latency calls: by events around a call after a barrier of all ranks, inside
+// the kernels by their own clocks, and a call's share of a graph that holds many. Every figure is the slowest rank's;
+// median and 99th percentile.
 #include "low_latency.h"
 
 namespace {
 
-struct Times { double median = NAN, p99 = NAN, inside = NAN, inside_p99 = NAN; };
+struct Times {
+  double median = NAN, p99 = NAN, inside = NAN, inside_p99 = NAN;
+};
 
 // Each rank's samples, then the greatest of the ranks for each call; the same answer on every rank.
 std::vector<double> greatest_of_ranks(Rank &rank, const std::vector<double> &mine) {
@@ -18,9 +21,10 @@ std::vector<double> greatest_of_ranks(Rank &rank, const std::vector<double> &min
   return greatest;
 }
 
-// What `call` enqueues, `iterations` times. Time inside: of the operations `ops`, of one kernel each, or two halves. A call's count
-// is written out by a kernel after it: by the next round's at the latest.
-template <class F> Times time_calls(Rank &rank, int iterations, const std::vector<int> &ops, F call) {
+// What `call` enqueues, `iterations` times. Time inside: of the operations `ops`, of one kernel each, or two halves. A
+// call's count is written out by a kernel after it: by the next round's at the latest.
+template <class F>
+Times time_calls(Rank &rank, int iterations, const std::vector<int> &ops, F call) {
   constexpr int kWarmup = 5;
   EventPair events(rank);
   std::vector<double> outside, inside;
@@ -39,7 +43,8 @@ template <class F> Times time_calls(Rank &rank, int iterations, const std::vecto
 }
 
 // A call's share of a graph of 20, launched again and again.
-template <class F> Times time_graph(Rank &rank, int replays, F call) {
+template <class F>
+Times time_graph(Rank &rank, int replays, F call) {
   constexpr int kCalls = 20;
   cudaStream_t stream = reinterpret_cast<cudaStream_t>(rank.stream);
   cudaGraph_t graph;
@@ -56,8 +61,9 @@ template <class F> Times time_graph(Rank &rank, int replays, F call) {
 }
 
 void release(LowLatency &a) {
-  for (void *p : {(void *)a.idx, (void *)a.weights, (void *)a.x, (void *)a.y, (void *)a.combined, (void *)a.recv_x, (void *)a.scales,
-                  (void *)a.count, (void *)a.src_info, (void *)a.stats, (void *)a.range, (void *)a.wait_stats})
+  for (void *p :
+       {(void *)a.idx, (void *)a.weights, (void *)a.x, (void *)a.y, (void *)a.combined, (void *)a.recv_x,
+        (void *)a.scales, (void *)a.count, (void *)a.src_info, (void *)a.stats, (void *)a.range, (void *)a.wait_stats})
     CHECK_CUDA(cudaFree(p));
 }
 LowLatency prepare_quiet(Rank &rank, const Shape &s) {
@@ -72,15 +78,23 @@ LowLatency prepare_quiet(Rank &rank, const Shape &s) {
 void sweep_point(Rank &rank, const Shape &s) {
   LowLatency a = prepare_quiet(rank, s);
   auto show = [&](const char *what, Times t) {
-    if (rank.rank == 0)
-      { printf("csv,%d,%d,%d,%g,%s,%.2f,%.2f,%.2f,%.2f\n", s.ranks, s.max_tokens, s.hidden, s.zipf, what, t.median, t.p99, t.inside, t.inside_p99); fflush(stdout); }
+    if (rank.rank == 0) {
+      printf("csv,%d,%d,%d,%g,%s,%.2f,%.2f,%.2f,%.2f\n", s.ranks, s.max_tokens, s.hidden, s.zipf, what, t.median, t.p99,
+             t.inside, t.inside_p99);
+      fflush(stdout);
+    }
   };
   constexpr int kCalls = 200, kReplays = 15;
-  show("dispatch_fp8", time_calls(rank, kCalls, {DK_OP_LL_DISPATCH}, [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, true); }));
+  show("dispatch_fp8",
+       time_calls(rank, kCalls, {DK_OP_LL_DISPATCH}, [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, true); }));
   show("combine", time_calls(rank, kCalls, {DK_OP_LL_COMBINE}, [&] { combine(rank, a, 0, a.y); }));
-  show("dispatch_bf16", time_calls(rank, kCalls, {DK_OP_LL_DISPATCH}, [&] { dispatch(rank, a, DK_FORMAT_BF16, 0, true); }));
+  show("dispatch_bf16",
+       time_calls(rank, kCalls, {DK_OP_LL_DISPATCH}, [&] { dispatch(rank, a, DK_FORMAT_BF16, 0, true); }));
   show("graph_dispatch_fp8", time_graph(rank, kReplays, [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, true); }));
-  show("graph_round", time_graph(rank, kReplays, [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, true); combine(rank, a, 0, a.y); }));
+  show("graph_round", time_graph(rank, kReplays, [&] {
+         dispatch(rank, a, DK_FORMAT_FP8, 0, true);
+         combine(rank, a, 0, a.y);
+       }));
   rank.meet();
   release(a);
 }
@@ -92,10 +106,14 @@ void time_low_latency(Rank &rank) {
   LowLatency a = prepare_quiet(rank, s);
   const int iterations = std::max(1000, s.iterations * 10);
   auto show = [&](const char *what, Times t) {
-    if (rank.rank == 0)
-      { printf("%-34s median %7.1f us  p99 %7.1f us  inside %7.1f us  p99 %7.1f us\n", what, t.median, t.p99, t.inside, t.inside_p99); fflush(stdout); }
+    if (rank.rank == 0) {
+      printf("%-34s median %7.1f us  p99 %7.1f us  inside %7.1f us  p99 %7.1f us\n", what, t.median, t.p99, t.inside,
+             t.inside_p99);
+      fflush(stdout);
+    }
   };
-  const std::vector<int> dispatches{DK_OP_LL_DISPATCH}, combines{DK_OP_LL_COMBINE}, both{DK_OP_LL_DISPATCH, DK_OP_LL_COMBINE};
+  const std::vector<int> dispatches{DK_OP_LL_DISPATCH}, combines{DK_OP_LL_COMBINE},
+      both{DK_OP_LL_DISPATCH, DK_OP_LL_COMBINE};
   auto fp8 = [&] { dispatch(rank, a, DK_FORMAT_FP8, 0, true); };
   auto bf16 = [&] { dispatch(rank, a, DK_FORMAT_BF16, 0, true); };
   auto sums = [&] { combine(rank, a, 0, a.y); };
@@ -107,19 +125,30 @@ void time_low_latency(Rank &rank) {
   show("LL combine, sums", time_calls(rank, iterations, combines, sums));
   show("LL combine, each row", time_calls(rank, iterations, combines, [&] { combine(rank, a, DK_LL_UNREDUCED, a.y); }));
   show("LL combine, LogFMT", time_calls(rank, iterations, combines, [&] { combine(rank, a, DK_LL_LOGFMT, a.y); }));
-  show("LL dispatch FP8 + combine, sums", time_calls(rank, iterations, both, [&] { fp8(); sums(); }));
+  show("LL dispatch FP8 + combine, sums", time_calls(rank, iterations, both, [&] {
+         fp8();
+         sums();
+       }));
   show("LL dispatch FP8 in halves", time_calls(rank, iterations, dispatches, [&] {
-         dispatch(rank, a, DK_FORMAT_FP8, 0, true, DK_PHASE_SEND, 0); dispatch(rank, a, DK_FORMAT_FP8, 0, true, DK_PHASE_RECV, 0);
+         dispatch(rank, a, DK_FORMAT_FP8, 0, true, DK_PHASE_SEND, 0);
+         dispatch(rank, a, DK_FORMAT_FP8, 0, true, DK_PHASE_RECV, 0);
        }));
   show("LL combine in halves", time_calls(rank, iterations, combines, [&] {
-         combine(rank, a, 0, a.y, DK_PHASE_SEND, 0); combine(rank, a, 0, a.y, DK_PHASE_RECV, 0);
+         combine(rank, a, 0, a.y, DK_PHASE_SEND, 0);
+         combine(rank, a, 0, a.y, DK_PHASE_RECV, 0);
        }));
   show("graph: dispatch FP8", time_graph(rank, 60, fp8));
   show("graph: dispatch BF16", time_graph(rank, 60, bf16));
   fp8();
   show("graph: combine, sums", time_graph(rank, 60, sums));
-  show("graph: dispatch FP8 + combine", time_graph(rank, 60, [&] { fp8(); sums(); }));
-  show("graph: the same, weights now", time_graph(rank, 60, [&] { unweighted(); sums(); }));
+  show("graph: dispatch FP8 + combine", time_graph(rank, 60, [&] {
+         fp8();
+         sums();
+       }));
+  show("graph: the same, weights now", time_graph(rank, 60, [&] {
+         unweighted();
+         sums();
+       }));
   rank.meet();
   release(a);
 }
@@ -128,10 +157,19 @@ void time_low_latency(Rank &rank) {
 void sweep_low_latency(Rank &rank) {
   Shape s = rank.world->shape;
   const int max_tokens = s.max_tokens, hidden = s.hidden;
-  for (int tokens = 1; tokens <= max_tokens; tokens *= 2) { s.max_tokens = tokens; sweep_point(rank, s); }
+  for (int tokens = 1; tokens <= max_tokens; tokens *= 2) {
+    s.max_tokens = tokens;
+    sweep_point(rank, s);
+  }
   s.max_tokens = std::min(max_tokens, 128);
   for (int other : {2048, 3072, 4096, 5120, 6144, 8192})
-    if (other <= hidden || s.max_tokens * other <= max_tokens * hidden) { s.hidden = other; sweep_point(rank, s); }
+    if (other <= hidden || s.max_tokens * other <= max_tokens * hidden) {
+      s.hidden = other;
+      sweep_point(rank, s);
+    }
   s.hidden = hidden;
-  for (double zipf : {0.5, 1.0}) { s.zipf = zipf; sweep_point(rank, s); }
+  for (double zipf : {0.5, 1.0}) {
+    s.zipf = zipf;
+    sweep_point(rank, s);
+  }
 }

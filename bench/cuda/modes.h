@@ -11,27 +11,36 @@ void sweep_low_latency(Rank &rank);
 void timeline_low_latency(Rank &rank);
 void time_host(Rank &rank);
 
-template <class T> T *device_array(size_t count) {
+template <class T>
+T *device_array(size_t count) {
   void *p = nullptr;
   CHECK_CUDA(cudaMalloc(&p, std::max<size_t>(count, 1) * sizeof(T)));
   CHECK_CUDA(cudaMemset(p, 0xee, std::max<size_t>(count, 1) * sizeof(T)));
   CHECK_CUDA(cudaDeviceSynchronize());
   return static_cast<T *>(p);
 }
-template <class T> T *to_device(const std::vector<T> &host) {
+template <class T>
+T *to_device(const std::vector<T> &host) {
   T *p = device_array<T>(host.size());
   if (!host.empty()) CHECK_CUDA(cudaMemcpy(p, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
   return p;
 }
-template <class T> std::vector<T> to_host(const T *p, size_t count) {
+template <class T>
+std::vector<T> to_host(const T *p, size_t count) {
   std::vector<T> host(count);
   if (count != 0) CHECK_CUDA(cudaMemcpy(host.data(), p, count * sizeof(T), cudaMemcpyDeviceToHost));
   return host;
 }
-template <class T> uint64_t as_address(T *p) { return reinterpret_cast<uint64_t>(p); }
+template <class T>
+uint64_t as_address(T *p) {
+  return reinterpret_cast<uint64_t>(p);
+}
 
-// Time that an operation has spent in its kernels so far. Kernels leave the newest call to the next one to write out: the barrier.
-struct OwnTime { uint64_t calls, ns; };
+// Time that an operation has spent in its kernels so far. Kernels leave the newest call to the next one to write out:
+// the barrier.
+struct OwnTime {
+  uint64_t calls, ns;
+};
 inline OwnTime own_time(Rank &rank, int op) {
   rank.barrier();
   rank.sync();
@@ -56,7 +65,8 @@ class EventPair {
   EventPair &operator=(const EventPair &) = delete;
 
   // In microseconds, behind a barrier of all ranks.
-  template <class F> double time(F call) {
+  template <class F>
+  double time(F call) {
     rank_.barrier();
     CHECK_CUDA(cudaEventRecord(begin_, stream_));
     call();
@@ -73,14 +83,17 @@ class EventPair {
   cudaEvent_t begin_, end_;
 };
 
-struct Timing { double median, p99; };
+struct Timing {
+  double median, p99;
+};
 inline Timing median_and_p99(std::vector<double> all) {
   if (all.empty()) return {NAN, NAN};
   std::sort(all.begin(), all.end());
   return {all[all.size() / 2], all[all.size() * 99 / 100]};
 }
 // What to time: `call` enqueues. Median and 99th percentile of the maximum over ranks, in microseconds.
-template <class F> Timing measure(Rank &rank, int iterations, bool cold, F call) {
+template <class F>
+Timing measure(Rank &rank, int iterations, bool cold, F call) {
   cudaStream_t stream = reinterpret_cast<cudaStream_t>(rank.stream);
   EventPair events(rank);
   static thread_local uint8_t *flush = nullptr;

@@ -17,7 +17,7 @@ struct Arrays {
   uint64_t counts_address;
   uint32_t *wrong;
   int hidden, rows, capacity;
-  std::vector<int32_t> ranks, tokens; // of received rows
+  std::vector<int32_t> ranks, tokens;  // of received rows
   int32_t *ranks_device, *tokens_device;
 };
 
@@ -27,6 +27,8 @@ void release(Rank &rank, Arrays &a);
 void layout(Rank &rank, const Arrays &a, const Routing &routing);
 // The number of the call, with which its counts arrive.
 uint64_t notify(Rank &rank, const Arrays &a, const Routing &routing, uint64_t hidden_bytes, int num_scales);
-// rows: that there is room for, -1: as many as come. direct: into the segment. `worst`: rows that the outputs are padded to.
-void dispatch(Rank &rank, const Arrays &a, const Routing &routing, uint64_t hidden_bytes, int num_scales, int rows, int worst, int sms, bool direct);
+// rows: that there is room for, -1: as many as come. direct: into the segment. `worst`: rows that the outputs are
+// padded to.
+void dispatch(Rank &rank, const Arrays &a, const Routing &routing, uint64_t hidden_bytes, int num_scales, int rows,
+              int worst, int sms, bool direct);
 void combine(Rank &rank, const Arrays &a, const Routing &routing, int sms, bool weights);

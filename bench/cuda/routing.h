@@ -9,7 +9,7 @@
 
 struct Routing {
   int ranks, tokens, topk, experts;
-  std::vector<std::vector<int64_t>> idx;     // [rank][T*K]
+  std::vector<std::vector<int64_t>> idx;  // [rank][T*K]
   std::vector<std::vector<float>> weights;
 
   int local() const { return experts / ranks; }

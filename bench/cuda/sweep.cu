@@ -3,7 +3,7 @@
 
 namespace {
 
-constexpr int kIterations = 5; // of a point, after three that warm up
+constexpr int kIterations = 5;  // of a point, after three that warm up
 
 struct Point {
   const char *sweep, *routing;
@@ -16,7 +16,10 @@ int max_rows(const Routing &routing) {
   for (int from = 0; from < routing.ranks; ++from)
     for (int t = 0; t < routing.tokens; ++t)
       for (int to = 0; to < routing.ranks; ++to)
-        if (to != from && routing.goes(from, t, to)) { ++out[from]; ++in[to]; }
+        if (to != from && routing.goes(from, t, to)) {
+          ++out[from];
+          ++in[to];
+        }
   return std::max(*std::max_element(out.begin(), out.end()), *std::max_element(in.begin(), in.end()));
 }
 
@@ -28,7 +31,9 @@ double slowest(Rank &rank, double mine) {
   return most;
 }
 
-void header() { printf("csv,sweep,isa,ranks,tokens,hidden,routing,sms,operation,link_bytes,median_us,worst_us,in_kernel_us\n"); }
+void header() {
+  printf("csv,sweep,isa,ranks,tokens,hidden,routing,sms,operation,link_bytes,median_us,worst_us,in_kernel_us\n");
+}
 
 struct Sweep {
   Rank &rank;
@@ -37,13 +42,14 @@ struct Sweep {
   const Arrays &arrays;
   int rows;
 
-  template <class F> void timed(const char *operation, double row_bytes, int op, F call) const {
+  template <class F>
+  void timed(const char *operation, double row_bytes, int op, F call) const {
     const OwnTime before = own_time(rank, op);
     const Timing t = measure(rank, kIterations, true, call);
     const double own = slowest(rank, mean_us(before, own_time(rank, op)));
     if (rank.rank != 0) return;
-    printf("csv,%s,%u,%d,%d,%d,%s,%d,%s,%.0f,%.1f,%.1f,%.1f\n", at.sweep, rank.world->shape.isa, routing.ranks, at.tokens, at.hidden, at.routing,
-           at.sms, operation, rows * row_bytes, t.median, t.p99, own);
+    printf("csv,%s,%u,%d,%d,%d,%s,%d,%s,%.0f,%.1f,%.1f,%.1f\n", at.sweep, rank.world->shape.isa, routing.ranks,
+           at.tokens, at.hidden, at.routing, at.sms, operation, rows * row_bytes, t.median, t.p99, own);
     fflush(stdout);
   }
   void dispatches(const char *operation, int row_bytes, int scales, bool direct) const {
@@ -85,7 +91,7 @@ void sweep_sms(Rank &rank, Point at, const Routing &routing, const std::vector<i
 
 void sweep_normal(Rank &rank) {
   const Shape s = rank.world->shape;
-  rank.register_segment(2ull * s.ranks * s.tokens * s.hidden); // s.tokens: the most that are swept
+  rank.register_segment(2ull * s.ranks * s.tokens * s.hidden);  // s.tokens: the most that are swept
   if (rank.rank == 0) header();
   auto uniform = [&](int tokens) { return Routing(s, tokens, 1, false); };
   const int base = std::min(4096, s.tokens), sms = 16;
@@ -98,5 +104,6 @@ void sweep_normal(Rank &rank) {
   Routing hot = uniform(base);
   hot.send_all_to(0);
   sweep_sms(rank, {"routing", "hot", base, s.hidden, sms}, hot, {sms});
-  for (int tokens = 64; tokens <= s.tokens; tokens *= 2) sweep_sms(rank, {"tokens", "uniform", tokens, s.hidden, sms}, uniform(tokens), {sms});
+  for (int tokens = 64; tokens <= s.tokens; tokens *= 2)
+    sweep_sms(rank, {"tokens", "uniform", tokens, s.hidden, sms}, uniform(tokens), {sms});
 }

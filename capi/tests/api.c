@@ -1,4 +1,5 @@
-/* The C API as one process sees it: wrong arguments, life cycle, two-step dispatch with itself, fork, errors of this thread. */
+/* The C API as one process sees it: wrong arguments, life cycle, two-step dispatch with itself, fork, errors of this
+ * thread. */
 #include "deepep.h"
 
 #include <pthread.h>
@@ -45,12 +46,14 @@ static void test_arguments(void) {
   EXPECT(deepep_group_create(&options, &group) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("struct_size"));
   EXPECT(deepep_buffer_create((deepep_group_t)(uintptr_t)12345, NULL, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT);
   EXPECT(deepep_buffer_check((deepep_buffer_t)(uintptr_t)12345) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("buffer"));
-  EXPECT(deepep_group_destroy(NULL) == DEEPEP_OK && deepep_buffer_destroy(NULL) == DEEPEP_OK && deepep_event_destroy(NULL) == DEEPEP_OK);
+  EXPECT(deepep_group_destroy(NULL) == DEEPEP_OK && deepep_buffer_destroy(NULL) == DEEPEP_OK &&
+         deepep_event_destroy(NULL) == DEEPEP_OK);
   config.num_sms = 3;
   EXPECT(deepep_config_check(&config) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("num_sms"));
   config = (deepep_config)DEEPEP_CONFIG_INIT;
   EXPECT(deepep_config_check(&config) == DEEPEP_OK && config.rdma_recv_chunk == 258);
-  EXPECT(deepep_config_default(0, 5, &config) == DEEPEP_OK && deepep_config_default(2, 5, &config) == DEEPEP_ERROR_INVALID_ARGUMENT);
+  EXPECT(deepep_config_default(0, 5, &config) == DEEPEP_OK &&
+         deepep_config_default(2, 5, &config) == DEEPEP_ERROR_INVALID_ARGUMENT);
   EXPECT(deepep_low_latency_size_hint(128, 7168, 4, 256, &bytes) == DEEPEP_OK && bytes > 0);
   EXPECT(deepep_low_latency_size_hint(128, 7168, 3, 256, &bytes) == DEEPEP_ERROR_INVALID_ARGUMENT);
 }
@@ -61,7 +64,10 @@ static int gather_alone(const void *send, void *recv, size_t bytes, void *user) 
   return 0;
 }
 static int32_t gather_fails(const void *send, void *recv, size_t bytes, void *user) {
-  (void)send; (void)recv; (void)bytes; (void)user;
+  (void)send;
+  (void)recv;
+  (void)bytes;
+  (void)user;
   return 5;
 }
 
@@ -92,7 +98,10 @@ static void run_dispatch(deepep_buffer_t buffer) {
   deepep_dispatch_args dispatch = DEEPEP_DISPATCH_INIT;
   deepep_combine_args combine = DEEPEP_COMBINE_INIT;
   for (i = 0; i < T * H; i++) x[i] = (unsigned short)(0x3f80 + i % 64);
-  for (i = 0; i < T * K; i++) { topk_idx[i] = i == 4 || i == 5 ? -1 : i % E; weights[i] = 0.5f; } /* token 2 goes nowhere */
+  for (i = 0; i < T * K; i++) {
+    topk_idx[i] = i == 4 || i == 5 ? -1 : i % E;
+    weights[i] = 0.5f;
+  } /* token 2 goes nowhere */
   layout.num_tokens = notify.num_tokens = dispatch.num_tokens = T;
   layout.num_topk = notify.num_topk = dispatch.num_topk = K;
   layout.num_experts = notify.num_experts = dispatch.num_experts = E;
@@ -109,7 +118,8 @@ static void run_dispatch(deepep_buffer_t buffer) {
   notify.num_tokens_per_expert = per_expert;
   notify.is_token_in_rank = in_rank;
   notify.handle = &handle;
-  EXPECT(deepep_notify_counts(buffer, &notify, NULL, &token) == DEEPEP_OK && handle.num_tokens == T && handle.num_ranks == 1);
+  EXPECT(deepep_notify_counts(buffer, &notify, NULL, &token) == DEEPEP_OK && handle.num_tokens == T &&
+         handle.num_ranks == 1);
   EXPECT(deepep_wait_counts(buffer, token, -1, &rows, local) == DEEPEP_OK && rows == T - 1);
   EXPECT(deepep_wait_counts(buffer, token + 1, 0, &rows, local) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("token"));
   handle.num_recv_tokens = T - 1;
@@ -126,7 +136,8 @@ static void run_dispatch(deepep_buffer_t buffer) {
   combine.handle = &handle;
   combine.combined_x = combined;
   EXPECT(deepep_combine(buffer, &combine, NULL) == DEEPEP_OK);
-  EXPECT(memcmp(combined, x, 2 * H * 2) == 0 && combined[2 * H] == 0 && memcmp(combined + 3 * H, x + 3 * H, 3 * H * 2) == 0);
+  EXPECT(memcmp(combined, x, 2 * H * 2) == 0 && combined[2 * H] == 0 &&
+         memcmp(combined + 3 * H, x + 3 * H, 3 * H * 2) == 0);
   handle.magic = 1;
   EXPECT(deepep_combine(buffer, &combine, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("handle"));
 }
@@ -149,7 +160,8 @@ static void test_life(void) {
   options.num_nvl_bytes = 1 << 20;
   EXPECT(deepep_buffer_create(group, &options, &buffer) == DEEPEP_OK);
   EXPECT(deepep_buffer_wait_ready(buffer, -1) == DEEPEP_OK && deepep_buffer_check(buffer) == DEEPEP_OK);
-  EXPECT(deepep_buffer_info_get(buffer, &info) == DEEPEP_OK && info.size == 1 && info.host_stream == 1 && strcmp(info.engine, "cpu") == 0);
+  EXPECT(deepep_buffer_info_get(buffer, &info) == DEEPEP_OK && info.size == 1 && info.host_stream == 1 &&
+         strcmp(info.engine, "cpu") == 0);
   EXPECT(deepep_buffer_region(buffer, 0, &address, &bytes) == DEEPEP_OK && bytes == 1 << 20 && address != NULL);
   memset(address, 0xff, bytes); /* the caller may */
   run_dispatch(buffer);
@@ -159,7 +171,8 @@ static void test_life(void) {
   EXPECT(deepep_barrier(buffer, &call) == DEEPEP_OK && deepep_event_wait(event, -1) == DEEPEP_OK);
   EXPECT(deepep_query_mask(buffer, (int32_t *)sent, NULL) == DEEPEP_ERROR_INVALID_STATE && SAYS("shrink"));
   stats.op = DEEPEP_OP_DISPATCH;
-  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 1 && sent[0] > 0 && stats.p99_us >= stats.p50_us);
+  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 1 && sent[0] > 0 &&
+         stats.p99_us >= stats.p50_us);
   EXPECT(deepep_event_destroy(event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_ERROR_INVALID_ARGUMENT);
   EXPECT(deepep_group_destroy(group) == DEEPEP_OK); /* buffers of the group live on */
   EXPECT(deepep_barrier(buffer, NULL) == DEEPEP_OK);
@@ -200,7 +213,8 @@ static void test_thread_errors(void) {
 
 static int lines;
 static void count_line(int32_t level, const char *message, void *user) {
-  (void)level; (void)message;
+  (void)level;
+  (void)message;
   __atomic_add_fetch((int *)user, 1, __ATOMIC_RELAXED);
 }
 static void test_log(void) {

@@ -1,16 +1,16 @@
 /* Compiled as C and as C++ with the header alone: what the macros promise holds without the library. */
-#include "deepep.h"
 #include <stddef.h>
 #include <stdio.h>
+#include "deepep.h"
 
 static int failures, checks;
-#define EXPECT(condition)                                           \
-  do {                                                              \
-    checks++;                                                       \
-    if (!(condition)) {                                             \
-      failures++;                                                   \
-      printf("FAIL %s:%d: %s\n", __FILE__, __LINE__, #condition);   \
-    }                                                               \
+#define EXPECT(condition)                                         \
+  do {                                                            \
+    checks++;                                                     \
+    if (!(condition)) {                                           \
+      failures++;                                                 \
+      printf("FAIL %s:%d: %s\n", __FILE__, __LINE__, #condition); \
+    }                                                             \
   } while (0)
 
 int main(void) {

@@ -3,10 +3,14 @@
 
 #include "normal.h"
 
-struct both { struct normal_spec dispatch; struct combine_spec combine; };
+struct both {
+  struct normal_spec dispatch;
+  struct combine_spec combine;
+};
 
 #define BOTH(name, dispatch_, ...) static const struct both name = {.dispatch = dispatch_, .combine = {__VA_ARGS__}}
-#define ROWS(...) {.tokens = 60, .experts = 4, .topk = 4, .index_bytes = 8, .row_bytes = 64, .nvl_bytes = 1 << 20, __VA_ARGS__}
+#define ROWS(...) \
+  {.tokens = 60, .experts = 4, .topk = 4, .index_bytes = 8, .row_bytes = 64, .nvl_bytes = 1 << 20, __VA_ARGS__}
 BOTH(plain, ROWS(), .hidden = 256);
 BOTH(weights, ROWS(), .hidden = 256, .weights = true);
 BOTH(one_bias, ROWS(), .hidden = 128, .biases = 1, .weights = true);
@@ -75,7 +79,8 @@ static void one_handle(struct rank *me) {
   struct team *t = make_team(me, &team);
   struct normal *n = make_normal(t, &both.dispatch, 3);
   dispatch_and_check(n);
-  static const struct combine_spec specs[] = {{.hidden = 64}, {.hidden = 2048, .weights = true}, {.hidden = 8, .biases = 2}};
+  static const struct combine_spec specs[] = {
+      {.hidden = 64}, {.hidden = 2048, .weights = true}, {.hidden = 8, .biases = 2}};
   for (int i = 0; i < COUNT(specs); i++) {
     struct combine *c = make_combine(n, &specs[i], (uint64_t)i);
     run_combine(c);

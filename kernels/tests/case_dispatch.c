@@ -1,4 +1,5 @@
-/* case_dispatch.c - rows of every shape arrive where they should, whole, in order; again from the handle; again and again. */
+/* case_dispatch.c - rows of every shape arrive where they should, whole, in order; again from the handle; again and
+ * again. */
 #include "normal.h"
 
 #define ROOMY ((uint64_t)4 << 20)

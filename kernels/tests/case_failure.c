@@ -2,7 +2,8 @@
 #include "lowlat.h"
 #include "normal.h"
 
-static const struct ll_spec kLowLatency = {.tokens = 8, .max_tokens = 8, .hidden = 256, .experts = 6, .topk = 2, .index_bytes = 8};
+static const struct ll_spec kLowLatency = {
+    .tokens = 8, .max_tokens = 8, .hidden = 256, .experts = 6, .topk = 2, .index_bytes = 8};
 static const struct normal_spec kNormal = {.tokens = 20, .experts = 6, .topk = 2, .index_bytes = 8, .row_bytes = 512};
 static const struct combine_spec kCombine = {.hidden = 256, .weights = true};
 
@@ -26,8 +27,9 @@ static struct stage set_stage(struct rank *me) {
   return s;
 }
 
-static const uint32_t notify = DK_OP_NOTIFY, dispatch = DK_OP_DISPATCH, combine = DK_OP_COMBINE, ll_dispatch = DK_OP_LL_DISPATCH,
-                      ll_combine = DK_OP_LL_COMBINE, clean = DK_OP_CLEAN, barrier = DK_OP_BARRIER;
+static const uint32_t notify = DK_OP_NOTIFY, dispatch = DK_OP_DISPATCH, combine = DK_OP_COMBINE,
+                      ll_dispatch = DK_OP_LL_DISPATCH, ll_combine = DK_OP_LL_COMBINE, clean = DK_OP_CLEAN,
+                      barrier = DK_OP_BARRIER;
 
 static void run_op(struct stage *s, uint32_t op) {
   if (op == DK_OP_NOTIFY) run_notify(s->normal);
@@ -43,12 +45,15 @@ static void expect_all_nan(struct rank *me, struct tensor t) {
   fetch_tensor(me, t);
   finish(me);
   for (uint64_t i = 0; i < t.bytes / 2; i++)
-    expect(me, bf16_is_nan(((uint16_t *)t.host)[i]), "channel %lu of a failed combine is %g", (unsigned long)i, from_bf16(((uint16_t *)t.host)[i]));
+    expect(me, bf16_is_nan(((uint16_t *)t.host)[i]), "channel %lu of a failed combine is %g", (unsigned long)i,
+           from_bf16(((uint16_t *)t.host)[i]));
 }
 
 static void expect_void_outputs(struct stage *s, uint32_t op) {
   struct rank *me = s->team->me;
-  if (op == DK_OP_NOTIFY) expect(me, s->normal->counts->num_recv_tokens == -1, "a failed notify left %d rows", s->normal->counts->num_recv_tokens);
+  if (op == DK_OP_NOTIFY)
+    expect(me, s->normal->counts->num_recv_tokens == -1, "a failed notify left %d rows",
+           s->normal->counts->num_recv_tokens);
   if (op == DK_OP_COMBINE) expect_all_nan(me, s->combine->out);
   if (op == DK_OP_LL_DISPATCH) expect_no_rows(s->ll);
   if (op == DK_OP_LL_COMBINE) expect_nan(s->ll);
@@ -66,8 +71,10 @@ static void timeout(struct rank *me) {
   uint64_t taken = now_ns() - start;
   const dk_failure *f = &s.team->status->failure;
   expect_failure(s.team, DK_ETIMEOUT, op, me->count - 1);
-  expect(me, f->call == s.team->calls[op], "the record is of call %lu, wanted %lu", (unsigned long)f->call, (unsigned long)s.team->calls[op]);
-  expect(me, f->waited_ns >= s.team->timeout_ns / 2 && f->waited_ns < limit_ns(5), "it says that it waited %lu ns", (unsigned long)f->waited_ns);
+  expect(me, f->call == s.team->calls[op], "the record is of call %lu, wanted %lu", (unsigned long)f->call,
+         (unsigned long)s.team->calls[op]);
+  expect(me, f->waited_ns >= s.team->timeout_ns / 2 && f->waited_ns < limit_ns(5), "it says that it waited %lu ns",
+         (unsigned long)f->waited_ns);
   expect(me, f->phase & DK_PHASE_BOTH, "phase %u", f->phase);
   expect(me, taken >= s.team->timeout_ns * 9 / 10 && taken < limit_ns(2), "it took %.3f s", (double)taken * 1e-9);
   expect_void_outputs(&s, op);
@@ -93,7 +100,8 @@ static void aborted(struct rank *me) {
   uint64_t end = now_ns(), times[MAX_SEATS], mine = 0;
   gather(me, &mine, sizeof mine, -1, times, NULL);
   expect_failure(s.team, DK_EPEERDEAD, op, culprit);
-  expect(me, end > times[culprit] && end - times[culprit] < limit_ns(0.5), "it left %.3f s after the abort", ((double)end - (double)times[culprit]) * 1e-9);
+  expect(me, end > times[culprit] && end - times[culprit] < limit_ns(0.5), "it left %.3f s after the abort",
+         ((double)end - (double)times[culprit]) * 1e-9);
   expect_void_outputs(&s, op);
 }
 
@@ -118,10 +126,12 @@ static void sticky(struct rank *me) {
     run_ll_dispatch(s.ll, DK_PHASE_RECV, 0);
   }
   finish(me);
-  expect(me, now_ns() - start < limit_ns(0.5), "operations of a failed team took %.3f s", (double)(now_ns() - start) * 1e-9);
+  expect(me, now_ns() - start < limit_ns(0.5), "operations of a failed team took %.3f s",
+         (double)(now_ns() - start) * 1e-9);
   for (int i = 0; i < COUNT(ops); i++) expect_void_outputs(&s, ops[i]);
   expect_failure(s.team, DK_ETIMEOUT, DK_OP_BARRIER, me->count - 1);
-  expect(me, s.team->status->failure.call == s.team->calls[DK_OP_BARRIER] - 5, "the record is of barrier %lu", (unsigned long)s.team->status->failure.call);
+  expect(me, s.team->status->failure.call == s.team->calls[DK_OP_BARRIER] - 5, "the record is of barrier %lu",
+         (unsigned long)s.team->status->failure.call);
 }
 
 /* An abort that comes before the call counts for it as well. */
@@ -165,7 +175,8 @@ static void new_team_after(struct rank *me) {
 static void late(struct rank *me) {
   struct stage s = set_stage(me);
   s.team->timeout_ns = limit_ns(2);
-  static const uint32_t ops[] = {DK_OP_NOTIFY, DK_OP_DISPATCH, DK_OP_COMBINE, DK_OP_LL_DISPATCH, DK_OP_LL_COMBINE, DK_OP_CLEAN};
+  static const uint32_t ops[] = {DK_OP_NOTIFY,      DK_OP_DISPATCH,   DK_OP_COMBINE,
+                                 DK_OP_LL_DISPATCH, DK_OP_LL_COMBINE, DK_OP_CLEAN};
   for (int i = 0; i < COUNT(ops); i++) {
     if (me->index == i % me->count) pause_ms(60);
     run_op(&s, ops[i]);
@@ -178,9 +189,10 @@ static void late(struct rank *me) {
   check_ll_combine(s.ll);
 }
 
-/* Whoever has finished a call may leave: the others have all that they need of it, and wait only for those that are slower. Rows
- * go through rings of a few places, so that there is much to wait for. */
-static const struct normal_spec kManyRows = {.tokens = 120, .experts = 12, .topk = 3, .index_bytes = 8, .row_bytes = 8192, .recv_chunk = 2};
+/* Whoever has finished a call may leave: the others have all that they need of it, and wait only for those that are
+ * slower. Rows go through rings of a few places, so that there is much to wait for. */
+static const struct normal_spec kManyRows = {
+    .tokens = 120, .experts = 12, .topk = 3, .index_bytes = 8, .row_bytes = 8192, .recv_chunk = 2};
 static const struct combine_spec kManySums = {.hidden = 4096, .weights = true};
 
 static struct stage set_slow_stage(struct rank *me, uint64_t salt) {
@@ -195,7 +207,12 @@ static struct stage set_slow_stage(struct rank *me, uint64_t salt) {
 
 /* What is on its way to other nodes arrives before anybody may go. */
 static void deliver(struct team *t) {
-  dk_transport_quiet_params p = {.size = sizeof p, .transport = t->transport, .stream = t->me->stream, .peer = -1, .qp = -1, .timeout_ns = t->timeout_ns};
+  dk_transport_quiet_params p = {.size = sizeof p,
+                                 .transport = t->transport,
+                                 .stream = t->me->stream,
+                                 .peer = -1,
+                                 .qp = -1,
+                                 .timeout_ns = t->timeout_ns};
   if (t->transport) CALL(t->me, transport_quiet, &p);
   finish(t->me);
 }

@@ -14,7 +14,10 @@ static void facts(struct rank *me) {
 
 /* Every function refuses a struct that is one byte too small, and leaves what is behind `size` alone. */
 static void short_structs(struct rank *me) {
-  static const struct { const char *name; size_t function, size; } all[] = {
+  static const struct {
+    const char *name;
+    size_t function, size;
+  } all[] = {
 #define ENTRY(name) {"dk_" #name, offsetof(struct library, name), sizeof(dk_##name##_params)},
       SUITE_FUNCTIONS(ENTRY)
 #undef ENTRY
@@ -29,12 +32,16 @@ static void short_structs(struct rank *me) {
     memcpy(&function, (const char *)&dk + all[i].function, sizeof function);
     int32_t code = function(room);
     expect(me, code == DK_EVERSION, "%s with a struct of %u bytes returned %s", all[i].name, size, code_name(code));
-    for (int b = 0; b < 64; b++) expect(me, room[size + (uint32_t)b] == 0x77, "%s wrote behind a struct of %u bytes", all[i].name, size);
+    for (int b = 0; b < 64; b++)
+      expect(me, room[size + (uint32_t)b] == 0x77, "%s wrote behind a struct of %u bytes", all[i].name, size);
   }
 }
 
 static void longer_struct(struct rank *me) {
-  struct { dk_info_params p; char later[64]; } newer = {.p = {.size = sizeof newer}};
+  struct {
+    dk_info_params p;
+    char later[64];
+  } newer = {.p = {.size = sizeof newer}};
   CALL(me, info, &newer.p);
   expect(me, newer.p.abi_version == DK_ABI_VERSION, "a struct of a newer header is not filled");
 }
@@ -44,8 +51,10 @@ static void devices(struct rank *me) {
   for (int round = 0; round < 3; round++) {
     dk_device_open_params p = {.size = sizeof p, .ordinal = round == 2 ? -1 : seat_ordinal(me->seat)};
     CALL(me, device_open, &p);
-    expect(me, p.device && p.num_sms >= 1 && p.name[0] && p.isa_name[0], "device %d: handle, num_sms, name or isa_name is missing", p.ordinal);
-    expect(me, p.total_bytes >= p.free_bytes && p.free_bytes > 0, "device %d: free and total bytes make no sense", p.ordinal);
+    expect(me, p.device && p.num_sms >= 1 && p.name[0] && p.isa_name[0],
+           "device %d: handle, num_sms, name or isa_name is missing", p.ordinal);
+    expect(me, p.total_bytes >= p.free_bytes && p.free_bytes > 0, "device %d: free and total bytes make no sense",
+           p.ordinal);
     expect(me, p.out_ordinal >= 0 && p.out_ordinal < library.num_devices, "out_ordinal is %d", p.out_ordinal);
     if (round == 1) expect(me, memcmp(uuid, p.uuid, sizeof uuid) == 0, "the uuid of a device changes");
     memcpy(uuid, p.uuid, sizeof uuid);
@@ -69,12 +78,14 @@ static void bad_devices(struct rank *me) {
 static void block_sizes(struct rank *me) {
   uint64_t before = 0;
   for (int ranks = 1; ranks <= 64; ranks *= 2) {
-    dk_block_sizes_params p = {.size = sizeof p, .num_ranks = ranks, .num_nvl_peers = 8, .nvl_bytes = 1 << 20, .rdma_bytes = 1 << 20};
+    dk_block_sizes_params p = {
+        .size = sizeof p, .num_ranks = ranks, .num_nvl_peers = 8, .nvl_bytes = 1 << 20, .rdma_bytes = 1 << 20};
     p.max_row_bytes = 1024;
     CALL(me, block_sizes, &p);
-    expect(me, p.control_bytes > 0 && p.control_bytes % 4096 == 0 && p.wire_bytes % 4096 == 0, "%d ranks: control or wire is not in pages", ranks);
-    expect(me, p.min_nvl_bytes >= before && p.min_nvl_bytes > 0, "%d ranks: min_nvl_bytes %lu is below that of fewer ranks", ranks,
-           (unsigned long)p.min_nvl_bytes);
+    expect(me, p.control_bytes > 0 && p.control_bytes % 4096 == 0 && p.wire_bytes % 4096 == 0,
+           "%d ranks: control or wire is not in pages", ranks);
+    expect(me, p.min_nvl_bytes >= before && p.min_nvl_bytes > 0,
+           "%d ranks: min_nvl_bytes %lu is below that of fewer ranks", ranks, (unsigned long)p.min_nvl_bytes);
     before = p.min_nvl_bytes;
     p.max_row_bytes = 65536;
     CALL(me, block_sizes, &p);
@@ -97,21 +108,30 @@ static uint64_t upstream_hint(uint64_t tokens, uint64_t hidden, uint64_t experts
 }
 
 static void ll_layout(struct rank *me) {
-  static const int shapes[][4] = {{1, 1, 128, 1}, {2, 8, 512, 4}, {4, 128, 7168, 256}, {8, 64, 2048, 64}, {3, 5, 2560, 9}, {8, 1, 8192, 8}};
+  static const int shapes[][4] = {{1, 1, 128, 1},    {2, 8, 512, 4},  {4, 128, 7168, 256},
+                                  {8, 64, 2048, 64}, {3, 5, 2560, 9}, {8, 1, 8192, 8}};
   for (int i = 0; i < COUNT(shapes); i++) {
     const int *s = shapes[i];
-    dk_ll_layout_params p = {.size = sizeof p, .num_ranks = s[0], .num_max_tokens = s[1], .hidden = s[2], .num_experts = s[3]}, again;
+    dk_ll_layout_params p = {.size = sizeof p,
+                             .num_ranks = s[0],
+                             .num_max_tokens = s[1],
+                             .hidden = s[2],
+                             .num_experts = s[3]},
+                        again;
     CALL(me, ll_layout, &p);
     uint64_t rows = (uint64_t)s[3] * (uint64_t)s[1], end = rows * p.zero_copy_row_stride, hint;
     hint = upstream_hint((uint64_t)s[1], (uint64_t)s[2], (uint64_t)s[3]);
-    expect(me, p.rdma_bytes <= hint, "shape %d: %lu bytes, V1's hint is %lu", i, (unsigned long)p.rdma_bytes, (unsigned long)hint);
-    expect(me, p.zero_copy_row_stride >= 2 * (uint64_t)s[2] && p.zero_copy_row_stride % 16 == 0, "shape %d: stride %lu", i,
-           (unsigned long)p.zero_copy_row_stride);
+    expect(me, p.rdma_bytes <= hint, "shape %d: %lu bytes, V1's hint is %lu", i, (unsigned long)p.rdma_bytes,
+           (unsigned long)hint);
+    expect(me, p.zero_copy_row_stride >= 2 * (uint64_t)s[2] && p.zero_copy_row_stride % 16 == 0, "shape %d: stride %lu",
+           i, (unsigned long)p.zero_copy_row_stride);
     for (int slot = 0; slot < 2; slot++)
-      expect(me, p.zero_copy_offset[slot] % 16 == 0 && p.zero_copy_offset[slot] + end <= p.rdma_bytes, "shape %d: slot %d leaves the region", i, slot);
+      expect(me, p.zero_copy_offset[slot] % 16 == 0 && p.zero_copy_offset[slot] + end <= p.rdma_bytes,
+             "shape %d: slot %d leaves the region", i, slot);
     uint64_t a = p.zero_copy_offset[0], b = p.zero_copy_offset[1];
     expect(me, a + end <= b || b + end <= a, "shape %d: the slots overlap", i);
-    again = (dk_ll_layout_params){.size = sizeof p, .num_ranks = s[0], .num_max_tokens = s[1], .hidden = s[2], .num_experts = s[3]};
+    again = (dk_ll_layout_params){
+        .size = sizeof p, .num_ranks = s[0], .num_max_tokens = s[1], .hidden = s[2], .num_experts = s[3]};
     CALL(me, ll_layout, &again);
     expect(me, memcmp(&p, &again, sizeof p) == 0, "shape %d: asked twice, answered differently", i);
   }

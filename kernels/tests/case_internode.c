@@ -1,11 +1,11 @@
-/* case_internode.c - normal mode across nodes: the cases of one node again where the ranks of other nodes are reached by a
- * transport, which is sometimes as late as the rules allow. */
-#include "rerun_on_nodes.h"
+/* case_internode.c - normal mode across nodes: the cases of one node again where the ranks of other nodes are reached
+ * by a transport, which is sometimes as late as the rules allow. */
 #include "normal.h"
+#include "rerun_on_nodes.h"
 
 #define LATE DK_TRANSPORT_LATE
 #define PLACE(name, ...) static const struct team_spec name = {.rdma_bytes = 1 << 19, __VA_ARGS__}
-PLACE(pairs, .node = 2, .qps = 4, .seed = 1);   /* nodes of two ranks each */
+PLACE(pairs, .node = 2, .qps = 4, .seed = 1); /* nodes of two ranks each */
 PLACE(pairs_late, .node = 2, .qps = 3, .transport_flags = LATE, .seed = 2);
 PLACE(trios_late, .node = 3, .qps = 3, .transport_flags = LATE, .seed = 5);
 PLACE(fours, .node = 4, .qps = 2, .seed = 3);
@@ -17,13 +17,14 @@ PLACE(shallow, .node = 2, .qps = 1, .qp_depth = 1, .seed = 8); /* full all the t
 PLACE(shallow_late, .node = 2, .qps = 2, .qp_depth = 2, .transport_flags = LATE, .seed = 9);
 PLACE(many_qps, .node = 2, .qps = 100, .qp_depth = 4, .seed = 10);
 
-/* Bytes are counted for the rank that they went to from here: rows for ranks of my node, also those that came through me from my
- * index on another node; and what crossed, once a node, for the rank of my index there. */
+/* Bytes are counted for the rank that they went to from here: rows for ranks of my node, also those that came through
+ * me from my index on another node; and what crossed, once a node, for the rank of my index there. */
 static int crossing(const struct normal *n, int source, int node) { /* tokens of that rank that go to that node */
   int tokens = 0;
   for (int t = 0; t < n->routing->tokens[source]; t++) {
     bool any = false;
-    for (int r = node * n->team->node; r < (node + 1) * n->team->node; r++) any = any || goes_to(n->routing, source, t, r);
+    for (int r = node * n->team->node; r < (node + 1) * n->team->node; r++)
+      any = any || goes_to(n->routing, source, t, r);
     tokens += any;
   }
   return tokens;
@@ -32,19 +33,23 @@ static int crossing(const struct normal *n, int source, int node) { /* tokens of
 static uint64_t bytes_of(struct normal *n, int to, bool back) {
   struct rank *me = n->team->me;
   int peers = n->team->node, node = me->index / peers, rows = 0;
-  if (to / peers != node) return to % peers == me->index % peers ? (uint64_t)crossing(n, back ? to : me->index, back ? node : to / peers) : 0;
+  if (to / peers != node)
+    return to % peers == me->index % peers ? (uint64_t)crossing(n, back ? to : me->index, back ? node : to / peers) : 0;
   for (int other = 0; other < me->count; other++) {
     bool mine = other / peers == node;
     if (back && other % peers == to % peers) rows += rows_between(n->routing, other, me->index);
-    if (!back && !mine && other % peers == me->index % peers && to != me->index) rows += rows_between(n->routing, other, to);
+    if (!back && !mine && other % peers == me->index % peers && to != me->index)
+      rows += rows_between(n->routing, other, to);
   }
   return (uint64_t)(back ? rows : rows + rows_between(n->routing, me->index, to));
 }
 
 static void counted(struct rank *me) {
-  static const struct normal_spec rows = {.pattern = SKEWED, .tokens = 40, .experts = 24, .topk = 4, .index_bytes = 8, .row_bytes = 512, .scales = 4};
+  static const struct normal_spec rows = {
+      .pattern = SKEWED, .tokens = 40, .experts = 24, .topk = 4, .index_bytes = 8, .row_bytes = 512, .scales = 4};
   static const struct combine_spec sums = {.hidden = 128, .weights = true};
-  struct team_spec spec = {.nvl_bytes = 1 << 18, .rdma_bytes = 1 << 18, .node = *(const int *)me->test->arg, .trace = 0};
+  struct team_spec spec = {
+      .nvl_bytes = 1 << 18, .rdma_bytes = 1 << 18, .node = *(const int *)me->test->arg, .trace = 0};
   struct team *t = make_team(me, &spec);
   struct normal *n = make_normal(t, &rows, 5);
   struct combine *c = make_combine(n, &sums, 6);
@@ -58,23 +63,37 @@ static void counted(struct rank *me) {
     for (int back = 0; back < 2; back++) {
       uint64_t bytes = peer_bytes(t, back ? DK_OP_COMBINE : DK_OP_DISPATCH, to);
       uint64_t wanted = 2 * bytes_of(n, to, back) * (back ? 2 * 128 + 4 * 4 : 512 + 4 * 4);
-      expect(me, bytes == wanted, "%s: %lu bytes to rank %d, wanted %lu", back ? "combine" : "dispatch", (unsigned long)bytes, to, (unsigned long)wanted);
+      expect(me, bytes == wanted, "%s: %lu bytes to rank %d, wanted %lu", back ? "combine" : "dispatch",
+             (unsigned long)bytes, to, (unsigned long)wanted);
       total[back] += bytes;
     }
-  expect(me, t->stats->ops[DK_OP_DISPATCH].bytes == total[0] && t->stats->ops[DK_OP_COMBINE].bytes == total[1], "bytes do not add up");
+  expect(me, t->stats->ops[DK_OP_DISPATCH].bytes == total[0] && t->stats->ops[DK_OP_COMBINE].bytes == total[1],
+         "bytes do not add up");
 }
 
 /* Teams that cannot be: nobody is reached half. The ranks of rank 0's own node are 0 and 1. */
 static int32_t create(struct rank *me, int ranks, uint64_t transport, uint64_t own, unsigned mapped) {
   uint64_t blocks[4] = {own}, status_at;
-  for (int i = 1; i < 4; i++) blocks[i] = mapped >> i & 1 ? own + 4096 * (uint64_t)i : 0; /* an address is all that is asked for */
+  for (int i = 1; i < 4; i++)
+    blocks[i] = mapped >> i & 1 ? own + 4096 * (uint64_t)i : 0; /* an address is all that is asked for */
   void *status = host_words(me, DK_STATUS_BYTES, 4096, &status_at);
-  dk_block_sizes_params sizes = {.size = sizeof sizes, .num_ranks = 4, .num_nvl_peers = 2, .nvl_bytes = 4096, .rdma_bytes = 4096};
+  dk_block_sizes_params sizes = {
+      .size = sizeof sizes, .num_ranks = 4, .num_nvl_peers = 2, .nvl_bytes = 4096, .rdma_bytes = 4096};
   CALL(me, block_sizes, &sizes);
-  dk_team_create_params p = {.size = sizeof p, .device = seat_device(me->seat), .num_ranks = ranks, .num_nvl_peers = 2,
-                             .host_peer_blocks = (uintptr_t)blocks, .control_bytes = sizes.control_bytes, .wire_offset = sizes.control_bytes,
-                             .wire_bytes = sizes.wire_bytes, .nvl_bytes = 4096, .rdma_bytes = 4096, .host_status = (uintptr_t)status,
-                             .status = status_at, .sm_share = 1, .transport = transport};
+  dk_team_create_params p = {.size = sizeof p,
+                             .device = seat_device(me->seat),
+                             .num_ranks = ranks,
+                             .num_nvl_peers = 2,
+                             .host_peer_blocks = (uintptr_t)blocks,
+                             .control_bytes = sizes.control_bytes,
+                             .wire_offset = sizes.control_bytes,
+                             .wire_bytes = sizes.wire_bytes,
+                             .nvl_bytes = 4096,
+                             .rdma_bytes = 4096,
+                             .host_status = (uintptr_t)status,
+                             .status = status_at,
+                             .sm_share = 1,
+                             .transport = transport};
   int32_t code = dk.team_create(&p);
   expect(me, (code == DK_OK) == (p.team != 0), "%s, and the team is %lu", code_name(code), (unsigned long)p.team);
   dk_team_destroy_params destroy = {.size = sizeof destroy, .team = p.team};
@@ -85,8 +104,15 @@ static int32_t create(struct rank *me, int ranks, uint64_t transport, uint64_t o
 static uint64_t reach(struct rank *me, uint64_t own, uint64_t bytes, int num_peers) {
   int32_t peers[2] = {2, 3};
   uint64_t blocks[4] = {own, own, own, own}; /* nothing is ever put */
-  dk_transport_open_params p = {.size = sizeof p, .device = seat_device(me->seat), .num_ranks = 4, .num_qps = 1, .qp_depth = 4,
-                                .num_peers = num_peers, .host_peers = (uintptr_t)peers, .host_blocks = (uintptr_t)blocks, .block_bytes = bytes};
+  dk_transport_open_params p = {.size = sizeof p,
+                                .device = seat_device(me->seat),
+                                .num_ranks = 4,
+                                .num_qps = 1,
+                                .qp_depth = 4,
+                                .num_peers = num_peers,
+                                .host_peers = (uintptr_t)peers,
+                                .host_blocks = (uintptr_t)blocks,
+                                .block_bytes = bytes};
   CALL(me, transport_open, &p);
   keep_transport(me, p.transport);
   return p.transport;
@@ -96,7 +122,13 @@ static void refused(struct rank *me) {
   if (!dk.transport_open) skip(me, "the library has no transport");
   struct share *block = share(me, 64 << 20);
   uint64_t own = block->at[0], both = reach(me, own, block->bytes, 2), one = reach(me, own, block->bytes, 1);
-  const struct { const char *what; int32_t code; int ranks; uint64_t transport; unsigned mapped; } teams[] = {
+  const struct {
+    const char *what;
+    int32_t code;
+    int ranks;
+    uint64_t transport;
+    unsigned mapped;
+  } teams[] = {
       {"ranks of another node without a transport", DK_EUNSUPPORTED, 4, 0, 3},
       {"a transport that does not reach all", DK_EINVAL, 4, one, 3},
       {"a rank of my node that is not mapped", DK_EINVAL, 4, both, 1},
@@ -110,7 +142,8 @@ static void refused(struct rank *me) {
   }
 }
 
-/* Rows that the region for other nodes has no room for are refused at the call, and those that it has room for still pass. */
+/* Rows that the region for other nodes has no room for are refused at the call, and those that it has room for still
+ * pass. */
 static void no_room(struct rank *me) {
   static const struct normal_spec fits = {.tokens = 20, .experts = 4, .topk = 2, .index_bytes = 8, .row_bytes = 1024};
   static const struct combine_spec sums = {.hidden = 64};
@@ -124,7 +157,8 @@ static void no_room(struct rank *me) {
   d.hidden_bytes = 1 << 15;
   back.hidden = 1 << 14;
   int32_t codes[2] = {dk.dispatch(&d), dk.combine(&back)};
-  expect(me, codes[0] == DK_EINVAL && codes[1] == DK_EINVAL, "rows of 32 KiB in a region of 4: %s, %s", code_name(codes[0]), code_name(codes[1]));
+  expect(me, codes[0] == DK_EINVAL && codes[1] == DK_EINVAL, "rows of 32 KiB in a region of 4: %s, %s",
+         code_name(codes[0]), code_name(codes[1]));
   back.hidden = 64;
   back.recv_src_idx = 0;
   expect(me, !n->rows || dk.combine(&back) == DK_EINVAL, "rows without their tokens' numbers were accepted");

@@ -1,5 +1,5 @@
-/* case_internode_seeds.c - normal mode across nodes for many seeds: each draws the transport's character, queue pairs and their
- * depth, the size of regions, routing and shapes; dispatch and combine are checked bit by bit. */
+/* case_internode_seeds.c - normal mode across nodes for many seeds: each draws the transport's character, queue pairs
+ * and their depth, the size of regions, routing and shapes; dispatch and combine are checked bit by bit. */
 #include "normal.h"
 
 enum { LARGEST_ROW = 960 + 4 * 9 };
@@ -7,7 +7,8 @@ enum { LARGEST_ROW = 960 + 4 * 9 };
 /* The region of 64 KiB has room for one to four long rows a node. */
 static struct team_spec draw_place(struct dice *d, int node, uint64_t seed) {
   static const int depths[] = {1, 2, 3, 8, 64};
-  struct team_spec spec = {.node = node, .qps = (int)roll(d, 6) + 1, .qp_depth = depths[roll(d, COUNT(depths))], .seed = seed, .trace = 0};
+  struct team_spec spec = {
+      .node = node, .qps = (int)roll(d, 6) + 1, .qp_depth = depths[roll(d, COUNT(depths))], .seed = seed, .trace = 0};
   if (roll(d, 3)) spec.transport_flags = DK_TRANSPORT_LATE;
   if (!roll(d, 3)) spec.min_row = LARGEST_ROW;
   spec.nvl_bytes = (uint64_t)1 << (14 + roll(d, 5));
@@ -18,7 +19,8 @@ static struct team_spec draw_place(struct dice *d, int node, uint64_t seed) {
 /* So many long rows that every ring goes round several times. */
 static void long_rows(struct team *t, struct dice *d) {
   static const enum pattern patterns[] = {UNIFORM, SKEWED, ONE_HOT, SILENT_RANK};
-  struct normal_spec spec = {.pattern = patterns[roll(d, COUNT(patterns))], .tokens = 100 + (int)roll(d, 100), .index_bytes = 8};
+  struct normal_spec spec = {
+      .pattern = patterns[roll(d, COUNT(patterns))], .tokens = 100 + (int)roll(d, 100), .index_bytes = 8};
   spec.experts = t->me->count;
   spec.topk = 1 + (int)roll(d, 3);
   spec.row_bytes = 16 * (400 + roll(d, 600));

@@ -2,8 +2,10 @@
 #include "lowlat.h"
 #include "normal.h"
 
-static const struct normal_spec kNormal = {.tokens = 30, .experts = 6, .topk = 3, .index_bytes = 8, .row_bytes = 16 * 21};
-static const struct combine_spec sums[] = {{.hidden = 8 * 21, .weights = true}, {.hidden = 1024, .biases = 2}, {.hidden = 8}};
+static const struct normal_spec kNormal = {
+    .tokens = 30, .experts = 6, .topk = 3, .index_bytes = 8, .row_bytes = 16 * 21};
+static const struct combine_spec sums[] = {
+    {.hidden = 8 * 21, .weights = true}, {.hidden = 1024, .biases = 2}, {.hidden = 8}};
 
 #define ROWS .tokens = 10, .max_tokens = 10, .experts = 6, .topk = 4, .index_bytes = 8
 static const struct ll_spec shapes[] = {

@@ -5,19 +5,26 @@
 
 static const struct team_spec kSmall = {.nvl_bytes = 1 << 20, .trace = -1};
 
-struct shape { enum pattern pattern; int tokens, local_experts, topk, index_bytes; };
+struct shape {
+  enum pattern pattern;
+  int tokens, local_experts, topk, index_bytes;
+};
 static const struct shape shapes[] = {
-    {UNIFORM, 100, 4, 8, 8},   {UNIFORM, 100, 4, 8, 4},      {UNIFORM, 33, 1, 1, 8}, {NOBODY, 20, 2, 3, 8},     {ONE_HOT, 50, 3, 2, 4},
-    {DUPLICATES, 64, 5, 6, 8}, {SILENT_RANK, 40, 2, 3, 4},   {SKEWED, 70, 8, 7, 8},  {NO_TOKENS, 10, 2, 2, 8},  {UNIFORM, 700, 32, 9, 8},
-    {UNIFORM, 5, 64, 32, 4},
+    {UNIFORM, 100, 4, 8, 8},  {UNIFORM, 100, 4, 8, 4},   {UNIFORM, 33, 1, 1, 8},     {NOBODY, 20, 2, 3, 8},
+    {ONE_HOT, 50, 3, 2, 4},   {DUPLICATES, 64, 5, 6, 8}, {SILENT_RANK, 40, 2, 3, 4}, {SKEWED, 70, 8, 7, 8},
+    {NO_TOKENS, 10, 2, 2, 8}, {UNIFORM, 700, 32, 9, 8},  {UNIFORM, 5, 64, 32, 4},
 };
 
 static void all_shapes(struct rank *me) {
   struct team *t = make_team(me, &kSmall);
   for (int i = 0; i < COUNT(shapes); i++) {
     const struct shape *s = &shapes[i];
-    struct normal_spec spec = {.pattern = s->pattern, .tokens = s->tokens, .experts = s->local_experts * me->count, .topk = s->topk,
-                               .index_bytes = s->index_bytes, .row_bytes = 16};
+    struct normal_spec spec = {.pattern = s->pattern,
+                               .tokens = s->tokens,
+                               .experts = s->local_experts * me->count,
+                               .topk = s->topk,
+                               .index_bytes = s->index_bytes,
+                               .row_bytes = 16};
     struct mark mark = set_mark(me);
     struct normal *n = make_normal(t, &spec, settings.seed + (uint64_t)i);
     run_layout(n);
@@ -29,7 +36,8 @@ static void all_shapes(struct rank *me) {
 /* Layout is local: no other rank takes part. */
 static void alone(struct rank *me) {
   struct team *t = make_team(me, &kSmall);
-  struct normal_spec spec = {.pattern = UNIFORM, .tokens = 30, .experts = 9, .topk = 2, .index_bytes = 8, .row_bytes = 16};
+  struct normal_spec spec = {
+      .pattern = UNIFORM, .tokens = 30, .experts = 9, .topk = 2, .index_bytes = 8, .row_bytes = 16};
   struct normal *n = make_normal(t, &spec, 5);
   if (me->index == 1) {
     run_layout(n);
@@ -40,7 +48,8 @@ static void alone(struct rank *me) {
 /* The tokens of nodes are for those who ask. */
 static void without_nodes(struct rank *me) {
   struct team *t = make_team(me, &kSmall);
-  struct normal_spec spec = {.pattern = UNIFORM, .tokens = 60, .experts = 16, .topk = 3, .index_bytes = 8, .row_bytes = 16};
+  struct normal_spec spec = {
+      .pattern = UNIFORM, .tokens = 60, .experts = 16, .topk = 3, .index_bytes = 8, .row_bytes = 16};
   struct normal *n = make_normal(t, &spec, 6);
   run_layout(n);
   poison(me, n->per_rank);
@@ -59,17 +68,23 @@ static void without_nodes(struct rank *me) {
 }
 
 /* An index outside [-1, E) is a failure that names it. */
-struct bad_index { int64_t index; int bytes; };
+struct bad_index {
+  int64_t index;
+  int bytes;
+};
 static const struct bad_index too_large = {12, 8}, below = {-2, 4}, remote = {(int64_t)1 << 40, 8};
 
 static void bad_index(struct rank *me) {
   const struct bad_index *bad = me->test->arg;
   struct team *t = make_team(me, &kSmall);
-  struct normal_spec spec = {.pattern = UNIFORM, .tokens = 30, .experts = 12, .topk = 2, .index_bytes = bad->bytes, .row_bytes = 16};
+  struct normal_spec spec = {
+      .pattern = UNIFORM, .tokens = 30, .experts = 12, .topk = 2, .index_bytes = bad->bytes, .row_bytes = 16};
   struct normal *n = make_normal(t, &spec, 5);
   finish(me); /* the right indices are on their way */
-  if (bad->bytes == 4) ((int32_t *)n->idx.host)[41] = (int32_t)bad->index;
-  else ((int64_t *)n->idx.host)[41] = bad->index;
+  if (bad->bytes == 4)
+    ((int32_t *)n->idx.host)[41] = (int32_t)bad->index;
+  else
+    ((int64_t *)n->idx.host)[41] = bad->index;
   send_tensor(me, n->idx);
   run_layout(n);
   finish(me);
@@ -78,7 +93,8 @@ static void bad_index(struct rank *me) {
   expect(me, code == DK_EINVAL || code == DK_EMISMATCH, "an index of %ld gave %s", (long)bad->index, code_name(code));
   expect_failure(t, code, DK_OP_LAYOUT, me->index);
   expect(me, f->field == DK_FIELD_TOPK_IDX, "the record names field %s", field_name(f->field));
-  expect(me, f->expected == 12 && f->seen == bad->index, "the record says E = %ld, index %ld", (long)f->expected, (long)f->seen);
+  expect(me, f->expected == 12 && f->seen == bad->index, "the record says E = %ld, index %ld", (long)f->expected,
+         (long)f->seen);
 }
 
 static const struct test_case cases[] = {

@@ -1,12 +1,13 @@
-/* case_ll_combine.c - low-latency combine: weighted sums, with weights sent before or not, LogFMT, zero copy, repeats. */
+/* case_ll_combine.c - low-latency combine: weighted sums, with weights sent before or not, LogFMT, zero copy, repeats.
+ */
 #include <math.h>
 #include <string.h>
 
 #include "lowlat.h"
 
-#define SPEC(name, ...)                                                                                                              \
-  static const struct ll_spec name = {.tokens = 20, .max_tokens = 24, .hidden = 512, .experts = 4, .topk = 3, .index_bytes = 8, \
-                                      __VA_ARGS__}
+#define SPEC(name, ...)                \
+  static const struct ll_spec name = { \
+      .tokens = 20, .max_tokens = 24, .hidden = 512, .experts = 4, .topk = 3, .index_bytes = 8, __VA_ARGS__}
 SPEC(plain, .hidden = 256);
 SPEC(small, .hidden = 128, .index_bytes = 4, .max_tokens = 64, .tokens = 7);
 SPEC(eight, .hidden = 8);
@@ -62,8 +63,8 @@ static void same_handle(struct rank *me) {
   }
 }
 
-/* Weights that no dispatch sent: other ones in every combine of a handle; each time another rank calls in halves, which does not wait
- * for the others' weights. */
+/* Weights that no dispatch sent: other ones in every combine of a handle; each time another rank calls in halves, which
+ * does not wait for the others' weights. */
 static void new_weights(struct rank *me) {
   struct ll_spec spec = *(const struct ll_spec *)me->test->arg;
   spec.experts *= me->count;
@@ -81,15 +82,22 @@ static void new_weights(struct rank *me) {
       run_ll_combine(l, DK_PHASE_SEND, 2);
       run_ll_combine(l, DK_PHASE_RECV, 2);
       l->whole_combine = true; /* of the others */
-    } else run_ll_combine(l, DK_PHASE_BOTH, 2);
+    } else
+      run_ll_combine(l, DK_PHASE_BOTH, 2);
     check_ll_combine(l);
   }
 }
 
 /* The same input, the same bits: plain, reduced at the experts' rank, LogFMT, FP8 before. */
 static void repeatable(struct rank *me) {
-  static const struct { uint32_t flags; int format; bool weights; } ways[] = {
-      {0, DK_FORMAT_BF16, false}, {0, DK_FORMAT_BF16, true}, {DK_LL_LOGFMT, DK_FORMAT_FP8, false}, {DK_LL_ZERO_COPY, DK_FORMAT_BF16, true}};
+  static const struct {
+    uint32_t flags;
+    int format;
+    bool weights;
+  } ways[] = {{0, DK_FORMAT_BF16, false},
+              {0, DK_FORMAT_BF16, true},
+              {DK_LL_LOGFMT, DK_FORMAT_FP8, false},
+              {DK_LL_ZERO_COPY, DK_FORMAT_BF16, true}};
   struct ll_spec spec = weights;
   spec.experts *= me->count;
   struct team *t = make_ll_team(me, &spec, 0);
@@ -102,7 +110,8 @@ static void repeatable(struct rank *me) {
     void *first = scratch(me, l->out.bytes + 1), *received = scratch(me, l->recv_x.bytes + 1);
     for (int round = 0; round < 4; round++) {
       if (me->index == round % me->count) pause_ms(2);
-      if (round == 0) ll_round(l, 6);
+      if (round == 0)
+        ll_round(l, 6);
       else {
         memcpy(round == 1 ? received : scratch(me, l->recv_x.bytes + 1), l->recv_x.host, l->recv_x.bytes);
         poison(me, l->out);
@@ -112,7 +121,8 @@ static void repeatable(struct rank *me) {
         check_ll_combine(l);
       }
       if (round == 0) memcpy(first, l->out.host, l->out.bytes);
-      expect(me, memcmp(first, l->out.host, l->out.bytes) == 0, "way %d: round %d gave other bits than round 0", way, round);
+      expect(me, memcmp(first, l->out.host, l->out.bytes) == 0, "way %d: round %d gave other bits than round 0", way,
+             round);
     }
     back_to(me, mark);
   }
@@ -143,10 +153,18 @@ static void logfmt_is_used(struct rank *me) {
   expect(me, memcmp(before, l->out.host, l->out.bytes) != 0, "LogFMT gives the bits that BF16 gives");
 }
 
-/* Rows of NaN and infinity: the sums of their tokens are not numbers, the others are untouched, nobody waits for ever. */
+/* Rows of NaN and infinity: the sums of their tokens are not numbers, the others are untouched, nobody waits for ever.
+ */
 static void not_numbers(struct rank *me) {
-  static const struct { uint32_t flags; bool weights; uint16_t bits; } ways[] = {
-      {0, false, 0xffff}, {0, true, 0xffff}, {DK_LL_LOGFMT, false, 0x7fc0}, {DK_LL_ZERO_COPY, false, 0xffff}, {DK_LL_LOGFMT, false, 0x7f80}};
+  static const struct {
+    uint32_t flags;
+    bool weights;
+    uint16_t bits;
+  } ways[] = {{0, false, 0xffff},
+              {0, true, 0xffff},
+              {DK_LL_LOGFMT, false, 0x7fc0},
+              {DK_LL_ZERO_COPY, false, 0xffff},
+              {DK_LL_LOGFMT, false, 0x7f80}};
   struct ll_spec spec = plain;
   spec.experts *= me->count;
   spec.topk = 1;

@@ -3,9 +3,9 @@
 
 #include "lowlat.h"
 
-#define SPEC(name, ...)                                                                                                              \
-  static const struct ll_spec name = {.tokens = 20, .max_tokens = 24, .hidden = 512, .experts = 4, .topk = 3, .index_bytes = 8, \
-                                      __VA_ARGS__}
+#define SPEC(name, ...)                \
+  static const struct ll_spec name = { \
+      .tokens = 20, .max_tokens = 24, .hidden = 512, .experts = 4, .topk = 3, .index_bytes = 8, __VA_ARGS__}
 SPEC(bf16, .hidden = 256);
 SPEC(full, .tokens = 24, .index_bytes = 4);
 SPEC(few_of_many, .tokens = 3, .max_tokens = 128, .hidden = 128);
@@ -35,7 +35,8 @@ SPEC(rounded, .format = DK_FORMAT_FP8, .flags = DK_LL_ROUND_SCALE);
 SPEC(rounded_specials, .format = DK_FORMAT_FP8, .flags = DK_LL_ROUND_SCALE, .values = SPECIALS);
 SPEC(ue8m0, .format = DK_FORMAT_FP8, .flags = DK_LL_ROUND_SCALE | DK_LL_UE8M0, .hidden = 1024);
 SPEC(ue8m0_block, .format = DK_FORMAT_FP8, .flags = DK_LL_ROUND_SCALE | DK_LL_UE8M0, .hidden = 512);
-SPEC(ue8m0_7168, .format = DK_FORMAT_FP8, .flags = DK_LL_ROUND_SCALE | DK_LL_UE8M0, .hidden = 7168, .tokens = 4, .max_tokens = 4);
+SPEC(ue8m0_7168, .format = DK_FORMAT_FP8, .flags = DK_LL_ROUND_SCALE | DK_LL_UE8M0, .hidden = 7168, .tokens = 4,
+     .max_tokens = 4);
 SPEC(weights_too, .weights = true);
 SPEC(fp8_weights_too, .weights = true, .format = DK_FORMAT_FP8, .pattern = DUPLICATES);
 
@@ -70,9 +71,10 @@ static void bad_index(struct rank *me) {
   const dk_failure *f = &t->status->failure;
   if (me->index != 0) return;
   int32_t code = (int32_t)__atomic_load_n(&t->status->sticky, __ATOMIC_ACQUIRE);
-  expect(me, code == DK_EINVAL || code == DK_EMISMATCH, "index %d of %d experts gave %s", spec.experts, spec.experts, code_name(code));
-  expect(me, f->field == DK_FIELD_TOPK_IDX && f->expected == spec.experts && f->seen == spec.experts, "the record: field %s, %ld, %ld",
-         field_name(f->field), (long)f->expected, (long)f->seen);
+  expect(me, code == DK_EINVAL || code == DK_EMISMATCH, "index %d of %d experts gave %s", spec.experts, spec.experts,
+         code_name(code));
+  expect(me, f->field == DK_FIELD_TOPK_IDX && f->expected == spec.experts && f->seen == spec.experts,
+         "the record: field %s, %ld, %ld", field_name(f->field), (long)f->expected, (long)f->seen);
 }
 
 static const struct test_case cases[] = {

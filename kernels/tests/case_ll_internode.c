@@ -1,5 +1,5 @@
-/* case_ll_internode.c - the low-latency cases of one node again where ranks are reached by a transport, which is sometimes as late
- * as the rules allow. */
+/* case_ll_internode.c - the low-latency cases of one node again where ranks are reached by a transport, which is
+ * sometimes as late as the rules allow. */
 #include "rerun_on_nodes.h"
 
 #define LATE DK_TRANSPORT_LATE

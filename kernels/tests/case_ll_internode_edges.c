@@ -1,10 +1,11 @@
-/* case_ll_internode_edges.c - low latency across nodes where it could go wrong: slots that are used again too early, mirrors that
- * are overwritten while they are read, bytes and queue pairs that a call uses. */
+/* case_ll_internode_edges.c - low latency across nodes where it could go wrong: slots that are used again too early,
+ * mirrors that are overwritten while they are read, bytes and queue pairs that a call uses. */
 #include <string.h>
 
 #include "lowlat.h"
 
-static const struct ll_spec kSpec = {.tokens = 14, .max_tokens = 16, .hidden = 256, .experts = 4, .topk = 3, .index_bytes = 8};
+static const struct ll_spec kSpec = {
+    .tokens = 14, .max_tokens = 16, .hidden = 256, .experts = 4, .topk = 3, .index_bytes = 8};
 
 #define PLACE(name, ...) static const struct team_spec name = {__VA_ARGS__}
 PLACE(mapped, .node = 0);
@@ -23,9 +24,10 @@ static struct ll_spec spec_for(struct rank *me) {
   return spec;
 }
 
-/* ---- Slots ------------------------------------------------------------------------------------------------------------------- */
+/* ---- Slots ------------------------------------------------------------------------------------------------------- */
 
-/* Rank 1 receives the second of two sends, and takes its time with the first. The others may send again only after that. */
+/* Rank 1 receives the second of two sends, and takes its time with the first. The others may send again only after
+ * that. */
 static void read_before_reuse(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, 0);
@@ -94,13 +96,14 @@ static void overwritten(struct rank *me) {
   if (me->index == 2) pause_ms(30);
   meet(me);
   if (me->index == 2) run_ll_combine(l, DK_PHASE_BOTH, 2);
-  l->absent = me->index == 1 || !t->transport ? 1u << 0 : 0; /* rank 2 was masked as well; its mirror is its own, a slot is not */
+  l->absent = me->index == 1 || !t->transport ? 1u << 0
+                                              : 0; /* rank 2 was masked as well; its mirror is its own, a slot is not */
   check_ll_combine(l);
   expect_masks(t, l->absent);
 }
 
-/* The others mask rank 0 right after they have sent to it, and go on. What was sent is on its way, from slots that may not be
- * used again before it has left them: rank 0 gets all of it. The others get no rows, so that they are quick. */
+/* The others mask rank 0 right after they have sent to it, and go on. What was sent is on its way, from slots that may
+ * not be used again before it has left them: rank 0 gets all of it. The others get no rows, so that they are quick. */
 static void on_its_way(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   spec.pattern = ONE_HOT;
@@ -161,9 +164,11 @@ static void sent_before_a_clean(struct rank *me) {
   }
 }
 
-/* ---- What crosses ------------------------------------------------------------------------------------------------------------ */
+/* ---- What crosses ------------------------------------------------------------------------------------------------ */
 
-struct traffic { uint64_t bytes, posted[8]; };
+struct traffic {
+  uint64_t bytes, posted[8];
+};
 
 static struct traffic traffic_to(struct team *t, int peer) {
   struct traffic sum = {0};
@@ -213,12 +218,13 @@ static void bytes(struct rank *me) {
     after[i] = traffic_to(t, i);
     uint64_t got = between[i].bytes - before[i].bytes, rows = (uint64_t)rows_for(l, i) * (1024 + 1024 / 32);
     uint64_t table = 4 * (uint64_t)l->tokens * (uint64_t)spec.topk;
-    expect(me, got >= rows + table && got <= rows + table + words, "dispatch put %lu bytes to rank %d, of which rows %lu and indices %lu",
-           (unsigned long)got, i, (unsigned long)rows, (unsigned long)table);
+    expect(me, got >= rows + table && got <= rows + table + words,
+           "dispatch put %lu bytes to rank %d, of which rows %lu and indices %lu", (unsigned long)got, i,
+           (unsigned long)rows, (unsigned long)table);
     uint64_t answers = (uint64_t)answers_for(l, i), tables = 4 * answers + 16 * (uint64_t)l->local;
     got = after[i].bytes - between[i].bytes;
-    expect(me, got >= 2048 * answers && got <= 2048 * answers + tables + words, "combine put %lu bytes to rank %d for %lu rows",
-           (unsigned long)got, i, (unsigned long)answers);
+    expect(me, got >= 2048 * answers && got <= 2048 * answers + tables + words,
+           "combine put %lu bytes to rank %d for %lu rows", (unsigned long)got, i, (unsigned long)answers);
   }
 }
 
@@ -247,21 +253,26 @@ static void queue_pairs(struct rank *me) {
   }
 }
 
-/* ---- Teams ------------------------------------------------------------------------------------------------------------------- */
+/* ---- Teams ------------------------------------------------------------------------------------------------------- */
 
 /* A team that is to use a transport for low latency has one, connected to everybody. */
 static void without_transport(struct rank *me) {
   if (!dk.transport_open) skip(me, "the library has no transport");
   struct team_spec spec = {.rdma_bytes = 1 << 16, .flags = DK_TEAM_LOW_LATENCY, .trace = -1};
   struct team *t = make_team(me, &spec);
-  dk_block_sizes_params plain = {.size = sizeof plain, .num_ranks = me->count, .num_nvl_peers = MAX_SEATS, .rdma_bytes = 1 << 16};
+  dk_block_sizes_params plain = {
+      .size = sizeof plain, .num_ranks = me->count, .num_nvl_peers = MAX_SEATS, .rdma_bytes = 1 << 16};
   CALL(me, block_sizes, &plain);
   dk_block_sizes_params sizes = plain;
   sizes.flags = DK_TEAM_LL_TRANSPORT;
   CALL(me, block_sizes, &sizes);
   expect(me, sizes.wire_bytes > plain.wire_bytes, "a team with mirrors is as small as one without");
-  dk_team_create_params p = {.size = sizeof p, .device = seat_device(me->seat), .rank = me->index, .num_ranks = me->count,
-                             .num_nvl_peers = MAX_SEATS, .flags = DK_TEAM_LOW_LATENCY | DK_TEAM_LL_TRANSPORT};
+  dk_team_create_params p = {.size = sizeof p,
+                             .device = seat_device(me->seat),
+                             .rank = me->index,
+                             .num_ranks = me->count,
+                             .num_nvl_peers = MAX_SEATS,
+                             .flags = DK_TEAM_LOW_LATENCY | DK_TEAM_LL_TRANSPORT};
   p.host_peer_blocks = (uintptr_t)t->block->at;
   p.control_bytes = p.wire_offset = sizes.control_bytes;
   p.wire_bytes = sizes.wire_bytes;

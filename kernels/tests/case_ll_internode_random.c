@@ -1,5 +1,5 @@
-/* case_ll_internode_random.c - low latency across nodes by many seeds: other shapes, queue pairs, delays and orders of calls each
- * time, masks in between; and the same bits as by loads and stores. */
+/* case_ll_internode_random.c - low latency across nodes by many seeds: other shapes, queue pairs, delays and orders of
+ * calls each time, masks in between; and the same bits as by loads and stores. */
 #include <string.h>
 
 #include "lowlat.h"
@@ -9,21 +9,23 @@ static struct ll_spec largest_for(const struct rank *me) {
 }
 
 static struct ll_spec any_spec(const struct rank *me, struct dice *d) {
-  static const enum pattern patterns[] = {UNIFORM, UNIFORM, SKEWED, SKEWED, DUPLICATES, SILENT_RANK, ONE_HOT, NOBODY, NO_TOKENS};
+  static const enum pattern patterns[] = {UNIFORM,     UNIFORM, SKEWED, SKEWED,   DUPLICATES,
+                                          SILENT_RANK, ONE_HOT, NOBODY, NO_TOKENS};
   struct ll_spec largest = largest_for(me);
   struct ll_spec spec = random_ll_spec(d, me->count, patterns[roll(d, COUNT(patterns))], &largest);
   if (roll(d, 6) == 0 && !spec.combine_flags && spec.format == DK_FORMAT_BF16) spec.hidden = 8 * ((int)roll(d, 9) + 1);
   return spec;
 }
 
-/* ---- Rounds ------------------------------------------------------------------------------------------------------------------ */
+/* ---- Rounds ------------------------------------------------------------------------------------------------------ */
 
 static void both_halves(struct ll *l, uint64_t salt) {
   jitter(l->team->me);
   ll_round(l, salt);
 }
 
-/* Two sends under way, received in either order; nobody waits in between, so that slots are used again as soon as may be. */
+/* Two sends under way, received in either order; nobody waits in between, so that slots are used again as soon as may
+ * be. */
 static void two_at_once(struct ll *a, struct ll *b, bool swap, int times) {
   struct rank *me = a->team->me;
   struct ll *first = swap ? b : a, *second = swap ? a : b;
@@ -78,18 +80,25 @@ static void any_round(struct team *t, struct dice *d) {
   uint64_t salt = roll(d, (uint64_t)1 << 40), kind = roll(d, 8);
   other.combine_flags &= ~(uint32_t)DK_LL_ZERO_COPY; /* the buffers of two shapes lie over each other */
   struct ll *l = make_ll(t, &spec, salt);
-  if (kind < 2) both_halves(l, salt + 1);
-  else if (kind < 4) ll_round_in_halves(l, salt + 1);
-  else if (kind == 4) apart(l, d, salt + 1);
-  else two_at_once(l, make_ll(t, &other, salt + 10), roll(d, 2), 1 + (int)roll(d, 3));
+  if (kind < 2)
+    both_halves(l, salt + 1);
+  else if (kind < 4)
+    ll_round_in_halves(l, salt + 1);
+  else if (kind == 4)
+    apart(l, d, salt + 1);
+  else
+    two_at_once(l, make_ll(t, &other, salt + 10), roll(d, 2), 1 + (int)roll(d, 3));
   if (roll(d, 8) == 0) run_clean(t, spec.max_tokens, spec.hidden, spec.experts);
 }
 
-/* ---- Seeds ------------------------------------------------------------------------------------------------------------------- */
+/* ---- Seeds ------------------------------------------------------------------------------------------------------- */
 
-struct spread { int node, seeds, full; };
+struct spread {
+  int node, seeds, full;
+};
 
-/* Queue pairs and delays of every kind. One rank a node of all: one node whose ranks are not to use loads and stores. */
+/* Queue pairs and delays of every kind. One rank a node of all: one node whose ranks are not to use loads and stores.
+ */
 static struct team_spec any_place(const struct spread *spread, struct dice *d, uint64_t seed) {
   struct team_spec place = {.node = spread->node, .seed = seed};
   static const int depths[] = {1, 2, 3, 8, 64, 256};
@@ -125,10 +134,11 @@ static void seeds(struct rank *me) {
   }
 }
 
-/* ---- The same bits ------------------------------------------------------------------------------------------------------------ */
+/* ---- The same bits ----------------------------------------------------------------------------------------------- */
 
 static void expect_same(struct rank *me, const char *what, struct tensor a, struct tensor b) {
-  expect(me, a.bytes == b.bytes && memcmp(a.host, b.host, a.bytes) == 0, "%s differs from what loads and stores bring", what);
+  expect(me, a.bytes == b.bytes && memcmp(a.host, b.host, a.bytes) == 0, "%s differs from what loads and stores bring",
+         what);
 }
 
 /* Everything that a call gives, beside what a team of one node gives for the same. */

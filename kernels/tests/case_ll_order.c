@@ -1,7 +1,9 @@
-/* case_ll_order.c - halves, tickets, slots: sends that wait for their receives, shapes in turn, ranks that run ahead. */
+/* case_ll_order.c - halves, tickets, slots: sends that wait for their receives, shapes in turn, ranks that run ahead.
+ */
 #include "lowlat.h"
 
-static const struct ll_spec kSpec = {.tokens = 14, .max_tokens = 16, .hidden = 256, .experts = 4, .topk = 3, .index_bytes = 8};
+static const struct ll_spec kSpec = {
+    .tokens = 14, .max_tokens = 16, .hidden = 256, .experts = 4, .topk = 3, .index_bytes = 8};
 
 static struct ll_spec spec_for(struct rank *me) {
   struct ll_spec spec = kSpec;
@@ -124,8 +126,8 @@ static void shapes_in_turn(struct rank *me) {
   }
 }
 
-/* The rdma region is the caller's between calls: zeroed or filled, nothing that counts is in there. Where rows tell by themselves that
- * they have come, as on GPUs, a clean comes after what is not zero. */
+/* The rdma region is the caller's between calls: zeroed or filled, nothing that counts is in there. Where rows tell by
+ * themselves that they have come, as on GPUs, a clean comes after what is not zero. */
 static void region_overwritten(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, 0);
@@ -153,7 +155,8 @@ static void third_send(struct rank *me) {
     code = dk.ll_dispatch(&p);
   }
   finish(me);
-  expect(me, code != DK_OK || __atomic_load_n(&t->status->sticky, __ATOMIC_ACQUIRE), "three sends without a receive went through");
+  expect(me, code != DK_OK || __atomic_load_n(&t->status->sticky, __ATOMIC_ACQUIRE),
+         "three sends without a receive went through");
 }
 
 /* The time waited for a rank is counted where it belongs. */

@@ -1,8 +1,10 @@
 /* case_mask.c - masks and shrinking: ranks that are done without, that come late, that come back. */
 #include "lowlat.h"
 
-static const struct ll_spec kSpec = {.tokens = 12, .max_tokens = 16, .hidden = 256, .experts = 3, .topk = 4, .index_bytes = 8};
-static const struct team_spec kPlain = {.nvl_bytes = 1 << 16, .rdma_bytes = 1 << 16, .flags = DK_TEAM_LOW_LATENCY, .trace = -1};
+static const struct ll_spec kSpec = {
+    .tokens = 12, .max_tokens = 16, .hidden = 256, .experts = 3, .topk = 4, .index_bytes = 8};
+static const struct team_spec kPlain = {
+    .nvl_bytes = 1 << 16, .rdma_bytes = 1 << 16, .flags = DK_TEAM_LOW_LATENCY, .trace = -1};
 
 static struct ll_spec spec_for(struct rank *me) {
   struct ll_spec spec = kSpec;
@@ -93,10 +95,11 @@ static void one_sided(struct rank *me) {
   expect_masks(t, l->absent);
 }
 
-/* ---- Shrinking ------------------------------------------------------------------------------------------------------------- */
+/* ---- Shrinking --------------------------------------------------------------------------------------------------- */
 
 enum absence { NEVER_THERE, LEFT_BEFORE_COMBINE, LEFT_BETWEEN_HALVES };
-static const enum absence never_there = NEVER_THERE, before_combine = LEFT_BEFORE_COMBINE, between_halves = LEFT_BETWEEN_HALVES;
+static const enum absence never_there = NEVER_THERE, before_combine = LEFT_BEFORE_COMBINE,
+                          between_halves = LEFT_BETWEEN_HALVES;
 
 /* The last rank does not come: each survivor masks it when the time is over, and the call completes without it. */
 static void absent_rank(struct rank *me) {
@@ -172,11 +175,13 @@ static void absent_from_clean(struct rank *me) {
   without_last(l);
 }
 
-/* ---- Coming back ------------------------------------------------------------------------------------------------------------ */
+/* ---- Coming back ------------------------------------------------------------------------------------------------- */
 
-/* What the last rank sends late is never taken for what it should send now; lifting the masks brings it back: with the region
- * zeroed and nothing else (vLLM), or with clean. */
-static const struct lateness { bool clean, silent; } masks_alone = {0, 0}, with_clean = {1, 0}, silent = {0, 1}, silent_with_clean = {1, 1};
+/* What the last rank sends late is never taken for what it should send now; lifting the masks brings it back: with the
+ * region zeroed and nothing else (vLLM), or with clean. */
+static const struct lateness {
+  bool clean, silent;
+} masks_alone = {0, 0}, with_clean = {1, 0}, silent = {0, 1}, silent_with_clean = {1, 1};
 static void late_rank(struct rank *me) {
   struct lateness how = *(const struct lateness *)me->test->arg;
   struct ll_spec spec = spec_for(me);

@@ -22,7 +22,8 @@ static void expect_bytes(struct rank *me, const char *what, uint64_t at, uint64_
   fetch_tensor(me, t);
   finish(me);
   for (uint64_t i = 0; i < bytes; i++)
-    expect(me, ((uint8_t *)t.host)[i] == wanted, "%s: byte %lu is 0x%02x, wanted 0x%02x", what, (unsigned long)i, ((uint8_t *)t.host)[i], wanted);
+    expect(me, ((uint8_t *)t.host)[i] == wanted, "%s: byte %lu is 0x%02x, wanted 0x%02x", what, (unsigned long)i,
+           ((uint8_t *)t.host)[i], wanted);
   back_to(me, mark);
 }
 
@@ -30,8 +31,8 @@ static void allocation(struct rank *me) {
   const uint64_t sizes[] = {1, 4096, 100000, 3 << 20};
   for (int i = 0; i < COUNT(sizes); i++) {
     dk_mem_alloc_params p = allocate(me, sizes[i]);
-    expect(me, p.out_bytes >= sizes[i] && p.address % 4096 == 0, "%lu bytes at 0x%lx for %lu", (unsigned long)p.out_bytes,
-           (unsigned long)p.address, (unsigned long)sizes[i]);
+    expect(me, p.out_bytes >= sizes[i] && p.address % 4096 == 0, "%lu bytes at 0x%lx for %lu",
+           (unsigned long)p.out_bytes, (unsigned long)p.address, (unsigned long)sizes[i]);
     expect_bytes(me, "new memory", p.address, sizes[i], 0);
     fill(me, p.address, p.out_bytes, 0x3c);
     expect_bytes(me, "filled memory", p.address, sizes[i], 0x3c);
@@ -48,14 +49,18 @@ static void too_much(struct rank *me) {
   }
 }
 
-struct sharing { dk_mem_export_params out; dk_mem_import_params in; };
+struct sharing {
+  dk_mem_export_params out;
+  dk_mem_import_params in;
+};
 
 static struct sharing share_with_self(struct rank *me, const dk_mem_alloc_params *owned) {
   struct sharing s = {.out = {.size = sizeof s.out, .mem = owned->mem, .fd = -1}};
   CALL(me, mem_export, &s.out);
   expect(me, s.out.kind != DK_SHARE_NONE, "nothing is exported");
   expect(me, s.out.kind != DK_SHARE_FD || s.out.fd >= 0, "kind FD without a descriptor");
-  s.in = (dk_mem_import_params){.size = sizeof s.in, .device = seat_device(me->seat), .bytes = owned->out_bytes, .kind = s.out.kind};
+  s.in = (dk_mem_import_params){
+      .size = sizeof s.in, .device = seat_device(me->seat), .bytes = owned->out_bytes, .kind = s.out.kind};
   s.in.fd = s.out.fd;
   memcpy(s.in.blob, s.out.blob, sizeof s.in.blob);
   CALL(me, mem_import, &s.in);
@@ -78,7 +83,8 @@ static void two_mappings(struct rank *me) {
 }
 
 static void bad_imports(struct rank *me) {
-  dk_mem_import_params p = {.size = sizeof p, .device = seat_device(me->seat), .bytes = 4096, .kind = DK_SHARE_NONE, .fd = -1};
+  dk_mem_import_params p = {
+      .size = sizeof p, .device = seat_device(me->seat), .bytes = 4096, .kind = DK_SHARE_NONE, .fd = -1};
   expect(me, dk.mem_import(&p) != DK_OK && !p.mem, "nothing was imported");
   p.kind = 99;
   expect(me, dk.mem_import(&p) != DK_OK && !p.mem, "kind 99 was imported");
@@ -96,7 +102,8 @@ static void bad_imports(struct rank *me) {
 static void more_than_shared(struct rank *me) {
   dk_mem_alloc_params owned = allocate(me, 4096);
   struct sharing s = share_with_self(me, &owned);
-  dk_mem_import_params p = {.size = sizeof p, .device = seat_device(me->seat), .bytes = owned.out_bytes * 16, .kind = s.out.kind};
+  dk_mem_import_params p = {
+      .size = sizeof p, .device = seat_device(me->seat), .bytes = owned.out_bytes * 16, .kind = s.out.kind};
   p.fd = s.out.fd;
   memcpy(p.blob, s.out.blob, sizeof p.blob);
   expect(me, dk.mem_import(&p) != DK_OK && !p.mem, "16 times the shared memory was mapped");
@@ -132,12 +139,17 @@ static void shared_by_ranks(struct rank *me) {
   for (int i = 0; i < me->count; i++) copy(me, s->at[i] + (uint64_t)me->index * 1024, t.at, 1024);
   finish(me);
   meet(me);
-  for (int i = 0; i < me->count; i++) expect_bytes(me, "block", s->at[me->index] + (uint64_t)i * 1024, 1024, (uint8_t)(0x40 + i));
+  for (int i = 0; i < me->count; i++)
+    expect_bytes(me, "block", s->at[me->index] + (uint64_t)i * 1024, 1024, (uint8_t)(0x40 + i));
   meet(me);
 }
 
-/* dk_host_wait: there already, a slice that ends, a word that comes, a team that failed. Rank 1 writes rank 0's words. */
-struct words { uint64_t *word; dk_status *status; };
+/* dk_host_wait: there already, a slice that ends, a word that comes, a team that failed. Rank 1 writes rank 0's words.
+ */
+struct words {
+  uint64_t *word;
+  dk_status *status;
+};
 
 static void write_words(struct rank *me, const struct words *w) {
   meet(me);

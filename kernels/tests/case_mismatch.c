@@ -10,10 +10,13 @@ static void expect_mismatch(struct team *t, uint32_t op, uint32_t field, int odd
   finish(me);
   const dk_failure *f = &t->status->failure;
   expect_failure(t, DK_EMISMATCH, op, me->index == odd ? -2 : odd);
-  expect(me, f->field == field, "rank %d differs in %s, the record names %s", odd, field_name(field), field_name(f->field));
+  expect(me, f->field == field, "rank %d differs in %s, the record names %s", odd, field_name(field),
+         field_name(f->field));
   expect(me, f->peer != me->index && f->peer >= 0 && f->peer < me->count, "the record's peer is %d", f->peer);
   expect(me, f->expected != f->seen, "both sides are %ld", (long)f->seen);
-  if (values) expect(me, f->expected == 100 + (me->index == odd) && f->seen == 100 + (me->index != odd), "mine %ld, theirs %ld", (long)f->expected, (long)f->seen);
+  if (values)
+    expect(me, f->expected == 100 + (me->index == odd) && f->seen == 100 + (me->index != odd), "mine %ld, theirs %ld",
+           (long)f->expected, (long)f->seen);
 }
 
 /* A wait for counts that never come ends, and the counts say so. */
@@ -25,7 +28,8 @@ static void expect_no_counts(struct normal *n) {
   p.host_status = (uintptr_t)n->team->status;
   int32_t code = dk.host_wait(&p);
   expect(me, code == DK_EABORTED || code == DK_OK, "the wait for counts ended with %s", code_name(code));
-  expect(me, __atomic_load_n(&n->counts->seq, __ATOMIC_ACQUIRE) == n->notify_call, "a failed notify left no sequence number");
+  expect(me, __atomic_load_n(&n->counts->seq, __ATOMIC_ACQUIRE) == n->notify_call,
+         "a failed notify left no sequence number");
   expect(me, n->counts->num_recv_tokens == -1, "a failed notify says that %d rows come", n->counts->num_recv_tokens);
 }
 
@@ -37,13 +41,14 @@ static void set_field(dk_notify_params *p, uint32_t field, bool odd, struct rank
 }
 
 /* A team for each odd rank: a team that has failed stays so. */
-static const uint32_t hidden_bytes = DK_FIELD_HIDDEN_BYTES, num_experts = DK_FIELD_NUM_EXPERTS, num_topk = DK_FIELD_NUM_TOPK,
-                      num_scales = DK_FIELD_NUM_SCALES, format = DK_FIELD_FORMAT, operation = DK_FIELD_OPERATION,
-                      max_tokens = DK_FIELD_MAX_TOKENS;
+static const uint32_t hidden_bytes = DK_FIELD_HIDDEN_BYTES, num_experts = DK_FIELD_NUM_EXPERTS,
+                      num_topk = DK_FIELD_NUM_TOPK, num_scales = DK_FIELD_NUM_SCALES, format = DK_FIELD_FORMAT,
+                      operation = DK_FIELD_OPERATION, max_tokens = DK_FIELD_MAX_TOKENS;
 static void in_notify(struct rank *me) {
   uint32_t field = *(const uint32_t *)me->test->arg;
   for (int odd = 0; odd < me->count; odd++) {
-    struct normal_spec spec = {.tokens = 10, .experts = 101 * me->count, .topk = 2, .index_bytes = 8, .row_bytes = 1600};
+    struct normal_spec spec = {
+        .tokens = 10, .experts = 101 * me->count, .topk = 2, .index_bytes = 8, .row_bytes = 1600};
     struct team *t = make_team(me, &kTeam);
     struct normal *n = make_normal(t, &spec, 3);
     run_layout(n);
@@ -83,7 +88,13 @@ static void in_dispatch(struct rank *me) {
 static void in_low_latency(struct rank *me) {
   uint32_t field = *(const uint32_t *)me->test->arg;
   for (int odd = 0; odd < me->count; odd++) {
-    struct ll_spec spec = {.tokens = 6, .max_tokens = 100, .hidden = 256, .experts = 2 * me->count, .topk = 2, .index_bytes = 8}, largest;
+    struct ll_spec spec = {.tokens = 6,
+                           .max_tokens = 100,
+                           .hidden = 256,
+                           .experts = 2 * me->count,
+                           .topk = 2,
+                           .index_bytes = 8},
+                   largest;
     largest = spec;
     largest.max_tokens = 101;
     largest.hidden = 384;
@@ -104,11 +115,13 @@ static void in_low_latency(struct rank *me) {
   }
 }
 
-/* Weights that only one rank sends along: others would take what it did not send for weights. A rank without tokens need not give any. */
+/* Weights that only one rank sends along: others would take what it did not send for weights. A rank without tokens
+ * need not give any. */
 static void in_weights(struct rank *me) {
   if (library.caps & DK_CAP_HOST_STREAM) skip(me, "the library never sums at the experts' rank");
   for (int odd = 0; odd < me->count; odd++) {
-    struct ll_spec spec = {.tokens = 6, .max_tokens = 8, .hidden = 256, .experts = 2 * me->count, .topk = 2, .index_bytes = 8};
+    struct ll_spec spec = {
+        .tokens = 6, .max_tokens = 8, .hidden = 256, .experts = 2 * me->count, .topk = 2, .index_bytes = 8};
     struct team *t = make_ll_team(me, &spec, 0);
     spec.weights = me->index == odd;
     struct mark mark = set_mark(me);
@@ -119,7 +132,13 @@ static void in_weights(struct rank *me) {
     meet(me);
     back_to(me, mark);
   }
-  struct ll_spec spec = {.pattern = SILENT_RANK, .tokens = 6, .max_tokens = 8, .hidden = 256, .experts = 2 * me->count, .topk = 2, .index_bytes = 8};
+  struct ll_spec spec = {.pattern = SILENT_RANK,
+                         .tokens = 6,
+                         .max_tokens = 8,
+                         .hidden = 256,
+                         .experts = 2 * me->count,
+                         .topk = 2,
+                         .index_bytes = 8};
   struct team *t = make_ll_team(me, &spec, 0);
   struct ll *l = make_ll(t, &spec, 3);
   spec.weights = l->tokens > 0;

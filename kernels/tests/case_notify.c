@@ -15,7 +15,8 @@ static void exchange(struct normal *n) {
 static void patterns(struct rank *me) {
   struct team *t = make_team(me, &kSmall);
   for (enum pattern pattern = UNIFORM; pattern <= NO_TOKENS; pattern++) {
-    struct normal_spec spec = {.pattern = pattern, .tokens = 45, .experts = 4 * me->count, .topk = 3, .index_bytes = 8, .row_bytes = 64};
+    struct normal_spec spec = {
+        .pattern = pattern, .tokens = 45, .experts = 4 * me->count, .topk = 3, .index_bytes = 8, .row_bytes = 64};
     struct mark mark = set_mark(me);
     exchange(make_normal(t, &spec, settings.seed + (uint64_t)pattern));
     back_to(me, mark);
@@ -26,7 +27,12 @@ static void alignments(struct rank *me) {
   static const int alignments[] = {1, 2, 7, 128, 1000};
   struct team *t = make_team(me, &kSmall);
   for (int i = 0; i < COUNT(alignments); i++) {
-    struct normal_spec spec = {.pattern = SKEWED, .tokens = 64, .experts = 8 * me->count, .topk = 4, .index_bytes = 4, .row_bytes = 64,
+    struct normal_spec spec = {.pattern = SKEWED,
+                               .tokens = 64,
+                               .experts = 8 * me->count,
+                               .topk = 4,
+                               .index_bytes = 4,
+                               .row_bytes = 64,
                                .alignment = alignments[i]};
     struct mark mark = set_mark(me);
     exchange(make_normal(t, &spec, settings.seed + (uint64_t)i));
@@ -37,7 +43,8 @@ static void alignments(struct rank *me) {
 /* Many in a row, without waiting for the counts of one before the next. */
 static void repeated(struct rank *me) {
   struct team *t = make_team(me, &kSmall);
-  struct normal_spec spec = {.pattern = UNIFORM, .tokens = 20, .experts = 2 * me->count, .topk = 2, .index_bytes = 8, .row_bytes = 64};
+  struct normal_spec spec = {
+      .pattern = UNIFORM, .tokens = 20, .experts = 2 * me->count, .topk = 2, .index_bytes = 8, .row_bytes = 64};
   struct normal *calls[10];
   for (int i = 0; i < COUNT(calls); i++) calls[i] = make_normal(t, &spec, (uint64_t)i);
   for (int i = 0; i < COUNT(calls); i++) {
@@ -52,7 +59,8 @@ static void repeated(struct rank *me) {
 
 static void many_experts(struct rank *me) {
   struct team *t = make_team(me, &kSmall);
-  struct normal_spec spec = {.pattern = UNIFORM, .tokens = 30, .experts = 512 * me->count, .topk = 8, .index_bytes = 8, .row_bytes = 64};
+  struct normal_spec spec = {
+      .pattern = UNIFORM, .tokens = 30, .experts = 512 * me->count, .topk = 8, .index_bytes = 8, .row_bytes = 64};
   exchange(make_normal(t, &spec, 3));
 }
 
@@ -70,22 +78,24 @@ static void without_experts(struct rank *me) {
   await_counts(n);
   finish(me);
   expect_healthy(t);
-  expect(me, n->counts->num_recv_tokens == n->rows, "num_recv_tokens is %d, wanted %d", n->counts->num_recv_tokens, n->rows);
+  expect(me, n->counts->num_recv_tokens == n->rows, "num_recv_tokens is %d, wanted %d", n->counts->num_recv_tokens,
+         n->rows);
   expect(me, n->counts->per_expert[0] == 0x55555555, "per_expert was written though there are no experts");
 }
 
 /* seq comes last: who sees it sees the rest. */
 static void sequence(struct rank *me) {
   struct team *t = make_team(me, &kSmall);
-  struct normal_spec spec = {.pattern = UNIFORM, .tokens = 20, .experts = 2 * me->count, .topk = 2, .index_bytes = 8, .row_bytes = 64};
+  struct normal_spec spec = {
+      .pattern = UNIFORM, .tokens = 20, .experts = 2 * me->count, .topk = 2, .index_bytes = 8, .row_bytes = 64};
   struct mark mark = set_mark(me);
   for (int round = 0; round < 20; round++) {
     struct normal *n = make_normal(t, &spec, (uint64_t)round);
     run_layout(n);
     run_notify(n);
     await_counts(n);
-    expect(me, n->counts->num_recv_tokens == n->rows, "round %d: num_recv_tokens is %d when seq arrives, wanted %d", round,
-           n->counts->num_recv_tokens, n->rows);
+    expect(me, n->counts->num_recv_tokens == n->rows, "round %d: num_recv_tokens is %d when seq arrives, wanted %d",
+           round, n->counts->num_recv_tokens, n->rows);
     expect(me, __atomic_load_n(&n->counts->seq, __ATOMIC_ACQUIRE) == n->notify_call, "seq is not the call's number");
     back_to(me, mark);
   }

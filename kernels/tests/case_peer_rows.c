@@ -1,7 +1,8 @@
 /* case_peer_rows.c - rows that lie in a registered segment: peers write and read there themselves. */
 #include "normal.h"
 
-#define SPEC(name, ...) static const struct normal_spec name = {.index_bytes = 8, .nvl_bytes = 1 << 20, .segment = true, __VA_ARGS__}
+#define SPEC(name, ...) \
+  static const struct normal_spec name = {.index_bytes = 8, .nvl_bytes = 1 << 20, .segment = true, __VA_ARGS__}
 SPEC(bf16, .tokens = 100, .experts = 4, .topk = 4, .row_bytes = 1024);
 SPEC(fp8, .tokens = 60, .experts = 4, .topk = 3, .row_bytes = 512, .scales = 4);
 SPEC(skewed, .pattern = SKEWED, .tokens = 100, .experts = 4, .topk = 3, .row_bytes = 2048, .nvl_bytes = 1 << 18);
@@ -32,12 +33,18 @@ static void forgotten(struct rank *me) {
   struct share *s = share(me, 1 << 16);
   const uint64_t addresses[] = {s->at[0], 0, s->at[0]};
   for (int i = 0; i < COUNT(addresses); i++) {
-    dk_team_segment_params p = {.size = sizeof p, .team = t->handle, .index = DK_MAX_SEGMENTS - 1, .address = addresses[i], .bytes = s->bytes};
+    dk_team_segment_params p = {
+        .size = sizeof p, .team = t->handle, .index = DK_MAX_SEGMENTS - 1, .address = addresses[i], .bytes = s->bytes};
     CALL(me, team_segment, &p);
   }
   const int bad[][2] = {{-1, 0}, {DK_MAX_SEGMENTS, 0}, {0, -1}, {0, me->count}};
   for (int i = 0; i < COUNT(bad); i++) {
-    dk_team_segment_params p = {.size = sizeof p, .team = t->handle, .index = bad[i][0], .owner = bad[i][1], .address = s->at[0], .bytes = 4096};
+    dk_team_segment_params p = {.size = sizeof p,
+                                .team = t->handle,
+                                .index = bad[i][0],
+                                .owner = bad[i][1],
+                                .address = s->at[0],
+                                .bytes = 4096};
     expect(me, dk.team_segment(&p) != DK_OK, "segment %d of rank %d was accepted", bad[i][0], bad[i][1]);
   }
 }

@@ -3,7 +3,8 @@
 #include "normal.h"
 #include "process.h"
 
-static const struct ll_spec kLowLatency = {.tokens = 10, .max_tokens = 16, .hidden = 256, .experts = 12, .topk = 3, .index_bytes = 8};
+static const struct ll_spec kLowLatency = {
+    .tokens = 10, .max_tokens = 16, .hidden = 256, .experts = 12, .topk = 3, .index_bytes = 8};
 static const struct normal_spec kNormal = {.tokens = 60, .experts = 12, .topk = 3, .index_bytes = 8, .row_bytes = 1024};
 static const struct combine_spec kCombine = {.hidden = 512, .weights = true, .biases = 1};
 
@@ -13,7 +14,8 @@ static void expect_filled(struct rank *me, uint64_t at, uint64_t bytes, int valu
   fetch_tensor(me, t);
   finish(me);
   for (uint64_t i = 0; i < bytes; i++)
-    expect(me, ((uint8_t *)t.host)[i] == value, "byte %lu is 0x%02x, wanted 0x%02x", (unsigned long)i, ((uint8_t *)t.host)[i], value);
+    expect(me, ((uint8_t *)t.host)[i] == value, "byte %lu is 0x%02x, wanted 0x%02x", (unsigned long)i,
+           ((uint8_t *)t.host)[i], value);
 }
 
 /* What one writes the other reads; the owner lets go first, and the memory stays. */

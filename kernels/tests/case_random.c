@@ -12,13 +12,20 @@ static enum pattern any_pattern(struct dice *d) {
 static int rounds(const struct rank *me) {
   int most = *(const int *)me->test->arg;
   if (settings.rounds) return settings.rounds < most ? settings.rounds : most;
-  return settings.patience > 10 ? most / 20 + 1 : settings.patience > 1 ? most / 8 + 1 : settings.full ? 8 * most : most;
+  return settings.patience > 10  ? most / 20 + 1
+         : settings.patience > 1 ? most / 8 + 1
+         : settings.full         ? 8 * most
+                                 : most;
 }
 
 void normal_round(struct team *t, struct dice *d) {
   struct rank *me = t->me;
-  struct normal_spec spec = {.pattern = any_pattern(d), .tokens = (int)roll(d, 60) + 1, .experts = ((int)roll(d, 6) + 1) * me->count,
-                             .topk = (int)roll(d, 8) + 1, .index_bytes = (int)roll(d, 2) * 4 + 4, .alignment = (int)roll(d, 3) * 8 + 1};
+  struct normal_spec spec = {.pattern = any_pattern(d),
+                             .tokens = (int)roll(d, 60) + 1,
+                             .experts = ((int)roll(d, 6) + 1) * me->count,
+                             .topk = (int)roll(d, 8) + 1,
+                             .index_bytes = (int)roll(d, 2) * 4 + 4,
+                             .alignment = (int)roll(d, 3) * 8 + 1};
   spec.row_bytes = 16 * (roll(d, 60) + 1);
   spec.scales = roll(d, 2) ? (int)roll(d, 9) : 0;
   spec.columns = roll(d, 2);
@@ -65,8 +72,10 @@ static void ll_random_round(struct team *t, struct dice *d) {
   uint64_t salt = roll(d, (uint64_t)1 << 40), halves = roll(d, 2);
   struct ll *l = make_ll(t, &spec, salt);
   jitter(me);
-  if (halves) ll_round_in_halves(l, salt + 1);
-  else ll_round(l, salt + 1);
+  if (halves)
+    ll_round_in_halves(l, salt + 1);
+  else
+    ll_round(l, salt + 1);
 }
 
 static struct team *roomy_team(struct rank *me) {
@@ -90,9 +99,12 @@ static void mixed_rounds(struct rank *me) {
   for (int i = 0; i < rounds(me); i++) {
     struct mark mark = set_mark(me);
     uint64_t which = roll(&dice, 5);
-    if (which < 2) normal_round(t, &dice);
-    else if (which < 4) ll_random_round(t, &dice);
-    else run_barrier(t);
+    if (which < 2)
+      normal_round(t, &dice);
+    else if (which < 4)
+      ll_random_round(t, &dice);
+    else
+      run_barrier(t);
     back_to(me, mark);
   }
 }

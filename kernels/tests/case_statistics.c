@@ -2,8 +2,10 @@
 #include "lowlat.h"
 #include "normal.h"
 
-static const struct ll_spec kLowLatency = {.tokens = 10, .max_tokens = 16, .hidden = 512, .experts = 6, .topk = 3, .index_bytes = 8};
-static const struct normal_spec kNormal = {.pattern = SKEWED, .tokens = 40, .experts = 6, .topk = 3, .index_bytes = 8, .row_bytes = 512, .scales = 4};
+static const struct ll_spec kLowLatency = {
+    .tokens = 10, .max_tokens = 16, .hidden = 512, .experts = 6, .topk = 3, .index_bytes = 8};
+static const struct normal_spec kNormal = {
+    .pattern = SKEWED, .tokens = 40, .experts = 6, .topk = 3, .index_bytes = 8, .row_bytes = 512, .scales = 4};
 static const struct combine_spec kCombine = {.hidden = 128, .weights = true};
 
 static struct team *make_counted(struct rank *me, int trace) {
@@ -25,37 +27,42 @@ static void expect_calls(struct team *t, uint32_t op, uint64_t calls, uint64_t e
   const dk_op_stats *s = &t->stats->ops[op];
   uint64_t in_histogram = 0, wait = 0;
   int highest = -1;
-  expect(me, s->calls == calls, "%s: %lu calls counted, wanted %lu", op_name(op), (unsigned long)s->calls, (unsigned long)calls);
-  expect(me, s->errors == errors, "%s: %lu errors counted, wanted %lu", op_name(op), (unsigned long)s->errors, (unsigned long)errors);
+  expect(me, s->calls == calls, "%s: %lu calls counted, wanted %lu", op_name(op), (unsigned long)s->calls,
+         (unsigned long)calls);
+  expect(me, s->errors == errors, "%s: %lu errors counted, wanted %lu", op_name(op), (unsigned long)s->errors,
+         (unsigned long)errors);
   for (int b = 0; b < DK_HIST_BUCKETS; b++) {
     in_histogram += s->hist[b];
     if (s->hist[b]) highest = b;
   }
-  expect(me, in_histogram == calls, "%s: the histogram has %lu of %lu calls", op_name(op), (unsigned long)in_histogram, (unsigned long)calls);
+  expect(me, in_histogram == calls, "%s: the histogram has %lu of %lu calls", op_name(op), (unsigned long)in_histogram,
+         (unsigned long)calls);
   if (calls == 0) return;
-  expect(me, highest == bucket_of(s->max_ns), "%s: longest %lu ns is bucket %d, the highest filled one is %d", op_name(op),
-         (unsigned long)s->max_ns, bucket_of(s->max_ns), highest);
-  expect(me, s->hist[bucket_of(s->last_ns)], "%s: the last call, %lu ns, is not in the histogram", op_name(op), (unsigned long)s->last_ns);
-  expect(me, s->total_ns >= s->max_ns && s->max_ns >= s->last_ns && s->total_ns <= calls * s->max_ns, "%s: total %lu, max %lu, last %lu ns",
-         op_name(op), (unsigned long)s->total_ns, (unsigned long)s->max_ns, (unsigned long)s->last_ns);
+  expect(me, highest == bucket_of(s->max_ns), "%s: longest %lu ns is bucket %d, the highest filled one is %d",
+         op_name(op), (unsigned long)s->max_ns, bucket_of(s->max_ns), highest);
+  expect(me, s->hist[bucket_of(s->last_ns)], "%s: the last call, %lu ns, is not in the histogram", op_name(op),
+         (unsigned long)s->last_ns);
+  expect(me, s->total_ns >= s->max_ns && s->max_ns >= s->last_ns && s->total_ns <= calls * s->max_ns,
+         "%s: total %lu, max %lu, last %lu ns", op_name(op), (unsigned long)s->total_ns, (unsigned long)s->max_ns,
+         (unsigned long)s->last_ns);
   for (int i = 0; i < me->count; i++) wait += peer_wait(t, op, i);
   expect(me, s->wait_ns <= s->total_ns, "%s: waited longer than it took", op_name(op));
-  expect(me, s->last_start_ns == 0 || (s->last_start_ns <= now_ns() && s->last_start_ns + limit_ns(100) > now_ns()), "%s: started at %lu",
-         op_name(op), (unsigned long)s->last_start_ns);
+  expect(me, s->last_start_ns == 0 || (s->last_start_ns <= now_ns() && s->last_start_ns + limit_ns(100) > now_ns()),
+         "%s: started at %lu", op_name(op), (unsigned long)s->last_start_ns);
 }
 
 /* Bytes to a peer: its rows, and no more than what may go with them. */
 static void expect_bytes(struct team *t, uint32_t op, int peer, uint64_t least, uint64_t most) {
   uint64_t bytes = peer_bytes(t, op, peer);
-  expect(t->me, bytes >= least && bytes <= most, "%s: %lu bytes to rank %d, wanted %lu to %lu", op_name(op), (unsigned long)bytes, peer,
-         (unsigned long)least, (unsigned long)most);
+  expect(t->me, bytes >= least && bytes <= most, "%s: %lu bytes to rank %d, wanted %lu to %lu", op_name(op),
+         (unsigned long)bytes, peer, (unsigned long)least, (unsigned long)most);
 }
 
 static void expect_sum(struct team *t, uint32_t op) {
   uint64_t sum = 0;
   for (int i = 0; i < t->me->count; i++) sum += peer_bytes(t, op, i);
-  expect(t->me, sum == t->stats->ops[op].bytes, "%s: %lu bytes, but %lu to all peers together", op_name(op), (unsigned long)t->stats->ops[op].bytes,
-         (unsigned long)sum);
+  expect(t->me, sum == t->stats->ops[op].bytes, "%s: %lu bytes, but %lu to all peers together", op_name(op),
+         (unsigned long)t->stats->ops[op].bytes, (unsigned long)sum);
 }
 
 static int expert_rows(const struct routing *r, int source, int rank) {
@@ -87,17 +94,21 @@ static void counted(struct rank *me) {
   expect_healthy(t);
   for (uint32_t op = DK_OP_LAYOUT; op < DK_NUM_OPS; op++) expect_calls(t, op, rounds, 0);
   for (int i = 0; i < me->count; i++) {
-    uint64_t rows = rounds * (uint64_t)rows_between(n->routing, me->index, i), back = rounds * (uint64_t)rows_between(n->routing, i, me->index);
+    uint64_t rows = rounds * (uint64_t)rows_between(n->routing, me->index, i),
+             back = rounds * (uint64_t)rows_between(n->routing, i, me->index);
     expect_bytes(t, DK_OP_DISPATCH, i, rows * 512, rows * (512 + 16 + 12 * 3 + 16));
     expect_bytes(t, DK_OP_COMBINE, i, back * 256, back * (256 + 12 + 16));
-    uint64_t tokens = rounds * (uint64_t)rows_between(l->routing, me->index, i), most = rounds * (uint64_t)expert_rows(l->routing, me->index, i);
+    uint64_t tokens = rounds * (uint64_t)rows_between(l->routing, me->index, i),
+             most = rounds * (uint64_t)expert_rows(l->routing, me->index, i);
     expect_bytes(t, DK_OP_LL_DISPATCH, i, tokens * 1024, most * (1024 + 12 * 3 + 16));
-    uint64_t answers = rounds * (uint64_t)rows_between(l->routing, i, me->index), all = rounds * (uint64_t)expert_rows(l->routing, i, me->index);
+    uint64_t answers = rounds * (uint64_t)rows_between(l->routing, i, me->index),
+             all = rounds * (uint64_t)expert_rows(l->routing, i, me->index);
     expect_bytes(t, DK_OP_LL_COMBINE, i, answers * 1024, all * (1024 + 64));
   }
   const uint32_t moving[] = {DK_OP_DISPATCH, DK_OP_COMBINE, DK_OP_LL_DISPATCH, DK_OP_LL_COMBINE};
   for (int i = 0; i < COUNT(moving); i++) expect_sum(t, moving[i]);
-  expect(me, t->stats->magic == DK_STATS_MAGIC && t->stats->num_ranks == me->count && t->stats->state == 1, "the page's head was written over");
+  expect(me, t->stats->magic == DK_STATS_MAGIC && t->stats->num_ranks == me->count && t->stats->state == 1,
+         "the page's head was written over");
   expect(me, t->stats->trace_next == 0 || t->stats->trace_len == 0, "a trace is kept though there is no room for one");
 }
 
@@ -113,7 +124,8 @@ static void waited(struct rank *me) {
   const dk_op_stats *s = &t->stats->ops[DK_OP_BARRIER];
   if (me->index == 1) return;
   expect(me, s->wait_ns >= 60000000, "a barrier waited 100 ms and says %lu ns", (unsigned long)s->wait_ns);
-  expect(me, peer_wait(t, DK_OP_BARRIER, 1) >= 60000000, "it waited 100 ms for rank 1 and says %lu ns", (unsigned long)peer_wait(t, DK_OP_BARRIER, 1));
+  expect(me, peer_wait(t, DK_OP_BARRIER, 1) >= 60000000, "it waited 100 ms for rank 1 and says %lu ns",
+         (unsigned long)peer_wait(t, DK_OP_BARRIER, 1));
   expect(me, s->max_ns >= 60000000, "the longest barrier took %lu ns", (unsigned long)s->max_ns);
 }
 
@@ -130,10 +142,12 @@ static void traced(struct rank *me) {
   for (uint64_t i = 13; i < 18; i++) {
     const dk_trace_record *r = &ring[i % 5];
     uint32_t op = i % 2 ? DK_OP_MASK : DK_OP_BARRIER;
-    expect(me, r->op == op && r->call == i / 2 + 1, "record %lu is %s %lu, wanted %s %lu", (unsigned long)i, op_name(r->op),
-           (unsigned long)r->call, op_name(op), (unsigned long)i / 2 + 1);
+    expect(me, r->op == op && r->call == i / 2 + 1, "record %lu is %s %lu, wanted %s %lu", (unsigned long)i,
+           op_name(r->op), (unsigned long)r->call, op_name(op), (unsigned long)i / 2 + 1);
     const dk_trace_record *before = &ring[(i - 1) % 5];
-    if (i > 13) expect(me, r->start_ns >= before->start_ns + before->duration_ns, "record %lu begins before the one before it ends", (unsigned long)i);
+    if (i > 13)
+      expect(me, r->start_ns >= before->start_ns + before->duration_ns,
+             "record %lu begins before the one before it ends", (unsigned long)i);
   }
 }
 
@@ -148,14 +162,14 @@ static void two_halves(struct rank *me) {
   finish(me);
   expect_calls(t, DK_OP_LL_DISPATCH, 1, 0);
   const dk_trace_record *ring = (const dk_trace_record *)((const char *)t->stats + t->stats->trace_offset);
-  expect(me, t->stats->trace_next == 2 && ring[0].phase == DK_PHASE_SEND && ring[1].phase == DK_PHASE_RECV, "the trace has %lu records, phases %u, %u",
-         (unsigned long)t->stats->trace_next, ring[0].phase, ring[1].phase);
+  expect(me, t->stats->trace_next == 2 && ring[0].phase == DK_PHASE_SEND && ring[1].phase == DK_PHASE_RECV,
+         "the trace has %lu records, phases %u, %u", (unsigned long)t->stats->trace_next, ring[0].phase, ring[1].phase);
   const dk_op_stats *s = &t->stats->ops[DK_OP_LL_DISPATCH];
   expect(me, s->total_ns >= ring[0].duration_ns, "the send half's time is not in the call's");
   if (settings.patience > 1) return; /* below, times are compared */
   uint64_t both = ring[0].duration_ns + ring[1].duration_ns;
-  expect(me, s->total_ns <= both + 10000000, "the call took %lu ns, its halves %lu: the gap between them counts", (unsigned long)s->total_ns,
-         (unsigned long)both);
+  expect(me, s->total_ns <= both + 10000000, "the call took %lu ns, its halves %lu: the gap between them counts",
+         (unsigned long)s->total_ns, (unsigned long)both);
 }
 
 static void errors(struct rank *me) {

@@ -22,7 +22,8 @@ static void record(struct rank *me, uint64_t event, uint64_t stream) {
 }
 
 static int32_t wait_event(struct rank *me, uint64_t event, uint64_t timeout_ns) {
-  dk_event_wait_params p = {.size = sizeof p, .device = seat_device(me->seat), .event = event, .timeout_ns = timeout_ns};
+  dk_event_wait_params p = {
+      .size = sizeof p, .device = seat_device(me->seat), .event = event, .timeout_ns = timeout_ns};
   return dk.event_wait(&p);
 }
 
@@ -44,7 +45,8 @@ static void drop_stream(struct rank *me, uint64_t stream) {
 }
 
 static int idle(struct rank *me, uint64_t stream) {
-  dk_stream_query_params p = {.size = sizeof p, .device = seat_device(me->seat), .stream = stream, .capturing = 7, .idle = 7};
+  dk_stream_query_params p = {
+      .size = sizeof p, .device = seat_device(me->seat), .stream = stream, .capturing = 7, .idle = 7};
   CALL(me, stream_query, &p);
   expect(me, p.capturing == 0, "capturing is %d", p.capturing);
   dk_stream_query_params less = {.size = sizeof less, .device = p.device, .stream = stream, .capturing = 7, .idle = -1};
@@ -131,10 +133,12 @@ static void host_stream(struct rank *me) {
   uint64_t event = new_event(me), at;
   uint8_t *words = host_words(me, 256, 64, &at);
   memset(words, 9, 128);
-  dk_copy_params copying = {.size = sizeof copying, .device = seat_device(me->seat), .dst = at + 128, .src = at, .bytes = 128};
+  dk_copy_params copying = {
+      .size = sizeof copying, .device = seat_device(me->seat), .dst = at + 128, .src = at, .bytes = 128};
   CALL(me, copy, &copying);
   expect(me, words[128] == 9 && words[255] == 9, "a copy on stream 0 is not done when it returns");
-  dk_fill_params filling = {.size = sizeof filling, .device = seat_device(me->seat), .dst = at, .bytes = 128, .value = 0x105};
+  dk_fill_params filling = {
+      .size = sizeof filling, .device = seat_device(me->seat), .dst = at, .bytes = 128, .value = 0x105};
   CALL(me, fill, &filling);
   expect(me, words[0] == 5 && words[127] == 5 && words[128] == 9, "a fill on stream 0 is not done when it returns");
   record(me, event, 0);
@@ -166,7 +170,8 @@ static void many(struct rank *me) {
   for (int i = 0; i < COUNT(events); i++) drop_event(me, events[i]);
   fetch_tensor(me, t);
   finish(me);
-  for (int i = 0; i < 12 * 64; i++) expect(me, ((uint8_t *)t.host)[i] == 19 + i / 64, "stream %d left %d", i / 64, ((uint8_t *)t.host)[i]);
+  for (int i = 0; i < 12 * 64; i++)
+    expect(me, ((uint8_t *)t.host)[i] == 19 + i / 64, "stream %d left %d", i / 64, ((uint8_t *)t.host)[i]);
 }
 
 static const struct test_case cases[] = {

@@ -2,7 +2,8 @@
 #include "lowlat.h"
 #include "normal.h"
 
-static const struct ll_spec kLowLatency = {.tokens = 10, .max_tokens = 16, .hidden = 256, .experts = 8, .topk = 3, .index_bytes = 8};
+static const struct ll_spec kLowLatency = {
+    .tokens = 10, .max_tokens = 16, .hidden = 256, .experts = 8, .topk = 3, .index_bytes = 8};
 static const struct normal_spec kNormal = {.tokens = 40, .experts = 8, .topk = 3, .index_bytes = 8, .row_bytes = 512};
 static const struct combine_spec kCombine = {.hidden = 256, .weights = true};
 
@@ -20,7 +21,8 @@ static void barrier(struct rank *me) {
     gather(me, &arrived, sizeof arrived, -1, times, NULL);
     gather(me, &now, sizeof now, -1, left, NULL);
     for (int i = 0; i < me->count; i++)
-      expect(me, times[i] <= now, "round %d: left a barrier %lu ns before rank %d came", round, (unsigned long)(times[i] - now), i);
+      expect(me, times[i] <= now, "round %d: left a barrier %lu ns before rank %d came", round,
+             (unsigned long)(times[i] - now), i);
   }
   expect_healthy(t);
 }
@@ -31,7 +33,8 @@ static void barriers_enqueued(struct rank *me) {
   for (int i = 0; i < 200; i++) run_barrier(t);
   finish(me);
   expect_healthy(t);
-  expect(me, __atomic_load_n(&t->status->progress, __ATOMIC_ACQUIRE) == 200, "progress is %lu after 200 barriers", (unsigned long)t->status->progress);
+  expect(me, __atomic_load_n(&t->status->progress, __ATOMIC_ACQUIRE) == 200, "progress is %lu after 200 barriers",
+         (unsigned long)t->status->progress);
 }
 
 /* One normal-mode call, one low-latency call, a barrier, a clean, over and over on one buffer. */
@@ -134,7 +137,9 @@ static void refused(struct rank *me) {
   p.host_status = (uintptr_t)status;
   p.status = status_at;
   p.sm_share = 1;
-  const struct { int rank, ranks; } bad[] = {{-1, 2}, {2, 2}, {0, 0}, {0, DK_MAX_RANKS + 1}};
+  const struct {
+    int rank, ranks;
+  } bad[] = {{-1, 2}, {2, 2}, {0, 0}, {0, DK_MAX_RANKS + 1}};
   for (int i = 0; i < COUNT(bad); i++) {
     p.rank = bad[i].rank;
     p.num_ranks = bad[i].ranks;
@@ -151,9 +156,9 @@ static void bad_arguments(struct rank *me) {
   struct normal *n = make_normal(t, &kNormal, 3);
   struct ll *l = make_ll(t, &kLowLatency, 4);
   dk_ll_dispatch_params d = ll_dispatch_params(l, DK_PHASE_BOTH, 0), one = d;
-#define REFUSED(call, params, field, value)                                                    \
-  one = d;                                                                                     \
-  one.field = value;                                                                           \
+#define REFUSED(call, params, field, value) \
+  one = d;                                  \
+  one.field = value;                        \
   expect(me, dk.call(&one) != DK_OK, #call " with " #field " = " #value " was accepted")
   REFUSED(ll_dispatch, d, phases, 0);
   REFUSED(ll_dispatch, d, phases, 4);

@@ -5,12 +5,15 @@
 
 #define LATE DK_TRANSPORT_LATE
 
-static int rounds_of(int usual, int full) { return settings.full ? full : settings.heaviest == HEAVY ? usual : usual / 4 + 1; }
+static int rounds_of(int usual, int full) {
+  return settings.full ? full : settings.heaviest == HEAVY ? usual : usual / 4 + 1;
+}
 
-/* ---- Order in a queue ------------------------------------------------------------------------------------------------------ */
+/* ---- Order in a queue -------------------------------------------------------------------------------------------- */
 
-/* Rank s sends numbered messages to every other rank on each QP: two puts and a signal of the number, which goes with the second
- * put or alone. Of the queue from s on QP q the word lies at line s * QPS + q, and message m at a place of its own. */
+/* Rank s sends numbered messages to every other rank on each QP: two puts and a signal of the number, which goes with
+ * the second put or alone. Of the queue from s on QP q the word lies at line s * QPS + q, and message m at a place of
+ * its own. */
 #define QPS 3
 #define MESSAGES 24
 #define PLACE 512
@@ -25,7 +28,8 @@ static uint64_t half_bytes(uint64_t salt, int half) { return 1 + hash(salt, 7, 7
 
 static void write_message(char *to, uint64_t salt) {
   for (int half = 0; half < 2; half++)
-    for (uint64_t i = 0, n = half_bytes(salt, half); i < n; i++) to[half * HALF + (int)i] = (char)hash(salt, 1, (uint64_t)half, i);
+    for (uint64_t i = 0, n = half_bytes(salt, half); i < n; i++)
+      to[half * HALF + (int)i] = (char)hash(salt, 1, (uint64_t)half, i);
 }
 
 static void check_message(struct wire *w, int sender, int qp, int message, uint64_t salt) {
@@ -33,7 +37,8 @@ static void check_message(struct wire *w, int sender, int qp, int message, uint6
   write_message(right, salt);
   const char *got = own(w, place_of(sender, qp, message));
   for (int i = 0; i < PLACE; i++)
-    expect(w->me, got[i] == right[i], "message %d of rank %d on QP %d was signalled, but its byte %d is 0x%02x, wanted 0x%02x", message + 1,
+    expect(w->me, got[i] == right[i],
+           "message %d of rank %d on QP %d was signalled, but its byte %d is 0x%02x, wanted 0x%02x", message + 1,
            sender, qp, i, (uint8_t)got[i], (uint8_t)right[i]);
 }
 
@@ -52,8 +57,10 @@ static void send_all(struct wire *w, char *source, uint64_t seed) {
         write_message(message, salt);
         post(w, peer, qp, at, message, half_bytes(salt, 0));
         dk_transport_put_params p = signal_params(w, peer, qp, word_at(me->index, qp), DK_SIGNAL_SET, (uint64_t)m + 1);
-        if (m % 2) post(w, peer, qp, at + HALF, message + HALF, half_bytes(salt, 1));
-        else add_bytes(&p, at + HALF, message + HALF, half_bytes(salt, 1));
+        if (m % 2)
+          post(w, peer, qp, at + HALF, message + HALF, half_bytes(salt, 1));
+        else
+          add_bytes(&p, at + HALF, message + HALF, half_bytes(salt, 1));
         CALL(me, transport_put, &p);
       }
 }
@@ -91,7 +98,7 @@ static void order(struct rank *me) {
   }
 }
 
-/* ---- What nobody may rely on ------------------------------------------------------------------------------------------------- */
+/* ---- What nobody may rely on ------------------------------------------------------------------------------------- */
 
 /* The signal that was posted last, on another QP or toward the same rank on all of them, overtakes some other. */
 static void no_order(struct rank *me) {
@@ -156,8 +163,10 @@ static void early_reuse(struct rank *me) {
     memset(source, 1, 4099);
     post(w, 1, 0, 4096, source, 4099);
     if (waits) quiet(w, 1, 0);
-    if (round % 2) source[4098] = 2;
-    else memset(source, 2, 4096);
+    if (round % 2)
+      source[4098] = 2;
+    else
+      memset(source, 2, 4096);
     int32_t code = quiet_code(w, 1, 0, w->timeout_ns);
     bool right = memcmp(theirs(w, 1, 4096), theirs(w, 1, 4097), 4098) == 0 && *theirs(w, 1, 4096) == 1;
     expect(me, code == DK_OK || (code == DK_EMISMATCH && !waits), "quiet returned %s", code_name(code));
@@ -166,11 +175,12 @@ static void early_reuse(struct rank *me) {
     spoilt += !right;
     close_wire(w);
   }
-  expect(me, me->index || (noticed && spoilt), "in %d rounds the QP broke %d times, and wrong bytes arrived %d times", rounds, noticed, spoilt);
+  expect(me, me->index || (noticed && spoilt), "in %d rounds the QP broke %d times, and wrong bytes arrived %d times",
+         rounds, noticed, spoilt);
   meet(me);
 }
 
-/* ---- Depth ------------------------------------------------------------------------------------------------------------------- */
+/* ---- Depth ------------------------------------------------------------------------------------------------------- */
 
 /* A full QP: refused, or waited for, and nothing is lost or done twice. */
 static void depth(struct rank *me) {
@@ -190,21 +200,23 @@ static void depth(struct rank *me) {
       refused += code == DK_EAGAIN;
       late += code == DK_ETIMEOUT;
     }
-    expect(me, refused && late, "the QP of depth 5 never became full: %lu refused, %lu late", (unsigned long)refused, (unsigned long)late);
+    expect(me, refused && late, "the QP of depth 5 never became full: %lu refused, %lu late", (unsigned long)refused,
+           (unsigned long)late);
     p.flags = 0;
     p.timeout_ns = w->timeout_ns;
     for (int i = 0; i < 50; i++, accepted++) CALL(me, transport_put, &p);
     quiet(w, 1, 1);
     dk_transport_query_params q = query(w, 1, 1);
-    expect(me, q.posted == accepted && q.completed == accepted && q.max_queued == 5, "%lu posted, %lu completed, %lu at most; wanted %lu, %lu, 5",
-           (unsigned long)q.posted, (unsigned long)q.completed, (unsigned long)q.max_queued, (unsigned long)accepted, (unsigned long)accepted);
+    expect(me, q.posted == accepted && q.completed == accepted && q.max_queued == 5,
+           "%lu posted, %lu completed, %lu at most; wanted %lu, %lu, 5", (unsigned long)q.posted,
+           (unsigned long)q.completed, (unsigned long)q.max_queued, (unsigned long)accepted, (unsigned long)accepted);
     uint64_t sum = *(uint64_t *)(void *)theirs(w, 1, 0);
     expect(me, sum == accepted, "%lu signals arrived of %lu", (unsigned long)sum, (unsigned long)accepted);
   }
   meet(me);
 }
 
-/* ---- Quiet -------------------------------------------------------------------------------------------------------------------- */
+/* ---- Quiet ------------------------------------------------------------------------------------------------------- */
 
 static void quiets(struct rank *me) {
   struct wire *w = make_wire(me, 1 << 20);
@@ -223,11 +235,12 @@ static void quiets(struct rank *me) {
         quiet(w, peer, qp);
         dk_transport_query_params q = query(w, peer, qp);
         uint64_t wanted = qp < 0 ? 32 : 8;
-        expect(me, q.posted == wanted && q.completed == wanted && q.bytes == wanted * 128 && !q.lost, "peer %d, QP %d: %lu posted, %lu completed",
-               peer, qp, (unsigned long)q.posted, (unsigned long)q.completed);
+        expect(me, q.posted == wanted && q.completed == wanted && q.bytes == wanted * 128 && !q.lost,
+               "peer %d, QP %d: %lu posted, %lu completed", peer, qp, (unsigned long)q.posted,
+               (unsigned long)q.completed);
         for (uint64_t i = qp < 0 ? 0 : 24; i < 32; i++)
-          expect(me, *theirs(w, peer, 4096 + i * 1024 + 127) == (char)round, "round %d: quiet, but put %lu to rank %d is not there", round,
-                 (unsigned long)i, peer);
+          expect(me, *theirs(w, peer, 4096 + i * 1024 + 127) == (char)round,
+                 "round %d: quiet, but put %lu to rank %d is not there", round, (unsigned long)i, peer);
       }
     quiet(w, -1, -1);
     expect(me, quiet_code(w, -1, -1, 0) == DK_OK, "quiet, and then not");
@@ -237,7 +250,7 @@ static void quiets(struct rank *me) {
   meet(me);
 }
 
-/* ---- Signals -------------------------------------------------------------------------------------------------------------------- */
+/* ---- Signals ----------------------------------------------------------------------------------------------------- */
 
 static void sums(struct rank *me) {
   struct wire *w = make_wire(me, 1 << 16);
@@ -246,7 +259,8 @@ static void sums(struct rank *me) {
   const uint64_t each = 150;
   for (uint64_t i = 0; i < each; i++)
     for (int peer = 0; peer < me->count; peer++)
-      if (peer != me->index) post_signal(w, peer, (int)(i % 3), 128, DK_SIGNAL_ADD, i + ((uint64_t)1 << 40) * (uint64_t)(me->index + 1));
+      if (peer != me->index)
+        post_signal(w, peer, (int)(i % 3), 128, DK_SIGNAL_ADD, i + ((uint64_t)1 << 40) * (uint64_t)(me->index + 1));
   quiet(w, -1, -1);
   meet(me);
   uint64_t wanted = 0;
@@ -256,7 +270,7 @@ static void sums(struct rank *me) {
   meet(me);
 }
 
-/* ---- Many ranks on few cores ------------------------------------------------------------------------------------------------------ */
+/* ---- Many ranks on few cores ------------------------------------------------------------------------------------- */
 
 /* Each sends to each and answers to what it got, so that everybody waits for everybody all the time. */
 static void crowd(struct rank *me) {
@@ -279,7 +293,8 @@ static void crowd(struct rank *me) {
       if (sender == me->index) continue;
       await_word(w, 64 * (uint64_t)sender, round);
       const char *got = own(w, 65536 + 8192 * (uint64_t)sender + 4096 * (round % 2));
-      expect(me, got[0] == (char)(round + (uint64_t)sender) && got[4095] == got[0], "round %lu of rank %d is wrong", (unsigned long)round, sender);
+      expect(me, got[0] == (char)(round + (uint64_t)sender) && got[4095] == got[0], "round %lu of rank %d is wrong",
+             (unsigned long)round, sender);
     }
   }
   double seconds = (double)(now_ns() - start) * 1e-9;
@@ -304,5 +319,6 @@ static const struct test_case cases[] = {
 };
 GROUP(transport_cases);
 
-static const struct test_case process_case[] = {{"transport/order in a queue, processes", order, 3, "late", USUAL, 0, 0}};
+static const struct test_case process_case[] = {
+    {"transport/order in a queue, processes", order, 3, "late", USUAL, 0, 0}};
 const struct group transport_process_cases = {process_case, 1};

@@ -23,14 +23,14 @@ static void lose(struct wire *w, int peer) {
   CALL(w->me, transport_lose, &p);
 }
 
-/* ---- Creation ----------------------------------------------------------------------------------------------------------------- */
+/* ---- Creation ---------------------------------------------------------------------------------------------------- */
 
 static void expect_created(struct wire *w) {
   for (int i = 0; i + 1 < w->me->count; i++)
     for (int qp = 0; qp < w->qps; qp++) {
       int32_t created = query(w, w->peers[i], qp).created;
-      expect(w->me, created == i * w->qps + qp, "QP %d of peer %d is number %d in order of creation, wanted %d", qp, w->peers[i], created,
-             i * w->qps + qp);
+      expect(w->me, created == i * w->qps + qp, "QP %d of peer %d is number %d in order of creation, wanted %d", qp,
+             w->peers[i], created, i * w->qps + qp);
     }
   expect(w->me, query(w, -1, -1).created == -1, "all QPs together have a place in the order of creation");
 }
@@ -50,7 +50,7 @@ static void creation(struct rank *me) {
   meet(me);
 }
 
-/* ---- Peers that are lost ---------------------------------------------------------------------------------------------------------- */
+/* ---- Peers that are lost ----------------------------------------------------------------------------------------- */
 
 static void lost(struct rank *me) {
   struct wire *w = make_wire(me, 1 << 16);
@@ -61,16 +61,17 @@ static void lost(struct rank *me) {
     uint64_t before = word_of(w, 1, 0), other = word_of(w, 2, 0);
     for (int i = 0; i < 400; i++) expect(me, put_code(w, 1 + i % 2, i / 2 % 2, 0) == DK_OK, "put %d failed", i);
     lose(w, 1);
-    expect(me, put_code(w, 1, 0, 0) == DK_EPEERDEAD && put_code(w, 1, 1, DK_TRANSPORT_NOWAIT) == DK_EPEERDEAD, "a lost peer takes puts");
+    expect(me, put_code(w, 1, 0, 0) == DK_EPEERDEAD && put_code(w, 1, 1, DK_TRANSPORT_NOWAIT) == DK_EPEERDEAD,
+           "a lost peer takes puts");
     int32_t code = quiet_code(w, 1, -1, w->timeout_ns);
     expect(me, code == DK_EPEERDEAD, "quiet of a lost peer returned %s", code_name(code));
     uint64_t arrived = word_of(w, 1, 0) - before;
     quiet(w, -1, -1);
     dk_transport_query_params q = query(w, 1, -1);
-    expect(me, q.lost == 1 && q.posted == 200 && q.completed == 200, "lost %d, %lu posted, %lu completed", q.lost, (unsigned long)q.posted,
-           (unsigned long)q.completed);
-    expect(me, query(w, 2, -1).lost == 0 && word_of(w, 2, 0) - other == 200, "of 200 signals to the peer that is well %lu arrived",
-           (unsigned long)(word_of(w, 2, 0) - other));
+    expect(me, q.lost == 1 && q.posted == 200 && q.completed == 200, "lost %d, %lu posted, %lu completed", q.lost,
+           (unsigned long)q.posted, (unsigned long)q.completed);
+    expect(me, query(w, 2, -1).lost == 0 && word_of(w, 2, 0) - other == 200,
+           "of 200 signals to the peer that is well %lu arrived", (unsigned long)(word_of(w, 2, 0) - other));
     expect(me, word_of(w, 1, 0) - before == arrived, "signals arrive at a lost peer after quiet");
     dropped += 200 - arrived;
     lose(w, 1); /* again: nothing new */
@@ -122,7 +123,7 @@ static void owner_dies(struct rank *me) {
   quiet(w, -1, -1);
 }
 
-/* ---- Work that is dropped ------------------------------------------------------------------------------------------------------------ */
+/* ---- Work that is dropped ---------------------------------------------------------------------------------------- */
 
 static void closed_with_work(struct rank *me) {
   struct wire *w = make_wire(me, 1 << 16);
@@ -161,14 +162,17 @@ static void forked(struct rank *me) {
     uint64_t end = now_ns() + limit_ns(5);
     pid_t ended;
     while ((ended = waitpid(child, &status, WNOHANG)) == 0 && now_ns() < end) pause_ms(5);
-    if (ended == 0) { kill(child, SIGKILL); waitpid(child, &status, 0); }
+    if (ended == 0) {
+      kill(child, SIGKILL);
+      waitpid(child, &status, 0);
+    }
     expect(me, ended == child && status == 0, "the child %s", ended ? "was not refused" : "hangs");
   }
   quiet(w, -1, -1);
   meet(me);
 }
 
-/* ---- Streams ---------------------------------------------------------------------------------------------------------------------------- */
+/* ---- Streams ----------------------------------------------------------------------------------------------------- */
 
 /* A put reads what was written before it on its stream, and quiet keeps what comes after from its source. */
 static void streams(struct rank *me) {
@@ -177,7 +181,12 @@ static void streams(struct rank *me) {
   open_wire(w, &spec, settings.seed);
   struct tensor source = tensor(me, "source", 8192);
   dk_transport_put_params p = put_params(w, 1 - me->index, 0);
-  dk_transport_quiet_params q = {.size = sizeof q, .transport = w->handle, .stream = me->stream, .peer = -1, .qp = -1, .timeout_ns = w->timeout_ns};
+  dk_transport_quiet_params q = {.size = sizeof q,
+                                 .transport = w->handle,
+                                 .stream = me->stream,
+                                 .peer = -1,
+                                 .qp = -1,
+                                 .timeout_ns = w->timeout_ns};
   add_bytes(&p, 4096, (void *)(uintptr_t)source.at, 8192);
   p.stream = me->stream;
   for (uint32_t round = 1; round < 30; round++) {
@@ -189,7 +198,8 @@ static void streams(struct rank *me) {
     finish(me);
     meet(me);
     for (uint64_t i = 0; i < 8192; i++)
-      expect(me, *own(w, 4096 + i) == (char)round, "round %u: byte %lu is 0x%02x", round, (unsigned long)i, (uint8_t)*own(w, 4096 + i));
+      expect(me, *own(w, 4096 + i) == (char)round, "round %u: byte %lu is 0x%02x", round, (unsigned long)i,
+             (uint8_t)*own(w, 4096 + i));
     meet(me);
   }
 }
@@ -212,8 +222,8 @@ static void broken(struct rank *me) {
     expect(me, q.lost == DK_ETIMEOUT && q.posted < 500, "500 puts of no patience, and the QP is well");
     expect(me, put_code(w, 1, 0, 0) == DK_ETIMEOUT, "a broken QP takes puts");
     expect(me, quiet_code(w, 1, 0, w->timeout_ns) == DK_ETIMEOUT, "a broken QP is quiet");
-    expect(me, word_of(w, 1, 0) <= q.posted, "number %lu arrived, but only the first %lu were posted", (unsigned long)word_of(w, 1, 0),
-           (unsigned long)q.posted);
+    expect(me, word_of(w, 1, 0) <= q.posted, "number %lu arrived, but only the first %lu were posted",
+           (unsigned long)word_of(w, 1, 0), (unsigned long)q.posted);
     post_signal(w, 1, 1, 64, DK_SIGNAL_SET, 5);
     quiet(w, 1, 1);
     expect(me, word_of(w, 1, 64) == 5, "the other QP is broken too");
@@ -221,14 +231,15 @@ static void broken(struct rank *me) {
   meet(me);
 }
 
-/* ---- What is refused ------------------------------------------------------------------------------------------------------------------------ */
+/* ---- What is refused --------------------------------------------------------------------------------------------- */
 
-#define REFUSED(call, good, field, value)                                                                                     \
-  do {                                                                                                                        \
-    __typeof__(good) bad = good;                                                                                              \
-    bad.field = value;                                                                                                        \
-    int32_t code = dk.call(&bad);                                                                                             \
-    expect(me, code == DK_EINVAL, "dk_" #call " with " #field " = " #value " returned %s, wanted DK_EINVAL", code_name(code)); \
+#define REFUSED(call, good, field, value)                                                                    \
+  do {                                                                                                       \
+    __typeof__(good) bad = good;                                                                             \
+    bad.field = value;                                                                                       \
+    int32_t code = dk.call(&bad);                                                                            \
+    expect(me, code == DK_EINVAL, "dk_" #call " with " #field " = " #value " returned %s, wanted DK_EINVAL", \
+           code_name(code));                                                                                 \
   } while (0)
 
 static void refused_open(struct rank *me) {
@@ -258,7 +269,8 @@ static void refused_open(struct rank *me) {
   memcpy(blocks, w->block->at, sizeof blocks);
   blocks[me->index] = 0;
   REFUSED(transport_open, p, host_blocks, (uintptr_t)blocks);
-  int32_t twice[2] = {w->peers[0], w->peers[0]}, self[2] = {w->peers[0], me->index}, stranger[2] = {w->peers[0], me->count};
+  int32_t twice[2] = {w->peers[0], w->peers[0]}, self[2] = {w->peers[0], me->index},
+          stranger[2] = {w->peers[0], me->count};
   REFUSED(transport_open, p, host_peers, (uintptr_t)twice);
   REFUSED(transport_open, p, host_peers, (uintptr_t)self);
   REFUSED(transport_open, p, host_peers, (uintptr_t)stranger);
@@ -326,5 +338,6 @@ static const struct test_case cases[] = {
 };
 GROUP(transport_end_cases);
 
-static const struct test_case process_cases_here[] = {{"transport/a peer's process dies", owner_dies, 3, NULL, USUAL, 0, 0}};
+static const struct test_case process_cases_here[] = {
+    {"transport/a peer's process dies", owner_dies, 3, NULL, USUAL, 0, 0}};
 const struct group transport_death_cases = {process_cases_here, 1};

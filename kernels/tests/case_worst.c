@@ -64,14 +64,15 @@ static void too_few_rows(struct rank *me) {
   uint32_t code = __atomic_load_n(&t->status->sticky, __ATOMIC_ACQUIRE);
   const dk_failure *f = &t->status->failure;
   if (me->index == 0) {
-    expect(me, code == DK_EMISMATCH || code == DK_EINVAL, "%d rows arrive where %d are allowed, and the team says %s", arriving, allowed,
-           code_name((int32_t)code));
+    expect(me, code == DK_EMISMATCH || code == DK_EINVAL, "%d rows arrive where %d are allowed, and the team says %s",
+           arriving, allowed, code_name((int32_t)code));
     expect(me, f->field == DK_FIELD_WORST_TOKENS, "the record names field %s", field_name(f->field));
-    expect(me, f->expected == allowed && f->seen == arriving, "the record says %ld allowed, %ld arrive; it is %d and %d", (long)f->expected,
-           (long)f->seen, allowed, arriving);
+    expect(me, f->expected == allowed && f->seen == arriving,
+           "the record says %ld allowed, %ld arrive; it is %d and %d", (long)f->expected, (long)f->seen, allowed,
+           arriving);
   } else if (code) {
-    expect(me, code == DK_EMISMATCH || code == DK_EINVAL || code == DK_EABORTED, "rank 0 has too few rows, and the team here says %s",
-           code_name((int32_t)code));
+    expect(me, code == DK_EMISMATCH || code == DK_EINVAL || code == DK_EABORTED,
+           "rank 0 has too few rows, and the team here says %s", code_name((int32_t)code));
   }
 }
 

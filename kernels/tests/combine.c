@@ -4,8 +4,8 @@
 
 #include "normal.h"
 
-/* What rank `at` holds for a token: channel by channel, so that the token's own rank can do the sum. In every eighth channel
- * large numbers swallow small ones and cancel each other, so that the order of the sum is seen. */
+/* What rank `at` holds for a token: channel by channel, so that the token's own rank can do the sum. In every eighth
+ * channel large numbers swallow small ones and cancel each other, so that the order of the sum is seen. */
 static uint16_t value_of(uint64_t salt, int at, int source, int token, int channel) {
   static const uint16_t swallow[3] = {0x4c00, 0x3fc0, 0xcc00}; /* 2^25, 1.5, -2^25 */
   uint64_t bits = hash(salt, (uint64_t)at, (uint64_t)source << 32 | (uint64_t)token, (uint64_t)channel);
@@ -31,7 +31,8 @@ static void fill_rows(struct combine *c) {
   for (int row = 0; row < n->rows; row++) {
     struct origin from = n->origins[row];
     for (int h = 0; h < hidden; h++) x[(int64_t)row * hidden + h] = value_of(c->salt, self, from.source, from.token, h);
-    for (int k = 0; c->spec->weights && k < topk; k++) weights[row * topk + k] = weight_of(c->salt, self, from.source, from.token, k);
+    for (int k = 0; c->spec->weights && k < topk; k++)
+      weights[row * topk + k] = weight_of(c->salt, self, from.source, from.token, k);
   }
 }
 
@@ -41,7 +42,8 @@ static void fill_biases(struct combine *c) {
   for (int b = 0; b < c->spec->biases; b++) {
     c->bias[b] = tensor(me, "bias", 2 * (uint64_t)c->normal->tokens * (uint64_t)hidden);
     for (int t = 0; t < c->normal->tokens; t++)
-      for (int h = 0; h < hidden; h++) ((uint16_t *)c->bias[b].host)[(int64_t)t * hidden + h] = bias_of(c->salt, b, t, h);
+      for (int h = 0; h < hidden; h++)
+        ((uint16_t *)c->bias[b].host)[(int64_t)t * hidden + h] = bias_of(c->salt, b, t, h);
     send_tensor(me, c->bias[b]);
   }
 }
@@ -49,7 +51,8 @@ static void fill_biases(struct combine *c) {
 struct combine *make_combine(struct normal *n, const struct combine_spec *spec, uint64_t salt) {
   struct rank *me = n->team->me;
   struct combine *c = scratch(me, sizeof *c);
-  uint64_t rows = (uint64_t)n->capacity, tokens = (uint64_t)n->tokens, hidden = (uint64_t)spec->hidden, topk = (uint64_t)n->routing->topk;
+  uint64_t rows = (uint64_t)n->capacity, tokens = (uint64_t)n->tokens, hidden = (uint64_t)spec->hidden,
+           topk = (uint64_t)n->routing->topk;
   c->spec = spec;
   c->normal = n;
   c->salt = salt;
@@ -99,12 +102,14 @@ void run_combine(struct combine *c) {
   CALL(c->normal->team->me, combine, &p);
 }
 
-/* ---- Check ------------------------------------------------------------------------------------------------------------------ */
+/* ---- Check ------------------------------------------------------------------------------------------------------- */
 
-/* The plain sum, added in FP32 in the order of the ranks. The rows of another node's ranks are added up there first, rounded to
- * BF16 (weights are not), and go into the sum as one. With biases the order is the library's, so there is a tolerance: half a
- * step of BF16, and what FP32 loses. */
-struct sum { float total, magnitude; };
+/* The plain sum, added in FP32 in the order of the ranks. The rows of another node's ranks are added up there first,
+ * rounded to BF16 (weights are not), and go into the sum as one. With biases the order is the library's, so there is a
+ * tolerance: half a step of BF16, and what FP32 loses. */
+struct sum {
+  float total, magnitude;
+};
 static void add(struct sum *s, float value) {
   s->total += value;
   s->magnitude += fabsf(value);
@@ -142,13 +147,15 @@ static void check_channel(struct combine *c, int token, int channel) {
   float got = from_bf16(((const uint16_t *)c->out.host)[(int64_t)token * c->spec->hidden + channel]);
   float allowed = c->spec->biases ? fabsf(sum.total) / 256 + sum.magnitude * 1e-6f : 0;
   float wanted = c->spec->biases ? sum.total : from_bf16(to_bf16(sum.total));
-  expect(c->normal->team->me, fabsf(got - wanted) <= allowed, "combined_x[%d][%d] is %g, wanted %g", token, channel, got, wanted);
+  expect(c->normal->team->me, fabsf(got - wanted) <= allowed, "combined_x[%d][%d] is %g, wanted %g", token, channel,
+         got, wanted);
 }
 
 static void check_weight(struct combine *c, int token, int k) {
   float wanted = sum_of(c, token, k, weight_value, false).total;
   float got = ((const float *)c->out_weights.host)[token * c->normal->routing->topk + k];
-  expect(c->normal->team->me, got == wanted, "combined_topk_weights[%d][%d] is %.9g, wanted %.9g", token, k, got, wanted);
+  expect(c->normal->team->me, got == wanted, "combined_topk_weights[%d][%d] is %.9g, wanted %.9g", token, k, got,
+         wanted);
 }
 
 void check_combine(struct combine *c) {

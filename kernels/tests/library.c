@@ -44,9 +44,10 @@ static const char *name_of(const char *const *names, int count, uint32_t number)
 }
 
 const char *code_name(int32_t code) {
-  static const char *const names[] = {"DK_OK",        "DK_EINVAL",   "DK_ESTATE",    "DK_EUNSUPPORTED", "DK_ENOMEM",   "DK_ESYSTEM",
-                                      "DK_ETIMEOUT",  "DK_EPEERDEAD", "DK_EMISMATCH", "DK_EABORTED",     "DK_ENOTFOUND", "DK_EVERSION",
-                                      NULL,           NULL,          "DK_EDEVICE",   "DK_EINTERNAL",    "DK_EAGAIN"};
+  static const char *const names[] = {
+      "DK_OK",       "DK_EINVAL",    "DK_ESTATE",    "DK_EUNSUPPORTED", "DK_ENOMEM",    "DK_ESYSTEM",
+      "DK_ETIMEOUT", "DK_EPEERDEAD", "DK_EMISMATCH", "DK_EABORTED",     "DK_ENOTFOUND", "DK_EVERSION",
+      NULL,          NULL,           "DK_EDEVICE",   "DK_EINTERNAL",    "DK_EAGAIN"};
   return name_of(names, COUNT(names), (uint32_t)code);
 }
 

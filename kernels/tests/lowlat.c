@@ -9,16 +9,18 @@ struct team *make_ll_team(struct rank *me, const struct ll_spec *largest, uint32
   return make_team(me, &spec);
 }
 
-/* ---- Inputs and outputs ----------------------------------------------------------------------------------------------------- */
+/* ---- Inputs and outputs ------------------------------------------------------------------------------------------ */
 
 /* FP8: blocks of very different sizes, so that a scale of another block does not pass; zero blocks and tiny ones. */
 void make_numbers(const struct ll *l, int source, int token, uint16_t *row) {
   static const uint16_t specials[] = {0x7fc0, 0xffc0, 0x7f80, 0xff80, 0x7f7f, 0x0001, 0x8000};
   for (int h = 0; h < l->spec->hidden; h++) {
-    uint64_t block = hash(l->salt, 21, (uint64_t)source << 32 | (uint64_t)token, (uint64_t)h / 128), bits = mix(block + (uint64_t)h);
+    uint64_t block = hash(l->salt, 21, (uint64_t)source << 32 | (uint64_t)token, (uint64_t)h / 128),
+             bits = mix(block + (uint64_t)h);
     int exponent = (int)(block % 36) - 24 - (int)(bits >> 32 & 7); /* also below the least amax */
     row[h] = block >> 40 & 15 ? random_bf16(bits, exponent) : 0;
-    if (l->spec->values == SPECIALS && token % 3 == 1 && h % 128 == token % 128) row[h] = specials[token / 3 % COUNT(specials)];
+    if (l->spec->values == SPECIALS && token % 3 == 1 && h % 128 == token % 128)
+      row[h] = specials[token / 3 % COUNT(specials)];
   }
 }
 
@@ -26,8 +28,10 @@ static void fill_x(struct ll *l) {
   uint64_t bytes = 2 * (uint64_t)l->spec->hidden;
   for (int t = 0; t < l->tokens; t++) {
     uint16_t *row = (uint16_t *)l->x.host + (int64_t)t * l->spec->hidden;
-    if (l->spec->format == DK_FORMAT_FP8) make_numbers(l, l->team->me->index, t, row);
-    else make_row(row, bytes, l->spec->payload, l->salt, l->team->me->index, t);
+    if (l->spec->format == DK_FORMAT_FP8)
+      make_numbers(l, l->team->me->index, t, row);
+    else
+      make_row(row, bytes, l->spec->payload, l->salt, l->team->me->index, t);
   }
   send_tensor(l->team->me, l->x);
 }
@@ -38,8 +42,10 @@ static void fill_indices(struct ll *l) {
   l->idx = tensor(me, "topk_idx", (uint64_t)(entries * l->spec->index_bytes));
   l->weights = tensor(me, "topk_weights", 4 * (uint64_t)entries);
   for (int64_t i = 0; i < entries; i++) {
-    if (l->spec->index_bytes == 4) ((int32_t *)l->idx.host)[i] = (int32_t)l->routing->index[me->index][i];
-    else ((int64_t *)l->idx.host)[i] = l->routing->index[me->index][i];
+    if (l->spec->index_bytes == 4)
+      ((int32_t *)l->idx.host)[i] = (int32_t)l->routing->index[me->index][i];
+    else
+      ((int64_t *)l->idx.host)[i] = l->routing->index[me->index][i];
     ((float *)l->weights.host)[i] = l->routing->weight[me->index][i];
   }
   send_tensor(me, l->idx);
@@ -48,7 +54,8 @@ static void fill_indices(struct ll *l) {
 
 static void make_outputs(struct ll *l) {
   struct rank *me = l->team->me;
-  uint64_t cells = (uint64_t)l->local * (uint64_t)l->rows, hidden = (uint64_t)l->spec->hidden, ranks = (uint64_t)me->count;
+  uint64_t cells = (uint64_t)l->local * (uint64_t)l->rows, hidden = (uint64_t)l->spec->hidden,
+           ranks = (uint64_t)me->count;
   bool fp8 = l->spec->format == DK_FORMAT_FP8;
   l->recv_x = tensor(me, "recv_x", cells * hidden * (fp8 ? 1 : 2));
   l->recv_scales = tensor(me, "recv_scales", fp8 ? cells * hidden / (l->spec->flags & DK_LL_UE8M0 ? 512 : 128) * 4 : 0);
@@ -98,7 +105,7 @@ void new_ll_payload(struct ll *l, uint64_t salt) {
   for (int i = 0; i < COUNT(outputs); i++) poison(l->team->me, outputs[i]);
 }
 
-/* ---- Calls ------------------------------------------------------------------------------------------------------------------ */
+/* ---- Calls ------------------------------------------------------------------------------------------------------- */
 
 /* Each half gets what belongs to it alone: the other half's tensors need not exist yet, or any more. */
 dk_ll_dispatch_params ll_dispatch_params(struct ll *l, uint32_t phases, uint32_t ticket) {
@@ -168,7 +175,8 @@ static void write_in_place(struct ll *l) {
   struct team *t = l->team;
   uint64_t base = t->block->at[t->me->index] + t->rdma_offset + l->layout.zero_copy_offset[t->combines % 2];
   uint64_t row_bytes = 2 * (uint64_t)l->spec->hidden, cells = (uint64_t)l->local * (uint64_t)l->rows;
-  for (uint64_t i = 0; i < cells; i++) copy(t->me, base + i * l->layout.zero_copy_row_stride, l->y.at + i * row_bytes, row_bytes);
+  for (uint64_t i = 0; i < cells; i++)
+    copy(t->me, base + i * l->layout.zero_copy_row_stride, l->y.at + i * row_bytes, row_bytes);
 }
 
 void run_ll_combine(struct ll *l, uint32_t phases, uint32_t ticket) {
@@ -202,9 +210,12 @@ void ll_round_in_halves(struct ll *l, uint64_t salt) {
 
 struct ll_spec random_ll_spec(struct dice *d, int ranks, enum pattern pattern, const struct ll_spec *largest) {
   static const uint32_t combine_flags[] = {0, 0, DK_LL_LOGFMT, DK_LL_ZERO_COPY, DK_LL_UNREDUCED};
-  struct ll_spec spec = {.pattern = pattern, .experts = ((int)roll(d, (uint64_t)(largest->experts / ranks)) + 1) * ranks,
-                         .max_tokens = (int)roll(d, (uint64_t)largest->max_tokens) + 1, .topk = (int)roll(d, 8) + 1,
-                         .index_bytes = (int)roll(d, 2) * 4 + 4, .hidden = 128 * ((int)roll(d, (uint64_t)(largest->hidden / 128)) + 1)};
+  struct ll_spec spec = {.pattern = pattern,
+                         .experts = ((int)roll(d, (uint64_t)(largest->experts / ranks)) + 1) * ranks,
+                         .max_tokens = (int)roll(d, (uint64_t)largest->max_tokens) + 1,
+                         .topk = (int)roll(d, 8) + 1,
+                         .index_bytes = (int)roll(d, 2) * 4 + 4,
+                         .hidden = 128 * ((int)roll(d, (uint64_t)(largest->hidden / 128)) + 1)};
   spec.tokens = (int)roll(d, (uint64_t)spec.max_tokens) + 1;
   spec.format = (int)roll(d, 2);
   if (spec.format == DK_FORMAT_FP8 && roll(d, 2)) spec.flags = DK_LL_ROUND_SCALE;

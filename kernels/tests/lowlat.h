@@ -7,17 +7,18 @@ enum values {
   ANY_BITS, /* BF16: rows that name their origin; FP8: numbers of many sizes, zero rows, tiny rows */
   SPECIALS  /* FP8: some rows have NaN and infinities */
 };
-/* In the salt of the experts' rows: numbers as activations are, about normally distributed. Else every kind there is. */
+/* In the salt of the experts' rows: numbers as activations are, about normally distributed. Else every kind there is.
+ */
 #define USUAL_ROWS ((uint64_t)1 << 63)
 
 struct ll_spec {
   enum pattern pattern;
-  enum payload payload;           /* BF16 */
+  enum payload payload; /* BF16 */
   enum values values;
   int tokens, max_tokens, hidden, experts, topk, index_bytes;
-  int format;                     /* DK_FORMAT_* */
-  uint32_t flags;                 /* of dispatch: DK_LL_ROUND_SCALE, DK_LL_UE8M0 */
-  bool weights;                   /* sent along with dispatch */
+  int format;     /* DK_FORMAT_* */
+  uint32_t flags; /* of dispatch: DK_LL_ROUND_SCALE, DK_LL_UE8M0 */
+  bool weights;   /* sent along with dispatch */
   uint32_t combine_flags;
 };
 
@@ -26,10 +27,10 @@ struct ll {
   struct team *team;
   struct routing *routing;
   uint64_t salt, row_salt;
-  int tokens, local, rows;        /* mine; experts of a rank; R * B */
-  uint32_t absent;                /* bit by rank: nothing comes from it, and its experts add nothing */
-  bool whole_combine;             /* the newest combine was not in halves */
-  int dispatches;                 /* whose counts cumulative_stats has */
+  int tokens, local, rows; /* mine; experts of a rank; R * B */
+  uint32_t absent;         /* bit by rank: nothing comes from it, and its experts add nothing */
+  bool whole_combine;      /* the newest combine was not in halves */
+  int dispatches;          /* whose counts cumulative_stats has */
   struct tensor x, idx, weights, recv_x, recv_scales, recv_count, src_info, layout_range, cumulative, waits;
   struct tensor y, out, combine_waits;
   dk_ll_layout_params layout;

@@ -6,7 +6,7 @@
 
 static bool is_absent(const struct ll *l, int rank) { return l->absent >> rank & 1; }
 
-/* ---- Dispatch -------------------------------------------------------------------------------------------------------------- */
+/* ---- Dispatch ---------------------------------------------------------------------------------------------------- */
 
 static uint32_t bits_of(float value) {
   uint32_t bits;
@@ -23,7 +23,8 @@ static uint32_t scale_at(const struct ll *l, int expert, int row, int block) {
   return (word >> (8 * (block % 4)) & 0xff) << 23;
 }
 
-/* A channel that is not a number, or beyond all numbers, stays NaN or saturates; the others of its block may be anything. */
+/* A channel that is not a number, or beyond all numbers, stays NaN or saturates; the others of its block may be
+ * anything. */
 static bool check_special(struct ll *l, const uint16_t *x, const uint8_t *got, int expert, int row) {
   bool special = false;
   for (int i = 0; i < 128; i++) {
@@ -47,22 +48,27 @@ static void check_fp8_row(struct ll *l, int expert, int row, int source, int tok
     float scale;
     reference_fp8(x + b * 128, l->spec->flags & DK_LL_ROUND_SCALE, codes, &scale);
     uint32_t got_scale = scale_at(l, expert, row, b);
-    expect(me, got_scale == bits_of(scale), "expert %d row %d (token %d of rank %d): scale %d is 0x%08x, wanted 0x%08x (%g)", expert, row,
-           token, source, b, got_scale, bits_of(scale), scale);
+    expect(me, got_scale == bits_of(scale),
+           "expert %d row %d (token %d of rank %d): scale %d is 0x%08x, wanted 0x%08x (%g)", expert, row, token, source,
+           b, got_scale, bits_of(scale), scale);
     for (int i = 0; i < 128; i++)
-      expect(me, got[b * 128 + i] == codes[i], "expert %d row %d (token %d of rank %d): channel %d (%g) is 0x%02x, wanted 0x%02x", expert,
-             row, token, source, b * 128 + i, from_bf16(x[b * 128 + i]), got[b * 128 + i], codes[i]);
+      expect(me, got[b * 128 + i] == codes[i],
+             "expert %d row %d (token %d of rank %d): channel %d (%g) is 0x%02x, wanted 0x%02x", expert, row, token,
+             source, b * 128 + i, from_bf16(x[b * 128 + i]), got[b * 128 + i], codes[i]);
   }
 }
 
 static void check_row(struct ll *l, int expert, int row, int source, int token) {
   struct rank *me = l->team->me;
   int from = ((const int32_t *)l->src_info.host)[(int64_t)expert * l->rows + row];
-  expect(me, from == token, "expert %d row %d comes from token %d, wanted %d of rank %d", expert, row, from, token, source);
+  expect(me, from == token, "expert %d row %d comes from token %d, wanted %d of rank %d", expert, row, from, token,
+         source);
   uint64_t bytes = 2 * (uint64_t)l->spec->hidden;
-  if (l->spec->format == DK_FORMAT_FP8) check_fp8_row(l, expert, row, source, token);
+  if (l->spec->format == DK_FORMAT_FP8)
+    check_fp8_row(l, expert, row, source, token);
   else
-    expect_row(me, "recv_x", row, (const char *)l->recv_x.host + ((uint64_t)expert * (uint64_t)l->rows + (uint64_t)row) * bytes, bytes,
+    expect_row(me, "recv_x", row,
+               (const char *)l->recv_x.host + ((uint64_t)expert * (uint64_t)l->rows + (uint64_t)row) * bytes, bytes,
                l->spec->payload, l->salt, source, token);
 }
 
@@ -75,8 +81,9 @@ static void check_expert(struct ll *l, int expert) {
       if (!is_absent(l, source) && names(l->routing, source, t, global)) row++;
     int64_t range = ((const int64_t *)l->layout_range.host)[expert * me->count + source];
     int got_first = (int)(range >> 32), got = (int)(range & 0xffffffff);
-    expect(me, got == row - first && (got == 0 || got_first == first), "layout_range[%d][%d]: first %d, count %d; wanted %d, %d", expert,
-           source, got_first, got, first, row - first);
+    expect(me, got == row - first && (got == 0 || got_first == first),
+           "layout_range[%d][%d]: first %d, count %d; wanted %d, %d", expert, source, got_first, got, first,
+           row - first);
     for (int t = 0, at = first; t < l->routing->tokens[source]; t++)
       if (!is_absent(l, source) && names(l->routing, source, t, global)) check_row(l, expert, at++, source, t);
   }
@@ -87,7 +94,8 @@ static void check_expert(struct ll *l, int expert) {
 
 void check_ll_dispatch(struct ll *l) {
   struct rank *me = l->team->me;
-  const struct tensor outputs[] = {l->recv_x, l->recv_scales, l->recv_count, l->src_info, l->layout_range, l->cumulative, l->waits};
+  const struct tensor outputs[] = {l->recv_x,       l->recv_scales, l->recv_count, l->src_info,
+                                   l->layout_range, l->cumulative,  l->waits};
   for (int i = 0; i < COUNT(outputs); i++) fetch_tensor(me, outputs[i]);
   finish(me);
   expect_healthy(l->team);
@@ -103,14 +111,16 @@ void expect_no_rows(struct ll *l) {
   fetch_tensor(me, l->recv_count);
   finish(me);
   for (int e = 0; e < l->local; e++)
-    expect(me, ((const int32_t *)l->recv_count.host)[e] == 0, "recv_count[%d] of a failed call is %d", e, ((const int32_t *)l->recv_count.host)[e]);
+    expect(me, ((const int32_t *)l->recv_count.host)[e] == 0, "recv_count[%d] of a failed call is %d", e,
+           ((const int32_t *)l->recv_count.host)[e]);
 }
 
-/* ---- Combine ----------------------------------------------------------------------------------------------------------------- */
+/* ---- Combine ----------------------------------------------------------------------------------------------------- */
 
 /* An expert's answer. LogFMT meets every kind of block: narrow, wide, with zeros, all equal, reaching 1. */
 uint16_t expert_value(uint64_t salt, int expert, int source, int token, int channel) {
-  uint64_t row = hash(salt, (uint64_t)expert, (uint64_t)source, (uint64_t)token), kind = mix(row + (uint64_t)channel / 128) % 6;
+  uint64_t row = hash(salt, (uint64_t)expert, (uint64_t)source, (uint64_t)token),
+           kind = mix(row + (uint64_t)channel / 128) % 6;
   uint64_t bits = mix(row + (uint64_t)channel);
   if (salt & USUAL_ROWS) {
     int sum = 0; /* of twelve bytes: near enough to a normal distribution */
@@ -135,7 +145,8 @@ void make_expert_rows(struct ll *l, uint64_t salt) {
     for (int s = 0; s < me->count; s++)
       for (int t = 0; t < l->routing->tokens[s]; t++) {
         if (is_absent(l, s) || !names(l->routing, s, t, me->index * l->local + e)) continue;
-        for (int h = 0; h < hidden; h++) ((uint16_t *)l->y.host)[row * hidden + h] = expert_value(salt, me->index * l->local + e, s, t, h);
+        for (int h = 0; h < hidden; h++)
+          ((uint16_t *)l->y.host)[row * hidden + h] = expert_value(salt, me->index * l->local + e, s, t, h);
         row++;
       }
   }
@@ -144,16 +155,20 @@ void make_expert_rows(struct ll *l, uint64_t salt) {
 }
 
 /* Sums of one block of one token, and how far off a right library may be. */
-struct block_sum { double sum[128], allowed[128]; };
+struct block_sum {
+  double sum[128], allowed[128];
+};
 
-static void add_expert(struct ll *l, struct block_sum *b, int64_t expert, float weight, int token, int first, int width) {
+static void add_expert(struct ll *l, struct block_sum *b, int64_t expert, float weight, int token, int first,
+                       int width) {
   int self = l->team->me->index;
   uint16_t x[128] = {0};
   double error[128] = {0};
   for (int i = 0; i < width; i++) x[i] = expert_value(l->row_salt, (int)expert, self, token, first + i);
   if (l->spec->combine_flags & DK_LL_LOGFMT) reference_logfmt_error(x, error);
   bool known = l->spec->weights || l->whole_combine; /* by the experts' rank: it may add up its rows and round */
-  bool reduced = known && !(library.caps & DK_CAP_HOST_STREAM) && !(l->spec->combine_flags & (DK_LL_UNREDUCED | DK_LL_LOGFMT));
+  bool reduced =
+      known && !(library.caps & DK_CAP_HOST_STREAM) && !(l->spec->combine_flags & (DK_LL_UNREDUCED | DK_LL_LOGFMT));
   for (int i = 0; i < width; i++) {
     double value = (double)weight * (double)from_bf16(x[i]);
     b->sum[i] += value;
@@ -172,7 +187,8 @@ static void check_block(struct ll *l, int token, int first, int width, struct di
   const uint16_t *got = (const uint16_t *)l->out.host + (int64_t)token * l->spec->hidden + first;
   for (int i = 0; i < width; i++) {
     double value = (double)from_bf16(got[i]), allowed = b.allowed[i] + (fabs(b.sum[i]) + b.allowed[i]) / 256;
-    expect(me, fabs(value - b.sum[i]) <= allowed, "combined_x[%d][%d] is %g, wanted %g +- %g", token, first + i, value, b.sum[i], allowed);
+    expect(me, fabs(value - b.sum[i]) <= allowed, "combined_x[%d][%d] is %g, wanted %g +- %g", token, first + i, value,
+           b.sum[i], allowed);
     add_difference(all, value, b.sum[i]);
   }
 }
@@ -185,8 +201,10 @@ void check_ll_combine(struct ll *l) {
   expect_healthy(l->team);
   struct difference all = {0, 0};
   for (int t = 0; t < l->tokens; t++)
-    for (int h = 0; h < l->spec->hidden; h += 128) check_block(l, t, h, l->spec->hidden - h < 128 ? l->spec->hidden - h : 128, &all);
-  bool told = !(l->spec->combine_flags & DK_LL_LOGFMT) || l->row_salt & USUAL_ROWS; /* of LogFMT it is told for usual rows */
+    for (int h = 0; h < l->spec->hidden; h += 128)
+      check_block(l, t, h, l->spec->hidden - h < 128 ? l->spec->hidden - h : 128, &all);
+  bool told =
+      !(l->spec->combine_flags & DK_LL_LOGFMT) || l->row_salt & USUAL_ROWS; /* of LogFMT it is told for usual rows */
   expect(me, !told || difference_of(&all) < 1e-5, "calc_diff of combined_x is %g", difference_of(&all));
   for (int r = 0; r < me->count; r++)
     expect(me, ((const int64_t *)l->combine_waits.host)[r] >= 1000, "wait_stats[%d] of combine shrank", r);
@@ -197,6 +215,6 @@ void expect_nan(struct ll *l) {
   fetch_tensor(me, l->out);
   finish(me);
   for (uint64_t i = 0; i < l->out.bytes / 2; i++)
-    expect(me, bf16_is_nan(((const uint16_t *)l->out.host)[i]), "channel %lu of a failed combine is %g, not NaN", (unsigned long)i,
-           from_bf16(((const uint16_t *)l->out.host)[i]));
+    expect(me, bf16_is_nan(((const uint16_t *)l->out.host)[i]), "channel %lu of a failed combine is %g, not NaN",
+           (unsigned long)i, from_bf16(((const uint16_t *)l->out.host)[i]));
 }

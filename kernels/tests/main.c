@@ -1,13 +1,15 @@
-/* kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT[|TEXT...]] [--seed N] [--seeds N] [--rounds N] [--isa N] [--patience F]
+/* kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT[|TEXT...]] [--seed N] [--seeds N] [--rounds N] [--isa N]
+ * [--patience F]
  * [--threads] [--stop] [--list]
  *
- * --ranks leaves out the cases of more ranks; --filter those with none of the texts in their names (^TEXT: at their beginning); --rounds is the most that random
- * cases make of their shapes; --seeds is how many of them the cases that draw them try, from --seed on; --isa is
- * that of dk_device_open; --patience is a factor for all time limits; --threads leaves out the cases whose ranks are processes, which
- * takes long where a process needs seconds to make its context; --stop ends after the first failure.
- * Runs the cases of the kernel interface against one library. The last line is "N passed, N failed, N skipped"; the exit
- * status is 1 if any failed. DEEPEP_TEST_SANITIZER (address, thread, memcheck, racecheck, synccheck) says that the program
- * runs under that tool: then the heavier cases are left out and time limits are longer. DEEPEP_TEST_FULL=1: more rounds.
+ * --ranks leaves out the cases of more ranks; --filter those with none of the texts in their names (^TEXT: at their
+ * beginning); --rounds is the most that random cases make of their shapes; --seeds is how many of them the cases that
+ * draw them try, from --seed on; --isa is that of dk_device_open; --patience is a factor for all time limits; --threads
+ * leaves out the cases whose ranks are processes, which takes long where a process needs seconds to make its context;
+ * --stop ends after the first failure. Runs the cases of the kernel interface against one library. The last line is "N
+ * passed, N failed, N skipped"; the exit status is 1 if any failed. DEEPEP_TEST_SANITIZER (address, thread, memcheck,
+ * racecheck, synccheck) says that the program runs under that tool: then the heavier cases are left out and time limits
+ * are longer. DEEPEP_TEST_FULL=1: more rounds.
  */
 #include <dlfcn.h>
 #include <errno.h>
@@ -25,22 +27,41 @@ struct settings settings = {.device = -1, .max_ranks = MAX_SEATS, .seed = 1, .he
 /* A process for each rank: first, before the library is opened. */
 extern const struct group process_cases, transport_process_cases, transport_death_cases, ll_internode_process_cases;
 static const struct group *const process_groups[] = {&process_cases, &transport_process_cases, &transport_death_cases,
-                                                   &ll_internode_process_cases};
-#define GROUPS(X)                                                                                                       \
-  X(info) X(memory) X(stream) X(layout) X(notify) X(dispatch) X(worst) X(combine) X(peer_rows) \
-  X(ll_dispatch) X(ll_combine) X(isa) X(ll_order) X(mask) X(mismatch) X(failure) X(team) X(statistics) X(random)
+                                                     &ll_internode_process_cases};
+#define GROUPS(X) \
+  X(info)         \
+  X(memory)       \
+  X(stream)       \
+  X(layout)       \
+  X(notify)       \
+  X(dispatch)     \
+  X(worst)        \
+  X(combine)      \
+  X(peer_rows)    \
+  X(ll_dispatch)  \
+  X(ll_combine)   \
+  X(isa)          \
+  X(ll_order)     \
+  X(mask)         \
+  X(mismatch)     \
+  X(failure)      \
+  X(team)         \
+  X(statistics)   \
+  X(random)
 #define TRANSPORT_GROUPS(X) \
-  X(transport) X(transport_end) X(internode) X(internode_seeds) X(ll_internode) X(ll_internode_random) X(ll_internode_edges)
+  X(transport)              \
+  X(transport_end) X(internode) X(internode_seeds) X(ll_internode) X(ll_internode_random) X(ll_internode_edges)
 #define DECLARE_GROUP(name) extern const struct group name##_cases;
 GROUPS(DECLARE_GROUP)
 TRANSPORT_GROUPS(DECLARE_GROUP)
 #define LIST_GROUP(name) &name##_cases,
-static const struct group *const groups[] = {GROUPS(LIST_GROUP)}, *const transport_groups[] = {TRANSPORT_GROUPS(LIST_GROUP)};
+static const struct group *const groups[] = {GROUPS(LIST_GROUP)}, *const transport_groups[] = {
+                                                                      TRANSPORT_GROUPS(LIST_GROUP)};
 
 static struct {
   int count[3];
   pthread_mutex_t lock;
-  const char *name;    /* of the running case */
+  const char *name;     /* of the running case */
   uint64_t deadline_ns; /* 0: none runs */
 } state = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -88,7 +109,8 @@ static void run_case(const struct test_case *test, enum verdict (*run)(const str
   expect_end(NULL, 0);
   static const char *const words[] = {"ok    ", "FAILED", "skip  "};
   state.count[verdict]++;
-  printf("%s %s%s%s (%.0f ms)\n", words[verdict], test->name, why[0] ? ": " : "", why, (double)(now_ns() - start) * 1e-6);
+  printf("%s %s%s%s (%.0f ms)\n", words[verdict], test->name, why[0] ? ": " : "", why,
+         (double)(now_ns() - start) * 1e-6);
   fflush(stdout);
 }
 
@@ -115,7 +137,8 @@ static bool is_chosen(const char *name) {
 }
 
 /* all: why no case of the group can run, or NULL. */
-static void run_group(const struct group *group, enum verdict (*run)(const struct test_case *, char *, size_t), const char *all) {
+static void run_group(const struct group *group, enum verdict (*run)(const struct test_case *, char *, size_t),
+                      const char *all) {
   for (int i = 0; i < group->count && !(settings.stop && state.count[FAILED]); i++) {
     const struct test_case *test = &group->cases[i];
     if (!is_chosen(test->name)) continue;
@@ -131,8 +154,7 @@ static void run_group(const struct group *group, enum verdict (*run)(const struc
 
 static void list_group(const struct group *group) {
   for (int i = 0; i < group->count; i++)
-    if (is_chosen(group->cases[i].name))
-      printf("%s (%d ranks)\n", group->cases[i].name, group->cases[i].ranks);
+    if (is_chosen(group->cases[i].name)) printf("%s (%d ranks)\n", group->cases[i].name, group->cases[i].ranks);
 }
 
 static void read_environment(void) {
@@ -159,27 +181,42 @@ static long number(const char *text, long least, long most) {
 
 /* True: only list the cases. */
 static bool read_options(int argc, char **argv) {
-  static const struct option options[] = {{"device", 1, 0, 'd'}, {"ranks", 1, 0, 'r'}, {"filter", 1, 0, 'f'},
-                                          {"seed", 1, 0, 's'},   {"isa", 1, 0, 'i'},   {"patience", 1, 0, 'p'}, {"seeds", 1, 0, 'n'}, {"rounds", 1, 0, 'm'},
-                                          {"threads", 0, 0, 't'}, {"stop", 0, 0, 'x'},   {"list", 0, 0, 'l'},  {0, 0, 0, 0}};
+  static const struct option options[] = {{"device", 1, 0, 'd'}, {"ranks", 1, 0, 'r'},  {"filter", 1, 0, 'f'},
+                                          {"seed", 1, 0, 's'},   {"isa", 1, 0, 'i'},    {"patience", 1, 0, 'p'},
+                                          {"seeds", 1, 0, 'n'},  {"rounds", 1, 0, 'm'}, {"threads", 0, 0, 't'},
+                                          {"stop", 0, 0, 'x'},   {"list", 0, 0, 'l'},   {0, 0, 0, 0}};
   bool list = false;
   for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
-    if (c == 'd') settings.device = (int)number(optarg, 0, 1023);
-    else if (c == 'r') settings.max_ranks = (int)number(optarg, 1, MAX_SEATS);
-    else if (c == 'f') settings.filter = optarg;
-    else if (c == 's') settings.seed = (uint64_t)number(optarg, 0, INT32_MAX);
-    else if (c == 'n') settings.seeds = (int)number(optarg, 1, 1000000);
-    else if (c == 'm') settings.rounds = (int)number(optarg, 1, 1000000);
-    else if (c == 'i') settings.isa = (uint32_t)number(optarg, 0, 1000);
-    else if (c == 'p') settings.patience *= strtod(optarg, NULL);
-    else if (c == 't') settings.threads = true;
-    else if (c == 'x') settings.stop = true;
-    else if (c == 'l') list = true;
-    else exit(2);
+    if (c == 'd')
+      settings.device = (int)number(optarg, 0, 1023);
+    else if (c == 'r')
+      settings.max_ranks = (int)number(optarg, 1, MAX_SEATS);
+    else if (c == 'f')
+      settings.filter = optarg;
+    else if (c == 's')
+      settings.seed = (uint64_t)number(optarg, 0, INT32_MAX);
+    else if (c == 'n')
+      settings.seeds = (int)number(optarg, 1, 1000000);
+    else if (c == 'm')
+      settings.rounds = (int)number(optarg, 1, 1000000);
+    else if (c == 'i')
+      settings.isa = (uint32_t)number(optarg, 0, 1000);
+    else if (c == 'p')
+      settings.patience *= strtod(optarg, NULL);
+    else if (c == 't')
+      settings.threads = true;
+    else if (c == 'x')
+      settings.stop = true;
+    else if (c == 'l')
+      list = true;
+    else
+      exit(2);
   }
   if (optind != argc - 1) {
-    fprintf(stderr, "usage: kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT[|TEXT...]] [--seed N] [--seeds N] [--rounds N] [--isa N] "
-                    "[--patience F] [--threads] [--stop] [--list]\n");
+    fprintf(stderr,
+            "usage: kernel_tests LIBRARY [--device N] [--ranks R] [--filter TEXT[|TEXT...]] [--seed N] [--seeds N] "
+            "[--rounds N] [--isa N] "
+            "[--patience F] [--threads] [--stop] [--list]\n");
     exit(2);
   }
   settings.library_path = argv[optind];
@@ -197,7 +234,8 @@ int main(int argc, char **argv) {
   const char *why_not = has_transport() ? NULL : "the library has no transport";
   for (int i = 0; !settings.threads && i < COUNT(process_groups); i++)
     run_group(process_groups[i], run_processes, process_groups[i] == &process_cases ? NULL : why_not);
-  /* All ranks share a device, each with streams of its own: in one hardware queue a rank would wait behind another's wait. */
+  /* All ranks share a device, each with streams of its own: in one hardware queue a rank would wait behind another's
+   * wait. */
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   char why[512];
   if (!library_open(settings.library_path, why, sizeof why)) {

@@ -1,4 +1,5 @@
-/* memory.c - what ranks compute on: tensors with a copy on the host, words that host and device share, memory of all ranks. */
+/* memory.c - what ranks compute on: tensors with a copy on the host, words that host and device share, memory of all
+ * ranks. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -114,10 +115,11 @@ void reset_seat(struct seat *seat) {
   seat->used = seat->words_used = 0;
 }
 
-/* ---- Tensors ------------------------------------------------------------------------------------------------------------ */
+/* ---- Tensors ----------------------------------------------------------------------------------------------------- */
 
 void fill(struct rank *me, uint64_t at, uint64_t bytes, uint32_t value) {
-  dk_fill_params p = {.size = sizeof p, .device = me->seat->device, .stream = me->stream, .dst = at, .bytes = bytes, .value = value};
+  dk_fill_params p = {
+      .size = sizeof p, .device = me->seat->device, .stream = me->stream, .dst = at, .bytes = bytes, .value = value};
   CALL(me, fill, &p);
 }
 
@@ -134,7 +136,8 @@ struct tensor tensor(struct rank *me, const char *name, uint64_t bytes) {
 }
 
 void copy(struct rank *me, uint64_t dst, uint64_t src, uint64_t bytes) {
-  dk_copy_params p = {.size = sizeof p, .device = me->seat->device, .stream = me->stream, .dst = dst, .src = src, .bytes = bytes};
+  dk_copy_params p = {
+      .size = sizeof p, .device = me->seat->device, .stream = me->stream, .dst = dst, .src = src, .bytes = bytes};
   CALL(me, copy, &p);
 }
 
@@ -191,8 +194,8 @@ static void check_guards_from(struct rank *me, struct mark mark) {
 void check_guards(struct rank *me) { check_guards_from(me, (struct mark){0}); }
 
 struct mark set_mark(struct rank *me) {
-  return (struct mark){me->num_tensors, me->num_teams, me->num_transports, me->num_shares, me->seat->used, me->seat->words_used,
-                       me->blocks};
+  return (struct mark){me->num_tensors, me->num_teams,        me->num_transports, me->num_shares,
+                       me->seat->used,  me->seat->words_used, me->blocks};
 }
 
 void back_to(struct rank *me, struct mark mark) {
@@ -208,15 +211,17 @@ void back_to(struct rank *me, struct mark mark) {
   drop_scratch(me, mark.block);
 }
 
-/* ---- Waiting --------------------------------------------------------------------------------------------------------------- */
+/* ---- Waiting ----------------------------------------------------------------------------------------------------- */
 
 bool stream_done(struct seat *seat, uint64_t stream, double seconds) {
   if (!seat || !seat->event) return true;
-  dk_event_record_params record = {.size = sizeof record, .device = seat->device, .event = seat->event, .stream = stream};
+  dk_event_record_params record = {
+      .size = sizeof record, .device = seat->device, .event = seat->event, .stream = stream};
   if (dk.event_record(&record) != DK_OK) return false;
   uint64_t end = now_ns() + limit_ns(seconds);
   for (;;) {
-    dk_event_wait_params wait = {.size = sizeof wait, .device = seat->device, .event = seat->event, .timeout_ns = 50000000};
+    dk_event_wait_params wait = {
+        .size = sizeof wait, .device = seat->device, .event = seat->event, .timeout_ns = 50000000};
     int32_t code = dk.event_wait(&wait);
     if (code == DK_OK) return true;
     if (code != DK_ETIMEOUT || now_ns() > end) return false;
@@ -231,12 +236,17 @@ void finish(struct rank *me) {
   if (others_failed(me)) longjmp(me->leave, 1);
 }
 
-/* ---- Memory of all ranks ------------------------------------------------------------------------------------------------------ */
+/* ---- Memory of all ranks ----------------------------------------------------------------------------------------- */
 
-struct share_offer { uint64_t bytes, at; uint32_t kind; uint8_t blob[64]; };
+struct share_offer {
+  uint64_t bytes, at;
+  uint32_t kind;
+  uint8_t blob[64];
+};
 
 static void import(struct rank *me, struct share *s, int owner, const struct share_offer *offer, int fd) {
-  dk_mem_import_params p = {.size = sizeof p, .device = me->seat->device, .bytes = offer->bytes, .kind = offer->kind, .fd = fd};
+  dk_mem_import_params p = {
+      .size = sizeof p, .device = me->seat->device, .bytes = offer->bytes, .kind = offer->kind, .fd = fd};
   memcpy(p.blob, offer->blob, sizeof p.blob);
   CALL(me, mem_import, &p);
   s->peers[owner] = p.mem;
@@ -260,8 +270,10 @@ struct share *share(struct rank *me, uint64_t bytes) {
   gather(me, &mine, sizeof mine, out.fd, all, fds);
   if (out.fd >= 0) close(out.fd);
   for (int i = 0; i < me->count; i++) {
-    if (i != me->index && settings.one_mapping && me->socket < 0) s->at[i] = all[i].at;
-    else if (i != me->index) import(me, s, i, &all[i], fds[i]);
+    if (i != me->index && settings.one_mapping && me->socket < 0)
+      s->at[i] = all[i].at;
+    else if (i != me->index)
+      import(me, s, i, &all[i], fds[i]);
     if (fds[i] >= 0) close(fds[i]);
   }
   return s;

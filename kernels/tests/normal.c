@@ -4,8 +4,10 @@
 #include <string.h>
 
 static void set_index(struct tensor *t, int bytes, int64_t i, int64_t value) {
-  if (bytes == 4) ((int32_t *)t->host)[i] = (int32_t)value;
-  else ((int64_t *)t->host)[i] = value;
+  if (bytes == 4)
+    ((int32_t *)t->host)[i] = (int32_t)value;
+  else
+    ((int64_t *)t->host)[i] = value;
 }
 
 uint32_t scale_of(uint64_t salt, int rank, int token, int column) {
@@ -22,7 +24,7 @@ int busiest(const struct routing *r) {
   return most;
 }
 
-/* ---- Inputs --------------------------------------------------------------------------------------------------------------- */
+/* ---- Inputs ------------------------------------------------------------------------------------------------------ */
 
 static void make_scales(struct normal *n) {
   const struct normal_spec *spec = n->spec;
@@ -36,7 +38,8 @@ static void fill_payload(struct normal *n) {
   const struct normal_spec *spec = n->spec;
   struct rank *me = n->team->me;
   for (int token = 0; token < n->tokens; token++)
-    make_row((char *)n->x.host + (uint64_t)token * spec->row_bytes, spec->row_bytes, spec->payload, n->salt, me->index, token);
+    make_row((char *)n->x.host + (uint64_t)token * spec->row_bytes, spec->row_bytes, spec->payload, n->salt, me->index,
+             token);
   send_tensor(me, n->x);
   if (n->scales.bytes == 0) return;
   uint32_t *values = n->scales.host;
@@ -79,7 +82,8 @@ static void list_origins(struct normal *n) {
 static void make_outputs(struct normal *n, int index_bytes) {
   struct rank *me = n->team->me;
   const struct normal_spec *spec = n->spec;
-  uint64_t ranks = (uint64_t)me->count, tokens = (uint64_t)n->tokens, rows = (uint64_t)n->capacity, topk = (uint64_t)spec->topk;
+  uint64_t ranks = (uint64_t)me->count, tokens = (uint64_t)n->tokens, rows = (uint64_t)n->capacity,
+           topk = (uint64_t)spec->topk;
   n->per_rank = tensor(me, "tokens_per_rank", 4 * ranks);
   n->per_node = tensor(me, "tokens_per_node", 4 * ((ranks - 1) / (uint64_t)n->team->node + 1));
   n->per_expert = tensor(me, "tokens_per_expert", 4 * (uint64_t)spec->experts);
@@ -87,7 +91,8 @@ static void make_outputs(struct normal *n, int index_bytes) {
   n->matrix = tensor(me, "rank_prefix_matrix", 4 * ranks * ranks);
   n->head = tensor(me, "send_head", 4 * tokens * ranks);
   if (spec->segment && me->index > 0) {
-    n->recv_x = (struct tensor){scratch(me, rows * spec->row_bytes), n->segment->at[me->index] + 4096, rows * spec->row_bytes};
+    n->recv_x =
+        (struct tensor){scratch(me, rows * spec->row_bytes), n->segment->at[me->index] + 4096, rows * spec->row_bytes};
   } else {
     n->recv_x = tensor(me, "recv_x", rows * spec->row_bytes);
   }
@@ -133,7 +138,7 @@ struct normal *make_normal(struct team *t, const struct normal_spec *spec, uint6
   return n;
 }
 
-/* ---- Calls ------------------------------------------------------------------------------------------------------------------ */
+/* ---- Calls ------------------------------------------------------------------------------------------------------- */
 
 void run_layout(struct normal *n) {
   dk_layout_params p = PARAMS(layout, n->team, DK_OP_LAYOUT);
@@ -177,7 +182,8 @@ void run_notify(struct normal *n) {
 
 dk_dispatch_params dispatch_params(struct normal *n, uint32_t flags) {
   const struct normal_spec *spec = n->spec;
-  bool cached = flags & DK_DISPATCH_CACHED, topk = spec->index_bytes && !cached, direct = spec->segment && n->team->me->index > 0;
+  bool cached = flags & DK_DISPATCH_CACHED, topk = spec->index_bytes && !cached,
+       direct = spec->segment && n->team->me->index > 0;
   dk_dispatch_params p = PARAMS(dispatch, n->team, DK_OP_DISPATCH);
   p.flags = flags;
   p.num_sms = spec->num_sms;

@@ -7,27 +7,29 @@ struct normal_spec {
   enum pattern pattern;
   enum payload payload;
   int tokens, experts, topk;
-  int index_bytes;                /* 0: dispatch without top-k */
+  int index_bytes; /* 0: dispatch without top-k */
   uint64_t row_bytes;
   int scales;
-  bool columns;                   /* scales stored column by column */
-  int alignment;                  /* of the counts; 0: 1 */
-  int spare;                      /* > 0: worst case, with so many rows more than the busiest rank gets */
-  bool trust_matrix;              /* num_recv_tokens = -1 */
-  bool segment;                   /* recv_x in a segment, on all ranks but 0 */
+  bool columns;      /* scales stored column by column */
+  int alignment;     /* of the counts; 0: 1 */
+  int spare;         /* > 0: worst case, with so many rows more than the busiest rank gets */
+  bool trust_matrix; /* num_recv_tokens = -1 */
+  bool segment;      /* recv_x in a segment, on all ranks but 0 */
   int num_sms, send_chunk, recv_chunk;
-  uint64_t nvl_bytes;             /* 0: the floor */
+  uint64_t nvl_bytes; /* 0: the floor */
 };
 
-struct origin { int source, token; };
+struct origin {
+  int source, token;
+};
 
 struct normal {
   const struct normal_spec *spec;
   struct team *team;
   struct routing *routing;
   uint64_t salt;
-  int tokens, rows, capacity;     /* mine; rows that I get; rows of my outputs */
-  struct origin *origins;         /* of each row, by the reference */
+  int tokens, rows, capacity; /* mine; rows that I get; rows of my outputs */
+  struct origin *origins;     /* of each row, by the reference */
   struct tensor idx, weights, x, scales;
   struct tensor per_rank, per_node, per_expert, in_rank, matrix, head;
   struct tensor recv_x, recv_scales, recv_idx, recv_weights, recv_src;
@@ -61,7 +63,7 @@ struct combine_spec {
   int hidden, biases;
   bool weights;
   int num_sms;
-  bool segment;                   /* x in a segment, on all ranks but 0 */
+  bool segment; /* x in a segment, on all ranks but 0 */
 };
 struct combine {
   const struct combine_spec *spec;
@@ -75,7 +77,7 @@ void run_combine(struct combine *c);
 void check_combine(struct combine *c);
 dk_combine_params combine_params(struct combine *c);
 
-/* ---- Random calls (case_random.c) ------------------------------------------------------------------------------------------ */
+/* ---- Random calls (case_random.c) -------------------------------------------------------------------------------- */
 
 /* A random routing and shape, rows of at most 960 bytes: dispatch and combine, then once more over the handle. */
 void normal_round(struct team *t, struct dice *d);

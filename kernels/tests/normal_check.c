@@ -9,13 +9,15 @@ static int64_t index_at(const struct tensor *t, int bytes, int64_t i) {
 
 static void expect_ints(struct rank *me, const char *what, struct tensor t, const int32_t *wanted, int count) {
   const int32_t *got = t.host;
-  for (int i = 0; i < count; i++) expect(me, got[i] == wanted[i], "%s[%d] is %d, wanted %d", what, i, got[i], wanted[i]);
+  for (int i = 0; i < count; i++)
+    expect(me, got[i] == wanted[i], "%s[%d] is %d, wanted %d", what, i, got[i], wanted[i]);
 }
 
 void check_layout(struct normal *n) {
   struct rank *me = n->team->me;
   const struct routing *r = n->routing;
-  int32_t *per_rank = scratch(me, sizeof(int32_t) * (size_t)(2 * r->ranks + r->experts)), *per_node = per_rank + r->ranks;
+  int32_t *per_rank = scratch(me, sizeof(int32_t) * (size_t)(2 * r->ranks + r->experts)),
+          *per_node = per_rank + r->ranks;
   int32_t *per_expert = per_node + r->ranks;
   fetch_tensor(me, n->per_rank);
   fetch_tensor(me, n->per_node);
@@ -30,7 +32,8 @@ void check_layout(struct normal *n) {
       per_rank[rank] += sent;
       per_node[rank / n->team->node] += sent && last != rank / n->team->node;
       if (sent) last = rank / n->team->node;
-      expect(me, in_rank[t * r->ranks + rank] == sent, "token_in_rank[%d][%d] is %u", t, rank, in_rank[t * r->ranks + rank]);
+      expect(me, in_rank[t * r->ranks + rank] == sent, "token_in_rank[%d][%d] is %u", t, rank,
+             in_rank[t * r->ranks + rank]);
     }
     for (int e = 0; e < r->experts; e++) per_expert[e] += names(r, me->index, t, e);
   }
@@ -43,17 +46,20 @@ static void check_counts(struct normal *n) {
   struct rank *me = n->team->me;
   const struct routing *r = n->routing;
   int local = r->experts / r->ranks, align = n->spec->alignment ? n->spec->alignment : 1;
-  expect(me, n->counts->num_recv_tokens == n->rows, "num_recv_tokens is %d, wanted %d", n->counts->num_recv_tokens, n->rows);
+  expect(me, n->counts->num_recv_tokens == n->rows, "num_recv_tokens is %d, wanted %d", n->counts->num_recv_tokens,
+         n->rows);
   int crossed = 0;
   for (int s = 0; s < r->ranks; s++)
     if (s / n->team->node != me->index / n->team->node) crossed += rows_between(r, s, me->index);
-  expect(me, n->counts->num_recv_nodes_tokens == crossed, "num_recv_nodes_tokens is %d, wanted %d", n->counts->num_recv_nodes_tokens, crossed);
+  expect(me, n->counts->num_recv_nodes_tokens == crossed, "num_recv_nodes_tokens is %d, wanted %d",
+         n->counts->num_recv_nodes_tokens, crossed);
   for (int l = 0; l < local; l++) {
     int wanted = 0;
     for (int s = 0; s < r->ranks; s++)
       for (int t = 0; t < r->tokens[s]; t++) wanted += names(r, s, t, me->index * local + l);
     wanted = (wanted + align - 1) / align * align;
-    expect(me, n->counts->per_expert[l] == wanted, "per_expert[%d] is %d, wanted %d", l, n->counts->per_expert[l], wanted);
+    expect(me, n->counts->per_expert[l] == wanted, "per_expert[%d] is %d, wanted %d", l, n->counts->per_expert[l],
+           wanted);
   }
 }
 
@@ -66,7 +72,8 @@ void check_notify(struct normal *n) {
   expect_healthy(n->team);
   int32_t matrix[MAX_SEATS * MAX_SEATS];
   for (int to = 0; to < r->ranks; to++)
-    for (int from = 0, sum = 0; from < r->ranks; from++) matrix[from * r->ranks + to] = sum += rows_between(r, from, to);
+    for (int from = 0, sum = 0; from < r->ranks; from++)
+      matrix[from * r->ranks + to] = sum += rows_between(r, from, to);
   expect_ints(me, "rank_prefix_matrix", n->matrix, matrix, r->ranks * r->ranks);
   const int32_t *head = n->head.host;
   for (int to = 0; to < r->ranks; to++)
@@ -116,22 +123,26 @@ void check_dispatch(struct normal *n, uint32_t flags) {
   bool cached = flags & DK_DISPATCH_CACHED, topk = n->spec->index_bytes && !cached;
   const struct tensor outputs[] = {n->recv_scales, n->recv_idx, n->recv_weights, n->recv_src};
   for (int i = 0; i < COUNT(outputs); i++) fetch_tensor(me, outputs[i]);
-  if (n->spec->segment && me->index > 0) fetch_segment(n);
-  else fetch_tensor(me, n->recv_x);
+  if (n->spec->segment && me->index > 0)
+    fetch_segment(n);
+  else
+    fetch_tensor(me, n->recv_x);
   finish(me);
   expect_healthy(n->team);
   for (int row = 0; row < n->rows; row++) {
     struct origin from = n->origins[row];
-    expect_row(me, "recv_x", row, (const char *)n->recv_x.host + (uint64_t)row * n->spec->row_bytes, n->spec->row_bytes, n->spec->payload,
-               n->salt, from.source, from.token);
+    expect_row(me, "recv_x", row, (const char *)n->recv_x.host + (uint64_t)row * n->spec->row_bytes, n->spec->row_bytes,
+               n->spec->payload, n->salt, from.source, from.token);
     check_scales(n, row);
     if (topk) check_topk(n, row);
     int32_t source = ((const int32_t *)n->recv_src.host)[row];
     expect(me, source == from.token, "recv_src_idx[%d] is %d, wanted %d", row, source, from.token);
   }
-  for (int64_t i = (int64_t)n->rows * n->routing->topk; topk && n->spec->spare && i < (int64_t)n->capacity * n->routing->topk; i++) {
+  for (int64_t i = (int64_t)n->rows * n->routing->topk;
+       topk && n->spec->spare && i < (int64_t)n->capacity * n->routing->topk; i++) {
     int64_t index = index_at(&n->recv_idx, n->spec->index_bytes, i);
     float weight = ((const float *)n->recv_weights.host)[i];
-    expect(me, index == -1 && weight == 0, "padding entry %ld has index %ld and weight %g", (long)i, (long)index, weight);
+    expect(me, index == -1 && weight == 0, "padding entry %ld has index %ld and weight %g", (long)i, (long)index,
+           weight);
   }
 }

@@ -1,5 +1,5 @@
-/* process.c - ranks as processes. They are forked before the library is opened; the parent, which never opens it for them,
- * carries their messages and descriptors, and ends those that hang. */
+/* process.c - ranks as processes. They are forked before the library is opened; the parent, which never opens it for
+ * them, carries their messages and descriptors, and ends those that hang. */
 #include <errno.h>
 #include <poll.h>
 #include <signal.h>
@@ -14,8 +14,14 @@
 #include "process.h"
 
 enum { NOTE_GATHER = 1, NOTE_RESULT = 2, NOTE_DYING = 3 };
-struct note { int32_t kind, verdict; char blob[512]; };
-struct reply { int32_t good, has_fd[MAX_SEATS]; char blobs[MAX_SEATS][MAX_BLOB]; };
+struct note {
+  int32_t kind, verdict;
+  char blob[512];
+};
+struct reply {
+  int32_t good, has_fd[MAX_SEATS];
+  char blobs[MAX_SEATS][MAX_BLOB];
+};
 
 static bool send_with_fds(int socket, const void *data, size_t bytes, const int *fds, int count) {
   char room[CMSG_SPACE(sizeof(int) * MAX_SEATS)] = {0};
@@ -50,7 +56,7 @@ static ssize_t receive_with_fds(int socket, void *data, size_t bytes, int *fds, 
   return got;
 }
 
-/* ---- The rank's side ---------------------------------------------------------------------------------------------------- */
+/* ---- The rank's side --------------------------------------------------------------------------------------------- */
 
 bool process_gather(struct rank *me, const void *mine, size_t bytes, int fd, void *all, int *fds) {
   struct note note = {.kind = NOTE_GATHER};
@@ -62,7 +68,8 @@ bool process_gather(struct rank *me, const void *mine, size_t bytes, int fd, voi
   for (int i = 0; i < me->count; i++) {
     if (bytes) memcpy((char *)all + (size_t)i * bytes, reply.blobs[i], bytes);
     int one = reply.has_fd[i] && next < count ? came[next++] : -1;
-    if (fds && i != me->index && reply.good) fds[i] = one;
+    if (fds && i != me->index && reply.good)
+      fds[i] = one;
     else {
       if (one >= 0) close(one);
       if (fds) fds[i] = -1;
@@ -99,7 +106,7 @@ static _Noreturn void be_rank(const struct test_case *test, int index, int socke
   exit(0); /* not _exit: sanitizers have their say */
 }
 
-/* ---- The parent's side ---------------------------------------------------------------------------------------------------- */
+/* ---- The parent's side ------------------------------------------------------------------------------------------- */
 
 struct hub {
   const struct test_case *test;
@@ -204,7 +211,8 @@ static void reap(struct hub *h, int i) {
   while (waitpid(h->pids[i], &status, 0) < 0 && errno == EINTR) {
   }
   char text[64];
-  snprintf(text, sizeof text, WIFSIGNALED(status) ? "its process ended by signal %d" : "its process ended with status %d",
+  snprintf(text, sizeof text,
+           WIFSIGNALED(status) ? "its process ended by signal %d" : "its process ended with status %d",
            WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
   if (status != 0 && !h->dying[i]) blame(h, FAILED, i, text);
 }

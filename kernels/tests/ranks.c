@@ -10,15 +10,22 @@
 #include "process.h"
 #include "suite.h"
 
-struct offer { size_t bytes; int fd; char blob[MAX_BLOB]; };
+struct offer {
+  size_t bytes;
+  int fd;
+  char blob[MAX_BLOB];
+};
 
 /* What the ranks of a case share in one process. */
 struct world {
   int count;
   pthread_mutex_t lock;
   pthread_cond_t changed;
-  struct forwarder { int arrived; uint64_t rounds; } meeting, settling;
-  bool broken;                    /* a rank failed: the others leave at their next wait */
+  struct forwarder {
+    int arrived;
+    uint64_t rounds;
+  } meeting, settling;
+  bool broken; /* a rank failed: the others leave at their next wait */
   struct offer offers[MAX_SEATS];
   struct rank ranks[MAX_SEATS];
 };
@@ -26,9 +33,10 @@ struct world {
 static struct seat *seats[MAX_SEATS];
 static struct world *_Atomic running;
 
-/* ---- Meeting ---------------------------------------------------------------------------------------------------------- */
+/* ---- Meeting ----------------------------------------------------------------------------------------------------- */
 
-/* Lock held. False: a rank failed, which is no reason to leave while things are taken down (the watchdog bounds that). */
+/* Lock held. False: a rank failed, which is no reason to leave while things are taken down (the watchdog bounds that).
+ */
 static bool everyone_here(struct world *w, struct forwarder *forwarder) {
   uint64_t round = forwarder->rounds;
   if (++forwarder->arrived == w->count) {
@@ -36,7 +44,8 @@ static bool everyone_here(struct world *w, struct forwarder *forwarder) {
     forwarder->rounds++;
     pthread_cond_broadcast(&w->changed);
   }
-  while (forwarder->rounds == round && (forwarder == &w->settling || !w->broken)) pthread_cond_wait(&w->changed, &w->lock);
+  while (forwarder->rounds == round && (forwarder == &w->settling || !w->broken))
+    pthread_cond_wait(&w->changed, &w->lock);
   return forwarder->rounds != round;
 }
 
@@ -75,7 +84,7 @@ void gather(struct rank *me, const void *mine, size_t bytes, int fd, void *all, 
 
 void meet(struct rank *me) { gather(me, NULL, 0, -1, NULL, NULL); }
 
-/* ---- Failing ------------------------------------------------------------------------------------------------------------ */
+/* ---- Failing ----------------------------------------------------------------------------------------------------- */
 
 static void break_world(struct world *w) {
   pthread_mutex_lock(&w->lock);
@@ -134,7 +143,7 @@ void check_code(struct rank *me, const char *function, int32_t code, int32_t dev
   if (code != DK_OK) fail(me, "%s returned %s, device error %d", function, code_name(code), device_error);
 }
 
-/* ---- One rank ------------------------------------------------------------------------------------------------------------- */
+/* ---- One rank ---------------------------------------------------------------------------------------------------- */
 
 void drop_teams(struct rank *me, struct mark mark) {
   settle(me);
@@ -235,8 +244,10 @@ enum verdict run_threads(const struct test_case *test, char *why, size_t size) {
     verdict = me->verdict;
     char seed[32] = "";
     if (me->seed) snprintf(seed, sizeof seed, ", seed %" PRIu64, me->seed);
-    if (verdict == FAILED) snprintf(why, size, "rank %d%s: %s", i, seed, me->message);
-    else snprintf(why, size, "%s", me->message);
+    if (verdict == FAILED)
+      snprintf(why, size, "rank %d%s: %s", i, seed, me->message);
+    else
+      snprintf(why, size, "%s", me->message);
   }
   drop_world(w);
   return verdict;
@@ -244,7 +255,8 @@ enum verdict run_threads(const struct test_case *test, char *why, size_t size) {
 
 void print_state(void) {
   struct world *w = running;
-  for (int i = 0; w && i < w->count; i++) printf("  rank %d, seed %" PRIu64 ": %s\n", i, w->ranks[i].seed, w->ranks[i].doing);
+  for (int i = 0; w && i < w->count; i++)
+    printf("  rank %d, seed %" PRIu64 ": %s\n", i, w->ranks[i].seed, w->ranks[i].doing);
 }
 
 void close_seats(void) {
@@ -252,7 +264,7 @@ void close_seats(void) {
     if (seats[i]) close_seat(seats[i]);
 }
 
-/* ---- Small things ----------------------------------------------------------------------------------------------------------- */
+/* ---- Small things ------------------------------------------------------------------------------------------------ */
 
 void *scratch(struct rank *me, size_t bytes) {
   struct block *block = calloc(1, sizeof *block + 16 + bytes);

@@ -93,7 +93,7 @@ uint16_t random_bf16(uint64_t bits, int exponent) {
   return (uint16_t)((bits & 0x7f) | (bits >> 7 & 1) << 15 | (uint64_t)(exponent + 127) << 7);
 }
 
-/* ---- Routing -------------------------------------------------------------------------------------------------------------- */
+/* ---- Routing ----------------------------------------------------------------------------------------------------- */
 
 static int tokens_of(enum pattern pattern, uint64_t salt, int rank, int most) {
   if (pattern == NO_TOKENS || (pattern == SILENT_RANK && rank == 1)) return 0;
@@ -111,11 +111,13 @@ static int64_t any_expert(const struct routing *r, enum pattern pattern, uint64_
   int64_t experts = r->experts, local = experts / r->ranks;
   if (pattern == DUPLICATES && experts > 3) experts = 3;
   if (pattern == SILENT_RANK && r->ranks > 1) experts -= local;
-  if (pattern == SKEWED && bits >> 56 < 160) return rank == 0 ? (int64_t)(bits % (uint64_t)local) : (int64_t)(bits % 2) % experts;
+  if (pattern == SKEWED && bits >> 56 < 160)
+    return rank == 0 ? (int64_t)(bits % (uint64_t)local) : (int64_t)(bits % 2) % experts;
   return (int64_t)(bits % (uint64_t)experts);
 }
 
-static int64_t choose(const struct routing *r, enum pattern pattern, uint64_t salt, int rank, int token, int k, const int64_t *row) {
+static int64_t choose(const struct routing *r, enum pattern pattern, uint64_t salt, int rank, int token, int k,
+                      const int64_t *row) {
   if (pattern == NOBODY) return -1;
   if (pattern == ONE_HOT) return k == 0 ? 0 : -1;
   for (uint64_t attempt = 0; attempt < 20; attempt++) {
@@ -146,7 +148,9 @@ struct routing *make_routing(struct rank *me, enum pattern pattern, uint64_t sal
   return r;
 }
 
-int owner_of(const struct routing *r, int64_t expert) { return expert < 0 ? -1 : (int)(expert / (r->experts / r->ranks)); }
+int owner_of(const struct routing *r, int64_t expert) {
+  return expert < 0 ? -1 : (int)(expert / (r->experts / r->ranks));
+}
 
 bool goes_to(const struct routing *r, int source, int token, int rank) {
   for (int k = 0; k < r->topk; k++)
@@ -164,7 +168,7 @@ int rows_between(const struct routing *r, int source, int rank) {
   return rows;
 }
 
-/* ---- Payload ---------------------------------------------------------------------------------------------------------------- */
+/* ---- Payload ----------------------------------------------------------------------------------------------------- */
 
 static uint32_t name_of(uint64_t salt, int rank, int token) {
   return (uint32_t)(salt % 256) << 24 | (uint32_t)rank << 20 | (uint32_t)token;
@@ -181,8 +185,8 @@ void make_row(void *row, uint64_t bytes, enum payload payload, uint64_t salt, in
   for (uint64_t i = 1; i < bytes / 4; i++) words[i] = (uint32_t)((start + i) * 0x9e3779b97f4a7c15u >> 32);
 }
 
-void expect_row(struct rank *me, const char *what, int row, const void *got, uint64_t bytes, enum payload payload, uint64_t salt, int rank,
-                int token) {
+void expect_row(struct rank *me, const char *what, int row, const void *got, uint64_t bytes, enum payload payload,
+                uint64_t salt, int rank, int token) {
   uint64_t words[bytes / 8 + 1];
   make_row(words, bytes, payload, salt, rank, token);
   if (memcmp(words, got, bytes) == 0) return;
@@ -192,13 +196,13 @@ void expect_row(struct rank *me, const char *what, int row, const void *got, uin
   uint32_t name;
   memcpy(&name, got, sizeof name);
   if (payload == NAMED && at < 4 && (int)(name >> 20 & 15) < me->count)
-    fail(me, "row %d of %s should be token %d of rank %d, but looks like token %u of rank %u%s", row, what, token, rank, name & 0xfffff,
-         name >> 20 & 15, name >> 24 == salt % 256 ? "" : " of another call");
-  fail(me, "row %d of %s (token %d of rank %d) differs from byte %" PRIu64 " on: 0x%02x, wanted 0x%02x", row, what, token, rank, at, a[at],
-       b[at]);
+    fail(me, "row %d of %s should be token %d of rank %d, but looks like token %u of rank %u%s", row, what, token, rank,
+         name & 0xfffff, name >> 20 & 15, name >> 24 == salt % 256 ? "" : " of another call");
+  fail(me, "row %d of %s (token %d of rank %d) differs from byte %" PRIu64 " on: 0x%02x, wanted 0x%02x", row, what,
+       token, rank, at, a[at], b[at]);
 }
 
-/* ---- Sums -------------------------------------------------------------------------------------------------------------------- */
+/* ---- Sums -------------------------------------------------------------------------------------------------------- */
 
 void add_difference(struct difference *d, double a, double b) {
   d->cross += (a + 1) * (b + 1);

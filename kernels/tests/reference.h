@@ -1,15 +1,16 @@
-/* reference.h - what the contract says, as plain scalar arithmetic, and who sends what to whom. Shares no code with any library. */
+/* reference.h - what the contract says, as plain scalar arithmetic, and who sends what to whom. Shares no code with any
+ * library. */
 #ifndef DEEPEP_KERNEL_TESTS_REFERENCE_H
 #define DEEPEP_KERNEL_TESTS_REFERENCE_H
 #include "suite.h"
 
-/* ---- Numbers ------------------------------------------------------------------------------------------------------------ */
+/* ---- Numbers ----------------------------------------------------------------------------------------------------- */
 
 float from_bf16(uint16_t bits);
-uint16_t to_bf16(float value);          /* to nearest even; NaN stays NaN */
+uint16_t to_bf16(float value); /* to nearest even; NaN stays NaN */
 bool bf16_is_nan(uint16_t bits);
 float from_e4m3(uint8_t code);
-uint8_t to_e4m3(float value);           /* to nearest even, saturating at 448 */
+uint8_t to_e4m3(float value); /* to nearest even, saturating at 448 */
 
 /* One block of 128 channels to FP8: codes and the scale that gives the values back. */
 void reference_fp8(const uint16_t *x, bool round_scale, uint8_t *codes, float *scale);
@@ -19,42 +20,45 @@ void reference_logfmt_error(const uint16_t *x, double *error);
 /* Random numbers as BF16 in +-[1, 2) * 2^exponent. */
 uint16_t random_bf16(uint64_t bits, int exponent);
 
-/* ---- Routing -------------------------------------------------------------------------------------------------------------- */
+/* ---- Routing ----------------------------------------------------------------------------------------------------- */
 
 enum pattern {
-  UNIFORM,      /* any experts, each once a token, now and then -1 */
-  NOBODY,       /* all -1 */
-  ONE_HOT,      /* everybody to expert 0 alone */
-  SKEWED,       /* most to few experts, rank 0's tokens to its own */
-  DUPLICATES,   /* few experts, so that tokens name one more than once */
-  SILENT_RANK,  /* uniform, but rank 1 has no tokens, and none go to the last rank */
-  NO_TOKENS     /* nobody has any */
+  UNIFORM,     /* any experts, each once a token, now and then -1 */
+  NOBODY,      /* all -1 */
+  ONE_HOT,     /* everybody to expert 0 alone */
+  SKEWED,      /* most to few experts, rank 0's tokens to its own */
+  DUPLICATES,  /* few experts, so that tokens name one more than once */
+  SILENT_RANK, /* uniform, but rank 1 has no tokens, and none go to the last rank */
+  NO_TOKENS    /* nobody has any */
 };
 struct routing {
   int ranks, experts, topk, tokens[MAX_SEATS];
-  int64_t *index[MAX_SEATS];      /* [T,K] of each rank */
+  int64_t *index[MAX_SEATS]; /* [T,K] of each rank */
   float *weight[MAX_SEATS];
 };
 /* Every rank can tell every rank's routing: it follows from the salt. `tokens`: of a rank at most. */
 struct routing *make_routing(struct rank *me, enum pattern pattern, uint64_t salt, int tokens, int experts, int topk);
-int owner_of(const struct routing *r, int64_t expert);                 /* -1 for -1 */
+int owner_of(const struct routing *r, int64_t expert); /* -1 for -1 */
 bool goes_to(const struct routing *r, int source, int token, int rank);
 bool names(const struct routing *r, int source, int token, int expert);
-int rows_between(const struct routing *r, int source, int rank);        /* normal mode */
+int rows_between(const struct routing *r, int source, int rank); /* normal mode */
 
-/* ---- Payload ---------------------------------------------------------------------------------------------------------------- */
+/* ---- Payload ----------------------------------------------------------------------------------------------------- */
 
-/* Bytes of a row: its first word says where it comes from; or nothing but one byte, which no kernel may take for a sign. */
+/* Bytes of a row: its first word says where it comes from; or nothing but one byte, which no kernel may take for a
+ * sign. */
 enum payload { NAMED, ALL_ONES, ALL_ZEROS };
 void make_row(void *row, uint64_t bytes, enum payload payload, uint64_t salt, int rank, int token);
 /* Compares, and on a difference fails with what the row holds instead. */
-void expect_row(struct rank *me, const char *what, int row, const void *got, uint64_t bytes, enum payload payload, uint64_t salt, int rank,
-                int token);
+void expect_row(struct rank *me, const char *what, int row, const void *got, uint64_t bytes, enum payload payload,
+                uint64_t salt, int rank, int token);
 
-/* ---- Sums -------------------------------------------------------------------------------------------------------------------- */
+/* ---- Sums -------------------------------------------------------------------------------------------------------- */
 
 /* 1 - 2 sum((a+1)(b+1)) / sum((a+1)^2 + (b+1)^2), in float64 (calc_diff of the contract). */
-struct difference { double cross, squares; };
+struct difference {
+  double cross, squares;
+};
 void add_difference(struct difference *d, double a, double b);
 double difference_of(const struct difference *d);
 

@@ -3,7 +3,10 @@
 #define DEEPEP_KERNEL_TESTS_AGAIN_H
 #include "suite.h"
 
-struct again { const char *name; const struct team_spec *place; };
+struct again {
+  const char *name;
+  const struct team_spec *place;
+};
 
 /* Of a case whose arg is a struct again. The place's seed is drawn from the settings' and its own. */
 void run_again(struct rank *me);

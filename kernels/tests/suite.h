@@ -2,8 +2,8 @@
  *
  * A case is one function that every rank runs on a thread of its own (or in a process of its own, process.c). It never
  * dereferences an address of the device: what it gives and gets are tensors, each with a copy on the host.
- * A failed expectation leaves the case at once, by longjmp to the rank's beginning; the other ranks leave at their next wait.
- * Every wait is bounded. What a case made (memory, teams) is taken down by the harness.
+ * A failed expectation leaves the case at once, by longjmp to the rank's beginning; the other ranks leave at their next
+ * wait. Every wait is bounded. What a case made (memory, teams) is taken down by the harness.
  */
 #ifndef DEEPEP_KERNEL_TESTS_SUITE_H
 #define DEEPEP_KERNEL_TESTS_SUITE_H
@@ -21,20 +21,54 @@
 #define MAX_SEATS 8 /* ranks of one case */
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
-/* ---- The library under test (library.c) ------------------------------------------------------------------------------ */
+/* ---- The library under test (library.c) -------------------------------------------------------------------------- */
 
-#define SUITE_FUNCTIONS(X)                                                                                                    \
-  X(info) X(device_open) X(device_close) X(mem_alloc) X(mem_export) X(mem_import) X(mem_free) X(host_register)                \
-  X(host_unregister) X(host_wait) X(stream_create) X(stream_destroy) X(stream_query) X(event_create) X(event_destroy)         \
-  X(event_record) X(stream_wait_event) X(event_wait) X(copy) X(fill) X(block_sizes) X(ll_layout) X(team_create)               \
-  X(team_destroy) X(team_segment) X(layout) X(notify) X(dispatch) X(combine) X(ll_dispatch) X(ll_combine) X(clean) X(barrier) \
+#define SUITE_FUNCTIONS(X) \
+  X(info)                  \
+  X(device_open)           \
+  X(device_close)          \
+  X(mem_alloc)             \
+  X(mem_export)            \
+  X(mem_import)            \
+  X(mem_free)              \
+  X(host_register)         \
+  X(host_unregister)       \
+  X(host_wait)             \
+  X(stream_create)         \
+  X(stream_destroy)        \
+  X(stream_query)          \
+  X(event_create)          \
+  X(event_destroy)         \
+  X(event_record)          \
+  X(stream_wait_event)     \
+  X(event_wait)            \
+  X(copy)                  \
+  X(fill)                  \
+  X(block_sizes)           \
+  X(ll_layout)             \
+  X(team_create)           \
+  X(team_destroy)          \
+  X(team_segment)          \
+  X(layout)                \
+  X(notify)                \
+  X(dispatch)              \
+  X(combine)               \
+  X(ll_dispatch)           \
+  X(ll_combine)            \
+  X(clean)                 \
+  X(barrier)               \
   X(mask)
 /* Null where the library lacks them. */
 #define SUITE_OPTIONAL(X) \
-  X(transport_open) X(transport_close) X(transport_put) X(transport_quiet) X(transport_query) X(transport_lose)
+  X(transport_open)       \
+  X(transport_close)      \
+  X(transport_put)        \
+  X(transport_quiet)      \
+  X(transport_query)      \
+  X(transport_lose)
 
 struct library {
-#define SUITE_MEMBER(name) int32_t (*name)(dk_##name##_params *p);
+#define SUITE_MEMBER(name) int32_t (*name)(dk_##name##_params * p);
   SUITE_FUNCTIONS(SUITE_MEMBER)
   SUITE_OPTIONAL(SUITE_MEMBER)
 #undef SUITE_MEMBER
@@ -48,7 +82,7 @@ const char *code_name(int32_t code);
 const char *op_name(uint32_t op);
 const char *field_name(uint32_t field);
 
-/* ---- Cases (main.c) --------------------------------------------------------------------------------------------------- */
+/* ---- Cases (main.c) ---------------------------------------------------------------------------------------------- */
 
 struct rank;
 enum weight {
@@ -57,35 +91,38 @@ enum weight {
   HEAVY  /* not under any sanitizer */
 };
 struct test_case {
-  const char *name;               /* topic/what */
+  const char *name; /* topic/what */
   void (*run)(struct rank *me);
   int ranks;
-  const void *arg;                /* me->test->arg */
+  const void *arg; /* me->test->arg */
   enum weight weight;
-  uint32_t needs;                 /* DK_CAP_*: skipped where the library lacks it */
-  uint32_t isa;                   /* of dk_device_open; 0: that of the settings */
+  uint32_t needs; /* DK_CAP_*: skipped where the library lacks it */
+  uint32_t isa;   /* of dk_device_open; 0: that of the settings */
 };
-struct group { const struct test_case *cases; int count; };
+struct group {
+  const struct test_case *cases;
+  int count;
+};
 #define GROUP(name) const struct group name = {cases, COUNT(cases)}
 
 struct settings {
   const char *library_path, *filter;
-  int device, max_ranks;          /* device -1: rank r on device r modulo their number */
-  uint32_t isa;                   /* of dk_device_open */
+  int device, max_ranks; /* device -1: rank r on device r modulo their number */
+  uint32_t isa;          /* of dk_device_open */
   uint64_t seed;
-  int seeds;                      /* of cases that try many; 0: each case's own number */
-  int rounds;                     /* of a random case at most; 0: its own number */
+  int seeds;  /* of cases that try many; 0: each case's own number */
+  int rounds; /* of a random case at most; 0: its own number */
   enum weight heaviest;
-  double patience;                /* factor for every time limit: sanitizers are slow */
-  bool full;                      /* more rounds of random cases */
-  bool stop;                      /* after the first failure */
-  bool threads;                   /* no ranks as processes */
-  bool one_mapping;               /* ranks use each other's own mapping: TSan knows no other */
+  double patience;  /* factor for every time limit: sanitizers are slow */
+  bool full;        /* more rounds of random cases */
+  bool stop;        /* after the first failure */
+  bool threads;     /* no ranks as processes */
+  bool one_mapping; /* ranks use each other's own mapping: TSan knows no other */
 };
 extern struct settings settings;
 enum verdict { PASSED, FAILED, SKIPPED };
 
-/* ---- Ranks (ranks.c) -------------------------------------------------------------------------------------------------- */
+/* ---- Ranks (ranks.c) --------------------------------------------------------------------------------------------- */
 
 struct seat;
 struct world;
@@ -95,21 +132,30 @@ struct team_spec;
 #define MAX_TENSORS 256
 #define MAX_SHARES 8
 #define MAX_TEAMS 8
-struct guarded { const char *name; uint64_t offset, bytes; };
-struct mark { int tensors, teams, transports, shares; uint64_t used, words; struct block *block; };
+struct guarded {
+  const char *name;
+  uint64_t offset, bytes;
+};
+struct mark {
+  int tensors, teams, transports, shares;
+  uint64_t used, words;
+  struct block *block;
+};
 
-struct block { struct block *next; };
+struct block {
+  struct block *next;
+};
 struct rank {
   int index, count;
   const struct test_case *test;
-  const struct team_spec *split;  /* not null: nodes and transport of every team of the case */
+  const struct team_spec *split; /* not null: nodes and transport of every team of the case */
   struct seat *seat;
-  struct world *world;            /* ranks of this process */
-  int socket;                     /* to the exchange of processes; -1: ranks are threads */
-  uint64_t stream;                /* where operations go */
+  struct world *world; /* ranks of this process */
+  int socket;          /* to the exchange of processes; -1: ranks are threads */
+  uint64_t stream;     /* where operations go */
   uint64_t random;
-  uint64_t seed;                  /* that a case is trying, for its messages; 0: none */
-  const char *volatile doing;     /* for the watchdog */
+  uint64_t seed;              /* that a case is trying, for its messages; 0: none */
+  const char *volatile doing; /* for the watchdog */
   jmp_buf leave;
   char message[512];
   enum verdict verdict;
@@ -128,7 +174,7 @@ enum verdict run_threads(const struct test_case *test, char *why, size_t size);
 enum verdict run_processes(const struct test_case *test, char *why, size_t size);
 /* One rank, from its beginning to its end, on the calling thread. */
 void run_rank(struct rank *me);
-void print_state(void);           /* what each rank of the running case is doing */
+void print_state(void); /* what each rank of the running case is doing */
 void close_seats(void);
 
 _Noreturn void fail(struct rank *me, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -140,16 +186,19 @@ void check_code(struct rank *me, const char *function, int32_t code, int32_t dev
 
 /* All ranks of the case meet; a rank that failed makes the others leave. */
 void meet(struct rank *me);
-/* Gathers up to 120 bytes and one descriptor (-1: none) of every rank, in rank order. Descriptors got are the caller's. */
+/* Gathers up to 120 bytes and one descriptor (-1: none) of every rank, in rank order. Descriptors got are the caller's.
+ */
 void gather(struct rank *me, const void *mine, size_t bytes, int fd, void *all, int *fds);
 bool others_failed(struct rank *me);
 void keep_team(struct rank *me, struct team *t); /* to be taken down after the case */
-void drop_teams(struct rank *me, struct mark mark); /* collective: those of after the mark, with transports and memory */
+void drop_teams(struct rank *me,
+                struct mark mark); /* collective: those of after the mark, with transports and memory */
 void keep_transport(struct rank *me, uint64_t transport); /* likewise: after the teams, before the memory */
 void pause_ms(int milliseconds);
 uint64_t now_ns(void);
 uint64_t limit_ns(double seconds); /* with the factor for sanitizers */
-uint64_t soon_ns(void);            /* for deadlines that are meant to pass: no rank may be so late by itself, on a busy machine either */
+uint64_t soon_ns(
+    void); /* for deadlines that are meant to pass: no rank may be so late by itself, on a busy machine either */
 void *scratch(struct rank *me, size_t bytes); /* zeroed; gone after the case, or with what came after a mark */
 void drop_scratch(struct rank *me, struct block *until);
 /* How many seeds to try: as the program is told, else 1000 when all is run, or `usual`; fewer under a sanitizer. */
@@ -159,22 +208,24 @@ uint64_t mix(uint64_t x);
 uint64_t hash(uint64_t salt, uint64_t a, uint64_t b, uint64_t c);
 uint64_t draw(struct rank *me, uint64_t below); /* the rank's own random numbers */
 void jitter(struct rank *me);                   /* a pause, now and then */
-struct dice { uint64_t state; };                /* draws that all ranks make alike */
+struct dice {
+  uint64_t state;
+}; /* draws that all ranks make alike */
 uint64_t roll(struct dice *d, uint64_t below);
 
-/* ---- Memory (memory.c) ------------------------------------------------------------------------------------------------- */
+/* ---- Memory (memory.c) ------------------------------------------------------------------------------------------- */
 
 struct tensor {
-  void *host;                     /* the copy here */
-  uint64_t at, bytes;             /* on the device; 0 bytes: at is 0 */
+  void *host;         /* the copy here */
+  uint64_t at, bytes; /* on the device; 0 bytes: at is 0 */
 };
 /* Filled with 0xa5 on the device, with guards around it that are looked at after the case. */
 struct tensor tensor(struct rank *me, const char *name, uint64_t bytes);
 void send_tensor(struct rank *me, struct tensor t);  /* host to device, enqueued */
 void fetch_tensor(struct rank *me, struct tensor t); /* device to host, enqueued */
 void poison(struct rank *me, struct tensor t);       /* 0xa5 again, enqueued */
-/* A mark, and back to it: what came after it is given back. Nothing may be running on it; guards are looked at first. Collective
- * if teams came. */
+/* A mark, and back to it: what came after it is given back. Nothing may be running on it; guards are looked at first.
+ * Collective if teams came. */
 struct mark set_mark(struct rank *me);
 void back_to(struct rank *me, struct mark mark);
 /* Zeroed host memory that the device can reach. */
@@ -187,7 +238,9 @@ bool stream_done(struct seat *seat, uint64_t stream, double seconds);
 void check_guards(struct rank *me);
 
 /* Memory of every rank, mapped by every rank. */
-struct share { uint64_t bytes, mem, peers[MAX_SEATS], at[MAX_SEATS]; };
+struct share {
+  uint64_t bytes, mem, peers[MAX_SEATS], at[MAX_SEATS];
+};
 struct share *share(struct rank *me, uint64_t bytes);
 void drop_share(struct share *s, int self, bool own);
 
@@ -200,27 +253,28 @@ uint64_t seat_device(const struct seat *seat);
 uint64_t seat_stream(const struct seat *seat);
 int seat_ordinal(const struct seat *seat);
 
-/* ---- Teams (team.c) ------------------------------------------------------------------------------------------------------ */
+/* ---- Teams (team.c) ---------------------------------------------------------------------------------------------- */
 
 struct team_spec {
   uint64_t nvl_bytes, rdma_bytes;
-  uint64_t min_row;             /* not 0: nvl_bytes is the floor for rows of so many bytes */
-  uint32_t flags;                 /* DK_TEAM_* */
-  int trace;                      /* records; -1: no statistics page */
-  /* Ranks of a node; 0: all are on one. Ranks of other nodes, and with DK_TEAM_LL_TRANSPORT all, are reached by a transport. */
+  uint64_t min_row; /* not 0: nvl_bytes is the floor for rows of so many bytes */
+  uint32_t flags;   /* DK_TEAM_* */
+  int trace;        /* records; -1: no statistics page */
+  /* Ranks of a node; 0: all are on one. Ranks of other nodes, and with DK_TEAM_LL_TRANSPORT all, are reached by a
+   * transport. */
   int node;
-  int qps, qp_depth;              /* of the transport; 0: 3 toward each peer, 64 deep */
-  uint32_t transport_flags;       /* DK_TRANSPORT_LATE */
-  uint64_t seed;                  /* of its delays and orders */
+  int qps, qp_depth;        /* of the transport; 0: 3 toward each peer, 64 deep */
+  uint32_t transport_flags; /* DK_TRANSPORT_LATE */
+  uint64_t seed;            /* of its delays and orders */
 };
 struct team {
   struct rank *me;
   uint64_t handle;
   struct share *block;
   uint64_t nvl_offset, nvl_bytes, rdma_offset, rdma_bytes;
-  int node, qps;                  /* ranks of a node; QPs toward each peer */
-  uint32_t flags;                 /* DK_TEAM_* */
-  uint64_t transport;             /* 0: none */
+  int node, qps;      /* ranks of a node; QPs toward each peer */
+  uint32_t flags;     /* DK_TEAM_* */
+  uint64_t transport; /* 0: none */
   dk_status *status;
   dk_stats_page *stats;
   uint64_t calls[DK_NUM_OPS], combines, timeout_ns;
@@ -230,10 +284,10 @@ uint64_t peer_bytes(const struct team *t, uint32_t op, int peer);
 uint64_t peer_wait(const struct team *t, uint32_t op, int peer);
 uint64_t rdma_bytes_for(struct rank *me, int max_tokens, int hidden, int experts);
 /* Parameters of an operation with its header filled in; counts the call. */
-#define PARAMS(name, team_, op)                                                                    \
-  (dk_##name##_params) {                                                                           \
-    .size = sizeof(dk_##name##_params), .team = (team_)->handle, .stream = (team_)->me->stream,     \
-    .call = ++(team_)->calls[op], .timeout_ns = (team_)->timeout_ns                                \
+#define PARAMS(name, team_, op)                                                                 \
+  (dk_##name##_params) {                                                                        \
+    .size = sizeof(dk_##name##_params), .team = (team_)->handle, .stream = (team_)->me->stream, \
+    .call = ++(team_)->calls[op], .timeout_ns = (team_)->timeout_ns                             \
   }
 /* No failure so far, or fails the case with the record's text. */
 void expect_healthy(struct team *t);

@@ -53,7 +53,7 @@ static void share_device(struct rank *me, dk_team_create_params *p) {
   }
 }
 
-/* ---- Nodes --------------------------------------------------------------------------------------------------------------- */
+/* ---- Nodes ------------------------------------------------------------------------------------------------------- */
 
 static bool on_my_node(const struct team *t, int rank) { return rank / t->node == t->me->index / t->node; }
 
@@ -62,7 +62,8 @@ static void open_transport(struct team *t, const struct team_spec *spec) {
   struct rank *me = t->me;
   if (!dk.transport_open) skip(me, "the library has no transport");
   int32_t peers[MAX_SEATS];
-  dk_transport_open_params p = {.size = sizeof p, .device = seat_device(me->seat), .rank = me->index, .num_ranks = me->count};
+  dk_transport_open_params p = {
+      .size = sizeof p, .device = seat_device(me->seat), .rank = me->index, .num_ranks = me->count};
   for (int local = 0; local < 2; local++)
     for (int i = 1; i < me->count; i++) {
       int peer = (me->index + i) % me->count;
@@ -150,13 +151,14 @@ uint64_t rdma_bytes_for(struct rank *me, int max_tokens, int hidden, int experts
   return p.rdma_bytes;
 }
 
-/* ---- Failures ----------------------------------------------------------------------------------------------------------- */
+/* ---- Failures ---------------------------------------------------------------------------------------------------- */
 
 static void describe(const dk_failure *f, char *text, size_t size) {
   snprintf(text, size,
-           "%s in %s (phase %u) call %" PRIu64 ": rank %d, peer %d, field %s, expected %" PRId64 ", seen %" PRId64 ", waited %.3f s",
-           code_name((int32_t)f->code), op_name(f->op), f->phase, f->call, f->rank, f->peer, field_name(f->field), f->expected, f->seen,
-           (double)f->waited_ns * 1e-9);
+           "%s in %s (phase %u) call %" PRIu64 ": rank %d, peer %d, field %s, expected %" PRId64 ", seen %" PRId64
+           ", waited %.3f s",
+           code_name((int32_t)f->code), op_name(f->op), f->phase, f->call, f->rank, f->peer, field_name(f->field),
+           f->expected, f->seen, (double)f->waited_ns * 1e-9);
 }
 
 void expect_healthy(struct team *t) {
@@ -174,8 +176,8 @@ void expect_failure(struct team *t, int32_t code, uint32_t op, int peer) {
   describe(f, text, sizeof text);
   bool right = sticky == (uint32_t)code && f->code == (uint32_t)code && f->op == op && f->rank == t->me->index;
   right = right && (peer == -2 || f->peer == peer);
-  expect(t->me, right, "wanted %s in %s for peer %d; sticky is %s, the record says %s", code_name(code), op_name(op), peer,
-         code_name((int32_t)sticky), text);
+  expect(t->me, right, "wanted %s in %s for peer %d; sticky is %s, the record says %s", code_name(code), op_name(op),
+         peer, code_name((int32_t)sticky), text);
 }
 
 void set_abort(struct team *t, int32_t code, int culprit) {
@@ -183,7 +185,7 @@ void set_abort(struct team *t, int32_t code, int culprit) {
   __atomic_store_n(&t->status->abort_word, (uint32_t)code, __ATOMIC_RELEASE);
 }
 
-/* ---- Small operations ------------------------------------------------------------------------------------------------------ */
+/* ---- Small operations -------------------------------------------------------------------------------------------- */
 
 void run_barrier(struct team *t) {
   dk_barrier_params p = PARAMS(barrier, t, DK_OP_BARRIER);

@@ -45,16 +45,24 @@ void close_wire(struct wire *w) {
   CALL(w->me, transport_close, &p);
 }
 
-char *theirs(const struct wire *w, int rank, uint64_t offset) { return (char *)(uintptr_t)(w->block->at[rank] + offset); }
+char *theirs(const struct wire *w, int rank, uint64_t offset) {
+  return (char *)(uintptr_t)(w->block->at[rank] + offset);
+}
 char *own(const struct wire *w, uint64_t offset) { return theirs(w, w->me->index, offset); }
-uint64_t word(const struct wire *w, uint64_t offset) { return __atomic_load_n((uint64_t *)(void *)own(w, offset), __ATOMIC_ACQUIRE); }
-
-dk_transport_put_params put_params(const struct wire *w, int peer, int qp) {
-  return (dk_transport_put_params){
-      .size = sizeof(dk_transport_put_params), .transport = w->handle, .peer = peer, .qp = qp, .timeout_ns = w->timeout_ns};
+uint64_t word(const struct wire *w, uint64_t offset) {
+  return __atomic_load_n((uint64_t *)(void *)own(w, offset), __ATOMIC_ACQUIRE);
 }
 
-dk_transport_put_params signal_params(const struct wire *w, int peer, int qp, uint64_t offset, uint32_t op, uint64_t value) {
+dk_transport_put_params put_params(const struct wire *w, int peer, int qp) {
+  return (dk_transport_put_params){.size = sizeof(dk_transport_put_params),
+                                   .transport = w->handle,
+                                   .peer = peer,
+                                   .qp = qp,
+                                   .timeout_ns = w->timeout_ns};
+}
+
+dk_transport_put_params signal_params(const struct wire *w, int peer, int qp, uint64_t offset, uint32_t op,
+                                      uint64_t value) {
   dk_transport_put_params p = put_params(w, peer, qp);
   p.signal_offset = offset;
   p.signal_op = op;
@@ -80,7 +88,8 @@ void post_signal(struct wire *w, int peer, int qp, uint64_t offset, uint32_t op,
 }
 
 int32_t quiet_code(struct wire *w, int peer, int qp, uint64_t timeout_ns) {
-  dk_transport_quiet_params p = {.size = sizeof p, .transport = w->handle, .peer = peer, .qp = qp, .timeout_ns = timeout_ns};
+  dk_transport_quiet_params p = {
+      .size = sizeof p, .transport = w->handle, .peer = peer, .qp = qp, .timeout_ns = timeout_ns};
   return dk.transport_quiet(&p);
 }
 
@@ -101,7 +110,8 @@ uint64_t await_word(struct wire *w, uint64_t offset, uint64_t least) {
     if (looks < 100) continue;
     sched_yield();
     if (looks % 64 || now_ns() < end) continue;
-    fail(w->me, "the word at %lu is %lu, and does not become %lu", (unsigned long)offset, (unsigned long)seen, (unsigned long)least);
+    fail(w->me, "the word at %lu is %lu, and does not become %lu", (unsigned long)offset, (unsigned long)seen,
+         (unsigned long)least);
   }
   return seen;
 }

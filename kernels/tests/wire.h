@@ -1,32 +1,38 @@
-/* wire.h - transports of a case: each rank's block, and its queue pairs toward all others. For libraries of the host alone: a
- * case looks into blocks with its own eyes. */
+/* wire.h - transports of a case: each rank's block, and its queue pairs toward all others. For libraries of the host
+ * alone: a case looks into blocks with its own eyes. */
 #ifndef DEEPEP_KERNEL_TESTS_WIRE_H
 #define DEEPEP_KERNEL_TESTS_WIRE_H
 #include "suite.h"
 
-struct wire_spec { int qps, depth; uint32_t flags; };
+struct wire_spec {
+  int qps, depth;
+  uint32_t flags;
+};
 struct wire {
   struct rank *me;
   struct share *block;
   uint64_t handle;
   int qps, depth;
-  int32_t peers[MAX_SEATS];       /* in the order of creation */
+  int32_t peers[MAX_SEATS]; /* in the order of creation */
   uint64_t timeout_ns;
 };
 
-/* Skips the case where the library has no transport. The block stays for the whole case, the transport until close_wire. */
+/* Skips the case where the library has no transport. The block stays for the whole case, the transport until
+ * close_wire. */
 struct wire *make_wire(struct rank *me, uint64_t block_bytes);
 void open_wire(struct wire *w, const struct wire_spec *spec, uint64_t seed);
 void close_wire(struct wire *w);
 dk_transport_open_params open_params(struct wire *w, const struct wire_spec *spec, uint64_t seed);
 
-char *own(const struct wire *w, uint64_t offset);               /* a place in the rank's own block */
-char *theirs(const struct wire *w, int rank, uint64_t offset);  /* what a NIC alone may write: looked at, to see what it did */
-uint64_t word(const struct wire *w, uint64_t offset);           /* acquire */
+char *own(const struct wire *w, uint64_t offset); /* a place in the rank's own block */
+char *theirs(const struct wire *w, int rank,
+             uint64_t offset);                        /* what a NIC alone may write: looked at, to see what it did */
+uint64_t word(const struct wire *w, uint64_t offset); /* acquire */
 
 /* To be posted with dk.transport_put: now, with the wire's time limit. */
 dk_transport_put_params put_params(const struct wire *w, int peer, int qp);
-dk_transport_put_params signal_params(const struct wire *w, int peer, int qp, uint64_t offset, uint32_t op, uint64_t value);
+dk_transport_put_params signal_params(const struct wire *w, int peer, int qp, uint64_t offset, uint32_t op,
+                                      uint64_t value);
 void add_bytes(dk_transport_put_params *p, uint64_t dst, const void *src, uint64_t bytes);
 void post(struct wire *w, int peer, int qp, uint64_t dst, const void *src, uint64_t bytes);
 void post_signal(struct wire *w, int peer, int qp, uint64_t offset, uint32_t op, uint64_t value);

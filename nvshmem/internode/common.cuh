@@ -1,5 +1,5 @@
-// common.cuh - device code that all kernels among nodes share: puts by a warp, tagged words, messages of all ranks to all, and the
-// loop in which a warp serves many streams of rows without ever standing still for one of them.
+// common.cuh - device code that all kernels among nodes share: puts by a warp, tagged words, messages of all ranks to
+// all, and the loop in which a warp serves many streams of rows without ever standing still for one of them.
 #pragma once
 #include "cuda/impl/normal/send_rows.cuh"
 #include "cuda/sync/session.cuh"
@@ -8,41 +8,45 @@
 
 namespace deepep {
 
-// ---- Puts: by a whole warp, from the own block into the one of a rank of another node --------------------------------------
+// ---- Puts: by a whole warp, from the own block into the one of a rank of another node -------------------------------
 
 // What a block puts toward a rank goes by one queue pair, so it arrives in order.
 #if DEEPEP_QUEUE_HANDLES
 __device__ inline nvshmemx_qp_handle_t queue_of_block(const InternodeView &internode) {
-  return internode.num_queues == 0 ? NVSHMEMX_QP_DEFAULT : static_cast<nvshmemx_qp_handle_t>(internode.queues[blockIdx.x % internode.num_queues]);
+  return internode.num_queues == 0
+             ? NVSHMEMX_QP_DEFAULT
+             : static_cast<nvshmemx_qp_handle_t>(internode.queues[blockIdx.x % internode.num_queues]);
 }
 #endif
 
-// `bytes` (a multiple of 16), then the word: whoever sees that sees the bytes. The source is written by this warp, and stays as it
-// is until something that comes back says that the word was seen.
-__device__ inline void put_remote(const InternodeView &internode, int rank, void *to, const void *from, uint64_t bytes, uint64_t *word, uint64_t value) {
+// `bytes` (a multiple of 16), then the word: whoever sees that sees the bytes. The source is written by this warp, and
+// stays as it is until something that comes back says that the word was seen.
+__device__ inline void put_remote(const InternodeView &internode, int rank, void *to, const void *from, uint64_t bytes,
+                                  uint64_t *word, uint64_t value) {
   __syncwarp();
-  if (lane_id() == 0) ptx::fence_acq_rel_sys(); // all lanes' stores, for the NIC
+  if (lane_id() == 0) ptx::fence_acq_rel_sys();  // all lanes' stores, for the NIC
   __syncwarp();
 #if DEEPEP_QUEUE_HANDLES
-  nvshmemx_qp_uchar_put_signal_nbi_warp(static_cast<unsigned char *>(to), static_cast<const unsigned char *>(from), bytes, word, value,
-                                        NVSHMEM_SIGNAL_SET, rank, queue_of_block(internode));
+  nvshmemx_qp_uchar_put_signal_nbi_warp(static_cast<unsigned char *>(to), static_cast<const unsigned char *>(from),
+                                        bytes, word, value, NVSHMEM_SIGNAL_SET, rank, queue_of_block(internode));
 #else
   (void)internode;
   nvshmemx_putmem_signal_nbi_warp(to, from, bytes, word, value, NVSHMEM_SIGNAL_SET, rank);
 #endif
 }
 
-// The word alone. A signal without bytes may be overtaken by the next one of its kind where a proxy makes the puts; one with bytes
-// is not.
-__device__ inline void signal_remote(const InternodeView &internode, const TeamView &team, int rank, uint64_t *word, uint64_t value) {
+// The word alone. A signal without bytes may be overtaken by the next one of its kind where a proxy makes the puts; one
+// with bytes is not.
+__device__ inline void signal_remote(const InternodeView &internode, const TeamView &team, int rank, uint64_t *word,
+                                     uint64_t value) {
   uint8_t *blank = team.self + internode.at.blank;
   put_remote(internode, rank, blank, blank + 32, 16, word, value);
 }
 
-// ---- Words that a peer writes during a call ---------------------------------------------------------------------------------
+// ---- Words that a peer writes during a call -------------------------------------------------------------------------
 
-constexpr uint32_t kAllRows = 0xffffffffu; // no more are needed
-constexpr uint32_t kLastRow = 0x80000000u; // beside a count: no more will come
+constexpr uint32_t kAllRows = 0xffffffffu;  // no more are needed
+constexpr uint32_t kLastRow = 0x80000000u;  // beside a count: no more will come
 
 __device__ __forceinline__ uint64_t tagged(uint64_t epoch, uint32_t count) { return epoch << 32 | count; }
 __device__ __forceinline__ uint32_t count_in(uint64_t word, uint64_t epoch) {
@@ -65,36 +69,41 @@ __device__ inline uint64_t *word_at(uint8_t *block, uint64_t offset, int64_t ind
   return reinterpret_cast<uint64_t *>(block + offset) + index;
 }
 
-// ---- Messages of all ranks to all --------------------------------------------------------------------------------------------
+// ---- Messages of all ranks to all -----------------------------------------------------------------------------------
 
 struct InternodeMessage {
-  HandshakeMessage handshake;       // its own `epoch` stays 0: the word of `arrived` tells
-  uint32_t counts[]; // of notify
+  HandshakeMessage handshake;  // its own `epoch` stays 0: the word of `arrived` tells
+  uint32_t counts[];           // of notify
 };
-__device__ inline InternodeMessage *message_at(const InternodeView &internode, uint8_t *block, uint64_t array, uint64_t epoch, int rank) {
+__device__ inline InternodeMessage *message_at(const InternodeView &internode, uint8_t *block, uint64_t array,
+                                               uint64_t epoch, int rank) {
   const uint64_t index = epoch % kHandshakeCopies * (internode.num_nodes * internode.num_peers) + rank;
   return reinterpret_cast<InternodeMessage *>(block + array + index * internode.at.message_bytes);
 }
-__device__ inline InternodeMessage *message_from(const Session &s, const InternodeView &internode, uint64_t epoch, int rank) {
+__device__ inline InternodeMessage *message_from(const Session &s, const InternodeView &internode, uint64_t epoch,
+                                                 int rank) {
   return message_at(internode, s.team.self, internode.at.inbox, epoch, rank);
 }
 __device__ inline uint64_t *arrived_from(const Session &s, const InternodeView &internode, uint64_t epoch, int rank) {
   return word_at(s.team.self, internode.at.arrived, epoch % kHandshakeCopies * s.team.num_ranks + rank);
 }
 
-__device__ inline bool is_gone(const Session &s, int rank) { // nothing gets there, and nobody waits for it
+__device__ inline bool is_gone(const Session &s, int rank) {  // nothing gets there, and nobody waits for it
   return is_masked(s, rank) && *static_cast<volatile uint8_t *>(&s.team.status->dead[rank]) != 0;
 }
 
 // Whole block. fill(rank, counts): each warp writes `words` counts for a rank, all lanes together.
-// A source in the outbox is written again two operations later: by then the rank has answered with its own next message.
+// A source in the outbox is written again two operations later: by then the rank has answered with its own next
+// message.
 template <class Fill>
-__device__ inline void post_messages(const Session &s, const InternodeView &internode, const Handshake &hand, uint32_t words, Fill fill) {
+__device__ inline void post_messages(const Session &s, const InternodeView &internode, const Handshake &hand,
+                                     uint32_t words, Fill fill) {
   const int num_ranks = s.team.num_ranks, me = s.team.rank, warps = static_cast<int>(blockDim.x) / kWarp;
   for (int r = warp_id(); r < num_ranks; r += warps) {
     const bool local = internode.is_local(r);
     uint8_t *block = local ? s.team.peers[r] : s.team.self;
-    InternodeMessage *message = local ? message_at(internode, block, internode.at.inbox, hand.epoch, me) : message_at(internode, block, internode.at.outbox, hand.epoch, r);
+    InternodeMessage *message = local ? message_at(internode, block, internode.at.inbox, hand.epoch, me)
+                                      : message_at(internode, block, internode.at.outbox, hand.epoch, r);
     if (lane_id() == 0) {
       message->handshake = hand.mine;
       message->handshake.epoch = 0;
@@ -105,7 +114,8 @@ __device__ inline void post_messages(const Session &s, const InternodeView &inte
     if (local) {
       if (lane_id() == 0) ptx::st_release_sys(word, hand.epoch);
     } else if (__all_sync(kAllLanes, !is_gone(s, r))) {
-      put_remote(internode, r, message_from(s, internode, hand.epoch, me), message, sizeof(HandshakeMessage) + align_up(words * 4, 16u), word, hand.epoch);
+      put_remote(internode, r, message_from(s, internode, hand.epoch, me), message,
+                 sizeof(HandshakeMessage) + align_up(words * 4, 16u), word, hand.epoch);
     }
   }
 }
@@ -117,19 +127,24 @@ __device__ inline void post_messages(const Session &s, const InternodeView &inte
 __device__ inline bool await_messages(const Session &s, const InternodeView &internode, const Handshake &hand) {
   bool good = true;
   for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x)
-    good = await_message(s, hand, r, arrived_from(s, internode, hand.epoch, r), &message_from(s, internode, hand.epoch, r)->handshake);
+    good = await_message(s, hand, r, arrived_from(s, internode, hand.epoch, r),
+                         &message_from(s, internode, hand.epoch, r)->handshake);
   return __syncthreads_or(!good) == 0;
 }
 
-// ---- Streams ---------------------------------------------------------------------------------------------------------------
+// ---- Streams --------------------------------------------------------------------------------------------------------
 
 enum Outcome { kDone, kMoved, kBlocked };
-struct BlockedStream { int peer; int64_t expected, seen; }; // for whom a stream waits, and what of
+struct BlockedStream {
+  int peer;
+  int64_t expected, seen;
+};  // for whom a stream waits, and what of
 
-// A warp serves streams first, first + step, ... of `count`, none of which must wait while another one could go on: a ring that is
-// full may be what a peer waits for before it goes on with another one. look(stream, blocked) does what can be done at once, with
-// the same outcome in all lanes. A wait is the time in which no stream of this warp moved.
-template <class Look> __device__ inline void serve(const Session &s, int first, int step, int count, Look look) {
+// A warp serves streams first, first + step, ... of `count`, none of which must wait while another one could go on: a
+// ring that is full may be what a peer waits for before it goes on with another one. look(stream, blocked) does what
+// can be done at once, with the same outcome in all lanes. A wait is the time in which no stream of this warp moved.
+template <class Look>
+__device__ inline void serve(const Session &s, int first, int step, int count, Look look) {
   uint64_t start = 0;
   uint32_t polls = 0, reason = 0;
   for (;;) {
@@ -138,18 +153,21 @@ template <class Look> __device__ inline void serve(const Session &s, int first, 
     for (int stream = first; stream < count; stream += step) {
       BlockedStream blocked{-1, 0, 0};
       const Outcome outcome = look(stream, blocked);
-      moved |= outcome == kMoved; open |= outcome != kDone;
+      moved |= outcome == kMoved;
+      open |= outcome != kDone;
       if (outcome == kBlocked && missing.peer < 0) missing = blocked;
     }
     if (!open) return;
     if (moved) {
-      polls = 0; reason = 0;
+      polls = 0;
+      reason = 0;
       if (__any_sync(kAllLanes, lane_id() == 0 && has_failed(s))) return;
       continue;
     }
-    if (reason != 0) { // and nothing came in the round since
+    if (reason != 0) {  // and nothing came in the round since
       if (lane_id() == 0)
-        report_failure(s, reason, culprit(s, reason, missing.peer), DK_FIELD_NONE, missing.expected, missing.seen, ptx::global_timer_ns() - start);
+        report_failure(s, reason, culprit(s, reason, missing.peer), DK_FIELD_NONE, missing.expected, missing.seen,
+                       ptx::global_timer_ns() - start);
       __syncwarp();
       return;
     }

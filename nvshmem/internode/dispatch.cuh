@@ -1,4 +1,5 @@
-// dispatch.cuh - rows to other nodes and inside them. Warps are senders, relays or readers; each serves its share of streams.
+// dispatch.cuh - rows to other nodes and inside them. Warps are senders, relays or readers; each serves its share of
+// streams.
 #pragma once
 #include "cuda/impl/normal/dispatch_params.cuh"
 #include "internode/common.cuh"
@@ -18,21 +19,27 @@ struct InternodeDispatchRoles {
   static constexpr int kSenders = 4, kRelays = 1, kReaders = 7;
   static constexpr int kWarps = kSenders + kRelays + kReaders, kThreads = kWarps * kWarp;
 };
-constexpr int kRowsAtOnce = 4; // of a stream, before the others of the warp have their turn
+constexpr int kRowsAtOnce = 4;  // of a stream, before the others of the warp have their turn
 
-// Words of a row after its payload: the token, its number at each rank of the node (-1: not for it), weights, experts, scales.
+// Words of a row after its payload: the token, its number at each rank of the node (-1: not for it), weights, experts,
+// scales.
 struct InternodeRowWords {
   int numbers, weights, experts, scales, end;
   __host__ __device__ InternodeRowWords(const DispatchParams &d, int num_peers)
-      : numbers(1), weights(numbers + num_peers), experts(weights + d.num_topk), scales(experts + d.num_topk), end(scales + d.num_scales) {}
+      : numbers(1),
+        weights(numbers + num_peers),
+        experts(weights + d.num_topk),
+        scales(experts + d.num_topk),
+        end(scales + d.num_scales) {}
 };
 
 __device__ inline int rows_between(const DispatchParams &d, int source, int reader) {
   const int num_ranks = d.session.team.num_ranks;
-  return d.rank_prefix_matrix[source * num_ranks + reader] - rows_before(d.rank_prefix_matrix, num_ranks, source, reader);
+  return d.rank_prefix_matrix[source * num_ranks + reader] -
+         rows_before(d.rank_prefix_matrix, num_ranks, source, reader);
 }
 
-// ---- Senders: rows of a channel for a node ------------------------------------------------------------------------------------
+// ---- Senders: rows of a channel for a node --------------------------------------------------------------------------
 
 // The first token of the channel from `token` on that goes to the node; num_tokens or more: none.
 __device__ inline int next_token_for(const InternodeDispatchParams &p, int node, int token) {
@@ -54,35 +61,52 @@ __device__ inline void fill_row(const InternodeDispatchParams &p, int node, int 
   copy_row(row, d.x + static_cast<uint64_t>(token) * d.row_bytes, d.row_bytes);
   auto *words = reinterpret_cast<uint32_t *>(row + d.row_bytes);
   if (lane_id() == 0) words[0] = static_cast<uint32_t>(token);
-  const int32_t *heads = d.send_head + static_cast<int64_t>(token) * d.session.team.num_ranks + node * p.internode.num_peers;
-  for (int i = lane_id(); i < p.internode.num_peers; i += kWarp) words[at.numbers + i] = static_cast<uint32_t>(heads[i]);
+  const int32_t *heads =
+      d.send_head + static_cast<int64_t>(token) * d.session.team.num_ranks + node * p.internode.num_peers;
+  for (int i = lane_id(); i < p.internode.num_peers; i += kWarp)
+    words[at.numbers + i] = static_cast<uint32_t>(heads[i]);
   for (int k = lane_id(); k < d.num_topk; k += kWarp) {
-    const int64_t entry = static_cast<int64_t>(token) * d.num_topk + k, expert = load_index(d.topk_idx, entry, d.index_bytes);
+    const int64_t entry = static_cast<int64_t>(token) * d.num_topk + k,
+                  expert = load_index(d.topk_idx, entry, d.index_bytes);
     words[at.weights + k] = d.topk_weights == nullptr ? 0 : d.topk_weights[entry];
     words[at.experts + k] = expert >= 0 && expert < d.num_experts ? static_cast<uint32_t>(expert) : 0xffffffffu;
   }
-  for (int i = lane_id(); i < d.num_scales; i += kWarp) words[at.scales + i] = d.scales[token * d.scale_token_stride + i * d.scale_stride];
+  for (int i = lane_id(); i < d.num_scales; i += kWarp)
+    words[at.scales + i] = d.scales[token * d.scale_token_stride + i * d.scale_stride];
 }
 
-__device__ inline void send_row(const InternodeDispatchParams &p, uint64_t epoch, int node, int channel, int token, uint32_t number) {
+__device__ inline void send_row(const InternodeDispatchParams &p, uint64_t epoch, int node, int channel, int token,
+                                uint32_t number) {
   const TeamView &team = p.d.session.team;
   const bool own = node == p.internode.node;
   uint8_t *row = team.self + (own ? p.rings.in(node, channel, number) : p.rings.out(node, channel, number));
   fill_row(p, node, token, row);
-  uint64_t *head = word_at(team.self, p.internode.at.heads, p.internode.node * kInternodeChannels + channel); // there as here
+  uint64_t *head =
+      word_at(team.self, p.internode.at.heads, p.internode.node * kInternodeChannels + channel);  // there as here
   const uint32_t bytes = align_up(p.d.row_bytes + 4u * InternodeRowWords(p.d, p.internode.num_peers).end, 16u);
-  if (own) write_count(head, epoch, number + 1);
-  else put_remote(p.internode, p.internode.partner(node), team.self + p.rings.in(p.internode.node, channel, number), row, bytes, head, tagged(epoch, number + 1));
+  if (own)
+    write_count(head, epoch, number + 1);
+  else
+    put_remote(p.internode, p.internode.partner(node), team.self + p.rings.in(p.internode.node, channel, number), row,
+               bytes, head, tagged(epoch, number + 1));
 }
 
-struct Slowest { uint32_t rows; int index; }; // of the readers of a ring here
+struct Slowest {
+  uint32_t rows;
+  int index;
+};  // of the readers of a ring here
 __device__ inline Slowest slowest_reader(const InternodeDispatchParams &p, uint64_t epoch, int node, int channel) {
   uint32_t rows = kAllRows;
   int index = 0;
   for (int i = lane_id(); i < p.internode.num_peers; i += kWarp) {
-    const uint64_t *tail = word_at(p.d.session.team.self, p.internode.at.tails, (static_cast<int64_t>(node) * kInternodeChannels + channel) * p.internode.num_peers + i);
+    const uint64_t *tail =
+        word_at(p.d.session.team.self, p.internode.at.tails,
+                (static_cast<int64_t>(node) * kInternodeChannels + channel) * p.internode.num_peers + i);
     const uint32_t here = count_in(ptx::ld_acquire_sys(tail), epoch);
-    if (here < rows) { rows = here; index = i; }
+    if (here < rows) {
+      rows = here;
+      index = i;
+    }
   }
   const uint32_t fewest = __reduce_min_sync(kAllLanes, rows);
   const int lane = __ffs(static_cast<int>(__ballot_sync(kAllLanes, rows == fewest))) - 1;
@@ -90,13 +114,15 @@ __device__ inline Slowest slowest_reader(const InternodeDispatchParams &p, uint6
   return {fewest, __shfl_sync(kAllLanes, index, lane)};
 }
 
-__device__ inline Outcome look_at_sends(const InternodeDispatchParams &p, uint64_t epoch, int stream, BlockedStream &blocked) {
+__device__ inline Outcome look_at_sends(const InternodeDispatchParams &p, uint64_t epoch, int stream,
+                                        BlockedStream &blocked) {
   const int node = stream % p.internode.num_nodes, channel = stream / p.internode.num_nodes;
   InternodeStream *state = p.lists.here + stream;
   if (state->closed != 0) return kDone;
   int token = state->at;
   const uint32_t before = state->count;
-  const uint32_t credit = read_count(word_at(p.d.session.team.self, p.internode.at.credits, node * kInternodeChannels + channel), epoch);
+  const uint32_t credit =
+      read_count(word_at(p.d.session.team.self, p.internode.at.credits, node * kInternodeChannels + channel), epoch);
   uint32_t sent = before;
   for (; credit != kAllRows && sent < before + kRowsAtOnce && sent - credit < p.rings.slots; ++sent) {
     token = next_token_for(p, node, token);
@@ -106,10 +132,13 @@ __device__ inline Outcome look_at_sends(const InternodeDispatchParams &p, uint64
   }
   __syncwarp();
   if (lane_id() == 0) {
-    state->at = token; state->count = sent; state->closed = credit == kAllRows;
+    state->at = token;
+    state->count = sent;
+    state->closed = credit == kAllRows;
     if (credit == kAllRows && node != p.internode.node)
-      atomicAdd(reinterpret_cast<unsigned long long *>(&p.d.session.team.scratch->sent_bytes[p.internode.partner(node)]),
-                static_cast<unsigned long long>(sent) * (p.d.row_bytes + 4ull * p.d.num_scales));
+      atomicAdd(
+          reinterpret_cast<unsigned long long *>(&p.d.session.team.scratch->sent_bytes[p.internode.partner(node)]),
+          static_cast<unsigned long long>(sent) * (p.d.row_bytes + 4ull * p.d.num_scales));
   }
   __syncwarp();
   if (credit == kAllRows) return kDone;
@@ -119,9 +148,10 @@ __device__ inline Outcome look_at_sends(const InternodeDispatchParams &p, uint64
   return kBlocked;
 }
 
-// ---- Relays: what the readers of a ring here have read, to the rank that fills it ---------------------------------------------
+// ---- Relays: what the readers of a ring here have read, to the rank that fills it -----------------------------------
 
-__device__ inline Outcome look_at_tails(const InternodeDispatchParams &p, uint64_t epoch, int stream, BlockedStream &blocked) {
+__device__ inline Outcome look_at_tails(const InternodeDispatchParams &p, uint64_t epoch, int stream,
+                                        BlockedStream &blocked) {
   const TeamView &team = p.d.session.team;
   const int node = stream % p.internode.num_nodes, channel = stream / p.internode.num_nodes;
   InternodeStream *state = p.lists.there + stream;
@@ -129,52 +159,68 @@ __device__ inline Outcome look_at_tails(const InternodeDispatchParams &p, uint64
   const Slowest slowest = slowest_reader(p, epoch, node, channel);
   const bool all = slowest.rows == kAllRows;
   if (all || slowest.rows - state->count >= max(1u, p.rings.slots / 4)) {
-    uint64_t *credit = word_at(team.self, p.internode.at.credits, p.internode.node * kInternodeChannels + channel); // there as here
-    if (node == p.internode.node) write_count(credit, epoch, slowest.rows);
-    else signal_remote(p.internode, team, p.internode.partner(node), credit, tagged(epoch, slowest.rows));
+    uint64_t *credit =
+        word_at(team.self, p.internode.at.credits, p.internode.node * kInternodeChannels + channel);  // there as here
+    if (node == p.internode.node)
+      write_count(credit, epoch, slowest.rows);
+    else
+      signal_remote(p.internode, team, p.internode.partner(node), credit, tagged(epoch, slowest.rows));
     __syncwarp();
-    if (lane_id() == 0) { state->count = slowest.rows; state->closed = all; }
+    if (lane_id() == 0) {
+      state->count = slowest.rows;
+      state->closed = all;
+    }
     __syncwarp();
     return all ? kDone : kMoved;
   }
-  const uint32_t here = read_count(word_at(team.self, p.internode.at.heads, node * kInternodeChannels + channel), epoch);
-  if (slowest.rows < here) blocked = {p.internode.local_rank(slowest.index), here, slowest.rows};
-  else blocked = {p.internode.partner(node), static_cast<int64_t>(here) + 1, here};
+  const uint32_t here =
+      read_count(word_at(team.self, p.internode.at.heads, node * kInternodeChannels + channel), epoch);
+  if (slowest.rows < here)
+    blocked = {p.internode.local_rank(slowest.index), here, slowest.rows};
+  else
+    blocked = {p.internode.partner(node), static_cast<int64_t>(here) + 1, here};
   return kBlocked;
 }
 
-// ---- Readers: rows of a source for me -----------------------------------------------------------------------------------------
+// ---- Readers: rows of a source for me -------------------------------------------------------------------------------
 
 __device__ inline void take_row(const InternodeDispatchParams &p, const uint8_t *from, int64_t row) {
   const DispatchParams &d = p.d;
   const InternodeRowWords at(d, p.internode.num_peers);
   copy_row(d.recv_x + row * d.row_bytes, from, d.row_bytes);
   const auto *words = reinterpret_cast<const uint32_t *>(from + d.row_bytes);
-  if (lane_id() == 0 && d.recv_src_idx != nullptr) d.recv_src_idx[row] = static_cast<int32_t>(ptx::ld_relaxed_sys(words));
+  if (lane_id() == 0 && d.recv_src_idx != nullptr)
+    d.recv_src_idx[row] = static_cast<int32_t>(ptx::ld_relaxed_sys(words));
   const int num_local = d.num_experts / d.session.team.num_ranks;
   for (int k = lane_id(); k < d.num_topk; k += kWarp) {
-    const int expert = static_cast<int>(ptx::ld_relaxed_sys(words + at.experts + k)), mine = expert - d.session.team.rank * num_local;
+    const int expert = static_cast<int>(ptx::ld_relaxed_sys(words + at.experts + k)),
+              mine = expert - d.session.team.rank * num_local;
     const bool local = expert >= 0 && mine >= 0 && mine < num_local;
     const int64_t entry = row * d.num_topk + k;
-    if (d.recv_topk_weights != nullptr) d.recv_topk_weights[entry] = local ? ptx::ld_relaxed_sys(words + at.weights + k) : 0;
+    if (d.recv_topk_weights != nullptr)
+      d.recv_topk_weights[entry] = local ? ptx::ld_relaxed_sys(words + at.weights + k) : 0;
     if (d.recv_topk_idx == nullptr) continue;
-    if (d.index_bytes == 8) static_cast<int64_t *>(d.recv_topk_idx)[entry] = local ? mine : -1;
-    else static_cast<int32_t *>(d.recv_topk_idx)[entry] = local ? mine : -1;
+    if (d.index_bytes == 8)
+      static_cast<int64_t *>(d.recv_topk_idx)[entry] = local ? mine : -1;
+    else
+      static_cast<int32_t *>(d.recv_topk_idx)[entry] = local ? mine : -1;
   }
   for (int i = lane_id(); d.recv_scales != nullptr && i < d.num_scales; i += kWarp)
     d.recv_scales[row * d.num_scales + i] = ptx::ld_relaxed_sys(words + at.scales + i);
 }
 
-// Rows [first, first + rows) of a ring; those that are for this rank go to their places. Returns how many were; -1: a number that
-// cannot be.
-__device__ inline int take_rows(const InternodeDispatchParams &p, const uint8_t *block, int source, int channel, uint32_t first, uint32_t rows) {
+// Rows [first, first + rows) of a ring; those that are for this rank go to their places. Returns how many were; -1: a
+// number that cannot be.
+__device__ inline int take_rows(const InternodeDispatchParams &p, const uint8_t *block, int source, int channel,
+                                uint32_t first, uint32_t rows) {
   const TeamView &team = p.d.session.team;
   const int node = p.internode.node_of(source), expected = rows_between(p.d, source, team.rank);
   const int64_t before = rows_before(p.d.rank_prefix_matrix, team.num_ranks, source, team.rank);
   int number = -1;
   if (static_cast<uint32_t>(lane_id()) < rows) {
     const uint8_t *row = block + p.rings.in(node, channel, first + lane_id());
-    number = static_cast<int>(ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(row + p.d.row_bytes) + 1 + p.internode.index));
+    number = static_cast<int>(
+        ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(row + p.d.row_bytes) + 1 + p.internode.index));
   }
   if (__any_sync(kAllLanes, number >= expected)) {
     const int wrong = __reduce_max_sync(kAllLanes, number);
@@ -190,19 +236,24 @@ __device__ inline int take_rows(const InternodeDispatchParams &p, const uint8_t 
   return __popc(mine);
 }
 
-__device__ inline Outcome look_at_rows(const InternodeDispatchParams &p, uint64_t epoch, int stream, BlockedStream &blocked) {
+__device__ inline Outcome look_at_rows(const InternodeDispatchParams &p, uint64_t epoch, int stream,
+                                       BlockedStream &blocked) {
   const TeamView &team = p.d.session.team;
-  const int source = (stream + team.rank) % team.num_ranks, channel = stream / team.num_ranks, node = p.internode.node_of(source);
+  const int source = (stream + team.rank) % team.num_ranks, channel = stream / team.num_ranks,
+            node = p.internode.node_of(source);
   InternodeStream *state = p.lists.pairs + stream;
   if (state->closed != 0) return kDone;
   uint8_t *block = team.peers[p.internode.local_rank(p.internode.index_of(source))];
-  uint64_t *tail = word_at(block, p.internode.at.tails, (static_cast<int64_t>(node) * kInternodeChannels + channel) * p.internode.num_peers + p.internode.index);
+  uint64_t *tail =
+      word_at(block, p.internode.at.tails,
+              (static_cast<int64_t>(node) * kInternodeChannels + channel) * p.internode.num_peers + p.internode.index);
   uint32_t *taken = &p.state->rows_taken[epoch % 2][source];
   const uint32_t expected = rows_between(p.d, source, team.rank), read = state->count;
   uint32_t so_far = 0, here = 0;
   if (lane_id() == 0) so_far = ptx::ld_relaxed_gpu(taken);
   so_far = __shfl_sync(kAllLanes, so_far, 0);
-  if (so_far < expected) here = read_count(word_at(block, p.internode.at.heads, node * kInternodeChannels + channel), epoch);
+  if (so_far < expected)
+    here = read_count(word_at(block, p.internode.at.heads, node * kInternodeChannels + channel), epoch);
   if (so_far < expected && here <= read) {
     blocked = {source, static_cast<int64_t>(read) + 1, here};
     return kBlocked;
@@ -216,7 +267,10 @@ __device__ inline Outcome look_at_rows(const InternodeDispatchParams &p, uint64_
   }
   const bool all = so_far >= expected;
   write_count(tail, epoch, all ? kAllRows : read + rows);
-  if (lane_id() == 0) { state->count = read + rows; state->closed = all; }
+  if (lane_id() == 0) {
+    state->count = read + rows;
+    state->closed = all;
+  }
   __syncwarp();
   return all ? kDone : kMoved;
 }
@@ -226,15 +280,18 @@ __device__ inline void pad_rows(const DispatchParams &d, int worker, int workers
   const int num_ranks = d.session.team.num_ranks;
   const int64_t arrived = d.rank_prefix_matrix[(num_ranks - 1) * num_ranks + d.session.team.rank];
   const int64_t end = static_cast<int64_t>(d.num_worst_tokens) * d.num_topk;
-  for (int64_t i = arrived * d.num_topk + worker * kWarp + lane_id(); i < end; i += static_cast<int64_t>(workers) * kWarp) {
+  for (int64_t i = arrived * d.num_topk + worker * kWarp + lane_id(); i < end;
+       i += static_cast<int64_t>(workers) * kWarp) {
     if (d.recv_topk_weights != nullptr) d.recv_topk_weights[i] = 0;
     if (d.recv_topk_idx == nullptr) continue;
-    if (d.index_bytes == 8) static_cast<int64_t *>(d.recv_topk_idx)[i] = -1;
-    else static_cast<int32_t *>(d.recv_topk_idx)[i] = -1;
+    if (d.index_bytes == 8)
+      static_cast<int64_t *>(d.recv_topk_idx)[i] = -1;
+    else
+      static_cast<int32_t *>(d.recv_topk_idx)[i] = -1;
   }
 }
 
-// ---- The kernel ----------------------------------------------------------------------------------------------------------------
+// ---- The kernel -----------------------------------------------------------------------------------------------------
 
 // False: some rank has no room for what is sent to it.
 __device__ inline bool all_have_room(const InternodeDispatchParams &p, uint64_t epoch) {
@@ -242,7 +299,8 @@ __device__ inline bool all_have_room(const InternodeDispatchParams &p, uint64_t 
   const int num_ranks = s.team.num_ranks;
   bool good = true;
   for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
-    const int limit = message_from(s, p.internode, epoch, r)->handshake.row_limit, arriving = p.d.rank_prefix_matrix[(num_ranks - 1) * num_ranks + r];
+    const int limit = message_from(s, p.internode, epoch, r)->handshake.row_limit,
+              arriving = p.d.rank_prefix_matrix[(num_ranks - 1) * num_ranks + r];
     if (limit < 0 || arriving <= limit) continue;
     report_failure(s, DK_EMISMATCH, r, DK_FIELD_WORST_TOKENS, limit, arriving, 0);
     good = false;
@@ -262,7 +320,8 @@ __device__ inline void count_local_bytes(const InternodeDispatchParams &p) {
   }
 }
 
-__device__ inline void open_streams(InternodeStream *streams, int first, int step, int count, int per_channel, bool at_channel) {
+__device__ inline void open_streams(InternodeStream *streams, int first, int step, int count, int per_channel,
+                                    bool at_channel) {
   for (int i = first; i < count; i += step)
     if (lane_id() == 0) streams[i] = {at_channel ? i / per_channel : 0, 0, 0, 0};
   __syncwarp();
@@ -272,29 +331,35 @@ __device__ inline void run_remote_dispatch(const InternodeDispatchParams &p, uin
   using Roles = InternodeDispatchRoles;
   const Session &s = p.d.session;
   const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-  const int to_nodes = p.internode.num_nodes * static_cast<int>(p.rings.channels), of_ranks = s.team.num_ranks * static_cast<int>(p.rings.channels);
+  const int to_nodes = p.internode.num_nodes * static_cast<int>(p.rings.channels),
+            of_ranks = s.team.num_ranks * static_cast<int>(p.rings.channels);
   if (warp < Roles::kSenders) {
     const int first = warp * blocks + block, step = Roles::kSenders * blocks;
     open_streams(p.lists.here, first, step, to_nodes, p.internode.num_nodes, true);
-    serve(s, first, step, to_nodes, [&](int stream, BlockedStream &blocked) { return look_at_sends(p, epoch, stream, blocked); });
+    serve(s, first, step, to_nodes,
+          [&](int stream, BlockedStream &blocked) { return look_at_sends(p, epoch, stream, blocked); });
   } else if (warp < Roles::kSenders + Roles::kRelays) {
     const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kRelays * blocks;
     open_streams(p.lists.there, first, step, to_nodes, p.internode.num_nodes, false);
-    serve(s, first, step, to_nodes, [&](int stream, BlockedStream &blocked) { return look_at_tails(p, epoch, stream, blocked); });
+    serve(s, first, step, to_nodes,
+          [&](int stream, BlockedStream &blocked) { return look_at_tails(p, epoch, stream, blocked); });
   } else {
     const int first = (warp - Roles::kSenders - Roles::kRelays) * blocks + block, step = Roles::kReaders * blocks;
     open_streams(p.lists.pairs, first, step, of_ranks, s.team.num_ranks, false);
-    serve(s, first, step, of_ranks, [&](int stream, BlockedStream &blocked) { return look_at_rows(p, epoch, stream, blocked); });
+    serve(s, first, step, of_ranks,
+          [&](int stream, BlockedStream &blocked) { return look_at_rows(p, epoch, stream, blocked); });
     if (p.d.num_worst_tokens > 0) pad_rows(p.d, first, step);
   }
 }
 
-__global__ void __launch_bounds__(InternodeDispatchRoles::kThreads, 1) internode_dispatch_kernel(const __grid_constant__ InternodeDispatchParams p) {
+__global__ void __launch_bounds__(InternodeDispatchRoles::kThreads, 1)
+    internode_dispatch_kernel(const __grid_constant__ InternodeDispatchParams p) {
   const Session &s = p.d.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
     Handshake hand = dispatch_handshake(p.d, epoch);
-    hand.mine.segment = -1; hand.mine.segment_offset = 0;
+    hand.mine.segment = -1;
+    hand.mine.segment_offset = 0;
     if (blockIdx.x == 0) post_messages(s, p.internode, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     if (await_messages(s, p.internode, hand) && all_have_room(p, epoch)) {

@@ -8,7 +8,9 @@
 
 namespace deepep {
 
-struct InternodeLowLatency { InternodeLlTeam team; };
+struct InternodeLowLatency {
+  InternodeLlTeam team;
+};
 
 namespace {
 
@@ -18,10 +20,12 @@ int blocks_for(const Team *team, int32_t num_sms, int32_t max_tokens) {
   return min(num_sms > 0 ? num_sms : max(32, max_tokens) + 1, share);
 }
 
-template <class P, class K> int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K)) {
+template <class P, class K>
+int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K)) {
   const size_t shared = internode_ll_tables(p, team->view.num_ranks);
   const OnDevice on(team->device);
-  kernel<<<blocks_for(team, p->num_sms, p->num_max_tokens), kInternodeLlThreads, shared, stream_of(p->stream)>>>(params);
+  kernel<<<blocks_for(team, p->num_sms, p->num_max_tokens), kInternodeLlThreads, shared, stream_of(p->stream)>>>(
+      params);
   return launched(p);
 }
 

@@ -1,19 +1,20 @@
-// low_latency_combine.cuh - experts' rows back to the tokens. Each expert's row crosses by itself; the token's rank applies the weights.
+// low_latency_combine.cuh - experts' rows back to the tokens. Each expert's row crosses by itself; the token's rank
+// applies the weights.
 #pragma once
 #include "internode/low_latency_logfmt.cuh"
 
 namespace deepep {
 
 struct InternodeLlCombineParams {
-  InternodeLlParams call;             // layout_range and src_info are inputs here
+  InternodeLlParams call;  // layout_range and src_info are inputs here
   const uint8_t *x;
   uint64_t x_row_stride;
   uint8_t *combined_x;
 };
 
-enum : uint32_t { kInternodePlain = 1, kInternodeLogfmt = 2 }; // what a row's word says
+enum : uint32_t { kInternodePlain = 1, kInternodeLogfmt = 2 };  // what a row's word says
 
-// ---- Send --------------------------------------------------------------------------------------------------------------------
+// ---- Send -----------------------------------------------------------------------------------------------------------
 
 // Whole block: running sums of the rows of each local expert, [L + 1].
 __device__ inline void count_remote_rows(const InternodeLlParams &p, int32_t *before) {
@@ -45,7 +46,8 @@ __device__ inline int source_of_row(const InternodeLlParams &p, int local_expert
 }
 
 // By a warp. Inside the node a row goes straight to its place; to other nodes from where a NIC can read it.
-__device__ inline void send_remote_row(const InternodeLlCombineParams &c, uint64_t epoch, int local_expert, int row, int dest, int token) {
+__device__ inline void send_remote_row(const InternodeLlCombineParams &c, uint64_t epoch, int local_expert, int row,
+                                       int dest, int token) {
   const InternodeLlParams &p = c.call;
   const int rank = p.session.team.rank, expert = rank * p.num_local + local_expert;
   const int64_t number = local_expert * p.rows_per_expert() + row;
@@ -56,14 +58,17 @@ __device__ inline void send_remote_row(const InternodeLlCombineParams &c, uint64
   if ((p.flags & DK_LL_LOGFMT) != 0) coded = choose_coded(from, p.hidden);
   if ((coded.x | coded.y | coded.z | coded.w) != 0) {
     bytes = encode_row(from, stage, p.hidden, coded);
-    kind = kInternodeLogfmt; from = stage;
+    kind = kInternodeLogfmt;
+    from = stage;
   } else if ((p.flags & DK_LL_ZERO_COPY) == 0 && !by_stores(p.session.team, dest)) {
     copy_row(stage, from, bytes);
     __syncwarp();
     from = stage;
   }
-  deliver(p, dest, expert_row_at(p, epoch, expert, token), from, bytes, expert_word_at(p, epoch, expert, token), internode_word(epoch, rank, kind));
-  if (lane_id() == 0) atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[dest]), 2ull * p.hidden);
+  deliver(p, dest, expert_row_at(p, epoch, expert, token), from, bytes, expert_word_at(p, epoch, expert, token),
+          internode_word(epoch, rank, kind));
+  if (lane_id() == 0)
+    atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[dest]), 2ull * p.hidden);
 }
 
 __device__ inline void send_remote_rows(const InternodeLlCombineParams &c, uint64_t epoch, int32_t *before) {
@@ -78,9 +83,9 @@ __device__ inline void send_remote_rows(const InternodeLlCombineParams &c, uint6
   }
 }
 
-// ---- Receive -----------------------------------------------------------------------------------------------------------------------
+// ---- Receive --------------------------------------------------------------------------------------------------------
 
-struct InternodeArrivals {            // shared: the rows that make up a token
+struct InternodeArrivals {  // shared: the rows that make up a token
   const uint8_t *row[kMaxTopk];
   float weight[kMaxTopk];
   uint32_t kind[kMaxTopk];
@@ -88,7 +93,8 @@ struct InternodeArrivals {            // shared: the rows that make up a token
 };
 
 // By the first warp: waits for the rows of a token's experts. Those of a rank that does not come are left out.
-__device__ inline void await_remote_rows(const InternodeLlParams &p, const uint64_t *calls, int token, InternodeArrivals *list) {
+__device__ inline void await_remote_rows(const InternodeLlParams &p, const uint64_t *calls, int token,
+                                         InternodeArrivals *list) {
   const Session &s = p.session;
   const int lane = lane_id(), expert = expert_of_lane(p, token);
   const float weight = lane < p.num_topk ? p.topk_weights[static_cast<int64_t>(token) * p.num_topk + lane] : 0;
@@ -96,7 +102,7 @@ __device__ inline void await_remote_rows(const InternodeLlParams &p, const uint6
   // The first naming of an expert carries the weights of all.
   bool repeated = false;
   float sum = 0;
-  for (int k = 0; k < p.num_topk; ++k) { // in this order, so that the sum repeats
+  for (int k = 0; k < p.num_topk; ++k) {  // in this order, so that the sum repeats
     const int other = __shfl_sync(kAllLanes, expert, k);
     const float other_weight = __shfl_sync(kAllLanes, weight, k);
     if (other == expert) sum += other_weight;
@@ -106,7 +112,7 @@ __device__ inline void await_remote_rows(const InternodeLlParams &p, const uint6
   bool needed = rank >= 0 && !repeated && theirs != 0 && !is_masked(s, rank);
   const auto *at = mine_at<uint64_t>(p, expert_word_at(p, theirs, expert < 0 ? 0 : expert, token));
   uint64_t word = 0;
-  for (;;) { // again where a rank was masked: the others are still awaited
+  for (;;) {  // again where a rank was masked: the others are still awaited
     int peer = -1;
     uint64_t waited = 0;
     const uint32_t code = warp_wait_until(
@@ -120,7 +126,8 @@ __device__ inline void await_remote_rows(const InternodeLlParams &p, const uint6
     bool masked = false;
     if (lane == 0) {
       masked = mask_instead(s, code, peer);
-      if (!masked) report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, static_cast<int64_t>(theirs), 0, waited);
+      if (!masked)
+        report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, static_cast<int64_t>(theirs), 0, waited);
     }
     masked = __shfl_sync(kAllLanes, static_cast<int>(masked), 0) != 0;
     if (!masked) {
@@ -133,42 +140,50 @@ __device__ inline void await_remote_rows(const InternodeLlParams &p, const uint6
   if (needed) {
     const int n = __popc(rows & ((1u << lane) - 1));
     list->row[n] = mine_at(p, expert_row_at(p, theirs, expert, token));
-    list->kind[n] = internode_value(word); list->weight[n] = sum;
+    list->kind[n] = internode_value(word);
+    list->weight[n] = sum;
   }
   if (lane == 0) list->count = __popc(rows);
 }
 
 // 8 channels of a token. The loads of several rows go side by side.
-__device__ inline void add_remote_rows(const InternodeLlCombineParams &c, const InternodeArrivals *list, int token, int chunk) {
+__device__ inline void add_remote_rows(const InternodeLlCombineParams &c, const InternodeArrivals *list, int token,
+                                       int chunk) {
   constexpr int kRows = 8;
   float sum[8] = {};
   for (int first = 0; first < list->count; first += kRows) {
     uint4 data[kRows];
 #pragma unroll
     for (int n = 0; n < kRows; ++n)
-      if (first + n < list->count && list->kind[first + n] == kInternodePlain) data[n] = ptx::ld_stream(list->row[first + n] + 16 * chunk);
+      if (first + n < list->count && list->kind[first + n] == kInternodePlain)
+        data[n] = ptx::ld_stream(list->row[first + n] + 16 * chunk);
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       if (first + n >= list->count) continue;
-      if (list->kind[first + n] == kInternodePlain) add_weighted(sum, data[n], list->weight[first + n]);
-      else add_coded(list->row[first + n], chunk, list->weight[first + n], sum);
+      if (list->kind[first + n] == kInternodePlain)
+        add_weighted(sum, data[n], list->weight[first + n]);
+      else
+        add_coded(list->row[first + n], chunk, list->weight[first + n], sum);
     }
   }
   ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * chunk, round_bf16(sum));
 }
 
-__device__ inline void receive_remote_sums(const InternodeLlCombineParams &c, const uint64_t *calls, InternodeArrivals *list) {
+__device__ inline void receive_remote_sums(const InternodeLlCombineParams &c, const uint64_t *calls,
+                                           InternodeArrivals *list) {
   const InternodeLlParams &p = c.call;
   for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
     if (warp_id() == 0) await_remote_rows(p, calls, token, list);
     __syncthreads();
-    for (int chunk = threadIdx.x; chunk < p.hidden / 8; chunk += kInternodeLlThreads) add_remote_rows(c, list, token, chunk);
+    for (int chunk = threadIdx.x; chunk < p.hidden / 8; chunk += kInternodeLlThreads)
+      add_remote_rows(c, list, token, chunk);
     __syncthreads();
   }
 }
 
-__global__ void __launch_bounds__(kInternodeLlThreads, 1) internode_low_latency_combine_kernel(const __grid_constant__ InternodeLlCombineParams c) {
-  extern __shared__ __align__(16) uint64_t calls[]; // [R], then row counts [L + 1]
+__global__ void __launch_bounds__(kInternodeLlThreads, 1)
+    internode_low_latency_combine_kernel(const __grid_constant__ InternodeLlCombineParams c) {
+  extern __shared__ __align__(16) uint64_t calls[];  // [R], then row counts [L + 1]
   __shared__ InternodeArrivals arrivals;
   const InternodeLlParams &p = c.call;
   const uint64_t epoch = internode_ll_epoch(p);
@@ -177,7 +192,7 @@ __global__ void __launch_bounds__(kInternodeLlThreads, 1) internode_low_latency_
     const bool good = !p.sends() || await_empty_slots(p, epoch, true);
     if (p.sends() && good) send_remote_rows(c, epoch, reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks));
     __syncthreads();
-    if (is_internode_control_block()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
+    if (is_internode_control_block()) publish_newest_by_last_warp(p.session.team);  // rows are on their way meanwhile
     if (p.receives() && good) {
       find_remote_calls(p, epoch, calls);
       if (is_internode_control_block()) check_remote_peers(p, calls);

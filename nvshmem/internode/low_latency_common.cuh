@@ -1,11 +1,12 @@
-// low_latency_common.cuh - what low latency among nodes shares: places, words, messages, the start and the end of a call.
+// low_latency_common.cuh - what low latency among nodes shares: places, words, messages, the start and the end of a
+// call.
 //
-// All ranks are reached alike: a row and the word that says it is there go out together, by stores inside the node, by one put with
-// a signal to other nodes (DK_TEAM_LL_TRANSPORT: to all other ranks). So nothing depends on the order of two operations. Words are
-// tagged with the sender's rank and number of the call, and lie where users never write; rows lie in the rdma region in two slots
-// that take turns, one for each call. A slot, and the memory that a put to another node reads, is used again only when the receivers
-// have said that they took what came from there: that they have it says that the put is over. The NIC reads registered memory
-// alone, so rows are staged in the own block.
+// All ranks are reached alike: a row and the word that says it is there go out together, by stores inside the node, by
+// one put with a signal to other nodes (DK_TEAM_LL_TRANSPORT: to all other ranks). So nothing depends on the order of
+// two operations. Words are tagged with the sender's rank and number of the call, and lie where users never write; rows
+// lie in the rdma region in two slots that take turns, one for each call. A slot, and the memory that a put to another
+// node reads, is used again only when the receivers have said that they took what came from there: that they have it
+// says that the put is over. The NIC reads registered memory alone, so rows are staged in the own block.
 //   rdma: combine's rows on their way out (there zero copy has them too) [2] | slots [2]
 //   wire behind the ring's flags: words [2] | counts, in and out [2]
 #pragma once
@@ -20,21 +21,23 @@
 namespace deepep {
 
 constexpr int kInternodeLlThreads = 512, kInternodeLlWarps = kInternodeLlThreads / kWarp;
-constexpr uint64_t kInternodeLlControlBytes = 4096; // in each block: messages to all, on their way out, by epoch % kLowLatencyHandshakeCopies
+constexpr uint64_t kInternodeLlControlBytes =
+    4096;  // in each block: messages to all, on their way out, by epoch % kLowLatencyHandshakeCopies
 
 static_assert(kLowLatencyHandshakeCopies * sizeof(HandshakeMessage) <= kInternodeLlControlBytes, "the outbox");
 
 // Device memory of a team, its own, zeroed once.
 struct InternodeLlState {
-  uint64_t combine_sent[kLowLatencySlots]; // my newest call in each slot, if it was a combine
-  uint64_t stage_epoch[2], stage_bytes;    // my newest call that sent from each of combine's buffers; what the newest took of one
-  uint64_t posted[kLowLatencySlots][DK_MAX_RANKS]; // of Scratch::consumed: what each rank was told last
+  uint64_t combine_sent[kLowLatencySlots];  // my newest call in each slot, if it was a combine
+  uint64_t stage_epoch[2],
+      stage_bytes;  // my newest call that sent from each of combine's buffers; what the newest took of one
+  uint64_t posted[kLowLatencySlots][DK_MAX_RANKS];  // of Scratch::consumed: what each rank was told last
 };
 
 // From the start of a block, for one shape.
 struct InternodeLlPlaces {
   uint64_t slot[2], words[2], counts_in[2], counts_out[2], outbox;
-  uint64_t stage;         // of this combine
+  uint64_t stage;  // of this combine
   uint64_t stage_bytes;
   uint64_t source_bytes;  // dispatch: of a source's rows; of combine's, where a row has at least 128 channels
   uint32_t header_bytes;  // dispatch: before a row's payload: where it stands among those of each of its experts
@@ -63,23 +66,27 @@ struct InternodeLlParams {
 __device__ __forceinline__ int slot_of(uint64_t epoch) { return static_cast<int>(epoch % kLowLatencySlots); }
 __device__ inline uint64_t internode_ll_epoch(const InternodeLlParams &p) {
   const Scratch *scratch = p.session.team.scratch;
-  return p.sends() ? ptx::ld_relaxed_gpu(&scratch->low_latency_epoch) + 1 : ptx::ld_relaxed_gpu(&scratch->tickets[p.ticket].epoch);
+  return p.sends() ? ptx::ld_relaxed_gpu(&scratch->low_latency_epoch) + 1
+                   : ptx::ld_relaxed_gpu(&scratch->tickets[p.ticket].epoch);
 }
 
-// ---- Places, from the start of the owner's block --------------------------------------------------------------------------
+// ---- Places, from the start of the owner's block --------------------------------------------------------------------
 
-template <class T = uint8_t> __device__ __forceinline__ T *mine_at(const InternodeLlParams &p, uint64_t offset) {
+template <class T = uint8_t>
+__device__ __forceinline__ T *mine_at(const InternodeLlParams &p, uint64_t offset) {
   return reinterpret_cast<T *>(p.session.team.self + offset);
 }
 __device__ inline uint64_t enter_at(const TeamView &team, uint64_t epoch, int source) {
-  return team.control + team.at.low_latency_handshake + (epoch % kLowLatencyHandshakeCopies * team.num_ranks + source) * sizeof(HandshakeMessage);
+  return team.control + team.at.low_latency_handshake +
+         (epoch % kLowLatencyHandshakeCopies * team.num_ranks + source) * sizeof(HandshakeMessage);
 }
 __device__ inline uint64_t credit_at(const TeamView &team, int slot, int from) {
   return team.control + team.at.consumed + (static_cast<uint64_t>(slot) * team.num_ranks + from) * 8;
 }
-// Dispatch: rows of a source are numbered, for each destination, in the order of its tokens. My own stay where they are staged: at
-// the token's number. They begin where combine has those of the source's first expert: so what a rank writes lies in a part that is
-// its own, whatever the others' calls have there. Once a rank has missed calls, its slots may differ from the others' by one.
+// Dispatch: rows of a source are numbered, for each destination, in the order of its tokens. My own stay where they are
+// staged: at the token's number. They begin where combine has those of the source's first expert: so what a rank writes
+// lies in a part that is its own, whatever the others' calls have there. Once a rank has missed calls, its slots may
+// differ from the others' by one.
 __device__ inline uint64_t row_at(const InternodeLlParams &p, uint64_t epoch, int source, int number) {
   return p.at.slot[slot_of(epoch)] + source * p.at.source_bytes + static_cast<uint64_t>(number) * p.at.row_bytes;
 }
@@ -97,16 +104,18 @@ __device__ inline uint64_t expert_word_at(const InternodeLlParams &p, uint64_t e
   return p.at.words[slot_of(epoch)] + (static_cast<uint64_t>(expert) * p.max_tokens + token) * 8;
 }
 
-// ---- Words: the sender's number of the call, its rank, and what it says -----------------------------------------------------
+// ---- Words: the sender's number of the call, its rank, and what it says ---------------------------------------------
 
 __device__ __forceinline__ uint64_t internode_word(uint64_t epoch, int source, uint32_t value) {
   return epoch << 32 | static_cast<uint32_t>(source) << 16 | value;
 }
-__device__ __forceinline__ bool is_from(uint64_t word, uint64_t epoch, int source) { return word >> 16 == internode_word(epoch, source, 0) >> 16; }
+__device__ __forceinline__ bool is_from(uint64_t word, uint64_t epoch, int source) {
+  return word >> 16 == internode_word(epoch, source, 0) >> 16;
+}
 __device__ __forceinline__ uint32_t internode_value(uint64_t word) { return static_cast<uint32_t>(word) & 0xffff; }
 static_assert(DK_MAX_RANKS <= 65536, "a rank takes 16 bits");
 
-// ---- Sending -----------------------------------------------------------------------------------------------------------------
+// ---- Sending --------------------------------------------------------------------------------------------------------
 
 __device__ inline bool by_stores(const TeamView &team, int rank) {
   if (rank == team.rank) return true;
@@ -114,7 +123,8 @@ __device__ inline bool by_stores(const TeamView &team, int rank) {
 }
 
 // By a warp: bytes to a place in a rank's block, then the word.
-__device__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to, const uint8_t *from, uint32_t bytes, uint64_t word_at, uint64_t word) {
+__device__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to, const uint8_t *from, uint32_t bytes,
+                               uint64_t word_at, uint64_t word) {
   const TeamView &team = p.session.team;
   if (!by_stores(team, rank)) {
     put_by_warp(team.self + to, from, bytes, reinterpret_cast<uint64_t *>(team.self + word_at), word, rank);
@@ -129,8 +139,8 @@ __device__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to
 // The last block does what concerns all: where the device has room for it, it has no token of its own.
 __device__ inline bool is_internode_control_block() { return blockIdx.x == gridDim.x - 1; }
 
-// The control block tells everybody what was taken here, if it does not know, and when sending, what this call is. The copy in the outbox is
-// that of four calls ago, whose credits came before the last send but one.
+// The control block tells everybody what was taken here, if it does not know, and when sending, what this call is. The
+// copy in the outbox is that of four calls ago, whose credits came before the last send but one.
 __device__ inline void post_remote_ll(const InternodeLlParams &p, uint64_t epoch) {
   const TeamView &team = p.session.team;
   auto *out = mine_at<HandshakeMessage>(p, p.at.outbox) + epoch % kLowLatencyHandshakeCopies;
@@ -142,21 +152,25 @@ __device__ inline void post_remote_ll(const InternodeLlParams &p, uint64_t epoch
     const uint64_t taken = slot < kLowLatencySlots ? max(team.scratch->consumed[slot][r], given_up_by(team, r)) : 0;
     if (r != team.rank && slot < kLowLatencySlots && p.state->posted[slot][r] != taken) {
       const uint64_t at = credit_at(team, slot, team.rank);
-      if (by_stores(team, r)) ptx::st_release_sys(reinterpret_cast<uint64_t *>(team.peers[r] + at), taken);
-      else signal_by_thread(mine_at<uint64_t>(p, at), taken, r);
+      if (by_stores(team, r))
+        ptx::st_release_sys(reinterpret_cast<uint64_t *>(team.peers[r] + at), taken);
+      else
+        signal_by_thread(mine_at<uint64_t>(p, at), taken, r);
       p.state->posted[slot][r] = taken;
     }
     __syncwarp();
     const uint64_t to = enter_at(team, epoch, team.rank);
-    if (p.sends()) deliver(p, r, to, reinterpret_cast<const uint8_t *>(out), offsetof(HandshakeMessage, epoch), to + offsetof(HandshakeMessage, epoch), epoch);
+    if (p.sends())
+      deliver(p, r, to, reinterpret_cast<const uint8_t *>(out), offsetof(HandshakeMessage, epoch),
+              to + offsetof(HandshakeMessage, epoch), epoch);
   }
 }
 static_assert(offsetof(HandshakeMessage, epoch) % 16 == 0, "copied by 16 bytes");
 
-// ---- Waits that may mask a rank -----------------------------------------------------------------------------------------------
+// ---- Waits that may mask a rank -------------------------------------------------------------------------------------
 
-// By one thread: all that I sent to a rank in a slot has been taken. False: the team has failed. My own receive half comes after
-// this kernel or has been: there is nothing to wait for.
+// By one thread: all that I sent to a rank in a slot has been taken. False: the team has failed. My own receive half
+// comes after this kernel or has been: there is nothing to wait for.
 __device__ inline bool await_credit(const InternodeLlParams &p, int slot, int r) {
   const Session &s = p.session;
   const uint64_t sent = ptx::ld_relaxed_gpu(&s.team.scratch->sent[slot][r]);
@@ -167,17 +181,21 @@ __device__ inline bool await_credit(const InternodeLlParams &p, int slot, int r)
   }
   const auto *word = mine_at<uint64_t>(p, credit_at(s.team, slot, r));
   if (ptx::ld_acquire_sys(word) >= sent || is_masked(s, r)) return true;
-  return wait_or_mask(s, r, sent, [&](int64_t &seen) {
-    seen = static_cast<int64_t>(ptx::ld_acquire_sys(word));
-    return seen >= static_cast<int64_t>(sent);
-  }) || !has_failed(s);
+  return wait_or_mask(s, r, sent,
+                      [&](int64_t &seen) {
+                        seen = static_cast<int64_t>(ptx::ld_acquire_sys(word));
+                        return seen >= static_cast<int64_t>(sent);
+                      }) ||
+         !has_failed(s);
 }
 
-// Whole block of a send half: the slot is free everywhere, and so is what is sent from. Of a combine that was not two calls ago the
-// buffer may still be read: where calls of different shapes follow each other, or combines alone are replayed in an odd number.
+// Whole block of a send half: the slot is free everywhere, and so is what is sent from. Of a combine that was not two
+// calls ago the buffer may still be read: where calls of different shapes follow each other, or combines alone are
+// replayed in an odd number.
 __device__ inline bool await_empty_slots(const InternodeLlParams &p, uint64_t epoch, bool is_combine) {
   const InternodeLlState &state = *p.state;
-  const uint64_t newest = state.stage_bytes == p.at.stage_bytes ? state.stage_epoch[p.stage] : max(state.stage_epoch[0], state.stage_epoch[1]);
+  const uint64_t newest = state.stage_bytes == p.at.stage_bytes ? state.stage_epoch[p.stage]
+                                                                : max(state.stage_epoch[0], state.stage_epoch[1]);
   const bool both = is_combine && newest + 1 == epoch;
   bool good = true;
   for (int r = threadIdx.x; good && r < p.session.team.num_ranks; r += kInternodeLlThreads) {
@@ -187,29 +205,31 @@ __device__ inline bool await_empty_slots(const InternodeLlParams &p, uint64_t ep
   return __syncthreads_or(!good) == 0;
 }
 
-// Whole block of a receive half, at its end: users write the rows of the next combine after this kernel. What the call before this one
-// sent from there has left. Each rank says so with the first kernel after it took that, mostly the one that brought this call.
-// Not where I have not received that call myself: whoever waits for me to do so would wait for ever.
+// Whole block of a receive half, at its end: users write the rows of the next combine after this kernel. What the call
+// before this one sent from there has left. Each rank says so with the first kernel after it took that, mostly the one
+// that brought this call. Not where I have not received that call myself: whoever waits for me to do so would wait for
+// ever.
 __device__ inline void await_callers_buffer(const InternodeLlParams &p, uint64_t epoch) {
   const uint64_t before = epoch - 1;
   const int slot = slot_of(before);
   const Session &s = p.session;
-  if (before == 0 || p.state->combine_sent[slot] != before || s.team.scratch->consumed[slot][s.team.rank] < before) return;
+  if (before == 0 || p.state->combine_sent[slot] != before || s.team.scratch->consumed[slot][s.team.rank] < before)
+    return;
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kInternodeLlThreads)
     if (!await_credit(p, slot, r)) return;
 }
 
-// ---- Which call of each source belongs to mine ----------------------------------------------------------------------------------
+// ---- Which call of each source belongs to mine ----------------------------------------------------------------------
 
-// One poll. In step: the same number, or as far ahead as last time. A source that went on without this rank is further; one whose
-// mask was lifted may be anywhere, but it sends something new.
+// One poll. In step: the same number, or as far ahead as last time. A source that went on without this rank is further;
+// one whose mask was lifted may be anywhere, but it sends something new.
 __device__ inline bool find_remote_call(const InternodeLlParams &p, uint64_t epoch, int source, uint64_t &found) {
   const TeamView &team = p.session.team;
   const uint64_t expected = epoch + team.scratch->epoch_ahead[source], given_up = given_up_by(team, source);
   const uint64_t seen = max(team.scratch->seen[source], given_up);
   const bool anywhere = team.scratch->returned[source] != 0;
   uint64_t best = 0;
-  for (int pass = 0; pass < 2; ++pass) { // the second finds what was stored before the newest that the first found
+  for (int pass = 0; pass < 2; ++pass) {  // the second finds what was stored before the newest that the first found
     for (int copy = 0; copy < kLowLatencyHandshakeCopies; ++copy) {
       const uint64_t there = ptx::ld_acquire_sys(&mine_at<HandshakeMessage>(p, enter_at(team, copy, source))->epoch);
       const bool exact = there == expected && !anywhere && there > given_up;
@@ -226,8 +246,8 @@ __device__ inline bool find_remote_call(const InternodeLlParams &p, uint64_t epo
   return true;
 }
 
-// Whole block of a receive half: the number of each source's call that belongs to this one, into shared calls[R]. Only where ranks
-// can be masked is there anything to find out. 0: masked, or given up now.
+// Whole block of a receive half: the number of each source's call that belongs to this one, into shared calls[R]. Only
+// where ranks can be masked is there anything to find out. 0: masked, or given up now.
 __device__ inline void find_remote_calls(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
   const Session &s = p.session;
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kInternodeLlThreads) {
@@ -251,9 +271,9 @@ __device__ inline void check_remote_peers(const InternodeLlParams &p, const uint
     const auto *from = mine_at<HandshakeMessage>(p, enter_at(team, epoch, r));
     const uint64_t start = ptx::global_timer_ns();
     const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch, [&](int64_t &seen) {
-      seen = static_cast<int64_t>(ptx::ld_acquire_sys(&from->epoch));
-      return seen >= static_cast<int64_t>(epoch);
-    });
+                        seen = static_cast<int64_t>(ptx::ld_acquire_sys(&from->epoch));
+                        return seen >= static_cast<int64_t>(epoch);
+                      });
     if (epoch != 0 && !p.shrinks()) team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
     if (p.wait_stats != nullptr) p.wait_stats[r] += static_cast<int64_t>(team.scratch->wait_ns[r]);
     if (!came) continue;
@@ -263,16 +283,20 @@ __device__ inline void check_remote_peers(const InternodeLlParams &p, const uint
   }
 }
 
-// ---- End --------------------------------------------------------------------------------------------------------------------------
+// ---- End ------------------------------------------------------------------------------------------------------------
 
 // By the last block, after the outputs.
-__device__ inline void end_remote_ll(const InternodeLlParams &p, uint64_t epoch, const uint64_t *calls, bool is_combine, bool failed) {
+__device__ inline void end_remote_ll(const InternodeLlParams &p, uint64_t epoch, const uint64_t *calls, bool is_combine,
+                                     bool failed) {
   Scratch *scratch = p.session.team.scratch;
   if (threadIdx.x == 0 && p.sends()) {
     scratch->low_latency_epoch = epoch;
     if (!p.receives()) scratch->tickets[p.ticket] = {epoch, 0};
     p.state->combine_sent[slot_of(epoch)] = is_combine ? epoch : 0;
-    if (is_combine) { p.state->stage_epoch[p.stage] = epoch; p.state->stage_bytes = p.at.stage_bytes; }
+    if (is_combine) {
+      p.state->stage_epoch[p.stage] = epoch;
+      p.state->stage_bytes = p.at.stage_bytes;
+    }
   }
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kInternodeLlThreads) {
     if (is_masked(p.session, r)) continue;

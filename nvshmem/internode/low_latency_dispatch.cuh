@@ -1,6 +1,7 @@
-// low_latency_dispatch.cuh - a token's row goes once to each rank that holds one of its experts. The row is cast and staged once; before
-// it stands where it belongs among the rows of each of its experts. What a rank gets from another is numbered in the order of
-// tokens, so nothing is said of tokens that it does not get. One message more a pair of ranks has the counts.
+// low_latency_dispatch.cuh - a token's row goes once to each rank that holds one of its experts. The row is cast and
+// staged once; before it stands where it belongs among the rows of each of its experts. What a rank gets from another
+// is numbered in the order of tokens, so nothing is said of tokens that it does not get. One message more a pair of
+// ranks has the counts.
 #pragma once
 #include "cuda/impl/low_latency/compact_rows.cuh"
 #include "internode/low_latency_common.cuh"
@@ -20,19 +21,20 @@ struct InternodeLlDispatchParams {
 // Header: a word for each index: the expert above, the number of the token among the source's tokens for it below.
 constexpr uint32_t kNoEntry = 0xffffffffu;
 
-// ---- Send ------------------------------------------------------------------------------------------------------------------
+// ---- Send -----------------------------------------------------------------------------------------------------------
 
 struct InternodeRoute {               // of the token that a block sends now, in shared memory
-  int32_t expert[kMaxTopk];     // -1: none, or named before
-  int32_t rank[kMaxTopk], num_ranks; // those that get the row
-  uint32_t before[2][kMaxTopk]; // earlier tokens for each of these experts, for each of these ranks
+  int32_t expert[kMaxTopk];           // -1: none, or named before
+  int32_t rank[kMaxTopk], num_ranks;  // those that get the row
+  uint32_t before[2][kMaxTopk];       // earlier tokens for each of these experts, for each of these ranks
 };
 
 // By the first warp.
 __device__ inline void read_remote_route(const InternodeLlParams &p, int token, InternodeRoute *route) {
   const int lane = lane_id(), expert = expert_of_lane(p, token), rank = expert < 0 ? -1 : expert / p.num_local;
   const bool serves = rank >= 0 && !is_masked(p.session, rank);
-  const uint32_t below = (1u << lane) - 1, same_expert = __match_any_sync(kAllLanes, expert), same_rank = __match_any_sync(kAllLanes, serves ? rank : -1);
+  const uint32_t below = (1u << lane) - 1, same_expert = __match_any_sync(kAllLanes, expert),
+                 same_rank = __match_any_sync(kAllLanes, serves ? rank : -1);
   route->expert[lane] = (same_expert & below) != 0 ? -1 : expert;
   const bool first = serves && (same_rank & below) == 0;
   const uint32_t ranks = __ballot_sync(kAllLanes, first);
@@ -43,8 +45,8 @@ __device__ inline void read_remote_route(const InternodeLlParams &p, int token, 
 
 // Which of the route's experts and ranks one of these indices means, a bit each.
 template <int kIndices>
-__device__ __forceinline__ void match_route(const InternodeLlParams &p, const InternodeRoute *route, const int (&named)[kIndices], uint32_t &experts,
-                                            uint32_t &ranks) {
+__device__ __forceinline__ void match_route(const InternodeLlParams &p, const InternodeRoute *route,
+                                            const int (&named)[kIndices], uint32_t &experts, uint32_t &ranks) {
   for (int k = 0; k < p.num_topk && p.at.header_bytes != 0; ++k) {
     const int expert = route->expert[k];
     bool found = false;
@@ -56,14 +58,15 @@ __device__ __forceinline__ void match_route(const InternodeLlParams &p, const In
     const int first = route->rank[n] * p.num_local;
     bool found = false;
 #pragma unroll
-    for (int j = 0; j < kIndices; ++j) found |= static_cast<uint32_t>(named[j] - first) < static_cast<uint32_t>(p.num_local);
+    for (int j = 0; j < kIndices; ++j)
+      found |= static_cast<uint32_t>(named[j] - first) < static_cast<uint32_t>(p.num_local);
     ranks |= static_cast<uint32_t>(found) << n;
   }
 }
 
 // Whole block: counts the tokens before this one that go to the same experts and to the same ranks.
 __device__ inline void count_earlier_tokens(const InternodeLlParams &p, int token, InternodeRoute *route) {
-  constexpr int kIndices = 8; // loaded side by side
+  constexpr int kIndices = 8;  // loaded side by side
   for (int first = warp_id() * kWarp; first < token; first += kInternodeLlThreads) {
     const int earlier = first + lane_id();
     uint32_t experts = 0, ranks = 0;
@@ -72,11 +75,14 @@ __device__ inline void count_earlier_tokens(const InternodeLlParams &p, int toke
 #pragma unroll
       for (int j = 0; j < kIndices; ++j)
         named[j] = base + j < p.num_topk && earlier < token
-                       ? static_cast<int>(load_index(p.topk_idx, static_cast<int64_t>(earlier) * p.num_topk + base + j, p.index_bytes)) : -1;
+                       ? static_cast<int>(load_index(p.topk_idx, static_cast<int64_t>(earlier) * p.num_topk + base + j,
+                                                     p.index_bytes))
+                       : -1;
       match_route(p, route, named, experts, ranks);
     }
     for (int k = 0; k < p.num_topk; ++k) {
-      const uint32_t of_expert = __popc(__ballot_sync(kAllLanes, experts >> k & 1)), of_rank = __popc(__ballot_sync(kAllLanes, ranks >> k & 1));
+      const uint32_t of_expert = __popc(__ballot_sync(kAllLanes, experts >> k & 1)),
+                     of_rank = __popc(__ballot_sync(kAllLanes, ranks >> k & 1));
       if (lane_id() == 0 && of_expert != 0) atomicAdd(&route->before[0][k], of_expert);
       if (lane_id() == 0 && of_rank != 0) atomicAdd(&route->before[1][k], of_rank);
     }
@@ -108,7 +114,8 @@ __device__ inline void stage_row(const InternodeLlDispatchParams &d, int token, 
   for (int at = threadIdx.x; at < p.hidden / 8; at += kInternodeLlThreads) ptx::st_stream(to + 16 * at, x[at]);
 }
 
-__device__ inline void send_remote_token(const InternodeLlDispatchParams &d, uint64_t epoch, int token, InternodeRoute *route) {
+__device__ inline void send_remote_token(const InternodeLlDispatchParams &d, uint64_t epoch, int token,
+                                         InternodeRoute *route) {
   const InternodeLlParams &p = d.call;
   const Session &s = p.session;
   const int rank = s.team.rank;
@@ -120,21 +127,24 @@ __device__ inline void send_remote_token(const InternodeLlDispatchParams &d, uin
   __syncthreads();
   if (p.at.header_bytes != 0 && static_cast<int>(threadIdx.x) < p.num_topk) {
     const int expert = route->expert[threadIdx.x];
-    reinterpret_cast<uint32_t *>(stage)[threadIdx.x] = expert < 0 ? kNoEntry : static_cast<uint32_t>(expert) << 16 | route->before[0][threadIdx.x];
+    reinterpret_cast<uint32_t *>(stage)[threadIdx.x] =
+        expert < 0 ? kNoEntry : static_cast<uint32_t>(expert) << 16 | route->before[0][threadIdx.x];
   }
   __syncthreads();
   for (int n = warp_id(); n < route->num_ranks; n += kInternodeLlWarps) {
     const int dest = route->rank[n], number = static_cast<int>(route->before[1][n]);
     const uint64_t to = row_at(p, epoch, rank, dest == rank ? token : number);
-    deliver(p, dest, to, stage, p.at.row_bytes, row_word_at(p, epoch, rank, number), internode_word(epoch, rank, static_cast<uint32_t>(token)));
-    if (lane_id() == 0) // payload, for the statistics
+    deliver(p, dest, to, stage, p.at.row_bytes, row_word_at(p, epoch, rank, number),
+            internode_word(epoch, rank, static_cast<uint32_t>(token)));
+    if (lane_id() == 0)  // payload, for the statistics
       atomicAdd(reinterpret_cast<unsigned long long *>(&s.team.scratch->sent_bytes[dest]),
                 static_cast<unsigned long long>(p.format == DK_FORMAT_FP8 ? p.hidden + p.hidden / 32 : 2 * p.hidden));
   }
   __syncthreads();
 }
 
-// The control block: how many rows each rank gets, and how many tokens choose each of its experts. counts: shared, [E] and then [R].
+// The control block: how many rows each rank gets, and how many tokens choose each of its experts. counts: shared, [E]
+// and then [R].
 __device__ inline void send_remote_counts(const InternodeLlParams &p, uint64_t epoch, int32_t *counts) {
   const TeamView &team = p.session.team;
   const int lane = lane_id();
@@ -142,7 +152,8 @@ __device__ inline void send_remote_counts(const InternodeLlParams &p, uint64_t e
   __syncthreads();
   for (int token = warp_id(); token < p.num_tokens; token += kInternodeLlWarps) {
     const int expert = expert_of_lane(p, token), rank = expert < 0 ? -1 : expert / p.num_local;
-    const uint32_t below = (1u << lane) - 1, same_expert = __match_any_sync(kAllLanes, expert), same_rank = __match_any_sync(kAllLanes, rank);
+    const uint32_t below = (1u << lane) - 1, same_expert = __match_any_sync(kAllLanes, expert),
+                   same_rank = __match_any_sync(kAllLanes, rank);
     if (expert >= 0 && (same_expert & below) == 0) atomicAdd(&counts[expert], 1);
     if (rank >= 0 && (same_rank & below) == 0) atomicAdd(&counts[p.num_experts + rank], 1);
   }
@@ -155,13 +166,13 @@ __device__ inline void send_remote_counts(const InternodeLlParams &p, uint64_t e
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const uint32_t rows = static_cast<uint32_t>(counts[p.num_experts + r]);
     deliver(p, r, p.at.counts_in[slot_of(epoch)] + static_cast<uint64_t>(team.rank) * p.at.counts_bytes,
-            mine_at(p, out + static_cast<uint64_t>(r) * p.at.counts_bytes), p.at.counts_bytes, count_word_at(p, epoch, team.rank),
-            internode_word(epoch, team.rank, rows));
+            mine_at(p, out + static_cast<uint64_t>(r) * p.at.counts_bytes), p.at.counts_bytes,
+            count_word_at(p, epoch, team.rank), internode_word(epoch, team.rank, rows));
   }
   __syncthreads();
 }
 
-// ---- Receive ----------------------------------------------------------------------------------------------------------------
+// ---- Receive --------------------------------------------------------------------------------------------------------
 
 enum : uint64_t { kInternodeArrived = 1, kInternodeAbsent = 2 };
 
@@ -175,10 +186,10 @@ __device__ inline uint64_t decide_arrival(const Session &s, uint64_t epoch, int 
   }
 }
 
-struct InternodeTables {              // shared
-  uint64_t *calls;              // [R]: the source's own number of this call
-  int32_t *base;                // [R][L]: first count, then first row of the source's rows for the expert
-  int32_t *rows;                // [R]: rows of the source that come here
+struct InternodeTables {  // shared
+  uint64_t *calls;        // [R]: the source's own number of this call
+  int32_t *base;          // [R][L]: first count, then first row of the source's rows for the expert
+  int32_t *rows;          // [R]: rows of the source that come here
 };
 
 // Whole block: waits for all counts.
@@ -187,13 +198,14 @@ __device__ inline void await_remote_counts(const InternodeLlParams &p, uint64_t 
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kInternodeLlThreads) {
     uint64_t theirs = tables.calls[r], word = 0;
     bool here = theirs != 0 && wait_or_mask(s, r, epoch, [&](int64_t &seen) {
-      word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, count_word_at(p, theirs, r)));
-      seen = static_cast<int64_t>(word >> 32);
-      return is_from(word, theirs, r);
-    });
+                  word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, count_word_at(p, theirs, r)));
+                  seen = static_cast<int64_t>(word >> 32);
+                  return is_from(word, theirs, r);
+                });
     if (p.shrinks()) {
       const bool agreed = decide_arrival(s, epoch, r, here ? kInternodeArrived : kInternodeAbsent) == kInternodeArrived;
-      if (agreed && !here && (theirs != 0 || find_remote_call(p, epoch, r, theirs))) { // another block saw it: it is all in memory
+      if (agreed && !here &&
+          (theirs != 0 || find_remote_call(p, epoch, r, theirs))) {  // another block saw it: it is all in memory
         word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, count_word_at(p, theirs, r)));
         here = is_from(word, theirs, r);
       }
@@ -212,7 +224,8 @@ __device__ inline void read_remote_counts(const InternodeLlDispatchParams &d, co
   for (int i = threadIdx.x; i < p.num_experts; i += kInternodeLlThreads) {
     const int source = i / p.num_local;
     const uint64_t theirs = tables.calls[source];
-    const auto *counts = mine_at<uint32_t>(p, p.at.counts_in[slot_of(theirs)] + static_cast<uint64_t>(source) * p.at.counts_bytes);
+    const auto *counts =
+        mine_at<uint32_t>(p, p.at.counts_in[slot_of(theirs)] + static_cast<uint64_t>(source) * p.at.counts_bytes);
     const uint32_t count = theirs == 0 ? 0 : ptx::ld_relaxed_sys(counts + i % p.num_local);
     tables.base[i] = static_cast<int32_t>(min(count, static_cast<uint32_t>(p.max_tokens)));
   }
@@ -234,16 +247,19 @@ __device__ inline void read_remote_counts(const InternodeLlDispatchParams &d, co
   __syncthreads();
 }
 
-struct InternodeRowList {             // shared, of a group: where a row goes
-  int64_t row[kMaxTopk];        // of [L, R*B]
-  int64_t scales[kMaxTopk];     // its first scale
+struct InternodeRowList {    // shared, of a group: where a row goes
+  int64_t row[kMaxTopk];     // of [L, R*B]
+  int64_t scales[kMaxTopk];  // its first scale
   const uint8_t *from;
   int32_t count, token;
 };
-__device__ inline int64_t internode_stored_scales(const InternodeLlParams &p) { return p.hidden / ((p.flags & DK_LL_UE8M0) != 0 ? 4 * kScaleChannels : kScaleChannels); }
+__device__ inline int64_t internode_stored_scales(const InternodeLlParams &p) {
+  return p.hidden / ((p.flags & DK_LL_UE8M0) != 0 ? 4 * kScaleChannels : kScaleChannels);
+}
 
 // By the first warp of a group: waits for row `number` of a source; the list is empty if it never came.
-__device__ inline void await_remote_row(const InternodeLlParams &p, uint64_t epoch, int source, int number, const InternodeTables &tables, InternodeRowList *list) {
+__device__ inline void await_remote_row(const InternodeLlParams &p, uint64_t epoch, int source, int number,
+                                        const InternodeTables &tables, InternodeRowList *list) {
   const Session &s = p.session;
   const int lane = lane_id(), rank = s.team.rank;
   const uint64_t theirs = tables.calls[source];
@@ -263,8 +279,10 @@ __device__ inline void await_remote_row(const InternodeLlParams &p, uint64_t epo
   const int token = static_cast<int>(internode_value(word));
   const uint8_t *from = mine_at(p, row_at(p, theirs, source, source == rank ? min(token, p.max_tokens - 1) : number));
   uint32_t entry = kNoEntry;
-  if (p.at.header_bytes == 0) entry = lane == 0 ? static_cast<uint32_t>(rank) << 16 | static_cast<uint32_t>(number) : kNoEntry;
-  else if (came && lane < p.num_topk) entry = ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(from) + lane);
+  if (p.at.header_bytes == 0)
+    entry = lane == 0 ? static_cast<uint32_t>(rank) << 16 | static_cast<uint32_t>(number) : kNoEntry;
+  else if (came && lane < p.num_topk)
+    entry = ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(from) + lane);
   const int expert = static_cast<int>(entry >> 16) - rank * p.num_local, position = static_cast<int>(entry & 0xffff);
   const bool row = came && entry != kNoEntry && expert >= 0 && expert < p.num_local && position < p.max_tokens;
   const uint32_t rows = __ballot_sync(kAllLanes, row);
@@ -274,25 +292,32 @@ __device__ inline void await_remote_row(const InternodeLlParams &p, uint64_t epo
     list->row[n] = expert * p.rows_per_expert() + within;
     list->scales[n] = expert * internode_stored_scales(p) * p.rows_per_expert() + within;
   }
-  if (lane == 0) { list->count = __popc(rows); list->token = token; list->from = from + p.at.header_bytes; }
+  if (lane == 0) {
+    list->count = __popc(rows);
+    list->token = token;
+    list->from = from + p.at.header_bytes;
+  }
 }
 
 // By a group: a row to its places.
 __device__ inline void spread_remote_row(const InternodeLlDispatchParams &d, const InternodeRowList *list, int thread) {
   constexpr int kUnroll = 4;
   const InternodeLlParams &p = d.call;
-  const int row_bytes = p.format == DK_FORMAT_FP8 ? p.hidden : 2 * p.hidden, chunks = row_bytes / 16, count = list->count;
+  const int row_bytes = p.format == DK_FORMAT_FP8 ? p.hidden : 2 * p.hidden, chunks = row_bytes / 16,
+            count = list->count;
   const uint8_t *from = list->from;
   for (int first = thread; first < chunks; first += kInternodeLlGroupThreads * kUnroll) {
     uint4 data[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
-      if (first + u * kInternodeLlGroupThreads < chunks) data[u] = ptx::ld_stream(from + 16 * (first + u * kInternodeLlGroupThreads));
+      if (first + u * kInternodeLlGroupThreads < chunks)
+        data[u] = ptx::ld_stream(from + 16 * (first + u * kInternodeLlGroupThreads));
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int at = first + u * kInternodeLlGroupThreads;
       if (at >= chunks) continue;
-      for (int n = 0; n < count; ++n) ptx::st_stream(d.recv_x + static_cast<uint64_t>(list->row[n]) * row_bytes + 16 * at, data[u]);
+      for (int n = 0; n < count; ++n)
+        ptx::st_stream(d.recv_x + static_cast<uint64_t>(list->row[n]) * row_bytes + 16 * at, data[u]);
     }
   }
   for (int n = thread; n < count; n += kInternodeLlGroupThreads) p.src_info[list->row[n]] = list->token;
@@ -301,15 +326,18 @@ __device__ inline void spread_remote_row(const InternodeLlDispatchParams &d, con
   const auto *scales = reinterpret_cast<const uint32_t *>(from + p.hidden);
   for (int64_t at = thread; at < internode_stored_scales(p); at += kInternodeLlGroupThreads) {
     uint32_t value = 0;
-    for (int part = 0; packed && part < 4; ++part) value |= (ptx::ld_relaxed_sys(scales + 4 * at + part) >> 23 & 0xff) << (8 * part);
+    for (int part = 0; packed && part < 4; ++part)
+      value |= (ptx::ld_relaxed_sys(scales + 4 * at + part) >> 23 & 0xff) << (8 * part);
     if (!packed) value = ptx::ld_relaxed_sys(scales + at);
     for (int n = 0; n < count; ++n) d.recv_scales[list->scales[n] + at * p.rows_per_expert()] = value;
   }
 }
 
-__device__ inline void receive_remote_rows(const InternodeLlDispatchParams &d, uint64_t epoch, const InternodeTables &tables, InternodeRowList *lists) {
+__device__ inline void receive_remote_rows(const InternodeLlDispatchParams &d, uint64_t epoch,
+                                           const InternodeTables &tables, InternodeRowList *lists) {
   const InternodeLlParams &p = d.call;
-  const int group = static_cast<int>(threadIdx.x) / kInternodeLlGroupThreads, thread = static_cast<int>(threadIdx.x) % kInternodeLlGroupThreads;
+  const int group = static_cast<int>(threadIdx.x) / kInternodeLlGroupThreads,
+            thread = static_cast<int>(threadIdx.x) % kInternodeLlGroupThreads;
   InternodeRowList *list = lists + group;
   for (int number = blockIdx.x; number < p.max_tokens; number += gridDim.x)
     for (int source = group; source < p.session.team.num_ranks; source += kInternodeLlGroups) {
@@ -321,17 +349,27 @@ __device__ inline void receive_remote_rows(const InternodeLlDispatchParams &d, u
     }
 }
 
-// ---- End --------------------------------------------------------------------------------------------------------------------
+// ---- End ------------------------------------------------------------------------------------------------------------
 
 __device__ inline DispatchOutputs internode_outputs_of(const InternodeLlDispatchParams &d) {
   const InternodeLlParams &p = d.call;
   const bool fp8 = p.format == DK_FORMAT_FP8;
-  return {d.recv_x, d.recv_scales, d.recv_count, d.cumulative_stats, p.src_info, p.layout_range, p.rows_per_expert(),
-          fp8 ? internode_stored_scales(p) : 0, p.num_local, fp8 ? p.hidden : 2 * p.hidden};
+  return {d.recv_x,
+          d.recv_scales,
+          d.recv_count,
+          d.cumulative_stats,
+          p.src_info,
+          p.layout_range,
+          p.rows_per_expert(),
+          fp8 ? internode_stored_scales(p) : 0,
+          p.num_local,
+          fp8 ? p.hidden : 2 * p.hidden};
 }
 
-__global__ void __launch_bounds__(kInternodeLlThreads, 1) internode_low_latency_dispatch_kernel(const __grid_constant__ InternodeLlDispatchParams d) {
-  extern __shared__ __align__(16) uint64_t calls[]; // [R], then base [E], rows [R]; counts to be sent lie where these two will
+__global__ void __launch_bounds__(kInternodeLlThreads, 1)
+    internode_low_latency_dispatch_kernel(const __grid_constant__ InternodeLlDispatchParams d) {
+  extern __shared__ __align__(16)
+      uint64_t calls[];  // [R], then base [E], rows [R]; counts to be sent lie where these two will
   __shared__ InternodeRoute route;
   __shared__ InternodeRowList lists[kInternodeLlGroups];
   const InternodeLlParams &p = d.call;
@@ -344,7 +382,7 @@ __global__ void __launch_bounds__(kInternodeLlThreads, 1) internode_low_latency_
       if (is_internode_control_block()) send_remote_counts(p, epoch, base);
       for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) send_remote_token(d, epoch, token, &route);
     }
-    if (is_internode_control_block()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
+    if (is_internode_control_block()) publish_newest_by_last_warp(p.session.team);  // rows are on their way meanwhile
     if (p.receives() && good) {
       find_remote_calls(p, epoch, calls);
       if (is_internode_control_block()) check_remote_peers(p, calls);
@@ -356,7 +394,8 @@ __global__ void __launch_bounds__(kInternodeLlThreads, 1) internode_low_latency_
     }
   }
   finish(p.session, [&](bool failed) {
-    if (p.receives() && (failed || p.shrinks())) mend_outputs<kInternodeLlThreads>(p.session, epoch, internode_outputs_of(d), failed);
+    if (p.receives() && (failed || p.shrinks()))
+      mend_outputs<kInternodeLlThreads>(p.session, epoch, internode_outputs_of(d), failed);
     end_remote_ll(p, epoch, calls, false, failed);
   });
 }

@@ -1,13 +1,14 @@
-// low_latency_logfmt.cuh - a row of combine in LogFMT-10 on its way to another rank: 16 bytes with a bit for each block of 128 channels
-// (1: coded), then the blocks. A coded one takes 176 bytes: 16 threads' words of three codes, again three, what two more have beside
-// the spare bits of these words, and the range. Others stay 256 bytes of BF16. A row without any coded block travels as it is.
+// low_latency_logfmt.cuh - a row of combine in LogFMT-10 on its way to another rank: 16 bytes with a bit for each block
+// of 128 channels (1: coded), then the blocks. A coded one takes 176 bytes: 16 threads' words of three codes, again
+// three, what two more have beside the spare bits of these words, and the range. Others stay 256 bytes of BF16. A row
+// without any coded block travels as it is.
 #pragma once
 #include "cuda/common/log_codes.cuh"
 #include "internode/low_latency_common.cuh"
 
 namespace deepep {
 
-constexpr int kMaxLogChannels = 128 * kScaleChannels; // a bit for each block
+constexpr int kMaxLogChannels = 128 * kScaleChannels;  // a bit for each block
 constexpr uint32_t kLogBlockBytes = 176, kPlainBlockBytes = 2 * kScaleChannels, kLogHeader = 16;
 
 // Coded blocks before this one.
@@ -24,10 +25,13 @@ __device__ __forceinline__ bool is_coded(const uint4 &coded, int block) {
   return (word >> (block % 32) & 1) != 0;
 }
 __device__ __forceinline__ uint32_t log_block_at(const uint4 &coded, int block) {
-  return kLogHeader + block * kPlainBlockBytes - static_cast<uint32_t>(coded_before(coded, block)) * (kPlainBlockBytes - kLogBlockBytes);
+  return kLogHeader + block * kPlainBlockBytes -
+         static_cast<uint32_t>(coded_before(coded, block)) * (kPlainBlockBytes - kLogBlockBytes);
 }
 
-struct BlockRange { uint32_t low, high; }; // least and greatest magnitude, bits of BF16
+struct BlockRange {
+  uint32_t low, high;
+};  // least and greatest magnitude, bits of BF16
 // By a whole warp: 16 threads have a block each.
 __device__ __forceinline__ BlockRange range_of_block(const uint4 &data) {
   const uint32_t words[4] = {data.x, data.y, data.z, data.w};
@@ -35,7 +39,8 @@ __device__ __forceinline__ BlockRange range_of_block(const uint4 &data) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t a = words[i] & 0x7fff, b = words[i] >> 16 & 0x7fff;
-    range.low = min(range.low, min(a, b)); range.high = max(range.high, max(a, b));
+    range.low = min(range.low, min(a, b));
+    range.high = max(range.high, max(a, b));
   }
 #pragma unroll
   for (int step = 1; step < 16; step *= 2) {
@@ -56,12 +61,14 @@ __device__ __forceinline__ uint4 load_part(const uint8_t *row, int block, int bl
 // By a warp: which blocks of a row are coded.
 __device__ inline uint4 choose_coded(const uint8_t *row, int hidden) {
   const int lane = lane_id(), blocks = hidden / kScaleChannels;
-  uint32_t mine = 0; // lanes 0 to 3: word `lane` of the bits
+  uint32_t mine = 0;  // lanes 0 to 3: word `lane` of the bits
   for (int first = 0; first < blocks; first += 2) {
-    const uint32_t votes = __ballot_sync(kAllLanes, gets_coded(range_of_block(load_part(row, first + lane / 16, blocks))));
+    const uint32_t votes =
+        __ballot_sync(kAllLanes, gets_coded(range_of_block(load_part(row, first + lane / 16, blocks))));
     if (first / 32 == lane) mine |= ((votes & 1) | (votes >> 16 & 1) << 1) << (first % 32);
   }
-  return {__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, 1), __shfl_sync(kAllLanes, mine, 2), __shfl_sync(kAllLanes, mine, 3)};
+  return {__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, 1), __shfl_sync(kAllLanes, mine, 2),
+          __shfl_sync(kAllLanes, mine, 3)};
 }
 
 __device__ inline void encode_part(uint8_t *at, int part, const uint4 &data, const BlockRange &bits) {
@@ -69,7 +76,10 @@ __device__ inline void encode_part(uint8_t *at, int part, const uint4 &data, con
   const LogRange range = log_range(bits.low, bits.high);
   uint32_t codes[8];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) { codes[2 * i] = log_encode(range, words[i] & 0xffff); codes[2 * i + 1] = log_encode(range, words[i] >> 16); }
+  for (int i = 0; i < 4; ++i) {
+    codes[2 * i] = log_encode(range, words[i] & 0xffff);
+    codes[2 * i + 1] = log_encode(range, words[i] >> 16);
+  }
   const uint32_t rest = codes[6] | codes[7] << 10;
   auto *out = reinterpret_cast<uint32_t *>(at);
   out[part] = codes[0] | codes[1] << 10 | codes[2] << 20 | (rest >> 16 & 3) << 30;
@@ -88,8 +98,10 @@ __device__ inline uint32_t encode_row(const uint8_t *row, uint8_t *to, int hidde
     const BlockRange bits = range_of_block(data);
     if (block >= blocks) continue;
     uint8_t *at = to + log_block_at(coded, block);
-    if (is_coded(coded, block)) encode_part(at, part, data, bits);
-    else ptx::st_stream(at + 16 * part, data);
+    if (is_coded(coded, block))
+      encode_part(at, part, data, bits);
+    else
+      ptx::st_stream(at + 16 * part, data);
   }
   __syncwarp();
   return log_block_at(coded, blocks);
@@ -104,12 +116,15 @@ __device__ inline void add_coded(const uint8_t *row, int chunk, float weight, fl
     const uint4 data = ptx::ld_stream(at + 16 * part);
     const uint32_t words[4] = {data.x, data.y, data.z, data.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      { sum[2 * i] = fmaf(bf16_low(words[i]), weight, sum[2 * i]); sum[2 * i + 1] = fmaf(bf16_high(words[i]), weight, sum[2 * i + 1]); }
+    for (int i = 0; i < 4; ++i) {
+      sum[2 * i] = fmaf(bf16_low(words[i]), weight, sum[2 * i]);
+      sum[2 * i + 1] = fmaf(bf16_high(words[i]), weight, sum[2 * i + 1]);
+    }
     return;
   }
   const auto *words = reinterpret_cast<const uint32_t *>(at);
-  const uint32_t bits = ptx::ld_relaxed_sys(words + 40), first = ptx::ld_relaxed_sys(words + part), second = ptx::ld_relaxed_sys(words + 16 + part);
+  const uint32_t bits = ptx::ld_relaxed_sys(words + 40), first = ptx::ld_relaxed_sys(words + part),
+                 second = ptx::ld_relaxed_sys(words + 16 + part);
   const uint32_t pair = ptx::ld_relaxed_sys(words + 32 + part / 2);
   const uint32_t rest = (part % 2 != 0 ? pair >> 16 : pair & 0xffff) | first >> 30 << 16 | second >> 30 << 18;
   const LogRange range = log_range(bits & 0x7fff, bits >> 15 & 0x7fff);

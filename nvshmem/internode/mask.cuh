@@ -8,18 +8,22 @@ namespace deepep {
 // One that is dead would keep the wait for puts from ever ending.
 __device__ inline bool is_somebody_dead(const TeamView &team) {
   bool dead = false;
-  for (int r = threadIdx.x; r < team.num_ranks; r += blockDim.x) dead |= *static_cast<volatile uint8_t *>(&team.status->dead[r]) != 0;
+  for (int r = threadIdx.x; r < team.num_ranks; r += blockDim.x)
+    dead |= *static_cast<volatile uint8_t *>(&team.status->dead[r]) != 0;
   return __syncthreads_or(dead) != 0;
 }
 
-// One block. Who meets the other ranks after this expects them to know, hence the wait: it is over when the puts are there.
+// One block. Who meets the other ranks after this expects them to know, hence the wait: it is over when the puts are
+// there.
 __global__ void __launch_bounds__(128, 1) internode_mask_kernel(const __grid_constant__ MaskParams p) {
   const Session &s = p.session;
   begin(s);
   publish_newest_by_last_warp(s.team);
   const bool lifted = change_masks(p, [&](int r, uint64_t call) {
-    if (by_stores(s.team, r)) ptx::st_release_sys(s.team.given_up(s.team.peers[r], s.team.rank), call);
-    else signal_by_thread(s.team.given_up(s.team.self, s.team.rank), call, r);
+    if (by_stores(s.team, r))
+      ptx::st_release_sys(s.team.given_up(s.team.peers[r], s.team.rank), call);
+    else
+      signal_by_thread(s.team.given_up(s.team.self, s.team.rank), call, r);
   });
   const bool dead = is_somebody_dead(s.team);
   if (__syncthreads_or(lifted) != 0 && !dead && threadIdx.x == 0) quiet_by_thread();

@@ -7,13 +7,15 @@
 namespace deepep {
 namespace {
 
-constexpr size_t kMaxLists = 200 * 1024; // shared memory of combine's lists
+constexpr size_t kMaxLists = 200 * 1024;  // shared memory of combine's lists
 
-template <class P> int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call) {
+template <class P>
+int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call) {
   const Team *team = handle_of<Team>(p->team);
   InternodeBarrierParams params{};
   params.session = session_of(p, op, DK_PHASE_BOTH);
-  params.internode = team->internode->view; params.counts_as_call = counts_as_call;
+  params.internode = team->internode->view;
+  params.counts_as_call = counts_as_call;
   const OnDevice on(team->device);
   internode_barrier_kernel<<<1, 256, 0, stream_of(p->stream)>>>(params);
   return launched(p);
@@ -40,9 +42,11 @@ int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {
 
 int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int blocks) {
   const Team *team = handle_of<Team>(p->team);
-  InternodeDispatchParams params{d, team->internode->view, {}, {}, static_cast<InternodeState *>(team->internode->state)};
-  params.rings = internode_rings(team->view, params.internode, d.row_bytes + 4ull * InternodeRowWords(d, params.internode.num_peers).end, false);
-  if (params.rings.slots == 0) return DK_EUNSUPPORTED; // rdma region under min_rdma_bytes
+  InternodeDispatchParams params{
+      d, team->internode->view, {}, {}, static_cast<InternodeState *>(team->internode->state)};
+  params.rings = internode_rings(team->view, params.internode,
+                                 d.row_bytes + 4ull * InternodeRowWords(d, params.internode.num_peers).end, false);
+  if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
   params.lists = internode_lists(params.state, params.internode);
   const OnDevice on(team->device);
   internode_dispatch_kernel<<<blocks, InternodeDispatchRoles::kThreads, 0, stream_of(p->stream)>>>(params);
@@ -54,13 +58,16 @@ int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int bloc
   if (p->num_recv_tokens > 0 && p->recv_src_idx == 0) return DK_EINVAL;
   InternodeCombineParams params{c, team->internode->view, {}, {}};
   params.rings = internode_rings(team->view, params.internode, c.row_bytes + 4ull * (1 + c.num_topk), true);
-  if (params.rings.slots == 0) return DK_EUNSUPPORTED; // nvl region under min_nvl_bytes, or rdma region under min_rdma_bytes
+  if (params.rings.slots == 0)
+    return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes, or rdma region under min_rdma_bytes
   params.lists = internode_lists(static_cast<InternodeState *>(team->internode->state), params.internode);
-  const size_t shared = sizeof(void *) * InternodeCombineRoles::kWarps * (params.internode.num_peers + params.internode.num_nodes);
+  const size_t shared =
+      sizeof(void *) * InternodeCombineRoles::kWarps * (params.internode.num_peers + params.internode.num_nodes);
   if (shared > kMaxLists) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
-  if (shared > 40 * 1024) { // beyond what a kernel has without asking
-    const cudaError_t error = cudaFuncSetAttribute(internode_combine_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  if (shared > 40 * 1024) {  // beyond what a kernel has without asking
+    const cudaError_t error = cudaFuncSetAttribute(
+        internode_combine_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return device_failure(p, error);
   }
   internode_combine_kernel<<<blocks, InternodeCombineRoles::kThreads, shared, stream_of(p->stream)>>>(params);

@@ -12,7 +12,8 @@ struct InternodeNotifyParams {
 };
 
 // My row of the matrix and the peer's experts go with the message. Block 0 exchanges, the others number rows.
-__global__ void __launch_bounds__(kNotifyThreads, 1) internode_notify_kernel(const __grid_constant__ InternodeNotifyParams p) {
+__global__ void __launch_bounds__(kNotifyThreads, 1)
+    internode_notify_kernel(const __grid_constant__ InternodeNotifyParams p) {
   const Session &s = p.n.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
@@ -25,8 +26,9 @@ __global__ void __launch_bounds__(kNotifyThreads, 1) internode_notify_kernel(con
       });
       publish_newest_by_last_warp(s.team);
       if (await_messages(s, p.internode, hand))
-        sum_matrix(p.n, [&](int i) { return message_from(s, p.internode, epoch, i)->counts; },
-                   [&](int i) { return message_from(s, p.internode, epoch, i)->handshake.row_limit; });
+        sum_matrix(
+            p.n, [&](int i) { return message_from(s, p.internode, epoch, i)->counts; },
+            [&](int i) { return message_from(s, p.internode, epoch, i)->handshake.row_limit; });
       announce_counts(p.n);
     } else {
       for (int to = blockIdx.x - 1; to < s.team.num_ranks; to += gridDim.x - 1) number_rows(p.n, to);
@@ -38,14 +40,15 @@ __global__ void __launch_bounds__(kNotifyThreads, 1) internode_notify_kernel(con
 struct InternodeBarrierParams {
   Session session;
   InternodeView internode;
-  uint32_t counts_as_call; // 0: one of several kernels of an operation
+  uint32_t counts_as_call;  // 0: one of several kernels of an operation
 };
 
 __global__ void __launch_bounds__(256, 1) internode_barrier_kernel(const __grid_constant__ InternodeBarrierParams p) {
   const Session &s = p.session;
-  meet_everybody(s, p.counts_as_call, [&](const Handshake &hand) { post_messages(s, p.internode, hand); },
-                 [&](const Handshake &hand) { return await_messages(s, p.internode, hand); },
-                 [&](uint64_t epoch, int r) { return &message_from(s, p.internode, epoch, r)->handshake; });
+  meet_everybody(
+      s, p.counts_as_call, [&](const Handshake &hand) { post_messages(s, p.internode, hand); },
+      [&](const Handshake &hand) { return await_messages(s, p.internode, hand); },
+      [&](uint64_t epoch, int r) { return &message_from(s, p.internode, epoch, r)->handshake; });
 }
 
 }  // namespace deepep

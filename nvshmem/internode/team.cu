@@ -7,11 +7,13 @@
 namespace deepep {
 namespace {
 
-constexpr uint64_t kRowExtras = 1024; // what goes with a row, for up to 100 indices and weights, besides its place at each rank of a node
+constexpr uint64_t kRowExtras =
+    1024;  // what goes with a row, for up to 100 indices and weights, besides its place at each rank of a node
 
 uint64_t local_control_bytes(int num_ranks) { return control_layout(num_ranks).bytes; }
 
-// Nodes are of one size, so that everybody has partners. Those of my node are mapped, others are reached by the transport.
+// Nodes are of one size, so that everybody has partners. Those of my node are mapped, others are reached by the
+// transport.
 int32_t check(const dk_team_create_params *p) {
   const auto *blocks = pointer<const uint64_t>(p->host_peer_blocks);
   const int peers = min(p->num_nvl_peers, p->num_ranks);
@@ -28,25 +30,32 @@ int32_t check(const dk_team_create_params *p) {
 // The view's control and wire regions become those of one node; what follows is low latency's.
 int32_t fill_view(const dk_team_create_params *p, Team *team, InternodeView *view) {
   const int peers = min(p->num_nvl_peers, p->num_ranks);
-  view->num_peers = peers; view->num_nodes = p->num_ranks / peers;
-  view->node = p->rank / peers; view->index = p->rank % peers;
+  view->num_peers = peers;
+  view->num_nodes = p->num_ranks / peers;
+  view->node = p->rank / peers;
+  view->index = p->rank % peers;
   view->at = internode_control(p->control_offset + local_control_bytes(p->num_ranks), p->num_ranks, peers);
   const InternodeLowLatencyBytes ll = internode_ll_bytes(p->num_ranks, peers, p->rdma_bytes, p->flags);
   view->ll_control = view->at.end;
   if (p->control_bytes < view->ll_control + ll.control - p->control_offset || p->wire_bytes < ll.wire) return DK_EINVAL;
   team->view.wire_bytes = p->wire_bytes - ll.wire;
-  view->ll_wire = p->wire_offset + team->view.wire_bytes; view->ll_wire_bytes = ll.wire;
+  view->ll_wire = p->wire_offset + team->view.wire_bytes;
+  view->ll_wire_bytes = ll.wire;
   return DK_OK;
 }
 
 cudaError_t allocate(InternodeTeam *internode, const std::vector<int> &queues, cudaStream_t service) {
-  const size_t bytes = sizeof(InternodeState) + InternodeListSizes(internode->view.num_nodes, internode->view.num_peers).bytes;
+  const size_t bytes =
+      sizeof(InternodeState) + InternodeListSizes(internode->view.num_nodes, internode->view.num_peers).bytes;
   cudaError_t error = cudaMalloc(&internode->state, bytes);
   if (error == cudaSuccess) error = cudaMemsetAsync(internode->state, 0, bytes, service);
   if (error == cudaSuccess && !queues.empty()) {
     error = cudaMalloc(reinterpret_cast<void **>(&internode->queues), queues.size() * sizeof(int));
-    if (error == cudaSuccess) error = cudaMemcpyAsync(internode->queues, queues.data(), queues.size() * sizeof(int), cudaMemcpyHostToDevice, service);
-    internode->view.queues = internode->queues; internode->view.num_queues = static_cast<int>(queues.size());
+    if (error == cudaSuccess)
+      error = cudaMemcpyAsync(internode->queues, queues.data(), queues.size() * sizeof(int), cudaMemcpyHostToDevice,
+                              service);
+    internode->view.queues = internode->queues;
+    internode->view.num_queues = static_cast<int>(queues.size());
   }
   return error == cudaSuccess ? cudaStreamSynchronize(service) : error;
 }
@@ -61,7 +70,10 @@ int32_t internode_block_sizes(dk_block_sizes_params *p) {
   p->wire_bytes += ll.wire;
   // Two rows on their way to each node, and two from each; inside the node one for each rank's tokens.
   const uint64_t nodes = p->num_ranks / peers, row = align_up<uint64_t>(p->max_row_bytes + kRowExtras + 4 * peers, 128);
-  if (nodes > 1) { p->min_rdma_bytes = 4 * nodes * row; p->min_nvl_bytes = p->num_ranks * row; }
+  if (nodes > 1) {
+    p->min_rdma_bytes = 4 * nodes * row;
+    p->min_nvl_bytes = p->num_ranks * row;
+  }
   return DK_OK;
 }
 

@@ -1,4 +1,5 @@
-// cases.cpp - what the transport promises, among processes with a GPU each. Bytes name their sender, so that a wrong one tells.
+// cases.cpp - what the transport promises, among processes with a GPU each. Bytes name their sender, so that a wrong
+// one tells.
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,8 +10,8 @@
 namespace {
 
 constexpr uint64_t kBlock = 48u << 20;
-constexpr uint64_t kWords = 1u << 16;        // signals lie in front
-constexpr uint64_t kSources = 24u << 20;     // and what is sent in the second half
+constexpr uint64_t kWords = 1u << 16;     // signals lie in front
+constexpr uint64_t kSources = 24u << 20;  // and what is sent in the second half
 constexpr int kMessages = 24;
 constexpr uint64_t kMessageBytes = 1024;
 constexpr double kPatienceMs = 5000;
@@ -39,20 +40,29 @@ uint64_t await(Rank &me, uint64_t offset, uint64_t at_least, const char *what) {
   for (uint64_t word = 0;;) {
     look(me, offset, &word, sizeof word);
     if (word >= at_least) return word;
-    if (now_ms() > end) fail(me, "%s: the word at %lu is %lu after %.0f s, not %lu", what, offset, word, kPatienceMs / 1e3, at_least);
+    if (now_ms() > end)
+      fail(me, "%s: the word at %lu is %lu after %.0f s, not %lu", what, offset, word, kPatienceMs / 1e3, at_least);
   }
 }
 
 dk_transport_put_params put_params(const Rank &me, int peer, int qp, uint64_t to, uint64_t source, uint64_t bytes) {
   auto p = make_params<dk_transport_put_params>();
-  p.transport = me.transport; p.stream = reinterpret_cast<uint64_t>(me.stream);
-  p.peer = peer; p.qp = qp; p.dst_offset = to; p.src = reinterpret_cast<uint64_t>(me.block) + source; p.bytes = bytes;
+  p.transport = me.transport;
+  p.stream = reinterpret_cast<uint64_t>(me.stream);
+  p.peer = peer;
+  p.qp = qp;
+  p.dst_offset = to;
+  p.src = reinterpret_cast<uint64_t>(me.block) + source;
+  p.bytes = bytes;
   return p;
 }
 
 void quiet(Rank &me, int peer) {
   auto p = make_params<dk_transport_quiet_params>();
-  p.transport = me.transport; p.stream = reinterpret_cast<uint64_t>(me.stream); p.peer = peer; p.qp = -1;
+  p.transport = me.transport;
+  p.stream = reinterpret_cast<uint64_t>(me.stream);
+  p.peer = peer;
+  p.qp = -1;
   must(me, me.call.quiet(&p), "dk_transport_quiet");
   check(me, cudaStreamSynchronize(me.stream), "quiet");
 }
@@ -62,10 +72,11 @@ void expect_bytes(Rank &me, uint64_t offset, int sender, uint64_t bytes, uint64_
   look(me, offset, got.data(), bytes);
   for (uint64_t i = 0; i < bytes; ++i)
     if (got[i] != pattern(sender, me.index, i, salt))
-      fail(me, "%s: byte %lu of rank %d is 0x%02x, not 0x%02x", what, i, sender, got[i], pattern(sender, me.index, i, salt));
+      fail(me, "%s: byte %lu of rank %d is 0x%02x, not 0x%02x", what, i, sender, got[i],
+           pattern(sender, me.index, i, salt));
 }
 
-// ---- Start and end -----------------------------------------------------------------------------------------------------------------
+// ---- Start and end --------------------------------------------------------------------------------------------------
 
 void open_device(Rank &me) {
   auto info = make_params<dk_info_params>();
@@ -83,7 +94,10 @@ void open_device(Rank &me) {
 void make_id(Rank &me) {
   if (me.index == 0) {
     auto p = make_params<dk_transport_unique_id_params>();
-    p.num_ranks = me.ranks(); p.num_nvl_peers = me.ranks() / me.options->hosts; p.num_qps = kQueues; p.qp_depth = 256;
+    p.num_ranks = me.ranks();
+    p.num_nvl_peers = me.ranks() / me.options->hosts;
+    p.num_qps = kQueues;
+    p.qp_depth = 256;
     must(me, me.call.unique_id(&p), "dk_transport_unique_id", p.reason);
     memcpy(me.page->id, p.id, sizeof p.id);
   }
@@ -92,12 +106,17 @@ void make_id(Rank &me) {
 
 uint64_t attach_once(Rank &me) {
   auto p = make_params<dk_transport_attach_params>();
-  p.device = me.device; p.rank = me.index; p.num_ranks = me.ranks(); p.num_nvl_peers = me.ranks() / me.options->hosts;
-  p.num_qps = kQueues; p.qp_depth = 256;
+  p.device = me.device;
+  p.rank = me.index;
+  p.num_ranks = me.ranks();
+  p.num_nvl_peers = me.ranks() / me.options->hosts;
+  p.num_qps = kQueues;
+  p.qp_depth = 256;
   memcpy(p.id, me.page->id, sizeof p.id);
   const double start = now_ms();
   must(me, me.call.attach(&p), "dk_transport_attach", p.reason);
-  if (me.index == 0) printf("   %s attached in %.1f ms%s%s\n", p.version, now_ms() - start, p.reason[0] != 0 ? ": " : "", p.reason);
+  if (me.index == 0)
+    printf("   %s attached in %.1f ms%s%s\n", p.version, now_ms() - start, p.reason[0] != 0 ? ": " : "", p.reason);
   return p.attachment;
 }
 
@@ -110,7 +129,12 @@ void attach(Rank &me) {
 void attach_again(Rank &me) {
   if (attach_once(me) != me.attachment) fail(me, "the second attachment is another one");
   auto p = make_params<dk_transport_attach_params>();
-  p.device = me.device; p.rank = me.index; p.num_ranks = me.ranks() + 1; p.num_nvl_peers = 1; p.num_qps = 1; p.qp_depth = 1;
+  p.device = me.device;
+  p.rank = me.index;
+  p.num_ranks = me.ranks() + 1;
+  p.num_nvl_peers = 1;
+  p.num_qps = 1;
+  p.qp_depth = 1;
   if (me.call.attach(&p) != DK_ESTATE || p.reason[0] == 0) fail(me, "another group was attached too: \"%s\"", p.reason);
   auto d = make_params<dk_transport_detach_params>();
   d.attachment = me.attachment;
@@ -120,18 +144,26 @@ void attach_again(Rank &me) {
 void allocate(Rank &me) {
   me.reach.assign(static_cast<size_t>(me.ranks()), 1);
   auto p = make_params<dk_transport_alloc_params>();
-  p.attachment = me.attachment; p.bytes = kBlock; p.host_peer_blocks = reinterpret_cast<uint64_t>(me.reach.data());
+  p.attachment = me.attachment;
+  p.bytes = kBlock;
+  p.host_peer_blocks = reinterpret_cast<uint64_t>(me.reach.data());
   must(me, me.call.alloc(&p), "dk_transport_alloc");
-  me.mem = p.mem; me.block = reinterpret_cast<uint8_t *>(p.address); me.bytes = p.out_bytes;
+  me.mem = p.mem;
+  me.block = reinterpret_cast<uint8_t *>(p.address);
+  me.bytes = p.out_bytes;
   std::vector<uint64_t> words(kWords / 8, 1);
   look(me, 0, words.data(), kWords);
-  if (std::any_of(words.begin(), words.end(), [](uint64_t word) { return word != 0; })) fail(me, "the block is not zero");
+  if (std::any_of(words.begin(), words.end(), [](uint64_t word) { return word != 0; }))
+    fail(me, "the block is not zero");
   for (int rank = 0; rank < me.ranks(); ++rank) {
     if (rank != me.index) me.peers.push_back(rank);
-    if (me.host_of(rank) != me.host && me.reach[static_cast<size_t>(rank)] != 0) fail(me, "rank %d of another host is mapped", rank);
-    if (rank == me.index && me.reach[static_cast<size_t>(rank)] != p.address) fail(me, "the own block is not where it is");
+    if (me.host_of(rank) != me.host && me.reach[static_cast<size_t>(rank)] != 0)
+      fail(me, "rank %d of another host is mapped", rank);
+    if (rank == me.index && me.reach[static_cast<size_t>(rank)] != p.address)
+      fail(me, "the own block is not where it is");
   }
-  const auto mapped = std::count_if(me.reach.begin(), me.reach.end(), [](uint64_t address) { return address != 0; }) - 1;
+  const auto mapped =
+      std::count_if(me.reach.begin(), me.reach.end(), [](uint64_t address) { return address != 0; }) - 1;
   if (me.index == 0) printf("   loads and stores reach %ld of %zu peers\n", static_cast<long>(mapped), me.peers.size());
   me.meet();
 }
@@ -140,13 +172,20 @@ void open_transport(Rank &me) {
   auto p = make_params<dk_transport_open_params>();
   std::vector<uint64_t> blocks(static_cast<size_t>(me.ranks()), 0);
   blocks[static_cast<size_t>(me.index)] = reinterpret_cast<uint64_t>(me.block);
-  p.device = me.device; p.rank = me.index; p.num_ranks = me.ranks(); p.num_qps = kQueues; p.qp_depth = 256;
-  p.num_peers = static_cast<int32_t>(me.peers.size()); p.host_peers = reinterpret_cast<uint64_t>(me.peers.data());
-  p.host_blocks = reinterpret_cast<uint64_t>(blocks.data()); p.block_bytes = kBlock;
+  p.device = me.device;
+  p.rank = me.index;
+  p.num_ranks = me.ranks();
+  p.num_qps = kQueues;
+  p.qp_depth = 256;
+  p.num_peers = static_cast<int32_t>(me.peers.size());
+  p.host_peers = reinterpret_cast<uint64_t>(me.peers.data());
+  p.host_blocks = reinterpret_cast<uint64_t>(blocks.data());
+  p.block_bytes = kBlock;
   auto wrong = p;
   wrong.block_bytes = me.bytes + 1;
   if (me.call.open(&wrong) != DK_EINVAL) fail(me, "a block that is longer than its memory was taken");
-  wrong = p; wrong.flags = DK_TRANSPORT_LATE;
+  wrong = p;
+  wrong.flags = DK_TRANSPORT_LATE;
   if (me.call.open(&wrong) != DK_EUNSUPPORTED) fail(me, "DK_TRANSPORT_LATE was taken");
   must(me, me.call.open(&p), "dk_transport_open");
   me.transport = p.transport;
@@ -168,7 +207,7 @@ void end(Rank &me) {
   me.peers.clear();
 }
 
-// ---- Operations ----------------------------------------------------------------------------------------------------------------------
+// ---- Operations -----------------------------------------------------------------------------------------------------
 
 void refuse(Rank &me) {
   const int peer = me.peers[0];
@@ -177,12 +216,18 @@ void refuse(Rank &me) {
     change(p);
     return me.call.put(&p);
   };
-  const struct { const char *what; int32_t wanted, got; } tries[] = {
+  const struct {
+    const char *what;
+    int32_t wanted, got;
+  } tries[] = {
       {"itself as peer", DK_EINVAL, code([&](auto &p) { p.peer = me.index; })},
       {"a queue pair that is not there", DK_EINVAL, code([](auto &p) { p.qp = kQueues; })},
       {"bytes past the block", DK_EINVAL, code([](auto &p) { p.dst_offset = kBlock - 63; })},
       {"a source outside the heap", DK_EINVAL, code([](auto &p) { p.src = 4096; })},
-      {"a signal that is not aligned", DK_EINVAL, code([](auto &p) { p.signal_op = DK_SIGNAL_SET; p.signal_offset = 4; })},
+      {"a signal that is not aligned", DK_EINVAL, code([](auto &p) {
+         p.signal_op = DK_SIGNAL_SET;
+         p.signal_offset = 4;
+       })},
       {"neither bytes nor signal", DK_EINVAL, code([](auto &p) { p.bytes = 0; })},
       {"no wait", DK_EUNSUPPORTED, code([](auto &p) { p.flags = DK_TRANSPORT_NOWAIT; })},
   };
@@ -202,10 +247,12 @@ void put_signal(Rank &me) {
       const uint64_t source = kSources + static_cast<uint64_t>(peer) * (1u << 20);
       write(me, source, patterned(me.index, peer, sizes[k], sizes[k]).data(), sizes[k]);
       auto p = put_params(me, peer, k, at[k] + place * static_cast<uint64_t>(me.index), source, sizes[k]);
-      p.signal_offset = 64 * static_cast<uint64_t>(me.index * 8 + k); p.signal_op = DK_SIGNAL_SET; p.signal_value = static_cast<uint64_t>(k) + 7;
+      p.signal_offset = 64 * static_cast<uint64_t>(me.index * 8 + k);
+      p.signal_op = DK_SIGNAL_SET;
+      p.signal_value = static_cast<uint64_t>(k) + 7;
       must(me, me.call.put(&p), "dk_transport_put");
     }
-    quiet(me, -1); // the sources are written again
+    quiet(me, -1);  // the sources are written again
     for (const int peer : me.peers) {
       await(me, 64 * static_cast<uint64_t>(peer * 8 + k), static_cast<uint64_t>(k) + 7, "put with signal");
       expect_bytes(me, at[k] + place * static_cast<uint64_t>(peer), peer, sizes[k], sizes[k], "put with signal");
@@ -214,7 +261,8 @@ void put_signal(Rank &me) {
   me.meet();
 }
 
-// On each queue pair numbered messages: a put, and a second one with the signal. A word that has grown promises all before it.
+// On each queue pair numbered messages: a put, and a second one with the signal. A word that has grown promises all
+// before it.
 void order(Rank &me) {
   const auto place = [](int sender, int qp, int m) {
     return kWords + kMessageBytes * static_cast<uint64_t>((sender * kQueues + qp) * kMessages + m);
@@ -226,7 +274,8 @@ void order(Rank &me) {
   for (const int peer : me.peers)
     for (int qp = 0; qp < kQueues; ++qp)
       for (int m = 0; m < kMessages; ++m)
-        write(me, source(peer, qp, m), patterned(me.index, peer, kMessageBytes, static_cast<uint64_t>(qp * 100 + m)).data(), kMessageBytes);
+        write(me, source(peer, qp, m),
+              patterned(me.index, peer, kMessageBytes, static_cast<uint64_t>(qp * 100 + m)).data(), kMessageBytes);
   me.meet();
   for (int m = 0; m < kMessages; ++m)
     for (const int peer : me.peers)
@@ -235,7 +284,9 @@ void order(Rank &me) {
         auto first = put_params(me, peer, qp, place(me.index, qp, m), source(peer, qp, m), half);
         must(me, me.call.put(&first), "dk_transport_put");
         auto second = put_params(me, peer, qp, place(me.index, qp, m) + half, source(peer, qp, m) + half, half);
-        second.signal_offset = word(me.index, qp); second.signal_op = DK_SIGNAL_SET; second.signal_value = static_cast<uint64_t>(m) + 1;
+        second.signal_offset = word(me.index, qp);
+        second.signal_op = DK_SIGNAL_SET;
+        second.signal_value = static_cast<uint64_t>(m) + 1;
         must(me, me.call.put(&second), "dk_transport_put");
       }
   for (int m = 0; m < kMessages; ++m)
@@ -243,7 +294,8 @@ void order(Rank &me) {
       for (int qp = 0; qp < kQueues; ++qp) {
         const auto seen = static_cast<int>(await(me, word(peer, qp), static_cast<uint64_t>(m) + 1, "order"));
         for (int known = m; known < seen; ++known)
-          expect_bytes(me, place(peer, qp, known), peer, kMessageBytes, static_cast<uint64_t>(qp * 100 + known), "order in a queue pair");
+          expect_bytes(me, place(peer, qp, known), peer, kMessageBytes, static_cast<uint64_t>(qp * 100 + known),
+                       "order in a queue pair");
       }
   quiet(me, -1);
   me.meet();
@@ -255,7 +307,9 @@ void add(Rank &me) {
   for (uint64_t i = 1; i <= kTimes; ++i) {
     for (const int peer : me.peers) {
       auto p = put_params(me, peer, static_cast<int>(i % kQueues), 0, 0, 0);
-      p.signal_offset = kWord; p.signal_op = DK_SIGNAL_ADD; p.signal_value = i << (8 * (me.index % 4));
+      p.signal_offset = kWord;
+      p.signal_op = DK_SIGNAL_ADD;
+      p.signal_value = i << (8 * (me.index % 4));
       must(me, me.call.put(&p), "dk_transport_put");
     }
     if (i % kQueues == 0) quiet(me, -1);
@@ -279,12 +333,15 @@ void quiets(Rank &me) {
   }
   quiet(me, -1);
   auto q = make_params<dk_transport_query_params>();
-  q.transport = me.transport; q.peer = me.peers[0]; q.qp = 1;
+  q.transport = me.transport;
+  q.peer = me.peers[0];
+  q.qp = 1;
   must(me, me.call.query(&q), "dk_transport_query");
   if (q.posted == 0 || q.posted != q.completed || q.bytes < kBytes || q.lost != 0)
     fail(me, "after quiet: %lu posted, %lu completed, %lu bytes, lost %d", q.posted, q.completed, q.bytes, q.lost);
   me.meet();
-  for (const int peer : me.peers) expect_bytes(me, kWords + kBytes * static_cast<uint64_t>(peer), peer, kBytes, 77, "quiet");
+  for (const int peer : me.peers)
+    expect_bytes(me, kWords + kBytes * static_cast<uint64_t>(peer), peer, kBytes, 77, "quiet");
   me.meet();
 }
 
@@ -295,15 +352,18 @@ void counted(Rank &me) {
     testtransport_counts c{};
     if (me.count(peer, &c) != 0) fail(me, "the plugin was not used");
     const bool remote = me.host_of(peer) != me.host;
-    if (remote && (c.puts == 0 || c.atomics == 0 || c.fences == 0 || c.quiets == 0)) fail(me, "toward rank %d: %lu puts, %lu atomics", peer, c.puts, c.atomics);
-    if (!remote && c.puts != 0) fail(me, "%lu puts toward rank %d of the own host went through the plugin", c.puts, peer);
+    if (remote && (c.puts == 0 || c.atomics == 0 || c.fences == 0 || c.quiets == 0))
+      fail(me, "toward rank %d: %lu puts, %lu atomics", peer, c.puts, c.atomics);
+    if (!remote && c.puts != 0)
+      fail(me, "%lu puts toward rank %d of the own host went through the plugin", c.puts, peer);
     if (me.index == 0)
-      printf("   to rank %d: %lu puts, %lu values, %lu atomics, %lu fences, %lu quiets, %lu bytes, %lu overtaken\n", peer, c.puts, c.values, c.atomics,
-             c.fences, c.quiets, c.bytes, c.overtaken);
+      printf("   to rank %d: %lu puts, %lu values, %lu atomics, %lu fences, %lu quiets, %lu bytes, %lu overtaken\n",
+             peer, c.puts, c.values, c.atomics, c.fences, c.quiets, c.bytes, c.overtaken);
     overtaken += c.overtaken;
   }
   const char *settings = getenv("DEEPEP_TESTTRANSPORT");
-  if (settings != nullptr && strchr(settings, ':') != nullptr && overtaken == 0) fail(me, "nothing overtook anything, with DEEPEP_TESTTRANSPORT=%s", settings);
+  if (settings != nullptr && strchr(settings, ':') != nullptr && overtaken == 0)
+    fail(me, "nothing overtook anything, with DEEPEP_TESTTRANSPORT=%s", settings);
 }
 
 void times(Rank &me) {
@@ -319,7 +379,9 @@ void times(Rank &me) {
       quiet(me, -1);
       (i == 0 ? first : total) += now_ms() - start;
     }
-    if (me.index == 0) printf("   put of %lu bytes to rank %d, then quiet: first %.3f ms, then %.3f ms\n", bytes, peer, first, total / kTimes);
+    if (me.index == 0)
+      printf("   put of %lu bytes to rank %d, then quiet: first %.3f ms, then %.3f ms\n", bytes, peer, first,
+             total / kTimes);
   }
   me.meet();
 }
@@ -331,15 +393,19 @@ void lost_peer(Rank &me) {
   if (me.index == 0) {
     if (me.drop(victim) != 0) fail(me, "the plugin has no peer %d", victim);
     auto p = put_params(me, victim, 0, kWords, kSources, 4096);
-    p.signal_offset = word; p.signal_op = DK_SIGNAL_SET; p.signal_value = 99;
+    p.signal_offset = word;
+    p.signal_op = DK_SIGNAL_SET;
+    p.signal_value = 99;
     must(me, me.call.put(&p), "dk_transport_put");
     check(me, cudaStreamSynchronize(me.stream), "put to a lost peer");
     auto l = make_params<dk_transport_lose_params>();
-    l.transport = me.transport; l.peer = victim;
+    l.transport = me.transport;
+    l.peer = victim;
     must(me, me.call.lose(&l), "dk_transport_lose");
     if (me.call.put(&p) != DK_EPEERDEAD) fail(me, "a put to a lost peer was taken");
     auto q = make_params<dk_transport_quiet_params>();
-    q.transport = me.transport; q.peer = q.qp = -1;
+    q.transport = me.transport;
+    q.peer = q.qp = -1;
     if (me.call.quiet(&q) != DK_EPEERDEAD) fail(me, "quiet would wait for a lost peer");
   }
   me.meet();
@@ -354,19 +420,30 @@ void lost_peer(Rank &me) {
 
 std::vector<Case> cases_of(const Options &options) {
   std::vector<Case> all = {
-      {"device", open_device},   {"attach", attach},       {"attach again", attach_again}, {"allocate", allocate},
-      {"open", open_transport},  {"refused arguments", refuse}, {"put with signal", put_signal}, {"order in a queue pair", order},
-      {"add", add},              {"quiet", quiets},        {"times", times},
+      {"device", open_device},
+      {"attach", attach},
+      {"attach again", attach_again},
+      {"allocate", allocate},
+      {"open", open_transport},
+      {"refused arguments", refuse},
+      {"put with signal", put_signal},
+      {"order in a queue pair", order},
+      {"add", add},
+      {"quiet", quiets},
+      {"times", times},
   };
   if (options.plugin != nullptr) all.push_back({"went through the plugin", counted});
   if (options.lose) {
-    all.push_back({"a lost peer", lost_peer}); // NVSHMEM's end would wait for it
+    all.push_back({"a lost peer", lost_peer});  // NVSHMEM's end would wait for it
     return all;
   }
   all.push_back({"end", end});
   if (!options.restart) return all;
-  const Case again[] = {{"attach after the end", attach}, {"allocate again", allocate}, {"open again", open_transport},
-                        {"put with signal again", put_signal}, {"end again", end}};
+  const Case again[] = {{"attach after the end", attach},
+                        {"allocate again", allocate},
+                        {"open again", open_transport},
+                        {"put with signal again", put_signal},
+                        {"end again", end}};
   all.insert(all.end(), std::begin(again), std::end(again));
   return all;
 }

@@ -1,6 +1,7 @@
-// internode_ll_test.cpp - the kernels of low latency among nodes, run on the host (kernels/tests/emulate): internode_ll_test [SEED [CASES]].
-// Random groups, shapes, routings and formats. Each rank goes through its steps as far ahead of the others as the kernels let it;
-// the network delays everything, reads what is sent when it delivers it, and keeps no order that the kernels may not count on.
+// internode_ll_test.cpp - the kernels of low latency among nodes, run on the host (kernels/tests/emulate):
+// internode_ll_test [SEED [CASES]]. Random groups, shapes, routings and formats. Each rank goes through its steps as
+// far ahead of the others as the kernels let it; the network delays everything, reads what is sent when it delivers it,
+// and keeps no order that the kernels may not count on.
 #include "network.h"
 
 #include <algorithm>
@@ -13,13 +14,15 @@
 #include "internode/mask.cuh"
 
 namespace deepep {
-alignas(16) thread_local uint64_t calls[2048]; // what a launch gives a kernel
+alignas(16) thread_local uint64_t calls[2048];  // what a launch gives a kernel
 void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank) {
   __syncwarp();
   if (lane_id() == 0) emulate::put(to, from, bytes, word, value, rank);
   __syncwarp();
 }
-void signal_by_thread(uint64_t *word, uint64_t value, int rank) { emulate::put(nullptr, nullptr, 0, word, value, rank); }
+void signal_by_thread(uint64_t *word, uint64_t value, int rank) {
+  emulate::put(nullptr, nullptr, 0, word, value, rank);
+}
 void quiet_by_thread() {
   while (emulate::puts_under_way()) emulate::step();
 }
@@ -32,7 +35,8 @@ std::mt19937_64 random_number;
 int pick(int low, int high) { return low + static_cast<int>(random_number() % static_cast<uint64_t>(high - low + 1)); }
 
 [[noreturn]] void wrong(const char *what, int rank, int64_t at, int64_t got, int64_t want) {
-  fprintf(stderr, "rank %d: %s[%lld] is %llx instead of %llx\n", rank, what, static_cast<long long>(at), static_cast<long long>(got), static_cast<long long>(want));
+  fprintf(stderr, "rank %d: %s[%lld] is %llx instead of %llx\n", rank, what, static_cast<long long>(at),
+          static_cast<long long>(got), static_cast<long long>(want));
   quick_exit(1);
 }
 void check(const char *what, int rank, int64_t at, int64_t got, int64_t want) {
@@ -45,14 +49,15 @@ uint16_t to_bf16(float v) {
 float from_bf16(uint32_t v) { return __uint_as_float(v << 16); }
 
 struct Case {
-  int nodes, peers, local_experts, hidden, topk, tokens; // tokens: B
-  bool all_remote;                                          // DK_TEAM_LL_TRANSPORT
+  int nodes, peers, local_experts, hidden, topk, tokens;  // tokens: B
+  bool all_remote;                                        // DK_TEAM_LL_TRANSPORT
   int ranks() const { return nodes * peers; }
   int experts() const { return ranks() * local_experts; }
 };
 
 // 16-byte aligned, as callers' memory is.
-template <class T> struct Memory {
+template <class T>
+struct Memory {
   std::vector<T> all;
   T *data() { return reinterpret_cast<T *>((reinterpret_cast<uintptr_t>(all.data()) + 15) & ~uintptr_t{15}); }
   void resize(size_t count) { all.assign(count + 16 / sizeof(T) + 1, static_cast<T>(0xee)); }
@@ -60,8 +65,8 @@ template <class T> struct Memory {
 
 // What one rank gives to a dispatch and its combine, and gets from them.
 struct Exchange {
-  int num_tokens, form, how; // BF16, FP8, rounded, UE8M0; plain, zero copy, LogFMT
-  size_t data;               // of its combine: which
+  int num_tokens, form, how;  // BF16, FP8, rounded, UE8M0; plain, zero copy, LogFMT
+  size_t data;                // of its combine: which
   Memory<uint16_t> x, y, sums;
   std::vector<int64_t> idx;
   std::vector<float> weights;
@@ -79,24 +84,26 @@ struct Rank {
   std::vector<uint8_t *> peers;
   InternodeLlTeam team{};
   std::vector<Exchange> exchanges;
-  std::vector<std::function<void()>> steps; // by all lanes of its grid
+  std::vector<std::function<void()>> steps;  // by all lanes of its grid
   int grid = 1;
   uint64_t lanes_came = 0;
 };
 
-uint8_t *aligned(std::vector<uint8_t> &memory) { return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory.data()) + 4095) & ~uintptr_t{4095}); }
+uint8_t *aligned(std::vector<uint8_t> &memory) {
+  return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory.data()) + 4095) & ~uintptr_t{4095});
+}
 
-constexpr uint64_t kTimeout = 100000000, kShortTimeout = 4000000; // of emulated time
+constexpr uint64_t kTimeout = 100000000, kShortTimeout = 4000000;  // of emulated time
 
 struct World {
   Case c;
   std::vector<Rank> ranks;
-  int lost = -1;        // a rank that stops
-  size_t lost_from = 0; // before this round
-  size_t back_from = SIZE_MAX; // before this round it comes back
-  size_t came = 0;             // ranks to the meetings before and after that
-  bool replayed = false; // combines send from one buffer always, as a graph's do
-  bool again = false;    // each combine is made twice
+  int lost = -1;                // a rank that stops
+  size_t lost_from = 0;         // before this round
+  size_t back_from = SIZE_MAX;  // before this round it comes back
+  size_t came = 0;              // ranks to the meetings before and after that
+  bool replayed = false;        // combines send from one buffer always, as a graph's do
+  bool again = false;           // each combine is made twice
 
   bool misses(int rank, size_t round) const { return rank == lost && round >= lost_from && round < back_from; }
   uint64_t timeout() const { return lost < 0 ? kTimeout : kShortTimeout; }
@@ -109,13 +116,26 @@ struct World {
     for (Rank &r : ranks) r.block.assign(control + kInternodeLlControlBytes + wire + rdma + 8192, 0);
     for (int me = 0; me < c.ranks(); ++me) {
       Rank &r = ranks[me];
-      for (int i = 0; i < c.ranks(); ++i) r.peers.push_back(i / c.peers == me / c.peers ? aligned(ranks[i].block) : nullptr);
+      for (int i = 0; i < c.ranks(); ++i)
+        r.peers.push_back(i / c.peers == me / c.peers ? aligned(ranks[i].block) : nullptr);
       TeamView &t = r.team.view;
-      t.peers = r.peers.data(); t.self = aligned(r.block); t.scratch = r.scratch.get(); t.status = &r.status;
-      t.wire = control + kInternodeLlControlBytes; t.wire_bytes = wire; t.rdma = t.wire + wire; t.rdma_bytes = rdma;
-      t.at = control_layout(c.ranks()); t.ring = ring;
-      t.rank = me; t.num_ranks = c.ranks(); t.num_nvl_peers = c.peers; t.flags = c.all_remote ? DK_TEAM_LL_TRANSPORT : 0;
-      r.status.abort_rank = -1; r.team.control = control; r.team.state = r.state.get();
+      t.peers = r.peers.data();
+      t.self = aligned(r.block);
+      t.scratch = r.scratch.get();
+      t.status = &r.status;
+      t.wire = control + kInternodeLlControlBytes;
+      t.wire_bytes = wire;
+      t.rdma = t.wire + wire;
+      t.rdma_bytes = rdma;
+      t.at = control_layout(c.ranks());
+      t.ring = ring;
+      t.rank = me;
+      t.num_ranks = c.ranks();
+      t.num_nvl_peers = c.peers;
+      t.flags = c.all_remote ? DK_TEAM_LL_TRANSPORT : 0;
+      r.status.abort_rank = -1;
+      r.team.control = control;
+      r.team.state = r.state.get();
       r.grid = pick(1, 2);
     }
   }
@@ -131,12 +151,13 @@ void run_steps(Rank &r) {
   uint64_t came = 0;
   for (const auto &step : r.steps) {
     step();
-    ++r.lanes_came; came += lanes;
+    ++r.lanes_came;
+    came += lanes;
     while (r.lanes_came < came) emulate::step();
     if (r.scratch->sticky == 0) continue;
     const dk_failure &f = r.status.failure;
-    fprintf(stderr, "rank %d failed: code %u, op %u, phase %u, peer %d, field %u, expected %lld, seen %lld\n", f.rank, f.code, f.op, f.phase, f.peer, f.field,
-            static_cast<long long>(f.expected), static_cast<long long>(f.seen));
+    fprintf(stderr, "rank %d failed: code %u, op %u, phase %u, peer %d, field %u, expected %lld, seen %lld\n", f.rank,
+            f.code, f.op, f.phase, f.peer, f.field, static_cast<long long>(f.expected), static_cast<long long>(f.seen));
     quick_exit(1);
   }
 }
@@ -149,12 +170,25 @@ void host_step(Rank &r, std::function<void()> act) {
 
 dk_ll_dispatch_params dispatch_params(const World &w, Exchange &e, uint32_t phases, uint32_t ticket) {
   dk_ll_dispatch_params p{};
-  p.timeout_ns = w.timeout(); p.phases = phases; p.ticket = ticket; p.index_bytes = 8;
+  p.timeout_ns = w.timeout();
+  p.phases = phases;
+  p.ticket = ticket;
+  p.index_bytes = 8;
   p.flags = e.form == 2 ? DK_LL_ROUND_SCALE : e.form == 3 ? DK_LL_ROUND_SCALE | DK_LL_UE8M0 : 0;
-  p.x = emulate::bits(e.x.data()); p.topk_idx = emulate::bits(e.idx.data()); p.num_tokens = e.num_tokens; p.num_topk = w.c.topk;
-  p.format = e.form != 0 ? DK_FORMAT_FP8 : DK_FORMAT_BF16; p.num_max_tokens = w.c.tokens; p.hidden = w.c.hidden; p.num_experts = w.c.experts();
-  p.recv_x = emulate::bits(e.recv_x.data()); p.recv_scales = emulate::bits(e.scales.data()); p.recv_count = emulate::bits(e.count.data());
-  p.src_info = emulate::bits(e.src_info.data()); p.layout_range = emulate::bits(e.range.data()); p.cumulative_stats = emulate::bits(e.statistics.data());
+  p.x = emulate::bits(e.x.data());
+  p.topk_idx = emulate::bits(e.idx.data());
+  p.num_tokens = e.num_tokens;
+  p.num_topk = w.c.topk;
+  p.format = e.form != 0 ? DK_FORMAT_FP8 : DK_FORMAT_BF16;
+  p.num_max_tokens = w.c.tokens;
+  p.hidden = w.c.hidden;
+  p.num_experts = w.c.experts();
+  p.recv_x = emulate::bits(e.recv_x.data());
+  p.recv_scales = emulate::bits(e.scales.data());
+  p.recv_count = emulate::bits(e.count.data());
+  p.src_info = emulate::bits(e.src_info.data());
+  p.layout_range = emulate::bits(e.range.data());
+  p.cumulative_stats = emulate::bits(e.statistics.data());
   return p;
 }
 
@@ -180,12 +214,25 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
   host_step(r, [&w, &r, which, phases, ticket, params] {
     Exchange &e = r.exchanges[which];
     dk_ll_combine_params p{};
-    p.timeout_ns = w.timeout(); p.phases = phases; p.ticket = ticket; p.flags = e.how == 1 ? DK_LL_ZERO_COPY : e.how == 2 ? DK_LL_LOGFMT : 0;
-    p.x = emulate::bits(rows_to_combine(w, r, e)); p.x_row_stride = 2ull * w.c.hidden;
-    p.topk_idx = emulate::bits(e.idx.data()); p.topk_weights = emulate::bits(e.weights.data()); p.src_info = emulate::bits(e.src_info.data());
-    p.layout_range = emulate::bits(e.range.data()); p.num_tokens = e.num_tokens; p.num_topk = w.c.topk; p.index_bytes = 8;
-    p.num_max_tokens = w.c.tokens; p.hidden = w.c.hidden; p.num_experts = w.c.experts(); p.combined_x = emulate::bits(e.sums.data());
-    if (fill_remote_ll_combine(&p, r.team, params.get()) != DK_OK) wrong("combine is refused", r.team.view.rank, 0, 0, 0);
+    p.timeout_ns = w.timeout();
+    p.phases = phases;
+    p.ticket = ticket;
+    p.flags = e.how == 1 ? DK_LL_ZERO_COPY : e.how == 2 ? DK_LL_LOGFMT : 0;
+    p.x = emulate::bits(rows_to_combine(w, r, e));
+    p.x_row_stride = 2ull * w.c.hidden;
+    p.topk_idx = emulate::bits(e.idx.data());
+    p.topk_weights = emulate::bits(e.weights.data());
+    p.src_info = emulate::bits(e.src_info.data());
+    p.layout_range = emulate::bits(e.range.data());
+    p.num_tokens = e.num_tokens;
+    p.num_topk = w.c.topk;
+    p.index_bytes = 8;
+    p.num_max_tokens = w.c.tokens;
+    p.hidden = w.c.hidden;
+    p.num_experts = w.c.experts();
+    p.combined_x = emulate::bits(e.sums.data());
+    if (fill_remote_ll_combine(&p, r.team, params.get()) != DK_OK)
+      wrong("combine is refused", r.team.view.rank, 0, 0, 0);
     if ((phases & DK_PHASE_SEND) != 0 && !w.replayed) r.team.next_stage = 1 - params->call.stage;
   });
   r.steps.push_back([params] { internode_low_latency_combine_kernel(*params); });
@@ -209,13 +256,17 @@ void check_row(const World &w, int me, Exchange &e, int expert, int64_t row, con
     const Fp8Scale scale = fp8_scale(amax, e.form >= 2);
     for (int i = 0; i < kScaleChannels; i += 16) {
       uint4 low, high;
-      memcpy(&low, x + b * kScaleChannels + i, 16); memcpy(&high, x + b * kScaleChannels + i + 8, 16);
+      memcpy(&low, x + b * kScaleChannels + i, 16);
+      memcpy(&high, x + b * kScaleChannels + i + 8, 16);
       const uint4 cast = cast_sixteen(low, high, scale.inverse);
       check("row of FP8", me, at, memcmp(e.recv_x.data() + at * hidden + b * kScaleChannels + i, &cast, 16), 0);
     }
     const uint32_t bits = __float_as_uint(scale.scale), *stored = e.scales.data();
-    if (e.form < 3) check("scale", me, at, stored[(expert * (hidden / 128) + b) * rows + row], bits);
-    else check("exponent", me, at, stored[(expert * (hidden / 512) + b / 4) * rows + row] >> (8 * (b % 4)) & 0xff, bits >> 23 & 0xff);
+    if (e.form < 3)
+      check("scale", me, at, stored[(expert * (hidden / 128) + b) * rows + row], bits);
+    else
+      check("exponent", me, at, stored[(expert * (hidden / 512) + b / 4) * rows + row] >> (8 * (b % 4)) & 0xff,
+            bits >> 23 & 0xff);
   }
 }
 
@@ -242,7 +293,8 @@ void check_dispatch(World &w, int me, size_t which) {
 
 // Any function of the source, its token and the expert. Some blocks of 128 are small, so that LogFMT codes them.
 uint16_t row_value(int source, int token, int expert, size_t data, int channel) {
-  const uint32_t mixed = (static_cast<uint32_t>(data) * 977 + source * 131 + token * 17 + expert * 5 + channel + 1) * 2654435761u;
+  const uint32_t mixed =
+      (static_cast<uint32_t>(data) * 977 + source * 131 + token * 17 + expert * 5 + channel + 1) * 2654435761u;
   const float small = static_cast<float>(mixed >> 16) / 131072.0f - 0.25f;
   return to_bf16((channel / kScaleChannels + expert) % 3 == 0 ? 64 * small : small);
 }
@@ -257,7 +309,8 @@ void make_rows(World &w, int me, size_t which) {
     for (int s = 0; s < c.ranks(); ++s) {
       const int64_t first = e.range[l * c.ranks() + s] >> 32, count = e.range[l * c.ranks() + s] & 0xffffffff;
       for (int64_t i = l * rows + first; i < l * rows + first + count; ++i)
-        for (int h = 0; h < c.hidden; ++h) y[i * c.hidden + h] = row_value(s, e.src_info[i], me * c.local_experts + l, e.data, h);
+        for (int h = 0; h < c.hidden; ++h)
+          y[i * c.hidden + h] = row_value(s, e.src_info[i], me * c.local_experts + l, e.data, h);
     }
 }
 
@@ -266,7 +319,8 @@ void add_expected(const World &w, int me, size_t data, int token, int expert, fl
     BlockRange range{0x7fff, 0};
     for (int h = first; h < first + kScaleChannels; ++h) {
       const uint32_t magnitude = row_value(me, token, expert, data, h) & 0x7fff;
-      range.low = min(range.low, magnitude); range.high = max(range.high, magnitude);
+      range.low = min(range.low, magnitude);
+      range.high = max(range.high, magnitude);
     }
     const bool coded = how == 2 && gets_coded(range);
     const LogRange log = log_range(range.low, range.high);
@@ -285,13 +339,16 @@ void check_combine(World &w, int me, size_t which) {
     const int64_t *idx = &e.idx[static_cast<size_t>(t) * topk];
     std::fill(sum.begin(), sum.end(), 0.0f);
     for (int k = 0; k < topk; ++k) {
-      if (idx[k] < 0 || w.misses(static_cast<int>(idx[k]) / w.c.local_experts, which) || std::find(idx, idx + k, idx[k]) != idx + k) continue;
+      if (idx[k] < 0 || w.misses(static_cast<int>(idx[k]) / w.c.local_experts, which) ||
+          std::find(idx, idx + k, idx[k]) != idx + k)
+        continue;
       float weight = 0;
       for (int j = 0; j < topk; ++j) weight += idx[j] == idx[k] ? e.weights[static_cast<size_t>(t) * topk + j] : 0;
       add_expected(w, me, e.data, t, static_cast<int>(idx[k]), weight, e.how, sum.data());
     }
     for (int h = 0; h < w.c.hidden; ++h)
-      check("combined_x", me, static_cast<int64_t>(t) * w.c.hidden + h, e.sums.data()[static_cast<int64_t>(t) * w.c.hidden + h], to_bf16(sum[h]));
+      check("combined_x", me, static_cast<int64_t>(t) * w.c.hidden + h,
+            e.sums.data()[static_cast<int64_t>(t) * w.c.hidden + h], to_bf16(sum[h]));
   }
 }
 
@@ -302,20 +359,30 @@ void make_exchange(World &w, int form, int how) {
   const size_t rows = static_cast<size_t>(c.experts()) * c.tokens;
   for (Rank &r : w.ranks) {
     Exchange e{};
-    e.num_tokens = pick(0, 3) == 0 ? pick(0, 1) * c.tokens : pick(1, c.tokens); e.form = form; e.how = how; e.data = r.exchanges.size();
-    const int style = pick(0, 3); // all over the place; mostly one expert; few; none
+    e.num_tokens = pick(0, 3) == 0 ? pick(0, 1) * c.tokens : pick(1, c.tokens);
+    e.form = form;
+    e.how = how;
+    e.data = r.exchanges.size();
+    const int style = pick(0, 3);  // all over the place; mostly one expert; few; none
     const size_t named = static_cast<size_t>(e.num_tokens) * c.topk;
     for (size_t i = 0; i < named; ++i) {
       const bool none = style == 3 || (style == 2 && pick(0, 3) != 0);
       e.idx.push_back(none ? -1 : style == 1 && pick(0, 2) != 0 ? 1 : pick(-1, c.experts() - 1));
       e.weights.push_back(static_cast<float>(pick(-64, 64)) / 8);
     }
-    e.idx.push_back(-1); e.weights.push_back(0); // never empty
+    e.idx.push_back(-1);
+    e.weights.push_back(0);  // never empty
     e.x.resize(static_cast<size_t>(e.num_tokens) * c.hidden);
-    for (int64_t i = 0; i < static_cast<int64_t>(e.num_tokens) * c.hidden; ++i) e.x.data()[i] = to_bf16(static_cast<float>(pick(-4096, 4096)) / 512);
-    e.y.resize(rows * c.hidden); e.sums.resize(static_cast<size_t>(e.num_tokens) * c.hidden);
-    e.recv_x.resize(rows * c.hidden * 2); e.scales.resize(rows * c.hidden / kScaleChannels);
-    e.count.assign(c.local_experts, 0xee); e.statistics.assign(c.local_experts, 0); e.src_info.assign(rows, 0xee); e.range.assign(c.experts(), 0xee);
+    for (int64_t i = 0; i < static_cast<int64_t>(e.num_tokens) * c.hidden; ++i)
+      e.x.data()[i] = to_bf16(static_cast<float>(pick(-4096, 4096)) / 512);
+    e.y.resize(rows * c.hidden);
+    e.sums.resize(static_cast<size_t>(e.num_tokens) * c.hidden);
+    e.recv_x.resize(rows * c.hidden * 2);
+    e.scales.resize(rows * c.hidden / kScaleChannels);
+    e.count.assign(c.local_experts, 0xee);
+    e.statistics.assign(c.local_experts, 0);
+    e.src_info.assign(rows, 0xee);
+    e.range.assign(c.experts(), 0xee);
     r.exchanges.push_back(std::move(e));
   }
 }
@@ -323,7 +390,10 @@ void make_exchange(World &w, int form, int how) {
 void add_meeting(World &w, int me) {
   Rank &r = w.ranks[me];
   auto until = std::make_shared<size_t>(0);
-  host_step(r, [&w, until] { *until = (w.came / w.ranks.size() + 1) * w.ranks.size(); ++w.came; });
+  host_step(r, [&w, until] {
+    *until = (w.came / w.ranks.size() + 1) * w.ranks.size();
+    ++w.came;
+  });
   r.steps.push_back([&w, until] {
     while (w.came < *until) emulate::step();
   });
@@ -336,13 +406,15 @@ void add_return(World &w, int me) {
   r.steps.push_back([&w, &r] {
     MaskParams p{};
     p.session = {r.team.view, 1, w.timeout(), DK_OP_MASK, DK_PHASE_BOTH};
-    p.what = DK_MASK_CLEAN; p.rank = -1;
-    internode_mask_kernel(p); // by as many blocks as the others: it does no harm
+    p.what = DK_MASK_CLEAN;
+    p.rank = -1;
+    internode_mask_kernel(p);  // by as many blocks as the others: it does no harm
   });
   add_meeting(w, me);
 }
 
-// One after the other, whole or in halves; or the next dispatch is sent before the combine before it is received, as two batches do.
+// One after the other, whole or in halves; or the next dispatch is sent before the combine before it is received, as
+// two batches do.
 void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
   Rank &r = w.ranks[me];
   const uint32_t send = halves ? DK_PHASE_SEND : DK_PHASE_BOTH;
@@ -357,13 +429,19 @@ void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
     add_dispatch(w, me, which, send, which % 2);
     if (overlap && i > 0) finish_before();
     if (halves) add_dispatch(w, me, which, DK_PHASE_RECV, which % 2);
-    host_step(r, [&w, me, which] { check_dispatch(w, me, which); make_rows(w, me, which); });
+    host_step(r, [&w, me, which] {
+      check_dispatch(w, me, which);
+      make_rows(w, me, which);
+    });
     add_combine(w, me, which, send, 2 + which % 2);
     if (overlap && i + 1 < rounds) continue;
     if (halves) add_combine(w, me, which, DK_PHASE_RECV, 2 + which % 2);
     host_step(r, [&w, me, which] { check_combine(w, me, which); });
     if (!w.again) continue;
-    host_step(r, [&w, &r, me, which] { r.exchanges[which].data += 100; make_rows(w, me, which); });
+    host_step(r, [&w, &r, me, which] {
+      r.exchanges[which].data += 100;
+      make_rows(w, me, which);
+    });
     add_combine(w, me, which, DK_PHASE_BOTH, 2);
     host_step(r, [&w, me, which] { check_combine(w, me, which); });
   }
@@ -372,27 +450,45 @@ void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
 void run_case(uint64_t seed) {
   random_number.seed(seed);
   Case c{pick(2, 3), pick(1, 2), pick(1, 3), kScaleChannels * pick(1, 5), pick(1, 9), pick(1, 9), pick(0, 3) == 0};
-  if (pick(0, 3) == 0) { c.nodes = 1; c.peers = 3; c.all_remote = true; }
+  if (pick(0, 3) == 0) {
+    c.nodes = 1;
+    c.peers = 3;
+    c.all_remote = true;
+  }
   World w(c);
   const bool halves = pick(0, 2) != 0, overlap = halves && pick(0, 1) != 0, fences_alone = pick(0, 1) != 0;
   const int rounds = 4;
-  w.replayed = pick(0, 3) == 0; w.again = !overlap && pick(0, 2) == 0;
-  for (int i = 0; i < rounds; ++i) make_exchange(w, pick(0, c.hidden % 512 == 0 ? 3 : 2), w.replayed ? 2 * pick(0, 1) : pick(0, 2));
+  w.replayed = pick(0, 3) == 0;
+  w.again = !overlap && pick(0, 2) == 0;
+  for (int i = 0; i < rounds; ++i)
+    make_exchange(w, pick(0, c.hidden % 512 == 0 ? 3 : 2), w.replayed ? 2 * pick(0, 1) : pick(0, 2));
   std::vector<uint8_t *> blocks;
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
   emulate::start_network({seed, fences_alone}, blocks);
-  if (pick(0, 3) == 0 && !overlap) { // with overlap, a combine of the last round would be left open
-    w.lost = pick(0, c.ranks() - 1); w.lost_from = static_cast<size_t>(pick(1, rounds - 1));
+  if (pick(0, 3) == 0 && !overlap) {  // with overlap, a combine of the last round would be left open
+    w.lost = pick(0, c.ranks() - 1);
+    w.lost_from = static_cast<size_t>(pick(1, rounds - 1));
     if (pick(0, 1) != 0) w.back_from = w.lost_from + 1;
     for (Rank &r : w.ranks) r.team.view.flags |= DK_TEAM_SHRINK;
   }
   for (int me = 0; me < c.ranks(); ++me) add_steps(w, me, rounds, halves, overlap);
-  emulate::run(c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kInternodeLlThreads, [&](int rank) { run_steps(w.ranks[rank]); });
+  emulate::run(
+      c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kInternodeLlThreads,
+      [&](int rank) { run_steps(w.ranks[rank]); });
   emulate::stop_network();
   for (int me = 0; me < c.ranks(); ++me)
-    for (int r = 0; r < c.ranks(); ++r) check("mask", me, r, w.ranks[me].scratch->masked[r], r == w.lost && me != r && w.back_from >= static_cast<size_t>(rounds));
-  printf("case %llu: %d nodes of %d%s, %d experts each, hidden %d, top-%d, B %d%s%s: ok\n", static_cast<unsigned long long>(seed), c.nodes, c.peers,
-         c.all_remote ? ", all remote" : "", c.local_experts, c.hidden, c.topk, c.tokens, overlap ? ", overlapping" : halves ? ", halves" : "", w.lost < 0 ? "" : w.back_from < static_cast<size_t>(rounds) ? ", a rank is lost and comes back" : ", a rank is lost");
+    for (int r = 0; r < c.ranks(); ++r)
+      check("mask", me, r, w.ranks[me].scratch->masked[r],
+            r == w.lost && me != r && w.back_from >= static_cast<size_t>(rounds));
+  printf("case %llu: %d nodes of %d%s, %d experts each, hidden %d, top-%d, B %d%s%s: ok\n",
+         static_cast<unsigned long long>(seed), c.nodes, c.peers, c.all_remote ? ", all remote" : "", c.local_experts,
+         c.hidden, c.topk, c.tokens,
+         overlap  ? ", overlapping"
+         : halves ? ", halves"
+                  : "",
+         w.lost < 0                                  ? ""
+         : w.back_from < static_cast<size_t>(rounds) ? ", a rank is lost and comes back"
+                                                     : ", a rank is lost");
   fflush(stdout);
 }
 

@@ -1,5 +1,6 @@
-// internode_test.cpp - the kernels of normal mode among nodes, run on the host (kernels/tests/emulate): internode_test [SEED [CASES]].
-// Random groups, shapes, routings and grids; the network delays everything, and keeps only the order that kernels may count on.
+// internode_test.cpp - the kernels of normal mode among nodes, run on the host (kernels/tests/emulate): internode_test
+// [SEED [CASES]]. Random groups, shapes, routings and grids; the network delays everything, and keeps only the order
+// that kernels may count on.
 #include "network.h"
 
 #include <cmath>
@@ -12,7 +13,7 @@
 #include "internode/notify.cuh"
 
 namespace deepep {
-thread_local uint8_t shared[16 * 1024]; // what a launch gives a kernel
+thread_local uint8_t shared[16 * 1024];  // what a launch gives a kernel
 }
 using namespace deepep;
 
@@ -46,7 +47,9 @@ struct Rank {
   std::vector<float> sums;
 };
 
-uint8_t *aligned(std::vector<uint8_t> &memory) { return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory.data()) + 4095) & ~uintptr_t{4095}); }
+uint8_t *aligned(std::vector<uint8_t> &memory) {
+  return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory.data()) + 4095) & ~uintptr_t{4095});
+}
 
 struct World {
   Case c;
@@ -56,38 +59,60 @@ struct World {
   explicit World(const Case &one) : c(one), ranks(static_cast<size_t>(one.ranks())) {
     const InternodeControl at = internode_control(control_layout(c.ranks()).bytes, c.ranks(), c.peers);
     control_bytes = at.end;
-    const uint64_t wire = ring_flags(c.ranks()).bytes, bytes = control_bytes + wire + align_up<uint64_t>(c.nvl, 4096) + c.rdma;
+    const uint64_t wire = ring_flags(c.ranks()).bytes,
+                   bytes = control_bytes + wire + align_up<uint64_t>(c.nvl, 4096) + c.rdma;
     for (Rank &r : ranks) r.block.assign(bytes + 8192, 0);
     for (int me = 0; me < c.ranks(); ++me) {
       Rank &r = ranks[me];
       r.peers.assign(c.ranks(), nullptr);
       for (int i = me / c.peers * c.peers; i < (me / c.peers + 1) * c.peers; ++i) r.peers[i] = aligned(ranks[i].block);
       TeamView &t = r.team;
-      t.peers = r.peers.data(); t.self = aligned(r.block); t.scratch = r.scratch.get(); t.status = &r.status;
-      t.wire = control_bytes; t.wire_bytes = wire; t.nvl = t.wire + wire; t.nvl_bytes = c.nvl;
-      t.rdma = t.nvl + align_up<uint64_t>(c.nvl, 4096); t.rdma_bytes = c.rdma;
-      t.at = control_layout(c.ranks()); t.ring = ring_flags(c.ranks());
-      t.rank = me; t.num_ranks = c.ranks(); t.num_nvl_peers = c.peers;
+      t.peers = r.peers.data();
+      t.self = aligned(r.block);
+      t.scratch = r.scratch.get();
+      t.status = &r.status;
+      t.wire = control_bytes;
+      t.wire_bytes = wire;
+      t.nvl = t.wire + wire;
+      t.nvl_bytes = c.nvl;
+      t.rdma = t.nvl + align_up<uint64_t>(c.nvl, 4096);
+      t.rdma_bytes = c.rdma;
+      t.at = control_layout(c.ranks());
+      t.ring = ring_flags(c.ranks());
+      t.rank = me;
+      t.num_ranks = c.ranks();
+      t.num_nvl_peers = c.peers;
       r.status.abort_rank = -1;
-      r.internode.at = at; r.internode.num_nodes = c.nodes; r.internode.num_peers = c.peers; r.internode.node = me / c.peers; r.internode.index = me % c.peers;
+      r.internode.at = at;
+      r.internode.num_nodes = c.nodes;
+      r.internode.num_peers = c.peers;
+      r.internode.node = me / c.peers;
+      r.internode.index = me % c.peers;
       r.state.assign((sizeof(InternodeState) + InternodeListSizes(c.nodes, c.peers).bytes) / 8 + 1, 0);
     }
   }
   InternodeState *state(int rank) { return reinterpret_cast<InternodeState *>(ranks[rank].state.data()); }
   Session session(int rank, uint32_t op) { return Session{ranks[rank].team, call, timeout_ns, op, DK_PHASE_BOTH}; }
 
-  template <class Kernel> void launch(const char *name, int threads, Kernel kernel) {
+  template <class Kernel>
+  void launch(const char *name, int threads, Kernel kernel) {
     ++call;
     emulate::run(c.ranks(), [&](int rank) { return ranks[rank].grid; }, threads, kernel);
     for (const Rank &r : ranks) {
       if (r.scratch->sticky == 0) continue;
       const dk_failure &f = r.status.failure;
-      fprintf(stderr, "%s: rank %d failed: code %u, op %u, peer %d, field %u, expected %lld, seen %lld, waited %.3f s\n", name, f.rank, f.code, f.op, f.peer,
-              f.field, static_cast<long long>(f.expected), static_cast<long long>(f.seen), static_cast<double>(f.waited_ns) * 1e-9);
+      fprintf(stderr,
+              "%s: rank %d failed: code %u, op %u, peer %d, field %u, expected %lld, seen %lld, waited %.3f s\n", name,
+              f.rank, f.code, f.op, f.peer, f.field, static_cast<long long>(f.expected), static_cast<long long>(f.seen),
+              static_cast<double>(f.waited_ns) * 1e-9);
       quick_exit(1);
     }
-    if (emulate::rows_under_way() != 0) { fprintf(stderr, "%s: it ended while rows were under way\n", name); quick_exit(1); }
-    for (Rank &r : ranks) memset(r.team.self + r.team.nvl, 0xa5, r.team.rdma + c.rdma - r.team.nvl); // users may write there
+    if (emulate::rows_under_way() != 0) {
+      fprintf(stderr, "%s: it ended while rows were under way\n", name);
+      quick_exit(1);
+    }
+    for (Rank &r : ranks)
+      memset(r.team.self + r.team.nvl, 0xa5, r.team.rdma + c.rdma - r.team.nvl);  // users may write there
   }
 };
 
@@ -116,26 +141,34 @@ void make_inputs(World &w) {
   for (int me = 0; me < c.ranks(); ++me) {
     Rank &r = w.ranks[me];
     r.tokens = pick(0, 4) == 0 ? 0 : pick(1, max_tokens);
-    const int style = pick(0, 3); // all over the place; mostly to one rank; few; none
+    const int style = pick(0, 3);  // all over the place; mostly to one rank; few; none
     r.x.resize(static_cast<size_t>(r.tokens) * c.hidden * 2);
     for (uint8_t &b : r.x) b = static_cast<uint8_t>(random_number());
-    r.scales.resize(static_cast<size_t>(r.tokens) * c.num_scales); r.weights.resize(static_cast<size_t>(r.tokens) * c.topk);
+    r.scales.resize(static_cast<size_t>(r.tokens) * c.num_scales);
+    r.weights.resize(static_cast<size_t>(r.tokens) * c.topk);
     for (uint32_t &v : r.scales) v = static_cast<uint32_t>(random_number());
     for (uint32_t &v : r.weights) v = static_cast<uint32_t>(emulate::bits(static_cast<float>(pick(1, 64)) / 8));
     r.idx.resize(static_cast<size_t>(r.tokens) * c.topk);
-    for (int64_t &e : r.idx) e = style == 3 ? -1 : style == 2 && pick(0, 3) != 0 ? -1 : style == 1 ? pick(experts - 2, experts - 1) : pick(-1, experts - 1);
+    for (int64_t &e : r.idx)
+      e = style == 3                      ? -1
+          : style == 2 && pick(0, 3) != 0 ? -1
+          : style == 1                    ? pick(experts - 2, experts - 1)
+                                          : pick(-1, experts - 1);
     r.idx32.assign(r.idx.begin(), r.idx.end());
     r.in_rank.assign(static_cast<size_t>(r.tokens) * c.ranks(), 0);
-    r.per_rank.assign(c.ranks(), 0); r.per_expert.assign(experts, 0);
+    r.per_rank.assign(c.ranks(), 0);
+    r.per_expert.assign(experts, 0);
     for (int t = 0; t < r.tokens; ++t)
       for (int k = 0; k < c.topk; ++k) {
         const int64_t e = r.idx[static_cast<size_t>(t) * c.topk + k];
         if (e < 0) continue;
         ++r.per_expert[e];
         uint8_t &in = r.in_rank[static_cast<size_t>(t) * c.ranks() + e / c.local_experts];
-        r.per_rank[e / c.local_experts] += in == 0; in = 1;
+        r.per_rank[e / c.local_experts] += in == 0;
+        in = 1;
       }
-    r.matrix.assign(c.ranks() * c.ranks(), -7); r.head.assign(static_cast<size_t>(r.tokens) * c.ranks(), -7);
+    r.matrix.assign(c.ranks() * c.ranks(), -7);
+    r.head.assign(static_cast<size_t>(r.tokens) * c.ranks(), -7);
     r.counts.assign(4 + c.local_experts + 4, 0);
   }
 }
@@ -146,10 +179,19 @@ void notify(World &w) {
   w.launch("notify", kNotifyThreads, [&](int me) {
     Rank &r = w.ranks[me];
     NotifyParams n{};
-    n.session = w.session(me, DK_OP_NOTIFY); n.per_rank = r.per_rank.data(); n.per_expert = r.per_expert.data(); n.token_in_rank = r.in_rank.data();
-    n.num_tokens = r.tokens; n.num_topk = c.topk; n.num_experts = c.ranks() * c.local_experts; n.expert_alignment = 1;
-    n.num_scales = c.num_scales; n.hidden_bytes = 2 * c.hidden;
-    n.rank_prefix_matrix = r.matrix.data(); n.send_head = r.head.data(); n.counts = reinterpret_cast<dk_counts *>(r.counts.data());
+    n.session = w.session(me, DK_OP_NOTIFY);
+    n.per_rank = r.per_rank.data();
+    n.per_expert = r.per_expert.data();
+    n.token_in_rank = r.in_rank.data();
+    n.num_tokens = r.tokens;
+    n.num_topk = c.topk;
+    n.num_experts = c.ranks() * c.local_experts;
+    n.expert_alignment = 1;
+    n.num_scales = c.num_scales;
+    n.hidden_bytes = 2 * c.hidden;
+    n.rank_prefix_matrix = r.matrix.data();
+    n.send_head = r.head.data();
+    n.counts = reinterpret_cast<dk_counts *>(r.counts.data());
     InternodeNotifyParams p{n, r.internode};
     internode_notify_kernel(p);
   });
@@ -176,19 +218,39 @@ void dispatch(World &w, bool cached) {
   for (int me = 0; me < c.ranks(); ++me) {
     Rank &r = w.ranks[me];
     const size_t rows = static_cast<size_t>(r.matrix[(c.ranks() - 1) * c.ranks() + me]);
-    r.recv_x.assign(rows * c.hidden * 2, 0xee); r.recv_scales.assign(rows * c.num_scales, 0xee); r.recv_weights.assign(rows * c.topk, 0xee);
-    r.recv_idx.assign(rows * c.topk, 0xee); r.recv_idx32.assign(rows * c.topk, 0xee);
+    r.recv_x.assign(rows * c.hidden * 2, 0xee);
+    r.recv_scales.assign(rows * c.num_scales, 0xee);
+    r.recv_weights.assign(rows * c.topk, 0xee);
+    r.recv_idx.assign(rows * c.topk, 0xee);
+    r.recv_idx32.assign(rows * c.topk, 0xee);
     if (!cached) r.src.assign(rows, -9);
   }
   w.launch("dispatch", InternodeDispatchRoles::kThreads, [&](int me) {
     Rank &r = w.ranks[me];
     DispatchParams d{};
-    d.session = w.session(me, DK_OP_DISPATCH); d.x = r.x.data(); d.scales = r.scales.data(); d.scale_token_stride = c.num_scales; d.scale_stride = 1;
-    d.cached = cached; d.num_topk = cached ? 0 : c.topk; d.index_bytes = c.index_bytes; d.num_experts = cached ? 0 : c.ranks() * c.local_experts;
-    d.topk_idx = c.index_bytes == 8 ? static_cast<void *>(r.idx.data()) : r.idx32.data(); d.topk_weights = r.weights.data(); d.weights_given = !cached;
-    d.rank_prefix_matrix = r.matrix.data(); d.send_head = r.head.data(); d.row_bytes = 2 * c.hidden; d.num_tokens = r.tokens; d.num_scales = c.num_scales;
-    d.num_recv_tokens = -1; d.recv_segment = -1; d.recv_x = r.recv_x.data(); d.recv_scales = r.recv_scales.data();
-    d.recv_topk_idx = c.index_bytes == 8 ? static_cast<void *>(r.recv_idx.data()) : r.recv_idx32.data(); d.recv_topk_weights = r.recv_weights.data();
+    d.session = w.session(me, DK_OP_DISPATCH);
+    d.x = r.x.data();
+    d.scales = r.scales.data();
+    d.scale_token_stride = c.num_scales;
+    d.scale_stride = 1;
+    d.cached = cached;
+    d.num_topk = cached ? 0 : c.topk;
+    d.index_bytes = c.index_bytes;
+    d.num_experts = cached ? 0 : c.ranks() * c.local_experts;
+    d.topk_idx = c.index_bytes == 8 ? static_cast<void *>(r.idx.data()) : r.idx32.data();
+    d.topk_weights = r.weights.data();
+    d.weights_given = !cached;
+    d.rank_prefix_matrix = r.matrix.data();
+    d.send_head = r.head.data();
+    d.row_bytes = 2 * c.hidden;
+    d.num_tokens = r.tokens;
+    d.num_scales = c.num_scales;
+    d.num_recv_tokens = -1;
+    d.recv_segment = -1;
+    d.recv_x = r.recv_x.data();
+    d.recv_scales = r.recv_scales.data();
+    d.recv_topk_idx = c.index_bytes == 8 ? static_cast<void *>(r.recv_idx.data()) : r.recv_idx32.data();
+    d.recv_topk_weights = r.recv_weights.data();
     d.recv_src_idx = cached ? nullptr : r.src.data();
     InternodeDispatchParams p{d, r.internode, {}, {}, w.state(me)};
     p.rings = internode_rings(r.team, r.internode, d.row_bytes + 4ull * InternodeRowWords(d, c.peers).end, false);
@@ -202,13 +264,18 @@ void dispatch(World &w, bool cached) {
       for (int t = 0; t < w.ranks[s].tokens; ++t) {
         const Rank &from = w.ranks[s];
         if (from.in_rank[static_cast<size_t>(t) * c.ranks() + me] == 0) continue;
-        check(memcmp(&r.recv_x[row * c.hidden * 2], &from.x[static_cast<size_t>(t) * c.hidden * 2], c.hidden * 2) == 0, "recv_x", me, row, s, t);
-        for (int i = 0; i < c.num_scales; ++i) check(r.recv_scales[row * c.num_scales + i] == from.scales[t * c.num_scales + i], "recv_scales", me, row, s, t);
+        check(memcmp(&r.recv_x[row * c.hidden * 2], &from.x[static_cast<size_t>(t) * c.hidden * 2], c.hidden * 2) == 0,
+              "recv_x", me, row, s, t);
+        for (int i = 0; i < c.num_scales; ++i)
+          check(r.recv_scales[row * c.num_scales + i] == from.scales[t * c.num_scales + i], "recv_scales", me, row, s,
+                t);
         for (int k = 0; !cached && k < c.topk; ++k) {
-          const int64_t e = from.idx[t * c.topk + k], mine = e >= 0 && e / c.local_experts == me ? e % c.local_experts : -1;
+          const int64_t e = from.idx[t * c.topk + k],
+                        mine = e >= 0 && e / c.local_experts == me ? e % c.local_experts : -1;
           const int64_t got = c.index_bytes == 8 ? r.recv_idx[row * c.topk + k] : r.recv_idx32[row * c.topk + k];
           check(got == mine, "recv_topk_idx", me, row * c.topk + k, got, mine);
-          check(r.recv_weights[row * c.topk + k] == (mine < 0 ? 0 : from.weights[t * c.topk + k]), "recv_topk_weights", me, row * c.topk + k, s, t);
+          check(r.recv_weights[row * c.topk + k] == (mine < 0 ? 0 : from.weights[t * c.topk + k]), "recv_topk_weights",
+                me, row * c.topk + k, s, t);
         }
         check(r.src[row] == t, "recv_src_idx", me, row, r.src[row], t);
         ++row;
@@ -220,18 +287,28 @@ void combine(World &w) {
   const Case &c = w.c;
   for (Rank &r : w.ranks) {
     r.y.resize(r.src.size() * c.hidden);
-    for (uint16_t &v : r.y) v = to_bf16(static_cast<float>(pick(-16, 16)) / 4); // sums are exact
-    r.combined.assign(static_cast<size_t>(r.tokens) * c.hidden, 0x1234); r.sums.assign(static_cast<size_t>(r.tokens) * c.topk, -1);
+    for (uint16_t &v : r.y) v = to_bf16(static_cast<float>(pick(-16, 16)) / 4);  // sums are exact
+    r.combined.assign(static_cast<size_t>(r.tokens) * c.hidden, 0x1234);
+    r.sums.assign(static_cast<size_t>(r.tokens) * c.topk, -1);
   }
   const bool biased = pick(0, 1) == 1;
   w.launch("combine", InternodeCombineRoles::kThreads, [&](int me) {
     Rank &r = w.ranks[me];
     CombineParams k{};
-    k.session = w.session(me, DK_OP_COMBINE); k.x = reinterpret_cast<uint8_t *>(r.y.data()); k.topk_weights = reinterpret_cast<float *>(r.recv_weights.data());
-    k.rank_prefix_matrix = r.matrix.data(); k.send_head = r.head.data(); k.recv_src_idx = r.src.data();
+    k.session = w.session(me, DK_OP_COMBINE);
+    k.x = reinterpret_cast<uint8_t *>(r.y.data());
+    k.topk_weights = reinterpret_cast<float *>(r.recv_weights.data());
+    k.rank_prefix_matrix = r.matrix.data();
+    k.send_head = r.head.data();
+    k.recv_src_idx = r.src.data();
     if (biased) k.bias[1] = reinterpret_cast<__nv_bfloat16 *>(r.x.data());
-    k.row_bytes = 2 * c.hidden; k.num_tokens = r.tokens; k.num_recv_tokens = static_cast<int>(r.src.size()); k.hidden = c.hidden; k.num_topk = c.topk;
-    k.combined_x = reinterpret_cast<__nv_bfloat16 *>(r.combined.data()); k.combined_weights = r.sums.data();
+    k.row_bytes = 2 * c.hidden;
+    k.num_tokens = r.tokens;
+    k.num_recv_tokens = static_cast<int>(r.src.size());
+    k.hidden = c.hidden;
+    k.num_topk = c.topk;
+    k.combined_x = reinterpret_cast<__nv_bfloat16 *>(r.combined.data());
+    k.combined_weights = r.sums.data();
     InternodeCombineParams p{k, r.internode, {}, {}};
     p.rings = internode_rings(r.team, r.internode, k.row_bytes + 4ull * (1 + k.num_topk), true);
     p.lists = internode_lists(w.state(me), r.internode);
@@ -239,24 +316,35 @@ void combine(World &w) {
   });
   std::vector<std::vector<double>> want;
   std::vector<std::vector<float>> weights;
-  for (const Rank &r : w.ranks) { want.emplace_back(static_cast<size_t>(r.tokens) * c.hidden, 0.0); weights.emplace_back(static_cast<size_t>(r.tokens) * c.topk, 0.0f); }
+  for (const Rank &r : w.ranks) {
+    want.emplace_back(static_cast<size_t>(r.tokens) * c.hidden, 0.0);
+    weights.emplace_back(static_cast<size_t>(r.tokens) * c.topk, 0.0f);
+  }
   for (int me = 0; me < c.ranks(); ++me) {
     const Rank &r = w.ranks[me];
     for (int s = 0; s < c.ranks(); ++s)
       for (int row = s == 0 ? 0 : r.matrix[(s - 1) * c.ranks() + me]; row < r.matrix[s * c.ranks() + me]; ++row) {
-        for (int h = 0; h < c.hidden; ++h) want[s][static_cast<size_t>(r.src[row]) * c.hidden + h] += from_bf16(r.y[static_cast<size_t>(row) * c.hidden + h]);
-        for (int k = 0; k < c.topk; ++k) weights[s][static_cast<size_t>(r.src[row]) * c.topk + k] += emulate::from_bits<float>(r.recv_weights[static_cast<size_t>(row) * c.topk + k]);
+        for (int h = 0; h < c.hidden; ++h)
+          want[s][static_cast<size_t>(r.src[row]) * c.hidden + h] +=
+              from_bf16(r.y[static_cast<size_t>(row) * c.hidden + h]);
+        for (int k = 0; k < c.topk; ++k)
+          weights[s][static_cast<size_t>(r.src[row]) * c.topk + k] +=
+              emulate::from_bits<float>(r.recv_weights[static_cast<size_t>(row) * c.topk + k]);
       }
   }
   for (int s = 0; s < c.ranks(); ++s) {
     const Rank &r = w.ranks[s];
     const auto *bias = reinterpret_cast<const uint16_t *>(r.x.data());
-    for (size_t i = 0; !biased && i < r.combined.size(); ++i) check(r.combined[i] == to_bf16(static_cast<float>(want[s][i])), "combined_x", s, static_cast<int64_t>(i), from_bf16(r.combined[i]), want[s][i]);
+    for (size_t i = 0; !biased && i < r.combined.size(); ++i)
+      check(r.combined[i] == to_bf16(static_cast<float>(want[s][i])), "combined_x", s, static_cast<int64_t>(i),
+            from_bf16(r.combined[i]), want[s][i]);
     for (size_t i = 0; biased && i < r.combined.size(); ++i) {
       const float sum = static_cast<float>(want[s][i]) + from_bf16(bias[i]), got = from_bf16(r.combined[i]);
-      check(got == from_bf16(to_bf16(sum)) || (std::isnan(sum) && std::isnan(got)), "combined_x with bias", s, static_cast<int64_t>(i), got, sum);
+      check(got == from_bf16(to_bf16(sum)) || (std::isnan(sum) && std::isnan(got)), "combined_x with bias", s,
+            static_cast<int64_t>(i), got, sum);
     }
-    for (size_t i = 0; i < r.sums.size(); ++i) check(r.sums[i] == weights[s][i], "combined_topk_weights", s, static_cast<int64_t>(i), r.sums[i], weights[s][i]);
+    for (size_t i = 0; i < r.sums.size(); ++i)
+      check(r.sums[i] == weights[s][i], "combined_topk_weights", s, static_cast<int64_t>(i), r.sums[i], weights[s][i]);
   }
 }
 
@@ -276,25 +364,37 @@ void failures() {
     for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
     emulate::start_network({7, false}, blocks);
     make_inputs(w);
-    w.timeout_ns = 2000000; ++w.call;
+    w.timeout_ns = 2000000;
+    ++w.call;
     const int odd = 2;
-    emulate::run(4, [&](int rank) { return absent && rank == odd ? 0 : 1; }, kNotifyThreads, [&](int me) {
-      Rank &r = w.ranks[me];
-      NotifyParams n{};
-      n.session = w.session(me, DK_OP_NOTIFY); n.per_rank = r.per_rank.data(); n.per_expert = r.per_expert.data();
-      n.num_experts = 8; n.expert_alignment = 1; n.hidden_bytes = me == odd ? 256 : 128;
-      n.rank_prefix_matrix = r.matrix.data(); n.send_head = r.head.data(); n.counts = reinterpret_cast<dk_counts *>(r.counts.data());
-      InternodeNotifyParams p{n, r.internode};
-      internode_notify_kernel(p);
-    });
+    emulate::run(
+        4, [&](int rank) { return absent && rank == odd ? 0 : 1; }, kNotifyThreads,
+        [&](int me) {
+          Rank &r = w.ranks[me];
+          NotifyParams n{};
+          n.session = w.session(me, DK_OP_NOTIFY);
+          n.per_rank = r.per_rank.data();
+          n.per_expert = r.per_expert.data();
+          n.num_experts = 8;
+          n.expert_alignment = 1;
+          n.hidden_bytes = me == odd ? 256 : 128;
+          n.rank_prefix_matrix = r.matrix.data();
+          n.send_head = r.head.data();
+          n.counts = reinterpret_cast<dk_counts *>(r.counts.data());
+          InternodeNotifyParams p{n, r.internode};
+          internode_notify_kernel(p);
+        });
     emulate::stop_network();
     for (int me = 0; me < 4; ++me) {
       const dk_failure &f = w.ranks[me].status.failure;
       if (me == odd) continue;
       check(f.code == (absent ? DK_ETIMEOUT : DK_EMISMATCH), "code of a failure", me, absent, f.code, 0);
       check(f.peer == odd && f.op == DK_OP_NOTIFY, "rank that is named", me, absent, f.peer, odd);
-      if (!absent) check(f.field == DK_FIELD_HIDDEN_BYTES && f.expected == 128 && f.seen == 256, "field", me, 0, f.field, DK_FIELD_HIDDEN_BYTES);
-      check(reinterpret_cast<const dk_counts *>(w.ranks[me].counts.data())->num_recv_tokens == -1, "counts of a failure", me, 0, 0, -1);
+      if (!absent)
+        check(f.field == DK_FIELD_HIDDEN_BYTES && f.expected == 128 && f.seen == 256, "field", me, 0, f.field,
+              DK_FIELD_HIDDEN_BYTES);
+      check(reinterpret_cast<const dk_counts *>(w.ranks[me].counts.data())->num_recv_tokens == -1,
+            "counts of a failure", me, 0, 0, -1);
     }
   }
   printf("failures: ok\n");
@@ -304,9 +404,11 @@ Case random_case() {
   static const int shapes[][2] = {{2, 2}, {4, 1}, {3, 2}, {2, 3}, {2, 1}};
   const auto &shape = shapes[pick(0, 4)];
   Case c{shape[0], shape[1], 8 * pick(1, 20), pick(1, 4), pick(1, 3), pick(0, 3), pick(0, 1) == 0 ? 4 : 8, 0, 0};
-  const uint64_t row = align_up<uint64_t>(2 * c.hidden + 4 * (1 + c.peers + 2 * c.topk + c.num_scales), 128), ranks = c.ranks();
-  const int rows = pick(0, 2); // of a ring: the least, one; a few; all that are asked for
-  c.rdma = 2 * c.nodes * row * (rows == 0 ? 1 : rows == 1 ? 9 : 128) + 8 * pick(0, 7); c.nvl = ranks * row * (rows == 0 ? 1 : rows == 1 ? 6 : 128);
+  const uint64_t row = align_up<uint64_t>(2 * c.hidden + 4 * (1 + c.peers + 2 * c.topk + c.num_scales), 128),
+                 ranks = c.ranks();
+  const int rows = pick(0, 2);  // of a ring: the least, one; a few; all that are asked for
+  c.rdma = 2 * c.nodes * row * (rows == 0 ? 1 : rows == 1 ? 9 : 128) + 8 * pick(0, 7);
+  c.nvl = ranks * row * (rows == 0 ? 1 : rows == 1 ? 6 : 128);
   return c;
 }
 
@@ -332,7 +434,8 @@ int main(int argc, char **argv) {
       barrier(w);
     }
     emulate::stop_network();
-    printf("seed %llu: %d x %d ranks, hidden %d, %d choices, order of %s: ok\n", static_cast<unsigned long long>(seed) + i, w.c.nodes, w.c.peers, w.c.hidden,
-           w.c.topk, how.fences_alone ? "fences" : "queue pairs");
+    printf("seed %llu: %d x %d ranks, hidden %d, %d choices, order of %s: ok\n",
+           static_cast<unsigned long long>(seed) + i, w.c.nodes, w.c.peers, w.c.hidden, w.c.topk,
+           how.fences_alone ? "fences" : "queue pairs");
   }
 }

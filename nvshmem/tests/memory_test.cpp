@@ -1,5 +1,5 @@
-// memory_test.cpp - the plugin's way of handing memory to other processes, with a driver made here whose memory is a memfd.
-// Last line: "N passed, N failed".
+// memory_test.cpp - the plugin's way of handing memory to other processes, with a driver made here whose memory is a
+// memfd. Last line: "N passed, N failed".
 #include "testtransport/memory.h"
 
 #include <cuda.h>
@@ -23,7 +23,8 @@ bool exportable = true;
 
 CUresult retain(CUmemGenericAllocationHandle *out, void *address) {
   if (address != heap) return CUDA_ERROR_INVALID_VALUE;
-  *out = static_cast<CUmemGenericAllocationHandle>(heap_fd); return CUDA_SUCCESS;
+  *out = static_cast<CUmemGenericAllocationHandle>(heap_fd);
+  return CUDA_SUCCESS;
 }
 CUresult export_handle(void *out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType, unsigned long long) {
   const int fd = dup(static_cast<int>(handle));
@@ -31,25 +32,34 @@ CUresult export_handle(void *out, CUmemGenericAllocationHandle handle, CUmemAllo
   return exportable ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
 }
 CUresult import_handle(CUmemGenericAllocationHandle *out, void *fd, CUmemAllocationHandleType) {
-  *out = static_cast<CUmemGenericAllocationHandle>(dup(static_cast<int>(reinterpret_cast<intptr_t>(fd)))); return CUDA_SUCCESS;
+  *out = static_cast<CUmemGenericAllocationHandle>(dup(static_cast<int>(reinterpret_cast<intptr_t>(fd))));
+  return CUDA_SUCCESS;
 }
 CUresult reserve(CUdeviceptr *out, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
   *out = reinterpret_cast<CUdeviceptr>(mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   return CUDA_SUCCESS;
 }
-CUresult release_address(CUdeviceptr address, size_t bytes) { return munmap(reinterpret_cast<void *>(address), bytes) == 0 ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN; }
-CUresult map(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long) {
-  void *got = mmap(reinterpret_cast<void *>(address), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, static_cast<int>(handle),
-                   static_cast<off_t>(offset));
+CUresult release_address(CUdeviceptr address, size_t bytes) {
+  return munmap(reinterpret_cast<void *>(address), bytes) == 0 ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
+}
+CUresult map(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
+             unsigned long long) {
+  void *got = mmap(reinterpret_cast<void *>(address), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+                   static_cast<int>(handle), static_cast<off_t>(offset));
   return got == MAP_FAILED ? CUDA_ERROR_UNKNOWN : CUDA_SUCCESS;
 }
 CUresult unmap(CUdeviceptr, size_t) { return CUDA_SUCCESS; }
 CUresult set_access(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t) { return CUDA_SUCCESS; }
-CUresult release(CUmemGenericAllocationHandle handle) { static_cast<int>(handle) != heap_fd && close(static_cast<int>(handle)); return CUDA_SUCCESS; }
+CUresult release(CUmemGenericAllocationHandle handle) {
+  static_cast<int>(handle) != heap_fd &&close(static_cast<int>(handle));
+  return CUDA_SUCCESS;
+}
 CUresult range(CUdeviceptr *base, size_t *bytes, CUdeviceptr address) {
   const auto start = reinterpret_cast<CUdeviceptr>(heap);
   if (address < start || address >= start + kBytes) return CUDA_ERROR_INVALID_VALUE;
-  *base = start; *bytes = kBytes; return CUDA_SUCCESS;
+  *base = start;
+  *bytes = kBytes;
+  return CUDA_SUCCESS;
 }
 
 int failures = 0, passed = 0;
@@ -59,7 +69,8 @@ void verdict(const char *name, bool good) {
 }
 
 // Runs in another process; its verdict.
-template <class F> bool elsewhere(F function) {
+template <class F>
+bool elsewhere(F function) {
   const pid_t pid = fork();
   if (pid == 0) _exit(function() ? 0 : 1);
   int how = 0;
@@ -67,18 +78,29 @@ template <class F> bool elsewhere(F function) {
 }
 
 // Two processes that want each other's memory at the same moment, again and again.
-struct Both { std::atomic<int> come, bad; MemoryHandle handle[2]; };
+struct Both {
+  std::atomic<int> come, bad;
+  MemoryHandle handle[2];
+};
 bool each_other() {
   constexpr int kRounds = 100;
-  auto *both = static_cast<Both *>(mmap(nullptr, sizeof(Both), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  auto *both =
+      static_cast<Both *>(mmap(nullptr, sizeof(Both), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   auto meet = [both](int times) {
-    for (++both->come; both->come < 2 * times && both->bad == 0;) {}
+    for (++both->come; both->come < 2 * times && both->bad == 0;) {
+    }
     return both->bad == 0;
   };
   auto one = [=](int self) {
     for (int round = 0; round < kRounds; ++round) {
-      if (share_memory(&both->handle[self], heap, kBytes, false) != 0 || !meet(2 * round + 1)) { ++both->bad; return false; }
-      if (!prepare_memory(both->handle[1 - self])) { ++both->bad; return false; }
+      if (share_memory(&both->handle[self], heap, kBytes, false) != 0 || !meet(2 * round + 1)) {
+        ++both->bad;
+        return false;
+      }
+      if (!prepare_memory(both->handle[1 - self])) {
+        ++both->bad;
+        return false;
+      }
       if (!meet(2 * round + 2)) return false;
     }
     return true;
@@ -93,18 +115,33 @@ bool each_other() {
 }  // namespace
 
 extern "C" {
-cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned, unsigned long long, cudaDriverEntryPointQueryResult *result) {
-  const struct { const char *name; void *function; } all[] = {
-      {"cuMemRetainAllocationHandle", reinterpret_cast<void *>(retain)}, {"cuMemExportToShareableHandle", reinterpret_cast<void *>(export_handle)},
-      {"cuMemImportFromShareableHandle", reinterpret_cast<void *>(import_handle)}, {"cuMemAddressReserve", reinterpret_cast<void *>(reserve)},
-      {"cuMemAddressFree", reinterpret_cast<void *>(release_address)}, {"cuMemMap", reinterpret_cast<void *>(map)},
-      {"cuMemUnmap", reinterpret_cast<void *>(unmap)}, {"cuMemSetAccess", reinterpret_cast<void *>(set_access)},
-      {"cuMemRelease", reinterpret_cast<void *>(release)}, {"cuMemGetAddressRange", reinterpret_cast<void *>(range)}};
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult *result) {
+  const struct {
+    const char *name;
+    void *function;
+  } all[] = {{"cuMemRetainAllocationHandle", reinterpret_cast<void *>(retain)},
+             {"cuMemExportToShareableHandle", reinterpret_cast<void *>(export_handle)},
+             {"cuMemImportFromShareableHandle", reinterpret_cast<void *>(import_handle)},
+             {"cuMemAddressReserve", reinterpret_cast<void *>(reserve)},
+             {"cuMemAddressFree", reinterpret_cast<void *>(release_address)},
+             {"cuMemMap", reinterpret_cast<void *>(map)},
+             {"cuMemUnmap", reinterpret_cast<void *>(unmap)},
+             {"cuMemSetAccess", reinterpret_cast<void *>(set_access)},
+             {"cuMemRelease", reinterpret_cast<void *>(release)},
+             {"cuMemGetAddressRange", reinterpret_cast<void *>(range)}};
   for (const auto &one : all)
-    if (strcmp(one.name, name) == 0) { *out = one.function; *result = cudaDriverEntryPointSuccess; return cudaSuccess; }
+    if (strcmp(one.name, name) == 0) {
+      *out = one.function;
+      *result = cudaDriverEntryPointSuccess;
+      return cudaSuccess;
+    }
   return cudaErrorInvalidValue;
 }
-cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
+cudaError_t cudaGetDevice(int *device) {
+  *device = 0;
+  return cudaSuccess;
+}
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *, void *) { return cudaErrorInvalidValue; }
 cudaError_t cudaIpcOpenMemHandle(void **, cudaIpcMemHandle_t, unsigned) { return cudaErrorInvalidValue; }
@@ -115,32 +152,39 @@ int main() {
   heap_fd = memfd_create("heap", MFD_CLOEXEC);
   if (ftruncate(heap_fd, kBytes) != 0) return 1;
   heap = static_cast<char *>(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, heap_fd, 0));
-  verdict("each asks the other", each_other()); // before this process listens: its children have names of their own
+  verdict("each asks the other", each_other());  // before this process listens: its children have names of their own
   MemoryHandle part{}, local{}, again{};
-  char *const registered = heap + 8192; // a part of the allocation
-  verdict("registered", share_memory(&part, registered, 65536, false) == 0 && share_memory(&local, registered, 64, true) == 0);
+  char *const registered = heap + 8192;  // a part of the allocation
+  verdict("registered",
+          share_memory(&part, registered, 65536, false) == 0 && share_memory(&local, registered, 64, true) == 0);
   verdict("the own memory is where it is", reach_memory({registered + 5, 0, &part}) == registered + 5);
   verdict("another process reaches it", elsewhere([&] {
-            if (!prepare_memory(part)) return false;
-            auto *there = static_cast<char *>(reach_memory({registered + 100, 0, &part}));
-            if (there == nullptr || there == registered + 100) return false;
-            *there = 42;
-            return reach_memory({registered + 200, 0, &part}) == there + 100; // mapped once
-          }) && registered[100] == 42);
-  verdict("what is local is nobody else's", prepare_memory(local) && elsewhere([&] { return reach_memory({registered, 0, &local}) == nullptr; }));
+                                          if (!prepare_memory(part)) return false;
+                                          auto *there = static_cast<char *>(reach_memory({registered + 100, 0, &part}));
+                                          if (there == nullptr || there == registered + 100) return false;
+                                          *there = 42;
+                                          return reach_memory({registered + 200, 0, &part}) ==
+                                                 there + 100;  // mapped once
+                                        }) &&
+                                            registered[100] == 42);
+  verdict("what is local is nobody else's",
+          prepare_memory(local) && elsewhere([&] { return reach_memory({registered, 0, &local}) == nullptr; }));
   MemoryHandle strange{};
-  verdict("a strange handle is refused", reach_memory({registered, 0, &strange}) == nullptr && reach_memory({registered, 0, nullptr}) == nullptr);
+  verdict("a strange handle is refused",
+          reach_memory({registered, 0, &strange}) == nullptr && reach_memory({registered, 0, nullptr}) == nullptr);
   verdict("what is given back is gone", unshare_memory(&part) == 0 && elsewhere([&] { return !prepare_memory(part); }));
   char outside = 0;
-  verdict("other memory is refused", share_memory(&again, &outside, 1, false) != 0 && share_memory(&again, &outside, 1, true) == 0);
+  verdict("other memory is refused",
+          share_memory(&again, &outside, 1, false) != 0 && share_memory(&again, &outside, 1, true) == 0);
   exportable = false;
   verdict("what cannot be exported is refused", share_memory(&again, registered, 64, false) != 0);
   exportable = true;
   forget_memory();
   verdict("a second start", share_memory(&again, heap, kBytes, false) == 0 && elsewhere([&] {
-            auto *there = static_cast<char *>(reach_memory({heap + kBytes - 1, 0, &again}));
-            return there != nullptr && (*there = 7) == 7;
-          }) && heap[kBytes - 1] == 7);
+                              auto *there = static_cast<char *>(reach_memory({heap + kBytes - 1, 0, &again}));
+                              return there != nullptr && (*there = 7) == 7;
+                            }) &&
+                                heap[kBytes - 1] == 7);
   forget_memory();
   verdict("after the end nobody answers", elsewhere([&] { return !prepare_memory(again); }));
   printf("%d passed, %d failed\n", passed, failures);

@@ -13,18 +13,21 @@ struct Operation {
   const uint8_t *from;
   uint8_t *to;
   size_t bytes;
-  uint64_t *word; // of a signal
+  uint64_t *word;  // of a signal
   uint64_t value, fences;
 };
-struct Pipe { std::deque<Operation> waiting; uint64_t fences = 0; }; // toward a rank: of a queue pair, or of all
+struct Pipe {
+  std::deque<Operation> waiting;
+  uint64_t fences = 0;
+};  // toward a rank: of a queue pair, or of all
 
-std::map<std::pair<uint64_t, uint64_t>, Pipe> pipes; // (from, to), queue pair
+std::map<std::pair<uint64_t, uint64_t>, Pipe> pipes;  // (from, to), queue pair
 std::vector<uint8_t *> bases;
 Network network;
 std::mt19937_64 random_number;
 
 void take_effect(const Operation &op) {
-  if (op.bytes != 0) memcpy(op.to, op.from, op.bytes); // now, not when it was posted
+  if (op.bytes != 0) memcpy(op.to, op.from, op.bytes);  // now, not when it was posted
   if (op.word != nullptr) __atomic_store_n(op.word, op.value, __ATOMIC_RELEASE);
 }
 
@@ -50,10 +53,14 @@ bool carry_one() {
 void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t value, int pe) {
   const int me = block->rank;
   const ptrdiff_t there = bases[static_cast<size_t>(pe)] - bases[static_cast<size_t>(me)];
-  Pipe &pipe = pipes[{static_cast<uint64_t>(me) << 32 | static_cast<uint64_t>(pe), network.fences_alone ? 0 : block->index.x + 1}];
-  if (bytes != 0) pipe.waiting.push_back({static_cast<const uint8_t *>(from), static_cast<uint8_t *>(to) + there, bytes, nullptr, 0, pipe.fences});
+  Pipe &pipe = pipes[{static_cast<uint64_t>(me) << 32 | static_cast<uint64_t>(pe),
+                      network.fences_alone ? 0 : block->index.x + 1}];
+  if (bytes != 0)
+    pipe.waiting.push_back(
+        {static_cast<const uint8_t *>(from), static_cast<uint8_t *>(to) + there, bytes, nullptr, 0, pipe.fences});
   if (bytes != 0) ++pipe.fences;
-  pipe.waiting.push_back({nullptr, nullptr, 0, reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(word) + there), value, pipe.fences});
+  pipe.waiting.push_back({nullptr, nullptr, 0, reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(word) + there),
+                          value, pipe.fences});
 }
 
 bool puts_under_way() {
@@ -77,12 +84,14 @@ uint64_t now_ns() { return time_ns; }
 
 void run(int ranks, const std::function<int(int)> &grid, int threads, const std::function<void(int)> &body) {
   std::vector<std::unique_ptr<Block>> blocks;
-  together_ns = 20000; // time goes slowly here
+  together_ns = 20000;  // time goes slowly here
   for (int rank = 0; rank < ranks; ++rank)
     for (int i = 0; i < grid(rank); ++i) {
       auto one = std::make_unique<Block>(static_cast<unsigned>(threads), 0, [&body, rank] { body(rank); });
-      one->index.x = static_cast<unsigned>(i); one->grid.x = static_cast<unsigned>(grid(rank));
-      one->rank = rank; one->name = "a kernel among nodes";
+      one->index.x = static_cast<unsigned>(i);
+      one->grid.x = static_cast<unsigned>(grid(rank));
+      one->rank = rank;
+      one->name = "a kernel among nodes";
       blocks.push_back(std::move(one));
     }
   for (bool open = true; open;) {
@@ -97,11 +106,13 @@ void run(int ranks, const std::function<int(int)> &grid, int threads, const std:
 }
 
 void start_network(const Network &how, const std::vector<uint8_t *> &blocks) {
-  network = how; bases = blocks;
+  network = how;
+  bases = blocks;
   random_number.seed(how.seed);
 }
 void stop_network() {
-  while (carry_one()) {}
+  while (carry_one()) {
+  }
   pipes.clear();
 }
 

@@ -1,5 +1,5 @@
-/* probe.c - looks at libdeepep_nvshmem.so and the test transport where there is no GPU. A line "name: value" for each thing found.
- *   probe LIBRARY info|start [QPS DEPTH PEERS RANKS]      probe PLUGIN interface NUMBER
+/* probe.c - looks at libdeepep_nvshmem.so and the test transport where there is no GPU. A line "name: value" for each
+ * thing found. probe LIBRARY info|start [QPS DEPTH PEERS RANKS]      probe PLUGIN interface NUMBER
  */
 #include <dlfcn.h>
 #include <stdio.h>
@@ -17,12 +17,13 @@ static void *find(const char *name) {
   exit(1);
 }
 
-#define CALL(name, p) ((int32_t(*)(void *))find(#name))(p)
+#define CALL(name, p) ((int32_t (*)(void *))find(#name))(p)
 
 static int info(void) {
   dk_info_params p = {.size = sizeof p};
   printf("code: %d\n", CALL(dk_info, &p));
-  printf("version: %u\nkind: %s\nbuild: %s\ndevices: %d\nreason: %s\n", p.abi_version, p.kind, p.build, p.num_devices, p.reason);
+  printf("version: %u\nkind: %s\nbuild: %s\ndevices: %d\nreason: %s\n", p.abi_version, p.kind, p.build, p.num_devices,
+         p.reason);
   dk_device_open_params open = {.size = sizeof open, .ordinal = -1};
   printf("open: %d\n", CALL(dk_device_open, &open));
   dk_transport_attach_params old = {.size = sizeof old - 8};
@@ -36,19 +37,24 @@ static void show_variable(const char *name) {
 }
 
 static int start(char **numbers) {
-  dk_transport_unique_id_params p = {.size = sizeof p, .num_qps = atoi(numbers[0]), .qp_depth = atoi(numbers[1]),
-                                     .num_nvl_peers = atoi(numbers[2]), .num_ranks = atoi(numbers[3])};
+  dk_transport_unique_id_params p = {.size = sizeof p,
+                                     .num_qps = atoi(numbers[0]),
+                                     .qp_depth = atoi(numbers[1]),
+                                     .num_nvl_peers = atoi(numbers[2]),
+                                     .num_ranks = atoi(numbers[3])};
   printf("id: %d\nreason: %s\n", CALL(dk_transport_unique_id, &p), p.reason);
   int some = 0;
   for (size_t i = 0; i < sizeof p.id; i++) some += p.id[i] != 0;
   printf("bytes of the id that are set: %s\n", some > 4 ? "some" : "none");
-  const char *const names[] = {"NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA", "NVSHMEM_IBGDA_NUM_RC_PER_PE", "NVSHMEM_QP_DEPTH",
-                               "NVSHMEM_IBGDA_RC_MAP_BY", "NVSHMEM_DISABLE_NCCL", "NVSHMEM_DISABLE_NVLS", "CUDA_MODULE_LOADING"};
+  const char *const names[] = {"NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA", "NVSHMEM_IBGDA_NUM_RC_PER_PE",
+                               "NVSHMEM_QP_DEPTH",         "NVSHMEM_IBGDA_RC_MAP_BY", "NVSHMEM_DISABLE_NCCL",
+                               "NVSHMEM_DISABLE_NVLS",     "CUDA_MODULE_LOADING"};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++) show_variable(names[i]);
   dk_transport_attach_params a = {.size = sizeof a, .num_ranks = 2, .num_nvl_peers = 1, .num_qps = 1, .qp_depth = 1};
   printf("attach: %d\nattach says: %s\n", CALL(dk_transport_attach, &a), a.reason);
   uint64_t reach[2] = {0};
-  dk_transport_alloc_params m = {.size = sizeof m, .attachment = a.attachment, .bytes = 4096, .host_peer_blocks = (uintptr_t)reach};
+  dk_transport_alloc_params m = {
+      .size = sizeof m, .attachment = a.attachment, .bytes = 4096, .host_peer_blocks = (uintptr_t)reach};
   printf("alloc: %d\n", CALL(dk_transport_alloc, &m));
   dk_transport_open_params o = {.size = sizeof o, .num_qps = 1, .qp_depth = 1, .num_ranks = 2};
   printf("open: %d\n", CALL(dk_transport_open, &o));

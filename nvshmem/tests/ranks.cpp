@@ -27,7 +27,7 @@ void fail(const Rank &me, const char *format, ...) {
   printf("rank %d: %s\n", me.index, text);
   fflush(stdout);
   me.page->failed = 1;
-  _exit(1); // NVSHMEM's own end would wait for the others
+  _exit(1);  // NVSHMEM's own end would wait for the others
 }
 
 void check(const Rank &me, cudaError_t error, const char *what) {
@@ -45,20 +45,21 @@ void Rank::meet() {
     ++page->round;
   }
   while (page->round == round) {
-    if (page->failed) _exit(2); // somebody else has said why
+    if (page->failed) _exit(2);  // somebody else has said why
     usleep(50);
   }
 }
 
 namespace {
 
-template <class F> void find(const Rank &me, void *library, F &function, const char *name) {
+template <class F>
+void find(const Rank &me, void *library, F &function, const char *name) {
   function = reinterpret_cast<F>(dlsym(library, name));
   if (function == nullptr) fail(me, "%s", dlerror());
 }
 
 void load(Rank &me) {
-  if (me.options->plugin != nullptr) { // before NVSHMEM starts: it is found by its soname
+  if (me.options->plugin != nullptr) {  // before NVSHMEM starts: it is found by its soname
     void *plugin = dlopen(me.options->plugin, RTLD_NOW | RTLD_GLOBAL);
     if (plugin == nullptr) fail(me, "%s", dlerror());
     find(me, plugin, me.count, "testtransport_count");
@@ -68,13 +69,19 @@ void load(Rank &me) {
   if (library == nullptr) fail(me, "%s", dlerror());
   Functions &f = me.call;
   find(me, library, f.info, "dk_info");
-  find(me, library, f.device_open, "dk_device_open"); find(me, library, f.device_close, "dk_device_close");
+  find(me, library, f.device_open, "dk_device_open");
+  find(me, library, f.device_close, "dk_device_close");
   find(me, library, f.unique_id, "dk_transport_unique_id");
-  find(me, library, f.attach, "dk_transport_attach"); find(me, library, f.detach, "dk_transport_detach");
-  find(me, library, f.alloc, "dk_transport_alloc"); find(me, library, f.free, "dk_transport_free");
-  find(me, library, f.open, "dk_transport_open"); find(me, library, f.close, "dk_transport_close");
-  find(me, library, f.put, "dk_transport_put"); find(me, library, f.quiet, "dk_transport_quiet");
-  find(me, library, f.query, "dk_transport_query"); find(me, library, f.lose, "dk_transport_lose");
+  find(me, library, f.attach, "dk_transport_attach");
+  find(me, library, f.detach, "dk_transport_detach");
+  find(me, library, f.alloc, "dk_transport_alloc");
+  find(me, library, f.free, "dk_transport_free");
+  find(me, library, f.open, "dk_transport_open");
+  find(me, library, f.close, "dk_transport_close");
+  find(me, library, f.put, "dk_transport_put");
+  find(me, library, f.quiet, "dk_transport_quiet");
+  find(me, library, f.query, "dk_transport_query");
+  find(me, library, f.lose, "dk_transport_lose");
 }
 
 // A name of its own makes a process another host for NVSHMEM.
@@ -83,14 +90,17 @@ void move_host(const Rank &me) {
   char name[48];
   const int length = snprintf(name, sizeof name, "dk%d-h%d", getppid(), me.host);
   if (unshare(CLONE_NEWUTS) == 0 && sethostname(name, static_cast<size_t>(length)) == 0) return;
-  if (me.options->hosts != me.options->ranks) fail(me, "no host name of its own: unshare(CLONE_NEWUTS) and sethostname need CAP_SYS_ADMIN");
-  setenv("NVSHMEM_DISABLE_P2P", "1", 1); // a host for each rank comes to the same
+  if (me.options->hosts != me.options->ranks)
+    fail(me, "no host name of its own: unshare(CLONE_NEWUTS) and sethostname need CAP_SYS_ADMIN");
+  setenv("NVSHMEM_DISABLE_P2P", "1", 1);  // a host for each rank comes to the same
   if (me.index == 0) printf("   no host names of their own: NVSHMEM_DISABLE_P2P=1 instead\n");
 }
 
 int run_rank(const Options &options, SharedPage *page, int index) {
   Rank me;
-  me.options = &options; me.page = page; me.index = index;
+  me.options = &options;
+  me.page = page;
+  me.index = index;
   me.host = me.host_of(index);
   setvbuf(stdout, nullptr, _IOLBF, 0);
   move_host(me);
@@ -104,7 +114,7 @@ int run_rank(const Options &options, SharedPage *page, int index) {
     if (index == 0) printf("ok %-28s %7.1f ms\n", one.name, now_ms() - start);
   }
   fflush(stdout);
-  _exit(0); // what was ended is ended; a lost peer would keep exit handlers waiting
+  _exit(0);  // what was ended is ended; a lost peer would keep exit handlers waiting
 }
 
 bool all_ended(std::vector<pid_t> &pids, int *bad) {
@@ -125,7 +135,8 @@ bool all_ended(std::vector<pid_t> &pids, int *bad) {
 }  // namespace
 
 int run_ranks(const Options &options) {
-  auto *page = static_cast<SharedPage *>(mmap(nullptr, sizeof(SharedPage), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  auto *page = static_cast<SharedPage *>(
+      mmap(nullptr, sizeof(SharedPage), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   if (page == MAP_FAILED) return 1;
   std::vector<pid_t> pids;
   for (int i = 0; i < options.ranks; ++i) {

@@ -14,7 +14,7 @@
 #include "testtransport/testtransport.h"
 
 struct Options {
-  const char *library = nullptr, *plugin = nullptr; // plugin: make peers of other hosts remote by it
+  const char *library = nullptr, *plugin = nullptr;  // plugin: make peers of other hosts remote by it
   int ranks = 2, hosts = 1, gpus = 1, seconds = 20;
   bool lose = false, restart = false;
 };
@@ -22,7 +22,7 @@ struct Options {
 constexpr int kMaxRanks = 16;
 constexpr int kQueues = 4;
 
-struct SharedPage { // among the processes of a test
+struct SharedPage {  // among the processes of a test
   std::atomic<int> arrived, round, failed;
   uint8_t id[DK_TRANSPORT_ID_BYTES];
 };
@@ -50,21 +50,22 @@ struct Rank {
   SharedPage *page;
   int index = 0, host = 0;
   Functions call{};
-  int (*count)(int, testtransport_counts *) = nullptr; // of the plugin
+  int (*count)(int, testtransport_counts *) = nullptr;  // of the plugin
   int (*drop)(int) = nullptr;
   uint64_t device = 0, attachment = 0, mem = 0, bytes = 0, transport = 0;
   uint8_t *block = nullptr;
   std::vector<uint64_t> reach;
   std::vector<int32_t> peers;
-  cudaStream_t stream = nullptr; // of operations
-  cudaStream_t looks = nullptr;  // of looks at memory
+  cudaStream_t stream = nullptr;  // of operations
+  cudaStream_t looks = nullptr;   // of looks at memory
 
   int ranks() const { return options->ranks; }
   int host_of(int rank) const { return rank / (options->ranks / options->hosts); }
-  void meet(); // all ranks come here
+  void meet();  // all ranks come here
 };
 
-template <class P> P make_params() {
+template <class P>
+P make_params() {
   P p{};
   p.size = sizeof p;
   return p;

@@ -1,12 +1,14 @@
-// interface.h - what NVSHMEM 3.4 expects of a transport plugin (interface 3), as far as this one needs it. NVSHMEM ships no header of
-// it; these are the same bytes under our own names. Sizes and places are checked below; the plugins of the wheel have them too.
+// interface.h - what NVSHMEM 3.4 expects of a transport plugin (interface 3), as far as this one needs it. NVSHMEM
+// ships no header of it; these are the same bytes under our own names. Sizes and places are checked below; the plugins
+// of the wheel have them too.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace testtransport {
 
-constexpr int kInterface = 3; // the first part of the version that the host library gives, which is major * 10000 + minor * 100
+constexpr int kInterface =
+    3;  // the first part of the version that the host library gives, which is major * 10000 + minor * 100
 constexpr int kInterfaceVersion = kInterface * 10000;
 
 // What a transport can do toward a PE, and what it is.
@@ -15,24 +17,63 @@ enum Attribute { kConnected = 1 << 1 };
 
 enum class Verb : int { kPut = 1, kValue = 2, kGet = 4, kGetValue = 5 };
 enum class Atomic : int {
-  kIncrement = 2, kSet = 3, kAdd = 4, kAnd = 5, kOr = 6, kXor = 7, kSignal = 8, kSignalSet = 9, kSignalAdd = 10, kLastWithoutResult = 11,
-  kFetch = 12, kFetchIncrement = 13, kFetchAdd = 14, kFetchAnd = 15, kFetchOr = 16, kFetchXor = 17, kSwap = 18, kCompareSwap = 19
+  kIncrement = 2,
+  kSet = 3,
+  kAdd = 4,
+  kAnd = 5,
+  kOr = 6,
+  kXor = 7,
+  kSignal = 8,
+  kSignalSet = 9,
+  kSignalAdd = 10,
+  kLastWithoutResult = 11,
+  kFetch = 12,
+  kFetchIncrement = 13,
+  kFetchAdd = 14,
+  kFetchAnd = 15,
+  kFetchOr = 16,
+  kFetchXor = 17,
+  kSwap = 18,
+  kCompareSwap = 19
 };
 
-struct MemoryHandle { char bytes[512]; };
-struct PeInfo { int32_t pci[3], pe; uint64_t host; char gpu[16]; };
-struct RmaVerb { Verb what; int no_wait, on_stream; void *stream; };
-struct Place { void *address; uint64_t offset; MemoryHandle *handle; }; // of a PE's memory, in that PE's addresses
-struct RmaSize { size_t count; int element_bytes; ptrdiff_t source_stride, target_stride; };
-struct AtomicVerb { Atomic what; int fetches, has_value, has_compare; };
+struct MemoryHandle {
+  char bytes[512];
+};
+struct PeInfo {
+  int32_t pci[3], pe;
+  uint64_t host;
+  char gpu[16];
+};
+struct RmaVerb {
+  Verb what;
+  int no_wait, on_stream;
+  void *stream;
+};
+struct Place {
+  void *address;
+  uint64_t offset;
+  MemoryHandle *handle;
+};  // of a PE's memory, in that PE's addresses
+struct RmaSize {
+  size_t count;
+  int element_bytes;
+  ptrdiff_t source_stride, target_stride;
+};
+struct AtomicVerb {
+  Atomic what;
+  int fetches, has_value, has_compare;
+};
 struct AtomicPlace {
   Place target;
-  uint64_t result_flag; // written behind the result
+  uint64_t result_flag;  // written behind the result
   void *result, *value_address, *compare_address;
   uint64_t value, compare;
   MemoryHandle *result_handle;
 };
-struct AtomicSize { int type, bytes; };
+struct AtomicSize {
+  int type, bytes;
+};
 
 struct Transport;
 struct Operations {
@@ -56,25 +97,27 @@ struct Transport {
   int version, type;
   int *capabilities;  // from here on marked *: the host library's to fill
   Operations operations;
-  void *bootstrap;    // *
+  void *bootstrap;  // *
   void *state, *shared_state;
-  void *cache;        // *
+  void *cache;  // *
   char **device_paths;
   int attributes, num_devices;
   bool atomics_complete_on_quiet, initialized, without_proxy;
-  void *heap_base;    // *
-  size_t log2_granularity; // *
-  uint64_t max_bytes; // of one operation
+  void *heap_base;          // *
+  size_t log2_granularity;  // *
+  uint64_t max_bytes;       // of one operation
   uint32_t host_endian_atomics;
-  int index, my_pe, num_pes; // *
-  void *aliases, *extended; // *
+  int index, my_pe, num_pes;  // *
+  void *aliases, *extended;   // *
 };
 
 static_assert(sizeof(Transport) == 240 && sizeof(Operations) == 14 * 8, "the struct of interface 3");
-static_assert(offsetof(Transport, operations) == 0x10 && offsetof(Transport, state) == 0x88 && offsetof(Transport, attributes) == 0xa8 &&
-                  offsetof(Transport, initialized) == 0xb1 && offsetof(Transport, max_bytes) == 0xc8 && offsetof(Transport, my_pe) == 0xd8,
+static_assert(offsetof(Transport, operations) == 0x10 && offsetof(Transport, state) == 0x88 &&
+                  offsetof(Transport, attributes) == 0xa8 && offsetof(Transport, initialized) == 0xb1 &&
+                  offsetof(Transport, max_bytes) == 0xc8 && offsetof(Transport, my_pe) == 0xd8,
               "places of interface 3");
 static_assert(offsetof(Operations, rma) == 0x38 && offsetof(Operations, quiet) == 0x50, "operations of interface 3");
-static_assert(sizeof(Place) == 24 && sizeof(RmaVerb) == 24 && sizeof(RmaSize) == 32 && sizeof(AtomicPlace) == 80, "arguments of interface 3");
+static_assert(sizeof(Place) == 24 && sizeof(RmaVerb) == 24 && sizeof(RmaSize) == 32 && sizeof(AtomicPlace) == 80,
+              "arguments of interface 3");
 
 }  // namespace testtransport

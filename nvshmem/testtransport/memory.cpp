@@ -1,5 +1,5 @@
-// memory.cpp - virtual memory is handed over as a descriptor, through an abstract Unix socket that each process listens on; other
-// memory by cudaIpc.
+// memory.cpp - virtual memory is handed over as a descriptor, through an abstract Unix socket that each process listens
+// on; other memory by cudaIpc.
 #include "memory.h"
 
 #include <cuda.h>
@@ -35,7 +35,8 @@ struct Driver {
   decltype(&cuMemGetAddressRange) range;
 };
 
-template <class F> bool find(F &function, const char *name) {
+template <class F>
+bool find(F &function, const char *name) {
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
   void *address = nullptr;
   const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &result);
@@ -45,19 +46,23 @@ template <class F> bool find(F &function, const char *name) {
 
 const Driver *driver() {
   static Driver d{};
-  static const bool good = find(d.retain, "cuMemRetainAllocationHandle") && find(d.export_handle, "cuMemExportToShareableHandle") &&
-                           find(d.import_handle, "cuMemImportFromShareableHandle") && find(d.reserve, "cuMemAddressReserve") &&
-                           find(d.free, "cuMemAddressFree") && find(d.map, "cuMemMap") && find(d.unmap, "cuMemUnmap") &&
-                           find(d.set_access, "cuMemSetAccess") && find(d.release, "cuMemRelease") &&
-                           find(d.range, "cuMemGetAddressRange");
+  static const bool good =
+      find(d.retain, "cuMemRetainAllocationHandle") && find(d.export_handle, "cuMemExportToShareableHandle") &&
+      find(d.import_handle, "cuMemImportFromShareableHandle") && find(d.reserve, "cuMemAddressReserve") &&
+      find(d.free, "cuMemAddressFree") && find(d.map, "cuMemMap") && find(d.unmap, "cuMemUnmap") &&
+      find(d.set_access, "cuMemSetAccess") && find(d.release, "cuMemRelease") && find(d.range, "cuMemGetAddressRange");
   return good ? &d : nullptr;
 }
 
-struct Mapping { uint64_t address; size_t bytes; uint32_t kind; };
+struct Mapping {
+  uint64_t address;
+  size_t bytes;
+  uint32_t kind;
+};
 
 // Two locks: two processes ask each other for memory at the same time, and must answer while they ask.
-std::mutex giving;                                       // of what others may have
-std::map<uint64_t, int> descriptors;                     // by serial
+std::mutex giving;                    // of what others may have
+std::map<uint64_t, int> descriptors;  // by serial
 uint64_t next_serial = 1;
 int listener = -1;
 pthread_t server;
@@ -67,7 +72,8 @@ std::map<std::pair<int64_t, uint64_t>, Mapping> mapped;  // by pid and serial
 socklen_t name_of(int64_t pid, sockaddr_un *name) {
   memset(name, 0, sizeof *name);
   name->sun_family = AF_UNIX;
-  const int length = snprintf(name->sun_path + 1, sizeof name->sun_path - 1, "deepep-testtransport-%lld", static_cast<long long>(pid));
+  const int length =
+      snprintf(name->sun_path + 1, sizeof name->sun_path - 1, "deepep-testtransport-%lld", static_cast<long long>(pid));
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<size_t>(length));
 }
 
@@ -77,11 +83,15 @@ void send_descriptor(int to, int fd) {
   iovec part{&byte, 1};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
-  message.msg_iov = &part; message.msg_iovlen = 1;
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
   if (fd >= 0) {
-    message.msg_control = control; message.msg_controllen = sizeof control;
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
     cmsghdr *head = CMSG_FIRSTHDR(&message);
-    head->cmsg_level = SOL_SOCKET; head->cmsg_type = SCM_RIGHTS; head->cmsg_len = CMSG_LEN(sizeof(int));
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(sizeof(int));
     memcpy(CMSG_DATA(head), &fd, sizeof fd);
   }
   (void)sendmsg(to, &message, MSG_NOSIGNAL);
@@ -92,8 +102,10 @@ int receive_descriptor(int from) {
   iovec part{&byte, 1};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
-  message.msg_iov = &part; message.msg_iovlen = 1;
-  message.msg_control = control; message.msg_controllen = sizeof control;
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
   if (recvmsg(from, &message, MSG_CMSG_CLOEXEC) != 1 || byte != 1) return -1;
   const cmsghdr *head = CMSG_FIRSTHDR(&message);
   if (head == nullptr || head->cmsg_type != SCM_RIGHTS) return -1;
@@ -149,16 +161,18 @@ bool map_descriptor(const Shared &shared, int fd, Mapping *out) {
   CUmemGenericAllocationHandle allocation = 0;
   int device = 0;
   if (d == nullptr || cudaGetDevice(&device) != cudaSuccess) return false;
-  if (d->import_handle(&allocation, reinterpret_cast<void *>(static_cast<intptr_t>(fd)), CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) != CUDA_SUCCESS)
+  if (d->import_handle(&allocation, reinterpret_cast<void *>(static_cast<intptr_t>(fd)),
+                       CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) != CUDA_SUCCESS)
     return false;
   CUdeviceptr address = 0;
   CUmemAccessDesc access{};
-  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE; access.location.id = device;
+  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  access.location.id = device;
   access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   const bool reserved = d->reserve(&address, shared.bytes, 0, 0, 0) == CUDA_SUCCESS;
   const bool placed = reserved && d->map(address, shared.bytes, 0, allocation, 0) == CUDA_SUCCESS;
   const bool good = placed && d->set_access(address, shared.bytes, &access, 1) == CUDA_SUCCESS;
-  (void)d->release(allocation); // the mapping keeps it
+  (void)d->release(allocation);  // the mapping keeps it
   if (!good && placed) (void)d->unmap(address, shared.bytes);
   if (!good && reserved) (void)d->free(address, shared.bytes);
   *out = {address, shared.bytes, kDescriptor};
@@ -219,7 +233,10 @@ bool offer(Shared *shared, CUdeviceptr base) {
 int share_memory(MemoryHandle *handle, void *address, size_t bytes, bool local_only) {
   memset(handle, 0, sizeof *handle);
   Shared shared{};
-  shared.magic = kMagic; shared.pid = getpid(); shared.address = reinterpret_cast<uint64_t>(address); shared.bytes = bytes;
+  shared.magic = kMagic;
+  shared.pid = getpid();
+  shared.address = reinterpret_cast<uint64_t>(address);
+  shared.bytes = bytes;
   const std::lock_guard<std::mutex> lock(giving);
   shared.serial = next_serial++;
   if (!local_only) {
@@ -227,8 +244,10 @@ int share_memory(MemoryHandle *handle, void *address, size_t bytes, bool local_o
     size_t whole = 0;
     if (driver() == nullptr || driver()->range(&base, &whole, shared.address) != CUDA_SUCCESS)
       return complain("%p is no GPU memory: only the heap on the GPU can be shared", address);
-    shared.offset = shared.address - base; shared.bytes = whole;
-    if (!offer(&shared, base)) return complain("%p, %zu bytes, can be handed to others neither as a descriptor nor by cudaIpc", address, bytes);
+    shared.offset = shared.address - base;
+    shared.bytes = whole;
+    if (!offer(&shared, base))
+      return complain("%p, %zu bytes, can be handed to others neither as a descriptor nor by cudaIpc", address, bytes);
   }
   memcpy(handle, &shared, sizeof shared);
   return 0;
@@ -256,13 +275,15 @@ void *reach_memory(const Place &place) {
   const std::lock_guard<std::mutex> lock(taking);
   const Mapping *mapping = map_once(shared);
   if (mapping == nullptr) return nullptr;
-  return reinterpret_cast<void *>(mapping->address + shared.offset + (reinterpret_cast<uint64_t>(place.address) - shared.address));
+  return reinterpret_cast<void *>(mapping->address + shared.offset +
+                                  (reinterpret_cast<uint64_t>(place.address) - shared.address));
 }
 
 bool prepare_memory(const MemoryHandle &handle) {
   Shared shared;
   memcpy(&shared, &handle, sizeof shared);
-  if (shared.magic != kMagic || shared.pid == getpid() || shared.kind == kLocalOnly) return true; // none of ours to map
+  if (shared.magic != kMagic || shared.pid == getpid() || shared.kind == kLocalOnly)
+    return true;  // none of ours to map
   const std::lock_guard<std::mutex> lock(taking);
   return map_once(shared) != nullptr;
 }
@@ -285,10 +306,10 @@ void forget_memory() {
   descriptors.clear();
   const int fd = listener;
   listener = -1;
-  lock.unlock(); // the server may be waiting for it
+  lock.unlock();  // the server may be waiting for it
   if (fd < 0) return;
   (void)shutdown(fd, SHUT_RDWR);
-  pthread_join(server, nullptr); // it closes the listener
+  pthread_join(server, nullptr);  // it closes the listener
 }
 
 }  // namespace testtransport

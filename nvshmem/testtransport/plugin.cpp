@@ -1,6 +1,7 @@
-// plugin.cpp - a transport of NVSHMEM for tests: the GPUs of one machine as if they were on hosts that only a network joins. Copies and
-// atomics are enqueued by the host; order is kept no better than a NIC keeps it. See testtransport.h for its settings.
-// It has the soname of a transport that NVSHMEM knows: whoever loads it before NVSHMEM starts, and asks for ibdevx, gets it.
+// plugin.cpp - a transport of NVSHMEM for tests: the GPUs of one machine as if they were on hosts that only a network
+// joins. Copies and atomics are enqueued by the host; order is kept no better than a NIC keeps it. See testtransport.h
+// for its settings. It has the soname of a transport that NVSHMEM knows: whoever loads it before NVSHMEM starts, and
+// asks for ibdevx, gets it.
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -14,7 +15,7 @@
 namespace testtransport {
 namespace {
 
-std::unique_ptr<Wire> wire; // of this process; made once NVSHMEM has said which PE this is
+std::unique_ptr<Wire> wire;  // of this process; made once NVSHMEM has said which PE this is
 
 int can_reach_peer(int *access, PeInfo *, Transport *) {
   *access = kCpuWrite | kCpuRead | kCpuAtomics;
@@ -31,7 +32,8 @@ int connect_endpoints(Transport *t, int *, int) {
 int get_mem_handle(MemoryHandle *handle, void *address, size_t bytes, Transport *, bool local_only) {
   return share_memory(handle, address, bytes, local_only);
 }
-// Handles of a part of the heap, those of a PE side by side: mapped now, since a kernel may be waiting when they are used first.
+// Handles of a part of the heap, those of a PE side by side: mapped now, since a kernel may be waiting when they are
+// used first.
 int add_remote_handles(Transport *t, int handles_per_pe, MemoryHandle *handles, uint64_t, size_t) {
   for (int pe = 0; pe < t->num_pes; ++pe)
     if (!prepare_memory(handles[pe * handles_per_pe + t->index])) return 1;
@@ -39,7 +41,7 @@ int add_remote_handles(Transport *t, int handles_per_pe, MemoryHandle *handles, 
 }
 int release_mem_handle(MemoryHandle *handle, Transport *) { return unshare_memory(handle); }
 
-int finalize(Transport *) { // the struct stays: the host library may still look at it
+int finalize(Transport *) {  // the struct stays: the host library may still look at it
   wire.reset();
   forget_memory();
   return 0;
@@ -53,12 +55,15 @@ int rma(Transport *, int pe, RmaVerb verb, Place *remote, Place *local, RmaSize 
   if (there == nullptr) return 1;
   Work work;
   work.bytes = size.count * static_cast<size_t>(size.element_bytes);
-  work.target = there; work.source = local->address;
+  work.target = there;
+  work.source = local->address;
   if (verb.what == Verb::kGet || verb.what == Verb::kGetValue) {
     work.what = What::kGet;
     std::swap(work.target, work.source);
-  } else if (local->handle == nullptr && work.bytes <= sizeof work.value) { // a value on the caller's stack: taken along
-    work.what = What::kAtomic; work.atomic = Atomic::kSet;
+  } else if (local->handle == nullptr &&
+             work.bytes <= sizeof work.value) {  // a value on the caller's stack: taken along
+    work.what = What::kAtomic;
+    work.atomic = Atomic::kSet;
     memcpy(&work.value, local->address, work.bytes);
   } else if (verb.what == Verb::kValue) {
     return complain("a value of %zu bytes", work.bytes);
@@ -68,11 +73,18 @@ int rma(Transport *, int pe, RmaVerb verb, Place *remote, Place *local, RmaSize 
 
 int amo(Transport *, int pe, void *, AtomicVerb verb, AtomicPlace *place, AtomicSize size, int) {
   Work work;
-  work.what = What::kAtomic; work.atomic = verb.what; work.bytes = static_cast<size_t>(size.bytes);
+  work.what = What::kAtomic;
+  work.atomic = verb.what;
+  work.bytes = static_cast<size_t>(size.bytes);
   work.target = reach_memory(place->target);
-  work.value = place->value; work.compare = place->compare;
-  if (work.target == nullptr || (size.bytes != 4 && size.bytes != 8)) return complain("an atomic of %d bytes", size.bytes);
-  if (verb.what > Atomic::kLastWithoutResult) { work.result = place->result; work.result_flag = place->result_flag; }
+  work.value = place->value;
+  work.compare = place->compare;
+  if (work.target == nullptr || (size.bytes != 4 && size.bytes != 8))
+    return complain("an atomic of %d bytes", size.bytes);
+  if (verb.what > Atomic::kLastWithoutResult) {
+    work.result = place->result;
+    work.result_flag = place->result_flag;
+  }
   return wire->post(pe, work);
 }
 
@@ -86,13 +98,27 @@ using namespace testtransport;
 
 EXPORT int nvshmemt_init(Transport **out, void *, int interface_version) {
   if (interface_version / 10000 != kInterface)
-    return complain("it speaks interface %d of NVSHMEM's transports (3.4), the host library interface %d", kInterface, interface_version / 10000);
+    return complain("it speaks interface %d of NVSHMEM's transports (3.4), the host library interface %d", kInterface,
+                    interface_version / 10000);
   auto *t = static_cast<Transport *>(calloc(1, sizeof(Transport)));
   if (t == nullptr) return 1;
   t->version = kInterfaceVersion;
-  t->operations = {can_reach_peer, connect_endpoints, get_mem_handle, release_mem_handle, finalize, show_info, progress, rma, amo, fence, quiet,
-                   nullptr,        nullptr,           add_remote_handles};
-  t->attributes = kConnected; t->num_devices = 1;
+  t->operations = {can_reach_peer,
+                   connect_endpoints,
+                   get_mem_handle,
+                   release_mem_handle,
+                   finalize,
+                   show_info,
+                   progress,
+                   rma,
+                   amo,
+                   fence,
+                   quiet,
+                   nullptr,
+                   nullptr,
+                   add_remote_handles};
+  t->attributes = kConnected;
+  t->num_devices = 1;
   t->max_bytes = 1u << 30;
   t->initialized = true;
   *out = t;

@@ -1,6 +1,6 @@
 /* testtransport.h - what tests ask of the plugin, found with dlsym. The environment says how it behaves:
- *   DEEPEP_TESTTRANSPORT=SEED[:MICROSECONDS[:QUEUES]]   each operation takes effect up to so much later, in the order of its queue
- *   pair alone; fences hold. Without it everything takes effect at once, in order. */
+ *   DEEPEP_TESTTRANSPORT=SEED[:MICROSECONDS[:QUEUES]]   each operation takes effect up to so much later, in the order
+ * of its queue pair alone; fences hold. Without it everything takes effect at once, in order. */
 #ifndef DEEPEP_TESTTRANSPORT_H
 #define DEEPEP_TESTTRANSPORT_H
 #include <stdint.h>

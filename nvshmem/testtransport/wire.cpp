@@ -1,5 +1,5 @@
-// wire.cpp - one stream of the GPU takes effect in order; so what matters is the order in which operations are put on it. That order
-// keeps queues and fences, and is random (seeded) otherwise.
+// wire.cpp - one stream of the GPU takes effect in order; so what matters is the order in which operations are put on
+// it. That order keeps queues and fences, and is random (seeded) otherwise.
 #include "wire.h"
 
 #include <time.h>
@@ -11,7 +11,7 @@
 namespace testtransport {
 namespace {
 
-constexpr size_t kPieces = 3, kMinPiece = 512; // a longer put goes in pieces, the last one first
+constexpr size_t kPieces = 3, kMinPiece = 512;  // a longer put goes in pieces, the last one first
 
 uint64_t now_ns() {
   timespec t{};
@@ -30,17 +30,25 @@ bool parse_settings(const char *text, Settings *out) {
   char *end = nullptr;
   for (int i = 0; i < 3; ++i, text = end + 1) {
     numbers[i] = text[0] >= '0' && text[0] <= '9' ? strtoull(text, &end, 10) : 0;
-    if (end == nullptr || end == text || (*end != ':' && *end != 0)) { complain("DEEPEP_TESTTRANSPORT: a number is expected at \"%s\"", text); return false; }
+    if (end == nullptr || end == text || (*end != ':' && *end != 0)) {
+      complain("DEEPEP_TESTTRANSPORT: a number is expected at \"%s\"", text);
+      return false;
+    }
     if (*end == 0) break;
   }
-  if (*end != 0 || numbers[1] > 1000000 || numbers[2] < 1 || numbers[2] > 1024)
-    { complain("DEEPEP_TESTTRANSPORT is SEED[:MICROSECONDS[:QUEUES]], at most 1000000 and 1024"); return false; }
+  if (*end != 0 || numbers[1] > 1000000 || numbers[2] < 1 || numbers[2] > 1024) {
+    complain("DEEPEP_TESTTRANSPORT is SEED[:MICROSECONDS[:QUEUES]], at most 1000000 and 1024");
+    return false;
+  }
   *out = {numbers[0], numbers[1] * 1000, static_cast<int>(numbers[2])};
   return true;
 }
 
 Wire::Wire(int my_pe, int num_pes, const Settings &settings)
-    : peers_(static_cast<size_t>(num_pes)), random_(settings.seed * 1000003 + static_cast<uint64_t>(my_pe)), settings_(settings), my_pe_(my_pe) {}
+    : peers_(static_cast<size_t>(num_pes)),
+      random_(settings.seed * 1000003 + static_cast<uint64_t>(my_pe)),
+      settings_(settings),
+      my_pe_(my_pe) {}
 
 Wire::~Wire() {
   if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
@@ -56,11 +64,18 @@ int Wire::post(int pe, Work work) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Peer &peer = peers_[static_cast<size_t>(pe)];
   testtransport_counts &c = peer.counts;
-  ++(work.what == What::kGet ? c.gets : work.what == What::kPut ? c.puts : work.source != nullptr ? c.values : c.atomics);
+  ++(work.what == What::kGet   ? c.gets
+     : work.what == What::kPut ? c.puts
+     : work.source != nullptr  ? c.values
+                               : c.atomics);
   c.bytes += work.bytes;
-  if (peer.lost) { ++c.dropped; return 0; }
-  work.fences = peer.fences; work.number = peer.posted++;
-  const bool at_once = pe == my_pe_ || settings_.max_delay_ns == 0; // NVSHMEM fences nothing toward itself
+  if (peer.lost) {
+    ++c.dropped;
+    return 0;
+  }
+  work.fences = peer.fences;
+  work.number = peer.posted++;
+  const bool at_once = pe == my_pe_ || settings_.max_delay_ns == 0;  // NVSHMEM fences nothing toward itself
   if (!at_once) {
     work.queue = static_cast<int>(random_() % static_cast<uint64_t>(settings_.num_queues));
     work.due_ns = now_ns() + random_() % settings_.max_delay_ns;
@@ -90,8 +105,9 @@ int Wire::issue(const Work &work) {
   size_t end = work.bytes;
   while (end > 0) {
     const size_t start = (end - 1) / piece * piece;
-    const cudaError_t error = cudaMemcpyAsync(static_cast<char *>(work.target) + start, static_cast<const char *>(work.source) + start, end - start,
-                                              cudaMemcpyDefault, stream_);
+    const cudaError_t error =
+        cudaMemcpyAsync(static_cast<char *>(work.target) + start, static_cast<const char *>(work.source) + start,
+                        end - start, cudaMemcpyDefault, stream_);
     if (error != cudaSuccess) return verdict(error);
     end = start;
   }
@@ -101,7 +117,8 @@ int Wire::issue(const Work &work) {
 int Wire::fence(int pe) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Peer &peer = peers_[static_cast<size_t>(pe)];
-  ++peer.fences; ++peer.counts.fences;
+  ++peer.fences;
+  ++peer.counts.fences;
   return 0;
 }
 
@@ -111,7 +128,7 @@ int Wire::quiet(int pe) {
   ++peer.counts.quiets;
   while (!peer.waiting.empty()) {
     size_t at = random_() % peer.waiting.size();
-    while (!may_go(peer, at)) --at; // the first one always may
+    while (!may_go(peer, at)) --at;  // the first one always may
     if (const int failed = go(&peer, at)) return failed;
   }
   return verdict(cudaStreamSynchronize(stream_));

@@ -16,16 +16,19 @@ enum class What { kPut, kGet, kAtomic };
 struct Work {
   What what = What::kPut;
   int queue = 0;
-  uint64_t due_ns = 0, fences = 0, number = 0; // fences of this PE before it; its number among all of the PE
-  void *target = nullptr;                      // in this process
+  uint64_t due_ns = 0, fences = 0, number = 0;  // fences of this PE before it; its number among all of the PE
+  void *target = nullptr;                       // in this process
   void *source = nullptr;
   size_t bytes = 0;
-  Atomic atomic = Atomic::kFetch;              // of a word of `bytes` at target
+  Atomic atomic = Atomic::kFetch;  // of a word of `bytes` at target
   uint64_t value = 0, compare = 0, result_flag = 0;
-  void *result = nullptr;                      // null: none wanted
+  void *result = nullptr;  // null: none wanted
 };
 
-struct Settings { uint64_t seed = 0, max_delay_ns = 0; int num_queues = 1; };
+struct Settings {
+  uint64_t seed = 0, max_delay_ns = 0;
+  int num_queues = 1;
+};
 // False, with a line on stderr: the text is not SEED[:MICROSECONDS[:QUEUES]].
 bool parse_settings(const char *text, Settings *out);
 
@@ -33,17 +36,17 @@ class Wire {
  public:
   Wire(int my_pe, int num_pes, const Settings &settings);
   ~Wire();
-  int start();          // what must not happen while a kernel waits: kernels are loaded, the stream is made
+  int start();  // what must not happen while a kernel waits: kernels are loaded, the stream is made
   int post(int pe, Work work);
   int fence(int pe);
-  int quiet(int pe);    // waits until all toward the PE is done
-  int progress();       // what is due
+  int quiet(int pe);  // waits until all toward the PE is done
+  int progress();     // what is due
   int lose(int pe);
   int count(int pe, testtransport_counts *out);
 
  private:
   struct Peer {
-    std::deque<Work> waiting; // in the order in which they were posted
+    std::deque<Work> waiting;  // in the order in which they were posted
     uint64_t fences = 0, posted = 0;
     bool lost = false;
     testtransport_counts counts{};

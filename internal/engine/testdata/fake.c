@@ -1,6 +1,6 @@
-/* A kernel library that does nothing but write down what it was asked: for tests of the engine's order of work. Its streams
- * are queues like those of a GPU (no DK_CAP_HOST_STREAM) and can be "captured". One process, one rank. Built with HEAP its transport
- * has memory of its own, with NO_TRANSPORT there is none. */
+/* A kernel library that does nothing but write down what it was asked: for tests of the engine's order of work. Its
+ * streams are queues like those of a GPU (no DK_CAP_HOST_STREAM) and can be "captured". One process, one rank. Built
+ * with HEAP its transport has memory of its own, with NO_TRANSPORT there is none. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,41 +16,109 @@ static uint64_t next_stream = 100, next_event = 1, capturing;
 #define NOTE(...) (quiet ? 0 : (used += (size_t)snprintf(trace + used, sizeof trace - used, __VA_ARGS__)))
 
 /* For the test: reads and clears the trace; sets which stream is captured; writes nothing down from now on. */
-int32_t fake_trace(char *out) { strcpy(out, trace); trace[used = 0] = 0; return 0; }
-int32_t fake_quiet(int *on) { quiet = *on; return 0; }
-int32_t fake_capture(uint64_t *stream) { capturing = *stream; return 0; }
-
-int32_t dk_info(dk_info_params *p) {
-  p->abi_version = DK_ABI_VERSION; p->caps = DK_CAP_GRAPH | DK_CAP_PEER_ROWS; p->num_devices = 1;
-  strcpy(p->kind, "fake"); strcpy(p->build, "1");
+int32_t fake_trace(char *out) {
+  strcpy(out, trace);
+  trace[used = 0] = 0;
   return 0;
 }
-int32_t dk_device_open(dk_device_open_params *p) { p->device = 1; p->num_sms = 8; strcpy(p->name, "fake"); return 0; }
-int32_t dk_device_close(dk_device_close_params *p) { (void)p; return 0; }
+int32_t fake_quiet(int *on) {
+  quiet = *on;
+  return 0;
+}
+int32_t fake_capture(uint64_t *stream) {
+  capturing = *stream;
+  return 0;
+}
+
+int32_t dk_info(dk_info_params *p) {
+  p->abi_version = DK_ABI_VERSION;
+  p->caps = DK_CAP_GRAPH | DK_CAP_PEER_ROWS;
+  p->num_devices = 1;
+  strcpy(p->kind, "fake");
+  strcpy(p->build, "1");
+  return 0;
+}
+int32_t dk_device_open(dk_device_open_params *p) {
+  p->device = 1;
+  p->num_sms = 8;
+  strcpy(p->name, "fake");
+  return 0;
+}
+int32_t dk_device_close(dk_device_close_params *p) {
+  (void)p;
+  return 0;
+}
 int32_t dk_mem_alloc(dk_mem_alloc_params *p) {
-  p->mem = p->address = (uint64_t)(uintptr_t)calloc(1, p->bytes); p->out_bytes = p->bytes;
+  p->mem = p->address = (uint64_t)(uintptr_t)calloc(1, p->bytes);
+  p->out_bytes = p->bytes;
   return p->mem ? 0 : DK_ENOMEM;
 }
-int32_t dk_mem_export(dk_mem_export_params *p) { p->kind = DK_SHARE_LOCAL; p->fd = -1; return 0; }
+int32_t dk_mem_export(dk_mem_export_params *p) {
+  p->kind = DK_SHARE_LOCAL;
+  p->fd = -1;
+  return 0;
+}
 int32_t dk_mem_import(dk_mem_import_params *p) {
   p->mem = p->address = (uint64_t)(uintptr_t)calloc(1, p->bytes);
   return p->mem ? 0 : DK_ENOMEM;
 }
-int32_t dk_mem_free(dk_mem_free_params *p) { free((void *)(uintptr_t)p->mem); return 0; }
-int32_t dk_host_register(dk_host_register_params *p) { p->address = p->host; return 0; }
-int32_t dk_host_unregister(dk_host_unregister_params *p) { (void)p; return 0; }
-int32_t dk_host_wait(dk_host_wait_params *p) { return *(uint64_t *)(uintptr_t)p->host_word >= p->at_least ? 0 : DK_ETIMEOUT; }
+int32_t dk_mem_free(dk_mem_free_params *p) {
+  free((void *)(uintptr_t)p->mem);
+  return 0;
+}
+int32_t dk_host_register(dk_host_register_params *p) {
+  p->address = p->host;
+  return 0;
+}
+int32_t dk_host_unregister(dk_host_unregister_params *p) {
+  (void)p;
+  return 0;
+}
+int32_t dk_host_wait(dk_host_wait_params *p) {
+  return *(uint64_t *)(uintptr_t)p->host_word >= p->at_least ? 0 : DK_ETIMEOUT;
+}
 
-int32_t dk_stream_create(dk_stream_create_params *p) { p->stream = next_stream++; return 0; }
-int32_t dk_stream_destroy(dk_stream_destroy_params *p) { (void)p; return 0; }
-int32_t dk_stream_query(dk_stream_query_params *p) { p->capturing = p->stream == capturing && capturing; p->idle = 1; return 0; }
-int32_t dk_event_create(dk_event_create_params *p) { p->event = next_event++; return 0; }
-int32_t dk_event_destroy(dk_event_destroy_params *p) { (void)p; return 0; }
-int32_t dk_event_record(dk_event_record_params *p) { NOTE("record e%d on %d\n", (int)p->event, (int)p->stream); return 0; }
-int32_t dk_stream_wait_event(dk_stream_wait_event_params *p) { NOTE("%d waits e%d\n", (int)p->stream, (int)p->event); return 0; }
-int32_t dk_event_wait(dk_event_wait_params *p) { (void)p; return 0; }
-int32_t dk_copy(dk_copy_params *p) { (void)p; return 0; }
-int32_t dk_fill(dk_fill_params *p) { (void)p; return 0; }
+int32_t dk_stream_create(dk_stream_create_params *p) {
+  p->stream = next_stream++;
+  return 0;
+}
+int32_t dk_stream_destroy(dk_stream_destroy_params *p) {
+  (void)p;
+  return 0;
+}
+int32_t dk_stream_query(dk_stream_query_params *p) {
+  p->capturing = p->stream == capturing && capturing;
+  p->idle = 1;
+  return 0;
+}
+int32_t dk_event_create(dk_event_create_params *p) {
+  p->event = next_event++;
+  return 0;
+}
+int32_t dk_event_destroy(dk_event_destroy_params *p) {
+  (void)p;
+  return 0;
+}
+int32_t dk_event_record(dk_event_record_params *p) {
+  NOTE("record e%d on %d\n", (int)p->event, (int)p->stream);
+  return 0;
+}
+int32_t dk_stream_wait_event(dk_stream_wait_event_params *p) {
+  NOTE("%d waits e%d\n", (int)p->stream, (int)p->event);
+  return 0;
+}
+int32_t dk_event_wait(dk_event_wait_params *p) {
+  (void)p;
+  return 0;
+}
+int32_t dk_copy(dk_copy_params *p) {
+  (void)p;
+  return 0;
+}
+int32_t dk_fill(dk_fill_params *p) {
+  (void)p;
+  return 0;
+}
 
 int32_t dk_block_sizes(dk_block_sizes_params *p) {
   p->control_bytes = p->wire_bytes = 4096;
@@ -59,8 +127,11 @@ int32_t dk_block_sizes(dk_block_sizes_params *p) {
   return 0;
 }
 int32_t dk_ll_layout(dk_ll_layout_params *p) {
-  p->rdma_bytes = (uint64_t)p->num_max_tokens * p->hidden * 2; p->wire_bytes = 64;
-  p->zero_copy_offset[0] = 256; p->zero_copy_offset[1] = 512; p->zero_copy_row_stride = 2 * (uint64_t)p->hidden;
+  p->rdma_bytes = (uint64_t)p->num_max_tokens * p->hidden * 2;
+  p->wire_bytes = 64;
+  p->zero_copy_offset[0] = 256;
+  p->zero_copy_offset[1] = 512;
+  p->zero_copy_row_stride = 2 * (uint64_t)p->hidden;
   return 0;
 }
 /* Which of the blocks are given: a digit for each rank. */
@@ -71,12 +142,18 @@ static const char *given(const uint64_t *blocks, int32_t ranks) {
   return text;
 }
 int32_t dk_team_create(dk_team_create_params *p) {
-  if (p->transport && p->num_ranks == 5) return DK_EUNSUPPORTED; /* the number of ranks that stands for kernels without a transport */
-  NOTE("team flags %d blocks %s transport %d\n", (int)p->flags, given((const uint64_t *)(uintptr_t)p->host_peer_blocks, p->num_ranks), (int)p->transport);
+  if (p->transport && p->num_ranks == 5)
+    return DK_EUNSUPPORTED; /* the number of ranks that stands for kernels without a transport */
+  NOTE("team flags %d blocks %s transport %d\n", (int)p->flags,
+       given((const uint64_t *)(uintptr_t)p->host_peer_blocks, p->num_ranks), (int)p->transport);
   p->team = 7;
   return 0;
 }
-int32_t dk_team_destroy(dk_team_destroy_params *p) { (void)p; NOTE("team ends\n"); return 0; }
+int32_t dk_team_destroy(dk_team_destroy_params *p) {
+  (void)p;
+  NOTE("team ends\n");
+  return 0;
+}
 
 #ifndef NO_TRANSPORT
 int32_t dk_transport_open(dk_transport_open_params *p) {
@@ -88,11 +165,26 @@ int32_t dk_transport_open(dk_transport_open_params *p) {
   p->transport = 9;
   return 0;
 }
-int32_t dk_transport_close(dk_transport_close_params *p) { NOTE("transport %d ends\n", (int)p->transport); return 0; }
-int32_t dk_transport_put(dk_transport_put_params *p) { (void)p; return DK_EUNSUPPORTED; }
-int32_t dk_transport_quiet(dk_transport_quiet_params *p) { NOTE("transport %d quiet, peer %d\n", (int)p->transport, p->peer); return 0; }
-int32_t dk_transport_query(dk_transport_query_params *p) { (void)p; return DK_EUNSUPPORTED; }
-int32_t dk_transport_lose(dk_transport_lose_params *p) { NOTE("transport %d loses %d\n", (int)p->transport, p->peer); return 0; }
+int32_t dk_transport_close(dk_transport_close_params *p) {
+  NOTE("transport %d ends\n", (int)p->transport);
+  return 0;
+}
+int32_t dk_transport_put(dk_transport_put_params *p) {
+  (void)p;
+  return DK_EUNSUPPORTED;
+}
+int32_t dk_transport_quiet(dk_transport_quiet_params *p) {
+  NOTE("transport %d quiet, peer %d\n", (int)p->transport, p->peer);
+  return 0;
+}
+int32_t dk_transport_query(dk_transport_query_params *p) {
+  (void)p;
+  return DK_EUNSUPPORTED;
+}
+int32_t dk_transport_lose(dk_transport_lose_params *p) {
+  NOTE("transport %d loses %d\n", (int)p->transport, p->peer);
+  return 0;
+}
 #endif
 
 #ifdef HEAP
@@ -100,17 +192,29 @@ int32_t dk_transport_lose(dk_transport_lose_params *p) { NOTE("transport %d lose
 enum { HEAP_WELL, HEAP_NO_ID, HEAP_NO_START, HEAP_STUCK_START, HEAP_FULL, HEAP_FAR, HEAP_STUCK_FREE };
 static int heap_mood, heap_ranks;
 static volatile int heap_released;
-int32_t fake_heap(int *mood) { heap_mood = *mood; heap_released = *mood == HEAP_WELL; return 0; }
-static void stick(void) { while (!heap_released) usleep(1000); }
+int32_t fake_heap(int *mood) {
+  heap_mood = *mood;
+  heap_released = *mood == HEAP_WELL;
+  return 0;
+}
+static void stick(void) {
+  while (!heap_released) usleep(1000);
+}
 
 int32_t dk_transport_unique_id(dk_transport_unique_id_params *p) {
-  if (heap_mood == HEAP_NO_ID) { strcpy(p->reason, "3.3.8 is too old"); return DK_EVERSION; }
+  if (heap_mood == HEAP_NO_ID) {
+    strcpy(p->reason, "3.3.8 is too old");
+    return DK_EVERSION;
+  }
   memset(p->id, 'i', sizeof p->id);
   NOTE("id for %d ranks, %d a node, %d x %d\n", p->num_ranks, p->num_nvl_peers, p->num_qps, p->qp_depth);
   return 0;
 }
 int32_t dk_transport_attach(dk_transport_attach_params *p) {
-  if (heap_mood == HEAP_NO_START) { strcpy(p->reason, "no NIC"); return DK_ESYSTEM; }
+  if (heap_mood == HEAP_NO_START) {
+    strcpy(p->reason, "no NIC");
+    return DK_ESYSTEM;
+  }
   if (heap_mood == HEAP_STUCK_START) stick();
   NOTE("attach %d of %d by %c%c\n", p->rank, p->num_ranks, p->id[0], p->id[DK_TRANSPORT_ID_BYTES - 1]);
   strcpy(p->version, "fake 1");
@@ -118,12 +222,17 @@ int32_t dk_transport_attach(dk_transport_attach_params *p) {
   p->attachment = 5;
   return 0;
 }
-int32_t dk_transport_detach(dk_transport_detach_params *p) { NOTE("detach %d\n", (int)p->attachment); return 0; }
+int32_t dk_transport_detach(dk_transport_detach_params *p) {
+  NOTE("detach %d\n", (int)p->attachment);
+  return 0;
+}
 int32_t dk_transport_alloc(dk_transport_alloc_params *p) {
   if (heap_mood == HEAP_FULL) return DK_ENOMEM;
   NOTE("heap %d\n", (int)p->attachment);
-  p->mem = p->address = (uint64_t)(uintptr_t)calloc(1, p->bytes); p->out_bytes = p->bytes;
-  for (int i = 0; i < (heap_mood == HEAP_FAR ? 1 : heap_ranks); i++) ((uint64_t *)(uintptr_t)p->host_peer_blocks)[i] = p->address;
+  p->mem = p->address = (uint64_t)(uintptr_t)calloc(1, p->bytes);
+  p->out_bytes = p->bytes;
+  for (int i = 0; i < (heap_mood == HEAP_FAR ? 1 : heap_ranks); i++)
+    ((uint64_t *)(uintptr_t)p->host_peer_blocks)[i] = p->address;
   return p->mem ? 0 : DK_ENOMEM;
 }
 int32_t dk_transport_free(dk_transport_free_params *p) {
@@ -133,12 +242,15 @@ int32_t dk_transport_free(dk_transport_free_params *p) {
   return 0;
 }
 #endif
-int32_t dk_team_segment(dk_team_segment_params *p) { NOTE("segment %d of %d: %d bytes\n", p->index, p->owner, (int)p->bytes); return 0; }
+int32_t dk_team_segment(dk_team_segment_params *p) {
+  NOTE("segment %d of %d: %d bytes\n", p->index, p->owner, (int)p->bytes);
+  return 0;
+}
 
-#define OPERATION(name, format, ...) \
-  int32_t dk_##name(dk_##name##_params *p) { \
+#define OPERATION(name, format, ...)                                                   \
+  int32_t dk_##name(dk_##name##_params *p) {                                           \
     NOTE(#name " #%d on %d" format "\n", (int)p->call, (int)p->stream, ##__VA_ARGS__); \
-    return 0; \
+    return 0;                                                                          \
   }
 OPERATION(layout, "")
 OPERATION(dispatch, "")

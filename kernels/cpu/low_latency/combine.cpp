@@ -1,10 +1,10 @@
-// Low-latency combine. The experts' rank lays the rows of each source rank together in its slot (or leaves them where they are:
-// zero copy) and says where they are; the tokens' rank reads them in place and adds them up with its weights. This library never
-// adds up at the experts' rank, so DK_LL_UNREDUCED is what it does anyway.
+// Low-latency combine. The experts' rank lays the rows of each source rank together in its slot (or leaves them where
+// they are: zero copy) and says where they are; the tokens' rank reads them in place and adds them up with its weights.
+// This library never adds up at the experts' rank, so DK_LL_UNREDUCED is what it does anyway.
 #include <string.h>
 
-#include "cpu/team/check.h"
 #include "cpu/low_latency/common.h"
+#include "cpu/team/check.h"
 
 namespace dk {
 namespace {
@@ -18,7 +18,9 @@ class Slot {
  public:
   Slot(uint64_t base, const LowLatencyShape &shape) : base_(base), shape_(shape) {}
   Range *ranges(int source) const { return at<Range>(base_) + static_cast<uint64_t>(source) * shape_.local_experts(); }
-  int32_t *cursors() const { return at<int32_t>(base_ + shape_.combine_cursors_at()); }  // by expert, of this rank's own use
+  int32_t *cursors() const {
+    return at<int32_t>(base_ + shape_.combine_cursors_at());
+  }  // by expert, of this rank's own use
   int32_t *sources() const { return at<int32_t>(base_ + shape_.combine_sources_at()); }
   uint8_t *rows() const { return at<uint8_t>(base_ + shape_.combine_rows_at()); }
 
@@ -30,7 +32,8 @@ class Slot {
 bool is_logfmt(const dk_ll_combine_params &p) { return p.flags & DK_LL_LOGFMT; }
 bool is_zero_copy(const dk_ll_combine_params &p) { return p.flags & DK_LL_ZERO_COPY; }
 
-template <class Half> void set_fields(Half &half, const dk_ll_combine_params &p) {
+template <class Half>
+void set_fields(Half &half, const dk_ll_combine_params &p) {
   half.set_field(DK_FIELD_HIDDEN_BYTES, int64_t{p.hidden} * 2);
   half.set_field(DK_FIELD_NUM_EXPERTS, p.num_experts);
   half.set_field(DK_FIELD_NUM_TOPK, p.num_topk);
@@ -42,7 +45,8 @@ template <class Half> void set_fields(Half &half, const dk_ll_combine_params &p)
 
 class Sender {
  public:
-  Sender(Op &op, const dk_ll_combine_params &p) : op_(op), team_(op.team), p_(p), shape_(p, op.team.num_ranks), half_(op, kCombine) {
+  Sender(Op &op, const dk_ll_combine_params &p)
+      : op_(op), team_(op.team), p_(p), shape_(p, op.team.num_ranks), half_(op, kCombine) {
     set_fields(half_, p);
   }
   void run();
@@ -64,8 +68,11 @@ class Sender {
 void Sender::run() {
   if (!half_.begin()) return;
   Slot slot(half_.slot(), shape_);
-  if (is_zero_copy(p_)) half_.set_rows(true, p_.x - team_.peers[team_.rank].rdma, p_.x_row_stride);
-  else half_.set_rows(false, address_of(slot.rows()) - team_.peers[team_.rank].wire, shape_.combine_row_bytes(is_logfmt(p_)));
+  if (is_zero_copy(p_))
+    half_.set_rows(true, p_.x - team_.peers[team_.rank].rdma, p_.x_row_stride);
+  else
+    half_.set_rows(false, address_of(slot.rows()) - team_.peers[team_.rank].wire,
+                   shape_.combine_row_bytes(is_logfmt(p_)));
   for (int source = 0; source < team_.num_ranks; source++) {
     uint64_t before = num_rows_;
     if (!lay_out(slot, source)) return;
@@ -81,14 +88,17 @@ bool Sender::lay_out(const Slot &slot, int source) {
   uint64_t recv_rows = shape_.recv_rows();
   for (uint64_t e = 0; e < shape_.local_experts(); e++) {
     Range &range = slot.ranges(source)[e];
-    uint64_t entry = static_cast<uint64_t>(layout[e * shape_.num_ranks]), first = entry >> 32, count = entry & 0xffffffffu;
+    uint64_t entry = static_cast<uint64_t>(layout[e * shape_.num_ranks]), first = entry >> 32,
+             count = entry & 0xffffffffu;
     if (count > shape_.num_max_tokens || first + count > recv_rows) {
-      op_.fail(DK_EINVAL, team_.rank, DK_FIELD_MAX_TOKENS, static_cast<int64_t>(shape_.num_max_tokens), static_cast<int64_t>(count));
+      op_.fail(DK_EINVAL, team_.rank, DK_FIELD_MAX_TOKENS, static_cast<int64_t>(shape_.num_max_tokens),
+               static_cast<int64_t>(count));
       return false;
     }
     if (team_.masked(source)) count = 0;
     uint64_t at_row = e * recv_rows + first;
-    range = {static_cast<int32_t>(is_zero_copy(p_) ? at_row : num_rows_), static_cast<int32_t>(num_rows_), static_cast<int32_t>(count), 0};
+    range = {static_cast<int32_t>(is_zero_copy(p_) ? at_row : num_rows_), static_cast<int32_t>(num_rows_),
+             static_cast<int32_t>(count), 0};
     if (count) memcpy(slot.sources() + num_rows_, at<const int32_t>(p_.src_info) + at_row, count * sizeof(int32_t));
     if (!is_zero_copy(p_)) write_rows(slot, range, at_row);
     num_rows_ += count;
@@ -104,26 +114,31 @@ void Sender::put_part(const Slot &slot, int source) {
   if (count) half_.remote().put(source, 0, shape_.mirror_sources_at(), slot.sources() + first, count * sizeof(int32_t));
   for (uint64_t e = 0; e < shape_.local_experts(); e++) {
     uint64_t at_row = static_cast<uint64_t>(ranges[e].first_source) - first;
-    if (ranges[e].count) put_rows(source, e, slot, ranges[e], shape_.mirror_rows_at() + at_row * shape_.combine_row_bytes(is_logfmt(p_)));
+    if (ranges[e].count)
+      put_rows(source, e, slot, ranges[e], shape_.mirror_rows_at() + at_row * shape_.combine_row_bytes(is_logfmt(p_)));
   }
 }
 
 void Sender::put_rows(int source, uint64_t expert, const Slot &slot, const Range &range, uint64_t offset) {
   uint64_t bytes = shape_.combine_row_bytes(is_logfmt(p_)), first = static_cast<uint64_t>(range.first_row);
   for (uint64_t i = 0; i < static_cast<uint64_t>(range.count); i++) {
-    const uint8_t *row = is_zero_copy(p_) ? at<const uint8_t>(p_.x + (first + i) * p_.x_row_stride) : slot.rows() + (first + i) * bytes;
+    const uint8_t *row =
+        is_zero_copy(p_) ? at<const uint8_t>(p_.x + (first + i) * p_.x_row_stride) : slot.rows() + (first + i) * bytes;
     half_.remote().put(source, expert, offset + i * bytes, row, bytes);
   }
 }
 
 void Sender::write_rows(const Slot &slot, const Range &range, uint64_t first) {
   const RowKernels &rows = *team_.device->rows;
-  uint64_t stride = shape_.combine_row_bytes(is_logfmt(p_)), x_stride = p_.x_row_stride ? p_.x_row_stride : shape_.hidden * 2;
+  uint64_t stride = shape_.combine_row_bytes(is_logfmt(p_)),
+           x_stride = p_.x_row_stride ? p_.x_row_stride : shape_.hidden * 2;
   for (uint64_t i = 0; i < static_cast<uint64_t>(range.count); i++) {
     const uint8_t *from = at<const uint8_t>(p_.x) + (first + i) * x_stride;
     uint8_t *to = slot.rows() + (static_cast<uint64_t>(range.first_row) + i) * stride;
-    if (is_logfmt(p_)) rows.logfmt_encode(to, reinterpret_cast<const uint16_t *>(from), shape_.hidden / kScaleChannels);
-    else rows.copy(to, from, shape_.hidden * 2, false);
+    if (is_logfmt(p_))
+      rows.logfmt_encode(to, reinterpret_cast<const uint16_t *>(from), shape_.hidden / kScaleChannels);
+    else
+      rows.copy(to, from, shape_.hidden * 2, false);
   }
 }
 
@@ -138,7 +153,12 @@ struct Found {  // rows that add to one token
 class Receiver {
  public:
   Receiver(Op &op, const dk_ll_combine_params &p)
-      : op_(op), team_(op.team), p_(p), rows_(*op.team.device->rows), shape_(p, op.team.num_ranks), half_(op, kCombine, p.ticket) {
+      : op_(op),
+        team_(op.team),
+        p_(p),
+        rows_(*op.team.device->rows),
+        shape_(p, op.team.num_ranks),
+        half_(op, kCombine, p.ticket) {
     set_fields(half_, p);
   }
   void run();
@@ -191,22 +211,27 @@ bool Receiver::check_slots() {
   for (int peer = 0; peer < team_.num_ranks; peer++) {
     if (!half_.here(peer) || half_.intact(peer)) continue;
     intact = false;
-    if (op_.may_shrink) mask_peer(team_, peer);
-    else op_.fail(DK_EABORTED, peer);
+    if (op_.may_shrink)
+      mask_peer(team_, peer);
+    else
+      op_.fail(DK_EABORTED, peer);
   }
   return intact;
 }
 
 void Receiver::add_all() {
-  // The slot of this rank's own send of this call: nobody else touches its cursors, and this receive half is their only user.
+  // The slot of this rank's own send of this call: nobody else touches its cursors, and this receive half is their only
+  // user.
   int32_t *cursors = Slot(half_.own_slot(), shape_).cursors();
   memset(cursors, 0, sizeof(int32_t) * shape_.num_experts);
   for (int32_t token = 0; token < p_.num_tokens && !op_.failed(); token++) {
     Found found;
     find_rows(token, cursors, found);
     uint16_t *to = at<uint16_t>(p_.combined_x) + static_cast<uint64_t>(token) * shape_.hidden;
-    if (is_logfmt(p_)) add_logfmt(to, found);
-    else rows_.weighted_sum(to, found.rows, found.weights, found.count, shape_.hidden);
+    if (is_logfmt(p_))
+      add_logfmt(to, found);
+    else
+      rows_.weighted_sum(to, found.rows, found.weights, found.count, shape_.hidden);
   }
 }
 
@@ -249,7 +274,8 @@ const uint16_t *Receiver::find_row(int source, int64_t expert, int32_t token, in
   if (cursor >= range.count || sources[cursor] != token) return nullptr;
   const SendMessage &message = half_.message(source);
   uint64_t base = message.rows_in_rdma ? team_.peers[source].rdma : team_.peers[source].wire;
-  return at<const uint16_t>(base + message.rows_offset + static_cast<uint64_t>(range.first_row + cursor) * message.rows_stride);
+  return at<const uint16_t>(base + message.rows_offset +
+                            static_cast<uint64_t>(range.first_row + cursor) * message.rows_stride);
 }
 
 // The same in a mirror. What a peer that goes on without this rank is writing may be anything.
@@ -257,7 +283,8 @@ const uint16_t *Receiver::find_remote_row(int source, int64_t expert, int32_t to
   uint64_t mirror = half_.slot(source), local = shape_.local_experts();
   const Range *ranges = at<const Range>(mirror), range = ranges[static_cast<uint64_t>(expert) % local];
   int64_t first = int64_t{range.first_source} - ranges[0].first_source;
-  if (first < 0 || range.count < 0 || static_cast<uint64_t>(first + range.count) > local * shape_.num_max_tokens) return nullptr;
+  if (first < 0 || range.count < 0 || static_cast<uint64_t>(first + range.count) > local * shape_.num_max_tokens)
+    return nullptr;
   const int32_t *sources = at<const int32_t>(mirror + shape_.mirror_sources_at()) + first;
   while (cursor < range.count && sources[cursor] < token) cursor++;
   if (cursor >= range.count || sources[cursor] != token) return nullptr;
@@ -289,13 +316,16 @@ void run_ll_combine(const dk_ll_combine_params &p) {
   Op op(p, DK_OP_LL_COMBINE, p.phases);
   op.may_shrink = op.team.shrinks();
   if (p.phases & DK_PHASE_SEND) Sender(op, p).run();
-  if (p.phases & DK_PHASE_RECV) Receiver(op, p).run();
-  else if (!op.failed()) op.leave_to(op.team.control().own().tickets[p.ticket]);
+  if (p.phases & DK_PHASE_RECV)
+    Receiver(op, p).run();
+  else if (!op.failed())
+    op.leave_to(op.team.control().own().tickets[p.ticket]);
 }
 
 bool bad_zero_copy(const Team &team, const dk_ll_combine_params &p) {
   uint64_t base = team.peers[team.rank].rdma, rows = LowLatencyShape(p, team.num_ranks).recv_rows();
-  uint64_t count = rows * static_cast<uint64_t>(p.num_experts / team.num_ranks), row_bytes = 2 * static_cast<uint64_t>(p.hidden);
+  uint64_t count = rows * static_cast<uint64_t>(p.num_experts / team.num_ranks),
+           row_bytes = 2 * static_cast<uint64_t>(p.hidden);
   if (p.x_row_stride < row_bytes || p.x_row_stride % 2 || p.x < base || p.x % 2 || is_logfmt(p)) return true;
   return p.x - base + (count - 1) * p.x_row_stride + row_bytes > team.rdma_bytes || count > INT32_MAX;
 }

@@ -29,7 +29,8 @@ bool SendHalf::begin() {
     return Poll::done;
   };
   auto awaits = [this](int peer, Missing &missing) {
-    missing = {static_cast<int64_t>(epoch_) - 2, static_cast<int64_t>(team_.control().credit(kind_, peer).value.load())};
+    missing = {static_cast<int64_t>(epoch_) - 2,
+               static_cast<int64_t>(team_.control().credit(kind_, peer).value.load())};
     return !team_.masked(peer) && (!has_credit(peer) || !has_left(peer));
   };
   if (!wait_until(op_, poll, awaits)) return false;
@@ -86,7 +87,12 @@ void SendHalf::finish(int32_t num_tokens, uint32_t ticket) {
 // ---- Receive half ----
 
 RecvHalf::RecvHalf(Op &op, Kind kind, uint32_t ticket)
-    : op_(op), team_(op.team), kind_(kind), start_ns_(now_ns()), message_(op.team.numbers(0)), epoch_(op.team.numbers(1)),
+    : op_(op),
+      team_(op.team),
+      kind_(kind),
+      start_ns_(now_ns()),
+      message_(op.team.numbers(0)),
+      epoch_(op.team.numbers(1)),
       waited_(op.team.numbers(2)) {
   memset(message_, 0, sizeof(int64_t) * static_cast<size_t>(team_.num_ranks));
   memset(waited_, 0, sizeof(int64_t) * static_cast<size_t>(team_.num_ranks));
@@ -118,11 +124,12 @@ SendMessage *RecvHalf::find(int peer) const {
     uint64_t epoch = message.epoch.load();
     if (epoch == 0) continue;
     bool same_clean = message.cleans == ticket_.cleans;
-    // Where the peer has not cleaned as often, their own numbers have to do: equal, and newer than a mask that was lifted.
-    // Where it has, a message from before is of a call that this rank never made.
-    bool matches = same_clean ? message.since_clean == ticket_.since_clean
-                              : epoch == ticket_.epoch && epoch > team_.control().peer_state(peer).seen_at_clean[kind_] &&
-                                    (message.cleans > ticket_.cleans || cleans_of(peer) < ticket_.cleans);
+    // Where the peer has not cleaned as often, their own numbers have to do: equal, and newer than a mask that was
+    // lifted. Where it has, a message from before is of a call that this rank never made.
+    bool matches = same_clean
+                       ? message.since_clean == ticket_.since_clean
+                       : epoch == ticket_.epoch && epoch > team_.control().peer_state(peer).seen_at_clean[kind_] &&
+                             (message.cleans > ticket_.cleans || cleans_of(peer) < ticket_.cleans);
 #if DK_MUTANT == 2  // a stale epoch
     matches |= same_clean && message.since_clean + 2 == ticket_.since_clean;
 #endif
@@ -135,7 +142,8 @@ SendMessage *RecvHalf::find(int peer) const {
 bool RecvHalf::has_passed(int peer) const {
   for (uint64_t slot = 0; slot < 2; slot++) {
     SendMessage &message = team_.control().send_from(kind_, slot, peer);
-    if (message.epoch.load() == 0 || message.cleans != ticket_.cleans || message.since_clean <= ticket_.since_clean) return false;
+    if (message.epoch.load() == 0 || message.cleans != ticket_.cleans || message.since_clean <= ticket_.since_clean)
+      return false;
   }
   return true;
 }
@@ -182,7 +190,8 @@ bool RecvHalf::all_settled() const {
 
 bool RecvHalf::awaits(int peer, Missing &missing) const {
   uint64_t newest = 0;
-  for (uint64_t slot = 0; slot < 2; slot++) newest = max(newest, team_.control().send_from(kind_, slot, peer).epoch.load());
+  for (uint64_t slot = 0; slot < 2; slot++)
+    newest = max(newest, team_.control().send_from(kind_, slot, peer).epoch.load());
   missing = {static_cast<int64_t>(ticket_.epoch), static_cast<int64_t>(newest)};
   return !settled(peer);
 }
@@ -200,7 +209,8 @@ bool RecvHalf::intact(int peer) {
 void RecvHalf::give_credits() {
   bool older_open = false;
   for (const Ticket &other : team_.control().own().tickets)
-    older_open |= other.open && other.kind == ticket_.kind && other.cleans == ticket_.cleans && other.epoch < ticket_.epoch;
+    older_open |=
+        other.open && other.kind == ticket_.kind && other.cleans == ticket_.cleans && other.epoch < ticket_.epoch;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
     uint64_t &early = team_.control().peer_state(peer).read_early[kind_];
     uint64_t epoch = max(early, message_[peer] ? static_cast<uint64_t>(epoch_[peer]) : 0);
@@ -223,7 +233,8 @@ void RecvHalf::add_waits(uint64_t wait_stats) const {
 // ---- Cleaning ----
 
 static void count_as_read(Team &team, int peer) {
-  for (int kind = 0; kind < 2; kind++) team.control().peer_state(peer).credit_floor[kind] = team.control().own().epoch[kind];
+  for (int kind = 0; kind < 2; kind++)
+    team.control().peer_state(peer).credit_floor[kind] = team.control().own().epoch[kind];
 }
 
 void forget_past_of(Team &team, int peer) {

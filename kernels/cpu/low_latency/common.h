@@ -1,9 +1,10 @@
 // The two halves of a low-latency call, common to dispatch and combine: slots, messages, credits, tickets.
 //
-// A rank fills a slot of its own wire region and tells its peers; they read it in place and give a credit for it. To remote ranks
-// (remote.h) it puts what they need of the slot, and the slot is free again when the puts have left it too. A message
-// belongs to a receive half if it carries the same number of sends since the same clean; the epoch that the sender goes by is
-// its own. So a peer that was masked, came late or skipped calls is never taken for one that arrived.
+// A rank fills a slot of its own wire region and tells its peers; they read it in place and give a credit for it. To
+// remote ranks (remote.h) it puts what they need of the slot, and the slot is free again when the puts have left it
+// too. A message belongs to a receive half if it carries the same number of sends since the same clean; the epoch that
+// the sender goes by is its own. So a peer that was masked, came late or skipped calls is never taken for one that
+// arrived.
 #pragma once
 #include "cpu/low_latency/remote.h"
 
@@ -19,7 +20,11 @@ class SendHalf {
   bool begin();
   uint64_t slot() const { return slot_address(team_, team_.rank, kind_, epoch_); }
   void set_field(int field, int64_t value) { fields_[field] = value; }
-  void set_rows(bool in_rdma, uint64_t offset, uint64_t stride) { in_rdma_ = in_rdma; offset_ = offset; stride_ = stride; }
+  void set_rows(bool in_rdma, uint64_t offset, uint64_t stride) {
+    in_rdma_ = in_rdma;
+    offset_ = offset;
+    stride_ = stride;
+  }
   RemoteSender &remote() { return remote_; }  // between begin and finish
   // Tells the unmasked peers, and leaves the ticket for the receive half.
   void finish(int32_t num_tokens, uint32_t ticket);
@@ -45,7 +50,8 @@ class RecvHalf {
   RecvHalf(Op &op, Kind kind, uint32_t ticket);
 
   void set_field(int field, int64_t value) { fields_[field] = value; }
-  // True if a message has come since the last look, or a peer turned out to be beyond reach. Stamps what was waited for each.
+  // True if a message has come since the last look, or a peer turned out to be beyond reach. Stamps what was waited for
+  // each.
   bool look();
   bool settled(int peer) const { return message_[peer] != 0 || team_.masked(peer); }
   bool all_settled() const;
@@ -79,16 +85,20 @@ class RecvHalf {
 
 // A masked peer comes back: what it has not read counts as read, and what it sent before is old.
 void forget_past_of(Team &team, int peer);
-// Clean number `cleans`: sends are counted from zero again. Receive halves that were never issued hold nothing up any more.
+// Clean number `cleans`: sends are counted from zero again. Receive halves that were never issued hold nothing up any
+// more.
 void restart(Op &op, uint32_t cleans);
 
 constexpr int kMaxTopk = 128;
 
-template <class P> bool bad_shape(const P &p, const Team &team) {
-  return p.num_max_tokens < 1 || p.hidden < 8 || p.hidden % 8 || p.num_experts < team.num_ranks || p.num_experts % team.num_ranks ||
-         static_cast<uint64_t>(p.num_experts) > kMaxExperts || p.num_tokens < 0 || p.num_tokens > p.num_max_tokens || p.num_topk < 1 ||
-         p.num_topk > kMaxTopk || p.ticket >= DK_NUM_TICKETS || p.phases < DK_PHASE_SEND || p.phases > DK_PHASE_BOTH ||
-         int64_t{p.num_experts} * p.num_max_tokens > INT32_MAX || LowLatencyShape(p, team.num_ranks).rdma_bytes() > team.rdma_bytes;
+template <class P>
+bool bad_shape(const P &p, const Team &team) {
+  return p.num_max_tokens < 1 || p.hidden < 8 || p.hidden % 8 || p.num_experts < team.num_ranks ||
+         p.num_experts % team.num_ranks || static_cast<uint64_t>(p.num_experts) > kMaxExperts || p.num_tokens < 0 ||
+         p.num_tokens > p.num_max_tokens || p.num_topk < 1 || p.num_topk > kMaxTopk || p.ticket >= DK_NUM_TICKETS ||
+         p.phases < DK_PHASE_SEND || p.phases > DK_PHASE_BOTH ||
+         int64_t{p.num_experts} * p.num_max_tokens > INT32_MAX ||
+         LowLatencyShape(p, team.num_ranks).rdma_bytes() > team.rdma_bytes;
 }
 
 }  // namespace dk

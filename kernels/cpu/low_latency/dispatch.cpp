@@ -1,10 +1,11 @@
-// Low-latency dispatch. The sender casts each token once into its slot, with its indices; each receiver reads the indices of
-// all senders and copies the rows of its experts to their places, by source rank and then by token. A remote receiver reads them
-// in its mirror of the slot, where the sender has put the indices and the rows that this receiver takes.
+// Low-latency dispatch. The sender casts each token once into its slot, with its indices; each receiver reads the
+// indices of all senders and copies the rows of its experts to their places, by source rank and then by token. A remote
+// receiver reads them in its mirror of the slot, where the sender has put the indices and the rows that this receiver
+// takes.
 #include <string.h>
 
-#include "cpu/team/check.h"
 #include "cpu/low_latency/common.h"
+#include "cpu/team/check.h"
 
 namespace dk {
 namespace {
@@ -12,8 +13,11 @@ namespace {
 class Slot {  // of a sender, as laid out by LowLatencyShape
  public:
   Slot(uint64_t base, const LowLatencyShape &shape, const dk_ll_dispatch_params &p)
-      : base_(base), rows_(base + shape.dispatch_rows_at(p.num_topk)), stride_(shape.dispatch_row_bytes()),
-        topk_(static_cast<uint64_t>(p.num_topk)), weights_at_(shape.num_max_tokens * topk_ * 4) {}
+      : base_(base),
+        rows_(base + shape.dispatch_rows_at(p.num_topk)),
+        stride_(shape.dispatch_row_bytes()),
+        topk_(static_cast<uint64_t>(p.num_topk)),
+        weights_at_(shape.num_max_tokens * topk_ * 4) {}
   int32_t *idx(uint64_t token) const { return at<int32_t>(base_) + token * topk_; }
   float *weights(uint64_t token) const { return at<float>(base_ + weights_at_) + token * topk_; }
   uint8_t *row(uint64_t token) const { return at<uint8_t>(rows_ + token * stride_); }
@@ -27,10 +31,12 @@ bool is_fp8(const dk_ll_dispatch_params &p) { return p.format == DK_FORMAT_FP8; 
 uint64_t value_bytes(const dk_ll_dispatch_params &p) { return static_cast<uint64_t>(p.hidden) * (is_fp8(p) ? 1 : 2); }
 // 4-byte words of scales of a row: one for 128 channels, or four exponents in one.
 uint64_t scale_words(const dk_ll_dispatch_params &p) {
-  return !is_fp8(p) ? 0 : static_cast<uint64_t>(p.hidden) / (p.flags & DK_LL_UE8M0 ? 4 * kScaleChannels : kScaleChannels);
+  return !is_fp8(p) ? 0
+                    : static_cast<uint64_t>(p.hidden) / (p.flags & DK_LL_UE8M0 ? 4 * kScaleChannels : kScaleChannels);
 }
 
-template <class Half> void set_fields(Half &half, const dk_ll_dispatch_params &p) {
+template <class Half>
+void set_fields(Half &half, const dk_ll_dispatch_params &p) {
   half.set_field(DK_FIELD_HIDDEN_BYTES, int64_t{p.hidden} * 2);
   half.set_field(DK_FIELD_NUM_EXPERTS, p.num_experts);
   half.set_field(DK_FIELD_NUM_TOPK, p.num_topk);
@@ -51,7 +57,8 @@ void copy_routing(Op &op, const dk_ll_dispatch_params &p, const Slot &slot, uint
   int32_t *to = slot.idx(token);
   for (size_t i = 0; i < k; i++) {
     int64_t expert = index_at(p.topk_idx, p.index_bytes, token * k + i);
-    if (expert < -1 || expert >= p.num_experts) op.fail(DK_EINVAL, op.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
+    if (expert < -1 || expert >= p.num_experts)
+      op.fail(DK_EINVAL, op.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
     to[i] = static_cast<int32_t>(expert);
   }
   if (p.topk_weights) memcpy(slot.weights(token), at<const float>(p.topk_weights) + token * k, k * sizeof(float));
@@ -92,7 +99,8 @@ void put_row(Op &op, const dk_ll_dispatch_params &p, RemoteSender &remote, const
   const int32_t *idx = slot.idx(token);
   for (int k = 0; k < p.num_topk; k++) {
     if (idx[k] < 0 || rank_named_before(idx, k, local) || !is_remote(op.team, idx[k] / local)) continue;
-    remote.put(idx[k] / local, static_cast<uint64_t>(idx[k] % local), slot.offset_of_row(token), slot.row(token), bytes);
+    remote.put(idx[k] / local, static_cast<uint64_t>(idx[k] % local), slot.offset_of_row(token), slot.row(token),
+               bytes);
   }
 }
 
@@ -136,8 +144,14 @@ void send(Op &op, const dk_ll_dispatch_params &p) {
 class Receiver {
  public:
   Receiver(Op &op, const dk_ll_dispatch_params &p)
-      : op_(op), team_(op.team), p_(p), shape_(p, op.team.num_ranks), half_(op, kDispatch, p.ticket),
-        local_(static_cast<int>(shape_.local_experts())), first_expert_(local_ * op.team.rank), count_(at<int32_t>(p.recv_count)),
+      : op_(op),
+        team_(op.team),
+        p_(p),
+        shape_(p, op.team.num_ranks),
+        half_(op, kDispatch, p.ticket),
+        local_(static_cast<int>(shape_.local_experts())),
+        first_expert_(local_ * op.team.rank),
+        count_(at<int32_t>(p.recv_count)),
         ranges_(at<int64_t>(p.layout_range)) {
     set_fields(half_, p);
     uint64_t all = shape_.recv_rows() * static_cast<uint64_t>(p.num_topk) * value_bytes(p);
@@ -172,7 +186,8 @@ void Receiver::clear() {
 void Receiver::run() {
   clear();
   if (op_.failed()) return;
-  bool ended = wait_until(op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return half_.awaits(peer, missing); });
+  bool ended = wait_until(
+      op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return half_.awaits(peer, missing); });
   team_.device->rows->finish_stream();
   if (!ended) return clear();
   half_.give_credits();
@@ -202,8 +217,10 @@ void Receiver::take_all(int source) {
   for (uint64_t token = 0; token < tokens; token++) take_token(slot, token);
   if (!half_.intact(source)) {
     for (int e = 0; e < local_; e++) count_[e] = static_cast<int32_t>(range[e * team_.num_ranks] >> 32);
-    if (op_.may_shrink) mask_peer(team_, source);
-    else op_.fail(DK_EABORTED, source);
+    if (op_.may_shrink)
+      mask_peer(team_, source);
+    else
+      op_.fail(DK_EABORTED, source);
     return;
   }
   for (int e = 0; e < local_; e++) range[e * team_.num_ranks] |= count_[e] - (range[e * team_.num_ranks] >> 32);
@@ -235,19 +252,25 @@ void run_ll_dispatch(const dk_ll_dispatch_params &p) {
   Op op(p, DK_OP_LL_DISPATCH, p.phases);
   op.may_shrink = op.team.shrinks();
   if (p.phases & DK_PHASE_SEND) send(op, p);
-  if (p.phases & DK_PHASE_RECV) Receiver(op, p).run();
-  else if (!op.failed()) op.leave_to(op.team.control().own().tickets[p.ticket]);
+  if (p.phases & DK_PHASE_RECV)
+    Receiver(op, p).run();
+  else if (!op.failed())
+    op.leave_to(op.team.control().own().tickets[p.ticket]);
 }
 
 bool bad_ll_dispatch(const Team &team, const dk_ll_dispatch_params &p) {
   if (bad_shape(p, team) || bad_index_bytes(p.index_bytes)) return true;
   if (LowLatencyShape(p, team.num_ranks).dispatch_slot_bytes(p.num_topk) > team.wire.slot_bytes[kDispatch]) return true;
-  if (any_remote(team) && LowLatencyShape(p, team.num_ranks).dispatch_slot_bytes(p.num_topk) > team.wire.mirror_bytes[kDispatch]) return true;
+  if (any_remote(team) &&
+      LowLatencyShape(p, team.num_ranks).dispatch_slot_bytes(p.num_topk) > team.wire.mirror_bytes[kDispatch])
+    return true;
   if (p.format != DK_FORMAT_BF16 && p.format != DK_FORMAT_FP8) return true;
-  if (p.flags & ~uint32_t{DK_LL_ROUND_SCALE | DK_LL_UE8M0} || (p.flags && !is_fp8(p)) || p.flags == DK_LL_UE8M0) return true;
+  if (p.flags & ~uint32_t{DK_LL_ROUND_SCALE | DK_LL_UE8M0} || (p.flags && !is_fp8(p)) || p.flags == DK_LL_UE8M0)
+    return true;
   if (is_fp8(p) && p.hidden % (p.flags & DK_LL_UE8M0 ? 4 * kScaleChannels : kScaleChannels)) return true;
   if (p.phases & DK_PHASE_SEND && p.num_tokens && (!p.x || !p.topk_idx)) return true;
-  return p.phases & DK_PHASE_RECV && (!p.recv_x || !p.recv_count || !p.src_info || !p.layout_range || (is_fp8(p) && !p.recv_scales));
+  return p.phases & DK_PHASE_RECV &&
+         (!p.recv_x || !p.recv_count || !p.src_info || !p.layout_range || (is_fp8(p) && !p.recv_scales));
 }
 
 }  // namespace

@@ -7,7 +7,8 @@ namespace {
 
 constexpr int kMessageQp = 0;  // messages, credits and cleans: among each other they keep their order
 
-template <class Each> void for_each_bit(const uint64_t *words, Each each) {
+template <class Each>
+void for_each_bit(const uint64_t *words, Each each) {
   for (int w = 0; w < kRemoteQps / 64; w++)
     for (uint64_t bits = words[w]; bits; bits &= bits - 1) each(w * 64 + __builtin_ctzll(bits));
 }
@@ -25,7 +26,9 @@ bool has_left(const Team &team, int peer, const RemoteSent &sent) {
 
 static_assert(sizeof(SendMessage{}.qps) * 8 == kRemoteQps, "a bit each");
 
-RemotePeer &remote_peer(const Team &team, int peer) { return at<RemotePeer>(team.peers[team.rank].wire + team.wire.remote_offset)[peer]; }
+RemotePeer &remote_peer(const Team &team, int peer) {
+  return at<RemotePeer>(team.peers[team.rank].wire + team.wire.remote_offset)[peer];
+}
 
 uint64_t mirror_address(const Team &team, Kind kind, uint64_t epoch, int peer) {
   uint64_t number = (epoch & 1) * static_cast<uint64_t>(team.num_ranks) + static_cast<uint64_t>(peer);
@@ -47,7 +50,9 @@ bool post(Op &op, int peer, int qp, void *dst, const void *src, uint64_t bytes, 
 RemoteSender::RemoteSender(Op &op, Kind kind)
     : op_(op), team_(op.team), kind_(kind), num_qps_(op.team.nic ? min(op.team.nic->num_qps(), kRemoteQps) : 1) {}
 
-bool RemoteSender::left_slot(int peer, uint64_t epoch) const { return has_left(team_, peer, remote_peer(team_, peer).sent[kind_][epoch & 1]); }
+bool RemoteSender::left_slot(int peer, uint64_t epoch) const {
+  return has_left(team_, peer, remote_peer(team_, peer).sent[kind_][epoch & 1]);
+}
 
 void RemoteSender::begin(uint64_t epoch) {
   epoch_ = epoch;
@@ -138,7 +143,8 @@ bool wait_for_callers_rows(Op &op, uint64_t epoch) {
       if (reads(peer)) return Poll::idle;
     return Poll::done;
   };
-  return poll() == Poll::done || wait_until(op, poll, [&](int peer, Missing &) { return reads(peer) && !team.masked(peer); });
+  return poll() == Poll::done ||
+         wait_until(op, poll, [&](int peer, Missing &) { return reads(peer) && !team.masked(peer); });
 }
 
 // ---- Cleaning ----
@@ -151,12 +157,15 @@ void tell_cleans(Op &op, int peer) {
 
 void put_clean(Op &op, int peer, uint64_t count, uint64_t cleans) {
   CleanMessage &to = op.team.control().clean_from(op.team.rank, count & 1);
-  if (post(op, peer, kMessageQp, {&to.cleans, cleans, DK_SIGNAL_SET})) post(op, peer, kMessageQp, {&to.count, count, DK_SIGNAL_SET});
+  if (post(op, peer, kMessageQp, {&to.cleans, cleans, DK_SIGNAL_SET}))
+    post(op, peer, kMessageQp, {&to.count, count, DK_SIGNAL_SET});
 }
 
 void wait_until_told(Op &op) {
   Team &team = op.team;
-  auto waits = [&](int peer) { return is_remote(team, peer) && !team.masked(peer) && !team.nic->idle(peer, kMessageQp); };
+  auto waits = [&](int peer) {
+    return is_remote(team, peer) && !team.masked(peer) && !team.nic->idle(peer, kMessageQp);
+  };
   auto poll = [&] {
     for (int peer = 0; peer < team.num_ranks; peer++)
       if (waits(peer)) return Poll::idle;

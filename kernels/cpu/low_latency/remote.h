@@ -10,7 +10,8 @@ inline bool is_remote(const Team &team, int peer) {
   return any_remote(team) && peer != team.rank && (!team.is_local(peer) || team.flags & DK_TEAM_LL_TRANSPORT);
 }
 
-// Both in this rank's own block. What `peer` puts here; with the own rank, the place of what this rank puts into a remote one's.
+// Both in this rank's own block. What `peer` puts here; with the own rank, the place of what this rank puts into a
+// remote one's.
 RemotePeer &remote_peer(const Team &team, int peer);
 uint64_t mirror_address(const Team &team, Kind kind, uint64_t epoch, int peer);
 

@@ -1,10 +1,11 @@
-// Combine of normal mode. Rows go back through a ring for each pair of ranks, in the order in which they came, so that the
-// token's own rank finds the rows that it needs next at the heads of its rings. It adds them in FP32 by ascending rank. Rows for
-// a rank of another node are read by the forwarder, the rank of its index here, which adds them up first (combine_remote.h).
+// Combine of normal mode. Rows go back through a ring for each pair of ranks, in the order in which they came, so that
+// the token's own rank finds the rows that it needs next at the heads of its rings. It adds them in FP32 by ascending
+// rank. Rows for a rank of another node are read by the forwarder, the rank of its index here, which adds them up first
+// (combine_remote.h).
 #include <string.h>
 
-#include "cpu/team/check.h"
 #include "cpu/normal/combine_remote.h"
+#include "cpu/team/check.h"
 
 namespace dk {
 namespace {
@@ -12,9 +13,13 @@ namespace {
 enum { kFirstRow, kNumRows, kPushed, kExpected, kHead };  // numbers kept for each peer
 
 bool has_weights(const dk_combine_params &p) { return p.topk_weights || p.combined_topk_weights; }
-uint64_t weight_bytes(const dk_combine_params &p) { return has_weights(p) ? 4u * static_cast<uint64_t>(p.num_topk) : 0; }
+uint64_t weight_bytes(const dk_combine_params &p) {
+  return has_weights(p) ? 4u * static_cast<uint64_t>(p.num_topk) : 0;
+}
 uint64_t row_bytes(const dk_combine_params &p) { return 2 * static_cast<uint64_t>(p.hidden); }
-Record own_record(const Team &team, const dk_combine_params &p) { return combine_record(team, p.hidden, has_weights(p) ? p.num_topk : 0); }
+Record own_record(const Team &team, const dk_combine_params &p) {
+  return combine_record(team, p.hidden, has_weights(p) ? p.num_topk : 0);
+}
 
 // My ring of rows for the tokens of rank `source`.
 Ring combine_ring(const Team &team, const dk_combine_params &p, int source) {
@@ -51,9 +56,13 @@ class Combine {
       if (head_of(token)[first + i] >= 0) return true;
     return false;
   }
-  bool has(int32_t token, int source) const { return team_.is_local(source) ? head_of(token)[source] >= 0 : node_has(token, source); }
+  bool has(int32_t token, int source) const {
+    return team_.is_local(source) ? head_of(token)[source] >= 0 : node_has(token, source);
+  }
 
-  const int32_t *head_of(int32_t token) const { return at<const int32_t>(p_.send_head) + static_cast<int64_t>(token) * team_.num_ranks; }
+  const int32_t *head_of(int32_t token) const {
+    return at<const int32_t>(p_.send_head) + static_cast<int64_t>(token) * team_.num_ranks;
+  }
   Ring ring_of(int source) const {
     CallMessage &message = exchange_.message(source);
     return Ring(team_, source, message.ring_slots, message.ring_stride, mine_, team_.rank);
@@ -74,10 +83,19 @@ class Combine {
 };
 
 Combine::Combine(Op &op, const dk_combine_params &p)
-    : op_(op), team_(op.team), p_(p), rows_(*team_.device->rows), exchange_(op), mine_(combine_ring(team_, p, 0)),
-      plan_(plan_link(team_, own_record(team_, p), p)), sum_(op, exchange_, p, mine_, plan_),
-      first_row_(team_.numbers(kFirstRow)), num_rows_(team_.numbers(kNumRows)), pushed_(team_.numbers(kPushed)),
-      expected_(team_.numbers(kExpected)), head_(team_.numbers(kHead)) {
+    : op_(op),
+      team_(op.team),
+      p_(p),
+      rows_(*team_.device->rows),
+      exchange_(op),
+      mine_(combine_ring(team_, p, 0)),
+      plan_(plan_link(team_, own_record(team_, p), p)),
+      sum_(op, exchange_, p, mine_, plan_),
+      first_row_(team_.numbers(kFirstRow)),
+      num_rows_(team_.numbers(kNumRows)),
+      pushed_(team_.numbers(kPushed)),
+      expected_(team_.numbers(kExpected)),
+      head_(team_.numbers(kHead)) {
   exchange_.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(row_bytes(p)));
   bool nothing = p.num_tokens == 0 && p.num_recv_tokens == 0;
   exchange_.set_field(DK_FIELD_NUM_TOPK, has_weights(p) ? p.num_topk : nothing ? kAnyValue : 0);
@@ -98,7 +116,8 @@ void Combine::count_rows() {
   }
   int64_t rows = matrix[(n - 1) * n + me];
   if (rows > p_.num_recv_tokens) op_.fail(DK_EMISMATCH, -1, DK_FIELD_WORST_TOKENS, p_.num_recv_tokens, rows);
-  stream_ = row_bytes(p_) * static_cast<uint64_t>(p_.num_tokens) * static_cast<uint64_t>(n) > team_.device->cached_bytes;
+  stream_ =
+      row_bytes(p_) * static_cast<uint64_t>(p_.num_tokens) * static_cast<uint64_t>(n) > team_.device->cached_bytes;
 }
 
 void Combine::run() {
@@ -154,8 +173,8 @@ bool Combine::awaits(int peer, Missing &missing) {
   return false;
 }
 
-// Of the next token. Looks itself: sums look only as far as the first row that is missing, and a rank whose rows are all here
-// may have left.
+// Of the next token. Looks itself: sums look only as far as the first row that is missing, and a rank whose rows are
+// all here may have left.
 bool Combine::awaits_rows(int peer, Missing &missing) {
   if (next_token_ == p_.num_tokens) return false;
   if (team_.is_local(peer)) {
@@ -183,15 +202,18 @@ bool Combine::push(int source) {
   if (pushed_[source] == num_rows_[source] || team_.forwarder(source) == team_.rank) return false;
   int64_t slots = static_cast<int64_t>(mine_.slots());
   int64_t read = static_cast<int64_t>(team_.control().combine_tail(source).rows(exchange_.number()));
-  int64_t count = min(min(slots - (pushed_[source] - read), num_rows_[source] - pushed_[source]), mine_.batch(p_.nvl_send_chunk));
+  int64_t count =
+      min(min(slots - (pushed_[source] - read), num_rows_[source] - pushed_[source]), mine_.batch(p_.nvl_send_chunk));
   if (count <= 0) return false;
   Ring ring = combine_ring(team_, p_, source);
   uint64_t bytes = row_bytes(p_), weights = p_.topk_weights ? weight_bytes(p_) : 0, number = token_bytes(team_);
   for (int64_t end = pushed_[source] + count; pushed_[source] < end; pushed_[source]++) {
-    uint64_t row = static_cast<uint64_t>(first_row_[source] + pushed_[source]), slot = static_cast<uint64_t>(pushed_[source] % slots);
+    uint64_t row = static_cast<uint64_t>(first_row_[source] + pushed_[source]),
+             slot = static_cast<uint64_t>(pushed_[source] % slots);
     rows_.copy(ring.row(slot), at<const uint8_t>(p_.x) + row * bytes, bytes, false);
     if (number) ring.extra<TokenNumber>(slot)->token = at<const int32_t>(p_.recv_src_idx)[row];
-    if (weights) memcpy(ring.extra<uint8_t>(slot) + number, at<const uint8_t>(p_.topk_weights) + row * weights, weights);
+    if (weights)
+      memcpy(ring.extra<uint8_t>(slot) + number, at<const uint8_t>(p_.topk_weights) + row * weights, weights);
   }
   to_push_ -= count;
   team_.control().combine_head(source).set(exchange_.number(), static_cast<uint64_t>(pushed_[source]));
@@ -201,7 +223,8 @@ bool Combine::push(int source) {
 
 bool Combine::row_is_here(int source, int32_t index) {
   if (index < head_[source]) return true;
-  if (index >= expected_[source]) op_.fail(DK_EINVAL, team_.rank, DK_FIELD_NONE, expected_[source], index);  // not this handle's
+  if (index >= expected_[source])
+    op_.fail(DK_EINVAL, team_.rank, DK_FIELD_NONE, expected_[source], index);  // not this handle's
   head_[source] = static_cast<int64_t>(team_.peers[source].control.combine_head(team_.rank).rows(exchange_.number()));
   return index < head_[source];
 }
@@ -220,7 +243,8 @@ bool Combine::sum_is_here(int node, int32_t token) {
 bool Combine::is_complete(int32_t token) {
   for (int source = 0; source < team_.num_ranks; source = after(source)) {
     if (source == team_.rank || !has(token, source)) continue;
-    if (team_.is_local(source) ? !row_is_here(source, head_of(token)[source]) : !sum_is_here(team_.node(source), token)) return false;
+    if (team_.is_local(source) ? !row_is_here(source, head_of(token)[source]) : !sum_is_here(team_.node(source), token))
+      return false;
   }
   return true;
 }
@@ -266,18 +290,21 @@ void Combine::add_token(int32_t token) {
     if (source == team_.rank) {
       uint64_t row = static_cast<uint64_t>(first_row_[source] + head[source]);
       rows[count++] = at<const uint16_t>(p_.x) + row * hidden;
-      if (p_.topk_weights) weights[num_weights++] = at<const float>(p_.topk_weights) + row * static_cast<uint64_t>(p_.num_topk);
+      if (p_.topk_weights)
+        weights[num_weights++] = at<const float>(p_.topk_weights) + row * static_cast<uint64_t>(p_.num_topk);
       continue;
     }
     const uint8_t *row, *extra;
     if (team_.is_local(source)) {
       Ring ring = ring_of(source);
       uint64_t slot = static_cast<uint64_t>(head[source]) % ring.slots();
-      row = ring.row(slot); extra = ring.extra<const uint8_t>(slot);
+      row = ring.row(slot);
+      extra = ring.extra<const uint8_t>(slot);
     } else {
       LinkIn in(team_, exchange_, sum_.record(), team_.partner(team_.node(source)));
       uint64_t slot = static_cast<uint64_t>(team_.links[team_.node(source)].taken++) % in.slots();
-      row = in.row(slot); extra = in.extra<uint8_t>(slot);
+      row = in.row(slot);
+      extra = in.extra<uint8_t>(slot);
     }
     rows[count++] = reinterpret_cast<const uint16_t *>(row);
 #if DK_MUTANT == 34  // a node that is added twice
@@ -287,19 +314,27 @@ void Combine::add_token(int32_t token) {
   }
   uint16_t *to = at<uint16_t>(p_.combined_x) + static_cast<uint64_t>(token) * hidden;
 #if DK_MUTANT == 8  // another order of the sum
-  if (count > 2) { rows[DK_MAX_RANKS + 1] = rows[1]; rows[1] = rows[count - 1]; rows[count - 1] = rows[DK_MAX_RANKS + 1]; }
+  if (count > 2) {
+    rows[DK_MAX_RANKS + 1] = rows[1];
+    rows[1] = rows[count - 1];
+    rows[count - 1] = rows[DK_MAX_RANKS + 1];
+  }
 #endif
-  if (count) rows_.sum(to, rows, count, hidden, stream_);
-  else memset(to, 0, row_bytes(p_));
+  if (count)
+    rows_.sum(to, rows, count, hidden, stream_);
+  else
+    memset(to, 0, row_bytes(p_));
   if (p_.combined_topk_weights)
-    add_weights(at<float>(p_.combined_topk_weights) + static_cast<int64_t>(token) * p_.num_topk, weights, num_weights, p_.num_topk);
+    add_weights(at<float>(p_.combined_topk_weights) + static_cast<int64_t>(token) * p_.num_topk, weights, num_weights,
+                p_.num_topk);
 }
 
 // NaN, so that nothing goes on with half a sum.
 void Combine::fail_outputs() {
   uint16_t *x = at<uint16_t>(p_.combined_x);
   for (int64_t i = 0, n = int64_t{p_.num_tokens} * p_.hidden; i < n; i++) x[i] = 0x7fc0;
-  if (p_.combined_topk_weights) memset(at<void>(p_.combined_topk_weights), 0xff, static_cast<size_t>(p_.num_tokens) * weight_bytes(p_));
+  if (p_.combined_topk_weights)
+    memset(at<void>(p_.combined_topk_weights), 0xff, static_cast<size_t>(p_.num_tokens) * weight_bytes(p_));
 }
 
 void run_combine(const dk_combine_params &p) {

@@ -24,7 +24,8 @@ void NodeSum::begin(int32_t num_topk) {
 
 NodeSum::Stream NodeSum::stream(int node, int index) const {
   const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
-  int n = team_.num_ranks, source = team_.partner(node), at = team_.first_local() + index, which = node * team_.num_nvl_peers + index;
+  int n = team_.num_ranks, source = team_.partner(node), at = team_.first_local() + index,
+      which = node * team_.num_nvl_peers + index;
   return {at, matrix[source * n + at] - (source ? matrix[(source - 1) * n + at] : 0), taken_ + which, head_ + which};
 }
 
@@ -35,7 +36,8 @@ bool NodeSum::is_here(int source, const Stream &s) const {
 }
 
 const uint8_t *NodeSum::row(int source, const Stream &s) const {
-  if (s.at == team_.rank) return at<const uint8_t>(p_.x) + static_cast<uint64_t>(first_row(source) + *s.taken) * record_.row_bytes;
+  if (s.at == team_.rank)
+    return at<const uint8_t>(p_.x) + static_cast<uint64_t>(first_row(source) + *s.taken) * record_.row_bytes;
   Ring theirs = ring(source, s.at);
   return theirs.row(static_cast<uint64_t>(*s.taken) % theirs.slots());
 }
@@ -49,7 +51,8 @@ int32_t NodeSum::token_of(int source, const Stream &s) const {
 const float *NodeSum::weights_of(int source, const Stream &s) const {
   if (s.at == team_.rank) return at<const float>(p_.topk_weights) + (first_row(source) + *s.taken) * num_topk_;
   Ring theirs = ring(source, s.at);
-  return reinterpret_cast<const float *>(theirs.extra<TokenNumber>(static_cast<uint64_t>(*s.taken) % theirs.slots()) + 1);
+  return reinterpret_cast<const float *>(theirs.extra<TokenNumber>(static_cast<uint64_t>(*s.taken) % theirs.slots()) +
+                                         1);
 }
 
 // ---- Sums ----

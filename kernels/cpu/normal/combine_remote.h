@@ -1,6 +1,6 @@
-// Combine among nodes. The rows of a node's ranks for a token of another node are added up there, in FP32 by ascending rank, by
-// the rank of the token's own index (the forwarder), rounded to BF16 once, and cross as one row. The forwarder merges what its ranks have
-// by the tokens' numbers, which come with the rows, so it needs no list of who has which.
+// Combine among nodes. The rows of a node's ranks for a token of another node are added up there, in FP32 by ascending
+// rank, by the rank of the token's own index (the forwarder), rounded to BF16 once, and cross as one row. The forwarder
+// merges what its ranks have by the tokens' numbers, which come with the rows, so it needs no list of who has which.
 #pragma once
 #include "cpu/normal/link.h"
 
@@ -23,7 +23,13 @@ class NodeSum {
  public:
   // mine: the shape of the pair rings.
   NodeSum(Op &op, const Exchange &exchange, const dk_combine_params &p, const Ring &mine, const LinkPlan &plan)
-      : op_(op), team_(op.team), exchange_(exchange), p_(p), mine_(mine), plan_(plan), taken_(team_.numbers(kTaken)),
+      : op_(op),
+        team_(op.team),
+        exchange_(exchange),
+        p_(p),
+        mine_(mine),
+        plan_(plan),
+        taken_(team_.numbers(kTaken)),
         head_(team_.numbers(kHead)) {}
 
   // Once all messages are here: how many weights rows have, also where this rank has no rows itself.

@@ -1,11 +1,11 @@
-// Dispatch of normal mode. Each rank stages a token once, in a ring of its own wire region, whatever the number of ranks it
-// goes to; every receiver copies the rows that are its own straight to their places. One thread does both in turn: it stages
-// while its ring has room and copies what others have staged, so nobody waits for a rank that waits for it. What goes to other
-// nodes, and comes from there, is in dispatch_remote.h.
+// Dispatch of normal mode. Each rank stages a token once, in a ring of its own wire region, whatever the number of
+// ranks it goes to; every receiver copies the rows that are its own straight to their places. One thread does both in
+// turn: it stages while its ring has room and copies what others have staged, so nobody waits for a rank that waits for
+// it. What goes to other nodes, and comes from there, is in dispatch_remote.h.
 #include <string.h>
 
-#include "cpu/team/check.h"
 #include "cpu/normal/dispatch_remote.h"
+#include "cpu/team/check.h"
 
 namespace dk {
 namespace {
@@ -48,7 +48,8 @@ class Dispatch {
   void gather_scales(void *to, int32_t token);
   bool drain(int source);
   bool drain_local(int source);
-  template <class Rows> void read(int source, const Rows &rows, int64_t head, Cursor &tail);
+  template <class Rows>
+  void read(int source, const Rows &rows, int64_t head, Cursor &tail);
   void count_bytes();
   void take(int source, const uint8_t *row, const Extra *extra);
   void place(int64_t row, int32_t token, const void *x, const void *scales);
@@ -56,9 +57,15 @@ class Dispatch {
   void mark_unused(int64_t from);
 
   const uint64_t *readers(const Extra *extra) const { return reinterpret_cast<const uint64_t *>(extra + 1); }
-  const int32_t *topk_idx(const Extra *extra) const { return reinterpret_cast<const int32_t *>(readers(extra) + mask_words_); }
-  const float *topk_weights(const Extra *extra) const { return reinterpret_cast<const float *>(topk_idx(extra) + p_.num_topk); }
-  bool sends_to(int peer) const { return peer != team_.rank && to_send_[peer] > 0 && team_.is_local(peer); }  // who reads my ring
+  const int32_t *topk_idx(const Extra *extra) const {
+    return reinterpret_cast<const int32_t *>(readers(extra) + mask_words_);
+  }
+  const float *topk_weights(const Extra *extra) const {
+    return reinterpret_cast<const float *>(topk_idx(extra) + p_.num_topk);
+  }
+  bool sends_to(int peer) const {
+    return peer != team_.rank && to_send_[peer] > 0 && team_.is_local(peer);
+  }  // who reads my ring
 
   Op &op_;
   Team &team_;
@@ -78,17 +85,27 @@ class Dispatch {
 };
 
 Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
-    : op_(op), team_(op.team), p_(p), rows_(*team_.device->rows), exchange_(op), mask_words_(mask_words(team_)),
-      record_(dispatch_record(team_, p)), ring_(dispatch_ring(team_, p)),
-      plan_(plan_link(team_, record_, p)), remote_(team_, exchange_, record_, plan_, ring_),
+    : op_(op),
+      team_(op.team),
+      p_(p),
+      rows_(*team_.device->rows),
+      exchange_(op),
+      mask_words_(mask_words(team_)),
+      record_(dispatch_record(team_, p)),
+      ring_(dispatch_ring(team_, p)),
+      plan_(plan_link(team_, record_, p)),
+      remote_(team_, exchange_, record_, plan_, ring_),
       forwarder_(op, exchange_, record_, at<const int32_t>(p.rank_prefix_matrix)),
-      next_row_(team_.numbers(kNextRow)), end_row_(team_.numbers(kEndRow)), next_slot_(team_.numbers(kNextSlot)),
+      next_row_(team_.numbers(kNextRow)),
+      end_row_(team_.numbers(kEndRow)),
+      next_slot_(team_.numbers(kNextSlot)),
       to_send_(team_.numbers(kToSend)) {
   exchange_.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(p.hidden_bytes));
   exchange_.set_field(DK_FIELD_NUM_EXPERTS, p.num_experts);
   exchange_.set_field(DK_FIELD_NUM_TOPK, p.num_topk);
   exchange_.set_field(DK_FIELD_NUM_SCALES, p.num_scales);
-  exchange_.set_field(DK_FIELD_FORMAT, p.num_tokens ? p.topk_weights != 0 : kAnyValue);  // without tokens nothing is given
+  exchange_.set_field(DK_FIELD_FORMAT,
+                      p.num_tokens ? p.topk_weights != 0 : kAnyValue);  // without tokens nothing is given
   exchange_.set_field(DK_FIELD_OPERATION, DK_OP_DISPATCH + (p.flags & DK_DISPATCH_CACHED ? 256 : 0));
   exchange_.set_ring(ring_.slots(), ring_.stride());
   exchange_.set_link(plan_.slots, plan_.queues);
@@ -129,7 +146,9 @@ void Dispatch::run() {
 // To each rank that got them from this one, also those that came through here from another node.
 void Dispatch::count_bytes() {
   for (int i = 0; i < team_.num_ranks; i++) {
-    int64_t rows = team_.is_local(i) ? to_send_[i] + forwarder_.rows_for(i) : i == team_.partner(team_.node(i)) ? remote_.rows_to(team_.node(i)) : 0;
+    int64_t rows = team_.is_local(i)                   ? to_send_[i] + forwarder_.rows_for(i)
+                   : i == team_.partner(team_.node(i)) ? remote_.rows_to(team_.node(i))
+                                                       : 0;
     op_.sent(i, static_cast<uint64_t>(rows) * record_.row_bytes);
   }
 }
@@ -143,8 +162,8 @@ Poll Dispatch::poll() {
     if (exchange_.arrived(source) && next_row_[source] < end_row_[source]) progress |= drain(source);
   }
   progress |= forwarder_.relay();
-  bool done = exchange_.complete() && next_token_ == p_.num_tokens && outstanding_ == 0 && remote_.done(staged_) && forwarder_.done() &&
-              exchange_.delivered();
+  bool done = exchange_.complete() && next_token_ == p_.num_tokens && outstanding_ == 0 && remote_.done(staged_) &&
+              forwarder_.done() && exchange_.delivered();
   return done ? Poll::done : progress ? Poll::progress : Poll::idle;
 }
 
@@ -174,7 +193,8 @@ int64_t Dispatch::free_slots() {
   if (free_ > 0) return free_;
   int64_t slowest = staged_;
   for (int peer = 0; peer < team_.num_ranks; peer++)
-    if (sends_to(peer)) slowest = min(slowest, static_cast<int64_t>(team_.control().dispatch_tail(peer).rows(exchange_.number())));
+    if (sends_to(peer))
+      slowest = min(slowest, static_cast<int64_t>(team_.control().dispatch_tail(peer).rows(exchange_.number())));
   free_ = static_cast<int64_t>(ring_.slots()) - (staged_ - min(slowest, remote_.oldest_needed(staged_)));
   return free_;
 }
@@ -230,7 +250,8 @@ void Dispatch::fill_extra(Extra *extra, int32_t token, const int32_t *head) {
   int32_t *idx = reinterpret_cast<int32_t *>(mask + mask_words_);
   for (size_t i = 0; i < k; i++) {
     int64_t expert = index_at(p_.topk_idx, p_.index_bytes, first + i);
-    if (expert < -1 || expert >= p_.num_experts) op_.fail(DK_EINVAL, team_.rank, DK_FIELD_TOPK_IDX, p_.num_experts, expert);
+    if (expert < -1 || expert >= p_.num_experts)
+      op_.fail(DK_EINVAL, team_.rank, DK_FIELD_TOPK_IDX, p_.num_experts, expert);
     idx[i] = static_cast<int32_t>(expert);
   }
   if (p_.topk_weights) memcpy(idx + k, at<const float>(p_.topk_weights) + first, k * sizeof(float));
@@ -268,13 +289,16 @@ bool Dispatch::drain_local(int source) {
   return true;
 }
 
-template <class Rows> void Dispatch::read(int source, const Rows &rows, int64_t head, Cursor &tail) {
-  uint64_t number = exchange_.number(), word = static_cast<uint64_t>(team_.rank) / 64, bit = uint64_t{1} << (team_.rank % 64);
+template <class Rows>
+void Dispatch::read(int source, const Rows &rows, int64_t head, Cursor &tail) {
+  uint64_t number = exchange_.number(), word = static_cast<uint64_t>(team_.rank) / 64,
+           bit = uint64_t{1} << (team_.rank % 64);
   for (int64_t &s = next_slot_[source]; s < head && next_row_[source] < end_row_[source]; s++) {
     uint64_t slot = static_cast<uint64_t>(s) % rows.slots();
     const Extra *extra = rows.template extra<Extra>(slot);
     if (readers(extra)[word] & bit) take(source, rows.row(slot), extra);
-    if (s % kRowsAtOnce == kRowsAtOnce - 1) tail.set(number, static_cast<uint64_t>(s + 1));  // a source that is awake goes on
+    if (s % kRowsAtOnce == kRowsAtOnce - 1)
+      tail.set(number, static_cast<uint64_t>(s + 1));  // a source that is awake goes on
   }
   bool last = next_row_[source] == end_row_[source];
   tail.set(number, last ? kAllRows : static_cast<uint64_t>(head));
@@ -307,8 +331,10 @@ void Dispatch::place_topk(int64_t row, const int32_t *idx, const float *weights)
   for (int32_t k = 0; k < p_.num_topk; k++) {
     int64_t i = row * p_.num_topk + k;
     int32_t mine = idx[k] >= first && idx[k] < first + local ? idx[k] - first : -1;
-    if (p_.index_bytes == 8) at<int64_t>(p_.recv_topk_idx)[i] = mine;
-    else at<int32_t>(p_.recv_topk_idx)[i] = mine;
+    if (p_.index_bytes == 8)
+      at<int64_t>(p_.recv_topk_idx)[i] = mine;
+    else
+      at<int32_t>(p_.recv_topk_idx)[i] = mine;
     if (p_.recv_topk_weights) at<float>(p_.recv_topk_weights)[i] = mine < 0 ? 0 : weights[k];
   }
 }

@@ -84,7 +84,8 @@ bool Forwarder::awaits(int peer, Missing &missing) const {
     LinkIn in(team_, exchange_, record_, source);
     int64_t here = in.arrived();
     if (local && !reads(in, source, team_.index(peer))) continue;
-    int64_t read = local ? static_cast<int64_t>(in.tail(team_.index(peer)).rows(exchange_.number())) : slowest(in, source);
+    int64_t read =
+        local ? static_cast<int64_t>(in.tail(team_.index(peer)).rows(exchange_.number())) : slowest(in, source);
     missing = local ? Missing{here, read} : Missing{here + 1, here};
     if (local ? read < here : read == here) return true;
   }

@@ -1,5 +1,6 @@
-// Dispatch among nodes. A staged row that ranks of another node read crosses once, to the sender's partner there: the forwarder.
-// The ranks of that node read it in the forwarder's ring; the forwarder wakes them, and gives the sender credit for what all have read.
+// Dispatch among nodes. A staged row that ranks of another node read crosses once, to the sender's partner there: the
+// forwarder. The ranks of that node read it in the forwarder's ring; the forwarder wakes them, and gives the sender
+// credit for what all have read.
 #pragma once
 #include "cpu/normal/link.h"
 
@@ -12,7 +13,8 @@ class RemoteSender {
       : team_(team), exchange_(exchange), record_(record), plan_(plan), staging_(staging) {}
 
   // Puts what was staged since, as far as there is room. readers(slot): bits by rank of a staged row.
-  template <class Readers> bool send(int64_t staged, Readers readers);
+  template <class Readers>
+  bool send(int64_t staged, Readers readers);
   // The first staged row that must stay as it is; `staged` if none.
   int64_t oldest_needed(int64_t staged) const;
   bool done(int64_t staged) const;
@@ -34,7 +36,8 @@ class RemoteSender {
   const Ring &staging_;
 };
 
-template <class Readers> bool RemoteSender::send(int64_t staged, Readers readers) {
+template <class Readers>
+bool RemoteSender::send(int64_t staged, Readers readers) {
   bool sent = false;
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
     if (node == team_.own_node()) continue;

@@ -14,8 +14,12 @@ struct Counts {
 };
 
 Counts counts_of(const Team &team, const dk_layout_params &p) {
-  return {at<int32_t>(p.tokens_per_rank), at<int32_t>(p.tokens_per_node), at<int32_t>(p.tokens_per_expert), at<uint8_t>(p.token_in_rank),
-          team.num_ranks, (team.num_ranks + team.num_nvl_peers - 1) / team.num_nvl_peers};
+  return {at<int32_t>(p.tokens_per_rank),
+          at<int32_t>(p.tokens_per_node),
+          at<int32_t>(p.tokens_per_expert),
+          at<uint8_t>(p.token_in_rank),
+          team.num_ranks,
+          (team.num_ranks + team.num_nvl_peers - 1) / team.num_nvl_peers};
 }
 
 void clear(const Counts &out, const dk_layout_params &p) {
@@ -36,7 +40,8 @@ void count_token(Op &op, const dk_layout_params &p, const Counts &out, size_t to
   uint8_t *in_rank = out.in_rank + token * static_cast<size_t>(out.num_ranks);
   for (size_t k = 0; k < static_cast<size_t>(p.num_topk); k++) {
     int64_t expert = index_at(p.topk_idx, p.index_bytes, token * static_cast<size_t>(p.num_topk) + k);
-    if (expert < -1 || expert >= p.num_experts) return op.fail(DK_EINVAL, op.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
+    if (expert < -1 || expert >= p.num_experts)
+      return op.fail(DK_EINVAL, op.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
     if (expert < 0 || named_before(p, token, k, expert)) continue;
     out.experts[expert]++;
     in_rank[expert / local] = 1;
@@ -55,7 +60,8 @@ void run_layout(const dk_layout_params &p) {
   Op op(p, DK_OP_LAYOUT);
   Counts out = counts_of(op.team, p);
   clear(out, p);
-  for (size_t token = 0; token < static_cast<size_t>(p.num_tokens) && !op.failed(); token++) count_token(op, p, out, token);
+  for (size_t token = 0; token < static_cast<size_t>(p.num_tokens) && !op.failed(); token++)
+    count_token(op, p, out, token);
   if (op.failed()) clear(out, p);
 }
 
@@ -68,6 +74,7 @@ DK_EXPORT int32_t dk_layout(dk_layout_params *p) {
   DK_ENTER(p);
   if (bad_head(*p) || bad_index_bytes(p->index_bytes) || p->num_tokens < 0 || p->num_topk < 1) return DK_EINVAL;
   if (bad_experts(*at<Team>(p->team), p->num_experts)) return DK_EINVAL;
-  if (!p->tokens_per_rank || !p->tokens_per_expert || (p->num_tokens && (!p->topk_idx || !p->token_in_rank))) return DK_EINVAL;
+  if (!p->tokens_per_rank || !p->tokens_per_expert || (p->num_tokens && (!p->topk_idx || !p->token_in_rank)))
+    return DK_EINVAL;
   return enqueue<dk_layout_params, run_layout>(*p);
 }

@@ -17,7 +17,9 @@ LinkPlan plan_link(const Team &team, const Record &record, int32_t send_chunk, i
           max<int64_t>(max(send_chunk, 1), static_cast<int64_t>(kBatchBytes / record.stride()))};
 }
 
-uint64_t link_room(const Team &team, const Record &record) { return min(team.wire.link_bytes / record.stride(), kMaxLinkSlots); }
+uint64_t link_room(const Team &team, const Record &record) {
+  return min(team.wire.link_bytes / record.stride(), kMaxLinkSlots);
+}
 
 static uint64_t slots_for(const Team &team, const Record &record, uint64_t wanted) {
   return max<uint64_t>(1, min(wanted, link_room(team, record)));
@@ -33,10 +35,18 @@ void begin_links(Team &team) {
 // ---- Out ----
 
 LinkOut::LinkOut(Team &team, const Exchange &exchange, const Record &record, const LinkPlan &plan, int node)
-    : team_(team), state_(team.links[node]), call_(exchange.number()), record_bytes_(record.bytes()), stride_(record.stride()),
-      slots_(slots_for(team, record, plan.slots)), queues_(plan.queues), node_(node), peer_(team.partner(node)) {}
+    : team_(team),
+      state_(team.links[node]),
+      call_(exchange.number()),
+      record_bytes_(record.bytes()),
+      stride_(record.stride()),
+      slots_(slots_for(team, record, plan.slots)),
+      queues_(plan.queues),
+      node_(node),
+      peer_(team.partner(node)) {}
 
-// Puts of one QP complete in their order, those of different ones do not: places are given back in the order of the records.
+// Puts of one QP complete in their order, those of different ones do not: places are given back in the order of the
+// records.
 void LinkOut::retire() {
   while (state_.done < state_.sent) {
     uint64_t record = static_cast<uint64_t>(state_.done);
@@ -55,7 +65,8 @@ bool LinkOut::has_room() {
 
 uint8_t *LinkOut::place() {
   if (!has_room()) return nullptr;
-  uint64_t ring = team_.peers[team_.rank].wire + team_.wire.link_out_offset + static_cast<uint64_t>(node_) * team_.wire.link_bytes;
+  uint64_t ring =
+      team_.peers[team_.rank].wire + team_.wire.link_out_offset + static_cast<uint64_t>(node_) * team_.wire.link_bytes;
   return at<uint8_t>(ring + static_cast<uint64_t>(state_.sent) % slots_ * stride_);
 }
 
@@ -63,7 +74,8 @@ bool LinkOut::send(const void *record, int64_t source) {
   if (!has_room()) return false;
   uint64_t number = static_cast<uint64_t>(state_.sent), place = number % slots_;
   int queue = static_cast<int>(number % queues_), mine = team_.own_node();
-  uint64_t ring = team_.peers[team_.rank].wire + team_.wire.link_in_offset + static_cast<uint64_t>(mine) * team_.wire.link_bytes;
+  uint64_t ring =
+      team_.peers[team_.rank].wire + team_.wire.link_in_offset + static_cast<uint64_t>(mine) * team_.wire.link_bytes;
   Signal head = {&team_.remote().link_head(mine, queue), Cursor::pack(call_, number / queues_ + 1), DK_SIGNAL_SET};
 #if DK_MUTANT == 31  // a head before its row
   if (!team_.nic->signal(peer_, queue, head)) return false;
@@ -81,12 +93,18 @@ int64_t LinkOut::oldest_source(int64_t none) {
   return state_.done < state_.sent ? state_.source[static_cast<uint64_t>(state_.done) % slots_] : none;
 }
 
-Missing LinkOut::missing() const { return {state_.sent - static_cast<int64_t>(slots_) + 1, static_cast<int64_t>(credit())}; }
+Missing LinkOut::missing() const {
+  return {state_.sent - static_cast<int64_t>(slots_) + 1, static_cast<int64_t>(credit())};
+}
 
 // ---- In ----
 
 LinkIn::LinkIn(Team &team, const Exchange &exchange, const Record &record, int source)
-    : team_(team), call_(exchange.number()), stride_(record.stride()), extra_at_(record.extra_at()), node_(team.node(source)),
+    : team_(team),
+      call_(exchange.number()),
+      stride_(record.stride()),
+      extra_at_(record.extra_at()),
+      node_(team.node(source)),
       forwarder_(team.forwarder(source)) {
   const CallMessage &message = exchange.message(source);
   slots_ = slots_for(team, record, message.link_slots);
@@ -109,7 +127,8 @@ int64_t LinkIn::arrived() const {
 bool LinkIn::give_credit(int64_t records) {
   LinkState &state = team_.links[node_];
   if (records - state.credited < max<int64_t>(1, static_cast<int64_t>(slots_ / 4))) return false;
-  Signal credit = {&team_.remote().link_credit(team_.own_node()), Cursor::pack(call_, static_cast<uint64_t>(records)), DK_SIGNAL_SET};
+  Signal credit = {&team_.remote().link_credit(team_.own_node()), Cursor::pack(call_, static_cast<uint64_t>(records)),
+                   DK_SIGNAL_SET};
   if (!team_.nic->signal(team_.partner(node_), 0, credit)) return false;
   state.credited = records;
   return true;

@@ -7,7 +7,8 @@
 namespace dk {
 namespace {
 
-// send_head[t][r]: which of my rows to rank r the token is. False, with the failure recorded, if tokens_per_rank says otherwise.
+// send_head[t][r]: which of my rows to rank r the token is. False, with the failure recorded, if tokens_per_rank says
+// otherwise.
 bool number_rows(Op &op, const dk_notify_params &p) {
   int num_ranks = op.team.num_ranks;
   int64_t *next = op.team.numbers(0);
@@ -34,18 +35,21 @@ void fill_matrix(Op &op, const Exchange &exchange, int32_t *matrix) {
   }
 }
 
-void fill_counts(Op &op, const Exchange &exchange, const dk_notify_params &p, const int32_t *matrix, dk_counts *counts) {
+void fill_counts(Op &op, const Exchange &exchange, const dk_notify_params &p, const int32_t *matrix,
+                 dk_counts *counts) {
   Team &team = op.team;
   int n = team.num_ranks, local = p.num_experts / n;
   counts->num_recv_tokens = matrix[(n - 1) * n + team.rank];
   int32_t from_node = 0;  // rows from ranks of my node
   int first = team.rank / team.num_nvl_peers * team.num_nvl_peers;
-  for (int i = first; i < min(n, first + team.num_nvl_peers); i++) from_node += team.control().rows_of(exchange.message(i))[team.rank];
+  for (int i = first; i < min(n, first + team.num_nvl_peers); i++)
+    from_node += team.control().rows_of(exchange.message(i))[team.rank];
   counts->num_recv_nodes_tokens = counts->num_recv_tokens - from_node;
   for (int e = 0; e < local; e++) {
     int64_t tokens = 0;
     for (int i = 0; i < n; i++) tokens += team.control().experts_of(exchange.message(i))[e];
-    counts->per_expert[e] = static_cast<int32_t>((tokens + p.expert_alignment - 1) / p.expert_alignment * p.expert_alignment);
+    counts->per_expert[e] =
+        static_cast<int32_t>((tokens + p.expert_alignment - 1) / p.expert_alignment * p.expert_alignment);
   }
 }
 
@@ -75,14 +79,16 @@ void run_notify(const dk_notify_params &p) {
   exchange.set_field(DK_FIELD_NUM_SCALES, p.num_scales);
   int32_t *matrix = at<int32_t>(p.rank_prefix_matrix);
   if (!op.failed() && number_rows(op, p)) {
-    exchange.post(at<const int32_t>(p.tokens_per_rank), p.num_experts ? at<const int32_t>(p.tokens_per_expert) : nullptr,
-                  p.num_experts / op.team.num_ranks);
+    exchange.post(at<const int32_t>(p.tokens_per_rank),
+                  p.num_experts ? at<const int32_t>(p.tokens_per_expert) : nullptr, p.num_experts / op.team.num_ranks);
     if (exchange.wait()) {
       fill_matrix(op, exchange, matrix);
       int32_t arriving = matrix[(op.team.num_ranks - 1) * op.team.num_ranks + op.team.rank];
       bool too_many = p.num_worst_tokens && arriving > p.num_worst_tokens;
-      if (too_many) op.fail(DK_EMISMATCH, -1, DK_FIELD_WORST_TOKENS, p.num_worst_tokens, arriving);
-      else if (p.counts) fill_counts(op, exchange, p, matrix, at<dk_counts>(p.counts));
+      if (too_many)
+        op.fail(DK_EMISMATCH, -1, DK_FIELD_WORST_TOKENS, p.num_worst_tokens, arriving);
+      else if (p.counts)
+        fill_counts(op, exchange, p, matrix, at<dk_counts>(p.counts));
     }
   }
   if (op.failed()) give_up(op, p);
@@ -96,7 +102,8 @@ using namespace dk;
 
 DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
   DK_ENTER(p);
-  if (bad_head(*p) || !p->tokens_per_rank || !p->rank_prefix_matrix || p->num_tokens < 0 || p->num_topk < 0) return DK_EINVAL;
+  if (bad_head(*p) || !p->tokens_per_rank || !p->rank_prefix_matrix || p->num_tokens < 0 || p->num_topk < 0)
+    return DK_EINVAL;
   if (p->num_tokens && (!p->token_in_rank || !p->send_head)) return DK_EINVAL;
   if (p->num_experts && (bad_experts(*at<Team>(p->team), p->num_experts) || !p->tokens_per_expert)) return DK_EINVAL;
   if (p->expert_alignment < 1 || p->num_worst_tokens < 0 || p->num_scales < 0) return DK_EINVAL;

@@ -13,24 +13,30 @@ struct Record {
   uint64_t stride() const { return round_up(bytes(), kLine); }
 };
 
-// On one node rows lie apart from what goes with them, so that they stay aligned; among nodes both lie together as records.
+// On one node rows lie apart from what goes with them, so that they stay aligned; among nodes both lie together as
+// records.
 class Ring {
  public:
-  // Ring number `which` of `parts` equal ones in `owner`'s wire region. More rows than needed to keep everybody busy would
-  // only push each other out of the caches.
+  // Ring number `which` of `parts` equal ones in `owner`'s wire region. More rows than needed to keep everybody busy
+  // would only push each other out of the caches.
   Ring(const Team &team, int owner, const Record &record, int parts, int32_t max_rows, int which = 0)
       : records_(team.spans_nodes()), parts_(static_cast<uint64_t>(parts)) {
     stride_ = records_ ? record.stride() : round_up(record.row_bytes, kLine);
     extra_stride_ = records_ ? 0 : round_up(record.extra_bytes, kLine);
     extra_at_ = record.extra_at();
-    uint64_t wanted = max<uint64_t>(max_rows > 0 ? static_cast<uint64_t>(max_rows) : 0, kCachedBytes / parts_ / stride_ + 1);
+    uint64_t wanted =
+        max<uint64_t>(max_rows > 0 ? static_cast<uint64_t>(max_rows) : 0, kCachedBytes / parts_ / stride_ + 1);
     slots_ = min(wanted, rows_room(team) / stride_);
     if (extra_stride_) slots_ = min(slots_, extras_room(team) / extra_stride_);
     place(team, owner, which);
   }
   // A peer's ring, as big as it says (never beyond its region), rows of the same shape as `mine`.
   Ring(const Team &team, int owner, uint64_t slots, uint64_t stride, const Ring &mine, int which = 0)
-      : records_(mine.records_), stride_(stride), extra_stride_(mine.extra_stride_), extra_at_(mine.extra_at_), parts_(mine.parts_) {
+      : records_(mine.records_),
+        stride_(stride),
+        extra_stride_(mine.extra_stride_),
+        extra_at_(mine.extra_at_),
+        parts_(mine.parts_) {
     slots_ = max<uint64_t>(1, min(slots, rows_room(team) / stride_));
     place(team, owner, which);
   }
@@ -38,7 +44,10 @@ class Ring {
   uint64_t slots() const { return slots_; }
   uint64_t stride() const { return stride_; }
   uint8_t *row(uint64_t slot) const { return at<uint8_t>(rows_ + slot * stride_); }
-  template <class T> T *extra(uint64_t slot) const { return at<T>(extras_ + slot * extra_stride_); }
+  template <class T>
+  T *extra(uint64_t slot) const {
+    return at<T>(extras_ + slot * extra_stride_);
+  }
   // Rows between two updates of a cursor.
   int64_t batch(int32_t wanted) const {
     int64_t rows = max<int64_t>(wanted, static_cast<int64_t>(kBatchBytes / stride_));
@@ -56,7 +65,8 @@ class Ring {
   static constexpr uint64_t kBatchBytes = 64 << 10;
 
   uint64_t rows_room(const Team &team) const {
-    return (team.wire.rows_bytes + (records_ && team.wire.rows_bytes ? team.wire.extras_bytes : 0)) / parts_ / kLine * kLine;
+    return (team.wire.rows_bytes + (records_ && team.wire.rows_bytes ? team.wire.extras_bytes : 0)) / parts_ / kLine *
+           kLine;
   }
   uint64_t extras_room(const Team &team) const { return team.wire.extras_bytes / parts_ / kLine * kLine; }
   void place(const Team &team, int owner, int which) {

@@ -1,6 +1,7 @@
-// How late and how strangely a NIC may serve without breaking a promise (DK_TRANSPORT_LATE). Every operation of a queue waits
-// for a drawn time; some queues, or all toward a peer, wait until nothing else happens any more; a put arrives in pieces, in
-// any order, with other queues' work in between; a completion comes well after its operation, and the source must not have changed.
+// How late and how strangely a NIC may serve without breaking a promise (DK_TRANSPORT_LATE). Every operation of a queue
+// waits for a drawn time; some queues, or all toward a peer, wait until nothing else happens any more; a put arrives in
+// pieces, in any order, with other queues' work in between; a completion comes well after its operation, and the source
+// must not have changed.
 #include <string.h>
 
 #include <utility>
@@ -49,8 +50,10 @@ void Late::serve() {
       doze(nic_, at_ns == kNever ? kNap : at_ns - now_);
       continue;
     }
-    if (completion) finish_some(*q);
-    else advance(*q);
+    if (completion)
+      finish_some(*q);
+    else
+      advance(*q);
   }
 }
 
@@ -127,7 +130,8 @@ void Late::cut(Delay &delay, uint64_t bytes) {
   delay.first = static_cast<int>(nic_.random.below(pieces));
   delay.cuts[0] = 0;
   delay.cuts[pieces] = bytes;
-  for (uint64_t i = 1; i < pieces; i++) delay.cuts[i] = delay.cuts[i - 1] + nic_.random.below(bytes - delay.cuts[i - 1] + 1);
+  for (uint64_t i = 1; i < pieces; i++)
+    delay.cuts[i] = delay.cuts[i - 1] + nic_.random.below(bytes - delay.cuts[i - 1] + 1);
 }
 
 // True: that was the last one.
@@ -163,15 +167,18 @@ void Late::advance(Queue &q) {
     delay.pieces = 0;
     delay.drawn = false;
   }
-  if (delay.last) quiet_ = chance(10) ? kLongest : (50 + nic_.random.below(150)) * kMicrosecond;
-  else busy_ = now_;
+  if (delay.last)
+    quiet_ = chance(10) ? kLongest : (50 + nic_.random.below(150)) * kMicrosecond;
+  else
+    busy_ = now_;
   ring_doorbells(nic_, false);
 }
 
 // A NIC may have to send again until an operation is completed. Whoever wrote to the source before that is told.
 void Late::check_source(Queue &q, const Work &work) {
   int32_t well = 0;
-  if (sum_of(at<const void>(work.src), work.bytes) != work.source_sum) q.broken.compare_exchange_strong(well, DK_EMISMATCH);
+  if (sum_of(at<const void>(work.src), work.bytes) != work.source_sum)
+    q.broken.compare_exchange_strong(well, DK_EMISMATCH);
 }
 
 void Late::finish_some(Queue &q) {

@@ -20,7 +20,8 @@ uint64_t power_of_two(uint64_t least) {
 
 uint64_t ring_bytes(const NicState &s) { return s.num_queues * (s.mask + 1) * sizeof(Work); }
 
-template <class T> bool make(T **out, uint64_t count) {
+template <class T>
+bool make(T **out, uint64_t count) {
   size_t bytes = round_up(max<uint64_t>(count, 1) * sizeof(T), kLine);
   void *memory = aligned_alloc(kLine, bytes);
   *out = static_cast<T *>(memory);
@@ -30,7 +31,13 @@ template <class T> bool make(T **out, uint64_t count) {
 
 void drop(NicState *s) {
   if (s->rings) munmap(s->rings, ring_bytes(*s));
-  free(s->slots); free(s->blocks); free(s->lost); free(s->ringing); free(s->queues); free(s->ready); free(s->active);
+  free(s->slots);
+  free(s->blocks);
+  free(s->lost);
+  free(s->ringing);
+  free(s->queues);
+  free(s->ready);
+  free(s->active);
   pthread_mutex_destroy(&s->posting);
   s->~NicState();
   free(s);
@@ -55,11 +62,13 @@ void describe(NicState &s, const dk_transport_open_params &p) {
 bool make_arrays(NicState &s) {
   uint64_t peers = static_cast<uint64_t>(s.num_peers);
   bool made = make(&s.slots, static_cast<uint64_t>(s.num_ranks)) && make(&s.blocks, peers) && make(&s.lost, peers) &&
-              make(&s.ringing, peers / 64 + 1) && make(&s.queues, s.num_queues) && make(&s.ready, s.num_words) && make(&s.active, s.num_queues);
+              make(&s.ringing, peers / 64 + 1) && make(&s.queues, s.num_queues) && make(&s.ready, s.num_words) &&
+              make(&s.active, s.num_queues);
   if (!made) return false;
   if (s.num_queues == 0) return true;
   // Untouched pages cost nothing: queues that are deep on paper only.
-  void *rings = mmap(nullptr, ring_bytes(s), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void *rings =
+      mmap(nullptr, ring_bytes(s), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   s.rings = rings == MAP_FAILED ? nullptr : static_cast<Work *>(rings);
   return s.rings != nullptr;
 }
@@ -115,8 +124,8 @@ bool Nic::put(int peer, int qp, void *dst, const void *src, uint64_t bytes, Sign
   uint64_t number = q.posted.load(std::memory_order_relaxed), queued = number - q.completed.load() + 1;
   bool gone = s.gone(q), room = queued <= s.depth;
   if (!gone && room) {
-    s.work(q, number) = {address_of(dst) + there, address_of(src), bytes,
-                         address_of(signal.word) + there, signal.value, signal.op, sum};
+    s.work(q, number) = {
+        address_of(dst) + there, address_of(src), bytes, address_of(signal.word) + there, signal.value, signal.op, sum};
     q.bytes.store(q.bytes.load(std::memory_order_relaxed) + bytes, std::memory_order_relaxed);
     if (queued > q.max_queued.load(std::memory_order_relaxed)) q.max_queued.store(queued, std::memory_order_relaxed);
     q.posted.store(number + 1);
@@ -127,7 +136,7 @@ bool Nic::put(int peer, int qp, void *dst, const void *src, uint64_t bytes, Sign
   return true;
 }
 
-// ---- Looking ------------------------------------------------------------------------------------------------------------
+// ---- Looking --------------------------------------------------------------------------------------------------------
 
 int Nic::num_qps() const { return state_->num_qps; }
 int32_t Nic::rank() const { return state_->rank; }
@@ -138,7 +147,9 @@ bool Nic::forked() const { return getpid() != state_->owner; }
 bool Nic::reaches(int peer) const { return peer >= 0 && peer < state_->num_ranks && state_->slots[peer] >= 0; }
 uint64_t Nic::posted(int peer, int qp) const { return state_->queue(peer, qp).posted.load(); }
 // What is queued where nothing gets through counts as completed at once: the thread drops it a little later.
-static uint64_t completed_on(const NicState &s, const Queue &q) { return s.gone(q) ? q.posted.load() : q.completed.load(); }
+static uint64_t completed_on(const NicState &s, const Queue &q) {
+  return s.gone(q) ? q.posted.load() : q.completed.load();
+}
 uint64_t Nic::completed(int peer, int qp) const { return completed_on(*state_, state_->queue(peer, qp)); }
 bool Nic::lost(int peer) const { return reaches(peer) && state_->lost[state_->slots[peer]].load(); }
 int32_t Nic::broken(int peer, int qp) const { return state_->queue(peer, qp).broken.load(); }
@@ -155,7 +166,7 @@ QueueCounts Nic::counts(int peer, int qp) const {
   return {q.posted.load(), completed, q.bytes.load(), q.max_queued.load(), q.created};
 }
 
-// ---- What changes how it goes on ------------------------------------------------------------------------------------------
+// ---- What changes how it goes on ------------------------------------------------------------------------------------
 
 void Nic::lose(int peer) {
   state_->lost[state_->slots[peer]].store(1);
@@ -168,11 +179,14 @@ void Nic::break_qp(int peer, int qp, int32_t code) {
   look_at(*state_, state_->queue(peer, qp));
 }
 
-void Nic::set_doorbell(void *own_doorbell) { state_->doorbell_offset.store(own_doorbell ? address_of(own_doorbell) - state_->own_block + 1 : 0); }
+void Nic::set_doorbell(void *own_doorbell) {
+  state_->doorbell_offset.store(own_doorbell ? address_of(own_doorbell) - state_->own_block + 1 : 0);
+}
 
-// ---- Waiting --------------------------------------------------------------------------------------------------------------
+// ---- Waiting --------------------------------------------------------------------------------------------------------
 
-template <class Reached> static bool wait_until(NicState &s, uint64_t deadline_ns, Reached reached) {
+template <class Reached>
+static bool wait_until(NicState &s, uint64_t deadline_ns, Reached reached) {
   if (reached()) return true;
   s.waiters.fetch_add(1);
   bool there = false;

@@ -1,5 +1,5 @@
-// Software RDMA: what a NIC does for a rank, done by a thread. It keeps no more promises than queue pairs do (see the transport
-// section of kernels.h), and breaks all others on purpose, by a seed.
+// Software RDMA: what a NIC does for a rank, done by a thread. It keeps no more promises than queue pairs do (see the
+// transport section of kernels.h), and breaks all others on purpose, by a seed.
 #pragma once
 #include <stdint.h>
 
@@ -18,9 +18,9 @@ struct QueueCounts {
   int32_t created;
 };
 
-// Destinations are given as addresses in this rank's own block: the same place of the peer's block is meant. They, like peer
-// and QP numbers, are the caller's promise: dk_transport_put is where strangers are checked.
-// The posting functions never wait, and never do the work on the calling thread.
+// Destinations are given as addresses in this rank's own block: the same place of the peer's block is meant. They, like
+// peer and QP numbers, are the caller's promise: dk_transport_put is where strangers are checked. The posting functions
+// never wait, and never do the work on the calling thread.
 class Nic {
  public:
   static int32_t open(const dk_transport_open_params &p, Nic **out, int32_t *error);
@@ -31,8 +31,8 @@ class Nic {
   // False: no room in the QP now; nothing was posted. A lost peer takes everything: nothing is counted or delivered.
   bool put(int peer, int qp, void *dst, const void *src, uint64_t bytes, Signal signal = {});
   bool signal(int peer, int qp, Signal signal) { return put(peer, qp, nullptr, nullptr, 0, signal); }
-  // Operations posted on, and completed by, a QP so far: a source is free once completed() has reached what posted() was
-  // after its put.
+  // Operations posted on, and completed by, a QP so far: a source is free once completed() has reached what posted()
+  // was after its put.
   uint64_t posted(int peer, int qp) const;
   uint64_t completed(int peer, int qp) const;
   bool idle(int peer, int qp) const { return completed(peer, qp) == posted(peer, qp); }
@@ -40,16 +40,17 @@ class Nic {
   bool lost(int peer) const;
   void lose(int peer);
 
-  // Where a rank's Doorbell lies in the blocks (see control.h): a peer's is rung when something was signalled there, this rank's
-  // own when an operation completed, so that nobody sleeps through either. Null: nobody is to be woken any more.
+  // Where a rank's Doorbell lies in the blocks (see control.h): a peer's is rung when something was signalled there,
+  // this rank's own when an operation completed, so that nobody sleeps through either. Null: nobody is to be woken any
+  // more.
   void set_doorbell(void *own_doorbell);
 
   // For the functions of the interface.
   int32_t rank() const;
   int num_ranks() const;
   uint64_t block_bytes() const;
-  void *block() const;                // this rank's own
-  bool forked() const;                // in a child of the process that opened it, where no thread serves it
+  void *block() const;  // this rank's own
+  bool forked() const;  // in a child of the process that opened it, where no thread serves it
   QueueCounts counts(int peer, int qp) const;
   // Sleeps until room for an operation, or until `until` operations are completed. A lost peer ends both.
   bool wait_for_room(int peer, int qp, uint64_t deadline_ns);

@@ -3,8 +3,8 @@
 #include <pthread.h>
 #include <sys/types.h>
 
-#include "cpu/team/control.h"
 #include "cpu/rdma/rdma.h"
+#include "cpu/team/control.h"
 
 namespace dk {
 
@@ -12,18 +12,18 @@ struct Work {
   uint64_t dst, src, bytes;  // addresses here: the peer's block is mapped for the NIC
   uint64_t word, value;
   uint32_t op;
-  uint64_t source_sum;       // of the source's bytes when they were posted; LATE alone looks
+  uint64_t source_sum;  // of the source's bytes when they were posted; LATE alone looks
 };
 
 // What LATE holds back. The thread's own.
 struct Delay {
   static constexpr int kMaxPieces = 4;
-  uint64_t due, done_due;      // not before: the next piece, the next completion
+  uint64_t due, done_due;  // not before: the next piece, the next completion
   uint64_t cuts[kMaxPieces + 1];
-  int pieces, next, first;     // of the operation under way; 0 pieces: none is
-  int left;                    // operations until the queue's character changes
-  bool drawn, last, done_last; // last: not before everything else has been done
-  bool active;                 // listed in NicState::active
+  int pieces, next, first;      // of the operation under way; 0 pieces: none is
+  int left;                     // operations until the queue's character changes
+  bool drawn, last, done_last;  // last: not before everything else has been done
+  bool active;                  // listed in NicState::active
 };
 
 struct alignas(kLine) Queue {
@@ -31,7 +31,7 @@ struct alignas(kLine) Queue {
   Work *ring;
   int32_t peer, created;
   std::atomic<int32_t> broken;
-  alignas(kLine) std::atomic<uint64_t> completed;   // written by the thread, like the rest
+  alignas(kLine) std::atomic<uint64_t> completed;  // written by the thread, like the rest
   uint64_t executed;
   Delay delay;
 };
@@ -56,13 +56,13 @@ struct NicState {
   uint64_t depth, mask, block_bytes, own_block, num_queues;
   uint32_t flags;
   pid_t owner;
-  Random random{0};              // the thread's
+  Random random{0};  // the thread's
 
-  int32_t *slots;                // by rank: place among the peers, -1: not a peer
-  uint64_t *blocks;              // by slot
-  std::atomic<uint32_t> *lost;   // by slot
-  uint64_t *ringing;             // bit by slot: doorbells to ring; the thread's
-  Queue *queues;                 // [peer slot][QP]
+  int32_t *slots;               // by rank: place among the peers, -1: not a peer
+  uint64_t *blocks;             // by slot
+  std::atomic<uint32_t> *lost;  // by slot
+  uint64_t *ringing;            // bit by slot: doorbells to ring; the thread's
+  Queue *queues;                // [peer slot][QP]
   Work *rings;
   std::atomic<uint64_t> *ready;  // bit by queue: something was posted
   int32_t *active;               // queues that LATE holds something of
@@ -70,9 +70,9 @@ struct NicState {
 
   pthread_mutex_t posting;
   pthread_t thread;
-  Word doorbell;                 // the thread sleeps on it
+  Word doorbell;  // the thread sleeps on it
   std::atomic<bool> asleep, ending;
-  Word completions;              // those that wait for completions sleep on it
+  Word completions;  // those that wait for completions sleep on it
   std::atomic<uint32_t> waiters;
   std::atomic<uint64_t> doorbell_offset;  // offset in a block + 1; 0: none
 
@@ -82,14 +82,15 @@ struct NicState {
 };
 
 // rdma_thread.cpp
-int start_thread(NicState &nic);                // errno
+int start_thread(NicState &nic);  // errno
 void stop_thread(NicState &nic);
 void carry_out_signal(NicState &nic, const Queue &q, const Work &work);
 void complete(NicState &nic, Queue &q, uint64_t until);
-bool drop_if_gone(NicState &nic, Queue &q);     // the thread's: completes all that was posted; nothing of it is under way any more
+bool drop_if_gone(NicState &nic,
+                  Queue &q);  // the thread's: completes all that was posted; nothing of it is under way any more
 void ring_doorbells(NicState &nic, bool own);
-void doze(NicState &nic, uint64_t nanoseconds); // until something is posted
-void look_at(NicState &nic, const Queue &q);    // makes the thread see to a queue
+void doze(NicState &nic, uint64_t nanoseconds);  // until something is posted
+void look_at(NicState &nic, const Queue &q);     // makes the thread see to a queue
 
 // rdma_late.cpp
 void serve_late(NicState &nic);

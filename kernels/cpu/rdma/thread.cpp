@@ -10,7 +10,7 @@ namespace dk {
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
-constexpr int kSpins = 100;         // a microsecond or two: rows come in a row
+constexpr int kSpins = 100;  // a microsecond or two: rows come in a row
 constexpr uint64_t kNap = 1000000000;
 constexpr uint64_t kLongestTurn = 32;
 
@@ -42,16 +42,20 @@ bool serve_ready(NicState &nic) {
     uint64_t bits = nic.ready[word].exchange(0), turn = nic.random.below(64);
     bits = bits >> turn | bits << (64 - turn) % 64;
     served |= bits != 0;
-    for (; bits; bits &= bits - 1) serve_queue(nic, word * 64 + (static_cast<uint64_t>(__builtin_ctzll(bits)) + turn) % 64);
+    for (; bits; bits &= bits - 1)
+      serve_queue(nic, word * 64 + (static_cast<uint64_t>(__builtin_ctzll(bits)) + turn) % 64);
   }
   return served;
 }
 
 void serve_promptly(NicState &nic) {
   for (int spins = 0; !nic.ending.load();) {
-    if (serve_ready(nic)) spins = 0;
-    else if (spins++ < kSpins) cpu_relax();
-    else doze(nic, kNap);
+    if (serve_ready(nic))
+      spins = 0;
+    else if (spins++ < kSpins)
+      cpu_relax();
+    else
+      doze(nic, kNap);
   }
 }
 
@@ -59,8 +63,10 @@ void *run(void *argument) {
   NicState &nic = *static_cast<NicState *>(argument);
   pthread_setname_np(pthread_self(), "deepep-nic");
   prctl(PR_SET_TIMERSLACK, 1000);  // delays are shorter than the usual slack
-  if (nic.flags & DK_TRANSPORT_LATE) serve_late(nic);
-  else serve_promptly(nic);
+  if (nic.flags & DK_TRANSPORT_LATE)
+    serve_late(nic);
+  else
+    serve_promptly(nic);
   return nullptr;
 }
 
@@ -81,7 +87,8 @@ void carry_out_signal(NicState &nic, const Queue &q, const Work &work) {
 #else
   if (work.op == DK_SIGNAL_SET) word.store(work.value);
 #endif
-  else word.fetch_add(work.value);
+  else
+    word.fetch_add(work.value);
   uint64_t slot = static_cast<uint64_t>(nic.slots[q.peer]);
   nic.ringing[slot / 64] |= uint64_t{1} << slot % 64;
 }
@@ -109,7 +116,8 @@ void ring_doorbells(NicState &nic, bool own) {
   for (uint64_t word = 0; word * 64 < static_cast<uint64_t>(nic.num_peers); word++) {
     uint64_t bits = nic.ringing[word];
     nic.ringing[word] = 0;
-    for (; doorbell && bits; bits &= bits - 1) ring(*at<Doorbell>(nic.blocks[word * 64 + static_cast<uint64_t>(__builtin_ctzll(bits))] + doorbell - 1));
+    for (; doorbell && bits; bits &= bits - 1)
+      ring(*at<Doorbell>(nic.blocks[word * 64 + static_cast<uint64_t>(__builtin_ctzll(bits))] + doorbell - 1));
   }
 }
 

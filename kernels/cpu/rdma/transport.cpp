@@ -1,5 +1,5 @@
-// The transport of the interface: arguments of strangers are checked here, then it is the NIC's affair. What is enqueued runs
-// on the stream's thread and waits there.
+// The transport of the interface: arguments of strangers are checked here, then it is the NIC's affair. What is
+// enqueued runs on the stream's thread and waits there.
 #include "cpu/rdma/rdma.h"
 #include "cpu/runtime/stream.h"
 
@@ -35,7 +35,9 @@ bool bad_open(const dk_transport_open_params &p) {
   return !own || own % 8 || !p.block_bytes || p.flags & ~uint32_t{DK_TRANSPORT_LATE} || bad_peers(p);
 }
 
-bool outside(const Nic &nic, uint64_t offset, uint64_t bytes) { return bytes > nic.block_bytes() || offset > nic.block_bytes() - bytes; }
+bool outside(const Nic &nic, uint64_t offset, uint64_t bytes) {
+  return bytes > nic.block_bytes() || offset > nic.block_bytes() - bytes;
+}
 
 bool bad_put(const Nic &nic, const dk_transport_put_params &p) {
   if (!nic.reaches(p.peer) || p.qp < 0 || p.qp >= nic.num_qps()) return true;
@@ -56,7 +58,8 @@ int32_t post(Nic &nic, const dk_transport_put_params &p) {
   for (;;) {
     int32_t code = trouble(nic, p.peer, p.qp);
     if (code != DK_OK) return code;
-    if (nic.put(p.peer, p.qp, block + (p.bytes ? p.dst_offset : 0), at<const void>(p.src), p.bytes, signal)) return trouble(nic, p.peer, p.qp);
+    if (nic.put(p.peer, p.qp, block + (p.bytes ? p.dst_offset : 0), at<const void>(p.src), p.bytes, signal))
+      return trouble(nic, p.peer, p.qp);
     if (p.flags & DK_TRANSPORT_NOWAIT) return DK_EAGAIN;
     if (!nic.wait_for_room(p.peer, p.qp, until)) return DK_ETIMEOUT;
   }
@@ -70,7 +73,8 @@ void run_put(void *argument) {
 }
 
 // Calls act(peer, qp) for each QP that the two numbers mean, until it returns something else than DK_OK.
-template <class P, class Act> int32_t for_each_qp(const Nic &nic, const P &p, Act act) {
+template <class P, class Act>
+int32_t for_each_qp(const Nic &nic, const P &p, Act act) {
   for (int peer = 0; peer < nic.num_ranks(); peer++) {
     if (!nic.reaches(peer) || (p.peer >= 0 && p.peer != peer)) continue;
     for (int qp = 0; qp < nic.num_qps(); qp++) {
@@ -81,7 +85,8 @@ template <class P, class Act> int32_t for_each_qp(const Nic &nic, const P &p, Ac
   return DK_OK;
 }
 
-template <class P> bool bad_choice(const Nic &nic, const P &p) {
+template <class P>
+bool bad_choice(const Nic &nic, const P &p) {
   return p.peer < -1 || p.qp < -1 || p.qp >= nic.num_qps() || (p.peer >= 0 && !nic.reaches(p.peer));
 }
 

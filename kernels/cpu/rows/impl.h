@@ -107,4 +107,4 @@ void store_sums(uint16_t *dst, const float *acc, size_t blocks) {
 }  // namespace
 
 #define DK_ROW_KERNELS(name) \
-  { name, copy, finish_stream, sum, weighted_sum, cast_fp8, logfmt_encode, logfmt_add, store_sums }
+  {name, copy, finish_stream, sum, weighted_sum, cast_fp8, logfmt_encode, logfmt_add, store_sums}

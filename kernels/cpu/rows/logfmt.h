@@ -25,7 +25,8 @@ inline Floats log2_of(Floats x) {
 inline Floats exp2_of(Floats x) {
   Floats magic = floats(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   Floats n = (x + magic) - magic, f = (x - n) * 0.693147181f;
-  Floats p = 1.0f + f * (1.0f + f * (1.0f / 2 + f * (1.0f / 6 + f * (1.0f / 24 + f * (1.0f / 120 + f * (1.0f / 720))))));
+  Floats p =
+      1.0f + f * (1.0f + f * (1.0f / 2 + f * (1.0f / 6 + f * (1.0f / 24 + f * (1.0f / 120 + f * (1.0f / 720))))));
   Ints exponent = to_ints(n) << 23;
   return as_floats(as_words(p) + bits_as<Words>(exponent));
 }
@@ -54,7 +55,9 @@ inline Range make_range(uint16_t least, uint16_t greatest) {
   return r;
 }
 
-inline Floats code_value(const Range &r, Floats code) { return exp2_of(floats(r.first) + (code - 1.0f) * floats(r.step)); }
+inline Floats code_value(const Range &r, Floats code) {
+  return exp2_of(floats(r.first) + (code - 1.0f) * floats(r.step));
+}
 
 inline void magnitudes(const uint16_t *src, uint16_t *least, uint16_t *greatest) {
   Shorts most = {}, inverted = {};
@@ -67,8 +70,8 @@ inline void magnitudes(const uint16_t *src, uint16_t *least, uint16_t *greatest)
   *least = static_cast<uint16_t>(0x7fff - greatest_lane(inverted));
 }
 
-// 10-bit codes. Between two codes the nearer one changes in the middle of their values, which is the fraction `turn` of the
-// way in log2, the same for all codes of a block.
+// 10-bit codes. Between two codes the nearer one changes in the middle of their values, which is the fraction `turn` of
+// the way in log2, the same for all codes of a block.
 inline Words encode_lanes(const Range &r, float per_step, float turn, Floats value) {
   Words u = as_words(value), sign = (u >> 31) << 9;
   Floats a = as_floats(u & 0x7fffffff);
@@ -86,7 +89,8 @@ typedef uint8_t Tops __attribute__((vector_size(16)));  // half of them
 
 inline void encode_block(uint8_t *dst, const Range &r, const uint16_t *src) {
   uint8_t tops[kBlock];
-  float ratio = exp2_of(floats(r.step))[0], per_step = 1.0f / r.step, turn = log2_scalar((1.0f + ratio) * 0.5f) * per_step;
+  float ratio = exp2_of(floats(r.step))[0], per_step = 1.0f / r.step,
+        turn = log2_scalar((1.0f + ratio) * 0.5f) * per_step;
   for (size_t i = 0; i < kBlock; i += kPair) {
     Pair x = load_pair(src + i);
     Words even = encode_lanes(r, per_step, turn, x.even), odd = encode_lanes(r, per_step, turn, x.odd);
@@ -94,7 +98,8 @@ inline void encode_block(uint8_t *dst, const Range &r, const uint16_t *src) {
     store(tops + i, __builtin_convertvector(even >> 8 | (odd >> 8) << 8, Halves));
   }
   for (size_t i = 0; i < 32; i += sizeof(Tops)) {
-    Tops low = load<Tops>(tops + i) | load<Tops>(tops + 32 + i) << 2, high = load<Tops>(tops + 64 + i) | load<Tops>(tops + 96 + i) << 2;
+    Tops low = load<Tops>(tops + i) | load<Tops>(tops + 32 + i) << 2,
+         high = load<Tops>(tops + 64 + i) | load<Tops>(tops + 96 + i) << 2;
     store(dst + kBlock + i, low | high << 4);
   }
 }
@@ -135,7 +140,8 @@ inline void add_block(float *acc, const uint8_t *src, const Range &r, float weig
     for (size_t part = 0; part < 4; part++, packed >>= 2) store(tops + 32 * part + i, packed & 3);
   }
   for (size_t i = 0; i < kBlock; i += kPair) {
-    Words low = __builtin_convertvector(load<Halves>(src + i), Words), top = __builtin_convertvector(load<Halves>(tops + i), Words);
+    Words low = __builtin_convertvector(load<Halves>(src + i), Words),
+          top = __builtin_convertvector(load<Halves>(tops + i), Words);
     add_pair(acc + i, weight, {decode_lanes(r, low & 0xff, top & 0xff), decode_lanes(r, low >> 8, top >> 8)});
   }
 }
@@ -149,7 +155,8 @@ void logfmt_add(float *acc, const uint8_t *row, float weight, size_t blocks, siz
       add_block(acc, body, make_range(range[0], range[1]), weight);
       continue;
     }
-    for (size_t i = 0; i < kBlock; i += kPair) add_pair(acc + i, weight, load_pair(reinterpret_cast<const uint16_t *>(body) + i));
+    for (size_t i = 0; i < kBlock; i += kPair)
+      add_pair(acc + i, weight, load_pair(reinterpret_cast<const uint16_t *>(body) + i));
   }
 }
 

@@ -26,8 +26,8 @@ struct RowKernels {
   void (*cast_fp8)(uint8_t *dst, float *scales, const uint16_t *src, size_t blocks, bool round_scale);
 
   void (*logfmt_encode)(uint8_t *dst, const uint16_t *src, size_t blocks);
-  // Adds weight * row to FP32 sums, for `count` of its `blocks` from `first` on (blocks that stayed BF16 likewise). The order
-  // of channels within acc is the table's own affair; its store_sums brings them to dst in theirs.
+  // Adds weight * row to FP32 sums, for `count` of its `blocks` from `first` on (blocks that stayed BF16 likewise). The
+  // order of channels within acc is the table's own affair; its store_sums brings them to dst in theirs.
   void (*logfmt_add)(float *acc, const uint8_t *row, float weight, size_t blocks, size_t first, size_t count);
   void (*store_sums)(uint16_t *dst, const float *acc, size_t blocks);
 };

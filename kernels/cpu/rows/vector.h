@@ -1,4 +1,5 @@
-// Vectors of a compile-time width, with the compiler's own vector types. Included by rows_*.cpp alone, each with its width.
+// Vectors of a compile-time width, with the compiler's own vector types. Included by rows_*.cpp alone, each with its
+// width.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -22,16 +23,23 @@ typedef uint32_t Words __attribute__((vector_size(kWidth)));
 typedef int32_t Ints __attribute__((vector_size(kWidth)));
 typedef uint16_t Halves __attribute__((vector_size(kWidth / 2)));
 
-template <class V> inline V load(const void *p) {
+template <class V>
+inline V load(const void *p) {
   V v;
   memcpy(&v, p, sizeof v);
   return v;
 }
-template <class V> inline void store(void *p, V v) { memcpy(p, &v, sizeof v); }
+template <class V>
+inline void store(void *p, V v) {
+  memcpy(p, &v, sizeof v);
+}
 
 inline Floats floats(float x) { return Floats{} + x; }
 inline Words words(uint32_t x) { return Words{} + x; }
-template <class To, class From> inline To bits_as(From v) { return (To)v; }  // same bits: what a vector cast means
+template <class To, class From>
+inline To bits_as(From v) {
+  return (To)v;
+}  // same bits: what a vector cast means
 inline Floats as_floats(Words v) { return bits_as<Floats>(v); }
 inline Words as_words(Floats v) { return bits_as<Words>(v); }
 inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
@@ -44,8 +52,8 @@ inline Words choose(Ints mask, Words yes, Words no) {
 }
 inline Floats choose(Ints mask, Floats yes, Floats no) { return as_floats(choose(mask, as_words(yes), as_words(no))); }
 
-// Channels two by two as they lie in memory: those of even place and those of odd place. Taking them apart and putting them
-// together needs no shuffles.
+// Channels two by two as they lie in memory: those of even place and those of odd place. Taking them apart and putting
+// them together needs no shuffles.
 struct Pair {
   Floats even, odd;
 };

@@ -22,10 +22,19 @@ constexpr uint64_t kPage = 4096;
 constexpr uint64_t kLine = 64;
 
 constexpr uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
-template <class T> constexpr T min(T a, T b) { return a < b ? a : b; }
-template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
+template <class T>
+constexpr T min(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}
 
-template <class T> T *at(uint64_t address) { return reinterpret_cast<T *>(static_cast<uintptr_t>(address)); }
+template <class T>
+T *at(uint64_t address) {
+  return reinterpret_cast<T *>(static_cast<uintptr_t>(address));
+}
 inline uint64_t address_of(const void *p) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(p)); }
 
 }  // namespace dk

@@ -1,7 +1,7 @@
 // The one device of this library: the processor, with the instruction set that was chosen for it.
 #pragma once
-#include "cpu/runtime/base.h"
 #include "cpu/rows/rows.h"
+#include "cpu/runtime/base.h"
 
 namespace dk {
 

@@ -8,7 +8,8 @@ constexpr uint64_t kSlice = 5000000;  // the engine sets abort_word without a wa
 constexpr int kSpins = 64;
 
 bool gave_up(const dk_status *status) {
-  return status && (__atomic_load_n(&status->sticky, __ATOMIC_ACQUIRE) || __atomic_load_n(&status->abort_word, __ATOMIC_ACQUIRE));
+  return status &&
+         (__atomic_load_n(&status->sticky, __ATOMIC_ACQUIRE) || __atomic_load_n(&status->abort_word, __ATOMIC_ACQUIRE));
 }
 
 }  // namespace

@@ -10,10 +10,10 @@
 namespace dk {
 namespace {
 
-constexpr int kSpareClosures = 64;            // made with the stream; more only if a queue grows deeper
+constexpr int kSpareClosures = 64;  // made with the stream; more only if a queue grows deeper
 constexpr size_t kStackBytes = 512 * 1024;
-constexpr int kSpins = 200;                   // a few microseconds: calls often come in pairs
-constexpr uint64_t kYielding = 30000;         // then this long, giving way to others: waking up costs the caller as much
+constexpr int kSpins = 200;            // a few microseconds: calls often come in pairs
+constexpr uint64_t kYielding = 30000;  // then this long, giving way to others: waking up costs the caller as much
 constexpr uint64_t kNap = 1000000000;
 
 Closure *pop(Stream *stream) {
@@ -36,7 +36,8 @@ void *serve(void *argument) {
   Stream *stream = static_cast<Stream *>(argument);
   pthread_setname_np(pthread_self(), "deepep-stream");
 #if defined(__SSE2__)
-  __builtin_ia32_ldmxcsr(0x1f80);  // a new thread has its creator's rounding and flushing of denormals: sums must not depend on it
+  __builtin_ia32_ldmxcsr(
+      0x1f80);  // a new thread has its creator's rounding and flushing of denormals: sums must not depend on it
 #endif
   int spins = 0;
   uint64_t idle_since = 0;
@@ -101,8 +102,10 @@ void drop(Stream *stream) {
 int32_t push(Stream *stream, void (*run)(void *), const void *argument, size_t bytes) {
   pthread_mutex_lock(&stream->lock);
   Closure *closure = stream->spare;
-  if (closure) stream->spare = closure->next;
-  else closure = static_cast<Closure *>(malloc(sizeof(Closure)));
+  if (closure)
+    stream->spare = closure->next;
+  else
+    closure = static_cast<Closure *>(malloc(sizeof(Closure)));
   if (closure) {
     closure->run = run;
     closure->next = nullptr;

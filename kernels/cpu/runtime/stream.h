@@ -19,7 +19,7 @@ struct Stream {
   pthread_t thread;
   pthread_mutex_t lock;  // of the three lists
   Closure *first, *last, *spare;
-  Word pushed;           // closures ever pushed, and one more when the stream ends; the worker sleeps on it
+  Word pushed;  // closures ever pushed, and one more when the stream ends; the worker sleeps on it
   std::atomic<uint64_t> pending;
   std::atomic<bool> ending, asleep;
 };
@@ -27,7 +27,8 @@ struct Stream {
 // Queues a copy of `argument`. DK_ENOMEM if the queue has outgrown memory.
 int32_t push(Stream *stream, void (*run)(void *), const void *argument, size_t bytes);
 
-template <class T> int32_t push(Stream *stream, void (*run)(void *), const T &argument) {
+template <class T>
+int32_t push(Stream *stream, void (*run)(void *), const T &argument) {
   static_assert(sizeof(T) <= kClosureBytes, "enlarge kClosureBytes");
   return push(stream, run, &argument, sizeof(T));
 }

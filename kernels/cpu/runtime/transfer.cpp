@@ -16,7 +16,8 @@ void run_fill(void *argument) {
   memset(at<void>(p.dst), static_cast<int>(p.value & 0xff), p.bytes);
 }
 
-template <class P> int32_t submit(uint64_t stream, void (*run)(void *), P &p) {
+template <class P>
+int32_t submit(uint64_t stream, void (*run)(void *), P &p) {
   if (stream) return push(at<Stream>(stream), run, p);
   run(&p);
   return DK_OK;

@@ -4,10 +4,14 @@
 
 namespace dk {
 
-template <class P> bool bad_head(const P &p) { return !p.team || !p.stream; }
+template <class P>
+bool bad_head(const P &p) {
+  return !p.team || !p.stream;
+}
 inline bool bad_index_bytes(int32_t bytes) { return bytes != 4 && bytes != 8; }
 inline bool bad_experts(const Team &team, int32_t experts) {
-  return experts < 1 || experts % team.num_ranks || static_cast<uint64_t>(experts / team.num_ranks) > Control::max_local_experts(team.num_ranks);
+  return experts < 1 || experts % team.num_ranks ||
+         static_cast<uint64_t>(experts / team.num_ranks) > Control::max_local_experts(team.num_ranks);
 }
 
 // One element of a [T,K] tensor of int32 or int64 indices.

@@ -1,7 +1,7 @@
-// Clean: all unmasked ranks meet, and from there on low-latency sends are counted anew. Slots need no clearing: what lies in
-// them belongs to older counts.
-#include "cpu/team/check.h"
+// Clean: all unmasked ranks meet, and from there on low-latency sends are counted anew. Slots need no clearing: what
+// lies in them belongs to older counts.
 #include "cpu/low_latency/common.h"
+#include "cpu/team/check.h"
 
 namespace dk {
 namespace {
@@ -83,7 +83,10 @@ bool Meeting::look() {
     for (uint64_t parity = 0; parity < 2; parity++) {
       CleanMessage &message = team_.control().clean_from(peer, parity);
       uint64_t count = message.count.load();
-      if (count > seen && count < oldest_count) { oldest = &message; oldest_count = count; }
+      if (count > seen && count < oldest_count) {
+        oldest = &message;
+        oldest_count = count;
+      }
     }
     if (!oldest) continue;
     cleans_ = max(cleans_, oldest->cleans);

@@ -1,7 +1,9 @@
-// The control region at the head of a rank's block: everything that ranks tell each other except payload. Users never see it.
+// The control region at the head of a rank's block: everything that ranks tell each other except payload. Users never
+// see it.
 //
-// Rule: each line of 64 bytes has one writer, and what a peer polls is alone on its line. "from" lines are written by that
-// peer into my block, so that a waiting rank looks only at its own memory; cursors of rings are read where they are written.
+// Rule: each line of 64 bytes has one writer, and what a peer polls is alone on its line. "from" lines are written by
+// that peer into my block, so that a waiting rank looks only at its own memory; cursors of rings are read where they
+// are written.
 #pragma once
 #include "cpu/runtime/futex.h"
 
@@ -27,19 +29,22 @@ struct alignas(kLine) FailureRecord {
   dk_failure failure;
 };
 
-// Position in a ring: rows in the low half, the number of the collective call in the high half. A cursor of another call
-// counts as zero, so nothing has to be reset between calls.
+// Position in a ring: rows in the low half, the number of the collective call in the high half. A cursor of another
+// call counts as zero, so nothing has to be reset between calls.
 struct alignas(kLine) Cursor {
   std::atomic<uint64_t> value;
 
   static uint64_t pack(uint64_t call, uint64_t rows) { return call << 32 | rows; }
-  static uint64_t unpack(uint64_t value, uint64_t call) { return value >> 32 == (call & 0xffffffffu) ? value & 0xffffffffu : 0; }
+  static uint64_t unpack(uint64_t value, uint64_t call) {
+    return value >> 32 == (call & 0xffffffffu) ? value & 0xffffffffu : 0;
+  }
   void set(uint64_t call, uint64_t rows) { value.store(pack(call, rows)); }
   uint64_t rows(uint64_t call) const { return unpack(value.load(), call); }
 };
 constexpr uint64_t kAllRows = 0xffffffffu;
 
-// A normal-mode call as one rank sees it. Counts of notify follow: int32 rows[num_ranks], then int32 for each expert of the receiver.
+// A normal-mode call as one rank sees it. Counts of notify follow: int32 rows[num_ranks], then int32 for each expert of
+// the receiver.
 struct alignas(kLine) CallMessage {
   std::atomic<uint64_t> number;  // of the collective call; stored last
   uint64_t ring_slots, ring_stride;
@@ -47,8 +52,8 @@ struct alignas(kLine) CallMessage {
   int64_t fields[kNumFields];
 };
 
-// A send half of low latency. A rank numbers its sends of a kind (epochs); epoch n uses slot n % 2 of its wire region and
-// of this array.
+// A send half of low latency. A rank numbers its sends of a kind (epochs); epoch n uses slot n % 2 of its wire region
+// and of this array.
 struct alignas(kLine) SendMessage {
   std::atomic<uint64_t> epoch;        // stored last; 0: none yet
   std::atomic<uint64_t> since_clean;  // sends since clean number `cleans` (of masks or of slots)
@@ -57,7 +62,7 @@ struct alignas(kLine) SendMessage {
   uint64_t rows_offset, rows_stride;  // combine: where the rows lie, from the wire or the rdma region
   int64_t fields[kNumFields];
   uint64_t rows_in_rdma;
-  uint64_t qps[2];                    // of remote ranks (remote.h): the QPs that bring the rows, a bit each
+  uint64_t qps[2];  // of remote ranks (remote.h): the QPs that bring the rows, a bit each
 };
 
 struct CleanMessage {
@@ -75,21 +80,21 @@ struct Ticket {
 
 // Written and read by this rank's operations alone, except `cleans` and `writing`.
 struct alignas(kLine) OwnState {
-  uint64_t calls;                 // collective calls of normal mode so far
-  uint64_t epoch[2];              // low-latency sends so far, by kind
+  uint64_t calls;     // collective calls of normal mode so far
+  uint64_t epoch[2];  // low-latency sends so far, by kind
   uint64_t since_clean[2];
   uint64_t clean_calls;
-  std::atomic<uint32_t> cleans;   // peers read it too
+  std::atomic<uint32_t> cleans;  // peers read it too
   uint32_t reserved;
   Ticket tickets[DK_NUM_TICKETS];
   alignas(kLine) std::atomic<uint64_t> writing[2];  // epoch whose staging slot is being, or was last, filled
 };
 
-struct OwnPeerState {           // what this rank remembers of a peer
-  uint64_t credit_floor[2];     // epochs up to here count as read by it
-  uint64_t seen_at_clean[2];    // its greatest epoch when it was last unmasked
-  uint64_t read_early[2];       // its epoch that was received before an older one: credited together with that
-  uint64_t clean_seen;          // its clean that was last waited for
+struct OwnPeerState {         // what this rank remembers of a peer
+  uint64_t credit_floor[2];   // epochs up to here count as read by it
+  uint64_t seen_at_clean[2];  // its greatest epoch when it was last unmasked
+  uint64_t read_early[2];     // its epoch that was received before an older one: credited together with that
+  uint64_t clean_seen;        // its clean that was last waited for
   uint32_t masked, reserved;
 };
 
@@ -108,9 +113,9 @@ class Control {
   FailureRecord &failure_record() const { return *at<FailureRecord>(base_ + kOwnBytes + 2 * kLine); }
   Cursor &dispatch_head() const { return *at<Cursor>(base_ + kOwnBytes + 3 * kLine); }
   // Arrays by peer.
-  Cursor &dispatch_tail(int reader) const { return *line<Cursor>(0, reader); }     // written by the reader of my ring
-  Cursor &combine_head(int reader) const { return *line<Cursor>(1, reader); }      // written by me
-  Cursor &combine_tail(int reader) const { return *line<Cursor>(2, reader); }      // written by the reader
+  Cursor &dispatch_tail(int reader) const { return *line<Cursor>(0, reader); }  // written by the reader of my ring
+  Cursor &combine_head(int reader) const { return *line<Cursor>(1, reader); }   // written by me
+  Cursor &combine_tail(int reader) const { return *line<Cursor>(2, reader); }   // written by the reader
   Cursor &credit(Kind kind, int reader) const { return *line<Cursor>(3 + kind, reader); }  // epoch read; raw value
   CleanMessage &clean_from(int peer, uint64_t parity) const { return line<CleanMessage>(5, peer)[parity]; }  // one line
   OwnPeerState &peer_state(int peer) const { return *line<OwnPeerState>(6, peer); }
@@ -118,7 +123,8 @@ class Control {
     return *at<SendMessage>(sends() + ((kind * 2 + slot) * ranks_ + static_cast<uint64_t>(peer)) * sizeof(SendMessage));
   }
   CallMessage &call_from(uint64_t parity, int peer) const {
-    return *at<CallMessage>(calls() + (parity * ranks_ + static_cast<uint64_t>(peer)) * call_bytes(static_cast<int>(ranks_)));
+    return *at<CallMessage>(calls() +
+                            (parity * ranks_ + static_cast<uint64_t>(peer)) * call_bytes(static_cast<int>(ranks_)));
   }
   int32_t *rows_of(CallMessage &message) const { return reinterpret_cast<int32_t *>(&message + 1); }
   int32_t *experts_of(CallMessage &message) const { return rows_of(message) + ranks_; }
@@ -128,7 +134,8 @@ class Control {
   static constexpr uint64_t kOwnBytes = round_up(sizeof(OwnState), kLine);
   static constexpr uint64_t kHeadBytes = kOwnBytes + 4 * kLine;
 
-  template <class T> T *line(uint64_t array, int peer) const {
+  template <class T>
+  T *line(uint64_t array, int peer) const {
     static_assert(sizeof(T) <= kLine, "one line each");
     return at<T>(base_ + kHeadBytes + (array * ranks_ + static_cast<uint64_t>(peer)) * kLine);
   }
@@ -139,7 +146,8 @@ class Control {
   uint64_t base_, ranks_;
 };
 
-static_assert(sizeof(Doorbell) == kLine && sizeof(Heartbeat) == kLine && sizeof(FailureRecord) == kLine, "places in Control");
+static_assert(sizeof(Doorbell) == kLine && sizeof(Heartbeat) == kLine && sizeof(FailureRecord) == kLine,
+              "places in Control");
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared between processes");
 
 }  // namespace dk

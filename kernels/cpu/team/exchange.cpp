@@ -50,7 +50,8 @@ bool Exchange::signal_remote() {
     // What lies before this is the number, which comes last.
     constexpr size_t kBegin = offsetof(CallMessage, ring_slots);
     CallMessage &there = team.control().call_from(number_ & 1, team.rank), &from = team.remote().outbox(next_untold_);
-    if (!team.nic->put(next_untold_, 0, &there.ring_slots, &from.ring_slots, message_bytes_ - kBegin, {&there.number, number_, DK_SIGNAL_SET}))
+    if (!team.nic->put(next_untold_, 0, &there.ring_slots, &from.ring_slots, message_bytes_ - kBegin,
+                       {&there.number, number_, DK_SIGNAL_SET}))
       break;
   }
   return next_untold_ != before;
@@ -61,7 +62,8 @@ bool Exchange::agrees(int peer) {
   CallMessage &theirs = message(peer);
   for (int i = 0; i < kNumFields; i++) {
     int field = i == 0 ? int{DK_FIELD_OPERATION} : i;
-    if (theirs.fields[field] == fields_[field] || theirs.fields[field] == kAnyValue || fields_[field] == kAnyValue) continue;
+    if (theirs.fields[field] == fields_[field] || theirs.fields[field] == kAnyValue || fields_[field] == kAnyValue)
+      continue;
     op_.fail(DK_EMISMATCH, peer, static_cast<uint32_t>(field), fields_[field], theirs.fields[field]);
     return false;
   }

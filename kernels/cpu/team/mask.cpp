@@ -1,7 +1,7 @@
-// Masks: which ranks this one does without. Each rank's own affair; nothing is told to the others, but remote ranks hear how often
-// this one has started anew.
-#include "cpu/team/check.h"
+// Masks: which ranks this one does without. Each rank's own affair; nothing is told to the others, but remote ranks
+// hear how often this one has started anew.
 #include "cpu/low_latency/common.h"
+#include "cpu/team/check.h"
 
 namespace dk {
 namespace {
@@ -47,7 +47,8 @@ DK_EXPORT int32_t dk_mask(dk_mask_params *p) {
   if (bad_head(*p) || p->what < DK_MASK_UPDATE || p->what > DK_MASK_CLEAN) return DK_EINVAL;
   Team &team = *at<Team>(p->team);
   if (!team.shrinks()) return DK_ESTATE;
-  if (p->what == DK_MASK_UPDATE && (p->rank < 0 || p->rank >= team.num_ranks || p->value < 0 || p->value > 1)) return DK_EINVAL;
+  if (p->what == DK_MASK_UPDATE && (p->rank < 0 || p->rank >= team.num_ranks || p->value < 0 || p->value > 1))
+    return DK_EINVAL;
   if (p->what == DK_MASK_QUERY && !p->out) return DK_EINVAL;
   return enqueue<dk_mask_params, run_mask>(*p);
 }

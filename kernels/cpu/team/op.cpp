@@ -31,7 +31,8 @@ void Op::fail(int32_t code, int peer, uint32_t field, int64_t expected, int64_t 
   if (failed_) return;
   failed_ = true;
   code_ = code;
-  dk_failure failure = {static_cast<uint32_t>(code), op, phase, team.rank, peer, field, call_, expected, seen, waited_ns};
+  dk_failure failure = {
+      static_cast<uint32_t>(code), op, phase, team.rank, peer, field, call_, expected, seen, waited_ns};
   if (team.failed.exchange(1) == 0) publish_failure(failure);
 }
 
@@ -65,7 +66,8 @@ void Op::signal_remote(const FailureRecord &failure_record) {
   for (int step = 1; step < team.num_ranks; step++) {
     int peer = (team.rank + step) % team.num_ranks, qp = 0;
     if (team.is_local(peer)) continue;
-    while (!team.nic->put(peer, qp, &there.failure, &failure_record.failure, sizeof failure_record.failure, {&there.set, 1, DK_SIGNAL_SET}) &&
+    while (!team.nic->put(peer, qp, &there.failure, &failure_record.failure, sizeof failure_record.failure,
+                          {&there.set, 1, DK_SIGNAL_SET}) &&
            now_ns() < end)
       qp = (qp + 1) % team.nic->num_qps();
   }
@@ -78,16 +80,19 @@ bool Op::aborted() {
   return code != 0;
 }
 
-// The culprit that a peer names is the culprit here too. If it means this rank, a disagreement is one from both sides; for
-// anything else the peer's failure itself is the reason here.
+// The culprit that a peer names is the culprit here too. If it means this rank, a disagreement is one from both sides;
+// for anything else the peer's failure itself is the reason here.
 bool Op::adopt_failure_of(int peer, uint64_t waited_ns) {
   FailureRecord &failure_record = team.failure_record_of(peer);
   if (!failure_record.set.load()) return false;
   const dk_failure &theirs = failure_record.failure;
   int32_t code = static_cast<int32_t>(theirs.code);
-  if (theirs.peer >= 0 && theirs.peer != team.rank) fail(code, theirs.peer, theirs.field, theirs.expected, theirs.seen, waited_ns);
-  else if (code == DK_EMISMATCH && theirs.peer == team.rank) fail(code, peer, theirs.field, theirs.seen, theirs.expected, waited_ns);
-  else fail(DK_EABORTED, peer, theirs.field, theirs.expected, theirs.seen, waited_ns);
+  if (theirs.peer >= 0 && theirs.peer != team.rank)
+    fail(code, theirs.peer, theirs.field, theirs.expected, theirs.seen, waited_ns);
+  else if (code == DK_EMISMATCH && theirs.peer == team.rank)
+    fail(code, peer, theirs.field, theirs.seen, theirs.expected, waited_ns);
+  else
+    fail(DK_EABORTED, peer, theirs.field, theirs.expected, theirs.seen, waited_ns);
   return true;
 }
 

@@ -21,7 +21,8 @@ class Op {
   bool failed() const { return failed_; }
   int32_t failure_code() const { return code_; }
   // Records the first failure of the team. Later ones of the same team change nothing.
-  void fail(int32_t code, int peer, uint32_t field = DK_FIELD_NONE, int64_t expected = 0, int64_t seen = 0, uint64_t waited_ns = 0);
+  void fail(int32_t code, int peer, uint32_t field = DK_FIELD_NONE, int64_t expected = 0, int64_t seen = 0,
+            uint64_t waited_ns = 0);
   // True, with the failure recorded, once the engine wants every wait to end.
   bool aborted();
   // What a peer that failed has left for others; false: it has not failed.
@@ -49,13 +50,14 @@ class Op {
 };
 
 // Adds a finished call to a statistics page. Only this team's operations write its records.
-void record_call(dk_stats_page &page, const dk_trace_record &trace, uint64_t total_ns, uint64_t wait_ns, uint64_t bytes, bool failed,
-                 bool counts);
+void record_call(dk_stats_page &page, const dk_trace_record &trace, uint64_t total_ns, uint64_t wait_ns, uint64_t bytes,
+                 bool failed, bool counts);
 void add_peer_bytes(dk_stats_page &page, uint32_t op, int peer, uint64_t bytes);
 void add_peer_wait(dk_stats_page &page, uint32_t op, int peer, uint64_t ns);
 
 // Queues run(P *) on p's stream. Operations never run on the calling thread.
-template <class P, void (*run)(const P &)> int32_t enqueue(const P &p) {
+template <class P, void (*run)(const P &)>
+int32_t enqueue(const P &p) {
   return push(at<Stream>(p.stream), [](void *argument) { run(*static_cast<const P *>(argument)); }, p);
 }
 

@@ -1,8 +1,9 @@
-// What ranks of different nodes tell each other. Loads and stores do not reach from one node to another: a NIC writes into these
-// words and lines, and only ranks of the block's own node read them. It lies behind Control, where there is more than one node.
+// What ranks of different nodes tell each other. Loads and stores do not reach from one node to another: a NIC writes
+// into these words and lines, and only ranks of the block's own node read them. It lies behind Control, where there is
+// more than one node.
 //
-// A rank sends rows to another node over a link: to the rank of its own index there (its partner), into a ring of that rank's
-// wire region (link.h). Names here are the receiver's: `node` is the one that writes.
+// A rank sends rows to another node over a link: to the rank of its own index there (its partner), into a ring of that
+// rank's wire region (link.h). Names here are the receiver's: `node` is the one that writes.
 #pragma once
 #include "cpu/team/control.h"
 
@@ -13,7 +14,9 @@ constexpr int kMaxLinkQueues = 64;  // QPs that the rows of a link are spread ov
 class RemoteControl {
  public:
   RemoteControl(uint64_t base, int num_ranks, int num_nodes)
-      : base_(base), call_bytes_(Control::call_bytes(num_ranks)), ranks_(static_cast<uint64_t>(num_ranks)),
+      : base_(base),
+        call_bytes_(Control::call_bytes(num_ranks)),
+        ranks_(static_cast<uint64_t>(num_ranks)),
         nodes_(static_cast<uint64_t>(num_nodes)) {}
   static uint64_t bytes(int num_ranks, int num_nodes) {
     return num_nodes > 1 ? round_up(RemoteControl(0, num_ranks, num_nodes).end(), kPage) : 0;
@@ -32,7 +35,9 @@ class RemoteControl {
     return at<std::atomic<uint64_t>>(heads())[node * kMaxLinkQueues + queue];
   }
   // Sources of messages to the ranks of other nodes.
-  CallMessage &outbox(int peer) const { return *at<CallMessage>(outboxes() + static_cast<uint64_t>(peer) * call_bytes_); }
+  CallMessage &outbox(int peer) const {
+    return *at<CallMessage>(outboxes() + static_cast<uint64_t>(peer) * call_bytes_);
+  }
 
  private:
   uint64_t tails() const { return base_ + ranks_ * sizeof(FailureRecord); }

@@ -34,8 +34,8 @@ void append(dk_stats_page &page, const dk_trace_record &record) {
 
 }  // namespace
 
-void record_call(dk_stats_page &page, const dk_trace_record &trace, uint64_t total_ns, uint64_t wait_ns, uint64_t bytes, bool failed,
-                 bool counts) {
+void record_call(dk_stats_page &page, const dk_trace_record &trace, uint64_t total_ns, uint64_t wait_ns, uint64_t bytes,
+                 bool failed, bool counts) {
   append(page, trace);
   if (!counts) return;  // the send half: its receive half brings the whole
   dk_op_stats &stats = page.ops[trace.op];
@@ -50,7 +50,9 @@ void record_call(dk_stats_page &page, const dk_trace_record &trace, uint64_t tot
   __atomic_store_n(&stats.calls, stats.calls + 1, __ATOMIC_RELEASE);
 }
 
-void add_peer_bytes(dk_stats_page &page, uint32_t op, int peer, uint64_t bytes) { add(peer_array(page, 0, op)[peer], bytes); }
+void add_peer_bytes(dk_stats_page &page, uint32_t op, int peer, uint64_t bytes) {
+  add(peer_array(page, 0, op)[peer], bytes);
+}
 void add_peer_wait(dk_stats_page &page, uint32_t op, int peer, uint64_t ns) { add(peer_array(page, 1, op)[peer], ns); }
 
 }  // namespace dk

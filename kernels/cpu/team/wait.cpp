@@ -5,14 +5,14 @@
 namespace dk {
 namespace {
 
-constexpr uint64_t kSlice = 10000000;       // the engine sets abort_word and dead[] without a wake: look at them this often
-constexpr uint64_t kAwake = 1000000000;     // a heartbeat younger than this belongs to a rank that is waiting itself
-constexpr int kPauses = 16;                 // in a spin
+constexpr uint64_t kSlice = 10000000;  // the engine sets abort_word and dead[] without a wake: look at them this often
+constexpr uint64_t kAwake = 1000000000;  // a heartbeat younger than this belongs to a rank that is waiting itself
+constexpr int kPauses = 16;              // in a spin
 constexpr int kSpinsAlone = 200, kYieldsAlone = 20;  // a core for every rank: some 30 us before sleeping
 constexpr int kSpinsShared = 2, kYieldsShared = 12;  // ranks share cores: whoever is waited for may need this one
 
-// The rank that a peer waits for, or waited for when its own time ended a moment ago; -1: it does not wait, or that cannot be
-// seen from another node.
+// The rank that a peer waits for, or waited for when its own time ended a moment ago; -1: it does not wait, or that
+// cannot be seen from another node.
 int awaited_by(Team &team, int peer, uint64_t now) {
   int awaited = team.is_local(peer) ? team.peers[peer].control.heartbeat().awaiting.load() - 1 : -1;
   if (awaited < 0) {
@@ -58,13 +58,16 @@ void Waiter::end() {
 
 void Waiter::give_up_on(int peer, int32_t code) {
   uint64_t waited = now_ - since_;
-  if (op_.may_shrink) mask_peer(op_.team, peer);
-  else if (code || !op_.adopt_failure_of(peer, waited)) op_.fail(code, peer, DK_FIELD_NONE, 0, 0, waited);
+  if (op_.may_shrink)
+    mask_peer(op_.team, peer);
+  else if (code || !op_.adopt_failure_of(peer, waited))
+    op_.fail(code, peer, DK_FIELD_NONE, 0, 0, waited);
 }
 
 Waiter::Outlook Waiter::outlook_for(int peer) {
   Team &team = op_.team;
-  bool dead = __atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE), failed = team.failure_record_of(peer).set.load();
+  bool dead = __atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE),
+       failed = team.failure_record_of(peer).set.load();
   bool late = op_.may_shrink && now_ - since_ >= op_.timeout_ns;
   if (!dead && !failed && !late) return Outlook::some;
   if (suspect_ != peer) {

@@ -17,8 +17,8 @@ class Waiter {
   void begin();  // nothing to do: wakes those who may be asleep for what was done before
   void end();    // something happened
   enum class Outlook { some, look_again, none };
-  // None: there is no need to wait for that peer any more, since it was masked or the operation has failed. A peer that failed
-  // or died may have written what is awaited just before, so it is given up only if another look finds nothing.
+  // None: there is no need to wait for that peer any more, since it was masked or the operation has failed. A peer that
+  // failed or died may have written what is awaited just before, so it is given up only if another look finds nothing.
   Outlook outlook_for(int peer);
   bool more_to_blame(int peer, int than) const;
   void pass_time(int first, const Missing &missing);
@@ -38,10 +38,11 @@ class Waiter {
 
 void mask_peer(Team &team, int peer);
 
-// Calls poll() until it says done: true. poll does whatever can be done now. `awaits(peer, Missing &)` tells whether poll
-// needs that peer. False: the operation failed (recorded). The time limit counts from the last progress. With op.may_shrink
-// a peer that is dead, failed or late is masked, and poll has to go on without it.
-template <class PollFn, class AwaitsFn> bool wait_until(Op &op, PollFn poll, AwaitsFn awaits) {
+// Calls poll() until it says done: true. poll does whatever can be done now. `awaits(peer, Missing &)` tells whether
+// poll needs that peer. False: the operation failed (recorded). The time limit counts from the last progress. With
+// op.may_shrink a peer that is dead, failed or late is masked, and poll has to go on without it.
+template <class PollFn, class AwaitsFn>
+bool wait_until(Op &op, PollFn poll, AwaitsFn awaits) {
   Waiter waiter(op);
   while (!op.aborted()) {
     Poll found = poll();
@@ -62,7 +63,10 @@ template <class PollFn, class AwaitsFn> bool wait_until(Op &op, PollFn poll, Awa
       changed |= hope != Waiter::Outlook::some;
       if (hope == Waiter::Outlook::look_again) break;
       if (hope == Waiter::Outlook::none) continue;
-      if (first < 0 || waiter.more_to_blame(peer, first)) { first = peer; missing = here; }
+      if (first < 0 || waiter.more_to_blame(peer, first)) {
+        first = peer;
+        missing = here;
+      }
     }
     if (!op.failed() && !changed) waiter.pass_time(first, missing);
   }

@@ -1,4 +1,5 @@
-// fp8.cuh - BF16 to e4m3 with a scale for each 128 channels. A NaN becomes 0x7f, so no word of four results is ever 0xffffffff.
+// fp8.cuh - BF16 to e4m3 with a scale for each 128 channels. A NaN becomes 0x7f, so no word of four results is ever
+// 0xffffffff.
 #pragma once
 #include <cfloat>
 
@@ -7,10 +8,12 @@
 
 namespace deepep {
 
-struct Fp8Scale { float scale, inverse; };
+struct Fp8Scale {
+  float scale, inverse;
+};
 // amax: greatest magnitude of the block, NaNs left out.
 __device__ __forceinline__ Fp8Scale fp8_scale(float amax, bool round_up) {
-  amax = amax > FLT_MAX ? FLT_MAX : amax; // infinity saturates, the scale stays finite
+  amax = amax > FLT_MAX ? FLT_MAX : amax;  // infinity saturates, the scale stays finite
   amax = amax < 1e-4f ? 1e-4f : amax;
   Fp8Scale s{__fdiv_rn(amax, 448.0f), __fdiv_rn(448.0f, amax)};
   if (round_up) {
@@ -26,8 +29,8 @@ __device__ __forceinline__ uint32_t cast_e4m3(float value) {
   const uint32_t bits = __float_as_uint(value), sign = bits >> 24 & 0x80u;
   uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return 0x7f;
-  magnitude = magnitude > 0x43e00000u ? 0x43e00000u : magnitude; // 448
-  if (magnitude < 0x3c800000u) // below 2^-6 a step is 2^-9, the last bit of a float near 2^14: the addition rounds
+  magnitude = magnitude > 0x43e00000u ? 0x43e00000u : magnitude;  // 448
+  if (magnitude < 0x3c800000u)  // below 2^-6 a step is 2^-9, the last bit of a float near 2^14: the addition rounds
     return sign | (__float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) - __float_as_uint(16384.0f));
   return sign | (((magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20) - (120u << 3));
 }
@@ -47,8 +50,8 @@ __device__ __forceinline__ float greatest_magnitude(float so_far, uint32_t pair)
 // Eight words of BF16 (16 channels) to 16 bytes.
 __device__ __forceinline__ uint4 cast_sixteen(const uint4 &a, const uint4 &b, float inverse) {
   auto four = [&](uint32_t low, uint32_t high) {
-    return cast_e4m3_four(__fmul_rn(bf16_low(low), inverse), __fmul_rn(bf16_high(low), inverse), __fmul_rn(bf16_low(high), inverse),
-                          __fmul_rn(bf16_high(high), inverse));
+    return cast_e4m3_four(__fmul_rn(bf16_low(low), inverse), __fmul_rn(bf16_high(low), inverse),
+                          __fmul_rn(bf16_low(high), inverse), __fmul_rn(bf16_high(high), inverse));
   };
   return {four(a.x, a.y), four(a.z, a.w), four(b.x, b.y), four(b.z, b.w)};
 }

@@ -1,11 +1,13 @@
-// log_codes.cuh - the codes of LogFMT-10: a sign and 9 bits of magnitude, codes 1 to 511 evenly spaced in log2 between a block's least
-// and greatest magnitude, rounded to nearest in linear value; code 0 is zero.
+// log_codes.cuh - the codes of LogFMT-10: a sign and 9 bits of magnitude, codes 1 to 511 evenly spaced in log2 between
+// a block's least and greatest magnitude, rounded to nearest in linear value; code 0 is zero.
 #pragma once
 #include "cuda/common/types.cuh"
 
 namespace deepep {
 
-struct LogRange { float lowest, first, step; };
+struct LogRange {
+  float lowest, first, step;
+};
 __device__ __forceinline__ LogRange log_range(uint32_t min_bits, uint32_t greatest_bits) {
   const float high = __uint_as_float(greatest_bits << 16), low = __uint_as_float(min_bits << 16);
   LogRange range;
@@ -20,8 +22,9 @@ __device__ __forceinline__ float code_value(const LogRange &range, int code) {
 __device__ __forceinline__ uint32_t log_encode(const LogRange &range, uint32_t bf16) {
   const uint32_t sign = bf16 >> 15 << 9;
   const float magnitude = __uint_as_float((bf16 & 0x7fff) << 16);
-  if (magnitude + magnitude < range.lowest) return sign; // nearer to zero than to code 1
-  const int below = min(max(static_cast<int>((log2f(fmaxf(magnitude, range.lowest)) - range.first) / range.step) + 1, 1), 510);
+  if (magnitude + magnitude < range.lowest) return sign;  // nearer to zero than to code 1
+  const int below =
+      min(max(static_cast<int>((log2f(fmaxf(magnitude, range.lowest)) - range.first) / range.step) + 1, 1), 510);
   const float low = code_value(range, below), high = code_value(range, below + 1);
   return sign | static_cast<uint32_t>(magnitude - low <= high - magnitude ? below : below + 1);
 }

@@ -5,7 +5,7 @@
 
 namespace deepep::ptx {
 
-// ---- Ordered access to single words ----------------------------------------------------------------------------------
+// ---- Ordered access to single words ---------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint64_t ld_acquire_sys(const uint64_t *address) {
   uint64_t value;
@@ -35,28 +35,32 @@ __device__ __forceinline__ uint64_t ld_relaxed_gpu(const uint64_t *address) {
 __device__ __forceinline__ uint32_t ld_acquire_cta(const uint32_t *shared_word) {
   uint32_t value;
   asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
-               : "=r"(value) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared_word))) : "memory");
+               : "=r"(value)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared_word)))
+               : "memory");
   return value;
 }
 __device__ __forceinline__ void st_release_cta(uint32_t *shared_word, uint32_t value) {
-  asm volatile("st.release.cta.shared.u32 [%0], %1;"
-               :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared_word))), "r"(value) : "memory");
+  asm volatile(
+      "st.release.cta.shared.u32 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared_word))),
+      "r"(value)
+      : "memory");
 }
 __device__ __forceinline__ void st_relaxed_sys(uint64_t *address, uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" :: "l"(address), "l"(value) : "memory");
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 __device__ __forceinline__ void st_relaxed_sys(uint32_t *address, uint32_t value) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 __device__ __forceinline__ void st_release_sys(uint64_t *address, uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(address), "l"(value) : "memory");
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 __device__ __forceinline__ void st_release_sys(uint32_t *address, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 // Two neighbouring words in one access, 16-byte aligned; each of them by itself is seen old or new.
 __device__ __forceinline__ void st_relaxed_sys_pair(uint64_t *address, uint64_t first, uint64_t second) {
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" :: "l"(address), "l"(first), "l"(second) : "memory");
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(first), "l"(second) : "memory");
 }
 __device__ __forceinline__ void ld_relaxed_sys_pair(const uint64_t *address, uint64_t &first, uint64_t &second) {
   asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(address) : "memory");
@@ -67,62 +71,74 @@ __device__ __forceinline__ uint32_t atomic_add_acq_rel_gpu(uint32_t *address, ui
   return before;
 }
 
-// ---- Fences ------------------------------------------------------------------------------------------------------------
+// ---- Fences ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// ---- Rows: 16 bytes at a time --------------------------------------------------------------------------------------------
+// ---- Rows: 16 bytes at a time ---------------------------------------------------------------------------------------
 
 // Memory that is read once, ordered by an acquire before (weak load, nothing kept in L1).
 __device__ __forceinline__ uint4 ld_stream(const void *address) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
   return v;
 }
 __device__ __forceinline__ void st_stream(void *address, const uint4 &v) {
-  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};"
-               :: "l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
 }
 // Memory that a peer writes meanwhile: each of the four words is seen old or new, never torn.
 __device__ __forceinline__ uint4 ld_relaxed_sys_v4(const void *address) {
   uint4 v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
   return v;
 }
 __device__ __forceinline__ void st_relaxed_sys_v4(void *address, const uint4 &v) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};"
-               :: "l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
 }
 
 // A hint: the line will be read soon.
-__device__ __forceinline__ void prefetch_l2(const void *address) { asm volatile("prefetch.global.L2 [%0];" :: "l"(address)); }
+__device__ __forceinline__ void prefetch_l2(const void *address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 
-// ---- Four bytes from global to shared memory in the background (both architectures) ---------------------------------------
+// ---- Four bytes from global to shared memory in the background (both architectures) ---------------------------------
 
 __device__ __forceinline__ void copy_word_async(void *shared, const void *global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
-               :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+  asm volatile(
+      "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(global)
+      : "memory");
 }
 __device__ __forceinline__ void copy_words_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending> __device__ __forceinline__ void copy_words_wait() {
-  asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory");
+template <int kPending>
+__device__ __forceinline__ void copy_words_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// ---- Clock and thread --------------------------------------------------------------------------------------------------------
+// ---- Clock and thread -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint64_t global_timer_ns() {
   uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
   return now;
 }
-template <int kThreads> __device__ __forceinline__ void barrier_among(int index) {
-  asm volatile("bar.sync %0, %1;" :: "r"(index), "n"(kThreads) : "memory");
+template <int kThreads>
+__device__ __forceinline__ void barrier_among(int index) {
+  asm volatile("bar.sync %0, %1;" ::"r"(index), "n"(kThreads) : "memory");
 }
 
-// ---- FP8 -----------------------------------------------------------------------------------------------------------------------
+// ---- FP8 ------------------------------------------------------------------------------------------------------------
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #define DEEPEP_HAS_FP8_INSTRUCTION 1
@@ -136,7 +152,7 @@ __device__ __forceinline__ uint32_t cast_e4m3_pair(float low, float high) {
 #define DEEPEP_HAS_FP8_INSTRUCTION 0
 #endif
 
-// ---- Bulk copies: one thread moves kilobytes (Hopper) ------------------------------------------------------------------------
+// ---- Bulk copies: one thread moves kilobytes (Hopper) ---------------------------------------------------------------
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define DEEPEP_HAS_BULK_COPY 1
@@ -144,34 +160,44 @@ __device__ __forceinline__ uint32_t shared_address(const void *shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 __device__ __forceinline__ void mbarrier_init(uint64_t *barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void mbarrier_expect(uint64_t *barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
   uint32_t done;
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-               : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+               : "=r"(done)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
   return done != 0;
 }
 __device__ __forceinline__ void bulk_load(void *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               :: "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
 }
 __device__ __forceinline__ void bulk_store(void *global, const void *shared, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-               :: "l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
+               "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Sources of all but the newest kPending groups have been read: their shared memory is free again.
-template <int kPending> __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 // All but the newest kPending groups are complete: a system fence may now publish them.
-template <int kPending> __device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group %0;" :: "n"(kPending) : "memory");
+template <int kPending>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 // Orders ordinary accesses seen so far before bulk copies issued from here on.
 __device__ __forceinline__ void fence_before_bulk() { asm volatile("fence.proxy.async;" ::: "memory"); }

@@ -7,13 +7,28 @@ namespace deepep {
 constexpr int kWarp = 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-template <class T> __host__ __device__ constexpr T align_up(T value, T to) { return (value + to - 1) / to * to; }
-template <class T> __host__ __device__ constexpr T ceil_div(T value, T by) { return (value + by - 1) / by; }
-template <class T> __host__ __device__ constexpr T min(T a, T b) { return a < b ? a : b; }
-template <class T> __host__ __device__ constexpr T max(T a, T b) { return a < b ? b : a; }
+template <class T>
+__host__ __device__ constexpr T align_up(T value, T to) {
+  return (value + to - 1) / to * to;
+}
+template <class T>
+__host__ __device__ constexpr T ceil_div(T value, T by) {
+  return (value + by - 1) / by;
+}
+template <class T>
+__host__ __device__ constexpr T min(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+__host__ __device__ constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}
 
 // Addresses travel as 64-bit integers.
-template <class T> __host__ __device__ inline T *pointer(uint64_t address) { return reinterpret_cast<T *>(address); }
+template <class T>
+__host__ __device__ inline T *pointer(uint64_t address) {
+  return reinterpret_cast<T *>(address);
+}
 
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) & (kWarp - 1); }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / kWarp; }

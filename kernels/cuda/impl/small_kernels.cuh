@@ -7,20 +7,23 @@ namespace deepep {
 
 struct BarrierParams {
   Session session;
-  uint32_t counts_as_call; // 0: one of several kernels of an operation
+  uint32_t counts_as_call;  // 0: one of several kernels of an operation
 };
 
 __global__ void __launch_bounds__(128, 1) barrier_kernel(const __grid_constant__ BarrierParams p) {
   const Session &s = p.session;
-  meet_everybody(s, p.counts_as_call, [&](const Handshake &hand) { post_enter(s, hand); }, [&](const Handshake &hand) { return await_enter(s, hand); },
-                 [&](uint64_t epoch, int r) { return s.team.handshake(s.team.rank, epoch % kHandshakeCopies, r); });
+  meet_everybody(
+      s, p.counts_as_call, [&](const Handshake &hand) { post_enter(s, hand); },
+      [&](const Handshake &hand) { return await_enter(s, hand); },
+      [&](uint64_t epoch, int r) { return s.team.handshake(s.team.rank, epoch % kHandshakeCopies, r); });
 }
 
 __global__ void __launch_bounds__(128, 1) mask_kernel(const __grid_constant__ MaskParams p) {
   const Session &s = p.session;
   begin(s);
   publish_newest_by_last_warp(s.team);
-  change_masks(p, [&](int r, uint64_t call) { ptx::st_release_sys(s.team.given_up(s.team.peers[r], s.team.rank), call); });
+  change_masks(p,
+               [&](int r, uint64_t call) { ptx::st_release_sys(s.team.given_up(s.team.peers[r], s.team.rank), call); });
   finish(s, [&](bool failed) { record_kernel(s, nullptr, true, failed); });
 }
 
@@ -31,7 +34,8 @@ __global__ void __launch_bounds__(512) stats_kernel(const __grid_constant__ Team
   if (team.stats == nullptr) return;
   constexpr int kWords = DK_NUM_OPS * (kOpCounters + DK_HIST_BUCKETS);
   for (int i = threadIdx.x; i < kWords; i += blockDim.x)
-    store_out(reinterpret_cast<uint64_t *>(team.stats->ops) + i, load_fresh(reinterpret_cast<const uint64_t *>(scratch->ops) + i));
+    store_out(reinterpret_cast<uint64_t *>(team.stats->ops) + i,
+              load_fresh(reinterpret_cast<const uint64_t *>(scratch->ops) + i));
   uint64_t *bytes = page_peers(team), *waits = bytes + DK_NUM_OPS * team.num_ranks;
   for (int i = threadIdx.x; i < DK_NUM_OPS * team.num_ranks; i += blockDim.x) {
     store_out(bytes + i, load_fresh(&scratch->peer_bytes[i / team.num_ranks][i % team.num_ranks]));

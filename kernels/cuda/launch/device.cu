@@ -33,11 +33,12 @@ cudaError_t open_device(Device *device, int ordinal, uint32_t isa) {
   device->ordinal = ordinal;
   const OnDevice on(device);
   if (on.error() != cudaSuccess) return on.error();
-  cudaError_t error = cudaFree(nullptr); // makes the context
+  cudaError_t error = cudaFree(nullptr);  // makes the context
   if (error == cudaSuccess) error = cudaGetDeviceProperties(&device->properties, ordinal);
   if (error != cudaSuccess) return error;
-  device->num_sms = device->properties.multiProcessorCount; // of the MIG slice or partition that this process sees
-  device->cc_major = device->properties.major; device->cc_minor = device->properties.minor;
+  device->num_sms = device->properties.multiProcessorCount;  // of the MIG slice or partition that this process sees
+  device->cc_major = device->properties.major;
+  device->cc_minor = device->properties.minor;
   device->bulk = DEEPEP_SM90 && isa != 80 && device->cc_major >= 9;
   device->exports_descriptors = driver() != nullptr;
   error = cudaStreamCreateWithFlags(&device->service, cudaStreamNonBlocking);
@@ -57,7 +58,8 @@ DK_EXPORT int32_t dk_info(dk_info_params *p) {
   DK_ENTER(p);
   p->abi_version = DK_ABI_VERSION;
   p->caps = DK_CAP_GRAPH | DK_CAP_PEER_ROWS | (DEEPEP_SM90 ? DK_CAP_SM90 | DK_CAP_FP8_HARDWARE : 0);
-  p->num_devices = 0; p->reserved0 = 0;
+  p->num_devices = 0;
+  p->reserved0 = 0;
   snprintf(p->kind, sizeof p->kind, "cuda");
   snprintf(p->build, sizeof p->build, "cuda-%s", DK_BUILD_ID);
   p->reason[0] = 0;
@@ -66,7 +68,8 @@ DK_EXPORT int32_t dk_info(dk_info_params *p) {
   if (error != cudaSuccess) {
     p->device_error = static_cast<int32_t>(error);
     (void)cudaGetLastError();
-    snprintf(p->reason, sizeof p->reason, "no CUDA device can be used: %s (error %d)", cudaGetErrorString(error), static_cast<int>(error));
+    snprintf(p->reason, sizeof p->reason, "no CUDA device can be used: %s (error %d)", cudaGetErrorString(error),
+             static_cast<int>(error));
     return DK_OK;
   }
   p->num_devices = count;
@@ -96,9 +99,12 @@ DK_EXPORT int32_t dk_device_open(dk_device_open_params *p) {
     return error != cudaSuccess ? device_failure(p, error) : static_cast<int32_t>(DK_EUNSUPPORTED);
   }
   p->device = handle_to(device);
-  p->out_ordinal = ordinal; p->num_sms = device->num_sms;
-  p->cc_major = device->cc_major; p->cc_minor = device->cc_minor;
-  p->total_bytes = total_bytes; p->free_bytes = free_bytes;
+  p->out_ordinal = ordinal;
+  p->num_sms = device->num_sms;
+  p->cc_major = device->cc_major;
+  p->cc_minor = device->cc_minor;
+  p->total_bytes = total_bytes;
+  p->free_bytes = free_bytes;
   memcpy(p->uuid, &device->properties.uuid, sizeof p->uuid);
   snprintf(p->name, sizeof p->name, "%.63s", device->properties.name);
   snprintf(p->isa_name, sizeof p->isa_name, device->bulk ? "sm_90a" : "sm_80");
@@ -126,7 +132,8 @@ DK_EXPORT int32_t dk_stream_create(dk_stream_create_params *p) {
   cudaError_t error = on.error();
   if (error == cudaSuccess) error = cudaDeviceGetStreamPriorityRange(&least_priority, &greatest_priority);
   if (error == cudaSuccess)
-    error = cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, p->high_priority ? greatest_priority : least_priority);
+    error = cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
+                                         p->high_priority ? greatest_priority : least_priority);
   if (error != cudaSuccess) return device_failure(p, error);
   p->stream = handle_to(stream);
   return DK_OK;
@@ -146,7 +153,7 @@ DK_EXPORT int32_t dk_stream_query(dk_stream_query_params *p) {
   cudaError_t error = cudaStreamIsCapturing(stream_of(p->stream), &status);
   if (error != cudaSuccess) return device_failure(p, error);
   p->capturing = status != cudaStreamCaptureStatusNone;
-  if (p->idle == -1) return DK_OK; // a call of CUDA less
+  if (p->idle == -1) return DK_OK;  // a call of CUDA less
   p->idle = 0;
   if (p->capturing) return DK_OK;
   error = cudaStreamQuery(stream_of(p->stream));
@@ -195,7 +202,7 @@ DK_EXPORT int32_t dk_event_wait(dk_event_wait_params *p) {
   for (uint32_t looks = 0;; ++looks) {
     const cudaError_t error = cudaEventQuery(reinterpret_cast<cudaEvent_t>(p->event));
     if (error == cudaSuccess) {
-      publish_statistics(device); // who waits on the host may look at them next
+      publish_statistics(device);  // who waits on the host may look at them next
       return DK_OK;
     }
     if (error != cudaErrorNotReady) return device_failure(p, error);
@@ -208,14 +215,16 @@ DK_EXPORT int32_t dk_event_wait(dk_event_wait_params *p) {
 DK_EXPORT int32_t dk_copy(dk_copy_params *p) {
   DK_ENTER(p);
   const OnDevice on(handle_of<Device>(p->device));
-  const cudaError_t error = cudaMemcpyAsync(pointer<void>(p->dst), pointer<void>(p->src), p->bytes, cudaMemcpyDefault, stream_of(p->stream));
+  const cudaError_t error =
+      cudaMemcpyAsync(pointer<void>(p->dst), pointer<void>(p->src), p->bytes, cudaMemcpyDefault, stream_of(p->stream));
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
 
 DK_EXPORT int32_t dk_fill(dk_fill_params *p) {
   DK_ENTER(p);
   const OnDevice on(handle_of<Device>(p->device));
-  const cudaError_t error = cudaMemsetAsync(pointer<void>(p->dst), static_cast<int>(p->value & 0xff), p->bytes, stream_of(p->stream));
+  const cudaError_t error =
+      cudaMemsetAsync(pointer<void>(p->dst), static_cast<int>(p->value & 0xff), p->bytes, stream_of(p->stream));
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
 
@@ -227,11 +236,13 @@ DK_EXPORT int32_t dk_host_wait(dk_host_wait_params *p) {
   const uint64_t end = now_ns() + p->timeout_ns;
   for (uint32_t looks = 0;; ++looks) {
     if (__atomic_load_n(word, __ATOMIC_ACQUIRE) >= p->at_least) return DK_OK;
-    if (status != nullptr &&
-        (__atomic_load_n(&status->sticky, __ATOMIC_ACQUIRE) != 0 || __atomic_load_n(&status->abort_word, __ATOMIC_ACQUIRE) != 0))
+    if (status != nullptr && (__atomic_load_n(&status->sticky, __ATOMIC_ACQUIRE) != 0 ||
+                              __atomic_load_n(&status->abort_word, __ATOMIC_ACQUIRE) != 0))
       return __atomic_load_n(word, __ATOMIC_ACQUIRE) >= p->at_least ? DK_OK : DK_EABORTED;
     if (looks % 64 == 63 && now_ns() >= end) return DK_ETIMEOUT;
-    if (looks < 20000) relax();
-    else sleep_ns(20000);
+    if (looks < 20000)
+      relax();
+    else
+      sleep_ns(20000);
   }
 }

@@ -23,12 +23,12 @@ struct Team;
 struct InternodeTeam;  // launch/internode.h
 struct Device {
   int ordinal = 0, num_sms = 0, cc_major = 0, cc_minor = 0;
-  bool bulk = false;            // use the Hopper kernels
+  bool bulk = false;  // use the Hopper kernels
   bool exports_descriptors = false;
-  cudaStream_t service = nullptr; // for copies that belong to no caller's stream
+  cudaStream_t service = nullptr;  // for copies that belong to no caller's stream
   cudaDeviceProp properties{};
   std::mutex teams_lock;
-  Team *teams = nullptr;        // a list: those whose statistics the host may ask for
+  Team *teams = nullptr;  // a list: those whose statistics the host may ask for
 };
 
 enum class MemoryKind { kVirtual, kRuntime, kImported, kAlias };
@@ -42,13 +42,13 @@ struct Memory {
 
 struct Team {
   Device *device = nullptr;
-  Team *next = nullptr;         // of the device's
+  Team *next = nullptr;  // of the device's
   TeamView view{};
   int sm_share = 1;
-  uint64_t *segments = nullptr; // device
+  uint64_t *segments = nullptr;  // device
   void *scratch = nullptr;
   void *peers = nullptr;
-  InternodeTeam *internode = nullptr;           // of a team with a transport
+  InternodeTeam *internode = nullptr;  // of a team with a transport
 };
 
 // Driver functions, found at run time: the library does not link with libcuda.
@@ -61,28 +61,34 @@ struct Driver {
   CUresult (*MemUnmap)(CUdeviceptr, size_t);
   CUresult (*MemSetAccess)(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t);
   CUresult (*MemGetAllocationGranularity)(size_t *, const CUmemAllocationProp *, CUmemAllocationGranularity_flags);
-  CUresult (*MemExportToShareableHandle)(void *, CUmemGenericAllocationHandle, CUmemAllocationHandleType, unsigned long long);
+  CUresult (*MemExportToShareableHandle)(void *, CUmemGenericAllocationHandle, CUmemAllocationHandleType,
+                                         unsigned long long);
   CUresult (*MemImportFromShareableHandle)(CUmemGenericAllocationHandle *, void *, CUmemAllocationHandleType);
   CUresult (*MemRetainAllocationHandle)(CUmemGenericAllocationHandle *, void *);
   CUresult (*GetErrorString)(CUresult, const char **);
 };
-const Driver *driver(); // null: no usable driver
+const Driver *driver();  // null: no usable driver
 
-// A device error in a params struct: keeps the number, clears the runtime's sticky-free last error, chooses the DK_* code.
-template <class P> int32_t device_failure(P *p, cudaError_t error) {
+// A device error in a params struct: keeps the number, clears the runtime's sticky-free last error, chooses the DK_*
+// code.
+template <class P>
+int32_t device_failure(P *p, cudaError_t error) {
   p->device_error = static_cast<int32_t>(error);
   (void)cudaGetLastError();
   if (error == cudaErrorMemoryAllocation) return DK_ENOMEM;
-  if (error == cudaErrorInvalidValue || error == cudaErrorInvalidResourceHandle || error == cudaErrorInvalidDevice) return DK_EINVAL;
+  if (error == cudaErrorInvalidValue || error == cudaErrorInvalidResourceHandle || error == cudaErrorInvalidDevice)
+    return DK_EINVAL;
   if (error == cudaErrorNotSupported) return DK_EUNSUPPORTED;
   return DK_EDEVICE;
 }
 // What became of the launch before this.
-template <class P> int32_t launched(P *p) {
+template <class P>
+int32_t launched(P *p) {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
-template <class P> int32_t driver_failure(P *p, CUresult result) {
+template <class P>
+int32_t driver_failure(P *p, CUresult result) {
   p->device_error = static_cast<int32_t>(result);
   if (result == CUDA_ERROR_OUT_OF_MEMORY) return DK_ENOMEM;
   if (result == CUDA_ERROR_NOT_SUPPORTED) return DK_EUNSUPPORTED;
@@ -91,11 +97,11 @@ template <class P> int32_t driver_failure(P *p, CUresult result) {
 }
 
 // Every function starts so: the caller's struct is new enough, nothing failed yet.
-#define DK_ENTER(p)                                              \
-  do {                                                           \
-    if ((p) == nullptr) return DK_EINVAL;                        \
-    if ((p)->size < sizeof(*(p))) return DK_EVERSION;            \
-    (p)->device_error = 0;                                       \
+#define DK_ENTER(p)                                   \
+  do {                                                \
+    if ((p) == nullptr) return DK_EINVAL;             \
+    if ((p)->size < sizeof(*(p))) return DK_EVERSION; \
+    (p)->device_error = 0;                            \
   } while (0)
 
 // Makes a device current and gives the caller's back; no effect on captures of other threads meanwhile.
@@ -125,11 +131,15 @@ class OnDevice {
   cudaError_t error_ = cudaSuccess;
 };
 
-template <class T> T *handle_of(uint64_t value) { return reinterpret_cast<T *>(value); }
+template <class T>
+T *handle_of(uint64_t value) {
+  return reinterpret_cast<T *>(value);
+}
 inline uint64_t handle_to(const void *p) { return reinterpret_cast<uint64_t>(p); }
 inline cudaStream_t stream_of(uint64_t value) { return reinterpret_cast<cudaStream_t>(value); }
 
-// Loads every kernel of the library on the current device, so that no first launch has to (kernels.cu files register theirs).
+// Loads every kernel of the library on the current device, so that no first launch has to (kernels.cu files register
+// theirs).
 cudaError_t load_normal_kernels(bool bulk);
 cudaError_t load_low_latency_kernels();
 cudaError_t load_small_kernels();
@@ -138,7 +148,8 @@ cudaError_t load_small_kernels();
 void publish_statistics(Device *device);
 
 // The state of an operation as kernels are told it.
-template <class P> Session session_of(const P *p, uint32_t op, uint32_t phase) {
+template <class P>
+Session session_of(const P *p, uint32_t op, uint32_t phase) {
   return Session{handle_of<Team>(p->team)->view, p->call, p->timeout_ns, op, phase};
 }
 

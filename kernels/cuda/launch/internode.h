@@ -1,5 +1,5 @@
-// internode.h - what a team with a transport does instead of the usual launches. libdeepep_cuda.so refuses such teams (internode_none.cu);
-// libdeepep_nvshmem.so has the kernels for them (nvshmem/remote_*.cu).
+// internode.h - what a team with a transport does instead of the usual launches. libdeepep_cuda.so refuses such teams
+// (internode_none.cu); libdeepep_nvshmem.so has the kernels for them (nvshmem/remote_*.cu).
 #pragma once
 #include "cuda/impl/normal/combine_params.cuh"
 #include "cuda/impl/normal/dispatch_params.cuh"
@@ -13,11 +13,12 @@ inline bool spans_nodes(const Team *team) { return team->view.num_ranks > team->
 // Normal mode and barriers go by loads and stores on one node even where low latency does not.
 inline bool is_remote(const Team *team) { return team->internode != nullptr && spans_nodes(team); }
 
-// Adds to what the ranks of one node need. Pure; called where num_ranks > num_nvl_peers or flags have DK_TEAM_LL_TRANSPORT.
+// Adds to what the ranks of one node need. Pure; called where num_ranks > num_nvl_peers or flags have
+// DK_TEAM_LL_TRANSPORT.
 int32_t internode_block_sizes(dk_block_sizes_params *p);
 // The team's view is filled; scratch and peers are allocated. Attaches team->internode.
 int32_t internode_team_create(dk_team_create_params *p, Team *team);
-void internode_team_destroy(Team *team); // no effect without remote
+void internode_team_destroy(Team *team);  // no effect without remote
 
 // Where is_remote(). Parameters are checked and in the form that kernels take.
 int32_t internode_notify(dk_notify_params *p, const NotifyParams &params);
@@ -29,8 +30,8 @@ int32_t internode_barrier(dk_barrier_params *p);
 int32_t internode_clean(dk_clean_params *p);
 int32_t internode_ll_dispatch(dk_ll_dispatch_params *p);
 int32_t internode_ll_combine(dk_ll_combine_params *p);
-int32_t internode_mask(dk_mask_params *p, const MaskParams &params); // is checked
+int32_t internode_mask(dk_mask_params *p, const MaskParams &params);  // is checked
 
-cudaError_t load_remote_kernels(); // all of them, on the current device
+cudaError_t load_remote_kernels();  // all of them, on the current device
 
 }  // namespace deepep

@@ -1,6 +1,6 @@
 // memory.cu - device memory that peers can map, and host memory that kernels can write.
-// Virtual memory exported as a descriptor: what a peer has mapped stays valid when the owner frees it or dies. Where the driver
-// refuses that, ordinary allocations and cudaIpc.
+// Virtual memory exported as a descriptor: what a peer has mapped stays valid when the owner frees it or dies. Where
+// the driver refuses that, ordinary allocations and cudaIpc.
 #include <sys/types.h>
 
 #include <cstring>
@@ -69,7 +69,8 @@ cudaError_t allocate_runtime(Memory *memory, size_t bytes) {
 }
 
 cudaError_t zero(const Memory &memory) {
-  const cudaError_t error = cudaMemsetAsync(reinterpret_cast<void *>(memory.address), 0, memory.bytes, memory.device->service);
+  const cudaError_t error =
+      cudaMemsetAsync(reinterpret_cast<void *>(memory.address), 0, memory.bytes, memory.device->service);
   return error == cudaSuccess ? cudaStreamSynchronize(memory.device->service) : error;
 }
 
@@ -91,7 +92,11 @@ int32_t release(Memory *memory) {
   return DK_OK;
 }
 
-struct LocalBlob { uint64_t address, bytes; uint32_t virtual_memory; int32_t ordinal; };
+struct LocalBlob {
+  uint64_t address, bytes;
+  uint32_t virtual_memory;
+  int32_t ordinal;
+};
 static_assert(sizeof(LocalBlob) <= 64 && sizeof(cudaIpcMemHandle_t) == 64, "blobs are 64 bytes");
 
 // Memory of the same process: a second mapping that keeps it alive, or the address itself.
@@ -132,8 +137,9 @@ int32_t import_into(dk_mem_import_params *p, Memory *memory) {
   }
   if (p->kind != DK_SHARE_FD || p->fd < 0) return DK_EINVAL;
   if (driver() == nullptr) return DK_EUNSUPPORTED;
-  CUresult result = driver()->MemImportFromShareableHandle(&memory->handle, reinterpret_cast<void *>(static_cast<intptr_t>(p->fd)),
-                                                           CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  CUresult result =
+      driver()->MemImportFromShareableHandle(&memory->handle, reinterpret_cast<void *>(static_cast<intptr_t>(p->fd)),
+                                             CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
   if (result != CUDA_SUCCESS) return driver_failure(p, result);
   memory->kind = MemoryKind::kVirtual;
   result = map_here(memory);
@@ -188,8 +194,9 @@ DK_EXPORT int32_t dk_mem_alloc(dk_mem_alloc_params *p) {
 DK_EXPORT int32_t dk_mem_export(dk_mem_export_params *p) {
   DK_ENTER(p);
   auto *memory = handle_of<Memory>(p->mem);
-  const bool local = p->kind == DK_SHARE_LOCAL; // asked for; else the library chooses
-  p->kind = DK_SHARE_NONE; p->fd = -1;
+  const bool local = p->kind == DK_SHARE_LOCAL;  // asked for; else the library chooses
+  p->kind = DK_SHARE_NONE;
+  p->fd = -1;
   memset(p->blob, 0, sizeof p->blob);
   if (memory == nullptr) return DK_EINVAL;
   if (local) {
@@ -201,9 +208,11 @@ DK_EXPORT int32_t dk_mem_export(dk_mem_export_params *p) {
   const OnDevice on(memory->device);
   if (memory->kind == MemoryKind::kVirtual) {
     int fd = -1;
-    const CUresult result = driver()->MemExportToShareableHandle(&fd, memory->handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    const CUresult result =
+        driver()->MemExportToShareableHandle(&fd, memory->handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
     if (result != CUDA_SUCCESS) return driver_failure(p, result);
-    p->kind = DK_SHARE_FD; p->fd = fd;
+    p->kind = DK_SHARE_FD;
+    p->fd = fd;
     return DK_OK;
   }
   if (memory->kind != MemoryKind::kRuntime) return DK_EUNSUPPORTED;
@@ -237,7 +246,7 @@ DK_EXPORT int32_t dk_mem_import(dk_mem_import_params *p) {
 DK_EXPORT int32_t dk_mem_free(dk_mem_free_params *p) {
   DK_ENTER(p);
   auto *memory = handle_of<Memory>(p->mem);
-  return memory == nullptr ? static_cast<int32_t>(DK_OK) : release(memory); // as free(NULL)
+  return memory == nullptr ? static_cast<int32_t>(DK_OK) : release(memory);  // as free(NULL)
 }
 
 DK_EXPORT int32_t dk_host_register(dk_host_register_params *p) {
@@ -246,7 +255,8 @@ DK_EXPORT int32_t dk_host_register(dk_host_register_params *p) {
   if (device == nullptr || p->host == 0 || p->bytes == 0) return DK_EINVAL;
   const OnDevice on(device);
   cudaError_t error = on.error();
-  if (error == cudaSuccess) error = cudaHostRegister(pointer<void>(p->host), p->bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
+  if (error == cudaSuccess)
+    error = cudaHostRegister(pointer<void>(p->host), p->bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
   if (error == cudaErrorHostMemoryAlreadyRegistered) {
     (void)cudaGetLastError();
     error = cudaSuccess;

@@ -23,14 +23,16 @@ uint32_t stage_bytes_for(uint64_t row_bytes, uint32_t senders, uint32_t limit) {
   return static_cast<uint32_t>(align_up<uint64_t>(min(whole, fit), 16));
 }
 
-template <class Kernel> cudaError_t load(Kernel *kernel, size_t max_shared) {
+template <class Kernel>
+cudaError_t load(Kernel *kernel, size_t max_shared) {
   cudaFuncAttributes attributes{};
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error != cudaSuccess || max_shared == 0) return error;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(max_shared));
 }
 
-constexpr size_t kSharedLimit80 = 160 * 1024, kSharedLimit90 = 224 * 1024, kSharedForRoles = 44 * 1024, kMinForStages = 12 * 1024;
+constexpr size_t kSharedLimit80 = 160 * 1024, kSharedLimit90 = 224 * 1024, kSharedForRoles = 44 * 1024,
+                 kMinForStages = 12 * 1024;
 
 }  // namespace
 
@@ -38,7 +40,7 @@ cudaError_t load_normal_kernels(bool bulk) {
   int limit = 0, ordinal = 0;
   cudaError_t error = cudaGetDevice(&ordinal);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
-  const size_t max_shared = static_cast<size_t>(limit) - 2048; // static shared memory comes on top
+  const size_t max_shared = static_cast<size_t>(limit) - 2048;  // static shared memory comes on top
   if (error == cudaSuccess) error = load(layout_kernel, min<size_t>(max_shared, 96 * 1024));
   if (error == cudaSuccess) error = load(notify_kernel, 0);
   if (error == cudaSuccess) error = load(dispatch_kernel<false>, min(max_shared, kSharedLimit80));
@@ -64,15 +66,21 @@ DK_EXPORT int32_t dk_layout(dk_layout_params *p) {
   if (p->index_bytes != 4 && p->index_bytes != 8) return DK_EINVAL;
   LayoutParams params{};
   params.session = session_of(p, DK_OP_LAYOUT, DK_PHASE_BOTH);
-  params.topk_idx = pointer<void>(p->topk_idx); params.index_bytes = p->index_bytes;
-  params.num_tokens = p->num_tokens; params.num_topk = p->num_topk; params.num_experts = p->num_experts;
+  params.topk_idx = pointer<void>(p->topk_idx);
+  params.index_bytes = p->index_bytes;
+  params.num_tokens = p->num_tokens;
+  params.num_topk = p->num_topk;
+  params.num_experts = p->num_experts;
   params.num_nodes = ceil_div(num_ranks, team->view.num_nvl_peers);
-  params.per_rank = pointer<int32_t>(p->tokens_per_rank); params.per_node = pointer<int32_t>(p->tokens_per_node);
-  params.per_expert = pointer<int32_t>(p->tokens_per_expert); params.token_in_rank = pointer<uint8_t>(p->token_in_rank);
+  params.per_rank = pointer<int32_t>(p->tokens_per_rank);
+  params.per_node = pointer<int32_t>(p->tokens_per_node);
+  params.per_expert = pointer<int32_t>(p->tokens_per_expert);
+  params.token_in_rank = pointer<uint8_t>(p->token_in_rank);
   const size_t shared = 4ull * (p->num_experts + num_ranks + params.num_nodes);
   if (shared > 96 * 1024) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
-  const int per_block = p->num_topk <= kWarp ? kWarp / p->num_topk * (kLayoutThreads / kWarp) : kLayoutThreads; // tokens
+  const int per_block =
+      p->num_topk <= kWarp ? kWarp / p->num_topk * (kLayoutThreads / kWarp) : kLayoutThreads;  // tokens
   const int blocks = min(max(1, ceil_div(p->num_tokens, per_block)), team->device->num_sms);
   layout_kernel<<<blocks + 1, kLayoutThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
@@ -82,17 +90,24 @@ DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
   const int num_ranks = team->view.num_ranks;
-  if (p->num_tokens < 0 || p->num_experts < 0 || p->num_experts % num_ranks != 0 || p->hidden_bytes == 0) return DK_EINVAL;
+  if (p->num_tokens < 0 || p->num_experts < 0 || p->num_experts % num_ranks != 0 || p->hidden_bytes == 0)
+    return DK_EINVAL;
   if (p->expert_alignment < 1 || (p->num_experts > 0 && p->tokens_per_expert == 0)) return DK_EINVAL;
   if (static_cast<uint32_t>(p->num_experts / num_ranks) > max_local_experts(num_ranks)) return DK_EUNSUPPORTED;
   NotifyParams params{};
   params.session = session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH);
-  params.per_rank = pointer<int32_t>(p->tokens_per_rank); params.per_expert = pointer<int32_t>(p->tokens_per_expert);
+  params.per_rank = pointer<int32_t>(p->tokens_per_rank);
+  params.per_expert = pointer<int32_t>(p->tokens_per_expert);
   params.token_in_rank = pointer<uint8_t>(p->token_in_rank);
-  params.num_tokens = p->num_tokens; params.num_topk = p->num_topk; params.num_experts = p->num_experts;
-  params.expert_alignment = p->expert_alignment; params.num_worst_tokens = p->num_worst_tokens; params.num_scales = p->num_scales;
+  params.num_tokens = p->num_tokens;
+  params.num_topk = p->num_topk;
+  params.num_experts = p->num_experts;
+  params.expert_alignment = p->expert_alignment;
+  params.num_worst_tokens = p->num_worst_tokens;
+  params.num_scales = p->num_scales;
   params.hidden_bytes = p->hidden_bytes;
-  params.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix); params.send_head = pointer<int32_t>(p->send_head);
+  params.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix);
+  params.send_head = pointer<int32_t>(p->send_head);
   params.counts = pointer<dk_counts>(p->counts);
   if (is_remote(team)) return internode_notify(p, params);
   const OnDevice on(team->device);
@@ -102,7 +117,8 @@ DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
 
 namespace {
 
-template <bool kBulk> int32_t launch_dispatch(dk_dispatch_params *p, DispatchParams &params, int blocks) {
+template <bool kBulk>
+int32_t launch_dispatch(dk_dispatch_params *p, DispatchParams &params, int blocks) {
   auto *team = handle_of<Team>(p->team);
   const uint32_t num_ranks = team->view.num_ranks;
   using Roles = DispatchRoles<kBulk>;
@@ -110,7 +126,8 @@ template <bool kBulk> int32_t launch_dispatch(dk_dispatch_params *p, DispatchPar
   const size_t limit = kBulk ? kSharedLimit90 : kSharedLimit80;
   const bool staged_here = params.recv_segment < 0;
   params.meta_rows = staged_here ? kMetaBatch : kMetaBatchOfMany;
-  while (params.meta_rows > 1 && Roles::meta_senders(params) * meta_space_bytes(params) > kMetaBuffers) --params.meta_rows;
+  while (params.meta_rows > 1 && Roles::meta_senders(params) * meta_space_bytes(params) > kMetaBuffers)
+    --params.meta_rows;
   const size_t roles = DispatchShared<kBulk>(params, 0).bytes;
   if (roles + kMinForStages > limit) return DK_EUNSUPPORTED;
   params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, limit - roles);
@@ -120,14 +137,16 @@ template <bool kBulk> int32_t launch_dispatch(dk_dispatch_params *p, DispatchPar
   return launched(p);
 }
 
-template <bool kBulk> int32_t launch_combine(dk_combine_params *p, CombineParams &params, int blocks) {
+template <bool kBulk>
+int32_t launch_combine(dk_combine_params *p, CombineParams &params, int blocks) {
   auto *team = handle_of<Team>(p->team);
   const uint32_t num_ranks = team->view.num_ranks;
   using Roles = CombineRoles<kBulk>;
   if (blocks * Roles::kSenders < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
   params.senders = Roles::senders(blocks, static_cast<int>(num_ranks));
   params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, kSharedLimit90 - kSharedForRoles);
-  const size_t shared = CombineShared<kBulk>(num_ranks, params.stage_bytes).bytes + 4ull * (Roles::kReducers + Roles::kSenders) * num_ranks;
+  const size_t shared = CombineShared<kBulk>(num_ranks, params.stage_bytes).bytes +
+                        4ull * (Roles::kReducers + Roles::kSenders) * num_ranks;
   if (shared > (kBulk ? kSharedLimit90 : kSharedLimit80)) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
   combine_kernel<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
@@ -141,29 +160,43 @@ bool is_aligned(uint64_t address) { return address % 16 == 0; }
 DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
-  if (p->hidden_bytes == 0 || p->hidden_bytes % 16 != 0 || p->hidden_bytes > (1u << 30) || p->num_tokens < 0) return DK_EINVAL;
-  if (!is_aligned(p->x) || !is_aligned(p->recv_x) || (p->recv_segment >= 0 && !is_aligned(p->recv_segment_offset))) return DK_EINVAL;
+  if (p->hidden_bytes == 0 || p->hidden_bytes % 16 != 0 || p->hidden_bytes > (1u << 30) || p->num_tokens < 0)
+    return DK_EINVAL;
+  if (!is_aligned(p->x) || !is_aligned(p->recv_x) || (p->recv_segment >= 0 && !is_aligned(p->recv_segment_offset)))
+    return DK_EINVAL;
   if (p->recv_segment >= DK_MAX_SEGMENTS || p->num_scales < 0 || p->num_topk < 0) return DK_EINVAL;
   if (p->num_topk > 0 && p->index_bytes != 4 && p->index_bytes != 8) return DK_EINVAL;
   DispatchParams d{};
   d.session = session_of(p, DK_OP_DISPATCH, DK_PHASE_BOTH);
-  d.x = pointer<uint8_t>(p->x); d.scales = pointer<uint32_t>(p->scales);
-  d.scale_token_stride = p->scale_token_stride; d.scale_stride = p->scale_stride;
+  d.x = pointer<uint8_t>(p->x);
+  d.scales = pointer<uint32_t>(p->scales);
+  d.scale_token_stride = p->scale_token_stride;
+  d.scale_stride = p->scale_stride;
   d.cached = (p->flags & DK_DISPATCH_CACHED) != 0;
-  d.num_topk = d.cached ? 0 : p->num_topk; d.index_bytes = p->index_bytes == 4 ? 4 : 8; d.num_experts = d.num_topk > 0 ? p->num_experts : 0;
-  d.topk_idx = pointer<void>(p->topk_idx); d.topk_weights = pointer<uint32_t>(p->topk_weights);
+  d.num_topk = d.cached ? 0 : p->num_topk;
+  d.index_bytes = p->index_bytes == 4 ? 4 : 8;
+  d.num_experts = d.num_topk > 0 ? p->num_experts : 0;
+  d.topk_idx = pointer<void>(p->topk_idx);
+  d.topk_weights = pointer<uint32_t>(p->topk_weights);
   d.weights_given = d.num_topk > 0 && p->topk_weights != 0;
-  d.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix); d.send_head = pointer<int32_t>(p->send_head);
-  d.row_bytes = static_cast<uint32_t>(p->hidden_bytes); d.num_tokens = p->num_tokens; d.num_scales = p->num_scales;
-  d.num_recv_tokens = p->num_recv_tokens; d.num_worst_tokens = d.cached ? 0 : p->num_worst_tokens;
-  d.recv_segment = p->recv_segment < 0 ? -1 : p->recv_segment; d.recv_segment_offset = p->recv_segment_offset;
-  d.recv_x = pointer<uint8_t>(p->recv_x); d.recv_scales = pointer<uint32_t>(p->recv_scales);
-  d.recv_topk_idx = pointer<void>(p->recv_topk_idx); d.recv_topk_weights = pointer<uint32_t>(p->recv_topk_weights);
+  d.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix);
+  d.send_head = pointer<int32_t>(p->send_head);
+  d.row_bytes = static_cast<uint32_t>(p->hidden_bytes);
+  d.num_tokens = p->num_tokens;
+  d.num_scales = p->num_scales;
+  d.num_recv_tokens = p->num_recv_tokens;
+  d.num_worst_tokens = d.cached ? 0 : p->num_worst_tokens;
+  d.recv_segment = p->recv_segment < 0 ? -1 : p->recv_segment;
+  d.recv_segment_offset = p->recv_segment_offset;
+  d.recv_x = pointer<uint8_t>(p->recv_x);
+  d.recv_scales = pointer<uint32_t>(p->recv_scales);
+  d.recv_topk_idx = pointer<void>(p->recv_topk_idx);
+  d.recv_topk_weights = pointer<uint32_t>(p->recv_topk_weights);
   d.recv_src_idx = pointer<int32_t>(p->recv_src_idx);
   const int blocks = blocks_for(team, p->num_sms);
   if (is_remote(team)) return internode_dispatch(p, d, blocks);
   d.meta = meta_shape(d);
-  if (dispatch_ring(d, false).slots == 0) return DK_EUNSUPPORTED; // nvl region under min_nvl_bytes
+  if (dispatch_ring(d, false).slots == 0) return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes
 #if DEEPEP_SM90
   if (team->device->bulk) return launch_dispatch<true>(p, d, blocks);
 #endif
@@ -174,20 +207,26 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
   if (p->hidden <= 0 || p->hidden % 8 != 0 || p->num_tokens < 0 || p->num_topk < 0) return DK_EINVAL;
-  if (!is_aligned(p->x) || !is_aligned(p->combined_x) || !is_aligned(p->bias[0]) || !is_aligned(p->bias[1])) return DK_EINVAL;
+  if (!is_aligned(p->x) || !is_aligned(p->combined_x) || !is_aligned(p->bias[0]) || !is_aligned(p->bias[1]))
+    return DK_EINVAL;
   CombineParams c{};
   c.session = session_of(p, DK_OP_COMBINE, DK_PHASE_BOTH);
   c.x = pointer<uint8_t>(p->x);
   c.topk_weights = pointer<float>(p->topk_weights);
   for (int i = 0; i < 2; ++i) c.bias[i] = pointer<__nv_bfloat16>(p->bias[i]);
-  c.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix); c.send_head = pointer<int32_t>(p->send_head);
+  c.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix);
+  c.send_head = pointer<int32_t>(p->send_head);
   c.recv_src_idx = pointer<int32_t>(p->recv_src_idx);
   c.row_bytes = 2u * p->hidden;
-  c.num_tokens = p->num_tokens; c.num_recv_tokens = p->num_recv_tokens; c.hidden = p->hidden; c.num_topk = p->num_topk;
-  c.combined_x = pointer<__nv_bfloat16>(p->combined_x); c.combined_weights = pointer<float>(p->combined_topk_weights);
+  c.num_tokens = p->num_tokens;
+  c.num_recv_tokens = p->num_recv_tokens;
+  c.hidden = p->hidden;
+  c.num_topk = p->num_topk;
+  c.combined_x = pointer<__nv_bfloat16>(p->combined_x);
+  c.combined_weights = pointer<float>(p->combined_topk_weights);
   const int blocks = blocks_for(team, p->num_sms);
   if (is_remote(team)) return internode_combine(p, c, blocks);
-  if (combine_ring(c).slots == 0) return DK_EUNSUPPORTED; // nvl region under min_nvl_bytes
+  if (combine_ring(c).slots == 0) return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes
 #if DEEPEP_SM90
   if (team->device->bulk) return launch_combine<true>(p, c, blocks);
 #endif

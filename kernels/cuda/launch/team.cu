@@ -17,8 +17,8 @@ int64_t monotonic_ns() {
   return static_cast<int64_t>(t.tv_sec) * 1000000000 + t.tv_nsec;
 }
 
-// CLOCK_MONOTONIC - %globaltimer, from a kernel between two looks at the host's clock, the closest ones of some: off by some
-// microseconds, more only where the host is kept from its work each time.
+// CLOCK_MONOTONIC - %globaltimer, from a kernel between two looks at the host's clock, the closest ones of some: off by
+// some microseconds, more only where the host is kept from its work each time.
 cudaError_t measure_clock(Team *team) {
   constexpr int kRounds = 8;
   constexpr int64_t kCloseEnough = 50000;
@@ -26,7 +26,8 @@ cudaError_t measure_clock(Team *team) {
   auto *word = reinterpret_cast<uint64_t *>(&team->view.scratch->trace_next);
   cudaError_t error = cudaSuccess;
   int64_t closest = INT64_MAX;
-  for (int round = 0; round < kRounds && closest > kCloseEnough && error == cudaSuccess; ++round) { // the first one warms up
+  for (int round = 0; round < kRounds && closest > kCloseEnough && error == cudaSuccess;
+       ++round) {  // the first one warms up
     uint64_t device_now = 0;
     const int64_t before = monotonic_ns();
     clock_kernel<<<1, 1, 0, service>>>(word);
@@ -51,7 +52,8 @@ cudaError_t allocate_scratch(Team *team, const uint64_t *peer_blocks) {
   if (error == cudaSuccess) error = cudaMalloc(reinterpret_cast<void **>(&team->segments), segment_bytes);
   if (error == cudaSuccess) error = cudaMemsetAsync(team->scratch, 0, sizeof(Scratch), service);
   if (error == cudaSuccess) error = cudaMemsetAsync(team->segments, 0, segment_bytes, service);
-  if (error == cudaSuccess) error = cudaMemcpyAsync(team->peers, peer_blocks, num_ranks * 8, cudaMemcpyHostToDevice, service);
+  if (error == cudaSuccess)
+    error = cudaMemcpyAsync(team->peers, peer_blocks, num_ranks * 8, cudaMemcpyHostToDevice, service);
   if (error == cudaSuccess) error = cudaStreamSynchronize(service);
   team->view.scratch = static_cast<Scratch *>(team->scratch);
   team->view.peers = static_cast<uint8_t *const *>(team->peers);
@@ -82,7 +84,8 @@ void free_team(Team *team) {
 
 bool is_sane(const dk_team_create_params *p) {
   if (p->device == 0 || p->host_peer_blocks == 0 || p->status == 0 || p->sm_share < 1) return false;
-  if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS || p->rank < 0 || p->rank >= p->num_ranks || p->num_nvl_peers < 1) return false;
+  if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS || p->rank < 0 || p->rank >= p->num_ranks || p->num_nvl_peers < 1)
+    return false;
   return p->control_bytes >= control_layout(p->num_ranks).bytes && p->wire_bytes >= ring_flags(p->num_ranks).bytes;
 }
 
@@ -90,16 +93,26 @@ TeamView make_view(const dk_team_create_params *p) {
   const auto *blocks = pointer<const uint64_t>(p->host_peer_blocks);
   TeamView view{};
   view.self = pointer<uint8_t>(blocks[p->rank]);
-  view.status = pointer<dk_status>(p->status); view.stats = pointer<dk_stats_page>(p->stats);
+  view.status = pointer<dk_status>(p->status);
+  view.stats = pointer<dk_stats_page>(p->stats);
   view.control = p->control_offset;
-  view.wire = p->wire_offset; view.wire_bytes = p->wire_bytes;
-  view.nvl = p->nvl_offset; view.nvl_bytes = p->nvl_bytes;
-  view.rdma = p->rdma_offset; view.rdma_bytes = p->rdma_bytes;
-  view.at = control_layout(p->num_ranks); view.ring = ring_flags(p->num_ranks);
-  view.rank = p->rank; view.num_ranks = p->num_ranks; view.num_nvl_peers = p->num_nvl_peers; view.flags = p->flags;
+  view.wire = p->wire_offset;
+  view.wire_bytes = p->wire_bytes;
+  view.nvl = p->nvl_offset;
+  view.nvl_bytes = p->nvl_bytes;
+  view.rdma = p->rdma_offset;
+  view.rdma_bytes = p->rdma_bytes;
+  view.at = control_layout(p->num_ranks);
+  view.ring = ring_flags(p->num_ranks);
+  view.rank = p->rank;
+  view.num_ranks = p->num_ranks;
+  view.num_nvl_peers = p->num_nvl_peers;
+  view.flags = p->flags;
   if (p->host_stats != 0) {
     const auto *page = pointer<const dk_stats_page>(p->host_stats);
-    view.peers_offset = page->peers_offset; view.trace_offset = page->trace_offset; view.trace_len = page->trace_len;
+    view.peers_offset = page->peers_offset;
+    view.trace_offset = page->trace_offset;
+    view.trace_len = page->trace_len;
   }
   return view;
 }
@@ -116,12 +129,14 @@ cudaError_t load_small_kernels() {
 }
 
 void publish_statistics(Device *device) {
-  constexpr int64_t kPatience = 50000000; // other processes' turns on a shared device
+  constexpr int64_t kPatience = 50000000;  // other processes' turns on a shared device
   const std::lock_guard<std::mutex> lock(device->teams_lock);
   if (device->teams == nullptr) return;
-  for (const Team *team = device->teams; team != nullptr; team = team->next) stats_kernel<<<1, 512, 0, device->service>>>(team->view);
+  for (const Team *team = device->teams; team != nullptr; team = team->next)
+    stats_kernel<<<1, 512, 0, device->service>>>(team->view);
   const int64_t end = monotonic_ns() + kPatience;
-  while (cudaStreamQuery(device->service) == cudaErrorNotReady && monotonic_ns() < end) {}
+  while (cudaStreamQuery(device->service) == cudaErrorNotReady && monotonic_ns() < end) {
+  }
   (void)cudaGetLastError();
 }
 
@@ -136,8 +151,9 @@ DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
   p->wire_bytes = ring_flags(p->num_ranks).bytes + low_latency_wire_allowance(p->rdma_bytes);
   // Two slots from each source, with room for 64 indices and weights in a row's metadata.
   p->min_nvl_bytes = static_cast<uint64_t>(p->num_ranks) * 2 * align_up<uint64_t>(p->max_row_bytes + 1024, 128);
-  p->min_rdma_bytes = 0; // no row goes through a transport
-  const bool remote = p->num_nvl_peers > 0 && (p->num_ranks > p->num_nvl_peers || (p->flags & DK_TEAM_LL_TRANSPORT) != 0);
+  p->min_rdma_bytes = 0;  // no row goes through a transport
+  const bool remote =
+      p->num_nvl_peers > 0 && (p->num_ranks > p->num_nvl_peers || (p->flags & DK_TEAM_LL_TRANSPORT) != 0);
   return remote ? internode_block_sizes(p) : static_cast<int32_t>(DK_OK);
 }
 
@@ -192,7 +208,8 @@ DK_EXPORT int32_t dk_team_segment(dk_team_segment_params *p) {
 
 namespace {
 
-template <class P> int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call) {
+template <class P>
+int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call) {
   BarrierParams params{};
   params.session = session_of(p, op, DK_PHASE_BOTH);
   params.counts_as_call = counts_as_call;
@@ -214,7 +231,7 @@ DK_EXPORT int32_t dk_clean(dk_clean_params *p) {
   auto *team = handle_of<Team>(p->team);
   if (team->internode != nullptr) return internode_clean(p);
   const uint64_t region = team->view.rdma_bytes;
-  uint64_t slot = 0; // 0: the whole region
+  uint64_t slot = 0;  // 0: the whole region
   if (p->num_max_tokens != 0 || p->hidden != 0 || p->num_experts != 0) {
     if (p->num_max_tokens <= 0 || p->hidden <= 0 || p->num_experts <= 0) return DK_EINVAL;
     const LowLatencyLayout at = low_latency_layout(team->view.num_ranks, p->num_max_tokens, p->hidden, p->num_experts);
@@ -237,11 +254,15 @@ DK_EXPORT int32_t dk_mask(dk_mask_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
   if ((team->view.flags & DK_TEAM_SHRINK) == 0) return DK_ESTATE;
-  if (p->what < DK_MASK_UPDATE || p->what > DK_MASK_CLEAN || (p->what == DK_MASK_QUERY && p->out == 0)) return DK_EINVAL;
+  if (p->what < DK_MASK_UPDATE || p->what > DK_MASK_CLEAN || (p->what == DK_MASK_QUERY && p->out == 0))
+    return DK_EINVAL;
   if (p->what == DK_MASK_UPDATE && (p->rank < 0 || p->rank >= team->view.num_ranks)) return DK_EINVAL;
   MaskParams params{};
   params.session = session_of(p, DK_OP_MASK, DK_PHASE_BOTH);
-  params.what = p->what; params.rank = p->rank; params.value = p->value; params.out = pointer<int32_t>(p->out);
+  params.what = p->what;
+  params.rank = p->rank;
+  params.value = p->value;
+  params.out = pointer<int32_t>(p->out);
   if (team->internode != nullptr) return internode_mask(p, params);
   const OnDevice on(team->device);
   mask_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);

@@ -1,26 +1,29 @@
-// control.cuh - the control region of a rank's block: what peers tell it besides rows. Zeroed at the start; never shown to users.
-// Two copies (by the parity of the epoch) of every message: a peer may be one operation ahead, never two, since each
-// operation begins with a message from everyone to everyone.
+// control.cuh - the control region of a rank's block: what peers tell it besides rows. Zeroed at the start; never shown
+// to users. Two copies (by the parity of the epoch) of every message: a peer may be one operation ahead, never two,
+// since each operation begins with a message from everyone to everyone.
 #pragma once
 #include "cuda/common/types.cuh"
 
 namespace deepep {
 
-// First word of a rank to a peer in an operation: "I am in operation `epoch`, everything before is finished and consumed".
+// First word of a rank to a peer in an operation: "I am in operation `epoch`, everything before is finished and
+// consumed".
 struct alignas(64) HandshakeMessage {
   uint64_t hidden_bytes;
   uint64_t segment_offset;
-  uint32_t op, flags;         // flags: kEnter*
+  uint32_t op, flags;  // flags: kEnter*
   int32_t num_experts, num_topk, num_scales, max_tokens;
-  int32_t row_limit;          // rows that the sender of this message has room for; -1: as many as the matrix says
-  int32_t segment;            // where rows may be written at once; -1: staged
-  uint64_t epoch;             // stored last, with release
+  int32_t row_limit;  // rows that the sender of this message has room for; -1: as many as the matrix says
+  int32_t segment;    // where rows may be written at once; -1: staged
+  uint64_t epoch;     // stored last, with release
   uint64_t spare;
 };
 static_assert(sizeof(HandshakeMessage) == 64, "one message is one line");
 enum : uint32_t {
-  kEnterCached = 1, kEnterWeights = 2, kEnterFormatShift = 8,
-  kEnterSilent = 4 // has no row to give weights for, and says nothing about them
+  kEnterCached = 1,
+  kEnterWeights = 2,
+  kEnterFormatShift = 8,
+  kEnterSilent = 4  // has no row to give weights for, and says nothing about them
 };
 
 constexpr int kHandshakeCopies = 2, kLowLatencyHandshakeCopies = 4;
@@ -40,7 +43,7 @@ __host__ __device__ inline ControlLayout control_layout(uint64_t num_ranks) {
   at.low_latency_handshake = at.handshake + kHandshakeCopies * num_ranks * sizeof(HandshakeMessage);
   at.done = at.low_latency_handshake + kLowLatencyHandshakeCopies * num_ranks * sizeof(HandshakeMessage);
   at.consumed = at.done + align_up<uint64_t>(num_ranks * 8, 128);
-  at.given_up = at.consumed + align_up<uint64_t>(2 * num_ranks * 8, 128); // a word for each slot of each rank
+  at.given_up = at.consumed + align_up<uint64_t>(2 * num_ranks * 8, 128);  // a word for each slot of each rank
   at.counts = at.given_up + align_up<uint64_t>(num_ranks * 8, 128);
   at.bytes = align_up<uint64_t>(at.counts + 2 * num_ranks * counts_words(static_cast<uint32_t>(num_ranks)) * 4, 4096);
   return at;

@@ -6,74 +6,82 @@
 
 namespace deepep {
 
-constexpr int kMaxHistogram = 65536 + 2 * DK_MAX_RANKS; // experts, ranks and nodes that layout counts
+constexpr int kMaxHistogram = 65536 + 2 * DK_MAX_RANKS;  // experts, ranks and nodes that layout counts
 
 // What the send half of a low-latency call leaves for its receive half.
-struct LowLatencyTicket { uint64_t epoch, dispatch; };
+struct LowLatencyTicket {
+  uint64_t epoch, dispatch;
+};
 // A dispatch whose routing is still in the wire region: combine finds it by the handle's address.
 constexpr int kRoutingCopies = 4;
-struct LowLatencyRouting { uint64_t src_info, dispatch, has_weights, num_topk; };
+struct LowLatencyRouting {
+  uint64_t src_info, dispatch, has_weights, num_topk;
+};
 
-// What the newest kernel counted and the statistics page does not show yet: its operation (0: nothing), the bucket of its
-// histogram that grew (DK_HIST_BUCKETS: none), its record of the trace.
-struct NewestCount { uint64_t op, bucket; dk_trace_record record; };
+// What the newest kernel counted and the statistics page does not show yet: its operation (0: nothing), the bucket of
+// its histogram that grew (DK_HIST_BUCKETS: none), its record of the trace.
+struct NewestCount {
+  uint64_t op, bucket;
+  dk_trace_record record;
+};
 
 // Device memory of one team, zeroed once. Only this rank's kernels touch it.
 struct Scratch {
-  uint64_t epoch;             // of the operation that runs now; the last block out adds one
-  uint64_t low_latency_epoch; // likewise, for low-latency calls
+  uint64_t epoch;              // of the operation that runs now; the last block out adds one
+  uint64_t low_latency_epoch;  // likewise, for low-latency calls
   uint64_t low_latency_dispatches;
-  uint32_t sticky;            // DK_* of the first failure
-  uint32_t exits;             // blocks that left the running kernel
-  uint32_t blocks_sent;       // blocks whose rows are all out
-  uint32_t failed;            // not 0: the failure was there when the newest kernel ended
-  uint64_t start_ns;          // of the running kernel
-  uint32_t tokens_taken[2], metas_taken[2]; // tickets of dispatch and of combine's sums, by parity of the epoch
-  uint32_t rows_taken[2][DK_MAX_RANKS];     // tickets of combine's rows, for each destination
+  uint32_t sticky;                           // DK_* of the first failure
+  uint32_t exits;                            // blocks that left the running kernel
+  uint32_t blocks_sent;                      // blocks whose rows are all out
+  uint32_t failed;                           // not 0: the failure was there when the newest kernel ended
+  uint64_t start_ns;                         // of the running kernel
+  uint32_t tokens_taken[2], metas_taken[2];  // tickets of dispatch and of combine's sums, by parity of the epoch
+  uint32_t rows_taken[2][DK_MAX_RANKS];      // tickets of combine's rows, for each destination
   LowLatencyTicket tickets[DK_NUM_TICKETS];
   LowLatencyRouting routing[kRoutingCopies];
   uint32_t masked[DK_MAX_RANKS];
-  uint64_t masked_at[DK_MAX_RANKS]; // my newest low-latency call when it was masked by hand; 0: a call did without it
-  uint64_t verdict[DK_MAX_RANKS];  // low latency with shrink: epoch << 2 | kArrived or kAbsent
-  uint64_t late[DK_MAX_RANKS];     // epoch in which a rank's counts came and its rows did not
+  uint64_t masked_at[DK_MAX_RANKS];  // my newest low-latency call when it was masked by hand; 0: a call did without it
+  uint64_t verdict[DK_MAX_RANKS];    // low latency with shrink: epoch << 2 | kArrived or kAbsent
+  uint64_t late[DK_MAX_RANKS];       // epoch in which a rank's counts came and its rows did not
   // Low latency, for each rank. Ranks number their own calls; while nobody is masked the numbers are equal everywhere.
-  uint64_t sent[2][DK_MAX_RANKS];     // my newest call that wrote into each of its slots
-  uint64_t consumed[2][DK_MAX_RANKS]; // its newest call whose rows were taken from each slot here
-  uint64_t seen[DK_MAX_RANKS];        // its newest call that was received or given up
-  int64_t epoch_ahead[DK_MAX_RANKS], dispatch_ahead[DK_MAX_RANKS]; // its numbers less mine
-  uint32_t returned[DK_MAX_RANKS];    // 1: its mask was lifted, its next call may have any number
-  uint64_t wait_ns[DK_MAX_RANKS];  // of the running kernel
+  uint64_t sent[2][DK_MAX_RANKS];      // my newest call that wrote into each of its slots
+  uint64_t consumed[2][DK_MAX_RANKS];  // its newest call whose rows were taken from each slot here
+  uint64_t seen[DK_MAX_RANKS];         // its newest call that was received or given up
+  int64_t epoch_ahead[DK_MAX_RANKS], dispatch_ahead[DK_MAX_RANKS];  // its numbers less mine
+  uint32_t returned[DK_MAX_RANKS];  // 1: its mask was lifted, its next call may have any number
+  uint64_t wait_ns[DK_MAX_RANKS];   // of the running kernel
   uint64_t sent_bytes[DK_MAX_RANKS];
   dk_op_stats ops[DK_NUM_OPS];
   uint64_t trace_next, progress;
   NewestCount newest;
-  uint64_t half_ns[DK_NUM_TICKETS]; // time of the send halves that wait for their receive half
-  uint64_t clean_ns;                // of a clean's first kernel
+  uint64_t half_ns[DK_NUM_TICKETS];  // time of the send halves that wait for their receive half
+  uint64_t clean_ns;                 // of a clean's first kernel
   uint64_t peer_bytes[DK_NUM_OPS][DK_MAX_RANKS], peer_wait_ns[DK_NUM_OPS][DK_MAX_RANKS];
   uint32_t histogram[kMaxHistogram];
 };
 
 struct TeamView {
-  uint8_t *const *peers;      // device array: each rank's block
+  uint8_t *const *peers;  // device array: each rank's block
   uint8_t *self;
-  const uint64_t *segments;   // device array [R][DK_MAX_SEGMENTS]
+  const uint64_t *segments;  // device array [R][DK_MAX_SEGMENTS]
   Scratch *scratch;
-  dk_status *status;          // host memory
-  dk_stats_page *stats;       // host memory, or null
-  uint64_t control, wire, wire_bytes, nvl, nvl_bytes, rdma, rdma_bytes; // offsets in a block
+  dk_status *status;                                                     // host memory
+  dk_stats_page *stats;                                                  // host memory, or null
+  uint64_t control, wire, wire_bytes, nvl, nvl_bytes, rdma, rdma_bytes;  // offsets in a block
   ControlLayout at;
   RingFlags ring;
-  int64_t clock_offset_ns;    // CLOCK_MONOTONIC - %globaltimer
-  uint64_t peers_offset, trace_offset, trace_len; // of the statistics page
+  int64_t clock_offset_ns;                         // CLOCK_MONOTONIC - %globaltimer
+  uint64_t peers_offset, trace_offset, trace_len;  // of the statistics page
   int32_t rank, num_ranks, num_nvl_peers;
-  uint32_t flags;             // DK_TEAM_*
+  uint32_t flags;  // DK_TEAM_*
 
 #ifdef __CUDACC__
   __device__ HandshakeMessage *handshake(int owner, int copy, int source) const {
     return reinterpret_cast<HandshakeMessage *>(peers[owner] + control + at.handshake) + copy * num_ranks + source;
   }
   __device__ HandshakeMessage *low_latency_handshake(int owner, int copy, int source) const {
-    return reinterpret_cast<HandshakeMessage *>(peers[owner] + control + at.low_latency_handshake) + copy * num_ranks + source;
+    return reinterpret_cast<HandshakeMessage *>(peers[owner] + control + at.low_latency_handshake) + copy * num_ranks +
+           source;
   }
   __device__ uint64_t *done(int owner, int source) const {
     return reinterpret_cast<uint64_t *>(peers[owner] + control + at.done) + source;
@@ -81,8 +89,8 @@ struct TeamView {
   __device__ uint64_t *consumed(int owner, int slot, int source) const {
     return reinterpret_cast<uint64_t *>(peers[owner] + control + at.consumed) + slot * num_ranks + source;
   }
-  // The newest low-latency call of `source` before it lifted its mask of the owner: it went on without the owner, and nothing that
-  // it sent up to there will be asked for.
+  // The newest low-latency call of `source` before it lifted its mask of the owner: it went on without the owner, and
+  // nothing that it sent up to there will be asked for.
   __device__ uint64_t *given_up(uint8_t *owners_block, int source) const {
     return reinterpret_cast<uint64_t *>(owners_block + control + at.given_up) + source;
   }
@@ -92,10 +100,12 @@ struct TeamView {
   }
   // Flags of rows that `source` sends to `owner` lie at the owner, credits at the source.
   __device__ uint64_t *ring_flag(int owner, RingPart part, int source) const {
-    return reinterpret_cast<uint64_t *>(peers[owner] + wire + ring.flags[part]) + static_cast<uint64_t>(source) * ring.per_source;
+    return reinterpret_cast<uint64_t *>(peers[owner] + wire + ring.flags[part]) +
+           static_cast<uint64_t>(source) * ring.per_source;
   }
   __device__ uint64_t *ring_credit(int source, RingPart part, int owner) const {
-    return reinterpret_cast<uint64_t *>(peers[source] + wire + ring.credits[part]) + static_cast<uint64_t>(owner) * ring.per_source;
+    return reinterpret_cast<uint64_t *>(peers[source] + wire + ring.credits[part]) +
+           static_cast<uint64_t>(owner) * ring.per_source;
   }
 #endif
 };

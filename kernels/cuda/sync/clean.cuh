@@ -4,9 +4,10 @@
 
 namespace deepep {
 
-// Whole block, once all have come to a clean: what was sent before is nothing that will be received, and all go on from the greatest
-// number of a call that any of them has. message_of(rank): what it came with.
-template <class MessageOf> __device__ inline void restart_call_numbers(const Session &s, MessageOf message_of) {
+// Whole block, once all have come to a clean: what was sent before is nothing that will be received, and all go on from
+// the greatest number of a call that any of them has. message_of(rank): what it came with.
+template <class MessageOf>
+__device__ inline void restart_call_numbers(const Session &s, MessageOf message_of) {
   Scratch *scratch = s.team.scratch;
   uint64_t newest = scratch->low_latency_epoch;
   for (int r = 0; r < s.team.num_ranks; ++r)
@@ -17,19 +18,22 @@ template <class MessageOf> __device__ inline void restart_call_numbers(const Ses
     scratch->epoch_ahead[r] = scratch->dispatch_ahead[r] = 0;
     scratch->returned[r] = 0;
   }
-  __syncthreads(); // everyone has read its own number
+  __syncthreads();  // everyone has read its own number
   if (threadIdx.x == 0) scratch->low_latency_epoch = scratch->low_latency_dispatches = newest;
 }
 
-// The whole of a kernel in which everybody meets, by one block: a barrier, or one of the two of a clean (counts_as_call: the second,
-// after which a rank may send again). Masked ranks are not waited for. message_of(epoch, rank): what a rank came with.
+// The whole of a kernel in which everybody meets, by one block: a barrier, or one of the two of a clean
+// (counts_as_call: the second, after which a rank may send again). Masked ranks are not waited for. message_of(epoch,
+// rank): what a rank came with.
 template <class Post, class Await, class MessageOf>
-__device__ inline void meet_everybody(const Session &s, uint32_t counts_as_call, Post post, Await await, MessageOf message_of) {
+__device__ inline void meet_everybody(const Session &s, uint32_t counts_as_call, Post post, Await await,
+                                      MessageOf message_of) {
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
     Handshake hand{};
     const bool anew = s.op == DK_OP_CLEAN && counts_as_call == 0;
-    hand.epoch = epoch; hand.mine.op = s.op;
+    hand.epoch = epoch;
+    hand.mine.op = s.op;
     if (anew) hand.mine.segment_offset = s.team.scratch->low_latency_epoch;
     post(hand);
     publish_newest_by_last_warp(s.team);

@@ -10,9 +10,11 @@ struct MaskParams {
   int32_t *out;
 };
 
-// A rank comes back: what it sent so far counts as taken, and its next message says where it stands. If I made calls without it, it
-// is told the number of the newest, for what I sent before I went on may still lie there. False: it was not masked.
-template <class Tell> __device__ inline bool lift_mask(const Session &s, int rank, Tell tell) {
+// A rank comes back: what it sent so far counts as taken, and its next message says where it stands. If I made calls
+// without it, it is told the number of the newest, for what I sent before I went on may still lie there. False: it was
+// not masked.
+template <class Tell>
+__device__ inline bool lift_mask(const Session &s, int rank, Tell tell) {
   Scratch *scratch = s.team.scratch;
   if (scratch->masked[rank] == 0) return false;
   uint64_t newest = scratch->seen[rank];
@@ -28,14 +30,20 @@ template <class Tell> __device__ inline bool lift_mask(const Session &s, int ran
 }
 
 // Whole block. Whether this thread lifted a mask. tell(rank, call): see TeamView::given_up.
-template <class Tell> __device__ inline bool change_masks(const MaskParams &p, Tell tell) {
+template <class Tell>
+__device__ inline bool change_masks(const MaskParams &p, Tell tell) {
   const Session &s = p.session;
   bool lifted = false;
   for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
     uint32_t *mask = &s.team.scratch->masked[r];
-    if (p.what == DK_MASK_QUERY) p.out[r] = static_cast<int32_t>(*mask);
-    else if (p.what == DK_MASK_CLEAN || (r == p.rank && p.value == 0)) lifted |= lift_mask(s, r, tell);
-    else if (r == p.rank && *mask == 0) { *mask = 1; s.team.scratch->masked_at[r] = s.team.scratch->low_latency_epoch; }
+    if (p.what == DK_MASK_QUERY)
+      p.out[r] = static_cast<int32_t>(*mask);
+    else if (p.what == DK_MASK_CLEAN || (r == p.rank && p.value == 0))
+      lifted |= lift_mask(s, r, tell);
+    else if (r == p.rank && *mask == 0) {
+      *mask = 1;
+      s.team.scratch->masked_at[r] = s.team.scratch->low_latency_epoch;
+    }
   }
   return lifted;
 }

@@ -4,22 +4,26 @@
 
 namespace deepep {
 
-// Whole block. False: the team has failed before; the kernel goes straight to its end. What fails while it runs is for the waits to
-// notice: a block that begins late must not keep back what peers wait for, if only to hear of the failure.
+// Whole block. False: the team has failed before; the kernel goes straight to its end. What fails while it runs is for
+// the waits to notice: a block that begins late must not keep back what peers wait for, if only to hear of the failure.
 __device__ inline bool begin(const Session &s) {
   if (blockIdx.x == 0 && threadIdx.x == 0) s.team.scratch->start_ns = ptx::global_timer_ns();
   return __syncthreads_or(threadIdx.x == 0 && ptx::ld_relaxed_gpu(&s.team.scratch->failed) != 0) == 0;
 }
 
 // Whole block. Runs `last(failed)` in the block that leaves last, which sees all that the others wrote on this device.
-template <class Last> __device__ inline void finish(const Session &s, Last last) {
+template <class Last>
+__device__ inline void finish(const Session &s, Last last) {
   __shared__ uint32_t left_before;
   __syncthreads();
   if (threadIdx.x == 0) left_before = ptx::atomic_add_acq_rel_gpu(&s.team.scratch->exits, 1);
   __syncthreads();
   if (left_before != gridDim.x - 1) return;
   const bool failed = has_failed(s);
-  if (threadIdx.x == 0) { s.team.scratch->exits = 0; s.team.scratch->failed = failed; }
+  if (threadIdx.x == 0) {
+    s.team.scratch->exits = 0;
+    s.team.scratch->failed = failed;
+  }
   last(failed);
 }
 
@@ -32,26 +36,40 @@ struct Handshake {
 __device__ inline void post_enter(const Session &s, const Handshake &hand) {
   for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
     HandshakeMessage *to = s.team.handshake(r, hand.epoch % kHandshakeCopies, s.team.rank);
-    to->hidden_bytes = hand.mine.hidden_bytes; to->segment_offset = hand.mine.segment_offset;
-    to->op = hand.mine.op; to->flags = hand.mine.flags; to->num_experts = hand.mine.num_experts;
-    to->num_topk = hand.mine.num_topk; to->num_scales = hand.mine.num_scales; to->max_tokens = hand.mine.max_tokens;
-    to->row_limit = hand.mine.row_limit; to->segment = hand.mine.segment;
+    to->hidden_bytes = hand.mine.hidden_bytes;
+    to->segment_offset = hand.mine.segment_offset;
+    to->op = hand.mine.op;
+    to->flags = hand.mine.flags;
+    to->num_experts = hand.mine.num_experts;
+    to->num_topk = hand.mine.num_topk;
+    to->num_scales = hand.mine.num_scales;
+    to->max_tokens = hand.mine.max_tokens;
+    to->row_limit = hand.mine.row_limit;
+    to->segment = hand.mine.segment;
     ptx::st_release_sys(&to->epoch, hand.epoch);
   }
 }
 
 // What a low-latency call, local or remote, tells of itself, but for its number.
-template <class P> __device__ inline HandshakeMessage low_latency_message(const P &p) {
+template <class P>
+__device__ inline HandshakeMessage low_latency_message(const P &p) {
   HandshakeMessage mine{};
-  mine.hidden_bytes = static_cast<uint64_t>(p.hidden) * 2; mine.op = p.session.op;
-  mine.num_experts = p.num_experts; mine.num_topk = p.num_topk; mine.max_tokens = p.max_tokens;
-  mine.flags = p.format << kEnterFormatShift | (p.flags & (DK_LL_ROUND_SCALE | DK_LL_UE8M0 | DK_LL_LOGFMT)) << (kEnterFormatShift + 4);
+  mine.hidden_bytes = static_cast<uint64_t>(p.hidden) * 2;
+  mine.op = p.session.op;
+  mine.num_experts = p.num_experts;
+  mine.num_topk = p.num_topk;
+  mine.max_tokens = p.max_tokens;
+  mine.flags = p.format << kEnterFormatShift | (p.flags & (DK_LL_ROUND_SCALE | DK_LL_UE8M0 | DK_LL_LOGFMT))
+                                                   << (kEnterFormatShift + 4);
   return mine;
 }
 
-struct Difference { uint32_t field; int64_t mine, theirs; };
-// What an operation's flags say, as the engine reads it: low-latency dispatch has its format, whether weights come, and flags, combine its
-// flags, dispatch whether weights come.
+struct Difference {
+  uint32_t field;
+  int64_t mine, theirs;
+};
+// What an operation's flags say, as the engine reads it: low-latency dispatch has its format, whether weights come, and
+// flags, combine its flags, dispatch whether weights come.
 __device__ inline int64_t format_told(uint32_t op, uint32_t flags) {
   const uint32_t format = flags >> kEnterFormatShift & 0xf, ll = flags >> (kEnterFormatShift + 4);
   const bool weights = (flags & kEnterWeights) != 0;
@@ -59,23 +77,28 @@ __device__ inline int64_t format_told(uint32_t op, uint32_t flags) {
   return op == DK_OP_LL_COMBINE ? ll : weights;
 }
 __device__ inline Difference compare_enter(const HandshakeMessage &mine, const HandshakeMessage *theirs) {
-  if (mine.op != theirs->op) return {DK_FIELD_OPERATION, static_cast<int64_t>(mine.op), static_cast<int64_t>(theirs->op)};
-  if ((mine.flags ^ theirs->flags) & kEnterCached) return {DK_FIELD_OPERATION, mine.flags & kEnterCached, theirs->flags & kEnterCached};
+  if (mine.op != theirs->op)
+    return {DK_FIELD_OPERATION, static_cast<int64_t>(mine.op), static_cast<int64_t>(theirs->op)};
+  if ((mine.flags ^ theirs->flags) & kEnterCached)
+    return {DK_FIELD_OPERATION, mine.flags & kEnterCached, theirs->flags & kEnterCached};
   if (mine.hidden_bytes != theirs->hidden_bytes)
     return {DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(mine.hidden_bytes), static_cast<int64_t>(theirs->hidden_bytes)};
   if (mine.num_experts != theirs->num_experts) return {DK_FIELD_NUM_EXPERTS, mine.num_experts, theirs->num_experts};
   const bool silent = ((mine.flags | theirs->flags) & kEnterSilent) != 0;
-  if (mine.num_topk != theirs->num_topk && !(silent && mine.op == DK_OP_COMBINE)) return {DK_FIELD_NUM_TOPK, mine.num_topk, theirs->num_topk};
+  if (mine.num_topk != theirs->num_topk && !(silent && mine.op == DK_OP_COMBINE))
+    return {DK_FIELD_NUM_TOPK, mine.num_topk, theirs->num_topk};
   if (mine.num_scales != theirs->num_scales) return {DK_FIELD_NUM_SCALES, mine.num_scales, theirs->num_scales};
   if (mine.max_tokens != theirs->max_tokens) return {DK_FIELD_MAX_TOKENS, mine.max_tokens, theirs->max_tokens};
   const uint32_t said = silent ? ~(kEnterSilent | kEnterWeights) : ~0u;
-  if (((mine.flags ^ theirs->flags) & said) != 0) return {DK_FIELD_FORMAT, format_told(mine.op, mine.flags), format_told(mine.op, theirs->flags)};
+  if (((mine.flags ^ theirs->flags) & said) != 0)
+    return {DK_FIELD_FORMAT, format_told(mine.op, mine.flags), format_told(mine.op, theirs->flags)};
   return {DK_FIELD_NONE, 0, 0};
 }
 
 // With shrink, the operations of low latency and those that clean up after it go on without ranks that do not come.
 __device__ inline bool can_shrink(const Session &s) {
-  return (s.team.flags & DK_TEAM_SHRINK) != 0 && s.op != DK_OP_NOTIFY && s.op != DK_OP_DISPATCH && s.op != DK_OP_COMBINE;
+  return (s.team.flags & DK_TEAM_SHRINK) != 0 && s.op != DK_OP_NOTIFY && s.op != DK_OP_DISPATCH &&
+         s.op != DK_OP_COMBINE;
 }
 __device__ inline bool is_masked(const Session &s, int rank) {
   return (s.team.flags & DK_TEAM_SHRINK) != 0 && ptx::ld_relaxed_gpu(&s.team.scratch->masked[rank]) != 0;
@@ -84,7 +107,8 @@ __device__ inline bool is_masked(const Session &s, int rank) {
 __device__ inline uint64_t given_up_by(const TeamView &team, int rank) {
   return (team.flags & DK_TEAM_SHRINK) == 0 ? 0 : ptx::ld_acquire_sys(team.given_up(team.self, rank));
 }
-// A wait for `peer` ended with `code`: true if the peer is masked from now on and the call goes on, else the team has failed.
+// A wait for `peer` ended with `code`: true if the peer is masked from now on and the call goes on, else the team has
+// failed.
 __device__ inline bool mask_instead(const Session &s, uint32_t code, int peer) {
   if (!can_shrink(s) || (code != DK_ETIMEOUT && code != DK_EPEERDEAD)) return false;
   atomicExch(&s.team.scratch->masked[peer], 1u);
@@ -92,17 +116,20 @@ __device__ inline bool mask_instead(const Session &s, uint32_t code, int peer) {
 }
 
 // A wait that may mask a rank. True: it came. False: the rank is masked now, or the team has failed.
-template <class Poll> __device__ __forceinline__ bool wait_or_mask(const Session &s, int peer, uint64_t expected, Poll poll) {
+template <class Poll>
+__device__ __forceinline__ bool wait_or_mask(const Session &s, int peer, uint64_t expected, Poll poll) {
   int64_t seen = 0;
   uint64_t waited = 0;
   const uint32_t code = wait_until(s, peer, seen, waited, poll);
   if (code == 0) return true;
-  if (!mask_instead(s, code, peer)) report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, static_cast<int64_t>(expected), seen, waited);
+  if (!mask_instead(s, code, peer))
+    report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, static_cast<int64_t>(expected), seen, waited);
   return false;
 }
 
 // By one thread: waits for the message of rank r, which is there once its word has the epoch, and compares it.
-__device__ inline bool await_message(const Session &s, const Handshake &hand, int r, const uint64_t *word, const HandshakeMessage *from) {
+__device__ inline bool await_message(const Session &s, const Handshake &hand, int r, const uint64_t *word,
+                                     const HandshakeMessage *from) {
   if (is_masked(s, r)) return true;
   uint64_t waited = 0;
   int64_t seen = 0;

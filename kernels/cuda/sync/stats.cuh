@@ -1,12 +1,13 @@
-// stats.cuh - statistics: the last block of a kernel counts in device memory alone. Stores across PCIe at a kernel's end would keep
-// it from ending for microseconds, so the page is brought up to date by the team's next kernel, while that waits for its peers
-// anyway, or by stats_kernel when the host asks. Counters only grow: storing one twice does no harm.
+// stats.cuh - statistics: the last block of a kernel counts in device memory alone. Stores across PCIe at a kernel's
+// end would keep it from ending for microseconds, so the page is brought up to date by the team's next kernel, while
+// that waits for its peers anyway, or by stats_kernel when the host asks. Counters only grow: storing one twice does no
+// harm.
 #pragma once
 #include "cuda/sync/wait.cuh"
 
 namespace deepep {
 
-constexpr int kOpCounters = 8; // words of dk_op_stats before its histogram
+constexpr int kOpCounters = 8;  // words of dk_op_stats before its histogram
 static_assert(sizeof(dk_op_stats) == 8 * (kOpCounters + DK_HIST_BUCKETS), "eight counters and the histogram");
 static_assert(sizeof(dk_trace_record) == 32, "four words");
 
@@ -14,7 +15,7 @@ __device__ inline int duration_bucket(uint64_t ns) {
   const uint64_t units = ns / 512;
   if (units == 0) return 0;
   const int power = 63 - __clzll(static_cast<long long>(units));
-  const int quarter = static_cast<int>(ns >> (power + 7) & 3); // the two bits below the leading one of ns / 512
+  const int quarter = static_cast<int>(ns >> (power + 7) & 3);  // the two bits below the leading one of ns / 512
   return min(4 * power + quarter, DK_HIST_BUCKETS - 1);
 }
 
@@ -31,7 +32,9 @@ __device__ inline void publish_trace(const TeamView &team, int lane) {
   if (team.trace_len == 0 || next == 0) return;
   uint8_t *ring = reinterpret_cast<uint8_t *>(team.stats) + team.trace_offset;
   const uint64_t at = (next - 1) % team.trace_len * sizeof(dk_trace_record);
-  if (lane < 4) store_out(ring + at + 8 * lane, load_fresh(reinterpret_cast<const uint64_t *>(&team.scratch->newest.record) + lane));
+  if (lane < 4)
+    store_out(ring + at + 8 * lane,
+              load_fresh(reinterpret_cast<const uint64_t *>(&team.scratch->newest.record) + lane));
   __syncwarp();
   if (lane == 0) ptx::st_release_sys(&team.stats->trace_next, next);
 }
@@ -45,8 +48,10 @@ __device__ inline void publish_newest(const TeamView &team) {
   if (lane == 0) store_out(&team.status->progress, load_fresh(&scratch->progress));
   if (team.stats != nullptr) {
     if (lane < kOpCounters)
-      store_out(reinterpret_cast<uint64_t *>(&team.stats->ops[op]) + lane, load_fresh(reinterpret_cast<uint64_t *>(&scratch->ops[op]) + lane));
-    if (lane == kOpCounters && bucket < DK_HIST_BUCKETS) store_out(&team.stats->ops[op].hist[bucket], load_fresh(&scratch->ops[op].hist[bucket]));
+      store_out(reinterpret_cast<uint64_t *>(&team.stats->ops[op]) + lane,
+                load_fresh(reinterpret_cast<uint64_t *>(&scratch->ops[op]) + lane));
+    if (lane == kOpCounters && bucket < DK_HIST_BUCKETS)
+      store_out(&team.stats->ops[op].hist[bucket], load_fresh(&scratch->ops[op].hist[bucket]));
     uint64_t *bytes = page_peers(team) + op * team.num_ranks, *waits = bytes + DK_NUM_OPS * team.num_ranks;
     for (int r = lane; r < team.num_ranks; r += kWarp) {
       store_out(bytes + r, load_fresh(&scratch->peer_bytes[op][r]));
@@ -62,36 +67,48 @@ __device__ inline void publish_newest_by_last_warp(const TeamView &team) {
   if (warp_id() == static_cast<int>(blockDim.x) / kWarp - 1) publish_newest(team);
 }
 
-// What counting needs of the scratch, loaded side by side by the last warp of the last block: each by itself would cost the latency
-// of memory. Lane l has counter l, and what the kernel left for peer l.
-struct CountLoads { uint64_t counter, start, before, unpublished, next, progress, sent, waited; };
+// What counting needs of the scratch, loaded side by side by the last warp of the last block: each by itself would cost
+// the latency of memory. Lane l has counter l, and what the kernel left for peer l.
+struct CountLoads {
+  uint64_t counter, start, before, unpublished, next, progress, sent, waited;
+};
 __device__ __forceinline__ CountLoads load_counts(const Session &s, const uint64_t *half) {
   const Scratch *scratch = s.team.scratch;
   const int lane = lane_id();
   const bool peer = lane < s.team.num_ranks;
   CountLoads loads;
-  loads.sent = peer ? load_fresh(&scratch->sent_bytes[lane]) : 0; loads.waited = peer ? load_fresh(&scratch->wait_ns[lane]) : 0;
+  loads.sent = peer ? load_fresh(&scratch->sent_bytes[lane]) : 0;
+  loads.waited = peer ? load_fresh(&scratch->wait_ns[lane]) : 0;
   loads.counter = lane < kOpCounters ? load_fresh(reinterpret_cast<const uint64_t *>(&scratch->ops[s.op]) + lane) : 0;
-  loads.start = load_fresh(&scratch->start_ns); loads.before = half != nullptr ? load_fresh(half) : 0;
-  loads.unpublished = load_fresh(&scratch->newest.op); loads.next = load_fresh(&scratch->trace_next); loads.progress = load_fresh(&scratch->progress);
+  loads.start = load_fresh(&scratch->start_ns);
+  loads.before = half != nullptr ? load_fresh(half) : 0;
+  loads.unpublished = load_fresh(&scratch->newest.op);
+  loads.next = load_fresh(&scratch->trace_next);
+  loads.progress = load_fresh(&scratch->progress);
   return loads;
 }
 
-// Takes what the kernel left for each peer in sent_bytes and wait_ns. `bytes`: of all peers; `wait`: the longest, for ranks are
-// waited for side by side. Whole warp.
+// Takes what the kernel left for each peer in sent_bytes and wait_ns. `bytes`: of all peers; `wait`: the longest, for
+// ranks are waited for side by side. Whole warp.
 __device__ inline void count_peers(const Session &s, const CountLoads &loads, uint64_t &bytes, uint64_t &wait) {
   Scratch *scratch = s.team.scratch;
   bytes = wait = 0;
   for (int r = lane_id(); r < s.team.num_ranks; r += kWarp) {
     const bool first = r < kWarp;
-    const uint64_t sent = first ? loads.sent : scratch->sent_bytes[r], waited = first ? loads.waited : scratch->wait_ns[r];
-    if (sent != 0) { // taken, not cleared: what another block adds meanwhile stays
-      atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->peer_bytes[s.op][r]), static_cast<unsigned long long>(sent));
-      atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->sent_bytes[r]), static_cast<unsigned long long>(-static_cast<long long>(sent)));
+    const uint64_t sent = first ? loads.sent : scratch->sent_bytes[r],
+                   waited = first ? loads.waited : scratch->wait_ns[r];
+    if (sent != 0) {  // taken, not cleared: what another block adds meanwhile stays
+      atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->peer_bytes[s.op][r]),
+                static_cast<unsigned long long>(sent));
+      atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->sent_bytes[r]),
+                static_cast<unsigned long long>(-static_cast<long long>(sent)));
     }
-    if (waited != 0) atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->peer_wait_ns[s.op][r]), static_cast<unsigned long long>(waited));
+    if (waited != 0)
+      atomicAdd(reinterpret_cast<unsigned long long *>(&scratch->peer_wait_ns[s.op][r]),
+                static_cast<unsigned long long>(waited));
     scratch->wait_ns[r] = 0;
-    bytes += sent; wait = max(wait, waited);
+    bytes += sent;
+    wait = max(wait, waited);
   }
   for (int step = kWarp / 2; step > 0; step /= 2) {
     bytes += __shfl_xor_sync(kAllLanes, bytes, step);
@@ -99,23 +116,29 @@ __device__ inline void count_peers(const Session &s, const CountLoads &loads, ui
   }
 }
 
-// By the last block; its last warp counts, the others go on. Each lane has one counter. Where a call is several kernels, `half` keeps
-// the time of those before the last.
-__device__ inline void record_loaded(const Session &s, const CountLoads &loads, uint64_t *half, bool last_half, bool failed) {
+// By the last block; its last warp counts, the others go on. Each lane has one counter. Where a call is several
+// kernels, `half` keeps the time of those before the last.
+__device__ inline void record_loaded(const Session &s, const CountLoads &loads, uint64_t *half, bool last_half,
+                                     bool failed) {
   Scratch *scratch = s.team.scratch;
   const int lane = lane_id();
   auto *op = reinterpret_cast<uint64_t *>(&scratch->ops[s.op]);
   const uint64_t now = ptx::global_timer_ns(), start = loads.start, before = loads.before, counter = loads.counter;
   uint64_t bytes, wait;
   count_peers(s, loads, bytes, wait);
-  if (loads.unpublished != 0) publish_newest(s.team); // the kernel left before it came to that
+  if (loads.unpublished != 0) publish_newest(s.team);  // the kernel left before it came to that
   __syncwarp();
   const uint64_t duration = now - start, total = duration + before, begun = start + s.team.clock_offset_ns;
   const int bucket = last_half ? duration_bucket(total) : DK_HIST_BUCKETS;
   // calls, errors, total_ns, max_ns, wait_ns, bytes, last_start_ns, last_ns
-  const uint64_t grown = lane == 0 ? counter + (last_half ? 1 : 0) : lane == 1 ? counter + (last_half && failed ? 1 : 0) : lane == 2 ? counter + duration
-                       : lane == 3 ? (last_half ? max(counter, total) : counter) : lane == 4 ? counter + wait : lane == 5 ? counter + bytes
-                       : lane == 6 ? (last_half ? begun : counter) : (last_half ? total : counter);
+  const uint64_t grown = lane == 0   ? counter + (last_half ? 1 : 0)
+                         : lane == 1 ? counter + (last_half && failed ? 1 : 0)
+                         : lane == 2 ? counter + duration
+                         : lane == 3 ? (last_half ? max(counter, total) : counter)
+                         : lane == 4 ? counter + wait
+                         : lane == 5 ? counter + bytes
+                         : lane == 6 ? (last_half ? begun : counter)
+                                     : (last_half ? total : counter);
   if (lane < kOpCounters) op[lane] = grown;
   if (lane == 8 && last_half) atomicAdd(reinterpret_cast<unsigned long long *>(op + kOpCounters + bucket), 1ull);
   if (lane == 9) scratch->newest = {s.op, static_cast<uint64_t>(bucket), {s.call, begun, duration, s.op, s.phase}};
@@ -126,7 +149,8 @@ __device__ inline void record_loaded(const Session &s, const CountLoads &loads, 
 
 // Likewise, with the loads.
 __device__ inline void record_kernel(const Session &s, uint64_t *half, bool last_half, bool failed) {
-  if (warp_id() == static_cast<int>(blockDim.x) / kWarp - 1) record_loaded(s, load_counts(s, half), half, last_half, failed);
+  if (warp_id() == static_cast<int>(blockDim.x) / kWarp - 1)
+    record_loaded(s, load_counts(s, half), half, last_half, failed);
 }
 
 }  // namespace deepep

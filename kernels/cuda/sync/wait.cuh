@@ -1,39 +1,49 @@
-// wait.cuh - every wait of every kernel, and the record that a wait leaves when it ends early. Nothing traps: a kernel whose
-// wait ended goes on to its end without waiting again.
+// wait.cuh - every wait of every kernel, and the record that a wait leaves when it ends early. Nothing traps: a kernel
+// whose wait ended goes on to its end without waiting again.
 #pragma once
 #include "cuda/common/ptx.cuh"
 #include "cuda/layout/team.cuh"
 
 namespace deepep {
 
-constexpr uint32_t kPollsPerLook = 64;       // polls of memory between looks at the clock and at the team's own state
-constexpr uint32_t kPollsPerHostLook = 2048; // and at the host's status block, which lies across PCIe
-constexpr uint32_t kLeftBefore = 0x7fffffffu; // somebody else of this rank has failed and reported
-constexpr uint32_t kLeaving = 0x80000000u;    // beside a reason to leave, where the count of polls was: one register for both
+constexpr uint32_t kPollsPerLook = 64;         // polls of memory between looks at the clock and at the team's own state
+constexpr uint32_t kPollsPerHostLook = 2048;   // and at the host's status block, which lies across PCIe
+constexpr uint32_t kLeftBefore = 0x7fffffffu;  // somebody else of this rank has failed and reported
+constexpr uint32_t kLeaving =
+    0x80000000u;  // beside a reason to leave, where the count of polls was: one register for both
 
 __device__ inline bool has_failed(const Session &s) { return ptx::ld_relaxed_gpu(&s.team.scratch->sticky) != 0; }
 
 // The first failure of a team goes into host memory, complete before its code is seen. Later ones are dropped.
-__device__ __noinline__ inline void report_failure(const Session &s, uint32_t code, int peer, uint32_t field, int64_t expected, int64_t seen,
-                                            uint64_t waited_ns) {
+__device__ __noinline__ inline void report_failure(const Session &s, uint32_t code, int peer, uint32_t field,
+                                                   int64_t expected, int64_t seen, uint64_t waited_ns) {
   if (code == kLeftBefore || atomicCAS(&s.team.scratch->sticky, 0u, code) != 0) return;
   dk_status *status = s.team.status;
   volatile dk_failure *failure = &status->failure;
-  failure->op = s.op; failure->phase = s.phase; failure->rank = s.team.rank; failure->peer = peer; failure->field = field;
-  failure->call = s.call; failure->expected = expected; failure->seen = seen; failure->waited_ns = waited_ns;
+  failure->op = s.op;
+  failure->phase = s.phase;
+  failure->rank = s.team.rank;
+  failure->peer = peer;
+  failure->field = field;
+  failure->call = s.call;
+  failure->expected = expected;
+  failure->seen = seen;
+  failure->waited_ns = waited_ns;
   ptx::st_release_sys(&status->failure.code, code);
   ptx::st_release_sys(&status->sticky, code);
 }
 
-// Why a wait for `peer` that began at `start` must end now: 0: it need not. Whoever gets a reason polls once more: between his last
-// poll and this look (between two time slices, say) the peer may have sent what is waited for, and left.
+// Why a wait for `peer` that began at `start` must end now: 0: it need not. Whoever gets a reason polls once more:
+// between his last poll and this look (between two time slices, say) the peer may have sent what is waited for, and
+// left.
 __device__ __noinline__ inline uint32_t reason_to_leave(const Session &s, int peer, uint64_t start, uint32_t polls) {
   if (has_failed(s)) return kLeftBefore;
   if (ptx::global_timer_ns() - start > s.timeout_ns) return DK_ETIMEOUT;
   if (polls % kPollsPerHostLook != 0) return 0;
   uint32_t reason = ptx::ld_relaxed_sys(&s.team.status->abort_word);
-  if (reason == 0 && peer >= 0 && *static_cast<volatile uint8_t *>(&s.team.status->dead[peer]) != 0) reason = DK_EPEERDEAD;
-  if (reason != 0) __threadfence_system(); // the next poll sees all that was sent before
+  if (reason == 0 && peer >= 0 && *static_cast<volatile uint8_t *>(&s.team.status->dead[peer]) != 0)
+    reason = DK_EPEERDEAD;
+  if (reason != 0) __threadfence_system();  // the next poll sees all that was sent before
   return reason;
 }
 
@@ -45,8 +55,12 @@ __device__ inline int culprit(const Session &s, uint32_t code, int peer) {
 
 // One thread polls until poll(seen) is true. 0: it came; else why not. `seen` is what the poll saw last.
 template <class Poll>
-__device__ __forceinline__ uint32_t wait_until(const Session &s, int peer, int64_t &seen, uint64_t &waited_ns, Poll poll) {
-  if (poll(seen)) { waited_ns = 0; return 0; }
+__device__ __forceinline__ uint32_t wait_until(const Session &s, int peer, int64_t &seen, uint64_t &waited_ns,
+                                               Poll poll) {
+  if (poll(seen)) {
+    waited_ns = 0;
+    return 0;
+  }
   const uint64_t start = ptx::global_timer_ns();
   uint32_t code = 0;
   for (uint32_t polls = 1; !poll(seen);) {
@@ -63,7 +77,8 @@ __device__ __forceinline__ uint32_t wait_until(const Session &s, int peer, int64
 
 // The same, and a wait that ends early is the team's failure.
 template <class Poll>
-__device__ __forceinline__ bool wait_or_fail(const Session &s, int peer, int64_t expected, uint64_t &waited_ns, Poll poll) {
+__device__ __forceinline__ bool wait_or_fail(const Session &s, int peer, int64_t expected, uint64_t &waited_ns,
+                                             Poll poll) {
   int64_t seen = 0;
   const uint32_t code = wait_until(s, peer, seen, waited_ns, poll);
   if (code == 0) return true;
@@ -71,10 +86,11 @@ __device__ __forceinline__ bool wait_or_fail(const Session &s, int peer, int64_t
   return false;
 }
 
-// A whole warp polls. poll() gives the same answer in all lanes; missing() is, on a lane that still waits, the rank it waits for
-// and else -1: the first such lane decides, and `peer` is its rank. 0: it came; else why not, in all lanes.
+// A whole warp polls. poll() gives the same answer in all lanes; missing() is, on a lane that still waits, the rank it
+// waits for and else -1: the first such lane decides, and `peer` is its rank. 0: it came; else why not, in all lanes.
 template <class Poll, class Missing>
-__device__ __forceinline__ uint32_t warp_wait_until(const Session &s, int &peer, uint64_t &waited_ns, Poll poll, Missing missing) {
+__device__ __forceinline__ uint32_t warp_wait_until(const Session &s, int &peer, uint64_t &waited_ns, Poll poll,
+                                                    Missing missing) {
   waited_ns = 0;
   if (poll()) return 0;
   const uint64_t start = ptx::global_timer_ns();

@@ -1,4 +1,5 @@
-// blocks.cpp - turns of blocks, fibers for their lanes, what lanes do together, and the memory that a block has to itself.
+// blocks.cpp - turns of blocks, fibers for their lanes, what lanes do together, and the memory that a block has to
+// itself.
 #include <link.h>
 #include <sys/mman.h>
 
@@ -45,15 +46,15 @@ emulate_switch:
 
 namespace {
 
-// Stacks of neighbouring lanes lie a little more than a power of two apart: in the same lines of a cache they would displace
-// each other.
+// Stacks of neighbouring lanes lie a little more than a power of two apart: in the same lines of a cache they would
+// displace each other.
 constexpr size_t kStack = 32 * 1024 + 320;
 constexpr uint64_t kEndOfStack = 0x5ac4ed0f57ac4edull;
-constexpr int kPolls = 2, kPasses = 16, kRounds = 8; // of a lane in a turn; of a block; of a warp in a pass
+constexpr int kPolls = 2, kPasses = 16, kRounds = 8;  // of a lane in a turn; of a block; of a warp in a pass
 
 std::mt19937_64 generator;
 
-std::map<unsigned, std::vector<char *>> stack_pool; // by lanes; of blocks that have ended
+std::map<unsigned, std::vector<char *>> stack_pool;  // by lanes; of blocks that have ended
 
 char *take_stacks(unsigned lanes) {
   std::vector<char *> &pool = stack_pool[lanes];
@@ -62,8 +63,12 @@ char *take_stacks(unsigned lanes) {
     pool.pop_back();
     return stacks;
   }
-  void *memory = mmap(nullptr, lanes * kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) { perror("emulate: stacks"); abort(); }
+  void *memory =
+      mmap(nullptr, lanes * kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) {
+    perror("emulate: stacks");
+    abort();
+  }
   return static_cast<char *>(memory);
 }
 
@@ -85,13 +90,16 @@ void make_lane(Block *own, unsigned number) {
   memcpy(bottom, &kEndOfStack, sizeof kEndOfStack);
   auto top = reinterpret_cast<uintptr_t>(bottom + kStack) & ~uintptr_t{15};
   auto *words = reinterpret_cast<void **>(top) - 2;
-  *words = reinterpret_cast<void *>(begin_lane); // as if it had been called: rsp is 8 off a multiple of 16
+  *words = reinterpret_cast<void *>(begin_lane);  // as if it had been called: rsp is 8 off a multiple of 16
   lane.stack_pointer = words - 6;
 }
 
 // ---- Shared memory: the thread's own variables of this library, changed with the blocks ----
 
-struct Range { uint8_t *at; size_t bytes; };
+struct Range {
+  uint8_t *at;
+  size_t bytes;
+};
 std::vector<Range> fixed, dynamic;
 Block *loaded = nullptr;
 
@@ -107,7 +115,7 @@ int find_own_variables(dl_phdr_info *info, size_t, void *) {
   if (!here) return 0;
   if (own == nullptr) return 1;
   auto *at = static_cast<uint8_t *>(info->dlpi_tls_data), *end = at + own->p_memsz;
-  for (const Range &array : dynamic) { // sorted
+  for (const Range &array : dynamic) {  // sorted
     if (array.at > at) fixed.push_back({at, static_cast<size_t>(array.at - at)});
     at = array.at + array.bytes;
   }
@@ -116,7 +124,8 @@ int find_own_variables(dl_phdr_info *info, size_t, void *) {
 }
 
 // f(address, bytes) for all that a block with so much dynamic memory has.
-template <class F> void each_range(size_t dynamic_bytes, F f) {
+template <class F>
+void each_range(size_t dynamic_bytes, F f) {
   for (const Range &range : fixed) f(range.at, range.bytes);
   for (const Range &range : dynamic) f(range.at, std::min(range.bytes, dynamic_bytes));
 }
@@ -126,10 +135,16 @@ void load_shared(Block *own) {
   uint8_t *at;
   if (loaded != nullptr) {
     at = loaded->shared.data();
-    each_range(loaded->shared_bytes, [&](uint8_t *range, size_t bytes) { memcpy(at, range, bytes); at += bytes; });
+    each_range(loaded->shared_bytes, [&](uint8_t *range, size_t bytes) {
+      memcpy(at, range, bytes);
+      at += bytes;
+    });
   }
   at = own->shared.data();
-  each_range(own->shared_bytes, [&](uint8_t *range, size_t bytes) { memcpy(range, at, bytes); at += bytes; });
+  each_range(own->shared_bytes, [&](uint8_t *range, size_t bytes) {
+    memcpy(range, at, bytes);
+    at += bytes;
+  });
   loaded = own;
 }
 
@@ -169,24 +184,38 @@ void check_for_deadlock(const Block &own) {
 }  // namespace
 
 Block::Block(unsigned threads, size_t dynamic_bytes, std::function<void()> lane_body)
-    : warps((threads + 31) / 32), lanes(threads), shared_bytes(dynamic_bytes), stacks(take_stacks(threads)), body(std::move(lane_body)) {
+    : warps((threads + 31) / 32),
+      lanes(threads),
+      shared_bytes(dynamic_bytes),
+      stacks(take_stacks(threads)),
+      body(std::move(lane_body)) {
   if (fixed.empty()) dl_iterate_phdr(find_own_variables, nullptr);
   size.x = threads;
-  for (unsigned i = 0; i < threads; ++i) { make_lane(this, i); warps[i / 32].ready |= 1u << i % 32; }
+  for (unsigned i = 0; i < threads; ++i) {
+    make_lane(this, i);
+    warps[i / 32].ready |= 1u << i % 32;
+  }
   size_t bytes = 0;
   each_range(shared_bytes, [&](uint8_t *, size_t some) { bytes += some; });
   shared.resize(bytes);
-  uint64_t rubbish = generator(); // what another block left there
-  for (size_t at = 0; at < bytes; ++at, rubbish = rubbish * 6364136223846793005ull + 1) shared[at] = static_cast<uint8_t>(rubbish >> 56);
+  uint64_t rubbish = generator();  // what another block left there
+  for (size_t at = 0; at < bytes; ++at, rubbish = rubbish * 6364136223846793005ull + 1)
+    shared[at] = static_cast<uint8_t>(rubbish >> 56);
 }
 Block::~Block() {
   if (loaded == this) loaded = nullptr;
   for (size_t i = 0; i < lanes.size(); ++i)
-    if (memcmp(stacks + i * kStack, &kEndOfStack, sizeof kEndOfStack) != 0) { fprintf(stderr, "emulate: the stack of a lane of %s is too small\n", name); abort(); }
+    if (memcmp(stacks + i * kStack, &kEndOfStack, sizeof kEndOfStack) != 0) {
+      fprintf(stderr, "emulate: the stack of a lane of %s is too small\n", name);
+      abort();
+    }
   stack_pool[size.x].push_back(stacks);
 }
 
-void set_seed(uint64_t seed) { generator.seed(seed); at_random = seed != 0; }
+void set_seed(uint64_t seed) {
+  generator.seed(seed);
+  at_random = seed != 0;
+}
 uint64_t random_bits() { return generator(); }
 
 void set_dynamic_shared(const std::vector<std::pair<void *, size_t>> &arrays) {
@@ -199,7 +228,8 @@ bool run_turn(Block *own) {
   load_shared(own);
   block = own;
   const uint64_t chance = at_random ? generator() : 0;
-  ++own->turn; own->polls = at_random ? 1 + (chance >> 8 & 7) : kPolls;
+  ++own->turn;
+  own->polls = at_random ? 1 + (chance >> 8 & 7) : kPolls;
   for (Warp &warp : own->warps) warp.polled = 0;
   check_for_deadlock(*own);
   bool any = true;
@@ -224,12 +254,19 @@ uint64_t clock_ns() {
   Lane *lane = block->now;
   Warp &warp = block->warps[lane->index.x / 32];
   const uint32_t round = warp.of[0].round + 1;
-  if (lane->clock_round != round) { lane->clock_round = round; lane->clock_looks = 0; }
+  if (lane->clock_round != round) {
+    lane->clock_round = round;
+    lane->clock_looks = 0;
+  }
   uint64_t now = now_ns();
   if (const uint32_t look = lane->clock_looks++; look < std::size(warp.clocks)) {
     auto &same = warp.clocks[look];
-    if (same.round == round && now - same.time < together_ns) now = same.time;
-    else { same.round = round; same.time = now; }
+    if (same.round == round && now - same.time < together_ns)
+      now = same.time;
+    else {
+      same.round = round;
+      same.time = now;
+    }
   }
   return lane->clock = std::max(now, lane->clock);
 }
@@ -249,12 +286,15 @@ const uint64_t *meet(uint32_t mask, uint64_t value, const char *what) {
   if (mask != 0xffffffffu && mask != 0xffffu && mask != 0xffff0000u) fault("a mask that is neither a warp nor a half");
   Meeting &meeting = warp.of[mask == 0xffffffffu ? 0 : mask == 0xffffu ? 1 : 2];
   if (meeting.arrived == 0) meeting.what = what;
-  if (meeting.what != what && strcmp(meeting.what, what) != 0) fault((std::string("lanes of one warp meet in ") + meeting.what + " and " + what).c_str());
+  if (meeting.what != what && strcmp(meeting.what, what) != 0)
+    fault((std::string("lanes of one warp meet in ") + meeting.what + " and " + what).c_str());
   uint64_t *values = meeting.values[meeting.round % 2];
   values[number] = value;
   meeting.arrived |= mine;
   if (meeting.arrived == mask) {
-    meeting.arrived = 0; ++meeting.round; warp.ready |= mask;
+    meeting.arrived = 0;
+    ++meeting.round;
+    warp.ready |= mask;
   } else {
     warp.ready &= ~mine;
     emulate_switch(&lane->stack_pointer, block->scheduler);
@@ -272,7 +312,8 @@ uint32_t meet_block(int number, unsigned lanes, uint32_t value) {
   barrier.waiting[warp] |= mine;
   if (++barrier.arrived == lanes) {
     for (size_t w = 0; w < block->warps.size(); ++w) block->warps[w].ready |= std::exchange(barrier.waiting[w], 0);
-    barrier.arrived = 0; ++barrier.round;
+    barrier.arrived = 0;
+    ++barrier.round;
   } else {
     block->warps[warp].ready &= ~mine;
     emulate_switch(&lane->stack_pointer, block->scheduler);

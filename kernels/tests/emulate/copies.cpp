@@ -1,4 +1,5 @@
-// copies.cpp - copies in the background: of four bytes to shared memory, and of kilobytes (Hopper) with barriers that count them.
+// copies.cpp - copies in the background: of four bytes to shared memory, and of kilobytes (Hopper) with barriers that
+// count them.
 #include "copies.h"
 
 #include <deque>
@@ -30,7 +31,7 @@ namespace {
 // What an mbarrier's word holds here.
 struct Counter {
   uint8_t phase, arrivals, pending, mark;
-  int32_t bytes;                  // still to come
+  int32_t bytes;  // still to come
 };
 static_assert(sizeof(Counter) == 8, "one word");
 constexpr uint8_t kMark = 0x6d;
@@ -41,16 +42,23 @@ Counter read_counter(const uint64_t *word) {
   return counter;
 }
 void write_counter(uint64_t *word, Counter counter) {
-  if (counter.pending == 0 && counter.bytes == 0) { counter.phase ^= 1; counter.pending = counter.arrivals; }
+  if (counter.pending == 0 && counter.bytes == 0) {
+    counter.phase ^= 1;
+    counter.pending = counter.arrivals;
+  }
   *word = bits(counter);
 }
 
 Copies &copies_of(Lane *lane) {
-  if (!lane->copies) { lane->copies = std::make_unique<Copies>(); ++block->copying; }
+  if (!lane->copies) {
+    lane->copies = std::make_unique<Copies>();
+    ++block->copying;
+  }
   return *lane->copies;
 }
 void check_bulk(const void *a, const void *b, uint32_t bytes) {
-  if (bits(a) % 16 != 0 || bits(b) % 16 != 0 || bytes % 16 != 0 || bytes == 0) fault("a bulk copy that is not of multiples of 16 bytes");
+  if (bits(a) % 16 != 0 || bits(b) % 16 != 0 || bytes % 16 != 0 || bytes == 0)
+    fault("a bulk copy that is not of multiples of 16 bytes");
 }
 
 void finish_load(const Copies::Copy &copy) {
@@ -61,18 +69,23 @@ void finish_load(const Copies::Copy &copy) {
 }
 void read_source(Copies::Copy *copy) {
   if (copy->has_read) return;
-  copy->read.assign(copy->from, copy->from + copy->bytes); copy->has_read = true;
+  copy->read.assign(copy->from, copy->from + copy->bytes);
+  copy->has_read = true;
 }
 void finish_store(Copies::Copy *copy) {
   if (copy->done) return;
   read_source(copy);
-  memcpy(copy->to, copy->read.data(), copy->bytes); copy->done = true;
+  memcpy(copy->to, copy->read.data(), copy->bytes);
+  copy->done = true;
 }
 bool chance() { return (random_bits() & 1) != 0; }
 
 void copy_some_of(Copies *copies) {
   for (auto at = copies->loads.begin(); at != copies->loads.end();) {
-    if (!chance()) { ++at; continue; }
+    if (!chance()) {
+      ++at;
+      continue;
+    }
     finish_load(*at);
     at = copies->loads.erase(at);
   }
@@ -87,11 +100,13 @@ void copy_some_of(Copies *copies) {
 }  // namespace
 
 void copy_word(void *shared, const void *global) {
-  copies_of(block->now).words.open.push_back({static_cast<uint8_t *>(shared), static_cast<const uint8_t *>(global), 4, nullptr});
+  copies_of(block->now)
+      .words.open.push_back({static_cast<uint8_t *>(shared), static_cast<const uint8_t *>(global), 4, nullptr});
 }
 void commit_words() {
   Copies::Groups &words = copies_of(block->now).words;
-  words.committed.push_back(std::move(words.open)); words.open.clear();
+  words.committed.push_back(std::move(words.open));
+  words.open.clear();
 }
 void wait_for_words(int pending) {
   auto &groups = copies_of(block->now).words.committed;
@@ -101,19 +116,23 @@ void wait_for_words(int pending) {
 
 void bulk_load(void *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
   check_bulk(shared, global, bytes);
-  copies_of(block->now).loads.push_back({static_cast<uint8_t *>(shared), static_cast<const uint8_t *>(global), bytes, barrier});
+  copies_of(block->now)
+      .loads.push_back({static_cast<uint8_t *>(shared), static_cast<const uint8_t *>(global), bytes, barrier});
 }
 void bulk_store(void *global, const void *shared, uint32_t bytes) {
   check_bulk(global, shared, bytes);
-  copies_of(block->now).stores.open.push_back({static_cast<uint8_t *>(global), static_cast<const uint8_t *>(shared), bytes, nullptr});
+  copies_of(block->now)
+      .stores.open.push_back({static_cast<uint8_t *>(global), static_cast<const uint8_t *>(shared), bytes, nullptr});
 }
 void commit_bulk() {
   Copies::Groups &stores = copies_of(block->now).stores;
-  stores.committed.push_back(std::move(stores.open)); stores.open.clear();
+  stores.committed.push_back(std::move(stores.open));
+  stores.open.clear();
 }
 void wait_for_bulk(int pending, bool read_alone) {
   auto &groups = copies_of(block->now).stores.committed;
-  const size_t complete = groups.size() > static_cast<size_t>(pending) ? groups.size() - static_cast<size_t>(pending) : 0;
+  const size_t complete =
+      groups.size() > static_cast<size_t>(pending) ? groups.size() - static_cast<size_t>(pending) : 0;
   for (size_t i = 0; i < complete; ++i)
     for (Copies::Copy &copy : groups[i]) read_alone ? read_source(&copy) : finish_store(&copy);
   while (!groups.empty()) {
@@ -129,7 +148,8 @@ void init_barrier(uint64_t *word, uint32_t arrivals) {
 void arrive_expecting(uint64_t *word, uint32_t bytes) {
   Counter counter = read_counter(word);
   if (counter.pending == 0) fault("more arrive at a barrier than it is for");
-  --counter.pending; counter.bytes += static_cast<int32_t>(bytes);
+  --counter.pending;
+  counter.bytes += static_cast<int32_t>(bytes);
   write_counter(word, counter);
 }
 bool try_barrier(const uint64_t *word, uint32_t parity) {

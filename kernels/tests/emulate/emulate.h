@@ -1,7 +1,7 @@
-// emulate.h - kernels on the host. A lane is a fiber; lanes meet in what warps and blocks do together, and give way where they poll.
-// All blocks take turns on one thread. What time it is, and what else happens between turns, is for those who run blocks to say:
-// runtime.cpp does so for the CUDA library, nvshmem/tests/network.cpp for kernels among nodes.
-// Sources of kernels are compiled with this file before all others.
+// emulate.h - kernels on the host. A lane is a fiber; lanes meet in what warps and blocks do together, and give way
+// where they poll. All blocks take turns on one thread. What time it is, and what else happens between turns, is for
+// those who run blocks to say: runtime.cpp does so for the CUDA library, nvshmem/tests/network.cpp for kernels among
+// nodes. Sources of kernels are compiled with this file before all others.
 #pragma once
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -20,7 +20,9 @@
 
 namespace emulate {
 
-struct Index { unsigned x; };
+struct Index {
+  unsigned x;
+};
 
 // What lanes do together: what each brings, for this time and, while some still read, for the last one.
 struct Meeting {
@@ -29,21 +31,27 @@ struct Meeting {
   uint32_t arrived, round;
 };
 struct Warp {
-  Meeting of[3];                // all lanes, the lower half, the upper half
-  uint32_t ready, polled;       // lanes that can go on; those that had their turn, and poll
-  struct { uint32_t round; uint64_t time; } clocks[4]; // the first looks at the clock between two meetings
+  Meeting of[3];           // all lanes, the lower half, the upper half
+  uint32_t ready, polled;  // lanes that can go on; those that had their turn, and poll
+  struct {
+    uint32_t round;
+    uint64_t time;
+  } clocks[4];  // the first looks at the clock between two meetings
 };
 struct Barrier {
-  uint32_t waiting[32] = {};    // lanes of each warp
+  uint32_t waiting[32] = {};  // lanes of each warp
   unsigned arrived = 0;
   uint32_t round = 0, results[2] = {0, 0};
 };
-struct Copies;                  // copies.cpp
+struct Copies;  // copies.cpp
 struct Lane {
   void *stack_pointer = nullptr;
   Index index{};
-  uint32_t turn = 0, loads = 0, polls = 0; // in this turn: all, and the last ones, of what had been seen before
-  struct { const void *at; uint64_t value; } seen[8] = {};
+  uint32_t turn = 0, loads = 0, polls = 0;  // in this turn: all, and the last ones, of what had been seen before
+  struct {
+    const void *at;
+    uint64_t value;
+  } seen[8] = {};
   uint32_t clock_round = 0, clock_looks = 0;
   uint64_t clock = 0;
   std::unique_ptr<Copies> copies;
@@ -61,22 +69,23 @@ struct Block {
   Index index{}, grid{}, size{};
   std::vector<Warp> warps;
   std::vector<Lane> lanes;
-  Barrier barriers[16];         // 0: of all
+  Barrier barriers[16];  // 0: of all
   const char *name = "";
-  int rank = 0;                 // for who runs it
-  unsigned ended = 0, copying = 0; // lanes; those with copies under way
-  uint32_t turn = 0, polls = 0; // how often a lane may find the same
+  int rank = 0;                     // for who runs it
+  unsigned ended = 0, copying = 0;  // lanes; those with copies under way
+  uint32_t turn = 0, polls = 0;     // how often a lane may find the same
   void *scheduler = nullptr;
   size_t shared_bytes;
   std::vector<uint8_t> shared;  // while others have their turn
   char *stacks;
-  std::function<void()> body;   // of each lane
+  std::function<void()> body;  // of each lane
 };
-extern Block *block;            // whose turn it is
+extern Block *block;  // whose turn it is
 
 // All lanes go on for a while. False: they have ended.
 bool run_turn(Block *own);
-// With a seed, turns are of random length and begin with a random lane, and lanes give way before some stores. 0: all turns are alike.
+// With a seed, turns are of random length and begin with a random lane, and lanes give way before some stores. 0: all
+// turns are alike.
 void set_seed(uint64_t seed);
 extern bool at_random;
 uint64_t random_bits();
@@ -84,40 +93,46 @@ uint64_t random_bits();
 void set_dynamic_shared(const std::vector<std::pair<void *, size_t>> &arrays);
 size_t dynamic_shared_limit();
 
-uint64_t now_ns();              // defined by who runs blocks
-uint64_t clock_ns();            // for a lane: those of a warp that look together see the same
-extern uint64_t together_ns;    // later looks are others; far less than any time limit
-void step();                    // another lane has its turn
+uint64_t now_ns();            // defined by who runs blocks
+uint64_t clock_ns();          // for a lane: those of a warp that look together see the same
+extern uint64_t together_ns;  // later looks are others; far less than any time limit
+void step();                  // another lane has its turn
 // Around a load: a lane that has found nothing new a few times, or has looked very often, gives way.
 inline void before_load() {
   Lane *lane = block->now;
   if (lane->turn == block->turn && (lane->polls >= block->polls || lane->loads >= 64)) step();
-  if (lane->turn != block->turn) { lane->turn = block->turn; lane->loads = lane->polls = 0; }
+  if (lane->turn != block->turn) {
+    lane->turn = block->turn;
+    lane->loads = lane->polls = 0;
+  }
   ++lane->loads;
 }
 inline void after_load(const void *at, uint64_t value) {
   Lane *lane = block->now;
   auto &seen = lane->seen[reinterpret_cast<uintptr_t>(at) * 0x9e3779b97f4a7c15ull >> 61];
   lane->polls = seen.at == at && seen.value == value ? lane->polls + 1 : 0;
-  seen.at = at; seen.value = value;
+  seen.at = at;
+  seen.value = value;
 }
 inline void before_store() {
   if (at_random && random_bits() % 64 == 0) step();
 }
-[[noreturn]] void fault(const char *what); // what a GPU would stop at, or do wrong in silence
+[[noreturn]] void fault(const char *what);  // what a GPU would stop at, or do wrong in silence
 
 // Lanes of `mask` come with a value and leave with everybody's.
 const uint64_t *meet(uint32_t mask, uint64_t value, const char *what);
 // At a barrier of `lanes` of the block; everybody leaves with what all brought, or-ed.
 uint32_t meet_block(int barrier, unsigned lanes, uint32_t value);
 
-template <class T> uint64_t bits(T value) {
+template <class T>
+uint64_t bits(T value) {
   static_assert(sizeof(T) <= 8, "a register or two");
   uint64_t word = 0;
   memcpy(&word, &value, sizeof value);
   return word;
 }
-template <class T> T from_bits(uint64_t word) {
+template <class T>
+T from_bits(uint64_t word) {
   T value;
   memcpy(&value, &word, sizeof value);
   return value;
@@ -143,18 +158,22 @@ template <class T> T from_bits(uint64_t word) {
 #define blockDim (emulate::block->size)
 
 inline int emulated_lane() { return static_cast<int>(threadIdx.x % 32); }
-template <class T> T __shfl_sync(unsigned mask, T value, int lane) {
+template <class T>
+T __shfl_sync(unsigned mask, T value, int lane) {
   return emulate::from_bits<T>(emulate::meet(mask, emulate::bits(value), "shfl")[lane]);
 }
-template <class T> T __shfl_up_sync(unsigned mask, T value, int by) {
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int by) {
   const uint64_t *all = emulate::meet(mask, emulate::bits(value), "shfl_up");
   return emulated_lane() >= by ? emulate::from_bits<T>(all[emulated_lane() - by]) : value;
 }
-template <class T> T __shfl_xor_sync(unsigned mask, T value, int by) {
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int by) {
   return emulate::from_bits<T>(emulate::meet(mask, emulate::bits(value), "shfl_xor")[emulated_lane() ^ by]);
 }
 // Lanes of the mask whose value f takes.
-template <class F> unsigned emulated_choice(unsigned mask, const uint64_t *all, F f) {
+template <class F>
+unsigned emulated_choice(unsigned mask, const uint64_t *all, F f) {
   unsigned chosen = 0;
   for (int i = 0; i < 32; ++i) chosen |= (mask >> i & 1) != 0 && f(all[i]) ? 1u << i : 0;
   return chosen;
@@ -162,23 +181,33 @@ template <class F> unsigned emulated_choice(unsigned mask, const uint64_t *all, 
 inline unsigned __ballot_sync(unsigned mask, bool value) {
   return emulated_choice(mask, emulate::meet(mask, value, "ballot"), [](uint64_t one) { return one != 0; });
 }
-template <class T> unsigned __match_any_sync(unsigned mask, T value) {
+template <class T>
+unsigned __match_any_sync(unsigned mask, T value) {
   const uint64_t mine = emulate::bits(value);
   return emulated_choice(mask, emulate::meet(mask, mine, "match_any"), [=](uint64_t one) { return one == mine; });
 }
 inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 inline bool __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) == mask; }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { emulate::meet(mask, 0, "syncwarp"); }
-template <class T, class Better> T emulated_best(unsigned mask, T value, const char *what, Better better) {
+template <class T, class Better>
+T emulated_best(unsigned mask, T value, const char *what, Better better) {
   const uint64_t *all = emulate::meet(mask, emulate::bits(value), what);
   for (int i = 0; i < 32; ++i)
     if ((mask >> i & 1) != 0 && better(emulate::from_bits<T>(all[i]), value)) value = emulate::from_bits<T>(all[i]);
   return value;
 }
-template <class T> T __reduce_min_sync(unsigned mask, T value) { return emulated_best(mask, value, "reduce_min", [](T a, T b) { return a < b; }); }
-template <class T> T __reduce_max_sync(unsigned mask, T value) { return emulated_best(mask, value, "reduce_max", [](T a, T b) { return b < a; }); }
+template <class T>
+T __reduce_min_sync(unsigned mask, T value) {
+  return emulated_best(mask, value, "reduce_min", [](T a, T b) { return a < b; });
+}
+template <class T>
+T __reduce_max_sync(unsigned mask, T value) {
+  return emulated_best(mask, value, "reduce_max", [](T a, T b) { return b < a; });
+}
 inline void __syncthreads() { emulate::meet_block(0, emulate::block->size.x, 0); }
-inline int __syncthreads_or(int value) { return static_cast<int>(emulate::meet_block(0, emulate::block->size.x, value != 0)); }
+inline int __syncthreads_or(int value) {
+  return static_cast<int>(emulate::meet_block(0, emulate::block->size.x, value != 0));
+}
 inline int __syncthreads_and(int value) { return emulate::meet_block(0, emulate::block->size.x, value == 0) == 0; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
@@ -191,9 +220,16 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-template <class T> T atomicAdd(T *at, std::type_identity_t<T> value) { return __atomic_fetch_add(at, value, __ATOMIC_ACQ_REL); }
-template <class T> T atomicExch(T *at, std::type_identity_t<T> value) { return __atomic_exchange_n(at, value, __ATOMIC_ACQ_REL); }
-template <class T> T atomicCAS(T *at, std::type_identity_t<T> expected, std::type_identity_t<T> value) {
+template <class T>
+T atomicAdd(T *at, std::type_identity_t<T> value) {
+  return __atomic_fetch_add(at, value, __ATOMIC_ACQ_REL);
+}
+template <class T>
+T atomicExch(T *at, std::type_identity_t<T> value) {
+  return __atomic_exchange_n(at, value, __ATOMIC_ACQ_REL);
+}
+template <class T>
+T atomicCAS(T *at, std::type_identity_t<T> expected, std::type_identity_t<T> value) {
   __atomic_compare_exchange_n(at, &expected, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   return expected;
 }

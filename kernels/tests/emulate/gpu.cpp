@@ -7,7 +7,7 @@
 #include <chrono>
 #include <thread>
 
-namespace deepep { // what kernels declare extern __shared__
+namespace deepep {  // what kernels declare extern __shared__
 alignas(128) thread_local uint8_t shared[232448], memory[48 * 1024];
 alignas(128) thread_local uint32_t counts[24 * 1024];
 }  // namespace deepep
@@ -17,7 +17,7 @@ namespace {
 
 // A look at a stream or an event from the host lasts so long if there is nothing to see: callers look again and again.
 constexpr std::chrono::microseconds kLook{1000};
-constexpr int64_t kClockOffset = 77777777777777; // the device's clock is not the host's
+constexpr int64_t kClockOffset = 77777777777777;  // the device's clock is not the host's
 constexpr double kThreadsOfSm = 2048, kSharedOfSm = 228 * 1024;
 
 }  // namespace
@@ -29,7 +29,7 @@ uint64_t now_ns() {
 }
 
 Gpu &Gpu::get() {
-  static Gpu *gpu = new Gpu; // never ends: its thread may run when the process does
+  static Gpu *gpu = new Gpu;  // never ends: its thread may run when the process does
   return *gpu;
 }
 
@@ -63,7 +63,7 @@ cudaError_t Gpu::close_stream(cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(lock_);
   Stream *own = stream == nullptr ? nullptr : find(stream);
   if (own == nullptr) return cudaErrorInvalidResourceHandle;
-  own->closed = true; // goes with the last of its work
+  own->closed = true;  // goes with the last of its work
   work_.notify_one();
   return cudaSuccess;
 }
@@ -99,7 +99,8 @@ cudaError_t Gpu::wait_for(const std::shared_ptr<Event> &event, cudaStream_t stre
 
 cudaError_t Gpu::query(const std::shared_ptr<Event> &event) {
   std::unique_lock<std::mutex> lock(lock_);
-  return progress_.wait_for(lock, kLook, [&] { return event->reached == event->issued; }) ? cudaSuccess : cudaErrorNotReady;
+  return progress_.wait_for(lock, kLook, [&] { return event->reached == event->issued; }) ? cudaSuccess
+                                                                                          : cudaErrorNotReady;
 }
 
 cudaError_t Gpu::query(cudaStream_t stream) {
@@ -120,7 +121,8 @@ cudaError_t Gpu::synchronize(cudaStream_t stream) {
 void Gpu::synchronize_device(int device) {
   std::unique_lock<std::mutex> lock(lock_);
   progress_.wait(lock, [&] {
-    return std::all_of(streams_.begin(), streams_.end(), [&](const auto &one) { return one.second->device != device || one.second->queue.empty(); });
+    return std::all_of(streams_.begin(), streams_.end(),
+                       [&](const auto &one) { return one.second->device != device || one.second->queue.empty(); });
   });
 }
 
@@ -145,7 +147,8 @@ void Gpu::begin_blocks(Kernel *kernel) {
   double &room = free_sms_[static_cast<size_t>(kernel->device)];
   for (; kernel->begun < kernel->grid && room >= kernel->sms; ++kernel->begun, room -= kernel->sms) {
     auto one = std::make_unique<Block>(static_cast<unsigned>(kernel->threads), kernel->shared, kernel->body);
-    one->index.x = static_cast<unsigned>(kernel->begun); one->grid.x = static_cast<unsigned>(kernel->grid);
+    one->index.x = static_cast<unsigned>(kernel->begun);
+    one->grid.x = static_cast<unsigned>(kernel->grid);
     one->name = kernel->name.c_str();
     kernel->blocks.push_back(std::move(one));
   }
@@ -164,7 +167,9 @@ void Gpu::run_blocks(Kernel *kernel) {
 }
 
 void Gpu::serve() {
-  set_dynamic_shared({{deepep::shared, sizeof deepep::shared}, {deepep::memory, sizeof deepep::memory}, {deepep::counts, sizeof deepep::counts}});
+  set_dynamic_shared({{deepep::shared, sizeof deepep::shared},
+                      {deepep::memory, sizeof deepep::memory},
+                      {deepep::counts, sizeof deepep::counts}});
   set_seed(static_cast<uint64_t>(settings().seed));
   std::unique_lock<std::mutex> lock(lock_);
   for (;;) {
@@ -175,7 +180,7 @@ void Gpu::serve() {
     }
     if (moved) {
       progress_.notify_all();
-      continue; // an event may have been waited for
+      continue;  // an event may have been waited for
     }
     if (running_.empty()) {
       work_.wait(lock);
@@ -188,7 +193,8 @@ void Gpu::serve() {
     }
     std::this_thread::yield();
     lock.lock();
-    running_.remove_if([](const auto &kernel) { return kernel->done = kernel->begun == kernel->grid && kernel->blocks.empty(); });
+    running_.remove_if(
+        [](const auto &kernel) { return kernel->done = kernel->begun == kernel->grid && kernel->blocks.empty(); });
   }
 }
 

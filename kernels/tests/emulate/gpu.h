@@ -11,28 +11,33 @@
 
 namespace emulate {
 
-// DEEPEP_EMULATE="devices=8,sms=4,cc=90,seed=0": how many, SMs of each, compute capability (80 or 90), disturbance of turns.
-struct Settings { int devices = 8, sms = 4, cc = 90, seed = 0; };
+// DEEPEP_EMULATE="devices=8,sms=4,cc=90,seed=0": how many, SMs of each, compute capability (80 or 90), disturbance of
+// turns.
+struct Settings {
+  int devices = 8, sms = 4, cc = 90, seed = 0;
+};
 const Settings &settings();
 
-cudaError_t failed(cudaError_t error); // keeps it as the thread's last error
+cudaError_t failed(cudaError_t error);  // keeps it as the thread's last error
 int current_device();
 
-struct Event { uint64_t issued = 0, reached = 0; };
+struct Event {
+  uint64_t issued = 0, reached = 0;
+};
 struct Kernel {
   std::string name;
   int grid, threads, device;
   size_t shared;
   std::function<void()> body;
-  double sms = 0;                 // what a block takes of the device
+  double sms = 0;  // what a block takes of the device
   int begun = 0;
-  std::list<std::unique_ptr<Block>> blocks; // that run
+  std::list<std::unique_ptr<Block>> blocks;  // that run
   bool done = false;
 };
 struct Operation {
-  std::function<void()> call;     // done at once; or
-  std::shared_ptr<Kernel> kernel; // or
-  std::shared_ptr<Event> event;   // waits until it is reached
+  std::function<void()> call;      // done at once; or
+  std::shared_ptr<Kernel> kernel;  // or
+  std::shared_ptr<Event> event;    // waits until it is reached
   uint64_t until = 0;
 };
 struct Stream {

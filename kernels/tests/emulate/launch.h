@@ -7,21 +7,25 @@
 namespace emulate {
 
 // Enqueues; what is wrong with a launch is the thread's last error.
-void launch_blocks(const void *kernel, const char *signature, int grid, int threads, size_t shared, cudaStream_t stream, std::function<void()> body);
+void launch_blocks(const void *kernel, const char *signature, int grid, int threads, size_t shared, cudaStream_t stream,
+                   std::function<void()> body);
 cudaError_t allow_shared(const void *kernel, cudaFuncAttribute what, int bytes);
 
 template <class... P, class... A>
 void launch(void (*kernel)(P...), int grid, int threads, size_t shared, cudaStream_t stream, const A &...parameters) {
   const auto all = std::make_shared<std::tuple<std::decay_t<P>...>>(parameters...);
-  launch_blocks(reinterpret_cast<const void *>(kernel), __PRETTY_FUNCTION__, grid, threads, shared, stream, [kernel, all] { std::apply(kernel, *all); });
+  launch_blocks(reinterpret_cast<const void *>(kernel), __PRETTY_FUNCTION__, grid, threads, shared, stream,
+                [kernel, all] { std::apply(kernel, *all); });
 }
 
 }  // namespace emulate
 
-template <class... P> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, void (*)(P...)) {
+template <class... P>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, void (*)(P...)) {
   *attributes = {};
   return cudaSuccess;
 }
-template <class... P> cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute what, int value) {
+template <class... P>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute what, int value) {
   return emulate::allow_shared(reinterpret_cast<const void *>(kernel), what, value);
 }

@@ -1,5 +1,6 @@
-// memory.cpp - memory of emulated devices: anonymous files, mapped wherever the driver's functions are asked to; they can be exported
-// to other processes, and stay as long as anybody maps them. And memory of the host that devices may use.
+// memory.cpp - memory of emulated devices: anonymous files, mapped wherever the driver's functions are asked to; they
+// can be exported to other processes, and stay as long as anybody maps them. And memory of the host that devices may
+// use.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -14,10 +15,13 @@ namespace {
 
 constexpr size_t kGranularity = 2u << 20;
 
-struct File { int descriptor; int users; };
+struct File {
+  int descriptor;
+  int users;
+};
 std::mutex lock;
 std::set<File *> files;
-std::map<uintptr_t, File *> mapped; // by address
+std::map<uintptr_t, File *> mapped;  // by address
 std::map<const void *, size_t> registered;
 
 CUmemGenericAllocationHandle keep(int descriptor) {
@@ -26,7 +30,7 @@ CUmemGenericAllocationHandle keep(int descriptor) {
   files.insert(file);
   return reinterpret_cast<CUmemGenericAllocationHandle>(file);
 }
-File *find(CUmemGenericAllocationHandle handle) { // lock held
+File *find(CUmemGenericAllocationHandle handle) {  // lock held
   const auto found = files.find(reinterpret_cast<File *>(handle));
   return found == files.end() ? nullptr : *found;
 }
@@ -48,7 +52,7 @@ CUresult release(CUmemGenericAllocationHandle handle) {
   File *file = find(handle);
   if (file == nullptr) return CUDA_ERROR_INVALID_VALUE;
   if (--file->users > 0) return CUDA_SUCCESS;
-  close(file->descriptor); // mappings stay
+  close(file->descriptor);  // mappings stay
   files.erase(file);
   for (auto at = mapped.begin(); at != mapped.end();) at = at->second == file ? mapped.erase(at) : std::next(at);
   delete file;
@@ -64,13 +68,18 @@ CUresult reserve(CUdeviceptr *address, size_t bytes, size_t alignment, CUdevicep
   *address = start;
   return CUDA_SUCCESS;
 }
-CUresult unreserve(CUdeviceptr address, size_t bytes) { return munmap(address_of(address), bytes) == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
-CUresult map(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long) {
+CUresult unreserve(CUdeviceptr address, size_t bytes) {
+  return munmap(address_of(address), bytes) == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult map(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
+             unsigned long long) {
   const std::lock_guard<std::mutex> guard(lock);
   File *file = find(handle);
-  struct stat about {};
-  if (file == nullptr || fstat(file->descriptor, &about) != 0 || offset + bytes > static_cast<size_t>(about.st_size)) return CUDA_ERROR_INVALID_VALUE;
-  void *at = mmap(address_of(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file->descriptor, static_cast<off_t>(offset));
+  struct stat about{};
+  if (file == nullptr || fstat(file->descriptor, &about) != 0 || offset + bytes > static_cast<size_t>(about.st_size))
+    return CUDA_ERROR_INVALID_VALUE;
+  void *at =
+      mmap(address_of(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file->descriptor, static_cast<off_t>(offset));
   if (at == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
   mapped[address] = file;
   return CUDA_SUCCESS;
@@ -78,7 +87,8 @@ CUresult map(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAlloc
 CUresult unmap(CUdeviceptr address, size_t bytes) {
   const std::lock_guard<std::mutex> guard(lock);
   mapped.erase(address);
-  void *at = mmap(address_of(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+  void *at =
+      mmap(address_of(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
   return at == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 CUresult set_access(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *, size_t) {
@@ -88,7 +98,8 @@ CUresult granularity(size_t *bytes, const CUmemAllocationProp *, CUmemAllocation
   *bytes = kGranularity;
   return CUDA_SUCCESS;
 }
-CUresult export_file(void *descriptor, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType, unsigned long long) {
+CUresult export_file(void *descriptor, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType,
+                     unsigned long long) {
   const std::lock_guard<std::mutex> guard(lock);
   const File *file = find(handle);
   const int copy = file == nullptr ? -1 : fcntl(file->descriptor, F_DUPFD_CLOEXEC, 0);
@@ -98,7 +109,7 @@ CUresult export_file(void *descriptor, CUmemGenericAllocationHandle handle, CUme
 }
 CUresult import_file(CUmemGenericAllocationHandle *handle, void *descriptor, CUmemAllocationHandleType) {
   const int given = static_cast<int>(reinterpret_cast<intptr_t>(descriptor));
-  if (fcntl(given, F_GET_SEALS) < 0) return CUDA_ERROR_INVALID_VALUE; // memory of another kind, or none
+  if (fcntl(given, F_GET_SEALS) < 0) return CUDA_ERROR_INVALID_VALUE;  // memory of another kind, or none
   const int copy = fcntl(given, F_DUPFD_CLOEXEC, 0);
   if (copy < 0) return CUDA_ERROR_INVALID_VALUE;
   *handle = keep(copy);
@@ -117,19 +128,30 @@ CUresult error_string(CUresult, const char **text) {
   return CUDA_SUCCESS;
 }
 
-template <class F> void *entry(F *function) { return reinterpret_cast<void *>(function); }
+template <class F>
+void *entry(F *function) {
+  return reinterpret_cast<void *>(function);
+}
 
 }  // namespace
 }  // namespace emulate
 
 using namespace emulate;
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned, unsigned long long, cudaDriverEntryPointQueryResult *result) {
-  static const std::map<std::string, void *> functions = {
-      {"cuMemCreate", entry(create)}, {"cuMemRelease", entry(release)}, {"cuMemAddressReserve", entry(reserve)},
-      {"cuMemAddressFree", entry(unreserve)}, {"cuMemMap", entry(map)}, {"cuMemUnmap", entry(unmap)}, {"cuMemSetAccess", entry(set_access)},
-      {"cuMemGetAllocationGranularity", entry(granularity)}, {"cuMemExportToShareableHandle", entry(export_file)},
-      {"cuMemImportFromShareableHandle", entry(import_file)}, {"cuMemRetainAllocationHandle", entry(retain)}, {"cuGetErrorString", entry(error_string)}};
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult *result) {
+  static const std::map<std::string, void *> functions = {{"cuMemCreate", entry(create)},
+                                                          {"cuMemRelease", entry(release)},
+                                                          {"cuMemAddressReserve", entry(reserve)},
+                                                          {"cuMemAddressFree", entry(unreserve)},
+                                                          {"cuMemMap", entry(map)},
+                                                          {"cuMemUnmap", entry(unmap)},
+                                                          {"cuMemSetAccess", entry(set_access)},
+                                                          {"cuMemGetAllocationGranularity", entry(granularity)},
+                                                          {"cuMemExportToShareableHandle", entry(export_file)},
+                                                          {"cuMemImportFromShareableHandle", entry(import_file)},
+                                                          {"cuMemRetainAllocationHandle", entry(retain)},
+                                                          {"cuGetErrorString", entry(error_string)}};
   const auto found = functions.find(name);
   *function = found == functions.end() ? nullptr : found->second;
   *result = found == functions.end() ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
@@ -142,7 +164,7 @@ cudaError_t cudaMalloc(void **memory, size_t bytes) {
   const size_t whole = (bytes + 511) / 512 * 512;
   *memory = bytes > 8ull << 30 ? nullptr : aligned_alloc(512, whole);
   if (*memory == nullptr) return failed(cudaErrorMemoryAllocation);
-  memset(*memory, 0xb7, whole); // as it was left
+  memset(*memory, 0xb7, whole);  // as it was left
   return cudaSuccess;
 }
 cudaError_t cudaFree(void *memory) {
@@ -151,10 +173,12 @@ cudaError_t cudaFree(void *memory) {
   free(memory);
   return cudaSuccess;
 }
-// Large pieces of files become holes: most of what is cleared is never looked at, and pages that nobody touches cost nothing.
+// Large pieces of files become holes: most of what is cleared is never looked at, and pages that nobody touches cost
+// nothing.
 static void clear(void *memory, size_t bytes) {
   constexpr uintptr_t kPage = 4096;
-  const auto first = reinterpret_cast<uintptr_t>(memory), end = first + bytes, from = (first + kPage - 1) / kPage * kPage, to = end / kPage * kPage;
+  const auto first = reinterpret_cast<uintptr_t>(memory), end = first + bytes,
+             from = (first + kPage - 1) / kPage * kPage, to = end / kPage * kPage;
   if (to <= from + 16 * kPage || madvise(reinterpret_cast<void *>(from), to - from, MADV_REMOVE) != 0) {
     memset(memory, 0, bytes);
     return;
@@ -163,7 +187,8 @@ static void clear(void *memory, size_t bytes) {
   memset(reinterpret_cast<void *>(to), 0, end - to);
 }
 cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stream) {
-  return failed(Gpu::get().enqueue(stream, {[=] { value == 0 ? clear(at, bytes) : void(memset(at, value, bytes)); }, nullptr, nullptr}));
+  return failed(Gpu::get().enqueue(
+      stream, {[=] { value == 0 ? clear(at, bytes) : void(memset(at, value, bytes)); }, nullptr, nullptr}));
 }
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
   *free_bytes = *total_bytes = 8ull << 30;

@@ -1,5 +1,5 @@
-// runtime.cpp - the functions of the CUDA runtime that kernels/cuda/launch calls: devices, streams, events, copies. What they do not
-// take here they do not take from others either: nothing but what the library asks for is there.
+// runtime.cpp - the functions of the CUDA runtime that kernels/cuda/launch calls: devices, streams, events, copies.
+// What they do not take here they do not take from others either: nothing but what the library asks for is there.
 #include <atomic>
 #include <cstdio>
 #include <set>
@@ -14,13 +14,14 @@ thread_local cudaError_t last_error = cudaSuccess;
 thread_local int device_of_thread = 0;
 
 std::mutex lock;
-std::map<const void *, size_t> allowed_shared; // by kernel
+std::map<const void *, size_t> allowed_shared;  // by kernel
 std::set<std::shared_ptr<Event> *> events;
 
 Settings read_settings() {
   Settings s;
   const char *text = getenv("DEEPEP_EMULATE");
-  const std::map<std::string, int *> names = {{"devices", &s.devices}, {"sms", &s.sms}, {"cc", &s.cc}, {"seed", &s.seed}};
+  const std::map<std::string, int *> names = {
+      {"devices", &s.devices}, {"sms", &s.sms}, {"cc", &s.cc}, {"seed", &s.seed}};
   for (std::string rest = text == nullptr ? "" : text; !rest.empty();) {
     const std::string one = rest.substr(0, rest.find(','));
     rest = one.size() == rest.size() ? "" : rest.substr(one.size() + 1);
@@ -30,7 +31,10 @@ Settings read_settings() {
       exit(2);
     }
   }
-  if (s.devices < 1 || s.sms < 1 || s.sms > 256 || (s.cc != 80 && s.cc != 90)) { fprintf(stderr, "DEEPEP_EMULATE=%s cannot be\n", text); exit(2); }
+  if (s.devices < 1 || s.sms < 1 || s.sms > 256 || (s.cc != 80 && s.cc != 90)) {
+    fprintf(stderr, "DEEPEP_EMULATE=%s cannot be\n", text);
+    exit(2);
+  }
   return s;
 }
 
@@ -44,7 +48,8 @@ std::string name_of(const std::string &signature) {
   const size_t at = signature.find("P = {"), end = signature.find('}', at);
   if (at == std::string::npos || end == std::string::npos) return "a kernel";
   const size_t space = signature.rfind("::", end);
-  const std::string type = signature.substr(space == std::string::npos || space < at ? at + 5 : space + 2, end - std::max(at + 5, space + 2));
+  const std::string type = signature.substr(space == std::string::npos || space < at ? at + 5 : space + 2,
+                                            end - std::max(at + 5, space + 2));
   return type.substr(0, type.find_first_of("&*"));
 }
 size_t max_shared() { return settings().cc >= 90 ? 227 * 1024 : 163 * 1024; }
@@ -62,13 +67,15 @@ cudaError_t failed(cudaError_t error) {
 int current_device() { return device_of_thread; }
 
 cudaError_t allow_shared(const void *kernel, cudaFuncAttribute what, int bytes) {
-  if (what != cudaFuncAttributeMaxDynamicSharedMemorySize || bytes < 0 || static_cast<size_t>(bytes) > max_shared()) return failed(cudaErrorInvalidValue);
+  if (what != cudaFuncAttributeMaxDynamicSharedMemorySize || bytes < 0 || static_cast<size_t>(bytes) > max_shared())
+    return failed(cudaErrorInvalidValue);
   const std::lock_guard<std::mutex> guard(lock);
   allowed_shared[kernel] = static_cast<size_t>(bytes);
   return cudaSuccess;
 }
 
-void launch_blocks(const void *function, const char *signature, int grid, int threads, size_t shared, cudaStream_t stream, std::function<void()> body) {
+void launch_blocks(const void *function, const char *signature, int grid, int threads, size_t shared,
+                   cudaStream_t stream, std::function<void()> body) {
   size_t allowed = 48 * 1024;
   {
     const std::lock_guard<std::mutex> guard(lock);
@@ -80,7 +87,11 @@ void launch_blocks(const void *function, const char *signature, int grid, int th
     return;
   }
   auto kernel = std::make_shared<Kernel>();
-  kernel->name = name_of(signature); kernel->grid = grid; kernel->threads = threads; kernel->shared = shared; kernel->body = std::move(body);
+  kernel->name = name_of(signature);
+  kernel->grid = grid;
+  kernel->threads = threads;
+  kernel->shared = shared;
+  kernel->body = std::move(body);
   (void)failed(Gpu::get().enqueue(stream, {nullptr, kernel, nullptr}));
 }
 
@@ -91,7 +102,9 @@ using namespace emulate;
 // ---- Devices and errors ----
 
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
-const char *cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "an error of the emulated device"; }
+const char *cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : "an error of the emulated device";
+}
 
 cudaError_t cudaGetDeviceCount(int *count) {
   *count = settings().devices;
@@ -114,7 +127,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
   properties->uuid.bytes[15] = static_cast<char>(device);
   properties->totalGlobalMem = 8ull << 30;
   properties->multiProcessorCount = settings().sms;
-  properties->major = settings().cc / 10; properties->minor = settings().cc % 10;
+  properties->major = settings().cc / 10;
+  properties->minor = settings().cc % 10;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
@@ -123,7 +137,8 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
-  *least = 0; *greatest = -5;
+  *least = 0;
+  *greatest = -5;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
@@ -135,7 +150,9 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
   *stream = Gpu::get().create_stream();
   return cudaSuccess;
 }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int) { return cudaStreamCreateWithFlags(stream, flags); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int) {
+  return cudaStreamCreateWithFlags(stream, flags);
+}
 cudaError_t cudaStreamDestroy(cudaStream_t stream) { return failed(Gpu::get().close_stream(stream)); }
 cudaError_t cudaStreamQuery(cudaStream_t stream) { return failed(Gpu::get().query(stream)); }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return failed(Gpu::get().synchronize(stream)); }
@@ -160,7 +177,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   if (found == nullptr) return failed(cudaErrorInvalidResourceHandle);
   const std::lock_guard<std::mutex> guard(lock);
   events.erase(found);
-  delete found; // what waits for it has its own share
+  delete found;  // what waits for it has its own share
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {

@@ -1,13 +1,13 @@
-// combine.cuh - combine, the receiving half and the kernel: the rows that experts' ranks sent back, summed at the token's
-// rank, which applies the weights to rows that are not sums already.
+// combine.cuh - combine, the receiving half and the kernel: the rows that experts' ranks sent back, summed at the
+// token's rank, which applies the weights to rows that are not sums already.
 #pragma once
 #include "cuda/impl/low_latency/combine_send.cuh"
 
 namespace deepep {
 
-// ---- Receive -----------------------------------------------------------------------------------------------------------------------
+// ---- Receive --------------------------------------------------------------------------------------------------------
 
-struct ArrivalList {            // shared: the rows that make up a token
+struct ArrivalList {  // shared: the rows that make up a token
   uint8_t *row[kMaxTopk];
   uint32_t *words[kMaxTopk];
   float weight[kMaxTopk];
@@ -17,7 +17,8 @@ struct ArrivalList {            // shared: the rows that make up a token
 };
 
 // By the first warp: waits for the row words of a token's experts. Rows of a rank that does not come are left out.
-__device__ inline void read_row_words(const LowLatencyParams &p, const LowLatencyCall *calls, int token, ArrivalList *list) {
+__device__ inline void read_row_words(const LowLatencyParams &p, const LowLatencyCall *calls, int token,
+                                      ArrivalList *list) {
   const Session &s = p.session;
   const int lane = lane_id();
   const int64_t at = static_cast<int64_t>(token) * p.num_topk + lane;
@@ -26,8 +27,9 @@ __device__ inline void read_row_words(const LowLatencyParams &p, const LowLatenc
   if (expert < 0 || expert >= p.num_experts) expert = -1;
   int rank = expert < 0 ? -1 : p.by_local.quotient(static_cast<int>(expert));
   if (rank >= 0 && (is_masked(s, rank) || calls[rank].epoch == 0)) rank = -1;
-  const LowLatencyCall call = calls[rank < 0 ? s.team.rank : rank]; // of the rank that this lane waits for
-  // The first naming of an expert carries the weights of all; its rank's lowest expert leads: a sum would stand in its row.
+  const LowLatencyCall call = calls[rank < 0 ? s.team.rank : rank];  // of the rank that this lane waits for
+  // The first naming of an expert carries the weights of all; its rank's lowest expert leads: a sum would stand in its
+  // row.
   bool repeated = false, leads = rank >= 0;
   int leader = lane;
   int64_t lowest = expert;
@@ -38,7 +40,10 @@ __device__ inline void read_row_words(const LowLatencyParams &p, const LowLatenc
     const float other_weight = __shfl_sync(kAllLanes, weight, k);
     if (other == expert) sum += other_weight;
     repeated |= k < lane && other == expert;
-    if (other_rank == rank && rank >= 0 && (other < lowest || (other == lowest && k < leader))) { lowest = other; leader = k; }
+    if (other_rank == rank && rank >= 0 && (other < lowest || (other == lowest && k < leader))) {
+      lowest = other;
+      leader = k;
+    }
   }
   bool needed = rank >= 0 && !repeated;
   leads = needed && leader == lane;
@@ -49,7 +54,7 @@ __device__ inline void read_row_words(const LowLatencyParams &p, const LowLatenc
     bool wait = round == 0 ? leads : needed && !leads;
     int peer = -1;
     uint64_t waited = 0;
-    for (;;) { // again where a rank was masked: the others are still awaited
+    for (;;) {  // again where a rank was masked: the others are still awaited
       const uint32_t code = warp_wait_until(
           s, peer, waited,
           [&] {
@@ -61,7 +66,8 @@ __device__ inline void read_row_words(const LowLatencyParams &p, const LowLatenc
       bool masked = false;
       if (lane == 0) {
         masked = mask_instead(s, code, peer);
-        if (!masked) report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, static_cast<int64_t>(call.epoch), 0, waited);
+        if (!masked)
+          report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, static_cast<int64_t>(call.epoch), 0, waited);
       }
       masked = __shfl_sync(kAllLanes, masked, 0);
       if (!masked) {
@@ -72,7 +78,8 @@ __device__ inline void read_row_words(const LowLatencyParams &p, const LowLatenc
     }
     const uint32_t leader_kind = __shfl_sync(kAllLanes, static_cast<uint32_t>(word), leader) & kKindMask;
     const bool leader_here = __shfl_sync(kAllLanes, static_cast<int>(needed), leader) != 0;
-    if (round == 0 && !leads && needed && leader_here && leader_kind == kKindSum) needed = false; // it is in the leader's row
+    if (round == 0 && !leads && needed && leader_here && leader_kind == kKindSum)
+      needed = false;  // it is in the leader's row
   }
   const uint32_t rows = __ballot_sync(kAllLanes, needed);
   if (needed) {
@@ -80,19 +87,24 @@ __device__ inline void read_row_words(const LowLatencyParams &p, const LowLatenc
     const uint32_t value = static_cast<uint32_t>(word), kind = value & kKindMask;
     list->row[n] = slot_row(p, own_block(p), call, number);
     list->words[n] = slot_words(p, own_block(p), call, number);
-    list->pattern[n] = value | kKindMask; list->rank[n] = rank; list->epoch[n] = call.epoch;
+    list->pattern[n] = value | kKindMask;
+    list->rank[n] = rank;
+    list->epoch[n] = call.epoch;
     list->weight[n] = kind == kKindSum ? 1.0f : sum;
   }
   if (lane == 0) list->count = __popc(rows);
 }
 
-// Several rows' chunks `at` and `at` + kLlThreads, which a thread waits for side by side. Bit kChunks * row + chunk of a mask.
+// Several rows' chunks `at` and `at` + kLlThreads, which a thread waits for side by side. Bit kChunks * row + chunk of
+// a mask.
 constexpr int kRows = 4, kChunks = 2;
-__device__ __forceinline__ uint32_t load_missing(const ArrivalList *list, int first, int at, uint32_t missing, uint4 (&data)[kRows][kChunks]) {
+__device__ __forceinline__ uint32_t load_missing(const ArrivalList *list, int first, int at, uint32_t missing,
+                                                 uint4 (&data)[kRows][kChunks]) {
 #pragma unroll
   for (int i = 0; i < kRows * kChunks; ++i)
     if ((missing >> i & 1) != 0)
-      data[i / kChunks][i % kChunks] = ptx::ld_relaxed_sys_v4(list->row[first + i / kChunks] + 16 * (at + i % kChunks * kLlThreads));
+      data[i / kChunks][i % kChunks] =
+          ptx::ld_relaxed_sys_v4(list->row[first + i / kChunks] + 16 * (at + i % kChunks * kLlThreads));
 #pragma unroll
   for (int i = 0; i < kRows * kChunks; ++i)
     if ((missing >> i & 1) != 0 && has_arrived(data[i / kChunks][i % kChunks])) missing &= ~(1u << i);
@@ -118,13 +130,13 @@ __device__ inline void add_rows(const LowLatencyCombineParams &c, const ArrivalL
       const int which = first + n, rank = list->rank[which];
       const uint64_t epoch = list->epoch[which];
       if ((missing >> (kChunks * n) & of_row) != 0)
-        wait_or_mask(s, rank, epoch, [&](int64_t &) { // one chunk at first: polling all would keep memory busy
+        wait_or_mask(s, rank, epoch, [&](int64_t &) {  // one chunk at first: polling all would keep memory busy
           const uint32_t first_missing = missing & (0u - missing);
           if (load_missing(list, first, at, first_missing, data) != 0) return false;
           missing = load_missing(list, first, at, missing ^ first_missing, data);
           return (missing >> (kChunks * n) & of_row) == 0;
         });
-      const uint32_t absent = missing >> (kChunks * n) & of_row; // of a rank that was lost
+      const uint32_t absent = missing >> (kChunks * n) & of_row;  // of a rank that was lost
       missing &= ~(of_row << (kChunks * n));
 #pragma unroll
       for (int u = 0; u < kChunks; ++u) {
@@ -137,7 +149,8 @@ __device__ inline void add_rows(const LowLatencyCombineParams &c, const ArrivalL
 #pragma unroll
   for (int u = 0; u < kChunks; ++u)
     if (at + u * kLlThreads < chunks)
-      ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * (at + u * kLlThreads), round_bf16(sum[u]));
+      ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * (at + u * kLlThreads),
+                     round_bf16(sum[u]));
 }
 
 // Likewise, of LogFMT rows, which all ranks send or none: one chunk, by whole halves of warps.
@@ -151,7 +164,7 @@ __device__ inline void add_logfmt_rows(const LowLatencyCombineParams &c, const A
 __device__ inline void receive_sums(const LowLatencyCombineParams &c, const LowLatencyCall *calls, ArrivalList *list) {
   const LowLatencyParams &p = c.call;
   const int chunks = p.hidden / 8;
-  __syncthreads(); // calls are there
+  __syncthreads();  // calls are there
   mark(kMarkKnown, threadIdx.x == 0);
   for (int token = first_of_block(); token < p.num_tokens; token += num_workers()) {
     if (warp_id() == 0) read_row_words(p, calls, token, list);
@@ -165,8 +178,9 @@ __device__ inline void receive_sums(const LowLatencyCombineParams &c, const LowL
   }
 }
 
-__global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(const __grid_constant__ LowLatencyCombineParams c) {
-  extern __shared__ __align__(16) uint8_t memory[]; // peers [R], calls [R], then row counts [L + 1], first rows [L][R]
+__global__ void __launch_bounds__(kLlThreads, 1)
+    low_latency_combine_kernel(const __grid_constant__ LowLatencyCombineParams c) {
+  extern __shared__ __align__(16) uint8_t memory[];  // peers [R], calls [R], then row counts [L + 1], first rows [L][R]
   __shared__ union {
     SumList sums[kLlGroups];
     RowTarget targets[kLlGroups];
@@ -195,7 +209,8 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
   if (p.sends()) slot = look_at_slot(p);
   if (reads_sums && threadIdx.x < p.num_experts) bases[threadIdx.x] = static_cast<int32_t>(range >> 32);
 #pragma unroll 1
-  for (int i = threadIdx.x + kLlThreads; reads_sums && i < p.num_experts; i += kLlThreads) bases[i] = static_cast<int32_t>(p.layout_range[i] >> 32);
+  for (int i = threadIdx.x + kLlThreads; reads_sums && i < p.num_experts; i += kLlThreads)
+    bases[i] = static_cast<int32_t>(p.layout_range[i] >> 32);
   const bool begun = begin_low_latency(p, start, peers);
   const LowLatencyCall call = low_latency_call(p, start, false);
   if (begun) {
@@ -211,12 +226,14 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_combine_kernel(cons
       }
       good = await_empty_slots(p, call, slot);
       mark(kMarkEmpty, threadIdx.x == 0);
-      if (good && summed.number != 0) send_sums(c, call, summed, peers, bases, shared.sums);
-      else if (good) send_rows(c, call, peers, before, shared.targets);
+      if (good && summed.number != 0)
+        send_sums(c, call, summed, peers, bases, shared.sums);
+      else if (good)
+        send_rows(c, call, peers, before, shared.targets);
       __syncthreads();
     }
     mark(kMarkSent, threadIdx.x == 0);
-    if (is_control_block()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
+    if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // rows are on their way meanwhile
     if (p.receives() && good) {
       find_source_calls(p, call, calls);
       if (is_control_block()) check_low_latency_peers(p, calls);

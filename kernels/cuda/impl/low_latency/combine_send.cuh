@@ -1,15 +1,15 @@
-// combine_send.cuh - combine, the sending half. The expert's rank sums its own experts' rows for a token in FP32 and sends
-// one row. The weights come from the dispatch if that had them; else every combine sends them first, and a call that waits for its
-// peers anyway waits for them. The send half of a call never waits: each expert's row crosses by itself then. Row words say which of
-// the two a row is, so ranks need not agree.
+// combine_send.cuh - combine, the sending half. The expert's rank sums its own experts' rows for a token in FP32 and
+// sends one row. The weights come from the dispatch if that had them; else every combine sends them first, and a call
+// that waits for its peers anyway waits for them. The send half of a call never waits: each expert's row crosses by
+// itself then. Row words say which of the two a row is, so ranks need not agree.
 #pragma once
-#include "cuda/impl/low_latency/logfmt.cuh"
 #include "cuda/impl/low_latency/control.cuh"
+#include "cuda/impl/low_latency/logfmt.cuh"
 
 namespace deepep {
 
 struct LowLatencyCombineParams {
-  LowLatencyParams call;        // layout_range and src_info are inputs here
+  LowLatencyParams call;  // layout_range and src_info are inputs here
   const uint8_t *x;
   uint64_t x_row_stride;
   uint8_t *combined_x;
@@ -17,14 +17,15 @@ struct LowLatencyCombineParams {
 
 enum : uint32_t { kKindRow = 1, kKindLogfmt = 2, kKindSum = 3, kKindMask = 3 };
 
-// ---- Send: weights ------------------------------------------------------------------------------------------------------------
+// ---- Send: weights --------------------------------------------------------------------------------------------------
 
 // Whether this rank's weights go to the experts' ranks.
 __device__ __forceinline__ bool sends_weights(const LowLatencyParams &p) {
   return p.sends() && (p.flags & DK_LL_LOGFMT) == 0 && (p.session.team.flags & DK_TEAM_SHRINK) == 0;
 }
 // By the last warp, of the tokens that fall to the block; `entry`: of the first one.
-__device__ inline void send_weights(const LowLatencyParams &p, const LowLatencyCall &call, uint8_t *const *peers, Entry entry) {
+__device__ inline void send_weights(const LowLatencyParams &p, const LowLatencyCall &call, uint8_t *const *peers,
+                                    Entry entry) {
   const int lane = lane_id();
 #pragma unroll 1
   for (int token = first_of_block(); token < p.num_tokens; token += num_workers()) {
@@ -37,42 +38,56 @@ __device__ inline void send_weights(const LowLatencyParams &p, const LowLatencyC
   }
 }
 
-// ---- Send: sums of this rank's experts ------------------------------------------------------------------------------------
+// ---- Send: sums of this rank's experts ------------------------------------------------------------------------------
 
-struct SumList {                // shared, of a group
+struct SumList {  // shared, of a group
   const uint8_t *row[kMaxTopk];
   float weight[kMaxTopk];
   int32_t count, first_expert;
 };
 
 // A lane's entry of a token's header, of each of the last dispatches: which of them counts is known later.
-struct Headers { uint64_t entry[kHeaderCopies], weight[kHeaderCopies]; };
+struct Headers {
+  uint64_t entry[kHeaderCopies], weight[kHeaderCopies];
+};
 __device__ __forceinline__ Headers load_headers(const LowLatencyParams &p, int source, int token) {
   Headers headers{};
 #pragma unroll
   for (int copy = 0; copy < kHeaderCopies; ++copy)
     if (lane_id() < p.num_topk)
-      ptx::ld_relaxed_sys_pair(token_header(p, own_block(p), copy, source, token) + 2 * lane_id(), headers.entry[copy], headers.weight[copy]);
+      ptx::ld_relaxed_sys_pair(token_header(p, own_block(p), copy, source, token) + 2 * lane_id(), headers.entry[copy],
+                               headers.weight[copy]);
   return headers;
 }
 
 // A dispatch whose rows may be summed here; number 0: none. `fetch`: its weights come with the combine.
-struct SummedDispatch { uint64_t number; bool fetch; };
+struct SummedDispatch {
+  uint64_t number;
+  bool fetch;
+};
 
-// By the first warp of a group: which rows of x belong to a token, from the header of its dispatch. `bases`: [L][R], the first row.
-__device__ inline void read_sum(const LowLatencyCombineParams &c, const LowLatencyCall &call, const SummedDispatch &summed, const Headers &headers,
-                                int source, int token, const int32_t *bases, SumList *list) {
+// By the first warp of a group: which rows of x belong to a token, from the header of its dispatch. `bases`: [L][R],
+// the first row.
+__device__ inline void read_sum(const LowLatencyCombineParams &c, const LowLatencyCall &call,
+                                const SummedDispatch &summed, const Headers &headers, int source, int token,
+                                const int32_t *bases, SumList *list) {
   const LowLatencyParams &p = c.call;
   const int lane = lane_id(), num_ranks = p.session.team.num_ranks;
   uint64_t dispatch = summed.number;
-  if ((p.session.team.flags & DK_TEAM_SHRINK) != 0) dispatch += p.session.team.scratch->dispatch_ahead[source]; // by the source's own count
+  if ((p.session.team.flags & DK_TEAM_SHRINK) != 0)
+    dispatch += p.session.team.scratch->dispatch_ahead[source];  // by the source's own count
   uint64_t entry = 0, weight = 0;
 #pragma unroll
   for (int copy = 0; copy < kHeaderCopies; ++copy)
-    if (dispatch % kHeaderCopies == copy) { entry = headers.entry[copy]; weight = headers.weight[copy]; }
+    if (dispatch % kHeaderCopies == copy) {
+      entry = headers.entry[copy];
+      weight = headers.weight[copy];
+    }
   const uint32_t code = static_cast<uint32_t>(entry);
-  const bool row = lane < p.num_topk && has_tag(entry, dispatch_tag(dispatch)) && (code & kEntryRow) != 0 && entry_expert(code) < p.num_local();
-  const bool nothing = __any_sync(kAllLanes, lane == 0 && (!has_tag(entry, dispatch_tag(dispatch)) || (code & kEntryNothing) != 0)) != 0;
+  const bool row = lane < p.num_topk && has_tag(entry, dispatch_tag(dispatch)) && (code & kEntryRow) != 0 &&
+                   entry_expert(code) < p.num_local();
+  const bool nothing =
+      __any_sync(kAllLanes, lane == 0 && (!has_tag(entry, dispatch_tag(dispatch)) || (code & kEntryNothing) != 0)) != 0;
   uint32_t rows = nothing ? 0 : __ballot_sync(kAllLanes, row);
   if (summed.fetch && rows != 0) {
     const bool wanted = (rows >> lane & 1) != 0;
@@ -88,17 +103,22 @@ __device__ inline void read_sum(const LowLatencyCombineParams &c, const LowLaten
         [&] { return here() ? -1 : source; });
     if (!came) rows = 0;
     if (is_control_block() && lane == 0)
-      atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->wait_ns[source]), ptx::global_timer_ns() - start);
+      atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->wait_ns[source]),
+                ptx::global_timer_ns() - start);
   }
   const int expert = row ? entry_expert(code) : 0x7fffffff;
   const int first = __reduce_min_sync(kAllLanes, nothing ? 0x7fffffff : expert);
   if (rows >> lane & 1) {
     const int at = __popc(rows & ((1u << lane) - 1));
-    list->row[at] = c.x + (expert * p.rows_per_expert() + bases[expert * num_ranks + source] + entry_position(code)) * c.x_row_stride;
+    list->row[at] = c.x + (expert * p.rows_per_expert() + bases[expert * num_ranks + source] + entry_position(code)) *
+                              c.x_row_stride;
     list->weight[at] = __uint_as_float(static_cast<uint32_t>(weight));
   }
   // One thread looks at the mask: it may change meanwhile, and the group goes the same way.
-  if (lane == 0) { list->count = is_masked(p.session, source) ? 0 : __popc(rows); list->first_expert = first; }
+  if (lane == 0) {
+    list->count = is_masked(p.session, source) ? 0 : __popc(rows);
+    list->first_expert = first;
+  }
 }
 
 // By a group: chunks first + thread, + kLlGroupThreads, ... of a row that begins at `to`.
@@ -109,9 +129,10 @@ __device__ __forceinline__ void send_piece(uint8_t *to, int first, int chunks, c
     if (first + u * kLlGroupThreads < chunks) ptx::st_relaxed_sys_v4(to + 16 * (first + u * kLlGroupThreads), data[u]);
 }
 
-// By a group. A rounded sum is never two NaNs with all bits set, so the first pattern always serves. Loads of several chunks and
-// rows go side by side: one after the other they would cost the latency of memory each.
-__device__ inline void send_sum(const LowLatencyCombineParams &c, const LowLatencyCall &call, const SumList *list, uint8_t *block, int token, int thread) {
+// By a group. A rounded sum is never two NaNs with all bits set, so the first pattern always serves. Loads of several
+// chunks and rows go side by side: one after the other they would cost the latency of memory each.
+__device__ inline void send_sum(const LowLatencyCombineParams &c, const LowLatencyCall &call, const SumList *list,
+                                uint8_t *block, int token, int thread) {
   constexpr int kRows = 2;
   const LowLatencyParams &p = c.call;
   const int expert = p.session.team.rank * p.num_local() + list->first_expert, chunks = p.hidden / 8;
@@ -145,53 +166,64 @@ __device__ inline void send_sum(const LowLatencyCombineParams &c, const LowLaten
     send_piece(to, base, chunks, out);
   }
   if (thread == 0)
-    ptx::st_relaxed_sys(row_word(p, block, call, number), tagged(combine_tag(call.epoch), (pattern_of(0) & ~kKindMask) | kKindSum));
+    ptx::st_relaxed_sys(row_word(p, block, call, number),
+                        tagged(combine_tag(call.epoch), (pattern_of(0) & ~kKindMask) | kKindSum));
 }
 
-// Groups take (rank, token) pairs in turn; a group's first one is known before anything else, and its list is ready here.
-struct SumItem { int dest, token; };
+// Groups take (rank, token) pairs in turn; a group's first one is known before anything else, and its list is ready
+// here.
+struct SumItem {
+  int dest, token;
+};
 __device__ __forceinline__ SumItem sum_item(const LowLatencyParams &p, int item) {
   return {(item / p.max_tokens + p.session.team.rank) % p.session.team.num_ranks, item % p.max_tokens};
 }
-__device__ __forceinline__ int first_item() { return static_cast<int>(threadIdx.x) / kLlGroupThreads * num_workers() + first_of_block(); }
+__device__ __forceinline__ int first_item() {
+  return static_cast<int>(threadIdx.x) / kLlGroupThreads * num_workers() + first_of_block();
+}
 __device__ __forceinline__ int num_items(const LowLatencyParams &p) { return p.session.team.num_ranks * p.max_tokens; }
 
-__device__ inline void send_sums(const LowLatencyCombineParams &c, const LowLatencyCall &call, const SummedDispatch &summed, uint8_t *const *peers,
-                                 const int32_t *bases, SumList *lists) {
+__device__ inline void send_sums(const LowLatencyCombineParams &c, const LowLatencyCall &call,
+                                 const SummedDispatch &summed, uint8_t *const *peers, const int32_t *bases,
+                                 SumList *lists) {
   const LowLatencyParams &p = c.call;
-  const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads, thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
+  const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
+            thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
   SumList *list = lists + group;
 #pragma unroll 1
   for (int number = first_item(); number < num_items(p); number += kLlGroups * num_workers()) {
     const SumItem item = sum_item(p, number);
     if (number != first_item()) {
       ptx::barrier_among<kLlGroupThreads>(1 + group);
-      if (thread < kWarp) read_sum(c, call, summed, load_headers(p, item.dest, item.token), item.dest, item.token, bases, list);
+      if (thread < kWarp)
+        read_sum(c, call, summed, load_headers(p, item.dest, item.token), item.dest, item.token, bases, list);
       ptx::barrier_among<kLlGroupThreads>(1 + group);
     }
     if (list->count > 0) {
       send_sum(c, call, list, peers[item.dest], item.token, thread);
       if (thread == 0)
-        atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[item.dest]), 2ull * p.hidden);
+        atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[item.dest]),
+                  2ull * p.hidden);
     }
     mark(kMarkRowOut, thread == 0);
   }
 }
 
-// ---- Send: each expert's row ---------------------------------------------------------------------------------------------------
+// ---- Send: each expert's row ----------------------------------------------------------------------------------------
 
-struct RowTarget {              // shared, of a group
+struct RowTarget {  // shared, of a group
   int32_t dest, token, found, reserved;
 };
 
-__device__ inline void send_plain_row(const LowLatencyCombineParams &c, const LowLatencyCall &call, int local_expert, const uint8_t *row,
-                                      uint8_t *block, RowTarget *target, int group, int thread) {
+__device__ inline void send_plain_row(const LowLatencyCombineParams &c, const LowLatencyCall &call, int local_expert,
+                                      const uint8_t *row, uint8_t *block, RowTarget *target, int group, int thread) {
   const LowLatencyParams &p = c.call;
   const int chunks = p.hidden / 8, expert = p.session.team.rank * p.num_local() + local_expert;
   uint32_t attempt = 0;
-  for (;; ++attempt) { // a pattern that the row does not hold
+  for (;; ++attempt) {  // a pattern that the row does not hold
     bool found = false;
-    for (int at = thread; at < chunks; at += kLlGroupThreads) found |= holds(ptx::ld_stream(row + 16 * at), pattern_of(attempt));
+    for (int at = thread; at < chunks; at += kLlGroupThreads)
+      found |= holds(ptx::ld_stream(row + 16 * at), pattern_of(attempt));
     if (found) target->found = 1;
     ptx::barrier_among<kLlGroupThreads>(1 + group);
     const bool again = target->found != 0;
@@ -217,8 +249,8 @@ __device__ inline void send_plain_row(const LowLatencyCombineParams &c, const Lo
                         tagged(combine_tag(call.epoch), (pattern_of(attempt) & ~kKindMask) | kKindRow));
 }
 
-__device__ inline void send_logfmt_row(const LowLatencyCombineParams &c, const LowLatencyCall &call, int local_expert, const uint8_t *row,
-                                       uint8_t *block, const RowTarget *target, int thread) {
+__device__ inline void send_logfmt_row(const LowLatencyCombineParams &c, const LowLatencyCall &call, int local_expert,
+                                       const uint8_t *row, uint8_t *block, const RowTarget *target, int thread) {
   const LowLatencyParams &p = c.call;
   const int expert = p.session.team.rank * p.num_local() + local_expert;
   const uint32_t number = number_of_row(p, expert, target->token);
@@ -228,14 +260,17 @@ __device__ inline void send_logfmt_row(const LowLatencyCombineParams &c, const L
   if (thread == 0) ptx::st_relaxed_sys(row_word(p, block, call, number), tagged(combine_tag(call.epoch), kKindLogfmt));
 }
 
-__device__ inline void send_rows(const LowLatencyCombineParams &c, const LowLatencyCall &call, uint8_t *const *peers, int32_t *before, RowTarget *targets) {
+__device__ inline void send_rows(const LowLatencyCombineParams &c, const LowLatencyCall &call, uint8_t *const *peers,
+                                 int32_t *before, RowTarget *targets) {
   const LowLatencyParams &p = c.call;
   const int num_ranks = p.session.team.num_ranks, num_local = p.num_local();
-  const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads, thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
+  const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
+            thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
   const bool logfmt = (p.flags & DK_LL_LOGFMT) != 0;
   for (int l = threadIdx.x; l < num_local; l += kLlThreads) {
     int total = 0;
-    for (int r = 0; r < num_ranks; ++r) total += static_cast<int>(p.layout_range[static_cast<int64_t>(l) * num_ranks + r] & 0xffffffff);
+    for (int r = 0; r < num_ranks; ++r)
+      total += static_cast<int>(p.layout_range[static_cast<int64_t>(l) * num_ranks + r] & 0xffffffff);
     before[l + 1] = total;
   }
   __syncthreads();
@@ -258,35 +293,50 @@ __device__ inline void send_rows(const LowLatencyCombineParams &c, const LowLate
     ptx::barrier_among<kLlGroupThreads>(1 + group);
     if (target->dest >= 0) {
       const uint8_t *from = c.x + static_cast<uint64_t>(l * p.rows_per_expert() + row) * c.x_row_stride;
-      if (logfmt) send_logfmt_row(c, call, l, from, peers[target->dest], target, thread);
-      else send_plain_row(c, call, l, from, peers[target->dest], target, group, thread);
+      if (logfmt)
+        send_logfmt_row(c, call, l, from, peers[target->dest], target, thread);
+      else
+        send_plain_row(c, call, l, from, peers[target->dest], target, group, thread);
       if (thread == 0)
-        atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[target->dest]), 2ull * p.hidden);
+        atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[target->dest]),
+                  2ull * p.hidden);
     }
     ptx::barrier_among<kLlGroupThreads>(1 + group);
   }
 }
 
 // The dispatch that made src_info, if its headers are still here. Lane i of a warp looks at record i.
-__device__ __forceinline__ bool may_sum(const LowLatencyParams &p) { return (p.flags & (DK_LL_UNREDUCED | DK_LL_LOGFMT)) == 0; }
+__device__ __forceinline__ bool may_sum(const LowLatencyParams &p) {
+  return (p.flags & (DK_LL_UNREDUCED | DK_LL_LOGFMT)) == 0;
+}
 __device__ __forceinline__ LowLatencyRouting load_routing(const LowLatencyParams &p) {
   const auto *words = reinterpret_cast<const uint64_t *>(&p.session.team.scratch->routing[lane_id() % kRoutingCopies]);
   LowLatencyRouting routing;
-  routing.src_info = ptx::ld_relaxed_gpu(words); routing.dispatch = ptx::ld_relaxed_gpu(words + 1);
-  routing.has_weights = ptx::ld_relaxed_gpu(words + 2); routing.num_topk = ptx::ld_relaxed_gpu(words + 3);
+  routing.src_info = ptx::ld_relaxed_gpu(words);
+  routing.dispatch = ptx::ld_relaxed_gpu(words + 1);
+  routing.has_weights = ptx::ld_relaxed_gpu(words + 2);
+  routing.num_topk = ptx::ld_relaxed_gpu(words + 3);
   return routing;
 }
-__device__ inline SummedDispatch routed_dispatch(const LowLatencyParams &p, const LowLatencyCall &call, const LowLatencyRouting &mine) {
-  uint64_t newest = mine.src_info == reinterpret_cast<uint64_t>(p.src_info) ? mine.dispatch : 0; // its memory may have served several dispatches
+__device__ inline SummedDispatch routed_dispatch(const LowLatencyParams &p, const LowLatencyCall &call,
+                                                 const LowLatencyRouting &mine) {
+  uint64_t newest = mine.src_info == reinterpret_cast<uint64_t>(p.src_info)
+                        ? mine.dispatch
+                        : 0;  // its memory may have served several dispatches
   const bool may_fetch = p.receives() && (p.session.team.flags & DK_TEAM_SHRINK) == 0;
-  bool usable = newest != 0 && (mine.has_weights != 0 || may_fetch) && mine.num_topk == static_cast<uint64_t>(p.num_topk);
+  bool usable =
+      newest != 0 && (mine.has_weights != 0 || may_fetch) && mine.num_topk == static_cast<uint64_t>(p.num_topk);
   bool known = mine.has_weights != 0;
 #pragma unroll
   for (int step = 1; step < kRoutingCopies; step *= 2) {
     const uint64_t other = __shfl_xor_sync(kAllLanes, newest, step);
     const bool other_usable = __shfl_xor_sync(kAllLanes, static_cast<int>(usable), step) != 0;
     const bool other_known = __shfl_xor_sync(kAllLanes, static_cast<int>(known), step) != 0;
-    if (other > newest) { newest = other; usable = other_usable; known = other_known; }
+    if (other > newest) {
+      newest = other;
+      usable = other_usable;
+      known = other_known;
+    }
   }
   return {usable && may_sum(p) && newest + 1 >= call.dispatch ? newest : 0, !known};
 }

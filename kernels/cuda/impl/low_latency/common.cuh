@@ -16,18 +16,22 @@ struct Divisor {
   __host__ __device__ Divisor() : by(1), magic(0) {}
   __host__ explicit Divisor(uint32_t n) : by(n), magic(n == 1 ? 0 : static_cast<uint32_t>((1ull << 32) / n + 1)) {}
 #ifdef __CUDACC__
-  __device__ __forceinline__ int quotient(int n) const { return by == 1 ? n : static_cast<int>(__umulhi(static_cast<uint32_t>(n), magic)); }
+  __device__ __forceinline__ int quotient(int n) const {
+    return by == 1 ? n : static_cast<int>(__umulhi(static_cast<uint32_t>(n), magic));
+  }
 #endif
 };
 
 // Offsets in a block, so that no thread has to work them out.
-struct LowLatencyPlaces { uint64_t slot[kLowLatencySlots], headers, header_step, row_words[kLowLatencySlots], weights[kWeightCopies]; };
+struct LowLatencyPlaces {
+  uint64_t slot[kLowLatencySlots], headers, header_step, row_words[kLowLatencySlots], weights[kWeightCopies];
+};
 
 struct LowLatencyParams {
   Session session;
   LowLatencyLayout at;
   LowLatencyPlaces places;
-  Divisor by_local, by_topk; // experts of a rank, entries of a token
+  Divisor by_local, by_topk;  // experts of a rank, entries of a token
   uint32_t phases, ticket, flags, format;
   const void *topk_idx;
   const float *topk_weights;
@@ -47,7 +51,7 @@ struct LowLatencyCall {
   __device__ int slot() const { return static_cast<int>(epoch % kLowLatencySlots); }
 };
 
-// ---- Places: all in a rank's block ----------------------------------------------------------------------------------------
+// ---- Places: all in a rank's block ----------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint8_t *own_block(const LowLatencyParams &p) { return p.session.team.self; }
 __device__ __forceinline__ uint8_t *slot_base(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call) {
@@ -56,36 +60,47 @@ __device__ __forceinline__ uint8_t *slot_base(const LowLatencyParams &p, uint8_t
 __device__ __forceinline__ uint8_t *header_base(const LowLatencyParams &p, uint8_t *block, uint64_t dispatch) {
   return block + p.places.headers + static_cast<uint32_t>(dispatch % kHeaderCopies) * p.places.header_step;
 }
-// Rows of combine are numbered by expert and token, those of dispatch by the source's first expert and token: all below 2^32. So what a
-// rank writes lies in a part of the slot that is its own, whatever the others' calls have there: once a rank has missed calls, its
-// numbers, and with them its slots, may differ from the others' by one.
+// Rows of combine are numbered by expert and token, those of dispatch by the source's first expert and token: all below
+// 2^32. So what a rank writes lies in a part of the slot that is its own, whatever the others' calls have there: once a
+// rank has missed calls, its numbers, and with them its slots, may differ from the others' by one.
 __device__ __forceinline__ uint32_t number_of_row(const LowLatencyParams &p, int source_or_expert, int token) {
   return static_cast<uint32_t>(source_or_expert) * static_cast<uint32_t>(p.max_tokens) + static_cast<uint32_t>(token);
 }
 __device__ __forceinline__ uint32_t number_of_token(const LowLatencyParams &p, int source, int token) {
   return number_of_row(p, source * p.num_local(), token);
 }
-__device__ __forceinline__ uint8_t *slot_row(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call, uint32_t number) {
+__device__ __forceinline__ uint8_t *slot_row(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call,
+                                             uint32_t number) {
   return slot_base(p, block, call) + static_cast<uint64_t>(number) * static_cast<uint32_t>(p.at.row_bytes);
 }
 // The words that go with a row: scales of dispatch, ranges of LogFMT.
-__device__ __forceinline__ uint32_t *slot_words(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call, uint32_t number) {
-  return reinterpret_cast<uint32_t *>(slot_base(p, block, call) + p.at.words_at + static_cast<uint64_t>(number) * static_cast<uint32_t>(p.at.words_bytes));
+__device__ __forceinline__ uint32_t *slot_words(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call,
+                                                uint32_t number) {
+  return reinterpret_cast<uint32_t *>(slot_base(p, block, call) + p.at.words_at +
+                                      static_cast<uint64_t>(number) * static_cast<uint32_t>(p.at.words_bytes));
 }
-constexpr int kPatternAt = 2 * kMaxTopk; // word of the header
-__device__ __forceinline__ uint64_t *token_header(const LowLatencyParams &p, uint8_t *block, uint64_t dispatch, int source, int token) {
-  return reinterpret_cast<uint64_t *>(header_base(p, block, dispatch) + number_of_row(p, source, token) * kHeaderStride);
+constexpr int kPatternAt = 2 * kMaxTopk;  // word of the header
+__device__ __forceinline__ uint64_t *token_header(const LowLatencyParams &p, uint8_t *block, uint64_t dispatch,
+                                                  int source, int token) {
+  return reinterpret_cast<uint64_t *>(header_base(p, block, dispatch) +
+                                      number_of_row(p, source, token) * kHeaderStride);
 }
-__device__ __forceinline__ uint64_t *count_word(const LowLatencyParams &p, uint8_t *block, uint64_t dispatch, int source, int local_expert) {
-  return reinterpret_cast<uint64_t *>(header_base(p, block, dispatch) + p.at.header_bytes) + source * p.num_local() + local_expert;
+__device__ __forceinline__ uint64_t *count_word(const LowLatencyParams &p, uint8_t *block, uint64_t dispatch,
+                                                int source, int local_expert) {
+  return reinterpret_cast<uint64_t *>(header_base(p, block, dispatch) + p.at.header_bytes) + source * p.num_local() +
+         local_expert;
 }
 // Combine: the word that says what the row of an expert for a token is.
-__device__ __forceinline__ uint64_t *row_word(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call, uint32_t number) {
-  return reinterpret_cast<uint64_t *>(block + (call.slot() == 0 ? p.places.row_words[0] : p.places.row_words[1])) + number;
+__device__ __forceinline__ uint64_t *row_word(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call,
+                                              uint32_t number) {
+  return reinterpret_cast<uint64_t *>(block + (call.slot() == 0 ? p.places.row_words[0] : p.places.row_words[1])) +
+         number;
 }
-// Combine: the weights of a source's token, in the order of its entries, where the dispatch did not bring them. They go out before it is
-// known whether slots are empty, and shapes may differ from call to call, hence a copy more than slots.
-__device__ __forceinline__ uint64_t *sent_weights(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call, int source, int token) {
+// Combine: the weights of a source's token, in the order of its entries, where the dispatch did not bring them. They go
+// out before it is known whether slots are empty, and shapes may differ from call to call, hence a copy more than
+// slots.
+__device__ __forceinline__ uint64_t *sent_weights(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call,
+                                                  int source, int token) {
   const uint32_t copy = static_cast<uint32_t>(call.epoch % kWeightCopies);
   const uint64_t at = copy == 0 ? p.places.weights[0] : copy == 1 ? p.places.weights[1] : p.places.weights[2];
   return reinterpret_cast<uint64_t *>(block + at + number_of_row(p, source, token) * kWeightsStride);
@@ -95,18 +110,26 @@ __device__ inline uint64_t *credit(const TeamView &team, uint8_t *block, int slo
   return reinterpret_cast<uint64_t *>(block + team.control + team.at.consumed) + slot * team.num_ranks + taker;
 }
 
-// ---- Words: the number of the call above, what it says below ------------------------------------------------------------
-// Words of dispatches are numbered by dispatch, those of combines by call. A word of the one may lie where another shape has the
-// other, hence the bit that tells them apart.
+// ---- Words: the number of the call above, what it says below --------------------------------------------------------
+// Words of dispatches are numbered by dispatch, those of combines by call. A word of the one may lie where another
+// shape has the other, hence the bit that tells them apart.
 
 constexpr uint64_t kDispatchWord = 1ull << 31;
-__device__ __forceinline__ uint32_t dispatch_tag(uint64_t dispatch) { return static_cast<uint32_t>(dispatch | kDispatchWord); }
-__device__ __forceinline__ uint32_t combine_tag(uint64_t epoch) { return static_cast<uint32_t>(epoch & ~kDispatchWord); }
-__device__ __forceinline__ uint64_t tagged(uint32_t tag, uint32_t value) { return static_cast<uint64_t>(tag) << 32 | value; }
-__device__ __forceinline__ bool has_tag(uint64_t word, uint32_t tag) { return static_cast<uint32_t>(word >> 32) == tag; }
+__device__ __forceinline__ uint32_t dispatch_tag(uint64_t dispatch) {
+  return static_cast<uint32_t>(dispatch | kDispatchWord);
+}
+__device__ __forceinline__ uint32_t combine_tag(uint64_t epoch) {
+  return static_cast<uint32_t>(epoch & ~kDispatchWord);
+}
+__device__ __forceinline__ uint64_t tagged(uint32_t tag, uint32_t value) {
+  return static_cast<uint64_t>(tag) << 32 | value;
+}
+__device__ __forceinline__ bool has_tag(uint64_t word, uint32_t tag) {
+  return static_cast<uint32_t>(word >> 32) == tag;
+}
 
-// Header entry: bit 30: a row for local expert (bits 16..28) at position (bits 0..15) of this source's rows; bit 29: the token has
-// nothing for the rank, further entries are not sent.
+// Header entry: bit 30: a row for local expert (bits 16..28) at position (bits 0..15) of this source's rows; bit 29:
+// the token has nothing for the rank, further entries are not sent.
 enum : uint32_t { kEntryRow = 1u << 30, kEntryNothing = 1u << 29, kMaxLocalExperts = 8192 };
 __device__ __forceinline__ uint32_t entry_row(int local_expert, int position) {
   return kEntryRow | static_cast<uint32_t>(local_expert) << 16 | static_cast<uint32_t>(position);
@@ -119,10 +142,12 @@ __device__ __forceinline__ uint32_t pattern_of(uint32_t attempt) { return kAllOn
 __device__ __forceinline__ uint4 exclusive_or(const uint4 &v, uint32_t pattern) {
   return {v.x ^ pattern, v.y ^ pattern, v.z ^ pattern, v.w ^ pattern};
 }
-__device__ __forceinline__ bool holds(const uint4 &v, uint32_t word) { return v.x == word || v.y == word || v.z == word || v.w == word; }
+__device__ __forceinline__ bool holds(const uint4 &v, uint32_t word) {
+  return v.x == word || v.y == word || v.z == word || v.w == word;
+}
 __device__ __forceinline__ bool has_arrived(const uint4 &v) { return v.x != 0 && v.y != 0 && v.z != 0 && v.w != 0; }
 
-// ---- Waits that may mask a rank ---------------------------------------------------------------------------------------------
+// ---- Waits that may mask a rank -------------------------------------------------------------------------------------
 
 // 16 bytes that a peer writes; cleared once they are here.
 __device__ __forceinline__ bool take_chunk(const Session &s, int peer, uint64_t expected, uint8_t *from, uint4 &chunk) {
@@ -137,7 +162,8 @@ __device__ __forceinline__ bool take_chunk(const Session &s, int peer, uint64_t 
   return true;
 }
 // Likewise a word; `word` is 0 or what was seen there before.
-__device__ __forceinline__ bool take_word(const Session &s, int peer, uint64_t expected, uint32_t *from, uint32_t &word) {
+__device__ __forceinline__ bool take_word(const Session &s, int peer, uint64_t expected, uint32_t *from,
+                                          uint32_t &word) {
   if (word == 0) word = ptx::ld_relaxed_sys(from);
   if (word == 0) {
     const bool came = wait_or_mask(s, peer, expected, [&](int64_t &) {
@@ -150,9 +176,12 @@ __device__ __forceinline__ bool take_word(const Session &s, int peer, uint64_t e
   return true;
 }
 
-// ---- A token's entries, each a lane's ---------------------------------------------------------------------------------------
+// ---- A token's entries, each a lane's -------------------------------------------------------------------------------
 
-struct Entry { int64_t expert; float weight; };
+struct Entry {
+  int64_t expert;
+  float weight;
+};
 __device__ __forceinline__ Entry load_entry(const LowLatencyParams &p, int token) {
   const int64_t at = static_cast<int64_t>(token) * p.num_topk + lane_id();
   if (lane_id() >= p.num_topk || token >= p.num_tokens) return {-1, 0};
@@ -163,42 +192,46 @@ __device__ inline float sum_of_same(const LowLatencyParams &p, int expert, float
   const bool repeated = (same & ((1u << lane_id()) - 1)) != 0;
   if (__any_sync(kAllLanes, expert >= 0 && repeated) == 0) return weight;
   float sum = 0;
-  for (int k = 0; k < p.num_topk; ++k) { // in this order, so that the sum repeats
+  for (int k = 0; k < p.num_topk; ++k) {  // in this order, so that the sum repeats
     const float other = __shfl_sync(kAllLanes, weight, k);
     if ((same >> k & 1) != 0) sum += other;
   }
   return sum;
 }
 
-// ---- Start and end ---------------------------------------------------------------------------------------------------------------
+// ---- Start and end --------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ bool is_last_warp() { return warp_id() == kLlThreads / kWarp - 1; }
-// The last block does what concerns all. Where the grid is not tiny, it has no token of its own: what it waits for holds up no row.
+// The last block does what concerns all. Where the grid is not tiny, it has no token of its own: what it waits for
+// holds up no row.
 constexpr int kTinyGrid = 32;
 __device__ inline bool is_control_block() { return blockIdx.x == gridDim.x - 1; }
 __device__ inline int num_workers() { return static_cast<int>(gridDim.x) - (gridDim.x > kTinyGrid ? 1 : 0); }
 __device__ inline bool is_worker() { return static_cast<int>(blockIdx.x) < num_workers(); }
-// The number of this block's first token; the next ones follow num_workers() apart. A control block without tokens gets a number above all.
+// The number of this block's first token; the next ones follow num_workers() apart. A control block without tokens gets
+// a number above all.
 __device__ inline int first_of_block() { return is_worker() ? static_cast<int>(blockIdx.x) : 1 << 29; }
 
-// What a thread sees of a slot at a rank before it knows which slot this call takes: loaded beside everything else that a kernel
-// begins with. Warps 1 to 7 look at the first slot, 8 to 14 at the second.
-constexpr int kWatchers = 7 * kWarp; // of a slot
+// What a thread sees of a slot at a rank before it knows which slot this call takes: loaded beside everything else that
+// a kernel begins with. Warps 1 to 7 look at the first slot, 8 to 14 at the second.
+constexpr int kWatchers = 7 * kWarp;  // of a slot
 static_assert(kLowLatencySlots * kWatchers + kWarp <= kLlThreads, "each slot has its threads");
 struct SlotSeen {
   uint64_t sent, taken;
-  int slot, rank;               // what this thread looks at; rank -1: nothing
+  int slot, rank;  // what this thread looks at; rank -1: nothing
 };
 __device__ __forceinline__ SlotSeen look_at_slot(const LowLatencyParams &p) {
   const TeamView &team = p.session.team;
-  const int watcher = static_cast<int>(threadIdx.x) - kWarp, slot = watcher / kWatchers, rank = watcher - slot * kWatchers;
+  const int watcher = static_cast<int>(threadIdx.x) - kWarp, slot = watcher / kWatchers,
+            rank = watcher - slot * kWatchers;
   if (watcher < 0 || slot >= kLowLatencySlots || rank >= team.num_ranks) return {0, 0, 0, -1};
   SlotSeen seen{ptx::ld_relaxed_gpu(&team.scratch->sent[slot][rank]), 0, slot, rank};
   seen.taken = ptx::ld_acquire_sys(credit(team, team.self, slot, rank));
   return seen;
 }
 
-// Whole block, before it writes into any slot: its rows of two calls ago have been taken; mostly they were so at the first look.
+// Whole block, before it writes into any slot: its rows of two calls ago have been taken; mostly they were so at the
+// first look.
 __device__ inline bool await_empty_slots(const LowLatencyParams &p, const LowLatencyCall &call, const SlotSeen &seen) {
   const TeamView &team = p.session.team;
   bool good = true;
@@ -208,19 +241,25 @@ __device__ inline bool await_empty_slots(const LowLatencyParams &p, const LowLat
       const uint64_t *word = credit(team, team.self, call.slot(), r);
       const uint64_t before = r == seen.rank ? seen.sent : ptx::ld_relaxed_gpu(&team.scratch->sent[call.slot()][r]);
       if ((r == seen.rank && seen.taken >= before) || is_masked(p.session, r)) continue;
-      good = wait_or_mask(p.session, r, before, [&](int64_t &now) {
-        now = static_cast<int64_t>(ptx::ld_acquire_sys(word));
-        return now >= static_cast<int64_t>(before);
-      }) || !has_failed(p.session);
+      good = wait_or_mask(p.session, r, before,
+                          [&](int64_t &now) {
+                            now = static_cast<int64_t>(ptx::ld_acquire_sys(word));
+                            return now >= static_cast<int64_t>(before);
+                          }) ||
+             !has_failed(p.session);
     }
   return __syncthreads_or(!good) == 0;
 }
 
 // By the last block, after the outputs.
-__device__ inline void end_low_latency(const LowLatencyParams &p, const LowLatencyCall &call, const LowLatencyCall *calls, bool failed) {
+__device__ inline void end_low_latency(const LowLatencyParams &p, const LowLatencyCall &call,
+                                       const LowLatencyCall *calls, bool failed) {
   Scratch *scratch = p.session.team.scratch;
   if (threadIdx.x == 0) {
-    if (p.sends()) { scratch->low_latency_epoch = call.epoch; scratch->low_latency_dispatches = call.dispatch; }
+    if (p.sends()) {
+      scratch->low_latency_epoch = call.epoch;
+      scratch->low_latency_dispatches = call.dispatch;
+    }
     if (p.sends() && !p.receives()) scratch->tickets[p.ticket] = {call.epoch, call.dispatch};
   }
   for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) {
@@ -229,24 +268,29 @@ __device__ inline void end_low_latency(const LowLatencyParams &p, const LowLaten
     if (!p.receives() || failed || calls[r].epoch == 0) continue;
     scratch->consumed[calls[r].slot()][r] = calls[r].epoch;
     scratch->seen[r] = max(scratch->seen[r], calls[r].epoch);
-    if (calls[r].epoch == call.epoch && calls[r].dispatch == call.dispatch && (p.session.team.flags & DK_TEAM_SHRINK) == 0) continue;
+    if (calls[r].epoch == call.epoch && calls[r].dispatch == call.dispatch &&
+        (p.session.team.flags & DK_TEAM_SHRINK) == 0)
+      continue;
     scratch->epoch_ahead[r] = static_cast<int64_t>(calls[r].epoch - call.epoch);
     scratch->dispatch_ahead[r] = static_cast<int64_t>(calls[r].dispatch - call.dispatch);
     scratch->returned[r] = 0;
   }
 }
 
-// Whole block; as finish() does, the last block to leave sees what the others wrote. Its last warp loads what it counts beside the
-// look at the team's state.
+// Whole block; as finish() does, the last block to leave sees what the others wrote. Its last warp loads what it counts
+// beside the look at the team's state.
 template <class Outputs>
-__device__ inline void finish_low_latency(const LowLatencyParams &p, const LowLatencyCall &call, const LowLatencyCall *calls, Outputs outputs) {
+__device__ inline void finish_low_latency(const LowLatencyParams &p, const LowLatencyCall &call,
+                                          const LowLatencyCall *calls, Outputs outputs) {
   Scratch *scratch = p.session.team.scratch;
   __shared__ uint32_t left_before;
-  // The last block reads what others wrote only to mend it after a loss, the control block's times, and bytes sent (which wait for the next
-  // call if they come too late): a worker's rows need no order before its exit, they are complete when the kernel is.
+  // The last block reads what others wrote only to mend it after a loss, the control block's times, and bytes sent
+  // (which wait for the next call if they come too late): a worker's rows need no order before its exit, they are
+  // complete when the kernel is.
   const bool ordered = (p.session.team.flags & DK_TEAM_SHRINK) != 0 || is_control_block() || !p.receives();
   __syncthreads();
-  if (threadIdx.x == 0) left_before = ordered ? ptx::atomic_add_acq_rel_gpu(&scratch->exits, 1) : atomicAdd(&scratch->exits, 1u);
+  if (threadIdx.x == 0)
+    left_before = ordered ? ptx::atomic_add_acq_rel_gpu(&scratch->exits, 1) : atomicAdd(&scratch->exits, 1u);
   __syncthreads();
   if (left_before != gridDim.x - 1) return;
   mark(kMarkLeft, threadIdx.x == 0);
@@ -258,7 +302,10 @@ __device__ inline void finish_low_latency(const LowLatencyParams &p, const LowLa
     record_loaded(p.session, loads, half, p.receives(), failed);
   } else {
     failed = has_failed(p.session);
-    if (threadIdx.x == 0) { scratch->exits = 0; scratch->failed = failed; }
+    if (threadIdx.x == 0) {
+      scratch->exits = 0;
+      scratch->failed = failed;
+    }
   }
   outputs(failed);
   end_low_latency(p, call, calls, failed);

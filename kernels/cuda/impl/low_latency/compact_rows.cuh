@@ -5,16 +5,18 @@
 namespace deepep {
 
 struct DispatchOutputs {
-  uint8_t *recv_x;              // rows of row_bytes, rows_per_expert for each local expert
-  uint32_t *recv_scales;        // `scales` words a row, by column
+  uint8_t *recv_x;        // rows of row_bytes, rows_per_expert for each local expert
+  uint32_t *recv_scales;  // `scales` words a row, by column
   int32_t *recv_count, *cumulative_stats, *src_info;
   int64_t *layout_range;
   int64_t rows_per_expert, scales;
   int32_t num_local, row_bytes;
 };
 
-// A source whose rows did not all come is taken out; rows behind it move up. By the last block, only after a rank was lost.
-template <int kThreads> __device__ inline void close_gaps(const Session &s, uint64_t epoch, const DispatchOutputs &out) {
+// A source whose rows did not all come is taken out; rows behind it move up. By the last block, only after a rank was
+// lost.
+template <int kThreads>
+__device__ inline void close_gaps(const Session &s, uint64_t epoch, const DispatchOutputs &out) {
   const int num_ranks = s.team.num_ranks;
   const int64_t rows = out.rows_per_expert, words = out.scales;
   const int chunks = out.row_bytes / 16;
@@ -25,7 +27,8 @@ template <int kThreads> __device__ inline void close_gaps(const Session &s, uint
       const int64_t range = out.layout_range[l * num_ranks + r], first = range >> 32;
       const int64_t count = s.team.scratch->late[r] == epoch ? 0 : range & 0xffffffff;
       for (int64_t i = 0; i < count && first != next; ++i) {
-        for (int at = threadIdx.x; at < chunks; at += kThreads) x[(next + i) * chunks + at] = x[(first + i) * chunks + at];
+        for (int at = threadIdx.x; at < chunks; at += kThreads)
+          x[(next + i) * chunks + at] = x[(first + i) * chunks + at];
         for (int64_t w = threadIdx.x; w < words; w += kThreads)
           out.recv_scales[(l * words + w) * rows + next + i] = out.recv_scales[(l * words + w) * rows + first + i];
         if (threadIdx.x == 0) out.src_info[l * rows + next + i] = out.src_info[l * rows + first + i];

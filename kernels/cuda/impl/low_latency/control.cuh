@@ -1,5 +1,5 @@
-// control.cuh - what ranks tell each other of a call besides rows: one block tells and checks it, and each block finds out
-// which call of a peer belongs to its own.
+// control.cuh - what ranks tell each other of a call besides rows: one block tells and checks it, and each block finds
+// out which call of a peer belongs to its own.
 #pragma once
 #include <cstddef>
 
@@ -7,10 +7,14 @@
 
 namespace deepep {
 
-// With what a call begins: a line of tagged words for each rank, which needs no fence; like everything else it says by itself that it
-// has arrived. The number of the call stands where other operations have it.
-struct LowLatencyHandshakeMessage { uint64_t hidden_bytes, op, flags, num_experts, num_topk, max_tokens, epoch, dispatch; };
-static_assert(sizeof(LowLatencyHandshakeMessage) == sizeof(HandshakeMessage) && offsetof(LowLatencyHandshakeMessage, epoch) == offsetof(HandshakeMessage, epoch), "the same line");
+// With what a call begins: a line of tagged words for each rank, which needs no fence; like everything else it says by
+// itself that it has arrived. The number of the call stands where other operations have it.
+struct LowLatencyHandshakeMessage {
+  uint64_t hidden_bytes, op, flags, num_experts, num_topk, max_tokens, epoch, dispatch;
+};
+static_assert(sizeof(LowLatencyHandshakeMessage) == sizeof(HandshakeMessage) &&
+                  offsetof(LowLatencyHandshakeMessage, epoch) == offsetof(HandshakeMessage, epoch),
+              "the same line");
 __device__ inline uint64_t *low_latency_line(const LowLatencyParams &p, uint8_t *block, uint64_t epoch, int source) {
   const TeamView &team = p.session.team;
   return reinterpret_cast<uint64_t *>(block + team.control + team.at.low_latency_handshake) +
@@ -18,7 +22,8 @@ __device__ inline uint64_t *low_latency_line(const LowLatencyParams &p, uint8_t 
 }
 __device__ inline HandshakeMessage low_latency_handshake(const LowLatencyParams &p) {
   HandshakeMessage mine = low_latency_message(p);
-  if (p.session.op == DK_OP_LL_DISPATCH) mine.flags |= (p.topk_weights != nullptr ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
+  if (p.session.op == DK_OP_LL_DISPATCH)
+    mine.flags |= (p.topk_weights != nullptr ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
   return mine;
 }
 __device__ inline void store_enter(uint64_t *line, const HandshakeMessage &mine, const LowLatencyCall &call) {
@@ -37,33 +42,38 @@ __device__ inline bool load_enter(const uint64_t *line, uint64_t epoch, Handshak
   bool all = word[6] == epoch;
 #pragma unroll
   for (int i = 0; i < 6; ++i) all &= has_tag(word[i], static_cast<uint32_t>(epoch));
-  theirs.hidden_bytes = static_cast<uint32_t>(word[0]); theirs.op = static_cast<uint32_t>(word[1]); theirs.flags = static_cast<uint32_t>(word[2]);
-  theirs.num_experts = static_cast<int32_t>(word[3]); theirs.num_topk = static_cast<int32_t>(word[4]); theirs.max_tokens = static_cast<int32_t>(word[5]);
+  theirs.hidden_bytes = static_cast<uint32_t>(word[0]);
+  theirs.op = static_cast<uint32_t>(word[1]);
+  theirs.flags = static_cast<uint32_t>(word[2]);
+  theirs.num_experts = static_cast<int32_t>(word[3]);
+  theirs.num_topk = static_cast<int32_t>(word[4]);
+  theirs.max_tokens = static_cast<int32_t>(word[5]);
   return all;
 }
 
 // The last warp of the control block tells everybody which slots are empty here and, when sending, what this call is.
 __device__ inline void post_low_latency(const LowLatencyParams &p, const LowLatencyCall &call) {
   const TeamView &team = p.session.team;
-  if (!is_last_warp()) return; // the others go ahead
-  ptx::fence_acq_rel_sys(); // the emptying, by kernels before this one, is seen before what is told of it
+  if (!is_last_warp()) return;  // the others go ahead
+  ptx::fence_acq_rel_sys();     // the emptying, by kernels before this one, is seen before what is told of it
 #pragma unroll 1
   for (int r = lane_id(); r < team.num_ranks; r += kWarp) {
     if (is_masked(p.session, r)) continue;
     uint8_t *block = team.peers[r];
-    const uint64_t consumed[kLowLatencySlots] = {team.scratch->consumed[0][r], team.scratch->consumed[1][r]}, given_up = given_up_by(team, r);
+    const uint64_t consumed[kLowLatencySlots] = {team.scratch->consumed[0][r], team.scratch->consumed[1][r]},
+                   given_up = given_up_by(team, r);
     for (int slot = 0; slot < kLowLatencySlots; ++slot)
       ptx::st_relaxed_sys(credit(team, block, slot, team.rank), max(consumed[slot], given_up));
     if (p.sends()) store_enter(low_latency_line(p, block, call.epoch, team.rank), low_latency_handshake(p), call);
   }
 }
 
-// What every thread loads before anything else, side by side: each by itself would cost the latency of memory. Nothing here may look at
-// what was loaded.
+// What every thread loads before anything else, side by side: each by itself would cost the latency of memory. Nothing
+// here may look at what was loaded.
 struct EarlyStart {
-  uint64_t epoch, dispatch; // of the newest call, or of the ticket
-  uint32_t failed;          // the first thread's
-  uint8_t *peer;            // thread r's: the block of rank r
+  uint64_t epoch, dispatch;  // of the newest call, or of the ticket
+  uint32_t failed;           // the first thread's
+  uint8_t *peer;             // thread r's: the block of rank r
 };
 __device__ __forceinline__ EarlyStart load_start(const LowLatencyParams &p) {
   const TeamView &team = p.session.team;
@@ -71,12 +81,14 @@ __device__ __forceinline__ EarlyStart load_start(const LowLatencyParams &p) {
   if (blockIdx.x == 0 && threadIdx.x == 0) scratch->start_ns = ptx::global_timer_ns();
   EarlyStart start{};
   start.epoch = ptx::ld_relaxed_gpu(p.sends() ? &scratch->low_latency_epoch : &scratch->tickets[p.ticket].epoch);
-  start.dispatch = ptx::ld_relaxed_gpu(p.sends() ? &scratch->low_latency_dispatches : &scratch->tickets[p.ticket].dispatch);
+  start.dispatch =
+      ptx::ld_relaxed_gpu(p.sends() ? &scratch->low_latency_dispatches : &scratch->tickets[p.ticket].dispatch);
   if (threadIdx.x == 0) start.failed = ptx::ld_relaxed_gpu(&scratch->failed);
   if (static_cast<int>(threadIdx.x) < team.num_ranks) start.peer = team.peers[threadIdx.x];
   return start;
 }
-// Whole block: the peers' addresses go to shared memory. False: the team has failed before; the kernel goes straight to its end.
+// Whole block: the peers' addresses go to shared memory. False: the team has failed before; the kernel goes straight to
+// its end.
 __device__ __forceinline__ bool begin_low_latency(const LowLatencyParams &p, const EarlyStart &start, uint8_t **peers) {
   const TeamView &team = p.session.team;
   if (static_cast<int>(threadIdx.x) < team.num_ranks) peers[threadIdx.x] = start.peer;
@@ -84,13 +96,16 @@ __device__ __forceinline__ bool begin_low_latency(const LowLatencyParams &p, con
   for (int r = threadIdx.x + kLlThreads; r < team.num_ranks; r += kLlThreads) peers[r] = team.peers[r];
   return __syncthreads_or(start.failed != 0) == 0;
 }
-__device__ __forceinline__ LowLatencyCall low_latency_call(const LowLatencyParams &p, const EarlyStart &start, bool is_dispatch) {
+__device__ __forceinline__ LowLatencyCall low_latency_call(const LowLatencyParams &p, const EarlyStart &start,
+                                                           bool is_dispatch) {
   return {start.epoch + (p.sends() ? 1 : 0), start.dispatch + (p.sends() && is_dispatch ? 1 : 0)};
 }
 
-// Which call of a source belongs to this call of mine; poll once. In step: the same number, or as far ahead as last time. A source
-// that went on without this rank is further; one whose mask was lifted may be anywhere, but it sends something new.
-__device__ __noinline__ inline bool find_source_call(const LowLatencyParams &p, LowLatencyCall call, int source, LowLatencyCall &found) {
+// Which call of a source belongs to this call of mine; poll once. In step: the same number, or as far ahead as last
+// time. A source that went on without this rank is further; one whose mask was lifted may be anywhere, but it sends
+// something new.
+__device__ __noinline__ inline bool find_source_call(const LowLatencyParams &p, LowLatencyCall call, int source,
+                                                     LowLatencyCall &found) {
   const Session &s = p.session;
   const Scratch *scratch = s.team.scratch;
   const uint64_t expected = call.epoch + scratch->epoch_ahead[source], given_up = given_up_by(s.team, source);
@@ -98,27 +113,29 @@ __device__ __noinline__ inline bool find_source_call(const LowLatencyParams &p, 
   const bool anywhere = scratch->returned[source] != 0;
   const uint64_t *best = nullptr;
   uint64_t epoch = 0;
-  for (int pass = 0; pass < 2; ++pass) { // the second finds what was stored before the newest that the first found
+  for (int pass = 0; pass < 2; ++pass) {  // the second finds what was stored before the newest that the first found
     for (int copy = 0; copy < kLowLatencyHandshakeCopies; ++copy) {
       const uint64_t *line = low_latency_line(p, own_block(p), copy, source);
       const uint64_t there = ptx::ld_acquire_sys(line + offsetof(LowLatencyHandshakeMessage, epoch) / 8);
       const bool exact = there == expected && !anywhere && there > given_up;
       if (!exact && (there <= seen || (there <= expected && !anywhere))) continue;
       if (best != nullptr && !exact && there >= epoch) continue;
-      best = line; epoch = there;
+      best = line;
+      epoch = there;
     }
     if (best == nullptr) return false;
     if (epoch == expected && !anywhere) break;
   }
   const uint64_t dispatch = ptx::ld_relaxed_sys(best + offsetof(LowLatencyHandshakeMessage, dispatch) / 8);
-  if (!has_tag(dispatch, static_cast<uint32_t>(epoch))) return false; // it comes with the next poll
+  if (!has_tag(dispatch, static_cast<uint32_t>(epoch))) return false;  // it comes with the next poll
   // Numbers of dispatches differ by less than 2^31.
-  found = {epoch, call.dispatch + static_cast<int64_t>(static_cast<int32_t>(static_cast<uint32_t>(dispatch) - static_cast<uint32_t>(call.dispatch)))};
+  found = {epoch, call.dispatch + static_cast<int64_t>(static_cast<int32_t>(static_cast<uint32_t>(dispatch) -
+                                                                            static_cast<uint32_t>(call.dispatch)))};
   return true;
 }
 
-// Whole block of a receive half, thread r for source r: the call of each source that belongs to this one, into shared calls[R]. Only
-// where ranks can be masked is there anything to find out. Epoch 0: masked, or given up now.
+// Whole block of a receive half, thread r for source r: the call of each source that belongs to this one, into shared
+// calls[R]. Only where ranks can be masked is there anything to find out. Epoch 0: masked, or given up now.
 __device__ inline void find_source_calls(const LowLatencyParams &p, const LowLatencyCall &call, LowLatencyCall *calls) {
   const Session &s = p.session;
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {
@@ -134,7 +151,8 @@ __device__ inline void find_source_calls(const LowLatencyParams &p, const LowLat
   }
 }
 
-// The control block of a receive half, thread r for source r: everybody means the same call. Times go to the caller's statistics.
+// The control block of a receive half, thread r for source r: everybody means the same call. Times go to the caller's
+// statistics.
 __device__ __noinline__ inline void check_low_latency_peers(const LowLatencyParams &p, const LowLatencyCall *calls) {
   const TeamView &team = p.session.team;
   const HandshakeMessage mine = low_latency_handshake(p);
@@ -143,8 +161,10 @@ __device__ __noinline__ inline void check_low_latency_peers(const LowLatencyPara
     const uint64_t *line = low_latency_line(p, own_block(p), epoch, r);
     HandshakeMessage theirs{};
     const uint64_t start = ptx::global_timer_ns();
-    const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch, [&](int64_t &seen) { return load_enter(line, epoch, theirs, seen); });
-    if (epoch != 0 && (team.flags & DK_TEAM_SHRINK) == 0) team.scratch->wait_ns[r] += ptx::global_timer_ns() - start; // weights were awaited before
+    const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch,
+                                                 [&](int64_t &seen) { return load_enter(line, epoch, theirs, seen); });
+    if (epoch != 0 && (team.flags & DK_TEAM_SHRINK) == 0)
+      team.scratch->wait_ns[r] += ptx::global_timer_ns() - start;  // weights were awaited before
     if (p.wait_stats != nullptr) p.wait_stats[r] += static_cast<int64_t>(team.scratch->wait_ns[r]);
     if (!came) continue;
     const Difference difference = compare_enter(mine, &theirs);

@@ -1,12 +1,13 @@
-// dispatch.cuh - dispatch, the receiving half and the kernel: what came for a rank is spread over its experts' rows. Block b
-// receives tokens b, b + W, ... of every source. Nothing is fenced: each word says by itself that it has arrived.
+// dispatch.cuh - dispatch, the receiving half and the kernel: what came for a rank is spread over its experts' rows.
+// Block b receives tokens b, b + W, ... of every source. Nothing is fenced: each word says by itself that it has
+// arrived.
 #pragma once
 #include "cuda/impl/low_latency/compact_rows.cuh"
 #include "cuda/impl/low_latency/dispatch_send.cuh"
 
 namespace deepep {
 
-// ---- Receive ----------------------------------------------------------------------------------------------------------------
+// ---- Receive --------------------------------------------------------------------------------------------------------
 
 enum : uint64_t { kArrived = 1, kAbsent = 2 };
 
@@ -20,14 +21,15 @@ __device__ inline uint64_t decide(const Session &s, const LowLatencyCall &call, 
   }
 }
 
-struct ReceiveTables {          // shared
-  int32_t *base;                // [R][L]: first count, then first row of the source's rows for the expert
-  int32_t *tokens;              // [R]: tokens of the source, 0: it takes no part
-  LowLatencyCall *calls;        // [R]: the source's own number of this call
+struct ReceiveTables {    // shared
+  int32_t *base;          // [R][L]: first count, then first row of the source's rows for the expert
+  int32_t *tokens;        // [R]: tokens of the source, 0: it takes no part
+  LowLatencyCall *calls;  // [R]: the source's own number of this call
 };
 
 // Whole block: waits for all counts and makes tables of them.
-__device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowLatencyCall &call, const ReceiveTables &tables) {
+__device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowLatencyCall &call,
+                                   const ReceiveTables &tables) {
   const LowLatencyParams &p = d.call;
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks, num_local = p.num_local();
@@ -41,7 +43,7 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
     const uint64_t dispatch = tables.calls[source].dispatch;
     const uint64_t *word = count_word(p, own_block(p), dispatch, source, l);
     uint64_t value = 0;
-    bool came = tables.calls[source].epoch != 0; // not tokens[source]: another thread writes it now
+    bool came = tables.calls[source].epoch != 0;  // not tokens[source]: another thread writes it now
     if (came)
       came = wait_or_mask(s, source, call.epoch, [&](int64_t &seen) {
         value = ptx::ld_relaxed_sys(word);
@@ -61,8 +63,10 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
     if (shrink && tables.calls[r].epoch != 0 && decide(s, call, r, here ? kArrived : kAbsent) == kArrived) {
       const uint64_t dispatch = tables.calls[r].dispatch;
       for (int l = 0; !here && l < num_local; ++l)
-        tables.base[r * num_local + l] = static_cast<int32_t>(ptx::ld_relaxed_sys(count_word(p, own_block(p), dispatch, r, l)) & 0xffff);
-      tables.tokens[r] = static_cast<int32_t>(ptx::ld_relaxed_sys(count_word(p, own_block(p), dispatch, r, 0)) >> 16 & 0xffff);
+        tables.base[r * num_local + l] =
+            static_cast<int32_t>(ptx::ld_relaxed_sys(count_word(p, own_block(p), dispatch, r, l)) & 0xffff);
+      tables.tokens[r] =
+          static_cast<int32_t>(ptx::ld_relaxed_sys(count_word(p, own_block(p), dispatch, r, 0)) >> 16 & 0xffff);
       here = true;
     } else if (shrink) {
       here = false;
@@ -86,28 +90,31 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
     }
     if (!mine) continue;
     d.recv_count[l] = first;
-    if (d.cumulative_stats != nullptr) atomicAdd(&d.cumulative_stats[l], first); // no load that would be waited for
+    if (d.cumulative_stats != nullptr) atomicAdd(&d.cumulative_stats[l], first);  // no load that would be waited for
   }
   __syncthreads();
 }
 
-struct RowList {                // shared, of a group: where a row goes
+struct RowList {  // shared, of a group: where a row goes
   uint8_t *row[kMaxTopk];
-  uint32_t *scales[kMaxTopk];   // its first scale
+  uint32_t *scales[kMaxTopk];  // its first scale
   int32_t count;
   uint32_t pattern;
 };
-__device__ inline int64_t stored_scales(const LowLatencyParams &p) { return p.hidden / ((p.flags & DK_LL_UE8M0) != 0 ? 4 * kScaleChannels : kScaleChannels); }
+__device__ inline int64_t stored_scales(const LowLatencyParams &p) {
+  return p.hidden / ((p.flags & DK_LL_UE8M0) != 0 ? 4 * kScaleChannels : kScaleChannels);
+}
 
 // By the first warp of a group: the header of a token; the list is empty if it has nothing here or never came.
-__device__ inline void read_header(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int source, int token, int row_bytes,
-                                   const ReceiveTables &tables, RowList *list) {
+__device__ inline void read_header(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int source, int token,
+                                   int row_bytes, const ReceiveTables &tables, RowList *list) {
   const LowLatencyParams &p = d.call;
   const Session &s = p.session;
   const int lane = lane_id();
   const uint64_t dispatch = tables.calls[source].dispatch;
   const uint64_t *header = token_header(p, own_block(p), dispatch, source, token);
-  uint64_t entry = 0, weight = 0, pattern = tagged(dispatch_tag(dispatch), kAllOnes); // the weight is for combine, but must be here
+  uint64_t entry = 0, weight = 0,
+           pattern = tagged(dispatch_tag(dispatch), kAllOnes);  // the weight is for combine, but must be here
   int peer = -1;
   uint64_t waited = 0;
   const uint32_t code = warp_wait_until(
@@ -115,14 +122,16 @@ __device__ inline void read_header(const LowLatencyDispatchParams &d, const LowL
       [&] {
         if (lane < p.num_topk) ptx::ld_relaxed_sys_pair(&header[2 * lane], entry, weight);
         if (lane == 0 && p.format != DK_FORMAT_FP8) pattern = ptx::ld_relaxed_sys(&header[kPatternAt]);
-        const bool here = (lane >= p.num_topk || (has_tag(entry, dispatch_tag(dispatch)) && has_tag(weight, dispatch_tag(dispatch)))) &&
+        const bool here = (lane >= p.num_topk ||
+                           (has_tag(entry, dispatch_tag(dispatch)) && has_tag(weight, dispatch_tag(dispatch)))) &&
                           has_tag(pattern, dispatch_tag(dispatch));
         const bool nothing = lane == 0 && has_tag(entry, dispatch_tag(dispatch)) && (entry & kEntryNothing) != 0;
         return __all_sync(kAllLanes, here) != 0 || __any_sync(kAllLanes, nothing) != 0;
       },
       [&] { return lane == 0 ? source : -1; });
   bool row = code == 0 && lane < p.num_topk && has_tag(entry, dispatch_tag(dispatch)) && (entry & kEntryRow) != 0;
-  const int expert = entry_expert(static_cast<uint32_t>(entry)), position = entry_position(static_cast<uint32_t>(entry));
+  const int expert = entry_expert(static_cast<uint32_t>(entry)),
+            position = entry_position(static_cast<uint32_t>(entry));
   row = row && expert < p.num_local() && position < p.max_tokens;
   const uint32_t rows = __ballot_sync(kAllLanes, row);
   if (row) {
@@ -134,37 +143,45 @@ __device__ inline void read_header(const LowLatencyDispatchParams &d, const LowL
     list->scales[n] = d.recv_scales + expert * stored_scales(p) * p.rows_per_expert() + within;
   }
   if (lane != 0) return;
-  list->count = __popc(rows); list->pattern = static_cast<uint32_t>(pattern);
+  list->count = __popc(rows);
+  list->pattern = static_cast<uint32_t>(pattern);
   if (code == 0) return;
-  if (!mask_instead(s, code, source)) report_failure(s, code, culprit(s, code, source), DK_FIELD_NONE, static_cast<int64_t>(call.epoch), 0, waited);
+  if (!mask_instead(s, code, source))
+    report_failure(s, code, culprit(s, code, source), DK_FIELD_NONE, static_cast<int64_t>(call.epoch), 0, waited);
   s.team.scratch->late[source] = call.epoch;
 }
 
-// What a thread waits for, its loads side by side: chunks `at`, `at` + kLlGroupThreads, ... of a row, and one of its scales.
-template <int kChunks> struct Arrivals {
+// What a thread waits for, its loads side by side: chunks `at`, `at` + kLlGroupThreads, ... of a row, and one of its
+// scales.
+template <int kChunks>
+struct Arrivals {
   uint4 data[kChunks];
   uint32_t word;
 };
 // Loads what is not there yet.
 template <int kChunks>
-__device__ __forceinline__ void load_missing(Arrivals<kChunks> &arrivals, const uint8_t *from, int chunks, const uint32_t *word, int at) {
+__device__ __forceinline__ void load_missing(Arrivals<kChunks> &arrivals, const uint8_t *from, int chunks,
+                                             const uint32_t *word, int at) {
 #pragma unroll
   for (int u = 0; u < kChunks; ++u)
-    if (at + u * kLlGroupThreads < chunks && !has_arrived(arrivals.data[u])) arrivals.data[u] = ptx::ld_relaxed_sys_v4(from + 16 * (at + u * kLlGroupThreads));
+    if (at + u * kLlGroupThreads < chunks && !has_arrived(arrivals.data[u]))
+      arrivals.data[u] = ptx::ld_relaxed_sys_v4(from + 16 * (at + u * kLlGroupThreads));
   if (word != nullptr && arrivals.word == 0) arrivals.word = ptx::ld_relaxed_sys(word);
 }
-template <int kChunks> __device__ __forceinline__ bool are_complete(const Arrivals<kChunks> &arrivals, int chunks, const uint32_t *word, int at) {
+template <int kChunks>
+__device__ __forceinline__ bool are_complete(const Arrivals<kChunks> &arrivals, int chunks, const uint32_t *word,
+                                             int at) {
   bool all = word == nullptr || arrivals.word != 0;
 #pragma unroll
   for (int u = 0; u < kChunks; ++u) all &= at + u * kLlGroupThreads >= chunks || has_arrived(arrivals.data[u]);
   return all;
 }
 
-// By a group: a row from the slot to its places, the slot is emptied. `word`: the scale that this thread takes along, or null.
-// False: it did not come whole.
+// By a group: a row from the slot to its places, the slot is emptied. `word`: the scale that this thread takes along,
+// or null. False: it did not come whole.
 template <int kChunks>
-__device__ inline bool spread_row(const Session &s, uint64_t expected, int source, uint8_t *from, int row_bytes, const RowList *list,
-                                  const uint32_t *word, Arrivals<kChunks> &arrivals, int thread) {
+__device__ inline bool spread_row(const Session &s, uint64_t expected, int source, uint8_t *from, int row_bytes,
+                                  const RowList *list, const uint32_t *word, Arrivals<kChunks> &arrivals, int thread) {
   const int chunks = row_bytes / 16;
   bool came = true;
   for (int at = thread; came && at < chunks; at += kLlGroupThreads * kChunks) {
@@ -175,12 +192,13 @@ __device__ inline bool spread_row(const Session &s, uint64_t expected, int sourc
     }
     const uint32_t *awaited = at == thread ? word : nullptr;
     if (!are_complete(arrivals, chunks, awaited, at))
-      came = wait_or_mask(s, source, expected, [&](int64_t &) { // one chunk at first: polling all would keep memory busy
-        if (!has_arrived(arrivals.data[0])) arrivals.data[0] = ptx::ld_relaxed_sys_v4(from + 16 * at);
-        if (!has_arrived(arrivals.data[0])) return false;
-        load_missing(arrivals, from, chunks, awaited, at);
-        return are_complete(arrivals, chunks, awaited, at);
-      });
+      came =
+          wait_or_mask(s, source, expected, [&](int64_t &) {  // one chunk at first: polling all would keep memory busy
+            if (!has_arrived(arrivals.data[0])) arrivals.data[0] = ptx::ld_relaxed_sys_v4(from + 16 * at);
+            if (!has_arrived(arrivals.data[0])) return false;
+            load_missing(arrivals, from, chunks, awaited, at);
+            return are_complete(arrivals, chunks, awaited, at);
+          });
 #pragma unroll
     for (int u = 0; u < kChunks; ++u) {
       const int chunk = at + u * kLlGroupThreads;
@@ -199,8 +217,8 @@ __device__ inline bool spread_row(const Session &s, uint64_t expected, int sourc
   return came;
 }
 
-__device__ inline bool spread_scales(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int source, uint32_t *from,
-                                     const RowList *list, uint32_t early, int thread) {
+__device__ inline bool spread_scales(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int source,
+                                     uint32_t *from, const RowList *list, uint32_t early, int thread) {
   const LowLatencyParams &p = d.call;
   const bool packed = (p.flags & DK_LL_UE8M0) != 0;
   const int64_t rows = p.rows_per_expert(), stored = stored_scales(p);
@@ -221,9 +239,11 @@ __device__ inline bool spread_scales(const LowLatencyDispatchParams &d, const Lo
 
 // kChunks: of a row, for each thread at a time.
 template <int kChunks>
-__device__ inline void receive_tokens(const LowLatencyDispatchParams &d, const LowLatencyCall &call, const ReceiveTables &tables, RowList *lists) {
+__device__ inline void receive_tokens(const LowLatencyDispatchParams &d, const LowLatencyCall &call,
+                                      const ReceiveTables &tables, RowList *lists) {
   const LowLatencyParams &p = d.call;
-  const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads, thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
+  const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
+            thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
   const int row_bytes = d.recv_row_bytes();
   const bool plain_scales = p.format == DK_FORMAT_FP8 && (p.flags & DK_LL_UE8M0) == 0;
   RowList *list = lists + group;
@@ -245,7 +265,8 @@ __device__ inline void receive_tokens(const LowLatencyDispatchParams &d, const L
       mark(kMarkLastHeader, thread == 0);
       if (list->count > 0) {
         bool whole = spread_row(p.session, call.epoch, source, row, row_bytes, list, word, arrivals, thread);
-        whole = (p.format != DK_FORMAT_FP8 || spread_scales(d, theirs, source, words, list, arrivals.word, thread)) && whole;
+        whole = (p.format != DK_FORMAT_FP8 || spread_scales(d, theirs, source, words, list, arrivals.word, thread)) &&
+                whole;
         if (!whole) p.session.team.scratch->late[source] = call.epoch;
       }
       ptx::barrier_among<kLlGroupThreads>(1 + group);
@@ -253,37 +274,52 @@ __device__ inline void receive_tokens(const LowLatencyDispatchParams &d, const L
 }
 
 // Whole block. Behind calls [R] in shared memory there is room for the tables.
-__device__ inline void receive(const LowLatencyDispatchParams &d, const LowLatencyCall &call, LowLatencyCall *calls, RowList *lists) {
+__device__ inline void receive(const LowLatencyDispatchParams &d, const LowLatencyCall &call, LowLatencyCall *calls,
+                               RowList *lists) {
   auto *base = reinterpret_cast<int32_t *>(calls + d.call.session.team.num_ranks);
   const ReceiveTables tables{base, base + d.call.num_experts, calls};
-  __syncthreads(); // calls are there
+  __syncthreads();  // calls are there
   read_counts(d, call, tables);
   mark(kMarkKnown, threadIdx.x == 0);
-  if (d.recv_row_bytes() <= 4 * 16 * kLlGroupThreads) receive_tokens<4>(d, call, tables, lists);
-  else receive_tokens<8>(d, call, tables, lists);
+  if (d.recv_row_bytes() <= 4 * 16 * kLlGroupThreads)
+    receive_tokens<4>(d, call, tables, lists);
+  else
+    receive_tokens<8>(d, call, tables, lists);
 }
 
-// ---- End --------------------------------------------------------------------------------------------------------------------
+// ---- End ------------------------------------------------------------------------------------------------------------
 
 __device__ inline DispatchOutputs outputs_of(const LowLatencyDispatchParams &d) {
   const LowLatencyParams &p = d.call;
   const bool fp8 = p.format == DK_FORMAT_FP8;
-  return {d.recv_x, d.recv_scales, d.recv_count, d.cumulative_stats, p.src_info, p.layout_range, p.rows_per_expert(),
-          fp8 ? stored_scales(p) : 0, p.num_local(), fp8 ? p.hidden : 2 * p.hidden};
+  return {d.recv_x,
+          d.recv_scales,
+          d.recv_count,
+          d.cumulative_stats,
+          p.src_info,
+          p.layout_range,
+          p.rows_per_expert(),
+          fp8 ? stored_scales(p) : 0,
+          p.num_local(),
+          fp8 ? p.hidden : 2 * p.hidden};
 }
 
 __device__ inline void finish_outputs(const LowLatencyDispatchParams &d, const LowLatencyCall &call, bool failed) {
   const LowLatencyParams &p = d.call;
   if (p.receives()) {
-    if (failed || (p.session.team.flags & DK_TEAM_SHRINK) != 0) mend_outputs<kLlThreads>(p.session, call.epoch, outputs_of(d), failed);
+    if (failed || (p.session.team.flags & DK_TEAM_SHRINK) != 0)
+      mend_outputs<kLlThreads>(p.session, call.epoch, outputs_of(d), failed);
     if (threadIdx.x == 0)
       p.session.team.scratch->routing[call.dispatch % kRoutingCopies] = {
-          reinterpret_cast<uint64_t>(p.src_info), failed ? 0 : call.dispatch, p.topk_weights != nullptr, static_cast<uint64_t>(p.num_topk)};
+          reinterpret_cast<uint64_t>(p.src_info), failed ? 0 : call.dispatch, p.topk_weights != nullptr,
+          static_cast<uint64_t>(p.num_topk)};
   }
 }
 
-__global__ void __launch_bounds__(kLlThreads, 1) low_latency_dispatch_kernel(const __grid_constant__ LowLatencyDispatchParams d) {
-  extern __shared__ __align__(16) uint8_t memory[]; // peers [R]; while sending codes [kTileCodes], then calls [R], base [E], tokens [R]
+__global__ void __launch_bounds__(kLlThreads, 1)
+    low_latency_dispatch_kernel(const __grid_constant__ LowLatencyDispatchParams d) {
+  extern __shared__ __align__(16)
+      uint8_t memory[];  // peers [R]; while sending codes [kTileCodes], then calls [R], base [E], tokens [R]
   __shared__ SendTables sending;
   __shared__ RowList lists[kLlGroups];
   const LowLatencyParams &p = d.call;
@@ -303,7 +339,7 @@ __global__ void __launch_bounds__(kLlThreads, 1) low_latency_dispatch_kernel(con
     if (is_control_block()) post_low_latency(p, call);
     const bool good = !p.sends() || !is_worker() || send_tokens(d, call, tile, early, &sending);
     mark(kMarkSent, threadIdx.x == 0);
-    if (is_control_block()) publish_newest_by_last_warp(p.session.team); // rows are on their way meanwhile
+    if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // rows are on their way meanwhile
     if (p.receives() && good) {
       find_source_calls(p, call, calls);
       if (is_control_block()) check_low_latency_peers(p, calls);

@@ -1,5 +1,5 @@
-// dispatch_send.cuh - dispatch, the sending half: a token's row goes once to each rank that holds one of its experts, with
-// a header that says which local experts and where in their order. Block b sends tokens b, b + W, ...
+// dispatch_send.cuh - dispatch, the sending half: a token's row goes once to each rank that holds one of its experts,
+// with a header that says which local experts and where in their order. Block b sends tokens b, b + W, ...
 #pragma once
 #include "cuda/impl/low_latency/expert_counts.cuh"
 
@@ -11,29 +11,30 @@ struct LowLatencyDispatchParams {
   uint8_t *recv_x;
   uint32_t *recv_scales;
   int32_t *recv_count, *cumulative_stats;
-  int32_t tile_tokens;          // whose entries fit into shared memory
+  int32_t tile_tokens;  // whose entries fit into shared memory
 
   __device__ int recv_row_bytes() const { return call.format == DK_FORMAT_FP8 ? call.hidden : 2 * call.hidden; }
 };
 
-// ---- Send: one token -------------------------------------------------------------------------------------------------------------
+// ---- Send: one token ------------------------------------------------------------------------------------------------
 
-struct TokenRoute {             // of the token that a block sends now, in shared memory
-  int32_t expert[kMaxTopk];     // -1: none, or named before
-  float weight[kMaxTopk];       // summed over repetitions
-  uint8_t *row[kMaxTopk];       // of each rank that holds one of the experts: where the token's row and words lie there
+struct TokenRoute {          // of the token that a block sends now, in shared memory
+  int32_t expert[kMaxTopk];  // -1: none, or named before
+  float weight[kMaxTopk];    // summed over repetitions
+  uint8_t *row[kMaxTopk];    // of each rank that holds one of the experts: where the token's row and words lie there
   uint32_t *words[kMaxTopk];
   int32_t rank[kMaxTopk], num_ranks;
 };
 
-struct SendTables {             // shared
-  uint8_t *const *peers;        // [R], there too
+struct SendTables {       // shared
+  uint8_t *const *peers;  // [R], there too
   TokenRoute route;
   ExpertCounts expert_counts;
 };
 
 // By the last warp: the token's experts without repetitions, the ranks that hold them.
-__device__ inline void read_route(const LowLatencyParams &p, const LowLatencyCall &call, int token, Entry entry, SendTables *tables) {
+__device__ inline void read_route(const LowLatencyParams &p, const LowLatencyCall &call, int token, Entry entry,
+                                  SendTables *tables) {
   const int lane = lane_id();
   TokenRoute *route = &tables->route;
   uint8_t *const *peers = tables->peers;
@@ -42,7 +43,8 @@ __device__ inline void read_route(const LowLatencyParams &p, const LowLatencyCal
     entry.expert = -1;
   }
   const int expert = static_cast<int>(entry.expert), rank = expert < 0 ? -1 : p.by_local.quotient(expert);
-  const uint32_t same = __match_any_sync(kAllLanes, expert), same_rank = __match_any_sync(kAllLanes, rank), below = (1u << lane) - 1;
+  const uint32_t same = __match_any_sync(kAllLanes, expert), same_rank = __match_any_sync(kAllLanes, rank),
+                 below = (1u << lane) - 1;
   const bool repeated = (same & below) != 0;
   const float sum = sum_of_same(p, expert, entry.weight, same);
   route->expert[lane] = expert < 0 || repeated ? -1 : expert;
@@ -53,22 +55,27 @@ __device__ inline void read_route(const LowLatencyParams &p, const LowLatencyCal
     const int n = __popc(leaders & below);
     route->rank[n] = rank;
     const uint32_t number = number_of_token(p, p.session.team.rank, token);
-    route->row[n] = slot_row(p, peers[rank], call, number); route->words[n] = slot_words(p, peers[rank], call, number);
+    route->row[n] = slot_row(p, peers[rank], call, number);
+    route->words[n] = slot_words(p, peers[rank], call, number);
   }
   if (lane == 0) route->num_ranks = __popc(leaders);
 }
 
-// By one warp: tells the owners of this block's experts from the `first` on how many of my tokens choose them, and how many tokens I
-// have; their counts begin at `at`.
-__device__ inline void send_own_counts(const LowLatencyParams &p, const LowLatencyCall &call, const SendTables *tables, int at, int first) {
+// By one warp: tells the owners of this block's experts from the `first` on how many of my tokens choose them, and how
+// many tokens I have; their counts begin at `at`.
+__device__ inline void send_own_counts(const LowLatencyParams &p, const LowLatencyCall &call, const SendTables *tables,
+                                       int at, int first) {
   const int expert = own_expert(first + lane_id());
   const int owner = p.by_local.quotient(expert);
   if (expert < p.num_experts && !is_masked(p.session, owner))
-    ptx::st_relaxed_sys(count_word(p, tables->peers[owner], call.dispatch, p.session.team.rank, expert - owner * p.num_local()),
-                        tagged(dispatch_tag(call.dispatch), static_cast<uint32_t>(p.num_tokens) << 16 | tables->expert_counts.count[at + lane_id()]));
+    ptx::st_relaxed_sys(
+        count_word(p, tables->peers[owner], call.dispatch, p.session.team.rank, expert - owner * p.num_local()),
+        tagged(dispatch_tag(call.dispatch),
+               static_cast<uint32_t>(p.num_tokens) << 16 | tables->expert_counts.count[at + lane_id()]));
 }
 // Whole block: the experts that fall to it, but for the first `skip`.
-__device__ inline void send_expert_counts(const LowLatencyParams &p, const LowLatencyCall &call, const CodeTile &tile, bool loaded, int skip, SendTables *tables) {
+__device__ inline void send_expert_counts(const LowLatencyParams &p, const LowLatencyCall &call, const CodeTile &tile,
+                                          bool loaded, int skip, SendTables *tables) {
 #pragma unroll 1
   for (int first = skip; own_expert(first) < p.num_experts; first += kWarp) {
     __syncthreads();
@@ -79,7 +86,8 @@ __device__ inline void send_expert_counts(const LowLatencyParams &p, const LowLa
 }
 
 // By all threads, the last first: in FP8 they have less of the row to do.
-__device__ inline void send_headers(const LowLatencyParams &p, const LowLatencyCall &call, int token, const SendTables *tables, uint32_t pattern) {
+__device__ inline void send_headers(const LowLatencyParams &p, const LowLatencyCall &call, int token,
+                                    const SendTables *tables, uint32_t pattern) {
   const TokenRoute *route = &tables->route;
   const TeamView &team = p.session.team;
   const int num_local = p.num_local();
@@ -93,19 +101,25 @@ __device__ inline void send_headers(const LowLatencyParams &p, const LowLatencyC
     const int expert = route->expert[k];
     const int local_expert = expert - r * num_local;
     const bool here = expert >= 0 && local_expert >= 0 && local_expert < num_local;
-    const uint32_t code = !chosen ? kEntryNothing : here ? entry_row(local_expert, static_cast<int>(tables->expert_counts.count[k])) : 0;
+    const uint32_t code = !chosen ? kEntryNothing
+                          : here  ? entry_row(local_expert, static_cast<int>(tables->expert_counts.count[k]))
+                                  : 0;
     if (chosen && k == 0) ptx::st_relaxed_sys(&header[kPatternAt], tagged(dispatch_tag(call.dispatch), pattern));
     ptx::st_relaxed_sys_pair(&header[2 * k], tagged(dispatch_tag(call.dispatch), code),
                              tagged(dispatch_tag(call.dispatch), __float_as_uint(route->weight[k])));
   }
 }
 
-// What a thread loads of a row before anything else: 32 bytes that follow each other (FP8), or two chunks a block apart (BF16).
-struct RowBegin { uint4 a, b; };
+// What a thread loads of a row before anything else: 32 bytes that follow each other (FP8), or two chunks a block apart
+// (BF16).
+struct RowBegin {
+  uint4 a, b;
+};
 __device__ __forceinline__ RowBegin load_row_begin(const LowLatencyDispatchParams &d, int token) {
   const LowLatencyParams &p = d.call;
   const bool fp8 = p.format == DK_FORMAT_FP8;
-  const int thread = static_cast<int>(threadIdx.x), chunks = p.hidden / 8, first = fp8 ? 2 * thread : thread, second = fp8 ? first + 1 : first + kLlThreads;
+  const int thread = static_cast<int>(threadIdx.x), chunks = p.hidden / 8, first = fp8 ? 2 * thread : thread,
+            second = fp8 ? first + 1 : first + kLlThreads;
   const uint8_t *x = d.x + static_cast<uint64_t>(token) * 2 * p.hidden;
   RowBegin begin{{0, 0, 0, 0}, {0, 0, 0, 0}};
   if (token < p.num_tokens && first < chunks) begin.a = ptx::ld_stream(x + 16 * first);
@@ -117,7 +131,7 @@ __device__ __forceinline__ RowBegin load_row_begin(const LowLatencyDispatchParam
 __device__ __forceinline__ void store_everywhere(const TokenRoute *route, int offset, const uint4 &chunk) {
   constexpr int kAtOnce = 4;
   for (int first = 0; first < route->num_ranks; first += kAtOnce) {
-    uint8_t *row[kAtOnce]; // all before the first store, which no load of theirs may cross
+    uint8_t *row[kAtOnce];  // all before the first store, which no load of theirs may cross
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) row[n] = first + n < route->num_ranks ? route->row[first + n] : nullptr;
 #pragma unroll
@@ -127,7 +141,8 @@ __device__ __forceinline__ void store_everywhere(const TokenRoute *route, int of
 }
 
 // The row cast to FP8: 8 threads hold a block of 128 channels, 16 channels each.
-__device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token, const TokenRoute *route, const RowBegin &begin) {
+__device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token, const TokenRoute *route,
+                                    const RowBegin &begin) {
   const LowLatencyParams &p = d.call;
   const int pieces = p.hidden / 16;
   const uint8_t *x = d.x + static_cast<uint64_t>(token) * 2 * p.hidden;
@@ -138,7 +153,10 @@ __device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token
     uint4 a = begin.a, b = begin.b;
     if (first != 0) {
       a = b = uint4{0, 0, 0, 0};
-      if (mine) { a = ptx::ld_stream(x + 32 * at); b = ptx::ld_stream(x + 32 * at + 16); }
+      if (mine) {
+        a = ptx::ld_stream(x + 32 * at);
+        b = ptx::ld_stream(x + 32 * at + 16);
+      }
     }
     float amax = 0;
     for (uint32_t pair : {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}) amax = greatest_magnitude(amax, pair);
@@ -148,18 +166,22 @@ __device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token
     if (!mine) continue;
     store_everywhere(route, 16 * at, exclusive_or(cast_sixteen(a, b, scale.inverse), kAllOnes));
     if (at % 8 != 0) continue;
-    for (int n = 0; n < route->num_ranks; ++n) ptx::st_relaxed_sys(route->words[n] + at / 8, __float_as_uint(scale.scale) ^ kAllOnes);
+    for (int n = 0; n < route->num_ranks; ++n)
+      ptx::st_relaxed_sys(route->words[n] + at / 8, __float_as_uint(scale.scale) ^ kAllOnes);
   }
 }
 
 // Whether a thread's part of a row of BF16 holds the pattern.
-__device__ inline bool row_holds(const LowLatencyDispatchParams &d, int token, const RowBegin &begin, uint32_t pattern) {
+__device__ inline bool row_holds(const LowLatencyDispatchParams &d, int token, const RowBegin &begin,
+                                 uint32_t pattern) {
   const uint8_t *x = d.x + static_cast<uint64_t>(token) * 2 * d.call.hidden;
   bool found = holds(begin.a, pattern) || holds(begin.b, pattern);
-  for (int at = static_cast<int>(threadIdx.x) + 2 * kLlThreads; at < d.call.hidden / 8; at += kLlThreads) found |= holds(ptx::ld_stream(x + 16 * at), pattern);
+  for (int at = static_cast<int>(threadIdx.x) + 2 * kLlThreads; at < d.call.hidden / 8; at += kLlThreads)
+    found |= holds(ptx::ld_stream(x + 16 * at), pattern);
   return found;
 }
-__device__ inline void send_bf16_row(const LowLatencyDispatchParams &d, int token, const TokenRoute *route, const RowBegin &begin, uint32_t pattern) {
+__device__ inline void send_bf16_row(const LowLatencyDispatchParams &d, int token, const TokenRoute *route,
+                                     const RowBegin &begin, uint32_t pattern) {
   const int chunks = d.call.hidden / 8, thread = static_cast<int>(threadIdx.x);
   const uint8_t *x = d.x + static_cast<uint64_t>(token) * 2 * d.call.hidden;
 #pragma unroll 1
@@ -169,7 +191,7 @@ __device__ inline void send_bf16_row(const LowLatencyDispatchParams &d, int toke
   }
 }
 
-// ---- Send: all tokens of a block ---------------------------------------------------------------------------------------------------
+// ---- Send: all tokens of a block ------------------------------------------------------------------------------------
 
 // What a block loads before it knows whether the slots are empty, and even which call this is.
 struct EarlySend {
@@ -188,8 +210,8 @@ __device__ __forceinline__ EarlySend load_early_send(const LowLatencyDispatchPar
 }
 
 // False: the team failed.
-__device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowLatencyCall &call, const CodeTile &tile, const EarlySend &early,
-                                   SendTables *tables) {
+__device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowLatencyCall &call, const CodeTile &tile,
+                                   const EarlySend &early, SendTables *tables) {
   const LowLatencyParams &p = d.call;
   const bool fp8 = p.format == DK_FORMAT_FP8, loaded = p.num_tokens <= tile.tokens;
   const int first = first_of_block();
@@ -198,25 +220,33 @@ __device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowL
   for (int token = first; token < p.num_tokens; token += num_workers()) {
     RowBegin begin = early.row;
     if (token != first) begin = load_row_begin(d, token);
-    if (is_last_warp()) read_route(p, call, token, token == first ? early.entry : load_entry(p, token), tables); // the others have experts to count
+    if (is_last_warp())
+      read_route(p, call, token, token == first ? early.entry : load_entry(p, token),
+                 tables);  // the others have experts to count
     count_experts(p, tile, loaded, token, token == first ? 0 : p.num_experts, &tables->expert_counts);
-    if (token != first) __syncthreads();
-    else if (!await_empty_slots(p, call, early.slot)) return false;
+    if (token != first)
+      __syncthreads();
+    else if (!await_empty_slots(p, call, early.slot))
+      return false;
     mark(kMarkEmpty, threadIdx.x == 0);
-    uint32_t pattern = kAllOnes; // one that the row does not hold: nearly always the first one tried
-    for (uint32_t attempt = 0; !fp8 && __syncthreads_or(row_holds(d, token, begin, pattern)) != 0; ++attempt) pattern = pattern_of(attempt + 1);
+    uint32_t pattern = kAllOnes;  // one that the row does not hold: nearly always the first one tried
+    for (uint32_t attempt = 0; !fp8 && __syncthreads_or(row_holds(d, token, begin, pattern)) != 0; ++attempt)
+      pattern = pattern_of(attempt + 1);
     mark(kMarkCounted, threadIdx.x == 0);
     send_headers(p, call, token, tables, pattern);
     if (token == first && warp_id() == kLlThreads / kWarp - 2) send_own_counts(p, call, tables, p.num_topk, 0);
-    if (fp8) send_fp8_row(d, token, route, begin);
-    else send_bf16_row(d, token, route, begin, pattern);
+    if (fp8)
+      send_fp8_row(d, token, route, begin);
+    else
+      send_bf16_row(d, token, route, begin, pattern);
     mark(kMarkRowOut, threadIdx.x == 0);
-    for (int n = threadIdx.x; n < route->num_ranks; n += kLlThreads) // payload, for the statistics
+    for (int n = threadIdx.x; n < route->num_ranks; n += kLlThreads)  // payload, for the statistics
       atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[route->rank[n]]),
                 static_cast<unsigned long long>(fp8 ? p.hidden + p.hidden / 32 : 2 * p.hidden));
     if (token + num_workers() < p.num_tokens) __syncthreads();
   }
-  if (first >= p.num_tokens && !await_empty_slots(p, call, early.slot)) return false; // counts of old calls are as good as read then
+  if (first >= p.num_tokens && !await_empty_slots(p, call, early.slot))
+    return false;  // counts of old calls are as good as read then
   send_expert_counts(p, call, tile, loaded, first < p.num_tokens ? kWarp : 0, tables);
   __syncthreads();
   return true;

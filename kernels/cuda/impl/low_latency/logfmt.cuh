@@ -1,7 +1,8 @@
-// logfmt.cuh - rows in LogFMT-10: for each 128 channels a sign and 9 bits of magnitude, codes 1 to 511 evenly spaced in log2
-// between the block's least and greatest, rounded to nearest in linear value; code 0 is zero. 16 threads hold a block, 8 channels
-// each. On the wire three codes share a word with a constant bit, so no word is zero; a block that stays BF16 travels XORed with a
-// pattern it does not hold. The block's own word, behind the channels, says which, and the range.
+// logfmt.cuh - rows in LogFMT-10: for each 128 channels a sign and 9 bits of magnitude, codes 1 to 511 evenly spaced in
+// log2 between the block's least and greatest, rounded to nearest in linear value; code 0 is zero. 16 threads hold a
+// block, 8 channels each. On the wire three codes share a word with a constant bit, so no word is zero; a block that
+// stays BF16 travels XORed with a pattern it does not hold. The block's own word, behind the channels, says which, and
+// the range.
 #pragma once
 #include <cuda_bf16.h>
 
@@ -13,22 +14,25 @@ namespace deepep {
 enum : uint32_t { kBlockThere = 1u << 31, kBlockLogfmt = 1u << 30 };
 
 // By `threads` threads, a multiple of 32: a row of BF16 to a peer's slot.
-__device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, uint32_t *infos, int hidden, int thread, int threads) {
+__device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, uint32_t *infos, int hidden, int thread,
+                                   int threads) {
   const int chunks = hidden / 8;
   for (int first = 0; first < chunks; first += threads) {
     const int at = first + thread;
     const bool mine = at < chunks;
     const uint32_t half = mine ? 0xffffu << (lane_id() & 16) : 0;
-    if (!mine) continue; // whole blocks of 16 threads at a time
+    if (!mine) continue;  // whole blocks of 16 threads at a time
     const uint4 data = ptx::ld_stream(row + 16 * at);
     const uint32_t words[4] = {data.x, data.y, data.z, data.w};
     uint32_t low = 0x7fff, high = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t a = words[i] & 0x7fff, b = words[i] >> 16 & 0x7fff;
-      low = min(low, min(a, b)); high = max(high, max(a, b));
+      low = min(low, min(a, b));
+      high = max(high, max(a, b));
     }
-    low = __reduce_min_sync(half, low); high = __reduce_max_sync(half, high);
+    low = __reduce_min_sync(half, low);
+    high = __reduce_max_sync(half, high);
     uint8_t *block = to + at / 16 * 256;
     uint32_t *info = infos + at / 16;
     const int lane = at % 16;
@@ -55,16 +59,17 @@ __device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, uint32_t *in
 }
 
 // By the 16 threads of a block together: 8 channels of a row in a slot, times weight; the slot is emptied.
-__device__ inline void add_logfmt(const Session &s, int peer, uint64_t expected, uint8_t *row, uint32_t *infos, int at, float weight, float (&sum)[8]) {
+__device__ inline void add_logfmt(const Session &s, int peer, uint64_t expected, uint8_t *row, uint32_t *infos, int at,
+                                  float weight, float (&sum)[8]) {
   const uint32_t half = 0xffffu << (lane_id() & 16);
   uint32_t *info_at = infos + at / 16;
   const int lane = at % 16;
   uint8_t *block = row + at / 16 * 256;
   uint32_t info = ptx::ld_relaxed_sys(info_at);
   const bool came = info != 0 || wait_or_mask(s, peer, expected, [&](int64_t &) {
-    info = ptx::ld_relaxed_sys(info_at);
-    return info != 0;
-  });
+                      info = ptx::ld_relaxed_sys(info_at);
+                      return info != 0;
+                    });
   if (!__all_sync(half, came)) return;
   if (lane == 0) *info_at = 0;
   if ((info & kBlockLogfmt) == 0) {
@@ -73,7 +78,8 @@ __device__ inline void add_logfmt(const Session &s, int peer, uint64_t expected,
     data = exclusive_or(data, pattern_of(info & ~kBlockThere));
     for (int i = 0; i < 4; ++i) {
       const uint32_t word = i == 0 ? data.x : i == 1 ? data.y : i == 2 ? data.z : data.w;
-      sum[2 * i] = fmaf(bf16_low(word), weight, sum[2 * i]); sum[2 * i + 1] = fmaf(bf16_high(word), weight, sum[2 * i + 1]);
+      sum[2 * i] = fmaf(bf16_low(word), weight, sum[2 * i]);
+      sum[2 * i + 1] = fmaf(bf16_high(word), weight, sum[2 * i + 1]);
     }
     return;
   }

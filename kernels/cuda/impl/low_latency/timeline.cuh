@@ -1,13 +1,29 @@
 // timeline.cuh - where a low-latency call spends its time, for bench_ops mode=lltimeline. Built in only with
-// -DDEEPEP_TIMELINE: each block then keeps the clock of each mark, for the last calls of dispatch and of combine; else nothing is left.
+// -DDEEPEP_TIMELINE: each block then keeps the clock of each mark, for the last calls of dispatch and of combine; else
+// nothing is left.
 #pragma once
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/types.cuh"
 
 namespace deepep {
 
-enum Mark { kMarkBegin, kMarkEmpty, kMarkRowOut, kMarkCounted, kMarkSent, kMarkKnown, kMarkFirstHeader, kMarkLastHeader, kMarkArrived, kMarkLeft,
-            kMarkRecorded, kMarkClockBegin, kMarkClockEnd, kMarkGpuBegin, kNumMarks = 16 };
+enum Mark {
+  kMarkBegin,
+  kMarkEmpty,
+  kMarkRowOut,
+  kMarkCounted,
+  kMarkSent,
+  kMarkKnown,
+  kMarkFirstHeader,
+  kMarkLastHeader,
+  kMarkArrived,
+  kMarkLeft,
+  kMarkRecorded,
+  kMarkClockBegin,
+  kMarkClockEnd,
+  kMarkGpuBegin,
+  kNumMarks = 16
+};
 
 #ifdef DEEPEP_TIMELINE
 constexpr int kTimelineCalls = 64, kTimelineBlocks = 192;
@@ -32,7 +48,8 @@ __device__ __forceinline__ void end_timeline(int op, uint64_t call) {
   mark(kMarkRecorded, threadIdx.x == 0);
   if (threadIdx.x == 0) block_marks()[kMarkClockEnd] = ptx::global_timer_ns();
   __syncthreads();
-  if (threadIdx.x < kNumMarks && blockIdx.x < kTimelineBlocks) g_timeline[op][call / 2 % kTimelineCalls][blockIdx.x][threadIdx.x] = block_marks()[threadIdx.x];
+  if (threadIdx.x < kNumMarks && blockIdx.x < kTimelineBlocks)
+    g_timeline[op][call / 2 % kTimelineCalls][blockIdx.x][threadIdx.x] = block_marks()[threadIdx.x];
 }
 #else
 __device__ __forceinline__ void mark(Mark, bool) {}

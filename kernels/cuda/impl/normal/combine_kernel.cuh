@@ -1,33 +1,35 @@
-// combine_kernel.cuh - rows back to their tokens' ranks, and the sums there. Senders push rows of x in the order of their
-// destination's tokens; reducing warps take tokens by tickets and sum in FP32 in the order of ranks.
+// combine_kernel.cuh - rows back to their tokens' ranks, and the sums there. Senders push rows of x in the order of
+// their destination's tokens; reducing warps take tokens by tickets and sum in FP32 in the order of ranks.
 #pragma once
 #include "cuda/impl/normal/combine_params.cuh"
 #include "cuda/impl/normal/send_rows.cuh"
 
 namespace deepep {
 
-// kSenders is the most; with many blocks fewer send and the others sum: 60 to 72 warps of all blocks keep the links full, and each one
-// less to wait for shortens the queues. With 24 blocks 3 of 4 took 473 us and all 498, with 16 they took 562 and 472.
+// kSenders is the most; with many blocks fewer send and the others sum: 60 to 72 warps of all blocks keep the links
+// full, and each one less to wait for shortens the queues. With 24 blocks 3 of 4 took 473 us and all 498, with 16 they
+// took 562 and 472.
 constexpr int kCombineSenders = 60;
-template <bool kBulk> struct CombineRoles {
+template <bool kBulk>
+struct CombineRoles {
   static constexpr int kSenders = kBulk ? 4 : 8, kPublishers = 1, kReducers = kBulk ? 15 : 11;
   static constexpr int kReducersAt = kSenders + kPublishers;
   static constexpr int kWarps = kReducersAt + kReducers, kThreads = kWarps * kWarp;
-  static int senders(int blocks, int num_ranks) { // each rank needs one, see combine_job
+  static int senders(int blocks, int num_ranks) {  // each rank needs one, see combine_job
     return kBulk ? min(kSenders, max(ceil_div(kCombineSenders, blocks), ceil_div(num_ranks, blocks))) : kSenders;
   }
 };
 
 struct CombineDest {
-  uint8_t *rows, *meta;       // slot 0 of my ring there
+  uint8_t *rows, *meta;  // slot 0 of my ring there
   uint64_t *flags;
-  const uint64_t *credits;    // here
-  int32_t first_row, num_rows; // of x
+  const uint64_t *credits;      // here
+  int32_t first_row, num_rows;  // of x
 };
 struct CombineSource {
-  const uint8_t *rows, *meta; // slot 0 of the source's ring here
+  const uint8_t *rows, *meta;  // slot 0 of the source's ring here
   const uint64_t *flags;
-  uint64_t *credits;          // there
+  uint64_t *credits;  // there
   int32_t num_rows, reserved;
 };
 
@@ -35,7 +37,8 @@ __host__ __device__ inline RingShape combine_ring(const CombineParams &p) {
   return ring_shape(p.session.team.nvl_bytes, p.session.team.num_ranks, p.row_bytes, p.num_topk * 4);
 }
 
-template <bool kBulk> struct CombineShared {
+template <bool kBulk>
+struct CombineShared {
   uint32_t stages, dests, sources, queues, bytes;
   __host__ __device__ CombineShared(uint32_t num_ranks, uint32_t stage_bytes) {
     constexpr uint32_t senders = CombineRoles<kBulk>::kSenders, stages_each = kBulk ? kSendStages : 1;
@@ -56,10 +59,18 @@ __device__ inline void set_up_combine(const CombineParams &p, CombineDest *dests
     const int32_t *matrix = p.rank_prefix_matrix;
     uint8_t *there = team.peers[r] + team.nvl, *here = team.self + team.nvl;
     const int first = matrix_before(matrix, num_ranks, r, me);
-    dests[r] = {there + ring.payload(me, 0), there + ring.meta(me, 0), team.ring_flag(r, kPayload, me),
-                team.ring_credit(me, kPayload, r), first, matrix[r * num_ranks + me] - first};
-    sources[r] = {here + ring.payload(r, 0), here + ring.meta(r, 0), team.ring_flag(me, kPayload, r), team.ring_credit(r, kPayload, me),
-                  matrix[me * num_ranks + r] - matrix_before(matrix, num_ranks, me, r), 0};
+    dests[r] = {there + ring.payload(me, 0),
+                there + ring.meta(me, 0),
+                team.ring_flag(r, kPayload, me),
+                team.ring_credit(me, kPayload, r),
+                first,
+                matrix[r * num_ranks + me] - first};
+    sources[r] = {here + ring.payload(r, 0),
+                  here + ring.meta(r, 0),
+                  team.ring_flag(me, kPayload, r),
+                  team.ring_credit(r, kPayload, me),
+                  matrix[me * num_ranks + r] - matrix_before(matrix, num_ranks, me, r),
+                  0};
     if (blockIdx.x == 0) team.scratch->sent_bytes[r] = static_cast<uint64_t>(dests[r].num_rows) * p.row_bytes;
   }
   __syncthreads();
@@ -71,13 +82,17 @@ struct CombineJob {
   const CombineDest *dests;
   uint64_t epoch;
   RingShape ring;
-  int dest;                   // whose rows this warp takes; -1: everybody's, by turns
-  int tickets;                // how many there are
-  int ticket = -1;            // lane 0: taken one ahead
+  int dest;         // whose rows this warp takes; -1: everybody's, by turns
+  int tickets;      // how many there are
+  int ticket = -1;  // lane 0: taken one ahead
 
   // Rows are named by their index in x: the destination follows from it.
-  __device__ uint32_t take() const { return atomicAdd(&p.session.team.scratch->rows_taken[epoch % 2][max(dest, 0)], 1u); }
-  __device__ void start() { if (lane_id() == 0) ticket = static_cast<int>(take()); }
+  __device__ uint32_t take() const {
+    return atomicAdd(&p.session.team.scratch->rows_taken[epoch % 2][max(dest, 0)], 1u);
+  }
+  __device__ void start() {
+    if (lane_id() == 0) ticket = static_cast<int>(take());
+  }
   __device__ int next() {
     const int num_ranks = p.session.team.num_ranks;
     for (;;) {
@@ -111,19 +126,25 @@ struct CombineJob {
   }
   __device__ void extra(int, int row) const {
     const int r = dest_of(row);
-    auto *to = reinterpret_cast<float *>(dests[r].meta + static_cast<uint64_t>(place_of(row, r).slot) * ring.meta_stride);
-    for (int k = lane_id(); k < p.num_topk; k += kWarp) to[k] = p.topk_weights == nullptr ? 0 : p.topk_weights[static_cast<int64_t>(row) * p.num_topk + k];
+    auto *to =
+        reinterpret_cast<float *>(dests[r].meta + static_cast<uint64_t>(place_of(row, r).slot) * ring.meta_stride);
+    for (int k = lane_id(); k < p.num_topk; k += kWarp)
+      to[k] = p.topk_weights == nullptr ? 0 : p.topk_weights[static_cast<int64_t>(row) * p.num_topk + k];
   }
-  template <class F> __device__ void each(int, int row, F f) const {
+  template <class F>
+  __device__ void each(int, int row, F f) const {
     const int r = dest_of(row);
     f(dests[r].rows + static_cast<uint64_t>(place_of(row, r).slot) * ring.payload_stride);
   }
 };
 
-// What a reducing warp takes at a time: chunks (16 bytes) [first, end) of a token's row. Whole rows where their slots are used again,
-// since a slot's credit says that all of it has been read. Else pieces of 8 KB, for with whole rows the warps that have the last tokens
-// work on when the others have nothing left: 5 us less for rows of 14 KB. Each piece costs a look at the flags: 4 KB took 70 us more.
-struct SumPiece { int token, first, end; };
+// What a reducing warp takes at a time: chunks (16 bytes) [first, end) of a token's row. Whole rows where their slots
+// are used again, since a slot's credit says that all of it has been read. Else pieces of 8 KB, for with whole rows the
+// warps that have the last tokens work on when the others have nothing left: 5 us less for rows of 14 KB. Each piece
+// costs a look at the flags: 4 KB took 70 us more.
+struct SumPiece {
+  int token, first, end;
+};
 constexpr int kPieceChunks = 512;
 constexpr int kWholeRow = 1 << 30;
 __device__ inline int piece_chunks(const CombineParams &p, const CombineSource *sources, const RingShape &ring) {
@@ -132,14 +153,15 @@ __device__ inline int piece_chunks(const CombineParams &p, const CombineSource *
   return longest <= static_cast<int>(ring.slots) ? kPieceChunks : kWholeRow;
 }
 __device__ inline SumPiece sum_piece_at(const CombineParams &p, int each, int ticket) {
-  const int chunks = static_cast<int>(p.row_bytes / 16), per_token = ceil_div(chunks, each), first = ticket % per_token * each;
+  const int chunks = static_cast<int>(p.row_bytes / 16), per_token = ceil_div(chunks, each),
+            first = ticket % per_token * each;
   return {ticket / per_token, first, min(first + each, chunks)};
 }
 
-// A piece of the sum of a token's rows. `slots` is shared, [R]: the slot of the row from each rank, or -1. Two rows are on their way
-// at a time: a warp that waited for each in turn would be bound by latency.
-__device__ inline void sum_piece(const CombineParams &p, const CombineSource *sources, const RingShape &ring, const int32_t *slots,
-                                 const SumPiece &piece) {
+// A piece of the sum of a token's rows. `slots` is shared, [R]: the slot of the row from each rank, or -1. Two rows are
+// on their way at a time: a warp that waited for each in turn would be bound by latency.
+__device__ inline void sum_piece(const CombineParams &p, const CombineSource *sources, const RingShape &ring,
+                                 const int32_t *slots, const SumPiece &piece) {
   constexpr int kUnroll = 4;
   const int num_ranks = p.session.team.num_ranks, token = piece.token, chunks = piece.end;
   const uint64_t row = static_cast<uint64_t>(token) * p.row_bytes;
@@ -150,7 +172,10 @@ __device__ inline void sum_piece(const CombineParams &p, const CombineSource *so
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         while (r < num_ranks && slots[r] < 0) ++r;
-        if (r < num_ranks) { from[n] = sources[r].rows + static_cast<uint64_t>(slots[r]) * p.row_bytes + 16ull * base; ++r; }
+        if (r < num_ranks) {
+          from[n] = sources[r].rows + static_cast<uint64_t>(slots[r]) * p.row_bytes + 16ull * base;
+          ++r;
+        }
       }
       uint4 data[2][kUnroll];
 #pragma unroll
@@ -170,7 +195,8 @@ __device__ inline void sum_piece(const CombineParams &p, const CombineSource *so
       if (at >= chunks) continue;
 #pragma unroll 1
       for (int b = 0; b < 2; ++b)
-        if (p.bias[b] != nullptr) add_bf16(sum[u], ptx::ld_stream(reinterpret_cast<const uint8_t *>(p.bias[b]) + row + 16ull * at));
+        if (p.bias[b] != nullptr)
+          add_bf16(sum[u], ptx::ld_stream(reinterpret_cast<const uint8_t *>(p.bias[b]) + row + 16ull * at));
       ptx::st_stream(reinterpret_cast<uint8_t *>(p.combined_x) + row + 16ull * at, round_bf16(sum[u]));
     }
   }
@@ -178,23 +204,28 @@ __device__ inline void sum_piece(const CombineParams &p, const CombineSource *so
   for (int k = lane_id(); k < p.num_topk; k += kWarp) {
     float sum = 0;
     for (int r = 0; r < num_ranks; ++r)
-      if (slots[r] >= 0) sum += reinterpret_cast<const float *>(sources[r].meta + static_cast<uint64_t>(slots[r]) * ring.meta_stride)[k];
+      if (slots[r] >= 0)
+        sum += reinterpret_cast<const float *>(sources[r].meta + static_cast<uint64_t>(slots[r]) * ring.meta_stride)[k];
     p.combined_weights[static_cast<int64_t>(token) * p.num_topk + k] = sum;
   }
 }
 
 // Role of a warp. `slots`: its own shared [R].
-__device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, const CombineSource *sources, int32_t *slots) {
+__device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, const CombineSource *sources,
+                                     int32_t *slots) {
   const int num_ranks = p.session.team.num_ranks;
   const RingShape ring = combine_ring(p);
   const int each = piece_chunks(p, sources, ring);
-  const auto take = [&] { return lane_id() == 0 ? static_cast<int>(atomicAdd(&p.session.team.scratch->tokens_taken[epoch % 2], 1u)) : 0; };
+  const auto take = [&] {
+    return lane_id() == 0 ? static_cast<int>(atomicAdd(&p.session.team.scratch->tokens_taken[epoch % 2], 1u)) : 0;
+  };
   int ticket = take();
   for (;;) {
     const SumPiece piece = sum_piece_at(p, each, __shfl_sync(kAllLanes, ticket, 0));
     if (piece.token >= p.num_tokens) return;
     ticket = take();
-    for (int r = lane_id(); r < num_ranks; r += kWarp) slots[r] = p.send_head[static_cast<int64_t>(piece.token) * num_ranks + r];
+    for (int r = lane_id(); r < num_ranks; r += kWarp)
+      slots[r] = p.send_head[static_cast<int64_t>(piece.token) * num_ranks + r];
     __syncwarp();
     int missing = -1;
     const bool good = warp_wait_or_fail(
@@ -202,7 +233,7 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
         [&] {
           missing = -1;
           for (int r = lane_id(); r < num_ranks && missing < 0; r += kWarp) {
-            const int head = slots[r]; // the row's number, until all are there
+            const int head = slots[r];  // the row's number, until all are there
             if (head < 0) continue;
             const RingPlace place = ring_place(head, ring.slots);
             if (ptx::ld_acquire_sys(&sources[r].flags[place.slot]) != ring_value(epoch, place.lap)) missing = r;
@@ -227,8 +258,9 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
   }
 }
 
-// Rows go to all destinations by turns, so that tokens' rows from all ranks arrive together, unless some ring is too small for all its
-// rows: a row that waits for room must not hold back rows to others, so each destination then has its own warps.
+// Rows go to all destinations by turns, so that tokens' rows from all ranks arrive together, unless some ring is too
+// small for all its rows: a row that waits for room must not hold back rows to others, so each destination then has its
+// own warps.
 __device__ inline CombineJob combine_job(const CombineParams &p, const CombineDest *dests, uint64_t epoch) {
   const int num_ranks = p.session.team.num_ranks, worker = warp_id() * gridDim.x + blockIdx.x;
   const RingShape ring = combine_ring(p);
@@ -240,7 +272,8 @@ __device__ inline CombineJob combine_job(const CombineParams &p, const CombineDe
 }
 
 template <bool kBulk>
-__device__ inline void run_combine_roles(const CombineParams &p, uint64_t epoch, uint8_t *shared, int32_t *slots, RowSender<kBulk, CombineJob> &rows) {
+__device__ inline void run_combine_roles(const CombineParams &p, uint64_t epoch, uint8_t *shared, int32_t *slots,
+                                         RowSender<kBulk, CombineJob> &rows) {
   using Roles = CombineRoles<kBulk>;
   const CombineShared<kBulk> at(p.session.team.num_ranks, p.stage_bytes);
   const auto *dests = reinterpret_cast<const CombineDest *>(shared + at.dests);
@@ -259,14 +292,16 @@ __device__ inline void run_combine_roles(const CombineParams &p, uint64_t epoch,
       ptx::st_relaxed_sys(&dests[r].flags[place.slot], ring_value(epoch, place.lap));
     });
   } else {
-    reduce_tokens(p, epoch, sources, slots + (warp > Roles::kSenders ? warp - Roles::kReducersAt : Roles::kReducers + warp) * num_ranks);
+    reduce_tokens(p, epoch, sources,
+                  slots + (warp > Roles::kSenders ? warp - Roles::kReducersAt : Roles::kReducers + warp) * num_ranks);
   }
 }
 
 template <bool kBulk>
-__global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine_kernel(const __grid_constant__ CombineParams p) {
+__global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1)
+    combine_kernel(const __grid_constant__ CombineParams p) {
 #if !DEEPEP_HAS_BULK_COPY
-  if constexpr (kBulk) return; // the launcher does not choose this form below 9.0
+  if constexpr (kBulk) return;  // the launcher does not choose this form below 9.0
 #endif
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.session;
@@ -284,8 +319,10 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine_kern
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     const bool sends = warp_id() < p.senders;
     if (sends) rows.start();
-    if (await_enter(s, hand)) run_combine_roles<kBulk>(p, epoch, shared, reinterpret_cast<int32_t *>(shared + at.bytes), rows);
-    else if (sends) rows.abandon();
+    if (await_enter(s, hand))
+      run_combine_roles<kBulk>(p, epoch, shared, reinterpret_cast<int32_t *>(shared + at.bytes), rows);
+    else if (sends)
+      rows.abandon();
   }
   finish(s, [&](bool failed) {
     if (failed) clear_combine_outputs(p);

@@ -1,32 +1,41 @@
-// dispatch_kernel.cuh - rows to the ranks that hold their experts. Roles by warp: senders of rows, the publisher, senders and
-// receivers of metadata, receivers of rows (which copy staged rows out; a registered segment needs none). No role of a block
-// waits for another of the same block, so a grid that is resident makes progress whatever the order of arrival.
+// dispatch_kernel.cuh - rows to the ranks that hold their experts. Roles by warp: senders of rows, the publisher,
+// senders and receivers of metadata, receivers of rows (which copy staged rows out; a registered segment needs none).
+// No role of a block waits for another of the same block, so a grid that is resident makes progress whatever the order
+// of arrival.
 #pragma once
 #include "cuda/impl/normal/dispatch_meta.cuh"
 
 namespace deepep {
 
-template <bool kBulk> struct DispatchRoles {
-  static constexpr int kSenders = kBulk ? 4 : 7, kPublishers = 1, kMetaSenders = 4, kMetaReceivers = kBulk ? 4 : 3, kRowReceivers = kBulk ? 7 : 5;
+template <bool kBulk>
+struct DispatchRoles {
+  static constexpr int kSenders = kBulk ? 4 : 7, kPublishers = 1, kMetaSenders = 4, kMetaReceivers = kBulk ? 4 : 3,
+                       kRowReceivers = kBulk ? 7 : 5;
   static constexpr int kMetaSendersAt = kSenders + kPublishers, kMetaReceiversAt = kMetaSendersAt + kMetaSenders;
   static constexpr int kRowReceiversAt = kMetaReceiversAt + kMetaReceivers;
   static constexpr int kWarps = kRowReceiversAt + kRowReceivers, kThreads = kWarps * kWarp;
-  // Where rows come straight to their places, the warps that would receive them send metadata too: it should be out before the links
-  // are full of rows, for behind these each of its stores waits.
-  __host__ __device__ static int meta_senders(const DispatchParams &p) { return kMetaSenders + (p.recv_segment < 0 ? 0 : kRowReceivers); }
-  __device__ static int meta_sender(const DispatchParams &p, int warp) { // -1: it is none
+  // Where rows come straight to their places, the warps that would receive them send metadata too: it should be out
+  // before the links are full of rows, for behind these each of its stores waits.
+  __host__ __device__ static int meta_senders(const DispatchParams &p) {
+    return kMetaSenders + (p.recv_segment < 0 ? 0 : kRowReceivers);
+  }
+  __device__ static int meta_sender(const DispatchParams &p, int warp) {  // -1: it is none
     if (warp >= kMetaSendersAt && warp < kMetaReceiversAt) return warp - kMetaSendersAt;
     return p.recv_segment >= 0 && warp >= kRowReceiversAt ? kMetaSenders + warp - kRowReceiversAt : -1;
   }
 };
 
-// Which blocks send rows and which copy staged rows out. An SM whose stores queue for the links is slow at copying, so where there
-// are enough blocks each does one of the two; its idle senders then copy too. Rows of 14 KB gained by that with 24 blocks and lost
-// with 20, rows of 7 KB gained with 16. The form without bulk copies gains most: 475 and 910 us became 280 and 514 with 24 blocks.
-constexpr int kStagedSenders = 32, kDirectSenders = 36; // warps of all blocks: enough to keep the links full; more only make queues longer
-template <bool kBulk> struct DispatchSplit {
-  static constexpr int kCopiers = DispatchRoles<kBulk>::kSenders + DispatchRoles<kBulk>::kMetaSenders + DispatchRoles<kBulk>::kRowReceivers;
-  int senders, copiers;       // blocks
+// Which blocks send rows and which copy staged rows out. An SM whose stores queue for the links is slow at copying, so
+// where there are enough blocks each does one of the two; its idle senders then copy too. Rows of 14 KB gained by that
+// with 24 blocks and lost with 20, rows of 7 KB gained with 16. The form without bulk copies gains most: 475 and 910 us
+// became 280 and 514 with 24 blocks.
+constexpr int kStagedSenders = 32,
+              kDirectSenders = 36;  // warps of all blocks: enough to keep the links full; more only make queues longer
+template <bool kBulk>
+struct DispatchSplit {
+  static constexpr int kCopiers =
+      DispatchRoles<kBulk>::kSenders + DispatchRoles<kBulk>::kMetaSenders + DispatchRoles<kBulk>::kRowReceivers;
+  int senders, copiers;  // blocks
   bool apart;
   __device__ DispatchSplit(bool staged_here, uint32_t row_bytes, int blocks, int num_ranks) {
     senders = (13 * blocks + 23) / 24;
@@ -38,7 +47,8 @@ template <bool kBulk> struct DispatchSplit {
 };
 
 // Shared memory of a block, in this order.
-template <bool kBulk> struct DispatchShared {
+template <bool kBulk>
+struct DispatchShared {
   uint32_t stages, dests, meta, heads, queues, bytes;
   __host__ __device__ DispatchShared(const DispatchParams &p, uint32_t stage_bytes) {
     const uint32_t num_ranks = p.session.team.num_ranks;
@@ -69,7 +79,8 @@ __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int
     const bool good = warp_wait_or_fail(
         p.session, static_cast<int64_t>(epoch),
         [&] {
-          here = __ballot_sync(kAllLanes, ahead < rows && ptx::ld_acquire_sys(&flags[place.slot]) == ring_value(epoch, place.lap));
+          here = __ballot_sync(kAllLanes,
+                               ahead < rows && ptx::ld_acquire_sys(&flags[place.slot]) == ring_value(epoch, place.lap));
           return (here & 1) != 0;
         },
         [&] { return lane_id() == 0 ? share.source : -1; });
@@ -78,7 +89,8 @@ __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int
     const int count = here == kAllLanes ? kWarp : __ffs(static_cast<int>(~here)) - 1;
     for (int i = 0; i < count; ++i, row += share.step) {
       const RingPlace at = ring_place(row, ring.slots);
-      copy_row(p.recv_x + (static_cast<uint64_t>(before) + row) * p.row_bytes, rows_here + static_cast<uint64_t>(at.slot) * p.row_bytes, p.row_bytes);
+      copy_row(p.recv_x + (static_cast<uint64_t>(before) + row) * p.row_bytes,
+               rows_here + static_cast<uint64_t>(at.slot) * p.row_bytes, p.row_bytes);
       if (row + static_cast<int>(ring.slots) >= rows) continue;
       __syncwarp();
       if (lane_id() == 0) return_credit(team, kPayload, share.source, at.slot, ring_value(epoch, at.lap));
@@ -86,8 +98,8 @@ __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int
   }
 }
 
-// Everything this block sent is published; the last block of the rank says so to all, and rows that were written straight to
-// their places are awaited.
+// Everything this block sent is published; the last block of the rank says so to all, and rows that were written
+// straight to their places are awaited.
 __device__ inline void announce_and_await_done(const DispatchParams &p, uint64_t epoch) {
   const TeamView &team = p.session.team;
   uint32_t before = 0;
@@ -112,20 +124,21 @@ __device__ inline void announce_and_await_done(const DispatchParams &p, uint64_t
 }
 
 // Whether this warp sends rows.
-template <bool kBulk> __device__ inline bool sends_rows(const DispatchParams &p, const DispatchSplit<kBulk> &split) {
+template <bool kBulk>
+__device__ inline bool sends_rows(const DispatchParams &p, const DispatchSplit<kBulk> &split) {
   if (warp_id() >= DispatchRoles<kBulk>::kSenders || !split.sends()) return false;
   return !kBulk || warp_id() < ceil_div(p.recv_segment < 0 ? kStagedSenders : kDirectSenders, split.senders);
 }
 
 template <bool kBulk>
-__device__ inline void run_dispatch_roles(const DispatchParams &p, const DispatchSplit<kBulk> &split, uint64_t epoch, uint8_t *shared, bool staged,
-                                          RowSender<kBulk, DispatchJob> &rows) {
+__device__ inline void run_dispatch_roles(const DispatchParams &p, const DispatchSplit<kBulk> &split, uint64_t epoch,
+                                          uint8_t *shared, bool staged, RowSender<kBulk, DispatchJob> &rows) {
   using Roles = DispatchRoles<kBulk>;
   const DispatchShared<kBulk> at(p, p.stage_bytes);
   const auto *dests = reinterpret_cast<const DispatchDest *>(shared + at.dests);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   const int warp = warp_id(), num_ranks = p.session.team.num_ranks;
-  int copier = -1; // which of the block's copying warps this one is
+  int copier = -1;  // which of the block's copying warps this one is
   const int meta_sender = split.sends() ? Roles::meta_sender(p, warp) : -1;
   if (meta_sender >= 0) {
     send_meta<kBulk>(p, dests, {shared + at.meta + meta_sender * meta_space_bytes(p), 0}, epoch);
@@ -150,20 +163,26 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, const Dispatc
   } else if (split.copiers > 0 && (!split.apart || !split.sends())) {
     copier = warp - Roles::kRowReceiversAt + (split.apart ? Roles::kSenders + Roles::kMetaSenders : 0);
   }
-  const int copiers_each = split.apart ? DispatchSplit<kBulk>::kCopiers : Roles::kRowReceivers, first = split.apart ? split.senders : 0;
-  if (copier >= 0) receive_rows(p, epoch, copier * split.copiers + (static_cast<int>(blockIdx.x) - first), copiers_each * split.copiers);
+  const int copiers_each = split.apart ? DispatchSplit<kBulk>::kCopiers : Roles::kRowReceivers,
+            first = split.apart ? split.senders : 0;
+  if (copier >= 0)
+    receive_rows(p, epoch, copier * split.copiers + (static_cast<int>(blockIdx.x) - first),
+                 copiers_each * split.copiers);
 }
 
 template <bool kBulk>
-__device__ inline DispatchJob dispatch_job(const DispatchParams &p, const DispatchShared<kBulk> &at, uint64_t epoch, uint8_t *shared) {
-  auto *heads = reinterpret_cast<int32_t *>(shared + at.heads) + warp_id() * (kBulk ? kSendStages : 1) * p.session.team.num_ranks;
+__device__ inline DispatchJob dispatch_job(const DispatchParams &p, const DispatchShared<kBulk> &at, uint64_t epoch,
+                                           uint8_t *shared) {
+  auto *heads =
+      reinterpret_cast<int32_t *>(shared + at.heads) + warp_id() * (kBulk ? kSendStages : 1) * p.session.team.num_ranks;
   return {p, reinterpret_cast<const DispatchDest *>(shared + at.dests), epoch, heads};
 }
 
 template <bool kBulk>
-__global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_kernel(const __grid_constant__ DispatchParams p) {
+__global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
+    dispatch_kernel(const __grid_constant__ DispatchParams p) {
 #if !DEEPEP_HAS_BULK_COPY
-  if constexpr (kBulk) return; // the launcher does not choose this form below 9.0
+  if constexpr (kBulk) return;  // the launcher does not choose this form below 9.0
 #endif
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.session;
@@ -196,7 +215,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1) dispatch_ke
   }
   finish(s, [&](bool failed) {
     if (failed) clear_dispatch_outputs(p);
-    if (threadIdx.x == 0) { // both copies of the tickets: one has been 0 anyway
+    if (threadIdx.x == 0) {  // both copies of the tickets: one has been 0 anyway
       Scratch *scratch = s.team.scratch;
       scratch->blocks_sent = 0;
       for (int copy = 0; copy < 2; ++copy) scratch->tokens_taken[copy] = scratch->metas_taken[copy] = 0;

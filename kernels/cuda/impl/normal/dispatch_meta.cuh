@@ -1,21 +1,23 @@
-// dispatch_meta.cuh - what belongs to a row besides its payload: scales, weights, indices, source. Sent through the ring even
-// where the payload goes straight to its place, ahead of it, and spread out at the receiver meanwhile.
+// dispatch_meta.cuh - what belongs to a row besides its payload: scales, weights, indices, source. Sent through the
+// ring even where the payload goes straight to its place, ahead of it, and spread out at the receiver meanwhile.
 #pragma once
 #include "cuda/impl/normal/dispatch_params.cuh"
 
 namespace deepep {
 
-constexpr int kMetaChunk = kWarp;    // rows that a receiving warp awaits together
+constexpr int kMetaChunk = kWarp;  // rows that a receiving warp awaits together
 
-// A sending warp's shared memory. A batch of tokens is loaded at once; then the rows of one rank after the other are made of it and
-// go out together, since consecutive rows of a rank lie side by side in its ring: stores of single words would queue behind rows.
+// A sending warp's shared memory. A batch of tokens is loaded at once; then the rows of one rank after the other are
+// made of it and go out together, since consecutive rows of a rank lie side by side in its ring: stores of single words
+// would queue behind rows.
 struct MetaSpace {
   uint8_t *base;
-  uint32_t slot;              // of kMetaSlots, used in turn
+  uint32_t slot;  // of kMetaSlots, used in turn
   // The batch's rows as loaded; those of one rank; which of the batch these are, [kMetaBatch].
   __device__ uint32_t *common() const { return reinterpret_cast<uint32_t *>(base); }
   __device__ uint32_t *rows(const DispatchParams &p) const {
-    return reinterpret_cast<uint32_t *>(base + p.meta_rows * (p.meta.common_stride + slot % kMetaSlots * p.meta.stride));
+    return reinterpret_cast<uint32_t *>(base +
+                                        p.meta_rows * (p.meta.common_stride + slot % kMetaSlots * p.meta.stride));
   }
   __device__ int32_t *tokens(const DispatchParams &p) const {
     return reinterpret_cast<int32_t *>(base + p.meta_rows * (p.meta.common_stride + kMetaSlots * p.meta.stride));
@@ -29,15 +31,19 @@ __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace
   const int row_words = static_cast<int>(p.meta.common_stride / 4), lane = lane_id();
   for (int t = 0; t < tokens; ++t)
     for (int at = lane; at < p.num_scales; at += kWarp)
-      ptx::copy_word_async(space.common() + t * row_words + at, p.scales + (first + t) * p.scale_token_stride + at * p.scale_stride);
+      ptx::copy_word_async(space.common() + t * row_words + at,
+                           p.scales + (first + t) * p.scale_token_stride + at * p.scale_stride);
   for (int i = lane; i < tokens * p.num_topk; i += kWarp) {
     const int t = i / p.num_topk, k = i % p.num_topk, words = p.index_words();
     const int64_t at = static_cast<int64_t>(first) * p.num_topk + i;
     uint32_t *row = space.common() + t * row_words;
-    if (p.topk_weights != nullptr) ptx::copy_word_async(row + p.num_scales + k, p.topk_weights + at);
-    else row[p.num_scales + k] = 0;
+    if (p.topk_weights != nullptr)
+      ptx::copy_word_async(row + p.num_scales + k, p.topk_weights + at);
+    else
+      row[p.num_scales + k] = 0;
     for (int w = 0; w < words; ++w)
-      ptx::copy_word_async(row + p.meta.numbers_at + k * words + w, static_cast<const uint32_t *>(p.topk_idx) + at * words + w);
+      ptx::copy_word_async(row + p.meta.numbers_at + k * words + w,
+                           static_cast<const uint32_t *>(p.topk_idx) + at * words + w);
   }
   ptx::copy_words_commit();
   ptx::copy_words_wait<0>();
@@ -47,12 +53,13 @@ __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace
 // The number of entry k's expert at rank r, or p.meta.none.
 __device__ inline uint32_t number_at_rank(const DispatchParams &p, const uint32_t *common_row, int k, int r) {
   const uint32_t words = p.index_words(), *index = common_row + p.meta.numbers_at + k * words;
-  const uint32_t mine = index[0] - r * p.meta.num_local; // -1 becomes too large
+  const uint32_t mine = index[0] - r * p.meta.num_local;  // -1 becomes too large
   return mine < p.meta.num_local && (words == 1 || index[1] == 0) ? mine : p.meta.none;
 }
 
 // The `rows` tokens of the batch that space.tokens names, as rank r gets them.
-__device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &space, uint32_t *out, int r, int rows, int first) {
+__device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &space, uint32_t *out, int r, int rows,
+                                      int first) {
   const int row_words = static_cast<int>(p.meta.stride / 4), common_words = static_cast<int>(p.meta.common_stride / 4);
   for (int j = 0; j < rows; ++j) {
     const auto *from = reinterpret_cast<const uint4 *>(space.common() + space.tokens(p)[j] * common_words);
@@ -66,20 +73,26 @@ __device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &
     uint32_t *row = out + j * row_words, packed = 0;
     for (int h = 0; h <= p.meta.shift; ++h) {
       const int k = (at << p.meta.shift) + h;
-      const uint32_t number = k < p.num_topk ? number_at_rank(p, space.common() + space.tokens(p)[j] * common_words, k, r) : p.meta.none;
+      const uint32_t number =
+          k < p.num_topk ? number_at_rank(p, space.common() + space.tokens(p)[j] * common_words, k, r) : p.meta.none;
       if (k < p.num_topk && number == p.meta.none) row[p.num_scales + k] = 0;
       packed |= number << (16 * h);
     }
     row[p.meta.numbers_at + at] = packed;
   }
-  for (int j = lane_id(); !p.cached && j < rows; j += kWarp) out[j * row_words + p.meta.source_at] = static_cast<uint32_t>(first + space.tokens(p)[j]);
+  for (int j = lane_id(); !p.cached && j < rows; j += kWarp)
+    out[j * row_words + p.meta.source_at] = static_cast<uint32_t>(first + space.tokens(p)[j]);
 }
 
 // Whole warp: from shared memory, multiples of 16 bytes.
-template <bool kBulk> __device__ inline void push_shared(uint8_t *to, const void *from, uint32_t bytes) {
+template <bool kBulk>
+__device__ inline void push_shared(uint8_t *to, const void *from, uint32_t bytes) {
   if constexpr (kBulk) {
 #if DEEPEP_HAS_BULK_COPY
-    if (lane_id() == 0) { ptx::bulk_store(to, from, bytes); ptx::bulk_commit(); }
+    if (lane_id() == 0) {
+      ptx::bulk_store(to, from, bytes);
+      ptx::bulk_commit();
+    }
 #endif
   } else {
     for (uint32_t at = 16 * lane_id(); at < bytes; at += 16 * kWarp)
@@ -89,10 +102,16 @@ template <bool kBulk> __device__ inline void push_shared(uint8_t *to, const void
 
 // Metadata of tokens [first, end), all of whose rows have room.
 template <bool kBulk>
-__device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchDest *dests, MetaSpace &space, int first, int end) {
+__device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchDest *dests, MetaSpace &space, int first,
+                                        int end) {
   const int num_ranks = p.session.team.num_ranks, tokens = end - first, lane = lane_id();
-  auto rank_at = [&](int i) { return (p.session.team.rank + 1 + i) % num_ranks; }; // ranks do not all begin with the same one
-  auto head_at = [&](int i) { return i < num_ranks && lane < tokens ? p.send_head[static_cast<int64_t>(first + lane) * num_ranks + rank_at(i)] : -1; };
+  auto rank_at = [&](int i) {
+    return (p.session.team.rank + 1 + i) % num_ranks;
+  };  // ranks do not all begin with the same one
+  auto head_at = [&](int i) {
+    return i < num_ranks && lane < tokens ? p.send_head[static_cast<int64_t>(first + lane) * num_ranks + rank_at(i)]
+                                          : -1;
+  };
   int head = head_at(0);
   load_common_meta(p, space, first, tokens);
   for (int i = 0; i < num_ranks; ++i) {
@@ -113,10 +132,11 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
     if (kBulk) ptx::fence_before_bulk();
 #endif
     __syncwarp();
-    for (int done = 0; done < rows;) { // round the end of a ring in two parts
+    for (int done = 0; done < rows;) {  // round the end of a ring in two parts
       const uint32_t slot = ring_place(first_head + done, dests[r].slots).slot, stride = dests[r].meta_stride;
       const int run = min(rows - done, static_cast<int>(dests[r].slots - slot));
-      push_shared<kBulk>(dests[r].meta + static_cast<uint64_t>(slot) * stride, reinterpret_cast<uint8_t *>(out) + done * stride, run * stride);
+      push_shared<kBulk>(dests[r].meta + static_cast<uint64_t>(slot) * stride,
+                         reinterpret_cast<uint8_t *>(out) + done * stride, run * stride);
       done += run;
     }
     __syncwarp();
@@ -125,7 +145,8 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
 
 // Publishes tokens [first, end): one fence, then a flag for each row.
 template <bool kBulk>
-__device__ inline void publish_meta(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch, int first, int end) {
+__device__ inline void publish_meta(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch, int first,
+                                    int end) {
   const int num_ranks = p.session.team.num_ranks;
 #if DEEPEP_HAS_BULK_COPY
   if (kBulk && lane_id() == 0) ptx::bulk_wait<0>();
@@ -148,7 +169,8 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
   if (p.meta.words == 0) return;
   for (;;) {
     int first = 0;
-    if (lane_id() == 0) first = static_cast<int>(atomicAdd(&p.session.team.scratch->metas_taken[epoch % 2], p.meta_rows));
+    if (lane_id() == 0)
+      first = static_cast<int>(atomicAdd(&p.session.team.scratch->metas_taken[epoch % 2], p.meta_rows));
     first = __shfl_sync(kAllLanes, first, 0);
     if (first >= p.num_tokens) return;
     const int end = min(first + batch, p.num_tokens);
@@ -162,7 +184,7 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
     for (int token = first; token < end; token += step) {
       const int32_t *heads = p.send_head + static_cast<int64_t>(token) * num_ranks;
       if (tight && __any_sync(kAllLanes, rank_without_room(p, dests, epoch, kMeta, heads) >= 0)) {
-        publish_meta<kBulk>(p, dests, epoch, published, token); // what others may wait for
+        publish_meta<kBulk>(p, dests, epoch, published, token);  // what others may wait for
         published = token;
         if (!await_ring_room(p, dests, epoch, kMeta, heads)) return;
       }
@@ -172,9 +194,10 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
   }
 }
 
-// Entries of `rows` rows, `each` of a row, to consecutive places, a lane each, four on their way at a time. No divisions in the loop:
-// a kernel runs once through most of this, and its time is that of fetching the instructions.
-template <class T, class Load, class Store> __device__ inline void move_entries(int rows, int each, Load load, Store store) {
+// Entries of `rows` rows, `each` of a row, to consecutive places, a lane each, four on their way at a time. No
+// divisions in the loop: a kernel runs once through most of this, and its time is that of fetching the instructions.
+template <class T, class Load, class Store>
+__device__ inline void move_entries(int rows, int each, Load load, Store store) {
   constexpr int kUnroll = 4;
   const int n = rows * each, step_row = kWarp / each, step_at = kWarp % each;
   int row = lane_id() / each, at = lane_id() % each;
@@ -184,8 +207,12 @@ template <class T, class Load, class Store> __device__ inline void move_entries(
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (base + u * kWarp < n) value[u] = load(row, at);
-      row += step_row; at += step_at;
-      if (at >= each) { at -= each; ++row; }
+      row += step_row;
+      at += step_at;
+      if (at >= each) {
+        at -= each;
+        ++row;
+      }
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
@@ -193,21 +220,26 @@ template <class T, class Load, class Store> __device__ inline void move_entries(
   }
 }
 
-// `rows` rows of metadata, at(row) is where one lies, to their places from final_row on. Output by output: stores of consecutive words
-// are few; those of a row's words are dozens.
-template <class At> __device__ inline void spread_meta(const DispatchParams &p, int rows, int64_t final_row, At at) {
+// `rows` rows of metadata, at(row) is where one lies, to their places from final_row on. Output by output: stores of
+// consecutive words are few; those of a row's words are dozens.
+template <class At>
+__device__ inline void spread_meta(const DispatchParams &p, int rows, int64_t final_row, At at) {
   const int scales = p.num_scales, topk = p.num_topk;
   auto word_at = [&](int row, int word) { return reinterpret_cast<const uint32_t *>(at(row))[word]; };
-  if (p.recv_scales != nullptr && scales > 0 && scales % 4 == 0 && reinterpret_cast<uint64_t>(p.recv_scales) % 16 == 0) {
+  if (p.recv_scales != nullptr && scales > 0 && scales % 4 == 0 &&
+      reinterpret_cast<uint64_t>(p.recv_scales) % 16 == 0) {
     auto *out = reinterpret_cast<uint4 *>(p.recv_scales + final_row * scales);
-    move_entries<uint4>(rows, scales / 4, [&](int row, int c) { return ptx::ld_stream(at(row) + 16 * c); }, [&](int i, const uint4 &v) { out[i] = v; });
+    move_entries<uint4>(
+        rows, scales / 4, [&](int row, int c) { return ptx::ld_stream(at(row) + 16 * c); },
+        [&](int i, const uint4 &v) { out[i] = v; });
   } else if (p.recv_scales != nullptr && scales > 0) {
     uint32_t *out = p.recv_scales + final_row * scales;
     move_entries<uint32_t>(rows, scales, word_at, [&](int i, uint32_t v) { out[i] = v; });
   }
   if (p.recv_topk_weights != nullptr && topk > 0) {
     uint32_t *out = p.recv_topk_weights + final_row * topk;
-    move_entries<uint32_t>(rows, topk, [&](int row, int k) { return word_at(row, scales + k); }, [&](int i, uint32_t v) { out[i] = v; });
+    move_entries<uint32_t>(
+        rows, topk, [&](int row, int k) { return word_at(row, scales + k); }, [&](int i, uint32_t v) { out[i] = v; });
   }
   if (p.recv_topk_idx != nullptr && topk > 0) {
     const int64_t first = final_row * topk;
@@ -216,11 +248,14 @@ template <class At> __device__ inline void spread_meta(const DispatchParams &p, 
     };
     move_entries<uint32_t>(rows, topk, number_at, [&](int i, uint32_t number) {
       const int64_t index = number == p.meta.none ? -1 : static_cast<int64_t>(number);
-      if (p.index_bytes == 8) static_cast<int64_t *>(p.recv_topk_idx)[first + i] = index;
-      else static_cast<int32_t *>(p.recv_topk_idx)[first + i] = static_cast<int32_t>(index);
+      if (p.index_bytes == 8)
+        static_cast<int64_t *>(p.recv_topk_idx)[first + i] = index;
+      else
+        static_cast<int32_t *>(p.recv_topk_idx)[first + i] = static_cast<int32_t>(index);
     });
   }
-  if (p.recv_src_idx != nullptr && !p.cached && lane_id() < rows) p.recv_src_idx[final_row + lane_id()] = static_cast<int32_t>(word_at(lane_id(), p.meta.source_at));
+  if (p.recv_src_idx != nullptr && !p.cached && lane_id() < rows)
+    p.recv_src_idx[final_row + lane_id()] = static_cast<int32_t>(word_at(lane_id(), p.meta.source_at));
 }
 
 // Rows that no source sends (worst-case mode): index -1, weight 0.
@@ -228,20 +263,26 @@ __device__ inline void pad_meta(const DispatchParams &p, int worker, int num_wor
   const int num_ranks = p.session.team.num_ranks;
   const int64_t arrived = p.rank_prefix_matrix[(num_ranks - 1) * num_ranks + p.session.team.rank];
   const int64_t end = static_cast<int64_t>(p.num_worst_tokens) * p.num_topk;
-  for (int64_t i = arrived * p.num_topk + worker * kWarp + lane_id(); i < end; i += static_cast<int64_t>(num_workers) * kWarp) {
+  for (int64_t i = arrived * p.num_topk + worker * kWarp + lane_id(); i < end;
+       i += static_cast<int64_t>(num_workers) * kWarp) {
     if (p.recv_topk_idx != nullptr)
-      for (int w = 0; w < p.index_words(); ++w) static_cast<uint32_t *>(p.recv_topk_idx)[i * p.index_words() + w] = 0xffffffffu;
+      for (int w = 0; w < p.index_words(); ++w)
+        static_cast<uint32_t *>(p.recv_topk_idx)[i * p.index_words() + w] = 0xffffffffu;
     if (p.recv_topk_weights != nullptr) p.recv_topk_weights[i] = 0;
   }
 }
 
-// A slot of a ring here is free again. Apart: it is rarely needed, and what it needs would be kept in registers all the time.
-__device__ __noinline__ inline void return_credit(const TeamView &team, RingPart part, int source, uint32_t slot, uint64_t value) {
+// A slot of a ring here is free again. Apart: it is rarely needed, and what it needs would be kept in registers all the
+// time.
+__device__ __noinline__ inline void return_credit(const TeamView &team, RingPart part, int source, uint32_t slot,
+                                                  uint64_t value) {
   ptx::st_release_sys(team.ring_credit(source, part, team.rank) + slot, value);
 }
 
 // Which rows a receiving warp looks after: those of one source, every `step`-th from `first` on.
-struct ReceiverShare { int source, first, step; };
+struct ReceiverShare {
+  int source, first, step;
+};
 __device__ inline ReceiverShare receiver_share(int worker, int num_workers, int num_sources) {
   const int source = worker % num_sources;
   return {source, worker / num_sources, (num_workers - source + num_sources - 1) / num_sources};
@@ -271,10 +312,12 @@ __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, boo
     if (!good) return;
     __syncwarp();
     const uint32_t first_slot = __shfl_sync(kAllLanes, place.slot, 0);
-    spread_meta(p, count, static_cast<int64_t>(before) + first, [&](int row) { // they go round the end of the ring once at most
-      const uint32_t slot = first_slot + row;
-      return rows_here + static_cast<uint64_t>(slot < ring.slots ? slot : slot - ring.slots) * p.meta.stride;
-    });
+    spread_meta(p, count, static_cast<int64_t>(before) + first,
+                [&](int row) {  // they go round the end of the ring once at most
+                  const uint32_t slot = first_slot + row;
+                  return rows_here +
+                         static_cast<uint64_t>(slot < ring.slots ? slot : slot - ring.slots) * p.meta.stride;
+                });
     __syncwarp();
     if (mine && first + lane_id() + static_cast<int>(ring.slots) < rows)
       return_credit(team, kMeta, share.source, place.slot, ring_value(epoch, place.lap));

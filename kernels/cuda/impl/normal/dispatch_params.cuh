@@ -4,21 +4,21 @@
 
 namespace deepep {
 
-// Metadata of so many tokens is one ticket, with one system fence for all of them; fewer where theirs would take more shared memory
-// than the block's buffers may have together.
-constexpr uint32_t kMetaBatch = 16, kMetaBatchOfMany = 8; // the latter where more warps send metadata
-constexpr uint32_t kMetaSlots = 2;      // buffers of a warp for what is on its way to ranks
+// Metadata of so many tokens is one ticket, with one system fence for all of them; fewer where theirs would take more
+// shared memory than the block's buffers may have together.
+constexpr uint32_t kMetaBatch = 16, kMetaBatchOfMany = 8;  // the latter where more warps send metadata
+constexpr uint32_t kMetaSlots = 2;                         // buffers of a warp for what is on its way to ranks
 constexpr uint32_t kMetaBuffers = 96 * 1024;
 
-// Words of a row's metadata: scales, weights from num_scales on, the receiver's numbers of the experts, the token's number. Such a
-// number takes half a word, all ones where the expert is another rank's; a word only where there are too many experts. The host fills
-// this in: threads that worked it out each time they need it would divide all the time.
+// Words of a row's metadata: scales, weights from num_scales on, the receiver's numbers of the experts, the token's
+// number. Such a number takes half a word, all ones where the expert is another rank's; a word only where there are too
+// many experts. The host fills this in: threads that worked it out each time they need it would divide all the time.
 struct MetaShape {
-  int32_t shift;              // 1: two numbers in a word, else 0
-  uint32_t num_local, none;   // experts of a rank; the number of another rank's expert
+  int32_t shift;             // 1: two numbers in a word, else 0
+  uint32_t num_local, none;  // experts of a rank; the number of another rank's expert
   int32_t numbers_at, source_at, words;
-  uint32_t stride;            // bytes
-  uint32_t common_stride;     // as rows are loaded: scales, weights, experts, with room for what is made of them
+  uint32_t stride;         // bytes
+  uint32_t common_stride;  // as rows are loaded: scales, weights, experts, with room for what is made of them
 };
 
 struct DispatchParams {
@@ -30,7 +30,7 @@ struct DispatchParams {
   const uint32_t *topk_weights;
   const int32_t *rank_prefix_matrix, *send_head;
   uint32_t row_bytes, stage_bytes;
-  uint32_t meta_rows;         // metadata of so many tokens is sent together
+  uint32_t meta_rows;  // metadata of so many tokens is sent together
   int32_t num_tokens, num_scales, num_topk, index_bytes, num_experts, num_recv_tokens, num_worst_tokens;
   uint32_t cached, weights_given;
   int32_t recv_segment;
@@ -43,7 +43,7 @@ struct DispatchParams {
 
   MetaShape meta;
 
-  __host__ __device__ int index_words() const { return index_bytes / 4; } // as the caller has them
+  __host__ __device__ int index_words() const { return index_bytes / 4; }  // as the caller has them
 };
 
 inline MetaShape meta_shape(const DispatchParams &p) {
@@ -61,12 +61,12 @@ inline MetaShape meta_shape(const DispatchParams &p) {
 
 // One for each rank, in shared memory.
 struct DispatchDest {
-  uint8_t *rows;              // my first row there: its final place, or slot 0 of my ring; before the handshake its nvl region
-  uint8_t *meta;              // slot 0 of my ring
+  uint8_t *rows;  // my first row there: its final place, or slot 0 of my ring; before the handshake its nvl region
+  uint8_t *meta;  // slot 0 of my ring
   uint64_t *flags[2];
-  const uint64_t *credits[2]; // here
+  const uint64_t *credits[2];  // here
   uint32_t slots, row_stride, meta_stride, direct;
-  int32_t first_row, num_rows, arriving, reserved; // mine there, and everybody's
+  int32_t first_row, num_rows, arriving, reserved;  // mine there, and everybody's
 };
 
 __device__ inline int rows_before(const int32_t *matrix, int num_ranks, int source, int owner) {
@@ -80,15 +80,21 @@ __host__ __device__ inline RingShape dispatch_ring(const DispatchParams &p, bool
 __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t epoch) {
   Handshake hand{};
   hand.epoch = epoch;
-  hand.mine.hidden_bytes = p.row_bytes; hand.mine.op = DK_OP_DISPATCH;
-  hand.mine.flags = (p.cached ? kEnterCached : 0) | (p.weights_given ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
-  hand.mine.num_experts = p.num_experts; hand.mine.num_topk = p.num_topk; hand.mine.num_scales = p.num_scales;
+  hand.mine.hidden_bytes = p.row_bytes;
+  hand.mine.op = DK_OP_DISPATCH;
+  hand.mine.flags =
+      (p.cached ? kEnterCached : 0) | (p.weights_given ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
+  hand.mine.num_experts = p.num_experts;
+  hand.mine.num_topk = p.num_topk;
+  hand.mine.num_scales = p.num_scales;
   hand.mine.row_limit = p.num_recv_tokens;
-  hand.mine.segment = p.recv_segment; hand.mine.segment_offset = p.recv_segment_offset;
+  hand.mine.segment = p.recv_segment;
+  hand.mine.segment_offset = p.recv_segment_offset;
   return hand;
 }
 
-// Before the handshake, by the whole block: all of a destination that does not need the peer's message, which is on its way meanwhile.
+// Before the handshake, by the whole block: all of a destination that does not need the peer's message, which is on its
+// way meanwhile.
 __device__ inline void prepare_dests(const DispatchParams &p, DispatchDest *dests) {
   const TeamView &team = p.session.team;
   const int num_ranks = team.num_ranks, me = team.rank;
@@ -119,12 +125,15 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
     uint8_t *nvl = dest.rows;
     dest.direct = from->segment >= 0;
     const RingShape ring = dispatch_ring(p, dest.direct);
-    dest.slots = ring.slots; dest.row_stride = dest.direct ? p.row_bytes : ring.payload_stride; dest.meta_stride = ring.meta_stride;
+    dest.slots = ring.slots;
+    dest.row_stride = dest.direct ? p.row_bytes : ring.payload_stride;
+    dest.meta_stride = ring.meta_stride;
     dest.meta = nvl + ring.meta(me, 0);
     dest.rows = nvl + ring.payload(me, 0);
     if (dest.direct) {
       const uint64_t segment = team.segments[r * DK_MAX_SEGMENTS + from->segment];
-      dest.rows = pointer<uint8_t>(segment) + from->segment_offset + static_cast<uint64_t>(dest.first_row) * p.row_bytes;
+      dest.rows =
+          pointer<uint8_t>(segment) + from->segment_offset + static_cast<uint64_t>(dest.first_row) * p.row_bytes;
       good &= segment != 0;
     }
     if (from->row_limit >= 0 && dest.arriving > from->row_limit) {
@@ -138,7 +147,8 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
 }
 
 // The lowest of this lane's ranks whose ring has no room for the token's row yet; -1: all have.
-__device__ inline int rank_without_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch, RingPart part, const int32_t *heads) {
+__device__ inline int rank_without_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch,
+                                        RingPart part, const int32_t *heads) {
   for (int r = lane_id(); r < p.session.team.num_ranks; r += kWarp) {
     const int head = heads[r];
     if (head < 0 || static_cast<uint32_t>(head) < dests[r].slots || (part == kPayload && dests[r].direct)) continue;
@@ -147,8 +157,8 @@ __device__ inline int rank_without_room(const DispatchParams &p, const DispatchD
   }
   return -1;
 }
-__device__ inline bool await_ring_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch, RingPart part,
-                                       const int32_t *heads) {
+__device__ inline bool await_ring_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch,
+                                       RingPart part, const int32_t *heads) {
   int missing = -1;
   const bool good = warp_wait_or_fail(
       p.session, static_cast<int64_t>(epoch),
@@ -166,11 +176,13 @@ struct DispatchJob {
   const DispatchParams &p;
   const DispatchDest *dests;
   uint64_t epoch;
-  int32_t *heads;             // shared: [stages][R]
-  int ticket = -1;            // lane 0: taken one ahead
+  int32_t *heads;   // shared: [stages][R]
+  int ticket = -1;  // lane 0: taken one ahead
 
   __device__ uint32_t *counter() const { return &p.session.team.scratch->tokens_taken[epoch % 2]; }
-  __device__ void start() { if (lane_id() == 0) ticket = static_cast<int>(atomicAdd(counter(), 1u)); }
+  __device__ void start() {
+    if (lane_id() == 0) ticket = static_cast<int>(atomicAdd(counter(), 1u));
+  }
   __device__ int next() {
     const int token = __shfl_sync(kAllLanes, ticket, 0);
     if (token >= p.num_tokens) return -1;
@@ -187,9 +199,12 @@ struct DispatchJob {
   __device__ bool room(int stage, int) const {
     return __all_sync(kAllLanes, rank_without_room(p, dests, epoch, kPayload, heads_of(stage)) < 0) != 0;
   }
-  __device__ bool await_room(int stage, int) const { return await_ring_room(p, dests, epoch, kPayload, heads_of(stage)); }
+  __device__ bool await_room(int stage, int) const {
+    return await_ring_room(p, dests, epoch, kPayload, heads_of(stage));
+  }
   __device__ void extra(int, int) const {}
-  template <class F> __device__ void each(int stage, int, F f) const {
+  template <class F>
+  __device__ void each(int stage, int, F f) const {
     for (int r = 0; r < p.session.team.num_ranks; ++r) {
       const int head = heads_of(stage)[r];
       if (head < 0) continue;
@@ -204,7 +219,8 @@ __device__ inline void clear_dispatch_outputs(const DispatchParams &p) {
   const int64_t rows = max(p.num_recv_tokens, 0), entries = rows * p.num_topk;
   for (int64_t i = threadIdx.x; i < entries; i += blockDim.x) {
     if (p.recv_topk_idx != nullptr)
-      for (int w = 0; w < p.index_words(); ++w) static_cast<uint32_t *>(p.recv_topk_idx)[i * p.index_words() + w] = 0xffffffffu;
+      for (int w = 0; w < p.index_words(); ++w)
+        static_cast<uint32_t *>(p.recv_topk_idx)[i * p.index_words() + w] = 0xffffffffu;
     if (p.recv_topk_weights != nullptr) p.recv_topk_weights[i] = 0;
   }
   for (int64_t i = threadIdx.x; p.recv_src_idx != nullptr && i < rows; i += blockDim.x) p.recv_src_idx[i] = 0;

@@ -1,5 +1,6 @@
 // layout_kernel.cuh - how many tokens go to each rank, node and expert, and which token to which rank.
-// Blocks count a share of the tokens each in shared memory, add it to the team's histogram, and the last one writes it out.
+// Blocks count a share of the tokens each in shared memory, add it to the team's histogram, and the last one writes it
+// out.
 #pragma once
 #include "cuda/sync/session.cuh"
 
@@ -15,7 +16,9 @@ struct LayoutParams {
   uint8_t *token_in_rank;
 };
 
-struct LayoutCounts { uint32_t *experts, *ranks, *nodes; }; // shared
+struct LayoutCounts {
+  uint32_t *experts, *ranks, *nodes;
+};  // shared
 
 // An entry of topk_idx, or -1. A wrong one is kept: it is the call's failure.
 __device__ inline int64_t checked_entry(const LayoutParams &p, int64_t expert, int64_t &wrong) {
@@ -24,9 +27,12 @@ __device__ inline int64_t checked_entry(const LayoutParams &p, int64_t expert, i
   return -1;
 }
 
-// ---- A lane for each entry, as many whole tokens as a warp has lanes for: the loads of all go side by side ---------------------
+// ---- A lane for each entry, as many whole tokens as a warp has lanes for: the loads of all go side by side ----------
 
-struct LaneEntry { int token, of_warp; bool used; }; // its token, and which of the warp's tokens that is
+struct LaneEntry {
+  int token, of_warp;
+  bool used;
+};  // its token, and which of the warp's tokens that is
 __device__ inline int tokens_per_warp(const LayoutParams &p) { return kWarp / p.num_topk; }
 __device__ inline int tokens_per_block(const LayoutParams &p) { return tokens_per_warp(p) * (kLayoutThreads / kWarp); }
 __device__ inline LaneEntry lane_entry(const LayoutParams &p, int first) {
@@ -42,24 +48,30 @@ __device__ inline bool leads(const LaneEntry &at, int key, int limit) {
   const uint32_t mine = key < 0 ? 0x80000000u | lane_id() : static_cast<uint32_t>(at.of_warp * limit + key);
   return __ffs(static_cast<int>(__match_any_sync(kAllLanes, mine))) - 1 == lane_id() && key >= 0;
 }
-__device__ inline void count_entries(const LayoutParams &p, const LaneEntry &at, int64_t entry, const LayoutCounts &counts, int64_t &wrong) {
-  const int num_ranks = p.session.team.num_ranks, first = at.token - at.of_warp; // the warp's first token
+__device__ inline void count_entries(const LayoutParams &p, const LaneEntry &at, int64_t entry,
+                                     const LayoutCounts &counts, int64_t &wrong) {
+  const int num_ranks = p.session.team.num_ranks, first = at.token - at.of_warp;  // the warp's first token
   const int tokens = min(tokens_per_warp(p), max(p.num_tokens - first, 0));
   uint8_t *in_rank = p.token_in_rank + static_cast<int64_t>(first) * num_ranks;
   for (int i = lane_id(); i < tokens * num_ranks; i += kWarp) in_rank[i] = 0;
   const int expert = static_cast<int>(checked_entry(p, entry, wrong));
-  const int rank = expert < 0 ? -1 : expert / (p.num_experts / num_ranks), node = rank < 0 ? -1 : rank / p.session.team.num_nvl_peers;
+  const int rank = expert < 0 ? -1 : expert / (p.num_experts / num_ranks),
+            node = rank < 0 ? -1 : rank / p.session.team.num_nvl_peers;
   if (leads(at, expert, p.num_experts)) atomicAdd(counts.experts + expert, 1u);
   if (leads(at, node, p.num_nodes)) atomicAdd(counts.nodes + node, 1u);
   const bool goes = leads(at, rank, num_ranks);
-  __syncwarp(); // the zeros are there
-  if (goes) { atomicAdd(counts.ranks + rank, 1u); in_rank[at.of_warp * num_ranks + rank] = 1; }
+  __syncwarp();  // the zeros are there
+  if (goes) {
+    atomicAdd(counts.ranks + rank, 1u);
+    in_rank[at.of_warp * num_ranks + rank] = 1;
+  }
 }
 
-// ---- More than 32 entries a token: a thread for each token ------------------------------------------------------------------------
+// ---- More than 32 entries a token: a thread for each token ----------------------------------------------------------
 
 __device__ inline void count_token(const LayoutParams &p, int token, const LayoutCounts &counts, int64_t &wrong) {
-  const int num_ranks = p.session.team.num_ranks, local = p.num_experts / num_ranks, peers = p.session.team.num_nvl_peers;
+  const int num_ranks = p.session.team.num_ranks, local = p.num_experts / num_ranks,
+            peers = p.session.team.num_nvl_peers;
   uint8_t *in_rank = p.token_in_rank + static_cast<int64_t>(token) * num_ranks;
   for (int r = 0; r < num_ranks; ++r) in_rank[r] = 0;
   const int64_t row = static_cast<int64_t>(token) * p.num_topk;
@@ -72,32 +84,43 @@ __device__ inline void count_token(const LayoutParams &p, int token, const Layou
       const int64_t other = load_index(p.topk_idx, row + before, p.index_bytes);
       if (other < 0 || other >= p.num_experts) continue;
       const int other_rank = static_cast<int>(other) / local;
-      new_expert &= other != expert; new_rank &= other_rank != rank; new_node &= other_rank / peers != node;
+      new_expert &= other != expert;
+      new_rank &= other_rank != rank;
+      new_node &= other_rank / peers != node;
     }
     if (new_expert) atomicAdd(counts.experts + expert, 1u);
-    if (new_rank) { atomicAdd(counts.ranks + rank, 1u); in_rank[rank] = 1; }
+    if (new_rank) {
+      atomicAdd(counts.ranks + rank, 1u);
+      in_rank[rank] = 1;
+    }
     if (new_node) atomicAdd(counts.nodes + node, 1u);
   }
 }
 
 // The last block of the grid brings the statistics page up to date instead.
 __global__ void __launch_bounds__(kLayoutThreads, 1) layout_kernel(const __grid_constant__ LayoutParams p) {
-  extern __shared__ uint32_t counts[]; // experts, ranks, nodes
+  extern __shared__ uint32_t counts[];  // experts, ranks, nodes
   const Session &s = p.session;
   const int total = p.num_experts + s.team.num_ranks + p.num_nodes, workers = static_cast<int>(gridDim.x) - 1;
   const bool works = static_cast<int>(blockIdx.x) < workers, by_lanes = p.num_topk <= kWarp;
   LaneEntry at{};
   int64_t entry = -1, wrong = -1;
-  if (works && by_lanes) { at = lane_entry(p, blockIdx.x * tokens_per_block(p)); entry = load_entry(p, at); } // on its way meanwhile
+  if (works && by_lanes) {
+    at = lane_entry(p, blockIdx.x * tokens_per_block(p));
+    entry = load_entry(p, at);
+  }  // on its way meanwhile
   for (int i = threadIdx.x; works && i < total; i += kLayoutThreads) counts[i] = 0;
   if (begin(s) && works) {
     const LayoutCounts mine{counts, counts + p.num_experts, counts + p.num_experts + s.team.num_ranks};
     for (int first = blockIdx.x * (by_lanes ? tokens_per_block(p) : 0); by_lanes && first < p.num_tokens;) {
       count_entries(p, at, entry, mine, wrong);
       first += workers * tokens_per_block(p);
-      at = lane_entry(p, first); entry = load_entry(p, at);
+      at = lane_entry(p, first);
+      entry = load_entry(p, at);
     }
-    for (int t = blockIdx.x * kLayoutThreads + threadIdx.x; !by_lanes && t < p.num_tokens; t += workers * kLayoutThreads) count_token(p, t, mine, wrong);
+    for (int t = blockIdx.x * kLayoutThreads + threadIdx.x; !by_lanes && t < p.num_tokens;
+         t += workers * kLayoutThreads)
+      count_token(p, t, mine, wrong);
     __syncthreads();
     for (int i = threadIdx.x; i < total; i += kLayoutThreads)
       if (counts[i] != 0) atomicAdd(&s.team.scratch->histogram[i], counts[i]);
@@ -106,13 +129,16 @@ __global__ void __launch_bounds__(kLayoutThreads, 1) layout_kernel(const __grid_
   }
   if (wrong != -1) report_failure(s, DK_EINVAL, s.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, wrong, 0);
   finish(s, [&](bool failed) {
-    constexpr int kOthers = kLayoutThreads - kWarp; // the last warp has the statistics to do
+    constexpr int kOthers = kLayoutThreads - kWarp;  // the last warp has the statistics to do
     for (int i = threadIdx.x; threadIdx.x < kOthers && i < total; i += kOthers) {
       const int count = failed ? 0 : static_cast<int>(ptx::ld_relaxed_gpu(&s.team.scratch->histogram[i]));
       s.team.scratch->histogram[i] = 0;
-      if (i < p.num_experts) p.per_expert[i] = count;
-      else if (i < p.num_experts + s.team.num_ranks) p.per_rank[i - p.num_experts] = count;
-      else if (p.per_node != nullptr) p.per_node[i - p.num_experts - s.team.num_ranks] = count;
+      if (i < p.num_experts)
+        p.per_expert[i] = count;
+      else if (i < p.num_experts + s.team.num_ranks)
+        p.per_rank[i - p.num_experts] = count;
+      else if (p.per_node != nullptr)
+        p.per_node[i - p.num_experts - s.team.num_ranks] = count;
     }
     record_kernel(s, nullptr, true, failed);
   });

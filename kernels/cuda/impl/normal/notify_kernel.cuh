@@ -14,7 +14,7 @@ __device__ inline void send_counts(const NotifyParams &p, const Handshake &hand)
     for (int i = lane_id(); i < num_ranks; i += kWarp) to[i] = p.per_rank[i];
     for (int i = lane_id(); i < local; i += kWarp) to[num_ranks + i] = p.per_expert[r * local + i];
   }
-  __syncthreads(); // the release of each message below covers what the block has stored
+  __syncthreads();  // the release of each message below covers what the block has stored
   post_enter(s, hand);
 }
 
@@ -27,8 +27,9 @@ __global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_con
       send_counts(p, hand);
       publish_newest_by_last_warp(s.team);
       if (await_enter(s, hand))
-        sum_matrix(p, [&](int i) { return s.team.counts(s.team.rank, epoch % 2, i); },
-                   [&](int i) { return s.team.handshake(s.team.rank, epoch % kHandshakeCopies, i)->row_limit; });
+        sum_matrix(
+            p, [&](int i) { return s.team.counts(s.team.rank, epoch % 2, i); },
+            [&](int i) { return s.team.handshake(s.team.rank, epoch % kHandshakeCopies, i)->row_limit; });
       announce_counts(p);
     } else {
       for (int to = blockIdx.x - 1; to < s.team.num_ranks; to += gridDim.x - 1) number_rows(p, to);

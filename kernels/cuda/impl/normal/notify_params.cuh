@@ -37,7 +37,7 @@ __device__ inline int block_prefix(int value, int &total) {
 }
 
 __device__ inline void number_rows(const NotifyParams &p, int to) {
-  constexpr int kEach = 8; // tokens in a row of one thread: their loads go side by side, and 4096 need one round
+  constexpr int kEach = 8;  // tokens in a row of one thread: their loads go side by side, and 4096 need one round
   const int num_ranks = p.session.team.num_ranks;
   int base = 0;
   for (int first = 0; first < p.num_tokens; first += kNotifyThreads * kEach) {
@@ -45,13 +45,15 @@ __device__ inline void number_rows(const NotifyParams &p, int to) {
     uint32_t sent = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
-      if (mine + i < p.num_tokens && p.token_in_rank[static_cast<int64_t>(mine + i) * num_ranks + to] != 0) sent |= 1u << i;
+      if (mine + i < p.num_tokens && p.token_in_rank[static_cast<int64_t>(mine + i) * num_ranks + to] != 0)
+        sent |= 1u << i;
     int total;
     const int before = base + block_prefix(__popc(sent), total);
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
       if (mine + i < p.num_tokens)
-        p.send_head[static_cast<int64_t>(mine + i) * num_ranks + to] = (sent >> i & 1) != 0 ? before + __popc(sent & ((1u << i) - 1)) : -1;
+        p.send_head[static_cast<int64_t>(mine + i) * num_ranks + to] =
+            (sent >> i & 1) != 0 ? before + __popc(sent & ((1u << i) - 1)) : -1;
     base += total;
   }
 }
@@ -61,13 +63,16 @@ __device__ inline Handshake notify_handshake(const NotifyParams &p, uint64_t epo
   hand.epoch = epoch;
   hand.mine.hidden_bytes = p.hidden_bytes;
   hand.mine.op = DK_OP_NOTIFY;
-  hand.mine.num_experts = p.num_experts; hand.mine.num_topk = p.num_topk; hand.mine.num_scales = p.num_scales;
+  hand.mine.num_experts = p.num_experts;
+  hand.mine.num_topk = p.num_topk;
+  hand.mine.num_scales = p.num_scales;
   hand.mine.row_limit = p.num_worst_tokens > 0 ? p.num_worst_tokens : -1;
   return hand;
 }
 
 // counts(i): the counts that rank i sent; limit(i): how many rows it has room for.
-template <class Counts, class Limit> __device__ inline void sum_matrix(const NotifyParams &p, Counts counts, Limit limit) {
+template <class Counts, class Limit>
+__device__ inline void sum_matrix(const NotifyParams &p, Counts counts, Limit limit) {
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks;
   for (int j = threadIdx.x; j < num_ranks; j += kNotifyThreads) {
@@ -80,8 +85,10 @@ template <class Counts, class Limit> __device__ inline void sum_matrix(const Not
     }
     const int max_rows = limit(j);
     if (max_rows >= 0 && sum > max_rows) report_failure(s, DK_EMISMATCH, j, DK_FIELD_WORST_TOKENS, max_rows, sum, 0);
-    if (j == s.team.rank && p.counts != nullptr)
-      { p.counts->num_recv_tokens = sum; p.counts->num_recv_nodes_tokens = sum - from_node; }
+    if (j == s.team.rank && p.counts != nullptr) {
+      p.counts->num_recv_tokens = sum;
+      p.counts->num_recv_nodes_tokens = sum - from_node;
+    }
   }
   const int local = p.num_experts / num_ranks;
   for (int e = threadIdx.x; p.counts != nullptr && e < local; e += kNotifyThreads) {
@@ -94,7 +101,8 @@ template <class Counts, class Limit> __device__ inline void sum_matrix(const Not
 // The host may look at the counts. By one block of a notify that did not fail.
 __device__ inline void announce_counts(const NotifyParams &p) {
   __syncthreads();
-  if (threadIdx.x == 0 && p.counts != nullptr && !has_failed(p.session)) ptx::st_release_sys(&p.counts->seq, p.session.call);
+  if (threadIdx.x == 0 && p.counts != nullptr && !has_failed(p.session))
+    ptx::st_release_sys(&p.counts->seq, p.session.call);
 }
 // By the last block.
 __device__ inline void end_notify(const NotifyParams &p, uint64_t epoch, bool failed) {

@@ -1,5 +1,5 @@
-// send_rows.cuh - rows from this rank's memory to peers' by warps that take work by tickets, and the publisher that says what
-// has arrived. A Job says which rows, from where, to where:
+// send_rows.cuh - rows from this rank's memory to peers' by warps that take work by tickets, and the publisher that
+// says what has arrived. A Job says which rows, from where, to where:
 //   int next()                     the next row's number, -1: no more (whole warp; the same in all lanes)
 //   void prefetch(stage, row)      starts to fetch what each() needs (cp.async by lanes, one commit by the caller)
 //   const uint8_t *source(row)
@@ -13,8 +13,8 @@
 
 namespace deepep {
 
-constexpr int kSendStages = 3;      // rows (or pieces of 16 KB) in shared memory per sending warp
-constexpr int kSendOutstanding = 1; // of them being stored; the others are being loaded
+constexpr int kSendStages = 3;       // rows (or pieces of 16 KB) in shared memory per sending warp
+constexpr int kSendOutstanding = 1;  // of them being stored; the others are being loaded
 constexpr int kSendAhead = kSendStages - kSendOutstanding;
 constexpr uint32_t kMaxStageBytes = 16384;
 constexpr uint32_t kQueueLength = 32;
@@ -43,20 +43,23 @@ __device__ inline void init_queues(SendQueue *queues, int num_queues, bool bulk)
 __device__ inline void post_row(SendQueue *queue, uint32_t &posted, int row) {
   __syncwarp();
   if (lane_id() == 0) {
-    while (posted - ptx::ld_acquire_cta(&queue->published) >= kQueueLength) {}
+    while (posted - ptx::ld_acquire_cta(&queue->published) >= kQueueLength) {
+    }
     queue->rows[posted % kQueueLength] = row;
     ptx::st_release_cta(&queue->posted, posted + 1);
   }
   ++posted;
 }
 
-// A sending warp: start() takes its first rows and begins to load them, which no peer has to be awaited for; then either run() or
-// abandon(), as loads into shared memory must end before the block does.
-template <bool kBulk, class Job> struct RowSender;
+// A sending warp: start() takes its first rows and begins to load them, which no peer has to be awaited for; then
+// either run() or abandon(), as loads into shared memory must end before the block does.
+template <bool kBulk, class Job>
+struct RowSender;
 
 #if DEEPEP_HAS_BULK_COPY
 // The Hopper form: bulk copies through shared memory, one lane issues.
-template <class Job> struct RowSender<true, Job> {
+template <class Job>
+struct RowSender<true, Job> {
   Job &job;
   SendQueue *queue;
   uint8_t *stages;
@@ -71,17 +74,23 @@ template <class Job> struct RowSender<true, Job> {
   __device__ uint32_t piece_bytes(int which) const { return min(stage_bytes, row_bytes - which * stage_bytes); }
 
   __device__ void load_next() {
-    if (more && (row < 0 || piece == pieces())) { row = job.next(); piece = 0; more = row >= 0; }
+    if (more && (row < 0 || piece == pieces())) {
+      row = job.next();
+      piece = 0;
+      more = row >= 0;
+    }
     if (more) {
       const int stage = loaded % kSendStages;
       if (lane_id() == 0) {
-        queue->stage_row[stage] = row; queue->stage_piece[stage] = piece;
+        queue->stage_row[stage] = row;
+        queue->stage_piece[stage] = piece;
         ptx::mbarrier_expect(&queue->arrived[stage], piece_bytes(piece));
-        ptx::bulk_load(stages + stage * stage_bytes, job.source(row) + static_cast<uint64_t>(piece) * stage_bytes, piece_bytes(piece),
-                       &queue->arrived[stage]);
+        ptx::bulk_load(stages + stage * stage_bytes, job.source(row) + static_cast<uint64_t>(piece) * stage_bytes,
+                       piece_bytes(piece), &queue->arrived[stage]);
       }
       job.prefetch(stage, row);
-      ++loaded; ++piece;
+      ++loaded;
+      ++piece;
     }
     ptx::copy_words_commit();
   }
@@ -89,8 +98,10 @@ template <class Job> struct RowSender<true, Job> {
   __device__ void post_until(int complete) {
     for (; posted_items < complete; ++posted_items) {
       const int stage = posted_items % kSendStages;
-      if (queue->stage_piece[stage] == pieces() - 1) post_row(queue, posted, queue->stage_row[stage]);
-      else __syncwarp(); // all have looked before the stage is filled anew
+      if (queue->stage_piece[stage] == pieces() - 1)
+        post_row(queue, posted, queue->stage_row[stage]);
+      else
+        __syncwarp();  // all have looked before the stage is filled anew
     }
   }
   __device__ void drain() {
@@ -103,12 +114,13 @@ template <class Job> struct RowSender<true, Job> {
     const int stage = stored % kSendStages;
     const int which = queue->stage_row[stage], at = queue->stage_piece[stage];
     if (!job.room(stage, which)) {
-      drain(); // what is on its way here may be what others wait for
+      drain();  // what is on its way here may be what others wait for
       if (!job.await_room(stage, which)) return false;
       ptx::fence_before_bulk();
     }
     if (lane_id() == 0)
-      while (!ptx::mbarrier_try_wait(&queue->arrived[stage], (stored / kSendStages) & 1)) {}
+      while (!ptx::mbarrier_try_wait(&queue->arrived[stage], (stored / kSendStages) & 1)) {
+      }
     const uint32_t bytes = piece_bytes(at);
     const uint64_t offset = static_cast<uint64_t>(at) * stage_bytes;
     job.each(stage, which, [&](uint8_t *to) {
@@ -126,7 +138,8 @@ template <class Job> struct RowSender<true, Job> {
   __device__ void abandon() {
     for (; stored < loaded; ++stored) {
       if (lane_id() == 0)
-        while (!ptx::mbarrier_try_wait(&queue->arrived[stored % kSendStages], (stored / kSendStages) & 1)) {}
+        while (!ptx::mbarrier_try_wait(&queue->arrived[stored % kSendStages], (stored / kSendStages) & 1)) {
+        }
     }
     ptx::copy_words_wait<0>();
   }
@@ -139,8 +152,10 @@ template <class Job> struct RowSender<true, Job> {
       good = store_next();
       if (!good) break;
       if (lane_id() == 0) {
-        if (publish) ptx::bulk_wait<kSendOutstanding>();
-        else ptx::bulk_wait_read<kSendOutstanding>();
+        if (publish)
+          ptx::bulk_wait<kSendOutstanding>();
+        else
+          ptx::bulk_wait_read<kSendOutstanding>();
       }
       __syncwarp();
       if (publish) post_until(stored - kSendOutstanding);
@@ -153,7 +168,8 @@ template <class Job> struct RowSender<true, Job> {
 #endif
 
 // The form for compute capability 8.0: a warp carries a row in registers.
-template <bool kBulk, class Job> struct RowSender {
+template <bool kBulk, class Job>
+struct RowSender {
   Job &job;
   SendQueue *queue;
   uint8_t *stages;
@@ -195,19 +211,23 @@ template <bool kBulk, class Job> struct RowSender {
 
 // This warp's, of shared memory for as many warps as send.
 template <bool kBulk, class Job>
-__device__ inline RowSender<kBulk, Job> row_sender(Job &job, SendQueue *queues, uint8_t *stages, uint32_t row_bytes, uint32_t stage_bytes) {
-  return {job, queues + warp_id(), stages + static_cast<uint64_t>(warp_id()) * kSendStages * stage_bytes, row_bytes, stage_bytes};
+__device__ inline RowSender<kBulk, Job> row_sender(Job &job, SendQueue *queues, uint8_t *stages, uint32_t row_bytes,
+                                                   uint32_t stage_bytes) {
+  return {job, queues + warp_id(), stages + static_cast<uint64_t>(warp_id()) * kSendStages * stage_bytes, row_bytes,
+          stage_bytes};
 }
 
-// The publisher: one fence for all rows that the block's senders have completed, then their flags. flags(row, which) stores the
-// flag of destination `which` < per_row of a row. Ends when all senders have finished; everything sent is then published.
+// The publisher: one fence for all rows that the block's senders have completed, then their flags. flags(row, which)
+// stores the flag of destination `which` < per_row of a row. Ends when all senders have finished; everything sent is
+// then published.
 template <class Flags>
 __device__ inline void publish_rows(SendQueue *queues, int num_queues, int per_row, Flags flags) {
   const int lane = lane_id();
-  uint32_t published = 0; // of the queue of my lane
+  uint32_t published = 0;  // of the queue of my lane
   for (;;) {
     const bool mine = lane < num_queues;
-    const bool finished = !mine || ptx::ld_acquire_cta(&queues[lane].finished) != 0; // before `posted`: then that is the last word
+    const bool finished =
+        !mine || ptx::ld_acquire_cta(&queues[lane].finished) != 0;  // before `posted`: then that is the last word
     const uint32_t posted = mine ? ptx::ld_acquire_cta(&queues[lane].posted) : 0;
     const uint32_t news = __ballot_sync(kAllLanes, posted != published);
     if (news == 0) {
@@ -222,7 +242,8 @@ __device__ inline void publish_rows(SendQueue *queues, int num_queues, int per_r
       const int which = __ffs(static_cast<int>(left)) - 1;
       const uint32_t from = __shfl_sync(kAllLanes, published, which), to = __shfl_sync(kAllLanes, posted, which);
       const int pairs = static_cast<int>(to - from) * per_row;
-      for (int i = lane; i < pairs; i += kWarp) flags(queues[which].rows[(from + i / per_row) % kQueueLength], i % per_row);
+      for (int i = lane; i < pairs; i += kWarp)
+        flags(queues[which].rows[(from + i / per_row) % kQueueLength], i % per_row);
       __syncwarp();
     }
     published = posted;

@@ -7,17 +7,20 @@
 
 namespace deepep::ptx {
 
-template <class T> void check_alignment(const T *address, size_t bytes) {
+template <class T>
+void check_alignment(const T *address, size_t bytes) {
   if (emulate::bits(address) % bytes != 0) emulate::fault("a misaligned address");
 }
-template <class T> T load(const T *address) {
+template <class T>
+T load(const T *address) {
   check_alignment(address, sizeof(T));
   emulate::before_load();
   const T value = __atomic_load_n(address, __ATOMIC_ACQUIRE);
   emulate::after_load(address, value);
   return value;
 }
-template <class T> void store(T *address, T value) {
+template <class T>
+void store(T *address, T value) {
   check_alignment(address, sizeof(T));
   emulate::before_store();
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
@@ -35,15 +38,19 @@ inline void st_release_sys(uint64_t *address, uint64_t value) { store(address, v
 inline void st_release_sys(uint32_t *address, uint32_t value) { store(address, value); }
 inline void st_relaxed_sys_pair(uint64_t *address, uint64_t first, uint64_t second) {
   check_alignment(address, 16);
-  store(address, first); store(address + 1, second);
+  store(address, first);
+  store(address + 1, second);
 }
 inline void ld_relaxed_sys_pair(const uint64_t *address, uint64_t &first, uint64_t &second) {
   check_alignment(address, 16);
   emulate::before_load();
-  first = __atomic_load_n(address, __ATOMIC_ACQUIRE); second = __atomic_load_n(address + 1, __ATOMIC_ACQUIRE);
+  first = __atomic_load_n(address, __ATOMIC_ACQUIRE);
+  second = __atomic_load_n(address + 1, __ATOMIC_ACQUIRE);
   emulate::after_load(address, first ^ second);
 }
-inline uint32_t atomic_add_acq_rel_gpu(uint32_t *address, uint32_t value) { return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL); }
+inline uint32_t atomic_add_acq_rel_gpu(uint32_t *address, uint32_t value) {
+  return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+}
 inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline uint4 ld_stream(const void *address) {
@@ -67,19 +74,33 @@ inline void st_relaxed_sys_v4(void *address, const uint4 &v) { st_stream(address
 inline void prefetch_l2(const void *) {}
 inline void copy_word_async(void *shared, const void *global) { emulate::copy_word(shared, global); }
 inline void copy_words_commit() { emulate::commit_words(); }
-template <int kPending> void copy_words_wait() { emulate::wait_for_words(kPending); }
+template <int kPending>
+void copy_words_wait() {
+  emulate::wait_for_words(kPending);
+}
 inline uint64_t global_timer_ns() { return emulate::clock_ns(); }
-template <int kThreads> void barrier_among(int index) { emulate::meet_block(index, kThreads, 0); }
+template <int kThreads>
+void barrier_among(int index) {
+  emulate::meet_block(index, kThreads, 0);
+}
 
 inline void mbarrier_init(uint64_t *barrier, uint32_t arrivals) { emulate::init_barrier(barrier, arrivals); }
 inline void mbarrier_init_fence() {}
 inline void mbarrier_expect(uint64_t *barrier, uint32_t bytes) { emulate::arrive_expecting(barrier, bytes); }
 inline bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) { return emulate::try_barrier(barrier, parity); }
-inline void bulk_load(void *shared, const void *global, uint32_t bytes, uint64_t *barrier) { emulate::bulk_load(shared, global, bytes, barrier); }
+inline void bulk_load(void *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
+  emulate::bulk_load(shared, global, bytes, barrier);
+}
 inline void bulk_store(void *global, const void *shared, uint32_t bytes) { emulate::bulk_store(global, shared, bytes); }
 inline void bulk_commit() { emulate::commit_bulk(); }
-template <int kPending> void bulk_wait_read() { emulate::wait_for_bulk(kPending, true); }
-template <int kPending> void bulk_wait() { emulate::wait_for_bulk(kPending, false); }
+template <int kPending>
+void bulk_wait_read() {
+  emulate::wait_for_bulk(kPending, true);
+}
+template <int kPending>
+void bulk_wait() {
+  emulate::wait_for_bulk(kPending, false);
+}
 inline void fence_before_bulk() {}
 
 }  // namespace deepep::ptx
