@@ -276,7 +276,7 @@ func TestNodesOfGPUsNeedTheirLibrary(t *testing.T) {
 	}
 	dir := t.TempDir()
 	build := func(name, define string) {
-		out, err := exec.Command(gcc, "-shared", "-fPIC", "-I", "../kernels/abi", "-D"+define, "-o", filepath.Join(dir, name), "internal/engine/testdata/fake.c").CombinedOutput()
+		out, err := exec.Command(gcc, "-shared", "-fPIC", "-I", "../kernels/abi", "-D"+define, "-o", filepath.Join(dir, name), "../internal/engine/testdata/fake.c").CombinedOutput()
 		if err != nil {
 			t.Fatal(string(out))
 		}

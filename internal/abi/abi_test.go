@@ -25,7 +25,8 @@ var mirrors = map[string]any{
 	"dk_event_wait_params": EventWaitParams{}, "dk_copy_params": CopyParams{}, "dk_fill_params": FillParams{},
 	"dk_block_sizes_params": BlockSizesParams{}, "dk_ll_layout_params": LLLayoutParams{},
 	"dk_team_create_params": TeamCreateParams{}, "dk_team_destroy_params": TeamDestroyParams{},
-	"dk_team_segment_params": TeamSegmentParams{}, "dk_layout_params": LayoutParams{},
+	"dk_team_segment_params": TeamSegmentParams{},
+	"dk_stats_flush_params":  StatsFlushParams{}, "dk_layout_params": LayoutParams{},
 	"dk_notify_params": NotifyParams{}, "dk_dispatch_params": DispatchParams{}, "dk_combine_params": CombineParams{},
 	"dk_ll_dispatch_params": LLDispatchParams{}, "dk_ll_combine_params": LLCombineParams{},
 	"dk_transport_open_params": TransportOpenParams{}, "dk_transport_close_params": TransportCloseParams{},
@@ -96,7 +97,7 @@ func TestConstantsEqualTheHeader(t *testing.T) {
 		"DK_NUM_TICKETS": NumTickets, "DK_HIST_BUCKETS": HistBuckets, "DK_STATUS_BYTES": StatusBytes,
 		"DK_STATS_MAGIC": StatsMagic, "DK_STATS_VERSION": StatsVersion, "DK_DISPATCH_CACHED": DispatchCached, "DK_FORMAT_FP8": FormatFP8, "DK_FORMAT_WEIGHTS": FormatWeights,
 	} {
-		m := regexp.MustCompile(`\b` + name + `(?: =)? (0x[0-9a-fA-F]+|\d+)`).FindStringSubmatch(text)
+		m := regexp.MustCompile(`\b` + name + `(?:\s*=)?\s*\\?\s*(0x[0-9a-fA-F]+|\d+)`).FindStringSubmatch(text)
 		if m == nil {
 			t.Errorf("%s is not in the header", name)
 			continue

@@ -1,7 +1,7 @@
 package abi
 
 // Version is DK_ABI_VERSION: engine and kernel library must have the same.
-const Version = 2
+const Version = 3
 
 // Operations (DK_OP_*), as they appear in failure records, statistics and the health pages.
 const (

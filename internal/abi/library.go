@@ -16,6 +16,11 @@ type InfoParams struct {
 	Kind       [16]byte
 	Build      [64]byte
 	Reason     [256]byte
+
+	MaxLLTopK         int32
+	MaxLLTokens       int32
+	MaxLLLocalExperts int32
+	_                 int32
 }
 
 // DeviceOpenParams is dk_device_open_params.

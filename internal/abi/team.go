@@ -71,3 +71,10 @@ type TeamSegmentParams struct {
 	Address uint64
 	Bytes   uint64
 }
+
+// StatsFlushParams is dk_stats_flush_params.
+type StatsFlushParams struct {
+	Header
+	Team      uint64
+	TimeoutNS uint64
+}

@@ -7,6 +7,7 @@ import (
 
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
+	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -38,7 +39,6 @@ type statistics struct {
 	head  *abi.StatsPage
 	bytes []uint64 // [op][peer]
 	waits []uint64
-	asked *device.Event // never recorded: a host that waits for it finds the page up to date
 }
 
 func newStatistics(b *Buffer) (s *statistics, err error) {
@@ -58,10 +58,6 @@ func newStatistics(b *Buffer) (s *statistics, err error) {
 	}
 	tables := unsafe.Slice((*uint64)(unsafe.Pointer(&s.page.Host[s.head.PeersOffset])), 2*abi.NumOps*b.size)
 	s.bytes, s.waits = tables[:abi.NumOps*b.size], tables[abi.NumOps*b.size:]
-	if s.asked, err = b.dev.NewEvent(); err != nil {
-		_ = s.close() // the first error counts
-		return nil, err
-	}
 	return s, nil
 }
 
@@ -84,11 +80,6 @@ func (s *statistics) setState(state uint32) { atomic.StoreUint32(&s.head.State, 
 func (s *statistics) close() error {
 	s.setState(stateDestroyed)
 	err := s.page.Close()
-	if s.asked != nil {
-		if e := s.asked.Destroy(); err == nil {
-			err = e
-		}
-	}
 	if s.owner != nil {
 		if e := s.owner.Close(); err == nil {
 			err = e
@@ -108,8 +99,19 @@ type OpStats struct {
 	WaitForPeer         []time.Duration
 }
 
-// Stats reads the counters of an operation (abi.Op*). It waits for no call and disturbs nobody. Kernels may leave the newest call
-// to be written out later; a wait on the host, be it for nothing, brings the page up to date.
+// statsPatience bounds the wait for a busy device: the page then holds what it held before.
+const statsPatience = 50 * time.Millisecond
+
+func (b *Buffer) flushStats() error {
+	p := &abi.StatsFlushParams{Team: b.team, TimeoutNS: uint64(statsPatience)}
+	if code := b.opt.Library.StatsFlush(p); code != 0 && status.Code(code) != status.Timeout {
+		return kern.Error("dk_stats_flush", code, p.DeviceError)
+	}
+	return nil
+}
+
+// Stats reads the counters of an operation (abi.Op*). It waits for no call. Kernels may leave
+// the newest call's counters in device memory; Stats has them written out first.
 func (b *Buffer) Stats(op uint32) (OpStats, error) {
 	if op == 0 || op >= abi.NumOps {
 		return OpStats{}, status.InvalidArg("op", op, "1 (layout) to 9 (mask)")
@@ -118,7 +120,7 @@ func (b *Buffer) Stats(op uint32) (OpStats, error) {
 		return OpStats{}, err
 	}
 	defer b.leave()
-	if _, err := b.stats.asked.Wait(0); err != nil {
+	if err := b.flushStats(); err != nil {
 		return OpStats{}, err
 	}
 	from := &b.stats.head.Ops[op]

@@ -27,6 +27,7 @@ type (
 	EventRecordParams     = abi.EventRecordParams
 	StreamWaitEventParams = abi.StreamWaitEventParams
 	EventWaitParams       = abi.EventWaitParams
+	StatsFlushParams      = abi.StatsFlushParams
 	CopyParams            = abi.CopyParams
 	FillParams            = abi.FillParams
 	BlockSizesParams      = abi.BlockSizesParams
@@ -84,6 +85,7 @@ type functions struct {
 	teamCreate      uintptr
 	teamDestroy     uintptr
 	teamSegment     uintptr
+	statsFlush      uintptr
 	layout          uintptr
 	notify          uintptr
 	dispatch        uintptr
@@ -126,6 +128,7 @@ func (f *functions) symbols() map[string]*uintptr {
 		"dk_team_create":       &f.teamCreate,
 		"dk_team_destroy":      &f.teamDestroy,
 		"dk_team_segment":      &f.teamSegment,
+		"dk_stats_flush":       &f.statsFlush,
 		"dk_layout":            &f.layout,
 		"dk_notify":            &f.notify,
 		"dk_dispatch":          &f.dispatch,
@@ -286,6 +289,12 @@ func (l *Library) TeamDestroy(p *TeamDestroyParams) int32 {
 func (l *Library) TeamSegment(p *TeamSegmentParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.fn.teamSegment, unsafe.Pointer(p))
+}
+
+// int32_t dk_stats_flush(dk_stats_flush_params *p);
+func (l *Library) StatsFlush(p *StatsFlushParams) int32 {
+	p.Size = uint32(unsafe.Sizeof(*p))
+	return dl.Call(l.fn.statsFlush, unsafe.Pointer(p))
 }
 
 // int32_t dk_layout(dk_layout_params *p);

@@ -18,9 +18,13 @@ type Library struct {
 	Caps       uint32 // abi.Cap*
 	NumDevices int
 	Reason     string // why no device can be used, where NumDevices is 0
+	Limits     Limits
 
 	fn functions
 }
+
+// Limits are the library's own for low-latency calls: top-k, num_max_dispatch_tokens_per_rank, local experts.
+type Limits struct{ TopK, Tokens, LocalExperts int32 }
 
 // Load finds a kernel library, resolves all its functions and compares versions.
 func Load(q dl.Query) (*Library, error) {
@@ -57,6 +61,7 @@ func (l *Library) bind(file *dl.Library) error {
 	}
 	l.Kind, l.Build, l.Reason = Text(p.Kind[:]), Text(p.Build[:]), Text(p.Reason[:])
 	l.Caps, l.NumDevices = p.Caps, int(p.NumDevices)
+	l.Limits = Limits{TopK: p.MaxLLTopK, Tokens: p.MaxLLTokens, LocalExperts: p.MaxLLLocalExperts}
 	return nil
 }
 

@@ -23,7 +23,7 @@
 extern "C" {
 #endif
 
-#define DK_ABI_VERSION 2u
+#define DK_ABI_VERSION 3u
 
 /* Codes: the same numbers as the status codes of deepep.h. */
 enum {
@@ -170,6 +170,9 @@ typedef struct dk_info_params {
   int32_t num_devices;        /* [out] 0: the library loads but no device can be used; then `reason` says why */
   uint32_t reserved0;
   char kind[16], build[64], reason[256]; /* [out] "cpu", "cuda"; build id: ranks must agree on it */
+  /* [out] The library's limits for low-latency calls: top-k, B (num_max_dispatch_tokens_per_rank), local experts. */
+  int32_t max_ll_topk, max_ll_tokens, max_ll_local_experts;
+  int32_t reserved1;
 } dk_info_params;
 int32_t dk_info(dk_info_params *p);
 
@@ -310,7 +313,6 @@ typedef struct dk_event_wait_params {
 int32_t dk_event_wait(
     dk_event_wait_params *p); /* host wait; timeout 0 asks only; DK_ETIMEOUT: not yet. Never recorded: done */
 
-enum { DK_COPY_ANY = 0 };
 typedef struct dk_copy_params {
   DK_HEADER;
   uint64_t device, stream, dst, src, bytes;
@@ -546,6 +548,14 @@ typedef struct dk_team_segment_params {
   uint64_t address, bytes; /* its address here; 0: forget it */
 } dk_team_segment_params;
 int32_t dk_team_segment(dk_team_segment_params *p);
+/* Brings the team's statistics page up to date: kernels may keep the newest call's counters in device memory. Waits on
+ * the host for at most timeout_ns (DK_ETIMEOUT: the device was busy; the page holds what it held). */
+typedef struct dk_stats_flush_params {
+  DK_HEADER;
+  uint64_t team;
+  uint64_t timeout_ns;
+} dk_stats_flush_params;
+int32_t dk_stats_flush(dk_stats_flush_params *p);
 
 /* ---- Operations -------------------------------------------------------------------------------------------------- */
 

@@ -6,6 +6,9 @@
 static void facts(struct rank *me) {
   dk_info_params p = {.size = sizeof p};
   CALL(me, info, &p);
+  expect(me, p.max_ll_topk >= 8 && p.max_ll_tokens >= 1024 && p.max_ll_local_experts >= 256,
+         "low-latency limits: top-k %d, %d tokens, %d local experts", p.max_ll_topk, p.max_ll_tokens,
+         p.max_ll_local_experts);
   expect(me, p.abi_version == DK_ABI_VERSION, "abi_version is %u, the header's is %u", p.abi_version, DK_ABI_VERSION);
   expect(me, p.kind[0] && memchr(p.kind, 0, sizeof p.kind), "kind is empty or not ended");
   expect(me, p.build[0] && memchr(p.build, 0, sizeof p.build), "build is empty or not ended");

@@ -91,6 +91,7 @@ static void counted(struct rank *me) {
     run_mask(t, DK_MASK_CLEAN, 0, 0, 0);
   }
   finish(me);
+  flush_stats(t);
   expect_healthy(t);
   for (uint32_t op = DK_OP_LAYOUT; op < DK_NUM_OPS; op++) expect_calls(t, op, rounds, 0);
   for (int i = 0; i < me->count; i++) {
@@ -117,10 +118,12 @@ static void waited(struct rank *me) {
   struct team *t = make_counted(me, 0);
   run_barrier(t);
   finish(me);
+  flush_stats(t);
   meet(me);
   if (me->index == 1) pause_ms(100);
   run_barrier(t);
   finish(me);
+  flush_stats(t);
   const dk_op_stats *s = &t->stats->ops[DK_OP_BARRIER];
   if (me->index == 1) return;
   expect(me, s->wait_ns >= 60000000, "a barrier waited 100 ms and says %lu ns", (unsigned long)s->wait_ns);
@@ -137,6 +140,7 @@ static void traced(struct rank *me) {
     run_mask(t, DK_MASK_CLEAN, 0, 0, 0);
   }
   finish(me);
+  flush_stats(t);
   const dk_trace_record *ring = (const dk_trace_record *)((const char *)t->stats + t->stats->trace_offset);
   expect(me, t->stats->trace_next == 18, "trace_next is %lu after 18 calls", (unsigned long)t->stats->trace_next);
   for (uint64_t i = 13; i < 18; i++) {
@@ -156,10 +160,12 @@ static void two_halves(struct rank *me) {
   struct ll *l = make_ll(t, &kLowLatency, 2);
   run_ll_dispatch(l, DK_PHASE_SEND, 0);
   finish(me);
+  flush_stats(t);
   expect_calls(t, DK_OP_LL_DISPATCH, 0, 0); /* it counts when its last half ends */
   pause_ms(50);
   run_ll_dispatch(l, DK_PHASE_RECV, 0);
   finish(me);
+  flush_stats(t);
   expect_calls(t, DK_OP_LL_DISPATCH, 1, 0);
   const dk_trace_record *ring = (const dk_trace_record *)((const char *)t->stats + t->stats->trace_offset);
   expect(me, t->stats->trace_next == 2 && ring[0].phase == DK_PHASE_SEND && ring[1].phase == DK_PHASE_RECV,
@@ -180,6 +186,7 @@ static void errors(struct rank *me) {
   run_layout(n);
   run_notify(n);
   finish(me);
+  flush_stats(t);
   expect_failure(t, DK_ETIMEOUT, DK_OP_NOTIFY, 0);
   expect_calls(t, DK_OP_NOTIFY, 1, 1);
   expect_calls(t, DK_OP_LAYOUT, 1, 0);

@@ -33,6 +33,7 @@ static void barriers_enqueued(struct rank *me) {
   for (int i = 0; i < 200; i++) run_barrier(t);
   finish(me);
   expect_healthy(t);
+  flush_stats(t);
   expect(me, __atomic_load_n(&t->status->progress, __ATOMIC_ACQUIRE) == 200, "progress is %lu after 200 barriers",
          (unsigned long)t->status->progress);
 }

@@ -49,6 +49,7 @@
   X(team_create)           \
   X(team_destroy)          \
   X(team_segment)          \
+  X(stats_flush)           \
   X(layout)                \
   X(notify)                \
   X(dispatch)              \
@@ -280,6 +281,7 @@ struct team {
   uint64_t calls[DK_NUM_OPS], combines, timeout_ns;
 };
 struct team *make_team(struct rank *me, const struct team_spec *spec);
+void flush_stats(struct team *t); /* brings t->stats up to date */
 uint64_t peer_bytes(const struct team *t, uint32_t op, int peer);
 uint64_t peer_wait(const struct team *t, uint32_t op, int peer);
 uint64_t rdma_bytes_for(struct rank *me, int max_tokens, int hidden, int experts);

@@ -220,3 +220,8 @@ void expect_masks(struct team *t, uint32_t masked) {
     expect(me, got == wanted, "mask of rank %d is %d, wanted %d", i, got, wanted);
   }
 }
+
+void flush_stats(struct team *t) {
+  dk_stats_flush_params p = {.size = sizeof p, .team = t->handle, .timeout_ns = limit_ns(10)};
+  CALL(t->me, stats_flush, &p);
+}

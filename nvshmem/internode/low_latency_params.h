@@ -23,7 +23,8 @@ struct InternodeLlTeam {
 template <class P>
 bool is_sane_remote_ll(const P *p, const TeamView &view) {
   if (p->hidden <= 0 || p->hidden % 8 != 0 || p->num_topk <= 0 || p->num_topk > kMaxTopk) return false;
-  if (p->num_max_tokens <= 0 || p->num_max_tokens > 65535 || p->num_tokens < 0 || p->num_tokens > p->num_max_tokens)
+  if (p->num_max_tokens <= 0 || p->num_max_tokens > kMaxLowLatencyTokens || p->num_tokens < 0 ||
+      p->num_tokens > p->num_max_tokens)
     return false;
   if (p->num_experts <= 0 || p->num_experts % view.num_ranks != 0 || (p->index_bytes != 4 && p->index_bytes != 8))
     return false;

@@ -242,6 +242,10 @@ int32_t dk_transport_free(dk_transport_free_params *p) {
   return 0;
 }
 #endif
+int32_t dk_stats_flush(dk_stats_flush_params *p) {
+  NOTE("statistics of team %d\n", (int)p->team);
+  return 0;
+}
 int32_t dk_team_segment(dk_team_segment_params *p) {
   NOTE("segment %d of %d: %d bytes\n", p->index, p->owner, (int)p->bytes);
   return 0;

@@ -89,8 +89,6 @@ void forget_past_of(Team &team, int peer);
 // more.
 void restart(Op &op, uint32_t cleans);
 
-constexpr int kMaxTopk = 128;
-
 template <class P>
 bool bad_shape(const P &p, const Team &team) {
   return p.num_max_tokens < 1 || p.hidden < 8 || p.hidden % 8 || p.num_experts < team.num_ranks ||

@@ -22,6 +22,10 @@ constexpr uint64_t kPage = 4096;
 constexpr uint64_t kLine = 64;
 
 constexpr uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+// Limits of the interface that this library states in dk_info.
+constexpr int kMaxTopk = 128, kMaxTokens = 1 << 24;
+constexpr uint64_t kMaxExperts = 65536;
+
 template <class T>
 constexpr T min(T a, T b) {
   return a < b ? a : b;

@@ -84,6 +84,10 @@ DK_EXPORT int32_t dk_info(dk_info_params *p) {
   snprintf(p->kind, sizeof p->kind, "cpu");
   snprintf(p->build, sizeof p->build, "%s", DK_BUILD_ID);
   p->reason[0] = 0;
+  p->max_ll_topk = kMaxTopk;
+  p->max_ll_tokens = kMaxTokens;
+  p->max_ll_local_experts = static_cast<int32_t>(kMaxExperts);
+  p->reserved1 = 0;
   return DK_OK;
 }
 

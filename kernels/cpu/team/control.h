@@ -9,7 +9,6 @@
 
 namespace dk {
 
-constexpr uint64_t kMaxExperts = 65536;
 constexpr int kNumFields = DK_FIELD_OPERATION + 1;  // compared fields, by DK_FIELD_* number
 
 // Rung by peers after they wrote something that this rank may be asleep for.

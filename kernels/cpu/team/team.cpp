@@ -209,6 +209,12 @@ DK_EXPORT int32_t dk_team_destroy(dk_team_destroy_params *p) {
 
 // Rows always go through the wire region here (no DK_CAP_PEER_ROWS), so there is nothing that a segment could be used
 // for.
+// Operations count on the page themselves, so it is up to date.
+DK_EXPORT int32_t dk_stats_flush(dk_stats_flush_params *p) {
+  DK_ENTER(p);
+  return p->team ? DK_OK : DK_EINVAL;
+}
+
 DK_EXPORT int32_t dk_team_segment(dk_team_segment_params *p) {
   DK_ENTER(p);
   return DK_EUNSUPPORTED;

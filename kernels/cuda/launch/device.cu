@@ -7,6 +7,7 @@
 
 #include "cuda/common/types.cuh"
 #include "cuda/launch/internode.h"
+#include "cuda/layout/low_latency.cuh"
 #include "cuda_build_id.h"
 
 namespace deepep {
@@ -63,6 +64,10 @@ DK_EXPORT int32_t dk_info(dk_info_params *p) {
   snprintf(p->kind, sizeof p->kind, "cuda");
   snprintf(p->build, sizeof p->build, "cuda-%s", DK_BUILD_ID);
   p->reason[0] = 0;
+  p->max_ll_topk = kMaxTopk;
+  p->max_ll_tokens = kMaxLowLatencyTokens;
+  p->max_ll_local_experts = kMaxLocalExperts;
+  p->reserved1 = 0;
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess) {
@@ -201,10 +206,7 @@ DK_EXPORT int32_t dk_event_wait(dk_event_wait_params *p) {
   const uint64_t end = now_ns() + p->timeout_ns;
   for (uint32_t looks = 0;; ++looks) {
     const cudaError_t error = cudaEventQuery(reinterpret_cast<cudaEvent_t>(p->event));
-    if (error == cudaSuccess) {
-      publish_statistics(device);  // who waits on the host may look at them next
-      return DK_OK;
-    }
+    if (error == cudaSuccess) return DK_OK;
     if (error != cudaErrorNotReady) return device_failure(p, error);
     (void)cudaGetLastError();
     if (p->timeout_ns == 0 || now_ns() >= end) return DK_ETIMEOUT;

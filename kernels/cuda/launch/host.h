@@ -27,8 +27,6 @@ struct Device {
   bool exports_descriptors = false;
   cudaStream_t service = nullptr;  // for copies that belong to no caller's stream
   cudaDeviceProp properties{};
-  std::mutex teams_lock;
-  Team *teams = nullptr;  // a list: those whose statistics the host may ask for
 };
 
 enum class MemoryKind { kVirtual, kRuntime, kImported, kAlias };
@@ -42,7 +40,6 @@ struct Memory {
 
 struct Team {
   Device *device = nullptr;
-  Team *next = nullptr;  // of the device's
   TeamView view{};
   int sm_share = 1;
   uint64_t *segments = nullptr;  // device
@@ -143,9 +140,6 @@ inline cudaStream_t stream_of(uint64_t value) { return reinterpret_cast<cudaStre
 cudaError_t load_normal_kernels(bool bulk);
 cudaError_t load_low_latency_kernels();
 cudaError_t load_small_kernels();
-
-// What kernels of this device's teams have counted, out to the statistics pages. Waits for that a little, not for more.
-void publish_statistics(Device *device);
 
 // The state of an operation as kernels are told it.
 template <class P>

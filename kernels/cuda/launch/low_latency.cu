@@ -24,7 +24,8 @@ int blocks_for(const Team *team, int32_t num_sms, int32_t max_tokens) {
 template <class P>
 bool is_sane(const P *p, const Team *team) {
   if (p->hidden <= 0 || p->hidden % 8 != 0 || p->num_topk <= 0 || p->num_topk > kMaxTopk) return false;
-  if (p->num_max_tokens <= 0 || p->num_max_tokens > 65535 || p->num_tokens < 0 || p->num_tokens > p->num_max_tokens)
+  if (p->num_max_tokens <= 0 || p->num_max_tokens > kMaxLowLatencyTokens || p->num_tokens < 0 ||
+      p->num_tokens > p->num_max_tokens)
     return false;
   if (p->num_experts <= 0 || p->num_experts % team->view.num_ranks != 0 || (p->index_bytes != 4 && p->index_bytes != 8))
     return false;
@@ -87,7 +88,8 @@ using namespace deepep;
 
 DK_EXPORT int32_t dk_ll_layout(dk_ll_layout_params *p) {
   DK_ENTER(p);
-  if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS || p->num_max_tokens <= 0 || p->num_max_tokens > 65535)
+  if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS || p->num_max_tokens <= 0 ||
+      p->num_max_tokens > kMaxLowLatencyTokens)
     return DK_EINVAL;
   if (p->hidden <= 0 || p->hidden % 8 != 0 || p->num_experts <= 0 || p->num_experts % p->num_ranks != 0)
     return DK_EINVAL;

@@ -61,18 +61,6 @@ cudaError_t allocate_scratch(Team *team, const uint64_t *peer_blocks) {
   return error == cudaSuccess ? measure_clock(team) : error;
 }
 
-void enlist(Team *team) {
-  const std::lock_guard<std::mutex> lock(team->device->teams_lock);
-  team->next = team->device->teams;
-  team->device->teams = team;
-}
-void strike_off(const Team *team) {
-  const std::lock_guard<std::mutex> lock(team->device->teams_lock);
-  Team **at = &team->device->teams;
-  while (*at != team) at = &(*at)->next;
-  *at = team->next;
-}
-
 void free_team(Team *team) {
   internode_team_destroy(team);
   (void)cudaFree(team->scratch);
@@ -128,18 +116,6 @@ cudaError_t load_small_kernels() {
   return error;
 }
 
-void publish_statistics(Device *device) {
-  constexpr int64_t kPatience = 50000000;  // other processes' turns on a shared device
-  const std::lock_guard<std::mutex> lock(device->teams_lock);
-  if (device->teams == nullptr) return;
-  for (const Team *team = device->teams; team != nullptr; team = team->next)
-    stats_kernel<<<1, 512, 0, device->service>>>(team->view);
-  const int64_t end = monotonic_ns() + kPatience;
-  while (cudaStreamQuery(device->service) == cudaErrorNotReady && monotonic_ns() < end) {
-  }
-  (void)cudaGetLastError();
-}
-
 }  // namespace deepep
 
 using namespace deepep;
@@ -180,7 +156,6 @@ DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
     free_team(team);
     return code;
   }
-  enlist(team);
   p->team = handle_to(team);
   return DK_OK;
 }
@@ -190,9 +165,25 @@ DK_EXPORT int32_t dk_team_destroy(dk_team_destroy_params *p) {
   auto *team = handle_of<Team>(p->team);
   if (team == nullptr) return DK_EINVAL;
   const OnDevice on(team->device);
-  strike_off(team);
   free_team(team);
   return DK_OK;
+}
+
+DK_EXPORT int32_t dk_stats_flush(dk_stats_flush_params *p) {
+  DK_ENTER(p);
+  const auto *team = handle_of<Team>(p->team);
+  if (team == nullptr) return DK_EINVAL;
+  const OnDevice on(team->device);
+  stats_kernel<<<1, 512, 0, team->device->service>>>(team->view);
+  cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return device_failure(p, error);
+  for (const int64_t end = monotonic_ns() + static_cast<int64_t>(p->timeout_ns);;) {
+    error = cudaStreamQuery(team->device->service);
+    if (error != cudaErrorNotReady) break;
+    (void)cudaGetLastError();
+    if (monotonic_ns() >= end) return DK_ETIMEOUT;
+  }
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
 
 DK_EXPORT int32_t dk_team_segment(dk_team_segment_params *p) {

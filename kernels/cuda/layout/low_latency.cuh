@@ -9,8 +9,10 @@ namespace deepep {
 
 constexpr int kLowLatencySlots = 2;
 constexpr int kMaxTopk = 32;
-constexpr int kScaleChannels = 128;  // channels of one FP8 scale, of one LogFMT block
-constexpr int kHeaderCopies = 4;     // of dispatch's headers: combine reads those of the last two dispatches
+constexpr int kMaxLowLatencyTokens = 65535;  // a position among an expert's rows has 16 bits
+constexpr uint32_t kMaxLocalExperts = 8192;  // 13 bits in an entry of a header
+constexpr int kScaleChannels = 128;          // channels of one FP8 scale, of one LogFMT block
+constexpr int kHeaderCopies = 4;             // of dispatch's headers: combine reads those of the last two dispatches
 
 struct LowLatencyLayout {
   uint64_t row_bytes, words_at,

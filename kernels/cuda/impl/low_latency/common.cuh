@@ -130,7 +130,7 @@ __device__ __forceinline__ bool has_tag(uint64_t word, uint32_t tag) {
 
 // Header entry: bit 30: a row for local expert (bits 16..28) at position (bits 0..15) of this source's rows; bit 29:
 // the token has nothing for the rank, further entries are not sent.
-enum : uint32_t { kEntryRow = 1u << 30, kEntryNothing = 1u << 29, kMaxLocalExperts = 8192 };
+enum : uint32_t { kEntryRow = 1u << 30, kEntryNothing = 1u << 29 };
 __device__ __forceinline__ uint32_t entry_row(int local_expert, int position) {
   return kEntryRow | static_cast<uint32_t>(local_expert) << 16 | static_cast<uint32_t>(position);
 }
