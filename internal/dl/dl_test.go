@@ -163,7 +163,11 @@ func TestFindTakesTheFirstAcceptedAndSaysWhatWasTried(t *testing.T) {
 }
 
 func TestCandidatesAreOrderedAndUnique(t *testing.T) {
-	tree := filepath.Join(sourceTree(), "build", "lib")
+	root := sourceTree()
+	if root == "" {
+		t.Fatal("the test runs in a checkout, and sourceTree does not find it")
+	}
+	tree := filepath.Join(root, "build", "lib")
 	got := candidates(Query{File: "f.so", Beside: []string{"/a", tree}})
 	want := []string{"/a/f.so", tree + "/f.so", filepath.Join(ownFolder(), "f.so"), "f.so"}
 	if !slices.Equal(got, want) {

@@ -130,7 +130,7 @@ func sourceTree() string {
 	if !ok || !filepath.IsAbs(file) {
 		return ""
 	}
-	root := filepath.Join(filepath.Dir(file), "..", "..", "..")
+	root := filepath.Join(filepath.Dir(file), "..", "..")
 	if _, err := os.Stat(filepath.Join(root, "kernels", "abi", "kernels.h")); err != nil {
 		return ""
 	}
