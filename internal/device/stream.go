@@ -53,13 +53,22 @@ func (d *Device) DestroyStream(s Stream) error {
 	return kern.Error("dk_stream_destroy", d.Lib.StreamDestroy(p), p.DeviceError)
 }
 
+// Parameters of the calls that launches make.
+var (
+	streamQueries params[kern.StreamQueryParams]
+	eventRecords  params[kern.EventRecordParams]
+	streamWaits   params[kern.StreamWaitEventParams]
+	eventWaits    params[kern.EventWaitParams]
+)
+
 // Capturing says whether a graph is being captured from the stream.
 func (d *Device) Capturing(s Stream) (bool, error) {
 	if !d.canBeGraphed {
 		return false, nil
 	}
-	p := kern.StreamQueryParams{Device: d.handle, Stream: uint64(s), Idle: -1} // not asked, which would cost more than the rest
-	code := d.Lib.StreamQuery(&p)
+	p := streamQueries.take(kern.StreamQueryParams{Device: d.handle, Stream: uint64(s), Idle: -1}) // not asked, which would cost more than the rest
+	defer streamQueries.give(p)
+	code := d.Lib.StreamQuery(p)
 	return p.Capturing != 0, kern.Error("dk_stream_query", code, p.DeviceError)
 }
 
@@ -90,8 +99,9 @@ func (e *Event) Destroy() error {
 
 // Record marks the present end of the stream.
 func (e *Event) Record(s Stream) error {
-	p := kern.EventRecordParams{Device: e.dev.handle, Event: e.handle, Stream: uint64(s)}
-	if code := e.dev.Lib.EventRecord(&p); code != 0 {
+	p := eventRecords.take(kern.EventRecordParams{Device: e.dev.handle, Event: e.handle, Stream: uint64(s)})
+	defer eventRecords.give(p)
+	if code := e.dev.Lib.EventRecord(p); code != 0 {
 		return kern.Error("dk_event_record", code, p.DeviceError)
 	}
 	return nil
@@ -99,8 +109,9 @@ func (e *Event) Record(s Stream) error {
 
 // Join lets the stream wait for the event. Not for stream 0 where HostStream.
 func (e *Event) Join(s Stream) error {
-	p := kern.StreamWaitEventParams{Device: e.dev.handle, Stream: uint64(s), Event: e.handle}
-	if code := e.dev.Lib.StreamWaitEvent(&p); code != 0 {
+	p := streamWaits.take(kern.StreamWaitEventParams{Device: e.dev.handle, Stream: uint64(s), Event: e.handle})
+	defer streamWaits.give(p)
+	if code := e.dev.Lib.StreamWaitEvent(p); code != 0 {
 		return kern.Error("dk_stream_wait_event", code, p.DeviceError)
 	}
 	return nil
@@ -108,8 +119,9 @@ func (e *Event) Join(s Stream) error {
 
 // Wait blocks the calling thread until the event is done or the time is over; 0 only asks.
 func (e *Event) Wait(limit time.Duration) (done bool, err error) {
-	p := kern.EventWaitParams{Device: e.dev.handle, Event: e.handle, TimeoutNS: uint64(max(0, limit))}
-	switch code := e.dev.Lib.EventWait(&p); status.Code(code) {
+	p := eventWaits.take(kern.EventWaitParams{Device: e.dev.handle, Event: e.handle, TimeoutNS: uint64(max(0, limit))})
+	defer eventWaits.give(p)
+	switch code := e.dev.Lib.EventWait(p); status.Code(code) {
 	case status.OK:
 		return true, nil
 	case status.Timeout:

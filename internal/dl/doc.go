@@ -1,9 +1,9 @@
 // Package dl opens shared libraries at run time: it finds the file, resolves functions and calls them.
 //
-// It is the only package that imports purego, so that the core builds without cgo. A library stays open for the life of
-// the process once it was accepted: its threads and the addresses handed out must not lose their code. Functions take
-// one pointer to a struct and return an int32; any goroutine may call them. Such a call goes through runtime.cgocall
-// itself, as purego's do: a low-latency call makes three, and its caller waits for them.
+// It is the only package that imports purego, so that the core builds without cgo. A library that the caller accepted
+// stays open until the process ends: its threads and the function addresses need its code. Functions of a kernel library
+// take one pointer to a struct and return an int32; any goroutine may call them. A call goes through purego.SyscallN or,
+// with the build tag deepep_fastcall, through runtime.cgocall, to which the package then links by name.
 //
-// The package knows no function by name and never decides which engine is wanted.
+// The package knows no function by name and does not choose the engine.
 package dl

@@ -2,7 +2,6 @@ package dl
 
 import (
 	"runtime"
-	"unsafe"
 
 	"github.com/ebitengine/purego"
 
@@ -45,19 +44,3 @@ func (l *Library) Close() {
 	defer runtime.UnlockOSThread()
 	_ = purego.Dlclose(l.handle) // a failure leaves the library loaded, which harms nobody
 }
-
-// Call runs `int32_t fn(void *params)` on this thread, which costs a third of purego's SyscallN: one argument needs no list.
-// params may point into Go memory, a goroutine's stack too: neither moves nor goes away during the call. C must not keep it,
-// and must not call Go, since then the stack might move.
-func Call(fn uintptr, params unsafe.Pointer) int32 {
-	r := cgocall(fn, params)
-	runtime.KeepAlive(params)
-	return r
-}
-
-// cgocall is what cgo's own calls go through, and purego's: it leaves Go for a function of C that takes one pointer and
-// returns an int. The runtime promises its signature to packages that reach it so.
-//
-//go:noescape
-//go:linkname cgocall runtime.cgocall
-func cgocall(fn uintptr, arg unsafe.Pointer) int32
