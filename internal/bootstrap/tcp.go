@@ -163,57 +163,6 @@ func (t *tcp) AllGather(ctx context.Context, blob []byte) ([][]byte, error) {
 	return all, nil
 }
 
-// gatherAndSpread is rank 0's half. When one rank fails all others are told, with the reason.
-func (t *tcp) gatherAndSpread(ctx context.Context, all [][]byte) error {
-	err := t.each(func(rank int, c net.Conn) error {
-		f, err := t.readGather(c)
-		if err == nil && f.rank != rank {
-			err = fmt.Errorf("a blob of rank %d", f.rank)
-		}
-		if err != nil {
-			return ioError(ctx, err, fmt.Sprintf("exchange: waiting for rank %d (%s)", rank, c.RemoteAddr()))
-		}
-		all[rank] = f.blob
-		return nil
-	})
-	if err != nil {
-		t.refuseAll(err)
-		return err
-	}
-	return t.each(func(rank int, c net.Conn) error {
-		for from, blob := range all {
-			if from == rank {
-				continue
-			}
-			if err := writeFrame(c, t.gatherFrame(from, blob)); err != nil {
-				return ioError(ctx, err, fmt.Sprintf("exchange: sending to rank %d (%s)", rank, c.RemoteAddr()))
-			}
-		}
-		return nil
-	})
-}
-
-// giveAndTake is the half of every other rank.
-func (t *tcp) giveAndTake(ctx context.Context, all [][]byte) error {
-	c := t.conns[0]
-	// A failed write is not the news: the reason, which rank 0 sent before it closed, may be waiting to be read.
-	_ = writeFrame(c, t.gatherFrame(t.rank, all[t.rank]))
-	for from := range all {
-		if from == t.rank {
-			continue
-		}
-		f, err := t.readGather(c)
-		if err == nil && f.rank != from {
-			err = fmt.Errorf("a blob of rank %d in place of rank %d's", f.rank, from)
-		}
-		if err != nil {
-			return ioError(ctx, err, fmt.Sprintf("exchange: waiting for rank 0 (%s)", c.RemoteAddr()))
-		}
-		all[from] = f.blob
-	}
-	return nil
-}
-
 func (t *tcp) gatherFrame(rank int, blob []byte) *frame {
 	return &frame{kind: kindGather, rank: rank, nonce: t.nonce, tag: strconv.FormatUint(t.seq, 10), blob: blob}
 }

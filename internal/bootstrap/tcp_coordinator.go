@@ -3,58 +3,13 @@ package bootstrap
 import (
 	"context"
 	"crypto/hmac"
-	"crypto/sha256"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
-	"syscall"
 	"time"
 
 	"github.com/deepep-go/deepep/internal/status"
 )
-
-// refuseTime bounds the sending of a refusal: nobody waits long to be polite.
-const refuseTime = time.Second
-
-// joinRequest is what a rank says to rank 0: its size and a proof, bound to both sides' nonces, that it knows the secret.
-type joinRequest struct {
-	size  int
-	nonce [16]byte
-	proof [sha256.Size]byte
-}
-
-const joinBytes = 4 + 16 + sha256.Size
-
-func (j joinRequest) encode() []byte {
-	b := binary.LittleEndian.AppendUint32(nil, uint32(j.size))
-	b = append(b, j.nonce[:]...)
-	return append(b, j.proof[:]...)
-}
-
-func decodeJoin(b []byte) (joinRequest, error) {
-	if len(b) != joinBytes {
-		return joinRequest{}, fmt.Errorf("a join request of %d bytes, want %d", len(b), joinBytes)
-	}
-	return joinRequest{
-		size: int(binary.LittleEndian.Uint32(b)), nonce: [16]byte(b[4:20]), proof: [sha256.Size]byte(b[20:]),
-	}, nil
-}
-
-// proof shows knowledge of the secret without telling it. The role keeps one side's proof from serving as the other's.
-func proof(secret, role string, host, guest [16]byte, rank, size int) [sha256.Size]byte {
-	m := hmac.New(sha256.New, []byte(secret))
-	fmt.Fprintf(m, "deepep %s %x %x %d %d", role, host, guest, rank, size)
-	return [sha256.Size]byte(m.Sum(nil))
-}
-
-// refuseAll tells the ranks that are there why it ends.
-func (t *tcp) refuseAll(err error) {
-	t.each(func(_ int, c net.Conn) error {
-		c.SetWriteDeadline(time.Now().Add(refuseTime))
-		return writeFrame(c, &frame{kind: kindRefuse, nonce: t.nonce, blob: encodeRefusal(err)})
-	})
-}
 
 // arrival is a connection that has shown that it knows the secret, or the reason to end.
 type arrival struct {
@@ -124,12 +79,6 @@ func (t *tcp) receive(ctx context.Context, arrivals <-chan arrival, address stri
 		}
 	}
 	return guests, nil
-}
-
-func refuse(c net.Conn, nonce [16]byte, err error) {
-	c.SetWriteDeadline(time.Now().Add(refuseTime))
-	writeFrame(c, &frame{kind: kindRefuse, nonce: nonce, blob: encodeRefusal(err)})
-	c.Close()
 }
 
 // acceptLoop shakes hands with whoever comes, a bounded number at once, and hands over those who belong here.
@@ -207,69 +156,40 @@ func (t *tcp) question(conn net.Conn, o TCPOptions) (arrival, error) {
 	return a, nil
 }
 
-// join is every other rank: it tries until rank 0 listens.
-func (t *tcp) join(ctx context.Context, o TCPOptions, address string, local net.Addr) error {
-	d := net.Dialer{LocalAddr: local}
-	begin := time.Now()
-	var last error // worth telling: that the time was over is not
-	for {
-		conn, err := d.DialContext(ctx, "tcp", address)
-		if err == nil {
-			return t.ask(ctx, conn, o)
+// gatherAndSpread is rank 0's half. When one rank fails all others are told, with the reason.
+func (t *tcp) gatherAndSpread(ctx context.Context, all [][]byte) error {
+	err := t.each(func(rank int, c net.Conn) error {
+		f, err := t.readGather(c)
+		if err == nil && f.rank != rank {
+			err = fmt.Errorf("a blob of rank %d", f.rank)
 		}
-		if last == nil || !timedOut(err) {
-			last = err
+		if err != nil {
+			return ioError(ctx, err, fmt.Sprintf("exchange: waiting for rank %d (%s)", rank, c.RemoteAddr()))
 		}
-		if !worthRetrying(err) && ctx.Err() == nil {
-			return status.Errorf(status.System, "rank %d, connecting to rank 0 at %s: %w", t.rank, address, err)
-		}
-		select {
-		case <-time.After(redialTCP):
-		case <-ctx.Done():
-			return ctxError(ctx, fmt.Sprintf("rank %d found no rank 0 at %s within %.1f s (%v)", t.rank, address, time.Since(begin).Seconds(), last))
-		}
-	}
-}
-
-// worthRetrying: rank 0, its host or its name may just not be up yet.
-func worthRetrying(err error) bool {
-	var dns *net.DNSError
-	for _, e := range []error{syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.ECONNRESET} {
-		if errors.Is(err, e) {
-			return true
-		}
-	}
-	return timedOut(err) || errors.As(err, &dns)
-}
-
-// ask is the guest's half of the handshake. The welcome comes when all ranks are there, so that only ctx bounds it.
-func (t *tcp) ask(ctx context.Context, conn net.Conn, o TCPOptions) error {
-	t.conns[0] = conn
-	what := fmt.Sprintf("rank %d, joining rank 0 at %s", t.rank, conn.RemoteAddr())
-	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
-	defer stop()
-	f, err := readFrame(conn, 0)
+		all[rank] = f.blob
+		return nil
+	})
 	if err != nil {
-		return ioError(ctx, err, what)
+		t.refuseAll(err)
+		return err
 	}
-	if f.kind != kindChallenge {
-		return status.Errorf(status.Mismatch, "%s: what listens there is no rank 0", what)
-	}
-	t.nonce = f.nonce
-	j := joinRequest{size: t.size, nonce: randomNonce()}
-	j.proof = proof(o.Secret, "guest", t.nonce, j.nonce, t.rank, t.size)
-	if err := writeFrame(conn, &frame{kind: kindJoin, rank: t.rank, nonce: t.nonce, blob: j.encode()}); err != nil {
-		return ioError(ctx, err, what)
-	}
-	if f, err = readFrame(conn, handshakeBlob); err != nil {
-		return ioError(ctx, err, what)
-	}
-	want := proof(o.Secret, "host", t.nonce, j.nonce, t.rank, t.size)
-	switch {
-	case f.kind == kindRefuse:
-		return fmt.Errorf("%s: %w", what, decodeRefusal(f.blob))
-	case f.kind != kindAccept || f.nonce != t.nonce || !hmac.Equal(f.blob, want[:]):
-		return status.Errorf(status.Mismatch, "%s: the answer does not come from a rank 0 that knows the secret", what)
-	}
-	return nil
+	return t.each(func(rank int, c net.Conn) error {
+		for from, blob := range all {
+			if from == rank {
+				continue
+			}
+			if err := writeFrame(c, t.gatherFrame(from, blob)); err != nil {
+				return ioError(ctx, err, fmt.Sprintf("exchange: sending to rank %d (%s)", rank, c.RemoteAddr()))
+			}
+		}
+		return nil
+	})
+}
+
+// refuseAll tells the ranks that are there why it ends.
+func (t *tcp) refuseAll(err error) {
+	t.each(func(_ int, c net.Conn) error {
+		c.SetWriteDeadline(time.Now().Add(refuseTime))
+		return writeFrame(c, &frame{kind: kindRefuse, nonce: t.nonce, blob: encodeRefusal(err)})
+	})
 }

@@ -1,0 +1,101 @@
+package bootstrap
+
+import (
+	"context"
+	"crypto/hmac"
+	"errors"
+	"fmt"
+	"net"
+	"syscall"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// join is every other rank: it tries until rank 0 listens.
+func (t *tcp) join(ctx context.Context, o TCPOptions, address string, local net.Addr) error {
+	d := net.Dialer{LocalAddr: local}
+	begin := time.Now()
+	var last error // worth telling: that the time was over is not
+	for {
+		conn, err := d.DialContext(ctx, "tcp", address)
+		if err == nil {
+			return t.ask(ctx, conn, o)
+		}
+		if last == nil || !timedOut(err) {
+			last = err
+		}
+		if !worthRetrying(err) && ctx.Err() == nil {
+			return status.Errorf(status.System, "rank %d, connecting to rank 0 at %s: %w", t.rank, address, err)
+		}
+		select {
+		case <-time.After(redialTCP):
+		case <-ctx.Done():
+			return ctxError(ctx, fmt.Sprintf("rank %d found no rank 0 at %s within %.1f s (%v)", t.rank, address, time.Since(begin).Seconds(), last))
+		}
+	}
+}
+
+// worthRetrying: rank 0, its host or its name may just not be up yet.
+func worthRetrying(err error) bool {
+	var dns *net.DNSError
+	for _, e := range []error{syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.ECONNRESET} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return timedOut(err) || errors.As(err, &dns)
+}
+
+// ask is the guest's half of the handshake. The welcome comes when all ranks are there, so that only ctx bounds it.
+func (t *tcp) ask(ctx context.Context, conn net.Conn, o TCPOptions) error {
+	t.conns[0] = conn
+	what := fmt.Sprintf("rank %d, joining rank 0 at %s", t.rank, conn.RemoteAddr())
+	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	f, err := readFrame(conn, 0)
+	if err != nil {
+		return ioError(ctx, err, what)
+	}
+	if f.kind != kindChallenge {
+		return status.Errorf(status.Mismatch, "%s: what listens there is no rank 0", what)
+	}
+	t.nonce = f.nonce
+	j := joinRequest{size: t.size, nonce: randomNonce()}
+	j.proof = proof(o.Secret, "guest", t.nonce, j.nonce, t.rank, t.size)
+	if err := writeFrame(conn, &frame{kind: kindJoin, rank: t.rank, nonce: t.nonce, blob: j.encode()}); err != nil {
+		return ioError(ctx, err, what)
+	}
+	if f, err = readFrame(conn, handshakeBlob); err != nil {
+		return ioError(ctx, err, what)
+	}
+	want := proof(o.Secret, "host", t.nonce, j.nonce, t.rank, t.size)
+	switch {
+	case f.kind == kindRefuse:
+		return fmt.Errorf("%s: %w", what, decodeRefusal(f.blob))
+	case f.kind != kindAccept || f.nonce != t.nonce || !hmac.Equal(f.blob, want[:]):
+		return status.Errorf(status.Mismatch, "%s: the answer does not come from a rank 0 that knows the secret", what)
+	}
+	return nil
+}
+
+// giveAndTake is the half of every other rank.
+func (t *tcp) giveAndTake(ctx context.Context, all [][]byte) error {
+	c := t.conns[0]
+	// A failed write is not the news: the reason, which rank 0 sent before it closed, may be waiting to be read.
+	_ = writeFrame(c, t.gatherFrame(t.rank, all[t.rank]))
+	for from := range all {
+		if from == t.rank {
+			continue
+		}
+		f, err := t.readGather(c)
+		if err == nil && f.rank != from {
+			err = fmt.Errorf("a blob of rank %d in place of rank %d's", f.rank, from)
+		}
+		if err != nil {
+			return ioError(ctx, err, fmt.Sprintf("exchange: waiting for rank 0 (%s)", c.RemoteAddr()))
+		}
+		all[from] = f.blob
+	}
+	return nil
+}
