@@ -12,6 +12,7 @@ import (
 
 	"github.com/deepep-go/deepep/core"
 	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // benchSpec is what a rank process is told.
@@ -88,9 +89,7 @@ func runRank(ctx context.Context, spec *benchSpec, out io.Writer) error {
 	if err != nil {
 		result = &rankResult{Error: err.Error()}
 	}
-	if e := json.NewEncoder(out).Encode(result); err == nil {
-		err = e
-	}
+	status.Keep(&err, json.NewEncoder(out).Encode(result))
 	if err != nil {
 		return exitCode(exitProblems) // the parent prints the reason
 	}

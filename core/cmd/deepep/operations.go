@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/deepep-go/deepep/core"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // caller runs calls of one rank and waits for each on the host.
@@ -33,9 +34,7 @@ func (c *caller) close() error {
 	if c.event != nil {
 		err = c.event.Destroy()
 	}
-	if e := c.mem.close(); err == nil {
-		err = e
-	}
+	status.Keep(&err, c.mem.close())
 	return err
 }
 

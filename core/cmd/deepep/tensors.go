@@ -7,6 +7,7 @@ import (
 	"github.com/deepep-go/deepep/core"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/kern"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // tensors is memory of an engine's device, for calls of which only the time matters.
@@ -76,9 +77,7 @@ func (t *tensors) finish() error {
 	if err = done.Record(0); err == nil {
 		_, err = done.Wait(time.Minute)
 	}
-	if e := done.Destroy(); err == nil {
-		err = e
-	}
+	status.Keep(&err, done.Destroy())
 	return err
 }
 
