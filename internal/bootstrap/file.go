@@ -18,30 +18,30 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Polling of the shared folder: quick at first, then gentle on a network file system.
+// Pauses between polls of the shared folder: short at first, then doubled to spare a network file system.
 const (
 	pollFirst = time.Millisecond
-	pollMost  = 20 * time.Millisecond
+	pollMax   = 20 * time.Millisecond
 )
 
-// FileOptions describes a group that meets in a folder that all ranks see.
+// FileOptions describes a group that starts through a folder that all ranks see.
 type FileOptions struct {
 	Rank, Size int
-	Dir        string // exists and can be written by this user only, or by people who are trusted
-	Name       string // of the group: equal on all ranks, and not in use by another live group in this folder
+	Dir        string // exists, and only this user or trusted ones can write to it
+	Name       string // of the group: equal on all ranks, and not in use by another running group in this folder
 }
 
-// file is one rank's view of a run. In Dir lie
+// file is one rank's view of a run. Dir holds
 //
-//	Name                    the run's nonce, written by rank 0: here we are
-//	Name.run-<nonce>/       everything of this run
-//	  join-<rank>           the rank's own nonce and size: I have seen this run
-//	  go                    rank 0's word, with the nonces of all who joined: it begins, or why it does not
+//	Name                    the stamp of the current run, written by rank 0
+//	Name.run-<nonce>/       the folder of this run:
+//	  join-<rank>           the joiner's stamp
+//	  go                    rank 0's decision: the nonces of all joiners, or why the run does not begin
 //	  <gather>-<rank>       a blob
-//	  bye-<rank>            this rank reads nothing any more
+//	  bye-<rank>            this rank has closed its exchanger
 //
-// Every file appears by rename, so that nobody sees half of one. What an earlier run left is never taken for this one:
-// a rank believes a run only when its own fresh nonce stands in `go`.
+// A rename creates each file, so that a reader never sees half of one. A joiner does not mistake an earlier run's files
+// for this run's: it accepts a run only when `go` holds the nonce that it has just made.
 type file struct {
 	rank, size int
 	dir, name  string
@@ -54,7 +54,7 @@ type file struct {
 
 var groupName = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$`)
 
-// OpenFile joins the ranks through a folder and returns when all are there. It is collective.
+// OpenFile joins the ranks through a folder and returns when all have joined. It is collective.
 func OpenFile(ctx context.Context, o FileOptions) (Exchanger, error) {
 	if err := CheckGroup(o.Rank, o.Size); err != nil {
 		return nil, err
@@ -68,9 +68,9 @@ func OpenFile(ctx context.Context, o FileOptions) (Exchanger, error) {
 	f := &file{rank: o.Rank, size: o.Size, dir: o.Dir, name: o.Name}
 	var err error
 	if o.Rank == 0 {
-		err = f.lead(ctx)
+		err = f.coordinate(ctx)
 	} else {
-		err = f.follow(ctx)
+		err = f.join(ctx)
 	}
 	if err != nil {
 		f.Close()
@@ -88,8 +88,8 @@ func (f *file) runDir(nonce string) string {
 	return filepath.Join(f.dir, f.name+".run-"+nonce)
 }
 
-// AllGather writes this rank's blob and reads everybody's. When all blobs of a gather are there, every rank has read the
-// one before, so that its file can go.
+// AllGather writes this rank's blob and reads all ranks' blobs. Once it has them all, every rank has read the gather
+// before, and this rank removes its file of that gather.
 func (f *file) AllGather(ctx context.Context, blob []byte) ([][]byte, error) {
 	if err := checkBlob(blob); err != nil {
 		return nil, err
@@ -108,7 +108,7 @@ func (f *file) AllGather(ctx context.Context, blob []byte) ([][]byte, error) {
 func (f *file) gather(ctx context.Context, blob []byte) ([][]byte, error) {
 	f.seq++
 	file := func(seq, rank int) string { return fmt.Sprintf("%d-%d", seq, rank) }
-	if err := f.put(f.path(file(f.seq, f.rank)), blob); err != nil {
+	if err := f.create(f.path(file(f.seq, f.rank)), blob); err != nil {
 		return nil, err
 	}
 	all := make([][]byte, f.size)
@@ -132,18 +132,19 @@ func (f *file) gather(ctx context.Context, blob []byte) ([][]byte, error) {
 	return all, nil
 }
 
-func (f *file) await(ctx context.Context, name string, from, most int, over func() error) ([]byte, error) {
-	return f.awaitPath(ctx, f.path(name), from, most, over)
+func (f *file) await(ctx context.Context, name string, from, limit int, over func() error) ([]byte, error) {
+	return f.awaitPath(ctx, f.path(name), from, limit, over)
 }
 
-// awaitPath reads a file as soon as it is there, unless over (asked between looks) says that it will not come.
-func (f *file) awaitPath(ctx context.Context, path string, from, most int, over func() error) ([]byte, error) {
-	for pause := pollFirst; ; pause = min(2*pause, pollMost) {
+// awaitPath polls for a file and reads it. over, if not nil, is called before each poll and returns why the file will not
+// come.
+func (f *file) awaitPath(ctx context.Context, path string, from, limit int, over func() error) ([]byte, error) {
+	for pause := pollFirst; ; pause = min(2*pause, pollMax) {
 		var stop error
 		if over != nil {
-			stop = over() // before the look: who leaves has written first
+			stop = over() // before the read: a rank that leaves has written its file before
 		}
-		b, err := readBounded(path, most)
+		b, err := readBounded(path, limit)
 		if err == nil {
 			return b, nil
 		}
@@ -174,30 +175,28 @@ func sleep(ctx context.Context, d time.Duration, what string) error {
 	}
 }
 
-// readBounded follows no link: in a shared folder one could point anywhere.
-func readBounded(path string, most int) ([]byte, error) {
+// readBounded does not follow links: in a shared folder a link could point anywhere.
+func readBounded(path string, limit int) ([]byte, error) {
 	in, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, err
 	}
 	defer in.Close()
-	b, err := io.ReadAll(io.LimitReader(in, int64(most)+1))
-	if err == nil && len(b) > most {
-		err = fmt.Errorf("%s: more than %d bytes", path, most)
+	b, err := io.ReadAll(io.LimitReader(in, int64(limit)+1))
+	if err == nil && len(b) > limit {
+		err = fmt.Errorf("%s: more than %d bytes", path, limit)
 	}
 	return b, err
 }
 
-// put makes a file appear whole.
-func (f *file) put(path string, b []byte) error {
+// create writes a file under a temporary name and renames it.
+func (f *file) create(path string, b []byte) error {
 	tmp, err := os.CreateTemp(f.run, ".new-*")
 	if err != nil {
 		return status.Errorf(status.System, "exchange: %w", err)
 	}
 	_, err = tmp.Write(b)
-	if cerr := tmp.Close(); err == nil {
-		err = cerr
-	}
+	status.Keep(&err, tmp.Close())
 	if err == nil {
 		err = os.Rename(tmp.Name(), path)
 	}
@@ -208,16 +207,16 @@ func (f *file) put(path string, b []byte) error {
 	return nil
 }
 
-// Close says goodbye; the last rank to do so removes everything. A rank that was killed leaves a few small files, which
-// the next run of that name removes.
+// Close writes this rank's bye file; the last rank to close removes the run's files. If a rank was killed, the next run of
+// that name removes them.
 func (f *file) Close() error {
 	if f.closed || f.run == "" {
 		f.closed = true
 		return nil
 	}
 	f.closed = true
-	if err := f.put(f.path("bye-"+strconv.Itoa(f.rank)), nil); err != nil {
-		if errors.Is(err, fs.ErrNotExist) { // cleared by a rank that gave up, or by a newer run
+	if err := f.create(f.path("bye-"+strconv.Itoa(f.rank)), nil); err != nil {
+		if errors.Is(err, fs.ErrNotExist) { // removed by a rank that gave up, or by a newer run
 			return nil
 		}
 		return err

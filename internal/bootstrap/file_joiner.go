@@ -11,20 +11,20 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// errOtherRun: rank 0 has opened another run since this one was found.
+// errOtherRun means that rank 0 has opened another run since this rank read the stamp.
 var errOtherRun = errors.New("another run is open")
 
-// follow is every other rank: it joins the run that is open, and the next one if rank 0 opened another meanwhile.
-func (f *file) follow(ctx context.Context) error {
-	own := stamp{freshNonce(), f.size}
+// join is the other ranks' part of the start: it joins the open run, and the next one if rank 0 has opened another.
+func (f *file) join(ctx context.Context) error {
+	mine := stamp{freshNonce(), f.size}
 	for {
 		open, err := f.findRun(ctx)
 		if err != nil {
 			return err
 		}
-		err = f.put(f.path("join-"+strconv.Itoa(f.rank)), own.encode())
+		err = f.create(f.path("join-"+strconv.Itoa(f.rank)), mine.encode())
 		if err == nil {
-			err = f.awaitGo(ctx, own.nonce)
+			err = f.awaitGo(ctx, mine.nonce)
 		}
 		if errors.Is(err, status.ErrTimeout) && open.size != f.size {
 			return status.Errorf(status.Mismatch, "ranks disagree on the number of ranks: rank 0 has %d, rank %d has %d: %w", open.size, f.rank, f.size, err)
@@ -32,14 +32,14 @@ func (f *file) follow(ctx context.Context) error {
 		if !errors.Is(err, errOtherRun) && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
-		// It was an old run: replaced, or its folder is gone. Look again.
-		if err := sleep(ctx, pollMost, f.lateText(0)); err != nil {
+		// It was an old run, which rank 0 has replaced or removed.
+		if err := sleep(ctx, pollMax, f.lateText(0)); err != nil {
 			return err
 		}
 	}
 }
 
-// findRun reads which run is open.
+// findRun reads the stamp of the open run.
 func (f *file) findRun(ctx context.Context) (stamp, error) {
 	b, err := f.awaitPath(ctx, f.openFile(), 0, stampBytes, nil)
 	if err != nil {
@@ -53,7 +53,7 @@ func (f *file) findRun(ctx context.Context) (stamp, error) {
 	return s, nil
 }
 
-// replaced is errOtherRun as soon as another run is open.
+// replaced returns errOtherRun if another run is open.
 func (f *file) replaced() error {
 	b, err := readBounded(f.openFile(), stampBytes)
 	if err != nil {
@@ -65,18 +65,18 @@ func (f *file) replaced() error {
 	return nil
 }
 
-// awaitGo waits for rank 0's word to this process.
-func (f *file) awaitGo(ctx context.Context, own string) error {
-	for pause := pollFirst; ; pause = min(2*pause, pollMost) {
-		b, err := f.awaitPath(ctx, f.path("go"), 0, goBytes, f.replaced)
+// awaitGo waits for rank 0's decision on this process, which joined with nonce.
+func (f *file) awaitGo(ctx context.Context, nonce string) error {
+	for pause := pollFirst; ; pause = min(2*pause, pollMax) {
+		b, err := f.awaitPath(ctx, f.path("go"), 0, decisionBytes, f.replaced)
 		if err != nil {
 			return err
 		}
-		var word goWord
-		if err := json.Unmarshal(b, &word); err != nil {
+		var d decision
+		if err := json.Unmarshal(b, &d); err != nil {
 			return status.Errorf(status.Mismatch, "file %s: %w", f.path("go"), err)
 		}
-		verdict := word.judge(f.rank, f.size, own)
+		verdict := d.verdict(f.rank, f.size, nonce)
 		if !errors.Is(verdict, errNotForUs) {
 			return verdict
 		}

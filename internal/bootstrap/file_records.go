@@ -11,7 +11,7 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// stamp is what the open file and the join files hold: a fresh nonce and the writer's idea of the group's size.
+// stamp is the content of the open file and of the join files: the writer's nonce and its size of the group.
 type stamp struct {
 	nonce string
 	size  int
@@ -26,7 +26,7 @@ func parseStamp(b []byte) (stamp, error) {
 	size, err := strconv.Atoi(rest)
 	raw, herr := hex.DecodeString(nonce)
 	if !found || err != nil || herr != nil || len(raw) != 16 || size < 1 || size > maxRanks {
-		return stamp{}, fmt.Errorf("%.40q is no stamp of this library", b)
+		return stamp{}, fmt.Errorf("%.40q is not a stamp of this library", b)
 	}
 	return stamp{nonce, size}, nil
 }
@@ -36,23 +36,24 @@ func freshNonce() string {
 	return hex.EncodeToString(n[:])
 }
 
-// goWord is rank 0's word. Nonces stand by rank; where there is a refusal, those of ranks that had not come are empty.
-type goWord struct {
+// decision is the content of the go file: rank 0 starts the run, or refuses it and says why. Nonces are by rank; with a
+// refusal those of ranks that had not joined are empty.
+type decision struct {
 	Nonces  []string
 	Refusal string `json:",omitempty"`
 }
 
-const goBytes = maxRanks*40 + 2*maxReason
+const decisionBytes = maxRanks*40 + 2*maxReason
 
-// errNotForUs: the word is of an earlier run, or of a group that another process joined as this rank.
-var errNotForUs = errors.New("the run that is open knows nothing of this process: it is an old one, or another process has this rank")
+// errNotForUs means that the decision belongs to an earlier run, or that another process joined as this rank.
+var errNotForUs = errors.New("the open run does not list this process: it is an old run, or another process has this rank")
 
-// judge says what rank 0's word means for a rank that joined with the nonce own.
-func (w goWord) judge(rank, size int, own string) error {
+// verdict is nil if the run begins for the rank that joined with nonce.
+func (d decision) verdict(rank, size int, nonce string) error {
 	switch {
-	case w.Refusal != "" && slices.Contains(w.Nonces, own):
-		return status.Errorf(status.Mismatch, "%s", w.Refusal)
-	case w.Refusal == "" && len(w.Nonces) == size && w.Nonces[rank] == own:
+	case d.Refusal != "" && slices.Contains(d.Nonces, nonce):
+		return status.Errorf(status.Mismatch, "%s", d.Refusal)
+	case d.Refusal == "" && len(d.Nonces) == size && d.Nonces[rank] == nonce:
 		return nil
 	}
 	return errNotForUs

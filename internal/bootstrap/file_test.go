@@ -146,19 +146,19 @@ func TestFileForeignContent(t *testing.T) {
 	wantError(t, err, status.System, "symbolic links")
 }
 
-func TestGoWord(t *testing.T) {
+func TestDecision(t *testing.T) {
 	for name, c := range map[string]struct {
-		word goWord
+		d    decision
 		want error
 	}{
-		"mine":              {goWord{Nonces: []string{"a", "b"}}, nil},
-		"another process":   {goWord{Nonces: []string{"a", "c"}}, errNotForUs},
-		"other size":        {goWord{Nonces: []string{"a", "b", "c"}}, errNotForUs},
-		"nothing":           {goWord{}, errNotForUs},
-		"refusal":           {goWord{Nonces: []string{"a", "b"}, Refusal: "no"}, status.ErrMismatch},
-		"refusal of others": {goWord{Nonces: []string{"a", ""}, Refusal: "no"}, errNotForUs},
+		"mine":              {decision{Nonces: []string{"a", "b"}}, nil},
+		"another process":   {decision{Nonces: []string{"a", "c"}}, errNotForUs},
+		"other size":        {decision{Nonces: []string{"a", "b", "c"}}, errNotForUs},
+		"nothing":           {decision{}, errNotForUs},
+		"refusal":           {decision{Nonces: []string{"a", "b"}, Refusal: "no"}, status.ErrMismatch},
+		"refusal of others": {decision{Nonces: []string{"a", ""}, Refusal: "no"}, errNotForUs},
 	} {
-		if got := c.word.judge(1, 2, "b"); !errors.Is(got, c.want) {
+		if got := c.d.verdict(1, 2, "b"); !errors.Is(got, c.want) {
 			t.Errorf("%s: %v, want %v", name, got, c.want)
 		}
 	}

@@ -13,7 +13,7 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// redialTCP is the pause before rank 0 is tried again: it may start later than the others.
+// redialTCP is the pause before a rank dials rank 0 again: rank 0 may start later than the others.
 const redialTCP = 50 * time.Millisecond
 
 // TCPOptions describes a group that meets at rank 0.
@@ -21,14 +21,14 @@ type TCPOptions struct {
 	Rank, Size int
 	// Address is "host:port" of rank 0, which listens there and nowhere else.
 	Address string
-	// Secret keeps strangers and other jobs out: every rank must give the same. It is not sent. Empty is allowed.
+	// Secret keeps other programs and other jobs out: it must be equal on every rank. It is not sent. Empty is allowed.
 	Secret string
 	// Interface is the network interface, or its address, that rank 0 listens on and the others connect from. Empty:
-	// loopback, and Address must be that.
+	// loopback, and Address must be a loopback address.
 	Interface string
 }
 
-// tcp is one rank's end of the star around rank 0. conns has the others on rank 0, and rank 0 alone elsewhere.
+// tcp is one rank's end of the star around rank 0. On rank 0 conns holds all other ranks, elsewhere rank 0 alone.
 type tcp struct {
 	rank, size int
 	nonce      [16]byte
@@ -36,11 +36,11 @@ type tcp struct {
 	seq        uint64
 
 	mu     sync.Mutex
-	broken error // why no further gather can work
+	broken error // the error that every further gather returns
 }
 
-// DialTCP joins the ranks at rank 0 and returns when all are there. It is collective. Ranks that disagree on the size,
-// a rank given twice or another secret are a Mismatch; where ctx ends first, Timeout names who is missing.
+// DialTCP joins the ranks at rank 0 and returns when all have joined. It is collective. Ranks that disagree on the size,
+// a rank given twice or another secret are a Mismatch; if ctx ends first, Timeout names the missing ranks.
 func DialTCP(ctx context.Context, o TCPOptions) (Exchanger, error) {
 	if err := CheckGroup(o.Rank, o.Size); err != nil {
 		return nil, err
@@ -54,7 +54,7 @@ func DialTCP(ctx context.Context, o TCPOptions) (Exchanger, error) {
 		return nil, err
 	}
 	if o.Rank == 0 {
-		err = t.host(ctx, o, address)
+		err = t.coordinate(ctx, o, address)
 	} else {
 		err = t.join(ctx, o, address, local)
 	}
@@ -65,7 +65,7 @@ func DialTCP(ctx context.Context, o TCPOptions) (Exchanger, error) {
 	return t, nil
 }
 
-// resolve finds where rank 0 is, and from where the others connect.
+// resolve returns rank 0's address, and the local address from which the others connect.
 func resolve(ctx context.Context, o TCPOptions) (address string, local net.Addr, err error) {
 	const allowed = `"host:port" of rank 0 with a port from 1 to 65535`
 	host, port, err := net.SplitHostPort(o.Address)
@@ -76,14 +76,14 @@ func resolve(ctx context.Context, o TCPOptions) (address string, local net.Addr,
 		return "", nil, status.InvalidArg("Address", strconv.Quote(o.Address), allowed)
 	}
 	if o.Interface != "" {
-		own, err := interfaceAddress(o.Interface)
+		address, err := interfaceAddress(o.Interface)
 		if err != nil {
 			return "", nil, err
 		}
-		if o.Rank == 0 { // its own name may resolve to loopback here and to the network elsewhere
-			return net.JoinHostPort(own.String(), port), nil, nil
+		if o.Rank == 0 { // the host's name may resolve to loopback here and to the network elsewhere
+			return net.JoinHostPort(address.String(), port), nil, nil
 		}
-		return o.Address, net.TCPAddrFromAddrPort(netip.AddrPortFrom(own, 0)), nil
+		return o.Address, net.TCPAddrFromAddrPort(netip.AddrPortFrom(address, 0)), nil
 	}
 	if host == "" {
 		host = "127.0.0.1"
@@ -104,7 +104,7 @@ func resolve(ctx context.Context, o TCPOptions) (address string, local net.Addr,
 func (t *tcp) Rank() int { return t.rank }
 func (t *tcp) Size() int { return t.size }
 
-// Close is local; the other ranks' next gather fails.
+// Close is local. The other ranks' next gather fails.
 func (t *tcp) Close() error {
 	t.fail(status.Errorf(status.InvalidState, "exchange: this rank's exchanger is closed"))
 	for _, c := range t.conns {
@@ -129,7 +129,7 @@ func (t *tcp) usable() error {
 	return t.broken
 }
 
-// AllGather sends every blob to rank 0, which sends all of them to everybody. An error leaves the exchanger unusable.
+// AllGather sends every blob to rank 0, which sends all of them to every rank. An error leaves the exchanger unusable.
 func (t *tcp) AllGather(ctx context.Context, blob []byte) ([][]byte, error) {
 	if err := checkBlob(blob); err != nil {
 		return nil, err
@@ -149,11 +149,11 @@ func (t *tcp) AllGather(ctx context.Context, blob []byte) ([][]byte, error) {
 	})
 	var err error
 	if t.rank == 0 {
-		err = t.gatherAndSpread(ctx, all)
+		err = t.relay(ctx, all)
 	} else {
-		err = t.giveAndTake(ctx, all)
+		err = t.sendAndReceive(ctx, all)
 	}
-	if !stop() && err == nil { // the deadline struck as the gather ended; the connections are no longer usable
+	if !stop() && err == nil { // ctx ended together with the gather, and its deadline is set on the connections
 		t.fail(ctxError(ctx, "exchange"))
 	}
 	if err != nil {
@@ -184,8 +184,8 @@ func (t *tcp) readGather(c net.Conn) (frame, error) {
 	return f, nil
 }
 
-// each runs f for every connection at once. The first error ends the others' waits for data, since without that rank
-// there is nothing to wait for, and is the one returned.
+// each runs f for every connection at once and returns the first error. That error ends the other connections' reads: the
+// gather cannot complete without that rank.
 func (t *tcp) each(f func(rank int, c net.Conn) error) error {
 	var wg sync.WaitGroup
 	var once sync.Once

@@ -11,16 +11,16 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// arrival is a connection that has shown that it knows the secret, or the reason to end.
+// arrival is a connection whose joiner has proved that it knows the secret, or the error that ends the start.
 type arrival struct {
 	rank  int
 	conn  net.Conn
-	guest [16]byte
+	nonce [16]byte // of the joiner
 	err   error
 }
 
-// host is rank 0: it listens until every rank is there.
-func (t *tcp) host(ctx context.Context, o TCPOptions, address string) error {
+// coordinate is rank 0's part of the start: it listens until every rank has joined.
+func (t *tcp) coordinate(ctx context.Context, o TCPOptions, address string) error {
 	t.nonce = randomNonce()
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, "tcp", address)
@@ -34,7 +34,7 @@ func (t *tcp) host(ctx context.Context, o TCPOptions, address string) error {
 		defer close(accepting)
 		guard("accept", nil, func() { t.acceptLoop(inner, l, o, arrivals) })
 	}()
-	guests, err := t.receive(ctx, arrivals, address)
+	nonces, err := t.collectJoiners(ctx, arrivals, address)
 	cancel()
 	l.Close()
 	<-accepting
@@ -43,7 +43,7 @@ func (t *tcp) host(ctx context.Context, o TCPOptions, address string) error {
 		return err
 	}
 	return t.each(func(rank int, c net.Conn) error {
-		p := proof(o.Secret, "host", t.nonce, guests[rank], rank, t.size)
+		p := proof(o.Secret, roleCoordinator, t.nonce, nonces[rank], rank, t.size)
 		if err := writeFrame(c, &frame{kind: kindAccept, nonce: t.nonce, blob: p[:]}); err != nil {
 			return ioError(ctx, err, fmt.Sprintf("welcoming rank %d (%s)", rank, c.RemoteAddr()))
 		}
@@ -51,9 +51,9 @@ func (t *tcp) host(ctx context.Context, o TCPOptions, address string) error {
 	})
 }
 
-// receive collects the ranks and gives their nonces.
-func (t *tcp) receive(ctx context.Context, arrivals <-chan arrival, address string) ([][16]byte, error) {
-	guests := make([][16]byte, t.size)
+// collectJoiners fills t.conns and returns the joiners' nonces by rank.
+func (t *tcp) collectJoiners(ctx context.Context, arrivals <-chan arrival, address string) ([][16]byte, error) {
+	nonces := make([][16]byte, t.size)
 	begin := time.Now()
 	for missing := t.size - 1; missing > 0; missing-- {
 		select {
@@ -67,7 +67,7 @@ func (t *tcp) receive(ctx context.Context, arrivals <-chan arrival, address stri
 				refuse(a.conn, t.nonce, err)
 				return nil, err
 			}
-			t.conns[a.rank], guests[a.rank] = a.conn, a.guest
+			t.conns[a.rank], nonces[a.rank] = a.conn, a.nonce
 		case <-ctx.Done():
 			var names []int
 			for r := 1; r < t.size; r++ {
@@ -78,10 +78,10 @@ func (t *tcp) receive(ctx context.Context, arrivals <-chan arrival, address stri
 			return nil, ctxError(ctx, fmt.Sprintf("%s did not come to rank 0 at %s within %.1f s", rankList(names), address, time.Since(begin).Seconds()))
 		}
 	}
-	return guests, nil
+	return nonces, nil
 }
 
-// acceptLoop shakes hands with whoever comes, a bounded number at once, and hands over those who belong here.
+// acceptLoop runs the handshake on every connection, a bounded number at once, and passes on the joiners of this group.
 func (t *tcp) acceptLoop(ctx context.Context, l net.Listener, o TCPOptions, arrivals chan<- arrival) {
 	room := make(chan struct{}, t.size+16)
 	for ctx.Err() == nil {
@@ -107,10 +107,10 @@ func (t *tcp) acceptLoop(ctx context.Context, l net.Listener, o TCPOptions, arri
 	}
 }
 
-// admit is rank 0's half of the handshake. Who does not know the secret is sent away and disturbs nobody.
+// admit is rank 0's half of the handshake. It refuses a connection without the secret; the start goes on.
 func (t *tcp) admit(ctx context.Context, conn net.Conn, o TCPOptions, arrivals chan<- arrival) {
 	stop := boundHandshake(ctx, conn)
-	a, err := t.question(conn, o)
+	a, err := t.challenge(conn, o)
 	stop()
 	if err != nil {
 		refuse(conn, t.nonce, err)
@@ -126,8 +126,9 @@ func (t *tcp) admit(ctx context.Context, conn net.Conn, o TCPOptions, arrivals c
 	}
 }
 
-// question: an error sends the stranger away; arrival.err ends the whole start, since a rank of this group is wrong.
-func (t *tcp) question(conn net.Conn, o TCPOptions) (arrival, error) {
+// challenge asks for the proof and checks it. An error refuses this connection; arrival.err ends the whole start, because
+// a rank of this group has the wrong rank or size.
+func (t *tcp) challenge(conn net.Conn, o TCPOptions) (arrival, error) {
 	if err := writeFrame(conn, &frame{kind: kindChallenge, nonce: t.nonce}); err != nil {
 		return arrival{}, err
 	}
@@ -142,11 +143,11 @@ func (t *tcp) question(conn net.Conn, o TCPOptions) (arrival, error) {
 	if err != nil {
 		return arrival{}, status.Errorf(status.Mismatch, "%w", err)
 	}
-	want := proof(o.Secret, "guest", t.nonce, j.nonce, f.rank, j.size)
+	want := proof(o.Secret, roleJoiner, t.nonce, j.nonce, f.rank, j.size)
 	if !hmac.Equal(want[:], j.proof[:]) {
 		return arrival{}, status.Errorf(status.Mismatch, "rank 0 was given another secret than rank %d: one of them belongs to another job", f.rank)
 	}
-	a := arrival{rank: f.rank, conn: conn, guest: j.nonce}
+	a := arrival{rank: f.rank, conn: conn, nonce: j.nonce}
 	if j.size != t.size {
 		a.err = status.Errorf(status.Mismatch, "ranks disagree on the number of ranks: rank 0 has %d, rank %d (%s) has %d",
 			t.size, f.rank, conn.RemoteAddr(), j.size)
@@ -156,8 +157,8 @@ func (t *tcp) question(conn net.Conn, o TCPOptions) (arrival, error) {
 	return a, nil
 }
 
-// gatherAndSpread is rank 0's half. When one rank fails all others are told, with the reason.
-func (t *tcp) gatherAndSpread(ctx context.Context, all [][]byte) error {
+// relay is rank 0's half of a gather. When one rank fails it sends the reason to all others.
+func (t *tcp) relay(ctx context.Context, all [][]byte) error {
 	err := t.each(func(rank int, c net.Conn) error {
 		f, err := t.readGather(c)
 		if err == nil && f.rank != rank {
@@ -186,7 +187,7 @@ func (t *tcp) gatherAndSpread(ctx context.Context, all [][]byte) error {
 	})
 }
 
-// refuseAll tells the ranks that are there why it ends.
+// refuseAll sends the reason to the ranks that have joined.
 func (t *tcp) refuseAll(err error) {
 	t.each(func(_ int, c net.Conn) error {
 		c.SetWriteDeadline(time.Now().Add(refuseTime))

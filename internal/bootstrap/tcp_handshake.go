@@ -9,10 +9,10 @@ import (
 	"time"
 )
 
-// refuseTime bounds the sending of a refusal: nobody waits long to be polite.
+// refuseTime bounds the sending of a refusal.
 const refuseTime = time.Second
 
-// joinRequest is what a rank says to rank 0: its size and a proof, bound to both sides' nonces, that it knows the secret.
+// joinRequest is a rank's answer to rank 0's challenge: its size and a proof, bound to both nonces, that it knows the secret.
 type joinRequest struct {
 	size  int
 	nonce [16]byte
@@ -36,10 +36,16 @@ func decodeJoin(b []byte) (joinRequest, error) {
 	}, nil
 }
 
-// proof shows knowledge of the secret without telling it. The role keeps one side's proof from serving as the other's.
-func proof(secret, role string, host, guest [16]byte, rank, size int) [sha256.Size]byte {
+// Roles in a proof: the proof of one side must not serve as the other's.
+const (
+	roleCoordinator = "coordinator"
+	roleJoiner      = "joiner"
+)
+
+// proof shows knowledge of the secret without sending it.
+func proof(secret, role string, coordinator, joiner [16]byte, rank, size int) [sha256.Size]byte {
 	m := hmac.New(sha256.New, []byte(secret))
-	fmt.Fprintf(m, "deepep %s %x %x %d %d", role, host, guest, rank, size)
+	fmt.Fprintf(m, "deepep %s %x %x %d %d", role, coordinator, joiner, rank, size)
 	return [sha256.Size]byte(m.Sum(nil))
 }
 

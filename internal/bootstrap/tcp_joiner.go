@@ -12,15 +12,15 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// join is every other rank: it tries until rank 0 listens.
+// join is the other ranks' part of the start: it dials until rank 0 listens.
 func (t *tcp) join(ctx context.Context, o TCPOptions, address string, local net.Addr) error {
 	d := net.Dialer{LocalAddr: local}
 	begin := time.Now()
-	var last error // worth telling: that the time was over is not
+	var last error // the newest one that is not a mere timeout
 	for {
 		conn, err := d.DialContext(ctx, "tcp", address)
 		if err == nil {
-			return t.ask(ctx, conn, o)
+			return t.answer(ctx, conn, o)
 		}
 		if last == nil || !timedOut(err) {
 			last = err
@@ -36,7 +36,7 @@ func (t *tcp) join(ctx context.Context, o TCPOptions, address string, local net.
 	}
 }
 
-// worthRetrying: rank 0, its host or its name may just not be up yet.
+// worthRetrying reports whether err is one of those seen before rank 0, its host or its name is up.
 func worthRetrying(err error) bool {
 	var dns *net.DNSError
 	for _, e := range []error{syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.ECONNRESET} {
@@ -47,8 +47,8 @@ func worthRetrying(err error) bool {
 	return timedOut(err) || errors.As(err, &dns)
 }
 
-// ask is the guest's half of the handshake. The welcome comes when all ranks are there, so that only ctx bounds it.
-func (t *tcp) ask(ctx context.Context, conn net.Conn, o TCPOptions) error {
+// answer is the joiner's half of the handshake. Rank 0 accepts when all ranks have joined, so that only ctx bounds it.
+func (t *tcp) answer(ctx context.Context, conn net.Conn, o TCPOptions) error {
 	t.conns[0] = conn
 	what := fmt.Sprintf("rank %d, joining rank 0 at %s", t.rank, conn.RemoteAddr())
 	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
@@ -58,18 +58,18 @@ func (t *tcp) ask(ctx context.Context, conn net.Conn, o TCPOptions) error {
 		return ioError(ctx, err, what)
 	}
 	if f.kind != kindChallenge {
-		return status.Errorf(status.Mismatch, "%s: what listens there is no rank 0", what)
+		return status.Errorf(status.Mismatch, "%s: what listens there is not rank 0", what)
 	}
 	t.nonce = f.nonce
 	j := joinRequest{size: t.size, nonce: randomNonce()}
-	j.proof = proof(o.Secret, "guest", t.nonce, j.nonce, t.rank, t.size)
+	j.proof = proof(o.Secret, roleJoiner, t.nonce, j.nonce, t.rank, t.size)
 	if err := writeFrame(conn, &frame{kind: kindJoin, rank: t.rank, nonce: t.nonce, blob: j.encode()}); err != nil {
 		return ioError(ctx, err, what)
 	}
 	if f, err = readFrame(conn, handshakeBlob); err != nil {
 		return ioError(ctx, err, what)
 	}
-	want := proof(o.Secret, "host", t.nonce, j.nonce, t.rank, t.size)
+	want := proof(o.Secret, roleCoordinator, t.nonce, j.nonce, t.rank, t.size)
 	switch {
 	case f.kind == kindRefuse:
 		return fmt.Errorf("%s: %w", what, decodeRefusal(f.blob))
@@ -79,10 +79,10 @@ func (t *tcp) ask(ctx context.Context, conn net.Conn, o TCPOptions) error {
 	return nil
 }
 
-// giveAndTake is the half of every other rank.
-func (t *tcp) giveAndTake(ctx context.Context, all [][]byte) error {
+// sendAndReceive is the other ranks' half of a gather.
+func (t *tcp) sendAndReceive(ctx context.Context, all [][]byte) error {
 	c := t.conns[0]
-	// A failed write is not the news: the reason, which rank 0 sent before it closed, may be waiting to be read.
+	// An error of the write is not returned: rank 0 may have sent the reason before it closed, and the read below gets it.
 	_ = writeFrame(c, t.gatherFrame(t.rank, all[t.rank]))
 	for from := range all {
 		if from == t.rank {
