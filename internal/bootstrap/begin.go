@@ -54,9 +54,6 @@ func prepare(rank, size int, o HelloOptions) (*Pending, error) {
 	p := &Pending{noPidfd: o.noPidfd, self: hello{
 		Rank: rank, Size: size, Version: o.Version, Build: o.Build, identity: currentIdentity(), Nonce: freshNonce(),
 	}}
-	if o.host != "" {
-		p.self.Host, p.self.Boot, p.self.Process = o.host, "machine "+o.host, p.self.Process+" on "+o.host
-	}
 	if len(o.Extra) > MaxExtra {
 		return p, status.InvalidArg("Extra", fmt.Sprintf("%d bytes", len(o.Extra)), fmt.Sprintf("at most %d bytes", MaxExtra))
 	}
@@ -102,9 +99,10 @@ func (p *Pending) gather(ctx context.Context, ex Exchanger) error {
 		return err
 	}
 	p.nonce = groupNonce(p.hellos)
+	self := p.hellos[p.self.Rank]
 	p.peers = make([]Peer, len(p.hellos))
 	for i, h := range p.hellos {
-		p.peers[i] = p.self.peer(h)
+		p.peers[i] = self.peer(h)
 	}
 	return nil
 }

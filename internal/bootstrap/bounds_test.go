@@ -20,7 +20,7 @@ func TestExchangeRealignsAfterTwoTimeouts(t *testing.T) {
 	}
 	noErrors(t, each(2, func(r int) error {
 		for _, text := range []string{"a", "b", "c"}[2-2*r:] { // rank 1 still does all three
-			got, err := channels[r].Exchange(testContext(t), "x", []byte(text), nil)
+			got, err := channels[r].Exchange(proctest.Context(t), "x", []byte(text), nil)
 			if err != nil {
 				return err
 			}
@@ -72,7 +72,7 @@ func TestForeignFrameEndsTheLink(t *testing.T) {
 			if err := channels[1].links[0].write(f(channels[1])); err != nil {
 				t.Fatal(err)
 			}
-			_, err := channels[0].Exchange(testContext(t), "x", nil, nil)
+			_, err := channels[0].Exchange(proctest.Context(t), "x", nil, nil)
 			wantError(t, err, status.System, "the connection to rank 1 (host ", "broke")
 		})
 	}
@@ -82,13 +82,13 @@ func TestForeignFrameEndsTheLink(t *testing.T) {
 func TestFileGathersDoNotPileUp(t *testing.T) {
 	dir := t.TempDir()
 	noErrors(t, each(2, func(r int) error {
-		ex, err := OpenFile(testContext(t), FileOptions{Rank: r, Size: 2, Dir: dir, Name: "g"})
+		ex, err := OpenFile(proctest.Context(t), FileOptions{Rank: r, Size: 2, Dir: dir, Name: "g"})
 		if err != nil {
 			return err
 		}
 		defer ex.Close()
 		for range 10 {
-			if _, err := ex.AllGather(testContext(t), []byte("x")); err != nil {
+			if _, err := ex.AllGather(proctest.Context(t), []byte("x")); err != nil {
 				return err
 			}
 			if blobs, _ := filepath.Glob(filepath.Join(dir, "g.run-*", "[0-9]*-*")); len(blobs) > 4 {
@@ -122,7 +122,7 @@ func TestTCPFalseRankZero(t *testing.T) {
 			_ = writeFrame(c, &frame{kind: kindAccept, nonce: nonce, blob: p[:]})
 		}
 	}()
-	_, err = DialTCP(testContext(t), TCPOptions{Rank: 1, Size: 2, Address: l.Addr().String(), Secret: "right"})
+	_, err = DialTCP(proctest.Context(t), TCPOptions{Rank: 1, Size: 2, Address: l.Addr().String(), Secret: "right"})
 	wantError(t, err, status.Mismatch, "does not come from a rank 0 that knows the secret")
 	<-done
 }

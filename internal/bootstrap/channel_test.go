@@ -48,7 +48,7 @@ func TestExchangeCarriesBlobsAndDescriptors(t *testing.T) {
 	noErrors(t, each(n, func(r int) error {
 		c := channels[r]
 		mine := []int{memfd(t, fmt.Sprintf("first of %d", r)), memfd(t, fmt.Sprintf("second of %d", r))}[:r%3]
-		got, err := c.Exchange(testContext(t), "memory", bytes.Repeat([]byte{byte(r)}, r*1000), mine)
+		got, err := c.Exchange(proctest.Context(t), "memory", bytes.Repeat([]byte{byte(r)}, r*1000), mine)
 		if err != nil {
 			return err
 		}
@@ -82,7 +82,7 @@ func TestManyExchangesAtOnce(t *testing.T) {
 		return errors.Join(each(tags, func(tag int) error {
 			for round := range rounds {
 				text := func(rank int) string { return fmt.Sprint(rank, tag, round) }
-				got, err := channels[r].Exchange(testContext(t), fmt.Sprint("tag ", tag), []byte(text(r)), nil)
+				got, err := channels[r].Exchange(proctest.Context(t), fmt.Sprint("tag ", tag), []byte(text(r)), nil)
 				if err != nil {
 					return err
 				}
@@ -106,19 +106,19 @@ func TestExchangeOfTheLargestBlob(t *testing.T) {
 	channels := open(t, 2, nil)
 	blob := bytes.Repeat([]byte("0123456789abcdef"), MaxBlob/16)
 	noErrors(t, each(2, func(r int) error {
-		got, err := channels[r].Exchange(testContext(t), "large", blob, nil)
+		got, err := channels[r].Exchange(proctest.Context(t), "large", blob, nil)
 		if err == nil && !bytes.Equal(got[1-r].Blob, blob) {
 			err = errors.New("changed on the way")
 		}
 		return err
 	}))
-	_, err := channels[0].Exchange(testContext(t), "large", make([]byte, MaxBlob+1), nil)
+	_, err := channels[0].Exchange(proctest.Context(t), "large", make([]byte, MaxBlob+1), nil)
 	wantError(t, err, status.InvalidArgument, "argument blob", "67108865")
-	_, err = channels[0].Exchange(testContext(t), "large", nil, make([]int, MaxFDs+1))
+	_, err = channels[0].Exchange(proctest.Context(t), "large", nil, make([]int, MaxFDs+1))
 	wantError(t, err, status.InvalidArgument, "argument fds", "65 descriptors")
-	_, err = channels[0].Exchange(testContext(t), "", nil, nil)
+	_, err = channels[0].Exchange(proctest.Context(t), "", nil, nil)
 	wantError(t, err, status.InvalidArgument, "argument tag")
-	_, err = channels[0].Exchange(testContext(t), "bad", nil, []int{-1})
+	_, err = channels[0].Exchange(proctest.Context(t), "bad", nil, []int{-1})
 	wantError(t, err, status.System, "bad file descriptor")
 }
 
@@ -142,7 +142,7 @@ func TestExchangeTimeoutNamesAndRealigns(t *testing.T) {
 			rounds = []string{"first", "second"} // what the others gave up
 		}
 		for _, text := range rounds {
-			got, err := channels[r].Exchange(testContext(t), "x", []byte(text), []int{memfd(t, text)})
+			got, err := channels[r].Exchange(proctest.Context(t), "x", []byte(text), []int{memfd(t, text)})
 			if err != nil {
 				return err
 			}
@@ -158,11 +158,11 @@ func TestExchangeTimeoutNamesAndRealigns(t *testing.T) {
 
 func TestExchangeCancelled(t *testing.T) {
 	channels := open(t, 2, nil)
-	ctx, cancel := context.WithCancelCause(testContext(t))
+	ctx, cancel := context.WithCancelCause(proctest.Context(t))
 	cancel(status.Errorf(status.Aborted, "the buffer was destroyed"))
 	_, err := channels[0].Exchange(ctx, "x", nil, nil)
 	wantError(t, err, status.Aborted, "nothing from rank 1", "the buffer was destroyed")
-	ctx, stop := context.WithCancel(testContext(t))
+	ctx, stop := context.WithCancel(proctest.Context(t))
 	stop()
 	_, err = channels[0].Exchange(ctx, "y", nil, nil)
 	wantError(t, err, status.Interrupted, "nothing from rank 1")
@@ -171,17 +171,17 @@ func TestExchangeCancelled(t *testing.T) {
 func TestExchangeTagInUse(t *testing.T) {
 	channels := open(t, 2, nil)
 	first := make(chan error, 1)
-	ctx, cancel := context.WithCancel(testContext(t))
+	ctx, cancel := context.WithCancel(proctest.Context(t))
 	go func() {
 		_, err := channels[0].Exchange(ctx, "x", nil, nil)
 		first <- err
 	}()
-	proctest.Eventually(t, patience, "the first exchange is under way", func() bool {
+	proctest.Eventually(t, proctest.Limit, "the first exchange is under way", func() bool {
 		channels[0].mu.Lock()
 		defer channels[0].mu.Unlock()
 		return channels[0].active["x"]
 	})
-	_, err := channels[0].Exchange(testContext(t), "x", nil, nil)
+	_, err := channels[0].Exchange(proctest.Context(t), "x", nil, nil)
 	wantError(t, err, status.InvalidState, `exchange "x" is under way`)
 	cancel()
 	wantError(t, <-first, status.Interrupted)
@@ -201,9 +201,9 @@ func TestFail(t *testing.T) {
 		}
 		time.AfterFunc(20*time.Millisecond, func() { channels[0].Fail(1, status.Errorf(status.PeerDead, "rank 1 was seen dead")) })
 		begin := time.Now()
-		_, err := channels[0].Exchange(testContext(t), "x", nil, nil)
+		_, err := channels[0].Exchange(proctest.Context(t), "x", nil, nil)
 		wantError(t, err, status.PeerDead, `exchange "x"`, "rank 1 was seen dead")
-		_, err = channels[0].Exchange(testContext(t), "y", nil, nil)
+		_, err = channels[0].Exchange(proctest.Context(t), "y", nil, nil)
 		wantError(t, err, status.PeerDead, `exchange "y"`, "rank 1 was seen dead")
 		if d := time.Since(begin); d > 2*time.Second {
 			t.Errorf("took %v", d)
@@ -211,7 +211,7 @@ func TestFail(t *testing.T) {
 		return nil
 	}))
 	channels[2].Fail(0, nil)
-	_, err := channels[2].Exchange(testContext(t), "z", nil, nil)
+	_, err := channels[2].Exchange(proctest.Context(t), "z", nil, nil)
 	wantError(t, err, status.PeerDead, "rank 0", "is dead")
 	// What a failed rank still sends is not taken for an answer.
 	if _, err := channels[1].Exchange(soon(t), "late", []byte("late"), nil); err == nil {
@@ -228,7 +228,7 @@ func TestLeavingIsToldWithItsReason(t *testing.T) {
 	defer cancel()
 	waiting := make(chan error, 1)
 	go func() {
-		_, err := channels[0].Exchange(testContext(t), "x", nil, nil)
+		_, err := channels[0].Exchange(proctest.Context(t), "x", nil, nil)
 		waiting <- err
 	}()
 	channels[2].CloseWith(status.Errorf(status.OutOfMemory, "no room for 5 GiB"))
@@ -236,11 +236,11 @@ func TestLeavingIsToldWithItsReason(t *testing.T) {
 	if rank := <-changed; rank != 2 {
 		t.Errorf("change of rank %d", rank)
 	}
-	proctest.Eventually(t, patience, "rank 2 is closed", func() bool { return channels[0].State(2).Closed })
+	proctest.Eventually(t, proctest.Limit, "rank 2 is closed", func() bool { return channels[0].State(2).Closed })
 	if s := channels[0].State(2); !s.Left || s.Ended {
 		t.Errorf("state %+v", s)
 	}
-	_, err := channels[2].Exchange(testContext(t), "x", nil, nil)
+	_, err := channels[2].Exchange(proctest.Context(t), "x", nil, nil)
 	wantError(t, err, status.InvalidState, "this rank's channel is closed")
 	if err := channels[2].Close(); err != nil {
 		t.Error(err)
@@ -257,7 +257,7 @@ func TestClosingRightAfterAnExchange(t *testing.T) {
 		channels := open(t, 3, nil)
 		noErrors(t, each(3, func(r int) error {
 			defer channels[r].Close()
-			_, err := channels[r].Exchange(testContext(t), "x", make([]byte, 300_000), nil)
+			_, err := channels[r].Exchange(proctest.Context(t), "x", make([]byte, 300_000), nil)
 			return err
 		}))
 	}
@@ -268,10 +268,10 @@ func TestCloseEndsOwnExchangesAndIsBounded(t *testing.T) {
 	channels := open(t, 2, nil)
 	waiting := make(chan error, 1)
 	go func() {
-		_, err := channels[0].Exchange(testContext(t), "x", nil, []int{memfd(t, "x")})
+		_, err := channels[0].Exchange(proctest.Context(t), "x", nil, []int{memfd(t, "x")})
 		waiting <- err
 	}()
-	proctest.Eventually(t, patience, "the message is there", func() bool {
+	proctest.Eventually(t, proctest.Limit, "the message is there", func() bool {
 		channels[1].mu.Lock()
 		defer channels[1].mu.Unlock()
 		return len(channels[1].boxes) == 1 // and stays unclaimed, with its descriptor
@@ -301,13 +301,11 @@ func TestNotes(t *testing.T) {
 func TestTwoHosts(t *testing.T) {
 	checkFDs(t)
 	const n = 4
-	channels := open(t, n, func(r int, h *HelloOptions) {
-		*h = h.AsHost(fmt.Sprint("host", r/2))
-		h.Interface = "lo"
-	})
+	ex := onMachines(n, func(r int) string { return fmt.Sprint("host", r/2) })
+	channels := openOn(t, ex, func(_ int, h *HelloOptions) { h.Interface = "lo" })
 	noErrors(t, each(n, func(r int) error {
 		blob := bytes.Repeat([]byte{byte(r)}, 200_000)
-		got, err := channels[r].ExchangeNear(testContext(t), "x", blob, []int{memfd(t, fmt.Sprint(r))})
+		got, err := channels[r].ExchangeNear(proctest.Context(t), "x", blob, []int{memfd(t, fmt.Sprint(r))})
 		if err != nil {
 			return err
 		}
@@ -327,7 +325,7 @@ func TestTwoHosts(t *testing.T) {
 		}
 		return nil
 	}))
-	_, err := channels[1].Exchange(testContext(t), "y", nil, []int{0})
+	_, err := channels[1].Exchange(proctest.Context(t), "y", nil, []int{0})
 	wantError(t, err, status.Unsupported, "rank 2 (host host1", "rank 3 (host host1", "not on this machine")
 	if strings.Contains(err.Error(), "rank 0") {
 		t.Errorf("rank 0 is near: %v", err)

@@ -10,15 +10,20 @@ import (
 	"time"
 
 	"github.com/deepep-go/deepep/internal/status"
+	"github.com/deepep-go/deepep/internal/testutil/proctest"
 )
 
 func openErrors(t *testing.T, n int, change func(rank int, h *HelloOptions)) []error {
 	t.Helper()
-	ex := NewLocal(n)
-	return each(n, func(r int) error {
+	return openErrorsOn(t, NewLocal(n), change)
+}
+
+func openErrorsOn(t *testing.T, ex []Exchanger, change func(rank int, h *HelloOptions)) []error {
+	t.Helper()
+	return each(len(ex), func(r int) error {
 		h := HelloOptions{Version: "1", Build: "b"}
 		change(r, &h)
-		c, err := Open(testContext(t), ex[r], h)
+		c, err := Open(proctest.Context(t), ex[r], h)
 		if err == nil {
 			c.Close()
 		}
@@ -52,9 +57,8 @@ func TestFailureOfOneRankReachesEveryRank(t *testing.T) {
 }
 
 func TestDifferentHostsNeedAnInterface(t *testing.T) {
-	for _, err := range openErrors(t, 2, func(r int, h *HelloOptions) {
-		*h = h.AsHost(fmt.Sprint("host", r))
-	}) {
+	ex := onMachines(2, func(r int) string { return fmt.Sprint("host", r) })
+	for _, err := range openErrorsOn(t, ex, func(int, *HelloOptions) {}) {
 		wantError(t, err, status.Unsupported, "rank 0 (host host0) and rank 1 (host host1)", "DEEPEP_INTERFACE")
 	}
 }
@@ -63,7 +67,7 @@ func beginAll(t *testing.T, n int) []*Pending {
 	t.Helper()
 	p, ex := make([]*Pending, n), NewLocal(n)
 	noErrors(t, each(n, func(r int) (err error) {
-		p[r], err = Begin(testContext(t), ex[r], HelloOptions{Version: "1", Extra: []byte{byte(r)}})
+		p[r], err = Begin(proctest.Context(t), ex[r], HelloOptions{Version: "1", Extra: []byte{byte(r)}})
 		ex[r].Close() // not needed any more
 		return err
 	}))
@@ -78,7 +82,7 @@ func TestBeginThenConnect(t *testing.T) {
 		}
 	}
 	noErrors(t, each(3, func(r int) error {
-		c, err := p[r].Connect(testContext(t))
+		c, err := p[r].Connect(proctest.Context(t))
 		if err != nil {
 			return err
 		}
@@ -86,9 +90,9 @@ func TestBeginThenConnect(t *testing.T) {
 		if c.Nonce() != p[0].Nonce() || c.Rank() != r || c.Size() != 3 {
 			return fmt.Errorf("rank %d of %d", c.Rank(), c.Size())
 		}
-		_, err = p[r].Connect(testContext(t))
+		_, err = p[r].Connect(proctest.Context(t))
 		wantError(t, err, status.InvalidState)
-		_, err = c.Exchange(testContext(t), "x", nil, nil)
+		_, err = c.Exchange(proctest.Context(t), "x", nil, nil)
 		return err
 	}))
 }
@@ -109,7 +113,7 @@ func TestConnectNamesWhoIsLate(t *testing.T) {
 func TestConnectToWhoGaveUp(t *testing.T) {
 	p := beginAll(t, 2)
 	p[0].Close()
-	_, err := p[1].Connect(testContext(t))
+	_, err := p[1].Connect(proctest.Context(t))
 	wantError(t, err, status.PeerDead, "connecting to rank 0 (host ", "refused")
 }
 
@@ -132,9 +136,9 @@ func TestConnectDespiteStrangers(t *testing.T) {
 	noise.Write(make([]byte, 100))
 	newLink(0, wrong).write(&frame{kind: kindHello, rank: 1, nonce: randomNonce(), blob: make([]byte, 4), fds: []int{int(os.Stdin.Fd())}})
 	noErrors(t, each(2, func(r int) error {
-		c, err := p[r].Connect(testContext(t))
+		c, err := p[r].Connect(proctest.Context(t))
 		if err == nil {
-			_, err = c.Exchange(testContext(t), "x", nil, nil)
+			_, err = c.Exchange(proctest.Context(t), "x", nil, nil)
 			c.Close()
 		}
 		return err
@@ -177,7 +181,7 @@ func TestHandshakeChecks(t *testing.T) {
 func TestContextEndsConnectAtOnce(t *testing.T) {
 	p := beginAll(t, 2)
 	defer p[1].Close()
-	ctx, cancel := context.WithCancel(testContext(t))
+	ctx, cancel := context.WithCancel(proctest.Context(t))
 	time.AfterFunc(20*time.Millisecond, cancel)
 	timely(t, func() {
 		_, err := p[0].Connect(ctx)

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/deepep-go/deepep/internal/status"
+	"github.com/deepep-go/deepep/internal/testutil/proctest"
 )
 
 // freeAddress gives a loopback address that nobody listens on.
@@ -47,7 +48,7 @@ func TestAllGather(t *testing.T) {
 		for kind, mk := range makers(t, n) {
 			t.Run(fmt.Sprintf("%s of %d", kind, n), func(t *testing.T) {
 				checkFDs(t)
-				noErrors(t, each(n, func(r int) error { return gatherRounds(testContext(t), mk, r, n) }))
+				noErrors(t, each(n, func(r int) error { return gatherRounds(proctest.Context(t), mk, r, n) }))
 			})
 		}
 	}
@@ -89,12 +90,12 @@ func TestAllGatherRefusesHugeBlobs(t *testing.T) {
 	huge := make([]byte, MaxBlob+1)
 	for kind, mk := range makers(t, 1) {
 		t.Run(kind, func(t *testing.T) {
-			ex, err := mk(testContext(t), 0)
+			ex, err := mk(proctest.Context(t), 0)
 			if err != nil {
 				t.Fatal(err)
 			}
 			defer ex.Close()
-			_, err = ex.AllGather(testContext(t), huge)
+			_, err = ex.AllGather(proctest.Context(t), huge)
 			wantError(t, err, status.InvalidArgument, "argument blob", "67108865", "at most 67108864")
 		})
 	}
@@ -105,7 +106,7 @@ func TestAllGatherEndsWithContext(t *testing.T) {
 	for kind, mk := range makers(t, 2) {
 		t.Run(kind, func(t *testing.T) {
 			ex := make([]Exchanger, 2)
-			noErrors(t, each(2, func(r int) (err error) { ex[r], err = mk(testContext(t), r); return }))
+			noErrors(t, each(2, func(r int) (err error) { ex[r], err = mk(proctest.Context(t), r); return }))
 			for _, r := range []int{0, 1} {
 				defer ex[r].Close()
 			}
@@ -114,7 +115,7 @@ func TestAllGatherEndsWithContext(t *testing.T) {
 			if kind == "callback" {
 				return
 			}
-			if _, err := ex[0].AllGather(testContext(t), []byte("x")); err == nil {
+			if _, err := ex[0].AllGather(proctest.Context(t), []byte("x")); err == nil {
 				t.Error("a second gather went through")
 			}
 		})
@@ -129,14 +130,14 @@ func TestAllGatherSeesWhoLeaves(t *testing.T) {
 		}
 		t.Run(kind, func(t *testing.T) {
 			ex := make([]Exchanger, 3)
-			noErrors(t, each(3, func(r int) (err error) { ex[r], err = mk(testContext(t), r); return }))
+			noErrors(t, each(3, func(r int) (err error) { ex[r], err = mk(proctest.Context(t), r); return }))
 			begin := time.Now()
 			errs := each(3, func(r int) error {
 				defer ex[r].Close()
 				if r == 2 {
 					return ex[r].Close()
 				}
-				_, err := ex[r].AllGather(testContext(t), nil)
+				_, err := ex[r].AllGather(proctest.Context(t), nil)
 				return err
 			})
 			if errs[0] == nil || !strings.Contains(errs[0].Error(), "rank 2") || errs[1] == nil || !strings.Contains(errs[1].Error(), "rank 2") {
@@ -159,7 +160,7 @@ func TestCallbackChecksWhatItGets(t *testing.T) {
 			return out, nil
 		}
 	}
-	ctx := testContext(t)
+	ctx := proctest.Context(t)
 	_, err := NewCallback(1, 2, give("a")).AllGather(ctx, []byte("b"))
 	wantError(t, err, status.Mismatch, "1 blobs", "2 ranks")
 	_, err = NewCallback(1, 2, give("b", "a")).AllGather(ctx, []byte("b"))
@@ -175,7 +176,7 @@ func TestCallbackChecksWhatItGets(t *testing.T) {
 }
 
 func TestExchangersRefuseBadOptions(t *testing.T) {
-	ctx, dir := testContext(t), t.TempDir()
+	ctx, dir := proctest.Context(t), t.TempDir()
 	for _, c := range []struct {
 		tcp   TCPOptions
 		words string

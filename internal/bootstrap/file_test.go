@@ -27,7 +27,7 @@ func entries(t *testing.T, dir string) string {
 func runFile(t *testing.T, dir string, n int) []error {
 	t.Helper()
 	return each(n, func(r int) error {
-		ctx := testContext(t)
+		ctx := proctest.Context(t)
 		ex, err := OpenFile(ctx, FileOptions{Rank: r, Size: n, Dir: dir, Name: "g"})
 		if err != nil {
 			return err
@@ -69,7 +69,7 @@ func TestFileSurvivesEarlierRuns(t *testing.T) {
 			p.Expect("here")
 		}
 		if stage == "joining" {
-			proctest.Eventually(t, patience, "rank 1 has joined", func() bool {
+			proctest.Eventually(t, proctest.Limit, "rank 1 has joined", func() bool {
 				joined, _ := filepath.Glob(filepath.Join(dir, "g.run-*", "join-1"))
 				return len(joined) == 1
 			})
@@ -111,7 +111,7 @@ func fileRole(c *proctest.Child) error {
 func TestFileSizeMismatch(t *testing.T) {
 	dir := t.TempDir()
 	errs := each(2, func(r int) error {
-		_, err := OpenFile(testContext(t), FileOptions{Rank: r, Size: 2 + r, Dir: dir, Name: "g"})
+		_, err := OpenFile(proctest.Context(t), FileOptions{Rank: r, Size: 2 + r, Dir: dir, Name: "g"})
 		return err
 	})
 	for _, err := range errs {
@@ -136,13 +136,13 @@ func TestFileForeignContent(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, "g"), []byte("shopping list"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	_, err := OpenFile(testContext(t), FileOptions{Rank: 1, Size: 2, Dir: dir, Name: "g"})
+	_, err := OpenFile(proctest.Context(t), FileOptions{Rank: 1, Size: 2, Dir: dir, Name: "g"})
 	wantError(t, err, status.Mismatch, "shopping list", filepath.Join(dir, "g"))
 	os.Remove(filepath.Join(dir, "g"))
 	if err := os.Symlink("/etc/hostname", filepath.Join(dir, "g")); err != nil {
 		t.Fatal(err)
 	}
-	_, err = OpenFile(testContext(t), FileOptions{Rank: 1, Size: 2, Dir: dir, Name: "g"})
+	_, err = OpenFile(proctest.Context(t), FileOptions{Rank: 1, Size: 2, Dir: dir, Name: "g"})
 	wantError(t, err, status.System, "symbolic links")
 }
 

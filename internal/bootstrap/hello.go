@@ -27,14 +27,7 @@ type HelloOptions struct {
 	// Interface is the network interface, or its address, for ranks on other hosts. Empty: none can be reached.
 	Interface string
 
-	host    string // see AsHost
-	noPidfd bool   // for tests: a kernel without pidfds
-}
-
-// AsHost makes a rank pass for one of another machine, so that what happens between machines can be tested on one.
-func (h HelloOptions) AsHost(name string) HelloOptions {
-	h.host = name
-	return h
+	noPidfd bool // for tests: a kernel without pidfds
 }
 
 // hello is a rank's part of the first and only gather on the caller's exchanger.

@@ -73,11 +73,11 @@ func startChildren(t *testing.T, size int, args map[string]string, attr *syscall
 		}
 		g.procs[r] = p
 	}
-	ex, err := OpenFile(testContext(t), FileOptions{Rank: 0, Size: size, Dir: dir, Name: "g"})
+	ex, err := OpenFile(proctest.Context(t), FileOptions{Rank: 0, Size: size, Dir: dir, Name: "g"})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if g.pending, err = Begin(testContext(t), ex, HelloOptions{Version: "1", noPidfd: args["nopidfd"] != ""}); err != nil {
+	if g.pending, err = Begin(proctest.Context(t), ex, HelloOptions{Version: "1", noPidfd: args["nopidfd"] != ""}); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { g.pending.Close() })
@@ -89,7 +89,7 @@ func (g *childGroup) connect() *Channel {
 	for _, p := range g.procs {
 		p.Tell("connect")
 	}
-	ch, err := g.pending.Connect(testContext(g.t))
+	ch, err := g.pending.Connect(proctest.Context(g.t))
 	if err != nil {
 		g.t.Fatal(err)
 	}
@@ -127,7 +127,7 @@ func TestKillBeforeConnect(t *testing.T) {
 		g.procs[1].Tell("connect")
 		done := make(chan error, 1)
 		go func() {
-			_, err := g.pending.Connect(testContext(t))
+			_, err := g.pending.Connect(proctest.Context(t))
 			done <- err
 		}()
 		timely(t, func() {
@@ -153,7 +153,7 @@ func TestKillInExchange(t *testing.T) {
 			g.procs[1].Tell("exchange")
 			done := make(chan error, 1)
 			go func() {
-				_, err := ch.Exchange(testContext(t), "x", nil, nil)
+				_, err := ch.Exchange(proctest.Context(t), "x", nil, nil)
 				done <- err
 			}()
 			timely(t, func() {
@@ -162,7 +162,7 @@ func TestKillInExchange(t *testing.T) {
 				if said := g.procs[1].Expect("exchanged"); !strings.Contains(said, "rank 2") {
 					t.Errorf("rank 1 said %q", said)
 				}
-				proctest.Eventually(t, patience, "the end of rank 2 is known", func() bool { return ch.State(2).Ended })
+				proctest.Eventually(t, proctest.Limit, "the end of rank 2 is known", func() bool { return ch.State(2).Ended })
 			})
 		})
 	}
@@ -174,18 +174,18 @@ func TestMessageOfTheDead(t *testing.T) {
 	ch := g.connect()
 	g.fork(1)
 	g.procs[1].Tell("exchange")
-	proctest.Eventually(t, patience, "the message is there", func() bool {
+	proctest.Eventually(t, proctest.Limit, "the message is there", func() bool {
 		ch.mu.Lock()
 		defer ch.mu.Unlock()
 		return len(ch.boxes) == 1
 	})
 	g.procs[1].Kill()
-	proctest.Eventually(t, patience, "rank 1 is known to have ended", func() bool { return ch.State(1).Ended })
-	got, err := ch.Exchange(testContext(t), "x", nil, nil)
+	proctest.Eventually(t, proctest.Limit, "rank 1 is known to have ended", func() bool { return ch.State(1).Ended })
+	got, err := ch.Exchange(proctest.Context(t), "x", nil, nil)
 	if err != nil || string(got[1].Blob) != "from the child" {
 		t.Errorf("got %v, %v", got, err)
 	}
-	_, err = ch.Exchange(testContext(t), "x", nil, nil)
+	_, err = ch.Exchange(proctest.Context(t), "x", nil, nil)
 	wantError(t, err, status.PeerDead, "rank 1")
 }
 
@@ -204,9 +204,9 @@ func TestKillInAnotherPIDNamespace(t *testing.T) {
 	}
 	timely(t, func() {
 		g.procs[1].Kill()
-		_, err := ch.Exchange(testContext(t), "x", nil, nil)
+		_, err := ch.Exchange(proctest.Context(t), "x", nil, nil)
 		wantError(t, err, status.PeerDead, "rank 1")
-		proctest.Eventually(t, patience, "the end of rank 1 is known", func() bool { return ch.State(1).Ended })
+		proctest.Eventually(t, proctest.Limit, "the end of rank 1 is known", func() bool { return ch.State(1).Ended })
 	})
 }
 
@@ -232,7 +232,7 @@ func TestStoppedRankIsLateNotDead(t *testing.T) {
 	g.procs[1].Tell("exchange")
 	g.procs[1].Expect("exchanged")
 	g.procs[1].Tell("exchange")
-	if _, err := ch.Exchange(testContext(t), "x", nil, nil); err != nil {
+	if _, err := ch.Exchange(proctest.Context(t), "x", nil, nil); err != nil {
 		t.Errorf("after it went on: %v", err)
 	}
 }

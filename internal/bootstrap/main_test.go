@@ -13,16 +13,7 @@ import (
 	"github.com/deepep-go/deepep/internal/testutil/proctest"
 )
 
-// patience bounds what a test waits for; only one that fails waits so long.
-const patience = 20 * time.Second
-
 func TestMain(m *testing.M) { proctest.Main(m, roles) }
-
-func testContext(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
-	t.Cleanup(cancel)
-	return ctx
-}
 
 // soon is a context that ends while the test waits for it.
 func soon(t testing.TB) context.Context {
@@ -70,14 +61,28 @@ func wantError(t testing.TB, err error, code status.Code, words ...string) {
 // open joins n goroutine ranks; change may alter a rank's options.
 func open(t testing.TB, n int, change func(rank int, h *HelloOptions)) []*Channel {
 	t.Helper()
-	channels := make([]*Channel, n)
+	return openOn(t, NewLocal(n), change)
+}
+
+// onMachines are the Exchangers of n goroutine ranks of the machines that machine names.
+func onMachines(n int, machine func(rank int) string) []Exchanger {
 	ex := NewLocal(n)
+	for r := range ex {
+		ex[r] = proctest.OnMachine(machine(r), ex[r])
+	}
+	return ex
+}
+
+func openOn(t testing.TB, ex []Exchanger, change func(rank int, h *HelloOptions)) []*Channel {
+	t.Helper()
+	n := len(ex)
+	channels := make([]*Channel, n)
 	noErrors(t, each(n, func(r int) (err error) {
 		h := HelloOptions{Version: "1", Build: "b"}
 		if change != nil {
 			change(r, &h)
 		}
-		channels[r], err = Open(testContext(t), ex[r], h)
+		channels[r], err = Open(proctest.Context(t), ex[r], h)
 		return err
 	}))
 	t.Cleanup(func() { each(n, func(r int) error { return channels[r].Close() }) })

@@ -7,12 +7,13 @@ import (
 	"time"
 
 	"github.com/deepep-go/deepep/internal/status"
+	"github.com/deepep-go/deepep/internal/testutil/proctest"
 )
 
 func dialAll(t *testing.T, options ...TCPOptions) []error {
 	t.Helper()
 	return each(len(options), func(i int) error {
-		ex, err := DialTCP(testContext(t), options[i])
+		ex, err := DialTCP(proctest.Context(t), options[i])
 		if err == nil {
 			ex.Close()
 		}
@@ -41,7 +42,7 @@ func TestTCPTwoRanksZero(t *testing.T) {
 	ended := make(chan error, 2)
 	for range 2 {
 		go func() {
-			ex, err := DialTCP(testContext(t), TCPOptions{Rank: 0, Size: 2, Address: a})
+			ex, err := DialTCP(proctest.Context(t), TCPOptions{Rank: 0, Size: 2, Address: a})
 			if err == nil {
 				ex.Close()
 			}
@@ -59,14 +60,14 @@ func TestTCPStrangers(t *testing.T) {
 	a := freeAddress(t)
 	started := make(chan error, 1)
 	go func() {
-		ex, err := DialTCP(testContext(t), TCPOptions{Rank: 0, Size: 2, Address: a, Secret: "right"})
+		ex, err := DialTCP(proctest.Context(t), TCPOptions{Rank: 0, Size: 2, Address: a, Secret: "right"})
 		if err == nil {
 			defer ex.Close()
-			_, err = ex.AllGather(testContext(t), nil)
+			_, err = ex.AllGather(proctest.Context(t), nil)
 		}
 		started <- err
 	}()
-	_, err := DialTCP(testContext(t), TCPOptions{Rank: 1, Size: 2, Address: a, Secret: "wrong"})
+	_, err := DialTCP(proctest.Context(t), TCPOptions{Rank: 1, Size: 2, Address: a, Secret: "wrong"})
 	wantError(t, err, status.Mismatch, "another secret")
 
 	silent, err := net.Dial("tcp", a)
@@ -80,17 +81,17 @@ func TestTCPStrangers(t *testing.T) {
 	}
 	defer loud.Close()
 	io.WriteString(loud, "GET / HTTP/1.1\r\nHost: here\r\n\r\n and more of that")
-	loud.SetReadDeadline(time.Now().Add(patience))
+	loud.SetReadDeadline(time.Now().Add(proctest.Limit))
 	if _, err := io.ReadAll(loud); err != nil && !connectionGone(err) {
 		t.Errorf("the stranger was not sent away: %v", err)
 	}
 
-	ex, err := DialTCP(testContext(t), TCPOptions{Rank: 1, Size: 2, Address: a, Secret: "right"})
+	ex, err := DialTCP(proctest.Context(t), TCPOptions{Rank: 1, Size: 2, Address: a, Secret: "right"})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer ex.Close()
-	if _, err := ex.AllGather(testContext(t), nil); err != nil {
+	if _, err := ex.AllGather(proctest.Context(t), nil); err != nil {
 		t.Error(err)
 	}
 	if err := <-started; err != nil {
@@ -113,7 +114,7 @@ func TestTCPSomeoneElseListens(t *testing.T) {
 			c.Close()
 		}
 	}()
-	_, err = DialTCP(testContext(t), TCPOptions{Rank: 1, Size: 2, Address: l.Addr().String()})
+	_, err = DialTCP(proctest.Context(t), TCPOptions{Rank: 1, Size: 2, Address: l.Addr().String()})
 	wantError(t, err, status.System, "magic")
 	<-done
 }

@@ -29,8 +29,7 @@ func join(ctx context.Context, dir string, rank, size int, host string, o Option
 	}
 	h := bootstrap.HelloOptions{Version: "1"}
 	if host != "" {
-		h = h.AsHost(host)
-		h.Interface = "lo"
+		ex, h.Interface = proctest.OnMachine(host, ex), "lo"
 	}
 	ch, err := bootstrap.Open(ctx, ex, h)
 	if err != nil {
@@ -118,7 +117,7 @@ func startWith(t *testing.T, size int, hosts bool, o Options) *family {
 		f.procs[r] = proctest.Start(t, "rank", args, nil)
 	}
 	var err error
-	if f.me, err = join(testContext(t), dir, 0, size, host(0), o); err != nil {
+	if f.me, err = join(proctest.Context(t), dir, 0, size, host(0), o); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
@@ -161,7 +160,7 @@ func (f *family) death(rank int, limit time.Duration) Death {
 			f.t.Errorf("the death of rank %d, pid %d was told as %+v", rank, f.procs[rank].PID, d)
 		}
 		return d
-	case <-time.After(patience):
+	case <-time.After(proctest.Limit):
 		f.t.Fatalf("the death of rank %d was not seen", rank)
 	}
 	return Death{}
@@ -191,7 +190,7 @@ func TestKillIsSeenWithLastCall(t *testing.T) {
 			}
 			waiting := make(chan error, 1)
 			go func() {
-				_, err := f.me.ch.Exchange(testContext(t), "x", nil, nil)
+				_, err := f.me.ch.Exchange(proctest.Context(t), "x", nil, nil)
 				waiting <- err
 			}()
 			f.procs[1].Signal(syscall.SIGKILL)
@@ -251,7 +250,7 @@ func TestStoppedIsLateNotDead(t *testing.T) {
 		t.Errorf("heartbeat %v old", s)
 	}
 	f.procs[1].Signal(syscall.SIGCONT)
-	proctest.Eventually(t, patience, "the heart beats again", func() bool { return f.me.Stalled(1) < 100*time.Millisecond })
+	proctest.Eventually(t, proctest.Limit, "the heart beats again", func() bool { return f.me.Stalled(1) < 100*time.Millisecond })
 }
 
 // A process that goes on as another program is no rank any more: its connections are closed and its heart is still.
@@ -268,7 +267,7 @@ func TestExecIsSeenByTheHeartbeat(t *testing.T) {
 func TestClosedConnectionAloneIsNoDeath(t *testing.T) {
 	f := start(t, 2, false)
 	f.ask(1, "cut", "cut")
-	proctest.Eventually(t, patience, "the connection is closed", func() bool { return f.me.ch.State(1).Closed })
+	proctest.Eventually(t, proctest.Limit, "the connection is closed", func() bool { return f.me.ch.State(1).Closed })
 	f.nobodyDies()
 	f.procs[1].Signal(syscall.SIGKILL)
 	f.death(1, seenWithin)
@@ -278,7 +277,7 @@ func TestClosedConnectionAloneIsNoDeath(t *testing.T) {
 func TestKillOnAnotherMachine(t *testing.T) {
 	f := start(t, 2, true)
 	f.ask(1, "call", "called")
-	proctest.Eventually(t, patience, "the call has arrived", func() bool { return strings.Contains(f.me.Describe(1), "dispatch #17") })
+	proctest.Eventually(t, proctest.Limit, "the call has arrived", func() bool { return strings.Contains(f.me.Describe(1), "dispatch #17") })
 	f.procs[1].Signal(syscall.SIGKILL)
 	d := f.death(1, seenWithin+quick().DeadAfter)
 	if d.LastName != "dispatch #17 (receive)" || !strings.Contains(d.How, "heartbeat is ") || d.Host != "host1" {
@@ -291,7 +290,7 @@ func TestStoppedOnAnotherMachineIsLate(t *testing.T) {
 	f.procs[1].Signal(syscall.SIGSTOP)
 	f.nobodyDies()
 	f.procs[1].Signal(syscall.SIGCONT)
-	proctest.Eventually(t, patience, "the heart beats again", func() bool { return f.me.Stalled(1) < 100*time.Millisecond })
+	proctest.Eventually(t, proctest.Limit, "the heart beats again", func() bool { return f.me.Stalled(1) < 100*time.Millisecond })
 }
 
 // After cancel no callback runs; one that is running is waited for; a panic in one hurts nobody.
@@ -319,7 +318,7 @@ func TestCallbacks(t *testing.T) {
 	}
 	close(goOn)
 	<-over
-	f.death(1, patience)
+	f.death(1, proctest.Limit)
 	f.procs[2].Signal(syscall.SIGKILL)
 	f.death(2, seenWithin)
 	f.procs[3].Signal(syscall.SIGKILL)

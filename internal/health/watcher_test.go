@@ -17,15 +17,7 @@ import (
 	"github.com/deepep-go/deepep/internal/testutil/proctest"
 )
 
-const patience = 20 * time.Second
-
 func TestMain(m *testing.M) { proctest.Main(m, roles) }
-
-func testContext(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
-	t.Cleanup(cancel)
-	return ctx
-}
 
 // quick makes tests short: silence counts after 300 ms.
 func quick() Options {
@@ -46,15 +38,14 @@ func group(t testing.TB, n int, host func(rank int) string) []member {
 		wg.Go(func() {
 			h := bootstrap.HelloOptions{Version: "1"}
 			if host != nil {
-				h = h.AsHost(host(r))
-				h.Interface = "lo"
+				ex[r], h.Interface = proctest.OnMachine(host(r), ex[r]), "lo"
 			}
-			ch, err := bootstrap.Open(testContext(t), ex[r], h)
+			ch, err := bootstrap.Open(proctest.Context(t), ex[r], h)
 			if err != nil {
 				t.Error(err)
 				return
 			}
-			w, err := Start(testContext(t), ch, quick())
+			w, err := Start(proctest.Context(t), ch, quick())
 			if err != nil {
 				t.Error(err)
 			}
@@ -82,7 +73,7 @@ func TestPeersSeeLastCallAndHeartbeat(t *testing.T) {
 				t.Errorf("before any call: %s", got)
 			}
 			all[1].SetLastCall(LastCall{Op: 5, Number: 3, Phase: 1, Buffer: 2})
-			proctest.Eventually(t, patience, "rank 0 sees rank 1's call", func() bool {
+			proctest.Eventually(t, proctest.Limit, "rank 0 sees rank 1's call", func() bool {
 				return strings.Contains(all[0].Describe(1), "last call ll_dispatch #3 (send), heartbeat 0.")
 			})
 			if got := all[1].Describe(1); !strings.HasPrefix(got, "rank 1 (host ") || !strings.Contains(got, fmt.Sprintf(", pid %d, last call ll_dispatch #3 (send), this rank)", os.Getpid())) {
@@ -159,7 +150,7 @@ func TestCloseIsIdempotentAndLeavesAnswers(t *testing.T) {
 	for range 4 {
 		wg.Go(func() { w.Close() })
 	}
-	proctest.Eventually(t, patience, "rank 0 hears the goodbye", func() bool { return all[0].Left(1) })
+	proctest.Eventually(t, proctest.Limit, "rank 0 hears the goodbye", func() bool { return all[0].Left(1) })
 	close(stop)
 	wg.Wait()
 	if got := w.Describe(0); !strings.HasPrefix(got, "rank 0 (host ") {
@@ -194,11 +185,11 @@ func TestCancelledSubscriberIsNotCalled(t *testing.T) {
 
 func TestStartChecksItsOptions(t *testing.T) {
 	all := group(t, 1, nil)
-	_, err := Start(testContext(t), all[0].ch, Options{Heartbeat: time.Second, DeadAfter: time.Millisecond})
+	_, err := Start(proctest.Context(t), all[0].ch, Options{Heartbeat: time.Second, DeadAfter: time.Millisecond})
 	if !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "1s, 1ms") {
 		t.Errorf("got %v", err)
 	}
-	_, err = Start(testContext(t), all[0].ch, Options{Heartbeat: -1})
+	_, err = Start(proctest.Context(t), all[0].ch, Options{Heartbeat: -1})
 	if !errors.Is(err, status.ErrInvalidArgument) {
 		t.Errorf("got %v", err)
 	}
@@ -209,12 +200,12 @@ func TestStartEndsWithContext(t *testing.T) {
 	var ch [2]*bootstrap.Channel
 	var wg sync.WaitGroup
 	for r := range 2 {
-		wg.Go(func() { ch[r], _ = bootstrap.Open(testContext(t), ex[r], bootstrap.HelloOptions{}) })
+		wg.Go(func() { ch[r], _ = bootstrap.Open(proctest.Context(t), ex[r], bootstrap.HelloOptions{}) })
 	}
 	wg.Wait()
 	defer ch[0].Close()
 	defer ch[1].Close()
-	ctx, cancel := context.WithTimeout(testContext(t), 50*time.Millisecond)
+	ctx, cancel := context.WithTimeout(proctest.Context(t), 50*time.Millisecond)
 	defer cancel()
 	_, err := Start(ctx, ch[0], Options{})
 	if !errors.Is(err, status.ErrTimeout) || !strings.Contains(err.Error(), "nothing from rank 1") {

@@ -2,6 +2,7 @@ package proctest
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -13,8 +14,15 @@ import (
 	"time"
 )
 
-// patience is how long a child may take for anything; only a test that fails waits for it.
-const patience = 20 * time.Second
+// Limit bounds every wait of a test, so that only a test that fails waits for so long.
+const Limit = 20 * time.Second
+
+// Context ends after Limit, or with the test.
+func Context(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), Limit)
+	t.Cleanup(cancel)
+	return ctx
+}
 
 // Proc is a child process as its test sees it.
 type Proc struct {
@@ -93,7 +101,7 @@ func (p *Proc) Expect(word string) string {
 			return rest
 		}
 		p.t.Fatalf("process %d said %q (open: %v), expected %q", p.PID, line, ok, word)
-	case <-time.After(patience):
+	case <-time.After(Limit):
 		p.t.Fatalf("process %d did not say %q", p.PID, word)
 	}
 	return ""
