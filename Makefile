@@ -55,7 +55,8 @@ venv: $(VENV_STAMP) ## make .venv, with torch, the test tools and deep_ep import
 
 go_sources = go.mod go.sum $(shell find $1 \( -name testdata -o -path capi/tests \) -prune -o \
                \( -type d -o -type f -not -name '*_test.go' \) -print 2>/dev/null)
-SONAME   := libdeepep.so.1
+# A program that was linked against another major version does not load this one. Before 1.0 that number is 0.
+SONAME   := libdeepep.so.$(MAJOR)
 MAP      := $(CURDIR)/capi/deepep.map
 PROGRAM  := $(BIN)/deepep
 GO_BUILD := $(GO) build -trimpath

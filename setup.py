@@ -29,7 +29,8 @@ class BuildWithMake(build_py):
 
     def native_files(self) -> "dict[pathlib.Path, list[pathlib.Path]]":
         # The soname alone: a wheel cannot hold the link libdeepep.so. Libraries for GPUs come along if they were built.
-        names = ("libdeepep.so.1", "libdeepep_cpu.so", "libdeepep_cuda.so", "libdeepep_nvshmem.so")
+        soname = f"libdeepep.so.{version().split('.')[0]}"
+        names = (soname, "libdeepep_cpu.so", "libdeepep_cuda.so", "libdeepep_nvshmem.so")
         libraries = [BUILD / "lib" / name for name in names]
         package = pathlib.Path(self.build_lib) / "deep_ep"
         return {

@@ -22,7 +22,7 @@ attempt() { # name, command...
 }
 
 flags="-O2 -Wall -Wextra -Werror -Iinclude -o"
-libs="-Lbuild/lib -l:libdeepep.so.1 -ldl -Wl,-rpath,$PWD/build/lib"
+libs="-Lbuild/lib -ldeepep -ldl -Wl,-rpath,$PWD/build/lib"
 for source in cpp_examples/*.cpp cpp_examples/*.c; do
   name=$(basename "$source")
   program=$out/${name%.*}

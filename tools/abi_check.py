@@ -3,11 +3,11 @@
 
     tools/abi_check.py [FOLDER]      default: build/lib
 
-* libdeepep.so.1 exports exactly the functions of include/deepep.h, each kernel library those of kernels/abi/kernels.h;
+* libdeepep.so exports exactly the functions of include/deepep.h, each kernel library those of kernels/abi/kernels.h;
   optional groups are there as a whole or not at all.
 * They need nothing but the C library and libgcc_s (libdeepep_nvshmem.so: NVSHMEM's host part as well), and no symbol of
   a C library newer than GLIBC_NEWEST.
-* libdeepep.so.1 has its soname.
+* The soname of libdeepep.so ends in the major version that deepep.h states.
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ def declared(prefix: str, text: str) -> set[str]:
     text = re.sub(r"/\*.*?\*/", " ", text, flags=re.S)
     text = re.sub(r"^[ \t]*#(?:.*\\\n)*.*$", " ", text, flags=re.M)
     return set(re.findall(rf"\b({prefix}_\w+)\s*\(", text))
+
+
+def soname() -> str:
+    """The file name of libdeepep.so, which ends in the major version of deepep.h."""
+    found = re.search(r"^#define DEEPEP_VERSION_MAJOR (\d+)$", HEADERS["deepep"].read_text(), re.M)
+    assert found, f"{HEADERS['deepep']} states no DEEPEP_VERSION_MAJOR"
+    return f"libdeepep.so.{found[1]}"
 
 
 def exported(library: pathlib.Path) -> set[str]:
@@ -66,7 +73,7 @@ def problems(library: pathlib.Path, wanted: set[str]) -> list[str]:
         lines.append(f"needs {', '.join(needed)}; allowed are the C library and libgcc_s")
     if (newest := newest_glibc(library)) > GLIBC_NEWEST:
         lines.append(f"needs glibc {newest[0]}.{newest[1]}; allowed up to {GLIBC_NEWEST[0]}.{GLIBC_NEWEST[1]}")
-    if library.name.startswith("libdeepep.so.") and dynamic(library, "SONAME") != [library.name]:
+    if library.name.startswith("libdeepep.so") and dynamic(library, "SONAME") != [library.name]:
         lines.append(f"has soname {dynamic(library, 'SONAME')}, wanted {library.name}")
     return lines
 
@@ -76,7 +83,7 @@ def _output(*command: str) -> str:
 
 
 def main(folder: pathlib.Path) -> int:
-    libraries = sorted(folder.glob("libdeepep.so.*")) + sorted(folder.glob("libdeepep_*.so"))
+    libraries = [path for path in [folder / soname(), *sorted(folder.glob("libdeepep_*.so"))] if path.exists()]
     if not libraries:
         print(f"no library in {folder}; build with `make lib kernels`")
         return 1

@@ -3,5 +3,5 @@
 cd "$(dirname "$0")/../.." || exit 2
 mkdir -p build/capi || exit 2
 ${CC:-gcc} -std=c11 -D_GNU_SOURCE -O1 -Wall -Wextra -Werror -Iinclude -o build/capi/api capi/tests/api.c \
-  -Lbuild/lib -l:libdeepep.so.1 -Wl,-rpath,"$PWD/build/lib" -pthread || { echo "0 passed, 1 failed"; exit 1; }
+  -Lbuild/lib -ldeepep -Wl,-rpath,"$PWD/build/lib" -pthread || { echo "0 passed, 1 failed"; exit 1; }
 exec timeout 120 build/capi/api

@@ -210,7 +210,7 @@ var hosts = []struct {
 		}
 		h.replace("proc/77/status", "PPid:\t4200", "PPid:\t70")
 		h.file("proc/77/cmdline", "python3\x00train.py\x00").file("proc/70/cmdline", "python3\x00train.py\x00")
-		h.file("proc/70/maps", "7f00-7f01 r-xp 0 00:00 1 /usr/lib/libdeepep.so.1\n")
+		h.file("proc/70/maps", "7f00-7f01 r-xp 0 00:00 1 /usr/lib/libdeepep.so\n")
 		h.link("proc/77/exe", "/usr/bin/python3.11").link("proc/77/ns/ipc", initialIPC)
 		h.opt.PID = 77
 		return h

@@ -17,7 +17,7 @@ nvshmem=$("$python" -c 'import nvidia.nvshmem as it; print(list(it.__path__)[0])
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 [ "$gpus" -ge 2 ] || { echo "run_nodes_gpu.sh: 2 GPUs are needed, $gpus are here" >&2; exit 2; }
 export LD_LIBRARY_PATH=$nvshmem/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-export PYTHONPATH=$PWD/python:$PWD/python/tests:$PWD/nvshmem/tests DEEPEP_LIBRARY=$built/lib/libdeepep.so.1 DEEPEP_KERNELS=$built/lib
+export PYTHONPATH=$PWD/python:$PWD/python/tests:$PWD/nvshmem/tests DEEPEP_LIBRARY=$built/lib/libdeepep.so DEEPEP_KERNELS=$built/lib
 ranks=$((gpus < 4 ? 2 : 4))
 export DEEPEP_TIMEOUT_MS=8000 DEEPEP_FIRST_TIMEOUT_MS=12000 PYTHONUNBUFFERED=1
 export DEEPEP_TEST_DEVICE=cuda DEEPEP_TEST_NODES=$ranks CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((ranks - 1)))} PYTHONDONTWRITEBYTECODE=1

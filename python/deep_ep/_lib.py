@@ -13,7 +13,6 @@ from typing import Any
 from . import _abi, errors
 
 _HERE = Path(__file__).resolve().parent
-SONAME = "libdeepep.so.1"
 
 
 def _header_path() -> Path:
@@ -40,7 +39,8 @@ def candidates() -> list[str]:
     named = os.environ.get("DEEPEP_LIBRARY")
     if named:
         return [named]
-    return [str(_HERE / "lib" / SONAME), str(_HERE.parent.parent / "build" / "lib" / SONAME), SONAME]
+    soname = f"libdeepep.so.{header_version().split('.')[0]}"
+    return [str(_HERE / "lib" / soname), str(_HERE.parent.parent / "build" / "lib" / soname), soname]
 
 
 def _open() -> str:

@@ -12,6 +12,7 @@ import pytest
 import abi_check
 import abi_layout
 
+SONAME = abi_check.soname()
 HEADER = """
 #include <stdint.h>
 /* dk_in_a_comment(int) */
@@ -36,9 +37,9 @@ def test_declared_functions() -> None:
 
 
 def test_an_exact_library_has_no_problem(tmp_path: pathlib.Path) -> None:
-    path = library(tmp_path, "int dk_one(void) { return 1; }", name="libdeepep.so.1")
-    assert abi_check.problems(path, {"dk_one"}) == ["has soname [], wanted libdeepep.so.1"]
-    path = library(tmp_path, "int dk_one(void) { return 1; }", "-Wl,-soname,libdeepep.so.1", name="libdeepep.so.1")
+    path = library(tmp_path, "int dk_one(void) { return 1; }", name=SONAME)
+    assert abi_check.problems(path, {"dk_one"}) == [f"has soname [], wanted {SONAME}"]
+    path = library(tmp_path, "int dk_one(void) { return 1; }", f"-Wl,-soname,{SONAME}", name=SONAME)
     assert abi_check.problems(path, {"dk_one"}) == []
 
 

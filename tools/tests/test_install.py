@@ -45,6 +45,10 @@ def version() -> str:
     return ".".join(re.findall(r"^#define DEEPEP_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header, re.M))
 
 
+def soname() -> str:
+    return f"libdeepep.so.{version().split('.')[0]}"
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """`make install` into a staging folder, then moved: nothing in it may depend on its first place."""
@@ -64,11 +68,11 @@ def test_installed_files(installed: pathlib.Path) -> None:
     files = {str(path.relative_to(installed)) for path in installed.rglob("*") if not path.is_dir()}
     assert files >= {
         *("bin/deepep", "include/deepep.h", "include/deepep.hpp"),
-        *("lib/libdeepep.so", "lib/libdeepep.so.1", "lib/libdeepep_cpu.so"),
+        *("lib/libdeepep.so", f"lib/{soname()}", "lib/libdeepep_cpu.so"),
         *("lib/pkgconfig/deepep.pc", "lib/cmake/deepep/deepep-config.cmake"),
         "lib/cmake/deepep/deepep-config-version.cmake",
     }
-    assert os.readlink(installed / "lib" / "libdeepep.so") == "libdeepep.so.1"
+    assert os.readlink(installed / "lib" / "libdeepep.so") == soname()
 
 
 @pytest.mark.skipif(shutil.which("pkg-config") is None, reason="needs pkg-config")
@@ -111,7 +115,7 @@ def test_wheel_contents(wheel: pathlib.Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(ROOT / "python")) for path in (ROOT / "python").glob("deep_ep*/**/*.py")}
     modules |= {path.name for path in (ROOT / "python").glob("deep_ep*.py")}
-    native = {"lib/libdeepep.so.1", "lib/libdeepep_cpu.so", "bin/deepep", "include/deepep.h", "include/deepep.hpp"}
+    native = {f"lib/{soname()}", "lib/libdeepep_cpu.so", "bin/deepep", "include/deepep.h", "include/deepep.hpp"}
     assert modules, "python/ holds no module: the comparison below would say nothing"
     assert names >= modules | {f"deep_ep/{name}" for name in native} | {"deep_ep/py.typed"}
     allowed = re.compile(r"deep_ep(_cpp)?/|deep_ep_cpp\.py$|deepep_go-[\d.]+\.(data/scripts/deepep$|dist-info/)")
