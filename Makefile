@@ -201,9 +201,9 @@ $(BIN)/bench_ops: $(wildcard bench/cuda/*) kernels/abi/kernels.h | $(CUDA_READY)
 	@mkdir -p $(@D)
 	$(NVCC) -std=c++17 -O2 -arch=sm_90 -Ikernels -o $@ $(filter %.cu,$^) -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -ldl -lpthread
 
-BENCH := $(if $(filter cuda,$(ENGINE)),cuda,cpu)
-bench: all-ready $(if $(filter cuda,$(BENCH)),cuda $(BIN)/bench_ops) ## measure, beside gloo in the same run (ENGINE=cuda: on GPUs, beside NCCL)
-	$(VENV) bench/bench_$(BENCH).py $(ARGS)
+BENCH := $(if $(filter cuda,$(ENGINE)),gpu,cpu)
+bench: all-ready $(if $(filter gpu,$(BENCH)),cuda $(BIN)/bench_ops) ## measure, beside gloo in the same run (ENGINE=cuda: on GPUs, beside NCCL)
+	$(VENV) bench/$(BENCH).py $(ARGS)
 
 lint: venv need-go ## check formatting (clang-format, gofmt, ruff), ruff, mypy, go vet
 	$(VENV) tools/run_tests.py lint

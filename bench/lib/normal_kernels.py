@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deep_ep
-from kernel_clock import Meeting, host_view, profiled, sums
-from normal_mode import EXPERTS, Case, Input, make_input
-from ranks import Team
+from lib.kernel_clock import Meeting, host_view, profiled, sums
+from lib.normal_mode import EXPERTS, Case, Input, make_input
+from lib.ranks import Team
 
 # Where rows go: straight into the receiver's rows (a registered segment), or through staging memory and a copy.
 DISPATCH_SMS = {

@@ -1,4 +1,4 @@
-"""The tables of bench_cuda.py. Aims hold for 4 GPUs with NVLink, hidden 7168, 4096 tokens a rank (low latency: 128)."""
+"""The tables of bench/gpu.py. Aims hold for 4 GPUs with NVLink, hidden 7168, 4096 tokens a rank (low latency: 128)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import math
 from typing import Any
 
-import hostcost
-from tables import Table, duration, median, p99, ratio
+from lib import hostcost
+from lib.tables import Table, duration, median, p99, ratio
 
 # (operation, kind, path, SMs) -> us
 NORMAL_AIMS = {

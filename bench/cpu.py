@@ -1,8 +1,8 @@
 """The CPU engine's figures, each beside a rival or a limit that was measured in the same run.
 
     make bench
-    .venv/bin/python bench/bench_cpu.py --only normal --rounds 50
-    .venv/bin/python bench/bench_cpu.py --markdown docs/performance.md --json build/bench.json
+    .venv/bin/python bench/cpu.py --only normal --rounds 50
+    .venv/bin/python bench/cpu.py --markdown docs/performance.md --json build/bench.json
 
 Sections: normal (dispatch and combine beside gloo and a plain copy), lowlatency (a decoding step), hostcost (what a
 low-latency call costs outside the kernel, from Python, C and Go), startup (construction, first and steady call).
@@ -22,14 +22,9 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 import deep_ep
-import document
-import hostcost
-import low_latency_mode
-import normal_mode
-import ranks
-import startup
-from normal_mode import Case
-from tables import Table, duration, machine, median, p99, ratio
+from lib import document, hostcost, low_latency_mode, normal_mode, ranks, startup
+from lib.normal_mode import Case
+from lib.tables import Table, duration, machine, median, p99, ratio
 
 SECTIONS = ("normal", "lowlatency", "hostcost", "startup")
 NORMAL_CASES = (
@@ -59,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name} is {getattr(options, name)}; at least 1 is needed")
     if options.markdown:
-        document.check(parser, "bench_cpu", options.markdown)
+        document.check(parser, "bench/cpu", options.markdown)
     return options
 
 
@@ -229,7 +224,7 @@ def main() -> None:
         options.json.write_text(json.dumps({"machine": where, "rounds": options.rounds, **found}) + "\n")
     if options.markdown:
         document.write(
-            "bench_cpu", options.markdown, f"Measured on: {where}.\n\n" + "\n".join(t.markdown() for t in tables)
+            "bench/cpu", options.markdown, f"Measured on: {where}.\n\n" + "\n".join(t.markdown() for t in tables)
         )
 
 

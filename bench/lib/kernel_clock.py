@@ -16,7 +16,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import deep_ep
-from ranks import Team
+from lib.ranks import Team
 
 PAUSE_CYCLES = 300_000  # about 150 us: time for the host to issue a call
 FLUSH_BYTES = 192 << 20  # more than the L2 cache of any GPU

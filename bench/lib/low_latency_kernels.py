@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from kernel_clock import PAUSE_CYCLES, Meeting, host_view, profiled, sums
-from low_latency_mode import make_buffer
-from normal_kernels import Rows
-from normal_mode import EXPERTS, Case, make_input
-from ranks import Team
-from tables import median
+from lib.kernel_clock import PAUSE_CYCLES, Meeting, host_view, profiled, sums
+from lib.low_latency_mode import make_buffer
+from lib.normal_kernels import Rows
+from lib.normal_mode import EXPERTS, Case, make_input
+from lib.ranks import Team
+from lib.tables import median
 
 GRAPH_ROUNDS = 20  # dispatch + combine in one graph
 HOST_BURST = 8  # calls before the host waits for the device: its queue is never full

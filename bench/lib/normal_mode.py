@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deep_ep
-from ranks import Team, time_rounds
+from lib.ranks import Team, time_rounds
 
 TOP_K = 8
 EXPERTS = 256

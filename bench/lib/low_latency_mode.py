@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import deep_ep
-from normal_mode import EXPERTS, Case, make_input
-from ranks import Team, time_rounds
+from lib.normal_mode import EXPERTS, Case, make_input
+from lib.ranks import Team, time_rounds
 
 
 def make_buffer(team: Team, case: Case, experts: int = EXPERTS, **options: Any) -> deep_ep.Buffer:

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 import deep_ep
-from low_latency_mode import make_buffer
-from normal_mode import Case
-from ranks import Team
+from lib.low_latency_mode import make_buffer
+from lib.normal_mode import Case
+from lib.ranks import Team
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(ranks=1, tokens=1, hidden=128)
 EXPERTS = 1
 # host_cost.c and hostcost/main.go have these three too.

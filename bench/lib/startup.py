@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-import low_latency_mode
-from normal_mode import EXPERTS, TOP_K, Case, make_input
-from ranks import Team
-from tables import median
+from lib import low_latency_mode
+from lib.normal_mode import EXPERTS, TOP_K, Case, make_input
+from lib.ranks import Team
+from lib.tables import median
 
 STEADY_CALLS = 20
 # What Buffer() is told beside the sizes, and whether warmup() follows.

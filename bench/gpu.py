@@ -1,8 +1,8 @@
 """The CUDA engine's figures, one process a GPU, each beside its aim, NCCL and a limit measured in the same run.
 
     make bench ENGINE=cuda
-    .venv/bin/python bench/bench_cuda.py --only lowlatency --calls 2000
-    .venv/bin/python bench/bench_cuda.py --markdown docs/performance.md --json build/bench_cuda.json
+    .venv/bin/python bench/gpu.py --only lowlatency --calls 2000
+    .venv/bin/python bench/gpu.py --markdown docs/performance.md --json build/bench_cuda.json
 
 Sections: startup (construction, first and steady call, first graph), lowlatency (kernels of a decoding step), hostcost
 (CPU time of its calls), normal (kernels of dispatch and combine). With --engine cpu the same program runs on CPU ranks,
@@ -25,17 +25,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-import cuda_tables
 import deep_ep
-import document
-import hostcost
-import low_latency_kernels
-import normal_kernels
-import ranks
-import startup
 from deep_ep import _abi, _lib
-from normal_mode import Case
-from tables import machine
+from lib import cuda_tables, document, hostcost, low_latency_kernels, normal_kernels, ranks, startup
+from lib.normal_mode import Case
+from lib.tables import machine
 
 SECTIONS = ("startup", "lowlatency", "hostcost", "normal")
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; at least 1 is needed")
     if options.markdown:
-        document.check(parser, "bench_cuda", options.markdown)
+        document.check(parser, "bench/gpu", options.markdown)
     return options
 
 
@@ -201,11 +195,11 @@ def main() -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"machine": here, **found}) + "\n")
     if "incomplete" in found:
-        print(f"bench_cuda: incomplete: {found['incomplete']}", file=sys.stderr)
+        print(f"bench/gpu: incomplete: {found['incomplete']}", file=sys.stderr)
         return 1
     if options.markdown:
         text = f"Measured on: {here}.\n\n" + "\n".join(table.markdown() for table in tables)
-        document.write("bench_cuda", options.markdown, text)
+        document.write("bench/gpu", options.markdown, text)
     return 0
 
 
