@@ -1,4 +1,4 @@
-"""The CUDA engine's figures, one process a GPU, each beside its aim, NCCL and a limit measured in the same run.
+"""The CUDA engine's figures, one process a GPU, each beside NCCL and a limit measured in the same run.
 
     make bench ENGINE=cuda
     .venv/bin/python bench/gpu.py --only lowlatency --calls 2000

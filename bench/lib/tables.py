@@ -61,7 +61,8 @@ class Table:
         head = "| " + " | ".join(self.head) + " |"
         rule = "|---|" + "---:|" * (len(self.head) - 1)
         rows = ["| " + " | ".join(row) + " |" for row in self.rows]
-        return "\n".join([f"### {self.title}", "", self.formula, "", head, rule, *rows]) + "\n"
+        formula = textwrap.fill(self.formula, 140, break_long_words=False, break_on_hyphens=False)
+        return "\n".join([f"### {self.title}", "", formula, "", head, rule, *rows]) + "\n"
 
 
 def machine(versions: dict[str, str]) -> str:
