@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FAKE = ROOT / "core" / "internal" / "engine" / "testdata" / "fake.c"
+FAKE = ROOT / "internal" / "engine" / "testdata" / "fake.c"
 TOKENS, BOUND, HIDDEN, TOPK, EXPERTS = 16, 128, 512, 8, 4  # small, since a CPU's memory is slow to allocate
 BATCH, STREAM = 50, 0x1000
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-import deep_ep.selftest
 import hosts
-from deep_ep._selftest_rank import serve
 from deep_ep.bootstrap import Bootstrap
+from deep_ep.selftest import program
+from deep_ep.selftest.worker import serve
 
 
 def serve_on_node(rank: int, options: Any, directory: str, connection: Any) -> None:
@@ -26,5 +26,5 @@ def serve_on_node(rank: int, options: Any, directory: str, connection: Any) -> N
 if __name__ == "__main__":
     import selftest_nodes  # by its name, so that rank processes find the function
 
-    deep_ep.selftest.serve = selftest_nodes.serve_on_node
-    sys.exit(deep_ep.selftest.main())
+    program.serve = selftest_nodes.serve_on_node
+    sys.exit(program.main())

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conftest import full
-from deep_ep import _selftest_check as sc
+from deep_ep.selftest import check as sc
 
 SHAPE = sc.Shape(ranks=3, tokens=20, hidden=128, topk=2, experts=6, seed=1)
 TINY = ["--num-processes", "2", "--num-tokens", "12", "--hidden", "512", "--num-topk", "2", "--num-experts", "4"]
@@ -169,7 +169,7 @@ def test_wrong_options(arguments, word):
     ],
 )
 def test_wrong_nodes(arguments, word):
-    from deep_ep import selftest as program
+    from deep_ep.selftest import program
 
     with pytest.raises(SystemExit, match=re.escape(word)):
         program.complete(program.parser().parse_args(["internode", "--engine", "cpu", *arguments]))

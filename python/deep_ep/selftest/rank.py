@@ -1,22 +1,19 @@
-"""One rank process of the self-test: makes buffers, runs the cases that it is told to run, times calls."""
+"""What a case of the self-test gets: its rank, with buffers, meetings of all ranks and timing of calls."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import _selftest_check as sc
-from .bootstrap import Bootstrap
-from .buffer import Buffer
+from ..bootstrap import Bootstrap
+from ..buffer import Buffer
+from . import check as sc
 
 Figures = dict[str, tuple[float, int]]  # name: (seconds of a call, bytes received)
 
@@ -108,30 +105,3 @@ class Rank:
     def last_words(self) -> None:
         """Tells the parent that this process is about to end on purpose."""
         self._tell()
-
-
-def serve(rank: int, options: Any, directory: str, connection: Connection) -> None:
-    """Body of a rank process: receives numbers of cases, answers ("ok", figures) or ("failed", text)."""
-    from .selftest import list_cases
-
-    torch.set_num_threads(1)
-    if options.num_nvl_peers:
-        os.environ["DEEPEP_NUM_MAX_NVL_PEERS"] = str(options.num_nvl_peers)  # size hints ask there as well
-    me = Rank(rank, options, directory, lambda: connection.send(("ok", None)))
-    cases = list_cases(options)
-    while True:
-        try:
-            number = connection.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            answer: tuple[str, Any] = ("ok", cases[number].run(me))
-        except sc.CheckError as error:
-            answer = ("failed", str(error))
-        except Exception as error:  # noqa: BLE001 - every failure becomes a line of the report
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            answer = ("failed", f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})")
-        try:
-            connection.send(answer)
-        except OSError:
-            return

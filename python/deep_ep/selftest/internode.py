@@ -10,11 +10,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from . import _selftest_check as sc
-from . import _selftest_intranode as intranode
-from . import _selftest_low_latency as low_latency
-from ._selftest_rank import Case, Figures, Rank
-from .buffer import Buffer
+from ..buffer import Buffer
+from . import check as sc
+from . import intranode, low_latency
+from .rank import Case, Figures, Rank
 
 LOW_LATENCY_TOKENS = 128  # at most: a low-latency buffer has room for this many of every rank
 WITHOUT_NVLINK = {"allow_nvlink_for_low_latency_mode": False}

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from . import _selftest_check as sc
-from ._selftest_rank import Case, Figures, Rank
-from .buffer import Buffer
-from .config import Config
+from ..buffer import Buffer
+from ..config import Config
+from . import check as sc
+from .rank import Case, Figures, Rank
 
 KINDS = ("BF16", "FP8")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from . import _selftest_check as sc
-from ._selftest_rank import Case, Figures, Rank
-from .buffer import Buffer
+from ..buffer import Buffer
+from . import check as sc
+from .rank import Case, Figures, Rank
 
 Options = dict[str, Any]  # keywords of a call
 FORMATS: dict[str, Options] = {

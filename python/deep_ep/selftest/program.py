@@ -1,16 +1,10 @@
-"""Checks an installation: `python -m deep_ep.selftest intranode|low_latency|internode`.
-
-Starts one process for each rank, runs every case on all of them, prints a line for each, then the figures. The exit
-status is 0 only if every case passed.
-"""
+"""The command line and the parent process of the self-test: starts the ranks, runs every case, prints the report."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import multiprocessing
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,7 +13,9 @@ from typing import Any
 
 import torch
 
-from ._selftest_rank import Case, Figures, serve
+from .cases import list_cases
+from .rank import Figures
+from .worker import serve
 
 # What is used where nothing is said: (GPUs, CPU).
 DEFAULTS = {
@@ -150,11 +146,6 @@ def _complete_nodes(options: argparse.Namespace) -> None:
         raise SystemExit(f"selftest: --num-topk {options.num_topk} must not exceed the {room} experts of {groups}")
 
 
-def list_cases(options: Any) -> list[Case]:
-    """The cases of a mode, the same list in every process."""
-    return list(importlib.import_module(f"{__package__}._selftest_{options.mode}").cases(options))
-
-
 class Ranks:
     """The rank processes, seen from the parent."""
 
@@ -162,7 +153,7 @@ class Ranks:
         self._directory = tempfile.mkdtemp(prefix="deepep-selftest-")
         context = multiprocessing.get_context("forkserver")
         # torch is imported once, not once for each rank
-        context.set_forkserver_preload([f"deep_ep._selftest_{mode}" for mode in TITLES])
+        context.set_forkserver_preload(["deep_ep.selftest.worker"])
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         for rank in range(options.first_rank, options.first_rank + options.num_processes):
@@ -257,7 +248,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_figures(measured, options)
     print(f"\n{len(cases) - failed} of {len(cases)} cases passed" if not failed else f"\n{failed} cases FAILED")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
