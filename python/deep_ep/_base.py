@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from . import _abi, errors
-from . import _torch as tt
+from . import _abi, _torch, errors
 from ._native import NativeBuffer
 from .errors import assertion, type_error
 from .utils import EventHandle, EventOverlap
@@ -56,7 +55,7 @@ class Ordering:
         self.on_comm = not buffer.host_stream and self.previous is not None
         self.event = 0
         self.struct = _abi.sized(_abi.Call, stream=buffer.current_stream())
-        self.context: Any = tt.stream_context(buffer.comm_stream) if self.on_comm else contextlib.nullcontext()
+        self.context: Any = _torch.stream_context(buffer.comm_stream) if self.on_comm else contextlib.nullcontext()
 
     def call(self, config: Any, last: bool) -> Any:
         """The deepep_call of the next library call; `last`: the one whose end is the end of the whole operation."""
@@ -129,7 +128,7 @@ class BufferBase:
 
     def torch_current_stream(self) -> Any:
         """The caller's current CUDA stream as a torch object."""
-        return tt.torch_stream(self.device)
+        return _torch.torch_stream(self.device)
 
     def enter(self) -> None:
         """Before every call: start-up is complete, the buffer is alive, and what is done is let go of."""

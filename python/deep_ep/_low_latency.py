@@ -7,8 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from . import _abi, errors
-from . import _torch as tt
+from . import _abi, _memory, _torch, errors
 from ._base import Ordering, refuse_keywords
 from ._low_latency_plan import RECV, SEND, CombineCall, LowLatencyPlans
 from .errors import assertion, value_error
@@ -31,21 +30,21 @@ class LowLatencyMode(LowLatencyPlans):
 
     def low_latency_dispatch(
         self,
-        x: tt.Tensor,
-        topk_idx: tt.Tensor,
+        x: _torch.Tensor,
+        topk_idx: _torch.Tensor,
         num_max_dispatch_tokens_per_rank: int,
         num_experts: int,
-        cumulative_local_expert_recv_stats: tt.Tensor | None = None,
-        dispatch_wait_recv_cost_stats: tt.Tensor | None = None,
+        cumulative_local_expert_recv_stats: _torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: _torch.Tensor | None = None,
         use_fp8: bool = True,
         round_scale: bool = False,
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
         *,
-        topk_weights: tt.Tensor | None = None,
+        topk_weights: _torch.Tensor | None = None,
         **fork_keywords: Any,
-    ) -> tuple[Any, tt.Tensor, tuple[Any, ...], EventOverlap, Hook | None]:
+    ) -> tuple[Any, _torch.Tensor, tuple[Any, ...], EventOverlap, Hook | None]:
         """Sends each token to its experts' ranks, into rows by local expert.
 
         Args:
@@ -102,8 +101,8 @@ class LowLatencyMode(LowLatencyPlans):
         args.x, args.topk_idx = x.data_ptr(), topk_idx.data_ptr()
         if more or outputs.more:
             outputs.more = more
-            args.topk_weights, args.cumulative_recv_stats = tt.address(topk_weights), tt.address(received)
-            args.wait_recv_cost_stats = tt.address(waited)
+            args.topk_weights, args.cumulative_recv_stats = _torch.address(topk_weights), _torch.address(received)
+            args.wait_recv_cost_stats = _torch.address(waited)
         recv_x, recv_count, src_info, layout_range, scales = outputs.tensors
         handle = (src_info, layout_range, plan.bound, plan.hidden, plan.num_experts)
         event, hook, native = NO_EVENT, None, self.native
@@ -124,20 +123,20 @@ class LowLatencyMode(LowLatencyPlans):
 
     def low_latency_combine(
         self,
-        x: tt.Tensor,
-        topk_idx: tt.Tensor,
-        topk_weights: tt.Tensor,
+        x: _torch.Tensor,
+        topk_idx: _torch.Tensor,
+        topk_weights: _torch.Tensor,
         handle: tuple[Any, ...],
         use_logfmt: bool = False,
         zero_copy: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-        out: tt.Tensor | None = None,
-        combine_wait_recv_cost_stats: tt.Tensor | None = None,
+        out: _torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: _torch.Tensor | None = None,
         *,
         unreduced: bool = False,
         **fork_keywords: Any,
-    ) -> tuple[tt.Tensor, EventOverlap, Hook | None]:
+    ) -> tuple[_torch.Tensor, EventOverlap, Hook | None]:
         """Sums each token's rows, weighted, back at its own rank.
 
         Args:
@@ -186,9 +185,11 @@ class LowLatencyMode(LowLatencyPlans):
             self._check_wait_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
             waited = combine_wait_recv_cost_stats.data_ptr()
         if out is None:  # like x: that takes half as long as to name dtype and device
-            out = x.new_empty(*plan.combined) if plan.from_rows else tt.empty(plan.combined, tt.BF16, self.device)
-        elif not tt.plain(out, tt.BF16, self._where, plan.combined):
-            tt.check("out", out, self.device, (tt.BF16,), plan.combined)
+            out = (
+                x.new_empty(*plan.combined) if plan.from_rows else _torch.empty(plan.combined, _torch.BF16, self.device)
+            )
+        elif not _torch.plain(out, _torch.BF16, self._where, plan.combined):
+            _torch.check("out", out, self.device, (_torch.BF16,), plan.combined)
         call = self._ll_combine
         if return_recv_hook:
             # A hook's second half finds the struct as the first left it, so only calls that end here may share one.
@@ -215,9 +216,9 @@ class LowLatencyMode(LowLatencyPlans):
 
     def _run_low_latency(self, bound: int, hidden: int, num_topk: int, num_experts: int, use_fp8: bool) -> None:
         """Calls that send no row, whole and in halves, so that Python's part of one is warm too. Collective; waits."""
-        x = tt.full((bound, hidden), 0, tt.BF16, self.device)
-        nobody = tt.full((bound, num_topk), -1, tt.INT64, self.device)
-        weights = tt.full((bound, num_topk), 0, tt.FLOAT32, self.device)
+        x = _torch.full((bound, hidden), 0, _torch.BF16, self.device)
+        nobody = _torch.full((bound, num_topk), -1, _torch.INT64, self.device)
+        weights = _torch.full((bound, num_topk), 0, _torch.FLOAT32, self.device)
         for halves in (False, True):
             sent = self.low_latency_dispatch(x, nobody, bound, num_experts, use_fp8=use_fp8, return_recv_hook=halves)
             if sent[4]:
@@ -230,7 +231,7 @@ class LowLatencyMode(LowLatencyPlans):
         if not self.host_stream:
             self.torch_current_stream().synchronize()
 
-    def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> tt.Tensor:
+    def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> _torch.Tensor:
         """Where the rows of the next combine may be written for ``zero_copy=True``.
 
         Peers read the rows in place, so no rank may leave two zero-copy combines sent and not received.
@@ -248,7 +249,7 @@ class LowLatencyMode(LowLatencyPlans):
             )
         )
         local, rows, step = num_experts // self.group_size, self.group_size * bound, stride.value // 2
-        flat = tt.view_of(pointer.value or 0, local * rows * stride.value, self.device, self).view(tt.BF16)
+        flat = _torch.view_of(pointer.value or 0, local * rows * stride.value, self.device, self).view(_torch.BF16)
         return flat.as_strided((local, rows, hidden), (rows * step, step, 1))
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
@@ -271,10 +272,10 @@ class LowLatencyMode(LowLatencyPlans):
         self.enter()
         self._on_current_stream(self.native.lib.quick.deepep_update_mask, rank_to_mask, int(bool(mask)))
 
-    def low_latency_query_mask_buffer(self, mask_status: tt.Tensor) -> None:
+    def low_latency_query_mask_buffer(self, mask_status: _torch.Tensor) -> None:
         """Writes 1 for each masked rank into ``mask_status [R] int32``. Needs enable_shrink."""
         self._check_shrink()
-        tt.check("mask_status", mask_status, self.device, (tt.INT32,), (self.group_size,))
+        _torch.check("mask_status", mask_status, self.device, (_torch.INT32,), (self.group_size,))
         self.enter()
         self._on_current_stream(self.native.lib.quick.deepep_query_mask, mask_status.data_ptr(), held=(mask_status,))
 
@@ -289,7 +290,7 @@ class LowLatencyMode(LowLatencyPlans):
     def _issue(
         self,
         function: Any,
-        call: tt.Outputs | CombineCall,
+        call: _memory.Outputs | CombineCall,
         stream: int,
         async_finish: bool,
         return_recv_hook: bool,
@@ -334,7 +335,7 @@ class LowLatencyMode(LowLatencyPlans):
         if async_finish:
             order = Ordering(self, None, True, False)
             native.lib.check(function(native, reference, order.call(None, True)))
-            tensors = [t for entry in held for t in (entry.tensors if isinstance(entry, tt.Outputs) else (entry,))]
+            tensors = [t for entry in held for t in (entry.tensors if isinstance(entry, _memory.Outputs) else (entry,))]
             return order.finish(tuple(tensors))
         call = self._ll_call
         self._ll_stream = call.stream = stream

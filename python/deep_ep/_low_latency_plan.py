@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from . import _abi, errors
-from . import _torch as tt
+from . import _abi, _memory, _torch, errors
 from ._base import BufferBase
 from .errors import assertion, value_error
 
@@ -28,7 +27,7 @@ class DispatchPlan:
         self.numbers: tuple[int, ...] = ()  # fields of the C struct
         self.use_fp8 = False
         self.key: tuple[int, int, int, bool, bool] = (local, bound, self.hidden, False, False)  # of its outputs
-        self.pool: list[tt.Outputs] = []
+        self.pool: list[_memory.Outputs] = []
 
 
 class CombinePlan:
@@ -60,8 +59,8 @@ class LowLatencyPlans(BufferBase):
     low_latency_mode: bool
     _ll_dispatches: dict[tuple[Any, ...], DispatchPlan]
     _ll_combines: dict[tuple[Any, ...], CombinePlan]
-    _outputs: dict[tuple[Any, ...], list[tt.Outputs]]  # by shape
-    _ll_known: dict[int, tt.Outputs]  # by the id of src_info: whose handles need no checks
+    _outputs: dict[tuple[Any, ...], list[_memory.Outputs]]  # by shape
+    _ll_known: dict[int, _memory.Outputs]  # by the id of src_info: whose handles need no checks
     _ll_call: Any  # deepep_call of calls that their stream waits for
     _ll_reference: Any
     _ll_stream: int  # what _ll_call says
@@ -83,8 +82,8 @@ class LowLatencyPlans(BufferBase):
     def _plan_dispatch(
         self,
         key: tuple[Any, ...] | None,
-        x: tt.Tensor,
-        topk_idx: tt.Tensor,
+        x: _torch.Tensor,
+        topk_idx: _torch.Tensor,
         bound: int,
         num_experts: int,
         use_fp8: bool,
@@ -98,7 +97,7 @@ class LowLatencyPlans(BufferBase):
             self._check_ue8m0(use_fp8, round_scale, tokens[1])
         plan = DispatchPlan(tokens, bound, num_experts, num_experts // self.group_size)
         flags = (ROUND_SCALE if round_scale else 0) | (UE8M0 if use_ue8m0 else 0)
-        plan.numbers = (SEND_RECV, flags, tokens[0], tokens[2], tt.INDEX_TYPES[topk_idx.dtype])
+        plan.numbers = (SEND_RECV, flags, tokens[0], tokens[2], _torch.INDEX_TYPES[topk_idx.dtype])
         plan.use_fp8 = bool(use_fp8)
         plan.key = (plan.local, bound, plan.hidden, plan.use_fp8, bool(use_ue8m0))
         plan.pool = self._outputs.setdefault(plan.key, [])
@@ -108,9 +107,9 @@ class LowLatencyPlans(BufferBase):
     def _plan_combine(
         self,
         key: tuple[Any, ...] | None,
-        x: tt.Tensor,
-        topk_idx: tt.Tensor,
-        topk_weights: tt.Tensor,
+        x: _torch.Tensor,
+        topk_idx: _torch.Tensor,
+        topk_weights: _torch.Tensor,
         handle: tuple[Any, ...],
         use_logfmt: bool,
         zero_copy: bool,
@@ -121,28 +120,30 @@ class LowLatencyPlans(BufferBase):
             raise value_error("zero_copy", "True with use_logfmt=True", "one of them")
         self._check_handle(handle)
         _, _, bound, hidden, num_experts = handle
-        tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (None, None))
+        _torch.check("topk_idx", topk_idx, self.device, tuple(_torch.INDEX_TYPES), (None, None))
         num_tokens, num_topk = topk_idx.shape
         if num_tokens > bound:
             raise value_error("topk_idx", f"{num_tokens} tokens", f"at most B = {bound}")
-        tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (num_tokens, num_topk))
+        _torch.check("topk_weights", topk_weights, self.device, (_torch.FLOAT32,), (num_tokens, num_topk))
         if not zero_copy:
             rows = (num_experts // self.group_size, self.group_size * bound, hidden)
-            tt.check("x", x, self.device, (tt.BF16,), rows)
+            _torch.check("x", x, self.device, (_torch.BF16,), rows)
         flags = (LOGFMT if use_logfmt else 0) | (ZERO_COPY if zero_copy else 0) | (UNREDUCED if unreduced else 0)
         sizes = (num_tokens, bound, hidden, num_topk, num_experts)
-        numbers = (SEND_RECV, flags, *sizes, tt.INDEX_TYPES[topk_idx.dtype])
+        numbers = (SEND_RECV, flags, *sizes, _torch.INDEX_TYPES[topk_idx.dtype])
         plan = CombinePlan(numbers, (bound, hidden, num_experts), (num_tokens, hidden))
-        plan.from_rows = not zero_copy and type(x) is tt.Tensor
+        plan.from_rows = not zero_copy and type(x) is _torch.Tensor
         _keep(self._ll_combines, key, plan)
         return plan
 
-    def _take_outputs(self, key: tuple[int, int, int, bool, bool], pool: list[tt.Outputs], stream: int) -> tt.Outputs:
+    def _take_outputs(
+        self, key: tuple[int, int, int, bool, bool], pool: list[_memory.Outputs], stream: int
+    ) -> _memory.Outputs:
         """Outputs of this shape that nobody holds, made anew if there are none.
 
         In a capture they are new and stay out of the pool: it is the graph's own memory, and replays write there.
         """
-        captured = stream != 0 and tt.is_capturing()
+        captured = stream != 0 and _torch.is_capturing()
         for candidate in pool if not captured else ():
             if candidate.stream == stream and candidate.unused():
                 return candidate
@@ -163,17 +164,17 @@ class LowLatencyPlans(BufferBase):
             outputs.touch()
         del held
 
-    def _new_outputs(self, local: int, bound: int, hidden: int, use_fp8: bool, ue8m0: bool) -> tt.Outputs:
-        rows, i32 = self.group_size * bound, tt.INT32
-        scales = ((local, hidden // 512, rows), i32) if ue8m0 else ((local, hidden // 128, rows), tt.FLOAT32)
+    def _new_outputs(self, local: int, bound: int, hidden: int, use_fp8: bool, ue8m0: bool) -> _memory.Outputs:
+        rows, i32 = self.group_size * bound, _torch.INT32
+        scales = ((local, hidden // 512, rows), i32) if ue8m0 else ((local, hidden // 128, rows), _torch.FLOAT32)
         specs: list[Any] = [
-            ((local, rows, hidden), tt.FP8 if use_fp8 else tt.BF16),
+            ((local, rows, hidden), _torch.FP8 if use_fp8 else _torch.BF16),
             ((local,), i32),
             ((local, rows), i32),
-            ((local, self.group_size), tt.INT64),
-            scales if use_fp8 else ((0, 0, 0), tt.FLOAT32),
+            ((local, self.group_size), _torch.INT64),
+            scales if use_fp8 else ((0, 0, 0), _torch.FLOAT32),
         ]
-        outputs = tt.Outputs(specs, self.device)
+        outputs = _memory.Outputs(specs, self.device)
         pointers = [tensor.data_ptr() for tensor in outputs.tensors]
         outputs.tensors[4] = outputs.tensors[4].transpose(1, 2)
         outputs.ready()
@@ -216,30 +217,30 @@ class LowLatencyPlans(BufferBase):
             raise value_error("num_experts", repr(num_experts), f"a positive multiple of the {self.group_size} ranks")
         return bound, num_experts
 
-    def _check_tokens(self, x: tt.Tensor, topk_idx: tt.Tensor, bound: int) -> tuple[int, int, int]:
-        tt.check("x", x, self.device, (tt.BF16,), (None, None))
+    def _check_tokens(self, x: _torch.Tensor, topk_idx: _torch.Tensor, bound: int) -> tuple[int, int, int]:
+        _torch.check("x", x, self.device, (_torch.BF16,), (None, None))
         num_tokens, hidden = x.shape
         if num_tokens > bound:
             raise value_error("x", f"{num_tokens} tokens", f"at most num_max_dispatch_tokens_per_rank = {bound}")
         if hidden == 0 or hidden % 128:
             raise value_error("x", f"hidden {hidden}", "a hidden that is a multiple of 128")
-        tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (num_tokens, None))
+        _torch.check("topk_idx", topk_idx, self.device, tuple(_torch.INDEX_TYPES), (num_tokens, None))
         return num_tokens, hidden, topk_idx.shape[1]
 
     def _check_more(self, plan: DispatchPlan, weights: object, received: object, waited: object) -> None:
         """The optional tensors of a dispatch."""
         if weights is not None:
             shape = (plan.tokens[0], plan.tokens[2])
-            if not tt.plain(weights, tt.FLOAT32, self._where, shape):
-                tt.check("topk_weights", weights, self.device, (tt.FLOAT32,), shape)
-        if received is not None and not tt.plain(received, tt.INT32, self._where, (plan.local,)):
-            tt.check("cumulative_local_expert_recv_stats", received, self.device, (tt.INT32,), (plan.local,))
+            if not _torch.plain(weights, _torch.FLOAT32, self._where, shape):
+                _torch.check("topk_weights", weights, self.device, (_torch.FLOAT32,), shape)
+        if received is not None and not _torch.plain(received, _torch.INT32, self._where, (plan.local,)):
+            _torch.check("cumulative_local_expert_recv_stats", received, self.device, (_torch.INT32,), (plan.local,))
         if waited is not None:
             self._check_wait_stats("dispatch_wait_recv_cost_stats", waited)
 
     def _check_wait_stats(self, name: str, tensor: object) -> None:
-        if not tt.plain(tensor, tt.INT64, self._where, (self.group_size,)):
-            tt.check(name, tensor, self.device, (tt.INT64,), (self.group_size,))
+        if not _torch.plain(tensor, _torch.INT64, self._where, (self.group_size,)):
+            _torch.check(name, tensor, self.device, (_torch.INT64,), (self.group_size,))
 
     def _check_handle(self, handle: object) -> tuple[int, int]:
         """The addresses of src_info and layout_range."""
@@ -249,10 +250,10 @@ class LowLatencyPlans(BufferBase):
         src_info, layout_range, bound, _, num_experts = handle
         bound, num_experts = self._check_shape(bound, num_experts)
         local, ranks = num_experts // self.group_size, self.group_size
-        if not tt.plain(src_info, tt.INT32, self._where, (local, ranks * bound)):
-            tt.check("handle: src_info", src_info, self.device, (tt.INT32,), (local, ranks * bound))
-        if not tt.plain(layout_range, tt.INT64, self._where, (local, ranks)):
-            tt.check("handle: layout_range", layout_range, self.device, (tt.INT64,), (local, ranks))
+        if not _torch.plain(src_info, _torch.INT32, self._where, (local, ranks * bound)):
+            _torch.check("handle: src_info", src_info, self.device, (_torch.INT32,), (local, ranks * bound))
+        if not _torch.plain(layout_range, _torch.INT64, self._where, (local, ranks)):
+            _torch.check("handle: layout_range", layout_range, self.device, (_torch.INT64,), (local, ranks))
         return src_info.data_ptr(), layout_range.data_ptr()
 
 

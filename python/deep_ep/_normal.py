@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from . import _abi, errors
-from . import _torch as tt
+from . import _abi, _memory, _torch, errors
 from ._base import BufferBase, Ordering
 from .config import Config
 from .errors import assertion, type_error, value_error
@@ -36,9 +35,9 @@ class Route:
             matrix, _, _, source, in_rank, head = handle
         else:
             in_rank, matrix, source, head = handle[0], handle[1], handle[-3], handle[-2]
-        tt.check("handle: rank_prefix_matrix", matrix, device, (tt.INT32,), (num_ranks, num_ranks))
-        tt.check("handle: send_head", head, device, (tt.INT32,), (None, num_ranks))
-        tt.check("handle: recv_src_idx", source, device, (tt.INT32,), (None,))
+        _torch.check("handle: rank_prefix_matrix", matrix, device, (_torch.INT32,), (num_ranks, num_ranks))
+        _torch.check("handle: send_head", head, device, (_torch.INT32,), (None, num_ranks))
+        _torch.check("handle: recv_src_idx", source, device, (_torch.INT32,), (None,))
         return cls(matrix, head, source, in_rank)
 
     def to_tuple(self, nodes: int, peers: int, rank: int) -> tuple[Any, ...]:
@@ -89,15 +88,15 @@ class Payload:
             assert isinstance(x, (tuple, list))
             if len(x) != 2:
                 raise value_error("x", f"a tuple of {len(x)}", "a tensor, or a pair (FP8 rows, scales)")
-            self.x = tt.check("x[0]", x[0], device, (tt.FP8,), (None, None))
+            self.x = _torch.check("x[0]", x[0], device, (_torch.FP8,), (None, None))
             scales = x[1]
-            if isinstance(scales, tt.Tensor) and scales.dim() == 1:
+            if isinstance(scales, _torch.Tensor) and scales.dim() == 1:
                 scales = scales.view(-1, 1)
-            dtypes = (tt.FLOAT32, tt.INT32)
-            self.scales: Any = tt.check("x[1]", scales, device, dtypes, (self.x.shape[0], None), contiguous=False)
+            dtypes = (_torch.FLOAT32, _torch.INT32)
+            self.scales: Any = _torch.check("x[1]", scales, device, dtypes, (self.x.shape[0], None), contiguous=False)
             self.num_scales = int(self.scales.shape[1])
         else:
-            self.x = tt.check("x", x, device, (tt.BF16, tt.FP8), (None, None))
+            self.x = _torch.check("x", x, device, (_torch.BF16, _torch.FP8), (None, None))
             self.scales, self.num_scales = None, 0
         row_bytes = self.x.shape[1] * self.x.element_size()
         if row_bytes == 0 or row_bytes % 16:
@@ -111,12 +110,12 @@ class NormalMode(BufferBase):
 
     def get_dispatch_layout(
         self,
-        topk_idx: tt.Tensor,
+        topk_idx: _torch.Tensor,
         num_experts: int,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[tt.Tensor, tt.Tensor | None, tt.Tensor, tt.Tensor, EventOverlap]:
+    ) -> tuple[_torch.Tensor, _torch.Tensor | None, _torch.Tensor, _torch.Tensor, EventOverlap]:
         """Counts what a dispatch of these indices sends where.
 
         Args:
@@ -131,26 +130,26 @@ class NormalMode(BufferBase):
             ``num_tokens_per_expert [E] int32``, ``is_token_in_rank [T, R] bool`` and the event.
         """
         self.enter()
-        tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (None, None))
+        _torch.check("topk_idx", topk_idx, self.device, tuple(_torch.INDEX_TYPES), (None, None))
         self._check_experts(num_experts)
         if self.host_stream:  # plain memory can be read here, before anything runs; a kernel could only fail the buffer
-            tt.check_indices("topk_idx", topk_idx, num_experts)
+            _torch.check_indices("topk_idx", topk_idx, num_experts)
         order = Ordering(self, previous_event, async_finish, allocate_on_comm_stream)
-        i32, ranks, nodes = tt.INT32, self.group_size, self.num_nodes
+        i32, ranks, nodes = _torch.INT32, self.group_size, self.num_nodes
         with order.context:
-            per_rank = tt.empty((ranks,), i32, self.device)
-            per_node = tt.empty((nodes,), i32, self.device) if nodes > 1 else None
-            per_expert = tt.empty((num_experts,), i32, self.device)
-            in_rank = tt.empty((topk_idx.shape[0], ranks), tt.BOOL, self.device)
+            per_rank = _torch.empty((ranks,), i32, self.device)
+            per_node = _torch.empty((nodes,), i32, self.device) if nodes > 1 else None
+            per_expert = _torch.empty((num_experts,), i32, self.device)
+            in_rank = _torch.empty((topk_idx.shape[0], ranks), _torch.BOOL, self.device)
         struct = _abi.sized(
             _abi.Layout,
             num_tokens=topk_idx.shape[0],
             num_topk=topk_idx.shape[1],
             num_experts=num_experts,
-            index_type=tt.INDEX_TYPES[topk_idx.dtype],
+            index_type=_torch.INDEX_TYPES[topk_idx.dtype],
             topk_idx=topk_idx.data_ptr(),
             num_tokens_per_rank=per_rank.data_ptr(),
-            num_tokens_per_rdma_rank=tt.address(per_node),
+            num_tokens_per_rdma_rank=_torch.address(per_node),
             num_tokens_per_expert=per_expert.data_ptr(),
             is_token_in_rank=in_rank.data_ptr(),
         )
@@ -161,9 +160,9 @@ class NormalMode(BufferBase):
 
     def _run_normal(self, hidden: int, num_experts: int) -> None:
         """Layout, dispatch and combine of one token, so that Python's part of them is warm too. Collective; waits."""
-        x = tt.full((1, hidden), 0, tt.BF16, self.device)
-        own = tt.full((1, 1), self.rank * num_experts // self.group_size, tt.INT64, self.device)
-        weights = tt.full((1, 1), 0, tt.FLOAT32, self.device)
+        x = _torch.full((1, hidden), 0, _torch.BF16, self.device)
+        own = _torch.full((1, 1), self.rank * num_experts // self.group_size, _torch.INT64, self.device)
+        weights = _torch.full((1, 1), 0, _torch.FLOAT32, self.device)
         per_rank, per_node, per_expert, in_rank, _ = self.get_dispatch_layout(own, num_experts)
         rows, _, back, _, handle, _ = self.dispatch(
             x,
@@ -182,12 +181,12 @@ class NormalMode(BufferBase):
         self,
         x: Any,
         handle: tuple[Any, ...] | None = None,
-        num_tokens_per_rank: tt.Tensor | None = None,
-        num_tokens_per_rdma_rank: tt.Tensor | None = None,
-        is_token_in_rank: tt.Tensor | None = None,
-        num_tokens_per_expert: tt.Tensor | None = None,
-        topk_idx: tt.Tensor | None = None,
-        topk_weights: tt.Tensor | None = None,
+        num_tokens_per_rank: _torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: _torch.Tensor | None = None,
+        is_token_in_rank: _torch.Tensor | None = None,
+        num_tokens_per_expert: _torch.Tensor | None = None,
+        topk_idx: _torch.Tensor | None = None,
+        topk_weights: _torch.Tensor | None = None,
         expert_alignment: int = 1,
         num_worst_tokens: int = 0,
         config: Config | None = None,
@@ -226,7 +225,9 @@ class NormalMode(BufferBase):
             return self._cached_dispatch(payload, handle, topk_idx, topk_weights, native_config, order)
         counts = self._check_counts(payload, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
         if self.num_nodes > 1 and num_tokens_per_rdma_rank is not None:
-            tt.check("num_tokens_per_rdma_rank", num_tokens_per_rdma_rank, self.device, (tt.INT32,), (self.num_nodes,))
+            _torch.check(
+                "num_tokens_per_rdma_rank", num_tokens_per_rdma_rank, self.device, (_torch.INT32,), (self.num_nodes,)
+            )
         self._check_topk(payload.x.shape[0], topk_idx, topk_weights)
         if isinstance(expert_alignment, bool) or not isinstance(expert_alignment, int) or expert_alignment < 1:
             raise value_error("expert_alignment", repr(expert_alignment), "an int >= 1")
@@ -256,8 +257,8 @@ class NormalMode(BufferBase):
         num_tokens, num_topk = payload.x.shape[0], 0 if topk_idx is None else int(topk_idx.shape[1])
         with order.context:
             route = Route(
-                tt.like(per_rank, ranks, ranks),
-                tt.like(per_rank, num_tokens, ranks),
+                _torch.like(per_rank, ranks, ranks),
+                _torch.like(per_rank, num_tokens, ranks),
                 None,
                 in_rank,
             )
@@ -269,7 +270,7 @@ class NormalMode(BufferBase):
             num_experts=per_expert.shape[0],
             expert_alignment=alignment,
             num_worst_tokens=worst,
-            x_type=tt.ITEM_TYPES[payload.x.dtype],
+            x_type=_torch.ITEM_TYPES[payload.x.dtype],
             num_scales=payload.num_scales,
             hidden=payload.x.shape[1],
             num_tokens_per_rank=per_rank.data_ptr(),
@@ -288,14 +289,14 @@ class NormalMode(BufferBase):
             (worst, []) if worst else self._wait_counts(token.value, int(per_expert.shape[0]) // ranks, held)
         )
         with order.context:
-            route.recv_src_idx = tt.like(per_rank, rows)
+            route.recv_src_idx = _torch.like(per_rank, rows)
             received, recv_scales, recv_idx, recv_weights = self._allocate(payload, rows, topk_idx, topk_weights)
         native_handle = route.native(rows)
         args = self._dispatch_args(payload, native_handle, received, recv_scales)
         args.token, args.num_worst_tokens = token.value, worst
         args.num_experts = per_expert.shape[0]
         if topk_idx is not None:
-            args.num_topk, args.index_type = num_topk, tt.INDEX_TYPES[topk_idx.dtype]
+            args.num_topk, args.index_type = num_topk, _torch.INDEX_TYPES[topk_idx.dtype]
             args.topk_idx, args.topk_weights = topk_idx.data_ptr(), topk_weights.data_ptr()
             args.recv_topk_idx, args.recv_topk_weights = recv_idx.data_ptr(), recv_weights.data_ptr()
         lib.check(lib.quick.deepep_dispatch(self.native, ctypes.byref(args), order.call(config, True)))
@@ -338,15 +339,15 @@ class NormalMode(BufferBase):
 
     def combine(
         self,
-        x: tt.Tensor,
+        x: _torch.Tensor,
         handle: tuple[Any, ...],
-        topk_weights: tt.Tensor | None = None,
-        bias: tt.Tensor | tuple[tt.Tensor | None, tt.Tensor | None] | None = None,
+        topk_weights: _torch.Tensor | None = None,
+        bias: _torch.Tensor | tuple[_torch.Tensor | None, _torch.Tensor | None] | None = None,
         config: Config | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[tt.Tensor, tt.Tensor | None, EventOverlap]:
+    ) -> tuple[_torch.Tensor, _torch.Tensor | None, EventOverlap]:
         """Sums, for each token, the rows that came from it.
 
         Args:
@@ -363,7 +364,7 @@ class NormalMode(BufferBase):
         self.enter()
         route = Route.of_tuple(handle, self.group_size, self.device)
         rows, num_tokens = int(route.recv_src_idx.shape[0]), int(route.send_head.shape[0])
-        tt.check("x", x, self.device, (tt.BF16,), (rows, None))
+        _torch.check("x", x, self.device, (_torch.BF16,), (rows, None))
         hidden = int(x.shape[1])
         if hidden == 0 or hidden % 8:
             raise value_error("x", f"rows of {2 * hidden} bytes", "rows whose bytes are a multiple of 16")
@@ -372,16 +373,16 @@ class NormalMode(BufferBase):
             raise value_error("bias", f"a tuple of {len(biases)}", "None, a tensor or a pair of tensors")
         for number, one in enumerate(biases):
             if one is not None:
-                tt.check(f"bias[{number}]", one, self.device, (tt.BF16,), (num_tokens, hidden))
+                _torch.check(f"bias[{number}]", one, self.device, (_torch.BF16,), (num_tokens, hidden))
         order = Ordering(self, previous_event, async_finish, allocate_on_comm_stream)
         num_topk = 0
         with order.context:
-            combined = tt.like(x, num_tokens, hidden)
+            combined = _torch.like(x, num_tokens, hidden)
             weights = None
             if topk_weights is not None:
-                tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), (rows, None))
+                _torch.check("topk_weights", topk_weights, self.device, (_torch.FLOAT32,), (rows, None))
                 num_topk = int(topk_weights.shape[1])
-                weights = tt.like(topk_weights, num_tokens, num_topk)
+                weights = _torch.like(topk_weights, num_tokens, num_topk)
         native_handle = route.native(rows)
         args = _abi.sized(
             _abi.CombineArgs,
@@ -389,12 +390,12 @@ class NormalMode(BufferBase):
             hidden=hidden,
             x_segment=-1,
             x=x.data_ptr(),
-            topk_weights=tt.address(topk_weights),
+            topk_weights=_torch.address(topk_weights),
             handle=ctypes.addressof(native_handle),
             combined_x=combined.data_ptr(),
-            combined_topk_weights=tt.address(weights),
+            combined_topk_weights=_torch.address(weights),
         )
-        args.bias[0], args.bias[1] = tt.address(biases[0]), tt.address(biases[1])
+        args.bias[0], args.bias[1] = _torch.address(biases[0]), _torch.address(biases[1])
         lib = self.native.lib
         lib.check(lib.quick.deepep_combine(self.native, ctypes.byref(args), order.call(self._config(config, 1), True)))
         event = order.finish(
@@ -408,8 +409,8 @@ class NormalMode(BufferBase):
         return self.dispatch(x, *args, **keywords)
 
     def internode_combine(
-        self, x: tt.Tensor, handle: tuple[Any, ...], *args: Any, **keywords: Any
-    ) -> tuple[tt.Tensor, tt.Tensor | None, EventOverlap]:
+        self, x: _torch.Tensor, handle: tuple[Any, ...], *args: Any, **keywords: Any
+    ) -> tuple[_torch.Tensor, _torch.Tensor | None, EventOverlap]:
         """combine() with `config` required; the name that internode code calls."""
         self._require_config(args[2] if len(args) > 2 else keywords.get("config"))
         return self.combine(x, handle, *args, **keywords)
@@ -452,19 +453,19 @@ class NormalMode(BufferBase):
         if received is None and self.host_stream:
             received = self._row_cache.empty(shape, payload.x.dtype)
         elif received is None:
-            received = tt.like(payload.x, *shape)
+            received = _torch.like(payload.x, *shape)
         scales = None
         if payload.scales is not None:
-            scales = tt.like(payload.scales, rows, payload.num_scales)
+            scales = _torch.like(payload.scales, rows, payload.num_scales)
         if topk_idx is None:
             return received, scales, None, None
         num_topk = topk_idx.shape[1]
-        return received, scales, tt.like(topk_idx, rows, num_topk), tt.like(topk_weights, rows, num_topk)
+        return received, scales, _torch.like(topk_idx, rows, num_topk), _torch.like(topk_weights, rows, num_topk)
 
     def _dispatch_args(self, payload: Payload, native_handle: Any, received: Any, recv_scales: Any) -> Any:
         args = _abi.sized(
             _abi.DispatchArgs,
-            x_type=tt.ITEM_TYPES[payload.x.dtype],
+            x_type=_torch.ITEM_TYPES[payload.x.dtype],
             num_scales=payload.num_scales,
             hidden=payload.x.shape[1],
             num_tokens=payload.x.shape[0],
@@ -496,7 +497,7 @@ class NormalMode(BufferBase):
         return cached
 
     _default_configs: dict[tuple[int, int], Any]
-    _row_cache: tt.RowCache
+    _row_cache: _memory.RowCache
 
     def _check_experts(self, num_experts: object) -> None:
         if isinstance(num_experts, bool) or not isinstance(num_experts, int):
@@ -505,16 +506,16 @@ class NormalMode(BufferBase):
             raise value_error("num_experts", num_experts, f"a positive multiple of the {self.group_size} ranks")
 
     def _check_counts(self, payload: Payload, per_rank: Any, in_rank: Any, per_expert: Any) -> tuple[Any, Any, Any]:
-        i32, num_tokens = (tt.INT32,), payload.x.shape[0]
+        i32, num_tokens = (_torch.INT32,), payload.x.shape[0]
         for name, value in (
             ("num_tokens_per_rank", per_rank), ("is_token_in_rank", in_rank), ("num_tokens_per_expert", per_expert),
         ):  # fmt: skip
             assertion(
                 value is not None, f"argument {name}: got None, allowed what get_dispatch_layout returned (or a handle)"
             )
-        tt.check("num_tokens_per_rank", per_rank, self.device, i32, (self.group_size,))
-        tt.check("is_token_in_rank", in_rank, self.device, (tt.BOOL,), (num_tokens, self.group_size))
-        tt.check("num_tokens_per_expert", per_expert, self.device, i32, (None,))
+        _torch.check("num_tokens_per_rank", per_rank, self.device, i32, (self.group_size,))
+        _torch.check("is_token_in_rank", in_rank, self.device, (_torch.BOOL,), (num_tokens, self.group_size))
+        _torch.check("num_tokens_per_expert", per_expert, self.device, i32, (None,))
         self._check_experts(int(per_expert.shape[0]))
         return per_rank, in_rank, per_expert
 
@@ -524,5 +525,5 @@ class NormalMode(BufferBase):
             raise value_error(missing, "None", "topk_idx and topk_weights together, or neither")
         if topk_idx is None:
             return
-        tt.check("topk_idx", topk_idx, self.device, tuple(tt.INDEX_TYPES), (num_tokens, None))
-        tt.check("topk_weights", topk_weights, self.device, (tt.FLOAT32,), tuple(topk_idx.shape))
+        _torch.check("topk_idx", topk_idx, self.device, tuple(_torch.INDEX_TYPES), (num_tokens, None))
+        _torch.check("topk_weights", topk_weights, self.device, (_torch.FLOAT32,), tuple(topk_idx.shape))

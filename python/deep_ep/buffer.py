@@ -8,8 +8,7 @@ import weakref
 from collections import deque
 from typing import Any
 
-from . import _abi, _native, errors
-from . import _torch as tt
+from . import _abi, _memory, _native, _torch, errors
 from ._lib import library
 from ._low_latency import LowLatencyMode
 from ._normal import NormalMode
@@ -131,15 +130,15 @@ class Buffer(NormalMode, LowLatencyMode):
         self.enable_shrink = enable_shrink
         self._kept: deque[Any] = deque()
         self._default_configs: dict[tuple[int, int], Any] = {}
-        self._row_cache = tt.RowCache()
+        self._row_cache = _memory.RowCache()
         self._forget_low_latency()
         milliseconds = 0 if timeout is None else max(1, round(timeout * 1000))
         self.engine = _choose_engine(engine)
         if self.engine == "cuda":
-            tt.give_back_rows()
+            _memory.give_back_rows()
         options = _abi.sized(
             _abi.BufferOptions,
-            device=tt.current_cuda_device() if self.engine == "cuda" else -1,
+            device=_torch.current_cuda_device() if self.engine == "cuda" else -1,
             engine=self.engine.encode(),
             timeout_ms=milliseconds,
             low_latency_mode=int(bool(low_latency_mode)),
@@ -173,9 +172,9 @@ class Buffer(NormalMode, LowLatencyMode):
         self.rank, self.group_size = int(info.rank), int(info.size)
         self.num_nvl_peers = int(info.num_nvl_peers)
         self.host_stream = self.engine == "cpu"
-        self.device = tt.device_of(self.engine, max(0, int(info.device)))
+        self.device = _torch.device_of(self.engine, max(0, int(info.device)))
         self._where = -1 if self.host_stream else int(self.device.index)
-        self.raw_stream = tt.stream_getter(self.device)
+        self.raw_stream = _torch.stream_getter(self.device)
 
     def ensure_ready(self) -> None:
         """Waits for start-up; raises its failure, or says that the buffer is destroyed."""
@@ -185,11 +184,13 @@ class Buffer(NormalMode, LowLatencyMode):
         info = self.native.info()
         self._adopt(info)
         self.comm_stream_address = int(info.comm_stream or 0)
-        self.comm_stream = tt.external_stream(self.comm_stream_address, self.device)
+        self.comm_stream = _torch.external_stream(self.comm_stream_address, self.device)
         if info.peer_rows and self._zero_copy_bytes and not self.host_stream and self.native.rows is None:
             index, pointer = self.native.open_segment(self._zero_copy_bytes)
             lib = self.native.lib
-            self.native.rows = tt.RowPool(lib.path, lib.quick.deepep_pool_select, index, pointer, self._zero_copy_bytes)
+            self.native.rows = _memory.RowPool(
+                lib.path, lib.quick.deepep_pool_select, index, pointer, self._zero_copy_bytes
+            )
         self._ready = True
 
     def ready(self) -> bool:
@@ -275,7 +276,7 @@ class Buffer(NormalMode, LowLatencyMode):
 
     def get_local_buffer_tensor(
         self, dtype: Any, size: Any = None, offset: int = 0, use_rdma_buffer: bool = False
-    ) -> tt.Tensor:
+    ) -> _torch.Tensor:
         """A view of the raw buffer, valid until destroy().
 
         Args:
@@ -285,7 +286,7 @@ class Buffer(NormalMode, LowLatencyMode):
             use_rdma_buffer: the RDMA region instead of the NVLink region.
         """
         self.enter()
-        if not isinstance(dtype, tt.DType):
+        if not isinstance(dtype, _torch.DType):
             raise type_error("dtype", repr(dtype), "a torch.dtype")
         lib, pointer, total = self.native.lib, ctypes.c_void_p(), ctypes.c_uint64()
         rdma = int(bool(use_rdma_buffer))
@@ -301,7 +302,7 @@ class Buffer(NormalMode, LowLatencyMode):
             if wanted > count:
                 raise value_error("size", list(size), f"at most {count} items from this offset")
             count = wanted
-        flat = tt.view_of((pointer.value or 0) + offset, count * item, self.device, self).view(dtype)
+        flat = _torch.view_of((pointer.value or 0) + offset, count * item, self.device, self).view(dtype)
         return flat if size is None else flat.view(size)
 
     def get_comm_stream(self) -> Any:
@@ -400,7 +401,7 @@ def _make_group(group: Any, comm: Any, bootstrap: Bootstrap | None, options: dic
     if not given:
         raise value_error("group", "None without comm", "a torch.distributed group, or comm (mpi4py), or bootstrap")
     if group is not None:
-        rank, size, allgather = tt.gather_function(group)
+        rank, size, allgather = _torch.gather_function(group)
         return _native.group_from_allgather(rank, size, allgather, **options)
     if comm is not None:
         missing = [name for name in ("Get_rank", "Get_size", "allgather") if not callable(getattr(comm, name, None))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from . import _torch as tt
+from . import _torch
 from .errors import assertion
 
 
@@ -20,7 +20,7 @@ class EventHandle:
     def __init__(self) -> None:
         self._buffer: Any = None
         self._native = 0
-        self._torch = tt.recorded_event()
+        self._torch = _torch.recorded_event()
 
     @classmethod
     def _of_call(cls, buffer: Any, native: int) -> EventHandle:

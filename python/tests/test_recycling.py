@@ -123,10 +123,10 @@ def test_held_part(pool, name):
 
 
 def rank_storage_held_with_older_torch(ctx):
-    from deep_ep import _torch as tt
+    from deep_ep import _memory
 
-    assert tt._holders_are_references(), "this torch does not count other holders as references"
-    with mock.patch.object(tt, "_holders_are_references", lambda: False):
+    assert _memory._holders_are_references(), "this torch does not count other holders as references"
+    with mock.patch.object(_memory, "_holders_are_references", lambda: False):
         rank_storage_held(ctx)
 
 
@@ -236,9 +236,9 @@ def test_memory_does_not_grow(pool):
 
 def test_row_cache_waits_for_every_holder():
     """A block of received rows is used again only when no tensor, view or storage of it is held."""
-    from deep_ep import _torch as tt
+    from deep_ep import _memory
 
-    cache, shape = tt.RowCache(), (1024, 1024)
+    cache, shape = _memory.RowCache(), (1024, 1024)
     first = cache.empty(shape, torch.bfloat16)
     where = first.data_ptr()
     assert cache.empty(shape, torch.bfloat16).data_ptr() != where
