@@ -142,7 +142,7 @@ def deep_ep_cuda_library() -> str:
     """The file of the CUDA kernel library that this package uses."""
     info = _abi.sized(_abi.EngineInfo)
     library = _lib.library()
-    library.check(library.slow.deepep_engine_query(b"cuda", ctypes.byref(info)))
+    library.check(library.without_gil.deepep_engine_query(b"cuda", ctypes.byref(info)))
     return str(info.path.decode())
 
 

@@ -161,7 +161,7 @@ class BufferBase:
             self.native.wait_event(event)
         else:
             lib = self.native.lib
-            lib.check(lib.quick.deepep_event_stream_wait(event, self.current_stream()))
+            lib.check(lib.with_gil.deepep_event_stream_wait(event, self.current_stream()))
 
     def give_event(self, event: int) -> None:
         """Takes back an event that nobody holds any more, once it is passed."""

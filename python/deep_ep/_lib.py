@@ -60,17 +60,17 @@ def _open() -> str:
 
 
 class Library:
-    """The loaded library. `quick` holds the GIL (calls that cannot block), `slow` releases it (calls that may wait)."""
+    """The loaded library: calls of `with_gil` hold the GIL and cannot block, those of `without_gil` may wait."""
 
     def __init__(self) -> None:
         self.path = _open()
-        self.quick = ctypes.PyDLL(self.path)
-        self.slow = ctypes.CDLL(self.path)
-        for handle in (self.quick, self.slow):
+        self.with_gil = ctypes.PyDLL(self.path)
+        self.without_gil = ctypes.CDLL(self.path)
+        for handle in (self.with_gil, self.without_gil):
             _abi.declare(handle)
         self.low_latency_dispatch = self._bare("deepep_low_latency_dispatch")
         self.low_latency_combine = self._bare("deepep_low_latency_combine")
-        number = int(self.slow.deepep_version())
+        number = int(self.without_gil.deepep_version())
         found = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
         if found != header_version():
             raise errors.DeepEPError(
@@ -79,8 +79,8 @@ class Library:
             )
 
     def _bare(self, name: str) -> Any:
-        """A function of `quick` that takes c_void_p and byref() only, which ctypes then need not look at."""
-        function = self.quick[name]
+        """A function of `with_gil` that takes c_void_p and byref() only, which ctypes then need not look at."""
+        function = self.with_gil[name]
         function.restype = _abi.I32
         return function
 
@@ -91,8 +91,8 @@ class Library:
 
     def error(self, status: int) -> errors.DeepEPError:
         """The exception for `status`, with this thread's last message."""
-        text = self.quick.deepep_last_error().decode(errors="replace")
-        return errors.from_status(status, text or self.quick.deepep_status_text(status).decode())
+        text = self.with_gil.deepep_last_error().decode(errors="replace")
+        return errors.from_status(status, text or self.with_gil.deepep_status_text(status).decode())
 
 
 _lock = threading.Lock()

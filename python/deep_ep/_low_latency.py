@@ -244,7 +244,7 @@ class LowLatencyMode(LowLatencyPlans):
         _, _, bound, hidden, num_experts = handle
         lib, pointer, stride = self.native.lib, ctypes.c_void_p(), ctypes.c_uint64()
         lib.check(
-            lib.quick.deepep_next_low_latency_combine_buffer(
+            lib.with_gil.deepep_next_low_latency_combine_buffer(
                 self.native, bound, hidden, num_experts, ctypes.byref(pointer), ctypes.byref(stride)
             )
         )
@@ -256,13 +256,13 @@ class LowLatencyMode(LowLatencyPlans):
         """Empties the low-latency slots of every rank, e.g. after normal mode used the same memory. Collective."""
         self.enter()
         bound, num_experts = self._check_shape(num_max_dispatch_tokens_per_rank, num_experts)
-        function = self.native.lib.quick.deepep_clean_low_latency_buffer
+        function = self.native.lib.with_gil.deepep_clean_low_latency_buffer
         self._on_current_stream(function, bound, hidden, num_experts)
 
     def barrier(self) -> None:
         """Waits, on the current stream, until every rank has come here. Collective."""
         self.enter()
-        self._on_current_stream(self.native.lib.quick.deepep_barrier)
+        self._on_current_stream(self.native.lib.with_gil.deepep_barrier)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masks (True) or unmasks a rank: nothing is sent to or awaited from a masked one. Needs enable_shrink."""
@@ -270,20 +270,20 @@ class LowLatencyMode(LowLatencyPlans):
         if not isinstance(rank_to_mask, int) or not 0 <= rank_to_mask < self.group_size:
             raise value_error("rank_to_mask", rank_to_mask, f"0 <= rank < {self.group_size}")
         self.enter()
-        self._on_current_stream(self.native.lib.quick.deepep_update_mask, rank_to_mask, int(bool(mask)))
+        self._on_current_stream(self.native.lib.with_gil.deepep_update_mask, rank_to_mask, int(bool(mask)))
 
     def low_latency_query_mask_buffer(self, mask_status: _torch.Tensor) -> None:
         """Writes 1 for each masked rank into ``mask_status [R] int32``. Needs enable_shrink."""
         self._check_shrink()
         _torch.check("mask_status", mask_status, self.device, (_torch.INT32,), (self.group_size,))
         self.enter()
-        self._on_current_stream(self.native.lib.quick.deepep_query_mask, mask_status.data_ptr(), held=(mask_status,))
+        self._on_current_stream(self.native.lib.with_gil.deepep_query_mask, mask_status.data_ptr(), held=(mask_status,))
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Unmasks every rank. Needs enable_shrink."""
         self._check_shrink()
         self.enter()
-        self._on_current_stream(self.native.lib.quick.deepep_clean_mask)
+        self._on_current_stream(self.native.lib.with_gil.deepep_clean_mask)
 
     # ---- helpers
 

@@ -20,7 +20,7 @@ def wait_sliced(lib: Library, call: Callable[..., int], *args: Any, seconds: flo
     """Repeats a waiting call of the C API until it is done.
 
     Args:
-        call: a function of ``lib.slow`` whose last argument is the slice in ms.
+        call: a function of ``lib.without_gil`` whose last argument is the slice in ms.
         seconds: how long to try; None: until the library says done or failed.
 
     Returns:
@@ -47,13 +47,15 @@ class NativeGroup:
         self.lib = library()
         self._as_parameter_ = ctypes.c_void_p()
         self._keep = keep
-        self.lib.check(self.lib.slow.deepep_group_create(ctypes.byref(options), ctypes.byref(self._as_parameter_)))
+        self.lib.check(
+            self.lib.without_gil.deepep_group_create(ctypes.byref(options), ctypes.byref(self._as_parameter_))
+        )
 
     def destroy(self) -> None:
         """Lets go of the group; twice is fine."""
         handle, self._as_parameter_ = self._as_parameter_, ctypes.c_void_p()
         if handle:
-            self.lib.slow.deepep_group_destroy(handle)
+            self.lib.without_gil.deepep_group_destroy(handle)
 
 
 def group_from_allgather(rank: int, size: int, allgather: AllGather, **options: Any) -> NativeGroup:
@@ -139,7 +141,7 @@ class NativeBuffer:
         )
         self.rows: Any = None  # a RowPool over a segment of this buffer
         self.lib.check(
-            self.lib.slow.deepep_buffer_create(group, ctypes.byref(options), ctypes.byref(self._as_parameter_))
+            self.lib.without_gil.deepep_buffer_create(group, ctypes.byref(options), ctypes.byref(self._as_parameter_))
         )
 
     @property
@@ -150,19 +152,19 @@ class NativeBuffer:
     def info(self) -> Any:
         """deepep_buffer_info of now."""
         struct = _abi.sized(_abi.BufferInfo)
-        self.lib.check(self.lib.slow.deepep_buffer_info_get(self, ctypes.byref(struct)))
+        self.lib.check(self.lib.without_gil.deepep_buffer_info_get(self, ctypes.byref(struct)))
         return struct
 
     def wait_ready(self, seconds: float | None = None) -> bool:
         """Waits for start-up; False if `seconds` passed first."""
-        return wait_sliced(self.lib, self.lib.slow.deepep_buffer_wait_ready, self, seconds=seconds)
+        return wait_sliced(self.lib, self.lib.without_gil.deepep_buffer_wait_ready, self, seconds=seconds)
 
     def take_event(self) -> int:
         """An event of this buffer, new or used before."""
         if self._events:
             return self._events.pop()
         event = ctypes.c_void_p()
-        self.lib.check(self.lib.quick.deepep_event_create(self, ctypes.byref(event)))
+        self.lib.check(self.lib.with_gil.deepep_event_create(self, ctypes.byref(event)))
         return int(event.value or 0)
 
     def give_event(self, event: int) -> None:
@@ -170,13 +172,13 @@ class NativeBuffer:
         if self.alive and len(self._events) < 64:
             self._events.append(event)
         else:
-            self.lib.quick.deepep_event_destroy(event)
+            self.lib.with_gil.deepep_event_destroy(event)
 
     def wait_event(self, event: int) -> None:
         """Blocks until the event is done; raises the buffer's failure."""
         before = self.alive
         try:
-            wait_sliced(self.lib, self.lib.slow.deepep_event_wait, event)
+            wait_sliced(self.lib, self.lib.without_gil.deepep_event_wait, event)
         except errors.DeepEPError as error:
             raise self.during_wait(error) from None
         if before and not self.alive:  # destroy() in another thread has cut the work short
@@ -190,14 +192,14 @@ class NativeBuffer:
 
     def event_done(self, event: int) -> bool:
         """True once the event is done. After a failure never: its work may still be writing until destroy()."""
-        return bool(self.lib.quick.deepep_event_wait(event, 0) == errors.OK)
+        return bool(self.lib.with_gil.deepep_event_wait(event, 0) == errors.OK)
 
     def open_segment(self, count: int) -> tuple[int, int]:
         """Makes a segment for a pool. Collective. Returns its number and address."""
         index, pointer = ctypes.c_int32(), ctypes.c_void_p()
-        create = self.lib.slow.deepep_segment_create
+        create = self.lib.without_gil.deepep_segment_create
         self.lib.check(create(self, count, ctypes.byref(index), ctypes.byref(pointer)))
-        self.lib.check(self.lib.quick.deepep_pool_open(pointer))
+        self.lib.check(self.lib.with_gil.deepep_pool_open(pointer))
         return int(index.value), int(pointer.value or 0)
 
     def destroy(self) -> None:
@@ -207,11 +209,11 @@ class NativeBuffer:
         if handle:
             events, self._events = self._events, []
             for event in events:
-                self.lib.quick.deepep_event_destroy(event)
-            self.lib.slow.deepep_buffer_destroy(handle)
+                self.lib.with_gil.deepep_event_destroy(event)
+            self.lib.without_gil.deepep_buffer_destroy(handle)
         if rows is not None:  # last: giving rows back waits for their streams, which may hold calls that only now ended
             rows.close()
-            self.lib.slow.deepep_pool_close(rows.pointer)
+            self.lib.without_gil.deepep_pool_close(rows.pointer)
 
 
 def stats(buffer: NativeBuffer, size: int) -> dict[str, dict[str, Any]]:
@@ -221,7 +223,7 @@ def stats(buffer: NativeBuffer, size: int) -> dict[str, dict[str, Any]]:
     for op, name in enumerate(names, start=1):
         struct = _abi.sized(_abi.OpStats, op=op)
         sent, waited = (ctypes.c_uint64 * size)(), (ctypes.c_uint64 * size)()
-        buffer.lib.check(buffer.lib.slow.deepep_stats(buffer, ctypes.byref(struct), sent, waited))
+        buffer.lib.check(buffer.lib.without_gil.deepep_stats(buffer, ctypes.byref(struct), sent, waited))
         entry = {field[0]: getattr(struct, field[0]) for field in _abi.OpStats._fields_[2:]}
         entry["bytes_to_peer"], entry["wait_ns_per_peer"] = list(sent), list(waited)
         result[name] = entry

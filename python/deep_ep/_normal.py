@@ -154,7 +154,7 @@ class NormalMode(BufferBase):
             is_token_in_rank=in_rank.data_ptr(),
         )
         lib = self.native.lib
-        lib.check(lib.quick.deepep_get_layout(self.native, ctypes.byref(struct), order.call(None, True)))
+        lib.check(lib.with_gil.deepep_get_layout(self.native, ctypes.byref(struct), order.call(None, True)))
         event = order.finish((topk_idx, per_rank, per_node, per_expert, in_rank))
         return per_rank, per_node, per_expert, in_rank, event
 
@@ -280,7 +280,7 @@ class NormalMode(BufferBase):
         )
         token = ctypes.c_uint64()
         lib.check(
-            lib.quick.deepep_notify_counts(
+            lib.with_gil.deepep_notify_counts(
                 self.native, ctypes.byref(notify), order.call(config, False), ctypes.byref(token)
             )
         )
@@ -299,7 +299,7 @@ class NormalMode(BufferBase):
             args.num_topk, args.index_type = num_topk, _torch.INDEX_TYPES[topk_idx.dtype]
             args.topk_idx, args.topk_weights = topk_idx.data_ptr(), topk_weights.data_ptr()
             args.recv_topk_idx, args.recv_topk_weights = recv_idx.data_ptr(), recv_weights.data_ptr()
-        lib.check(lib.quick.deepep_dispatch(self.native, ctypes.byref(args), order.call(config, True)))
+        lib.check(lib.with_gil.deepep_dispatch(self.native, ctypes.byref(args), order.call(config, True)))
         event = order.finish(
             (*held, payload.x, payload.scales, topk_idx, topk_weights, received, recv_scales, recv_idx, recv_weights,
              route.recv_src_idx)
@@ -323,7 +323,7 @@ class NormalMode(BufferBase):
         args = self._dispatch_args(payload, native_handle, received, recv_scales)
         args.cached = 1
         lib = self.native.lib
-        lib.check(lib.quick.deepep_dispatch(self.native, ctypes.byref(args), order.call(config, True)))
+        lib.check(lib.with_gil.deepep_dispatch(self.native, ctypes.byref(args), order.call(config, True)))
         event = order.finish(
             (
                 payload.x,
@@ -397,7 +397,9 @@ class NormalMode(BufferBase):
         )
         args.bias[0], args.bias[1] = _torch.address(biases[0]), _torch.address(biases[1])
         lib = self.native.lib
-        lib.check(lib.quick.deepep_combine(self.native, ctypes.byref(args), order.call(self._config(config, 1), True)))
+        lib.check(
+            lib.with_gil.deepep_combine(self.native, ctypes.byref(args), order.call(self._config(config, 1), True))
+        )
         event = order.finish(
             (x, topk_weights, *biases, combined, weights, route.rank_prefix_matrix, route.send_head, route.recv_src_idx)
         )
@@ -430,7 +432,7 @@ class NormalMode(BufferBase):
         rows, per_expert = ctypes.c_int32(), (ctypes.c_int32 * num_local_experts)()
         while True:
             try:
-                status = lib.slow.deepep_wait_counts(self.native, token, 50, ctypes.byref(rows), per_expert)
+                status = lib.without_gil.deepep_wait_counts(self.native, token, 50, ctypes.byref(rows), per_expert)
             except BaseException:
                 self.hold_until_idle(held)
                 raise

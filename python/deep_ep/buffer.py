@@ -189,7 +189,7 @@ class Buffer(NormalMode, LowLatencyMode):
             index, pointer = self.native.open_segment(self._zero_copy_bytes)
             lib = self.native.lib
             self.native.rows = _memory.RowPool(
-                lib.path, lib.quick.deepep_pool_select, index, pointer, self._zero_copy_bytes
+                lib.path, lib.with_gil.deepep_pool_select, index, pointer, self._zero_copy_bytes
             )
         self._ready = True
 
@@ -237,7 +237,7 @@ class Buffer(NormalMode, LowLatencyMode):
             options.ll_num_max_tokens, options.ll_hidden = bound, hidden
             options.ll_num_topk, options.ll_num_experts = num_topk, num_experts
         lib = self.native.lib
-        lib.check(lib.slow.deepep_buffer_warmup(self.native, ctypes.byref(options)))
+        lib.check(lib.without_gil.deepep_buffer_warmup(self.native, ctypes.byref(options)))
         if num_tokens:
             self._run_normal(hidden, num_experts)
         if bound:
@@ -248,7 +248,7 @@ class Buffer(NormalMode, LowLatencyMode):
     def check(self) -> None:
         """Raises the failure that made the buffer unusable, if there was one."""
         lib = self.native.lib
-        lib.check(lib.quick.deepep_buffer_check(self.native))
+        lib.check(lib.with_gil.deepep_buffer_check(self.native))
 
     def destroy(self) -> None:
         """Frees everything here; local, bounded, waits for no peer. Twice is fine. Needs explicitly_destroy."""
@@ -290,7 +290,7 @@ class Buffer(NormalMode, LowLatencyMode):
             raise type_error("dtype", repr(dtype), "a torch.dtype")
         lib, pointer, total = self.native.lib, ctypes.c_void_p(), ctypes.c_uint64()
         rdma = int(bool(use_rdma_buffer))
-        lib.check(lib.quick.deepep_buffer_region(self.native, rdma, ctypes.byref(pointer), ctypes.byref(total)))
+        lib.check(lib.with_gil.deepep_buffer_region(self.native, rdma, ctypes.byref(pointer), ctypes.byref(total)))
         item = dtype.itemsize
         if offset < 0 or offset > total.value or offset % item:
             raise value_error("offset", offset, f"a multiple of {item} from 0 to {total.value}")
@@ -356,7 +356,7 @@ def is_sm90_compiled() -> bool:
     """True if the CUDA kernel library is there and contains code for compute capability 9.0."""
     info = _abi.sized(_abi.EngineInfo)
     lib = library()
-    status = lib.slow.deepep_engine_query(b"cuda", ctypes.byref(info))
+    status = lib.without_gil.deepep_engine_query(b"cuda", ctypes.byref(info))
     return bool(status == errors.OK and info.sm90_compiled)
 
 
@@ -392,7 +392,7 @@ def _choose_engine(engine: str | None) -> str:
     if engine in ("cpu", "cuda"):
         return engine
     info, lib = _abi.sized(_abi.EngineInfo), library()
-    lib.check(lib.slow.deepep_engine_query(b"auto", ctypes.byref(info)))
+    lib.check(lib.without_gil.deepep_engine_query(b"auto", ctypes.byref(info)))
     return str(info.name.decode())
 
 

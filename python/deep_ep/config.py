@@ -45,7 +45,7 @@ class Config:
             check_int(name, value, -(2**31))  # what else is allowed is the library's to say
         self._native = _abi.Config(*values.values())
         lib = library()
-        lib.check(lib.quick.deepep_config_check(ctypes.byref(self._native)))
+        lib.check(lib.with_gil.deepep_config_check(ctypes.byref(self._native)))
 
     @classmethod
     def default(cls, kind: int, num_ranks: int) -> Config:
@@ -53,7 +53,7 @@ class Config:
         config = cls()
         check_int("num_ranks", num_ranks, 1)
         lib = library()
-        lib.check(lib.quick.deepep_config_default(kind, num_ranks, ctypes.byref(config._native)))
+        lib.check(lib.with_gil.deepep_config_default(kind, num_ranks, ctypes.byref(config._native)))
         return config
 
     @property
@@ -99,7 +99,7 @@ class Config:
         check_int("num_ranks", num_ranks, 1)
         lib, out = library(), ctypes.c_uint64()
         lib.check(
-            lib.quick.deepep_config_size_hint(
+            lib.with_gil.deepep_config_size_hint(
                 ctypes.byref(self._native), hidden_bytes, num_ranks, rdma, ctypes.byref(out)
             )
         )
@@ -118,7 +118,7 @@ def low_latency_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, nu
     check_int("num_experts", num_experts, 0)
     lib, out = library(), ctypes.c_uint64()
     lib.check(
-        lib.quick.deepep_low_latency_size_hint(
+        lib.with_gil.deepep_low_latency_size_hint(
             num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts, ctypes.byref(out)
         )
     )
