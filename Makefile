@@ -104,8 +104,9 @@ build_id   = $(VERSION)-$(shell cat $(sort $(shell find $1 -type f 2>/dev/null))
 CXX_COMMAND := $(CXX) -std=c++17 -O2 -ffp-contract=off -fPIC -fvisibility=hidden -pthread $(WARN) $(SANFLAGS) -Ikernels -I$(OBJ)
 C_COMMAND   := $(CC) -std=c11 -D_GNU_SOURCE -O2 -pthread $(WARN) $(SANFLAGS) -Ikernels
 NVCC_FLAGS   = -std=c++17 -O3 $(if $(filter 0,$(SM90)),$(SM80_CODE),$(SM80_CODE) $(SM90_CODE)) -DDEEPEP_SM90=$(SM90) \
-  -Werror all-warnings -Xptxas --warn-on-spills,--warning-as-error -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
+  -Werror all-warnings $(SPILL_CHECK) -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
   -Ikernels -I$(OBJ)
+SPILL_CHECK := -Xptxas --warn-on-spills,--warning-as-error
 SM80_CODE   := -gencode arch=compute_80,code=sm_80
 SM90_CODE   := -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_90,code=compute_90
 
@@ -211,8 +212,8 @@ lint: venv need-go ## check formatting (clang-format, gofmt, ruff), ruff, mypy, 
 fmt: venv need-go ## format C, C++, CUDA, Go and Python
 	git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs .venv/bin/clang-format -i
 	gofmt -w core internal capi bench
-	$(VENV) -m ruff check --fix --quiet python bench tools nvshmem setup.py
-	$(VENV) -m ruff format --quiet python bench tools nvshmem setup.py
+	$(VENV) -m ruff check --fix --quiet python bench tools kernels nvshmem setup.py
+	$(VENV) -m ruff format --quiet python bench tools kernels nvshmem setup.py
 
 abi-check: venv lib kernels ## compare exported symbols with the headers, and structs in C, Go and ctypes with the goldens
 	$(VENV) tools/run_tests.py abi

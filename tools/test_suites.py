@@ -189,10 +189,13 @@ def pytest(name: str, arguments: list[str], env: dict[str, str], full: bool) -> 
     return counts
 
 
+MUTANTS = [sys.executable, "kernels/tests/mutants.py"]
+
+
 def lint(full: bool) -> Counts:
     python = [sys.executable, "-m"]
     clang_format = f"{pathlib.Path(sys.executable).parent}/clang-format --dry-run -Werror"
-    checked = ["python", "bench", "tools", "nvshmem", "setup.py"]
+    checked = ["python", "bench", "tools", "kernels", "nvshmem", "setup.py"]
     commands = {
         "gofmt": ["sh", "-c", 'test -z "$(gofmt -l core internal capi bench | tee /dev/stderr)"'],
         "go-vet": [GO, "vet", "./..."],
@@ -200,6 +203,7 @@ def lint(full: bool) -> Counts:
         "ruff": [*python, "ruff", "check", "--quiet", *checked],
         "ruff-format": [*python, "ruff", "format", "--check", "--quiet", *checked],
         "mypy": [*python, "mypy", "--no-error-summary"],
+        "mutants": [*MUTANTS, "check"],
     }
     return checks("lint", commands, full)
 
@@ -242,10 +246,9 @@ def kernel_suite(name: str, tree: str, library: str, before: list[str], env: dic
 
 def gpu_mutants(full: bool) -> Counts:
     """Planted errors in the CUDA library; they are built where the machine can build."""
-    script = "kernels/tests/mutants_gpu.sh"
-    if shutil.which("make") and _execute("mutants-gpu-build", [script, "build"], True) != 0:
+    if shutil.which("make") and _execute("mutants-gpu-build", [*MUTANTS, "gpu-build"], True) != 0:
         return Counts(failed=1)
-    return plain("mutants-gpu", [script, "run"], True)
+    return plain("mutants-gpu", [*MUTANTS, "gpu-run"], True)
 
 
 def _compute_sanitizer() -> str:
@@ -284,12 +287,12 @@ def _suites() -> Iterator[Suite]:
         kernels,
         bind(kernel_suite, "kernels", "build", "libdeepep_cpu.so", [], {}),
     )
-    mutants = ("kernels/tests/mutants.sh",)
+    mutants = ("kernels/tests/mutants.*",)
     yield Suite(
         "mutants",
         "the kernel suite notices planted errors",
         mutants,
-        bind(plain, "mutants", ["kernels/tests/mutants.sh"]),
+        bind(plain, "mutants", [*MUTANTS, "cpu"]),
     )
     for name, folder in (("header", "include/tests"), ("capi", "capi/tests"), ("examples", "cpp_examples")):
         yield Suite(name, f"{folder}/run.sh", (folder,), bind(plain, name, [f"{folder}/run.sh"]))
@@ -310,7 +313,7 @@ def _suites() -> Iterator[Suite]:
         "mutants-emulated",
         "the same notices planted errors",
         emulator,
-        bind(plain, "mutants-emulated", ["kernels/tests/mutants_emulated.sh"]),
+        bind(plain, "mutants-emulated", [*MUTANTS, "emulated"]),
     )
     yield Suite(
         "packaging",
@@ -332,9 +335,7 @@ def _suites() -> Iterator[Suite]:
         kernels,
         bind(kernel_suite, "tsan", "build/tsan", "libdeepep_cpu.so", [], tsan),
     )
-    yield Suite(
-        "race", "TSan notices a planted race", mutants, bind(plain, "race", ["kernels/tests/mutants.sh", "race"])
-    )
+    yield Suite("race", "TSan notices a planted race", mutants, bind(plain, "race", [*MUTANTS, "race"]))
     cuda = "libdeepep_cuda.so"
     yield Suite(
         "kernels-gpu",
@@ -364,7 +365,7 @@ def _suites() -> Iterator[Suite]:
     yield Suite(
         "mutants-gpu",
         "the kernel suite, or bench_ops, notices planted errors on GPUs",
-        ("kernels/tests/mutants_gpu.sh",),
+        mutants,
         gpu_mutants,
     )
     for tool in ("memcheck", "racecheck", "synccheck"):

@@ -59,11 +59,6 @@ void SendHalf::post(int peer, int32_t num_tokens) {
   SendMessage &to = team_.peers[peer].control.send_from(kind_, epoch_ & 1, team_.rank);
   to.epoch.store(0);  // a reader that meets half a message looks again
   fill(to, num_tokens);
-#if DK_MUTANT == 1  // a lost flag (planted by kernels/tests/mutants.sh, as all DK_MUTANT)
-  if (epoch_ == 2 && peer == 1) return;
-#elif DK_MUTANT == 100  // a race: the flag without an order
-  return to.epoch.store(epoch_, std::memory_order_relaxed);
-#endif
   to.epoch.store(epoch_);
   op_.ring(peer);
 }
@@ -130,9 +125,6 @@ SendMessage *RecvHalf::find(int peer) const {
                        ? message.since_clean == ticket_.since_clean
                        : epoch == ticket_.epoch && epoch > team_.control().peer_state(peer).seen_at_clean[kind_] &&
                              (message.cleans > ticket_.cleans || cleans_of(peer) < ticket_.cleans);
-#if DK_MUTANT == 2  // a stale epoch
-    matches |= same_clean && message.since_clean + 2 == ticket_.since_clean;
-#endif
     if (matches && message.epoch.load() == epoch) return &message;
   }
   return nullptr;
@@ -171,9 +163,6 @@ bool RecvHalf::look() {
     if (!agrees(peer, *message)) return true;
     uint64_t epoch = message->epoch.load();
     if (is_remote(team_, peer) && !has_ended(team_, kind_, peer, *message, epoch)) continue;
-#if DK_MUTANT == 25  // a credit before the rows were read
-    if (is_remote(team_, peer)) give_remote_credit(op_, kind_, peer, epoch);
-#endif
     epoch_[peer] = static_cast<int64_t>(epoch);
     message_[peer] = static_cast<int64_t>(address_of(message));
     waited_[peer] = static_cast<int64_t>(now_ns() - start_ns_);
@@ -198,9 +187,6 @@ bool RecvHalf::awaits(int peer, Missing &missing) const {
 
 bool RecvHalf::intact(int peer) {
   uint64_t epoch = static_cast<uint64_t>(epoch_[peer]);
-#if DK_MUTANT == 24  // nobody looks whether a mirror was overwritten while it was read
-  if (is_remote(team_, peer)) return true;
-#endif
   if (is_remote(team_, peer)) return remote_peer(team_, peer).arrival[kind_][epoch & 1].writing.load() == epoch;
   return team_.peers[peer].control.own().writing[kind_].load() < epoch + 2;
 }

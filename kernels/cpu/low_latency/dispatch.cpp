@@ -243,9 +243,6 @@ void Receiver::place(int expert, const uint8_t *row, uint64_t token) {
   const uint32_t *from = reinterpret_cast<const uint32_t *>(row + p_.hidden);
   uint32_t *to = at<uint32_t>(p_.recv_scales) + e * words * rows + r;
   for (uint64_t s = 0; s < words; s++) to[s * rows] = from[s];
-#if DK_MUTANT == 7  // a wrong row of scales
-  if (words && r > 0) to[-1] = from[0];
-#endif
 }
 
 void run_ll_dispatch(const dk_ll_dispatch_params &p) {

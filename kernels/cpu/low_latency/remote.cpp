@@ -15,9 +15,6 @@ void for_each_bit(const uint64_t *words, Each each) {
 
 bool has_left(const Team &team, int peer, const RemoteSent &sent) {
   bool left = true;
-#if DK_MUTANT == 27  // a slot is used again while its rows are on their way
-  return left;
-#endif
   for_each_bit(sent.message.qps, [&](int qp) { left = left && team.nic->completed(peer, qp) >= sent.posted[qp]; });
   return left;
 }
@@ -72,9 +69,6 @@ bool RemoteSender::open(int peer, int qp) {
   RemoteArrival &there = remote_peer(team_, team_.rank).arrival[kind_][epoch_ & 1];
   if (!post_on(peer, qp, nullptr, nullptr, 0, {&there.writing, epoch_, DK_SIGNAL_SET})) return false;
   word |= bit;
-#if DK_MUTANT == 22  // a flag before its rows
-  post_on(peer, qp, nullptr, nullptr, 0, {&there.ended[qp], epoch_, DK_SIGNAL_SET});
-#endif
   return true;
 }
 
@@ -89,9 +83,6 @@ void RemoteSender::end(int peer) {
   if (!open(peer, kMessageQp)) return;
   RemoteArrival &there = remote_peer(team_, team_.rank).arrival[kind_][epoch_ & 1];
   for_each_bit(message(peer).qps, [&](int qp) {
-#if DK_MUTANT == 21  // the flag of one QP is lost
-    if (qp == 1 && epoch_ == 3) return;
-#endif
     if (qp != kMessageQp) post_on(peer, qp, nullptr, nullptr, 0, {&there.ended[qp], epoch_, DK_SIGNAL_SET});
   });
   put_message(peer);
@@ -117,11 +108,7 @@ void RemoteSender::put_message(int peer) {
 bool has_ended(const Team &team, Kind kind, int peer, const SendMessage &message, uint64_t epoch) {
   const RemoteArrival &here = remote_peer(team, peer).arrival[kind][epoch & 1];
   bool ended = true;
-#if DK_MUTANT == 23  // the flags of the mirror's last use are taken for new ones
-  for_each_bit(message.qps, [&](int qp) { ended = ended && (qp == kMessageQp || here.ended[qp].load() + 2 >= epoch); });
-#else
   for_each_bit(message.qps, [&](int qp) { ended = ended && (qp == kMessageQp || here.ended[qp].load() == epoch); });
-#endif
   return ended && message.epoch.load() == epoch;
 }
 
@@ -130,9 +117,6 @@ void give_remote_credit(Op &op, Kind kind, int peer, uint64_t epoch) {
 }
 
 bool wait_for_callers_rows(Op &op, uint64_t epoch) {
-#if DK_MUTANT == 28  // the caller's rows are given back too early
-  if (op.phase) return true;
-#endif
   Team &team = op.team;
   auto reads = [&](int peer) {
     const RemoteSent &sent = remote_peer(team, peer).sent[kCombine][epoch & 1];

@@ -307,19 +307,9 @@ void Combine::add_token(int32_t token) {
       extra = in.extra<uint8_t>(slot);
     }
     rows[count++] = reinterpret_cast<const uint16_t *>(row);
-#if DK_MUTANT == 34  // a node that is added twice
-    if (!team_.is_local(source)) rows[count++] = reinterpret_cast<const uint16_t *>(row);
-#endif
     if (weight_bytes(p_)) weights[num_weights++] = reinterpret_cast<const float *>(extra + token_bytes(team_));
   }
   uint16_t *to = at<uint16_t>(p_.combined_x) + static_cast<uint64_t>(token) * hidden;
-#if DK_MUTANT == 8  // another order of the sum
-  if (count > 2) {
-    rows[DK_MAX_RANKS + 1] = rows[1];
-    rows[1] = rows[count - 1];
-    rows[count - 1] = rows[DK_MAX_RANKS + 1];
-  }
-#endif
   if (count)
     rows_.sum(to, rows, count, hidden, stream_);
   else

@@ -265,9 +265,6 @@ void Dispatch::gather_scales(void *to, int32_t token) {
   }
   uint32_t *out = static_cast<uint32_t *>(to);
   for (int32_t s = 0; s < p_.num_scales; s++) out[s] = from[s * p_.scale_stride];
-#if DK_MUTANT == 5  // a wrong column
-  out[0] = from[(p_.num_scales - 1) * p_.scale_stride];
-#endif
 }
 
 // Takes all rows for this rank that have come from `source` since the last look.
@@ -313,15 +310,9 @@ void Dispatch::take(int source, const uint8_t *row, const Extra *extra) {
 }
 
 void Dispatch::place(int64_t row, int32_t token, const void *x, const void *scales) {
-#if DK_MUTANT == 3  // a row off by one
-  row -= row > 0 && token % 8 == 5;
-#endif
   uint64_t r = static_cast<uint64_t>(row), scale_bytes = 4u * static_cast<uint64_t>(p_.num_scales);
   rows_.copy(at<uint8_t>(p_.recv_x) + r * p_.hidden_bytes, x, p_.hidden_bytes, stream_);
   if (p_.recv_scales) memcpy(at<uint8_t>(p_.recv_scales) + r * scale_bytes, scales, scale_bytes);
-#if DK_MUTANT == 4  // a corrupted byte
-  if (row == 3) at<uint8_t>(p_.recv_x)[(r + 1) * p_.hidden_bytes - 1] ^= 1;
-#endif
   if (p_.recv_src_idx) at<int32_t>(p_.recv_src_idx)[row] = token;
 }
 

@@ -6,9 +6,6 @@ namespace dk {
 
 int64_t RemoteSender::oldest_needed(int64_t staged) const {
   int64_t oldest = staged;
-#if DK_MUTANT == 35  // a source that is used again while it crosses
-  return oldest;
-#endif
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
     if (node != team_.own_node()) oldest = min(oldest, link(node).oldest_source(team_.links[node].offered));
   return oldest;
@@ -34,9 +31,6 @@ bool RemoteSender::awaits(int peer, int64_t staged, Missing &missing) const {
 int64_t Forwarder::slowest(const LinkIn &in, int source) const {
   int64_t least = -1;
   for (int index = 0; index < team_.num_nvl_peers; index++) {
-#if DK_MUTANT == 33  // a forgotten reader
-    if (index == team_.num_nvl_peers - 1) continue;
-#endif
     if (!reads(in, source, index)) continue;
     int64_t rows = static_cast<int64_t>(in.tail(index).rows(exchange_.number()));
     least = least < 0 ? rows : min(least, rows);
@@ -58,9 +52,6 @@ bool Forwarder::relay() {
       progress = true;
     }
     int64_t read = slowest(in, source);
-#if DK_MUTANT == 32  // a credit before the reading
-    if (read >= 0) read = here;
-#endif
     if (read >= 0) progress |= in.give_credit(read);
   }
   return progress;

@@ -77,10 +77,6 @@ bool LinkOut::send(const void *record, int64_t source) {
   uint64_t ring =
       team_.peers[team_.rank].wire + team_.wire.link_in_offset + static_cast<uint64_t>(mine) * team_.wire.link_bytes;
   Signal head = {&team_.remote().link_head(mine, queue), Cursor::pack(call_, number / queues_ + 1), DK_SIGNAL_SET};
-#if DK_MUTANT == 31  // a head before its row
-  if (!team_.nic->signal(peer_, queue, head)) return false;
-  head = {};
-#endif
   if (!team_.nic->put(peer_, queue, at<void>(ring + place * stride_), record, record_bytes_, head)) return false;
   state_.posted[place] = team_.nic->posted(peer_, queue);
   state_.source[place] = source;

@@ -4,8 +4,6 @@
 // must not have changed.
 #include <string.h>
 
-#include <utility>
-
 #include "cpu/rdma/state.h"
 
 namespace dk {
@@ -114,9 +112,6 @@ void Late::draw_head(Queue &q) {
     delay.left = static_cast<int>(nic_.random.below(64));
     delay.last = chance(25) || moody_ == static_cast<uint64_t>(nic_.slots[q.peer]);
   }
-#if DK_MUTANT == 12
-  if (q.posted.load() - q.executed > 1 && chance(10)) std::swap(nic_.work(q, q.executed), nic_.work(q, q.executed + 1));
-#endif
   delay.drawn = true;
   delay.pieces = 0;
   delay.due = now_ + (delay.last ? 0 : draw_hold());
@@ -138,9 +133,6 @@ void Late::cut(Delay &delay, uint64_t bytes) {
 bool Late::deliver_piece(Queue &q, const Work &work) {
   Delay &delay = q.delay;
   if (delay.pieces == 0) cut(delay, work.bytes);
-#if DK_MUTANT == 11
-  if (delay.next == 0) carry_out_signal(nic_, q, work);
-#endif
   int piece = (delay.first + delay.next++) % delay.pieces;
   uint64_t from = delay.cuts[piece], bytes = delay.cuts[piece + 1] - from;
   if (bytes) memcpy(at<char>(work.dst) + from, at<const char>(work.src) + from, bytes);
@@ -185,9 +177,6 @@ void Late::finish_some(Queue &q) {
   uint64_t completed = q.completed.load(), done = q.executed - completed;
   uint64_t some = chance(70) ? done : 1 + nic_.random.below(done);
   for (uint64_t i = 0; i < some; i++) check_source(q, nic_.work(q, completed + i));
-#if DK_MUTANT == 13
-  if (completed + some == 8) some--;
-#endif
   complete(nic_, q, completed + some);
   q.delay.done_due = now_ + draw_hold();
   ring_doorbells(nic_, true);

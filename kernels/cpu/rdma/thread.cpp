@@ -82,11 +82,8 @@ void carry_out_signal(NicState &nic, const Queue &q, const Work &work) {
   if (work.op == DK_SIGNAL_NONE) return;
   // Sequentially consistent, not just release: whoever goes to sleep announces it and then looks at the word.
   auto &word = *at<std::atomic<uint64_t>>(work.word);
-#if DK_MUTANT == 101
-  if (work.op == DK_SIGNAL_SET) word.store(work.value, std::memory_order_relaxed);
-#else
-  if (work.op == DK_SIGNAL_SET) word.store(work.value);
-#endif
+  if (work.op == DK_SIGNAL_SET)
+    word.store(work.value);
   else
     word.fetch_add(work.value);
   uint64_t slot = static_cast<uint64_t>(nic.slots[q.peer]);

@@ -31,7 +31,7 @@ $(EMULATED_CUH): $(EMULATE_OUT)/include/%: kernels/% kernels/tests/emulate/build
 	@{ echo '#line 1 "$<"'; sed -E 's/const __grid_constant__ ([A-Za-z]+) /const \1 \&/; s/(kPollsPerHostLook = )2048;/\164;/' $<; } >$@
 	@case $@ in */wait.cuh) grep -q 'kPollsPerHostLook = 64;' $@;; esac
 
-$(EMULATED_OBJ): %.o: %.cpp $(EMULATED_CUH) $(OBJ)/emulate.flags | $(CUDA_READY) $(OBJ)/cuda_build_id.h need-cxx
+$(EMULATED_OBJ): %.o: %.cpp $(OBJ)/emulate.flags | $(EMULATED_CUH) $(CUDA_READY) $(OBJ)/cuda_build_id.h need-cxx
 	$(EMULATE_CXX) -include kernels/tests/emulate/launch.h $(EMULATE_INCLUDE) -MMD -MP -c -o $@ $<
 
 $(EMULATED): $(EMULATED_OBJ) $(EMULATE_OBJ) $(EMULATE_GPU_OBJ) tools/kernels.map
