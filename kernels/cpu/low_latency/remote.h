@@ -1,6 +1,6 @@
 // Low latency toward remote ranks (remote.h): what the two halves of a call put, and how they see what was put here.
 #pragma once
-#include "cpu/low_latency/remote_layout.h"
+#include "cpu/team/mirror.h"
 #include "cpu/team/wait.h"
 
 namespace dk {

@@ -5,7 +5,7 @@
 
 #include <new>
 
-#include "cpu/low_latency/remote_layout.h"
+#include "cpu/team/mirror.h"
 #include "cpu/normal/link.h"
 
 namespace dk {
