@@ -10,17 +10,6 @@
 
 namespace dk {
 
-constexpr uint64_t kMaxLinkSlots = 1024;
-
-// What this rank remembers of its link to a node during a call.
-struct LinkState {
-  int64_t sent, done;              // records put; of them, from the first on, those whose source is free again
-  int64_t offered;                 // dispatch: staged rows that were looked at; combine: records that are filled
-  int64_t seen, taken, credited;   // records that came from there; of them, those that were used up, and are given back
-  uint64_t posted[kMaxLinkSlots];  // by place: Nic::posted() after the put
-  int64_t source[kMaxLinkSlots];   // by place: the sender's own number for where the record lay
-};
-
 // QPs and places that this rank uses on its way out. The sender says so in its message; more records than keep
 // everybody busy would only push each other out of the caches.
 struct LinkPlan {

@@ -4,7 +4,7 @@
 #include <sys/types.h>
 
 #include "cpu/rdma/rdma.h"
-#include "cpu/team/control.h"
+#include "cpu/runtime/doorbell.h"
 
 namespace dk {
 
@@ -81,7 +81,7 @@ struct NicState {
   bool gone(const Queue &q) const { return lost[slots[q.peer]].load() || q.broken.load(); }
 };
 
-// rdma_thread.cpp
+// thread.cpp
 int start_thread(NicState &nic);  // errno
 void stop_thread(NicState &nic);
 void carry_out_signal(NicState &nic, const Queue &q, const Work &work);
@@ -92,7 +92,7 @@ void ring_doorbells(NicState &nic, bool own);
 void doze(NicState &nic, uint64_t nanoseconds);  // until something is posted
 void look_at(NicState &nic, const Queue &q);     // makes the thread see to a queue
 
-// rdma_late.cpp
+// delay.cpp
 void serve_late(NicState &nic);
 uint64_t sum_of(const void *bytes, uint64_t count);
 

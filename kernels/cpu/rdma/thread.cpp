@@ -70,12 +70,6 @@ void *run(void *argument) {
   return nullptr;
 }
 
-void ring(Doorbell &doorbell) {
-  if (doorbell.sleepers.load() == 0) return;
-  doorbell.count.fetch_add(1);
-  wake_all(doorbell.count, Scope::machine);
-}
-
 }  // namespace
 
 void carry_out_signal(NicState &nic, const Queue &q, const Work &work) {
@@ -109,12 +103,12 @@ bool drop_if_gone(NicState &nic, Queue &q) {
 
 void ring_doorbells(NicState &nic, bool own) {
   uint64_t doorbell = nic.doorbell_offset.load();
-  if (doorbell && own) ring(*at<Doorbell>(nic.own_block + doorbell - 1));
+  if (doorbell && own) at<Doorbell>(nic.own_block + doorbell - 1)->ring();
   for (uint64_t word = 0; word * 64 < static_cast<uint64_t>(nic.num_peers); word++) {
     uint64_t bits = nic.ringing[word];
     nic.ringing[word] = 0;
     for (; doorbell && bits; bits &= bits - 1)
-      ring(*at<Doorbell>(nic.blocks[word * 64 + static_cast<uint64_t>(__builtin_ctzll(bits))] + doorbell - 1));
+      at<Doorbell>(nic.blocks[word * 64 + static_cast<uint64_t>(__builtin_ctzll(bits))] + doorbell - 1)->ring();
   }
 }
 

@@ -1,4 +1,11 @@
 // Small things that every file of the library uses: rounding, handles, the check at the head of every entry point.
+//
+// The chapters of this library, in the order in which they may include each other (a test compares):
+//   rows         arithmetic on rows, one table of functions per instruction set
+//   runtime      device, memory, streams, events, futexes
+//   rdma         the software NIC
+//   team         blocks of a team's ranks, operations, how they wait and fail
+//   normal, low_latency    the two modes; neither includes the other
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

@@ -5,16 +5,11 @@
 // that peer into my block, so that a waiting rank looks only at its own memory; cursors of rings are read where they
 // are written.
 #pragma once
-#include "cpu/runtime/futex.h"
+#include "cpu/runtime/doorbell.h"
 
 namespace dk {
 
 constexpr int kNumFields = DK_FIELD_OPERATION + 1;  // compared fields, by DK_FIELD_* number
-
-// Rung by peers after they wrote something that this rank may be asleep for.
-struct alignas(kLine) Doorbell {
-  Word count, sleepers;
-};
 
 // Signs of life inside waits: lets a peer tell "blocked behind somebody" from "not here".
 struct alignas(kLine) Heartbeat {
@@ -145,8 +140,7 @@ class Control {
   uint64_t base_, ranks_;
 };
 
-static_assert(sizeof(Doorbell) == kLine && sizeof(Heartbeat) == kLine && sizeof(FailureRecord) == kLine,
-              "places in Control");
+static_assert(sizeof(Heartbeat) == kLine && sizeof(FailureRecord) == kLine, "places in Control");
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared between processes");
 
 }  // namespace dk

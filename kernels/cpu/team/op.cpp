@@ -103,10 +103,7 @@ void Op::ring_now() {
     for (; bits; bits &= bits - 1) {
       int peer = w * 64 + __builtin_ctzll(bits);
       if (peer == team.rank || !team.is_local(peer)) continue;  // a NIC rings by itself
-      Doorbell &doorbell = team.peers[peer].control.doorbell();
-      if (doorbell.sleepers.load() == 0) continue;
-      doorbell.count.fetch_add(1);
-      wake_all(doorbell.count, Scope::machine);
+      team.peers[peer].control.doorbell().ring();
     }
   }
 }

@@ -6,62 +6,9 @@
 #include "cpu/runtime/device.h"
 #include "cpu/team/control.h"
 #include "cpu/team/remote.h"
+#include "cpu/team/wire.h"
 
 namespace dk {
-
-// The wire region: staging of normal mode (as large as the nvl region that was asked for), what goes with its rows,
-// then the low-latency slots. Staging is never in the nvl or rdma region, so callers may overwrite those at any time.
-struct WireRegion {
-  uint64_t rows_offset, rows_bytes;            // normal mode: rows
-  uint64_t extras_offset, extras_bytes;        // normal mode: indices, weights, sources
-  uint64_t slot_offset[2][2], slot_bytes[2];   // low latency: [kind][slot], bytes by kind
-  uint64_t remote_offset;                      // low latency with remote ranks: RemotePeer of each rank (remote.h)
-  uint64_t mirror_offset[2], mirror_bytes[2];  // and by kind: mirrors [slot][rank], bytes of each; 0: no rank is remote
-  uint64_t link_in_offset,
-      link_out_offset;  // normal mode among nodes: rings [node] of what comes from there, goes there
-  uint64_t link_bytes;  // of each; 0: one node
-  uint64_t total;
-
-  WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uint64_t rdma_bytes, uint32_t flags);
-};
-
-// Room of the low-latency formats for a shape.
-struct LowLatencyShape {
-  uint64_t num_ranks, num_max_tokens, hidden, num_experts;
-
-  template <class P>
-  explicit LowLatencyShape(const P &p, int ranks)
-      : num_ranks(static_cast<uint64_t>(ranks)),
-        num_max_tokens(static_cast<uint64_t>(p.num_max_tokens)),
-        hidden(static_cast<uint64_t>(p.hidden)),
-        num_experts(static_cast<uint64_t>(p.num_experts)) {}
-
-  uint64_t local_experts() const { return num_experts / num_ranks; }
-  uint64_t recv_rows() const { return num_ranks * num_max_tokens; }  // of one local expert
-  uint64_t zero_copy_bytes() const { return round_up(num_experts * num_max_tokens * hidden * 2, 128); }
-  uint64_t rdma_bytes() const { return 2 * zero_copy_bytes(); }
-  // A slot of dispatch: indices int32[B,K], weights float[B,K], rows. A slot of combine: a range for each (rank, local
-  // expert), a cursor for each expert, sources int32 of each row, rows.
-  uint64_t dispatch_row_bytes() const { return hidden * 2; }  // FP8 with its scales is smaller
-  uint64_t dispatch_rows_at(int num_topk) const {
-    return round_up(num_max_tokens * static_cast<uint64_t>(num_topk) * 8, kLine);
-  }
-  uint64_t dispatch_slot_bytes(int num_topk) const {
-    return dispatch_rows_at(num_topk) + num_max_tokens * dispatch_row_bytes();
-  }
-  uint64_t combine_row_bytes(bool logfmt) const { return logfmt ? round_up(logfmt_row_bytes(hidden), 16) : hidden * 2; }
-  uint64_t combine_cursors_at() const { return num_experts * 16; }
-  uint64_t combine_sources_at() const { return num_experts * 20; }
-  uint64_t combine_rows_at() const { return round_up(combine_sources_at() + num_experts * num_max_tokens * 4, kLine); }
-  uint64_t combine_slot_bytes(bool logfmt) const {
-    return combine_rows_at() + num_experts * num_max_tokens * combine_row_bytes(logfmt);
-  }
-  // A mirror of dispatch is like the slot. One of combine holds the part of one rank: ranges, sources, rows.
-  uint64_t mirror_sources_at() const { return local_experts() * 16; }
-  uint64_t mirror_rows_at() const {
-    return round_up(mirror_sources_at() + local_experts() * num_max_tokens * 4, kLine);
-  }
-};
 
 struct Peer {
   Control control;
@@ -69,7 +16,16 @@ struct Peer {
   uint64_t wire, rdma;
 };
 
-struct LinkState;
+constexpr uint64_t kMaxLinkSlots = 1024;
+
+// What this rank remembers of its link to a node during a call.
+struct LinkState {
+  int64_t sent, done;              // records put; of them, from the first on, those whose source is free again
+  int64_t offered;                 // dispatch: staged rows that were looked at; combine: records that are filled
+  int64_t seen, taken, credited;   // records that came from there; of them, those that were used up, and are given back
+  uint64_t posted[kMaxLinkSlots];  // by place: Nic::posted() after the put
+  int64_t source[kMaxLinkSlots];   // by place: the sender's own number for where the record lay
+};
 
 struct Team {
   Device *device;

@@ -1,0 +1,82 @@
+#include "cpu/team/wire.h"
+
+#include "cpu/team/mirror.h"
+
+namespace dk {
+
+// What goes with a staged row of normal mode takes 24 + 8 K bytes and a bit for each rank. A small share of the rows'
+// own bytes, with a floor that gives every rank of a pair ring its row for any K that the interface allows.
+static uint64_t extras_for(uint64_t num_ranks, uint64_t nvl_bytes) {
+  return round_up(max(uint64_t{1} << 20, num_ranks * 8192) + nvl_bytes / 8, kPage);
+}
+
+static constexpr uint64_t kSpareBytes = 16 << 20, kSpareMirrorBytes = 1 << 20;
+static constexpr uint64_t kSpareLinkBytes = 8 << 10;  // what goes with a row, for any K that the interface allows
+
+WireRegion::WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uint64_t rdma_bytes, uint32_t flags) {
+  uint64_t at = 0;
+  auto place = [&at](uint64_t bytes) {
+    uint64_t offset = at;
+    at += round_up(bytes, kPage);
+    return offset;
+  };
+  rows_bytes = nvl_bytes;
+  rows_offset = place(rows_bytes);
+  extras_bytes = nvl_bytes ? extras_for(static_cast<uint64_t>(num_ranks), nvl_bytes) : 0;
+  extras_offset = place(extras_bytes);
+  // A shape that fits has rdma_bytes >= 4 E B H with H >= 8. Its dispatch slot holds B rows of 2 H bytes, and indices
+  // and weights of 8 B K bytes (K > E and a tiny H may outgrow the slot: such a call is refused); its combine slot
+  // holds E B rows of (2 + 1/32) H + 4 bytes and 20 E bytes of tables. Pages that are not touched cost nothing.
+  slot_bytes[kDispatch] = rdma_bytes ? round_up(rdma_bytes + kSpareBytes, kPage) : 0;
+  slot_bytes[kCombine] = rdma_bytes ? round_up(rdma_bytes + 20 * kMaxExperts + kPage, kPage) : 0;
+  for (int kind = 0; kind < 2; kind++)
+    for (int slot = 0; slot < 2; slot++) slot_offset[kind][slot] = place(slot_bytes[kind]);
+  // A mirror holds 1/R of such a combine slot, or a dispatch slot: B (2 H + 8 K) bytes, of which the rows take at most
+  // half of rdma_bytes / R.
+  uint64_t ranks = static_cast<uint64_t>(num_ranks);
+  bool remote = rdma_bytes && (num_ranks > num_nvl_peers || flags & DK_TEAM_LL_TRANSPORT);
+  mirror_bytes[kDispatch] = remote ? round_up(rdma_bytes / ranks + kSpareMirrorBytes, kPage) : 0;
+  mirror_bytes[kCombine] =
+      remote ? round_up(rdma_bytes / ranks + 16 * Control::max_local_experts(num_ranks) + kPage, kPage) : 0;
+  remote_offset = place(remote ? ranks * sizeof(RemotePeer) : 0);
+  for (int kind = 0; kind < 2; kind++) mirror_offset[kind] = place(2 * ranks * mirror_bytes[kind]);
+  uint64_t nodes = static_cast<uint64_t>(nodes_of(num_ranks, num_nvl_peers));
+  link_bytes = nodes > 1 && rdma_bytes ? round_up(rdma_bytes / nodes + kSpareLinkBytes, kPage) : 0;
+  link_in_offset = place(nodes * link_bytes);
+  link_out_offset = place(nodes * link_bytes);
+  total = at;
+}
+
+uint64_t control_bytes_for(int num_ranks, int num_nvl_peers) {
+  return Control::bytes(num_ranks) + RemoteControl::bytes(num_ranks, nodes_of(num_ranks, num_nvl_peers));
+}
+
+}  // namespace dk
+
+using namespace dk;
+
+DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
+  DK_ENTER(p);
+  if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS || p->num_nvl_peers < 1) return DK_EINVAL;
+  p->control_bytes = control_bytes_for(p->num_ranks, p->num_nvl_peers);
+  p->wire_bytes = WireRegion(p->num_ranks, p->num_nvl_peers, p->nvl_bytes, p->rdma_bytes, p->flags).total;
+  p->min_nvl_bytes = static_cast<uint64_t>(p->num_ranks) * round_up(p->max_row_bytes, kLine);
+  int nodes = nodes_of(p->num_ranks, p->num_nvl_peers);
+  p->min_rdma_bytes = nodes > 1 ? static_cast<uint64_t>(nodes) * round_up(p->max_row_bytes, kLine) : 0;
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_ll_layout(dk_ll_layout_params *p) {
+  DK_ENTER(p);
+  if (p->num_ranks < 1 || p->num_max_tokens < 1 || p->hidden < 8 || p->hidden % 8 || p->num_experts < 1 ||
+      p->num_experts % p->num_ranks)
+    return DK_EINVAL;
+  LowLatencyShape shape(*p, p->num_ranks);
+  p->rdma_bytes = shape.rdma_bytes();
+  p->wire_bytes = 2 * (shape.dispatch_slot_bytes(min(p->num_experts, 128)) +
+                       shape.combine_slot_bytes(p->hidden % kScaleChannels == 0));
+  p->zero_copy_offset[0] = 0;
+  p->zero_copy_offset[1] = shape.zero_copy_bytes();
+  p->zero_copy_row_stride = shape.hidden * 2;
+  return DK_OK;
+}
