@@ -39,7 +39,7 @@ $(NVSHMEM_STAMP): tools/requirements-nvshmem.txt | $(VENV_STAMP)
 $(OBJ)/nvshmem.flags: FORCE | $(CUDA_READY) $(NVSHMEM_READY)
 	$(call keep,$(NVCC) $(NVSHMEM_FLAGS) $(RDC_CODE) $(TEST_CXX))
 $(OBJ)/nvshmem_build_id.h: FORCE
-	$(call keep,#define DK_NVSHMEM_BUILD_ID "$(call build_id,kernels/abi kernels/cuda $(NVSHMEM_SRC) $(wildcard nvshmem/*.h nvshmem/*.cuh nvshmem/internode/*))")
+	$(call keep,#define DK_NVSHMEM_BUILD_ID "$(call build_id,kernels/abi kernels/cuda $(NVSHMEM_SRC) $(wildcard nvshmem/*.h nvshmem/*.cuh) nvshmem/internode)")
 
 $(NVSHMEM_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | $(CUDA_READY) $(NVSHMEM_READY) $(OBJ)/nvshmem_build_id.h need-cxx
 	@mkdir -p $(@D)

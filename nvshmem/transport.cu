@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "internode/layout.h"
-#include "internode/low_latency_put.cuh"
+#include "internode/low_latency/put.cuh"
 #include "network.h"
 
 namespace deepep {

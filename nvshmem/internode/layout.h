@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cuda/launch/host.h"
-#include "internode/low_latency.h"
+#include "internode/low_latency/team.h"
 
 namespace deepep {
 

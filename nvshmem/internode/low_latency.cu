@@ -3,7 +3,7 @@
 
 #include "cuda/launch/internode.h"
 #include "internode/layout.h"
-#include "internode/low_latency_params.h"
+#include "internode/low_latency/params.h"
 #include "internode/mask.cuh"
 
 namespace deepep {

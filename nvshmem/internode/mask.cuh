@@ -1,7 +1,7 @@
 // mask.cuh - masks among nodes: those of other nodes hear by a put that a mask was lifted.
 #pragma once
 #include "cuda/sync/masks.cuh"
-#include "internode/low_latency_common.cuh"
+#include "internode/low_latency/common.cuh"
 
 namespace deepep {
 

@@ -1,8 +1,8 @@
 // normal.cu - launches of normal mode and barriers among nodes.
 #include "cuda/launch/internode.h"
-#include "internode/combine.cuh"
-#include "internode/dispatch.cuh"
-#include "internode/notify.cuh"
+#include "internode/normal/combine.cuh"
+#include "internode/normal/dispatch.cuh"
+#include "internode/normal/notify.cuh"
 
 namespace deepep {
 namespace {

@@ -2,7 +2,7 @@
 #include <new>
 
 #include "cuda/launch/internode.h"
-#include "internode/normal.h"
+#include "internode/normal/rings.h"
 
 namespace deepep {
 namespace {

@@ -10,7 +10,7 @@
 #include <memory>
 #include <random>
 
-#include "internode/low_latency_params.h"
+#include "internode/low_latency/params.h"
 #include "internode/mask.cuh"
 
 namespace deepep {

@@ -8,9 +8,9 @@
 #include <memory>
 #include <random>
 
-#include "internode/combine.cuh"
-#include "internode/dispatch.cuh"
-#include "internode/notify.cuh"
+#include "internode/normal/combine.cuh"
+#include "internode/normal/dispatch.cuh"
+#include "internode/normal/notify.cuh"
 
 namespace deepep {
 thread_local uint8_t shared[16 * 1024];  // what a launch gives a kernel

@@ -1,4 +1,4 @@
-// low_latency.h - low latency among nodes: what it adds to a block and to a team.
+// team.h - low latency among nodes: what it adds to a block and to a team.
 #pragma once
 #include "cuda/launch/host.h"
 

@@ -1,4 +1,4 @@
-// normal.h - normal mode among nodes: what is kept in device memory, and the rings of rows. Host and device.
+// rings.h - normal mode among nodes: what is kept in device memory, and the rings of rows. Host and device.
 //
 // A rank's rows for a node cross once, to the rank of its own index there (its partner): into a ring of the partner's
 // block, which all ranks of that node read. Rows of its own node go through such a ring in its own block. In combine a

@@ -1,7 +1,7 @@
-// low_latency_params.h - what low-latency kernels among nodes are told, from what the interface was told. Host.
+// params.h - what low-latency kernels among nodes are told, from what the interface was told. Host.
 #pragma once
-#include "internode/low_latency_combine.cuh"
-#include "internode/low_latency_dispatch.cuh"
+#include "internode/low_latency/combine.cuh"
+#include "internode/low_latency/dispatch.cuh"
 
 namespace deepep {
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/impl/normal/notify_params.cuh"
 #include "cuda/sync/clean.cuh"
-#include "internode/common.cuh"
+#include "internode/normal/common.cuh"
 
 namespace deepep {
 

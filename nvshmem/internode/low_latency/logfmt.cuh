@@ -1,10 +1,10 @@
-// low_latency_logfmt.cuh - a row of combine in LogFMT-10 on its way to another rank: 16 bytes with a bit for each block
+// logfmt.cuh - a row of combine in LogFMT-10 on its way to another rank: 16 bytes with a bit for each block
 // of 128 channels (1: coded), then the blocks. A coded one takes 176 bytes: 16 threads' words of three codes, again
 // three, what two more have beside the spare bits of these words, and the range. Others stay 256 bytes of BF16. A row
 // without any coded block travels as it is.
 #pragma once
 #include "cuda/common/log_codes.cuh"
-#include "internode/low_latency_common.cuh"
+#include "internode/low_latency/common.cuh"
 
 namespace deepep {
 

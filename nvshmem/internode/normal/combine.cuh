@@ -3,8 +3,8 @@
 // streams.
 #pragma once
 #include "cuda/impl/normal/combine_params.cuh"
-#include "internode/common.cuh"
-#include "internode/normal.h"
+#include "internode/normal/common.cuh"
+#include "internode/normal/rings.h"
 
 namespace deepep {
 

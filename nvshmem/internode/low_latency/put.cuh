@@ -1,4 +1,4 @@
-// low_latency_put.cuh - puts of low latency, compiled in transport.cu: NVSHMEM's device headers take long to compile,
+// put.cuh - puts of low latency, compiled in transport.cu: NVSHMEM's device headers take long to compile,
 // so one file reads them. Each operation stands for itself, so any queue pair serves: NVSHMEM takes that of the block,
 // or one after the other.
 #pragma once

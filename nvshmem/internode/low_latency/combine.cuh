@@ -1,7 +1,7 @@
-// low_latency_combine.cuh - experts' rows back to the tokens. Each expert's row crosses by itself; the token's rank
+// combine.cuh - experts' rows back to the tokens. Each expert's row crosses by itself; the token's rank
 // applies the weights.
 #pragma once
-#include "internode/low_latency_logfmt.cuh"
+#include "internode/low_latency/logfmt.cuh"
 
 namespace deepep {
 

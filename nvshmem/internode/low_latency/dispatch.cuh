@@ -1,10 +1,10 @@
-// low_latency_dispatch.cuh - a token's row goes once to each rank that holds one of its experts. The row is cast and
+// dispatch.cuh - a token's row goes once to each rank that holds one of its experts. The row is cast and
 // staged once; before it stands where it belongs among the rows of each of its experts. What a rank gets from another
 // is numbered in the order of tokens, so nothing is said of tokens that it does not get. One message more a pair of
 // ranks has the counts.
 #pragma once
 #include "cuda/impl/low_latency/compact_rows.cuh"
-#include "internode/low_latency_common.cuh"
+#include "internode/low_latency/common.cuh"
 
 namespace deepep {
 

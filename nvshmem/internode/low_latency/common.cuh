@@ -1,4 +1,4 @@
-// low_latency_common.cuh - what low latency among nodes shares: places, words, messages, the start and the end of a
+// common.cuh - what low latency among nodes shares: places, words, messages, the start and the end of a
 // call.
 //
 // All ranks are reached alike: a row and the word that says it is there go out together, by stores inside the node, by
@@ -16,7 +16,7 @@
 #include "cuda/common/fp8.cuh"
 #include "cuda/layout/low_latency.cuh"
 #include "cuda/sync/session.cuh"
-#include "internode/low_latency_put.cuh"
+#include "internode/low_latency/put.cuh"
 
 namespace deepep {
 

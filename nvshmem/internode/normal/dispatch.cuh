@@ -2,8 +2,8 @@
 // streams.
 #pragma once
 #include "cuda/impl/normal/dispatch_params.cuh"
-#include "internode/common.cuh"
-#include "internode/normal.h"
+#include "internode/normal/common.cuh"
+#include "internode/normal/rings.h"
 
 namespace deepep {
 
