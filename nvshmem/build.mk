@@ -10,9 +10,6 @@ endif
 NVSHMEM_OUT  := $(BUILD)/nvshmem
 NVSHMEM_SRC  := $(sort $(wildcard nvshmem/*.cu nvshmem/internode/*.cu))
 NVSHMEM_OBJ  := $(NVSHMEM_SRC:%.cu=$(OBJ)/%.o)
-# dk_info of the CUDA library is called by the one of this library, so it needs another name.
-CUDA_INFO_OBJ := $(OBJ)/kernels/cuda/launch/device.o
-RENAMED_OBJ   := $(OBJ)/nvshmem/cuda_device.o
 PLUGIN       := $(NVSHMEM_OUT)/nvshmem_transport_ibdevx.so.3
 PLUGIN_SRC   := $(sort $(wildcard nvshmem/testtransport/*.cpp nvshmem/testtransport/*.cu))
 PLUGIN_OBJ   := $(addprefix $(OBJ)/,$(addsuffix .o,$(basename $(PLUGIN_SRC))))
@@ -45,16 +42,12 @@ $(NVSHMEM_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | $(CUDA_READY) $(NVSHMEM_
 	@mkdir -p $(@D)
 	$(NVCC) $(NVSHMEM_FLAGS) $(call code_of,$*) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
-$(RENAMED_OBJ): $(CUDA_INFO_OBJ)
-	@mkdir -p $(@D)
-	objcopy --redefine-sym dk_info=cuda_info $< $@
-
 $(OBJ)/nvshmem/device_link.o: $(DEVICE_OBJ)
 	$(NVCC) -dlink -Xcompiler -fPIC $(RDC_CODE) -o $@ $(DEVICE_OBJ) -L$(NVSHMEM_HOME)/lib -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lnvshmem_device -lcudadevrt
 
-# Instead of internode_none.cu, which refuses, it has internode/*.cu of its own.
-INTERNODE_NONE_OBJ := $(OBJ)/kernels/cuda/launch/internode_none.o
-NVSHMEM_PARTS = $(filter-out $(CUDA_INFO_OBJ) $(INTERNODE_NONE_OBJ),$(CUDA_OBJ)) $(RENAMED_OBJ) $(NVSHMEM_OBJ) $(OBJ)/nvshmem/device_link.o
+# Of the CUDA library's objects all but two: this library has a dk_info of its own, and internode/*.cu where internode_none.cu refuses.
+CUDA_ALONE_OBJ := $(addprefix $(OBJ)/kernels/cuda/launch/,info.o internode_none.o)
+NVSHMEM_PARTS = $(filter-out $(CUDA_ALONE_OBJ),$(CUDA_OBJ)) $(NVSHMEM_OBJ) $(OBJ)/nvshmem/device_link.o
 $(LIB)/libdeepep_nvshmem.so: $(NVSHMEM_PARTS) tools/kernels.map
 	@mkdir -p $(@D)
 	$(CXX) $(LINKFLAGS) -Wl,-rpath,'$$ORIGIN/../../nvidia/nvshmem/lib' -o $@ $(NVSHMEM_PARTS) -L$(NVSHMEM_HOME)/lib \

@@ -1,12 +1,10 @@
-// info.cu - dk_info of this library: what the CUDA library says of itself and of devices, and whether NVSHMEM fits.
+// info.cu - dk_info of libdeepep_nvshmem.so: that of the CUDA library, whose objects are linked in, under this
+// library's kind and build id. Without a matching NVSHMEM no device can be used.
 #include <cstdio>
 #include <cstring>
 
 #include "network.h"
 #include "nvshmem_build_id.h"
-
-// dk_info of the CUDA library, which is linked in under this name.
-extern "C" int32_t cuda_info(dk_info_params *p);
 
 using namespace deepep;
 

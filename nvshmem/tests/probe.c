@@ -24,6 +24,7 @@ static int info(void) {
   printf("code: %d\n", CALL(dk_info, &p));
   printf("version: %u\nkind: %s\nbuild: %s\ndevices: %d\nreason: %s\n", p.abi_version, p.kind, p.build, p.num_devices,
          p.reason);
+  printf("low-latency limits: %d %d %d\n", p.max_ll_topk, p.max_ll_tokens, p.max_ll_local_experts);
   dk_device_open_params open = {.size = sizeof open, .ordinal = -1};
   printf("open: %d\n", CALL(dk_device_open, &open));
   dk_transport_attach_params old = {.size = sizeof old - 8};

@@ -51,11 +51,8 @@ cudaError_t open_device(Device *device, int ordinal, uint32_t isa) {
 }
 
 }  // namespace
-}  // namespace deepep
 
-using namespace deepep;
-
-DK_EXPORT int32_t dk_info(dk_info_params *p) {
+int32_t cuda_info(dk_info_params *p) {
   DK_ENTER(p);
   p->abi_version = DK_ABI_VERSION;
   p->caps = DK_CAP_GRAPH | DK_CAP_PEER_ROWS | (DEEPEP_SM90 ? DK_CAP_SM90 | DK_CAP_FP8_HARDWARE : 0);
@@ -81,6 +78,10 @@ DK_EXPORT int32_t dk_info(dk_info_params *p) {
   if (count == 0) snprintf(p->reason, sizeof p->reason, "no CUDA device is visible");
   return DK_OK;
 }
+
+}  // namespace deepep
+
+using namespace deepep;
 
 DK_EXPORT int32_t dk_device_open(dk_device_open_params *p) {
   DK_ENTER(p);

@@ -135,6 +135,8 @@ T *handle_of(uint64_t value) {
 inline uint64_t handle_to(const void *p) { return reinterpret_cast<uint64_t>(p); }
 inline cudaStream_t stream_of(uint64_t value) { return reinterpret_cast<cudaStream_t>(value); }
 
+int32_t cuda_info(dk_info_params *p);  // device.cu; dk_info of this library, and of others that link its objects
+
 // Loads every kernel of the library on the current device, so that no first launch has to (kernels.cu files register
 // theirs).
 cudaError_t load_normal_kernels(bool bulk);
