@@ -2,7 +2,10 @@
 // node's rows for a token of another node, or add up what came for a token of this rank. Each serves its share of
 // streams.
 #pragma once
-#include "cuda/impl/normal/combine_params.cuh"
+#include "cuda/common/bf16.cuh"
+#include "cuda/impl/normal/failed_outputs.cuh"
+#include "cuda/impl/normal/handshake.cuh"
+#include "cuda/impl/normal/matrix.cuh"
 #include "internode/normal/common.cuh"
 #include "internode/normal/rings.h"
 
@@ -66,7 +69,7 @@ __device__ inline Outcome poll_received_sums(const InternodeCombineParams &p, ui
   if (state->closed != 0) return kDone;
   const int node = p.internode.node_of(source), index = p.internode.index_of(source),
             summer = p.internode.local_rank(index);
-  const int first = matrix_before(p.c.rank_prefix_matrix, team.num_ranks, source, team.rank);
+  const int first = rows_before(p.c.rank_prefix_matrix, team.num_ranks, source, team.rank);
   const int rows = p.c.rank_prefix_matrix[source * team.num_ranks + team.rank] - first;
   uint8_t *block = team.peers[summer];
   uint64_t *pushed = word_at(block, p.internode.at.pushed, local_word(p.internode, p.internode.index, node, channel));
@@ -387,7 +390,7 @@ __device__ inline void count_given_bytes(const InternodeCombineParams &p) {
   for (int i = threadIdx.x; i < p.internode.num_peers; i += blockDim.x) {
     uint64_t rows = 0;
     for (int source = i; source < team.num_ranks; source += p.internode.num_peers)
-      rows += matrix[source * team.num_ranks + team.rank] - matrix_before(matrix, team.num_ranks, source, team.rank);
+      rows += matrix[source * team.num_ranks + team.rank] - rows_before(matrix, team.num_ranks, source, team.rank);
     team.scratch->sent_bytes[p.internode.local_rank(i)] = rows * p.c.row_bytes;
   }
 }

@@ -1,7 +1,9 @@
 // dispatch.cuh - rows to other nodes and inside them. Warps are senders, relays or readers; each serves its share of
 // streams.
 #pragma once
-#include "cuda/impl/normal/dispatch_params.cuh"
+#include "cuda/impl/normal/failed_outputs.cuh"
+#include "cuda/impl/normal/handshake.cuh"
+#include "cuda/impl/normal/matrix.cuh"
 #include "internode/normal/common.cuh"
 #include "internode/normal/rings.h"
 

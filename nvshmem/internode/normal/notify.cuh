@@ -1,6 +1,7 @@
 // notify.cuh - counts among nodes, and barriers.
 #pragma once
-#include "cuda/impl/normal/notify_params.cuh"
+#include "cuda/impl/normal/handshake.cuh"
+#include "cuda/impl/normal/notify_counts.cuh"
 #include "cuda/sync/clean.cuh"
 #include "internode/normal/common.cuh"
 

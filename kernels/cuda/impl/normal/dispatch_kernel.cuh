@@ -4,6 +4,8 @@
 // of arrival.
 #pragma once
 #include "cuda/impl/normal/dispatch_meta.cuh"
+#include "cuda/impl/normal/failed_outputs.cuh"
+#include "cuda/impl/normal/handshake.cuh"
 
 namespace deepep {
 

@@ -1,7 +1,7 @@
 // dispatch_meta.cuh - what belongs to a row besides its payload: scales, weights, indices, source. Sent through the
 // ring even where the payload goes straight to its place, ahead of it, and spread out at the receiver meanwhile.
 #pragma once
-#include "cuda/impl/normal/dispatch_params.cuh"
+#include "cuda/impl/normal/dispatch_job.cuh"
 
 namespace deepep {
 

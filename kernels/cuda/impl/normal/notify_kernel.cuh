@@ -1,7 +1,8 @@
 // notify_kernel.cuh - every rank learns how many rows go from whom to whom, and numbers its own rows.
 // Block 0 exchanges counts; block 1 + j numbers the rows to rank j, then to rank j + (blocks - 1), ...
 #pragma once
-#include "cuda/impl/normal/notify_params.cuh"
+#include "cuda/impl/normal/handshake.cuh"
+#include "cuda/impl/normal/notify_counts.cuh"
 
 namespace deepep {
 

@@ -1,0 +1,128 @@
+// combine_sums.cuh - reducing warps: the sums of a token's rows at its own rank.
+#pragma once
+#include "cuda/common/bf16.cuh"
+#include "cuda/impl/normal/combine_ends.cuh"
+
+namespace deepep {
+
+// What a reducing warp takes at a time: chunks (16 bytes) [first, end) of a token's row. Whole rows where their slots
+// are used again, since a slot's credit says that all of it has been read. Else pieces of 8 KB, for with whole rows the
+// warps that have the last tokens work on when the others have nothing left: 5 us less for rows of 14 KB. Each piece
+// costs a look at the flags: 4 KB took 70 us more.
+struct SumPiece {
+  int token, first, end;
+};
+constexpr int kPieceChunks = 512;
+constexpr int kWholeRow = 1 << 30;
+__device__ inline int piece_chunks(const CombineParams &p, const CombineSource *sources, const RingShape &ring) {
+  int longest = 0;
+  for (int r = 0; r < p.session.team.num_ranks; ++r) longest = max(longest, sources[r].num_rows);
+  return longest <= static_cast<int>(ring.slots) ? kPieceChunks : kWholeRow;
+}
+__device__ inline SumPiece sum_piece_at(const CombineParams &p, int each, int ticket) {
+  const int chunks = static_cast<int>(p.row_bytes / 16), per_token = ceil_div(chunks, each),
+            first = ticket % per_token * each;
+  return {ticket / per_token, first, min(first + each, chunks)};
+}
+
+// A piece of the sum of a token's rows. `slots` is shared, [R]: the slot of the row from each rank, or -1. Two rows are
+// on their way at a time: a warp that waited for each in turn would be bound by latency.
+__device__ inline void sum_piece(const CombineParams &p, const CombineSource *sources, const RingShape &ring,
+                                 const int32_t *slots, const SumPiece &piece) {
+  constexpr int kUnroll = 4;
+  const int num_ranks = p.session.team.num_ranks, token = piece.token, chunks = piece.end;
+  const uint64_t row = static_cast<uint64_t>(token) * p.row_bytes;
+  for (int base = piece.first + lane_id(); base < chunks; base += kWarp * kUnroll) {
+    float sum[kUnroll][8] = {};
+    for (int r = 0; r < num_ranks;) {
+      const uint8_t *from[2] = {nullptr, nullptr};
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        while (r < num_ranks && slots[r] < 0) ++r;
+        if (r < num_ranks) {
+          from[n] = sources[r].rows + static_cast<uint64_t>(slots[r]) * p.row_bytes + 16ull * base;
+          ++r;
+        }
+      }
+      uint4 data[2][kUnroll];
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u)
+          if (from[n] != nullptr && base + u * kWarp < chunks) data[n][u] = ptx::ld_stream(from[n] + 16 * kWarp * u);
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u)
+          if (from[n] != nullptr && base + u * kWarp < chunks) add_bf16(sum[u], data[n][u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int at = base + u * kWarp;
+      if (at >= chunks) continue;
+#pragma unroll 1
+      for (int b = 0; b < 2; ++b)
+        if (p.bias[b] != nullptr)
+          add_bf16(sum[u], ptx::ld_stream(reinterpret_cast<const uint8_t *>(p.bias[b]) + row + 16ull * at));
+      ptx::st_stream(reinterpret_cast<uint8_t *>(p.combined_x) + row + 16ull * at, round_bf16(sum[u]));
+    }
+  }
+  if (piece.first != 0 || p.combined_weights == nullptr) return;
+  for (int k = lane_id(); k < p.num_topk; k += kWarp) {
+    float sum = 0;
+    for (int r = 0; r < num_ranks; ++r)
+      if (slots[r] >= 0)
+        sum += reinterpret_cast<const float *>(sources[r].meta + static_cast<uint64_t>(slots[r]) * ring.meta_stride)[k];
+    p.combined_weights[static_cast<int64_t>(token) * p.num_topk + k] = sum;
+  }
+}
+
+// Role of a warp. `slots`: its own shared [R].
+__device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, const CombineSource *sources,
+                                     int32_t *slots) {
+  const int num_ranks = p.session.team.num_ranks;
+  const RingShape ring = combine_ring(p);
+  const int each = piece_chunks(p, sources, ring);
+  const auto take = [&] {
+    return lane_id() == 0 ? static_cast<int>(atomicAdd(&p.session.team.scratch->tokens_taken[epoch % 2], 1u)) : 0;
+  };
+  int ticket = take();
+  for (;;) {
+    const SumPiece piece = sum_piece_at(p, each, __shfl_sync(kAllLanes, ticket, 0));
+    if (piece.token >= p.num_tokens) return;
+    ticket = take();
+    for (int r = lane_id(); r < num_ranks; r += kWarp)
+      slots[r] = p.send_head[static_cast<int64_t>(piece.token) * num_ranks + r];
+    __syncwarp();
+    int missing = -1;
+    const bool good = warp_wait_or_fail(
+        p.session, static_cast<int64_t>(epoch),
+        [&] {
+          missing = -1;
+          for (int r = lane_id(); r < num_ranks && missing < 0; r += kWarp) {
+            const int head = slots[r];  // the row's number, until all are there
+            if (head < 0) continue;
+            const RingPlace place = ring_place(head, ring.slots);
+            if (ptx::ld_acquire_sys(&sources[r].flags[place.slot]) != ring_value(epoch, place.lap)) missing = r;
+          }
+          return __all_sync(kAllLanes, missing < 0) != 0;
+        },
+        [&] { return missing; });
+    if (!good) return;
+    __syncwarp();
+    for (int r = lane_id(); r < num_ranks; r += kWarp)
+      if (slots[r] >= 0) slots[r] = static_cast<int>(ring_place(slots[r], ring.slots).slot);
+    __syncwarp();
+    sum_piece(p, sources, ring, slots, piece);
+    __syncwarp();
+    for (int r = lane_id(); each == kWholeRow && r < num_ranks; r += kWarp) {
+      const int head = p.send_head[static_cast<int64_t>(piece.token) * num_ranks + r];
+      if (head < 0 || head + static_cast<int>(ring.slots) >= sources[r].num_rows) continue;
+      const RingPlace place = ring_place(head, ring.slots);
+      ptx::st_release_sys(&sources[r].credits[place.slot], ring_value(epoch, place.lap));
+    }
+    __syncwarp();
+  }
+}
+
+}  // namespace deepep

@@ -1,0 +1,97 @@
+// dispatch_dest.cuh - where dispatch's rows for each rank go, and waits for room there.
+#pragma once
+#include "cuda/impl/normal/dispatch_params.cuh"
+#include "cuda/impl/normal/matrix.cuh"
+#include "cuda/sync/session.cuh"
+
+namespace deepep {
+
+// One for each rank, in shared memory.
+struct DispatchDest {
+  uint8_t *rows;  // my first row there: its final place, or slot 0 of my ring; before the handshake its nvl region
+  uint8_t *meta;  // slot 0 of my ring
+  uint64_t *flags[2];
+  const uint64_t *credits[2];  // here
+  uint32_t slots, row_stride, meta_stride, direct;
+  int32_t first_row, num_rows, arriving, reserved;  // mine there, and everybody's
+};
+
+// Before the handshake, by the whole block: all of a destination that does not need the peer's message, which is on its
+// way meanwhile.
+__device__ inline void prepare_dests(const DispatchParams &p, DispatchDest *dests) {
+  const TeamView &team = p.session.team;
+  const int num_ranks = team.num_ranks, me = team.rank;
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
+    DispatchDest dest{};
+    dest.first_row = rows_before(p.rank_prefix_matrix, num_ranks, me, r);
+    dest.num_rows = p.rank_prefix_matrix[me * num_ranks + r] - dest.first_row;
+    dest.arriving = p.rank_prefix_matrix[(num_ranks - 1) * num_ranks + r];
+    dest.rows = team.peers[r] + team.nvl;
+    for (int part = 0; part < 2; ++part) {
+      dest.flags[part] = team.ring_flag(r, static_cast<RingPart>(part), me);
+      dest.credits[part] = team.ring_credit(me, static_cast<RingPart>(part), r);
+    }
+    dests[r] = dest;
+    if (blockIdx.x == 0)
+      team.scratch->sent_bytes[r] = static_cast<uint64_t>(dest.num_rows) * (p.row_bytes + 4ull * p.num_scales);
+  }
+}
+
+// After it, by the same threads. False: some rank has no room for what is sent to it.
+__device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, DispatchDest *dests) {
+  const TeamView &team = p.session.team;
+  const int num_ranks = team.num_ranks, me = team.rank;
+  bool good = true;
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
+    const HandshakeMessage *from = team.handshake(me, epoch % kHandshakeCopies, r);
+    DispatchDest &dest = dests[r];
+    uint8_t *nvl = dest.rows;
+    dest.direct = from->segment >= 0;
+    const RingShape ring = dispatch_ring(p, dest.direct);
+    dest.slots = ring.slots;
+    dest.row_stride = dest.direct ? p.row_bytes : ring.payload_stride;
+    dest.meta_stride = ring.meta_stride;
+    dest.meta = nvl + ring.meta(me, 0);
+    dest.rows = nvl + ring.payload(me, 0);
+    if (dest.direct) {
+      const uint64_t segment = team.segments[r * DK_MAX_SEGMENTS + from->segment];
+      dest.rows =
+          pointer<uint8_t>(segment) + from->segment_offset + static_cast<uint64_t>(dest.first_row) * p.row_bytes;
+      good &= segment != 0;
+    }
+    if (from->row_limit >= 0 && dest.arriving > from->row_limit) {
+      report_failure(p.session, DK_EMISMATCH, r, DK_FIELD_WORST_TOKENS, from->row_limit, dest.arriving, 0);
+      good = false;
+    } else if (!good) {
+      report_failure(p.session, DK_EINTERNAL, r, DK_FIELD_NONE, from->segment, 0, 0);
+    }
+  }
+  return __syncthreads_or(!good) == 0;
+}
+
+// The lowest of this lane's ranks whose ring has no room for the token's row yet; -1: all have.
+__device__ inline int rank_without_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch,
+                                        RingPart part, const int32_t *heads) {
+  for (int r = lane_id(); r < p.session.team.num_ranks; r += kWarp) {
+    const int head = heads[r];
+    if (head < 0 || static_cast<uint32_t>(head) < dests[r].slots || (part == kPayload && dests[r].direct)) continue;
+    const RingPlace place = ring_place(head, dests[r].slots);
+    if (ptx::ld_acquire_sys(&dests[r].credits[part][place.slot]) != ring_value(epoch, place.lap - 1)) return r;
+  }
+  return -1;
+}
+__device__ inline bool await_ring_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch,
+                                       RingPart part, const int32_t *heads) {
+  int missing = -1;
+  const bool good = warp_wait_or_fail(
+      p.session, static_cast<int64_t>(epoch),
+      [&] {
+        missing = rank_without_room(p, dests, epoch, part, heads);
+        return __all_sync(kAllLanes, missing < 0) != 0;
+      },
+      [&] { return missing; });
+  __syncwarp();
+  return good;
+}
+
+}  // namespace deepep
