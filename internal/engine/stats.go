@@ -81,9 +81,7 @@ func (s *statistics) close() error {
 	s.setState(stateDestroyed)
 	err := s.page.Close()
 	if s.owner != nil {
-		if e := s.owner.Close(); err == nil {
-			err = e
-		}
+		status.Keep(&err, s.owner.Close())
 	}
 	return err
 }

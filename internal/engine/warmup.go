@@ -47,9 +47,7 @@ func (b *Buffer) Warmup(o WarmupOptions) error {
 	if err == nil {
 		err = b.agree(limited, "warmup", free)
 	}
-	if e := ev.Destroy(); err == nil {
-		err = e
-	}
+	status.Keep(&err, ev.Destroy())
 	return err
 }
 
@@ -88,9 +86,7 @@ func (w *warmup) free() error {
 		done, err = w.call.Event.ev.Wait(waitSlice)
 	}
 	for _, m := range w.memory {
-		if e := m.Release(); err == nil {
-			err = e
-		}
+		status.Keep(&err, m.Release())
 	}
 	return err
 }
@@ -138,9 +134,7 @@ func (w *warmup) routing(tokens, topk, experts int32) (err error) {
 	if err == nil {
 		err = w.call.Event.Wait(-1)
 	}
-	if e := page.Close(); err == nil {
-		err = e
-	}
+	status.Keep(&err, page.Close())
 	return err
 }
 
