@@ -55,7 +55,7 @@ func (b *Buffer) Layout(a *LayoutArgs, c *Call) error {
 	p.TokensPerRank, p.TokensPerNode = uint64(a.TokensPerRank), uint64(a.TokensPerNode)
 	p.TokensPerExpert, p.TokenInRank = uint64(a.TokensPerExpert), uint64(a.TokenInRank)
 	code := b.opt.Library.Layout(p)
-	return b.finish(c, onComm, stream, launched(abi.OpLayout, code, p.DeviceError))
+	return b.finish(c, onComm, stream, b.launched(abi.OpLayout, code, p.DeviceError))
 }
 
 // CombineArgs are the arguments of Combine.
@@ -99,7 +99,7 @@ func (b *Buffer) Combine(a *CombineArgs, c *Call) error {
 	p.NVLSendChunk, p.NVLRecvChunk = config.NVLSendChunk, config.NVLRecvChunk
 	p.RDMASendChunk, p.RDMARecvChunk = config.RDMASendChunk, config.RDMARecvChunk
 	code := b.opt.Library.Combine(p)
-	return b.finish(c, onComm, stream, launched(abi.OpCombine, code, p.DeviceError))
+	return b.finish(c, onComm, stream, b.launched(abi.OpCombine, code, p.DeviceError))
 }
 
 func (b *Buffer) checkCombine(a *CombineArgs) error {

@@ -220,7 +220,7 @@ func (w *warmup) makeLowLatency() error {
 	o := &w.o
 	shape := plan.LowLatency{NumTokens: o.LLMaxTokens, NumMaxTokens: o.LLMaxTokens, Hidden: o.LLHidden, NumTopK: o.LLNumTopK,
 		NumExperts: o.LLNumExperts, IndexType: plan.Int64, FP8: o.UseFP8}
-	if err := shape.CheckDispatch(w.b.top); err != nil {
+	if err := shape.CheckDispatch(w.b.top, &w.b.limits); err != nil {
 		return err
 	}
 	err := w.routing(o.LLMaxTokens, o.LLNumTopK, o.LLNumExperts)
