@@ -22,16 +22,16 @@ func TestMain(m *testing.M) {
 func playRank(c *proctest.Child) error {
 	p := &player{}
 	for {
-		words := strings.Fields(c.Hear())
+		words := strings.Fields(c.Receive())
 		if words[0] == "exit" {
 			return nil
 		}
 		begin := time.Now()
 		if err := p.obey(words); err != nil {
-			c.Say("failed %d %d %s", CodeOf(err), time.Since(begin).Milliseconds(), strings.ReplaceAll(err.Error(), "\n", " "))
+			c.Send("failed %d %d %s", CodeOf(err), time.Since(begin).Milliseconds(), strings.ReplaceAll(err.Error(), "\n", " "))
 			continue
 		}
-		c.Say("ok %d", p.answer)
+		c.Send("ok %d", p.answer)
 	}
 }
 
@@ -139,7 +139,7 @@ func newCrew(t *testing.T, size int) *crew {
 func (c *crew) join(name string, members []int) {
 	c.t.Helper()
 	for rank, i := range members {
-		c.all[i].Tell("join %s %s %d %d", c.dir, name, rank, len(members))
+		c.all[i].Send("join %s %s %d %d", c.dir, name, rank, len(members))
 	}
 	c.expectOK(members)
 }
@@ -147,7 +147,7 @@ func (c *crew) join(name string, members []int) {
 func (c *crew) tell(members []int, format string, args ...any) {
 	c.t.Helper()
 	for _, i := range members {
-		c.all[i].Tell(format, args...)
+		c.all[i].Send(format, args...)
 	}
 }
 

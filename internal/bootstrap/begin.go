@@ -9,7 +9,7 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Pending is a channel after the gather and before the ranks are joined. It listens already.
+// Pending is a channel between the gather and the joining of the ranks. Its listeners are open.
 type Pending struct {
 	self      hello
 	hellos    []hello
@@ -28,15 +28,15 @@ func Open(ctx context.Context, ex Exchanger, h HelloOptions) (*Channel, error) {
 	return p.Connect(ctx)
 }
 
-// Begin gathers all ranks' hellos, once, and compares them: ranks that disagree on their number, order, version or
-// build get a Mismatch on every rank, which says who has what. The caller must go on with Connect or Close.
+// Begin gathers all ranks' hellos in one gather and compares them. If ranks disagree on their number, order, version or
+// build, every rank gets a Mismatch that names each rank's value. The caller must call Connect or Close next.
 func Begin(ctx context.Context, ex Exchanger, h HelloOptions) (*Pending, error) {
 	if err := CheckGroup(ex.Rank(), ex.Size()); err != nil {
 		return nil, err
 	}
 	p, failure := prepare(ex.Rank(), ex.Size(), h)
 	if failure != nil {
-		p.self.Failure = failure.Error() // the others are waiting in the gather and must hear of it
+		p.self.Failure = failure.Error() // the other ranks wait in the gather and return this reason
 	}
 	err := p.gather(ctx, ex)
 	if failure != nil {
@@ -49,7 +49,7 @@ func Begin(ctx context.Context, ex Exchanger, h HelloOptions) (*Pending, error) 
 	return p, nil
 }
 
-// prepare makes the own hello and its listeners. The Pending is there also with an error.
+// prepare makes this rank's hello and listeners. It returns the Pending with an error too.
 func prepare(rank, size int, o HelloOptions) (*Pending, error) {
 	p := &Pending{noPidfd: o.noPidfd, self: hello{
 		Rank: rank, Size: size, Version: o.Version, Build: o.Build, identity: currentIdentity(), Nonce: freshNonce(),
@@ -81,11 +81,11 @@ func prepare(rank, size int, o HelloOptions) (*Pending, error) {
 }
 
 func (p *Pending) gather(ctx context.Context, ex Exchanger) error {
-	own, err := p.self.encode()
+	blob, err := p.self.encode()
 	if err != nil {
 		return status.Errorf(status.Internal, "hello: %w", err)
 	}
-	blobs, err := ex.AllGather(ctx, own)
+	blobs, err := ex.AllGather(ctx, blob)
 	if err != nil {
 		return fmt.Errorf("gathering the ranks' hellos: %w", err)
 	}
@@ -119,10 +119,10 @@ func (h *hello) peer(o hello) Peer {
 // Peers describes all ranks, in order.
 func (p *Pending) Peers() []Peer { return p.peers }
 
-// Nonce is the nonce that the channel will have.
+// Nonce is the channel's nonce.
 func (p *Pending) Nonce() [16]byte { return p.nonce }
 
-// Close gives up before Connect; ranks that connect are refused. After Connect it does nothing.
+// Close closes the listeners, so that other ranks' connections are refused. After Connect it does nothing.
 func (p *Pending) Close() error {
 	for _, l := range p.listeners {
 		l.Close()

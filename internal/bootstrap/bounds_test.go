@@ -11,7 +11,7 @@ import (
 	"github.com/deepep-go/deepep/internal/testutil/proctest"
 )
 
-// Two exchanges of one tag were given up: both their messages are dropped when they come, and the third is met.
+// After two exchanges of one tag timed out, their late messages are dropped and the third exchange gets its message.
 func TestExchangeRealignsAfterTwoTimeouts(t *testing.T) {
 	channels := open(t, 2, nil)
 	for range 2 {
@@ -35,7 +35,7 @@ func TestExchangeRealignsAfterTwoTimeouts(t *testing.T) {
 	}))
 }
 
-// What a peer may send ahead is bounded in bytes and in number; over it the link ends.
+// The messages that a peer may send ahead are bounded in bytes and in number. Above the bound the link ends.
 func TestUnclaimedMessagesAreBounded(t *testing.T) {
 	channels := open(t, 2, nil)
 	c := channels[0]
@@ -78,7 +78,7 @@ func TestForeignFrameEndsTheLink(t *testing.T) {
 	}
 }
 
-// While it runs, a file group keeps the blobs of two gathers at most.
+// A running file group keeps the blobs of two gathers at most.
 func TestFileGathersDoNotPileUp(t *testing.T) {
 	dir := t.TempDir()
 	noErrors(t, each(2, func(r int) error {
@@ -99,7 +99,7 @@ func TestFileGathersDoNotPileUp(t *testing.T) {
 	}))
 }
 
-// A rank 0 that does not know the secret is not believed, whatever it says.
+// A joiner refuses a rank 0 that does not know the secret.
 func TestTCPFalseRankZero(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -127,19 +127,19 @@ func TestTCPFalseRankZero(t *testing.T) {
 	<-done
 }
 
-// dialRole connects to a socket and stays.
+// dialRole connects to a socket and keeps the connection.
 func dialRole(c *proctest.Child) error {
 	conn, err := net.Dial("unix", "@"+c.Arg("socket"))
 	if err != nil {
 		return err
 	}
 	defer conn.Close()
-	c.Say("connected")
-	c.Hear()
+	c.Send("connected")
+	c.Receive()
 	return nil
 }
 
-// The kernel vouches for the user of a Unix peer.
+// The listener refuses a Unix peer of another user, whose id it gets from the kernel.
 func TestOtherUsersAreRefused(t *testing.T) {
 	name := "deepep-test-" + freshNonce()
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: "@" + name})
@@ -164,7 +164,7 @@ func TestOtherUsersAreRefused(t *testing.T) {
 		p.Expect("connected")
 		err = checkUser(conn)
 		if uid == os.Geteuid() && err != nil {
-			t.Errorf("the own user: %v", err)
+			t.Errorf("this process's user: %v", err)
 		}
 		if uid != os.Geteuid() {
 			wantError(t, err, status.Mismatch, "runs as uid 54321")

@@ -11,24 +11,24 @@ import (
 )
 
 const (
-	// drainAfterEnd is how long a dead peer's last frames may take to be read. They lie in our socket already; the limit
-	// counts where a forked child keeps the other end open, so that no end of file comes.
+	// drainAfterEnd bounds the reading of a dead peer's last frames. They are in this rank's socket buffer; the limit
+	// matters if a forked child keeps the other end open, so that the reader gets no end of file.
 	drainAfterEnd = 100 * time.Millisecond
-	// blameTime is how long after a lost connection a death may come to light that explains it.
+	// blameTime is how long a lost connection waits for the report of a death that explains it.
 	blameTime = 100 * time.Millisecond
-	// flushAtClose bounds how long Close waits for peers to take what is queued, the goodbye last.
+	// flushAtClose bounds how long Close waits for peers to read the queued frames, of which the bye is the last.
 	flushAtClose = 250 * time.Millisecond
 )
 
-// Peer is a rank of the group as its hello described it; the own rank is among them.
+// Peer is a rank of the group as its hello describes it. Lists of peers include this rank.
 type Peer struct {
 	Rank             int
 	Host             string
 	PID              int
 	StartTime        uint64 // field 22 of /proc/<pid>/stat; 0: unknown
-	SameHost         bool   // shares this rank's kernel and network namespace: memory and descriptors can be shared
+	SameHost         bool   // same kernel and network namespace: the ranks can share memory and descriptors
 	SamePIDNamespace bool
-	SameProcess      bool // a goroutine's rank of this very process
+	SameProcess      bool // the rank is a goroutine of this process
 	Version, Build   string
 	Extra            []byte
 }
@@ -36,11 +36,11 @@ type Peer struct {
 // String names the peer in errors.
 func (p Peer) String() string { return fmt.Sprintf("rank %d (host %s, pid %d)", p.Rank, p.Host, p.PID) }
 
-// PeerState is what a channel has seen of a peer.
+// PeerState is a peer's state as this channel sees it.
 type PeerState struct {
-	Ended  bool // its process has ended, by the system's word
-	Closed bool // its connection has ended, for whatever reason
-	Left   bool // it closed its channel in order
+	Ended  bool // the system reported the end of its process
+	Closed bool // its connection has ended, for any reason
+	Left   bool // it closed its channel
 }
 
 // Channel joins the ranks of one group directly. All methods may be called from any goroutine.
@@ -49,23 +49,23 @@ type Channel struct {
 	nonce [16]byte
 	peers []Peer
 	watch *procWatch
-	wg    sync.WaitGroup // readers, and who handles a death
+	wg    sync.WaitGroup // readers and handlers of deaths
 	wout  sync.WaitGroup // writers
 
 	mu       sync.Mutex
 	changed  chan struct{} // closed and replaced whenever something below changes
-	links    []*link       // by rank; nil: not yet, or own
+	links    []*link       // by rank; nil: not connected yet, or this rank
 	state    []PeerState
-	failed   []error // why nothing more is to be had of a rank
-	culprits []int   // the ranks that failed, the first one first: others often fail because of it
+	failed   []error // by rank: why no further message of it will come
+	culprits []int   // the failed ranks in the order of failure: later ones often fail because of the first
 	boxes    map[boxKey]*box
-	pending  []int // bytes that lie unclaimed, by rank
+	pending  []int // unclaimed bytes by rank
 	active   map[string]bool
 	onChange map[int]func(rank int)
 	onNote   func(rank int, note []byte)
 	nextID   int
 	closed   bool
-	done     chan struct{} // closed when Close has finished
+	done     chan struct{} // closed at the end of Close
 }
 
 func newChannel(rank int, nonce [16]byte, peers []Peer) (*Channel, error) {
@@ -76,7 +76,7 @@ func newChannel(rank int, nonce [16]byte, peers []Peer) (*Channel, error) {
 		onChange: make(map[int]func(int)), done: make(chan struct{}),
 	}
 	var err error
-	c.watch, err = newProcWatch(func(rank int) { // beside each other: each waits for its reader
+	c.watch, err = newProcWatch(func(rank int) { // a goroutine for each death, because each waits for its reader
 		c.wg.Go(func() {
 			guard("death of a peer", func(err error) { c.Fail(rank, err) }, func() { c.processEnded(rank) })
 		})
@@ -99,15 +99,15 @@ func (c *Channel) Peers() []Peer { return c.peers }
 // Nonce is equal on all ranks and different for every channel.
 func (c *Channel) Nonce() [16]byte { return c.nonce }
 
-// State tells what is known of a peer now.
+// State returns a peer's current state.
 func (c *Channel) State(rank int) PeerState {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.state[rank]
 }
 
-// OnChange calls f, from goroutines of the channel, whenever the State of a rank changed. f must not block or call the
-// channel's Close. After cancel has returned no new call begins, but one may be under way.
+// OnChange makes the channel's goroutines call f after each change of a rank's State. f must not block or call Close.
+// After cancel has returned no new call of f begins, but one may still be running.
 func (c *Channel) OnChange(f func(rank int)) (cancel func()) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -121,7 +121,7 @@ func (c *Channel) OnChange(f func(rank int)) (cancel func()) {
 	}
 }
 
-// Fail makes every Exchange, pending or later, that lacks this rank's message end at once with err. The first reason stays.
+// Fail ends every pending and later Exchange that lacks this rank's message with err. The first error for a rank counts.
 func (c *Channel) Fail(rank int, err error) {
 	if err == nil {
 		err = status.Errorf(status.PeerDead, "%s is dead", c.peers[rank])
@@ -140,10 +140,10 @@ func (c *Channel) fail(rank int, err error) {
 	}
 }
 
-// firstFailure is the earliest failure among the ranks that lack says are missed. Needs c.mu.
-func (c *Channel) firstFailure(lack func(rank int) bool) error {
+// firstFailure is the earliest failure among the ranks for which missing is true. Needs c.mu.
+func (c *Channel) firstFailure(missing func(rank int) bool) error {
 	for _, rank := range c.culprits {
-		if lack(rank) {
+		if missing(rank) {
 			return c.failed[rank]
 		}
 	}
@@ -155,7 +155,7 @@ func (c *Channel) wake() {
 	c.changed = make(chan struct{})
 }
 
-// update changes a peer's state and tells the subscribers if that made a difference.
+// update changes a peer's state and calls the subscribers if the state differs.
 func (c *Channel) update(rank int, change func(*PeerState), why error) {
 	c.mu.Lock()
 	before := c.state[rank]
@@ -163,20 +163,21 @@ func (c *Channel) update(rank int, change func(*PeerState), why error) {
 	if why != nil {
 		c.fail(rank, why)
 	}
-	var tell []func(int)
+	var subscribers []func(int)
 	if c.state[rank] != before && !c.closed {
 		c.wake()
 		for _, f := range c.onChange {
-			tell = append(tell, f)
+			subscribers = append(subscribers, f)
 		}
 	}
 	c.mu.Unlock()
-	for _, f := range tell {
+	for _, f := range subscribers {
 		f(rank)
 	}
 }
 
-// processEnded comes from the process watch. What the peer sent before it died is read first; then it is marked.
+// processEnded is the process watch's callback. The reader takes what the peer sent before it died; then the peer is
+// marked as ended.
 func (c *Channel) processEnded(rank int) {
 	c.mu.Lock()
 	l, reading := c.links[rank], !c.state[rank].Closed
@@ -192,18 +193,18 @@ func (c *Channel) endedError(rank int) error {
 	return status.Errorf(status.PeerDead, "%s is dead: its process has ended", c.peers[rank])
 }
 
-// awaitReader waits, for the drain's time at most, until the reader of a rank has ended.
+// awaitReader waits until the reader of a rank has ended, for twice the drain time at most.
 func (c *Channel) awaitReader(rank int) {
 	c.waitUntil(2*drainAfterEnd, func() bool { return c.state[rank].Closed })
 }
 
-// awaitBlame gives a death that explains a lost connection the time to come to light. A peer that gave up because of a
-// third rank is not to blame, nor should the error speak of sockets where a process has ended.
+// awaitBlame waits for the report of a death that explains a lost connection. A peer that gave up because of a third rank
+// is not the culprit, and an error about a socket hides that a process has ended.
 func (c *Channel) awaitBlame() {
 	c.waitUntil(blameTime, func() bool { return len(c.culprits) > 0 })
 }
 
-// waitUntil waits until holds, which is asked under c.mu, the channel is closed, or the time is over.
+// waitUntil waits until holds returns true (called with c.mu held), the channel is closed, or d has passed.
 func (c *Channel) waitUntil(d time.Duration, holds func() bool) {
 	limit := time.NewTimer(d)
 	defer limit.Stop()
@@ -222,7 +223,7 @@ func (c *Channel) waitUntil(d time.Duration, holds func() bool) {
 	}
 }
 
-// start takes a connected link into service. False if the rank has one already or the channel is closed.
+// start begins to read and write a connected link. It returns false if the rank has a link or the channel is closed.
 func (c *Channel) start(l *link) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -236,7 +237,7 @@ func (c *Channel) start(l *link) bool {
 	return true
 }
 
-// broken gives what to do when a goroutine of a link panicked.
+// broken is what guard calls after a panic in a goroutine of a link.
 func (c *Channel) broken(l *link) func(error) {
 	return func(err error) {
 		l.conn.Close()
@@ -270,10 +271,10 @@ func (c *Channel) take(f *frame) error {
 	case kindNote:
 		closeFDs(f.fds)
 		c.mu.Lock()
-		tell := c.onNote
+		onNote := c.onNote
 		c.mu.Unlock()
-		if tell != nil {
-			tell(f.rank, f.blob)
+		if onNote != nil {
+			onNote(f.rank, f.blob)
 		}
 		return nil
 	case kindBye:
@@ -290,13 +291,13 @@ func (c *Channel) take(f *frame) error {
 	return fmt.Errorf("frame of kind %d in the middle of a channel", f.kind)
 }
 
-// linkEnded classifies the end of a connection. Leaving was told before it; a death may be told after it.
+// linkEnded classifies the end of a connection. A bye arrives before it; the report of a death may come after it.
 func (c *Channel) linkEnded(l *link, err error) {
-	l.conn.Close() // a peer that still writes must not wait for a reader that is gone
+	l.conn.Close() // else a peer that still writes would wait for a reader that has ended
 	c.update(l.rank, func(s *PeerState) { s.Closed = true }, nil)
 	p := c.peers[l.rank]
 	switch {
-	case errors.Is(err, os.ErrDeadlineExceeded): // the drain is over: processEnded knows why
+	case errors.Is(err, os.ErrDeadlineExceeded): // the end of the drain: processEnded sets the error
 	case connectionGone(err):
 		c.awaitBlame()
 		c.Fail(l.rank, status.Errorf(status.PeerDead, "%s closed its connection without leaving the group: "+
@@ -306,12 +307,12 @@ func (c *Channel) linkEnded(l *link, err error) {
 	}
 }
 
-// Close leaves the group in order; see CloseWith.
+// Close leaves the group; see CloseWith.
 func (c *Channel) Close() error { return c.CloseWith(nil) }
 
-// CloseWith leaves the group and tells the others why, if there is a cause: their error then has its kind. It is local, idempotent and bounded: a peer
-// that does not read delays it by a quarter of a second. Pending Exchanges of this rank fail. Not to be called from a
-// callback of the channel.
+// CloseWith leaves the group and sends the cause, if not nil, to the others: their error then has its kind. It is local
+// and idempotent; a peer that does not read delays it by a quarter of a second at most. Pending Exchanges of this rank
+// fail. A callback of the channel must not call it.
 func (c *Channel) CloseWith(cause error) error {
 	c.mu.Lock()
 	if c.closed {

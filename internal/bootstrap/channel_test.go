@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// memfd gives a descriptor whose content names its owner.
+// memfd makes a descriptor whose content names its owner.
 func memfd(t testing.TB, text string) int {
 	t.Helper()
 	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC)
@@ -122,7 +122,7 @@ func TestExchangeOfTheLargestBlob(t *testing.T) {
 	wantError(t, err, status.System, "bad file descriptor")
 }
 
-// A rank that times out names who is late, and the next exchange under that tag does not meet what comes late.
+// The timeout error names the late rank, and the next exchange with that tag does not get its late message.
 func TestExchangeTimeoutNamesAndRealigns(t *testing.T) {
 	checkFDs(t)
 	channels := open(t, 3, nil)
@@ -187,7 +187,7 @@ func TestExchangeTagInUse(t *testing.T) {
 	wantError(t, <-first, status.Interrupted)
 }
 
-// Fail ends what waits for the rank and what comes later, and nothing else.
+// Fail ends the exchanges that wait for the rank and later ones, and no others.
 func TestFail(t *testing.T) {
 	channels := open(t, 3, nil)
 	noErrors(t, each(3, func(r int) error {
@@ -213,15 +213,15 @@ func TestFail(t *testing.T) {
 	channels[2].Fail(0, nil)
 	_, err := channels[2].Exchange(proctest.Context(t), "z", nil, nil)
 	wantError(t, err, status.PeerDead, "rank 0", "is dead")
-	// What a failed rank still sends is not taken for an answer.
+	// Messages that a failed rank still sends are dropped.
 	if _, err := channels[1].Exchange(soon(t), "late", []byte("late"), nil); err == nil {
-		t.Error("nobody else came")
+		t.Error("rank 0 sent nothing, yet the exchange passed")
 	}
 	_, err = channels[0].Exchange(soon(t), "late", nil, nil)
 	wantError(t, err, status.PeerDead, "rank 1 was seen dead")
 }
 
-func TestLeavingIsToldWithItsReason(t *testing.T) {
+func TestLeavingSendsItsReason(t *testing.T) {
 	channels := open(t, 3, nil)
 	changed := make(chan int, 16)
 	cancel := channels[0].OnChange(func(rank int) { changed <- rank })
@@ -250,7 +250,7 @@ func TestLeavingIsToldWithItsReason(t *testing.T) {
 	}
 }
 
-// A rank may close as soon as it has what it wants: its own message still reaches everybody.
+// A rank may close right after an exchange: its message still reaches every rank.
 func TestClosingRightAfterAnExchange(t *testing.T) {
 	checkFDs(t)
 	for range 30 {
@@ -263,7 +263,7 @@ func TestClosingRightAfterAnExchange(t *testing.T) {
 	}
 }
 
-func TestCloseEndsOwnExchangesAndIsBounded(t *testing.T) {
+func TestCloseEndsPendingExchangesAndIsBounded(t *testing.T) {
 	checkFDs(t)
 	channels := open(t, 2, nil)
 	waiting := make(chan error, 1)
@@ -274,7 +274,7 @@ func TestCloseEndsOwnExchangesAndIsBounded(t *testing.T) {
 	proctest.Eventually(t, proctest.Limit, "the message is there", func() bool {
 		channels[1].mu.Lock()
 		defer channels[1].mu.Unlock()
-		return len(channels[1].boxes) == 1 // and stays unclaimed, with its descriptor
+		return len(channels[1].boxes) == 1 // it stays unclaimed, with its descriptor
 	})
 	begin := time.Now()
 	each(4, func(int) error { return channels[0].Close() })
@@ -305,7 +305,7 @@ func TestTwoHosts(t *testing.T) {
 	channels := openOn(t, ex, func(_ int, h *HelloOptions) { h.Interface = "lo" })
 	noErrors(t, each(n, func(r int) error {
 		blob := bytes.Repeat([]byte{byte(r)}, 200_000)
-		got, err := channels[r].ExchangeNear(proctest.Context(t), "x", blob, []int{memfd(t, fmt.Sprint(r))})
+		got, err := channels[r].ExchangeLocalFDs(proctest.Context(t), "x", blob, []int{memfd(t, fmt.Sprint(r))})
 		if err != nil {
 			return err
 		}
@@ -313,8 +313,8 @@ func TestTwoHosts(t *testing.T) {
 			if len(m.Blob) != len(blob) || m.Blob[0] != byte(rank) {
 				return fmt.Errorf("blob of rank %d: %d bytes", rank, len(m.Blob))
 			}
-			near := rank/2 == r/2
-			if near != (len(m.FDs) == 1) || near != channels[r].Peers()[rank].SameHost {
+			local := rank/2 == r/2
+			if local != (len(m.FDs) == 1) || local != channels[r].Peers()[rank].SameHost {
 				return fmt.Errorf("rank %d: %d descriptors, same host %v", rank, len(m.FDs), channels[r].Peers()[rank].SameHost)
 			}
 			for _, fd := range m.FDs {
@@ -328,6 +328,6 @@ func TestTwoHosts(t *testing.T) {
 	_, err := channels[1].Exchange(proctest.Context(t), "y", nil, []int{0})
 	wantError(t, err, status.Unsupported, "rank 2 (host host1", "rank 3 (host host1", "not on this machine")
 	if strings.Contains(err.Error(), "rank 0") {
-		t.Errorf("rank 0 is near: %v", err)
+		t.Errorf("the error names rank 0, which is on this host: %v", err)
 	}
 }

@@ -18,9 +18,9 @@ import (
 )
 
 const (
-	// handshakeTime bounds what a stranger's connection may hold up. A peer of ours answers within its own scheduling.
+	// handshakeTime bounds the handshake of a connection from another program. A rank of the group answers at once.
 	handshakeTime = 10 * time.Second
-	// handshakeBlob bounds what is read before the other side has shown that it belongs here.
+	// handshakeBlob bounds what is read before the other side has shown that it belongs to the group.
 	handshakeBlob = 4096
 	// redialEvery is the pause after a full backlog.
 	redialEvery = 5 * time.Millisecond
@@ -30,13 +30,13 @@ const (
 type connector struct {
 	*Pending
 	c     *Channel
-	own   int            // own pidfd, handed to same-host peers; -1: none
-	room  chan struct{}  // how many accepted connections may shake hands at once
+	pidfd int            // of this process, sent to peers of the same host; -1: none
+	room  chan struct{}  // bounds the handshakes that run at once
 	tasks sync.WaitGroup // dialers, acceptors, handshakes
 }
 
-// Connect joins the ranks directly; the Exchanger of Begin is not used. It ends early with PeerDead when a rank whose
-// process can be watched dies, and with Timeout, naming who is missing, when ctx ends.
+// Connect joins the ranks directly, without the Exchanger of Begin. It returns PeerDead early if a rank dies whose process
+// can be watched, and Timeout with the missing ranks' names when ctx ends.
 func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
 	if p.listeners == nil {
 		return nil, status.Errorf(status.InvalidState, "connect: already connected or closed")
@@ -47,10 +47,10 @@ func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
 		p.Close()
 		return nil, err
 	}
-	n := &connector{Pending: p, c: c, own: -1, room: make(chan struct{}, len(p.peers)+16)}
+	n := &connector{Pending: p, c: c, pidfd: -1, room: make(chan struct{}, len(p.peers)+16)}
 	if !p.noPidfd {
 		if fd, err := unix.PidfdOpen(os.Getpid(), 0); err == nil {
-			n.own = fd
+			n.pidfd = fd
 		}
 	}
 	inner, cancel := context.WithCancel(ctx)
@@ -65,8 +65,8 @@ func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
 	cancel()
 	p.Close()
 	n.tasks.Wait()
-	if n.own >= 0 {
-		unix.Close(n.own)
+	if n.pidfd >= 0 {
+		unix.Close(n.pidfd)
 	}
 	if err != nil {
 		c.CloseWith(err)
@@ -81,7 +81,7 @@ func (n *connector) spawn(name string, f func()) {
 	})
 }
 
-// watchProcesses watches every process that can be looked up by its pid, so that a death in mid-connect is seen at once.
+// watchProcesses watches every process that can be looked up by its pid, so that Connect sees a death at once.
 func (n *connector) watchProcesses() {
 	for _, p := range n.peers {
 		if p.SameProcess || !p.SamePIDNamespace || p.StartTime == 0 {
@@ -97,7 +97,7 @@ func (n *connector) watchProcesses() {
 	}
 }
 
-// await waits until every link stands, a rank that has none yet fails, or ctx ends.
+// await waits until every rank is connected, a rank fails, or ctx ends.
 func (n *connector) await(ctx context.Context) error {
 	begin := time.Now()
 	for {
@@ -150,7 +150,7 @@ func (n *connector) tryDial(ctx context.Context, rank int) (*link, error) {
 		network, address = "tcp", n.hellos[rank].TCP
 	}
 	what := fmt.Sprintf("connecting to %s", n.peers[rank])
-	conn, err := dialPatiently(ctx, network, address)
+	conn, err := dialRetrying(ctx, network, address)
 	if err != nil {
 		return nil, ioError(ctx, err, what)
 	}
@@ -165,8 +165,8 @@ func (n *connector) tryDial(ctx context.Context, rank int) (*link, error) {
 	return l, nil
 }
 
-// dialPatiently retries while a listener's backlog is full. A refusal is final: every rank listened before the gather.
-func dialPatiently(ctx context.Context, network, address string) (net.Conn, error) {
+// dialRetrying dials again while the listener's backlog is full. A refusal is final: every rank listened before the gather.
+func dialRetrying(ctx context.Context, network, address string) (net.Conn, error) {
 	var d net.Dialer
 	for {
 		conn, err := d.DialContext(ctx, network, address)
@@ -181,7 +181,7 @@ func dialPatiently(ctx context.Context, network, address string) (net.Conn, erro
 	}
 }
 
-// boundHandshake makes reads and writes on conn end with ctx or after handshakeTime, until stop is called.
+// boundHandshake ends reads and writes on conn with ctx or after handshakeTime, until stop is called.
 func boundHandshake(ctx context.Context, conn net.Conn) (stop func()) {
 	conn.SetDeadline(time.Now().Add(handshakeTime))
 	unhook := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
@@ -192,7 +192,7 @@ func boundHandshake(ctx context.Context, conn net.Conn) (stop func()) {
 	}
 }
 
-// introduce is the dialer's half of the handshake: hello with our rank and the one we mean, then the welcome.
+// introduce is the dialer's half of the handshake: it sends a hello with its rank and the expected one, and reads the welcome.
 func (n *connector) introduce(l *link) error {
 	if err := checkUser(l.unix); err != nil {
 		return err
@@ -212,26 +212,26 @@ func (n *connector) introduce(l *link) error {
 	}
 	if f.kind != kindWelcome || f.rank != l.rank || !sameNonce(f.nonce, n.nonce) {
 		closeFDs(f.fds)
-		return status.Errorf(status.Mismatch, "the answer is no welcome of rank %d", l.rank)
+		return status.Errorf(status.Mismatch, "the answer is not a welcome of rank %d", l.rank)
 	}
-	n.watchHanded(l.rank, f.fds)
+	n.watchReceived(l.rank, f.fds)
 	return nil
 }
 
 func (n *connector) handshake(kind frameKind, l *link) *frame {
 	f := &frame{kind: kind, rank: n.c.rank, nonce: n.nonce}
-	if l.unix != nil && n.own >= 0 {
-		f.fds = []int{n.own}
+	if l.unix != nil && n.pidfd >= 0 {
+		f.fds = []int{n.pidfd}
 	}
 	return f
 }
 
-// watchHanded watches a process by the pidfd that it handed over, where it is not under watch by its pid.
-func (n *connector) watchHanded(rank int, fds []int) {
+// watchReceived watches a process by the pidfd that it sent, if it is not watched by its pid.
+func (n *connector) watchReceived(rank int, fds []int) {
 	use := len(fds) == 1 && !n.noPidfd && !n.peers[rank].SameProcess && !n.c.watch.watches(rank)
 	if use {
 		if _, err := pidOf(fds[0]); err == nil {
-			n.c.watch.addFD(rank, fds[0]) // an error leaves it to the heartbeat
+			n.c.watch.addFD(rank, fds[0]) // after an error only the heartbeat shows a death
 			return
 		}
 	}
@@ -245,7 +245,7 @@ func (n *connector) acceptLoop(ctx context.Context, l net.Listener) {
 			if ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
 				return
 			}
-			select { // out of descriptors, most likely: they may come free again
+			select { // most likely no descriptor is free now
 			case <-time.After(redialEvery):
 				continue
 			case <-ctx.Done():
@@ -265,7 +265,7 @@ func (n *connector) acceptLoop(ctx context.Context, l net.Listener) {
 	}
 }
 
-// accept is the other half of the handshake. A stranger is told nothing and disturbs nobody.
+// accept is the listener's half of the handshake. A connection from outside the group gets no answer.
 func (n *connector) accept(ctx context.Context, conn net.Conn) {
 	l := newLink(-1, conn)
 	stop := boundHandshake(ctx, conn)
@@ -281,7 +281,7 @@ func (n *connector) answer(l *link) error {
 	if err != nil {
 		return err
 	}
-	if reason := n.whyNot(l, &f); reason != nil {
+	if reason := n.checkHello(l, &f); reason != nil {
 		closeFDs(f.fds)
 		if sameNonce(f.nonce, n.nonce) {
 			l.write(&frame{kind: kindRefuse, rank: n.c.rank, nonce: n.nonce, blob: []byte(reason.Error())})
@@ -293,15 +293,15 @@ func (n *connector) answer(l *link) error {
 		closeFDs(f.fds)
 		return err
 	}
-	n.watchHanded(l.rank, f.fds)
+	n.watchReceived(l.rank, f.fds)
 	return nil
 }
 
-// whyNot checks a hello frame.
-func (n *connector) whyNot(l *link, f *frame) error {
+// checkHello returns why a hello frame is refused.
+func (n *connector) checkHello(l *link, f *frame) error {
 	switch {
 	case f.kind != kindHello || len(f.blob) != 4 || !sameNonce(f.nonce, n.nonce):
-		return errors.New("no hello of this group")
+		return errors.New("not a hello of this group")
 	case int(binary.LittleEndian.Uint32(f.blob)) != n.c.rank:
 		return fmt.Errorf("this is rank %d, not rank %d", n.c.rank, binary.LittleEndian.Uint32(f.blob))
 	case f.rank <= n.c.rank || f.rank >= len(n.peers):
@@ -314,7 +314,7 @@ func (n *connector) whyNot(l *link, f *frame) error {
 
 func sameNonce(a, b [16]byte) bool { return subtle.ConstantTimeCompare(a[:], b[:]) == 1 }
 
-// checkUser refuses a Unix peer of another user: the kernel vouches for its id.
+// checkUser refuses a Unix peer of another user. The kernel supplies the peer's user id.
 func checkUser(conn *net.UnixConn) error {
 	if conn == nil {
 		return nil

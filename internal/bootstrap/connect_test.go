@@ -45,7 +45,7 @@ func TestMismatchReachesEveryRank(t *testing.T) {
 	}
 }
 
-// A rank that can't even begin still gathers: the others do not wait for it in vain.
+// A rank that cannot start still gathers, so that the others do not wait for it.
 func TestFailureOfOneRankReachesEveryRank(t *testing.T) {
 	errs := openErrors(t, 2, func(r int, h *HelloOptions) {
 		if r == 1 {
@@ -97,7 +97,7 @@ func TestBeginThenConnect(t *testing.T) {
 	}))
 }
 
-func TestConnectNamesWhoIsLate(t *testing.T) {
+func TestConnectNamesLateRanks(t *testing.T) {
 	checkFDs(t)
 	p := beginAll(t, 3)
 	defer p[2].Close()
@@ -105,19 +105,19 @@ func TestConnectNamesWhoIsLate(t *testing.T) {
 		_, err := p[r].Connect(soon(t))
 		return err
 	})
-	for _, err := range errs { // the second may hear it from the first, which leaves
+	for _, err := range errs { // the second may get the reason from the first, which leaves
 		wantError(t, err, status.Timeout, "rank 2 (host ", "not joined after 0.")
 	}
 }
 
-func TestConnectToWhoGaveUp(t *testing.T) {
+func TestConnectToRankThatGaveUp(t *testing.T) {
 	p := beginAll(t, 2)
 	p[0].Close()
 	_, err := p[1].Connect(proctest.Context(t))
 	wantError(t, err, status.PeerDead, "connecting to rank 0 (host ", "refused")
 }
 
-// Strangers at the socket are sent away and hold nothing up.
+// Connections from other programs are refused and do not delay the start.
 func TestConnectDespiteStrangers(t *testing.T) {
 	checkFDs(t)
 	p := beginAll(t, 2)
@@ -145,10 +145,10 @@ func TestConnectDespiteStrangers(t *testing.T) {
 	}))
 }
 
-// A hello of the right group that names the wrong ranks is told why it is refused.
+// The answer to a hello of this group with wrong ranks gives the reason.
 func TestHandshakeChecks(t *testing.T) {
 	p := beginAll(t, 3)
-	n := &connector{Pending: p[1], own: -1}
+	n := &connector{Pending: p[1], pidfd: -1}
 	var err error
 	if n.c, err = newChannel(1, p[1].nonce, p[1].peers); err != nil {
 		t.Fatal(err)
@@ -164,15 +164,15 @@ func TestHandshakeChecks(t *testing.T) {
 		l     *link
 		words string
 	}{
-		{frame{kind: kindData, rank: 2, nonce: n.nonce, blob: to(1)}, unixLink, "no hello"},
-		{frame{kind: kindHello, rank: 2, blob: to(1)}, unixLink, "no hello"},
-		{frame{kind: kindHello, rank: 2, nonce: n.nonce, blob: to(1)[:3]}, unixLink, "no hello"},
+		{frame{kind: kindData, rank: 2, nonce: n.nonce, blob: to(1)}, unixLink, "not a hello"},
+		{frame{kind: kindHello, rank: 2, blob: to(1)}, unixLink, "not a hello"},
+		{frame{kind: kindHello, rank: 2, nonce: n.nonce, blob: to(1)[:3]}, unixLink, "not a hello"},
 		{frame{kind: kindHello, rank: 2, nonce: n.nonce, blob: to(0)}, unixLink, "this is rank 1, not rank 0"},
 		{frame{kind: kindHello, rank: 0, nonce: n.nonce, blob: to(1)}, unixLink, "rank 0 does not connect to rank 1"},
 		{frame{kind: kindHello, rank: 3, nonce: n.nonce, blob: to(1)}, unixLink, "rank 3 does not connect"},
 		{frame{kind: kindHello, rank: 2, nonce: n.nonce, blob: to(1)}, &link{}, "wrong kind of link"},
 	} {
-		if err := n.whyNot(c.l, &c.f); err == nil || !strings.Contains(err.Error(), c.words) {
+		if err := n.checkHello(c.l, &c.f); err == nil || !strings.Contains(err.Error(), c.words) {
 			t.Errorf("got %v, want %q", err, c.words)
 		}
 	}

@@ -1,18 +1,18 @@
-// Package bootstrap lets the ranks of a group find each other and exchange small blobs and file descriptors.
+// Package bootstrap connects the ranks of a group, which then exchange small blobs and file descriptors.
 //
-// It has two halves. An Exchanger is the caller's way to gather one blob from each rank: a callback (torch, MPI), TCP to
-// rank 0, a shared folder, or goroutines of one process. A Channel is the library's own way: Begin spends exactly one
-// gather of the Exchanger on the ranks' hellos, compares what must agree, and Connect joins the ranks directly; from
-// then on the Exchanger is not used any more. On one host (one kernel and one network namespace) ranks are joined by
-// Unix sockets in the abstract namespace, which leave nothing behind; others by TCP on an interface that must be named.
+// It has two halves. An Exchanger is the caller's means to gather one blob from each rank: a callback (torch, MPI), TCP to
+// rank 0, a shared folder, or goroutines of one process. A Channel is the library's: Begin gathers the ranks' hellos in
+// exactly one gather of the Exchanger and compares what must agree; Connect joins the ranks directly and does not use the
+// Exchanger. Ranks of one host (one kernel and one network namespace) are joined by Unix sockets in the abstract
+// namespace, which leave no files; others by TCP on an interface that the caller must name.
 //
 // Trust: a Unix peer must have the user id of this process, a TCP peer must know the nonce that came with the gather;
-// neither link is encrypted. Every frame carries the nonce and is bounded, and whatever is read is checked first.
+// neither link is encrypted. Every frame carries the nonce and is bounded, and the reader checks each field before use.
 //
-// Death: where both processes share a PID namespace, the channel watches the process itself from the gather on, and
-// across namespaces of one host from the handshake on, by a pidfd that the peer hands over. So a forked child that keeps
-// a dead rank's sockets open hides nothing. A stopped process is late, never dead.
+// Death: if both processes share a PID namespace, the channel watches the peer's process from the gather on, and across
+// namespaces of one host from the handshake on, by a pidfd that the peer sends. A forked child that keeps a dead rank's
+// sockets open thus does not hide the death. A stopped process is late, never dead.
 //
-// Threads: an Exchanger belongs to one goroutine at a time; a Channel serves any number at once. Every goroutine of the
-// package recovers from panics and ends with Close. Nothing here logs, reads the environment or changes signal handlers.
+// Threads: one goroutine at a time may use an Exchanger, any number a Channel. Every goroutine of the package recovers
+// from panics and ends with Close. The package does not log, read the environment or change signal handlers.
 package bootstrap

@@ -11,13 +11,13 @@ import (
 )
 
 const (
-	// maxUnclaimed bounds what a peer may send ahead of this rank's Exchanges, in bytes.
+	// maxUnclaimed bounds the bytes that a peer may send ahead of this rank's Exchanges.
 	maxUnclaimed = 4 * MaxBlob
-	// messageCost is what a message counts besides its blob: it bounds the number of empty ones.
+	// messageCost is added to a message's bytes, which bounds the number of empty messages.
 	messageCost = 1 << 20
 )
 
-// Message is what one rank gave to an Exchange. The descriptors are close-on-exec and belong to the receiver.
+// Message is one rank's contribution to an Exchange. The descriptors are close-on-exec and belong to the receiver.
 type Message struct {
 	Blob []byte
 	FDs  []int
@@ -28,18 +28,18 @@ type boxKey struct {
 	tag  string
 }
 
-// box holds what a rank sent under a tag and nobody has asked for yet. skip counts messages that belong to Exchanges
-// which ended without them: they are dropped when they come, so that the next Exchange meets the right ones.
+// box queues a rank's messages with one tag until an Exchange claims them. skip counts messages of Exchanges that ended
+// without them: deliver drops these, so that the next Exchange gets the right ones.
 type box struct {
 	queue []Message
 	skip  int
 }
 
 // Exchange gathers a blob and descriptors from every rank. It is collective: each rank calls it with the same tag, and
-// for one tag in the same order; Exchanges with different tags may be under way at once. blob is at most MaxBlob
-// bytes and fds at most MaxFDs long; fds stay the caller's, and its own entry holds duplicates. With a rank on another
-// machine fds are Unsupported. When a rank is dead, has left or was failed before its message came, the error says
-// which and why; when ctx ends, it names everyone who is late (Timeout). After an error the tag can be used again.
+// for one tag in the same order; Exchanges with different tags may run at once. blob is at most MaxBlob bytes, fds at
+// most MaxFDs long. The caller keeps fds; its entry in the result holds duplicates. With a rank on another machine, fds
+// are Unsupported. If a rank is dead, has left or was failed before its message came, the error names the rank and the
+// reason; when ctx ends, it names every late rank (Timeout). After an error the tag can be used again.
 func (c *Channel) Exchange(ctx context.Context, tag string, blob []byte, fds []int) ([]Message, error) {
 	if len(fds) > 0 {
 		var remote []string
@@ -53,21 +53,21 @@ func (c *Channel) Exchange(ctx context.Context, tag string, blob []byte, fds []i
 				tag, strings.Join(remote, ", "))
 		}
 	}
-	return c.ExchangeNear(ctx, tag, blob, fds)
+	return c.ExchangeLocalFDs(ctx, tag, blob, fds)
 }
 
-// ExchangeNear is Exchange, except that ranks on other machines get the blob without the descriptors.
-func (c *Channel) ExchangeNear(ctx context.Context, tag string, blob []byte, fds []int) ([]Message, error) {
+// ExchangeLocalFDs is Exchange, except that ranks on other machines get the blob without the descriptors.
+func (c *Channel) ExchangeLocalFDs(ctx context.Context, tag string, blob []byte, fds []int) ([]Message, error) {
 	if err := checkMessage(tag, blob, fds); err != nil {
 		return nil, err
 	}
-	own, err := dupFDs(fds)
+	mine, err := dupFDs(fds)
 	if err != nil {
 		return nil, status.Errorf(status.System, "exchange %q: %w", tag, err)
 	}
 	blob = slices.Clone(blob) // queued frames outlive an Exchange that ends early
 	got := make([]*Message, len(c.peers))
-	got[c.rank] = &Message{Blob: blob, FDs: own}
+	got[c.rank] = &Message{Blob: blob, FDs: mine}
 	if err = c.send(tag, blob, fds); err == nil {
 		err = c.collect(ctx, tag, got)
 	}
@@ -139,7 +139,7 @@ func closedError(tag string) error {
 	return status.Errorf(status.InvalidState, "exchange %q: this rank's channel is closed", tag)
 }
 
-// collect fills got as messages come in.
+// collect fills got as messages arrive.
 func (c *Channel) collect(ctx context.Context, tag string, got []*Message) error {
 	begin := time.Now()
 	for {
@@ -165,7 +165,7 @@ func (c *Channel) collect(ctx context.Context, tag string, got []*Message) error
 	}
 }
 
-// claim takes what has come; the error is the first reason why what is missing will never come. Needs c.mu.
+// claim moves queued messages into got. The error is the first failure of a rank whose message is missing. Needs c.mu.
 func (c *Channel) claim(tag string, got []*Message) (missing []int, err error) {
 	for rank := range got {
 		if got[rank] != nil {
@@ -186,7 +186,7 @@ func (c *Channel) claim(tag string, got []*Message) (missing []int, err error) {
 	return missing, nil
 }
 
-// lateError names everyone whose message is missing. Needs c.mu.
+// lateError names every rank whose message is missing. Needs c.mu.
 func (c *Channel) lateError(ctx context.Context, tag string, missing []int, waited time.Duration) error {
 	names := make([]string, len(missing))
 	for i, rank := range missing {
@@ -195,7 +195,7 @@ func (c *Channel) lateError(ctx context.Context, tag string, missing []int, wait
 	return ctxError(ctx, fmt.Sprintf("exchange %q: nothing from %s after %.1f s", tag, strings.Join(names, ", "), waited.Seconds()))
 }
 
-// abandon notes that the missing messages of this Exchange are to be dropped should they still come. Needs c.mu.
+// abandon makes deliver drop the missing messages of this Exchange when they arrive. Needs c.mu.
 func (c *Channel) abandon(tag string, missing []int) {
 	for _, rank := range missing {
 		if c.failed[rank] == nil {
@@ -204,7 +204,7 @@ func (c *Channel) abandon(tag string, missing []int) {
 	}
 }
 
-// box and pop need c.mu. An entry exists only while it holds something, so that used tags cost nothing.
+// box and pop need c.mu. An empty box is deleted, so that used tags take no memory.
 func (c *Channel) box(k boxKey) *box {
 	b := c.boxes[k]
 	if b == nil {
@@ -227,8 +227,8 @@ func (c *Channel) pop(k boxKey) (Message, bool) {
 	return m, true
 }
 
-// deliver puts a message where its Exchange will look. A rank that was failed is not listened to any more: its late
-// messages would be taken for those of a later Exchange.
+// deliver queues a message for its Exchange. Messages of a failed rank are dropped: a later Exchange would take them for its
+// own.
 func (c *Channel) deliver(f *frame) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -249,7 +249,7 @@ func (c *Channel) deliver(f *frame) error {
 	return nil
 }
 
-// skipped says whether this message belongs to an Exchange that has ended without it. Needs c.mu.
+// skipped reports whether the next message of k belongs to an Exchange that has ended without it. Needs c.mu.
 func (c *Channel) skipped(k boxKey) bool {
 	b := c.boxes[k]
 	if b == nil || b.skip == 0 {
@@ -261,7 +261,7 @@ func (c *Channel) skipped(k boxKey) bool {
 	return true
 }
 
-// dropBoxes closes the descriptors of messages that nobody asked for.
+// dropBoxes closes the descriptors of unclaimed messages.
 func (c *Channel) dropBoxes() {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -19,13 +19,14 @@ const maxRanks = 1024
 type Exchanger interface {
 	Rank() int
 	Size() int
-	// AllGather gives every rank's blob, in rank order, each at most MaxBlob bytes. After an error the Exchanger is of no more use.
+	// AllGather returns every rank's blob, in rank order, each at most MaxBlob bytes. After an error the Exchanger is not
+	// usable.
 	AllGather(ctx context.Context, blob []byte) ([][]byte, error)
-	// Close is local and idempotent; ranks that still gather then get an error.
+	// Close is local and idempotent. A gather of the other ranks then fails.
 	Close() error
 }
 
-// CheckGroup refuses a rank or size that no group has.
+// CheckGroup refuses a rank or size that is out of range.
 func CheckGroup(rank, size int) error {
 	if size < 1 || size > maxRanks {
 		return status.InvalidArg("size", size, fmt.Sprintf("1 to %d", maxRanks))
@@ -41,8 +42,8 @@ type callback struct {
 	f          func(context.Context, []byte) ([][]byte, error)
 }
 
-// NewCallback makes an Exchanger of the caller's own all-gather. What f returns is checked: as many blobs as ranks, and
-// at this rank's place the blob that it gave.
+// NewCallback makes an Exchanger of the caller's all-gather. AllGather checks that f returns as many blobs as ranks, and
+// this rank's blob at its index.
 func NewCallback(rank, size int, f func(ctx context.Context, blob []byte) ([][]byte, error)) Exchanger {
 	return &callback{rank, size, f}
 }
@@ -66,12 +67,12 @@ func (c *callback) AllGather(ctx context.Context, blob []byte) ([][]byte, error)
 		return nil, fmt.Errorf("the caller's exchange failed on rank %d: %w", c.rank, err)
 	}
 	if len(all) != c.size {
-		return nil, status.Errorf(status.Mismatch, "the caller's exchange gave %d blobs to rank %d, want one for each of %d ranks",
+		return nil, status.Errorf(status.Mismatch, "the caller's exchange returned %d blobs on rank %d, want one for each of %d ranks",
 			len(all), c.rank, c.size)
 	}
 	if !bytes.Equal(all[c.rank], blob) {
 		return nil, status.Errorf(status.Mismatch,
-			"the caller's exchange gave rank %d something else than its own blob at its place: wrong rank, or wrong order", c.rank)
+			"the caller's exchange returned another blob at the index of rank %d than that rank gave: wrong rank, or wrong order", c.rank)
 	}
 	return all, nil
 }
@@ -83,8 +84,8 @@ func checkBlob(blob []byte) error {
 	return nil
 }
 
-// ctxError turns a context's end into this library's kinds: a deadline is a timeout; a cancellation keeps its cause's
-// kind if it has one and counts as interrupted otherwise.
+// ctxError gives a context's end one of this library's kinds: a deadline is a Timeout; a cancellation has its cause's kind,
+// or Interrupted.
 func ctxError(ctx context.Context, what string) error {
 	cause := context.Cause(ctx)
 	if errors.Is(cause, context.DeadlineExceeded) {
@@ -93,11 +94,11 @@ func ctxError(ctx context.Context, what string) error {
 	return status.Errorf(status.CodeOf(cause), "%s: %w", what, cause)
 }
 
-// ioError classifies an error of a connection under ctx, unless it has its kind already; a closed connection stands for
-// the dead process behind it.
+// ioError classifies an error of a connection under ctx, unless it has a kind already. A closed connection means a dead
+// process.
 func ioError(ctx context.Context, err error, what string) error {
-	var own *status.Error
-	if errors.As(err, &own) {
+	var classified *status.Error
+	if errors.As(err, &classified) {
 		return fmt.Errorf("%s: %w", what, err)
 	}
 	if ctx.Err() != nil {
@@ -112,13 +113,13 @@ func ioError(ctx context.Context, err error, what string) error {
 	return status.Errorf(status.System, "%s: %w", what, err)
 }
 
-// timedOut: the net package has several errors for it, of which not all are os.ErrDeadlineExceeded.
+// timedOut covers all timeouts of package net, of which not all are os.ErrDeadlineExceeded.
 func timedOut(err error) bool {
 	var n net.Error
 	return errors.As(err, &n) && n.Timeout()
 }
 
-// rankList names ranks for people: "rank 3", "ranks 0-2, 5". The numbers come in ascending order.
+// rankList formats ascending ranks: "rank 3", "ranks 0-2, 5".
 func rankList(ranks []int) string {
 	var parts []string
 	for i := 0; i < len(ranks); {

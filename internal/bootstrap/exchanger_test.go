@@ -15,7 +15,7 @@ import (
 	"github.com/deepep-go/deepep/internal/testutil/proctest"
 )
 
-// freeAddress gives a loopback address that nobody listens on.
+// freeAddress returns a loopback address without a listener.
 func freeAddress(t testing.TB) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -26,7 +26,7 @@ func freeAddress(t testing.TB) string {
 	return l.Addr().String()
 }
 
-// makers gives, for each kind of exchanger, what makes rank r of n.
+// makers returns, for each kind of exchanger, a function that makes rank r of n.
 func makers(t testing.TB, n int) map[string]func(ctx context.Context, r int) (Exchanger, error) {
 	dir, address, local, inner := t.TempDir(), freeAddress(t), NewLocal(n), NewLocal(n)
 	return map[string]func(context.Context, int) (Exchanger, error){
@@ -80,7 +80,7 @@ func gatherRounds(ctx context.Context, mk func(context.Context, int) (Exchanger,
 			}
 		}
 		if len(mine) > 0 {
-			mine[0] = '#' // the caller's own again: must not reach anybody
+			mine[0] = '#' // the blob is the caller's again: no rank may see this
 		}
 	}
 	return nil
@@ -101,7 +101,7 @@ func TestAllGatherRefusesHugeBlobs(t *testing.T) {
 	}
 }
 
-// A gather that one rank does not come to ends with the context, and the exchanger is of no more use.
+// A gather without one of the ranks ends with the context, and the exchanger is then unusable.
 func TestAllGatherEndsWithContext(t *testing.T) {
 	for kind, mk := range makers(t, 2) {
 		t.Run(kind, func(t *testing.T) {
@@ -122,8 +122,8 @@ func TestAllGatherEndsWithContext(t *testing.T) {
 	}
 }
 
-// A rank that leaves in mid-gather is told to the others at once.
-func TestAllGatherSeesWhoLeaves(t *testing.T) {
+// When a rank leaves during a gather, the others return at once.
+func TestAllGatherEndsWhenARankLeaves(t *testing.T) {
 	for kind, mk := range makers(t, 3) {
 		if kind == "callback" {
 			continue // the caller's business
@@ -144,13 +144,13 @@ func TestAllGatherSeesWhoLeaves(t *testing.T) {
 				t.Errorf("errors must name rank 2: %v", errs)
 			}
 			if d := time.Since(begin); d > 5*time.Second {
-				t.Errorf("told after %v", d)
+				t.Errorf("ended after %v", d)
 			}
 		})
 	}
 }
 
-func TestCallbackChecksWhatItGets(t *testing.T) {
+func TestCallbackChecksItsResult(t *testing.T) {
 	give := func(blobs ...string) func(context.Context, []byte) ([][]byte, error) {
 		return func(context.Context, []byte) ([][]byte, error) {
 			var out [][]byte

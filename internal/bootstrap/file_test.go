@@ -53,14 +53,14 @@ func TestFileLeavesNothing(t *testing.T) {
 	}
 }
 
-// Ranks of an earlier run were killed in all stages; the next run under that name must not believe a word of them.
+// The next run of a name ignores the files of earlier ranks, which were killed in every stage.
 func TestFileSurvivesEarlierRuns(t *testing.T) {
 	dir := t.TempDir()
 	for _, stage := range []string{"joining", "going", "gathered"} {
 		var procs []*proctest.Proc
 		for _, r := range []string{"0", "1", "2"} {
 			if stage == "joining" && r == "2" {
-				continue // never comes: the others are killed while they wait for it
+				continue // does not start: the others are killed while they wait for it
 			}
 			p := proctest.Start(t, "file", map[string]string{"rank": r, "dir": dir, "stage": stage}, nil)
 			procs = append(procs, p)
@@ -87,12 +87,12 @@ func TestFileSurvivesEarlierRuns(t *testing.T) {
 	}
 }
 
-// fileRole joins a file group and stays until it is killed.
+// fileRole joins a file group and waits until it is killed.
 func fileRole(c *proctest.Child) error {
 	ctx := contextOfChild()
 	rank := int(c.Arg("rank")[0] - '0')
 	if c.Arg("stage") == "joining" {
-		c.Say("here")
+		c.Send("here")
 	}
 	ex, err := OpenFile(ctx, FileOptions{Rank: rank, Size: 3, Dir: c.Arg("dir"), Name: "g"})
 	if err != nil {
@@ -103,8 +103,8 @@ func fileRole(c *proctest.Child) error {
 			return err
 		}
 	}
-	c.Say("here")
-	c.Hear()
+	c.Send("here")
+	c.Receive()
 	return nil
 }
 
@@ -117,7 +117,7 @@ func TestFileSizeMismatch(t *testing.T) {
 	for _, err := range errs {
 		wantError(t, err, status.Mismatch, "rank 0 has 2, rank 1 has 3")
 	}
-	// A rank that does not even exist for rank 0 learns of it when its time is over.
+	// A rank beyond rank 0's size gets the reason at its timeout.
 	group := make(chan []error, 1)
 	go func() { group <- runFile(t, dir, 1) }()
 	noErrors(t, <-group)

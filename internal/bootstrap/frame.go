@@ -13,7 +13,7 @@ const MaxBlob = 64 << 20
 // MaxFDs bounds the descriptors of one message. The kernel's own limit is 253 (SCM_MAX_FD).
 const MaxFDs = 64
 
-// maxTag bounds the tag of an Exchange; it names what is exchanged, for people.
+// maxTag bounds the tag of an Exchange, a text that names what is exchanged.
 const maxTag = 255
 
 // frameMagic opens every frame: "DEP1" on the wire.
@@ -24,20 +24,20 @@ const headerBytes = 32
 type frameKind uint8
 
 const (
-	kindChallenge frameKind = iota + 1 // rank 0's TCP bootstrap → a new connection
-	kindJoin                           // its answer
-	kindAccept                         // TCP bootstrap: welcome
-	kindRefuse                         // either: no, with code and reason
+	kindChallenge frameKind = iota + 1 // TCP bootstrap: rank 0's first frame on a new connection
+	kindJoin                           // TCP bootstrap: the joiner's answer
+	kindAccept                         // TCP bootstrap: all ranks have joined
+	kindRefuse                         // both: a refusal with code and reason
 	kindGather                         // TCP bootstrap: a blob
-	kindHello                          // channel: first frame of who connects
-	kindWelcome                        // channel: first frame of who accepts
+	kindHello                          // channel: the dialer's first frame
+	kindWelcome                        // channel: the listener's first frame
 	kindData                           // channel: an Exchange's message
 	kindNote                           // channel: a one-way note
-	kindBye                            // channel: leaving in order, with the reason if there is one
+	kindBye                            // channel: the sender closes it, with the reason if there is one
 	kindEnd
 )
 
-// frame is one unit on a link. fds travel beside it on Unix links only.
+// frame is one unit on a link. Only Unix links carry fds.
 type frame struct {
 	kind  frameKind
 	rank  int // the sender, or on a TCP gather the rank whose blob this is
@@ -73,7 +73,7 @@ func (f *frame) encodeHead() ([]byte, error) {
 	return append(b, f.tag...), nil
 }
 
-// decodeHeader checks every field before anything is allocated for it.
+// decodeHeader checks every field, before the reader allocates memory for it.
 func decodeHeader(b []byte) (header, error) {
 	if len(b) != headerBytes {
 		return header{}, fmt.Errorf("frame header of %d bytes, want %d", len(b), headerBytes)
@@ -101,7 +101,7 @@ func decodeHeader(b []byte) (header, error) {
 	return h, nil
 }
 
-// eagerBytes is how much a header alone may make us allocate; the rest is allocated once that much has arrived.
+// eagerBytes bounds what the reader allocates for a header alone. It allocates the rest when these bytes have arrived.
 const eagerBytes = 1 << 20
 
 // readBody reads tag and blob.
@@ -126,11 +126,11 @@ func (h header) readBody(r io.Reader) (frame, error) {
 	return f, nil
 }
 
-// readFrame reads a frame of at most maxBlob bytes from a plain byte stream; one that announces descriptors is refused there.
+// readFrame reads a frame of at most maxBlob bytes from a plain byte stream. It refuses frames with descriptors.
 func readFrame(r io.Reader, maxBlob int) (frame, error) {
 	var b [headerBytes]byte
 	if _, err := io.ReadFull(r, b[:]); err != nil {
-		return frame{}, err // io.EOF between frames: the other side closed in order
+		return frame{}, err // io.EOF between frames: the other side has closed
 	}
 	h, err := decodeHeader(b[:])
 	if err != nil {

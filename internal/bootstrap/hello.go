@@ -15,16 +15,16 @@ import (
 // MaxExtra bounds HelloOptions.Extra.
 const MaxExtra = 1 << 20
 
-// helloPrefix tells a hello from anything else that a caller's exchange may deliver. What follows is JSON, so that
-// libraries of different versions understand each other well enough to say that they differ.
+// helloPrefix begins every hello, since a caller's exchange may deliver other data. JSON follows, so that libraries of
+// different versions can decode each other's version.
 const helloPrefix = "deepep-hello\n"
 
-// HelloOptions is what a rank says of itself at the start.
+// HelloOptions is what a rank's hello contains.
 type HelloOptions struct {
 	Version string // of the library; must be equal on all ranks
 	Build   string // of the kernels; must be equal on all ranks
-	Extra   []byte // the caller's own, at most MaxExtra bytes; every rank sees it in Peers
-	// Interface is the network interface, or its address, for ranks on other hosts. Empty: none can be reached.
+	Extra   []byte // the caller's data, at most MaxExtra bytes; every rank sees it in Peers
+	// Interface is the network interface, or its address, for ranks on other hosts. Empty: other hosts cannot be reached.
 	Interface string
 
 	noPidfd bool // for tests: a kernel without pidfds
@@ -35,11 +35,11 @@ type hello struct {
 	Rank, Size     int
 	Version, Build string
 	identity
-	Nonce  string // 16 random bytes in hex; all of them together make the channel's nonce
+	Nonce  string // 16 random bytes in hex; the channel's nonce is a hash of all ranks' nonces
 	Socket string // abstract Unix socket, without the leading "@"
 	TCP    string // "address:port", or empty
 	Extra  []byte
-	// Failure is why this rank cannot go on. It still gathers, so that nobody waits for it in vain.
+	// Failure is why this rank cannot start. It still gathers, so that the other ranks do not wait for it.
 	Failure string
 }
 
@@ -54,11 +54,11 @@ func (h *hello) encode() ([]byte, error) {
 	return append([]byte(helloPrefix), text...), err
 }
 
-// decodeHello checks a rank's blob. The limits keep a foreign blob from being taken for more than it is.
+// decodeHello decodes and checks a rank's blob, which may come from another program.
 func decodeHello(b []byte) (hello, error) {
 	text, ok := bytes.CutPrefix(b, []byte(helloPrefix))
 	if !ok {
-		return hello{}, fmt.Errorf("%d bytes that are no hello of this library", len(b))
+		return hello{}, fmt.Errorf("%d bytes that are not a hello of this library", len(b))
 	}
 	if len(text) > 2*MaxExtra {
 		return hello{}, fmt.Errorf("a hello of %d bytes", len(text))
@@ -77,7 +77,7 @@ func decodeHello(b []byte) (hello, error) {
 	return h, nil
 }
 
-// groupNonce is the same on every rank and new for every start, since each rank adds to it.
+// groupNonce is equal on every rank and different for every start, because each rank contributes a random nonce.
 func groupNonce(hellos []hello) [16]byte {
 	sum := sha256.New()
 	for _, h := range hellos {
@@ -86,7 +86,7 @@ func groupNonce(hellos []hello) [16]byte {
 	return [16]byte(sum.Sum(nil))
 }
 
-// decodeHellos reads what the gather brought; blobs stand in rank order.
+// decodeHellos decodes the gathered blobs, which are in rank order.
 func decodeHellos(blobs [][]byte) ([]hello, error) {
 	hellos := make([]hello, len(blobs))
 	for i, b := range blobs {
@@ -99,8 +99,8 @@ func decodeHellos(blobs [][]byte) ([]hello, error) {
 	return hellos, nil
 }
 
-// compareHellos finds what keeps these ranks from being one group. It looks at all of them alike, so that every rank
-// comes to the same answer.
+// compareHellos returns why these ranks cannot form a group. Its result depends on the hellos alone, so that every rank
+// returns the same error.
 func compareHellos(hellos []hello) error {
 	for i, h := range hellos {
 		if h.Rank != i {
@@ -138,16 +138,16 @@ func compareHellos(hellos []hello) error {
 	return checkReach(hellos)
 }
 
-// differences says who has which value, or nothing where all agree.
+// differences lists which ranks have which value; "" if all agree.
 func differences(hellos []hello, of func(hello) string) string {
 	var order []string
-	who := make(map[string][]int)
+	ranks := make(map[string][]int)
 	for i, h := range hellos {
 		v := of(h)
-		if who[v] == nil {
+		if ranks[v] == nil {
 			order = append(order, v)
 		}
-		who[v] = append(who[v], i)
+		ranks[v] = append(ranks[v], i)
 	}
 	if len(order) < 2 {
 		return ""
@@ -155,15 +155,16 @@ func differences(hellos []hello, of func(hello) string) string {
 	parts := make([]string, len(order))
 	for i, v := range order {
 		verb := "has"
-		if len(who[v]) > 1 {
+		if len(ranks[v]) > 1 {
 			verb = "have"
 		}
-		parts[i] = fmt.Sprintf("%s %s %.80q", rankList(who[v]), verb, v)
+		parts[i] = fmt.Sprintf("%s %s %.80q", rankList(ranks[v]), verb, v)
 	}
 	return strings.Join(parts, "; ")
 }
 
-// compareUsers: Unix sockets between users are refused later anyway; here everybody learns why.
+// compareUsers compares the users of each machine. The handshake refuses another user too, but there only one rank would
+// return the reason.
 func compareUsers(hellos []hello) error {
 	first := make(map[string]int)
 	for i, h := range hellos {
@@ -178,7 +179,7 @@ func compareUsers(hellos []hello) error {
 	return nil
 }
 
-// checkReach: ranks of different machines need an address of each other.
+// checkReach checks that ranks of different machines have TCP addresses.
 func checkReach(hellos []hello) error {
 	for i, h := range hellos {
 		if h.machine() == hellos[0].machine() {

@@ -56,7 +56,7 @@ func TestCompareHellos(t *testing.T) {
 	hs := someHellos(2)
 	hs[1].Boot, hs[1].UID, hs[0].TCP, hs[1].TCP = "x", 9, "a:1", "b:1"
 	if err := compareHellos(hs); err != nil {
-		t.Errorf("two hosts with addresses and users of their own: %v", err)
+		t.Errorf("two hosts with addresses and different users: %v", err)
 	}
 }
 
@@ -79,7 +79,7 @@ func TestHelloRoundTripAndDamage(t *testing.T) {
 		}
 	}
 	_, err = decodeHellos([][]byte{b, []byte("pickle")})
-	wantError(t, err, status.Mismatch, "rank 1 sent 6 bytes that are no hello")
+	wantError(t, err, status.Mismatch, "rank 1 sent 6 bytes that are not a hello")
 }
 
 func TestGroupNonceNeedsEveryRank(t *testing.T) {
@@ -107,7 +107,7 @@ func FuzzDecodeHello(f *testing.F) {
 		if len(h.Nonce) != 32 || len(h.Extra) > MaxExtra {
 			t.Errorf("accepted %+v", h)
 		}
-		compareHellos([]hello{h}) // whatever it says must not hurt
+		compareHellos([]hello{h}) // must not panic
 		compareHellos([]hello{h, h})
 	})
 }

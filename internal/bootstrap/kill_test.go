@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// joinRole is a rank of a group that meets in a folder. It can stop before it connects, fork, and exchange on command.
+// joinRole is a rank of a group that starts through a folder. It can stop before it connects, fork, and exchange on command.
 func joinRole(c *proctest.Child) error {
 	ctx := contextOfChild()
 	var rank, size int
@@ -29,24 +29,24 @@ func joinRole(c *proctest.Child) error {
 	}
 	var ch *Channel
 	for {
-		switch c.Hear() {
+		switch c.Receive() {
 		case "fork":
 			pid, err := proctest.Fork()
 			if err != nil {
 				return err
 			}
-			c.Say("forked %d", pid)
+			c.Send("forked %d", pid)
 		case "connect":
 			if ch, err = p.Connect(ctx); err != nil {
-				c.Say("failed %v", err)
+				c.Send("failed %v", err)
 			} else {
-				c.Say("connected")
+				c.Send("connected")
 			}
 		case "exchange":
 			_, err := ch.Exchange(ctx, "x", []byte("from the child"), nil)
-			c.Say("exchanged %v", err)
+			c.Send("exchanged %v", err)
 		case "close":
-			c.Say("closed %v", ch.Close())
+			c.Send("closed %v", ch.Close())
 		}
 	}
 }
@@ -87,7 +87,7 @@ func startChildren(t *testing.T, size int, args map[string]string, attr *syscall
 func (g *childGroup) connect() *Channel {
 	g.t.Helper()
 	for _, p := range g.procs {
-		p.Tell("connect")
+		p.Send("connect")
 	}
 	ch, err := g.pending.Connect(proctest.Context(g.t))
 	if err != nil {
@@ -104,12 +104,12 @@ func (g *childGroup) connect() *Channel {
 func (g *childGroup) fork(rank int) {
 	g.t.Helper()
 	var pid int
-	g.procs[rank].Tell("fork")
+	g.procs[rank].Send("fork")
 	fmt.Sscan(g.procs[rank].Expect("forked"), &pid)
 	g.t.Cleanup(func() { unix.Kill(pid, unix.SIGKILL) })
 }
 
-// timely runs f and fails where it takes longer than a death may.
+// timely runs f and fails if f takes longer than the report of a death may.
 func timely(t *testing.T, f func()) {
 	t.Helper()
 	begin := time.Now()
@@ -119,12 +119,12 @@ func timely(t *testing.T, f func()) {
 	}
 }
 
-// A rank is killed before it connects: nothing but its process can tell, and a forked copy keeps its listener open.
+// A rank is killed before it connects. Only the watch of its process shows it: a forked copy keeps its listener open.
 func TestKillBeforeConnect(t *testing.T) {
 	for _, nopidfd := range []string{"", "yes"} {
 		g := startChildren(t, 3, map[string]string{"nopidfd": nopidfd}, nil)
 		g.fork(2)
-		g.procs[1].Tell("connect")
+		g.procs[1].Send("connect")
 		done := make(chan error, 1)
 		go func() {
 			_, err := g.pending.Connect(proctest.Context(t))
@@ -140,7 +140,7 @@ func TestKillBeforeConnect(t *testing.T) {
 	}
 }
 
-// A rank is killed in mid-exchange, with and without a forked copy that keeps its sockets open.
+// A rank is killed during an exchange, with and without a forked copy that keeps its sockets open.
 func TestKillInExchange(t *testing.T) {
 	for name, c := range map[string]struct{ fork, nopidfd string }{"plain": {}, "forked": {fork: "yes"}, "forked, no pidfd": {"yes", "yes"}} {
 		t.Run(name, func(t *testing.T) {
@@ -150,7 +150,7 @@ func TestKillInExchange(t *testing.T) {
 			if c.fork != "" {
 				g.fork(2)
 			}
-			g.procs[1].Tell("exchange")
+			g.procs[1].Send("exchange")
 			done := make(chan error, 1)
 			go func() {
 				_, err := ch.Exchange(proctest.Context(t), "x", nil, nil)
@@ -168,12 +168,12 @@ func TestKillInExchange(t *testing.T) {
 	}
 }
 
-// What a rank sent before it died counts, also where a forked copy keeps the socket open.
+// A message that a rank sent before it died arrives, even if a forked copy keeps the socket open.
 func TestMessageOfTheDead(t *testing.T) {
 	g := startChildren(t, 2, nil, nil)
 	ch := g.connect()
 	g.fork(1)
-	g.procs[1].Tell("exchange")
+	g.procs[1].Send("exchange")
 	proctest.Eventually(t, proctest.Limit, "the message is there", func() bool {
 		ch.mu.Lock()
 		defer ch.mu.Unlock()
@@ -189,11 +189,11 @@ func TestMessageOfTheDead(t *testing.T) {
 	wantError(t, err, status.PeerDead, "rank 1")
 }
 
-// In another PID namespace a pid means nothing here; the pidfd that the rank handed over tells.
+// The pid of another PID namespace cannot be looked up; the pidfd that the rank sent shows its death.
 func TestKillInAnotherPIDNamespace(t *testing.T) {
 	g := startChildren(t, 2, nil, &syscall.SysProcAttr{Cloneflags: pidNamespaceFlags(), UidMappings: ownUser(os.Geteuid()), GidMappings: ownUser(os.Getegid())})
 	if p := g.pending.Peers()[1]; !p.SameHost || p.SamePIDNamespace || p.SameProcess || p.PID != 1 {
-		t.Fatalf("rank 1 is no process of another namespace: %+v", p)
+		t.Fatalf("rank 1 is not a process of another namespace: %+v", p)
 	}
 	ch := g.connect()
 	g.fork(1)
@@ -229,15 +229,15 @@ func TestStoppedRankIsLateNotDead(t *testing.T) {
 		t.Errorf("state %+v", s)
 	}
 	g.procs[1].Signal(syscall.SIGCONT)
-	g.procs[1].Tell("exchange")
+	g.procs[1].Send("exchange")
 	g.procs[1].Expect("exchanged")
-	g.procs[1].Tell("exchange")
+	g.procs[1].Send("exchange")
 	if _, err := ch.Exchange(proctest.Context(t), "x", nil, nil); err != nil {
 		t.Errorf("after it went on: %v", err)
 	}
 }
 
-// A stopped peer reads nothing; what is queued for it must not hold Close up for long.
+// A stopped peer does not read; frames queued for it must not delay Close for long.
 func TestCloseDespiteStoppedRank(t *testing.T) {
 	checkFDs(t)
 	g := startChildren(t, 2, nil, nil)

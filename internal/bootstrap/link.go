@@ -13,25 +13,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// queueFrames is how many frames may wait for one peer. Exchanges keep ranks within a call or two of each other, so that
-// a longer queue means a peer that does not read.
+// queueFrames bounds the frames that wait for one peer. Exchanges keep ranks within a call or two of each other, so that
+// a longer queue means that the peer does not read.
 const queueFrames = 256
 
 // link is a connection to one peer. One goroutine reads it, one writes it.
 type link struct {
 	rank int
 	conn net.Conn
-	unix *net.UnixConn // the same connection, where it carries descriptors
+	unix *net.UnixConn // conn if it can carry descriptors, else nil
 	out  chan *outgoing
 }
 
-// outgoing is a frame on its way, with its own duplicates of the descriptors, which all links of one Exchange share.
+// outgoing is a queued frame. All links of one Exchange share the duplicated descriptors.
 type outgoing struct {
 	frame
 	shared *sharedFDs
 }
 
-// sharedFDs closes descriptors when the last frame that carries them is done with.
+// sharedFDs closes descriptors when the last frame that carries them has been sent or dropped.
 type sharedFDs struct {
 	fds  []int
 	refs atomic.Int32
@@ -49,7 +49,7 @@ func newLink(rank int, conn net.Conn) *link {
 	return l
 }
 
-// read gives the next frame, with descriptors that are close-on-exec and the caller's to close.
+// read returns the next frame. Its descriptors are close-on-exec and belong to the caller.
 func (l *link) read(maxBlob int) (frame, error) {
 	if l.unix == nil {
 		return readFrame(l.conn, maxBlob)
@@ -79,7 +79,7 @@ func (l *link) read(maxBlob int) (frame, error) {
 }
 
 // readHeadWithFDs fills b with a frame's header. The kernel delivers descriptors with the first byte of the write that
-// sent them, which is the header's; the runtime asks for close-on-exec.
+// sent them, which is the header's. ReadMsgUnix sets close-on-exec.
 func readHeadWithFDs(c *net.UnixConn, b []byte) ([]int, error) {
 	oob := make([]byte, unix.CmsgSpace(MaxFDs*4))
 	var fds []int
@@ -110,7 +110,7 @@ func readHeadWithFDs(c *net.UnixConn, b []byte) ([]int, error) {
 	return fds, nil
 }
 
-// parseFDs takes the descriptors out of control messages.
+// parseFDs returns the descriptors in control messages.
 func parseFDs(oob []byte) ([]int, error) {
 	msgs, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
@@ -150,8 +150,8 @@ func (l *link) write(f *frame) error {
 	return err
 }
 
-// writeLoop sends what is queued until the queue is closed. After an error it only lets go of the rest: that the peer
-// is gone shows on the reading side, which knows more.
+// writeLoop sends queued frames until the queue is closed. After an error it releases the rest without sending; the reader
+// reports the loss of the peer, because it may have read the reason.
 func (l *link) writeLoop() {
 	var failed error
 	for o := range l.out {
@@ -165,7 +165,7 @@ func (l *link) writeLoop() {
 	}
 }
 
-// queue hands a frame to the writer without waiting; false if the peer has not read for long.
+// queue passes a frame to the writer without waiting. It returns false if the queue is full: the peer does not read.
 func (l *link) queue(o *outgoing) bool {
 	select {
 	case l.out <- o:
@@ -175,10 +175,10 @@ func (l *link) queue(o *outgoing) bool {
 	}
 }
 
-// hasRoom says whether a note may be queued: notes give way to messages.
+// hasRoom reports whether a note may be queued. Half of the queue is for messages alone.
 func (l *link) hasRoom() bool { return len(l.out) < queueFrames/2 }
 
-// endReadingIn lets the reader take what has arrived, then stops it.
+// endReadingIn ends the reader after d, in which it takes what has arrived.
 func (l *link) endReadingIn(d time.Duration) { l.conn.SetReadDeadline(time.Now().Add(d)) }
 
 func closeFDs(fds []int) {
@@ -194,14 +194,14 @@ func dupFDs(fds []int) ([]int, error) {
 		d, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 3)
 		if err != nil {
 			closeFDs(out)
-			return nil, fmt.Errorf("descriptor %d (place %d): %w", fd, i, err)
+			return nil, fmt.Errorf("descriptor %d (index %d): %w", fd, i, err)
 		}
 		out = append(out, d)
 	}
 	return out, nil
 }
 
-// connectionGone says whether an error means that the other end is no more.
+// connectionGone reports whether an error means that the other end has closed.
 func connectionGone(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET) ||
 		errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNREFUSED)

@@ -9,7 +9,7 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// localRound is one all-gather: it is over when every rank has given its blob, or one has left.
+// localRound is one all-gather. It ends when every rank has given its blob, or when one leaves.
 type localRound struct {
 	blobs [][]byte
 	given []bool
@@ -22,7 +22,7 @@ type localGroup struct {
 	mu    sync.Mutex
 	round *localRound
 	size  int
-	err   error // the first rank that left; the others leave because of it
+	err   error // names the first rank that left; the others leave because of it
 }
 
 type local struct {
@@ -30,7 +30,7 @@ type local struct {
 	g    *localGroup
 }
 
-// NewLocal makes the Exchangers of ranks that are goroutines of this process.
+// NewLocal makes the Exchangers for ranks that are goroutines of this process.
 func NewLocal(size int) []Exchanger {
 	g := &localGroup{size: size}
 	g.round = g.newRound()
@@ -59,7 +59,7 @@ func (l *local) AllGather(ctx context.Context, blob []byte) ([][]byte, error) {
 	select {
 	case <-r.done:
 	case <-ctx.Done():
-		// A round that one rank gave up can't come out right for the others.
+		// The other ranks cannot complete this round.
 		l.g.leave(l.rank)
 		return nil, ctxError(ctx, l.g.missing(r))
 	}
@@ -73,7 +73,7 @@ func (l *local) AllGather(ctx context.Context, blob []byte) ([][]byte, error) {
 	return out, nil
 }
 
-// give puts a rank's blob into the current round; the last one opens the next round.
+// give adds a rank's blob to the current round. The last rank opens the next round.
 func (g *localGroup) give(rank int, blob []byte) (*localRound, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()

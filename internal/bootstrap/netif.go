@@ -10,11 +10,11 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// interfaceAddress finds the address to use of a network interface, which is given by its name or by an address that
-// this host has. IPv4 before IPv6; link-local ones only if there is no other.
+// interfaceAddress resolves a network interface, given by its name or by an address of this host, to an address: IPv4
+// before IPv6, link-local ones only if there is no other.
 func interfaceAddress(name string) (netip.Addr, error) {
 	if addr, err := netip.ParseAddr(name); err == nil {
-		return ownAddress(addr)
+		return checkAddress(addr)
 	}
 	nic, err := net.InterfaceByName(name)
 	if err != nil {
@@ -51,7 +51,8 @@ func addressRank(a netip.Addr) int {
 	return rank
 }
 
-func ownAddress(addr netip.Addr) (netip.Addr, error) {
+// checkAddress returns addr if this host has it.
+func checkAddress(addr netip.Addr) (netip.Addr, error) {
 	if addr.IsLoopback() { // all of 127.0.0.0/8 is this host, but only its first address is listed
 		return addr, nil
 	}

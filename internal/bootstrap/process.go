@@ -13,16 +13,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// identity is where and who a process is, as its peers need to know it.
+// identity describes a process and its machine to its peers.
 type identity struct {
-	Host    string // host name, for people
-	Boot    string // the kernel's boot id: the same machine, whatever containers call themselves
-	NetNS   string // network namespace: abstract sockets reach no further
+	Host    string // host name, for texts alone
+	Boot    string // the kernel's boot id: equal for all containers of a machine
+	NetNS   string // network namespace: the reach of abstract sockets
 	PIDNS   string // PID namespace, with the time namespace, which shifts start times
 	PID     int
 	Start   uint64 // field 22 of /proc/self/stat; 0: unknown
 	UID     int
-	Process string // random, one for each process: ranks that are goroutines share it
+	Process string // random for each process: ranks that are its goroutines share it
 }
 
 var processToken = sync.OnceValue(rand.Text)
@@ -46,8 +46,8 @@ func currentIdentity() identity {
 	return id
 }
 
-// machine is equal for processes that can share memory and reach each other's abstract sockets. Where /proc hides the
-// boot id, the host name has to do.
+// machine is equal for processes that can share memory and reach each other's abstract sockets. If /proc hides the boot
+// id, the host name replaces it.
 func (id identity) machine() string {
 	if id.Boot == "" {
 		return id.Host + "|" + id.NetNS
@@ -55,17 +55,17 @@ func (id identity) machine() string {
 	return id.Boot + "|" + id.NetNS
 }
 
-// procStat is what we use of /proc/<pid>/stat.
+// procStat holds the fields of /proc/<pid>/stat that this package uses.
 type procStat struct {
 	pid   int
 	state byte
 	start uint64
 }
 
-// ended says whether the process is a zombie or beyond: its memory and descriptors are gone.
+// ended reports whether the process is a zombie or dead: the kernel has freed its memory and descriptors.
 func (s procStat) ended() bool { return s.state == 'Z' || s.state == 'X' || s.state == 'x' }
 
-// parseStat reads "pid (name) state …"; the name may itself hold blanks and parentheses, so the last ')' ends it.
+// parseStat reads "pid (name) state …". The name may contain blanks and parentheses, so that the last ')' ends it.
 func parseStat(b []byte) (procStat, error) {
 	open, end := bytes.IndexByte(b, '('), bytes.LastIndexByte(b, ')')
 	if open < 0 || end < open {
@@ -87,11 +87,11 @@ func parseStat(b []byte) (procStat, error) {
 	return procStat{pid, fields[0][0], start}, nil
 }
 
-// errProcessGone: the process that was meant exists no more, whoever may have its pid now.
+// errProcessGone means that the process has ended. Another process may have its pid.
 var errProcessGone = errors.New("process has ended")
 
-// openProcess gives a pidfd of the process with this pid and start time, or errProcessGone, or another error where the
-// system can't tell (no pidfd_open before Linux 5.3, or forbidden by a sandbox).
+// openProcess returns a pidfd of the process with this pid and start time, or errProcessGone, or another error if the
+// system has no pidfd_open (before Linux 5.3, or forbidden by a sandbox).
 func openProcess(pid int, start uint64) (int, error) {
 	fd, err := unix.PidfdOpen(pid, 0) // sets close-on-exec
 	if errors.Is(err, unix.ESRCH) {
@@ -107,8 +107,8 @@ func openProcess(pid int, start uint64) (int, error) {
 	return fd, nil
 }
 
-// checkStart compares the start time of the process behind a pidfd. The pid is asked of the descriptor, since the
-// mounted /proc may number processes differently from this process's own PID namespace.
+// checkStart compares the start time of a pidfd's process. It reads the pid from the descriptor, because the mounted /proc
+// may belong to another PID namespace than this process.
 func checkStart(pidfd int, start uint64) error {
 	shown, err := pidOf(pidfd)
 	if err != nil {
@@ -153,8 +153,8 @@ func readStat(pid int) (procStat, error) {
 	return parseStat(b)
 }
 
-// procShowsOwnPIDs says whether /proc numbers processes as this process does; only then can a pid be looked up there.
-func procShowsOwnPIDs() bool {
+// procMatchesPIDs reports whether the mounted /proc belongs to this process's PID namespace: only then can it look up pids.
+func procMatchesPIDs() bool {
 	b, err := os.ReadFile("/proc/self/stat")
 	if err != nil {
 		return false
@@ -163,7 +163,7 @@ func procShowsOwnPIDs() bool {
 	return err == nil && s.pid == os.Getpid()
 }
 
-// processEnded looks a process up by pid and start time where there is no pidfd.
+// processEnded looks up a process by pid and start time, for kernels without pidfd.
 func processEnded(pid int, start uint64) bool {
 	s, err := readStat(pid)
 	if err != nil {

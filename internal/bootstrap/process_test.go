@@ -39,10 +39,10 @@ func FuzzParseStat(f *testing.F) {
 	})
 }
 
-// sleeperRole only lives until it is told to end or killed.
+// sleeperRole runs until the parent sends a line or kills it.
 func sleeperRole(c *proctest.Child) error {
-	c.Say("start %d", currentIdentity().Start)
-	c.Hear()
+	c.Send("start %d", currentIdentity().Start)
+	c.Receive()
 	return nil
 }
 
@@ -51,7 +51,7 @@ func TestOpenProcess(t *testing.T) {
 	self := currentIdentity()
 	fd, err := openProcess(self.PID, self.Start)
 	if err != nil {
-		t.Fatalf("the own process: %v", err)
+		t.Fatalf("this process: %v", err)
 	}
 	unix.Close(fd)
 	if _, err := openProcess(self.PID, self.Start+1); !errors.Is(err, errProcessGone) {
@@ -73,7 +73,7 @@ func TestOpenProcess(t *testing.T) {
 	}
 }
 
-// Both ways to watch see a death, also of a process that nobody has waited for, and take a stopped one for alive.
+// Pidfds and probes see a death, of a zombie too, and take a stopped process for alive.
 func TestProcWatch(t *testing.T) {
 	for name, probing := range map[string]bool{"pidfd": false, "probe": true} {
 		t.Run(name, func(t *testing.T) {
@@ -122,7 +122,7 @@ func TestProcWatch(t *testing.T) {
 }
 
 func TestProcWatchOfTheDeadAndTheReused(t *testing.T) {
-	w, err := newProcWatch(func(int) { t.Error("told by callback") })
+	w, err := newProcWatch(func(int) { t.Error("callback called") })
 	if err != nil {
 		t.Fatal(err)
 	}

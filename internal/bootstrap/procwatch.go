@@ -11,11 +11,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// probeEvery is how often a process without a pidfd is looked up in /proc; with it a death is seen well within 200 ms.
+// probeEvery is the period of looking up processes without a pidfd in /proc. A death must be seen within 200 ms.
 const probeEvery = 50 * time.Millisecond
 
-// procWatch tells when processes end. Pidfds sit in one epoll set that the Go runtime's poller waits on, so that no
-// thread blocks and closing the set ends the goroutine; processes without a pidfd are looked up by a ticker.
+// procWatch reports the ends of processes. The Go runtime's poller waits on one epoll set of all pidfds, so that no thread
+// blocks and closing the set ends the goroutine. Processes without a pidfd are looked up by a ticker.
 type procWatch struct {
 	gone func(rank int) // called from the watcher's goroutines, once for a rank
 	set  *os.File
@@ -40,7 +40,7 @@ func newProcWatch(gone func(rank int)) (*procWatch, error) {
 	if err != nil {
 		return nil, fmt.Errorf("epoll_create1: %w", err)
 	}
-	if err := unix.SetNonblock(fd, true); err != nil { // so that os.File hands it to the runtime's poller
+	if err := unix.SetNonblock(fd, true); err != nil { // os.File then registers it with the runtime's poller
 		unix.Close(fd)
 		return nil, fmt.Errorf("fcntl: %w", err)
 	}
@@ -56,7 +56,7 @@ func newProcWatch(gone func(rank int)) (*procWatch, error) {
 	return w, nil
 }
 
-// watches says whether a rank is under watch already.
+// watches reports whether a rank is watched.
 func (w *procWatch) watches(rank int) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -65,7 +65,7 @@ func (w *procWatch) watches(rank int) bool {
 	return byFD || byProbe
 }
 
-// addFD watches the process behind a pidfd and owns the descriptor from here on, also on error.
+// addFD watches a pidfd's process. It takes the descriptor over, on error too.
 func (w *procWatch) addFD(rank, pidfd int) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -78,7 +78,7 @@ func (w *procWatch) addFD(rank, pidfd int) error {
 		return fmt.Errorf("watching rank %d: %w", rank, err)
 	}
 	w.fds[rank] = pidfd
-	delete(w.probes, rank) // the surer way wins
+	delete(w.probes, rank) // a pidfd is more reliable than a pid
 	return nil
 }
 
@@ -103,8 +103,8 @@ func (w *procWatch) addPID(rank, pid int, start uint64) error {
 }
 
 func (w *procWatch) addProbe(rank int, p probe) error {
-	if !procShowsOwnPIDs() {
-		return errors.New("neither pidfd nor /proc can tell of the process")
+	if !procMatchesPIDs() {
+		return errors.New("neither a pidfd nor /proc shows the process")
 	}
 	if processEnded(p.pid, p.start) {
 		return errProcessGone
@@ -144,7 +144,7 @@ func (w *procWatch) run() {
 	}
 }
 
-// drop ends the watch of a rank; false if there was none any more.
+// drop ends the watch of a rank. It returns false if the rank was not watched.
 func (w *procWatch) drop(rank int) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -188,7 +188,7 @@ func (w *procWatch) endedProbes() []int {
 	return ended
 }
 
-// close ends the goroutines and waits for them; not to be called from gone.
+// close ends the goroutines and waits for them. gone must not call it.
 func (w *procWatch) close() {
 	w.mu.Lock()
 	if w.closed {

@@ -6,7 +6,7 @@ import (
 	"github.com/deepep-go/deepep/internal/testutil/proctest"
 )
 
-// roles are what children of these tests do.
+// roles of the child processes of these tests.
 var roles = map[string]func(*proctest.Child) error{
 	"file":    fileRole,
 	"sleeper": sleeperRole,

@@ -54,7 +54,7 @@ func TestTCPTwoRanksZero(t *testing.T) {
 	noErrors(t, []error{<-ended})
 }
 
-// Strangers and ranks of other jobs are sent away; the group starts regardless.
+// Rank 0 refuses other programs and ranks of other jobs, and the group starts.
 func TestTCPStrangers(t *testing.T) {
 	checkFDs(t)
 	a := freeAddress(t)
@@ -83,7 +83,7 @@ func TestTCPStrangers(t *testing.T) {
 	io.WriteString(loud, "GET / HTTP/1.1\r\nHost: here\r\n\r\n and more of that")
 	loud.SetReadDeadline(time.Now().Add(proctest.Limit))
 	if _, err := io.ReadAll(loud); err != nil && !connectionGone(err) {
-		t.Errorf("the stranger was not sent away: %v", err)
+		t.Errorf("the other program was not refused: %v", err)
 	}
 
 	ex, err := DialTCP(proctest.Context(t), TCPOptions{Rank: 1, Size: 2, Address: a, Secret: "right"})
@@ -99,7 +99,7 @@ func TestTCPStrangers(t *testing.T) {
 	}
 }
 
-func TestTCPSomeoneElseListens(t *testing.T) {
+func TestTCPAnotherProgramListens(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -119,7 +119,7 @@ func TestTCPSomeoneElseListens(t *testing.T) {
 	<-done
 }
 
-func TestTCPNamesWhoIsMissing(t *testing.T) {
+func TestTCPNamesMissingRanks(t *testing.T) {
 	a := freeAddress(t)
 	errs := each(2, func(i int) error {
 		_, err := DialTCP(soon(t), TCPOptions{Rank: i * 2, Size: 4, Address: a})

@@ -47,23 +47,23 @@ func rankRole(c *proctest.Child) error {
 	if err != nil {
 		return err
 	}
-	c.Say("here")
+	c.Send("here")
 	for {
-		switch c.Hear() {
+		switch c.Receive() {
 		case "call":
 			m.SetLastCall(LastCall{Op: 3, Number: 17, Phase: 2, Buffer: 1})
-			c.Say("called")
+			c.Send("called")
 		case "fork":
 			pid, err := proctest.Fork()
 			if err != nil {
 				return err
 			}
-			c.Say("forked %d", pid)
+			c.Send("forked %d", pid)
 		case "cut": // the connections end, the process does not
 			if err := shutdownSockets(); err != nil {
 				return err
 			}
-			c.Say("cut")
+			c.Send("cut")
 		case "exec": // the process goes on as another program
 			return syscall.Exec("/bin/sleep", []string{"sleep", "60"}, nil)
 		case "leave":
@@ -134,7 +134,7 @@ func startWith(t *testing.T, size int, hosts bool, o Options) *family {
 
 func (f *family) ask(rank int, what, answer string) string {
 	f.t.Helper()
-	f.procs[rank].Tell("%s", what)
+	f.procs[rank].Send("%s", what)
 	return f.procs[rank].Expect(answer)
 }
 
@@ -225,7 +225,7 @@ func TestKillIsSeenWithLastCall(t *testing.T) {
 
 func TestExitWithoutGoodbyeIsDeath(t *testing.T) {
 	f := start(t, 2, false)
-	f.procs[1].Tell("exit")
+	f.procs[1].Send("exit")
 	f.death(1, seenWithin)
 	if code := f.procs[1].Wait(); code != 0 {
 		t.Errorf("exit code %d", code)
@@ -234,7 +234,7 @@ func TestExitWithoutGoodbyeIsDeath(t *testing.T) {
 
 func TestGoodbyeThenExitIsNoDeath(t *testing.T) {
 	f := start(t, 2, false)
-	f.procs[1].Tell("leave")
+	f.procs[1].Send("leave")
 	f.procs[1].Wait()
 	if rank := <-f.left; rank != 1 {
 		t.Errorf("rank %d left", rank)
@@ -256,7 +256,7 @@ func TestStoppedIsLateNotDead(t *testing.T) {
 // A process that goes on as another program is no rank any more: its connections are closed and its heart is still.
 func TestExecIsSeenByTheHeartbeat(t *testing.T) {
 	f := start(t, 2, false)
-	f.procs[1].Tell("exec")
+	f.procs[1].Send("exec")
 	d := f.death(1, seenWithin+quick().DeadAfter)
 	if !strings.Contains(d.How, "connection is closed and its heartbeat is ") {
 		t.Errorf("seen as %q", d.How)

@@ -70,7 +70,7 @@ func Start(ctx context.Context, ch *bootstrap.Channel, o Options) (*Watcher, err
 	if err != nil {
 		return nil, status.Errorf(status.System, "health page: %w", err)
 	}
-	got, err := ch.ExchangeNear(ctx, exchangeTag, nil, []int{fd})
+	got, err := ch.ExchangeLocalFDs(ctx, exchangeTag, nil, []int{fd})
 	unix.Close(fd)
 	if err != nil {
 		own.unmap()

@@ -1,5 +1,5 @@
-// Package pagetest writes to statistics pages as a kernel library does, so that
-// tests of readers need no kernels. One writer a page; no locks, no checks.
+// Package pagetest writes to statistics pages as a kernel library does, so that tests of readers need no kernels. A page
+// has one writer; there are no locks and no checks.
 package pagetest
 
 import (
@@ -11,7 +11,7 @@ import (
 	"github.com/deepep-go/deepep/internal/abi"
 )
 
-// Call is a call to be counted.
+// Call is a call that Record counts.
 type Call struct {
 	Op       uint32
 	Start    uint64

@@ -16,13 +16,13 @@ const (
 	argsVariable = "DEEPEP_TEST_ARGS"
 )
 
-// Child is the side of the pipes that a role sees.
+// Child is the child's end of the pipes.
 type Child struct {
 	args map[string]string
 	in   *bufio.Scanner
 }
 
-// playRole returns at once in a test's own process. In a child it plays the role and ends the process.
+// playRole runs the role and ends the process in a child. In the test's process it returns at once.
 func playRole(roles map[string]func(*Child) error) {
 	name := os.Getenv(roleVariable)
 	if name == "" {
@@ -36,34 +36,34 @@ func playRole(roles map[string]func(*Child) error) {
 		err = fmt.Errorf("no role %q", name)
 	}
 	if err != nil {
-		c.Say("error %v", err)
+		c.Send("error %v", err)
 		os.Exit(1)
 	}
 	os.Exit(0)
 }
 
-// Arg gives an argument of Start.
+// Arg returns an argument of Start.
 func (c *Child) Arg(name string) string { return c.args[name] }
 
-// Say sends a line to the parent.
-func (c *Child) Say(format string, args ...any) {
+// Send sends a line to the parent.
+func (c *Child) Send(format string, args ...any) {
 	fmt.Fprintf(os.Stdout, format+"\n", args...)
 }
 
-// Hear waits for a line of the parent. Where the parent is gone the process ends: nobody is left to be tested for.
-func (c *Child) Hear() string {
+// Receive waits for a line of the parent. If the parent has ended, this process ends too.
+func (c *Child) Receive() string {
 	if !c.in.Scan() {
 		os.Exit(3)
 	}
 	return c.in.Text()
 }
 
-// forkedLife bounds a forked child that no test killed.
+// forkedLife is how many seconds a forked child lives that no test kills.
 const forkedLife = 60
 
-// Fork makes a copy of this process that keeps every descriptor and mapping and does nothing, as a data loader's worker
-// does that outlives its parent. It ends when it is killed, or by itself after a minute. The copy has only the calling
-// thread, so that it may make raw system calls and nothing else.
+// Fork makes a copy of this process that keeps every descriptor and mapping and sleeps, like a data loader's worker that
+// outlives its parent. The copy ends when it is killed, or after a minute. It has only the calling thread, and may
+// therefore make raw system calls alone.
 func Fork() (pid int, err error) {
 	syscall.ForkLock.Lock()
 	defer syscall.ForkLock.Unlock()

@@ -44,7 +44,7 @@ func Start(t testing.TB, role string, args map[string]string, attr *syscall.SysP
 	return p
 }
 
-// TryStart is Start where the system may refuse, as it may with namespaces.
+// TryStart is Start for children that the system may refuse, such as those in namespaces.
 func TryStart(t testing.TB, role string, args map[string]string, attr *syscall.SysProcAttr) (*Proc, error) {
 	t.Helper()
 	text, err := json.Marshal(args)
@@ -72,7 +72,7 @@ func TryStart(t testing.TB, role string, args map[string]string, attr *syscall.S
 		for s := bufio.NewScanner(out); s.Scan(); {
 			select {
 			case p.lines <- s.Text():
-			default: // nobody listens any more
+			default: // the test has stopped reading
 			}
 		}
 	}()
@@ -84,15 +84,15 @@ func TryStart(t testing.TB, role string, args map[string]string, attr *syscall.S
 	return p, nil
 }
 
-// Tell sends the child a line.
-func (p *Proc) Tell(format string, args ...any) {
+// Send sends a line to the child.
+func (p *Proc) Send(format string, args ...any) {
 	p.t.Helper()
 	if _, err := fmt.Fprintf(p.in, format+"\n", args...); err != nil {
-		p.t.Fatalf("telling %d: %v", p.PID, err)
+		p.t.Fatalf("sending to process %d: %v", p.PID, err)
 	}
 }
 
-// Expect waits for the child's next line, which must begin with this word, and gives the rest of it.
+// Expect waits for the child's next line, which must begin with word, and returns the rest of the line.
 func (p *Proc) Expect(word string) string {
 	p.t.Helper()
 	select {
@@ -100,9 +100,9 @@ func (p *Proc) Expect(word string) string {
 		if first, rest, _ := strings.Cut(line, " "); ok && first == word {
 			return rest
 		}
-		p.t.Fatalf("process %d said %q (open: %v), expected %q", p.PID, line, ok, word)
+		p.t.Fatalf("process %d sent %q (open: %v), expected %q", p.PID, line, ok, word)
 	case <-time.After(Limit):
-		p.t.Fatalf("process %d did not say %q", p.PID, word)
+		p.t.Fatalf("process %d did not send %q", p.PID, word)
 	}
 	return ""
 }
@@ -115,7 +115,7 @@ func (p *Proc) Signal(s syscall.Signal) {
 	}
 }
 
-// Kill ends the child as kill -9 does and takes its exit status, so that no zombie is left.
+// Kill ends the child with SIGKILL and waits for it, so that no zombie is left.
 func (p *Proc) Kill() {
 	if p.ended {
 		return
@@ -126,7 +126,7 @@ func (p *Proc) Kill() {
 	p.in.Close()
 }
 
-// Wait waits until the child has ended by itself and gives its exit code.
+// Wait waits until the child ends and returns its exit code.
 func (p *Proc) Wait() int {
 	p.ended = true
 	state, err := p.cmd.Process.Wait()
@@ -137,7 +137,7 @@ func (p *Proc) Wait() int {
 	return state.ExitCode()
 }
 
-// Eventually waits until the condition holds and fails the test where it does not within the limit.
+// Eventually waits until the condition holds, and fails the test if it does not within the limit.
 func Eventually(t testing.TB, limit time.Duration, what string, holds func() bool) time.Duration {
 	t.Helper()
 	begin := time.Now()
