@@ -61,9 +61,6 @@ func (v version) less(w version) bool { return slices.Compare(v[:], w[:]) < 0 }
 
 func (v version) String() string { return fmt.Sprintf("%d.%d.%d", v[0], v[1], v[2]) }
 
-// cudaVersion prints 13000 as 13.0.
-func cudaVersion(v int) string { return fmt.Sprintf("%d.%d", v/1000, v%1000/10) }
-
 // bytesText prints a size with the largest binary unit that keeps it above 1.
 func bytesText(n uint64) string {
 	units := []string{"B", "KiB", "MiB", "GiB", "TiB"}

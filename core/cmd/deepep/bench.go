@@ -168,8 +168,7 @@ func (r *benchReport) add(ctx context.Context, spec benchSpec, operations []stri
 	return r.merge(results)
 }
 
-// startRanks runs one process a rank. The first failure ends them all: the
-// others could only wait for it.
+// startRanks runs one process for each rank. The first failure ends all: the others would wait for that rank.
 func startRanks(parent context.Context, spec benchSpec) ([]*rankResult, error) {
 	exe, err := os.Executable()
 	if err != nil {
@@ -186,7 +185,10 @@ func startRanks(parent context.Context, spec benchSpec) ([]*rankResult, error) {
 		ranks.Go(func() {
 			s := spec
 			s.Rank = rank
-			results[rank], failures[rank] = startRank(ctx, exe, &s)
+			failures[rank] = guarded(func() (err error) {
+				results[rank], err = startRank(ctx, exe, &s)
+				return err
+			})
 			if failures[rank] != nil {
 				first.Do(func() { cause = failures[rank]; cancel() })
 			}

@@ -4,8 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"image/color"
-	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 
@@ -13,15 +11,7 @@ import (
 	"gonum.org/v1/plot/plotter"
 	"gonum.org/v1/plot/vg"
 	"gonum.org/v1/plot/vg/draw"
-	"gonum.org/v1/plot/vg/vgimg"
 )
-
-// palette is told apart by people who see colours differently (Okabe and Ito).
-var palette = []color.Color{
-	color.RGBA{R: 0x00, G: 0x72, B: 0xb2, A: 0xff}, color.RGBA{R: 0xd5, G: 0x5e, B: 0x00, A: 0xff},
-	color.RGBA{R: 0x00, G: 0x9e, B: 0x73, A: 0xff}, color.RGBA{R: 0xcc, G: 0x79, B: 0xa7, A: 0xff},
-	color.RGBA{R: 0xe6, G: 0x9f, B: 0x00, A: 0xff}, color.RGBA{R: 0x56, G: 0xb4, B: 0xe9, A: 0xff},
-}
 
 // picture draws latency against tokens, both logarithmic: p50 as a line with
 // points, p99 as a dashed line of the same colour.
@@ -49,7 +39,10 @@ func (r *benchReport) picture(file string) error {
 	}
 	widen(&p.X)
 	widen(&p.Y)
-	return writePicture(p, file)
+	return writePicture(file, []string{".png"}, 8*vg.Inch, 5*vg.Inch, func(area draw.Canvas) {
+		margin := vg.Points(8)
+		p.Draw(draw.Crop(area, margin, -margin, margin, -margin))
+	})
 }
 
 func addSeries(p *plot.Plot, name string, p50, p99 plotter.XYs, c color.Color) error {
@@ -68,11 +61,6 @@ func addSeries(p *plot.Plot, name string, p50, p99 plotter.XYs, c color.Color) e
 	p.Add(line, points, dashes)
 	p.Legend.Add(name, line, points)
 	return nil
-}
-
-// widen gives a logarithmic axis some room on both sides; a single value would have no extent.
-func widen(a *plot.Axis) {
-	a.Min, a.Max = a.Min*0.8, a.Max*1.25
 }
 
 func (r *benchReport) operations() []string {
@@ -105,20 +93,4 @@ func (r *benchReport) tokenTicks() plot.ConstantTicks {
 		ticks = append(ticks, plot.Tick{Value: float64(n), Label: strconv.Itoa(n)})
 	}
 	return ticks
-}
-
-func writePicture(p *plot.Plot, file string) (err error) {
-	if ext := filepath.Ext(file); ext != ".png" {
-		return fmt.Errorf("picture: %q; allowed is a name that ends in .png", file)
-	}
-	canvas := vgimg.NewWith(vgimg.UseWH(8*vg.Inch, 5*vg.Inch), vgimg.UseDPI(120), vgimg.UseBackgroundColor(color.White))
-	margin := vg.Points(8)
-	p.Draw(draw.Crop(draw.New(canvas), margin, -margin, margin, -margin))
-	f, err := os.Create(file)
-	if err != nil {
-		return fmt.Errorf("picture: %w", err)
-	}
-	defer func() { err = errors.Join(err, f.Close()) }()
-	_, err = vgimg.PngCanvas{Canvas: canvas}.WriteTo(f)
-	return err
 }

@@ -105,7 +105,7 @@ func oneOf(name, word string, allowed []string) (int, error) {
 	return 0, fmt.Errorf("%s: %q; allowed are %s", name, word, strings.Join(allowed, ", "))
 }
 
-// inParallel calls f for 0 to n-1 on all cores, and returns the error of the least number that has one.
+// inParallel calls f for 0 to n-1 on all cores and returns the error of the smallest number that has one.
 func inParallel(ctx context.Context, n int, f func(i int) error) error {
 	errs := make([]error, n)
 	work := make(chan int)
@@ -114,7 +114,7 @@ func inParallel(ctx context.Context, n int, f func(i int) error) error {
 		group.Go(func() {
 			for i := range work {
 				if errs[i] = ctx.Err(); errs[i] == nil {
-					errs[i] = f(i)
+					errs[i] = guarded(func() error { return f(i) })
 				}
 			}
 		})

@@ -2,20 +2,23 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"flag"
 	"image/png"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/deepep-go/deepep/internal/status"
 )
 
-var updateSim = flag.Bool("update-sim", false, "write the golden files of deepep sim anew")
+var updateSim = flag.Bool("update-sim", false, "write the golden files of deepep sim again")
 
-// simSmall is a comparison that takes a moment.
+// simSmall is a short comparison.
 var simSmall = []string{"sim", "qp", "--ranks", "16", "--tokens", "24", "--hidden", "1024", "--experts", "64"}
 
-// TestSimGolden: the same arguments give the same answer, to the letter.
+// The same arguments give the same text.
 func TestSimGolden(t *testing.T) {
 	for name, args := range map[string][]string{
 		"qp": simSmall,
@@ -125,5 +128,17 @@ func TestSimRefuses(t *testing.T) {
 		if _, stderr, code := deepep(t, append([]string{"sim"}, args...)...); code != exitUsage || !strings.Contains(stderr, want) {
 			t.Errorf("%v: %d %s, want %q", args, code, stderr, want)
 		}
+	}
+}
+
+func TestPanicIsAnError(t *testing.T) {
+	err := inParallel(t.Context(), 3, func(i int) error {
+		if i == 1 {
+			panic("no route")
+		}
+		return nil
+	})
+	if !errors.Is(err, status.ErrInternal) || !strings.Contains(err.Error(), "no route") {
+		t.Errorf("got %v", err)
 	}
 }

@@ -1,51 +1,31 @@
 package main
 
 import (
-	"errors"
 	"fmt"
 	"image/color"
-	"io"
-	"os"
-	"path/filepath"
 	"strconv"
 
 	"gonum.org/v1/plot"
 	"gonum.org/v1/plot/plotter"
 	"gonum.org/v1/plot/vg"
 	"gonum.org/v1/plot/vg/draw"
-	"gonum.org/v1/plot/vg/vgimg"
-	"gonum.org/v1/plot/vg/vgsvg"
 )
 
-// panels draws plots side by side under a caption into a file, whose name says in which form.
-func panels(file, caption string, width vg.Length, plots ...*plot.Plot) (err error) {
+// panels draws plots side by side under a caption.
+func panels(file, caption string, width vg.Length, plots ...*plot.Plot) error {
 	const height = 4 * vg.Inch
-	var canvas vg.CanvasWriterTo
-	switch filepath.Ext(file) {
-	case ".svg":
-		canvas = vgsvg.NewWith(vgsvg.UseWH(width, height))
-	case ".png":
-		canvas = vgimg.PngCanvas{Canvas: vgimg.NewWith(vgimg.UseWH(width, height), vgimg.UseDPI(120), vgimg.UseBackgroundColor(color.White))}
-	default:
-		return fmt.Errorf("picture: %q; allowed is a name that ends in .svg or .png", file)
-	}
-	area := draw.NewCanvas(canvas, width, height)
-	area.SetColor(color.White)
-	area.Fill(area.Rectangle.Path())
-	tiles := draw.Tiles{Rows: 1, Cols: len(plots), PadX: vg.Points(14), PadTop: vg.Points(26), PadBottom: vg.Points(6), PadLeft: vg.Points(6), PadRight: vg.Points(10)}
-	style := plots[0].Title.TextStyle
-	style.XAlign, style.YAlign = draw.XCenter, draw.YTop
-	area.FillText(style, vg.Point{X: width / 2, Y: height - vg.Points(6)}, caption)
-	for i, p := range plots {
-		p.Draw(tiles.At(area, i, 0))
-	}
-	f, err := os.Create(file)
-	if err != nil {
-		return fmt.Errorf("picture: %w", err)
-	}
-	defer func() { err = errors.Join(err, f.Close()) }()
-	_, err = canvas.(io.WriterTo).WriteTo(f)
-	return err
+	return writePicture(file, []string{".svg", ".png"}, width, height, func(area draw.Canvas) {
+		tiles := draw.Tiles{
+			Rows: 1, Cols: len(plots), PadX: vg.Points(14),
+			PadTop: vg.Points(26), PadBottom: vg.Points(6), PadLeft: vg.Points(6), PadRight: vg.Points(10),
+		}
+		style := plots[0].Title.TextStyle
+		style.XAlign, style.YAlign = draw.XCenter, draw.YTop
+		area.FillText(style, vg.Point{X: width / 2, Y: height - vg.Points(6)}, caption)
+		for i, p := range plots {
+			p.Draw(tiles.At(area, i, 0))
+		}
+	})
 }
 
 // picture draws time, throughput and the largest queue as bars: a group for each NIC, a colour for each order. Of several
