@@ -11,33 +11,32 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Death is how a rank was lost.
+// Death describes a lost rank.
 type Death struct {
 	Rank     int
 	Host     string
 	PID      int
 	Last     LastCall
-	LastName string // the same for people: "dispatch #17 (receive)", "none"
-	How      string // how it was seen
+	LastName string // Last as text: "dispatch #17 (receive)", "none"
+	How      string // how the watcher saw it
 }
 
-// Err is the error that waits for this rank end with.
+// Err is the error of calls that wait for this rank.
 func (d Death) Err() error {
 	return status.Errorf(status.PeerDead, "rank %d (host %s, pid %d, last call %s) is dead: %s", d.Rank, d.Host, d.PID, d.LastName, d.How)
 }
 
-// subscriber gets every event of a kind once for each rank. told needs the watcher's mu; calling is held during a call,
-// so that a cancel can wait for it.
+// subscriber is called once for each rank with an event of its kind. calling is held during a call, so that cancel can
+// wait for it.
 type subscriber struct {
-	tell    func(p *peer) func() // nil: nothing to tell of this rank yet. Needs the watcher's mu
-	told    []bool
+	event   func(p *peer) func() // the call for this rank; nil: no event yet. Needs the watcher's mu
+	called  []bool               // by rank. Needs the watcher's mu
 	calling sync.Mutex
-	over    bool // needs calling
+	over    bool // cancelled. Needs calling
 }
 
-// OnDeath calls f for every rank that dies, and soon for those that are dead already, from the watcher's goroutine. After
-// cancel has returned f is not running and will not run; so cancel must not be called from f, nor under a lock that f
-// takes.
+// OnDeath makes the watcher's goroutine call f for every rank that dies, and for those that are dead already. After cancel
+// has returned f is not running and will not run; so f must not call cancel, nor may its caller hold a lock that f takes.
 func (w *Watcher) OnDeath(f func(Death)) (cancel func()) {
 	return w.subscribe(func(p *peer) func() {
 		if p.death == nil {
@@ -48,7 +47,7 @@ func (w *Watcher) OnDeath(f func(Death)) (cancel func()) {
 	})
 }
 
-// OnLeft is OnDeath for ranks that say goodbye.
+// OnLeft is OnDeath for ranks that leave.
 func (w *Watcher) OnLeft(f func(rank int)) (cancel func()) {
 	return w.subscribe(func(p *peer) func() {
 		if !p.left {
@@ -59,8 +58,8 @@ func (w *Watcher) OnLeft(f func(rank int)) (cancel func()) {
 	})
 }
 
-func (w *Watcher) subscribe(tell func(p *peer) func()) (cancel func()) {
-	s := &subscriber{tell: tell, told: make([]bool, len(w.peers))}
+func (w *Watcher) subscribe(event func(p *peer) func()) (cancel func()) {
+	s := &subscriber{event: event, called: make([]bool, len(w.peers))}
 	w.mu.Lock()
 	id := w.next
 	w.next++
@@ -77,7 +76,7 @@ func (w *Watcher) subscribe(tell func(p *peer) func()) (cancel func()) {
 	}
 }
 
-// poke makes the watcher look now.
+// poke wakes the watcher's goroutine.
 func (w *Watcher) poke() {
 	select {
 	case w.wake <- struct{}{}:
@@ -103,8 +102,8 @@ func (w *Watcher) run() {
 	}
 }
 
-// turn renews the own page if it is time, looks at all ranks and tells the subscribers. A panic that got out of here
-// would end the host program.
+// turn adds a beat to this rank's page, looks at all ranks and calls the subscribers. It recovers from panics, which would
+// end the program.
 func (w *Watcher) turn(beat bool) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -112,10 +111,10 @@ func (w *Watcher) turn(beat bool) {
 		}
 	}()
 	if beat {
-		atomic.AddUint64(&w.own.beat, 1)
-		w.tellFar()
+		atomic.AddUint64(&w.mine.beat, 1)
+		w.sendNotes()
 	}
-	for _, d := range w.judge() {
+	for _, d := range w.findDeaths() {
 		w.o.Log.Warn("rank lost", zap.Int("rank", d.Rank), zap.String("host", d.Host), zap.Int("pid", d.PID),
 			zap.String("last_call", d.LastName), zap.String("how", d.How))
 		w.ch.Fail(d.Rank, d.Err())
@@ -129,7 +128,7 @@ func (w *Watcher) turn(beat bool) {
 	}
 }
 
-// deliver makes one call, unless the subscription was cancelled meanwhile.
+// deliver makes one call, unless the subscription has been cancelled.
 func (s *subscriber) deliver(call func(), log *zap.Logger) {
 	s.calling.Lock()
 	defer s.calling.Unlock()
@@ -143,17 +142,17 @@ func (s *subscriber) deliver(call func(), log *zap.Logger) {
 	}
 }
 
-// nextCall finds something that a subscriber has not been told.
+// nextCall finds an event for which a subscriber has not been called.
 func (w *Watcher) nextCall() (*subscriber, func()) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, s := range w.subs {
 		for rank := range w.peers {
-			if s.told[rank] {
+			if s.called[rank] {
 				continue
 			}
-			if call := s.tell(&w.peers[rank]); call != nil {
-				s.told[rank] = true
+			if call := s.event(&w.peers[rank]); call != nil {
+				s.called[rank] = true
 				return s, call
 			}
 		}
@@ -161,8 +160,8 @@ func (w *Watcher) nextCall() (*subscriber, func()) {
 	return nil, nil
 }
 
-// judge finds who died since the last look.
-func (w *Watcher) judge() (deaths []Death) {
+// findDeaths returns the ranks that have died since the last call.
+func (w *Watcher) findDeaths() (deaths []Death) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for i := range w.peers {
@@ -171,7 +170,7 @@ func (w *Watcher) judge() (deaths []Death) {
 			continue
 		}
 		w.look(p)
-		how := w.verdict(p)
+		how := w.causeOfDeath(p)
 		if how == "" {
 			continue
 		}
@@ -182,8 +181,8 @@ func (w *Watcher) judge() (deaths []Death) {
 	return deaths
 }
 
-// verdict says how a rank is seen to be dead, or nothing. Needs mu.
-func (w *Watcher) verdict(p *peer) string {
+// causeOfDeath returns how a rank died, "" if it lives. Needs mu.
+func (w *Watcher) causeOfDeath(p *peer) string {
 	if p.left || p.SameProcess {
 		return ""
 	}
@@ -198,7 +197,7 @@ func (w *Watcher) verdict(p *peer) string {
 	return ""
 }
 
-// look takes in what a rank shows now. Needs mu.
+// look reads a rank's page and its channel's state. Needs mu.
 func (w *Watcher) look(p *peer) {
 	if p.Rank == w.rank || w.closed.Load() {
 		return
@@ -213,7 +212,7 @@ func (w *Watcher) look(p *peer) {
 	}
 }
 
-// see takes in a rank's page.
+// see stores what a rank's page shows.
 func (p *peer) see(v view) {
 	if v.beat != p.seen.beat {
 		p.beatAt = time.Now()
@@ -224,9 +223,9 @@ func (p *peer) see(v view) {
 	}
 }
 
-// tellFar sends the own page to ranks on other machines.
-func (w *Watcher) tellFar() {
-	note := w.own.words()
+// sendNotes sends this rank's page to ranks on other machines.
+func (w *Watcher) sendNotes() {
+	note := w.mine.words()
 	for i := range w.peers {
 		if !w.peers[i].SameHost {
 			_ = w.ch.Note(i, note) // repeated with the next beat
@@ -234,7 +233,7 @@ func (w *Watcher) tellFar() {
 	}
 }
 
-// note takes the page of a rank on another machine.
+// note receives the page of a rank on another machine.
 func (w *Watcher) note(rank int, b []byte) {
 	v, err := decodeNote(b, rank)
 	if err != nil {

@@ -2,7 +2,7 @@ package health
 
 import "fmt"
 
-// LastCall is what a rank did last: numbers as in the kernel interface (DK_OP_*, DK_PHASE_*).
+// LastCall is a rank's last call, numbered as in the kernel interface (DK_OP_*, DK_PHASE_*).
 type LastCall struct {
 	Op     uint32
 	Number uint64 // counts the calls of a buffer
@@ -10,7 +10,7 @@ type LastCall struct {
 	Buffer uint32
 }
 
-// OpName gives the text for an operation's number.
+// OpName is the name of an operation.
 func OpName(op uint32) string {
 	names := [...]string{"none", "layout", "notify", "dispatch", "combine", "ll_dispatch", "ll_combine", "clean", "barrier", "mask"}
 	if int(op) < len(names) {
@@ -19,7 +19,7 @@ func OpName(op uint32) string {
 	return fmt.Sprintf("operation %d", op)
 }
 
-// String says it for people: "dispatch #17 (receive)".
+// String is the call as text: "dispatch #17 (receive)".
 func (c LastCall) String() string { return c.text(OpName) }
 
 func (c LastCall) text(name func(uint32) string) string {
@@ -28,7 +28,7 @@ func (c LastCall) text(name func(uint32) string) string {
 	}
 	text := fmt.Sprintf("%s #%d", name(c.Op), c.Number)
 	switch c.Phase {
-	case 0, 3: // not told, or both halves in one
+	case 0, 3: // without phases, or both in one call
 	case 1:
 		text += " (send)"
 	case 2:

@@ -16,7 +16,7 @@ const pageBytes = 4096
 // pageMagic is "DEPBEAT1".
 const pageMagic = 0x3154414542504544
 
-// page is the memory that peers see. Words are written with atomic stores by the owner alone.
+// page is the memory that peers map. The owner alone writes it, with atomic stores.
 //
 //	0 magic u64 · 8 rank u64 · 16 beat u64 (grows) · 24 last call u64 (packed) · 32 state u64
 type page struct {
@@ -28,7 +28,7 @@ const (
 	stateLeft = 2
 )
 
-// noteBytes is the length of a page's content as it travels to other machines: all five words.
+// noteBytes is the length of a note to other machines: all five words of the page.
 const noteBytes = 5 * 8
 
 // view is a page's content at a moment.
@@ -38,7 +38,7 @@ type view struct {
 	left bool
 }
 
-// decodeNote reads a page's content from a note, or from mapped memory that was copied out.
+// decodeNote decodes a page's content, from a note or from a copy of mapped memory.
 func decodeNote(b []byte, rank int) (view, error) {
 	if len(b) != noteBytes {
 		return view{}, fmt.Errorf("heartbeat of %d bytes, want %d", len(b), noteBytes)
@@ -56,7 +56,7 @@ func decodeNote(b []byte, rank int) (view, error) {
 	return view{beat: word(2), last: unpack(word(3)), left: word(4) == stateLeft}, nil
 }
 
-// words copies a page out, word by word.
+// words copies a page word by word.
 func (p *page) words() []byte {
 	b := make([]byte, 0, noteBytes)
 	for _, w := range []*uint64{&p.magic, &p.rank, &p.beat, &p.last, &p.state} {
@@ -65,8 +65,8 @@ func (p *page) words() []byte {
 	return b
 }
 
-// Bits of the packed last call, so that it changes in one store: operation, phase, buffer, number. What does not fit is
-// cut: the highest operation, phase and buffer stand for all above, and a number wraps after 10^12 calls.
+// Bits of the packed last call, which one store changes: operation, phase, buffer, number. The highest operation, phase and
+// buffer mean that value or any above; the number wraps after 10^12 calls.
 const (
 	opBits, phaseBits, bufferBits, numberBits = 6, 4, 14, 40
 )
@@ -84,7 +84,7 @@ func unpack(w uint64) LastCall {
 	}
 }
 
-// mapping is a page in this process: the own one, or a peer's, read only.
+// mapping is a page in this process: this rank's, or a peer's, read only.
 type mapping struct {
 	*page
 	mem []byte
@@ -97,10 +97,10 @@ func (m *mapping) unmap() {
 	}
 }
 
-// seals keep the file from being cut short under a peer's mapping, where a read would then end the process.
+// seals forbid to truncate the file: a peer that reads its mapping would get SIGBUS.
 const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 
-// newPage makes the own page and the descriptor to share it by.
+// newPage makes this rank's page and a descriptor for its peers.
 func newPage(rank int) (*mapping, int, error) {
 	fd, err := unix.MemfdCreate("deepep-health", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
@@ -125,7 +125,7 @@ func newPage(rank int) (*mapping, int, error) {
 	return m, fd, nil
 }
 
-// peerPage maps a peer's page after checking that it can't hurt: sealed, of the right size, and the right rank's.
+// peerPage maps a peer's page after checking that it is sealed, of the right size, and the right rank's.
 func peerPage(fd, rank int) (*mapping, error) {
 	got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil || got&seals != seals {

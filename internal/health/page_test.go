@@ -33,23 +33,23 @@ func TestNames(t *testing.T) {
 }
 
 func TestPeerPageChecks(t *testing.T) {
-	own, fd, err := newPage(3)
+	mine, fd, err := newPage(3)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer own.unmap()
+	defer mine.unmap()
 	defer unix.Close(fd)
 	seen, err := peerPage(fd, 3)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer seen.unmap()
-	own.last, own.beat = pack(LastCall{3, 17, 2, 5}), 9
+	mine.last, mine.beat = pack(LastCall{3, 17, 2, 5}), 9
 	if v, err := decodeNote(seen.words(), 3); err != nil || v != (view{9, LastCall{3, 17, 2, 5}, false}) {
 		t.Errorf("the peer sees %+v, %v", v, err)
 	}
 	if err := unix.Ftruncate(fd, 0); err == nil {
-		t.Error("the page can be cut short: a peer that reads it would be killed by SIGBUS")
+		t.Error("the page can be truncated: a peer that reads it would get SIGBUS")
 	}
 	_, err = peerPage(fd, 4)
 	wantText(t, err, "of rank 3 in place of rank 4")

@@ -21,7 +21,7 @@ import (
 
 var roles = map[string]func(*proctest.Child) error{"rank": rankRole}
 
-// join makes this process a rank of a group that meets in a folder.
+// join makes this process a rank of a group that starts through a folder.
 func join(ctx context.Context, dir string, rank, size int, host string, o Options) (member, error) {
 	ex, err := bootstrap.OpenFile(ctx, bootstrap.FileOptions{Rank: rank, Size: size, Dir: dir, Name: "g"})
 	if err != nil {
@@ -39,7 +39,7 @@ func join(ctx context.Context, dir string, rank, size int, host string, o Option
 	return member{w, ch}, err
 }
 
-// rankRole does what it is told.
+// rankRole runs the parent's commands.
 func rankRole(c *proctest.Child) error {
 	rank, _ := strconv.Atoi(c.Arg("rank"))
 	size, _ := strconv.Atoi(c.Arg("size"))
@@ -59,12 +59,12 @@ func rankRole(c *proctest.Child) error {
 				return err
 			}
 			c.Send("forked %d", pid)
-		case "cut": // the connections end, the process does not
+		case "cut": // ends the connections, not the process
 			if err := shutdownSockets(); err != nil {
 				return err
 			}
 			c.Send("cut")
-		case "exec": // the process goes on as another program
+		case "exec": // replaces the process's program
 			return syscall.Exec("/bin/sleep", []string{"sleep", "60"}, nil)
 		case "leave":
 			m.Watcher.Close()
@@ -76,7 +76,7 @@ func rankRole(c *proctest.Child) error {
 	}
 }
 
-// shutdownSockets ends every connection of this process as a broken network would: no goodbye.
+// shutdownSockets ends every connection of this process without leaving the group, as a broken network would.
 func shutdownSockets() error {
 	names, err := filepath.Glob("/proc/self/fd/*")
 	for _, n := range names {
@@ -88,7 +88,7 @@ func shutdownSockets() error {
 	return err
 }
 
-// family is this process as rank 0 with children as the others.
+// family is this process as rank 0 with child processes as the other ranks.
 type family struct {
 	t     *testing.T
 	me    member
@@ -147,7 +147,7 @@ func (f *family) fork(rank int) {
 	f.t.Cleanup(func() { unix.Kill(pid, unix.SIGKILL) })
 }
 
-// death waits for a death and checks that it was seen in time.
+// death waits for a death and checks that the watcher saw it in time.
 func (f *family) death(rank int, limit time.Duration) Death {
 	f.t.Helper()
 	begin := time.Now()
@@ -157,7 +157,7 @@ func (f *family) death(rank int, limit time.Duration) Death {
 			f.t.Errorf("seen after %v, want %v", took, limit)
 		}
 		if d.Rank != rank || d.PID != f.procs[rank].PID || d.Host == "" {
-			f.t.Errorf("the death of rank %d, pid %d was told as %+v", rank, f.procs[rank].PID, d)
+			f.t.Errorf("the death of rank %d, pid %d was reported as %+v", rank, f.procs[rank].PID, d)
 		}
 		return d
 	case <-time.After(proctest.Limit):
@@ -166,8 +166,8 @@ func (f *family) death(rank int, limit time.Duration) Death {
 	return Death{}
 }
 
-// nobodyDies watches for longer than the silence that counts as death.
-func (f *family) nobodyDies() {
+// noDeath waits for longer than DeadAfter.
+func (f *family) noDeath() {
 	f.t.Helper()
 	select {
 	case d := <-f.died:
@@ -176,13 +176,13 @@ func (f *family) nobodyDies() {
 	}
 }
 
-// With a busy machine's scheduling on top of the 200 ms that a death may take to be seen.
+// A death must be seen within 200 ms; the rest is for the scheduling of a busy machine.
 const seenWithin = 500 * time.Millisecond
 
 func TestKillIsSeenWithLastCall(t *testing.T) {
 	for _, forked := range []bool{false, true} {
 		t.Run(fmt.Sprint("forked ", forked), func(t *testing.T) {
-			// So long a silence does not count here that only the end of the process can tell.
+			// With this DeadAfter only the end of the process shows the death.
 			f := startWith(t, 3, false, Options{DeadAfter: time.Hour})
 			f.ask(1, "call", "called")
 			if forked {
@@ -209,7 +209,7 @@ func TestKillIsSeenWithLastCall(t *testing.T) {
 				t.Errorf("Dead says %+v", got)
 			}
 			if _, dead := f.me.Dead(2); dead || f.me.Left(2) || f.me.Left(1) {
-				t.Error("rank 2 lives, and rank 1 did not say goodbye")
+				t.Error("rank 2 lives, and rank 1 did not leave")
 			}
 			if got := f.me.Describe(1); !strings.Contains(got, "last call dispatch #17 (receive), dead since ") {
 				t.Errorf("described as %s", got)
@@ -217,13 +217,13 @@ func TestKillIsSeenWithLastCall(t *testing.T) {
 			late := make(chan Death, 1)
 			f.me.OnDeath(func(d Death) { late <- d })
 			if got := <-late; got != d {
-				t.Errorf("a late subscriber was told %+v", got)
+				t.Errorf("a late subscriber got %+v", got)
 			}
 		})
 	}
 }
 
-func TestExitWithoutGoodbyeIsDeath(t *testing.T) {
+func TestExitWithoutLeavingIsDeath(t *testing.T) {
 	f := start(t, 2, false)
 	f.procs[1].Send("exit")
 	f.death(1, seenWithin)
@@ -232,28 +232,28 @@ func TestExitWithoutGoodbyeIsDeath(t *testing.T) {
 	}
 }
 
-func TestGoodbyeThenExitIsNoDeath(t *testing.T) {
+func TestLeavingThenExitIsNoDeath(t *testing.T) {
 	f := start(t, 2, false)
 	f.procs[1].Send("leave")
 	f.procs[1].Wait()
 	if rank := <-f.left; rank != 1 {
 		t.Errorf("rank %d left", rank)
 	}
-	f.nobodyDies()
+	f.noDeath()
 }
 
 func TestStoppedIsLateNotDead(t *testing.T) {
 	f := start(t, 2, false)
 	f.procs[1].Signal(syscall.SIGSTOP)
-	f.nobodyDies()
+	f.noDeath()
 	if s := f.me.Stalled(1); s < quick().DeadAfter {
 		t.Errorf("heartbeat %v old", s)
 	}
 	f.procs[1].Signal(syscall.SIGCONT)
-	proctest.Eventually(t, proctest.Limit, "the heart beats again", func() bool { return f.me.Stalled(1) < 100*time.Millisecond })
+	proctest.Eventually(t, proctest.Limit, "the heartbeat is back", func() bool { return f.me.Stalled(1) < 100*time.Millisecond })
 }
 
-// A process that goes on as another program is no rank any more: its connections are closed and its heart is still.
+// A process that runs another program is not a rank: its connections are closed and it has no heartbeat.
 func TestExecIsSeenByTheHeartbeat(t *testing.T) {
 	f := start(t, 2, false)
 	f.procs[1].Send("exec")
@@ -263,17 +263,17 @@ func TestExecIsSeenByTheHeartbeat(t *testing.T) {
 	}
 }
 
-// A rank whose connections broke but whose heart beats is alive.
+// A rank with closed connections and a heartbeat is alive.
 func TestClosedConnectionAloneIsNoDeath(t *testing.T) {
 	f := start(t, 2, false)
 	f.ask(1, "cut", "cut")
 	proctest.Eventually(t, proctest.Limit, "the connection is closed", func() bool { return f.me.ch.State(1).Closed })
-	f.nobodyDies()
+	f.noDeath()
 	f.procs[1].Signal(syscall.SIGKILL)
 	f.death(1, seenWithin)
 }
 
-// On another machine there is no process to watch: silence and a closed connection together tell.
+// A process of another machine cannot be watched: an old heartbeat and a closed connection together mean death.
 func TestKillOnAnotherMachine(t *testing.T) {
 	f := start(t, 2, true)
 	f.ask(1, "call", "called")
@@ -288,12 +288,12 @@ func TestKillOnAnotherMachine(t *testing.T) {
 func TestStoppedOnAnotherMachineIsLate(t *testing.T) {
 	f := start(t, 2, true)
 	f.procs[1].Signal(syscall.SIGSTOP)
-	f.nobodyDies()
+	f.noDeath()
 	f.procs[1].Signal(syscall.SIGCONT)
-	proctest.Eventually(t, proctest.Limit, "the heart beats again", func() bool { return f.me.Stalled(1) < 100*time.Millisecond })
+	proctest.Eventually(t, proctest.Limit, "the heartbeat is back", func() bool { return f.me.Stalled(1) < 100*time.Millisecond })
 }
 
-// After cancel no callback runs; one that is running is waited for; a panic in one hurts nobody.
+// After cancel no callback runs; cancel waits for a running one; the watch goes on after a panic in a callback.
 func TestCallbacks(t *testing.T) {
 	f := start(t, 4, false)
 	never := f.me.OnDeath(func(Death) { t.Error("called after cancel") })
@@ -313,7 +313,7 @@ func TestCallbacks(t *testing.T) {
 	}()
 	select {
 	case <-over:
-		t.Error("cancel did not wait for the call under way")
+		t.Error("cancel did not wait for the running call")
 	case <-time.After(50 * time.Millisecond):
 	}
 	close(goOn)

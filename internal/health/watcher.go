@@ -15,15 +15,15 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// exchangeTag names the one exchange that Start needs.
+// exchangeTag is the tag of Start's exchange.
 const exchangeTag = "health"
 
 // Options of Start; zero values are the defaults.
 type Options struct {
-	Heartbeat time.Duration       // how often the own page is renewed and the others are looked at; 100 ms
-	DeadAfter time.Duration       // silence after which a rank whose connection is closed too is dead; 1.5 s
+	Heartbeat time.Duration       // period of this rank's beats and of its looks at the others; 100 ms
+	DeadAfter time.Duration       // age of the last beat at which a rank with a closed connection is dead; 1.5 s
 	Log       *zap.Logger         // nil: none
-	OpName    func(uint32) string // nil: the package's own
+	OpName    func(uint32) string // nil: the package's OpName
 }
 
 // Watcher is one rank's view of its group's health.
@@ -31,13 +31,13 @@ type Watcher struct {
 	ch     *bootstrap.Channel
 	o      Options
 	rank   int
-	wake   chan struct{} // capacity 1: something may have changed
+	wake   chan struct{} // capacity 1: a state may have changed
 	stop   chan struct{}
-	ended  chan struct{} // closed when the watcher's goroutine is over
+	ended  chan struct{} // closed at the end of the watcher's goroutine
 	unhook func()
 
-	// SetLastCall counts itself in users while it touches the page, so that Close can take the page away without a lock.
-	own    *mapping
+	// SetLastCall counts itself in users while it writes to the page, so that Close can unmap the page without a lock.
+	mine   *mapping
 	users  atomic.Int64
 	closed atomic.Bool
 
@@ -48,39 +48,39 @@ type Watcher struct {
 	once  sync.Once
 }
 
-// peer is what is known of one rank. Its fields need the watcher's mu.
+// peer is the watcher's state of one rank. Its fields need the watcher's mu.
 type peer struct {
 	bootstrap.Peer
-	page     *mapping // nil: on another machine, or the own rank
-	seen     view     // last content seen
+	page     *mapping // nil: on another machine, or this rank
+	seen     view     // the page as last read
 	beatAt   time.Time
 	left     bool
 	death    *Death
 	diedSeen time.Time
 }
 
-// Start makes the own page, exchanges pages over ch (collective, under the tag "health") and begins to watch. A channel
+// Start makes this rank's page, exchanges pages over ch (collective, with the tag "health") and begins to watch. A channel
 // has one watcher at a time. After an error the caller closes the channel, so that the others do not wait.
 func Start(ctx context.Context, ch *bootstrap.Channel, o Options) (*Watcher, error) {
 	o.setDefaults()
 	if o.Heartbeat <= 0 || o.DeadAfter < o.Heartbeat {
 		return nil, status.InvalidArg("Heartbeat, DeadAfter", fmt.Sprint(o.Heartbeat, ", ", o.DeadAfter), "a positive heartbeat, and a limit that is not shorter")
 	}
-	own, fd, err := newPage(ch.Rank())
+	mine, fd, err := newPage(ch.Rank())
 	if err != nil {
 		return nil, status.Errorf(status.System, "health page: %w", err)
 	}
 	got, err := ch.ExchangeLocalFDs(ctx, exchangeTag, nil, []int{fd})
 	unix.Close(fd)
 	if err != nil {
-		own.unmap()
+		mine.unmap()
 		return nil, err
 	}
 	w := &Watcher{
 		ch: ch, o: o, rank: ch.Rank(), wake: make(chan struct{}, 1), stop: make(chan struct{}), ended: make(chan struct{}),
-		own: own, subs: make(map[int]*subscriber),
+		mine: mine, subs: make(map[int]*subscriber),
 	}
-	if err := w.adopt(got); err != nil {
+	if err := w.mapPeers(got); err != nil {
 		w.unmapAll()
 		return nil, err
 	}
@@ -105,8 +105,8 @@ func (o *Options) setDefaults() {
 	}
 }
 
-// adopt maps the peers' pages and closes all descriptors.
-func (w *Watcher) adopt(got []bootstrap.Message) (err error) {
+// mapPeers maps the peers' pages and closes all descriptors.
+func (w *Watcher) mapPeers(got []bootstrap.Message) (err error) {
 	w.peers = make([]peer, len(got))
 	for rank, m := range got {
 		p := &w.peers[rank]
@@ -125,16 +125,17 @@ func (w *Watcher) adopt(got []bootstrap.Message) (err error) {
 	return err
 }
 
-// SetLastCall notes what this rank is about to do, for its peers to read should it die. A few nanoseconds, no lock.
+// SetLastCall writes the call that this rank begins to its page: its peers report it if the rank dies. It takes a few
+// nanoseconds and no lock.
 func (w *Watcher) SetLastCall(c LastCall) {
 	w.users.Add(1)
 	if !w.closed.Load() {
-		atomic.StoreUint64(&w.own.last, pack(c))
+		atomic.StoreUint64(&w.mine.last, pack(c))
 	}
 	w.users.Add(-1)
 }
 
-// Dead says whether a rank is dead, and how it was seen.
+// Dead returns a rank's death, if it is dead.
 func (w *Watcher) Dead(rank int) (Death, bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -144,7 +145,7 @@ func (w *Watcher) Dead(rank int) (Death, bool) {
 	return Death{}, false
 }
 
-// Left says whether a rank said goodbye.
+// Left reports whether a rank has left.
 func (w *Watcher) Left(rank int) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -153,7 +154,7 @@ func (w *Watcher) Left(rank int) bool {
 	return p.left
 }
 
-// Stalled is the age of a rank's last heartbeat. It is as exact as the heartbeat is frequent; 0 for the own rank.
+// Stalled is the age of a rank's last heartbeat, exact to the heartbeat's period; 0 for this rank.
 func (w *Watcher) Stalled(rank int) time.Duration {
 	if rank == w.rank {
 		return 0
@@ -165,31 +166,31 @@ func (w *Watcher) Stalled(rank int) time.Duration {
 	return time.Since(p.beatAt)
 }
 
-// Describe names a rank for errors: host, pid, last call and how it fares.
+// Describe names a rank for errors: host, pid, last call and state.
 func (w *Watcher) Describe(rank int) string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	p := &w.peers[rank]
 	w.look(p)
-	last, fares := p.seen.last, ""
+	last, state := p.seen.last, ""
 	switch {
 	case rank == w.rank:
-		if w.own.page != nil {
-			last = unpack(atomic.LoadUint64(&w.own.last))
+		if w.mine.page != nil {
+			last = unpack(atomic.LoadUint64(&w.mine.last))
 		}
-		fares = "this rank"
+		state = "this rank"
 	case p.death != nil:
-		fares = fmt.Sprintf("dead since %.1f s", time.Since(p.diedSeen).Seconds())
+		state = fmt.Sprintf("dead since %.1f s", time.Since(p.diedSeen).Seconds())
 	case p.left:
-		fares = "has left"
+		state = "has left"
 	default:
-		fares = fmt.Sprintf("heartbeat %.1f s ago", time.Since(p.beatAt).Seconds())
+		state = fmt.Sprintf("heartbeat %.1f s ago", time.Since(p.beatAt).Seconds())
 	}
-	return fmt.Sprintf("rank %d (host %s, pid %d, last call %s, %s)", rank, p.Host, p.PID, last.text(w.o.OpName), fares)
+	return fmt.Sprintf("rank %d (host %s, pid %d, last call %s, %s)", rank, p.Host, p.PID, last.text(w.o.OpName), state)
 }
 
-// Close says goodbye to the other ranks and ends the watch. After it has returned no callback runs any more, and the
-// watcher still answers what it knew. Not to be called from a callback.
+// Close marks this rank as left and ends the watch. After it has returned no callback runs; the methods still return the
+// last state. A callback must not call Close.
 func (w *Watcher) Close() error {
 	w.once.Do(func() {
 		w.closed.Store(true)
@@ -197,11 +198,11 @@ func (w *Watcher) Close() error {
 		w.unhook()
 		<-w.ended
 		w.ch.OnNote(nil)
-		for w.users.Load() != 0 { // a store that began before closed was set: nanoseconds
+		for w.users.Load() != 0 { // stores that began before closed was set end within nanoseconds
 			runtime.Gosched()
 		}
-		atomic.StoreUint64(&w.own.state, stateLeft)
-		w.tellFar()
+		atomic.StoreUint64(&w.mine.state, stateLeft)
+		w.sendNotes()
 		w.unmapAll()
 	})
 	return nil
@@ -210,7 +211,7 @@ func (w *Watcher) Close() error {
 func (w *Watcher) unmapAll() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.own.unmap()
+	w.mine.unmap()
 	for i := range w.peers {
 		w.peers[i].page.unmap()
 	}

@@ -19,7 +19,7 @@ import (
 
 func TestMain(m *testing.M) { proctest.Main(m, roles) }
 
-// quick makes tests short: silence counts after 300 ms.
+// quick makes tests short: DeadAfter is 300 ms.
 func quick() Options {
 	return Options{Heartbeat: 20 * time.Millisecond, DeadAfter: 300 * time.Millisecond}
 }
@@ -29,7 +29,7 @@ type member struct {
 	ch *bootstrap.Channel
 }
 
-// group starts n goroutine ranks; host gives each rank's machine, empty for all the same.
+// group starts n goroutine ranks; host names each rank's machine, nil: all the same.
 func group(t testing.TB, n int, host func(rank int) string) []member {
 	t.Helper()
 	all, ex := make([]member, n), bootstrap.NewLocal(n)
@@ -87,13 +87,13 @@ func TestPeersSeeLastCallAndHeartbeat(t *testing.T) {
 				time.Sleep(5 * time.Millisecond)
 			}
 			if s := all[0].Stalled(0); s != 0 {
-				t.Errorf("the own heartbeat is %v old", s)
+				t.Errorf("this rank's heartbeat is %v old", s)
 			}
 		})
 	}
 }
 
-func TestGoodbyeIsNoDeath(t *testing.T) {
+func TestLeavingIsNoDeath(t *testing.T) {
 	for name, host := range map[string]func(int) string{"one host": nil, "two hosts": func(r int) string { return fmt.Sprint("host", r) }} {
 		t.Run(name, func(t *testing.T) {
 			all := group(t, 3, host)
@@ -104,12 +104,12 @@ func TestGoodbyeIsNoDeath(t *testing.T) {
 			if rank := <-left; rank != 2 || !all[0].Left(2) || all[0].Left(1) {
 				t.Errorf("rank %d left", rank)
 			}
-			all[1].ch.Close() // in order, though nobody closed the watcher
+			all[1].ch.Close() // before the watcher
 			if rank := <-left; rank != 1 || !all[0].Left(1) {
 				t.Errorf("rank %d left", rank)
 			}
 			all[2].ch.Close()
-			// Longer than the silence that counts as death.
+			// Longer than DeadAfter.
 			time.Sleep(2 * quick().DeadAfter)
 			select {
 			case d := <-died:
@@ -126,7 +126,7 @@ func TestGoodbyeIsNoDeath(t *testing.T) {
 	}
 }
 
-func TestCloseIsIdempotentAndLeavesAnswers(t *testing.T) {
+func TestCloseIsIdempotentAndKeepsTheState(t *testing.T) {
 	all := group(t, 2, nil)
 	all[1].SetLastCall(LastCall{Op: 3, Number: 1})
 	w := all[1].Watcher
@@ -150,16 +150,16 @@ func TestCloseIsIdempotentAndLeavesAnswers(t *testing.T) {
 	for range 4 {
 		wg.Go(func() { w.Close() })
 	}
-	proctest.Eventually(t, proctest.Limit, "rank 0 hears the goodbye", func() bool { return all[0].Left(1) })
+	proctest.Eventually(t, proctest.Limit, "rank 0 sees that rank 1 has left", func() bool { return all[0].Left(1) })
 	close(stop)
 	wg.Wait()
 	if got := w.Describe(0); !strings.HasPrefix(got, "rank 0 (host ") {
 		t.Errorf("after Close: %s", got)
 	}
-	w.SetLastCall(LastCall{Op: 4}) // must not touch the page that is gone
+	w.SetLastCall(LastCall{Op: 4}) // must not write to the unmapped page
 }
 
-// Close takes the page away only when no store is under way.
+// Close unmaps the page only when no store is running.
 func TestCloseWaitsForStores(t *testing.T) {
 	w := group(t, 1, nil)[0].Watcher
 	w.users.Add(1)
@@ -171,7 +171,7 @@ func TestCloseWaitsForStores(t *testing.T) {
 	<-w.ended
 	select {
 	case <-closed:
-		t.Error("the page went while it was in use")
+		t.Error("the page was unmapped while it was in use")
 	case <-time.After(50 * time.Millisecond):
 	}
 	w.users.Add(-1)
@@ -179,7 +179,7 @@ func TestCloseWaitsForStores(t *testing.T) {
 }
 
 func TestCancelledSubscriberIsNotCalled(t *testing.T) {
-	s := &subscriber{over: true} // cancelled between being found and being called
+	s := &subscriber{over: true} // cancelled between nextCall and deliver
 	s.deliver(func() { t.Error("called") }, zap.NewNop())
 }
 
