@@ -16,7 +16,7 @@ import (
 	"github.com/deepep-go/deepep/internal/testutil/pagetest"
 )
 
-func TestDamagedPagesAreSkippedWithAWord(t *testing.T) {
+func TestDamagedPagesAreSkippedWithAReason(t *testing.T) {
 	dir := folder(t)
 	good := create(t, dir, meta)
 	whole, err := os.ReadFile(good.Path())
@@ -69,7 +69,7 @@ func TestDamagedPagesAreSkippedWithAWord(t *testing.T) {
 	}
 }
 
-// TestStrangeFiles: things that are no pages neither block nor kill the reader.
+// Files that are not pages neither block nor kill the reader.
 func TestStrangeFiles(t *testing.T) {
 	dir := folder(t)
 	create(t, dir, meta)
@@ -143,7 +143,7 @@ func FuzzPage(f *testing.F) {
 	})
 }
 
-// use reads a page and does with it all that the commands do.
+// use reads a page and calls everything that the commands call.
 func use(t *testing.T, b []byte) {
 	s, err := decode(b)
 	if err != nil {

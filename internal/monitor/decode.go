@@ -11,10 +11,10 @@ import (
 	"github.com/deepep-go/deepep/internal/abi"
 )
 
-// decode makes a reading of a page's bytes. Nothing in them is trusted.
+// decode reads a page's bytes, which may hold anything.
 func decode(b []byte) (*Stats, error) {
 	if len(b) < headerBytes {
-		return nil, fmt.Errorf("damaged: %d bytes, the head alone has %d", len(b), headerBytes)
+		return nil, fmt.Errorf("damaged: %d bytes, the header alone has %d", len(b), headerBytes)
 	}
 	var h abi.StatsPage
 	if _, err := binary.Decode(b, binary.LittleEndian, &h); err != nil {
@@ -54,7 +54,7 @@ func decode(b []byte) (*Stats, error) {
 	return s, nil
 }
 
-// check holds every field that leads somewhere against the size of the page.
+// check compares every offset and count with the size of the page.
 func check(h *abi.StatsPage, size int) error {
 	peers := 2 * abi.NumOps * 8 * uint64(uint32(h.NumRanks))
 	switch {
@@ -78,13 +78,13 @@ func check(h *abi.StatsPage, size int) error {
 	return nil
 }
 
-// inside tells whether a part lies behind the head and within the page.
+// inside reports whether a part lies after the header and within the page.
 func inside(offset, length uint64, size int) bool {
 	return offset%8 == 0 && offset >= uint64(headerBytes) && offset <= uint64(size) && length <= uint64(size)-offset
 }
 
-// decodeTrace lists the calls in the ring, oldest first. A record that is being
-// overwritten may be mixed of two calls; records that no call could have left are dropped.
+// decodeTrace lists the calls in the ring, oldest first. A record that a kernel is overwriting may mix two calls; records
+// that no call writes are dropped.
 func decodeTrace(h *abi.StatsPage, b []byte) []Call {
 	n := min(h.TraceNext, h.TraceLen)
 	var calls []Call
@@ -99,7 +99,7 @@ func decodeTrace(h *abi.StatsPage, b []byte) []Call {
 	return calls
 }
 
-// clean takes a text up to its end and drops what a terminal would obey.
+// clean returns a field's text without control characters, which a terminal would obey.
 func clean(field []byte) string {
 	text, _, _ := bytes.Cut(field, []byte{0})
 	return strings.Map(func(r rune) rune {

@@ -1,18 +1,12 @@
-// Package monitor keeps the statistics pages through which other processes see
-// what a buffer does.
+// Package monitor keeps the statistics pages through which other processes observe a buffer.
 //
-// A page is a small file of the owner alone in a folder under /dev/shm. The
-// engine creates it with [Create] and hands its bytes to the kernel library,
-// which counts calls, bytes, waits and latencies in it; its form is
-// dk_stats_page in kernels/abi/kernels.h. Anybody with the same user may read
-// it: [List] finds the pages of a host, validates every field before it is
-// used, tells dead processes by pid and start time, and removes what they left
-// half a minute later; Create removes it too.
-// [Stats] is one reading; Sub and Merge make rates and sums of them.
+// A page is a small file in a folder under /dev/shm that the owner alone may open. The engine creates it with [Create] and
+// passes its memory to the kernel library, which counts calls, bytes, waits and latencies in it; its layout is
+// dk_stats_page in kernels/abi/kernels.h. Any process of the same user may read it: [List] finds the pages of a host,
+// checks every field before use, recognises dead processes by pid and start time, and removes their pages half a minute
+// later; Create removes them too. [Stats] is one reading; its methods compute differences, sums and percentiles.
 //
-// A page lives from Create to Remove; its memory until Unmap, since kernels that
-// still run write to it. Creating and removing belong to the buffer's owner,
-// reading is free to all goroutines and processes. The package starts no
-// goroutine, never waits, and never writes to a page after Create except its
-// state.
+// A page exists from Create to Remove; its memory until Unmap, because running kernels write to it. The buffer's owner
+// creates and removes pages; any goroutine and process may read them. The package starts no goroutine, never waits, and
+// after Create writes only a page's state.
 package monitor

@@ -11,8 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Folders are where this user's pages lie, in order of preference. Root sees
-// the folders of all users.
+// Folders lists the folders of this user's pages, in order of preference. For root it adds the folders of all users.
 func Folders() []string {
 	mine := fmt.Sprintf("deepep-%d", os.Geteuid())
 	folders := []string{filepath.Join("/dev/shm", mine), filepath.Join(os.TempDir(), mine)}
@@ -30,8 +29,8 @@ func Folders() []string {
 	return folders
 }
 
-// makeFolder makes a folder for the owner alone, or checks that one that is
-// there already is just that: /dev/shm is open to all users.
+// makeFolder makes a folder that the owner alone may enter. An existing one must be just that: all users may write to
+// /dev/shm.
 func makeFolder(dir string) error {
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
 		return err
@@ -51,9 +50,8 @@ func makeFolder(dir string) error {
 	return nil
 }
 
-// inMemory refuses folders on a disk: pages there would be written back without
-// end, and CUDA cannot register them (cudaHostRegister of a file on ext4 fails,
-// of one in /dev/shm it works).
+// inMemory refuses folders on a disk: the system would write pages back again and again, and CUDA cannot register them
+// (cudaHostRegister of a file on ext4 fails, of one in /dev/shm it works).
 func inMemory(dir string) error {
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err != nil {
@@ -65,8 +63,8 @@ func inMemory(dir string) error {
 	return nil
 }
 
-// fileName is <pid>-<start time>-<number>-<PID namespace>.page; .dead once
-// somebody saw that the process has ended.
+// fileName is <pid>-<start time>-<number>-<PID namespace>.page. A reader that sees that the process has ended renames it to
+// .dead.
 type fileName struct {
 	pid       int
 	start     uint64
@@ -115,7 +113,7 @@ func parseName(base string) (fileName, error) {
 	return fileName{int(pid), start, uint32(number), namespace, dead}, nil
 }
 
-// pidNamespace is the inode of this process's PID namespace; 0 if it is not to be had.
+// pidNamespace is the inode of this process's PID namespace; 0: unknown.
 func pidNamespace() uint64 {
 	var st unix.Stat_t
 	if err := unix.Stat("/proc/self/ns/pid", &st); err != nil {
@@ -124,8 +122,8 @@ func pidNamespace() uint64 {
 	return st.Ino
 }
 
-// startTime is when a process began, in clock ticks since boot: with the pid it
-// names a process once and for all. A zombie counts as gone.
+// startTime is when a process began, in clock ticks since boot. Pid and start time together identify a process. A zombie
+// counts as ended.
 func startTime(pid int) (uint64, error) {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -134,8 +132,7 @@ func startTime(pid int) (uint64, error) {
 	return parseStat(string(b))
 }
 
-// parseStat reads field 22. Field 2, the name, may hold anything, so counting
-// starts behind its last parenthesis.
+// parseStat reads field 22. Field 2, the name, may hold anything, so that the fields are counted from its last parenthesis.
 func parseStat(text string) (uint64, error) {
 	at := strings.LastIndexByte(text, ')')
 	fields := strings.Fields(text[at+1:])
@@ -149,15 +146,14 @@ func parseStat(text string) (uint64, error) {
 	return strconv.ParseUint(fields[start], 10, 64)
 }
 
-// alive tells whether the process that made a page still is.
+// alive reports whether the process that made a page still runs.
 func alive(f fileName, fd int) bool {
 	if f.namespace != 0 && f.namespace == pidNamespace() {
 		start, err := startTime(f.pid)
 		return err == nil && start == f.start
 	}
-	// The pid means nothing here. Owners hold a shared lock as long as the page is
-	// mapped; who gets the exclusive one is alone with it. (A forked child keeps
-	// the lock too, so this may see a page alive for longer than its maker.)
+	// The pid is of another namespace. The owner holds a shared lock while it maps the page, so that the exclusive lock
+	// is free only after its end. (A forked child holds the shared lock too, so that the page may seem alive after its owner's end.)
 	if err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		return true
 	}

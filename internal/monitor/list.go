@@ -13,25 +13,23 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Entry is one page that was found.
+// Entry is one page that List found.
 type Entry struct {
 	Path  string
 	Stats *Stats // nil if Err is set
 	Err   error  // the page cannot be read or is damaged
-	Dead  bool   // its process has ended; the page is removed DeadFor later
+	Dead  bool   // its process has ended; List removes the page DeadFor later
 }
 
-// DeadFor is how long the page of a dead process is still shown, so that every
-// reader of a host sees it, not only the one that was first.
+// DeadFor is how long List shows the page of a dead process, so that every reader of the host sees it, not only the first.
 const DeadFor = 30 * time.Second
 
-// errUnfinished is a page whose owner has not filled it yet.
+// errUnfinished means that the owner has not filled the page yet.
 var errUnfinished = errors.New("not filled yet")
 
-// List reads all pages of the folders (none given: Folders), sorted by group,
-// buffer and rank, damaged ones last. Pages of dead processes are marked, and
-// removed once they were marked for DeadFor. An absent folder holds no pages; a
-// folder that others may write to is an error.
+// List reads all pages of the folders (none given: Folders), sorted by group, buffer and rank, damaged ones last. It marks
+// pages of dead processes, and removes those that have been marked for DeadFor. An absent folder holds no pages; a folder
+// that other users may write to is an error.
 func List(dirs ...string) ([]Entry, error) {
 	if len(dirs) == 0 {
 		dirs = Folders()
@@ -79,18 +77,18 @@ func listFolder(dir string) ([]Entry, error) {
 		return nil, err
 	}
 	var entries []Entry
-	seen := map[string]bool{} // a page that is renamed meanwhile may come up by both names
+	seen := map[string]bool{} // a page that another process renames may be listed by both names
 	for _, f := range files {
 		if !isPage(f.Name()) {
 			continue
 		}
 		e, gone := open(filepath.Join(dir, f.Name()), st.Uid)
 		if name, err := parseName(f.Name()); errors.Is(e.Err, os.ErrNotExist) && err == nil && !name.dead {
-			name.dead = true // somebody may have marked it between the two steps
+			name.dead = true // another process may have marked it between ReadDir and open
 			e, gone = open(filepath.Join(dir, name.String()), st.Uid)
 		}
 		if gone || errors.Is(e.Err, errUnfinished) || errors.Is(e.Err, os.ErrNotExist) {
-			continue // removed just now, by us or its owner, or being made
+			continue // removed by this call or by its owner, or not filled yet
 		}
 		if !seen[e.Path] {
 			seen[e.Path] = true
@@ -100,12 +98,11 @@ func listFolder(dir string) ([]Entry, error) {
 	return entries, nil
 }
 
-// maxPage bounds what is read: the largest page of 1024 ranks and the longest trace is below 3 MiB.
+// maxPage bounds the bytes read: the largest page, of 1024 ranks with the longest trace, is below 3 MiB.
 const maxPage = 8 << 20
 
-// open reads one page. It does not map it: a file that is cut short meanwhile
-// would be a SIGBUS in a mapping and is an error here. gone says that the page
-// was of a dead process and has been removed.
+// open reads one page. It does not map the file: if another process truncated it, a mapping would raise SIGBUS, a read is
+// an error. gone means that the page was of a dead process and is removed.
 func open(path string, owner uint32) (e Entry, gone bool) {
 	e = Entry{Path: path}
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
@@ -125,19 +122,18 @@ func open(path string, owner uint32) (e Entry, gone bool) {
 	}
 	e.Dead = name.dead || !alive(name, fd)
 	if e.Dead {
-		e.Path, gone = bury(path, name, e.Err != nil)
+		e.Path, gone = retire(path, name, e.Err != nil)
 	}
 	return e, gone
 }
 
-// bury marks the page of a dead process by its name, and removes one that has
-// been marked for long enough, or that nobody can read.
-func bury(path string, name fileName, damaged bool) (now string, gone bool) {
+// retire renames the page of a dead process to mark it, and removes it if it has been marked for DeadFor or is damaged.
+func retire(path string, name fileName, damaged bool) (now string, gone bool) {
 	if !name.dead && !damaged {
 		name.dead = true
 		marked := filepath.Join(filepath.Dir(path), name.String())
 		t := time.Now()
-		// A second reader may be a step ahead, or the folder not ours to write to (root reads all): then the page stays as it is.
+		// If this fails, another reader has renamed it first, or the folder is another user's (root reads all).
 		if os.Chtimes(path, t, t) == nil && os.Rename(path, marked) == nil {
 			return marked, false
 		}
@@ -153,19 +149,19 @@ func bury(path string, name fileName, damaged bool) (now string, gone bool) {
 	return path, false
 }
 
-// sweep removes what dead processes left in a folder, as List does, so that jobs
-// that are always killed leave no heap of pages where nobody ever lists them.
+// sweep marks and removes pages of dead processes, as List does. Without it, jobs that are always killed would fill the
+// folder on hosts where no process lists it.
 func sweep(dir string) {
 	files, err := os.ReadDir(dir)
 	if err != nil {
-		return // Create says what is wrong with the folder
+		return // Create returns what is wrong with the folder
 	}
 	for _, f := range files {
 		name, err := parseName(f.Name())
 		if err != nil || !name.dead && (name.namespace != pidNamespace() || alive(name, -1)) {
 			continue
 		}
-		bury(filepath.Join(dir, f.Name()), name, false)
+		retire(filepath.Join(dir, f.Name()), name, false)
 	}
 }
 
@@ -206,7 +202,7 @@ func readFull(fd int, b []byte) (int, error) {
 		case err != nil:
 			return n, os.NewSyscallError("pread", err)
 		case m == 0:
-			return n, nil // cut short meanwhile
+			return n, nil // truncated since Fstat
 		default:
 			n += m
 		}

@@ -15,10 +15,10 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// State is what a buffer says of itself.
+// State is a buffer's state in its page.
 type State uint32
 
-// The states.
+// The states, as in dk_stats_page.
 const (
 	Live      State = 1
 	Failed    State = 2
@@ -37,11 +37,11 @@ func (s State) String() string {
 	return fmt.Sprintf("state %d", uint32(s))
 }
 
-// Meta is what a page says besides counters. Strings are cut to their field.
+// Meta is what a page holds besides counters. Strings are cut to their field.
 type Meta struct {
 	Rank, NumRanks int
 	Buffer         uint32 // number of the buffer in its group
-	Group          string // at most 63 bytes; the same on all ranks of a group and on no other group
+	Group          string // at most 63 bytes; equal on all ranks of a group, different for other groups
 	Host           string // at most 63
 	Engine         string // at most 15: cpu, cuda
 	Device         string // at most 63
@@ -55,16 +55,15 @@ const maxTrace = 1 << 16
 
 // Page is a statistics page that this process owns.
 type Page struct {
-	path  string // "" if it has no name
+	path  string // "" for memory without a file name
 	bytes []byte
 	owner int // pid; a forked child must not remove its parent's page
 }
 
 var pageNumber atomic.Uint32
 
-// Create makes a page. dir is the folder, "" for the usual ones: under /dev/shm,
-// else under the temporary folder if that lies in memory, else memory without a
-// name, which only its owner can read. A folder that is named must work.
+// Create makes a page. dir is the folder, "" for the usual ones: under /dev/shm, else under the temporary folder if that is
+// in memory, else memory without a file name, which only this process can read. With a named folder there is no fallback.
 func Create(dir string, m Meta) (*Page, error) {
 	if m.TraceLen == 0 {
 		m.TraceLen = DefaultTrace
@@ -93,7 +92,7 @@ func Create(dir string, m Meta) (*Page, error) {
 	return p, nil
 }
 
-// mapAnywhere maps a new file in the first folder that works.
+// mapAnywhere maps a new file in the first folder in which it can.
 func mapAnywhere(dir, name string, size int) (mapped []byte, path string, err error) {
 	dirs := []string{dir}
 	if dir == "" {
@@ -103,7 +102,7 @@ func mapAnywhere(dir, name string, size int) (mapped []byte, path string, err er
 	for _, d := range dirs {
 		path := filepath.Join(d, name)
 		var err error
-		for range folderRaces {
+		for range folderAttempts {
 			if mapped, err = mapIn(d, path, size, dir != ""); !errors.Is(err, os.ErrNotExist) {
 				break
 			}
@@ -123,11 +122,10 @@ func mapAnywhere(dir, name string, size int) (mapped []byte, path string, err er
 	return mapped, "", nil
 }
 
-// folderRaces is how often a folder is made again that somebody takes away at
-// the same moment with what he took for its last page.
-const folderRaces = 100
+// folderAttempts bounds the retries when another process removes the folder, as empty, between our mkdir and our create.
+const folderAttempts = 100
 
-// mapIn makes the folder if need be, and the file in it.
+// mapIn makes the folder if it is absent, and the file in it.
 func mapIn(dir, path string, size int, named bool) ([]byte, error) {
 	err := makeFolder(dir)
 	if err == nil && !named {
@@ -140,9 +138,8 @@ func mapIn(dir, path string, size int, named bool) ([]byte, error) {
 	return mapNamed(path, size)
 }
 
-// mapNamed makes a file that takes its space at once (a write to a full tmpfs
-// would be a SIGBUS later) and is locked as long as it is mapped, so that a
-// reader in another PID namespace can tell whether somebody still has it.
+// mapNamed makes a file, allocates its space at once (a later write to a full tmpfs would raise SIGBUS) and locks it while
+// it is mapped, so that a reader in another PID namespace sees whether its owner is alive.
 func mapNamed(path string, size int) ([]byte, error) {
 	fd, err := unix.Open(path, unix.O_CREAT|unix.O_EXCL|unix.O_RDWR|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
@@ -154,7 +151,7 @@ func mapNamed(path string, size int) ([]byte, error) {
 		err = unix.Flock(fd, unix.LOCK_SH|unix.LOCK_NB)
 	}
 	if err != nil {
-		_ = unix.Unlink(path) // it is ours and of no use; the error below says why
+		_ = unix.Unlink(path) // the error below is the reason
 		return nil, &os.PathError{Op: "map", Path: path, Err: err}
 	}
 	return mapped, nil
@@ -182,10 +179,10 @@ func mapFile(fd, size int) ([]byte, error) {
 	return mapped, os.NewSyscallError("mmap", err)
 }
 
-// layout is where the parts of a page lie.
+// layout holds the offsets of a page's parts.
 type layout struct{ peers, trace, traceLen, total int }
 
-// pageSize is the unit that device libraries register.
+// pageSize is the unit in which device libraries register memory.
 const pageSize = 4096
 
 var (
@@ -202,7 +199,7 @@ func layoutOf(ranks, traceLen int) layout {
 
 func align(n, to int) int { return (n + to - 1) / to * to }
 
-// header is the page's head in place. Mappings are page-aligned.
+// header is the page's header in place. Mappings are page-aligned.
 func (p *Page) header() *abi.StatsPage { return (*abi.StatsPage)(unsafe.Pointer(&p.bytes[0])) }
 
 func (p *Page) fill(m Meta, l layout, start uint64) {
@@ -217,24 +214,24 @@ func (p *Page) fill(m Meta, l layout, start uint64) {
 	put(h.Host[:], m.Host)
 	put(h.Engine[:], m.Engine)
 	put(h.Device[:], m.Device)
-	// Last, so that a reader never takes a half-filled page for a damaged one.
+	// Stored last: readers skip a page without it, instead of reporting a damaged one.
 	atomic.StoreUint64(&h.Magic, abi.StatsMagic)
 }
 
 func put(field []byte, s string) { copy(field[:len(field)-1], s) }
 
-// Bytes is the page's memory, page-aligned and a whole number of pages long, for
-// the kernel library to register and write. It is valid until Unmap.
+// Bytes is the page's memory, page-aligned and a whole number of pages long, which the kernel library registers and writes.
+// It is valid until Unmap.
 func (p *Page) Bytes() []byte { return p.bytes }
 
-// Path is the page's file, "" if it has no name.
+// Path is the page's file, "" for memory without a file name.
 func (p *Page) Path() string { return p.path }
 
-// SetState says what has become of the buffer. Not after Unmap.
+// SetState sets the buffer's state. Not after Unmap.
 func (p *Page) SetState(s State) { atomic.StoreUint32(&p.header().State, uint32(s)) }
 
-// Snapshot reads the page while it is being written: each counter is whole, but
-// one of a call may be counted and another not yet.
+// Snapshot reads the page while kernels write it. Each counter is whole, but a call may be in one counter and not yet in
+// another.
 func (p *Page) Snapshot() (*Stats, error) {
 	b := make([]byte, len(p.bytes))
 	for i := 0; i < len(b); i += 8 {
@@ -244,9 +241,8 @@ func (p *Page) Snapshot() (*Stats, error) {
 	return decode(b)
 }
 
-// Remove marks the page destroyed and takes its name away, and the folder's with
-// the last page. The memory stays.
-// It may be called twice, and does nothing in a forked child.
+// Remove marks the page destroyed and removes its file, with the last page also the folder. The memory stays mapped. A
+// second call and a call in a forked child do nothing.
 func (p *Page) Remove() error {
 	if os.Getpid() != p.owner {
 		return nil
@@ -260,11 +256,11 @@ func (p *Page) Remove() error {
 	if err := os.Remove(p.path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return status.Errorf(status.System, "statistics page: %w", err)
 	}
-	_ = unix.Rmdir(filepath.Dir(p.path)) // only an empty folder goes
+	_ = unix.Rmdir(filepath.Dir(p.path)) // fails unless the folder is empty
 	return nil
 }
 
-// Unmap gives the memory back; nobody may write to it any more. Remove comes first.
+// Unmap unmaps the memory, to which no kernel may write any more. Call it after Remove.
 func (p *Page) Unmap() error {
 	b := p.bytes
 	p.bytes = nil

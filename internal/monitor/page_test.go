@@ -82,7 +82,7 @@ func TestCountersComeBack(t *testing.T) {
 	}
 }
 
-// TestBucketsMeanTheSame holds the test writer to plan's reading of the buckets.
+// The test writer and plan agree on the bounds of the histogram's buckets.
 func TestBucketsMeanTheSame(t *testing.T) {
 	for b := range abi.HistBuckets {
 		end := plan.BucketEnd(b)
@@ -141,7 +141,7 @@ func TestRemoveAndUnmap(t *testing.T) {
 	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the folder is still there: %v", err)
 	}
-	s, err := p.Snapshot() // kernels may still write: the memory is there
+	s, err := p.Snapshot() // kernels may still write, so that the memory is mapped
 	if err != nil || s.State != Destroyed {
 		t.Errorf("%v %v", s, err)
 	}
@@ -152,8 +152,7 @@ func TestRemoveAndUnmap(t *testing.T) {
 	}
 }
 
-// TestFolderComesAndGoes makes and removes pages at the same time: the folder is
-// taken away and made again under their feet.
+// Goroutines that create and remove pages at the same time remove and make the folder again and again.
 func TestFolderComesAndGoes(t *testing.T) {
 	dir := folder(t)
 	var makers sync.WaitGroup
@@ -241,7 +240,7 @@ func TestDeadProcess(t *testing.T) {
 		}
 		pagetest.Record(p.Bytes(), pagetest.Call{Op: abi.OpBarrier, Duration: time.Millisecond})
 		fmt.Println("made")
-		time.Sleep(time.Minute) // the parent kills it long before
+		time.Sleep(time.Minute) // until the parent kills the process
 		return
 	}
 	dir := folder(t)
@@ -263,7 +262,7 @@ func TestDeadProcess(t *testing.T) {
 	if err := cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
-	_ = cmd.Wait() // killed, so it has an error
+	_ = cmd.Wait() // killed, so that it returns an error
 	for range 2 {  // every reader sees it
 		e := only(t, dir)
 		if e.Err != nil || !e.Dead || e.Stats.Ops[abi.OpBarrier].Calls != 1 || !strings.HasSuffix(e.Path, deadSuffix) {
@@ -277,7 +276,7 @@ func TestDeadProcess(t *testing.T) {
 	gone(t, dir)
 }
 
-// gone checks that the folder holds no page any more.
+// gone checks that the folder holds no page.
 func gone(t *testing.T, dir string) {
 	t.Helper()
 	if entries, err := List(dir); err != nil || len(entries) != 0 {
@@ -288,7 +287,7 @@ func gone(t *testing.T, dir string) {
 	}
 }
 
-// TestCreateSweeps: pages of dead processes go when somebody makes one, though nobody lists them.
+// Create removes pages of dead processes, even if no process lists them.
 func TestCreateSweeps(t *testing.T) {
 	dir := folder(t)
 	p := create(t, dir, meta)
@@ -317,7 +316,7 @@ func TestCreateSweeps(t *testing.T) {
 	}
 }
 
-// TestReusedPid gives the page of this process the start time of another one.
+// A page with this process's pid and another start time is that of a dead process.
 func TestReusedPid(t *testing.T) {
 	dir := folder(t)
 	p := create(t, dir, meta)
@@ -335,7 +334,7 @@ func TestReusedPid(t *testing.T) {
 	}
 }
 
-// TestForeignNamespace: the pid of another PID namespace says nothing, the lock does.
+// For a pid of another PID namespace the lock shows whether the process is alive.
 func TestForeignNamespace(t *testing.T) {
 	dir := folder(t)
 	p := create(t, dir, meta)
@@ -356,7 +355,7 @@ func TestForeignNamespace(t *testing.T) {
 		t.Fatal(err)
 	}
 	if e := only(t, dir); e.Err != nil || !e.Dead {
-		t.Errorf("let go: %+v", e)
+		t.Errorf("unmapped: %+v", e)
 	}
-	p.owner = 0 // nothing is left to remove
+	p.owner = 0 // Remove then does nothing
 }

@@ -2,16 +2,15 @@ package monitor
 
 import "slices"
 
-// Waits is who waited for whom among the ranks of one buffer: Mean[i][j] is the
-// mean time in ns that rank i waited for rank j in a round, which is one call of
-// each operation that waits. Ranks without a page on this host have Seen false
-// and a row of zeros.
+// Waits holds the waits among the ranks of one buffer: Mean[i][j] is the mean time in ns that rank i waited for rank j in a
+// round, which is one call of each operation that waits. Ranks without a page on this host have Seen false and a row of
+// zeros.
 type Waits struct {
 	Mean [][]float64
 	Seen []bool
 }
 
-// WaitsOf makes the table from one reading a rank, over the operations given.
+// WaitsOf computes the table from one reading of each rank, over the given operations.
 func WaitsOf(ranks int, readings map[int][]OpStats) Waits {
 	w := Waits{Mean: make([][]float64, ranks), Seen: make([]bool, ranks)}
 	for i := range w.Mean {
@@ -30,7 +29,7 @@ func WaitsOf(ranks int, readings map[int][]OpStats) Waits {
 					waited |= ns
 				}
 			}
-			if waited > 0 { // an operation that waits for nobody has nothing to do with rounds
+			if waited > 0 { // operations without waits do not count as rounds
 				rounds = max(rounds, o.Calls)
 			}
 		}
@@ -45,18 +44,17 @@ func WaitsOf(ranks int, readings map[int][]OpStats) Waits {
 type Slow struct {
 	Rank   int
 	Mean   float64 // ns that another rank waits for it in a round
-	Others float64 // the same for the median of the other ranks
+	Others float64 // median of the same mean over the other ranks
 }
 
-// A rank is called slow when the others wait for it three times as long as for
-// the median rank, and at least 50 us a round: below that, uneven routing alone
-// makes such differences.
+// A rank is slow if the others wait for it three times as long as for the median rank, and at least 50 us a round: below
+// that, uneven routing alone makes such differences.
 const (
 	slowFactor = 3
 	slowFloor  = 50_000
 )
 
-// Slowest finds the rank that makes the others wait; found is false if none stands out.
+// Slowest finds the slow rank; found is false if there is none.
 func (w Waits) Slowest() (slow Slow, found bool) {
 	columns := make([]float64, len(w.Mean))
 	for j := range columns {

@@ -20,7 +20,7 @@ func (o Op) String() string {
 	return "unknown"
 }
 
-// Ops lists the operations that are counted.
+// Ops lists the counted operations.
 func Ops() []Op {
 	ops := make([]Op, 0, abi.NumOps-1)
 	for o := Op(1); o < abi.NumOps; o++ {
@@ -46,10 +46,10 @@ type Stats struct {
 	TraceTotal     uint64              // calls ever traced
 }
 
-// OpStats is what is counted of one operation.
+// OpStats holds the counters of one operation.
 type OpStats struct {
 	abi.OpStats
-	BytesTo []uint64 // payload bytes to each rank
+	BytesTo []uint64 // payload bytes sent to each rank
 	WaitFor []uint64 // ns waited for each rank
 }
 
@@ -57,7 +57,7 @@ type OpStats struct {
 type Call struct {
 	Op       Op
 	Phase    uint32 // DK_PHASE_*: 1 send, 2 receive, 3 both
-	Number   uint64 // counted by the engine for each buffer
+	Number   uint64 // the engine counts the calls of each buffer
 	Start    uint64 // ns of CLOCK_MONOTONIC; 0 where the device has no such clock
 	Duration time.Duration
 }
@@ -75,14 +75,14 @@ func (s *OpStats) Mean() time.Duration {
 	return duration(s.TotalNS / s.Calls)
 }
 
-// Max is the longest duration since the page was made.
+// Max is the longest duration since the page was created.
 func (s *OpStats) Max() time.Duration { return duration(s.MaxNS) }
 
 // duration keeps a damaged counter from becoming negative.
 func duration(ns uint64) time.Duration { return time.Duration(min(ns, 1<<62)) }
 
-// Sub is what was counted since an earlier reading of the same page. Counters
-// only grow; where one did not, the page is another one and all of it is new.
+// Sub is the difference to an earlier reading of the same page. Counters only grow: if one is smaller than before, the page
+// is another one, and Sub returns all of its counts.
 func (s *OpStats) Sub(before *OpStats) OpStats {
 	d := *s
 	if before == nil || s.Calls < before.Calls {
@@ -116,7 +116,7 @@ func subtract(now, then []uint64) []uint64 {
 	return d
 }
 
-// Add sums another rank's counts of the same operation, for a line that stands for all ranks.
+// Add adds another rank's counts of the same operation, for a line about all ranks.
 func (s *OpStats) Add(o *OpStats) {
 	s.Calls = addSaturating(s.Calls, o.Calls)
 	s.Errors = addSaturating(s.Errors, o.Errors)
@@ -131,7 +131,7 @@ func (s *OpStats) Add(o *OpStats) {
 	}
 }
 
-// addSaturating keeps sums of damaged counters from running over.
+// addSaturating keeps sums of damaged counters from overflowing.
 func addSaturating(a, b uint64) uint64 {
 	if a+b < a {
 		return 1<<64 - 1

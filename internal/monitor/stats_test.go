@@ -9,7 +9,7 @@ import (
 	"github.com/deepep-go/deepep/internal/testutil/pagetest"
 )
 
-// job makes four pages and lets every rank dispatch n times while one of them is late.
+// job makes four pages and records n dispatches of every rank, for which one rank is late.
 func job(t *testing.T, dir string, slow int, late time.Duration, n int) []*Page {
 	t.Helper()
 	var pages []*Page
@@ -84,7 +84,7 @@ func TestSubCountsTheInterval(t *testing.T) {
 	if d.Calls != 1 || d.Bytes != 1 || d.WaitNS != 9 || d.BytesTo[0] != 1 || d.WaitFor[1] != 9 || d.Mean() != 20*time.Millisecond || d.Percentile(0.5) != 20*time.Millisecond {
 		t.Errorf("%+v", d)
 	}
-	// A page that began anew counts from nothing.
+	// A new page counts from zero.
 	if d := before.Ops[abi.OpDispatch].Sub(&now.Ops[abi.OpDispatch]); d.Calls != 5 {
 		t.Errorf("%d calls", d.Calls)
 	}
@@ -117,8 +117,7 @@ func TestPercentilesOfAKnownSpread(t *testing.T) {
 	}
 }
 
-// BenchmarkRecord is what the test writer pays for a call among 8 ranks: the
-// stores of a kernel library, each an exchange here, which Go's atomics are.
+// The cost of recording a call among 8 ranks: the stores of a kernel library, which are exchanges in Go's atomics.
 func BenchmarkRecord(b *testing.B) {
 	m := meta
 	m.NumRanks, m.TraceLen = 8, 0
@@ -133,7 +132,7 @@ func BenchmarkRecord(b *testing.B) {
 	}
 }
 
-// BenchmarkList is what `deepep top` pays for one look at 8 ranks.
+// The cost of one reading of 8 ranks by `deepep top`.
 func BenchmarkList(b *testing.B) {
 	dir := b.TempDir() + "/pages"
 	for r := range 8 {
