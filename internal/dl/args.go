@@ -8,9 +8,9 @@ import (
 	"github.com/ebitengine/purego"
 )
 
-// CallArgs runs a C function with up to nine integer or pointer arguments and gives its result. It is for the system's own
-// libraries, which do not take one struct; a kernel library is called through Call. Arguments are int, int32, uint32,
-// uintptr, or unsafe.Pointer; what a pointer leads to lives on the heap during the call and C must not keep it.
+// CallArgs runs a C function with up to nine integer or pointer arguments and returns its result. It is for libraries of
+// the system; Call is for kernel libraries, whose functions take one struct. Arguments are int, int32, uint32, uintptr, or
+// unsafe.Pointer. What a pointer points to is on the heap during the call, and C must not keep the pointer.
 func CallArgs(fn uintptr, args ...any) uintptr {
 	words := make([]uintptr, len(args))
 	for i, a := range args {
@@ -34,17 +34,17 @@ func CallArgs(fn uintptr, args ...any) uintptr {
 	return r
 }
 
-// at turns an address that C gave into a pointer; the memory is C's and does not move.
-func at(address uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&address)) }
+// pointer converts an address of C's memory, which does not move.
+func pointer(address uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&address)) }
 
-// CString copies a string that C owns, at most 4096 bytes of it; address 0 gives "".
+// CString copies a string of C's memory, at most 4096 bytes; "" for address 0.
 func CString(address uintptr) string {
 	if address == 0 {
 		return ""
 	}
 	var b []byte
 	for i := range 4096 {
-		c := *(*byte)(unsafe.Add(at(address), i))
+		c := *(*byte)(unsafe.Add(pointer(address), i))
 		if c == 0 {
 			break
 		}
@@ -53,11 +53,11 @@ func CString(address uintptr) string {
 	return string(b)
 }
 
-// Words copies n pointer-sized words that C owns.
+// Words copies n pointer-sized words of C's memory.
 func Words(address uintptr, n int) []uintptr {
 	words := make([]uintptr, n)
 	for i := range words {
-		words[i] = *(*uintptr)(unsafe.Add(at(address), uintptr(i)*unsafe.Sizeof(address)))
+		words[i] = *(*uintptr)(unsafe.Add(pointer(address), uintptr(i)*unsafe.Sizeof(address)))
 	}
 	return words
 }

@@ -15,7 +15,7 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// build compiles a tiny library; without a C compiler there is nothing to load.
+// build compiles a small library. Without a C compiler the test is skipped.
 func build(t testing.TB, dir, name, source string) string {
 	t.Helper()
 	cc, err := exec.LookPath("gcc")
@@ -57,7 +57,7 @@ func TestCallReadsAndWritesTheStruct(t *testing.T) {
 	}
 }
 
-// What a call into C costs by itself.
+// The cost of a call into C.
 func BenchmarkCall(b *testing.B) {
 	l, err := Open(build(b, b.TempDir(), "libnothing.so", "int nothing(int *p) { return *p; }"))
 	if err != nil {
@@ -76,9 +76,9 @@ func BenchmarkCall(b *testing.B) {
 	}
 }
 
-// deep calls fn with a struct on the stack, below so many frames.
+// deep calls fn with a local struct, below the given number of frames.
 func deep(fn uintptr, frames int32) (sum int32) {
-	var room [64]int32 // the stack grows on the way down, and has much to give back after
+	var room [64]int32 // makes the stack grow on the way down, so that the collector shrinks it later
 	room[frames&63] = frames
 	if frames > 0 {
 		return deep(fn, frames-1) + room[frames&63] - frames
@@ -90,8 +90,8 @@ func deep(fn uintptr, frames int32) (sum int32) {
 	return p[2]
 }
 
-// A struct on a goroutine's stack stays where it is while C has it, though the collector shrinks stacks meanwhile.
-func TestCallWithAStructOnTheStack(t *testing.T) {
+// A local struct stays in place during the call, even when the collector shrinks the goroutine's stack.
+func TestCallWithALocalStruct(t *testing.T) {
 	so := build(t, t.TempDir(), "libslow.so", `#include <unistd.h>
 		int add(volatile int *p) { for (int i = 0; i < 5; i++) { usleep(100); p[2] = p[0] + p[1]; } return -7; }`)
 	l, err := Open(so)
@@ -109,7 +109,7 @@ func TestCallWithAStructOnTheStack(t *testing.T) {
 				if got := deep(fn, 1+i*37%300); got != 42 {
 					t.Errorf("C left %d", got)
 				}
-				if got := deep(fn, 0); got != 42 { // on a stack that is too large by now
+				if got := deep(fn, 0); got != 42 { // on a stack that is too large now
 					t.Errorf("C left %d", got)
 				}
 			}
@@ -128,7 +128,7 @@ func TestCallWithAStructOnTheStack(t *testing.T) {
 	}
 }
 
-func TestFindTakesTheFirstAcceptedAndSaysWhatWasTried(t *testing.T) {
+func TestFindTakesTheFirstAcceptedAndListsWhatItTried(t *testing.T) {
 	first, second := t.TempDir(), t.TempDir()
 	build(t, first, "libx.so", "int f(void *p) { return 1; }")
 	build(t, second, "libx.so", "int f(void *p) { return 2; }")
@@ -149,7 +149,7 @@ func TestFindTakesTheFirstAcceptedAndSaysWhatWasTried(t *testing.T) {
 	}
 	err := Find(Query{File: "libx.so", Dir: first, Beside: []string{second}}, accept)
 	if !errors.Is(err, status.ErrVersion) || !strings.Contains(err.Error(), first) || !strings.Contains(err.Error(), "wrong colour") {
-		t.Errorf("the named folder alone counts: %v", err)
+		t.Errorf("only the named folder is searched: %v", err)
 	}
 	err = Find(Query{File: "liby.so", Beside: []string{first, second}}, accept)
 	if !errors.Is(err, status.ErrNotFound) {
@@ -169,7 +169,7 @@ func TestCandidatesAreOrderedAndUnique(t *testing.T) {
 	}
 	tree := filepath.Join(root, "build", "lib")
 	got := candidates(Query{File: "f.so", Beside: []string{"/a", tree}})
-	want := []string{"/a/f.so", tree + "/f.so", filepath.Join(ownFolder(), "f.so"), "f.so"}
+	want := []string{"/a/f.so", tree + "/f.so", filepath.Join(codeFolder(), "f.so"), "f.so"}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %q, want %q", got, want)
 	}

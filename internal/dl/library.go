@@ -10,12 +10,12 @@ import (
 
 // Library is an open shared library.
 type Library struct {
-	Path   string // as it was opened
+	Path   string // the path that Open was given
 	handle uintptr
 }
 
-// Open loads one file; a name without a slash is searched by the system's loader. All symbols are bound at once and stay
-// private to the library.
+// Open loads one file. The system's loader searches for a name without a slash. All symbols are bound at once and are local
+// to the library.
 func Open(path string) (*Library, error) {
 	// dlerror is kept per thread: the goroutine must not move between dlopen and dlerror.
 	runtime.LockOSThread()
@@ -27,7 +27,7 @@ func Open(path string) (*Library, error) {
 	return &Library{Path: path, handle: handle}, nil
 }
 
-// Symbol gives the address of a function. A missing one is named.
+// Symbol returns the address of a function. The error names a missing one.
 func (l *Library) Symbol(name string) (uintptr, error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -38,9 +38,9 @@ func (l *Library) Symbol(name string) (uintptr, error) {
 	return address, nil
 }
 
-// Close unloads a library that was not accepted. One whose functions have run threads must stay.
+// Close unloads a library that the caller refused. A library whose functions have started threads must stay open.
 func (l *Library) Close() {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	_ = purego.Dlclose(l.handle) // a failure leaves the library loaded, which harms nobody
+	_ = purego.Dlclose(l.handle) // after an error the library stays loaded
 }

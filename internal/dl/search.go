@@ -12,18 +12,17 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Query says which file is wanted and where it may be.
+// Query names a file and the folders in which to look for it.
 type Query struct {
 	File string // base name, e.g. libdeepep_cpu.so
-	// Dir is a folder named by the user (DEEPEP_KERNELS). Only there is searched if it is set: a library from elsewhere
-	// would be a surprise.
+	// Dir is a folder named by the user (DEEPEP_KERNELS). If it is set, Find looks nowhere else.
 	Dir string
-	// Beside lists further folders, tried before the usual ones.
+	// Beside lists folders that Find tries before the usual ones.
 	Beside []string
 }
 
-// Find opens the first library that exists and that accept takes. The error lists every place and what was wrong with it;
-// it is a version conflict if some library was there but of another version.
+// Find opens the first library for which accept returns nil. The error lists every path with its reason. Its kind is that
+// of the first library that was found and refused, for example Version, else NotFound.
 func Find(q Query, accept func(*Library) error) error {
 	var tried []string
 	code := status.NotFound
@@ -61,7 +60,7 @@ func try(path string, accept func(*Library) error) error {
 	return nil
 }
 
-// reason shortens an error to what the line does not say already.
+// reason drops the path from an error, since the line begins with it.
 func reason(err error) string {
 	text := err.Error()
 	if _, after, ok := strings.Cut(text, ": "); ok && strings.HasPrefix(text, "cannot load ") {
@@ -76,9 +75,9 @@ func candidates(q Query) []string {
 		return []string{filepath.Join(q.Dir, q.File)}
 	}
 	dirs := append([]string{}, q.Beside...)
-	if own := ownFolder(); own != "" {
-		// Beside libdeepep.so (an installation, the wheel, build/lib), or beside a Go program.
-		dirs = append(dirs, own)
+	if dir := codeFolder(); dir != "" {
+		// The folder of libdeepep.so (an installation, the wheel, build/lib), or of a Go program.
+		dirs = append(dirs, dir)
 	}
 	if tree := sourceTree(); tree != "" {
 		dirs = append(dirs, filepath.Join(tree, "build", "lib"))
@@ -94,21 +93,21 @@ func candidates(q Query) []string {
 	return append(paths, q.File)
 }
 
-// ownFolder is the folder of the file that this code was loaded from: libdeepep.so in a C or Python process, the
-// program itself in a Go process. The kernel's list of mappings knows it without any help from the loader.
-func ownFolder() string {
+// codeFolder is the folder of the file that holds this code: libdeepep.so in a C or Python process, the program in a Go
+// process. The kernel lists the mapped files in /proc/self/maps.
+func codeFolder() string {
 	maps, err := os.ReadFile("/proc/self/maps")
 	if err != nil {
 		return ""
 	}
-	path := mappedFile(string(maps), uint64(reflect.ValueOf(ownFolder).Pointer()))
+	path := mappedFile(string(maps), uint64(reflect.ValueOf(codeFolder).Pointer()))
 	if path == "" {
 		return ""
 	}
 	return filepath.Dir(path)
 }
 
-// mappedFile finds the file mapped at an address in the text of /proc/PID/maps; "" if none is.
+// mappedFile finds the file mapped at an address in the text of /proc/PID/maps; "" if there is none.
 func mappedFile(maps string, address uint64) string {
 	for line := range strings.Lines(maps) {
 		var from, to uint64
@@ -123,8 +122,8 @@ func mappedFile(maps string, address uint64) string {
 	return ""
 }
 
-// sourceTree is the root of the checkout that this file was compiled from, "" if it is not there (any more) or paths
-// were trimmed from the build.
+// sourceTree is the root of the checkout that this file was compiled from; "" if it is not there, or if the build trimmed
+// paths.
 func sourceTree() string {
 	_, file, _, ok := runtime.Caller(0)
 	if !ok || !filepath.IsAbs(file) {

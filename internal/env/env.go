@@ -9,20 +9,20 @@ import (
 
 // Choices for Settings.Engine.
 const (
-	EngineAuto = "auto" // CUDA where a device and its library are there, else CPU
+	EngineAuto = "auto" // CUDA if there is a device and its library, else CPU
 	EngineCPU  = "cpu"
 	EngineCUDA = "cuda"
 )
 
 // Choices for Settings.ISA, the instruction set of the CPU kernels.
 const (
-	ISAAuto     = "auto" // the best that the processor has
+	ISAAuto     = "auto" // the newest one that the processor has
 	ISABaseline = "baseline"
 	ISAAVX2     = "avx2"
 	ISAAVX512   = "avx512"
 )
 
-// Choices for Settings.LogLevel, least to most silent.
+// Choices for Settings.LogLevel, in descending verbosity.
 const (
 	LogDebug = "debug"
 	LogInfo  = "info"
@@ -31,32 +31,32 @@ const (
 	LogOff   = "off"
 )
 
-// Settings is what the environment asks for. Load fills every field; the comments give variable and default.
+// Settings holds the settings of the environment. Load fills every field; the comments name variable and default.
 type Settings struct {
 	Engine       string        // DEEPEP_ENGINE: auto
 	Kernels      string        // DEEPEP_KERNELS: folder of the kernel libraries; empty: the usual places
-	Timeout      time.Duration // DEEPEP_TIMEOUT_MS: 100 s; how long a wait for a living peer may last
+	Timeout      time.Duration // DEEPEP_TIMEOUT_MS: 100 s; limit of a wait for a peer that is alive
 	FirstTimeout time.Duration // DEEPEP_FIRST_TIMEOUT_MS: 300 s; the same for the first call of an operation
 	LogLevel     string        // DEEPEP_LOG=level[:path]: warn
-	LogPath      string        // empty: a duplicate of standard error
+	LogPath      string        // empty: standard error
 	MaxNVLPeers  int           // DEEPEP_NUM_MAX_NVL_PEERS, else NUM_MAX_NVL_PEERS: 8; ranks of one NVLink domain
 	RDMA         RDMA
 	Interface    string        // DEEPEP_INTERFACE: network interface or its address; empty: loopback only
 	Heartbeat    time.Duration // DEEPEP_HEARTBEAT_MS: 100 ms
-	Stats        bool          // DEEPEP_STATS: on; statistics pages that other processes can read
+	Stats        bool          // DEEPEP_STATS: on; statistics pages for other processes
 	ISA          string        // DEEPEP_ISA: auto
 }
 
-// RDMA is the part of the settings that concerns nodes joined by RDMA. A name of V1's sources or of NVSHMEM counts where the
-// library's own is not set.
+// RDMA holds the settings of nodes joined by RDMA. If the first variable is not set, Load reads the next, which is a name
+// of V1's sources or of NVSHMEM.
 type RDMA struct {
 	MaxPeers       int    // DEEPEP_NUM_MAX_RDMA_PEERS, NUM_MAX_RDMA_PEERS: 1024; nodes of a buffer for normal mode alone
-	WorkspaceBytes uint64 // DEEPEP_NUM_WORKSPACE_BYTES, NUM_WORKSPACE_BYTES: what flags and counts may take at most; 0: no limit
-	QPs            int    // DEEPEP_NUM_QPS_PER_RANK: queue pairs toward a peer, whatever the program asks for; 0: as it asks
+	WorkspaceBytes uint64 // DEEPEP_NUM_WORKSPACE_BYTES, NUM_WORKSPACE_BYTES: limit of the bytes of flags and counts; 0: no limit
+	QPs            int    // DEEPEP_NUM_QPS_PER_RANK: queue pairs toward a peer, before the caller's number; 0: the caller's
 	QPDepth        int    // DEEPEP_QP_DEPTH, NVSHMEM_QP_DEPTH, NVSHMEM_IBGDA_QP_DEPTH; 0: the plan's
 	MaxTokens      int    // DEEPEP_NUM_MAX_RDMA_TOKENS, DEEP_EP_NUM_MAX_RDMA_TOKENS: the largest B of a call; 0: no limit
 	Seed           uint64 // DEEPEP_SOFTWARE_RDMA=seed[:late], for tests of the software RDMA: 0
-	Late           bool   // everything takes effect as late as it may
+	Late           bool   // the software RDMA applies every write as late as its order allows
 }
 
 // Limits of the numeric settings; the errors print them.
@@ -68,8 +68,8 @@ const (
 	maxQPs       = 1024                 // toward one peer
 	maxDepth     = 32768                // of a queue pair, NVSHMEM's limit
 	maxTokens    = maxDepth/2 - 1       // two requests a token and two for their count
-	minBeatMS    = 10                   // faster beats only burn time: a death is seen without them
-	maxBeatMS    = 1000                 // slower ones reach the limit after which silence counts as death
+	minBeatMS    = 10                   // the end of a process is seen without heartbeats
+	maxBeatMS    = 1000                 // below the age at which a heartbeat means death
 )
 
 // Load reads all settings through get, which returns "" for a variable that is not set.

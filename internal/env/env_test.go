@@ -56,7 +56,7 @@ func TestOldNameOfNVLPeers(t *testing.T) {
 	}
 }
 
-// Names of V1's sources and of NVSHMEM count, each after the library's own and in a fixed order.
+// Load reads the names of V1's sources and of NVSHMEM after the library's, in a fixed order.
 func TestOldNamesOfRDMASettings(t *testing.T) {
 	for _, c := range []struct {
 		vars map[string]string
@@ -124,7 +124,7 @@ func TestAllBadValuesAtOnce(t *testing.T) {
 	}
 }
 
-// FuzzLoad: whatever one variable holds, Load answers with settings inside their limits or with an error that names it.
+// For every value of a variable, Load returns settings within their limits or an error that names the variable.
 func FuzzLoad(f *testing.F) {
 	names := []string{
 		"DEEPEP_ENGINE", "DEEPEP_KERNELS", "DEEPEP_TIMEOUT_MS", "DEEPEP_FIRST_TIMEOUT_MS", "DEEPEP_LOG", "DEEPEP_NUM_MAX_NVL_PEERS",

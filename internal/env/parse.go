@@ -10,36 +10,36 @@ import (
 	"unicode/utf8"
 )
 
-// maxPath is PATH_MAX of Linux: what is longer no system call takes.
+// maxPath is PATH_MAX of Linux.
 const maxPath = 4096
 
-// parser reads variables and collects what is wrong with them, so that a user mends all in one go.
+// parser reads variables and collects all errors, so that a user can correct them at once.
 type parser struct {
 	get func(string) string
 	bad []string
 }
 
-// value is the variable without surrounding white space, which shells and job files leave behind.
+// value is the variable without surrounding white space, which shells and job files may add.
 func (p *parser) value(name string) string { return strings.TrimSpace(p.get(name)) }
 
 func (p *parser) reject(name, value, allowed string) {
 	p.bad = append(p.bad, fmt.Sprintf("variable %s: got %q, allowed %s", name, clip(value), allowed))
 }
 
-// clip keeps messages short whatever the environment holds.
+// clip keeps messages short.
 func clip(s string) string {
-	const most = 80
-	if len(s) <= most {
+	const limit = 80
+	if len(s) <= limit {
 		return s
 	}
-	cut := most
+	cut := limit
 	for cut > 0 && !utf8.RuneStart(s[cut]) {
 		cut--
 	}
 	return s[:cut] + "…"
 }
 
-// firstSet picks the first name that has a value, so that an error names the variable the user did set.
+// firstSet returns the first name that has a value, so that an error names the variable that the user has set.
 func (p *parser) firstSet(names ...string) string {
 	for _, n := range names {
 		if p.value(n) != "" {
@@ -49,7 +49,7 @@ func (p *parser) firstSet(names ...string) string {
 	return names[0]
 }
 
-// choice takes one of the words, in any case; the first one is the default.
+// choice accepts one of the words, in any case; the first one is the default.
 func (p *parser) choice(name string, words ...string) string {
 	v := p.value(name)
 	if v == "" {
@@ -104,7 +104,7 @@ func (p *parser) path(name string) string {
 
 func isPath(s string) bool { return len(s) < maxPath && !strings.ContainsRune(s, 0) }
 
-// netInterface takes a kernel interface name or an address; whether it exists is found out where it is used.
+// netInterface accepts the name or address of a network interface. Package bootstrap checks whether it exists.
 func (p *parser) netInterface(name string) string {
 	v := p.value(name)
 	plain := func(r rune) bool { return r != '/' && unicode.IsGraphic(r) && !unicode.IsSpace(r) }
@@ -115,7 +115,7 @@ func (p *parser) netInterface(name string) string {
 	return v
 }
 
-// log takes level[:path].
+// log accepts level[:path].
 func (p *parser) log(name string) (level, path string) {
 	v := p.value(name)
 	if v == "" {

@@ -19,7 +19,7 @@ func (p *parser) rdma() RDMA {
 	return r
 }
 
-// softwareRDMA takes seed[:late].
+// softwareRDMA accepts seed[:late].
 func (p *parser) softwareRDMA(name string) (seed uint64, late bool) {
 	v := p.value(name)
 	if v == "" {
