@@ -29,7 +29,7 @@ BIN     := $(BUILD)/bin
 OBJ     := $(BUILD)/obj
 
 help: ## list the targets
-	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-13s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-16s %s\n", $$1, $$2 }'
 
 # ---- Set-up ---------------------------------------------------------------------------------------------------------
 # need-go-cc and the like: fails in one line if a tool is missing or too old. Used order-only: it is never "newer".
@@ -174,6 +174,23 @@ include nvshmem/build.mk
 
 nvshmem: $(NVSHMEM_ALL) ## build libdeepep_nvshmem.so and its tests (no GPU needed)
 
+# $(call entry,source,command): an object of compile_commands.json.
+define entry
+{"directory": "$(CURDIR)", "file": "$1", "command": "$(strip $2) -c -o $(OBJ)/$1.o $1"},
+
+endef
+written = $(file >>compile_commands.json,$1)
+
+compile-commands: $(CUDA_READY) $(NVSHMEM_READY) $(OBJ)/cpu_build_id.h $(OBJ)/cuda_build_id.h ## write compile_commands.json, for clangd
+	$(file >compile_commands.json,[)
+	$(call written,$(foreach s,$(CPU_SRC),$(call entry,$s,$(CXX_COMMAND) $(call isa,$(basename $s)))))
+	$(call written,$(foreach s,$(filter %.cpp,$(TEST_SRC)),$(call entry,$s,$(CXX_COMMAND))))
+	$(call written,$(foreach s,$(filter %.c,$(TEST_SRC)),$(call entry,$s,$(C_COMMAND))))
+	$(call written,$(foreach s,$(CUDA_SRC),$(call entry,$s,$(NVCC) $(NVCC_FLAGS))))
+	$(call written,$(foreach s,$(NVSHMEM_SRC),$(call entry,$s,$(NVCC) $(NVSHMEM_FLAGS) $(call code_of,$(basename $s)))))
+	@sed -i '/^$$/d; $$ s/,$$//' compile_commands.json && echo ']' >>compile_commands.json
+	@$(VENV) -m json.tool compile_commands.json >/dev/null
+
 -include $(CPU_OBJ:.o=.d) $(TEST_OBJ:.o=.d) $(CUDA_OBJ:.o=.d)
 
 # ---- Run and test -----------------------------------------------------------------------------------------------------
@@ -254,5 +271,5 @@ install: lib kernels program ## install under PREFIX (/usr/local); DESTDIR for p
 clean: ## remove what was built (.venv stays)
 	rm -rf build dist
 
-.PHONY: help venv lib program all-ready ready kernels kernel-tests cuda emulated nvshmem run test test-full test-gpu bench lint fmt abi-check \
+.PHONY: help venv lib program compile-commands all-ready ready kernels kernel-tests cuda emulated nvshmem run test test-full test-gpu bench lint fmt abi-check \
   sanitize sanitize-gpu generate check wheel install clean FORCE
