@@ -1,11 +1,8 @@
 // Low-latency mode from C++ with the hook's two halves: send, compute something else, receive. Sums are checked.
 #include <cmath>
-#include <cstdint>
 #include <vector>
 
-#include "arrays.h"
-#include "deepep.hpp"
-#include "ranks.h"
+#include "program.h"
 
 namespace {
 
@@ -15,108 +12,127 @@ float value_of(int rank, int token, int column) {
   return std::sin(0.01f * static_cast<float>(rank * 1000 + token * 31 + column));
 }
 
-int one_rank(int rank, int size, const char *directory) {
-  auto where = deepep::group_options();
-  where.bootstrap = DEEPEP_BOOTSTRAP_FILE;
-  where.directory = directory;
-  where.rank = rank;
-  where.size = size;
-  deepep::Group group(where);
+deepep_buffer_options options_of(int rank, int size) {
   auto options = deepep::buffer_options();
   options.engine = arrays_open(rank, &options.device);
   options.low_latency_mode = 1;
   options.preinitialize = 1;
   options.num_rdma_bytes = deepep::low_latency_size_hint(kMaxTokens, kHidden, size, kExperts);
-  deepep::Buffer buffer(group, options);
-  deepep::Event done(buffer);  // on a GPU the calls only launch: the program waits before it reads
+  return options;
+}
 
-  const int local = kExperts / size, rows = size * kMaxTokens;
-  Array<uint16_t> x(kTokens * kHidden);
-  Array<int64_t> topk_idx(kTokens * kTopk);
-  Array<float> weights(kTokens * kTopk);
-  for (int t = 0; t < kTokens; t++) {
-    for (int c = 0; c < kHidden; c++) x[t * kHidden + c] = to_bf16(value_of(rank, t, c));
-    for (int k = 0; k < kTopk; k++) {
-      topk_idx[t * kTopk + k] = (t * 3 + k * 5 + rank) % kExperts;
-      weights[t * kTopk + k] = 0.1f * static_cast<float>(k + 1);
-    }
-  }
-  Array<uint16_t> received(static_cast<size_t>(local) * rows * kHidden), combined(kTokens * kHidden);
-  Array<int32_t> counts(local), src_info(static_cast<size_t>(local) * rows);
-  Array<int64_t> ranges(static_cast<size_t>(local) * size);
-
-  auto dispatch = deepep::ll_dispatch_args();
-  dispatch.phases = DEEPEP_SEND;
-  dispatch.use_fp8 = 0;
-  dispatch.num_tokens = kTokens;
-  dispatch.num_max_tokens = kMaxTokens;
-  dispatch.hidden = kHidden;
-  dispatch.num_topk = kTopk;
-  dispatch.num_experts = kExperts;
-  dispatch.x = x.data();
-  dispatch.topk_idx = topk_idx.data();
-  dispatch.recv_x = received.data();
-  dispatch.recv_count = counts.data();
-  dispatch.src_info = src_info.data();
-  dispatch.layout_range = ranges.data();
-  buffer.low_latency_dispatch(dispatch);
-  double other_work = 0;  // what a model would do between send and receive
-  for (int i = 0; i < 100000; i++) other_work += std::sqrt(static_cast<double>(i));
-  dispatch.phases = DEEPEP_RECV;
-  buffer.low_latency_dispatch(dispatch);
-  done.record();
-  done.wait();
-
-  int wrong = 0;
-  for (int expert = 0; expert < local; expert++) {
-    for (int from = 0; from < size; from++) {
-      const int64_t range = ranges[expert * size + from];
-      const int first = static_cast<int>(range >> 32), count = static_cast<int>(range & 0xffffffff);
-      for (int row = first; row < first + count; row++) {
-        const size_t at = static_cast<size_t>(expert) * rows + static_cast<size_t>(row);
-        for (int c = 0; c < kHidden; c++)
-          wrong += received[at * kHidden + c] != to_bf16(value_of(from, src_info[at], c));
+// One decoding step on one rank. The methods are called in the order in which they stand here.
+class Step {
+ public:
+  Step(deepep::Buffer &buffer, int rank, int size) : buffer_(buffer), done_(buffer), size_(size) {
+    for (int t = 0; t < kTokens; t++) {
+      for (int c = 0; c < kHidden; c++) x_[t * kHidden + c] = to_bf16(value_of(rank, t, c));
+      for (int k = 0; k < kTopk; k++) {
+        topk_idx_[t * kTopk + k] = (t * 3 + k * 5 + rank) % kExperts;
+        weights_[t * kTopk + k] = 0.1f * static_cast<float>(k + 1);
       }
     }
   }
 
-  auto combine = deepep::ll_combine_args();
-  combine.num_tokens = kTokens;
-  combine.num_max_tokens = kMaxTokens;
-  combine.hidden = kHidden;
-  combine.num_topk = kTopk;
-  combine.num_experts = kExperts;
-  combine.x = received.data();  // the experts are the identity here
-  combine.topk_idx = topk_idx.data();
-  combine.topk_weights = weights.data();
-  combine.src_info = src_info.data();
-  combine.layout_range = ranges.data();
-  combine.combined_x = combined.data();
-  buffer.low_latency_combine(combine);
-  done.record();
-  done.wait();
-  for (int t = 0; t < kTokens; t++) {
-    for (int c = 0; c < kHidden; c++) {
-      const float expected = (0.1f + 0.2f + 0.3f + 0.4f) * from_bf16(x[t * kHidden + c]);
-      wrong += std::fabs(from_bf16(combined[t * kHidden + c]) - expected) > 0.01f;
-    }
+  // Sends, then receives; returns what was computed in between.
+  double dispatch() {
+    auto dispatch = deepep::ll_dispatch_args();
+    dispatch.phases = DEEPEP_SEND;
+    dispatch.use_fp8 = 0;
+    dispatch.num_tokens = kTokens;
+    dispatch.num_max_tokens = kMaxTokens;
+    dispatch.hidden = kHidden;
+    dispatch.num_topk = kTopk;
+    dispatch.num_experts = kExperts;
+    dispatch.x = x_.data();
+    dispatch.topk_idx = topk_idx_.data();
+    dispatch.recv_x = received_.data();
+    dispatch.recv_count = counts_.data();
+    dispatch.src_info = src_info_.data();
+    dispatch.layout_range = ranges_.data();
+    buffer_.low_latency_dispatch(dispatch);
+    double other_work = 0;  // what a model would do between send and receive
+    for (int i = 0; i < 100000; i++) other_work += std::sqrt(static_cast<double>(i));
+    dispatch.phases = DEEPEP_RECV;
+    buffer_.low_latency_dispatch(dispatch);
+    wait_for_calls(done_);
+    return other_work;
   }
-  int rows_received = 0;
-  for (int count : counts) rows_received += count;
-  std::printf("rank %d (%s): %d rows for %d local experts, other work %.0f, %d wrong values\n", rank, options.engine,
-              rows_received, local, other_work, wrong);
-  return wrong == 0 ? 0 : 1;
-}
 
-int guarded(int rank, int size, const char *directory) {
-  try {
-    return one_rank(rank, size, directory);
-  } catch (const deepep::Error &error) {
-    std::fprintf(stderr, "rank %d: %s: %s\n", rank, deepep_status_name(error.status()), error.what());
-    return 1;
+  // Rows of an expert stand by source rank; ranges_ has the first one and their number.
+  int wrong_rows() const {
+    int wrong = 0;
+    for (int pair = 0; pair < local_ * size_; pair++) {
+      const int first = static_cast<int>(ranges_[pair] >> 32), count = static_cast<int>(ranges_[pair] & 0xffffffff);
+      for (int row = first; row < first + count; row++) {
+        const size_t at = static_cast<size_t>(pair / size_) * rows_ + static_cast<size_t>(row);
+        for (int c = 0; c < kHidden; c++) {
+          wrong += received_[at * kHidden + c] != to_bf16(value_of(pair % size_, src_info_[at], c));
+        }
+      }
+    }
+    return wrong;
   }
+
+  void combine() {
+    auto combine = deepep::ll_combine_args();
+    combine.num_tokens = kTokens;
+    combine.num_max_tokens = kMaxTokens;
+    combine.hidden = kHidden;
+    combine.num_topk = kTopk;
+    combine.num_experts = kExperts;
+    combine.x = received_.data();  // the experts are the identity here
+    combine.topk_idx = topk_idx_.data();
+    combine.topk_weights = weights_.data();
+    combine.src_info = src_info_.data();
+    combine.layout_range = ranges_.data();
+    combine.combined_x = combined_.data();
+    buffer_.low_latency_combine(combine);
+    wait_for_calls(done_);
+  }
+
+  int wrong_sums() const {
+    int wrong = 0;
+    for (int i = 0; i < kTokens * kHidden; i++) {
+      const float expected = (0.1f + 0.2f + 0.3f + 0.4f) * from_bf16(x_[i]);
+      wrong += std::fabs(from_bf16(combined_[i]) - expected) > 0.01f;
+    }
+    return wrong;
+  }
+
+  int rows() const {
+    int rows = 0;
+    for (int count : counts_) rows += count;
+    return rows;
+  }
+  int local() const { return local_; }
+
+ private:
+  deepep::Buffer &buffer_;
+  deepep::Event done_;
+  const int size_, local_ = kExperts / size_, rows_ = size_ * kMaxTokens;  // of each local expert
+  const size_t all_rows_ = static_cast<size_t>(local_) * rows_;
+  Array<uint16_t> x_ = Array<uint16_t>(kTokens * kHidden), received_ = Array<uint16_t>(all_rows_ * kHidden);
+  Array<uint16_t> combined_ = Array<uint16_t>(kTokens * kHidden);
+  Array<int64_t> topk_idx_ = Array<int64_t>(kTokens * kTopk), ranges_ = Array<int64_t>(local_ * size_);
+  Array<float> weights_ = Array<float>(kTokens * kTopk);
+  Array<int32_t> counts_ = Array<int32_t>(local_), src_info_ = Array<int32_t>(all_rows_);
+};
+
+int one_rank(int rank, int size, const char *directory) {
+  deepep::Group group(meet(rank, size, directory));
+  const auto options = options_of(rank, size);
+  deepep::Buffer buffer(group, options);
+  Step step(buffer, rank, size);
+  const double other_work = step.dispatch();
+  int wrong = step.wrong_rows();
+  step.combine();
+  wrong += step.wrong_sums();
+  std::printf("rank %d (%s): %d rows for %d local experts, other work %.0f, %d wrong values\n", rank, options.engine,
+              step.rows(), step.local(), other_work, wrong);
+  return wrong == 0 ? 0 : 1;
 }
 
 }  // namespace
 
-int main(int argc, char **argv) { return run_ranks(argc, argv, 4, guarded); }
+int main(int argc, char **argv) { return run_program<one_rank>(argc, argv); }
