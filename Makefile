@@ -206,7 +206,7 @@ ready: venv lib kernels program kernel-tests
 run: all-ready $(if $(filter cuda,$(ENGINE)),cuda) ## train a small mixture-of-experts model over 4 ranks (ENGINE=cuda: on GPUs; ARGS="--steps 50")
 	$(VENV) python/examples/train_moe.py $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
-test: all-ready ## run every test that needs no GPU (under 15 minutes on 2 cores)
+test: all-ready ## run the tests that need no GPU (under 15 minutes on 2 cores; README: what is left out)
 	$(VENV) tools/run_tests.py
 
 test-full: all-ready ## the same with the long versions: more seeds, cycles and fuzzing
@@ -223,7 +223,7 @@ BENCH := $(if $(filter cuda,$(ENGINE)),gpu,cpu)
 bench: all-ready $(if $(filter gpu,$(BENCH)),cuda $(BIN)/bench_ops) ## measure, beside gloo in the same run (ENGINE=cuda: on GPUs, beside NCCL)
 	$(VENV) bench/$(BENCH).py $(ARGS)
 
-lint: venv need-go ## check formatting (clang-format, gofmt, ruff), ruff, mypy, go vet
+lint: venv need-go ## check formatting (clang-format, gofmt, ruff), ruff, mypy, go vet, staticcheck
 	$(VENV) tools/run_tests.py lint
 
 fmt: venv need-go ## format C, C++, CUDA, Go and Python

@@ -212,3 +212,13 @@ def test_links_of_documents_lead_somewhere() -> None:
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
             assert "://" in target or (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_paths_in_documents_are_there() -> None:
+    tops = "bench|capi|cmake|core|cpp_examples|docs|include|internal|kernels|nvshmem|python|tools"
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        if path.name in ("renames.md", "gpu-runs.md", "CHANGELOG.md"):  # they name old states
+            continue
+        text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
+        for named in re.findall(rf"(?<![\w./])((?:{tops})/[\w./*-]*\w)", text):
+            assert any(True for _ in ROOT.glob(f"{named}*")), f"{path.name}: {named}"
