@@ -81,8 +81,10 @@ class Mutant:
         if len(found) != 1:
             raise NotBuiltError(f"it fits {len(found)} places of {self.where}, not one")
         file, match = found[0]
-        planted = re.sub(r"@(\d)", lambda hole: match[0] if hole[1] == "0" else match[f"hole{hole[1]}"], self.plant)
-        if planted == match[0]:
+        # On a line of its own, so that no compiler finds it indented as if it belonged to what stands before it.
+        holes = {"0": "\n" + match[0], **{name[-1]: text for name, text in match.groupdict().items()}}
+        planted = re.sub(r"@(\d)", lambda hole: holes[hole[1]], self.plant)
+        if planted.strip() == match[0]:
             raise NotBuiltError("it changes nothing")
         text = match.string
         return file, text[: match.start()] + planted + text[match.end() :]
@@ -132,7 +134,7 @@ class Build:
             errors="replace",
         )
         if made.returncode != 0:
-            errors = [line for line in made.stdout.splitlines() if "rror" in line]
+            errors = [line for line in made.stdout.splitlines() if re.search(r"(?<!W)error\b", line)]
             raise NotBuiltError(next(iter(errors or made.stdout.splitlines()[-1:]), "make failed"))
 
     def original(self) -> pathlib.Path:
