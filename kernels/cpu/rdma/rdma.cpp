@@ -1,11 +1,8 @@
 #include "cpu/rdma/rdma.h"
 
 #include <errno.h>
-#include <stdlib.h>
 #include <sys/mman.h>
 #include <unistd.h>
-
-#include <new>
 
 #include "cpu/rdma/state.h"
 
@@ -20,53 +17,17 @@ uint64_t power_of_two(uint64_t least) {
 
 uint64_t ring_bytes(const NicState &s) { return s.num_queues * (s.mask + 1) * sizeof(Work); }
 
-template <class T>
-bool make(T **out, uint64_t count) {
-  size_t bytes = round_up(max<uint64_t>(count, 1) * sizeof(T), kLine);
-  void *memory = aligned_alloc(kLine, bytes);
-  *out = static_cast<T *>(memory);
-  for (uint64_t i = 0; memory && i < count; i++) new (*out + i) T();
-  return memory != nullptr;
-}
-
-void drop(NicState *s) {
-  if (s->rings) munmap(s->rings, ring_bytes(*s));
-  free(s->slots);
-  free(s->blocks);
-  free(s->lost);
-  free(s->ringing);
-  free(s->queues);
-  free(s->ready);
-  free(s->active);
-  pthread_mutex_destroy(&s->posting);
-  s->~NicState();
-  free(s);
-}
-
-void describe(NicState &s, const dk_transport_open_params &p) {
-  s.rank = p.rank;
-  s.num_ranks = p.num_ranks;
-  s.num_qps = p.num_qps;
-  s.num_peers = p.num_peers;
-  s.depth = static_cast<uint64_t>(p.qp_depth);
-  s.mask = power_of_two(s.depth) - 1;
-  s.block_bytes = p.block_bytes;
-  s.own_block = at<const uint64_t>(p.host_blocks)[p.rank];
-  s.num_queues = static_cast<uint64_t>(p.num_peers) * static_cast<uint64_t>(p.num_qps);
-  s.num_words = s.num_queues / 64 + 1;
-  s.flags = p.flags;
-  s.owner = getpid();
-  s.random = Random(p.seed * uint64_t{DK_MAX_RANKS} + static_cast<uint64_t>(p.rank));
-}
-
 bool make_arrays(NicState &s) {
   uint64_t peers = static_cast<uint64_t>(s.num_peers);
-  bool made = make(&s.slots, static_cast<uint64_t>(s.num_ranks)) && make(&s.blocks, peers) && make(&s.lost, peers) &&
-              make(&s.ringing, peers / 64 + 1) && make(&s.queues, s.num_queues) && make(&s.ready, s.num_words) &&
-              make(&s.active, s.num_queues);
-  if (!made) return false;
+  s.slots = create_array<int32_t>(static_cast<uint64_t>(s.num_ranks));
+  s.blocks = create_array<uint64_t>(peers);
+  s.lost = create_array<std::atomic<uint32_t>>(peers);
+  s.ringing = create_array<uint64_t>(peers / 64 + 1);
+  s.queues = create_array<Queue>(s.num_queues);
+  s.ready = create_array<std::atomic<uint64_t>>(s.num_words);
+  s.active = create_array<int32_t>(s.num_queues);
+  if (!s.slots || !s.blocks || !s.lost || !s.ringing || !s.queues || !s.ready || !s.active) return false;
   if (s.num_queues == 0) return true;
-  // Untouched pages cost nothing: queues that are deep on paper only.
   void *rings =
       mmap(nullptr, ring_bytes(s), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   s.rings = rings == MAP_FAILED ? nullptr : static_cast<Work *>(rings);
@@ -91,28 +52,41 @@ void create_queues(NicState &s, const dk_transport_open_params &p) {
 
 }  // namespace
 
+NicState::NicState(const dk_transport_open_params &p)
+    : rank(p.rank),
+      num_ranks(p.num_ranks),
+      num_qps(p.num_qps),
+      num_peers(p.num_peers),
+      depth(static_cast<uint64_t>(p.qp_depth)),
+      mask(power_of_two(depth) - 1),
+      block_bytes(p.block_bytes),
+      own_block(at<const uint64_t>(p.host_blocks)[p.rank]),
+      num_queues(static_cast<uint64_t>(p.num_peers) * static_cast<uint64_t>(p.num_qps)),
+      flags(p.flags),
+      owner(getpid()),
+      random(p.seed * uint64_t{DK_MAX_RANKS} + static_cast<uint64_t>(p.rank)),
+      num_words(num_queues / 64 + 1) {}
+
+NicState::~NicState() {
+  if (rings) munmap(rings, ring_bytes(*this));
+  pthread_mutex_destroy(&posting);
+}
+
 int32_t Nic::open(const dk_transport_open_params &p, Nic **out, int32_t *error) {
-  NicState *s = nullptr;
-  if (!make(&s, 1)) return DK_ENOMEM;
-  pthread_mutex_init(&s->posting, nullptr);
-  describe(*s, p);
-  void *nic = make_arrays(*s) ? malloc(sizeof(Nic)) : nullptr;
-  if (nic) create_queues(*s, p);
-  *error = nic ? start_thread(*s) : ENOMEM;
-  if (*error) {
-    drop(s);
-    free(nic);
-    return *error == ENOMEM ? DK_ENOMEM : DK_ESYSTEM;
-  }
-  *out = new (nic) Nic(s);
+  Owned<NicState> state = create<NicState>(p);
+  Owned<Nic> nic = state && make_arrays(*state) ? create<Nic>(state.get()) : nullptr;
+  if (nic) create_queues(*state, p);
+  *error = nic ? start_thread(*state) : ENOMEM;
+  if (*error) return *error == ENOMEM ? DK_ENOMEM : DK_ESYSTEM;
+  state.release();  // close() takes it back
+  *out = nic.release();
   return DK_OK;
 }
 
 void Nic::close(Nic *nic) {
-  if (!nic->forked()) stop_thread(*nic->state_);
-  drop(nic->state_);
-  nic->~Nic();
-  free(nic);
+  Owned<NicState> state(nic->state_);
+  if (!nic->forked()) stop_thread(*state);
+  Owned<Nic>{nic};
 }
 
 bool Nic::put(int peer, int qp, void *dst, const void *src, uint64_t bytes, Signal signal) {

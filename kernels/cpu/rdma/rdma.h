@@ -23,6 +23,7 @@ struct QueueCounts {
 // never wait, and never do the work on the calling thread.
 class Nic {
  public:
+  explicit Nic(struct NicState *state) : state_(state) {}
   static int32_t open(const dk_transport_open_params &p, Nic **out, int32_t *error);
   static void close(Nic *nic);  // drops what is queued
 
@@ -60,8 +61,6 @@ class Nic {
   int32_t broken(int peer, int qp) const;  // the code; 0: well
 
  private:
-  explicit Nic(struct NicState *state) : state_(state) {}
-  ~Nic() = default;
   struct NicState *state_;
 };
 

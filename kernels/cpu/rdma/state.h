@@ -5,6 +5,7 @@
 
 #include "cpu/rdma/rdma.h"
 #include "cpu/runtime/doorbell.h"
+#include "cpu/runtime/heap.h"
 
 namespace dk {
 
@@ -56,25 +57,28 @@ struct NicState {
   uint64_t depth, mask, block_bytes, own_block, num_queues;
   uint32_t flags;
   pid_t owner;
-  Random random{0};  // the thread's
+  Random random;  // the thread's
 
-  int32_t *slots;               // by rank: place among the peers, -1: not a peer
-  uint64_t *blocks;             // by slot
-  std::atomic<uint32_t> *lost;  // by slot
-  uint64_t *ringing;            // bit by slot: doorbells to ring; the thread's
-  Queue *queues;                // [peer slot][QP]
-  Work *rings;
-  std::atomic<uint64_t> *ready;  // bit by queue: something was posted
-  int32_t *active;               // queues that LATE holds something of
-  uint64_t num_words;            // of `ready`
+  OwnedArray<int32_t> slots;                // by rank: place among the peers, -1: not a peer
+  OwnedArray<uint64_t> blocks;              // by slot
+  OwnedArray<std::atomic<uint32_t>> lost;   // by slot
+  OwnedArray<uint64_t> ringing;             // bit by slot: doorbells to ring; the thread's
+  OwnedArray<Queue> queues;                 // [peer slot][QP]
+  Work *rings = nullptr;                    // mapped, not allocated: untouched pages of deep queues cost nothing
+  OwnedArray<std::atomic<uint64_t>> ready;  // bit by queue: something was posted
+  OwnedArray<int32_t> active;               // queues that LATE holds something of
+  uint64_t num_words;                       // of `ready`
 
-  pthread_mutex_t posting;
+  pthread_mutex_t posting = PTHREAD_MUTEX_INITIALIZER;
   pthread_t thread;
-  Word doorbell;  // the thread sleeps on it
-  std::atomic<bool> asleep, ending;
-  Word completions;  // those that wait for completions sleep on it
-  std::atomic<uint32_t> waiters;
-  std::atomic<uint64_t> doorbell_offset;  // offset in a block + 1; 0: none
+  Word doorbell{0};  // the thread sleeps on it
+  std::atomic<bool> asleep{false}, ending{false};
+  Word completions{0};  // threads that wait for completions sleep on it
+  std::atomic<uint32_t> waiters{0};
+  std::atomic<uint64_t> doorbell_offset{0};  // offset in a block + 1; 0: none
+
+  explicit NicState(const dk_transport_open_params &p);
+  ~NicState();
 
   Queue &queue(int peer, int qp) const { return queues[static_cast<uint64_t>(slots[peer] * num_qps + qp)]; }
   Work &work(const Queue &q, uint64_t number) const { return q.ring[number & mask]; }

@@ -123,7 +123,7 @@ void doze(NicState &nic, uint64_t nanoseconds) {
 }
 
 void look_at(NicState &nic, const Queue &q) {
-  uint64_t index = static_cast<uint64_t>(&q - nic.queues), bit = uint64_t{1} << index % 64;
+  uint64_t index = static_cast<uint64_t>(&q - nic.queues.get()), bit = uint64_t{1} << index % 64;
   if (!(nic.ready[index / 64].load() & bit)) nic.ready[index / 64].fetch_or(bit);
   if (!nic.asleep.load() || !nic.asleep.exchange(false)) return;
   nic.doorbell.fetch_add(1);

@@ -3,10 +3,10 @@
 #include <errno.h>
 #include <sched.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "cpu/runtime/heap.h"
 #include "cpu_build_id.h"
 
 namespace dk {
@@ -97,10 +97,9 @@ DK_EXPORT int32_t dk_device_open(dk_device_open_params *p) {
   if (p->ordinal < -1 || p->ordinal > 0 || p->isa > kIsaAvx512) return DK_EINVAL;
   const RowKernels *rows = rows_for(p->isa);
   if (!rows) return DK_EUNSUPPORTED;
-  Device *device = static_cast<Device *>(calloc(1, sizeof(Device)));
+  Owned<Device> device = create<Device>(Device{rows, cached_bytes(), usable_cores()});
   if (!device) return DK_ENOMEM;
-  *device = {rows, cached_bytes(), usable_cores()};
-  p->device = address_of(device);
+  p->device = address_of(device.release());
   p->out_ordinal = 0;
   p->num_sms = 1;
   p->cc_major = p->cc_minor = 0;
@@ -116,7 +115,7 @@ DK_EXPORT int32_t dk_device_open(dk_device_open_params *p) {
 
 DK_EXPORT int32_t dk_device_close(dk_device_close_params *p) {
   DK_ENTER(p);
-  free(at<Device>(p->device));
+  owned<Device>(p->device);
   p->device = 0;
   return DK_OK;
 }

@@ -1,9 +1,6 @@
 // Events. Each record makes a point of its own, so that a wait means the record that was last when the wait was queued,
 // even when the event is recorded again elsewhere before that.
-#include <stdlib.h>
-
-#include <new>
-
+#include "cpu/runtime/heap.h"
 #include "cpu/runtime/stream.h"
 
 namespace dk {
@@ -12,27 +9,23 @@ namespace {
 enum : uint32_t { kPending = 0, kPendingWatched = 1, kReached = 2 };
 
 struct Point {
-  Word state;
-  std::atomic<uint32_t> users;
+  Word state{kPending};
+  std::atomic<uint32_t> users{1};  // the event, and each closure in a queue
 };
-
-struct Event {
-  pthread_mutex_t lock;
-  Point *point;  // of the last record; null: never recorded
-};
-
-Point *new_point() {
-  void *memory = malloc(sizeof(Point));
-  if (!memory) return nullptr;
-  Point *point = new (memory) Point();
-  point->state.store(kPending);
-  point->users.store(1);
-  return point;
-}
 
 void release(Point *point) {
-  if (point && point->users.fetch_sub(1) == 1) free(point);
+  if (point && point->users.fetch_sub(1) == 1) Owned<Point>{point};
 }
+
+struct Event {
+  pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+  Point *point = nullptr;  // of the last record; null: never recorded
+
+  ~Event() {
+    release(point);
+    pthread_mutex_destroy(&lock);
+  }
+};
 
 void reach(Point *point) {
   if (point->state.exchange(kReached) == kPendingWatched) wake_all(point->state, Scope::process);
@@ -91,21 +84,16 @@ DK_EXPORT int32_t dk_event_create(dk_event_create_params *p) {
   DK_ENTER(p);
   p->event = 0;
   if (!p->device) return DK_EINVAL;
-  Event *event = static_cast<Event *>(calloc(1, sizeof(Event)));
+  Owned<Event> event = create<Event>();
   if (!event) return DK_ENOMEM;
-  pthread_mutex_init(&event->lock, nullptr);
-  p->event = address_of(event);
+  p->event = address_of(event.release());
   return DK_OK;
 }
 
 DK_EXPORT int32_t dk_event_destroy(dk_event_destroy_params *p) {
   DK_ENTER(p);
-  Event *event = at<Event>(p->event);
+  owned<Event>(p->event);
   p->event = 0;
-  if (!event) return DK_OK;
-  release(event->point);
-  pthread_mutex_destroy(&event->lock);
-  free(event);
   return DK_OK;
 }
 
@@ -117,16 +105,12 @@ DK_EXPORT int32_t dk_event_record(dk_event_record_params *p) {
     replace(event, nullptr);
     return DK_OK;
   }
-  Point *point = new_point();
+  Owned<Point> point = create<Point>();
   if (!point) return DK_ENOMEM;
-  point->users.fetch_add(1);  // the queue's
-  int32_t code = push(at<Stream>(p->stream), run_record, point);
-  if (code != DK_OK) {
-    free(point);
-    return code;
-  }
-  replace(event, point);
-  return DK_OK;
+  point->users.store(2);  // the event and the closure
+  int32_t code = push(at<Stream>(p->stream), run_record, point.get());
+  if (code == DK_OK) replace(event, point.release());
+  return code;
 }
 
 DK_EXPORT int32_t dk_stream_wait_event(dk_stream_wait_event_params *p) {

@@ -2,54 +2,44 @@
 // size of /dev/shm does not matter. Pages come into being when they are first touched.
 #include <errno.h>
 #include <fcntl.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "cpu/runtime/base.h"
+#include "cpu/runtime/heap.h"
 
 namespace dk {
 namespace {
 
 struct Memory {
-  void *base;
-  uint64_t bytes;
-  int fd;  // -1: imported; the mapping alone keeps it
+  void *base = MAP_FAILED;
+  uint64_t bytes = 0;
+  int fd = -1;  // stays -1 where the memory is imported: the mapping alone keeps the file
+
+  ~Memory() {
+    if (base != MAP_FAILED) munmap(base, bytes);
+    if (fd >= 0) close(fd);
+  }
 };
 
 int32_t code_of(int error) {
   return error == ENOMEM || error == ENOSPC || error == EFBIG || error == EOVERFLOW ? DK_ENOMEM : DK_ESYSTEM;
 }
 
-// Maps `fd`, which the result owns if `keep`. On failure the descriptor stays the caller's.
-int32_t map_file(int fd, uint64_t bytes, bool keep, Memory **out) {
-  Memory *memory = static_cast<Memory *>(calloc(1, sizeof(Memory)));
-  if (!memory) return DK_ENOMEM;
-  void *base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (base == MAP_FAILED) {
-    int error = errno;
-    free(memory);
-    errno = error;
-    return code_of(error);
-  }
-  *memory = {base, bytes, keep ? fd : -1};
-  *out = memory;
-  return DK_OK;
+// Both return errno, 0 on success.
+int map_file(Memory &memory, int fd, uint64_t bytes) {
+  memory.base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  memory.bytes = bytes;
+  return memory.base == MAP_FAILED ? errno : 0;
 }
 
-// The seals keep a peer from shrinking the file under our feet, which would be a SIGBUS here.
-int32_t new_file(uint64_t bytes, int *fd) {
-  *fd = memfd_create("deepep", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (*fd < 0) return code_of(errno);
-  if (ftruncate(*fd, static_cast<off_t>(bytes)) == 0 &&
-      fcntl(*fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0)
-    return DK_OK;
-  int error = errno;
-  close(*fd);
-  errno = error;
-  return code_of(error);
+// The seals keep a peer from shrinking the file, which would make the next access here a SIGBUS.
+int create_file(Memory &memory, uint64_t bytes) {
+  memory.fd = memfd_create("deepep", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (memory.fd < 0) return errno;
+  if (ftruncate(memory.fd, static_cast<off_t>(bytes)) != 0) return errno;
+  return fcntl(memory.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0 ? 0 : errno;
 }
 
 }  // namespace
@@ -62,24 +52,16 @@ DK_EXPORT int32_t dk_mem_alloc(dk_mem_alloc_params *p) {
   p->mem = p->address = p->out_bytes = 0;
   if (!p->device || p->bytes == 0 || p->bytes > uint64_t{1} << 46) return DK_EINVAL;
   uint64_t bytes = round_up(p->bytes, kPage);
-  int fd = -1;
-  int32_t code = new_file(bytes, &fd);
-  Memory *memory = nullptr;
-  if (code == DK_OK) {
-    code = map_file(fd, bytes, true, &memory);
-    if (code != DK_OK) {
-      int error = errno;
-      close(fd);
-      errno = error;
-    }
+  Owned<Memory> memory = create<Memory>();
+  int error = memory ? create_file(*memory, bytes) : ENOMEM;
+  if (!error) error = map_file(*memory, memory->fd, bytes);
+  if (error) {
+    p->device_error = error;
+    return code_of(error);
   }
-  if (code != DK_OK) {
-    p->device_error = errno;
-    return code;
-  }
-  p->mem = address_of(memory);
   p->address = address_of(memory->base);
   p->out_bytes = bytes;
+  p->mem = address_of(memory.release());
   return DK_OK;
 }
 
@@ -112,24 +94,20 @@ DK_EXPORT int32_t dk_mem_import(dk_mem_import_params *p) {
   }
   // Touching pages past the file's end would be a SIGBUS.
   if (static_cast<uint64_t>(file.st_size) < bytes) return DK_EINVAL;
-  Memory *memory = nullptr;
-  int32_t code = map_file(p->fd, bytes, false, &memory);
-  if (code != DK_OK) {
-    p->device_error = errno;
-    return code;
+  Owned<Memory> memory = create<Memory>();
+  int error = memory ? map_file(*memory, p->fd, bytes) : ENOMEM;
+  if (error) {
+    p->device_error = error;
+    return code_of(error);
   }
-  p->mem = address_of(memory);
   p->address = address_of(memory->base);
+  p->mem = address_of(memory.release());
   return DK_OK;
 }
 
 DK_EXPORT int32_t dk_mem_free(dk_mem_free_params *p) {
   DK_ENTER(p);
-  Memory *memory = at<Memory>(p->mem);
+  owned<Memory>(p->mem);
   p->mem = 0;
-  if (!memory) return DK_OK;
-  munmap(memory->base, memory->bytes);
-  if (memory->fd >= 0) close(memory->fd);
-  free(memory);
   return DK_OK;
 }

@@ -3,9 +3,6 @@
 #include <errno.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdlib.h>
-
-#include <new>
 
 namespace dk {
 namespace {
@@ -36,8 +33,8 @@ void *serve(void *argument) {
   Stream *stream = static_cast<Stream *>(argument);
   pthread_setname_np(pthread_self(), "deepep-stream");
 #if defined(__SSE2__)
-  __builtin_ia32_ldmxcsr(
-      0x1f80);  // a new thread has its creator's rounding and flushing of denormals: sums must not depend on it
+  // A new thread inherits its creator's rounding mode and flushing of denormals: sums must not depend on it.
+  __builtin_ia32_ldmxcsr(0x1f80);
 #endif
   int spins = 0;
   uint64_t idle_since = 0;
@@ -87,16 +84,6 @@ int start_worker(Stream *stream) {
   return error;
 }
 
-void drop(Stream *stream) {
-  while (Closure *closure = stream->spare) {
-    stream->spare = closure->next;
-    free(closure);
-  }
-  pthread_mutex_destroy(&stream->lock);
-  stream->~Stream();
-  free(stream);
-}
-
 }  // namespace
 
 int32_t push(Stream *stream, void (*run)(void *), const void *argument, size_t bytes) {
@@ -105,7 +92,7 @@ int32_t push(Stream *stream, void (*run)(void *), const void *argument, size_t b
   if (closure)
     stream->spare = closure->next;
   else
-    closure = static_cast<Closure *>(malloc(sizeof(Closure)));
+    closure = create<Closure>().release();
   if (closure) {
     closure->run = run;
     closure->next = nullptr;
@@ -128,33 +115,27 @@ DK_EXPORT int32_t dk_stream_create(dk_stream_create_params *p) {
   DK_ENTER(p);
   p->stream = 0;
   if (!p->device) return DK_EINVAL;
-  void *memory = calloc(1, sizeof(Stream));
-  if (!memory) return DK_ENOMEM;
-  Stream *stream = new (memory) Stream();
-  pthread_mutex_init(&stream->lock, nullptr);
-  for (int i = 0; i < kSpareClosures; i++) {
-    Closure *closure = static_cast<Closure *>(malloc(sizeof(Closure)));
-    if (closure) recycle(stream, closure);
-  }
-  int error = start_worker(stream);
+  Owned<Stream> stream = create<Stream>();
+  if (!stream) return DK_ENOMEM;
+  for (int i = 0; i < kSpareClosures; i++)
+    if (Closure *closure = create<Closure>().release()) recycle(stream.get(), closure);
+  int error = start_worker(stream.get());
   if (error) {
     p->device_error = error;
-    drop(stream);
     return error == ENOMEM ? DK_ENOMEM : DK_ESYSTEM;
   }
-  p->stream = address_of(stream);
+  p->stream = address_of(stream.release());
   return DK_OK;
 }
 
 DK_EXPORT int32_t dk_stream_destroy(dk_stream_destroy_params *p) {
   DK_ENTER(p);
-  Stream *stream = at<Stream>(p->stream);
+  Owned<Stream> stream = owned<Stream>(p->stream);
   p->stream = 0;
   if (!stream) return DK_OK;
   stream->ending.store(true);
-  announce(stream);
+  announce(stream.get());
   pthread_join(stream->thread, nullptr);
-  drop(stream);
   return DK_OK;
 }
 

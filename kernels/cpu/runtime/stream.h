@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "cpu/runtime/futex.h"
+#include "cpu/runtime/heap.h"
 
 namespace dk {
 
@@ -17,11 +18,19 @@ struct Closure {
 
 struct Stream {
   pthread_t thread;
-  pthread_mutex_t lock;  // of the three lists
-  Closure *first, *last, *spare;
-  Word pushed;  // closures ever pushed, and one more when the stream ends; the worker sleeps on it
-  std::atomic<uint64_t> pending;
-  std::atomic<bool> ending, asleep;
+  pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;  // of the three lists
+  Closure *first = nullptr, *last = nullptr, *spare = nullptr;
+  Word pushed{0};  // closures ever pushed, and one more when the stream ends; the worker sleeps on it
+  std::atomic<uint64_t> pending{0};
+  std::atomic<bool> ending{false}, asleep{false};
+
+  ~Stream() {
+    while (Closure *closure = spare) {
+      spare = closure->next;
+      Owned<Closure>{closure};
+    }
+    pthread_mutex_destroy(&lock);
+  }
 };
 
 // Queues a copy of `argument`. DK_ENOMEM if the queue has outgrown memory.

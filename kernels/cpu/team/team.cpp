@@ -1,10 +1,5 @@
 #include "cpu/team/team.h"
 
-#include <stdlib.h>
-#include <string.h>
-
-#include <new>
-
 namespace dk {
 
 static bool all_local(const dk_team_create_params &p) {
@@ -15,57 +10,43 @@ static bool all_local(const dk_team_create_params &p) {
 }
 
 static Peer peer_at(const dk_team_create_params &p, uint64_t block) {
+  if (!block) return {};
   Control control(block + p.control_offset, p.num_ranks);
-  if (!block) return {Control(0, p.num_ranks), RemoteControl(0, 1, 1), 0, 0};
   RemoteControl remote(block + p.control_offset + Control::bytes(p.num_ranks), p.num_ranks,
                        nodes_of(p.num_ranks, p.num_nvl_peers));
   return {control, remote, block + p.wire_offset, block + p.rdma_offset};
 }
 
-static void free_team(Team *team) {
-  free(team->doorbells);
-  free(team->scratch);
-  free(team->peers);
-  free(team->links);
-  pthread_mutex_destroy(&team->running);
-  free(team);
-}
+Team::Team(const dk_team_create_params &p)
+    : device(at<Device>(p.device)),
+      rank(p.rank),
+      num_ranks(p.num_ranks),
+      num_nvl_peers(p.num_nvl_peers),
+      flags(p.flags),
+      rdma_bytes(p.rdma_bytes),
+      wire(p.num_ranks, p.num_nvl_peers, p.nvl_bytes, p.rdma_bytes, p.flags),
+      status(at<dk_status>(p.status)),
+      stats(at<dk_stats_page>(p.stats)),
+      nic(at<Nic>(p.transport)) {}
 
-// The blocks are mapped and zeroed: nothing to prepare but this rank's own memory of its peers.
-static Team *new_team(const dk_team_create_params &p) {
-  uint64_t ranks = static_cast<uint64_t>(p.num_ranks);
-  Team *team = static_cast<Team *>(calloc(1, sizeof(Team)));
+Owned<Team> Team::make(const dk_team_create_params &p) {
+  Owned<Team> team = create<Team>(p);
   if (!team) return nullptr;
-  new (team) Team{at<Device>(p.device),
-                  p.rank,
-                  p.num_ranks,
-                  p.num_nvl_peers,
-                  p.flags,
-                  p.rdma_bytes,
-                  WireRegion(p.num_ranks, p.num_nvl_peers, p.nvl_bytes, p.rdma_bytes, p.flags),
-                  at<dk_status>(p.status),
-                  at<dk_stats_page>(p.stats),
-                  PTHREAD_MUTEX_INITIALIZER,
-                  {},
-                  nullptr,
-                  nullptr,
-                  nullptr,
-                  at<Nic>(p.transport),
-                  nullptr};
+  uint64_t ranks = static_cast<uint64_t>(p.num_ranks);
   bool local = all_local(p);
-  team->peers = static_cast<Peer *>(calloc(ranks, sizeof(Peer)));
-  team->scratch = static_cast<int64_t *>(calloc(ranks * kScratch, sizeof(int64_t)));
-  team->doorbells = static_cast<uint64_t *>(calloc(ranks / 64 + 1, sizeof(uint64_t)));
-  if (!local)
-    team->links = static_cast<LinkState *>(calloc(static_cast<uint64_t>(team->num_nodes()), sizeof(LinkState)));
-  if (!team->peers || !team->scratch || !team->doorbells || (!local && !team->links)) {
-    free_team(team);
-    return nullptr;
-  }
-  for (int i = 0; i < p.num_ranks; i++)
-    new (team->peers + i) Peer(peer_at(p, at<const uint64_t>(p.host_peer_blocks)[i]));
+  team->peers = create_array<Peer>(ranks);
+  team->scratch = create_array<int64_t>(ranks * kScratch);
+  team->doorbells = create_array<uint64_t>(ranks / 64 + 1);
+  if (!local) team->links = create_array<LinkState>(static_cast<uint64_t>(team->num_nodes()));
+  if (!team->peers || !team->scratch || !team->doorbells || (!local && !team->links)) return nullptr;
+  for (int i = 0; i < p.num_ranks; i++) team->peers[i] = peer_at(p, at<const uint64_t>(p.host_peer_blocks)[i]);
   if (team->nic) team->nic->set_doorbell(&team->control().doorbell());
   return team;
+}
+
+Team::~Team() {
+  if (nic) nic->set_doorbell(nullptr);
+  pthread_mutex_destroy(&running);
 }
 
 // Those of my node are mapped, all others go through the transport; nodes are of one size, so that everybody has
@@ -113,19 +94,16 @@ DK_EXPORT int32_t dk_team_create(dk_team_create_params *p) {
   p->team = 0;
   int32_t code = check_team(*p);
   if (code != DK_OK) return code;
-  Team *team = new_team(*p);
+  Owned<Team> team = Team::make(*p);
   if (!team) return DK_ENOMEM;
-  p->team = address_of(team);
+  p->team = address_of(team.release());
   return DK_OK;
 }
 
 DK_EXPORT int32_t dk_team_destroy(dk_team_destroy_params *p) {
   DK_ENTER(p);
-  Team *team = at<Team>(p->team);
+  owned<Team>(p->team);
   p->team = 0;
-  if (!team) return DK_OK;
-  if (team->nic) team->nic->set_doorbell(nullptr);
-  free_team(team);
   return DK_OK;
 }
 

@@ -4,16 +4,18 @@
 
 #include "cpu/rdma/rdma.h"
 #include "cpu/runtime/device.h"
+#include "cpu/runtime/heap.h"
 #include "cpu/team/control.h"
 #include "cpu/team/remote.h"
 #include "cpu/team/wire.h"
 
 namespace dk {
 
+// Where the parts of a rank's block are mapped; wire is 0 where it is not mapped.
 struct Peer {
-  Control control;
-  RemoteControl remote;
-  uint64_t wire, rdma;
+  Control control{0, 1};
+  RemoteControl remote{0, 1, 1};
+  uint64_t wire = 0, rdma = 0;
 };
 
 constexpr uint64_t kMaxLinkSlots = 1024;
@@ -27,21 +29,28 @@ struct LinkState {
   int64_t source[kMaxLinkSlots];   // by place: the sender's own number for where the record lay
 };
 
+constexpr int kScratch = 8;
+
 struct Team {
-  Device *device;
-  int32_t rank, num_ranks, num_nvl_peers;
-  uint32_t flags;
-  uint64_t rdma_bytes;
-  WireRegion wire;
-  dk_status *status;
-  dk_stats_page *stats;
-  pthread_mutex_t running;       // one operation at a time
-  std::atomic<uint32_t> failed;  // somebody has the right to write status->failure
-  uint64_t *doorbells;           // bit by rank: to be rung
-  int64_t *scratch;              // kScratch numbers for each rank, for the operation that is running
-  Peer *peers;
-  Nic *nic;          // null: no rank is beyond loads and stores
-  LinkState *links;  // by node; null: every rank is local
+  Device *const device;
+  const int32_t rank, num_ranks, num_nvl_peers;
+  const uint32_t flags;
+  const uint64_t rdma_bytes;
+  const WireRegion wire;
+  dk_status *const status;
+  dk_stats_page *const stats;
+  Nic *const nic;                                       // null: no rank is beyond loads and stores
+  pthread_mutex_t running = PTHREAD_MUTEX_INITIALIZER;  // one operation at a time
+  std::atomic<uint32_t> failed{0};                      // 1: an operation has taken the right to write status->failure
+  OwnedArray<Peer> peers;
+  OwnedArray<int64_t> scratch;     // kScratch numbers for each rank, for the operation that is running
+  OwnedArray<uint64_t> doorbells;  // bit by rank: to be rung
+  OwnedArray<LinkState> links;     // by node; null: every rank is local
+
+  // Null: no memory. The blocks are mapped and zeroed: only this rank's own memory of its peers is to be made.
+  static Owned<Team> make(const dk_team_create_params &p);
+  explicit Team(const dk_team_create_params &p);
+  ~Team();
 
   Control &control() { return peers[rank].control; }
   RemoteControl &remote() { return peers[rank].remote; }
@@ -61,8 +70,7 @@ struct Team {
   }
   bool shrinks() const { return flags & DK_TEAM_SHRINK; }
   bool masked(int peer) { return control().peer_state(peer).masked != 0; }
-  int64_t *numbers(int which) { return scratch + which * num_ranks; }
+  int64_t *numbers(int which) { return scratch.get() + which * num_ranks; }
 };
-constexpr int kScratch = 8;
 
 }  // namespace dk
