@@ -6,26 +6,26 @@
 namespace dk {
 namespace {
 
-class Meeting {
+class CleanBarrier {
  public:
-  explicit Meeting(Op &op) : op_(op), team_(op.team), cleans_(op.team.control().own().cleans) {}
+  explicit CleanBarrier(Op &op) : op_(op), team_(op.team), cleans_(op.team.control().state().cleans) {}
   void run();
 
  private:
-  void tell(int peer, uint64_t count);
-  bool look();
-  void call_old(int peer, uint64_t cleans);
+  void post(int peer, uint64_t count);
+  bool poll();
+  void mark_earlier_sends(int peer, uint64_t cleans);
 
   Op &op_;
   Team &team_;
   uint64_t cleans_;  // the greatest number among those that came
-  int64_t *came_ = team_.numbers(0);
+  int64_t *arrived_ = team_.numbers(0);
 };
 
-void Meeting::tell(int peer, uint64_t count) {
-  uint64_t cleans = team_.control().own().cleans;
+void CleanBarrier::post(int peer, uint64_t count) {
+  uint64_t cleans = team_.control().state().cleans;
   if (is_remote(team_, peer)) {
-    if (!team_.masked(peer)) put_clean(op_, peer, count, cleans);
+    if (!team_.masked(peer)) put_clean_message(op_, peer, count, cleans);
     return;
   }
   CleanMessage &to = team_.peers[peer].control.clean_from(team_.rank, count & 1);
@@ -34,31 +34,31 @@ void Meeting::tell(int peer, uint64_t count) {
   op_.ring(peer);
 }
 
-void Meeting::run() {
-  uint64_t count = ++team_.control().own().clean_calls;
+void CleanBarrier::run() {
+  uint64_t count = ++team_.control().state().clean_calls;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
-    came_[peer] = peer == team_.rank;
-    if (peer != team_.rank) tell(peer, count);
+    arrived_[peer] = peer == team_.rank;
+    if (peer != team_.rank) post(peer, count);
   }
   auto awaits = [this](int peer, Missing &missing) {
     int64_t seen = static_cast<int64_t>(team_.control().peer_state(peer).clean_seen);
     missing = {seen + 1, seen};
-    return !came_[peer] && !team_.masked(peer);
+    return !arrived_[peer] && !team_.masked(peer);
   };
-  auto poll = [&] {
-    bool progress = look();
+  auto step = [&] {
+    bool progress = poll();
     Missing unused;
     for (int peer = 0; peer < team_.num_ranks; peer++)
       if (awaits(peer, unused)) return progress ? Poll::progress : Poll::idle;
     return Poll::done;
   };
-  if (!wait_until(op_, poll, awaits)) return;
-  restart(op_, static_cast<uint32_t>(cleans_) + 1);
-  for (Ticket &ticket : team_.control().own().tickets) ticket.open = 0;
+  if (!wait_until(op_, step, awaits)) return;
+  restart_counts(op_, static_cast<uint32_t>(cleans_) + 1);
+  for (Ticket &ticket : team_.control().state().tickets) ticket.open = 0;
 }
 
 // What the peer sent before this clean is here by now, and is nothing that will ever be received.
-void Meeting::call_old(int peer, uint64_t cleans) {
+void CleanBarrier::mark_earlier_sends(int peer, uint64_t cleans) {
   for (int kind = 0; kind < 2; kind++) {
     uint64_t &seen = team_.control().peer_state(peer).seen_at_clean[kind];
     for (uint64_t slot = 0; slot < 2; slot++) {
@@ -70,10 +70,10 @@ void Meeting::call_old(int peer, uint64_t cleans) {
 }
 
 // The oldest clean of each peer that has not been waited for yet: a peer may be one ahead.
-bool Meeting::look() {
+bool CleanBarrier::poll() {
   bool found = false;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
-    if (came_[peer] || team_.masked(peer)) continue;
+    if (arrived_[peer] || team_.masked(peer)) continue;
     uint64_t &seen = team_.control().peer_state(peer).clean_seen;
     CleanMessage *oldest = nullptr;
     uint64_t oldest_count = UINT64_MAX;
@@ -87,9 +87,9 @@ bool Meeting::look() {
     }
     if (!oldest) continue;
     cleans_ = max(cleans_, oldest->cleans);
-    call_old(peer, oldest->cleans);
+    mark_earlier_sends(peer, oldest->cleans);
     seen = oldest_count;
-    came_[peer] = 1;
+    arrived_[peer] = 1;
     found = true;
   }
   return found;
@@ -98,7 +98,7 @@ bool Meeting::look() {
 void run_clean(const dk_clean_params &p) {
   Op op(p, DK_OP_CLEAN);
   op.may_shrink = op.team.shrinks();
-  if (!op.failed()) Meeting(op).run();
+  if (!op.failed()) CleanBarrier(op).run();
 }
 
 }  // namespace

@@ -189,7 +189,7 @@ void Receiver::run() {
     if (check_slots()) {
       half_.give_credits();
       half_.add_waits(p_.wait_stats);
-      if (wait_for_callers_rows(op_, half_.own_epoch())) return;
+      if (wait_for_callers_rows(op_, half_.sent_epoch())) return;
       break;
     }
     good = !op_.failed();
@@ -199,7 +199,7 @@ void Receiver::run() {
 
 bool Receiver::wait_for_all() {
   auto poll = [this] {
-    bool progress = half_.look();
+    bool progress = half_.poll();
     return half_.all_settled() ? Poll::done : progress ? Poll::progress : Poll::idle;
   };
   return wait_until(op_, poll, [this](int peer, Missing &missing) { return half_.awaits(peer, missing); });
@@ -209,7 +209,7 @@ bool Receiver::wait_for_all() {
 bool Receiver::check_slots() {
   bool intact = true;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
-    if (!half_.here(peer) || half_.intact(peer)) continue;
+    if (!half_.has_arrived(peer) || half_.intact(peer)) continue;
     intact = false;
     if (op_.may_shrink)
       mask_peer(team_, peer);
@@ -222,7 +222,7 @@ bool Receiver::check_slots() {
 void Receiver::add_all() {
   // The slot of this rank's own send of this call: nobody else touches its cursors, and this receive half is their only
   // user.
-  int32_t *cursors = Slot(half_.own_slot(), shape_).cursors();
+  int32_t *cursors = Slot(half_.sent_slot(), shape_).cursors();
   memset(cursors, 0, sizeof(int32_t) * shape_.num_experts);
   for (int32_t token = 0; token < p_.num_tokens && !op_.failed(); token++) {
     Found found;
@@ -252,7 +252,7 @@ void Receiver::find_rows(int32_t token, int32_t *cursors, Found &found) {
       continue;
     }
     int source = static_cast<int>(static_cast<uint64_t>(expert) / shape_.local_experts());
-    const uint16_t *row = half_.here(source) ? find_row(source, expert, token, cursors) : nullptr;
+    const uint16_t *row = half_.has_arrived(source) ? find_row(source, expert, token, cursors) : nullptr;
     if (!row) continue;
     experts[found.count] = expert;
     found.weights[found.count] = weight;
@@ -313,7 +313,7 @@ void run_ll_combine(const dk_ll_combine_params &p) {
   if (p.phases & DK_PHASE_RECV)
     Receiver(op, p).run();
   else if (!op.failed())
-    op.leave_to(op.team.control().own().tickets[p.ticket]);
+    op.save_to(op.team.control().state().tickets[p.ticket]);
 }
 
 bool bad_zero_copy(const Team &team, const dk_ll_combine_params &p) {

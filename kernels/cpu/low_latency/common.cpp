@@ -17,36 +17,36 @@ bool SendHalf::has_credit(int peer) const {
 
 bool SendHalf::begin() {
   if (op_.failed()) return false;
-  OwnState &own = team_.control().own();
-  epoch_ = own.epoch[kind_] + 1;
+  RankState &state = team_.control().state();
+  epoch_ = state.epoch[kind_] + 1;
   if (!has_credit(team_.rank)) {  // only this rank's own receive half could free the slot, and it comes later
     op_.fail(DK_EINVAL, team_.rank, DK_FIELD_OPERATION, 2, 3);
     return false;
   }
   auto poll = [this] {
     for (int peer = 0; peer < team_.num_ranks; peer++)
-      if ((!team_.masked(peer) && !has_credit(peer)) || !has_left(peer)) return Poll::idle;
+      if ((!team_.masked(peer) && !has_credit(peer)) || !puts_completed(peer)) return Poll::idle;
     return Poll::done;
   };
   auto awaits = [this](int peer, Missing &missing) {
     missing = {static_cast<int64_t>(epoch_) - 2,
                static_cast<int64_t>(team_.control().credit(kind_, peer).value.load())};
-    return !team_.masked(peer) && (!has_credit(peer) || !has_left(peer));
+    return !team_.masked(peer) && (!has_credit(peer) || !puts_completed(peer));
   };
   if (!wait_until(op_, poll, awaits)) return false;
-  own.writing[kind_].store(epoch_);
+  state.writing[kind_].store(epoch_);
   remote_.begin(epoch_);
   return true;
 }
 
 // All but the epoch.
 void SendHalf::fill(SendMessage &to, int32_t num_tokens) const {
-  const OwnState &own = team_.control().own();
-  to.since_clean = own.since_clean[kind_];
+  const RankState &state = team_.control().state();
+  to.since_clean = state.since_clean[kind_];
   to.rows_in_rdma = in_rdma_;
   to.rows_offset = offset_;
   to.rows_stride = stride_;
-  to.cleans = own.cleans.load();
+  to.cleans = state.cleans.load();
   to.num_tokens = num_tokens;
   memcpy(to.fields, fields_, sizeof fields_);
 }
@@ -64,17 +64,17 @@ void SendHalf::post(int peer, int32_t num_tokens) {
 }
 
 void SendHalf::finish(int32_t num_tokens, uint32_t ticket) {
-  OwnState &own = team_.control().own();
-  own.epoch[kind_] = epoch_;
-  own.since_clean[kind_]++;
+  RankState &state = team_.control().state();
+  state.epoch[kind_] = epoch_;
+  state.since_clean[kind_]++;
   for (int peer = 0; peer < team_.num_ranks && !op_.failed(); peer++)
     if (!team_.masked(peer)) post(peer, num_tokens);
   op_.ring_now();
-  Ticket &left = own.tickets[ticket];
+  Ticket &left = state.tickets[ticket];
   left = {};
   left.epoch = epoch_;
-  left.since_clean = own.since_clean[kind_];
-  left.cleans = own.cleans.load();
+  left.since_clean = state.since_clean[kind_];
+  left.cleans = state.cleans.load();
   left.kind = kind_;
   left.open = 1;
 }
@@ -91,7 +91,7 @@ RecvHalf::RecvHalf(Op &op, Kind kind, uint32_t ticket)
       waited_(op.team.numbers(2)) {
   memset(message_, 0, sizeof(int64_t) * static_cast<size_t>(team_.num_ranks));
   memset(waited_, 0, sizeof(int64_t) * static_cast<size_t>(team_.num_ranks));
-  Ticket &left = team_.control().own().tickets[ticket];
+  Ticket &left = team_.control().state().tickets[ticket];
   if (op.failed()) return;
   if (!left.open || left.kind != static_cast<uint32_t>(kind)) {
     op.fail(DK_EINVAL, team_.rank, DK_FIELD_OPERATION);
@@ -99,7 +99,7 @@ RecvHalf::RecvHalf(Op &op, Kind kind, uint32_t ticket)
   }
   ticket_ = left;
   left.open = 0;
-  if (op.phase == DK_PHASE_RECV) op.take_up(ticket_);
+  if (op.phase == DK_PHASE_RECV) op.resume_from(ticket_);
 }
 
 uint64_t RecvHalf::slot(int peer) const {
@@ -109,7 +109,7 @@ uint64_t RecvHalf::slot(int peer) const {
 
 uint32_t RecvHalf::cleans_of(int peer) const {
   if (is_remote(team_, peer)) return static_cast<uint32_t>(remote_peer(team_, peer).cleans.load());
-  return team_.peers[peer].control.own().cleans;
+  return team_.peers[peer].control.state().cleans;
 }
 
 // The peer's message of this call in either of its slots; null: not here yet.
@@ -131,7 +131,7 @@ SendMessage *RecvHalf::find(int peer) const {
 }
 
 // Both of its messages are of later calls: it has masked this rank and gone on.
-bool RecvHalf::has_passed(int peer) const {
+bool RecvHalf::has_moved_on(int peer) const {
   for (uint64_t slot = 0; slot < 2; slot++) {
     SendMessage &message = team_.control().send_from(kind_, slot, peer);
     if (message.epoch.load() == 0 || message.cleans != ticket_.cleans || message.since_clean <= ticket_.since_clean)
@@ -149,20 +149,20 @@ bool RecvHalf::agrees(int peer, const SendMessage &message) {
   return true;
 }
 
-bool RecvHalf::look() {
+bool RecvHalf::poll() {
   bool found = false;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
     if (settled(peer)) continue;
     SendMessage *message = find(peer);
     if (!message) {
-      if (!op_.may_shrink || peer == team_.rank || !has_passed(peer)) continue;
+      if (!op_.may_shrink || peer == team_.rank || !has_moved_on(peer)) continue;
       mask_peer(team_, peer);
       found = true;
       continue;
     }
     if (!agrees(peer, *message)) return true;
     uint64_t epoch = message->epoch.load();
-    if (is_remote(team_, peer) && !has_ended(team_, kind_, peer, *message, epoch)) continue;
+    if (is_remote(team_, peer) && !rows_arrived(team_, kind_, peer, *message, epoch)) continue;
     epoch_[peer] = static_cast<int64_t>(epoch);
     message_[peer] = static_cast<int64_t>(address_of(message));
     waited_[peer] = static_cast<int64_t>(now_ns() - start_ns_);
@@ -188,13 +188,13 @@ bool RecvHalf::awaits(int peer, Missing &missing) const {
 bool RecvHalf::intact(int peer) {
   uint64_t epoch = static_cast<uint64_t>(epoch_[peer]);
   if (is_remote(team_, peer)) return remote_peer(team_, peer).arrival[kind_][epoch & 1].writing.load() == epoch;
-  return team_.peers[peer].control.own().writing[kind_].load() < epoch + 2;
+  return team_.peers[peer].control.state().writing[kind_].load() < epoch + 2;
 }
 
 // A credit says that everything up to an epoch was read, so a call that is received before an older one gives none yet.
 void RecvHalf::give_credits() {
   bool older_open = false;
-  for (const Ticket &other : team_.control().own().tickets)
+  for (const Ticket &other : team_.control().state().tickets)
     older_open |=
         other.open && other.kind == ticket_.kind && other.cleans == ticket_.cleans && other.epoch < ticket_.epoch;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
@@ -218,14 +218,14 @@ void RecvHalf::add_waits(uint64_t wait_stats) const {
 
 // ---- Cleaning ----
 
-static void count_as_read(Team &team, int peer) {
+static void raise_credit_floor(Team &team, int peer) {
   for (int kind = 0; kind < 2; kind++)
-    team.control().peer_state(peer).credit_floor[kind] = team.control().own().epoch[kind];
+    team.control().peer_state(peer).credit_floor[kind] = team.control().state().epoch[kind];
 }
 
-void forget_past_of(Team &team, int peer) {
-  count_as_read(team, peer);
-  OwnPeerState &state = team.control().peer_state(peer);
+void ignore_past_sends_of(Team &team, int peer) {
+  raise_credit_floor(team, peer);
+  PeerState &state = team.control().peer_state(peer);
   for (uint64_t slot = 0; slot < 2; slot++) {
     for (int kind = 0; kind < 2; kind++) {
       uint64_t epoch = team.control().send_from(static_cast<Kind>(kind), slot, peer).epoch.load();
@@ -235,14 +235,14 @@ void forget_past_of(Team &team, int peer) {
   }
 }
 
-void restart(Op &op, uint32_t cleans) {
+void restart_counts(Op &op, uint32_t cleans) {
   Team &team = op.team;
-  OwnState &own = team.control().own();
-  own.cleans = cleans;
-  own.since_clean[kDispatch] = own.since_clean[kCombine] = 0;
+  RankState &state = team.control().state();
+  state.cleans = cleans;
+  state.since_clean[kDispatch] = state.since_clean[kCombine] = 0;
   for (int peer = 0; peer < team.num_ranks; peer++) {
-    count_as_read(team, peer);
-    tell_cleans(op, peer);
+    raise_credit_floor(team, peer);
+    put_clean_count(op, peer);
   }
 }
 

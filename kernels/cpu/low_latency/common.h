@@ -31,7 +31,7 @@ class SendHalf {
 
  private:
   bool has_credit(int peer) const;
-  bool has_left(int peer) const { return !is_remote(team_, peer) || remote_.left_slot(peer, epoch_); }
+  bool puts_completed(int peer) const { return !is_remote(team_, peer) || remote_.puts_completed(peer, epoch_); }
   void fill(SendMessage &message, int32_t num_tokens) const;
   void post(int peer, int32_t num_tokens);
 
@@ -52,25 +52,25 @@ class RecvHalf {
   void set_field(int field, int64_t value) { fields_[field] = value; }
   // True if a message has come since the last look, or a peer turned out to be beyond reach. Stamps what was waited for
   // each.
-  bool look();
+  bool poll();
   bool settled(int peer) const { return message_[peer] != 0 || team_.masked(peer); }
   bool all_settled() const;
-  bool here(int peer) const { return message_[peer] != 0 && !team_.masked(peer); }
+  bool has_arrived(int peer) const { return message_[peer] != 0 && !team_.masked(peer); }
   bool awaits(int peer, Missing &missing) const;
 
   const SendMessage &message(int peer) const { return *at<const SendMessage>(static_cast<uint64_t>(message_[peer])); }
   // Of a remote peer: the mirror.
   uint64_t slot(int peer) const;
-  uint64_t own_slot() const { return slot_address(team_, team_.rank, kind_, ticket_.epoch); }
+  uint64_t sent_slot() const { return slot_address(team_, team_.rank, kind_, ticket_.epoch); }
   // False: the peer has begun to overwrite the slot (it has masked this rank), and what was read is void.
   bool intact(int peer);
   void give_credits();
-  uint64_t own_epoch() const { return ticket_.epoch; }
+  uint64_t sent_epoch() const { return ticket_.epoch; }
   void add_waits(uint64_t wait_stats) const;  // int64[R], or 0
 
  private:
   SendMessage *find(int peer) const;
-  bool has_passed(int peer) const;
+  bool has_moved_on(int peer) const;
   uint32_t cleans_of(int peer) const;
   bool agrees(int peer, const SendMessage &message);
 
@@ -84,10 +84,10 @@ class RecvHalf {
 };
 
 // A masked peer comes back: what it has not read counts as read, and what it sent before is old.
-void forget_past_of(Team &team, int peer);
+void ignore_past_sends_of(Team &team, int peer);
 // Clean number `cleans`: sends are counted from zero again. Receive halves that were never issued hold nothing up any
 // more.
-void restart(Op &op, uint32_t cleans);
+void restart_counts(Op &op, uint32_t cleans);
 
 template <class P>
 bool bad_shape(const P &p, const Team &team) {

@@ -161,10 +161,10 @@ class Receiver {
 
  private:
   Poll poll();
-  void take_all(int source);
-  void take_token(const Slot &slot, uint64_t token);
-  void place(int expert, const uint8_t *row, uint64_t token);
-  void clear();
+  void receive_from(int source);
+  void receive_token(const Slot &slot, uint64_t token);
+  void write_output_row(int expert, const uint8_t *row, uint64_t token);
+  void clear_counts();
 
   Op &op_;
   Team &team_;
@@ -178,18 +178,18 @@ class Receiver {
   bool stream_ = false;
 };
 
-void Receiver::clear() {
+void Receiver::clear_counts() {
   memset(count_, 0, sizeof(int32_t) * static_cast<size_t>(local_));
   memset(ranges_, 0, sizeof(int64_t) * static_cast<size_t>(local_) * static_cast<size_t>(team_.num_ranks));
 }
 
 void Receiver::run() {
-  clear();
+  clear_counts();
   if (op_.failed()) return;
   bool ended = wait_until(
       op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return half_.awaits(peer, missing); });
   team_.device->rows->finish_stream();
-  if (!ended) return clear();
+  if (!ended) return clear_counts();
   half_.give_credits();
   half_.add_waits(p_.wait_stats);
   if (!p_.cumulative_stats) return;
@@ -198,23 +198,23 @@ void Receiver::run() {
 
 // Rows lie by source rank, so ranks are taken in order, each as soon as it is here.
 Poll Receiver::poll() {
-  bool progress = half_.look();
+  bool progress = half_.poll();
   if (op_.failed()) return Poll::done;
   if (next_ < team_.num_ranks && half_.settled(next_)) {
-    take_all(next_++);
+    receive_from(next_++);
     progress = true;
   }
   return next_ == team_.num_ranks ? Poll::done : progress ? Poll::progress : Poll::idle;
 }
 
-void Receiver::take_all(int source) {
+void Receiver::receive_from(int source) {
   int64_t *range = ranges_ + source;
   for (int e = 0; e < local_; e++) range[e * team_.num_ranks] = int64_t{count_[e]} << 32;
-  if (!half_.here(source)) return;
+  if (!half_.has_arrived(source)) return;
   Slot slot(half_.slot(source), shape_, p_);
   // The bound is for a message that is being overwritten.
   uint64_t tokens = min(static_cast<uint64_t>(half_.message(source).num_tokens), shape_.num_max_tokens);
-  for (uint64_t token = 0; token < tokens; token++) take_token(slot, token);
+  for (uint64_t token = 0; token < tokens; token++) receive_token(slot, token);
   if (!half_.intact(source)) {
     for (int e = 0; e < local_; e++) count_[e] = static_cast<int32_t>(range[e * team_.num_ranks] >> 32);
     if (op_.may_shrink)
@@ -226,16 +226,16 @@ void Receiver::take_all(int source) {
   for (int e = 0; e < local_; e++) range[e * team_.num_ranks] |= count_[e] - (range[e * team_.num_ranks] >> 32);
 }
 
-void Receiver::take_token(const Slot &slot, uint64_t token) {
+void Receiver::receive_token(const Slot &slot, uint64_t token) {
   const int32_t *idx = slot.idx(token);
   for (int k = 0; k < p_.num_topk; k++) {
     int expert = idx[k] - first_expert_;
-    if (expert >= 0 && expert < local_ && !named_before(idx, k)) place(expert, slot.row(token), token);
+    if (expert >= 0 && expert < local_ && !named_before(idx, k)) write_output_row(expert, slot.row(token), token);
   }
 }
 
 // Scales lie with the row axis contiguous.
-void Receiver::place(int expert, const uint8_t *row, uint64_t token) {
+void Receiver::write_output_row(int expert, const uint8_t *row, uint64_t token) {
   uint64_t rows = shape_.recv_rows(), e = static_cast<uint64_t>(expert), r = static_cast<uint64_t>(count_[expert]++);
   at<int32_t>(p_.src_info)[e * rows + r] = static_cast<int32_t>(token);
   team_.device->rows->copy(at<uint8_t>(p_.recv_x) + (e * rows + r) * value_bytes(p_), row, value_bytes(p_), stream_);
@@ -252,7 +252,7 @@ void run_ll_dispatch(const dk_ll_dispatch_params &p) {
   if (p.phases & DK_PHASE_RECV)
     Receiver(op, p).run();
   else if (!op.failed())
-    op.leave_to(op.team.control().own().tickets[p.ticket]);
+    op.save_to(op.team.control().state().tickets[p.ticket]);
 }
 
 bool bad_ll_dispatch(const Team &team, const dk_ll_dispatch_params &p) {

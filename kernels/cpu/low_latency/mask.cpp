@@ -8,9 +8,9 @@ namespace {
 
 // True: a mask was lifted.
 bool set_mask(Team &team, int peer, bool masked) {
-  OwnPeerState &state = team.control().peer_state(peer);
+  PeerState &state = team.control().peer_state(peer);
   bool lifted = state.masked && !masked;
-  if (lifted) forget_past_of(team, peer);
+  if (lifted) ignore_past_sends_of(team, peer);
   state.masked = masked;
   return lifted;
 }
@@ -18,14 +18,14 @@ bool set_mask(Team &team, int peer, bool masked) {
 // A caller who meets the other ranks after this expects them to know.
 void update_mask(Op &op, int peer, bool masked) {
   if (!set_mask(op.team, peer, masked)) return;
-  tell_cleans(op, peer);
-  wait_until_told(op);
+  put_clean_count(op, peer);
+  wait_until_delivered(op);
 }
 
 void clean_masks(Op &op) {
   for (int peer = 0; peer < op.team.num_ranks; peer++) set_mask(op.team, peer, false);
-  restart(op, op.team.control().own().cleans + 1);
-  wait_until_told(op);
+  restart_counts(op, op.team.control().state().cleans + 1);
+  wait_until_delivered(op);
 }
 
 void run_mask(const dk_mask_params &p) {

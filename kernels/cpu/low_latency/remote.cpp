@@ -13,10 +13,11 @@ void for_each_bit(const uint64_t *words, Each each) {
     for (uint64_t bits = words[w]; bits; bits &= bits - 1) each(w * 64 + __builtin_ctzll(bits));
 }
 
-bool has_left(const Team &team, int peer, const RemoteSent &sent) {
-  bool left = true;
-  for_each_bit(sent.message.qps, [&](int qp) { left = left && team.nic->completed(peer, qp) >= sent.posted[qp]; });
-  return left;
+bool all_completed(const Team &team, int peer, const RemoteSent &sent) {
+  bool completed = true;
+  for_each_bit(sent.message.qps,
+               [&](int qp) { completed = completed && team.nic->completed(peer, qp) >= sent.posted[qp]; });
+  return completed;
 }
 
 }  // namespace
@@ -47,8 +48,8 @@ bool post(Op &op, int peer, int qp, void *dst, const void *src, uint64_t bytes, 
 RemoteSender::RemoteSender(Op &op, Kind kind)
     : op_(op), team_(op.team), kind_(kind), num_qps_(op.team.nic ? min(op.team.nic->num_qps(), kRemoteQps) : 1) {}
 
-bool RemoteSender::left_slot(int peer, uint64_t epoch) const {
-  return has_left(team_, peer, remote_peer(team_, peer).sent[kind_][epoch & 1]);
+bool RemoteSender::puts_completed(int peer, uint64_t epoch) const {
+  return all_completed(team_, peer, remote_peer(team_, peer).sent[kind_][epoch & 1]);
 }
 
 void RemoteSender::begin(uint64_t epoch) {
@@ -105,7 +106,7 @@ void RemoteSender::put_message(int peer) {
 
 // ---- Receive ----
 
-bool has_ended(const Team &team, Kind kind, int peer, const SendMessage &message, uint64_t epoch) {
+bool rows_arrived(const Team &team, Kind kind, int peer, const SendMessage &message, uint64_t epoch) {
   const RemoteArrival &here = remote_peer(team, peer).arrival[kind][epoch & 1];
   bool ended = true;
   for_each_bit(message.qps, [&](int qp) { ended = ended && (qp == kMessageQp || here.ended[qp].load() == epoch); });
@@ -120,7 +121,7 @@ bool wait_for_callers_rows(Op &op, uint64_t epoch) {
   Team &team = op.team;
   auto reads = [&](int peer) {
     const RemoteSent &sent = remote_peer(team, peer).sent[kCombine][epoch & 1];
-    return is_remote(team, peer) && sent.message.rows_in_rdma && !has_left(team, peer, sent);
+    return is_remote(team, peer) && sent.message.rows_in_rdma && !all_completed(team, peer, sent);
   };
   auto poll = [&] {
     for (int peer = 0; peer < team.num_ranks; peer++)
@@ -133,19 +134,19 @@ bool wait_for_callers_rows(Op &op, uint64_t epoch) {
 
 // ---- Cleaning ----
 
-void tell_cleans(Op &op, int peer) {
+void put_clean_count(Op &op, int peer) {
   Team &team = op.team;
-  Signal signal = {&remote_peer(team, team.rank).cleans, team.control().own().cleans.load(), DK_SIGNAL_SET};
+  Signal signal = {&remote_peer(team, team.rank).cleans, team.control().state().cleans.load(), DK_SIGNAL_SET};
   if (is_remote(team, peer)) post(op, peer, kMessageQp, signal);
 }
 
-void put_clean(Op &op, int peer, uint64_t count, uint64_t cleans) {
+void put_clean_message(Op &op, int peer, uint64_t count, uint64_t cleans) {
   CleanMessage &to = op.team.control().clean_from(op.team.rank, count & 1);
   if (post(op, peer, kMessageQp, {&to.cleans, cleans, DK_SIGNAL_SET}))
     post(op, peer, kMessageQp, {&to.count, count, DK_SIGNAL_SET});
 }
 
-void wait_until_told(Op &op) {
+void wait_until_delivered(Op &op) {
   Team &team = op.team;
   auto waits = [&](int peer) {
     return is_remote(team, peer) && !team.masked(peer) && !team.nic->idle(peer, kMessageQp);

@@ -24,7 +24,7 @@ class RemoteSender {
  public:
   RemoteSender(Op &op, Kind kind);
   // Whether all that was put from the slot of this epoch has left it. Also of masked peers.
-  bool left_slot(int peer, uint64_t epoch) const;
+  bool puts_completed(int peer, uint64_t epoch) const;
   void begin(uint64_t epoch);
   // Into the mirror, at `offset`. Of one lane all goes through the same QP.
   void put(int peer, uint64_t lane, uint64_t offset, const void *src, uint64_t bytes);
@@ -45,14 +45,14 @@ class RemoteSender {
 };
 
 // Whether every QP has brought what this message speaks of.
-bool has_ended(const Team &team, Kind kind, int peer, const SendMessage &message, uint64_t epoch);
+bool rows_arrived(const Team &team, Kind kind, int peer, const SendMessage &message, uint64_t epoch);
 void give_remote_credit(Op &op, Kind kind, int peer, uint64_t epoch);
 // Rows that were put from the caller's memory (zero copy) are not read any more.
 bool wait_for_callers_rows(Op &op, uint64_t epoch);
 
 // A remote peer cannot look how often this rank has cleaned.
-void tell_cleans(Op &op, int peer);
-void wait_until_told(Op &op);
-void put_clean(Op &op, int peer, uint64_t count, uint64_t cleans);
+void put_clean_count(Op &op, int peer);
+void wait_until_delivered(Op &op);
+void put_clean_message(Op &op, int peer, uint64_t count, uint64_t cleans);
 
 }  // namespace dk

@@ -10,20 +10,20 @@
 namespace dk {
 namespace {
 
-enum { kFirstRow, kNumRows, kPushed, kExpected, kHead };  // numbers kept for each peer
+enum { kFirstRow, kNumRows, kSent, kExpected, kHead };  // numbers kept for each peer
 
 bool has_weights(const dk_combine_params &p) { return p.topk_weights || p.combined_topk_weights; }
 uint64_t weight_bytes(const dk_combine_params &p) {
   return has_weights(p) ? 4u * static_cast<uint64_t>(p.num_topk) : 0;
 }
 uint64_t row_bytes(const dk_combine_params &p) { return 2 * static_cast<uint64_t>(p.hidden); }
-Record own_record(const Team &team, const dk_combine_params &p) {
+Record pair_record(const Team &team, const dk_combine_params &p) {
   return combine_record(team, p.hidden, has_weights(p) ? p.num_topk : 0);
 }
 
 // My ring of rows for the tokens of rank `source`.
 Ring combine_ring(const Team &team, const dk_combine_params &p, int source) {
-  return Ring(team, team.rank, own_record(team, p), team.num_ranks, p.nvl_recv_chunk, source);
+  return Ring(team, team.rank, pair_record(team, p), team.num_ranks, p.nvl_recv_chunk, source);
 }
 
 class Combine {
@@ -34,16 +34,16 @@ class Combine {
  private:
   void count_rows();
   Poll poll();
-  void agree();
+  void agree_on_topk();
   bool awaits(int peer, Missing &missing);
   bool awaits_rows(int peer, Missing &missing);
   bool awaits_room(int source, Missing &missing) const;
-  bool push(int source);
+  bool send_rows(int source);
   bool add_tokens();
   bool is_complete(int32_t token);
-  bool row_is_here(int source, int32_t index);
-  bool sum_is_here(int node, int32_t token);
-  void tell_read(int32_t first);
+  bool row_arrived(int source, int32_t index);
+  bool sum_arrived(int node, int32_t token);
+  void publish_tails(int32_t first);
   bool give_credits();
   void add_token(int32_t token);
   void count_bytes();
@@ -76,8 +76,8 @@ class Combine {
   Ring mine_;  // the shape of all pair rings
   const LinkPlan plan_;
   NodeSum sum_;
-  int64_t *first_row_, *num_rows_, *pushed_, *expected_, *head_;
-  int64_t to_push_ = 0;
+  int64_t *first_row_, *num_rows_, *sent_, *expected_, *head_;
+  int64_t to_send_ = 0;
   int32_t next_token_ = 0;
   bool stream_ = false, agreed_ = false;
 };
@@ -89,11 +89,11 @@ Combine::Combine(Op &op, const dk_combine_params &p)
       rows_(*team_.device->rows),
       exchange_(op),
       mine_(combine_ring(team_, p, 0)),
-      plan_(plan_link(team_, own_record(team_, p), p)),
+      plan_(plan_link(team_, pair_record(team_, p), p)),
       sum_(op, exchange_, p, mine_, plan_),
       first_row_(team_.numbers(kFirstRow)),
       num_rows_(team_.numbers(kNumRows)),
-      pushed_(team_.numbers(kPushed)),
+      sent_(team_.numbers(kSent)),
       expected_(team_.numbers(kExpected)),
       head_(team_.numbers(kHead)) {
   exchange_.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(row_bytes(p)));
@@ -111,8 +111,8 @@ void Combine::count_rows() {
     first_row_[i] = i ? matrix[(i - 1) * n + me] : 0;
     num_rows_[i] = matrix[i * n + me] - first_row_[i];
     expected_[i] = matrix[me * n + i] - (me ? matrix[(me - 1) * n + i] : 0);
-    pushed_[i] = head_[i] = 0;
-    if (team_.forwarder(i) != me) to_push_ += num_rows_[i];
+    sent_[i] = head_[i] = 0;
+    if (team_.forwarder(i) != me) to_send_ += num_rows_[i];
   }
   int64_t rows = matrix[(n - 1) * n + me];
   if (rows > p_.num_recv_tokens) op_.fail(DK_EMISMATCH, -1, DK_FIELD_WORST_TOKENS, p_.num_recv_tokens, rows);
@@ -141,7 +141,7 @@ void Combine::count_bytes() {
 }
 
 // Weights come with rows if anybody has any; a rank without rows and tokens did not say.
-void Combine::agree() {
+void Combine::agree_on_topk() {
   int32_t topk = has_weights(p_) ? p_.num_topk : 0;
   for (int i = 0; i < team_.num_ranks; i++)
     topk = max(topk, static_cast<int32_t>(exchange_.message(i).fields[DK_FIELD_NUM_TOPK]));
@@ -150,15 +150,15 @@ void Combine::agree() {
 }
 
 Poll Combine::poll() {
-  bool progress = exchange_.look();
+  bool progress = exchange_.poll();
   if (op_.failed()) return Poll::done;
   if (exchange_.complete()) {
-    if (team_.spans_nodes() && !agreed_) agree();
-    for (int step = 1; step <= team_.num_ranks; step++) progress |= push((team_.rank + step) % team_.num_ranks);
+    if (team_.spans_nodes() && !agreed_) agree_on_topk();
+    for (int step = 1; step <= team_.num_ranks; step++) progress |= send_rows((team_.rank + step) % team_.num_ranks);
     progress |= sum_.add();
     progress |= add_tokens();
     progress |= give_credits();
-    if (to_push_ == 0 && next_token_ == p_.num_tokens && sum_.done() && exchange_.delivered()) return Poll::done;
+    if (to_send_ == 0 && next_token_ == p_.num_tokens && sum_.done() && exchange_.delivered()) return Poll::done;
   }
   return progress ? Poll::progress : Poll::idle;
 }
@@ -179,49 +179,49 @@ bool Combine::awaits_rows(int peer, Missing &missing) {
   if (next_token_ == p_.num_tokens) return false;
   if (team_.is_local(peer)) {
     int32_t index = head_of(next_token_)[peer];
-    if (peer == team_.rank || index < 0 || row_is_here(peer, index)) return false;
+    if (peer == team_.rank || index < 0 || row_arrived(peer, index)) return false;
     missing = {index + 1, head_[peer]};
     return true;
   }
   int node = team_.node(peer);
   if (peer != team_.partner(node) || !node_has(next_token_, node * team_.num_nvl_peers)) return false;
-  missing = {team_.links[node].taken + 1, LinkIn(team_, exchange_, sum_.record(), peer).arrived()};
+  missing = {team_.links[node].consumed + 1, LinkIn(team_, exchange_, sum_.record(), peer).arrived()};
   return missing.seen < missing.expected;
 }
 
 // In my ring of rows for that rank's tokens.
 bool Combine::awaits_room(int source, Missing &missing) const {
-  if (pushed_[source] == num_rows_[source]) return false;
-  missing = {pushed_[source] - static_cast<int64_t>(mine_.slots()) + 1,
+  if (sent_[source] == num_rows_[source]) return false;
+  missing = {sent_[source] - static_cast<int64_t>(mine_.slots()) + 1,
              static_cast<int64_t>(team_.control().combine_tail(source).rows(exchange_.number()))};
   return missing.seen < missing.expected;
 }
 
 // Rows of one rank lie together in x, in the order of its tokens.
-bool Combine::push(int source) {
-  if (pushed_[source] == num_rows_[source] || team_.forwarder(source) == team_.rank) return false;
+bool Combine::send_rows(int source) {
+  if (sent_[source] == num_rows_[source] || team_.forwarder(source) == team_.rank) return false;
   int64_t slots = static_cast<int64_t>(mine_.slots());
   int64_t read = static_cast<int64_t>(team_.control().combine_tail(source).rows(exchange_.number()));
   int64_t count =
-      min(min(slots - (pushed_[source] - read), num_rows_[source] - pushed_[source]), mine_.batch(p_.nvl_send_chunk));
+      min(min(slots - (sent_[source] - read), num_rows_[source] - sent_[source]), mine_.batch(p_.nvl_send_chunk));
   if (count <= 0) return false;
   Ring ring = combine_ring(team_, p_, source);
   uint64_t bytes = row_bytes(p_), weights = p_.topk_weights ? weight_bytes(p_) : 0, number = token_bytes(team_);
-  for (int64_t end = pushed_[source] + count; pushed_[source] < end; pushed_[source]++) {
-    uint64_t row = static_cast<uint64_t>(first_row_[source] + pushed_[source]),
-             slot = static_cast<uint64_t>(pushed_[source] % slots);
+  for (int64_t end = sent_[source] + count; sent_[source] < end; sent_[source]++) {
+    uint64_t row = static_cast<uint64_t>(first_row_[source] + sent_[source]),
+             slot = static_cast<uint64_t>(sent_[source] % slots);
     rows_.copy(ring.row(slot), at<const uint8_t>(p_.x) + row * bytes, bytes, false);
     if (number) ring.extra<TokenNumber>(slot)->token = at<const int32_t>(p_.recv_src_idx)[row];
     if (weights)
       memcpy(ring.extra<uint8_t>(slot) + number, at<const uint8_t>(p_.topk_weights) + row * weights, weights);
   }
-  to_push_ -= count;
-  team_.control().combine_head(source).set(exchange_.number(), static_cast<uint64_t>(pushed_[source]));
+  to_send_ -= count;
+  team_.control().combine_head(source).set(exchange_.number(), static_cast<uint64_t>(sent_[source]));
   op_.ring(team_.forwarder(source));
   return true;
 }
 
-bool Combine::row_is_here(int source, int32_t index) {
+bool Combine::row_arrived(int source, int32_t index) {
   if (index < head_[source]) return true;
   if (index >= expected_[source])
     op_.fail(DK_EINVAL, team_.rank, DK_FIELD_NONE, expected_[source], index);  // not this handle's
@@ -230,12 +230,12 @@ bool Combine::row_is_here(int source, int32_t index) {
 }
 
 // Whether the node's sum for the next token is here. `taken` counts those of the tokens before.
-bool Combine::sum_is_here(int node, int32_t token) {
+bool Combine::sum_arrived(int node, int32_t token) {
   LinkState &link = team_.links[node];
   LinkIn in(team_, exchange_, sum_.record(), team_.partner(node));
-  if (link.taken == link.seen) link.seen = in.arrived();
-  if (link.taken == link.seen) return false;
-  int32_t number = in.extra<TokenNumber>(static_cast<uint64_t>(link.taken) % in.slots())->token;
+  if (link.consumed == link.seen) link.seen = in.arrived();
+  if (link.consumed == link.seen) return false;
+  int32_t number = in.extra<TokenNumber>(static_cast<uint64_t>(link.consumed) % in.slots())->token;
   if (number != token) op_.fail(DK_EINVAL, team_.partner(node), DK_FIELD_NONE, token, number);  // not of this handle
   return number == token;
 }
@@ -243,7 +243,7 @@ bool Combine::sum_is_here(int node, int32_t token) {
 bool Combine::is_complete(int32_t token) {
   for (int source = 0; source < team_.num_ranks; source = after(source)) {
     if (source == team_.rank || !has(token, source)) continue;
-    if (team_.is_local(source) ? !row_is_here(source, head_of(token)[source]) : !sum_is_here(team_.node(source), token))
+    if (team_.is_local(source) ? !row_arrived(source, head_of(token)[source]) : !sum_arrived(team_.node(source), token))
       return false;
   }
   return true;
@@ -253,12 +253,12 @@ bool Combine::is_complete(int32_t token) {
 bool Combine::add_tokens() {
   int32_t first = next_token_, end = min(p_.num_tokens, first + kTokensAtOnce);
   for (; next_token_ < end && is_complete(next_token_) && !op_.failed(); next_token_++) add_token(next_token_);
-  if (next_token_ > first) tell_read(first);
+  if (next_token_ > first) publish_tails(first);
   return next_token_ > first;
 }
 
 // The ranks of my node, that the rows of the tokens since `first` have been read.
-void Combine::tell_read(int32_t first) {
+void Combine::publish_tails(int32_t first) {
   for (int source = 0; source < team_.num_ranks; source++) {
     if (source == team_.rank || !team_.is_local(source)) continue;
     int64_t read = -1;
@@ -272,8 +272,8 @@ void Combine::tell_read(int32_t first) {
 bool Combine::give_credits() {
   bool gave = false;
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
-    if (node != team_.own_node())
-      gave |= LinkIn(team_, exchange_, sum_.record(), team_.partner(node)).give_credit(team_.links[node].taken);
+    if (node != team_.my_node())
+      gave |= LinkIn(team_, exchange_, sum_.record(), team_.partner(node)).give_credit(team_.links[node].consumed);
   return gave;
 }
 
@@ -302,7 +302,7 @@ void Combine::add_token(int32_t token) {
       extra = ring.extra<const uint8_t>(slot);
     } else {
       LinkIn in(team_, exchange_, sum_.record(), team_.partner(team_.node(source)));
-      uint64_t slot = static_cast<uint64_t>(team_.links[team_.node(source)].taken++) % in.slots();
+      uint64_t slot = static_cast<uint64_t>(team_.links[team_.node(source)].consumed++) % in.slots();
       row = in.row(slot);
       extra = in.extra<uint8_t>(slot);
     }
@@ -339,7 +339,7 @@ bool bad_combine(const Team &team, const dk_combine_params &p) {
   if (has_weights(p) && p.num_topk == 0) return true;
   if (p.num_recv_tokens && p.combined_topk_weights && !p.topk_weights) return true;
   if (p.hidden <= 0 || p.hidden % 8 != 0) return true;
-  return team.spans_nodes() && ((p.num_recv_tokens && !p.recv_src_idx) || link_room(team, own_record(team, p)) == 0);
+  return team.spans_nodes() && ((p.num_recv_tokens && !p.recv_src_idx) || link_room(team, pair_record(team, p)) == 0);
 }
 
 }  // namespace

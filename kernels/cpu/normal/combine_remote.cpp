@@ -16,43 +16,44 @@ void NodeSum::begin(int32_t num_topk) {
   num_topk_ = num_topk;
   record_ = combine_record(team_, p_.hidden, num_topk);
   size_t bytes = sizeof(int64_t) * static_cast<size_t>(team_.num_ranks);
-  memset(taken_, 0, bytes);
+  memset(consumed_, 0, bytes);
   memset(head_, 0, bytes);
 }
 
 // ---- Rows of my node's ranks for the rank of my index on another node ----
 
-NodeSum::Stream NodeSum::stream(int node, int index) const {
+NodeSum::RowStream NodeSum::stream(int node, int index) const {
   const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
-  int n = team_.num_ranks, source = team_.partner(node), at = team_.first_local() + index,
+  int n = team_.num_ranks, source = team_.partner(node), holder = team_.first_local() + index,
       which = node * team_.num_nvl_peers + index;
-  return {at, matrix[source * n + at] - (source ? matrix[(source - 1) * n + at] : 0), taken_ + which, head_ + which};
+  return {holder, matrix[source * n + holder] - (source ? matrix[(source - 1) * n + holder] : 0), consumed_ + which,
+          head_ + which};
 }
 
-bool NodeSum::is_here(int source, const Stream &s) const {
-  if (s.at == team_.rank || *s.taken < *s.head) return true;
-  *s.head = static_cast<int64_t>(team_.peers[s.at].control.combine_head(source).rows(exchange_.number()));
-  return *s.taken < *s.head;
+bool NodeSum::has_arrived(int source, const RowStream &s) const {
+  if (s.rank == team_.rank || *s.consumed < *s.head) return true;
+  *s.head = static_cast<int64_t>(team_.peers[s.rank].control.combine_head(source).rows(exchange_.number()));
+  return *s.consumed < *s.head;
 }
 
-const uint8_t *NodeSum::row(int source, const Stream &s) const {
-  if (s.at == team_.rank)
-    return at<const uint8_t>(p_.x) + static_cast<uint64_t>(first_row(source) + *s.taken) * record_.row_bytes;
-  Ring theirs = ring(source, s.at);
-  return theirs.row(static_cast<uint64_t>(*s.taken) % theirs.slots());
+const uint8_t *NodeSum::row(int source, const RowStream &s) const {
+  if (s.rank == team_.rank)
+    return at<const uint8_t>(p_.x) + static_cast<uint64_t>(first_row(source) + *s.consumed) * record_.row_bytes;
+  Ring theirs = ring(source, s.rank);
+  return theirs.row(static_cast<uint64_t>(*s.consumed) % theirs.slots());
 }
 
-int32_t NodeSum::token_of(int source, const Stream &s) const {
-  if (s.at == team_.rank) return at<const int32_t>(p_.recv_src_idx)[first_row(source) + *s.taken];
-  Ring theirs = ring(source, s.at);
-  return theirs.extra<TokenNumber>(static_cast<uint64_t>(*s.taken) % theirs.slots())->token;
+int32_t NodeSum::token_of(int source, const RowStream &s) const {
+  if (s.rank == team_.rank) return at<const int32_t>(p_.recv_src_idx)[first_row(source) + *s.consumed];
+  Ring theirs = ring(source, s.rank);
+  return theirs.extra<TokenNumber>(static_cast<uint64_t>(*s.consumed) % theirs.slots())->token;
 }
 
-const float *NodeSum::weights_of(int source, const Stream &s) const {
-  if (s.at == team_.rank) return at<const float>(p_.topk_weights) + (first_row(source) + *s.taken) * num_topk_;
-  Ring theirs = ring(source, s.at);
-  return reinterpret_cast<const float *>(theirs.extra<TokenNumber>(static_cast<uint64_t>(*s.taken) % theirs.slots()) +
-                                         1);
+const float *NodeSum::weights_of(int source, const RowStream &s) const {
+  if (s.rank == team_.rank) return at<const float>(p_.topk_weights) + (first_row(source) + *s.consumed) * num_topk_;
+  Ring theirs = ring(source, s.rank);
+  return reinterpret_cast<const float *>(
+      theirs.extra<TokenNumber>(static_cast<uint64_t>(*s.consumed) % theirs.slots()) + 1);
 }
 
 // ---- Sums ----
@@ -61,9 +62,9 @@ const float *NodeSum::weights_of(int source, const Stream &s) const {
 int32_t NodeSum::next_token(int node) const {
   int32_t first = -1;
   for (int index = 0; index < team_.num_nvl_peers; index++) {
-    Stream s = stream(node, index);
-    if (*s.taken == s.count) continue;
-    if (!is_here(team_.partner(node), s)) return -1;
+    RowStream s = stream(node, index);
+    if (*s.consumed == s.count) continue;
+    if (!has_arrived(team_.partner(node), s)) return -1;
     int32_t token = token_of(team_.partner(node), s);
     if (first < 0 || token < first) first = token;
   }
@@ -75,8 +76,8 @@ void NodeSum::add_token(int node, int32_t token, uint8_t *to) const {
   const float *weights[DK_MAX_RANKS];
   int count = 0, source = team_.partner(node);
   for (int index = 0; index < team_.num_nvl_peers; index++) {
-    Stream s = stream(node, index);
-    if (*s.taken == s.count || token_of(source, s) != token) continue;
+    RowStream s = stream(node, index);
+    if (*s.consumed == s.count || token_of(source, s) != token) continue;
     if (num_topk_) weights[count] = weights_of(source, s);
     rows[count++] = reinterpret_cast<const uint16_t *>(row(source, s));
   }
@@ -88,8 +89,8 @@ void NodeSum::add_token(int node, int32_t token, uint8_t *to) const {
 
 void NodeSum::advance(int node, int32_t token) {
   for (int index = 0; index < team_.num_nvl_peers; index++) {
-    Stream s = stream(node, index);
-    if (*s.taken < s.count && token_of(team_.partner(node), s) == token) ++*s.taken;
+    RowStream s = stream(node, index);
+    if (*s.consumed < s.count && token_of(team_.partner(node), s) == token) ++*s.consumed;
   }
 }
 
@@ -101,21 +102,21 @@ bool NodeSum::add_for(int node) {
   int64_t before = state.sent;
   while (state.sent < before + plan_.batch) {
     int32_t token = next_token(node);
-    uint8_t *place = token < 0 ? nullptr : out.place();
-    if (!place) break;
+    uint8_t *slot = token < 0 ? nullptr : out.next_slot();
+    if (!slot) break;
     if (state.offered == state.sent) {
-      add_token(node, token, place);
+      add_token(node, token, slot);
       state.offered++;
     }
-    if (!out.send(place, 0)) break;
+    if (!out.send(slot, 0)) break;
     advance(node, token);
   }
   if (state.sent == before) return false;
   for (int index = 0; index < team_.num_nvl_peers; index++) {
-    Stream s = stream(node, index);
-    if (s.at == team_.rank || s.count == 0) continue;
-    team_.peers[s.at].control.combine_tail(source).set(exchange_.number(), static_cast<uint64_t>(*s.taken));
-    op_.ring(s.at);
+    RowStream s = stream(node, index);
+    if (s.rank == team_.rank || s.count == 0) continue;
+    team_.peers[s.rank].control.combine_tail(source).set(exchange_.number(), static_cast<uint64_t>(*s.consumed));
+    op_.ring(s.rank);
   }
   return true;
 }
@@ -123,15 +124,15 @@ bool NodeSum::add_for(int node) {
 bool NodeSum::add() {
   bool progress = false;
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
-    if (node != team_.own_node()) progress |= add_for(node);
+    if (node != team_.my_node()) progress |= add_for(node);
   return progress;
 }
 
 bool NodeSum::done() const {
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
-    for (int index = 0; node != team_.own_node() && index < team_.num_nvl_peers; index++) {
-      Stream s = stream(node, index);
-      if (*s.taken < s.count) return false;
+    for (int index = 0; node != team_.my_node() && index < team_.num_nvl_peers; index++) {
+      RowStream s = stream(node, index);
+      if (*s.consumed < s.count) return false;
     }
   }
   return true;
@@ -147,10 +148,10 @@ bool NodeSum::awaits(int peer, Missing &missing) const {
     return missing.seen < missing.expected;
   }
   for (int node = 0; node < team_.num_nodes(); node++) {
-    if (node == team_.own_node()) continue;
-    Stream s = stream(node, team_.index(peer));
-    missing = {*s.taken + 1, *s.head};
-    if (*s.taken < s.count && !is_here(team_.partner(node), s)) return true;
+    if (node == team_.my_node()) continue;
+    RowStream s = stream(node, team_.index(peer));
+    missing = {*s.consumed + 1, *s.head};
+    if (*s.consumed < s.count && !has_arrived(team_.partner(node), s)) return true;
   }
   return false;
 }

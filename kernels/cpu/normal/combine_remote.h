@@ -29,7 +29,7 @@ class NodeSum {
         p_(p),
         mine_(mine),
         plan_(plan),
-        taken_(team_.numbers(kTaken)),
+        consumed_(team_.numbers(kConsumed)),
         head_(team_.numbers(kHead)) {}
 
   // Once all messages are here: how many weights rows have, also where this rank has no rows itself.
@@ -41,17 +41,17 @@ class NodeSum {
   bool awaits(int peer, Missing &missing) const;
 
  private:
-  enum { kTaken = 5, kHead = 6 };  // numbers kept for each [node][rank of mine]
+  enum { kConsumed = 5, kHead = 6 };  // numbers kept for each [node][rank of mine]
 
-  struct Stream {  // rows of one of my node's ranks for the source
-    int at;
-    int64_t count, *taken, *head;
+  struct RowStream {  // rows of one of my node's ranks for the source
+    int rank;
+    int64_t count, *consumed, *head;
   };
-  Stream stream(int node, int index) const;
-  bool is_here(int source, const Stream &s) const;
-  const uint8_t *row(int source, const Stream &s) const;
-  int32_t token_of(int source, const Stream &s) const;
-  const float *weights_of(int source, const Stream &s) const;
+  RowStream stream(int node, int index) const;
+  bool has_arrived(int source, const RowStream &s) const;
+  const uint8_t *row(int source, const RowStream &s) const;
+  int32_t token_of(int source, const RowStream &s) const;
+  const float *weights_of(int source, const RowStream &s) const;
   int32_t next_token(int node) const;
   void add_token(int node, int32_t token, uint8_t *to) const;
   bool add_for(int node);
@@ -60,9 +60,9 @@ class NodeSum {
   int64_t first_row(int source) const {
     return source ? at<const int32_t>(p_.rank_prefix_matrix)[(source - 1) * team_.num_ranks + team_.rank] : 0;
   }
-  Ring ring(int source, int at) const {
-    const CallMessage &message = exchange_.message(at);
-    return Ring(team_, at, message.ring_slots, message.ring_stride, mine_, source);
+  Ring ring(int source, int holder) const {
+    const CallMessage &message = exchange_.message(holder);
+    return Ring(team_, holder, message.ring_slots, message.ring_stride, mine_, source);
   }
 
   Op &op_;
@@ -71,7 +71,7 @@ class NodeSum {
   const dk_combine_params &p_;
   const Ring &mine_;
   const LinkPlan &plan_;
-  int64_t *taken_, *head_;
+  int64_t *consumed_, *head_;
   int32_t num_topk_ = 0;
   Record record_ = {};
 };

@@ -41,19 +41,19 @@ class Dispatch {
   Poll poll();
   bool awaits(int peer, Missing &missing);
   bool awaits_rows(int peer, Missing &missing) const;
-  bool stage();
+  bool stage_batch();
   int64_t free_slots();
   bool stage_token(int32_t token);
   void fill_extra(Extra *extra, int32_t token, const int32_t *head);
   void gather_scales(void *to, int32_t token);
-  bool drain(int source);
-  bool drain_local(int source);
+  bool read_from(int source);
+  bool read_ring(int source);
   template <class Rows>
-  void read(int source, const Rows &rows, int64_t head, Cursor &tail);
+  void read_rows(int source, const Rows &rows, int64_t head, Cursor &tail);
   void count_bytes();
-  void take(int source, const uint8_t *row, const Extra *extra);
-  void place(int64_t row, int32_t token, const void *x, const void *scales);
-  void place_topk(int64_t row, const int32_t *idx, const float *weights);
+  void receive_row(int source, const uint8_t *row, const Extra *extra);
+  void write_output_row(int64_t row, int32_t token, const void *x, const void *scales);
+  void write_output_topk(int64_t row, const int32_t *idx, const float *weights);
   void mark_unused(int64_t from);
 
   const uint64_t *readers(const Extra *extra) const { return reinterpret_cast<const uint64_t *>(extra + 1); }
@@ -76,7 +76,7 @@ class Dispatch {
   const Record record_;
   Ring ring_;
   const LinkPlan plan_;
-  RemoteSender remote_;
+  NodeSender node_sender_;
   Forwarder forwarder_;
   int64_t *next_row_, *end_row_, *next_slot_, *to_send_;
   int32_t next_token_ = 0;
@@ -94,7 +94,7 @@ Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
       record_(dispatch_record(team_, p)),
       ring_(dispatch_ring(team_, p)),
       plan_(plan_link(team_, record_, p)),
-      remote_(team_, exchange_, record_, plan_, ring_),
+      node_sender_(team_, exchange_, record_, plan_, ring_),
       forwarder_(op, exchange_, record_, at<const int32_t>(p.rank_prefix_matrix)),
       next_row_(team_.numbers(kNextRow)),
       end_row_(team_.numbers(kEndRow)),
@@ -147,22 +147,22 @@ void Dispatch::run() {
 void Dispatch::count_bytes() {
   for (int i = 0; i < team_.num_ranks; i++) {
     int64_t rows = team_.is_local(i)                   ? to_send_[i] + forwarder_.rows_for(i)
-                   : i == team_.partner(team_.node(i)) ? remote_.rows_to(team_.node(i))
+                   : i == team_.partner(team_.node(i)) ? node_sender_.rows_to(team_.node(i))
                                                        : 0;
     op_.sent(i, static_cast<uint64_t>(rows) * record_.row_bytes);
   }
 }
 
 Poll Dispatch::poll() {
-  bool progress = exchange_.look();
+  bool progress = exchange_.poll();
   if (op_.failed()) return Poll::done;
-  if (exchange_.complete()) progress |= stage();
+  if (exchange_.complete()) progress |= stage_batch();
   for (int step = 1; step < team_.num_ranks; step++) {
     int source = (team_.rank + step) % team_.num_ranks;
-    if (exchange_.arrived(source) && next_row_[source] < end_row_[source]) progress |= drain(source);
+    if (exchange_.arrived(source) && next_row_[source] < end_row_[source]) progress |= read_from(source);
   }
   progress |= forwarder_.relay();
-  bool done = exchange_.complete() && next_token_ == p_.num_tokens && outstanding_ == 0 && remote_.done(staged_) &&
+  bool done = exchange_.complete() && next_token_ == p_.num_tokens && outstanding_ == 0 && node_sender_.done(staged_) &&
               forwarder_.done() && exchange_.delivered();
   return done ? Poll::done : progress ? Poll::progress : Poll::idle;
 }
@@ -170,7 +170,8 @@ Poll Dispatch::poll() {
 bool Dispatch::awaits(int peer, Missing &missing) {
   if (exchange_.awaits(peer, missing)) return true;
   if (awaits_rows(peer, missing)) return true;
-  if (exchange_.complete() && (remote_.awaits(peer, staged_, missing) || forwarder_.awaits(peer, missing))) return true;
+  if (exchange_.complete() && (node_sender_.awaits(peer, staged_, missing) || forwarder_.awaits(peer, missing)))
+    return true;
   if (!exchange_.complete() || next_token_ == p_.num_tokens || !sends_to(peer)) return false;
   missing = {staged_ - static_cast<int64_t>(ring_.slots()) + 1,
              static_cast<int64_t>(team_.control().dispatch_tail(peer).rows(exchange_.number()))};
@@ -195,12 +196,12 @@ int64_t Dispatch::free_slots() {
   for (int peer = 0; peer < team_.num_ranks; peer++)
     if (sends_to(peer))
       slowest = min(slowest, static_cast<int64_t>(team_.control().dispatch_tail(peer).rows(exchange_.number())));
-  free_ = static_cast<int64_t>(ring_.slots()) - (staged_ - min(slowest, remote_.oldest_needed(staged_)));
+  free_ = static_cast<int64_t>(ring_.slots()) - (staged_ - min(slowest, node_sender_.oldest_needed(staged_)));
   return free_;
 }
 
 // Stages a batch of tokens, as far as there is room.
-bool Dispatch::stage() {
+bool Dispatch::stage_batch() {
   int32_t before = next_token_;
   int64_t limit = staged_ + ring_.batch(p_.nvl_send_chunk);
   while (next_token_ < p_.num_tokens && staged_ < limit && stage_token(next_token_)) next_token_++;
@@ -211,7 +212,7 @@ bool Dispatch::stage() {
       if (sends_to(peer)) op_.ring(peer);
     if (ring_.worth_a_wake(staged_) || next_token_ == p_.num_tokens) op_.ring_now();
   }
-  bool crossed = remote_.send(staged_, [this](uint64_t slot) { return readers(ring_.extra<Extra>(slot)); });
+  bool crossed = node_sender_.send(staged_, [this](uint64_t slot) { return readers(ring_.extra<Extra>(slot)); });
   return crossed || next_token_ != before;
 }
 
@@ -229,8 +230,8 @@ bool Dispatch::stage_token(int32_t token) {
   fill_extra(extra, token, head);
   if (p_.num_scales) gather_scales(row + p_.hidden_bytes, token);
   if (head[team_.rank] >= 0) {
-    place(next_row_[team_.rank]++, token, x, row + p_.hidden_bytes);
-    if (p_.recv_topk_idx) place_topk(next_row_[team_.rank] - 1, topk_idx(extra), topk_weights(extra));
+    write_output_row(next_row_[team_.rank]++, token, x, row + p_.hidden_bytes);
+    if (p_.recv_topk_idx) write_output_topk(next_row_[team_.rank] - 1, topk_idx(extra), topk_weights(extra));
   }
   if (!leaves) return true;
   rows_.copy(row, x, p_.hidden_bytes, false);
@@ -268,32 +269,32 @@ void Dispatch::gather_scales(void *to, int32_t token) {
 }
 
 // Takes all rows for this rank that have come from `source` since the last look.
-bool Dispatch::drain(int source) {
-  if (team_.is_local(source)) return drain_local(source);
+bool Dispatch::read_from(int source) {
+  if (team_.is_local(source)) return read_ring(source);
   LinkIn in(team_, exchange_, record_, source);
   int64_t head = in.arrived();
   if (head == next_slot_[source]) return false;
-  read(source, in, head, in.tail(team_.index(team_.rank)));
+  read_rows(source, in, head, in.tail(team_.index(team_.rank)));
   return true;
 }
 
-bool Dispatch::drain_local(int source) {
+bool Dispatch::read_ring(int source) {
   const CallMessage &message = exchange_.message(source);
   int64_t head = static_cast<int64_t>(team_.peers[source].control.dispatch_head().rows(exchange_.number()));
   if (head == next_slot_[source]) return false;
   Ring theirs(team_, source, message.ring_slots, message.ring_stride, ring_);
-  read(source, theirs, head, team_.peers[source].control.dispatch_tail(team_.rank));
+  read_rows(source, theirs, head, team_.peers[source].control.dispatch_tail(team_.rank));
   return true;
 }
 
 template <class Rows>
-void Dispatch::read(int source, const Rows &rows, int64_t head, Cursor &tail) {
+void Dispatch::read_rows(int source, const Rows &rows, int64_t head, Cursor &tail) {
   uint64_t number = exchange_.number(), word = static_cast<uint64_t>(team_.rank) / 64,
            bit = uint64_t{1} << (team_.rank % 64);
   for (int64_t &s = next_slot_[source]; s < head && next_row_[source] < end_row_[source]; s++) {
     uint64_t slot = static_cast<uint64_t>(s) % rows.slots();
     const Extra *extra = rows.template extra<Extra>(slot);
-    if (readers(extra)[word] & bit) take(source, rows.row(slot), extra);
+    if (readers(extra)[word] & bit) receive_row(source, rows.row(slot), extra);
     if (s % kRowsAtOnce == kRowsAtOnce - 1)
       tail.set(number, static_cast<uint64_t>(s + 1));  // a source that is awake goes on
   }
@@ -302,14 +303,14 @@ void Dispatch::read(int source, const Rows &rows, int64_t head, Cursor &tail) {
   op_.ring(team_.forwarder(source));
 }
 
-void Dispatch::take(int source, const uint8_t *row, const Extra *extra) {
+void Dispatch::receive_row(int source, const uint8_t *row, const Extra *extra) {
   int64_t to = next_row_[source]++;
   outstanding_--;
-  place(to, extra->token, row, row + p_.hidden_bytes);
-  if (p_.recv_topk_idx) place_topk(to, topk_idx(extra), topk_weights(extra));
+  write_output_row(to, extra->token, row, row + p_.hidden_bytes);
+  if (p_.recv_topk_idx) write_output_topk(to, topk_idx(extra), topk_weights(extra));
 }
 
-void Dispatch::place(int64_t row, int32_t token, const void *x, const void *scales) {
+void Dispatch::write_output_row(int64_t row, int32_t token, const void *x, const void *scales) {
   uint64_t r = static_cast<uint64_t>(row), scale_bytes = 4u * static_cast<uint64_t>(p_.num_scales);
   rows_.copy(at<uint8_t>(p_.recv_x) + r * p_.hidden_bytes, x, p_.hidden_bytes, stream_);
   if (p_.recv_scales) memcpy(at<uint8_t>(p_.recv_scales) + r * scale_bytes, scales, scale_bytes);
@@ -317,7 +318,7 @@ void Dispatch::place(int64_t row, int32_t token, const void *x, const void *scal
 }
 
 // Experts of other ranks become -1 with weight 0; mine get their local number.
-void Dispatch::place_topk(int64_t row, const int32_t *idx, const float *weights) {
+void Dispatch::write_output_topk(int64_t row, const int32_t *idx, const float *weights) {
   int32_t local = p_.num_experts / team_.num_ranks, first = local * team_.rank;
   for (int32_t k = 0; k < p_.num_topk; k++) {
     int64_t i = row * p_.num_topk + k;

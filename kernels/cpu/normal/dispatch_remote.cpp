@@ -4,20 +4,20 @@ namespace dk {
 
 // ---- Sender ----
 
-int64_t RemoteSender::oldest_needed(int64_t staged) const {
+int64_t NodeSender::oldest_needed(int64_t staged) const {
   int64_t oldest = staged;
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
-    if (node != team_.own_node()) oldest = min(oldest, link(node).oldest_source(team_.links[node].offered));
+    if (node != team_.my_node()) oldest = min(oldest, link(node).oldest_source(team_.links[node].offered));
   return oldest;
 }
 
-bool RemoteSender::done(int64_t staged) const {
+bool NodeSender::done(int64_t staged) const {
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
-    if (node != team_.own_node() && team_.links[node].offered < staged) return false;
+    if (node != team_.my_node() && team_.links[node].offered < staged) return false;
   return true;
 }
 
-bool RemoteSender::awaits(int peer, int64_t staged, Missing &missing) const {
+bool NodeSender::awaits(int peer, int64_t staged, Missing &missing) const {
   int node = team_.node(peer);
   if (team_.is_local(peer) || peer != team_.partner(node)) return false;
   if (team_.links[node].offered == staged) return false;
@@ -28,7 +28,7 @@ bool RemoteSender::awaits(int peer, int64_t staged, Missing &missing) const {
 // ---- Forwarder ----
 
 // What its slowest reader has read of what came; -1: nobody reads any more.
-int64_t Forwarder::slowest(const LinkIn &in, int source) const {
+int64_t Forwarder::slowest_tail(const LinkIn &in, int source) const {
   int64_t least = -1;
   for (int index = 0; index < team_.num_nvl_peers; index++) {
     if (!reads(in, source, index)) continue;
@@ -42,7 +42,7 @@ bool Forwarder::relay() {
   bool progress = false;
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
     int source = team_.partner(node);
-    if (node == team_.own_node() || !exchange_.arrived(source)) continue;
+    if (node == team_.my_node() || !exchange_.arrived(source)) continue;
     LinkIn in(team_, exchange_, record_, source);
     int64_t here = in.arrived();
     if (here > team_.links[node].seen) {
@@ -51,7 +51,7 @@ bool Forwarder::relay() {
         if (reads(in, source, index)) op_.ring(team_.first_local() + index);
       progress = true;
     }
-    int64_t read = slowest(in, source);
+    int64_t read = slowest_tail(in, source);
     if (read >= 0) progress |= in.give_credit(read);
   }
   return progress;
@@ -60,7 +60,7 @@ bool Forwarder::relay() {
 bool Forwarder::done() const {
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
     int source = team_.partner(node);
-    if (node != team_.own_node() && slowest(LinkIn(team_, exchange_, record_, source), source) >= 0) return false;
+    if (node != team_.my_node() && slowest_tail(LinkIn(team_, exchange_, record_, source), source) >= 0) return false;
   }
   return true;
 }
@@ -71,12 +71,12 @@ bool Forwarder::awaits(int peer, Missing &missing) const {
   if (!team_.spans_nodes() || (!local && peer != team_.partner(team_.node(peer)))) return false;
   for (int node = 0; node < team_.num_nodes(); node++) {
     int source = team_.partner(node);
-    if (node == team_.own_node() || (!local && source != peer)) continue;
+    if (node == team_.my_node() || (!local && source != peer)) continue;
     LinkIn in(team_, exchange_, record_, source);
     int64_t here = in.arrived();
     if (local && !reads(in, source, team_.index(peer))) continue;
     int64_t read =
-        local ? static_cast<int64_t>(in.tail(team_.index(peer)).rows(exchange_.number())) : slowest(in, source);
+        local ? static_cast<int64_t>(in.tail(team_.index(peer)).rows(exchange_.number())) : slowest_tail(in, source);
     missing = local ? Missing{here, read} : Missing{here + 1, here};
     if (local ? read < here : read == here) return true;
   }
@@ -86,7 +86,7 @@ bool Forwarder::awaits(int peer, Missing &missing) const {
 int64_t Forwarder::rows_for(int reader) const {
   int64_t rows = 0;
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
-    if (node != team_.own_node() && reader != team_.rank) rows += rows_between(team_.partner(node), reader);
+    if (node != team_.my_node() && reader != team_.rank) rows += rows_between(team_.partner(node), reader);
   return rows;
 }
 

@@ -7,9 +7,9 @@
 namespace dk {
 
 // The sender's part: it reads the ring of staged rows like a peer would.
-class RemoteSender {
+class NodeSender {
  public:
-  RemoteSender(Team &team, const Exchange &exchange, const Record &record, const LinkPlan &plan, const Ring &staging)
+  NodeSender(Team &team, const Exchange &exchange, const Record &record, const LinkPlan &plan, const Ring &staging)
       : team_(team), exchange_(exchange), record_(record), plan_(plan), staging_(staging) {}
 
   // Puts what was staged since, as far as there is room. readers(slot): bits by rank of a staged row.
@@ -37,10 +37,10 @@ class RemoteSender {
 };
 
 template <class Readers>
-bool RemoteSender::send(int64_t staged, Readers readers) {
+bool NodeSender::send(int64_t staged, Readers readers) {
   bool sent = false;
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
-    if (node == team_.own_node()) continue;
+    if (node == team_.my_node()) continue;
     LinkOut out = link(node);
     int64_t &row = team_.links[node].offered, limit = out.sent() + plan_.batch;
     for (int64_t before = row; row < staged && out.sent() < limit; row++, sent |= row != before) {
@@ -72,7 +72,7 @@ class Forwarder {
   bool reads(const LinkIn &in, int source, int index) const {  // still
     return rows_between(source, team_.first_local() + index) > 0 && in.tail(index).rows(exchange_.number()) != kAllRows;
   }
-  int64_t slowest(const LinkIn &in, int source) const;
+  int64_t slowest_tail(const LinkIn &in, int source) const;
 
   Op &op_;
   Team &team_;

@@ -28,7 +28,7 @@ static uint64_t slots_for(const Team &team, const Record &record, uint64_t wante
 void begin_links(Team &team) {
   for (int node = 0; team.spans_nodes() && node < team.num_nodes(); node++) {
     LinkState &state = team.links[node];
-    state.sent = state.done = state.offered = state.seen = state.taken = state.credited = 0;
+    state.sent = state.done = state.offered = state.seen = state.consumed = state.credited = 0;
   }
 }
 
@@ -55,7 +55,7 @@ void LinkOut::retire() {
   }
 }
 
-// A place of mine and one of the partner's, which have the same number.
+// A slot of mine and one of the partner's, which have the same number.
 bool LinkOut::has_room() {
   int64_t slots = static_cast<int64_t>(slots_);
   if (state_.sent - static_cast<int64_t>(credit()) >= slots) return false;
@@ -63,7 +63,7 @@ bool LinkOut::has_room() {
   return state_.sent - state_.done < slots;
 }
 
-uint8_t *LinkOut::place() {
+uint8_t *LinkOut::next_slot() {
   if (!has_room()) return nullptr;
   uint64_t ring =
       team_.peers[team_.rank].wire + team_.wire.link_out_offset + static_cast<uint64_t>(node_) * team_.wire.link_bytes;
@@ -72,14 +72,14 @@ uint8_t *LinkOut::place() {
 
 bool LinkOut::send(const void *record, int64_t source) {
   if (!has_room()) return false;
-  uint64_t number = static_cast<uint64_t>(state_.sent), place = number % slots_;
-  int queue = static_cast<int>(number % queues_), mine = team_.own_node();
+  uint64_t number = static_cast<uint64_t>(state_.sent), slot = number % slots_;
+  int queue = static_cast<int>(number % queues_), mine = team_.my_node();
   uint64_t ring =
       team_.peers[team_.rank].wire + team_.wire.link_in_offset + static_cast<uint64_t>(mine) * team_.wire.link_bytes;
   Signal head = {&team_.remote().link_head(mine, queue), Cursor::pack(call_, number / queues_ + 1), DK_SIGNAL_SET};
-  if (!team_.nic->put(peer_, queue, at<void>(ring + place * stride_), record, record_bytes_, head)) return false;
-  state_.posted[place] = team_.nic->posted(peer_, queue);
-  state_.source[place] = source;
+  if (!team_.nic->put(peer_, queue, at<void>(ring + slot * stride_), record, record_bytes_, head)) return false;
+  state_.posted[slot] = team_.nic->posted(peer_, queue);
+  state_.source[slot] = source;
   state_.sent++;
   return true;
 }
@@ -123,7 +123,7 @@ int64_t LinkIn::arrived() const {
 bool LinkIn::give_credit(int64_t records) {
   LinkState &state = team_.links[node_];
   if (records - state.credited < max<int64_t>(1, static_cast<int64_t>(slots_ / 4))) return false;
-  Signal credit = {&team_.remote().link_credit(team_.own_node()), Cursor::pack(call_, static_cast<uint64_t>(records)),
+  Signal credit = {&team_.remote().link_credit(team_.my_node()), Cursor::pack(call_, static_cast<uint64_t>(records)),
                    DK_SIGNAL_SET};
   if (!team_.nic->signal(team_.partner(node_), 0, credit)) return false;
   state.credited = records;

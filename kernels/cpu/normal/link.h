@@ -32,7 +32,7 @@ class LinkOut {
   int peer() const { return peer_; }
   int64_t sent() const { return state_.sent; }
   // A place for record number sent() in my own block, free to be filled; null: not yet.
-  uint8_t *place();
+  uint8_t *next_slot();
   // Puts a record that lies anywhere in my block. `source` is what oldest_source() gives back while it must stay as it
   // is. False: no room now.
   bool send(const void *record, int64_t source);

@@ -28,7 +28,7 @@ class Ring {
         max<uint64_t>(max_rows > 0 ? static_cast<uint64_t>(max_rows) : 0, kCachedBytes / parts_ / stride_ + 1);
     slots_ = min(wanted, rows_room(team) / stride_);
     if (extra_stride_) slots_ = min(slots_, extras_room(team) / extra_stride_);
-    place(team, owner, which);
+    locate(team, owner, which);
   }
   // A peer's ring, as big as it says (never beyond its region), rows of the same shape as `mine`.
   Ring(const Team &team, int owner, uint64_t slots, uint64_t stride, const Ring &mine, int which = 0)
@@ -38,7 +38,7 @@ class Ring {
         extra_at_(mine.extra_at_),
         parts_(mine.parts_) {
     slots_ = max<uint64_t>(1, min(slots, rows_room(team) / stride_));
-    place(team, owner, which);
+    locate(team, owner, which);
   }
 
   uint64_t slots() const { return slots_; }
@@ -69,7 +69,7 @@ class Ring {
            kLine;
   }
   uint64_t extras_room(const Team &team) const { return team.wire.extras_bytes / parts_ / kLine * kLine; }
-  void place(const Team &team, int owner, int which) {
+  void locate(const Team &team, int owner, int which) {
     uint64_t wire = team.peers[owner].wire, part = static_cast<uint64_t>(which);
     rows_ = wire + team.wire.rows_offset + part * rows_room(team);
     extras_ = records_ ? rows_ + extra_at_ : wire + team.wire.extras_offset + part * extras_room(team);

@@ -10,8 +10,8 @@ namespace dk {
 namespace {
 
 constexpr uint64_t kMicrosecond = 1000;
-constexpr uint64_t kLongest = 1000 * kMicrosecond;  // that anything is held back once its turn has come,
-constexpr uint64_t kLongestLast = 4 * kLongest;     // or, while there is no silence, what is to be last
+constexpr uint64_t kMaxDelay = 1000 * kMicrosecond;  // that anything is held back once its turn has come,
+constexpr uint64_t kMaxDeferral = 4 * kMaxDelay;     // or, while there is no silence, what is to be last
 constexpr uint64_t kNever = UINT64_MAX, kNap = 1000000000;
 
 class Late {
@@ -23,8 +23,8 @@ class Late {
   void take_new();
   bool next_event(Queue **queue, bool *completion, uint64_t *at_ns);
   uint64_t time_of(uint64_t due, bool last) const;
-  void draw_head(Queue &q);
-  uint64_t draw_hold();
+  void draw_delay(Queue &q);
+  uint64_t draw_ns();
   void cut(Delay &delay, uint64_t bytes);
   bool deliver_piece(Queue &q, const Work &work);
   void advance(Queue &q);
@@ -33,8 +33,8 @@ class Late {
   bool chance(uint64_t percent) { return nic_.random.below(100) < percent; }
 
   NicState &nic_;
-  uint64_t moody_ = kNever;  // slot of a peer whose queues are all last
-  uint64_t num_active_ = 0, now_ = 0, busy_ = 0, quiet_ = 100 * kMicrosecond;
+  uint64_t deferred_peer_ = kNever;  // slot of a peer whose queues are all last
+  uint64_t num_active_ = 0, now_ = 0, last_event_ = 0, silence_ = 100 * kMicrosecond;
 };
 
 void Late::serve() {
@@ -45,7 +45,7 @@ void Late::serve() {
     bool completion = false;
     uint64_t at_ns = kNever;
     if (!next_event(&q, &completion, &at_ns)) {
-      doze(nic_, at_ns == kNever ? kNap : at_ns - now_);
+      sleep_until_posted(nic_, at_ns == kNever ? kNap : at_ns - now_);
       continue;
     }
     if (completion)
@@ -65,13 +65,13 @@ void Late::take_new() {
       q.delay.active = true;
       nic_.active[num_active_++] = static_cast<int32_t>(index);
     }
-    busy_ = now_;
+    last_event_ = now_;
   }
 }
 
 // What is last waits for a while in which nothing else happened, though not for ever: others may be busy all the time.
 uint64_t Late::time_of(uint64_t due, bool last) const {
-  return last ? min(max(due, busy_ + quiet_), due + kLongestLast) : due;
+  return last ? min(max(due, last_event_ + silence_), due + kMaxDeferral) : due;
 }
 
 // Chooses among all that may happen now. False: nothing may before at_ns.
@@ -79,7 +79,7 @@ bool Late::next_event(Queue **queue, bool *completion, uint64_t *at_ns) {
   uint64_t choices = 0;
   for (uint64_t i = 0; i < num_active_;) {
     Queue &q = nic_.queues[nic_.active[i]];
-    if (!drop_if_gone(nic_, q) && q.executed != q.posted.load() && !q.delay.drawn) draw_head(q);
+    if (!drop_if_down(nic_, q) && q.executed != q.posted.load() && !q.delay.drawn) draw_delay(q);
     bool head = q.delay.drawn, done = q.executed != q.completed.load();
     if (!head && !done) {
       q.delay.active = false;
@@ -88,7 +88,7 @@ bool Late::next_event(Queue **queue, bool *completion, uint64_t *at_ns) {
     }
     for (int what = 0; what < 2; what++) {
       if (!(what ? done : head)) continue;
-      uint64_t time = what ? time_of(q.delay.done_due, q.delay.done_last) : time_of(q.delay.due, q.delay.last);
+      uint64_t time = what ? time_of(q.delay.done_due, q.delay.done_deferred) : time_of(q.delay.due, q.delay.deferred);
       *at_ns = min(*at_ns, time);
       if (time > now_ || nic_.random.below(++choices)) continue;
       *queue = &q;
@@ -99,22 +99,22 @@ bool Late::next_event(Queue **queue, bool *completion, uint64_t *at_ns) {
   return choices != 0;
 }
 
-uint64_t Late::draw_hold() {
+uint64_t Late::draw_ns() {
   uint64_t kind = nic_.random.below(100);
-  return kind < 60 ? 0 : nic_.random.below(kind < 85 ? 20 * kMicrosecond : kind < 98 ? 100 * kMicrosecond : kLongest);
+  return kind < 60 ? 0 : nic_.random.below(kind < 85 ? 20 * kMicrosecond : kind < 98 ? 100 * kMicrosecond : kMaxDelay);
 }
 
 // A queue keeps its character for a number of operations; it has to be `last` now and then for long enough to matter.
-void Late::draw_head(Queue &q) {
+void Late::draw_delay(Queue &q) {
   Delay &delay = q.delay;
-  if (delay.left-- <= 0) {
-    if (chance(10)) moody_ = nic_.random.below(2 * static_cast<uint64_t>(nic_.num_peers));
-    delay.left = static_cast<int>(nic_.random.below(64));
-    delay.last = chance(25) || moody_ == static_cast<uint64_t>(nic_.slots[q.peer]);
+  if (delay.remaining-- <= 0) {
+    if (chance(10)) deferred_peer_ = nic_.random.below(2 * static_cast<uint64_t>(nic_.num_peers));
+    delay.remaining = static_cast<int>(nic_.random.below(64));
+    delay.deferred = chance(25) || deferred_peer_ == static_cast<uint64_t>(nic_.slots[q.peer]);
   }
   delay.drawn = true;
   delay.pieces = 0;
-  delay.due = now_ + (delay.last ? 0 : draw_hold());
+  delay.due = now_ + (delay.deferred ? 0 : draw_ns());
 }
 
 // Pieces are cut at any byte and begin with any of them.
@@ -142,7 +142,7 @@ bool Late::deliver_piece(Queue &q, const Work &work) {
 void Late::advance(Queue &q) {
   Delay &delay = q.delay;
   // Those that are last come in bursts, else every one of them would wait for its own silence.
-  uint64_t burst = delay.last ? 1 + nic_.random.below(32) : 1;
+  uint64_t burst = delay.deferred ? 1 + nic_.random.below(32) : 1;
   for (uint64_t posted = q.posted.load(); burst && q.executed != posted; burst--) {
     const Work &work = nic_.work(q, q.executed);
     if (!deliver_piece(q, work)) {
@@ -152,17 +152,17 @@ void Late::advance(Queue &q) {
     }
     carry_out_signal(nic_, q, work);
     if (q.completed.load() == q.executed) {  // the first that is done, but not completed
-      delay.done_last = chance(40);
-      delay.done_due = now_ + draw_hold();
+      delay.done_deferred = chance(40);
+      delay.done_due = now_ + draw_ns();
     }
     q.executed++;
     delay.pieces = 0;
     delay.drawn = false;
   }
-  if (delay.last)
-    quiet_ = chance(10) ? kLongest : (50 + nic_.random.below(150)) * kMicrosecond;
+  if (delay.deferred)
+    silence_ = chance(10) ? kMaxDelay : (50 + nic_.random.below(150)) * kMicrosecond;
   else
-    busy_ = now_;
+    last_event_ = now_;
   ring_doorbells(nic_, false);
 }
 
@@ -178,7 +178,7 @@ void Late::finish_some(Queue &q) {
   uint64_t some = chance(70) ? done : 1 + nic_.random.below(done);
   for (uint64_t i = 0; i < some; i++) check_source(q, nic_.work(q, completed + i));
   complete(nic_, q, completed + some);
-  q.delay.done_due = now_ + draw_hold();
+  q.delay.done_due = now_ + draw_ns();
   ring_doorbells(nic_, true);
 }
 

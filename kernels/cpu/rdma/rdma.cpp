@@ -60,7 +60,7 @@ NicState::NicState(const dk_transport_open_params &p)
       depth(static_cast<uint64_t>(p.qp_depth)),
       mask(power_of_two(depth) - 1),
       block_bytes(p.block_bytes),
-      own_block(at<const uint64_t>(p.host_blocks)[p.rank]),
+      my_block(at<const uint64_t>(p.host_blocks)[p.rank]),
       num_queues(static_cast<uint64_t>(p.num_peers) * static_cast<uint64_t>(p.num_qps)),
       flags(p.flags),
       owner(getpid()),
@@ -93,10 +93,10 @@ bool Nic::put(int peer, int qp, void *dst, const void *src, uint64_t bytes, Sign
   NicState &s = *state_;
   Queue &q = s.queue(peer, qp);
   uint64_t sum = s.flags & DK_TRANSPORT_LATE ? sum_of(src, bytes) : 0;
-  uint64_t there = s.blocks[s.slots[peer]] - s.own_block;  // from a place in my block to the same in the peer's
+  uint64_t there = s.blocks[s.slots[peer]] - s.my_block;  // from a place in my block to the same in the peer's
   pthread_mutex_lock(&s.posting);
   uint64_t number = q.posted.load(std::memory_order_relaxed), queued = number - q.completed.load() + 1;
-  bool gone = s.gone(q), room = queued <= s.depth;
+  bool gone = s.is_down(q), room = queued <= s.depth;
   if (!gone && room) {
     s.work(q, number) = {
         address_of(dst) + there, address_of(src), bytes, address_of(signal.word) + there, signal.value, signal.op, sum};
@@ -106,7 +106,7 @@ bool Nic::put(int peer, int qp, void *dst, const void *src, uint64_t bytes, Sign
   }
   pthread_mutex_unlock(&s.posting);
   if (gone || !room) return gone;
-  look_at(s, q);
+  notify_thread(s, q);
   return true;
 }
 
@@ -116,13 +116,13 @@ int Nic::num_qps() const { return state_->num_qps; }
 int32_t Nic::rank() const { return state_->rank; }
 int Nic::num_ranks() const { return state_->num_ranks; }
 uint64_t Nic::block_bytes() const { return state_->block_bytes; }
-void *Nic::block() const { return at<void>(state_->own_block); }
+void *Nic::block() const { return at<void>(state_->my_block); }
 bool Nic::forked() const { return getpid() != state_->owner; }
 bool Nic::reaches(int peer) const { return peer >= 0 && peer < state_->num_ranks && state_->slots[peer] >= 0; }
 uint64_t Nic::posted(int peer, int qp) const { return state_->queue(peer, qp).posted.load(); }
 // What is queued where nothing gets through counts as completed at once: the thread drops it a little later.
 static uint64_t completed_on(const NicState &s, const Queue &q) {
-  return s.gone(q) ? q.posted.load() : q.completed.load();
+  return s.is_down(q) ? q.posted.load() : q.completed.load();
 }
 uint64_t Nic::completed(int peer, int qp) const { return completed_on(*state_, state_->queue(peer, qp)); }
 bool Nic::lost(int peer) const { return reaches(peer) && state_->lost[state_->slots[peer]].load(); }
@@ -144,17 +144,17 @@ QueueCounts Nic::counts(int peer, int qp) const {
 
 void Nic::lose(int peer) {
   state_->lost[state_->slots[peer]].store(1);
-  for (int qp = 0; qp < state_->num_qps; qp++) look_at(*state_, state_->queue(peer, qp));
+  for (int qp = 0; qp < state_->num_qps; qp++) notify_thread(*state_, state_->queue(peer, qp));
 }
 
 void Nic::break_qp(int peer, int qp, int32_t code) {
   int32_t well = 0;
   state_->queue(peer, qp).broken.compare_exchange_strong(well, code);
-  look_at(*state_, state_->queue(peer, qp));
+  notify_thread(*state_, state_->queue(peer, qp));
 }
 
-void Nic::set_doorbell(void *own_doorbell) {
-  state_->doorbell_offset.store(own_doorbell ? address_of(own_doorbell) - state_->own_block + 1 : 0);
+void Nic::set_doorbell(void *doorbell) {
+  state_->doorbell_offset.store(doorbell ? address_of(doorbell) - state_->my_block + 1 : 0);
 }
 
 // ---- Waiting --------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ static bool wait_until(NicState &s, uint64_t deadline_ns, Reached reached) {
 bool Nic::wait_for_room(int peer, int qp, uint64_t deadline_ns) {
   NicState &s = *state_;
   const Queue &q = s.queue(peer, qp);
-  return wait_until(s, deadline_ns, [&] { return s.gone(q) || q.posted.load() - q.completed.load() < s.depth; });
+  return wait_until(s, deadline_ns, [&] { return s.is_down(q) || q.posted.load() - q.completed.load() < s.depth; });
 }
 
 bool Nic::wait_until_completed(int peer, int qp, uint64_t until, uint64_t deadline_ns) {

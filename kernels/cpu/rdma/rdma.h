@@ -44,7 +44,7 @@ class Nic {
   // Where a rank's Doorbell lies in the blocks (see control.h): a peer's is rung when something was signalled there,
   // this rank's own when an operation completed, so that nobody sleeps through either. Null: nobody is to be woken any
   // more.
-  void set_doorbell(void *own_doorbell);
+  void set_doorbell(void *doorbell);
 
   // For the functions of the interface.
   int32_t rank() const;

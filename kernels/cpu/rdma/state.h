@@ -21,10 +21,10 @@ struct Delay {
   static constexpr int kMaxPieces = 4;
   uint64_t due, done_due;  // not before: the next piece, the next completion
   uint64_t cuts[kMaxPieces + 1];
-  int pieces, next, first;      // of the operation under way; 0 pieces: none is
-  int left;                     // operations until the queue's character changes
-  bool drawn, last, done_last;  // last: not before everything else has been done
-  bool active;                  // listed in NicState::active
+  int pieces, next, first;              // of the operation under way; 0 pieces: none is
+  int remaining;                        // operations until the queue draws again whether it is deferred
+  bool drawn, deferred, done_deferred;  // deferred: not before everything else has been done
+  bool active;                          // listed in NicState::active
 };
 
 struct alignas(kLine) Queue {
@@ -54,7 +54,7 @@ class Random {
 
 struct NicState {
   int32_t rank, num_ranks, num_qps, num_peers;
-  uint64_t depth, mask, block_bytes, own_block, num_queues;
+  uint64_t depth, mask, block_bytes, my_block, num_queues;
   uint32_t flags;
   pid_t owner;
   Random random;  // the thread's
@@ -82,7 +82,7 @@ struct NicState {
 
   Queue &queue(int peer, int qp) const { return queues[static_cast<uint64_t>(slots[peer] * num_qps + qp)]; }
   Work &work(const Queue &q, uint64_t number) const { return q.ring[number & mask]; }
-  bool gone(const Queue &q) const { return lost[slots[q.peer]].load() || q.broken.load(); }
+  bool is_down(const Queue &q) const { return lost[slots[q.peer]].load() || q.broken.load(); }
 };
 
 // thread.cpp
@@ -90,11 +90,11 @@ int start_thread(NicState &nic);  // errno
 void stop_thread(NicState &nic);
 void carry_out_signal(NicState &nic, const Queue &q, const Work &work);
 void complete(NicState &nic, Queue &q, uint64_t until);
-bool drop_if_gone(NicState &nic,
+bool drop_if_down(NicState &nic,
                   Queue &q);  // the thread's: completes all that was posted; nothing of it is under way any more
 void ring_doorbells(NicState &nic, bool own);
-void doze(NicState &nic, uint64_t nanoseconds);  // until something is posted
-void look_at(NicState &nic, const Queue &q);     // makes the thread see to a queue
+void sleep_until_posted(NicState &nic, uint64_t nanoseconds);  // until something is posted
+void notify_thread(NicState &nic, const Queue &q);             // makes the thread see to a queue
 
 // delay.cpp
 void serve_late(NicState &nic);

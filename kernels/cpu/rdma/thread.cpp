@@ -22,7 +22,7 @@ void execute(NicState &nic, Queue &q, const Work &work) {
 // A turn is some operations of one queue, so that no order among queues can be relied on.
 void serve_queue(NicState &nic, uint64_t index) {
   Queue &q = nic.queues[index];
-  if (drop_if_gone(nic, q)) return;
+  if (drop_if_down(nic, q)) return;
   uint64_t posted = q.posted.load(), turn = min(posted - q.executed, 1 + nic.random.below(kLongestTurn));
   for (uint64_t i = 0; i < turn; i++) {
     execute(nic, q, nic.work(q, q.executed));
@@ -55,7 +55,7 @@ void serve_promptly(NicState &nic) {
     else if (spins++ < kSpins)
       cpu_relax();
     else
-      doze(nic, kNap);
+      sleep_until_posted(nic, kNap);
   }
 }
 
@@ -91,8 +91,8 @@ void complete(NicState &nic, Queue &q, uint64_t until) {
   wake_all(nic.completions, Scope::process);
 }
 
-bool drop_if_gone(NicState &nic, Queue &q) {
-  if (!nic.gone(q)) return false;
+bool drop_if_down(NicState &nic, Queue &q) {
+  if (!nic.is_down(q)) return false;
   q.delay.drawn = false;
   q.delay.pieces = 0;
   q.executed = q.posted.load();
@@ -103,7 +103,7 @@ bool drop_if_gone(NicState &nic, Queue &q) {
 
 void ring_doorbells(NicState &nic, bool own) {
   uint64_t doorbell = nic.doorbell_offset.load();
-  if (doorbell && own) at<Doorbell>(nic.own_block + doorbell - 1)->ring();
+  if (doorbell && own) at<Doorbell>(nic.my_block + doorbell - 1)->ring();
   for (uint64_t word = 0; word * 64 < static_cast<uint64_t>(nic.num_peers); word++) {
     uint64_t bits = nic.ringing[word];
     nic.ringing[word] = 0;
@@ -113,7 +113,7 @@ void ring_doorbells(NicState &nic, bool own) {
 }
 
 // Whoever posts sets a bit of `ready` and then looks at `asleep`; here it is the other way round.
-void doze(NicState &nic, uint64_t nanoseconds) {
+void sleep_until_posted(NicState &nic, uint64_t nanoseconds) {
   uint32_t seen = nic.doorbell.load();
   nic.asleep.store(true);
   bool nothing = !nic.ending.load();
@@ -122,7 +122,7 @@ void doze(NicState &nic, uint64_t nanoseconds) {
   nic.asleep.store(false);
 }
 
-void look_at(NicState &nic, const Queue &q) {
+void notify_thread(NicState &nic, const Queue &q) {
   uint64_t index = static_cast<uint64_t>(&q - nic.queues.get()), bit = uint64_t{1} << index % 64;
   if (!(nic.ready[index / 64].load() & bit)) nic.ready[index / 64].fetch_or(bit);
   if (!nic.asleep.load() || !nic.asleep.exchange(false)) return;

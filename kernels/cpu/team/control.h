@@ -73,7 +73,7 @@ struct Ticket {
 };
 
 // Written and read by this rank's operations alone, except `cleans` and `writing`.
-struct alignas(kLine) OwnState {
+struct alignas(kLine) RankState {
   uint64_t calls;     // collective calls of normal mode so far
   uint64_t epoch[2];  // low-latency sends so far, by kind
   uint64_t since_clean[2];
@@ -84,7 +84,7 @@ struct alignas(kLine) OwnState {
   alignas(kLine) std::atomic<uint64_t> writing[2];  // epoch whose staging slot is being, or was last, filled
 };
 
-struct OwnPeerState {         // what this rank remembers of a peer
+struct PeerState {            // what this rank remembers of a peer
   uint64_t credit_floor[2];   // epochs up to here count as read by it
   uint64_t seen_at_clean[2];  // its greatest epoch when it was last unmasked
   uint64_t read_early[2];     // its epoch that was received before an older one: credited together with that
@@ -101,18 +101,18 @@ class Control {
   }
   static uint64_t max_local_experts(int num_ranks) { return kMaxExperts / static_cast<uint64_t>(num_ranks) + 1; }
 
-  OwnState &own() const { return *at<OwnState>(base_); }
-  Doorbell &doorbell() const { return *at<Doorbell>(base_ + kOwnBytes); }
-  Heartbeat &heartbeat() const { return *at<Heartbeat>(base_ + kOwnBytes + kLine); }
-  FailureRecord &failure_record() const { return *at<FailureRecord>(base_ + kOwnBytes + 2 * kLine); }
-  Cursor &dispatch_head() const { return *at<Cursor>(base_ + kOwnBytes + 3 * kLine); }
+  RankState &state() const { return *at<RankState>(base_); }
+  Doorbell &doorbell() const { return *at<Doorbell>(base_ + kStateBytes); }
+  Heartbeat &heartbeat() const { return *at<Heartbeat>(base_ + kStateBytes + kLine); }
+  FailureRecord &failure_record() const { return *at<FailureRecord>(base_ + kStateBytes + 2 * kLine); }
+  Cursor &dispatch_head() const { return *at<Cursor>(base_ + kStateBytes + 3 * kLine); }
   // Arrays by peer.
   Cursor &dispatch_tail(int reader) const { return *line<Cursor>(0, reader); }  // written by the reader of my ring
   Cursor &combine_head(int reader) const { return *line<Cursor>(1, reader); }   // written by me
   Cursor &combine_tail(int reader) const { return *line<Cursor>(2, reader); }   // written by the reader
   Cursor &credit(Kind kind, int reader) const { return *line<Cursor>(3 + kind, reader); }  // epoch read; raw value
   CleanMessage &clean_from(int peer, uint64_t parity) const { return line<CleanMessage>(5, peer)[parity]; }  // one line
-  OwnPeerState &peer_state(int peer) const { return *line<OwnPeerState>(6, peer); }
+  PeerState &peer_state(int peer) const { return *line<PeerState>(6, peer); }
   SendMessage &send_from(Kind kind, uint64_t slot, int peer) const {
     return *at<SendMessage>(sends() + ((kind * 2 + slot) * ranks_ + static_cast<uint64_t>(peer)) * sizeof(SendMessage));
   }
@@ -125,8 +125,8 @@ class Control {
 
  private:
   static constexpr uint64_t kNumLines = 7;
-  static constexpr uint64_t kOwnBytes = round_up(sizeof(OwnState), kLine);
-  static constexpr uint64_t kHeadBytes = kOwnBytes + 4 * kLine;
+  static constexpr uint64_t kStateBytes = round_up(sizeof(RankState), kLine);
+  static constexpr uint64_t kHeadBytes = kStateBytes + 4 * kLine;
 
   template <class T>
   T *line(uint64_t array, int peer) const {

@@ -6,7 +6,9 @@
 namespace dk {
 
 Exchange::Exchange(Op &op)
-    : op_(op), number_(op.failed() ? 0 : ++op.team.control().own().calls), arrived_(op.team.numbers(kArrivedNumbers)) {
+    : op_(op),
+      number_(op.failed() ? 0 : ++op.team.control().state().calls),
+      arrived_(op.team.numbers(kArrivedNumbers)) {
   memset(arrived_, 0, sizeof(int64_t) * static_cast<size_t>(op.team.num_ranks));
   fields_[DK_FIELD_OPERATION] = op.op;
 }
@@ -44,17 +46,17 @@ void Exchange::post(const int32_t *rows, const int32_t *experts, int num_local_e
 // Puts to the ranks of other nodes what they need, as far as QP 0 has room.
 bool Exchange::signal_remote() {
   Team &team = op_.team;
-  int before = next_untold_;
-  for (; next_untold_ < team.num_ranks; next_untold_++) {
-    if (team.is_local(next_untold_)) continue;
+  int before = next_unsent_;
+  for (; next_unsent_ < team.num_ranks; next_unsent_++) {
+    if (team.is_local(next_unsent_)) continue;
     // What lies before this is the number, which comes last.
     constexpr size_t kBegin = offsetof(CallMessage, ring_slots);
-    CallMessage &there = team.control().call_from(number_ & 1, team.rank), &from = team.remote().outbox(next_untold_);
-    if (!team.nic->put(next_untold_, 0, &there.ring_slots, &from.ring_slots, message_bytes_ - kBegin,
+    CallMessage &there = team.control().call_from(number_ & 1, team.rank), &from = team.remote().outbox(next_unsent_);
+    if (!team.nic->put(next_unsent_, 0, &there.ring_slots, &from.ring_slots, message_bytes_ - kBegin,
                        {&there.number, number_, DK_SIGNAL_SET}))
       break;
   }
-  return next_untold_ != before;
+  return next_unsent_ != before;
 }
 
 // The operation first: fields of different operations need not be comparable.
@@ -70,9 +72,9 @@ bool Exchange::agrees(int peer) {
   return true;
 }
 
-bool Exchange::look() {
+bool Exchange::poll() {
   if (complete()) return false;
-  bool told = next_untold_ < op_.team.num_ranks && signal_remote();
+  bool sent = next_unsent_ < op_.team.num_ranks && signal_remote();
   int before = num_arrived_;
   for (int peer = 0; peer < op_.team.num_ranks; peer++) {
     if (arrived_[peer]) continue;
@@ -82,7 +84,7 @@ bool Exchange::look() {
     arrived_[peer] = 1;
     num_arrived_++;
   }
-  return told || num_arrived_ != before;
+  return sent || num_arrived_ != before;
 }
 
 bool Exchange::awaits(int peer, Missing &missing) const {
@@ -92,8 +94,8 @@ bool Exchange::awaits(int peer, Missing &missing) const {
 }
 
 bool Exchange::wait() {
-  auto poll = [&] { return look() ? Poll::progress : complete() && delivered() ? Poll::done : Poll::idle; };
-  return wait_until(op_, poll, [&](int peer, Missing &missing) { return awaits(peer, missing); });
+  auto step = [&] { return poll() ? Poll::progress : complete() && delivered() ? Poll::done : Poll::idle; };
+  return wait_until(op_, step, [&](int peer, Missing &missing) { return awaits(peer, missing); });
 }
 
 }  // namespace dk

@@ -27,8 +27,8 @@ class Exchange {
 
   // True if something has happened since the last look: a message has come, or gone. One that disagrees ends the
   // operation.
-  bool look();
-  bool complete() const { return num_arrived_ == op_.team.num_ranks && next_untold_ == op_.team.num_ranks; }
+  bool poll();
+  bool complete() const { return num_arrived_ == op_.team.num_ranks && next_unsent_ == op_.team.num_ranks; }
   // Whether all that was put has arrived. Nobody is awaited for that: a peer that has failed meanwhile is no reason to
   // fail too.
   bool delivered() const { return !op_.team.spans_nodes() || op_.team.nic->idle(); }
@@ -49,7 +49,7 @@ class Exchange {
   Op &op_;
   const uint64_t number_;
   int64_t *arrived_;
-  int num_arrived_ = 0, next_untold_ = 0;
+  int num_arrived_ = 0, next_unsent_ = 0;
   size_t message_bytes_ = 0, row_bytes_ = 0, expert_bytes_ = 0;
   uint64_t slots_ = 0, stride_ = 0, link_slots_ = 0, link_queues_ = 0;
   int64_t fields_[kNumFields] = {};

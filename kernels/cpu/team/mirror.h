@@ -24,7 +24,7 @@ struct RemoteSent {
 };
 
 struct RemotePeer {
-  alignas(kLine) std::atomic<uint64_t> cleans;  // the peer's OwnState::cleans, put by it
+  alignas(kLine) std::atomic<uint64_t> cleans;  // the peer's RankState::cleans, put by it
   RemoteArrival arrival[2][2];                  // [kind][slot]
   RemoteSent sent[2][2];
 };

@@ -118,14 +118,14 @@ void Op::waited(int peer, uint64_t ns) {
   if (team.stats && peer >= 0) add_peer_wait(*team.stats, op, peer, ns);
 }
 
-void Op::leave_to(Ticket &ticket) {
+void Op::save_to(Ticket &ticket) {
   ticket.spent_ns = now_ns() - start_ns_;
   ticket.waited_ns = waited_ns_;
   ticket.bytes = bytes_;
   counts_ = false;
 }
 
-void Op::take_up(const Ticket &ticket) {
+void Op::resume_from(const Ticket &ticket) {
   earlier_ns_ = ticket.spent_ns;
   waited_ns_ += ticket.waited_ns;
   bytes_ += ticket.bytes;

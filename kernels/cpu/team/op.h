@@ -35,8 +35,8 @@ class Op {
   void sent(int peer, uint64_t bytes);
   void waited(int peer, uint64_t ns);
   // The send half of a call in two halves: its time goes to the ticket, the receive half counts the call.
-  void leave_to(Ticket &ticket);
-  void take_up(const Ticket &ticket);
+  void save_to(Ticket &ticket);
+  void resume_from(const Ticket &ticket);
 
  private:
   Op(Team *team, uint32_t op, uint32_t phase, uint64_t call, uint64_t timeout_ns);

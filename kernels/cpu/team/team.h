@@ -22,9 +22,10 @@ constexpr uint64_t kMaxLinkSlots = 1024;
 
 // What this rank remembers of its link to a node during a call.
 struct LinkState {
-  int64_t sent, done;              // records put; of them, from the first on, those whose source is free again
-  int64_t offered;                 // dispatch: staged rows that were looked at; combine: records that are filled
-  int64_t seen, taken, credited;   // records that came from there; of them, those that were used up, and are given back
+  int64_t sent, done;  // records put; of them, from the first on, those whose source is free again
+  int64_t offered;     // dispatch: staged rows that were looked at; combine: records that are filled
+  int64_t seen, consumed,
+      credited;                    // records that came from there; of them, those that were used up, and are given back
   uint64_t posted[kMaxLinkSlots];  // by place: Nic::posted() after the put
   int64_t source[kMaxLinkSlots];   // by place: the sender's own number for where the record lay
 };
@@ -60,8 +61,8 @@ struct Team {
   int node(int peer) const { return peer / num_nvl_peers; }
   int index(int peer) const { return peer % num_nvl_peers; }
   int num_nodes() const { return (num_ranks + num_nvl_peers - 1) / num_nvl_peers; }
-  int own_node() const { return node(rank); }
-  int first_local() const { return own_node() * num_nvl_peers; }  // if it spans nodes: the first rank of mine
+  int my_node() const { return node(rank); }
+  int first_local() const { return my_node() * num_nvl_peers; }  // if it spans nodes: the first rank of mine
   int partner(int in_node) const { return in_node * num_nvl_peers + index(rank); }  // the rank of my index there
   // The rank of my node that rows from or to that rank come through: the one of its index; itself if it is local.
   int forwarder(int peer) const { return is_local(peer) ? peer : first_local() + index(peer); }

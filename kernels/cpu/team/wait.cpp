@@ -23,7 +23,7 @@ int awaited_by(Team &team, int peer, uint64_t now) {
 }
 
 // Follows "I wait for rank r" from peer to peer: the last one is really late.
-int blame(Team &team, int peer, uint64_t now) {
+int find_culprit(Team &team, int peer, uint64_t now) {
   int culprit = peer;
   for (int hops = 0; hops < team.num_ranks; hops++) {
     int next = awaited_by(team, culprit, now);
@@ -52,7 +52,7 @@ void Waiter::end() {
   if (since_) op_.waited(awaited_, now_ns() - since_);
   since_ = 0;
   awaited_ = suspect_ = -1;
-  turns_ = 0;
+  rounds_ = 0;
   op_.team.control().heartbeat().awaiting.store(0, std::memory_order_relaxed);
 }
 
@@ -64,18 +64,18 @@ void Waiter::give_up_on(int peer, int32_t code) {
     op_.fail(code, peer, DK_FIELD_NONE, 0, 0, waited);
 }
 
-Waiter::Outlook Waiter::outlook_for(int peer) {
+Waiter::PeerCheck Waiter::check_peer(int peer) {
   Team &team = op_.team;
   bool dead = __atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE),
        failed = team.failure_record_of(peer).set.load();
   bool late = op_.may_shrink && now_ - since_ >= op_.timeout_ns;
-  if (!dead && !failed && !late) return Outlook::some;
+  if (!dead && !failed && !late) return PeerCheck::keep_waiting;
   if (suspect_ != peer) {
     suspect_ = peer;
-    return Outlook::look_again;
+    return PeerCheck::poll_again;
   }
   give_up_on(peer, dead ? DK_EPEERDEAD : DK_OK);
-  return Outlook::none;
+  return PeerCheck::stop_waiting;
 }
 
 // When time is over, the peer to name is one that does not wait for others itself.
@@ -84,14 +84,14 @@ bool Waiter::more_to_blame(int peer, int than) const {
   return awaited_by(op_.team, than, now_) >= 0 && awaited_by(op_.team, peer, now_) < 0;
 }
 
-void Waiter::pass_time(int first, const Missing &missing) {
+void Waiter::spin_or_sleep(int first, const Missing &missing) {
   uint64_t waited = now_ - since_;
   if (awaited_ < 0) awaited_ = first;
   Heartbeat &heartbeat = op_.team.control().heartbeat();
   heartbeat.awaiting.store(first + 1, std::memory_order_relaxed);
   heartbeat.stamp_ns.store(now_, std::memory_order_relaxed);
   if (waited >= op_.timeout_ns) {
-    int culprit = first < 0 ? -1 : blame(op_.team, first, now_);
+    int culprit = first < 0 ? -1 : find_culprit(op_.team, first, now_);
     op_.fail(DK_ETIMEOUT, culprit, DK_FIELD_NONE, missing.expected, missing.seen, waited);
     return;
   }
@@ -100,14 +100,14 @@ void Waiter::pass_time(int first, const Missing &missing) {
     retract();
     return;
   }
-  if (turns_ < spins_) {
+  if (rounds_ < spins_) {
     for (int i = 0; i < kPauses; i++) cpu_relax();
-  } else if (turns_ < spins_ + yields_) {
+  } else if (rounds_ < spins_ + yields_) {
     sched_yield();
   } else {
     announce();
   }
-  turns_++;
+  rounds_++;
 }
 
 // The next look is made with sleepers announced, so nothing can arrive unseen between it and the sleep.

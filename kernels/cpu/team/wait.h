@@ -16,12 +16,12 @@ class Waiter {
   explicit Waiter(Op &op);
   void begin();  // nothing to do: wakes those who may be asleep for what was done before
   void end();    // something happened
-  enum class Outlook { some, look_again, none };
+  enum class PeerCheck { keep_waiting, poll_again, stop_waiting };
   // None: there is no need to wait for that peer any more, since it was masked or the operation has failed. A peer that
   // failed or died may have written what is awaited just before, so it is given up only if another look finds nothing.
-  Outlook outlook_for(int peer);
+  PeerCheck check_peer(int peer);
   bool more_to_blame(int peer, int than) const;
-  void pass_time(int first, const Missing &missing);
+  void spin_or_sleep(int first, const Missing &missing);
 
  private:
   void announce();
@@ -31,7 +31,7 @@ class Waiter {
   Op &op_;
   Doorbell &doorbell_;
   uint64_t since_ = 0, now_ = 0;
-  int awaited_ = -1, suspect_ = -1, turns_ = 0, spins_, yields_;
+  int awaited_ = -1, suspect_ = -1, rounds_ = 0, spins_, yields_;
   uint32_t seen_ = 0;
   bool announced_ = false;
 };
@@ -59,16 +59,16 @@ bool wait_until(Op &op, PollFn poll, AwaitsFn awaits) {
     for (int peer = 0; peer < op.team.num_ranks && !op.failed(); peer++) {
       Missing here;
       if (peer == op.team.rank || !awaits(peer, here)) continue;
-      Waiter::Outlook hope = waiter.outlook_for(peer);
-      changed |= hope != Waiter::Outlook::some;
-      if (hope == Waiter::Outlook::look_again) break;
-      if (hope == Waiter::Outlook::none) continue;
+      Waiter::PeerCheck check = waiter.check_peer(peer);
+      changed |= check != Waiter::PeerCheck::keep_waiting;
+      if (check == Waiter::PeerCheck::poll_again) break;
+      if (check == Waiter::PeerCheck::stop_waiting) continue;
       if (first < 0 || waiter.more_to_blame(peer, first)) {
         first = peer;
         missing = here;
       }
     }
-    if (!op.failed() && !changed) waiter.pass_time(first, missing);
+    if (!op.failed() && !changed) waiter.spin_or_sleep(first, missing);
   }
   waiter.end();
   return false;
