@@ -1,7 +1,7 @@
-// Combine of normal mode. Rows go back through a ring for each pair of ranks, in the order in which they came, so that
-// the token's own rank finds the rows that it needs next at the heads of its rings. It adds them in FP32 by ascending
-// rank. Rows for a rank of another node are read by the forwarder, the rank of its index here, which adds them up first
-// (combine_remote.h).
+// Combine of normal mode. Rows return through one ring per pair of ranks, in the order in which dispatch delivered
+// them, so the source rank of a token finds the rows that it needs next at the heads of its rings. It adds them in FP32
+// by ascending rank. Rows for a rank of another node go to the forwarder, the rank of the same index on this node,
+// which adds them first (combine_remote.h).
 #include <string.h>
 
 #include "cpu/normal/combine_remote.h"
@@ -10,7 +10,7 @@
 namespace dk {
 namespace {
 
-enum { kFirstRow, kNumRows, kSent, kExpected, kHead };  // numbers kept for each peer
+enum { kFirstRow, kNumRows, kSent, kExpected, kHead };  // arrays by peer in Team::numbers
 
 bool has_weights(const dk_combine_params &p) { return p.topk_weights || p.combined_topk_weights; }
 uint64_t weight_bytes(const dk_combine_params &p) {
@@ -49,7 +49,7 @@ class Combine {
   void count_bytes();
   void fail_outputs();
 
-  // Where rows of a token come from: each rank of my node, and each other node by its first rank.
+  // The sources of a token's rows: each rank of my node, and each other node, named by its first rank.
   int after(int source) const { return source + (team_.is_local(source) ? 1 : team_.num_nvl_peers); }
   bool node_has(int32_t token, int first) const {
     for (int i = 0; i < team_.num_nvl_peers; i++)
@@ -73,7 +73,7 @@ class Combine {
   const dk_combine_params &p_;
   const RowKernels &rows_;
   Exchange exchange_;
-  Ring mine_;  // the shape of all pair rings
+  Ring mine_;  // gives the shape of all pair rings
   const LinkPlan plan_;
   NodeSum sum_;
   int64_t *first_row_, *num_rows_, *sent_, *expected_, *head_;
@@ -140,7 +140,7 @@ void Combine::count_bytes() {
   }
 }
 
-// Weights come with rows if anybody has any; a rank without rows and tokens did not say.
+// Rows carry weights if any rank has weights; a rank without rows and tokens sent kAnyValue.
 void Combine::agree_on_topk() {
   int32_t topk = has_weights(p_) ? p_.num_topk : 0;
   for (int i = 0; i < team_.num_ranks; i++)
@@ -173,8 +173,8 @@ bool Combine::awaits(int peer, Missing &missing) {
   return false;
 }
 
-// Of the next token. Looks itself: sums look only as far as the first row that is missing, and a rank whose rows are
-// all here may have left.
+// Rows of the next token. Loads the head itself: is_complete stops at the first missing row, and a rank whose rows have
+// all arrived may have left.
 bool Combine::awaits_rows(int peer, Missing &missing) {
   if (next_token_ == p_.num_tokens) return false;
   if (team_.is_local(peer)) {
@@ -189,7 +189,7 @@ bool Combine::awaits_rows(int peer, Missing &missing) {
   return missing.seen < missing.expected;
 }
 
-// In my ring of rows for that rank's tokens.
+// A free slot in my ring of rows for that rank's tokens.
 bool Combine::awaits_room(int source, Missing &missing) const {
   if (sent_[source] == num_rows_[source]) return false;
   missing = {sent_[source] - static_cast<int64_t>(mine_.slots()) + 1,
@@ -197,7 +197,7 @@ bool Combine::awaits_room(int source, Missing &missing) const {
   return missing.seen < missing.expected;
 }
 
-// Rows of one rank lie together in x, in the order of its tokens.
+// Rows of one source rank are contiguous in x, in the order of its tokens.
 bool Combine::send_rows(int source) {
   if (sent_[source] == num_rows_[source] || team_.forwarder(source) == team_.rank) return false;
   int64_t slots = static_cast<int64_t>(mine_.slots());
@@ -224,19 +224,20 @@ bool Combine::send_rows(int source) {
 bool Combine::row_arrived(int source, int32_t index) {
   if (index < head_[source]) return true;
   if (index >= expected_[source])
-    op_.fail(DK_EINVAL, team_.rank, DK_FIELD_NONE, expected_[source], index);  // not this handle's
+    op_.fail(DK_EINVAL, team_.rank, DK_FIELD_NONE, expected_[source], index);  // an index of another handle
   head_[source] = static_cast<int64_t>(team_.peers[source].control.combine_head(team_.rank).rows(exchange_.number()));
   return index < head_[source];
 }
 
-// Whether the node's sum for the next token is here. `taken` counts those of the tokens before.
+// Whether the node's sum for the next token has arrived. `consumed` counts those of the tokens before.
 bool Combine::sum_arrived(int node, int32_t token) {
   LinkState &link = team_.links[node];
   LinkIn in(team_, exchange_, sum_.record(), team_.partner(node));
   if (link.consumed == link.seen) link.seen = in.arrived();
   if (link.consumed == link.seen) return false;
   int32_t number = in.extra<TokenNumber>(static_cast<uint64_t>(link.consumed) % in.slots())->token;
-  if (number != token) op_.fail(DK_EINVAL, team_.partner(node), DK_FIELD_NONE, token, number);  // not of this handle
+  if (number != token)
+    op_.fail(DK_EINVAL, team_.partner(node), DK_FIELD_NONE, token, number);  // a token of another handle
   return number == token;
 }
 
@@ -249,7 +250,7 @@ bool Combine::is_complete(int32_t token) {
   return true;
 }
 
-// Adds up tokens while all their rows are here.
+// Adds tokens while all their rows have arrived.
 bool Combine::add_tokens() {
   int32_t first = next_token_, end = min(p_.num_tokens, first + kTokensAtOnce);
   for (; next_token_ < end && is_complete(next_token_) && !op_.failed(); next_token_++) add_token(next_token_);
@@ -257,7 +258,7 @@ bool Combine::add_tokens() {
   return next_token_ > first;
 }
 
-// The ranks of my node, that the rows of the tokens since `first` have been read.
+// Releases the rows of the tokens since `first` to the ranks of my node.
 void Combine::publish_tails(int32_t first) {
   for (int source = 0; source < team_.num_ranks; source++) {
     if (source == team_.rank || !team_.is_local(source)) continue;
@@ -319,7 +320,7 @@ void Combine::add_token(int32_t token) {
                 p_.num_topk);
 }
 
-// NaN, so that nothing goes on with half a sum.
+// NaN, so that a caller cannot use a partial sum unnoticed.
 void Combine::fail_outputs() {
   uint16_t *x = at<uint16_t>(p_.combined_x);
   for (int64_t i = 0, n = int64_t{p_.num_tokens} * p_.hidden; i < n; i++) x[i] = 0x7fc0;

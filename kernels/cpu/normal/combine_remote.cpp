@@ -20,7 +20,7 @@ void NodeSum::begin(int32_t num_topk) {
   memset(head_, 0, bytes);
 }
 
-// ---- Rows of my node's ranks for the rank of my index on another node ----
+// ---- Rows of my node's ranks for my partner on another node ----
 
 NodeSum::RowStream NodeSum::stream(int node, int index) const {
   const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
@@ -58,7 +58,7 @@ const float *NodeSum::weights_of(int source, const RowStream &s) const {
 
 // ---- Sums ----
 
-// The first token that has not crossed yet; -1: it cannot be told yet, or there is none.
+// The first token whose sum was not sent; -1: none, or a rank's next row has not arrived yet.
 int32_t NodeSum::next_token(int node) const {
   int32_t first = -1;
   for (int index = 0; index < team_.num_nvl_peers; index++) {
@@ -94,7 +94,7 @@ void NodeSum::advance(int node, int32_t token) {
   }
 }
 
-// A sum that finds no room on its QP stays where it is, and is not made again.
+// A sum that finds no room on its QP stays in its slot and is not computed again.
 bool NodeSum::add_for(int node) {
   int source = team_.partner(node);
   LinkState &state = team_.links[node];
@@ -138,7 +138,7 @@ bool NodeSum::done() const {
   return true;
 }
 
-// A rank of my node whose next row is not here; or the one on another node that has no room for what is.
+// A rank of my node whose next row has not arrived; or the partner on another node that has no room for a sum.
 bool NodeSum::awaits(int peer, Missing &missing) const {
   if (!team_.spans_nodes()) return false;
   if (!team_.is_local(peer)) {

@@ -1,19 +1,19 @@
-// Combine among nodes. The rows of a node's ranks for a token of another node are added up there, in FP32 by ascending
-// rank, by the rank of the token's own index (the forwarder), rounded to BF16 once, and cross as one row. The forwarder
-// merges what its ranks have by the tokens' numbers, which come with the rows, so it needs no list of who has which.
+// Combine among nodes. For a token of another node, the forwarder (the rank of the token's index on this node) adds the
+// rows of its node's ranks in FP32 by ascending rank, rounds once to BF16, and sends one row. It merges the ranks' rows
+// by the token numbers that they carry, so it needs no list of which rank has which token.
 #pragma once
 #include "cpu/normal/link.h"
 
 namespace dk {
 
-constexpr int32_t kTokensAtOnce = 16;  // between two updates of the cursors
+constexpr int32_t kTokensAtOnce = 16;  // tokens between two updates of the cursors
 
-// What goes with a row of combine: its weights; among nodes this before them.
+// The extras of a combine row: its weights; among nodes, this before them.
 struct TokenNumber {
   int32_t token, reserved;
 };
 inline uint64_t token_bytes(const Team &team) { return team.spans_nodes() ? sizeof(TokenNumber) : 0; }
-// An absent array stands for no weights.
+// num_topk is 0 where there are no weights.
 inline Record combine_record(const Team &team, int32_t hidden, int32_t num_topk) {
   return {2 * static_cast<uint64_t>(hidden), token_bytes(team) + 4u * static_cast<uint64_t>(num_topk)};
 }
@@ -21,7 +21,7 @@ void add_weights(float *to, const float *const *rows, int count, int32_t num_top
 
 class NodeSum {
  public:
-  // mine: the shape of the pair rings.
+  // mine: a ring of the shape of all pair rings.
   NodeSum(Op &op, const Exchange &exchange, const dk_combine_params &p, const Ring &mine, const LinkPlan &plan)
       : op_(op),
         team_(op.team),
@@ -32,18 +32,18 @@ class NodeSum {
         consumed_(team_.numbers(kConsumed)),
         head_(team_.numbers(kHead)) {}
 
-  // Once all messages are here: how many weights rows have, also where this rank has no rows itself.
+  // Called once all messages have arrived: the number of weights of a row, also if this rank has no rows itself.
   void begin(int32_t num_topk);
   const Record &record() const { return record_; }
-  // Adds up tokens while the node's rows for them are here and the link has room.
+  // Sends sums while the node's rows for them have arrived and the link has room.
   bool add();
   bool done() const;
   bool awaits(int peer, Missing &missing) const;
 
  private:
-  enum { kConsumed = 5, kHead = 6 };  // numbers kept for each [node][rank of mine]
+  enum { kConsumed = 5, kHead = 6 };  // arrays by [node][index of the rank on my node] in Team::numbers
 
-  struct RowStream {  // rows of one of my node's ranks for the source
+  struct RowStream {  // rows of one rank of my node for the source
     int rank;
     int64_t count, *consumed, *head;
   };

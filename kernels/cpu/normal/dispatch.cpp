@@ -1,7 +1,7 @@
-// Dispatch of normal mode. Each rank stages a token once, in a ring of its own wire region, whatever the number of
-// ranks it goes to; every receiver copies the rows that are its own straight to their places. One thread does both in
-// turn: it stages while its ring has room and copies what others have staged, so nobody waits for a rank that waits for
-// it. What goes to other nodes, and comes from there, is in dispatch_remote.h.
+// Dispatch of normal mode. A rank stages each token once, in a ring of its wire region, whatever the number of ranks it
+// goes to; each receiver copies its rows from there to the output. One thread does both in turn: it stages while its
+// ring has room and copies rows that peers have staged, so two ranks never wait for each other. Rows to and from other
+// nodes: dispatch_remote.h.
 #include <string.h>
 
 #include "cpu/normal/dispatch_remote.h"
@@ -10,7 +10,7 @@
 namespace dk {
 namespace {
 
-// What lies beside a staged row.
+// The extras of a staged row.
 struct Extra {
   int32_t token, reserved;
   // uint64_t readers[(R+63)/64], int32_t topk_idx[K], float topk_weights[K] follow
@@ -27,9 +27,9 @@ Ring dispatch_ring(const Team &team, const dk_dispatch_params &p) {
   return Ring(team, team.rank, dispatch_record(team, p), 1, p.nvl_recv_chunk);
 }
 
-constexpr int64_t kRowsAtOnce = 16;  // between two updates of a reader's cursor
+constexpr int64_t kRowsAtOnce = 16;  // rows between two updates of a reader's cursor
 
-enum { kNextRow, kEndRow, kNextSlot, kToSend };  // numbers kept for each peer
+enum { kNextRow, kEndRow, kNextSlot, kToSend };  // arrays by peer in Team::numbers
 
 class Dispatch {
  public:
@@ -63,9 +63,8 @@ class Dispatch {
   const float *topk_weights(const Extra *extra) const {
     return reinterpret_cast<const float *>(topk_idx(extra) + p_.num_topk);
   }
-  bool sends_to(int peer) const {
-    return peer != team_.rank && to_send_[peer] > 0 && team_.is_local(peer);
-  }  // who reads my ring
+  // Whether the peer reads my ring.
+  bool sends_to(int peer) const { return peer != team_.rank && to_send_[peer] > 0 && team_.is_local(peer); }
 
   Op &op_;
   Team &team_;
@@ -105,14 +104,14 @@ Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
   exchange_.set_field(DK_FIELD_NUM_TOPK, p.num_topk);
   exchange_.set_field(DK_FIELD_NUM_SCALES, p.num_scales);
   exchange_.set_field(DK_FIELD_FORMAT,
-                      p.num_tokens ? p.topk_weights != 0 : kAnyValue);  // without tokens nothing is given
+                      p.num_tokens ? p.topk_weights != 0 : kAnyValue);  // a rank without tokens passes no weights
   exchange_.set_field(DK_FIELD_OPERATION, DK_OP_DISPATCH + (p.flags & DK_DISPATCH_CACHED ? 256 : 0));
   exchange_.set_ring(ring_.slots(), ring_.stride());
   exchange_.set_link(plan_.slots, plan_.queues);
   begin_links(team_);
 }
 
-// The matrix says how many rows go where; its columns are running sums over the source ranks.
+// Each column of the matrix holds running sums, over the source ranks, of the rows to one rank.
 void Dispatch::count_rows() {
   const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
   int n = team_.num_ranks, me = team_.rank;
@@ -143,7 +142,7 @@ void Dispatch::run() {
   if (!op_.failed()) count_bytes();
 }
 
-// To each rank that got them from this one, also those that came through here from another node.
+// Counts rows for each rank that read them here, also those that this rank forwarded from another node.
 void Dispatch::count_bytes() {
   for (int i = 0; i < team_.num_ranks; i++) {
     int64_t rows = team_.is_local(i)                   ? to_send_[i] + forwarder_.rows_for(i)
@@ -178,7 +177,7 @@ bool Dispatch::awaits(int peer, Missing &missing) {
   return missing.seen < missing.expected;
 }
 
-// Rows of that rank itself; or of one of another node, if they come through it.
+// Rows of that rank; or of a rank of another node, if the peer forwards them.
 bool Dispatch::awaits_rows(int peer, Missing &missing) const {
   if (!team_.is_local(peer)) return false;
   int step = team_.spans_nodes() ? team_.num_nvl_peers : team_.num_ranks;
@@ -189,7 +188,7 @@ bool Dispatch::awaits_rows(int peer, Missing &missing) const {
   return false;
 }
 
-// Room in the ring is what its slowest reader leaves.
+// The slowest reader determines the room in the ring.
 int64_t Dispatch::free_slots() {
   if (free_ > 0) return free_;
   int64_t slowest = staged_;
@@ -200,7 +199,7 @@ int64_t Dispatch::free_slots() {
   return free_;
 }
 
-// Stages a batch of tokens, as far as there is room.
+// Stages a batch of tokens while there is room.
 bool Dispatch::stage_batch() {
   int32_t before = next_token_;
   int64_t limit = staged_ + ring_.batch(p_.nvl_send_chunk);
@@ -223,7 +222,7 @@ bool Dispatch::stage_token(int32_t token) {
   bool leaves = false;
   for (int peer = 0; peer < team_.num_ranks; peer++) leaves |= peer != team_.rank && head[peer] >= 0;
   if (!leaves && head[team_.rank] < 0) return true;
-  if (free_slots() <= 0) return false;  // also for a row to myself: its scales pass through the slot
+  if (free_slots() <= 0) return false;  // also for a row to this rank alone: its scales pass through the slot
   uint64_t slot = static_cast<uint64_t>(staged_) % ring_.slots();
   uint8_t *row = ring_.row(slot);
   Extra *extra = ring_.extra<Extra>(slot);
@@ -268,7 +267,7 @@ void Dispatch::gather_scales(void *to, int32_t token) {
   for (int32_t s = 0; s < p_.num_scales; s++) out[s] = from[s * p_.scale_stride];
 }
 
-// Takes all rows for this rank that have come from `source` since the last look.
+// Reads the rows for this rank that have arrived from `source`.
 bool Dispatch::read_from(int source) {
   if (team_.is_local(source)) return read_ring(source);
   LinkIn in(team_, exchange_, record_, source);
@@ -296,7 +295,7 @@ void Dispatch::read_rows(int source, const Rows &rows, int64_t head, Cursor &tai
     const Extra *extra = rows.template extra<Extra>(slot);
     if (readers(extra)[word] & bit) receive_row(source, rows.row(slot), extra);
     if (s % kRowsAtOnce == kRowsAtOnce - 1)
-      tail.set(number, static_cast<uint64_t>(s + 1));  // a source that is awake goes on
+      tail.set(number, static_cast<uint64_t>(s + 1));  // a source that polls can reuse the slots
   }
   bool last = next_row_[source] == end_row_[source];
   tail.set(number, last ? kAllRows : static_cast<uint64_t>(head));
@@ -317,7 +316,7 @@ void Dispatch::write_output_row(int64_t row, int32_t token, const void *x, const
   if (p_.recv_src_idx) at<int32_t>(p_.recv_src_idx)[row] = token;
 }
 
-// Experts of other ranks become -1 with weight 0; mine get their local number.
+// Experts of other ranks become -1 with weight 0; this rank's get their local number.
 void Dispatch::write_output_topk(int64_t row, const int32_t *idx, const float *weights) {
   int32_t local = p_.num_experts / team_.num_ranks, first = local * team_.rank;
   for (int32_t k = 0; k < p_.num_topk; k++) {
@@ -331,7 +330,7 @@ void Dispatch::write_output_topk(int64_t row, const int32_t *idx, const float *w
   }
 }
 
-// Rows that nobody sent: index -1, weight 0, so that nothing is computed with them.
+// Output rows beyond the received ones: index -1, weight 0, so that the caller computes nothing with them.
 void Dispatch::mark_unused(int64_t from) {
   int64_t rows = p_.num_worst_tokens > 0 ? p_.num_worst_tokens : p_.num_recv_tokens;
   if (rows <= from) return;

@@ -27,15 +27,15 @@ bool NodeSender::awaits(int peer, int64_t staged, Missing &missing) const {
 
 // ---- Forwarder ----
 
-// What its slowest reader has read of what came; -1: nobody reads any more.
+// Rows that the slowest reader of my node has read; -1: all readers have finished.
 int64_t Forwarder::slowest_tail(const LinkIn &in, int source) const {
-  int64_t least = -1;
+  int64_t slowest = -1;
   for (int index = 0; index < team_.num_nvl_peers; index++) {
     if (!reads(in, source, index)) continue;
     int64_t rows = static_cast<int64_t>(in.tail(index).rows(exchange_.number()));
-    least = least < 0 ? rows : min(least, rows);
+    slowest = slowest < 0 ? rows : min(slowest, rows);
   }
-  return least;
+  return slowest;
 }
 
 bool Forwarder::relay() {
@@ -65,7 +65,7 @@ bool Forwarder::done() const {
   return true;
 }
 
-// A reader that is behind; or the sender, if all readers have read what is here.
+// A reader that has not read all arrived rows; or the sender, if all readers have.
 bool Forwarder::awaits(int peer, Missing &missing) const {
   bool local = team_.is_local(peer);
   if (!team_.spans_nodes() || (!local && peer != team_.partner(team_.node(peer)))) return false;

@@ -1,21 +1,22 @@
-// Dispatch among nodes. A staged row that ranks of another node read crosses once, to the sender's partner there: the
-// forwarder. The ranks of that node read it in the forwarder's ring; the forwarder wakes them, and gives the sender
-// credit for what all have read.
+// Dispatch among nodes. The sender puts a staged row once to each node with a receiver: to its partner there, the
+// forwarder. The ranks of that node read it in the forwarder's ring; the forwarder wakes them, and credits the sender
+// with the rows that all of them have read.
 #pragma once
 #include "cpu/normal/link.h"
 
 namespace dk {
 
-// The sender's part: it reads the ring of staged rows like a peer would.
+// The sender's part: it reads the ring of staged rows as a peer does.
 class NodeSender {
  public:
   NodeSender(Team &team, const Exchange &exchange, const Record &record, const LinkPlan &plan, const Ring &staging)
       : team_(team), exchange_(exchange), record_(record), plan_(plan), staging_(staging) {}
 
-  // Puts what was staged since, as far as there is room. readers(slot): bits by rank of a staged row.
+  // Puts the rows staged since the last call while there is room. readers(slot): a staged row's receivers, a bit by
+  // rank.
   template <class Readers>
   bool send(int64_t staged, Readers readers);
-  // The first staged row that must stay as it is; `staged` if none.
+  // The first staged row that must not be overwritten; `staged` if none.
   int64_t oldest_needed(int64_t staged) const;
   bool done(int64_t staged) const;
   bool awaits(int peer, int64_t staged, Missing &missing) const;
@@ -51,17 +52,18 @@ bool NodeSender::send(int64_t staged, Readers readers) {
   return sent;
 }
 
-// The forwarder's part, for the sender of its index on each other node.
+// The forwarder's part, for its partner on each other node.
 class Forwarder {
  public:
   Forwarder(Op &op, const Exchange &exchange, const Record &record, const int32_t *matrix)
       : op_(op), team_(op.team), exchange_(exchange), record_(record), matrix_(matrix) {}
 
+  // Wakes the readers of newly arrived rows and credits the senders. True: there was something to do.
   bool relay();
-  // Whether the ranks of this node have all they need of what comes through here.
+  // Whether the ranks of this node have read all rows that this rank forwards.
   bool done() const;
   bool awaits(int peer, Missing &missing) const;
-  // Rows of other nodes' ranks that a rank of this node reads here.
+  // Rows of other nodes that `reader`, a rank of this node, reads here.
   int64_t rows_for(int reader) const;
 
  private:
@@ -69,7 +71,7 @@ class Forwarder {
     int n = team_.num_ranks;
     return matrix_[source * n + reader] - (source ? matrix_[(source - 1) * n + reader] : 0);
   }
-  bool reads(const LinkIn &in, int source, int index) const {  // still
+  bool reads(const LinkIn &in, int source, int index) const {  // has not finished
     return rows_between(source, team_.first_local() + index) > 0 && in.tail(index).rows(exchange_.number()) != kAllRows;
   }
   int64_t slowest_tail(const LinkIn &in, int source) const;

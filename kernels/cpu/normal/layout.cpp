@@ -1,4 +1,4 @@
-// Counts of a routing: tokens for each rank, node and expert, and who goes where.
+// Counts of a routing: tokens for each rank, node and expert, and the ranks of each token.
 #include <string.h>
 
 #include "cpu/team/check.h"

@@ -3,7 +3,7 @@
 namespace dk {
 namespace {
 
-constexpr uint64_t kCachedBytes = 4 << 20;  // of the rings of all links together
+constexpr uint64_t kCachedBytes = 4 << 20;  // bytes of the rings of all links together
 constexpr uint64_t kBatchBytes = 64 << 10;
 
 }  // namespace
@@ -45,8 +45,7 @@ LinkOut::LinkOut(Team &team, const Exchange &exchange, const Record &record, con
       node_(node),
       peer_(team.partner(node)) {}
 
-// Puts of one QP complete in their order, those of different ones do not: places are given back in the order of the
-// records.
+// Puts complete in order on one QP but not across QPs; slots become free in the order of the records.
 void LinkOut::retire() {
   while (state_.done < state_.sent) {
     uint64_t record = static_cast<uint64_t>(state_.done);
@@ -55,7 +54,7 @@ void LinkOut::retire() {
   }
 }
 
-// A slot of mine and one of the partner's, which have the same number.
+// A record needs a slot here and the slot of the same number at the partner.
 bool LinkOut::has_room() {
   int64_t slots = static_cast<int64_t>(slots_);
   if (state_.sent - static_cast<int64_t>(credit()) >= slots) return false;
@@ -108,7 +107,7 @@ LinkIn::LinkIn(Team &team, const Exchange &exchange, const Record &record, int s
   ring_ = team.peers[forwarder_].wire + team.wire.link_in_offset + static_cast<uint64_t>(node_) * team.wire.link_bytes;
 }
 
-// Record n is there if its QP has brought more than n / Q.
+// Record n has arrived if its QP has carried more than n / Q records.
 int64_t LinkIn::arrived() const {
   const RemoteControl &remote = team_.peers[forwarder_].remote;
   uint64_t records = UINT64_MAX;
@@ -119,7 +118,7 @@ int64_t LinkIn::arrived() const {
   return static_cast<int64_t>(records);
 }
 
-// Not for each record: a quarter of the ring at a time, so that the sender does not run dry.
+// Credits a quarter of the ring at a time: often enough that the sender does not run out of slots.
 bool LinkIn::give_credit(int64_t records) {
   LinkState &state = team_.links[node_];
   if (records - state.credited < max<int64_t>(1, static_cast<int64_t>(slots_ / 4))) return false;

@@ -1,28 +1,27 @@
-// Links: how rows of normal mode get to another node and into it. A rank puts records (ring.h) into a ring that its
-// partner there, the rank of its own index, has in its wire region; all ranks of that node read the ring in place.
+// Links carry rows of normal mode to another node. A rank puts records (ring.h) into a ring in the wire region of its
+// partner, the rank of the same index on that node; all ranks of that node read the ring in place.
 //
-// Record n of a call travels on QP n % Q, and each QP has a head word that says how many of its records are there, so
-// it does not matter in which order QPs get on. The partner gives credits for what nobody needs any more. Record n is
-// at place n % slots.
+// Record n of a call travels on QP n % Q and occupies slot n % slots. Each QP has a head word that counts its arrived
+// records, so no order among QPs is needed. The partner returns credits for records that all readers have read.
 #pragma once
 #include "cpu/normal/ring.h"
 #include "cpu/team/exchange.h"
 
 namespace dk {
 
-// QPs and places that this rank uses on its way out. The sender says so in its message; more records than keep
-// everybody busy would only push each other out of the caches.
+// QPs and slots that this rank uses as a sender; its message carries them. More records than keep all readers busy
+// would only evict each other from the caches.
 struct LinkPlan {
   uint64_t slots, queues;
-  int64_t batch;  // records in a row to one node, before others have their turn
+  int64_t batch;  // records to one node before the next node's turn
 };
 LinkPlan plan_link(const Team &team, const Record &record, int32_t send_chunk, int32_t recv_chunk, int32_t num_sms);
 template <class P>
 LinkPlan plan_link(const Team &team, const Record &record, const P &p) {
   return plan_link(team, record, p.rdma_send_chunk, p.rdma_recv_chunk, p.num_sms);
 }
-uint64_t link_room(const Team &team, const Record &record);  // places that there can be
-void begin_links(Team &team);                                // once a call
+uint64_t link_room(const Team &team, const Record &record);  // slots that fit
+void begin_links(Team &team);                                // at the start of a call
 
 // Toward a node.
 class LinkOut {
@@ -31,14 +30,14 @@ class LinkOut {
 
   int peer() const { return peer_; }
   int64_t sent() const { return state_.sent; }
-  // A place for record number sent() in my own block, free to be filled; null: not yet.
+  // A free slot in my block for record number sent(); null: not yet.
   uint8_t *next_slot();
-  // Puts a record that lies anywhere in my block. `source` is what oldest_source() gives back while it must stay as it
-  // is. False: no room now.
+  // Puts a record from anywhere in my block. oldest_source() returns `source` while the record must not be overwritten.
+  // False: no room now.
   bool send(const void *record, int64_t source);
-  // Of the oldest record whose source is not free yet; `none` if all are.
+  // `source` of the oldest record whose source is not free yet; `none` if all are.
   int64_t oldest_source(int64_t none);
-  // How far the partner is, for the record of a failure.
+  // The credit that is missing, for the failure record.
   Missing missing() const;
 
  private:
@@ -52,12 +51,13 @@ class LinkOut {
   const int node_, peer_;
 };
 
-// From a node, at the forwarder: the rank of mine whose partner sends. Every rank of the node may look at it.
+// From a node: the ring in the block of the forwarder, the rank of my node whose partner sends. Every rank of my node
+// may read it.
 class LinkIn {
  public:
   LinkIn(Team &team, const Exchange &exchange, const Record &record, int source);
 
-  int64_t arrived() const;  // records, from the first on
+  int64_t arrived() const;  // number of records, without gaps from the first one
   uint64_t slots() const { return slots_; }
   const uint8_t *row(uint64_t slot) const { return at<const uint8_t>(ring_ + slot * stride_); }
   template <class T>
@@ -65,8 +65,7 @@ class LinkIn {
     return reinterpret_cast<const T *>(row(slot) + extra_at_);
   }
   Cursor &tail(int index) const { return team_.peers[forwarder_].remote.link_tail(node_, index); }
-  // By the forwarder alone: tells the partner that `records` are not needed any more. True: there was something to
-  // tell.
+  // By the forwarder alone: signals to the partner that `records` are released. True: a signal was posted.
   bool give_credit(int64_t records);
 
  private:

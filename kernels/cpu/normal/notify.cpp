@@ -1,4 +1,4 @@
-// Exchange of counts: every rank learns how many rows go from each rank to each other.
+// Exchange of counts: every rank receives the number of rows from each rank to each other.
 #include <string.h>
 
 #include "cpu/team/check.h"
@@ -7,8 +7,8 @@
 namespace dk {
 namespace {
 
-// send_head[t][r]: which of my rows to rank r the token is. False, with the failure recorded, if tokens_per_rank says
-// otherwise.
+// send_head[t][r]: the number of token t among my rows to rank r. False, with the failure recorded, if the counts
+// differ from tokens_per_rank.
 bool number_rows(Op &op, const dk_notify_params &p) {
   int num_ranks = op.team.num_ranks;
   int64_t *next = op.team.numbers(0);
@@ -40,7 +40,7 @@ void fill_counts(Op &op, const Exchange &exchange, const dk_notify_params &p, co
   Team &team = op.team;
   int n = team.num_ranks, local = p.num_experts / n;
   counts->num_recv_tokens = matrix[(n - 1) * n + team.rank];
-  int32_t from_node = 0;  // rows from ranks of my node
+  int32_t from_node = 0;  // rows from ranks of this node
   int first = team.rank / team.num_nvl_peers * team.num_nvl_peers;
   for (int i = first; i < min(n, first + team.num_nvl_peers); i++)
     from_node += team.control().rows_of(exchange.message(i))[team.rank];
@@ -53,7 +53,7 @@ void fill_counts(Op &op, const Exchange &exchange, const dk_notify_params &p, co
   }
 }
 
-// Stored last; a host thread may be asleep on it.
+// Stores `seq` last; a host thread may sleep on it.
 void announce(uint64_t counts, uint64_t call) {
   __atomic_store_n(&at<dk_counts>(counts)->seq, call, __ATOMIC_RELEASE);
   wake_all(*at<Word>(counts), Scope::process);  // its low half

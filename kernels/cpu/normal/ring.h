@@ -4,7 +4,7 @@
 
 namespace dk {
 
-// A row and what goes with it, as one piece: what crosses to another node by one put.
+// A row and its extras as one piece, which one put carries to another node.
 struct Record {
   uint64_t row_bytes, extra_bytes;
 
@@ -13,12 +13,12 @@ struct Record {
   uint64_t stride() const { return round_up(bytes(), kLine); }
 };
 
-// On one node rows lie apart from what goes with them, so that they stay aligned; among nodes both lie together as
+// On one node, rows and extras are separate arrays, so that rows stay aligned; among nodes they are stored together as
 // records.
 class Ring {
  public:
-  // Ring number `which` of `parts` equal ones in `owner`'s wire region. More rows than needed to keep everybody busy
-  // would only push each other out of the caches.
+  // Ring number `which` of `parts` equal ones in `owner`'s wire region. More rows than keep all readers busy would only
+  // evict each other from the caches.
   Ring(const Team &team, int owner, const Record &record, int parts, int32_t max_rows, int which = 0)
       : records_(team.spans_nodes()), parts_(static_cast<uint64_t>(parts)) {
     stride_ = records_ ? record.stride() : round_up(record.row_bytes, kLine);
@@ -30,7 +30,7 @@ class Ring {
     if (extra_stride_) slots_ = min(slots_, extras_room(team) / extra_stride_);
     locate(team, owner, which);
   }
-  // A peer's ring, as big as it says (never beyond its region), rows of the same shape as `mine`.
+  // A peer's ring with the slots and stride of its message (bounded by its region), rows of the same shape as `mine`.
   Ring(const Team &team, int owner, uint64_t slots, uint64_t stride, const Ring &mine, int which = 0)
       : records_(mine.records_),
         stride_(stride),
@@ -53,7 +53,7 @@ class Ring {
     int64_t rows = max<int64_t>(wanted, static_cast<int64_t>(kBatchBytes / stride_));
     return max<int64_t>(1, min(rows, static_cast<int64_t>(slots_ / 2)));
   }
-  // Waking a sleeper for every batch would cost more than it brings.
+  // Wakes readers only each half ring: a wake for every batch costs more than it gains.
   bool worth_a_wake(int64_t rows) {
     bool worth = rows - woken_at_ >= static_cast<int64_t>(slots_ / 2);
     if (worth) woken_at_ = rows;

@@ -1,7 +1,7 @@
-// How late and how strangely a NIC may serve without breaking a promise (DK_TRANSPORT_LATE). Every operation of a queue
-// waits for a drawn time; some queues, or all toward a peer, wait until nothing else happens any more; a put arrives in
-// pieces, in any order, with other queues' work in between; a completion comes well after its operation, and the source
-// must not have changed.
+// The latest and least ordered service that queue pairs allow (DK_TRANSPORT_LATE). Each operation of a queue waits for
+// a random time; some queues, or all to one peer, are deferred until nothing else happens; a put arrives in pieces, in
+// any order, interleaved with other queues; a completion comes after its operation, and the source must not have
+// changed until then.
 #include <string.h>
 
 #include "cpu/rdma/state.h"
@@ -10,8 +10,8 @@ namespace dk {
 namespace {
 
 constexpr uint64_t kMicrosecond = 1000;
-constexpr uint64_t kMaxDelay = 1000 * kMicrosecond;  // that anything is held back once its turn has come,
-constexpr uint64_t kMaxDeferral = 4 * kMaxDelay;     // or, while there is no silence, what is to be last
+constexpr uint64_t kMaxDelay = 1000 * kMicrosecond;  // longest delay of an operation that is not deferred
+constexpr uint64_t kMaxDeferral = 4 * kMaxDelay;     // longest time that a deferred one waits for silence
 constexpr uint64_t kNever = UINT64_MAX, kNap = 1000000000;
 
 class Late {
@@ -33,7 +33,7 @@ class Late {
   bool chance(uint64_t percent) { return nic_.random.below(100) < percent; }
 
   NicState &nic_;
-  uint64_t deferred_peer_ = kNever;  // slot of a peer whose queues are all last
+  uint64_t deferred_peer_ = kNever;  // slot of the peer whose queues are all deferred
   uint64_t num_active_ = 0, now_ = 0, last_event_ = 0, silence_ = 100 * kMicrosecond;
 };
 
@@ -69,12 +69,12 @@ void Late::take_new() {
   }
 }
 
-// What is last waits for a while in which nothing else happened, though not for ever: others may be busy all the time.
+// A deferred queue waits for a period without other events, but not forever: other queues may be busy all the time.
 uint64_t Late::time_of(uint64_t due, bool last) const {
   return last ? min(max(due, last_event_ + silence_), due + kMaxDeferral) : due;
 }
 
-// Chooses among all that may happen now. False: nothing may before at_ns.
+// Chooses at random among the events that are due. False: none is due before at_ns.
 bool Late::next_event(Queue **queue, bool *completion, uint64_t *at_ns) {
   uint64_t choices = 0;
   for (uint64_t i = 0; i < num_active_;) {
@@ -104,7 +104,7 @@ uint64_t Late::draw_ns() {
   return kind < 60 ? 0 : nic_.random.below(kind < 85 ? 20 * kMicrosecond : kind < 98 ? 100 * kMicrosecond : kMaxDelay);
 }
 
-// A queue keeps its character for a number of operations; it has to be `last` now and then for long enough to matter.
+// A queue stays deferred, or not, for up to 64 operations, so that some calls meet it deferred throughout.
 void Late::draw_delay(Queue &q) {
   Delay &delay = q.delay;
   if (delay.remaining-- <= 0) {
@@ -117,7 +117,7 @@ void Late::draw_delay(Queue &q) {
   delay.due = now_ + (delay.deferred ? 0 : draw_ns());
 }
 
-// Pieces are cut at any byte and begin with any of them.
+// Pieces are cut at any byte, and any of them arrives first.
 void Late::cut(Delay &delay, uint64_t bytes) {
   uint64_t pieces = bytes < 2 || chance(50) ? 1 : 1 + nic_.random.below(min<uint64_t>(bytes, Delay::kMaxPieces));
   delay.pieces = static_cast<int>(pieces);
@@ -129,7 +129,7 @@ void Late::cut(Delay &delay, uint64_t bytes) {
     delay.cuts[i] = delay.cuts[i - 1] + nic_.random.below(bytes - delay.cuts[i - 1] + 1);
 }
 
-// True: that was the last one.
+// True: that was the last piece.
 bool Late::deliver_piece(Queue &q, const Work &work) {
   Delay &delay = q.delay;
   if (delay.pieces == 0) cut(delay, work.bytes);
@@ -141,7 +141,7 @@ bool Late::deliver_piece(Queue &q, const Work &work) {
 
 void Late::advance(Queue &q) {
   Delay &delay = q.delay;
-  // Those that are last come in bursts, else every one of them would wait for its own silence.
+  // Operations of a deferred queue come in bursts, else each would wait for a silence of its own.
   uint64_t burst = delay.deferred ? 1 + nic_.random.below(32) : 1;
   for (uint64_t posted = q.posted.load(); burst && q.executed != posted; burst--) {
     const Work &work = nic_.work(q, q.executed);
@@ -151,7 +151,7 @@ void Late::advance(Queue &q) {
       break;
     }
     carry_out_signal(nic_, q, work);
-    if (q.completed.load() == q.executed) {  // the first that is done, but not completed
+    if (q.completed.load() == q.executed) {  // the first executed operation that is not completed
       delay.done_deferred = chance(40);
       delay.done_due = now_ + draw_ns();
     }
@@ -166,7 +166,7 @@ void Late::advance(Queue &q) {
   ring_doorbells(nic_, false);
 }
 
-// A NIC may have to send again until an operation is completed. Whoever wrote to the source before that is told.
+// A NIC may read the source again until the operation is completed. A caller that wrote to it before gets DK_EMISMATCH.
 void Late::check_source(Queue &q, const Work &work) {
   int32_t well = 0;
   if (sum_of(at<const void>(work.src), work.bytes) != work.source_sum)

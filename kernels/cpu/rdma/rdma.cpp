@@ -9,9 +9,9 @@
 namespace dk {
 namespace {
 
-uint64_t power_of_two(uint64_t least) {
+uint64_t power_of_two(uint64_t at_least) {
   uint64_t n = 1;
-  while (n < least) n *= 2;
+  while (n < at_least) n *= 2;
   return n;
 }
 
@@ -93,7 +93,7 @@ bool Nic::put(int peer, int qp, void *dst, const void *src, uint64_t bytes, Sign
   NicState &s = *state_;
   Queue &q = s.queue(peer, qp);
   uint64_t sum = s.flags & DK_TRANSPORT_LATE ? sum_of(src, bytes) : 0;
-  uint64_t there = s.blocks[s.slots[peer]] - s.my_block;  // from a place in my block to the same in the peer's
+  uint64_t there = s.blocks[s.slots[peer]] - s.my_block;  // offset from my block to the peer's
   pthread_mutex_lock(&s.posting);
   uint64_t number = q.posted.load(std::memory_order_relaxed), queued = number - q.completed.load() + 1;
   bool gone = s.is_down(q), room = queued <= s.depth;
@@ -110,7 +110,7 @@ bool Nic::put(int peer, int qp, void *dst, const void *src, uint64_t bytes, Sign
   return true;
 }
 
-// ---- Looking --------------------------------------------------------------------------------------------------------
+// ---- Queries --------------------------------------------------------------------------------------------------------
 
 int Nic::num_qps() const { return state_->num_qps; }
 int32_t Nic::rank() const { return state_->rank; }
@@ -120,7 +120,7 @@ void *Nic::block() const { return at<void>(state_->my_block); }
 bool Nic::forked() const { return getpid() != state_->owner; }
 bool Nic::reaches(int peer) const { return peer >= 0 && peer < state_->num_ranks && state_->slots[peer] >= 0; }
 uint64_t Nic::posted(int peer, int qp) const { return state_->queue(peer, qp).posted.load(); }
-// What is queued where nothing gets through counts as completed at once: the thread drops it a little later.
+// Operations to a lost peer or on a broken QP count as completed at once; the thread drops them later.
 static uint64_t completed_on(const NicState &s, const Queue &q) {
   return s.is_down(q) ? q.posted.load() : q.completed.load();
 }
@@ -136,11 +136,11 @@ bool Nic::idle() const {
 
 QueueCounts Nic::counts(int peer, int qp) const {
   const Queue &q = state_->queue(peer, qp);
-  uint64_t completed = q.completed.load();  // before posted, so that it is never the greater one
+  uint64_t completed = q.completed.load();  // loaded before posted, so that it is never greater
   return {q.posted.load(), completed, q.bytes.load(), q.max_queued.load(), q.created};
 }
 
-// ---- What changes how it goes on ------------------------------------------------------------------------------------
+// ---- Failures and the doorbell ------------------------------------------------------------------------------------
 
 void Nic::lose(int peer) {
   state_->lost[state_->slots[peer]].store(1);

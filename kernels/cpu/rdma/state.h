@@ -1,4 +1,4 @@
-// What the two sides of the software NIC share: the ranks that post, and the thread that serves.
+// State of the software NIC that posting threads and the NIC's thread share.
 #pragma once
 #include <pthread.h>
 #include <sys/types.h>
@@ -10,20 +10,20 @@
 namespace dk {
 
 struct Work {
-  uint64_t dst, src, bytes;  // addresses here: the peer's block is mapped for the NIC
+  uint64_t dst, src, bytes;  // addresses in this process: the NIC has the peer's block mapped
   uint64_t word, value;
   uint32_t op;
-  uint64_t source_sum;  // of the source's bytes when they were posted; LATE alone looks
+  uint64_t source_sum;  // checksum of the source when it was posted; LATE only
 };
 
-// What LATE holds back. The thread's own.
+// Delays of a queue under LATE. Only the thread uses it.
 struct Delay {
   static constexpr int kMaxPieces = 4;
-  uint64_t due, done_due;  // not before: the next piece, the next completion
+  uint64_t due, done_due;  // earliest time of the next piece, of the next completion
   uint64_t cuts[kMaxPieces + 1];
-  int pieces, next, first;              // of the operation under way; 0 pieces: none is
+  int pieces, next, first;              // of the operation in progress; 0 pieces: none
   int remaining;                        // operations until the queue draws again whether it is deferred
-  bool drawn, deferred, done_deferred;  // deferred: not before everything else has been done
+  bool drawn, deferred, done_deferred;  // deferred: only after all other work is done
   bool active;                          // listed in NicState::active
 };
 
@@ -32,7 +32,7 @@ struct alignas(kLine) Queue {
   Work *ring;
   int32_t peer, created;
   std::atomic<int32_t> broken;
-  alignas(kLine) std::atomic<uint64_t> completed;  // written by the thread, like the rest
+  alignas(kLine) std::atomic<uint64_t> completed;  // the thread writes this and the rest
   uint64_t executed;
   Delay delay;
 };
@@ -57,16 +57,16 @@ struct NicState {
   uint64_t depth, mask, block_bytes, my_block, num_queues;
   uint32_t flags;
   pid_t owner;
-  Random random;  // the thread's
+  Random random;  // only the thread uses it
 
-  OwnedArray<int32_t> slots;                // by rank: place among the peers, -1: not a peer
+  OwnedArray<int32_t> slots;                // by rank: index among the peers; -1: not a peer
   OwnedArray<uint64_t> blocks;              // by slot
   OwnedArray<std::atomic<uint32_t>> lost;   // by slot
-  OwnedArray<uint64_t> ringing;             // bit by slot: doorbells to ring; the thread's
+  OwnedArray<uint64_t> ringing;             // bit by slot: doorbells to ring; only the thread uses it
   OwnedArray<Queue> queues;                 // [peer slot][QP]
   Work *rings = nullptr;                    // mapped, not allocated: untouched pages of deep queues cost nothing
   OwnedArray<std::atomic<uint64_t>> ready;  // bit by queue: something was posted
-  OwnedArray<int32_t> active;               // queues that LATE holds something of
+  OwnedArray<int32_t> active;               // queues with delayed work (LATE)
   uint64_t num_words;                       // of `ready`
 
   pthread_mutex_t posting = PTHREAD_MUTEX_INITIALIZER;
@@ -86,15 +86,15 @@ struct NicState {
 };
 
 // thread.cpp
-int start_thread(NicState &nic);  // errno
+int start_thread(NicState &nic);  // returns errno
 void stop_thread(NicState &nic);
+void notify_thread(NicState &nic, const Queue &q);  // wakes the thread for a queue
+// Called by the thread alone:
 void carry_out_signal(NicState &nic, const Queue &q, const Work &work);
 void complete(NicState &nic, Queue &q, uint64_t until);
-bool drop_if_down(NicState &nic,
-                  Queue &q);  // the thread's: completes all that was posted; nothing of it is under way any more
-void ring_doorbells(NicState &nic, bool own);
-void sleep_until_posted(NicState &nic, uint64_t nanoseconds);  // until something is posted
-void notify_thread(NicState &nic, const Queue &q);             // makes the thread see to a queue
+bool drop_if_down(NicState &nic, Queue &q);     // completes all that was posted, if the queue is down
+void ring_doorbells(NicState &nic, bool mine);  // of peers that were signalled, and this rank's
+void sleep_until_posted(NicState &nic, uint64_t nanoseconds);
 
 // delay.cpp
 void serve_late(NicState &nic);

@@ -1,4 +1,4 @@
-// The NIC's thread: what is done to memory, whom it wakes, and how it serves when it is not asked to be late.
+// The NIC's thread: how it executes operations, rings doorbells, and serves queues without delays.
 #include <sched.h>
 #include <signal.h>
 #include <string.h>
@@ -10,7 +10,7 @@ namespace dk {
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
-constexpr int kSpins = 100;  // a microsecond or two: rows come in a row
+constexpr int kSpins = 100;  // a microsecond or two: puts come in bursts
 constexpr uint64_t kNap = 1000000000;
 constexpr uint64_t kLongestTurn = 32;
 
@@ -19,7 +19,7 @@ void execute(NicState &nic, Queue &q, const Work &work) {
   carry_out_signal(nic, q, work);
 }
 
-// A turn is some operations of one queue, so that no order among queues can be relied on.
+// Executes a random number of operations of one queue, so that callers cannot rely on an order among queues.
 void serve_queue(NicState &nic, uint64_t index) {
   Queue &q = nic.queues[index];
   if (drop_if_down(nic, q)) return;
@@ -32,7 +32,7 @@ void serve_queue(NicState &nic, uint64_t index) {
   ring_doorbells(nic, turn != 0);
 }
 
-// True: something was served. Begins anywhere, in the words as in the bits of a word.
+// True: an operation was executed. Begins at a random queue.
 bool serve_ready(NicState &nic) {
   bool served = false;
   uint64_t first = nic.random.below(nic.num_words);
@@ -62,7 +62,7 @@ void serve_promptly(NicState &nic) {
 void *run(void *argument) {
   NicState &nic = *static_cast<NicState *>(argument);
   pthread_setname_np(pthread_self(), "deepep-nic");
-  prctl(PR_SET_TIMERSLACK, 1000);  // delays are shorter than the usual slack
+  prctl(PR_SET_TIMERSLACK, 1000);  // delays are shorter than the default slack of 50 us
   if (nic.flags & DK_TRANSPORT_LATE)
     serve_late(nic);
   else
@@ -74,7 +74,7 @@ void *run(void *argument) {
 
 void carry_out_signal(NicState &nic, const Queue &q, const Work &work) {
   if (work.op == DK_SIGNAL_NONE) return;
-  // Sequentially consistent, not just release: whoever goes to sleep announces it and then looks at the word.
+  // Sequentially consistent, not just release: a sleeper raises `sleepers` and then loads the word.
   auto &word = *at<std::atomic<uint64_t>>(work.word);
   if (work.op == DK_SIGNAL_SET)
     word.store(work.value);
@@ -101,9 +101,9 @@ bool drop_if_down(NicState &nic, Queue &q) {
   return true;
 }
 
-void ring_doorbells(NicState &nic, bool own) {
+void ring_doorbells(NicState &nic, bool mine) {
   uint64_t doorbell = nic.doorbell_offset.load();
-  if (doorbell && own) at<Doorbell>(nic.my_block + doorbell - 1)->ring();
+  if (doorbell && mine) at<Doorbell>(nic.my_block + doorbell - 1)->ring();
   for (uint64_t word = 0; word * 64 < static_cast<uint64_t>(nic.num_peers); word++) {
     uint64_t bits = nic.ringing[word];
     nic.ringing[word] = 0;
@@ -112,7 +112,8 @@ void ring_doorbells(NicState &nic, bool own) {
   }
 }
 
-// Whoever posts sets a bit of `ready` and then looks at `asleep`; here it is the other way round.
+// A posting thread sets a bit of `ready` and then loads `asleep`; the NIC's thread stores `asleep` and then loads
+// `ready`.
 void sleep_until_posted(NicState &nic, uint64_t nanoseconds) {
   uint32_t seen = nic.doorbell.load();
   nic.asleep.store(true);
@@ -136,7 +137,7 @@ int start_thread(NicState &nic) {
   if (error) return error;
   pthread_attr_setstacksize(&attributes, kStackBytes);
   sigset_t all, before;
-  sigfillset(&all);  // signals are the caller's affair
+  sigfillset(&all);  // signals belong to the application's threads
   pthread_sigmask(SIG_SETMASK, &all, &before);
   error = pthread_create(&nic.thread, &attributes, run, &nic);
   pthread_sigmask(SIG_SETMASK, &before, nullptr);

@@ -1,12 +1,12 @@
-// The transport of the interface: arguments of strangers are checked here, then it is the NIC's affair. What is
-// enqueued runs on the stream's thread and waits there.
+// The transport functions of kernels.h: they check arguments and hand over to the NIC. With a stream they run, and
+// wait, on its thread.
 #include "cpu/rdma/rdma.h"
 #include "cpu/runtime/stream.h"
 
 namespace dk {
 namespace {
 
-constexpr int32_t kMaxQps = 65536, kDeepest = 1 << 20;  // numbers of kernels.h
+constexpr int32_t kMaxQps = 65536, kDeepest = 1 << 20;  // limits of kernels.h
 constexpr int64_t kMaxOfAll = 1 << 18;
 
 uint64_t deadline(uint64_t timeout_ns) {
@@ -47,7 +47,7 @@ bool bad_put(const Nic &nic, const dk_transport_put_params &p) {
   return p.signal_offset % 8 || outside(nic, p.signal_offset, 8);
 }
 
-// Why nothing gets through there; DK_OK: it does.
+// Why the QP drops operations; DK_OK: it does not.
 int32_t trouble(const Nic &nic, int peer, int qp) { return nic.lost(peer) ? DK_EPEERDEAD : nic.broken(peer, qp); }
 
 int32_t post(Nic &nic, const dk_transport_put_params &p) {
@@ -72,7 +72,7 @@ void run_put(void *argument) {
   if (code == DK_ETIMEOUT) nic.break_qp(p.peer, p.qp, code);
 }
 
-// Calls act(peer, qp) for each QP that the two numbers mean, until it returns something else than DK_OK.
+// Calls act(peer, qp) for each QP that p.peer and p.qp select, until it returns a code other than DK_OK.
 template <class P, class Act>
 int32_t for_each_qp(const Nic &nic, const P &p, Act act) {
   for (int peer = 0; peer < nic.num_ranks(); peer++) {
@@ -99,7 +99,7 @@ int32_t quiet(Nic &nic, const dk_transport_quiet_params &p, bool enqueued) {
       nic.break_qp(peer, qp, DK_ETIMEOUT);
     }
     int32_t here = trouble(nic, peer, qp);
-    // Who asks for all of them goes on with those that are left.
+    // A quiet of all peers goes on without those that are lost.
     if (worst == DK_OK && (here != DK_EPEERDEAD || p.peer == peer)) worst = here;
     return DK_OK;
   });

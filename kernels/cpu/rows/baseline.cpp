@@ -1,4 +1,4 @@
-// What every processor of the target has (SSE2 on x86-64).
+// For every processor of the target (SSE2 on x86-64).
 #define DK_ROWS_WIDTH 16
 #include "cpu/rows/impl.h"
 

@@ -19,8 +19,7 @@ inline Words to_e4m3(Floats value) {
   return choose(is_nan, words(0x7f), code) | sign;
 }
 
-// Greatest magnitude as float bits. A NaN does not count, so that one bad channel does not spoil the scale of the
-// others.
+// Greatest magnitude as float bits. NaN is ignored, so that one channel does not spoil the scale of the others.
 inline uint32_t amax_bits(const uint16_t *src) {
   Shorts found = {};
   for (size_t i = 0; i < dk::kScaleChannels; i += kPair) {

@@ -1,4 +1,4 @@
-// The row kernels for the vector width DK_ROWS_WIDTH. Included by rows_baseline.cpp, rows_avx2.cpp, rows_avx512.cpp.
+// The row kernels for the vector width DK_ROWS_WIDTH. Included by baseline.cpp, avx2.cpp and avx512.cpp.
 #pragma once
 #include "cpu/rows/fp8.h"
 #include "cpu/rows/logfmt.h"

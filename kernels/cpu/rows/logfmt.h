@@ -1,4 +1,5 @@
-// LogFMT-10: a sign and 9 bits of magnitude, evenly spaced in log2 between the least and the greatest of 128 channels.
+// LogFMT-10: a sign and 9 bits of magnitude, evenly spaced in log2 between the smallest and the greatest magnitude of
+// 128 channels.
 #pragma once
 #include "cpu/rows/rows.h"
 #include "cpu/rows/vector.h"
@@ -7,7 +8,7 @@ namespace {
 
 constexpr size_t kBlock = dk::kScaleChannels;
 constexpr size_t kBlockStride = 2 * kBlock;  // bytes between blocks on the wire
-constexpr uint16_t kStaysBf16 = 0x8000;      // in the word of the greatest magnitude, whose sign is free
+constexpr uint16_t kStaysBf16 = 0x8000;      // a flag in the sign bit of the greatest magnitude
 
 // log2 of normal positive numbers, to about 1e-7: the exponent and a series in (m-1)/(m+1) for m near 1.
 inline Floats log2_of(Floats x) {
@@ -34,8 +35,8 @@ inline Floats exp2_of(Floats x) {
 inline float log2_scalar(float x) { return log2_of(floats(x))[0]; }
 
 struct Range {
-  uint16_t least, greatest;   // BF16 magnitudes
-  float first, step, lowest;  // log2 of code 1, log2 between codes, value of code 1
+  uint16_t smallest, greatest;  // BF16 magnitudes
+  float first, step, lowest;    // log2 of code 1, log2 between codes, value of code 1
 };
 
 inline float bf16_value(uint16_t bits) {
@@ -46,9 +47,9 @@ inline float bf16_value(uint16_t bits) {
 }
 
 // Both sides derive the codes' values from the two magnitudes in the header.
-inline Range make_range(uint16_t least, uint16_t greatest) {
-  Range r = {least, greatest, 0, 0, 0};
-  float floor_value = bf16_value(greatest) * 0x1p-32f, low = bf16_value(least);
+inline Range make_range(uint16_t smallest, uint16_t greatest) {
+  Range r = {smallest, greatest, 0, 0, 0};
+  float floor_value = bf16_value(greatest) * 0x1p-32f, low = bf16_value(smallest);
   r.lowest = low > floor_value ? low : floor_value;
   r.first = log2_scalar(r.lowest);
   r.step = (log2_scalar(bf16_value(greatest)) - r.first) / 510.0f;
@@ -59,7 +60,7 @@ inline Floats code_value(const Range &r, Floats code) {
   return exp2_of(floats(r.first) + (code - 1.0f) * floats(r.step));
 }
 
-inline void magnitudes(const uint16_t *src, uint16_t *least, uint16_t *greatest) {
+inline void magnitudes(const uint16_t *src, uint16_t *smallest, uint16_t *greatest) {
   Shorts most = {}, inverted = {};
   for (size_t i = 0; i < kBlock; i += kPair) {
     Shorts a = load<Shorts>(src + i) & 0x7fff;
@@ -67,11 +68,11 @@ inline void magnitudes(const uint16_t *src, uint16_t *least, uint16_t *greatest)
     inverted = greater(inverted, 0x7fff - a);
   }
   *greatest = static_cast<uint16_t>(greatest_lane(most));
-  *least = static_cast<uint16_t>(0x7fff - greatest_lane(inverted));
+  *smallest = static_cast<uint16_t>(0x7fff - greatest_lane(inverted));
 }
 
-// 10-bit codes. Between two codes the nearer one changes in the middle of their values, which is the fraction `turn` of
-// the way in log2, the same for all codes of a block.
+// 10-bit codes. A value is rounded to the nearer of two codes' values; the midpoint lies at the fraction `turn` of the
+// step in log2, which is the same for all codes of a block.
 inline Words encode_lanes(const Range &r, float per_step, float turn, Floats value) {
   Words u = as_words(value), sign = (u >> 31) << 9;
   Floats a = as_floats(u & 0x7fffffff);
@@ -84,8 +85,8 @@ inline Words encode_lanes(const Range &r, float per_step, float turn, Floats val
   return bits_as<Words>(code) | sign;
 }
 
-// The 2-bit tops of 32 channels side by side, four times.
-typedef uint8_t Tops __attribute__((vector_size(16)));  // half of them
+// The 2-bit tops of 128 channels: byte i holds those of channels i, 32 + i, 64 + i and 96 + i.
+typedef uint8_t Tops __attribute__((vector_size(16)));  // 16 of their 32 bytes
 
 inline void encode_block(uint8_t *dst, const Range &r, const uint16_t *src) {
   uint8_t tops[kBlock];
@@ -109,7 +110,7 @@ void logfmt_encode(uint8_t *dst, const uint16_t *src, size_t blocks) {
   for (size_t b = 0; b < blocks; b++, src += kBlock, body += kBlockStride) {
     uint16_t range[2];
     magnitudes(src, &range[0], &range[1]);
-    // Greatest 1 or more (infinity and NaN too), all equal, or so small that the range would leave the normal numbers.
+    // The greatest is 1 or more (infinity and NaN too), all are equal, or the range would reach denormal numbers.
     bool stays = range[1] >= 0x3f80 || range[0] == range[1] || bf16_value(range[1]) < 0x1p-90f;
     if (stays) {
       range[1] |= kStaysBf16;
@@ -127,7 +128,7 @@ inline Floats decode_lanes(const Range &r, Words low, Words top) {
   return as_floats(choose(magnitude == 0, Words{}, value) | (top >> 1) << 31);
 }
 
-// Sums lie as pairs: kLanes channels of even place, then those of odd place.
+// Sums are stored as pairs: kLanes channels at even positions, then those at odd positions.
 inline void add_pair(float *acc, float weight, const Pair &value) {
   store(acc, load<Floats>(acc) + floats(weight) * value.even);
   store(acc + kLanes, load<Floats>(acc + kLanes) + floats(weight) * value.odd);

@@ -1,4 +1,4 @@
-// The arithmetic on rows. One table of functions per instruction set; all give the same bits for the same input.
+// Arithmetic on rows. One table of functions per instruction set; all return the same bits for the same input.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -7,13 +7,13 @@ namespace dk {
 
 constexpr int kScaleChannels = 128;  // channels that share an FP8 scale or a LogFMT range
 
-// LogFMT-10 on the wire: 4 bytes for each block of 128 channels (least, greatest), then the blocks, 256 bytes apart.
+// LogFMT-10 on the wire: 4 bytes for each block of 128 channels (smallest, greatest), then the blocks, 256 bytes apart.
 // A coded block takes 160 bytes: 128 low bytes, then 32 bytes of four 2-bit tops (magnitude bit 8, sign).
 constexpr size_t logfmt_row_bytes(size_t channels) { return channels / kScaleChannels * 4 + channels * 2; }
 
 struct RowKernels {
   const char *name;
-  // `stream` stores pass the caches: for what nobody reads again soon. They are ordered by finish_stream().
+  // `stream`: stores bypass the caches, for rows that are not read again soon. finish_stream() orders them.
   void (*copy)(void *dst, const void *src, size_t bytes, bool stream);
   void (*finish_stream)();
 
@@ -26,8 +26,8 @@ struct RowKernels {
   void (*cast_fp8)(uint8_t *dst, float *scales, const uint16_t *src, size_t blocks, bool round_scale);
 
   void (*logfmt_encode)(uint8_t *dst, const uint16_t *src, size_t blocks);
-  // Adds weight * row to FP32 sums, for `count` of its `blocks` from `first` on (blocks that stayed BF16 likewise). The
-  // order of channels within acc is the table's own affair; its store_sums brings them to dst in theirs.
+  // Adds weight * row to FP32 sums, for `count` of its `blocks` from `first` on, whether coded or left as BF16. The
+  // order of channels within acc differs between tables; store_sums of the same table restores it in dst.
   void (*logfmt_add)(float *acc, const uint8_t *row, float weight, size_t blocks, size_t first, size_t count);
   void (*store_sums)(uint16_t *dst, const float *acc, size_t blocks);
 };

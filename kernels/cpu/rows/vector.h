@@ -1,5 +1,4 @@
-// Vectors of a compile-time width, with the compiler's own vector types. Included by rows_*.cpp alone, each with its
-// width.
+// Vectors of a compile-time width, with the compiler's vector types. Included by impl.h, once for each width.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -38,8 +37,8 @@ inline Floats floats(float x) { return Floats{} + x; }
 inline Words words(uint32_t x) { return Words{} + x; }
 template <class To, class From>
 inline To bits_as(From v) {
-  return (To)v;
-}  // same bits: what a vector cast means
+  return (To)v;  // a vector cast keeps the bits
+}
 inline Floats as_floats(Words v) { return bits_as<Floats>(v); }
 inline Words as_words(Floats v) { return bits_as<Words>(v); }
 inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
@@ -52,8 +51,8 @@ inline Words choose(Ints mask, Words yes, Words no) {
 }
 inline Floats choose(Ints mask, Floats yes, Floats no) { return as_floats(choose(mask, as_words(yes), as_words(no))); }
 
-// Channels two by two as they lie in memory: those of even place and those of odd place. Taking them apart and putting
-// them together needs no shuffles.
+// Adjacent channels of BF16 as two vectors: those at even and those at odd positions. Splitting and joining them needs
+// no shuffles.
 struct Pair {
   Floats even, odd;
 };

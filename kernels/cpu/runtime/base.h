@@ -12,10 +12,10 @@
 
 #include "abi/kernels.h"
 
-// What the shared library shows. Everything else is hidden by -fvisibility=hidden.
+// The symbols that the shared library exports. -fvisibility=hidden hides all others.
 #define DK_EXPORT extern "C" __attribute__((visibility("default")))
 
-// First line of every dk_* function: the caller's struct must hold at least the fields this library knows.
+// First line of every dk_* function: the caller's struct must be at least as large as this library's.
 #define DK_ENTER(p)                                   \
   do {                                                \
     if (!(p)) return DK_EINVAL;                       \
@@ -29,7 +29,7 @@ constexpr uint64_t kPage = 4096;
 constexpr uint64_t kLine = 64;
 
 constexpr uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
-// Limits of the interface that this library states in dk_info.
+// Limits that dk_info reports.
 constexpr int kMaxTopk = 128, kMaxTokens = 1 << 24;
 constexpr uint64_t kMaxExperts = 65536;
 

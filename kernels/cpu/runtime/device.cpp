@@ -13,7 +13,7 @@ namespace dk {
 
 enum : uint32_t { kIsaBest = 0, kIsaBaseline = 1, kIsaAvx2 = 2, kIsaAvx512 = 3 };
 
-// Table for an ISA of dk_device_open; null: this processor does not have it.
+// The table for an isa of dk_device_open; null if this processor does not have it.
 static const RowKernels *rows_for(uint32_t isa) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -33,7 +33,7 @@ static int32_t usable_cores() {
   return static_cast<int32_t>(max(1L, sysconf(_SC_NPROCESSORS_ONLN)));
 }
 
-// Half of the last cache: the other half belongs to what is read meanwhile.
+// Half of the last-level cache: the other half is left to the rows that are read meanwhile.
 static uint64_t cached_bytes() {
   long bytes = 0;
 #if defined(_SC_LEVEL3_CACHE_SIZE)
@@ -42,7 +42,7 @@ static uint64_t cached_bytes() {
   return bytes > 0 ? static_cast<uint64_t>(bytes) / 2 : uint64_t{4} << 20;
 }
 
-// Ranks with equal ids share the processor: the kernel's boot id is the same for all processes of a machine.
+// Ranks with equal ids run on the same machine: all its processes read the same boot id.
 static void read_uuid(uint8_t *uuid) {
   FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");
   if (!file) return;

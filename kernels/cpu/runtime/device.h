@@ -1,4 +1,4 @@
-// The one device of this library: the processor, with the instruction set that was chosen for it.
+// The only device of this library: the processor, with the instruction set chosen for it.
 #pragma once
 #include "cpu/rows/rows.h"
 #include "cpu/runtime/base.h"
@@ -7,7 +7,7 @@ namespace dk {
 
 struct Device {
   const RowKernels *rows;
-  uint64_t cached_bytes;  // outputs larger than this are stored past the caches
+  uint64_t cached_bytes;  // larger outputs are stored with streaming stores
   int32_t cores;          // that this process may run on
 };
 

@@ -1,5 +1,5 @@
-// Events. Each record makes a point of its own, so that a wait means the record that was last when the wait was queued,
-// even when the event is recorded again elsewhere before that.
+// Events. Each record creates a new point, so a wait refers to the record that was the newest when the wait was queued,
+// even if the event is recorded again before the wait runs.
 #include "cpu/runtime/heap.h"
 #include "cpu/runtime/stream.h"
 
@@ -68,7 +68,7 @@ void run_record(void *argument) {
   release(point);
 }
 
-// No time limit: what is queued before the point ends by its own deadline.
+// No time limit: operations queued before the point have deadlines of their own.
 void run_wait(void *argument) {
   Point *point = *static_cast<Point **>(argument);
   wait_for(point, UINT64_MAX);
@@ -101,7 +101,7 @@ DK_EXPORT int32_t dk_event_record(dk_event_record_params *p) {
   DK_ENTER(p);
   Event *event = at<Event>(p->event);
   if (!event) return DK_EINVAL;
-  if (!p->stream) {  // the calling thread has no queue: it is here already
+  if (!p->stream) {  // no queue: the calling thread has reached the point already
     replace(event, nullptr);
     return DK_OK;
   }

@@ -1,4 +1,4 @@
-// Sleeping until a word changes, and the clock that deadlines are counted in.
+// Sleeping until a word changes, and the clock of all deadlines.
 #pragma once
 #include <atomic>
 
@@ -8,7 +8,7 @@ namespace dk {
 
 using Word = std::atomic<uint32_t>;
 
-enum class Scope { process, machine };  // who may wake: this process, or any that maps the word
+enum class Scope { process, machine };  // threads of this process may wake, or of any process that maps the word
 
 // Sleeps while `word` holds `seen`, at most `nanoseconds`. May return early.
 void sleep_on(Word &word, uint32_t seen, uint64_t nanoseconds, Scope scope);

@@ -1,10 +1,11 @@
-// Host memory is device memory here; what remains is waiting on the host for a word that an operation writes.
+// Host memory is device memory here, so registering does nothing; dk_host_wait waits for a word that an operation
+// writes.
 #include "cpu/runtime/futex.h"
 
 namespace dk {
 namespace {
 
-constexpr uint64_t kSlice = 5000000;  // the engine sets abort_word without a wake: look at it this often
+constexpr uint64_t kSlice = 5000000;  // the engine sets abort_word without a wake: poll it this often
 constexpr int kSpins = 64;
 
 bool gave_up(const dk_status *status) {
@@ -40,7 +41,7 @@ DK_EXPORT int32_t dk_host_wait(dk_host_wait_params *p) {
     uint64_t seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
     if (seen >= p->at_least) return DK_OK;
     if (gave_up(status)) {
-      // The operation may have written the word just before it said why it stopped.
+      // The operation may have written the word just before it recorded its failure.
       return __atomic_load_n(word, __ATOMIC_ACQUIRE) >= p->at_least ? DK_OK : DK_EABORTED;
     }
     if (spins < kSpins) {

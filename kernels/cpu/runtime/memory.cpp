@@ -1,5 +1,5 @@
-// Memory that other processes can map: an anonymous file each. Nothing has a name, so nothing is left behind, and the
-// size of /dev/shm does not matter. Pages come into being when they are first touched.
+// Memory that other processes can map: one memfd each. It has no name, so nothing stays behind after a crash, and the
+// size of /dev/shm does not matter. Pages are allocated when they are first touched.
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>

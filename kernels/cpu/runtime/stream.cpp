@@ -7,10 +7,10 @@
 namespace dk {
 namespace {
 
-constexpr int kSpareClosures = 64;  // made with the stream; more only if a queue grows deeper
+constexpr int kSpareClosures = 64;  // allocated with the stream; a deeper queue allocates more
 constexpr size_t kStackBytes = 512 * 1024;
-constexpr int kSpins = 200;            // a few microseconds: calls often come in pairs
-constexpr uint64_t kYielding = 30000;  // then this long, giving way to others: waking up costs the caller as much
+constexpr int kSpins = 200;            // a few microseconds: callers often issue calls in pairs
+constexpr uint64_t kYielding = 30000;  // then yield for 30 us: about what a wake would cost the caller
 constexpr uint64_t kNap = 1000000000;
 
 Closure *pop(Stream *stream) {
@@ -69,7 +69,7 @@ void announce(Stream *stream) {
   if (stream->asleep.load()) wake_all(stream->pushed, Scope::process);
 }
 
-// Signals are the caller's affair: the worker takes none.
+// The worker blocks all signals: they belong to the application's threads.
 int start_worker(Stream *stream) {
   pthread_attr_t attributes;
   int error = pthread_attr_init(&attributes);

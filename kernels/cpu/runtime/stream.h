@@ -18,9 +18,9 @@ struct Closure {
 
 struct Stream {
   pthread_t thread;
-  pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;  // of the three lists
+  pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;  // guards the three lists
   Closure *first = nullptr, *last = nullptr, *spare = nullptr;
-  Word pushed{0};  // closures ever pushed, and one more when the stream ends; the worker sleeps on it
+  Word pushed{0};  // number of pushes, plus one when the stream ends; the worker sleeps on it
   std::atomic<uint64_t> pending{0};
   std::atomic<bool> ending{false}, asleep{false};
 
@@ -33,7 +33,7 @@ struct Stream {
   }
 };
 
-// Queues a copy of `argument`. DK_ENOMEM if the queue has outgrown memory.
+// Queues a copy of `argument`. DK_ENOMEM if there is no memory for another closure.
 int32_t push(Stream *stream, void (*run)(void *), const void *argument, size_t bytes);
 
 template <class T>

@@ -1,4 +1,4 @@
-// Copies and fills. Stream 0 is the calling thread: they happen at once.
+// Copies and fills. On stream 0 the calling thread does them at once.
 #include <string.h>
 
 #include "cpu/runtime/stream.h"

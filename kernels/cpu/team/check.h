@@ -1,4 +1,5 @@
-// Checks of arguments that all operations share. The engine checks before; this keeps a bad call from doing damage.
+// Checks of arguments that all operations share. The engine has checked them before; these protect a process that calls
+// the library directly.
 #pragma once
 #include "cpu/team/team.h"
 
@@ -14,7 +15,7 @@ inline bool bad_experts(const Team &team, int32_t experts) {
          static_cast<uint64_t>(experts / team.num_ranks) > Control::max_local_experts(team.num_ranks);
 }
 
-// One element of a [T,K] tensor of int32 or int64 indices.
+// Element i of a tensor of int32 or int64 indices.
 inline int64_t index_at(uint64_t base, int32_t index_bytes, size_t i) {
   return index_bytes == 8 ? at<const int64_t>(base)[i] : at<const int32_t>(base)[i];
 }

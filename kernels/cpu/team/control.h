@@ -1,8 +1,8 @@
-// The control region at the head of a rank's block: everything that ranks tell each other except payload. Users never
-// see it.
+// The control region at the head of a rank's block: everything that ranks exchange except payload. Callers never see
+// it.
 //
-// Rule: each line of 64 bytes has one writer, and what a peer polls is alone on its line. "from" lines are written by
-// that peer into my block, so that a waiting rank looks only at its own memory; cursors of rings are read where they
+// Rule: each line of 64 bytes has one writer, and a word that a peer polls is alone on its line. A peer writes its
+// "from" lines into my block, so that a waiting rank polls only its own memory; cursors of rings are read where they
 // are written.
 #pragma once
 #include "cpu/runtime/doorbell.h"
@@ -11,20 +11,21 @@ namespace dk {
 
 constexpr int kNumFields = DK_FIELD_OPERATION + 1;  // compared fields, by DK_FIELD_* number
 
-// Signs of life inside waits: lets a peer tell "blocked behind somebody" from "not here".
+// Written while this rank waits: a peer can distinguish a rank that waits for a third one from a rank that does not
+// run.
 struct alignas(kLine) Heartbeat {
   std::atomic<uint64_t> stamp_ns;
-  std::atomic<int32_t> awaiting;  // rank waited for + 1; 0: none
+  std::atomic<int32_t> awaiting;  // the rank that it waits for, plus 1; 0: none
 };
 
-// The first failure of this rank, so that peers need not run into their own deadline.
+// The first failure of this rank. Peers that read it fail at once instead of at their own deadline.
 struct alignas(kLine) FailureRecord {
   std::atomic<uint64_t> set;  // stored last
   dk_failure failure;
 };
 
-// Position in a ring: rows in the low half, the number of the collective call in the high half. A cursor of another
-// call counts as zero, so nothing has to be reset between calls.
+// Position in a ring: rows in the low half, the number of the collective call in the high half. The cursor of another
+// call reads as zero, so no cursor is reset between calls.
 struct alignas(kLine) Cursor {
   std::atomic<uint64_t> value;
 
@@ -37,26 +38,26 @@ struct alignas(kLine) Cursor {
 };
 constexpr uint64_t kAllRows = 0xffffffffu;
 
-// A normal-mode call as one rank sees it. Counts of notify follow: int32 rows[num_ranks], then int32 for each expert of
-// the receiver.
+// A rank's arguments of a normal-mode call. The counts of notify follow: int32 rows[num_ranks], then an int32 for each
+// expert of the receiver.
 struct alignas(kLine) CallMessage {
   std::atomic<uint64_t> number;  // of the collective call; stored last
   uint64_t ring_slots, ring_stride;
-  uint64_t link_slots, link_queues;  // of the rows that it sends to other nodes
+  uint64_t link_slots, link_queues;  // of the rows that the rank sends to other nodes
   int64_t fields[kNumFields];
 };
 
-// A send half of low latency. A rank numbers its sends of a kind (epochs); epoch n uses slot n % 2 of its wire region
-// and of this array.
+// A rank's arguments of a low-latency send. A rank numbers its sends of each kind (epochs); epoch n uses slot n % 2 of
+// its wire region and of this array.
 struct alignas(kLine) SendMessage {
   std::atomic<uint64_t> epoch;        // stored last; 0: none yet
   std::atomic<uint64_t> since_clean;  // sends since clean number `cleans` (of masks or of slots)
   std::atomic<uint32_t> cleans;
   int32_t num_tokens;
-  uint64_t rows_offset, rows_stride;  // combine: where the rows lie, from the wire or the rdma region
+  uint64_t rows_offset, rows_stride;  // combine: position of the rows in the wire or rdma region
   int64_t fields[kNumFields];
   uint64_t rows_in_rdma;
-  uint64_t qps[2];  // of remote ranks (remote.h): the QPs that bring the rows, a bit each
+  uint64_t qps[2];  // of remote ranks (mirror.h): the QPs that carry the rows, a bit each
 };
 
 struct CleanMessage {
@@ -68,27 +69,27 @@ enum Kind { kDispatch = 0, kCombine = 1 };  // of low latency
 
 struct Ticket {
   uint64_t epoch, since_clean;
-  uint64_t spent_ns, waited_ns, bytes;  // by the send half, for the statistics of the whole call
+  uint64_t spent_ns, waited_ns, bytes;  // of the send half, for the statistics of the whole call
   uint32_t cleans, kind, open, reserved;
 };
 
-// Written and read by this rank's operations alone, except `cleans` and `writing`.
+// Only this rank's operations access it, except `cleans` and `writing`, which peers read.
 struct alignas(kLine) RankState {
   uint64_t calls;     // collective calls of normal mode so far
   uint64_t epoch[2];  // low-latency sends so far, by kind
   uint64_t since_clean[2];
   uint64_t clean_calls;
-  std::atomic<uint32_t> cleans;  // peers read it too
+  std::atomic<uint32_t> cleans;
   uint32_t reserved;
   Ticket tickets[DK_NUM_TICKETS];
   alignas(kLine) std::atomic<uint64_t> writing[2];  // epoch whose staging slot is being, or was last, filled
 };
 
-struct PeerState {            // what this rank remembers of a peer
-  uint64_t credit_floor[2];   // epochs up to here count as read by it
-  uint64_t seen_at_clean[2];  // its greatest epoch when it was last unmasked
-  uint64_t read_early[2];     // its epoch that was received before an older one: credited together with that
-  uint64_t clean_seen;        // its clean that was last waited for
+struct PeerState {            // what this rank keeps about a peer
+  uint64_t credit_floor[2];   // epochs up to here count as read by the peer
+  uint64_t seen_at_clean[2];  // the peer's greatest epoch at the last clean or unmask
+  uint64_t read_early[2];     // the peer's epoch received before an older one; credited with the older one
+  uint64_t clean_seen;        // the peer's newest clean that this rank has waited for
   uint32_t masked, reserved;
 };
 
@@ -106,11 +107,13 @@ class Control {
   Heartbeat &heartbeat() const { return *at<Heartbeat>(base_ + kStateBytes + kLine); }
   FailureRecord &failure_record() const { return *at<FailureRecord>(base_ + kStateBytes + 2 * kLine); }
   Cursor &dispatch_head() const { return *at<Cursor>(base_ + kStateBytes + 3 * kLine); }
-  // Arrays by peer.
+  // One line for each peer.
   Cursor &dispatch_tail(int reader) const { return *line<Cursor>(0, reader); }  // written by the reader of my ring
   Cursor &combine_head(int reader) const { return *line<Cursor>(1, reader); }   // written by me
   Cursor &combine_tail(int reader) const { return *line<Cursor>(2, reader); }   // written by the reader
-  Cursor &credit(Kind kind, int reader) const { return *line<Cursor>(3 + kind, reader); }  // epoch read; raw value
+  Cursor &credit(Kind kind, int reader) const {
+    return *line<Cursor>(3 + kind, reader);
+  }  // the epoch that was read, not packed
   CleanMessage &clean_from(int peer, uint64_t parity) const { return line<CleanMessage>(5, peer)[parity]; }  // one line
   PeerState &peer_state(int peer) const { return *line<PeerState>(6, peer); }
   SendMessage &send_from(Kind kind, uint64_t slot, int peer) const {

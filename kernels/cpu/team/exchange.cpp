@@ -43,13 +43,13 @@ void Exchange::post(const int32_t *rows, const int32_t *experts, int num_local_e
   signal_remote();
 }
 
-// Puts to the ranks of other nodes what they need, as far as QP 0 has room.
+// Puts the messages to the ranks of other nodes while QP 0 has room. True if one was put.
 bool Exchange::signal_remote() {
   Team &team = op_.team;
   int before = next_unsent_;
   for (; next_unsent_ < team.num_ranks; next_unsent_++) {
     if (team.is_local(next_unsent_)) continue;
-    // What lies before this is the number, which comes last.
+    // The words before this are the number, which is signalled last.
     constexpr size_t kBegin = offsetof(CallMessage, ring_slots);
     CallMessage &there = team.control().call_from(number_ & 1, team.rank), &from = team.remote().outbox(next_unsent_);
     if (!team.nic->put(next_unsent_, 0, &there.ring_slots, &from.ring_slots, message_bytes_ - kBegin,
@@ -59,7 +59,7 @@ bool Exchange::signal_remote() {
   return next_unsent_ != before;
 }
 
-// The operation first: fields of different operations need not be comparable.
+// Compares the operation first: fields of different operations need not be comparable.
 bool Exchange::agrees(int peer) {
   CallMessage &theirs = message(peer);
   for (int i = 0; i < kNumFields; i++) {

@@ -1,8 +1,8 @@
-// A collective call of normal mode: every rank tells every other what it was called with, and looks at what they say
-// before it takes anything from them. A rank's message of call n+1 also says that it is done with call n, so that
-// staging of call n may be overwritten. Two generations of messages suffice, because nobody ends a call without
-// everybody's message. Ranks of other nodes are told by puts. What a call puts has arrived before the call ends: its
-// sources are free for the next one, and a rank may go away after its last call without holding anybody up.
+// A collective call of normal mode: every rank sends its arguments to every other rank and compares the ones it
+// receives before it reads their rows. A rank's message of call n+1 also means that it has finished call n, so its
+// peers may overwrite the staging of call n. Two generations of messages suffice, because no rank ends a call before it
+// has received all messages. Messages to other nodes are puts. A call ends only after its puts have completed: their
+// sources are free for the next call, and a rank may leave after its last call without delaying its peers.
 #pragma once
 #include "cpu/team/wait.h"
 
@@ -10,7 +10,7 @@ namespace dk {
 
 class Exchange {
  public:
-  explicit Exchange(Op &op);  // begins call number n
+  explicit Exchange(Op &op);  // takes the next call number
   uint64_t number() const { return number_; }
 
   void set_field(int field, int64_t value) { fields_[field] = value; }
@@ -25,14 +25,14 @@ class Exchange {
   // rows: int32[R], to each rank; experts: int32[E], split among the ranks that hold them. Both may be null.
   void post(const int32_t *rows, const int32_t *experts, int num_local_experts);
 
-  // True if something has happened since the last look: a message has come, or gone. One that disagrees ends the
-  // operation.
+  // True if a message was received or sent since the last poll. The operation fails if a received message disagrees
+  // with this rank's.
   bool poll();
   bool complete() const { return num_arrived_ == op_.team.num_ranks && next_unsent_ == op_.team.num_ranks; }
-  // Whether all that was put has arrived. Nobody is awaited for that: a peer that has failed meanwhile is no reason to
-  // fail too.
+  // Whether all puts have completed. awaits() names no peer for that: a peer that fails meanwhile does not fail this
+  // rank's call.
   bool delivered() const { return !op_.team.spans_nodes() || op_.team.nic->idle(); }
-  // A call that is nothing but its exchange.
+  // For a call that only exchanges messages: waits for all of them.
   bool wait();
   bool awaits(int peer, Missing &missing) const;
   bool arrived(int peer) const { return arrived_[peer] != 0; }
@@ -55,7 +55,7 @@ class Exchange {
   int64_t fields_[kNumFields] = {};
 };
 
-constexpr int64_t kAnyValue = -1;              // of a field that this rank does not care about
-constexpr int kArrivedNumbers = kScratch - 1;  // the exchange's place in Team::numbers
+constexpr int64_t kAnyValue = -1;              // of a field that this rank does not compare
+constexpr int kArrivedNumbers = kScratch - 1;  // the exchange's array in Team::numbers
 
 }  // namespace dk

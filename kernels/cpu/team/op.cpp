@@ -36,7 +36,7 @@ void Op::fail(int32_t code, int peer, uint32_t field, int64_t expected, int64_t 
   if (team.failed.exchange(1) == 0) publish_failure(failure);
 }
 
-// `code` last, then `sticky`: whoever sees either with acquire sees the rest.
+// `code` last, then `sticky`: a thread that loads either with acquire sees the other fields.
 void Op::publish_failure(const dk_failure &failure) {
   dk_failure &to = team.status->failure;
   to.op = failure.op;
@@ -58,7 +58,8 @@ void Op::publish_failure(const dk_failure &failure) {
   if (team.spans_nodes()) signal_remote(failure_record);
 }
 
-// To the ranks of other nodes, on whatever QP has room. Those that have none for so long find out by themselves.
+// Puts the failure to the ranks of other nodes, on any QP with room. A peer whose QPs stay full for 50 ms runs into its
+// own deadline.
 void Op::signal_remote(const FailureRecord &failure_record) {
   constexpr uint64_t kPatience = 50000000;
   uint64_t end = now_ns() + kPatience;
@@ -80,8 +81,8 @@ bool Op::aborted() {
   return code != 0;
 }
 
-// The culprit that a peer names is the culprit here too. If it means this rank, a disagreement is one from both sides;
-// for anything else the peer's failure itself is the reason here.
+// If the peer blames a third rank, so does this rank. If it blames this rank, a mismatch is reported with the two
+// values swapped, and any other failure as an abort by the peer.
 bool Op::adopt_failure_of(int peer, uint64_t waited_ns) {
   FailureRecord &failure_record = team.failure_record_of(peer);
   if (!failure_record.set.load()) return false;
@@ -102,7 +103,7 @@ void Op::ring_now() {
     team.doorbells[w] = 0;
     for (; bits; bits &= bits - 1) {
       int peer = w * 64 + __builtin_ctzll(bits);
-      if (peer == team.rank || !team.is_local(peer)) continue;  // a NIC rings by itself
+      if (peer == team.rank || !team.is_local(peer)) continue;  // the NIC rings for remote ranks
       team.peers[peer].control.doorbell().ring();
     }
   }

@@ -1,4 +1,4 @@
-// One running operation: its deadline, how it fails, what it leaves in the statistics.
+// One running operation: its deadline, its failure, its entry in the statistics.
 #pragma once
 #include "cpu/runtime/stream.h"
 #include "cpu/team/team.h"
@@ -16,25 +16,27 @@ class Op {
   Team &team;
   const uint32_t op, phase;
   const uint64_t timeout_ns;
-  bool may_shrink = false;  // a peer that does not come is masked, and the operation goes on
+  bool may_shrink = false;  // a peer that fails or is late is masked, and the operation goes on
 
   bool failed() const { return failed_; }
   int32_t failure_code() const { return code_; }
-  // Records the first failure of the team. Later ones of the same team change nothing.
+  // Records the team's first failure. Later failures of the team are not recorded.
   void fail(int32_t code, int peer, uint32_t field = DK_FIELD_NONE, int64_t expected = 0, int64_t seen = 0,
             uint64_t waited_ns = 0);
-  // True, with the failure recorded, once the engine wants every wait to end.
+  // True, with the failure recorded, once the engine has set abort_word.
   bool aborted();
-  // What a peer that failed has left for others; false: it has not failed.
+  // Fails with the peer's failure; false if the peer has not failed.
   bool adopt_failure_of(int peer, uint64_t waited_ns);
 
-  // Peers may be asleep for what was written; they are woken before this operation waits and at its end, or now.
+  // ring() notes that the peer may sleep until a word that was just written. The peer is woken by ring_now(), or when
+  // this operation begins to wait or ends.
   void ring(int peer) { team.doorbells[peer / 64] |= uint64_t{1} << (peer % 64); }
   void ring_now();
 
   void sent(int peer, uint64_t bytes);
   void waited(int peer, uint64_t ns);
-  // The send half of a call in two halves: its time goes to the ticket, the receive half counts the call.
+  // A call in two halves: the send half saves its times to the ticket, the receive half resumes from it and counts the
+  // call.
   void save_to(Ticket &ticket);
   void resume_from(const Ticket &ticket);
 
@@ -49,7 +51,7 @@ class Op {
   bool failed_ = false, counts_ = true;
 };
 
-// Adds a finished call to a statistics page. Only this team's operations write its records.
+// Adds a finished call to a statistics page, which only this team's operations write.
 void record_call(dk_stats_page &page, const dk_trace_record &trace, uint64_t total_ns, uint64_t wait_ns, uint64_t bytes,
                  bool failed, bool counts);
 void add_peer_bytes(dk_stats_page &page, uint32_t op, int peer, uint64_t bytes);

@@ -1,9 +1,8 @@
-// What ranks of different nodes tell each other. Loads and stores do not reach from one node to another: a NIC writes
-// into these words and lines, and only ranks of the block's own node read them. It lies behind Control, where there is
-// more than one node.
+// Control words between ranks of different nodes. Loads and stores do not reach another node: a NIC writes these words,
+// and only ranks of the block's node read them. They follow Control where there is more than one node.
 //
-// A rank sends rows to another node over a link: to the rank of its own index there (its partner), into a ring of that
-// rank's wire region (link.h). Names here are the receiver's: `node` is the one that writes.
+// A rank sends rows to another node over a link: to the rank of the same index there (its partner), into a ring of that
+// rank's wire region (link.h). Names here are the receiver's: `node` is the node that writes.
 #pragma once
 #include "cpu/team/control.h"
 
@@ -22,15 +21,15 @@ class RemoteControl {
     return num_nodes > 1 ? round_up(RemoteControl(0, num_ranks, num_nodes).end(), kPage) : 0;
   }
 
-  // The first failure of a rank of another node, put by it.
+  // The first failure of a rank of another node; that rank puts it.
   FailureRecord &failure_record_from(int peer) const { return at<FailureRecord>(base_)[peer]; }
-  // Written by ranks of my node: how many of the rows that came from `node` the rank of this index has read.
+  // Rows from `node` that the rank of this index on my node has read; it writes the word.
   Cursor &link_tail(int node, int index) const {
     return at<Cursor>(tails())[static_cast<uint64_t>(node) * (ranks_ / nodes_) + static_cast<uint64_t>(index)];
   }
-  // Put by my partner there: how many of the rows that I sent are not needed any more.
+  // Rows sent to `node` that my partner there has released; it puts the word.
   Cursor &link_credit(int node) const { return at<Cursor>(credits())[node]; }
-  // Put by my partner there, with the rows: how many of them came on each QP. In the form of a Cursor.
+  // Rows from my partner on `node` that have arrived on each QP, packed like a Cursor; it puts the word with the rows.
   std::atomic<uint64_t> &link_head(int node, int queue) const {
     return at<std::atomic<uint64_t>>(heads())[node * kMaxLinkQueues + queue];
   }

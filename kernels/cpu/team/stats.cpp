@@ -1,4 +1,5 @@
-// The statistics page: counters that only grow, read by other processes while they change, so every store is whole.
+// The statistics page. Other processes read its counters while they change, so every store is atomic; counters only
+// grow.
 #include "cpu/team/op.h"
 
 namespace dk {
@@ -7,7 +8,7 @@ namespace {
 void set(uint64_t &field, uint64_t value) { __atomic_store_n(&field, value, __ATOMIC_RELAXED); }
 void add(uint64_t &field, uint64_t value) { set(field, field + value); }
 
-// Four buckets to each doubling, from 512 ns.
+// Four buckets for each doubling, from 512 ns.
 unsigned bucket_of(uint64_t ns) {
   if (ns < 512) return 0;
   unsigned power = 63u - static_cast<unsigned>(__builtin_clzll(ns));
@@ -37,7 +38,7 @@ void append(dk_stats_page &page, const dk_trace_record &record) {
 void record_call(dk_stats_page &page, const dk_trace_record &trace, uint64_t total_ns, uint64_t wait_ns, uint64_t bytes,
                  bool failed, bool counts) {
   append(page, trace);
-  if (!counts) return;  // the send half: its receive half brings the whole
+  if (!counts) return;  // a send half: the receive half counts the whole call
   dk_op_stats &stats = page.ops[trace.op];
   add(stats.total_ns, total_ns);
   if (total_ns > stats.max_ns) set(stats.max_ns, total_ns);

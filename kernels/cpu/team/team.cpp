@@ -49,8 +49,8 @@ Team::~Team() {
   pthread_mutex_destroy(&running);
 }
 
-// Those of my node are mapped, all others go through the transport; nodes are of one size, so that everybody has
-// partners.
+// Blocks of my node's ranks are mapped, the transport reaches all others; nodes have the same size, so that every rank
+// has partners.
 static int32_t check_remote(const dk_team_create_params &p) {
   const Nic *nic = at<const Nic>(p.transport);
   if (!nic) return DK_EUNSUPPORTED;

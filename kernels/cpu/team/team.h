@@ -1,4 +1,4 @@
-// A team: the ranks of one buffer as one of them sees them, and where the parts of their blocks lie.
+// A team: the ranks of one buffer as one of them sees them.
 #pragma once
 #include <pthread.h>
 
@@ -20,14 +20,14 @@ struct Peer {
 
 constexpr uint64_t kMaxLinkSlots = 1024;
 
-// What this rank remembers of its link to a node during a call.
+// This rank's side of its link to a node during a call. Records are counted from the first one of the call.
 struct LinkState {
-  int64_t sent, done;  // records put; of them, from the first on, those whose source is free again
-  int64_t offered;     // dispatch: staged rows that were looked at; combine: records that are filled
-  int64_t seen, consumed,
-      credited;                    // records that came from there; of them, those that were used up, and are given back
-  uint64_t posted[kMaxLinkSlots];  // by place: Nic::posted() after the put
-  int64_t source[kMaxLinkSlots];   // by place: the sender's own number for where the record lay
+  int64_t sent, done;  // records that were put; of them, those whose source is free again
+  int64_t offered;     // dispatch: staged rows that were examined; combine: records that were filled
+  // Records that have arrived from the node; of them, those that were used, and those that were credited.
+  int64_t seen, consumed, credited;
+  uint64_t posted[kMaxLinkSlots];  // by slot: Nic::posted() after the put
+  int64_t source[kMaxLinkSlots];   // by slot: the sender's number of the row that the record was put from
 };
 
 constexpr int kScratch = 8;
@@ -48,23 +48,23 @@ struct Team {
   OwnedArray<uint64_t> doorbells;  // bit by rank: to be rung
   OwnedArray<LinkState> links;     // by node; null: every rank is local
 
-  // Null: no memory. The blocks are mapped and zeroed: only this rank's own memory of its peers is to be made.
+  // Null: no memory. The engine has mapped and zeroed the blocks; only process-local state is allocated.
   static Owned<Team> make(const dk_team_create_params &p);
   explicit Team(const dk_team_create_params &p);
   ~Team();
 
   Control &control() { return peers[rank].control; }
   RemoteControl &remote() { return peers[rank].remote; }
-  // Whether the rank's block is mapped. If not, only `nic` reaches it, and nothing of peers[rank] may be touched.
+  // Whether the rank's block is mapped. If not, only `nic` reaches it, and peers[rank] must not be used.
   bool is_local(int peer) const { return peers[peer].wire != 0; }
   bool spans_nodes() const { return links != nullptr; }
   int node(int peer) const { return peer / num_nvl_peers; }
   int index(int peer) const { return peer % num_nvl_peers; }
   int num_nodes() const { return (num_ranks + num_nvl_peers - 1) / num_nvl_peers; }
   int my_node() const { return node(rank); }
-  int first_local() const { return my_node() * num_nvl_peers; }  // if it spans nodes: the first rank of mine
-  int partner(int in_node) const { return in_node * num_nvl_peers + index(rank); }  // the rank of my index there
-  // The rank of my node that rows from or to that rank come through: the one of its index; itself if it is local.
+  int first_local() const { return my_node() * num_nvl_peers; }  // first rank of my node, if the team spans nodes
+  int partner(int in_node) const { return in_node * num_nvl_peers + index(rank); }  // the rank of my index on that node
+  // The rank of my node that forwards rows from and to `peer`: the one of the same index; `peer` itself if it is local.
   int forwarder(int peer) const { return is_local(peer) ? peer : first_local() + index(peer); }
   FailureRecord &failure_record_of(int peer) {
     return is_local(peer) ? peers[peer].control.failure_record() : remote().failure_record_from(peer);

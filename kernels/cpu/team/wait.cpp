@@ -5,14 +5,14 @@
 namespace dk {
 namespace {
 
-constexpr uint64_t kSlice = 10000000;  // the engine sets abort_word and dead[] without a wake: look at them this often
-constexpr uint64_t kAwake = 1000000000;  // a heartbeat younger than this belongs to a rank that is waiting itself
+constexpr uint64_t kSlice = 10000000;    // the engine sets abort_word and dead[] without a wake: poll them this often
+constexpr uint64_t kAwake = 1000000000;  // a rank whose heartbeat is younger is waiting itself
 constexpr int kPauses = 16;              // in a spin
-constexpr int kSpinsAlone = 200, kYieldsAlone = 20;  // a core for every rank: some 30 us before sleeping
-constexpr int kSpinsShared = 2, kYieldsShared = 12;  // ranks share cores: whoever is waited for may need this one
+constexpr int kSpinsAlone = 200, kYieldsAlone = 20;  // a core for each rank: about 30 us before sleeping
+constexpr int kSpinsShared = 2, kYieldsShared = 12;  // ranks share cores: the awaited rank may need this one
 
-// The rank that a peer waits for, or waited for when its own time ended a moment ago; -1: it does not wait, or that
-// cannot be seen from another node.
+// The rank that `peer` waits for, or that it blamed when it failed; -1: it does not wait, or is on another node, where
+// heartbeats cannot be read.
 int awaited_by(Team &team, int peer, uint64_t now) {
   int awaited = team.is_local(peer) ? team.peers[peer].control.heartbeat().awaiting.load() - 1 : -1;
   if (awaited < 0) {
@@ -22,7 +22,7 @@ int awaited_by(Team &team, int peer, uint64_t now) {
   return now - team.peers[peer].control.heartbeat().stamp_ns.load() > kAwake ? -1 : awaited;
 }
 
-// Follows "I wait for rank r" from peer to peer: the last one is really late.
+// Follows "waits for rank r" from peer to peer: the last one in the chain is late.
 int find_culprit(Team &team, int peer, uint64_t now) {
   int culprit = peer;
   for (int hops = 0; hops < team.num_ranks; hops++) {
@@ -78,7 +78,7 @@ Waiter::PeerCheck Waiter::check_peer(int peer) {
   return PeerCheck::stop_waiting;
 }
 
-// When time is over, the peer to name is one that does not wait for others itself.
+// At the deadline, the peer to blame is one that does not wait for others itself.
 bool Waiter::more_to_blame(int peer, int than) const {
   if (now_ - since_ < op_.timeout_ns) return false;
   return awaited_by(op_.team, than, now_) >= 0 && awaited_by(op_.team, peer, now_) < 0;
@@ -110,7 +110,7 @@ void Waiter::spin_or_sleep(int first, const Missing &missing) {
   rounds_++;
 }
 
-// The next look is made with sleepers announced, so nothing can arrive unseen between it and the sleep.
+// The next poll happens with `sleepers` raised, so a write between that poll and the sleep rings the doorbell.
 void Waiter::announce() {
   doorbell_.sleepers.fetch_add(1);
   seen_ = doorbell_.count.load();

@@ -1,4 +1,4 @@
-// The one way to wait for peers: look, do what can be done, else spin a little, give the processor to others, sleep.
+// The only way to wait for peers: poll, else spin briefly, yield, and sleep on the doorbell.
 #pragma once
 #include "cpu/team/op.h"
 
@@ -6,19 +6,19 @@ namespace dk {
 
 enum class Poll { done, progress, idle };
 
-struct Missing {  // what is awaited of a peer, for the failure record
+struct Missing {  // what a peer has not sent yet, for the failure record
   int64_t expected = 0, seen = 0;
 };
 
-// From the last progress to the next.
+// One wait, from the last progress to the next.
 class Waiter {
  public:
   explicit Waiter(Op &op);
-  void begin();  // nothing to do: wakes those who may be asleep for what was done before
-  void end();    // something happened
+  void begin();  // no progress: wakes the peers that this operation has written to
+  void end();    // progress
   enum class PeerCheck { keep_waiting, poll_again, stop_waiting };
-  // None: there is no need to wait for that peer any more, since it was masked or the operation has failed. A peer that
-  // failed or died may have written what is awaited just before, so it is given up only if another look finds nothing.
+  // stop_waiting: the peer was masked or the operation has failed. A peer may have written the awaited word just before
+  // it failed or died, so the first check says poll_again, and only the second gives the peer up.
   PeerCheck check_peer(int peer);
   bool more_to_blame(int peer, int than) const;
   void spin_or_sleep(int first, const Missing &missing);
@@ -38,9 +38,9 @@ class Waiter {
 
 void mask_peer(Team &team, int peer);
 
-// Calls poll() until it says done: true. poll does whatever can be done now. `awaits(peer, Missing &)` tells whether
-// poll needs that peer. False: the operation failed (recorded). The time limit counts from the last progress. With
-// op.may_shrink a peer that is dead, failed or late is masked, and poll has to go on without it.
+// Calls poll() until it returns done; false: the operation failed, and the failure is recorded. poll does all work that
+// is possible now. awaits(peer, Missing &) returns whether poll needs that peer. The time limit counts from the last
+// progress. With op.may_shrink a peer that is dead, failed or late is masked, and poll has to go on without it.
 template <class PollFn, class AwaitsFn>
 bool wait_until(Op &op, PollFn poll, AwaitsFn awaits) {
   Waiter waiter(op);

@@ -4,14 +4,14 @@
 
 namespace dk {
 
-// What goes with a staged row of normal mode takes 24 + 8 K bytes and a bit for each rank. A small share of the rows'
-// own bytes, with a floor that gives every rank of a pair ring its row for any K that the interface allows.
+// The extras of a staged row of normal mode take 24 + 8 K bytes and a bit for each rank. They get an eighth of the
+// rows' bytes; the floor holds one row of each rank's pair ring for any K that the interface allows.
 static uint64_t extras_for(uint64_t num_ranks, uint64_t nvl_bytes) {
   return round_up(max(uint64_t{1} << 20, num_ranks * 8192) + nvl_bytes / 8, kPage);
 }
 
 static constexpr uint64_t kSpareBytes = 16 << 20, kSpareMirrorBytes = 1 << 20;
-static constexpr uint64_t kSpareLinkBytes = 8 << 10;  // what goes with a row, for any K that the interface allows
+static constexpr uint64_t kSpareLinkBytes = 8 << 10;  // extras of a row, for any K that the interface allows
 
 WireRegion::WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uint64_t rdma_bytes, uint32_t flags) {
   uint64_t at = 0;
@@ -25,8 +25,8 @@ WireRegion::WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uin
   extras_bytes = nvl_bytes ? extras_for(static_cast<uint64_t>(num_ranks), nvl_bytes) : 0;
   extras_offset = place(extras_bytes);
   // A shape that fits has rdma_bytes >= 4 E B H with H >= 8. Its dispatch slot holds B rows of 2 H bytes, and indices
-  // and weights of 8 B K bytes (K > E and a tiny H may outgrow the slot: such a call is refused); its combine slot
-  // holds E B rows of (2 + 1/32) H + 4 bytes and 20 E bytes of tables. Pages that are not touched cost nothing.
+  // and weights of 8 B K bytes (a call whose K > E and tiny H outgrow the slot is refused); its combine slot holds E B
+  // rows of (2 + 1/32) H + 4 bytes and 20 E bytes of tables. Untouched pages cost nothing.
   slot_bytes[kDispatch] = rdma_bytes ? round_up(rdma_bytes + kSpareBytes, kPage) : 0;
   slot_bytes[kCombine] = rdma_bytes ? round_up(rdma_bytes + 20 * kMaxExperts + kPage, kPage) : 0;
   for (int kind = 0; kind < 2; kind++)

@@ -8,8 +8,8 @@ namespace dk {
 
 inline int nodes_of(int num_ranks, int num_nvl_peers) { return (num_ranks + num_nvl_peers - 1) / num_nvl_peers; }
 
-// The wire region: staging of normal mode (as large as the nvl region that was asked for), what goes with its rows,
-// then the low-latency slots. Staging is never in the nvl or rdma region, so callers may overwrite those at any time.
+// The wire region: staged rows of normal mode (as many bytes as the nvl region), their extras, the low-latency slots,
+// mirrors and links. Staging is never in the nvl or rdma region, so callers may overwrite those at any time.
 struct WireRegion {
   uint64_t rows_offset, rows_bytes;            // normal mode: rows
   uint64_t extras_offset, extras_bytes;        // normal mode: indices, weights, sources
@@ -24,7 +24,7 @@ struct WireRegion {
   WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uint64_t rdma_bytes, uint32_t flags);
 };
 
-// Room of the low-latency formats for a shape.
+// Sizes and positions of the low-latency formats for a shape.
 struct LowLatencyShape {
   uint64_t num_ranks, num_max_tokens, hidden, num_experts;
 
@@ -55,7 +55,7 @@ struct LowLatencyShape {
   uint64_t combine_slot_bytes(bool logfmt) const {
     return combine_rows_at() + num_experts * num_max_tokens * combine_row_bytes(logfmt);
   }
-  // A mirror of dispatch is like the slot. One of combine holds the part of one rank: ranges, sources, rows.
+  // A mirror of dispatch is laid out like the slot. A mirror of combine holds one rank's part: ranges, sources, rows.
   uint64_t mirror_sources_at() const { return local_experts() * 16; }
   uint64_t mirror_rows_at() const {
     return round_up(mirror_sources_at() + local_experts() * num_max_tokens * 4, kLine);
