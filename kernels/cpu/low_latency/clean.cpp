@@ -1,5 +1,5 @@
-// Clean: all unmasked ranks meet, and from there on low-latency sends are counted anew. Slots need no clearing: what
-// lies in them belongs to older counts.
+// Clean: a barrier of all unmasked ranks, after which low-latency sends are counted from zero again. Slots are not
+// cleared: their messages carry older counts.
 #include "cpu/low_latency/common.h"
 #include "cpu/team/check.h"
 
@@ -18,7 +18,7 @@ class CleanBarrier {
 
   Op &op_;
   Team &team_;
-  uint64_t cleans_;  // the greatest number among those that came
+  uint64_t cleans_;  // the greatest number of cleans among the ranks that arrived
   int64_t *arrived_ = team_.numbers(0);
 };
 
@@ -57,7 +57,7 @@ void CleanBarrier::run() {
   for (Ticket &ticket : team_.control().state().tickets) ticket.open = 0;
 }
 
-// What the peer sent before this clean is here by now, and is nothing that will ever be received.
+// All sends of the peer from before this clean have arrived; no receive half will match them.
 void CleanBarrier::mark_earlier_sends(int peer, uint64_t cleans) {
   for (int kind = 0; kind < 2; kind++) {
     uint64_t &seen = team_.control().peer_state(peer).seen_at_clean[kind];
@@ -69,7 +69,7 @@ void CleanBarrier::mark_earlier_sends(int peer, uint64_t cleans) {
   }
 }
 
-// The oldest clean of each peer that has not been waited for yet: a peer may be one ahead.
+// Takes each peer's oldest clean that this rank has not waited for: a peer may be one ahead.
 bool CleanBarrier::poll() {
   bool found = false;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
@@ -106,7 +106,7 @@ void run_clean(const dk_clean_params &p) {
 
 using namespace dk;
 
-// The shape says which slots; here all of them start anew together.
+// The shape selects slots; this library restarts all of them together.
 DK_EXPORT int32_t dk_clean(dk_clean_params *p) {
   DK_ENTER(p);
   if (bad_head(*p) || p->num_max_tokens < 0 || p->hidden < 0 || p->num_experts < 0) return DK_EINVAL;

@@ -1,6 +1,6 @@
-// Low-latency combine. The experts' rank lays the rows of each source rank together in its slot (or leaves them where
-// they are: zero copy) and says where they are; the tokens' rank reads them in place and adds them up with its weights.
-// This library never adds up at the experts' rank, so DK_LL_UNREDUCED is what it does anyway.
+// Low-latency combine. The experts' rank copies the rows of each source rank to its slot (zero copy leaves them in the
+// rdma region) and posts their position; the tokens' rank reads them in place and adds them with its weights. This
+// library never adds at the experts' rank, so DK_LL_UNREDUCED changes nothing.
 #include <string.h>
 
 #include "cpu/low_latency/common.h"
@@ -12,15 +12,14 @@ namespace {
 struct Range {  // rows of one source rank for one local expert
   int32_t first_row, first_source, count, reserved;
 };
-static_assert(sizeof(Range) == 16, "LowLatencyShape counts on it");
+static_assert(sizeof(Range) == 16, "LowLatencyShape relies on it");
 
 class Slot {
  public:
   Slot(uint64_t base, const LowLatencyShape &shape) : base_(base), shape_(shape) {}
   Range *ranges(int source) const { return at<Range>(base_) + static_cast<uint64_t>(source) * shape_.local_experts(); }
-  int32_t *cursors() const {
-    return at<int32_t>(base_ + shape_.combine_cursors_at());
-  }  // by expert, of this rank's own use
+  // By expert; only the slot's owner uses them.
+  int32_t *cursors() const { return at<int32_t>(base_ + shape_.combine_cursors_at()); }
   int32_t *sources() const { return at<int32_t>(base_ + shape_.combine_sources_at()); }
   uint8_t *rows() const { return at<uint8_t>(base_ + shape_.combine_rows_at()); }
 
@@ -38,7 +37,7 @@ void set_fields(Half &half, const dk_ll_combine_params &p) {
   half.set_field(DK_FIELD_NUM_EXPERTS, p.num_experts);
   half.set_field(DK_FIELD_NUM_TOPK, p.num_topk);
   half.set_field(DK_FIELD_MAX_TOKENS, p.num_max_tokens);
-  half.set_field(DK_FIELD_FORMAT, p.flags & DK_LL_LOGFMT);  // zero copy is each rank's own choice
+  half.set_field(DK_FIELD_FORMAT, p.flags & DK_LL_LOGFMT);  // each rank chooses zero copy for itself
 }
 
 // ---- Send ----
@@ -82,7 +81,7 @@ void Sender::run() {
   half_.finish(p_.num_tokens, p_.ticket);
 }
 
-// False: the layout is not one that a dispatch of this shape leaves.
+// False: a dispatch of this shape cannot have written this layout.
 bool Sender::lay_out(const Slot &slot, int source) {
   const int64_t *layout = at<const int64_t>(p_.layout_range) + source;
   uint64_t recv_rows = shape_.recv_rows();
@@ -106,7 +105,7 @@ bool Sender::lay_out(const Slot &slot, int source) {
   return true;
 }
 
-// The mirror has no gaps: a range's rows come where its sources come.
+// The mirror has no gaps: a range's rows start at the index of its sources.
 void Sender::put_part(const Slot &slot, int source) {
   const Range *ranges = slot.ranges(source);
   uint64_t first = static_cast<uint64_t>(ranges->first_source), count = num_rows_ - first;
@@ -220,8 +219,7 @@ bool Receiver::check_slots() {
 }
 
 void Receiver::add_all() {
-  // The slot of this rank's own send of this call: nobody else touches its cursors, and this receive half is their only
-  // user.
+  // The slot of this rank's send of this call: no peer accesses its cursors, and no other receive half uses them.
   int32_t *cursors = Slot(half_.sent_slot(), shape_).cursors();
   memset(cursors, 0, sizeof(int32_t) * shape_.num_experts);
   for (int32_t token = 0; token < p_.num_tokens && !op_.failed(); token++) {
@@ -235,7 +233,7 @@ void Receiver::add_all() {
   }
 }
 
-// In the order of the token's list; an expert that it names more than once counts once, with the sum of the weights.
+// In the order of the token's indices; an expert that occurs more than once counts once, with the sum of its weights.
 void Receiver::find_rows(int32_t token, int32_t *cursors, Found &found) {
   found.count = 0;
   int64_t experts[kMaxTopk];
@@ -260,7 +258,7 @@ void Receiver::find_rows(int32_t token, int32_t *cursors, Found &found) {
   }
 }
 
-// An expert's rows lie by token, and tokens are looked for in order: each list is walked through once.
+// An expert's rows are ordered by token, and tokens are searched in order, so each list is traversed once.
 const uint16_t *Receiver::find_row(int source, int64_t expert, int32_t token, int32_t *cursors) {
   if (is_remote(team_, source)) return find_remote_row(source, expert, token, cursors[expert]);
   Slot slot(half_.slot(source), shape_);
@@ -275,7 +273,7 @@ const uint16_t *Receiver::find_row(int source, int64_t expert, int32_t token, in
                             static_cast<uint64_t>(range.first_row + cursor) * message.rows_stride);
 }
 
-// The same in a mirror. What a peer that goes on without this rank is writing may be anything.
+// The same in a mirror. Its contents are checked: a peer that has masked this rank may be overwriting them.
 const uint16_t *Receiver::find_remote_row(int source, int64_t expert, int32_t token, int32_t &cursor) {
   uint64_t mirror = half_.slot(source), local = shape_.local_experts();
   const Range *ranges = at<const Range>(mirror), range = ranges[static_cast<uint64_t>(expert) % local];
@@ -290,7 +288,7 @@ const uint16_t *Receiver::find_remote_row(int source, int64_t expert, int32_t to
 }
 
 void Receiver::add_logfmt(uint16_t *to, const Found &found) {
-  constexpr uint64_t kBlocks = 8;  // at once: the sums stay in the first cache
+  constexpr uint64_t kBlocks = 8;  // at a time: the sums stay in the L1 cache
   uint64_t blocks = shape_.hidden / kScaleChannels;
   for (uint64_t first = 0; first < blocks; first += kBlocks) {
     float acc[kBlocks * kScaleChannels] = {};

@@ -19,7 +19,7 @@ bool SendHalf::begin() {
   if (op_.failed()) return false;
   RankState &state = team_.control().state();
   epoch_ = state.epoch[kind_] + 1;
-  if (!has_credit(team_.rank)) {  // only this rank's own receive half could free the slot, and it comes later
+  if (!has_credit(team_.rank)) {  // only a later receive half of this rank could free the slot
     op_.fail(DK_EINVAL, team_.rank, DK_FIELD_OPERATION, 2, 3);
     return false;
   }
@@ -57,7 +57,7 @@ void SendHalf::post(int peer, int32_t num_tokens) {
     return remote_.end(peer);
   }
   SendMessage &to = team_.peers[peer].control.send_from(kind_, epoch_ & 1, team_.rank);
-  to.epoch.store(0);  // a reader that meets half a message looks again
+  to.epoch.store(0);  // a reader of a partly written message polls again
   fill(to, num_tokens);
   to.epoch.store(epoch_);
   op_.ring(peer);
@@ -112,15 +112,15 @@ uint32_t RecvHalf::cleans_of(int peer) const {
   return team_.peers[peer].control.state().cleans;
 }
 
-// The peer's message of this call in either of its slots; null: not here yet.
+// The peer's message of this call in either of its slots; null: not arrived yet.
 SendMessage *RecvHalf::find(int peer) const {
   for (uint64_t slot = 0; slot < 2; slot++) {
     SendMessage &message = team_.control().send_from(kind_, slot, peer);
     uint64_t epoch = message.epoch.load();
     if (epoch == 0) continue;
     bool same_clean = message.cleans == ticket_.cleans;
-    // Where the peer has not cleaned as often, their own numbers have to do: equal, and newer than a mask that was
-    // lifted. Where it has, a message from before is of a call that this rank never made.
+    // If the numbers of cleans differ, the epochs decide: they must be equal, and newer than the last unmask. A message
+    // from before a clean that the peer has done since belongs to a call that this rank never made.
     bool matches = same_clean
                        ? message.since_clean == ticket_.since_clean
                        : epoch == ticket_.epoch && epoch > team_.control().peer_state(peer).seen_at_clean[kind_] &&
@@ -130,7 +130,7 @@ SendMessage *RecvHalf::find(int peer) const {
   return nullptr;
 }
 
-// Both of its messages are of later calls: it has masked this rank and gone on.
+// Both of the peer's messages are of later calls: it has masked this rank and moved on.
 bool RecvHalf::has_moved_on(int peer) const {
   for (uint64_t slot = 0; slot < 2; slot++) {
     SendMessage &message = team_.control().send_from(kind_, slot, peer);
@@ -191,7 +191,7 @@ bool RecvHalf::intact(int peer) {
   return team_.peers[peer].control.state().writing[kind_].load() < epoch + 2;
 }
 
-// A credit says that everything up to an epoch was read, so a call that is received before an older one gives none yet.
+// A credit covers all epochs up to its value, so a call that is received before an older one gives none yet.
 void RecvHalf::give_credits() {
   bool older_open = false;
   for (const Ticket &other : team_.control().state().tickets)

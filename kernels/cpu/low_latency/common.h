@@ -1,10 +1,9 @@
 // The two halves of a low-latency call, common to dispatch and combine: slots, messages, credits, tickets.
 //
-// A rank fills a slot of its own wire region and tells its peers; they read it in place and give a credit for it. To
-// remote ranks (remote.h) it puts what they need of the slot, and the slot is free again when the puts have left it
-// too. A message belongs to a receive half if it carries the same number of sends since the same clean; the epoch that
-// the sender goes by is its own. So a peer that was masked, came late or skipped calls is never taken for one that
-// arrived.
+// A rank fills a slot of its wire region and posts a message to its peers; they read the slot in place and return a
+// credit. To remote ranks (remote.h) it puts their part of the slot, and the slot is free again once those puts have
+// completed too. A message matches a receive half if it carries the same number of sends since the same clean; epochs
+// are local to the sender. So a message of a peer that was masked, is late or skipped calls never matches a wrong call.
 #pragma once
 #include "cpu/low_latency/remote.h"
 
@@ -26,7 +25,7 @@ class SendHalf {
     stride_ = stride;
   }
   RemoteSender &remote() { return remote_; }  // between begin and finish
-  // Tells the unmasked peers, and leaves the ticket for the receive half.
+  // Posts the message to the unmasked peers and writes the ticket for the receive half.
   void finish(int32_t num_tokens, uint32_t ticket);
 
  private:
@@ -46,12 +45,12 @@ class SendHalf {
 
 class RecvHalf {
  public:
-  // Takes the ticket up; the operation fails if no send half left it.
+  // Takes the ticket; the operation fails if no send half wrote it.
   RecvHalf(Op &op, Kind kind, uint32_t ticket);
 
   void set_field(int field, int64_t value) { fields_[field] = value; }
-  // True if a message has come since the last look, or a peer turned out to be beyond reach. Stamps what was waited for
-  // each.
+  // True if a message has arrived since the last poll, or a peer was masked. Records the time that each peer was waited
+  // for.
   bool poll();
   bool settled(int peer) const { return message_[peer] != 0 || team_.masked(peer); }
   bool all_settled() const;
@@ -59,10 +58,10 @@ class RecvHalf {
   bool awaits(int peer, Missing &missing) const;
 
   const SendMessage &message(int peer) const { return *at<const SendMessage>(static_cast<uint64_t>(message_[peer])); }
-  // Of a remote peer: the mirror.
+  // The peer's slot; for a remote peer, its mirror here.
   uint64_t slot(int peer) const;
   uint64_t sent_slot() const { return slot_address(team_, team_.rank, kind_, ticket_.epoch); }
-  // False: the peer has begun to overwrite the slot (it has masked this rank), and what was read is void.
+  // False: the peer has masked this rank and begun to overwrite the slot; the rows that were read are invalid.
   bool intact(int peer);
   void give_credits();
   uint64_t sent_epoch() const { return ticket_.epoch; }
@@ -80,13 +79,12 @@ class RecvHalf {
   Ticket ticket_ = {};
   uint64_t start_ns_;
   int64_t fields_[kNumFields] = {};
-  int64_t *message_, *epoch_, *waited_;  // of each peer
+  int64_t *message_, *epoch_, *waited_;  // by peer
 };
 
-// A masked peer comes back: what it has not read counts as read, and what it sent before is old.
+// Before a peer is unmasked: all sends to it count as read, and its earlier sends match no call.
 void ignore_past_sends_of(Team &team, int peer);
-// Clean number `cleans`: sends are counted from zero again. Receive halves that were never issued hold nothing up any
-// more.
+// Clean number `cleans`: sends are counted from zero again. Sends whose receive halves were never issued count as read.
 void restart_counts(Op &op, uint32_t cleans);
 
 template <class P>

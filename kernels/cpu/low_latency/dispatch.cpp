@@ -1,7 +1,6 @@
 // Low-latency dispatch. The sender casts each token once into its slot, with its indices; each receiver reads the
-// indices of all senders and copies the rows of its experts to their places, by source rank and then by token. A remote
-// receiver reads them in its mirror of the slot, where the sender has put the indices and the rows that this receiver
-// takes.
+// indices of all senders and copies the rows of its experts to the output, ordered by source rank and then by token. A
+// remote receiver reads a mirror of the slot, into which the sender puts the indices and that receiver's rows.
 #include <string.h>
 
 #include "cpu/low_latency/common.h"
@@ -29,7 +28,7 @@ class Slot {  // of a sender, as laid out by LowLatencyShape
 
 bool is_fp8(const dk_ll_dispatch_params &p) { return p.format == DK_FORMAT_FP8; }
 uint64_t value_bytes(const dk_ll_dispatch_params &p) { return static_cast<uint64_t>(p.hidden) * (is_fp8(p) ? 1 : 2); }
-// 4-byte words of scales of a row: one for 128 channels, or four exponents in one.
+// Words of scales of a row: a float for each 128 channels, or four exponents in a word.
 uint64_t scale_words(const dk_ll_dispatch_params &p) {
   return !is_fp8(p) ? 0
                     : static_cast<uint64_t>(p.hidden) / (p.flags & DK_LL_UE8M0 ? 4 * kScaleChannels : kScaleChannels);
@@ -70,7 +69,7 @@ void pack_exponents(uint32_t *words, const float *scales, uint64_t count) {
     uint32_t bits[4], word = 0;
     memcpy(bits, scales + 4 * w, sizeof bits);
     for (int i = 0; i < 4; i++) word |= (bits[i] >> 23 & 0xff) << (8 * i);
-    memcpy(words + w, &word, sizeof word);  // may lie over scales that have been read
+    memcpy(words + w, &word, sizeof word);  // words may overlap scales that were read already
   }
 }
 
@@ -79,20 +78,20 @@ void write_row(const Team &team, const dk_ll_dispatch_params &p, uint8_t *to, ui
   uint64_t hidden = static_cast<uint64_t>(p.hidden);
   const uint16_t *x = at<const uint16_t>(p.x) + token * hidden;
   if (!is_fp8(p)) return rows.copy(to, x, 2 * hidden, false);
-  // The float scales of the whole row fit behind its values: 2 H bytes hold H + H/32.
+  // The float scales of the row fit after its values: 2 H bytes hold H + H/32.
   float *scales = reinterpret_cast<float *>(to + hidden);
   rows.cast_fp8(to, scales, x, hidden / kScaleChannels, p.flags & DK_LL_ROUND_SCALE);
   if (p.flags & DK_LL_UE8M0) pack_exponents(reinterpret_cast<uint32_t *>(scales), scales, scale_words(p));
 }
 
-// The first of the token's experts that is at the same rank.
+// Whether an earlier expert of the token is at the same rank as expert k.
 bool rank_named_before(const int32_t *idx, int k, int local) {
   for (int i = 0; i < k; i++)
     if (idx[i] >= 0 && idx[i] / local == idx[k] / local) return true;
   return false;
 }
 
-// A row that several experts of a remote rank want crosses once.
+// Puts a row once to each remote rank, for all its experts.
 void put_row(Op &op, const dk_ll_dispatch_params &p, RemoteSender &remote, const Slot &slot, uint64_t token) {
   int local = p.num_experts / op.team.num_ranks;
   uint64_t bytes = value_bytes(p) + 4 * scale_words(p);
@@ -196,7 +195,7 @@ void Receiver::run() {
   for (int e = 0; e < local_; e++) at<int32_t>(p_.cumulative_stats)[e] += count_[e];
 }
 
-// Rows lie by source rank, so ranks are taken in order, each as soon as it is here.
+// The output is ordered by source rank, so ranks are received in order, each as soon as it has arrived.
 Poll Receiver::poll() {
   bool progress = half_.poll();
   if (op_.failed()) return Poll::done;
@@ -212,7 +211,7 @@ void Receiver::receive_from(int source) {
   for (int e = 0; e < local_; e++) range[e * team_.num_ranks] = int64_t{count_[e]} << 32;
   if (!half_.has_arrived(source)) return;
   Slot slot(half_.slot(source), shape_, p_);
-  // The bound is for a message that is being overwritten.
+  // Bounded, since the message may be being overwritten.
   uint64_t tokens = min(static_cast<uint64_t>(half_.message(source).num_tokens), shape_.num_max_tokens);
   for (uint64_t token = 0; token < tokens; token++) receive_token(slot, token);
   if (!half_.intact(source)) {
@@ -234,7 +233,7 @@ void Receiver::receive_token(const Slot &slot, uint64_t token) {
   }
 }
 
-// Scales lie with the row axis contiguous.
+// Scales are stored with the row axis contiguous.
 void Receiver::write_output_row(int expert, const uint8_t *row, uint64_t token) {
   uint64_t rows = shape_.recv_rows(), e = static_cast<uint64_t>(expert), r = static_cast<uint64_t>(count_[expert]++);
   at<int32_t>(p_.src_info)[e * rows + r] = static_cast<int32_t>(token);

@@ -1,12 +1,12 @@
-// Masks: which ranks this one does without. Each rank's own affair; nothing is told to the others, but remote ranks
-// hear how often this one has started anew.
+// Masks: the ranks that this rank leaves out of low-latency calls. Each rank keeps its own mask; it sends the others
+// nothing, except that remote ranks receive this rank's number of cleans.
 #include "cpu/low_latency/common.h"
 #include "cpu/team/check.h"
 
 namespace dk {
 namespace {
 
-// True: a mask was lifted.
+// True: the peer was masked and is not any more.
 bool set_mask(Team &team, int peer, bool masked) {
   PeerState &state = team.control().peer_state(peer);
   bool lifted = state.masked && !masked;
@@ -15,7 +15,8 @@ bool set_mask(Team &team, int peer, bool masked) {
   return lifted;
 }
 
-// A caller who meets the other ranks after this expects them to know.
+// Waits until the puts are delivered: the caller may synchronise with the other ranks next, and calls after that rely
+// on the count.
 void update_mask(Op &op, int peer, bool masked) {
   if (!set_mask(op.team, peer, masked)) return;
   put_clean_count(op, peer);
@@ -30,7 +31,7 @@ void clean_masks(Op &op) {
 
 void run_mask(const dk_mask_params &p) {
   Op op(p, DK_OP_MASK);
-  op.may_shrink = true;  // a remote peer that is dead cannot be told anything
+  op.may_shrink = true;  // nothing can be put to a dead remote peer
   if (p.what == DK_MASK_UPDATE && !op.failed()) update_mask(op, p.rank, p.value != 0);
   if (p.what == DK_MASK_CLEAN && !op.failed()) clean_masks(op);
   if (p.what != DK_MASK_QUERY) return;

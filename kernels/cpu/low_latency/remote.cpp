@@ -5,7 +5,7 @@
 namespace dk {
 namespace {
 
-constexpr int kMessageQp = 0;  // messages, credits and cleans: among each other they keep their order
+constexpr int kMessageQp = 0;  // messages, credits and cleans, which keep their order
 
 template <class Each>
 void for_each_bit(const uint64_t *words, Each each) {
@@ -79,7 +79,7 @@ void RemoteSender::put(int peer, uint64_t lane, uint64_t offset, const void *src
   post_on(peer, qp, at<void>(mirror_address(team_, kind_, epoch_, team_.rank) + offset), src, bytes, {});
 }
 
-// The message stands for the flag of its own QP.
+// The message takes the place of a flag on its QP.
 void RemoteSender::end(int peer) {
   if (!open(peer, kMessageQp)) return;
   RemoteArrival &there = remote_peer(team_, team_.rank).arrival[kind_][epoch_ & 1];
@@ -89,10 +89,11 @@ void RemoteSender::end(int peer) {
   put_message(peer);
 }
 
-// As SendHalf::post does. What a reader looks at before it knows that all is here goes whole, as signals.
+// Puts the message as SendHalf::post writes it. The words that a reader polls before it knows that the message is
+// complete go as signals, which are atomic.
 void RemoteSender::put_message(int peer) {
   static_assert(offsetof(SendMessage, num_tokens) == offsetof(SendMessage, cleans) + 4, "one word");
-  static_assert(offsetof(SendMessage, rows_offset) == offsetof(SendMessage, cleans) + 8, "the word's end");
+  static_assert(offsetof(SendMessage, rows_offset) == offsetof(SendMessage, cleans) + 8, "the end of that word");
   SendMessage &from = message(peer), &to = team_.control().send_from(kind_, epoch_ & 1, team_.rank);
   uint64_t cleans_and_tokens, body = address_of(&from + 1) - address_of(&from.rows_offset);
   memcpy(&cleans_and_tokens, reinterpret_cast<char *>(&from.cleans), sizeof cleans_and_tokens);
