@@ -44,7 +44,7 @@ static void sums(struct rank *me) {
   }
 }
 
-/* Ten times the same input: ten times the same bits, whoever comes first. */
+/* Ten combines of the same input give the same bits, in whatever order the rows arrive. */
 static void repeatable(struct rank *me) {
   struct both both = two_biases;
   both.dispatch.experts *= me->count;
@@ -71,7 +71,7 @@ static void repeatable(struct rank *me) {
   }
 }
 
-/* One handle, several combines of other widths; then a cached dispatch, then a combine again. */
+/* One handle: several combines of different widths, a cached dispatch, another combine. */
 static void one_handle(struct rank *me) {
   struct both both = plain;
   both.dispatch.experts *= me->count;
@@ -91,7 +91,7 @@ static void one_handle(struct rank *me) {
   }
 }
 
-/* Infinity and NaN in a row reach the sums of their tokens, and nobody else's. */
+/* Infinity and NaN in a row reach the sum of that row's token and no other sum. */
 static void not_numbers(struct rank *me) {
   struct both both = plain;
   both.dispatch.experts *= me->count;

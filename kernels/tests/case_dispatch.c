@@ -1,12 +1,12 @@
-/* case_dispatch.c - rows of every shape arrive where they should, whole, in order; again from the handle; again and
- * again. */
+/* case_dispatch.c - rows of all shapes arrive whole, at the right place and in order; also with a cached handle and
+ * over many calls. */
 #include "normal.h"
 
 #define ROOMY ((uint64_t)4 << 20)
 
-/* Two calls on one buffer, then a cached one with other rows. */
+/* Two calls on one buffer, then a cached one with different rows. */
 static void run_spec(struct rank *me, struct normal_spec spec) {
-  spec.experts *= me->count; /* tables give local experts */
+  spec.experts *= me->count; /* tables give the number of local experts */
   struct team_spec team = {.nvl_bytes = spec.nvl_bytes, .trace = -1};
   if (spec.nvl_bytes == 0) team.min_row = spec.row_bytes + 4 * (uint64_t)spec.scales;
   struct team *t = make_team(me, &team);
@@ -49,7 +49,7 @@ SPEC(floor_fp8, .tokens = 70, .experts = 4, .topk = 3, .row_bytes = 768, .scales
 SPEC(floor_skewed, .pattern = SKEWED, .tokens = 100, .experts = 4, .topk = 3, .row_bytes = 2048, .nvl_bytes = 0);
 SPEC(large, .tokens = 512, .experts = 8, .topk = 8, .row_bytes = 4096, .nvl_bytes = (uint64_t)16 << 20);
 
-/* Normal mode does not mind what its caller leaves in the nvl region between calls. */
+/* The caller may overwrite the nvl region between calls of normal mode. */
 static void overwritten_region(struct rank *me) {
   struct normal_spec spec = bf16;
   spec.experts *= me->count;
@@ -59,14 +59,14 @@ static void overwritten_region(struct rank *me) {
     struct mark mark = set_mark(me);
     fill(me, t->block->at[me->index] + t->nvl_offset, t->nvl_bytes, round * 85);
     finish(me);
-    meet(me); /* idle on every rank before anybody goes on */
+    meet(me); /* all ranks are idle before any continues */
     dispatch_and_check(make_normal(t, &spec, round));
     meet(me);
     back_to(me, mark);
   }
 }
 
-/* A handle is data only: that of one team serves another. */
+/* A handle is data only: one team can use another team's. */
 static void handle_elsewhere(struct rank *me) {
   struct normal_spec spec = bf16;
   spec.experts *= me->count;
@@ -80,7 +80,7 @@ static void handle_elsewhere(struct rank *me) {
   check_dispatch(n, DK_DISPATCH_CACHED);
 }
 
-/* Thirty calls of other sizes one after the other, nobody waiting in between: a rank may run ahead of its peers. */
+/* Thirty calls of different sizes without a wait in between: a rank may run ahead of its peers. */
 static void back_to_back(struct rank *me) {
   struct team_spec team = {.nvl_bytes = 1 << 18, .trace = -1};
   struct team *t = make_team(me, &team);
@@ -121,7 +121,7 @@ static const struct test_case cases[] = {
     {"dispatch/no tokens at all", shape, 3, &no_tokens, QUICK, 0, 0},
     {"dispatch/rows of ones", shape, 3, &ones, QUICK, 0, 0},
     {"dispatch/rows of zeros", shape, 3, &zeros, QUICK, 0, 0},
-    {"dispatch/the matrix says how many", shape, 3, &matrix_alone, USUAL, 0, 0},
+    {"dispatch/row count from the matrix", shape, 3, &matrix_alone, USUAL, 0, 0},
     {"dispatch/2 SMs", shape, 3, &few_sms, USUAL, 0, 0},
     {"dispatch/chunks of 1", shape, 3, &small_chunks, USUAL, 0, 0},
     {"dispatch/smallest region, 2 ranks", shape, 2, &floor, QUICK, 0, 0},
@@ -132,6 +132,6 @@ static const struct test_case cases[] = {
     {"dispatch/512 tokens of 4 KiB", shape, 4, &large, HEAVY, 0, 0},
     {"dispatch/region overwritten between calls", overwritten_region, 3, NULL, USUAL, 0, 0},
     {"dispatch/handle of another team", handle_elsewhere, 3, NULL, QUICK, 0, 0},
-    {"dispatch/thirty back to back", back_to_back, 4, NULL, USUAL, 0, 0},
+    {"dispatch/thirty calls in a row", back_to_back, 4, NULL, USUAL, 0, 0},
 };
 GROUP(dispatch_cases);

@@ -1,4 +1,4 @@
-/* case_failure.c - ranks that do not come, aborts, and what a team does after its first failure. */
+/* case_failure.c - ranks that do not call, aborts, and what a team does after its first failure. */
 #include "lowlat.h"
 #include "normal.h"
 
@@ -7,7 +7,7 @@ static const struct ll_spec kLowLatency = {
 static const struct normal_spec kNormal = {.tokens = 20, .experts = 6, .topk = 2, .index_bytes = 8, .row_bytes = 512};
 static const struct combine_spec kCombine = {.hidden = 256, .weights = true};
 
-/* Everything that an operation may need, prepared while all ranks are there. */
+/* Inputs of every operation, prepared while all ranks take part. */
 struct stage {
   struct team *team;
   struct normal *normal;
@@ -59,7 +59,7 @@ static void expect_void_outputs(struct stage *s, uint32_t op) {
   if (op == DK_OP_LL_COMBINE) expect_nan(s->ll);
 }
 
-/* The last rank does not come: all others name it when the time is over. */
+/* The last rank does not call: all others blame it at the deadline. */
 static void timeout(struct rank *me) {
   uint32_t op = *(const uint32_t *)me->test->arg;
   struct stage s = set_stage(me);
@@ -80,7 +80,7 @@ static void timeout(struct rank *me) {
   expect_void_outputs(&s, op);
 }
 
-/* The engine ends the waits: within half a second everybody has left and names the culprit. */
+/* The engine sets abort_word: within half a second every rank has returned and blames the culprit. */
 static void aborted(struct rank *me) {
   uint32_t op = *(const uint32_t *)me->test->arg;
   struct stage s = set_stage(me);
@@ -105,7 +105,7 @@ static void aborted(struct rank *me) {
   expect_void_outputs(&s, op);
 }
 
-/* After the first failure nothing waits for anything any more, and the record stays what it is. */
+/* After the first failure no operation waits, and the failure record does not change. */
 static void sticky(struct rank *me) {
   struct stage s = set_stage(me);
   if (me->index == me->count - 1) return;
@@ -134,7 +134,7 @@ static void sticky(struct rank *me) {
          (unsigned long)s.team->status->failure.call);
 }
 
-/* An abort that comes before the call counts for it as well. */
+/* An abort before the call ends the call too. */
 static void aborted_before(struct rank *me) {
   struct stage s = set_stage(me);
   s.team->timeout_ns = limit_ns(100);
@@ -146,7 +146,7 @@ static void aborted_before(struct rank *me) {
     expect_no_rows(s.ll);
   }
   meet(me);
-  if (me->index != 0) { /* whoever relies on a failed rank does not wait for ever either, once the engine says so */
+  if (me->index != 0) { /* ranks that wait for a failed rank return once the engine sets abort_word */
     set_abort(s.team, DK_EPEERDEAD, 0);
     run_op(&s, DK_OP_LL_COMBINE);
     finish(me);
@@ -155,7 +155,7 @@ static void aborted_before(struct rank *me) {
   }
 }
 
-/* A failed team does not keep a new one from working, on the same stream and device. */
+/* After a failed team, a new one works on the same stream and device. */
 static void new_team_after(struct rank *me) {
   struct stage s = set_stage(me);
   s.team->timeout_ns = soon_ns();
@@ -171,7 +171,7 @@ static void new_team_after(struct rank *me) {
   expect_healthy(next.team);
 }
 
-/* Late by less than the deadline is no failure. */
+/* A rank that is late by less than the deadline causes no failure. */
 static void late(struct rank *me) {
   struct stage s = set_stage(me);
   s.team->timeout_ns = limit_ns(2);
@@ -189,8 +189,8 @@ static void late(struct rank *me) {
   check_ll_combine(s.ll);
 }
 
-/* Whoever has finished a call may leave: the others have all that they need of it, and wait only for those that are
- * slower. Rows go through rings of a few places, so that there is much to wait for. */
+/* A rank that has finished a call may leave: the others need nothing more of it and wait only for slower ranks. Rings
+ * of a few slots make ranks wait often. */
 static const struct normal_spec kManyRows = {
     .tokens = 120, .experts = 12, .topk = 3, .index_bytes = 8, .row_bytes = 8192, .recv_chunk = 2};
 static const struct combine_spec kManySums = {.hidden = 4096, .weights = true};
@@ -205,7 +205,7 @@ static struct stage set_slow_stage(struct rank *me, uint64_t salt) {
   return s;
 }
 
-/* What is on its way to other nodes arrives before anybody may go. */
+/* A rank's puts to other nodes complete before it may leave. */
 static void deliver(struct team *t) {
   dk_transport_quiet_params p = {.size = sizeof p,
                                  .transport = t->transport,
@@ -261,8 +261,8 @@ static const struct test_case cases[] = {
     {"abort/clean", aborted, 3, &clean, QUICK, 0, 0},
     {"abort/barrier", aborted, 3, &barrier, QUICK, 0, 0},
     {"abort/before the call", aborted_before, 3, NULL, QUICK, 0, 0},
-    {"failure/nothing works any more", sticky, 3, NULL, QUICK, 0, 0},
-    {"failure/a new team works", new_team_after, 3, NULL, QUICK, 0, 0},
-    {"failure/late is not dead", late, 3, NULL, QUICK, 0, 0},
+    {"failure/later operations return at once", sticky, 3, NULL, QUICK, 0, 0},
+    {"failure/a new team works afterwards", new_team_after, 3, NULL, QUICK, 0, 0},
+    {"failure/a rank late by less than the deadline", late, 3, NULL, QUICK, 0, 0},
 };
 GROUP(failure_cases);

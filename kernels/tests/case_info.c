@@ -1,4 +1,4 @@
-/* case_info.c - what a library says of itself, of its devices, and of the memory that it wants. */
+/* case_info.c - what a library reports about itself, its devices, and the memory that it needs. */
 #include <string.h>
 
 #include "suite.h"
@@ -15,7 +15,7 @@ static void facts(struct rank *me) {
   expect(me, p.num_devices > 0 && !p.reason[0], "%d devices, and yet the reason \"%.255s\"", p.num_devices, p.reason);
 }
 
-/* Every function refuses a struct that is one byte too small, and leaves what is behind `size` alone. */
+/* Every function refuses a struct that is one byte too small, and leaves the bytes after `size` alone. */
 static void short_structs(struct rank *me) {
   static const struct {
     const char *name;
@@ -100,7 +100,8 @@ static void block_sizes(struct rank *me) {
   expect(me, dk.block_sizes(&bad) != DK_OK, "%d ranks were accepted", bad.num_ranks);
 }
 
-/* What V1's hint gives for a shape (two slots of what is sent, received and signalled): shapes must fit in that. */
+/* The bytes that V1's hint gives for a shape (two slots of sent rows, received rows and flags): the shape must fit in
+ * them. */
 static uint64_t upstream_hint(uint64_t tokens, uint64_t hidden, uint64_t experts) {
   uint64_t scales = hidden / 128, fp8 = hidden + 4 * scales, bf16 = 2 * hidden;
   uint64_t dispatch = 16 + (bf16 > fp8 ? bf16 : fp8), combine = bf16 + 4 * scales;
@@ -143,7 +144,7 @@ static void ll_layout(struct rank *me) {
 }
 
 static const struct test_case cases[] = {
-    {"info/facts", facts, 1, NULL, QUICK, 0, 0},
+    {"info/library", facts, 1, NULL, QUICK, 0, 0},
     {"info/short structs are refused", short_structs, 1, NULL, QUICK, 0, 0},
     {"info/longer structs are accepted", longer_struct, 1, NULL, QUICK, 0, 0},
     {"info/devices", devices, 1, NULL, QUICK, 0, 0},

@@ -1,5 +1,5 @@
-/* case_internode.c - normal mode across nodes: the cases of one node again where the ranks of other nodes are reached
- * by a transport, which is sometimes as late as the rules allow. */
+/* case_internode.c - normal mode across nodes: reruns cases of one node with a transport between nodes, in some places
+ * one that delays as much as it may. */
 #include "normal.h"
 #include "rerun_on_nodes.h"
 
@@ -13,13 +13,13 @@ PLACE(fours_late, .node = 4, .qps = 5, .transport_flags = LATE, .seed = 4);
 PLACE(narrow, .rdma_bytes = 1 << 16, .node = 2, .qps = 2, .seed = 11); /* room for a row of 32 KiB and no more */
 PLACE(singles, .node = 1, .qps = 3, .seed = 6);
 PLACE(singles_late, .node = 1, .qps = 5, .transport_flags = LATE, .seed = 7);
-PLACE(shallow, .node = 2, .qps = 1, .qp_depth = 1, .seed = 8); /* full all the time */
+PLACE(shallow, .node = 2, .qps = 1, .qp_depth = 1, .seed = 8); /* always full */
 PLACE(shallow_late, .node = 2, .qps = 2, .qp_depth = 2, .transport_flags = LATE, .seed = 9);
 PLACE(many_qps, .node = 2, .qps = 100, .qp_depth = 4, .seed = 10);
 
-/* Bytes are counted for the rank that they went to from here: rows for ranks of my node, also those that came through
- * me from my index on another node; and what crossed, once a node, for the rank of my index there. */
-static int crossing(const struct normal *n, int source, int node) { /* tokens of that rank that go to that node */
+/* Bytes are counted for the rank that this rank sends them to: rows for ranks of my node, also those that I forward
+ * from my partners; and, once a node, rows for my partner there. */
+static int crossing(const struct normal *n, int source, int node) { /* tokens of `source` that go to `node` */
   int tokens = 0;
   for (int t = 0; t < n->routing->tokens[source]; t++) {
     bool any = false;
@@ -71,11 +71,11 @@ static void counted(struct rank *me) {
          "bytes do not add up");
 }
 
-/* Teams that cannot be: nobody is reached half. The ranks of rank 0's own node are 0 and 1. */
+/* Teams that are refused: either all ranks of a node are mapped or none. Ranks 0 and 1 are rank 0's node. */
 static int32_t create(struct rank *me, int ranks, uint64_t transport, uint64_t own, unsigned mapped) {
   uint64_t blocks[4] = {own}, status_at;
   for (int i = 1; i < 4; i++)
-    blocks[i] = mapped >> i & 1 ? own + 4096 * (uint64_t)i : 0; /* an address is all that is asked for */
+    blocks[i] = mapped >> i & 1 ? own + 4096 * (uint64_t)i : 0; /* only the address is checked */
   void *status = host_words(me, DK_STATUS_BYTES, 4096, &status_at);
   dk_block_sizes_params sizes = {
       .size = sizeof sizes, .num_ranks = 4, .num_nvl_peers = 2, .nvl_bytes = 4096, .rdma_bytes = 4096};
@@ -142,8 +142,7 @@ static void refused(struct rank *me) {
   }
 }
 
-/* Rows that the region for other nodes has no room for are refused at the call, and those that it has room for still
- * pass. */
+/* A call whose rows do not fit the region for other nodes is refused; rows that fit still pass. */
 static void no_room(struct rank *me) {
   static const struct normal_spec fits = {.tokens = 20, .experts = 4, .topk = 2, .index_bytes = 8, .row_bytes = 1024};
   static const struct combine_spec sums = {.hidden = 64};
@@ -168,7 +167,7 @@ static void no_room(struct rank *me) {
 
 static const int of_two = 2, of_four = 4;
 
-#define CASE(place, name, ranks, weight) AGAIN("normal internode", name, place, ranks, weight)
+#define CASE(place, name, ranks, weight) ON_NODES("normal internode", name, place, ranks, weight)
 
 static const struct test_case cases[] = {
     CASE(pairs, "team/barrier, 3 ranks", 4, QUICK),
@@ -218,7 +217,7 @@ static const struct test_case cases[] = {
     CASE(shallow_late, "dispatch/BF16, 4 ranks", 8, HEAVY),
     CASE(many_qps, "dispatch/BF16, 4 ranks", 4, USUAL),
     CASE(pairs, "dispatch/handle of another team", 4, QUICK),
-    CASE(pairs_late, "dispatch/thirty back to back", 4, USUAL),
+    CASE(pairs_late, "dispatch/thirty calls in a row", 4, USUAL),
 
     CASE(pairs, "worst/spare rows, 3 ranks", 4, QUICK),
     CASE(pairs_late, "worst/FP8", 6, USUAL),
@@ -278,9 +277,9 @@ static const struct test_case cases[] = {
     CASE(pairs_late, "leaving/dispatch", 6, USUAL),
     CASE(pairs_late, "leaving/combine", 6, USUAL),
     CASE(singles, "leaving/combine", 3, USUAL),
-    CASE(pairs_late, "failure/nothing works any more", 6, QUICK),
-    CASE(singles, "failure/a new team works", 3, QUICK),
-    CASE(pairs_late, "failure/late is not dead", 6, USUAL),
+    CASE(pairs_late, "failure/later operations return at once", 6, QUICK),
+    CASE(singles, "failure/a new team works afterwards", 3, QUICK),
+    CASE(pairs_late, "failure/a rank late by less than the deadline", 6, USUAL),
     {"normal internode/refused", refused, 1, NULL, QUICK, 0, 0},
     {"normal internode/rows without room", no_room, 2, NULL, QUICK, 0, 0},
     {"normal internode/statistics/bytes, 3 nodes of 2", counted, 6, &of_two, QUICK, 0, 0},

@@ -1,10 +1,10 @@
-/* case_internode_seeds.c - normal mode across nodes for many seeds: each draws the transport's character, queue pairs
- * and their depth, the size of regions, routing and shapes; dispatch and combine are checked bit by bit. */
+/* case_internode_seeds.c - normal mode across nodes for many seeds: each draws the transport's delays, queue pairs and
+ * their depth, region sizes, routing and shapes; dispatch and combine are compared bit by bit. */
 #include "normal.h"
 
 enum { LARGEST_ROW = 960 + 4 * 9 };
 
-/* The region of 64 KiB has room for one to four long rows a node. */
+/* The region of 64 KiB holds one to four long rows for each node. */
 static struct team_spec draw_place(struct dice *d, int node, uint64_t seed) {
   static const int depths[] = {1, 2, 3, 8, 64};
   struct team_spec spec = {
@@ -16,7 +16,7 @@ static struct team_spec draw_place(struct dice *d, int node, uint64_t seed) {
   return spec;
 }
 
-/* So many long rows that every ring goes round several times. */
+/* So many long rows that every ring wraps several times. */
 static void long_rows(struct team *t, struct dice *d) {
   static const enum pattern patterns[] = {UNIFORM, SKEWED, ONE_HOT, SILENT_RANK};
   struct normal_spec spec = {

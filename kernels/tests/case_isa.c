@@ -1,4 +1,4 @@
-/* case_isa.c - every instruction set that a library can be made to use gives what the reference gives. */
+/* case_isa.c - every instruction set that a library can use gives the reference's results. */
 #include "lowlat.h"
 #include "normal.h"
 

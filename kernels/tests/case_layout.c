@@ -1,4 +1,4 @@
-/* case_layout.c - how many tokens go where, and indices that no expert has. */
+/* case_layout.c - counts of tokens by rank, node and expert, and indices out of range. */
 #include <string.h>
 
 #include "normal.h"
@@ -45,7 +45,7 @@ static void alone(struct rank *me) {
   }
 }
 
-/* The tokens of nodes are for those who ask. */
+/* tokens_per_node is optional. */
 static void without_nodes(struct rank *me) {
   struct team *t = make_team(me, &kSmall);
   struct normal_spec spec = {
@@ -67,7 +67,7 @@ static void without_nodes(struct rank *me) {
   check_layout(n);
 }
 
-/* An index outside [-1, E) is a failure that names it. */
+/* An index outside [-1, E) fails the call, and the failure record holds it. */
 struct bad_index {
   int64_t index;
   int bytes;

@@ -44,7 +44,7 @@ static void sums(struct rank *me) {
   }
 }
 
-/* Upstream's test combines twice with one handle; here five times, among them with LogFMT and zero copy. */
+/* Upstream's test combines twice with one handle; this one five times, also with LogFMT and zero copy. */
 static void same_handle(struct rank *me) {
   struct ll_spec spec = plain, other;
   spec.experts *= me->count;
@@ -63,8 +63,8 @@ static void same_handle(struct rank *me) {
   }
 }
 
-/* Weights that no dispatch sent: other ones in every combine of a handle; each time another rank calls in halves, which
- * does not wait for the others' weights. */
+/* Weights that no dispatch sent: different ones in every combine of a handle. Each time a different rank calls in
+ * halves, and does not wait for the others' weights. */
 static void new_weights(struct rank *me) {
   struct ll_spec spec = *(const struct ll_spec *)me->test->arg;
   spec.experts *= me->count;
@@ -128,7 +128,7 @@ static void repeatable(struct rank *me) {
   }
 }
 
-/* Rows as models have them: within the difference that the contract names, coded or not. */
+/* Rows distributed as a model's: within the contract's tolerance, with and without LogFMT. */
 static void usual_rows(struct rank *me) {
   struct ll_spec spec = *(const struct ll_spec *)me->test->arg;
   spec.experts *= me->count;
@@ -136,7 +136,7 @@ static void usual_rows(struct rank *me) {
   ll_round(make_ll(t, &spec, 3), 4 | USUAL_ROWS);
 }
 
-/* LogFMT does something: over a wide range its sums differ from the plain ones. */
+/* LogFMT is really used: over a wide range of magnitudes its sums differ from the plain ones. */
 static void logfmt_is_used(struct rank *me) {
   struct ll_spec spec = plain;
   spec.experts *= me->count;
@@ -153,8 +153,7 @@ static void logfmt_is_used(struct rank *me) {
   expect(me, memcmp(before, l->out.host, l->out.bytes) != 0, "LogFMT gives the bits that BF16 gives");
 }
 
-/* Rows of NaN and infinity: the sums of their tokens are not numbers, the others are untouched, nobody waits for ever.
- */
+/* Rows of NaN and infinity: the sums of their tokens are NaN or infinite, all others are right, and no rank hangs. */
 static void not_numbers(struct rank *me) {
   static const struct {
     uint32_t flags;
@@ -229,12 +228,12 @@ static const struct test_case cases[] = {
     {"ll combine/LogFMT, 7168 channels", sums, 2, &logfmt_7168, USUAL, 0, 0},
     {"ll combine/LogFMT, duplicates", sums, 3, &logfmt_duplicates, USUAL, 0, 0},
     {"ll combine/LogFMT, weights, unreduced", sums, 3, &logfmt_unreduced, USUAL, 0, 0},
-    {"ll combine/usual rows", usual_rows, 3, &weights, QUICK, 0, 0},
-    {"ll combine/usual rows, LogFMT", usual_rows, 3, &logfmt, QUICK, 0, 0},
-    {"ll combine/LogFMT is used", logfmt_is_used, 2, NULL, QUICK, 0, 0},
+    {"ll combine/normally distributed rows", usual_rows, 3, &weights, QUICK, 0, 0},
+    {"ll combine/normally distributed rows, LogFMT", usual_rows, 3, &logfmt, QUICK, 0, 0},
+    {"ll combine/LogFMT changes the sums", logfmt_is_used, 2, NULL, QUICK, 0, 0},
     {"ll combine/zero copy", sums, 3, &zero_copy, QUICK, 0, 0},
     {"ll combine/zero copy, weights sent along", sums, 3, &zero_copy_weights, USUAL, 0, 0},
-    {"ll combine/zero copy, a silent rank", sums, 4, &zero_copy_silent, USUAL, 0, 0},
+    {"ll combine/zero copy, a rank without tokens", sums, 4, &zero_copy_silent, USUAL, 0, 0},
     {"ll combine/one handle, five times", same_handle, 3, NULL, QUICK, 0, 0},
     {"ll combine/the same bits every time", repeatable, 4, NULL, USUAL, 0, 0},
     {"ll combine/NaN stays with its token", not_numbers, 3, NULL, QUICK, 0, 0},

@@ -54,7 +54,7 @@ static void shape(struct rank *me) {
   }
 }
 
-/* An index that no expert has fails the call, here and (by its own words) nowhere else. */
+/* An index out of range fails the call of this rank, and its failure record holds the index. */
 static void bad_index(struct rank *me) {
   struct ll_spec spec = bf16;
   spec.experts *= me->count;

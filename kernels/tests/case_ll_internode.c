@@ -1,23 +1,23 @@
-/* case_ll_internode.c - the low-latency cases of one node again where ranks are reached by a transport, which is
- * sometimes as late as the rules allow. */
+/* case_ll_internode.c - reruns low-latency cases of one node with a transport between ranks, in some places one that
+ * delays as much as it may. */
 #include "rerun_on_nodes.h"
 
 #define LATE DK_TRANSPORT_LATE
 #define PLACE(name, ...) static const struct team_spec name = {__VA_ARGS__}
-PLACE(pairs, .node = 2, .qps = 4, .seed = 1); /* two ranks a node */
+PLACE(pairs, .node = 2, .qps = 4, .seed = 1); /* two ranks per node */
 PLACE(pairs_late, .node = 2, .qps = 4, .transport_flags = LATE, .seed = 2);
 PLACE(trios_late, .node = 3, .qps = 2, .transport_flags = LATE, .seed = 3);
 PLACE(fours, .node = 4, .qps = 2, .seed = 4);
 PLACE(fours_late, .node = 4, .qps = 3, .transport_flags = LATE, .seed = 5);
 PLACE(singles, .node = 1, .qps = 3, .seed = 6);
 PLACE(singles_late, .node = 1, .qps = 5, .transport_flags = LATE, .seed = 7);
-PLACE(shallow, .node = 1, .qps = 1, .qp_depth = 2, .seed = 8); /* full all the time */
+PLACE(shallow, .node = 1, .qps = 1, .qp_depth = 2, .seed = 8); /* always full */
 PLACE(shallow_late, .node = 2, .qps = 2, .qp_depth = 3, .transport_flags = LATE, .seed = 9);
 PLACE(many_qps, .node = 1, .qps = 200, .qp_depth = 8, .seed = 10);
-PLACE(unmapped, .flags = DK_TEAM_LL_TRANSPORT, .qps = 3, .seed = 11); /* one node, loads and stores not to be used */
+PLACE(unmapped, .flags = DK_TEAM_LL_TRANSPORT, .qps = 3, .seed = 11); /* one node; ranks may not use loads and stores */
 PLACE(unmapped_late, .flags = DK_TEAM_LL_TRANSPORT, .qps = 4, .transport_flags = LATE, .seed = 12);
 
-#define CASE(place, name, ranks, weight) AGAIN("ll internode", name, place, ranks, weight)
+#define CASE(place, name, ranks, weight) ON_NODES("ll internode", name, place, ranks, weight)
 
 static const struct test_case cases[] = {
     CASE(pairs, "ll dispatch/BF16, 2 ranks", 4, QUICK),
@@ -54,7 +54,7 @@ static const struct test_case cases[] = {
     CASE(pairs_late, "ll combine/LogFMT", 4, QUICK),
     CASE(unmapped_late, "ll combine/LogFMT, duplicates", 3, USUAL),
     CASE(pairs_late, "ll combine/zero copy", 4, QUICK),
-    CASE(unmapped_late, "ll combine/zero copy, a silent rank", 4, USUAL),
+    CASE(unmapped_late, "ll combine/zero copy, a rank without tokens", 4, USUAL),
     CASE(singles_late, "ll combine/one handle, five times", 4, QUICK),
     CASE(pairs_late, "ll combine/the same bits every time", 4, USUAL),
     CASE(pairs_late, "ll combine/NaN stays with its token", 4, USUAL),
@@ -74,13 +74,13 @@ static const struct test_case cases[] = {
     CASE(pairs_late, "mask/update, query, clean", 4, QUICK),
     CASE(pairs_late, "mask/a masked rank gets nothing", 4, QUICK),
     CASE(unmapped_late, "mask/a masked rank gets nothing", 3, QUICK),
-    CASE(pairs_late, "mask/each rank has its own", 4, QUICK),
+    CASE(pairs_late, "mask/masks are per rank", 4, QUICK),
     CASE(pairs_late, "mask/lifted by update", 4, QUICK),
-    CASE(pairs_late, "shrink/a rank never comes", 4, QUICK),
+    CASE(pairs_late, "shrink/a rank never calls", 4, QUICK),
     CASE(pairs_late, "shrink/a rank leaves between the halves", 4, QUICK),
     CASE(pairs, "shrink/a rank known to be dead", 4, QUICK),
     CASE(singles_late, "shrink/a death during the wait", 3, QUICK),
-    CASE(pairs_late, "shrink/a rank does not come to clean", 4, QUICK),
+    CASE(pairs_late, "shrink/a rank misses a clean", 4, QUICK),
     CASE(pairs_late, "shrink/a late rank, masks lifted", 4, QUICK),
     CASE(singles_late, "shrink/a late rank, cleaned", 4, QUICK),
     CASE(pairs_late, "shrink/a rank that missed calls, masks lifted", 4, QUICK),
@@ -98,10 +98,10 @@ static const struct test_case cases[] = {
 };
 GROUP(ll_internode_cases);
 
-static const struct test_case process_again[] = {
+static const struct test_case process_reruns[] = {
     CASE(pairs_late, "process/both modes, 4 ranks", 4, USUAL),
     CASE(unmapped, "process/both modes, 2 ranks", 3, USUAL),
     CASE(singles, "process/a rank dies before the call", 3, USUAL),
     CASE(pairs_late, "process/a rank dies, the others shrink", 4, USUAL),
 };
-const struct group ll_internode_process_cases = {process_again, COUNT(process_again)};
+const struct group ll_internode_process_cases = {process_reruns, COUNT(process_reruns)};

@@ -1,5 +1,5 @@
-/* case_ll_internode_edges.c - low latency across nodes where it could go wrong: slots that are used again too early,
- * mirrors that are overwritten while they are read, bytes and queue pairs that a call uses. */
+/* case_ll_internode_edges.c - hazards of low latency across nodes: slots that are used again too early, mirrors that
+ * are overwritten while they are read; and the bytes and queue pairs of a call. */
 #include <string.h>
 
 #include "lowlat.h"
@@ -26,8 +26,7 @@ static struct ll_spec spec_for(struct rank *me) {
 
 /* ---- Slots ------------------------------------------------------------------------------------------------------- */
 
-/* Rank 1 receives the second of two sends, and takes its time with the first. The others may send again only after
- * that. */
+/* Rank 1 receives the second of two sends, and the first one later. The others may send again only after that. */
 static void read_before_reuse(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, 0);
@@ -56,8 +55,8 @@ static void read_before_reuse(struct rank *me) {
   }
 }
 
-/* Rank 0 masks rank 1, lifts the mask, and goes on twice, while rank 1 waits for rank 2: what rank 1 has of rank 0 is
- * overwritten. Rank 1 notices, before it takes the rows or behind, and does without rank 0. */
+/* Rank 0 masks and unmasks rank 1 and makes two more calls while rank 1 waits for rank 2, so rank 0 overwrites its rows
+ * at rank 1. Rank 1 detects that, before or after it reads the rows, and masks rank 0. */
 static void send_and_receive_alone(struct ll *l, uint64_t salt) {
   struct team *t = l->team;
   make_expert_rows(l, salt);
@@ -82,7 +81,7 @@ static void overwritten(struct rank *me) {
   if (me->index == 0) {
     run_ll_combine(l, DK_PHASE_SEND, 2);
     finish(me);
-    pause_ms(30); /* rank 1 has seen it by now, mostly: else it sees that it was passed over */
+    pause_ms(30); /* usually rank 1 has the message by now; else it detects that rank 0 has moved on */
     run_mask(t, DK_MASK_UPDATE, 2, 1, 0);
     run_mask(t, DK_MASK_UPDATE, 1, 1, 0);
     run_ll_combine(l, DK_PHASE_RECV, 2);
@@ -96,14 +95,15 @@ static void overwritten(struct rank *me) {
   if (me->index == 2) pause_ms(30);
   meet(me);
   if (me->index == 2) run_ll_combine(l, DK_PHASE_BOTH, 2);
-  l->absent = me->index == 1 || !t->transport ? 1u << 0
-                                              : 0; /* rank 2 was masked as well; its mirror is its own, a slot is not */
+  l->absent = me->index == 1 || !t->transport
+                  ? 1u << 0
+                  : 0; /* rank 2 was masked as well; it has a mirror of its own, but shares the slot */
   check_ll_combine(l);
   expect_masks(t, l->absent);
 }
 
-/* The others mask rank 0 right after they have sent to it, and go on. What was sent is on its way, from slots that may
- * not be used again before it has left them: rank 0 gets all of it. The others get no rows, so that they are quick. */
+/* The others mask rank 0 right after they have sent to it, and go on. Their slots may not be used again before the puts
+ * have completed: rank 0 receives all rows. The others receive none, so that they are fast. */
 static void on_its_way(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   spec.pattern = ONE_HOT;
@@ -129,7 +129,7 @@ static void on_its_way(struct rank *me) {
   }
 }
 
-/* Zero copy: when a combine is over the rows are the caller's again, whatever its puts still have to do. */
+/* Zero copy: after a combine the caller may overwrite its rows, so their puts must have completed. */
 static void callers_rows(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   spec.combine_flags = DK_LL_ZERO_COPY;
@@ -141,12 +141,13 @@ static void callers_rows(struct rank *me) {
     check_ll_dispatch(l);
     make_expert_rows(l, round);
     run_ll_combine(l, DK_PHASE_BOTH, 2);
-    fill(me, t->block->at[me->index] + t->rdma_offset, t->rdma_bytes, 0xff); /* right behind it on the stream */
+    fill(me, t->block->at[me->index] + t->rdma_offset, t->rdma_bytes, 0xff); /* next on the stream */
     check_ll_combine(l);
   }
 }
 
-/* One rank sends what the others never receive; after a clean it is nothing, although the numbers of the calls fit. */
+/* One rank sends what the others never receive; after a clean no call may match it, although the call numbers are
+ * equal. */
 static void sent_before_a_clean(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, 0);
@@ -164,7 +165,8 @@ static void sent_before_a_clean(struct rank *me) {
   }
 }
 
-/* ---- What crosses ------------------------------------------------------------------------------------------------ */
+/* ---- Bytes and queue pairs
+ * ------------------------------------------------------------------------------------------------ */
 
 struct traffic {
   uint64_t bytes, posted[8];
@@ -195,7 +197,7 @@ static int answers_for(const struct ll *l, int peer) {
   return rows;
 }
 
-/* To each rank the rows that it needs, once, and small tables; none of it to those that are mapped. */
+/* Bytes of each remote rank's rows, once, and of small tables; none for mapped ranks. */
 static void bytes(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   spec.hidden = 1024;
@@ -228,7 +230,7 @@ static void bytes(struct rank *me) {
   }
 }
 
-/* Local expert e goes by QP e modulo their number; what all of a call share goes by the first. */
+/* Rows of local expert e use QP e modulo their number; messages and tables use the first. */
 static void queue_pairs(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   spec.topk = 1;
@@ -255,7 +257,7 @@ static void queue_pairs(struct rank *me) {
 
 /* ---- Teams ------------------------------------------------------------------------------------------------------- */
 
-/* A team that is to use a transport for low latency has one, connected to everybody. */
+/* A team with DK_TEAM_LL_TRANSPORT needs a transport that reaches every rank. */
 static void without_transport(struct rank *me) {
   if (!dk.transport_open) skip(me, "the library has no transport");
   struct team_spec spec = {.rdma_bytes = 1 << 16, .flags = DK_TEAM_LOW_LATENCY, .trace = -1};
@@ -291,8 +293,8 @@ static const struct test_case cases[] = {
     {"ll internode edges/overwritten while it waits, late", overwritten, 3, &singles_late, QUICK, 0, 0},
     {"ll internode edges/on its way to a masked rank", on_its_way, 3, &one_queue, QUICK, 0, 0},
     {"ll internode edges/on its way to a masked rank, late", on_its_way, 3, &one_queue_late, QUICK, 0, 0},
-    {"ll internode edges/callers' rows", callers_rows, 3, &singles, QUICK, 0, 0},
-    {"ll internode edges/callers' rows, late", callers_rows, 4, &singles_late, QUICK, 0, 0},
+    {"ll internode edges/callers' rows are free after a combine", callers_rows, 3, &singles, QUICK, 0, 0},
+    {"ll internode edges/callers' rows are free after a combine, late", callers_rows, 4, &singles_late, QUICK, 0, 0},
     {"ll internode edges/sent before a clean, one node", sent_before_a_clean, 3, &mapped, QUICK, 0, 0},
     {"ll internode edges/sent before a clean, late", sent_before_a_clean, 4, &pairs_late, QUICK, 0, 0},
     {"ll internode edges/bytes, 2 nodes of 2", bytes, 4, &pairs, QUICK, 0, 0},

@@ -1,5 +1,5 @@
-/* case_ll_internode_random.c - low latency across nodes by many seeds: other shapes, queue pairs, delays and orders of
- * calls each time, masks in between; and the same bits as by loads and stores. */
+/* case_ll_internode_random.c - low latency across nodes for many seeds, each with its shapes, queue pairs, delays,
+ * orders of calls and masks; and the same bits as with loads and stores. */
 #include <string.h>
 
 #include "lowlat.h"
@@ -24,8 +24,8 @@ static void both_halves(struct ll *l, uint64_t salt) {
   ll_round(l, salt);
 }
 
-/* Two sends under way, received in either order; nobody waits in between, so that slots are used again as soon as may
- * be. */
+/* Two sends in flight, received in either order, without waits in between, so that slots are used again as soon as
+ * possible. */
 static void two_at_once(struct ll *a, struct ll *b, bool swap, int times) {
   struct rank *me = a->team->me;
   struct ll *first = swap ? b : a, *second = swap ? a : b;
@@ -51,14 +51,14 @@ static void two_at_once(struct ll *a, struct ll *b, bool swap, int times) {
   check_ll_combine(b);
 }
 
-/* One rank and all others do without each other for a round, then find together again. */
+/* One rank and all others mask each other for a round, then unmask. */
 static void apart(struct ll *l, struct dice *d, uint64_t salt) {
   struct team *t = l->team;
   struct rank *me = t->me;
   int lone = (int)roll(d, (uint64_t)me->count);
   bool clean = roll(d, 2);
   finish(me);
-  meet(me); /* whoever is masked may lose what it has not received yet */
+  meet(me); /* a masked rank may lose rows that it has not received yet */
   for (int i = 0; i < me->count; i++)
     if (i != me->index && (i == lone || me->index == lone)) run_mask(t, DK_MASK_UPDATE, i, 1, 0);
   l->absent = me->index == lone ? ~(1u << lone) : 1u << lone;
@@ -78,7 +78,7 @@ static void any_round(struct team *t, struct dice *d) {
   struct rank *me = t->me;
   struct ll_spec spec = any_spec(me, d), other = any_spec(me, d);
   uint64_t salt = roll(d, (uint64_t)1 << 40), kind = roll(d, 8);
-  other.combine_flags &= ~(uint32_t)DK_LL_ZERO_COPY; /* the buffers of two shapes lie over each other */
+  other.combine_flags &= ~(uint32_t)DK_LL_ZERO_COPY; /* two shapes use the same bytes */
   struct ll *l = make_ll(t, &spec, salt);
   if (kind < 2)
     both_halves(l, salt + 1);
@@ -97,8 +97,7 @@ struct spread {
   int node, seeds, full;
 };
 
-/* Queue pairs and delays of every kind. One rank a node of all: one node whose ranks are not to use loads and stores.
- */
+/* All kinds of queue pairs and delays. A node of all ranks: its ranks may not use loads and stores. */
 static struct team_spec any_place(const struct spread *spread, struct dice *d, uint64_t seed) {
   struct team_spec place = {.node = spread->node, .seed = seed};
   static const int depths[] = {1, 2, 3, 8, 64, 256};
@@ -141,7 +140,7 @@ static void expect_same(struct rank *me, const char *what, struct tensor a, stru
          what);
 }
 
-/* Everything that a call gives, beside what a team of one node gives for the same. */
+/* All outputs of a call, compared with those of a team on one node. */
 static void same_bits(struct rank *me) {
   struct ll_spec largest = largest_for(me);
   struct team *mapped = make_ll_team(me, &largest, 0);

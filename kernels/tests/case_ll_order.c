@@ -1,5 +1,4 @@
-/* case_ll_order.c - halves, tickets, slots: sends that wait for their receives, shapes in turn, ranks that run ahead.
- */
+/* case_ll_order.c - halves, tickets, slots: sends with receives later, alternating shapes, ranks that run ahead. */
 #include "lowlat.h"
 
 static const struct ll_spec kSpec = {
@@ -20,7 +19,7 @@ static void halves(struct rank *me) {
     new_ll_payload(l, round);
     run_ll_dispatch(l, DK_PHASE_SEND, 1);
     if (me->index == 0) pause_ms(3);
-    finish(me); /* a send half alone comes to an end */
+    finish(me); /* a send half ends by itself */
     run_ll_dispatch(l, DK_PHASE_RECV, 1);
     check_ll_dispatch(l);
     make_expert_rows(l, round);
@@ -31,7 +30,7 @@ static void halves(struct rank *me) {
   }
 }
 
-/* Two sends under way, received in either order: what belongs together says the ticket. */
+/* Two sends in flight, received in either order: the ticket matches a receive to its send. */
 static const int fifo = 0, swapped = 1;
 static void two_sends(struct rank *me) {
   int swap = *(const int *)me->test->arg;
@@ -76,7 +75,7 @@ static void micro_batches(struct rank *me) {
   }
 }
 
-/* A rank that is slow now and then, the others as far ahead as they get; slots alternate many times. */
+/* One rank pauses at random, the others run ahead; slots alternate many times. */
 static void many_calls(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, 0);
@@ -88,7 +87,7 @@ static void many_calls(struct rank *me) {
   }
 }
 
-/* All of it enqueued at once, nothing waited for: dispatch and combine twenty times over. */
+/* Twenty dispatches and combines enqueued at once, without a wait. */
 static void enqueued(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, 0);
@@ -102,7 +101,7 @@ static void enqueued(struct rank *me) {
   check_ll_combine(l);
 }
 
-/* Other shapes and formats on one buffer, one after the other. */
+/* Different shapes and formats on one buffer, one after the other. */
 static void shapes_in_turn(struct rank *me) {
   struct ll_spec specs[4] = {spec_for(me), spec_for(me), spec_for(me), spec_for(me)};
   specs[1].hidden = 1024;
@@ -126,8 +125,8 @@ static void shapes_in_turn(struct rank *me) {
   }
 }
 
-/* The rdma region is the caller's between calls: zeroed or filled, nothing that counts is in there. Where rows tell by
- * themselves that they have come, as on GPUs, a clean comes after what is not zero. */
+/* Between calls the caller may overwrite the rdma region, with zeros or other bytes. Where rows carry their own
+ * arrival, as on GPUs, a clean follows bytes other than zero. */
 static void region_overwritten(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, 0);
@@ -159,7 +158,7 @@ static void third_send(struct rank *me) {
          "three sends without a receive went through");
 }
 
-/* The time waited for a rank is counted where it belongs. */
+/* The time waited for a rank is counted for that rank. */
 static void waits(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, 0);

@@ -1,4 +1,4 @@
-/* case_mask.c - masks and shrinking: ranks that are done without, that come late, that come back. */
+/* case_mask.c - masks and shrinking: ranks that are masked, late, or unmasked again. */
 #include "lowlat.h"
 
 static const struct ll_spec kSpec = {
@@ -49,7 +49,7 @@ static void refused(struct rank *me) {
   expect_healthy(t);
 }
 
-/* Two rounds without the last rank, quickly; it hears nothing. */
+/* Two rounds without the last rank, fast; it receives nothing. */
 static void without_last(struct ll *l) {
   struct rank *me = l->team->me;
   uint64_t start = now_ns();
@@ -79,16 +79,16 @@ static void masked_by_hand(struct rank *me) {
   finish(me);
   meet(me);
   new_ll_payload(l, 50);
-  ll_round(l, 51); /* nobody calls clean: the masks alone were lifted */
+  ll_round(l, 51); /* no rank calls clean; only the masks are lifted */
   expect_masks(t, 0);
 }
 
-/* Rank 0 does without rank 1, and says so to nobody: rank 1 finds out, rank 2 hears from both. */
+/* Rank 0 masks rank 1 and signals that to no rank: rank 1 detects it, rank 2 receives from both. */
 static void one_sided(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, DK_TEAM_SHRINK);
   struct ll *l = make_ll(t, &spec, 3);
-  if (me->index == 1) t->timeout_ns = soon_ns(); /* the others wait for it meanwhile */
+  if (me->index == 1) t->timeout_ns = soon_ns(); /* the others wait for it */
   if (me->index == 0) run_mask(t, DK_MASK_UPDATE, 1, 1, 0);
   l->absent = me->index == 0 ? 1u << 1 : me->index == 1 ? 1u << 0 : 0;
   ll_round(l, 4);
@@ -101,7 +101,7 @@ enum absence { NEVER_THERE, LEFT_BEFORE_COMBINE, LEFT_BETWEEN_HALVES };
 static const enum absence never_there = NEVER_THERE, before_combine = LEFT_BEFORE_COMBINE,
                           between_halves = LEFT_BETWEEN_HALVES;
 
-/* The last rank does not come: each survivor masks it when the time is over, and the call completes without it. */
+/* The last rank does not call: each survivor masks it at the deadline, and the call completes without it. */
 static void absent_rank(struct rank *me) {
   enum absence absence = *(const enum absence *)me->test->arg;
   struct ll_spec spec = spec_for(me);
@@ -133,7 +133,7 @@ static void absent_rank(struct rank *me) {
   without_last(l);
 }
 
-/* The engine knows that a rank is dead: nobody waits out the deadline. Before the call, or while it waits. */
+/* The engine marks a rank as dead, before the call or during its wait: no rank waits until the deadline. */
 static const int known_before = 0, while_waiting = 1;
 static void known_dead(struct rank *me) {
   int later = *(const int *)me->test->arg;
@@ -159,7 +159,7 @@ static void known_dead(struct rank *me) {
   expect_masks(t, last(me));
 }
 
-/* Clean goes on without a rank that does not come; so does a barrier. */
+/* A clean completes without a rank that does not call; so does a barrier. */
 static void absent_from_clean(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, DK_TEAM_SHRINK);
@@ -175,10 +175,10 @@ static void absent_from_clean(struct rank *me) {
   without_last(l);
 }
 
-/* ---- Coming back ------------------------------------------------------------------------------------------------- */
+/* ---- Unmasking ------------------------------------------------------------------------------------------------- */
 
-/* What the last rank sends late is never taken for what it should send now; lifting the masks brings it back: with the
- * region zeroed and nothing else (vLLM), or with clean. */
+/* A late send of the last rank never matches a later call. Lifting the masks lets it take part again: with only the
+ * region zeroed (vLLM), or with a clean. */
 static const struct lateness {
   bool clean, silent;
 } masks_alone = {0, 0}, with_clean = {1, 0}, silent = {0, 1}, silent_with_clean = {1, 1};
@@ -190,7 +190,7 @@ static void late_rank(struct rank *me) {
   struct ll *l = make_ll(t, &spec, 3);
   if (is_last(me)) {
     meet(me);
-    if (!how.silent) run_ll_dispatch(l, DK_PHASE_BOTH, 0); /* of the first round, while the others are beyond it */
+    if (!how.silent) run_ll_dispatch(l, DK_PHASE_BOTH, 0); /* of the first round, which the others have finished */
     finish(me);
     expect_healthy(t);
   } else {
@@ -216,7 +216,7 @@ static void late_rank(struct rank *me) {
   expect_masks(t, 0);
 }
 
-/* One mask is lifted by update, with the region in use all the while by the others. */
+/* One mask is lifted by update while the others keep using the region. */
 static void lifted_by_update(struct rank *me) {
   struct ll_spec spec = spec_for(me);
   struct team *t = make_ll_team(me, &spec, DK_TEAM_SHRINK);
@@ -224,7 +224,7 @@ static void lifted_by_update(struct rank *me) {
   for (uint64_t round = 0; round < 3; round++) {
     if (!is_last(me)) run_mask(t, DK_MASK_UPDATE, me->count - 1, 1, 0);
     for (int i = 0; is_last(me) && i + 1 < me->count; i++) run_mask(t, DK_MASK_UPDATE, i, 1, 0);
-    l->absent = is_last(me) ? last(me) - 1 : last(me); /* two halves of the group, each for itself */
+    l->absent = is_last(me) ? last(me) - 1 : last(me); /* two halves of the group, each on its own */
     new_ll_payload(l, 10 * round);
     ll_round(l, 10 * round);
     for (int i = 0; i < me->count; i++) run_mask(t, DK_MASK_UPDATE, i, 0, 0);
@@ -241,15 +241,15 @@ static const struct test_case cases[] = {
     {"mask/update, query, clean", update_and_query, 3, NULL, QUICK, 0, 0},
     {"mask/refused", refused, 2, NULL, QUICK, 0, 0},
     {"mask/a masked rank gets nothing", masked_by_hand, 3, NULL, QUICK, 0, 0},
-    {"mask/each rank has its own", one_sided, 3, NULL, QUICK, 0, 0},
+    {"mask/masks are per rank", one_sided, 3, NULL, QUICK, 0, 0},
     {"mask/lifted by update", lifted_by_update, 3, NULL, QUICK, 0, 0},
-    {"shrink/a rank never comes", absent_rank, 3, &never_there, QUICK, 0, 0},
-    {"shrink/a rank never comes, 8 ranks", absent_rank, 8, &never_there, HEAVY, 0, 0},
+    {"shrink/a rank never calls", absent_rank, 3, &never_there, QUICK, 0, 0},
+    {"shrink/a rank never calls, 8 ranks", absent_rank, 8, &never_there, HEAVY, 0, 0},
     {"shrink/a rank leaves before combine", absent_rank, 3, &before_combine, QUICK, 0, 0},
     {"shrink/a rank leaves between the halves", absent_rank, 3, &between_halves, QUICK, 0, 0},
     {"shrink/a rank known to be dead", known_dead, 3, &known_before, QUICK, 0, 0},
     {"shrink/a death during the wait", known_dead, 3, &while_waiting, QUICK, 0, 0},
-    {"shrink/a rank does not come to clean", absent_from_clean, 3, NULL, QUICK, 0, 0},
+    {"shrink/a rank misses a clean", absent_from_clean, 3, NULL, QUICK, 0, 0},
     {"shrink/a late rank, masks lifted", late_rank, 3, &masks_alone, QUICK, 0, 0},
     {"shrink/a late rank, cleaned", late_rank, 3, &with_clean, QUICK, 0, 0},
     {"shrink/a rank that missed calls, masks lifted", late_rank, 3, &silent, QUICK, 0, 0},

@@ -112,7 +112,7 @@ static void more_than_shared(struct rank *me) {
   free_memory(me, owned.mem);
 }
 
-/* Copies between host and device at odd places, and none at all. */
+/* Copies between host and device at odd addresses, and of zero bytes. */
 static void copies(struct rank *me) {
   uint64_t at;
   uint8_t *words = host_words(me, 8192, 64, &at);
@@ -144,8 +144,7 @@ static void shared_by_ranks(struct rank *me) {
   meet(me);
 }
 
-/* dk_host_wait: there already, a slice that ends, a word that comes, a team that failed. Rank 1 writes rank 0's words.
- */
+/* dk_host_wait: value already there, timeout, value written later, failed team. Rank 1 writes rank 0's words. */
 struct words {
   uint64_t *word;
   dk_status *status;
@@ -193,15 +192,15 @@ static void host_wait(struct rank *me) {
   meet(me);
   expect(me, dk.host_wait(&p) == DK_EABORTED, "an abort should end the wait");
   p.at_least = 6;
-  CALL(me, host_wait, &p); /* what is there counts, whatever happened since */
+  CALL(me, host_wait, &p); /* a value that is there counts, also after a failure */
 }
 
 static const struct test_case cases[] = {
     {"memory/allocation", allocation, 1, NULL, QUICK, 0, 0},
-    {"memory/too much", too_much, 1, NULL, QUICK, 0, 0},
+    {"memory/allocation too large", too_much, 1, NULL, QUICK, 0, 0},
     {"memory/two mappings, owner freed first", two_mappings, 1, NULL, QUICK, 0, 0},
     {"memory/bad imports", bad_imports, 1, NULL, QUICK, 0, 0},
-    {"memory/more than is shared", more_than_shared, 1, NULL, QUICK, 0, 0},
+    {"memory/import larger than the file", more_than_shared, 1, NULL, QUICK, 0, 0},
     {"memory/copies", copies, 1, NULL, QUICK, 0, 0},
     {"memory/shared by 4 ranks", shared_by_ranks, 4, NULL, QUICK, 0, 0},
     {"memory/host wait", host_wait, 2, NULL, QUICK, 0, 0},

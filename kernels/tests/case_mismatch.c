@@ -1,4 +1,4 @@
-/* case_mismatch.c - ranks that do not mean the same: every one of them hears who said what. */
+/* case_mismatch.c - ranks whose arguments differ: each fails with the peer and both values. */
 #include "lowlat.h"
 #include "normal.h"
 
@@ -19,7 +19,7 @@ static void expect_mismatch(struct team *t, uint32_t op, uint32_t field, int odd
            (long)f->expected, (long)f->seen);
 }
 
-/* A wait for counts that never come ends, and the counts say so. */
+/* A wait for the counts of a failed notify ends, and the counts are marked as invalid. */
 static void expect_no_counts(struct normal *n) {
   struct rank *me = n->team->me;
   dk_host_wait_params p = {.size = sizeof p, .device = seat_device(me->seat), .timeout_ns = limit_ns(5)};
@@ -40,7 +40,7 @@ static void set_field(dk_notify_params *p, uint32_t field, bool odd, struct rank
   if (field == DK_FIELD_NUM_SCALES) p->num_scales = odd ? 101 : 100;
 }
 
-/* A team for each odd rank: a team that has failed stays so. */
+/* A new team for each rank that differs: a failed team stays failed. */
 static const uint32_t hidden_bytes = DK_FIELD_HIDDEN_BYTES, num_experts = DK_FIELD_NUM_EXPERTS,
                       num_topk = DK_FIELD_NUM_TOPK, num_scales = DK_FIELD_NUM_SCALES, format = DK_FIELD_FORMAT,
                       operation = DK_FIELD_OPERATION, max_tokens = DK_FIELD_MAX_TOKENS;
@@ -115,8 +115,8 @@ static void in_low_latency(struct rank *me) {
   }
 }
 
-/* Weights that only one rank sends along: others would take what it did not send for weights. A rank without tokens
- * need not give any. */
+/* Only one rank sends weights: the others would read bytes that were not sent. A rank without tokens need not pass any.
+ * */
 static void in_weights(struct rank *me) {
   if (library.caps & DK_CAP_HOST_STREAM) skip(me, "the library never sums at the experts' rank");
   for (int odd = 0; odd < me->count; odd++) {

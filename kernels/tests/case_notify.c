@@ -40,7 +40,7 @@ static void alignments(struct rank *me) {
   }
 }
 
-/* Many in a row, without waiting for the counts of one before the next. */
+/* Many notifies in a row, without a wait for the counts in between. */
 static void repeated(struct rank *me) {
   struct team *t = make_team(me, &kSmall);
   struct normal_spec spec = {
@@ -64,7 +64,7 @@ static void many_experts(struct rank *me) {
   exchange(make_normal(t, &spec, 3));
 }
 
-/* Without top-k there are no counts of experts. */
+/* Without top-k there are no counts by expert. */
 static void without_experts(struct rank *me) {
   struct team *t = make_team(me, &kSmall);
   struct normal_spec spec = {.pattern = UNIFORM, .tokens = 30, .experts = 2 * me->count, .topk = 2, .row_bytes = 64};
@@ -83,7 +83,7 @@ static void without_experts(struct rank *me) {
   expect(me, n->counts->per_expert[0] == 0x55555555, "per_expert was written though there are no experts");
 }
 
-/* seq comes last: who sees it sees the rest. */
+/* The operation writes seq last: a thread that reads it reads valid counts. */
 static void sequence(struct rank *me) {
   struct team *t = make_team(me, &kSmall);
   struct normal_spec spec = {

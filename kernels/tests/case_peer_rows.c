@@ -1,4 +1,4 @@
-/* case_peer_rows.c - rows that lie in a registered segment: peers write and read there themselves. */
+/* case_peer_rows.c - rows in a registered segment, which peers write and read directly. */
 #include "normal.h"
 
 #define SPEC(name, ...) \
@@ -8,7 +8,7 @@ SPEC(fp8, .tokens = 60, .experts = 4, .topk = 3, .row_bytes = 512, .scales = 4);
 SPEC(skewed, .pattern = SKEWED, .tokens = 100, .experts = 4, .topk = 3, .row_bytes = 2048, .nvl_bytes = 1 << 18);
 SPEC(padded, .tokens = 60, .experts = 4, .topk = 3, .row_bytes = 512, .spare = 1);
 
-/* Rank 0 takes its rows staged, the others in a segment: each receiver says where it wants them. */
+/* Rank 0 receives staged rows, the others in a segment: each receiver chooses. */
 static void segments(struct rank *me) {
   struct normal_spec spec = *(const struct normal_spec *)me->test->arg;
   spec.experts *= me->count;

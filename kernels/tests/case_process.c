@@ -1,4 +1,4 @@
-/* case_process.c - the same across processes: memory passed as descriptors, and ranks that are killed. */
+/* case_process.c - ranks as processes: memory shared by descriptors, and ranks that are killed. */
 #include "lowlat.h"
 #include "normal.h"
 #include "process.h"
@@ -18,7 +18,7 @@ static void expect_filled(struct rank *me, uint64_t at, uint64_t bytes, int valu
            ((uint8_t *)t.host)[i], value);
 }
 
-/* What one writes the other reads; the owner lets go first, and the memory stays. */
+/* Both read what the other wrote; the owner frees first, and the importer's mapping stays valid. */
 static void shared_memory(struct rank *me) {
   struct share *s = share(me, 1 << 20);
   int other = 1 - me->index;
@@ -46,7 +46,7 @@ static void owner_dies(struct rank *me) {
   finish(me);
   meet(me);
   if (me->index == 0) process_die(me);
-  meet(me); /* with those that are left */
+  meet(me); /* with the survivors */
   expect_filled(me, s->at[0], 1 << 20, 0x20);
   meet(me);
   fill(me, s->at[0], 1 << 20, 0x2f);
@@ -69,7 +69,7 @@ static void both_modes(struct rank *me) {
   expect_healthy(t);
 }
 
-/* Without shrink the victim is named: when its time is over, or at once where the engine says so. */
+/* Without shrink the survivors blame the victim: at the deadline, or at once if the engine marks it as dead. */
 static void killed_before(struct rank *me) {
   struct team *t = make_ll_team(me, &kLowLatency, 0);
   struct ll *l = make_ll(t, &kLowLatency, 1);
@@ -82,12 +82,12 @@ static void killed_before(struct rank *me) {
   if (me->index != 0) set_abort(t, DK_EPEERDEAD, victim);
   run_ll_dispatch(l, DK_PHASE_BOTH, 0);
   finish(me);
-  bool late = me->index == 0 && t->status->sticky == DK_ETIMEOUT; /* unless it heard of the death from rank 1 first */
+  bool late = me->index == 0 && t->status->sticky == DK_ETIMEOUT; /* unless it has read rank 1's failure record first */
   expect_failure(t, late ? DK_ETIMEOUT : DK_EPEERDEAD, DK_OP_LL_DISPATCH, victim);
   expect_no_rows(l);
 }
 
-/* With shrink the survivors go on, over memory whose owner is gone. */
+/* With shrink the survivors go on, with memory whose owner is dead. */
 static void killed_and_masked(struct rank *me) {
   struct team *t = make_ll_team(me, &kLowLatency, DK_TEAM_SHRINK);
   struct ll *l = make_ll(t, &kLowLatency, 1);
@@ -96,7 +96,8 @@ static void killed_and_masked(struct rank *me) {
   meet(me);
   if (me->index == victim) process_die(me);
   meet(me);
-  t->timeout_ns = limit_ns(me->index == 0 ? 10 : 0.5); /* rank 0 is told, and has to wait for those that are not */
+  t->timeout_ns = limit_ns(
+      me->index == 0 ? 10 : 0.5); /* the engine marks the death on rank 0 alone, which has to wait for the others */
   if (me->index == 0) __atomic_store_n(&t->status->dead[victim], 1, __ATOMIC_RELEASE);
   l->absent = 1u << victim;
   for (uint64_t round = 0; round < 4; round++) {

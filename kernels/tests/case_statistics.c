@@ -51,7 +51,7 @@ static void expect_calls(struct team *t, uint32_t op, uint64_t calls, uint64_t e
          "%s: started at %lu", op_name(op), (unsigned long)s->last_start_ns);
 }
 
-/* Bytes to a peer: its rows, and no more than what may go with them. */
+/* Bytes to a peer: its rows, and at most their extras. */
 static void expect_bytes(struct team *t, uint32_t op, int peer, uint64_t least, uint64_t most) {
   uint64_t bytes = peer_bytes(t, op, peer);
   expect(t->me, bytes >= least && bytes <= most, "%s: %lu bytes to rank %d, wanted %lu to %lu", op_name(op),
@@ -113,7 +113,7 @@ static void counted(struct rank *me) {
   expect(me, t->stats->trace_next == 0 || t->stats->trace_len == 0, "a trace is kept though there is no room for one");
 }
 
-/* Time waited for a late rank is the waiting of that operation, and of that peer. */
+/* Time waited for a late rank is counted for that operation and that peer. */
 static void waited(struct rank *me) {
   struct team *t = make_counted(me, 0);
   run_barrier(t);
@@ -132,7 +132,7 @@ static void waited(struct rank *me) {
   expect(me, s->max_ns >= 60000000, "the longest barrier took %lu ns", (unsigned long)s->max_ns);
 }
 
-/* The ring keeps the last records, each at its place. */
+/* The ring keeps the newest records, each at its index. */
 static void traced(struct rank *me) {
   struct team *t = make_counted(me, 5);
   for (int i = 0; i < 9; i++) {
@@ -161,7 +161,7 @@ static void two_halves(struct rank *me) {
   run_ll_dispatch(l, DK_PHASE_SEND, 0);
   finish(me);
   flush_stats(t);
-  expect_calls(t, DK_OP_LL_DISPATCH, 0, 0); /* it counts when its last half ends */
+  expect_calls(t, DK_OP_LL_DISPATCH, 0, 0); /* the call counts when its receive half ends */
   pause_ms(50);
   run_ll_dispatch(l, DK_PHASE_RECV, 0);
   finish(me);

@@ -1,4 +1,4 @@
-/* case_stream.c - streams and events. What keeps a stream busy is a barrier whose other rank has not come yet. */
+/* case_stream.c - streams and events. A barrier that the other rank has not called yet keeps a stream busy. */
 #include <string.h>
 
 #include "suite.h"
@@ -55,7 +55,7 @@ static int idle(struct rank *me, uint64_t stream) {
   return p.idle;
 }
 
-/* What was enqueued first comes first. */
+/* Operations run in the order in which they were enqueued. */
 static void fifo(struct rank *me) {
   struct tensor a = tensor(me, "a", 1 << 20), b = tensor(me, "b", 1 << 20);
   for (uint32_t i = 0; i < 50; i++) {
@@ -66,12 +66,12 @@ static void fifo(struct rank *me) {
   finish(me);
   for (int i = 0; i < 50000; i++)
     expect(me, ((uint8_t *)b.host)[i] == i / 1000, "byte %d is %d, wanted %d", i, ((uint8_t *)b.host)[i], i / 1000);
-  uint64_t end = now_ns() + limit_ns(2); /* it may be a moment behind its last event */
+  uint64_t end = now_ns() + limit_ns(2); /* the stream may become idle a moment after its last event */
   while (idle(me, me->stream) == 0 && now_ns() < end) pause_ms(1);
   expect(me, idle(me, me->stream) == 1, "the stream is not idle long after its event was reached");
 }
 
-/* Rank 0's stream stands at a barrier until rank 1 comes. */
+/* Rank 0's stream waits at a barrier until rank 1 calls it. */
 static void slices(struct rank *me) {
   struct team *t = make_team(me, &kSmall);
   uint64_t event = new_event(me), never = new_event(me);
@@ -97,7 +97,7 @@ static void slices(struct rank *me) {
   drop_event(me, never);
 }
 
-/* A second stream waits for the first, on the record that was last when the wait was enqueued. */
+/* A second stream waits for the first: for the record that was the newest when the wait was enqueued. */
 static void cross_stream(struct rank *me) {
   struct team *t = make_team(me, &kSmall);
   uint64_t event = new_event(me), other = new_stream(me, 1), first = me->stream;
@@ -108,7 +108,7 @@ static void cross_stream(struct rank *me) {
     fill(me, a.at, 64, 1);
     record(me, event, first);
     stream_wait(me, other, event);
-    record(me, event, other); /* recorded anew: the wait before means the first record */
+    record(me, event, other); /* recorded again: the earlier wait refers to the first record */
     stream_wait(me, other, event);
     me->stream = other;
     fetch_tensor(me, a);
@@ -128,7 +128,7 @@ static void cross_stream(struct rank *me) {
   drop_stream(me, other);
 }
 
-/* Where the calling thread itself is stream 0: things happen at once, and nothing can be made to wait. */
+/* Where stream 0 is the calling thread: copies and fills happen at once, and it cannot wait for an event. */
 static void host_stream(struct rank *me) {
   uint64_t event = new_event(me), at;
   uint8_t *words = host_words(me, 256, 64, &at);
@@ -176,7 +176,7 @@ static void many(struct rank *me) {
 
 static const struct test_case cases[] = {
     {"stream/first in, first out", fifo, 1, NULL, QUICK, 0, 0},
-    {"stream/waits end by the slice", slices, 2, NULL, QUICK, 0, 0},
+    {"stream/waits with a time limit", slices, 2, NULL, QUICK, 0, 0},
     {"stream/one waits for another", cross_stream, 2, NULL, QUICK, 0, 0},
     {"stream/0 is the calling thread", host_stream, 1, NULL, QUICK, DK_CAP_HOST_STREAM, 0},
     {"stream/many streams and events", many, 1, NULL, QUICK, 0, 0},

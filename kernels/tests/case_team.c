@@ -1,4 +1,4 @@
-/* case_team.c - barriers, several teams, both modes on one team, teams made and destroyed. */
+/* case_team.c - barriers, several teams, both modes on one team, teams created and destroyed. */
 #include "lowlat.h"
 #include "normal.h"
 
@@ -7,7 +7,7 @@ static const struct ll_spec kLowLatency = {
 static const struct normal_spec kNormal = {.tokens = 40, .experts = 8, .topk = 3, .index_bytes = 8, .row_bytes = 512};
 static const struct combine_spec kCombine = {.hidden = 256, .weights = true};
 
-/* Nobody leaves before all are there: each time another rank is the last. */
+/* No rank leaves a barrier before all have called it; each time another rank is the last. */
 static void barrier(struct rank *me) {
   struct team_spec spec = {.nvl_bytes = 1 << 16, .trace = -1};
   struct team *t = make_team(me, &spec);
@@ -64,7 +64,7 @@ static void both_modes(struct rank *me) {
   }
 }
 
-/* Two buffers of the same ranks, calls in turn, nothing waited for in between. */
+/* Two buffers of the same ranks, calls in turn, without a wait in between. */
 static void two_teams(struct rank *me) {
   struct team *t[2] = {make_ll_team(me, &kLowLatency, 0), make_ll_team(me, &kLowLatency, 0)};
   struct normal *n[2];
@@ -151,7 +151,7 @@ static void refused(struct rank *me) {
   expect(me, dk.team_create(&p) != DK_OK && !p.team, "a block of 0 bytes was accepted");
 }
 
-/* Arguments that no operation can mean anything with. The team is well afterwards. */
+/* Invalid arguments of every operation. The team works afterwards. */
 static void bad_arguments(struct rank *me) {
   struct team *t = make_ll_team(me, &kLowLatency, 0);
   struct normal *n = make_normal(t, &kNormal, 3);
@@ -190,7 +190,7 @@ static const struct test_case cases[] = {
     {"team/normal and low latency in turn, cleaned", both_modes, 2, "clean", QUICK, 0, 0},
     {"team/two teams in turn", two_teams, 4, NULL, USUAL, 0, 0},
     {"team/two teams on two streams", two_streams, 4, NULL, USUAL, DK_CAP_HOST_STREAM, 0},
-    {"team/made and destroyed", many_teams, 2, NULL, QUICK, 0, 0},
+    {"team/created and destroyed", many_teams, 2, NULL, QUICK, 0, 0},
     {"team/refused", refused, 1, NULL, QUICK, 0, 0},
     {"team/bad arguments", bad_arguments, 2, NULL, QUICK, 0, 0},
 };

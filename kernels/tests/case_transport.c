@@ -1,4 +1,4 @@
-/* case_transport.c - what queue pairs promise, and what they do not: order, pieces, sources, depth, quiet, atomics. */
+/* case_transport.c - what queue pairs guarantee and what they do not: order, pieces, sources, depth, quiet, atomics. */
 #include <string.h>
 
 #include "wire.h"
@@ -12,13 +12,13 @@ static int rounds_of(int usual, int full) {
 /* ---- Order in a queue -------------------------------------------------------------------------------------------- */
 
 /* Rank s sends numbered messages to every other rank on each QP: two puts and a signal of the number, which goes with
- * the second put or alone. Of the queue from s on QP q the word lies at line s * QPS + q, and message m at a place of
- * its own. */
+ * the second put or alone. The word of the queue from s on QP q is on line s * QPS + q; each message has a destination
+ * of its own. */
 #define QPS 3
 #define MESSAGES 24
 #define PLACE 512
 #define HALF (PLACE / 2)
-#define WORDS 4096 /* bytes kept for words */
+#define WORDS 4096 /* bytes of words */
 
 static uint64_t word_at(int sender, int qp) { return 64 * (uint64_t)(sender * QPS + qp); }
 static uint64_t place_of(int sender, int qp, int message) {
@@ -65,7 +65,7 @@ static void send_all(struct wire *w, char *source, uint64_t seed) {
       }
 }
 
-/* Each time a word has grown, everything up to its number has to be there. */
+/* Whenever a word has grown, all messages up to its number must have arrived. */
 static void receive_all(struct wire *w, uint64_t seed) {
   struct rank *me = w->me;
   for (int m = 0; m < MESSAGES; m++)
@@ -98,9 +98,9 @@ static void order(struct rank *me) {
   }
 }
 
-/* ---- What nobody may rely on ------------------------------------------------------------------------------------- */
+/* ---- No order ------------------------------------------------------------------------------------- */
 
-/* The signal that was posted last, on another QP or toward the same rank on all of them, overtakes some other. */
+/* A signal overtakes one that was posted before it on another QP. */
 static void no_order(struct rank *me) {
   struct wire *w = make_wire(me, 1 << 16);
   int overtaken = 0, rounds = rounds_of(40, 400);
@@ -121,7 +121,7 @@ static void no_order(struct rank *me) {
   expect(me, me->index == 0 || overtaken, "in %d rounds no signal overtook one of another QP", rounds);
 }
 
-/* A put seen half done, its end before its beginning. The look is a race on purpose. */
+/* A put is observed half done, its end before its beginning. The reads race on purpose. */
 static void pieces(struct rank *me) {
   if (settings.one_mapping) skip(me, "it looks at memory while it is being written");
   const uint64_t bytes = 4096;
@@ -150,7 +150,7 @@ static void pieces(struct rank *me) {
   fail(me, "in %d rounds no put was seen to arrive in pieces", limit);
 }
 
-/* A source that is written again before its put has completed: wrong bytes may arrive, and the QP says so. */
+/* A source that is overwritten before its put has completed: wrong bytes may arrive, and the QP reports an error. */
 static void early_reuse(struct rank *me) {
   if (settings.one_mapping) skip(me, "it writes to memory while it is being read");
   struct wire *w = make_wire(me, 1 << 16);
@@ -182,7 +182,7 @@ static void early_reuse(struct rank *me) {
 
 /* ---- Depth ------------------------------------------------------------------------------------------------------- */
 
-/* A full QP: refused, or waited for, and nothing is lost or done twice. */
+/* A full QP: a put is refused or waits; no operation is lost or executed twice. */
 static void depth(struct rank *me) {
   struct wire *w = make_wire(me, 1 << 16);
   struct wire_spec spec = {2, 5, LATE};
@@ -272,7 +272,7 @@ static void sums(struct rank *me) {
 
 /* ---- Many ranks on few cores ------------------------------------------------------------------------------------- */
 
-/* Each sends to each and answers to what it got, so that everybody waits for everybody all the time. */
+/* Each rank sends to each and answers what it receives, so that all ranks always wait for each other. */
 static void crowd(struct rank *me) {
   struct wire *w = make_wire(me, 1 << 20);
   struct wire_spec spec = {4, 32, me->test->arg ? LATE : 0};
@@ -307,15 +307,15 @@ static const struct test_case cases[] = {
     {"transport/order in a queue, late", order, 3, "late", QUICK, 0, 0},
     {"transport/order in a queue, late, 8 ranks", order, 8, "late", USUAL, 0, 0},
     {"transport/no order among queues", no_order, 2, NULL, QUICK, 0, 0},
-    {"transport/pieces", pieces, 2, NULL, USUAL, 0, 0},
+    {"transport/a put seen in pieces", pieces, 2, NULL, USUAL, 0, 0},
     {"transport/a source overwritten too early", early_reuse, 2, NULL, QUICK, 0, 0},
     {"transport/depth", depth, 2, NULL, QUICK, 0, 0},
     {"transport/quiet", quiets, 3, NULL, QUICK, 0, 0},
     {"transport/quiet, late", quiets, 3, "late", QUICK, 0, 0},
-    {"transport/sums", sums, 4, NULL, QUICK, 0, 0},
-    {"transport/sums, late", sums, 3, "late", QUICK, 0, 0},
-    {"transport/a crowd", crowd, 8, NULL, USUAL, 0, 0},
-    {"transport/a crowd, late", crowd, 8, "late", USUAL, 0, 0},
+    {"transport/signals that add", sums, 4, NULL, QUICK, 0, 0},
+    {"transport/signals that add, late", sums, 3, "late", QUICK, 0, 0},
+    {"transport/all ranks answer each other", crowd, 8, NULL, USUAL, 0, 0},
+    {"transport/all ranks answer each other, late", crowd, 8, "late", USUAL, 0, 0},
 };
 GROUP(transport_cases);
 

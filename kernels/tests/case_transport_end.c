@@ -1,4 +1,4 @@
-/* case_transport_end.c - transports at their edges: lost peers, work that is dropped, streams, what is refused. */
+/* case_transport_end.c - transports: lost peers, dropped operations, streams, refused arguments. */
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -35,7 +35,7 @@ static void expect_created(struct wire *w) {
   expect(w->me, query(w, -1, -1).created == -1, "all QPs together have a place in the order of creation");
 }
 
-/* In the order of host_peers: rotated by rank, then as no rule would have it. */
+/* In the order of host_peers: rotated by rank, then arbitrary. */
 static void creation(struct rank *me) {
   struct wire *w = make_wire(me, 4096);
   struct wire_spec spec = {3, 7, 0};
@@ -81,7 +81,7 @@ static void lost(struct rank *me) {
   meet(me);
 }
 
-/* A stream that waits for room toward a peer goes on when that is lost. */
+/* A stream that waits for room to a peer continues when the peer is lost. */
 static void lost_while_waited_for(struct rank *me) {
   struct wire *w = make_wire(me, 1 << 16);
   struct wire_spec spec = {1, 1, LATE};
@@ -100,7 +100,7 @@ static void lost_while_waited_for(struct rank *me) {
   meet(me);
 }
 
-/* The owner of a block is gone: what is put there goes nowhere, and nothing hangs or faults. */
+/* The owner of a block is dead: puts to it are dropped, and no call hangs or faults. */
 static void owner_dies(struct rank *me) {
   struct wire *w = make_wire(me, 1 << 20);
   struct wire_spec spec = {3, 64, LATE};
@@ -113,7 +113,7 @@ static void owner_dies(struct rank *me) {
     for (int peer = 0; peer < me->count; peer++)
       if (peer != me->index) post(w, peer, i % 3, 4096 + 4096 * (uint64_t)(i % 200), source, 4096);
   }
-  meet(me); /* those that are left */
+  meet(me); /* the survivors */
   lose(w, victim);
   expect(me, put_code(w, victim, 0, 0) == DK_EPEERDEAD, "a lost peer takes puts");
   for (int peer = 0; peer < victim; peer++)
@@ -145,7 +145,7 @@ static void closed_with_work(struct rank *me) {
   meet(me);
 }
 
-/* In a child of fork nobody serves: it says so instead of waiting, and lets go. */
+/* In a forked child no thread serves the queues: calls return DK_ESTATE instead of waiting, and close works. */
 static void forked(struct rank *me) {
   struct wire *w = make_wire(me, 1 << 16);
   struct wire_spec spec = {1, 4, LATE};
@@ -174,7 +174,7 @@ static void forked(struct rank *me) {
 
 /* ---- Streams ----------------------------------------------------------------------------------------------------- */
 
-/* A put reads what was written before it on its stream, and quiet keeps what comes after from its source. */
+/* A put reads what earlier operations of its stream wrote; after quiet, later ones may overwrite its source. */
 static void streams(struct rank *me) {
   struct wire *w = make_wire(me, 1 << 16);
   struct wire_spec spec = {2, 4, LATE};
@@ -204,7 +204,7 @@ static void streams(struct rank *me) {
   }
 }
 
-/* An enqueued put that finds no room in time takes its QP with it, so that no later number overtakes it. */
+/* An enqueued put that finds no room in time breaks its QP, so that no later operation overtakes it. */
 static void broken(struct rank *me) {
   struct wire *w = make_wire(me, 1 << 16);
   struct wire_spec spec = {2, 1, LATE};
@@ -231,7 +231,8 @@ static void broken(struct rank *me) {
   meet(me);
 }
 
-/* ---- What is refused --------------------------------------------------------------------------------------------- */
+/* ---- Refused arguments ---------------------------------------------------------------------------------------------
+ * */
 
 #define REFUSED(call, good, field, value)                                                                    \
   do {                                                                                                       \
@@ -253,7 +254,7 @@ static void refused_open(struct rank *me) {
   REFUSED(transport_open, p, num_ranks, DK_MAX_RANKS + 1);
   REFUSED(transport_open, p, num_qps, 0);
   REFUSED(transport_open, p, num_qps, 65537);
-  REFUSED(transport_open, p, num_qps, 65536); /* toward each of 5 */
+  REFUSED(transport_open, p, num_qps, 65536); /* to each of 5 */
   REFUSED(transport_open, p, qp_depth, 0);
   REFUSED(transport_open, p, qp_depth, (1 << 20) + 1);
   REFUSED(transport_open, p, num_peers, -1);
@@ -320,7 +321,7 @@ static void refused(struct rank *me) {
   dk_transport_lose_params l = {.size = sizeof l, .transport = w->handle};
   REFUSED(transport_lose, l, peer, me->index);
   REFUSED(transport_lose, l, peer, -1);
-  CALL(me, transport_put, &p); /* as it is, it is fine */
+  CALL(me, transport_put, &p); /* unchanged, it is accepted */
   quiet(w, -1, -1);
   meet(me);
 }

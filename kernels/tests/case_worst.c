@@ -1,4 +1,4 @@
-/* case_worst.c - worst case: nobody waits for counts, outputs have more rows than arrive. */
+/* case_worst.c - worst case: no rank waits for counts, outputs have more rows than arrive. */
 #include "normal.h"
 
 #define SPEC(name, ...) static const struct normal_spec name = {.index_bytes = 8, .nvl_bytes = 1 << 20, __VA_ARGS__}
@@ -10,7 +10,7 @@ SPEC(no_tokens, .pattern = NO_TOKENS, .tokens = 30, .experts = 2, .topk = 2, .ro
 
 static const struct combine_spec with_weights = {.hidden = 64, .biases = 1, .weights = true};
 
-/* Dispatch and combine without any wait in between, on one enqueued row of calls. */
+/* Dispatch and combine enqueued without a wait in between. */
 static void padded(struct rank *me) {
   struct normal_spec spec = *(const struct normal_spec *)me->test->arg;
   spec.experts *= me->count;
@@ -47,7 +47,7 @@ static void cached(struct rank *me) {
   check_combine(c);
 }
 
-/* Rank 0 gets more rows than it has room for: it fails and says so, nothing is written past its rows, nobody hangs. */
+/* Rank 0 receives more rows than it has room for: it fails, writes nothing past its rows, and no rank hangs. */
 static void too_few_rows(struct rank *me) {
   struct normal_spec spec = one_hot;
   spec.experts *= me->count;

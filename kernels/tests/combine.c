@@ -4,8 +4,9 @@
 
 #include "normal.h"
 
-/* What rank `at` holds for a token: channel by channel, so that the token's own rank can do the sum. In every eighth
- * channel large numbers swallow small ones and cancel each other, so that the order of the sum is seen. */
+/* The row of rank `at` for a token: a function of the channel, so that the token's rank can compute the sum. In every
+ * eighth channel large numbers absorb small ones and cancel, so that a different order of the sum gives different bits.
+ * */
 static uint16_t value_of(uint64_t salt, int at, int source, int token, int channel) {
   static const uint16_t swallow[3] = {0x4c00, 0x3fc0, 0xcc00}; /* 2^25, 1.5, -2^25 */
   uint64_t bits = hash(salt, (uint64_t)at, (uint64_t)source << 32 | (uint64_t)token, (uint64_t)channel);
@@ -104,9 +105,9 @@ void run_combine(struct combine *c) {
 
 /* ---- Check ------------------------------------------------------------------------------------------------------- */
 
-/* The plain sum, added in FP32 in the order of the ranks. The rows of another node's ranks are added up there first,
- * rounded to BF16 (weights are not), and go into the sum as one. With biases the order is the library's, so there is a
- * tolerance: half a step of BF16, and what FP32 loses. */
+/* The sum in FP32 in the order of the ranks. The rows of another node's ranks are added there first, rounded to BF16
+ * (weights are not), and enter the sum as one row. With biases the library chooses the order, so there is a tolerance:
+ * half a step of BF16, plus FP32's rounding. */
 struct sum {
   float total, magnitude;
 };

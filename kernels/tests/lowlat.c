@@ -17,7 +17,7 @@ void make_numbers(const struct ll *l, int source, int token, uint16_t *row) {
   for (int h = 0; h < l->spec->hidden; h++) {
     uint64_t block = hash(l->salt, 21, (uint64_t)source << 32 | (uint64_t)token, (uint64_t)h / 128),
              bits = mix(block + (uint64_t)h);
-    int exponent = (int)(block % 36) - 24 - (int)(bits >> 32 & 7); /* also below the least amax */
+    int exponent = (int)(block % 36) - 24 - (int)(bits >> 32 & 7); /* also below the smallest amax */
     row[h] = block >> 40 & 15 ? random_bf16(bits, exponent) : 0;
     if (l->spec->values == SPECIALS && token % 3 == 1 && h % 128 == token % 128)
       row[h] = specials[token / 3 % COUNT(specials)];
@@ -107,7 +107,7 @@ void new_ll_payload(struct ll *l, uint64_t salt) {
 
 /* ---- Calls ------------------------------------------------------------------------------------------------------- */
 
-/* Each half gets what belongs to it alone: the other half's tensors need not exist yet, or any more. */
+/* Each half gets only its own tensors: the other half's need not exist yet, or any more. */
 dk_ll_dispatch_params ll_dispatch_params(struct ll *l, uint32_t phases, uint32_t ticket) {
   const struct ll_spec *spec = l->spec;
   dk_ll_dispatch_params p = PARAMS(ll_dispatch, l->team, DK_OP_LL_DISPATCH);
@@ -170,7 +170,7 @@ dk_ll_combine_params ll_combine_params(struct ll *l, uint32_t phases, uint32_t t
   return p;
 }
 
-/* Zero copy: the caller's rows are where the library said, and nowhere else. */
+/* Zero copy: the caller's rows are only where dk_ll_layout puts them. */
 static void write_in_place(struct ll *l) {
   struct team *t = l->team;
   uint64_t base = t->block->at[t->me->index] + t->rdma_offset + l->layout.zero_copy_offset[t->combines % 2];

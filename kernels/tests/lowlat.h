@@ -7,8 +7,8 @@ enum values {
   ANY_BITS, /* BF16: rows that name their origin; FP8: numbers of many sizes, zero rows, tiny rows */
   SPECIALS  /* FP8: some rows have NaN and infinities */
 };
-/* In the salt of the experts' rows: numbers as activations are, about normally distributed. Else every kind there is.
- */
+/* A bit of the salt of the experts' rows: values about normally distributed, as activations are. Without it, values of
+ * all kinds. */
 #define USUAL_ROWS ((uint64_t)1 << 63)
 
 struct ll_spec {
@@ -28,7 +28,7 @@ struct ll {
   struct routing *routing;
   uint64_t salt, row_salt;
   int tokens, local, rows; /* mine; experts of a rank; R * B */
-  uint32_t absent;         /* bit by rank: nothing comes from it, and its experts add nothing */
+  uint32_t absent;         /* bit by rank: no rows come from it, and its experts add nothing */
   bool whole_combine;      /* the newest combine was not in halves */
   int dispatches;          /* whose counts cumulative_stats has */
   struct tensor x, idx, weights, recv_x, recv_scales, recv_count, src_info, layout_range, cumulative, waits;
@@ -52,7 +52,7 @@ void check_ll_combine(struct ll *l);
 /* Dispatch, check, rows, combine, check; the second with a pause now and then between the halves of a call. */
 void ll_round(struct ll *l, uint64_t salt);
 void ll_round_in_halves(struct ll *l, uint64_t salt);
-/* A random shape that fits where the largest does. */
+/* A random shape no larger than the largest. */
 struct ll_spec random_ll_spec(struct dice *d, int ranks, enum pattern pattern, const struct ll_spec *largest);
 /* What an aborted call leaves. */
 void expect_no_rows(struct ll *l);

@@ -1,4 +1,4 @@
-/* lowlat_check.c - what low-latency dispatch and combine must leave, by plain loops over who names which expert. */
+/* lowlat_check.c - expected outputs of low-latency dispatch and combine, by plain loops over all ranks' indices. */
 #include <math.h>
 #include <string.h>
 
@@ -14,7 +14,7 @@ static uint32_t bits_of(float value) {
   return bits;
 }
 
-/* The scale that came with a block: the float's bits, or with UE8M0 the exponent alone, as the same float. */
+/* The received scale of a block as a float; with UE8M0 it is made of the exponent alone. */
 static uint32_t scale_at(const struct ll *l, int expert, int row, int block) {
   const uint32_t *words = l->recv_scales.host;
   int blocks = l->spec->hidden / 128;
@@ -23,8 +23,7 @@ static uint32_t scale_at(const struct ll *l, int expert, int row, int block) {
   return (word >> (8 * (block % 4)) & 0xff) << 23;
 }
 
-/* A channel that is not a number, or beyond all numbers, stays NaN or saturates; the others of its block may be
- * anything. */
+/* A NaN channel stays NaN, an infinite one saturates; the other channels of the block are not compared. */
 static bool check_special(struct ll *l, const uint16_t *x, const uint8_t *got, int expert, int row) {
   bool special = false;
   for (int i = 0; i < 128; i++) {
@@ -117,13 +116,13 @@ void expect_no_rows(struct ll *l) {
 
 /* ---- Combine ----------------------------------------------------------------------------------------------------- */
 
-/* An expert's answer. LogFMT meets every kind of block: narrow, wide, with zeros, all equal, reaching 1. */
+/* An expert's output row. It has blocks of every kind for LogFMT: narrow, wide, with zeros, all equal, reaching 1. */
 uint16_t expert_value(uint64_t salt, int expert, int source, int token, int channel) {
   uint64_t row = hash(salt, (uint64_t)expert, (uint64_t)source, (uint64_t)token),
            kind = mix(row + (uint64_t)channel / 128) % 6;
   uint64_t bits = mix(row + (uint64_t)channel);
   if (salt & USUAL_ROWS) {
-    int sum = 0; /* of twelve bytes: near enough to a normal distribution */
+    int sum = 0; /* the sum of twelve bytes: close to a normal distribution */
     for (int i = 0; i < 12; i++) sum += (int)((i < 8 ? bits : mix(bits)) >> (8 * (i % 8)) & 0xff) - 127;
     return to_bf16((float)sum / 1024);
   }
@@ -154,7 +153,7 @@ void make_expert_rows(struct ll *l, uint64_t salt) {
   poison(me, l->out);
 }
 
-/* Sums of one block of one token, and how far off a right library may be. */
+/* The sums of one block of one token, and their tolerance. */
 struct block_sum {
   double sum[128], allowed[128];
 };
@@ -166,7 +165,7 @@ static void add_expert(struct ll *l, struct block_sum *b, int64_t expert, float 
   double error[128] = {0};
   for (int i = 0; i < width; i++) x[i] = expert_value(l->row_salt, (int)expert, self, token, first + i);
   if (l->spec->combine_flags & DK_LL_LOGFMT) reference_logfmt_error(x, error);
-  bool known = l->spec->weights || l->whole_combine; /* by the experts' rank: it may add up its rows and round */
+  bool known = l->spec->weights || l->whole_combine; /* at the experts' rank, which may add its rows and round */
   bool reduced =
       known && !(library.caps & DK_CAP_HOST_STREAM) && !(l->spec->combine_flags & (DK_LL_UNREDUCED | DK_LL_LOGFMT));
   for (int i = 0; i < width; i++) {
@@ -203,8 +202,8 @@ void check_ll_combine(struct ll *l) {
   for (int t = 0; t < l->tokens; t++)
     for (int h = 0; h < l->spec->hidden; h += 128)
       check_block(l, t, h, l->spec->hidden - h < 128 ? l->spec->hidden - h : 128, &all);
-  bool told =
-      !(l->spec->combine_flags & DK_LL_LOGFMT) || l->row_salt & USUAL_ROWS; /* of LogFMT it is told for usual rows */
+  bool told = !(l->spec->combine_flags & DK_LL_LOGFMT) ||
+              l->row_salt & USUAL_ROWS; /* the contract states LogFMT's for normally distributed rows */
   expect(me, !told || difference_of(&all) < 1e-5, "calc_diff of combined_x is %g", difference_of(&all));
   for (int r = 0; r < me->count; r++)
     expect(me, ((const int64_t *)l->combine_waits.host)[r] >= 1000, "wait_stats[%d] of combine shrank", r);

@@ -77,7 +77,7 @@ static void expect_end(const char *name, double seconds) {
   pthread_mutex_unlock(&state.lock);
 }
 
-/* Ends the program when a case does not come to an end. */
+/* Ends the program when a case does not end. */
 static void *watch(void *unused) {
   for (;;) {
     pause_ms(200);
@@ -114,7 +114,7 @@ static void run_case(const struct test_case *test, enum verdict (*run)(const str
   fflush(stdout);
 }
 
-/* Looked for in a process of its own, as ranks that are processes must be forked before the library is here. */
+/* Runs in a child process: ranks that are processes must be forked before the library is opened. */
 static bool has_transport(void) {
   pid_t child = fork();
   if (child == 0) {

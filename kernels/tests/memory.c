@@ -1,5 +1,5 @@
-/* memory.c - what ranks compute on: tensors with a copy on the host, words that host and device share, memory of all
- * ranks. */
+/* memory.c - memory of a case: tensors with a copy on the host, words that host and device share, memory of all ranks.
+ * */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,10 +10,10 @@
 
 #define ARENA_BYTES ((uint64_t)64 << 20)
 #define WORDS_BYTES ((uint64_t)1 << 20)
-#define GUARD 64 /* bytes before and after each tensor that nobody may write */
+#define GUARD 64 /* guard bytes before and after each tensor */
 #define FILLER 0xa5
 
-/* The place of a rank in this process; kept from case to case, since opening a device may be slow. */
+/* A rank's device and stream in this process; kept from case to case, since opening a device may be slow. */
 struct seat {
   int index, ordinal;
   bool open;
@@ -123,7 +123,7 @@ void fill(struct rank *me, uint64_t at, uint64_t bytes, uint32_t value) {
   CALL(me, fill, &p);
 }
 
-/* Every other tensor begins 16 bytes beside a line: no more than 16 is promised. */
+/* Every other tensor begins 16 bytes off a line: the interface guarantees an alignment of 16 only. */
 struct tensor tensor(struct rank *me, const char *name, uint64_t bytes) {
   struct seat *seat = me->seat;
   if (bytes == 0) return (struct tensor){.host = seat->mirror};

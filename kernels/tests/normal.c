@@ -29,7 +29,7 @@ int busiest(const struct routing *r) {
 static void make_scales(struct normal *n) {
   const struct normal_spec *spec = n->spec;
   if (spec->scales == 0 || n->tokens == 0) return;
-  n->scale_token_stride = spec->columns ? 1 : spec->scales + 2; /* never the contiguous form: strides are to be used */
+  n->scale_token_stride = spec->columns ? 1 : spec->scales + 2; /* not contiguous: the library has to use the strides */
   n->scale_stride = spec->columns ? n->tokens + 3 : 1;
   n->scales = tensor(n->team->me, "scales", 4 * (uint64_t)(n->tokens + 3) * (uint64_t)(spec->scales + 2));
 }
@@ -52,7 +52,7 @@ static void fill_payload(struct normal *n) {
 
 void new_payload(struct normal *n, uint64_t salt) {
   n->salt = salt;
-  finish(n->team->me); /* nothing may still be on its way from or to the host's copies */
+  finish(n->team->me); /* copies from and to the host have to be finished */
   fill_payload(n);
   if (!n->spec->segment) poison(n->team->me, n->recv_x);
   poison(n->team->me, n->recv_scales);

@@ -12,7 +12,7 @@ struct normal_spec {
   int scales;
   bool columns;      /* scales stored column by column */
   int alignment;     /* of the counts; 0: 1 */
-  int spare;         /* > 0: worst case, with so many rows more than the busiest rank gets */
+  int spare;         /* > 0: worst case, with this many rows more than the busiest rank receives */
   bool trust_matrix; /* num_recv_tokens = -1 */
   bool segment;      /* recv_x in a segment, on all ranks but 0 */
   int num_sms, send_chunk, recv_chunk;
@@ -28,8 +28,8 @@ struct normal {
   struct team *team;
   struct routing *routing;
   uint64_t salt;
-  int tokens, rows, capacity; /* mine; rows that I get; rows of my outputs */
-  struct origin *origins;     /* of each row, by the reference */
+  int tokens, rows, capacity; /* tokens of this rank; rows that it receives; rows of its outputs */
+  struct origin *origins;     /* of each row, from the reference */
   struct tensor idx, weights, x, scales;
   struct tensor per_rank, per_node, per_expert, in_rank, matrix, head;
   struct tensor recv_x, recv_scales, recv_idx, recv_weights, recv_src;
@@ -41,7 +41,7 @@ struct normal {
 
 /* Tensors and inputs. The same salt gives the same routing and payload on every rank. */
 struct normal *make_normal(struct team *t, const struct normal_spec *spec, uint64_t salt);
-/* Other rows and scales with the same routing, as for a cached dispatch. */
+/* Different rows and scales with the same routing, as for a cached dispatch. */
 void new_payload(struct normal *n, uint64_t salt);
 /* These only enqueue. */
 void run_layout(struct normal *n);
@@ -52,7 +52,7 @@ void check_layout(struct normal *n);
 void await_counts(struct normal *n);
 void check_notify(struct normal *n);
 void check_dispatch(struct normal *n, uint32_t flags);
-/* All of it: layout, notify, counts (unless worst case), dispatch, with every check. */
+/* Layout, notify, counts (unless worst case) and dispatch, with every check. */
 void dispatch_and_check(struct normal *n);
 dk_notify_params notify_params(struct normal *n);
 dk_dispatch_params dispatch_params(struct normal *n, uint32_t flags);

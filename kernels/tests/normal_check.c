@@ -1,4 +1,4 @@
-/* normal_check.c - what layout, notify and dispatch must leave, by plain loops over who sends what to whom. */
+/* normal_check.c - expected outputs of layout, notify and dispatch, by plain loops over all ranks' routing. */
 #include <string.h>
 
 #include "normal.h"

@@ -1,5 +1,5 @@
-/* process.c - ranks as processes. They are forked before the library is opened; the parent, which never opens it for
- * them, carries their messages and descriptors, and ends those that hang. */
+/* process.c - ranks as processes. The parent forks them before the library is opened, passes their messages and
+ * descriptors, and kills those that hang. */
 #include <errno.h>
 #include <poll.h>
 #include <signal.h>
@@ -103,7 +103,7 @@ static _Noreturn void be_rank(const struct test_case *test, int index, int socke
   }
   send_with_fds(socket, &note, sizeof note, NULL, 0);
   drop_world(w);
-  exit(0); /* not _exit: sanitizers have their say */
+  exit(0); /* not _exit: sanitizers report at exit */
 }
 
 /* ---- The parent's side ------------------------------------------------------------------------------------------- */
@@ -152,7 +152,7 @@ static void hear(struct hub *h, int i) {
   }
 }
 
-/* Answers when all that are left wait, or at once when the case has failed. */
+/* Replies when all remaining ranks wait, or at once when the case has failed. */
 static void answer(struct hub *h) {
   struct reply reply = {.good = !h->broken};
   int fds[MAX_SEATS], count = 0;

@@ -1,4 +1,4 @@
-/* process.h - ranks as processes: what ranks.c and process.c know of each other. */
+/* process.h - ranks as processes: the interface between ranks.c and process.c. */
 #ifndef DEEPEP_KERNEL_TESTS_PROCESS_H
 #define DEEPEP_KERNEL_TESTS_PROCESS_H
 #include "suite.h"
@@ -11,9 +11,9 @@ void drop_world(struct world *w);
 
 /* The exchange through the parent. False: a rank failed. */
 bool process_gather(struct rank *me, const void *mine, size_t bytes, int fd, void *all, int *fds);
-/* Meets the others if they are all well, else goes on alone. */
+/* Meets the others if none has failed, else continues alone. */
 void process_settle(struct rank *me);
-/* This process ends now, as kill -9 would end it. */
+/* Ends this process as kill -9 does. */
 _Noreturn void process_die(struct rank *me);
 
 #endif

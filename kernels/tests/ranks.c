@@ -1,4 +1,4 @@
-/* ranks.c - the ranks of a case: threads that run it, meet, fail together and take down what was made. */
+/* ranks.c - the ranks of a case: threads that run it, meet, fail together and free what it has made. */
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -35,8 +35,7 @@ static struct world *_Atomic running;
 
 /* ---- Meeting ----------------------------------------------------------------------------------------------------- */
 
-/* Lock held. False: a rank failed, which is no reason to leave while things are taken down (the watchdog bounds that).
- */
+/* Lock held. False: a rank failed; ranks that free things still meet then (the watchdog bounds that). */
 static bool everyone_here(struct world *w, struct forwarder *forwarder) {
   uint64_t round = forwarder->rounds;
   if (++forwarder->arrived == w->count) {
@@ -104,7 +103,7 @@ bool others_failed(struct rank *me) {
 
 void keep_team(struct rank *me, struct team *t) {
   expect(me, me->num_teams < MAX_TEAMS, "the suite allows %d teams", MAX_TEAMS);
-  pthread_mutex_lock(&me->world->lock); /* a rank that fails looks at everybody's */
+  pthread_mutex_lock(&me->world->lock); /* a failing rank reads every rank's */
   me->teams[me->num_teams++] = t;
   pthread_mutex_unlock(&me->world->lock);
 }
@@ -121,7 +120,7 @@ static void keep_message(struct rank *me, enum verdict verdict, const char *form
 }
 
 void fail(struct rank *me, const char *format, ...) {
-  if (!others_failed(me)) { /* what comes after the first failure of a case is its consequence */
+  if (!others_failed(me)) { /* later failures of a case are consequences of the first */
     va_list arguments;
     va_start(arguments, format);
     keep_message(me, FAILED, format, arguments);
@@ -167,7 +166,7 @@ void drop_teams(struct rank *me, struct mark mark) {
   me->num_shares = mark.shares;
 }
 
-/* Collective where the ranks are threads; a process that failed just ends. */
+/* Collective where ranks are threads; a process that failed just ends. */
 static void take_down(struct rank *me) {
   if (!stream_done(me->seat, seat_stream(me->seat), 60)) {
     printf("FAILED %s: rank %d: its stream never became idle\n", me->test->name, me->index);

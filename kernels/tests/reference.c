@@ -43,7 +43,7 @@ uint8_t to_e4m3(float value) {
   int exponent = magnitude > 0 ? (int)floor(log2(magnitude)) : -6;
   if (exponent < -6) exponent = -6;
   int steps = (int)nearbyint(ldexp(magnitude, 3 - exponent)); /* 0..16; 16 carries into the exponent */
-  int code = (exponent + 6) * 8 + steps;                      /* steps of the least exponent below 8 are subnormal */
+  int code = (exponent + 6) * 8 + steps;                      /* codes below 8 are subnormal */
   return (uint8_t)(code > 0x7e ? 0x7e : code) | sign;
 }
 
@@ -82,7 +82,7 @@ void reference_logfmt_error(const uint16_t *x, double *error) {
       error[i] = least / 2;
       continue;
     }
-    /* With room for a place that is computed in FP32. */
+    /* With a margin for positions that are computed in FP32. */
     double place = log2(magnitude / least) / step;
     double below = fmax(0, floor(place - 0.01)), above = fmin(510, ceil(place + 0.01));
     error[i] = (least * exp2(above * step) - least * exp2(below * step)) / 2 + magnitude * 1e-5;

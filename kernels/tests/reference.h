@@ -1,5 +1,5 @@
-/* reference.h - what the contract says, as plain scalar arithmetic, and who sends what to whom. Shares no code with any
- * library. */
+/* reference.h - the contract's formulas as plain scalar arithmetic, and every rank's routing and payload. Shares no
+ * code with any library. */
 #ifndef DEEPEP_KERNEL_TESTS_REFERENCE_H
 #define DEEPEP_KERNEL_TESTS_REFERENCE_H
 #include "suite.h"
@@ -23,20 +23,20 @@ uint16_t random_bf16(uint64_t bits, int exponent);
 /* ---- Routing ----------------------------------------------------------------------------------------------------- */
 
 enum pattern {
-  UNIFORM,     /* any experts, each once a token, now and then -1 */
+  UNIFORM,     /* random experts, each at most once a token, sometimes -1 */
   NOBODY,      /* all -1 */
-  ONE_HOT,     /* everybody to expert 0 alone */
+  ONE_HOT,     /* all tokens to expert 0 alone */
   SKEWED,      /* most to few experts, rank 0's tokens to its own */
-  DUPLICATES,  /* few experts, so that tokens name one more than once */
+  DUPLICATES,  /* few experts, so that a token has some more than once */
   SILENT_RANK, /* uniform, but rank 1 has no tokens, and none go to the last rank */
-  NO_TOKENS    /* nobody has any */
+  NO_TOKENS    /* no rank has tokens */
 };
 struct routing {
   int ranks, experts, topk, tokens[MAX_SEATS];
   int64_t *index[MAX_SEATS]; /* [T,K] of each rank */
   float *weight[MAX_SEATS];
 };
-/* Every rank can tell every rank's routing: it follows from the salt. `tokens`: of a rank at most. */
+/* Every rank computes every rank's routing from the salt. `tokens`: the most of a rank. */
 struct routing *make_routing(struct rank *me, enum pattern pattern, uint64_t salt, int tokens, int experts, int topk);
 int owner_of(const struct routing *r, int64_t expert); /* -1 for -1 */
 bool goes_to(const struct routing *r, int source, int token, int rank);
@@ -45,11 +45,11 @@ int rows_between(const struct routing *r, int source, int rank); /* normal mode 
 
 /* ---- Payload ----------------------------------------------------------------------------------------------------- */
 
-/* Bytes of a row: its first word says where it comes from; or nothing but one byte, which no kernel may take for a
- * sign. */
+/* Bytes of a row: its first word encodes rank and token; or all bytes are equal, which no kernel may take for a flag.
+ * */
 enum payload { NAMED, ALL_ONES, ALL_ZEROS };
 void make_row(void *row, uint64_t bytes, enum payload payload, uint64_t salt, int rank, int token);
-/* Compares, and on a difference fails with what the row holds instead. */
+/* Compares; if they differ, fails with the row's actual origin. */
 void expect_row(struct rank *me, const char *what, int row, const void *got, uint64_t bytes, enum payload payload,
                 uint64_t salt, int rank, int token);
 

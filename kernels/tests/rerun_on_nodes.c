@@ -1,4 +1,4 @@
-/* again.c - a case of one node run once more where its ranks are spread over nodes. */
+/* rerun_on_nodes.c - see rerun_on_nodes.h. */
 #include "rerun_on_nodes.h"
 
 #include <string.h>
@@ -18,8 +18,8 @@ static const struct test_case *find_case(struct rank *me, const char *name) {
   fail(me, "there is no case \"%s\"", name);
 }
 
-void run_again(struct rank *me) {
-  const struct again *what = me->test->arg;
+void rerun_on_nodes(struct rank *me) {
+  const struct rerun *what = me->test->arg;
   struct team_spec *place = scratch(me, sizeof *place);
   *place = *what->place;
   place->seed = hash(settings.seed, place->seed, 0, 0);

@@ -1,18 +1,18 @@
-/* again.h - a case of one node run once more where its ranks are spread over nodes. */
-#ifndef DEEPEP_KERNEL_TESTS_AGAIN_H
-#define DEEPEP_KERNEL_TESTS_AGAIN_H
+/* rerun_on_nodes.h - reruns a case of one node with its ranks spread over nodes. */
+#ifndef DEEPEP_KERNEL_TESTS_RERUN_ON_NODES_H
+#define DEEPEP_KERNEL_TESTS_RERUN_ON_NODES_H
 #include "suite.h"
 
-struct again {
+struct rerun {
   const char *name;
   const struct team_spec *place;
 };
 
-/* Of a case whose arg is a struct again. The place's seed is drawn from the settings' and its own. */
-void run_again(struct rank *me);
+/* Runs a case whose arg is a struct rerun. The seed of `place` is combined with --seed. */
+void rerun_on_nodes(struct rank *me);
 
-/* In a table of cases: "topic/place: name of the case", with as many ranks as are given here. */
-#define AGAIN(topic, name, place, ranks, weight) \
-  {topic "/" #place ": " name, run_again, ranks, &(const struct again){name, &place}, weight, 0, 0}
+/* An entry of a table of cases, named "topic/place: name of the case", with this number of ranks. */
+#define ON_NODES(topic, name, place, ranks, weight) \
+  {topic "/" #place ": " name, rerun_on_nodes, ranks, &(const struct rerun){name, &place}, weight, 0, 0}
 
 #endif

@@ -111,14 +111,14 @@ struct settings {
   int device, max_ranks; /* device -1: rank r on device r modulo their number */
   uint32_t isa;          /* of dk_device_open */
   uint64_t seed;
-  int seeds;  /* of cases that try many; 0: each case's own number */
-  int rounds; /* of a random case at most; 0: its own number */
+  int seeds;  /* for cases that try many; 0: each case's default */
+  int rounds; /* the most of a random case; 0: its default */
   enum weight heaviest;
   double patience;  /* factor for every time limit: sanitizers are slow */
   bool full;        /* more rounds of random cases */
   bool stop;        /* after the first failure */
   bool threads;     /* no ranks as processes */
-  bool one_mapping; /* ranks use each other's own mapping: TSan knows no other */
+  bool one_mapping; /* all ranks use one mapping of a block: TSan cannot match two mappings of it */
 };
 extern struct settings settings;
 enum verdict { PASSED, FAILED, SKIPPED };
@@ -153,14 +153,14 @@ struct rank {
   struct seat *seat;
   struct world *world; /* ranks of this process */
   int socket;          /* to the exchange of processes; -1: ranks are threads */
-  uint64_t stream;     /* where operations go */
+  uint64_t stream;     /* the stream of its operations */
   uint64_t random;
-  uint64_t seed;              /* that a case is trying, for its messages; 0: none */
+  uint64_t seed;              /* seed that a case is trying, for its messages; 0: none */
   const char *volatile doing; /* for the watchdog */
   jmp_buf leave;
   char message[512];
   enum verdict verdict;
-  /* taken down after the case */
+  /* freed after the case */
   struct guarded tensors[MAX_TENSORS];
   int num_tensors, num_shares, num_teams, num_transports;
   struct share *shares[MAX_SHARES];
@@ -169,11 +169,11 @@ struct rank {
   struct block *blocks;
 };
 
-/* Runs one case with its ranks as threads. `why` gets the first failure's text. */
+/* Runs one case with its ranks as threads. `why` receives the text of the first failure. */
 enum verdict run_threads(const struct test_case *test, char *why, size_t size);
-/* The same with a process each (process.c): before the library is opened, since no library likes to be forked. */
+/* The same with a process each (process.c), forked before the library is opened. */
 enum verdict run_processes(const struct test_case *test, char *why, size_t size);
-/* One rank, from its beginning to its end, on the calling thread. */
+/* Runs one rank on the calling thread. */
 void run_rank(struct rank *me);
 void print_state(void); /* what each rank of the running case is doing */
 void close_seats(void);
@@ -187,31 +187,30 @@ void check_code(struct rank *me, const char *function, int32_t code, int32_t dev
 
 /* All ranks of the case meet; a rank that failed makes the others leave. */
 void meet(struct rank *me);
-/* Gathers up to 120 bytes and one descriptor (-1: none) of every rank, in rank order. Descriptors got are the caller's.
- */
+/* Gathers up to 120 bytes and one descriptor (-1: none) of every rank, in rank order. The caller owns the descriptors
+ * that it receives. */
 void gather(struct rank *me, const void *mine, size_t bytes, int fd, void *all, int *fds);
 bool others_failed(struct rank *me);
-void keep_team(struct rank *me, struct team *t); /* to be taken down after the case */
+void keep_team(struct rank *me, struct team *t); /* to be freed after the case */
 void drop_teams(struct rank *me,
-                struct mark mark); /* collective: those of after the mark, with transports and memory */
+                struct mark mark); /* collective: those made after the mark, with transports and memory */
 void keep_transport(struct rank *me, uint64_t transport); /* likewise: after the teams, before the memory */
 void pause_ms(int milliseconds);
 uint64_t now_ns(void);
 uint64_t limit_ns(double seconds); /* with the factor for sanitizers */
-uint64_t soon_ns(
-    void); /* for deadlines that are meant to pass: no rank may be so late by itself, on a busy machine either */
-void *scratch(struct rank *me, size_t bytes); /* zeroed; gone after the case, or with what came after a mark */
+uint64_t soon_ns(void); /* for deadlines that have to pass: longer than a rank is ever late on a busy machine */
+void *scratch(struct rank *me, size_t bytes); /* zeroed; freed after the case, or when the mark before it is restored */
 void drop_scratch(struct rank *me, struct block *until);
-/* How many seeds to try: as the program is told, else 1000 when all is run, or `usual`; fewer under a sanitizer. */
+/* Number of seeds to try: --seeds, else 1000 with DEEPEP_TEST_FULL, or `usual`; fewer under a sanitizer. */
 int seeds_of(int usual);
 
 uint64_t mix(uint64_t x);
 uint64_t hash(uint64_t salt, uint64_t a, uint64_t b, uint64_t c);
 uint64_t draw(struct rank *me, uint64_t below); /* the rank's own random numbers */
-void jitter(struct rank *me);                   /* a pause, now and then */
+void jitter(struct rank *me);                   /* sometimes pauses */
 struct dice {
   uint64_t state;
-}; /* draws that all ranks make alike */
+}; /* random numbers that are equal on all ranks */
 uint64_t roll(struct dice *d, uint64_t below);
 
 /* ---- Memory (memory.c) ------------------------------------------------------------------------------------------- */
@@ -220,13 +219,13 @@ struct tensor {
   void *host;         /* the copy here */
   uint64_t at, bytes; /* on the device; 0 bytes: at is 0 */
 };
-/* Filled with 0xa5 on the device, with guards around it that are looked at after the case. */
+/* Filled with 0xa5 on the device, with guards around it that are checked after the case. */
 struct tensor tensor(struct rank *me, const char *name, uint64_t bytes);
 void send_tensor(struct rank *me, struct tensor t);  /* host to device, enqueued */
 void fetch_tensor(struct rank *me, struct tensor t); /* device to host, enqueued */
 void poison(struct rank *me, struct tensor t);       /* 0xa5 again, enqueued */
-/* A mark, and back to it: what came after it is given back. Nothing may be running on it; guards are looked at first.
- * Collective if teams came. */
+/* A mark, and back to it: frees what was made after it. No operation may use that any more; guards are checked first.
+ * Collective if teams were made. */
 struct mark set_mark(struct rank *me);
 void back_to(struct rank *me, struct mark mark);
 /* Zeroed host memory that the device can reach. */
@@ -258,13 +257,13 @@ int seat_ordinal(const struct seat *seat);
 
 struct team_spec {
   uint64_t nvl_bytes, rdma_bytes;
-  uint64_t min_row; /* not 0: nvl_bytes is the floor for rows of so many bytes */
+  uint64_t min_row; /* not 0: nvl_bytes is the minimum for rows of this size */
   uint32_t flags;   /* DK_TEAM_* */
   int trace;        /* records; -1: no statistics page */
   /* Ranks of a node; 0: all are on one. Ranks of other nodes, and with DK_TEAM_LL_TRANSPORT all, are reached by a
    * transport. */
   int node;
-  int qps, qp_depth;        /* of the transport; 0: 3 toward each peer, 64 deep */
+  int qps, qp_depth;        /* of the transport; 0: 3 to each peer, 64 deep */
   uint32_t transport_flags; /* DK_TRANSPORT_LATE */
   uint64_t seed;            /* of its delays and orders */
 };
@@ -273,7 +272,7 @@ struct team {
   uint64_t handle;
   struct share *block;
   uint64_t nvl_offset, nvl_bytes, rdma_offset, rdma_bytes;
-  int node, qps;      /* ranks of a node; QPs toward each peer */
+  int node, qps;      /* ranks of a node; QPs to each peer */
   uint32_t flags;     /* DK_TEAM_* */
   uint64_t transport; /* 0: none */
   dk_status *status;
@@ -281,7 +280,7 @@ struct team {
   uint64_t calls[DK_NUM_OPS], combines, timeout_ns;
 };
 struct team *make_team(struct rank *me, const struct team_spec *spec);
-void flush_stats(struct team *t); /* brings t->stats up to date */
+void flush_stats(struct team *t); /* updates t->stats */
 uint64_t peer_bytes(const struct team *t, uint32_t op, int peer);
 uint64_t peer_wait(const struct team *t, uint32_t op, int peer);
 uint64_t rdma_bytes_for(struct rank *me, int max_tokens, int hidden, int experts);
@@ -291,7 +290,7 @@ uint64_t rdma_bytes_for(struct rank *me, int max_tokens, int hidden, int experts
     .size = sizeof(dk_##name##_params), .team = (team_)->handle, .stream = (team_)->me->stream, \
     .call = ++(team_)->calls[op], .timeout_ns = (team_)->timeout_ns                             \
   }
-/* No failure so far, or fails the case with the record's text. */
+/* Fails the case with the failure record's text if the team has failed. */
 void expect_healthy(struct team *t);
 /* The team has failed: code, operation, peer (-2: any) as given. */
 void expect_failure(struct team *t, int32_t code, uint32_t op, int peer);

@@ -57,7 +57,7 @@ static void share_device(struct rank *me, dk_team_create_params *p) {
 
 static bool on_my_node(const struct team *t, int rank) { return rank / t->node == t->me->index / t->node; }
 
-/* Queue pairs to every rank that the team cannot or shall not map: remote ones first, beginning with the next rank. */
+/* Queue pairs to every rank that the team does not map: remote ones first, beginning with the next rank. */
 static void open_transport(struct team *t, const struct team_spec *spec) {
   struct rank *me = t->me;
   if (!dk.transport_open) skip(me, "the library has no transport");

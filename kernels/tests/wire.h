@@ -1,5 +1,5 @@
-/* wire.h - transports of a case: each rank's block, and its queue pairs toward all others. For libraries of the host
- * alone: a case looks into blocks with its own eyes. */
+/* wire.h - transports of a case: each rank's block, and its queue pairs to all others. For host libraries only: cases
+ * read the blocks directly. */
 #ifndef DEEPEP_KERNEL_TESTS_WIRE_H
 #define DEEPEP_KERNEL_TESTS_WIRE_H
 #include "suite.h"
@@ -24,12 +24,11 @@ void open_wire(struct wire *w, const struct wire_spec *spec, uint64_t seed);
 void close_wire(struct wire *w);
 dk_transport_open_params open_params(struct wire *w, const struct wire_spec *spec, uint64_t seed);
 
-char *own(const struct wire *w, uint64_t offset); /* a place in the rank's own block */
-char *theirs(const struct wire *w, int rank,
-             uint64_t offset);                        /* what a NIC alone may write: looked at, to see what it did */
-uint64_t word(const struct wire *w, uint64_t offset); /* acquire */
+char *own(const struct wire *w, uint64_t offset);              /* an address in this rank's block */
+char *theirs(const struct wire *w, int rank, uint64_t offset); /* words that only a NIC writes, read to see its work */
+uint64_t word(const struct wire *w, uint64_t offset);          /* acquire */
 
-/* To be posted with dk.transport_put: now, with the wire's time limit. */
+/* Parameters for dk.transport_put on the calling thread, with the wire's time limit. */
 dk_transport_put_params put_params(const struct wire *w, int peer, int qp);
 dk_transport_put_params signal_params(const struct wire *w, int peer, int qp, uint64_t offset, uint32_t op,
                                       uint64_t value);
@@ -39,7 +38,7 @@ void post_signal(struct wire *w, int peer, int qp, uint64_t offset, uint32_t op,
 int32_t quiet_code(struct wire *w, int peer, int qp, uint64_t timeout_ns);
 void quiet(struct wire *w, int peer, int qp);
 dk_transport_query_params query(struct wire *w, int peer, int qp);
-/* Looks until the word in the own block is at least so much, or fails the case. */
-uint64_t await_word(struct wire *w, uint64_t offset, uint64_t least);
+/* Polls until the word in this rank's block is at least `value`, or fails the case. */
+uint64_t await_word(struct wire *w, uint64_t offset, uint64_t value);
 
 #endif
