@@ -192,17 +192,22 @@ cudaError_t launch_quiet(const Transport &transport, const dk_transport_quiet_pa
 
 }  // namespace
 
-bool transport_reaches(uint64_t transport, int rank) { return handle_of<Transport>(transport)->reaches(rank); }
-const std::vector<int> &transport_queues(uint64_t transport) { return handle_of<Transport>(transport)->handles; }
+bool internode::transport_reaches(uint64_t transport, int rank) {
+  return handle_of<Transport>(transport)->reaches(rank);
+}
+const std::vector<int> &internode::transport_queues(uint64_t transport) {
+  return handle_of<Transport>(transport)->handles;
+}
 
-__device__ void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank) {
+__device__ void internode::put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value,
+                                       int rank) {
   __threadfence_system();  // a NIC reads what other threads wrote
   nvshmemx_putmem_signal_nbi_warp(to, from, bytes, word, value, NVSHMEM_SIGNAL_SET, rank);
 }
-__device__ void signal_by_thread(uint64_t *word, uint64_t value, int rank) {
+__device__ void internode::signal_by_thread(uint64_t *word, uint64_t value, int rank) {
   nvshmemx_signal_op(word, value, NVSHMEM_SIGNAL_SET, rank);
 }
-__device__ void quiet_by_thread() { nvshmem_quiet(); }
+__device__ void internode::quiet_by_thread() { nvshmem_quiet(); }
 
 cudaError_t load_transport_kernels() {
   cudaFuncAttributes attributes{};

@@ -1,4 +1,4 @@
-// low_latency.cu - launches of low latency among nodes.
+// low_latency.cu - libdeepep_nvshmem.so: launches of low latency and of masks for teams with a transport.
 #include <new>
 
 #include "cuda/launch/internode.h"
@@ -7,12 +7,9 @@
 #include "internode/mask.cuh"
 
 namespace deepep {
-
-struct InternodeLowLatency {
-  InternodeLlTeam team;
-};
-
 namespace {
+
+using namespace internode;
 
 // A block for each token of a full call and one for the control block, as far as this rank's share of the device goes.
 int blocks_for(const Team *team, int32_t num_sms, int32_t max_tokens) {
@@ -22,44 +19,43 @@ int blocks_for(const Team *team, int32_t num_sms, int32_t max_tokens) {
 
 template <class P, class K>
 int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K)) {
-  const size_t shared = internode_ll_tables(p, team->view.num_ranks);
+  const size_t shared = shared_bytes(p, team->view.num_ranks);
   const OnDevice on(team->device);
-  kernel<<<blocks_for(team, p->num_sms, p->num_max_tokens), kInternodeLlThreads, shared, stream_of(p->stream)>>>(
-      params);
+  kernel<<<blocks_for(team, p->num_sms, p->num_max_tokens), kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
 }  // namespace
 
-InternodeLowLatencyBytes internode_ll_bytes(int, int, uint64_t, uint32_t) { return {kInternodeLlControlBytes, 0}; }
+namespace internode {
 
-int32_t internode_ll_team_create(dk_team_create_params *p, Team *team) {
-  auto *ll = new (std::nothrow) InternodeLowLatency{{team->view, team->internode->view.ll_control, nullptr, 0}};
+int32_t create_low_latency(dk_team_create_params *p, Team *team) {
+  auto *ll = new (std::nothrow) LowLatencyTeam{team->view, team->internode->view.low_latency_outbox, nullptr, 0};
   if (ll == nullptr) return DK_ENOMEM;
-  team->internode->ll = ll;
+  team->internode->low_latency = ll;
   cudaStream_t service = team->device->service;
-  cudaError_t error = cudaMalloc(reinterpret_cast<void **>(&ll->team.state), sizeof(InternodeLlState));
-  if (error == cudaSuccess) error = cudaMemsetAsync(ll->team.state, 0, sizeof(InternodeLlState), service);
+  cudaError_t error = cudaMalloc(reinterpret_cast<void **>(&ll->state), sizeof(LowLatencyState));
+  if (error == cudaSuccess) error = cudaMemsetAsync(ll->state, 0, sizeof(LowLatencyState), service);
   if (error == cudaSuccess) error = cudaStreamSynchronize(service);
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
 
-void internode_ll_team_destroy(Team *team) {
-  if (team->internode->ll == nullptr) return;
-  (void)cudaFree(team->internode->ll->team.state);
-  delete team->internode->ll;
-  team->internode->ll = nullptr;
+void destroy_low_latency(Team *team) {
+  LowLatencyTeam *ll = team->internode->low_latency;
+  if (ll == nullptr) return;
+  (void)cudaFree(ll->state);
+  delete ll;
+  team->internode->low_latency = nullptr;
 }
 
-// No word lies where rows do, and words are told apart by the call: nothing there needs to be empty.
-int32_t internode_ll_clear(dk_clean_params *, const Team *) { return DK_OK; }
-
-cudaError_t load_remote_ll_kernels() {
+cudaError_t load_low_latency_kernels() {
   cudaFuncAttributes attributes{};
   cudaError_t error = cudaFuncGetAttributes(&attributes, internode_low_latency_dispatch_kernel);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, internode_low_latency_combine_kernel);
   return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, internode_mask_kernel) : error;
 }
+
+}  // namespace internode
 
 int32_t internode_mask(dk_mask_params *p, const MaskParams &params) {
   const OnDevice on(handle_of<Team>(p->team)->device);
@@ -70,16 +66,16 @@ int32_t internode_mask(dk_mask_params *p, const MaskParams &params) {
 int32_t internode_ll_dispatch(dk_ll_dispatch_params *p) {
   auto *team = handle_of<Team>(p->team);
   InternodeLlDispatchParams d{};
-  const int32_t code = fill_remote_ll_dispatch(p, team->internode->ll->team, &d);
+  const int32_t code = fill_dispatch(p, *team->internode->low_latency, &d);
   return code == DK_OK ? launch(p, team, d, internode_low_latency_dispatch_kernel) : code;
 }
 
 int32_t internode_ll_combine(dk_ll_combine_params *p) {
   auto *team = handle_of<Team>(p->team);
   InternodeLlCombineParams c{};
-  int32_t code = fill_remote_ll_combine(p, team->internode->ll->team, &c);
+  int32_t code = fill_combine(p, *team->internode->low_latency, &c);
   if (code == DK_OK) code = launch(p, team, c, internode_low_latency_combine_kernel);
-  if (code == DK_OK && (p->phases & DK_PHASE_SEND) != 0) team->internode->ll->team.next_stage = 1 - c.call.stage;
+  if (code == DK_OK && (p->phases & DK_PHASE_SEND) != 0) team->internode->low_latency->next_stage = 1 - c.call.stage;
   return code;
 }
 

@@ -3,10 +3,10 @@
 #include "cuda/sync/masks.cuh"
 #include "internode/low_latency/common.cuh"
 
-namespace deepep {
+namespace deepep::internode {
 
 // One that is dead would keep the wait for puts from ever ending.
-__device__ inline bool is_somebody_dead(const TeamView &team) {
+__device__ inline bool is_any_rank_dead(const TeamView &team) {
   bool dead = false;
   for (int r = threadIdx.x; r < team.num_ranks; r += blockDim.x)
     dead |= *static_cast<volatile uint8_t *>(&team.status->dead[r]) != 0;
@@ -20,14 +20,14 @@ __global__ void __launch_bounds__(128, 1) internode_mask_kernel(const __grid_con
   begin(s);
   publish_newest_by_last_warp(s.team);
   const bool lifted = change_masks(p, [&](int r, uint64_t call) {
-    if (by_stores(s.team, r))
+    if (uses_stores(s.team, r))
       ptx::st_release_sys(s.team.given_up(s.team.peers[r], s.team.rank), call);
     else
       signal_by_thread(s.team.given_up(s.team.self, s.team.rank), call, r);
   });
-  const bool dead = is_somebody_dead(s.team);
+  const bool dead = is_any_rank_dead(s.team);
   if (__syncthreads_or(lifted) != 0 && !dead && threadIdx.x == 0) quiet_by_thread();
   finish(s, [&](bool failed) { record_kernel(s, nullptr, true, failed); });
 }
 
-}  // namespace deepep
+}  // namespace deepep::internode

@@ -1,4 +1,4 @@
-// normal.cu - launches of normal mode and barriers among nodes.
+// normal.cu - libdeepep_nvshmem.so: launches of normal mode, barriers and cleans across nodes.
 #include "cuda/launch/internode.h"
 #include "internode/normal/combine.cuh"
 #include "internode/normal/dispatch.cuh"
@@ -7,7 +7,9 @@
 namespace deepep {
 namespace {
 
-constexpr size_t kMaxLists = 200 * 1024;  // shared memory of combine's lists
+using namespace internode;
+
+constexpr size_t kMaxRowLists = 200 * 1024;  // shared memory of combine's lists of rows
 
 template <class P>
 int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call) {
@@ -23,7 +25,7 @@ int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call) {
 
 }  // namespace
 
-cudaError_t load_remote_normal_kernels() {
+cudaError_t internode::load_normal_kernels() {
   cudaFuncAttributes attributes{};
   cudaError_t error = cudaFuncGetAttributes(&attributes, internode_notify_kernel);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, internode_barrier_kernel);
@@ -42,14 +44,13 @@ int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {
 
 int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int blocks) {
   const Team *team = handle_of<Team>(p->team);
-  InternodeDispatchParams params{
-      d, team->internode->view, {}, {}, static_cast<InternodeState *>(team->internode->state)};
-  params.rings = internode_rings(team->view, params.internode,
-                                 d.row_bytes + 4ull * InternodeRowWords(d, params.internode.num_peers).end, false);
+  InternodeDispatchParams params{d, team->internode->view, {}, {}, static_cast<NormalState *>(team->internode->state)};
+  params.rings =
+      row_rings(team->view, params.internode, d.row_bytes + 4ull * RowWords(d, params.internode.num_peers).end, false);
   if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
-  params.lists = internode_lists(params.state, params.internode);
+  params.lists = stream_lists(params.state, params.internode);
   const OnDevice on(team->device);
-  internode_dispatch_kernel<<<blocks, InternodeDispatchRoles::kThreads, 0, stream_of(p->stream)>>>(params);
+  internode_dispatch_kernel<<<blocks, DispatchRoles::kThreads, 0, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
@@ -57,32 +58,32 @@ int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int bloc
   const Team *team = handle_of<Team>(p->team);
   if (p->num_recv_tokens > 0 && p->recv_src_idx == 0) return DK_EINVAL;
   InternodeCombineParams params{c, team->internode->view, {}, {}};
-  params.rings = internode_rings(team->view, params.internode, c.row_bytes + 4ull * (1 + c.num_topk), true);
+  params.rings = row_rings(team->view, params.internode, c.row_bytes + 4ull * (1 + c.num_topk), true);
   if (params.rings.slots == 0)
     return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes, or rdma region under min_rdma_bytes
-  params.lists = internode_lists(static_cast<InternodeState *>(team->internode->state), params.internode);
+  params.lists = stream_lists(static_cast<NormalState *>(team->internode->state), params.internode);
   const size_t shared =
-      sizeof(void *) * InternodeCombineRoles::kWarps * (params.internode.num_peers + params.internode.num_nodes);
-  if (shared > kMaxLists) return DK_EUNSUPPORTED;
+      sizeof(void *) * CombineRoles::kWarps * (params.internode.num_peers + params.internode.num_nodes);
+  if (shared > kMaxRowLists) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
-  if (shared > 40 * 1024) {  // beyond what a kernel has without asking
+  if (shared > 40 * 1024) {  // beyond what a kernel gets without opting in
     const cudaError_t error = cudaFuncSetAttribute(
         internode_combine_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return device_failure(p, error);
   }
-  internode_combine_kernel<<<blocks, InternodeCombineRoles::kThreads, shared, stream_of(p->stream)>>>(params);
+  internode_combine_kernel<<<blocks, CombineRoles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
 int32_t internode_barrier(dk_barrier_params *p) { return launch_barrier(p, DK_OP_BARRIER, true); }
 
 int32_t internode_clean(dk_clean_params *p) {
-  const Team *team = handle_of<Team>(p->team);
   const bool all = p->num_max_tokens == 0 && p->hidden == 0 && p->num_experts == 0;
   if (!all && (p->num_max_tokens <= 0 || p->hidden <= 0 || p->num_experts <= 0)) return DK_EINVAL;
-  // Nobody sends before all have come; nobody goes on before all are clean.
-  int32_t code = launch_barrier(p, DK_OP_CLEAN, false);
-  if (code == DK_OK) code = internode_ll_clear(p, team);
+  // Between the barriers nothing needs to be emptied: signal words lie apart from rows and carry the call's number. The
+  // first one makes the call numbers of all ranks equal (clean.cuh), the second one keeps ranks from sending before
+  // that.
+  const int32_t code = launch_barrier(p, DK_OP_CLEAN, false);
   return code == DK_OK ? launch_barrier(p, DK_OP_CLEAN, true) : code;
 }
 

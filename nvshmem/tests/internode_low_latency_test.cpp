@@ -13,7 +13,7 @@
 #include "internode/low_latency/params.h"
 #include "internode/mask.cuh"
 
-namespace deepep {
+namespace deepep::internode {
 alignas(16) thread_local uint64_t calls[2048];  // what a launch gives a kernel
 void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank) {
   __syncwarp();
@@ -26,8 +26,9 @@ void signal_by_thread(uint64_t *word, uint64_t value, int rank) {
 void quiet_by_thread() {
   while (emulate::puts_under_way()) emulate::step();
 }
-}  // namespace deepep
+}  // namespace deepep::internode
 using namespace deepep;
+using namespace deepep::internode;
 
 namespace {
 
@@ -79,10 +80,10 @@ struct Exchange {
 struct Rank {
   std::vector<uint8_t> block;
   std::unique_ptr<Scratch> scratch{new Scratch{}};
-  std::unique_ptr<InternodeLlState> state{new InternodeLlState{}};
+  std::unique_ptr<LowLatencyState> state{new LowLatencyState{}};
   dk_status status{};
   std::vector<uint8_t *> peers;
-  InternodeLlTeam team{};
+  LowLatencyTeam team{};
   std::vector<Exchange> exchanges;
   std::vector<std::function<void()>> steps;  // by all lanes of its grid
   int grid = 1;
@@ -113,7 +114,7 @@ struct World {
     const LowLatencyLayout layout = low_latency_layout(c.ranks(), c.tokens, c.hidden, c.experts());
     const RingFlags ring = ring_flags(c.ranks());
     const uint64_t wire = ring.bytes + layout.wire_bytes, rdma = layout.rdma_bytes + (pick(0, 1) != 0 ? 8192 : 0);
-    for (Rank &r : ranks) r.block.assign(control + kInternodeLlControlBytes + wire + rdma + 8192, 0);
+    for (Rank &r : ranks) r.block.assign(control + kLowLatencyOutboxBytes + wire + rdma + 8192, 0);
     for (int me = 0; me < c.ranks(); ++me) {
       Rank &r = ranks[me];
       for (int i = 0; i < c.ranks(); ++i)
@@ -123,7 +124,7 @@ struct World {
       t.self = aligned(r.block);
       t.scratch = r.scratch.get();
       t.status = &r.status;
-      t.wire = control + kInternodeLlControlBytes;
+      t.wire = control + kLowLatencyOutboxBytes;
       t.wire_bytes = wire;
       t.rdma = t.wire + wire;
       t.rdma_bytes = rdma;
@@ -134,7 +135,7 @@ struct World {
       t.num_nvl_peers = c.peers;
       t.flags = c.all_remote ? DK_TEAM_LL_TRANSPORT : 0;
       r.status.abort_rank = -1;
-      r.team.control = control;
+      r.team.outbox = control;
       r.team.state = r.state.get();
       r.grid = pick(1, 2);
     }
@@ -147,7 +148,7 @@ bool is_first_lane() { return blockIdx.x == 0 && threadIdx.x == 0; }
 
 // Of one rank: all that came before is done when anything after it begins, as on a stream.
 void run_steps(Rank &r) {
-  const uint64_t lanes = static_cast<uint64_t>(r.grid) * kInternodeLlThreads;
+  const uint64_t lanes = static_cast<uint64_t>(r.grid) * kThreads;
   uint64_t came = 0;
   for (const auto &step : r.steps) {
     step();
@@ -197,7 +198,7 @@ void add_dispatch(World &w, int me, size_t which, uint32_t phases, uint32_t tick
   r.steps.push_back([&w, &r, which, phases, ticket] {
     const dk_ll_dispatch_params p = dispatch_params(w, r.exchanges[which], phases, ticket);
     InternodeLlDispatchParams d{};
-    if (fill_remote_ll_dispatch(&p, r.team, &d) != DK_OK) wrong("dispatch is refused", r.team.view.rank, 0, 0, 0);
+    if (fill_dispatch(&p, r.team, &d) != DK_OK) wrong("dispatch is refused", r.team.view.rank, 0, 0, 0);
     internode_low_latency_dispatch_kernel(d);
   });
 }
@@ -231,8 +232,7 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
     p.hidden = w.c.hidden;
     p.num_experts = w.c.experts();
     p.combined_x = emulate::bits(e.sums.data());
-    if (fill_remote_ll_combine(&p, r.team, params.get()) != DK_OK)
-      wrong("combine is refused", r.team.view.rank, 0, 0, 0);
+    if (fill_combine(&p, r.team, params.get()) != DK_OK) wrong("combine is refused", r.team.view.rank, 0, 0, 0);
     if ((phases & DK_PHASE_SEND) != 0 && !w.replayed) r.team.next_stage = 1 - params->call.stage;
   });
   r.steps.push_back([params] { internode_low_latency_combine_kernel(*params); });
@@ -473,8 +473,7 @@ void run_case(uint64_t seed) {
   }
   for (int me = 0; me < c.ranks(); ++me) add_steps(w, me, rounds, halves, overlap);
   emulate::run(
-      c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kInternodeLlThreads,
-      [&](int rank) { run_steps(w.ranks[rank]); });
+      c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kThreads, [&](int rank) { run_steps(w.ranks[rank]); });
   emulate::stop_network();
   for (int me = 0; me < c.ranks(); ++me)
     for (int r = 0; r < c.ranks(); ++r)

@@ -12,10 +12,11 @@
 #include "internode/normal/dispatch.cuh"
 #include "internode/normal/notify.cuh"
 
-namespace deepep {
-thread_local uint8_t shared[16 * 1024];  // what a launch gives a kernel
-}
+namespace deepep::internode {
+thread_local uint8_t shared[16 * 1024];  // dynamic shared memory of a block
+}  // namespace deepep::internode
 using namespace deepep;
+using namespace deepep::internode;
 
 namespace {
 
@@ -35,7 +36,7 @@ struct Rank {
   dk_status status{};
   std::vector<uint8_t *> peers;
   TeamView team{};
-  InternodeView internode{};
+  NodeView internode{};
   int tokens = 0, grid = 1;
   // inputs and outputs of a round
   std::vector<uint8_t> x, recv_x, in_rank;
@@ -57,7 +58,7 @@ struct World {
   uint64_t call = 0, control_bytes = 0, timeout_ns = 200000000;
 
   explicit World(const Case &one) : c(one), ranks(static_cast<size_t>(one.ranks())) {
-    const InternodeControl at = internode_control(control_layout(c.ranks()).bytes, c.ranks(), c.peers);
+    const ControlOffsets at = control_offsets(control_layout(c.ranks()).bytes, c.ranks(), c.peers);
     control_bytes = at.end;
     const uint64_t wire = ring_flags(c.ranks()).bytes,
                    bytes = control_bytes + wire + align_up<uint64_t>(c.nvl, 4096) + c.rdma;
@@ -88,10 +89,10 @@ struct World {
       r.internode.num_peers = c.peers;
       r.internode.node = me / c.peers;
       r.internode.index = me % c.peers;
-      r.state.assign((sizeof(InternodeState) + InternodeListSizes(c.nodes, c.peers).bytes) / 8 + 1, 0);
+      r.state.assign((sizeof(NormalState) + StreamListSizes(c.nodes, c.peers).bytes) / 8 + 1, 0);
     }
   }
-  InternodeState *state(int rank) { return reinterpret_cast<InternodeState *>(ranks[rank].state.data()); }
+  NormalState *state(int rank) { return reinterpret_cast<NormalState *>(ranks[rank].state.data()); }
   Session session(int rank, uint32_t op) { return Session{ranks[rank].team, call, timeout_ns, op, DK_PHASE_BOTH}; }
 
   template <class Kernel>
@@ -225,7 +226,7 @@ void dispatch(World &w, bool cached) {
     r.recv_idx32.assign(rows * c.topk, 0xee);
     if (!cached) r.src.assign(rows, -9);
   }
-  w.launch("dispatch", InternodeDispatchRoles::kThreads, [&](int me) {
+  w.launch("dispatch", DispatchRoles::kThreads, [&](int me) {
     Rank &r = w.ranks[me];
     DispatchParams d{};
     d.session = w.session(me, DK_OP_DISPATCH);
@@ -253,8 +254,8 @@ void dispatch(World &w, bool cached) {
     d.recv_topk_weights = r.recv_weights.data();
     d.recv_src_idx = cached ? nullptr : r.src.data();
     InternodeDispatchParams p{d, r.internode, {}, {}, w.state(me)};
-    p.rings = internode_rings(r.team, r.internode, d.row_bytes + 4ull * InternodeRowWords(d, c.peers).end, false);
-    p.lists = internode_lists(p.state, r.internode);
+    p.rings = row_rings(r.team, r.internode, d.row_bytes + 4ull * RowWords(d, c.peers).end, false);
+    p.lists = stream_lists(p.state, r.internode);
     internode_dispatch_kernel(p);
   });
   for (int me = 0; me < c.ranks(); ++me) {
@@ -292,7 +293,7 @@ void combine(World &w) {
     r.sums.assign(static_cast<size_t>(r.tokens) * c.topk, -1);
   }
   const bool biased = pick(0, 1) == 1;
-  w.launch("combine", InternodeCombineRoles::kThreads, [&](int me) {
+  w.launch("combine", CombineRoles::kThreads, [&](int me) {
     Rank &r = w.ranks[me];
     CombineParams k{};
     k.session = w.session(me, DK_OP_COMBINE);
@@ -310,8 +311,8 @@ void combine(World &w) {
     k.combined_x = reinterpret_cast<__nv_bfloat16 *>(r.combined.data());
     k.combined_weights = r.sums.data();
     InternodeCombineParams p{k, r.internode, {}, {}};
-    p.rings = internode_rings(r.team, r.internode, k.row_bytes + 4ull * (1 + k.num_topk), true);
-    p.lists = internode_lists(w.state(me), r.internode);
+    p.rings = row_rings(r.team, r.internode, k.row_bytes + 4ull * (1 + k.num_topk), true);
+    p.lists = stream_lists(w.state(me), r.internode);
     internode_combine_kernel(p);
   });
   std::vector<std::vector<double>> want;

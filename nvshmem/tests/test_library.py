@@ -97,7 +97,9 @@ def test_without_a_device_it_says_so() -> None:
     if found["devices"] == "0":
         assert "no CUDA device" in found["reason"] and found["open"] != "0"
     assert found["old struct"] == str(EVERSION)
-    assert found["low-latency limits"] == "32 65535 8192"  # top-k, B, local experts: kernels/cuda/layout/low_latency.cuh
+    assert (
+        found["low-latency limits"] == "32 65535 8192"
+    )  # top-k, B, local experts: kernels/cuda/layout/low_latency.cuh
 
 
 def test_without_nvshmem_the_loader_names_it() -> None:

@@ -46,7 +46,7 @@ cudaError_t open_device(Device *device, int ordinal, uint32_t isa) {
   if (error == cudaSuccess) error = load_normal_kernels(device->bulk);
   if (error == cudaSuccess) error = load_small_kernels();
   if (error == cudaSuccess) error = load_low_latency_kernels();
-  if (error == cudaSuccess) error = load_remote_kernels();
+  if (error == cudaSuccess) error = load_internode_kernels();
   return error;
 }
 

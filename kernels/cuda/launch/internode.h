@@ -32,6 +32,6 @@ int32_t internode_ll_dispatch(dk_ll_dispatch_params *p);
 int32_t internode_ll_combine(dk_ll_combine_params *p);
 int32_t internode_mask(dk_mask_params *p, const MaskParams &params);  // is checked
 
-cudaError_t load_remote_kernels();  // all of them, on the current device
+cudaError_t load_internode_kernels();  // all of them, on the current device
 
 }  // namespace deepep

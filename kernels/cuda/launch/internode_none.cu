@@ -14,6 +14,6 @@ int32_t internode_clean(dk_clean_params *) { return DK_EUNSUPPORTED; }
 int32_t internode_ll_dispatch(dk_ll_dispatch_params *) { return DK_EUNSUPPORTED; }
 int32_t internode_ll_combine(dk_ll_combine_params *) { return DK_EUNSUPPORTED; }
 int32_t internode_mask(dk_mask_params *, const MaskParams &) { return DK_EUNSUPPORTED; }
-cudaError_t load_remote_kernels() { return cudaSuccess; }
+cudaError_t load_internode_kernels() { return cudaSuccess; }
 
 }  // namespace deepep

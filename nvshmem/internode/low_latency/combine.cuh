@@ -3,7 +3,7 @@
 #pragma once
 #include "internode/low_latency/logfmt.cuh"
 
-namespace deepep {
+namespace deepep::internode {
 
 struct InternodeLlCombineParams {
   InternodeLlParams call;  // layout_range and src_info are inputs here
@@ -12,14 +12,14 @@ struct InternodeLlCombineParams {
   uint8_t *combined_x;
 };
 
-enum : uint32_t { kInternodePlain = 1, kInternodeLogfmt = 2 };  // what a row's word says
+enum : uint32_t { kRowPlain = 1, kRowLogfmt = 2 };  // what a row's word says
 
 // ---- Send -----------------------------------------------------------------------------------------------------------
 
 // Whole block: running sums of the rows of each local expert, [L + 1].
-__device__ inline void count_remote_rows(const InternodeLlParams &p, int32_t *before) {
+__device__ inline void count_expert_rows(const InternodeLlParams &p, int32_t *before) {
   const int num_ranks = p.session.team.num_ranks;
-  for (int l = threadIdx.x; l < p.num_local; l += kInternodeLlThreads) {
+  for (int l = threadIdx.x; l < p.num_local; l += kThreads) {
     int64_t total = 0;
     for (int r = 0; r < num_ranks; ++r) total += p.layout_range[static_cast<int64_t>(l) * num_ranks + r] & 0xffffffff;
     before[l + 1] = static_cast<int32_t>(min(total, p.rows_per_expert()));
@@ -46,46 +46,46 @@ __device__ inline int source_of_row(const InternodeLlParams &p, int local_expert
 }
 
 // By a warp. Inside the node a row goes straight to its place; to other nodes from where a NIC can read it.
-__device__ inline void send_remote_row(const InternodeLlCombineParams &c, uint64_t epoch, int local_expert, int row,
+__device__ inline void send_expert_row(const InternodeLlCombineParams &c, uint64_t epoch, int local_expert, int row,
                                        int dest, int token) {
   const InternodeLlParams &p = c.call;
   const int rank = p.session.team.rank, expert = rank * p.num_local + local_expert;
   const int64_t number = local_expert * p.rows_per_expert() + row;
   const uint8_t *from = c.x + static_cast<uint64_t>(number) * c.x_row_stride;
   uint8_t *stage = mine_at(p, p.at.stage + static_cast<uint64_t>(number) * 2 * p.hidden);
-  uint32_t kind = kInternodePlain, bytes = 2 * static_cast<uint32_t>(p.hidden);
+  uint32_t kind = kRowPlain, bytes = 2 * static_cast<uint32_t>(p.hidden);
   uint4 coded{0, 0, 0, 0};
   if ((p.flags & DK_LL_LOGFMT) != 0) coded = choose_coded(from, p.hidden);
   if ((coded.x | coded.y | coded.z | coded.w) != 0) {
     bytes = encode_row(from, stage, p.hidden, coded);
-    kind = kInternodeLogfmt;
+    kind = kRowLogfmt;
     from = stage;
-  } else if ((p.flags & DK_LL_ZERO_COPY) == 0 && !by_stores(p.session.team, dest)) {
+  } else if ((p.flags & DK_LL_ZERO_COPY) == 0 && !uses_stores(p.session.team, dest)) {
     copy_row(stage, from, bytes);
     __syncwarp();
     from = stage;
   }
   deliver(p, dest, expert_row_at(p, epoch, expert, token), from, bytes, expert_word_at(p, epoch, expert, token),
-          internode_word(epoch, rank, kind));
+          signal_word(epoch, rank, kind));
   if (lane_id() == 0)
     atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[dest]), 2ull * p.hidden);
 }
 
-__device__ inline void send_remote_rows(const InternodeLlCombineParams &c, uint64_t epoch, int32_t *before) {
+__device__ inline void send_expert_rows(const InternodeLlCombineParams &c, uint64_t epoch, int32_t *before) {
   const InternodeLlParams &p = c.call;
-  count_remote_rows(p, before);
-  const int total = before[p.num_local], stride = kInternodeLlWarps * static_cast<int>(gridDim.x);
+  count_expert_rows(p, before);
+  const int total = before[p.num_local], stride = kWarps * static_cast<int>(gridDim.x);
   for (int n = warp_id() * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); n < total; n += stride) {
     const int l = expert_of_row(before, p.num_local, n), row = n - before[l];
     const int dest = source_of_row(p, l, row), token = p.src_info[l * p.rows_per_expert() + row];
     if (dest < 0 || token < 0 || token >= p.max_tokens || __any_sync(kAllLanes, is_masked(p.session, dest))) continue;
-    send_remote_row(c, epoch, l, row, dest, token);
+    send_expert_row(c, epoch, l, row, dest, token);
   }
 }
 
 // ---- Receive --------------------------------------------------------------------------------------------------------
 
-struct InternodeArrivals {  // shared: the rows that make up a token
+struct ExpertRows {  // shared: the rows that make up a token
   const uint8_t *row[kMaxTopk];
   float weight[kMaxTopk];
   uint32_t kind[kMaxTopk];
@@ -93,8 +93,8 @@ struct InternodeArrivals {  // shared: the rows that make up a token
 };
 
 // By the first warp: waits for the rows of a token's experts. Those of a rank that does not come are left out.
-__device__ inline void await_remote_rows(const InternodeLlParams &p, const uint64_t *calls, int token,
-                                         InternodeArrivals *list) {
+__device__ inline void await_expert_rows(const InternodeLlParams &p, const uint64_t *calls, int token,
+                                         ExpertRows *list) {
   const Session &s = p.session;
   const int lane = lane_id(), expert = expert_of_lane(p, token);
   const float weight = lane < p.num_topk ? p.topk_weights[static_cast<int64_t>(token) * p.num_topk + lane] : 0;
@@ -140,14 +140,14 @@ __device__ inline void await_remote_rows(const InternodeLlParams &p, const uint6
   if (needed) {
     const int n = __popc(rows & ((1u << lane) - 1));
     list->row[n] = mine_at(p, expert_row_at(p, theirs, expert, token));
-    list->kind[n] = internode_value(word);
+    list->kind[n] = signal_value(word);
     list->weight[n] = sum;
   }
   if (lane == 0) list->count = __popc(rows);
 }
 
 // 8 channels of a token. The loads of several rows go side by side.
-__device__ inline void add_remote_rows(const InternodeLlCombineParams &c, const InternodeArrivals *list, int token,
+__device__ inline void add_expert_rows(const InternodeLlCombineParams &c, const ExpertRows *list, int token,
                                        int chunk) {
   constexpr int kRows = 8;
   float sum[8] = {};
@@ -155,12 +155,12 @@ __device__ inline void add_remote_rows(const InternodeLlCombineParams &c, const 
     uint4 data[kRows];
 #pragma unroll
     for (int n = 0; n < kRows; ++n)
-      if (first + n < list->count && list->kind[first + n] == kInternodePlain)
+      if (first + n < list->count && list->kind[first + n] == kRowPlain)
         data[n] = ptx::ld_stream(list->row[first + n] + 16 * chunk);
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       if (first + n >= list->count) continue;
-      if (list->kind[first + n] == kInternodePlain)
+      if (list->kind[first + n] == kRowPlain)
         add_weighted(sum, data[n], list->weight[first + n]);
       else
         add_coded(list->row[first + n], chunk, list->weight[first + n], sum);
@@ -169,45 +169,43 @@ __device__ inline void add_remote_rows(const InternodeLlCombineParams &c, const 
   ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * chunk, round_bf16(sum));
 }
 
-__device__ inline void receive_remote_sums(const InternodeLlCombineParams &c, const uint64_t *calls,
-                                           InternodeArrivals *list) {
+__device__ inline void receive_sums(const InternodeLlCombineParams &c, const uint64_t *calls, ExpertRows *list) {
   const InternodeLlParams &p = c.call;
   for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
-    if (warp_id() == 0) await_remote_rows(p, calls, token, list);
+    if (warp_id() == 0) await_expert_rows(p, calls, token, list);
     __syncthreads();
-    for (int chunk = threadIdx.x; chunk < p.hidden / 8; chunk += kInternodeLlThreads)
-      add_remote_rows(c, list, token, chunk);
+    for (int chunk = threadIdx.x; chunk < p.hidden / 8; chunk += kThreads) add_expert_rows(c, list, token, chunk);
     __syncthreads();
   }
 }
 
-__global__ void __launch_bounds__(kInternodeLlThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     internode_low_latency_combine_kernel(const __grid_constant__ InternodeLlCombineParams c) {
   extern __shared__ __align__(16) uint64_t calls[];  // [R], then row counts [L + 1]
-  __shared__ InternodeArrivals arrivals;
+  __shared__ ExpertRows arrivals;
   const InternodeLlParams &p = c.call;
-  const uint64_t epoch = internode_ll_epoch(p);
+  const uint64_t epoch = epoch_of_call(p);
   if (begin(p.session)) {
-    if (is_internode_control_block()) post_remote_ll(p, epoch);
+    if (is_control_block()) post_low_latency(p, epoch);
     const bool good = !p.sends() || await_empty_slots(p, epoch, true);
-    if (p.sends() && good) send_remote_rows(c, epoch, reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks));
+    if (p.sends() && good) send_expert_rows(c, epoch, reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks));
     __syncthreads();
-    if (is_internode_control_block()) publish_newest_by_last_warp(p.session.team);  // rows are on their way meanwhile
+    if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // rows are on their way meanwhile
     if (p.receives() && good) {
-      find_remote_calls(p, epoch, calls);
-      if (is_internode_control_block()) check_remote_peers(p, calls);
-      receive_remote_sums(c, calls, &arrivals);
-      if (is_internode_control_block()) await_callers_buffer(p, epoch);
+      find_source_calls(p, epoch, calls);
+      if (is_control_block()) check_low_latency_peers(p, calls);
+      receive_sums(c, calls, &arrivals);
+      if (is_control_block()) await_callers_buffer(p, epoch);
     }
   }
   finish(p.session, [&](bool failed) {
     if (failed && p.receives()) {
       const uint64_t chunks = static_cast<uint64_t>(p.num_tokens) * p.hidden / 8;
-      for (uint64_t i = threadIdx.x; i < chunks; i += kInternodeLlThreads)
+      for (uint64_t i = threadIdx.x; i < chunks; i += kThreads)
         reinterpret_cast<uint4 *>(c.combined_x)[i] = {0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u};
     }
-    end_remote_ll(p, epoch, calls, true, failed);
+    end_low_latency(p, epoch, calls, true, failed);
   });
 }
 
-}  // namespace deepep
+}  // namespace deepep::internode

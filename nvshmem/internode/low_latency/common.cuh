@@ -17,17 +17,16 @@
 #include "cuda/layout/low_latency.cuh"
 #include "cuda/sync/session.cuh"
 #include "internode/low_latency/put.cuh"
+#include "internode/low_latency/team.h"
 
-namespace deepep {
+namespace deepep::internode {
 
-constexpr int kInternodeLlThreads = 512, kInternodeLlWarps = kInternodeLlThreads / kWarp;
-constexpr uint64_t kInternodeLlControlBytes =
-    4096;  // in each block: messages to all, on their way out, by epoch % kLowLatencyHandshakeCopies
-
-static_assert(kLowLatencyHandshakeCopies * sizeof(HandshakeMessage) <= kInternodeLlControlBytes, "the outbox");
+constexpr int kThreads = 512, kWarps = kThreads / kWarp;
+// The outbox: the newest handshake messages to all ranks, by epoch % kLowLatencyHandshakeCopies.
+static_assert(kLowLatencyHandshakeCopies * sizeof(HandshakeMessage) <= kLowLatencyOutboxBytes, "the outbox");
 
 // Device memory of a team, its own, zeroed once.
-struct InternodeLlState {
+struct LowLatencyState {
   uint64_t combine_sent[kLowLatencySlots];  // my newest call in each slot, if it was a combine
   uint64_t stage_epoch[2],
       stage_bytes;  // my newest call that sent from each of combine's buffers; what the newest took of one
@@ -35,7 +34,7 @@ struct InternodeLlState {
 };
 
 // From the start of a block, for one shape.
-struct InternodeLlPlaces {
+struct LowLatencyOffsets {
   uint64_t slot[2], words[2], counts_in[2], counts_out[2], outbox;
   uint64_t stage;  // of this combine
   uint64_t stage_bytes;
@@ -47,8 +46,8 @@ struct InternodeLlPlaces {
 
 struct InternodeLlParams {
   Session session;
-  InternodeLlPlaces at;
-  InternodeLlState *state;
+  LowLatencyOffsets at;
+  LowLatencyState *state;
   uint32_t phases, ticket, flags, format;
   const void *topk_idx;
   const float *topk_weights;
@@ -64,7 +63,7 @@ struct InternodeLlParams {
 
 // The call's number; slots go by it.
 __device__ __forceinline__ int slot_of(uint64_t epoch) { return static_cast<int>(epoch % kLowLatencySlots); }
-__device__ inline uint64_t internode_ll_epoch(const InternodeLlParams &p) {
+__device__ inline uint64_t epoch_of_call(const InternodeLlParams &p) {
   const Scratch *scratch = p.session.team.scratch;
   return p.sends() ? ptx::ld_relaxed_gpu(&scratch->low_latency_epoch) + 1
                    : ptx::ld_relaxed_gpu(&scratch->tickets[p.ticket].epoch);
@@ -76,7 +75,7 @@ template <class T = uint8_t>
 __device__ __forceinline__ T *mine_at(const InternodeLlParams &p, uint64_t offset) {
   return reinterpret_cast<T *>(p.session.team.self + offset);
 }
-__device__ inline uint64_t enter_at(const TeamView &team, uint64_t epoch, int source) {
+__device__ inline uint64_t handshake_at(const TeamView &team, uint64_t epoch, int source) {
   return team.control + team.at.low_latency_handshake +
          (epoch % kLowLatencyHandshakeCopies * team.num_ranks + source) * sizeof(HandshakeMessage);
 }
@@ -106,18 +105,18 @@ __device__ inline uint64_t expert_word_at(const InternodeLlParams &p, uint64_t e
 
 // ---- Words: the sender's number of the call, its rank, and what it says ---------------------------------------------
 
-__device__ __forceinline__ uint64_t internode_word(uint64_t epoch, int source, uint32_t value) {
+__device__ __forceinline__ uint64_t signal_word(uint64_t epoch, int source, uint32_t value) {
   return epoch << 32 | static_cast<uint32_t>(source) << 16 | value;
 }
 __device__ __forceinline__ bool is_from(uint64_t word, uint64_t epoch, int source) {
-  return word >> 16 == internode_word(epoch, source, 0) >> 16;
+  return word >> 16 == signal_word(epoch, source, 0) >> 16;
 }
-__device__ __forceinline__ uint32_t internode_value(uint64_t word) { return static_cast<uint32_t>(word) & 0xffff; }
+__device__ __forceinline__ uint32_t signal_value(uint64_t word) { return static_cast<uint32_t>(word) & 0xffff; }
 static_assert(DK_MAX_RANKS <= 65536, "a rank takes 16 bits");
 
 // ---- Sending --------------------------------------------------------------------------------------------------------
 
-__device__ inline bool by_stores(const TeamView &team, int rank) {
+__device__ inline bool uses_stores(const TeamView &team, int rank) {
   if (rank == team.rank) return true;
   return (team.flags & DK_TEAM_LL_TRANSPORT) == 0 && rank / team.num_nvl_peers == team.rank / team.num_nvl_peers;
 }
@@ -126,7 +125,7 @@ __device__ inline bool by_stores(const TeamView &team, int rank) {
 __device__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to, const uint8_t *from, uint32_t bytes,
                                uint64_t word_at, uint64_t word) {
   const TeamView &team = p.session.team;
-  if (!by_stores(team, rank)) {
+  if (!uses_stores(team, rank)) {
     put_by_warp(team.self + to, from, bytes, reinterpret_cast<uint64_t *>(team.self + word_at), word, rank);
     return;
   }
@@ -137,29 +136,29 @@ __device__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to
 }
 
 // The last block does what concerns all: where the device has room for it, it has no token of its own.
-__device__ inline bool is_internode_control_block() { return blockIdx.x == gridDim.x - 1; }
+__device__ inline bool is_control_block() { return blockIdx.x == gridDim.x - 1; }
 
 // The control block tells everybody what was taken here, if it does not know, and when sending, what this call is. The
 // copy in the outbox is that of four calls ago, whose credits came before the last send but one.
-__device__ inline void post_remote_ll(const InternodeLlParams &p, uint64_t epoch) {
+__device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epoch) {
   const TeamView &team = p.session.team;
   auto *out = mine_at<HandshakeMessage>(p, p.at.outbox) + epoch % kLowLatencyHandshakeCopies;
   if (p.sends() && threadIdx.x == 0) *out = low_latency_message(p);
   __syncthreads();
-  for (int r = warp_id(); r < team.num_ranks; r += kInternodeLlWarps) {
+  for (int r = warp_id(); r < team.num_ranks; r += kWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const int slot = lane_id();
     const uint64_t taken = slot < kLowLatencySlots ? max(team.scratch->consumed[slot][r], given_up_by(team, r)) : 0;
     if (r != team.rank && slot < kLowLatencySlots && p.state->posted[slot][r] != taken) {
       const uint64_t at = credit_at(team, slot, team.rank);
-      if (by_stores(team, r))
+      if (uses_stores(team, r))
         ptx::st_release_sys(reinterpret_cast<uint64_t *>(team.peers[r] + at), taken);
       else
         signal_by_thread(mine_at<uint64_t>(p, at), taken, r);
       p.state->posted[slot][r] = taken;
     }
     __syncwarp();
-    const uint64_t to = enter_at(team, epoch, team.rank);
+    const uint64_t to = handshake_at(team, epoch, team.rank);
     if (p.sends())
       deliver(p, r, to, reinterpret_cast<const uint8_t *>(out), offsetof(HandshakeMessage, epoch),
               to + offsetof(HandshakeMessage, epoch), epoch);
@@ -193,12 +192,12 @@ __device__ inline bool await_credit(const InternodeLlParams &p, int slot, int r)
 // calls ago the buffer may still be read: where calls of different shapes follow each other, or combines alone are
 // replayed in an odd number.
 __device__ inline bool await_empty_slots(const InternodeLlParams &p, uint64_t epoch, bool is_combine) {
-  const InternodeLlState &state = *p.state;
+  const LowLatencyState &state = *p.state;
   const uint64_t newest = state.stage_bytes == p.at.stage_bytes ? state.stage_epoch[p.stage]
                                                                 : max(state.stage_epoch[0], state.stage_epoch[1]);
   const bool both = is_combine && newest + 1 == epoch;
   bool good = true;
-  for (int r = threadIdx.x; good && r < p.session.team.num_ranks; r += kInternodeLlThreads) {
+  for (int r = threadIdx.x; good && r < p.session.team.num_ranks; r += kThreads) {
     good = await_credit(p, slot_of(epoch), r);
     if (both && good) good = await_credit(p, slot_of(epoch + 1), r);
   }
@@ -215,7 +214,7 @@ __device__ inline void await_callers_buffer(const InternodeLlParams &p, uint64_t
   const Session &s = p.session;
   if (before == 0 || p.state->combine_sent[slot] != before || s.team.scratch->consumed[slot][s.team.rank] < before)
     return;
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += kInternodeLlThreads)
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += kThreads)
     if (!await_credit(p, slot, r)) return;
 }
 
@@ -223,7 +222,7 @@ __device__ inline void await_callers_buffer(const InternodeLlParams &p, uint64_t
 
 // One poll. In step: the same number, or as far ahead as last time. A source that went on without this rank is further;
 // one whose mask was lifted may be anywhere, but it sends something new.
-__device__ inline bool find_remote_call(const InternodeLlParams &p, uint64_t epoch, int source, uint64_t &found) {
+__device__ inline bool find_source_call(const InternodeLlParams &p, uint64_t epoch, int source, uint64_t &found) {
   const TeamView &team = p.session.team;
   const uint64_t expected = epoch + team.scratch->epoch_ahead[source], given_up = given_up_by(team, source);
   const uint64_t seen = max(team.scratch->seen[source], given_up);
@@ -231,7 +230,8 @@ __device__ inline bool find_remote_call(const InternodeLlParams &p, uint64_t epo
   uint64_t best = 0;
   for (int pass = 0; pass < 2; ++pass) {  // the second finds what was stored before the newest that the first found
     for (int copy = 0; copy < kLowLatencyHandshakeCopies; ++copy) {
-      const uint64_t there = ptx::ld_acquire_sys(&mine_at<HandshakeMessage>(p, enter_at(team, copy, source))->epoch);
+      const uint64_t there =
+          ptx::ld_acquire_sys(&mine_at<HandshakeMessage>(p, handshake_at(team, copy, source))->epoch);
       const bool exact = there == expected && !anywhere && there > given_up;
       if (!exact && (there <= seen || (there <= expected && !anywhere))) continue;
       if (exact) {
@@ -248,14 +248,14 @@ __device__ inline bool find_remote_call(const InternodeLlParams &p, uint64_t epo
 
 // Whole block of a receive half: the number of each source's call that belongs to this one, into shared calls[R]. Only
 // where ranks can be masked is there anything to find out. 0: masked, or given up now.
-__device__ inline void find_remote_calls(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
+__device__ inline void find_source_calls(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
   const Session &s = p.session;
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += kInternodeLlThreads) {
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += kThreads) {
     uint64_t found = p.shrinks() ? 0 : epoch;
     if (p.shrinks() && !is_masked(s, r)) {
       const uint64_t start = ptx::global_timer_ns();
-      wait_or_mask(s, r, epoch, [&](int64_t &) { return find_remote_call(p, epoch, r, found); });
-      if (is_internode_control_block()) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
+      wait_or_mask(s, r, epoch, [&](int64_t &) { return find_source_call(p, epoch, r, found); });
+      if (is_control_block()) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
     }
     calls[r] = found;
   }
@@ -263,12 +263,12 @@ __device__ inline void find_remote_calls(const InternodeLlParams &p, uint64_t ep
 }
 
 // The control block of a receive half: everybody means the same call. Times go to the caller's statistics.
-__device__ inline void check_remote_peers(const InternodeLlParams &p, const uint64_t *calls) {
+__device__ inline void check_low_latency_peers(const InternodeLlParams &p, const uint64_t *calls) {
   const TeamView &team = p.session.team;
   const HandshakeMessage mine = low_latency_message(p);
-  for (int r = threadIdx.x; r < team.num_ranks; r += kInternodeLlThreads) {
+  for (int r = threadIdx.x; r < team.num_ranks; r += kThreads) {
     const uint64_t epoch = calls[r];
-    const auto *from = mine_at<HandshakeMessage>(p, enter_at(team, epoch, r));
+    const auto *from = mine_at<HandshakeMessage>(p, handshake_at(team, epoch, r));
     const uint64_t start = ptx::global_timer_ns();
     const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch, [&](int64_t &seen) {
                         seen = static_cast<int64_t>(ptx::ld_acquire_sys(&from->epoch));
@@ -286,8 +286,8 @@ __device__ inline void check_remote_peers(const InternodeLlParams &p, const uint
 // ---- End ------------------------------------------------------------------------------------------------------------
 
 // By the last block, after the outputs.
-__device__ inline void end_remote_ll(const InternodeLlParams &p, uint64_t epoch, const uint64_t *calls, bool is_combine,
-                                     bool failed) {
+__device__ inline void end_low_latency(const InternodeLlParams &p, uint64_t epoch, const uint64_t *calls,
+                                       bool is_combine, bool failed) {
   Scratch *scratch = p.session.team.scratch;
   if (threadIdx.x == 0 && p.sends()) {
     scratch->low_latency_epoch = epoch;
@@ -298,7 +298,7 @@ __device__ inline void end_remote_ll(const InternodeLlParams &p, uint64_t epoch,
       p.state->stage_bytes = p.at.stage_bytes;
     }
   }
-  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kInternodeLlThreads) {
+  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kThreads) {
     if (is_masked(p.session, r)) continue;
     if (p.sends()) scratch->sent[slot_of(epoch)][r] = epoch;
     if (!p.receives() || failed || calls[r] == 0) continue;
@@ -319,4 +319,4 @@ __device__ __forceinline__ int expert_of_lane(const InternodeLlParams &p, int to
   return -1;
 }
 
-}  // namespace deepep
+}  // namespace deepep::internode

@@ -6,9 +6,9 @@
 #include "cuda/impl/low_latency/compact_rows.cuh"
 #include "internode/low_latency/common.cuh"
 
-namespace deepep {
+namespace deepep::internode {
 
-constexpr int kInternodeLlGroups = 4, kInternodeLlGroupThreads = kInternodeLlThreads / kInternodeLlGroups;
+constexpr int kGroups = 4, kGroupThreads = kThreads / kGroups;
 
 struct InternodeLlDispatchParams {
   InternodeLlParams call;
@@ -23,14 +23,14 @@ constexpr uint32_t kNoEntry = 0xffffffffu;
 
 // ---- Send -----------------------------------------------------------------------------------------------------------
 
-struct InternodeRoute {               // of the token that a block sends now, in shared memory
+struct SendRoute {                    // of the token that a block sends now, in shared memory
   int32_t expert[kMaxTopk];           // -1: none, or named before
   int32_t rank[kMaxTopk], num_ranks;  // those that get the row
   uint32_t before[2][kMaxTopk];       // earlier tokens for each of these experts, for each of these ranks
 };
 
 // By the first warp.
-__device__ inline void read_remote_route(const InternodeLlParams &p, int token, InternodeRoute *route) {
+__device__ inline void read_route(const InternodeLlParams &p, int token, SendRoute *route) {
   const int lane = lane_id(), expert = expert_of_lane(p, token), rank = expert < 0 ? -1 : expert / p.num_local;
   const bool serves = rank >= 0 && !is_masked(p.session, rank);
   const uint32_t below = (1u << lane) - 1, same_expert = __match_any_sync(kAllLanes, expert),
@@ -45,7 +45,7 @@ __device__ inline void read_remote_route(const InternodeLlParams &p, int token, 
 
 // Which of the route's experts and ranks one of these indices means, a bit each.
 template <int kIndices>
-__device__ __forceinline__ void match_route(const InternodeLlParams &p, const InternodeRoute *route,
+__device__ __forceinline__ void match_route(const InternodeLlParams &p, const SendRoute *route,
                                             const int (&named)[kIndices], uint32_t &experts, uint32_t &ranks) {
   for (int k = 0; k < p.num_topk && p.at.header_bytes != 0; ++k) {
     const int expert = route->expert[k];
@@ -65,9 +65,9 @@ __device__ __forceinline__ void match_route(const InternodeLlParams &p, const In
 }
 
 // Whole block: counts the tokens before this one that go to the same experts and to the same ranks.
-__device__ inline void count_earlier_tokens(const InternodeLlParams &p, int token, InternodeRoute *route) {
+__device__ inline void count_earlier_tokens(const InternodeLlParams &p, int token, SendRoute *route) {
   constexpr int kIndices = 8;  // loaded side by side
-  for (int first = warp_id() * kWarp; first < token; first += kInternodeLlThreads) {
+  for (int first = warp_id() * kWarp; first < token; first += kThreads) {
     const int earlier = first + lane_id();
     uint32_t experts = 0, ranks = 0;
     for (int base = 0; base < p.num_topk; base += kIndices) {
@@ -92,7 +92,7 @@ __device__ inline void count_earlier_tokens(const InternodeLlParams &p, int toke
 // Whole block: the row cast to FP8, 8 threads hold a block of 128 channels, 16 channels each; then its scales.
 __device__ inline void stage_fp8_row(const InternodeLlParams &p, const uint4 *x, uint8_t *to) {
   const int pieces = p.hidden / 16;
-  for (int first = 0; first < pieces; first += kInternodeLlThreads) {
+  for (int first = 0; first < pieces; first += kThreads) {
     const int at = first + static_cast<int>(threadIdx.x);
     const bool mine = at < pieces;
     const uint4 none{0, 0, 0, 0}, a = mine ? x[2 * at] : none, b = mine ? x[2 * at + 1] : none;
@@ -111,15 +111,14 @@ __device__ inline void stage_row(const InternodeLlDispatchParams &d, int token, 
   const InternodeLlParams &p = d.call;
   const auto *x = reinterpret_cast<const uint4 *>(d.x + static_cast<uint64_t>(token) * 2 * p.hidden);
   if (p.format == DK_FORMAT_FP8) return stage_fp8_row(p, x, to);
-  for (int at = threadIdx.x; at < p.hidden / 8; at += kInternodeLlThreads) ptx::st_stream(to + 16 * at, x[at]);
+  for (int at = threadIdx.x; at < p.hidden / 8; at += kThreads) ptx::st_stream(to + 16 * at, x[at]);
 }
 
-__device__ inline void send_remote_token(const InternodeLlDispatchParams &d, uint64_t epoch, int token,
-                                         InternodeRoute *route) {
+__device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t epoch, int token, SendRoute *route) {
   const InternodeLlParams &p = d.call;
   const Session &s = p.session;
   const int rank = s.team.rank;
-  if (warp_id() == 0) read_remote_route(p, token, route);
+  if (warp_id() == 0) read_route(p, token, route);
   uint8_t *stage = mine_at(p, row_at(p, epoch, rank, token));
   stage_row(d, token, stage + p.at.header_bytes);
   __syncthreads();
@@ -131,11 +130,11 @@ __device__ inline void send_remote_token(const InternodeLlDispatchParams &d, uin
         expert < 0 ? kNoEntry : static_cast<uint32_t>(expert) << 16 | route->before[0][threadIdx.x];
   }
   __syncthreads();
-  for (int n = warp_id(); n < route->num_ranks; n += kInternodeLlWarps) {
+  for (int n = warp_id(); n < route->num_ranks; n += kWarps) {
     const int dest = route->rank[n], number = static_cast<int>(route->before[1][n]);
     const uint64_t to = row_at(p, epoch, rank, dest == rank ? token : number);
     deliver(p, dest, to, stage, p.at.row_bytes, row_word_at(p, epoch, rank, number),
-            internode_word(epoch, rank, static_cast<uint32_t>(token)));
+            signal_word(epoch, rank, static_cast<uint32_t>(token)));
     if (lane_id() == 0)  // payload, for the statistics
       atomicAdd(reinterpret_cast<unsigned long long *>(&s.team.scratch->sent_bytes[dest]),
                 static_cast<unsigned long long>(p.format == DK_FORMAT_FP8 ? p.hidden + p.hidden / 32 : 2 * p.hidden));
@@ -145,12 +144,12 @@ __device__ inline void send_remote_token(const InternodeLlDispatchParams &d, uin
 
 // The control block: how many rows each rank gets, and how many tokens choose each of its experts. counts: shared, [E]
 // and then [R].
-__device__ inline void send_remote_counts(const InternodeLlParams &p, uint64_t epoch, int32_t *counts) {
+__device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t epoch, int32_t *counts) {
   const TeamView &team = p.session.team;
   const int lane = lane_id();
-  for (int i = threadIdx.x; i < p.num_experts + team.num_ranks; i += kInternodeLlThreads) counts[i] = 0;
+  for (int i = threadIdx.x; i < p.num_experts + team.num_ranks; i += kThreads) counts[i] = 0;
   __syncthreads();
-  for (int token = warp_id(); token < p.num_tokens; token += kInternodeLlWarps) {
+  for (int token = warp_id(); token < p.num_tokens; token += kWarps) {
     const int expert = expert_of_lane(p, token), rank = expert < 0 ? -1 : expert / p.num_local;
     const uint32_t below = (1u << lane) - 1, same_expert = __match_any_sync(kAllLanes, expert),
                    same_rank = __match_any_sync(kAllLanes, rank);
@@ -159,22 +158,22 @@ __device__ inline void send_remote_counts(const InternodeLlParams &p, uint64_t e
   }
   __syncthreads();
   const uint64_t out = p.at.counts_out[slot_of(epoch)];
-  for (int i = threadIdx.x; i < p.num_experts; i += kInternodeLlThreads)
+  for (int i = threadIdx.x; i < p.num_experts; i += kThreads)
     mine_at<int32_t>(p, out + static_cast<uint64_t>(i / p.num_local) * p.at.counts_bytes)[i % p.num_local] = counts[i];
   __syncthreads();
-  for (int r = warp_id(); r < team.num_ranks; r += kInternodeLlWarps) {
+  for (int r = warp_id(); r < team.num_ranks; r += kWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const uint32_t rows = static_cast<uint32_t>(counts[p.num_experts + r]);
     deliver(p, r, p.at.counts_in[slot_of(epoch)] + static_cast<uint64_t>(team.rank) * p.at.counts_bytes,
             mine_at(p, out + static_cast<uint64_t>(r) * p.at.counts_bytes), p.at.counts_bytes,
-            count_word_at(p, epoch, team.rank), internode_word(epoch, team.rank, rows));
+            count_word_at(p, epoch, team.rank), signal_word(epoch, team.rank, rows));
   }
   __syncthreads();
 }
 
 // ---- Receive --------------------------------------------------------------------------------------------------------
 
-enum : uint64_t { kInternodeArrived = 1, kInternodeAbsent = 2 };
+enum : uint64_t { kCountsArrived = 1, kCountsAbsent = 2 };
 
 // With shrink all blocks must agree whether a source's counts came: the first to say decides.
 __device__ inline uint64_t decide_arrival(const Session &s, uint64_t epoch, int source, uint64_t mine) {
@@ -186,16 +185,16 @@ __device__ inline uint64_t decide_arrival(const Session &s, uint64_t epoch, int 
   }
 }
 
-struct InternodeTables {  // shared
-  uint64_t *calls;        // [R]: the source's own number of this call
-  int32_t *base;          // [R][L]: first count, then first row of the source's rows for the expert
-  int32_t *rows;          // [R]: rows of the source that come here
+struct SourceTables {  // shared
+  uint64_t *calls;     // [R]: the source's own number of this call
+  int32_t *base;       // [R][L]: first count, then first row of the source's rows for the expert
+  int32_t *rows;       // [R]: rows of the source that come here
 };
 
 // Whole block: waits for all counts.
-__device__ inline void await_remote_counts(const InternodeLlParams &p, uint64_t epoch, const InternodeTables &tables) {
+__device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, const SourceTables &tables) {
   const Session &s = p.session;
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += kInternodeLlThreads) {
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += kThreads) {
     uint64_t theirs = tables.calls[r], word = 0;
     bool here = theirs != 0 && wait_or_mask(s, r, epoch, [&](int64_t &seen) {
                   word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, count_word_at(p, theirs, r)));
@@ -203,25 +202,25 @@ __device__ inline void await_remote_counts(const InternodeLlParams &p, uint64_t 
                   return is_from(word, theirs, r);
                 });
     if (p.shrinks()) {
-      const bool agreed = decide_arrival(s, epoch, r, here ? kInternodeArrived : kInternodeAbsent) == kInternodeArrived;
+      const bool agreed = decide_arrival(s, epoch, r, here ? kCountsArrived : kCountsAbsent) == kCountsArrived;
       if (agreed && !here &&
-          (theirs != 0 || find_remote_call(p, epoch, r, theirs))) {  // another block saw it: it is all in memory
+          (theirs != 0 || find_source_call(p, epoch, r, theirs))) {  // another block saw it: it is all in memory
         word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, count_word_at(p, theirs, r)));
         here = is_from(word, theirs, r);
       }
       here = here && agreed;
     }
-    tables.rows[r] = here ? static_cast<int32_t>(min(internode_value(word), static_cast<uint32_t>(p.max_tokens))) : 0;
+    tables.rows[r] = here ? static_cast<int32_t>(min(signal_value(word), static_cast<uint32_t>(p.max_tokens))) : 0;
     tables.calls[r] = here ? theirs : 0;
   }
   __syncthreads();
 }
 
 // Whole block: counts become first rows. Block b writes out what experts b, b + G, ... get.
-__device__ inline void read_remote_counts(const InternodeLlDispatchParams &d, const InternodeTables &tables) {
+__device__ inline void read_counts(const InternodeLlDispatchParams &d, const SourceTables &tables) {
   const InternodeLlParams &p = d.call;
   const int num_ranks = p.session.team.num_ranks;
-  for (int i = threadIdx.x; i < p.num_experts; i += kInternodeLlThreads) {
+  for (int i = threadIdx.x; i < p.num_experts; i += kThreads) {
     const int source = i / p.num_local;
     const uint64_t theirs = tables.calls[source];
     const auto *counts =
@@ -230,7 +229,7 @@ __device__ inline void read_remote_counts(const InternodeLlDispatchParams &d, co
     tables.base[i] = static_cast<int32_t>(min(count, static_cast<uint32_t>(p.max_tokens)));
   }
   __syncthreads();
-  for (int l = threadIdx.x; l < p.num_local; l += kInternodeLlThreads) {
+  for (int l = threadIdx.x; l < p.num_local; l += kThreads) {
     int64_t *range = p.layout_range + static_cast<int64_t>(l) * num_ranks;
     const bool mine = l % static_cast<int>(gridDim.x) == static_cast<int>(blockIdx.x);
     int first = 0;
@@ -247,19 +246,19 @@ __device__ inline void read_remote_counts(const InternodeLlDispatchParams &d, co
   __syncthreads();
 }
 
-struct InternodeRowList {    // shared, of a group: where a row goes
+struct RowPlaces {           // shared, of a group: where a row goes
   int64_t row[kMaxTopk];     // of [L, R*B]
   int64_t scales[kMaxTopk];  // its first scale
   const uint8_t *from;
   int32_t count, token;
 };
-__device__ inline int64_t internode_stored_scales(const InternodeLlParams &p) {
+__device__ inline int64_t num_stored_scales(const InternodeLlParams &p) {
   return p.hidden / ((p.flags & DK_LL_UE8M0) != 0 ? 4 * kScaleChannels : kScaleChannels);
 }
 
 // By the first warp of a group: waits for row `number` of a source; the list is empty if it never came.
-__device__ inline void await_remote_row(const InternodeLlParams &p, uint64_t epoch, int source, int number,
-                                        const InternodeTables &tables, InternodeRowList *list) {
+__device__ inline void await_row(const InternodeLlParams &p, uint64_t epoch, int source, int number,
+                                 const SourceTables &tables, RowPlaces *list) {
   const Session &s = p.session;
   const int lane = lane_id(), rank = s.team.rank;
   const uint64_t theirs = tables.calls[source];
@@ -276,7 +275,7 @@ __device__ inline void await_remote_row(const InternodeLlParams &p, uint64_t epo
   }
   word = __shfl_sync(kAllLanes, word, 0);
   came = __shfl_sync(kAllLanes, static_cast<int>(came), 0) != 0;
-  const int token = static_cast<int>(internode_value(word));
+  const int token = static_cast<int>(signal_value(word));
   const uint8_t *from = mine_at(p, row_at(p, theirs, source, source == rank ? min(token, p.max_tokens - 1) : number));
   uint32_t entry = kNoEntry;
   if (p.at.header_bytes == 0)
@@ -290,7 +289,7 @@ __device__ inline void await_remote_row(const InternodeLlParams &p, uint64_t epo
     const int n = __popc(rows & ((1u << lane) - 1));
     const int64_t within = tables.base[source * p.num_local + expert] + position;
     list->row[n] = expert * p.rows_per_expert() + within;
-    list->scales[n] = expert * internode_stored_scales(p) * p.rows_per_expert() + within;
+    list->scales[n] = expert * num_stored_scales(p) * p.rows_per_expert() + within;
   }
   if (lane == 0) {
     list->count = __popc(rows);
@@ -300,31 +299,30 @@ __device__ inline void await_remote_row(const InternodeLlParams &p, uint64_t epo
 }
 
 // By a group: a row to its places.
-__device__ inline void spread_remote_row(const InternodeLlDispatchParams &d, const InternodeRowList *list, int thread) {
+__device__ inline void spread_row(const InternodeLlDispatchParams &d, const RowPlaces *list, int thread) {
   constexpr int kUnroll = 4;
   const InternodeLlParams &p = d.call;
   const int row_bytes = p.format == DK_FORMAT_FP8 ? p.hidden : 2 * p.hidden, chunks = row_bytes / 16,
             count = list->count;
   const uint8_t *from = list->from;
-  for (int first = thread; first < chunks; first += kInternodeLlGroupThreads * kUnroll) {
+  for (int first = thread; first < chunks; first += kGroupThreads * kUnroll) {
     uint4 data[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
-      if (first + u * kInternodeLlGroupThreads < chunks)
-        data[u] = ptx::ld_stream(from + 16 * (first + u * kInternodeLlGroupThreads));
+      if (first + u * kGroupThreads < chunks) data[u] = ptx::ld_stream(from + 16 * (first + u * kGroupThreads));
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int at = first + u * kInternodeLlGroupThreads;
+      const int at = first + u * kGroupThreads;
       if (at >= chunks) continue;
       for (int n = 0; n < count; ++n)
         ptx::st_stream(d.recv_x + static_cast<uint64_t>(list->row[n]) * row_bytes + 16 * at, data[u]);
     }
   }
-  for (int n = thread; n < count; n += kInternodeLlGroupThreads) p.src_info[list->row[n]] = list->token;
+  for (int n = thread; n < count; n += kGroupThreads) p.src_info[list->row[n]] = list->token;
   if (p.format != DK_FORMAT_FP8) return;
   const bool packed = (p.flags & DK_LL_UE8M0) != 0;
   const auto *scales = reinterpret_cast<const uint32_t *>(from + p.hidden);
-  for (int64_t at = thread; at < internode_stored_scales(p); at += kInternodeLlGroupThreads) {
+  for (int64_t at = thread; at < num_stored_scales(p); at += kGroupThreads) {
     uint32_t value = 0;
     for (int part = 0; packed && part < 4; ++part)
       value |= (ptx::ld_relaxed_sys(scales + 4 * at + part) >> 23 & 0xff) << (8 * part);
@@ -333,25 +331,25 @@ __device__ inline void spread_remote_row(const InternodeLlDispatchParams &d, con
   }
 }
 
-__device__ inline void receive_remote_rows(const InternodeLlDispatchParams &d, uint64_t epoch,
-                                           const InternodeTables &tables, InternodeRowList *lists) {
+__device__ inline void receive_rows(const InternodeLlDispatchParams &d, uint64_t epoch, const SourceTables &tables,
+                                    RowPlaces *lists) {
   const InternodeLlParams &p = d.call;
-  const int group = static_cast<int>(threadIdx.x) / kInternodeLlGroupThreads,
-            thread = static_cast<int>(threadIdx.x) % kInternodeLlGroupThreads;
-  InternodeRowList *list = lists + group;
+  const int group = static_cast<int>(threadIdx.x) / kGroupThreads,
+            thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  RowPlaces *list = lists + group;
   for (int number = blockIdx.x; number < p.max_tokens; number += gridDim.x)
-    for (int source = group; source < p.session.team.num_ranks; source += kInternodeLlGroups) {
+    for (int source = group; source < p.session.team.num_ranks; source += kGroups) {
       if (number >= tables.rows[source]) continue;
-      if (thread < kWarp) await_remote_row(p, epoch, source, number, tables, list);
-      ptx::barrier_among<kInternodeLlGroupThreads>(1 + group);
-      if (list->count > 0) spread_remote_row(d, list, thread);
-      ptx::barrier_among<kInternodeLlGroupThreads>(1 + group);
+      if (thread < kWarp) await_row(p, epoch, source, number, tables, list);
+      ptx::barrier_among<kGroupThreads>(1 + group);
+      if (list->count > 0) spread_row(d, list, thread);
+      ptx::barrier_among<kGroupThreads>(1 + group);
     }
 }
 
 // ---- End ------------------------------------------------------------------------------------------------------------
 
-__device__ inline DispatchOutputs internode_outputs_of(const InternodeLlDispatchParams &d) {
+__device__ inline DispatchOutputs dispatch_outputs(const InternodeLlDispatchParams &d) {
   const InternodeLlParams &p = d.call;
   const bool fp8 = p.format == DK_FORMAT_FP8;
   return {d.recv_x,
@@ -361,43 +359,42 @@ __device__ inline DispatchOutputs internode_outputs_of(const InternodeLlDispatch
           p.src_info,
           p.layout_range,
           p.rows_per_expert(),
-          fp8 ? internode_stored_scales(p) : 0,
+          fp8 ? num_stored_scales(p) : 0,
           p.num_local,
           fp8 ? p.hidden : 2 * p.hidden};
 }
 
-__global__ void __launch_bounds__(kInternodeLlThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     internode_low_latency_dispatch_kernel(const __grid_constant__ InternodeLlDispatchParams d) {
   extern __shared__ __align__(16)
       uint64_t calls[];  // [R], then base [E], rows [R]; counts to be sent lie where these two will
-  __shared__ InternodeRoute route;
-  __shared__ InternodeRowList lists[kInternodeLlGroups];
+  __shared__ SendRoute route;
+  __shared__ RowPlaces lists[kGroups];
   const InternodeLlParams &p = d.call;
-  const uint64_t epoch = internode_ll_epoch(p);
+  const uint64_t epoch = epoch_of_call(p);
   auto *base = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks);
   if (begin(p.session)) {
-    if (is_internode_control_block()) post_remote_ll(p, epoch);
+    if (is_control_block()) post_low_latency(p, epoch);
     const bool good = !p.sends() || await_empty_slots(p, epoch, false);
     if (p.sends() && good) {
-      if (is_internode_control_block()) send_remote_counts(p, epoch, base);
-      for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) send_remote_token(d, epoch, token, &route);
+      if (is_control_block()) send_token_counts(p, epoch, base);
+      for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) send_token(d, epoch, token, &route);
     }
-    if (is_internode_control_block()) publish_newest_by_last_warp(p.session.team);  // rows are on their way meanwhile
+    if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // rows are on their way meanwhile
     if (p.receives() && good) {
-      find_remote_calls(p, epoch, calls);
-      if (is_internode_control_block()) check_remote_peers(p, calls);
-      const InternodeTables tables{calls, base, base + p.num_experts};
-      await_remote_counts(p, epoch, tables);
-      read_remote_counts(d, tables);
-      receive_remote_rows(d, epoch, tables, lists);
-      if (is_internode_control_block()) await_callers_buffer(p, epoch);
+      find_source_calls(p, epoch, calls);
+      if (is_control_block()) check_low_latency_peers(p, calls);
+      const SourceTables tables{calls, base, base + p.num_experts};
+      await_counts(p, epoch, tables);
+      read_counts(d, tables);
+      receive_rows(d, epoch, tables, lists);
+      if (is_control_block()) await_callers_buffer(p, epoch);
     }
   }
   finish(p.session, [&](bool failed) {
-    if (p.receives() && (failed || p.shrinks()))
-      mend_outputs<kInternodeLlThreads>(p.session, epoch, internode_outputs_of(d), failed);
-    end_remote_ll(p, epoch, calls, false, failed);
+    if (p.receives() && (failed || p.shrinks())) mend_outputs<kThreads>(p.session, epoch, dispatch_outputs(d), failed);
+    end_low_latency(p, epoch, calls, false, failed);
   });
 }
 
-}  // namespace deepep
+}  // namespace deepep::internode

@@ -6,7 +6,7 @@
 #include "cuda/common/log_codes.cuh"
 #include "internode/low_latency/common.cuh"
 
-namespace deepep {
+namespace deepep::internode {
 
 constexpr int kMaxLogChannels = 128 * kScaleChannels;  // a bit for each block
 constexpr uint32_t kLogBlockBytes = 176, kPlainBlockBytes = 2 * kScaleChannels, kLogHeader = 16;
@@ -133,4 +133,4 @@ __device__ inline void add_coded(const uint8_t *row, int chunk, float weight, fl
   for (int i = 0; i < 8; ++i) sum[i] = fmaf(log_decode(range, codes[i]), weight, sum[i]);
 }
 
-}  // namespace deepep
+}  // namespace deepep::internode

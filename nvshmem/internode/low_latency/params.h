@@ -3,25 +3,25 @@
 #include "internode/low_latency/combine.cuh"
 #include "internode/low_latency/dispatch.cuh"
 
-namespace deepep {
+namespace deepep::internode {
 
-constexpr size_t kMaxRemoteTables =
+constexpr size_t kMaxSharedBytes =
     48 * 1024 - 6 * 1024;  // shared memory of a block without opting in, less the static part
 template <class P>
-size_t internode_ll_tables(const P *p, int num_ranks) {
+size_t shared_bytes(const P *p, int num_ranks) {
   return sizeof(uint64_t) * num_ranks + 4ull * (p->num_experts + num_ranks + 1);
 }
 
 // What a team has for it.
-struct InternodeLlTeam {
+struct LowLatencyTeam {
   TeamView view;
-  uint64_t control;  // from the start of the block: kInternodeLlControlBytes
-  InternodeLlState *state;
+  uint64_t outbox;  // from the start of the block, kLowLatencyOutboxBytes
+  LowLatencyState *state;
   int next_stage;  // of the two buffers of combine's rows, the one that the next combine sends from
 };
 
 template <class P>
-bool is_sane_remote_ll(const P *p, const TeamView &view) {
+bool is_sane_call(const P *p, const TeamView &view) {
   if (p->hidden <= 0 || p->hidden % 8 != 0 || p->num_topk <= 0 || p->num_topk > kMaxTopk) return false;
   if (p->num_max_tokens <= 0 || p->num_max_tokens > kMaxLowLatencyTokens || p->num_tokens < 0 ||
       p->num_tokens > p->num_max_tokens)
@@ -33,7 +33,7 @@ bool is_sane_remote_ll(const P *p, const TeamView &view) {
 
 // Where all lies. False: not in this block.
 template <class P>
-bool find_remote_ll_places(const P *p, const InternodeLlTeam &team, uint32_t payload, InternodeLlPlaces *at) {
+bool find_offsets(const P *p, const LowLatencyTeam &team, uint32_t payload, LowLatencyOffsets *at) {
   const TeamView &view = team.view;
   const uint64_t ranks = view.num_ranks, experts = p->num_experts, tokens = p->num_max_tokens, hidden = p->hidden;
   const LowLatencyLayout layout = low_latency_layout(ranks, tokens, hidden, experts);
@@ -53,15 +53,14 @@ bool find_remote_ll_places(const P *p, const InternodeLlTeam &team, uint32_t pay
     at->counts_in[i] = wire + (2 + i) * area;
     at->counts_out[i] = at->counts_in[i] + counts;
   }
-  at->outbox = team.control;
+  at->outbox = team.outbox;
   return true;
 }
 
 template <class P>
-int32_t fill_remote_ll(const P *p, const InternodeLlTeam &team, uint32_t op, uint32_t payload,
-                       InternodeLlParams *call) {
-  if (!is_sane_remote_ll(p, team.view) || !find_remote_ll_places(p, team, payload, &call->at)) return DK_EINVAL;
-  if (internode_ll_tables(p, team.view.num_ranks) > kMaxRemoteTables) return DK_EUNSUPPORTED;
+int32_t fill_call(const P *p, const LowLatencyTeam &team, uint32_t op, uint32_t payload, InternodeLlParams *call) {
+  if (!is_sane_call(p, team.view) || !find_offsets(p, team, payload, &call->at)) return DK_EINVAL;
+  if (shared_bytes(p, team.view.num_ranks) > kMaxSharedBytes) return DK_EUNSUPPORTED;
   call->session = Session{team.view, p->call, p->timeout_ns, op, p->phases};
   call->state = team.state;
   call->phases = p->phases;
@@ -82,8 +81,7 @@ int32_t fill_remote_ll(const P *p, const InternodeLlTeam &team, uint32_t op, uin
   return DK_OK;
 }
 
-inline int32_t fill_remote_ll_dispatch(const dk_ll_dispatch_params *p, const InternodeLlTeam &team,
-                                       InternodeLlDispatchParams *d) {
+inline int32_t fill_dispatch(const dk_ll_dispatch_params *p, const LowLatencyTeam &team, InternodeLlDispatchParams *d) {
   if (p->format != DK_FORMAT_BF16 && p->format != DK_FORMAT_FP8) return DK_EINVAL;
   const bool fp8 = p->format == DK_FORMAT_FP8;
   if (fp8 && p->hidden % kScaleChannels != 0) return DK_EINVAL;
@@ -91,7 +89,7 @@ inline int32_t fill_remote_ll_dispatch(const dk_ll_dispatch_params *p, const Int
     return DK_EINVAL;
   const uint32_t hidden = static_cast<uint32_t>(p->hidden);
   const int32_t code =
-      fill_remote_ll(p, team, DK_OP_LL_DISPATCH, fp8 ? hidden + align_up(hidden / 32, 16u) : 2 * hidden, &d->call);
+      fill_call(p, team, DK_OP_LL_DISPATCH, fp8 ? hidden + align_up(hidden / 32, 16u) : 2 * hidden, &d->call);
   d->call.format = static_cast<uint32_t>(p->format);
   d->x = pointer<uint8_t>(p->x);
   d->recv_x = pointer<uint8_t>(p->recv_x);
@@ -101,7 +99,7 @@ inline int32_t fill_remote_ll_dispatch(const dk_ll_dispatch_params *p, const Int
   return code;
 }
 
-inline bool bad_remote_zero_copy(const dk_ll_combine_params *p, const TeamView &view) {
+inline bool bad_zero_copy(const dk_ll_combine_params *p, const TeamView &view) {
   const uint64_t base = reinterpret_cast<uint64_t>(view.self + view.rdma),
                  rows = static_cast<uint64_t>(p->num_experts) * p->num_max_tokens;
   return p->x < base || p->x - base + (rows - 1) * p->x_row_stride + 2ull * p->hidden > view.rdma_bytes;
@@ -109,15 +107,14 @@ inline bool bad_remote_zero_copy(const dk_ll_combine_params *p, const TeamView &
 
 // Rows are staged where zero copy has them, so that whoever alternates meets no row on its way. p->x says where, if
 // they are there.
-inline int32_t fill_remote_ll_combine(const dk_ll_combine_params *p, const InternodeLlTeam &team,
-                                      InternodeLlCombineParams *c) {
+inline int32_t fill_combine(const dk_ll_combine_params *p, const LowLatencyTeam &team, InternodeLlCombineParams *c) {
   const bool logfmt = (p->flags & DK_LL_LOGFMT) != 0, zero_copy = (p->flags & DK_LL_ZERO_COPY) != 0;
   if (logfmt && (zero_copy || p->hidden % kScaleChannels != 0)) return DK_EINVAL;
   if (logfmt && p->hidden > kMaxLogChannels) return DK_EUNSUPPORTED;
   if (p->x_row_stride < 2ull * p->hidden || p->x_row_stride % 16 != 0) return DK_EINVAL;
-  const int32_t code = fill_remote_ll(p, team, DK_OP_LL_COMBINE, 0, &c->call);
+  const int32_t code = fill_call(p, team, DK_OP_LL_COMBINE, 0, &c->call);
   if (code != DK_OK) return code;
-  if (zero_copy && (p->phases & DK_PHASE_SEND) != 0 && bad_remote_zero_copy(p, team.view)) return DK_EINVAL;
+  if (zero_copy && (p->phases & DK_PHASE_SEND) != 0 && bad_zero_copy(p, team.view)) return DK_EINVAL;
   const uint64_t second = reinterpret_cast<uint64_t>(team.view.self + team.view.rdma + c->call.at.stage_bytes);
   c->call.stage = zero_copy ? p->x == second : team.next_stage;
   c->call.at.stage = team.view.rdma + c->call.stage * c->call.at.stage_bytes;
@@ -127,4 +124,4 @@ inline int32_t fill_remote_ll_combine(const dk_ll_combine_params *p, const Inter
   return DK_OK;
 }
 
-}  // namespace deepep
+}  // namespace deepep::internode

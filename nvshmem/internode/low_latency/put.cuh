@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-namespace deepep {
+namespace deepep::internode {
 
 // By a whole warp: bytes of the own block to the same place of a rank's, then the word. All of the source has been
 // written, as seen by each lane. It stays as it is until something that comes back says that the word was seen.
@@ -14,4 +14,4 @@ __device__ void signal_by_thread(uint64_t *word, uint64_t value, int rank);
 // By one thread: until all that this rank has put, to whomever, is there. For ever if that is to a rank that is lost.
 __device__ void quiet_by_thread();
 
-}  // namespace deepep
+}  // namespace deepep::internode

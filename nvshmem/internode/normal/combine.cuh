@@ -9,16 +9,16 @@
 #include "internode/normal/common.cuh"
 #include "internode/normal/rings.h"
 
-namespace deepep {
+namespace deepep::internode {
 
 struct InternodeCombineParams {
   CombineParams c;
-  InternodeView internode;
-  InternodeRings rings;
-  InternodeLists lists;
+  NodeView internode;
+  RowRings rings;
+  StreamLists lists;
 };
 
-struct InternodeCombineRoles {
+struct CombineRoles {
   static constexpr int kSenders = 4, kNodeSummers = 3, kTokenSummers = 5;
   static constexpr int kWarps = kSenders + kNodeSummers + kTokenSummers, kThreads = kWarps * kWarp;
 };
@@ -31,9 +31,9 @@ __device__ inline uint32_t *row_words(const InternodeCombineParams &p, uint8_t *
 __device__ inline int token_of(const InternodeCombineParams &p, const uint8_t *row) {
   return static_cast<int>(ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(row + p.c.row_bytes)));
 }
-__device__ inline int64_t local_word(const InternodeView &internode, int index, int node,
-                                     int channel) {  // of InternodeControl::pushed and taken
-  return (static_cast<int64_t>(index) * internode.num_nodes + node) * kInternodeChannels + channel;
+__device__ inline int64_t local_word(const NodeView &internode, int index, int node,
+                                     int channel) {  // of ControlOffsets::pushed and taken
+  return (static_cast<int64_t>(index) * internode.num_nodes + node) * kMaxChannels + channel;
 }
 // Credits go back for a quarter of a ring together.
 __device__ inline bool is_credited(uint32_t rows, uint32_t slots) { return rows % max(1u, slots / 4) == 0; }
@@ -53,7 +53,7 @@ __device__ inline int next_row_of(const InternodeCombineParams &p, const int32_t
   return row;
 }
 
-__device__ inline void give_row(const InternodeCombineParams &p, int64_t row, uint8_t *to) {
+__device__ inline void push_row(const InternodeCombineParams &p, int64_t row, uint8_t *to) {
   copy_row(to, p.c.x + row * p.c.row_bytes, p.c.row_bytes);
   uint32_t *words = row_words(p, to);
   if (lane_id() == 0) words[0] = static_cast<uint32_t>(p.c.recv_src_idx[row]);
@@ -61,11 +61,11 @@ __device__ inline void give_row(const InternodeCombineParams &p, int64_t row, ui
     words[1 + k] = p.c.topk_weights == nullptr ? 0 : __float_as_uint(p.c.topk_weights[row * p.c.num_topk + k]);
 }
 
-__device__ inline Outcome poll_received_sums(const InternodeCombineParams &p, uint64_t epoch, int stream,
-                                             BlockedStream &blocked) {
+__device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t epoch, int stream,
+                                       BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
   const int source = (stream + team.rank) % team.num_ranks, channel = stream / team.num_ranks;
-  InternodeStream *state = p.lists.pairs + stream;
+  RowStream *state = p.lists.pairs + stream;
   if (state->closed != 0) return kDone;
   const int node = p.internode.node_of(source), index = p.internode.index_of(source),
             summer = p.internode.local_rank(index);
@@ -76,36 +76,36 @@ __device__ inline Outcome poll_received_sums(const InternodeCombineParams &p, ui
   const uint32_t taken = read_count(
                      word_at(team.self, p.internode.at.taken, local_word(p.internode, index, node, channel)), epoch),
                  before = state->count;
-  uint32_t given = before;
+  uint32_t pushed_rows = before;
   int row = state->at;
   bool last = false;
-  while (!last && given < before + kSumsAtOnce) {
+  while (!last && pushed_rows < before + kSumsAtOnce) {
     row = next_row_of(p, p.c.recv_src_idx + first, channel, row, rows);
     last = row >= rows;
-    if (!last && given - taken >= p.rings.local_slots) break;
+    if (!last && pushed_rows - taken >= p.rings.local_slots) break;
     if (!last) {
-      give_row(p, first + row, block + p.rings.local(p.internode.index, node, channel, given));
-      ++given;
+      push_row(p, first + row, block + p.rings.local(p.internode.index, node, channel, pushed_rows));
+      ++pushed_rows;
       ++row;
     }
-    write_count(pushed, epoch, given | (last ? kLastRow : 0));
+    write_count(pushed, epoch, pushed_rows | (last ? kLastRow : 0));
   }
   if (lane_id() == 0) {
     state->at = row;
-    state->count = given;
+    state->count = pushed_rows;
     state->closed = last;
   }
   __syncwarp();
   if (last) return kDone;
-  if (given != before) return kMoved;
-  blocked = {summer, static_cast<int64_t>(given) - p.rings.local_slots + 1, taken};
+  if (pushed_rows != before) return kMoved;
+  blocked = {summer, static_cast<int64_t>(pushed_rows) - p.rings.local_slots + 1, taken};
   return kBlocked;
 }
 
 // ---- Sums -----------------------------------------------------------------------------------------------------------
 
 // Rows that belong to one token, in the order in which they are added: in shared memory, one list for each warp.
-struct RowList {
+struct TokenRows {
   const uint8_t **rows;
   int count;
   __device__ void add(const uint8_t *row) {  // by all lanes; null: this lane has none
@@ -126,7 +126,7 @@ __device__ inline void add_pieces(float (&sum)[4][8], const uint8_t *row, uint32
 }
 
 // In FP32, rounded once. Biases come last; weights go where they are wanted.
-__device__ inline void sum_rows(const InternodeCombineParams &p, const RowList &list, const uint8_t *const (&bias)[2],
+__device__ inline void sum_rows(const InternodeCombineParams &p, const TokenRows &list, const uint8_t *const (&bias)[2],
                                 uint8_t *to, float *weights) {
   const uint32_t bytes = p.c.row_bytes;
   __syncwarp();  // the list
@@ -189,7 +189,7 @@ __device__ inline int next_token_of_node(const InternodeCombineParams &p, uint64
 }
 
 __device__ inline void send_sum(const InternodeCombineParams &p, uint64_t epoch, int node, int channel, int token,
-                                uint32_t number, uint32_t *taken, RowList list) {
+                                uint32_t number, uint32_t *taken, TokenRows list) {
   const TeamView &team = p.c.session.team;
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
     const int index = base + lane_id();
@@ -203,7 +203,7 @@ __device__ inline void send_sum(const InternodeCombineParams &p, uint64_t epoch,
   sum_rows(p, list, {nullptr, nullptr}, place, reinterpret_cast<float *>(words + 1));
   if (lane_id() == 0) words[0] = static_cast<uint32_t>(token);
   uint64_t *head =
-      word_at(team.self, p.internode.at.heads, p.internode.node * kInternodeChannels + channel);  // there as here
+      word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // there as here
   put_remote(p.internode, p.internode.partner(node), team.self + p.rings.in(p.internode.node, channel, number), place,
              align_up(p.c.row_bytes + 4u * (1 + p.c.num_topk), 16u), head, tagged(epoch, number + 1));
   __syncwarp();  // all lanes have read the rows
@@ -218,16 +218,15 @@ __device__ inline void send_sum(const InternodeCombineParams &p, uint64_t epoch,
   __syncwarp();
 }
 
-__device__ inline Outcome look_at_node(const InternodeCombineParams &p, uint64_t epoch, int stream, const RowList &list,
-                                       BlockedStream &blocked) {
+__device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64_t epoch, int stream,
+                                         const TokenRows &list, BlockedStream &blocked) {
   const int others = p.internode.num_nodes - 1, channel = stream / others,
             node = stream % others + (stream % others >= p.internode.node);
-  InternodeStream *state = p.lists.there + stream;
+  RowStream *state = p.lists.there + stream;
   if (state->closed != 0) return kDone;
-  uint32_t *taken =
-      p.lists.local_rows + (static_cast<int64_t>(node) * kInternodeChannels + channel) * p.internode.num_peers;
+  uint32_t *taken = p.lists.local_rows + (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers;
   const uint32_t credit =
-      read_count(word_at(p.c.session.team.self, p.internode.at.credits, node * kInternodeChannels + channel), epoch);
+      read_count(word_at(p.c.session.team.self, p.internode.at.credits, node * kMaxChannels + channel), epoch);
   const uint32_t before = state->count;
   uint32_t sent = before;
   blocked = {p.internode.partner(node), static_cast<int64_t>(sent) + 1, credit};  // for room, or for the last credit
@@ -255,7 +254,7 @@ struct Part {
   int rank, node;
   bool local;
 };  // rank: of my node, or the partner in the other node
-__device__ inline Part part_of(const InternodeView &internode, int at) {
+__device__ inline Part part_of(const NodeView &internode, int at) {
   if (at >= internode.node && at < internode.node + internode.num_peers)
     return {internode.local_rank(at - internode.node), internode.node, true};
   const int node = at < internode.node ? at : at - internode.num_peers + 1;
@@ -275,7 +274,7 @@ __device__ inline const uint8_t *part_row(const InternodeCombineParams &p, uint6
   const int index = p.internode.index_of(part.rank);
   const uint64_t *word =
       part.local ? word_at(self, p.internode.at.pushed, local_word(p.internode, index, p.internode.node, channel))
-                 : word_at(self, p.internode.at.heads, part.node * kInternodeChannels + channel);
+                 : word_at(self, p.internode.at.heads, part.node * kMaxChannels + channel);
   seen = count_in(ptx::ld_acquire_sys(word), epoch) & ~kLastRow;
   if (seen <= taken) return nullptr;
   return self +
@@ -284,7 +283,7 @@ __device__ inline const uint8_t *part_row(const InternodeCombineParams &p, uint6
 
 // Lists the token's rows. False: one is not here yet, or is of another token.
 __device__ inline bool find_parts(const InternodeCombineParams &p, uint64_t epoch, int channel, int token,
-                                  const uint32_t *taken, RowList &list, BlockedStream &blocked) {
+                                  const uint32_t *taken, TokenRows &list, BlockedStream &blocked) {
   const int parts = p.internode.num_peers + p.internode.num_nodes - 1;
   for (int base = 0; base < parts; base += kWarp) {
     const int at = base + lane_id();
@@ -334,14 +333,14 @@ __device__ inline void pass_parts(const InternodeCombineParams &p, uint64_t epoc
       const int rank = __shfl_sync(kAllLanes, part.rank, lane);
       const uint32_t credit = __shfl_sync(kAllLanes, rows, lane);
       signal_remote(p.internode, team, rank,
-                    word_at(team.self, p.internode.at.credits, p.internode.node * kInternodeChannels + channel),
+                    word_at(team.self, p.internode.at.credits, p.internode.node * kMaxChannels + channel),
                     tagged(epoch, credit));
     }
   }
   __syncwarp();
 }
 
-__device__ inline void sum_token(const InternodeCombineParams &p, const RowList &list, int token) {
+__device__ inline void sum_token(const InternodeCombineParams &p, const TokenRows &list, int token) {
   const uint64_t row = static_cast<uint64_t>(token) * p.c.row_bytes;
   const uint8_t *bias[2];
   for (int b = 0; b < 2; ++b)
@@ -351,17 +350,17 @@ __device__ inline void sum_token(const InternodeCombineParams &p, const RowList 
   sum_rows(p, list, bias, reinterpret_cast<uint8_t *>(p.c.combined_x) + row, weights);
 }
 
-__device__ inline Outcome look_at_tokens(const InternodeCombineParams &p, uint64_t epoch, int channel,
-                                         const RowList &empty, BlockedStream &blocked) {
+__device__ inline Outcome serve_token_sum(const InternodeCombineParams &p, uint64_t epoch, int channel,
+                                          const TokenRows &empty, BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
-  InternodeStream *state = p.lists.tokens + channel;
+  RowStream *state = p.lists.tokens + channel;
   if (state->closed != 0) return kDone;
   uint32_t *taken =
       p.lists.token_rows + static_cast<int64_t>(channel) * (p.internode.num_peers + p.internode.num_nodes);
   const int step = static_cast<int>(p.rings.channels), before = state->at;
   int token = before;
   for (; token < p.c.num_tokens && token < before + kSumsAtOnce * step; token += step) {
-    RowList list = empty;
+    TokenRows list = empty;
     if (!find_parts(p, epoch, channel, token, taken, list, blocked)) break;
     sum_token(p, list, token);
     pass_parts(p, epoch, channel, token, taken);
@@ -370,7 +369,7 @@ __device__ inline Outcome look_at_tokens(const InternodeCombineParams &p, uint64
   for (int node = 0; all && node < p.internode.num_nodes; ++node)
     if (node != p.internode.node)
       signal_remote(p.internode, team, p.internode.partner(node),
-                    word_at(team.self, p.internode.at.credits, p.internode.node * kInternodeChannels + channel),
+                    word_at(team.self, p.internode.at.credits, p.internode.node * kMaxChannels + channel),
                     tagged(epoch, kAllRows));
   __syncwarp();
   if (lane_id() == 0) {
@@ -384,7 +383,7 @@ __device__ inline Outcome look_at_tokens(const InternodeCombineParams &p, uint64
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
 // Rows that I give to each rank of my node.
-__device__ inline void count_given_bytes(const InternodeCombineParams &p) {
+__device__ inline void count_pushed_bytes(const InternodeCombineParams &p) {
   const TeamView &team = p.c.session.team;
   const int32_t *matrix = p.c.rank_prefix_matrix;
   for (int i = threadIdx.x; i < p.internode.num_peers; i += blockDim.x) {
@@ -400,7 +399,7 @@ __device__ inline void open_nodes(const InternodeCombineParams &p, int first, in
   for (int i = first; i < count; i += step) {
     const int channel = i / others, node = i % others + (i % others >= p.internode.node);
     uint32_t *taken =
-        p.lists.local_rows + (static_cast<int64_t>(node) * kInternodeChannels + channel) * p.internode.num_peers;
+        p.lists.local_rows + (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers;
     for (int j = lane_id(); j < p.internode.num_peers; j += kWarp) taken[j] = 0;
     if (lane_id() == 0) p.lists.there[i] = {0, 0, 0, 0};
   }
@@ -415,35 +414,35 @@ __device__ inline void open_tokens(const InternodeCombineParams &p, int first, i
   __syncwarp();
 }
 
-__device__ inline void run_remote_combine(const InternodeCombineParams &p, uint64_t epoch, const uint8_t **rows) {
-  using Roles = InternodeCombineRoles;
+__device__ inline void run_combine_roles(const InternodeCombineParams &p, uint64_t epoch, const uint8_t **rows) {
+  using Roles = CombineRoles;
   const Session &s = p.c.session;
   const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x),
             channels = static_cast<int>(p.rings.channels);
-  const RowList list{rows + warp * (p.internode.num_peers + p.internode.num_nodes), 0};
+  const TokenRows list{rows + warp * (p.internode.num_peers + p.internode.num_nodes), 0};
   if (warp < Roles::kSenders) {
     const int first = warp * blocks + block, step = Roles::kSenders * blocks, count = s.team.num_ranks * channels;
     for (int i = first; i < count; i += step)
       if (lane_id() == 0) p.lists.pairs[i] = {0, 0, 0, 0};
     __syncwarp();
     serve(s, first, step, count,
-          [&](int stream, BlockedStream &blocked) { return poll_received_sums(p, epoch, stream, blocked); });
+          [&](int stream, BlockedStream &blocked) { return serve_pusher(p, epoch, stream, blocked); });
   } else if (warp < Roles::kSenders + Roles::kNodeSummers) {
     const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kNodeSummers * blocks,
               count = (p.internode.num_nodes - 1) * channels;
     open_nodes(p, first, step, count);
     serve(s, first, step, count,
-          [&](int stream, BlockedStream &blocked) { return look_at_node(p, epoch, stream, list, blocked); });
+          [&](int stream, BlockedStream &blocked) { return serve_node_sum(p, epoch, stream, list, blocked); });
   } else {
     const int first = (warp - Roles::kSenders - Roles::kNodeSummers) * blocks + block,
               step = Roles::kTokenSummers * blocks;
     open_tokens(p, first, step, channels);
     serve(s, first, step, channels,
-          [&](int stream, BlockedStream &blocked) { return look_at_tokens(p, epoch, stream, list, blocked); });
+          [&](int stream, BlockedStream &blocked) { return serve_token_sum(p, epoch, stream, list, blocked); });
   }
 }
 
-__global__ void __launch_bounds__(InternodeCombineRoles::kThreads, 1)
+__global__ void __launch_bounds__(CombineRoles::kThreads, 1)
     internode_combine_kernel(const __grid_constant__ InternodeCombineParams p) {
   extern __shared__ __align__(16) uint8_t shared[];
   const Session &s = p.c.session;
@@ -453,8 +452,8 @@ __global__ void __launch_bounds__(InternodeCombineRoles::kThreads, 1)
     if (blockIdx.x == 0) post_messages(s, p.internode, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     if (await_messages(s, p.internode, hand)) {
-      if (blockIdx.x == 0) count_given_bytes(p);
-      run_remote_combine(p, epoch, reinterpret_cast<const uint8_t **>(shared));
+      if (blockIdx.x == 0) count_pushed_bytes(p);
+      run_combine_roles(p, epoch, reinterpret_cast<const uint8_t **>(shared));
     }
   }
   finish(s, [&](bool failed) {
@@ -464,4 +463,4 @@ __global__ void __launch_bounds__(InternodeCombineRoles::kThreads, 1)
   });
 }
 
-}  // namespace deepep
+}  // namespace deepep::internode

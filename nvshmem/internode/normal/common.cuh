@@ -6,13 +6,13 @@
 #include "internode/layout.h"
 #include "queue.cuh"
 
-namespace deepep {
+namespace deepep::internode {
 
 // ---- Puts: by a whole warp, from the own block into the one of a rank of another node -------------------------------
 
 // What a block puts toward a rank goes by one queue pair, so it arrives in order.
 #if DEEPEP_QUEUE_HANDLES
-__device__ inline nvshmemx_qp_handle_t queue_of_block(const InternodeView &internode) {
+__device__ inline nvshmemx_qp_handle_t queue_of_block(const NodeView &internode) {
   return internode.num_queues == 0
              ? NVSHMEMX_QP_DEFAULT
              : static_cast<nvshmemx_qp_handle_t>(internode.queues[blockIdx.x % internode.num_queues]);
@@ -21,7 +21,7 @@ __device__ inline nvshmemx_qp_handle_t queue_of_block(const InternodeView &inter
 
 // `bytes` (a multiple of 16), then the word: whoever sees that sees the bytes. The source is written by this warp, and
 // stays as it is until something that comes back says that the word was seen.
-__device__ inline void put_remote(const InternodeView &internode, int rank, void *to, const void *from, uint64_t bytes,
+__device__ inline void put_remote(const NodeView &internode, int rank, void *to, const void *from, uint64_t bytes,
                                   uint64_t *word, uint64_t value) {
   __syncwarp();
   if (lane_id() == 0) ptx::fence_acq_rel_sys();  // all lanes' stores, for the NIC
@@ -37,7 +37,7 @@ __device__ inline void put_remote(const InternodeView &internode, int rank, void
 
 // The word alone. A signal without bytes may be overtaken by the next one of its kind where a proxy makes the puts; one
 // with bytes is not.
-__device__ inline void signal_remote(const InternodeView &internode, const TeamView &team, int rank, uint64_t *word,
+__device__ inline void signal_remote(const NodeView &internode, const TeamView &team, int rank, uint64_t *word,
                                      uint64_t value) {
   uint8_t *blank = team.self + internode.at.blank;
   put_remote(internode, rank, blank, blank + 32, 16, word, value);
@@ -71,20 +71,19 @@ __device__ inline uint64_t *word_at(uint8_t *block, uint64_t offset, int64_t ind
 
 // ---- Messages of all ranks to all -----------------------------------------------------------------------------------
 
-struct InternodeMessage {
+struct Message {
   HandshakeMessage handshake;  // its own `epoch` stays 0: the word of `arrived` tells
   uint32_t counts[];           // of notify
 };
-__device__ inline InternodeMessage *message_at(const InternodeView &internode, uint8_t *block, uint64_t array,
-                                               uint64_t epoch, int rank) {
+__device__ inline Message *message_at(const NodeView &internode, uint8_t *block, uint64_t array, uint64_t epoch,
+                                      int rank) {
   const uint64_t index = epoch % kHandshakeCopies * (internode.num_nodes * internode.num_peers) + rank;
-  return reinterpret_cast<InternodeMessage *>(block + array + index * internode.at.message_bytes);
+  return reinterpret_cast<Message *>(block + array + index * internode.at.message_bytes);
 }
-__device__ inline InternodeMessage *message_from(const Session &s, const InternodeView &internode, uint64_t epoch,
-                                                 int rank) {
+__device__ inline Message *message_from(const Session &s, const NodeView &internode, uint64_t epoch, int rank) {
   return message_at(internode, s.team.self, internode.at.inbox, epoch, rank);
 }
-__device__ inline uint64_t *arrived_from(const Session &s, const InternodeView &internode, uint64_t epoch, int rank) {
+__device__ inline uint64_t *arrived_from(const Session &s, const NodeView &internode, uint64_t epoch, int rank) {
   return word_at(s.team.self, internode.at.arrived, epoch % kHandshakeCopies * s.team.num_ranks + rank);
 }
 
@@ -96,14 +95,14 @@ __device__ inline bool is_gone(const Session &s, int rank) {  // nothing gets th
 // A source in the outbox is written again two operations later: by then the rank has answered with its own next
 // message.
 template <class Fill>
-__device__ inline void post_messages(const Session &s, const InternodeView &internode, const Handshake &hand,
-                                     uint32_t words, Fill fill) {
+__device__ inline void post_messages(const Session &s, const NodeView &internode, const Handshake &hand, uint32_t words,
+                                     Fill fill) {
   const int num_ranks = s.team.num_ranks, me = s.team.rank, warps = static_cast<int>(blockDim.x) / kWarp;
   for (int r = warp_id(); r < num_ranks; r += warps) {
     const bool local = internode.is_local(r);
     uint8_t *block = local ? s.team.peers[r] : s.team.self;
-    InternodeMessage *message = local ? message_at(internode, block, internode.at.inbox, hand.epoch, me)
-                                      : message_at(internode, block, internode.at.outbox, hand.epoch, r);
+    Message *message = local ? message_at(internode, block, internode.at.inbox, hand.epoch, me)
+                             : message_at(internode, block, internode.at.outbox, hand.epoch, r);
     if (lane_id() == 0) {
       message->handshake = hand.mine;
       message->handshake.epoch = 0;
@@ -119,12 +118,12 @@ __device__ inline void post_messages(const Session &s, const InternodeView &inte
     }
   }
 }
-__device__ inline void post_messages(const Session &s, const InternodeView &internode, const Handshake &hand) {
+__device__ inline void post_messages(const Session &s, const NodeView &internode, const Handshake &hand) {
   post_messages(s, internode, hand, 0, [](int, uint32_t *) {});
 }
 
 // Whole block. True if every rank has come here and means the same.
-__device__ inline bool await_messages(const Session &s, const InternodeView &internode, const Handshake &hand) {
+__device__ inline bool await_messages(const Session &s, const NodeView &internode, const Handshake &hand) {
   bool good = true;
   for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x)
     good = await_message(s, hand, r, arrived_from(s, internode, hand.epoch, r),
@@ -177,4 +176,4 @@ __device__ inline void serve(const Session &s, int first, int step, int count, L
   }
 }
 
-}  // namespace deepep
+}  // namespace deepep::internode

@@ -7,17 +7,17 @@
 #include "internode/normal/common.cuh"
 #include "internode/normal/rings.h"
 
-namespace deepep {
+namespace deepep::internode {
 
 struct InternodeDispatchParams {
   DispatchParams d;
-  InternodeView internode;
-  InternodeRings rings;
-  InternodeLists lists;
-  InternodeState *state;
+  NodeView internode;
+  RowRings rings;
+  StreamLists lists;
+  NormalState *state;
 };
 
-struct InternodeDispatchRoles {
+struct DispatchRoles {
   static constexpr int kSenders = 4, kRelays = 1, kReaders = 7;
   static constexpr int kWarps = kSenders + kRelays + kReaders, kThreads = kWarps * kWarp;
 };
@@ -25,9 +25,9 @@ constexpr int kRowsAtOnce = 4;  // of a stream, before the others of the warp ha
 
 // Words of a row after its payload: the token, its number at each rank of the node (-1: not for it), weights, experts,
 // scales.
-struct InternodeRowWords {
+struct RowWords {
   int numbers, weights, experts, scales, end;
-  __host__ __device__ InternodeRowWords(const DispatchParams &d, int num_peers)
+  __host__ __device__ RowWords(const DispatchParams &d, int num_peers)
       : numbers(1),
         weights(numbers + num_peers),
         experts(weights + d.num_topk),
@@ -59,7 +59,7 @@ __device__ inline int next_token_for(const InternodeDispatchParams &p, int node,
 
 __device__ inline void fill_row(const InternodeDispatchParams &p, int node, int token, uint8_t *row) {
   const DispatchParams &d = p.d;
-  const InternodeRowWords at(d, p.internode.num_peers);
+  const RowWords at(d, p.internode.num_peers);
   copy_row(row, d.x + static_cast<uint64_t>(token) * d.row_bytes, d.row_bytes);
   auto *words = reinterpret_cast<uint32_t *>(row + d.row_bytes);
   if (lane_id() == 0) words[0] = static_cast<uint32_t>(token);
@@ -84,8 +84,8 @@ __device__ inline void send_row(const InternodeDispatchParams &p, uint64_t epoch
   uint8_t *row = team.self + (own ? p.rings.in(node, channel, number) : p.rings.out(node, channel, number));
   fill_row(p, node, token, row);
   uint64_t *head =
-      word_at(team.self, p.internode.at.heads, p.internode.node * kInternodeChannels + channel);  // there as here
-  const uint32_t bytes = align_up(p.d.row_bytes + 4u * InternodeRowWords(p.d, p.internode.num_peers).end, 16u);
+      word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // there as here
+  const uint32_t bytes = align_up(p.d.row_bytes + 4u * RowWords(p.d, p.internode.num_peers).end, 16u);
   if (own)
     write_count(head, epoch, number + 1);
   else
@@ -101,9 +101,8 @@ __device__ inline Slowest slowest_reader(const InternodeDispatchParams &p, uint6
   uint32_t rows = kAllRows;
   int index = 0;
   for (int i = lane_id(); i < p.internode.num_peers; i += kWarp) {
-    const uint64_t *tail =
-        word_at(p.d.session.team.self, p.internode.at.tails,
-                (static_cast<int64_t>(node) * kInternodeChannels + channel) * p.internode.num_peers + i);
+    const uint64_t *tail = word_at(p.d.session.team.self, p.internode.at.tails,
+                                   (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers + i);
     const uint32_t here = count_in(ptx::ld_acquire_sys(tail), epoch);
     if (here < rows) {
       rows = here;
@@ -116,15 +115,15 @@ __device__ inline Slowest slowest_reader(const InternodeDispatchParams &p, uint6
   return {fewest, __shfl_sync(kAllLanes, index, lane)};
 }
 
-__device__ inline Outcome look_at_sends(const InternodeDispatchParams &p, uint64_t epoch, int stream,
-                                        BlockedStream &blocked) {
+__device__ inline Outcome serve_sender(const InternodeDispatchParams &p, uint64_t epoch, int stream,
+                                       BlockedStream &blocked) {
   const int node = stream % p.internode.num_nodes, channel = stream / p.internode.num_nodes;
-  InternodeStream *state = p.lists.here + stream;
+  RowStream *state = p.lists.here + stream;
   if (state->closed != 0) return kDone;
   int token = state->at;
   const uint32_t before = state->count;
   const uint32_t credit =
-      read_count(word_at(p.d.session.team.self, p.internode.at.credits, node * kInternodeChannels + channel), epoch);
+      read_count(word_at(p.d.session.team.self, p.internode.at.credits, node * kMaxChannels + channel), epoch);
   uint32_t sent = before;
   for (; credit != kAllRows && sent < before + kRowsAtOnce && sent - credit < p.rings.slots; ++sent) {
     token = next_token_for(p, node, token);
@@ -152,17 +151,17 @@ __device__ inline Outcome look_at_sends(const InternodeDispatchParams &p, uint64
 
 // ---- Relays: what the readers of a ring here have read, to the rank that fills it -----------------------------------
 
-__device__ inline Outcome look_at_tails(const InternodeDispatchParams &p, uint64_t epoch, int stream,
-                                        BlockedStream &blocked) {
+__device__ inline Outcome serve_relay(const InternodeDispatchParams &p, uint64_t epoch, int stream,
+                                      BlockedStream &blocked) {
   const TeamView &team = p.d.session.team;
   const int node = stream % p.internode.num_nodes, channel = stream / p.internode.num_nodes;
-  InternodeStream *state = p.lists.there + stream;
+  RowStream *state = p.lists.there + stream;
   if (state->closed != 0) return kDone;
   const Slowest slowest = slowest_reader(p, epoch, node, channel);
   const bool all = slowest.rows == kAllRows;
   if (all || slowest.rows - state->count >= max(1u, p.rings.slots / 4)) {
     uint64_t *credit =
-        word_at(team.self, p.internode.at.credits, p.internode.node * kInternodeChannels + channel);  // there as here
+        word_at(team.self, p.internode.at.credits, p.internode.node * kMaxChannels + channel);  // there as here
     if (node == p.internode.node)
       write_count(credit, epoch, slowest.rows);
     else
@@ -175,8 +174,7 @@ __device__ inline Outcome look_at_tails(const InternodeDispatchParams &p, uint64
     __syncwarp();
     return all ? kDone : kMoved;
   }
-  const uint32_t here =
-      read_count(word_at(team.self, p.internode.at.heads, node * kInternodeChannels + channel), epoch);
+  const uint32_t here = read_count(word_at(team.self, p.internode.at.heads, node * kMaxChannels + channel), epoch);
   if (slowest.rows < here)
     blocked = {p.internode.local_rank(slowest.index), here, slowest.rows};
   else
@@ -188,7 +186,7 @@ __device__ inline Outcome look_at_tails(const InternodeDispatchParams &p, uint64
 
 __device__ inline void take_row(const InternodeDispatchParams &p, const uint8_t *from, int64_t row) {
   const DispatchParams &d = p.d;
-  const InternodeRowWords at(d, p.internode.num_peers);
+  const RowWords at(d, p.internode.num_peers);
   copy_row(d.recv_x + row * d.row_bytes, from, d.row_bytes);
   const auto *words = reinterpret_cast<const uint32_t *>(from + d.row_bytes);
   if (lane_id() == 0 && d.recv_src_idx != nullptr)
@@ -238,24 +236,23 @@ __device__ inline int take_rows(const InternodeDispatchParams &p, const uint8_t 
   return __popc(mine);
 }
 
-__device__ inline Outcome look_at_rows(const InternodeDispatchParams &p, uint64_t epoch, int stream,
+__device__ inline Outcome serve_reader(const InternodeDispatchParams &p, uint64_t epoch, int stream,
                                        BlockedStream &blocked) {
   const TeamView &team = p.d.session.team;
   const int source = (stream + team.rank) % team.num_ranks, channel = stream / team.num_ranks,
             node = p.internode.node_of(source);
-  InternodeStream *state = p.lists.pairs + stream;
+  RowStream *state = p.lists.pairs + stream;
   if (state->closed != 0) return kDone;
   uint8_t *block = team.peers[p.internode.local_rank(p.internode.index_of(source))];
   uint64_t *tail =
       word_at(block, p.internode.at.tails,
-              (static_cast<int64_t>(node) * kInternodeChannels + channel) * p.internode.num_peers + p.internode.index);
+              (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers + p.internode.index);
   uint32_t *taken = &p.state->rows_taken[epoch % 2][source];
   const uint32_t expected = rows_between(p.d, source, team.rank), read = state->count;
   uint32_t so_far = 0, here = 0;
   if (lane_id() == 0) so_far = ptx::ld_relaxed_gpu(taken);
   so_far = __shfl_sync(kAllLanes, so_far, 0);
-  if (so_far < expected)
-    here = read_count(word_at(block, p.internode.at.heads, node * kInternodeChannels + channel), epoch);
+  if (so_far < expected) here = read_count(word_at(block, p.internode.at.heads, node * kMaxChannels + channel), epoch);
   if (so_far < expected && here <= read) {
     blocked = {source, static_cast<int64_t>(read) + 1, here};
     return kBlocked;
@@ -322,15 +319,15 @@ __device__ inline void count_local_bytes(const InternodeDispatchParams &p) {
   }
 }
 
-__device__ inline void open_streams(InternodeStream *streams, int first, int step, int count, int per_channel,
+__device__ inline void open_streams(RowStream *streams, int first, int step, int count, int per_channel,
                                     bool at_channel) {
   for (int i = first; i < count; i += step)
     if (lane_id() == 0) streams[i] = {at_channel ? i / per_channel : 0, 0, 0, 0};
   __syncwarp();
 }
 
-__device__ inline void run_remote_dispatch(const InternodeDispatchParams &p, uint64_t epoch) {
-  using Roles = InternodeDispatchRoles;
+__device__ inline void run_dispatch_roles(const InternodeDispatchParams &p, uint64_t epoch) {
+  using Roles = DispatchRoles;
   const Session &s = p.d.session;
   const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   const int to_nodes = p.internode.num_nodes * static_cast<int>(p.rings.channels),
@@ -339,22 +336,22 @@ __device__ inline void run_remote_dispatch(const InternodeDispatchParams &p, uin
     const int first = warp * blocks + block, step = Roles::kSenders * blocks;
     open_streams(p.lists.here, first, step, to_nodes, p.internode.num_nodes, true);
     serve(s, first, step, to_nodes,
-          [&](int stream, BlockedStream &blocked) { return look_at_sends(p, epoch, stream, blocked); });
+          [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, blocked); });
   } else if (warp < Roles::kSenders + Roles::kRelays) {
     const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kRelays * blocks;
     open_streams(p.lists.there, first, step, to_nodes, p.internode.num_nodes, false);
     serve(s, first, step, to_nodes,
-          [&](int stream, BlockedStream &blocked) { return look_at_tails(p, epoch, stream, blocked); });
+          [&](int stream, BlockedStream &blocked) { return serve_relay(p, epoch, stream, blocked); });
   } else {
     const int first = (warp - Roles::kSenders - Roles::kRelays) * blocks + block, step = Roles::kReaders * blocks;
     open_streams(p.lists.pairs, first, step, of_ranks, s.team.num_ranks, false);
     serve(s, first, step, of_ranks,
-          [&](int stream, BlockedStream &blocked) { return look_at_rows(p, epoch, stream, blocked); });
+          [&](int stream, BlockedStream &blocked) { return serve_reader(p, epoch, stream, blocked); });
     if (p.d.num_worst_tokens > 0) pad_rows(p.d, first, step);
   }
 }
 
-__global__ void __launch_bounds__(InternodeDispatchRoles::kThreads, 1)
+__global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
     internode_dispatch_kernel(const __grid_constant__ InternodeDispatchParams p) {
   const Session &s = p.d.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
@@ -366,7 +363,7 @@ __global__ void __launch_bounds__(InternodeDispatchRoles::kThreads, 1)
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     if (await_messages(s, p.internode, hand) && all_have_room(p, epoch)) {
       if (blockIdx.x == 0) count_local_bytes(p);
-      run_remote_dispatch(p, epoch);
+      run_dispatch_roles(p, epoch);
     }
   }
   finish(s, [&](bool failed) {
@@ -377,4 +374,4 @@ __global__ void __launch_bounds__(InternodeDispatchRoles::kThreads, 1)
   });
 }
 
-}  // namespace deepep
+}  // namespace deepep::internode

@@ -5,11 +5,11 @@
 #include "cuda/sync/clean.cuh"
 #include "internode/normal/common.cuh"
 
-namespace deepep {
+namespace deepep::internode {
 
 struct InternodeNotifyParams {
   NotifyParams n;
-  InternodeView internode;
+  NodeView internode;
 };
 
 // My row of the matrix and the peer's experts go with the message. Block 0 exchanges, the others number rows.
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
 
 struct InternodeBarrierParams {
   Session session;
-  InternodeView internode;
+  NodeView internode;
   uint32_t counts_as_call;  // 0: one of several kernels of an operation
 };
 
@@ -52,4 +52,4 @@ __global__ void __launch_bounds__(256, 1) internode_barrier_kernel(const __grid_
       [&](uint64_t epoch, int r) { return &message_from(s, p.internode, epoch, r)->handshake; });
 }
 
-}  // namespace deepep
+}  // namespace deepep::internode

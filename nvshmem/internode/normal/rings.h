@@ -8,41 +8,41 @@
 #pragma once
 #include "internode/layout.h"
 
-namespace deepep {
+namespace deepep::internode {
 
 // What a warp keeps of a stream between two looks. The last fields of both modes differ in meaning alone.
-struct InternodeStream {
+struct RowStream {
   int32_t at;                 // the next token or row to look at
   uint32_t count;             // rows sent, read, credited
   uint32_t closed, reserved;  // closed: nothing is left to do
 };
 
-// Device memory of one team, zeroed once. Arrays follow it: InternodeLists.
-struct InternodeState {
+// Device memory of one team, zeroed once. Arrays follow it: StreamLists.
+struct NormalState {
   uint32_t rows_taken[2][DK_MAX_RANKS];  // dispatch: rows that came from each rank, by parity of the epoch
 };
-struct InternodeLists {
-  InternodeStream *here, *there, *pairs;  // [N * C]: toward nodes; of nodes; [R * C]: of ranks
-  InternodeStream *tokens;                // [C]: combine's sums
-  uint32_t *local_rows;                   // [R * C]: combine: rows that sums of other nodes' tokens took of each ring
-  uint32_t *token_rows;                   // [C * (P + N)]: likewise the sums of this rank's tokens
+struct StreamLists {
+  RowStream *here, *there, *pairs;  // [N * C]: toward nodes; of nodes; [R * C]: of ranks
+  RowStream *tokens;                // [C]: combine's sums
+  uint32_t *local_rows;             // [R * C]: combine: rows that sums of other nodes' tokens took of each ring
+  uint32_t *token_rows;             // [C * (P + N)]: likewise the sums of this rank's tokens
 };
-struct InternodeListSizes {
+struct StreamListSizes {
   uint64_t nodes, ranks, peers, bytes;
-  __host__ __device__ InternodeListSizes(uint64_t num_nodes, uint64_t num_peers)
-      : nodes(num_nodes * kInternodeChannels),
-        ranks(num_nodes * num_peers * kInternodeChannels),
-        peers((num_peers + num_nodes) * kInternodeChannels),
-        bytes((2 * nodes + ranks + kInternodeChannels) * sizeof(InternodeStream) + 4 * (peers + ranks)) {}
+  __host__ __device__ StreamListSizes(uint64_t num_nodes, uint64_t num_peers)
+      : nodes(num_nodes * kMaxChannels),
+        ranks(num_nodes * num_peers * kMaxChannels),
+        peers((num_peers + num_nodes) * kMaxChannels),
+        bytes((2 * nodes + ranks + kMaxChannels) * sizeof(RowStream) + 4 * (peers + ranks)) {}
 };
-__host__ __device__ inline InternodeLists internode_lists(InternodeState *state, const InternodeView &internode) {
-  const InternodeListSizes size(internode.num_nodes, internode.num_peers);
-  InternodeLists at{};
-  at.here = reinterpret_cast<InternodeStream *>(state + 1);
+__host__ __device__ inline StreamLists stream_lists(NormalState *state, const NodeView &internode) {
+  const StreamListSizes size(internode.num_nodes, internode.num_peers);
+  StreamLists at{};
+  at.here = reinterpret_cast<RowStream *>(state + 1);
   at.there = at.here + size.nodes;
   at.pairs = at.there + size.nodes;
   at.tokens = at.pairs + size.ranks;
-  at.local_rows = reinterpret_cast<uint32_t *>(at.tokens + kInternodeChannels);
+  at.local_rows = reinterpret_cast<uint32_t *>(at.tokens + kMaxChannels);
   at.token_rows = at.local_rows + size.ranks;
   return at;
 }
@@ -50,7 +50,7 @@ __host__ __device__ inline InternodeLists internode_lists(InternodeState *state,
 // The rdma region: rings of rows that come, then places of rows that go, the same for each node and channel. In combine
 // the nvl region has a ring for each rank of my node, each node and channel.
 constexpr uint32_t kMaxSlots = 64, kMinSlots = 4;  // of a ring; with fewer there are fewer channels
-struct InternodeRings {
+struct RowRings {
   uint64_t rdma, half, nvl;  // from the start of the block
   uint32_t stride, channels, slots, local_slots, num_nodes, reserved;
 
@@ -65,24 +65,23 @@ struct InternodeRings {
   }
 };
 // slots == 0: no row fits. local: with rings in the nvl region.
-inline InternodeRings internode_rings(const TeamView &team, const InternodeView &internode, uint64_t row_bytes,
-                                      bool local) {
-  InternodeRings at{};
+inline RowRings row_rings(const TeamView &team, const NodeView &internode, uint64_t row_bytes, bool local) {
+  RowRings at{};
   at.num_nodes = internode.num_nodes;
   at.rdma = team.rdma;
   at.nvl = team.nvl;
   at.half = team.rdma_bytes / 2 / 128 * 128;
   at.stride = static_cast<uint32_t>(align_up<uint64_t>(row_bytes, 128));
-  const uint64_t remote_fit = at.half / internode.num_nodes / at.stride,
-                 local_fit = local ? team.nvl_bytes / team.num_ranks / at.stride : remote_fit;
-  const uint64_t fit = min(remote_fit, local_fit);
-  at.channels = static_cast<uint32_t>(max<uint64_t>(1, min<uint64_t>(kInternodeChannels, fit / kMinSlots)));
-  at.slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, remote_fit / at.channels));
-  at.local_slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, local_fit / at.channels));
+  const uint64_t rdma_rows = at.half / internode.num_nodes / at.stride,
+                 nvl_rows = local ? team.nvl_bytes / team.num_ranks / at.stride : rdma_rows;
+  const uint64_t fit = min(rdma_rows, nvl_rows);
+  at.channels = static_cast<uint32_t>(max<uint64_t>(1, min<uint64_t>(kMaxChannels, fit / kMinSlots)));
+  at.slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, rdma_rows / at.channels));
+  at.local_slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, nvl_rows / at.channels));
   if (fit == 0) at.slots = 0;
   return at;
 }
 
-cudaError_t load_remote_normal_kernels();  // all of them, on the current device
+cudaError_t load_normal_kernels();  // all of them, on the current device
 
-}  // namespace deepep
+}  // namespace deepep::internode

@@ -12,12 +12,12 @@ namespace deepep {
 struct SumPiece {
   int token, first, end;
 };
-constexpr int kPieceChunks = 512;
+constexpr int kSumPieceChunks = 512;
 constexpr int kWholeRow = 1 << 30;
 __device__ inline int piece_chunks(const CombineParams &p, const CombineSource *sources, const RingShape &ring) {
   int longest = 0;
   for (int r = 0; r < p.session.team.num_ranks; ++r) longest = max(longest, sources[r].num_rows);
-  return longest <= static_cast<int>(ring.slots) ? kPieceChunks : kWholeRow;
+  return longest <= static_cast<int>(ring.slots) ? kSumPieceChunks : kWholeRow;
 }
 __device__ inline SumPiece sum_piece_at(const CombineParams &p, int each, int ticket) {
   const int chunks = static_cast<int>(p.row_bytes / 16), per_token = ceil_div(chunks, each),
