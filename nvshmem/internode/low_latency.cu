@@ -11,17 +11,11 @@ namespace {
 
 using namespace internode;
 
-// A block for each token of a full call and one for the control block, as far as this rank's share of the device goes.
-int blocks_for(const Team *team, int32_t num_sms, int32_t max_tokens) {
-  const int share = max(1, team->device->num_sms / max(1, team->sm_share));
-  return min(num_sms > 0 ? num_sms : max(32, max_tokens) + 1, share);
-}
-
 template <class P, class K>
 int32_t launch(P *p, const Team *team, const K &params, void (*kernel)(K)) {
   const size_t shared = shared_bytes(p, team->view.num_ranks);
   const OnDevice on(team->device);
-  kernel<<<blocks_for(team, p->num_sms, p->num_max_tokens), kThreads, shared, stream_of(p->stream)>>>(params);
+  kernel<<<low_latency_blocks(team, p->num_sms, p->num_max_tokens), kLlThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 

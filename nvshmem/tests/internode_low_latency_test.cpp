@@ -148,7 +148,7 @@ bool is_first_lane() { return blockIdx.x == 0 && threadIdx.x == 0; }
 
 // Of one rank: all that came before is done when anything after it begins, as on a stream.
 void run_steps(Rank &r) {
-  const uint64_t lanes = static_cast<uint64_t>(r.grid) * kThreads;
+  const uint64_t lanes = static_cast<uint64_t>(r.grid) * kLlThreads;
   uint64_t came = 0;
   for (const auto &step : r.steps) {
     step();
@@ -322,8 +322,8 @@ void add_expected(const World &w, int me, size_t data, int token, int expert, fl
       range.low = min(range.low, magnitude);
       range.high = max(range.high, magnitude);
     }
-    const bool coded = how == 2 && gets_coded(range);
-    const LogRange log = log_range(range.low, range.high);
+    const bool coded = how == 2 && is_log_coded(range);
+    const LogRange log = log_range(range);
     for (int h = first; h < first + kScaleChannels; ++h) {
       const uint32_t value = row_value(me, token, expert, data, h);
       sum[h] = fmaf(coded ? log_decode(log, log_encode(log, value)) : from_bf16(value), weight, sum[h]);
@@ -473,7 +473,7 @@ void run_case(uint64_t seed) {
   }
   for (int me = 0; me < c.ranks(); ++me) add_steps(w, me, rounds, halves, overlap);
   emulate::run(
-      c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kThreads, [&](int rank) { run_steps(w.ranks[rank]); });
+      c.ranks(), [&](int rank) { return w.ranks[rank].grid; }, kLlThreads, [&](int rank) { run_steps(w.ranks[rank]); });
   emulate::stop_network();
   for (int me = 0; me < c.ranks(); ++me)
     for (int r = 0; r < c.ranks(); ++r)

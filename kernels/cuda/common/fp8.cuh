@@ -47,6 +47,14 @@ __device__ __forceinline__ uint32_t cast_e4m3_four(float a, float b, float c, fl
 __device__ __forceinline__ float greatest_magnitude(float so_far, uint32_t pair) {
   return fmaxf(so_far, fmaxf(fabsf(bf16_low(pair)), fabsf(bf16_high(pair))));
 }
+// The scale of a block of 128 channels that 8 neighbouring lanes hold, 16 channels each. By whole warps.
+__device__ __forceinline__ Fp8Scale fp8_scale_of_eight(const uint4 &a, const uint4 &b, bool round_up) {
+  float amax = 0;
+  for (uint32_t pair : {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}) amax = greatest_magnitude(amax, pair);
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
+  return fp8_scale(amax, round_up);
+}
 // Eight words of BF16 (16 channels) to 16 bytes.
 __device__ __forceinline__ uint4 cast_sixteen(const uint4 &a, const uint4 &b, float inverse) {
   auto four = [&](uint32_t low, uint32_t high) {

@@ -5,11 +5,31 @@
 
 namespace deepep {
 
+// Of a block: bits of the BF16 of least and of greatest magnitude, without signs.
+struct BlockRange {
+  uint32_t low, high;
+};
+__device__ __forceinline__ BlockRange range_of_chunk(const uint4 &data) {  // of 8 channels
+  const uint32_t words[4] = {data.x, data.y, data.z, data.w};
+  BlockRange range{0x7fff, 0};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t a = words[i] & 0x7fff, b = words[i] >> 16 & 0x7fff;
+    range.low = min(range.low, min(a, b));
+    range.high = max(range.high, max(a, b));
+  }
+  return range;
+}
+// Other blocks stay BF16: LogFMT would not serve them.
+__device__ __forceinline__ bool is_log_coded(const BlockRange &range) {
+  return range.high < 0x3f80 && range.low != range.high && __uint_as_float(range.high << 16) >= 0x1p-90f;
+}
+
 struct LogRange {
   float lowest, first, step;
 };
-__device__ __forceinline__ LogRange log_range(uint32_t min_bits, uint32_t greatest_bits) {
-  const float high = __uint_as_float(greatest_bits << 16), low = __uint_as_float(min_bits << 16);
+__device__ __forceinline__ LogRange log_range(const BlockRange &bits) {
+  const float high = __uint_as_float(bits.high << 16), low = __uint_as_float(bits.low << 16);
   LogRange range;
   range.lowest = fmaxf(low, __fmul_rn(high, 0x1p-32f));
   range.first = log2f(range.lowest);
@@ -27,6 +47,16 @@ __device__ __forceinline__ uint32_t log_encode(const LogRange &range, uint32_t b
       min(max(static_cast<int>((log2f(fmaxf(magnitude, range.lowest)) - range.first) / range.step) + 1, 1), 510);
   const float low = code_value(range, below), high = code_value(range, below + 1);
   return sign | static_cast<uint32_t>(magnitude - low <= high - magnitude ? below : below + 1);
+}
+// The first 8 codes: those of 8 channels.
+template <int kCodes>
+__device__ __forceinline__ void log_encode_chunk(const LogRange &range, const uint4 &data, uint32_t (&codes)[kCodes]) {
+  const uint32_t words[4] = {data.x, data.y, data.z, data.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    codes[2 * i] = log_encode(range, words[i] & 0xffff);
+    codes[2 * i + 1] = log_encode(range, words[i] >> 16);
+  }
 }
 __device__ __forceinline__ float log_decode(const LogRange &range, uint32_t code) {
   const uint32_t magnitude = code & 511;

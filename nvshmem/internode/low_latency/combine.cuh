@@ -5,32 +5,13 @@
 
 namespace deepep::internode {
 
-struct InternodeLlCombineParams {
-  InternodeLlParams call;  // layout_range and src_info are inputs here
-  const uint8_t *x;
-  uint64_t x_row_stride;
-  uint8_t *combined_x;
+struct InternodeLlCombineParams : LowLatencyCombineBuffers {
+  InternodeLlParams call;
 };
 
 enum : uint32_t { kRowPlain = 1, kRowLogfmt = 2 };  // what a row's word says
 
 // ---- Send -----------------------------------------------------------------------------------------------------------
-
-// Whole block: running sums of the rows of each local expert, [L + 1].
-__device__ inline void count_expert_rows(const InternodeLlParams &p, int32_t *before) {
-  const int num_ranks = p.session.team.num_ranks;
-  for (int l = threadIdx.x; l < p.num_local; l += kThreads) {
-    int64_t total = 0;
-    for (int r = 0; r < num_ranks; ++r) total += p.layout_range[static_cast<int64_t>(l) * num_ranks + r] & 0xffffffff;
-    before[l + 1] = static_cast<int32_t>(min(total, p.rows_per_expert()));
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    before[0] = 0;
-    for (int l = 0; l < p.num_local; ++l) before[l + 1] += before[l];
-  }
-  __syncthreads();
-}
 
 // By a warp: which rank an expert's row came from; -1: the layout does not say.
 __device__ inline int source_of_row(const InternodeLlParams &p, int local_expert, int row) {
@@ -67,14 +48,13 @@ __device__ inline void send_expert_row(const InternodeLlCombineParams &c, uint64
   }
   deliver(p, dest, expert_row_at(p, epoch, expert, token), from, bytes, expert_word_at(p, epoch, expert, token),
           signal_word(epoch, rank, kind));
-  if (lane_id() == 0)
-    atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[dest]), 2ull * p.hidden);
+  if (lane_id() == 0) add_sent_bytes(p.session, dest, 2ull * p.hidden);
 }
 
 __device__ inline void send_expert_rows(const InternodeLlCombineParams &c, uint64_t epoch, int32_t *before) {
   const InternodeLlParams &p = c.call;
-  count_expert_rows(p, before);
-  const int total = before[p.num_local], stride = kWarps * static_cast<int>(gridDim.x);
+  sum_expert_rows(p, p.num_local, before);
+  const int total = before[p.num_local], stride = kLlWarps * static_cast<int>(gridDim.x);
   for (int n = warp_id() * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); n < total; n += stride) {
     const int l = expert_of_row(before, p.num_local, n), row = n - before[l];
     const int dest = source_of_row(p, l, row), token = p.src_info[l * p.rows_per_expert() + row];
@@ -99,15 +79,10 @@ __device__ inline void await_expert_rows(const InternodeLlParams &p, const uint6
   const int lane = lane_id(), expert = expert_of_lane(p, token);
   const float weight = lane < p.num_topk ? p.topk_weights[static_cast<int64_t>(token) * p.num_topk + lane] : 0;
   const int rank = expert < 0 ? -1 : expert / p.num_local;
-  // The first naming of an expert carries the weights of all.
-  bool repeated = false;
-  float sum = 0;
-  for (int k = 0; k < p.num_topk; ++k) {  // in this order, so that the sum repeats
-    const int other = __shfl_sync(kAllLanes, expert, k);
-    const float other_weight = __shfl_sync(kAllLanes, weight, k);
-    if (other == expert) sum += other_weight;
-    repeated |= k < lane && other == expert;
-  }
+  // The first entry that names an expert carries the weights of all that do.
+  const uint32_t same = __match_any_sync(kAllLanes, expert);
+  const bool repeated = (same & ((1u << lane) - 1)) != 0;
+  const float sum = sum_of_same(p, expert, weight, same);
   const uint64_t theirs = rank < 0 ? 0 : calls[rank];
   bool needed = rank >= 0 && !repeated && theirs != 0 && !is_masked(s, rank);
   const auto *at = mine_at<uint64_t>(p, expert_word_at(p, theirs, expert < 0 ? 0 : expert, token));
@@ -174,12 +149,12 @@ __device__ inline void receive_sums(const InternodeLlCombineParams &c, const uin
   for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
     if (warp_id() == 0) await_expert_rows(p, calls, token, list);
     __syncthreads();
-    for (int chunk = threadIdx.x; chunk < p.hidden / 8; chunk += kThreads) add_expert_rows(c, list, token, chunk);
+    for (int chunk = threadIdx.x; chunk < p.hidden / 8; chunk += kLlThreads) add_expert_rows(c, list, token, chunk);
     __syncthreads();
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kLlThreads, 1)
     internode_low_latency_combine_kernel(const __grid_constant__ InternodeLlCombineParams c) {
   extern __shared__ __align__(16) uint64_t calls[];  // [R], then row counts [L + 1]
   __shared__ ExpertRows arrivals;
@@ -199,11 +174,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   finish(p.session, [&](bool failed) {
-    if (failed && p.receives()) {
-      const uint64_t chunks = static_cast<uint64_t>(p.num_tokens) * p.hidden / 8;
-      for (uint64_t i = threadIdx.x; i < chunks; i += kThreads)
-        reinterpret_cast<uint4 *>(c.combined_x)[i] = {0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u};
-    }
+    if (failed && p.receives()) clear_combined(p, c.combined_x);
     end_low_latency(p, epoch, calls, true, failed);
   });
 }

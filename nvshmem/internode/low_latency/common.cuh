@@ -14,14 +14,13 @@
 
 #include "cuda/common/copy_row.cuh"
 #include "cuda/common/fp8.cuh"
-#include "cuda/layout/low_latency.cuh"
-#include "cuda/sync/session.cuh"
+#include "cuda/impl/low_latency/shared.cuh"
 #include "internode/low_latency/put.cuh"
 #include "internode/low_latency/team.h"
 
 namespace deepep::internode {
 
-constexpr int kThreads = 512, kWarps = kThreads / kWarp;
+constexpr int kLlWarps = kLlThreads / kWarp;
 // The outbox: the newest handshake messages to all ranks, by epoch % kLowLatencyHandshakeCopies.
 static_assert(kLowLatencyHandshakeCopies * sizeof(HandshakeMessage) <= kLowLatencyOutboxBytes, "the outbox");
 
@@ -44,21 +43,11 @@ struct LowLatencyOffsets {
   uint32_t counts_bytes;  // of one rank to another
 };
 
-struct InternodeLlParams {
-  Session session;
+struct InternodeLlParams : LowLatencyArguments {
   LowLatencyOffsets at;
   LowLatencyState *state;
-  uint32_t phases, ticket, flags, format;
-  const void *topk_idx;
-  const float *topk_weights;
-  int32_t num_tokens, num_topk, index_bytes, max_tokens, hidden, num_experts, num_local, stage;
-  int32_t *src_info;
-  int64_t *layout_range, *wait_stats;
-
-  __device__ bool sends() const { return (phases & DK_PHASE_SEND) != 0; }
-  __device__ bool receives() const { return (phases & DK_PHASE_RECV) != 0; }
-  __device__ int64_t rows_per_expert() const { return static_cast<int64_t>(session.team.num_ranks) * max_tokens; }
-  __device__ bool shrinks() const { return (session.team.flags & DK_TEAM_SHRINK) != 0; }
+  int32_t num_local,
+      stage;  // experts of a rank; of the two buffers of combine's rows, the one that this call sends from
 };
 
 // The call's number; slots go by it.
@@ -135,9 +124,6 @@ __device__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to
   if (lane_id() == 0) ptx::st_release_sys(reinterpret_cast<uint64_t *>(block + word_at), word);
 }
 
-// The last block does what concerns all: where the device has room for it, it has no token of its own.
-__device__ inline bool is_control_block() { return blockIdx.x == gridDim.x - 1; }
-
 // The control block tells everybody what was taken here, if it does not know, and when sending, what this call is. The
 // copy in the outbox is that of four calls ago, whose credits came before the last send but one.
 __device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epoch) {
@@ -145,7 +131,7 @@ __device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epo
   auto *out = mine_at<HandshakeMessage>(p, p.at.outbox) + epoch % kLowLatencyHandshakeCopies;
   if (p.sends() && threadIdx.x == 0) *out = low_latency_message(p);
   __syncthreads();
-  for (int r = warp_id(); r < team.num_ranks; r += kWarps) {
+  for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const int slot = lane_id();
     const uint64_t taken = slot < kLowLatencySlots ? max(team.scratch->consumed[slot][r], given_up_by(team, r)) : 0;
@@ -197,7 +183,7 @@ __device__ inline bool await_empty_slots(const InternodeLlParams &p, uint64_t ep
                                                                 : max(state.stage_epoch[0], state.stage_epoch[1]);
   const bool both = is_combine && newest + 1 == epoch;
   bool good = true;
-  for (int r = threadIdx.x; good && r < p.session.team.num_ranks; r += kThreads) {
+  for (int r = threadIdx.x; good && r < p.session.team.num_ranks; r += kLlThreads) {
     good = await_credit(p, slot_of(epoch), r);
     if (both && good) good = await_credit(p, slot_of(epoch + 1), r);
   }
@@ -214,43 +200,27 @@ __device__ inline void await_callers_buffer(const InternodeLlParams &p, uint64_t
   const Session &s = p.session;
   if (before == 0 || p.state->combine_sent[slot] != before || s.team.scratch->consumed[slot][s.team.rank] < before)
     return;
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += kThreads)
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads)
     if (!await_credit(p, slot, r)) return;
 }
 
 // ---- Which call of each source belongs to mine ----------------------------------------------------------------------
 
-// One poll. In step: the same number, or as far ahead as last time. A source that went on without this rank is further;
-// one whose mask was lifted may be anywhere, but it sends something new.
 __device__ inline bool find_source_call(const InternodeLlParams &p, uint64_t epoch, int source, uint64_t &found) {
   const TeamView &team = p.session.team;
-  const uint64_t expected = epoch + team.scratch->epoch_ahead[source], given_up = given_up_by(team, source);
-  const uint64_t seen = max(team.scratch->seen[source], given_up);
-  const bool anywhere = team.scratch->returned[source] != 0;
-  uint64_t best = 0;
-  for (int pass = 0; pass < 2; ++pass) {  // the second finds what was stored before the newest that the first found
-    for (int copy = 0; copy < kLowLatencyHandshakeCopies; ++copy) {
-      const uint64_t there =
-          ptx::ld_acquire_sys(&mine_at<HandshakeMessage>(p, handshake_at(team, copy, source))->epoch);
-      const bool exact = there == expected && !anywhere && there > given_up;
-      if (!exact && (there <= seen || (there <= expected && !anywhere))) continue;
-      if (exact) {
-        found = there;
-        return true;
-      }
-      if (best == 0 || there < best) best = there;
-    }
-    if (best == 0) return false;
-  }
-  found = best;
-  return true;
+  return find_handshake(
+             team, epoch, source,
+             [&](int copy) {
+               return ptx::ld_acquire_sys(&mine_at<HandshakeMessage>(p, handshake_at(team, copy, source))->epoch);
+             },
+             found) >= 0;
 }
 
 // Whole block of a receive half: the number of each source's call that belongs to this one, into shared calls[R]. Only
 // where ranks can be masked is there anything to find out. 0: masked, or given up now.
 __device__ inline void find_source_calls(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
   const Session &s = p.session;
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += kThreads) {
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {
     uint64_t found = p.shrinks() ? 0 : epoch;
     if (p.shrinks() && !is_masked(s, r)) {
       const uint64_t start = ptx::global_timer_ns();
@@ -266,7 +236,7 @@ __device__ inline void find_source_calls(const InternodeLlParams &p, uint64_t ep
 __device__ inline void check_low_latency_peers(const InternodeLlParams &p, const uint64_t *calls) {
   const TeamView &team = p.session.team;
   const HandshakeMessage mine = low_latency_message(p);
-  for (int r = threadIdx.x; r < team.num_ranks; r += kThreads) {
+  for (int r = threadIdx.x; r < team.num_ranks; r += kLlThreads) {
     const uint64_t epoch = calls[r];
     const auto *from = mine_at<HandshakeMessage>(p, handshake_at(team, epoch, r));
     const uint64_t start = ptx::global_timer_ns();
@@ -298,7 +268,7 @@ __device__ inline void end_low_latency(const InternodeLlParams &p, uint64_t epoc
       p.state->stage_bytes = p.at.stage_bytes;
     }
   }
-  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kThreads) {
+  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads) {
     if (is_masked(p.session, r)) continue;
     if (p.sends()) scratch->sent[slot_of(epoch)][r] = epoch;
     if (!p.receives() || failed || calls[r] == 0) continue;

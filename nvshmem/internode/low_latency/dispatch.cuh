@@ -8,14 +8,8 @@
 
 namespace deepep::internode {
 
-constexpr int kGroups = 4, kGroupThreads = kThreads / kGroups;
-
-struct InternodeLlDispatchParams {
+struct InternodeLlDispatchParams : LowLatencyDispatchBuffers {
   InternodeLlParams call;
-  const uint8_t *x;
-  uint8_t *recv_x;
-  uint32_t *recv_scales;
-  int32_t *recv_count, *cumulative_stats;
 };
 
 // Header: a word for each index: the expert above, the number of the token among the source's tokens for it below.
@@ -67,7 +61,7 @@ __device__ __forceinline__ void match_route(const InternodeLlParams &p, const Se
 // Whole block: counts the tokens before this one that go to the same experts and to the same ranks.
 __device__ inline void count_earlier_tokens(const InternodeLlParams &p, int token, SendRoute *route) {
   constexpr int kIndices = 8;  // loaded side by side
-  for (int first = warp_id() * kWarp; first < token; first += kThreads) {
+  for (int first = warp_id() * kWarp; first < token; first += kLlThreads) {
     const int earlier = first + lane_id();
     uint32_t experts = 0, ranks = 0;
     for (int base = 0; base < p.num_topk; base += kIndices) {
@@ -92,15 +86,11 @@ __device__ inline void count_earlier_tokens(const InternodeLlParams &p, int toke
 // Whole block: the row cast to FP8, 8 threads hold a block of 128 channels, 16 channels each; then its scales.
 __device__ inline void stage_fp8_row(const InternodeLlParams &p, const uint4 *x, uint8_t *to) {
   const int pieces = p.hidden / 16;
-  for (int first = 0; first < pieces; first += kThreads) {
+  for (int first = 0; first < pieces; first += kLlThreads) {
     const int at = first + static_cast<int>(threadIdx.x);
     const bool mine = at < pieces;
     const uint4 none{0, 0, 0, 0}, a = mine ? x[2 * at] : none, b = mine ? x[2 * at + 1] : none;
-    float amax = 0;
-    for (uint32_t pair : {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}) amax = greatest_magnitude(amax, pair);
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
-    const Fp8Scale scale = fp8_scale(amax, (p.flags & DK_LL_ROUND_SCALE) != 0);
+    const Fp8Scale scale = fp8_scale_of_eight(a, b, (p.flags & DK_LL_ROUND_SCALE) != 0);
     if (!mine) continue;
     ptx::st_stream(to + 16 * at, cast_sixteen(a, b, scale.inverse));
     if (at % 8 == 0) reinterpret_cast<float *>(to + p.hidden)[at / 8] = scale.scale;
@@ -111,7 +101,7 @@ __device__ inline void stage_row(const InternodeLlDispatchParams &d, int token, 
   const InternodeLlParams &p = d.call;
   const auto *x = reinterpret_cast<const uint4 *>(d.x + static_cast<uint64_t>(token) * 2 * p.hidden);
   if (p.format == DK_FORMAT_FP8) return stage_fp8_row(p, x, to);
-  for (int at = threadIdx.x; at < p.hidden / 8; at += kThreads) ptx::st_stream(to + 16 * at, x[at]);
+  for (int at = threadIdx.x; at < p.hidden / 8; at += kLlThreads) ptx::st_stream(to + 16 * at, x[at]);
 }
 
 __device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t epoch, int token, SendRoute *route) {
@@ -130,14 +120,12 @@ __device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t e
         expert < 0 ? kNoEntry : static_cast<uint32_t>(expert) << 16 | route->before[0][threadIdx.x];
   }
   __syncthreads();
-  for (int n = warp_id(); n < route->num_ranks; n += kWarps) {
+  for (int n = warp_id(); n < route->num_ranks; n += kLlWarps) {
     const int dest = route->rank[n], number = static_cast<int>(route->before[1][n]);
     const uint64_t to = row_at(p, epoch, rank, dest == rank ? token : number);
     deliver(p, dest, to, stage, p.at.row_bytes, row_word_at(p, epoch, rank, number),
             signal_word(epoch, rank, static_cast<uint32_t>(token)));
-    if (lane_id() == 0)  // payload, for the statistics
-      atomicAdd(reinterpret_cast<unsigned long long *>(&s.team.scratch->sent_bytes[dest]),
-                static_cast<unsigned long long>(p.format == DK_FORMAT_FP8 ? p.hidden + p.hidden / 32 : 2 * p.hidden));
+    if (lane_id() == 0) add_sent_bytes(s, dest, dispatch_payload(p));
   }
   __syncthreads();
 }
@@ -147,9 +135,9 @@ __device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t e
 __device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t epoch, int32_t *counts) {
   const TeamView &team = p.session.team;
   const int lane = lane_id();
-  for (int i = threadIdx.x; i < p.num_experts + team.num_ranks; i += kThreads) counts[i] = 0;
+  for (int i = threadIdx.x; i < p.num_experts + team.num_ranks; i += kLlThreads) counts[i] = 0;
   __syncthreads();
-  for (int token = warp_id(); token < p.num_tokens; token += kWarps) {
+  for (int token = warp_id(); token < p.num_tokens; token += kLlWarps) {
     const int expert = expert_of_lane(p, token), rank = expert < 0 ? -1 : expert / p.num_local;
     const uint32_t below = (1u << lane) - 1, same_expert = __match_any_sync(kAllLanes, expert),
                    same_rank = __match_any_sync(kAllLanes, rank);
@@ -158,10 +146,10 @@ __device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t ep
   }
   __syncthreads();
   const uint64_t out = p.at.counts_out[slot_of(epoch)];
-  for (int i = threadIdx.x; i < p.num_experts; i += kThreads)
+  for (int i = threadIdx.x; i < p.num_experts; i += kLlThreads)
     mine_at<int32_t>(p, out + static_cast<uint64_t>(i / p.num_local) * p.at.counts_bytes)[i % p.num_local] = counts[i];
   __syncthreads();
-  for (int r = warp_id(); r < team.num_ranks; r += kWarps) {
+  for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
     const uint32_t rows = static_cast<uint32_t>(counts[p.num_experts + r]);
     deliver(p, r, p.at.counts_in[slot_of(epoch)] + static_cast<uint64_t>(team.rank) * p.at.counts_bytes,
@@ -173,18 +161,6 @@ __device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t ep
 
 // ---- Receive --------------------------------------------------------------------------------------------------------
 
-enum : uint64_t { kCountsArrived = 1, kCountsAbsent = 2 };
-
-// With shrink all blocks must agree whether a source's counts came: the first to say decides.
-__device__ inline uint64_t decide_arrival(const Session &s, uint64_t epoch, int source, uint64_t mine) {
-  auto *verdict = reinterpret_cast<unsigned long long *>(&s.team.scratch->verdict[source]);
-  for (;;) {
-    const unsigned long long before = ptx::ld_relaxed_gpu(&s.team.scratch->verdict[source]);
-    if (before >> 2 == epoch) return before & 3;
-    if (atomicCAS(verdict, before, static_cast<unsigned long long>(epoch << 2 | mine)) == before) return mine;
-  }
-}
-
 struct SourceTables {  // shared
   uint64_t *calls;     // [R]: the source's own number of this call
   int32_t *base;       // [R][L]: first count, then first row of the source's rows for the expert
@@ -194,7 +170,7 @@ struct SourceTables {  // shared
 // Whole block: waits for all counts.
 __device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, const SourceTables &tables) {
   const Session &s = p.session;
-  for (int r = threadIdx.x; r < s.team.num_ranks; r += kThreads) {
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {
     uint64_t theirs = tables.calls[r], word = 0;
     bool here = theirs != 0 && wait_or_mask(s, r, epoch, [&](int64_t &seen) {
                   word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, count_word_at(p, theirs, r)));
@@ -202,7 +178,7 @@ __device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, 
                   return is_from(word, theirs, r);
                 });
     if (p.shrinks()) {
-      const bool agreed = decide_arrival(s, epoch, r, here ? kCountsArrived : kCountsAbsent) == kCountsArrived;
+      const bool agreed = decide_arrival(s, epoch, r, here ? kArrived : kAbsent) == kArrived;
       if (agreed && !here &&
           (theirs != 0 || find_source_call(p, epoch, r, theirs))) {  // another block saw it: it is all in memory
         word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, count_word_at(p, theirs, r)));
@@ -220,7 +196,7 @@ __device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, 
 __device__ inline void read_counts(const InternodeLlDispatchParams &d, const SourceTables &tables) {
   const InternodeLlParams &p = d.call;
   const int num_ranks = p.session.team.num_ranks;
-  for (int i = threadIdx.x; i < p.num_experts; i += kThreads) {
+  for (int i = threadIdx.x; i < p.num_experts; i += kLlThreads) {
     const int source = i / p.num_local;
     const uint64_t theirs = tables.calls[source];
     const auto *counts =
@@ -229,7 +205,7 @@ __device__ inline void read_counts(const InternodeLlDispatchParams &d, const Sou
     tables.base[i] = static_cast<int32_t>(min(count, static_cast<uint32_t>(p.max_tokens)));
   }
   __syncthreads();
-  for (int l = threadIdx.x; l < p.num_local; l += kThreads) {
+  for (int l = threadIdx.x; l < p.num_local; l += kLlThreads) {
     int64_t *range = p.layout_range + static_cast<int64_t>(l) * num_ranks;
     const bool mine = l % static_cast<int>(gridDim.x) == static_cast<int>(blockIdx.x);
     int first = 0;
@@ -252,9 +228,6 @@ struct RowPlaces {           // shared, of a group: where a row goes
   const uint8_t *from;
   int32_t count, token;
 };
-__device__ inline int64_t num_stored_scales(const InternodeLlParams &p) {
-  return p.hidden / ((p.flags & DK_LL_UE8M0) != 0 ? 4 * kScaleChannels : kScaleChannels);
-}
 
 // By the first warp of a group: waits for row `number` of a source; the list is empty if it never came.
 __device__ inline void await_row(const InternodeLlParams &p, uint64_t epoch, int source, int number,
@@ -289,7 +262,7 @@ __device__ inline void await_row(const InternodeLlParams &p, uint64_t epoch, int
     const int n = __popc(rows & ((1u << lane) - 1));
     const int64_t within = tables.base[source * p.num_local + expert] + position;
     list->row[n] = expert * p.rows_per_expert() + within;
-    list->scales[n] = expert * num_stored_scales(p) * p.rows_per_expert() + within;
+    list->scales[n] = expert * stored_scales(p) * p.rows_per_expert() + within;
   }
   if (lane == 0) {
     list->count = __popc(rows);
@@ -305,24 +278,24 @@ __device__ inline void spread_row(const InternodeLlDispatchParams &d, const RowP
   const int row_bytes = p.format == DK_FORMAT_FP8 ? p.hidden : 2 * p.hidden, chunks = row_bytes / 16,
             count = list->count;
   const uint8_t *from = list->from;
-  for (int first = thread; first < chunks; first += kGroupThreads * kUnroll) {
+  for (int first = thread; first < chunks; first += kLlGroupThreads * kUnroll) {
     uint4 data[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
-      if (first + u * kGroupThreads < chunks) data[u] = ptx::ld_stream(from + 16 * (first + u * kGroupThreads));
+      if (first + u * kLlGroupThreads < chunks) data[u] = ptx::ld_stream(from + 16 * (first + u * kLlGroupThreads));
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int at = first + u * kGroupThreads;
+      const int at = first + u * kLlGroupThreads;
       if (at >= chunks) continue;
       for (int n = 0; n < count; ++n)
         ptx::st_stream(d.recv_x + static_cast<uint64_t>(list->row[n]) * row_bytes + 16 * at, data[u]);
     }
   }
-  for (int n = thread; n < count; n += kGroupThreads) p.src_info[list->row[n]] = list->token;
+  for (int n = thread; n < count; n += kLlGroupThreads) p.src_info[list->row[n]] = list->token;
   if (p.format != DK_FORMAT_FP8) return;
   const bool packed = (p.flags & DK_LL_UE8M0) != 0;
   const auto *scales = reinterpret_cast<const uint32_t *>(from + p.hidden);
-  for (int64_t at = thread; at < num_stored_scales(p); at += kGroupThreads) {
+  for (int64_t at = thread; at < stored_scales(p); at += kLlGroupThreads) {
     uint32_t value = 0;
     for (int part = 0; packed && part < 4; ++part)
       value |= (ptx::ld_relaxed_sys(scales + 4 * at + part) >> 23 & 0xff) << (8 * part);
@@ -334,42 +307,27 @@ __device__ inline void spread_row(const InternodeLlDispatchParams &d, const RowP
 __device__ inline void receive_rows(const InternodeLlDispatchParams &d, uint64_t epoch, const SourceTables &tables,
                                     RowPlaces *lists) {
   const InternodeLlParams &p = d.call;
-  const int group = static_cast<int>(threadIdx.x) / kGroupThreads,
-            thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
+            thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
   RowPlaces *list = lists + group;
   for (int number = blockIdx.x; number < p.max_tokens; number += gridDim.x)
-    for (int source = group; source < p.session.team.num_ranks; source += kGroups) {
+    for (int source = group; source < p.session.team.num_ranks; source += kLlGroups) {
       if (number >= tables.rows[source]) continue;
       if (thread < kWarp) await_row(p, epoch, source, number, tables, list);
-      ptx::barrier_among<kGroupThreads>(1 + group);
+      ptx::barrier_among<kLlGroupThreads>(1 + group);
       if (list->count > 0) spread_row(d, list, thread);
-      ptx::barrier_among<kGroupThreads>(1 + group);
+      ptx::barrier_among<kLlGroupThreads>(1 + group);
     }
 }
 
 // ---- End ------------------------------------------------------------------------------------------------------------
 
-__device__ inline DispatchOutputs dispatch_outputs(const InternodeLlDispatchParams &d) {
-  const InternodeLlParams &p = d.call;
-  const bool fp8 = p.format == DK_FORMAT_FP8;
-  return {d.recv_x,
-          d.recv_scales,
-          d.recv_count,
-          d.cumulative_stats,
-          p.src_info,
-          p.layout_range,
-          p.rows_per_expert(),
-          fp8 ? num_stored_scales(p) : 0,
-          p.num_local,
-          fp8 ? p.hidden : 2 * p.hidden};
-}
-
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kLlThreads, 1)
     internode_low_latency_dispatch_kernel(const __grid_constant__ InternodeLlDispatchParams d) {
   extern __shared__ __align__(16)
       uint64_t calls[];  // [R], then base [E], rows [R]; counts to be sent lie where these two will
   __shared__ SendRoute route;
-  __shared__ RowPlaces lists[kGroups];
+  __shared__ RowPlaces lists[kLlGroups];
   const InternodeLlParams &p = d.call;
   const uint64_t epoch = epoch_of_call(p);
   auto *base = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks);
@@ -392,7 +350,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   finish(p.session, [&](bool failed) {
-    if (p.receives() && (failed || p.shrinks())) mend_outputs<kThreads>(p.session, epoch, dispatch_outputs(d), failed);
+    if (p.receives() && (failed || p.shrinks()))
+      mend_outputs<kLlThreads>(p.session, epoch, outputs_of(p, d, p.num_local), failed);
     end_low_latency(p, epoch, calls, false, failed);
   });
 }

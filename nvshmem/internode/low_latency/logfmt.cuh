@@ -29,28 +29,15 @@ __device__ __forceinline__ uint32_t log_block_at(const uint4 &coded, int block) 
          static_cast<uint32_t>(coded_before(coded, block)) * (kPlainBlockBytes - kLogBlockBytes);
 }
 
-struct BlockRange {
-  uint32_t low, high;
-};  // least and greatest magnitude, bits of BF16
-// By a whole warp: 16 threads have a block each.
+// By a whole warp: 16 lanes have a block each.
 __device__ __forceinline__ BlockRange range_of_block(const uint4 &data) {
-  const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-  BlockRange range{0x7fff, 0};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t a = words[i] & 0x7fff, b = words[i] >> 16 & 0x7fff;
-    range.low = min(range.low, min(a, b));
-    range.high = max(range.high, max(a, b));
-  }
+  BlockRange range = range_of_chunk(data);
 #pragma unroll
   for (int step = 1; step < 16; step *= 2) {
     range.low = min(range.low, __shfl_xor_sync(kAllLanes, range.low, step));
     range.high = max(range.high, __shfl_xor_sync(kAllLanes, range.high, step));
   }
   return range;
-}
-__device__ __forceinline__ bool gets_coded(const BlockRange &range) {
-  return range.high < 0x3f80 && range.low != range.high && __uint_as_float(range.high << 16) >= 0x1p-90f;
 }
 
 // By a warp, two blocks at a time: part of a row, or zeros behind its end.
@@ -64,7 +51,7 @@ __device__ inline uint4 choose_coded(const uint8_t *row, int hidden) {
   uint32_t mine = 0;  // lanes 0 to 3: word `lane` of the bits
   for (int first = 0; first < blocks; first += 2) {
     const uint32_t votes =
-        __ballot_sync(kAllLanes, gets_coded(range_of_block(load_part(row, first + lane / 16, blocks))));
+        __ballot_sync(kAllLanes, is_log_coded(range_of_block(load_part(row, first + lane / 16, blocks))));
     if (first / 32 == lane) mine |= ((votes & 1) | (votes >> 16 & 1) << 1) << (first % 32);
   }
   return {__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, 1), __shfl_sync(kAllLanes, mine, 2),
@@ -72,14 +59,8 @@ __device__ inline uint4 choose_coded(const uint8_t *row, int hidden) {
 }
 
 __device__ inline void encode_part(uint8_t *at, int part, const uint4 &data, const BlockRange &bits) {
-  const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-  const LogRange range = log_range(bits.low, bits.high);
   uint32_t codes[8];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    codes[2 * i] = log_encode(range, words[i] & 0xffff);
-    codes[2 * i + 1] = log_encode(range, words[i] >> 16);
-  }
+  log_encode_chunk(log_range(bits), data, codes);
   const uint32_t rest = codes[6] | codes[7] << 10;
   auto *out = reinterpret_cast<uint32_t *>(at);
   out[part] = codes[0] | codes[1] << 10 | codes[2] << 20 | (rest >> 16 & 3) << 30;
@@ -112,22 +93,13 @@ __device__ inline void add_coded(const uint8_t *row, int chunk, float weight, fl
   const uint4 coded = ptx::ld_stream(row);
   const int block = chunk / 16, part = chunk % 16;
   const uint8_t *at = row + log_block_at(coded, block);
-  if (!is_coded(coded, block)) {
-    const uint4 data = ptx::ld_stream(at + 16 * part);
-    const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum[2 * i] = fmaf(bf16_low(words[i]), weight, sum[2 * i]);
-      sum[2 * i + 1] = fmaf(bf16_high(words[i]), weight, sum[2 * i + 1]);
-    }
-    return;
-  }
+  if (!is_coded(coded, block)) return add_weighted(sum, ptx::ld_stream(at + 16 * part), weight);
   const auto *words = reinterpret_cast<const uint32_t *>(at);
   const uint32_t bits = ptx::ld_relaxed_sys(words + 40), first = ptx::ld_relaxed_sys(words + part),
                  second = ptx::ld_relaxed_sys(words + 16 + part);
   const uint32_t pair = ptx::ld_relaxed_sys(words + 32 + part / 2);
   const uint32_t rest = (part % 2 != 0 ? pair >> 16 : pair & 0xffff) | first >> 30 << 16 | second >> 30 << 18;
-  const LogRange range = log_range(bits & 0x7fff, bits >> 15 & 0x7fff);
+  const LogRange range = log_range({bits & 0x7fff, bits >> 15 & 0x7fff});
   const uint32_t codes[8] = {first, first >> 10, first >> 20, second, second >> 10, second >> 20, rest, rest >> 10};
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum[i] = fmaf(log_decode(range, codes[i]), weight, sum[i]);

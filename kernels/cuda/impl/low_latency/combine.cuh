@@ -242,10 +242,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     mark(kMarkArrived, true);
   }
   finish_low_latency(p, call, calls, [&](bool failed) {
-    if (!failed || !p.receives()) return;
-    const uint64_t chunks = static_cast<uint64_t>(p.num_tokens) * p.hidden / 8;
-    for (uint64_t i = threadIdx.x; i < chunks; i += kLlThreads)
-      reinterpret_cast<uint4 *>(c.combined_x)[i] = {0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u};
+    if (failed && p.receives()) clear_combined(p, c.combined_x);
   });
   end_timeline(1, call.epoch);
 }

@@ -8,11 +8,8 @@
 
 namespace deepep {
 
-struct LowLatencyCombineParams {
-  LowLatencyParams call;  // layout_range and src_info are inputs here
-  const uint8_t *x;
-  uint64_t x_row_stride;
-  uint8_t *combined_x;
+struct LowLatencyCombineParams : LowLatencyCombineBuffers {
+  LowLatencyParams call;
 };
 
 enum : uint32_t { kKindRow = 1, kKindLogfmt = 2, kKindSum = 3, kKindMask = 3 };
@@ -201,9 +198,7 @@ __device__ inline void send_sums(const LowLatencyCombineParams &c, const LowLate
     }
     if (list->count > 0) {
       send_sum(c, call, list, peers[item.dest], item.token, thread);
-      if (thread == 0)
-        atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[item.dest]),
-                  2ull * p.hidden);
+      if (thread == 0) add_sent_bytes(p.session, item.dest, 2ull * p.hidden);
     }
     mark(kMarkRowOut, thread == 0);
   }
@@ -267,18 +262,7 @@ __device__ inline void send_rows(const LowLatencyCombineParams &c, const LowLate
   const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
             thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
   const bool logfmt = (p.flags & DK_LL_LOGFMT) != 0;
-  for (int l = threadIdx.x; l < num_local; l += kLlThreads) {
-    int total = 0;
-    for (int r = 0; r < num_ranks; ++r)
-      total += static_cast<int>(p.layout_range[static_cast<int64_t>(l) * num_ranks + r] & 0xffffffff);
-    before[l + 1] = total;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    before[0] = 0;
-    for (int l = 0; l < num_local; ++l) before[l + 1] += before[l];
-  }
-  __syncthreads();
+  sum_expert_rows(p, num_local, before);
   RowTarget *target = targets + group;
   for (int n = group * num_workers() + first_of_block(); n < before[num_local]; n += kLlGroups * num_workers()) {
     const int l = expert_of_row(before, num_local, n), row = n - before[l];
@@ -297,9 +281,7 @@ __device__ inline void send_rows(const LowLatencyCombineParams &c, const LowLate
         send_logfmt_row(c, call, l, from, peers[target->dest], target, thread);
       else
         send_plain_row(c, call, l, from, peers[target->dest], target, group, thread);
-      if (thread == 0)
-        atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[target->dest]),
-                  2ull * p.hidden);
+      if (thread == 0) add_sent_bytes(p.session, target->dest, 2ull * p.hidden);
     }
     ptx::barrier_among<kLlGroupThreads>(1 + group);
   }

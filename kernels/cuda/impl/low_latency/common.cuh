@@ -1,13 +1,11 @@
 // common.cuh - what low-latency dispatch and combine share: places, words, the start and the end of a call.
 #pragma once
 #include "cuda/common/fp8.cuh"
+#include "cuda/impl/low_latency/shared.cuh"
 #include "cuda/impl/low_latency/timeline.cuh"
-#include "cuda/layout/low_latency.cuh"
-#include "cuda/sync/session.cuh"
 
 namespace deepep {
 
-constexpr int kLlThreads = 512, kLlGroups = 4, kLlGroupThreads = kLlThreads / kLlGroups;
 constexpr uint32_t kAllOnes = 0xffffffffu;
 
 // Division by a number that the host knows: exact while n * by < 2^32.
@@ -27,22 +25,12 @@ struct LowLatencyPlaces {
   uint64_t slot[kLowLatencySlots], headers, header_step, row_words[kLowLatencySlots], weights[kWeightCopies];
 };
 
-struct LowLatencyParams {
-  Session session;
+struct LowLatencyParams : LowLatencyArguments {
   LowLatencyLayout at;
   LowLatencyPlaces places;
   Divisor by_local, by_topk;  // experts of a rank, entries of a token
-  uint32_t phases, ticket, flags, format;
-  const void *topk_idx;
-  const float *topk_weights;
-  int32_t num_tokens, num_topk, index_bytes, max_tokens, hidden, num_experts;
-  int32_t *src_info;
-  int64_t *layout_range, *wait_stats;
 
-  __device__ bool sends() const { return (phases & DK_PHASE_SEND) != 0; }
-  __device__ bool receives() const { return (phases & DK_PHASE_RECV) != 0; }
   __device__ int num_local() const { return static_cast<int>(by_local.by); }
-  __device__ int64_t rows_per_expert() const { return static_cast<int64_t>(session.team.num_ranks) * max_tokens; }
 };
 
 // Which call this is: `epoch` counts low-latency calls, `dispatch` the dispatches among them.
@@ -187,25 +175,12 @@ __device__ __forceinline__ Entry load_entry(const LowLatencyParams &p, int token
   if (lane_id() >= p.num_topk || token >= p.num_tokens) return {-1, 0};
   return {load_index(p.topk_idx, at, p.index_bytes), p.topk_weights != nullptr ? p.topk_weights[at] : 0};
 }
-// Whole warp: the weight of an expert that is named several times, the lanes of `same`.
-__device__ inline float sum_of_same(const LowLatencyParams &p, int expert, float weight, uint32_t same) {
-  const bool repeated = (same & ((1u << lane_id()) - 1)) != 0;
-  if (__any_sync(kAllLanes, expert >= 0 && repeated) == 0) return weight;
-  float sum = 0;
-  for (int k = 0; k < p.num_topk; ++k) {  // in this order, so that the sum repeats
-    const float other = __shfl_sync(kAllLanes, weight, k);
-    if ((same >> k & 1) != 0) sum += other;
-  }
-  return sum;
-}
 
 // ---- Start and end --------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ bool is_last_warp() { return warp_id() == kLlThreads / kWarp - 1; }
-// The last block does what concerns all. Where the grid is not tiny, it has no token of its own: what it waits for
-// holds up no row.
+// Where the grid is not tiny, the control block has no token of its own: what it waits for holds up no row.
 constexpr int kTinyGrid = 32;
-__device__ inline bool is_control_block() { return blockIdx.x == gridDim.x - 1; }
 __device__ inline int num_workers() { return static_cast<int>(gridDim.x) - (gridDim.x > kTinyGrid ? 1 : 0); }
 __device__ inline bool is_worker() { return static_cast<int>(blockIdx.x) < num_workers(); }
 // The number of this block's first token; the next ones follow num_workers() apart. A control block without tokens gets

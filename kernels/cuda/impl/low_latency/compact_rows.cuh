@@ -1,6 +1,6 @@
 // compact_rows.cuh - low-latency dispatch: what is left of the outputs when a source is lost amid a call.
 #pragma once
-#include "cuda/sync/session.cuh"
+#include "cuda/impl/low_latency/shared.cuh"
 
 namespace deepep {
 
@@ -12,6 +12,20 @@ struct DispatchOutputs {
   int64_t rows_per_expert, scales;
   int32_t num_local, row_bytes;
 };
+__device__ inline DispatchOutputs outputs_of(const LowLatencyArguments &p, const LowLatencyDispatchBuffers &d,
+                                             int num_local) {
+  const bool fp8 = p.format == DK_FORMAT_FP8;
+  return {d.recv_x,
+          d.recv_scales,
+          d.recv_count,
+          d.cumulative_stats,
+          p.src_info,
+          p.layout_range,
+          p.rows_per_expert(),
+          fp8 ? stored_scales(p) : 0,
+          num_local,
+          fp8 ? p.hidden : 2 * p.hidden};
+}
 
 // A source whose rows did not all come is taken out; rows behind it move up. By the last block, only after a rank was
 // lost.

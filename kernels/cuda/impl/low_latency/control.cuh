@@ -101,32 +101,17 @@ __device__ __forceinline__ LowLatencyCall low_latency_call(const LowLatencyParam
   return {start.epoch + (p.sends() ? 1 : 0), start.dispatch + (p.sends() && is_dispatch ? 1 : 0)};
 }
 
-// Which call of a source belongs to this call of mine; poll once. In step: the same number, or as far ahead as last
-// time. A source that went on without this rank is further; one whose mask was lifted may be anywhere, but it sends
-// something new.
+// One poll of find_handshake(), and the number of the source's dispatch.
 __device__ __noinline__ inline bool find_source_call(const LowLatencyParams &p, LowLatencyCall call, int source,
                                                      LowLatencyCall &found) {
-  const Session &s = p.session;
-  const Scratch *scratch = s.team.scratch;
-  const uint64_t expected = call.epoch + scratch->epoch_ahead[source], given_up = given_up_by(s.team, source);
-  const uint64_t seen = max(scratch->seen[source], given_up);
-  const bool anywhere = scratch->returned[source] != 0;
-  const uint64_t *best = nullptr;
+  const auto line_of = [&](int copy) { return low_latency_line(p, own_block(p), copy, source); };
   uint64_t epoch = 0;
-  for (int pass = 0; pass < 2; ++pass) {  // the second finds what was stored before the newest that the first found
-    for (int copy = 0; copy < kLowLatencyHandshakeCopies; ++copy) {
-      const uint64_t *line = low_latency_line(p, own_block(p), copy, source);
-      const uint64_t there = ptx::ld_acquire_sys(line + offsetof(LowLatencyHandshakeMessage, epoch) / 8);
-      const bool exact = there == expected && !anywhere && there > given_up;
-      if (!exact && (there <= seen || (there <= expected && !anywhere))) continue;
-      if (best != nullptr && !exact && there >= epoch) continue;
-      best = line;
-      epoch = there;
-    }
-    if (best == nullptr) return false;
-    if (epoch == expected && !anywhere) break;
-  }
-  const uint64_t dispatch = ptx::ld_relaxed_sys(best + offsetof(LowLatencyHandshakeMessage, dispatch) / 8);
+  const int copy = find_handshake(
+      p.session.team, call.epoch, source,
+      [&](int at) { return ptx::ld_acquire_sys(line_of(at) + offsetof(LowLatencyHandshakeMessage, epoch) / 8); },
+      epoch);
+  if (copy < 0) return false;
+  const uint64_t dispatch = ptx::ld_relaxed_sys(line_of(copy) + offsetof(LowLatencyHandshakeMessage, dispatch) / 8);
   if (!has_tag(dispatch, static_cast<uint32_t>(epoch))) return false;  // it comes with the next poll
   // Numbers of dispatches differ by less than 2^31.
   found = {epoch, call.dispatch + static_cast<int64_t>(static_cast<int32_t>(static_cast<uint32_t>(dispatch) -

@@ -9,18 +9,6 @@ namespace deepep {
 
 // ---- Receive --------------------------------------------------------------------------------------------------------
 
-enum : uint64_t { kArrived = 1, kAbsent = 2 };
-
-// With shrink all blocks must agree whether a source's counts came: the first to say decides.
-__device__ inline uint64_t decide(const Session &s, const LowLatencyCall &call, int source, uint64_t mine) {
-  auto *verdict = reinterpret_cast<unsigned long long *>(&s.team.scratch->verdict[source]);
-  for (;;) {
-    const unsigned long long before = ptx::ld_relaxed_gpu(&s.team.scratch->verdict[source]);
-    if (before >> 2 == call.epoch) return before & 3;
-    if (atomicCAS(verdict, before, call.epoch << 2 | mine) == before) return mine;
-  }
-}
-
 struct ReceiveTables {    // shared
   int32_t *base;          // [R][L]: first count, then first row of the source's rows for the expert
   int32_t *tokens;        // [R]: tokens of the source, 0: it takes no part
@@ -59,8 +47,9 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
     bool here = tables.tokens[r] >= 0;
     for (int l = 0; l < num_local; ++l) here &= tables.base[r * num_local + l] >= 0;
     // Another block may have seen everything of a source that this one gave up: then it is all in memory.
-    if (tables.calls[r].epoch == 0 && shrink) (void)decide(s, call, r, kAbsent);
-    if (shrink && tables.calls[r].epoch != 0 && decide(s, call, r, here ? kArrived : kAbsent) == kArrived) {
+    if (tables.calls[r].epoch == 0 && shrink) (void)decide_arrival(s, call.epoch, r, kAbsent);
+    if (shrink && tables.calls[r].epoch != 0 &&
+        decide_arrival(s, call.epoch, r, here ? kArrived : kAbsent) == kArrived) {
       const uint64_t dispatch = tables.calls[r].dispatch;
       for (int l = 0; !here && l < num_local; ++l)
         tables.base[r * num_local + l] =
@@ -101,9 +90,6 @@ struct RowList {  // shared, of a group: where a row goes
   int32_t count;
   uint32_t pattern;
 };
-__device__ inline int64_t stored_scales(const LowLatencyParams &p) {
-  return p.hidden / ((p.flags & DK_LL_UE8M0) != 0 ? 4 * kScaleChannels : kScaleChannels);
-}
 
 // By the first warp of a group: the header of a token; the list is empty if it has nothing here or never came.
 __device__ inline void read_header(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int source, int token,
@@ -289,26 +275,11 @@ __device__ inline void receive(const LowLatencyDispatchParams &d, const LowLaten
 
 // ---- End ------------------------------------------------------------------------------------------------------------
 
-__device__ inline DispatchOutputs outputs_of(const LowLatencyDispatchParams &d) {
-  const LowLatencyParams &p = d.call;
-  const bool fp8 = p.format == DK_FORMAT_FP8;
-  return {d.recv_x,
-          d.recv_scales,
-          d.recv_count,
-          d.cumulative_stats,
-          p.src_info,
-          p.layout_range,
-          p.rows_per_expert(),
-          fp8 ? stored_scales(p) : 0,
-          p.num_local(),
-          fp8 ? p.hidden : 2 * p.hidden};
-}
-
 __device__ inline void finish_outputs(const LowLatencyDispatchParams &d, const LowLatencyCall &call, bool failed) {
   const LowLatencyParams &p = d.call;
   if (p.receives()) {
     if (failed || (p.session.team.flags & DK_TEAM_SHRINK) != 0)
-      mend_outputs<kLlThreads>(p.session, call.epoch, outputs_of(d), failed);
+      mend_outputs<kLlThreads>(p.session, call.epoch, outputs_of(p, d, p.num_local()), failed);
     if (threadIdx.x == 0)
       p.session.team.scratch->routing[call.dispatch % kRoutingCopies] = {
           reinterpret_cast<uint64_t>(p.src_info), failed ? 0 : call.dispatch, p.topk_weights != nullptr,

@@ -5,12 +5,8 @@
 
 namespace deepep {
 
-struct LowLatencyDispatchParams {
+struct LowLatencyDispatchParams : LowLatencyDispatchBuffers {
   LowLatencyParams call;
-  const uint8_t *x;
-  uint8_t *recv_x;
-  uint32_t *recv_scales;
-  int32_t *recv_count, *cumulative_stats;
   int32_t tile_tokens;  // whose entries fit into shared memory
 
   __device__ int recv_row_bytes() const { return call.format == DK_FORMAT_FP8 ? call.hidden : 2 * call.hidden; }
@@ -158,11 +154,7 @@ __device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token
         b = ptx::ld_stream(x + 32 * at + 16);
       }
     }
-    float amax = 0;
-    for (uint32_t pair : {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}) amax = greatest_magnitude(amax, pair);
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, step));
-    const Fp8Scale scale = fp8_scale(amax, (p.flags & DK_LL_ROUND_SCALE) != 0);
+    const Fp8Scale scale = fp8_scale_of_eight(a, b, (p.flags & DK_LL_ROUND_SCALE) != 0);
     if (!mine) continue;
     store_everywhere(route, 16 * at, exclusive_or(cast_sixteen(a, b, scale.inverse), kAllOnes));
     if (at % 8 != 0) continue;
@@ -241,8 +233,7 @@ __device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowL
       send_bf16_row(d, token, route, begin, pattern);
     mark(kMarkRowOut, threadIdx.x == 0);
     for (int n = threadIdx.x; n < route->num_ranks; n += kLlThreads)  // payload, for the statistics
-      atomicAdd(reinterpret_cast<unsigned long long *>(&p.session.team.scratch->sent_bytes[route->rank[n]]),
-                static_cast<unsigned long long>(fp8 ? p.hidden + p.hidden / 32 : 2 * p.hidden));
+      add_sent_bytes(p.session, route->rank[n], dispatch_payload(p));
     if (token + num_workers() < p.num_tokens) __syncthreads();
   }
   if (first >= p.num_tokens && !await_empty_slots(p, call, early.slot))

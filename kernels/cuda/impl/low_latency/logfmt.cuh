@@ -23,38 +23,26 @@ __device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, uint32_t *in
     const uint32_t half = mine ? 0xffffu << (lane_id() & 16) : 0;
     if (!mine) continue;  // whole blocks of 16 threads at a time
     const uint4 data = ptx::ld_stream(row + 16 * at);
-    const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-    uint32_t low = 0x7fff, high = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t a = words[i] & 0x7fff, b = words[i] >> 16 & 0x7fff;
-      low = min(low, min(a, b));
-      high = max(high, max(a, b));
-    }
-    low = __reduce_min_sync(half, low);
-    high = __reduce_max_sync(half, high);
+    BlockRange bits = range_of_chunk(data);
+    bits.low = __reduce_min_sync(half, bits.low);
+    bits.high = __reduce_max_sync(half, bits.high);
     uint8_t *block = to + at / 16 * 256;
     uint32_t *info = infos + at / 16;
     const int lane = at % 16;
-    if (high >= 0x3f80 || low == high || __uint_as_float(high << 16) < 0x1p-90f) {
+    if (!is_log_coded(bits)) {
       uint32_t attempt = 0;
       while (__any_sync(half, holds(data, pattern_of(attempt)))) ++attempt;
       ptx::st_relaxed_sys_v4(block + 16 * lane, exclusive_or(data, pattern_of(attempt)));
       if (lane == 0) ptx::st_relaxed_sys(info, kBlockThere | attempt);
       continue;
     }
-    const LogRange range = log_range(low, high);
     uint32_t codes[9] = {};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      codes[2 * i] = log_encode(range, words[i] & 0xffff);
-      codes[2 * i + 1] = log_encode(range, words[i] >> 16);
-    }
+    log_encode_chunk(log_range(bits), data, codes);
 #pragma unroll
     for (int i = 0; i < 3; ++i)
       ptx::st_relaxed_sys(reinterpret_cast<uint32_t *>(block + 64 * i) + lane,
                           kBlockThere | codes[3 * i] | codes[3 * i + 1] << 10 | codes[3 * i + 2] << 20);
-    if (lane == 0) ptx::st_relaxed_sys(info, kBlockThere | kBlockLogfmt | high << 15 | low);
+    if (lane == 0) ptx::st_relaxed_sys(info, kBlockThere | kBlockLogfmt | bits.high << 15 | bits.low);
   }
 }
 
@@ -75,15 +63,10 @@ __device__ inline void add_logfmt(const Session &s, int peer, uint64_t expected,
   if ((info & kBlockLogfmt) == 0) {
     uint4 data = ptx::ld_relaxed_sys_v4(block + 16 * lane);
     if (!take_chunk(s, peer, expected, block + 16 * lane, data)) return;
-    data = exclusive_or(data, pattern_of(info & ~kBlockThere));
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t word = i == 0 ? data.x : i == 1 ? data.y : i == 2 ? data.z : data.w;
-      sum[2 * i] = fmaf(bf16_low(word), weight, sum[2 * i]);
-      sum[2 * i + 1] = fmaf(bf16_high(word), weight, sum[2 * i + 1]);
-    }
+    add_weighted(sum, exclusive_or(data, pattern_of(info & ~kBlockThere)), weight);
     return;
   }
-  const LogRange range = log_range(info & 0x7fff, info >> 15 & 0x7fff);
+  const LogRange range = log_range({info & 0x7fff, info >> 15 & 0x7fff});
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
     uint32_t word = 0;
