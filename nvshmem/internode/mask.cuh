@@ -1,11 +1,12 @@
-// mask.cuh - masks among nodes: those of other nodes hear by a put that a mask was lifted.
+// mask.cuh - libdeepep_nvshmem.so: masks of teams with a transport. A rank that lifts a mask writes the number of its
+// newest call to the unmasked rank (TeamView::given_up), by a store inside the node, by a put to another node.
 #pragma once
 #include "cuda/sync/masks.cuh"
 #include "internode/low_latency/common.cuh"
 
 namespace deepep::internode {
 
-// One that is dead would keep the wait for puts from ever ending.
+// A wait for puts never ends while one of them goes to a dead rank.
 __device__ inline bool is_any_rank_dead(const TeamView &team) {
   bool dead = false;
   for (int r = threadIdx.x; r < team.num_ranks; r += blockDim.x)
@@ -13,8 +14,8 @@ __device__ inline bool is_any_rank_dead(const TeamView &team) {
   return __syncthreads_or(dead) != 0;
 }
 
-// One block. Who meets the other ranks after this expects them to know, hence the wait: it is over when the puts are
-// there.
+// One block. It ends when its puts are complete: after a barrier that follows, the unmasked ranks must have the
+// numbers.
 __global__ void __launch_bounds__(128, 1) internode_mask_kernel(const __grid_constant__ MaskParams p) {
   const Session &s = p.session;
   begin(s);

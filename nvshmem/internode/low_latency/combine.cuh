@@ -1,5 +1,6 @@
-// combine.cuh - experts' rows back to the tokens. Each expert's row crosses by itself; the token's rank
-// applies the weights.
+// combine.cuh - libdeepep_nvshmem.so, low latency for teams with a transport: experts' rows back to the tokens' ranks.
+// Each expert's row is sent by itself, and the token's rank applies the weights; the CUDA library's combine sums at the
+// experts' rank instead.
 #pragma once
 #include "internode/low_latency/logfmt.cuh"
 
@@ -9,11 +10,11 @@ struct InternodeLlCombineParams : LowLatencyCombineBuffers {
   InternodeLlParams call;
 };
 
-enum : uint32_t { kRowPlain = 1, kRowLogfmt = 2 };  // what a row's word says
+enum : uint32_t { kRowPlain = 1, kRowLogfmt = 2 };  // values of a row's signal word
 
 // ---- Send -----------------------------------------------------------------------------------------------------------
 
-// By a warp: which rank an expert's row came from; -1: the layout does not say.
+// By a warp: the rank that sent an expert's row; -1: layout_range has none.
 __device__ inline int source_of_row(const InternodeLlParams &p, int local_expert, int row) {
   const int num_ranks = p.session.team.num_ranks;
   const int64_t *ranges = p.layout_range + static_cast<int64_t>(local_expert) * num_ranks;
@@ -26,7 +27,8 @@ __device__ inline int source_of_row(const InternodeLlParams &p, int local_expert
   return -1;
 }
 
-// By a warp. Inside the node a row goes straight to its place; to other nodes from where a NIC can read it.
+// By a warp. Inside the node it stores the row at the destination; for another node it stages the row where a NIC can
+// read it, unless zero copy has it there already.
 __device__ inline void send_expert_row(const InternodeLlCombineParams &c, uint64_t epoch, int local_expert, int row,
                                        int dest, int token) {
   const InternodeLlParams &p = c.call;
@@ -65,14 +67,14 @@ __device__ inline void send_expert_rows(const InternodeLlCombineParams &c, uint6
 
 // ---- Receive --------------------------------------------------------------------------------------------------------
 
-struct ExpertRows {  // shared: the rows that make up a token
+struct ExpertRows {  // shared: the rows of a token's experts
   const uint8_t *row[kMaxTopk];
   float weight[kMaxTopk];
   uint32_t kind[kMaxTopk];
   int32_t count;
 };
 
-// By the first warp: waits for the rows of a token's experts. Those of a rank that does not come are left out.
+// By the first warp: waits for the rows of a token's experts; rows of a masked rank are left out.
 __device__ inline void await_expert_rows(const InternodeLlParams &p, const uint64_t *calls, int token,
                                          ExpertRows *list) {
   const Session &s = p.session;
@@ -87,7 +89,7 @@ __device__ inline void await_expert_rows(const InternodeLlParams &p, const uint6
   bool needed = rank >= 0 && !repeated && theirs != 0 && !is_masked(s, rank);
   const auto *at = mine_at<uint64_t>(p, expert_word_at(p, theirs, expert < 0 ? 0 : expert, token));
   uint64_t word = 0;
-  for (;;) {  // again where a rank was masked: the others are still awaited
+  for (;;) {  // after a rank was masked it still waits for the others
     int peer = -1;
     uint64_t waited = 0;
     const uint32_t code = warp_wait_until(
@@ -121,7 +123,7 @@ __device__ inline void await_expert_rows(const InternodeLlParams &p, const uint6
   if (lane == 0) list->count = __popc(rows);
 }
 
-// 8 channels of a token. The loads of several rows go side by side.
+// Sums 8 channels of a token. Loads of several rows are in flight together.
 __device__ inline void add_expert_rows(const InternodeLlCombineParams &c, const ExpertRows *list, int token,
                                        int chunk) {
   constexpr int kRows = 8;
@@ -165,7 +167,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     const bool good = !p.sends() || await_empty_slots(p, epoch, true);
     if (p.sends() && good) send_expert_rows(c, epoch, reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks));
     __syncthreads();
-    if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // rows are on their way meanwhile
+    if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // while rows are in flight
     if (p.receives() && good) {
       find_source_calls(p, epoch, calls);
       if (is_control_block()) check_low_latency_peers(p, calls);

@@ -1,14 +1,14 @@
-// common.cuh - what low latency among nodes shares: places, words, messages, the start and the end of a
-// call.
+// common.cuh - libdeepep_nvshmem.so, low latency for teams with a transport: offsets, signal words, handshake messages,
+// waits, the end of a call. kernels/cuda/impl/low_latency/shared.cuh has what the CUDA library's kernels do alike.
 //
-// All ranks are reached alike: a row and the word that says it is there go out together, by stores inside the node, by
-// one put with a signal to other nodes (DK_TEAM_LL_TRANSPORT: to all other ranks). So nothing depends on the order of
-// two operations. Words are tagged with the sender's rank and number of the call, and lie where users never write; rows
-// lie in the rdma region in two slots that take turns, one for each call. A slot, and the memory that a put to another
-// node reads, is used again only when the receivers have said that they took what came from there: that they have it
-// says that the put is over. The NIC reads registered memory alone, so rows are staged in the own block.
-//   rdma: combine's rows on their way out (there zero copy has them too) [2] | slots [2]
-//   wire behind the ring's flags: words [2] | counts, in and out [2]
+// All ranks are reached in the same way: the sender delivers a row together with its signal word, by stores and a
+// release inside the node, by one put-with-signal to another node (DK_TEAM_LL_TRANSPORT: to every other rank). No two
+// operations need an order between them. A signal word carries the sender's rank and the number of its call and lies
+// outside user-visible memory; rows lie in the rdma region, in two slots that calls use in turn. The sender uses a
+// slot, and the source of a put, again only after the receiver has posted a credit for what was in it: the receiver has
+// the data, so the put is complete. A NIC reads registered memory alone, so rows are staged in this rank's block.
+//   rdma region: combine's staged rows (zero copy's buffers) [2] | slots [2]
+//   wire region after the ring's flags: signal words [2] | counts, in and out [2]
 #pragma once
 #include <cstddef>
 
@@ -24,33 +24,32 @@ constexpr int kLlWarps = kLlThreads / kWarp;
 // The outbox: the newest handshake messages to all ranks, by epoch % kLowLatencyHandshakeCopies.
 static_assert(kLowLatencyHandshakeCopies * sizeof(HandshakeMessage) <= kLowLatencyOutboxBytes, "the outbox");
 
-// Device memory of a team, its own, zeroed once.
+// Device memory of a team, zeroed once; only this rank's kernels access it.
 struct LowLatencyState {
-  uint64_t combine_sent[kLowLatencySlots];  // my newest call in each slot, if it was a combine
-  uint64_t stage_epoch[2],
-      stage_bytes;  // my newest call that sent from each of combine's buffers; what the newest took of one
-  uint64_t posted[kLowLatencySlots][DK_MAX_RANKS];  // of Scratch::consumed: what each rank was told last
+  uint64_t combine_sent[kLowLatencySlots];          // this rank's newest call in each slot if it was a combine, else 0
+  uint64_t stage_epoch[2];                          // newest call that sent from each buffer of staged rows
+  uint64_t stage_bytes;                             // size of a buffer in the newest of these calls
+  uint64_t posted[kLowLatencySlots][DK_MAX_RANKS];  // the newest credit posted to each rank, of Scratch::consumed
 };
 
-// From the start of a block, for one shape.
+// From the start of a block, for the shape of a call.
 struct LowLatencyOffsets {
   uint64_t slot[2], words[2], counts_in[2], counts_out[2], outbox;
-  uint64_t stage;  // of this combine
-  uint64_t stage_bytes;
-  uint64_t source_bytes;  // dispatch: of a source's rows; of combine's, where a row has at least 128 channels
-  uint32_t header_bytes;  // dispatch: before a row's payload: where it stands among those of each of its experts
+  uint64_t stage;         // combine: the buffer of staged rows that this call sends from
+  uint64_t stage_bytes;   // of one such buffer
+  uint64_t source_bytes;  // of a slot: the part that one source writes
+  uint32_t header_bytes;  // dispatch: before a row's payload, see kNoEntry
   uint32_t row_bytes;     // dispatch: header and payload
-  uint32_t counts_bytes;  // of one rank to another
+  uint32_t counts_bytes;  // dispatch: one rank's counts for another
 };
 
 struct InternodeLlParams : LowLatencyArguments {
   LowLatencyOffsets at;
   LowLatencyState *state;
-  int32_t num_local,
-      stage;  // experts of a rank; of the two buffers of combine's rows, the one that this call sends from
+  int32_t num_local, stage;  // experts of a rank; combine: index of the buffer at `at.stage`
 };
 
-// The call's number; slots go by it.
+// A call's number (epoch) chooses its slot. A receive half takes the number that its send half left in the ticket.
 __device__ __forceinline__ int slot_of(uint64_t epoch) { return static_cast<int>(epoch % kLowLatencySlots); }
 __device__ inline uint64_t epoch_of_call(const InternodeLlParams &p) {
   const Scratch *scratch = p.session.team.scratch;
@@ -58,7 +57,7 @@ __device__ inline uint64_t epoch_of_call(const InternodeLlParams &p) {
                    : ptx::ld_relaxed_gpu(&scratch->tickets[p.ticket].epoch);
 }
 
-// ---- Places, from the start of the owner's block --------------------------------------------------------------------
+// ---- Offsets from the start of a block ------------------------------------------------------------------------------
 
 template <class T = uint8_t>
 __device__ __forceinline__ T *mine_at(const InternodeLlParams &p, uint64_t offset) {
@@ -71,10 +70,10 @@ __device__ inline uint64_t handshake_at(const TeamView &team, uint64_t epoch, in
 __device__ inline uint64_t credit_at(const TeamView &team, int slot, int from) {
   return team.control + team.at.consumed + (static_cast<uint64_t>(slot) * team.num_ranks + from) * 8;
 }
-// Dispatch: rows of a source are numbered, for each destination, in the order of its tokens. My own stay where they are
-// staged: at the token's number. They begin where combine has those of the source's first expert: so what a rank writes
-// lies in a part that is its own, whatever the others' calls have there. Once a rank has missed calls, its slots may
-// differ from the others' by one.
+// Dispatch: a source numbers its rows for each destination in the order of its tokens. The rows for this rank itself
+// stay where they were staged, at the token's index. A source writes its rows of dispatch where its first expert's rows
+// of combine lie, so each rank writes into a part of the slot of its own, whichever call uses that slot at the others:
+// after a rank has missed calls its slots may differ from theirs by one.
 __device__ inline uint64_t row_at(const InternodeLlParams &p, uint64_t epoch, int source, int number) {
   return p.at.slot[slot_of(epoch)] + source * p.at.source_bytes + static_cast<uint64_t>(number) * p.at.row_bytes;
 }
@@ -84,7 +83,7 @@ __device__ inline uint64_t row_word_at(const InternodeLlParams &p, uint64_t epoc
 __device__ inline uint64_t count_word_at(const InternodeLlParams &p, uint64_t epoch, int source) {
   return p.at.words[slot_of(epoch)] + (static_cast<uint64_t>(p.num_experts) * p.max_tokens + source) * 8;
 }
-// Combine: an expert's row for a token.
+// Combine: an expert's row for a token of this rank.
 __device__ inline uint64_t expert_row_at(const InternodeLlParams &p, uint64_t epoch, int expert, int token) {
   return p.at.slot[slot_of(epoch)] + (static_cast<uint64_t>(expert) * p.max_tokens + token) * 2 * p.hidden;
 }
@@ -92,7 +91,7 @@ __device__ inline uint64_t expert_word_at(const InternodeLlParams &p, uint64_t e
   return p.at.words[slot_of(epoch)] + (static_cast<uint64_t>(expert) * p.max_tokens + token) * 8;
 }
 
-// ---- Words: the sender's number of the call, its rank, and what it says ---------------------------------------------
+// ---- Signal words: the number of the sender's call, its rank, 16 bits of value -------------------------------------
 
 __device__ __forceinline__ uint64_t signal_word(uint64_t epoch, int source, uint32_t value) {
   return epoch << 32 | static_cast<uint32_t>(source) << 16 | value;
@@ -110,7 +109,7 @@ __device__ inline bool uses_stores(const TeamView &team, int rank) {
   return (team.flags & DK_TEAM_LL_TRANSPORT) == 0 && rank / team.num_nvl_peers == team.rank / team.num_nvl_peers;
 }
 
-// By a warp: bytes to a place in a rank's block, then the word.
+// By a warp: writes the bytes to an offset in a rank's block, then the signal word.
 __device__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to, const uint8_t *from, uint32_t bytes,
                                uint64_t word_at, uint64_t word) {
   const TeamView &team = p.session.team;
@@ -124,8 +123,9 @@ __device__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to
   if (lane_id() == 0) ptx::st_release_sys(reinterpret_cast<uint64_t *>(block + word_at), word);
 }
 
-// The control block tells everybody what was taken here, if it does not know, and when sending, what this call is. The
-// copy in the outbox is that of four calls ago, whose credits came before the last send but one.
+// The control block posts to every rank the credits that it has not posted yet and, in a send half, the handshake
+// message. It overwrites the outbox's copy of four calls ago: credits for that call arrived before the send half of two
+// calls ago.
 __device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epoch) {
   const TeamView &team = p.session.team;
   auto *out = mine_at<HandshakeMessage>(p, p.at.outbox) + epoch % kLowLatencyHandshakeCopies;
@@ -150,12 +150,12 @@ __device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epo
               to + offsetof(HandshakeMessage, epoch), epoch);
   }
 }
-static_assert(offsetof(HandshakeMessage, epoch) % 16 == 0, "copied by 16 bytes");
+static_assert(offsetof(HandshakeMessage, epoch) % 16 == 0, "copied in units of 16 bytes");
 
 // ---- Waits that may mask a rank -------------------------------------------------------------------------------------
 
-// By one thread: all that I sent to a rank in a slot has been taken. False: the team has failed. My own receive half
-// comes after this kernel or has been: there is nothing to wait for.
+// By one thread: waits until a rank has taken everything that this rank sent to it in a slot. False: the team has
+// failed. For this rank itself it does not wait: its receive half either ran before this kernel or comes after it.
 __device__ inline bool await_credit(const InternodeLlParams &p, int slot, int r) {
   const Session &s = p.session;
   const uint64_t sent = ptx::ld_relaxed_gpu(&s.team.scratch->sent[slot][r]);
@@ -174,9 +174,9 @@ __device__ inline bool await_credit(const InternodeLlParams &p, int slot, int r)
          !has_failed(s);
 }
 
-// Whole block of a send half: the slot is free everywhere, and so is what is sent from. Of a combine that was not two
-// calls ago the buffer may still be read: where calls of different shapes follow each other, or combines alone are
-// replayed in an odd number.
+// Whole block of a send half: waits until the slot is free at every rank and no put reads the buffer that this call
+// sends from. A combine also waits for the call before it if that one sent from the same buffer (a graph with an odd
+// number of combines is replayed) or had another shape.
 __device__ inline bool await_empty_slots(const InternodeLlParams &p, uint64_t epoch, bool is_combine) {
   const LowLatencyState &state = *p.state;
   const uint64_t newest = state.stage_bytes == p.at.stage_bytes ? state.stage_epoch[p.stage]
@@ -190,10 +190,10 @@ __device__ inline bool await_empty_slots(const InternodeLlParams &p, uint64_t ep
   return __syncthreads_or(!good) == 0;
 }
 
-// Whole block of a receive half, at its end: users write the rows of the next combine after this kernel. What the call
-// before this one sent from there has left. Each rank says so with the first kernel after it took that, mostly the one
-// that brought this call. Not where I have not received that call myself: whoever waits for me to do so would wait for
-// ever.
+// Whole block, at the end of a receive half: the caller may write the next combine's rows after this kernel, so puts of
+// the previous call must have left that buffer. A rank posts its credit for them in its first kernel after it took the
+// rows, mostly the one that sent this call. No wait if this rank has not received the previous call itself: its peers
+// might be waiting for it to do so.
 __device__ inline void await_callers_buffer(const InternodeLlParams &p, uint64_t epoch) {
   const uint64_t before = epoch - 1;
   const int slot = slot_of(before);
@@ -204,7 +204,7 @@ __device__ inline void await_callers_buffer(const InternodeLlParams &p, uint64_t
     if (!await_credit(p, slot, r)) return;
 }
 
-// ---- Which call of each source belongs to mine ----------------------------------------------------------------------
+// ---- The call of each source that belongs to this one ---------------------------------------------------------------
 
 __device__ inline bool find_source_call(const InternodeLlParams &p, uint64_t epoch, int source, uint64_t &found) {
   const TeamView &team = p.session.team;
@@ -216,8 +216,8 @@ __device__ inline bool find_source_call(const InternodeLlParams &p, uint64_t epo
              found) >= 0;
 }
 
-// Whole block of a receive half: the number of each source's call that belongs to this one, into shared calls[R]. Only
-// where ranks can be masked is there anything to find out. 0: masked, or given up now.
+// Whole block of a receive half: writes the number of each source's call to shared calls[R]; 0: the source is masked,
+// before or by this wait. Without shrink it is this call's number.
 __device__ inline void find_source_calls(const InternodeLlParams &p, uint64_t epoch, uint64_t *calls) {
   const Session &s = p.session;
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {
@@ -232,7 +232,8 @@ __device__ inline void find_source_calls(const InternodeLlParams &p, uint64_t ep
   __syncthreads();
 }
 
-// The control block of a receive half: everybody means the same call. Times go to the caller's statistics.
+// The control block of a receive half: waits for each source's handshake message and compares its arguments with this
+// rank's. Waiting times go to the caller's wait_stats.
 __device__ inline void check_low_latency_peers(const InternodeLlParams &p, const uint64_t *calls) {
   const TeamView &team = p.session.team;
   const HandshakeMessage mine = low_latency_message(p);
@@ -255,7 +256,7 @@ __device__ inline void check_low_latency_peers(const InternodeLlParams &p, const
 
 // ---- End ------------------------------------------------------------------------------------------------------------
 
-// By the last block, after the outputs.
+// By the last block to leave, after it has completed the outputs.
 __device__ inline void end_low_latency(const InternodeLlParams &p, uint64_t epoch, const uint64_t *calls,
                                        bool is_combine, bool failed) {
   Scratch *scratch = p.session.team.scratch;
@@ -280,7 +281,7 @@ __device__ inline void end_low_latency(const InternodeLlParams &p, uint64_t epoc
   record_kernel(p.session, p.sends() && p.receives() ? nullptr : &scratch->half_ns[p.ticket], p.receives(), failed);
 }
 
-// Indices of a token, one a lane; -1 where there is none.
+// A token's expert for each lane; -1: none.
 __device__ __forceinline__ int expert_of_lane(const InternodeLlParams &p, int token) {
   if (lane_id() >= p.num_topk) return -1;
   const int64_t expert = load_index(p.topk_idx, static_cast<int64_t>(token) * p.num_topk + lane_id(), p.index_bytes);

@@ -1,7 +1,8 @@
-// dispatch.cuh - a token's row goes once to each rank that holds one of its experts. The row is cast and
-// staged once; before it stands where it belongs among the rows of each of its experts. What a rank gets from another
-// is numbered in the order of tokens, so nothing is said of tokens that it does not get. One message more a pair of
-// ranks has the counts.
+// dispatch.cuh - libdeepep_nvshmem.so, low latency for teams with a transport: tokens to the ranks of their experts. A
+// token's row goes once to each rank that holds one of its experts. The sender casts and stages the row once, after a
+// header with its position among this source's rows of each of its experts. A source numbers its rows for a destination
+// in the order of its tokens, so it sends nothing about tokens without an expert there. One more message for each pair
+// of ranks carries the counts.
 #pragma once
 #include "cuda/impl/low_latency/compact_rows.cuh"
 #include "internode/low_latency/common.cuh"
@@ -12,18 +13,19 @@ struct InternodeLlDispatchParams : LowLatencyDispatchBuffers {
   InternodeLlParams call;
 };
 
-// Header: a word for each index: the expert above, the number of the token among the source's tokens for it below.
+// Header: a word for each entry of topk_idx: the expert in the upper 16 bits, in the lower ones the number of the
+// source's earlier tokens for it. kNoEntry: no expert, or one that an earlier entry names.
 constexpr uint32_t kNoEntry = 0xffffffffu;
 
 // ---- Send -----------------------------------------------------------------------------------------------------------
 
-struct SendRoute {                    // of the token that a block sends now, in shared memory
-  int32_t expert[kMaxTopk];           // -1: none, or named before
-  int32_t rank[kMaxTopk], num_ranks;  // those that get the row
-  uint32_t before[2][kMaxTopk];       // earlier tokens for each of these experts, for each of these ranks
+struct SendRoute {                    // shared: of the token that a block sends now
+  int32_t expert[kMaxTopk];           // -1: none, or an earlier entry names it
+  int32_t rank[kMaxTopk], num_ranks;  // destinations
+  uint32_t before[2][kMaxTopk];       // earlier tokens for each of these experts, and for each of these ranks
 };
 
-// By the first warp.
+// By the first warp: the token's experts without repetitions, and the ranks that hold them and are not masked.
 __device__ inline void read_route(const InternodeLlParams &p, int token, SendRoute *route) {
   const int lane = lane_id(), expert = expert_of_lane(p, token), rank = expert < 0 ? -1 : expert / p.num_local;
   const bool serves = rank >= 0 && !is_masked(p.session, rank);
@@ -37,7 +39,7 @@ __device__ inline void read_route(const InternodeLlParams &p, int token, SendRou
   route->before[0][lane] = route->before[1][lane] = 0;
 }
 
-// Which of the route's experts and ranks one of these indices means, a bit each.
+// Sets a bit for each of the route's experts and ranks that one of these indices names.
 template <int kIndices>
 __device__ __forceinline__ void match_route(const InternodeLlParams &p, const SendRoute *route,
                                             const int (&named)[kIndices], uint32_t &experts, uint32_t &ranks) {
@@ -60,7 +62,7 @@ __device__ __forceinline__ void match_route(const InternodeLlParams &p, const Se
 
 // Whole block: counts the tokens before this one that go to the same experts and to the same ranks.
 __device__ inline void count_earlier_tokens(const InternodeLlParams &p, int token, SendRoute *route) {
-  constexpr int kIndices = 8;  // loaded side by side
+  constexpr int kIndices = 8;  // loads in flight together
   for (int first = warp_id() * kWarp; first < token; first += kLlThreads) {
     const int earlier = first + lane_id();
     uint32_t experts = 0, ranks = 0;
@@ -83,7 +85,7 @@ __device__ inline void count_earlier_tokens(const InternodeLlParams &p, int toke
   }
 }
 
-// Whole block: the row cast to FP8, 8 threads hold a block of 128 channels, 16 channels each; then its scales.
+// Whole block: casts the row to FP8, 16 channels a thread, and writes its scales after it.
 __device__ inline void stage_fp8_row(const InternodeLlParams &p, const uint4 *x, uint8_t *to) {
   const int pieces = p.hidden / 16;
   for (int first = 0; first < pieces; first += kLlThreads) {
@@ -130,8 +132,8 @@ __device__ inline void send_token(const InternodeLlDispatchParams &d, uint64_t e
   __syncthreads();
 }
 
-// The control block: how many rows each rank gets, and how many tokens choose each of its experts. counts: shared, [E]
-// and then [R].
+// The control block sends each rank the number of rows for it and the number of tokens for each of its experts. counts:
+// shared, [E] and then [R].
 __device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t epoch, int32_t *counts) {
   const TeamView &team = p.session.team;
   const int lane = lane_id();
@@ -162,12 +164,12 @@ __device__ inline void send_token_counts(const InternodeLlParams &p, uint64_t ep
 // ---- Receive --------------------------------------------------------------------------------------------------------
 
 struct SourceTables {  // shared
-  uint64_t *calls;     // [R]: the source's own number of this call
-  int32_t *base;       // [R][L]: first count, then first row of the source's rows for the expert
-  int32_t *rows;       // [R]: rows of the source that come here
+  uint64_t *calls;     // [R]: the source's number of this call, 0: it takes no part
+  int32_t *base;       // [R][L]: at first the source's rows for the expert, then the index of the first of them
+  int32_t *rows;       // [R]: rows that the source sends to this rank
 };
 
-// Whole block: waits for all counts.
+// Whole block: waits for the counts of all sources.
 __device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, const SourceTables &tables) {
   const Session &s = p.session;
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {
@@ -180,7 +182,7 @@ __device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, 
     if (p.shrinks()) {
       const bool agreed = decide_arrival(s, epoch, r, here ? kArrived : kAbsent) == kArrived;
       if (agreed && !here &&
-          (theirs != 0 || find_source_call(p, epoch, r, theirs))) {  // another block saw it: it is all in memory
+          (theirs != 0 || find_source_call(p, epoch, r, theirs))) {  // another block saw the counts: they are in memory
         word = ptx::ld_acquire_sys(mine_at<uint64_t>(p, count_word_at(p, theirs, r)));
         here = is_from(word, theirs, r);
       }
@@ -192,7 +194,8 @@ __device__ inline void await_counts(const InternodeLlParams &p, uint64_t epoch, 
   __syncthreads();
 }
 
-// Whole block: counts become first rows. Block b writes out what experts b, b + G, ... get.
+// Whole block: reads the counts and turns them into first rows. Block b of G writes the outputs of experts b, b + G,
+// ...
 __device__ inline void read_counts(const InternodeLlDispatchParams &d, const SourceTables &tables) {
   const InternodeLlParams &p = d.call;
   const int num_ranks = p.session.team.num_ranks;
@@ -222,14 +225,14 @@ __device__ inline void read_counts(const InternodeLlDispatchParams &d, const Sou
   __syncthreads();
 }
 
-struct RowPlaces {           // shared, of a group: where a row goes
-  int64_t row[kMaxTopk];     // of [L, R*B]
-  int64_t scales[kMaxTopk];  // its first scale
+struct RowPlaces {           // shared, of a group of threads: where a received row belongs
+  int64_t row[kMaxTopk];     // in [L, R*B]
+  int64_t scales[kMaxTopk];  // index of its first scale
   const uint8_t *from;
   int32_t count, token;
 };
 
-// By the first warp of a group: waits for row `number` of a source; the list is empty if it never came.
+// By the first warp of a group: waits for row `number` of a source and lists its places; none if the source was lost.
 __device__ inline void await_row(const InternodeLlParams &p, uint64_t epoch, int source, int number,
                                  const SourceTables &tables, RowPlaces *list) {
   const Session &s = p.session;
@@ -271,7 +274,7 @@ __device__ inline void await_row(const InternodeLlParams &p, uint64_t epoch, int
   }
 }
 
-// By a group: a row to its places.
+// By a group: copies a row to its places.
 __device__ inline void spread_row(const InternodeLlDispatchParams &d, const RowPlaces *list, int thread) {
   constexpr int kUnroll = 4;
   const InternodeLlParams &p = d.call;
@@ -324,8 +327,8 @@ __device__ inline void receive_rows(const InternodeLlDispatchParams &d, uint64_t
 
 __global__ void __launch_bounds__(kLlThreads, 1)
     internode_low_latency_dispatch_kernel(const __grid_constant__ InternodeLlDispatchParams d) {
-  extern __shared__ __align__(16)
-      uint64_t calls[];  // [R], then base [E], rows [R]; counts to be sent lie where these two will
+  // [R], then base [E] and rows [R], which first hold the counts that the send half sends.
+  extern __shared__ __align__(16) uint64_t calls[];
   __shared__ SendRoute route;
   __shared__ RowPlaces lists[kLlGroups];
   const InternodeLlParams &p = d.call;
@@ -338,7 +341,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
       if (is_control_block()) send_token_counts(p, epoch, base);
       for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) send_token(d, epoch, token, &route);
     }
-    if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // rows are on their way meanwhile
+    if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // while rows are in flight
     if (p.receives() && good) {
       find_source_calls(p, epoch, calls);
       if (is_control_block()) check_low_latency_peers(p, calls);

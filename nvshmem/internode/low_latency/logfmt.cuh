@@ -1,7 +1,9 @@
-// logfmt.cuh - a row of combine in LogFMT-10 on its way to another rank: 16 bytes with a bit for each block
-// of 128 channels (1: coded), then the blocks. A coded one takes 176 bytes: 16 threads' words of three codes, again
-// three, what two more have beside the spare bits of these words, and the range. Others stay 256 bytes of BF16. A row
-// without any coded block travels as it is.
+// logfmt.cuh - libdeepep_nvshmem.so: the wire format of combine's rows in LogFMT-10; kernels/cuda/common/log_codes.cuh
+// has the codes. A row is 16 bytes with a bit for each block of 128 channels (1: coded), then the blocks. A block that
+// is not coded is 256 bytes of BF16. A coded one is 176 bytes, of 16 lanes with 8 channels each:
+//   bytes 0 to 63: a word of each lane with codes 0 to 2; 64 to 127: codes 3 to 5; 128 to 159: the lower 16 bits of
+//   codes 6 and 7, whose upper 4 bits are in the upper two bits of each of the two words; 160 to 175: the range.
+// A row without a coded block is sent as plain BF16.
 #pragma once
 #include "cuda/common/log_codes.cuh"
 #include "internode/low_latency/common.cuh"
@@ -11,7 +13,7 @@ namespace deepep::internode {
 constexpr int kMaxLogChannels = 128 * kScaleChannels;  // a bit for each block
 constexpr uint32_t kLogBlockBytes = 176, kPlainBlockBytes = 2 * kScaleChannels, kLogHeader = 16;
 
-// Coded blocks before this one.
+// The number of coded blocks before this one.
 __device__ __forceinline__ int coded_before(const uint4 &coded, int block) {
   const uint32_t words[4] = {coded.x, coded.y, coded.z, coded.w};
   int count = 0;
@@ -40,12 +42,12 @@ __device__ __forceinline__ BlockRange range_of_block(const uint4 &data) {
   return range;
 }
 
-// By a warp, two blocks at a time: part of a row, or zeros behind its end.
+// By a warp, two blocks at a time: this lane's 8 channels, zeros past the end of the row.
 __device__ __forceinline__ uint4 load_part(const uint8_t *row, int block, int blocks) {
   return block < blocks ? ptx::ld_stream(row + block * kPlainBlockBytes + 16 * (lane_id() % 16)) : uint4{0, 0, 0, 0};
 }
 
-// By a warp: which blocks of a row are coded.
+// By a warp: the bits of the blocks of a row that are to be coded.
 __device__ inline uint4 choose_coded(const uint8_t *row, int hidden) {
   const int lane = lane_id(), blocks = hidden / kScaleChannels;
   uint32_t mine = 0;  // lanes 0 to 3: word `lane` of the bits
@@ -69,7 +71,7 @@ __device__ inline void encode_part(uint8_t *at, int part, const uint4 &data, con
   if (part < 4) out[40 + part] = part == 0 ? bits.high << 15 | bits.low : 0;
 }
 
-// By a warp: a row of which some blocks are coded. Returns its bytes.
+// By a warp: writes the wire format of a row. Returns its bytes.
 __device__ inline uint32_t encode_row(const uint8_t *row, uint8_t *to, int hidden, const uint4 &coded) {
   const int lane = lane_id(), part = lane % 16, blocks = hidden / kScaleChannels;
   if (lane == 0) ptx::st_stream(to, coded);
@@ -88,7 +90,7 @@ __device__ inline uint32_t encode_row(const uint8_t *row, uint8_t *to, int hidde
   return log_block_at(coded, blocks);
 }
 
-// 8 channels of a row that came, times weight.
+// Adds 8 channels of a received row, times weight.
 __device__ inline void add_coded(const uint8_t *row, int chunk, float weight, float (&sum)[8]) {
   const uint4 coded = ptx::ld_stream(row);
   const int block = chunk / 16, part = chunk % 16;

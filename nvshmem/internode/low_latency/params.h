@@ -1,4 +1,5 @@
-// params.h - what low-latency kernels among nodes are told, from what the interface was told. Host.
+// params.h - libdeepep_nvshmem.so: the interface's parameters of low latency in the form that the kernels take. Host.
+// kernels/cuda/launch/low_latency.h has the checks and arguments that are the same in the CUDA library.
 #pragma once
 #include "cuda/launch/low_latency.h"
 #include "internode/low_latency/combine.cuh"
@@ -9,27 +10,27 @@ namespace deepep::internode {
 static_assert(kMaxTopk <= kWarp, "a lane for each entry of a token");
 static_assert(kMaxLowLatencyTokens <= 0xffff, "a token and a position take 16 bits of a word");
 
+// Dynamic shared memory: calls [R], then counts [E] and rows [R] of dispatch, or row counts [L + 1] of combine.
 template <class P>
 size_t shared_bytes(const P *p, int num_ranks) {
   return sizeof(uint64_t) * num_ranks + 4ull * (p->num_experts + num_ranks + 1);
 }
 
-// What a team has for it.
 struct LowLatencyTeam {
   TeamView view;
   uint64_t outbox;  // from the start of the block, kLowLatencyOutboxBytes
   LowLatencyState *state;
-  int next_stage;  // of the two buffers of combine's rows, the one that the next combine sends from
+  int next_stage;  // index of the buffer of staged rows that the next combine sends from
 };
 
-// Where all lies. False: not in this block.
+// Offsets for a call's shape. False: the regions of this team are too small for it.
 template <class P>
 bool find_offsets(const P *p, const LowLatencyTeam &team, uint32_t payload, LowLatencyOffsets *at) {
   const TeamView &view = team.view;
   const uint64_t ranks = view.num_ranks, experts = p->num_experts, tokens = p->num_max_tokens, hidden = p->hidden;
   const LowLatencyLayout layout = low_latency_layout(ranks, tokens, hidden, experts);
-  at->header_bytes =
-      experts == ranks ? 0 : align_up<uint32_t>(4 * p->num_topk, 16);  // one expert a rank: it stands at its number
+  // With one expert a rank, a row's number is its position among that expert's rows: no header.
+  at->header_bytes = experts == ranks ? 0 : align_up<uint32_t>(4 * p->num_topk, 16);
   at->row_bytes = at->header_bytes + payload;
   at->counts_bytes = align_up<uint32_t>(4 * static_cast<uint32_t>(experts / ranks), 16);
   at->stage_bytes = layout.zero_copy_bytes;
@@ -77,8 +78,8 @@ inline bool bad_zero_copy(const dk_ll_combine_params *p, const TeamView &view) {
   return p->x < base || p->x - base + (rows - 1) * p->x_row_stride + 2ull * p->hidden > view.rdma_bytes;
 }
 
-// Rows are staged where zero copy has them, so that whoever alternates meets no row on its way. p->x says where, if
-// they are there.
+// Rows are staged in the buffers that zero copy hands out, alternately, so that a call never overwrites rows that a put
+// still reads. With zero copy the caller has chosen the buffer: p->x is in it.
 inline int32_t fill_combine(const dk_ll_combine_params *p, const LowLatencyTeam &team, InternodeLlCombineParams *c) {
   const bool zero_copy = (p->flags & DK_LL_ZERO_COPY) != 0;
   if (!is_sane_format(p)) return DK_EINVAL;

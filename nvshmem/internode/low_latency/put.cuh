@@ -1,17 +1,17 @@
-// put.cuh - puts of low latency, compiled in transport.cu: NVSHMEM's device headers take long to compile,
-// so one file reads them. Each operation stands for itself, so any queue pair serves: NVSHMEM takes that of the block,
-// or one after the other.
+// put.cuh - libdeepep_nvshmem.so: low latency's puts. transport.cu defines them, since NVSHMEM's device headers take
+// long to compile. No operation relies on the order of another, so any queue pair will do: NVSHMEM chooses by block, or
+// takes them in turn.
 #pragma once
 #include <cstdint>
 
 namespace deepep::internode {
 
-// By a whole warp: bytes of the own block to the same place of a rank's, then the word. All of the source has been
-// written, as seen by each lane. It stays as it is until something that comes back says that the word was seen.
+// By a whole warp: puts bytes of this rank's block to the same offset of a rank's block, then sets the word there. Each
+// lane has written its part of the source before. The source must not change until the rank has answered.
 __device__ void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank);
-// By one thread: the word alone.
+// By one thread: sets the word alone.
 __device__ void signal_by_thread(uint64_t *word, uint64_t value, int rank);
-// By one thread: until all that this rank has put, to whomever, is there. For ever if that is to a rank that is lost.
+// By one thread: waits until all puts of this rank are complete; never returns if one of them goes to a lost rank.
 __device__ void quiet_by_thread();
 
 }  // namespace deepep::internode

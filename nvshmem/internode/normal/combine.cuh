@@ -1,6 +1,6 @@
-// combine.cuh - rows back to their tokens' ranks. Warps give rows to the rank of their node that adds them up, add up a
-// node's rows for a token of another node, or add up what came for a token of this rank. Each serves its share of
-// streams.
+// combine.cuh - libdeepep_nvshmem.so: rows back to their tokens' ranks. Pushers copy rows to the collector, the rank of
+// their node that has the same index as the token's rank. A collector sums a node's rows of a token and sends the sum
+// to the token's rank, which sums what it received. Each warp has one of these roles and serves its share of streams.
 #pragma once
 #include "cuda/common/bf16.cuh"
 #include "cuda/impl/normal/failed_outputs.cuh"
@@ -19,10 +19,10 @@ struct InternodeCombineParams {
 };
 
 struct CombineRoles {
-  static constexpr int kSenders = 4, kNodeSummers = 3, kTokenSummers = 5;
-  static constexpr int kWarps = kSenders + kNodeSummers + kTokenSummers, kThreads = kWarps * kWarp;
+  static constexpr int kSenders = 4, kNodeCollectors = 3, kTokenCollectors = 5;
+  static constexpr int kWarps = kSenders + kNodeCollectors + kTokenCollectors, kThreads = kWarps * kWarp;
 };
-constexpr int kSumsAtOnce = 4;  // of a stream, before the others of the warp have their turn
+constexpr int kSumsAtOnce = 4;  // rows or sums of a stream in one turn of a warp
 
 // After a row's payload: the token, then its weights.
 __device__ inline uint32_t *row_words(const InternodeCombineParams &p, uint8_t *row) {
@@ -31,16 +31,16 @@ __device__ inline uint32_t *row_words(const InternodeCombineParams &p, uint8_t *
 __device__ inline int token_of(const InternodeCombineParams &p, const uint8_t *row) {
   return static_cast<int>(ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(row + p.c.row_bytes)));
 }
-__device__ inline int64_t local_word(const NodeView &internode, int index, int node,
-                                     int channel) {  // of ControlOffsets::pushed and taken
+// Of ControlOffsets::pushed and taken.
+__device__ inline int64_t push_index(const NodeView &internode, int index, int node, int channel) {
   return (static_cast<int64_t>(index) * internode.num_nodes + node) * kMaxChannels + channel;
 }
-// Credits go back for a quarter of a ring together.
-__device__ inline bool is_credited(uint32_t rows, uint32_t slots) { return rows % max(1u, slots / 4) == 0; }
+// A reader posts credits for a quarter of a ring at a time.
+__device__ inline bool posts_credit(uint32_t rows, uint32_t slots) { return rows % max(1u, slots / 4) == 0; }
 
-// ---- Givers: my rows for a source's tokens of a channel, to the rank of my node that has the source's index ---------
+// ---- Pushers: a stream is a channel's rows for tokens of a source ---------------------------------------------------
 
-// The first of the rows for the source from `row` on that belongs to the channel; `rows` or more: none.
+// The first of the rows from `row` on whose token belongs to the channel; `rows` or more: none.
 __device__ inline int next_row_of(const InternodeCombineParams &p, const int32_t *tokens, int channel, int row,
                                   int rows) {
   for (; row < rows; row += kWarp) {
@@ -65,16 +65,16 @@ __device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t
                                        BlockedStream &blocked) {
   const TeamView &team = p.c.session.team;
   const int source = (stream + team.rank) % team.num_ranks, channel = stream / team.num_ranks;
-  RowStream *state = p.lists.pairs + stream;
+  RowStream *state = p.lists.by_rank + stream;
   if (state->closed != 0) return kDone;
   const int node = p.internode.node_of(source), index = p.internode.index_of(source),
-            summer = p.internode.local_rank(index);
+            collector = p.internode.local_rank(index);
   const int first = rows_before(p.c.rank_prefix_matrix, team.num_ranks, source, team.rank);
   const int rows = p.c.rank_prefix_matrix[source * team.num_ranks + team.rank] - first;
-  uint8_t *block = team.peers[summer];
-  uint64_t *pushed = word_at(block, p.internode.at.pushed, local_word(p.internode, p.internode.index, node, channel));
+  uint8_t *block = team.peers[collector];
+  uint64_t *pushed = word_at(block, p.internode.at.pushed, push_index(p.internode, p.internode.index, node, channel));
   const uint32_t taken = read_count(
-                     word_at(team.self, p.internode.at.taken, local_word(p.internode, index, node, channel)), epoch),
+                     word_at(team.self, p.internode.at.taken, push_index(p.internode, index, node, channel)), epoch),
                  before = state->count;
   uint32_t pushed_rows = before;
   int row = state->at;
@@ -98,17 +98,17 @@ __device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t
   __syncwarp();
   if (last) return kDone;
   if (pushed_rows != before) return kMoved;
-  blocked = {summer, static_cast<int64_t>(pushed_rows) - p.rings.local_slots + 1, taken};
+  blocked = {collector, static_cast<int64_t>(pushed_rows) - p.rings.local_slots + 1, taken};
   return kBlocked;
 }
 
 // ---- Sums -----------------------------------------------------------------------------------------------------------
 
-// Rows that belong to one token, in the order in which they are added: in shared memory, one list for each warp.
+// The rows of one token in the order in which they are added: in shared memory, a list for each warp.
 struct TokenRows {
   const uint8_t **rows;
   int count;
-  __device__ void add(const uint8_t *row) {  // by all lanes; null: this lane has none
+  __device__ void add(const uint8_t *row) {  // by a whole warp; null: this lane has none
     const uint32_t having = __ballot_sync(kAllLanes, row != nullptr);
     if (row != nullptr) rows[count + __popc(having & ((1u << lane_id()) - 1))] = row;
     count += __popc(having);
@@ -125,11 +125,11 @@ __device__ inline void add_pieces(float (&sum)[4][8], const uint8_t *row, uint32
     if (base + 16 * kWarp * u < bytes) add_bf16(sum[u], data[u]);
 }
 
-// In FP32, rounded once. Biases come last; weights go where they are wanted.
+// Sums in FP32 and rounds once. Biases are added last. weights: [out] sums of the rows' weights, or null.
 __device__ inline void sum_rows(const InternodeCombineParams &p, const TokenRows &list, const uint8_t *const (&bias)[2],
                                 uint8_t *to, float *weights) {
   const uint32_t bytes = p.c.row_bytes;
-  __syncwarp();  // the list
+  __syncwarp();  // all lanes see the list
   for (uint32_t base = 16 * lane_id(); base < bytes; base += 16 * kWarp * 4) {
     float sum[4][8] = {};
     for (int i = 0; i < list.count; ++i) add_pieces(sum, list.rows[i], base, bytes);
@@ -148,33 +148,34 @@ __device__ inline void sum_rows(const InternodeCombineParams &p, const TokenRows
   }
 }
 
-// ---- Sums of a node's rows for the tokens of another node's rank of my index ----------------------------------------
+// ---- Collectors: a stream is a channel's sums for the partner in another node ---------------------------------------
 
 constexpr int kNoToken = 0x7fffffff;
 
-struct NodeRing {
+// Of a ring in this collector's block: rows pushed so far, whether they are all, the next row to take or null.
+struct PushedRow {
   uint32_t rows;
   bool last;
   const uint8_t *row;
-};  // rows that came so far; the next one that was not taken, or null
-__device__ inline NodeRing node_ring(const InternodeCombineParams &p, uint64_t epoch, int node, int channel, int index,
-                                     uint32_t taken) {
+};
+__device__ inline PushedRow pushed_row(const InternodeCombineParams &p, uint64_t epoch, int node, int channel,
+                                       int index, uint32_t taken) {
   uint8_t *self = p.c.session.team.self;
   const uint32_t count = count_in(
-      ptx::ld_acquire_sys(word_at(self, p.internode.at.pushed, local_word(p.internode, index, node, channel))), epoch);
+      ptx::ld_acquire_sys(word_at(self, p.internode.at.pushed, push_index(p.internode, index, node, channel))), epoch);
   const uint32_t rows = count & ~kLastRow;
   return {rows, (count & kLastRow) != 0, rows > taken ? self + p.rings.local(index, node, channel, taken) : nullptr};
 }
 
-// The lowest token of all rings' next rows; kNoToken: no more will come; -1: it cannot be told yet, and `blocked` says
-// for whom.
+// The lowest token among the next rows of all rings; kNoToken: all rows have been taken; -1: a ring is empty and its
+// rank may push more rows (`blocked`).
 __device__ inline int next_token_of_node(const InternodeCombineParams &p, uint64_t epoch, int node, int channel,
                                          const uint32_t *taken, BlockedStream &blocked) {
   int token = kNoToken;
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
     const int index = base + lane_id();
-    NodeRing ring{0, true, nullptr};
-    if (index < p.internode.num_peers) ring = node_ring(p, epoch, node, channel, index, taken[index]);
+    PushedRow ring{0, true, nullptr};
+    if (index < p.internode.num_peers) ring = pushed_row(p, epoch, node, channel, index, taken[index]);
     const uint32_t unknown = __ballot_sync(kAllLanes, ring.row == nullptr && !ring.last);
     if (unknown != 0) {
       const int lane = __ffs(static_cast<int>(unknown)) - 1;
@@ -194,7 +195,7 @@ __device__ inline void send_sum(const InternodeCombineParams &p, uint64_t epoch,
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
     const int index = base + lane_id();
     const uint8_t *row =
-        index < p.internode.num_peers ? node_ring(p, epoch, node, channel, index, taken[index]).row : nullptr;
+        index < p.internode.num_peers ? pushed_row(p, epoch, node, channel, index, taken[index]).row : nullptr;
     const bool mine = row != nullptr && token_of(p, row) == token;
     list.add(mine ? row : nullptr);
   }
@@ -203,17 +204,17 @@ __device__ inline void send_sum(const InternodeCombineParams &p, uint64_t epoch,
   sum_rows(p, list, {nullptr, nullptr}, place, reinterpret_cast<float *>(words + 1));
   if (lane_id() == 0) words[0] = static_cast<uint32_t>(token);
   uint64_t *head =
-      word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // there as here
+      word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // in either block
   put_remote(p.internode, p.internode.partner(node), team.self + p.rings.in(p.internode.node, channel, number), place,
              align_up(p.c.row_bytes + 4u * (1 + p.c.num_topk), 16u), head, tagged(epoch, number + 1));
   __syncwarp();  // all lanes have read the rows
   for (int index = lane_id(); index < p.internode.num_peers; index += kWarp) {
-    const uint8_t *row = node_ring(p, epoch, node, channel, index, taken[index]).row;
+    const uint8_t *row = pushed_row(p, epoch, node, channel, index, taken[index]).row;
     if (row == nullptr || token_of(p, row) != token) continue;
     const uint32_t rows = ++taken[index];
     uint64_t *word = word_at(team.peers[p.internode.local_rank(index)], p.internode.at.taken,
-                             local_word(p.internode, p.internode.index, node, channel));
-    if (is_credited(rows, p.rings.local_slots)) ptx::st_release_sys(word, tagged(epoch, rows));
+                             push_index(p.internode, p.internode.index, node, channel));
+    if (posts_credit(rows, p.rings.local_slots)) ptx::st_release_sys(word, tagged(epoch, rows));
   }
   __syncwarp();
 }
@@ -222,14 +223,16 @@ __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64
                                          const TokenRows &list, BlockedStream &blocked) {
   const int others = p.internode.num_nodes - 1, channel = stream / others,
             node = stream % others + (stream % others >= p.internode.node);
-  RowStream *state = p.lists.there + stream;
+  RowStream *state = p.lists.from_nodes + stream;
   if (state->closed != 0) return kDone;
-  uint32_t *taken = p.lists.local_rows + (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers;
+  uint32_t *taken =
+      p.lists.node_rows_taken + (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers;
   const uint32_t credit =
       read_count(word_at(p.c.session.team.self, p.internode.at.credits, node * kMaxChannels + channel), epoch);
   const uint32_t before = state->count;
   uint32_t sent = before;
-  blocked = {p.internode.partner(node), static_cast<int64_t>(sent) + 1, credit};  // for room, or for the last credit
+  // It waits for room or for the last credit, unless next_token_of_node() says otherwise.
+  blocked = {p.internode.partner(node), static_cast<int64_t>(sent) + 1, credit};
   for (; credit != kAllRows && sent < before + kSumsAtOnce && sent - credit < p.rings.slots; ++sent) {
     const int token = next_token_of_node(p, epoch, node, channel, taken, blocked);
     if (token < 0 || token == kNoToken) break;
@@ -247,33 +250,34 @@ __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64
   return credit == kAllRows ? kDone : sent != before ? kMoved : kBlocked;
 }
 
-// ---- Sums of my tokens ----------------------------------------------------------------------------------------------
+// ---- Sums of this rank's tokens: a stream is a channel --------------------------------------------------------------
 
-// What a token's sum has: nodes in ascending order, my own one rank by rank, the others a row each.
-struct Part {
-  int rank, node;
+// A row that a token's sum may have: nodes in ascending order, of this node a row of each rank, of another node the
+// partner's sum.
+struct SumPart {
+  int rank, node;  // the rank that writes the row, and its node
   bool local;
-};  // rank: of my node, or the partner in the other node
-__device__ inline Part part_of(const NodeView &internode, int at) {
+};
+__device__ inline SumPart sum_part(const NodeView &internode, int at) {
   if (at >= internode.node && at < internode.node + internode.num_peers)
     return {internode.local_rank(at - internode.node), internode.node, true};
   const int node = at < internode.node ? at : at - internode.num_peers + 1;
   return {internode.partner(node), node, false};
 }
-__device__ inline bool token_has(const InternodeCombineParams &p, int token, const Part &part) {
+__device__ inline bool has_part(const InternodeCombineParams &p, int token, const SumPart &part) {
   const int32_t *heads = p.c.send_head + static_cast<int64_t>(token) * p.c.session.team.num_ranks;
   if (part.local) return heads[part.rank] >= 0;
   bool has = false;
   for (int i = 0; !has && i < p.internode.num_peers; ++i) has = heads[part.node * p.internode.num_peers + i] >= 0;
   return has;
 }
-// The part's next row, or null with what came so far in `seen`. Every token that has the part takes one.
-__device__ inline const uint8_t *part_row(const InternodeCombineParams &p, uint64_t epoch, const Part &part,
+// The part's next row, or null; `seen`: rows that have arrived. Each token that has the part takes one.
+__device__ inline const uint8_t *next_row(const InternodeCombineParams &p, uint64_t epoch, const SumPart &part,
                                           int channel, uint32_t taken, uint32_t &seen) {
   uint8_t *self = p.c.session.team.self;
   const int index = p.internode.index_of(part.rank);
   const uint64_t *word =
-      part.local ? word_at(self, p.internode.at.pushed, local_word(p.internode, index, p.internode.node, channel))
+      part.local ? word_at(self, p.internode.at.pushed, push_index(p.internode, index, p.internode.node, channel))
                  : word_at(self, p.internode.at.heads, part.node * kMaxChannels + channel);
   seen = count_in(ptx::ld_acquire_sys(word), epoch) & ~kLastRow;
   if (seen <= taken) return nullptr;
@@ -281,21 +285,21 @@ __device__ inline const uint8_t *part_row(const InternodeCombineParams &p, uint6
          (part.local ? p.rings.local(index, p.internode.node, channel, taken) : p.rings.in(part.node, channel, taken));
 }
 
-// Lists the token's rows. False: one is not here yet, or is of another token.
-__device__ inline bool find_parts(const InternodeCombineParams &p, uint64_t epoch, int channel, int token,
-                                  const uint32_t *taken, TokenRows &list, BlockedStream &blocked) {
+// Lists the token's rows. False: one has not arrived yet, or belongs to another token, which is a failure.
+__device__ inline bool find_rows(const InternodeCombineParams &p, uint64_t epoch, int channel, int token,
+                                 const uint32_t *taken, TokenRows &list, BlockedStream &blocked) {
   const int parts = p.internode.num_peers + p.internode.num_nodes - 1;
   for (int base = 0; base < parts; base += kWarp) {
     const int at = base + lane_id();
     const uint8_t *row = nullptr;
     uint32_t seen = 0;
-    Part part{};
+    SumPart part{};
     bool has = false;
     if (at < parts) {
-      part = part_of(p.internode, at);
-      has = token_has(p, token, part);
+      part = sum_part(p.internode, at);
+      has = has_part(p, token, part);
     }
-    if (has) row = part_row(p, epoch, part, channel, taken[at], seen);
+    if (has) row = next_row(p, epoch, part, channel, taken[at], seen);
     const uint32_t missing = __ballot_sync(kAllLanes, has && row == nullptr);
     if (missing != 0) {
       const int lane = __ffs(static_cast<int>(missing)) - 1;
@@ -312,22 +316,22 @@ __device__ inline bool find_parts(const InternodeCombineParams &p, uint64_t epoc
   return true;
 }
 
-// The rows of the token's parts are not needed any more.
-__device__ inline void pass_parts(const InternodeCombineParams &p, uint64_t epoch, int channel, int token,
-                                  uint32_t *taken) {
+// Counts the token's rows as taken, and posts credits for them.
+__device__ inline void release_parts(const InternodeCombineParams &p, uint64_t epoch, int channel, int token,
+                                     uint32_t *taken) {
   const TeamView &team = p.c.session.team;
   const int parts = p.internode.num_peers + p.internode.num_nodes - 1;
   __syncwarp();  // all lanes have read the rows
   for (int base = 0; base < parts; base += kWarp) {
     const int at = base + lane_id();
-    const Part part = at < parts ? part_of(p.internode, at) : Part{0, 0, false};
-    const bool has = at < parts && token_has(p, token, part);
+    const SumPart part = at < parts ? sum_part(p.internode, at) : SumPart{0, 0, false};
+    const bool has = at < parts && has_part(p, token, part);
     const uint32_t rows = has ? ++taken[at] : 0;
-    if (has && part.local && is_credited(rows, p.rings.local_slots))
+    if (has && part.local && posts_credit(rows, p.rings.local_slots))
       ptx::st_release_sys(word_at(team.peers[part.rank], p.internode.at.taken,
-                                  local_word(p.internode, p.internode.index, p.internode.node, channel)),
+                                  push_index(p.internode, p.internode.index, p.internode.node, channel)),
                           tagged(epoch, rows));
-    for (uint32_t left = __ballot_sync(kAllLanes, has && !part.local && is_credited(rows, p.rings.slots)); left != 0;
+    for (uint32_t left = __ballot_sync(kAllLanes, has && !part.local && posts_credit(rows, p.rings.slots)); left != 0;
          left &= left - 1) {
       const int lane = __ffs(static_cast<int>(left)) - 1;
       const int rank = __shfl_sync(kAllLanes, part.rank, lane);
@@ -356,14 +360,14 @@ __device__ inline Outcome serve_token_sum(const InternodeCombineParams &p, uint6
   RowStream *state = p.lists.tokens + channel;
   if (state->closed != 0) return kDone;
   uint32_t *taken =
-      p.lists.token_rows + static_cast<int64_t>(channel) * (p.internode.num_peers + p.internode.num_nodes);
+      p.lists.token_rows_taken + static_cast<int64_t>(channel) * (p.internode.num_peers + p.internode.num_nodes);
   const int step = static_cast<int>(p.rings.channels), before = state->at;
   int token = before;
   for (; token < p.c.num_tokens && token < before + kSumsAtOnce * step; token += step) {
     TokenRows list = empty;
-    if (!find_parts(p, epoch, channel, token, taken, list, blocked)) break;
+    if (!find_rows(p, epoch, channel, token, taken, list, blocked)) break;
     sum_token(p, list, token);
-    pass_parts(p, epoch, channel, token, taken);
+    release_parts(p, epoch, channel, token, taken);
   }
   const bool all = token >= p.c.num_tokens;
   for (int node = 0; all && node < p.internode.num_nodes; ++node)
@@ -382,7 +386,7 @@ __device__ inline Outcome serve_token_sum(const InternodeCombineParams &p, uint6
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-// Rows that I give to each rank of my node.
+// Statistics: rows that this rank pushes to each rank of its node.
 __device__ inline void count_pushed_bytes(const InternodeCombineParams &p) {
   const TeamView &team = p.c.session.team;
   const int32_t *matrix = p.c.rank_prefix_matrix;
@@ -394,21 +398,21 @@ __device__ inline void count_pushed_bytes(const InternodeCombineParams &p) {
   }
 }
 
-__device__ inline void open_nodes(const InternodeCombineParams &p, int first, int step, int count) {
+__device__ inline void reset_node_sums(const InternodeCombineParams &p, int first, int step, int count) {
   const int others = p.internode.num_nodes - 1;
   for (int i = first; i < count; i += step) {
     const int channel = i / others, node = i % others + (i % others >= p.internode.node);
     uint32_t *taken =
-        p.lists.local_rows + (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers;
+        p.lists.node_rows_taken + (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers;
     for (int j = lane_id(); j < p.internode.num_peers; j += kWarp) taken[j] = 0;
-    if (lane_id() == 0) p.lists.there[i] = {0, 0, 0, 0};
+    if (lane_id() == 0) p.lists.from_nodes[i] = {0, 0, 0, 0};
   }
   __syncwarp();
 }
-__device__ inline void open_tokens(const InternodeCombineParams &p, int first, int step, int count) {
+__device__ inline void reset_token_sums(const InternodeCombineParams &p, int first, int step, int count) {
   const int parts = p.internode.num_peers + p.internode.num_nodes;
   for (int i = first; i < count; i += step) {
-    for (int j = lane_id(); j < parts; j += kWarp) p.lists.token_rows[static_cast<int64_t>(i) * parts + j] = 0;
+    for (int j = lane_id(); j < parts; j += kWarp) p.lists.token_rows_taken[static_cast<int64_t>(i) * parts + j] = 0;
     if (lane_id() == 0) p.lists.tokens[i] = {i, 0, 0, 0};
   }
   __syncwarp();
@@ -423,22 +427,22 @@ __device__ inline void run_combine_roles(const InternodeCombineParams &p, uint64
   if (warp < Roles::kSenders) {
     const int first = warp * blocks + block, step = Roles::kSenders * blocks, count = s.team.num_ranks * channels;
     for (int i = first; i < count; i += step)
-      if (lane_id() == 0) p.lists.pairs[i] = {0, 0, 0, 0};
+      if (lane_id() == 0) p.lists.by_rank[i] = {0, 0, 0, 0};
     __syncwarp();
-    serve(s, first, step, count,
-          [&](int stream, BlockedStream &blocked) { return serve_pusher(p, epoch, stream, blocked); });
-  } else if (warp < Roles::kSenders + Roles::kNodeSummers) {
-    const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kNodeSummers * blocks,
+    serve_streams(s, first, step, count,
+                  [&](int stream, BlockedStream &blocked) { return serve_pusher(p, epoch, stream, blocked); });
+  } else if (warp < Roles::kSenders + Roles::kNodeCollectors) {
+    const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kNodeCollectors * blocks,
               count = (p.internode.num_nodes - 1) * channels;
-    open_nodes(p, first, step, count);
-    serve(s, first, step, count,
-          [&](int stream, BlockedStream &blocked) { return serve_node_sum(p, epoch, stream, list, blocked); });
+    reset_node_sums(p, first, step, count);
+    serve_streams(s, first, step, count,
+                  [&](int stream, BlockedStream &blocked) { return serve_node_sum(p, epoch, stream, list, blocked); });
   } else {
-    const int first = (warp - Roles::kSenders - Roles::kNodeSummers) * blocks + block,
-              step = Roles::kTokenSummers * blocks;
-    open_tokens(p, first, step, channels);
-    serve(s, first, step, channels,
-          [&](int stream, BlockedStream &blocked) { return serve_token_sum(p, epoch, stream, list, blocked); });
+    const int first = (warp - Roles::kSenders - Roles::kNodeCollectors) * blocks + block,
+              step = Roles::kTokenCollectors * blocks;
+    reset_token_sums(p, first, step, channels);
+    serve_streams(s, first, step, channels,
+                  [&](int stream, BlockedStream &blocked) { return serve_token_sum(p, epoch, stream, list, blocked); });
   }
 }
 

@@ -1,5 +1,5 @@
-// common.cuh - device code that all kernels among nodes share: puts by a warp, tagged words, messages of all ranks to
-// all, and the loop in which a warp serves many streams of rows without ever standing still for one of them.
+// common.cuh - libdeepep_nvshmem.so, normal mode and barriers across nodes: puts by a warp, tagged words, messages from
+// every rank to every rank, and the loop in which a warp serves many streams of rows without waiting for a single one.
 #pragma once
 #include "cuda/impl/normal/send_rows.cuh"
 #include "cuda/sync/session.cuh"
@@ -8,9 +8,9 @@
 
 namespace deepep::internode {
 
-// ---- Puts: by a whole warp, from the own block into the one of a rank of another node -------------------------------
+// ---- Puts: by a whole warp, from this rank's block into that of a rank of another node ------------------------------
 
-// What a block puts toward a rank goes by one queue pair, so it arrives in order.
+// All puts of a thread block toward a rank use one queue pair, so they arrive in order.
 #if DEEPEP_QUEUE_HANDLES
 __device__ inline nvshmemx_qp_handle_t queue_of_block(const NodeView &internode) {
   return internode.num_queues == 0
@@ -19,12 +19,12 @@ __device__ inline nvshmemx_qp_handle_t queue_of_block(const NodeView &internode)
 }
 #endif
 
-// `bytes` (a multiple of 16), then the word: whoever sees that sees the bytes. The source is written by this warp, and
-// stays as it is until something that comes back says that the word was seen.
+// Puts `bytes` (a multiple of 16), then sets the word: a rank that acquires the word sees the bytes. This warp has
+// written the source, which must not change until the rank has answered.
 __device__ inline void put_remote(const NodeView &internode, int rank, void *to, const void *from, uint64_t bytes,
                                   uint64_t *word, uint64_t value) {
   __syncwarp();
-  if (lane_id() == 0) ptx::fence_acq_rel_sys();  // all lanes' stores, for the NIC
+  if (lane_id() == 0) ptx::fence_acq_rel_sys();  // the NIC reads what all lanes stored
   __syncwarp();
 #if DEEPEP_QUEUE_HANDLES
   nvshmemx_qp_uchar_put_signal_nbi_warp(static_cast<unsigned char *>(to), static_cast<const unsigned char *>(from),
@@ -35,8 +35,7 @@ __device__ inline void put_remote(const NodeView &internode, int rank, void *to,
 #endif
 }
 
-// The word alone. A signal without bytes may be overtaken by the next one of its kind where a proxy makes the puts; one
-// with bytes is not.
+// Sets the word alone. With 16 bytes of blank, since NVSHMEM's proxy may let a later signal overtake one without bytes.
 __device__ inline void signal_remote(const NodeView &internode, const TeamView &team, int rank, uint64_t *word,
                                      uint64_t value) {
   uint8_t *blank = team.self + internode.at.blank;
@@ -45,21 +44,21 @@ __device__ inline void signal_remote(const NodeView &internode, const TeamView &
 
 // ---- Words that a peer writes during a call -------------------------------------------------------------------------
 
-constexpr uint32_t kAllRows = 0xffffffffu;  // no more are needed
-constexpr uint32_t kLastRow = 0x80000000u;  // beside a count: no more will come
+constexpr uint32_t kAllRows = 0xffffffffu;  // instead of a count: the reader needs no more rows
+constexpr uint32_t kLastRow = 0x80000000u;  // set in a count: the sender sends no more rows
 
 __device__ __forceinline__ uint64_t tagged(uint64_t epoch, uint32_t count) { return epoch << 32 | count; }
 __device__ __forceinline__ uint32_t count_in(uint64_t word, uint64_t epoch) {
   return (word ^ epoch << 32) >> 32 == 0 ? static_cast<uint32_t>(word) : 0;
 }
-// By a whole warp: what came before the word was written may be read by all lanes.
+// By a whole warp: afterwards all lanes see what the peer wrote before the word.
 __device__ __forceinline__ uint32_t read_count(const uint64_t *word, uint64_t epoch) {
   uint32_t count = 0;
   if (lane_id() == 0) count = count_in(ptx::ld_acquire_sys(word), epoch);
   __syncwarp();
   return __shfl_sync(kAllLanes, count, 0);
 }
-// By a whole warp, toward a rank of the own node: after all that its lanes have read and written.
+// By a whole warp, to a rank of this node: released after everything that its lanes have read and written.
 __device__ __forceinline__ void write_count(uint64_t *word, uint64_t epoch, uint32_t count) {
   __syncwarp();
   if (lane_id() == 0) ptx::st_release_sys(word, tagged(epoch, count));
@@ -69,10 +68,10 @@ __device__ inline uint64_t *word_at(uint8_t *block, uint64_t offset, int64_t ind
   return reinterpret_cast<uint64_t *>(block + offset) + index;
 }
 
-// ---- Messages of all ranks to all -----------------------------------------------------------------------------------
+// ---- Messages from every rank to every rank -------------------------------------------------------------------------
 
 struct Message {
-  HandshakeMessage handshake;  // its own `epoch` stays 0: the word of `arrived` tells
+  HandshakeMessage handshake;  // its `epoch` stays 0: receivers poll ControlOffsets::arrived instead
   uint32_t counts[];           // of notify
 };
 __device__ inline Message *message_at(const NodeView &internode, uint8_t *block, uint64_t array, uint64_t epoch,
@@ -87,13 +86,14 @@ __device__ inline uint64_t *arrived_from(const Session &s, const NodeView &inter
   return word_at(s.team.self, internode.at.arrived, epoch % kHandshakeCopies * s.team.num_ranks + rank);
 }
 
-__device__ inline bool is_gone(const Session &s, int rank) {  // nothing gets there, and nobody waits for it
+// A masked rank that has died: puts would never reach it, and no rank waits for its message.
+__device__ inline bool is_gone(const Session &s, int rank) {
   return is_masked(s, rank) && *static_cast<volatile uint8_t *>(&s.team.status->dead[rank]) != 0;
 }
 
-// Whole block. fill(rank, counts): each warp writes `words` counts for a rank, all lanes together.
-// A source in the outbox is written again two operations later: by then the rank has answered with its own next
-// message.
+// Whole block: posts a message to every rank. fill(rank, counts): by a whole warp, writes `words` counts for the rank.
+// The outbox's copy for a rank is overwritten two operations later: the rank's next message has arrived by then, which
+// it sent after it had read this one.
 template <class Fill>
 __device__ inline void post_messages(const Session &s, const NodeView &internode, const Handshake &hand, uint32_t words,
                                      Fill fill) {
@@ -122,7 +122,7 @@ __device__ inline void post_messages(const Session &s, const NodeView &internode
   post_messages(s, internode, hand, 0, [](int, uint32_t *) {});
 }
 
-// Whole block. True if every rank has come here and means the same.
+// Whole block: waits for every rank's message. True if all have arrived with the same arguments.
 __device__ inline bool await_messages(const Session &s, const NodeView &internode, const Handshake &hand) {
   bool good = true;
   for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x)
@@ -134,16 +134,16 @@ __device__ inline bool await_messages(const Session &s, const NodeView &internod
 // ---- Streams --------------------------------------------------------------------------------------------------------
 
 enum Outcome { kDone, kMoved, kBlocked };
-struct BlockedStream {
+struct BlockedStream {  // the rank that a stream waits for, the count that it needs and the one that it sees
   int peer;
   int64_t expected, seen;
-};  // for whom a stream waits, and what of
+};
 
-// A warp serves streams first, first + step, ... of `count`, none of which must wait while another one could go on: a
-// ring that is full may be what a peer waits for before it goes on with another one. look(stream, blocked) does what
-// can be done at once, with the same outcome in all lanes. A wait is the time in which no stream of this warp moved.
-template <class Look>
-__device__ inline void serve(const Session &s, int first, int step, int count, Look look) {
+// A warp serves streams first, first + step, ... of `count` in turn. It never waits for one while another one could
+// move: a peer may wait for room in one ring before it goes on with another. advance(stream, blocked) does what is
+// possible at once, with the same outcome in all lanes. The timeout counts while no stream of this warp moves.
+template <class Advance>
+__device__ inline void serve_streams(const Session &s, int first, int step, int count, Advance advance) {
   uint64_t start = 0;
   uint32_t polls = 0, reason = 0;
   for (;;) {
@@ -151,7 +151,7 @@ __device__ inline void serve(const Session &s, int first, int step, int count, L
     BlockedStream missing{-1, 0, 0};
     for (int stream = first; stream < count; stream += step) {
       BlockedStream blocked{-1, 0, 0};
-      const Outcome outcome = look(stream, blocked);
+      const Outcome outcome = advance(stream, blocked);
       moved |= outcome == kMoved;
       open |= outcome != kDone;
       if (outcome == kBlocked && missing.peer < 0) missing = blocked;
@@ -163,7 +163,7 @@ __device__ inline void serve(const Session &s, int first, int step, int count, L
       if (__any_sync(kAllLanes, lane_id() == 0 && has_failed(s))) return;
       continue;
     }
-    if (reason != 0) {  // and nothing came in the round since
+    if (reason != 0) {  // and no stream moved in the round after it
       if (lane_id() == 0)
         report_failure(s, reason, culprit(s, reason, missing.peer), DK_FIELD_NONE, missing.expected, missing.seen,
                        ptx::global_timer_ns() - start);

@@ -1,4 +1,5 @@
-// dispatch.cuh - rows to other nodes and inside them. Warps are senders, relays or readers; each serves its share of
+// dispatch.cuh - libdeepep_nvshmem.so: rows to ranks of other nodes and of this one. Senders fill rings, readers copy
+// rows out of them, relays report to the sender what all readers of a ring have read. Each warp serves its share of
 // streams.
 #pragma once
 #include "cuda/impl/normal/failed_outputs.cuh"
@@ -21,10 +22,10 @@ struct DispatchRoles {
   static constexpr int kSenders = 4, kRelays = 1, kReaders = 7;
   static constexpr int kWarps = kSenders + kRelays + kReaders, kThreads = kWarps * kWarp;
 };
-constexpr int kRowsAtOnce = 4;  // of a stream, before the others of the warp have their turn
+constexpr int kRowsAtOnce = 4;  // of a stream in one turn of a warp
 
-// Words of a row after its payload: the token, its number at each rank of the node (-1: not for it), weights, experts,
-// scales.
+// Words after a row's payload: the token; for each rank of the node the row's number among this sender's rows for it,
+// or -1; weights, experts, scales.
 struct RowWords {
   int numbers, weights, experts, scales, end;
   __host__ __device__ RowWords(const DispatchParams &d, int num_peers)
@@ -41,9 +42,9 @@ __device__ inline int rows_between(const DispatchParams &d, int source, int read
          rows_before(d.rank_prefix_matrix, num_ranks, source, reader);
 }
 
-// ---- Senders: rows of a channel for a node --------------------------------------------------------------------------
+// ---- Senders: a stream is a channel's rows for a node ---------------------------------------------------------------
 
-// The first token of the channel from `token` on that goes to the node; num_tokens or more: none.
+// The first of the channel's tokens from `token` on that goes to the node; num_tokens or more: none.
 __device__ inline int next_token_for(const InternodeDispatchParams &p, int node, int token) {
   const int num_ranks = p.d.session.team.num_ranks, step = static_cast<int>(p.rings.channels);
   for (; token < p.d.num_tokens; token += kWarp * step) {
@@ -80,24 +81,26 @@ __device__ inline void fill_row(const InternodeDispatchParams &p, int node, int 
 __device__ inline void send_row(const InternodeDispatchParams &p, uint64_t epoch, int node, int channel, int token,
                                 uint32_t number) {
   const TeamView &team = p.d.session.team;
-  const bool own = node == p.internode.node;
-  uint8_t *row = team.self + (own ? p.rings.in(node, channel, number) : p.rings.out(node, channel, number));
+  const bool is_local = node == p.internode.node;
+  uint8_t *row = team.self + (is_local ? p.rings.in(node, channel, number) : p.rings.out(node, channel, number));
   fill_row(p, node, token, row);
   uint64_t *head =
-      word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // there as here
+      word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // in either block
   const uint32_t bytes = align_up(p.d.row_bytes + 4u * RowWords(p.d, p.internode.num_peers).end, 16u);
-  if (own)
+  if (is_local)
     write_count(head, epoch, number + 1);
   else
     put_remote(p.internode, p.internode.partner(node), team.self + p.rings.in(p.internode.node, channel, number), row,
                bytes, head, tagged(epoch, number + 1));
 }
 
-struct Slowest {
+// Of the readers of a ring in this rank's block: the one that has read least.
+struct SlowestReader {
   uint32_t rows;
   int index;
-};  // of the readers of a ring here
-__device__ inline Slowest slowest_reader(const InternodeDispatchParams &p, uint64_t epoch, int node, int channel) {
+};
+__device__ inline SlowestReader slowest_reader(const InternodeDispatchParams &p, uint64_t epoch, int node,
+                                               int channel) {
   uint32_t rows = kAllRows;
   int index = 0;
   for (int i = lane_id(); i < p.internode.num_peers; i += kWarp) {
@@ -118,7 +121,7 @@ __device__ inline Slowest slowest_reader(const InternodeDispatchParams &p, uint6
 __device__ inline Outcome serve_sender(const InternodeDispatchParams &p, uint64_t epoch, int stream,
                                        BlockedStream &blocked) {
   const int node = stream % p.internode.num_nodes, channel = stream / p.internode.num_nodes;
-  RowStream *state = p.lists.here + stream;
+  RowStream *state = p.lists.to_nodes + stream;
   if (state->closed != 0) return kDone;
   int token = state->at;
   const uint32_t before = state->count;
@@ -149,19 +152,19 @@ __device__ inline Outcome serve_sender(const InternodeDispatchParams &p, uint64_
   return kBlocked;
 }
 
-// ---- Relays: what the readers of a ring here have read, to the rank that fills it -----------------------------------
+// ---- Relays: credits for a ring in this rank's block, to the rank that fills it -------------------------------------
 
 __device__ inline Outcome serve_relay(const InternodeDispatchParams &p, uint64_t epoch, int stream,
                                       BlockedStream &blocked) {
   const TeamView &team = p.d.session.team;
   const int node = stream % p.internode.num_nodes, channel = stream / p.internode.num_nodes;
-  RowStream *state = p.lists.there + stream;
+  RowStream *state = p.lists.from_nodes + stream;
   if (state->closed != 0) return kDone;
-  const Slowest slowest = slowest_reader(p, epoch, node, channel);
+  const SlowestReader slowest = slowest_reader(p, epoch, node, channel);
   const bool all = slowest.rows == kAllRows;
   if (all || slowest.rows - state->count >= max(1u, p.rings.slots / 4)) {
     uint64_t *credit =
-        word_at(team.self, p.internode.at.credits, p.internode.node * kMaxChannels + channel);  // there as here
+        word_at(team.self, p.internode.at.credits, p.internode.node * kMaxChannels + channel);  // in either block
     if (node == p.internode.node)
       write_count(credit, epoch, slowest.rows);
     else
@@ -182,7 +185,7 @@ __device__ inline Outcome serve_relay(const InternodeDispatchParams &p, uint64_t
   return kBlocked;
 }
 
-// ---- Readers: rows of a source for me -------------------------------------------------------------------------------
+// ---- Readers: a stream is a channel's rows from a source to this rank -----------------------------------------------
 
 __device__ inline void take_row(const InternodeDispatchParams &p, const uint8_t *from, int64_t row) {
   const DispatchParams &d = p.d;
@@ -209,8 +212,8 @@ __device__ inline void take_row(const InternodeDispatchParams &p, const uint8_t 
     d.recv_scales[row * d.num_scales + i] = ptx::ld_relaxed_sys(words + at.scales + i);
 }
 
-// Rows [first, first + rows) of a ring; those that are for this rank go to their places. Returns how many were; -1: a
-// number that cannot be.
+// Copies those of rows [first, first + rows) of a ring that are for this rank to their places. Returns how many; -1: a
+// row's number is out of range.
 __device__ inline int take_rows(const InternodeDispatchParams &p, const uint8_t *block, int source, int channel,
                                 uint32_t first, uint32_t rows) {
   const TeamView &team = p.d.session.team;
@@ -241,7 +244,7 @@ __device__ inline Outcome serve_reader(const InternodeDispatchParams &p, uint64_
   const TeamView &team = p.d.session.team;
   const int source = (stream + team.rank) % team.num_ranks, channel = stream / team.num_ranks,
             node = p.internode.node_of(source);
-  RowStream *state = p.lists.pairs + stream;
+  RowStream *state = p.lists.by_rank + stream;
   if (state->closed != 0) return kDone;
   uint8_t *block = team.peers[p.internode.local_rank(p.internode.index_of(source))];
   uint64_t *tail =
@@ -274,7 +277,7 @@ __device__ inline Outcome serve_reader(const InternodeDispatchParams &p, uint64_
   return all ? kDone : kMoved;
 }
 
-// Rows that no source sends (worst-case mode): index -1, weight 0.
+// Worst-case mode: rows past the received ones get index -1 and weight 0.
 __device__ inline void pad_rows(const DispatchParams &d, int worker, int workers) {
   const int num_ranks = d.session.team.num_ranks;
   const int64_t arrived = d.rank_prefix_matrix[(num_ranks - 1) * num_ranks + d.session.team.rank];
@@ -292,8 +295,8 @@ __device__ inline void pad_rows(const DispatchParams &d, int worker, int workers
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-// False: some rank has no room for what is sent to it.
-__device__ inline bool all_have_room(const InternodeDispatchParams &p, uint64_t epoch) {
+// False: a rank's output has no room for the rows that the matrix gives it.
+__device__ inline bool has_room_everywhere(const InternodeDispatchParams &p, uint64_t epoch) {
   const Session &s = p.d.session;
   const int num_ranks = s.team.num_ranks;
   bool good = true;
@@ -307,8 +310,8 @@ __device__ inline bool all_have_room(const InternodeDispatchParams &p, uint64_t 
   return __syncthreads_or(!good) == 0;
 }
 
-// Rows that ranks of my node get from me: my own, and those of other nodes that come through here.
-__device__ inline void count_local_bytes(const InternodeDispatchParams &p) {
+// Statistics: rows that ranks of this node read from this rank's block, its own and those of partners.
+__device__ inline void count_bytes_in_node(const InternodeDispatchParams &p) {
   const TeamView &team = p.d.session.team;
   for (int i = threadIdx.x; i < p.internode.num_peers; i += blockDim.x) {
     const int reader = p.internode.local_rank(i);
@@ -319,8 +322,8 @@ __device__ inline void count_local_bytes(const InternodeDispatchParams &p) {
   }
 }
 
-__device__ inline void open_streams(RowStream *streams, int first, int step, int count, int per_channel,
-                                    bool at_channel) {
+__device__ inline void reset_streams(RowStream *streams, int first, int step, int count, int per_channel,
+                                     bool at_channel) {
   for (int i = first; i < count; i += step)
     if (lane_id() == 0) streams[i] = {at_channel ? i / per_channel : 0, 0, 0, 0};
   __syncwarp();
@@ -334,19 +337,19 @@ __device__ inline void run_dispatch_roles(const InternodeDispatchParams &p, uint
             of_ranks = s.team.num_ranks * static_cast<int>(p.rings.channels);
   if (warp < Roles::kSenders) {
     const int first = warp * blocks + block, step = Roles::kSenders * blocks;
-    open_streams(p.lists.here, first, step, to_nodes, p.internode.num_nodes, true);
-    serve(s, first, step, to_nodes,
-          [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, blocked); });
+    reset_streams(p.lists.to_nodes, first, step, to_nodes, p.internode.num_nodes, true);
+    serve_streams(s, first, step, to_nodes,
+                  [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, blocked); });
   } else if (warp < Roles::kSenders + Roles::kRelays) {
     const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kRelays * blocks;
-    open_streams(p.lists.there, first, step, to_nodes, p.internode.num_nodes, false);
-    serve(s, first, step, to_nodes,
-          [&](int stream, BlockedStream &blocked) { return serve_relay(p, epoch, stream, blocked); });
+    reset_streams(p.lists.from_nodes, first, step, to_nodes, p.internode.num_nodes, false);
+    serve_streams(s, first, step, to_nodes,
+                  [&](int stream, BlockedStream &blocked) { return serve_relay(p, epoch, stream, blocked); });
   } else {
     const int first = (warp - Roles::kSenders - Roles::kRelays) * blocks + block, step = Roles::kReaders * blocks;
-    open_streams(p.lists.pairs, first, step, of_ranks, s.team.num_ranks, false);
-    serve(s, first, step, of_ranks,
-          [&](int stream, BlockedStream &blocked) { return serve_reader(p, epoch, stream, blocked); });
+    reset_streams(p.lists.by_rank, first, step, of_ranks, s.team.num_ranks, false);
+    serve_streams(s, first, step, of_ranks,
+                  [&](int stream, BlockedStream &blocked) { return serve_reader(p, epoch, stream, blocked); });
     if (p.d.num_worst_tokens > 0) pad_rows(p.d, first, step);
   }
 }
@@ -361,8 +364,8 @@ __global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
     hand.mine.segment_offset = 0;
     if (blockIdx.x == 0) post_messages(s, p.internode, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
-    if (await_messages(s, p.internode, hand) && all_have_room(p, epoch)) {
-      if (blockIdx.x == 0) count_local_bytes(p);
+    if (await_messages(s, p.internode, hand) && has_room_everywhere(p, epoch)) {
+      if (blockIdx.x == 0) count_bytes_in_node(p);
       run_dispatch_roles(p, epoch);
     }
   }

@@ -1,4 +1,4 @@
-// notify.cuh - counts among nodes, and barriers.
+// notify.cuh - libdeepep_nvshmem.so: notify and barriers across nodes. The CUDA library's functions do the counting.
 #pragma once
 #include "cuda/impl/normal/handshake.cuh"
 #include "cuda/impl/normal/notify_counts.cuh"
@@ -12,7 +12,8 @@ struct InternodeNotifyParams {
   NodeView internode;
 };
 
-// My row of the matrix and the peer's experts go with the message. Block 0 exchanges, the others number rows.
+// Block 0 exchanges messages: each carries this rank's row of the matrix and the counts of the peer's experts. The
+// other blocks number rows.
 __global__ void __launch_bounds__(kNotifyThreads, 1)
     internode_notify_kernel(const __grid_constant__ InternodeNotifyParams p) {
   const Session &s = p.n.session;

@@ -1,31 +1,32 @@
-// rings.h - normal mode among nodes: what is kept in device memory, and the rings of rows. Host and device.
+// rings.h - libdeepep_nvshmem.so, normal mode across nodes: rings of rows, and what is kept in device memory. Host and
+// device.
 //
-// A rank's rows for a node cross once, to the rank of its own index there (its partner): into a ring of the partner's
-// block, which all ranks of that node read. Rows of its own node go through such a ring in its own block. In combine a
-// rank gives its rows to the rank of its node that has the index of the token's rank; that one adds up the node's rows,
-// and its sum crosses. Tokens belong to channels: token % channels. Rows of one pair of ranks and channel keep their
-// order, and are one stream.
+// A rank sends its rows for a node once, to its partner there: into a ring in the partner's block, which all ranks of
+// that node read. Rows for its own node go through such a ring in its own block. In combine a rank pushes its rows to
+// the rank of its node that has the same index as the token's rank (the collector); that one sums the node's rows and
+// sends the sum to the token's rank. Tokens belong to channels: token % channels. The rows of a pair of ranks and a
+// channel are a stream, which keeps its order.
 #pragma once
 #include "internode/layout.h"
 
 namespace deepep::internode {
 
-// What a warp keeps of a stream between two looks. The last fields of both modes differ in meaning alone.
+// What a warp keeps of a stream between two of its turns.
 struct RowStream {
-  int32_t at;                 // the next token or row to look at
-  uint32_t count;             // rows sent, read, credited
+  int32_t at;                 // the next token or row
+  uint32_t count;             // rows sent, read or credited so far
   uint32_t closed, reserved;  // closed: nothing is left to do
 };
 
-// Device memory of one team, zeroed once. Arrays follow it: StreamLists.
+// Device memory of one team, zeroed once. The arrays of StreamLists follow it.
 struct NormalState {
-  uint32_t rows_taken[2][DK_MAX_RANKS];  // dispatch: rows that came from each rank, by parity of the epoch
+  uint32_t rows_taken[2][DK_MAX_RANKS];  // dispatch: rows received from each rank, by parity of the epoch
 };
 struct StreamLists {
-  RowStream *here, *there, *pairs;  // [N * C]: toward nodes; of nodes; [R * C]: of ranks
-  RowStream *tokens;                // [C]: combine's sums
-  uint32_t *local_rows;             // [R * C]: combine: rows that sums of other nodes' tokens took of each ring
-  uint32_t *token_rows;             // [C * (P + N)]: likewise the sums of this rank's tokens
+  RowStream *to_nodes, *from_nodes, *by_rank;  // [N * C], [N * C], [R * C]
+  RowStream *tokens;                           // [C]: combine's sums of this rank's tokens
+  uint32_t *node_rows_taken;                   // [R * C]: combine: rows that sums for other nodes took of each ring
+  uint32_t *token_rows_taken;                  // [C * (P + N)]: combine: likewise sums of this rank's tokens
 };
 struct StreamListSizes {
   uint64_t nodes, ranks, peers, bytes;
@@ -38,33 +39,33 @@ struct StreamListSizes {
 __host__ __device__ inline StreamLists stream_lists(NormalState *state, const NodeView &internode) {
   const StreamListSizes size(internode.num_nodes, internode.num_peers);
   StreamLists at{};
-  at.here = reinterpret_cast<RowStream *>(state + 1);
-  at.there = at.here + size.nodes;
-  at.pairs = at.there + size.nodes;
-  at.tokens = at.pairs + size.ranks;
-  at.local_rows = reinterpret_cast<uint32_t *>(at.tokens + kMaxChannels);
-  at.token_rows = at.local_rows + size.ranks;
+  at.to_nodes = reinterpret_cast<RowStream *>(state + 1);
+  at.from_nodes = at.to_nodes + size.nodes;
+  at.by_rank = at.from_nodes + size.nodes;
+  at.tokens = at.by_rank + size.ranks;
+  at.node_rows_taken = reinterpret_cast<uint32_t *>(at.tokens + kMaxChannels);
+  at.token_rows_taken = at.node_rows_taken + size.ranks;
   return at;
 }
 
-// The rdma region: rings of rows that come, then places of rows that go, the same for each node and channel. In combine
-// the nvl region has a ring for each rank of my node, each node and channel.
-constexpr uint32_t kMaxSlots = 64, kMinSlots = 4;  // of a ring; with fewer there are fewer channels
+// The rdma region: a ring of received rows for each node and channel, then as many rings of staged rows. In combine the
+// nvl region has a ring for each rank of this node, each node and channel.
+constexpr uint32_t kMaxSlots = 64, kMinSlots = 4;  // of a ring; a region too small for kMinSlots gets fewer channels
 struct RowRings {
-  uint64_t rdma, half, nvl;  // from the start of the block
+  uint64_t rdma, half, nvl;  // of received rows and of the nvl region, from the start of the block; to staged rows
   uint32_t stride, channels, slots, local_slots, num_nodes, reserved;
 
   __host__ __device__ uint64_t in(int node, int channel, uint32_t row) const {
     return rdma + ((static_cast<uint64_t>(node) * channels + channel) * slots + row % slots) * stride;
   }
   __host__ __device__ uint64_t out(int node, int channel, uint32_t row) const { return half + in(node, channel, row); }
-  // Of the rank of an index in the ring's node, with rows for `node`.
+  // In a collector's block: the ring of its node's rank with this index, with rows for `node`.
   __host__ __device__ uint64_t local(int index, int node, int channel, uint32_t row) const {
     const uint64_t ring = (static_cast<uint64_t>(index) * num_nodes + node) * channels + channel;
     return nvl + (ring * local_slots + row % local_slots) * stride;
   }
 };
-// slots == 0: no row fits. local: with rings in the nvl region.
+// local: with rings in the nvl region. slots is 0 if a region is too small for a row.
 inline RowRings row_rings(const TeamView &team, const NodeView &internode, uint64_t row_bytes, bool local) {
   RowRings at{};
   at.num_nodes = internode.num_nodes;
