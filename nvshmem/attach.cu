@@ -1,4 +1,4 @@
-// attach.cu - NVSHMEM's start and end. Buffers of a process share one; the last one ends it.
+// attach.cu - NVSHMEM's start and end. The buffers of a process share one NVSHMEM; the last one to detach ends it.
 #include <cstdio>
 #include <cstring>
 
@@ -13,20 +13,22 @@ Network &network() {
 
 namespace {
 
-static_assert(sizeof(nvshmemx_uniqueid_t) == DK_TRANSPORT_ID_BYTES, "ids travel as they are");
+static_assert(sizeof(nvshmemx_uniqueid_t) == DK_TRANSPORT_ID_BYTES, "the id is copied unchanged");
 
 template <class P>
 Wanted wanted_of(const P *p) {
   return {p->num_ranks, p->num_nvl_peers, p->num_qps, p->qp_depth};
 }
 
-// Somebody is attached already: the same ranks share it, others cannot.
+// A buffer of this process is attached already: one with the same rank, ranks, id and device shares its NVSHMEM.
 int32_t share(const dk_transport_attach_params *p, const Network &net, Report *report) {
   if (p->rank == net.rank && p->num_ranks == net.num_ranks && memcmp(p->id, &net.id, sizeof net.id) == 0 &&
       handle_of<Device>(p->device)->ordinal == net.device.ordinal)
     return DK_OK;
-  report->add("NVSHMEM runs in this process as rank %d of %d on device %d: one group and one device at a time",
-              net.rank, net.num_ranks, net.device.ordinal);
+  report->add(
+      "NVSHMEM runs in this process as rank %d of %d on device %d: a process can use one group and one device at a "
+      "time",
+      net.rank, net.num_ranks, net.device.ordinal);
   return DK_ESTATE;
 }
 
@@ -35,17 +37,17 @@ int32_t start(const dk_transport_attach_params *p, Report *report) {
   memcpy(&id, p->id, sizeof id);
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
   int failed = nvshmemx_set_attr_uniqueid_args(p->rank, p->num_ranks, &id, &attributes);
-  // The start returns 0 even where it failed: the state tells.
+  // nvshmemx_init_attr returns 0 even if it failed; the status shows it.
   if (failed == 0) failed = nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);
   if (failed != 0 || nvshmemx_init_status() < NVSHMEM_STATUS_IS_INITIALIZED) {
     report->add(
-        "NVSHMEM did not start on rank %d of %d (error %d, state %d): its own lines on stderr say why, "
-        "NVSHMEM_DEBUG=INFO has more",
+        "NVSHMEM did not start on rank %d of %d (error %d, status %d): see its messages on stderr; "
+        "NVSHMEM_DEBUG=INFO prints more",
         p->rank, p->num_ranks, failed, nvshmemx_init_status());
     return DK_ESYSTEM;
   }
   if (nvshmem_my_pe() != p->rank || nvshmem_n_pes() != p->num_ranks) {
-    report->add("NVSHMEM was started by somebody else in this process, as PE %d of %d: rank %d of %d cannot use it",
+    report->add("other code of this process has started NVSHMEM as PE %d of %d: rank %d of %d cannot use it",
                 nvshmem_my_pe(), nvshmem_n_pes(), p->rank, p->num_ranks);
     nvshmem_finalize();
     return DK_ESTATE;
@@ -62,7 +64,7 @@ int32_t attach_first(dk_transport_attach_params *p, Network *net, Report *report
   if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&net->device.service, cudaStreamNonBlocking);
   if (error != cudaSuccess) {
     nvshmem_finalize();
-    report->add("kernels of the transport cannot be loaded: %s", cudaGetErrorString(error));
+    report->add("cannot load the transport's kernels: %s", cudaGetErrorString(error));
     return device_failure(p, error);
   }
   net->rank = p->rank;
@@ -91,7 +93,7 @@ DK_EXPORT int32_t dk_transport_unique_id(dk_transport_unique_id_params *p) {
     if (code != DK_OK) return code;
     const int failed = nvshmemx_get_uniqueid(&id);
     if (failed != 0) {
-      report.add("NVSHMEM made no unique id (error %d): its own lines on stderr say why", failed);
+      report.add("NVSHMEM returned no unique id (error %d): see its messages on stderr", failed);
       return DK_ESYSTEM;
     }
   }

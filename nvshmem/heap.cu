@@ -1,4 +1,4 @@
-// heap.cu - blocks from NVSHMEM's symmetric heap.
+// heap.cu - allocates the ranks' blocks from NVSHMEM's symmetric heap.
 #include <new>
 
 #include "network.h"

@@ -1,5 +1,5 @@
-// network.h - what the parts of the NVSHMEM library share: one NVSHMEM in a process, its settings, versions, memory.
-// NVSHMEM's public calls alone are used here, host and device.
+// network.h - shared by the host parts of libdeepep_nvshmem.so: the one NVSHMEM of a process, its settings, versions
+// and memory. Host and device code use NVSHMEM's public functions only.
 #pragma once
 #include <nvshmem_host.h>
 
@@ -12,7 +12,7 @@
 
 namespace deepep {
 
-// A text of fixed size that a caller gave; what does not fit is cut.
+// Writes sentences into a caller's text of fixed size and truncates what does not fit.
 class Report {
  public:
   Report(char *text, size_t bytes) : text_(text), bytes_(bytes) { text_[0] = 0; }
@@ -31,27 +31,27 @@ inline bool operator==(const Version &a, const Version &b) {
 }
 constexpr Version kBuiltFor{NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION};
 Version loaded_version();  // of the host part in this process
-// DK_EVERSION unless headers, device part and host part are of one release; says both versions and where they are.
+// DK_EVERSION, with versions and paths in the report, unless headers, device part and host part are of one release.
 int32_t check_versions(Report *report);
 
-// What is asked of NVSHMEM before it starts.
+// The caller's settings, which NVSHMEM must have before it starts.
 struct Wanted {
   int num_ranks, num_nvl_peers, num_qps, qp_depth;
 };
-// Puts it into the environment, where NVSHMEM reads it. What the user set stays, and is reported where it differs.
+// Sets the environment variables that NVSHMEM reads. It keeps the user's values and reports those that differ.
 int32_t apply_settings(const Wanted &wanted, Report *report);
 
-// NVSHMEM in this process: buffers share it. All fields are guarded by the mutex.
+// NVSHMEM in this process, shared by its buffers. The mutex guards all fields.
 struct Network {
   std::mutex mutex;
   int users = 0;
-  Device device;  // of its own: buffers close theirs when they like
+  Device device;  // not a buffer's: a buffer may close its device first
   int rank = -1, num_ranks = 0;
   nvshmemx_uniqueid_t id{};
   std::map<uint64_t, uint64_t> blocks;  // of the heap: address, bytes
 };
 Network &network();
-bool in_heap(uint64_t address, uint64_t bytes);  // all of it inside one block
+bool in_heap(uint64_t address, uint64_t bytes);  // the range lies inside one block
 
 cudaError_t load_transport_kernels();  // all of them, on the current device
 

@@ -1,6 +1,6 @@
-// queue.cuh - operations on one queue pair toward one PE, by a block.
-// From 3.5.19 on NVSHMEM has handles of queue pairs, and fences and quiets of one alone. Before, it chooses by the
-// number of the block (NVSHMEM_IBGDA_RC_MAP_BY=cta), and fences and quiets all of them.
+// queue.cuh - operations of a thread block on one queue pair toward one PE.
+// NVSHMEM 3.5.19 and later has handles of queue pairs, and fence and quiet for one of them. Earlier releases choose the
+// queue pair by the block's index (NVSHMEM_IBGDA_RC_MAP_BY=cta), and fence and quiet apply to all queue pairs.
 #pragma once
 #include <nvshmem.h>
 #include <nvshmemx.h>
@@ -33,7 +33,8 @@ __device__ inline void signal(Queue queue, int pe, uint64_t *word, uint64_t valu
   if (how == NVSHMEM_SIGNAL_ADD)
     nvshmemx_qp_signal_op(word, value, how, pe, queue.handle);
   else
-    nvshmemx_qp_uint64_p(word, value, pe, queue.handle);  // handles have no other atomic; a word arrives whole
+    nvshmemx_qp_uint64_p(word, value, pe,
+                         queue.handle);  // by handle there is no atomic set; an aligned word is written whole
 }
 #else
 struct Queue {

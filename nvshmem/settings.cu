@@ -1,4 +1,4 @@
-// settings.cu - what NVSHMEM reads from the environment when it starts. The list stands in docs/internode.md too.
+// settings.cu - sets the environment variables that NVSHMEM reads when it starts. docs/internode.md lists them.
 #include <cerrno>
 #include <cstdarg>
 #include <cstdio>
@@ -19,7 +19,7 @@ int power_of_two(int at_least) {
   return depth;
 }
 
-// What this library set itself: it may set that again, for the next start.
+// The values that this library has set, which it may replace before the next start.
 std::map<std::string, std::string> &own_values() {
   static std::map<std::string, std::string> values;
   return values;
@@ -34,7 +34,7 @@ bool is_users(const char *name) {
 void set(const char *name, const std::string &value, Report *report) {
   if (is_users(name)) {
     if (value != getenv(name))
-      report->add("%s=%s is set, %s is wanted: yours stays", name, getenv(name), value.c_str());
+      report->add("%s=%s is set, %s is wanted: the value that is set stays", name, getenv(name), value.c_str());
     return;
   }
   if (setenv(name, value.c_str(), 1) == 0) own_values()[name] = value;
@@ -47,12 +47,12 @@ void forget(const char *name) {
 }
 
 void set_queue_pairs(const Wanted &wanted, Report *report) {
-  // An operation's block has its queue pair's number, and NVSHMEM chooses by the block.
+  // NVSHMEM chooses the queue pair by block index; an operation on queue pair n runs in block n.
   set("NVSHMEM_IBGDA_RC_MAP_BY", "cta", report);
   set("NVSHMEM_IBGDA_NUM_RC_PER_PE", std::to_string(wanted.num_qps), report);
   set("NVSHMEM_QP_DEPTH", std::to_string(power_of_two(wanted.qp_depth)), report);
   if (const char *misnamed = getenv("NVSHMEM_IBGDA_QP_DEPTH"))
-    report->add("NVSHMEM_IBGDA_QP_DEPTH=%s changes nothing, NVSHMEM has no such variable: NVSHMEM_QP_DEPTH=%s counts",
+    report->add("NVSHMEM_IBGDA_QP_DEPTH=%s has no effect, NVSHMEM has no such variable: NVSHMEM_QP_DEPTH=%s applies",
                 misnamed, getenv("NVSHMEM_QP_DEPTH"));
 }
 
@@ -74,17 +74,18 @@ void Report::add(const char *format, ...) {
 
 int32_t apply_settings(const Wanted &wanted, Report *report) {
   if (wanted.num_ranks < 1 || wanted.num_nvl_peers < 1 || wanted.num_qps < 1 || wanted.qp_depth < 1) {
-    report->add("num_ranks = %d, num_nvl_peers = %d, num_qps = %d, qp_depth = %d: each is at least 1", wanted.num_ranks,
-                wanted.num_nvl_peers, wanted.num_qps, wanted.qp_depth);
+    report->add("num_ranks = %d, num_nvl_peers = %d, num_qps = %d, qp_depth = %d: each must be at least 1",
+                wanted.num_ranks, wanted.num_nvl_peers, wanted.num_qps, wanted.qp_depth);
     return DK_EINVAL;
   }
   if (wanted.qp_depth > kDeepest) {
-    report->add("qp_depth = %d: NVSHMEM_QP_DEPTH is at most %d", wanted.qp_depth, kDeepest);
+    report->add("qp_depth = %d: NVSHMEM_QP_DEPTH must be at most %d", wanted.qp_depth, kDeepest);
     return DK_EINVAL;
   }
-  set("CUDA_MODULE_LOADING", "EAGER", report);  // a kernel that is loaded while another waits for a peer never starts
-  set("NVSHMEM_DISABLE_NCCL", "1",
-      report);  // collectives are not used: no second NCCL in the process, no multicast groups
+  // CUDA does not load a kernel while another one runs, and that one may be waiting for a peer.
+  set("CUDA_MODULE_LOADING", "EAGER", report);
+  // No collective of NVSHMEM is used: it needs no second NCCL in the process and no multicast groups.
+  set("NVSHMEM_DISABLE_NCCL", "1", report);
   set("NVSHMEM_DISABLE_NVLS", "1", report);
   if (wanted.num_ranks <= wanted.num_nvl_peers) {
     set("NVSHMEM_REMOTE_TRANSPORT", "none", report);

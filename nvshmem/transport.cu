@@ -1,5 +1,5 @@
-// transport.cu - the transport of the interface over NVSHMEM: each operation is a small kernel on the caller's stream.
-// NVSHMEM waits inside its device calls and without a limit: there is no NOWAIT, and timeouts do not end those waits.
+// transport.cu - the interface's transport over NVSHMEM: each operation is a small kernel on the caller's stream.
+// NVSHMEM's device functions wait without a limit: DK_TRANSPORT_NOWAIT is not supported, and timeout_ns has no effect.
 #include "queue.cuh"
 
 #include <new>
@@ -14,9 +14,9 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// In device memory, one for each peer and queue pair; they follow the stream's order, in replays of graphs too.
+// In device memory, for each peer and queue pair. Kernels count, so replays of graphs are counted too.
 struct Counts {
-  unsigned long long posted, completed, bytes, most;
+  unsigned long long posted, completed, bytes, max_queued;
 };
 
 struct PutParams {
@@ -30,11 +30,11 @@ struct PutParams {
 };
 
 __global__ void __launch_bounds__(kThreads) put_kernel(const __grid_constant__ PutParams p) {
-  if (static_cast<int>(blockIdx.x) != p.queue.block) return;  // the others are there for the number alone
-  __shared__ bool behind;
-  if (threadIdx.x == 0) behind = atomicAdd(&p.counts->posted, 0ull) != atomicAdd(&p.counts->completed, 0ull);
+  if (static_cast<int>(blockIdx.x) != p.queue.block) return;  // see Queue: the block's index chooses the queue pair
+  __shared__ bool in_flight;
+  if (threadIdx.x == 0) in_flight = atomicAdd(&p.counts->posted, 0ull) != atomicAdd(&p.counts->completed, 0ull);
   __syncthreads();
-  if (behind) fence(p.queue, p.pe);
+  if (in_flight) fence(p.queue, p.pe);
   if (p.bytes != 0 && p.how != 0)
     put_signal(p.queue, p.pe, p.to, p.from, p.bytes, p.word, p.value, p.how);
   else if (p.bytes != 0)
@@ -44,10 +44,10 @@ __global__ void __launch_bounds__(kThreads) put_kernel(const __grid_constant__ P
   if (threadIdx.x != 0) return;
   const unsigned long long posted = atomicAdd(&p.counts->posted, 1ull) + 1;
   atomicAdd(&p.counts->bytes, p.bytes);
-  atomicMax(&p.counts->most, posted - atomicAdd(&p.counts->completed, 0ull));
+  atomicMax(&p.counts->max_queued, posted - atomicAdd(&p.counts->completed, 0ull));
 }
 
-// One block: waits for what is under way on the queue pairs of `counts`, and counts it as completed.
+// One block waits for the operations in flight on the queue pairs of `counts` and counts them as completed.
 struct QuietParams {
   Queue queue;
   int pe, num_counts;
@@ -71,7 +71,7 @@ struct Transport {
   uint8_t *block = nullptr;
   uint64_t bytes = 0;
   int num_qps = 0, num_peers = 0;
-  std::vector<int> place;     // of each rank among the peers, -1: none
+  std::vector<int> place;     // of each rank: its index among the peers, -1: it is none
   std::vector<uint8_t> lost;  // by rank
   std::vector<int> handles;   // of queue pairs, where NVSHMEM has them
   Counts *counts = nullptr;   // device, [peers][num_qps]
@@ -97,7 +97,7 @@ bool bad_peers(const dk_transport_open_params *p, std::vector<int> *place) {
   return false;
 }
 
-// What this rank's block is, if it is one of the heap.
+// Also true if this rank's block does not come from the heap.
 bool bad_open(const dk_transport_open_params *p, const Network &net) {
   if (p->device == 0 || p->rank != net.rank || p->num_ranks != net.num_ranks || p->num_qps < 1 || p->num_qps > 65536)
     return true;
@@ -122,7 +122,7 @@ void destroy(Transport *transport) {
   delete transport;
 }
 
-// Handles where NVSHMEM has them and makes as many; else all operations take its default queue pairs.
+// Without handles, or if NVSHMEM does not create that many, operations use its default queue pairs.
 void make_queues(Transport *transport) {
 #if DEEPEP_QUEUE_HANDLES
   nvshmemx_qp_handle_t *made = nullptr;
@@ -138,7 +138,7 @@ bool bad_put(const Transport &transport, const dk_transport_put_params *p) {
   if (!transport.reaches(p->peer) || p->qp < 0 || p->qp >= transport.num_qps || p->signal_op > DK_SIGNAL_ADD)
     return true;
   if ((p->flags & ~static_cast<uint32_t>(DK_TRANSPORT_NOWAIT)) != 0) return true;
-  // A NIC reads registered memory alone: the heap.
+  // A NIC reads registered memory only, and that is the heap.
   if (p->bytes != 0 && (transport.outside(p->dst_offset, p->bytes) || !in_heap(p->src, p->bytes))) return true;
   if (p->signal_op == DK_SIGNAL_NONE) return p->bytes == 0;
   return p->signal_offset % 8 != 0 || transport.outside(p->signal_offset, 8);
@@ -149,7 +149,7 @@ bool bad_choice(const Transport &transport, const P *p) {
   return p->peer < -1 || p->qp < -1 || p->qp >= transport.num_qps || (p->peer >= 0 && !transport.reaches(p->peer));
 }
 
-// Calls act(peer, qp) for each queue pair that the two numbers mean.
+// Calls act(peer, qp) for each queue pair that p->peer and p->qp name; -1 names all.
 template <class P, class Act>
 void for_each_queue(const Transport &transport, const P *p, Act act) {
   for (int peer = 0; peer < static_cast<int>(transport.place.size()); ++peer)
@@ -165,7 +165,7 @@ PutParams put_params(const Transport &transport, const dk_transport_put_params *
   k.value = p->signal_value;
   k.how = p->signal_op == DK_SIGNAL_NONE ? 0 : p->signal_op == DK_SIGNAL_SET ? NVSHMEM_SIGNAL_SET : NVSHMEM_SIGNAL_ADD;
   k.to = transport.block + p->dst_offset;
-  k.from = pointer<const void>(p->src);  // the peer's place has the same address here
+  k.from = pointer<const void>(p->src);  // the peer's object is named by its address in this rank's block
   k.word = reinterpret_cast<uint64_t *>(transport.block + p->signal_offset);
   k.counts = transport.counts_of(p->peer, p->qp);
   return k;
@@ -182,7 +182,7 @@ cudaError_t launch_quiet(const Transport &transport, const dk_transport_quiet_pa
   return error;
 }
 #else
-// Whichever were meant, all of them are waited for.
+// Waits for all queue pairs, whichever p names.
 cudaError_t launch_quiet(const Transport &transport, const dk_transport_quiet_params *p) {
   const QuietParams k{transport.queue(0), 0, transport.num_peers * transport.num_qps, transport.counts};
   quiet_kernel<<<1, kThreads, 0, stream_of(p->stream)>>>(k);
@@ -225,7 +225,7 @@ DK_EXPORT int32_t dk_transport_open(dk_transport_open_params *p) {
   Network &net = network();
   const std::lock_guard<std::mutex> lock(net.mutex);
   if (net.users == 0) return DK_ESTATE;
-  if (p->flags != 0) return DK_EUNSUPPORTED;  // nothing here is late on purpose
+  if (p->flags != 0) return DK_EUNSUPPORTED;  // DK_TRANSPORT_LATE is for software RDMA
   if (bad_open(p, net)) return DK_EINVAL;
   auto *transport = new (std::nothrow) Transport;
   if (transport == nullptr) return DK_ENOMEM;
@@ -278,7 +278,7 @@ DK_EXPORT int32_t dk_transport_quiet(dk_transport_quiet_params *p) {
   DK_ENTER(p);
   auto *transport = handle_of<Transport>(p->transport);
   if (transport == nullptr || bad_choice(*transport, p)) return DK_EINVAL;
-  // Without handles a quiet waits for every peer, and one that is lost never ends it.
+  // Without handles a quiet waits for every peer, and it never ends if one of them is lost.
   for (const uint8_t lost : transport->lost)
     if (lost) return DK_EPEERDEAD;
   const OnDevice on(transport->device);
@@ -291,7 +291,7 @@ DK_EXPORT int32_t dk_transport_query(dk_transport_query_params *p) {
   auto *transport = handle_of<Transport>(p->transport);
   if (transport == nullptr || bad_choice(*transport, p)) return DK_EINVAL;
   p->posted = p->completed = p->bytes = p->max_queued = 0;
-  p->created = -1;  // NVSHMEM does not tell
+  p->created = -1;  // NVSHMEM has no function for that
   p->lost = 0;
   const OnDevice on(transport->device);
   cudaError_t error = on.error();
@@ -304,7 +304,7 @@ DK_EXPORT int32_t dk_transport_query(dk_transport_query_params *p) {
     p->posted += counts.posted;
     p->completed += counts.completed;
     p->bytes += counts.bytes;
-    p->max_queued = max<uint64_t>(p->max_queued, counts.most);
+    p->max_queued = max<uint64_t>(p->max_queued, counts.max_queued);
     if (transport->lost[peer]) p->lost = 1;
   });
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);

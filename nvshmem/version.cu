@@ -1,5 +1,5 @@
-// version.cu - NVSHMEM comes in halves: the device part is linked in here, the host part is loaded. Unequal ones hang
-// silently.
+// version.cu - NVSHMEM has two halves: the device part is linked into this library, the host part is loaded. Halves of
+// different versions hang without an error.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -11,12 +11,12 @@ namespace {
 
 #define TEXT_OF(x) #x
 #define VERSION_TEXT(major, minor, patch) TEXT_OF(major) "." TEXT_OF(minor) "." TEXT_OF(patch)
-// `deepep doctor` looks for these words in the file.
+// `deepep doctor` searches the file for this text.
 constexpr char kBuiltWith[] = "built with NVSHMEM " VERSION_TEXT(
     NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION);
 
 constexpr int number(const Version &v) { return v.major * 10000 + v.minor * 100 + v.patch; }
-constexpr Version kOldest{3, 3, 9};  // the first one that makes its queue pairs in a rotated order
+constexpr Version kOldest{3, 3, 9};  // the first one that creates queue pairs in a rotated order
 static_assert(number(kBuiltFor) >= number(kOldest), "NVSHMEM 3.3.9 or newer is needed");
 
 template <class F>
@@ -38,8 +38,9 @@ int32_t check_versions(Report *report) {
   if (loaded == kBuiltFor) return DK_OK;
   report->add("%s is %s, and %s is NVSHMEM %d.%d.%d%s", file_of(check_versions), kBuiltWith,
               file_of(nvshmemx_vendor_get_version_info), loaded.major, loaded.minor, loaded.patch,
-              number(loaded) < number(kOldest) ? " (3.3.9 is the oldest that serves)" : "");
-  report->add("unequal halves hang without a word: install the version that it was built with, or build it anew");
+              number(loaded) < number(kOldest) ? " (3.3.9 is the oldest that is supported)" : "");
+  report->add(
+      "halves of different versions hang without an error: install the version that it was built with, or rebuild it");
   return DK_EVERSION;
 }
 

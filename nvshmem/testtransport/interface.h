@@ -1,6 +1,6 @@
-// interface.h - what NVSHMEM 3.4 expects of a transport plugin (interface 3), as far as this one needs it. NVSHMEM
-// ships no header of it; these are the same bytes under our own names. Sizes and places are checked below; the plugins
-// of the wheel have them too.
+// interface.h - NVSHMEM 3.4's interface of transport plugins (version 3), as far as this plugin needs it. NVSHMEM ships
+// no header for it: these structs have the same layout under names of our own, checked below against the wheel's
+// plugins.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -11,7 +11,7 @@ constexpr int kInterface =
     3;  // the first part of the version that the host library gives, which is major * 10000 + minor * 100
 constexpr int kInterfaceVersion = kInterface * 10000;
 
-// What a transport can do toward a PE, and what it is.
+// Of a transport toward a PE; of a transport.
 enum Capability { kCpuWrite = 1 << 4, kCpuRead = 1 << 5, kCpuAtomics = 1 << 6 };
 enum Attribute { kConnected = 1 << 1 };
 
@@ -66,7 +66,7 @@ struct AtomicVerb {
 };
 struct AtomicPlace {
   Place target;
-  uint64_t result_flag;  // written behind the result
+  uint64_t result_flag;  // written after the result
   void *result, *value_address, *compare_address;
   uint64_t value, compare;
   MemoryHandle *result_handle;
@@ -95,7 +95,7 @@ struct Operations {
 
 struct Transport {
   int version, type;
-  int *capabilities;  // from here on marked *: the host library's to fill
+  int *capabilities;  // * here and below: the host library fills it
   Operations operations;
   void *bootstrap;  // *
   void *state, *shared_state;

@@ -1,4 +1,4 @@
-// kernels.cu - atomics, and values that travel inside the operation, by one thread of the GPU.
+// kernels.cu - executes atomics, and puts of a value, by one thread of the GPU.
 #include "wire.h"
 
 namespace testtransport {
@@ -33,7 +33,7 @@ __device__ T apply(T *word, Atomic what, T value, T compare) {
 }
 
 __global__ void atomic_kernel(const __grid_constant__ AtomicParams p) {
-  __threadfence_system();  // what came before it on the stream
+  __threadfence_system();  // after what precedes it on the stream
   unsigned long long old = 0;
   if (p.bytes == 8)
     old = apply(static_cast<unsigned long long *>(p.target), p.what, p.value, p.compare);

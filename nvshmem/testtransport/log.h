@@ -1,4 +1,4 @@
-// log.h - the plugin's only words: what went wrong, on stderr, beside NVSHMEM's own. NVSHMEM ends the process then.
+// log.h - prints an error to stderr. NVSHMEM then ends the process.
 #pragma once
 #include <cstdarg>
 #include <cstdio>

@@ -1,5 +1,5 @@
-// memory.cpp - virtual memory is handed over as a descriptor, through an abstract Unix socket that each process listens
-// on; other memory by cudaIpc.
+// memory.cpp - shares GPU memory between processes: virtual memory by a file descriptor, which each process sends over
+// an abstract Unix socket on request; other memory by cudaIpc.
 #include "memory.h"
 
 #include <cuda.h>
@@ -60,13 +60,13 @@ struct Mapping {
   uint32_t kind;
 };
 
-// Two locks: two processes ask each other for memory at the same time, and must answer while they ask.
-std::mutex giving;                    // of what others may have
+// Two locks: a process must answer requests while its own request waits for an answer.
+std::mutex giving;                    // of exported memory
 std::map<uint64_t, int> descriptors;  // by serial
 uint64_t next_serial = 1;
 int listener = -1;
 pthread_t server;
-std::mutex taking;                                       // of what this process has from others
+std::mutex taking;                                       // of imported memory
 std::map<std::pair<int64_t, uint64_t>, Mapping> mapped;  // by pid and serial
 
 socklen_t name_of(int64_t pid, sockaddr_un *name) {
@@ -77,7 +77,7 @@ socklen_t name_of(int64_t pid, sockaddr_un *name) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<size_t>(length));
 }
 
-// One byte, and with it the descriptor if there is one.
+// Sends one byte, with the descriptor if there is one.
 void send_descriptor(int to, int fd) {
   char byte = fd >= 0 ? 1 : 0;
   iovec part{&byte, 1};
@@ -114,7 +114,7 @@ int receive_descriptor(int from) {
   return fd;
 }
 
-// Gives descriptors to whoever asks with a serial, until the listener is shut down.
+// A thread: answers requests, each a serial, with the descriptor, until the listener is shut down.
 void *serve(void *argument) {
   const int own = static_cast<int>(reinterpret_cast<intptr_t>(argument));
   for (int peer; (peer = accept4(own, nullptr, nullptr, SOCK_CLOEXEC)) >= 0; close(peer)) {
@@ -172,7 +172,7 @@ bool map_descriptor(const Shared &shared, int fd, Mapping *out) {
   const bool reserved = d->reserve(&address, shared.bytes, 0, 0, 0) == CUDA_SUCCESS;
   const bool placed = reserved && d->map(address, shared.bytes, 0, allocation, 0) == CUDA_SUCCESS;
   const bool good = placed && d->set_access(address, shared.bytes, &access, 1) == CUDA_SUCCESS;
-  (void)d->release(allocation);  // the mapping keeps it
+  (void)d->release(allocation);  // the mapping keeps the memory
   if (!good && placed) (void)d->unmap(address, shared.bytes);
   if (!good && reserved) (void)d->free(address, shared.bytes);
   *out = {address, shared.bytes, kDescriptor};
@@ -207,7 +207,7 @@ const Mapping *map_once(const Shared &shared) {
   return nullptr;
 }
 
-// How others get at the allocation that begins at `base`.
+// How other processes can import the allocation that begins at `base`.
 bool offer(Shared *shared, CUdeviceptr base) {
   const Driver *d = driver();
   CUmemGenericAllocationHandle allocation = 0;
@@ -282,8 +282,7 @@ void *reach_memory(const Place &place) {
 bool prepare_memory(const MemoryHandle &handle) {
   Shared shared;
   memcpy(&shared, &handle, sizeof shared);
-  if (shared.magic != kMagic || shared.pid == getpid() || shared.kind == kLocalOnly)
-    return true;  // none of ours to map
+  if (shared.magic != kMagic || shared.pid == getpid() || shared.kind == kLocalOnly) return true;  // not of this plugin
   const std::lock_guard<std::mutex> lock(taking);
   return map_once(shared) != nullptr;
 }

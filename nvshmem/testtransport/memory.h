@@ -1,10 +1,10 @@
-// memory.h - GPU memory of other processes: what it is called in handles, and where it is mapped here.
+// memory.h - GPU memory of other processes: its description in handles, and its mapping in this process.
 #pragma once
 #include "interface.h"
 
 namespace testtransport {
 
-// What travels in a MemoryHandle. An allocation is `bytes` long; what was registered begins `offset` into it.
+// The content of a MemoryHandle. An allocation is `bytes` long; the registered part begins at `offset`.
 struct Shared {
   uint32_t magic, kind;
   int64_t pid;
@@ -14,12 +14,12 @@ struct Shared {
 };
 enum Kind : uint32_t { kLocalOnly = 0, kDescriptor = 1, kRuntime = 2 };
 
-// 0, or an error that has been printed. The current context is the caller's.
+// 0, or an error after its message was printed. Both use the current context.
 int share_memory(MemoryHandle *handle, void *address, size_t bytes, bool local_only);
 int unshare_memory(MemoryHandle *handle);
-// Where `place` of the process that made its handle lies in this process; null: it cannot be reached (printed).
+// The address in this process of a `place` of another process; null, after a message, if it cannot be mapped.
 void *reach_memory(const Place &place);
-bool prepare_memory(const MemoryHandle &handle);  // so that reach_memory has nothing to map later
+bool prepare_memory(const MemoryHandle &handle);  // maps it for later calls of reach_memory
 void forget_memory();                             // unmaps all, closes all
 
 }  // namespace testtransport

@@ -1,7 +1,7 @@
-// plugin.cpp - a transport of NVSHMEM for tests: the GPUs of one machine as if they were on hosts that only a network
-// joins. Copies and atomics are enqueued by the host; order is kept no better than a NIC keeps it. See testtransport.h
-// for its settings. It has the soname of a transport that NVSHMEM knows: whoever loads it before NVSHMEM starts, and
-// asks for ibdevx, gets it.
+// plugin.cpp - a transport of NVSHMEM for tests: it connects GPUs of one machine as if a network were between them. The
+// host enqueues copies and atomics in an order that is no stricter than a NIC's; testtransport.h has the settings. Its
+// soname is that of NVSHMEM's ibdevx transport: a process that loads it before NVSHMEM starts, with
+// NVSHMEM_REMOTE_TRANSPORT=ibdevx, uses it.
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -15,7 +15,7 @@
 namespace testtransport {
 namespace {
 
-std::unique_ptr<Wire> wire;  // of this process; made once NVSHMEM has said which PE this is
+std::unique_ptr<Wire> wire;  // of this process; connect_endpoints() creates it, when the PE is known
 
 int can_reach_peer(int *access, PeInfo *, Transport *) {
   *access = kCpuWrite | kCpuRead | kCpuAtomics;
@@ -32,8 +32,8 @@ int connect_endpoints(Transport *t, int *, int) {
 int get_mem_handle(MemoryHandle *handle, void *address, size_t bytes, Transport *, bool local_only) {
   return share_memory(handle, address, bytes, local_only);
 }
-// Handles of a part of the heap, those of a PE side by side: mapped now, since a kernel may be waiting when they are
-// used first.
+// Handles of a part of the heap, all of a PE next to each other. They are mapped now: at their first use a kernel may
+// be running that waits for a peer.
 int add_remote_handles(Transport *t, int handles_per_pe, MemoryHandle *handles, uint64_t, size_t) {
   for (int pe = 0; pe < t->num_pes; ++pe)
     if (!prepare_memory(handles[pe * handles_per_pe + t->index])) return 1;
@@ -41,7 +41,7 @@ int add_remote_handles(Transport *t, int handles_per_pe, MemoryHandle *handles, 
 }
 int release_mem_handle(MemoryHandle *handle, Transport *) { return unshare_memory(handle); }
 
-int finalize(Transport *) {  // the struct stays: the host library may still look at it
+int finalize(Transport *) {  // the host library may still read the struct, so it is not freed
   wire.reset();
   forget_memory();
   return 0;
@@ -61,7 +61,7 @@ int rma(Transport *, int pe, RmaVerb verb, Place *remote, Place *local, RmaSize 
     work.what = What::kGet;
     std::swap(work.target, work.source);
   } else if (local->handle == nullptr &&
-             work.bytes <= sizeof work.value) {  // a value on the caller's stack: taken along
+             work.bytes <= sizeof work.value) {  // a value on the caller's stack: copied into the operation
     work.what = What::kAtomic;
     work.atomic = Atomic::kSet;
     memcpy(&work.value, local->address, work.bytes);

@@ -1,6 +1,6 @@
-/* testtransport.h - what tests ask of the plugin, found with dlsym. The environment says how it behaves:
- *   DEEPEP_TESTTRANSPORT=SEED[:MICROSECONDS[:QUEUES]]   each operation takes effect up to so much later, in the order
- * of its queue pair alone; fences hold. Without it everything takes effect at once, in order. */
+/* testtransport.h - functions of the plugin for tests, which find them by dlsym. Setting:
+ *   DEEPEP_TESTTRANSPORT=SEED[:MICROSECONDS[:QUEUES]]   delays each operation by up to MICROSECONDS and keeps only the
+ * order of its queue pair and of fences. Without it every operation takes effect at once, in order. */
 #ifndef DEEPEP_TESTTRANSPORT_H
 #define DEEPEP_TESTTRANSPORT_H
 #include <stdint.h>
@@ -12,11 +12,11 @@ extern "C" {
 typedef struct testtransport_counts {
   uint64_t puts, gets, values, atomics, fences, quiets, bytes; /* toward one PE */
   uint64_t overtaken; /* operations that took effect before one that was posted earlier */
-  uint64_t dropped;   /* that went nowhere, since the PE was lost */
+  uint64_t dropped;   /* dropped, since the PE was lost */
 } testtransport_counts;
-/* 0: counts of a PE are in *out; else there is no such PE, or no transport yet. */
+/* Writes the counts of a PE to *out. Not 0: there is no such PE, or no transport yet. */
 int testtransport_count(int pe, testtransport_counts *out);
-/* From now on operations toward the PE go nowhere. 0: done. */
+/* From now on operations toward the PE are dropped. Not 0: there is no such PE, or no transport yet. */
 int testtransport_lose(int pe);
 
 #ifdef __cplusplus

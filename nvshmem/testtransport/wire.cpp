@@ -1,5 +1,5 @@
-// wire.cpp - one stream of the GPU takes effect in order; so what matters is the order in which operations are put on
-// it. That order keeps queues and fences, and is random (seeded) otherwise.
+// wire.cpp - the GPU executes one stream in order, so operations take effect in the order in which they are enqueued.
+// That order respects queues and fences and is otherwise random, from a seed.
 #include "wire.h"
 
 #include <time.h>
@@ -11,7 +11,7 @@
 namespace testtransport {
 namespace {
 
-constexpr size_t kPieces = 3, kMinPiece = 512;  // a longer put goes in pieces, the last one first
+constexpr size_t kPieces = 3, kMinPiece = 512;  // a longer put is copied in pieces, the last one first
 
 uint64_t now_ns() {
   timespec t{};
@@ -75,7 +75,8 @@ int Wire::post(int pe, Work work) {
   }
   work.fences = peer.fences;
   work.number = peer.posted++;
-  const bool at_once = pe == my_pe_ || settings_.max_delay_ns == 0;  // NVSHMEM fences nothing toward itself
+  const bool at_once =
+      pe == my_pe_ || settings_.max_delay_ns == 0;  // NVSHMEM does not fence operations toward its own PE
   if (!at_once) {
     work.queue = static_cast<int>(random_() % static_cast<uint64_t>(settings_.num_queues));
     work.due_ns = now_ns() + random_() % settings_.max_delay_ns;
@@ -84,7 +85,7 @@ int Wire::post(int pe, Work work) {
   return at_once ? go(&peer, peer.waiting.size() - 1) : 0;
 }
 
-// Nothing of before its last fence, and nothing earlier of its queue, is still waiting.
+// No operation from before the last fence, and no earlier one of the same queue, is still waiting.
 bool Wire::may_go(const Peer &peer, size_t at) const {
   const Work &work = peer.waiting[at];
   for (size_t i = 0; i < at; ++i)

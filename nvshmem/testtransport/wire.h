@@ -1,4 +1,4 @@
-// wire.h - queues of operations toward PEs, and when which of them takes effect.
+// wire.h - queues of operations toward PEs, and the order in which they take effect.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -16,31 +16,31 @@ enum class What { kPut, kGet, kAtomic };
 struct Work {
   What what = What::kPut;
   int queue = 0;
-  uint64_t due_ns = 0, fences = 0, number = 0;  // fences of this PE before it; its number among all of the PE
+  uint64_t due_ns = 0, fences = 0, number = 0;  // fences of the PE before it; its index among the PE's operations
   void *target = nullptr;                       // in this process
   void *source = nullptr;
   size_t bytes = 0;
   Atomic atomic = Atomic::kFetch;  // of a word of `bytes` at target
   uint64_t value = 0, compare = 0, result_flag = 0;
-  void *result = nullptr;  // null: none wanted
+  void *result = nullptr;  // null: the operation returns nothing
 };
 
 struct Settings {
   uint64_t seed = 0, max_delay_ns = 0;
   int num_queues = 1;
 };
-// False, with a line on stderr: the text is not SEED[:MICROSECONDS[:QUEUES]].
+// False, with a message on stderr, if the text is not SEED[:MICROSECONDS[:QUEUES]].
 bool parse_settings(const char *text, Settings *out);
 
 class Wire {
  public:
   Wire(int my_pe, int num_pes, const Settings &settings);
   ~Wire();
-  int start();  // what must not happen while a kernel waits: kernels are loaded, the stream is made
+  int start();  // loads kernels and creates the stream, which must not happen while a kernel waits
   int post(int pe, Work work);
   int fence(int pe);
-  int quiet(int pe);  // waits until all toward the PE is done
-  int progress();     // what is due
+  int quiet(int pe);  // waits until all operations toward the PE are complete
+  int progress();     // enqueues operations that are due
   int lose(int pe);
   int count(int pe, testtransport_counts *out);
 
@@ -63,7 +63,7 @@ class Wire {
   cudaStream_t stream_ = nullptr;
 };
 
-// What a GPU does for the wire, enqueued on the stream. kernels.cu
+// kernels.cu
 cudaError_t load_wire_kernels();
 cudaError_t enqueue_atomic(const Work &work, cudaStream_t stream);
 
