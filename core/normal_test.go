@@ -2,8 +2,9 @@ package core
 
 import (
 	"fmt"
-	"runtime"
 	"testing"
+
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 func TestDispatchAndCombine(t *testing.T) {
@@ -124,7 +125,7 @@ func newFixed(m *member, tokens, k, experts, hidden int) *fixed {
 			f.weights[t*k+i] = 1
 		}
 	}
-	f.handle = Handle{RankPrefixMatrix: AddressOf(f.prefix), SendHead: AddressOf(f.head)}
+	f.handle = Handle{RankPrefixMatrix: address(m, f.prefix), SendHead: address(m, f.head)}
 	return f
 }
 
@@ -135,15 +136,15 @@ func (f *fixed) rows(worst int) Rows {
 
 func (f *fixed) layout(m *member) {
 	m.must(m.Layout(&LayoutArgs{
-		NumTokens: int32(f.tokens), NumTopK: int32(f.k), NumExperts: int32(f.experts), IndexType: Int64, TopKIdx: AddressOf(f.index),
-		TokensPerRank: AddressOf(f.perRank), TokensPerExpert: AddressOf(f.perExpert), TokenInRank: AddressOf(f.inRank),
+		NumTokens: int32(f.tokens), NumTopK: int32(f.k), NumExperts: int32(f.experts), IndexType: Int64, TopKIdx: address(m, f.index),
+		TokensPerRank: address(m, f.perRank), TokensPerExpert: address(m, f.perExpert), TokenInRank: address(m, f.inRank),
 	}, &Call{}))
 }
 
 func (f *fixed) notify(m *member, worst int) (uint64, error) {
 	return m.Notify(&NotifyArgs{
-		Rows: f.rows(worst), ExpertAlignment: 8, TokensPerRank: AddressOf(f.perRank), TokensPerExpert: AddressOf(f.perExpert),
-		TokenInRank: AddressOf(f.inRank), Handle: &f.handle,
+		Rows: f.rows(worst), ExpertAlignment: 8, TokensPerRank: address(m, f.perRank), TokensPerExpert: address(m, f.perExpert),
+		TokenInRank: address(m, f.inRank), Handle: &f.handle,
 	}, &Call{})
 }
 
@@ -169,13 +170,13 @@ func scalesAndCached(m *member) {
 	}
 	f.handle.NumRecvTokens = int32(n)
 	f.source = make([]int32, n+16)
-	f.handle.RecvSrcIdx = AddressOf(f.source)
+	f.handle.RecvSrcIdx = address(m, f.source)
 	recv, recvScales := make([]uint8, n*32+16), make([]float32, n*2+16)
 	idx, weights := make([]int64, n*2+16), make([]float32, n*2+16)
 	args := DispatchArgs{
-		Rows: f.rows(0), Token: token, IndexType: Int64, X: AddressOf(f.x), XScales: AddressOf(scales), ScaleTokenStride: 8, ScaleStride: 3,
-		TopKIdx: AddressOf(f.index), TopKWeights: AddressOf(f.weights), Handle: &f.handle, RecvSegment: -1, RecvX: AddressOf(recv),
-		RecvXScales: AddressOf(recvScales), RecvTopKIdx: AddressOf(idx), RecvTopKWeights: AddressOf(weights),
+		Rows: f.rows(0), Token: token, IndexType: Int64, X: address(m, f.x), XScales: address(m, scales), ScaleTokenStride: 8, ScaleStride: 3,
+		TopKIdx: address(m, f.index), TopKWeights: address(m, f.weights), Handle: &f.handle, RecvSegment: -1, RecvX: address(m, recv),
+		RecvXScales: address(m, recvScales), RecvTopKIdx: address(m, idx), RecvTopKWeights: address(m, weights),
 	}
 	m.must(m.Dispatch(&args, &Call{}))
 	check := func(what string) {
@@ -190,16 +191,15 @@ func scalesAndCached(m *member) {
 		}
 	}
 	check("first")
-	m.check(CodeOf(m.Dispatch(&args, &Call{})) == ErrInvalidArgument.Code, "a token serves one dispatch")
+	m.check(status.CodeOf(m.Dispatch(&args, &Call{})) == status.InvalidArgument, "a token serves one dispatch")
 	clear(recv)
 	clear(recvScales)
 	cached := args
 	cached.Cached, cached.Token, cached.NumTopK, cached.NumExperts, cached.TopKIdx, cached.TopKWeights = true, 0, 0, 0, 0, 0
-	m.check(CodeOf(m.Dispatch(&cached, &Call{})) == ErrInvalidArgument.Code, "outputs of top-k without top-k")
+	m.check(status.CodeOf(m.Dispatch(&cached, &Call{})) == status.InvalidArgument, "outputs of top-k without top-k")
 	cached.RecvTopKIdx, cached.RecvTopKWeights = 0, 0
 	m.must(m.Dispatch(&cached, &Call{}))
 	check("cached")
-	runtime.KeepAlive([]any{f, scales, recv, recvScales, idx, weights})
 }
 
 // One step without waiting for counts: rows past the last one are marked.
@@ -214,15 +214,15 @@ func worstCase(m *member) {
 	token, err := f.notify(m, worst)
 	m.must(err)
 	_, err = m.WaitCounts(token, -1, nil)
-	m.check(CodeOf(err) == ErrInvalidArgument.Code, "waiting for counts that nobody writes: %v", err)
+	m.check(status.CodeOf(err) == status.InvalidArgument, "waiting for counts that nobody writes: %v", err)
 	scales := make([]float32, 2*f.tokens)
 	f.source = make([]int32, worst)
-	f.handle.RecvSrcIdx = AddressOf(f.source)
+	f.handle.RecvSrcIdx = address(m, f.source)
 	recv, recvScales, idx, weights := make([]uint8, worst*32), make([]float32, worst*2), make([]int64, worst*2), make([]float32, worst*2)
 	m.must(m.Dispatch(&DispatchArgs{
-		Rows: f.rows(worst), Token: token, IndexType: Int64, X: AddressOf(f.x), XScales: AddressOf(scales), ScaleTokenStride: 2, ScaleStride: 1,
-		TopKIdx: AddressOf(f.index), TopKWeights: AddressOf(f.weights), Handle: &f.handle, RecvSegment: -1, RecvX: AddressOf(recv),
-		RecvXScales: AddressOf(recvScales), RecvTopKIdx: AddressOf(idx), RecvTopKWeights: AddressOf(weights),
+		Rows: f.rows(worst), Token: token, IndexType: Int64, X: address(m, f.x), XScales: address(m, scales), ScaleTokenStride: 2, ScaleStride: 1,
+		TopKIdx: address(m, f.index), TopKWeights: address(m, f.weights), Handle: &f.handle, RecvSegment: -1, RecvX: address(m, recv),
+		RecvXScales: address(m, recvScales), RecvTopKIdx: address(m, idx), RecvTopKWeights: address(m, weights),
 	}, &Call{}))
 	n := int(f.prefix[(m.size-1)*m.size+m.rank])
 	m.check(n > 0 && n < worst, "%d rows came", n)
@@ -230,5 +230,4 @@ func worstCase(m *member) {
 		empty := idx[row*2] == -1 && idx[row*2+1] == -1
 		m.check(empty == (row >= n), "row %d of %d: choices %v", row, n, idx[row*2:row*2+2])
 	}
-	runtime.KeepAlive([]any{f, scales, recv, recvScales, idx, weights})
 }
