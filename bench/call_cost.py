@@ -48,8 +48,8 @@ def make_buffer(folder: str) -> Any:
         None, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=1, explicitly_destroy=True, engine="cpu",
         bootstrap=deep_ep.Bootstrap.file(0, 1, folder),
     )  # fmt: skip
-    buffer.host_stream = False
-    buffer.raw_stream = functools.partial(operator.index, STREAM)
+    buffer._core.host_stream = False
+    buffer._core.raw_stream = functools.partial(operator.index, STREAM)
     return buffer
 
 

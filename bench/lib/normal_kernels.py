@@ -90,7 +90,7 @@ class Calls:
 
     def path(self) -> str:
         """Which way the last dispatch's rows came."""
-        pool, rows = self.buffer.native.rows, self._result[0]
+        pool, rows = self.buffer._core.native.rows, self._result[0]
         first = rows[0] if isinstance(rows, tuple) else rows
         return "direct" if pool is not None and pool.offset(first) is not None else "copied"
 

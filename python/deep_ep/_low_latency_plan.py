@@ -1,265 +1,288 @@
-"""Low-latency mode: what calls are checked for once, and what is kept for later calls of the same kind."""
+"""What low-latency calls are checked for once: plans of calls of one kind, and the C structs that calls fill."""
 
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import Any
 
-from . import _abi, _memory, _torch, errors
-from ._base import BufferBase
-from .errors import assertion, value_error
+from . import _abi, _torch
+from ._core import Core
+from ._memory import RowCache, touch
+from ._torch import BF16, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor, empty_like
+from .errors import assertion, check_int, type_error, value_error
 
 SEND, RECV, SEND_RECV = 1, 2, 3
 ROUND_SCALE, UE8M0, LOGFMT, ZERO_COPY, UNREDUCED = 1, 2, 4, 8, 16
-MOST_PLANS = 1024  # a plan for each number of tokens is likely
-MOST_OUTPUTS = 8  # of a shape; what is beyond is not used again
+MAX_PLANS = 1024  # a plan for each number of tokens is likely
+
+Key = tuple[Any, ...]  # every property of the arguments that a check looks at
+# Fields of a C struct that stand in a row are written in one go: to set them one by one takes twice as long.
+_write_dispatch_numbers = struct.Struct("=iI8i").pack_into  # phases to use_fp8
+_write_combine_numbers = struct.Struct("=iI7i").pack_into  # phases to index_type
+write_dispatch_addresses = struct.Struct("=10Q").pack_into
+write_combine_addresses = struct.Struct("=7Q").pack_into
+DISPATCH_ADDRESSES = _abi.LlDispatchArgs.x.offset
+COMBINE_ADDRESSES = _abi.LlCombineArgs.x.offset
+_DISPATCH_NUMBERS = _abi.LlDispatchArgs.phases.offset
+_COMBINE_NUMBERS = _abi.LlCombineArgs.phases.offset
+
+
+class CallStructs:
+    """The C structs of one call. A call takes one that no other call has, and gives it back when it is through."""
+
+    __slots__ = ("args", "args_reference", "call", "call_reference", "numbers", "stream")
+
+    def __init__(self, kind: Any, host_stream: bool) -> None:
+        self.args = _abi.sized(kind)
+        self.call = _abi.sized(_abi.Call, is_async=int(host_stream))
+        self.args_reference, self.call_reference = ctypes.byref(self.args), ctypes.byref(self.call)
+        self.numbers: tuple[int, ...] = ()  # what the number fields of `args` hold
+        self.stream = 0  # what `call` says
 
 
 class DispatchPlan:
-    """What follows from a dispatch's kind: types, shapes and options of its arguments, all of them right."""
+    """What follows from a dispatch's kind: the types, shapes and options of its arguments, all of them right."""
 
-    __slots__ = ("numbers", "bound", "hidden", "num_experts", "use_fp8", "tokens", "local", "key", "pool")
+    __slots__ = (
+        *("numbers", "num_tokens", "num_topk", "bound", "hidden", "num_experts", "local", "use_fp8"),
+        *("recv_x", "scales", "scales_shape", "scales_strides", "recv_count", "src_info", "layout_range"),
+    )
 
-    def __init__(self, tokens: tuple[int, int, int], bound: int, num_experts: int, local: int) -> None:
-        self.tokens = tokens  # T, H, K
-        self.hidden = tokens[1]
-        self.bound, self.num_experts, self.local = bound, num_experts, local
+    def __init__(self, core: Core, sizes: tuple[int, int, int, int, int], use_fp8: bool, use_ue8m0: bool) -> None:
+        """For T, H, K, B and E."""
+        self.num_tokens, self.hidden, self.num_topk, self.bound, self.num_experts = sizes
         self.numbers: tuple[int, ...] = ()  # fields of the C struct
-        self.use_fp8 = False
-        self.key: tuple[int, int, int, bool, bool] = (local, bound, self.hidden, False, False)  # of its outputs
-        self.pool: list[_memory.Outputs] = []
+        self.use_fp8 = use_fp8
+        rows, local, device = core.group_size * self.bound, self.num_experts // core.group_size, core.device
+        self.local = local
+        # Prototypes of the outputs, the scales' without its strides: they are column-major in the last two axes.
+        self.recv_x = _torch.prototype((local, rows, self.hidden), FP8 if use_fp8 else BF16, device)
+        columns = self.hidden // (512 if use_ue8m0 else 128)
+        self.scales_shape, self.scales_strides = (local, rows, columns), (rows * columns, 1, rows)
+        self.scales = _torch.prototype(self.scales_shape, INT32 if use_ue8m0 else FLOAT32, device)
+        self.recv_count = _torch.prototype((local,), INT32, device)
+        self.src_info = _torch.prototype((local, rows), INT32, device)
+        self.layout_range = _torch.prototype((local, core.group_size), INT64, device)
 
 
 class CombinePlan:
     """What follows from a combine's kind."""
 
-    __slots__ = ("numbers", "shape", "combined", "from_rows")
+    __slots__ = ("numbers", "combined", "combined_shape", "source_shape", "ranges_shape")
 
-    def __init__(self, numbers: tuple[int, ...], shape: tuple[int, int, int], combined: tuple[int, int]) -> None:
-        self.numbers = numbers  # fields of the C struct
-        self.shape = shape  # B, H, E
-        self.combined = combined  # T, H
-        self.from_rows = False  # x is a plain tensor: combined_x may be made like it
-
-
-class CombineCall:
-    """The C struct of a combine, to be filled again."""
-
-    __slots__ = ("args", "reference", "numbers")
-
-    def __init__(self) -> None:
-        self.args = _abi.sized(_abi.LlCombineArgs)
-        self.reference = ctypes.byref(self.args)
-        self.numbers: tuple[int, ...] = ()  # what its number fields hold
+    def __init__(self, core: Core, sizes: tuple[int, int, int, int, int]) -> None:
+        """For T, H, K, B and E."""
+        num_tokens, hidden, _, bound, num_experts = sizes
+        self.numbers: tuple[int, ...] = ()  # fields of the C struct
+        self.combined_shape = (num_tokens, hidden)
+        self.combined = _torch.prototype(self.combined_shape, BF16, core.device)
+        local = num_experts // core.group_size
+        self.source_shape, self.ranges_shape = (local, core.group_size * bound), (local, core.group_size)
 
 
-class LowLatencyPlans(BufferBase):
-    """Plans of low-latency calls, the outputs of dispatch, and the checks of both."""
+class Outputs:
+    """The tensors that a low-latency dispatch fills: new ones for each call.
 
-    low_latency_mode: bool
-    _ll_dispatches: dict[tuple[Any, ...], DispatchPlan]
-    _ll_combines: dict[tuple[Any, ...], CombinePlan]
-    _outputs: dict[tuple[Any, ...], list[_memory.Outputs]]  # by shape
-    _ll_known: dict[int, _memory.Outputs]  # by the id of src_info: whose handles need no checks
-    _ll_call: Any  # deepep_call of calls that their stream waits for
-    _ll_reference: Any
-    _ll_stream: int  # what _ll_call says
-    _ll_async: Any
-    _ll_async_reference: Any
-    _ll_combine: CombineCall
-    _ll_spare: list[CombineCall]  # of hooks that are through
-    _where: int  # the GPU's number; -1: the CPU
+    On a GPU they are torch's own allocations. On the CPU engine the large ones lie in recycled memory.
+    """
 
-    def _forget_low_latency(self) -> None:
-        """Nothing of earlier calls is kept."""
-        self._ll_dispatches, self._ll_combines, self._outputs, self._ll_known = {}, {}, {}, {}
-        self._ll_call = _abi.sized(_abi.Call)
-        self._ll_reference, self._ll_stream = ctypes.byref(self._ll_call), 0
-        self._ll_async = _abi.sized(_abi.Call, is_async=1)
-        self._ll_async_reference = ctypes.byref(self._ll_async)
-        self._ll_combine, self._ll_spare = CombineCall(), []
+    __slots__ = ("_core", "_row_cache")
 
-    def _plan_dispatch(
+    BLOCKS_KEPT = 8
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._row_cache = RowCache(self.BLOCKS_KEPT if core.recycle else 0)
+
+    def make(self, plan: DispatchPlan) -> tuple[Tensor, OptionalTensor, Tensor, Tensor, Tensor]:
+        """recv_x, its scales or None, recv_count, src_info and layout_range."""
+        if _torch.in_inference_mode():  # tensors made there could not be written to after it
+            with _torch.outside_inference_mode():
+                return self._make(plan)
+        return self._make(plan)
+
+    def make_combined(self, plan: CombinePlan) -> Tensor:
+        """combined_x."""
+        if _torch.in_inference_mode():
+            with _torch.outside_inference_mode():
+                return empty_like(plan.combined)
+        return empty_like(plan.combined)
+
+    def _make(self, plan: DispatchPlan) -> tuple[Tensor, OptionalTensor, Tensor, Tensor, Tensor]:
+        scales, large = None, empty_like
+        if self._core.host_stream:
+            large = self._row_cache.empty_like
+            if plan.use_fp8:
+                scales = large(plan.scales.transpose(1, 2)).transpose(1, 2)
+        elif plan.use_fp8:  # a view of a contiguous tensor would take twice as long
+            scales = plan.scales.new_empty_strided(plan.scales_shape, plan.scales_strides)
+        small = empty_like(plan.recv_count), large(plan.src_info), empty_like(plan.layout_range)
+        return (large(plan.recv_x), scales, *small)
+
+    def warm_up(self, plan: DispatchPlan) -> None:
+        """Brings in the memory of two calls, which may be in flight at once."""
+        for outputs in [self.make(plan), self.make(plan)]:
+            for tensor in outputs:
+                if tensor is not None:
+                    touch(tensor)
+
+
+class Plans:
+    """The plans of a buffer's low-latency calls, and the checks that make them."""
+
+    def __init__(self, core: Core, low_latency_mode: bool) -> None:
+        self._core = core
+        self._low_latency_mode = low_latency_mode
+        self.dispatches: dict[Key, DispatchPlan] = {}
+        self.combines: dict[Key, CombinePlan] = {}
+
+    def add_dispatch(
         self,
-        key: tuple[Any, ...] | None,
-        x: _torch.Tensor,
-        topk_idx: _torch.Tensor,
+        key: Key | None,
+        x: Tensor,
+        topk_idx: Tensor,
         bound: int,
         num_experts: int,
         use_fp8: bool,
         round_scale: bool,
         use_ue8m0: bool,
     ) -> DispatchPlan:
-        """Checks a dispatch and keeps the plan under `key`, unless that is None."""
-        bound, num_experts = self._check_shape(bound, num_experts)
-        tokens = self._check_tokens(x, topk_idx, bound)
-        if use_ue8m0:
-            self._check_ue8m0(use_fp8, round_scale, tokens[1])
-        plan = DispatchPlan(tokens, bound, num_experts, num_experts // self.group_size)
+        """Checks a dispatch and keeps its plan under `key`, unless that is None."""
+        core = self._core
+        assertion(self._low_latency_mode, "the buffer was made with low_latency_mode=False")
+        num_tokens, hidden = _torch.check("x", x, core.device, (BF16,), (None, None)).shape
+        _check_channels(hidden)
+        num_topk = _torch.check("topk_idx", topk_idx, core.device, tuple(INDEX_TYPES), (num_tokens, None)).shape[1]
+        bound, num_experts = self.check_sizes(bound, hidden, num_experts)
+        if use_ue8m0 and not (use_fp8 and round_scale):
+            given = f"True with use_fp8={use_fp8}, round_scale={round_scale}"
+            raise value_error("use_ue8m0", given, "both of them True")
+        plan = DispatchPlan(core, (num_tokens, hidden, num_topk, bound, num_experts), bool(use_fp8), bool(use_ue8m0))
         flags = (ROUND_SCALE if round_scale else 0) | (UE8M0 if use_ue8m0 else 0)
-        plan.numbers = (SEND_RECV, flags, tokens[0], tokens[2], _torch.INDEX_TYPES[topk_idx.dtype])
-        plan.use_fp8 = bool(use_fp8)
-        plan.key = (plan.local, bound, plan.hidden, plan.use_fp8, bool(use_ue8m0))
-        plan.pool = self._outputs.setdefault(plan.key, [])
-        _keep(self._ll_dispatches, key, plan)
+        sizes = (num_tokens, bound, hidden, num_topk, num_experts)
+        plan.numbers = (SEND_RECV, 0, flags, *sizes, INDEX_TYPES[topk_idx.dtype], int(plan.use_fp8))
+        _keep(self.dispatches, key, plan)
         return plan
 
-    def _plan_combine(
+    def add_combine(
         self,
-        key: tuple[Any, ...] | None,
-        x: _torch.Tensor,
-        topk_idx: _torch.Tensor,
-        topk_weights: _torch.Tensor,
-        handle: tuple[Any, ...],
+        key: Key | None,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: Any,
         use_logfmt: bool,
         zero_copy: bool,
         unreduced: bool,
     ) -> CombinePlan:
         """Checks a combine but for its handle's tensors, and keeps the plan under `key`, unless that is None."""
+        core = self._core
         if use_logfmt and zero_copy:
             raise value_error("zero_copy", "True with use_logfmt=True", "one of them")
-        self._check_handle(handle)
-        _, _, bound, hidden, num_experts = handle
-        _torch.check("topk_idx", topk_idx, self.device, tuple(_torch.INDEX_TYPES), (None, None))
+        bound, hidden, num_experts = self.check_handle(handle)
+        _torch.check("topk_idx", topk_idx, core.device, tuple(INDEX_TYPES), (None, None))
         num_tokens, num_topk = topk_idx.shape
-        if num_tokens > bound:
-            raise value_error("topk_idx", f"{num_tokens} tokens", f"at most B = {bound}")
-        _torch.check("topk_weights", topk_weights, self.device, (_torch.FLOAT32,), (num_tokens, num_topk))
-        if not zero_copy:
-            rows = (num_experts // self.group_size, self.group_size * bound, hidden)
-            _torch.check("x", x, self.device, (_torch.BF16,), rows)
+        _torch.check("topk_weights", topk_weights, core.device, (FLOAT32,), (num_tokens, num_topk))
+        if not zero_copy:  # H of the answers is theirs: it may be another than that of the rows dispatched
+            rows = (num_experts // core.group_size, core.group_size * bound, None)
+            hidden = _torch.check("x", x, core.device, (BF16,), rows).shape[2]
+            _check_channels(hidden)
+        plan = CombinePlan(core, (num_tokens, hidden, num_topk, bound, num_experts))
         flags = (LOGFMT if use_logfmt else 0) | (ZERO_COPY if zero_copy else 0) | (UNREDUCED if unreduced else 0)
         sizes = (num_tokens, bound, hidden, num_topk, num_experts)
-        numbers = (SEND_RECV, flags, *sizes, _torch.INDEX_TYPES[topk_idx.dtype])
-        plan = CombinePlan(numbers, (bound, hidden, num_experts), (num_tokens, hidden))
-        plan.from_rows = not zero_copy and type(x) is _torch.Tensor
-        _keep(self._ll_combines, key, plan)
+        plan.numbers = (SEND_RECV, 0, flags, *sizes, INDEX_TYPES[topk_idx.dtype])
+        _keep(self.combines, key, plan)
         return plan
-
-    def _take_outputs(
-        self, key: tuple[int, int, int, bool, bool], pool: list[_memory.Outputs], stream: int
-    ) -> _memory.Outputs:
-        """Outputs of this shape that nobody holds, made anew if there are none.
-
-        In a capture they are new and stay out of the pool: it is the graph's own memory, and replays write there.
-        """
-        captured = stream != 0 and _torch.is_capturing()
-        for candidate in pool if not captured else ():
-            if candidate.stream == stream and candidate.unused():
-                return candidate
-        outputs = self._new_outputs(*key)
-        outputs.stream = stream
-        if len(pool) < MOST_OUTPUTS and not captured:
-            pool.append(outputs)
-            self._ll_known[id(outputs.tensors[2])] = outputs  # which live as long as the buffer
-        return outputs
-
-    def _touch_outputs(self, bound: int, hidden: int, num_experts: int, use_fp8: bool) -> None:
-        """Makes the outputs of two calls, which may be under way at once, and brings in their memory."""
-        key = (num_experts // self.group_size, bound, hidden, use_fp8, False)
-        pool, stream = self._outputs.setdefault(key, []), self.raw_stream()
-        first = self._take_outputs(key, pool, stream)
-        held = first.tensors[0]  # so that the second is another
-        for outputs in (first, self._take_outputs(key, pool, stream)):
-            outputs.touch()
-        del held
-
-    def _new_outputs(self, local: int, bound: int, hidden: int, use_fp8: bool, ue8m0: bool) -> _memory.Outputs:
-        rows, i32 = self.group_size * bound, _torch.INT32
-        scales = ((local, hidden // 512, rows), i32) if ue8m0 else ((local, hidden // 128, rows), _torch.FLOAT32)
-        specs: list[Any] = [
-            ((local, rows, hidden), _torch.FP8 if use_fp8 else _torch.BF16),
-            ((local,), i32),
-            ((local, rows), i32),
-            ((local, self.group_size), _torch.INT64),
-            scales if use_fp8 else ((0, 0, 0), _torch.FLOAT32),
-        ]
-        outputs = _memory.Outputs(specs, self.device)
-        pointers = [tensor.data_ptr() for tensor in outputs.tensors]
-        outputs.tensors[4] = outputs.tensors[4].transpose(1, 2)
-        outputs.ready()
-        outputs.args = _abi.sized(
-            _abi.LlDispatchArgs,
-            num_max_tokens=bound,
-            hidden=hidden,
-            num_experts=local * self.group_size,
-            use_fp8=int(use_fp8),
-            recv_x=pointers[0],
-            recv_count=pointers[1],
-            src_info=pointers[2],
-            layout_range=pointers[3],
-            recv_x_scales=pointers[4] if use_fp8 else None,
-        )
-        outputs.reference = ctypes.byref(outputs.args)
-        outputs.shape, outputs.sources = (bound, hidden, local * self.group_size), (pointers[2], pointers[3])
-        return outputs
 
     # ---- checks
 
-    def _check_ue8m0(self, use_fp8: bool, round_scale: bool, hidden: int) -> None:
-        if not (use_fp8 and round_scale):
-            raise value_error(
-                "use_ue8m0", f"True with use_fp8={use_fp8}, round_scale={round_scale}", "both of them True"
-            )
-        if hidden % 512:
-            raise value_error("use_ue8m0", f"True with hidden {hidden}", "a hidden that is a multiple of 512")
+    def check_sizes(self, bound: object, hidden: object, num_experts: object) -> tuple[int, int]:
+        """B and E, after the library's plan has looked at them: outputs are allocated before the call itself."""
+        assertion(self._low_latency_mode, "the buffer was made with low_latency_mode=False")
+        sizes = (
+            check_int("num_max_dispatch_tokens_per_rank", bound),
+            check_int("hidden", hidden),
+            self._core.group_size,
+            check_int("num_experts", num_experts),
+        )
+        lib, bytes_needed = self._core.native.lib, ctypes.c_uint64()
+        lib.check(lib.with_gil.deepep_low_latency_size_hint(*sizes, ctypes.byref(bytes_needed)))
+        return sizes[0], sizes[3]
 
-    def _check_shape(self, bound: object, num_experts: object) -> tuple[int, int]:
-        assertion(self.low_latency_mode, "the buffer was made with low_latency_mode=False")
-        if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
-            raise value_error("num_max_dispatch_tokens_per_rank", repr(bound), "an int >= 1")
-        if (
-            isinstance(num_experts, bool)
-            or not isinstance(num_experts, int)
-            or num_experts < 1
-            or num_experts % self.group_size
-        ):
-            raise value_error("num_experts", repr(num_experts), f"a positive multiple of the {self.group_size} ranks")
-        return bound, num_experts
+    def check_optional(
+        self, plan: DispatchPlan, topk_weights: object, recv_stats: object, wait_stats: object
+    ) -> tuple[int, int, int]:
+        """The addresses of the optional tensors of a dispatch; 0 for None."""
+        weights = stats = waited = 0
+        if topk_weights is not None:
+            weights = self.address("topk_weights", topk_weights, FLOAT32, (plan.num_tokens, plan.num_topk))
+        if recv_stats is not None:
+            stats = self.address("cumulative_local_expert_recv_stats", recv_stats, INT32, (plan.local,))
+        if wait_stats is not None:
+            waited = self.wait_stats("dispatch_wait_recv_cost_stats", wait_stats)
+        return weights, stats, waited
 
-    def _check_tokens(self, x: _torch.Tensor, topk_idx: _torch.Tensor, bound: int) -> tuple[int, int, int]:
-        _torch.check("x", x, self.device, (_torch.BF16,), (None, None))
-        num_tokens, hidden = x.shape
-        if num_tokens > bound:
-            raise value_error("x", f"{num_tokens} tokens", f"at most num_max_dispatch_tokens_per_rank = {bound}")
-        if hidden == 0 or hidden % 128:
-            raise value_error("x", f"hidden {hidden}", "a hidden that is a multiple of 128")
-        _torch.check("topk_idx", topk_idx, self.device, tuple(_torch.INDEX_TYPES), (num_tokens, None))
-        return num_tokens, hidden, topk_idx.shape[1]
+    def wait_stats(self, name: str, tensor: object) -> int:
+        """The address of a ``[R]`` int64 tensor."""
+        return self.address(name, tensor, INT64, (self._core.group_size,))
 
-    def _check_more(self, plan: DispatchPlan, weights: object, received: object, waited: object) -> None:
-        """The optional tensors of a dispatch."""
-        if weights is not None:
-            shape = (plan.tokens[0], plan.tokens[2])
-            if not _torch.plain(weights, _torch.FLOAT32, self._where, shape):
-                _torch.check("topk_weights", weights, self.device, (_torch.FLOAT32,), shape)
-        if received is not None and not _torch.plain(received, _torch.INT32, self._where, (plan.local,)):
-            _torch.check("cumulative_local_expert_recv_stats", received, self.device, (_torch.INT32,), (plan.local,))
-        if waited is not None:
-            self._check_wait_stats("dispatch_wait_recv_cost_stats", waited)
+    def address(self, name: str, tensor: object, dtype: _torch.DType, shape: tuple[int, ...]) -> int:
+        """The address of a tensor after its check."""
+        if not _torch.plain(tensor, dtype, self._core.ordinal, shape):
+            tensor = _torch.check(name, tensor, self._core.device, (dtype,), shape)
+        return tensor.data_ptr()
 
-    def _check_wait_stats(self, name: str, tensor: object) -> None:
-        if not _torch.plain(tensor, _torch.INT64, self._where, (self.group_size,)):
-            _torch.check(name, tensor, self.device, (_torch.INT64,), (self.group_size,))
+    def check_handle(self, handle: Any) -> tuple[int, int, int]:
+        """B, H and E of a handle, whose tensors `sources` checks."""
+        if not isinstance(handle, (tuple, list)) or len(handle) != 5:
+            given = f"a {type(handle).__name__} of {len(handle)}" if isinstance(handle, (tuple, list)) else None
+            allowed = "the handle that low_latency_dispatch returned"
+            raise type_error("handle", given or type(handle).__name__, allowed)
+        _, _, bound, hidden, num_experts = handle
+        bound, num_experts = self.check_sizes(bound, hidden, num_experts)
+        return bound, hidden, num_experts
 
-    def _check_handle(self, handle: object) -> tuple[int, int]:
-        """The addresses of src_info and layout_range."""
-        if not isinstance(handle, tuple) or len(handle) != 5:
-            given = f"a tuple of {len(handle)}" if isinstance(handle, tuple) else type(handle).__name__
-            raise errors.type_error("handle", given, "the handle that low_latency_dispatch returned")
-        src_info, layout_range, bound, _, num_experts = handle
-        bound, num_experts = self._check_shape(bound, num_experts)
-        local, ranks = num_experts // self.group_size, self.group_size
-        if not _torch.plain(src_info, _torch.INT32, self._where, (local, ranks * bound)):
-            _torch.check("handle: src_info", src_info, self.device, (_torch.INT32,), (local, ranks * bound))
-        if not _torch.plain(layout_range, _torch.INT64, self._where, (local, ranks)):
-            _torch.check("handle: layout_range", layout_range, self.device, (_torch.INT64,), (local, ranks))
-        return src_info.data_ptr(), layout_range.data_ptr()
+    def sources(self, plan: CombinePlan, src_info: object, layout_range: object) -> tuple[int, int]:
+        """The addresses of a handle's tensors."""
+        return (
+            self.address("handle: src_info", src_info, INT32, plan.source_shape),
+            self.address("handle: layout_range", layout_range, INT64, plan.ranges_shape),
+        )
 
 
-def _keep(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...] | None, plan: Any) -> None:
+def take_dispatch(idle: list[CallStructs], plan: DispatchPlan, host_stream: bool) -> CallStructs:
+    """Structs of a dispatch whose number fields are the plan's."""
+    try:
+        call = idle.pop()
+    except IndexError:
+        call = CallStructs(_abi.LlDispatchArgs, host_stream)
+    if call.numbers is not plan.numbers:
+        call.numbers = plan.numbers
+        _write_dispatch_numbers(call.args, _DISPATCH_NUMBERS, *plan.numbers)
+    return call
+
+
+def take_combine(idle: list[CallStructs], plan: CombinePlan, host_stream: bool) -> CallStructs:
+    """Structs of a combine whose number fields are the plan's."""
+    try:
+        call = idle.pop()
+    except IndexError:
+        call = CallStructs(_abi.LlCombineArgs, host_stream)
+    if call.numbers is not plan.numbers:
+        call.numbers = plan.numbers
+        _write_combine_numbers(call.args, _COMBINE_NUMBERS, *plan.numbers)
+    return call
+
+
+def _check_channels(hidden: int) -> None:
+    if hidden == 0 or hidden % 128:
+        raise value_error("x", f"hidden {hidden}", "a hidden that is a multiple of 128")
+
+
+def _keep(plans: dict[Key, Any], key: Key | None, plan: Any) -> None:
     if key is None:
         return
-    if len(plans) >= MOST_PLANS:
+    if len(plans) >= MAX_PLANS:
         plans.clear()
     plans[key] = plan

@@ -1,10 +1,12 @@
-"""Memory that outlives a call: outputs and rows that are used again, and rows that peers write into."""
+"""Memory that outlives a call: rows of the CPU engine that are used again, and rows that peers write into."""
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,123 +14,129 @@ import torch
 
 from . import _torch
 from ._torch import Tensor
+from .errors import value_error
 
-_storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
-_use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
-_references = sys.getrefcount
-
-
-class Outputs:
-    """Five output tensors cut from one allocation, and a way to tell that nobody holds any of them any more."""
-
-    __slots__ = (
-        *("tensors", "_storage", "_number", "_storage_idle", "_idle", "_ask_uses"),
-        *("args", "reference", "stream", "numbers", "more", "shape", "sources"),
-    )
-
-    def __init__(self, specs: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
-        """Allocates tensors of these (shape, dtype); each begins at a multiple of 256 bytes."""
-        offsets, total = [], 0
-        for shape, dtype in specs:
-            offsets.append(total)
-            total += (math.prod(shape) * dtype.itemsize + 255) // 256 * 256
-        arena = _torch.empty((max(total, 1),), torch.uint8, device)
-        self._storage = arena.untyped_storage()
-        self._number = self._storage._cdata
-        self.tensors: list[Any] = []
-        for (shape, dtype), offset in zip(specs, offsets, strict=True):
-            strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-            view = torch.empty((0,), dtype=dtype, device=device)
-            view.set_(self._storage, offset // dtype.itemsize, tuple(shape), tuple(strides))
-            self.tensors.append(view)
-        self.args: Any = None  # the C struct of the call that fills them
-        self.reference: Any = None  # the same, as ctypes passes it
-        self.stream = 0
-        self.numbers: tuple[int, ...] = ()  # what the struct's number fields hold
-        self.more = False  # its optional addresses are not all absent
-        self.shape: tuple[int, ...] = ()  # B, H, E
-        self.sources = (0, 0)  # addresses of src_info and layout_range
-        del arena, view
-        self._storage_idle = self._idle = 0
-        self._ask_uses = not _holders_are_references()
-
-    def ready(self) -> None:
-        """Remembers what the counts are while nobody but this object holds anything."""
-        self._idle, self._storage_idle = self._holders(), _storage_uses(self._number)
-
-    def touch(self) -> None:
-        """Brings in the memory, so that no page is new in the first call."""
-        _torch.empty((0,), torch.uint8, self.tensors[0].device).set_(self._storage).zero_()
-
-    def _holders(self) -> int:
-        # A sum will do: no single count can be below what it is when nobody holds anything.
-        a, b, c, d, e = self.tensors
-        count = _references(a) + _references(b) + _references(c) + _references(d) + _references(e)
-        if self._ask_uses:
-            count += _use_count(a) + _use_count(b) + _use_count(c) + _use_count(d) + _use_count(e)
-        return count + _references(self._storage)  # torch has one object of it for all who ask
-
-    def unused(self) -> bool:
-        """True if every tensor, view and storage handed out is gone."""
-        return self._holders() == self._idle and _storage_uses(self._number) == self._storage_idle
+RECYCLE = "DEEPEP_RECYCLE_OUTPUTS"
+CPU = torch.device("cpu")
+_storage_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
-@functools.cache
-def _holders_are_references() -> bool:
-    """True if a tensor that something else than Python holds, such as autograd, has one reference more for it.
-
-    So it is since torch 2.10. Before, the tensor's own count of uses had to be asked too.
-    """
-    with torch.inference_mode(False):
-        held, holder = torch.ones(1, device="cpu"), torch.ones(1, device="cpu")
-        before = _references(held), _use_count(held)
-        holder.grad = held
-        after = _references(held), _use_count(held)
-    return after[0] > before[0] and after[1] > before[1]
+def recycling() -> bool:
+    """Whether memory of outputs may be used again: DEEPEP_RECYCLE_OUTPUTS, 1 unless it is set."""
+    text = os.environ.get(RECYCLE, "1")
+    if text not in ("0", "1"):
+        raise value_error(RECYCLE, repr(text), "0 or 1")
+    return text == "1" and _every_holder_counts()
 
 
 class _Block:
-    """Plain memory, and a way to tell that no tensor lies in it."""
+    """A storage, and a way to tell that it is as it was made and that this object alone holds it."""
 
-    __slots__ = ("storage", "idle")
+    __slots__ = ("storage", "_address", "_size", "_idle")
 
     def __init__(self, count: int) -> None:
-        self.storage = _torch.empty((count,), torch.uint8, torch.device("cpu")).untyped_storage()
-        self.idle = self.usage()
+        self.storage = _torch.empty((count,), torch.uint8, CPU).untyped_storage()
+        self._address, self._size = self.storage.data_ptr(), count
+        self._idle = self._holders()
 
-    def usage(self) -> tuple[int, int]:
+    def _holders(self) -> tuple[int, int]:
+        # Python's references to the storage object, of which torch has one for all who ask; and torch's own.
+        assert _storage_uses is not None
         return sys.getrefcount(self.storage), _storage_uses(self.storage._cdata)
+
+    def unchanged(self) -> bool:
+        """False once a caller has resized the storage or given it other memory: it is the caller's then."""
+        return self.storage.nbytes() == self._size and self.storage.data_ptr() == self._address
+
+    def idle(self) -> bool:
+        """True while no tensor, view, array or storage object of a caller has the memory."""
+        return self._holders() == self._idle
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A new contiguous tensor at the beginning of the block."""
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return torch.empty((0,), dtype=dtype, device=CPU).set_(self.storage, 0, tuple(shape), strides)
+
+
+@functools.cache
+def _every_holder_counts() -> bool:
+    """True if this torch counts each kind of holder of a storage, and counts it no longer once it is gone.
+
+    The counts are no promise of torch's. Where one of these holders is not seen, nothing is used again.
+    """
+    if _storage_uses is None:
+        return False
+    weight = torch.ones((1,), dtype=torch.float32, device=CPU, requires_grad=True)
+    holders: list[Callable[[Tensor], object]] = [
+        lambda t: t,
+        lambda t: t[1:],
+        lambda t: t.detach(),
+        lambda t: t.data,
+        lambda t: t.view(torch.int32),
+        lambda t: t.untyped_storage(),
+        lambda t: t.numpy(),
+        lambda t: torch.utils.dlpack.from_dlpack(t),
+        lambda t: torch.empty((0,), dtype=torch.uint8, device=CPU).set_(t.untyped_storage()),
+        lambda t: t * weight,  # autograd saves t
+        lambda t: torch.nn.Parameter(t),
+    ]
+    with torch.inference_mode(False), torch.enable_grad():
+        block = _Block(64)
+        for hold in holders:
+            held = hold(block.tensor((16,), torch.float32))
+            if block.idle():
+                return False
+            del held
+            if not block.idle():
+                return False
+    return block.unchanged()
 
 
 class RowCache:
-    """Plain memory of received rows that nobody holds any more, used again: new pages cost more than the copy."""
+    """Large CPU outputs, in memory that no caller has any more: new pages cost more than the rows' copy into them.
 
-    SMALLEST = 1 << 20  # bytes; the C library's allocator keeps smaller blocks by itself
-    MOST = 4  # blocks kept; what is beyond is ordinary memory
+    Only storages are kept, at most `max_blocks`; each output is a new tensor. DEEPEP_RECYCLE_OUTPUTS=0: all memory is
+    torch's own.
+    """
 
-    def __init__(self) -> None:
+    MIN_BYTES = 1 << 20  # the C library's allocator keeps smaller blocks by itself
+
+    def __init__(self, max_blocks: int) -> None:
+        """Keeps up to `max_blocks`; 0: none."""
         self._blocks: list[_Block] = []
+        self._max_blocks = max_blocks
+        self._lock = threading.Lock()  # held until the tensor is made: else two threads might find one block idle
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A CPU tensor of undefined content."""
-        device, count = torch.device("cpu"), math.prod(shape) * dtype.itemsize
-        if count < self.SMALLEST:
-            return _torch.empty(shape, dtype, device)
-        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        return torch.empty((0,), dtype=dtype, device=device).set_(self._block(count).storage, 0, tuple(shape), strides)
+        """A contiguous CPU tensor of undefined content."""
+        count = math.prod(shape) * dtype.itemsize
+        if count >= self.MIN_BYTES and self._max_blocks:
+            with self._lock:
+                return self._block(count).tensor(shape, dtype)
+        return _torch.empty(shape, dtype, CPU)
+
+    def empty_like(self, prototype: Tensor) -> Tensor:
+        """The same, of a prototype's shape and dtype."""
+        return self.empty(prototype.shape, prototype.dtype)
 
     def _block(self, count: int) -> _Block:
+        self._blocks = [block for block in self._blocks if block.unchanged()]
         for at, block in enumerate(self._blocks):
-            if block.usage() != block.idle:
+            if not block.idle():
                 continue
             if count <= block.storage.nbytes() <= 4 * count:
                 return block
-            del self._blocks[at]  # free and of another size: sizes have changed
+            del self._blocks[at]  # idle and of another size: sizes have changed
             break
         block = _Block(count + count // 8)
-        if len(self._blocks) < self.MOST:
+        if len(self._blocks) < self._max_blocks:
             self._blocks.append(block)
         return block
+
+
+def touch(tensor: Tensor) -> None:
+    """Writes to all memory of a tensor, so that no page of it is new to the next user."""
+    _torch.empty((0,), torch.uint8, tensor.device).set_(tensor.untyped_storage()).zero_()
 
 
 @functools.cache

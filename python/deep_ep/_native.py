@@ -11,7 +11,7 @@ from typing import Any
 from . import _abi, bootstrap, errors
 from ._lib import Library, library
 
-SLICE_MS = 50  # a wait returns to Python this often, so that Ctrl-C is seen
+SLICE_MS = 50  # a waiting call returns to Python this often, so that Ctrl-C is seen
 
 AllGather = Callable[[bytes], list[bytes]]
 
@@ -161,14 +161,19 @@ class NativeBuffer:
 
     def take_event(self) -> int:
         """An event of this buffer, new or used before."""
-        if self._events:
+        try:
             return self._events.pop()
-        event = ctypes.c_void_p()
+        except IndexError:
+            event = ctypes.c_void_p()
         self.lib.check(self.lib.with_gil.deepep_event_create(self, ctypes.byref(event)))
         return int(event.value or 0)
 
+    def record_event(self, event: int, stream: int) -> None:
+        """Marks the present end of a CUDA stream."""
+        self.lib.check(self.lib.with_gil.deepep_event_record(event, stream))
+
     def give_event(self, event: int) -> None:
-        """Takes back an event that nobody waits for any more."""
+        """Takes back an event that has no holder any more."""
         if self.alive and len(self._events) < 64:
             self._events.append(event)
         else:

@@ -8,14 +8,18 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 
 from .errors import type_error, value_error
 
 Tensor = torch.Tensor
+OptionalTensor = Tensor | None
 DType = torch.dtype
+Device = torch.device
+Size = torch.Size
+Function = TypeVar("Function", bound=Callable[..., Any])
 topk_idx_t = torch.int64
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
@@ -79,6 +83,29 @@ def recorded_event(device: torch.device | None = None) -> torch.cuda.Event | Non
 
 
 is_capturing = torch.cuda.is_current_stream_capturing
+in_inference_mode = torch.is_inference_mode_enabled
+
+
+def outside_inference_mode() -> Any:
+    """A context in which new tensors are ordinary ones, whatever mode the caller is in."""
+    return torch.inference_mode(False)
+
+
+def opaque(function: Function) -> Function:
+    """Keeps torch.compile out of a function and of what it calls: a call is a graph break.
+
+    It does what torch.compiler.disable does, which costs 0.3 us a call and an import of torch._dynamo, and which takes
+    its place where this torch has no mark of code objects.
+    """
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    except (ImportError, AttributeError):
+        return torch.compiler.disable(function)  # type: ignore[no-any-return,no-untyped-call]
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # what dynamo asks before it traces into a call
+    return function
 
 
 def full(shape: Sequence[int], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -89,6 +116,15 @@ def full(shape: Sequence[int], value: float, dtype: torch.dtype, device: torch.d
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised memory; names dtype and device, since callers change torch's defaults."""
     return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def prototype(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of one element in this shape, for `empty_like`: half as long as to name shape, dtype and device."""
+    with torch.inference_mode(False):
+        return torch.empty((1,), dtype=dtype, device=device).expand(tuple(shape))
+
+
+empty_like: Callable[[Tensor], Tensor] = torch.empty_like
 
 
 def like(tensor: Tensor, *shape: int) -> Tensor:
@@ -139,23 +175,23 @@ def check_indices(name: str, tensor: Tensor, num_experts: int) -> None:
     """Raises if a CPU tensor holds an index outside [-1, num_experts)."""
     if tensor.numel() == 0:
         return
-    least, greatest = (int(value) for value in torch.aminmax(tensor))
-    if least < -1 or greatest >= num_experts:
-        bad = least if least < -1 else greatest
+    smallest, largest = (int(value) for value in torch.aminmax(tensor))
+    if smallest < -1 or largest >= num_experts:
+        bad = smallest if smallest < -1 else largest
         raise value_error(name, f"an index {bad}", f"-1 to num_experts - 1 = {num_experts - 1}")
 
 
-def plain(tensor: object, dtype: torch.dtype, where: int, shape: tuple[int, ...] | None = None) -> bool:
-    """True for a contiguous tensor of this dtype and shape (None: any matrix) on GPU `where` (-1: on the CPU).
+def plain(tensor: object, dtype: torch.dtype, ordinal: int, shape: tuple[int, ...]) -> TypeGuard[Tensor]:
+    """True for a contiguous tensor of this dtype and shape on GPU `ordinal` (-1: on the CPU).
 
     A quick yes for hot paths. On a no, `check` says what is wrong (or that another dtype is fine too).
     """
     return (
         type(tensor) is Tensor
         and tensor.dtype is dtype
-        and (tensor.dim() == 2 if shape is None else tensor.shape == shape)
+        and tensor.shape == shape
         and tensor.is_contiguous()
-        and tensor.get_device() == where
+        and tensor.get_device() == ordinal
     )
 
 
@@ -192,5 +228,10 @@ def gather_function(group: Any) -> tuple[int, int, Callable[[bytes], list[bytes]
         dist.all_gather_object(blobs, blob, group=group)
         return cast(list[bytes], blobs)
 
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    missing = [name for name in ("rank", "size") if not callable(getattr(group, name, None))]
+    if missing:
+        given = f"{type(group).__name__} without {', '.join(missing)}"
+        raise type_error("group", given, "a torch.distributed.ProcessGroup or the like")
+    # Asked of the group itself: torch.distributed need not know it.
+    rank, size = int(group.rank()), int(group.size())
     return rank, size, allgather

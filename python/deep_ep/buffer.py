@@ -1,43 +1,55 @@
-"""Buffer: what moves tokens to their experts and back."""
+"""Buffer: sends tokens to their experts' ranks and combines what the experts answer."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import weakref
-from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from . import _abi, _memory, _native, _torch, errors
+from ._core import Core
 from ._lib import library
-from ._low_latency import LowLatencyMode
-from ._normal import NormalMode
+from ._low_latency import Handle as LowLatencyHandle
+from ._low_latency import Hook, LowLatencyMode
+from ._normal import Dispatched, NormalMode
+from ._torch import DType, OptionalTensor, Size, Tensor, opaque
 from .bootstrap import Bootstrap
 from .config import Config, low_latency_size_hint
-from .errors import assertion, type_error, value_error
+from .errors import assertion, check_int, type_error, value_error
 from .utils import EventHandle, EventOverlap
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
 
 ZERO_COPY_BYTES = 512 << 20  # two batches of 4096 tokens of 7168 BF16 over 4 ranks
+MAX_BYTES = 2**63 - 1
+MAX_SECONDS = 10**9  # what fits a number of nanoseconds, with room to add
+Rows = Tensor | tuple[Tensor, Tensor]  # BF16 rows, or FP8 rows with their scales
+
+# Keywords of forks of the API: asking for one of them is an error that names it, passing its "off" value is not.
+FORK_KEYWORDS = frozenset(
+    ("use_nvfp4", "x_global_scale", "overlap", "packed_recv_count", "comp_signal", "block_m", "threshold", "num_sms",
+     "src_signals", "src_signal_expect_value")
+)  # fmt: skip
 
 
 class Runtime:
     """``buffer.runtime``: what code written for V1 asks of the extension object."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer = weakref.ref(buffer)
+    def __init__(self, core: Core) -> None:
+        self._core = weakref.ref(core)
 
     def _info(self) -> Any:
-        buffer = self._buffer()
-        if buffer is None or not buffer.native.alive:
+        core = self._core()
+        if core is None or not core.native.alive:
             raise errors.DeepEPError(errors.INVALID_STATE, "the buffer is destroyed")
-        return buffer.native.info()
+        return core.native.info()
 
     def is_available(self) -> bool:
         """True while the buffer can be used."""
-        buffer = self._buffer()
-        return buffer is not None and buffer.native.alive and buffer.ready()
+        core = self._core()
+        return core is not None and core.native.alive and (core.is_ready or core.native.wait_ready(0))
 
     def get_num_rdma_ranks(self) -> int:
         """Nodes of the group."""
@@ -57,7 +69,7 @@ class Runtime:
         return max(0, int(self._info().device))
 
 
-class Buffer(NormalMode, LowLatencyMode):
+class Buffer:
     """Expert-parallel communication of one group. The constructor is collective.
 
     Args:
@@ -65,14 +77,14 @@ class Buffer(NormalMode, LowLatencyMode):
         num_nvl_bytes: bytes for normal mode inside a node; see Config.get_nvl_buffer_size_hint.
         num_rdma_bytes: bytes for low-latency mode and between nodes; see get_low_latency_rdma_size_hint.
         low_latency_mode: allow the low-latency calls.
-        num_qps_per_rank: queue pairs toward each rank, between nodes.
+        num_qps_per_rank: queue pairs toward each rank, between nodes; a float is accepted if it is whole.
         allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: which links may be used.
         explicitly_destroy: True: destroy() may be called; False: the finalizer frees.
         enable_shrink: low-latency calls go on without ranks that are lost; masks are allowed.
-        comm: an mpi4py communicator (or anything with Get_rank, Get_size and allgather) instead of `group`.
+        comm: an mpi4py communicator (or any object with Get_rank, Get_size and allgather) instead of `group`.
         preinitialize: do everything now that the first call would do.
         background: return after one exchange on the group; the first call waits for the rest.
-        engine: "cpu", "cuda" or None: DEEPEP_ENGINE, or CUDA where a device and its library are there.
+        engine: "cpu", "cuda", or "auto" or None: DEEPEP_ENGINE, or CUDA where a device and its library are there.
         timeout: seconds that a call waits for a living peer; None: DEEPEP_TIMEOUT_MS, or 100.
         num_nvl_peers: ranks of one NVLink domain; None: DEEPEP_NUM_MAX_NVL_PEERS, or 8.
         bootstrap: where ranks meet without torch.distributed; see deep_ep.Bootstrap.
@@ -109,99 +121,70 @@ class Buffer(NormalMode, LowLatencyMode):
         zero_copy_bytes: int | None = None,
     ) -> None:
         numbers = {
-            "num_nvl_bytes": num_nvl_bytes,
-            "num_rdma_bytes": num_rdma_bytes,
-            "num_qps_per_rank": num_qps_per_rank,
+            "num_nvl_bytes": check_int("num_nvl_bytes", num_nvl_bytes, 0, MAX_BYTES),
+            "num_rdma_bytes": check_int("num_rdma_bytes", num_rdma_bytes, 0, MAX_BYTES),
+            "num_qps_per_rank": _whole("num_qps_per_rank", num_qps_per_rank),
         }
-        for name, value in numbers.items():
-            _check_int(name, value, 0)
-        if num_nvl_peers is not None:
-            _check_int("num_nvl_peers", num_nvl_peers, 1)
-        self._zero_copy_bytes = _zero_copy_bytes(zero_copy_bytes, num_nvl_bytes)
-        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-            raise value_error("timeout", repr(timeout), "seconds > 0, or None")
-        if engine not in (None, "auto", "cpu", "cuda"):
-            raise value_error("engine", repr(engine), "None, 'auto', 'cpu' or 'cuda'")
-        self.group = group
-        self.num_nvl_bytes = num_nvl_bytes
-        self.num_rdma_bytes = num_rdma_bytes
+        switches = {
+            "low_latency_mode": low_latency_mode,
+            "allow_nvlink_for_low_latency_mode": allow_nvlink_for_low_latency_mode,
+            "allow_mnnvl": allow_mnnvl,
+            "use_fabric": use_fabric,
+            "enable_shrink": enable_shrink,
+            "preinitialize": preinitialize,
+        }
+        self.group = comm if group is None else group
+        self.num_nvl_bytes, self.num_rdma_bytes = numbers["num_nvl_bytes"], numbers["num_rdma_bytes"]
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        self._kept: deque[Any] = deque()
-        self._default_configs: dict[tuple[int, int], Any] = {}
-        self._row_cache = _memory.RowCache()
-        self._forget_low_latency()
-        milliseconds = 0 if timeout is None else max(1, round(timeout * 1000))
+        zero_copy = _zero_copy_bytes(zero_copy_bytes, self.num_nvl_bytes)
+        peers = 0 if num_nvl_peers is None else check_int("num_nvl_peers", num_nvl_peers, 1)
+        shared = {"num_nvl_peers": peers, "background": 1, "timeout_ms": _milliseconds(timeout)}
+        recycle = _memory.recycling()
         self.engine = _choose_engine(engine)
-        if self.engine == "cuda":
-            _memory.give_back_rows()
-        options = _abi.sized(
-            _abi.BufferOptions,
-            device=_torch.current_cuda_device() if self.engine == "cuda" else -1,
-            engine=self.engine.encode(),
-            timeout_ms=milliseconds,
-            low_latency_mode=int(bool(low_latency_mode)),
-            allow_nvlink_for_low_latency_mode=int(bool(allow_nvlink_for_low_latency_mode)),
-            allow_mnnvl=int(bool(allow_mnnvl)),
-            use_fabric=int(bool(use_fabric)),
-            enable_shrink=int(bool(enable_shrink)),
-            preinitialize=int(bool(preinitialize)),
-            background=1,  # the rest is waited for in slices, so that Ctrl-C is seen
-            **numbers,
-        )
-        shared = {"num_nvl_peers": num_nvl_peers or 0, "background": 1, "timeout_ms": milliseconds}
+        options = _buffer_options(self.engine, shared["timeout_ms"], numbers, switches)
         native_group = _make_group(group, comm, bootstrap, shared)
         try:
-            self.native = _native.NativeBuffer(native_group, options)
+            native = _native.NativeBuffer(native_group, options)
         except BaseException:
             native_group.destroy()
             raise
-        self._finalizer = weakref.finalize(self, _free, self.native, native_group, os.getpid())
-        self._adopt(self.native.info())
-        self._ready = False
-        self.runtime = Runtime(self)
+        self._core = Core(self.engine, native, native_group, zero_copy, recycle)
+        self.rank, self.group_size = self._core.rank, self._core.group_size
+        self._normal = NormalMode(self._core)
+        self._low_latency = LowLatencyMode(self._core, low_latency_mode, enable_shrink)
+        self.runtime = Runtime(self._core)
         if not background:
             try:
-                self.ensure_ready()
+                self._core.ensure_ready()
             except BaseException:
-                self._finalizer()
+                self._core.destroy()
                 raise
 
-    def _adopt(self, info: Any) -> None:
-        self.rank, self.group_size = int(info.rank), int(info.size)
-        self.num_nvl_peers = int(info.num_nvl_peers)
-        self.host_stream = self.engine == "cpu"
-        self.device = _torch.device_of(self.engine, max(0, int(info.device)))
-        self._where = -1 if self.host_stream else int(self.device.index)
-        self.raw_stream = _torch.stream_getter(self.device)
-
-    def ensure_ready(self) -> None:
-        """Waits for start-up; raises its failure, or says that the buffer is destroyed."""
-        if not self.native.alive:
-            raise errors.DeepEPError(errors.INVALID_STATE, "the buffer is destroyed")
-        self.native.wait_ready()
-        info = self.native.info()
-        self._adopt(info)
-        self.comm_stream_address = int(info.comm_stream or 0)
-        self.comm_stream = _torch.external_stream(self.comm_stream_address, self.device)
-        if info.peer_rows and self._zero_copy_bytes and not self.host_stream and self.native.rows is None:
-            index, pointer = self.native.open_segment(self._zero_copy_bytes)
-            lib = self.native.lib
-            self.native.rows = _memory.RowPool(
-                lib.path, lib.with_gil.deepep_pool_select, index, pointer, self._zero_copy_bytes
-            )
-        self._ready = True
+    # ---- life
 
     def ready(self) -> bool:
         """True once start-up is complete; never blocks."""
-        return self._ready or (self.native.alive and self.native.wait_ready(0))
+        core = self._core
+        return core.is_ready or (core.native.alive and core.native.wait_ready(0))
 
     def wait_ready(self, timeout: float | None = None) -> bool:
-        """Waits for start-up, at most `timeout` seconds. Returns whether it is complete; raises why it failed."""
-        if not self._ready and not self.native.wait_ready(timeout):
+        """Waits for start-up.
+
+        Args:
+            timeout: seconds to wait at most; None: until start-up is complete or has failed.
+
+        Returns:
+            Whether start-up is complete.
+
+        Raises:
+            DeepEPError: start-up failed; the text says why.
+        """
+        core = self._core
+        if not core.is_ready and not core.native.wait_ready(timeout):
             return False
-        self.ensure_ready()
+        core.ensure_ready()
         return True
 
     def warmup(
@@ -222,41 +205,353 @@ class Buffer(NormalMode, LowLatencyMode):
             num_experts: E.
             num_max_dispatch_tokens_per_rank: B of low-latency calls; 0: none are planned.
             use_fp8: whether low-latency dispatch casts to FP8.
+
+        Raises:
+            DeepEPError: a rank is late, dead or disagrees. Also a ValueError or TypeError for a wrong argument.
         """
-        self.enter()
-        bound = num_max_dispatch_tokens_per_rank
+        core = self._core
+        core.enter()
+        tokens = check_int("num_tokens", num_tokens)
+        bound = check_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
+        hidden, topk = check_int("hidden", hidden), check_int("num_topk", num_topk)
+        experts = check_int("num_experts", num_experts)
         options = _abi.sized(_abi.WarmupOptions, use_fp8=int(bool(use_fp8)))
-        if num_tokens:
-            options.num_tokens, options.hidden, options.num_topk, options.num_experts = (
-                num_tokens,
-                hidden,
-                num_topk,
-                num_experts,
-            )
+        if tokens:
+            options.num_tokens, options.hidden = tokens, hidden
+            options.num_topk, options.num_experts = topk, experts
         if bound:
             options.ll_num_max_tokens, options.ll_hidden = bound, hidden
-            options.ll_num_topk, options.ll_num_experts = num_topk, num_experts
-        lib = self.native.lib
-        lib.check(lib.without_gil.deepep_buffer_warmup(self.native, ctypes.byref(options)))
-        if num_tokens:
-            self._run_normal(hidden, num_experts)
+            options.ll_num_topk, options.ll_num_experts = topk, experts
+        lib = core.native.lib
+        lib.check(lib.without_gil.deepep_buffer_warmup(core.native, ctypes.byref(options)))
+        if tokens:
+            self._normal.warm_up(hidden, experts, self.num_sms)
         if bound:
-            self._touch_outputs(bound, hidden, num_experts, bool(use_fp8))
-            self._run_low_latency(bound, hidden, num_topk, num_experts, bool(use_fp8))
+            self._low_latency.warm_up(bound, hidden, topk, experts, bool(use_fp8))
         self.check()
 
     def check(self) -> None:
-        """Raises the failure that made the buffer unusable, if there was one."""
-        lib = self.native.lib
-        lib.check(lib.with_gil.deepep_buffer_check(self.native))
+        """Asks whether the buffer can be used.
+
+        Raises:
+            DeepEPError: the failure that made it unusable.
+        """
+        lib = self._core.native.lib
+        lib.check(lib.with_gil.deepep_buffer_check(self._core.native))
 
     def destroy(self) -> None:
-        """Frees everything here; local, bounded, waits for no peer. Twice is fine. Needs explicitly_destroy."""
+        """Frees everything here; local, bounded, waits for no peer. Twice is fine.
+
+        Raises:
+            DeepEPError (also an AssertionError): the buffer was made without explicitly_destroy.
+        """
         assertion(self.explicitly_destroy, "destroy() needs a buffer made with explicitly_destroy=True")
-        self._ready = False
-        self._finalizer()
-        self._kept.clear()
-        self._forget_low_latency()
+        self._core.destroy()
+        self._low_latency.forget()
+
+    # ---- normal mode
+
+    @opaque
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, OptionalTensor, Tensor, Tensor, EventOverlap]:
+        """Counts what a dispatch of these indices sends where.
+
+        Args:
+            topk_idx: ``[T, K]`` int64 or int32; -1 selects nothing.
+            num_experts: E, a multiple of the number of ranks.
+            previous_event: what the work waits for; None or without an event: the caller's current stream.
+            async_finish: True: the caller waits through the returned event.
+            allocate_on_comm_stream: outputs belong to the communication stream; needs both of the above.
+
+        Returns:
+            ``num_tokens_per_rank [R] int32``, ``num_tokens_per_rdma_rank [nodes] int32`` (None on one node),
+            ``num_tokens_per_expert [E] int32``, ``is_token_in_rank [T, R] bool`` and the event.
+
+        Raises:
+            DeepEPError: the buffer has failed or is destroyed. Also a ValueError or TypeError for a wrong argument;
+                indices out of range are refused on the CPU engine and fail the buffer on a GPU.
+        """
+        return self._normal.layout(topk_idx, num_experts, previous_event, async_finish, allocate_on_comm_stream)
+
+    @opaque
+    def dispatch(
+        self,
+        x: Rows,
+        handle: Sequence[Any] | None = None,
+        num_tokens_per_rank: OptionalTensor = None,
+        num_tokens_per_rdma_rank: OptionalTensor = None,
+        is_token_in_rank: OptionalTensor = None,
+        num_tokens_per_expert: OptionalTensor = None,
+        topk_idx: OptionalTensor = None,
+        topk_weights: OptionalTensor = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Dispatched:
+        """Sends each token once to every rank that holds one of its experts.
+
+        Args:
+            x: BF16 ``[T, H]``, or a pair (FP8 e4m3 ``[T, H]``, scales ``[T, S]`` float32 or int32 with any strides).
+            handle: of an earlier dispatch: the same routing again, without top-k, counts and host wait.
+            num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert: what
+                get_dispatch_layout returned.
+            topk_idx: ``[T, K]`` int64 or int32, or None; together with
+            topk_weights: ``[T, K]`` float32.
+            expert_alignment: the counts of the list are rounded up to multiples of it.
+            num_worst_tokens: > 0: outputs have that many rows and the host does not wait; needs top-k.
+            config: None: the default for this many ranks.
+            previous_event, async_finish, allocate_on_comm_stream: as in get_dispatch_layout.
+
+        Returns:
+            ``recv_x [N, H]`` (a pair for a pair), rows by source rank, then by token; ``recv_topk_idx [N, K]``: local
+            experts or -1; ``recv_topk_weights [N, K]``, 0 there; a list of L counts; the handle; the event. With a
+            handle given: ``(recv_x, None, None, None, None, event)``.
+
+        Raises:
+            DeepEPError: a rank is late, dead or disagrees; the text names it. Also a ValueError or TypeError for a
+                wrong argument.
+        """
+        return self._normal.dispatch(
+            x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert,
+            topk_idx, topk_weights, expert_alignment, num_worst_tokens, config, self.num_sms, previous_event,
+            async_finish, allocate_on_comm_stream,
+        )  # fmt: skip
+
+    @opaque
+    def combine(
+        self,
+        x: Tensor,
+        handle: Sequence[Any],
+        topk_weights: OptionalTensor = None,
+        bias: Tensor | tuple[OptionalTensor, OptionalTensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, OptionalTensor, EventOverlap]:
+        """Sums, for each token, the rows that came from it.
+
+        Args:
+            x: ``[N, H]`` BF16, one row for each row that dispatch received.
+            handle: of that dispatch.
+            topk_weights: ``[N, K]`` float32, summed likewise, or None.
+            bias: ``[T, H]`` BF16, or a pair of such; added to the sum.
+            config, previous_event, async_finish, allocate_on_comm_stream: as in dispatch.
+
+        Returns:
+            ``combined_x [T, H]`` BF16 (accumulated in FP32; 0 plus biases for a token that went nowhere),
+            ``combined_topk_weights [T, K]`` float32 or None, and the event.
+
+        Raises:
+            DeepEPError: a rank is late, dead or disagrees; the text names it. Also a ValueError or TypeError for a
+                wrong argument, or a handle of another shape.
+        """
+        return self._normal.combine(
+            x, handle, topk_weights, bias, config, self.num_sms, previous_event, async_finish, allocate_on_comm_stream
+        )
+
+    def internode_dispatch(self, x: Rows, *args: Any, **keywords: Any) -> Dispatched:
+        """dispatch() with `config` required; the name that internode code calls."""
+        _require_config(args[9] if len(args) > 9 else keywords.get("config"))
+        return self.dispatch(x, *args, **keywords)
+
+    def internode_combine(
+        self, x: Tensor, handle: Sequence[Any], *args: Any, **keywords: Any
+    ) -> tuple[Tensor, OptionalTensor, EventOverlap]:
+        """combine() with `config` required; the name that internode code calls."""
+        _require_config(args[2] if len(args) > 2 else keywords.get("config"))
+        return self.combine(x, handle, *args, **keywords)
+
+    # ---- low-latency mode
+
+    @opaque
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: OptionalTensor = None,
+        dispatch_wait_recv_cost_stats: OptionalTensor = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        topk_weights: OptionalTensor = None,
+        **fork_keywords: Any,
+    ) -> tuple[Rows, Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+        """Sends each token to its experts' ranks, into rows by local expert.
+
+        Args:
+            x: ``[T, H]`` BF16, T <= B, H a multiple of 128.
+            topk_idx: ``[T, K]`` int64 or int32, K <= 32; -1 is skipped, a repeated expert gets one row.
+            num_max_dispatch_tokens_per_rank: B, the same on all ranks.
+            num_experts: E, the same on all ranks, a multiple of their number.
+            cumulative_local_expert_recv_stats: ``[L]`` int32, += received tokens, or None.
+            dispatch_wait_recv_cost_stats: ``[R]`` int64, += nanoseconds waited for each rank, or None.
+            use_fp8: cast to e4m3 with one scale a token and 128 channels.
+            round_scale: scales are powers of two.
+            use_ue8m0: scales are packed exponent bytes; needs round_scale and H a multiple of 512.
+            async_finish: True: the caller waits through the returned event.
+            return_recv_hook: True: only send now; the hook receives, on the stream that is current now.
+            topk_weights: ``[T, K]`` float32 sent along, so that the send half of a combine may sum at the experts' rank
+                too; or None.
+
+        Returns:
+            ``recv_x``: ``[L, R*B, H]`` BF16, or with FP8 the pair (e4m3, scales ``[L, R*B, H/128]`` float32, column-
+            major in the last two axes; with use_ue8m0 ``[L, R*B, H/512]`` int32); ``recv_count [L]`` int32; the handle
+            ``(src_info [L, R*B], layout_range [L, R], B, H, E)``; the event; the hook or None. The tensors are new in
+            each call, and no inference tensors in inference mode either.
+
+        Raises:
+            DeepEPError: a third send without its receive; a rank is late, dead or disagrees. Also a ValueError or
+                TypeError for a wrong argument.
+        """
+        if fork_keywords:
+            _refuse_keywords("low_latency_dispatch", fork_keywords)
+        return self._low_latency.dispatch(
+            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
+            dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook,
+            topk_weights,
+        )  # fmt: skip
+
+    @opaque
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: Sequence[Any],
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: OptionalTensor = None,
+        combine_wait_recv_cost_stats: OptionalTensor = None,
+        *,
+        unreduced: bool = False,
+        **fork_keywords: Any,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        """Sums each token's rows, weighted, back at its rank.
+
+        Args:
+            x: ``[L, R*B, H]`` BF16: the experts' outputs, row by row as dispatch delivered them. H is a multiple of 128
+                and may differ from dispatch's.
+            topk_idx: ``[T, K]`` as given to dispatch.
+            topk_weights: ``[T, K]`` float32.
+            handle: of the dispatch.
+            use_logfmt: rows cross the wire in LogFMT-10.
+            zero_copy: the rows are in get_next_low_latency_combine_buffer(); x is ignored, and H is the handle's. Not
+                with use_logfmt.
+            async_finish, return_recv_hook: as in low_latency_dispatch.
+            out: ``[T, H]`` BF16 to fill, or None.
+            combine_wait_recv_cost_stats: ``[R]`` int64, += nanoseconds waited for each rank, or None.
+            unreduced: every expert's row crosses the wire and is summed at the token's rank. Else a rank with a GPU may
+                first sum its own experts' rows for a token, and round.
+
+        Returns:
+            ``combined_x [T, H]`` BF16 (FP32 sums of weight x row), the event, the hook or None.
+
+        Raises:
+            DeepEPError: a third send without its receive; a rank is late, dead or disagrees. Also a ValueError or
+                TypeError for a wrong argument.
+        """
+        if fork_keywords:
+            _refuse_keywords("low_latency_combine", fork_keywords)
+        return self._low_latency.combine(
+            x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
+            combine_wait_recv_cost_stats, unreduced,
+        )  # fmt: skip
+
+    @opaque
+    def get_next_low_latency_combine_buffer(self, handle: Sequence[Any]) -> Tensor:
+        """Where the rows of the next combine may be written for ``zero_copy=True``.
+
+        Peers read the rows in place, so no rank may leave two zero-copy combines sent and not received.
+
+        Args:
+            handle: of the dispatch.
+
+        Returns:
+            ``[L, R*B, H]`` BF16, rows contiguous, a view of the buffer for the next low-latency call only.
+
+        Raises:
+            DeepEPError: the buffer has failed or is destroyed. Also a ValueError or TypeError for a wrong handle.
+        """
+        return self._low_latency.next_combine_buffer(handle)
+
+    @opaque
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Empties the low-latency slots of every rank, e.g. after normal mode used the same memory. Collective.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: B of the calls to come.
+            hidden: H of them.
+            num_experts: E of them.
+
+        Raises:
+            DeepEPError: a rank is late or dead. Also a ValueError or TypeError for a wrong argument.
+        """
+        self._low_latency.clean(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+
+    @opaque
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Masks or unmasks a rank: nothing is sent to or awaited from a masked one.
+
+        Args:
+            rank_to_mask: the rank, from 0 to R - 1.
+            mask: True masks it, False unmasks it.
+
+        Raises:
+            DeepEPError: the buffer was made without enable_shrink, or has failed. Also a ValueError or TypeError for a
+                wrong argument.
+        """
+        self._low_latency.update_mask(rank_to_mask, mask)
+
+    @opaque
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Writes 1 for each masked rank, 0 for the others.
+
+        Args:
+            mask_status: ``[R]`` int32, written on the current stream.
+
+        Raises:
+            DeepEPError: the buffer was made without enable_shrink, or has failed. Also a ValueError or TypeError for a
+                wrong argument.
+        """
+        self._low_latency.query_mask(mask_status)
+
+    @opaque
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Unmasks every rank.
+
+        Raises:
+            DeepEPError: the buffer was made without enable_shrink, or has failed.
+        """
+        self._low_latency.clean_mask()
+
+    # ---- both modes
+
+    @opaque
+    def barrier(self) -> None:
+        """Waits, on the current stream, until every rank has come here. Collective.
+
+        Raises:
+            DeepEPError: a rank is late or dead; the text names it.
+        """
+        self._core.enter()
+        self._core.on_current_stream(self._core.native.lib.with_gil.deepep_barrier)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Statistics since the buffer was made.
@@ -266,17 +561,16 @@ class Buffer(NormalMode, LowLatencyMode):
             "barrier", "mask"): ``calls``, ``errors``, ``bytes`` (payload sent), ``wait_ns``, ``total_ns``, ``mean_us``,
             ``p50_us``, ``p99_us``, ``p999_us``, ``max_us``, ``bytes_to_peer [R]`` and ``wait_ns_per_peer [R]``. Times
             are of the operation's kernels.
-        """
-        self.enter()
-        return _native.stats(self.native, self.group_size)
 
-    def hold_until_idle(self, tensors: tuple[Any, ...]) -> None:
-        """Keeps tensors until everything issued so far is done (an interrupted call may still write to them)."""
-        self._finalizer_keep = (getattr(self, "_finalizer_keep", ()), tensors)
+        Raises:
+            DeepEPError: the buffer is destroyed.
+        """
+        self._core.enter()
+        return _native.stats(self._core.native, self.group_size)
 
     def get_local_buffer_tensor(
-        self, dtype: Any, size: Any = None, offset: int = 0, use_rdma_buffer: bool = False
-    ) -> _torch.Tensor:
+        self, dtype: DType, size: Size | Sequence[int] | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> Tensor:
         """A view of the raw buffer, valid until destroy().
 
         Args:
@@ -284,47 +578,77 @@ class Buffer(NormalMode, LowLatencyMode):
             size: its shape (torch.Size); None: all that is left, one-dimensional.
             offset: where it begins, in bytes; a multiple of the item size.
             use_rdma_buffer: the RDMA region instead of the NVLink region.
+
+        Returns:
+            A tensor of this dtype and shape over the buffer's memory; empty where the region has no bytes.
+
+        Raises:
+            DeepEPError: the buffer is destroyed. Also a ValueError or TypeError for a wrong argument.
         """
-        self.enter()
-        if not isinstance(dtype, _torch.DType):
+        core = self._core
+        core.enter()
+        if not isinstance(dtype, DType):
             raise type_error("dtype", repr(dtype), "a torch.dtype")
-        lib, pointer, total = self.native.lib, ctypes.c_void_p(), ctypes.c_uint64()
+        lib, pointer, total = core.native.lib, ctypes.c_void_p(), ctypes.c_uint64()
         rdma = int(bool(use_rdma_buffer))
-        lib.check(lib.with_gil.deepep_buffer_region(self.native, rdma, ctypes.byref(pointer), ctypes.byref(total)))
-        item = dtype.itemsize
-        if offset < 0 or offset > total.value or offset % item:
-            raise value_error("offset", offset, f"a multiple of {item} from 0 to {total.value}")
-        count = (total.value - offset) // item
+        lib.check(lib.with_gil.deepep_buffer_region(core.native, rdma, ctypes.byref(pointer), ctypes.byref(total)))
+        item, begin = dtype.itemsize, check_int("offset", offset, -MAX_BYTES, MAX_BYTES)
+        if begin < 0 or begin > total.value or begin % item:
+            raise value_error("offset", begin, f"a multiple of {item} from 0 to {total.value}")
+        count = (total.value - begin) // item
         if size is not None:
-            wanted = 1
-            for length in size:
-                wanted *= length
-            if wanted > count:
-                raise value_error("size", list(size), f"at most {count} items from this offset")
-            count = wanted
-        flat = _torch.view_of((pointer.value or 0) + offset, count * item, self.device, self).view(dtype)
-        return flat if size is None else flat.view(size)
+            count = _count_items(size, count)
+        flat = _torch.view_of((pointer.value or 0) + begin, count * item, core.device, core).view(dtype)
+        return flat if size is None else flat.view(tuple(size))
 
     def get_comm_stream(self) -> Any:
-        """The communication stream as a torch stream."""
-        self.enter()
-        return self.comm_stream
+        """The communication stream.
+
+        Returns:
+            A torch.cuda.Stream; on the CPU engine a torch.cpu.Stream.
+
+        Raises:
+            DeepEPError: the buffer is destroyed.
+        """
+        self._core.enter()
+        return self._core.comm_stream
+
+    @property
+    def num_nodes(self) -> int:
+        """NVLink domains of the group."""
+        return self._core.num_nodes
+
+    @property
+    def num_nvl_peers(self) -> int:
+        """Ranks of one NVLink domain."""
+        return self._core.num_nvl_peers
+
+    @property
+    def device(self) -> Any:
+        """The torch.device of the buffer's tensors."""
+        return self._core.device
+
+    # ---- statics
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """SMs that normal-mode calls without a config use; even.
+        """SMs that normal-mode calls without a config use.
+
+        Args:
+            new_num_sms: even, 0 or more.
 
         Raises:
             DeepEPError (also an AssertionError): the number is odd or negative.
         """
-        valid = isinstance(new_num_sms, int) and not isinstance(new_num_sms, bool)
-        assertion(
-            valid and new_num_sms >= 0 and new_num_sms % 2 == 0,
-            f"new_num_sms: got {new_num_sms!r}, allowed an even int >= 0",
-        )
-        Buffer.num_sms = new_num_sms
+        try:
+            number = check_int("new_num_sms", new_num_sms, 0)
+        except errors.DeepEPError:
+            number = 1
+        assertion(number % 2 == 0, f"new_num_sms: got {new_num_sms!r}, allowed an even int >= 0")
+        Buffer.num_sms = number
 
     @staticmethod
+    @opaque
     def capture() -> EventOverlap:
         """The present end of the current stream."""
         return EventOverlap(EventHandle())
@@ -360,17 +684,52 @@ def is_sm90_compiled() -> bool:
     return bool(status == errors.OK and info.sm90_compiled)
 
 
+def _refuse_keywords(function: str, keywords: dict[str, Any]) -> None:
+    """Raises TypeError for unknown keywords and NotImplementedError for a fork's keyword that asks for something."""
+    for name, value in keywords.items():
+        if name not in FORK_KEYWORDS:
+            raise errors.DeepEPTypeError(
+                errors.INVALID_ARGUMENT, f"{function}() got an unexpected keyword argument '{name}'"
+            )
+        if value is not None and value is not False and not (isinstance(value, int) and value == 0):
+            raise errors.DeepEPNotImplementedError(
+                errors.UNSUPPORTED, f"{function}(): the keyword {name}={value!r} belongs to a fork and is not supported"
+            )
+
+
+def _require_config(config: object) -> None:
+    assertion(config is not None, "argument config: got None, allowed a Config (internode calls need one)")
+
+
+def _count_items(size: Sequence[int], available: int) -> int:
+    """The items of a shape, which must be there."""
+    wanted = 1
+    for length in size:
+        wanted *= check_int("size", length, 0, MAX_BYTES)
+    if wanted > available:
+        raise value_error("size", list(size), f"at most {available} items from this offset")
+    return wanted
+
+
 def _default_config(kind: int, num_ranks: int) -> Config:
     config = Config.default(kind, num_ranks)
     config._native.num_sms = Buffer.num_sms
     return config
 
 
-def _check_int(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise type_error(name, repr(value), "an int")
-    if value < least:
-        raise value_error(name, value, f"an int >= {least}")
+def _whole(name: str, value: object) -> int:
+    """An int >= 0; clients divide to get one, so a whole float is one too."""
+    return check_int(name, int(value) if isinstance(value, float) and value.is_integer() else value, 0)
+
+
+def _milliseconds(timeout: object) -> int:
+    if timeout is None:
+        return 0
+    valid = isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and 0 < timeout <= MAX_SECONDS
+    if not valid:
+        raise value_error("timeout", repr(timeout), f"seconds > 0 and <= {MAX_SECONDS}, or None")
+    assert isinstance(timeout, (int, float))
+    return max(1, round(timeout * 1000))
 
 
 def _zero_copy_bytes(given: int | None, num_nvl_bytes: int) -> int:
@@ -383,17 +742,33 @@ def _zero_copy_bytes(given: int | None, num_nvl_bytes: int) -> int:
         value = int(text)
     if value is None:
         return ZERO_COPY_BYTES if num_nvl_bytes else 0
-    _check_int(name, value, 0)
-    return value
+    return check_int(name, value, 0, MAX_BYTES)
 
 
 def _choose_engine(engine: str | None) -> str:
     """The engine's name; what is not said here is said by DEEPEP_ENGINE or the machine."""
+    if engine not in (None, "auto", "cpu", "cuda"):
+        raise value_error("engine", repr(engine), "None, 'auto', 'cpu' or 'cuda'")
     if engine in ("cpu", "cuda"):
         return engine
     info, lib = _abi.sized(_abi.EngineInfo), library()
     lib.check(lib.without_gil.deepep_engine_query(b"auto", ctypes.byref(info)))
     return str(info.name.decode())
+
+
+def _buffer_options(engine: str, timeout_ms: int, numbers: dict[str, int], switches: dict[str, bool]) -> Any:
+    """deepep_buffer_options."""
+    if engine == "cuda":
+        _memory.give_back_rows()
+    return _abi.sized(
+        _abi.BufferOptions,
+        device=_torch.current_cuda_device() if engine == "cuda" else -1,
+        engine=engine.encode(),
+        timeout_ms=timeout_ms,
+        background=1,  # the rest is waited for in slices, so that Ctrl-C is seen
+        **numbers,
+        **{name: int(bool(value)) for name, value in switches.items()},
+    )
 
 
 def _make_group(group: Any, comm: Any, bootstrap: Bootstrap | None, options: dict[str, int]) -> _native.NativeGroup:
@@ -413,9 +788,3 @@ def _make_group(group: Any, comm: Any, bootstrap: Bootstrap | None, options: dic
         )
     assert bootstrap is not None
     return _native.group_from_bootstrap(bootstrap, **options)
-
-
-def _free(native: _native.NativeBuffer, group: _native.NativeGroup, owner: int) -> None:
-    if os.getpid() == owner:
-        native.destroy()
-        group.destroy()

@@ -41,9 +41,7 @@ class Config:
             "num_max_rdma_chunked_send_tokens": num_max_rdma_chunked_send_tokens,
             "num_max_rdma_chunked_recv_tokens": num_max_rdma_chunked_recv_tokens,
         }
-        for name, value in values.items():
-            check_int(name, value, -(2**31))  # what else is allowed is the library's to say
-        self._native = _abi.Config(*values.values())
+        self._native = _abi.Config(*(check_int(name, value) for name, value in values.items()))
         lib = library()
         lib.check(lib.with_gil.deepep_config_check(ctypes.byref(self._native)))
 
@@ -51,7 +49,7 @@ class Config:
     def default(cls, kind: int, num_ranks: int) -> Config:
         """The library's choice for `num_ranks` >= 1; kind 0 is dispatch, 1 combine."""
         config = cls()
-        check_int("num_ranks", num_ranks, 1)
+        num_ranks = check_int("num_ranks", num_ranks)
         lib = library()
         lib.check(lib.with_gil.deepep_config_default(kind, num_ranks, ctypes.byref(config._native)))
         return config
@@ -95,14 +93,10 @@ class Config:
         return self._size_hint(hidden_bytes, num_ranks, 1)
 
     def _size_hint(self, hidden_bytes: int, num_ranks: int, rdma: int) -> int:
-        check_int("hidden_bytes", hidden_bytes, 0)
-        check_int("num_ranks", num_ranks, 1)
+        row_bytes, ranks = check_int("hidden_bytes", hidden_bytes, maximum=2**63 - 1), check_int("num_ranks", num_ranks)
         lib, out = library(), ctypes.c_uint64()
-        lib.check(
-            lib.with_gil.deepep_config_size_hint(
-                ctypes.byref(self._native), hidden_bytes, num_ranks, rdma, ctypes.byref(out)
-            )
-        )
+        config = ctypes.byref(self._native)
+        lib.check(lib.with_gil.deepep_config_size_hint(config, row_bytes, ranks, rdma, ctypes.byref(out)))
         return int(out.value)
 
     def __repr__(self) -> str:
@@ -112,14 +106,12 @@ class Config:
 
 def low_latency_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Bytes of `num_rdma_bytes` for low-latency calls of this shape."""
-    check_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 0)
-    check_int("hidden", hidden, 0)
-    check_int("num_ranks", num_ranks, 1)
-    check_int("num_experts", num_experts, 0)
-    lib, out = library(), ctypes.c_uint64()
-    lib.check(
-        lib.with_gil.deepep_low_latency_size_hint(
-            num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts, ctypes.byref(out)
-        )
+    sizes = (
+        check_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank),
+        check_int("hidden", hidden),
+        check_int("num_ranks", num_ranks),
+        check_int("num_experts", num_experts),
     )
+    lib, out = library(), ctypes.c_uint64()
+    lib.check(lib.with_gil.deepep_low_latency_size_hint(*sizes, ctypes.byref(out)))
     return int(out.value)

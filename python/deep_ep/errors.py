@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 OK = 0
 INVALID_ARGUMENT = 1
 INVALID_STATE = 2
@@ -63,13 +65,21 @@ def type_error(name: str, given: object, allowed: str) -> DeepEPTypeError:
     return DeepEPTypeError(INVALID_ARGUMENT, f"argument {name}: got {given}, allowed {allowed}")
 
 
-def check_int(name: str, value: object, least: int, most: int = 2**31 - 1) -> int:
-    """`value` if it is an int from `least` to `most`; else the error that names it. ctypes cuts larger ones off."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise type_error(name, repr(value), "an int")
-    if not least <= value <= most:
-        raise value_error(name, value, f"an int from {least} to {most}")
-    return value
+def check_int(name: str, value: object, minimum: int = -(2**31), maximum: int = 2**31 - 1) -> int:
+    """`value` as an int, if it is an integer from `minimum` to `maximum`; else the error that names it.
+
+    Integers are what has ``__index__``, NumPy's too, but not bools. The default range is a C field's: ctypes would cut
+    off what does not fit. What else is allowed is for the library's plan to check.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise type_error(name, repr(value), "an int") from None
+    if not minimum <= number <= maximum:
+        raise value_error(name, number, f"an int from {minimum} to {maximum}")
+    return number
 
 
 def assertion(condition: bool, message: str) -> None:

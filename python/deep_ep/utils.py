@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from . import _torch
+from ._torch import opaque
 from .errors import assertion
 
 
@@ -15,19 +16,21 @@ class EventHandle:
     On the CPU engine the current stream is the calling thread, so such a point is already passed.
     """
 
-    __slots__ = ("_buffer", "_native", "_torch", "__weakref__")
+    __slots__ = ("_core", "_native", "_torch", "__weakref__")
 
+    @opaque
     def __init__(self) -> None:
-        self._buffer: Any = None
+        self._core: Any = None
         self._native = 0
         self._torch = _torch.recorded_event()
 
     @classmethod
-    def _of_call(cls, buffer: Any, native: int) -> EventHandle:
+    def _of_call(cls, core: Any, native: int) -> EventHandle:
         handle = cls.__new__(cls)
-        handle._buffer, handle._native, handle._torch = buffer, native, None
+        handle._core, handle._native, handle._torch = core, native, None
         return handle
 
+    @opaque
     def current_stream_wait(self) -> None:
         """Makes the caller's current stream wait for this point; on the CPU engine blocks until it is passed.
 
@@ -35,13 +38,13 @@ class EventHandle:
             DeepEPError: the call that this point ends failed.
         """
         if self._native:
-            self._buffer.current_stream_wait(self._native)
+            self._core.current_stream_wait(self._native)
         elif self._torch is not None:
             self._torch.wait()
 
     def __del__(self) -> None:
         if getattr(self, "_native", 0):
-            self._buffer.give_event(self._native)
+            self._core.give_event(self._native)
             self._native = 0
 
 
@@ -59,6 +62,7 @@ class EventOverlap:
         self.event = event
         self.extra_tensors = extra_tensors
 
+    @opaque
     def current_stream_wait(self) -> None:
         """Makes the current stream wait for the event.
 
@@ -72,6 +76,7 @@ class EventOverlap:
     def __enter__(self) -> EventOverlap:
         return self
 
+    @opaque
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

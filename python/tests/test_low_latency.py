@@ -138,13 +138,14 @@ def rank_kinds_in_turn(ctx):
     """Calls of many kinds on one buffer, more than it keeps plans for: none is taken for another."""
     from deep_ep import _low_latency_plan
 
-    with mock.patch.object(_low_latency_plan, "MOST_PLANS", 3), lowlat.buffer_of(ctx, BASE, B) as buffer:
+    with mock.patch.object(_low_latency_plan, "MAX_PLANS", 3), lowlat.buffer_of(ctx, BASE, B) as buffer:
         for turn in range(3):
             for number, (case, options, wait) in enumerate(KINDS):
                 own = case.but(seed=turn * len(KINDS) + number)
                 call = lowlat.dispatch_and_check(ctx, buffer, own, B, **options, **wait)
                 lowlat.combine_and_check(ctx, buffer, call, **wait)
-            assert len(buffer._ll_dispatches) <= 3 and len(buffer._ll_combines) <= 3
+            plans = buffer._low_latency.plans
+            assert len(plans.dispatches) <= 3 and len(plans.combines) <= 3
 
 
 def test_kinds_in_turn(pool):

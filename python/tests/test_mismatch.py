@@ -23,7 +23,7 @@ def error_of(buffer, call):
     start = time.monotonic()
     try:
         call()
-        if not buffer.host_stream:
+        if not buffer._core.host_stream:
             torch.cuda.synchronize()  # only a kernel sees it, maybe after the call has returned
         buffer.check()
     except DeepEPError as error:

@@ -1,8 +1,14 @@
-"""Outputs are recycled only when nobody holds them: not a tensor, not a view, not a hook that is still to come."""
+"""Memory of outputs is used again only when no holder is left: no tensor, no view, no hook that is still to come.
+
+Only storages are kept, so nothing that a caller does to a tensor or its storage may reach a later result.
+"""
 
 from __future__ import annotations
 
 import gc
+import sys
+import threading
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -21,8 +27,20 @@ HOOK = {"return_recv_hook": True}
 BIG = Case((110, 90, 120, 100), hidden=2048, experts=8, topk=7)
 
 
+@contextmanager
+def buffer_of(ctx, case, num_max, **options):
+    """A low-latency buffer whose outputs are recycled though they are small."""
+    from deep_ep import _memory
+
+    with (
+        mock.patch.object(_memory.RowCache, "MIN_BYTES", 1),
+        lowlat.buffer_of(ctx, case, num_max, **options) as buffer,
+    ):
+        yield buffer
+
+
 def many_calls(ctx, buffer, first=100, count=6):
-    """Calls whose results nobody keeps: their outputs are free to be used again."""
+    """Calls whose results are dropped: their memory is free to be used again."""
     for turn in range(count):
         call = lowlat.dispatch_and_check(ctx, buffer, CASE.but(seed=first + turn), B)
         lowlat.combine_and_check(ctx, buffer, call)
@@ -32,7 +50,7 @@ def many_calls(ctx, buffer, first=100, count=6):
 
 def rank_results_stay(ctx, case):
     """Results of many calls, all still referenced: none may be overwritten by a later call."""
-    with lowlat.buffer_of(ctx, case, B) as buffer:
+    with buffer_of(ctx, case, B) as buffer:
         kept = []
         for turn in range(6):
             call = lowlat.dispatch_and_check(ctx, buffer, case.but(seed=turn, routing="holes"), B)
@@ -49,7 +67,7 @@ def test_results_stay_while_referenced(pool):
 
 def rank_hook_without_tensors(ctx):
     """The caller drops every result of a send; its receive must not land in another call's outputs."""
-    with lowlat.buffer_of(ctx, CASE, B) as buffer:
+    with buffer_of(ctx, CASE, B) as buffer:
         for turn in range(4):
             dropped = lowlat.dispatch(ctx, buffer, CASE.but(seed=turn), B, **HOOK)
             hook = dropped.hook
@@ -67,7 +85,7 @@ def test_hook_without_its_tensors(pool):
 
 def rank_another_call_under_way(ctx):
     """Results of a first call stay right while a second one of the same shape is under way."""
-    with lowlat.buffer_of(ctx, CASE, B) as buffer:
+    with buffer_of(ctx, CASE, B) as buffer:
         for turn in range(4):
             first = lowlat.dispatch_and_check(ctx, buffer, CASE.but(seed=turn), B)
             second = lowlat.dispatch(ctx, buffer, CASE.but(seed=60 + turn), B, **HOOK)
@@ -82,7 +100,7 @@ def test_results_stay_while_another_call_is_under_way(pool):
 
 
 def rank_asynchronous_without_tensors(ctx):
-    with lowlat.buffer_of(ctx, CASE, B) as buffer:
+    with buffer_of(ctx, CASE, B) as buffer:
         for turn in range(4):
             lowlat.dispatch(ctx, buffer, CASE.but(seed=turn), B, async_finish=True)
             gc.collect()
@@ -107,7 +125,7 @@ HOLD = {
 
 def rank_held(ctx, name):
     """One part is kept; the bytes of it must not change under later calls."""
-    with lowlat.buffer_of(ctx, CASE, B) as buffer:
+    with buffer_of(ctx, CASE, B) as buffer:
         call = lowlat.dispatch_and_check(ctx, buffer, CASE, B)
         held = HOLD[name](call)
         before = checks.raw(held).clone()
@@ -122,24 +140,9 @@ def test_held_part(pool, name):
     pool.run(4, rank_held, name)
 
 
-def rank_storage_held_with_older_torch(ctx):
-    from deep_ep import _memory
-
-    assert _memory._holders_are_references(), "this torch does not count other holders as references"
-    with mock.patch.object(_memory, "_holders_are_references", lambda: False):
-        rank_storage_held(ctx)
-
-
-def test_held_storage_with_older_torch(pool):
-    """Before 2.10 what autograd holds is seen in the tensor's own count alone."""
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
-        pytest.skip("needs torch 2.10: below, test_held_storage is this test")
-    pool.run(4, rank_storage_held_with_older_torch)
-
-
 def rank_storage_held(ctx):
     """Other ways to hold memory: the storage, a NumPy array (CPU), autograd's saved tensors."""
-    with lowlat.buffer_of(ctx, CASE, B) as buffer:
+    with buffer_of(ctx, CASE, B) as buffer:
         call = lowlat.dispatch_and_check(ctx, buffer, CASE, B)
         count = call.counts
         storage = count.untyped_storage()
@@ -163,7 +166,7 @@ def test_held_storage(pool):
 
 def rank_only_storage_held(ctx):
     """torch has one Python object for a storage: holding it does not raise the storage's own count."""
-    with lowlat.buffer_of(ctx, CASE, B) as buffer:
+    with buffer_of(ctx, CASE, B) as buffer:
         call = lowlat.dispatch_and_check(ctx, buffer, CASE, B)
         storage, offset, want = call.counts.untyped_storage(), call.counts.storage_offset() * 4, call.counts.tolist()
         del call
@@ -179,7 +182,7 @@ def test_only_storage_held(pool):
 
 def rank_handle_kept(ctx):
     """A combine long after, with nothing kept but the handle."""
-    with lowlat.buffer_of(ctx, CASE, B) as buffer:
+    with buffer_of(ctx, CASE, B) as buffer:
         call = lowlat.dispatch_and_check(ctx, buffer, CASE, B)
         call.recv_x = None
         gc.collect()
@@ -187,35 +190,13 @@ def rank_handle_kept(ctx):
         lowlat.combine_and_check(ctx, buffer, call)
 
 
-def rank_captured(ctx):
-    """What a capture makes is the graph's: no later call may get it, and the capture nothing that eager calls use."""
-    with (
-        lowlat.buffer_of(ctx, CASE, B) as buffer,
-        mock.patch("deep_ep._torch.is_capturing", return_value=False) as capturing,
-    ):
-        key, pool, stream = (CASE.experts // ctx.size, B, CASE.hidden, False, False), [], 1
-        first = buffer._take_outputs(key, pool, stream)
-        assert buffer._take_outputs(key, pool, stream) is first
-        capturing.return_value = True
-        captured = buffer._take_outputs(key, pool, stream)
-        assert captured is not first and captured not in pool
-        assert captured.tensors[0].data_ptr() != first.tensors[0].data_ptr()
-        assert buffer._take_outputs(key, pool, stream) is not captured
-        capturing.return_value = False
-        assert pool == [first] and buffer._take_outputs(key, pool, stream) is first
-
-
-def test_captured(pool):
-    pool.run(1, rank_captured)
-
-
 def test_handle_kept(pool):
     pool.run(4, rank_handle_kept)
 
 
 def rank_memory(ctx):
-    """Outputs of 300 calls that nobody keeps take no more memory than those of a few."""
-    with lowlat.buffer_of(ctx, CASE, B) as buffer:
+    """Outputs of 300 calls that are dropped take no more memory than those of a few."""
+    with buffer_of(ctx, CASE, B) as buffer:
         many_calls(ctx, buffer, count=3)
         before = resident()
         x = ctx.put(lowlat.make_x(CASE, ctx.rank, True))
@@ -238,7 +219,7 @@ def test_row_cache_waits_for_every_holder():
     """A block of received rows is used again only when no tensor, view or storage of it is held."""
     from deep_ep import _memory
 
-    cache, shape = _memory.RowCache(), (1024, 1024)
+    cache, shape = _memory.RowCache(4), (1024, 1024)
     first = cache.empty(shape, torch.bfloat16)
     where = first.data_ptr()
     assert cache.empty(shape, torch.bfloat16).data_ptr() != where
@@ -255,7 +236,7 @@ def test_row_cache_waits_for_every_holder():
 
 
 def big_calls(ctx, buffer, first=100, count=4):
-    """Normal-mode calls with other contents and routing, whose results nobody keeps and nobody checks."""
+    """Normal-mode calls with other contents and routing, whose results are neither kept nor checked."""
     for turn in range(count):
         idx = ctx.put(cases.routing(BIG.but(seed=first + turn, routing="holes"), ctx.rank))
         x = torch.full((len(idx), BIG.hidden), turn + 1.5, dtype=torch.bfloat16, device=ctx.device)
@@ -343,7 +324,7 @@ def test_rows_in_flight(pool):
 
 
 def rank_rows_memory(ctx):
-    """Rows that nobody keeps take no more memory than those of a few calls; kept rows stay apart."""
+    """Rows that are dropped take no more memory than those of a few calls; kept rows stay apart."""
     with normal.buffer_of(ctx) as buffer:
         exchange = normal.dispatch_and_check(ctx, buffer, BIG)
         x = normal.x_of(ctx, exchange.own)
@@ -360,3 +341,183 @@ def rank_rows_memory(ctx):
 
 def test_rows_memory(pool):
     pool.run(4, rank_rows_memory)
+
+
+def set_attribute(tensor):
+    tensor.note = "set by the caller"
+
+
+DISTURB = {
+    "set_ to nothing": lambda t: t.set_(torch.empty(0, dtype=t.dtype, device=t.device)),
+    "data replaced": lambda t: setattr(t, "data", torch.zeros(3, dtype=t.dtype, device=t.device)),
+    "requires_grad_": lambda t: t.requires_grad_() if t.dtype.is_floating_point else t,
+    "resize_ smaller": lambda t: t.resize_(2, 2),
+    "resize_ larger": lambda t: t.resize_(t.numel() * 3 + 7),
+    "transpose_": lambda t: t.transpose_(0, t.dim() - 1),
+    "unsqueeze_": lambda t: t.unsqueeze_(0),
+    "an attribute": set_attribute,
+    "storage freed": lambda t: t.untyped_storage().resize_(0),
+    "storage enlarged": lambda t: t.untyped_storage().resize_(t.untyped_storage().nbytes() + 4096),
+    "storage shared": lambda t: t.share_memory_() if t.device.type == "cpu" else t,
+}
+
+
+def outputs_of(call):
+    rows = call.recv_x if isinstance(call.recv_x, tuple) else (call.recv_x,)
+    return [*rows, call.counts, *call.handle[:2]]
+
+
+def rank_disturbed(ctx, name, use_fp8):
+    """What a caller does to the outputs of one call is not met by the next; the memory is not held either."""
+    with buffer_of(ctx, CASE, B) as buffer:
+        for turn in range(6):
+            call = lowlat.dispatch_and_check(ctx, buffer, CASE.but(seed=turn), B, use_fp8=use_fp8)
+            for tensor in outputs_of(call):
+                assert not tensor.requires_grad and not tensor.is_inference() and not hasattr(tensor, "note")
+                DISTURB[name](tensor)
+            del call, tensor
+            gc.collect()
+        blocks = buffer._low_latency._outputs._row_cache._blocks
+        assert len(blocks) <= 4, f"{len(blocks)} blocks are kept of calls that came one after another"
+        many_calls(ctx, buffer, count=2)
+
+
+@pytest.mark.parametrize("use_fp8", [False, True])
+@pytest.mark.parametrize("name", DISTURB)
+def test_disturbed_outputs(pool, name, use_fp8):
+    pool.run(4, rank_disturbed, name, use_fp8)
+
+
+def rank_rows_disturbed(ctx, name):
+    """The same for the rows of normal mode."""
+    with normal.buffer_of(ctx) as buffer:
+        for turn in range(3):
+            exchange = normal.dispatch_and_check(ctx, buffer, BIG.but(seed=turn))
+            DISTURB[name](exchange.recv_x)
+            del exchange
+            gc.collect()
+
+
+@pytest.mark.parametrize("name", DISTURB)
+def test_disturbed_rows(pool, name):
+    pool.run(4, rank_rows_disturbed, name)
+
+
+def rank_rows_freed(ctx):
+    """A caller frees the received rows, as frameworks free activations; the handle is still good for a combine."""
+    with buffer_of(ctx, CASE, B) as buffer:
+        for turn in range(3):
+            call = lowlat.dispatch_and_check(ctx, buffer, CASE.but(seed=turn), B)
+            for tensor in call.recv_x:
+                tensor.untyped_storage().resize_(0)
+            lowlat.combine_and_check(ctx, buffer, call)
+
+
+def test_handle_outlives_freed_rows(pool):
+    pool.run(4, rank_rows_freed)
+
+
+def rank_inference(ctx):
+    """Results of calls in inference mode can be written to after it, and so can those of later calls."""
+    with buffer_of(ctx, CASE, B) as buffer:
+        with torch.inference_mode():
+            inside = lowlat.dispatch_and_check(ctx, buffer, CASE, B, use_fp8=False)
+            sums = lowlat.combine_and_check(ctx, buffer, inside).got
+        after = lowlat.dispatch_and_check(ctx, buffer, CASE.but(seed=1), B, use_fp8=False)
+        for tensor in (*outputs_of(inside), *outputs_of(after), sums):
+            assert not tensor.is_inference()
+            tensor.add_(1)
+        del inside, after, tensor
+        many_calls(ctx, buffer)
+
+
+def test_inference_mode(pool):
+    pool.run(4, rank_inference)
+
+
+def rank_disposed_memory(ctx):
+    """Rows that a caller gives up with set_ take no more memory after 30 calls than after a few (SGLang does so)."""
+    case = CASE.but(hidden=2048, experts=16)
+    with lowlat.buffer_of(ctx, case, 128) as buffer:
+        x, idx = ctx.put(lowlat.make_x(case, ctx.rank, False)), ctx.put(case.routings()[ctx.rank])
+        kept = []
+        for turn in range(33):
+            rows, *_ = buffer.low_latency_dispatch(x, idx, 128, case.experts, use_fp8=False)
+            assert rows.untyped_storage().nbytes() > 8 << 20  # each call's rows
+            rows.fill_(turn)
+            rows.set_(torch.empty(0, dtype=rows.dtype, device=rows.device))
+            kept.append(rows)  # the empty tensor stays
+            if turn == 2:
+                before = resident()
+        assert resident() - before < 20_000, f"grew by {resident() - before} kB"
+
+
+def test_disposed_memory(pool):
+    pool.run(4, rank_disposed_memory)
+
+
+def test_threads_never_share_a_block():
+    """Threads that take and drop rows of one cache at once, switching often: no two tensors lie in one block."""
+    from deep_ep import _memory
+
+    cache, wrong, end = _memory.RowCache(4), [], threading.Event()
+
+    def take(number):
+        while not end.is_set():
+            rows = cache.empty((1 << 20,), torch.uint8)
+            rows.fill_(number)
+            second = cache.empty((1 << 20,), torch.uint8)
+            second.fill_(number + 100)
+            if not (rows == number).all() or not (second == number + 100).all():
+                wrong.append(number)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=take, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        end.wait(1.5)
+        end.set()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong, f"threads {set(wrong)} found other bytes in their rows"
+
+
+def test_without_counts_nothing_is_recycled():
+    """A torch that does not count holders, or counts them wrongly, turns recycling off instead of corrupting rows."""
+    from deep_ep import _memory
+
+    every_holder_counts = _memory._every_holder_counts.__wrapped__
+    assert every_holder_counts(), "this torch does not count each kind of holder"
+    with mock.patch.object(_memory, "_storage_uses", None):
+        assert not every_holder_counts()
+    with mock.patch.object(_memory, "_storage_uses", lambda number: 1), mock.patch.object(_memory, "sys") as system:
+        system.getrefcount = lambda value: 2
+        assert not every_holder_counts()
+    with mock.patch.object(_memory._Block, "_holders", side_effect=iter(range(1000)).__next__):
+        assert not every_holder_counts(), "a count that never comes back to what it was"
+
+
+def rank_switched_off(ctx):
+    from deep_ep import DeepEPError
+
+    off = mock.patch.dict("os.environ", {"DEEPEP_RECYCLE_OUTPUTS": "0"})
+    with off, buffer_of(ctx, CASE, B, num_nvl_bytes=1 << 20) as buffer:
+        many_calls(ctx, buffer)
+        exchange = normal.dispatch_and_check(ctx, buffer, BIG)
+        assert not buffer._low_latency._outputs._row_cache._blocks and not buffer._normal._row_cache._blocks
+        del exchange
+    ctx.barrier()
+    with (
+        mock.patch.dict("os.environ", {"DEEPEP_RECYCLE_OUTPUTS": "no"}),
+        pytest.raises(DeepEPError, match="DEEPEP_RECYCLE_OUTPUTS: got 'no', allowed 0 or 1"),
+        buffer_of(ctx, CASE, B),
+    ):
+        pass
+
+
+def test_switched_off(pool):
+    pool.run(4, rank_switched_off)

@@ -69,6 +69,7 @@ def check_names(rank: Rank) -> None:
         batch = intranode.Batch(rank, rank.shape, buffer)
         config = Buffer.get_dispatch_config(ranks)
         received, idx, weights, _, handle, _ = buffer.internode_dispatch(batch.x, **batch.arguments(), config=config)
+        assert handle is not None
         batch.check_rows(received)
         batch.check_topk(idx, weights)
         again, *_ = buffer.internode_dispatch(batch.x, handle, config=config)
@@ -119,6 +120,7 @@ def measure_low_latency(rank: Rank) -> Figures:
         received, _, handle, _, _ = buffer.low_latency_dispatch(
             batch.x, batch.idx, shape.tokens, shape.experts, use_fp8=False
         )
+        assert not isinstance(received, tuple)
         rows = received.clone()
         combine = functools.partial(buffer.low_latency_combine, rows, batch.idx, batch.weights, handle)
         name = f"low latency, {shape.tokens} tokens"

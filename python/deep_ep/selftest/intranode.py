@@ -172,6 +172,7 @@ def exchange(kind: str, with_topk: bool, previous: bool, asynchronous: bool) -> 
 
             given = batch.arguments(with_topk)
             received, idx, weights, counts, handle, event = buffer.dispatch(batch.x, **given, **order())
+            assert counts is not None and handle is not None
             wait(event)
             batch.check_rows(received)
             batch.check_counts(counts)
@@ -200,6 +201,7 @@ def round_trip(rank: Rank, batch: Batch, buffer: Buffer, worst: int = 0, **keywo
     received, idx, weights, _, handle, _ = buffer.dispatch(
         batch.x, **batch.arguments(), num_worst_tokens=worst, **keywords
     )
+    assert idx is not None and weights is not None and handle is not None
     batch.check_rows(received)
     batch.check_topk(idx, weights)
     count = len(batch.source_token)
@@ -207,7 +209,8 @@ def round_trip(rank: Rank, batch: Batch, buffer: Buffer, worst: int = 0, **keywo
     sc.expect(worst == 0 or bool((idx[count:] == -1).all()), "rows beyond the received ones must have index -1")
     combined, sums, _ = buffer.combine(batch.rows_for_combine(worst or count), handle, topk_weights=weights, **keywords)
     batch.check_combined(combined, sums)
-    return [received[:count], idx[:count], weights[:count], combined, sums]
+    rows = received[0] if isinstance(received, tuple) else received
+    return [rows[:count], idx[:count], weights[:count], combined, sums]
 
 
 def check_worst_case(rank: Rank) -> None:
@@ -242,12 +245,14 @@ def measure(rank: Rank) -> Figures:
             batch = Batch(rank, rank.shape, buffer, kind)
             fresh = functools.partial(buffer.dispatch, batch.x, **batch.arguments())
             received, _, _, _, handle, _ = fresh()
-            rows = received if kind == "BF16" else received[0]
+            assert handle is not None
+            rows = received[0] if isinstance(received, tuple) else received
             count = rows.numel() * rows.element_size()
             figures[f"dispatch {kind}"] = rank.time(fresh), count
             cached = functools.partial(buffer.dispatch, batch.x, handle=handle)
             figures[f"cached dispatch {kind}"] = rank.time(cached), count
+        assert handle is not None
         rows = batch.rows_for_combine(len(batch.source_token))
         returned = int(batch.layout[0].sum()) * rank.shape.hidden * 2
-        figures["combine BF16"] = rank.time(lambda: buffer.combine(rows, handle)), returned
+        figures["combine BF16"] = rank.time(functools.partial(buffer.combine, rows, handle)), returned
     return figures
