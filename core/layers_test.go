@@ -61,8 +61,8 @@ func short(path string) (name string, ok bool) {
 }
 
 var (
-	row  = regexp.MustCompile("^\\| `([^`]+)` \\|([^|]*)\\|")
-	word = regexp.MustCompile("`([^`]+)`")
+	tableRow  = regexp.MustCompile("^\\| `([^`]+)` \\|([^|]*)\\|")
+	tableWord = regexp.MustCompile("`([^`]+)`")
 )
 
 // table reads "| `package` | `may` `import` | … |" rows below the heading.
@@ -71,9 +71,9 @@ func table(text string) arrows {
 	section, _, _ = strings.Cut(section, "\n## ")
 	found := arrows{}
 	for line := range strings.Lines(section) {
-		if cells := row.FindStringSubmatch(line); cells != nil {
+		if cells := tableRow.FindStringSubmatch(line); cells != nil {
 			found[cells[1]] = []string{}
-			for _, w := range word.FindAllStringSubmatch(cells[2], -1) {
+			for _, w := range tableWord.FindAllStringSubmatch(cells[2], -1) {
 				found[cells[1]] = append(found[cells[1]], w[1])
 			}
 			slices.Sort(found[cells[1]])
