@@ -24,7 +24,7 @@ type benchFlags struct {
 	picture string
 }
 
-// benchDefault are the operations measured when none is named.
+// benchDefault lists the operations that bench measures if none is named.
 var benchDefault = []string{"dispatch", "dispatch-cached", "combine", "low-latency-dispatch", "low-latency-combine", "low-latency"}
 
 func benchCommand() *cobra.Command {
@@ -71,10 +71,10 @@ it spent waiting for peers; both are of rank 0.`,
 	return cmd
 }
 
-// Bounds that keep a typing error from taking the host down.
+// Bounds for typing errors, which could overload the host.
 const (
-	mostBenchRanks = 64
-	mostIterations = 1_000_000
+	maxBenchRanks = 64
+	maxIterations = 1_000_000
 )
 
 func (f *benchFlags) check() error {
@@ -90,12 +90,12 @@ func (f *benchFlags) check() error {
 	switch {
 	case !slices.Contains([]string{"auto", "cpu", "cuda"}, s.Engine):
 		return fmt.Errorf("engine: %q; allowed are auto, cpu and cuda", s.Engine)
-	case s.Ranks < 1 || s.Ranks > mostBenchRanks:
-		return fmt.Errorf("ranks: %d; allowed is 1 to %d", s.Ranks, mostBenchRanks)
-	case s.Iterations < 1 || s.Iterations > mostIterations:
-		return fmt.Errorf("iterations: %d; allowed is 1 to %d", s.Iterations, mostIterations)
-	case s.Warmup < 0 || s.Warmup > mostIterations:
-		return fmt.Errorf("warmup: %d; allowed is 0 to %d", s.Warmup, mostIterations)
+	case s.Ranks < 1 || s.Ranks > maxBenchRanks:
+		return fmt.Errorf("ranks: %d; allowed is 1 to %d", s.Ranks, maxBenchRanks)
+	case s.Iterations < 1 || s.Iterations > maxIterations:
+		return fmt.Errorf("iterations: %d; allowed is 1 to %d", s.Iterations, maxIterations)
+	case s.Warmup < 0 || s.Warmup > maxIterations:
+		return fmt.Errorf("warmup: %d; allowed is 0 to %d", s.Warmup, maxIterations)
 	case s.FP8 && s.Hidden%128 != 0:
 		return fmt.Errorf("hidden: %d; allowed with --fp8 is a multiple of 128", s.Hidden)
 	case len(s.Tokens) == 0:
@@ -152,7 +152,7 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 	return report.print(cmd.OutOrStdout())
 }
 
-// add runs the operations among fresh processes and puts what they measured into the report.
+// add measures the operations in new processes and adds the results to the report.
 func (r *benchReport) add(ctx context.Context, spec benchSpec, operations []string, start string) error {
 	spec.Operations, spec.Start = operations, start
 	folder, err := os.MkdirTemp("", "deepep-bench-")
@@ -213,7 +213,7 @@ func startRank(ctx context.Context, exe string, spec *benchSpec) (*rankResult, e
 	if dir := kernelsFolder(); dir != "" {
 		cmd.Env = append(os.Environ(), "DEEPEP_KERNELS="+dir)
 	}
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // killed with the parent, however that ends
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // the kernel kills the rank when the parent ends
 	failed := cmd.Run()
 	var result rankResult
 	if err := json.Unmarshal(stdout.Bytes(), &result); err != nil {

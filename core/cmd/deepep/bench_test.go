@@ -18,7 +18,7 @@ import (
 	"github.com/deepep-go/deepep/core"
 )
 
-// inRank makes this test binary a rank process of bench, which starts its own program.
+// inRank makes this test binary a rank's process: bench starts its own executable.
 const inRank = "DEEPEP_TEST_BENCH_RANK"
 
 func TestMain(m *testing.M) {
@@ -83,7 +83,7 @@ func TestBench(t *testing.T) {
 	}
 }
 
-// TestBenchBytes: with one expert a token on another rank, what is sent is known.
+// With one expert a token on another rank, the number of sent bytes is known.
 func TestBenchBytes(t *testing.T) {
 	needKernels(t)
 	out, stderr, code := deepep(t, "bench", "dispatch", "combine", "--engine", "cpu", "--ranks", "3", "--hidden", "64", "--experts", "3", "--top-k", "1",
@@ -95,7 +95,7 @@ func TestBenchBytes(t *testing.T) {
 	if err := json.Unmarshal([]byte(out), &r); err != nil {
 		t.Fatal(err)
 	}
-	// Dispatch: each rank sends its 10 rows to rank 0. Combine: rank 0 sends all 30 back.
+	// In dispatch each rank sends its 10 rows to rank 0; in combine rank 0 sends all 30 back.
 	for i, rows := range []uint64{10, 30} {
 		if got, least := r.Results[i].Bytes, rows*64*2; got < least || got > 2*least {
 			t.Errorf("%s sends %d bytes, its rows alone have %d", r.Results[i].Operation, got, least)
@@ -122,7 +122,7 @@ func TestBenchFirstCall(t *testing.T) {
 	}
 }
 
-// TestBenchRankFails: a rank that cannot start ends the others, and its reason is told.
+// A rank that cannot start ends the others, and the command prints its reason.
 func TestBenchRankFails(t *testing.T) {
 	needKernels(t)
 	t.Setenv("DEEPEP_HEARTBEAT_MS", "never")

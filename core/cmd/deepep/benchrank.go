@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -15,12 +16,12 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// benchSpec is what a rank process is told.
+// benchSpec is the input of a rank's process.
 type benchSpec struct {
 	Rank       int      `json:"rank"`
 	Ranks      int      `json:"ranks"`
 	PerNode    int      `json:"ranks_per_node"`
-	Folder     string   `json:"folder"` // in which the ranks meet
+	Folder     string   `json:"folder"` // for the ranks' bootstrap
 	Engine     string   `json:"engine"`
 	Operations []string `json:"operations"`
 	Tokens     []int    `json:"tokens"`
@@ -35,17 +36,17 @@ type benchSpec struct {
 	Start      string   `json:"start"` // first-call: plain, preinitialize or warmup
 }
 
-// rankSeries is what a rank measured of an operation at a number of tokens.
+// rankSeries holds a rank's measurements of an operation with one number of tokens.
 type rankSeries struct {
 	Operation string  `json:"operation"`
 	Tokens    int     `json:"tokens"`
 	Times     []int64 `json:"times"`     // ns, one an iteration
 	Bytes     uint64  `json:"bytes"`     // payload bytes that this rank sent in one call
 	KernelNS  int64   `json:"kernel_ns"` // mean time in the operation's own kernels, from the statistics
-	WaitNS    int64   `json:"wait_ns"`   // of it waiting for peers
+	WaitNS    int64   `json:"wait_ns"`   // of KernelNS, waiting for peers
 }
 
-// rankResult is a rank's answer.
+// rankResult is the output of a rank's process.
 type rankResult struct {
 	Engine string       `json:"engine"`
 	Device string       `json:"device"`
@@ -54,7 +55,7 @@ type rankResult struct {
 	Error  string       `json:"error,omitempty"`
 }
 
-// benchOperations are the measured ones, and the operation whose statistics belong to each.
+// benchOperations maps what bench measures to the operation whose statistics belong to it.
 var benchOperations = map[string]uint32{
 	"dispatch":             core.OpDispatch,
 	"dispatch-cached":      core.OpDispatch,
@@ -65,7 +66,7 @@ var benchOperations = map[string]uint32{
 	"first-call":           0,
 }
 
-// benchRankCommand is one rank of `deepep bench`, which starts it.
+// benchRankCommand runs one rank of `deepep bench`.
 func benchRankCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:    "bench-rank",
@@ -74,7 +75,7 @@ func benchRankCommand() *cobra.Command {
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var spec benchSpec
 			if err := json.NewDecoder(cmd.InOrStdin()).Decode(&spec); err != nil {
-				return fmt.Errorf("bench-rank: reads what to do from standard input: %w", err)
+				return fmt.Errorf("bench-rank: reading its input from standard input: %w", err)
 			}
 			return runRank(cmd.Context(), &spec, cmd.OutOrStdout())
 		},
@@ -137,17 +138,14 @@ func measureRank(ctx context.Context, spec *benchSpec) (result *rankResult, err 
 			c.mem.free()
 		}
 	}
-	// All ranks leave together: who has left cannot be waited for.
+	// The ranks leave together, because a rank that has left cannot take part in the others' calls.
 	return result, c.together()
 }
 
 // buffer sizes the buffer for the largest shape.
 func (s *benchSpec) buffer() (core.BufferOptions, error) {
 	o := core.BufferOptions{Engine: s.Engine, Device: -1, LowLatency: true, Preinitialize: s.Start != "plain"}
-	most := 0
-	for _, t := range s.Tokens {
-		most = max(most, t)
-	}
+	largest := slices.Max(s.Tokens)
 	for _, kind := range []int{core.KindDispatch, core.KindCombine} {
 		config, err := core.DefaultConfigFor(kind, s.Ranks)
 		if err != nil {
@@ -171,7 +169,7 @@ func (s *benchSpec) buffer() (core.BufferOptions, error) {
 		o.Device = s.Rank % info.NumDevices
 	}
 	if s.needsLowLatency() {
-		n, err := core.LowLatencySizeHint(int64(most), int64(s.Hidden), int64(s.Ranks), int64(s.Experts))
+		n, err := core.LowLatencySizeHint(int64(largest), int64(s.Hidden), int64(s.Ranks), int64(s.Experts))
 		if err != nil {
 			return o, err
 		}
@@ -180,7 +178,7 @@ func (s *benchSpec) buffer() (core.BufferOptions, error) {
 	return o, nil
 }
 
-// topology is how the ranks are grouped into nodes; check has seen that they can be.
+// topology groups the ranks into nodes. check has validated it.
 func (s *benchSpec) topology() plan.Topology { return plan.Topology{Ranks: s.Ranks, Peers: s.PerNode} }
 
 func (s *benchSpec) needsLowLatency() bool {
@@ -223,7 +221,7 @@ func (c *caller) measure(operation string, tokens int, constructed time.Duration
 	return []rankSeries{series}, err
 }
 
-// operation gives the function to time and what must run before it.
+// operation returns the function to time and the one to run before it.
 func (c *caller) operation(name string, tokens int) (prepare, op func() error, err error) {
 	switch name {
 	case "dispatch", "dispatch-cached", "combine":
@@ -255,7 +253,7 @@ func (c *caller) operation(name string, tokens int) (prepare, op func() error, e
 	return nil, l.roundTrip, nil
 }
 
-// kernelTime takes from the statistics what the calls since before cost in the kernels.
+// kernelTime reads from the statistics the time in kernels of the calls since before.
 func (c *caller) kernelTime(s *rankSeries, number uint32, before core.OpStats) error {
 	after, err := c.Stats(number)
 	if err != nil {
@@ -271,8 +269,7 @@ func (c *caller) kernelTime(s *rankSeries, number uint32, before core.OpStats) e
 	return nil
 }
 
-// firstCall times construction, the first dispatch with its combine, and the
-// same again when all is warm.
+// firstCall times construction, the first dispatch with its combine, and a later dispatch with its combine.
 func (c *caller) firstCall(tokens int, constructed time.Duration) ([]rankSeries, error) {
 	s := c.spec
 	one := func(name string, d time.Duration) rankSeries {
@@ -290,7 +287,7 @@ func (c *caller) firstCall(tokens int, constructed time.Duration) ([]rankSeries,
 	if err != nil {
 		return nil, err
 	}
-	// Room for the outputs is the caller's affair: made before the clock runs. Every rank may send all its tokens here.
+	// Outputs are allocated before the timed part, for the case that every rank sends all its tokens to this one.
 	if err := n.outputs(tokens * s.Ranks); err != nil {
 		return nil, err
 	}

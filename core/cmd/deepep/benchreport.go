@@ -9,7 +9,7 @@ import (
 	"github.com/jedib0t/go-pretty/v6/table"
 )
 
-// benchReport is what `deepep bench` found.
+// benchReport is the result of `deepep bench`.
 type benchReport struct {
 	Spec    benchSpec     `json:"spec"`
 	Engine  string        `json:"engine"`
@@ -18,7 +18,7 @@ type benchReport struct {
 	Results []benchResult `json:"results"`
 }
 
-// benchResult is one line: times are over iterations, each that of the slowest rank.
+// benchResult is one line. Each iteration counts the slowest rank's time.
 type benchResult struct {
 	Operation string  `json:"operation"`
 	Tokens    int     `json:"tokens"`
@@ -26,7 +26,7 @@ type benchResult struct {
 	P50US     float64 `json:"p50_us"`
 	P99US     float64 `json:"p99_us"`
 	MaxUS     float64 `json:"max_us"`
-	Bytes     uint64  `json:"bytes"` // most that a rank sends in a call
+	Bytes     uint64  `json:"bytes"` // largest number that a rank sends in a call
 	GBs       float64 `json:"gb_s"`  // Bytes over p50
 	KernelUS  float64 `json:"kernel_us,omitempty"`
 	WaitShare float64 `json:"wait_share,omitempty"`
@@ -41,7 +41,7 @@ func (r *benchReport) merge(ranks []*rankResult) error {
 		bytes := s.Bytes
 		for rank, other := range ranks {
 			if len(other.Series) != len(first.Series) || len(other.Series[i].Times) != len(slowest) {
-				return fmt.Errorf("rank %d measured something else than rank 0", rank)
+				return fmt.Errorf("rank %d measured other operations than rank 0", rank)
 			}
 			o := other.Series[i]
 			bytes = max(bytes, o.Bytes)
@@ -52,7 +52,7 @@ func (r *benchReport) merge(ranks []*rankResult) error {
 		slices.Sort(slowest)
 		line := benchResult{
 			Operation: s.Operation, Tokens: s.Tokens, Calls: len(slowest), Bytes: bytes,
-			P50US: at(slowest, 0.5), P99US: at(slowest, 0.99), MaxUS: at(slowest, 1), KernelUS: float64(s.KernelNS) / 1e3,
+			P50US: percentile(slowest, 0.5), P99US: percentile(slowest, 0.99), MaxUS: percentile(slowest, 1), KernelUS: float64(s.KernelNS) / 1e3,
 		}
 		if line.P50US > 0 {
 			line.GBs = float64(bytes) / line.P50US / 1e3
@@ -65,8 +65,8 @@ func (r *benchReport) merge(ranks []*rankResult) error {
 	return nil
 }
 
-// at is a percentile of sorted times in microseconds: the least that this share does not exceed.
-func at(sorted []int64, share float64) float64 {
+// percentile of sorted times in microseconds: the smallest time that this share of them does not exceed.
+func percentile(sorted []int64, share float64) float64 {
 	if len(sorted) == 0 {
 		return 0
 	}

@@ -30,7 +30,7 @@ func deepep(t *testing.T, args ...string) (stdout, stderr string, code int) {
 	return out.String(), err.String(), code
 }
 
-// pages makes four pages as a job would have them in which rank slow (-1: none) is 20 ms late.
+// pages makes the pages of a job of four ranks in which rank slow (-1: none) is 20 ms late.
 func pages(t *testing.T, slow, calls int) (folder string, list []*monitor.Page) {
 	t.Helper()
 	folder = filepath.Join(t.TempDir(), "pages")
@@ -90,7 +90,7 @@ func TestTopJSON(t *testing.T) {
 	}
 }
 
-// TestTopLive looks twice and must show what was counted in between.
+// The second view of `deepep top` shows the calls since the first.
 func TestTopLive(t *testing.T) {
 	folder, list := pages(t, -1, 100)
 	ctx, cancel := context.WithCancel(context.Background())

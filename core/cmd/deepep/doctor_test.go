@@ -11,7 +11,7 @@ import (
 	"github.com/deepep-go/deepep/internal/doctor"
 )
 
-// hostFolder writes a made-up host to disk: no GPU, 64 KiB of locked memory.
+// hostFolder writes the files of a host without GPUs and with 64 KiB of locked memory.
 func hostFolder(t *testing.T, name string) string {
 	t.Helper()
 	root := t.TempDir()

@@ -11,8 +11,8 @@ import (
 	"github.com/deepep-go/deepep/internal/kern"
 )
 
-// libraryFolders are where an installation keeps its libraries, seen from this
-// program: bin/ beside lib/, as in the wheel, a prefix and a build folder.
+// libraryFolders lists the folders of an installation's libraries relative to this program: bin/ beside lib/, as in the
+// wheel, a prefix and a build folder.
 func libraryFolders() []string {
 	exe, err := os.Executable()
 	if err != nil {
@@ -22,9 +22,8 @@ func libraryFolders() []string {
 	return []string{filepath.Join(bin, "..", "lib"), filepath.Join(bin, "..", "lib64"), bin}
 }
 
-// kernelsFolder is what DEEPEP_KERNELS should be for processes that this program
-// starts: as it is, else the folder of this installation that has a kernel
-// library, else nothing, which leaves the search to the loader.
+// kernelsFolder is the value of DEEPEP_KERNELS for processes that this program starts: its present value, else the folder
+// of this installation that has a kernel library, else "", with which package dl searches.
 func kernelsFolder() string {
 	if dir := os.Getenv("DEEPEP_KERNELS"); dir != "" {
 		return dir
@@ -42,12 +41,11 @@ func loadKernels(kind string) (*kern.Library, error) {
 	return kern.Load(dl.Query{File: "libdeepep_" + kind + ".so", Dir: os.Getenv("DEEPEP_KERNELS"), Beside: libraryFolders()})
 }
 
-// builtMark stands in libdeepep_nvshmem.so before the version that its device half is of.
+// builtMark is the text in libdeepep_nvshmem.so before the version of its device half.
 const builtMark = "built with NVSHMEM "
 
-// installedKernels looks at the CUDA library of this installation, and for the
-// NVSHMEM version that the internode library was linked with. Below another
-// root it looks in the usual places there.
+// installedKernels inspects the CUDA library of this installation, and finds the NVSHMEM version that the internode library
+// was linked with. With another root it looks in that root's usual folders.
 func installedKernels(root string) (libraries []doctor.KernelLibrary, nvshmem string) {
 	folders := libraryFolders()
 	if dir := os.Getenv("DEEPEP_KERNELS"); dir != "" {
@@ -75,7 +73,7 @@ func installedKernels(root string) (libraries []doctor.KernelLibrary, nvshmem st
 	return libraries, nvshmem
 }
 
-// reason says why a kernel library cannot be used, "" if it can.
+// reason is why a kernel library cannot be used, "" if it can.
 func reason(kind string) string {
 	l, err := loadKernels(kind)
 	switch {
@@ -87,7 +85,7 @@ func reason(kind string) string {
 	return ""
 }
 
-// markedText reads what follows a mark in a file, up to the end of the string.
+// markedText reads the string after a mark in a file.
 func markedText(file, mark string) string {
 	b, err := os.ReadFile(file)
 	if err != nil {

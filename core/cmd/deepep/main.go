@@ -24,7 +24,7 @@ func main() {
 	os.Exit(code)
 }
 
-// versionCommand prints the version alone, for scripts.
+// versionCommand prints only the version, for scripts.
 func versionCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "version", Short: "Print the version", Args: cobra.NoArgs,
@@ -32,18 +32,18 @@ func versionCommand() *cobra.Command {
 	}
 }
 
-// exitCode ends the program with a status and no further word.
+// exitCode ends the program with a status and no message.
 type exitCode int
 
 func (e exitCode) Error() string { return fmt.Sprintf("exit status %d", int(e)) }
 
-// Exit statuses: problems were found; the command could not be carried out.
+// Exit statuses.
 const (
-	exitProblems = 1
-	exitUsage    = 2
+	exitProblems = 1 // the command found problems
+	exitUsage    = 2 // the command could not run
 )
 
-// run carries out a command line and returns the exit status.
+// run executes a command line and returns the exit status.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	forced := os.Getenv("CLICOLOR_FORCE") != "" && os.Getenv("CLICOLOR_FORCE") != "0"
 	if forced || isTerminal(stdout) && os.Getenv("NO_COLOR") == "" {
@@ -69,7 +69,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		return 0
 	case errors.As(err, &code):
 		return int(code)
-	case errors.Is(err, syscall.EPIPE): // the reader, a pager or head, has seen enough
+	case errors.Is(err, syscall.EPIPE): // the reader, a pager or head, has closed the pipe
 		return 0
 	}
 	fmt.Fprintf(stderr, "deepep: %v\n", err)

@@ -19,7 +19,7 @@ import (
 	"github.com/deepep-go/deepep/internal/plan"
 )
 
-// defaultAddress is this host alone: whoever wants it seen elsewhere names an address.
+// defaultAddress can be reached from this host only. For other hosts the user names an address.
 const defaultAddress = "127.0.0.1:9464"
 
 type metricsFlags struct {
@@ -34,7 +34,7 @@ func metricsCommand() *cobra.Command {
 		Use:   "metrics",
 		Short: "Serve the statistics of all buffers to Prometheus, or print them once",
 		Long: `Serves /metrics in Prometheus' text format, on 127.0.0.1 unless another address
-is named. Each request reads the pages anew; nothing runs in between.`,
+is named. Each request reads the pages; nothing runs in between.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			registry := prometheus.NewRegistry()
@@ -66,7 +66,7 @@ func printMetrics(w io.Writer, registry *prometheus.Registry) error {
 	return nil
 }
 
-// serve answers until ctx ends.
+// serve answers requests until ctx ends.
 func serve(ctx context.Context, address string, registry *prometheus.Registry, stderr io.Writer) error {
 	host, _, err := net.SplitHostPort(address)
 	if err != nil || host == "" {
@@ -79,14 +79,14 @@ func serve(ctx context.Context, address string, registry *prometheus.Registry, s
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{MaxRequestsInFlight: 4}))
 	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
-		_, _ = io.WriteString(w, "deepep: see /metrics\n") // a client that went away needs no answer
+		_, _ = io.WriteString(w, "deepep: see /metrics\n") // fails only if the client has gone
 	})
 	server := &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second}
 	fmt.Fprintf(stderr, "deepep: serving http://%s/metrics\n", listener.Addr())
 	stop := context.AfterFunc(ctx, func() {
 		bounded, cancel := context.WithTimeout(context.Background(), time.Second)
 		defer cancel()
-		_ = server.Shutdown(bounded) // past its time Serve has ended all the same
+		_ = server.Shutdown(bounded) // after a timeout Serve has ended too
 	})
 	defer stop()
 	if err := server.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
@@ -174,7 +174,7 @@ func collectRank(ch chan<- prometheus.Metric, r *rankView) {
 	}
 }
 
-// cumulative turns the page's buckets, four an octave, into Prometheus' bounds, one an octave.
+// cumulative converts the page's buckets, four an octave, to Prometheus' cumulative ones, one an octave.
 func cumulative(s *monitor.OpStats) (bounds map[float64]uint64, n uint64) {
 	const octave = 4
 	bounds = map[float64]uint64{}

@@ -9,11 +9,11 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// caller runs calls of one rank and waits for each on the host.
+// caller makes one rank's calls and waits for each on the host.
 type caller struct {
 	*core.Buffer
 	mem   *tensors
-	event *core.Event // nil where the calling thread is the stream: there a call returns when it is done
+	event *core.Event // nil if the engine's stream is the calling thread: a call then returns when it is done
 	spec  *benchSpec
 }
 
@@ -38,10 +38,10 @@ func (c *caller) close() error {
 	return err
 }
 
-// call is how each operation is ordered: on the communication stream, to be waited for.
+// call orders each operation: on the communication stream, with an event to wait for.
 func (c *caller) call() *core.Call { return &core.Call{Async: c.event != nil, Event: c.event} }
 
-// finish waits for a call; err is what its launch said.
+// finish waits for a call whose launch returned err.
 func (c *caller) finish(err error) error {
 	if err != nil || c.event == nil {
 		return err
@@ -49,8 +49,8 @@ func (c *caller) finish(err error) error {
 	return c.wait()
 }
 
-// spinFor is how long a wait asks again and again before it sleeps: a sleeping
-// wait was seen to end some 70 us late, twice as long as a low-latency call.
+// spinFor is how long a wait polls before it sleeps. A sleeping wait ended about 70 us late, which is twice the time of a
+// low-latency call.
 const spinFor = 5 * time.Millisecond
 
 // wait waits for the event.
@@ -63,7 +63,7 @@ func (c *caller) wait() error {
 	return c.event.Wait(-1)
 }
 
-// together lets all ranks go on at once.
+// together is a barrier of all ranks, so that they go on at once.
 func (c *caller) together() error {
 	call := &core.Call{}
 	if c.event == nil {
@@ -87,7 +87,7 @@ type normalCalls struct {
 	combine                           core.CombineArgs
 	handle                            core.Handle
 	x, index, weights, out, outWeight uintptr
-	received                          int // rows of the outputs that were made
+	received                          int // rows of the allocated outputs
 }
 
 func (c *caller) normal(tokens int) (*normalCalls, error) {
@@ -108,12 +108,12 @@ func (c *caller) normal(tokens int) (*normalCalls, error) {
 	return n, c.mem.err
 }
 
-// Dispatch is all that a layer pays for its tokens to be at their experts:
-// layout, exchange of counts, the host's wait for them, and the rows.
+// Dispatch makes all calls that bring a layer's tokens to their experts: layout, exchange of counts, the host's wait for
+// them, and the rows.
 func (n *normalCalls) Dispatch() error { return n.dispatchRows(false) }
 
-// dispatchRows does it; roomy says that the outputs there are large enough for any routing.
-func (n *normalCalls) dispatchRows(roomy bool) error {
+// dispatchRows is Dispatch. With reuse it keeps the outputs, which are large enough for any routing.
+func (n *normalCalls) dispatchRows(reuse bool) error {
 	if err := n.Layout(&n.layout, n.call()); err != nil {
 		return err
 	}
@@ -125,7 +125,7 @@ func (n *normalCalls) dispatchRows(roomy bool) error {
 	if err != nil {
 		return err
 	}
-	if n.handle.NumRecvTokens = int32(rows); !roomy {
+	if n.handle.NumRecvTokens = int32(rows); !reuse {
 		if err := n.outputs(rows); err != nil {
 			return err
 		}
@@ -135,7 +135,7 @@ func (n *normalCalls) dispatchRows(roomy bool) error {
 	return n.finish(n.Buffer.Dispatch(&n.dispatch, n.call()))
 }
 
-// outputs makes room for the rows; the routing is the same each time, so that once is enough.
+// outputs allocates the outputs. The routing is equal in each call, so that it allocates once.
 func (n *normalCalls) outputs(rows int) error {
 	if rows == n.received {
 		return nil
@@ -151,7 +151,7 @@ func (n *normalCalls) outputs(rows int) error {
 	return n.mem.err
 }
 
-// Cached sends the same rows once more by the handle: no counts, no wait for them.
+// Cached sends the same rows again with the handle, without an exchange of counts.
 func (n *normalCalls) Cached() error {
 	args := n.dispatch
 	args.Cached, args.Token, args.TopKIdx, args.TopKWeights, args.RecvTopKIdx, args.RecvTopKWeights = true, 0, 0, 0, 0, 0
@@ -159,7 +159,7 @@ func (n *normalCalls) Cached() error {
 	return n.finish(n.Buffer.Dispatch(&args, n.call()))
 }
 
-// Combine brings the rows back.
+// Combine sends the rows back and sums them.
 func (n *normalCalls) Combine() error {
 	return n.finish(n.Buffer.Combine(&n.combine, n.call()))
 }
@@ -212,8 +212,8 @@ func (l *lowLatencyCalls) roundTrip() error {
 	return l.Combine()
 }
 
-// samples runs an operation after all ranks have met, and times it from the
-// host. prepare, which may be nil, runs before each and is not timed.
+// samples times an operation on the host, each time after a barrier. prepare, which may be nil, runs before each and is not
+// timed.
 func (c *caller) samples(iterations, warmup int, prepare, op func() error) ([]int64, error) {
 	times := make([]int64, 0, iterations)
 	for i := range warmup + iterations {

@@ -86,7 +86,7 @@ func (r *benchReport) points(operation string) (p50, p99 plotter.XYs) {
 	return p50, p99
 }
 
-// tokenTicks marks the numbers of tokens that were measured.
+// tokenTicks marks the measured numbers of tokens.
 func (r *benchReport) tokenTicks() plot.ConstantTicks {
 	var ticks plot.ConstantTicks
 	for _, n := range r.Spec.Tokens {

@@ -56,8 +56,8 @@ fits, with the limit that binds. Sizes are those of one rank.`,
 	return cmd
 }
 
-// askLibrary adds what the kernel library keeps for itself. With auto its
-// absence is no error: the sizes that users give are the same for all.
+// askLibrary adds the bytes that the kernel library needs for itself. With auto a missing library is not an error: the
+// sizes that users pass do not depend on it.
 func (p *sizes) askLibrary(engine string) error {
 	kinds := []string{"cuda", "cpu"}
 	switch engine {

@@ -44,7 +44,7 @@ func TestPlanSizes(t *testing.T) {
 	}
 }
 
-// TestPlanLargestB checks the answer by asking for it and for one more.
+// The largest B fits, and one more does not.
 func TestPlanLargestB(t *testing.T) {
 	for _, c := range []struct {
 		args  []string
@@ -95,7 +95,7 @@ func TestPlanTable(t *testing.T) {
 	}
 }
 
-func TestPlanRefusesWhatNoRankHas(t *testing.T) {
+func TestPlanRefusesArgumentsOutOfRange(t *testing.T) {
 	for flag, allowed := range map[string]string{"rank=8": "0 to 7", "rank=-1": "0 to", "nics=0": "1 to 64", "qps=2000": "0 to 1024"} {
 		if _, stderr, code := deepep(t, "plan", "--ranks", "8", "--ranks-per-node", "4", "--"+flag); code == 0 || !strings.Contains(stderr, allowed) {
 			t.Errorf("--%s: code %d, %q", flag, code, stderr)

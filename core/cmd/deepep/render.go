@@ -12,7 +12,7 @@ import (
 	"github.com/deepep-go/deepep/internal/monitor"
 )
 
-// render draws a view. clock is monotonic() at that moment; width 0 is unlimited.
+// render draws a view. clock is monotonic() at the time of the view; width 0 is unlimited.
 func (h *hostView) render(now time.Time, clock uint64, width int) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s  %s  %s\n", text.Bold.Sprint("deepep top"), now.Format(time.TimeOnly), count(len(h.buffers), "buffer"))
@@ -53,7 +53,7 @@ func (b *bufferView) render(out *strings.Builder, clock uint64, width int) {
 	}
 }
 
-// distinct counts the ranks that are here.
+// distinct counts the ranks on this host.
 func (b *bufferView) distinct() int {
 	seen := map[int]bool{}
 	for _, r := range b.ranks {
@@ -64,7 +64,7 @@ func (b *bufferView) distinct() int {
 
 func nanos(f float64) time.Duration { return time.Duration(f) }
 
-// operations has a line for each operation, over all ranks here.
+// operations has a line for each operation, over all ranks on this host.
 func (b *bufferView) operations() table.Writer {
 	t := newTable()
 	header := table.Row{"operation", "calls/s", "sent/s", "p50", "p99", "p99.9", "max", "mean", "waiting", "calls", "errors"}
@@ -78,7 +78,7 @@ func (b *bufferView) operations() table.Writer {
 		ranks := float64(len(b.ranks))
 		t.AppendRow(table.Row{
 			op.String(),
-			rateText(float64(s.Calls) / seconds / ranks), // a call is one of all ranks together
+			rateText(float64(s.Calls) / seconds / ranks), // a call of all ranks counts once
 			flowText(float64(s.Bytes) / seconds),
 			timeText(s.Percentile(0.5)), timeText(s.Percentile(0.99)), timeText(s.Percentile(0.999)),
 			timeText(s.Max()), timeText(s.Mean()), shareText(s.WaitNS, s.TotalNS),
@@ -88,13 +88,13 @@ func (b *bufferView) operations() table.Writer {
 	return t
 }
 
-// calls is how often the operation was called since the buffer was made: on the rank that called it most.
+// calls is the largest number of calls of a rank since the buffer was made.
 func (b *bufferView) calls(op monitor.Op) uint64 {
-	var most uint64
+	var largest uint64
 	for _, r := range b.ranks {
-		most = max(most, r.Ops[op].Calls)
+		largest = max(largest, r.Ops[op].Calls)
 	}
-	return most
+	return largest
 }
 
 func (b *bufferView) errors(op monitor.Op) uint64 {
@@ -119,7 +119,7 @@ func errorText(n uint64) string {
 	return text.FgRed.Sprint(n)
 }
 
-// rankTable has a line for each rank here.
+// rankTable has a line for each rank on this host.
 func (b *bufferView) rankTable(clock uint64) table.Writer {
 	t := newTable()
 	header := table.Row{"rank", "pid", "device", "state", "calls/s", "sent/s", "waiting", "last call"}
@@ -159,10 +159,10 @@ func (r *rankView) lastText(clock uint64) string {
 	return s
 }
 
-// mostColumns of the table of waits are shown: the ranks that are waited for longest.
-const mostColumns = 16
+// maxColumns bounds the columns of the table of waits: the ranks with the longest waits for them are shown.
+const maxColumns = 16
 
-// waitTable shows who waits for whom; nil if nobody waited.
+// waitTable shows how long each rank waited for each; nil if none waited.
 func waitTable(w monitor.Waits, slow monitor.Slow, found bool) table.Writer {
 	columns := longest(w)
 	if len(columns) == 0 {
@@ -213,7 +213,7 @@ func longest(w monitor.Waits) []int {
 	if !waited {
 		return nil
 	}
-	if len(columns) > mostColumns {
+	if len(columns) > maxColumns {
 		slices.SortFunc(columns, func(a, b int) int {
 			switch x, y := w.MeanFor(a), w.MeanFor(b); {
 			case x > y:
@@ -223,7 +223,7 @@ func longest(w monitor.Waits) []int {
 			}
 			return a - b
 		})
-		columns = columns[:mostColumns]
+		columns = columns[:maxColumns]
 		slices.Sort(columns)
 	}
 	return columns

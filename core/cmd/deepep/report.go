@@ -6,7 +6,7 @@ import (
 	"github.com/deepep-go/deepep/internal/monitor"
 )
 
-// The JSON form of a look.
+// The JSON form of a view.
 type (
 	hostReport struct {
 		Time    time.Time      `json:"time"`
@@ -17,8 +17,8 @@ type (
 		Group    string       `json:"group"`
 		Buffer   uint32       `json:"buffer"`
 		NumRanks int          `json:"num_ranks"`
-		SlowRank *int         `json:"slow_rank"`    // null: none stands out
-		WaitNS   [][]float64  `json:"mean_wait_ns"` // in a round
+		SlowRank *int         `json:"slow_rank"`    // null: none is slow
+		WaitNS   [][]float64  `json:"mean_wait_ns"` // mean of a round
 		Ranks    []rankReport `json:"ranks"`
 	}
 	rankReport struct {
@@ -28,7 +28,7 @@ type (
 		Device  string     `json:"device"`
 		State   string     `json:"state"`
 		Dead    bool       `json:"dead"`
-		Seconds float64    `json:"seconds"` // that the counts are of
+		Seconds float64    `json:"seconds"` // interval of the counts
 		Ops     []opReport `json:"operations"`
 	}
 	opReport struct {

@@ -10,16 +10,16 @@ import (
 // routings are the ways to choose experts for tokens.
 var routings = []string{"uniform", "zipf", "one-hot"}
 
-// zipfExponent makes the most wanted of 256 experts about 42 times as wanted as the mean one.
+// With zipfExponent the most frequent of 256 experts gets about 42 times the mean expert's tokens.
 const zipfExponent = 1.0
 
 // route chooses topK different experts for each of a rank's tokens.
 //
-//	uniform  every expert is as likely
-//	zipf     expert i with likelihood 1/(i+1): the first ranks get most
+//	uniform  every expert is equally likely
+//	zipf     expert i with a likelihood proportional to 1/(i+1): the first ranks get most tokens
 //	one-hot  all tokens of all ranks choose the first topK experts
 //
-// The same arguments give the same choice.
+// Equal arguments give equal choices.
 func route(how string, tokens, topK, experts, rank int, seed uint64) ([]int64, error) {
 	if topK > experts {
 		return nil, fmt.Errorf("top-k: %d; allowed is at most the number of experts, %d", topK, experts)

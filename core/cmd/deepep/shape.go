@@ -15,7 +15,7 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// shape is what a user plans.
+// shape is the planned model and group.
 type shape struct {
 	ranks, perNode, experts, hidden, topK, maxTokens, sms, qps, nics, rank int
 	memory                                                                 string
@@ -33,11 +33,11 @@ func (s *shape) register(f *pflag.FlagSet) {
 	f.IntVar(&s.topK, "top-k", 8, "experts a token")
 	f.IntVar(&s.maxTokens, "max-tokens", 128, "B, num_max_dispatch_tokens_per_rank")
 	f.IntVar(&s.sms, "sms", int(plan.DefaultConfig.NumSMs), "multiprocessors for normal mode")
-	f.IntVar(&s.qps, "qps", 0, "num_qps_per_rank; 0: what the kernels have use for")
+	f.IntVar(&s.qps, "qps", 0, "num_qps_per_rank; 0: as many as the kernels use")
 	f.IntVar(&s.nics, "nics", 1, "RDMA devices of a rank")
 }
 
-// sizes is a plan: all that a shape takes.
+// sizes is the plan of a shape.
 type sizes struct {
 	Topology plan.Topology `json:"-"`
 
@@ -53,7 +53,7 @@ type sizes struct {
 	NVLBytes     uint64 `json:"num_nvl_bytes"`         // normal mode
 	RDMABytes    uint64 `json:"num_rdma_bytes_normal"` // normal mode between nodes
 	LLBytes      uint64 `json:"num_rdma_bytes_low_latency"`
-	Library      string `json:"library"`           // whose own needs follow; "" if no kernel library was found
+	Library      string `json:"library"`           // the library of PrivateBytes; "" if no kernel library was found
 	PrivateBytes uint64 `json:"private_bytes"`     // flags and staging that the library adds
 	TotalBytes   uint64 `json:"total_bytes"`       // one buffer for both modes
 	OutputFP8    uint64 `json:"output_bytes_fp8"`  // of one low-latency dispatch
@@ -71,7 +71,7 @@ type sizes struct {
 	library      *kern.Library
 }
 
-// plan computes the sizes, or says which number makes no sense.
+// plan computes the sizes. The error names an argument that is out of range.
 func (s *shape) plan() (*sizes, error) {
 	for _, n := range []struct {
 		name  string
@@ -85,8 +85,8 @@ func (s *shape) plan() (*sizes, error) {
 	if err != nil {
 		return nil, err
 	}
-	if s.nics < 1 || s.nics > mostNICs {
-		return nil, status.InvalidArg("nics", s.nics, fmt.Sprintf("1 to %d", mostNICs))
+	if s.nics < 1 || s.nics > maxNICs {
+		return nil, status.InvalidArg("nics", s.nics, fmt.Sprintf("1 to %d", maxNICs))
 	}
 	if s.rank < 0 || s.rank >= s.ranks {
 		return nil, status.InvalidArg("rank", s.rank, fmt.Sprintf("0 to %d", s.ranks-1))
@@ -133,11 +133,11 @@ func (p *sizes) normal(s *shape) error {
 	return nil
 }
 
-// mostNICs is more than any host has.
-const mostNICs = 64
+// maxNICs is more than any host has.
+const maxNICs = 64
 
-// queues plans the queue pairs, which only nodes joined by RDMA have. That no
-// queue is deep enough for B is an answer here, not an error.
+// queues plans the queue pairs, which only nodes joined by RDMA have. If no queue is deep enough for B, the plan says so
+// without an error.
 func (p *sizes) queues(s *shape) error {
 	if p.Nodes == 1 {
 		return nil
@@ -159,7 +159,7 @@ func (p *sizes) queues(s *shape) error {
 	return nil
 }
 
-// bytes fills in what depends on B.
+// bytes computes the sizes that depend on B.
 func (p *sizes) bytes(maxTokens int) error {
 	ll, err := plan.LowLatencyBytes(int64(maxTokens), int64(p.Hidden), int64(p.Ranks), int64(p.Experts), nil)
 	if err != nil {
@@ -187,22 +187,21 @@ func (p *sizes) bytes(maxTokens int) error {
 	return nil
 }
 
-// fit finds the largest B whose buffer fits into memory and whose queues are
-// not too deep, and says which limit binds.
+// fit finds the largest B whose buffer fits into memory and whose queues are not too deep, and the limit that binds.
 func (p *sizes) fit(memory uint64) error {
-	most, by := math.MaxInt32/p.Ranks, "the index range of a received row"
-	if n := 1 << 24; n < most {
-		most, by = n, "the largest B that the library takes"
+	limit, by := math.MaxInt32/p.Ranks, "the index range of a received row"
+	if n := 1 << 24; n < limit {
+		limit, by = n, "the largest B that the library takes"
 	}
-	if deepest := plan.MostDepth/2 - 1; p.Nodes > 1 && deepest < most {
-		most, by = deepest, fmt.Sprintf("the depth of a queue pair, at most %d, of which B tokens take 2 × (B + 1)", plan.MostDepth)
+	if deepest := plan.MostDepth/2 - 1; p.Nodes > 1 && deepest < limit {
+		limit, by = deepest, fmt.Sprintf("the depth of a queue pair, at most %d, of which B tokens take 2 × (B + 1)", plan.MostDepth)
 	}
 	trial := *p
 	fits := func(b int) (bool, error) {
 		err := trial.bytes(b)
 		return trial.TotalBytes <= memory, err
 	}
-	low, high := 0, most // B = low fits (0: nothing was tried), B = high+1 does not or is not allowed
+	low, high := 0, limit // B = low fits (0: none tried yet), B = high+1 does not or is not allowed
 	for low < high {
 		mid := low + (high-low+1)/2
 		ok, err := fits(mid)
@@ -219,7 +218,7 @@ func (p *sizes) fit(memory uint64) error {
 	switch {
 	case low == 0:
 		p.LimitedBy = "memory: even B = 1 needs " + sizeText(bytesAt(trial, 1))
-	case low < most:
+	case low < limit:
 		p.LimitedBy = "memory: each token of B takes about " + sizeText(bytesAt(trial, low+1)-bytesAt(trial, low))
 	}
 	return nil
@@ -232,7 +231,7 @@ func bytesAt(trial sizes, b int) uint64 {
 	return trial.TotalBytes
 }
 
-// forDoctor is what the host is measured against.
+// forDoctor is the plan with which doctor compares the host.
 func (p *sizes) forDoctor(use doctor.For) doctor.Plan {
 	d := doctor.Plan{SMs: p.SMs, QPs: p.QPs, QPDepth: p.QPDepth, MaxTokens: p.MaxTokens}
 	if use == doctor.ForCPU {
@@ -243,7 +242,7 @@ func (p *sizes) forDoctor(use doctor.For) doctor.Plan {
 	return d
 }
 
-// parseSize reads 80GiB, 512M, 1.5g or a number of bytes; units are binary.
+// parseSize parses 80GiB, 512M, 1.5g or a number of bytes; units are binary.
 func parseSize(s string) (uint64, error) {
 	word := strings.TrimSuffix(strings.TrimSuffix(strings.ToUpper(strings.TrimSpace(s)), "B"), "I")
 	shift := 0

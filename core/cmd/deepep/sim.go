@@ -97,7 +97,7 @@ func (s *simFlags) network() string {
 	return fmt.Sprintf("%s routing, %s fabric, %s, seed %d", s.routing, s.fabric, buffer, s.seed)
 }
 
-// oneOf is the place of a word among those that are allowed.
+// oneOf is the index of a word among the allowed ones.
 func oneOf(name, word string, allowed []string) (int, error) {
 	if i := slices.Index(allowed, word); i >= 0 {
 		return i, nil
@@ -136,13 +136,13 @@ func percentText(share float64) string { return fmt.Sprintf("%+.1f%%", 100*share
 
 func simMicros(t nicsim.Time) float64 { return float64(t/nicsim.Nanosecond) / 1e3 }
 
-// simReport is what a simulation found.
+// simReport is the result of a simulation.
 type simReport interface {
 	picture(file string) error
 	print(w io.Writer, flags *simFlags) error
 }
 
-// show draws the picture that was asked for, and prints the report as text or as JSON.
+// show draws the picture if the flags name one, and prints the report as text or JSON.
 func (f *simFlags) show(w io.Writer, r simReport) error {
 	if f.picture != "" {
 		if err := r.picture(f.picture); err != nil {

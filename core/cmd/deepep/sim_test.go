@@ -41,7 +41,7 @@ func TestSimGolden(t *testing.T) {
 			t.Fatal(err)
 		}
 		if out != string(want) {
-			t.Errorf("%s: is\n%s\nwas\n%s\n(-update-sim writes the golden files anew)", name, out, want)
+			t.Errorf("%s: is\n%s\nwas\n%s\n(-update-sim writes the golden files)", name, out, want)
 		}
 	}
 }

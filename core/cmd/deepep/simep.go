@@ -46,12 +46,12 @@ node: for every rank), over the mean time.`,
 	f.StringVar(&s.mode, "mode", "all", "all, low-latency or normal")
 	f.StringVar(&s.nic, "nic", "turns", "what NICs do; see deepep sim qp --help")
 	f.StringVar(&s.order, "order", "planned", "order of queue pairs; see deepep sim qp --help")
-	f.BoolVar(&s.fit, "fit", false, "find the two constants anew, for the network that the flags describe, and use them")
+	f.BoolVar(&s.fit, "fit", false, "fit the two constants again, to the network that the flags describe, and use them")
 	s.flags.register(f)
 	return cmd
 }
 
-// epReport is the outcome.
+// epReport is the result.
 type epReport struct {
 	Routing  string      `json:"routing"`
 	Fabric   string      `json:"fabric"`
@@ -81,7 +81,7 @@ type epResult struct {
 	published nicsim.Published
 }
 
-// miss is how far the model is off, as a share of what was published.
+// miss is the model's relative error against the published figure.
 func (e *epResult) miss() float64 { return e.Model/e.Published - 1 }
 
 const allowedMiss = 0.2
@@ -118,7 +118,7 @@ func (s *simEP) run(cmd *cobra.Command) error {
 	return s.flags.show(cmd.OutOrStdout(), r)
 }
 
-// report lists what is to be simulated.
+// report lists the calls to simulate.
 func (s *simEP) report() (*epReport, error) {
 	mode, err := oneOf("mode", s.mode, []string{"all", "low-latency", "normal"})
 	if err != nil {
@@ -149,7 +149,7 @@ func (s *simEP) report() (*epReport, error) {
 	return r, nil
 }
 
-// lines are the figures of an operation: the published ones, or those that were asked for, published or not.
+// lines are the figures of an operation: the published ones, or those of the flags.
 func (s *simEP) lines(o nicsim.Operation) (list []nicsim.Published) {
 	known := map[int]nicsim.Published{}
 	for _, p := range nicsim.PublishedTable {
@@ -220,7 +220,7 @@ func (r *epReport) print(w io.Writer, flags *simFlags) error {
 	return err
 }
 
-// verdict sums up the lines that check.
+// verdict summarizes the lines that check the model.
 func (r *epReport) verdict() string {
 	var worst *epResult
 	for _, one := range r.Results {

@@ -26,7 +26,7 @@ type simQP struct {
 	skew                                          time.Duration
 }
 
-// What has been claimed for a rotated order: an example to compare with, not a target.
+// Claims about a rotated order, for comparison.
 const (
 	claimedLatency    = -0.42
 	claimedThroughput = 1.33
@@ -67,14 +67,14 @@ nodes first, rotated by node and by index).`,
 	f.StringSliceVar(&s.nics, "nic", names, "what NICs do, one or several")
 	f.StringSliceVar(&s.orders, "order", []string{"linear", "planned", "random", "spread"}, "orders to compare, of "+strings.Join(orders, ", "))
 	f.IntSliceVar(&s.queues, "qps", []int{0, 1}, "queue pairs toward each peer, one or several numbers; 0: as planned")
-	f.BoolVar(&s.allRDMA, "all-rdma", false, "rows of the own node go through the NIC too")
+	f.BoolVar(&s.allRDMA, "all-rdma", false, "rows within a node go through the NIC too")
 	f.BoolVar(&s.inTurn, "in-turn", false, "make one queue pair of each peer in turn, instead of all of one peer together")
 	f.DurationVar(&s.skew, "skew", 0, "ranks start at random within this time, as 20us")
 	s.flags.register(f)
 	return cmd
 }
 
-// qpReport is the outcome.
+// qpReport is the result.
 type qpReport struct {
 	Ranks     int         `json:"ranks"`
 	Nodes     int         `json:"nodes"`
@@ -93,7 +93,7 @@ type qpReport struct {
 	orders []string
 }
 
-// qpResult is one line. The time is that of the slowest rank, with the constant part of the call; throughput is without it.
+// qpResult is one line. The slowest rank's time includes the constant part of the call; throughput excludes it.
 type qpResult struct {
 	NIC          string  `json:"nic"`
 	Queues       int     `json:"qps_per_peer"`
@@ -119,7 +119,7 @@ func (s *simQP) run(cmd *cobra.Command) error {
 	return s.flags.show(cmd.OutOrStdout(), r)
 }
 
-// report lists what is to be simulated.
+// report lists the calls to simulate.
 func (s *simQP) report() (*qpReport, error) {
 	base, err := s.flags.hardware()
 	if err != nil {
@@ -177,7 +177,7 @@ func (q *qpResult) simulate() error {
 	return nil
 }
 
-// linear is the result that another one is compared with; nil if none was simulated.
+// linear is the result of the linear order, with which others are compared; nil if it was not simulated.
 func (r *qpReport) linear(of *qpResult) *qpResult {
 	for _, one := range r.Results {
 		if one.NIC == of.NIC && one.Queues == of.Queues && one.Order == "linear" {
@@ -204,12 +204,12 @@ func (r *qpReport) print(w io.Writer, flags *simFlags) error {
 		}
 		t.AppendRow(table.Row{one.NIC, one.Queues, one.Order, fmt.Sprintf("%.1f us", one.SlowestUS), slower, fmt.Sprintf("%.1f", one.GBs), faster, sizeText(uint64(one.LargestQueue))})
 	}
-	_, err := fmt.Fprintf(w, "%s\n%s", t.Render(), r.words())
+	_, err := fmt.Fprintf(w, "%s\n%s", t.Render(), r.summary())
 	return err
 }
 
-// words says what planned orders change against linear under each assumption, for the first number of queue pairs.
-func (r *qpReport) words() string {
+// summary compares the planned orders with linear for each NIC model, for the first number of queue pairs.
+func (r *qpReport) summary() string {
 	var b strings.Builder
 	last := ""
 	for _, one := range r.Results {
@@ -231,7 +231,7 @@ func (r *qpReport) words() string {
 	return b.String()
 }
 
-// change puts two results of the same traffic beside each other.
+// change compares two results of the same traffic.
 func change(one, before *qpResult) string {
 	late, rate := one.SlowestUS/before.SlowestUS-1, one.GBs/before.GBs-1
 	if math.Abs(late) < 0.01 && math.Abs(rate) < 0.01 {

@@ -20,7 +20,7 @@ func newTable() table.Writer {
 	return t
 }
 
-// rightAlign sets all columns but the first n to the right, as numbers are.
+// rightAlign aligns all columns but the first n, which hold numbers, to the right.
 func rightAlign(t table.Writer, first, columns int) {
 	var configs []table.ColumnConfig
 	for i := first; i < columns; i++ {
@@ -88,7 +88,7 @@ func rateText(f float64) string {
 	return figures(f/1e6) + "M"
 }
 
-// flowText prints bytes a second in decimal units, as links are rated.
+// flowText prints bytes a second in decimal units, like link rates.
 func flowText(f float64) string {
 	units := []string{"B", "kB", "MB", "GB", "TB"}
 	i := 0

@@ -10,11 +10,11 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// tensors is memory of an engine's device, for calls of which only the time matters.
+// tensors allocates memory of an engine's device for timed calls.
 type tensors struct {
 	dev    *device.Device
 	memory []*device.Memory
-	err    error // the first one; later allocations give 0
+	err    error // the first one; after it alloc returns 0
 }
 
 // openTensors opens the device that a buffer is on.
@@ -31,7 +31,7 @@ func openTensors(b *core.Buffer) (*tensors, error) {
 	return &tensors{dev: dev}, nil
 }
 
-// alloc gives memory that was written to: a page's first touch is no part of a call.
+// alloc returns memory that it has written, so that a page's first touch is not timed.
 func (t *tensors) alloc(bytes int) uintptr {
 	if t.err != nil {
 		return 0
@@ -49,7 +49,7 @@ func (t *tensors) alloc(bytes int) uintptr {
 	return uintptr(m.Address)
 }
 
-// from gives memory with the contents of a slice.
+// from returns memory with the contents of a slice.
 func from[T any](t *tensors, values []T) uintptr {
 	bytes := len(values) * int(unsafe.Sizeof(*new(T)))
 	to := t.alloc(bytes)
@@ -59,7 +59,7 @@ func from[T any](t *tensors, values []T) uintptr {
 	return to
 }
 
-// copy moves bytes and waits until they are there.
+// copy copies bytes and waits for the end.
 func (t *tensors) copy(to, from uintptr, bytes int) error {
 	p := &kern.CopyParams{Device: t.dev.Handle(), Dst: uint64(to), Src: uint64(from), Bytes: uint64(bytes)}
 	if err := kern.Error("dk_copy", t.dev.Lib.Copy(p), p.DeviceError); err != nil {
@@ -68,7 +68,7 @@ func (t *tensors) copy(to, from uintptr, bytes int) error {
 	return t.finish()
 }
 
-// finish waits for what was enqueued on the default stream.
+// finish waits for the work on the default stream.
 func (t *tensors) finish() error {
 	done, err := t.dev.NewEvent()
 	if err != nil {
@@ -81,7 +81,7 @@ func (t *tensors) finish() error {
 	return err
 }
 
-// free gives back what was allocated since the last free; nothing may be running on it.
+// free frees the memory allocated since the last free. No running work may use it.
 func (t *tensors) free() {
 	for _, m := range t.memory {
 		if err := m.Release(); err != nil && t.err == nil {

@@ -13,7 +13,7 @@ import (
 	"github.com/deepep-go/deepep/internal/monitor"
 )
 
-// pagesFlags choose what to read.
+// pagesFlags select the pages to read.
 type pagesFlags struct {
 	folder string
 	group  string
@@ -21,11 +21,10 @@ type pagesFlags struct {
 
 func (p *pagesFlags) register(cmd *cobra.Command) {
 	cmd.Flags().StringVar(&p.folder, "folder", "", "folder of statistics pages (default: the usual ones of this user)")
-	cmd.Flags().StringVar(&p.group, "group", "", "only groups whose name begins so")
+	cmd.Flags().StringVar(&p.group, "group", "", "only groups whose name has this prefix")
 }
 
-// list reads the pages. Folders that cannot be read are worth a word on stderr,
-// not the end of the program, as long as others can.
+// list reads the pages. A folder that cannot be read is a line on stderr, unless no folder can be read.
 func (p *pagesFlags) list(stderr io.Writer) ([]monitor.Entry, error) {
 	var dirs []string
 	if p.folder != "" {
@@ -104,7 +103,7 @@ func (f *topFlags) run(ctx context.Context, stdout, stderr io.Writer) error {
 	}
 }
 
-// Terminal controls: home and clear what is below, so that a redraw does not flicker.
+// Terminal controls: cursor home and clear to the end, with which a redraw does not flicker.
 const (
 	cursorHome  = "\x1b[H"
 	clearBelow  = "\x1b[J"
@@ -123,7 +122,7 @@ func (f *topFlags) show(w io.Writer, h hostView, now time.Time) error {
 	return err
 }
 
-// monotonic is the clock in which pages give the start of calls.
+// monotonic is the clock of the start times in pages.
 func monotonic() uint64 {
 	var t unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &t); err != nil {

@@ -87,11 +87,10 @@ func (f *traceFlags) run(stdout, stderr io.Writer) error {
 	return err
 }
 
-// phases name the halves of an operation, DK_PHASE_*.
+// phases names the phases of an operation, DK_PHASE_*.
 var phases = map[uint32]string{1: " send", 2: " receive"}
 
-// trace makes the events of all ranks. Every page is a process of the trace,
-// numbered so that buffers lie together and ranks are in order.
+// trace makes the events of all ranks. Every page is a process of the trace, numbered by buffer and rank.
 func (h *hostView) trace(last int) (traceFile, int) {
 	file := traceFile{TraceEvents: []traceEvent{}, DisplayTimeUnit: "ns"}
 	number, calls := 0, 0
@@ -121,8 +120,8 @@ func traceHead(number int, r rankView) []traceEvent {
 	return events
 }
 
-// traceCalls turns calls into events. A device without the host's clock gives no
-// start: such calls are laid end to end, so that their lengths can be compared.
+// traceCalls converts calls to events. Calls of a device without the host's clock have no start: they follow each other, so
+// that their durations can be compared.
 func traceCalls(number int, calls []monitor.Call) []traceEvent {
 	events := make([]traceEvent, 0, len(calls))
 	var end uint64

@@ -26,13 +26,13 @@ type bufferView struct {
 	ranks    []rankView
 }
 
-// hostView is all that can be seen at a moment.
+// hostView is all buffers of the host at one time.
 type hostView struct {
 	buffers []bufferView
 	damaged []monitor.Entry
 }
 
-// pageKey names a page through its life.
+// pageKey identifies a page.
 type pageKey struct {
 	path  string
 	start uint64
@@ -40,9 +40,8 @@ type pageKey struct {
 
 func keyOf(e monitor.Entry) pageKey { return pageKey{e.Path, e.Stats.StartTime} }
 
-// look makes a view of a reading. Counts are those since before, an earlier
-// reading taken at that time; for pages that were not there then, and with no
-// earlier reading at all, those since the page was made.
+// look makes a view of a reading. It counts from before, an earlier reading; for pages that are not in before, and without
+// an earlier reading, from the creation of the page.
 func look(now []monitor.Entry, at time.Time, before []monitor.Entry, then time.Time) hostView {
 	earlier := map[pageKey]*monitor.Stats{}
 	for _, e := range before {
@@ -62,7 +61,7 @@ func look(now []monitor.Entry, at time.Time, before []monitor.Entry, then time.T
 		if ok {
 			since = then
 		}
-		// A page's clock may be wrong, or have been set; a rate needs some time.
+		// The clock may have been set since the page's creation; a rate needs a positive time.
 		r.seconds = max(at.Sub(since).Seconds(), 1e-3)
 		for op := range e.Stats.Ops {
 			var oldOp *monitor.OpStats
@@ -76,8 +75,7 @@ func look(now []monitor.Entry, at time.Time, before []monitor.Entry, then time.T
 	return h
 }
 
-// put adds a rank to its buffer. Pages come sorted; two of the same rank (a job
-// that was started again beside a dead one) stand side by side.
+// put adds a rank to its buffer. Pages are sorted; two of the same rank (of a dead job and its restart) follow each other.
 func (h *hostView) put(r rankView) {
 	i := slices.IndexFunc(h.buffers, func(b bufferView) bool {
 		return b.group == r.Group && b.buffer == r.Buffer && b.numRanks == r.NumRanks
@@ -89,8 +87,8 @@ func (h *hostView) put(r rankView) {
 	h.buffers[i].ranks = append(h.buffers[i].ranks, r)
 }
 
-// sum adds an operation up over the ranks: calls and bytes are sums, times as
-// they are spread among all calls. seconds is the longest interval of a rank.
+// sum adds up an operation over the ranks: calls and bytes are sums, times are over all calls. seconds is the longest
+// interval of a rank.
 func (b *bufferView) sum(op monitor.Op) (total monitor.OpStats, seconds float64) {
 	for _, r := range b.ranks {
 		total.Add(&r.delta[op])
@@ -110,7 +108,7 @@ func (b *bufferView) waits() monitor.Waits {
 	return monitor.WaitsOf(b.numRanks, readings)
 }
 
-// active tells whether an operation was ever called.
+// active reports whether an operation was ever called.
 func (b *bufferView) active(op monitor.Op) bool {
 	return slices.ContainsFunc(b.ranks, func(r rankView) bool { return r.Ops[op].Calls+r.Ops[op].Errors > 0 })
 }
@@ -124,7 +122,7 @@ func (r *rankView) totals() monitor.OpStats {
 	return t
 }
 
-// last is the operation that was called last, and when; found is false if none was.
+// last is the newest call's operation and time; found is false without calls.
 func (r *rankView) last() (op monitor.Op, start uint64, found bool) {
 	for _, o := range monitor.Ops() {
 		if s := r.Ops[o]; s.Calls > 0 && (!found || s.LastStartNS > start) {
@@ -134,7 +132,7 @@ func (r *rankView) last() (op monitor.Op, start uint64, found bool) {
 	return op, start, found
 }
 
-// choose keeps the buffers of groups whose name begins with a prefix.
+// choose keeps the buffers of groups whose name has a prefix.
 func (h *hostView) choose(prefix string) {
 	h.buffers = slices.DeleteFunc(h.buffers, func(b bufferView) bool { return !strings.HasPrefix(b.group, prefix) })
 	slices.SortStableFunc(h.buffers, func(a, b bufferView) int {

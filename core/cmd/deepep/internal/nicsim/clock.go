@@ -9,26 +9,26 @@ const (
 	Microsecond      = 1000 * Nanosecond
 )
 
-// Microseconds is the time as a fraction.
+// Microseconds is the time in microseconds.
 func (t Time) Microseconds() float64 { return float64(t) / float64(Microsecond) }
 
-// duration is how long bytes take at a rate in units of 10^6 bytes a second, rounded up.
+// duration is the time of bytes at a rate in 10^6 bytes a second, rounded up.
 func duration(bytes, rate int64) Time { return Time((bytes*1e6 + rate - 1) / rate) }
 
-// What an event says.
+// Kinds of events. a and b are the event's arguments.
 const (
 	linkFree     uint8 = iota // a: the link has sent its packet's last byte
-	packetArrive              // a: the packet's first byte is at the far end of its link
-	packetDone                // a: the packet's last byte is where it was going
+	packetArrive              // a: the packet's first byte is at the remote end of its link
+	packetDone                // a: the packet's last byte is at its destination
 	rankPost                  // a: the rank posts its next message
 	postMessage               // a: the message is posted
-	queueReady                // a, b: all that the rank's queue pair sent is acknowledged
+	queueReady                // a, b: all messages that the rank's queue pair has sent are acknowledged
 	timer                     // a, b: of the workload
 )
 
 type event struct {
 	at    Time
-	order uint32 // of making; breaks ties
+	order uint32 // in which the events were made; breaks ties
 	kind  uint8
 	a, b  int32
 }

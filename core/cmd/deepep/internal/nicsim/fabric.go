@@ -2,17 +2,17 @@ package nicsim
 
 import "github.com/deepep-go/deepep/internal/plan"
 
-// fabric knows which link is which. Every rank has a NIC of its own.
+// fabric numbers the links. Every rank has its own NIC.
 type fabric struct {
 	hw       *Hardware
 	topology plan.Topology
 	leaves   int
 	ports    int // NICs on the fullest leaf
 
-	// First links of each kind; those of one kind follow each other by owner, for leafUp and spineDown by leaf, then spine.
+	// First links of each kind. The links of a kind are in the order of owners, for leafUp and spineDown of leaf, then spine.
 	hostUp, hostDown, nvOut, nvIn, copier, leafUp, spineDown int32
 
-	turn []int // of each leaf: where its search for the shortest queue begins
+	turn []int // by leaf: where its search for the shortest queue begins
 }
 
 func newFabric(hw *Hardware, t plan.Topology) (*fabric, []link) {
@@ -51,7 +51,7 @@ func (f *fabric) leaf(rank int) int {
 	return f.topology.Node(rank)/f.hw.LeafSize*f.topology.NodeSize() + f.topology.Local(rank)
 }
 
-// port is a rank's place on its leaf.
+// port is a rank's index on its leaf.
 func (f *fabric) port(rank int) int {
 	if f.hw.Fabric == Pod {
 		return rank % f.hw.LeafSize
@@ -59,7 +59,7 @@ func (f *fabric) port(rank int) int {
 	return f.topology.Node(rank) % f.hw.LeafSize
 }
 
-// back is how long an acknowledgement takes: the latencies of the way, since it needs next to no room.
+// back is the time of an acknowledgement: the latencies of the path, because it has hardly any bytes.
 func (f *fabric) back(src, dst int) Time {
 	if f.leaf(src) == f.leaf(dst) {
 		return 2 * f.hw.Wire
@@ -67,7 +67,7 @@ func (f *fabric) back(src, dst int) Time {
 	return 4 * f.hw.Wire
 }
 
-// last says whether a packet's way ends with the link that it is on.
+// last reports whether a packet is on the last link of its path.
 func (m *machine) last(p *packet) bool {
 	switch m.links[p.at].kind {
 	case hostDown, nvIn:
@@ -79,7 +79,7 @@ func (m *machine) last(p *packet) bool {
 	return false
 }
 
-// forward brings a packet to its next link.
+// forward moves a packet to its next link.
 func (m *machine) forward(index int32) {
 	p := &m.packets[index]
 	msg := &m.messages[p.message]
@@ -106,7 +106,7 @@ func (m *machine) forward(index int32) {
 	m.enqueue(to, index)
 }
 
-// spine chooses the way up.
+// spine chooses a packet's spine.
 func (m *machine) spine(leaf int, msg *message) int {
 	f := m.net
 	switch f.hw.Routing {
@@ -123,7 +123,7 @@ func (m *machine) spine(leaf int, msg *message) int {
 		l := &m.links[first+int32(s)]
 		load := l.waiting
 		if l.busy {
-			load++ // a free link is better than one that will be
+			load++ // prefers an idle link to one that becomes idle
 		}
 		if load < least {
 			if best, least = s, load; load == 0 {

@@ -9,50 +9,50 @@ import (
 // Routing is how a leaf switch chooses the spine for a packet.
 type Routing int
 
-// Ways to route.
+// Routings.
 const (
 	Adaptive Routing = iota // the uplink with the shortest queue, for every packet
 	ECMP                    // by a hash of source, destination and queue pair
 	Static                  // by the destination: one path toward each, spines in turn
 )
 
-// Fabric is which ranks share a leaf switch.
+// Fabric determines which ranks share a leaf switch.
 type Fabric int
 
-// Ways to wire.
+// Fabrics.
 const (
 	Rail Fabric = iota // ranks of the same index on different nodes
 	Pod                // all ranks of a node and its neighbours
 )
 
-// Hardware is what the network is made of. Rates are in 10^6 bytes a second.
+// Hardware describes the network. Rates are in 10^6 bytes a second.
 type Hardware struct {
 	LinkRate   int64 // wire rate of a link, each way
-	NICRate    int64 // at which a NIC takes payload in from PCIe and sends it
+	NICRate    int64 // at which a NIC reads payload over PCIe and sends it
 	PCIeRate   int64
 	NVLinkRate int64 // out of a GPU, and into it
 	CopyRate   int64 // at which the SMs of normal mode copy rows or sum them; fitted
 
-	Call    Time // of a low-latency call that is not transfer: launch, cast, posting, polling, copying out; fitted
+	Call    Time // of a low-latency call without the transfer: launch, cast, posting, polling, copying out; fitted
 	PostGap Time // between two messages that a GPU posts
 	Post    Time // from posting to the first byte in the NIC: doorbell, request and payload read over PCIe
-	Land    Time // from the last byte at the NIC to visible in GPU memory
-	Grant   Time // least time of a packet whose queue pair is not the one served before: arbitration and context
+	Land    Time // from the last byte at the NIC until it is visible in GPU memory
+	Grant   Time // minimum time of a packet of another queue pair than the last one: arbitration and context
 	Wire    Time // of a link: cable and switch
 	NVWire  Time // latency of NVLink
 
-	Turn        int64 // bytes that a queue pair sends before the next one's turn; 0: until it is empty
-	LowestFirst bool  // the turn after that is the lowest number's, not the next one's
+	Turn        int64 // bytes that a queue pair sends before the turn of the next one; 0: until it is empty
+	LowestFirst bool  // the next turn is that of the lowest number, not of the next number
 
-	Segment int64 // bytes that cross the network as one packet at most
+	Segment int64 // maximum bytes of a packet
 	MTU     int64
 	Header  int64 // bytes added to each MTU
-	Buffer  int64 // bytes that the far end of a link holds, between switches and from NICs; 0: any number
+	Buffer  int64 // bytes that the remote end of a link can hold, between switches and from NICs; 0: no limit
 
 	Routing  Routing
 	Fabric   Fabric
 	LeafSize int // NICs on a leaf switch
-	Spines   int // and links from it upward, one to each spine
+	Spines   int // of which each has a link to every leaf
 }
 
 // H800 is the machine of the published figures: ConnectX-7 at 400 Gb/s beside each GPU. docs/simulation.md has the source of
@@ -64,7 +64,7 @@ var H800 = Hardware{
 	Turn: 16 << 10, Segment: 16 << 10, MTU: 4096, Header: 30, Buffer: 128 << 10, LeafSize: 32, Spines: 32,
 }
 
-// Check refuses hardware that cannot work.
+// Check refuses values out of range.
 func (h *Hardware) Check() error {
 	for _, n := range []struct {
 		name         string
@@ -94,8 +94,8 @@ func (h *Hardware) Check() error {
 	return nil
 }
 
-// WithBuffer sets the room at the far end of links, 0 for any. Packets become small enough for eight of them, so that their
-// size does not decide what the buffer does.
+// WithBuffer sets the buffers at the remote ends of links, 0 for no limit. Eight packets fit into a buffer, so that the
+// size of packets does not determine the buffer's effect.
 func (h *Hardware) WithBuffer(bytes int64) {
 	h.Buffer = bytes
 	if bytes > 0 {

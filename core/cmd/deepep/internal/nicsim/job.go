@@ -7,13 +7,13 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Operation is what all ranks do.
+// Operation is the ranks' call.
 type Operation int
 
 // Operations.
 const (
 	LowLatencyDispatch Operation = iota // a row for each (token, expert), FP8 with scales
-	LowLatencyCombine                   // the same rows back, BF16
+	LowLatencyCombine                   // the rows of a dispatch back, BF16
 	Dispatch                            // a row for each (token, node) over RDMA, then NVLink; FP8 with scales
 	Combine                             // rows summed inside the node, then one for each (token, node) back; BF16
 )
@@ -33,15 +33,15 @@ type Job struct {
 	TopK      int
 	Experts   int
 	Groups    int // nodes that a token may use; 0: all
-	SMs       int // of normal mode
+	SMs       int // normal mode's
 	Queues    int // queue pairs toward each peer; 0: as planned
 	Order     Order
-	InTurn    bool // one queue pair of each peer in turn is made, instead of all of one peer together
-	AllRDMA   bool // low-latency rows of the own node go through the NIC too
+	InTurn    bool // ranks make one queue pair of each peer in turn, instead of all of one peer together
+	AllRDMA   bool // low-latency rows within a node go through the NIC too
 	Skew      Time // ranks start at random within this time
 	Seed      uint64
 
-	queues plan.Queues // by Check
+	queues plan.Queues // set by Check
 }
 
 // Shape of the published figures.
@@ -53,7 +53,7 @@ const (
 	PublishedGroups  = 4 // of normal mode
 )
 
-// PublishedJob is the call that upstream's tables are about. The ranks must be whole nodes of 8.
+// PublishedJob is the call of upstream's tables. The number of ranks must be a multiple of 8, the ranks of a node.
 func PublishedJob(o Operation, ranks int) (Job, error) {
 	t, err := plan.NewTopology(ranks, plan.DefaultPeers)
 	j := Job{
@@ -64,14 +64,14 @@ func PublishedJob(o Operation, ranks int) (Job, error) {
 		j.Tokens, j.Groups = 128, 0
 	}
 	if ranks > j.Experts {
-		j.Experts = ranks // one a rank; upstream's largest group has one, too
+		j.Experts = ranks // one a rank, as in upstream's largest group
 	}
 	return j, err
 }
 
 const mostSkew = 1000 * 1000 * Microsecond
 
-// Check refuses calls that make no sense, and fills in the planned number of queue pairs.
+// Check refuses values out of range, and sets the planned number of queue pairs.
 func (j *Job) Check() error {
 	if j.Operation < LowLatencyDispatch || j.Operation > Combine {
 		return status.InvalidArg("operation", int(j.Operation), "0 to 3")
@@ -108,7 +108,7 @@ func (j *Job) Check() error {
 	if j.Operation.lowLatency() {
 		o.LocalExperts = j.Experts / t.Ranks
 	} else {
-		o.Channels, o.MaxTokens = j.SMs/2, 0 // windows bound what is under way
+		o.Channels, o.MaxTokens = j.SMs/2, 0 // windows bound the tokens in flight
 	}
 	q, err := plan.NewQueues(t, o)
 	j.queues, j.Queues = q, q.PerPeer
@@ -123,14 +123,14 @@ const (
 	messageHead   = 16 // a low-latency row's source, with padding
 	flagBytes     = 8
 	sourceBytes   = 8     // a normal-mode row's source
-	choiceBytes   = 8 + 4 // its index and weight for each expert
+	choiceBytes   = 8 + 4 // index and weight of each expert
 )
 
 func (j *Job) fp8Bytes() int64 {
 	return int64(j.Hidden) + int64((j.Hidden+scaleChannels-1)/scaleChannels)*scaleBytes
 }
 
-// rowBytes is what one row of the call takes.
+// rowBytes is the size of a row on the wire.
 func (j *Job) rowBytes() int64 {
 	switch j.Operation {
 	case LowLatencyDispatch:
@@ -143,7 +143,7 @@ func (j *Job) rowBytes() int64 {
 	return int64(j.Hidden) * bf16
 }
 
-// payloadBytes is what upstream counts of a row.
+// payloadBytes is the size of a row as upstream counts it.
 func (j *Job) payloadBytes() int64 {
 	switch j.Operation {
 	case LowLatencyDispatch:

@@ -1,11 +1,11 @@
 package nicsim
 
-// none is the index of nothing.
+// none is not an index.
 const none = -1
 
 // link is a directed link with the queue before it. It sends one packet at a time. A packet is in the queue until its first
-// byte leaves; its first byte is at the far end one latency later and may go on at once (cut-through), so queues hold
-// packets that are still coming in.
+// byte leaves. The first byte is at the remote end one latency later and is forwarded at once (cut-through), so that queues
+// hold packets whose last byte has not arrived.
 type link struct {
 	rate    int64
 	latency Time
@@ -14,17 +14,17 @@ type link struct {
 
 	head, tail int32 // of the queue
 	waiting    int64 // bytes in it
-	largest    int64 // that there have been
+	largest    int64 // maximum of waiting
 
 	busy      bool
-	from      int32 // link over which the packet being sent came, whose buffer it still fills; none
+	from      int32 // link over which the packet being sent came, whose buffer it still occupies; none
 	fromBytes int64
 
 	limited bool
-	credit  int64 // free bytes of the buffer at the far end
+	credit  int64 // free bytes of the buffer at the remote end
 
 	carried int64 // bytes sent
-	worked  Time  // time that they took
+	worked  Time  // their time
 }
 
 type linkKind uint8
@@ -39,14 +39,14 @@ const (
 	copier                    // the SMs that copy or sum rows
 )
 
-// packet is a part of a message on its way.
+// packet is a part of a message in flight.
 type packet struct {
 	message int32
-	at      int32 // link that it last went over; none before the first
+	at      int32 // link that it last crossed; none before the first
 	next    int32 // in a queue, or in the list of unused packets
 	payload int32
 	bytes   int64 // with headers
-	tail    Time  // when its last byte is where its first byte is now
+	tail    Time  // when its last byte reaches the present place of its first byte
 }
 
 func (m *machine) newPacket(message, payload int32, bytes int64) int32 {
@@ -61,7 +61,7 @@ func (m *machine) newPacket(message, payload int32, bytes int64) int32 {
 	return p
 }
 
-// enqueue puts a packet behind the others before a link.
+// enqueue appends a packet to a link's queue.
 func (m *machine) enqueue(i, p int32) {
 	l := &m.links[i]
 	if l.tail == none {
@@ -75,8 +75,8 @@ func (m *machine) enqueue(i, p int32) {
 	m.serve(i)
 }
 
-// serve starts the link's next packet if the link is free and the far end has room. Otherwise the end of what is going on, or
-// the room that comes free, calls it again.
+// serve starts the link's next packet if the link is idle and the remote end has room. Else the end of the present packet,
+// or the release of room, calls it again.
 func (m *machine) serve(i int32) {
 	l := &m.links[i]
 	if l.busy {
@@ -125,7 +125,7 @@ func (m *machine) send(i, index int32) {
 	}
 }
 
-// free is called when the last byte has left: the place that the packet had before the link is empty.
+// free runs when the last byte has left, and releases the packet's room before the link.
 func (m *machine) free(i int32) {
 	l := &m.links[i]
 	l.busy = false
@@ -138,5 +138,5 @@ func (m *machine) free(i int32) {
 	m.serve(i)
 }
 
-// sendRate is at which a NIC can get payload out of the GPU.
+// sendRate is the rate at which a NIC reads payload from the GPU.
 func (h *Hardware) sendRate() int64 { return min(h.NICRate, h.PCIeRate) }

@@ -1,8 +1,8 @@
 package nicsim
 
-// lowLatency is the traffic of a low-latency call: for each (token, expert) a row of its own, on the queue pair of the
-// expert, and after an expert's rows a flag, also where there were none. Rows for the own node go over NVLink, those for the
-// own rank nowhere.
+// lowLatency is the traffic of a low-latency call: one row for each (token, expert) on the queue pair of the expert, and a
+// flag after an expert's rows, even if there are none. Rows within a node cross NVLink; rows to the sender itself are not
+// sent.
 type lowLatency struct {
 	finish  []Time
 	logical int64
@@ -21,7 +21,7 @@ func newLowLatency(m *machine, j *Job) *lowLatency {
 	}
 	local := j.Experts / j.Topology.Ranks
 	for src := range j.Topology.Ranks {
-		for i := range j.Experts { // each rank begins behind itself
+		for i := range j.Experts { // each rank begins with the next rank
 			e := (i + (src+1)*local) % j.Experts
 			m.move(j, numbers, src, e/local, e%local, flagBytes, true)
 		}
@@ -40,12 +40,12 @@ func newLowLatency(m *machine, j *Job) *lowLatency {
 	return w
 }
 
-// row is one row's way; queue is the local expert that it comes from or goes to.
+// row is one row's source and destination; queue is the local expert that sends or receives it.
 type row struct{ src, dst, queue int }
 
-// rows lists all rows, those of a rank in the order in which its SMs post them. In dispatch all tokens are sent at the same
-// time, each to one expert after the other. In combine all (expert, source) pairs send at the same time, each row after
-// row; which pair is first is left to chance, since hundreds of warps run side by side.
+// rows lists all rows, those of a rank in the order in which its SMs post them. In dispatch the SMs send all tokens at the
+// same time, each to one expert after the other. In combine all (expert, source) pairs send at the same time, each row
+// after row, in a random order of pairs, because hundreds of warps run concurrently.
 func (w *lowLatency) rows(j *Job) []row {
 	ranks, local := j.Topology.Ranks, j.Experts/j.Topology.Ranks
 	var all []row
@@ -71,7 +71,7 @@ func (w *lowLatency) rows(j *Job) []row {
 	return all
 }
 
-// returning lists the rows that one rank sends back; pairs has the number for each of its experts and each source.
+// returning lists the rows that one rank sends back; pairs has their number for each of its experts and each source.
 func returning(pairs []int, rank, ranks int, chance *random) []row {
 	var list []row
 	var order []int
@@ -94,7 +94,7 @@ func returning(pairs []int, rank, ranks int, chance *random) []row {
 	return list
 }
 
-// move sends from rank to rank by the way that the topology gives.
+// move sends a message over NVLink or RDMA, as the topology requires.
 func (m *machine) move(j *Job, numbers []numbering, src, dst, expert int, bytes int64, flag bool) {
 	switch {
 	case src == dst:

@@ -2,19 +2,19 @@ package nicsim
 
 import "fmt"
 
-// message is what a queue pair, an NVLink or a copying SM moves as one.
+// message is a unit that a queue pair, an NVLink or a copying SM moves.
 type message struct {
 	src, dst int32
-	queue    int32 // of src; none: not over RDMA
+	queue    int32 // src's queue pair; none: not over RDMA
 	next     int32 // in the queue pair
-	tag      int32 // of the workload
-	flag     bool  // stays behind what its queue pair has sent
+	tag      int32 // for the workload
+	flag     bool  // may not overtake earlier messages of its queue pair
 	bytes    int64
 	left     int64 // not yet sent
 	arrived  int64
 }
 
-// workload reacts to what the machine did.
+// workload reacts to the machine's events.
 type workload interface {
 	arrived(m *machine, index int32) // a message is complete at its destination
 	timer(m *machine, a, b int32)
@@ -31,9 +31,9 @@ type machine struct {
 	events   eventQueue
 	links    []link
 	packets  []packet
-	unused   int32 // first packet that is not in use
+	unused   int32 // first unused packet
 	nics     []nic
-	numbers  []map[int32]int32 // of each rank: queue pairs by number, while they are made
+	numbers  []map[int32]int32 // by rank: queue pairs by number, until sortQueues
 	messages []message
 }
 
@@ -52,7 +52,7 @@ func (m *machine) add(src, dst int, queue int32, bytes int64, tag int32) int32 {
 	return int32(len(m.messages) - 1)
 }
 
-// push sends a message as one packet from a link on: NVLink's, or the copying SMs' before it.
+// push sends a message as one packet, which begins with a link of NVLink or of the copying SMs.
 func (m *machine) push(first, index int32) {
 	msg := &m.messages[index]
 	msg.left = 0
@@ -61,7 +61,7 @@ func (m *machine) push(first, index int32) {
 	m.enqueue(first+msg.src, p)
 }
 
-// run goes on until nothing happens any more.
+// run handles events until there are none.
 func (m *machine) run() {
 	for len(m.events.heap) > 0 {
 		e := m.events.pop()
@@ -89,7 +89,7 @@ func (m *machine) handle(e event) {
 	}
 }
 
-// done takes a packet that has arrived.
+// done handles a packet that has arrived.
 func (m *machine) done(index int32) {
 	p := &m.packets[index]
 	i := p.message
@@ -105,7 +105,7 @@ func (m *machine) done(index int32) {
 	m.work.arrived(m, i)
 }
 
-// audit checks what must hold after every run, whatever was simulated.
+// audit checks what must hold after every run.
 func (m *machine) audit() error {
 	for i := range m.messages {
 		if msg := &m.messages[i]; msg.arrived != msg.bytes || msg.left != 0 {
@@ -118,7 +118,7 @@ func (m *machine) audit() error {
 			return fmt.Errorf("audit: link %d (kind %d) still has %d bytes", i, l.kind, l.waiting)
 		}
 		if l.limited && l.credit != m.hw.Buffer {
-			return fmt.Errorf("audit: the buffer behind link %d (kind %d) has %d free bytes of %d", i, l.kind, l.credit, m.hw.Buffer)
+			return fmt.Errorf("audit: the buffer after link %d (kind %d) has %d free bytes of %d", i, l.kind, l.credit, m.hw.Buffer)
 		}
 		if least := duration(l.carried, l.rate); l.worked < least || l.worked > m.now {
 			return fmt.Errorf("audit: link %d (kind %d) took %d ps for %d bytes, which need %d, in a run of %d", i, l.kind, l.worked, l.carried, least, m.now)

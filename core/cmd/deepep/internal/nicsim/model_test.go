@@ -7,13 +7,13 @@ import (
 	"github.com/deepep-go/deepep/internal/plan"
 )
 
-// script is a workload of messages that are posted at the beginning.
+// script is a workload whose messages are all posted at the beginning.
 type script struct{ finish []Time }
 
 func (s *script) arrived(m *machine, i int32)        { s.finish[i] = m.now }
 func (s *script) timer(_ *machine, _ int32, _ int32) {}
 
-// sent is a message of a script, over RDMA.
+// sent is an RDMA message of a script.
 type sent struct {
 	src, dst int
 	queue    int32
@@ -21,7 +21,7 @@ type sent struct {
 	flag     bool
 }
 
-// scripted runs messages on ranks of a node each and returns when each arrived.
+// scripted runs messages between ranks of different nodes and returns their arrival times.
 func scripted(t *testing.T, hw Hardware, ranks int, list ...sent) ([]Time, *machine) {
 	t.Helper()
 	m := newMachine(&hw, &Job{Topology: plan.Topology{Ranks: ranks, Peers: 1}})
@@ -45,14 +45,14 @@ func scripted(t *testing.T, hw Hardware, ranks int, list ...sent) ([]Time, *mach
 	return s.finish, m
 }
 
-// plain is hardware for sums on paper: no headers, one rate, all posted at once.
+// plain is hardware for calculations by hand: no headers, one rate, all messages posted at once.
 func plain() Hardware {
 	h := H800
 	h.LinkRate, h.NICRate, h.Header, h.PostGap, h.Buffer, h.Grant = 50000, 50000, 0, 0, 0, 0
 	return h
 }
 
-// TestOneMessage: latencies of the way plus the bytes at the slowest rate, once.
+// One message takes the latencies of its path and its bytes at the slowest rate.
 func TestOneMessage(t *testing.T) {
 	for _, c := range []struct {
 		name     string
@@ -80,7 +80,7 @@ func TestOneMessage(t *testing.T) {
 	}
 }
 
-// TestIncast: N to one shares one link, with buffers of any size; the queue before it holds all but the one being sent.
+// In an incast all messages share one link, for every size of buffers; its queue holds all but the one being sent.
 func TestIncast(t *testing.T) {
 	const senders, bytes = 12, 10000
 	for _, buffer := range []int64{0, 16 << 10} {
@@ -100,7 +100,7 @@ func TestIncast(t *testing.T) {
 	}
 }
 
-// TestRing: every rank sends to the next one, and nobody is in anybody's way.
+// In a ring, where every rank sends to the next one, no message delays another.
 func TestRing(t *testing.T) {
 	const ranks, messages, bytes = 8, 5, 20000
 	h := plain()
@@ -123,7 +123,7 @@ func TestRing(t *testing.T) {
 	}
 }
 
-// TestTurns: whose turn it is with three queue pairs of two messages each, made known at once.
+// Three queue pairs of two messages each, posted at once, are served in the order of the NIC's policy.
 func TestTurns(t *testing.T) {
 	list := []sent{
 		{0, 1, 2, 1000, false}, {0, 1, 2, 1000, false}, {0, 1, 0, 1000, false}, {0, 1, 0, 1000, false}, {0, 1, 1, 1000, false}, {0, 1, 1, 1000, false},
@@ -149,7 +149,7 @@ func TestTurns(t *testing.T) {
 	}
 }
 
-// TestTurnsInsideMessages: two queue pairs with a message each take turns of so many bytes.
+// Two queue pairs with a message each take turns of Turn bytes.
 func TestTurnsInsideMessages(t *testing.T) {
 	for turn, first := range map[int64]int64{1000: 7000, 2000: 6000, 4000: 4000, 16000: 4000, 0: 4000} {
 		h := plain()
@@ -162,7 +162,7 @@ func TestTurnsInsideMessages(t *testing.T) {
 	}
 }
 
-// TestFence: with adaptive routing a flag waits for the acknowledgement of what its queue pair sent, and only for that.
+// With adaptive routing a flag waits for the acknowledgement of its own queue pair's messages alone.
 func TestFence(t *testing.T) {
 	list := []sent{{0, 1, 0, 50000, false}, {0, 1, 0, 8, true}, {0, 1, 1, 8, true}}
 	h := plain()
@@ -179,7 +179,7 @@ func TestFence(t *testing.T) {
 	}
 }
 
-// TestHeadOfLine: with little room a packet for a busy port holds up the one behind it, with much it does not.
+// A packet for a busy port delays the next one if buffers are small, and does not if they are large.
 func TestHeadOfLine(t *testing.T) {
 	var list []sent
 	for s := range 8 {
@@ -187,13 +187,13 @@ func TestHeadOfLine(t *testing.T) {
 	}
 	list = append(list, sent{src: 9, dst: 1, bytes: 16000, queue: 3})
 	h := plain()
-	far, _ := scripted(t, h, 10, list...)
+	large, _ := scripted(t, h, 10, list...)
 	h.Buffer = 16000
-	near, _ := scripted(t, h, 10, list...)
-	if last := len(list) - 1; near[last] < 2*far[last] {
-		t.Errorf("to the idle rank: %d ps with little room, %d with any", near[last], far[last])
+	small, _ := scripted(t, h, 10, list...)
+	if last := len(list) - 1; small[last] < 2*large[last] {
+		t.Errorf("to the idle rank: %d ps with little room, %d with any", small[last], large[last])
 	}
-	if a, b := slices.Max(near), slices.Max(far); a < b || a > b*11/10 {
+	if a, b := slices.Max(small), slices.Max(large); a < b || a > b*11/10 {
 		t.Errorf("the busy rank, whose link is never idle for long, has all at %d ps with little room and at %d with any", a, b)
 	}
 }

@@ -5,30 +5,30 @@ import (
 	"slices"
 )
 
-// nic sends what its queue pairs hold: it goes round them by their number, and each that has something sends for one turn.
+// nic serves its queue pairs in the order of their numbers; each with messages sends for one turn.
 type nic struct {
 	queues   []queue
-	byNumber []int32 // places in queues, by number
+	byNumber []int32 // indexes in queues, by number
 	active   []uint64
-	current  int32 // place in byNumber of the queue pair whose turn it is
+	current  int32 // index in byNumber of the queue pair whose turn it is
 	turn     int64 // bytes left of it
-	overhead Time  // least time of the packet that was granted last
+	overhead Time  // minimum time of the packet that was granted last
 
 	posts []int32 // messages to post, in order
-	next  int     // of them
+	next  int     // index in posts
 }
 
 // queue is a queue pair.
 type queue struct {
 	number     int32
-	place      int32 // in byNumber
+	place      int32 // index in byNumber
 	head, tail int32 // messages
-	underWay   int32 // messages sent and not acknowledged
-	fenced     bool  // its head waits for that
+	inFlight   int32 // messages sent and not acknowledged
+	fenced     bool  // its head waits for these
 	acked      Time
 }
 
-// queue returns the rank's queue pair of that number; until sortQueues, numbers may be new.
+// queue returns the rank's queue pair of that number. Until sortQueues it makes one for a new number.
 func (m *machine) queue(rank int, number int32) int32 {
 	known := m.numbers[rank]
 	if i, ok := known[number]; ok {
@@ -41,7 +41,7 @@ func (m *machine) queue(rank int, number int32) int32 {
 	return i
 }
 
-// sortQueues fixes the order in which NICs go round.
+// sortQueues fixes the order in which NICs serve queue pairs.
 func (m *machine) sortQueues() {
 	for r := range m.nics {
 		n := &m.nics[r]
@@ -68,7 +68,7 @@ func (n *nic) setActive(place int32, on bool) {
 
 func (n *nic) isActive(place int32) bool { return n.active[place/64]>>(place%64)&1 != 0 }
 
-// following finds the first active queue pair after a place, going round; none if there is none.
+// following finds the first active queue pair after an index, cyclically; none if there is none.
 func (n *nic) following(place int32) int32 {
 	start := int(place) + 1
 	for pass := range 2 {
@@ -88,13 +88,13 @@ func (n *nic) following(place int32) int32 {
 	return none
 }
 
-// post gives a message to its queue pair and tells the NIC.
+// post appends a message to its queue pair and activates it in the NIC.
 func (m *machine) post(index int32) {
 	m.hand(index)
 	m.serve(m.net.hostUp + m.messages[index].src)
 }
 
-// postNext posts a rank's next message; without a gap between messages all of them, so that the NIC sees them at once.
+// postNext posts a rank's next message; without a gap between messages it posts all at once.
 func (m *machine) postNext(rank int32) {
 	n := &m.nics[rank]
 	for {
@@ -110,7 +110,7 @@ func (m *machine) postNext(rank int32) {
 	m.serve(m.net.hostUp + rank)
 }
 
-// hand puts a message at the end of its queue pair.
+// hand appends a message to its queue pair.
 func (m *machine) hand(index int32) {
 	msg := &m.messages[index]
 	n := &m.nics[msg.src]
@@ -126,14 +126,14 @@ func (m *machine) hand(index int32) {
 	}
 }
 
-// fence says whether the queue pair's head has to wait until all before it is acknowledged. Where packets may overtake each
-// other, NICs hold back an atomic that follows writes.
+// fence reports whether the queue pair's head has to wait until all messages before it are acknowledged. If packets may
+// overtake each other, NICs delay an atomic that follows writes.
 func (m *machine) fence(q *queue) bool {
-	q.fenced = m.hw.Routing == Adaptive && m.messages[q.head].flag && q.underWay > 0
+	q.fenced = m.hw.Routing == Adaptive && m.messages[q.head].flag && q.inFlight > 0
 	return q.fenced
 }
 
-// grant takes the next packet from the queue pair whose turn it is and puts it before the NIC's link.
+// grant moves the next packet of the queue pair whose turn it is to the queue of the NIC's link.
 func (m *machine) grant(l *link) {
 	n := &m.nics[l.owner]
 	place := n.current
@@ -159,7 +159,7 @@ func (m *machine) grant(l *link) {
 	q := &n.queues[n.byNumber[place]]
 	msg := &m.messages[q.head]
 	if msg.left == msg.bytes {
-		q.underWay++
+		q.inFlight++
 	}
 	payload := min(msg.left, m.hw.Segment)
 	msg.left -= payload
@@ -181,17 +181,17 @@ func (m *machine) grant(l *link) {
 	}
 }
 
-// acknowledge counts a message that has arrived as a whole.
+// acknowledge handles the acknowledgement of a message.
 func (m *machine) acknowledge(msg *message) {
 	q := &m.nics[msg.src].queues[msg.queue]
-	q.underWay--
+	q.inFlight--
 	q.acked = max(q.acked, m.now+m.net.back(int(msg.src), int(msg.dst)))
-	if q.fenced && q.underWay == 0 {
+	if q.fenced && q.inFlight == 0 {
 		m.events.push(q.acked, queueReady, msg.src, msg.queue)
 	}
 }
 
-// ready lets a queue pair go on behind a fence.
+// ready ends a queue pair's fence.
 func (m *machine) ready(rank, index int32) {
 	n := &m.nics[rank]
 	q := &n.queues[index]

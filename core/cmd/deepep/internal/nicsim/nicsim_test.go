@@ -20,8 +20,8 @@ func smallJob(o Operation, ranks int) Job {
 	return j
 }
 
-// TestProperties: over random hardware and calls all bytes arrive (the audit), no run beats its busiest link, the same
-// arguments give the same result, and neither queue pairs nor their order change what is sent.
+// For random hardware and calls all bytes arrive (the audit), no run is faster than its busiest link, equal arguments give
+// equal results, and neither queue pairs nor their order change the bytes sent.
 func TestProperties(t *testing.T) {
 	chance := seeded(7)
 	for i := range 32 {
@@ -61,7 +61,7 @@ func TestProperties(t *testing.T) {
 	}
 }
 
-// TestBytes counts what the calls send against sums on paper.
+// The calls send the bytes that a calculation by hand gives.
 func TestBytes(t *testing.T) {
 	j := smallJob(Dispatch, 16)
 	j.Tokens, j.TopK, j.Groups = 10, 64, 0 // every token to every expert
@@ -92,7 +92,7 @@ func TestBytes(t *testing.T) {
 	}
 }
 
-// TestAuditNoticesPlantedErrors breaks a run in its middle in the ways in which a model like this goes wrong.
+// The audit fails a run in which an error of the model is planted.
 func TestAuditNoticesPlantedErrors(t *testing.T) {
 	for name, c := range map[string]struct {
 		plant func(m *machine) bool // false: not yet
@@ -173,7 +173,7 @@ func TestOrders(t *testing.T) {
 	}
 	slices.Sort(a)
 	if fmt.Sprint(a) != "[0 1 2 4 5]" {
-		t.Errorf("random leaves somebody out: %v", a)
+		t.Errorf("random leaves a rank out: %v", a)
 	}
 	j := Job{Topology: top, Queues: 3, Order: Linear}
 	n := newNumbering(&j, 3)
@@ -185,7 +185,7 @@ func TestOrders(t *testing.T) {
 	}
 }
 
-// TestOrderMatters: NICs that prefer low numbers all begin with rank 0 if the order is linear.
+// NICs that prefer low numbers all begin with rank 0 if the order is linear, which takes longer.
 func TestOrderMatters(t *testing.T) {
 	h := H800
 	h.LowestFirst = true
@@ -242,7 +242,7 @@ func TestArguments(t *testing.T) {
 	}
 }
 
-// TestFit: the constants of H800 are what the fit finds, rounded.
+// The constants of H800 are the rounded results of the fit.
 func TestFit(t *testing.T) {
 	call, rate, err := Fit(H800)
 	if err != nil {
@@ -256,7 +256,7 @@ func TestFit(t *testing.T) {
 	}
 }
 
-// TestPublished: the smaller figures, those that check as well as those that fit, are within 20 %. docs/simulation.md has all.
+// The figures of few ranks, in the fit or not, are within 20 %. docs/simulation.md lists all.
 func TestPublished(t *testing.T) {
 	checks := 0
 	for _, p := range PublishedTable {

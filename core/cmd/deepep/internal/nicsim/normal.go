@@ -3,29 +3,29 @@ package nicsim
 import "github.com/deepep-go/deepep/internal/plan"
 
 // normal is the traffic of a normal-mode call. A stream is one channel between a rank and the rank of the same index on a
-// node (perhaps its own); it moves chunks of tokens in order, a window of them at a time.
+// node, its own node included; it moves chunks of tokens in order, a window of them at a time.
 //
-// Dispatch: a chunk crosses RDMA to that rank, whose SMs copy each of its rows to the ranks of the node that want it and then
-// give the window back. Combine: the ranks of the node push their rows to that rank over NVLink; its SMs sum them and send
-// one row a token over RDMA. Sizes of chunks and windows are those of plan.ConfigFor.
+// Dispatch: a chunk crosses RDMA to that rank, whose SMs copy each row to its destination ranks on the node and then return
+// the window. Combine: the ranks of the node push their rows to that rank over NVLink; its SMs sum them and send one row
+// for each token over RDMA. plan.ConfigFor gives the sizes of chunks and windows.
 type normal struct {
 	job     *Job
 	window  int32 // tokens
 	streams []stream
 	chunks  []chunk
-	pushed  [][]int32 // combine: of each node, the streams that its ranks push into
+	pushed  [][]int32 // combine: by node, the streams into which its ranks push
 	finish  []Time
 	logical int64
 }
 
 type stream struct {
-	source int32 // whose tokens these are
-	far    int32 // the rank of the same index on the node
-	queue  int32 // of the sender; none on the own node
+	source int32 // the rank of the tokens
+	remote int32 // the rank of the same index on the node
+	queue  int32 // of the sender; none within a node
 	first  int32 // chunk
 	end    int32
 	next   int32 // chunk to send
-	tokens int32 // under way
+	tokens int32 // in flight
 }
 
 type chunk struct {
@@ -36,10 +36,10 @@ type chunk struct {
 	summed  bool
 }
 
-// What a timer says in b.
+// Meanings of a timer's b.
 const (
 	startRank int32 = iota // of rank a
-	widen                  // stream a has b - widen tokens of its window back
+	widen                  // stream a gets b - widen tokens of its window back
 )
 
 func newNormal(m *machine, j *Job) *normal {
@@ -49,7 +49,7 @@ func newNormal(m *machine, j *Job) *normal {
 	}
 	c, err := plan.ConfigFor(kind, t.Ranks)
 	if err != nil {
-		panic(err) // the number of ranks has been checked
+		panic(err) // Check has checked the number of ranks
 	}
 	w := &normal{job: j, window: c.RDMARecvChunk, finish: make([]Time, t.Ranks), pushed: make([][]int32, t.Nodes())}
 	m.work = w
@@ -72,7 +72,7 @@ func newNormal(m *machine, j *Job) *normal {
 	return w
 }
 
-// cut makes a rank's streams and their chunks: channels have equal parts of the tokens.
+// cut makes a rank's streams and their chunks. Channels have equal shares of the tokens.
 func (w *normal) cut(m *machine, numbers []numbering, src int, most int32) {
 	j, t := w.job, w.job.Topology
 	size, channels := t.NodeSize(), j.SMs/2
@@ -96,7 +96,7 @@ func (w *normal) cut(m *machine, numbers []numbering, src int, most int32) {
 	}
 }
 
-// addToken puts a token into the last chunk, or a new one if that is full, if a rank of the node wants it.
+// addToken adds a token to the last chunk, or to a new one if that is full, if a rank of the node is a destination.
 func (w *normal) addToken(list []chunk, wanted []bool, most int32) []chunk {
 	rows := int64(0)
 	for _, yes := range wanted {
@@ -118,7 +118,7 @@ func (w *normal) addToken(list []chunk, wanted []bool, most int32) []chunk {
 		}
 	}
 	if w.job.Topology.Nodes() > 1 {
-		rows = 1 // upstream counts (token, node) there
+		rows = 1 // upstream counts (token, node) between nodes
 	}
 	w.logical += rows * w.job.payloadBytes()
 	return list
@@ -129,13 +129,13 @@ func (w *normal) addStream(m *machine, numbers []numbering, src, node, channel i
 		return
 	}
 	t := w.job.Topology
-	far := node*t.NodeSize() + t.Local(src)
-	s := stream{source: int32(src), far: int32(far), queue: none, first: int32(len(w.chunks))}
+	remote := node*t.NodeSize() + t.Local(src)
+	s := stream{source: int32(src), remote: int32(remote), queue: none, first: int32(len(w.chunks))}
 	s.next, s.end = s.first, s.first+int32(len(list))
-	if queue := w.job.queues.OfChannel(channel); far != src && w.job.Operation == Dispatch {
-		s.queue = m.queue(src, numbers[src].number(far, queue))
-	} else if far != src {
-		s.queue = m.queue(far, numbers[far].number(src, queue))
+	if queue := w.job.queues.OfChannel(channel); remote != src && w.job.Operation == Dispatch {
+		s.queue = m.queue(src, numbers[src].number(remote, queue))
+	} else if remote != src {
+		s.queue = m.queue(remote, numbers[remote].number(src, queue))
 	}
 	index := int32(len(w.streams))
 	for i := range list {
@@ -162,7 +162,7 @@ func (w *normal) timer(m *machine, a, b int32) {
 	}
 }
 
-// advance sends the chunks that may go.
+// advance sends the chunks for which the window has room.
 func (w *normal) advance(m *machine, index int32) {
 	s := &w.streams[index]
 	for s.next < s.end {
@@ -173,14 +173,14 @@ func (w *normal) advance(m *machine, index int32) {
 		i := s.next
 		s.next++
 		if w.job.Operation == Combine && s.queue == none {
-			continue // the sum is where it belongs
+			continue // the sum is at its destination
 		}
 		s.tokens += c.tokens
 		if s.queue == none {
 			w.copyRows(m, i)
 			continue
 		}
-		src, dst := s.source, s.far
+		src, dst := s.source, s.remote
 		if w.job.Operation == Combine {
 			src, dst = dst, src
 		}
@@ -189,20 +189,20 @@ func (w *normal) advance(m *machine, index int32) {
 	}
 }
 
-// copyRows gives the rows of a chunk that has crossed to the ranks of the node.
+// copyRows copies the rows of an arrived chunk to the ranks of the node.
 func (w *normal) copyRows(m *machine, index int32) {
 	c := &w.chunks[index]
-	far := int(w.streams[c.stream].far)
+	remote := int(w.streams[c.stream].remote)
 	t := w.job.Topology
 	for i, rows := range c.rows {
 		if rows > 0 {
 			c.missing++
-			m.push(m.net.copier, m.add(far, t.Node(far)*t.NodeSize()+i, none, int64(rows)*w.job.rowBytes(), index))
+			m.push(m.net.copier, m.add(remote, t.Node(remote)*t.NodeSize()+i, none, int64(rows)*w.job.rowBytes(), index))
 		}
 	}
 }
 
-// pushRows sends all that a rank has for the streams of its node, chunk by chunk.
+// pushRows sends a rank's rows for the streams of its node, chunk by chunk.
 func (w *normal) pushRows(m *machine, rank int32) {
 	t := w.job.Topology
 	streams := w.pushed[t.Node(int(rank))]
@@ -218,16 +218,16 @@ func (w *normal) pushRows(m *machine, rank int32) {
 			c := &w.chunks[s.first+k]
 			rows := c.rows[local]
 			switch {
-			case s.far == rank:
+			case s.remote == rank:
 				w.expect(m, s.first+k, local)
 			case rows > 0:
-				m.push(m.net.nvOut, m.add(int(rank), int(s.far), none, int64(rows)*w.job.rowBytes(), s.first+k))
+				m.push(m.net.nvOut, m.add(int(rank), int(s.remote), none, int64(rows)*w.job.rowBytes(), s.first+k))
 			}
 		}
 	}
 }
 
-// expect says how many pushes a chunk waits for, some of which may have come: missing has counted them down from zero.
+// expect sets how many pushes a chunk waits for. Some may have arrived: missing has counted them down from zero.
 func (w *normal) expect(m *machine, index int32, own int) {
 	c := &w.chunks[index]
 	for i, rows := range c.rows {
@@ -246,12 +246,12 @@ func (w *normal) sum(m *machine, index int32) {
 	for _, n := range c.rows {
 		rows += int64(n)
 	}
-	far := int(w.streams[c.stream].far)
-	m.push(m.net.copier, m.add(far, far, none, rows*w.job.rowBytes(), index))
+	remote := int(w.streams[c.stream].remote)
+	m.push(m.net.copier, m.add(remote, remote, none, rows*w.job.rowBytes(), index))
 }
 
 func (w *normal) arrived(m *machine, index int32) {
-	msg := m.messages[index] // a copy: more may be made
+	msg := m.messages[index] // a copy: the calls below may append to messages
 	w.finish[msg.dst] = m.now
 	i := msg.tag
 	c := &w.chunks[i]
@@ -275,12 +275,12 @@ func (w *normal) arrived(m *machine, index int32) {
 	}
 }
 
-// giveBack returns a chunk's part of the window from the rank that has used it.
+// giveBack returns a chunk's share of the window.
 func (w *normal) giveBack(m *machine, c *chunk, by int) {
 	s := &w.streams[c.stream]
 	at := m.now
 	if s.queue != none {
-		sender := int(s.source+s.far) - by
+		sender := int(s.source+s.remote) - by
 		at += m.hw.Post + m.net.back(by, sender)
 		w.finish[by] = max(w.finish[by], m.now)
 	}

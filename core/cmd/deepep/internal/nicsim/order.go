@@ -4,7 +4,7 @@ import (
 	"github.com/deepep-go/deepep/internal/plan"
 )
 
-// Order is the order in which a rank makes its queue pairs, and with it their numbers, by which NICs go round.
+// Order is the order in which a rank makes its queue pairs. It determines their numbers, and thus the NIC's order of service.
 type Order int
 
 // Orders.
@@ -12,7 +12,7 @@ const (
 	Planned  Order = iota // plan.Topology.PeerOrder: other nodes first, rotated
 	Rotated               // dst = (i + 1 + me) mod n over all ranks, as NVSHMEM does
 	Linear                // dst = 0, 1, 2 …
-	Shuffled              // each rank its own random order
+	Shuffled              // another random order on each rank
 	Spread                // other nodes first, rotated by node and by index
 )
 
@@ -49,11 +49,11 @@ func (o Order) peers(t plan.Topology, rank int, seed uint64) []int {
 	return order
 }
 
-// numbering gives queue pairs their numbers.
+// numbering numbers queue pairs.
 type numbering struct {
 	perPeer, peers int
 	inTurn         bool
-	place          []int32 // of each peer in one rank's order
+	place          []int32 // by peer: its index in one rank's order
 }
 
 func newNumbering(j *Job, rank int) numbering {
@@ -64,7 +64,7 @@ func newNumbering(j *Job, rank int) numbering {
 	return n
 }
 
-// number of a queue pair toward a peer.
+// number is the number of a queue pair toward a peer.
 func (n *numbering) number(peer, queue int) int32 {
 	if n.inTurn {
 		return int32(queue*n.peers) + n.place[peer]

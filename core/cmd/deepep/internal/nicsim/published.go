@@ -1,7 +1,7 @@
 package nicsim
 
-// Published is one figure of upstream's tables, which docs/simulation.md quotes. The model is fitted to some of them; which
-// was decided before there was a model.
+// Published is one figure of upstream's tables, which docs/simulation.md quotes. The figures for the fit were chosen before
+// the model was written.
 type Published struct {
 	Operation Operation
 	Ranks     int
@@ -19,7 +19,7 @@ var PublishedTable = []Published{
 	{Combine, 8, 158, true}, {Combine, 16, 43, false}, {Combine, 32, 57, false}, {Combine, 64, 50, false},
 }
 
-// Run simulates the call that the figure is of.
+// Run simulates the figure's call.
 func (p *Published) Run(hw Hardware, seed uint64) (Result, error) {
 	j, err := PublishedJob(p.Operation, p.Ranks)
 	if err != nil {
@@ -29,7 +29,7 @@ func (p *Published) Run(hw Hardware, seed uint64) (Result, error) {
 	return Run(hw, j)
 }
 
-// Of is the result's figure of the same kind.
+// Of is the result's value for this kind of figure.
 func (p *Published) Of(r Result) float64 {
 	if p.Operation.lowLatency() {
 		return r.Mean.Microseconds()
@@ -37,11 +37,11 @@ func (p *Published) Of(r Result) float64 {
 	return r.Bandwidth
 }
 
-// fitSeeds is how many random routings the fit takes the mean of.
+// fitSeeds is the number of random routings over which the fit averages.
 const fitSeeds = 3
 
-// Fit finds the two constants that are fitted, each by least squares of the relative errors of its own two figures. A call's
-// constant part adds to its time, so that one has a formula.
+// Fit finds the two fitted constants, each by least squares of the relative errors of its two figures. A call's constant
+// part adds to its time, so that a formula gives it.
 func Fit(hw Hardware) (call Time, copyRate int64, err error) {
 	var above, below float64
 	for _, p := range fitted(true) {
@@ -71,14 +71,14 @@ func fitted(lowLatency bool) []Published {
 	return list
 }
 
-// fitCopyRate starts from the rate of the hardware. Bandwidth is nearly proportional to the rate, which gives a formula for
-// the best one; a few rounds of it settle what is not quite proportional.
+// fitCopyRate starts from the hardware's rate. Bandwidth is nearly proportional to it, which gives a formula for the best
+// rate; a few iterations correct the rest.
 func fitCopyRate(hw Hardware) (int64, error) {
 	const rounds = 3
 	for range rounds {
 		var above, below float64
 		for _, p := range fitted(false) {
-			r, err := p.Run(hw, 1) // with 4096 tokens a rank, chance hardly matters
+			r, err := p.Run(hw, 1) // with 4096 tokens a rank the seed hardly matters
 			if err != nil {
 				return 0, err
 			}

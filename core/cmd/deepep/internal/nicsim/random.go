@@ -12,7 +12,7 @@ func mix(x uint64) uint64 {
 	return x ^ x>>31
 }
 
-// seeded makes a generator from several numbers, each of which matters.
+// seeded makes a generator from several numbers, all of which determine its sequence.
 func seeded(parts ...uint64) *random {
 	r := &random{}
 	for _, p := range parts {
@@ -26,7 +26,7 @@ func (r *random) next() uint64 {
 	return mix(r.state)
 }
 
-// below is a number in [0, n). n is far below 2^32, so that the remainder's bias is far below what anybody could see.
+// below is a number in [0, n). n is far below 2^32, so that the remainder's bias is negligible.
 func (r *random) below(n int) int { return int(r.next() % uint64(n)) }
 
 func (r *random) shuffle(s []int) {
@@ -36,10 +36,10 @@ func (r *random) shuffle(s []int) {
 	}
 }
 
-// router chooses experts for tokens as upstream's benchmarks do: every expert is as likely, all of a token's are different
-// and, with groups > 0, they lie on that many nodes only, those of the token's best-scored experts. Scores that are alike
-// and independent make the ranking of experts a random permutation; so experts are drawn one by one, and those of further
-// nodes than the first groups are passed over.
+// router chooses experts for tokens as upstream's benchmarks do: every expert is equally likely, a token's experts are
+// different and, with groups > 0, are on that many nodes only, those of the token's best-scored experts. Independent scores
+// of one distribution rank the experts in a random permutation; so router draws experts one by one and skips those of other
+// nodes once it has groups nodes.
 type router struct {
 	random  *random
 	perNode int // experts of a node

@@ -1,22 +1,22 @@
 package nicsim
 
-// Result is what a call took. Times are those of ranks: from the common start until the last byte for the rank is there,
+// Result is the outcome of a call. Times are those of ranks: from the common start until the rank's last byte has arrived,
 // with the constant part of a low-latency call.
 type Result struct {
 	Mean, Max Time
-	Transfer  Time // Mean without that
+	Transfer  Time // Mean without the constant part
 
-	RDMABytes    int64 // payload that all NICs sent
+	RDMABytes    int64 // payload sent by all NICs
 	NVLinkBytes  int64
 	Logical      int64   // payload of a rank as upstream counts it, mean over the ranks
 	Bandwidth    float64 // Logical over Mean, in GB/s
 	Throughput   float64 // payload that a NIC sent over Max without the constant part, in GB/s, mean over the ranks
-	LargestQueue int64   // bytes that ever waited for one port of a switch
+	LargestQueue int64   // maximum of the bytes that waited for one port of a switch
 	Messages     int     // over RDMA
-	Floor        Time    // no run can be faster: the busiest link's bytes at its rate
+	Floor        Time    // the busiest link's bytes at its rate: a lower bound of every run
 }
 
-// Run carries out a call. The error names an argument that makes no sense, or says what the audit found.
+// Run simulates a call. The error names an argument out of range, or what the audit found.
 func Run(hw Hardware, j Job) (Result, error) {
 	if err := hw.Check(); err != nil {
 		return Result{}, err
