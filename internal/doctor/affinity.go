@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// checkAffinity pairs GPUs with NICs by their distance in the PCI tree, as
-// NVSHMEM and NCCL do, and looks for NICs that are shared while others idle.
+// checkAffinity pairs GPUs with NICs by their distance in the PCI tree, as NVSHMEM and NCCL do, and finds NICs that GPUs
+// share while others are unused.
 func checkAffinity(e *exam) {
 	gpus := e.usableGPUs()
 	if len(gpus) == 0 {
@@ -35,7 +35,7 @@ func checkAffinity(e *exam) {
 	}
 }
 
-// chosen leaves out what NVSHMEM_HCA_LIST leaves out: "mlx5_0:1,mlx5_1" or "^mlx5_4".
+// chosen applies NVSHMEM_HCA_LIST: "mlx5_0:1,mlx5_1" or "^mlx5_4".
 func (e *exam) chosen(n nic) bool {
 	list, set := e.root.env("NVSHMEM_HCA_LIST")
 	if !set || list == "" {
@@ -53,10 +53,10 @@ func (e *exam) chosen(n nic) bool {
 type pairing struct {
 	nic  nic
 	far  distance
-	ties int // NICs that are equally near
+	ties int // NICs at the same distance
 }
 
-// nearest picks the nearest NIC; among equals the one with the fewest GPUs so far.
+// nearest returns the NIC at the smallest distance, among equals the one with the fewest GPUs so far.
 func nearest(g gpu, nics []nic, load map[string][]string) pairing {
 	best := pairing{far: sys + 1}
 	for _, n := range nics {
@@ -113,7 +113,7 @@ func (e *exam) pairLine(i int, g gpu, p pairing, load map[string][]string, idle 
 	}
 }
 
-// namesOf lists the NICs in use and those that idle, in order.
+// namesOf lists the used and the unused NICs, in order.
 func namesOf(load map[string][]string, idle []string) []string {
 	names := slices.Clone(idle)
 	for n, gpus := range load {

@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// check is one row of the table: a name, the uses that it matters to, and what it does.
+// check is one row of the table: a name, the uses that need it, and its function.
 type check struct {
 	name string
 	uses []For
@@ -21,8 +21,8 @@ var (
 	acrossRDMA = []For{ForInternode}
 )
 
-// checks is in the order in which causes come before effects, so that the first
-// FAIL is the one to mend first. docs/doctor.md describes each by this name.
+// checks lists causes before their effects, so that the first FAIL is the first to fix. docs/doctor.md describes each check
+// by its name.
 var checks = []check{
 	{"settings", everywhere, checkSettings},
 	{"python", everywhere, checkPython},
@@ -65,8 +65,7 @@ func Names() []string {
 	return names
 }
 
-// Run examines the host. It fails only if ctx ends; whatever is wrong with the
-// host is in the report.
+// Run examines the host. Its error is that of ctx alone; problems of the host are in the report.
 func Run(ctx context.Context, root Root, opt Options) (*Report, error) {
 	e := newExam(ctx, root, opt)
 	for _, c := range checks {
@@ -87,8 +86,8 @@ func Run(ctx context.Context, root Root, opt Options) (*Report, error) {
 	return r, nil
 }
 
-// FirstFail runs the checks of a use until one says FAIL and returns that line.
-// found is false if none does before ctx ends.
+// FirstFail runs the checks of a use up to the first FAIL and returns its line. found is false if there is none before ctx
+// ends.
 func FirstFail(ctx context.Context, root Root, opt Options) (line Line, found bool) {
 	e := newExam(ctx, root, opt)
 	for _, c := range checks {
@@ -115,8 +114,8 @@ func newExam(ctx context.Context, root Root, opt Options) *exam {
 	return e
 }
 
-// perform runs one check if the use is in its scope. A check that panics on a
-// host nobody thought of must not take the report, or a constructor, with it.
+// perform runs one check if it applies to the use. It recovers from a check's panic, so that an unforeseen host costs one
+// line and not the report, or the constructor of a buffer.
 func (e *exam) perform(c check) {
 	if e.opt.For != ForAny && !slices.Contains(c.uses, e.opt.For) {
 		return

@@ -8,14 +8,14 @@ import (
 	"strings"
 )
 
-// Difference is one thing that is not the same on all hosts.
+// Difference is a fact or verdict that is not equal on all hosts.
 type Difference struct {
 	What   string   `json:"what"`          // check, subject and fact
-	Values []string `json:"values"`        // one a host, in the order of the reports; "-" where it is absent
+	Values []string `json:"values"`        // by host, in the order of the reports; "-": absent
 	Odd    []string `json:"odd,omitempty"` // hosts that differ from the most common value
 }
 
-// Comparison is what Compare found.
+// Comparison is the result of Compare.
 type Comparison struct {
 	Hosts       []string     `json:"hosts"`
 	Differences []Difference `json:"differences"`
@@ -23,8 +23,8 @@ type Comparison struct {
 
 const absent = "-"
 
-// Compare lays reports side by side and keeps the facts, and the verdicts, that
-// differ. Facts of one host alone (addresses, identifiers) are not among them.
+// Compare returns the facts and verdicts that differ among the reports. Facts that identify a host (addresses, identifiers)
+// are not compared.
 func Compare(reports []*Report) Comparison {
 	c := Comparison{Hosts: make([]string, len(reports)), Differences: []Difference{}}
 	var order []string
@@ -68,7 +68,7 @@ func sortedKeys(m map[string]string) []string {
 	return keys
 }
 
-// odd names the hosts that differ from the value that more than half agree on.
+// odd names the hosts that differ from the value of more than half of the hosts.
 func odd(hosts, row []string) []string {
 	count := map[string]int{}
 	for _, v := range row {
@@ -123,7 +123,7 @@ func (c Comparison) WriteText(w io.Writer) error {
 	return err
 }
 
-// maxReport bounds a report that is read back; a full one of 8 GPUs is 20 KiB.
+// maxReport bounds the file of a report; a full one of 8 GPUs is 20 KiB.
 const maxReport = 16 << 20
 
 // ReadReport reads a report that `deepep doctor --json` wrote.

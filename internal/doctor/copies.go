@@ -18,15 +18,15 @@ type copyOf struct {
 	example string // where the header is
 }
 
-// product says how to find and date a library.
+// product describes how to find a library and its version.
 type product struct {
 	soname  string   // libnvshmem_host.so
-	homes   []string // variables that name its folder
+	homes   []string // variables for its folder
 	wheel   string   // nvidia/nvshmem below site-packages
 	roots   []string // folders of packages outside the system's paths
 	headers []string // relative to the folder above lib
 	macros  [3]string
-	mark    string // text before the version in the shared object
+	mark    string // the text before the version in the shared object
 }
 
 var nvshmemProduct = product{
@@ -49,7 +49,7 @@ var ncclProduct = product{
 	mark:    "NCCL version ",
 }
 
-// copies finds every copy: mapped ones, then those that the loader would find.
+// copies finds all copies: first the mapped ones, then those that the loader would find.
 func (e *exam) copies(p product) []copyOf {
 	var list []copyOf
 	seen := map[string]bool{}
@@ -80,7 +80,7 @@ func (e *exam) copies(p product) []copyOf {
 	return list
 }
 
-// libraryDirs are the folders to look in; patterns are allowed.
+// libraryDirs lists the folders to search, as patterns.
 func (e *exam) libraryDirs(p product) []string {
 	var dirs []string
 	for _, name := range p.homes {
@@ -134,8 +134,8 @@ func (e *exam) headerVersion(p product, libDir string) (v, file string) {
 	return "", ""
 }
 
-// markedVersion scans a shared object for the version text that it prints.
-// Reading is in pieces: libnccl.so is above 200 MB.
+// markedVersion searches a shared object for the version text that it prints. It reads in pieces, because libnccl.so has
+// more than 200 MB.
 func (e *exam) markedVersion(file, mark string) string {
 	f, err := e.root.FS.Open(file)
 	if err != nil {
@@ -150,7 +150,7 @@ func (e *exam) markedVersion(file, mark string) string {
 		for rest := buf; ; {
 			at := bytes.Index(rest, []byte(mark))
 			if at < 0 || at+len(mark)+keep > len(rest) && err == nil {
-				break // not here, or cut off by the end of the piece: the next one has it whole
+				break // absent, or cut off at the end of the piece: the next piece has it whole
 			}
 			rest = rest[at+len(mark):]
 			if v := versionAt(rest); v != "" {
@@ -165,7 +165,7 @@ func (e *exam) markedVersion(file, mark string) string {
 	return ""
 }
 
-// versionAt reads "3.4.5" at the start of b.
+// versionAt parses "3.4.5" at the start of b.
 func versionAt(b []byte) string {
 	n := 0
 	for n < len(b) && n < 16 && (b[n] == '.' || b[n] >= '0' && b[n] <= '9') {
@@ -178,11 +178,11 @@ func versionAt(b []byte) string {
 	return v
 }
 
-// minNVSHMEM is the first release whose IBGDA does what the kernels need.
+// minNVSHMEM is the first release whose IBGDA the kernels can use.
 var minNVSHMEM = version{3, 3, 9}
 
-// checkNVSHMEM: versions of header, shared object and the device code that
-// libdeepep_nvshmem.so was linked with must agree; a difference hangs silently.
+// checkNVSHMEM compares the versions of the header, the shared object and the device code in libdeepep_nvshmem.so: if they
+// differ, calls hang without an error.
 func checkNVSHMEM(e *exam) {
 	list := e.copies(nvshmemProduct)
 	if len(list) == 0 {
@@ -194,7 +194,7 @@ func checkNVSHMEM(e *exam) {
 		})
 		return
 	}
-	used := list[0] // a mapped copy, else the first that would be found
+	used := list[0] // a mapped copy, else the first that the loader finds
 	for i, c := range list {
 		e.nvshmemCopy(c, used, i == 0)
 	}
@@ -217,7 +217,7 @@ func (e *exam) nvshmemCopy(c, used copyOf, first bool) {
 	case first && hostKnown && builtKnown && host != built:
 		l.Read += ", libdeepep_nvshmem.so built with " + e.opt.NVSHMEM
 		l.Cause = "the device half is linked into libdeepep_nvshmem.so, the host half is this copy; unequal versions hang without a word"
-		l.Fix = "install nvshmem " + built.String() + ", or build libdeepep_nvshmem.so anew against this copy"
+		l.Fix = "install nvshmem " + built.String() + ", or rebuild libdeepep_nvshmem.so against this copy"
 		e.fail(l)
 	case hostKnown && headerKnown && host != header:
 		l.Cause = "header and shared object of one folder differ: what is built there gets the device half of the one and the host half of the other"
@@ -261,8 +261,8 @@ func orUnknown(v string) string {
 	return v
 }
 
-// checkNCCL: this library does not use NCCL; a process with two copies of it
-// fails in torch, and the blame falls on whoever ran last.
+// checkNCCL finds several copies of NCCL, with which torch fails. This library does not use NCCL, but its calls often come
+// last before the failure.
 func checkNCCL(e *exam) {
 	list := e.copies(ncclProduct)
 	if len(list) == 0 {

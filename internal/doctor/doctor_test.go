@@ -71,7 +71,7 @@ func TestReadReportRefuses(t *testing.T) {
 	}
 }
 
-// TestEveryCheckIsDescribed holds docs/doctor.md to the table of checks.
+// docs/doctor.md describes every check of the table.
 func TestEveryCheckIsDescribed(t *testing.T) {
 	page, err := os.ReadFile("../../docs/doctor.md")
 	if err != nil {
@@ -99,8 +99,7 @@ func TestParseFor(t *testing.T) {
 	}
 }
 
-// TestHungLibrary holds a report to its word that a library which never
-// answers is a line and not a hang.
+// A library call that hangs is a line of the report, and the report does not hang.
 func TestHungLibrary(t *testing.T) {
 	h := gpuHost("InfiniBand")
 	root := h.root()
@@ -213,12 +212,12 @@ func FuzzReadReport(f *testing.F) {
 	})
 }
 
-// FuzzHostFiles puts arbitrary text into every file that is parsed.
+// FuzzHostFiles replaces every parsed file by arbitrary text.
 func FuzzHostFiles(f *testing.F) {
 	seen := map[string]bool{}
 	files := gpuHost("Ethernet").files
 	for _, name := range slices.Sorted(maps.Keys(files)) {
-		kind := path.Base(name) // one of each kind will do
+		kind := path.Base(name) // one file of each kind
 		if file := files[name]; file.Mode == 0 && len(file.Data) < 200 && !seen[kind] {
 			seen[kind] = true
 			f.Add(name, string(file.Data))
@@ -264,7 +263,7 @@ func TestVersions(t *testing.T) {
 	}
 }
 
-// TestMarkAcrossPieces puts a version text over the border of two reads.
+// markedVersion finds a version text that crosses the border of two reads.
 func TestMarkAcrossPieces(t *testing.T) {
 	for shift := range 20 {
 		text := strings.Repeat("x", 1<<20+64-shift) + "NVSHMEM v3.4.5\x00" + strings.Repeat("y", 100)

@@ -9,13 +9,12 @@ import (
 	"time"
 )
 
-// exam is one run over one host: the root, what is planned, and what earlier
-// checks read that later ones need.
+// exam is one run over one host: the root, the plan, and values that several checks need.
 type exam struct {
 	ctx   context.Context
 	root  Root
 	opt   Options
-	check string // name of the check that runs
+	check string // name of the running check
 	lines []Line
 
 	nvml  memo[*NVML]
@@ -25,7 +24,7 @@ type exam struct {
 	nics  memo[[]nic]
 }
 
-// memo keeps the first answer to a question.
+// memo caches a result.
 type memo[T any] struct {
 	asked bool
 	value T
@@ -40,11 +39,10 @@ func (m *memo[T]) get(ask func() (T, error)) (T, error) {
 	return m.value, m.err
 }
 
-// libraryWait bounds one question to a library: cuInit was seen to hang for
-// minutes beside a fabric manager that is not running.
+// libraryWait bounds a call of a library: cuInit can hang for minutes if the fabric manager is not running.
 const libraryWait = 20 * time.Second
 
-// askLibrary runs a library function so that its hanging does not hang the report.
+// askLibrary calls a library function in a goroutine, so that the report goes on if the function hangs.
 func askLibrary[T any](ctx context.Context, name string, ask func(context.Context) (T, error)) (T, error) {
 	var none T
 	if ask == nil {
@@ -88,7 +86,7 @@ func (e *exam) askVerbs() (*Verbs, error) {
 
 func (e *exam) add(s Status, l Line) {
 	l.Check, l.Status = e.check, s
-	l.Read = strings.ReplaceAll(l.Read, "\n", "; ") // joined errors come with line ends
+	l.Read = strings.ReplaceAll(l.Read, "\n", "; ") // joined errors contain line ends
 	e.lines = append(e.lines, l)
 }
 
@@ -106,8 +104,7 @@ func (e *exam) when(grave bool, l Line) {
 	e.warn(l)
 }
 
-// missing adds a FAIL if a use was named (the check is in its scope, so the use
-// needs the thing), else N/A: the host simply is not of that kind.
+// missing adds a FAIL if the caller named a use, which then needs what is missing, else N/A.
 func (e *exam) missing(l Line) {
 	if e.opt.For == ForAny {
 		l.Cause, l.Fix = "", ""
@@ -126,8 +123,7 @@ func (e *exam) proc(name string) string {
 	return path.Join("proc", pid, name)
 }
 
-// limit reads a soft limit of the examined process in its unit.
-// unlimited is true if there is none.
+// limit reads a soft limit of the examined process, in the limit's unit.
 func (e *exam) limit(title string) (value uint64, unlimited, known bool) {
 	rest, ok := keyed(e.root.text(e.proc("limits")), title)
 	if !ok {
@@ -141,14 +137,14 @@ func (e *exam) limit(title string) (value uint64, unlimited, known bool) {
 	return n, false, err == nil
 }
 
-// capability tells whether the examined process has a capability by its number.
+// capability reports whether the examined process has the capability of this number.
 func (e *exam) capability(bit uint) bool {
 	text, _ := keyed(e.root.text(e.proc("status")), "CapEff")
 	mask, err := strconv.ParseUint(text, 16, 64)
 	return err == nil && mask>>bit&1 == 1
 }
 
-// inContainer guesses from the marks that container runtimes leave.
+// inContainer guesses from files and variables of container runtimes.
 func (e *exam) inContainer() bool {
 	if e.root.exists(".dockerenv") || e.root.exists("run/.containerenv") {
 		return true
@@ -163,7 +159,7 @@ func (e *exam) inContainer() bool {
 	return kube
 }
 
-// onHost words where a fix has to be made.
+// onHost is the beginning of a fix that has to be made on the host.
 func (e *exam) onHost() string {
 	if e.inContainer() {
 		return "on the host, not in this container: "

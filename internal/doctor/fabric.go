@@ -8,11 +8,11 @@ import (
 	"strings"
 )
 
-// running tells whether a process of this name (its first 15 letters) runs.
-// Inside a container the host's processes are not seen.
+// running reports whether a process of this name (its first 15 letters) runs. A container does not show the host's
+// processes.
 func (e *exam) running(name string) bool {
 	if len(name) > 15 {
-		name = name[:15] // the kernel keeps no more
+		name = name[:15] // the kernel keeps 15 letters
 	}
 	for _, f := range e.root.glob("proc/[0-9]*/comm") {
 		if e.root.text(f) == name {
@@ -22,8 +22,7 @@ func (e *exam) running(name string) bool {
 	return false
 }
 
-// checkFabricManager: behind NVSwitches CUDA does not start until the fabric
-// manager has set up the links.
+// checkFabricManager checks the fabric manager: on GPUs with NVSwitches CUDA starts only after it has set up the links.
 func checkFabricManager(e *exam) {
 	switches := e.nvidiaFunctions("0x0680")
 	nvml, err := e.askNVML()
@@ -69,8 +68,7 @@ func checkFabricManager(e *exam) {
 	}
 }
 
-// checkIMEX: memory is shared between nodes of one NVLink domain (GB200) only
-// through channels that the IMEX service guards.
+// checkIMEX checks the channels of the IMEX service, through which nodes of one NVLink domain (GB200) share memory.
 func checkIMEX(e *exam) {
 	const channel, config = "dev/nvidia-caps-imex-channels/channel0", "etc/nvidia-imex/nodes_config.cfg"
 	nvml, err := e.askNVML()
@@ -111,7 +109,7 @@ func checkIMEX(e *exam) {
 	}
 }
 
-// checkPeerAccess finds which GPUs reach each other, and over what.
+// checkPeerAccess finds which GPUs can access each other's memory, and over which links.
 func checkPeerAccess(e *exam) {
 	cuda, err := e.askCUDA()
 	nvml, errN := e.askNVML()
@@ -154,7 +152,7 @@ func (e *exam) peerMatrix(cuda *CUDA) {
 	e.when(e.opt.For != ForAny, l)
 }
 
-// islands prints the sets of GPUs that NVLink joins.
+// islands lists the sets of GPUs that NVLink joins.
 func (e *exam) islands(nvml *NVML) {
 	groups := components(nvml.NVLink)
 	var words []string

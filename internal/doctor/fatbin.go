@@ -9,8 +9,8 @@ import (
 	"slices"
 )
 
-// The container in which a CUDA compiler puts device code: an outer header,
-// then entries of machine code or PTX, each naming its architecture.
+// A container of device code, as CUDA compilers write it: a header, then entries of machine code or PTX with their
+// architectures.
 const (
 	fatbinSection  = ".nv_fatbin"
 	fatbinMagic    = 0xba55ed50
@@ -21,8 +21,8 @@ const (
 	kindCubin      = 2
 )
 
-// InspectKernels reads which architectures a CUDA library has code for. The
-// toolkit's version is not in the file; a caller who knows it fills it in.
+// InspectKernels reads for which architectures a CUDA library has code. The file does not contain the toolkit's version;
+// the caller sets it.
 func InspectKernels(fsys fs.FS, name string) (KernelLibrary, error) {
 	k := KernelLibrary{Path: "/" + name}
 	b, err := fs.ReadFile(fsys, name)
@@ -46,7 +46,7 @@ func InspectKernels(fsys fs.FS, name string) (KernelLibrary, error) {
 	return k, nil
 }
 
-// fatbinArchs walks a section; damaged parts are stepped over.
+// fatbinArchs reads a section and skips damaged parts.
 func fatbinArchs(data []byte) (cubins, ptx []int) {
 	for len(data) >= fatbinHeader {
 		if binary.LittleEndian.Uint32(data) != fatbinMagic {

@@ -15,7 +15,7 @@ type gid struct {
 	addr  netip.Addr
 }
 
-// gids reads the entries of a port that are in use.
+// gids reads the used entries of a port.
 func (e *exam) gids(p port) []gid {
 	var list []gid
 	for _, f := range e.root.glob(p.folder + "/gids/*") {
@@ -26,14 +26,14 @@ func (e *exam) gids(p port) []gid {
 		}
 		g.addr = addr.Unmap()
 		g.index, _ = strconv.Atoi(path.Base(f))
-		// The kernel answers EINVAL for the type of an entry that is not in use.
+		// The kernel returns EINVAL for the type of an unused entry.
 		g.kind = e.root.text(path.Join(p.folder, "gid_attrs/types", path.Base(f)))
 		list = append(list, g)
 	}
 	return list
 }
 
-// best is the entry to use on a RoCE port: version 2, routable, IPv4 first.
+// best is the recommended entry of a RoCE port: version 2, routable, IPv4 first.
 func best(list []gid) (gid, bool) {
 	found, at := -1, -1
 	for i, g := range list {
@@ -61,7 +61,7 @@ func best(list []gid) (gid, bool) {
 // gidVariables choose an entry for every RoCE port of the process.
 var gidVariables = []string{"NVSHMEM_IB_GID_INDEX", "NCCL_IB_GID_INDEX"}
 
-// checkGIDs names the index to use on each RoCE port, and holds the variables against it.
+// checkGIDs names the recommended index for each RoCE port and compares the variables with it.
 func checkGIDs(e *exam) {
 	roce := 0
 	for _, n := range e.nicList() {
@@ -107,11 +107,11 @@ func (e *exam) gidLine(p port) {
 	e.ok(l)
 }
 
-// gidProblem says what is wrong with the entry that a variable chooses.
+// gidProblem is the problem of the entry that a variable chooses.
 func (e *exam) gidProblem(name string, list []gid, use gid) string {
 	index, set, valid := e.root.envInt(name)
 	switch {
-	case !set || (valid && index < 0): // negative: choose by itself
+	case !set || (valid && index < 0): // negative: NVSHMEM chooses
 		return ""
 	case !valid:
 		v, _ := e.root.env(name)

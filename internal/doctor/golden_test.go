@@ -12,10 +12,10 @@ import (
 	"testing"
 )
 
-var update = flag.Bool("update", false, "write the golden files anew")
+var update = flag.Bool("update", false, "write the golden files")
 
-// hosts is the table of made-up machines. first is the check whose FAIL must
-// come first, "" for none; its golden file shows the whole report.
+// hosts is the table of invented machines. first is the check whose FAIL must come first, "" for none; the golden file has
+// the whole report.
 var hosts = []struct {
 	name  string
 	use   For
@@ -217,12 +217,12 @@ var hosts = []struct {
 	}},
 }
 
-// portFolder is where the files of a device's first port really lie.
+// portFolder is the real folder of a device's first port.
 func (h *host) portFolder(name string) string {
 	return h.root().resolve("sys/class/infiniband/"+name) + "/ports/1"
 }
 
-// moveNIC puts a device on a root port of its own elsewhere in the tree.
+// moveNIC moves a device to a separate root port elsewhere in the tree.
 func (h *host) moveNIC(name string, domainBus, numa int) *host {
 	old := h.root().resolve("sys/class/infiniband/" + name)
 	bus := strings.TrimPrefix(h.root().link(old+"/device"), "../../../")
@@ -277,8 +277,7 @@ func TestGoldenJSON(t *testing.T) {
 	compareGolden(t, "no-gpu.json", append(out, '\n'))
 }
 
-// TestProblemsAreComplete holds every WARN and FAIL of every host to what the
-// issue asks of a line: cause, file and fix.
+// Every WARN and FAIL of every host has a cause, a file and a fix.
 func TestProblemsAreComplete(t *testing.T) {
 	seen := map[string]bool{}
 	for _, c := range hosts {
@@ -325,6 +324,6 @@ func compareGolden(t *testing.T, name string, got []byte) {
 		t.Fatalf("%v (go test -update writes it)", err)
 	}
 	if !bytes.Equal(got, want) {
-		t.Errorf("%s differs (go test -update writes it anew)\n--- got ---\n%s\n--- want ---\n%s", name, got, want)
+		t.Errorf("%s differs (go test -update writes it)\n--- got ---\n%s\n--- want ---\n%s", name, got, want)
 	}
 }

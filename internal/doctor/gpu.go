@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// checkGPUs looks for GPUs, the driver that drives them, and their device files.
+// checkGPUs checks the GPUs, their driver and their device files.
 func checkGPUs(e *exam) {
 	all, usable := e.gpuList(), e.usableGPUs()
 	l := Line{Read: plural(len(usable), "GPU"), File: "/dev/nvidia*", Facts: map[string]string{"count": strconv.Itoa(len(usable))}}
@@ -29,7 +29,7 @@ func checkGPUs(e *exam) {
 		l.Cause = "the driver runs but /dev/nvidia0 … are not here"
 		l.Fix = "container: docker run --gpus all, or the nvidia runtime class; host: nvidia-modprobe -c 0 -u"
 		if e.opt.For == ForAny && e.inContainer() {
-			e.warn(l) // a container may be without GPUs on purpose
+			e.warn(l) // a container may have no GPUs on purpose
 			return
 		}
 		e.fail(l)
@@ -62,11 +62,11 @@ func (e *exam) gpuFiles(usable []gpu, l Line) {
 	e.ok(l)
 }
 
-// What the prebuilt CUDA library needs (CUDA 13), and the least that any build
-// from source runs on, by the toolkit's major version.
+// Driver versions that the prebuilt CUDA library needs (CUDA 13), and the minimum of builds from source, by the toolkit's
+// major version.
 var minDriver = map[int]version{13: {580}, 12: {525, 60, 13}, 11: {450, 80, 2}}
 
-// checkDriver reads version and flavour of the loaded kernel driver.
+// checkDriver checks the version and the kind of the loaded kernel driver.
 func checkDriver(e *exam) {
 	const file = "proc/driver/nvidia/version"
 	text := e.root.text(file)
@@ -100,7 +100,7 @@ func checkDriver(e *exam) {
 	case got.less(need):
 		l.Cause = fmt.Sprintf("a library built with CUDA %d, as the prebuilt one, needs driver %d.%d or later", toolkit, need[0], need[1])
 		l.Fix = fmt.Sprintf("%supdate the driver to %d or later, or build the library with an older toolkit: make cuda NVCC=/usr/local/cuda-12/bin/nvcc", e.onHost(), need[0])
-		// Whose toolkit is not known may have been built with an older one; then the line compute has its own word.
+		// A library of an unknown toolkit may be built with an older one. The check compute decides then.
 		e.when(known, l)
 	default:
 		e.ok(l)
@@ -118,8 +118,8 @@ func driverVersion(text string) (v string, open bool) {
 	return "version unknown", strings.Contains(line, "Open Kernel Module")
 }
 
-// driverNeeded is the least driver for the library that was found. known is
-// false if its toolkit is not: then the need is that of the prebuilt one.
+// driverNeeded is the minimum driver of the library that was found. If known is false, its toolkit is unknown and the
+// minimum is that of the prebuilt one.
 func (e *exam) driverNeeded() (v version, toolkit int, known bool) {
 	for _, k := range e.opt.Kernels {
 		if v, ok := minDriver[k.Toolkit/1000]; ok {
@@ -129,7 +129,7 @@ func (e *exam) driverNeeded() (v version, toolkit int, known bool) {
 	return minDriver[13], 13, false
 }
 
-// checkCompute compares each GPU's capability with what the library has code for.
+// checkCompute compares each GPU's compute capability with the architectures in the library.
 func checkCompute(e *exam) {
 	for _, k := range e.opt.Kernels {
 		if k.Reason != "" && len(e.usableGPUs()) > 0 {
@@ -190,7 +190,7 @@ func archList(k KernelLibrary) string {
 	return strings.Join(names, " ")
 }
 
-// checkMIG: slices have fewer SMs, no NVLink and no peer access.
+// checkMIG finds GPUs in MIG mode: their slices have fewer SMs, no NVLink and no peer access.
 func checkMIG(e *exam) {
 	nvml, err := e.askNVML()
 	if err != nil {
@@ -216,7 +216,7 @@ func checkMIG(e *exam) {
 	e.planSMs()
 }
 
-// planSMs compares the planned multiprocessors with what each visible device has.
+// planSMs compares the planned multiprocessors with those of each visible device.
 func (e *exam) planSMs() {
 	cuda, err := e.askCUDA()
 	if err != nil {
@@ -240,7 +240,7 @@ func (e *exam) planSMs() {
 	}
 }
 
-// checkGPUMemory compares the planned device memory with what is free on each GPU.
+// checkGPUMemory compares the planned device memory with the free memory of each GPU.
 func checkGPUMemory(e *exam) {
 	nvml, err := e.askNVML()
 	if err != nil {

@@ -11,7 +11,7 @@ import (
 	"testing/fstest"
 )
 
-// host is a made-up machine: files, environment, what libraries answer.
+// host is an invented machine: files, environment, results of libraries.
 type host struct {
 	files   fstest.MapFS
 	env     []string
@@ -36,7 +36,7 @@ func (h *host) link(name, target string) *host {
 	return h
 }
 
-// remove deletes a file or a folder with all that is in it.
+// remove deletes a file, or a folder with its content.
 func (h *host) remove(prefix string) *host {
 	for name := range h.files {
 		if name == prefix || strings.HasPrefix(name, prefix+"/") {
@@ -48,7 +48,7 @@ func (h *host) remove(prefix string) *host {
 
 func (h *host) setenv(kv ...string) *host { h.env = append(h.env, kv...); return h }
 
-// replace edits the text of a file; the old text must be there.
+// replace edits a file, which must contain the old text.
 func (h *host) replace(name, old, new string) *host {
 	f := h.files[name]
 	if f == nil || !strings.Contains(string(f.Data), old) {
@@ -116,7 +116,7 @@ func plainHost() *host {
 	return h
 }
 
-// pciFunction puts a device into the tree below parent and links it from the bus.
+// pciFunction adds a device to the tree below parent and links it from the bus.
 func (h *host) pciFunction(parent, bus, vendor, class string, numa int) string {
 	dir := path.Join(parent, bus)
 	h.file(path.Join(dir, "vendor"), vendor+"\n")
@@ -136,8 +136,7 @@ func acsConfig(control uint16) string {
 	return string(b)
 }
 
-// switchAt puts a PCI switch with its root port into the tree and returns the
-// folder of its downstream port n by number.
+// switchAt adds a PCI switch with its root port to the tree and returns a function for the folder of its downstream port n.
 func (h *host) switchAt(domainBus, numa int) func(n int) string {
 	rootBus := fmt.Sprintf("pci0000:%02x", domainBus)
 	rootPort := h.pciFunction("sys/devices/"+rootBus, fmt.Sprintf("0000:%02x:01.0", domainBus), "0x8086", "0x060400", numa)
@@ -184,7 +183,7 @@ func (h *host) addNIC(parent, name string, bus, numa int, layer string) {
 	}
 }
 
-// addGIDs fills a table as mlx5 does: v1 and v2 of the link-local address, then of IPv4.
+// addGIDs fills a table as mlx5 does: versions 1 and 2 of the link-local address, then of IPv4.
 func (h *host) addGIDs(folder, name string, n int) {
 	for i, g := range []struct{ value, kind string }{
 		{fmt.Sprintf("fe80:0000:0000:0000:0a00:27ff:fe00:%04x", n), "IB/RoCE v1"},

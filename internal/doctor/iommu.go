@@ -8,8 +8,7 @@ import (
 	"strings"
 )
 
-// checkIOMMU: a translating IOMMU sends traffic between devices up to the root
-// complex, or blocks it.
+// checkIOMMU finds a translating IOMMU, which routes traffic between devices through the root complex, or blocks it.
 func checkIOMMU(e *exam) {
 	cmdline := e.root.text("proc/cmdline")
 	units := e.root.glob("sys/class/iommu/*")
@@ -61,11 +60,11 @@ const (
 	acsCapability = 0x000d
 	acsControl    = 6                  // offset of the control register in the capability
 	acsRedirect   = 1<<2 | 1<<3 | 1<<5 // request redirect, completion redirect, egress control
-	plainConfig   = 64                 // all that a process without CAP_SYS_ADMIN may read
+	plainConfig   = 64                 // bytes that a process without CAP_SYS_ADMIN may read
 )
 
-// checkACS looks at the bridges above GPUs and NICs: with redirection on, a
-// switch sends traffic between its ports up to the CPU.
+// checkACS checks the bridges above GPUs and NICs: with redirection on, a switch routes traffic between its ports through
+// the CPU.
 func checkACS(e *exam) {
 	bridges := e.bridges()
 	if len(bridges) == 0 {
@@ -125,7 +124,7 @@ func (e *exam) bridges() []string {
 // acsRedirects walks the extended capabilities of a configuration space.
 func acsRedirects(config []byte) bool {
 	at := extendedStart
-	for range 64 { // a damaged list may run in a circle
+	for range 64 { // a damaged list may be cyclic
 		if at < extendedStart || at+acsControl+2 > len(config) {
 			return false
 		}

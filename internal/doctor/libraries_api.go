@@ -1,8 +1,8 @@
 package doctor
 
-// NVML is what the NVIDIA management library says.
+// NVML holds the values that the NVIDIA management library returns.
 type NVML struct {
-	Driver string // version of the library, which must be that of the loaded module
+	Driver string // version of the library, which must equal that of the loaded module
 	GPUs   []NVMLGPU
 	// NVLink[i][j]: devices i and j can reach each other over NVLink.
 	NVLink [][]bool
@@ -22,7 +22,7 @@ type NVMLGPU struct {
 	Cluster     bool        // part of a multi-node NVLink domain
 }
 
-// FabricState is NVML's word on a GPU's registration with the NVLink fabric.
+// FabricState is a GPU's registration with the NVLink fabric, as NVML returns it.
 type FabricState int
 
 // The states, numbered as NVML does.
@@ -47,8 +47,7 @@ func (s FabricState) String() string {
 	return "unknown"
 }
 
-// CUDA is what the CUDA driver library says, in the order in which CUDA numbers
-// the devices (CUDA_VISIBLE_DEVICES applied).
+// CUDA holds the values that the CUDA driver library returns, in CUDA's order of devices (with CUDA_VISIBLE_DEVICES).
 type CUDA struct {
 	Version int // 13000 is CUDA 13.0
 	GPUs    []CUDAGPU
@@ -56,7 +55,7 @@ type CUDA struct {
 	Peer [][]bool
 }
 
-// CUDAGPU is one device that CUDA shows.
+// CUDAGPU is one device in CUDA's order.
 type CUDAGPU struct {
 	Bus     string
 	Major   int // compute capability
@@ -67,12 +66,12 @@ type CUDAGPU struct {
 	Fabric  bool // memory can be exported as a fabric handle
 }
 
-// Verbs is what libibverbs says.
+// Verbs holds the values that libibverbs returns.
 type Verbs struct {
 	Devices []VerbsDevice
 }
 
-// VerbsDevice is one RDMA device. Err is set where it could not be opened.
+// VerbsDevice is one RDMA device. Err is set if it could not be opened.
 type VerbsDevice struct {
 	Name    string
 	Err     string

@@ -1,25 +1,24 @@
 package doctor
 
-// Options say what is planned, so that the host can be measured against it.
-// Everything is optional: what is zero is not compared.
+// Options is the plan with which the checks compare the host. Zero fields are not compared.
 type Options struct {
 	For     For
 	Version string // of this library
-	PID     int    // examine this process's limits, environment, namespaces and maps; 0 is the caller's
+	PID     int    // examine this process's limits, environment, namespaces and maps; 0: this process
 	Ranks   int    // ranks on this host
 	Plan    Plan
 	Kernels []KernelLibrary
 	// NVSHMEM is the version that libdeepep_nvshmem.so was built with, "" if unknown.
 	NVSHMEM string
-	// StartMethod is multiprocessing's, where the caller knows it: fork, spawn or forkserver.
+	// StartMethod is multiprocessing's, if the caller knows it: fork, spawn or forkserver.
 	StartMethod string
 }
 
-// Plan is what one rank is going to use.
+// Plan is the planned use of one rank.
 type Plan struct {
 	DeviceBytes uint64 // GPU memory
 	HostBytes   uint64 // host memory; for the CPU engine its buffers
-	SMs         int    // multiprocessors that the communication takes
+	SMs         int    // multiprocessors for communication
 	QPs         int    // queue pairs in all, to all peers
 	QPDepth     int    // work requests a queue pair
 	MaxTokens   int    // B, num_max_dispatch_tokens_per_rank
@@ -31,11 +30,11 @@ type KernelLibrary struct {
 	Cubins  []int  // architectures with machine code, 90 for sm_90
 	PTX     []int  // architectures with PTX, compiled by the driver for newer devices
 	Toolkit int    // CUDA version it was built with, 13000; 0 if unknown
-	Reason  string // why it could be loaded but finds no device, or not be loaded; "" if it works or was not tried
+	Reason  string // why it cannot be loaded or finds no device; "" if it works or was not tried
 }
 
-// has tells whether the library runs on a device: machine code of the same
-// major and at most the same minor number, or PTX of at most its capability.
+// has reports whether the library runs on a device: it has machine code of the same major and at most the same minor
+// number, or PTX of at most its capability.
 func (k KernelLibrary) has(major, minor int) bool {
 	cc := major*10 + minor
 	for _, a := range k.Cubins {

@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// The driver parameters that let a GPU write a NIC's doorbells.
+// The driver parameters with which a GPU can write a NIC's doorbells.
 const (
 	streamMemOPs = "EnableStreamMemOPs"
 	registry     = "RegistryDwords"
@@ -14,7 +14,7 @@ const (
 	reload       = "then `update-initramfs -u` (Debian, Ubuntu) or `dracut -f` (Red Hat) and reboot"
 )
 
-// liveParams reads what the loaded driver was started with.
+// liveParams reads the parameters of the loaded driver.
 func (e *exam) liveParams() (mem, dwords string, known bool) {
 	text := e.root.text("proc/driver/nvidia/params")
 	mem, ok1 := keyed(text, streamMemOPs)
@@ -22,13 +22,13 @@ func (e *exam) liveParams() (mem, dwords string, known bool) {
 	return mem, strings.Trim(dwords, `"`), ok1 || ok2
 }
 
-// needsPeerMapping is false where the doorbells are rung by the CPU.
+// needsPeerMapping is false if the CPU writes the doorbells.
 func (e *exam) needsPeerMapping() bool {
 	handler, _ := e.root.env("NVSHMEM_IBGDA_NIC_HANDLER")
 	return !strings.HasPrefix(handler, "cpu")
 }
 
-// checkDriverParams reads what is live, which is what counts.
+// checkDriverParams checks the parameters of the loaded driver, which are in effect.
 func checkDriverParams(e *exam) {
 	const file = "proc/driver/nvidia/params"
 	mem, dwords, known := e.liveParams()
@@ -82,12 +82,11 @@ func hasDword(dwords string) bool {
 // modprobeLine is a line of a modprobe.d file that names one of the keys.
 type modprobeLine struct {
 	file, text string
-	effective  bool // it begins with `options nvidia`, so that modprobe heeds it
+	effective  bool // it begins with `options nvidia`, so that modprobe applies it
 	mem, peer  bool
 }
 
-// modprobeLines reads the folders in modprobe's order of precedence: a file
-// hides one of the same name in a later folder.
+// modprobeLines reads the folders in modprobe's order of precedence: a file hides one of the same name in a later folder.
 func (e *exam) modprobeLines() []modprobeLine {
 	var lines []modprobeLine
 	seen := map[string]bool{}
@@ -123,7 +122,7 @@ func parseModprobe(file, line string) modprobeLine {
 	return m
 }
 
-// paramsOnDisk tells whether the next load of the driver will have both keys.
+// paramsOnDisk reports whether the driver will have both keys when it is loaded again.
 func (e *exam) paramsOnDisk() (both bool, file string) {
 	mem, peer := false, false
 	for _, m := range e.modprobeLines() {
@@ -135,7 +134,7 @@ func (e *exam) paramsOnDisk() (both bool, file string) {
 	return mem && peer, file
 }
 
-// checkModprobe compares the files with what is live.
+// checkModprobe compares the files with the parameters of the loaded driver.
 func checkModprobe(e *exam) {
 	mem, dwords, known := e.liveParams()
 	live := mem == "1" && hasDword(dwords)
@@ -171,14 +170,14 @@ func checkModprobe(e *exam) {
 		case known && ((m.mem && mem != "1") || (m.peer && !hasDword(dwords))):
 			l.Cause = "set on disk, not live: /proc/driver/nvidia/params does not show it; the driver was loaded before the edit, or from an initramfs without this file"
 			l.Fix = e.onHost() + strings.TrimPrefix(reload, "then ")
-			e.warn(l) // driver-params carries the FAIL
+			e.warn(l) // the FAIL is in driver-params
 		default:
 			e.ok(l)
 		}
 	}
 }
 
-// fixedOptions puts `options nvidia` before the NVreg_ words of a line.
+// fixedOptions writes `options nvidia` before the NVreg_ words of a line.
 func fixedOptions(line string) string {
 	var words []string
 	for _, f := range strings.Fields(line) {

@@ -6,12 +6,12 @@ import (
 	"strings"
 )
 
-// gpu is an NVIDIA GPU as the PCI tree and the driver show it.
+// gpu is an NVIDIA GPU in the PCI tree.
 type gpu struct {
 	bus   string   // 0000:1b:00.0
-	chain []string // PCI functions from the root complex down to it
+	chain []string // PCI functions from the root complex to it
 	numa  int      // -1: unknown
-	minor string   // number of its device file; "" if the driver does not drive it
+	minor string   // number of its device file; "" if it has no driver
 }
 
 // nic is an RDMA device.
@@ -51,8 +51,8 @@ func (e *exam) nvidiaFunctions(class string) []string {
 	return buses
 }
 
-// chain is the path of a PCI function through the tree: pci0000:15, its root
-// port, switches, itself. Without the tree it is the function alone.
+// chain is the path of a PCI function in the tree: pci0000:15, its root port, switches, itself. Without the tree it is the
+// function alone.
 func (e *exam) chain(bus string) []string {
 	full := e.root.resolve(path.Join(pciDevices, bus))
 	_, rest, found := strings.Cut(full, "sys/devices/")
@@ -62,8 +62,7 @@ func (e *exam) chain(bus string) []string {
 	return strings.Split(rest, "/")
 }
 
-// gpuList lists the GPUs in the PCI tree, in bus order, which is CUDA's with
-// CUDA_DEVICE_ORDER=PCI_BUS_ID.
+// gpuList lists the GPUs in the PCI tree in bus order, which is CUDA's order with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 func (e *exam) gpuList() []gpu {
 	list, _ := e.gpus.get(func() ([]gpu, error) {
 		var gpus []gpu
@@ -81,8 +80,7 @@ func (e *exam) gpuList() []gpu {
 	return list
 }
 
-// usableGPUs are those whose device file this process sees: a container shows
-// the PCI tree of the whole host.
+// usableGPUs lists the GPUs whose device file this process sees: a container shows the PCI tree of the whole host.
 func (e *exam) usableGPUs() []gpu {
 	var usable []gpu
 	for _, g := range e.gpuList() {
@@ -144,7 +142,7 @@ func (n nic) active() bool {
 	return slices.ContainsFunc(n.ports, func(p port) bool { return p.state == "ACTIVE" })
 }
 
-// distance between two PCI functions, in nvidia-smi's words; less is nearer.
+// distance between two PCI functions, in nvidia-smi's words, in ascending order.
 type distance int
 
 const (
@@ -157,7 +155,7 @@ const (
 
 func (d distance) String() string { return [...]string{"PIX", "PXB", "PHB", "NODE", "SYS"}[d] }
 
-// between measures how far apart two functions are.
+// between is the distance of two functions.
 func between(a, b []string, numaA, numaB int) distance {
 	common := 0
 	for common < len(a) && common < len(b) && a[common] == b[common] {
@@ -165,8 +163,8 @@ func between(a, b []string, numaA, numaB int) distance {
 	}
 	switch {
 	case common >= 2: // they share at least the root port
-		// Below the last common bridge a switch has an upstream and a downstream
-		// port, so one switch between them leaves at most a port and the function.
+		// After the last common bridge a switch has an upstream and a downstream port, so that with one switch between them at
+		// most a port and the function are left.
 		if len(a)-common <= 2 && len(b)-common <= 2 {
 			return pix
 		}

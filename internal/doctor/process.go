@@ -7,11 +7,11 @@ import (
 	"strings"
 )
 
-// minPython is what python/deep_ep asks for.
+// minPython is the minimum of python/deep_ep.
 var minPython = version{3, 10}
 
-// checkPython looks for the interpreter of the examined process, of the active
-// virtual environment, or of the system, in that order.
+// checkPython checks the interpreter of the examined process, of the active virtual environment, or of the system, in that
+// order.
 func checkPython(e *exam) {
 	v, where := e.pythonVersion()
 	method := e.startMethod()
@@ -71,7 +71,7 @@ func (e *exam) pythonVersion() (v, where string) {
 	return "", ""
 }
 
-// pythonLink reads a version off the file that bin/python3 points to.
+// pythonLink reads the version from the name of the file that bin/python3 links to.
 func (e *exam) pythonLink(name string) (v, where string) {
 	if !e.root.exists(name) {
 		return "", ""
@@ -83,10 +83,10 @@ func (e *exam) pythonLink(name string) (v, where string) {
 	return "", ""
 }
 
-// startMethod is how multiprocessing made the examined process.
+// startMethod is the method by which multiprocessing made the examined process.
 type startMethod struct {
-	name   string // "" if it is not a child of multiprocessing, or is not known
-	loaded bool   // fork: the parent had our library or CUDA loaded
+	name   string // "" if it is unknown, or the process is not a child of multiprocessing
+	loaded bool   // fork: the parent had loaded this library or CUDA
 }
 
 func (m startMethod) text() string {
@@ -96,9 +96,8 @@ func (m startMethod) text() string {
 	return ", start method " + m.name
 }
 
-// startMethod takes the caller's word, else reads it off the command line: the
-// children of spawn and forkserver name themselves, a forked one shows its
-// parent's command line.
+// startMethod uses Options.StartMethod, else the command line: children of spawn and forkserver name their method, a forked
+// one has its parent's command line.
 func (e *exam) startMethod() startMethod {
 	if e.opt.StartMethod != "" {
 		return startMethod{name: e.opt.StartMethod}
@@ -124,7 +123,7 @@ func (e *exam) startMethod() startMethod {
 	}
 }
 
-// checkAddressSpace: CUDA and NVSHMEM reserve far more address space than they use.
+// checkAddressSpace checks the limit of the address space, of which CUDA and NVSHMEM reserve much more than they use.
 func checkAddressSpace(e *exam) {
 	file := "/" + e.proc("limits")
 	limit, unlimited, known := e.limit("Max address space")
@@ -152,7 +151,7 @@ func checkAddressSpace(e *exam) {
 	}
 }
 
-// checkShm: our buffers are not there, but NCCL's are, and the statistics pages.
+// checkShm checks /dev/shm, which holds NCCL's buffers and the statistics pages, not this library's buffers.
 func checkShm(e *exam) {
 	const file, enough = "/dev/shm", 1 << 30
 	if e.root.Space == nil {
@@ -189,10 +188,10 @@ func checkShm(e *exam) {
 	}
 }
 
-// initialIPC is the number that the kernel gives its first IPC namespace.
+// initialIPC is the kernel's number of the first IPC namespace.
 const initialIPC = "ipc:[4026531839]"
 
-// checkIPC: what lets ranks reach each other's memory and see each other die.
+// checkIPC checks the namespaces and permissions with which ranks share memory and see each other's end.
 func checkIPC(e *exam) {
 	ns := e.root.link(e.proc("ns/ipc"))
 	where := "the host's IPC namespace"
@@ -232,8 +231,7 @@ const (
 	capSysPtrace = 19
 )
 
-// otherNamespace finds a process that holds a GPU open from another IPC
-// namespace; only those of the same user can be seen.
+// otherNamespace finds a process of the same user that holds a GPU open from another IPC namespace.
 func (e *exam) otherNamespace(mine string) string {
 	if mine == "" {
 		return ""
@@ -253,7 +251,7 @@ func (e *exam) otherNamespace(mine string) string {
 	return ""
 }
 
-// checkMemlock: registering memory with a NIC locks it.
+// checkMemlock checks the limit of locked memory: registering memory with a NIC locks it.
 func checkMemlock(e *exam) {
 	file := "/" + e.proc("limits")
 	limit, unlimited, known := e.limit("Max locked memory")
@@ -279,7 +277,7 @@ func checkMemlock(e *exam) {
 	l.Read += ", no CAP_IPC_LOCK"
 	l.Cause = "memory that a NIC reads and writes must be locked; registration fails with ENOMEM, which looks like lack of memory"
 	l.Fix = "container: --ulimit memlock=-1 --cap-add=IPC_LOCK (Kubernetes: capabilities.add IPC_LOCK); " +
-		"host: `* - memlock unlimited` in /etc/security/limits.d/rdma.conf and log in anew; service: LimitMEMLOCK=infinity"
-	// Queue pairs, doorbells and a small heap fit in less; a plan says exactly.
+		"host: `* - memlock unlimited` in /etc/security/limits.d/rdma.conf and log in again; service: LimitMEMLOCK=infinity"
+	// Queue pairs, doorbells and a small heap need less; a plan gives the exact number.
 	e.when(limit < max(e.opt.Plan.HostBytes, 1<<30), l)
 }

@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// moduleLoaded looks for a kernel module.
+// moduleLoaded reports whether a kernel module is loaded.
 func (e *exam) moduleLoaded(name string) bool {
 	if e.root.exists("sys/module/" + name) {
 		return true
@@ -16,7 +16,7 @@ func (e *exam) moduleLoaded(name string) bool {
 	return found
 }
 
-// checkGPURDMA: a NIC reaches GPU memory through nvidia_peermem or dma-buf.
+// checkGPURDMA checks that a NIC can access GPU memory, through nvidia_peermem or dma-buf.
 func checkGPURDMA(e *exam) {
 	if len(e.gpuList()) == 0 || len(e.nicList()) == 0 {
 		e.na(Line{Read: "needs a GPU and an RDMA device", File: "/sys/module/nvidia_peermem"})
@@ -56,7 +56,7 @@ func checkGPURDMA(e *exam) {
 	})
 }
 
-// checkGdrdrv: GDRCopy is needed only where the CPU rings the doorbells.
+// checkGdrdrv checks GDRCopy, which is needed only if the CPU writes the doorbells.
 func checkGdrdrv(e *exam) {
 	const file = "dev/gdrdrv"
 	handler, _ := e.root.env("NVSHMEM_IBGDA_NIC_HANDLER")
@@ -85,7 +85,7 @@ func checkGdrdrv(e *exam) {
 	}
 }
 
-// checkVerbs looks at the RDMA devices, their device files and drivers.
+// checkVerbs checks the RDMA devices, their device files and drivers.
 func checkVerbs(e *exam) {
 	nics := e.nicList()
 	if len(nics) == 0 {
@@ -155,7 +155,7 @@ func (e *exam) uverbs(device string) string {
 	return ""
 }
 
-// checkPorts reads state, rate and link layer of every port.
+// checkPorts checks state, rate and link layer of every port.
 func checkPorts(e *exam) {
 	nics := e.nicList()
 	if len(nics) == 0 {
@@ -227,13 +227,13 @@ func checkQPBudget(e *exam) {
 	share := e.ranksPerNIC()
 	for _, d := range verbs.Devices {
 		if d.Err != "" {
-			continue // the line verbs says why
+			continue // the check verbs reports the reason
 		}
 		e.qpDevice(d, share)
 	}
 }
 
-// ranksPerNIC is how many ranks of this host share the busiest device.
+// ranksPerNIC is the largest number of this host's ranks that share a device.
 func (e *exam) ranksPerNIC() int {
 	active := 0
 	for _, n := range e.nicList() {

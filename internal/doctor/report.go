@@ -9,8 +9,8 @@ import (
 // Status is the verdict of one line.
 type Status string
 
-// The four verdicts. N/A says that the host lacks what the check is about, or
-// that it could not be read; the line says which.
+// The four verdicts. N/A means that the host lacks the subject of the check, or that the check could not read it; the line
+// says which.
 const (
 	OK   Status = "OK"
 	Warn Status = "WARN"
@@ -18,9 +18,8 @@ const (
 	NA   Status = "N/A"
 )
 
-// For limits a report to what one use needs. With the zero value everything is
-// looked at, and hardware that is not there is N/A; with a use named, hardware
-// that this use cannot do without is a FAIL.
+// For limits a report to one use. With the zero value all checks run, and missing hardware is N/A; with a use, missing
+// hardware that the use needs is a FAIL.
 type For string
 
 // The uses.
@@ -31,7 +30,7 @@ const (
 	ForCPU       For = "cpu"
 )
 
-// ParseFor reads a use from its name; the empty name is ForAny.
+// ParseFor parses the name of a use; the empty name is ForAny.
 func ParseFor(name string) (For, error) {
 	switch f := For(name); f {
 	case ForAny, ForIntranode, ForInternode, ForCPU:
@@ -45,11 +44,11 @@ type Line struct {
 	Check   string            `json:"check"`             // stable name, as in docs/doctor.md
 	Subject string            `json:"subject,omitempty"` // the device, port or copy; empty for the host
 	Status  Status            `json:"status"`
-	Read    string            `json:"read"`            // what was read
-	File    string            `json:"file,omitempty"`  // where it was read, or what must be edited
+	Read    string            `json:"read"`            // the value that the check has read
+	File    string            `json:"file,omitempty"`  // the file of the value, or the one to edit
 	Cause   string            `json:"cause,omitempty"` // problems only
 	Fix     string            `json:"fix,omitempty"`   // problems only
-	Facts   map[string]string `json:"facts,omitempty"` // what should agree among hosts
+	Facts   map[string]string `json:"facts,omitempty"` // values that should be equal on all hosts
 }
 
 // Name is the check with its subject.
@@ -75,10 +74,10 @@ func (l Line) String() string {
 	return s
 }
 
-// Format is the number of the JSON form; it rises when a field changes its meaning.
+// Format is the version of the JSON form. It increases when a field changes its meaning.
 const Format = 1
 
-// Report is what was found on one host.
+// Report is the result of examining one host.
 type Report struct {
 	Format  int    `json:"format"`
 	Version string `json:"version"` // of this library
@@ -89,7 +88,7 @@ type Report struct {
 	Lines   []Line `json:"lines"`
 }
 
-// Worst is the gravest verdict among the lines: FAIL, then WARN, then OK.
+// Worst is the worst verdict of the lines: FAIL, then WARN, then OK.
 func (r *Report) Worst() Status {
 	worst := OK
 	for _, l := range r.Lines {
@@ -114,9 +113,8 @@ func (r *Report) Count(s Status) int {
 	return n
 }
 
-// WriteText prints the report for people: a line for each finding and, below a
-// problem, its cause, file and fix, unwrapped so that a fix can be copied.
-// paint may colour a verdict; nil leaves it plain.
+// WriteText prints the report as text: a line for each finding and, after a problem, its cause, file and fix, unwrapped so
+// that a fix can be copied. paint colours a verdict; nil leaves it plain.
 func (r *Report) WriteText(w io.Writer, paint func(Status, string) string) error {
 	if paint == nil {
 		paint = func(_ Status, s string) string { return s }

@@ -40,7 +40,7 @@ func checkCPUs(e *exam) {
 	e.ok(l)
 }
 
-// ranks on this host: what is planned, else one a GPU; 0 if there is no telling.
+// ranks on this host: the planned number, else one for each GPU; 0: unknown.
 func (e *exam) ranks() int {
 	if e.opt.Ranks > 0 || e.opt.For == ForCPU {
 		return e.opt.Ranks
@@ -48,7 +48,7 @@ func (e *exam) ranks() int {
 	return len(e.usableGPUs())
 }
 
-// cpuQuota is the tightest CPU limit of the cgroup and its parents; 0 if there is none.
+// cpuQuota is the smallest CPU limit of the cgroup and its parents; 0 if there is none.
 func (e *exam) cpuQuota() (cpus float64, file string) {
 	for _, dir := range e.cgroupDirs("") {
 		fields := strings.Fields(e.root.text(path.Join(dir, "cpu.max")))
@@ -75,9 +75,8 @@ func tighter(cpus float64, file, quota, period, from string) (float64, string) {
 	return cpus, file
 }
 
-// cgroupDirs lists the folders of the process's cgroup, innermost first: of the
-// unified tree for controller "", else of that version 1 controller. Inside a
-// container the path may be the host's, so the mount's root is always tried.
+// cgroupDirs lists the folders of the process's cgroup, innermost first: of the unified tree for controller "", else of that
+// version 1 controller. In a container the path may be the host's, so that the list always ends with the mount's root.
 func (e *exam) cgroupDirs(controller string) []string {
 	mount := path.Join("sys/fs/cgroup", controller)
 	if !e.root.exists(mount) {
@@ -110,7 +109,7 @@ func controls(list, controller string) bool {
 	return false
 }
 
-// checkHostMemory compares what all ranks plan to take with what is free.
+// checkHostMemory compares the planned host memory of all ranks with the free memory.
 func checkHostMemory(e *exam) {
 	free, file := e.freeMemory()
 	if file == "" {
@@ -136,7 +135,7 @@ func checkHostMemory(e *exam) {
 	e.ok(l)
 }
 
-// freeMemory is MemAvailable, or what the cgroup leaves if that is less.
+// freeMemory is MemAvailable, or the rest of the cgroup's limit if that is less.
 func (e *exam) freeMemory() (free uint64, file string) {
 	text, _ := keyed(e.root.text("proc/meminfo"), "MemAvailable")
 	kib, err := strconv.ParseUint(strings.TrimSuffix(text, " kB"), 10, 64)

@@ -11,27 +11,26 @@ import (
 	"syscall"
 )
 
-// Root is all that a check may see of a host.
+// Root is a host as the checks see it.
 type Root struct {
 	FS      fs.FS    // the files, rooted at /: proc, sys, etc, dev, usr …
-	Environ []string // NAME=value of the process whose settings matter
+	Environ []string // NAME=value of the examined process
 
-	// Access says whether a file may be opened for reading and writing.
+	// Access reports whether a file may be opened for reading and writing.
 	Access func(path string) error
-	// Space is the size of the file system that holds a path, and what is free of it, in bytes.
+	// Space is the size of a path's file system and its free part, in bytes.
 	Space func(path string) (total, free uint64, err error)
 
-	// What libraries say. A nil function, or an error, is reported as a line.
+	// Queries of libraries. A nil function or an error becomes a line of the report.
 	NVML  func(context.Context) (*NVML, error)
 	CUDA  func(context.Context) (*CUDA, error)
 	Verbs func(context.Context) (*Verbs, error)
 }
 
-// ErrNotAsked is the error of a library function that the root does not have.
+// ErrNotAsked is the error for a library without a function in the root.
 var ErrNotAsked = errors.New("not asked in this report")
 
-// Host is the root of the machine that the process runs on, without the
-// library functions.
+// Host is the root of this machine, without the library functions.
 func Host() Root {
 	return Root{
 		FS:      os.DirFS("/"),
@@ -51,7 +50,7 @@ func Host() Root {
 	}
 }
 
-// text reads a small file and trims it; a file that cannot be read is "".
+// text reads a small file and trims it; "" if it cannot be read.
 func (r Root) text(name string) string {
 	b, err := fs.ReadFile(r.FS, name)
 	if err != nil {
@@ -69,7 +68,7 @@ func (r Root) exists(name string) bool {
 func (r Root) glob(pattern string) []string {
 	names, err := fs.Glob(r.FS, pattern)
 	if err != nil {
-		return nil // only a malformed pattern, and patterns are constants
+		return nil // the only error is a malformed pattern, and patterns are constants
 	}
 	sortNatural(names)
 	return names
@@ -106,7 +105,7 @@ func (r Root) number(name string) (int64, bool) {
 	return n, err == nil
 }
 
-// env looks a variable up; the last one wins, as in a shell.
+// env looks up a variable; the last one counts, as in a shell.
 func (r Root) env(name string) (string, bool) {
 	for i := len(r.Environ) - 1; i >= 0; i-- {
 		if k, v, ok := strings.Cut(r.Environ[i], "="); ok && k == name {
@@ -116,7 +115,7 @@ func (r Root) env(name string) (string, bool) {
 	return "", false
 }
 
-// envInt looks a whole number up. set says whether the variable exists at all.
+// envInt looks up a whole number. set is true if the variable exists.
 func (r Root) envInt(name string) (n int, set, valid bool) {
 	v, set := r.env(name)
 	if !set {

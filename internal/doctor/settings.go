@@ -7,11 +7,10 @@ import (
 	"github.com/deepep-go/deepep/internal/env"
 )
 
-// otherSettings are read elsewhere than in env: by the Python package.
+// otherSettings are variables that the Python package reads instead of env.
 var otherSettings = []string{"DEEPEP_LIBRARY", "DEEPEP_ZERO_COPY_BYTES"}
 
-// checkSettings reads this library's own variables as construction will, and
-// looks for names that nobody reads.
+// checkSettings parses this library's variables as the constructor does, and finds names that the library does not read.
 func checkSettings(e *exam) {
 	known := map[string]bool{}
 	for _, name := range otherSettings {
@@ -44,7 +43,7 @@ func checkSettings(e *exam) {
 		Facts: map[string]string{"engine": s.Engine, "timeout": s.Timeout.String()}})
 }
 
-// nearestName is the known name with the fewest edits away; equals go by the alphabet.
+// nearestName is the known name with the smallest edit distance, among equals the first by the alphabet.
 func nearestName(name string, known map[string]bool) string {
 	best, at := "", 1<<30
 	for k := range known {
@@ -55,7 +54,7 @@ func nearestName(name string, known map[string]bool) string {
 	return best
 }
 
-// edits counts the letters to insert, drop or change to make b of a.
+// edits is the edit distance of a and b.
 func edits(a, b string) int {
 	row := make([]int, len(b)+1)
 	for j := range row {

@@ -8,7 +8,7 @@ import (
 	"github.com/deepep-go/deepep/internal/plan"
 )
 
-// variable is one rule about the environment: it answers with a problem, or "".
+// variable is one rule about the environment. It returns a problem, or "".
 type variable struct {
 	name string
 	rule func(e *exam, value string) (cause, fix string, grave bool)
@@ -88,7 +88,7 @@ var variables = []variable{
 	}},
 }
 
-// checkVariables looks for settings that contradict the hardware, the plan or each other.
+// checkVariables finds settings that contradict the hardware, the plan or each other.
 func checkVariables(e *exam) {
 	found, bad := 0, 0
 	for _, kv := range e.root.Environ {
@@ -120,8 +120,8 @@ func checkVariables(e *exam) {
 	}
 }
 
-// qpDepth: each token of low-latency mode takes a data and a count request on
-// its queue pair, so 2 × (B + 1) must fit.
+// qpDepth checks the depth of queue pairs: each token of low-latency mode takes a data and a count request, so that
+// 2 × (B + 1) must fit.
 func qpDepth(v string, tokens int) (cause, fix string, grave bool) {
 	n, err := strconv.Atoi(strings.TrimSpace(v))
 	need := 2 * (tokens + 1)
@@ -141,7 +141,7 @@ func qpDepth(v string, tokens int) (cause, fix string, grave bool) {
 	return "", "", false
 }
 
-// truth reads a switch as NVSHMEM does.
+// truth parses a switch as NVSHMEM does.
 func truth(v string) bool {
 	switch strings.ToLower(strings.TrimSpace(v)) {
 	case "", "0", "n", "no", "f", "false", "off":

@@ -19,7 +19,7 @@ const (
 	cuBusLength           = 32
 )
 
-// CUDA asks libcuda. It starts the driver in this process but makes no context.
+// CUDA queries libcuda. It starts the driver in this process but makes no context.
 func CUDA(ctx context.Context) (*doctor.CUDA, error) {
 	l, err := open("libcuda.so.1", "libcuda.so")
 	if err != nil {
@@ -87,7 +87,7 @@ func (l *library) cudaGPU(device int32) (doctor.CUDAGPU, error) {
 	} {
 		v := new(int32)
 		err := ignore(l.call("cuDeviceGetAttribute", pointer(v), a.number, device), cuInvalidValue)
-		if err != nil { // an old driver does not know a newer attribute: then the answer is no
+		if err != nil { // an old driver without this attribute: the feature is absent
 			return g, err
 		}
 		a.store(int(*v))

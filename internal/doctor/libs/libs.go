@@ -18,17 +18,16 @@ func Host() doctor.Root {
 	return r
 }
 
-// Quiet is the root for a check inside a program that may not want CUDA
-// started: it asks neither libcuda, which a later fork would not survive, nor
-// the NICs.
+// Quiet is the root for checks inside a program that may not want CUDA started: it queries neither libcuda, which does not
+// survive a later fork, nor the NICs.
 func Quiet() doctor.Root {
 	r := doctor.Host()
 	r.NVML = NVML
 	return r
 }
 
-// FirstFail is the text that an error of construction carries: the first FAIL of
-// the checks for a use, "" if there is none before ctx ends. It starts no CUDA.
+// FirstFail is the text of the first FAIL of a use's checks, which constructors add to their errors; "" if there is none
+// before ctx ends. It does not start CUDA.
 func FirstFail(ctx context.Context, opt doctor.Options) string {
 	line, found := doctor.FirstFail(ctx, Quiet(), opt)
 	if !found {
@@ -37,14 +36,14 @@ func FirstFail(ctx context.Context, opt doctor.Options) string {
 	return "deepep doctor says: " + line.String()
 }
 
-// library is an open library with the functions that were asked for.
+// library is an open library with its resolved functions.
 type library struct {
 	lib   *dl.Library
 	fns   map[string]uintptr
-	wrong func(code uintptr) string // words for an error code
+	wrong func(code uintptr) string // text of an error code
 }
 
-// open loads the first of the names that is there.
+// open loads the first library of names that exists.
 func open(names ...string) (*library, error) {
 	var first error
 	for _, name := range names {

@@ -12,7 +12,7 @@ import (
 	"github.com/deepep-go/deepep/internal/doctor"
 )
 
-// fakes answer as the real libraries do, for a host with two GPUs and one NIC.
+// fakes are libraries with the real interfaces, for a host with two GPUs and one NIC.
 var fakes = map[string]string{
 	"libnvidia-ml.so.1": `
 #include <string.h>
@@ -67,7 +67,7 @@ int ibv_query_device(void *c, struct attr *a) { strcpy(a->fw, "28.39"); a->max_q
 
 const inChild = "DEEPEP_TEST_FAKE_LIBRARIES"
 
-// withFakes runs this test again in a process whose loader finds the fakes first.
+// withFakes runs the test again in a process whose loader finds the fakes first.
 func withFakes(t *testing.T, flags ...string) {
 	t.Helper()
 	cc, err := exec.LookPath("gcc")
@@ -155,8 +155,7 @@ func TestMismatchIsNamed(t *testing.T) {
 	}
 }
 
-// TestAbsentLibrariesAreErrors holds on any host: what is there answers, what
-// is not is an error that names the file.
+// On any host, a query succeeds or its error names the missing library.
 func TestAbsentLibrariesAreErrors(t *testing.T) {
 	ctx := context.Background()
 	for name, ask := range map[string]func() error{

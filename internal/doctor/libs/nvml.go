@@ -34,7 +34,7 @@ const (
 	nvmlVersionLength = 80
 )
 
-// NVML asks libnvidia-ml.
+// NVML queries libnvidia-ml.
 func NVML(ctx context.Context) (*doctor.NVML, error) {
 	l, err := open("libnvidia-ml.so.1", "libnvidia-ml.so")
 	if err != nil {
@@ -51,7 +51,7 @@ func NVML(ctx context.Context) (*doctor.NVML, error) {
 	if err := l.call("nvmlInit_v2"); err != nil {
 		return nil, err
 	}
-	defer func() { _ = l.call("nvmlShutdown") }() // nothing is left to tell at that point
+	defer func() { _ = l.call("nvmlShutdown") }() // its error does not change the result
 
 	version, count := new([nvmlVersionLength]byte), new(uint32)
 	if err := l.call("nvmlSystemGetDriverVersion", pointer(version), nvmlVersionLength); err != nil {
@@ -92,7 +92,7 @@ func (l *library) nvmlGPU(h uintptr) (doctor.NVMLGPU, error) {
 		l.call("nvmlDeviceGetPciInfo_v3", h, pointer(pci)),
 		l.call("nvmlDeviceGetCudaComputeCapability", h, pointer(major), pointer(minor)),
 		l.call("nvmlDeviceGetMemoryInfo", h, pointer(memory)),
-		// Devices without MIG or without a fabric say "not supported", old drivers lack the second function.
+		// Devices without MIG or without a fabric return "not supported"; old drivers lack the second function.
 		ignore(l.call("nvmlDeviceGetMigMode", h, pointer(mig), pointer(pending)), nvmlNotSupported),
 	)
 	if err != nil {
@@ -117,7 +117,7 @@ func ignore(err error, code uintptr) error {
 	return err
 }
 
-// nvlinks asks every pair whether NVLink joins it.
+// nvlinks queries for every pair of devices whether NVLink joins them.
 func (l *library) nvlinks(handles []uintptr) [][]bool {
 	m := make([][]bool, len(handles))
 	status := new(uint32)

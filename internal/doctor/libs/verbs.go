@@ -9,8 +9,7 @@ import (
 	"github.com/deepep-go/deepep/internal/doctor"
 )
 
-// ibvDeviceAttr is the beginning of struct ibv_device_attr; tail is room for
-// what follows (the whole is 232 bytes).
+// ibvDeviceAttr is the beginning of struct ibv_device_attr; tail has room for the rest (the whole is 232 bytes).
 type ibvDeviceAttr struct {
 	fwVersion                           [64]byte
 	nodeGUID, sysImageGUID              uint64
@@ -20,7 +19,7 @@ type ibvDeviceAttr struct {
 	tail                                [512]byte
 }
 
-// Verbs asks libibverbs for every device and its limits.
+// Verbs queries libibverbs for every device and its limits.
 func Verbs(ctx context.Context) (*doctor.Verbs, error) {
 	l, err := open("libibverbs.so.1", "libibverbs.so")
 	if err != nil {
