@@ -121,7 +121,8 @@ func (c *Channel) OnChange(f func(rank int)) (cancel func()) {
 	}
 }
 
-// Fail ends every pending and later Exchange that lacks this rank's message with err. The first error for a rank counts.
+// Fail ends every pending and later Exchange that lacks this rank's message with err. The first error for a rank
+// counts.
 func (c *Channel) Fail(rank int, err error) {
 	if err == nil {
 		err = status.Errorf(status.PeerDead, "%s is dead", c.peers[rank])
@@ -198,8 +199,8 @@ func (c *Channel) awaitReader(rank int) {
 	c.waitUntil(2*drainAfterEnd, func() bool { return c.state[rank].Closed })
 }
 
-// awaitBlame waits for the report of a death that explains a lost connection. A peer that gave up because of a third rank
-// is not the culprit, and an error about a socket hides that a process has ended.
+// awaitBlame waits for the report of a death that explains a lost connection. A peer that gave up because of a third
+// rank is not the culprit, and an error about a socket hides that a process has ended.
 func (c *Channel) awaitBlame() {
 	c.waitUntil(blameTime, func() bool { return len(c.culprits) > 0 })
 }

@@ -35,8 +35,8 @@ type connector struct {
 	tasks sync.WaitGroup // dialers, acceptors, handshakes
 }
 
-// Connect joins the ranks directly, without the Exchanger of Begin. It returns PeerDead early if a rank dies whose process
-// can be watched, and Timeout with the missing ranks' names when ctx ends.
+// Connect joins the ranks directly, without the Exchanger of Begin. It returns PeerDead early if a rank dies whose
+// process can be watched, and Timeout with the missing ranks' names when ctx ends.
 func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
 	if p.listeners == nil {
 		return nil, status.Errorf(status.InvalidState, "connect: already connected or closed")
@@ -165,7 +165,8 @@ func (n *connector) tryDial(ctx context.Context, rank int) (*link, error) {
 	return l, nil
 }
 
-// dialRetrying dials again while the listener's backlog is full. A refusal is final: every rank listened before the gather.
+// dialRetrying dials again while the listener's backlog is full. A refusal is final: every rank listened before the
+// gather.
 func dialRetrying(ctx context.Context, network, address string) (net.Conn, error) {
 	var d net.Dialer
 	for {
@@ -192,7 +193,8 @@ func boundHandshake(ctx context.Context, conn net.Conn) (stop func()) {
 	}
 }
 
-// introduce is the dialer's half of the handshake: it sends a hello with its rank and the expected one, and reads the welcome.
+// introduce is the dialer's half of the handshake: it sends a hello with its rank and the expected one, and reads the
+// welcome.
 func (n *connector) introduce(l *link) error {
 	if err := checkUser(l.unix); err != nil {
 		return err

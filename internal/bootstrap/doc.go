@@ -1,10 +1,10 @@
 // Package bootstrap connects the ranks of a group, which then exchange small blobs and file descriptors.
 //
-// It has two halves. An Exchanger is the caller's means to gather one blob from each rank: a callback (torch, MPI), TCP to
-// rank 0, a shared folder, or goroutines of one process. A Channel is the library's: Begin gathers the ranks' hellos in
-// exactly one gather of the Exchanger and compares what must agree; Connect joins the ranks directly and does not use the
-// Exchanger. Ranks of one host (one kernel and one network namespace) are joined by Unix sockets in the abstract
-// namespace, which leave no files; others by TCP on an interface that the caller must name.
+// It has two halves. An Exchanger is the caller's means to gather one blob from each rank: a callback (torch, MPI), TCP
+// to rank 0, a shared folder, or goroutines of one process. A Channel is the library's: Begin gathers the ranks' hellos
+// in exactly one gather of the Exchanger and compares what must agree; Connect joins the ranks directly and does not
+// use the Exchanger. Ranks of one host (one kernel and one network namespace) are joined by Unix sockets in the
+// abstract namespace, which leave no files; others by TCP on an interface that the caller must name.
 //
 // Trust: a Unix peer must have the user id of this process, a TCP peer must know the nonce that came with the gather;
 // neither link is encrypted. Every frame carries the nonce and is bounded, and the reader checks each field before use.

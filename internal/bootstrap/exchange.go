@@ -227,8 +227,8 @@ func (c *Channel) pop(k boxKey) (Message, bool) {
 	return m, true
 }
 
-// deliver queues a message for its Exchange. Messages of a failed rank are dropped: a later Exchange would take them for its
-// own.
+// deliver queues a message for its Exchange. Messages of a failed rank are dropped: a later Exchange would take them
+// for its own.
 func (c *Channel) deliver(f *frame) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -19,8 +19,8 @@ const maxRanks = 1024
 type Exchanger interface {
 	Rank() int
 	Size() int
-	// AllGather returns every rank's blob, in rank order, each at most MaxBlob bytes. After an error the Exchanger is not
-	// usable.
+	// AllGather returns every rank's blob, in rank order, each at most MaxBlob bytes. After an error the Exchanger is
+	// not usable.
 	AllGather(ctx context.Context, blob []byte) ([][]byte, error)
 	// Close is local and idempotent. A gather of the other ranks then fails.
 	Close() error
@@ -42,8 +42,8 @@ type callback struct {
 	f          func(context.Context, []byte) ([][]byte, error)
 }
 
-// NewCallback makes an Exchanger of the caller's all-gather. AllGather checks that f returns as many blobs as ranks, and
-// this rank's blob at its index.
+// NewCallback makes an Exchanger of the caller's all-gather. AllGather checks that f returns as many blobs as ranks,
+// and this rank's blob at its index.
 func NewCallback(rank, size int, f func(ctx context.Context, blob []byte) ([][]byte, error)) Exchanger {
 	return &callback{rank, size, f}
 }
@@ -84,8 +84,8 @@ func checkBlob(blob []byte) error {
 	return nil
 }
 
-// ctxError gives a context's end one of this library's kinds: a deadline is a Timeout; a cancellation has its cause's kind,
-// or Interrupted.
+// ctxError gives a context's end one of this library's kinds: a deadline is a Timeout; a cancellation has its cause's
+// kind, or Interrupted.
 func ctxError(ctx context.Context, what string) error {
 	cause := context.Cause(ctx)
 	if errors.Is(cause, context.DeadlineExceeded) {

@@ -136,8 +136,8 @@ func (f *file) await(ctx context.Context, name string, from, limit int, over fun
 	return f.awaitPath(ctx, f.path(name), from, limit, over)
 }
 
-// awaitPath polls for a file and reads it. over, if not nil, is called before each poll and returns why the file will not
-// come.
+// awaitPath polls for a file and reads it. over, if not nil, is called before each poll and returns why the file will
+// not come.
 func (f *file) awaitPath(ctx context.Context, path string, from, limit int, over func() error) ([]byte, error) {
 	for pause := pollFirst; ; pause = min(2*pause, pollMax) {
 		var stop error
@@ -207,8 +207,8 @@ func (f *file) create(path string, b []byte) error {
 	return nil
 }
 
-// Close writes this rank's bye file; the last rank to close removes the run's files. If a rank was killed, the next run of
-// that name removes them.
+// Close writes this rank's bye file; the last rank to close removes the run's files. If a rank was killed, the next run
+// of that name removes them.
 func (f *file) Close() error {
 	if f.closed || f.run == "" {
 		f.closed = true

@@ -12,7 +12,8 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// coordinate is rank 0's part of the start: it opens a new run, waits until all ranks have joined, and writes its decision.
+// coordinate is rank 0's part of the start: it opens a new run, waits until all ranks have joined, and writes its
+// decision.
 func (f *file) coordinate(ctx context.Context) error {
 	f.nonce = freshNonce()
 	f.run = f.runDir(f.nonce)

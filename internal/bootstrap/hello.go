@@ -24,7 +24,8 @@ type HelloOptions struct {
 	Version string // of the library; must be equal on all ranks
 	Build   string // of the kernels; must be equal on all ranks
 	Extra   []byte // the caller's data, at most MaxExtra bytes; every rank sees it in Peers
-	// Interface is the network interface, or its address, for ranks on other hosts. Empty: other hosts cannot be reached.
+	// Interface is the network interface, or its address, for ranks on other hosts. Empty: other hosts cannot be
+	// reached.
 	Interface string
 
 	noPidfd bool // for tests: a kernel without pidfds
@@ -163,8 +164,8 @@ func differences(hellos []hello, of func(hello) string) string {
 	return strings.Join(parts, "; ")
 }
 
-// compareUsers compares the users of each machine. The handshake refuses another user too, but there only one rank would
-// return the reason.
+// compareUsers compares the users of each machine. The handshake refuses another user too, but there only one rank
+// would return the reason.
 func compareUsers(hellos []hello) error {
 	first := make(map[string]int)
 	for i, h := range hellos {

@@ -13,7 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// joinRole is a rank of a group that starts through a folder. It can stop before it connects, fork, and exchange on command.
+// joinRole is a rank of a group that starts through a folder. It can stop before it connects, fork, and exchange on
+// command.
 func joinRole(c *proctest.Child) error {
 	ctx := contextOfChild()
 	var rank, size int

@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// queueFrames bounds the frames that wait for one peer. Exchanges keep ranks within a call or two of each other, so that
-// a longer queue means that the peer does not read.
+// queueFrames bounds the frames that wait for one peer. Exchanges keep ranks within a call or two of each other, so
+// that a longer queue means that the peer does not read.
 const queueFrames = 256
 
 // link is a connection to one peer. One goroutine reads it, one writes it.
@@ -150,8 +150,8 @@ func (l *link) write(f *frame) error {
 	return err
 }
 
-// writeLoop sends queued frames until the queue is closed. After an error it releases the rest without sending; the reader
-// reports the loss of the peer, because it may have read the reason.
+// writeLoop sends queued frames until the queue is closed. After an error it releases the rest without sending; the
+// reader reports the loss of the peer, because it may have read the reason.
 func (l *link) writeLoop() {
 	var failed error
 	for o := range l.out {

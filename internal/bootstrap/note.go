@@ -12,8 +12,8 @@ func (c *Channel) OnNote(f func(rank int, note []byte)) {
 	c.onNote = f
 }
 
-// Note sends a few bytes to one rank and does not wait. If the peer does not keep up, the note is dropped: send only what a
-// later note repeats.
+// Note sends a few bytes to one rank and does not wait. If the peer does not keep up, the note is dropped: send only
+// what a later note repeats.
 func (c *Channel) Note(rank int, note []byte) error {
 	if len(note) > MaxNote {
 		return status.InvalidArg("note", len(note), "at most 4096 bytes")

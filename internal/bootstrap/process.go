@@ -107,8 +107,8 @@ func openProcess(pid int, start uint64) (int, error) {
 	return fd, nil
 }
 
-// checkStart compares the start time of a pidfd's process. It reads the pid from the descriptor, because the mounted /proc
-// may belong to another PID namespace than this process.
+// checkStart compares the start time of a pidfd's process. It reads the pid from the descriptor, because the mounted
+// /proc may belong to another PID namespace than this process.
 func checkStart(pidfd int, start uint64) error {
 	shown, err := pidOf(pidfd)
 	if err != nil {
@@ -153,7 +153,8 @@ func readStat(pid int) (procStat, error) {
 	return parseStat(b)
 }
 
-// procMatchesPIDs reports whether the mounted /proc belongs to this process's PID namespace: only then can it look up pids.
+// procMatchesPIDs reports whether the mounted /proc belongs to this process's PID namespace: only then can it look up
+// pids.
 func procMatchesPIDs() bool {
 	b, err := os.ReadFile("/proc/self/stat")
 	if err != nil {

@@ -14,8 +14,8 @@ import (
 // probeEvery is the period of looking up processes without a pidfd in /proc. A death must be seen within 200 ms.
 const probeEvery = 50 * time.Millisecond
 
-// procWatch reports the ends of processes. The Go runtime's poller waits on one epoll set of all pidfds, so that no thread
-// blocks and closing the set ends the goroutine. Processes without a pidfd are looked up by a ticker.
+// procWatch reports the ends of processes. The Go runtime's poller waits on one epoll set of all pidfds, so that no
+// thread blocks and closing the set ends the goroutine. Processes without a pidfd are looked up by a ticker.
 type procWatch struct {
 	gone func(rank int) // called from the watcher's goroutines, once for a rank
 	set  *os.File

@@ -39,8 +39,8 @@ type tcp struct {
 	broken error // the error that every further gather returns
 }
 
-// DialTCP joins the ranks at rank 0 and returns when all have joined. It is collective. Ranks that disagree on the size,
-// a rank given twice or another secret are a Mismatch; if ctx ends first, Timeout names the missing ranks.
+// DialTCP joins the ranks at rank 0 and returns when all have joined. It is collective. Ranks that disagree on the
+// size, a rank given twice or another secret are a Mismatch; if ctx ends first, Timeout names the missing ranks.
 func DialTCP(ctx context.Context, o TCPOptions) (Exchanger, error) {
 	if err := CheckGroup(o.Rank, o.Size); err != nil {
 		return nil, err
@@ -184,8 +184,8 @@ func (t *tcp) readGather(c net.Conn) (frame, error) {
 	return f, nil
 }
 
-// each runs f for every connection at once and returns the first error. That error ends the other connections' reads: the
-// gather cannot complete without that rank.
+// each runs f for every connection at once and returns the first error. That error ends the other connections' reads:
+// the gather cannot complete without that rank.
 func (t *tcp) each(f func(rank int, c net.Conn) error) error {
 	var wg sync.WaitGroup
 	var once sync.Once

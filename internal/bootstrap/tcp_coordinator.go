@@ -126,8 +126,8 @@ func (t *tcp) admit(ctx context.Context, conn net.Conn, o TCPOptions, arrivals c
 	}
 }
 
-// challenge asks for the proof and checks it. An error refuses this connection; arrival.err ends the whole start, because
-// a rank of this group has the wrong rank or size.
+// challenge asks for the proof and checks it. An error refuses this connection; arrival.err ends the whole start,
+// because a rank of this group has the wrong rank or size.
 func (t *tcp) challenge(conn net.Conn, o TCPOptions) (arrival, error) {
 	if err := writeFrame(conn, &frame{kind: kindChallenge, nonce: t.nonce}); err != nil {
 		return arrival{}, err

@@ -12,7 +12,8 @@ import (
 // refuseTime bounds the sending of a refusal.
 const refuseTime = time.Second
 
-// joinRequest is a rank's answer to rank 0's challenge: its size and a proof, bound to both nonces, that it knows the secret.
+// joinRequest is a rank's answer to rank 0's challenge: its size and a proof, bound to both nonces, that it knows the
+// secret.
 type joinRequest struct {
 	size  int
 	nonce [16]byte

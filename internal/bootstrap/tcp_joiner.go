@@ -82,7 +82,8 @@ func (t *tcp) answer(ctx context.Context, conn net.Conn, o TCPOptions) error {
 // sendAndReceive is the other ranks' half of a gather.
 func (t *tcp) sendAndReceive(ctx context.Context, all [][]byte) error {
 	c := t.conns[0]
-	// An error of the write is not returned: rank 0 may have sent the reason before it closed, and the read below gets it.
+	// An error of the write is not returned: rank 0 may have sent the reason before it closed, and the read below gets
+	// it.
 	_ = writeFrame(c, t.gatherFrame(t.rank, all[t.rank]))
 	for from := range all {
 		if from == t.rank {

@@ -2,8 +2,8 @@ package device
 
 import "sync"
 
-// params lends the parameter structs of one call of the kernel interface. A call needs its struct on the heap (see dl.Call);
-// a struct that is used again keeps a launch free of garbage.
+// params lends the parameter structs of one call of the kernel interface. A call needs its struct on the heap (see
+// dl.Call); a struct that is used again keeps a launch free of garbage.
 type params[P any] struct{ idle sync.Pool }
 
 func (l *params[P]) take(values P) *P {

@@ -8,9 +8,9 @@ import (
 	"github.com/ebitengine/purego"
 )
 
-// CallArgs runs a C function with up to nine integer or pointer arguments and returns its result. It is for libraries of
-// the system; Call is for kernel libraries, whose functions take one struct. Arguments are int, int32, uint32, uintptr, or
-// unsafe.Pointer. What a pointer points to is on the heap during the call, and C must not keep the pointer.
+// CallArgs runs a C function with up to nine integer or pointer arguments and returns its result. It is for libraries
+// of the system; Call is for kernel libraries, whose functions take one struct. Arguments are int, int32, uint32,
+// uintptr, or unsafe.Pointer. What a pointer points to is on the heap during the call, and C must not keep the pointer.
 func CallArgs(fn uintptr, args ...any) uintptr {
 	words := make([]uintptr, len(args))
 	for i, a := range args {

@@ -14,8 +14,8 @@ type Library struct {
 	handle uintptr
 }
 
-// Open loads one file. The system's loader searches for a name without a slash. All symbols are bound at once and are local
-// to the library.
+// Open loads one file. The system's loader searches for a name without a slash. All symbols are bound at once and are
+// local to the library.
 func Open(path string) (*Library, error) {
 	// dlerror is kept per thread: the goroutine must not move between dlopen and dlerror.
 	runtime.LockOSThread()

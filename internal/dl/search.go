@@ -21,8 +21,8 @@ type Query struct {
 	Beside []string
 }
 
-// Find opens the first library for which accept returns nil. The error lists every path with its reason. Its kind is that
-// of the first library that was found and refused, for example Version, else NotFound.
+// Find opens the first library for which accept returns nil. The error lists every path with its reason. Its kind is
+// that of the first library that was found and refused, for example Version, else NotFound.
 func Find(q Query, accept func(*Library) error) error {
 	var tried []string
 	code := status.NotFound
@@ -122,8 +122,8 @@ func mappedFile(maps string, address uint64) string {
 	return ""
 }
 
-// sourceTree is the root of the checkout that this file was compiled from; "" if it is not there, or if the build trimmed
-// paths.
+// sourceTree is the root of the checkout that this file was compiled from; "" if it is not there, or if the build
+// trimmed paths.
 func sourceTree() string {
 	_, file, _, ok := runtime.Caller(0)
 	if !ok || !filepath.IsAbs(file) {

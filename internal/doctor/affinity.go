@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// checkAffinity pairs GPUs with NICs by their distance in the PCI tree, as NVSHMEM and NCCL do, and finds NICs that GPUs
-// share while others are unused.
+// checkAffinity pairs GPUs with NICs by their distance in the PCI tree, as NVSHMEM and NCCL do, and finds NICs that
+// GPUs share while others are unused.
 func checkAffinity(e *exam) {
 	gpus := e.usableGPUs()
 	if len(gpus) == 0 {

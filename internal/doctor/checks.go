@@ -21,8 +21,8 @@ var (
 	acrossRDMA = []For{ForInternode}
 )
 
-// checks lists causes before their effects, so that the first FAIL is the first to fix. docs/doctor.md describes each check
-// by its name.
+// checks lists causes before their effects, so that the first FAIL is the first to fix. docs/doctor.md describes each
+// check by its name.
 var checks = []check{
 	{"settings", everywhere, checkSettings},
 	{"python", everywhere, checkPython},
@@ -86,8 +86,8 @@ func Run(ctx context.Context, root Root, opt Options) (*Report, error) {
 	return r, nil
 }
 
-// FirstFail runs the checks of a use up to the first FAIL and returns its line. found is false if there is none before ctx
-// ends.
+// FirstFail runs the checks of a use up to the first FAIL and returns its line. found is false if there is none before
+// ctx ends.
 func FirstFail(ctx context.Context, root Root, opt Options) (line Line, found bool) {
 	e := newExam(ctx, root, opt)
 	for _, c := range checks {
@@ -114,8 +114,8 @@ func newExam(ctx context.Context, root Root, opt Options) *exam {
 	return e
 }
 
-// perform runs one check if it applies to the use. It recovers from a check's panic, so that an unforeseen host costs one
-// line and not the report, or the constructor of a buffer.
+// perform runs one check if it applies to the use. It recovers from a check's panic, so that an unforeseen host costs
+// one line and not the report, or the constructor of a buffer.
 func (e *exam) perform(c check) {
 	if e.opt.For != ForAny && !slices.Contains(c.uses, e.opt.For) {
 		return

@@ -23,8 +23,8 @@ type Comparison struct {
 
 const absent = "-"
 
-// Compare returns the facts and verdicts that differ among the reports. Facts that identify a host (addresses, identifiers)
-// are not compared.
+// Compare returns the facts and verdicts that differ among the reports. Facts that identify a host (addresses,
+// identifiers) are not compared.
 func Compare(reports []*Report) Comparison {
 	c := Comparison{Hosts: make([]string, len(reports)), Differences: []Difference{}}
 	var order []string

@@ -134,8 +134,8 @@ func (e *exam) headerVersion(p product, libDir string) (v, file string) {
 	return "", ""
 }
 
-// markedVersion searches a shared object for the version text that it prints. It reads in pieces, because libnccl.so has
-// more than 200 MB.
+// markedVersion searches a shared object for the version text that it prints. It reads in pieces, because libnccl.so
+// has more than 200 MB.
 func (e *exam) markedVersion(file, mark string) string {
 	f, err := e.root.FS.Open(file)
 	if err != nil {
@@ -181,8 +181,8 @@ func versionAt(b []byte) string {
 // minNVSHMEM is the first release whose IBGDA the kernels can use.
 var minNVSHMEM = version{3, 3, 9}
 
-// checkNVSHMEM compares the versions of the header, the shared object and the device code in libdeepep_nvshmem.so: if they
-// differ, calls hang without an error.
+// checkNVSHMEM compares the versions of the header, the shared object and the device code in libdeepep_nvshmem.so: if
+// they differ, calls hang without an error.
 func checkNVSHMEM(e *exam) {
 	list := e.copies(nvshmemProduct)
 	if len(list) == 0 {
@@ -261,8 +261,8 @@ func orUnknown(v string) string {
 	return v
 }
 
-// checkNCCL finds several copies of NCCL, with which torch fails. This library does not use NCCL, but its calls often come
-// last before the failure.
+// checkNCCL finds several copies of NCCL, with which torch fails. This library does not use NCCL, but its calls often
+// come last before the failure.
 func checkNCCL(e *exam) {
 	list := e.copies(ncclProduct)
 	if len(list) == 0 {

@@ -21,8 +21,8 @@ const (
 	kindCubin      = 2
 )
 
-// InspectKernels reads for which architectures a CUDA library has code. The file does not contain the toolkit's version;
-// the caller sets it.
+// InspectKernels reads for which architectures a CUDA library has code. The file does not contain the toolkit's
+// version; the caller sets it.
 func InspectKernels(fsys fs.FS, name string) (KernelLibrary, error) {
 	k := KernelLibrary{Path: "/" + name}
 	b, err := fs.ReadFile(fsys, name)

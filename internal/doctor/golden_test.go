@@ -14,8 +14,8 @@ import (
 
 var update = flag.Bool("update", false, "write the golden files")
 
-// hosts is the table of invented machines. first is the check whose FAIL must come first, "" for none; the golden file has
-// the whole report.
+// hosts is the table of invented machines. first is the check whose FAIL must come first, "" for none; the golden file
+// has the whole report.
 var hosts = []struct {
 	name  string
 	use   For

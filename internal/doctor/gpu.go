@@ -62,8 +62,8 @@ func (e *exam) gpuFiles(usable []gpu, l Line) {
 	e.ok(l)
 }
 
-// Driver versions that the prebuilt CUDA library needs (CUDA 13), and the minimum of builds from source, by the toolkit's
-// major version.
+// Driver versions that the prebuilt CUDA library needs (CUDA 13), and the minimum of builds from source, by the
+// toolkit's major version.
 var minDriver = map[int]version{13: {580}, 12: {525, 60, 13}, 11: {450, 80, 2}}
 
 // checkDriver checks the version and the kind of the loaded kernel driver.

@@ -136,7 +136,8 @@ func acsConfig(control uint16) string {
 	return string(b)
 }
 
-// switchAt adds a PCI switch with its root port to the tree and returns a function for the folder of its downstream port n.
+// switchAt adds a PCI switch with its root port to the tree and returns a function for the folder of its downstream
+// port n.
 func (h *host) switchAt(domainBus, numa int) func(n int) string {
 	rootBus := fmt.Sprintf("pci0000:%02x", domainBus)
 	rootPort := h.pciFunction("sys/devices/"+rootBus, fmt.Sprintf("0000:%02x:01.0", domainBus), "0x8086", "0x060400", numa)
@@ -212,8 +213,7 @@ func fullMesh(n int) [][]bool {
 
 const nvshmemHeader = "#define NVSHMEM_VENDOR_MAJOR_VERSION 3\n#define NVSHMEM_VENDOR_MINOR_VERSION 4\n#define NVSHMEM_VENDOR_PATCH_VERSION 5\n"
 
-// gpuHost is a healthy machine: 8 H800 behind NVSwitches, 8 NICs, two GPUs and
-// two NICs on each of four PCI switches.
+// gpuHost is a healthy machine: 8 H800 behind NVSwitches, 8 NICs, two GPUs and two NICs on each of four PCI switches.
 func gpuHost(layer string) *host {
 	h := plainHost()
 	h.nvml, h.cuda, h.verbs = &NVML{Driver: "580.95.05"}, &CUDA{Version: 13000}, &Verbs{}

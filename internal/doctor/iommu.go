@@ -63,8 +63,8 @@ const (
 	plainConfig   = 64                 // bytes that a process without CAP_SYS_ADMIN may read
 )
 
-// checkACS checks the bridges above GPUs and NICs: with redirection on, a switch routes traffic between its ports through
-// the CPU.
+// checkACS checks the bridges above GPUs and NICs: with redirection on, a switch routes traffic between its ports
+// through the CPU.
 func checkACS(e *exam) {
 	bridges := e.bridges()
 	if len(bridges) == 0 {

@@ -86,7 +86,8 @@ type modprobeLine struct {
 	mem, peer  bool
 }
 
-// modprobeLines reads the folders in modprobe's order of precedence: a file hides one of the same name in a later folder.
+// modprobeLines reads the folders in modprobe's order of precedence: a file hides one of the same name in a later
+// folder.
 func (e *exam) modprobeLines() []modprobeLine {
 	var lines []modprobeLine
 	seen := map[string]bool{}

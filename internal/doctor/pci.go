@@ -51,8 +51,8 @@ func (e *exam) nvidiaFunctions(class string) []string {
 	return buses
 }
 
-// chain is the path of a PCI function in the tree: pci0000:15, its root port, switches, itself. Without the tree it is the
-// function alone.
+// chain is the path of a PCI function in the tree: pci0000:15, its root port, switches, itself. Without the tree it is
+// the function alone.
 func (e *exam) chain(bus string) []string {
 	full := e.root.resolve(path.Join(pciDevices, bus))
 	_, rest, found := strings.Cut(full, "sys/devices/")
@@ -163,8 +163,8 @@ func between(a, b []string, numaA, numaB int) distance {
 	}
 	switch {
 	case common >= 2: // they share at least the root port
-		// After the last common bridge a switch has an upstream and a downstream port, so that with one switch between them at
-		// most a port and the function are left.
+		// After the last common bridge a switch has an upstream and a downstream port, so that with one switch between
+		// them at most a port and the function are left.
 		if len(a)-common <= 2 && len(b)-common <= 2 {
 			return pix
 		}

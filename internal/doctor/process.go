@@ -10,8 +10,8 @@ import (
 // minPython is the minimum of python/deep_ep.
 var minPython = version{3, 10}
 
-// checkPython checks the interpreter of the examined process, of the active virtual environment, or of the system, in that
-// order.
+// checkPython checks the interpreter of the examined process, of the active virtual environment, or of the system, in
+// that order.
 func checkPython(e *exam) {
 	v, where := e.pythonVersion()
 	method := e.startMethod()
@@ -96,8 +96,8 @@ func (m startMethod) text() string {
 	return ", start method " + m.name
 }
 
-// startMethod uses Options.StartMethod, else the command line: children of spawn and forkserver name their method, a forked
-// one has its parent's command line.
+// startMethod uses Options.StartMethod, else the command line: children of spawn and forkserver name their method, a
+// forked one has its parent's command line.
 func (e *exam) startMethod() startMethod {
 	if e.opt.StartMethod != "" {
 		return startMethod{name: e.opt.StartMethod}

@@ -9,8 +9,8 @@ import (
 // Status is the verdict of one line.
 type Status string
 
-// The four verdicts. N/A means that the host lacks the subject of the check, or that the check could not read it; the line
-// says which.
+// The four verdicts. N/A means that the host lacks the subject of the check, or that the check could not read it; the
+// line says which.
 const (
 	OK   Status = "OK"
 	Warn Status = "WARN"
@@ -113,8 +113,8 @@ func (r *Report) Count(s Status) int {
 	return n
 }
 
-// WriteText prints the report as text: a line for each finding and, after a problem, its cause, file and fix, unwrapped so
-// that a fix can be copied. paint colours a verdict; nil leaves it plain.
+// WriteText prints the report as text: a line for each finding and, after a problem, its cause, file and fix, unwrapped
+// so that a fix can be copied. paint colours a verdict; nil leaves it plain.
 func (r *Report) WriteText(w io.Writer, paint func(Status, string) string) error {
 	if paint == nil {
 		paint = func(_ Status, s string) string { return s }

@@ -75,8 +75,9 @@ func tighter(cpus float64, file, quota, period, from string) (float64, string) {
 	return cpus, file
 }
 
-// cgroupDirs lists the folders of the process's cgroup, innermost first: of the unified tree for controller "", else of that
-// version 1 controller. In a container the path may be the host's, so that the list always ends with the mount's root.
+// cgroupDirs lists the folders of the process's cgroup, innermost first: of the unified tree for controller "", else of
+// that version 1 controller. In a container the path may be the host's, so that the list always ends with the mount's
+// root.
 func (e *exam) cgroupDirs(controller string) []string {
 	mount := path.Join("sys/fs/cgroup", controller)
 	if !e.root.exists(mount) {

@@ -10,7 +10,8 @@ import (
 // otherSettings are variables that the Python package reads instead of env.
 var otherSettings = []string{"DEEPEP_LIBRARY", "DEEPEP_ZERO_COPY_BYTES"}
 
-// checkSettings parses this library's variables as the constructor does, and finds names that the library does not read.
+// checkSettings parses this library's variables as the constructor does, and finds names that the library does not
+// read.
 func checkSettings(e *exam) {
 	known := map[string]bool{}
 	for _, name := range otherSettings {

@@ -120,8 +120,8 @@ func checkVariables(e *exam) {
 	}
 }
 
-// qpDepth checks the depth of queue pairs: each token of low-latency mode takes a data and a count request, so that
-// 2 × (B + 1) must fit.
+// qpDepth checks the depth of queue pairs: each token of low-latency mode takes a data and a count request, so that 2 ×
+// (B + 1) must fit.
 func qpDepth(v string, tokens int) (cause, fix string, grave bool) {
 	n, err := strconv.Atoi(strings.TrimSpace(v))
 	need := 2 * (tokens + 1)

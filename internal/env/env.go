@@ -47,8 +47,8 @@ type Settings struct {
 	ISA          string        // DEEPEP_ISA: auto
 }
 
-// RDMA holds the settings of nodes joined by RDMA. If the first variable is not set, Load reads the next, which is a name
-// of V1's sources or of NVSHMEM.
+// RDMA holds the settings of nodes joined by RDMA. If the first variable is not set, Load reads the next, which is a
+// name of V1's sources or of NVSHMEM.
 type RDMA struct {
 	MaxPeers       int    // DEEPEP_NUM_MAX_RDMA_PEERS, NUM_MAX_RDMA_PEERS: 1024; nodes of a buffer for normal mode alone
 	WorkspaceBytes uint64 // DEEPEP_NUM_WORKSPACE_BYTES, NUM_WORKSPACE_BYTES: limit of the bytes of flags and counts; 0: no limit
@@ -72,8 +72,8 @@ const (
 	maxBeatMS    = 1000                 // below the age at which a heartbeat means death
 )
 
-// Load reads all settings through get, which returns "" for a variable that is not set.
-// On error (InvalidArgument) every bad variable is named, with its value and what is allowed.
+// Load reads all settings through get, which returns "" for a variable that is not set. On error (InvalidArgument)
+// every bad variable is named, with its value and what is allowed.
 func Load(get func(name string) string) (Settings, error) {
 	p := parser{get: get}
 	s := Settings{

@@ -35,8 +35,9 @@ type subscriber struct {
 	over    bool // cancelled. Needs calling
 }
 
-// OnDeath makes the watcher's goroutine call f for every rank that dies, and for those that are dead already. After cancel
-// has returned f is not running and will not run; so f must not call cancel, nor may its caller hold a lock that f takes.
+// OnDeath makes the watcher's goroutine call f for every rank that dies, and for those that are dead already. After
+// cancel has returned f is not running and will not run; so f must not call cancel, nor may its caller hold a lock that
+// f takes.
 func (w *Watcher) OnDeath(f func(Death)) (cancel func()) {
 	return w.subscribe(func(p *peer) func() {
 		if p.death == nil {
@@ -102,8 +103,8 @@ func (w *Watcher) run() {
 	}
 }
 
-// turn adds a beat to this rank's page, looks at all ranks and calls the subscribers. It recovers from panics, which would
-// end the program.
+// turn adds a beat to this rank's page, looks at all ranks and calls the subscribers. It recovers from panics, which
+// would end the program.
 func (w *Watcher) turn(beat bool) {
 	defer func() {
 		if p := recover(); p != nil {

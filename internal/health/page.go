@@ -65,8 +65,8 @@ func (p *page) words() []byte {
 	return b
 }
 
-// Bits of the packed last call, which one store changes: operation, phase, buffer, number. The highest operation, phase and
-// buffer mean that value or any above; the number wraps after 10^12 calls.
+// Bits of the packed last call, which one store changes: operation, phase, buffer, number. The highest operation, phase
+// and buffer mean that value or any above; the number wraps after 10^12 calls.
 const (
 	opBits, phaseBits, bufferBits, numberBits = 6, 4, 14, 40
 )

@@ -59,8 +59,8 @@ type peer struct {
 	diedSeen time.Time
 }
 
-// Start makes this rank's page, exchanges pages over ch (collective, with the tag "health") and begins to watch. A channel
-// has one watcher at a time. After an error the caller closes the channel, so that the others do not wait.
+// Start makes this rank's page, exchanges pages over ch (collective, with the tag "health") and begins to watch. A
+// channel has one watcher at a time. After an error the caller closes the channel, so that the others do not wait.
 func Start(ctx context.Context, ch *bootstrap.Channel, o Options) (*Watcher, error) {
 	o.setDefaults()
 	if o.Heartbeat <= 0 || o.DeadAfter < o.Heartbeat {
@@ -189,8 +189,8 @@ func (w *Watcher) Describe(rank int) string {
 	return fmt.Sprintf("rank %d (host %s, pid %d, last call %s, %s)", rank, p.Host, p.PID, last.text(w.o.OpName), state)
 }
 
-// Close marks this rank as left and ends the watch. After it has returned no callback runs; the methods still return the
-// last state. A callback must not call Close.
+// Close marks this rank as left and ends the watch. After it has returned no callback runs; the methods still return
+// the last state. A callback must not call Close.
 func (w *Watcher) Close() error {
 	w.once.Do(func() {
 		w.closed.Store(true)

@@ -83,8 +83,8 @@ func inside(offset, length uint64, size int) bool {
 	return offset%8 == 0 && offset >= uint64(headerBytes) && offset <= uint64(size) && length <= uint64(size)-offset
 }
 
-// decodeTrace lists the calls in the ring, oldest first. A record that a kernel is overwriting may mix two calls; records
-// that no call writes are dropped.
+// decodeTrace lists the calls in the ring, oldest first. A record that a kernel is overwriting may mix two calls;
+// records that no call writes are dropped.
 func decodeTrace(h *abi.StatsPage, b []byte) []Call {
 	n := min(h.TraceNext, h.TraceLen)
 	var calls []Call

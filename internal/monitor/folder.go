@@ -63,8 +63,8 @@ func inMemory(dir string) error {
 	return nil
 }
 
-// fileName is <pid>-<start time>-<number>-<PID namespace>.page. A reader that sees that the process has ended renames it to
-// .dead.
+// fileName is <pid>-<start time>-<number>-<PID namespace>.page. A reader that sees that the process has ended renames
+// it to .dead.
 type fileName struct {
 	pid       int
 	start     uint64
@@ -122,8 +122,8 @@ func pidNamespace() uint64 {
 	return st.Ino
 }
 
-// startTime is when a process began, in clock ticks since boot. Pid and start time together identify a process. A zombie
-// counts as ended.
+// startTime is when a process began, in clock ticks since boot. Pid and start time together identify a process. A
+// zombie counts as ended.
 func startTime(pid int) (uint64, error) {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -132,7 +132,8 @@ func startTime(pid int) (uint64, error) {
 	return parseStat(string(b))
 }
 
-// parseStat reads field 22. Field 2, the name, may hold anything, so that the fields are counted from its last parenthesis.
+// parseStat reads field 22. Field 2, the name, may hold anything, so that the fields are counted from its last
+// parenthesis.
 func parseStat(text string) (uint64, error) {
 	at := strings.LastIndexByte(text, ')')
 	fields := strings.Fields(text[at+1:])
@@ -153,7 +154,8 @@ func alive(f fileName, fd int) bool {
 		return err == nil && start == f.start
 	}
 	// The pid is of another namespace. The owner holds a shared lock while it maps the page, so that the exclusive lock
-	// is free only after its end. (A forked child holds the shared lock too, so that the page may seem alive after its owner's end.)
+	// is free only after its end. (A forked child holds the shared lock too, so that the page may seem alive after its
+	// owner's end.)
 	if err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		return true
 	}

@@ -21,15 +21,16 @@ type Entry struct {
 	Dead  bool   // its process has ended; List removes the page DeadFor later
 }
 
-// DeadFor is how long List shows the page of a dead process, so that every reader of the host sees it, not only the first.
+// DeadFor is how long List shows the page of a dead process, so that every reader of the host sees it, not only the
+// first.
 const DeadFor = 30 * time.Second
 
 // errUnfinished means that the owner has not filled the page yet.
 var errUnfinished = errors.New("not filled yet")
 
-// List reads all pages of the folders (none given: Folders), sorted by group, buffer and rank, damaged ones last. It marks
-// pages of dead processes, and removes those that have been marked for DeadFor. An absent folder holds no pages; a folder
-// that other users may write to is an error.
+// List reads all pages of the folders (none given: Folders), sorted by group, buffer and rank, damaged ones last. It
+// marks pages of dead processes, and removes those that have been marked for DeadFor. An absent folder holds no pages;
+// a folder that other users may write to is an error.
 func List(dirs ...string) ([]Entry, error) {
 	if len(dirs) == 0 {
 		dirs = Folders()
@@ -101,8 +102,8 @@ func listFolder(dir string) ([]Entry, error) {
 // maxPage bounds the bytes read: the largest page, of 1024 ranks with the longest trace, is below 3 MiB.
 const maxPage = 8 << 20
 
-// open reads one page. It does not map the file: if another process truncated it, a mapping would raise SIGBUS, a read is
-// an error. gone means that the page was of a dead process and is removed.
+// open reads one page. It does not map the file: if another process truncated it, a mapping would raise SIGBUS, a read
+// is an error. gone means that the page was of a dead process and is removed.
 func open(path string, owner uint32) (e Entry, gone bool) {
 	e = Entry{Path: path}
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)

@@ -62,8 +62,9 @@ type Page struct {
 
 var pageNumber atomic.Uint32
 
-// Create makes a page. dir is the folder, "" for the usual ones: under /dev/shm, else under the temporary folder if that is
-// in memory, else memory without a file name, which only this process can read. With a named folder there is no fallback.
+// Create makes a page. dir is the folder, "" for the usual ones: under /dev/shm, else under the temporary folder if
+// that is in memory, else memory without a file name, which only this process can read. With a named folder there is no
+// fallback.
 func Create(dir string, m Meta) (*Page, error) {
 	if m.TraceLen == 0 {
 		m.TraceLen = DefaultTrace
@@ -122,7 +123,8 @@ func mapAnywhere(dir, name string, size int) (mapped []byte, path string, err er
 	return mapped, "", nil
 }
 
-// folderAttempts bounds the retries when another process removes the folder, as empty, between our mkdir and our create.
+// folderAttempts bounds the retries when another process removes the folder, as empty, between our mkdir and our
+// create.
 const folderAttempts = 100
 
 // mapIn makes the folder if it is absent, and the file in it.
@@ -138,8 +140,8 @@ func mapIn(dir, path string, size int, named bool) ([]byte, error) {
 	return mapNamed(path, size)
 }
 
-// mapNamed makes a file, allocates its space at once (a later write to a full tmpfs would raise SIGBUS) and locks it while
-// it is mapped, so that a reader in another PID namespace sees whether its owner is alive.
+// mapNamed makes a file, allocates its space at once (a later write to a full tmpfs would raise SIGBUS) and locks it
+// while it is mapped, so that a reader in another PID namespace sees whether its owner is alive.
 func mapNamed(path string, size int) ([]byte, error) {
 	fd, err := unix.Open(path, unix.O_CREAT|unix.O_EXCL|unix.O_RDWR|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
@@ -220,8 +222,8 @@ func (p *Page) fill(m Meta, l layout, start uint64) {
 
 func put(field []byte, s string) { copy(field[:len(field)-1], s) }
 
-// Bytes is the page's memory, page-aligned and a whole number of pages long, which the kernel library registers and writes.
-// It is valid until Unmap.
+// Bytes is the page's memory, page-aligned and a whole number of pages long, which the kernel library registers and
+// writes. It is valid until Unmap.
 func (p *Page) Bytes() []byte { return p.bytes }
 
 // Path is the page's file, "" for memory without a file name.
@@ -230,8 +232,8 @@ func (p *Page) Path() string { return p.path }
 // SetState sets the buffer's state. Not after Unmap.
 func (p *Page) SetState(s State) { atomic.StoreUint32(&p.header().State, uint32(s)) }
 
-// Snapshot reads the page while kernels write it. Each counter is whole, but a call may be in one counter and not yet in
-// another.
+// Snapshot reads the page while kernels write it. Each counter is whole, but a call may be in one counter and not yet
+// in another.
 func (p *Page) Snapshot() (*Stats, error) {
 	b := make([]byte, len(p.bytes))
 	for i := 0; i < len(b); i += 8 {

@@ -2,9 +2,9 @@ package monitor
 
 import "slices"
 
-// Waits holds the waits among the ranks of one buffer: Mean[i][j] is the mean time in ns that rank i waited for rank j in a
-// round, which is one call of each operation that waits. Ranks without a page on this host have Seen false and a row of
-// zeros.
+// Waits holds the waits among the ranks of one buffer: Mean[i][j] is the mean time in ns that rank i waited for rank j
+// in a round, which is one call of each operation that waits. Ranks without a page on this host have Seen false and a
+// row of zeros.
 type Waits struct {
 	Mean [][]float64
 	Seen []bool
@@ -47,8 +47,8 @@ type Slow struct {
 	Others float64 // median of the same mean over the other ranks
 }
 
-// A rank is slow if the others wait for it three times as long as for the median rank, and at least 50 us a round: below
-// that, uneven routing alone makes such differences.
+// A rank is slow if the others wait for it three times as long as for the median rank, and at least 50 us a round:
+// below that, uneven routing alone makes such differences.
 const (
 	slowFactor = 3
 	slowFloor  = 50_000

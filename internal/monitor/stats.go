@@ -81,8 +81,8 @@ func (s *OpStats) Max() time.Duration { return duration(s.MaxNS) }
 // duration keeps a damaged counter from becoming negative.
 func duration(ns uint64) time.Duration { return time.Duration(min(ns, 1<<62)) }
 
-// Sub is the difference to an earlier reading of the same page. Counters only grow: if one is smaller than before, the page
-// is another one, and Sub returns all of its counts.
+// Sub is the difference to an earlier reading of the same page. Counters only grow: if one is smaller than before, the
+// page is another one, and Sub returns all of its counts.
 func (s *OpStats) Sub(before *OpStats) OpStats {
 	d := *s
 	if before == nil || s.Calls < before.Calls {

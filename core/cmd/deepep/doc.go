@@ -8,6 +8,6 @@
 //	deepep bench    latency of the operations among local ranks
 //	deepep sim      the network between nodes, simulated
 //
-// The packages below core decide and measure; this one has flags, tables, pictures and an HTTP server. The program writes
-// only its output, and reads only its user's statistics pages.
+// The packages below core decide and measure; this one has flags, tables, pictures and an HTTP server. The program
+// writes only its output, and reads only its user's statistics pages.
 package main

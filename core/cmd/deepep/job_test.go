@@ -20,8 +20,8 @@ import (
 	"github.com/deepep-go/deepep/internal/monitor"
 )
 
-// The job of these tests: four processes dispatch and combine until the test ends, and one of them starts every dispatch
-// 20 ms late.
+// The job of these tests: four processes dispatch and combine until the test ends, and one of them starts every
+// dispatch 20 ms late.
 const (
 	jobRank  = "DEEPEP_TEST_JOB_RANK" // environment variable of its processes
 	jobSlow  = 2

@@ -22,8 +22,8 @@ func libraryFolders() []string {
 	return []string{filepath.Join(bin, "..", "lib"), filepath.Join(bin, "..", "lib64"), bin}
 }
 
-// kernelsFolder is the value of DEEPEP_KERNELS for processes that this program starts: its present value, else the folder
-// of this installation that has a kernel library, else "", with which package dl searches.
+// kernelsFolder is the value of DEEPEP_KERNELS for processes that this program starts: its present value, else the
+// folder of this installation that has a kernel library, else "", with which package dl searches.
 func kernelsFolder() string {
 	if dir := os.Getenv("DEEPEP_KERNELS"); dir != "" {
 		return dir
@@ -44,8 +44,8 @@ func loadKernels(kind string) (*kern.Library, error) {
 // builtMark is the text in libdeepep_nvshmem.so before the version of its device half.
 const builtMark = "built with NVSHMEM "
 
-// installedKernels inspects the CUDA library of this installation, and finds the NVSHMEM version that the internode library
-// was linked with. With another root it looks in that root's usual folders.
+// installedKernels inspects the CUDA library of this installation, and finds the NVSHMEM version that the internode
+// library was linked with. With another root it looks in that root's usual folders.
 func installedKernels(root string) (libraries []doctor.KernelLibrary, nvshmem string) {
 	folders := libraryFolders()
 	if dir := os.Getenv("DEEPEP_KERNELS"); dir != "" {

@@ -49,8 +49,8 @@ func (c *caller) finish(err error) error {
 	return c.wait()
 }
 
-// spinFor is how long a wait polls before it sleeps. A sleeping wait ended about 70 us late, which is twice the time of a
-// low-latency call.
+// spinFor is how long a wait polls before it sleeps. A sleeping wait ended about 70 us late, which is twice the time of
+// a low-latency call.
 const spinFor = 5 * time.Millisecond
 
 // wait waits for the event.
@@ -108,8 +108,8 @@ func (c *caller) normal(tokens int) (*normalCalls, error) {
 	return n, c.mem.err
 }
 
-// Dispatch makes all calls that bring a layer's tokens to their experts: layout, exchange of counts, the host's wait for
-// them, and the rows.
+// Dispatch makes all calls that bring a layer's tokens to their experts: layout, exchange of counts, the host's wait
+// for them, and the rows.
 func (n *normalCalls) Dispatch() error { return n.dispatchRows(false) }
 
 // dispatchRows is Dispatch. With reuse it keeps the outputs, which are large enough for any routing.
@@ -212,8 +212,8 @@ func (l *lowLatencyCalls) roundTrip() error {
 	return l.Combine()
 }
 
-// samples times an operation on the host, each time after a barrier. prepare, which may be nil, runs before each and is not
-// timed.
+// samples times an operation on the host, each time after a barrier. prepare, which may be nil, runs before each and is
+// not timed.
 func (c *caller) samples(iterations, warmup int, prepare, op func() error) ([]int64, error) {
 	times := make([]int64, 0, iterations)
 	for i := range warmup + iterations {

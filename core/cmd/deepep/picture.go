@@ -13,8 +13,8 @@ import (
 	"gonum.org/v1/plot/vg/draw"
 )
 
-// picture draws latency against tokens, both logarithmic: p50 as a line with
-// points, p99 as a dashed line of the same colour.
+// picture draws latency against tokens, both logarithmic: p50 as a line with points, p99 as a dashed line of the same
+// colour.
 func (r *benchReport) picture(file string) error {
 	p := plot.New()
 	p.Title.Text = fmt.Sprintf("%s, %d ranks, hidden %d, top-%d of %d, %s", r.Engine, r.Spec.Ranks, r.Spec.Hidden, r.Spec.TopK, r.Spec.Experts, r.Spec.Routing)

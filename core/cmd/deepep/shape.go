@@ -136,8 +136,8 @@ func (p *sizes) normal(s *shape) error {
 // maxNICs is more than any host has.
 const maxNICs = 64
 
-// queues plans the queue pairs, which only nodes joined by RDMA have. If no queue is deep enough for B, the plan says so
-// without an error.
+// queues plans the queue pairs, which only nodes joined by RDMA have. If no queue is deep enough for B, the plan says
+// so without an error.
 func (p *sizes) queues(s *shape) error {
 	if p.Nodes == 1 {
 		return nil

@@ -28,8 +28,8 @@ func panels(file, caption string, width vg.Length, plots ...*plot.Plot) error {
 	})
 }
 
-// picture draws time, throughput and the largest queue as bars, for the first number of queue pairs: a group for each NIC,
-// a colour for each order.
+// picture draws time, throughput and the largest queue as bars, for the first number of queue pairs: a group for each
+// NIC, a colour for each order.
 func (r *qpReport) picture(file string) error {
 	queues := r.Results[0].Queues
 	draws := []struct {
@@ -82,7 +82,8 @@ func (r *qpReport) bars(p *plot.Plot, queues int, value func(*qpResult) float64,
 	return nil
 }
 
-// picture draws the model as lines over the number of ranks, and published figures as points: rings if they are in the fit.
+// picture draws the model as lines over the number of ranks, and published figures as points: rings if they are in the
+// fit.
 func (r *epReport) picture(file string) error {
 	var plots []*plot.Plot
 	for _, unit := range []string{"us", "GB/s"} {

@@ -120,8 +120,8 @@ func traceHead(number int, r rankView) []traceEvent {
 	return events
 }
 
-// traceCalls converts calls to events. Calls of a device without the host's clock have no start: they follow each other, so
-// that their durations can be compared.
+// traceCalls converts calls to events. Calls of a device without the host's clock have no start: they follow each
+// other, so that their durations can be compared.
 func traceCalls(number int, calls []monitor.Call) []traceEvent {
 	events := make([]traceEvent, 0, len(calls))
 	var end uint64

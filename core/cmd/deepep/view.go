@@ -40,8 +40,8 @@ type pageKey struct {
 
 func keyOf(e monitor.Entry) pageKey { return pageKey{e.Path, e.Stats.StartTime} }
 
-// look makes a view of a reading. It counts from before, an earlier reading; for pages that are not in before, and without
-// an earlier reading, from the creation of the page.
+// look makes a view of a reading. It counts from before, an earlier reading; for pages that are not in before, and
+// without an earlier reading, from the creation of the page.
 func look(now []monitor.Entry, at time.Time, before []monitor.Entry, then time.Time) hostView {
 	earlier := map[pageKey]*monitor.Stats{}
 	for _, e := range before {
@@ -75,7 +75,8 @@ func look(now []monitor.Entry, at time.Time, before []monitor.Entry, then time.T
 	return h
 }
 
-// put adds a rank to its buffer. Pages are sorted; two of the same rank (of a dead job and its restart) follow each other.
+// put adds a rank to its buffer. Pages are sorted; two of the same rank (of a dead job and its restart) follow each
+// other.
 func (h *hostView) put(r rankView) {
 	i := slices.IndexFunc(h.buffers, func(b bufferView) bool {
 		return b.group == r.Group && b.buffer == r.Buffer && b.numRanks == r.NumRanks

@@ -18,16 +18,16 @@ func Host() doctor.Root {
 	return r
 }
 
-// Quiet is the root for checks inside a program that may not want CUDA started: it queries neither libcuda, which does not
-// survive a later fork, nor the NICs.
+// Quiet is the root for checks inside a program that may not want CUDA started: it queries neither libcuda, which does
+// not survive a later fork, nor the NICs.
 func Quiet() doctor.Root {
 	r := doctor.Host()
 	r.NVML = NVML
 	return r
 }
 
-// FirstFail is the text of the first FAIL of a use's checks, which constructors add to their errors; "" if there is none
-// before ctx ends. It does not start CUDA.
+// FirstFail is the text of the first FAIL of a use's checks, which constructors add to their errors; "" if there is
+// none before ctx ends. It does not start CUDA.
 func FirstFail(ctx context.Context, opt doctor.Options) string {
 	line, found := doctor.FirstFail(ctx, Quiet(), opt)
 	if !found {

@@ -1,5 +1,5 @@
-// Package pagetest writes to statistics pages as a kernel library does, so that tests of readers need no kernels. A page
-// has one writer; there are no locks and no checks.
+// Package pagetest writes to statistics pages as a kernel library does, so that tests of readers need no kernels. A
+// page has one writer; there are no locks and no checks.
 package pagetest
 
 import (

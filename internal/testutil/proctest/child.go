@@ -61,8 +61,8 @@ func (c *Child) Receive() string {
 // forkedLife is how many seconds a forked child lives that no test kills.
 const forkedLife = 60
 
-// Fork makes a copy of this process that keeps every descriptor and mapping and sleeps, like a data loader's worker that
-// outlives its parent. The copy ends when it is killed, or after a minute. It has only the calling thread, and may
+// Fork makes a copy of this process that keeps every descriptor and mapping and sleeps, like a data loader's worker
+// that outlives its parent. The copy ends when it is killed, or after a minute. It has only the calling thread, and may
 // therefore make raw system calls alone.
 func Fork() (pid int, err error) {
 	syscall.ForkLock.Lock()

@@ -20,8 +20,8 @@ type renamed struct {
 	machine string
 }
 
-// OnMachine returns an Exchanger that rewrites the hello in this rank's blob, so that the other ranks take this one for a
-// rank of the named machine.
+// OnMachine returns an Exchanger that rewrites the hello in this rank's blob, so that the other ranks take this one for
+// a rank of the named machine.
 func OnMachine(machine string, ex Exchanger) Exchanger { return &renamed{ex, machine} }
 
 func (r *renamed) AllGather(ctx context.Context, blob []byte) ([][]byte, error) {

@@ -9,7 +9,8 @@ type fabric struct {
 	leaves   int
 	ports    int // NICs on the fullest leaf
 
-	// First links of each kind. The links of a kind are in the order of owners, for leafUp and spineDown of leaf, then spine.
+	// First links of each kind. The links of a kind are in the order of owners, for leafUp and spineDown of leaf, then
+	// spine.
 	hostUp, hostDown, nvOut, nvIn, copier, leafUp, spineDown int32
 
 	turn []int // by leaf: where its search for the shortest queue begins

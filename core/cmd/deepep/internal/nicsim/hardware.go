@@ -55,8 +55,8 @@ type Hardware struct {
 	Spines   int // of which each has a link to every leaf
 }
 
-// H800 is the machine of the published figures: ConnectX-7 at 400 Gb/s beside each GPU. docs/simulation.md has the source of
-// each number.
+// H800 is the machine of the published figures: ConnectX-7 at 400 Gb/s beside each GPU. docs/simulation.md has the
+// source of each number.
 var H800 = Hardware{
 	LinkRate: 50000, NICRate: 47000, PCIeRate: 63000, NVLinkRate: 160000, CopyRate: 158000,
 	Call: 25 * Microsecond, PostGap: 10 * Nanosecond, Post: 2 * Microsecond, Land: 500 * Nanosecond, Grant: 10 * Nanosecond,

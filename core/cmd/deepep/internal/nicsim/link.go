@@ -3,9 +3,9 @@ package nicsim
 // none is not an index.
 const none = -1
 
-// link is a directed link with the queue before it. It sends one packet at a time. A packet is in the queue until its first
-// byte leaves. The first byte is at the remote end one latency later and is forwarded at once (cut-through), so that queues
-// hold packets whose last byte has not arrived.
+// link is a directed link with the queue before it. It sends one packet at a time. A packet is in the queue until its
+// first byte leaves. The first byte is at the remote end one latency later and is forwarded at once (cut-through), so
+// that queues hold packets whose last byte has not arrived.
 type link struct {
 	rate    int64
 	latency Time
@@ -75,8 +75,8 @@ func (m *machine) enqueue(i, p int32) {
 	m.serve(i)
 }
 
-// serve starts the link's next packet if the link is idle and the remote end has room. Else the end of the present packet,
-// or the release of room, calls it again.
+// serve starts the link's next packet if the link is idle and the remote end has room. Else the end of the present
+// packet, or the release of room, calls it again.
 func (m *machine) serve(i int32) {
 	l := &m.links[i]
 	if l.busy {

@@ -1,8 +1,8 @@
 package nicsim
 
-// lowLatency is the traffic of a low-latency call: one row for each (token, expert) on the queue pair of the expert, and a
-// flag after an expert's rows, even if there are none. Rows within a node cross NVLink; rows to the sender itself are not
-// sent.
+// lowLatency is the traffic of a low-latency call: one row for each (token, expert) on the queue pair of the expert,
+// and a flag after an expert's rows, even if there are none. Rows within a node cross NVLink; rows to the sender itself
+// are not sent.
 type lowLatency struct {
 	finish  []Time
 	logical int64
@@ -43,9 +43,9 @@ func newLowLatency(m *machine, j *Job) *lowLatency {
 // row is one row's source and destination; queue is the local expert that sends or receives it.
 type row struct{ src, dst, queue int }
 
-// rows lists all rows, those of a rank in the order in which its SMs post them. In dispatch the SMs send all tokens at the
-// same time, each to one expert after the other. In combine all (expert, source) pairs send at the same time, each row
-// after row, in a random order of pairs, because hundreds of warps run concurrently.
+// rows lists all rows, those of a rank in the order in which its SMs post them. In dispatch the SMs send all tokens at
+// the same time, each to one expert after the other. In combine all (expert, source) pairs send at the same time, each
+// row after row, in a random order of pairs, because hundreds of warps run concurrently.
 func (w *lowLatency) rows(j *Job) []row {
 	ranks, local := j.Topology.Ranks, j.Experts/j.Topology.Ranks
 	var all []row

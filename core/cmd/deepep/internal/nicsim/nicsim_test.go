@@ -20,8 +20,8 @@ func smallJob(o Operation, ranks int) Job {
 	return j
 }
 
-// For random hardware and calls all bytes arrive (the audit), no run is faster than its busiest link, equal arguments give
-// equal results, and neither queue pairs nor their order change the bytes sent.
+// For random hardware and calls all bytes arrive (the audit), no run is faster than its busiest link, equal arguments
+// give equal results, and neither queue pairs nor their order change the bytes sent.
 func TestProperties(t *testing.T) {
 	chance := seeded(7)
 	for i := range 32 {

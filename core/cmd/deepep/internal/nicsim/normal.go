@@ -2,12 +2,12 @@ package nicsim
 
 import "github.com/deepep-go/deepep/internal/plan"
 
-// normal is the traffic of a normal-mode call. A stream is one channel between a rank and the rank of the same index on a
-// node, its own node included; it moves chunks of tokens in order, a window of them at a time.
+// normal is the traffic of a normal-mode call. A stream is one channel between a rank and the rank of the same index on
+// a node, its own node included; it moves chunks of tokens in order, a window of them at a time.
 //
-// Dispatch: a chunk crosses RDMA to that rank, whose SMs copy each row to its destination ranks on the node and then return
-// the window. Combine: the ranks of the node push their rows to that rank over NVLink; its SMs sum them and send one row
-// for each token over RDMA. plan.ConfigFor gives the sizes of chunks and windows.
+// Dispatch: a chunk crosses RDMA to that rank, whose SMs copy each row to its destination ranks on the node and then
+// return the window. Combine: the ranks of the node push their rows to that rank over NVLink; its SMs sum them and send
+// one row for each token over RDMA. plan.ConfigFor gives the sizes of chunks and windows.
 type normal struct {
 	job     *Job
 	window  int32 // tokens

@@ -4,7 +4,8 @@ import (
 	"github.com/deepep-go/deepep/internal/plan"
 )
 
-// Order is the order in which a rank makes its queue pairs. It determines their numbers, and thus the NIC's order of service.
+// Order is the order in which a rank makes its queue pairs. It determines their numbers, and thus the NIC's order of
+// service.
 type Order int
 
 // Orders.

@@ -1,7 +1,7 @@
 package nicsim
 
-// Published is one figure of upstream's tables, which docs/simulation.md quotes. The figures for the fit were chosen before
-// the model was written.
+// Published is one figure of upstream's tables, which docs/simulation.md quotes. The figures for the fit were chosen
+// before the model was written.
 type Published struct {
 	Operation Operation
 	Ranks     int
@@ -40,8 +40,8 @@ func (p *Published) Of(r Result) float64 {
 // fitSeeds is the number of random routings over which the fit averages.
 const fitSeeds = 3
 
-// Fit finds the two fitted constants, each by least squares of the relative errors of its two figures. A call's constant
-// part adds to its time, so that a formula gives it.
+// Fit finds the two fitted constants, each by least squares of the relative errors of its two figures. A call's
+// constant part adds to its time, so that a formula gives it.
 func Fit(hw Hardware) (call Time, copyRate int64, err error) {
 	var above, below float64
 	for _, p := range fitted(true) {
@@ -71,8 +71,8 @@ func fitted(lowLatency bool) []Published {
 	return list
 }
 
-// fitCopyRate starts from the hardware's rate. Bandwidth is nearly proportional to it, which gives a formula for the best
-// rate; a few iterations correct the rest.
+// fitCopyRate starts from the hardware's rate. Bandwidth is nearly proportional to it, which gives a formula for the
+// best rate; a few iterations correct the rest.
 func fitCopyRate(hw Hardware) (int64, error) {
 	const rounds = 3
 	for range rounds {

@@ -1,6 +1,7 @@
 package nicsim
 
-// random is the SplitMix64 generator: one word of state, and the same numbers on every machine and in every release of Go.
+// random is the SplitMix64 generator: one word of state, and the same numbers on every machine and in every release of
+// Go.
 type random struct{ state uint64 }
 
 const golden = 0x9e3779b97f4a7c15
@@ -37,9 +38,9 @@ func (r *random) shuffle(s []int) {
 }
 
 // router chooses experts for tokens as upstream's benchmarks do: every expert is equally likely, a token's experts are
-// different and, with groups > 0, are on that many nodes only, those of the token's best-scored experts. Independent scores
-// of one distribution rank the experts in a random permutation; so router draws experts one by one and skips those of other
-// nodes once it has groups nodes.
+// different and, with groups > 0, are on that many nodes only, those of the token's best-scored experts. Independent
+// scores of one distribution rank the experts in a random permutation; so router draws experts one by one and skips
+// those of other nodes once it has groups nodes.
 type router struct {
 	random  *random
 	perNode int // experts of a node

@@ -1,7 +1,7 @@
 package nicsim
 
-// Result is the outcome of a call. Times are those of ranks: from the common start until the rank's last byte has arrived,
-// with the constant part of a low-latency call.
+// Result is the outcome of a call. Times are those of ranks: from the common start until the rank's last byte has
+// arrived, with the constant part of a low-latency call.
 type Result struct {
 	Mean, Max Time
 	Transfer  Time // Mean without the constant part
