@@ -38,7 +38,7 @@ func checkSettings(e *exam) {
 			continue
 		}
 		e.warn(Line{Subject: name, Read: name + "=" + value, File: "environment",
-			Cause: "nobody reads a variable of this name", Fix: "did you mean " + nearestName(name, known) + "? Else unset it"})
+			Cause: "this library reads no variable of this name", Fix: "did you mean " + nearestName(name, known) + "? Else unset it"})
 	}
 	e.ok(Line{Read: fmt.Sprintf("engine %s, longest wait %v, %s set", s.Engine, s.Timeout, plural(set, "DEEPEP variable")), File: "environment",
 		Facts: map[string]string{"engine": s.Engine, "timeout": s.Timeout.String()}})
