@@ -1,5 +1,5 @@
-# build.mk - libdeepep_nvshmem.so: the objects of the CUDA library, and the transport over NVSHMEM. Included by the Makefile.
-# NVSHMEM_HOME (include/ and lib/ of a release) is that of PyPI's wheel in .venv, fetched when first needed, unless given.
+# build.mk - libdeepep_nvshmem.so: the CUDA library's objects, kernels across nodes, the transport over NVSHMEM; their tests. Included by
+# the Makefile. NVSHMEM_HOME (include/ and lib/ of a release) is PyPI's wheel in .venv, installed when first needed, unless it is set.
 
 NVSHMEM_STAMP := .venv/.stamp-nvshmem
 ifndef NVSHMEM_HOME
@@ -21,7 +21,7 @@ NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)
 SM90_RDC := -gencode arch=compute_90,code=sm_90
 RDC_CODE  = $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(SM90_RDC))
 NVSHMEM_INCLUDE = -Ikernels -Invshmem -I$(OBJ) -isystem $(NVSHMEM_HOME)/include -isystem $(CUDA_HOME)/include/cccl -isystem $(CUDA_HOME)/include
-# Sources with kernels are compiled for linking on the device, with NVSHMEM's device part; the others are the host's alone.
+# Sources with kernels become relocatable device code, for the device link with NVSHMEM's device part; the others are host code.
 NVSHMEM_FLAGS   = -std=c++17 -O3 -DDEEPEP_SM90=$(SM90) -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(NVSHMEM_INCLUDE)
 HOST_CODE       = $(SM80_CODE)
 DEVICE_SRC      = nvshmem/transport.cu $(wildcard nvshmem/internode/*.cu)
@@ -53,7 +53,7 @@ $(LIB)/libdeepep_nvshmem.so: $(NVSHMEM_PARTS) tools/kernels.map
 	$(CXX) $(LINKFLAGS) -Wl,-rpath,'$$ORIGIN/../../nvidia/nvshmem/lib' -o $@ $(NVSHMEM_PARTS) -L$(NVSHMEM_HOME)/lib \
 	  -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -l:libnvshmem_device.a -l:libnvshmem_host.so.3 -lcudadevrt -lcudart_static -ldl -lrt
 
-# ---- For tests: the plugin, the program for GPUs, the program that looks at the library without one
+# ---- For tests: the plugin, a program for GPUs, programs that need none
 
 $(filter $(OBJ)/nvshmem/testtransport/kernels.o,$(PLUGIN_OBJ)): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | need-cxx
 	@mkdir -p $(@D)
@@ -72,12 +72,12 @@ $(NVSHMEM_OUT)/transport_test: $(GPU_TEST_OBJ)
 	@mkdir -p $(@D)
 	$(CXX) -pthread -static-libstdc++ -o $@ $(GPU_TEST_OBJ) -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
 
-# Parts of the plugin with calls of CUDA made by the test itself.
+# Parts of the plugin over the test's stand-ins for CUDA.
 $(NVSHMEM_OUT)/wire_test $(NVSHMEM_OUT)/memory_test: $(NVSHMEM_OUT)/%_test: $(OBJ)/nvshmem/tests/%_test.o $(OBJ)/nvshmem/testtransport/%.o
 	@mkdir -p $(@D)
 	$(CXX) -pthread -o $@ $^
 
-# Kernels run on the host: kernels/tests/emulate stands in for what nvcc has, emulate/ for NVSHMEM.
+# Kernels on the host: kernels/tests/emulate stands in for nvcc's built-ins, nvshmem/tests/emulate for NVSHMEM.
 $(INTERNODE_TEST_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/nvshmem.flags | need-cxx
 	@mkdir -p $(@D)
 	$(EMULATE_CXX) -Invshmem/tests/emulate -Invshmem/tests $(NVSHMEM_INCLUDE) $(INTERNODE_TEST_FLAGS) -MMD -MP -c -o $@ $<

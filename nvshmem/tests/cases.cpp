@@ -1,5 +1,5 @@
-// cases.cpp - what the transport promises, among processes with a GPU each. Bytes name their sender, so that a wrong
-// one tells.
+// cases.cpp - the transport's contract, between processes with a GPU each. Each byte encodes its sender, so that a
+// wrong byte shows where it came from.
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 namespace {
 
 constexpr uint64_t kBlock = 48u << 20;
-constexpr uint64_t kWords = 1u << 16;     // signals lie in front
-constexpr uint64_t kSources = 24u << 20;  // and what is sent in the second half
+constexpr uint64_t kWords = 1u << 16;     // of a block: signal words before this offset
+constexpr uint64_t kSources = 24u << 20;  // sources of puts from this offset on
 constexpr int kMessages = 24;
 constexpr uint64_t kMessageBytes = 1024;
 constexpr double kPatienceMs = 5000;
@@ -125,9 +125,9 @@ void attach(Rank &me) {
   me.attachment = attach_once(me);
 }
 
-// Twice by the same ranks is the same start; anybody else is told.
+// A second attachment of the same ranks shares the first one; others are refused with a reason.
 void attach_again(Rank &me) {
-  if (attach_once(me) != me.attachment) fail(me, "the second attachment is another one");
+  if (attach_once(me) != me.attachment) fail(me, "the second attachment differs from the first");
   auto p = make_params<dk_transport_attach_params>();
   p.device = me.device;
   p.rank = me.index;
@@ -160,7 +160,7 @@ void allocate(Rank &me) {
     if (me.host_of(rank) != me.host && me.reach[static_cast<size_t>(rank)] != 0)
       fail(me, "rank %d of another host is mapped", rank);
     if (rank == me.index && me.reach[static_cast<size_t>(rank)] != p.address)
-      fail(me, "the own block is not where it is");
+      fail(me, "this rank's block is not mapped at its own address");
   }
   const auto mapped =
       std::count_if(me.reach.begin(), me.reach.end(), [](uint64_t address) { return address != 0; }) - 1;
@@ -183,7 +183,7 @@ void open_transport(Rank &me) {
   p.block_bytes = kBlock;
   auto wrong = p;
   wrong.block_bytes = me.bytes + 1;
-  if (me.call.open(&wrong) != DK_EINVAL) fail(me, "a block that is longer than its memory was taken");
+  if (me.call.open(&wrong) != DK_EINVAL) fail(me, "open accepts a block that is longer than its memory");
   wrong = p;
   wrong.flags = DK_TRANSPORT_LATE;
   if (me.call.open(&wrong) != DK_EUNSUPPORTED) fail(me, "DK_TRANSPORT_LATE was taken");
@@ -197,7 +197,7 @@ void end(Rank &me) {
   must(me, me.call.close(&c), "dk_transport_close");
   auto d = make_params<dk_transport_detach_params>();
   d.attachment = me.attachment;
-  if (me.call.detach(&d) != DK_ESTATE) fail(me, "detached although its memory was not freed");
+  if (me.call.detach(&d) != DK_ESTATE) fail(me, "detach succeeds although memory was not freed");
   auto f = make_params<dk_transport_free_params>();
   f.mem = me.mem;
   must(me, me.call.free(&f), "dk_transport_free");
@@ -220,8 +220,8 @@ void refuse(Rank &me) {
     const char *what;
     int32_t wanted, got;
   } tries[] = {
-      {"itself as peer", DK_EINVAL, code([&](auto &p) { p.peer = me.index; })},
-      {"a queue pair that is not there", DK_EINVAL, code([](auto &p) { p.qp = kQueues; })},
+      {"peer is this rank", DK_EINVAL, code([&](auto &p) { p.peer = me.index; })},
+      {"a queue pair that does not exist", DK_EINVAL, code([](auto &p) { p.qp = kQueues; })},
       {"bytes past the block", DK_EINVAL, code([](auto &p) { p.dst_offset = kBlock - 63; })},
       {"a source outside the heap", DK_EINVAL, code([](auto &p) { p.src = 4096; })},
       {"a signal that is not aligned", DK_EINVAL, code([](auto &p) {
@@ -229,14 +229,14 @@ void refuse(Rank &me) {
          p.signal_offset = 4;
        })},
       {"neither bytes nor signal", DK_EINVAL, code([](auto &p) { p.bytes = 0; })},
-      {"no wait", DK_EUNSUPPORTED, code([](auto &p) { p.flags = DK_TRANSPORT_NOWAIT; })},
+      {"DK_TRANSPORT_NOWAIT", DK_EUNSUPPORTED, code([](auto &p) { p.flags = DK_TRANSPORT_NOWAIT; })},
   };
   for (const auto &one : tries)
     if (one.got != one.wanted) fail(me, "%s: %d instead of %d", one.what, one.got, one.wanted);
   me.meet();
 }
 
-// Everybody to everybody, some sizes; the words of sender s and size k lie at line s * 8 + k.
+// Every rank to every rank, several sizes; the signal word of sender s and size k is at line s * 8 + k.
 void put_signal(Rank &me) {
   const uint64_t sizes[] = {1, 13, 4096, 1u << 20};
   uint64_t at[5] = {kWords};
@@ -252,7 +252,7 @@ void put_signal(Rank &me) {
       p.signal_value = static_cast<uint64_t>(k) + 7;
       must(me, me.call.put(&p), "dk_transport_put");
     }
-    quiet(me, -1);  // the sources are written again
+    quiet(me, -1);  // the sources are overwritten next
     for (const int peer : me.peers) {
       await(me, 64 * static_cast<uint64_t>(peer * 8 + k), static_cast<uint64_t>(k) + 7, "put with signal");
       expect_bytes(me, at[k] + place * static_cast<uint64_t>(peer), peer, sizes[k], sizes[k], "put with signal");
@@ -261,8 +261,8 @@ void put_signal(Rank &me) {
   me.meet();
 }
 
-// On each queue pair numbered messages: a put, and a second one with the signal. A word that has grown promises all
-// before it.
+// Numbered messages on each queue pair: a put, then a put with signal. A signal value implies all earlier puts of its
+// queue pair.
 void order(Rank &me) {
   const auto place = [](int sender, int qp, int m) {
     return kWords + kMessageBytes * static_cast<uint64_t>((sender * kQueues + qp) * kMessages + m);
@@ -301,7 +301,7 @@ void order(Rank &me) {
   me.meet();
 }
 
-// One on each queue pair, then quiet: between those nothing has an order.
+// One DK_SIGNAL_ADD on each queue pair, then quiet: queue pairs have no order between them.
 void add(Rank &me) {
   constexpr uint64_t kWord = 59968, kTimes = 40;
   for (uint64_t i = 1; i <= kTimes; ++i) {
@@ -322,7 +322,7 @@ void add(Rank &me) {
   me.meet();
 }
 
-// What is quiet has arrived, without any signal; counts say so too.
+// After quiet, puts without a signal have arrived and are counted as completed.
 void quiets(Rank &me) {
   constexpr uint64_t kBytes = 256 << 10;
   for (const int peer : me.peers) {
@@ -345,12 +345,12 @@ void quiets(Rank &me) {
   me.meet();
 }
 
-// The stock library really went its remote way, and nothing else did.
+// NVSHMEM used the plugin toward ranks of other hosts and toward no other rank.
 void counted(Rank &me) {
   uint64_t overtaken = 0;
   for (const int peer : me.peers) {
     testtransport_counts c{};
-    if (me.count(peer, &c) != 0) fail(me, "the plugin was not used");
+    if (me.count(peer, &c) != 0) fail(me, "the plugin has no counts");
     const bool remote = me.host_of(peer) != me.host;
     if (remote && (c.puts == 0 || c.atomics == 0 || c.fences == 0 || c.quiets == 0))
       fail(me, "toward rank %d: %lu puts, %lu atomics", peer, c.puts, c.atomics);
@@ -386,7 +386,8 @@ void times(Rank &me) {
   me.meet();
 }
 
-// The last rank drops out of the network: nothing arrives there, the others go on, and calls toward it say why.
+// The last rank is cut off from the network: puts do not reach it, the others go on, and calls that name it return
+// DK_EPEERDEAD.
 void lost_peer(Rank &me) {
   const int victim = me.ranks() - 1;
   const uint64_t word = 61440;
@@ -402,11 +403,11 @@ void lost_peer(Rank &me) {
     l.transport = me.transport;
     l.peer = victim;
     must(me, me.call.lose(&l), "dk_transport_lose");
-    if (me.call.put(&p) != DK_EPEERDEAD) fail(me, "a put to a lost peer was taken");
+    if (me.call.put(&p) != DK_EPEERDEAD) fail(me, "put accepts a lost peer");
     auto q = make_params<dk_transport_quiet_params>();
     q.transport = me.transport;
     q.peer = q.qp = -1;
-    if (me.call.quiet(&q) != DK_EPEERDEAD) fail(me, "quiet would wait for a lost peer");
+    if (me.call.quiet(&q) != DK_EPEERDEAD) fail(me, "quiet accepts a lost peer");
   }
   me.meet();
   if (me.index != victim) return;
@@ -432,9 +433,9 @@ std::vector<Case> cases_of(const Options &options) {
       {"quiet", quiets},
       {"times", times},
   };
-  if (options.plugin != nullptr) all.push_back({"went through the plugin", counted});
+  if (options.plugin != nullptr) all.push_back({"the plugin carries remote operations", counted});
   if (options.lose) {
-    all.push_back({"a lost peer", lost_peer});  // NVSHMEM's end would wait for it
+    all.push_back({"a lost peer", lost_peer});  // nvshmem_finalize would wait for it
     return all;
   }
   all.push_back({"end", end});

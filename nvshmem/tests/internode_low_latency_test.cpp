@@ -1,7 +1,7 @@
-// internode_ll_test.cpp - the kernels of low latency among nodes, run on the host (kernels/tests/emulate):
-// internode_ll_test [SEED [CASES]]. Random groups, shapes, routings and formats. Each rank goes through its steps as
-// far ahead of the others as the kernels let it; the network delays everything, reads what is sent when it delivers it,
-// and keeps no order that the kernels may not count on.
+// internode_low_latency_test.cpp - runs the kernels of low latency across nodes on the host (kernels/tests/emulate).
+//   internode_low_latency_test [SEED [CASES]]
+// Random groups, shapes, routings and formats. Each rank runs its steps as far ahead of the others as the kernels let
+// it; the network delays every put, reads its source at delivery, and keeps only the order that kernels rely on.
 #include "network.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 #include "internode/mask.cuh"
 
 namespace deepep::internode {
-alignas(16) thread_local uint64_t calls[2048];  // what a launch gives a kernel
+alignas(16) thread_local uint64_t calls[2048];  // dynamic shared memory of a block
 void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank) {
   __syncwarp();
   if (lane_id() == 0) emulate::put(to, from, bytes, word, value, rank);
@@ -64,10 +64,10 @@ struct Memory {
   void resize(size_t count) { all.assign(count + 16 / sizeof(T) + 1, static_cast<T>(0xee)); }
 };
 
-// What one rank gives to a dispatch and its combine, and gets from them.
+// Inputs and outputs of a rank's dispatch and of its combine.
 struct Exchange {
-  int num_tokens, form, how;  // BF16, FP8, rounded, UE8M0; plain, zero copy, LogFMT
-  size_t data;                // of its combine: which
+  int num_tokens, form, how;  // form: BF16, FP8, rounded, UE8M0; how: plain, zero copy, LogFMT
+  size_t data;                // of the rows to combine, see row_value()
   Memory<uint16_t> x, y, sums;
   std::vector<int64_t> idx;
   std::vector<float> weights;
@@ -99,12 +99,12 @@ constexpr uint64_t kTimeout = 100000000, kShortTimeout = 4000000;  // of emulate
 struct World {
   Case c;
   std::vector<Rank> ranks;
-  int lost = -1;                // a rank that stops
-  size_t lost_from = 0;         // before this round
-  size_t back_from = SIZE_MAX;  // before this round it comes back
-  size_t came = 0;              // ranks to the meetings before and after that
-  bool replayed = false;        // combines send from one buffer always, as a graph's do
-  bool again = false;           // each combine is made twice
+  int lost = -1;                // a rank that makes no calls
+  size_t lost_from = 0;         // from this round on
+  size_t back_from = SIZE_MAX;  // until before this one
+  size_t came = 0;              // ranks at the meetings before and after it returns
+  bool replayed = false;        // combines always send from the same buffer, as in a graph
+  bool again = false;           // each combine runs twice
 
   bool misses(int rank, size_t round) const { return rank == lost && round >= lost_from && round < back_from; }
   uint64_t timeout() const { return lost < 0 ? kTimeout : kShortTimeout; }
@@ -146,7 +146,7 @@ struct World {
 
 bool is_first_lane() { return blockIdx.x == 0 && threadIdx.x == 0; }
 
-// Of one rank: all that came before is done when anything after it begins, as on a stream.
+// Runs a rank's steps one after the other, as a stream does.
 void run_steps(Rank &r) {
   const uint64_t lanes = static_cast<uint64_t>(r.grid) * kLlThreads;
   uint64_t came = 0;
@@ -238,7 +238,7 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
   r.steps.push_back([params] { internode_low_latency_combine_kernel(*params); });
 }
 
-// ---- What must come out ----
+// ---- Expected outputs ----
 
 bool names(const Exchange &e, int topk, int token, int64_t expert) {
   for (int k = 0; k < topk; ++k)
@@ -363,7 +363,7 @@ void make_exchange(World &w, int form, int how) {
     e.form = form;
     e.how = how;
     e.data = r.exchanges.size();
-    const int style = pick(0, 3);  // all over the place; mostly one expert; few; none
+    const int style = pick(0, 3);  // any expert; mostly one expert; few entries; none
     const size_t named = static_cast<size_t>(e.num_tokens) * c.topk;
     for (size_t i = 0; i < named; ++i) {
       const bool none = style == 3 || (style == 2 && pick(0, 3) != 0);
@@ -399,7 +399,7 @@ void add_meeting(World &w, int me) {
   });
 }
 
-// Everybody lifts its masks, as hosts that meet before and after do.
+// Every rank lifts its masks, between two meetings of all ranks.
 void add_return(World &w, int me) {
   Rank &r = w.ranks[me];
   add_meeting(w, me);
@@ -408,13 +408,13 @@ void add_return(World &w, int me) {
     p.session = {r.team.view, 1, w.timeout(), DK_OP_MASK, DK_PHASE_BOTH};
     p.what = DK_MASK_CLEAN;
     p.rank = -1;
-    internode_mask_kernel(p);  // by as many blocks as the others: it does no harm
+    internode_mask_kernel(p);  // by the whole grid, which is harmless
   });
   add_meeting(w, me);
 }
 
-// One after the other, whole or in halves; or the next dispatch is sent before the combine before it is received, as
-// two batches do.
+// Calls one after the other, whole or in halves; with overlap a dispatch is sent before the previous combine is
+// received, as with two batches.
 void add_steps(World &w, int me, int rounds, bool halves, bool overlap) {
   Rank &r = w.ranks[me];
   const uint32_t send = halves ? DK_PHASE_SEND : DK_PHASE_BOTH;
@@ -465,7 +465,7 @@ void run_case(uint64_t seed) {
   std::vector<uint8_t *> blocks;
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
   emulate::start_network({seed, fences_alone}, blocks);
-  if (pick(0, 3) == 0 && !overlap) {  // with overlap, a combine of the last round would be left open
+  if (pick(0, 3) == 0 && !overlap) {  // with overlap, a combine of the last round would never be received
     w.lost = pick(0, c.ranks() - 1);
     w.lost_from = static_cast<size_t>(pick(1, rounds - 1));
     if (pick(0, 1) != 0) w.back_from = w.lost_from + 1;
@@ -479,7 +479,7 @@ void run_case(uint64_t seed) {
     for (int r = 0; r < c.ranks(); ++r)
       check("mask", me, r, w.ranks[me].scratch->masked[r],
             r == w.lost && me != r && w.back_from >= static_cast<size_t>(rounds));
-  printf("case %llu: %d nodes of %d%s, %d experts each, hidden %d, top-%d, B %d%s%s: ok\n",
+  printf("case %llu: %d nodes of %d%s, %d local experts, hidden %d, top-%d, B %d%s%s: ok\n",
          static_cast<unsigned long long>(seed), c.nodes, c.peers, c.all_remote ? ", all remote" : "", c.local_experts,
          c.hidden, c.topk, c.tokens,
          overlap  ? ", overlapping"

@@ -1,6 +1,7 @@
-// internode_test.cpp - the kernels of normal mode among nodes, run on the host (kernels/tests/emulate): internode_test
-// [SEED [CASES]]. Random groups, shapes, routings and grids; the network delays everything, and keeps only the order
-// that kernels may count on.
+// internode_test.cpp - runs the kernels of normal mode across nodes on the host (kernels/tests/emulate).
+//   internode_test [SEED [CASES]]
+// Random groups, shapes, routings and grids; the network delays every put and keeps only the order that kernels rely
+// on.
 #include "network.h"
 
 #include <cmath>
@@ -109,11 +110,12 @@ struct World {
       quick_exit(1);
     }
     if (emulate::rows_under_way() != 0) {
-      fprintf(stderr, "%s: it ended while rows were under way\n", name);
+      fprintf(stderr, "%s: the kernel ended while rows were in flight\n", name);
       quick_exit(1);
     }
     for (Rank &r : ranks)
-      memset(r.team.self + r.team.nvl, 0xa5, r.team.rdma + c.rdma - r.team.nvl);  // users may write there
+      memset(r.team.self + r.team.nvl, 0xa5,
+             r.team.rdma + c.rdma - r.team.nvl);  // callers may overwrite it between calls
   }
 };
 
@@ -142,7 +144,7 @@ void make_inputs(World &w) {
   for (int me = 0; me < c.ranks(); ++me) {
     Rank &r = w.ranks[me];
     r.tokens = pick(0, 4) == 0 ? 0 : pick(1, max_tokens);
-    const int style = pick(0, 3);  // all over the place; mostly to one rank; few; none
+    const int style = pick(0, 3);  // any expert; the last two; a quarter of the entries; none
     r.x.resize(static_cast<size_t>(r.tokens) * c.hidden * 2);
     for (uint8_t &b : r.x) b = static_cast<uint8_t>(random_number());
     r.scales.resize(static_cast<size_t>(r.tokens) * c.num_scales);
@@ -357,7 +359,7 @@ void barrier(World &w) {
   });
 }
 
-// A rank that does not come is named by all others; one that means another size of rows is, too.
+// A rank that is absent, or has rows of another size, is named in the failure of every other rank.
 void failures() {
   for (const bool absent : {true, false}) {
     World w(Case{2, 2, 64, 2, 2, 0, 8, 1 << 16, 1 << 16});
@@ -390,7 +392,7 @@ void failures() {
       const dk_failure &f = w.ranks[me].status.failure;
       if (me == odd) continue;
       check(f.code == (absent ? DK_ETIMEOUT : DK_EMISMATCH), "code of a failure", me, absent, f.code, 0);
-      check(f.peer == odd && f.op == DK_OP_NOTIFY, "rank that is named", me, absent, f.peer, odd);
+      check(f.peer == odd && f.op == DK_OP_NOTIFY, "rank that the failure names", me, absent, f.peer, odd);
       if (!absent)
         check(f.field == DK_FIELD_HIDDEN_BYTES && f.expected == 128 && f.seen == 256, "field", me, 0, f.field,
               DK_FIELD_HIDDEN_BYTES);
@@ -407,7 +409,7 @@ Case random_case() {
   Case c{shape[0], shape[1], 8 * pick(1, 20), pick(1, 4), pick(1, 3), pick(0, 3), pick(0, 1) == 0 ? 4 : 8, 0, 0};
   const uint64_t row = align_up<uint64_t>(2 * c.hidden + 4 * (1 + c.peers + 2 * c.topk + c.num_scales), 128),
                  ranks = c.ranks();
-  const int rows = pick(0, 2);  // of a ring: the least, one; a few; all that are asked for
+  const int rows = pick(0, 2);  // of a ring: one, the minimum; a few; as many as are sent
   c.rdma = 2 * c.nodes * row * (rows == 0 ? 1 : rows == 1 ? 9 : 128) + 8 * pick(0, 7);
   c.nvl = ranks * row * (rows == 0 ? 1 : rows == 1 ? 6 : 128);
   return c;
@@ -435,8 +437,7 @@ int main(int argc, char **argv) {
       barrier(w);
     }
     emulate::stop_network();
-    printf("seed %llu: %d x %d ranks, hidden %d, %d choices, order of %s: ok\n",
-           static_cast<unsigned long long>(seed) + i, w.c.nodes, w.c.peers, w.c.hidden, w.c.topk,
-           how.fences_alone ? "fences" : "queue pairs");
+    printf("seed %llu: %d x %d ranks, hidden %d, top-%d, order of %s: ok\n", static_cast<unsigned long long>(seed) + i,
+           w.c.nodes, w.c.peers, w.c.hidden, w.c.topk, how.fences_alone ? "fences" : "queue pairs");
   }
 }

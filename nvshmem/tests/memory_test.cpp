@@ -1,4 +1,4 @@
-// memory_test.cpp - the plugin's way of handing memory to other processes, with a driver made here whose memory is a
+// memory_test.cpp - how the plugin shares memory with other processes, over a stand-in for the driver whose memory is a
 // memfd. Last line: "N passed, N failed".
 #include "testtransport/memory.h"
 
@@ -17,8 +17,8 @@ using namespace testtransport;
 namespace {
 
 constexpr size_t kBytes = 1 << 20;
-char *heap;        // what this process calls its GPU memory: an allocation of kBytes
-int heap_fd = -1;  // behind it
+char *heap;        // stands for this process's GPU memory: an allocation of kBytes
+int heap_fd = -1;  // of the memfd
 bool exportable = true;
 
 CUresult retain(CUmemGenericAllocationHandle *out, void *address) {
@@ -68,7 +68,7 @@ void verdict(const char *name, bool good) {
   good ? ++passed : ++failures;
 }
 
-// Runs in another process; its verdict.
+// Runs the check in another process and returns its verdict.
 template <class F>
 bool elsewhere(F function) {
   const pid_t pid = fork();
@@ -77,7 +77,7 @@ bool elsewhere(F function) {
   return waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0;
 }
 
-// Two processes that want each other's memory at the same moment, again and again.
+// Two processes request each other's memory at the same moment, repeatedly.
 struct Both {
   std::atomic<int> come, bad;
   MemoryHandle handle[2];
@@ -152,32 +152,33 @@ int main() {
   heap_fd = memfd_create("heap", MFD_CLOEXEC);
   if (ftruncate(heap_fd, kBytes) != 0) return 1;
   heap = static_cast<char *>(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, heap_fd, 0));
-  verdict("each asks the other", each_other());  // before this process listens: its children have names of their own
+  verdict("two processes request from each other",
+          each_other());  // before this process listens: children have names of their own
   MemoryHandle part{}, local{}, again{};
   char *const registered = heap + 8192;  // a part of the allocation
   verdict("registered",
           share_memory(&part, registered, 65536, false) == 0 && share_memory(&local, registered, 64, true) == 0);
-  verdict("the own memory is where it is", reach_memory({registered + 5, 0, &part}) == registered + 5);
-  verdict("another process reaches it", elsewhere([&] {
-                                          if (!prepare_memory(part)) return false;
-                                          auto *there = static_cast<char *>(reach_memory({registered + 100, 0, &part}));
-                                          if (there == nullptr || there == registered + 100) return false;
-                                          *there = 42;
-                                          return reach_memory({registered + 200, 0, &part}) ==
-                                                 there + 100;  // mapped once
-                                        }) &&
-                                            registered[100] == 42);
-  verdict("what is local is nobody else's",
+  verdict("memory of this process keeps its address", reach_memory({registered + 5, 0, &part}) == registered + 5);
+  verdict("another process maps it", elsewhere([&] {
+                                       if (!prepare_memory(part)) return false;
+                                       auto *there = static_cast<char *>(reach_memory({registered + 100, 0, &part}));
+                                       if (there == nullptr || there == registered + 100) return false;
+                                       *there = 42;
+                                       return reach_memory({registered + 200, 0, &part}) == there + 100;  // mapped once
+                                     }) &&
+                                         registered[100] == 42);
+  verdict("local memory is not shared",
           prepare_memory(local) && elsewhere([&] { return reach_memory({registered, 0, &local}) == nullptr; }));
   MemoryHandle strange{};
-  verdict("a strange handle is refused",
+  verdict("a foreign handle is refused",
           reach_memory({registered, 0, &strange}) == nullptr && reach_memory({registered, 0, nullptr}) == nullptr);
-  verdict("what is given back is gone", unshare_memory(&part) == 0 && elsewhere([&] { return !prepare_memory(part); }));
+  verdict("unregistered memory cannot be mapped",
+          unshare_memory(&part) == 0 && elsewhere([&] { return !prepare_memory(part); }));
   char outside = 0;
-  verdict("other memory is refused",
+  verdict("host memory is refused",
           share_memory(&again, &outside, 1, false) != 0 && share_memory(&again, &outside, 1, true) == 0);
   exportable = false;
-  verdict("what cannot be exported is refused", share_memory(&again, registered, 64, false) != 0);
+  verdict("memory without an export is refused", share_memory(&again, registered, 64, false) != 0);
   exportable = true;
   forget_memory();
   verdict("a second start", share_memory(&again, heap, kBytes, false) == 0 && elsewhere([&] {
@@ -186,7 +187,7 @@ int main() {
                             }) &&
                                 heap[kBytes - 1] == 7);
   forget_memory();
-  verdict("after the end nobody answers", elsewhere([&] { return !prepare_memory(again); }));
+  verdict("no answer after the end", elsewhere([&] { return !prepare_memory(again); }));
   printf("%d passed, %d failed\n", passed, failures);
   return failures != 0;
 }

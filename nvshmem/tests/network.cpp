@@ -1,4 +1,4 @@
-// network.cpp - turns of blocks and of the network between ranks.
+// network.cpp - runs blocks and the network between ranks in turns.
 #include "network.h"
 
 #include <deque>
@@ -16,10 +16,10 @@ struct Operation {
   uint64_t *word;  // of a signal
   uint64_t value, fences;
 };
-struct Pipe {
+struct Pipe {  // operations toward a rank, of one queue pair or of all
   std::deque<Operation> waiting;
   uint64_t fences = 0;
-};  // toward a rank: of a queue pair, or of all
+};
 
 std::map<std::pair<uint64_t, uint64_t>, Pipe> pipes;  // (from, to), queue pair
 std::vector<uint8_t *> bases;
@@ -27,11 +27,11 @@ Network network;
 std::mt19937_64 random_number;
 
 void take_effect(const Operation &op) {
-  if (op.bytes != 0) memcpy(op.to, op.from, op.bytes);  // now, not when it was posted
+  if (op.bytes != 0) memcpy(op.to, op.from, op.bytes);  // the source is read at delivery
   if (op.word != nullptr) __atomic_store_n(op.word, op.value, __ATOMIC_RELEASE);
 }
 
-// One operation of a random pipe; with fences alone a random one of those that no fence holds back.
+// Delivers an operation of a random pipe: the oldest; if only fences order them, a random one before the next fence.
 bool carry_one() {
   std::vector<Pipe *> open;
   for (auto &[key, pipe] : pipes)
@@ -84,14 +84,14 @@ uint64_t now_ns() { return time_ns; }
 
 void run(int ranks, const std::function<int(int)> &grid, int threads, const std::function<void(int)> &body) {
   std::vector<std::unique_ptr<Block>> blocks;
-  together_ns = 20000;  // time goes slowly here
+  together_ns = 20000;  // emulated time passes slowly
   for (int rank = 0; rank < ranks; ++rank)
     for (int i = 0; i < grid(rank); ++i) {
       auto one = std::make_unique<Block>(static_cast<unsigned>(threads), 0, [&body, rank] { body(rank); });
       one->index.x = static_cast<unsigned>(i);
       one->grid.x = static_cast<unsigned>(grid(rank));
       one->rank = rank;
-      one->name = "a kernel among nodes";
+      one->name = "a kernel across nodes";
       blocks.push_back(std::move(one));
     }
   for (bool open = true; open;) {

@@ -1,5 +1,5 @@
-// network.h - for tests of kernels among nodes: all ranks in one process, and between them a network that keeps no
-// order but that of a queue pair, or of fences. Time is counted in turns, so a run is the same every time.
+// network.h - for tests of kernels across nodes: all ranks in one process, and between them a network that keeps only
+// the order of a queue pair, or of fences. Time is counted in turns of blocks, so runs repeat exactly.
 #pragma once
 #include "emulate.h"
 
@@ -13,9 +13,9 @@ struct Network {
   bool fences_alone;
 };
 void start_network(const Network &how, const std::vector<uint8_t *> &blocks);
-void stop_network();      // after all is delivered
-bool puts_under_way();    // of the running rank, that did not take effect yet
-size_t rows_under_way();  // puts of more than 16 bytes that did not take effect yet
+void stop_network();      // delivers everything first
+bool puts_under_way();    // of the running rank, not delivered yet
+size_t rows_under_way();  // puts of more than 16 bytes, not delivered yet
 // Runs body() in every lane of a grid of each rank, all ranks at once.
 void run(int ranks, const std::function<int(int rank)> &grid, int threads, const std::function<void(int rank)> &body);
 

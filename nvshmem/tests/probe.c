@@ -1,6 +1,6 @@
-/* probe.c - looks at libdeepep_nvshmem.so and the test transport where there is no GPU. A line "name: value" for each
- * thing found. probe LIBRARY info|start [QPS DEPTH PEERS RANKS]      probe PLUGIN interface NUMBER
- */
+/* probe.c - calls libdeepep_nvshmem.so and the test transport without a GPU and prints each result as "name: value".
+ *   probe LIBRARY info|start [QPS DEPTH PEERS RANKS]
+ *   probe PLUGIN interface NUMBER */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-// ranks.cpp - starts the processes, keeps their time, counts.
+// ranks.cpp - starts the processes, ends them after --seconds, counts failures.
 #include "ranks.h"
 
 #include <dlfcn.h>
@@ -27,7 +27,7 @@ void fail(const Rank &me, const char *format, ...) {
   printf("rank %d: %s\n", me.index, text);
   fflush(stdout);
   me.page->failed = 1;
-  _exit(1);  // NVSHMEM's own end would wait for the others
+  _exit(1);  // exit handlers of NVSHMEM would wait for the others
 }
 
 void check(const Rank &me, cudaError_t error, const char *what) {
@@ -45,7 +45,7 @@ void Rank::meet() {
     ++page->round;
   }
   while (page->round == round) {
-    if (page->failed) _exit(2);  // somebody else has said why
+    if (page->failed) _exit(2);  // another rank has printed why
     usleep(50);
   }
 }
@@ -59,7 +59,7 @@ void find(const Rank &me, void *library, F &function, const char *name) {
 }
 
 void load(Rank &me) {
-  if (me.options->plugin != nullptr) {  // before NVSHMEM starts: it is found by its soname
+  if (me.options->plugin != nullptr) {  // before NVSHMEM starts, which finds it by its soname
     void *plugin = dlopen(me.options->plugin, RTLD_NOW | RTLD_GLOBAL);
     if (plugin == nullptr) fail(me, "%s", dlerror());
     find(me, plugin, me.count, "testtransport_count");
@@ -84,7 +84,7 @@ void load(Rank &me) {
   find(me, library, f.lose, "dk_transport_lose");
 }
 
-// A name of its own makes a process another host for NVSHMEM.
+// NVSHMEM takes processes with different host names for different hosts.
 void move_host(const Rank &me) {
   if (me.options->hosts < 2) return;
   char name[48];
@@ -92,7 +92,7 @@ void move_host(const Rank &me) {
   if (unshare(CLONE_NEWUTS) == 0 && sethostname(name, static_cast<size_t>(length)) == 0) return;
   if (me.options->hosts != me.options->ranks)
     fail(me, "no host name of its own: unshare(CLONE_NEWUTS) and sethostname need CAP_SYS_ADMIN");
-  setenv("NVSHMEM_DISABLE_P2P", "1", 1);  // a host for each rank comes to the same
+  setenv("NVSHMEM_DISABLE_P2P", "1", 1);  // has the effect of a host for each rank
   if (me.index == 0) printf("   no host names of their own: NVSHMEM_DISABLE_P2P=1 instead\n");
 }
 
@@ -114,7 +114,7 @@ int run_rank(const Options &options, SharedPage *page, int index) {
     if (index == 0) printf("ok %-28s %7.1f ms\n", one.name, now_ms() - start);
   }
   fflush(stdout);
-  _exit(0);  // what was ended is ended; a lost peer would keep exit handlers waiting
+  _exit(0);  // exit handlers would wait for a lost peer
 }
 
 bool all_ended(std::vector<pid_t> &pids, int *bad) {

@@ -1,4 +1,4 @@
-// ranks.h - processes of one test: what they are told, what they share, how they fail.
+// ranks.h - the processes of a test: their options, shared page and functions, and how they fail.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -14,7 +14,7 @@
 #include "testtransport/testtransport.h"
 
 struct Options {
-  const char *library = nullptr, *plugin = nullptr;  // plugin: make peers of other hosts remote by it
+  const char *library = nullptr, *plugin = nullptr;  // plugin: of the transport to ranks of other hosts
   int ranks = 2, hosts = 1, gpus = 1, seconds = 20;
   bool lose = false, restart = false;
 };
@@ -22,12 +22,12 @@ struct Options {
 constexpr int kMaxRanks = 16;
 constexpr int kQueues = 4;
 
-struct SharedPage {  // among the processes of a test
+struct SharedPage {  // shared by the processes of a test
   std::atomic<int> arrived, round, failed;
   uint8_t id[DK_TRANSPORT_ID_BYTES];
 };
 
-// The functions under test, by dlsym.
+// The functions under test, found by dlsym.
 struct Functions {
   int32_t (*info)(dk_info_params *);
   int32_t (*device_open)(dk_device_open_params *);
@@ -57,11 +57,11 @@ struct Rank {
   std::vector<uint64_t> reach;
   std::vector<int32_t> peers;
   cudaStream_t stream = nullptr;  // of operations
-  cudaStream_t looks = nullptr;   // of looks at memory
+  cudaStream_t looks = nullptr;   // of copies that look at memory
 
   int ranks() const { return options->ranks; }
   int host_of(int rank) const { return rank / (options->ranks / options->hosts); }
-  void meet();  // all ranks come here
+  void meet();  // a barrier of all ranks
 };
 
 template <class P>

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# run_gpu.sh FOLDER - runs the transport among GPUs of this machine, from what is built in build/ (make nvshmem), in under a minute.
-# Results go to FOLDER: a log for each run, and summary.txt. PYTHON (python3) says where NVSHMEM's wheel is.
+# run_gpu.sh FOLDER - runs transport_test on the GPUs of this machine, from build/ (make nvshmem), in under a minute. Writes a log for
+# each run and summary.txt to FOLDER. PYTHON (python3) has NVSHMEM's wheel.
 set -u
 cd "$(dirname "$0")/../.."
 out=${1:?usage: nvshmem/tests/run_gpu.sh FOLDER}

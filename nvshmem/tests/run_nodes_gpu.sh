@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# run_nodes_gpu.sh FOLDER [SECONDS] - the CUDA engine among nodes, on 4 GPUs of this machine, from what is built in build/ (make lib
-# kernels cuda nvshmem), within SECONDS (600). Nodes are a setting, and all goes by NVLink; then they are hosts that only NVSHMEM's
-# test transport joins, at once and late. With fewer than 4 GPUs: 2 nodes of one rank. Results go to FOLDER: a log for each run, and
-# summary.txt, which is printed last.
-# PYTHON (python3) has torch, pytest and NVSHMEM's wheel. ONLY="NAME ...": these runs alone.
+# run_nodes_gpu.sh FOLDER [SECONDS] - the CUDA engine across nodes, on 4 GPUs of this machine, from build/ (make lib kernels cuda
+# nvshmem), within SECONDS (600). First nodes are a setting and puts go by NVLink; then nodes are hosts that only NVSHMEM's test
+# transport connects, without and with delays. With fewer than 4 GPUs: 2 nodes of one rank. Writes a log for each run and summary.txt
+# to FOLDER, and prints summary.txt. PYTHON (python3) has torch, pytest and NVSHMEM's wheel. ONLY="NAME ...": only these runs.
 set -u
 cd "$(dirname "$0")/../.."
 out=${1:?usage: nvshmem/tests/run_nodes_gpu.sh FOLDER [SECONDS]}

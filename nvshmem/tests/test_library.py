@@ -1,4 +1,4 @@
-"""libdeepep_nvshmem.so and the test transport as they are built, and what they say where there is no GPU."""
+"""libdeepep_nvshmem.so and the test transport as they are built, and what they return without a GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def header_version() -> str:
 
 
 def undefined(library: pathlib.Path) -> set[str]:
-    """Names that a library asks of others, those of the C library left out."""
+    """Undefined symbols of a library, without those of the C library."""
     lines = output("nm", "-D", "--undefined-only", library).splitlines()
     return {line.split()[-1] for line in lines if " U " in line and "GLIBC_" not in line and "GCC_" not in line}
 
@@ -67,7 +67,7 @@ def test_needs_nvshmem_and_nothing_else() -> None:
     asked = undefined(LIBRARY)
     assert asked and all(name.endswith("@NVSHMEM") for name in asked)
     public = {"nvshmem_align", "nvshmem_free", "nvshmem_ptr", "nvshmem_my_pe", "nvshmem_n_pes"}
-    # nvshmemid_* are asked for by NVSHMEM's own device part.
+    # NVSHMEM's device part needs nvshmemid_*.
     assert {name.split("@")[0] for name in asked if not name.startswith(("nvshmemx_", "nvshmemid_"))} == public
     assert abi_check.dynamic(LIBRARY, "NEEDED").count(HOST) == 1
     assert abi_check.dynamic(LIBRARY, "RUNPATH") == ["$ORIGIN/../../nvidia/nvshmem/lib"]
@@ -79,7 +79,7 @@ def test_version_text_is_that_of_the_headers() -> None:
 
 
 def test_device_part_is_of_the_same_release_as_the_headers(tmp_path: pathlib.Path) -> None:
-    """The archive keeps its version in three integers, which nothing public reads: looked up in its object file."""
+    """The archive has its version in three integers without a public function: read from its object file."""
     subprocess.run(["ar", "x", NVSHMEM / "lib" / "libnvshmem_device.a", "init_device.cu.o"], check=True, cwd=tmp_path)
     path = tmp_path / "init_device.cu.o"
     symbol = re.search(r"^(\w+) \w (_ZL27nvshmemi_device_lib_version)$", output("nm", path), re.M)
@@ -90,7 +90,7 @@ def test_device_part_is_of_the_same_release_as_the_headers(tmp_path: pathlib.Pat
     assert ".".join(map(str, struct.unpack_from("<3i", path.read_bytes(), at))) == header_version()
 
 
-def test_without_a_device_it_says_so() -> None:
+def test_info_without_a_device() -> None:
     found = probe("info")
     assert (found["code"], found["kind"], found["devices"]) == ("0", "nvshmem", "0") or int(found["devices"]) > 0
     assert found["build"].endswith(header_version())
@@ -108,7 +108,7 @@ def test_without_nvshmem_the_loader_names_it() -> None:
 
 @pytest.mark.parametrize(("version", "refused"), [("3.4.5", False), ("3.4.6", True), ("3.3.24", True), ("3.2.5", True)])
 def test_another_host_part_is_refused_before_anything_runs(tmp_path: pathlib.Path, version: str, refused: bool) -> None:
-    """A host part that ends the process when anything but its version is asked for."""
+    """A stand-in for the host part that aborts in every function but the one for its version."""
     names = [name.split("@")[0] for name in undefined(LIBRARY)]
     asks = "nvshmemx_vendor_get_version_info"
     source = "#include <stdlib.h>\n" + "".join(f"void {name}(void) {{ abort(); }}\n" for name in names if name != asks)
@@ -121,7 +121,7 @@ def test_another_host_part_is_refused_before_anything_runs(tmp_path: pathlib.Pat
     found = probe("info", LD_LIBRARY_PATH=str(tmp_path))
     code, text = run(PROBE, LIBRARY, "start", 1, 1, 8, 16, LD_LIBRARY_PATH=str(tmp_path))
     if not refused:
-        assert "built with" not in found["reason"] and code != 0  # it went on, and the fake ended it
+        assert "built with" not in found["reason"] and code != 0  # it called the stand-in, which aborted
         return
     for said in (found["reason"], text):
         assert f"built with NVSHMEM {header_version()}" in said and f"is NVSHMEM {version}" in said
@@ -130,7 +130,7 @@ def test_another_host_part_is_refused_before_anything_runs(tmp_path: pathlib.Pat
     assert found["devices"] == "0" and code == 0 and f"id: {EVERSION}" in text and f"attach: {EVERSION}" in text
 
 
-def test_start_sets_what_was_planned() -> None:
+def test_start_sets_the_environment() -> None:
     found = probe("start", 24, 1000, 8, 16)
     assert found["id"] == "0" and found["reason"] == "" and found["bytes of the id that are set"] == "some"
     wanted = {
@@ -151,7 +151,7 @@ def test_start_on_one_node_looks_for_no_nic() -> None:
     assert found["NVSHMEM_REMOTE_TRANSPORT"] == "none" and found["NVSHMEM_IB_ENABLE_IBGDA"] == "(none)"
 
 
-def test_the_users_settings_stay_and_conflicts_are_said() -> None:
+def test_start_keeps_the_users_settings_and_reports_conflicts() -> None:
     mine = {"NVSHMEM_QP_DEPTH": "64", "NVSHMEM_IBGDA_QP_DEPTH": "77", "NVSHMEM_REMOTE_TRANSPORT": "ibrc"}
     found = probe("start", 24, 1000, 8, 16, **mine)
     assert found["NVSHMEM_QP_DEPTH"] == "64" and found["NVSHMEM_REMOTE_TRANSPORT"] == "ibrc"
@@ -170,14 +170,14 @@ def test_impossible_plans_are_refused(numbers: tuple[int, ...], said: str) -> No
     assert found["id"] == str(EINVAL) and said in found["reason"]
 
 
-def test_nothing_goes_before_attach() -> None:
+def test_calls_before_attach_are_refused() -> None:
     found = probe("start", 1, 1, 8, 16)
     assert found["attach"] == str(EINVAL) and "device = 0" in found["attach says"]
     assert found["alloc"] == str(EINVAL) and found["open"] == str(ESTATE)
     assert found["detach"] == str(EINVAL) and found["free nothing"] == "0"
 
 
-def test_plugin_takes_interface_3_alone() -> None:
+def test_plugin_accepts_interface_3_only() -> None:
     assert abi_check.dynamic(PLUGIN, "SONAME") == ["nvshmem_transport_ibdevx.so.3"]
     assert abi_check.exported(PLUGIN) == {"nvshmemt_init", "testtransport_count", "testtransport_lose"}
     code, text = run(PROBE, PLUGIN, "interface", 30000)
@@ -194,19 +194,19 @@ def test_parts_of_the_plugin(program: str, count: int) -> None:
 
 @pytest.mark.parametrize("first", range(1, 61 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 4, 3))
 def test_kernels_of_normal_mode_on_the_host(first: int) -> None:
-    """Random groups, shapes and routings; a network that delays everything. All kernels across nodes, lane by lane."""
+    """All kernels of normal mode across nodes, lane by lane, over a network that delays every put."""
     code, text = run(OUT / "internode_test", first, 3)
     assert code == 0 and text.count(": ok") == 4, text
 
 
 @pytest.mark.parametrize("first", range(1, 601 if os.environ.get("DEEPEP_TEST_FULL", "0") not in ("", "0") else 13, 12))
 def test_kernels_of_low_latency_on_the_host(first: int) -> None:
-    """Formats, halves, two batches in turn, zero copy, LogFMT; ranks run ahead as far as the kernels let them."""
+    """Formats, halves, overlapping batches, zero copy, LogFMT; ranks run ahead as far as the kernels let them."""
     code, text = run(OUT / "internode_low_latency_test", first, 12)
     assert code == 0 and text.count(": ok") == 12, text
 
 
-def test_gpu_program_refuses_what_cannot_be() -> None:
+def test_gpu_program_refuses_impossible_arguments() -> None:
     uneven = [LIBRARY, "--ranks", 3, "--hosts", 2, "--plugin", PLUGIN]
     for words in ([], [LIBRARY, "--ranks", 1], [LIBRARY, "--hosts", 2], uneven):
         code, text = run(OUT / "transport_test", *words)

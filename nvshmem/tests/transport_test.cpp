@@ -1,8 +1,8 @@
 // transport_test.cpp - libdeepep_nvshmem.so among processes of one machine with GPUs.
 //   transport_test LIBRARY [--ranks N] [--hosts N] [--gpus N] [--plugin FILE] [--seconds N] [--lose] [--restart]
-// hosts > 1: ranks are split evenly into hosts that only the plugin joins. --lose: at the end a peer is dropped (with
-// --plugin).
-// --restart: NVSHMEM is ended and started again. The last line says how many processes failed.
+// hosts > 1: ranks are split evenly into hosts that only the plugin connects. --lose (with --plugin): at the end the
+// last rank is cut off. --restart: ends NVSHMEM and starts it again. The last line has the number of processes that
+// failed.
 #include <cstring>
 
 #include "ranks.h"
@@ -49,7 +49,7 @@ int main(int argc, char **argv) {
             kMaxRanks);
     return 2;
   }
-  setenv("CUDA_MODULE_LOADING", "EAGER", 1);  // NVSHMEM's proxy would wait for a kernel that waits for it
+  setenv("CUDA_MODULE_LOADING", "EAGER", 1);  // a kernel load would wait for a kernel that waits for NVSHMEM's proxy
   const int failed = run_ranks(options);
   printf("transport_test: %d ranks on %d hosts: %s\n", options.ranks, options.hosts,
          failed == 0 ? "all passed" : "FAILED");

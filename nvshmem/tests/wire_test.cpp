@@ -1,5 +1,5 @@
-// wire_test.cpp - the plugin's queues over plain memory: the few calls of CUDA that they make are made here, by the
-// host, at once. What is checked is the order in which operations take effect. Last line: "N passed, N failed".
+// wire_test.cpp - the plugin's queues over plain memory, with stand-ins for CUDA that run at once on the host: checks
+// the order in which operations take effect. Last line: "N passed, N failed".
 #include "testtransport/wire.h"
 
 #include <cstdio>
@@ -8,7 +8,7 @@
 
 using namespace testtransport;
 
-static std::vector<size_t> pieces;  // sizes of copies, as they came
+static std::vector<size_t> pieces;  // sizes of copies, in order
 
 extern "C" {
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
@@ -53,7 +53,7 @@ Work atomic(uint64_t value) {
 
 Settings late(uint64_t seed, int queues = 4) { return Settings{seed, 1000000000ull, queues}; }
 
-// Posts groups of `size` values with a fence between groups, then quiet; the order of effect.
+// Posts groups of `size` values with a fence between groups, then quiet. Returns the order in which they took effect.
 std::vector<uint64_t> effects(const Settings &settings, int pe, int groups, int size) {
   seen.clear();
   Wire wire(0, 3, settings);
@@ -73,7 +73,7 @@ bool in_order(const std::vector<uint64_t> &values) {
 
 bool at_once_in_order(bool good = true) {
   EXPECT(in_order(effects(Settings{}, 1, 4, 8)));
-  EXPECT(in_order(effects(late(5), 0, 1, 32)));     // toward itself nobody fences
+  EXPECT(in_order(effects(late(5), 0, 1, 32)));     // toward its own PE without a fence
   EXPECT(in_order(effects(late(5, 1), 1, 1, 32)));  // one queue keeps its order
   return good;
 }
@@ -85,7 +85,7 @@ bool fences_hold_and_nothing_else(bool good = true) {
     EXPECT(values.size() == 32);
     for (size_t i = 0; i < values.size(); ++i) EXPECT(values[i] / 8 == i / 8);
     EXPECT(std::set<uint64_t>(values.begin(), values.end()).size() == 32);
-    EXPECT(values == effects(late(seed), 1, 4, 8));  // a seed is an order
+    EXPECT(values == effects(late(seed), 1, 4, 8));  // equal seeds, equal order
     orders.insert(values);
   }
   EXPECT(orders.size() > 45 && orders.count({}) == 0);
@@ -104,7 +104,7 @@ bool nothing_before_its_time(bool good = true) {
   wire.quiet(2);
   size_t second = 0;
   for (const uint64_t value : seen) second += value >= 100;
-  EXPECT(second == 8 && seen.size() < 12);  // the other PE's stay
+  EXPECT(second == 8 && seen.size() < 12);  // those of the other PE are still queued
   testtransport_counts counts{};
   EXPECT(wire.count(2, &counts) == 0 && counts.atomics == 8 && counts.quiets == 1 && counts.bytes == 64 &&
          counts.overtaken > 0);

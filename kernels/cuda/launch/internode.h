@@ -1,5 +1,5 @@
 // internode.h - what a team with a transport does instead of the usual launches. libdeepep_cuda.so refuses such teams
-// (internode_none.cu); libdeepep_nvshmem.so has the kernels for them (nvshmem/remote_*.cu).
+// (internode_none.cu); libdeepep_nvshmem.so has the kernels for them (nvshmem/internode).
 #pragma once
 #include "cuda/impl/normal/combine_params.cuh"
 #include "cuda/impl/normal/dispatch_params.cuh"

@@ -1,4 +1,4 @@
-/* nvshmem.h - what kernels call of NVSHMEM, on the host: the network of tests. */
+/* nvshmem.h - NVSHMEM's device functions on the host, over the network of tests. */
 #pragma once
 #include "network.h"
 
@@ -6,7 +6,7 @@
 #define NVSHMEM_SIGNAL_SET 9
 #define NVSHMEM_SIGNAL_ADD 10
 
-// Calls that the kernels under test do not make.
+// The kernels under test do not call these.
 inline void nvshmem_fence() { abort(); }
 inline void nvshmem_quiet() { abort(); }
 inline void nvshmemx_putmem_nbi_block(void *, const void *, size_t, int) { abort(); }
