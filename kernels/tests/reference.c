@@ -27,15 +27,9 @@ uint16_t to_bf16(float value) {
 
 bool bf16_is_nan(uint16_t bits) { return (bits & 0x7fff) > 0x7f80; }
 
-/* E4M3: 1 sign, 4 exponent (bias 7), 3 mantissa bits; no infinity, the largest number is 448, 0x7f is NaN. */
-float from_e4m3(uint8_t code) {
-  int exponent = code >> 3 & 15, mantissa = code & 7;
-  if (exponent == 15 && mantissa == 7) return NAN;
-  double value = exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9);
-  return (float)(code & 0x80 ? -value : value);
-}
-
-uint8_t to_e4m3(float value) {
+/* E4M3: 1 sign, 4 exponent (bias 7), 3 mantissa bits; no infinity, the largest number is 448, 0x7f is NaN. Rounds to
+ * nearest even and saturates. */
+static uint8_t to_e4m3(float value) {
   uint8_t sign = signbit(value) ? 0x80 : 0;
   if (isnan(value)) return 0x7f | sign;
   double magnitude = fabs((double)value);

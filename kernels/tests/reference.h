@@ -9,8 +9,6 @@
 float from_bf16(uint16_t bits);
 uint16_t to_bf16(float value); /* to nearest even; NaN stays NaN */
 bool bf16_is_nan(uint16_t bits);
-float from_e4m3(uint8_t code);
-uint8_t to_e4m3(float value); /* to nearest even, saturating at 448 */
 
 /* One block of 128 channels to FP8: codes and the scale that gives the values back. */
 void reference_fp8(const uint16_t *x, bool round_scale, uint8_t *codes, float *scale);

@@ -8,13 +8,8 @@ Op::Op(Team *owner, uint32_t op_, uint32_t phase_, uint64_t call, uint64_t timeo
   Heartbeat &heartbeat = team.control().heartbeat();
   heartbeat.awaiting.store(0, std::memory_order_relaxed);
   heartbeat.stamp_ns.store(start_ns_, std::memory_order_relaxed);
-  uint32_t sticky = __atomic_load_n(&team.status->sticky, __ATOMIC_ACQUIRE);
-  if (sticky) {
-    failed_ = true;
-    code_ = static_cast<int32_t>(sticky);
-  } else {
-    aborted();
-  }
+  failed_ = __atomic_load_n(&team.status->sticky, __ATOMIC_ACQUIRE) != 0;
+  aborted();
 }
 
 Op::~Op() {
@@ -30,7 +25,6 @@ Op::~Op() {
 void Op::fail(int32_t code, int peer, uint32_t field, int64_t expected, int64_t seen, uint64_t waited_ns) {
   if (failed_) return;
   failed_ = true;
-  code_ = code;
   dk_failure failure = {
       static_cast<uint32_t>(code), op, phase, team.rank, peer, field, call_, expected, seen, waited_ns};
   if (team.failed.exchange(1) == 0) publish_failure(failure);

@@ -19,7 +19,6 @@ class Op {
   bool may_shrink = false;  // a peer that fails or is late is masked, and the operation goes on
 
   bool failed() const { return failed_; }
-  int32_t failure_code() const { return code_; }
   // Records the team's first failure. Later failures of the team are not recorded.
   void fail(int32_t code, int peer, uint32_t field = DK_FIELD_NONE, int64_t expected = 0, int64_t seen = 0,
             uint64_t waited_ns = 0);
@@ -47,7 +46,6 @@ class Op {
 
   const uint64_t call_, start_ns_;
   uint64_t waited_ns_ = 0, bytes_ = 0, earlier_ns_ = 0;
-  int32_t code_ = 0;
   bool failed_ = false, counts_ = true;
 };
 
