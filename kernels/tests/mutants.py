@@ -31,7 +31,6 @@ LIST = pathlib.Path(__file__).with_name("mutants.list")
 SOURCES = {"cpu": "kernels/cpu", "race": "kernels/cpu", "cuda": "kernels/cuda"}
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 KEYS = {"title", "in", "find", "plant", "cases", "bench", "devices"}
-SM90_ALONE = ["SM80_CODE=", "SM90_CODE=-gencode arch=compute_90a,code=sm_90a", "SPILL_CHECK="]
 # Commands and programs of this script run as if it had been started by hand.
 ENVIRONMENT = {
     name: value
@@ -178,9 +177,13 @@ EMULATED = Build(
 )
 
 
-def gpu_build_in(folder: pathlib.Path) -> Build:
-    where = os.path.relpath(folder / "original", ROOT)
-    return Build("lib/libdeepep_cuda.so", ("kernels/cuda",), "cuda_build_id.h", where, settings=tuple(SM90_ALONE))
+GPU = Build(
+    "lib/libdeepep_cuda.so",
+    ("kernels/cuda",),
+    "cuda_build_id.h",
+    folder="build/mutants_gpu/original",
+    settings=("SM80_CODE=", "SM90_CODE=-gencode arch=compute_90a,code=sm_90a", "SPILL_CHECK="),
+)
 
 
 @dataclasses.dataclass
@@ -299,10 +302,9 @@ def run_emulated(mutants: list[Mutant], verdicts: Verdicts) -> None:
 
 
 def build_gpu(mutants: list[Mutant], folder: pathlib.Path, verdicts: Verdicts) -> None:
-    build = gpu_build_in(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(build.original(), folder / "0.so")
-    build_and_try(build, (m for m in mutants if m.bench), folder, 2, lambda *_: (True, ""), verdicts)
+    shutil.copy2(GPU.original(), folder / "0.so")
+    build_and_try(GPU, (m for m in mutants if m.bench), folder, 2, lambda *_: (True, ""), verdicts)
 
 
 def run_gpu(mutants: list[Mutant], folder: pathlib.Path, verdicts: Verdicts) -> None:
