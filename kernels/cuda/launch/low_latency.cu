@@ -27,18 +27,20 @@ LowLatencyPlaces places_of(const TeamView &team, const LowLatencyLayout &at) {
   return places;
 }
 
-template <class P>
-int32_t fill_common(const P *p, const Team *team, uint32_t op, LowLatencyParams &call) {
+template <class Args>
+int32_t fill_params(const Args *p, const Team *team, uint32_t op, LowLatencyParams<Args> &params) {
   const int32_t code = check_low_latency(p, team->view);
   if (code != DK_OK) return code;
   const uint32_t num_ranks = team->view.num_ranks;
-  call.at = low_latency_layout(num_ranks, p->num_max_tokens, p->hidden, p->num_experts);
-  if (call.at.rdma_bytes > team->view.rdma_bytes || team->view.ring.bytes + call.at.wire_bytes > team->view.wire_bytes)
+  params.at = low_latency_layout(num_ranks, p->num_max_tokens, p->hidden, p->num_experts);
+  if (params.at.rdma_bytes > team->view.rdma_bytes ||
+      team->view.ring.bytes + params.at.wire_bytes > team->view.wire_bytes)
     return DK_EINVAL;
-  call.places = places_of(team->view, call.at);
-  call.by_local = Divisor(p->num_experts / num_ranks);
-  call.by_topk = Divisor(p->num_topk);
-  static_cast<LowLatencyArguments &>(call) = low_latency_arguments(p, team->view, op);
+  static_cast<Args &>(params) = *p;
+  params.session = session_of(p, op, p->phases);
+  params.places = places_of(team->view, params.at);
+  params.by_local = Divisor(p->num_experts / num_ranks);
+  params.by_topk = Divisor(p->num_topk);
   return DK_OK;
 }
 
@@ -75,12 +77,10 @@ DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
   auto *team = handle_of<Team>(p->team);
   if (team->internode != nullptr) return internode_ll_dispatch(p);
   LowLatencyDispatchParams d{};
-  const int32_t code = fill_common(p, team, DK_OP_LL_DISPATCH, d.call);
+  const int32_t code = fill_params(p, team, DK_OP_LL_DISPATCH, d);
   if (code != DK_OK) return code;
   if (!is_sane_format(p)) return DK_EINVAL;
-  d.call.format = static_cast<uint32_t>(p->format);
   d.tile_tokens = tokens_of_tile(p->num_topk);
-  static_cast<LowLatencyDispatchBuffers &>(d) = low_latency_buffers(p);
   const size_t num_ranks = team->view.num_ranks,
                tables = 4 * (p->num_experts + num_ranks) + sizeof(LowLatencyCall) * num_ranks;
   const size_t shared = align_up<size_t>(8 * num_ranks, 16) + max<size_t>(tables, 2 * kTileCodes);
@@ -94,10 +94,9 @@ DK_EXPORT int32_t dk_ll_combine(dk_ll_combine_params *p) {
   auto *team = handle_of<Team>(p->team);
   if (team->internode != nullptr) return internode_ll_combine(p);
   LowLatencyCombineParams c{};
-  const int32_t code = fill_common(p, team, DK_OP_LL_COMBINE, c.call);
+  const int32_t code = fill_params(p, team, DK_OP_LL_COMBINE, c);
   if (code != DK_OK) return code;
   if (!is_sane_format(p)) return DK_EINVAL;
-  static_cast<LowLatencyCombineBuffers &>(c) = low_latency_buffers(p);
   const size_t num_ranks = team->view.num_ranks;
   const size_t shared =
       (8 + sizeof(LowLatencyCall)) * num_ranks + 4 * (p->num_experts / num_ranks + 1) + 4 * p->num_experts;

@@ -64,18 +64,8 @@ DK_EXPORT int32_t dk_layout(dk_layout_params *p) {
   const int num_ranks = team->view.num_ranks;
   if (p->num_tokens < 0 || p->num_topk <= 0 || p->num_experts <= 0 || p->num_experts % num_ranks != 0) return DK_EINVAL;
   if (p->index_bytes != 4 && p->index_bytes != 8) return DK_EINVAL;
-  LayoutParams params{};
-  params.session = session_of(p, DK_OP_LAYOUT, DK_PHASE_BOTH);
-  params.topk_idx = pointer<void>(p->topk_idx);
-  params.index_bytes = p->index_bytes;
-  params.num_tokens = p->num_tokens;
-  params.num_topk = p->num_topk;
-  params.num_experts = p->num_experts;
-  params.num_nodes = ceil_div(num_ranks, team->view.num_nvl_peers);
-  params.per_rank = pointer<int32_t>(p->tokens_per_rank);
-  params.per_node = pointer<int32_t>(p->tokens_per_node);
-  params.per_expert = pointer<int32_t>(p->tokens_per_expert);
-  params.token_in_rank = pointer<uint8_t>(p->token_in_rank);
+  const LayoutParams params{*p, session_of(p, DK_OP_LAYOUT, DK_PHASE_BOTH),
+                            ceil_div(num_ranks, team->view.num_nvl_peers)};
   const size_t shared = 4ull * (p->num_experts + num_ranks + params.num_nodes);
   if (shared > 96 * 1024) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
@@ -94,21 +84,7 @@ DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
     return DK_EINVAL;
   if (p->expert_alignment < 1 || (p->num_experts > 0 && p->tokens_per_expert == 0)) return DK_EINVAL;
   if (static_cast<uint32_t>(p->num_experts / num_ranks) > max_local_experts(num_ranks)) return DK_EUNSUPPORTED;
-  NotifyParams params{};
-  params.session = session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH);
-  params.per_rank = pointer<int32_t>(p->tokens_per_rank);
-  params.per_expert = pointer<int32_t>(p->tokens_per_expert);
-  params.token_in_rank = pointer<uint8_t>(p->token_in_rank);
-  params.num_tokens = p->num_tokens;
-  params.num_topk = p->num_topk;
-  params.num_experts = p->num_experts;
-  params.expert_alignment = p->expert_alignment;
-  params.num_worst_tokens = p->num_worst_tokens;
-  params.num_scales = p->num_scales;
-  params.hidden_bytes = p->hidden_bytes;
-  params.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix);
-  params.send_head = pointer<int32_t>(p->send_head);
-  params.counts = pointer<dk_counts>(p->counts);
+  const NotifyParams params{*p, session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH)};
   if (is_remote(team)) return internode_notify(p, params);
   const OnDevice on(team->device);
   notify_kernel<<<1 + min(num_ranks, 16), kNotifyThreads, 0, stream_of(p->stream)>>>(params);
@@ -153,6 +129,16 @@ int32_t launch_combine(dk_combine_params *p, CombineParams &params, int blocks) 
   return launched(p);
 }
 
+DispatchParams dispatch_params(const dk_dispatch_params *p) {
+  DispatchParams d{*p, session_of(p, DK_OP_DISPATCH, DK_PHASE_BOTH)};
+  d.row_bytes = static_cast<uint32_t>(p->hidden_bytes);
+  d.index_bytes = p->index_bytes == 4 ? 4 : 8;
+  d.recv_segment = max(p->recv_segment, -1);
+  if (d.cached()) d.num_topk = d.num_worst_tokens = 0;
+  if (d.num_topk == 0) d.num_experts = 0;
+  return d;
+}
+
 bool is_aligned(uint64_t address) { return address % 16 == 0; }
 
 }  // namespace
@@ -166,33 +152,7 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
     return DK_EINVAL;
   if (p->recv_segment >= DK_MAX_SEGMENTS || p->num_scales < 0 || p->num_topk < 0) return DK_EINVAL;
   if (p->num_topk > 0 && p->index_bytes != 4 && p->index_bytes != 8) return DK_EINVAL;
-  DispatchParams d{};
-  d.session = session_of(p, DK_OP_DISPATCH, DK_PHASE_BOTH);
-  d.x = pointer<uint8_t>(p->x);
-  d.scales = pointer<uint32_t>(p->scales);
-  d.scale_token_stride = p->scale_token_stride;
-  d.scale_stride = p->scale_stride;
-  d.cached = (p->flags & DK_DISPATCH_CACHED) != 0;
-  d.num_topk = d.cached ? 0 : p->num_topk;
-  d.index_bytes = p->index_bytes == 4 ? 4 : 8;
-  d.num_experts = d.num_topk > 0 ? p->num_experts : 0;
-  d.topk_idx = pointer<void>(p->topk_idx);
-  d.topk_weights = pointer<uint32_t>(p->topk_weights);
-  d.weights_given = d.num_topk > 0 && p->topk_weights != 0;
-  d.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix);
-  d.send_head = pointer<int32_t>(p->send_head);
-  d.row_bytes = static_cast<uint32_t>(p->hidden_bytes);
-  d.num_tokens = p->num_tokens;
-  d.num_scales = p->num_scales;
-  d.num_recv_tokens = p->num_recv_tokens;
-  d.num_worst_tokens = d.cached ? 0 : p->num_worst_tokens;
-  d.recv_segment = p->recv_segment < 0 ? -1 : p->recv_segment;
-  d.recv_segment_offset = p->recv_segment_offset;
-  d.recv_x = pointer<uint8_t>(p->recv_x);
-  d.recv_scales = pointer<uint32_t>(p->recv_scales);
-  d.recv_topk_idx = pointer<void>(p->recv_topk_idx);
-  d.recv_topk_weights = pointer<uint32_t>(p->recv_topk_weights);
-  d.recv_src_idx = pointer<int32_t>(p->recv_src_idx);
+  DispatchParams d = dispatch_params(p);
   const int blocks = blocks_for(team, p->num_sms);
   if (is_remote(team)) return internode_dispatch(p, d, blocks);
   d.meta = meta_shape(d);
@@ -209,21 +169,7 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   if (p->hidden <= 0 || p->hidden % 8 != 0 || p->num_tokens < 0 || p->num_topk < 0) return DK_EINVAL;
   if (!is_aligned(p->x) || !is_aligned(p->combined_x) || !is_aligned(p->bias[0]) || !is_aligned(p->bias[1]))
     return DK_EINVAL;
-  CombineParams c{};
-  c.session = session_of(p, DK_OP_COMBINE, DK_PHASE_BOTH);
-  c.x = pointer<uint8_t>(p->x);
-  c.topk_weights = pointer<float>(p->topk_weights);
-  for (int i = 0; i < 2; ++i) c.bias[i] = pointer<__nv_bfloat16>(p->bias[i]);
-  c.rank_prefix_matrix = pointer<int32_t>(p->rank_prefix_matrix);
-  c.send_head = pointer<int32_t>(p->send_head);
-  c.recv_src_idx = pointer<int32_t>(p->recv_src_idx);
-  c.row_bytes = 2u * p->hidden;
-  c.num_tokens = p->num_tokens;
-  c.num_recv_tokens = p->num_recv_tokens;
-  c.hidden = p->hidden;
-  c.num_topk = p->num_topk;
-  c.combined_x = pointer<__nv_bfloat16>(p->combined_x);
-  c.combined_weights = pointer<float>(p->combined_topk_weights);
+  CombineParams c{*p, session_of(p, DK_OP_COMBINE, DK_PHASE_BOTH), 2u * p->hidden};
   const int blocks = blocks_for(team, p->num_sms);
   if (is_remote(team)) return internode_combine(p, c, blocks);
   if (combine_ring(c).slots == 0) return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes

@@ -248,12 +248,7 @@ DK_EXPORT int32_t dk_mask(dk_mask_params *p) {
   if (p->what < DK_MASK_UPDATE || p->what > DK_MASK_CLEAN || (p->what == DK_MASK_QUERY && p->out == 0))
     return DK_EINVAL;
   if (p->what == DK_MASK_UPDATE && (p->rank < 0 || p->rank >= team->view.num_ranks)) return DK_EINVAL;
-  MaskParams params{};
-  params.session = session_of(p, DK_OP_MASK, DK_PHASE_BOTH);
-  params.what = p->what;
-  params.rank = p->rank;
-  params.value = p->value;
-  params.out = pointer<int32_t>(p->out);
+  const MaskParams params{*p, session_of(p, DK_OP_MASK, DK_PHASE_BOTH)};
   if (team->internode != nullptr) return internode_mask(p, params);
   const OnDevice on(team->device);
   mask_kernel<<<1, 128, 0, stream_of(p->stream)>>>(params);

@@ -4,10 +4,11 @@
 
 namespace deepep {
 
-struct MaskParams {
-  Session session;
-  int32_t what, rank, value, reserved;
-  int32_t *out;
+// The arguments of a call; see DispatchParams.
+struct MaskParams : dk_mask_params {
+  Session session{};
+
+  __device__ int32_t *out() const { return pointer<int32_t>(dk_mask_params::out); }
 };
 
 // A rank comes back: what it sent so far counts as taken, and its next message says where it stands. If I made calls
@@ -37,7 +38,7 @@ __device__ inline bool change_masks(const MaskParams &p, Tell tell) {
   for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
     uint32_t *mask = &s.team.scratch->masked[r];
     if (p.what == DK_MASK_QUERY)
-      p.out[r] = static_cast<int32_t>(*mask);
+      p.out()[r] = static_cast<int32_t>(*mask);
     else if (p.what == DK_MASK_CLEAN || (r == p.rank && p.value == 0))
       lifted |= lift_mask(s, r, tell);
     else if (r == p.rank && *mask == 0) {

@@ -52,15 +52,15 @@ __device__ inline void post_enter(const Session &s, const Handshake &hand) {
 
 // What a low-latency call, local or remote, tells of itself, but for its number.
 template <class P>
-__device__ inline HandshakeMessage low_latency_message(const P &p) {
+__device__ inline HandshakeMessage low_latency_message(const P &p, int max_tokens, uint32_t format) {
   HandshakeMessage mine{};
   mine.hidden_bytes = static_cast<uint64_t>(p.hidden) * 2;
   mine.op = p.session.op;
   mine.num_experts = p.num_experts;
   mine.num_topk = p.num_topk;
-  mine.max_tokens = p.max_tokens;
-  mine.flags = p.format << kEnterFormatShift | (p.flags & (DK_LL_ROUND_SCALE | DK_LL_UE8M0 | DK_LL_LOGFMT))
-                                                   << (kEnterFormatShift + 4);
+  mine.max_tokens = max_tokens;
+  mine.flags = format << kEnterFormatShift | (p.flags & (DK_LL_ROUND_SCALE | DK_LL_UE8M0 | DK_LL_LOGFMT))
+                                                 << (kEnterFormatShift + 4);
   return mine;
 }
 

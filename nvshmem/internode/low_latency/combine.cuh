@@ -55,7 +55,7 @@ __device__ inline void send_expert_row(const InternodeLlCombineParams &c, uint64
 
 __device__ inline void send_expert_rows(const InternodeLlCombineParams &c, uint64_t epoch, int32_t *before) {
   const InternodeLlParams &p = c.call;
-  sum_expert_rows(p, p.num_local, before);
+  sum_expert_rows(p, p.layout_range, p.num_local, before);
   const int total = before[p.num_local], stride = kLlWarps * static_cast<int>(gridDim.x);
   for (int n = warp_id() * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); n < total; n += stride) {
     const int l = expert_of_row(before, p.num_local, n), row = n - before[l];

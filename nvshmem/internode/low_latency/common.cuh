@@ -129,7 +129,7 @@ __device__ inline void deliver(const InternodeLlParams &p, int rank, uint64_t to
 __device__ inline void post_low_latency(const InternodeLlParams &p, uint64_t epoch) {
   const TeamView &team = p.session.team;
   auto *out = mine_at<HandshakeMessage>(p, p.at.outbox) + epoch % kLowLatencyHandshakeCopies;
-  if (p.sends() && threadIdx.x == 0) *out = low_latency_message(p);
+  if (p.sends() && threadIdx.x == 0) *out = low_latency_message(p, p.max_tokens, p.format);
   __syncthreads();
   for (int r = warp_id(); r < team.num_ranks; r += kLlWarps) {
     if (__any_sync(kAllLanes, is_masked(p.session, r))) continue;
@@ -236,7 +236,7 @@ __device__ inline void find_source_calls(const InternodeLlParams &p, uint64_t ep
 // rank's. Waiting times go to the caller's wait_stats.
 __device__ inline void check_low_latency_peers(const InternodeLlParams &p, const uint64_t *calls) {
   const TeamView &team = p.session.team;
-  const HandshakeMessage mine = low_latency_message(p);
+  const HandshakeMessage mine = low_latency_message(p, p.max_tokens, p.format);
   for (int r = threadIdx.x; r < team.num_ranks; r += kLlThreads) {
     const uint64_t epoch = calls[r];
     const auto *from = mine_at<HandshakeMessage>(p, handshake_at(team, epoch, r));

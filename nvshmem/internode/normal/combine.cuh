@@ -54,11 +54,11 @@ __device__ inline int next_row_of(const InternodeCombineParams &p, const int32_t
 }
 
 __device__ inline void push_row(const InternodeCombineParams &p, int64_t row, uint8_t *to) {
-  copy_row(to, p.c.x + row * p.c.row_bytes, p.c.row_bytes);
+  copy_row(to, p.c.x() + row * p.c.row_bytes, p.c.row_bytes);
   uint32_t *words = row_words(p, to);
-  if (lane_id() == 0) words[0] = static_cast<uint32_t>(p.c.recv_src_idx[row]);
+  if (lane_id() == 0) words[0] = static_cast<uint32_t>(p.c.recv_src_idx()[row]);
   for (int k = lane_id(); k < p.c.num_topk; k += kWarp)
-    words[1 + k] = p.c.topk_weights == nullptr ? 0 : __float_as_uint(p.c.topk_weights[row * p.c.num_topk + k]);
+    words[1 + k] = p.c.topk_weights() == nullptr ? 0 : __float_as_uint(p.c.topk_weights()[row * p.c.num_topk + k]);
 }
 
 __device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t epoch, int stream,
@@ -69,8 +69,8 @@ __device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t
   if (state->closed != 0) return kDone;
   const int node = p.internode.node_of(source), index = p.internode.index_of(source),
             collector = p.internode.local_rank(index);
-  const int first = rows_before(p.c.rank_prefix_matrix, team.num_ranks, source, team.rank);
-  const int rows = p.c.rank_prefix_matrix[source * team.num_ranks + team.rank] - first;
+  const int first = rows_before(p.c.rank_prefix_matrix(), team.num_ranks, source, team.rank);
+  const int rows = p.c.rank_prefix_matrix()[source * team.num_ranks + team.rank] - first;
   uint8_t *block = team.peers[collector];
   uint64_t *pushed = word_at(block, p.internode.at.pushed, push_index(p.internode, p.internode.index, node, channel));
   const uint32_t taken = read_count(
@@ -80,7 +80,7 @@ __device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t
   int row = state->at;
   bool last = false;
   while (!last && pushed_rows < before + kSumsAtOnce) {
-    row = next_row_of(p, p.c.recv_src_idx + first, channel, row, rows);
+    row = next_row_of(p, p.c.recv_src_idx() + first, channel, row, rows);
     last = row >= rows;
     if (!last && pushed_rows - taken >= p.rings.local_slots) break;
     if (!last) {
@@ -265,7 +265,7 @@ __device__ inline SumPart sum_part(const NodeView &internode, int at) {
   return {internode.partner(node), node, false};
 }
 __device__ inline bool has_part(const InternodeCombineParams &p, int token, const SumPart &part) {
-  const int32_t *heads = p.c.send_head + static_cast<int64_t>(token) * p.c.session.team.num_ranks;
+  const int32_t *heads = p.c.send_head() + static_cast<int64_t>(token) * p.c.session.team.num_ranks;
   if (part.local) return heads[part.rank] >= 0;
   bool has = false;
   for (int i = 0; !has && i < p.internode.num_peers; ++i) has = heads[part.node * p.internode.num_peers + i] >= 0;
@@ -347,11 +347,11 @@ __device__ inline void release_parts(const InternodeCombineParams &p, uint64_t e
 __device__ inline void sum_token(const InternodeCombineParams &p, const TokenRows &list, int token) {
   const uint64_t row = static_cast<uint64_t>(token) * p.c.row_bytes;
   const uint8_t *bias[2];
-  for (int b = 0; b < 2; ++b)
-    bias[b] = p.c.bias[b] == nullptr ? nullptr : reinterpret_cast<const uint8_t *>(p.c.bias[b]) + row;
-  float *weights =
-      p.c.combined_weights == nullptr ? nullptr : p.c.combined_weights + static_cast<int64_t>(token) * p.c.num_topk;
-  sum_rows(p, list, bias, reinterpret_cast<uint8_t *>(p.c.combined_x) + row, weights);
+  for (int b = 0; b < 2; ++b) bias[b] = p.c.bias(b) == nullptr ? nullptr : p.c.bias(b) + row;
+  float *weights = p.c.combined_topk_weights() == nullptr
+                       ? nullptr
+                       : p.c.combined_topk_weights() + static_cast<int64_t>(token) * p.c.num_topk;
+  sum_rows(p, list, bias, p.c.combined_x() + row, weights);
 }
 
 __device__ inline Outcome serve_token_sum(const InternodeCombineParams &p, uint64_t epoch, int channel,
@@ -389,7 +389,7 @@ __device__ inline Outcome serve_token_sum(const InternodeCombineParams &p, uint6
 // Statistics: rows that this rank pushes to each rank of its node.
 __device__ inline void count_pushed_bytes(const InternodeCombineParams &p) {
   const TeamView &team = p.c.session.team;
-  const int32_t *matrix = p.c.rank_prefix_matrix;
+  const int32_t *matrix = p.c.rank_prefix_matrix();
   for (int i = threadIdx.x; i < p.internode.num_peers; i += blockDim.x) {
     uint64_t rows = 0;
     for (int source = i; source < team.num_ranks; source += p.internode.num_peers)

@@ -38,8 +38,8 @@ struct RowWords {
 
 __device__ inline int rows_between(const DispatchParams &d, int source, int reader) {
   const int num_ranks = d.session.team.num_ranks;
-  return d.rank_prefix_matrix[source * num_ranks + reader] -
-         rows_before(d.rank_prefix_matrix, num_ranks, source, reader);
+  return d.rank_prefix_matrix()[source * num_ranks + reader] -
+         rows_before(d.rank_prefix_matrix(), num_ranks, source, reader);
 }
 
 // ---- Senders: a stream is a channel's rows for a node ---------------------------------------------------------------
@@ -50,7 +50,7 @@ __device__ inline int next_token_for(const InternodeDispatchParams &p, int node,
   for (; token < p.d.num_tokens; token += kWarp * step) {
     const int mine = token + lane_id() * step;
     bool goes = false;
-    const int32_t *heads = p.d.send_head + static_cast<int64_t>(mine) * num_ranks + node * p.internode.num_peers;
+    const int32_t *heads = p.d.send_head() + static_cast<int64_t>(mine) * num_ranks + node * p.internode.num_peers;
     for (int i = 0; mine < p.d.num_tokens && !goes && i < p.internode.num_peers; ++i) goes = heads[i] >= 0;
     const uint32_t found = __ballot_sync(kAllLanes, goes);
     if (found != 0) return token + (__ffs(static_cast<int>(found)) - 1) * step;
@@ -61,21 +61,21 @@ __device__ inline int next_token_for(const InternodeDispatchParams &p, int node,
 __device__ inline void fill_row(const InternodeDispatchParams &p, int node, int token, uint8_t *row) {
   const DispatchParams &d = p.d;
   const RowWords at(d, p.internode.num_peers);
-  copy_row(row, d.x + static_cast<uint64_t>(token) * d.row_bytes, d.row_bytes);
+  copy_row(row, d.x() + static_cast<uint64_t>(token) * d.row_bytes, d.row_bytes);
   auto *words = reinterpret_cast<uint32_t *>(row + d.row_bytes);
   if (lane_id() == 0) words[0] = static_cast<uint32_t>(token);
   const int32_t *heads =
-      d.send_head + static_cast<int64_t>(token) * d.session.team.num_ranks + node * p.internode.num_peers;
+      d.send_head() + static_cast<int64_t>(token) * d.session.team.num_ranks + node * p.internode.num_peers;
   for (int i = lane_id(); i < p.internode.num_peers; i += kWarp)
     words[at.numbers + i] = static_cast<uint32_t>(heads[i]);
   for (int k = lane_id(); k < d.num_topk; k += kWarp) {
     const int64_t entry = static_cast<int64_t>(token) * d.num_topk + k,
-                  expert = load_index(d.topk_idx, entry, d.index_bytes);
-    words[at.weights + k] = d.topk_weights == nullptr ? 0 : d.topk_weights[entry];
+                  expert = load_index(d.topk_idx(), entry, d.index_bytes);
+    words[at.weights + k] = d.topk_weights() == nullptr ? 0 : d.topk_weights()[entry];
     words[at.experts + k] = expert >= 0 && expert < d.num_experts ? static_cast<uint32_t>(expert) : 0xffffffffu;
   }
   for (int i = lane_id(); i < d.num_scales; i += kWarp)
-    words[at.scales + i] = d.scales[token * d.scale_token_stride + i * d.scale_stride];
+    words[at.scales + i] = d.scales()[token * d.scale_token_stride + i * d.scale_stride];
 }
 
 __device__ inline void send_row(const InternodeDispatchParams &p, uint64_t epoch, int node, int channel, int token,
@@ -190,26 +190,26 @@ __device__ inline Outcome serve_relay(const InternodeDispatchParams &p, uint64_t
 __device__ inline void take_row(const InternodeDispatchParams &p, const uint8_t *from, int64_t row) {
   const DispatchParams &d = p.d;
   const RowWords at(d, p.internode.num_peers);
-  copy_row(d.recv_x + row * d.row_bytes, from, d.row_bytes);
+  copy_row(d.recv_x() + row * d.row_bytes, from, d.row_bytes);
   const auto *words = reinterpret_cast<const uint32_t *>(from + d.row_bytes);
-  if (lane_id() == 0 && d.recv_src_idx != nullptr)
-    d.recv_src_idx[row] = static_cast<int32_t>(ptx::ld_relaxed_sys(words));
+  if (lane_id() == 0 && d.recv_src_idx() != nullptr)
+    d.recv_src_idx()[row] = static_cast<int32_t>(ptx::ld_relaxed_sys(words));
   const int num_local = d.num_experts / d.session.team.num_ranks;
   for (int k = lane_id(); k < d.num_topk; k += kWarp) {
     const int expert = static_cast<int>(ptx::ld_relaxed_sys(words + at.experts + k)),
               mine = expert - d.session.team.rank * num_local;
     const bool local = expert >= 0 && mine >= 0 && mine < num_local;
     const int64_t entry = row * d.num_topk + k;
-    if (d.recv_topk_weights != nullptr)
-      d.recv_topk_weights[entry] = local ? ptx::ld_relaxed_sys(words + at.weights + k) : 0;
-    if (d.recv_topk_idx == nullptr) continue;
+    if (d.recv_topk_weights() != nullptr)
+      d.recv_topk_weights()[entry] = local ? ptx::ld_relaxed_sys(words + at.weights + k) : 0;
+    if (d.recv_topk_idx() == nullptr) continue;
     if (d.index_bytes == 8)
-      static_cast<int64_t *>(d.recv_topk_idx)[entry] = local ? mine : -1;
+      static_cast<int64_t *>(d.recv_topk_idx())[entry] = local ? mine : -1;
     else
-      static_cast<int32_t *>(d.recv_topk_idx)[entry] = local ? mine : -1;
+      static_cast<int32_t *>(d.recv_topk_idx())[entry] = local ? mine : -1;
   }
-  for (int i = lane_id(); d.recv_scales != nullptr && i < d.num_scales; i += kWarp)
-    d.recv_scales[row * d.num_scales + i] = ptx::ld_relaxed_sys(words + at.scales + i);
+  for (int i = lane_id(); d.recv_scales() != nullptr && i < d.num_scales; i += kWarp)
+    d.recv_scales()[row * d.num_scales + i] = ptx::ld_relaxed_sys(words + at.scales + i);
 }
 
 // Copies those of rows [first, first + rows) of a ring that are for this rank to their places. Returns how many; -1: a
@@ -218,7 +218,7 @@ __device__ inline int take_rows(const InternodeDispatchParams &p, const uint8_t 
                                 uint32_t first, uint32_t rows) {
   const TeamView &team = p.d.session.team;
   const int node = p.internode.node_of(source), expected = rows_between(p.d, source, team.rank);
-  const int64_t before = rows_before(p.d.rank_prefix_matrix, team.num_ranks, source, team.rank);
+  const int64_t before = rows_before(p.d.rank_prefix_matrix(), team.num_ranks, source, team.rank);
   int number = -1;
   if (static_cast<uint32_t>(lane_id()) < rows) {
     const uint8_t *row = block + p.rings.in(node, channel, first + lane_id());
@@ -280,16 +280,16 @@ __device__ inline Outcome serve_reader(const InternodeDispatchParams &p, uint64_
 // Worst-case mode: rows past the received ones get index -1 and weight 0.
 __device__ inline void pad_rows(const DispatchParams &d, int worker, int workers) {
   const int num_ranks = d.session.team.num_ranks;
-  const int64_t arrived = d.rank_prefix_matrix[(num_ranks - 1) * num_ranks + d.session.team.rank];
+  const int64_t arrived = d.rank_prefix_matrix()[(num_ranks - 1) * num_ranks + d.session.team.rank];
   const int64_t end = static_cast<int64_t>(d.num_worst_tokens) * d.num_topk;
   for (int64_t i = arrived * d.num_topk + worker * kWarp + lane_id(); i < end;
        i += static_cast<int64_t>(workers) * kWarp) {
-    if (d.recv_topk_weights != nullptr) d.recv_topk_weights[i] = 0;
-    if (d.recv_topk_idx == nullptr) continue;
+    if (d.recv_topk_weights() != nullptr) d.recv_topk_weights()[i] = 0;
+    if (d.recv_topk_idx() == nullptr) continue;
     if (d.index_bytes == 8)
-      static_cast<int64_t *>(d.recv_topk_idx)[i] = -1;
+      static_cast<int64_t *>(d.recv_topk_idx())[i] = -1;
     else
-      static_cast<int32_t *>(d.recv_topk_idx)[i] = -1;
+      static_cast<int32_t *>(d.recv_topk_idx())[i] = -1;
   }
 }
 
@@ -302,7 +302,7 @@ __device__ inline bool has_room_everywhere(const InternodeDispatchParams &p, uin
   bool good = true;
   for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
     const int limit = message_from(s, p.internode, epoch, r)->handshake.row_limit,
-              arriving = p.d.rank_prefix_matrix[(num_ranks - 1) * num_ranks + r];
+              arriving = p.d.rank_prefix_matrix()[(num_ranks - 1) * num_ranks + r];
     if (limit < 0 || arriving <= limit) continue;
     report_failure(s, DK_EMISMATCH, r, DK_FIELD_WORST_TOKENS, limit, arriving, 0);
     good = false;

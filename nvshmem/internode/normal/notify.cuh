@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
       const Handshake hand = notify_handshake(p.n, epoch);
       const int num_ranks = s.team.num_ranks, local = p.n.num_experts / num_ranks;
       post_messages(s, p.internode, hand, num_ranks + local, [&](int r, uint32_t *to) {
-        for (int i = lane_id(); i < num_ranks; i += kWarp) to[i] = p.n.per_rank[i];
-        for (int i = lane_id(); i < local; i += kWarp) to[num_ranks + i] = p.n.per_expert[r * local + i];
+        for (int i = lane_id(); i < num_ranks; i += kWarp) to[i] = p.n.tokens_per_rank()[i];
+        for (int i = lane_id(); i < local; i += kWarp) to[num_ranks + i] = p.n.tokens_per_expert()[r * local + i];
       });
       publish_newest_by_last_warp(s.team);
       if (await_messages(s, p.internode, hand))

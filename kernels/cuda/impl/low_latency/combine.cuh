@@ -17,13 +17,13 @@ struct ArrivalList {  // shared: the rows that make up a token
 };
 
 // By the first warp: waits for the row words of a token's experts. Rows of a rank that does not come are left out.
-__device__ inline void read_row_words(const LowLatencyParams &p, const LowLatencyCall *calls, int token,
+__device__ inline void read_row_words(const LowLatencyCombineParams &p, const LowLatencyCall *calls, int token,
                                       ArrivalList *list) {
   const Session &s = p.session;
   const int lane = lane_id();
   const int64_t at = static_cast<int64_t>(token) * p.num_topk + lane;
-  int64_t expert = lane < p.num_topk ? load_index(p.topk_idx, at, p.index_bytes) : -1;
-  const float weight = lane < p.num_topk ? p.topk_weights[at] : 0;
+  int64_t expert = lane < p.num_topk ? load_index(p.topk_idx(), at, p.index_bytes) : -1;
+  const float weight = lane < p.num_topk ? p.topk_weights()[at] : 0;
   if (expert < 0 || expert >= p.num_experts) expert = -1;
   int rank = expert < 0 ? -1 : p.by_local.quotient(static_cast<int>(expert));
   if (rank >= 0 && (is_masked(s, rank) || calls[rank].epoch == 0)) rank = -1;
@@ -112,9 +112,9 @@ __device__ __forceinline__ uint32_t load_missing(const ArrivalList *list, int fi
 }
 
 // A token's chunks `at` and, if there is one, `at` + kLlThreads: the rows' sum, in their order.
-__device__ inline void add_rows(const LowLatencyCombineParams &c, const ArrivalList *list, int token, int at) {
-  const Session &s = c.call.session;
-  const int chunks = c.call.hidden / 8;
+__device__ inline void add_rows(const LowLatencyCombineParams &p, const ArrivalList *list, int token, int at) {
+  const Session &s = p.session;
+  const int chunks = p.hidden / 8;
   const uint32_t of_row = at + kLlThreads < chunks ? 3 : 1;
   float sum[kChunks][8] = {};
   for (int first = 0; first < list->count; first += kRows) {
@@ -149,20 +149,19 @@ __device__ inline void add_rows(const LowLatencyCombineParams &c, const ArrivalL
 #pragma unroll
   for (int u = 0; u < kChunks; ++u)
     if (at + u * kLlThreads < chunks)
-      ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * (at + u * kLlThreads),
+      ptx::st_stream(p.combined_x() + static_cast<uint64_t>(token) * 2 * p.hidden + 16 * (at + u * kLlThreads),
                      round_bf16(sum[u]));
 }
 
 // Likewise, of LogFMT rows, which all ranks send or none: one chunk, by whole halves of warps.
-__device__ inline void add_logfmt_rows(const LowLatencyCombineParams &c, const ArrivalList *list, int token, int at) {
+__device__ inline void add_logfmt_rows(const LowLatencyCombineParams &p, const ArrivalList *list, int token, int at) {
   float sum[8] = {};
   for (int n = 0; n < list->count; ++n)
-    add_logfmt(c.call.session, list->rank[n], list->epoch[n], list->row[n], list->words[n], at, list->weight[n], sum);
-  ptx::st_stream(c.combined_x + static_cast<uint64_t>(token) * 2 * c.call.hidden + 16 * at, round_bf16(sum));
+    add_logfmt(p.session, list->rank[n], list->epoch[n], list->row[n], list->words[n], at, list->weight[n], sum);
+  ptx::st_stream(p.combined_x() + static_cast<uint64_t>(token) * 2 * p.hidden + 16 * at, round_bf16(sum));
 }
 
-__device__ inline void receive_sums(const LowLatencyCombineParams &c, const LowLatencyCall *calls, ArrivalList *list) {
-  const LowLatencyParams &p = c.call;
+__device__ inline void receive_sums(const LowLatencyCombineParams &p, const LowLatencyCall *calls, ArrivalList *list) {
   const int chunks = p.hidden / 8;
   __syncthreads();  // calls are there
   mark(kMarkKnown, threadIdx.x == 0);
@@ -171,15 +170,15 @@ __device__ inline void receive_sums(const LowLatencyCombineParams &c, const LowL
     __syncthreads();
     mark(kMarkLastHeader, threadIdx.x == 0);
     if ((p.flags & DK_LL_LOGFMT) != 0)
-      for (int at = threadIdx.x; at < chunks; at += kLlThreads) add_logfmt_rows(c, list, token, at);
+      for (int at = threadIdx.x; at < chunks; at += kLlThreads) add_logfmt_rows(p, list, token, at);
     else
-      for (int at = threadIdx.x; at < chunks; at += kChunks * kLlThreads) add_rows(c, list, token, at);
+      for (int at = threadIdx.x; at < chunks; at += kChunks * kLlThreads) add_rows(p, list, token, at);
     __syncthreads();
   }
 }
 
 __global__ void __launch_bounds__(kLlThreads, 1)
-    low_latency_combine_kernel(const __grid_constant__ LowLatencyCombineParams c) {
+    low_latency_combine_kernel(const __grid_constant__ LowLatencyCombineParams p) {
   extern __shared__ __align__(16) uint8_t memory[];  // peers [R], calls [R], then row counts [L + 1], first rows [L][R]
   __shared__ union {
     SumList sums[kLlGroups];
@@ -187,7 +186,6 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     ArrivalList arrivals;
   } shared;
   __shared__ SummedDispatch summed;
-  const LowLatencyParams &p = c.call;
   begin_timeline();
   auto **peers = reinterpret_cast<uint8_t **>(memory);
   auto *calls = reinterpret_cast<LowLatencyCall *>(peers + p.session.team.num_ranks);
@@ -205,12 +203,12 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     if (first_item() < num_items(p)) headers = load_headers(p, item.dest, item.token);
   }
   int64_t range = 0;
-  if (reads_sums && threadIdx.x < p.num_experts) range = p.layout_range[threadIdx.x];
+  if (reads_sums && threadIdx.x < p.num_experts) range = p.layout_range()[threadIdx.x];
   if (p.sends()) slot = look_at_slot(p);
   if (reads_sums && threadIdx.x < p.num_experts) bases[threadIdx.x] = static_cast<int32_t>(range >> 32);
 #pragma unroll 1
   for (int i = threadIdx.x + kLlThreads; reads_sums && i < p.num_experts; i += kLlThreads)
-    bases[i] = static_cast<int32_t>(p.layout_range[i] >> 32);
+    bases[i] = static_cast<int32_t>(p.layout_range()[i] >> 32);
   const bool begun = begin_low_latency(p, start, peers);
   const LowLatencyCall call = low_latency_call(p, start, false);
   if (begun) {
@@ -222,14 +220,14 @@ __global__ void __launch_bounds__(kLlThreads, 1)
         const SummedDispatch found = reads_sums ? routed_dispatch(p, call, routing) : SummedDispatch{0, false};
         if (threadIdx.x == 0) summed = found;
         if (found.number != 0 && first_item() < num_items(p))
-          read_sum(c, call, found, headers, item.dest, item.token, bases, shared.sums + threadIdx.x / kLlGroupThreads);
+          read_sum(p, call, found, headers, item.dest, item.token, bases, shared.sums + threadIdx.x / kLlGroupThreads);
       }
       good = await_empty_slots(p, call, slot);
       mark(kMarkEmpty, threadIdx.x == 0);
       if (good && summed.number != 0)
-        send_sums(c, call, summed, peers, bases, shared.sums);
+        send_sums(p, call, summed, peers, bases, shared.sums);
       else if (good)
-        send_rows(c, call, peers, before, shared.targets);
+        send_rows(p, call, peers, before, shared.targets);
       __syncthreads();
     }
     mark(kMarkSent, threadIdx.x == 0);
@@ -237,12 +235,12 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     if (p.receives() && good) {
       find_source_calls(p, call, calls);
       if (is_control_block()) check_low_latency_peers(p, calls);
-      if (is_worker()) receive_sums(c, calls, &shared.arrivals);
+      if (is_worker()) receive_sums(p, calls, &shared.arrivals);
     }
     mark(kMarkArrived, true);
   }
   finish_low_latency(p, call, calls, [&](bool failed) {
-    if (failed && p.receives()) clear_combined(p, c.combined_x);
+    if (failed && p.receives()) clear_combined(p, p.combined_x());
   });
   end_timeline(1, call.epoch);
 }

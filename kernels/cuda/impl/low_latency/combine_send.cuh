@@ -8,20 +8,16 @@
 
 namespace deepep {
 
-struct LowLatencyCombineParams : LowLatencyCombineBuffers {
-  LowLatencyParams call;
-};
-
 enum : uint32_t { kKindRow = 1, kKindLogfmt = 2, kKindSum = 3, kKindMask = 3 };
 
 // ---- Send: weights --------------------------------------------------------------------------------------------------
 
 // Whether this rank's weights go to the experts' ranks.
-__device__ __forceinline__ bool sends_weights(const LowLatencyParams &p) {
+__device__ __forceinline__ bool sends_weights(const LowLatencyCombineParams &p) {
   return p.sends() && (p.flags & DK_LL_LOGFMT) == 0 && (p.session.team.flags & DK_TEAM_SHRINK) == 0;
 }
 // By the last warp, of the tokens that fall to the block; `entry`: of the first one.
-__device__ inline void send_weights(const LowLatencyParams &p, const LowLatencyCall &call, uint8_t *const *peers,
+__device__ inline void send_weights(const LowLatencyCombineParams &p, const LowLatencyCall &call, uint8_t *const *peers,
                                     Entry entry) {
   const int lane = lane_id();
 #pragma unroll 1
@@ -47,7 +43,7 @@ struct SumList {  // shared, of a group
 struct Headers {
   uint64_t entry[kHeaderCopies], weight[kHeaderCopies];
 };
-__device__ __forceinline__ Headers load_headers(const LowLatencyParams &p, int source, int token) {
+__device__ __forceinline__ Headers load_headers(const LowLatencyCombineParams &p, int source, int token) {
   Headers headers{};
 #pragma unroll
   for (int copy = 0; copy < kHeaderCopies; ++copy)
@@ -65,10 +61,9 @@ struct SummedDispatch {
 
 // By the first warp of a group: which rows of x belong to a token, from the header of its dispatch. `bases`: [L][R],
 // the first row.
-__device__ inline void read_sum(const LowLatencyCombineParams &c, const LowLatencyCall &call,
+__device__ inline void read_sum(const LowLatencyCombineParams &p, const LowLatencyCall &call,
                                 const SummedDispatch &summed, const Headers &headers, int source, int token,
                                 const int32_t *bases, SumList *list) {
-  const LowLatencyParams &p = c.call;
   const int lane = lane_id(), num_ranks = p.session.team.num_ranks;
   uint64_t dispatch = summed.number;
   if ((p.session.team.flags & DK_TEAM_SHRINK) != 0)
@@ -107,8 +102,8 @@ __device__ inline void read_sum(const LowLatencyCombineParams &c, const LowLaten
   const int first = __reduce_min_sync(kAllLanes, nothing ? 0x7fffffff : expert);
   if (rows >> lane & 1) {
     const int at = __popc(rows & ((1u << lane) - 1));
-    list->row[at] = c.x + (expert * p.rows_per_expert() + bases[expert * num_ranks + source] + entry_position(code)) *
-                              c.x_row_stride;
+    list->row[at] = p.x() + (expert * p.rows_per_expert() + bases[expert * num_ranks + source] + entry_position(code)) *
+                                p.x_row_stride;
     list->weight[at] = __uint_as_float(static_cast<uint32_t>(weight));
   }
   // One thread looks at the mask: it may change meanwhile, and the group goes the same way.
@@ -128,10 +123,9 @@ __device__ __forceinline__ void send_piece(uint8_t *to, int first, int chunks, c
 
 // By a group. A rounded sum is never two NaNs with all bits set, so the first pattern always serves. Loads of several
 // chunks and rows go side by side: one after the other they would cost the latency of memory each.
-__device__ inline void send_sum(const LowLatencyCombineParams &c, const LowLatencyCall &call, const SumList *list,
+__device__ inline void send_sum(const LowLatencyCombineParams &p, const LowLatencyCall &call, const SumList *list,
                                 uint8_t *block, int token, int thread) {
   constexpr int kRows = 2;
-  const LowLatencyParams &p = c.call;
   const int expert = p.session.team.rank * p.num_local() + list->first_expert, chunks = p.hidden / 8;
   const uint32_t number = number_of_row(p, expert, token);
   uint8_t *to = slot_row(p, block, call, number);
@@ -172,18 +166,19 @@ __device__ inline void send_sum(const LowLatencyCombineParams &c, const LowLaten
 struct SumItem {
   int dest, token;
 };
-__device__ __forceinline__ SumItem sum_item(const LowLatencyParams &p, int item) {
-  return {(item / p.max_tokens + p.session.team.rank) % p.session.team.num_ranks, item % p.max_tokens};
+__device__ __forceinline__ SumItem sum_item(const LowLatencyCombineParams &p, int item) {
+  return {(item / p.num_max_tokens + p.session.team.rank) % p.session.team.num_ranks, item % p.num_max_tokens};
 }
 __device__ __forceinline__ int first_item() {
   return static_cast<int>(threadIdx.x) / kLlGroupThreads * num_workers() + first_of_block();
 }
-__device__ __forceinline__ int num_items(const LowLatencyParams &p) { return p.session.team.num_ranks * p.max_tokens; }
+__device__ __forceinline__ int num_items(const LowLatencyCombineParams &p) {
+  return p.session.team.num_ranks * p.num_max_tokens;
+}
 
-__device__ inline void send_sums(const LowLatencyCombineParams &c, const LowLatencyCall &call,
+__device__ inline void send_sums(const LowLatencyCombineParams &p, const LowLatencyCall &call,
                                  const SummedDispatch &summed, uint8_t *const *peers, const int32_t *bases,
                                  SumList *lists) {
-  const LowLatencyParams &p = c.call;
   const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
             thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
   SumList *list = lists + group;
@@ -193,11 +188,11 @@ __device__ inline void send_sums(const LowLatencyCombineParams &c, const LowLate
     if (number != first_item()) {
       ptx::barrier_among<kLlGroupThreads>(1 + group);
       if (thread < kWarp)
-        read_sum(c, call, summed, load_headers(p, item.dest, item.token), item.dest, item.token, bases, list);
+        read_sum(p, call, summed, load_headers(p, item.dest, item.token), item.dest, item.token, bases, list);
       ptx::barrier_among<kLlGroupThreads>(1 + group);
     }
     if (list->count > 0) {
-      send_sum(c, call, list, peers[item.dest], item.token, thread);
+      send_sum(p, call, list, peers[item.dest], item.token, thread);
       if (thread == 0) add_sent_bytes(p.session, item.dest, 2ull * p.hidden);
     }
     mark(kMarkRowOut, thread == 0);
@@ -210,9 +205,8 @@ struct RowTarget {  // shared, of a group
   int32_t dest, token, found, reserved;
 };
 
-__device__ inline void send_plain_row(const LowLatencyCombineParams &c, const LowLatencyCall &call, int local_expert,
+__device__ inline void send_plain_row(const LowLatencyCombineParams &p, const LowLatencyCall &call, int local_expert,
                                       const uint8_t *row, uint8_t *block, RowTarget *target, int group, int thread) {
-  const LowLatencyParams &p = c.call;
   const int chunks = p.hidden / 8, expert = p.session.team.rank * p.num_local() + local_expert;
   uint32_t attempt = 0;
   for (;; ++attempt) {  // a pattern that the row does not hold
@@ -244,9 +238,8 @@ __device__ inline void send_plain_row(const LowLatencyCombineParams &c, const Lo
                         tagged(combine_tag(call.epoch), (pattern_of(attempt) & ~kKindMask) | kKindRow));
 }
 
-__device__ inline void send_logfmt_row(const LowLatencyCombineParams &c, const LowLatencyCall &call, int local_expert,
+__device__ inline void send_logfmt_row(const LowLatencyCombineParams &p, const LowLatencyCall &call, int local_expert,
                                        const uint8_t *row, uint8_t *block, const RowTarget *target, int thread) {
-  const LowLatencyParams &p = c.call;
   const int expert = p.session.team.rank * p.num_local() + local_expert;
   const uint32_t number = number_of_row(p, expert, target->token);
   uint8_t *to = slot_row(p, block, call, number);
@@ -255,32 +248,31 @@ __device__ inline void send_logfmt_row(const LowLatencyCombineParams &c, const L
   if (thread == 0) ptx::st_relaxed_sys(row_word(p, block, call, number), tagged(combine_tag(call.epoch), kKindLogfmt));
 }
 
-__device__ inline void send_rows(const LowLatencyCombineParams &c, const LowLatencyCall &call, uint8_t *const *peers,
+__device__ inline void send_rows(const LowLatencyCombineParams &p, const LowLatencyCall &call, uint8_t *const *peers,
                                  int32_t *before, RowTarget *targets) {
-  const LowLatencyParams &p = c.call;
   const int num_ranks = p.session.team.num_ranks, num_local = p.num_local();
   const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
             thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
   const bool logfmt = (p.flags & DK_LL_LOGFMT) != 0;
-  sum_expert_rows(p, num_local, before);
+  sum_expert_rows(p, p.layout_range(), num_local, before);
   RowTarget *target = targets + group;
   for (int n = group * num_workers() + first_of_block(); n < before[num_local]; n += kLlGroups * num_workers()) {
     const int l = expert_of_row(before, num_local, n), row = n - before[l];
     if (thread == 0) {
-      const int64_t *range = p.layout_range + static_cast<int64_t>(l) * num_ranks;
+      const int64_t *range = p.layout_range() + static_cast<int64_t>(l) * num_ranks;
       int dest = 0;
       while (dest + 1 < num_ranks && row >= static_cast<int>((range[dest] >> 32) + (range[dest] & 0xffffffff))) ++dest;
-      const int token = p.src_info[l * p.rows_per_expert() + row];
-      const bool sent = token >= 0 && token < p.max_tokens && !is_masked(p.session, dest);
+      const int token = p.src_info()[l * p.rows_per_expert() + row];
+      const bool sent = token >= 0 && token < p.num_max_tokens && !is_masked(p.session, dest);
       *target = {sent ? dest : -1, token, 0, 0};
     }
     ptx::barrier_among<kLlGroupThreads>(1 + group);
     if (target->dest >= 0) {
-      const uint8_t *from = c.x + static_cast<uint64_t>(l * p.rows_per_expert() + row) * c.x_row_stride;
+      const uint8_t *from = p.x() + static_cast<uint64_t>(l * p.rows_per_expert() + row) * p.x_row_stride;
       if (logfmt)
-        send_logfmt_row(c, call, l, from, peers[target->dest], target, thread);
+        send_logfmt_row(p, call, l, from, peers[target->dest], target, thread);
       else
-        send_plain_row(c, call, l, from, peers[target->dest], target, group, thread);
+        send_plain_row(p, call, l, from, peers[target->dest], target, group, thread);
       if (thread == 0) add_sent_bytes(p.session, target->dest, 2ull * p.hidden);
     }
     ptx::barrier_among<kLlGroupThreads>(1 + group);
@@ -288,10 +280,10 @@ __device__ inline void send_rows(const LowLatencyCombineParams &c, const LowLate
 }
 
 // The dispatch that made src_info, if its headers are still here. Lane i of a warp looks at record i.
-__device__ __forceinline__ bool may_sum(const LowLatencyParams &p) {
+__device__ __forceinline__ bool may_sum(const LowLatencyCombineParams &p) {
   return (p.flags & (DK_LL_UNREDUCED | DK_LL_LOGFMT)) == 0;
 }
-__device__ __forceinline__ LowLatencyRouting load_routing(const LowLatencyParams &p) {
+__device__ __forceinline__ LowLatencyRouting load_routing(const LowLatencyCombineParams &p) {
   const auto *words = reinterpret_cast<const uint64_t *>(&p.session.team.scratch->routing[lane_id() % kRoutingCopies]);
   LowLatencyRouting routing;
   routing.src_info = ptx::ld_relaxed_gpu(words);
@@ -300,9 +292,9 @@ __device__ __forceinline__ LowLatencyRouting load_routing(const LowLatencyParams
   routing.num_topk = ptx::ld_relaxed_gpu(words + 3);
   return routing;
 }
-__device__ inline SummedDispatch routed_dispatch(const LowLatencyParams &p, const LowLatencyCall &call,
+__device__ inline SummedDispatch routed_dispatch(const LowLatencyCombineParams &p, const LowLatencyCall &call,
                                                  const LowLatencyRouting &mine) {
-  uint64_t newest = mine.src_info == reinterpret_cast<uint64_t>(p.src_info)
+  uint64_t newest = mine.src_info == reinterpret_cast<uint64_t>(p.src_info())
                         ? mine.dispatch
                         : 0;  // its memory may have served several dispatches
   const bool may_fetch = p.receives() && (p.session.team.flags & DK_TEAM_SHRINK) == 0;

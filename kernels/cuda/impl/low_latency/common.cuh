@@ -1,37 +1,13 @@
 // common.cuh - what low-latency dispatch and combine share: places, words, the start and the end of a call.
 #pragma once
 #include "cuda/common/fp8.cuh"
+#include "cuda/impl/low_latency/params.cuh"
 #include "cuda/impl/low_latency/shared.cuh"
 #include "cuda/impl/low_latency/timeline.cuh"
 
 namespace deepep {
 
 constexpr uint32_t kAllOnes = 0xffffffffu;
-
-// Division by a number that the host knows: exact while n * by < 2^32.
-struct Divisor {
-  uint32_t by, magic;
-  __host__ __device__ Divisor() : by(1), magic(0) {}
-  __host__ explicit Divisor(uint32_t n) : by(n), magic(n == 1 ? 0 : static_cast<uint32_t>((1ull << 32) / n + 1)) {}
-#ifdef __CUDACC__
-  __device__ __forceinline__ int quotient(int n) const {
-    return by == 1 ? n : static_cast<int>(__umulhi(static_cast<uint32_t>(n), magic));
-  }
-#endif
-};
-
-// Offsets in a block, so that no thread has to work them out.
-struct LowLatencyPlaces {
-  uint64_t slot[kLowLatencySlots], headers, header_step, row_words[kLowLatencySlots], weights[kWeightCopies];
-};
-
-struct LowLatencyParams : LowLatencyArguments {
-  LowLatencyLayout at;
-  LowLatencyPlaces places;
-  Divisor by_local, by_topk;  // experts of a rank, entries of a token
-
-  __device__ int num_local() const { return static_cast<int>(by_local.by); }
-};
 
 // Which call this is: `epoch` counts low-latency calls, `dispatch` the dispatches among them.
 struct LowLatencyCall {
@@ -41,54 +17,66 @@ struct LowLatencyCall {
 
 // ---- Places: all in a rank's block ----------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint8_t *own_block(const LowLatencyParams &p) { return p.session.team.self; }
-__device__ __forceinline__ uint8_t *slot_base(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call) {
+template <class P>
+__device__ __forceinline__ uint8_t *own_block(const P &p) {
+  return p.session.team.self;
+}
+template <class P>
+__device__ __forceinline__ uint8_t *slot_base(const P &p, uint8_t *block, const LowLatencyCall &call) {
   return block + (call.slot() == 0 ? p.places.slot[0] : p.places.slot[1]);
 }
-__device__ __forceinline__ uint8_t *header_base(const LowLatencyParams &p, uint8_t *block, uint64_t dispatch) {
+template <class P>
+__device__ __forceinline__ uint8_t *header_base(const P &p, uint8_t *block, uint64_t dispatch) {
   return block + p.places.headers + static_cast<uint32_t>(dispatch % kHeaderCopies) * p.places.header_step;
 }
 // Rows of combine are numbered by expert and token, those of dispatch by the source's first expert and token: all below
 // 2^32. So what a rank writes lies in a part of the slot that is its own, whatever the others' calls have there: once a
 // rank has missed calls, its numbers, and with them its slots, may differ from the others' by one.
-__device__ __forceinline__ uint32_t number_of_row(const LowLatencyParams &p, int source_or_expert, int token) {
-  return static_cast<uint32_t>(source_or_expert) * static_cast<uint32_t>(p.max_tokens) + static_cast<uint32_t>(token);
+template <class P>
+__device__ __forceinline__ uint32_t number_of_row(const P &p, int source_or_expert, int token) {
+  return static_cast<uint32_t>(source_or_expert) * static_cast<uint32_t>(p.num_max_tokens) +
+         static_cast<uint32_t>(token);
 }
-__device__ __forceinline__ uint32_t number_of_token(const LowLatencyParams &p, int source, int token) {
+template <class P>
+__device__ __forceinline__ uint32_t number_of_token(const P &p, int source, int token) {
   return number_of_row(p, source * p.num_local(), token);
 }
-__device__ __forceinline__ uint8_t *slot_row(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call,
-                                             uint32_t number) {
+template <class P>
+__device__ __forceinline__ uint8_t *slot_row(const P &p, uint8_t *block, const LowLatencyCall &call, uint32_t number) {
   return slot_base(p, block, call) + static_cast<uint64_t>(number) * static_cast<uint32_t>(p.at.row_bytes);
 }
 // The words that go with a row: scales of dispatch, ranges of LogFMT.
-__device__ __forceinline__ uint32_t *slot_words(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call,
+template <class P>
+__device__ __forceinline__ uint32_t *slot_words(const P &p, uint8_t *block, const LowLatencyCall &call,
                                                 uint32_t number) {
   return reinterpret_cast<uint32_t *>(slot_base(p, block, call) + p.at.words_at +
                                       static_cast<uint64_t>(number) * static_cast<uint32_t>(p.at.words_bytes));
 }
 constexpr int kPatternAt = 2 * kMaxTopk;  // word of the header
-__device__ __forceinline__ uint64_t *token_header(const LowLatencyParams &p, uint8_t *block, uint64_t dispatch,
-                                                  int source, int token) {
+template <class P>
+__device__ __forceinline__ uint64_t *token_header(const P &p, uint8_t *block, uint64_t dispatch, int source,
+                                                  int token) {
   return reinterpret_cast<uint64_t *>(header_base(p, block, dispatch) +
                                       number_of_row(p, source, token) * kHeaderStride);
 }
-__device__ __forceinline__ uint64_t *count_word(const LowLatencyParams &p, uint8_t *block, uint64_t dispatch,
-                                                int source, int local_expert) {
+template <class P>
+__device__ __forceinline__ uint64_t *count_word(const P &p, uint8_t *block, uint64_t dispatch, int source,
+                                                int local_expert) {
   return reinterpret_cast<uint64_t *>(header_base(p, block, dispatch) + p.at.header_bytes) + source * p.num_local() +
          local_expert;
 }
 // Combine: the word that says what the row of an expert for a token is.
-__device__ __forceinline__ uint64_t *row_word(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call,
-                                              uint32_t number) {
+template <class P>
+__device__ __forceinline__ uint64_t *row_word(const P &p, uint8_t *block, const LowLatencyCall &call, uint32_t number) {
   return reinterpret_cast<uint64_t *>(block + (call.slot() == 0 ? p.places.row_words[0] : p.places.row_words[1])) +
          number;
 }
 // Combine: the weights of a source's token, in the order of its entries, where the dispatch did not bring them. They go
 // out before it is known whether slots are empty, and shapes may differ from call to call, hence a copy more than
 // slots.
-__device__ __forceinline__ uint64_t *sent_weights(const LowLatencyParams &p, uint8_t *block, const LowLatencyCall &call,
-                                                  int source, int token) {
+template <class P>
+__device__ __forceinline__ uint64_t *sent_weights(const P &p, uint8_t *block, const LowLatencyCall &call, int source,
+                                                  int token) {
   const uint32_t copy = static_cast<uint32_t>(call.epoch % kWeightCopies);
   const uint64_t at = copy == 0 ? p.places.weights[0] : copy == 1 ? p.places.weights[1] : p.places.weights[2];
   return reinterpret_cast<uint64_t *>(block + at + number_of_row(p, source, token) * kWeightsStride);
@@ -170,10 +158,11 @@ struct Entry {
   int64_t expert;
   float weight;
 };
-__device__ __forceinline__ Entry load_entry(const LowLatencyParams &p, int token) {
+template <class P>
+__device__ __forceinline__ Entry load_entry(const P &p, int token) {
   const int64_t at = static_cast<int64_t>(token) * p.num_topk + lane_id();
   if (lane_id() >= p.num_topk || token >= p.num_tokens) return {-1, 0};
-  return {load_index(p.topk_idx, at, p.index_bytes), p.topk_weights != nullptr ? p.topk_weights[at] : 0};
+  return {load_index(p.topk_idx(), at, p.index_bytes), p.topk_weights() != nullptr ? p.topk_weights()[at] : 0};
 }
 
 // ---- Start and end --------------------------------------------------------------------------------------------------
@@ -195,7 +184,8 @@ struct SlotSeen {
   uint64_t sent, taken;
   int slot, rank;  // what this thread looks at; rank -1: nothing
 };
-__device__ __forceinline__ SlotSeen look_at_slot(const LowLatencyParams &p) {
+template <class P>
+__device__ __forceinline__ SlotSeen look_at_slot(const P &p) {
   const TeamView &team = p.session.team;
   const int watcher = static_cast<int>(threadIdx.x) - kWarp, slot = watcher / kWatchers,
             rank = watcher - slot * kWatchers;
@@ -207,7 +197,8 @@ __device__ __forceinline__ SlotSeen look_at_slot(const LowLatencyParams &p) {
 
 // Whole block, before it writes into any slot: its rows of two calls ago have been taken; mostly they were so at the
 // first look.
-__device__ inline bool await_empty_slots(const LowLatencyParams &p, const LowLatencyCall &call, const SlotSeen &seen) {
+template <class P>
+__device__ inline bool await_empty_slots(const P &p, const LowLatencyCall &call, const SlotSeen &seen) {
   const TeamView &team = p.session.team;
   bool good = true;
   if (seen.slot == call.slot())
@@ -227,8 +218,9 @@ __device__ inline bool await_empty_slots(const LowLatencyParams &p, const LowLat
 }
 
 // By the last block, after the outputs.
-__device__ inline void end_low_latency(const LowLatencyParams &p, const LowLatencyCall &call,
-                                       const LowLatencyCall *calls, bool failed) {
+template <class P>
+__device__ inline void end_low_latency(const P &p, const LowLatencyCall &call, const LowLatencyCall *calls,
+                                       bool failed) {
   Scratch *scratch = p.session.team.scratch;
   if (threadIdx.x == 0) {
     if (p.sends()) {
@@ -254,9 +246,9 @@ __device__ inline void end_low_latency(const LowLatencyParams &p, const LowLaten
 
 // Whole block; as finish() does, the last block to leave sees what the others wrote. Its last warp loads what it counts
 // beside the look at the team's state.
-template <class Outputs>
-__device__ inline void finish_low_latency(const LowLatencyParams &p, const LowLatencyCall &call,
-                                          const LowLatencyCall *calls, Outputs outputs) {
+template <class P, class Outputs>
+__device__ inline void finish_low_latency(const P &p, const LowLatencyCall &call, const LowLatencyCall *calls,
+                                          Outputs outputs) {
   Scratch *scratch = p.session.team.scratch;
   __shared__ uint32_t left_before;
   // The last block reads what others wrote only to mend it after a loss, the control block's times, and bytes sent

@@ -15,15 +15,19 @@ struct LowLatencyHandshakeMessage {
 static_assert(sizeof(LowLatencyHandshakeMessage) == sizeof(HandshakeMessage) &&
                   offsetof(LowLatencyHandshakeMessage, epoch) == offsetof(HandshakeMessage, epoch),
               "the same line");
-__device__ inline uint64_t *low_latency_line(const LowLatencyParams &p, uint8_t *block, uint64_t epoch, int source) {
+template <class P>
+__device__ inline uint64_t *low_latency_line(const P &p, uint8_t *block, uint64_t epoch, int source) {
   const TeamView &team = p.session.team;
   return reinterpret_cast<uint64_t *>(block + team.control + team.at.low_latency_handshake) +
          sizeof(HandshakeMessage) / 8 * (epoch % kLowLatencyHandshakeCopies * team.num_ranks + source);
 }
-__device__ inline HandshakeMessage low_latency_handshake(const LowLatencyParams &p) {
-  HandshakeMessage mine = low_latency_message(p);
+__device__ inline uint32_t format_of(const LowLatencyDispatchParams &p) { return static_cast<uint32_t>(p.format); }
+__device__ inline uint32_t format_of(const LowLatencyCombineParams &) { return 0; }  // its flags say all
+template <class P>
+__device__ inline HandshakeMessage low_latency_handshake(const P &p) {
+  HandshakeMessage mine = low_latency_message(p, p.num_max_tokens, format_of(p));
   if (p.session.op == DK_OP_LL_DISPATCH)
-    mine.flags |= (p.topk_weights != nullptr ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
+    mine.flags |= (p.topk_weights() != nullptr ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
   return mine;
 }
 __device__ inline void store_enter(uint64_t *line, const HandshakeMessage &mine, const LowLatencyCall &call) {
@@ -52,7 +56,8 @@ __device__ inline bool load_enter(const uint64_t *line, uint64_t epoch, Handshak
 }
 
 // The last warp of the control block tells everybody which slots are empty here and, when sending, what this call is.
-__device__ inline void post_low_latency(const LowLatencyParams &p, const LowLatencyCall &call) {
+template <class P>
+__device__ inline void post_low_latency(const P &p, const LowLatencyCall &call) {
   const TeamView &team = p.session.team;
   if (!is_last_warp()) return;  // the others go ahead
   ptx::fence_acq_rel_sys();     // the emptying, by kernels before this one, is seen before what is told of it
@@ -75,7 +80,8 @@ struct EarlyStart {
   uint32_t failed;           // the first thread's
   uint8_t *peer;             // thread r's: the block of rank r
 };
-__device__ __forceinline__ EarlyStart load_start(const LowLatencyParams &p) {
+template <class P>
+__device__ __forceinline__ EarlyStart load_start(const P &p) {
   const TeamView &team = p.session.team;
   Scratch *scratch = team.scratch;
   if (blockIdx.x == 0 && threadIdx.x == 0) scratch->start_ns = ptx::global_timer_ns();
@@ -89,20 +95,22 @@ __device__ __forceinline__ EarlyStart load_start(const LowLatencyParams &p) {
 }
 // Whole block: the peers' addresses go to shared memory. False: the team has failed before; the kernel goes straight to
 // its end.
-__device__ __forceinline__ bool begin_low_latency(const LowLatencyParams &p, const EarlyStart &start, uint8_t **peers) {
+template <class P>
+__device__ __forceinline__ bool begin_low_latency(const P &p, const EarlyStart &start, uint8_t **peers) {
   const TeamView &team = p.session.team;
   if (static_cast<int>(threadIdx.x) < team.num_ranks) peers[threadIdx.x] = start.peer;
 #pragma unroll 1
   for (int r = threadIdx.x + kLlThreads; r < team.num_ranks; r += kLlThreads) peers[r] = team.peers[r];
   return __syncthreads_or(start.failed != 0) == 0;
 }
-__device__ __forceinline__ LowLatencyCall low_latency_call(const LowLatencyParams &p, const EarlyStart &start,
-                                                           bool is_dispatch) {
+template <class P>
+__device__ __forceinline__ LowLatencyCall low_latency_call(const P &p, const EarlyStart &start, bool is_dispatch) {
   return {start.epoch + (p.sends() ? 1 : 0), start.dispatch + (p.sends() && is_dispatch ? 1 : 0)};
 }
 
 // One poll of find_handshake(), and the number of the source's dispatch.
-__device__ __noinline__ inline bool find_source_call(const LowLatencyParams &p, LowLatencyCall call, int source,
+template <class P>
+__device__ __noinline__ inline bool find_source_call(const P &p, LowLatencyCall call, int source,
                                                      LowLatencyCall &found) {
   const auto line_of = [&](int copy) { return low_latency_line(p, own_block(p), copy, source); };
   uint64_t epoch = 0;
@@ -121,7 +129,8 @@ __device__ __noinline__ inline bool find_source_call(const LowLatencyParams &p, 
 
 // Whole block of a receive half, thread r for source r: the call of each source that belongs to this one, into shared
 // calls[R]. Only where ranks can be masked is there anything to find out. Epoch 0: masked, or given up now.
-__device__ inline void find_source_calls(const LowLatencyParams &p, const LowLatencyCall &call, LowLatencyCall *calls) {
+template <class P>
+__device__ inline void find_source_calls(const P &p, const LowLatencyCall &call, LowLatencyCall *calls) {
   const Session &s = p.session;
   for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads) {
     calls[r] = call;
@@ -138,7 +147,8 @@ __device__ inline void find_source_calls(const LowLatencyParams &p, const LowLat
 
 // The control block of a receive half, thread r for source r: everybody means the same call. Times go to the caller's
 // statistics.
-__device__ __noinline__ inline void check_low_latency_peers(const LowLatencyParams &p, const LowLatencyCall *calls) {
+template <class P>
+__device__ __noinline__ inline void check_low_latency_peers(const P &p, const LowLatencyCall *calls) {
   const TeamView &team = p.session.team;
   const HandshakeMessage mine = low_latency_handshake(p);
   for (int r = threadIdx.x; r < team.num_ranks; r += kLlThreads) {
@@ -150,7 +160,7 @@ __device__ __noinline__ inline void check_low_latency_peers(const LowLatencyPara
                                                  [&](int64_t &seen) { return load_enter(line, epoch, theirs, seen); });
     if (epoch != 0 && (team.flags & DK_TEAM_SHRINK) == 0)
       team.scratch->wait_ns[r] += ptx::global_timer_ns() - start;  // weights were awaited before
-    if (p.wait_stats != nullptr) p.wait_stats[r] += static_cast<int64_t>(team.scratch->wait_ns[r]);
+    if (p.wait_stats() != nullptr) p.wait_stats()[r] += static_cast<int64_t>(team.scratch->wait_ns[r]);
     if (!came) continue;
     const Difference difference = compare_enter(mine, &theirs);
     if (difference.field != DK_FIELD_NONE)

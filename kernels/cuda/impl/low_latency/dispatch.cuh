@@ -16,9 +16,8 @@ struct ReceiveTables {    // shared
 };
 
 // Whole block: waits for all counts and makes tables of them.
-__device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowLatencyCall &call,
+__device__ inline void read_counts(const LowLatencyDispatchParams &p, const LowLatencyCall &call,
                                    const ReceiveTables &tables) {
-  const LowLatencyParams &p = d.call;
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks, num_local = p.num_local();
   const bool shrink = (s.team.flags & DK_TEAM_SHRINK) != 0;
@@ -67,7 +66,7 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
   if (!complete) __syncthreads();
   // Counts become first rows; block b writes out what experts b, b + W, ... get.
   for (int l = threadIdx.x; l < num_local; l += kLlThreads) {
-    int64_t *range = p.layout_range + static_cast<int64_t>(l) * num_ranks;
+    int64_t *range = p.layout_range() + static_cast<int64_t>(l) * num_ranks;
     const bool mine = l % num_workers() == static_cast<int>(blockIdx.x);
     int first = 0;
 #pragma unroll 1
@@ -78,8 +77,9 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &d, const LowL
       first += count;
     }
     if (!mine) continue;
-    d.recv_count[l] = first;
-    if (d.cumulative_stats != nullptr) atomicAdd(&d.cumulative_stats[l], first);  // no load that would be waited for
+    p.recv_count()[l] = first;
+    if (p.cumulative_stats() != nullptr)
+      atomicAdd(&p.cumulative_stats()[l], first);  // no load that would be waited for
   }
   __syncthreads();
 }
@@ -92,9 +92,8 @@ struct RowList {  // shared, of a group: where a row goes
 };
 
 // By the first warp of a group: the header of a token; the list is empty if it has nothing here or never came.
-__device__ inline void read_header(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int source, int token,
+__device__ inline void read_header(const LowLatencyDispatchParams &p, const LowLatencyCall &call, int source, int token,
                                    int row_bytes, const ReceiveTables &tables, RowList *list) {
-  const LowLatencyParams &p = d.call;
   const Session &s = p.session;
   const int lane = lane_id();
   const uint64_t dispatch = tables.calls[source].dispatch;
@@ -118,15 +117,15 @@ __device__ inline void read_header(const LowLatencyDispatchParams &d, const LowL
   bool row = code == 0 && lane < p.num_topk && has_tag(entry, dispatch_tag(dispatch)) && (entry & kEntryRow) != 0;
   const int expert = entry_expert(static_cast<uint32_t>(entry)),
             position = entry_position(static_cast<uint32_t>(entry));
-  row = row && expert < p.num_local() && position < p.max_tokens;
+  row = row && expert < p.num_local() && position < p.num_max_tokens;
   const uint32_t rows = __ballot_sync(kAllLanes, row);
   if (row) {
     const int n = __popc(rows & ((1u << lane) - 1));
     const int64_t within = tables.base[source * p.num_local() + expert] + position;
     const int64_t row_number = expert * p.rows_per_expert() + within;
-    p.src_info[row_number] = token;
-    list->row[n] = d.recv_x + row_number * row_bytes;
-    list->scales[n] = d.recv_scales + expert * stored_scales(p) * p.rows_per_expert() + within;
+    p.src_info()[row_number] = token;
+    list->row[n] = p.recv_x() + row_number * row_bytes;
+    list->scales[n] = p.recv_scales() + expert * stored_scales(p) * p.rows_per_expert() + within;
   }
   if (lane != 0) return;
   list->count = __popc(rows);
@@ -203,9 +202,8 @@ __device__ inline bool spread_row(const Session &s, uint64_t expected, int sourc
   return came;
 }
 
-__device__ inline bool spread_scales(const LowLatencyDispatchParams &d, const LowLatencyCall &call, int source,
+__device__ inline bool spread_scales(const LowLatencyDispatchParams &p, const LowLatencyCall &call, int source,
                                      uint32_t *from, const RowList *list, uint32_t early, int thread) {
-  const LowLatencyParams &p = d.call;
   const bool packed = (p.flags & DK_LL_UE8M0) != 0;
   const int64_t rows = p.rows_per_expert(), stored = stored_scales(p);
 #pragma unroll 1
@@ -225,16 +223,15 @@ __device__ inline bool spread_scales(const LowLatencyDispatchParams &d, const Lo
 
 // kChunks: of a row, for each thread at a time.
 template <int kChunks>
-__device__ inline void receive_tokens(const LowLatencyDispatchParams &d, const LowLatencyCall &call,
+__device__ inline void receive_tokens(const LowLatencyDispatchParams &p, const LowLatencyCall &call,
                                       const ReceiveTables &tables, RowList *lists) {
-  const LowLatencyParams &p = d.call;
   const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
             thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
-  const int row_bytes = d.recv_row_bytes();
+  const int row_bytes = p.recv_row_bytes();
   const bool plain_scales = p.format == DK_FORMAT_FP8 && (p.flags & DK_LL_UE8M0) == 0;
   RowList *list = lists + group;
 #pragma unroll 1
-  for (int token = first_of_block(); token < p.max_tokens; token += num_workers())
+  for (int token = first_of_block(); token < p.num_max_tokens; token += num_workers())
 #pragma unroll 1
     for (int source = group; source < p.session.team.num_ranks; source += kLlGroups) {
       if (token >= tables.tokens[source]) continue;
@@ -246,12 +243,12 @@ __device__ inline void receive_tokens(const LowLatencyDispatchParams &d, const L
       Arrivals<kChunks> arrivals{};
       const uint32_t *word = plain_scales && thread < p.hidden / kScaleChannels ? words + thread : nullptr;
       load_missing(arrivals, row, row_bytes / 16, word, thread);
-      if (thread < kWarp) read_header(d, call, source, token, row_bytes, tables, list);
+      if (thread < kWarp) read_header(p, call, source, token, row_bytes, tables, list);
       ptx::barrier_among<kLlGroupThreads>(1 + group);
       mark(kMarkLastHeader, thread == 0);
       if (list->count > 0) {
         bool whole = spread_row(p.session, call.epoch, source, row, row_bytes, list, word, arrivals, thread);
-        whole = (p.format != DK_FORMAT_FP8 || spread_scales(d, theirs, source, words, list, arrivals.word, thread)) &&
+        whole = (p.format != DK_FORMAT_FP8 || spread_scales(p, theirs, source, words, list, arrivals.word, thread)) &&
                 whole;
         if (!whole) p.session.team.scratch->late[source] = call.epoch;
       }
@@ -260,65 +257,72 @@ __device__ inline void receive_tokens(const LowLatencyDispatchParams &d, const L
 }
 
 // Whole block. Behind calls [R] in shared memory there is room for the tables.
-__device__ inline void receive(const LowLatencyDispatchParams &d, const LowLatencyCall &call, LowLatencyCall *calls,
+__device__ inline void receive(const LowLatencyDispatchParams &p, const LowLatencyCall &call, LowLatencyCall *calls,
                                RowList *lists) {
-  auto *base = reinterpret_cast<int32_t *>(calls + d.call.session.team.num_ranks);
-  const ReceiveTables tables{base, base + d.call.num_experts, calls};
+  auto *base = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks);
+  const ReceiveTables tables{base, base + p.num_experts, calls};
   __syncthreads();  // calls are there
-  read_counts(d, call, tables);
+  read_counts(p, call, tables);
   mark(kMarkKnown, threadIdx.x == 0);
-  if (d.recv_row_bytes() <= 4 * 16 * kLlGroupThreads)
-    receive_tokens<4>(d, call, tables, lists);
+  if (p.recv_row_bytes() <= 4 * 16 * kLlGroupThreads)
+    receive_tokens<4>(p, call, tables, lists);
   else
-    receive_tokens<8>(d, call, tables, lists);
+    receive_tokens<8>(p, call, tables, lists);
 }
 
 // ---- End ------------------------------------------------------------------------------------------------------------
 
-__device__ inline void finish_outputs(const LowLatencyDispatchParams &d, const LowLatencyCall &call, bool failed) {
-  const LowLatencyParams &p = d.call;
+__device__ inline DispatchOutputs outputs_of(const LowLatencyDispatchParams &p) {
+  const bool fp8 = p.format == DK_FORMAT_FP8;
+  return {p.recv_x(),          p.recv_scales(),
+          p.recv_count(),      p.cumulative_stats(),
+          p.src_info(),        p.layout_range(),
+          p.rows_per_expert(), fp8 ? stored_scales(p) : 0,
+          p.num_local(),       fp8 ? p.hidden : 2 * p.hidden};
+}
+
+__device__ inline void finish_outputs(const LowLatencyDispatchParams &p, const LowLatencyCall &call, bool failed) {
   if (p.receives()) {
     if (failed || (p.session.team.flags & DK_TEAM_SHRINK) != 0)
-      mend_outputs<kLlThreads>(p.session, call.epoch, outputs_of(p, d, p.num_local()), failed);
+      mend_outputs<kLlThreads>(p.session, call.epoch, outputs_of(p), failed);
     if (threadIdx.x == 0)
       p.session.team.scratch->routing[call.dispatch % kRoutingCopies] = {
-          reinterpret_cast<uint64_t>(p.src_info), failed ? 0 : call.dispatch, p.topk_weights != nullptr,
+          reinterpret_cast<uint64_t>(p.src_info()), failed ? 0 : call.dispatch, p.topk_weights() != nullptr,
           static_cast<uint64_t>(p.num_topk)};
   }
 }
 
 __global__ void __launch_bounds__(kLlThreads, 1)
-    low_latency_dispatch_kernel(const __grid_constant__ LowLatencyDispatchParams d) {
+    low_latency_dispatch_kernel(const __grid_constant__ LowLatencyDispatchParams p) {
   extern __shared__ __align__(16)
       uint8_t memory[];  // peers [R]; while sending codes [kTileCodes], then calls [R], base [E], tokens [R]
   __shared__ SendTables sending;
   __shared__ RowList lists[kLlGroups];
-  const LowLatencyParams &p = d.call;
   begin_timeline();
   auto **peers = reinterpret_cast<uint8_t **>(memory);
   uint8_t *behind = memory + align_up<int>(8 * p.session.team.num_ranks, 16);
-  const CodeTile tile(behind, p.num_topk, d.tile_tokens);
+  const CodeTile tile(behind, p.num_topk, p.tile_tokens);
   auto *calls = reinterpret_cast<LowLatencyCall *>(behind);
   const EarlyStart start = load_start(p);
   EarlySend early{};
-  if (p.sends()) early = load_early_send(d, tile);
+  if (p.sends()) early = load_early_send(p, tile);
   if (threadIdx.x == 0) sending.peers = peers;
   if (p.sends() && p.num_tokens <= tile.tokens) store_first_tile(p, tile, early.codes);
   const bool begun = begin_low_latency(p, start, peers);
   const LowLatencyCall call = low_latency_call(p, start, true);
   if (begun) {
     if (is_control_block()) post_low_latency(p, call);
-    const bool good = !p.sends() || !is_worker() || send_tokens(d, call, tile, early, &sending);
+    const bool good = !p.sends() || !is_worker() || send_tokens(p, call, tile, early, &sending);
     mark(kMarkSent, threadIdx.x == 0);
     if (is_control_block()) publish_newest_by_last_warp(p.session.team);  // rows are on their way meanwhile
     if (p.receives() && good) {
       find_source_calls(p, call, calls);
       if (is_control_block()) check_low_latency_peers(p, calls);
-      if (is_worker()) receive(d, call, calls, lists);
+      if (is_worker()) receive(p, call, calls, lists);
     }
     mark(kMarkArrived, true);
   }
-  finish_low_latency(p, call, calls, [&](bool failed) { finish_outputs(d, call, failed); });
+  finish_low_latency(p, call, calls, [&](bool failed) { finish_outputs(p, call, failed); });
   end_timeline(0, call.epoch);
 }
 

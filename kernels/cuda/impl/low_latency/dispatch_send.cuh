@@ -5,13 +5,6 @@
 
 namespace deepep {
 
-struct LowLatencyDispatchParams : LowLatencyDispatchBuffers {
-  LowLatencyParams call;
-  int32_t tile_tokens;  // whose entries fit into shared memory
-
-  __device__ int recv_row_bytes() const { return call.format == DK_FORMAT_FP8 ? call.hidden : 2 * call.hidden; }
-};
-
 // ---- Send: one token ------------------------------------------------------------------------------------------------
 
 struct TokenRoute {          // of the token that a block sends now, in shared memory
@@ -29,7 +22,7 @@ struct SendTables {       // shared
 };
 
 // By the last warp: the token's experts without repetitions, the ranks that hold them.
-__device__ inline void read_route(const LowLatencyParams &p, const LowLatencyCall &call, int token, Entry entry,
+__device__ inline void read_route(const LowLatencyDispatchParams &p, const LowLatencyCall &call, int token, Entry entry,
                                   SendTables *tables) {
   const int lane = lane_id();
   TokenRoute *route = &tables->route;
@@ -59,8 +52,8 @@ __device__ inline void read_route(const LowLatencyParams &p, const LowLatencyCal
 
 // By one warp: tells the owners of this block's experts from the `first` on how many of my tokens choose them, and how
 // many tokens I have; their counts begin at `at`.
-__device__ inline void send_own_counts(const LowLatencyParams &p, const LowLatencyCall &call, const SendTables *tables,
-                                       int at, int first) {
+__device__ inline void send_own_counts(const LowLatencyDispatchParams &p, const LowLatencyCall &call,
+                                       const SendTables *tables, int at, int first) {
   const int expert = own_expert(first + lane_id());
   const int owner = p.by_local.quotient(expert);
   if (expert < p.num_experts && !is_masked(p.session, owner))
@@ -70,8 +63,8 @@ __device__ inline void send_own_counts(const LowLatencyParams &p, const LowLaten
                static_cast<uint32_t>(p.num_tokens) << 16 | tables->expert_counts.count[at + lane_id()]));
 }
 // Whole block: the experts that fall to it, but for the first `skip`.
-__device__ inline void send_expert_counts(const LowLatencyParams &p, const LowLatencyCall &call, const CodeTile &tile,
-                                          bool loaded, int skip, SendTables *tables) {
+__device__ inline void send_expert_counts(const LowLatencyDispatchParams &p, const LowLatencyCall &call,
+                                          const CodeTile &tile, bool loaded, int skip, SendTables *tables) {
 #pragma unroll 1
   for (int first = skip; own_expert(first) < p.num_experts; first += kWarp) {
     __syncthreads();
@@ -82,7 +75,7 @@ __device__ inline void send_expert_counts(const LowLatencyParams &p, const LowLa
 }
 
 // By all threads, the last first: in FP8 they have less of the row to do.
-__device__ inline void send_headers(const LowLatencyParams &p, const LowLatencyCall &call, int token,
+__device__ inline void send_headers(const LowLatencyDispatchParams &p, const LowLatencyCall &call, int token,
                                     const SendTables *tables, uint32_t pattern) {
   const TokenRoute *route = &tables->route;
   const TeamView &team = p.session.team;
@@ -111,12 +104,11 @@ __device__ inline void send_headers(const LowLatencyParams &p, const LowLatencyC
 struct RowBegin {
   uint4 a, b;
 };
-__device__ __forceinline__ RowBegin load_row_begin(const LowLatencyDispatchParams &d, int token) {
-  const LowLatencyParams &p = d.call;
+__device__ __forceinline__ RowBegin load_row_begin(const LowLatencyDispatchParams &p, int token) {
   const bool fp8 = p.format == DK_FORMAT_FP8;
   const int thread = static_cast<int>(threadIdx.x), chunks = p.hidden / 8, first = fp8 ? 2 * thread : thread,
             second = fp8 ? first + 1 : first + kLlThreads;
-  const uint8_t *x = d.x + static_cast<uint64_t>(token) * 2 * p.hidden;
+  const uint8_t *x = p.x() + static_cast<uint64_t>(token) * 2 * p.hidden;
   RowBegin begin{{0, 0, 0, 0}, {0, 0, 0, 0}};
   if (token < p.num_tokens && first < chunks) begin.a = ptx::ld_stream(x + 16 * first);
   if (token < p.num_tokens && second < chunks) begin.b = ptx::ld_stream(x + 16 * second);
@@ -137,11 +129,10 @@ __device__ __forceinline__ void store_everywhere(const TokenRoute *route, int of
 }
 
 // The row cast to FP8: 8 threads hold a block of 128 channels, 16 channels each.
-__device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token, const TokenRoute *route,
+__device__ inline void send_fp8_row(const LowLatencyDispatchParams &p, int token, const TokenRoute *route,
                                     const RowBegin &begin) {
-  const LowLatencyParams &p = d.call;
   const int pieces = p.hidden / 16;
-  const uint8_t *x = d.x + static_cast<uint64_t>(token) * 2 * p.hidden;
+  const uint8_t *x = p.x() + static_cast<uint64_t>(token) * 2 * p.hidden;
 #pragma unroll 1
   for (int first = 0; first < pieces; first += kLlThreads) {
     const int at = first + static_cast<int>(threadIdx.x);
@@ -164,18 +155,18 @@ __device__ inline void send_fp8_row(const LowLatencyDispatchParams &d, int token
 }
 
 // Whether a thread's part of a row of BF16 holds the pattern.
-__device__ inline bool row_holds(const LowLatencyDispatchParams &d, int token, const RowBegin &begin,
+__device__ inline bool row_holds(const LowLatencyDispatchParams &p, int token, const RowBegin &begin,
                                  uint32_t pattern) {
-  const uint8_t *x = d.x + static_cast<uint64_t>(token) * 2 * d.call.hidden;
+  const uint8_t *x = p.x() + static_cast<uint64_t>(token) * 2 * p.hidden;
   bool found = holds(begin.a, pattern) || holds(begin.b, pattern);
-  for (int at = static_cast<int>(threadIdx.x) + 2 * kLlThreads; at < d.call.hidden / 8; at += kLlThreads)
+  for (int at = static_cast<int>(threadIdx.x) + 2 * kLlThreads; at < p.hidden / 8; at += kLlThreads)
     found |= holds(ptx::ld_stream(x + 16 * at), pattern);
   return found;
 }
-__device__ inline void send_bf16_row(const LowLatencyDispatchParams &d, int token, const TokenRoute *route,
+__device__ inline void send_bf16_row(const LowLatencyDispatchParams &p, int token, const TokenRoute *route,
                                      const RowBegin &begin, uint32_t pattern) {
-  const int chunks = d.call.hidden / 8, thread = static_cast<int>(threadIdx.x);
-  const uint8_t *x = d.x + static_cast<uint64_t>(token) * 2 * d.call.hidden;
+  const int chunks = p.hidden / 8, thread = static_cast<int>(threadIdx.x);
+  const uint8_t *x = p.x() + static_cast<uint64_t>(token) * 2 * p.hidden;
 #pragma unroll 1
   for (int at = thread; at < chunks; at += kLlThreads) {
     const uint4 chunk = at == thread ? begin.a : at == thread + kLlThreads ? begin.b : ptx::ld_stream(x + 16 * at);
@@ -192,26 +183,25 @@ struct EarlySend {
   Entry entry;
   SlotSeen slot;
 };
-__device__ __forceinline__ EarlySend load_early_send(const LowLatencyDispatchParams &d, const CodeTile &tile) {
+__device__ __forceinline__ EarlySend load_early_send(const LowLatencyDispatchParams &p, const CodeTile &tile) {
   EarlySend early;
-  early.row = load_row_begin(d, first_of_block());
-  early.codes = load_early_codes(d.call, tile);
-  early.entry = is_last_warp() ? load_entry(d.call, first_of_block()) : Entry{-1, 0};
-  early.slot = look_at_slot(d.call);
+  early.row = load_row_begin(p, first_of_block());
+  early.codes = load_early_codes(p, tile);
+  early.entry = is_last_warp() ? load_entry(p, first_of_block()) : Entry{-1, 0};
+  early.slot = look_at_slot(p);
   return early;
 }
 
 // False: the team failed.
-__device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowLatencyCall &call, const CodeTile &tile,
+__device__ inline bool send_tokens(const LowLatencyDispatchParams &p, const LowLatencyCall &call, const CodeTile &tile,
                                    const EarlySend &early, SendTables *tables) {
-  const LowLatencyParams &p = d.call;
   const bool fp8 = p.format == DK_FORMAT_FP8, loaded = p.num_tokens <= tile.tokens;
   const int first = first_of_block();
   TokenRoute *route = &tables->route;
 #pragma unroll 1
   for (int token = first; token < p.num_tokens; token += num_workers()) {
     RowBegin begin = early.row;
-    if (token != first) begin = load_row_begin(d, token);
+    if (token != first) begin = load_row_begin(p, token);
     if (is_last_warp())
       read_route(p, call, token, token == first ? early.entry : load_entry(p, token),
                  tables);  // the others have experts to count
@@ -222,15 +212,15 @@ __device__ inline bool send_tokens(const LowLatencyDispatchParams &d, const LowL
       return false;
     mark(kMarkEmpty, threadIdx.x == 0);
     uint32_t pattern = kAllOnes;  // one that the row does not hold: nearly always the first one tried
-    for (uint32_t attempt = 0; !fp8 && __syncthreads_or(row_holds(d, token, begin, pattern)) != 0; ++attempt)
+    for (uint32_t attempt = 0; !fp8 && __syncthreads_or(row_holds(p, token, begin, pattern)) != 0; ++attempt)
       pattern = pattern_of(attempt + 1);
     mark(kMarkCounted, threadIdx.x == 0);
     send_headers(p, call, token, tables, pattern);
     if (token == first && warp_id() == kLlThreads / kWarp - 2) send_own_counts(p, call, tables, p.num_topk, 0);
     if (fp8)
-      send_fp8_row(d, token, route, begin);
+      send_fp8_row(p, token, route, begin);
     else
-      send_bf16_row(d, token, route, begin, pattern);
+      send_bf16_row(p, token, route, begin, pattern);
     mark(kMarkRowOut, threadIdx.x == 0);
     for (int n = threadIdx.x; n < route->num_ranks; n += kLlThreads)  // payload, for the statistics
       add_sent_bytes(p.session, route->rank[n], dispatch_payload(p));

@@ -19,7 +19,7 @@ struct CodeTile {
   __device__ CodeTile(void *memory, int num_topk, int num_tokens)
       : codes(static_cast<uint16_t *>(memory)), stride(code_stride(num_topk)), tokens(num_tokens) {}
 };
-__device__ __forceinline__ uint16_t code_of(const LowLatencyParams &p, int64_t expert) {
+__device__ __forceinline__ uint16_t code_of(const LowLatencyDispatchParams &p, int64_t expert) {
   return static_cast<uint16_t>(expert >= 0 && expert < p.num_experts ? static_cast<uint32_t>(expert) : kNoExpert);
 }
 
@@ -28,24 +28,24 @@ constexpr int kEarlyCodes = 2;
 struct CodeLoads {
   int64_t expert[kEarlyCodes];
 };
-__device__ __forceinline__ CodeLoads load_early_codes(const LowLatencyParams &p, const CodeTile &tile) {
+__device__ __forceinline__ CodeLoads load_early_codes(const LowLatencyDispatchParams &p, const CodeTile &tile) {
   CodeLoads early{{-1, -1}};
   const int thread = static_cast<int>(threadIdx.x), entries = tile.stride == p.num_topk ? p.num_tokens * p.num_topk : 0;
   if (p.index_bytes == 8) {
 #pragma unroll
     for (int u = 0; u < kEarlyCodes; ++u)
       if (thread + u * kLlThreads < entries)
-        early.expert[u] = static_cast<const int64_t *>(p.topk_idx)[thread + u * kLlThreads];
+        early.expert[u] = static_cast<const int64_t *>(p.topk_idx())[thread + u * kLlThreads];
   } else {
 #pragma unroll
     for (int u = 0; u < kEarlyCodes; ++u)
       if (thread + u * kLlThreads < entries)
-        early.expert[u] = static_cast<const int32_t *>(p.topk_idx)[thread + u * kLlThreads];
+        early.expert[u] = static_cast<const int32_t *>(p.topk_idx())[thread + u * kLlThreads];
   }
   return early;
 }
 // Whole block: the tile that begins with token `first`, its codes from `from` on.
-__device__ inline void store_codes(const LowLatencyParams &p, const CodeTile &tile, int first, int from) {
+__device__ inline void store_codes(const LowLatencyDispatchParams &p, const CodeTile &tile, int first, int from) {
   const int codes = min(tile.tokens, align_up(p.num_tokens - first, kWarp)) * tile.stride;  // whole warps read them
 #pragma unroll 1
   for (int at = from + static_cast<int>(threadIdx.x); at < codes; at += kLlThreads) {
@@ -53,11 +53,11 @@ __device__ inline void store_codes(const LowLatencyParams &p, const CodeTile &ti
               k = at - within * tile.stride, token = first + within;
     const bool there = k < p.num_topk && token < p.num_tokens;
     tile.codes[at] =
-        there ? code_of(p, load_index(p.topk_idx, static_cast<int64_t>(token) * p.num_topk + k, p.index_bytes))
+        there ? code_of(p, load_index(p.topk_idx(), static_cast<int64_t>(token) * p.num_topk + k, p.index_bytes))
               : static_cast<uint16_t>(kNoExpert);
   }
 }
-__device__ __forceinline__ void store_first_tile(const LowLatencyParams &p, const CodeTile &tile,
+__device__ __forceinline__ void store_first_tile(const LowLatencyDispatchParams &p, const CodeTile &tile,
                                                  const CodeLoads &early) {
   const bool loaded = tile.stride == p.num_topk;
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ __forceinline__ int own_expert(int n) { return static_cast<int>(block
 // Whole block; the counts are complete after a barrier. A warp counts for one expert at a time; none of the loops is
 // unrolled, for what runs once waits for its instructions. `loaded`: the only tile is there; else a barrier comes
 // before. No token: num_tokens.
-__device__ inline void count_experts(const LowLatencyParams &p, const CodeTile &tile, bool loaded, int token,
+__device__ inline void count_experts(const LowLatencyDispatchParams &p, const CodeTile &tile, bool loaded, int token,
                                      int first_own, ExpertCounts *expert_counts) {
   const int lane = lane_id(), entries = token < p.num_tokens ? p.num_topk : 0,
             tile_tokens = loaded ? p.num_tokens : tile.tokens;
@@ -109,7 +109,7 @@ __device__ inline void count_experts(const LowLatencyParams &p, const CodeTile &
         expert =
             loaded
                 ? tile.codes[token * tile.stride + which]
-                : code_of(p, load_index(p.topk_idx, static_cast<int64_t>(token) * p.num_topk + which, p.index_bytes));
+                : code_of(p, load_index(p.topk_idx(), static_cast<int64_t>(token) * p.num_topk + which, p.index_bytes));
       const int end = min((which < entries ? token : p.num_tokens) - first, tile_tokens);
       uint32_t count = 0;
 #pragma unroll 1

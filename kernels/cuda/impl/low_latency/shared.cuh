@@ -41,12 +41,14 @@ struct LowLatencyCombineBuffers {
 __device__ inline bool is_control_block() { return blockIdx.x == gridDim.x - 1; }
 
 // Words of a received row's scales.
-__device__ inline int64_t stored_scales(const LowLatencyArguments &p) {
+template <class P>
+__device__ inline int64_t stored_scales(const P &p) {
   return p.hidden / ((p.flags & DK_LL_UE8M0) != 0 ? 4 * kScaleChannels : kScaleChannels);
 }
 
 // Statistics: payload on the wire toward a rank.
-__device__ __forceinline__ uint64_t dispatch_payload(const LowLatencyArguments &p) {
+template <class P>
+__device__ __forceinline__ uint64_t dispatch_payload(const P &p) {
   return static_cast<uint64_t>(p.format == DK_FORMAT_FP8 ? p.hidden + p.hidden / 32 : 2 * p.hidden);
 }
 __device__ __forceinline__ void add_sent_bytes(const Session &s, int rank, uint64_t bytes) {
@@ -56,7 +58,8 @@ __device__ __forceinline__ void add_sent_bytes(const Session &s, int rank, uint6
 
 // Whole warp, a lane for each entry of a token: the weight of an expert that is named several times, by the lanes of
 // `same`.
-__device__ inline float sum_of_same(const LowLatencyArguments &p, int expert, float weight, uint32_t same) {
+template <class P>
+__device__ inline float sum_of_same(const P &p, int expert, float weight, uint32_t same) {
   const bool repeated = (same & ((1u << lane_id()) - 1)) != 0;
   if (__any_sync(kAllLanes, expert >= 0 && repeated) == 0) return weight;
   float sum = 0;
@@ -68,11 +71,12 @@ __device__ inline float sum_of_same(const LowLatencyArguments &p, int expert, fl
 }
 
 // Whole block of a combine's send half: running sums of the rows of each local expert, [L + 1] in shared memory.
-__device__ inline void sum_expert_rows(const LowLatencyArguments &p, int num_local, int32_t *before) {
+template <class P>
+__device__ inline void sum_expert_rows(const P &p, const int64_t *layout_range, int num_local, int32_t *before) {
   const int num_ranks = p.session.team.num_ranks;
   for (int l = threadIdx.x; l < num_local; l += kLlThreads) {
     int64_t total = 0;
-    for (int r = 0; r < num_ranks; ++r) total += p.layout_range[static_cast<int64_t>(l) * num_ranks + r] & 0xffffffff;
+    for (int r = 0; r < num_ranks; ++r) total += layout_range[static_cast<int64_t>(l) * num_ranks + r] & 0xffffffff;
     before[l + 1] = static_cast<int32_t>(min(total, p.rows_per_expert()));
   }
   __syncthreads();
@@ -84,7 +88,8 @@ __device__ inline void sum_expert_rows(const LowLatencyArguments &p, int num_loc
 }
 
 // Whole block: a failed combine leaves NaN.
-__device__ inline void clear_combined(const LowLatencyArguments &p, uint8_t *combined_x) {
+template <class P>
+__device__ inline void clear_combined(const P &p, uint8_t *combined_x) {
   const uint64_t chunks = static_cast<uint64_t>(p.num_tokens) * p.hidden / 8;
   for (uint64_t i = threadIdx.x; i < chunks; i += kLlThreads)
     reinterpret_cast<uint4 *>(combined_x)[i] = {0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u};

@@ -29,7 +29,7 @@ __device__ inline void set_up_combine(const CombineParams &p, CombineDest *dests
   const int num_ranks = team.num_ranks, me = team.rank;
   const RingShape ring = combine_ring(p);
   for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
-    const int32_t *matrix = p.rank_prefix_matrix;
+    const int32_t *matrix = p.rank_prefix_matrix();
     uint8_t *there = team.peers[r] + team.nvl, *here = team.self + team.nvl;
     const int first = rows_before(matrix, num_ranks, r, me);
     dests[r] = {there + ring.payload(me, 0),

@@ -39,7 +39,7 @@ struct CombineJob {
   }
   __device__ RingPlace place_of(int row, int r) const { return ring_place(row - dests[r].first_row, ring.slots); }
   __device__ void prefetch(int, int) const {}
-  __device__ const uint8_t *source(int row) const { return p.x + static_cast<uint64_t>(row) * p.row_bytes; }
+  __device__ const uint8_t *source(int row) const { return p.x() + static_cast<uint64_t>(row) * p.row_bytes; }
   __device__ bool has_room(int row) const {
     const int r = dest_of(row);
     const RingPlace place = place_of(row, r);
@@ -58,7 +58,7 @@ struct CombineJob {
     auto *to =
         reinterpret_cast<float *>(dests[r].meta + static_cast<uint64_t>(place_of(row, r).slot) * ring.meta_stride);
     for (int k = lane_id(); k < p.num_topk; k += kWarp)
-      to[k] = p.topk_weights == nullptr ? 0 : p.topk_weights[static_cast<int64_t>(row) * p.num_topk + k];
+      to[k] = p.topk_weights() == nullptr ? 0 : p.topk_weights()[static_cast<int64_t>(row) * p.num_topk + k];
   }
   template <class F>
   __device__ void each(int, int row, F f) const {

@@ -1,22 +1,25 @@
 // combine_params.cuh - the parameters of combine.
 #pragma once
-#include <cuda_bf16.h>
-
 #include "cuda/layout/team.cuh"
 
 namespace deepep {
 
-struct CombineParams {
-  Session session;
-  const uint8_t *x;
-  const float *topk_weights;
-  const __nv_bfloat16 *bias[2];
-  const int32_t *rank_prefix_matrix, *send_head, *recv_src_idx;
-  uint32_t row_bytes, stage_bytes;
-  int32_t senders;  // warps of a block that send rows
-  int32_t num_tokens, num_recv_tokens, hidden, num_topk;
-  __nv_bfloat16 *combined_x;
-  float *combined_weights;
+// The arguments of a call, and what the launcher derives from them; see DispatchParams.
+struct CombineParams : dk_combine_params {
+  Session session{};
+  uint32_t row_bytes = 0, stage_bytes = 0;
+  int32_t senders = 0;  // warps of a block that send rows
+
+  __device__ const uint8_t *x() const { return pointer<const uint8_t>(dk_combine_params::x); }
+  __device__ const float *topk_weights() const { return pointer<const float>(dk_combine_params::topk_weights); }
+  __device__ const uint8_t *bias(int which) const { return pointer<const uint8_t>(dk_combine_params::bias[which]); }
+  __device__ const int32_t *rank_prefix_matrix() const {
+    return pointer<const int32_t>(dk_combine_params::rank_prefix_matrix);
+  }
+  __device__ const int32_t *send_head() const { return pointer<const int32_t>(dk_combine_params::send_head); }
+  __device__ const int32_t *recv_src_idx() const { return pointer<const int32_t>(dk_combine_params::recv_src_idx); }
+  __device__ uint8_t *combined_x() const { return pointer<uint8_t>(dk_combine_params::combined_x); }
+  __device__ float *combined_topk_weights() const { return pointer<float>(dk_combine_params::combined_topk_weights); }
 };
 
 }  // namespace deepep

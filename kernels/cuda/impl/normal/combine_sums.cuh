@@ -62,18 +62,17 @@ __device__ inline void sum_piece(const CombineParams &p, const CombineSource *so
       if (at >= chunks) continue;
 #pragma unroll 1
       for (int b = 0; b < 2; ++b)
-        if (p.bias[b] != nullptr)
-          add_bf16(sum[u], ptx::ld_stream(reinterpret_cast<const uint8_t *>(p.bias[b]) + row + 16ull * at));
-      ptx::st_stream(reinterpret_cast<uint8_t *>(p.combined_x) + row + 16ull * at, round_bf16(sum[u]));
+        if (p.bias(b) != nullptr) add_bf16(sum[u], ptx::ld_stream(p.bias(b) + row + 16ull * at));
+      ptx::st_stream(p.combined_x() + row + 16ull * at, round_bf16(sum[u]));
     }
   }
-  if (piece.first != 0 || p.combined_weights == nullptr) return;
+  if (piece.first != 0 || p.combined_topk_weights() == nullptr) return;
   for (int k = lane_id(); k < p.num_topk; k += kWarp) {
     float sum = 0;
     for (int r = 0; r < num_ranks; ++r)
       if (slots[r] >= 0)
         sum += reinterpret_cast<const float *>(sources[r].meta + static_cast<uint64_t>(slots[r]) * ring.meta_stride)[k];
-    p.combined_weights[static_cast<int64_t>(token) * p.num_topk + k] = sum;
+    p.combined_topk_weights()[static_cast<int64_t>(token) * p.num_topk + k] = sum;
   }
 }
 
@@ -91,8 +90,8 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
     const SumPiece piece = sum_piece_at(p, each, __shfl_sync(kAllLanes, ticket, 0));
     if (piece.token >= p.num_tokens) return;
     ticket = take();
-    for (int r = lane_id(); r < num_ranks; r += kWarp)
-      slots[r] = p.send_head[static_cast<int64_t>(piece.token) * num_ranks + r];
+    const int32_t *heads = p.send_head() + static_cast<int64_t>(piece.token) * num_ranks;
+    for (int r = lane_id(); r < num_ranks; r += kWarp) slots[r] = heads[r];
     __syncwarp();
     int missing = -1;
     const bool good = warp_wait_or_fail(
@@ -116,7 +115,7 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
     sum_piece(p, sources, ring, slots, piece);
     __syncwarp();
     for (int r = lane_id(); each == kWholeRow && r < num_ranks; r += kWarp) {
-      const int head = p.send_head[static_cast<int64_t>(piece.token) * num_ranks + r];
+      const int head = heads[r];
       if (head < 0 || head + static_cast<int>(ring.slots) >= sources[r].num_rows) continue;
       const RingPlace place = ring_place(head, ring.slots);
       ptx::st_release_sys(&sources[r].credits[place.slot], ring_value(epoch, place.lap));

@@ -23,9 +23,9 @@ __device__ inline void prepare_dests(const DispatchParams &p, DispatchDest *dest
   const int num_ranks = team.num_ranks, me = team.rank;
   for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
     DispatchDest dest{};
-    dest.first_row = rows_before(p.rank_prefix_matrix, num_ranks, me, r);
-    dest.num_rows = p.rank_prefix_matrix[me * num_ranks + r] - dest.first_row;
-    dest.arriving = p.rank_prefix_matrix[(num_ranks - 1) * num_ranks + r];
+    dest.first_row = rows_before(p.rank_prefix_matrix(), num_ranks, me, r);
+    dest.num_rows = p.rank_prefix_matrix()[me * num_ranks + r] - dest.first_row;
+    dest.arriving = p.rank_prefix_matrix()[(num_ranks - 1) * num_ranks + r];
     dest.rows = team.peers[r] + team.nvl;
     for (int part = 0; part < 2; ++part) {
       dest.flags[part] = team.ring_flag(r, static_cast<RingPart>(part), me);

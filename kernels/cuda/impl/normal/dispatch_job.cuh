@@ -26,9 +26,9 @@ struct DispatchJob {
   __device__ void prefetch(int stage, int token) {
     const int num_ranks = p.session.team.num_ranks;
     for (int r = lane_id(); r < num_ranks; r += kWarp)
-      ptx::copy_word_async(&heads[stage * num_ranks + r], &p.send_head[static_cast<int64_t>(token) * num_ranks + r]);
+      ptx::copy_word_async(&heads[stage * num_ranks + r], &p.send_head()[static_cast<int64_t>(token) * num_ranks + r]);
   }
-  __device__ const uint8_t *source(int token) const { return p.x + static_cast<uint64_t>(token) * p.row_bytes; }
+  __device__ const uint8_t *source(int token) const { return p.x() + static_cast<uint64_t>(token) * p.row_bytes; }
   __device__ const int32_t *heads_of(int stage) const { return heads + stage * p.session.team.num_ranks; }
   __device__ bool room(int stage, int) const {
     return __all_sync(kAllLanes, rank_without_room(p, dests, epoch, kPayload, heads_of(stage)) < 0) != 0;

@@ -68,8 +68,8 @@ struct DispatchShared {
 __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int worker, int num_workers) {
   const TeamView &team = p.session.team;
   const ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks);
-  const int before = rows_before(p.rank_prefix_matrix, team.num_ranks, share.source, team.rank);
-  const int rows = p.rank_prefix_matrix[share.source * team.num_ranks + team.rank] - before;
+  const int before = rows_before(p.rank_prefix_matrix(), team.num_ranks, share.source, team.rank);
+  const int rows = p.rank_prefix_matrix()[share.source * team.num_ranks + team.rank] - before;
   const RingShape ring = dispatch_ring(p, false);
   const uint64_t *flags = team.ring_flag(team.rank, kPayload, share.source);
   const uint8_t *rows_here = team.self + team.nvl + ring.payload(share.source, 0);
@@ -91,7 +91,7 @@ __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int
     const int count = here == kAllLanes ? kWarp : __ffs(static_cast<int>(~here)) - 1;
     for (int i = 0; i < count; ++i, row += share.step) {
       const RingPlace at = ring_place(row, ring.slots);
-      copy_row(p.recv_x + (static_cast<uint64_t>(before) + row) * p.row_bytes,
+      copy_row(p.recv_x() + (static_cast<uint64_t>(before) + row) * p.row_bytes,
                rows_here + static_cast<uint64_t>(at.slot) * p.row_bytes, p.row_bytes);
       if (row + static_cast<int>(ring.slots) >= rows) continue;
       __syncwarp();
@@ -151,7 +151,7 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, const Dispatc
     if (!split.sends()) copier = warp;
   } else if (warp < Roles::kMetaSendersAt) {
     publish_rows(queues, Roles::kSenders, num_ranks, [&](int token, int r) {
-      const int head = p.send_head[static_cast<int64_t>(token) * num_ranks + r];
+      const int head = p.send_head()[static_cast<int64_t>(token) * num_ranks + r];
       if (head < 0 || dests[r].direct) return;
       const RingPlace place = ring_place(head, dests[r].slots);
       ptx::st_relaxed_sys(&dests[r].flags[kPayload][place.slot], ring_value(epoch, place.lap));

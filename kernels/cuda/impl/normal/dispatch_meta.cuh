@@ -32,18 +32,18 @@ __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace
   for (int t = 0; t < tokens; ++t)
     for (int at = lane; at < p.num_scales; at += kWarp)
       ptx::copy_word_async(space.common() + t * row_words + at,
-                           p.scales + (first + t) * p.scale_token_stride + at * p.scale_stride);
+                           p.scales() + (first + t) * p.scale_token_stride + at * p.scale_stride);
   for (int i = lane; i < tokens * p.num_topk; i += kWarp) {
     const int t = i / p.num_topk, k = i % p.num_topk, words = p.index_words();
     const int64_t at = static_cast<int64_t>(first) * p.num_topk + i;
     uint32_t *row = space.common() + t * row_words;
-    if (p.topk_weights != nullptr)
-      ptx::copy_word_async(row + p.num_scales + k, p.topk_weights + at);
+    if (p.topk_weights() != nullptr)
+      ptx::copy_word_async(row + p.num_scales + k, p.topk_weights() + at);
     else
       row[p.num_scales + k] = 0;
     for (int w = 0; w < words; ++w)
       ptx::copy_word_async(row + p.meta.numbers_at + k * words + w,
-                           static_cast<const uint32_t *>(p.topk_idx) + at * words + w);
+                           static_cast<const uint32_t *>(p.topk_idx()) + at * words + w);
   }
   ptx::copy_words_commit();
   ptx::copy_words_wait<0>();
@@ -80,7 +80,7 @@ __device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &
     }
     row[p.meta.numbers_at + at] = packed;
   }
-  for (int j = lane_id(); !p.cached && j < rows; j += kWarp)
+  for (int j = lane_id(); !p.cached() && j < rows; j += kWarp)
     out[j * row_words + p.meta.source_at] = static_cast<uint32_t>(first + space.tokens(p)[j]);
 }
 
@@ -109,7 +109,7 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
     return (p.session.team.rank + 1 + i) % num_ranks;
   };  // ranks do not all begin with the same one
   auto head_at = [&](int i) {
-    return i < num_ranks && lane < tokens ? p.send_head[static_cast<int64_t>(first + lane) * num_ranks + rank_at(i)]
+    return i < num_ranks && lane < tokens ? p.send_head()[static_cast<int64_t>(first + lane) * num_ranks + rank_at(i)]
                                           : -1;
   };
   int head = head_at(0);
@@ -154,7 +154,7 @@ __device__ inline void publish_meta(const DispatchParams &p, const DispatchDest 
   __syncwarp();
   ptx::fence_acq_rel_sys();
   for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp) {
-    const int r = i % num_ranks, head = p.send_head[static_cast<int64_t>(first) * num_ranks + i];
+    const int r = i % num_ranks, head = p.send_head()[static_cast<int64_t>(first) * num_ranks + i];
     if (head < 0) continue;
     const RingPlace place = ring_place(head, dests[r].slots);
     ptx::st_relaxed_sys(&dests[r].flags[kMeta][place.slot], ring_value(epoch, place.lap));
@@ -177,12 +177,13 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
     // Lanes look at all rows of the batch: mostly all have room.
     bool tight = false;
     for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp)
-      tight |= p.send_head[static_cast<int64_t>(first) * num_ranks + i] >= static_cast<int>(dests[i % num_ranks].slots);
+      tight |=
+          p.send_head()[static_cast<int64_t>(first) * num_ranks + i] >= static_cast<int>(dests[i % num_ranks].slots);
     tight = __any_sync(kAllLanes, tight) != 0;
     const int step = tight ? 1 : batch;
     int published = first;
     for (int token = first; token < end; token += step) {
-      const int32_t *heads = p.send_head + static_cast<int64_t>(token) * num_ranks;
+      const int32_t *heads = p.send_head() + static_cast<int64_t>(token) * num_ranks;
       if (tight && __any_sync(kAllLanes, rank_without_room(p, dests, epoch, kMeta, heads) >= 0)) {
         publish_meta<kBulk>(p, dests, epoch, published, token);  // what others may wait for
         published = token;
@@ -226,22 +227,22 @@ template <class At>
 __device__ inline void spread_meta(const DispatchParams &p, int rows, int64_t final_row, At at) {
   const int scales = p.num_scales, topk = p.num_topk;
   auto word_at = [&](int row, int word) { return reinterpret_cast<const uint32_t *>(at(row))[word]; };
-  if (p.recv_scales != nullptr && scales > 0 && scales % 4 == 0 &&
-      reinterpret_cast<uint64_t>(p.recv_scales) % 16 == 0) {
-    auto *out = reinterpret_cast<uint4 *>(p.recv_scales + final_row * scales);
+  if (p.recv_scales() != nullptr && scales > 0 && scales % 4 == 0 &&
+      reinterpret_cast<uint64_t>(p.recv_scales()) % 16 == 0) {
+    auto *out = reinterpret_cast<uint4 *>(p.recv_scales() + final_row * scales);
     move_entries<uint4>(
         rows, scales / 4, [&](int row, int c) { return ptx::ld_stream(at(row) + 16 * c); },
         [&](int i, const uint4 &v) { out[i] = v; });
-  } else if (p.recv_scales != nullptr && scales > 0) {
-    uint32_t *out = p.recv_scales + final_row * scales;
+  } else if (p.recv_scales() != nullptr && scales > 0) {
+    uint32_t *out = p.recv_scales() + final_row * scales;
     move_entries<uint32_t>(rows, scales, word_at, [&](int i, uint32_t v) { out[i] = v; });
   }
-  if (p.recv_topk_weights != nullptr && topk > 0) {
-    uint32_t *out = p.recv_topk_weights + final_row * topk;
+  if (p.recv_topk_weights() != nullptr && topk > 0) {
+    uint32_t *out = p.recv_topk_weights() + final_row * topk;
     move_entries<uint32_t>(
         rows, topk, [&](int row, int k) { return word_at(row, scales + k); }, [&](int i, uint32_t v) { out[i] = v; });
   }
-  if (p.recv_topk_idx != nullptr && topk > 0) {
+  if (p.recv_topk_idx() != nullptr && topk > 0) {
     const int64_t first = final_row * topk;
     auto number_at = [&](int row, int k) {
       return word_at(row, p.meta.numbers_at + (k >> p.meta.shift)) >> (16 * (k & p.meta.shift)) & p.meta.none;
@@ -249,26 +250,26 @@ __device__ inline void spread_meta(const DispatchParams &p, int rows, int64_t fi
     move_entries<uint32_t>(rows, topk, number_at, [&](int i, uint32_t number) {
       const int64_t index = number == p.meta.none ? -1 : static_cast<int64_t>(number);
       if (p.index_bytes == 8)
-        static_cast<int64_t *>(p.recv_topk_idx)[first + i] = index;
+        static_cast<int64_t *>(p.recv_topk_idx())[first + i] = index;
       else
-        static_cast<int32_t *>(p.recv_topk_idx)[first + i] = static_cast<int32_t>(index);
+        static_cast<int32_t *>(p.recv_topk_idx())[first + i] = static_cast<int32_t>(index);
     });
   }
-  if (p.recv_src_idx != nullptr && !p.cached && lane_id() < rows)
-    p.recv_src_idx[final_row + lane_id()] = static_cast<int32_t>(word_at(lane_id(), p.meta.source_at));
+  if (p.recv_src_idx() != nullptr && !p.cached() && lane_id() < rows)
+    p.recv_src_idx()[final_row + lane_id()] = static_cast<int32_t>(word_at(lane_id(), p.meta.source_at));
 }
 
 // Rows that no source sends (worst-case mode): index -1, weight 0.
 __device__ inline void pad_meta(const DispatchParams &p, int worker, int num_workers) {
   const int num_ranks = p.session.team.num_ranks;
-  const int64_t arrived = p.rank_prefix_matrix[(num_ranks - 1) * num_ranks + p.session.team.rank];
+  const int64_t arrived = p.rank_prefix_matrix()[(num_ranks - 1) * num_ranks + p.session.team.rank];
   const int64_t end = static_cast<int64_t>(p.num_worst_tokens) * p.num_topk;
   for (int64_t i = arrived * p.num_topk + worker * kWarp + lane_id(); i < end;
        i += static_cast<int64_t>(num_workers) * kWarp) {
-    if (p.recv_topk_idx != nullptr)
+    if (p.recv_topk_idx() != nullptr)
       for (int w = 0; w < p.index_words(); ++w)
-        static_cast<uint32_t *>(p.recv_topk_idx)[i * p.index_words() + w] = 0xffffffffu;
-    if (p.recv_topk_weights != nullptr) p.recv_topk_weights[i] = 0;
+        static_cast<uint32_t *>(p.recv_topk_idx())[i * p.index_words() + w] = 0xffffffffu;
+    if (p.recv_topk_weights() != nullptr) p.recv_topk_weights()[i] = 0;
   }
 }
 
@@ -292,8 +293,8 @@ __device__ inline ReceiverShare receiver_share(int worker, int num_workers, int 
 __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, bool direct, int worker, int num_workers) {
   const TeamView &team = p.session.team;
   const ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks);
-  const int before = rows_before(p.rank_prefix_matrix, team.num_ranks, share.source, team.rank);
-  const int rows = p.rank_prefix_matrix[share.source * team.num_ranks + team.rank] - before;
+  const int before = rows_before(p.rank_prefix_matrix(), team.num_ranks, share.source, team.rank);
+  const int rows = p.rank_prefix_matrix()[share.source * team.num_ranks + team.rank] - before;
   const RingShape ring = dispatch_ring(p, direct);
   const int chunk = static_cast<int>(min<uint32_t>(kMetaChunk, ring.slots));
   const uint64_t *flags = team.ring_flag(team.rank, kMeta, share.source);

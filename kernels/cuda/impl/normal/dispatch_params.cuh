@@ -21,29 +21,30 @@ struct MetaShape {
   uint32_t common_stride;  // as rows are loaded: scales, weights, experts, with room for what is made of them
 };
 
-struct DispatchParams {
-  Session session;
-  const uint8_t *x;
-  const uint32_t *scales;
-  int64_t scale_token_stride, scale_stride;
-  const void *topk_idx;
-  const uint32_t *topk_weights;
-  const int32_t *rank_prefix_matrix, *send_head;
-  uint32_t row_bytes, stage_bytes;
-  uint32_t meta_rows;  // metadata of so many tokens is sent together
-  int32_t num_tokens, num_scales, num_topk, index_bytes, num_experts, num_recv_tokens, num_worst_tokens;
-  uint32_t cached, weights_given;
-  int32_t recv_segment;
-  uint64_t recv_segment_offset;
-  uint8_t *recv_x;
-  uint32_t *recv_scales;
-  void *recv_topk_idx;
-  uint32_t *recv_topk_weights;
-  int32_t *recv_src_idx;
+// The arguments of a call, and what the launcher derives from them; arguments that the call has no use for are 0. A
+// function hides the address of the same name: kernels have pointers with types.
+struct DispatchParams : dk_dispatch_params {
+  Session session{};
+  MetaShape meta{};
+  uint32_t row_bytes = 0, stage_bytes = 0;
+  uint32_t meta_rows = 0;  // metadata of so many tokens is sent together
 
-  MetaShape meta;
-
+  __host__ __device__ bool cached() const { return (flags & DK_DISPATCH_CACHED) != 0; }
+  __host__ __device__ bool has_weights() const { return num_topk > 0 && dk_dispatch_params::topk_weights != 0; }
   __host__ __device__ int index_words() const { return index_bytes / 4; }  // as the caller has them
+  __device__ const uint8_t *x() const { return pointer<const uint8_t>(dk_dispatch_params::x); }
+  __device__ const uint32_t *scales() const { return pointer<const uint32_t>(dk_dispatch_params::scales); }
+  __device__ const void *topk_idx() const { return pointer<const void>(dk_dispatch_params::topk_idx); }
+  __device__ const uint32_t *topk_weights() const { return pointer<const uint32_t>(dk_dispatch_params::topk_weights); }
+  __device__ const int32_t *rank_prefix_matrix() const {
+    return pointer<const int32_t>(dk_dispatch_params::rank_prefix_matrix);
+  }
+  __device__ const int32_t *send_head() const { return pointer<const int32_t>(dk_dispatch_params::send_head); }
+  __device__ uint8_t *recv_x() const { return pointer<uint8_t>(dk_dispatch_params::recv_x); }
+  __device__ uint32_t *recv_scales() const { return pointer<uint32_t>(dk_dispatch_params::recv_scales); }
+  __device__ void *recv_topk_idx() const { return pointer<void>(dk_dispatch_params::recv_topk_idx); }
+  __device__ uint32_t *recv_topk_weights() const { return pointer<uint32_t>(dk_dispatch_params::recv_topk_weights); }
+  __device__ int32_t *recv_src_idx() const { return pointer<int32_t>(dk_dispatch_params::recv_src_idx); }
 };
 
 inline MetaShape meta_shape(const DispatchParams &p) {
@@ -53,7 +54,7 @@ inline MetaShape meta_shape(const DispatchParams &p) {
   meta.none = meta.shift == 1 ? 0xffffu : 0xffffffffu;
   meta.numbers_at = p.num_scales + p.num_topk;
   meta.source_at = meta.numbers_at + ceil_div(p.num_topk, 1 + meta.shift);
-  meta.words = meta.source_at + (p.cached ? 0 : 1);
+  meta.words = meta.source_at + (p.cached() ? 0 : 1);
   meta.stride = align_up(4u * meta.words, 16u);
   meta.common_stride = max(meta.stride, align_up(4u * (meta.numbers_at + p.num_topk * p.index_words()), 16u));
   return meta;

@@ -9,12 +9,12 @@ namespace deepep {
 __device__ inline void clear_dispatch_outputs(const DispatchParams &p) {
   const int64_t rows = max(p.num_recv_tokens, 0), entries = rows * p.num_topk;
   for (int64_t i = threadIdx.x; i < entries; i += blockDim.x) {
-    if (p.recv_topk_idx != nullptr)
+    if (p.recv_topk_idx() != nullptr)
       for (int w = 0; w < p.index_words(); ++w)
-        static_cast<uint32_t *>(p.recv_topk_idx)[i * p.index_words() + w] = 0xffffffffu;
-    if (p.recv_topk_weights != nullptr) p.recv_topk_weights[i] = 0;
+        static_cast<uint32_t *>(p.recv_topk_idx())[i * p.index_words() + w] = 0xffffffffu;
+    if (p.recv_topk_weights() != nullptr) p.recv_topk_weights()[i] = 0;
   }
-  for (int64_t i = threadIdx.x; p.recv_src_idx != nullptr && i < rows; i += blockDim.x) p.recv_src_idx[i] = 0;
+  for (int64_t i = threadIdx.x; p.recv_src_idx() != nullptr && i < rows; i += blockDim.x) p.recv_src_idx()[i] = 0;
 }
 
 // A failed combine leaves NaN.
@@ -22,10 +22,10 @@ __device__ inline void clear_combine_outputs(const CombineParams &p) {
   const uint64_t chunks = static_cast<uint64_t>(p.num_tokens) * p.row_bytes / 16;
   constexpr uint32_t kNan = 0x7fc07fc0u;
   for (uint64_t i = threadIdx.x; i < chunks; i += blockDim.x)
-    reinterpret_cast<uint4 *>(p.combined_x)[i] = {kNan, kNan, kNan, kNan};
-  for (int64_t i = threadIdx.x; p.combined_weights != nullptr && i < static_cast<int64_t>(p.num_tokens) * p.num_topk;
-       i += blockDim.x)
-    p.combined_weights[i] = __uint_as_float(0x7fc00000u);
+    reinterpret_cast<uint4 *>(p.combined_x())[i] = {kNan, kNan, kNan, kNan};
+  for (int64_t i = threadIdx.x;
+       p.combined_topk_weights() != nullptr && i < static_cast<int64_t>(p.num_tokens) * p.num_topk; i += blockDim.x)
+    p.combined_topk_weights()[i] = __uint_as_float(0x7fc00000u);
 }
 
 }  // namespace deepep

@@ -25,7 +25,7 @@ __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t
   hand.mine.hidden_bytes = p.row_bytes;
   hand.mine.op = DK_OP_DISPATCH;
   hand.mine.flags =
-      (p.cached ? kEnterCached : 0) | (p.weights_given ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
+      (p.cached() ? kEnterCached : 0) | (p.has_weights() ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
   hand.mine.num_experts = p.num_experts;
   hand.mine.num_topk = p.num_topk;
   hand.mine.num_scales = p.num_scales;

@@ -8,12 +8,16 @@ namespace deepep {
 
 constexpr int kLayoutThreads = 512;
 
-struct LayoutParams {
-  Session session;
-  const void *topk_idx;
-  int32_t index_bytes, num_tokens, num_topk, num_experts, num_nodes;
-  int32_t *per_rank, *per_node, *per_expert;
-  uint8_t *token_in_rank;
+// The arguments of a call; see DispatchParams.
+struct LayoutParams : dk_layout_params {
+  Session session{};
+  int32_t num_nodes = 0;
+
+  __device__ const void *topk_idx() const { return pointer<const void>(dk_layout_params::topk_idx); }
+  __device__ int32_t *tokens_per_rank() const { return pointer<int32_t>(dk_layout_params::tokens_per_rank); }
+  __device__ int32_t *tokens_per_node() const { return pointer<int32_t>(dk_layout_params::tokens_per_node); }
+  __device__ int32_t *tokens_per_expert() const { return pointer<int32_t>(dk_layout_params::tokens_per_expert); }
+  __device__ uint8_t *token_in_rank() const { return pointer<uint8_t>(dk_layout_params::token_in_rank); }
 };
 
 struct LayoutCounts {
@@ -41,7 +45,7 @@ __device__ inline LaneEntry lane_entry(const LayoutParams &p, int first) {
 }
 __device__ inline int64_t load_entry(const LayoutParams &p, const LaneEntry &at) {
   if (!at.used) return -1;
-  return load_index(p.topk_idx, static_cast<int64_t>(at.token) * p.num_topk + lane_id() % p.num_topk, p.index_bytes);
+  return load_index(p.topk_idx(), static_cast<int64_t>(at.token) * p.num_topk + lane_id() % p.num_topk, p.index_bytes);
 }
 // Whether this lane is the first of its token with this key, < limit; a key < 0 counts for nothing.
 __device__ inline bool leads(const LaneEntry &at, int key, int limit) {
@@ -52,7 +56,7 @@ __device__ inline void count_entries(const LayoutParams &p, const LaneEntry &at,
                                      const LayoutCounts &counts, int64_t &wrong) {
   const int num_ranks = p.session.team.num_ranks, first = at.token - at.of_warp;  // the warp's first token
   const int tokens = min(tokens_per_warp(p), max(p.num_tokens - first, 0));
-  uint8_t *in_rank = p.token_in_rank + static_cast<int64_t>(first) * num_ranks;
+  uint8_t *in_rank = p.token_in_rank() + static_cast<int64_t>(first) * num_ranks;
   for (int i = lane_id(); i < tokens * num_ranks; i += kWarp) in_rank[i] = 0;
   const int expert = static_cast<int>(checked_entry(p, entry, wrong));
   const int rank = expert < 0 ? -1 : expert / (p.num_experts / num_ranks),
@@ -72,16 +76,16 @@ __device__ inline void count_entries(const LayoutParams &p, const LaneEntry &at,
 __device__ inline void count_token(const LayoutParams &p, int token, const LayoutCounts &counts, int64_t &wrong) {
   const int num_ranks = p.session.team.num_ranks, local = p.num_experts / num_ranks,
             peers = p.session.team.num_nvl_peers;
-  uint8_t *in_rank = p.token_in_rank + static_cast<int64_t>(token) * num_ranks;
+  uint8_t *in_rank = p.token_in_rank() + static_cast<int64_t>(token) * num_ranks;
   for (int r = 0; r < num_ranks; ++r) in_rank[r] = 0;
   const int64_t row = static_cast<int64_t>(token) * p.num_topk;
   for (int k = 0; k < p.num_topk; ++k) {
-    const int64_t expert = checked_entry(p, load_index(p.topk_idx, row + k, p.index_bytes), wrong);
+    const int64_t expert = checked_entry(p, load_index(p.topk_idx(), row + k, p.index_bytes), wrong);
     if (expert == -1) continue;
     const int rank = static_cast<int>(expert) / local, node = rank / peers;
     bool new_expert = true, new_rank = true, new_node = true;
     for (int before = 0; before < k; ++before) {
-      const int64_t other = load_index(p.topk_idx, row + before, p.index_bytes);
+      const int64_t other = load_index(p.topk_idx(), row + before, p.index_bytes);
       if (other < 0 || other >= p.num_experts) continue;
       const int other_rank = static_cast<int>(other) / local;
       new_expert &= other != expert;
@@ -134,11 +138,11 @@ __global__ void __launch_bounds__(kLayoutThreads, 1) layout_kernel(const __grid_
       const int count = failed ? 0 : static_cast<int>(ptx::ld_relaxed_gpu(&s.team.scratch->histogram[i]));
       s.team.scratch->histogram[i] = 0;
       if (i < p.num_experts)
-        p.per_expert[i] = count;
+        p.tokens_per_expert()[i] = count;
       else if (i < p.num_experts + s.team.num_ranks)
-        p.per_rank[i - p.num_experts] = count;
-      else if (p.per_node != nullptr)
-        p.per_node[i - p.num_experts - s.team.num_ranks] = count;
+        p.tokens_per_rank()[i - p.num_experts] = count;
+      else if (p.tokens_per_node() != nullptr)
+        p.tokens_per_node()[i - p.num_experts - s.team.num_ranks] = count;
     }
     record_kernel(s, nullptr, true, failed);
   });

@@ -36,14 +36,14 @@ __device__ inline void number_rows(const NotifyParams &p, int to) {
     uint32_t sent = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
-      if (mine + i < p.num_tokens && p.token_in_rank[static_cast<int64_t>(mine + i) * num_ranks + to] != 0)
+      if (mine + i < p.num_tokens && p.token_in_rank()[static_cast<int64_t>(mine + i) * num_ranks + to] != 0)
         sent |= 1u << i;
     int total;
     const int before = base + block_prefix(__popc(sent), total);
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
       if (mine + i < p.num_tokens)
-        p.send_head[static_cast<int64_t>(mine + i) * num_ranks + to] =
+        p.send_head()[static_cast<int64_t>(mine + i) * num_ranks + to] =
             (sent >> i & 1) != 0 ? before + __popc(sent & ((1u << i) - 1)) : -1;
     base += total;
   }
@@ -60,34 +60,34 @@ __device__ inline void sum_matrix(const NotifyParams &p, Counts counts, Limit li
       const int rows = static_cast<int>(counts(i)[j]);
       sum += rows;
       from_node += i / s.team.num_nvl_peers == s.team.rank / s.team.num_nvl_peers ? rows : 0;
-      p.rank_prefix_matrix[i * num_ranks + j] = sum;
+      p.rank_prefix_matrix()[i * num_ranks + j] = sum;
     }
     const int max_rows = limit(j);
     if (max_rows >= 0 && sum > max_rows) report_failure(s, DK_EMISMATCH, j, DK_FIELD_WORST_TOKENS, max_rows, sum, 0);
-    if (j == s.team.rank && p.counts != nullptr) {
-      p.counts->num_recv_tokens = sum;
-      p.counts->num_recv_nodes_tokens = sum - from_node;
+    if (j == s.team.rank && p.counts() != nullptr) {
+      p.counts()->num_recv_tokens = sum;
+      p.counts()->num_recv_nodes_tokens = sum - from_node;
     }
   }
   const int local = p.num_experts / num_ranks;
-  for (int e = threadIdx.x; p.counts != nullptr && e < local; e += kNotifyThreads) {
+  for (int e = threadIdx.x; p.counts() != nullptr && e < local; e += kNotifyThreads) {
     int sum = 0;
     for (int i = 0; i < num_ranks; ++i) sum += static_cast<int>(counts(i)[num_ranks + e]);
-    p.counts->per_expert[e] = ceil_div(sum, p.expert_alignment) * p.expert_alignment;
+    p.counts()->per_expert[e] = ceil_div(sum, p.expert_alignment) * p.expert_alignment;
   }
 }
 
 // The host may look at the counts. By one block of a notify that did not fail.
 __device__ inline void announce_counts(const NotifyParams &p) {
   __syncthreads();
-  if (threadIdx.x == 0 && p.counts != nullptr && !has_failed(p.session))
-    ptx::st_release_sys(&p.counts->seq, p.session.call);
+  if (threadIdx.x == 0 && p.counts() != nullptr && !has_failed(p.session))
+    ptx::st_release_sys(&p.counts()->seq, p.session.call);
 }
 // By the last block.
 __device__ inline void end_notify(const NotifyParams &p, uint64_t epoch, bool failed) {
-  if (failed && threadIdx.x == 0 && p.counts != nullptr) {
-    p.counts->num_recv_tokens = -1;
-    ptx::st_release_sys(&p.counts->seq, p.session.call);
+  if (failed && threadIdx.x == 0 && p.counts() != nullptr) {
+    p.counts()->num_recv_tokens = -1;
+    ptx::st_release_sys(&p.counts()->seq, p.session.call);
   }
   if (threadIdx.x == 0) p.session.team.scratch->epoch = epoch;
   record_kernel(p.session, nullptr, true, failed);

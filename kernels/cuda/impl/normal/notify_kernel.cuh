@@ -12,8 +12,8 @@ __device__ inline void send_counts(const NotifyParams &p, const Handshake &hand)
   const int num_ranks = s.team.num_ranks, local = p.num_experts / num_ranks;
   for (int r = warp_id(); r < num_ranks; r += kNotifyThreads / kWarp) {
     uint32_t *to = s.team.counts(r, hand.epoch % 2, s.team.rank);
-    for (int i = lane_id(); i < num_ranks; i += kWarp) to[i] = p.per_rank[i];
-    for (int i = lane_id(); i < local; i += kWarp) to[num_ranks + i] = p.per_expert[r * local + i];
+    for (int i = lane_id(); i < num_ranks; i += kWarp) to[i] = p.tokens_per_rank()[i];
+    for (int i = lane_id(); i < local; i += kWarp) to[num_ranks + i] = p.tokens_per_expert()[r * local + i];
   }
   __syncthreads();  // the release of each message below covers what the block has stored
   post_enter(s, hand);

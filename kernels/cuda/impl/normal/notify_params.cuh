@@ -4,14 +4,20 @@
 
 namespace deepep {
 
-struct NotifyParams {
-  Session session;
-  const int32_t *per_rank, *per_expert;
-  const uint8_t *token_in_rank;
-  int32_t num_tokens, num_topk, num_experts, expert_alignment, num_worst_tokens, num_scales;
-  uint64_t hidden_bytes;
-  int32_t *rank_prefix_matrix, *send_head;
-  dk_counts *counts;
+// The arguments of a call; see DispatchParams.
+struct NotifyParams : dk_notify_params {
+  Session session{};
+
+  __device__ const int32_t *tokens_per_rank() const {
+    return pointer<const int32_t>(dk_notify_params::tokens_per_rank);
+  }
+  __device__ const int32_t *tokens_per_expert() const {
+    return pointer<const int32_t>(dk_notify_params::tokens_per_expert);
+  }
+  __device__ const uint8_t *token_in_rank() const { return pointer<const uint8_t>(dk_notify_params::token_in_rank); }
+  __device__ int32_t *rank_prefix_matrix() const { return pointer<int32_t>(dk_notify_params::rank_prefix_matrix); }
+  __device__ int32_t *send_head() const { return pointer<int32_t>(dk_notify_params::send_head); }
+  __device__ dk_counts *counts() const { return pointer<dk_counts>(dk_notify_params::counts); }
 };
 
 }  // namespace deepep

@@ -1,0 +1,62 @@
+// params.cuh - the parameters of low-latency dispatch and combine.
+#pragma once
+#include "cuda/layout/low_latency.cuh"
+#include "cuda/layout/team.cuh"
+
+namespace deepep {
+
+// Division by a number that the host knows: exact while n * by < 2^32.
+struct Divisor {
+  uint32_t by, magic;
+  __host__ __device__ Divisor() : by(1), magic(0) {}
+  __host__ explicit Divisor(uint32_t n) : by(n), magic(n == 1 ? 0 : static_cast<uint32_t>((1ull << 32) / n + 1)) {}
+#ifdef __CUDACC__
+  __device__ __forceinline__ int quotient(int n) const {
+    return by == 1 ? n : static_cast<int>(__umulhi(static_cast<uint32_t>(n), magic));
+  }
+#endif
+};
+
+// Offsets in a block, so that no thread has to work them out.
+struct LowLatencyPlaces {
+  uint64_t slot[kLowLatencySlots], headers, header_step, row_words[kLowLatencySlots], weights[kWeightCopies];
+};
+
+// The arguments of a call (dk_ll_dispatch_params or dk_ll_combine_params), and what the launcher derives from them.
+template <class Args>
+struct LowLatencyParams : Args {
+  Session session{};
+  LowLatencyLayout at{};
+  LowLatencyPlaces places{};
+  Divisor by_local, by_topk;  // experts of a rank, entries of a token
+
+  __device__ bool sends() const { return (Args::phases & DK_PHASE_SEND) != 0; }
+  __device__ bool receives() const { return (Args::phases & DK_PHASE_RECV) != 0; }
+  __device__ int num_local() const { return static_cast<int>(by_local.by); }
+  __device__ int64_t rows_per_expert() const {
+    return static_cast<int64_t>(session.team.num_ranks) * Args::num_max_tokens;
+  }
+  __device__ const void *topk_idx() const { return pointer<const void>(Args::topk_idx); }
+  __device__ const float *topk_weights() const { return pointer<const float>(Args::topk_weights); }
+  __device__ int32_t *src_info() const { return pointer<int32_t>(Args::src_info); }
+  __device__ int64_t *layout_range() const { return pointer<int64_t>(Args::layout_range); }
+  __device__ int64_t *wait_stats() const { return pointer<int64_t>(Args::wait_stats); }
+};
+
+struct LowLatencyDispatchParams : LowLatencyParams<dk_ll_dispatch_params> {
+  int32_t tile_tokens = 0;  // whose entries fit into shared memory
+
+  __device__ int recv_row_bytes() const { return format == DK_FORMAT_FP8 ? hidden : 2 * hidden; }
+  __device__ const uint8_t *x() const { return pointer<const uint8_t>(dk_ll_dispatch_params::x); }
+  __device__ uint8_t *recv_x() const { return pointer<uint8_t>(dk_ll_dispatch_params::recv_x); }
+  __device__ uint32_t *recv_scales() const { return pointer<uint32_t>(dk_ll_dispatch_params::recv_scales); }
+  __device__ int32_t *recv_count() const { return pointer<int32_t>(dk_ll_dispatch_params::recv_count); }
+  __device__ int32_t *cumulative_stats() const { return pointer<int32_t>(dk_ll_dispatch_params::cumulative_stats); }
+};
+
+struct LowLatencyCombineParams : LowLatencyParams<dk_ll_combine_params> {  // layout_range and src_info are inputs here
+  __device__ const uint8_t *x() const { return pointer<const uint8_t>(dk_ll_combine_params::x); }
+  __device__ uint8_t *combined_x() const { return pointer<uint8_t>(dk_ll_combine_params::combined_x); }
+};
+
+}  // namespace deepep
