@@ -98,7 +98,7 @@ int main(int argc, char **argv) {
   combine.combined_x = combined;
   deepep_call call = DEEPEP_CALL_INIT;
   const int host_stream = strcmp(engine, "cpu") == 0;
-  call.async = host_stream;
+  call.is_async = host_stream;
   if (host_stream) call.event = event;
 
   int bursts = calls / BURST;

@@ -16,7 +16,7 @@ func at[T any](p *T) uintptr { return uintptr(unsafe.Pointer(p)) }
 
 // how converts a call's order.
 func how(c *C.dp_call) (core.Call, error) {
-	call := core.Call{Async: c.async != 0, Stream: uintptr(c.stream)}
+	call := core.Call{Async: c.is_async != 0, Stream: uintptr(c.stream)}
 	var err error
 	if c.previous_event != 0 {
 		if call.Previous, err = find[*core.Event](uintptr(c.previous_event), "previous_event"); err != nil {

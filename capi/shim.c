@@ -79,7 +79,7 @@ static deepep_status_t take_call(dp_call *out, const deepep_call *call) {
     deepep_status_t status = take(&full, sizeof full, call, "call");
     if (status != DEEPEP_OK) return status;
   }
-  out->async = full.async;
+  out->is_async = full.is_async;
   out->stream = (uintptr_t)full.stream;
   out->previous_event = (uintptr_t)full.previous_event;
   out->event = (uintptr_t)full.event;

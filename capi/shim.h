@@ -5,7 +5,7 @@
 #include "deepep.h"
 
 typedef struct dp_call {
-  int32_t async, has_config;
+  int32_t is_async, has_config;
   uint64_t stream, previous_event, event;
   deepep_config config;
 } dp_call;

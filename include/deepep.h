@@ -13,7 +13,7 @@
  *   named.
  *   Tags of a function:
  *     collective  every rank of the group calls it, in the same order; local  only this rank takes part
- *     launches    enqueues work and does not wait for peers (with "cpu" and async = 0 it waits for its own work)
+ *     launches    enqueues work and does not wait for peers (with "cpu" and is_async = 0 it waits for its own work)
  *     waits       may block up to its timeout
  *   Threads: every function may be called from any thread. Calls on one buffer are serialised inside.
  *   Lifetimes: tensors given to a launching call must live until its event is done. Nothing is kept by the library
@@ -226,11 +226,11 @@ deepep_status_t deepep_low_latency_size_hint(int32_t num_max_tokens, int32_t hid
 
 /* How a call is ordered. It runs on the buffer's communication stream, after previous_event, or after `stream` if
  * that is NULL.
- * async = 0: `stream` then waits for it (with "cpu": the call returns when it is done). async = 1: the caller waits
+ * is_async = 0: `stream` then waits for it (with "cpu": the call returns when it is done). 1: the caller waits
  * through *event. */
 typedef struct deepep_call {
   uint32_t struct_size;
-  int32_t async;
+  int32_t is_async;
   void *stream;                  /* [in] the caller's current stream */
   deepep_event_t previous_event; /* [in] or NULL */
   deepep_event_t event;          /* [in] recorded at the call's end, or NULL. Made by deepep_event_create */

@@ -166,7 +166,7 @@ static void test_life(void) {
   memset(address, 0xff, bytes); /* the caller may */
   run_dispatch(buffer);
   EXPECT(deepep_event_create(buffer, &event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_OK);
-  call.async = 1;
+  call.is_async = 1;
   call.event = event;
   EXPECT(deepep_barrier(buffer, &call) == DEEPEP_OK && deepep_event_wait(event, -1) == DEEPEP_OK);
   EXPECT(deepep_query_mask(buffer, (int32_t *)sent, NULL) == DEEPEP_ERROR_INVALID_STATE && SAYS("shrink"));

@@ -121,7 +121,7 @@ class Call(ctypes.Structure):
     # deepep_call
     _fields_ = [
         ("struct_size", U32),
-        ("async", I32),
+        ("is_async", I32),
         ("stream", VP),
         ("previous_event", VP),
         ("event", VP),

@@ -71,7 +71,7 @@ class Ordering:
                 struct.stream = buffer.comm_stream_address
         if last and (buffer.host_stream or self.async_finish):
             self.event = struct.event = buffer.native.take_event()
-        struct.__setattr__("async", 1 if buffer.host_stream or self.async_finish or not last else 0)
+        struct.is_async = 1 if buffer.host_stream or self.async_finish or not last else 0
         return ctypes.byref(struct)
 
     def finish(self, tensors: tuple[Any, ...]) -> EventOverlap:

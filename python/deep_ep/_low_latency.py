@@ -340,7 +340,7 @@ class LowLatencyMode(LowLatencyPlans):
         self._ll_stream = call.stream = stream
         if self.host_stream and not call.event:
             call.event = native.take_event()
-            call.__setattr__("async", 1)
+            call.is_async = 1
         status = function(native._as_parameter_, reference, self._ll_reference)
         if status:
             raise native.lib.error(status)

@@ -76,7 +76,7 @@ class LowLatencyPlans(BufferBase):
         self._ll_dispatches, self._ll_combines, self._outputs, self._ll_known = {}, {}, {}, {}
         self._ll_call = _abi.sized(_abi.Call)
         self._ll_reference, self._ll_stream = ctypes.byref(self._ll_call), 0
-        self._ll_async = _abi.sized(_abi.Call, **{"async": 1})
+        self._ll_async = _abi.sized(_abi.Call, is_async=1)
         self._ll_async_reference = ctypes.byref(self._ll_async)
         self._ll_combine, self._ll_spare = CombineCall(), []
 
