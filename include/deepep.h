@@ -1,24 +1,34 @@
 /* deepep.h - expert-parallel dispatch and combine. C99, no dependency.
  *
- * Conventions
- *   Return value: a deepep_status_t, 0 is success. deepep_last_error() has the text of this thread's last failure.
- *   Structs begin with struct_size: set it through the *_INIT macro. A smaller struct is filled up with defaults, a
- *   larger one is
- *   accepted if the part unknown here is zero.
- *   Pointers to tensors are addresses of the buffer's engine: device memory with "cuda", plain memory with "cpu".
- *   Streams are void *: a cudaStream_t with "cuda"; with "cpu" NULL, which means the calling thread.
- *   [in], [out], [inout] with shape and type: T tokens here, R ranks, E experts, L = E / R local experts, K top-k, H
- *   hidden,
- *   B = num_max_dispatch_tokens_per_rank, N rows received. Shapes are row-major and contiguous unless strides are
- *   named.
- *   Tags of a function:
- *     collective  every rank of the group calls it, in the same order; local  only this rank takes part
- *     launches    enqueues work and does not wait for peers (with "cpu" and is_async = 0 it waits for its own work)
- *     waits       may block up to its timeout
- *   Threads: every function may be called from any thread. Calls on one buffer are serialised inside.
- *   Lifetimes: tensors given to a launching call must live until its event is done. Nothing is kept by the library
- *   afterwards.
- *   fork: a child of a process that has used the library gets DEEPEP_ERROR_FORK from every function.
+ * Codes: a function returns a deepep_status_t, 0 for success; deepep_last_error() has the text of the thread's last
+ * failure. Every such function may return INVALID_ARGUMENT (an argument is wrong, or a handle is not live), FORK and
+ * INTERNAL. "Returns:" in a function's comment lists its other codes, without the prefix DEEPEP_ERROR_, where
+ *
+ *   - start-up: what deepep_buffer_create may return. With background = 1 the first call that needs the buffer
+ *     returns it.
+ *   - failure: what ended an operation of the buffer: TIMEOUT, PEER_DEAD, MISMATCH or DEVICE.
+ *
+ * Structs begin with struct_size: set it through the *_INIT macro. The library completes a smaller struct with
+ * defaults, and accepts a larger one if the part that it does not know is zero.
+ *
+ * Tensors are given by address, in memory of the buffer's engine: device memory with "cuda", plain memory with "cpu".
+ * A tensor must stay valid until the event of the call that it was given to is done; the library keeps no address.
+ * Shapes are written [in], [out] or [inout], then shape and type: T tokens of this rank, R ranks, E experts, L = E / R
+ * local experts, K top-k, H hidden, S scales of a row, B = num_max_dispatch_tokens_per_rank, N received rows. Tensors
+ * are row-major, and contiguous unless strides are given.
+ *
+ * Streams are void *: a cudaStream_t with "cuda"; with "cpu" NULL, which is the calling thread.
+ *
+ * Words that begin a function's comment:
+ *
+ *   - collective: every rank of the group calls it, in the same order.
+ *   - local: only this rank takes part.
+ *   - launches: enqueues work and does not wait for peers (with "cpu" and is_async = 0 it waits for its own work).
+ *   - waits: may block the calling thread up to its timeout.
+ *
+ * Threads: any thread may call any function. The library serialises the calls on one buffer.
+ *
+ * fork: in a child of a process that has used the library every function returns FORK.
  */
 #ifndef DEEPEP_H
 #define DEEPEP_H
@@ -64,32 +74,33 @@ enum {
 
 /* local. Version of the loaded library: major * 10000 + minor * 100 + patch. */
 int32_t deepep_version(void);
-/* local. Name ("DEEPEP_ERROR_TIMEOUT") and text of a code; "unknown" for others. Static strings. */
+/* local. Name of a code, such as "DEEPEP_ERROR_TIMEOUT"; "unknown" for a number that is no code. A static string. */
 const char *deepep_status_name(deepep_status_t status);
+/* local. Text of a code, as in DEEPEP_STATUS_MAP; "unknown" for a number that is no code. A static string. */
 const char *deepep_status_text(deepep_status_t status);
-/* local. Text of this thread's last failed call, "" if none. Valid until the thread's next call. */
+/* local. Text of this thread's last failed call, "" if there is none. Valid until the thread's next call. */
 const char *deepep_last_error(void);
 
-/* local. Receives log lines (level 0 debug, 1 info, 2 warn, 3 error) instead of DEEPEP_LOG's place; NULL: back to that.
- * May be called from the library's own threads. */
+/* Takes log lines. level: 0 debug, 1 info, 2 warn, 3 error. The library may call it from threads of its own. */
 typedef void (*deepep_log_fn)(int32_t level, const char *message, void *user);
+/* local. From now on `fn` takes the log lines instead of the place that DEEPEP_LOG names; NULL: that place again. */
 deepep_status_t deepep_set_log_callback(deepep_log_fn fn, void *user);
 
 /* ---- Engines ----------------------------------------------------------------------------------------------------- */
 
 typedef struct deepep_engine_info {
   uint32_t struct_size;
-  int32_t available;     /* [out] 1: library found and a device can be used */
+  int32_t available;     /* [out] 1: the kernel library was loaded and has a device */
   int32_t num_devices;   /* [out] */
   int32_t sm90_compiled; /* [out] 1: has code for compute capability 9.0 */
-  char name[16];         /* [out] */
+  char name[16];         /* [out] "cpu" or "cuda", also for "auto" */
   char path[256];        /* [out] of the kernel library */
-  char build[64];        /* [out] */
-  char reason[512];      /* [out] why it is not available; what was tried */
+  char build[64];        /* [out] build id; ranks of a group must have the same */
+  char reason[512];      /* [out] why it is not available, and what was tried */
 } deepep_engine_info;
 #define DEEPEP_ENGINE_INFO_INIT {sizeof(deepep_engine_info), 0, 0, 0, {0}, {0}, {0}, {0}}
-/* local, waits (loads the kernel library). name: "cpu", "cuda", or "auto" = the one that DEEPEP_ENGINE or the machine
- * selects. */
+/* local, waits (loads the kernel library). name: "cpu", "cuda", or "auto": the one that DEEPEP_ENGINE names, else
+ * "cuda" where a device is found, else "cpu". An engine that cannot be used is no error: see `available`. */
 deepep_status_t deepep_engine_query(const char *name, deepep_engine_info *info);
 
 /* ---- Groups ------------------------------------------------------------------------------------------------------ */
@@ -98,10 +109,11 @@ typedef struct deepep_group *deepep_group_t;
 typedef struct deepep_buffer *deepep_buffer_t;
 typedef struct deepep_event *deepep_event_t;
 
-/* Gathers `bytes` bytes of every rank, in rank order, into recv (size * bytes). bytes is the same on all ranks.
- * Returns 0, or anything else for failure. Called on the thread that calls deepep_group_create, once. */
+/* Gathers `bytes` bytes of every rank, in rank order, into recv (size * bytes). bytes is the same on all ranks. Returns
+ * 0, or any other number for failure. deepep_group_create calls it once, on the thread that called it. */
 typedef int32_t (*deepep_allgather_fn)(const void *send, void *recv, size_t bytes, void *user);
 
+/* How the ranks of a group find each other. */
 enum { DEEPEP_BOOTSTRAP_CALLBACK = 0, DEEPEP_BOOTSTRAP_TCP = 1, DEEPEP_BOOTSTRAP_FILE = 2 };
 
 typedef struct deepep_group_options {
@@ -109,128 +121,137 @@ typedef struct deepep_group_options {
   int32_t bootstrap; /* DEEPEP_BOOTSTRAP_* */
   int32_t rank, size;
   deepep_allgather_fn allgather; /* callback */
-  void *user;
-  const char *address;   /* TCP: "host:port" of rank 0. NULL: MASTER_ADDR and MASTER_PORT */
-  const char *directory; /* file: a folder that all ranks see */
-  const char *name;      /* file, TCP: distinguishes groups; NULL: "default" */
-  int32_t num_nvl_peers; /* ranks of one NVLink domain; 0: DEEPEP_NUM_MAX_NVL_PEERS or 8 */
-  int32_t background;    /* 1: return after the one exchange; what remains goes on behind */
-  int64_t timeout_ms;    /* for the exchange and the start; 0: default */
+  void *user;                    /* callback: passed to allgather */
+  const char *address;           /* TCP: "host:port" of rank 0. NULL: MASTER_ADDR and MASTER_PORT */
+  const char *directory;         /* file: a folder that all ranks see */
+  const char *name;              /* file, TCP: distinguishes groups; NULL: "default" */
+  int32_t num_nvl_peers;         /* ranks of one NVLink domain; 0: DEEPEP_NUM_MAX_NVL_PEERS or 8 */
+  int32_t background;            /* 1: return after the one exchange; the rest of the start-up goes on meanwhile */
+  int64_t timeout_ms;            /* limit of the exchange and the start-up; 0: DEEPEP_FIRST_TIMEOUT_MS or 300000 */
 } deepep_group_options;
 #define DEEPEP_GROUP_OPTIONS_INIT {sizeof(deepep_group_options), 0, 0, 0, NULL, NULL, NULL, NULL, NULL, 0, 0, 0}
 
-/* collective, waits. *group belongs to the caller. Errors: INVALID_ARGUMENT, MISMATCH, TIMEOUT, PEER_DEAD, SYSTEM. */
+/* collective, waits. *group belongs to the caller. Returns: MISMATCH, TIMEOUT, PEER_DEAD, SYSTEM. */
 deepep_status_t deepep_group_create(const deepep_group_options *options, deepep_group_t *group);
-/* local, bounded. Buffers of the group stay usable until they are destroyed. NULL is fine. */
+/* local, bounded. Buffers of the group stay usable until they are destroyed. NULL is fine. Returns: SYSTEM. */
 deepep_status_t deepep_group_destroy(deepep_group_t group);
 
 /* ---- Buffers ----------------------------------------------------------------------------------------------------- */
 
 typedef struct deepep_buffer_options {
   uint32_t struct_size;
-  int32_t device;          /* ordinal; -1: the current one */
-  const char *engine;      /* NULL or "auto", "cpu", "cuda" */
-  uint64_t num_nvl_bytes;  /* normal mode; see deepep_config_size_hint */
-  uint64_t num_rdma_bytes; /* low-latency mode and normal mode between nodes: the larger of their hints */
-  int32_t low_latency_mode;
-  int32_t num_qps_per_rank; /* queue pairs toward each rank of another node, 1 to 1024; 0: 24. DEEPEP_NUM_QPS_PER_RANK
-                               wins */
-  int32_t allow_nvlink_for_low_latency_mode; /* 0: low-latency calls go by RDMA to every other rank, those of the own
-                                                node too */
-  int32_t allow_mnnvl, use_fabric, enable_shrink;
-  int32_t preinitialize;    /* do everything now that the first call would do */
-  int32_t background;       /* 1: return at once; the first operation waits for the rest */
-  int64_t timeout_ms;       /* longest wait for a living peer in a steady call; 0: DEEPEP_TIMEOUT_MS or 100000 */
-  int64_t first_timeout_ms; /* in the first call of an operation; 0: DEEPEP_FIRST_TIMEOUT_MS, or timeout_ms if that is
-                               given, or 300000 */
+  int32_t device;           /* ordinal; -1: the current one */
+  const char *engine;       /* NULL or "auto", "cpu", "cuda" */
+  uint64_t num_nvl_bytes;   /* normal mode; see deepep_config_size_hint */
+  uint64_t num_rdma_bytes;  /* low-latency mode and normal mode between nodes: the larger of their hints */
+  int32_t low_latency_mode; /* 1: low-latency calls are allowed */
+  int32_t num_qps_per_rank; /* queue pairs toward each rank of another node, 1 to 1024; 0: 24. The variable
+                               DEEPEP_NUM_QPS_PER_RANK, if set, wins */
+  int32_t allow_nvlink_for_low_latency_mode; /* 0: low-latency calls reach also ranks of this node by RDMA */
+  int32_t allow_mnnvl;                       /* 1: NVLink between hosts may be used */
+  int32_t use_fabric;                        /* 1: share memory by fabric handles */
+  int32_t enable_shrink;                     /* 1: low-latency calls mask a rank that is lost, and go on */
+  int32_t preinitialize;                     /* 1: do everything now that the first call would do */
+  int32_t background;                        /* 1: return at once; the first operation waits for the start-up */
+  /* Longest wait for a peer in a call that is not the first of its operation; 0: DEEPEP_TIMEOUT_MS or 100000. */
+  int64_t timeout_ms;
+  /* In the first call of an operation; 0: DEEPEP_FIRST_TIMEOUT_MS, or timeout_ms if that is given, or 300000. */
+  int64_t first_timeout_ms;
 } deepep_buffer_options;
 #define DEEPEP_BUFFER_OPTIONS_INIT {sizeof(deepep_buffer_options), -1, NULL, 0, 0, 0, 24, 1, 0, 0, 0, 0, 0, 0, 0}
 
-/* collective, waits (unless background). Errors also: OUT_OF_MEMORY, NOT_FOUND, VERSION, DEVICE; UNSUPPORTED: there
- * are several
- * nodes, or NVLink is not allowed, and the engine's library has no transport; or a rank is on a host that it does not
- * reach. */
+/* collective, waits (unless background). Returns: MISMATCH, TIMEOUT, PEER_DEAD, SYSTEM, OUT_OF_MEMORY, NOT_FOUND,
+ * VERSION, DEVICE; UNSUPPORTED: ranks lie on several nodes, or NVLink is not allowed, and the engine's library has no
+ * transport, or its transport does not reach a rank's host. */
 deepep_status_t deepep_buffer_create(deepep_group_t group, const deepep_buffer_options *options,
                                      deepep_buffer_t *buffer);
-/* local, bounded (about 2 s at worst), once is enough. What peers have mapped stays valid for them. NULL is fine. */
+/* local, bounded (about 2 s at worst); once is enough. Memory that peers have mapped stays valid for them. NULL is
+ * fine. Returns: TIMEOUT: work did not end, its memory is lost; SYSTEM, DEVICE. */
 deepep_status_t deepep_buffer_destroy(deepep_buffer_t buffer);
 
 typedef struct deepep_buffer_info {
   uint32_t struct_size;
   int32_t rank, size, num_nvl_peers;
-  int32_t rdma_rank, num_rdma_ranks, nvl_rank, device;
+  int32_t rdma_rank, num_rdma_ranks, nvl_rank; /* node of this rank, number of nodes, place in the node */
+  int32_t device;
   int32_t num_device_sms; /* that this process may use */
   int32_t host_stream;    /* 1: streams are NULL, the calling thread ("cpu") */
   int32_t peer_rows;      /* 1: dispatch can write into registered segments */
   int32_t ready;          /* 1: start-up is complete */
   uint64_t num_nvl_bytes, num_rdma_bytes, total_bytes;
   char engine[16], device_name[64];
-  void *comm_stream; /* a stream of the engine; NULL with "cpu" */
+  void *comm_stream; /* the buffer's communication stream; NULL with "cpu" */
 } deepep_buffer_info;
 #define DEEPEP_BUFFER_INFO_INIT {sizeof(deepep_buffer_info), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, {0}, {0}, NULL}
-/* local. Before start-up is complete the engine's fields are those known so far. */
+/* local. Never waits: before start-up is complete, fields that are not known yet are 0. */
 deepep_status_t deepep_buffer_info_get(deepep_buffer_t buffer, deepep_buffer_info *info);
-/* local, waits up to slice_ms (< 0: until done). OK: ready; PENDING: not yet; else why it failed. */
+/* local, waits up to slice_ms (< 0: until done). OK: start-up is complete. Returns: PENDING: not yet; start-up. */
 deepep_status_t deepep_buffer_wait_ready(deepep_buffer_t buffer, int64_t slice_ms);
-/* local. OK, or the failure that made the buffer unusable. */
+/* local. OK, or the failure that made the buffer unusable. Returns: INVALID_STATE; failure. */
 deepep_status_t deepep_buffer_check(deepep_buffer_t buffer);
-/* local. The caller's view of the raw region: rdma = 0 nvl, 1 rdma. Free to be overwritten while no call is under
- * way; on GPUs
- * deepep_clean_low_latency_buffer comes before the next low-latency call where anything but zeros was written to the
- * rdma region. */
+/* local. Address and size of a raw region of this rank; rdma: 0 the nvl region, 1 the rdma region. The caller may
+ * overwrite it while no call is in flight. On GPUs, after writing anything but zeros to the rdma region, call
+ * deepep_clean_low_latency_buffer before the next low-latency call. Returns: INVALID_STATE; start-up. */
 deepep_status_t deepep_buffer_region(deepep_buffer_t buffer, int32_t rdma, void **address, uint64_t *bytes);
 
-/* Shapes to run once so that the first real call is as fast as the steady one. Zero sizes: that mode is left out. */
+/* Shapes to run once, so that the first real call is as fast as a later one. Sizes of 0 leave that mode out. All ranks
+ * give the same. */
 typedef struct deepep_warmup_options {
   uint32_t struct_size;
   int32_t num_tokens, hidden, num_topk, num_experts;                 /* normal mode */
   int32_t ll_num_max_tokens, ll_hidden, ll_num_topk, ll_num_experts; /* low-latency mode */
-  int32_t use_fp8;
+  int32_t use_fp8;                                                   /* 1: dispatch rows as FP8 with scales */
 } deepep_warmup_options;
 #define DEEPEP_WARMUP_OPTIONS_INIT {sizeof(deepep_warmup_options), 0, 0, 0, 0, 0, 0, 0, 0, 0}
-/* collective, waits. */
+/* collective, waits. Returns: INVALID_STATE, OUT_OF_MEMORY, ABORTED; start-up; failure. */
 deepep_status_t deepep_buffer_warmup(deepep_buffer_t buffer, const deepep_warmup_options *options);
 
 /* ---- Events ------------------------------------------------------------------------------------------------------ */
 
-/* local. */
+/* local. *event belongs to the caller and counts as done until it is recorded. Returns: INVALID_STATE, DEVICE;
+ * start-up. */
 deepep_status_t deepep_event_create(deepep_buffer_t buffer, deepep_event_t *event);
+/* local. Work that waits for the event is not affected. NULL is fine. Returns: DEVICE. */
 deepep_status_t deepep_event_destroy(deepep_event_t event);
-/* local, launches. Marks the present end of `stream`; NULL with "cpu": done at once. */
+/* local, launches. Marks the present end of `stream`; NULL with "cpu": done at once. Returns: DEVICE. */
 deepep_status_t deepep_event_record(deepep_event_t event, void *stream);
-/* local, launches; with "cpu" waits (the calling thread is the stream). */
+/* local, launches: `stream` waits for the event. With "cpu" the calling thread is the stream: the call waits. Returns:
+ * DEVICE; with "cpu" failure. */
 deepep_status_t deepep_event_stream_wait(deepep_event_t event, void *stream);
-/* local, waits up to slice_ms (0: only asks; < 0: until done). OK: done; PENDING: not yet; else the buffer's failure.
- * */
+/* local, waits up to slice_ms (0: only asks; < 0: until done). OK: the event is done and the buffer has not failed.
+ * Returns: PENDING: not yet; DEVICE; failure. */
 deepep_status_t deepep_event_wait(deepep_event_t event, int64_t slice_ms);
 
 /* ---- Common to operations ---------------------------------------------------------------------------------------- */
 
+/* How a normal-mode call spends SMs and cuts its transfers. Chunks count tokens. */
 typedef struct deepep_config {
-  int32_t num_sms;                          /* even, >= 0; 0: the library's choice */
-  int32_t nvl_send_chunk, nvl_recv_chunk;   /* tokens; > 0, send < recv */
-  int32_t rdma_send_chunk, rdma_recv_chunk; /* recv a multiple of send and at least twice it */
+  int32_t num_sms;         /* even, 0 or more; 0: the library's choice */
+  int32_t nvl_send_chunk;  /* over NVLink: 1 or more, less than nvl_recv_chunk */
+  int32_t nvl_recv_chunk;  /* over NVLink: room at the receiver */
+  int32_t rdma_send_chunk; /* over RDMA: 1 or more */
+  int32_t rdma_recv_chunk; /* over RDMA: a multiple of rdma_send_chunk, at least twice it */
 } deepep_config;
 #define DEEPEP_CONFIG_INIT {20, 6, 256, 6, 256}
-/* local, pure. Errors: INVALID_ARGUMENT that names the field; rounds rdma_recv_chunk up as V1 does. */
+/* local, pure. INVALID_ARGUMENT names the field. Rounds rdma_recv_chunk up to a multiple of rdma_send_chunk, as V1 of
+ * DeepEP does. */
 deepep_status_t deepep_config_check(deepep_config *config);
-/* local, pure. kind: 0 dispatch, 1 combine; any num_ranks >= 1. */
+/* local, pure. The default for num_ranks ranks, 1 or more. kind: 0 dispatch, 1 combine. */
 deepep_status_t deepep_config_default(int32_t kind, int32_t num_ranks, deepep_config *config);
-/* local, pure. rdma = 0: nvl bytes, 1: rdma bytes (0 where the ranks are one node). Nodes are those of
- * DEEPEP_NUM_MAX_NVL_PEERS. */
+/* local, pure. Bytes that rows of hidden_bytes need with this config; rdma: 0 for num_nvl_bytes, 1 for num_rdma_bytes
+ * (0 where the ranks are one node). DEEPEP_NUM_MAX_NVL_PEERS says how many ranks are a node. */
 deepep_status_t deepep_config_size_hint(const deepep_config *config, int64_t hidden_bytes, int32_t num_ranks,
                                         int32_t rdma, uint64_t *bytes);
 /* local, pure. Bytes of num_rdma_bytes for low-latency calls of this shape. */
 deepep_status_t deepep_low_latency_size_hint(int32_t num_max_tokens, int32_t hidden, int32_t num_ranks,
                                              int32_t num_experts, uint64_t *bytes);
 
-/* How a call is ordered. It runs on the buffer's communication stream, after previous_event, or after `stream` if
- * that is NULL.
- * is_async = 0: `stream` then waits for it (with "cpu": the call returns when it is done). 1: the caller waits
- * through *event. */
+/* How a call is ordered. It runs on the buffer's communication stream, after previous_event, or without one after the
+ * present end of `stream`. */
 typedef struct deepep_call {
   uint32_t struct_size;
-  int32_t is_async;
+  int32_t is_async;              /* 0: `stream` waits for the call (with "cpu" the call returns when it is done); 1: the
+                                    caller waits through `event` */
   void *stream;                  /* [in] the caller's current stream */
   deepep_event_t previous_event; /* [in] or NULL */
   deepep_event_t event;          /* [in] recorded at the call's end, or NULL. Made by deepep_event_create */
@@ -238,127 +259,129 @@ typedef struct deepep_call {
 } deepep_call;
 #define DEEPEP_CALL_INIT {sizeof(deepep_call), 0, NULL, NULL, NULL, NULL}
 
-enum { DEEPEP_INT32 = 0, DEEPEP_INT64 = 1, DEEPEP_BF16 = 2, DEEPEP_FP8_E4M3 = 3, DEEPEP_FLOAT32 = 4, DEEPEP_UINT8 = 5 };
+/* Element types. */
+enum {
+  DEEPEP_INT32 = 0,
+  DEEPEP_INT64 = 1,
+  DEEPEP_BF16 = 2,
+  DEEPEP_FP8_E4M3 = 3, /* 8 bits: sign, 4 of exponent, 3 of mantissa */
+  DEEPEP_FLOAT32 = 4,
+  DEEPEP_UINT8 = 5
+};
 
 /* ---- Normal mode ------------------------------------------------------------------------------------------------- */
 
+/* Operations return, beside what is listed: INVALID_STATE (the buffer was destroyed), ABORTED (an earlier operation of
+ * the buffer failed), DEVICE; start-up. With "cpu" and is_async = 0 they wait, and return failure as well. */
+
+/* Arguments of deepep_get_layout, which counts how many of this rank's tokens go to each rank and expert. */
 typedef struct deepep_layout {
   uint32_t struct_size;
-  int32_t num_tokens, num_topk, num_experts;
-  int32_t index_type;                /* DEEPEP_INT32 or DEEPEP_INT64 */
-  const void *topk_idx;              /* [in] [T,K]; -1 selects nothing */
+  int32_t num_tokens;                /* T */
+  int32_t num_topk;                  /* K, 1 or more */
+  int32_t num_experts;               /* E, a multiple of R */
+  int32_t index_type;                /* of topk_idx: DEEPEP_INT32 or DEEPEP_INT64 */
+  const void *topk_idx;              /* [in] [T,K] experts; -1 selects nothing */
   int32_t *num_tokens_per_rank;      /* [out] [R] */
   int32_t *num_tokens_per_rdma_rank; /* [out] [nodes] or NULL */
   int32_t *num_tokens_per_expert;    /* [out] [E] */
-  uint8_t *is_token_in_rank;         /* [out] [T,R] */
+  uint8_t *is_token_in_rank;         /* [out] [T,R] 1: the token goes to the rank */
 } deepep_layout;
 #define DEEPEP_LAYOUT_INIT {sizeof(deepep_layout), 0, 0, 0, DEEPEP_INT64, NULL, NULL, NULL, NULL, NULL}
 /* local, launches. */
 deepep_status_t deepep_get_layout(deepep_buffer_t buffer, const deepep_layout *layout, const deepep_call *call);
 
-/* What dispatch leaves for combine and cached dispatch. Data only: valid on any buffer of the same ranks. The caller
- * owns the memory. */
 #define DEEPEP_HANDLE_MAGIC 0x44504548u
 #define DEEPEP_HANDLE_VERSION 1u
+/* What a dispatch leaves for combine and for cached dispatch. Data only: valid on any buffer of the same ranks. The
+ * caller owns the memory. */
 typedef struct deepep_handle {
   uint32_t struct_size, magic, version;
-  int32_t num_ranks;
+  int32_t num_ranks;           /* R */
   int32_t num_tokens;          /* T, at the source */
   int32_t num_recv_tokens;     /* rows of recv_x: N, or num_worst_tokens */
-  int32_t *rank_prefix_matrix; /* [R,R]: [i][j] = rows that ranks 0..i send to rank j */
-  int32_t *send_head;          /* [T,R]: number of the token's row among mine to that rank, -1: not sent */
-  int32_t *recv_src_idx;       /* [N]: the row's token index at its source */
+  int32_t *rank_prefix_matrix; /* [inout] [R,R]: [i][j] = rows that ranks 0..i send to rank j */
+  int32_t *send_head;          /* [inout] [T,R]: the token's place among this rank's rows to that rank, -1: not sent */
+  int32_t *recv_src_idx;       /* [inout] [N]: the row's token index at its source */
 } deepep_handle;
 #define DEEPEP_HANDLE_INIT \
   {sizeof(deepep_handle), DEEPEP_HANDLE_MAGIC, DEEPEP_HANDLE_VERSION, 0, 0, 0, NULL, NULL, NULL}
 
-/* First step: exchanges counts, fills handle->rank_prefix_matrix and send_head. */
+/* Arguments of deepep_notify_counts, the first step of a dispatch: the ranks exchange counts, and the call fills the
+ * handle's rank_prefix_matrix and send_head. */
 typedef struct deepep_notify {
   uint32_t struct_size;
-  int32_t num_tokens, num_topk, num_experts; /* K = 0: without top-k */
-  int32_t expert_alignment;                  /* >= 1 */
-  int32_t num_worst_tokens;                  /* > 0: nobody waits for counts */
-  int32_t x_type; /* DEEPEP_BF16, DEEPEP_FP8_E4M3: of the dispatch that follows; any 1-, 2-, 4-byte type is moved as it
-                     is */
+  int32_t num_tokens;                   /* T */
+  int32_t num_topk;                     /* K; 0: without top-k */
+  int32_t num_experts;                  /* E, a multiple of R; may be 0 without top-k */
+  int32_t expert_alignment;             /* 1 or more: counts for experts are rounded up to a multiple */
+  int32_t num_worst_tokens;             /* > 0: outputs have room for so many rows, and no host waits for counts */
+  int32_t x_type;                       /* of the rows: any type of 1, 2 or 4 bytes; rows are moved as they are */
   int32_t num_scales;                   /* S or 0 */
-  int64_t hidden;                       /* elements of a row; hidden * itemsize is a multiple of 16 */
-  const int32_t *num_tokens_per_rank;   /* [in] [R] */
-  const int32_t *num_tokens_per_expert; /* [in] [E] or NULL */
-  const uint8_t *is_token_in_rank;      /* [in] [T,R] */
-  deepep_handle *handle;                /* [inout] matrices filled on the stream; num_tokens, num_ranks set now */
+  int64_t hidden;                       /* H; the bytes of a row are a multiple of 16 */
+  const int32_t *num_tokens_per_rank;   /* [in] [R] of the layout */
+  const int32_t *num_tokens_per_expert; /* [in] [E] of the layout, or NULL: no counts for experts */
+  const uint8_t *is_token_in_rank;      /* [in] [T,R] of the layout */
+  deepep_handle *handle;                /* [inout] matrices are filled on the stream; num_tokens and num_ranks now */
 } deepep_notify;
 #define DEEPEP_NOTIFY_INIT {sizeof(deepep_notify), 0, 0, 0, 1, 0, DEEPEP_BF16, 0, 0, NULL, NULL, NULL, NULL}
 /* collective, launches. *token names the exchange for deepep_wait_counts and deepep_dispatch. */
 deepep_status_t deepep_notify_counts(deepep_buffer_t buffer, const deepep_notify *notify, const deepep_call *call,
                                      uint64_t *token);
-/* local, waits up to slice_ms (< 0: until done or failed). *num_recv_tokens = N; per_expert [L] or NULL, each rounded
- * up to
- * expert_alignment. PENDING: not yet. Errors: TIMEOUT, PEER_DEAD, MISMATCH that name the rank. */
+/* local, waits up to slice_ms (< 0: until done or failed). *num_recv_tokens = N; per_expert: [out] [L] rows for each
+ * local expert, rounded up to expert_alignment, or NULL. Returns: PENDING: not yet; INVALID_STATE; failure. */
 deepep_status_t deepep_wait_counts(deepep_buffer_t buffer, uint64_t token, int64_t slice_ms, int32_t *num_recv_tokens,
                                    int32_t *per_expert);
 
-/* Second step: the rows. Cached: the handle of an earlier dispatch, no token, no top-k. */
+/* Arguments of deepep_dispatch, the second step: the rows. A cached dispatch takes the handle of an earlier one, and
+ * neither token nor top-k. */
 typedef struct deepep_dispatch_args {
   uint32_t struct_size;
-  int32_t cached; /* 1: as the handle says */
-  uint64_t token; /* of deepep_notify_counts; 0 when cached */
-  int32_t x_type, num_scales;
-  int64_t hidden;
-  int32_t num_tokens, num_topk, num_experts, index_type;
-  int32_t num_worst_tokens;
-  int32_t recv_segment; /* recv_x lies in this registered segment; -1: anywhere */
-  uint64_t recv_segment_offset;
-  const void *x;        /* [in] [T,H] */
-  const void *x_scales; /* [in] [T,S] 4-byte elements with the strides below (elements), or NULL */
-  int64_t scale_token_stride, scale_stride;
-  const void *topk_idx;      /* [in] [T,K] or NULL */
-  const float *topk_weights; /* [in] [T,K] or NULL; needs topk_idx */
-  deepep_handle *handle;     /* [in] recv_src_idx [out] filled unless cached; num_recv_tokens is N */
-  void *recv_x;              /* [out] [N,H] */
-  void *recv_x_scales;       /* [out] [N,S] contiguous or NULL */
-  void *recv_topk_idx;       /* [out] [N,K] local expert or -1 */
-  float *recv_topk_weights;  /* [out] [N,K] */
+  int32_t cached;               /* 1: rows go as the handle says */
+  uint64_t token;               /* of the notify; 0 when cached */
+  int32_t x_type;               /* of x: as in the notify */
+  int32_t num_scales;           /* S or 0 */
+  int64_t hidden;               /* H */
+  int32_t num_tokens;           /* T */
+  int32_t num_topk;             /* K; 0: without top-k, or cached */
+  int32_t num_experts;          /* E; 0 when cached */
+  int32_t index_type;           /* of topk_idx: DEEPEP_INT32 or DEEPEP_INT64 */
+  int32_t num_worst_tokens;     /* as in the notify; 0 when cached */
+  int32_t recv_segment;         /* the segment in which recv_x lies: peers write the rows there; 0 or -1: in none */
+  uint64_t recv_segment_offset; /* bytes from the start of the segment to recv_x */
+  const void *x;                /* [in] [T,H] x_type */
+  const void *x_scales;         /* [in] [T,S] 4-byte elements, or NULL */
+  int64_t scale_token_stride;   /* elements from a token's scales to the next token's */
+  int64_t scale_stride;         /* elements from a scale to the next one of the token */
+  const void *topk_idx;         /* [in] [T,K] index_type, or NULL */
+  const float *topk_weights;    /* [in] [T,K]; with topk_idx, and only with it */
+  deepep_handle *handle;        /* [in] num_recv_tokens is N; recv_src_idx is filled unless cached */
+  void *recv_x;                 /* [out] [N,H] x_type, ordered by source rank, then by token index there */
+  void *recv_x_scales;          /* [out] [N,S] contiguous, or NULL */
+  void *recv_topk_idx;          /* [out] [N,K] index_type: local expert, or -1 */
+  float *recv_topk_weights;     /* [out] [N,K] */
 } deepep_dispatch_args;
-#define DEEPEP_DISPATCH_INIT     \
-  {sizeof(deepep_dispatch_args), \
-   0,                            \
-   0,                            \
-   DEEPEP_BF16,                  \
-   0,                            \
-   0,                            \
-   0,                            \
-   0,                            \
-   0,                            \
-   DEEPEP_INT64,                 \
-   0,                            \
-   -1,                           \
-   0,                            \
-   NULL,                         \
-   NULL,                         \
-   0,                            \
-   0,                            \
-   NULL,                         \
-   NULL,                         \
-   NULL,                         \
-   NULL,                         \
-   NULL,                         \
-   NULL,                         \
-   NULL}
-/* collective, launches. Rows ordered by source rank, then by token index there. */
+/* clang-format off */
+#define DEEPEP_DISPATCH_INIT                                                                                        \
+  {sizeof(deepep_dispatch_args), 0, 0, DEEPEP_BF16, 0, 0, 0, 0, 0, DEEPEP_INT64, 0, -1, 0, NULL, NULL, 0, 0, NULL, NULL, \
+   NULL, NULL, NULL, NULL, NULL}
+/* clang-format on */
+/* collective, launches. */
 deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_dispatch_args *args, const deepep_call *call);
 
+/* Arguments of deepep_combine, which sums the rows that came from each token. */
 typedef struct deepep_combine_args {
   uint32_t struct_size;
-  int32_t num_topk; /* K of topk_weights, 0: none */
-  int64_t hidden;
-  int32_t x_segment; /* x lies in this registered segment; -1: anywhere */
+  int32_t num_topk;  /* K of topk_weights; 0: none */
+  int64_t hidden;    /* H */
+  int32_t x_segment; /* the segment in which x lies: peers read the rows there; 0 or -1: in none */
   int32_t reserved0;
-  uint64_t x_segment_offset;
+  uint64_t x_segment_offset;    /* bytes from the start of the segment to x */
   const void *x;                /* [in] [N,H] BF16 */
   const float *topk_weights;    /* [in] [N,K] or NULL */
-  const void *bias[2];          /* [in] [T,H] BF16 or NULL */
-  const deepep_handle *handle;  /* [in] */
-  void *combined_x;             /* [out] [T,H] BF16: sum in FP32 of the rows that came from the token, plus biases */
+  const void *bias[2];          /* [in] [T,H] BF16, added to the sums, or NULL */
+  const deepep_handle *handle;  /* [in] of the dispatch */
+  void *combined_x;             /* [out] [T,H] BF16: sum in FP32 of the token's rows, plus the biases */
   float *combined_topk_weights; /* [out] [T,K] or NULL */
 } deepep_combine_args;
 #define DEEPEP_COMBINE_INIT {sizeof(deepep_combine_args), 0, 0, -1, 0, 0, NULL, NULL, {NULL, NULL}, NULL, NULL, NULL}
@@ -367,163 +390,168 @@ deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args
 
 /* ---- Low-latency mode -------------------------------------------------------------------------------------------- */
 
+/* These operations need low_latency_mode (else INVALID_STATE), and return the codes of normal mode's operations. */
+
+/* Phases of a low-latency call: a send half, a receive half, or both in one. */
 enum { DEEPEP_SEND = 1, DEEPEP_RECV = 2, DEEPEP_SEND_RECV = 3 };
+/* Flags of low-latency calls. */
 enum {
-  DEEPEP_LL_ROUND_SCALE = 1,
-  DEEPEP_LL_UE8M0 = 2,
-  DEEPEP_LL_LOGFMT = 4,
-  DEEPEP_LL_ZERO_COPY = 8,
-  DEEPEP_LL_UNREDUCED = 16
+  DEEPEP_LL_ROUND_SCALE = 1, /* dispatch to FP8: scales are powers of two */
+  DEEPEP_LL_UE8M0 = 2,       /* dispatch to FP8: four such scales in an int32; needs DEEPEP_LL_ROUND_SCALE */
+  DEEPEP_LL_LOGFMT = 4,      /* combine: rows travel in a logarithmic format of 10 bits */
+  DEEPEP_LL_ZERO_COPY = 8,   /* combine: rows were written to deepep_next_low_latency_combine_buffer */
+  DEEPEP_LL_UNREDUCED = 16   /* combine: every expert's row travels; none are summed at the expert's rank */
 };
 
+/* Arguments of deepep_low_latency_dispatch, which sends every token to the experts that it names. */
 typedef struct deepep_ll_dispatch_args {
   uint32_t struct_size;
-  int32_t phases;  /* DEEPEP_SEND_RECV; or SEND now and RECV later with the same struct */
-  uint32_t ticket; /* [out] of SEND, [in] of RECV */
-  int32_t flags;   /* DEEPEP_LL_ROUND_SCALE, DEEPEP_LL_UE8M0 */
-  int32_t num_tokens, num_max_tokens, hidden, num_topk, num_experts, index_type;
-  int32_t use_fp8;
+  /* DEEPEP_SEND_RECV or 0: both halves; or DEEPEP_SEND, and later DEEPEP_RECV with the same struct. */
+  int32_t phases;
+  uint32_t ticket;        /* [out] of the send half, [in] of the receive half */
+  int32_t flags;          /* DEEPEP_LL_ROUND_SCALE, DEEPEP_LL_UE8M0 */
+  int32_t num_tokens;     /* T, at most num_max_tokens */
+  int32_t num_max_tokens; /* B, the same on all ranks */
+  int32_t hidden;         /* H */
+  int32_t num_topk;       /* K, 1 or more */
+  int32_t num_experts;    /* E, a multiple of R */
+  int32_t index_type;     /* of topk_idx: DEEPEP_INT32 or DEEPEP_INT64 */
+  int32_t use_fp8;        /* 1: rows are cast to e4m3, with a scale for 128 channels */
   int32_t reserved0;
   const void *x;        /* [in] [T,H] BF16 */
-  const void *topk_idx; /* [in] [T,K] */
-  const float *
-      topk_weights; /* [in] [T,K] or NULL: sent along so that combine's send half too may reduce at the expert's rank */
-  void *recv_x;     /* [out] [L, R*B, H] BF16 or e4m3 */
-  void *recv_x_scales;            /* [out] float32 [L, H/128, R*B] in memory, or int32 [L, H/512, R*B] with UE8M0 */
-  int32_t *recv_count;            /* [out] [L] */
+  const void *topk_idx; /* [in] [T,K] index_type: experts; -1 selects nothing */
+  /* [in] [T,K] or NULL: sent along, so that the send half of combine can sum a token's rows at the experts' rank. */
+  const float *topk_weights;
+  void *recv_x; /* [out] [L, R*B, H] BF16 or e4m3 */
+  /* [out] float32 [L, H/128, R*B] in memory, or int32 [L, H/512, R*B] with DEEPEP_LL_UE8M0. */
+  void *recv_x_scales;
+  int32_t *recv_count;            /* [out] [L] rows for each local expert */
   int32_t *src_info;              /* [out] [L, R*B] token index at the source */
-  int64_t *layout_range;          /* [out] [L, R]: (first row << 32) | count */
+  int64_t *layout_range;          /* [out] [L, R]: (first row << 32) | count, of the source rank's rows */
   int32_t *cumulative_recv_stats; /* [inout] [L] += recv_count, or NULL */
   int64_t *wait_recv_cost_stats;  /* [inout] [R] += ns waited for that rank, or NULL */
 } deepep_ll_dispatch_args;
-#define DEEPEP_LL_DISPATCH_INIT     \
-  {sizeof(deepep_ll_dispatch_args), \
-   DEEPEP_SEND_RECV,                \
-   0,                               \
-   0,                               \
-   0,                               \
-   0,                               \
-   0,                               \
-   0,                               \
-   0,                               \
-   DEEPEP_INT64,                    \
-   1,                               \
-   0,                               \
-   NULL,                            \
-   NULL,                            \
-   NULL,                            \
-   NULL,                            \
-   NULL,                            \
-   NULL,                            \
-   NULL,                            \
-   NULL,                            \
-   NULL,                            \
-   NULL}
-/* collective, launches. With phases = SEND_RECV on the communication stream as `call` says if it is asynchronous or
- * has a
- * previous_event, else on call->stream, which would only wait for it; halves run on call->stream, and RECV must be
- * issued on the
- * stream of its SEND. At most two sends may be without their receive. args->ticket is written by SEND. */
+/* clang-format off */
+#define DEEPEP_LL_DISPATCH_INIT                                                                                      \
+  {sizeof(deepep_ll_dispatch_args), DEEPEP_SEND_RECV, 0, 0, 0, 0, 0, 0, 0, DEEPEP_INT64, 1, 0, NULL, NULL, NULL, NULL, \
+   NULL, NULL, NULL, NULL, NULL, NULL}
+/* clang-format on */
+/* collective, launches. A call with both phases runs on the communication stream, as `call` says, if it is asynchronous
+ * or has a previous_event; else on call->stream, which would wait for it anyway. Halves run on call->stream, and the
+ * receive half on the stream of its send half. At most two sends may be without their receive half: a third is
+ * INVALID_STATE. The send half writes args->ticket. */
 deepep_status_t deepep_low_latency_dispatch(deepep_buffer_t buffer, deepep_ll_dispatch_args *args,
                                             const deepep_call *call);
 
+/* Arguments of deepep_low_latency_combine, which brings the experts' rows back and sums them by weight. */
 typedef struct deepep_ll_combine_args {
   uint32_t struct_size;
-  int32_t phases;
-  uint32_t ticket;
-  int32_t flags; /* DEEPEP_LL_LOGFMT, DEEPEP_LL_ZERO_COPY, DEEPEP_LL_UNREDUCED */
-  int32_t num_tokens, num_max_tokens, hidden, num_topk, num_experts, index_type;
-  const void *x;                 /* [in] [L, R*B, H] BF16; ignored with ZERO_COPY */
-  const void *topk_idx;          /* [in] [T,K] */
+  int32_t phases;                /* as in the dispatch */
+  uint32_t ticket;               /* [out] of the send half, [in] of the receive half */
+  int32_t flags;                 /* DEEPEP_LL_LOGFMT, DEEPEP_LL_ZERO_COPY, DEEPEP_LL_UNREDUCED */
+  int32_t num_tokens;            /* T, at most num_max_tokens */
+  int32_t num_max_tokens;        /* B, the same on all ranks */
+  int32_t hidden;                /* H */
+  int32_t num_topk;              /* K, 1 or more */
+  int32_t num_experts;           /* E, a multiple of R */
+  int32_t index_type;            /* of topk_idx: DEEPEP_INT32 or DEEPEP_INT64 */
+  const void *x;                 /* [in] [L, R*B, H] BF16; ignored with DEEPEP_LL_ZERO_COPY */
+  const void *topk_idx;          /* [in] [T,K] index_type, of the dispatch */
   const float *topk_weights;     /* [in] [T,K] */
-  const int32_t *src_info;       /* [in] of the dispatch */
-  const int64_t *layout_range;   /* [in] of the dispatch */
+  const int32_t *src_info;       /* [in] [L, R*B] of the dispatch */
+  const int64_t *layout_range;   /* [in] [L, R] of the dispatch */
   void *combined_x;              /* [out] [T,H] BF16 */
-  int64_t *wait_recv_cost_stats; /* [inout] [R] or NULL */
+  int64_t *wait_recv_cost_stats; /* [inout] [R] += ns waited for that rank, or NULL */
 } deepep_ll_combine_args;
-#define DEEPEP_LL_COMBINE_INIT     \
-  {sizeof(deepep_ll_combine_args), \
-   DEEPEP_SEND_RECV,               \
-   0,                              \
-   0,                              \
-   0,                              \
-   0,                              \
-   0,                              \
-   0,                              \
-   0,                              \
-   DEEPEP_INT64,                   \
-   NULL,                           \
-   NULL,                           \
-   NULL,                           \
-   NULL,                           \
-   NULL,                           \
-   NULL,                           \
-   NULL}
-/* collective, launches. */
+/* clang-format off */
+#define DEEPEP_LL_COMBINE_INIT                                                                                      \
+  {sizeof(deepep_ll_combine_args), DEEPEP_SEND_RECV, 0, 0, 0, 0, 0, 0, 0, DEEPEP_INT64, NULL, NULL, NULL, NULL, NULL, \
+   NULL, NULL}
+/* clang-format on */
+/* collective, launches. Streams, halves and ticket as in deepep_low_latency_dispatch. */
 deepep_status_t deepep_low_latency_combine(deepep_buffer_t buffer, deepep_ll_combine_args *args,
                                            const deepep_call *call);
 
-/* local. Where the rows of the next combine may be written for DEEPEP_LL_ZERO_COPY: [L, R*B, H] BF16, row_stride
- * bytes apart. */
+/* local. Where the rows of the next combine may be written for DEEPEP_LL_ZERO_COPY: [L, R*B, H] BF16, row_stride bytes
+ * from row to row. Valid until that combine is issued. Returns: INVALID_STATE; start-up. */
 deepep_status_t deepep_next_low_latency_combine_buffer(deepep_buffer_t buffer, int32_t num_max_tokens, int32_t hidden,
                                                        int32_t num_experts, void **address, uint64_t *row_stride);
-/* collective, launches on call->stream. */
+/* collective, launches on call->stream. Empties the low-latency slots of this shape on every rank; of every shape if
+ * all three are 0. Sends without a receive half are forgotten. */
 deepep_status_t deepep_clean_low_latency_buffer(deepep_buffer_t buffer, int32_t num_max_tokens, int32_t hidden,
                                                 int32_t num_experts, const deepep_call *call);
-/* collective, launches on call->stream. */
+/* collective, launches on call->stream: that goes on when every rank's stream has come there. */
 deepep_status_t deepep_barrier(deepep_buffer_t buffer, const deepep_call *call);
 
-/* local, launch on call->stream; need enable_shrink (else INVALID_STATE). 1 = masked: nothing is sent to or awaited
- * from that rank. */
+/* The mask functions need enable_shrink (else INVALID_STATE). Low-latency calls send nothing to a masked rank and wait
+ * for nothing from it. */
+
+/* local, launches on call->stream. masked: 1 masks the rank, 0 lifts the mask. */
 deepep_status_t deepep_update_mask(deepep_buffer_t buffer, int32_t rank, int32_t masked, const deepep_call *call);
-deepep_status_t deepep_query_mask(deepep_buffer_t buffer, int32_t *mask_status /* [out] [R] */,
-                                  const deepep_call *call);
+/* local, launches on call->stream. mask_status: [out] [R] 1: masked. */
+deepep_status_t deepep_query_mask(deepep_buffer_t buffer, int32_t *mask_status, const deepep_call *call);
+/* local, launches on call->stream. Lifts all masks. */
 deepep_status_t deepep_clean_mask(deepep_buffer_t buffer, const deepep_call *call);
 
 /* ---- Segments: memory that peers can write rows into ------------------------------------------------------------- */
 
-/* collective, waits. Allocates `bytes` that every rank maps; *segment is its number in recv_segment and x_segment.
- * Needs peer_rows. */
+/* collective, waits. Allocates `bytes` bytes that every rank of the node maps; *segment is its number, 1 or more, for
+ * recv_segment and x_segment. Returns: UNSUPPORTED: the engine has no peer_rows; INVALID_STATE: destroyed, or 64
+ * segments are in use; OUT_OF_MEMORY, SYSTEM; start-up; failure. */
 deepep_status_t deepep_segment_create(deepep_buffer_t buffer, uint64_t bytes, int32_t *segment, void **address);
-/* local. The memory is freed once the last user let go: call when no tensor lies in it any more. Works after destroy
- * of the buffer. */
+/* local. Frees the memory once peers have unmapped it; no tensor may lie in it any more. Works also after the buffer
+ * was destroyed. Returns: DEVICE. */
 deepep_status_t deepep_segment_release(void *address);
 
-/* Functions for torch's CUDAPluggableAllocator, so that tensors of a torch memory pool lie in a segment. Blocks come
- * from the segment
- * that deepep_pool_select named last on this thread; NULL if that is none, or full. The segment is released with its
- * last block once
- * deepep_pool_close was called. local. */
-deepep_status_t deepep_pool_open(
-    void *segment); /* the segment is the pool's from now on: deepep_segment_release is not for it */
-deepep_status_t deepep_pool_select(void *segment); /* NULL: none */
+/* For torch's CUDAPluggableAllocator: tensors of a torch memory pool lie in a segment. These functions are local. */
+
+/* The segment becomes a pool: the pool releases it, not deepep_segment_release. */
+deepep_status_t deepep_pool_open(void *segment);
+/* This thread allocates from the segment from now on; NULL: from none. */
+deepep_status_t deepep_pool_select(void *segment);
+/* The pool gives out no more blocks, and releases the segment with its last block. Returns: DEVICE. */
 deepep_status_t deepep_pool_close(void *segment);
+/* A block of the segment that deepep_pool_select named last on this thread; NULL if there is none, or no room. */
 void *deepep_pool_allocate(size_t bytes, int device, void *stream);
+/* Waits for the present work of `stream`, then takes the block back. */
 void deepep_pool_free(void *pointer, size_t bytes, int device, void *stream);
 
 /* ---- Statistics -------------------------------------------------------------------------------------------------- */
 
+/* X(name, value, text). The text is the operation's one name in errors, statistics, metrics and traces. */
+#define DEEPEP_OP_MAP(X)                    \
+  X(NONE, 0, "none")                        \
+  X(LAYOUT, 1, "layout")                    \
+  X(NOTIFY, 2, "notify")                    \
+  X(DISPATCH, 3, "dispatch")                \
+  X(COMBINE, 4, "combine")                  \
+  X(LL_DISPATCH, 5, "low_latency_dispatch") \
+  X(LL_COMBINE, 6, "low_latency_combine")   \
+  X(CLEAN, 7, "clean")                      \
+  X(BARRIER, 8, "barrier")                  \
+  X(MASK, 9, "mask")
+
+/* Operations, for statistics. */
 enum {
-  DEEPEP_OP_LAYOUT = 1,
-  DEEPEP_OP_NOTIFY = 2,
-  DEEPEP_OP_DISPATCH = 3,
-  DEEPEP_OP_COMBINE = 4,
-  DEEPEP_OP_LL_DISPATCH = 5,
-  DEEPEP_OP_LL_COMBINE = 6,
-  DEEPEP_OP_CLEAN = 7,
-  DEEPEP_OP_BARRIER = 8,
-  DEEPEP_OP_MASK = 9,
-  DEEPEP_OP_COUNT = 10
+#define DEEPEP_X(name, value, text) DEEPEP_OP_##name = value,
+  DEEPEP_OP_MAP(DEEPEP_X)
+#undef DEEPEP_X
+      DEEPEP_OP_COUNT = 10
 };
+
 typedef struct deepep_op_stats {
   uint32_t struct_size;
-  int32_t op;                        /* [in] DEEPEP_OP_* */
-  uint64_t calls, errors;            /* [out] */
-  uint64_t bytes, wait_ns, total_ns; /* [out] payload bytes sent; waiting for peers; time in the operation's kernels */
-  double mean_us, p50_us, p99_us, p999_us, max_us; /* [out] percentiles are upper bounds of histogram buckets */
+  int32_t op;                             /* [in] DEEPEP_OP_*, not NONE */
+  uint64_t calls, errors;                 /* [out] */
+  uint64_t bytes;                         /* [out] payload bytes sent */
+  uint64_t wait_ns;                       /* [out] of total_ns: waiting for peers */
+  uint64_t total_ns;                      /* [out] time in the operation's kernels */
+  double mean_us;                         /* [out] */
+  double p50_us, p99_us, p999_us, max_us; /* [out] percentiles are upper bounds of histogram buckets */
 } deepep_op_stats;
 #define DEEPEP_OP_STATS_INIT {sizeof(deepep_op_stats), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
-/* local. bytes_to_peer and wait_ns_per_peer: [out] [R] or NULL. */
+/* local. Counters since the buffer was made. bytes_to_peer, wait_ns_per_peer: [out] [R] or NULL. Waits for no call; on
+ * GPUs it may wait up to 50 ms for a busy device. Returns: INVALID_STATE, DEVICE; start-up. */
 deepep_status_t deepep_stats(deepep_buffer_t buffer, deepep_op_stats *stats, uint64_t *bytes_to_peer,
                              uint64_t *wait_ns_per_peer);
 

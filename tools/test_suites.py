@@ -208,7 +208,7 @@ def abi(full: bool) -> Counts:
     commands = {
         "symbols": [sys.executable, "tools/abi_check.py"],
         "layout": [sys.executable, "tools/abi_layout.py"],
-        "ctypes": [sys.executable, "tools/generate_abi.py", "--check"],
+        "mirrors": [sys.executable, "tools/generate_abi.py", "--check"],
     }
     return checks("abi", commands, full)
 

@@ -2,7 +2,6 @@ package kern
 
 import (
 	"bytes"
-	"maps"
 	"slices"
 
 	"github.com/deepep-go/deepep/internal/abi"
@@ -20,8 +19,11 @@ type Library struct {
 	Reason     string // why no device can be used, where NumDevices is 0
 	Limits     Limits
 
-	fn functions
+	functions functions
 }
+
+// functions are the addresses of the library's functions; 0 for those of a group that it does not have.
+type functions [numFunctions]uintptr
 
 // Limits are the library's own for low-latency calls: top-k, num_max_dispatch_tokens_per_rank, local experts.
 type Limits struct{ TopK, Tokens, LocalExperts int32 }
@@ -37,20 +39,11 @@ func Load(q dl.Query) (*Library, error) {
 
 // bind fills l from an open file, or says what does not fit.
 func (l *Library) bind(file *dl.Library) error {
-	var fn functions
-	if err := resolve(file, fn.symbols()); err != nil {
+	found, err := resolve(file)
+	if err != nil {
 		return err
 	}
-	// With the first of an optional group all must be there.
-	for first, group := range map[string]map[string]*uintptr{"dk_transport_open": fn.transport.symbols(), "dk_transport_attach": fn.heap.symbols()} {
-		if _, err := file.Symbol(first); err != nil {
-			continue
-		}
-		if err := resolve(file, group); err != nil {
-			return err
-		}
-	}
-	*l = Library{Path: file.Path, fn: fn}
+	*l = Library{Path: file.Path, functions: found}
 	p := &InfoParams{}
 	code := l.Info(p)
 	if p.ABIVersion != 0 && p.ABIVersion != abi.Version {
@@ -65,17 +58,35 @@ func (l *Library) bind(file *dl.Library) error {
 	return nil
 }
 
-// resolve finds every function; the first missing one in the order of the alphabet is named.
-func resolve(file *dl.Library, symbols map[string]*uintptr) error {
-	for _, name := range slices.Sorted(maps.Keys(symbols)) {
-		address, err := file.Symbol(name)
-		if err != nil {
-			return err
-		}
-		*symbols[name] = address
+// resolve finds every function. The error names the first missing one in the order of kernels.h; only groups of which no
+// function is there may be missing.
+func resolve(file *dl.Library) (found functions, err error) {
+	var missing [numFunctions]error
+	for i, symbol := range symbols {
+		found[i], missing[i] = file.Symbol(symbol)
 	}
-	return nil
+	for _, group := range optional {
+		if !slices.ContainsFunc(group, func(i int) bool { return found[i] != 0 }) {
+			for _, i := range group {
+				missing[i] = nil
+			}
+		}
+	}
+	for _, err := range missing {
+		if err != nil {
+			return functions{}, err
+		}
+	}
+	return found, nil
 }
+
+// HasTransport says whether the library reaches ranks beyond loads and stores. Without it the Transport functions must not
+// be called.
+func (l *Library) HasTransport() bool { return l.functions[fnTransportOpen] != 0 }
+
+// HasTransportHeap says whether blocks come from the transport's own memory. Without it TransportUniqueID, -Attach,
+// -Detach, -Alloc and -Free must not be called.
+func (l *Library) HasTransportHeap() bool { return l.functions[fnTransportAttach] != 0 }
 
 // Has says whether the library has all of the capabilities (abi.Cap*).
 func (l *Library) Has(caps uint32) bool { return l.Caps&caps == caps }

@@ -136,6 +136,8 @@ typedef struct dk_trace_record {
   uint32_t op;
   uint32_t phase;
 } dk_trace_record;
+/* States of a statistics page. */
+enum { DK_PAGE_LIVE = 1, DK_PAGE_FAILED = 2, DK_PAGE_DESTROYED = 3 };
 typedef struct dk_stats_page {
   uint64_t magic;
   uint32_t version, total_bytes;
@@ -143,7 +145,7 @@ typedef struct dk_stats_page {
   uint64_t start_time; /* field 22 of /proc/pid/stat: tells a reused pid */
   uint64_t created_ns; /* CLOCK_REALTIME */
   int32_t rank, num_ranks;
-  uint32_t buffer_id, state; /* state: 1 live, 2 failed, 3 destroyed */
+  uint32_t buffer_id, state; /* state: DK_PAGE_* */
   uint64_t peers_offset, trace_offset;
   uint64_t trace_len, trace_next; /* trace_next: records ever written */
   char group[64], host[64], engine[16], device[64];

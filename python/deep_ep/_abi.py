@@ -1,4 +1,4 @@
-"""Mirror of deepep.h for ctypes: structs and prototypes. Written by tools/generate_abi.py; do not edit."""
+"""deepep.h for ctypes: constants, structs and prototypes. Written by tools/generate_abi.py; do not edit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,118 @@ U32, U64 = ctypes.c_uint32, ctypes.c_uint64
 ALLGATHER = ctypes.CFUNCTYPE(I32, VP, VP, ctypes.c_size_t, VP)
 LOG = ctypes.CFUNCTYPE(None, I32, ctypes.c_char_p, VP)
 
+# Constants, without the prefix DEEPEP_.
+VERSION_MAJOR = 0
+VERSION_MINOR = 1
+VERSION_PATCH = 0
+HANDLE_MAGIC = 0x44504548
+HANDLE_VERSION = 1
+
+OK = 0
+ERROR_INVALID_ARGUMENT = 1
+ERROR_INVALID_STATE = 2
+ERROR_UNSUPPORTED = 3
+ERROR_OUT_OF_MEMORY = 4
+ERROR_SYSTEM = 5
+ERROR_TIMEOUT = 6
+ERROR_PEER_DEAD = 7
+ERROR_MISMATCH = 8
+ERROR_ABORTED = 9
+ERROR_NOT_FOUND = 10
+ERROR_VERSION = 11
+ERROR_FORK = 12
+PENDING = 13
+ERROR_DEVICE = 14
+ERROR_INTERNAL = 15
+STATUS_COUNT = 16
+STATUS_NAMES = (
+    "DEEPEP_OK",
+    "DEEPEP_ERROR_INVALID_ARGUMENT",
+    "DEEPEP_ERROR_INVALID_STATE",
+    "DEEPEP_ERROR_UNSUPPORTED",
+    "DEEPEP_ERROR_OUT_OF_MEMORY",
+    "DEEPEP_ERROR_SYSTEM",
+    "DEEPEP_ERROR_TIMEOUT",
+    "DEEPEP_ERROR_PEER_DEAD",
+    "DEEPEP_ERROR_MISMATCH",
+    "DEEPEP_ERROR_ABORTED",
+    "DEEPEP_ERROR_NOT_FOUND",
+    "DEEPEP_ERROR_VERSION",
+    "DEEPEP_ERROR_FORK",
+    "DEEPEP_PENDING",
+    "DEEPEP_ERROR_DEVICE",
+    "DEEPEP_ERROR_INTERNAL",
+)
+STATUS_TEXTS = (
+    "success",
+    "invalid argument",
+    "not possible in this state",
+    "not supported here",
+    "out of memory",
+    "operating system error",
+    "a wait ended at its deadline",
+    "a peer died",
+    "ranks disagree",
+    "the buffer failed before",
+    "library or symbol not found",
+    "versions do not match",
+    "used in a forked child; start processes with spawn",
+    "not yet: the slice of waiting is over, call again",
+    "device error",
+    "internal error",
+)
+
+BOOTSTRAP_CALLBACK = 0
+BOOTSTRAP_TCP = 1
+BOOTSTRAP_FILE = 2
+
+INT32 = 0
+INT64 = 1
+BF16 = 2
+FP8_E4M3 = 3
+FLOAT32 = 4
+UINT8 = 5
+
+SEND = 1
+RECV = 2
+SEND_RECV = 3
+
+LL_ROUND_SCALE = 1
+LL_UE8M0 = 2
+LL_LOGFMT = 4
+LL_ZERO_COPY = 8
+LL_UNREDUCED = 16
+
+OP_NONE = 0
+OP_LAYOUT = 1
+OP_NOTIFY = 2
+OP_DISPATCH = 3
+OP_COMBINE = 4
+OP_LL_DISPATCH = 5
+OP_LL_COMBINE = 6
+OP_CLEAN = 7
+OP_BARRIER = 8
+OP_MASK = 9
+OP_COUNT = 10
+OP_NAMES = (
+    "none",
+    "layout",
+    "notify",
+    "dispatch",
+    "combine",
+    "low_latency_dispatch",
+    "low_latency_combine",
+    "clean",
+    "barrier",
+    "mask",
+)
+
+# Structs. Without a __dict__: a field that C does not have cannot be set.
+
 
 class EngineInfo(ctypes.Structure):
     # deepep_engine_info
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("available", I32),
@@ -29,6 +138,7 @@ class EngineInfo(ctypes.Structure):
 
 class GroupOptions(ctypes.Structure):
     # deepep_group_options
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("bootstrap", I32),
@@ -47,6 +157,7 @@ class GroupOptions(ctypes.Structure):
 
 class BufferOptions(ctypes.Structure):
     # deepep_buffer_options
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("device", I32),
@@ -68,6 +179,7 @@ class BufferOptions(ctypes.Structure):
 
 class BufferInfo(ctypes.Structure):
     # deepep_buffer_info
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("rank", I32),
@@ -92,6 +204,7 @@ class BufferInfo(ctypes.Structure):
 
 class WarmupOptions(ctypes.Structure):
     # deepep_warmup_options
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("num_tokens", I32),
@@ -108,6 +221,7 @@ class WarmupOptions(ctypes.Structure):
 
 class Config(ctypes.Structure):
     # deepep_config
+    __slots__ = ()
     _fields_ = [
         ("num_sms", I32),
         ("nvl_send_chunk", I32),
@@ -119,6 +233,7 @@ class Config(ctypes.Structure):
 
 class Call(ctypes.Structure):
     # deepep_call
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("is_async", I32),
@@ -131,6 +246,7 @@ class Call(ctypes.Structure):
 
 class Layout(ctypes.Structure):
     # deepep_layout
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("num_tokens", I32),
@@ -147,6 +263,7 @@ class Layout(ctypes.Structure):
 
 class Handle(ctypes.Structure):
     # deepep_handle
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("magic", U32),
@@ -162,6 +279,7 @@ class Handle(ctypes.Structure):
 
 class Notify(ctypes.Structure):
     # deepep_notify
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("num_tokens", I32),
@@ -181,6 +299,7 @@ class Notify(ctypes.Structure):
 
 class DispatchArgs(ctypes.Structure):
     # deepep_dispatch_args
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("cached", I32),
@@ -211,6 +330,7 @@ class DispatchArgs(ctypes.Structure):
 
 class CombineArgs(ctypes.Structure):
     # deepep_combine_args
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("num_topk", I32),
@@ -229,6 +349,7 @@ class CombineArgs(ctypes.Structure):
 
 class LlDispatchArgs(ctypes.Structure):
     # deepep_ll_dispatch_args
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("phases", I32),
@@ -257,6 +378,7 @@ class LlDispatchArgs(ctypes.Structure):
 
 class LlCombineArgs(ctypes.Structure):
     # deepep_ll_combine_args
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("phases", I32),
@@ -280,6 +402,7 @@ class LlCombineArgs(ctypes.Structure):
 
 class OpStats(ctypes.Structure):
     # deepep_op_stats
+    __slots__ = ()
     _fields_ = [
         ("struct_size", U32),
         ("op", I32),
@@ -368,7 +491,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "deepep_barrier": (I32, [VP, VP]),
     # deepep_status_t deepep_update_mask(deepep_buffer_t buffer, int32_t rank, int32_t masked, const deepep_call *call)
     "deepep_update_mask": (I32, [VP, I32, I32, VP]),
-    # deepep_status_t deepep_query_mask(deepep_buffer_t buffer, int32_t *mask_status , const deepep_call *call)
+    # deepep_status_t deepep_query_mask(deepep_buffer_t buffer, int32_t *mask_status, const deepep_call *call)
     "deepep_query_mask": (I32, [VP, VP, VP]),
     # deepep_status_t deepep_clean_mask(deepep_buffer_t buffer, const deepep_call *call)
     "deepep_clean_mask": (I32, [VP, VP]),

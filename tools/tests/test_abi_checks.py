@@ -11,6 +11,10 @@ import pytest
 
 import abi_check
 import abi_layout
+import c_header
+import emit_go
+import emit_python
+import generate_abi
 
 HEADER = """
 #include <stdint.h>
@@ -22,6 +26,9 @@ int32_t dk_one(dk_one_params *p);
 int32_t dk_two(
     int32_t x);
 """
+
+
+SOURCES = {"public": generate_abi.PUBLIC, "kernels": generate_abi.KERNELS}
 
 
 def library(folder: pathlib.Path, source: str, *options: str, name: str = "libdeepep_x.so") -> pathlib.Path:
@@ -88,3 +95,90 @@ def test_a_widened_ctypes_field_is_seen() -> None:
     module.OneParams = OneParams  # type: ignore[attr-defined]
     want = abi_layout.as_ctypes_names("deepep_one_params 8\n  size 0 4\n  a 4 4\n")
     assert "+  a 8 8" in abi_layout.difference(want, abi_layout.ctypes_layout(module), "header", "ctypes")
+
+
+def test_generated_files_are_what_the_headers_make_them() -> None:
+    assert generate_abi.stale(generate_abi.current()) == ""
+
+
+@pytest.mark.parametrize(
+    ("header", "before", "after", "path"),
+    [
+        ("public", "a peer died", "a peer is dead", "internal/status/codes.go"),
+        ("public", '"low_latency_combine"', '"ll_combine"', "core/op/constants.go"),
+        ("public", "int32_t num_max_tokens; ", "int64_t num_max_tokens; ", "core/op/args.go"),
+        ("public", "DEEPEP_HANDLE_VERSION 1u", "DEEPEP_HANDLE_VERSION 2u", "python/deep_ep/_abi.py"),
+        ("kernels", "DK_STATUS_BYTES 4096", "DK_STATUS_BYTES 8192", "internal/abi/constants.go"),
+        ("kernels", "uint64_t progress;", "uint32_t progress;", "internal/abi/structs.go"),
+        ("kernels", "int32_t dk_mask(dk_mask_params *p);", "", "internal/kern/functions.go"),
+    ],
+)
+def test_a_changed_header_is_seen(header: str, before: str, after: str, path: str) -> None:
+    text = {name: (generate_abi.ROOT / file).read_text() for name, file in SOURCES.items()}
+    assert before in text[header]
+    text[header] = text[header].replace(before, after)
+    files = generate_abi.generate(*(c_header.parse(text[name], name) for name in SOURCES))
+    assert path in generate_abi.stale(files)
+
+
+def test_constants_of_both_headers_are_compared() -> None:
+    text = {name: (generate_abi.ROOT / file).read_text() for name, file in SOURCES.items()}
+    changed = text["kernels"].replace("DK_OP_BARRIER = 8", "DK_OP_BARRIER = 18")
+    with pytest.raises(SystemExit, match="DEEPEP_OP_BARRIER is 8 in deepep.h, DK_OP_BARRIER is 18 in kernels.h"):
+        generate_abi.generate(c_header.parse(text["public"], "deepep.h"), c_header.parse(changed, "kernels.h"))
+
+
+def test_fields_constants_and_functions_of_a_header() -> None:
+    text = """
+    /* Words of the section. */
+
+    /* How many. */
+    enum { DK_A = 1, /* one */ DK_B_LL = 0x10 };
+    #define DK_N 4u /* of them */
+    /* What it is. */
+    typedef struct dk_x_params {
+      uint32_t size; /* bytes */
+      /* above */
+      const char *a, b[DK_N]; /* beside */
+    } dk_x_params;
+    int32_t dk_x(dk_x_params *p); /* what it does */
+    """
+    header = c_header.parse(text, "x.h")
+    assert header.enums[0].comment == "How many."
+    assert [(c.name, c.value, c.comment) for c in header.enums[0].constants] == [
+        ("DK_A", 1, "one"),
+        ("DK_B_LL", 16, ""),
+    ]
+    assert [(c.name, c.value, c.comment) for c in header.defines] == [("DK_N", 4, "of them")]
+    assert header.structs[0].comment == "What it is."
+    assert [(f.name, f.type, f.length, f.comment) for f in header.structs[0].fields] == [
+        ("size", "uint32_t", None, "bytes"),
+        ("a", "const char *", None, "above beside"),
+        ("b", "const char", "DK_N", "above beside"),
+    ]
+    assert [(f.name, f.arguments, f.comment) for f in header.functions] == [("dk_x", "dk_x_params *p", "what it does")]
+    with pytest.raises(AssertionError, match="cannot read"):
+        c_header.parse("static int x = 3;", "x.h")
+
+
+def test_go_names() -> None:
+    names = {
+        "dk_ll_dispatch_params": "LLDispatchParams",
+        "num_topk": "NumTopK",
+        "min_nvl_bytes": "MinNVLBytes",
+        "use_ue8m0": "UseUE8M0",
+        "num_qps": "NumQPs",
+    }
+    assert {c: emit_go.name(c, "dk_") for c in names} == names
+
+
+def test_a_misspelt_field_of_a_ctypes_struct_is_refused() -> None:
+    header = c_header.parse("typedef struct deepep_one { uint32_t struct_size; int32_t is_async; } deepep_one;", "x.h")
+    module: dict[str, object] = {"__name__": "mirror"}
+    exec(emit_python.emit(header), module)
+    one = module["sized"](module["One"], is_async=1)  # type: ignore[operator]
+    assert (one.struct_size, one.is_async) == (8, 1)
+    with pytest.raises(AttributeError):
+        one.is_asinc = 1
+    with pytest.raises(AttributeError):
+        module["sized"](module["One"], async_=1)  # type: ignore[operator]

@@ -1,0 +1,50 @@
+package op
+
+import "strconv"
+
+// Type is the type of a tensor's elements.
+type Type int32
+
+var typeSizes = [...]int32{Int32: 4, Int64: 8, BF16: 2, FP8: 1, Float32: 4, Uint8: 1}
+
+// Size is the bytes of one element; 0 for an unknown type.
+func (t Type) Size() int32 {
+	if t < 0 || int(t) >= len(typeSizes) {
+		return 0
+	}
+	return typeSizes[t]
+}
+
+// Phase says which halves of a low-latency call are issued.
+type Phase int32
+
+// Flags of a low-latency call are added up.
+type Flags int32
+
+// Operation is an operation of a buffer, as statistics and errors name it.
+type Operation uint32
+
+// String is the operation's name: "low_latency_dispatch".
+func (o Operation) String() string {
+	if int(o) < len(operationNames) {
+		return operationNames[o]
+	}
+	return "operation " + strconv.Itoa(int(o))
+}
+
+// Dispatch is the second step to this notify: the arguments of Buffer.Dispatch with the notify's shape and handle, and with
+// the token that it returned. The tensors are left to the caller.
+func (a *NotifyArgs) Dispatch(token uint64) DispatchArgs {
+	return DispatchArgs{
+		Token: token, XType: a.XType, NumScales: a.NumScales, Hidden: a.Hidden, NumTokens: a.NumTokens, NumTopK: a.NumTopK,
+		NumExperts: a.NumExperts, NumWorstTokens: a.NumWorstTokens, Handle: a.Handle,
+	}
+}
+
+// Bool is a truth value as the structs' fields have it: 1 or 0.
+func Bool(b bool) int32 {
+	if b {
+		return 1
+	}
+	return 0
+}
