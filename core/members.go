@@ -21,7 +21,7 @@ func (l *link) open(ctx context.Context, pending *bootstrap.Pending, g *Group) (
 	if err != nil {
 		return err
 	}
-	watch, err := health.Start(ctx, channel, health.Options{Heartbeat: g.settings.Heartbeat, Log: g.log, OpName: engine.OpName})
+	watch, err := health.Start(ctx, channel, health.Options{Heartbeat: g.settings.Heartbeat, Log: g.log})
 	if err != nil {
 		_ = channel.CloseWith(err) // the first error counts
 		return err

@@ -20,10 +20,9 @@ const exchangeTag = "health"
 
 // Options of Start; zero values are the defaults.
 type Options struct {
-	Heartbeat time.Duration       // how often the own page is renewed and the others are looked at; 100 ms
-	DeadAfter time.Duration       // silence after which a rank whose connection is closed too is dead; 1.5 s
-	Log       *zap.Logger         // nil: none
-	OpName    func(uint32) string // nil: the package's own
+	Heartbeat time.Duration // how often the own page is renewed and the others are looked at; 100 ms
+	DeadAfter time.Duration // silence after which a rank whose connection is closed too is dead; 1.5 s
+	Log       *zap.Logger   // nil: none
 }
 
 // Watcher is one rank's view of its group's health.
@@ -99,9 +98,6 @@ func (o *Options) setDefaults() {
 	}
 	if o.Log == nil {
 		o.Log = zap.NewNop()
-	}
-	if o.OpName == nil {
-		o.OpName = OpName
 	}
 }
 
@@ -185,7 +181,7 @@ func (w *Watcher) Describe(rank int) string {
 	default:
 		fares = fmt.Sprintf("heartbeat %.1f s ago", time.Since(p.beatAt).Seconds())
 	}
-	return fmt.Sprintf("rank %d (host %s, pid %d, last call %s, %s)", rank, p.Host, p.PID, last.text(w.o.OpName), fares)
+	return fmt.Sprintf("rank %d (host %s, pid %d, last call %s, %s)", rank, p.Host, p.PID, last, fares)
 }
 
 // Close says goodbye to the other ranks and ends the watch. After it has returned no callback runs any more, and the
