@@ -9,10 +9,16 @@ const (
 )
 
 // DefaultConfig is the configuration that V1's Config() has.
-func DefaultConfig() Config { return plan.DefaultConfig }
+func DefaultConfig() Config { return Config(plan.DefaultConfig) }
 
 // DefaultConfigFor is the configuration of a kind of call for any number of ranks from 1 on.
-func DefaultConfigFor(kind, ranks int) (Config, error) { return plan.ConfigFor(kind, ranks) }
+func DefaultConfigFor(kind, ranks int) (Config, error) {
+	c, err := plan.ConfigFor(kind, ranks)
+	return Config(c), err
+}
+
+// CheckConfig refuses a configuration that no call takes, and rounds RDMARecvChunk up to a multiple of RDMASendChunk.
+func CheckConfig(c *Config) error { return (*plan.Config)(c).Check() }
 
 // SizeHint says how many bytes a buffer should have for normal-mode calls: of num_nvl_bytes, or with rdma of
 // num_rdma_bytes, which is 0 where the ranks are one node. The node size comes from the environment.
@@ -30,9 +36,9 @@ func SizeHint(c Config, hiddenBytes int64, ranks int, rdma bool) (uint64, error)
 		return 0, err
 	}
 	if rdma {
-		return c.RDMABytes(hiddenBytes, t)
+		return plan.Config(c).RDMABytes(hiddenBytes, t)
 	}
-	return c.NVLBytes(hiddenBytes, t)
+	return plan.Config(c).NVLBytes(hiddenBytes, t)
 }
 
 // LowLatencySizeHint says how many num_rdma_bytes a buffer needs for low-latency calls of a shape.

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"runtime"
 	"testing"
+
+	"github.com/deepep-go/deepep/core/op"
 )
 
 // lowLatency is the tensors of low-latency calls of one shape.
@@ -44,12 +46,12 @@ func newLowLatency(rank, ranks, tokens, b, hidden, k, experts int) *lowLatency {
 	return l
 }
 
-func (l *lowLatency) dispatch(phases uint32, fp8 bool) *LLDispatchArgs {
+func (l *lowLatency) dispatch(phases Phase, fp8 bool) *LLDispatchArgs {
 	a := &LLDispatchArgs{
 		Phases: phases, NumTokens: int32(l.tokens), NumMaxTokens: int32(l.b), Hidden: int32(l.hidden), NumTopK: int32(l.k),
-		NumExperts: int32(l.experts), IndexType: Int64, UseFP8: fp8, X: AddressOf(l.x), TopKIdx: AddressOf(l.index), TopKWeights: AddressOf(l.weights),
+		NumExperts: int32(l.experts), IndexType: Int64, UseFP8: op.Bool(fp8), X: AddressOf(l.x), TopKIdx: AddressOf(l.index), TopKWeights: AddressOf(l.weights),
 		RecvX: AddressOf(l.recvX), RecvCount: AddressOf(l.count), SrcInfo: AddressOf(l.source), LayoutRange: AddressOf(l.ranges),
-		CumulativeStats: AddressOf(l.stats), WaitStats: AddressOf(l.waits),
+		CumulativeRecvStats: AddressOf(l.stats), WaitRecvCostStats: AddressOf(l.waits),
 	}
 	if fp8 {
 		a.RecvX, a.RecvXScales = AddressOf(l.recv8), AddressOf(l.scales)
@@ -57,11 +59,11 @@ func (l *lowLatency) dispatch(phases uint32, fp8 bool) *LLDispatchArgs {
 	return a
 }
 
-func (l *lowLatency) combine(phases uint32, flags int32) *LLCombineArgs {
+func (l *lowLatency) combine(phases Phase, flags Flags) *LLCombineArgs {
 	return &LLCombineArgs{
 		Phases: phases, Flags: flags, NumTokens: int32(l.tokens), NumMaxTokens: int32(l.b), Hidden: int32(l.hidden), NumTopK: int32(l.k),
 		NumExperts: int32(l.experts), IndexType: Int64, X: AddressOf(l.recvX), TopKIdx: AddressOf(l.index), TopKWeights: AddressOf(l.weights),
-		SrcInfo: AddressOf(l.source), LayoutRange: AddressOf(l.ranges), CombinedX: AddressOf(l.combined), WaitStats: AddressOf(l.waits),
+		SrcInfo: AddressOf(l.source), LayoutRange: AddressOf(l.ranges), CombinedX: AddressOf(l.combined), WaitRecvCostStats: AddressOf(l.waits),
 	}
 }
 

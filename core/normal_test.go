@@ -128,23 +128,32 @@ func newFixed(m *member, tokens, k, experts, hidden int) *fixed {
 	return f
 }
 
-func (f *fixed) rows(worst int) Rows {
-	return Rows{NumTokens: int32(f.tokens), NumTopK: int32(f.k), NumExperts: int32(f.experts), NumWorstTokens: int32(worst), NumScales: 2,
-		XType: FP8, Hidden: int64(f.hidden)}
+func (f *fixed) notifyArgs(worst int) NotifyArgs {
+	return NotifyArgs{
+		NumTokens: int32(f.tokens), NumTopK: int32(f.k), NumExperts: int32(f.experts), NumWorstTokens: int32(worst), NumScales: 2, XType: FP8,
+		Hidden: int64(f.hidden), ExpertAlignment: 8, NumTokensPerRank: AddressOf(f.perRank), NumTokensPerExpert: AddressOf(f.perExpert),
+		IsTokenInRank: AddressOf(f.inRank), Handle: &f.handle,
+	}
+}
+
+// dispatchArgs are those of the second step, with the tensors that a dispatch reads.
+func (f *fixed) dispatchArgs(token uint64, worst int, scales []float32) DispatchArgs {
+	n := f.notifyArgs(worst)
+	a := n.Dispatch(token)
+	a.IndexType, a.X, a.XScales, a.TopKIdx, a.TopKWeights = Int64, AddressOf(f.x), AddressOf(scales), AddressOf(f.index), AddressOf(f.weights)
+	return a
 }
 
 func (f *fixed) layout(m *member) {
 	m.must(m.Layout(&LayoutArgs{
 		NumTokens: int32(f.tokens), NumTopK: int32(f.k), NumExperts: int32(f.experts), IndexType: Int64, TopKIdx: AddressOf(f.index),
-		TokensPerRank: AddressOf(f.perRank), TokensPerExpert: AddressOf(f.perExpert), TokenInRank: AddressOf(f.inRank),
+		NumTokensPerRank: AddressOf(f.perRank), NumTokensPerExpert: AddressOf(f.perExpert), IsTokenInRank: AddressOf(f.inRank),
 	}, &Call{}))
 }
 
 func (f *fixed) notify(m *member, worst int) (uint64, error) {
-	return m.Notify(&NotifyArgs{
-		Rows: f.rows(worst), ExpertAlignment: 8, TokensPerRank: AddressOf(f.perRank), TokensPerExpert: AddressOf(f.perExpert),
-		TokenInRank: AddressOf(f.inRank), Handle: &f.handle,
-	}, &Call{})
+	args := f.notifyArgs(worst)
+	return m.Notify(&args, &Call{})
 }
 
 // FP8 rows with strided scales, aligned counts, then the same rows once more through the handle.
@@ -172,11 +181,9 @@ func scalesAndCached(m *member) {
 	f.handle.RecvSrcIdx = AddressOf(f.source)
 	recv, recvScales := make([]uint8, n*32+16), make([]float32, n*2+16)
 	idx, weights := make([]int64, n*2+16), make([]float32, n*2+16)
-	args := DispatchArgs{
-		Rows: f.rows(0), Token: token, IndexType: Int64, X: AddressOf(f.x), XScales: AddressOf(scales), ScaleTokenStride: 8, ScaleStride: 3,
-		TopKIdx: AddressOf(f.index), TopKWeights: AddressOf(f.weights), Handle: &f.handle, RecvSegment: -1, RecvX: AddressOf(recv),
-		RecvXScales: AddressOf(recvScales), RecvTopKIdx: AddressOf(idx), RecvTopKWeights: AddressOf(weights),
-	}
+	args := f.dispatchArgs(token, 0, scales)
+	args.ScaleTokenStride, args.ScaleStride = 8, 3
+	args.RecvX, args.RecvXScales, args.RecvTopKIdx, args.RecvTopKWeights = AddressOf(recv), AddressOf(recvScales), AddressOf(idx), AddressOf(weights)
 	m.must(m.Dispatch(&args, &Call{}))
 	check := func(what string) {
 		for row := range n {
@@ -194,7 +201,7 @@ func scalesAndCached(m *member) {
 	clear(recv)
 	clear(recvScales)
 	cached := args
-	cached.Cached, cached.Token, cached.NumTopK, cached.NumExperts, cached.TopKIdx, cached.TopKWeights = true, 0, 0, 0, 0, 0
+	cached.Cached, cached.Token, cached.NumTopK, cached.NumExperts, cached.TopKIdx, cached.TopKWeights = 1, 0, 0, 0, 0, 0
 	m.check(CodeOf(m.Dispatch(&cached, &Call{})) == ErrInvalidArgument.Code, "outputs of top-k without top-k")
 	cached.RecvTopKIdx, cached.RecvTopKWeights = 0, 0
 	m.must(m.Dispatch(&cached, &Call{}))
@@ -219,11 +226,10 @@ func worstCase(m *member) {
 	f.source = make([]int32, worst)
 	f.handle.RecvSrcIdx = AddressOf(f.source)
 	recv, recvScales, idx, weights := make([]uint8, worst*32), make([]float32, worst*2), make([]int64, worst*2), make([]float32, worst*2)
-	m.must(m.Dispatch(&DispatchArgs{
-		Rows: f.rows(worst), Token: token, IndexType: Int64, X: AddressOf(f.x), XScales: AddressOf(scales), ScaleTokenStride: 2, ScaleStride: 1,
-		TopKIdx: AddressOf(f.index), TopKWeights: AddressOf(f.weights), Handle: &f.handle, RecvSegment: -1, RecvX: AddressOf(recv),
-		RecvXScales: AddressOf(recvScales), RecvTopKIdx: AddressOf(idx), RecvTopKWeights: AddressOf(weights),
-	}, &Call{}))
+	args := f.dispatchArgs(token, worst, scales)
+	args.ScaleTokenStride, args.ScaleStride = 2, 1
+	args.RecvX, args.RecvXScales, args.RecvTopKIdx, args.RecvTopKWeights = AddressOf(recv), AddressOf(recvScales), AddressOf(idx), AddressOf(weights)
+	m.must(m.Dispatch(&args, &Call{}))
 	n := int(f.prefix[(m.size-1)*m.size+m.rank])
 	m.check(n > 0 && n < worst, "%d rows came", n)
 	for row := range worst {

@@ -55,8 +55,11 @@ func (b *Buffer) DispatchTokens(in *Tokens, out *Arrived) error {
 	defer runtime.KeepAlive(in)
 	defer runtime.KeepAlive(out)
 	out.Handle = Handle{RankPrefixMatrix: AddressOf(out.prefix), SendHead: AddressOf(out.head)}
-	rows := Rows{NumTokens: int32(t), NumTopK: int32(k), NumExperts: int32(e), XType: BF16, Hidden: int64(in.Hidden)}
-	token, err := b.countTokens(in, out, rows)
+	notify := NotifyArgs{
+		NumTokens: int32(t), NumTopK: int32(k), NumExperts: int32(e), ExpertAlignment: 1, XType: BF16, Hidden: int64(in.Hidden), Handle: &out.Handle,
+		NumTokensPerRank: AddressOf(out.perRank), NumTokensPerExpert: AddressOf(out.allExperts), IsTokenInRank: AddressOf(out.inRank),
+	}
+	token, err := b.countTokens(in, &notify)
 	if err != nil {
 		return err
 	}
@@ -70,11 +73,10 @@ func (b *Buffer) DispatchTokens(in *Tokens, out *Arrived) error {
 	grow(&out.TopKWeights, n*k)
 	grow(&out.source, n)
 	out.Handle.RecvSrcIdx = AddressOf(out.source)
-	return b.Dispatch(&DispatchArgs{
-		Rows: rows, Token: token, IndexType: Int64, X: AddressOf(in.X), TopKIdx: AddressOf(in.TopKIdx), TopKWeights: AddressOf(in.TopKWeights),
-		Handle: &out.Handle, RecvSegment: -1, RecvX: AddressOf(out.X), RecvTopKIdx: AddressOf(out.TopKIdx),
-		RecvTopKWeights: AddressOf(out.TopKWeights),
-	}, &Call{})
+	args := notify.Dispatch(token)
+	args.IndexType, args.X, args.TopKIdx, args.TopKWeights = Int64, AddressOf(in.X), AddressOf(in.TopKIdx), AddressOf(in.TopKWeights)
+	args.RecvX, args.RecvTopKIdx, args.RecvTopKWeights = AddressOf(out.X), AddressOf(out.TopKIdx), AddressOf(out.TopKWeights)
+	return b.Dispatch(&args, &Call{})
 }
 
 func (b *Buffer) checkTokens(in *Tokens) error {
@@ -98,17 +100,14 @@ func (b *Buffer) checkTokens(in *Tokens) error {
 	return nil
 }
 
-func (b *Buffer) countTokens(in *Tokens, out *Arrived, rows Rows) (token uint64, err error) {
+func (b *Buffer) countTokens(in *Tokens, n *NotifyArgs) (token uint64, err error) {
 	if err := b.Layout(&LayoutArgs{
-		NumTokens: rows.NumTokens, NumTopK: rows.NumTopK, NumExperts: rows.NumExperts, IndexType: Int64, TopKIdx: AddressOf(in.TopKIdx),
-		TokensPerRank: AddressOf(out.perRank), TokensPerExpert: AddressOf(out.allExperts), TokenInRank: AddressOf(out.inRank),
+		NumTokens: n.NumTokens, NumTopK: n.NumTopK, NumExperts: n.NumExperts, IndexType: Int64, TopKIdx: AddressOf(in.TopKIdx),
+		NumTokensPerRank: n.NumTokensPerRank, NumTokensPerExpert: n.NumTokensPerExpert, IsTokenInRank: n.IsTokenInRank,
 	}, &Call{}); err != nil {
 		return 0, err
 	}
-	return b.Notify(&NotifyArgs{
-		Rows: rows, ExpertAlignment: 1, TokensPerRank: AddressOf(out.perRank), TokensPerExpert: AddressOf(out.allExperts),
-		TokenInRank: AddressOf(out.inRank), Handle: &out.Handle,
-	}, &Call{Async: true})
+	return b.Notify(n, &Call{Async: true})
 }
 
 // CombineTokens sums the rows x [N,H] (BF16, one for each that arrived) back into their tokens, and weights [N,K] likewise
@@ -122,7 +121,7 @@ func (b *Buffer) CombineTokens(x []uint16, weights []float32, from *Arrived, out
 		return status.InvalidArg("weights", len(weights), "as many as arrived, or none")
 	}
 	grow(&out.X, t*from.hidden)
-	args := CombineArgs{Hidden: int64(from.hidden), XSegment: -1, X: AddressOf(x), Handle: &from.Handle, CombinedX: AddressOf(out.X)}
+	args := CombineArgs{Hidden: int64(from.hidden), X: AddressOf(x), Handle: &from.Handle, CombinedX: AddressOf(out.X)}
 	out.TopKWeights = out.TopKWeights[:0]
 	if weights != nil {
 		grow(&out.TopKWeights, t*from.topK)

@@ -363,7 +363,7 @@ typedef struct deepep_dispatch_args {
 } deepep_dispatch_args;
 /* clang-format off */
 #define DEEPEP_DISPATCH_INIT                                                                                        \
-  {sizeof(deepep_dispatch_args), 0, 0, DEEPEP_BF16, 0, 0, 0, 0, 0, DEEPEP_INT64, 0, -1, 0, NULL, NULL, 0, 0, NULL, NULL, \
+  {sizeof(deepep_dispatch_args), 0, 0, DEEPEP_BF16, 0, 0, 0, 0, 0, DEEPEP_INT64, 0, 0, 0, NULL, NULL, 0, 0, NULL, NULL, \
    NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 /* collective, launches. */
@@ -384,7 +384,7 @@ typedef struct deepep_combine_args {
   void *combined_x;             /* [out] [T,H] BF16: sum in FP32 of the token's rows, plus the biases */
   float *combined_topk_weights; /* [out] [T,K] or NULL */
 } deepep_combine_args;
-#define DEEPEP_COMBINE_INIT {sizeof(deepep_combine_args), 0, 0, -1, 0, 0, NULL, NULL, {NULL, NULL}, NULL, NULL, NULL}
+#define DEEPEP_COMBINE_INIT {sizeof(deepep_combine_args), 0, 0, 0, 0, 0, NULL, NULL, {NULL, NULL}, NULL, NULL, NULL}
 /* collective, launches. */
 deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args, const deepep_call *call);
 

@@ -92,7 +92,7 @@ func newTensors() *tensors {
 func (t *tensors) dispatch() *core.LLDispatchArgs {
 	return &core.LLDispatchArgs{
 		Phases: core.SendRecv, NumTokens: 1, NumMaxTokens: 1, Hidden: hidden, NumTopK: 1, NumExperts: 1,
-		IndexType: core.Int64, UseFP8: true, X: core.AddressOf(t.x), TopKIdx: core.AddressOf(t.experts),
+		IndexType: core.Int64, UseFP8: 1, X: core.AddressOf(t.x), TopKIdx: core.AddressOf(t.experts),
 		RecvX: core.AddressOf(t.received), RecvXScales: core.AddressOf(t.scales), RecvCount: core.AddressOf(t.count),
 		SrcInfo: core.AddressOf(t.sources), LayoutRange: core.AddressOf(t.ranges),
 	}

@@ -130,13 +130,13 @@ func check(in *core.Tokens, sums []uint16) error {
 // report prints what was communicated.
 func report(buffer *core.Buffer) error {
 	fmt.Printf("%-22s %6s %12s %10s %10s\n", "operation (rank 0)", "calls", "bytes", "p50", "p99")
-	for op := uint32(core.OpLayout); op < core.NumOps; op++ {
+	for op := core.OpLayout; op < core.NumOps; op++ {
 		s, err := buffer.Stats(op)
 		if err != nil {
 			return err
 		}
 		if s.Calls > 0 {
-			fmt.Printf("%-22s %6d %12d %10v %10v\n", core.OpName(op), s.Calls, s.Bytes, s.P50, s.P99)
+			fmt.Printf("%-22s %6d %12d %10v %10v\n", op, s.Calls, s.Bytes, s.P50, s.P99)
 		}
 	}
 	return nil

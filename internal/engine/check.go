@@ -40,7 +40,7 @@ func (b *Buffer) config(c *Call, kind int) (plan.Config, error) {
 	if c.Config == nil {
 		return plan.ConfigFor(kind, b.size)
 	}
-	config := *c.Config
+	config := plan.Config(*c.Config)
 	return config, config.Check()
 }
 

@@ -4,20 +4,11 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
-
-// NotifyArgs are the arguments of Notify, the first step of a dispatch.
-type NotifyArgs struct {
-	plan.Rows
-	ExpertAlignment int32
-	TokensPerRank   uintptr // [in] int32 [R]
-	TokensPerExpert uintptr // [in] int32 [E] or 0
-	TokenInRank     uintptr // [in] uint8 [T,R]
-	Handle          *Handle // [inout] matrices filled on the stream; NumTokens, NumRanks set now
-}
 
 const numPending = 16
 
@@ -32,7 +23,7 @@ type pending struct {
 }
 
 // Notify exchanges counts among all ranks and returns a token for WaitCounts and Dispatch. Collective.
-func (b *Buffer) Notify(a *NotifyArgs, c *Call) (token uint64, err error) {
+func (b *Buffer) Notify(a *op.NotifyArgs, c *Call) (token uint64, err error) {
 	if err := b.checkNotify(a); err != nil {
 		return 0, err
 	}
@@ -44,7 +35,8 @@ func (b *Buffer) Notify(a *NotifyArgs, c *Call) (token uint64, err error) {
 	if err != nil {
 		return 0, err
 	}
-	if err := b.fitsRow(a.HiddenBytes() + 4*uint64(a.NumScales)); err != nil {
+	shape := plan.NotifyRows(a)
+	if err := b.fitsRow(shape.HiddenBytes() + 4*uint64(a.NumScales)); err != nil {
 		return 0, b.abandon(err)
 	}
 	p := &b.params.notify
@@ -55,16 +47,16 @@ func (b *Buffer) Notify(a *NotifyArgs, c *Call) (token uint64, err error) {
 	b.header(&p.OpHeader, abi.OpNotify, abi.PhaseBoth, stream)
 	slot.token = p.Call
 	p.NumSMs = config.NumSMs
-	p.TokensPerRank, p.TokensPerExpert, p.TokenInRank = uint64(a.TokensPerRank), uint64(a.TokensPerExpert), uint64(a.TokenInRank)
+	p.TokensPerRank, p.TokensPerExpert, p.TokenInRank = uint64(a.NumTokensPerRank), uint64(a.NumTokensPerExpert), uint64(a.IsTokenInRank)
 	p.NumTokens, p.NumTopK, p.NumExperts = a.NumTokens, a.NumTopK, a.NumExperts
 	p.ExpertAlignment, p.NumWorstTokens, p.NumScales = a.ExpertAlignment, a.NumWorstTokens, a.NumScales
-	p.HiddenBytes = a.HiddenBytes()
+	p.HiddenBytes = shape.HiddenBytes()
 	p.RankPrefixMatrix, p.SendHead = uint64(a.Handle.RankPrefixMatrix), uint64(a.Handle.SendHead)
 	p.HostCounts, p.Counts = 0, 0
 	if a.NumWorstTokens == 0 {
 		p.HostCounts, p.Counts = hostAddress(slot.page), slot.address
 	}
-	if a.TokensPerExpert == 0 {
+	if a.NumTokensPerExpert == 0 {
 		p.NumExperts = 0
 	}
 	code := b.opt.Library.Notify(p)
@@ -73,8 +65,8 @@ func (b *Buffer) Notify(a *NotifyArgs, c *Call) (token uint64, err error) {
 	return token, b.finish(c, onComm, stream, launched(abi.OpNotify, code, p.DeviceError))
 }
 
-func (b *Buffer) checkNotify(a *NotifyArgs) error {
-	if err := a.Rows.Check(b.top); err != nil {
+func (b *Buffer) checkNotify(a *op.NotifyArgs) error {
+	if err := plan.NotifyRows(a).Check(b.top); err != nil {
 		return err
 	}
 	if err := plan.CheckAlignment(a.ExpertAlignment); err != nil {
@@ -84,24 +76,24 @@ func (b *Buffer) checkNotify(a *NotifyArgs) error {
 		return status.InvalidArg("handle", "NULL", "a handle whose matrices are to be filled")
 	}
 	return need(
-		given{"num_tokens_per_rank", a.TokensPerRank, true, 4},
-		given{"num_tokens_per_expert", a.TokensPerExpert, false, 4},
-		given{"is_token_in_rank", a.TokenInRank, a.NumTokens > 0, 1},
+		given{"num_tokens_per_rank", a.NumTokensPerRank, true, 4},
+		given{"num_tokens_per_expert", a.NumTokensPerExpert, false, 4},
+		given{"is_token_in_rank", a.IsTokenInRank, a.NumTokens > 0, 1},
 		given{"handle.rank_prefix_matrix", a.Handle.RankPrefixMatrix, true, 4},
 		given{"handle.send_head", a.Handle.SendHead, a.NumTokens > 0, 4})
 }
 
 // reserve takes the place of the oldest exchange: nobody has sixteen under way, so that one was given up.
-func (b *Buffer) reserve(a *NotifyArgs) (*pending, error) {
+func (b *Buffer) reserve(a *op.NotifyArgs) (*pending, error) {
 	slot := &b.pending[(b.calls[abi.OpNotify]+1)%numPending]
 	local := 0
-	if a.TokensPerExpert != 0 {
+	if a.NumTokensPerExpert != 0 {
 		local = int(a.NumExperts) / b.size
 	}
 	if err := b.countsRoom(slot, local); err != nil {
 		return nil, err
 	}
-	slot.rows, slot.received, slot.perExpert = a.Rows, -1, local
+	slot.rows, slot.received, slot.perExpert = plan.NotifyRows(a), -1, local
 	return slot, nil
 }
 

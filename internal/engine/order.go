@@ -3,9 +3,9 @@ package engine
 import (
 	"time"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
-	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -16,10 +16,10 @@ type Call struct {
 	// Async: the caller waits through Event. Otherwise Stream waits for the operation, which on a host-stream engine
 	// means that the call returns when it is done.
 	Async    bool
-	Stream   uintptr // the caller's current stream
-	Previous *Event  // the operation begins after it, instead of after Stream
-	Event    *Event  // recorded at the operation's end
-	Config   *plan.Config
+	Stream   uintptr    // the caller's current stream
+	Previous *Event     // the operation begins after it, instead of after Stream
+	Event    *Event     // recorded at the operation's end
+	Config   *op.Config // nil: the default for this many ranks
 }
 
 // order remembers where the newest operation runs, so that the next one comes after it on whatever stream.
@@ -228,14 +228,14 @@ func (b *Buffer) headerFor(h *abi.OpHeader, op, phase uint32, stream device.Stre
 }
 
 // launched turns a launch's code into an error.
-func launched(op uint32, code, deviceError int32) error {
+func launched(number op.Operation, code, deviceError int32) error {
 	if code == 0 {
 		return nil
 	}
 	if deviceError != 0 {
-		return status.Errorf(status.Code(code), "%s could not be launched: %v (device error %d)", OpName(op), status.Code(code), deviceError)
+		return status.Errorf(status.Code(code), "%s could not be launched: %v (device error %d)", number, status.Code(code), deviceError)
 	}
-	return status.Errorf(status.Code(code), "%s could not be launched: %v", OpName(op), status.Code(code))
+	return status.Errorf(status.Code(code), "%s could not be launched: %v", number, status.Code(code))
 }
 
 // timeouts are never less than a millisecond: 0 would mean not to wait at all.

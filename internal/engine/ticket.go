@@ -3,6 +3,7 @@ package engine
 import (
 	"fmt"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/plan"
@@ -31,31 +32,30 @@ type ticket struct {
 }
 
 // admit finds the ticket of a half or makes one, without counting anything yet. The lock is held.
-func (b *Buffer) admit(op int, phases, id uint32, shape *plan.LowLatency, stream device.Stream) (*ticket, error) {
+func (b *Buffer) admit(which int, phases, id uint32, shape *plan.LowLatency, stream device.Stream) (*ticket, error) {
 	if phases == abi.PhaseRecv {
-		return b.redeem(op, id, shape, stream)
+		return b.redeem(which, id, shape, stream)
 	}
-	name := [2]string{"low-latency dispatch", "low-latency combine"}[op]
-	for i := range b.tickets[op] {
-		t := &b.tickets[op][i]
+	for i := range b.tickets[which] {
+		t := &b.tickets[which][i]
 		if t.open {
 			continue
 		}
-		call := uint32(abi.OpLLDispatch + op)
+		call := abi.OpLLDispatch + which
 		b.calls[call]++
-		place := uint32(op*numSends + i)
+		place := uint32(which*numSends + i)
 		*t = ticket{word: place, id: (t.id/abi.NumTickets+1)*abi.NumTickets + place, number: b.calls[call], stream: stream, shape: *shape}
-		if op == opCombine {
+		if which == opCombine {
 			t.slot = b.combines
 		}
 		return t, nil
 	}
-	return nil, status.Errorf(status.InvalidState, "two sends of %s are without their receive half: a third has no room; receive first (call the hooks)", name)
+	return nil, status.Errorf(status.InvalidState, "two sends of %s are without their receive half: a third has no room; receive first (call the hooks)", op.Operation(abi.OpLLDispatch+which))
 }
 
 // redeem finds the send that a receive half belongs to.
-func (b *Buffer) redeem(op int, id uint32, shape *plan.LowLatency, stream device.Stream) (*ticket, error) {
-	t := &b.tickets[op][id%numSends]
+func (b *Buffer) redeem(which int, id uint32, shape *plan.LowLatency, stream device.Stream) (*ticket, error) {
+	t := &b.tickets[which][id%numSends]
 	switch {
 	case t.id != id || !t.open:
 		return nil, status.InvalidArg("ticket", id, "that of a send half whose receive half has not been issued yet")

@@ -1,7 +1,9 @@
 package plan
 
+import "github.com/deepep-go/deepep/internal/abi"
+
 // HistogramBuckets is the number of buckets of a latency histogram; a power of two has four.
-const HistogramBuckets = 96
+const HistogramBuckets = abi.HistBuckets
 
 const (
 	histogramBase = 512 // ns below which everything is in bucket 0

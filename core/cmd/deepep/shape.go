@@ -8,6 +8,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/doctor"
 	"github.com/deepep-go/deepep/internal/kern"
@@ -91,7 +92,7 @@ func (s *shape) plan() (*sizes, error) {
 	if s.rank < 0 || s.rank >= s.ranks {
 		return nil, status.InvalidArg("rank", s.rank, fmt.Sprintf("0 to %d", s.ranks-1))
 	}
-	call := plan.LowLatency{NumMaxTokens: int32(s.maxTokens), Hidden: int32(s.hidden), NumTopK: int32(s.topK), NumExperts: int32(s.experts), IndexType: plan.Int64}
+	call := plan.LowLatency{NumMaxTokens: int32(s.maxTokens), Hidden: int32(s.hidden), NumTopK: int32(s.topK), NumExperts: int32(s.experts), IndexType: op.Int64}
 	if err := call.CheckDispatch(t); err != nil {
 		return nil, err
 	}
