@@ -195,9 +195,7 @@ func (b *Buffer) Group() *Group { return b.group }
 // Destroy ends the buffer: local, idempotent, bounded by about 2 s. What peers have mapped of it stays valid for them.
 func (b *Buffer) Destroy() error {
 	err := b.Buffer.Destroy()
-	if e := b.group.forget(b); err == nil {
-		err = e
-	}
+	status.Keep(&err, b.group.forget(b))
 	if err != nil {
 		b.group.log.Warn("destroy: "+err.Error(), zap.Int("rank", b.group.rank))
 	}
@@ -219,8 +217,6 @@ type statsPage struct{ *monitor.Page }
 
 func (p *statsPage) Close() error {
 	err := p.Remove()
-	if e := p.Unmap(); err == nil {
-		err = e
-	}
+	status.Keep(&err, p.Unmap())
 	return err
 }

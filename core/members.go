@@ -7,6 +7,7 @@ import (
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/engine"
 	"github.com/deepep-go/deepep/internal/health"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // link is the ranks joined: their channel, and the watch over who is alive.
@@ -42,9 +43,7 @@ func (l *link) close() error {
 		cancel()
 	}
 	err := l.watch.Close()
-	if e := l.channel.Close(); err == nil {
-		err = e
-	}
+	status.Keep(&err, l.channel.Close())
 	return err
 }
 

@@ -67,8 +67,6 @@ func (h *Heap) Share(rank int, bytes uint64) (*Symmetric, error) {
 func (h *Heap) Detach() error {
 	p := &kern.TransportDetachParams{Attachment: h.attachment}
 	err := kern.Error("dk_transport_detach", h.dev.Lib.TransportDetach(p), p.DeviceError)
-	if closed := h.dev.Release(); err == nil {
-		err = closed
-	}
+	status.Keep(&err, h.dev.Release())
 	return err
 }

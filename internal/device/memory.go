@@ -50,9 +50,7 @@ func (m *Memory) Release() error {
 		return nil
 	}
 	err := m.free()
-	if closed := m.dev.Release(); err == nil {
-		err = closed
-	}
+	status.Keep(&err, m.dev.Release())
 	return err
 }
 
@@ -79,9 +77,7 @@ func (m *Memory) Drain(s Stream) error {
 	for done := false; !done && err == nil; {
 		done, err = ev.Wait(time.Second)
 	}
-	if destroyed := ev.Destroy(); err == nil {
-		err = destroyed
-	}
+	status.Keep(&err, ev.Destroy())
 	return err
 }
 
@@ -133,8 +129,6 @@ func (h *HostPage) Close() error {
 			err = status.Errorf(status.System, "munmap: %w", e)
 		}
 	}
-	if closed := h.dev.Release(); err == nil {
-		err = closed
-	}
+	status.Keep(&err, h.dev.Release())
 	return err
 }

@@ -123,9 +123,7 @@ func (s *Symmetric) Release() error {
 	}
 	err := s.ReleaseLocal()
 	for rank, m := range s.peers {
-		if e := m.Release(); err == nil {
-			err = e
-		}
+		status.Keep(&err, m.Release())
 		s.peers[rank] = nil
 	}
 	return err

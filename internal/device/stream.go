@@ -82,9 +82,7 @@ func (d *Device) NewEvent() (*Event, error) {
 func (e *Event) Destroy() error {
 	p := &kern.EventDestroyParams{Device: e.dev.handle, Event: e.handle}
 	err := kern.Error("dk_event_destroy", e.dev.Lib.EventDestroy(p), p.DeviceError)
-	if closed := e.dev.Release(); err == nil {
-		err = closed
-	}
+	status.Keep(&err, e.dev.Release())
 	return err
 }
 

@@ -91,63 +91,54 @@ func (b *Buffer) isIdle(marked *bool) bool {
 
 // free gives everything back, in the order in which things depend on each other. The first error counts.
 func (b *Buffer) free() error {
-	var first error
-	keep := func(err error) {
-		if first == nil {
-			first = err
-		}
-	}
+	var err error
 	if b.team != 0 {
 		p := &kern.TeamDestroyParams{Team: b.team}
-		keep(kern.Error("dk_team_destroy", b.opt.Library.TeamDestroy(p), p.DeviceError))
+		status.Keep(&err, kern.Error("dk_team_destroy", b.opt.Library.TeamDestroy(p), p.DeviceError))
 	}
-	keep(b.closeTransport())
+	status.Keep(&err, b.closeTransport())
 	for _, s := range b.segments {
 		if s != nil {
-			keep(s.shared.Release())
+			status.Keep(&err, s.shared.Release())
 		}
 	}
-	keep(b.freeEvents())
+	status.Keep(&err, b.freeEvents())
 	if b.stats != nil {
-		keep(b.stats.close())
+		status.Keep(&err, b.stats.close())
 	}
 	for _, page := range append(b.extra, b.counts) {
-		keep(page.Close())
+		status.Keep(&err, page.Close())
 	}
 	if b.page != nil {
 		if b.captured {
 			b.retire()
 		} else {
-			keep(b.page.Close())
+			status.Keep(&err, b.page.Close())
 		}
 	}
 	if b.heap != nil {
-		keep(b.freeHeap())
+		status.Keep(&err, b.freeHeap())
 	} else {
-		keep(b.block.Release())
+		status.Keep(&err, b.block.Release())
 	}
 	if b.dev != nil {
-		keep(b.dev.Release())
+		status.Keep(&err, b.dev.Release())
 	}
-	return first
+	return err
 }
 
 func (b *Buffer) freeEvents() error {
-	var first error
+	var err error
 	for _, ev := range append(b.idle, b.order.begin, b.order.end, b.order.tail) {
 		if ev == nil {
 			continue
 		}
-		if err := ev.Destroy(); first == nil {
-			first = err
-		}
+		status.Keep(&err, ev.Destroy())
 	}
 	if b.comm != 0 {
-		if err := b.dev.DestroyStream(b.comm); first == nil {
-			first = err
-		}
+		status.Keep(&err, b.dev.DestroyStream(b.comm))
 	}
-	return first
+	return err
 }
 
 // retire leaves the status words to graphs that may still be replayed, with the order to leave at once.

@@ -102,9 +102,7 @@ func (b *Buffer) freeHeap() error {
 		heapTurn.Lock()
 		defer heapTurn.Unlock()
 		err := b.block.Release()
-		if e := b.heap.Detach(); err == nil {
-			err = e
-		}
+		status.Keep(&err, b.heap.Detach())
 		done <- err
 	}()
 	select {

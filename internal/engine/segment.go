@@ -130,9 +130,7 @@ func (s *Segment) Release() error {
 		b.mu.Unlock()
 		b.leave()
 	}
-	if e := s.memory.Release(); err == nil {
-		err = e
-	}
+	status.Keep(&err, s.memory.Release())
 	return err
 }
 

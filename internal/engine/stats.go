@@ -75,9 +75,7 @@ func (s *statistics) close() error {
 	s.setState(abi.PageDestroyed)
 	err := s.page.Close()
 	if s.owner != nil {
-		if e := s.owner.Close(); err == nil {
-			err = e
-		}
+		status.Keep(&err, s.owner.Close())
 	}
 	return err
 }

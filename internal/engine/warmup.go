@@ -39,9 +39,7 @@ func (b *Buffer) Warmup(o op.WarmupOptions) error {
 	if err == nil {
 		err = b.agree(limited, "warmup", free)
 	}
-	if e := ev.Destroy(); err == nil {
-		err = e
-	}
+	status.Keep(&err, ev.Destroy())
 	return err
 }
 
@@ -80,9 +78,7 @@ func (w *warmup) free() error {
 		done, err = w.call.Event.ev.Wait(waitSlice)
 	}
 	for _, m := range w.memory {
-		if e := m.Release(); err == nil {
-			err = e
-		}
+		status.Keep(&err, m.Release())
 	}
 	return err
 }
@@ -130,9 +126,7 @@ func (w *warmup) routing(tokens, topk, experts int32) (err error) {
 	if err == nil {
 		err = w.call.Event.Wait(-1)
 	}
-	if e := page.Close(); err == nil {
-		err = e
-	}
+	status.Keep(&err, page.Close())
 	return err
 }
 
