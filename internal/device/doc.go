@@ -5,5 +5,5 @@
 // Threads: every method may be called from any thread; who launches on a stream orders the calls himself.
 //
 // The package launches no operation and never waits for a peer, except in Share, which exchanges through the function
-// it is given, and in what a Heap does: attaching, sharing, releasing and detaching are collective there.
+// it is given, and in what a SymmetricHeap does: attaching, sharing, releasing and detaching are collective there.
 package device

@@ -14,12 +14,12 @@ import (
 
 // Memory is device memory, own or a peer's that was mapped.
 type Memory struct {
-	Address uint64
-	Bytes   uint64
-	dev     *Device
-	mem     uint64
-	heap    bool // of a transport's heap
-	refs    atomic.Int32
+	Address       uint64
+	Bytes         uint64
+	dev           *Device
+	mem           uint64
+	symmetricHeap bool // freed by the transport, together with all ranks
+	refs          atomic.Int32
 }
 
 // Alloc gives zeroed memory of at least so many bytes.
@@ -55,7 +55,7 @@ func (m *Memory) Release() error {
 }
 
 func (m *Memory) free() error {
-	if m.heap {
+	if m.symmetricHeap {
 		p := &kern.TransportFreeParams{Mem: m.mem}
 		return kern.Error("dk_transport_free", m.dev.Lib.TransportFree(p), p.DeviceError)
 	}

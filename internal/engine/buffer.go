@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"context"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -46,23 +47,23 @@ type Buffer struct {
 	log     *zap.Logger
 
 	// Set by build, constant once ready is closed.
-	dev       *device.Device
-	comm      device.Stream
-	block     *device.Symmetric
-	regions   plan.Regions
-	heapID    []byte       // on rank 0, where the transport has memory of its own
-	heap      *device.Heap // of such a transport; the block is of it
-	reach     reach
-	transport uint64 // 0: all ranks are on this node
-	team      uint64
-	page      *device.HostPage
-	words     *abi.Status // in page
-	stats     *statistics
-	counts    *device.HostPage
+	dev             *device.Device
+	comm            device.Stream
+	block           *device.Symmetric
+	regions         plan.Regions
+	symmetricHeapID []byte                // on rank 0, where the transport has memory of its own
+	symmetricHeap   *device.SymmetricHeap // of such a transport; it holds the block
+	reach           reach
+	transport       uint64 // 0: all ranks are on this node
+	team            uint64
+	page            *device.HostPage
+	words           *abi.Status // in page
+	stats           *statistics
+	counts          *device.HostPage
 
-	ready    chan struct{} // closed when build has ended
-	buildErr error         // read after ready
-	life     ctx           // ends with Destroy
+	ready    chan struct{}   // closed when build has ended
+	buildErr error           // read after ready
+	life     context.Context // ends with Destroy
 	cancel   func(error)
 
 	active   atomic.Int32 // calls inside; see enter

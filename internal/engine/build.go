@@ -16,12 +16,10 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-type ctx = context.Context
-
 // New makes a buffer together with all ranks of the group. With Background it returns at once, and the first operation
 // waits for the rest; what went wrong there is WaitReady's and every call's error.
 func New(parent context.Context, members Members, opt Options) (*Buffer, error) {
-	opt.Timeout, opt.FirstTimeout = atLeast(opt.Timeout), atLeast(opt.FirstTimeout)
+	opt.Timeout, opt.FirstTimeout = atLeastMillisecond(opt.Timeout), atLeastMillisecond(opt.FirstTimeout)
 	if opt.Log == nil {
 		opt.Log = zap.NewNop()
 	}
@@ -31,9 +29,9 @@ func New(parent context.Context, members Members, opt Options) (*Buffer, error) 
 	}
 	b.life, b.cancel = context.WithCancelCause(context.Background())
 	build := func() {
-		c, done := b.limited(parent)
+		ctx, done := b.limited(parent)
 		defer done()
-		b.finishBuild(c)
+		b.finishBuild(ctx)
 	}
 	if opt.Background {
 		go build()
@@ -50,10 +48,10 @@ func New(parent context.Context, members Members, opt Options) (*Buffer, error) 
 // limited is a context for what a buffer exchanges with the other ranks: it ends with the caller's, with the buffer, and
 // after the limit for a start.
 func (b *Buffer) limited(parent context.Context) (context.Context, context.CancelFunc) {
-	c, done := context.WithTimeout(b.life, b.opt.StartLimit)
-	c, cancel := context.WithCancelCause(c)
+	ctx, done := context.WithTimeout(b.life, b.opt.StartLimit)
+	ctx, cancel := context.WithCancelCause(ctx)
 	stop := context.AfterFunc(parent, func() { cancel(context.Cause(parent)) })
-	return c, func() {
+	return ctx, func() {
 		stop()
 		cancel(nil)
 		done()
@@ -61,7 +59,7 @@ func (b *Buffer) limited(parent context.Context) (context.Context, context.Cance
 }
 
 // finishBuild builds and opens the buffer, or keeps the reason why not. It does not panic, since it may be a goroutine.
-func (b *Buffer) finishBuild(c context.Context) {
+func (b *Buffer) finishBuild(ctx context.Context) {
 	defer close(b.ready)
 	defer func() {
 		if p := recover(); p != nil {
@@ -75,12 +73,12 @@ func (b *Buffer) finishBuild(c context.Context) {
 			b.log.Error(b.buildErr.Error())
 		}
 	}()
-	b.buildErr = b.build(c)
+	b.buildErr = b.build(ctx)
 }
 
 // build does everything that needs the other ranks, and all that the first call would otherwise do.
-func (b *Buffer) build(c context.Context) error {
-	if err := b.members.Join(c); err != nil {
+func (b *Buffer) build(ctx context.Context) error {
+	if err := b.members.Join(ctx); err != nil {
 		return err
 	}
 	err := b.open()
@@ -90,13 +88,13 @@ func (b *Buffer) build(c context.Context) error {
 		return compareAll(all)
 	})
 	if err != nil {
-		_, _ = exchange(c, nil, nil) // the others must hear of it; the own error counts
+		_, _ = exchange(ctx, nil, nil) // the others must hear of it; the own error counts
 		return err
 	}
 	if b.opt.Library.HasTransportHeap() {
-		err = b.shareHeap(c, exchange)
+		err = b.shareSymmetricHeap(ctx, exchange)
 	} else {
-		b.block, err = b.dev.Share(c, b.rank, b.regions.Total, b.onThisHost(), exchange)
+		b.block, err = b.dev.Share(ctx, b.rank, b.regions.Total, b.onThisHost(), exchange)
 	}
 	if err != nil {
 		if code := status.CodeOf(err); code == status.OutOfMemory {
@@ -109,7 +107,7 @@ func (b *Buffer) build(c context.Context) error {
 	if err == nil && b.opt.Preinitialize {
 		err = b.touch()
 	}
-	if err = b.agree(c, "ready", err); err != nil {
+	if err = b.agree(ctx, "ready", err); err != nil {
 		return err
 	}
 	b.watching.Store(true)
@@ -128,15 +126,15 @@ func (b *Buffer) onThisHost() []bool {
 
 func (b *Buffer) exchanger(what string) device.Exchange {
 	tag := fmt.Sprintf("buffer/%d/%s", b.opt.ID, what)
-	return func(c ctx, blob []byte, fds []int) ([]device.Message, error) {
-		return b.members.Exchange(c, tag, blob, fds)
+	return func(ctx context.Context, blob []byte, fds []int) ([]device.Message, error) {
+		return b.members.Exchange(ctx, tag, blob, fds)
 	}
 }
 
 // agree brings all ranks to one point and to one result: a rank that failed tells the others, so that nobody goes on
 // without it.
-func (b *Buffer) agree(c context.Context, what string, own error) error {
-	all, err := b.exchanger(what)(c, errorText(own), nil)
+func (b *Buffer) agree(ctx context.Context, what string, own error) error {
+	all, err := b.exchanger(what)(ctx, errorText(own), nil)
 	if own != nil {
 		return own
 	}
@@ -175,7 +173,7 @@ func (b *Buffer) open() (err error) {
 			b.size, p.ControlBytes, limit)
 	}
 	b.regions = plan.NewRegions(p.ControlBytes, p.WireBytes, b.opt.NVLBytes, b.opt.RDMABytes)
-	return b.makeHeapID()
+	return b.makeSymmetricHeapID()
 }
 
 // blockSizes asks what the library needs beside the regions, and for rows of a size.
@@ -186,7 +184,7 @@ func (b *Buffer) blockSizes(rowBytes uint64) *kern.BlockSizesParams {
 	}
 }
 
-// countsPage holds the counts of sixteen exchanges of up to 1020 local experts each; more get their own.
+// countsSlot is the bytes for the counts of one exchange: up to 1020 local experts. More get a page of their own.
 const countsSlot = 4096
 
 // join makes what belongs to this rank alone: status words, statistics, streams, events, the team.

@@ -116,8 +116,8 @@ func (b *Buffer) free() error {
 			status.Keep(&err, b.page.Close())
 		}
 	}
-	if b.heap != nil {
-		status.Keep(&err, b.freeHeap())
+	if b.symmetricHeap != nil {
+		status.Keep(&err, b.freeSymmetricHeap())
 	} else {
 		status.Keep(&err, b.block.Release())
 	}

@@ -3,6 +3,7 @@ package engine
 import (
 	"time"
 
+	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -45,7 +46,7 @@ func (e *Event) StreamWait(stream uintptr) error {
 	if err := e.buffer.checkStream(stream); err != nil {
 		return err
 	}
-	if e.buffer.opt.Library.Has(capHostStream) {
+	if e.buffer.opt.Library.Has(abi.CapHostStream) {
 		return e.Wait(-1)
 	}
 	return e.ev.Join(device.Stream(stream))
@@ -74,7 +75,7 @@ func (e *Event) Wait(slice time.Duration) error {
 
 // checkStream refuses what is no stream of this engine.
 func (b *Buffer) checkStream(stream uintptr) error {
-	if stream != 0 && b.opt.Library.Has(capHostStream) {
+	if stream != 0 && b.opt.Library.Has(abi.CapHostStream) {
 		return status.InvalidArg("stream", stream, "NULL: on this engine the calling thread is the stream")
 	}
 	return nil

@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"context"
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
@@ -88,7 +89,7 @@ func whoHasWhat(all []fingerprint, field int) string {
 
 // withFingerprint puts a fingerprint before every message of an exchange, so that one exchange does for both.
 func withFingerprint(own fingerprint, exchange device.Exchange, seen func([]fingerprint) error) device.Exchange {
-	return func(ctx ctx, blob []byte, fds []int) ([]device.Message, error) {
+	return func(ctx context.Context, blob []byte, fds []int) ([]device.Message, error) {
 		text, err := json.Marshal(own)
 		if err != nil {
 			return nil, status.Errorf(status.Internal, "fingerprint: %w", err)

@@ -9,8 +9,6 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-const capHostStream = abi.CapHostStream
-
 // Call is how an operation is ordered among other work.
 type Call struct {
 	// Async: the caller waits through Event. Otherwise Stream waits for the operation, which on a host-stream engine
@@ -238,5 +236,5 @@ func launched(number op.Operation, code, deviceError int32) error {
 	return status.Errorf(status.Code(code), "%s could not be launched: %v", number, status.Code(code))
 }
 
-// timeouts are never less than a millisecond: 0 would mean not to wait at all.
-func atLeast(d time.Duration) time.Duration { return max(d, time.Millisecond) }
+// atLeastMillisecond raises a timeout to a millisecond: the kernels take 0 for "do not wait at all".
+func atLeastMillisecond(d time.Duration) time.Duration { return max(d, time.Millisecond) }

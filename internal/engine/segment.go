@@ -25,7 +25,7 @@ type Segment struct {
 }
 
 // NewSegment makes one, of the same size on every rank. Collective; it waits.
-func (b *Buffer) NewSegment(c context.Context, bytes uint64) (*Segment, error) {
+func (b *Buffer) NewSegment(ctx context.Context, bytes uint64) (*Segment, error) {
 	if bytes == 0 {
 		return nil, status.InvalidArg("bytes", bytes, "1 or more")
 	}
@@ -43,10 +43,10 @@ func (b *Buffer) NewSegment(c context.Context, bytes uint64) (*Segment, error) {
 	number, free := b.offerSegments()
 	exchange := b.exchanger(fmt.Sprintf("segment/%d", number))
 	index := -1
-	limited, done := b.limited(c)
+	limited, done := b.limited(ctx)
 	defer done()
-	shared, err := b.dev.Share(limited, b.rank, bytes, mapped, func(c ctx, blob []byte, fds []int) ([]device.Message, error) {
-		all, err := exchange(c, append(binary.LittleEndian.AppendUint64(nil, free), blob...), fds)
+	shared, err := b.dev.Share(limited, b.rank, bytes, mapped, func(ctx context.Context, blob []byte, fds []int) ([]device.Message, error) {
+		all, err := exchange(ctx, append(binary.LittleEndian.AppendUint64(nil, free), blob...), fds)
 		if err == nil {
 			index, err = commonSegment(all)
 		}

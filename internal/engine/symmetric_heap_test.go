@@ -44,7 +44,7 @@ func heapRig(t *testing.T, a *among, mood int32) (*rig, func(int32), error) {
 	return r, set, err
 }
 
-func TestHeapOfATransport(t *testing.T) {
+func TestSymmetricHeap(t *testing.T) {
 	r, _, err := heapRig(t, &among{rank: 0, size: 4, elsewhere: 2}, heapWell) // other hosts can be reached
 	if err != nil {
 		t.Fatal(err)
@@ -61,7 +61,7 @@ func TestHeapOfATransport(t *testing.T) {
 	}
 }
 
-func TestHeapsThatDoNotStart(t *testing.T) {
+func TestSymmetricHeapThatDoesNotStart(t *testing.T) {
 	for mood, c := range map[int32]struct {
 		kind error
 		part string
@@ -78,8 +78,8 @@ func TestHeapsThatDoNotStart(t *testing.T) {
 	}
 }
 
-// Destroy is bounded though all ranks free together: what takes longer is left behind, what can never end is not begun.
-func TestHeapIsFreedBehind(t *testing.T) {
+// Destroy is bounded though all ranks free together: a slow release goes on in its goroutine, and none begins with a dead rank.
+func TestSymmetricHeapIsFreedInTheBackground(t *testing.T) {
 	r, set, err := heapRig(t, &among{rank: 0, size: 4}, heapStuckFree)
 	if err != nil {
 		t.Fatal(err)
@@ -93,7 +93,7 @@ func TestHeapIsFreedBehind(t *testing.T) {
 	set(heapWell)
 	got := ""
 	for end := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
-		if got += r.read(); strings.Contains(got, "detach 5") { // a read may end amid a line
+		if got += r.read(); strings.Contains(got, "detach 5") { // a read may end inside a line
 			break
 		}
 		if time.Now().After(end) {
