@@ -1,6 +1,9 @@
 package core
 
-import "github.com/deepep-go/deepep/internal/plan"
+import (
+	"github.com/deepep-go/deepep/internal/engine"
+	"github.com/deepep-go/deepep/internal/plan"
+)
 
 // Kinds of configuration for DefaultConfigFor.
 const (
@@ -41,7 +44,16 @@ func SizeHint(c Config, hiddenBytes int64, ranks int, rdma bool) (uint64, error)
 	return plan.Config(c).NVLBytes(hiddenBytes, t)
 }
 
-// LowLatencySizeHint says how many num_rdma_bytes a buffer needs for low-latency calls of a shape.
+// LowLatencySizeHint says how many num_rdma_bytes a buffer needs for low-latency calls of a shape. The limits are those of the
+// engine that DEEPEP_ENGINE or the machine selects, if its kernel library can be loaded.
 func LowLatencySizeHint(numMaxTokens, hidden, ranks, experts int64) (uint64, error) {
-	return plan.LowLatencyBytes(numMaxTokens, hidden, ranks, experts)
+	s, err := settings()
+	if err != nil {
+		return 0, err
+	}
+	var limits plan.Limits
+	if library, _, err := chooseEngine(EngineAuto, s); err == nil {
+		limits = engine.LimitsOf(library)
+	}
+	return plan.LowLatencyBytes(numMaxTokens, hidden, ranks, experts, &limits)
 }

@@ -44,6 +44,7 @@ type Buffer struct {
 	rank    int
 	size    int
 	top     plan.Topology
+	limits  plan.Limits // of the kernel library
 	log     *zap.Logger
 
 	// Set by build, constant once ready is closed.

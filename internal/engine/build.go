@@ -3,6 +3,7 @@ package engine
 import (
 	"context"
 	"fmt"
+	"path/filepath"
 	"runtime/debug"
 	"sync/atomic"
 	"unsafe"
@@ -27,6 +28,7 @@ func New(parent context.Context, members Members, opt Options) (*Buffer, error) 
 		opt: opt, members: members, rank: members.Rank(), size: members.Size(), top: opt.Topology, ready: make(chan struct{}),
 		log: opt.Log.With(zap.Int("rank", members.Rank()), zap.Uint32("buffer", opt.ID)),
 	}
+	b.limits = LimitsOf(opt.Library)
 	b.life, b.cancel = context.WithCancelCause(context.Background())
 	build := func() {
 		ctx, done := b.limited(parent)
@@ -43,6 +45,13 @@ func New(parent context.Context, members Members, opt Options) (*Buffer, error) 
 		return nil, b.buildErr
 	}
 	return b, nil
+}
+
+// LimitsOf names a kernel library's limits for low-latency calls.
+func LimitsOf(l *kern.Library) plan.Limits {
+	return plan.Limits{
+		Library: filepath.Base(l.Path), TopK: l.Limits.TopK, Tokens: l.Limits.Tokens, LocalExperts: l.Limits.LocalExperts,
+	}
 }
 
 // limited is a context for what a buffer exchanges with the other ranks: it ends with the caller's, with the buffer, and

@@ -12,7 +12,7 @@ import (
 // the caller's stream.
 func (b *Buffer) Clean(numMaxTokens, hidden, experts int32, c *Call) error {
 	if numMaxTokens != 0 || hidden != 0 || experts != 0 {
-		if err := plan.CheckSlots(numMaxTokens, hidden, experts, b.top); err != nil {
+		if err := plan.CheckSlots(numMaxTokens, hidden, experts, b.top, &b.limits); err != nil {
 			return err
 		}
 	}
@@ -36,7 +36,7 @@ func (b *Buffer) Clean(numMaxTokens, hidden, experts int32, c *Call) error {
 			}
 		}
 	}
-	return b.finish(c, onCurrent, stream, launched(abi.OpClean, code, p.DeviceError))
+	return b.finish(c, onCurrent, stream, b.launched(abi.OpClean, code, p.DeviceError))
 }
 
 // Barrier lets the caller's stream go on when every rank's has come there. Collective.
@@ -48,7 +48,7 @@ func (b *Buffer) Barrier(c *Call) error {
 	p := &b.params.barrier
 	b.header(&p.OpHeader, abi.OpBarrier, abi.PhaseBoth, stream)
 	code := b.opt.Library.Barrier(p)
-	return b.finish(c, onCurrent, stream, launched(abi.OpBarrier, code, p.DeviceError))
+	return b.finish(c, onCurrent, stream, b.launched(abi.OpBarrier, code, p.DeviceError))
 }
 
 // UpdateMask masks a rank (nothing is sent to it or awaited from it) or takes the mask away. Local, on the caller's stream.
@@ -86,5 +86,5 @@ func (b *Buffer) mask(what, rank, value int32, out uintptr, c *Call) error {
 	b.header(&p.OpHeader, abi.OpMask, abi.PhaseBoth, stream)
 	p.What, p.Rank, p.Value, p.Out = what, rank, value, uint64(out)
 	code := b.opt.Library.Mask(p)
-	return b.finish(c, onCurrent, stream, launched(abi.OpMask, code, p.DeviceError))
+	return b.finish(c, onCurrent, stream, b.launched(abi.OpMask, code, p.DeviceError))
 }

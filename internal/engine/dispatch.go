@@ -30,7 +30,7 @@ func (b *Buffer) Dispatch(a *op.DispatchArgs, c *Call) error {
 	}
 	fillDispatch(p, a, &config)
 	code := b.opt.Library.Dispatch(p)
-	return b.finish(c, onComm, stream, launched(abi.OpDispatch, code, p.DeviceError))
+	return b.finish(c, onComm, stream, b.launched(abi.OpDispatch, code, p.DeviceError))
 }
 
 func fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config *plan.Config) {

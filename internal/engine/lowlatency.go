@@ -31,7 +31,7 @@ func (b *Buffer) LowLatencyDispatch(a *op.LLDispatchArgs, c *Call) error {
 	}
 	shape := plan.LowLatency{NumTokens: a.NumTokens, NumMaxTokens: a.NumMaxTokens, Hidden: a.Hidden, NumTopK: a.NumTopK,
 		NumExperts: a.NumExperts, IndexType: a.IndexType, Flags: a.Flags, FP8: a.UseFP8 != 0}
-	if err := shape.CheckDispatch(b.top); err != nil {
+	if err := shape.CheckDispatch(b.top, &b.limits); err != nil {
 		return err
 	}
 	if err := b.checkRDMATokens(a.NumMaxTokens); err != nil {
@@ -66,7 +66,7 @@ func (b *Buffer) LowLatencyDispatch(a *op.LLDispatchArgs, c *Call) error {
 	p.CumulativeStats, p.WaitStats = uint64(a.CumulativeRecvStats), uint64(a.WaitRecvCostStats)
 	code := b.opt.Library.LLDispatch(p)
 	a.Ticket = b.issued(t, phases, code)
-	return b.finish(c, where, stream, launched(abi.OpLLDispatch, code, p.DeviceError))
+	return b.finish(c, where, stream, b.launched(abi.OpLLDispatch, code, p.DeviceError))
 }
 
 func checkLLDispatch(a *op.LLDispatchArgs, phases uint32) error {
@@ -87,7 +87,7 @@ func (b *Buffer) LowLatencyCombine(a *op.LLCombineArgs, c *Call) error {
 	}
 	shape := plan.LowLatency{NumTokens: a.NumTokens, NumMaxTokens: a.NumMaxTokens, Hidden: a.Hidden, NumTopK: a.NumTopK,
 		NumExperts: a.NumExperts, IndexType: a.IndexType, Flags: a.Flags}
-	if err := shape.CheckCombine(b.top); err != nil {
+	if err := shape.CheckCombine(b.top, &b.limits); err != nil {
 		return err
 	}
 	if err := b.checkRDMATokens(a.NumMaxTokens); err != nil {
@@ -122,7 +122,7 @@ func (b *Buffer) LowLatencyCombine(a *op.LLCombineArgs, c *Call) error {
 	p.CombinedX, p.WaitStats = uint64(a.CombinedX), uint64(a.WaitRecvCostStats)
 	code := b.opt.Library.LLCombine(p)
 	a.Ticket = b.issued(t, phases, code)
-	return b.finish(c, where, stream, launched(abi.OpLLCombine, code, p.DeviceError))
+	return b.finish(c, where, stream, b.launched(abi.OpLLCombine, code, p.DeviceError))
 }
 
 func checkLLCombine(a *op.LLCombineArgs, phases uint32) error {
@@ -163,7 +163,7 @@ func (b *Buffer) slot(numMaxTokens, hidden, experts int32) (*slotLayout, error) 
 		return nil, kern.Error("dk_ll_layout", code, p.DeviceError)
 	}
 	if p.RDMABytes > b.opt.RDMABytes || p.WireBytes > b.regions.Wire.Bytes {
-		hint, err := plan.LowLatencyBytes(int64(numMaxTokens), int64(hidden), int64(b.size), int64(experts))
+		hint, err := plan.LowLatencyBytes(int64(numMaxTokens), int64(hidden), int64(b.size), int64(experts), &b.limits)
 		if err != nil {
 			return nil, err
 		}
@@ -183,7 +183,7 @@ func (b *Buffer) zeroCopy(l *slotLayout, slot uint64) uint64 {
 // NextCombineBuffer is where the rows of the next low-latency combine may be written, so that it need not copy them:
 // [L, R*B, H] BF16, rowStride bytes from row to row. Valid until that combine was issued.
 func (b *Buffer) NextCombineBuffer(numMaxTokens, hidden, experts int32) (address uintptr, rowStride uint64, err error) {
-	if err := plan.CheckSlots(numMaxTokens, hidden, experts, b.top); err != nil {
+	if err := plan.CheckSlots(numMaxTokens, hidden, experts, b.top, &b.limits); err != nil {
 		return 0, 0, err
 	}
 	if !b.opt.LowLatency {

@@ -72,6 +72,41 @@ func TestZeroCopyAlternates(t *testing.T) {
 	}
 }
 
+// What the kernel library cannot do is refused before the call, by the argument's name, with the limit and whose it is.
+func TestLimitsOfTheLibraryAreNamed(t *testing.T) {
+	r := newRig(t)
+	call := &engine.Call{Stream: 1}
+	dispatch := func(tokens, topk, experts int32) error {
+		return r.LowLatencyDispatch(&op.LLDispatchArgs{Phases: 3, NumMaxTokens: tokens, Hidden: 128, NumTopK: topk, NumExperts: experts}, call)
+	}
+	combine := func(tokens, topk, experts int32) error {
+		return r.LowLatencyCombine(&op.LLCombineArgs{Phases: 3, NumMaxTokens: tokens, Hidden: 128, NumTopK: topk, NumExperts: experts}, call)
+	}
+	next := func(tokens, _, experts int32) error {
+		_, _, err := r.NextCombineBuffer(tokens, 128, experts)
+		return err
+	}
+	clean := func(tokens, _, experts int32) error { return r.Clean(tokens, 128, experts, call) }
+	topk := "argument num_topk: got 40, allowed 1 to 32 with libfake.so"
+	tokens := "argument num_max_dispatch_tokens_per_rank: got 70000, allowed 1 to 65535 with libfake.so"
+	experts := "argument num_experts: got 300, allowed at most 256 (256 local experts on each of 1 ranks) with libfake.so"
+	for _, c := range []struct {
+		what                  string
+		f                     func(tokens, topk, experts int32) error
+		tokens, topk, experts int32
+		want                  string
+	}{
+		{"dispatch, top-k", dispatch, 2, 40, 8, topk}, {"dispatch, tokens", dispatch, 70000, 2, 8, tokens}, {"dispatch, experts", dispatch, 2, 2, 300, experts},
+		{"combine, top-k", combine, 2, 40, 8, topk}, {"combine, tokens", combine, 70000, 2, 8, tokens}, {"combine, experts", combine, 2, 2, 300, experts},
+		{"next combine buffer", next, 70000, 0, 8, tokens}, {"clean", clean, 70000, 0, 8, tokens},
+	} {
+		if err := c.f(c.tokens, c.topk, c.experts); !errors.Is(err, status.ErrInvalidArgument) || err.Error() != c.want {
+			t.Errorf("%s: %v, want %s", c.what, err, c.want)
+		}
+	}
+	r.expect("nothing was launched")
+}
+
 func TestSegments(t *testing.T) {
 	r := newRig(t)
 	first, err := r.NewSegment(context.Background(), 1000)

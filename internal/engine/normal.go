@@ -35,7 +35,7 @@ func (b *Buffer) Layout(a *op.LayoutArgs, c *Call) error {
 	p.TokensPerRank, p.TokensPerNode = uint64(a.NumTokensPerRank), uint64(a.NumTokensPerRDMARank)
 	p.TokensPerExpert, p.TokenInRank = uint64(a.NumTokensPerExpert), uint64(a.IsTokenInRank)
 	code := b.opt.Library.Layout(p)
-	return b.finish(c, onComm, stream, launched(abi.OpLayout, code, p.DeviceError))
+	return b.finish(c, onComm, stream, b.launched(abi.OpLayout, code, p.DeviceError))
 }
 
 // Combine sums the rows that came from each token. Collective.
@@ -65,7 +65,7 @@ func (b *Buffer) Combine(a *op.CombineArgs, c *Call) error {
 	p.NVLSendChunk, p.NVLRecvChunk = config.NVLSendChunk, config.NVLRecvChunk
 	p.RDMASendChunk, p.RDMARecvChunk = config.RDMASendChunk, config.RDMARecvChunk
 	code := b.opt.Library.Combine(p)
-	return b.finish(c, onComm, stream, launched(abi.OpCombine, code, p.DeviceError))
+	return b.finish(c, onComm, stream, b.launched(abi.OpCombine, code, p.DeviceError))
 }
 
 func (b *Buffer) checkCombine(a *op.CombineArgs) error {

@@ -62,7 +62,7 @@ func (b *Buffer) Notify(a *op.NotifyArgs, c *Call) (token uint64, err error) {
 	code := b.opt.Library.Notify(p)
 	a.Handle.NumRanks, a.Handle.NumTokens = int32(b.size), a.NumTokens
 	token = slot.token
-	return token, b.finish(c, onComm, stream, launched(abi.OpNotify, code, p.DeviceError))
+	return token, b.finish(c, onComm, stream, b.launched(abi.OpNotify, code, p.DeviceError))
 }
 
 func (b *Buffer) checkNotify(a *op.NotifyArgs) error {

@@ -225,13 +225,17 @@ func (b *Buffer) headerFor(h *abi.OpHeader, op, phase uint32, stream device.Stre
 	b.members.Publish(LastCall{Op: op, Phase: phase, Number: number, Buffer: b.opt.ID})
 }
 
-// launched turns a launch's code into an error.
-func launched(number op.Operation, code, deviceError int32) error {
-	if code == 0 {
+// launched turns a launch's code into an error. Limits that depend on several sizes at once (shared memory) are known to the
+// kernel library alone; it answers Unsupported.
+func (b *Buffer) launched(number op.Operation, code, deviceError int32) error {
+	switch {
+	case code == 0:
 		return nil
-	}
-	if deviceError != 0 {
+	case deviceError != 0:
 		return status.Errorf(status.Code(code), "%s could not be launched: %v (device error %d)", number, status.Code(code), deviceError)
+	case status.Code(code) == status.Unsupported:
+		return status.Errorf(status.Unsupported, "%s could not be launched: %s has no kernel for these sizes (experts, top-k, scales, hidden)",
+			number, b.limits.Library)
 	}
 	return status.Errorf(status.Code(code), "%s could not be launched: %v", number, status.Code(code))
 }

@@ -212,7 +212,7 @@ func (w *warmup) makeLowLatency() error {
 	o := &w.o
 	shape := plan.LowLatency{NumTokens: o.LLNumMaxTokens, NumMaxTokens: o.LLNumMaxTokens, Hidden: o.LLHidden, NumTopK: o.LLNumTopK,
 		NumExperts: o.LLNumExperts, IndexType: op.Int64, FP8: o.UseFP8 != 0}
-	if err := shape.CheckDispatch(w.b.top); err != nil {
+	if err := shape.CheckDispatch(w.b.top, &w.b.limits); err != nil {
 		return err
 	}
 	err := w.routing(o.LLNumMaxTokens, o.LLNumTopK, o.LLNumExperts)

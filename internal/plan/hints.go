@@ -67,16 +67,20 @@ func (c *Config) checkHint(hiddenBytes int64) error {
 
 // LowLatencyBytes is get_low_latency_rdma_size_hint: bytes of num_rdma_bytes that low-latency calls of a shape need at
 // most. Two slots of send rows, received rows and signals, each as large as dispatch or combine may want them.
-func LowLatencyBytes(numMaxTokens, hidden, ranks, experts int64) (uint64, error) {
+func LowLatencyBytes(numMaxTokens, hidden, ranks, experts int64, limits *Limits) (uint64, error) {
+	limit, whose := limits.tokens(maxTokens)
 	switch {
-	case numMaxTokens < 0 || numMaxTokens > maxTokens:
-		return 0, status.InvalidArg("num_max_dispatch_tokens_per_rank", numMaxTokens, fmt.Sprintf("0 to %d", maxTokens))
+	case numMaxTokens < 0 || numMaxTokens > int64(limit):
+		return 0, status.InvalidArg("num_max_dispatch_tokens_per_rank", numMaxTokens, fmt.Sprintf("0 to %d%s", limit, whose.with()))
 	case hidden < 0 || hidden > maxHiddenBytes:
 		return 0, status.InvalidArg("hidden", hidden, fmt.Sprintf("0 to %d", maxHiddenBytes))
 	case ranks < 1 || ranks > MaxRanks:
 		return 0, status.InvalidArg("num_ranks", ranks, fmt.Sprintf("1 to %d", MaxRanks))
 	case experts < 0 || experts > maxExperts || experts%ranks != 0:
 		return 0, status.InvalidArg("num_experts", experts, fmt.Sprintf("a multiple of num_ranks = %d, at most %d", ranks, maxExperts))
+	}
+	if err := limits.checkExperts(experts, int(ranks)); err != nil {
+		return 0, err
 	}
 	b, h, e := uint64(numMaxTokens), uint64(hidden), uint64(experts)
 	scales := (h + scaleChannels - 1) / scaleChannels

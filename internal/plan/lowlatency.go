@@ -18,9 +18,9 @@ type LowLatency struct {
 // LocalExperts is the number of experts of one rank.
 func (l LowLatency) LocalExperts(t Topology) int { return int(l.NumExperts) / t.Ranks }
 
-// CheckDispatch refuses shapes that no low-latency dispatch has.
-func (l LowLatency) CheckDispatch(t Topology) error {
-	if err := l.check(t); err != nil {
+// CheckDispatch refuses shapes that a low-latency dispatch of the library cannot have.
+func (l LowLatency) CheckDispatch(t Topology, limits *Limits) error {
+	if err := l.check(t, limits); err != nil {
 		return err
 	}
 	switch {
@@ -38,9 +38,9 @@ func (l LowLatency) CheckDispatch(t Topology) error {
 	return nil
 }
 
-// CheckCombine refuses shapes that no low-latency combine has.
-func (l LowLatency) CheckCombine(t Topology) error {
-	if err := l.check(t); err != nil {
+// CheckCombine refuses shapes that a low-latency combine of the library cannot have.
+func (l LowLatency) CheckCombine(t Topology, limits *Limits) error {
+	if err := l.check(t, limits); err != nil {
 		return err
 	}
 	switch {
@@ -54,27 +54,31 @@ func (l LowLatency) CheckCombine(t Topology) error {
 	return nil
 }
 
-func (l LowLatency) check(t Topology) error {
-	if err := CheckSlots(l.NumMaxTokens, l.Hidden, l.NumExperts, t); err != nil {
+func (l LowLatency) check(t Topology, limits *Limits) error {
+	if err := CheckSlots(l.NumMaxTokens, l.Hidden, l.NumExperts, t, limits); err != nil {
 		return err
 	}
 	if l.NumTokens < 0 || l.NumTokens > l.NumMaxTokens {
 		return status.InvalidArg("num_tokens", l.NumTokens,
 			fmt.Sprintf("0 to num_max_dispatch_tokens_per_rank = %d", l.NumMaxTokens))
 	}
-	if err := checkTopK(l.NumTopK, 1); err != nil {
-		return err
+	if limit, whose := limits.topK(); l.NumTopK < 1 || int(l.NumTopK) > limit {
+		return status.InvalidArg("num_topk", l.NumTopK, fmt.Sprintf("1 to %d%s", limit, whose.with()))
 	}
 	return checkIndexType(l.IndexType)
 }
 
 // CheckSlots checks the three sizes that decide where low-latency data lies.
-func CheckSlots(numMaxTokens, hidden, experts int32, t Topology) error {
-	if limit := min(maxTokens, maxInt32/t.Ranks); numMaxTokens < 1 || int(numMaxTokens) > limit {
-		return status.InvalidArg("num_max_dispatch_tokens_per_rank", numMaxTokens, fmt.Sprintf("1 to %d", limit))
+func CheckSlots(numMaxTokens, hidden, experts int32, t Topology, limits *Limits) error {
+	limit, whose := limits.tokens(min(maxTokens, maxInt32/t.Ranks))
+	if numMaxTokens < 1 || int(numMaxTokens) > limit {
+		return status.InvalidArg("num_max_dispatch_tokens_per_rank", numMaxTokens, fmt.Sprintf("1 to %d%s", limit, whose.with()))
 	}
 	if err := checkHidden(int64(hidden), 2); err != nil {
 		return err
 	}
-	return checkExperts(experts, t)
+	if err := checkExperts(experts, t); err != nil {
+		return err
+	}
+	return limits.checkExperts(int64(experts), t.Ranks)
 }

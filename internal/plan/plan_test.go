@@ -103,7 +103,7 @@ func TestHintsAreThoseOfV1(t *testing.T) {
 		t.Errorf("rdma on two nodes: %d", got)
 	}
 	// 128 tokens x 7168, 8 ranks, 256 experts: send and receive rows of 14560 bytes (56 blocks), twice; signals 1024 twice.
-	if got := must[uint64](t)(LowLatencyBytes(128, 7168, 8, 256)); got != 2*(2*256*128*14560+1024)+128 {
+	if got := must[uint64](t)(LowLatencyBytes(128, 7168, 8, 256, nil)); got != 2*(2*256*128*14560+1024)+128 {
 		t.Errorf("low latency: %d", got)
 	}
 	var zero Config
@@ -114,15 +114,15 @@ func TestHintsAreThoseOfV1(t *testing.T) {
 	for name, a := range map[string][4]int64{
 		"num_max_dispatch_tokens_per_rank": {-1, 128, 8, 8}, "hidden": {1, -1, 8, 8}, "num_ranks": {1, 128, 0, 8}, "num_experts": {1, 128, 8, 9},
 	} {
-		_, err := LowLatencyBytes(a[0], a[1], a[2], a[3])
+		_, err := LowLatencyBytes(a[0], a[1], a[2], a[3], nil)
 		refused(t, name, err, name)
 	}
 }
 
 func TestHintsGrowWithTheirArguments(t *testing.T) {
-	base := must[uint64](t)(LowLatencyBytes(16, 1024, 4, 16))
+	base := must[uint64](t)(LowLatencyBytes(16, 1024, 4, 16, nil))
 	for _, a := range [][4]int64{{32, 1024, 4, 16}, {16, 2048, 4, 16}, {16, 1024, 4, 32}} {
-		if more := must[uint64](t)(LowLatencyBytes(a[0], a[1], a[2], a[3])); more <= base {
+		if more := must[uint64](t)(LowLatencyBytes(a[0], a[1], a[2], a[3], nil)); more <= base {
 			t.Errorf("%v needs %d, not more than %d", a, more, base)
 		}
 	}
@@ -188,11 +188,11 @@ func TestRowsChecks(t *testing.T) {
 func TestLowLatencyChecks(t *testing.T) {
 	top := Topology{4, 8}
 	good := LowLatency{NumTokens: 3, NumMaxTokens: 3, Hidden: 512, NumTopK: 2, NumExperts: 8, IndexType: op.Int32}
-	if good.CheckDispatch(top) != nil || good.CheckCombine(top) != nil || good.LocalExperts(top) != 2 {
+	if good.CheckDispatch(top, nil) != nil || good.CheckCombine(top, nil) != nil || good.LocalExperts(top) != 2 {
 		t.Error("a good shape is refused")
 	}
-	dispatch := func(name string, l LowLatency) { t.Helper(); refused(t, name, l.CheckDispatch(top), name) }
-	combine := func(name string, l LowLatency) { t.Helper(); refused(t, name, l.CheckCombine(top), name) }
+	dispatch := func(name string, l LowLatency) { t.Helper(); refused(t, name, l.CheckDispatch(top, nil), name) }
+	combine := func(name string, l LowLatency) { t.Helper(); refused(t, name, l.CheckCombine(top, nil), name) }
 	with := func(change func(*LowLatency)) LowLatency { l := good; change(&l); return l }
 	dispatch("num_tokens", with(func(l *LowLatency) { l.NumTokens = 4 }))
 	dispatch("num_max_dispatch_tokens_per_rank", with(func(l *LowLatency) { l.NumMaxTokens = 0 }))
@@ -208,6 +208,36 @@ func TestLowLatencyChecks(t *testing.T) {
 	combine("flags", with(func(l *LowLatency) { l.Flags = op.LLUE8M0 }))
 	combine("zero_copy", with(func(l *LowLatency) { l.Flags = op.LLLogFMT | op.LLZeroCopy }))
 	combine("hidden", with(func(l *LowLatency) { l.Flags, l.Hidden = op.LLLogFMT, 192 }))
+}
+
+func TestLimitsOfALibrary(t *testing.T) {
+	top := Topology{4, 8}
+	limits := &Limits{Library: "libx.so", TopK: 8, Tokens: 100, LocalExperts: 3}
+	good := LowLatency{NumTokens: 3, NumMaxTokens: 100, Hidden: 512, NumTopK: 8, NumExperts: 12, IndexType: op.Int32}
+	if err := good.CheckDispatch(top, limits); err != nil {
+		t.Error(err)
+	}
+	with := func(change func(*LowLatency)) LowLatency { l := good; change(&l); return l }
+	for want, l := range map[string]LowLatency{
+		"argument num_topk: got 9, allowed 1 to 8 with libx.so":                             with(func(l *LowLatency) { l.NumTopK = 9 }),
+		"argument num_max_dispatch_tokens_per_rank: got 101, allowed 1 to 100 with libx.so": with(func(l *LowLatency) { l.NumMaxTokens = 101 }),
+		"argument num_experts: got 16, allowed at most 12 (3 local experts on each of 4 ranks) with libx.so": with(func(l *LowLatency) {
+			l.NumExperts = 16
+		}),
+	} {
+		for _, err := range []error{l.CheckDispatch(top, limits), l.CheckCombine(top, limits)} {
+			if err == nil || err.Error() != want {
+				t.Errorf("got %v, want %s", err, want)
+			}
+		}
+	}
+	_, err := LowLatencyBytes(101, 512, 4, 12, limits)
+	refused(t, "hint, tokens", err, "allowed 0 to 100 with libx.so")
+	_, err = LowLatencyBytes(100, 512, 4, 16, limits)
+	refused(t, "hint, experts", err, "allowed at most 12")
+	limits.TopK = MaxTopK + 1 // wider than the interface: the interface's limit counts
+	l := with(func(l *LowLatency) { l.NumTopK = MaxTopK + 1 })
+	refused(t, "wider", l.CheckDispatch(top, limits), "allowed 1 to 128")
 }
 
 func TestHistogram(t *testing.T) {
@@ -238,7 +268,7 @@ func FuzzSizes(f *testing.F) {
 	f.Add(int64(1<<24), int64(1<<20), int64(1024), int64(1<<16), int32(1<<30), int32(1), int32(1<<31-1), int32(1), int32(1<<31-1))
 	f.Add(int64(-1), int64(0), int64(1), int64(0), int32(-1), int32(0), int32(0), int32(0), int32(0))
 	f.Fuzz(func(t *testing.T, b, h, r, e int64, sms, ns, nr, rs, rr int32) {
-		if n, err := LowLatencyBytes(b, h, r, e); err == nil && (n%alignBytes != 0 || n < uint64(b)*uint64(e)*uint64(h)*4) {
+		if n, err := LowLatencyBytes(b, h, r, e, nil); err == nil && (n%alignBytes != 0 || n < uint64(b)*uint64(e)*uint64(h)*4) {
 			t.Errorf("low latency %d %d %d %d: %d", b, h, r, e, n)
 		}
 		c := Config{sms, ns, nr, rs, rr}

@@ -117,7 +117,7 @@ func (f *benchFlags) check() error {
 	}
 	for _, tokens := range s.Tokens {
 		call := plan.LowLatency{NumTokens: int32(tokens), NumMaxTokens: int32(tokens), Hidden: int32(s.Hidden), NumTopK: int32(s.TopK), NumExperts: int32(s.Experts), IndexType: op.Int64, FP8: s.FP8}
-		if err := call.CheckDispatch(t); err != nil {
+		if err := call.CheckDispatch(t, nil); err != nil {
 			return err
 		}
 	}

@@ -22,7 +22,7 @@ func planned(t *testing.T, args ...string) sizes {
 
 func TestPlanSizes(t *testing.T) {
 	p := planned(t, "--ranks", "16", "--experts", "256", "--hidden", "7168", "--max-tokens", "128", "--sms", "24")
-	ll, err := plan.LowLatencyBytes(128, 7168, 16, 256)
+	ll, err := plan.LowLatencyBytes(128, 7168, 16, 256, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

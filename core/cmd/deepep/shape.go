@@ -93,7 +93,7 @@ func (s *shape) plan() (*sizes, error) {
 		return nil, status.InvalidArg("rank", s.rank, fmt.Sprintf("0 to %d", s.ranks-1))
 	}
 	call := plan.LowLatency{NumMaxTokens: int32(s.maxTokens), Hidden: int32(s.hidden), NumTopK: int32(s.topK), NumExperts: int32(s.experts), IndexType: op.Int64}
-	if err := call.CheckDispatch(t); err != nil {
+	if err := call.CheckDispatch(t, nil); err != nil {
 		return nil, err
 	}
 	p := &sizes{
@@ -162,7 +162,7 @@ func (p *sizes) queues(s *shape) error {
 
 // bytes fills in what depends on B.
 func (p *sizes) bytes(maxTokens int) error {
-	ll, err := plan.LowLatencyBytes(int64(maxTokens), int64(p.Hidden), int64(p.Ranks), int64(p.Experts))
+	ll, err := plan.LowLatencyBytes(int64(maxTokens), int64(p.Hidden), int64(p.Ranks), int64(p.Experts), nil)
 	if err != nil {
 		return err
 	}

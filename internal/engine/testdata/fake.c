@@ -36,6 +36,9 @@ int32_t dk_info(dk_info_params *p) {
   p->num_devices = 1;
   strcpy(p->kind, "fake");
   strcpy(p->build, "1");
+  p->max_ll_topk = 32;
+  p->max_ll_tokens = 65535;
+  p->max_ll_local_experts = 256;
   return 0;
 }
 int32_t dk_device_open(dk_device_open_params *p) {
