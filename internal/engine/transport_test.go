@@ -62,11 +62,11 @@ func nodes(t *testing.T, a *among, peers int, change func(*engine.Options)) (*ri
 	return r, err
 }
 
-// withoutRecords gives what the library was asked, less the marks on streams.
+// withoutRecords returns what the library was asked, less records of events and waits for them.
 func (r *rig) withoutRecords() string {
 	var lines []string
 	for line := range strings.Lines(r.read()) {
-		if !strings.HasPrefix(line, "record ") {
+		if !strings.HasPrefix(line, "record ") && !strings.HasPrefix(line, "wait ") {
 			lines = append(lines, strings.TrimSpace(line))
 		}
 	}

@@ -111,7 +111,7 @@ int32_t dk_stream_wait_event(dk_stream_wait_event_params *p) {
   return 0;
 }
 int32_t dk_event_wait(dk_event_wait_params *p) {
-  (void)p;
+  NOTE("wait e%d\n", (int)p->event);
   return 0;
 }
 int32_t dk_copy(dk_copy_params *p) {
