@@ -13,6 +13,7 @@ import (
 
 	"github.com/deepep-go/deepep/core"
 	"github.com/deepep-go/deepep/core/op"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 //export dpgo_clean_low_latency_buffer
@@ -62,7 +63,7 @@ func dpgo_segment_release(address C.uintptr_t) C.int32_t {
 	return guard(func() error {
 		s, ok := segments.LoadAndDelete(uintptr(address))
 		if !ok {
-			return core.InvalidArg("address", uintptr(address), "that of a segment which has not been released")
+			return status.InvalidArg("address", uintptr(address), "that of a segment which has not been released")
 		}
 		return s.(*core.Segment).Release()
 	})

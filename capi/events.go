@@ -45,5 +45,5 @@ func dpgo_event_stream_wait(id, stream C.uintptr_t) C.int32_t {
 
 //export dpgo_event_wait
 func dpgo_event_wait(id C.uintptr_t, ms C.int64_t) C.int32_t {
-	return withEvent(id, func(e *core.Event) error { return e.Wait(slice(ms)) })
+	return withEvent(id, func(e *core.Event) error { return e.Wait(timeout(ms)) })
 }

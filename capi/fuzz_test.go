@@ -4,7 +4,7 @@ import (
 	"encoding/binary"
 	"testing"
 
-	"github.com/deepep-go/deepep/core"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // FuzzStructs gives damaged structs to the public functions. There is no buffer behind them, so every call must end in an
@@ -22,12 +22,12 @@ func FuzzStructs(f *testing.F) {
 		if which == 5 && len(data) > 32 {
 			data = data[:32] // past the events lies a pointer to a config, which the caller must get right
 		}
-		status, text := bridge(int(which), data)
-		if status == 0 && which == 0 {
+		code, text := bridge(int(which), data)
+		if code == 0 && which == 0 {
 			return
 		}
-		if status != int32(core.CodeOf(core.ErrInvalidArgument)) || text == "" {
-			t.Fatalf("function %d: status %d, text %q", which, status, text)
+		if code != int32(status.InvalidArgument) || text == "" {
+			t.Fatalf("function %d: status %d, text %q", which, code, text)
 		}
 	})
 }
@@ -45,7 +45,7 @@ func TestHandlesAreNeverUsedTwice(t *testing.T) {
 
 func TestGuardTurnsPanicsIntoErrors(t *testing.T) {
 	code := guard(func() error { panic("planted") })
-	if core.Code(code) != core.CodeOf(core.ErrInternal) {
+	if status.Code(code) != status.Internal {
 		t.Fatalf("got %d", code)
 	}
 }

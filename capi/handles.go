@@ -5,6 +5,7 @@ import (
 	"sync"
 
 	"github.com/deepep-go/deepep/core"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // table maps the numbers that C holds as pointers to Go objects. Numbers are never used twice.
@@ -39,7 +40,7 @@ func find[T any](id uintptr, name string) (T, error) {
 	object, ok := handles.all[id].(T)
 	handles.mu.RUnlock()
 	if !ok {
-		return object, core.InvalidArg(name, fmt.Sprintf("%#x", id), "a live handle of that kind")
+		return object, status.InvalidArg(name, fmt.Sprintf("%#x", id), "a live handle of that kind")
 	}
 	return object, nil
 }

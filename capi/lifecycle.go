@@ -9,12 +9,13 @@ import "C"
 
 import (
 	"context"
-	"encoding/binary"
 	"time"
 	"unsafe"
 
 	"github.com/deepep-go/deepep/core"
 	"github.com/deepep-go/deepep/core/op"
+	"github.com/deepep-go/deepep/internal/env"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 //export dpgo_set_log_callback
@@ -33,8 +34,8 @@ func dpgo_set_log_callback(fn C.deepep_log_fn, user unsafe.Pointer) C.int32_t {
 	})
 }
 
-// put copies a string into a C array, cut to fit and ended by 0.
-func put(to []C.char, text string) {
+// copyString copies a string into a C array, cut to fit and ended by 0.
+func copyString(to []C.char, text string) {
 	n := min(len(text), len(to)-1)
 	for i := range n {
 		to[i] = C.char(text[i])
@@ -45,16 +46,16 @@ func put(to []C.char, text string) {
 //export dpgo_engine_query
 func dpgo_engine_query(name *C.char, info *C.deepep_engine_info) C.int32_t {
 	return guard(func() error {
-		found, err := core.QueryEngine(C.GoString(name))
+		found, err := core.QueryEngine(goString(name))
 		if err != nil {
 			return err
 		}
 		info.available, info.num_devices = flag(found.Available), C.int32_t(found.NumDevices)
 		info.sm90_compiled = flag(found.SM90Compiled)
-		put(info.name[:], found.Name)
-		put(info.path[:], found.Path)
-		put(info.build[:], found.Build)
-		put(info.reason[:], found.Reason)
+		copyString(info.name[:], found.Name)
+		copyString(info.path[:], found.Path)
+		copyString(info.build[:], found.Build)
+		copyString(info.reason[:], found.Reason)
 		return nil
 	})
 }
@@ -66,47 +67,32 @@ func flag(b bool) C.int32_t {
 	return 0
 }
 
-// gatherBytes is what each rank gives to the caller's all-gather: a length and a blob, padded so that all are equal.
-const gatherBytes = 4096
-
-func gather(fn C.deepep_allgather_fn, user unsafe.Pointer, size int) func(context.Context, []byte) ([][]byte, error) {
-	return func(_ context.Context, blob []byte) ([][]byte, error) {
-		if len(blob) > gatherBytes-4 {
-			return nil, core.Errorf(core.CodeOf(core.ErrInternal), "%d bytes do not fit the first exchange", len(blob))
+// allGather calls the program's all-gather; nil for none.
+func allGather(fn C.deepep_allgather_fn, user unsafe.Pointer) func(ctx context.Context, send, recv []byte) error {
+	if fn == nil {
+		return nil
+	}
+	return func(_ context.Context, send, recv []byte) error {
+		code := C.dp_allgather(fn, unsafe.Pointer(unsafe.SliceData(send)), unsafe.Pointer(unsafe.SliceData(recv)), C.size_t(len(send)), user)
+		if code != 0 {
+			return status.Errorf(status.System, "the allgather callback returned %d", int32(code))
 		}
-		send, recv := (*[gatherBytes]byte)(C.calloc(1, gatherBytes)), C.calloc(C.size_t(size), gatherBytes)
-		defer C.free(unsafe.Pointer(send))
-		defer C.free(recv)
-		binary.LittleEndian.PutUint32(send[:], uint32(len(blob)))
-		copy(send[4:], blob)
-		if code := C.dp_allgather(fn, unsafe.Pointer(send), recv, gatherBytes, user); code != 0 {
-			return nil, core.Errorf(core.CodeOf(core.ErrSystem), "the allgather callback returned %d", int32(code))
-		}
-		all := unsafe.Slice((*byte)(recv), size*gatherBytes)
-		blobs := make([][]byte, size)
-		for rank := range blobs {
-			part := all[rank*gatherBytes : (rank+1)*gatherBytes]
-			n := binary.LittleEndian.Uint32(part)
-			if n > gatherBytes-4 {
-				return nil, core.Errorf(core.CodeOf(core.ErrMismatch), "the allgather callback gave something else than rank %d sent", rank)
-			}
-			blobs[rank] = append([]byte(nil), part[4:4+n]...)
-		}
-		return blobs, nil
+		return nil
 	}
 }
 
-func text(p *C.char, otherwise string) string {
+// goString copies a C string; "" for NULL.
+func goString(p *C.char) string {
 	if p == nil {
-		return otherwise
+		return ""
 	}
 	return C.GoString(p)
 }
 
 func milliseconds(n C.int64_t) time.Duration { return time.Duration(n) * time.Millisecond }
 
-// slice is a waiting call's patience: less than 0 for ever.
-func slice(ms C.int64_t) time.Duration {
+// timeout converts slice_ms. A negative value means no limit.
+func timeout(ms C.int64_t) time.Duration {
 	if ms < 0 {
 		return -1
 	}
@@ -114,41 +100,26 @@ func slice(ms C.int64_t) time.Duration {
 }
 
 func exchanger(ctx context.Context, o *C.deepep_group_options) (core.Exchanger, error) {
-	rank, size, name := int(o.rank), int(o.size), text(o.name, "default")
-	if size < 1 {
-		return nil, core.InvalidArg("size", size, "1 or more")
-	}
-	if rank < 0 || rank >= size {
-		return nil, core.InvalidArg("rank", rank, "0 or more, less than size")
-	}
+	rank, size, name := int(o.rank), int(o.size), goString(o.name)
 	switch o.bootstrap {
 	case C.DEEPEP_BOOTSTRAP_CALLBACK:
-		if o.allgather == nil {
-			return nil, core.InvalidArg("allgather", "NULL", "a function, since bootstrap is DEEPEP_BOOTSTRAP_CALLBACK")
-		}
-		return core.NewCallback(rank, size, gather(o.allgather, o.user, size)), nil
+		return core.NewAllGather(rank, size, allGather(o.allgather, o.user)), nil
 	case C.DEEPEP_BOOTSTRAP_TCP:
-		address := text(o.address, "")
-		if address == "" {
-			address = getenv("MASTER_ADDR") + ":" + getenv("MASTER_PORT")
-		}
-		if address == ":" {
-			return nil, core.InvalidArg("address", "NULL", "\"host:port\" of rank 0, or MASTER_ADDR and MASTER_PORT set")
-		}
-		return core.DialTCP(ctx, core.TCPOptions{Rank: rank, Size: size, Address: address, Secret: name})
+		return core.DialTCP(ctx, core.TCPOptions{Rank: rank, Size: size, Address: goString(o.address), Secret: name})
 	case C.DEEPEP_BOOTSTRAP_FILE:
-		if o.directory == nil {
-			return nil, core.InvalidArg("directory", "NULL", "a folder that all ranks see")
-		}
-		return core.OpenFile(ctx, core.FileOptions{Rank: rank, Size: size, Dir: C.GoString(o.directory), Name: name})
+		return core.OpenFile(ctx, core.FileOptions{Rank: rank, Size: size, Dir: goString(o.directory), Name: name})
 	}
-	return nil, core.InvalidArg("bootstrap", int32(o.bootstrap), "DEEPEP_BOOTSTRAP_CALLBACK (0), _TCP (1) or _FILE (2)")
+	return nil, status.InvalidArg("bootstrap", int32(o.bootstrap), "DEEPEP_BOOTSTRAP_CALLBACK (0), _TCP (1) or _FILE (2)")
 }
 
 //export dpgo_group_create
 func dpgo_group_create(o *C.deepep_group_options, out *C.uintptr_t) C.int32_t {
 	return guard(func() error {
-		limit, err := core.StartLimit(milliseconds(o.timeout_ms))
+		settings, err := env.Current()
+		if err != nil {
+			return err
+		}
+		limit, err := settings.StartLimit(milliseconds(o.timeout_ms))
 		if err != nil {
 			return err
 		}
@@ -182,7 +153,7 @@ func dpgo_buffer_create(group C.uintptr_t, o *C.deepep_buffer_options, out *C.ui
 			return err
 		}
 		b, err := g.NewBuffer(context.Background(), core.BufferOptions{
-			Engine: text(o.engine, ""), Device: int(o.device), NumNVLBytes: uint64(o.num_nvl_bytes), NumRDMABytes: uint64(o.num_rdma_bytes),
+			Engine: goString(o.engine), Device: int(o.device), NumNVLBytes: uint64(o.num_nvl_bytes), NumRDMABytes: uint64(o.num_rdma_bytes),
 			LowLatency: o.low_latency_mode != 0, NumQPsPerRank: int(o.num_qps_per_rank),
 			DisableNVLink: o.allow_nvlink_for_low_latency_mode == 0, AllowMNNVL: o.allow_mnnvl != 0, UseFabric: o.use_fabric != 0,
 			Shrink: o.enable_shrink != 0, Preinitialize: o.preinitialize != 0, Background: o.background != 0,
@@ -216,8 +187,8 @@ func dpgo_buffer_info_get(id C.uintptr_t, info *C.deepep_buffer_info) C.int32_t 
 		info.peer_rows, info.ready = flag(i.PeerRows), flag(i.Ready)
 		info.num_nvl_bytes, info.num_rdma_bytes = C.uint64_t(i.NVLBytes), C.uint64_t(i.RDMABytes)
 		info.total_bytes = C.uint64_t(i.TotalBytes)
-		put(info.engine[:], i.Engine)
-		put(info.device_name[:], i.DeviceName)
+		copyString(info.engine[:], i.Engine)
+		copyString(info.device_name[:], i.DeviceName)
 		*(*C.uintptr_t)(unsafe.Pointer(&info.comm_stream)) = C.uintptr_t(i.CommStream) // a number for Go, not a pointer
 		return nil
 	})
@@ -225,7 +196,7 @@ func dpgo_buffer_info_get(id C.uintptr_t, info *C.deepep_buffer_info) C.int32_t 
 
 //export dpgo_buffer_wait_ready
 func dpgo_buffer_wait_ready(id C.uintptr_t, ms C.int64_t) C.int32_t {
-	return withBuffer(id, func(b *core.Buffer) error { return b.WaitReady(slice(ms)) })
+	return withBuffer(id, func(b *core.Buffer) error { return b.WaitReady(timeout(ms)) })
 }
 
 //export dpgo_buffer_check

@@ -12,18 +12,19 @@ import (
 	"runtime/debug"
 	"unsafe"
 
-	"github.com/deepep-go/deepep/core"
+	"github.com/deepep-go/deepep/internal/env"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
-// maxProcs bounds the Go scheduler: with one process a rank, all cores for each would only make them fight.
+// maxProcs bounds the Go scheduler: a host runs one process a rank, which would compete for the cores.
 const maxProcs = 4
 
 func init() {
 	runtime.GOMAXPROCS(min(maxProcs, runtime.NumCPU()))
-	core.SetGetenv(getenv)
+	env.SetSource(getenv)
 }
 
-// getenv is C's: variables that the host program set after the start count.
+// getenv reads through C's getenv, which sees variables that the host program set after its start.
 func getenv(name string) string {
 	c := C.CString(name)
 	defer C.free(unsafe.Pointer(c))
@@ -37,7 +38,7 @@ func getenv(name string) string {
 func guard(f func() error) (code C.int32_t) {
 	defer func() {
 		if p := recover(); p != nil {
-			code = fail(core.Errorf(core.CodeOf(core.ErrInternal), "panic: %v\n%s", p, debug.Stack()))
+			code = fail(status.Errorf(status.Internal, "panic: %v\n%s", p, debug.Stack()))
 		}
 	}()
 	if err := f(); err != nil {
@@ -47,8 +48,8 @@ func guard(f func() error) (code C.int32_t) {
 }
 
 func fail(err error) C.int32_t {
-	code := core.CodeOf(err)
-	if code != C.DEEPEP_PENDING { // no text for what is no failure: it is asked for often
+	code := status.CodeOf(err)
+	if code != C.DEEPEP_PENDING { // no text: PENDING is no failure, and waits return it often
 		text := C.CString(err.Error())
 		C.dp_set_error(text)
 		C.free(unsafe.Pointer(text))

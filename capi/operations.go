@@ -76,7 +76,7 @@ func dpgo_wait_counts(id C.uintptr_t, token C.uint64_t, ms C.int64_t, rows, perE
 			}
 			counts = unsafe.Slice((*int32)(perExpert), n)
 		}
-		n, err := b.WaitCounts(uint64(token), slice(ms), counts)
+		n, err := b.WaitCounts(uint64(token), timeout(ms), counts)
 		*rows = C.int32_t(n)
 		return err
 	})

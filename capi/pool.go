@@ -9,34 +9,37 @@ import (
 	"sync"
 
 	"github.com/deepep-go/deepep/core"
+	"github.com/deepep-go/deepep/internal/pool"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
-var pools sync.Map // address of the segment: *core.Pool
+var pools sync.Map // address of the segment: *pool.Pool
 
 //export dpgo_pool_open
 func dpgo_pool_open(segment C.uintptr_t) C.int32_t {
 	return guard(func() error {
 		s, ok := segments.LoadAndDelete(uintptr(segment))
 		if !ok {
-			return core.InvalidArg("segment", uintptr(segment), "the address of a segment that has not been released")
+			return status.InvalidArg("segment", uintptr(segment), "the address of a segment that has not been released")
 		}
-		pools.Store(uintptr(segment), core.NewPool(s.(*core.Segment)))
+		memory := s.(*core.Segment)
+		pools.Store(uintptr(segment), pool.New(memory, memory.Address, memory.Bytes))
 		return nil
 	})
 }
 
-func pool(segment C.uintptr_t) (*core.Pool, error) {
+func openPool(segment C.uintptr_t) (*pool.Pool, error) {
 	p, ok := pools.Load(uintptr(segment))
 	if !ok {
-		return nil, core.InvalidArg("segment", uintptr(segment), "one that deepep_pool_open took")
+		return nil, status.InvalidArg("segment", uintptr(segment), "one that deepep_pool_open took")
 	}
-	return p.(*core.Pool), nil
+	return p.(*pool.Pool), nil
 }
 
 //export dpgo_pool_close
 func dpgo_pool_close(segment C.uintptr_t) C.int32_t {
 	return guard(func() error {
-		p, err := pool(segment)
+		p, err := openPool(segment)
 		if err != nil {
 			return err
 		}
@@ -46,7 +49,7 @@ func dpgo_pool_close(segment C.uintptr_t) C.int32_t {
 	})
 }
 
-func forgetIfDone(segment C.uintptr_t, p *core.Pool) {
+func forgetIfDone(segment C.uintptr_t, p *pool.Pool) {
 	if p.Done() {
 		pools.Delete(uintptr(segment))
 	}
@@ -55,7 +58,7 @@ func forgetIfDone(segment C.uintptr_t, p *core.Pool) {
 //export dpgo_pool_allocate
 func dpgo_pool_allocate(segment C.uintptr_t, bytes C.size_t) (address C.uintptr_t) {
 	guard(func() error {
-		p, err := pool(segment)
+		p, err := openPool(segment)
 		if err != nil {
 			return err
 		}
@@ -68,9 +71,9 @@ func dpgo_pool_allocate(segment C.uintptr_t, bytes C.size_t) (address C.uintptr_
 //export dpgo_pool_free
 func dpgo_pool_free(pointer, stream C.uintptr_t) {
 	guard(func() error {
-		err := core.InvalidArg("pointer", uintptr(pointer), "a block of an open pool")
+		err := status.InvalidArg("pointer", uintptr(pointer), "a block of an open pool")
 		pools.Range(func(segment, found any) bool {
-			p := found.(*core.Pool)
+			p := found.(*pool.Pool)
 			if !p.Holds(uintptr(pointer)) {
 				return true
 			}

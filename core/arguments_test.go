@@ -3,11 +3,12 @@ package core
 import (
 	"context"
 	"errors"
-	"runtime"
 	"strings"
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 func TestRanksThatDisagreeAreNamed(t *testing.T) {
@@ -51,8 +52,7 @@ func TestRanksThatDisagreeInACall(t *testing.T) {
 		m.check(strings.Contains(err.Error(), "hidden") && strings.Contains(err.Error(), "rank 1 has 16"), "%v", err)
 		m.check(errors.Is(m.Check(), ErrMismatch), "check: %v", m.Check())
 		err = m.Barrier(&Call{})
-		m.check(CodeOf(err) == ErrAborted.Code && errors.Is(err, ErrMismatch), "after the failure: %v", err)
-		runtime.KeepAlive(f)
+		m.check(status.CodeOf(err) == status.Aborted && errors.Is(err, ErrMismatch), "after the failure: %v", err)
 	})
 }
 
@@ -61,7 +61,7 @@ func TestWrongArguments(t *testing.T) {
 	o := roomFor(t, 2, 8, 128, 4)
 	onRanks(t, 2, o, func(m *member) {
 		f := newFixed(m, 4, 2, 4, 32)
-		l := newLowLatency(m.rank, 2, 4, 8, 128, 2, 4)
+		l := newLowLatency(&m.pin, m.rank, 2, 4, 8, 128, 2, 4)
 		wrong := func(err error, parts ...string) {
 			m.check(errors.Is(err, ErrInvalidArgument), "got %v", err)
 			for _, part := range parts {
@@ -73,8 +73,8 @@ func TestWrongArguments(t *testing.T) {
 		wrong(m.Layout(&LayoutArgs{NumTopK: 2, NumExperts: 4, IndexType: Int64, NumTokensPerRank: 6}, &Call{}), "num_tokens_per_rank", "multiple of 4 bytes")
 		wrong(m.Barrier(&Call{Stream: 5}), "stream")
 		odd := Config{NumSMs: 3}
-		wrong(m.Layout(&LayoutArgs{NumTopK: 2, NumExperts: 4, IndexType: Int64, NumTokensPerRank: AddressOf(f.perRank),
-			NumTokensPerExpert: AddressOf(f.perExpert)}, &Call{Config: &odd}), "num_sms", "got 3")
+		wrong(m.Layout(&LayoutArgs{NumTopK: 2, NumExperts: 4, IndexType: Int64, NumTokensPerRank: address(m, f.perRank),
+			NumTokensPerExpert: address(m, f.perExpert)}, &Call{Config: &odd}), "num_sms", "got 3")
 		big := l.dispatch(SendRecv, false)
 		big.NumMaxTokens = 1 << 20
 		wrong(m.LowLatencyDispatch(big, &Call{}), "num_rdma_bytes", "get_low_latency_rdma_size_hint")
@@ -92,7 +92,6 @@ func TestWrongArguments(t *testing.T) {
 		m.check(errors.Is(err, ErrUnsupported), "segments: %v", err)
 		m.must(m.LowLatencyDispatch(l.dispatch(SendRecv, false), &Call{}))
 		l.checkRows(m, false)
-		runtime.KeepAlive([]any{f, l})
 	})
 }
 
@@ -115,6 +114,5 @@ func TestSmallBuffers(t *testing.T) {
 		f.layout(m)
 		_, err := f.notify(m, 0)
 		m.check(errors.Is(err, ErrInvalidArgument) && strings.Contains(err.Error(), "num_nvl_bytes = 64"), "%v", err)
-		runtime.KeepAlive(f)
 	})
 }

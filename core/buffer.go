@@ -32,16 +32,29 @@ type BufferOptions struct {
 	FirstTimeout  time.Duration
 }
 
-// Buffer is the memory and the order of one set of calls among the ranks of a group.
+// Buffer is memory that the ranks of a group share, and the order of the calls that use it. NewBuffer makes it, Destroy ends it.
+//
+// Tensors are addresses that the buffer's engine can reach: plain memory with "cpu" (see AddressOf), device memory with "cuda".
+// Rows are contiguous and begin at multiples of 16 bytes. All tensors belong to the caller and must stay valid and unchanged
+// until the call is done; the buffer keeps none of them.
+//
+// Order: an operation begins after the present work of Call.Stream, or after Call.Previous, and after the buffer's earlier
+// operations. Call.Event is recorded at its end; without Async, Call.Stream waits for it. Methods may be called from any
+// goroutine. Collective operations are called by all ranks in the same order.
+//
+// Errors of all operations: ErrInvalidArgument names the argument, what came and what is allowed; ErrInvalidState after Destroy;
+// the error of a Background start; ErrAborted once an earlier operation of the buffer has failed, with that failure. A failure of
+// an operation itself (ErrTimeout, ErrPeerDead, ErrMismatch, ErrDevice) is the error of the wait for it: of a synchronous call
+// where Info.HostStream, else of Event.Wait, WaitCounts and Check.
 type Buffer struct {
-	*engine.Buffer
-	group *Group
+	engine *engine.Buffer
+	group  *Group
 }
 
 // NewBuffer makes a buffer. Collective: all ranks of the group make theirs in the same order. Where the host itself is at
 // fault the error (of WaitReady and the first call, with Background) says what `deepep doctor` found first.
 func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error) {
-	s, err := settings()
+	s, err := env.Current()
 	if err != nil {
 		return nil, err
 	}
@@ -148,28 +161,6 @@ func (g *Group) check(o *BufferOptions, s env.Settings) error {
 	return nil
 }
 
-func deadlines(o *BufferOptions, s env.Settings) (steady, first time.Duration) {
-	steady, first = o.Timeout, o.FirstTimeout
-	if first == 0 {
-		first = s.FirstTimeout
-		if steady != 0 {
-			first = steady
-		}
-	}
-	if steady == 0 {
-		steady = s.Timeout
-	}
-	return steady, first
-}
-
-// isaOf is the number of the instruction set in dk_device_open. It is a matter of the CPU engine.
-func isaOf(engine string, s env.Settings) uint32 {
-	if engine != EngineCPU {
-		return 0
-	}
-	return map[string]uint32{env.ISABaseline: 1, env.ISAAVX2: 2, env.ISAAVX512: 3}[s.ISA]
-}
-
 // enter gives a buffer its number, the same on all ranks since making buffers is collective.
 func (g *Group) enter(b *Buffer) (uint32, error) {
 	g.mu.Lock()
@@ -185,7 +176,7 @@ func (g *Group) enter(b *Buffer) (uint32, error) {
 // publish makes a buffer known to those who watch the ranks.
 func (g *Group) publish(b *Buffer, made *engine.Buffer) {
 	g.mu.Lock()
-	b.Buffer = made
+	b.engine = made
 	g.mu.Unlock()
 }
 
@@ -194,7 +185,7 @@ func (b *Buffer) Group() *Group { return b.group }
 
 // Destroy ends the buffer: local, idempotent, bounded by about 2 s. What peers have mapped of it stays valid for them.
 func (b *Buffer) Destroy() error {
-	err := b.Buffer.Destroy()
+	err := b.engine.Destroy()
 	status.Keep(&err, b.group.forget(b))
 	if err != nil {
 		b.group.log.Warn("destroy: "+err.Error(), zap.Int("rank", b.group.rank))

@@ -7,6 +7,7 @@ import (
 
 	"github.com/deepep-go/deepep/internal/doctor"
 	"github.com/deepep-go/deepep/internal/doctor/libs"
+	"github.com/deepep-go/deepep/internal/env"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -31,10 +32,10 @@ func (g *Group) diagnosed(err error, o *BufferOptions) error {
 
 // examination is what the host is measured against: the use that was wanted and the memory that it takes.
 func (g *Group) examination(o *BufferOptions) doctor.Options {
-	e := doctor.Options{For: doctor.ForCPU, Version: fmt.Sprintf("%d.%d.%d", VersionMajor, VersionMinor, VersionPatch), Ranks: g.topology.NodeSize()}
+	e := doctor.Options{For: doctor.ForCPU, Version: versionText(), Ranks: g.topology.NodeSize()}
 	bytes := o.NumNVLBytes + o.NumRDMABytes
 	name := o.Engine
-	if s, err := settings(); err == nil && (name == "" || name == EngineAuto) {
+	if s, err := env.Current(); err == nil && (name == "" || name == EngineAuto) {
 		name = s.Engine
 	}
 	if name != EngineCUDA {

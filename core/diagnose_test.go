@@ -6,6 +6,8 @@ import (
 	"os"
 	"strings"
 	"testing"
+
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // alone makes a group of one rank.
@@ -32,8 +34,8 @@ func TestConstructionAsksTheDoctor(t *testing.T) {
 	if err == nil {
 		t.Fatal("a CUDA buffer without a GPU")
 	}
-	if CodeOf(err) == ErrInternal.Code || !strings.Contains(err.Error(), "deepep doctor says: FAIL gpu") || !strings.Contains(err.Error(), "fix:") {
-		t.Errorf("%v: %v", CodeOf(err), err)
+	if status.CodeOf(err) == status.Internal || !strings.Contains(err.Error(), "deepep doctor says: FAIL gpu") || !strings.Contains(err.Error(), "fix:") {
+		t.Errorf("%v: %v", status.CodeOf(err), err)
 	}
 }
 
@@ -54,14 +56,14 @@ func TestConstructionInTheBackgroundAsksTheDoctor(t *testing.T) {
 
 func TestMemoryThatDoesNotFitIsNamed(t *testing.T) {
 	g := alone(t)
-	err := g.diagnosed(Errorf(ErrOutOfMemory.Code, "allocating"), &BufferOptions{Engine: EngineCPU, NumNVLBytes: 1 << 60})
+	err := g.diagnosed(status.Errorf(status.OutOfMemory, "allocating"), &BufferOptions{Engine: EngineCPU, NumNVLBytes: 1 << 60})
 	if !errors.Is(err, ErrOutOfMemory) || !strings.Contains(err.Error(), "FAIL memory") {
 		t.Errorf("%v", err)
 	}
-	for _, kind := range []*Error{ErrInvalidArgument, ErrMismatch, ErrPeerDead, ErrTimeout} {
-		plain := Errorf(kind.Code, "as it was")
+	for _, code := range []status.Code{status.InvalidArgument, status.Mismatch, status.PeerDead, status.Timeout} {
+		plain := status.Errorf(code, "as it was")
 		if got := g.diagnosed(plain, &BufferOptions{Engine: EngineCUDA}); got != plain {
-			t.Errorf("the host is asked about %v", got)
+			t.Errorf("the doctor examined the host for %v", got)
 		}
 	}
 }

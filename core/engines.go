@@ -93,7 +93,7 @@ func libraryFor(l *kern.Library, engine string, byQueues bool, s env.Settings) (
 
 // QueryEngine loads an engine's library and says what it has. A library that is missing is no error: Reason tells.
 func QueryEngine(name string) (EngineInfo, error) {
-	s, err := settings()
+	s, err := env.Current()
 	if err != nil {
 		return EngineInfo{}, err
 	}
@@ -109,17 +109,4 @@ func QueryEngine(name string) (EngineInfo, error) {
 	info.Available, info.NumDevices, info.SM90Compiled = l.NumDevices > 0, l.NumDevices, l.Has(abi.CapSM90)
 	info.Path, info.Build, info.Reason = l.Path, l.Build, l.Reason
 	return info, nil
-}
-
-// Engines describes every engine there is.
-func Engines() ([]EngineInfo, error) {
-	var all []EngineInfo
-	for _, name := range []string{EngineCPU, EngineCUDA} {
-		info, err := QueryEngine(name)
-		if err != nil {
-			return nil, err
-		}
-		all = append(all, info)
-	}
-	return all, nil
 }

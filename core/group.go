@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/hex"
 	"fmt"
+	"runtime/debug"
 	"strconv"
 	"sync"
 	"time"
@@ -16,38 +17,6 @@ import (
 	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
-
-// Exchanger gathers blobs among ranks: the caller's own way to do so, used once per group.
-type (
-	Exchanger   = bootstrap.Exchanger
-	TCPOptions  = bootstrap.TCPOptions
-	FileOptions = bootstrap.FileOptions
-)
-
-// NewCallback makes an Exchanger of the caller's own all-gather (torch, MPI).
-func NewCallback(rank, size int, gather func(ctx context.Context, blob []byte) ([][]byte, error)) Exchanger {
-	return bootstrap.NewCallback(rank, size, gather)
-}
-
-// NewLocal makes the Exchangers of ranks that are goroutines of this process.
-func NewLocal(size int) []Exchanger { return bootstrap.NewLocal(size) }
-
-// DialTCP joins the ranks at rank 0's address. Collective.
-func DialTCP(ctx context.Context, o TCPOptions) (Exchanger, error) {
-	if o.Interface == "" {
-		s, err := settings()
-		if err != nil {
-			return nil, err
-		}
-		o.Interface = s.Interface
-	}
-	return bootstrap.DialTCP(ctx, o)
-}
-
-// OpenFile joins the ranks through a folder that all of them see. Collective.
-func OpenFile(ctx context.Context, o FileOptions) (Exchanger, error) {
-	return bootstrap.OpenFile(ctx, o)
-}
 
 // GroupOptions say who belongs together. The zero value of every field but Exchanger is the default.
 type GroupOptions struct {
@@ -110,7 +79,7 @@ func NewGroup(ctx context.Context, o GroupOptions) (*Group, error) {
 }
 
 func newGroup(o GroupOptions) (*Group, error) {
-	s, err := settings()
+	s, err := env.Current()
 	if err != nil {
 		return nil, err
 	}
@@ -125,12 +94,9 @@ func newGroup(o GroupOptions) (*Group, error) {
 	if err != nil {
 		return nil, err
 	}
-	if o.Timeout < 0 {
-		return nil, status.InvalidArg("timeout", o.Timeout, "0 (the default) or more")
-	}
-	limit := o.Timeout
-	if limit == 0 {
-		limit = s.FirstTimeout
+	limit, err := s.StartLimit(o.Timeout)
+	if err != nil {
+		return nil, err
 	}
 	return &Group{
 		rank: o.Exchanger.Rank(), size: o.Exchanger.Size(), topology: t, settings: s, limit: limit, log: logger(s),
@@ -244,12 +210,19 @@ func (g *Group) each(f func(*engine.Buffer)) {
 	g.mu.Lock()
 	all := make([]*engine.Buffer, 0, len(g.buffers))
 	for b := range g.buffers {
-		if b.Buffer != nil { // else it is being made, and will look around itself
-			all = append(all, b.Buffer)
+		if b.engine != nil { // else it is being made, and reads the ranks' states at the end of that
+			all = append(all, b.engine)
 		}
 	}
 	g.mu.Unlock()
 	for _, b := range all {
 		f(b)
+	}
+}
+
+// recovered turns a panic of a goroutine into an error. A panic here is a bug of ours, but the host process must live.
+func recovered(where string, err *error) {
+	if p := recover(); p != nil {
+		*err = status.Errorf(status.Internal, "panic in the %s: %v\n%s", where, p, debug.Stack())
 	}
 }

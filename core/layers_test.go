@@ -22,6 +22,7 @@ var allowed = map[string][]string{
 	leaf:          {},
 	"status":      {},
 	"env":         {"status"},
+	"pool":        {"status"},
 	"abi":         {},
 	"plan":        {leaf, "abi", "status"},
 	"dl":          {"status"},

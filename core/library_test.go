@@ -6,6 +6,7 @@ import (
 
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/dl"
+	"github.com/deepep-go/deepep/internal/env"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/plan"
 )
@@ -14,7 +15,7 @@ import (
 func cpuLibrary(t *testing.T) *kern.Library {
 	t.Helper()
 	needEngine(t)
-	s, err := settings()
+	s, err := env.Current()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -115,12 +116,13 @@ func TestQueuePairsAreMadeByThePlan(t *testing.T) {
 	for i := range blocks {
 		blocks[i] = block.Address
 	}
+	var pin runtime.Pinner
+	defer pin.Unpin()
 	p := &kern.TransportOpenParams{Device: dev.Handle(), Rank: rank, NumRanks: 6, NumQPs: int32(q.PerPeer), QPDepth: int32(q.Depth), NumPeers: int32(len(peers)),
-		HostPeers: uint64(AddressOf(peers)), HostBlocks: uint64(AddressOf(blocks)), BlockBytes: 4096}
+		HostPeers: uint64(AddressOf(&pin, peers)), HostBlocks: uint64(AddressOf(&pin, blocks)), BlockBytes: 4096}
 	if code := l.TransportOpen(p); code != 0 {
 		t.Fatalf("opening: code %d", code)
 	}
-	runtime.KeepAlive([]any{peers, blocks})
 	for _, peer := range peers {
 		for queue := range q.PerPeer {
 			query := &kern.TransportQueryParams{Transport: p.Transport, Peer: peer, QP: int32(queue)}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -14,6 +13,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/deepep-go/deepep/core/op"
+	"github.com/deepep-go/deepep/internal/env"
 )
 
 func TestEventsAndAsync(t *testing.T) {
@@ -169,10 +169,9 @@ func cyclesLeakNothing(t *testing.T, perNode int) {
 	o := roomFor(t, 2, 8, 128, 4)
 	cycle := func() {
 		onNodes(t, 2, perNode, o, func(m *member) {
-			l := newLowLatency(m.rank, 2, 4, 8, 128, 2, 4)
+			l := newLowLatency(&m.pin, m.rank, 2, 4, 8, 128, 2, 4)
 			m.must(m.LowLatencyDispatch(l.dispatch(SendRecv, false), &Call{}))
 			l.checkRows(m, false)
-			runtime.KeepAlive(l)
 		})
 	}
 	cycle() // what is made once
@@ -228,10 +227,10 @@ func addressSpace(maps string) (bytes uint64) {
 }
 
 func TestEngines(t *testing.T) {
-	SetGetenv(func(name string) string {
+	env.SetSource(func(name string) string {
 		return map[string]string{"DEEPEP_KERNELS": "/nowhere", "DEEPEP_ENGINE": "cpu"}[name]
 	})
-	defer SetGetenv(nil)
+	defer env.SetSource(nil)
 	info, err := QueryEngine(EngineAuto)
 	if err != nil || info.Available || info.Name != EngineCPU || !strings.Contains(info.Reason, "/nowhere/libdeepep_cpu.so") {
 		t.Errorf("%+v %v", info, err)
@@ -239,8 +238,8 @@ func TestEngines(t *testing.T) {
 	if _, err := QueryEngine("tpu"); !errors.Is(err, ErrInvalidArgument) {
 		t.Errorf("unknown engine: %v", err)
 	}
-	SetGetenv(func(string) string { return "maybe" })
-	if _, err := Engines(); !errors.Is(err, ErrInvalidArgument) {
+	env.SetSource(func(string) string { return "maybe" })
+	if _, err := QueryEngine(EngineAuto); !errors.Is(err, ErrInvalidArgument) {
 		t.Errorf("damaged settings: %v", err)
 	}
 }
@@ -302,7 +301,7 @@ func TestThreadsShareABuffer(t *testing.T) {
 func TestClean(t *testing.T) {
 	o := roomFor(t, 2, 8, 128, 4)
 	onRanks(t, 2, o, func(m *member) {
-		l := newLowLatency(m.rank, 2, 4, 8, 128, 2, 4)
+		l := newLowLatency(&m.pin, m.rank, 2, 4, 8, 128, 2, 4)
 		for range 3 {
 			half := l.dispatch(Send, false)
 			m.must(m.LowLatencyDispatch(half, &Call{}))
@@ -318,6 +317,5 @@ func TestClean(t *testing.T) {
 			m.must(m.LowLatencyCombine(l.combine(SendRecv, 0), &Call{}))
 			l.checkCombined(m)
 		}
-		runtime.KeepAlive(l)
 	})
 }

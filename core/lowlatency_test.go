@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/deepep-go/deepep/core/op"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // lowLatency is the tensors of low-latency calls of one shape.
@@ -18,12 +19,13 @@ type lowLatency struct {
 	weights                                    []float32
 	count, source                              []int32
 	ranges                                     []int64
+	pin                                        *runtime.Pinner
 	stats                                      []int32
 	waits                                      []int64
 }
 
-func newLowLatency(rank, ranks, tokens, b, hidden, k, experts int) *lowLatency {
-	l := &lowLatency{tokens: tokens, b: b, hidden: hidden, k: k, experts: experts, ranks: ranks, rank: rank}
+func newLowLatency(pin *runtime.Pinner, rank, ranks, tokens, b, hidden, k, experts int) *lowLatency {
+	l := &lowLatency{pin: pin, tokens: tokens, b: b, hidden: hidden, k: k, experts: experts, ranks: ranks, rank: rank}
 	local := experts / ranks
 	room := local * ranks * b
 	l.x, l.recvX, l.combined = make([]uint16, b*hidden), make([]uint16, room*hidden), make([]uint16, b*hidden)
@@ -49,12 +51,12 @@ func newLowLatency(rank, ranks, tokens, b, hidden, k, experts int) *lowLatency {
 func (l *lowLatency) dispatch(phases Phase, fp8 bool) *LLDispatchArgs {
 	a := &LLDispatchArgs{
 		Phases: phases, NumTokens: int32(l.tokens), NumMaxTokens: int32(l.b), Hidden: int32(l.hidden), NumTopK: int32(l.k),
-		NumExperts: int32(l.experts), IndexType: Int64, UseFP8: op.Bool(fp8), X: AddressOf(l.x), TopKIdx: AddressOf(l.index), TopKWeights: AddressOf(l.weights),
-		RecvX: AddressOf(l.recvX), RecvCount: AddressOf(l.count), SrcInfo: AddressOf(l.source), LayoutRange: AddressOf(l.ranges),
-		CumulativeRecvStats: AddressOf(l.stats), WaitRecvCostStats: AddressOf(l.waits),
+		NumExperts: int32(l.experts), IndexType: Int64, UseFP8: op.Bool(fp8), X: AddressOf(l.pin, l.x), TopKIdx: AddressOf(l.pin, l.index), TopKWeights: AddressOf(l.pin, l.weights),
+		RecvX: AddressOf(l.pin, l.recvX), RecvCount: AddressOf(l.pin, l.count), SrcInfo: AddressOf(l.pin, l.source), LayoutRange: AddressOf(l.pin, l.ranges),
+		CumulativeRecvStats: AddressOf(l.pin, l.stats), WaitRecvCostStats: AddressOf(l.pin, l.waits),
 	}
 	if fp8 {
-		a.RecvX, a.RecvXScales = AddressOf(l.recv8), AddressOf(l.scales)
+		a.RecvX, a.RecvXScales = AddressOf(l.pin, l.recv8), AddressOf(l.pin, l.scales)
 	}
 	return a
 }
@@ -62,8 +64,8 @@ func (l *lowLatency) dispatch(phases Phase, fp8 bool) *LLDispatchArgs {
 func (l *lowLatency) combine(phases Phase, flags Flags) *LLCombineArgs {
 	return &LLCombineArgs{
 		Phases: phases, Flags: flags, NumTokens: int32(l.tokens), NumMaxTokens: int32(l.b), Hidden: int32(l.hidden), NumTopK: int32(l.k),
-		NumExperts: int32(l.experts), IndexType: Int64, X: AddressOf(l.recvX), TopKIdx: AddressOf(l.index), TopKWeights: AddressOf(l.weights),
-		SrcInfo: AddressOf(l.source), LayoutRange: AddressOf(l.ranges), CombinedX: AddressOf(l.combined), WaitRecvCostStats: AddressOf(l.waits),
+		NumExperts: int32(l.experts), IndexType: Int64, X: AddressOf(l.pin, l.recvX), TopKIdx: AddressOf(l.pin, l.index), TopKWeights: AddressOf(l.pin, l.weights),
+		SrcInfo: AddressOf(l.pin, l.source), LayoutRange: AddressOf(l.pin, l.ranges), CombinedX: AddressOf(l.pin, l.combined), WaitRecvCostStats: AddressOf(l.pin, l.waits),
 	}
 }
 
@@ -151,7 +153,7 @@ func TestLowLatencyRoundTrips(t *testing.T) {
 
 // lowLatencyRounds goes there and back in BF16, and there in FP8 in between.
 func (m *member) lowLatencyRounds(c lowLatencyShape, rounds int) {
-	l := newLowLatency(m.rank, c.ranks, c.tokens, c.b, c.hidden, c.k, c.perRank*c.ranks)
+	l := newLowLatency(&m.pin, m.rank, c.ranks, c.tokens, c.b, c.hidden, c.k, c.perRank*c.ranks)
 	for round := range rounds {
 		clear(l.combined)
 		fp8 := round%2 == 1
@@ -164,7 +166,6 @@ func (m *member) lowLatencyRounds(c lowLatencyShape, rounds int) {
 		l.checkCombined(m)
 	}
 	m.check(l.stats[0] == int32(rounds)*l.count[0], "cumulative statistics %d of %d a call", l.stats[0], l.count[0])
-	runtime.KeepAlive(l)
 }
 
 // Two micro-batches in turn, each in halves, as inference engines interleave them.
@@ -175,14 +176,14 @@ func TestLowLatencyHalves(t *testing.T) {
 
 func (m *member) lowLatencyHalves(tokens, hidden, k, experts int) {
 	ranks := m.size
-	a := newLowLatency(m.rank, ranks, tokens, tokens, hidden, k, experts)
-	b := newLowLatency(m.rank, ranks, tokens, tokens, hidden, k, experts)
+	a := newLowLatency(&m.pin, m.rank, ranks, tokens, tokens, hidden, k, experts)
+	b := newLowLatency(&m.pin, m.rank, ranks, tokens, tokens, hidden, k, experts)
 	for range 4 {
 		sendA, sendB := a.dispatch(Send, false), b.dispatch(Send, false)
 		m.must(m.LowLatencyDispatch(sendA, &Call{}))
 		m.must(m.LowLatencyDispatch(sendB, &Call{}))
 		third := a.dispatch(Send, false)
-		m.check(CodeOf(m.LowLatencyDispatch(third, &Call{})) == ErrInvalidState.Code, "a third send is taken")
+		m.check(status.CodeOf(m.LowLatencyDispatch(third, &Call{})) == status.InvalidState, "a third send is taken")
 		for i, half := range []*LLDispatchArgs{sendA, sendB} {
 			half.Phases = Recv
 			m.must(m.LowLatencyDispatch(half, &Call{}))
@@ -198,7 +199,6 @@ func (m *member) lowLatencyHalves(tokens, hidden, k, experts int) {
 			[]*lowLatency{a, b}[i].checkCombined(m)
 		}
 	}
-	runtime.KeepAlive([]any{a, b})
 }
 
 // writeZeroCopy moves the rows to where the next combine reads them and spoils the others.
@@ -220,31 +220,31 @@ func TestMasks(t *testing.T) {
 	onRanks(t, ranks, o, func(m *member) {
 		masks := make([]int32, 16)
 		query := func() []int32 {
-			m.must(m.QueryMask(AddressOf(masks), &Call{}))
+			m.must(m.QueryMask(address(m, masks), &Call{}))
 			return masks[:ranks]
 		}
 		m.check(fmt.Sprint(query()) == "[0 0 0]", "masks %v", masks)
 		if m.rank != 2 { // ranks 0 and 1 go on without rank 2, which does nothing
 			m.must(m.UpdateMask(2, true, &Call{}))
 			m.check(fmt.Sprint(query()) == "[0 0 1]", "masks %v", masks)
-			l := newLowLatency(m.rank, ranks, tokens, tokens, hidden, k, experts)
+			l := newLowLatency(&m.pin, m.rank, ranks, tokens, tokens, hidden, k, experts)
 			m.must(m.LowLatencyDispatch(l.dispatch(SendRecv, false), &Call{}))
 			for e := range experts / ranks {
 				m.check(l.ranges[e*ranks+2]&0xffffffff == 0, "expert %d has rows of the masked rank", e)
 			}
 			m.must(m.LowLatencyCombine(l.combine(SendRecv, 0), &Call{}))
-			runtime.KeepAlive(l)
 		}
 		m.must(m.CleanMask(&Call{}))
 		m.check(fmt.Sprint(query()) == "[0 0 0]", "masks %v", masks)
-		m.check(CodeOf(m.UpdateMask(3, true, &Call{})) == ErrInvalidArgument.Code, "a rank that is none")
+		m.check(status.CodeOf(m.UpdateMask(3, true, &Call{})) == status.InvalidArgument, "a rank that is none")
 	})
 }
 
 // lowLatency is what a rank's process does of it.
 func (p *player) lowLatency(what string) error {
-	l := newLowLatency(p.rank, p.size, 5, 8, 128, 2, 2*p.size)
-	defer runtime.KeepAlive(l)
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	l := newLowLatency(&pin, p.rank, p.size, 5, 8, 128, 2, 2*p.size)
 	if what == "roundtrip" {
 		if err := p.LowLatencyDispatch(l.dispatch(SendRecv, true), &Call{}); err != nil {
 			return err

@@ -6,6 +6,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // nodesOf makes groups of this process and its children out of nodes of so many ranks, with everything late.
@@ -65,7 +67,7 @@ func TestLateAndGoneOnAnotherNode(t *testing.T) {
 	crew.all[1].Signal(syscall.SIGSTOP)
 	crew.tell([]int{0}, "combine")
 	code, took, text := crew.failure(0)
-	if code != ErrTimeout.Code || took < 400*time.Millisecond || took > 3*time.Second || !strings.Contains(text, "rank 1 (") || !strings.Contains(text, "alive but late") {
+	if code != status.Timeout || took < 400*time.Millisecond || took > 3*time.Second || !strings.Contains(text, "rank 1 (") || !strings.Contains(text, "alive but late") {
 		t.Errorf("code %d after %v: %s", code, took, text)
 	}
 	crew.all[1].Signal(syscall.SIGCONT)

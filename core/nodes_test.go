@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -56,8 +55,8 @@ func TestLayoutOfNodes(t *testing.T) {
 			own := routing(1, m.size, 20, k, experts)[m.rank]
 			perRank, perNode, perExpert := make([]int32, m.size), make([]int32, g.nodes), make([]int32, experts)
 			inRank := make([]uint8, 20*m.size)
-			m.must(m.Layout(&LayoutArgs{NumTokens: int32(own.tokens), NumTopK: k, NumExperts: int32(experts), IndexType: Int64, TopKIdx: AddressOf(own.index),
-				NumTokensPerRank: AddressOf(perRank), NumTokensPerRDMARank: AddressOf(perNode), NumTokensPerExpert: AddressOf(perExpert), IsTokenInRank: AddressOf(inRank)}, &Call{}))
+			m.must(m.Layout(&LayoutArgs{NumTokens: int32(own.tokens), NumTopK: k, NumExperts: int32(experts), IndexType: Int64, TopKIdx: address(m, own.index),
+				NumTokensPerRank: address(m, perRank), NumTokensPerRDMARank: address(m, perNode), NumTokensPerExpert: address(m, perExpert), IsTokenInRank: address(m, inRank)}, &Call{}))
 			want := make([]int32, g.nodes)
 			for token := range own.tokens {
 				for node := range g.nodes { // once for a node, however many of its ranks want the token
@@ -70,7 +69,6 @@ func TestLayoutOfNodes(t *testing.T) {
 				}
 			}
 			m.check(fmt.Sprint(perNode) == fmt.Sprint(want), "%v tokens to the nodes, want %v", perNode, want)
-			runtime.KeepAlive([]any{own, perRank, perNode, perExpert, inRank})
 		})
 	}
 }
@@ -116,8 +114,7 @@ func TestSmallRDMABuffers(t *testing.T) {
 
 func (m *member) combineNothing(hidden int) error {
 	prefix := make([]int32, m.size*m.size)
-	defer runtime.KeepAlive(prefix)
-	h := &Handle{NumRanks: int32(m.size), RankPrefixMatrix: AddressOf(prefix)}
+	h := &Handle{NumRanks: int32(m.size), RankPrefixMatrix: address(m, prefix)}
 	return m.Combine(&CombineArgs{Hidden: int64(hidden), Handle: h}, &Call{})
 }
 

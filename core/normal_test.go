@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"runtime"
 	"testing"
+
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 func TestDispatchAndCombine(t *testing.T) {
@@ -107,6 +109,7 @@ type fixed struct {
 	inRank                     []uint8
 	prefix, head, source       []int32
 	handle                     Handle
+	pin                        *runtime.Pinner
 }
 
 func newFixed(m *member, tokens, k, experts, hidden int) *fixed {
@@ -124,15 +127,16 @@ func newFixed(m *member, tokens, k, experts, hidden int) *fixed {
 			f.weights[t*k+i] = 1
 		}
 	}
-	f.handle = Handle{RankPrefixMatrix: AddressOf(f.prefix), SendHead: AddressOf(f.head)}
+	f.pin = &m.pin
+	f.handle = Handle{RankPrefixMatrix: address(m, f.prefix), SendHead: address(m, f.head)}
 	return f
 }
 
 func (f *fixed) notifyArgs(worst int) NotifyArgs {
 	return NotifyArgs{
 		NumTokens: int32(f.tokens), NumTopK: int32(f.k), NumExperts: int32(f.experts), NumWorstTokens: int32(worst), NumScales: 2, XType: FP8,
-		Hidden: int64(f.hidden), ExpertAlignment: 8, NumTokensPerRank: AddressOf(f.perRank), NumTokensPerExpert: AddressOf(f.perExpert),
-		IsTokenInRank: AddressOf(f.inRank), Handle: &f.handle,
+		Hidden: int64(f.hidden), ExpertAlignment: 8, NumTokensPerRank: AddressOf(f.pin, f.perRank), NumTokensPerExpert: AddressOf(f.pin, f.perExpert),
+		IsTokenInRank: AddressOf(f.pin, f.inRank), Handle: &f.handle,
 	}
 }
 
@@ -140,14 +144,14 @@ func (f *fixed) notifyArgs(worst int) NotifyArgs {
 func (f *fixed) dispatchArgs(token uint64, worst int, scales []float32) DispatchArgs {
 	n := f.notifyArgs(worst)
 	a := n.Dispatch(token)
-	a.IndexType, a.X, a.XScales, a.TopKIdx, a.TopKWeights = Int64, AddressOf(f.x), AddressOf(scales), AddressOf(f.index), AddressOf(f.weights)
+	a.IndexType, a.X, a.XScales, a.TopKIdx, a.TopKWeights = Int64, AddressOf(f.pin, f.x), AddressOf(f.pin, scales), AddressOf(f.pin, f.index), AddressOf(f.pin, f.weights)
 	return a
 }
 
 func (f *fixed) layout(m *member) {
 	m.must(m.Layout(&LayoutArgs{
-		NumTokens: int32(f.tokens), NumTopK: int32(f.k), NumExperts: int32(f.experts), IndexType: Int64, TopKIdx: AddressOf(f.index),
-		NumTokensPerRank: AddressOf(f.perRank), NumTokensPerExpert: AddressOf(f.perExpert), IsTokenInRank: AddressOf(f.inRank),
+		NumTokens: int32(f.tokens), NumTopK: int32(f.k), NumExperts: int32(f.experts), IndexType: Int64, TopKIdx: address(m, f.index),
+		NumTokensPerRank: address(m, f.perRank), NumTokensPerExpert: address(m, f.perExpert), IsTokenInRank: address(m, f.inRank),
 	}, &Call{}))
 }
 
@@ -178,12 +182,12 @@ func scalesAndCached(m *member) {
 	}
 	f.handle.NumRecvTokens = int32(n)
 	f.source = make([]int32, n+16)
-	f.handle.RecvSrcIdx = AddressOf(f.source)
+	f.handle.RecvSrcIdx = address(m, f.source)
 	recv, recvScales := make([]uint8, n*32+16), make([]float32, n*2+16)
 	idx, weights := make([]int64, n*2+16), make([]float32, n*2+16)
 	args := f.dispatchArgs(token, 0, scales)
 	args.ScaleTokenStride, args.ScaleStride = 8, 3
-	args.RecvX, args.RecvXScales, args.RecvTopKIdx, args.RecvTopKWeights = AddressOf(recv), AddressOf(recvScales), AddressOf(idx), AddressOf(weights)
+	args.RecvX, args.RecvXScales, args.RecvTopKIdx, args.RecvTopKWeights = address(m, recv), address(m, recvScales), address(m, idx), address(m, weights)
 	m.must(m.Dispatch(&args, &Call{}))
 	check := func(what string) {
 		for row := range n {
@@ -197,16 +201,15 @@ func scalesAndCached(m *member) {
 		}
 	}
 	check("first")
-	m.check(CodeOf(m.Dispatch(&args, &Call{})) == ErrInvalidArgument.Code, "a token serves one dispatch")
+	m.check(status.CodeOf(m.Dispatch(&args, &Call{})) == status.InvalidArgument, "a token serves one dispatch")
 	clear(recv)
 	clear(recvScales)
 	cached := args
 	cached.Cached, cached.Token, cached.NumTopK, cached.NumExperts, cached.TopKIdx, cached.TopKWeights = 1, 0, 0, 0, 0, 0
-	m.check(CodeOf(m.Dispatch(&cached, &Call{})) == ErrInvalidArgument.Code, "outputs of top-k without top-k")
+	m.check(status.CodeOf(m.Dispatch(&cached, &Call{})) == status.InvalidArgument, "outputs of top-k without top-k")
 	cached.RecvTopKIdx, cached.RecvTopKWeights = 0, 0
 	m.must(m.Dispatch(&cached, &Call{}))
 	check("cached")
-	runtime.KeepAlive([]any{f, scales, recv, recvScales, idx, weights})
 }
 
 // One step without waiting for counts: rows past the last one are marked.
@@ -221,14 +224,14 @@ func worstCase(m *member) {
 	token, err := f.notify(m, worst)
 	m.must(err)
 	_, err = m.WaitCounts(token, -1, nil)
-	m.check(CodeOf(err) == ErrInvalidArgument.Code, "waiting for counts that nobody writes: %v", err)
+	m.check(status.CodeOf(err) == status.InvalidArgument, "waiting for counts that nobody writes: %v", err)
 	scales := make([]float32, 2*f.tokens)
 	f.source = make([]int32, worst)
-	f.handle.RecvSrcIdx = AddressOf(f.source)
+	f.handle.RecvSrcIdx = address(m, f.source)
 	recv, recvScales, idx, weights := make([]uint8, worst*32), make([]float32, worst*2), make([]int64, worst*2), make([]float32, worst*2)
 	args := f.dispatchArgs(token, worst, scales)
 	args.ScaleTokenStride, args.ScaleStride = 2, 1
-	args.RecvX, args.RecvXScales, args.RecvTopKIdx, args.RecvTopKWeights = AddressOf(recv), AddressOf(recvScales), AddressOf(idx), AddressOf(weights)
+	args.RecvX, args.RecvXScales, args.RecvTopKIdx, args.RecvTopKWeights = address(m, recv), address(m, recvScales), address(m, idx), address(m, weights)
 	m.must(m.Dispatch(&args, &Call{}))
 	n := int(f.prefix[(m.size-1)*m.size+m.rank])
 	m.check(n > 0 && n < worst, "%d rows came", n)
@@ -236,5 +239,4 @@ func worstCase(m *member) {
 		empty := idx[row*2] == -1 && idx[row*2+1] == -1
 		m.check(empty == (row >= n), "row %d of %d: choices %v", row, n, idx[row*2:row*2+2])
 	}
-	runtime.KeepAlive([]any{f, scales, recv, recvScales, idx, weights})
 }

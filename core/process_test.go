@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/deepep-go/deepep/internal/status"
 	"github.com/deepep-go/deepep/internal/testutil/proctest"
 )
 
@@ -28,7 +29,7 @@ func playRank(c *proctest.Child) error {
 		}
 		begin := time.Now()
 		if err := p.obey(words); err != nil {
-			c.Say("failed %d %d %s", CodeOf(err), time.Since(begin).Milliseconds(), strings.ReplaceAll(err.Error(), "\n", " "))
+			c.Say("failed %d %d %s", status.CodeOf(err), time.Since(begin).Milliseconds(), strings.ReplaceAll(err.Error(), "\n", " "))
 			continue
 		}
 		c.Say("ok %d", p.answer)
@@ -177,12 +178,12 @@ func (c *crew) fork(i int) {
 }
 
 // failure reads an error: its code, how long the call took, and the text.
-func (c *crew) failure(i int) (code Code, took time.Duration, text string) {
+func (c *crew) failure(i int) (code status.Code, took time.Duration, text string) {
 	c.t.Helper()
 	words := strings.SplitN(c.all[i].Expect("failed"), " ", 3)
 	n, _ := strconv.Atoi(words[0])
 	ms, _ := strconv.Atoi(words[1])
-	return Code(n), time.Duration(ms) * time.Millisecond, words[2]
+	return status.Code(n), time.Duration(ms) * time.Millisecond, words[2]
 }
 
 // expectDeath checks that survivors say who died, with pid, soon after.
@@ -193,7 +194,7 @@ func (c *crew) expectDeath(members []int, victim int, since time.Time) {
 		if late := time.Since(since); late > 2*time.Second {
 			c.t.Errorf("rank %d learned of the death after %v", i, late)
 		}
-		if code != ErrPeerDead.Code && code != ErrAborted.Code {
+		if code != status.PeerDead && code != status.Aborted {
 			c.t.Errorf("rank %d: code %d", i, code)
 		}
 		for _, part := range []string{fmt.Sprintf("rank %d (", victim), "pid " + strconv.Itoa(c.all[victim].PID)} {
@@ -244,7 +245,7 @@ func TestDeathInAnOperation(t *testing.T) {
 			crew.killDuring(c.op, survivors, 1)
 			crew.tell(survivors, "barrier")
 			for _, i := range survivors {
-				if code, _, text := crew.failure(i); code != ErrAborted.Code || !strings.Contains(text, "failed before") {
+				if code, _, text := crew.failure(i); code != status.Aborted || !strings.Contains(text, "failed before") {
 					t.Errorf("a call after the failure: %d %s", code, text)
 				}
 			}
@@ -302,7 +303,7 @@ func TestLateIsNotDead(t *testing.T) {
 	crew.all[1].Signal(syscall.SIGSTOP)
 	crew.tell([]int{0}, "dispatch")
 	code, took, text := crew.failure(0)
-	if code != ErrTimeout.Code || took < 400*time.Millisecond || took > 3*time.Second {
+	if code != status.Timeout || took < 400*time.Millisecond || took > 3*time.Second {
 		t.Errorf("code %d after %v", code, took)
 	}
 	for _, part := range []string{"on rank 0: rank 1 (", "pid " + strconv.Itoa(crew.all[1].PID), "did not arrive within 0.5 s", "alive but late"} {

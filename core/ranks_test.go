@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -28,7 +29,11 @@ type member struct {
 	rank, size int
 	group      *Group
 	rng        *rand.Rand
+	pin        runtime.Pinner // until the rank's part of the test ends
 }
+
+// address is that of a slice which stays in place as long as the rank runs.
+func address[T any](m *member, s []T) uintptr { return AddressOf(&m.pin, s) }
 
 // must ends the rank's part of the test with the first error.
 func (m *member) must(err error) {
@@ -68,6 +73,7 @@ func onNodes(t testing.TB, n, perNode int, o BufferOptions, f func(m *member)) {
 		ranks.Go(func() {
 			defer reportFail(t)
 			m := &member{t: t, rank: rank, size: n, rng: rand.New(rand.NewPCG(7, uint64(rank)))}
+			defer m.pin.Unpin()
 			var err error
 			m.group, err = NewGroup(context.Background(), GroupOptions{Exchanger: exchangers[rank], NumNVLPeers: perNode, Timeout: 20 * time.Second})
 			m.must(err)

@@ -17,8 +17,8 @@ type Tokens struct {
 	NumExperts  int
 }
 
-// Arrived are the rows that came to this rank, ordered by source rank and then by token there, and what combine needs
-// to send them back. Its slices are reused from call to call: keep one per call that is under way.
+// Arrived are the rows that this rank received, ordered by source rank and then by token there, and what CombineTokens needs to
+// send them back. DispatchTokens uses its slices again: keep one for each dispatch whose combine is still to come.
 type Arrived struct {
 	X           []uint16  // [N,H]
 	TopKIdx     []int64   // [N,K] local expert, or -1 where the expert is not here
@@ -32,14 +32,15 @@ type Arrived struct {
 	inRank               []uint8
 }
 
-// Combined are this rank's tokens after combine. Its slices are reused from call to call.
+// Combined are this rank's tokens after combine. CombineTokens uses its slices again.
 type Combined struct {
 	X           []uint16  // [T,H] BF16: the plain sum of the rows that came from each token
 	TopKWeights []float32 // [T,K] likewise; only if weights were given
 }
 
-// DispatchTokens sends every token to the ranks that hold its experts: layout, counts and rows in one. Collective; it
-// returns when the rows are there.
+// DispatchTokens sends every token to the ranks of its experts: Layout, Notify, WaitCounts and Dispatch in one, over Go slices.
+// Collective; it returns when the rows are there. CPU engine only, else ErrUnsupported; other errors are those of the four. in is
+// read during the call alone, out belongs to the caller.
 func (b *Buffer) DispatchTokens(in *Tokens, out *Arrived) error {
 	if err := b.checkTokens(in); err != nil {
 		return err
@@ -52,14 +53,14 @@ func (b *Buffer) DispatchTokens(in *Tokens, out *Arrived) error {
 	grow(&out.prefix, r*r)
 	grow(&out.head, t*r)
 	grow(&out.PerExpert, e/r)
-	defer runtime.KeepAlive(in)
-	defer runtime.KeepAlive(out)
-	out.Handle = Handle{RankPrefixMatrix: AddressOf(out.prefix), SendHead: AddressOf(out.head)}
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	out.Handle = Handle{RankPrefixMatrix: AddressOf(&pin, out.prefix), SendHead: AddressOf(&pin, out.head)}
 	notify := NotifyArgs{
 		NumTokens: int32(t), NumTopK: int32(k), NumExperts: int32(e), ExpertAlignment: 1, XType: BF16, Hidden: int64(in.Hidden), Handle: &out.Handle,
-		NumTokensPerRank: AddressOf(out.perRank), NumTokensPerExpert: AddressOf(out.allExperts), IsTokenInRank: AddressOf(out.inRank),
+		NumTokensPerRank: AddressOf(&pin, out.perRank), NumTokensPerExpert: AddressOf(&pin, out.allExperts), IsTokenInRank: AddressOf(&pin, out.inRank),
 	}
-	token, err := b.countTokens(in, &notify)
+	token, err := b.countTokens(&pin, in, &notify)
 	if err != nil {
 		return err
 	}
@@ -72,10 +73,10 @@ func (b *Buffer) DispatchTokens(in *Tokens, out *Arrived) error {
 	grow(&out.TopKIdx, n*k)
 	grow(&out.TopKWeights, n*k)
 	grow(&out.source, n)
-	out.Handle.RecvSrcIdx = AddressOf(out.source)
+	out.Handle.RecvSrcIdx = AddressOf(&pin, out.source)
 	args := notify.Dispatch(token)
-	args.IndexType, args.X, args.TopKIdx, args.TopKWeights = Int64, AddressOf(in.X), AddressOf(in.TopKIdx), AddressOf(in.TopKWeights)
-	args.RecvX, args.RecvTopKIdx, args.RecvTopKWeights = AddressOf(out.X), AddressOf(out.TopKIdx), AddressOf(out.TopKWeights)
+	args.IndexType, args.X, args.TopKIdx, args.TopKWeights = Int64, AddressOf(&pin, in.X), AddressOf(&pin, in.TopKIdx), AddressOf(&pin, in.TopKWeights)
+	args.RecvX, args.RecvTopKIdx, args.RecvTopKWeights = AddressOf(&pin, out.X), AddressOf(&pin, out.TopKIdx), AddressOf(&pin, out.TopKWeights)
 	return b.Dispatch(&args, &Call{})
 }
 
@@ -100,9 +101,9 @@ func (b *Buffer) checkTokens(in *Tokens) error {
 	return nil
 }
 
-func (b *Buffer) countTokens(in *Tokens, n *NotifyArgs) (token uint64, err error) {
+func (b *Buffer) countTokens(pin *runtime.Pinner, in *Tokens, n *NotifyArgs) (token uint64, err error) {
 	if err := b.Layout(&LayoutArgs{
-		NumTokens: n.NumTokens, NumTopK: n.NumTopK, NumExperts: n.NumExperts, IndexType: Int64, TopKIdx: AddressOf(in.TopKIdx),
+		NumTokens: n.NumTokens, NumTopK: n.NumTopK, NumExperts: n.NumExperts, IndexType: Int64, TopKIdx: AddressOf(pin, in.TopKIdx),
 		NumTokensPerRank: n.NumTokensPerRank, NumTokensPerExpert: n.NumTokensPerExpert, IsTokenInRank: n.IsTokenInRank,
 	}, &Call{}); err != nil {
 		return 0, err
@@ -110,8 +111,8 @@ func (b *Buffer) countTokens(in *Tokens, n *NotifyArgs) (token uint64, err error
 	return b.Notify(n, &Call{Async: true})
 }
 
-// CombineTokens sums the rows x [N,H] (BF16, one for each that arrived) back into their tokens, and weights [N,K] likewise
-// unless nil. Collective; it returns when the sums are there.
+// CombineTokens sums the rows x [N,H] (BF16, one for each that arrived) into the tokens that they came from, and weights [N,K]
+// likewise unless nil: Combine over Go slices. Collective; it returns when the sums are in out.
 func (b *Buffer) CombineTokens(x []uint16, weights []float32, from *Arrived, out *Combined) error {
 	n, t := int(from.Handle.NumRecvTokens), int(from.Handle.NumTokens)
 	if len(x) != n*from.hidden {
@@ -121,18 +122,17 @@ func (b *Buffer) CombineTokens(x []uint16, weights []float32, from *Arrived, out
 		return status.InvalidArg("weights", len(weights), "as many as arrived, or none")
 	}
 	grow(&out.X, t*from.hidden)
-	args := CombineArgs{Hidden: int64(from.hidden), X: AddressOf(x), Handle: &from.Handle, CombinedX: AddressOf(out.X)}
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	handle := from.Handle // its matrices are pinned again: the dispatch has unpinned them
+	handle.RankPrefixMatrix, handle.SendHead, handle.RecvSrcIdx = AddressOf(&pin, from.prefix), AddressOf(&pin, from.head), AddressOf(&pin, from.source)
+	args := CombineArgs{Hidden: int64(from.hidden), X: AddressOf(&pin, x), Handle: &handle, CombinedX: AddressOf(&pin, out.X)}
 	out.TopKWeights = out.TopKWeights[:0]
 	if weights != nil {
 		grow(&out.TopKWeights, t*from.topK)
-		args.NumTopK, args.TopKWeights, args.CombinedTopKWeights = int32(from.topK), AddressOf(weights), AddressOf(out.TopKWeights)
+		args.NumTopK, args.TopKWeights, args.CombinedTopKWeights = int32(from.topK), AddressOf(&pin, weights), AddressOf(&pin, out.TopKWeights)
 	}
-	err := b.Combine(&args, &Call{})
-	runtime.KeepAlive(x)
-	runtime.KeepAlive(weights)
-	runtime.KeepAlive(from)
-	runtime.KeepAlive(out)
-	return err
+	return b.Combine(&args, &Call{})
 }
 
 // grow makes a slice n long, in its own memory if that is large enough. Rows must begin at a multiple of 16 bytes, which

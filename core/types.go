@@ -1,6 +1,7 @@
 package core
 
 import (
+	"runtime"
 	"unsafe"
 
 	"github.com/deepep-go/deepep/core/op"
@@ -17,7 +18,6 @@ const (
 
 // Arguments and results of operations; package op has the shapes and types.
 type (
-	Call           = engine.Call
 	Handle         = op.Handle
 	LayoutArgs     = op.LayoutArgs
 	NotifyArgs     = op.NotifyArgs
@@ -25,8 +25,6 @@ type (
 	CombineArgs    = op.CombineArgs
 	LLDispatchArgs = op.LLDispatchArgs
 	LLCombineArgs  = op.LLCombineArgs
-	Event          = engine.Event
-	Segment        = engine.Segment
 	Info           = engine.Info
 	OpStats        = engine.OpStats
 	WarmupOptions  = op.WarmupOptions
@@ -35,8 +33,6 @@ type (
 	Phase          = op.Phase
 	Flags          = op.Flags
 	Operation      = op.Operation
-	Error          = status.Error
-	Code           = status.Code
 )
 
 // Element types, numbered as in include/deepep.h.
@@ -76,51 +72,38 @@ const (
 	NumOps       = op.NumOps
 )
 
-// Kinds of errors, for errors.Is.
+// Kinds of errors, for errors.Is. The text of an error names ranks, arguments and values; C and Python have the same kinds.
 var (
-	ErrInvalidArgument = status.ErrInvalidArgument
-	ErrInvalidState    = status.ErrInvalidState
-	ErrUnsupported     = status.ErrUnsupported
-	ErrOutOfMemory     = status.ErrOutOfMemory
-	ErrSystem          = status.ErrSystem
-	ErrTimeout         = status.ErrTimeout
-	ErrPeerDead        = status.ErrPeerDead
-	ErrMismatch        = status.ErrMismatch
-	ErrAborted         = status.ErrAborted
-	ErrNotFound        = status.ErrNotFound
-	ErrVersion         = status.ErrVersion
-	ErrFork            = status.ErrFork
-	ErrInterrupted     = status.ErrInterrupted
-	ErrDevice          = status.ErrDevice
-	ErrInternal        = status.ErrInternal
+	ErrInvalidArgument error = status.ErrInvalidArgument // an argument is outside what is allowed; nothing was done
+	ErrInvalidState    error = status.ErrInvalidState    // the call does not fit earlier ones: destroyed, or a step is missing
+	ErrUnsupported     error = status.ErrUnsupported     // this build, engine or machine cannot do it
+	ErrOutOfMemory     error = status.ErrOutOfMemory     // host or device memory
+	ErrSystem          error = status.ErrSystem          // the operating system refused
+	ErrTimeout         error = status.ErrTimeout         // a peer is alive but late
+	ErrPeerDead        error = status.ErrPeerDead        // a peer's process has ended, or it left the group
+	ErrMismatch        error = status.ErrMismatch        // ranks disagree on an argument that must be equal
+	ErrAborted         error = status.ErrAborted         // an earlier operation of the buffer failed
+	ErrNotFound        error = status.ErrNotFound        // a library or one of its functions
+	ErrVersion         error = status.ErrVersion         // parts of different versions
+	ErrFork            error = status.ErrFork            // used in a forked child
+	ErrInterrupted     error = status.ErrInterrupted     // a wait's slice is over; wait again
+	ErrDevice          error = status.ErrDevice          // the device reported an error of its own
+	ErrInternal        error = status.ErrInternal        // a bug in this library
 )
 
-// CodeOf is the kind of an error as a number; 0 for nil.
-func CodeOf(err error) Code { return status.CodeOf(err) }
-
-// Errorf makes an error of a kind, for the layers above.
-func Errorf(code Code, format string, args ...any) error { return status.Errorf(code, format, args...) }
-
-// InvalidArg makes the error of an argument check: which argument, what came, what is allowed.
-func InvalidArg(name string, given any, allowed string) error {
-	return status.InvalidArg(name, given, allowed)
-}
-
-// escape is never set. It makes the compiler keep what AddressOf is given on the heap, whose objects do not move.
-var (
-	escape bool
-	sink   unsafe.Pointer
-)
-
-// AddressOf is the address of a slice's first element, 0 for an empty one: for plain memory and the CPU engine. The slice
-// must be kept alive (runtime.KeepAlive) until the call's event is done.
-func AddressOf[T any](s []T) uintptr {
+// AddressOf pins the memory of a slice and returns the address of its first element, 0 for an empty slice. The memory stays where
+// it is, and alive, until p.Unpin, which comes after the call's event is done:
+//
+//	var pin runtime.Pinner
+//	defer pin.Unpin()
+//	args := core.DispatchArgs{X: core.AddressOf(&pin, x)}
+//
+// It is for plain memory and the CPU engine.
+func AddressOf[T any](p *runtime.Pinner, s []T) uintptr {
 	if len(s) == 0 {
 		return 0
 	}
-	p := unsafe.Pointer(unsafe.SliceData(s))
-	if escape {
-		sink = p
-	}
-	return uintptr(p)
+	first := unsafe.SliceData(s)
+	p.Pin(first)
+	return uintptr(unsafe.Pointer(first))
 }

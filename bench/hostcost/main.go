@@ -79,6 +79,7 @@ type tensors struct {
 	scales, weights      []float32
 	experts, ranges      []int64
 	count, sources       []int32
+	pin                  runtime.Pinner
 }
 
 func newTensors() *tensors {
@@ -92,18 +93,18 @@ func newTensors() *tensors {
 func (t *tensors) dispatch() *core.LLDispatchArgs {
 	return &core.LLDispatchArgs{
 		Phases: core.SendRecv, NumTokens: 1, NumMaxTokens: 1, Hidden: hidden, NumTopK: 1, NumExperts: 1,
-		IndexType: core.Int64, UseFP8: 1, X: core.AddressOf(t.x), TopKIdx: core.AddressOf(t.experts),
-		RecvX: core.AddressOf(t.received), RecvXScales: core.AddressOf(t.scales), RecvCount: core.AddressOf(t.count),
-		SrcInfo: core.AddressOf(t.sources), LayoutRange: core.AddressOf(t.ranges),
+		IndexType: core.Int64, UseFP8: 1, X: core.AddressOf(&t.pin, t.x), TopKIdx: core.AddressOf(&t.pin, t.experts),
+		RecvX: core.AddressOf(&t.pin, t.received), RecvXScales: core.AddressOf(&t.pin, t.scales), RecvCount: core.AddressOf(&t.pin, t.count),
+		SrcInfo: core.AddressOf(&t.pin, t.sources), LayoutRange: core.AddressOf(&t.pin, t.ranges),
 	}
 }
 
 func (t *tensors) combine() *core.LLCombineArgs {
 	return &core.LLCombineArgs{
 		Phases: core.SendRecv, NumTokens: 1, NumMaxTokens: 1, Hidden: hidden, NumTopK: 1, NumExperts: 1,
-		IndexType: core.Int64, X: core.AddressOf(t.answers), TopKIdx: core.AddressOf(t.experts),
-		TopKWeights: core.AddressOf(t.weights), SrcInfo: core.AddressOf(t.sources),
-		LayoutRange: core.AddressOf(t.ranges), CombinedX: core.AddressOf(t.combined),
+		IndexType: core.Int64, X: core.AddressOf(&t.pin, t.answers), TopKIdx: core.AddressOf(&t.pin, t.experts),
+		TopKWeights: core.AddressOf(&t.pin, t.weights), SrcInfo: core.AddressOf(&t.pin, t.sources),
+		LayoutRange: core.AddressOf(&t.pin, t.ranges), CombinedX: core.AddressOf(&t.pin, t.combined),
 	}
 }
 
@@ -114,6 +115,7 @@ func measure(buffer *core.Buffer, calls int) (*times, error) {
 		return nil, err
 	}
 	t := newTensors()
+	defer t.pin.Unpin()
 	dispatch, combine, call := t.dispatch(), t.combine(), &core.Call{Async: true, Event: event}
 	timed := func(f func() error) ([]float64, error) {
 		time.Sleep(pause)
@@ -145,6 +147,5 @@ func measure(buffer *core.Buffer, calls int) (*times, error) {
 	if t.count[0] != 1 || !slices.Equal(t.combined, t.x) {
 		return nil, errors.New("the row did not come back as it was sent")
 	}
-	runtime.KeepAlive(t)
 	return result, event.Destroy()
 }

@@ -24,10 +24,12 @@ func lowLatencyMode(buffer *core.Buffer, rank, ranks int) error {
 	rows := make([]uint16, perRank*room*hidden)
 	count, source := make([]int32, perRank+16), make([]int32, perRank*room)
 	ranges := make([]int64, perRank*ranks+16)
+	var pin runtime.Pinner
+	defer pin.Unpin()
 	send := core.LLDispatchArgs{
 		Phases: core.Send, NumTokens: tokens, NumMaxTokens: tokens, Hidden: hidden, NumTopK: topK, NumExperts: int32(perRank * ranks),
-		IndexType: core.Int64, X: core.AddressOf(in.X), TopKIdx: core.AddressOf(in.TopKIdx), RecvX: core.AddressOf(rows),
-		RecvCount: core.AddressOf(count), SrcInfo: core.AddressOf(source), LayoutRange: core.AddressOf(ranges),
+		IndexType: core.Int64, X: core.AddressOf(&pin, in.X), TopKIdx: core.AddressOf(&pin, in.TopKIdx), RecvX: core.AddressOf(&pin, rows),
+		RecvCount: core.AddressOf(&pin, count), SrcInfo: core.AddressOf(&pin, source), LayoutRange: core.AddressOf(&pin, ranges),
 	}
 	if err := buffer.LowLatencyDispatch(&send, &core.Call{}); err != nil {
 		return err
@@ -49,13 +51,12 @@ func lowLatencyMode(buffer *core.Buffer, rank, ranks int) error {
 	sums := make([]uint16, tokens*hidden)
 	combine := core.LLCombineArgs{
 		Phases: core.SendRecv, NumTokens: tokens, NumMaxTokens: tokens, Hidden: hidden, NumTopK: topK, NumExperts: int32(perRank * ranks),
-		IndexType: core.Int64, X: core.AddressOf(rows), TopKIdx: core.AddressOf(in.TopKIdx), TopKWeights: core.AddressOf(in.TopKWeights),
-		SrcInfo: core.AddressOf(source), LayoutRange: core.AddressOf(ranges), CombinedX: core.AddressOf(sums),
+		IndexType: core.Int64, X: core.AddressOf(&pin, rows), TopKIdx: core.AddressOf(&pin, in.TopKIdx), TopKWeights: core.AddressOf(&pin, in.TopKWeights),
+		SrcInfo: core.AddressOf(&pin, source), LayoutRange: core.AddressOf(&pin, ranges), CombinedX: core.AddressOf(&pin, sums),
 	}
 	if err := buffer.LowLatencyCombine(&combine, &core.Call{}); err != nil {
 		return err
 	}
-	runtime.KeepAlive([]any{in, rows, count, source, ranges})
 	fmt.Printf("rank %d: low latency, computed %d rows (and %d in between), checking sums\n", rank, total, work)
 	return check(in, sums)
 }

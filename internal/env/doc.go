@@ -1,6 +1,7 @@
 // Package env reads the DEEPEP_* settings into one struct.
 //
-// Load is pure: it asks the function it is given and touches nothing else, because Go's own os.Getenv does not see what
-// a host program sets after the library was loaded (the C API passes the C library's getenv). An unset and an empty
-// variable mean the default. A value that is not understood is an error that names it; nothing is ever guessed.
+// Load is pure: it reads variables through the function that it is given. Current loads through the function of this
+// process, which SetSource sets: Go's os.Getenv does not see what a program sets after it has loaded the library, so the
+// C API passes the C library's getenv. An unset or empty variable means the default. A value that Load cannot parse is an
+// error that names it.
 package env

@@ -1,4 +1,5 @@
-package core
+// Package pool cuts a segment into blocks for torch's pluggable allocator.
+package pool
 
 import (
 	"slices"
@@ -7,10 +8,19 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Pool cuts a segment into blocks, first fit. It is what torch's pluggable allocator asks, which itself keeps and splits
-// what it gets, so requests are few and large.
+// Segment is the memory that a Pool divides.
+type Segment interface {
+	// Drain waits for the present work of a stream.
+	Drain(stream uintptr) error
+	// Release frees the memory.
+	Release() error
+}
+
+// Pool allocates blocks of a segment, first fit. torch's caching allocator keeps and splits the blocks, so requests are few and
+// large. Methods may be called from any goroutine.
 type Pool struct {
-	segment *Segment
+	segment Segment
+	bytes   uint64
 	mu      sync.Mutex
 	free    []span // sorted by address, neighbours joined
 	used    map[uintptr]uint64
@@ -22,22 +32,22 @@ type span struct {
 	bytes uint64
 }
 
-// poolAlign is what every block begins at: torch splits blocks at multiples of 512 bytes.
-const poolAlign = 512
+// align is the alignment of every block: torch splits blocks at multiples of 512 bytes.
+const align = 512
 
-// NewPool takes over a segment: it is released with the last block once the pool is closed.
-func NewPool(s *Segment) *Pool {
-	return &Pool{segment: s, free: []span{{s.Address, s.Bytes}}, used: map[uintptr]uint64{}}
+// New takes over a segment of so many bytes at address. The pool releases it with the last block once it is closed.
+func New(s Segment, address uintptr, bytes uint64) *Pool {
+	return &Pool{segment: s, bytes: bytes, free: []span{{address, bytes}}, used: map[uintptr]uint64{}}
 }
 
 // Allocate returns a block's address, 0 if there is no room.
 func (p *Pool) Allocate(bytes uint64) uintptr {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if bytes == 0 || bytes > p.segment.Bytes || p.closed {
+	if bytes == 0 || bytes > p.bytes || p.closed {
 		return 0
 	}
-	bytes = (bytes + poolAlign - 1) / poolAlign * poolAlign
+	bytes = (bytes + align - 1) / align * align
 	for i, s := range p.free {
 		if s.bytes < bytes {
 			continue
@@ -53,7 +63,7 @@ func (p *Pool) Allocate(bytes uint64) uintptr {
 	return 0
 }
 
-// Holds says whether an address is that of a block of this pool.
+// Holds reports whether address is that of an allocated block of this pool.
 func (p *Pool) Holds(at uintptr) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -61,17 +71,17 @@ func (p *Pool) Holds(at uintptr) bool {
 	return ok
 }
 
-// Drain waits for the present work of the stream that a block was made for. Whoever frees device memory may count on that:
-// torch gives a block back as soon as nobody holds its tensors, while kernels may still be using it.
+// Drain waits for the present work of the stream that a block was allocated for. torch frees a block as soon as its last tensor
+// is gone, while kernels may still use it.
 func (p *Pool) Drain(stream uintptr) error { return p.segment.Drain(stream) }
 
-// Free gives a block back.
+// Free returns a block to the pool.
 func (p *Pool) Free(at uintptr) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	bytes, ok := p.used[at]
 	if !ok {
-		return status.InvalidArg("pointer", at, "a block of the pool that was not freed before")
+		return status.InvalidArg("pointer", at, "an allocated block of the pool")
 	}
 	delete(p.used, at)
 	i, _ := slices.BinarySearchFunc(p.free, at, func(s span, at uintptr) int {
@@ -96,7 +106,7 @@ func (p *Pool) join(i int) {
 	}
 }
 
-// Close gives out no more blocks; the segment goes with the last one.
+// Close ends allocation. The segment is released once the last block is free.
 func (p *Pool) Close() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -107,7 +117,7 @@ func (p *Pool) Close() error {
 	return p.endIfIdle()
 }
 
-// Done says that the pool is closed and its segment released.
+// Done reports whether the pool is closed and its segment released.
 func (p *Pool) Done() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
