@@ -1,3 +1,5 @@
+//go:build capitest
+
 package main
 
 /*
@@ -5,7 +7,7 @@ package main
 #include <string.h>
 #include "deepep.h"
 
-// A struct of any bytes, followed by a guard that a reader of too much would not crash on but a checker sees.
+// Calls one public function with a struct of any bytes.
 static int32_t dp_call_with(int32_t which, void *bytes) {
   deepep_group_t group = NULL;
   deepep_buffer_t buffer = NULL;
@@ -20,7 +22,7 @@ static int32_t dp_call_with(int32_t which, void *bytes) {
     case 6: return deepep_stats(buffer, bytes, NULL, NULL);
     case 7: return deepep_low_latency_dispatch(buffer, bytes, NULL);
     case 8: return deepep_low_latency_combine(buffer, bytes, NULL);
-    case 9: { // the pointer in it is the test's own, or absent
+    case 9: { // the test passes an address of its own, or NULL
       deepep_notify notify = DEEPEP_NOTIFY_INIT;
       notify.handle = bytes;
       return deepep_notify_counts(buffer, &notify, NULL, &token);
@@ -36,8 +38,8 @@ import "unsafe"
 // bridged is how many functions bridge reaches.
 const bridged = 10
 
-// bridge calls a public function with a struct of these bytes, for the tests: they cannot use cgo themselves. The bytes
-// lie in front of enough zeros for any struct_size that is accepted.
+// bridge calls a public function with a struct of these bytes. Test files cannot use cgo, so it is a product file behind the tag
+// capitest, which only the test build sets. Zeros follow the bytes, enough for any struct_size that is accepted.
 func bridge(which int, data []byte) (status int32, text string) {
 	const room = 1 << 17
 	memory := C.calloc(1, room)

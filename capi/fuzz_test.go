@@ -1,3 +1,5 @@
+//go:build capitest
+
 package main
 
 import (
@@ -7,8 +9,8 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// FuzzStructs gives damaged structs to the public functions. There is no buffer behind them, so every call must end in an
-// argument error with a text (deepep_engine_query may succeed), and none may crash or write past the struct.
+// FuzzStructs passes damaged structs to the public functions, without a buffer: every call must end in an argument error with a
+// text (deepep_engine_query may succeed), and none may crash or write past the struct.
 func FuzzStructs(f *testing.F) {
 	for which := range bridged {
 		for _, size := range []uint32{0, 3, 4, 8, 64, 600, 65536, 65537, 0xffffffff} {
@@ -30,22 +32,4 @@ func FuzzStructs(f *testing.F) {
 			t.Fatalf("function %d: status %d, text %q", which, code, text)
 		}
 	})
-}
-
-func TestHandlesAreNeverUsedTwice(t *testing.T) {
-	var table = table{all: map[uintptr]any{}}
-	first := table.add(1)
-	if table.take(first) != 1 || table.take(first) != nil {
-		t.Fatal("an object can be taken once")
-	}
-	if table.add(2) == first {
-		t.Fatal("a number was used again")
-	}
-}
-
-func TestGuardTurnsPanicsIntoErrors(t *testing.T) {
-	code := guard(func() error { panic("planted") })
-	if status.Code(code) != status.Internal {
-		t.Fatalf("got %d", code)
-	}
 }

@@ -25,7 +25,7 @@ func (t *table) add(object any) uintptr {
 	return t.last
 }
 
-// take removes an object and returns it; nil if there is none.
+// take removes an object from the table and returns it; nil if there is none.
 func (t *table) take(id uintptr) any {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -34,7 +34,7 @@ func (t *table) take(id uintptr) any {
 	return object
 }
 
-// find is the object of type T behind a handle, or an error that names the argument.
+// find returns the object of type T that a handle stands for, or an error that names the argument.
 func find[T any](id uintptr, name string) (T, error) {
 	handles.mu.RLock()
 	object, ok := handles.all[id].(T)
@@ -47,7 +47,7 @@ func find[T any](id uintptr, name string) (T, error) {
 
 func buffer(id uintptr) (*core.Buffer, error) { return find[*core.Buffer](id, "buffer") }
 
-// release takes a handle of type T out of the table and ends it; 0 is fine.
+// release removes a handle of type T from the table and destroys the object; 0 is no error.
 func release[T interface{ Destroy() error }](id uintptr, name string) error {
 	if id == 0 {
 		return nil
@@ -57,7 +57,7 @@ func release[T interface{ Destroy() error }](id uintptr, name string) error {
 		return err
 	}
 	if handles.take(id) == nil {
-		return nil // another thread was first
+		return nil // another thread has released it
 	}
 	return object.Destroy()
 }

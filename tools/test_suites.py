@@ -158,6 +158,7 @@ def fuzz(full: bool) -> Counts:
             *(
                 GO,
                 "test",
+                "-tags=capitest",
                 "-run=^$",
                 f"-fuzz=^{target}$",
                 f"-fuzztime={20000 if full else 1500}x",
@@ -195,7 +196,7 @@ def lint(full: bool) -> Counts:
     checked = ["python", "bench", "tools", "nvshmem", "setup.py"]
     commands = {
         "gofmt": ["sh", "-c", 'test -z "$(gofmt -l core internal capi bench | tee /dev/stderr)"'],
-        "go-vet": [GO, "vet", "./..."],
+        "go-vet": [GO, "vet", "-tags=capitest", "./..."],
         "clang-format": ["sh", "-c", "git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs " + clang_format],
         "ruff": [*python, "ruff", "check", "--quiet", *checked],
         "ruff-format": [*python, "ruff", "format", "--check", "--quiet", *checked],
@@ -269,7 +270,7 @@ def _suites() -> Iterator[Suite]:
         "go-capi",
         "Go, the C API's side",
         ("capi/*_test.go",),
-        bind(go_tests, "go-capi", ["./capi/..."], {"CGO_ENABLED": "1"}),
+        bind(go_tests, "go-capi", ["-tags=capitest", "./capi/..."], {"CGO_ENABLED": "1"}),
     )
     yield Suite(
         "go-race",
