@@ -3,7 +3,9 @@ package core
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
+	"os"
 	"strconv"
 	"strings"
 	"syscall"
@@ -15,6 +17,11 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	if info, err := QueryEngine(EngineCPU); err != nil || !info.Available { // an example cannot skip itself
+		flag.Parse()
+		_ = flag.Set("test.skip", "^Example")
+		fmt.Fprintln(os.Stderr, "examples are skipped: they need the CPU kernel library (make kernels)")
+	}
 	proctest.Main(m, map[string]func(*proctest.Child) error{"rank": playRank})
 }
 
