@@ -91,7 +91,7 @@ func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 		return nil, err
 	}
 	g.publish(b, made)
-	made.LookAround() // a rank may have been lost after it was made and before it was known
+	made.ReadStates() // a rank may have died or left before publish
 	return b, nil
 }
 

@@ -15,7 +15,7 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Options say what buffer is wanted. All ranks give the same, except Ordinal, Preinitialize and Background.
+// Options describe a buffer. All ranks pass the same, except Ordinal, Preinitialize and Background.
 type Options struct {
 	Library       *kern.Library
 	Ordinal       int    // device; -1: the current one
@@ -24,10 +24,10 @@ type Options struct {
 	NVLBytes      uint64
 	RDMABytes     uint64
 	LowLatency    bool
-	Shrink        bool // low-latency calls go on without ranks that are lost
+	Shrink        bool // low-latency calls go on without ranks that died
 	RDMA          RDMAOptions
-	Preinitialize bool // touch everything now
-	Background    bool // return at once; the first call waits for the rest
+	Preinitialize bool // touch the regions during the start
+	Background    bool // New returns at once; the first call waits for the start
 	Timeout       time.Duration
 	FirstTimeout  time.Duration
 	ID            uint32 // number of the buffer in its group, the same on all ranks
@@ -68,9 +68,9 @@ type Buffer struct {
 	cancel   func(error)
 
 	active   atomic.Int32 // calls inside; see enter
-	watching atomic.Bool  // losses of peers can be written to words
+	watching atomic.Bool  // the status page exists, so that losses of peers can be written to it
 	closed   atomic.Bool
-	failed   atomic.Pointer[error] // the first failure, once somebody looked
+	failed   atomic.Pointer[error] // the first failure, once failure() has found it
 	death    atomic.Pointer[error] // why the abort word is set
 	gone     atomic.Int32          // 1 + the first rank that left in good order; 0: none
 
@@ -90,7 +90,7 @@ type Buffer struct {
 	captured     bool // a call was captured into a graph, which may be replayed at any time
 }
 
-// params are the structs that cross to the kernel library. They stay here, on the heap, so that no call allocates.
+// params are the parameter structs of the kernel library's operations. They are part of the buffer, so that no call allocates.
 type params struct {
 	layout     abi.LayoutParams
 	notify     abi.NotifyParams
@@ -103,7 +103,7 @@ type params struct {
 	mask       abi.MaskParams
 }
 
-// Info is what can be known of a buffer.
+// Info describes a buffer.
 type Info struct {
 	Rank, Size, NumNVLPeers             int
 	RDMARank, NumRDMARanks, NVLRank     int
@@ -115,7 +115,7 @@ type Info struct {
 	LowLatency, Shrink                  bool
 }
 
-// Info never waits: before start-up is complete, what is not known yet is zero.
+// Info never waits: before the start is complete, what is not known yet is zero.
 func (b *Buffer) Info() Info {
 	lib := b.opt.Library
 	i := Info{
@@ -142,7 +142,7 @@ func (b *Buffer) Info() Info {
 	return i
 }
 
-// Region is the raw memory that callers may view, and overwrite while no call is under way.
+// Region is the nvl or rdma memory, which callers may view, and overwrite while no call is in flight.
 func (b *Buffer) Region(rdma bool) (address uintptr, bytes uint64, err error) {
 	if err := b.start(); err != nil {
 		return 0, 0, err
@@ -155,7 +155,7 @@ func (b *Buffer) Region(rdma bool) (address uintptr, bytes uint64, err error) {
 	return uintptr(b.block.Local.Address + r.Offset), r.Bytes, nil
 }
 
-// enter counts a call in, so that Destroy does not take memory away under it; leave counts it out.
+// enter counts a call in, so that Destroy does not free memory that it uses; leave counts it out.
 func (b *Buffer) enter() error {
 	b.active.Add(1)
 	if b.closed.Load() {
@@ -169,7 +169,7 @@ func (b *Buffer) leave() { b.active.Add(-1) }
 
 var errDestroyed = status.Errorf(status.InvalidState, "the buffer was destroyed")
 
-// start enters and waits for the rest of the start-up. Without an error the caller must leave.
+// start enters and waits for the start. Without an error the caller must leave.
 func (b *Buffer) start() error {
 	if err := b.enter(); err != nil {
 		return err
@@ -181,7 +181,7 @@ func (b *Buffer) start() error {
 	return err
 }
 
-// Ready says whether start-up has succeeded.
+// Ready reports whether the start has succeeded.
 func (b *Buffer) Ready() bool {
 	select {
 	case <-b.ready:
@@ -191,8 +191,8 @@ func (b *Buffer) Ready() bool {
 	}
 }
 
-// WaitReady waits up to slice for the start-up (less than 0: until it has ended) and says how it went; Interrupted: it
-// is still under way.
+// WaitReady waits up to slice for the start, without a limit if slice is negative, and returns its error. Interrupted: it is
+// still running.
 func (b *Buffer) WaitReady(slice time.Duration) error {
 	if err := b.enter(); err != nil {
 		return err

@@ -17,8 +17,8 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// New makes a buffer together with all ranks of the group. With Background it returns at once, and the first operation
-// waits for the rest; what went wrong there is WaitReady's and every call's error.
+// New makes a buffer. Collective. With Background it returns at once and the first operation waits for the start, whose error is
+// that of WaitReady and of every call.
 func New(parent context.Context, members Members, opt Options) (*Buffer, error) {
 	opt.Timeout, opt.FirstTimeout = atLeastMillisecond(opt.Timeout), atLeastMillisecond(opt.FirstTimeout)
 	if opt.Log == nil {
@@ -54,8 +54,8 @@ func LimitsOf(l *kern.Library) plan.Limits {
 	}
 }
 
-// limited is a context for what a buffer exchanges with the other ranks: it ends with the caller's, with the buffer, and
-// after the limit for a start.
+// limited is the context of a buffer's exchanges with the other ranks. It ends with parent, with the buffer, and at the limit of
+// a start.
 func (b *Buffer) limited(parent context.Context) (context.Context, context.CancelFunc) {
 	ctx, done := context.WithTimeout(b.life, b.opt.StartLimit)
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -67,7 +67,7 @@ func (b *Buffer) limited(parent context.Context) (context.Context, context.Cance
 	}
 }
 
-// finishBuild builds and opens the buffer, or keeps the reason why not. It does not panic, since it may be a goroutine.
+// finishBuild builds the buffer, or stores why it cannot, and closes b.ready. It recovers: it may run in a goroutine of its own.
 func (b *Buffer) finishBuild(ctx context.Context) {
 	defer close(b.ready)
 	defer func() {
@@ -85,7 +85,7 @@ func (b *Buffer) finishBuild(ctx context.Context) {
 	b.buildErr = b.build(ctx)
 }
 
-// build does everything that needs the other ranks, and all that the first call would otherwise do.
+// build runs the collective start, and with Preinitialize what the first call would otherwise do.
 func (b *Buffer) build(ctx context.Context) error {
 	if err := b.members.Join(ctx); err != nil {
 		return err
@@ -97,7 +97,7 @@ func (b *Buffer) build(ctx context.Context) error {
 		return compareAll(all)
 	})
 	if err != nil {
-		_, _ = exchange(ctx, nil, nil) // the others must hear of it; the own error counts
+		_, _ = exchange(ctx, nil, nil) // it carries the error to the other ranks; here err counts
 		return err
 	}
 	if b.opt.Library.HasTransportHeap() {
@@ -120,11 +120,11 @@ func (b *Buffer) build(ctx context.Context) error {
 		return err
 	}
 	b.watching.Store(true)
-	b.lookAround()
+	b.readStates()
 	return nil
 }
 
-// onThisHost says whose memory can be mapped.
+// onThisHost returns for each rank whether its memory can be mapped.
 func (b *Buffer) onThisHost() []bool {
 	here := make([]bool, b.size)
 	for rank := range here {
@@ -140,12 +140,11 @@ func (b *Buffer) exchanger(what string) device.Exchange {
 	}
 }
 
-// agree brings all ranks to one point and to one result: a rank that failed tells the others, so that nobody goes on
-// without it.
-func (b *Buffer) agree(ctx context.Context, what string, own error) error {
-	all, err := b.exchanger(what)(ctx, errorText(own), nil)
-	if own != nil {
-		return own
+// agree exchanges each rank's error. All ranks get one if any of them failed, so that none goes on alone.
+func (b *Buffer) agree(ctx context.Context, what string, here error) error {
+	all, err := b.exchanger(what)(ctx, errorText(here), nil)
+	if here != nil {
+		return here
 	}
 	if err != nil {
 		return err
@@ -165,7 +164,7 @@ func errorText(err error) []byte {
 	return append([]byte{byte(status.CodeOf(err))}, err.Error()...)
 }
 
-// open does what needs no other rank: the device, the sizes, whether all ranks can be reached.
+// open does the local part before the first exchange: device, reach of the other ranks, sizes of the regions.
 func (b *Buffer) open() (err error) {
 	if b.dev, err = device.Open(b.opt.Library, b.opt.Ordinal, b.opt.ISA); err != nil {
 		return err
@@ -185,7 +184,7 @@ func (b *Buffer) open() (err error) {
 	return b.makeSymmetricHeapID()
 }
 
-// blockSizes asks what the library needs beside the regions, and for rows of a size.
+// blockSizes are the parameters with which the library computes what it needs beside the regions, and for rows of a size.
 func (b *Buffer) blockSizes(rowBytes uint64) *kern.BlockSizesParams {
 	return &kern.BlockSizesParams{
 		NumRanks: int32(b.size), NumNVLPeers: int32(b.top.NodeSize()), NVLBytes: b.opt.NVLBytes, RDMABytes: b.opt.RDMABytes,
@@ -196,7 +195,7 @@ func (b *Buffer) blockSizes(rowBytes uint64) *kern.BlockSizesParams {
 // countsSlot is the bytes for the counts of one exchange: up to 1020 local experts. More get a page of their own.
 const countsSlot = 4096
 
-// join makes what belongs to this rank alone: status words, statistics, streams, events, the team.
+// join makes this rank's part: status page, counts, statistics, stream, events, transport, team.
 func (b *Buffer) join(prints []fingerprint) (err error) {
 	if b.page, err = b.dev.NewHostPage(abi.StatusBytes); err != nil {
 		return err
@@ -231,12 +230,12 @@ func (b *Buffer) makeTeam(prints []fingerprint) error {
 	r := &b.regions
 	p := &kern.TeamCreateParams{
 		Device: b.dev.Handle(), Rank: int32(b.rank), NumRanks: int32(b.size), NumNVLPeers: int32(b.top.NodeSize()),
-		HostPeerBlocks: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b.reach.near)))), Transport: b.transport, Flags: b.teamFlags(),
+		HostPeerBlocks: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b.reach.local)))), Transport: b.transport, Flags: b.teamFlags(),
 		ControlOffset: r.Control.Offset, ControlBytes: r.Control.Bytes, WireOffset: r.Wire.Offset, WireBytes: r.Wire.Bytes,
 		NVLOffset: r.NVL.Offset, NVLBytes: r.NVL.Bytes, RDMAOffset: r.RDMA.Offset, RDMABytes: r.RDMA.Bytes,
 		HostStatus: b.page.HostAddress(), Status: b.page.Address, HostStats: b.stats.page.HostAddress(), Stats: b.stats.page.Address,
 	}
-	for rank, f := range prints { // goroutines' ranks on one device must not take each other's SMs
+	for rank, f := range prints { // ranks that are goroutines of one process share a device's SMs
 		if f.UUID == prints[b.rank].UUID && b.members.Peer(rank).SameProcess {
 			if rank < b.rank {
 				p.SMShareIndex++
@@ -251,8 +250,8 @@ func (b *Buffer) makeTeam(prints []fingerprint) error {
 	return nil
 }
 
-// touch writes to all the memory that calls will use, so that no first call waits for pages. Plain memory is left alone:
-// most of a large region is never used, and warm-up brings in what the planned shapes need.
+// touch writes to the regions, so that no first call waits for page mappings. Not on a host-stream engine: most of a large region
+// is never used, and Warmup touches what the planned shapes need.
 func (b *Buffer) touch() error {
 	if b.dev.HostStream() {
 		return nil
@@ -276,9 +275,9 @@ func (b *Buffer) touch() error {
 	}
 }
 
-// lookAround takes over losses that came before there were words to write them to. Whoever was told of one after
-// watching was set has taken it over himself.
-func (b *Buffer) lookAround() {
+// readStates marks the ranks that died or left before the status page existed. PeerDied and PeerLeft handle what comes after
+// watching is set.
+func (b *Buffer) readStates() {
 	for rank := range b.size {
 		switch state, _ := b.members.State(rank); state {
 		case PeerDead:

@@ -21,7 +21,7 @@ type given struct {
 	align   uintptr
 }
 
-// need checks addresses as far as an address can be checked.
+// need checks that addresses are there and aligned.
 func need(all ...given) error {
 	for i := range all {
 		g := &all[i]
@@ -35,7 +35,7 @@ func need(all ...given) error {
 	return nil
 }
 
-// config is the caller's configuration, checked, or the default.
+// config returns the caller's configuration, checked, or the default.
 func (b *Buffer) config(c *Call, kind int) (plan.Config, error) {
 	if c.Config == nil {
 		return plan.ConfigFor(kind, b.size)
@@ -67,7 +67,7 @@ func (b *Buffer) fitsRow(rowBytes uint64) error {
 
 const countsHead = int(unsafe.Sizeof(abi.Counts{}))
 
-// countsRoom gives the slot of an exchange enough host memory. The first slots share one page made at start-up.
+// countsRoom makes sure that a pending exchange has enough host memory. Slots of the usual size share one page from the start.
 func (b *Buffer) countsRoom(slot *pending, perExpert int) error {
 	want := countsHead + 4*perExpert
 	if want <= len(slot.page) {
@@ -77,15 +77,16 @@ func (b *Buffer) countsRoom(slot *pending, perExpert int) error {
 	if err != nil {
 		return err
 	}
-	b.extra = append(b.extra, page) // the old page stays: a kernel may still write there
+	b.extra = append(b.extra, page) // the old memory stays: a kernel may still write to it
 	slot.page, slot.address = page.Host, page.Address
 	return nil
 }
 
-// recordGrace is how long a kernel that was told to leave may take to write down where it was.
+// recordGrace is how long an aborted kernel may take to write its failure record.
 const recordGrace = 50 * time.Millisecond
 
-// awaitWord waits on the host until the first word of a page has reached a value, or it is certain that it will not.
+// awaitWord waits on the host until page's first word is >= atLeast, slice ends (errNotYet), or the status page shows that the
+// kernel gave up.
 func (b *Buffer) awaitWord(page []byte, atLeast uint64, slice time.Duration) error {
 	p := &kern.HostWaitParams{Device: b.dev.Handle(), HostWord: hostAddress(page), AtLeast: atLeast, HostStatus: hostAddress(b.page.Host)}
 	deadline := time.Now().Add(slice)
@@ -106,7 +107,7 @@ func (b *Buffer) awaitWord(page []byte, atLeast uint64, slice time.Duration) err
 				return errDestroyed
 			}
 		case status.Aborted:
-			// The kernel is leaving too: its record says in which call this happened.
+			// The kernel leaves as well and records in which call.
 			within(recordGrace, func() bool { return atomic.LoadUint32(&b.words.Sticky) != 0 })
 			if err := b.failure(); err != nil {
 				return err

@@ -11,20 +11,20 @@ import (
 
 // How long the parts of Destroy may take; together less than the 2 s that it promises.
 const (
-	startGrace = 500 * time.Millisecond  // for a background start that was told to stop
-	finishCall = 1000 * time.Millisecond // for work under way to end by itself
-	leaveCall  = 400 * time.Millisecond  // for kernels to leave their waits when told to
-	deliverAll = 1900 * time.Millisecond // from the beginning: for messages of a healthy buffer to arrive at peers that wait for them
-	deliverNow = 300 * time.Millisecond  // for those of one that failed
+	startGrace = 500 * time.Millisecond  // for a background start that is cancelled
+	finishCall = 1000 * time.Millisecond // for work in flight to end by itself
+	leaveCall  = 400 * time.Millisecond  // for kernels to leave their waits after the abort word is set
+	deliverAll = 1900 * time.Millisecond // from Destroy's begin: for a healthy buffer's messages to reach peers that wait for them
+	deliverNow = 300 * time.Millisecond  // for those of a buffer that failed
 	poll       = time.Millisecond
 )
 
-// retained keeps the status words of buffers whose calls were captured into graphs: a replay after Destroy reads there
-// that it must leave at once. They are a page each.
+// retained keeps the status pages of buffers whose calls were captured into graphs: kernels of a replay after Destroy read the
+// abort word there and return at once.
 var retained atomic.Pointer[[]*device.HostPage]
 
-// Destroy ends the buffer: local, idempotent, never longer than about 2 s. What peers have mapped of it stays valid for
-// them. Work that does not end in time keeps its memory, which is then lost until the process ends; the error says so.
+// Destroy ends the buffer: local, idempotent, bounded by about 2 s. What peers have mapped of its memory stays valid for them.
+// Work that does not end in time keeps its memory until the process ends; the error says so.
 func (b *Buffer) Destroy() error {
 	if b.closed.Swap(true) {
 		return nil
@@ -47,7 +47,7 @@ func (b *Buffer) Destroy() error {
 	return b.free()
 }
 
-// quiesce waits for calls and kernels to end, first by themselves, then because they are told to leave.
+// quiesce waits for calls and kernels to end, first by themselves, then after setting the abort word.
 func (b *Buffer) quiesce() bool {
 	if b.words == nil {
 		return true
@@ -61,14 +61,14 @@ func (b *Buffer) quiesce() bool {
 	return within(leaveCall, idle)
 }
 
-// healthy says whether no call has failed and none was told to leave.
+// healthy reports whether no kernel has failed and none was aborted.
 func (b *Buffer) healthy() bool {
 	return b.words != nil && atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0
 }
 
-// isIdle says whether no thread is inside a call and no work is left on the streams. marked: the communication stream's end
-// is recorded. Once is right, as the buffer is closed and takes no more work, and has to be: on a busy host even an idle
-// stream takes longer than a poll to come to what was recorded just now.
+// isIdle reports whether no thread is inside a call and no work is left on the streams. It records the communication stream's
+// end once, which marked remembers: the closed buffer takes no more work, and on a busy host even an idle stream takes longer
+// than one poll to reach a new record.
 func (b *Buffer) isIdle(marked *bool) bool {
 	if b.active.Load() != 0 || !b.mu.TryLock() {
 		return false
@@ -78,7 +78,7 @@ func (b *Buffer) isIdle(marked *bool) bool {
 		return true
 	}
 	if !*marked && b.order.end.Record(b.comm) != nil {
-		return true // a device that refuses this runs nothing any more
+		return true // a device that refuses a record runs nothing any more
 	}
 	*marked = true
 	for _, ev := range []*device.Event{b.order.end, b.order.tail} {
@@ -89,7 +89,7 @@ func (b *Buffer) isIdle(marked *bool) bool {
 	return true
 }
 
-// free gives everything back, in the order in which things depend on each other. The first error counts.
+// free releases everything, users before what they use. The first error counts.
 func (b *Buffer) free() error {
 	var err error
 	if b.team != 0 {
@@ -141,7 +141,7 @@ func (b *Buffer) freeEvents() error {
 	return err
 }
 
-// retire leaves the status words to graphs that may still be replayed, with the order to leave at once.
+// retire sets the abort word for replays of captured graphs and keeps the status page for them.
 func (b *Buffer) retire() {
 	atomic.StoreUint32(&b.words.AbortWord, uint32(status.Aborted))
 	atomic.CompareAndSwapUint32(&b.words.Sticky, 0, uint32(status.Aborted))
@@ -157,7 +157,7 @@ func (b *Buffer) retire() {
 	}
 }
 
-// within polls until a condition holds or the time is over.
+// within polls until a condition holds, or returns false at the limit.
 func within(limit time.Duration, holds func() bool) bool {
 	for deadline := time.Now().Add(limit); ; time.Sleep(poll) {
 		if holds() {

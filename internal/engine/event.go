@@ -8,7 +8,7 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// waitSlice is how long one wait on the host may keep a thread before somebody looks around.
+// waitSlice bounds one wait inside the kernel library; between slices the engine checks for failures and Destroy.
 const waitSlice = 50 * time.Millisecond
 
 // Event is a point in a stream. It may outlive the buffer that it came from.
@@ -17,7 +17,7 @@ type Event struct {
 	ev     *device.Event
 }
 
-// NewEvent makes an event that was not recorded yet, which counts as done.
+// NewEvent makes an event, which counts as done until it is recorded.
 func (b *Buffer) NewEvent() (*Event, error) {
 	if err := b.start(); err != nil {
 		return nil, err
@@ -30,10 +30,10 @@ func (b *Buffer) NewEvent() (*Event, error) {
 	return &Event{b, ev}, nil
 }
 
-// Destroy frees the event. Once; work that waits for it goes on.
+// Destroy frees the event, once. Work that waits for it goes on.
 func (e *Event) Destroy() error { return e.ev.Destroy() }
 
-// Record marks the present end of the stream; of stream 0 of a host-stream engine: done at once.
+// Record moves the event to the present end of the stream. On stream 0 of a host-stream engine it is done at once.
 func (e *Event) Record(stream uintptr) error {
 	if err := e.buffer.checkStream(stream); err != nil {
 		return err
@@ -41,7 +41,7 @@ func (e *Event) Record(stream uintptr) error {
 	return e.ev.Record(device.Stream(stream))
 }
 
-// StreamWait lets the stream wait. Where the stream is the calling thread, it waits until the event is done.
+// StreamWait lets the stream wait for the event. Where the stream is the calling thread, StreamWait returns when it is done.
 func (e *Event) StreamWait(stream uintptr) error {
 	if err := e.buffer.checkStream(stream); err != nil {
 		return err
@@ -52,8 +52,8 @@ func (e *Event) StreamWait(stream uintptr) error {
 	return e.ev.Join(device.Stream(stream))
 }
 
-// Wait waits on the host up to slice (less than 0: until done). nil: done, and the buffer has not failed; Interrupted:
-// not yet; else the buffer's failure.
+// Wait waits on the host up to slice, without a limit if slice is negative. nil: the event is done and the buffer has not failed.
+// Interrupted: not done yet. Any other error is the buffer's failure.
 func (e *Event) Wait(slice time.Duration) error {
 	deadline := time.Now().Add(slice)
 	for {
@@ -81,7 +81,7 @@ func (b *Buffer) checkStream(stream uintptr) error {
 	return nil
 }
 
-// takeEvent gives an internal event for one wait on the host; the buffer's lock is held.
+// takeEvent returns an internal event for one wait on the host. b.mu is held.
 func (b *Buffer) takeEvent() (*device.Event, error) {
 	if n := len(b.idle); n > 0 {
 		ev := b.idle[n-1]
@@ -91,7 +91,7 @@ func (b *Buffer) takeEvent() (*device.Event, error) {
 	return b.dev.NewEvent()
 }
 
-// giveEvent takes it back after the wait; the lock is not held.
+// giveEvent keeps the event for the next wait. b.mu is not held.
 func (b *Buffer) giveEvent(ev *device.Event) {
 	b.mu.Lock()
 	b.idle = append(b.idle, ev)

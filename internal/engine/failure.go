@@ -18,7 +18,7 @@ var fieldNames = map[uint32]string{
 	abi.FieldMaxTokens: "num_max_dispatch_tokens_per_rank", abi.FieldOperation: "the operation",
 }
 
-// usable says why no operation can begin, nil if one can. The lock must not be held.
+// usable returns why no operation can begin, nil if one can. b.mu is not held.
 func (b *Buffer) usable() error {
 	if atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0 {
 		return nil
@@ -26,9 +26,9 @@ func (b *Buffer) usable() error {
 	return status.Errorf(status.Aborted, "the buffer failed before: %w", b.failure())
 }
 
-// sticky is what a completed wait has to look at: nil if no operation has failed so far.
+// sticky returns the buffer's failure, nil if no operation has failed so far. Every completed wait checks it.
 func (b *Buffer) sticky() error {
-	if b.enter() != nil { // destroyed: its words are gone, what was known of a failure is not
+	if b.enter() != nil { // destroyed: the status page is gone, a failure found before is not
 		if known := b.failed.Load(); known != nil {
 			return *known
 		}
@@ -41,7 +41,7 @@ func (b *Buffer) sticky() error {
 	return b.failure()
 }
 
-// Check gives the failure that made the buffer unusable, nil if there is none. It does not wait.
+// Check returns the failure that made the buffer unusable, nil if there is none. It does not wait.
 func (b *Buffer) Check() error {
 	if err := b.enter(); err != nil {
 		return err
@@ -49,14 +49,14 @@ func (b *Buffer) Check() error {
 	defer b.leave()
 	if err := b.awaitReady(0); err != nil {
 		if status.CodeOf(err) == status.Interrupted {
-			return nil // still starting, nothing known against it
+			return nil // still starting
 		}
 		return err
 	}
 	return b.failure()
 }
 
-// failure finds the first failure and keeps it.
+// failure returns the buffer's first failure, from the kernel's record or the death of a peer, and keeps it.
 func (b *Buffer) failure() error {
 	if known := b.failed.Load(); known != nil {
 		return *known
@@ -79,7 +79,7 @@ func (b *Buffer) failure() error {
 	return *b.failed.Load()
 }
 
-// explain turns the record of a kernel that left early into an error for people.
+// explain turns a kernel's failure record into an error.
 func (b *Buffer) explain(f *abi.Failure) error {
 	head := fmt.Sprintf("%s #%d%s on rank %d", op.Operation(f.Op), f.Call, phaseText(f.Op, f.Phase), b.rank)
 	switch code := status.Code(f.Code); code {
@@ -99,7 +99,7 @@ func (b *Buffer) explain(f *abi.Failure) error {
 	}
 }
 
-// explainPeer says who was missing. A peer may have died, or left, just before the deadline: what is known now counts.
+// explainPeer names the peer that was missing, by its present state: it may have died or left just before the deadline.
 func (b *Buffer) explainPeer(head string, code status.Code, f *abi.Failure) error {
 	if f.Peer < 0 || int(f.Peer) >= b.size {
 		return status.Errorf(code, "%s: a peer did not arrive within %v", head, seconds(f.WaitedNS))
@@ -154,13 +154,14 @@ func seconds(ns uint64) string {
 	return strconv.FormatFloat(float64(ns)/float64(time.Second), 'f', 1, 64) + " s"
 }
 
-// PeerDied is told by the group, from any goroutine. Waits of running kernels end; with shrink the rank is masked instead.
+// PeerDied aborts the waits of running kernels, or with Shrink masks the rank. The group calls it, from any goroutine.
 func (b *Buffer) PeerDied(rank int) { b.lost(rank, b.died) }
 
-// PeerLeft is told by the group when a rank left in good order. What it sent before still counts; a wait for more ends.
+// PeerLeft marks a rank that closed its buffer in good order. What it sent still counts; a wait for more ends. The group calls it,
+// from any goroutine.
 func (b *Buffer) PeerLeft(rank int) { b.lost(rank, b.left) }
 
-// lost passes a loss on. Before start-up is complete there are no words to write: build looks around at its end.
+// lost runs then for a lost rank. During the start there is no status page yet: build reads the ranks' states at its end.
 func (b *Buffer) lost(rank int, then func(int)) {
 	if b.enter() != nil {
 		return
@@ -171,14 +172,14 @@ func (b *Buffer) lost(rank int, then func(int)) {
 	}
 }
 
-// LookAround takes over losses that nobody told the buffer of.
-func (b *Buffer) LookAround() {
+// ReadStates marks the ranks that died or left before the group knew of this buffer.
+func (b *Buffer) ReadStates() {
 	if b.enter() != nil {
 		return
 	}
 	defer b.leave()
 	if b.watching.Load() {
-		b.lookAround()
+		b.readStates()
 	}
 }
 
@@ -192,14 +193,14 @@ func (b *Buffer) died(rank int) {
 	b.abort(rank, status.Errorf(status.PeerDead, "%s died: %s", b.members.Describe(rank), how))
 }
 
-// left: nothing is sent to that rank any more, so that no call waits for room on the way there: what it sent may be all that
-// the call needs.
+// left discards sends queued for a rank that has closed its buffer and marks it dead, without an abort: what it has already sent
+// may complete this call.
 func (b *Buffer) left(rank int) {
 	b.losePeer(rank)
 	markDead(b.words, rank)
 }
 
-// abort ends the waits of running kernels. The first reason stays.
+// abort sets the abort word, at which running kernels leave their waits. The first reason counts.
 func (b *Buffer) abort(rank int, err error) {
 	if b.death.CompareAndSwap(nil, &err) {
 		atomic.StoreInt32(&b.words.AbortRank, int32(rank))

@@ -6,13 +6,13 @@ import (
 	"github.com/deepep-go/deepep/internal/device"
 )
 
-// Peer is what a buffer needs to know of a rank of its group.
+// Peer describes a rank of the group for a buffer.
 type Peer struct {
 	SameHost    bool // memory can be shared
-	SameProcess bool // a goroutine's rank of this process
+	SameProcess bool // the rank is a goroutine of this process
 }
 
-// PeerState is what is known of a rank's life.
+// PeerState is whether a rank takes part.
 type PeerState int
 
 // States of a peer. A stopped process is alive, and late.
@@ -22,7 +22,7 @@ const (
 	PeerDead
 )
 
-// LastCall is what a rank publishes of its newest call, for the others' errors.
+// LastCall is a rank's newest call, which it publishes for the other ranks' errors.
 type LastCall struct {
 	Op, Phase uint32
 	Number    uint64
@@ -38,10 +38,10 @@ type Members interface {
 	Join(ctx context.Context) error
 	// Exchange is collective; for one tag all ranks call it in the same order.
 	Exchange(ctx context.Context, tag string, blob []byte, fds []int) ([]device.Message, error)
-	// Publish makes the newest call known; it must not block.
+	// Publish publishes this rank's newest call. It does not block.
 	Publish(LastCall)
-	// Describe names a rank for people: "rank 2 (host h, pid 123, last call combine #9, heartbeat 0.1 s ago)".
+	// Describe names a rank for errors: "rank 2 (host h, pid 123, last call combine #9, heartbeat 0.1 s ago)".
 	Describe(rank int) string
-	// State tells how a rank is, and how that was seen: "its process has ended".
+	// State returns a rank's state and how it was observed: "its process has ended".
 	State(rank int) (state PeerState, detail string)
 }

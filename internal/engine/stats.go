@@ -13,14 +13,14 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// PageHeader is what a statistics page says of itself.
+// PageHeader identifies a statistics page.
 type PageHeader struct {
 	Rank, Size     int
 	BufferID       uint32
 	Engine, Device string
 }
 
-// StatsPage is memory that other processes can read. Its maker fills in the header.
+// StatsPage is memory that other processes can read. Options.NewPage fills in the header.
 type StatsPage interface {
 	Bytes() []byte // page-aligned
 	Close() error
@@ -55,7 +55,7 @@ func newStatistics(b *Buffer) (s *statistics, err error) {
 	return s, nil
 }
 
-// privatePage makes a page that only this process reads. It keeps no trace: nobody could ask for it.
+// privatePage makes a page that only this process reads, without a trace, which no one could ask for.
 func (s *statistics) privatePage(b *Buffer) (err error) {
 	head := int(unsafe.Sizeof(abi.StatsPage{}))
 	if s.page, err = b.dev.NewHostPage(head + 2*abi.NumOps*b.size*8); err != nil {
@@ -91,19 +91,19 @@ type OpStats struct {
 	WaitForPeer         []time.Duration
 }
 
-// statsPatience bounds the wait for a busy device: the page then holds what it held before.
-const statsPatience = 50 * time.Millisecond
+// statsFlushLimit bounds the wait for a busy device. After it Stats reads what the page held before.
+const statsFlushLimit = 50 * time.Millisecond
 
 func (b *Buffer) flushStats() error {
-	p := &abi.StatsFlushParams{Team: b.team, TimeoutNS: uint64(statsPatience)}
+	p := &abi.StatsFlushParams{Team: b.team, TimeoutNS: uint64(statsFlushLimit)}
 	if code := b.opt.Library.StatsFlush(p); code != 0 && status.Code(code) != status.Timeout {
 		return kern.Error("dk_stats_flush", code, p.DeviceError)
 	}
 	return nil
 }
 
-// Stats reads the counters of an operation. It waits for no call. Kernels may leave
-// the newest call's counters in device memory; Stats has them written out first.
+// Stats reads the counters of an operation. It waits for no call. Kernels may leave the newest call's counters in device memory;
+// Stats has them written out first.
 func (b *Buffer) Stats(number op.Operation) (OpStats, error) {
 	if number == op.OpNone || number >= op.NumOps {
 		return OpStats{}, status.InvalidArg("op", uint32(number), "1 (layout) to 9 (mask)")
@@ -120,13 +120,13 @@ func (b *Buffer) Stats(number op.Operation) (OpStats, error) {
 	s.Calls, s.Errors = atomic.LoadUint64(&from.Calls), atomic.LoadUint64(&from.Errors)
 	s.Bytes = atomic.LoadUint64(&from.Bytes)
 	s.Wait, s.Total = time.Duration(atomic.LoadUint64(&from.WaitNS)), time.Duration(atomic.LoadUint64(&from.TotalNS))
-	greatest := atomic.LoadUint64(&from.MaxNS)
-	s.Max = time.Duration(greatest)
+	longest := atomic.LoadUint64(&from.MaxNS)
+	s.Max = time.Duration(longest)
 	var hist [plan.HistogramBuckets]uint64
 	for i := range hist {
 		hist[i] = atomic.LoadUint64(&from.Hist[i])
 	}
-	percentile := func(share float64) time.Duration { return time.Duration(plan.Percentile(&hist, share, greatest)) }
+	percentile := func(share float64) time.Duration { return time.Duration(plan.Percentile(&hist, share, longest)) }
 	s.P50, s.P99, s.P999 = percentile(0.5), percentile(0.99), percentile(0.999)
 	if s.Calls > 0 {
 		s.Mean = s.Total / time.Duration(s.Calls)

@@ -12,17 +12,17 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// RDMAOptions say how ranks are reached that loads and stores do not reach.
+// RDMAOptions configure the queue pairs to ranks that loads and stores do not reach.
 type RDMAOptions struct {
 	Queues     plan.Queues // toward each of them
-	Everywhere bool        // low-latency calls go this way to all other ranks, those of the own node included
-	MaxTokens  int         // the largest B that low-latency calls may have then; 0: no limit
-	Workspace  uint64      // what flags and counts may take at most; 0: no limit
-	Seed       uint64      // of delays and orders, where the library makes them
-	Late       bool        // for tests: everything takes effect as late as it may
+	Everywhere bool        // low-latency calls use them to all other ranks, also to those of this rank's node
+	MaxTokens  int         // the largest B of low-latency calls over queue pairs; 0: no limit
+	Workspace  uint64      // the most bytes that flags and counts may take; 0: no limit
+	Seed       uint64      // of the software RDMA's delays and orders
+	Late       bool        // for tests: every operation takes effect as late as it may
 }
 
-// usesTransport says whether any rank is reached through queue pairs.
+// usesTransport reports whether any rank is reached through queue pairs.
 func (b *Buffer) usesTransport() bool {
 	return b.size > 1 && (b.top.Nodes() > 1 || b.opt.LowLatency && b.opt.RDMA.Everywhere)
 }
@@ -43,7 +43,7 @@ func (b *Buffer) remotePeers() []int32 {
 	return peers
 }
 
-// whyQueues says what makes a transport necessary.
+// whyQueues is the reason why the buffer needs a transport, for errors.
 func (b *Buffer) whyQueues() string {
 	if b.top.Nodes() == 1 {
 		return "allow_nvlink_for_low_latency_mode = 0 asks for RDMA among all ranks"
@@ -80,23 +80,23 @@ func (b *Buffer) checkReach() error {
 	return nil
 }
 
-// reach is where the ranks' blocks lie here, for whom. The slices are what C reads: they stay on the heap, where objects do
-// not move.
+// reach is where the ranks' blocks are mapped in this process. The kernel library reads the slices during the calls that take
+// them.
 type reach struct {
 	peers []int32  // ranks with queue pairs, in the order of creation
 	nic   []uint64 // by rank: for the transport; 0: no queue pairs
-	near  []uint64 // by rank: for loads and stores; 0: on another node, even where it is mapped for the transport
+	local []uint64 // by rank: for loads and stores; 0: on another node, even where it is mapped for the transport
 }
 
 func (b *Buffer) findReach() {
-	b.reach = reach{peers: b.remotePeers(), nic: make([]uint64, b.size), near: make([]uint64, b.size)}
+	b.reach = reach{peers: b.remotePeers(), nic: make([]uint64, b.size), local: make([]uint64, b.size)}
 	b.reach.nic[b.rank] = b.block.Addresses[b.rank]
 	for _, rank := range b.reach.peers {
 		b.reach.nic[rank] = b.block.Addresses[rank]
 	}
 	for rank, address := range b.block.Addresses {
 		if !b.top.Remote(b.rank, rank) {
-			b.reach.near[rank] = address
+			b.reach.local[rank] = address
 		}
 	}
 }
@@ -139,7 +139,7 @@ func (b *Buffer) teamFlags() (flags uint32) {
 	return flags
 }
 
-// losePeer drops what is queued for a rank that is dead or has left, so that nothing waits for room there.
+// losePeer discards what is queued for a rank that has died or left, so that no call waits for its queue pairs.
 func (b *Buffer) losePeer(rank int) {
 	if b.transport == 0 || !slices.Contains(b.reach.peers, int32(rank)) {
 		return
@@ -150,8 +150,8 @@ func (b *Buffer) losePeer(rank int) {
 	}
 }
 
-// deliver waits until queue pairs have brought to the peers what this rank's last calls posted: they may be waiting for it.
-// What late or lost peers have not taken by then is dropped where a host waits for it; false: a device still does.
+// deliver waits until the queue pairs have completed what this rank's last calls posted: peers may wait for it. At the limit the
+// host drops what late or lost peers have not taken; false: the device is still waiting.
 func (b *Buffer) deliver(limit time.Duration) bool {
 	if b.transport == 0 {
 		return true
@@ -178,7 +178,7 @@ func (b *Buffer) closeTransport() error {
 	return kern.Error("dk_transport_close", code, p.DeviceError)
 }
 
-// checkRDMATokens holds low-latency calls to the limit that the user set for them.
+// checkRDMATokens refuses low-latency calls above the user's limit for calls between nodes.
 func (b *Buffer) checkRDMATokens(numMaxTokens int32) error {
 	if limit := b.opt.RDMA.MaxTokens; limit > 0 && int(numMaxTokens) > limit && b.usesTransport() {
 		return status.InvalidArg("num_max_dispatch_tokens_per_rank", numMaxTokens, "at most DEEPEP_NUM_MAX_RDMA_TOKENS = "+itoa(int32(limit))+" between nodes")
