@@ -28,7 +28,7 @@ var allowed = map[string][]string{
 	"dl":          {"status"},
 	"bootstrap":   {"status"},
 	"kern":        {"abi", "dl", "status"},
-	"device":      {"kern", "status"},
+	"device":      {"abi", "kern", "status"},
 	"health":      {leaf, "bootstrap", "status"},
 	"doctor":      {"plan", "bootstrap", "status", "env"},
 	"doctor/libs": {"doctor", "dl", "status"}, // opens system libraries; its own package so that the checks stay pure

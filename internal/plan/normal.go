@@ -116,9 +116,9 @@ func checkIndexType(t op.Type) error {
 	return nil
 }
 
-func checkTopK(k, least int32) error {
-	if k < least || k > MaxTopK {
-		return status.InvalidArg("num_topk", k, fmt.Sprintf("%d to %d", least, MaxTopK))
+func checkTopK(k, lowest int32) error {
+	if k < lowest || k > MaxTopK {
+		return status.InvalidArg("num_topk", k, fmt.Sprintf("%d to %d", lowest, MaxTopK))
 	}
 	return nil
 }

@@ -7,7 +7,7 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// DefaultPeers is how many ranks share one NVLink domain unless somebody says otherwise.
+// DefaultPeers is the default number of ranks of one NVLink domain.
 const DefaultPeers = 8
 
 // MaxRanks is the largest group.

@@ -144,7 +144,7 @@ func (p *sizes) queues(s *shape) error {
 		return nil
 	}
 	o := plan.QueueOptions{PerPeer: s.qps, LocalExperts: p.LocalExperts, Channels: p.Channels}
-	if plan.DepthFor(p.MaxTokens) <= plan.MostDepth {
+	if plan.DepthFor(p.MaxTokens) <= plan.MaxDepth {
 		o.MaxTokens = p.MaxTokens
 	}
 	q, err := plan.NewQueues(p.Topology, o)
@@ -195,8 +195,8 @@ func (p *sizes) fit(memory uint64) error {
 	if n := 1 << 24; n < most {
 		most, by = n, "the largest B that the library takes"
 	}
-	if deepest := plan.MostDepth/2 - 1; p.Nodes > 1 && deepest < most {
-		most, by = deepest, fmt.Sprintf("the depth of a queue pair, at most %d, of which B tokens take 2 × (B + 1)", plan.MostDepth)
+	if deepest := plan.MaxDepth/2 - 1; p.Nodes > 1 && deepest < most {
+		most, by = deepest, fmt.Sprintf("the depth of a queue pair, at most %d, of which B tokens take 2 × (B + 1)", plan.MaxDepth)
 	}
 	trial := *p
 	fits := func(b int) (bool, error) {
