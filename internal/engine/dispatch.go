@@ -16,25 +16,18 @@ func (b *Buffer) Dispatch(a *op.DispatchArgs, c *Call) error {
 	if err != nil {
 		return err
 	}
-	stream, err := b.begin(c, onComm)
-	if err != nil {
-		return err
-	}
-	if err := b.claim(a); err != nil {
-		return b.abandon(err)
-	}
 	p := &b.params.dispatch
-	b.header(&p.OpHeader, abi.OpDispatch, abi.PhaseBoth, stream)
-	if a.Cached != 0 {
-		p.Flags = abi.DispatchCached
-	}
-	fillDispatch(p, a, &config)
-	code := b.opt.Library.Dispatch(p)
-	return b.finish(c, onComm, stream, b.launched(abi.OpDispatch, code, p.DeviceError))
+	return b.launch(c, abi.OpDispatch, onComm, &p.OpHeader, func() error { return b.endExchange(a) }, func() int32 {
+		fillDispatch(p, a, &config)
+		return b.opt.Library.Dispatch(p)
+	})
 }
 
 func fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config *plan.Config) {
 	h := a.Handle
+	if a.Cached != 0 {
+		p.Flags = abi.DispatchCached
+	}
 	p.NumSMs = config.NumSMs
 	p.X, p.Scales = uint64(a.X), uint64(a.XScales)
 	p.ScaleTokenStride, p.ScaleStride = a.ScaleTokenStride, a.ScaleStride
@@ -67,7 +60,7 @@ func (b *Buffer) checkDispatch(a *op.DispatchArgs) error {
 	case h.NumTokens != a.NumTokens:
 		return status.InvalidArg("num_tokens", a.NumTokens, "as many as the handle was made for: "+itoa(h.NumTokens))
 	case a.Cached != 0 && (a.Token != 0 || a.NumTopK != 0 || a.NumWorstTokens != 0 || a.TopKIdx != 0 || a.TopKWeights != 0):
-		return status.InvalidArg("cached", true, "neither token nor top-k nor num_worst_tokens: the handle has it all")
+		return status.InvalidArg("cached", true, "no token, top-k or num_worst_tokens: the handle implies them")
 	case a.NumTopK == 0 && (a.TopKIdx != 0 || a.TopKWeights != 0 || a.RecvTopKIdx != 0 || a.RecvTopKWeights != 0):
 		return status.InvalidArg("num_topk", 0, "1 or more where topk_idx, topk_weights or their outputs are given")
 	case a.TopKWeights != 0 && a.TopKIdx == 0:
@@ -106,13 +99,13 @@ func (b *Buffer) checkHandle(h *op.Handle) error {
 	return need(given{"handle.rank_prefix_matrix", h.RankPrefixMatrix, true, 4}, given{"handle.send_head", h.SendHead, h.NumTokens > 0, 4})
 }
 
-// claim ends the exchange that the dispatch belongs to, after comparing both steps. The lock is held.
-func (b *Buffer) claim(a *op.DispatchArgs) error {
+// endExchange compares the dispatch with the exchange of counts that it belongs to, and ends that. b.mu is held.
+func (b *Buffer) endExchange(a *op.DispatchArgs) error {
 	shape := plan.DispatchRows(a)
 	if a.Cached != 0 {
 		return b.fitsRow(shape.HiddenBytes() + 4*uint64(a.NumScales))
 	}
-	slot, err := b.exchange(a.Token)
+	slot, err := b.pendingOf(a.Token)
 	if err != nil {
 		return err
 	}
@@ -120,7 +113,7 @@ func (b *Buffer) claim(a *op.DispatchArgs) error {
 	case slot.rows != shape:
 		return status.InvalidArg("shape", rowsText(shape), "that of the notify: "+rowsText(slot.rows))
 	case a.NumWorstTokens == 0 && slot.received < 0:
-		return status.Errorf(status.InvalidState, "dispatch before the counts of its exchange were waited for: only they say how many rows arrive")
+		return status.Errorf(status.InvalidState, "dispatch before WaitCounts: the number of rows that arrive is not known yet")
 	case a.NumWorstTokens == 0 && slot.received != a.Handle.NumRecvTokens:
 		return status.InvalidArg("handle.num_recv_tokens", a.Handle.NumRecvTokens, "the number that the counts gave: "+itoa(slot.received))
 	}

@@ -3,15 +3,14 @@ package engine
 import (
 	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
-	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// halves says where a call with these phases runs. What the caller's stream waits for anyway runs on that stream: going over to
+// placeOf returns the phases of a call and where it runs. What the caller's stream waits for anyway runs on that stream: changing to
 // the communication stream and back would cost two more waits between streams.
-func halves(given op.Phase, c *Call) (phases uint32, where place, err error) {
+func placeOf(given op.Phase, c *Call) (phases uint32, where place, err error) {
 	switch {
 	case given == op.Send || given == op.Recv:
 		return uint32(given), onCurrent, nil
@@ -23,9 +22,9 @@ func halves(given op.Phase, c *Call) (phases uint32, where place, err error) {
 	return abi.PhaseBoth, onComm, nil
 }
 
-// LowLatencyDispatch sends every token to the experts it names, or receives what was sent, or both. Collective.
+// LowLatencyDispatch sends every token to its experts, or receives what was sent, or both. Collective.
 func (b *Buffer) LowLatencyDispatch(a *op.LLDispatchArgs, c *Call) error {
-	phases, where, err := halves(a.Phases, c)
+	phases, where, err := placeOf(a.Phases, c)
 	if err != nil {
 		return err
 	}
@@ -40,33 +39,22 @@ func (b *Buffer) LowLatencyDispatch(a *op.LLDispatchArgs, c *Call) error {
 	if err := checkLLDispatch(a, phases); err != nil {
 		return err
 	}
-	stream, err := b.beginLowLatency(c, where)
-	if err != nil {
-		return err
-	}
-	if _, err := b.slot(a.NumMaxTokens, a.Hidden, a.NumExperts); err != nil {
-		return b.abandon(err)
-	}
 	p := &b.params.llDispatch
-	t, err := b.admit(opDispatch, phases, a.Ticket, &shape, stream)
-	if err != nil {
-		return b.abandon(err)
-	}
-	b.headerFor(&p.OpHeader, abi.OpLLDispatch, phases, stream, t.number)
-	p.Phases, p.Ticket, p.Flags = phases, t.word, uint32(a.Flags)
-	p.X, p.TopKIdx, p.TopKWeights = uint64(a.X), uint64(a.TopKIdx), uint64(a.TopKWeights)
-	p.NumTokens, p.NumTopK, p.IndexBytes = a.NumTokens, a.NumTopK, a.IndexType.Size()
-	p.NumMaxTokens, p.Hidden, p.NumExperts = a.NumMaxTokens, a.Hidden, a.NumExperts
-	p.Format = abi.FormatBF16
-	if a.UseFP8 != 0 {
-		p.Format = abi.FormatFP8
-	}
-	p.RecvX, p.RecvScales, p.RecvCount = uint64(a.RecvX), uint64(a.RecvXScales), uint64(a.RecvCount)
-	p.SrcInfo, p.LayoutRange = uint64(a.SrcInfo), uint64(a.LayoutRange)
-	p.CumulativeStats, p.WaitStats = uint64(a.CumulativeRecvStats), uint64(a.WaitRecvCostStats)
-	code := b.opt.Library.LLDispatch(p)
-	a.Ticket = b.issued(t, phases, code)
-	return b.finish(c, where, stream, b.launched(abi.OpLLDispatch, code, p.DeviceError))
+	half := half{which: opDispatch, phases: phases, where: where, ticket: &a.Ticket, shape: &shape, header: &p.OpHeader}
+	return b.launchHalf(c, &half, func(t *ticket, _ *slotLayout) int32 {
+		p.Phases, p.Ticket, p.Flags = phases, t.word, uint32(a.Flags)
+		p.X, p.TopKIdx, p.TopKWeights = uint64(a.X), uint64(a.TopKIdx), uint64(a.TopKWeights)
+		p.NumTokens, p.NumTopK, p.IndexBytes = a.NumTokens, a.NumTopK, a.IndexType.Size()
+		p.NumMaxTokens, p.Hidden, p.NumExperts = a.NumMaxTokens, a.Hidden, a.NumExperts
+		p.Format = abi.FormatBF16
+		if a.UseFP8 != 0 {
+			p.Format = abi.FormatFP8
+		}
+		p.RecvX, p.RecvScales, p.RecvCount = uint64(a.RecvX), uint64(a.RecvXScales), uint64(a.RecvCount)
+		p.SrcInfo, p.LayoutRange = uint64(a.SrcInfo), uint64(a.LayoutRange)
+		p.CumulativeStats, p.WaitStats = uint64(a.CumulativeRecvStats), uint64(a.WaitRecvCostStats)
+		return b.opt.Library.LLDispatch(p)
+	})
 }
 
 func checkLLDispatch(a *op.LLDispatchArgs, phases uint32) error {
@@ -79,9 +67,9 @@ func checkLLDispatch(a *op.LLDispatchArgs, phases uint32) error {
 		given{"cumulative_recv_stats", a.CumulativeRecvStats, false, 4}, given{"wait_recv_cost_stats", a.WaitRecvCostStats, false, 8})
 }
 
-// LowLatencyCombine brings the experts' rows back and sums them by weight, or one half of that. Collective.
+// LowLatencyCombine sends the experts' rows back and sums them by weight, or does one half of that. Collective.
 func (b *Buffer) LowLatencyCombine(a *op.LLCombineArgs, c *Call) error {
-	phases, where, err := halves(a.Phases, c)
+	phases, where, err := placeOf(a.Phases, c)
 	if err != nil {
 		return err
 	}
@@ -96,33 +84,21 @@ func (b *Buffer) LowLatencyCombine(a *op.LLCombineArgs, c *Call) error {
 	if err := checkLLCombine(a, phases); err != nil {
 		return err
 	}
-	stream, err := b.beginLowLatency(c, where)
-	if err != nil {
-		return err
-	}
-	layout, err := b.slot(a.NumMaxTokens, a.Hidden, a.NumExperts)
-	if err != nil {
-		return b.abandon(err)
-	}
 	p := &b.params.llCombine
-	t, err := b.admit(opCombine, phases, a.Ticket, &shape, stream)
-	if err != nil {
-		return b.abandon(err)
-	}
-	b.headerFor(&p.OpHeader, abi.OpLLCombine, phases, stream, t.number)
-	p.Phases, p.Ticket, p.Flags = phases, t.word, uint32(a.Flags)
-	p.X, p.XRowStride = uint64(a.X), 2*uint64(a.Hidden)
-	if a.Flags&op.LLZeroCopy != 0 {
-		p.X, p.XRowStride = b.zeroCopy(layout, t.slot), layout.rowStride
-	}
-	p.TopKIdx, p.TopKWeights = uint64(a.TopKIdx), uint64(a.TopKWeights)
-	p.SrcInfo, p.LayoutRange = uint64(a.SrcInfo), uint64(a.LayoutRange)
-	p.NumTokens, p.NumTopK, p.IndexBytes = a.NumTokens, a.NumTopK, a.IndexType.Size()
-	p.NumMaxTokens, p.Hidden, p.NumExperts = a.NumMaxTokens, a.Hidden, a.NumExperts
-	p.CombinedX, p.WaitStats = uint64(a.CombinedX), uint64(a.WaitRecvCostStats)
-	code := b.opt.Library.LLCombine(p)
-	a.Ticket = b.issued(t, phases, code)
-	return b.finish(c, where, stream, b.launched(abi.OpLLCombine, code, p.DeviceError))
+	half := half{which: opCombine, phases: phases, where: where, ticket: &a.Ticket, shape: &shape, header: &p.OpHeader}
+	return b.launchHalf(c, &half, func(t *ticket, layout *slotLayout) int32 {
+		p.Phases, p.Ticket, p.Flags = phases, t.word, uint32(a.Flags)
+		p.X, p.XRowStride = uint64(a.X), 2*uint64(a.Hidden)
+		if a.Flags&op.LLZeroCopy != 0 {
+			p.X, p.XRowStride = b.zeroCopy(layout, t.slot), layout.rowStride
+		}
+		p.TopKIdx, p.TopKWeights = uint64(a.TopKIdx), uint64(a.TopKWeights)
+		p.SrcInfo, p.LayoutRange = uint64(a.SrcInfo), uint64(a.LayoutRange)
+		p.NumTokens, p.NumTopK, p.IndexBytes = a.NumTokens, a.NumTopK, a.IndexType.Size()
+		p.NumMaxTokens, p.Hidden, p.NumExperts = a.NumMaxTokens, a.Hidden, a.NumExperts
+		p.CombinedX, p.WaitStats = uint64(a.CombinedX), uint64(a.WaitRecvCostStats)
+		return b.opt.Library.LLCombine(p)
+	})
 }
 
 func checkLLCombine(a *op.LLCombineArgs, phases uint32) error {
@@ -134,24 +110,58 @@ func checkLLCombine(a *op.LLCombineArgs, phases uint32) error {
 		given{"wait_recv_cost_stats", a.WaitRecvCostStats, false, 8})
 }
 
-// beginLowLatency is begin for calls that only a low-latency buffer has.
-func (b *Buffer) beginLowLatency(c *Call, where place) (device.Stream, error) {
-	if !b.opt.LowLatency {
-		return 0, status.Errorf(status.InvalidState, "low-latency calls need a buffer made with low_latency_mode")
+// half is a low-latency call, or one half of it.
+type half struct {
+	which  int // opDispatch, opCombine
+	phases uint32
+	where  place
+	ticket *uint32 // in for a receive half, out for the others
+	shape  *plan.LowLatency
+	header *abi.OpHeader
+}
+
+// launchHalf is launch for low-latency operations. It finds or makes the ticket, whose number is the call's.
+func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int32) error {
+	if err := b.checkLowLatency(); err != nil {
+		return err
 	}
-	return b.begin(c, where)
+	stream, err := b.begin(c, h.where)
+	if err != nil {
+		return err
+	}
+	layout, err := b.slot(h.shape.NumMaxTokens, h.shape.Hidden, h.shape.NumExperts)
+	if err != nil {
+		return b.abandon(err)
+	}
+	t, err := b.ticketFor(h.which, h.phases, *h.ticket, h.shape, stream)
+	if err != nil {
+		return b.abandon(err)
+	}
+	number := op.Operation(abi.OpLLDispatch + h.which)
+	b.header(h.header, uint32(number), h.phases, stream, t.number)
+	code := run(t, layout)
+	*h.ticket = b.updateTicket(t, h.phases, code)
+	return b.finish(c, h.where, stream, b.launched(number, code, h.header.DeviceError))
+}
+
+// checkLowLatency refuses low-latency operations of a buffer that was not made for them.
+func (b *Buffer) checkLowLatency() error {
+	if !b.opt.LowLatency {
+		return status.Errorf(status.InvalidState, "low-latency calls need a buffer made with low_latency_mode")
+	}
+	return nil
 }
 
 const numShapes = 4
 
-// slotLayout is where low-latency data of one shape lies in the rdma region.
+// slotLayout is where the low-latency data of one shape lies in the rdma region.
 type slotLayout struct {
 	numMaxTokens, hidden, experts int32
 	zeroCopy                      [2]uint64
 	rowStride                     uint64
 }
 
-// slot finds the layout of a shape and makes sure that it fits the buffer. The lock is held.
+// slot returns the layout of a shape, or an error if the buffer is too small for it. b.mu is held.
 func (b *Buffer) slot(numMaxTokens, hidden, experts int32) (*slotLayout, error) {
 	for i := range b.slots {
 		if s := &b.slots[i]; s.numMaxTokens == numMaxTokens && s.hidden == hidden && s.experts == experts {
@@ -180,14 +190,14 @@ func (b *Buffer) zeroCopy(l *slotLayout, slot uint64) uint64 {
 	return b.block.Addresses[b.rank] + b.regions.RDMA.Offset + l.zeroCopy[slot&1]
 }
 
-// NextCombineBuffer is where the rows of the next low-latency combine may be written, so that it need not copy them:
-// [L, R*B, H] BF16, rowStride bytes from row to row. Valid until that combine was issued.
+// NextCombineBuffer returns where the rows of the next low-latency combine with zero copy go: [L, R*B, H] BF16, rowStride bytes from
+// row to row. Valid until that combine was issued.
 func (b *Buffer) NextCombineBuffer(numMaxTokens, hidden, experts int32) (address uintptr, rowStride uint64, err error) {
 	if err := plan.CheckSlots(numMaxTokens, hidden, experts, b.top, &b.limits); err != nil {
 		return 0, 0, err
 	}
-	if !b.opt.LowLatency {
-		return 0, 0, status.Errorf(status.InvalidState, "low-latency calls need a buffer made with low_latency_mode")
+	if err := b.checkLowLatency(); err != nil {
+		return 0, 0, err
 	}
 	if err := b.start(); err != nil {
 		return 0, 0, err

@@ -6,7 +6,7 @@ import (
 	"github.com/deepep-go/deepep/internal/plan"
 )
 
-// Layout counts what goes where. Local.
+// Layout counts the tokens for each rank and expert. Local.
 func (b *Buffer) Layout(a *op.LayoutArgs, c *Call) error {
 	shape := plan.Layout{NumTokens: a.NumTokens, NumTopK: a.NumTopK, NumExperts: a.NumExperts, IndexType: a.IndexType}
 	if err := shape.Check(b.top); err != nil {
@@ -23,19 +23,15 @@ func (b *Buffer) Layout(a *op.LayoutArgs, c *Call) error {
 	if err != nil {
 		return err
 	}
-	stream, err := b.begin(c, onComm)
-	if err != nil {
-		return err
-	}
 	p := &b.params.layout
-	b.header(&p.OpHeader, abi.OpLayout, abi.PhaseBoth, stream)
-	p.NumSMs = config.NumSMs
-	p.TopKIdx, p.IndexBytes = uint64(a.TopKIdx), a.IndexType.Size()
-	p.NumTokens, p.NumTopK, p.NumExperts = a.NumTokens, a.NumTopK, a.NumExperts
-	p.TokensPerRank, p.TokensPerNode = uint64(a.NumTokensPerRank), uint64(a.NumTokensPerRDMARank)
-	p.TokensPerExpert, p.TokenInRank = uint64(a.NumTokensPerExpert), uint64(a.IsTokenInRank)
-	code := b.opt.Library.Layout(p)
-	return b.finish(c, onComm, stream, b.launched(abi.OpLayout, code, p.DeviceError))
+	return b.launch(c, abi.OpLayout, onComm, &p.OpHeader, nil, func() int32 {
+		p.NumSMs = config.NumSMs
+		p.TopKIdx, p.IndexBytes = uint64(a.TopKIdx), a.IndexType.Size()
+		p.NumTokens, p.NumTopK, p.NumExperts = a.NumTokens, a.NumTopK, a.NumExperts
+		p.TokensPerRank, p.TokensPerNode = uint64(a.NumTokensPerRank), uint64(a.NumTokensPerRDMARank)
+		p.TokensPerExpert, p.TokenInRank = uint64(a.NumTokensPerExpert), uint64(a.IsTokenInRank)
+		return b.opt.Library.Layout(p)
+	})
 }
 
 // Combine sums the rows that came from each token. Collective.
@@ -47,25 +43,19 @@ func (b *Buffer) Combine(a *op.CombineArgs, c *Call) error {
 	if err != nil {
 		return err
 	}
-	stream, err := b.begin(c, onComm)
-	if err != nil {
-		return err
-	}
-	if err := b.fitsRow(2*uint64(a.Hidden) + 4*uint64(a.NumTopK)); err != nil {
-		return b.abandon(err)
-	}
 	p, h := &b.params.combine, a.Handle
-	b.header(&p.OpHeader, abi.OpCombine, abi.PhaseBoth, stream)
-	p.NumSMs = config.NumSMs
-	p.X, p.TopKWeights, p.Bias = uint64(a.X), uint64(a.TopKWeights), [2]uint64{uint64(a.Bias[0]), uint64(a.Bias[1])}
-	p.RankPrefixMatrix, p.SendHead, p.RecvSrcIdx = uint64(h.RankPrefixMatrix), uint64(h.SendHead), uint64(h.RecvSrcIdx)
-	p.NumTokens, p.NumRecvTokens, p.Hidden, p.NumTopK = h.NumTokens, h.NumRecvTokens, int32(a.Hidden), a.NumTopK
-	p.XSegment, p.XSegmentOffset = segmentIndex(a.XSegment), a.XSegmentOffset
-	p.CombinedX, p.CombinedTopKWeights = uint64(a.CombinedX), uint64(a.CombinedTopKWeights)
-	p.NVLSendChunk, p.NVLRecvChunk = config.NVLSendChunk, config.NVLRecvChunk
-	p.RDMASendChunk, p.RDMARecvChunk = config.RDMASendChunk, config.RDMARecvChunk
-	code := b.opt.Library.Combine(p)
-	return b.finish(c, onComm, stream, b.launched(abi.OpCombine, code, p.DeviceError))
+	fits := func() error { return b.fitsRow(2*uint64(a.Hidden) + 4*uint64(a.NumTopK)) }
+	return b.launch(c, abi.OpCombine, onComm, &p.OpHeader, fits, func() int32 {
+		p.NumSMs = config.NumSMs
+		p.X, p.TopKWeights, p.Bias = uint64(a.X), uint64(a.TopKWeights), [2]uint64{uint64(a.Bias[0]), uint64(a.Bias[1])}
+		p.RankPrefixMatrix, p.SendHead, p.RecvSrcIdx = uint64(h.RankPrefixMatrix), uint64(h.SendHead), uint64(h.RecvSrcIdx)
+		p.NumTokens, p.NumRecvTokens, p.Hidden, p.NumTopK = h.NumTokens, h.NumRecvTokens, int32(a.Hidden), a.NumTopK
+		p.XSegment, p.XSegmentOffset = segmentIndex(a.XSegment), a.XSegmentOffset
+		p.CombinedX, p.CombinedTopKWeights = uint64(a.CombinedX), uint64(a.CombinedTopKWeights)
+		p.NVLSendChunk, p.NVLRecvChunk = config.NVLSendChunk, config.NVLRecvChunk
+		p.RDMASendChunk, p.RDMARecvChunk = config.RDMASendChunk, config.RDMARecvChunk
+		return b.opt.Library.Combine(p)
+	})
 }
 
 func (b *Buffer) checkCombine(a *op.CombineArgs) error {
