@@ -5,7 +5,6 @@ import (
 	"unsafe"
 
 	"github.com/deepep-go/deepep/core/op"
-	"github.com/deepep-go/deepep/internal/engine"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -16,7 +15,7 @@ const (
 	VersionPatch = op.VersionPatch
 )
 
-// Arguments and results of operations; package op has the shapes and types.
+// Arguments and results of operations. Package op documents their fields, with shapes and element types.
 type (
 	Handle         = op.Handle
 	LayoutArgs     = op.LayoutArgs
@@ -25,8 +24,8 @@ type (
 	CombineArgs    = op.CombineArgs
 	LLDispatchArgs = op.LLDispatchArgs
 	LLCombineArgs  = op.LLCombineArgs
-	Info           = engine.Info
-	OpStats        = engine.OpStats
+	Info           = op.Info
+	OpStats        = op.OpStats
 	WarmupOptions  = op.WarmupOptions
 	Config         = op.Config
 	Type           = op.Type

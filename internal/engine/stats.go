@@ -80,17 +80,6 @@ func (s *statistics) close() error {
 	return err
 }
 
-// OpStats is what a buffer counted of one operation since it was made.
-type OpStats struct {
-	Calls, Errors       uint64
-	Bytes               uint64 // payload bytes sent
-	Wait, Total         time.Duration
-	P50, P99, P999, Max time.Duration // percentiles are upper bounds of histogram buckets
-	Mean                time.Duration
-	BytesToPeer         []uint64
-	WaitForPeer         []time.Duration
-}
-
 // statsFlushLimit bounds the wait for a busy device. After it Stats reads what the page held before.
 const statsFlushLimit = 50 * time.Millisecond
 
@@ -104,19 +93,19 @@ func (b *Buffer) flushStats() error {
 
 // Stats reads the counters of an operation. It waits for no call. Kernels may leave the newest call's counters in device memory;
 // Stats has them written out first.
-func (b *Buffer) Stats(number op.Operation) (OpStats, error) {
+func (b *Buffer) Stats(number op.Operation) (op.OpStats, error) {
 	if number == op.OpNone || number >= op.NumOps {
-		return OpStats{}, status.InvalidArg("op", uint32(number), "1 (layout) to 9 (mask)")
+		return op.OpStats{}, status.InvalidArg("op", uint32(number), "1 (layout) to 9 (mask)")
 	}
 	if err := b.start(); err != nil {
-		return OpStats{}, err
+		return op.OpStats{}, err
 	}
 	defer b.leave()
 	if err := b.flushStats(); err != nil {
-		return OpStats{}, err
+		return op.OpStats{}, err
 	}
 	from := &b.stats.head.Ops[number]
-	var s OpStats
+	var s op.OpStats
 	s.Calls, s.Errors = atomic.LoadUint64(&from.Calls), atomic.LoadUint64(&from.Errors)
 	s.Bytes = atomic.LoadUint64(&from.Bytes)
 	s.Wait, s.Total = time.Duration(atomic.LoadUint64(&from.WaitNS)), time.Duration(atomic.LoadUint64(&from.TotalNS))
