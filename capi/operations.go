@@ -16,8 +16,8 @@ import (
 // completed it, so that every field is there.
 func args[Go, C any](p *C) *Go { return (*Go)(unsafe.Pointer(p)) }
 
-// how converts a call's order.
-func how(c *C.dp_call) (core.Call, error) {
+// callOptions converts the order of a call.
+func callOptions(c *C.dp_call) (core.Call, error) {
 	call := core.Call{Async: c.is_async != 0, Stream: uintptr(c.stream)}
 	var err error
 	if c.previous_event != 0 {
@@ -43,7 +43,7 @@ func operate(id C.uintptr_t, c *C.dp_call, f func(*core.Buffer, *core.Call) erro
 		if err != nil {
 			return err
 		}
-		call, err := how(c)
+		call, err := callOptions(c)
 		if err != nil {
 			return err
 		}

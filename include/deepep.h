@@ -242,7 +242,8 @@ deepep_status_t deepep_config_default(int32_t kind, int32_t num_ranks, deepep_co
  * (0 where the ranks are one node). DEEPEP_NUM_MAX_NVL_PEERS says how many ranks are a node. */
 deepep_status_t deepep_config_size_hint(const deepep_config *config, int64_t hidden_bytes, int32_t num_ranks,
                                         int32_t rdma, uint64_t *bytes);
-/* local, pure. Bytes of num_rdma_bytes for low-latency calls of this shape. */
+/* local. Bytes of num_rdma_bytes for low-latency calls of this shape. INVALID_ARGUMENT names also the limits of the
+ * kernel library that DEEPEP_ENGINE or the machine selects, if it can be loaded. */
 deepep_status_t deepep_low_latency_size_hint(int32_t num_max_tokens, int32_t hidden, int32_t num_ranks,
                                              int32_t num_experts, uint64_t *bytes);
 
