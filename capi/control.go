@@ -12,6 +12,7 @@ import (
 	"unsafe"
 
 	"github.com/deepep-go/deepep/core"
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -52,7 +53,7 @@ func dpgo_segment_create(id C.uintptr_t, bytes C.uint64_t, index *C.int32_t, add
 			return err
 		}
 		segments.Store(s.Address, s)
-		*index, *address = C.int32_t(s.Index), C.uint64_t(s.Address)
+		*index, *address = C.int32_t(s.Number), C.uint64_t(s.Address)
 		return nil
 	})
 }
@@ -73,7 +74,7 @@ func microseconds(d time.Duration) C.double { return C.double(float64(d) / float
 //export dpgo_stats
 func dpgo_stats(id C.uintptr_t, out *C.deepep_op_stats, bytesToPeer, waitPerPeer *C.uint64_t) C.int32_t {
 	return withBuffer(id, func(b *core.Buffer) error {
-		s, err := b.Stats(uint32(out.op))
+		s, err := b.Stats(op.Operation(out.op))
 		if err != nil {
 			return err
 		}

@@ -13,6 +13,7 @@ import (
 	"unsafe"
 
 	"github.com/deepep-go/deepep/core"
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/env"
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -214,13 +215,7 @@ func dpgo_buffer_region(id C.uintptr_t, rdma C.int32_t, address, bytes *C.uint64
 
 //export dpgo_buffer_warmup
 func dpgo_buffer_warmup(id C.uintptr_t, o *C.deepep_warmup_options) C.int32_t {
-	return withBuffer(id, func(b *core.Buffer) error {
-		return b.Warmup(core.WarmupOptions{
-			NumTokens: int32(o.num_tokens), Hidden: int32(o.hidden), NumTopK: int32(o.num_topk), NumExperts: int32(o.num_experts),
-			LLMaxTokens: int32(o.ll_num_max_tokens), LLHidden: int32(o.ll_hidden), LLNumTopK: int32(o.ll_num_topk),
-			LLNumExperts: int32(o.ll_num_experts), UseFP8: o.use_fp8 != 0,
-		})
-	})
+	return withBuffer(id, func(b *core.Buffer) error { return b.Warmup(*args[op.WarmupOptions](o)) })
 }
 
 func withBuffer(id C.uintptr_t, f func(*core.Buffer) error) C.int32_t {

@@ -90,6 +90,7 @@ static deepep_status_t take_call(dp_call *out, const deepep_call *call) {
   return DEEPEP_OK;
 }
 
+/* Completes a handle into `out`, which the struct that names it then points to: Go reads C's structs as they lie. */
 static deepep_status_t take_handle(deepep_handle *out, const deepep_handle *handle) {
   deepep_handle full = DEEPEP_HANDLE_INIT;
   deepep_status_t status = take(&full, sizeof full, handle, "handle");
@@ -312,15 +313,17 @@ DP_PUBLIC deepep_status_t deepep_get_layout(deepep_buffer_t buffer, const deepep
 DP_PUBLIC deepep_status_t deepep_notify_counts(deepep_buffer_t buffer, const deepep_notify *notify,
                                                const deepep_call *call, uint64_t *token) {
   deepep_notify full = DEEPEP_NOTIFY_INIT;
-  deepep_handle handle;
+  deepep_handle handle, *theirs;
   dp_call order;
   TRY(enter());
   REQUIRE(token);
   TRY(take(&full, sizeof full, notify, "notify"));
-  TRY(take_handle(&handle, full.handle));
+  theirs = full.handle;
+  TRY(take_handle(&handle, theirs));
   TRY(take_call(&order, call));
-  TRY(dpgo_notify_counts(ID(buffer), &full, &handle, &order, token));
-  give(full.handle, &handle, sizeof handle);
+  full.handle = &handle;
+  TRY(dpgo_notify_counts(ID(buffer), &full, &order, token));
+  give(theirs, &handle, sizeof handle);
   return DEEPEP_OK;
 }
 
@@ -340,7 +343,8 @@ DP_PUBLIC deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_d
   TRY(take(&full, sizeof full, args, "args"));
   TRY(take_handle(&handle, full.handle));
   TRY(take_call(&order, call));
-  return dpgo_dispatch(ID(buffer), &full, &handle, &order);
+  full.handle = &handle;
+  return dpgo_dispatch(ID(buffer), &full, &order);
 }
 
 DP_PUBLIC deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args,
@@ -352,7 +356,8 @@ DP_PUBLIC deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_co
   TRY(take(&full, sizeof full, args, "args"));
   TRY(take_handle(&handle, full.handle));
   TRY(take_call(&order, call));
-  return dpgo_combine(ID(buffer), &full, &handle, &order);
+  full.handle = &handle;
+  return dpgo_combine(ID(buffer), &full, &order);
 }
 
 /* ---- Low-latency mode ---- */

@@ -70,17 +70,19 @@ func TestWrongArguments(t *testing.T) {
 		}
 		wrong(m.Layout(&LayoutArgs{NumTokens: 4, NumTopK: 2, NumExperts: 5, IndexType: Int64}, &Call{}), "num_experts", "got 5", "multiple of num_ranks = 2")
 		wrong(m.Layout(&LayoutArgs{NumTokens: 4, NumTopK: 2, NumExperts: 4, IndexType: Int64}, &Call{}), "topk_idx", "NULL")
-		wrong(m.Layout(&LayoutArgs{NumTopK: 2, NumExperts: 4, IndexType: Int64, TokensPerRank: 6}, &Call{}), "num_tokens_per_rank", "multiple of 4 bytes")
+		wrong(m.Layout(&LayoutArgs{NumTopK: 2, NumExperts: 4, IndexType: Int64, NumTokensPerRank: 6}, &Call{}), "num_tokens_per_rank", "multiple of 4 bytes")
 		wrong(m.Barrier(&Call{Stream: 5}), "stream")
 		odd := Config{NumSMs: 3}
-		wrong(m.Layout(&LayoutArgs{NumTopK: 2, NumExperts: 4, IndexType: Int64, TokensPerRank: address(m, f.perRank),
-			TokensPerExpert: address(m, f.perExpert)}, &Call{Config: &odd}), "num_sms", "got 3")
+		wrong(m.Layout(&LayoutArgs{NumTopK: 2, NumExperts: 4, IndexType: Int64, NumTokensPerRank: address(m, f.perRank),
+			NumTokensPerExpert: address(m, f.perExpert)}, &Call{Config: &odd}), "num_sms", "got 3")
 		big := l.dispatch(SendRecv, false)
 		big.NumMaxTokens = 1 << 20
 		wrong(m.LowLatencyDispatch(big, &Call{}), "num_rdma_bytes", "get_low_latency_rdma_size_hint")
-		phases := l.dispatch(0, false)
+		phases := l.dispatch(4, false)
 		wrong(m.LowLatencyDispatch(phases, &Call{}), "phases")
-		wrong(m.Dispatch(&DispatchArgs{Rows: f.rows(0), Token: 99, Handle: &Handle{NumRanks: 3}}, &Call{}), "handle.num_ranks", "got 3")
+		elsewhere := f.dispatchArgs(99, 0, nil)
+		elsewhere.Handle = &Handle{NumRanks: 3}
+		wrong(m.Dispatch(&elsewhere, &Call{}), "handle.num_ranks", "got 3")
 		_, err := m.WaitCounts(99, 0, nil)
 		wrong(err, "token")
 		_, err = m.Stats(0)

@@ -14,22 +14,23 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// BufferOptions say what buffer is wanted. Ranks must agree on all of it except Device, Preinitialize and Background.
+// BufferOptions describe a buffer. Ranks pass equal options, except Device, Preinitialize and Background.
 type BufferOptions struct {
 	Engine        string // EngineAuto or "", EngineCPU, EngineCUDA
 	Device        int    // ordinal; -1: the current one
-	NumNVLBytes   uint64
-	NumRDMABytes  uint64
-	LowLatency    bool
-	NumQPsPerRank int  // queue pairs toward each rank of another node; 0: 24
-	DisableNVLink bool // low-latency calls go by RDMA inside a node too; V1's allow_nvlink_for_low_latency_mode, turned round
-	AllowMNNVL    bool // NVLink between hosts may be used
-	UseFabric     bool // share memory by fabric handles
-	Shrink        bool // low-latency calls go on without ranks that are lost
-	Preinitialize bool // do everything now that the first call would do
-	Background    bool // return at once; the first operation waits for the rest
-	Timeout       time.Duration
-	FirstTimeout  time.Duration
+	NumNVLBytes   uint64 // memory for normal mode inside a node (SizeHint)
+	NumRDMABytes  uint64 // memory for normal mode between nodes (SizeHint) or for low-latency mode (LowLatencySizeHint)
+	LowLatency    bool   // the buffer is for low-latency calls
+	NumQPsPerRank int    // queue pairs toward each rank of another node; 0: 24
+	DisableNVLink bool   // low-latency calls use RDMA inside a node as well: V1's allow_nvlink_for_low_latency_mode = False
+	AllowMNNVL    bool   // NVLink between hosts may be used
+	UseFabric     bool   // share memory by fabric handles
+	Shrink        bool   // low-latency calls go on without ranks that died, which are masked
+	Preinitialize bool   // NewBuffer does what the first call would otherwise do
+	Background    bool   // NewBuffer returns at once; the first operation waits for the start
+
+	Timeout      time.Duration // of a wait for a peer; 0: DEEPEP_TIMEOUT_MS
+	FirstTimeout time.Duration // the same for the first call of an operation; 0: Timeout, else DEEPEP_FIRST_TIMEOUT_MS
 }
 
 // Buffer is memory that the ranks of a group share, and the order of the calls that use it. NewBuffer makes it, Destroy ends it.
@@ -51,8 +52,9 @@ type Buffer struct {
 	group  *Group
 }
 
-// NewBuffer makes a buffer. Collective: all ranks of the group make theirs in the same order. Where the host itself is at
-// fault the error (of WaitReady and the first call, with Background) says what `deepep doctor` found first.
+// NewBuffer makes a buffer, which the caller ends with Destroy. Collective: all ranks of the group make their buffers in the same
+// order. If the cause of an error lies in the host, the error (with Background, that of WaitReady and of the first call) adds the
+// first FAIL of `deepep doctor`.
 func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error) {
 	s, err := env.Current()
 	if err != nil {
@@ -83,7 +85,7 @@ func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 		return nil, err
 	}
 	if o.Background {
-		ctx = context.WithoutCancel(ctx) // the caller's context may end with his call
+		ctx = context.WithoutCancel(ctx) // the caller's context may end with this call
 	}
 	made, err := engine.New(ctx, &members{g}, opt)
 	if err != nil {
@@ -95,7 +97,7 @@ func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 	return b, nil
 }
 
-// options turns what the caller wants into what the engine takes.
+// options are the engine's options for the caller's.
 func (g *Group) options(o *BufferOptions, s env.Settings) (engine.Options, error) {
 	timeout, first := deadlines(o, s)
 	opt := engine.Options{
@@ -111,13 +113,12 @@ func (g *Group) options(o *BufferOptions, s env.Settings) (engine.Options, error
 	return opt, err
 }
 
-// byQueues says whether some calls of such a buffer go by queue pairs.
+// byQueues reports whether some calls of such a buffer use queue pairs.
 func (g *Group) byQueues(o *BufferOptions) bool {
 	return g.size > 1 && (g.topology.Nodes() > 1 || o.LowLatency && o.DisableNVLink)
 }
 
-// rdma plans how ranks are reached that loads and stores do not reach. The environment's number of queue pairs stands above
-// the program's, since it is there for programs that cannot be changed.
+// rdma plans the queue pairs. The environment's number of them overrides the program's: it is for programs that cannot be changed.
 func (g *Group) rdma(o *BufferOptions, s env.RDMA) (engine.RDMAOptions, error) {
 	wanted := plan.QueueOptions{PerPeer: s.QPs, MaxTokens: s.MaxTokens, Depth: s.QPDepth}
 	if wanted.PerPeer == 0 {
@@ -135,10 +136,10 @@ func (g *Group) rdma(o *BufferOptions, s env.RDMA) (engine.RDMAOptions, error) {
 	}, nil
 }
 
-// maxBytes is the address space of a process, so that sizes never wrap around.
+// maxBytes is the address space of a process. Smaller sizes never wrap around.
 const maxBytes = 1 << 47
 
-// check refuses options that nothing here can do.
+// check refuses options out of range or unsupported.
 func (g *Group) check(o *BufferOptions, s env.Settings) error {
 	for name, bytes := range map[string]uint64{"num_nvl_bytes": o.NumNVLBytes, "num_rdma_bytes": o.NumRDMABytes} {
 		if bytes > maxBytes {
@@ -161,7 +162,7 @@ func (g *Group) check(o *BufferOptions, s env.Settings) error {
 	return nil
 }
 
-// enter gives a buffer its number, the same on all ranks since making buffers is collective.
+// enter numbers a buffer and adds it to the group. The number is the same on all ranks since NewBuffer is collective.
 func (g *Group) enter(b *Buffer) (uint32, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -173,17 +174,19 @@ func (g *Group) enter(b *Buffer) (uint32, error) {
 	return g.made, nil
 }
 
-// publish makes a buffer known to those who watch the ranks.
+// publish lets the watch over the ranks report losses to the buffer.
 func (g *Group) publish(b *Buffer, made *engine.Buffer) {
 	g.mu.Lock()
 	b.engine = made
 	g.mu.Unlock()
 }
 
-// Group is the group that the buffer was made in.
+// Group returns the group that the buffer was made in.
 func (b *Buffer) Group() *Group { return b.group }
 
-// Destroy ends the buffer: local, idempotent, bounded by about 2 s. What peers have mapped of it stays valid for them.
+// Destroy ends the buffer and frees its memory. Local, idempotent, bounded by about 2 s; from any goroutine. What peers have mapped
+// of the memory stays valid for them. It first lets work in flight end, then aborts it; ErrTimeout if that does not end either,
+// whose memory then stays until the process ends.
 func (b *Buffer) Destroy() error {
 	err := b.engine.Destroy()
 	status.Keep(&err, b.group.forget(b))
@@ -193,7 +196,7 @@ func (b *Buffer) Destroy() error {
 	return err
 }
 
-// newPage makes a statistics page that the command-line program can read.
+// newPage makes the statistics page that `deepep top` reads.
 func (g *Group) newPage(h engine.PageHeader) (engine.StatsPage, error) {
 	p, err := monitor.Create("", monitor.Meta{
 		Rank: h.Rank, NumRanks: h.Size, Buffer: h.BufferID, Group: g.name, Host: g.host, Engine: h.Engine, Device: h.Device,

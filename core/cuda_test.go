@@ -3,6 +3,8 @@ package core
 import (
 	"testing"
 	"time"
+
+	"github.com/deepep-go/deepep/core/op"
 )
 
 // The same engine over the CUDA library: every operation once, on memory and streams of a device that the ranks share.
@@ -20,7 +22,7 @@ func TestCUDA(t *testing.T) {
 		i := m.Info()
 		m.check(i.Engine == EngineCUDA && !i.HostStream && i.CommStream != 0 && i.NumDeviceSMs > 0, "%+v", i)
 		for _, fp8 := range []bool{false, true} {
-			m.must(m.Warmup(WarmupOptions{NumTokens: 64, Hidden: 512, NumTopK: 3, NumExperts: 8, LLMaxTokens: 16, LLHidden: 512, LLNumTopK: 3, LLNumExperts: 8, UseFP8: fp8}))
+			m.must(m.Warmup(WarmupOptions{NumTokens: 64, Hidden: 512, NumTopK: 3, NumExperts: 8, LLNumMaxTokens: 16, LLHidden: 512, LLNumTopK: 3, LLNumExperts: 8, UseFP8: op.Bool(fp8)}))
 		}
 		comm := i.CommStream
 		done := m.event()
@@ -31,16 +33,16 @@ func TestCUDA(t *testing.T) {
 		m.must(m.CleanMask(&Call{Stream: comm, Event: done}))
 		m.must(done.Wait(10 * time.Second))
 		m.must(done.Destroy())
-		for _, op := range []uint32{OpLayout, OpNotify, OpDispatch, OpCombine, OpLLDispatch, OpLLCombine} {
-			s, err := m.Stats(op)
+		for _, number := range []Operation{OpLayout, OpNotify, OpDispatch, OpCombine, OpLLDispatch, OpLLCombine} {
+			s, err := m.Stats(number)
 			m.must(err)
 			calls := uint64(2)
-			if op == OpLLDispatch || op == OpLLCombine {
+			if number == OpLLDispatch || number == OpLLCombine {
 				calls = 4 // each warm-up fills both slots
 			}
-			m.check(s.Calls == calls && s.Errors == 0, "%s: %+v", OpName(op), s)
+			m.check(s.Calls == calls && s.Errors == 0, "%s: %+v", number, s)
 			if m.rank == 0 {
-				t.Logf("%s: %v %v", OpName(op), s.P50, s.Max)
+				t.Logf("%s: %v %v", number, s.P50, s.Max)
 			}
 		}
 		segment, err := m.NewSegment(t.Context(), 1<<20)

@@ -11,11 +11,11 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// doctorLimit is how long the look at the host may keep an error back; it takes some 50 ms.
+// doctorLimit bounds the examination of the host, which delays the error. It usually takes 50 ms.
 const doctorLimit = 2 * time.Second
 
-// diagnosed adds the doctor's first FAIL to an error whose cause may lie in the host. Arguments, disagreement and dead
-// peers are not such.
+// diagnosed adds the doctor's first FAIL to an error whose cause may lie in the host, unlike invalid arguments, disagreement among
+// ranks and dead peers.
 func (g *Group) diagnosed(err error, o *BufferOptions) error {
 	switch status.CodeOf(err) {
 	case status.System, status.Device, status.OutOfMemory, status.NotFound:
@@ -30,7 +30,7 @@ func (g *Group) diagnosed(err error, o *BufferOptions) error {
 	return err
 }
 
-// examination is what the host is measured against: the use that was wanted and the memory that it takes.
+// examination is what the doctor examines the host for: the wanted use and the memory that it takes.
 func (g *Group) examination(o *BufferOptions) doctor.Options {
 	e := doctor.Options{For: doctor.ForCPU, Version: versionText(), Ranks: g.topology.NodeSize()}
 	bytes := o.NumNVLBytes + o.NumRDMABytes

@@ -17,14 +17,14 @@ const (
 	EngineCUDA = env.EngineCUDA
 )
 
-// EngineInfo says whether an engine can be used.
+// EngineInfo describes an engine.
 type EngineInfo struct {
-	Name         string // as it was chosen: never "auto"
-	Available    bool   // its library was found and has a device
+	Name         string // of the chosen engine: never "auto"
+	Available    bool   // its library was loaded and has a device
 	NumDevices   int
 	SM90Compiled bool // has code for compute capability 9.0
 	Path, Build  string
-	Reason       string // why it is not available; what was tried
+	Reason       string // why it is not available, with the paths tried
 }
 
 var libraries struct {
@@ -32,7 +32,7 @@ var libraries struct {
 	loaded map[string]*kern.Library // by engine and folder
 }
 
-// loadEngine loads a kernel library once per folder setting; a failure is tried again.
+// loadEngine loads a kernel library once per folder setting. After a failure the next call tries again.
 func loadEngine(name, dir string) (*kern.Library, error) {
 	libraries.Lock()
 	defer libraries.Unlock()
@@ -51,8 +51,8 @@ func loadEngine(name, dir string) (*kern.Library, error) {
 	return l, nil
 }
 
-// chooseEngine turns a name into a loaded library. "auto" or "" is DEEPEP_ENGINE's choice, and without one CUDA where
-// its library and a device are there, else CPU.
+// chooseEngine loads the library of an engine. "auto" or "" is DEEPEP_ENGINE, and without that CUDA if its library loads and has a
+// device, else CPU.
 func chooseEngine(name string, s env.Settings) (*kern.Library, string, error) {
 	if name == "" || name == EngineAuto {
 		name = s.Engine
@@ -72,26 +72,27 @@ func chooseEngine(name string, s env.Settings) (*kern.Library, string, error) {
 	return l, EngineCPU, err
 }
 
-// joinedLibrary is the kernel library of the CUDA engine for nodes joined by RDMA: the same kernels, and NVSHMEM.
-const joinedLibrary = "nvshmem"
+// internodeLibrary is the CUDA engine's kernel library for queue pairs: the same kernels, and NVSHMEM.
+const internodeLibrary = "nvshmem"
 
-// libraryFor is the library for a buffer of which a part goes by queue pairs, or not. It is that of the engine; the CUDA
-// engine has a second one, which needs NVSHMEM and is loaded for such buffers alone.
+// libraryFor returns the library for a buffer: that of the engine. The CUDA engine has a second one, which needs NVSHMEM and is
+// loaded only for buffers with queue pairs.
 func libraryFor(l *kern.Library, engine string, byQueues bool, s env.Settings) (*kern.Library, error) {
 	if !byQueues || l.HasTransport() || engine != EngineCUDA {
 		return l, nil
 	}
-	joined, err := loadEngine(joinedLibrary, s.Kernels)
+	internode, err := loadEngine(internodeLibrary, s.Kernels)
 	switch {
 	case err != nil:
-		return nil, status.Errorf(status.Unsupported, "ranks beyond NVLink are reached through libdeepep_%s.so, which cannot be loaded: %w", joinedLibrary, err)
-	case joined.NumDevices == 0:
-		return nil, status.Errorf(status.Unsupported, "ranks beyond NVLink are reached through %s, which cannot be used: %s", joined.Path, joined.Reason)
+		return nil, status.Errorf(status.Unsupported, "ranks beyond NVLink are reached through libdeepep_%s.so, which cannot be loaded: %w", internodeLibrary, err)
+	case internode.NumDevices == 0:
+		return nil, status.Errorf(status.Unsupported, "ranks beyond NVLink are reached through %s, which cannot be used: %s", internode.Path, internode.Reason)
 	}
-	return joined, nil
+	return internode, nil
 }
 
-// QueryEngine loads an engine's library and says what it has. A library that is missing is no error: Reason tells.
+// QueryEngine loads an engine's library and describes it. Local. A library that is missing is no error: Available is false and
+// Reason says why. ErrInvalidArgument for an unknown name or damaged settings.
 func QueryEngine(name string) (EngineInfo, error) {
 	s, err := env.Current()
 	if err != nil {

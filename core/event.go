@@ -45,7 +45,7 @@ func (e *Event) Destroy() error { return (*engine.Event)(e).Destroy() }
 // Segment is memory of this rank, beside the buffer's own, that peers write rows into and read rows from. It belongs to the
 // caller until Release.
 type Segment struct {
-	Index   int // RecvSegment or XSegment of a call; equal on all ranks
+	Number  int32 // RecvSegment or XSegment of a call: 1 or more, equal on all ranks
 	Address uintptr
 	Bytes   uint64
 	engine  *engine.Segment

@@ -18,15 +18,16 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// GroupOptions say who belongs together. The zero value of every field but Exchanger is the default.
+// GroupOptions describe a group. The zero value of every field but Exchanger is the default.
 type GroupOptions struct {
-	Exchanger   Exchanger     // closed by the group
-	NumNVLPeers int           // ranks of one NVLink domain; 0: the environment's number, or 8
-	Background  bool          // return after the one exchange; what remains goes on behind
-	Timeout     time.Duration // for the exchange and the start; 0: the environment's for first calls
+	Exchanger   Exchanger     // NewGroup closes it
+	NumNVLPeers int           // ranks of one NVLink domain; 0: DEEPEP_NUM_MAX_NVL_PEERS, or 8
+	Background  bool          // NewGroup returns after the exchange; the start goes on in a goroutine
+	Timeout     time.Duration // of the exchange and of the start; 0: DEEPEP_FIRST_TIMEOUT_MS
 }
 
-// Group is ranks that know each other: a channel of their own, and who of them is alive.
+// Group is a set of ranks that are connected with each other and watch which of them are alive. NewGroup makes it, Destroy ends it.
+// Methods may be called from any goroutine.
 type Group struct {
 	rank, size int
 	topology   plan.Topology
@@ -48,7 +49,8 @@ type Group struct {
 	ended   bool
 }
 
-// NewGroup forms a group. Collective; the Exchanger is used once, on this thread.
+// NewGroup connects the ranks. Collective; it uses the Exchanger once, on this goroutine, and closes it. Errors: ErrInvalidArgument,
+// ErrMismatch if ranks disagree on NumNVLPeers or have different versions, ErrTimeout with the missing ranks, ErrPeerDead.
 func NewGroup(ctx context.Context, o GroupOptions) (*Group, error) {
 	if o.Exchanger == nil {
 		return nil, status.InvalidArg("exchanger", "none", "NewCallback, NewLocal, DialTCP or OpenFile")
@@ -115,10 +117,10 @@ func samePeers(peers []bootstrap.Peer) error {
 
 func versionText() string { return fmt.Sprintf("%d.%d.%d", VersionMajor, VersionMinor, VersionPatch) }
 
-// connect joins the ranks directly, behind the caller's back if asked.
+// connect opens the channel among the ranks, in a goroutine if background is set.
 func (g *Group) connect(ctx context.Context, pending *bootstrap.Pending, background bool) error {
 	if background {
-		ctx = context.WithoutCancel(ctx) // the caller's context may end with his call
+		ctx = context.WithoutCancel(ctx) // the caller's context may end with this call
 	}
 	limited, done := context.WithTimeout(ctx, g.limit)
 	limited, g.cancel = context.WithCancelCause(limited)
@@ -139,7 +141,7 @@ func (g *Group) connect(ctx context.Context, pending *bootstrap.Pending, backgro
 	return g.err
 }
 
-// Rank is this rank's number.
+// Rank is this rank's number, from 0.
 func (g *Group) Rank() int { return g.rank }
 
 // Size is the number of ranks.
@@ -148,7 +150,7 @@ func (g *Group) Size() int { return g.size }
 // NumNVLPeers is the number of ranks of one node.
 func (g *Group) NumNVLPeers() int { return g.topology.Peers }
 
-// wait waits for the start.
+// wait waits for the group's start.
 func (g *Group) wait(ctx context.Context) error {
 	select {
 	case <-g.ready:
@@ -158,8 +160,8 @@ func (g *Group) wait(ctx context.Context) error {
 	}
 }
 
-// Destroy ends the group: local, bounded, once is enough. Buffers of the group stay usable; with the last of them the
-// group's channel goes, and the other ranks learn that this one has left.
+// Destroy ends the group. Local, idempotent, bounded. Buffers of the group stay usable; with the last of them the
+// group's channel closes, and the other ranks see that this one has left.
 func (g *Group) Destroy() error {
 	g.mu.Lock()
 	g.closed = true
@@ -171,7 +173,7 @@ func (g *Group) Destroy() error {
 	return nil
 }
 
-// takeEnd says, once, that nobody needs the group any more. The lock is held.
+// takeEnd returns true once, when the group is destroyed and has no buffer left. g.mu is held.
 func (g *Group) takeEnd() bool {
 	if !g.closed || len(g.buffers) > 0 || g.ended {
 		return false
@@ -180,7 +182,7 @@ func (g *Group) takeEnd() bool {
 	return true
 }
 
-// startGrace is how long a start that was told to stop may take.
+// startGrace is how long a cancelled start may take.
 const startGrace = 500 * time.Millisecond
 
 func (g *Group) end() error {
@@ -193,7 +195,7 @@ func (g *Group) end() error {
 	return g.link.close()
 }
 
-// forget takes a destroyed buffer off the list, and with the last one ends a group that was destroyed before.
+// forget removes a destroyed buffer, and with the last one ends a group that was destroyed before.
 func (g *Group) forget(b *Buffer) error {
 	g.mu.Lock()
 	delete(g.buffers, b)

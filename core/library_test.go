@@ -49,8 +49,8 @@ func TestHintsCoverTheLibrarysNeeds(t *testing.T) {
 
 func TestNormalHintsCoverTheFloor(t *testing.T) {
 	l := cpuLibrary(t)
-	least := Config{NumSMs: 2, NVLSendChunk: 1, NVLRecvChunk: 2, RDMASendChunk: 1, RDMARecvChunk: 2}
-	for _, c := range []Config{least, DefaultConfig()} {
+	least := plan.Config{NumSMs: 2, NVLSendChunk: 1, NVLRecvChunk: 2, RDMASendChunk: 1, RDMARecvChunk: 2}
+	for _, c := range []plan.Config{least, plan.DefaultConfig} {
 		for _, ranks := range []int{1, 2, 3, 8} {
 			for _, hiddenBytes := range []int64{16, 272, 14336, 65536} {
 				hint, err := c.NVLBytes(hiddenBytes, plan.Topology{Ranks: ranks, Peers: 8})
@@ -69,8 +69,8 @@ func TestNormalHintsCoverTheFloor(t *testing.T) {
 // Between nodes too: whatever the configuration, a buffer by its two hints serves rows of that size.
 func TestHintsOfNodesCoverTheFloor(t *testing.T) {
 	l := cpuLibrary(t)
-	least := Config{NumSMs: 2, NVLSendChunk: 1, NVLRecvChunk: 2, RDMASendChunk: 1, RDMARecvChunk: 2}
-	for _, c := range []Config{least, DefaultConfig()} {
+	least := plan.Config{NumSMs: 2, NVLSendChunk: 1, NVLRecvChunk: 2, RDMASendChunk: 1, RDMARecvChunk: 2}
+	for _, c := range []plan.Config{least, plan.DefaultConfig} {
 		for _, top := range []plan.Topology{{Ranks: 2, Peers: 1}, {Ranks: 4, Peers: 2}, {Ranks: 6, Peers: 2}, {Ranks: 16, Peers: 1}, {Ranks: 64, Peers: 8}, {Ranks: 1024, Peers: 8}} {
 			for _, hiddenBytes := range []int64{16, 272, 14336, 65536} {
 				nvl, err := c.NVLBytes(hiddenBytes, top)

@@ -12,6 +12,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/env"
 )
 
@@ -86,18 +87,18 @@ func warmupAndStatistics(t *testing.T, perNode int) {
 	o.NumNVLBytes = 4 << 20
 	onNodes(t, 4, perNode, o, func(m *member) {
 		for _, fp8 := range []bool{false, true} {
-			m.must(m.Warmup(WarmupOptions{NumTokens: 16, Hidden: 256, NumTopK: 3, NumExperts: 8, LLMaxTokens: 16, LLHidden: 256, LLNumTopK: 3, LLNumExperts: 8, UseFP8: fp8}))
+			m.must(m.Warmup(WarmupOptions{NumTokens: 16, Hidden: 256, NumTopK: 3, NumExperts: 8, LLNumMaxTokens: 16, LLHidden: 256, LLNumTopK: 3, LLNumExperts: 8, UseFP8: op.Bool(fp8)}))
 		}
 		m.check(errors.Is(m.Warmup(WarmupOptions{Hidden: 256}), ErrInvalidArgument), "a warm-up without experts")
-		for _, op := range []uint32{OpLayout, OpNotify, OpDispatch, OpCombine, OpLLDispatch, OpLLCombine} {
-			s, err := m.Stats(op)
+		for _, number := range []Operation{OpLayout, OpNotify, OpDispatch, OpCombine, OpLLDispatch, OpLLCombine} {
+			s, err := m.Stats(number)
 			m.must(err)
 			calls := uint64(2)
-			if op == OpLLDispatch || op == OpLLCombine {
+			if number == OpLLDispatch || number == OpLLCombine {
 				calls = 4 // each warm-up fills both slots
 			}
-			m.check(s.Calls == calls && s.Errors == 0 && s.Total > 0 && s.P50 > 0 && s.P99 >= s.P50 && s.Max >= s.P99, "%s: %+v", OpName(op), s)
-			if op == OpDispatch {
+			m.check(s.Calls == calls && s.Errors == 0 && s.Total > 0 && s.P50 > 0 && s.P99 >= s.P50 && s.Max >= s.P99, "%s: %+v", number, s)
+			if number == OpDispatch {
 				var sum uint64
 				for _, n := range s.BytesToPeer {
 					sum += n
@@ -257,18 +258,6 @@ func TestHintsAndDefaults(t *testing.T) {
 	}
 	if _, err := SizeHint(c, 14336, 0, false); !errors.Is(err, ErrInvalidArgument) {
 		t.Error(err)
-	}
-}
-
-func TestVersionIsThatOfTheHeader(t *testing.T) {
-	text, err := os.ReadFile("../include/deepep.h")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for name, n := range map[string]int{"MAJOR": VersionMajor, "MINOR": VersionMinor, "PATCH": VersionPatch} {
-		if want := fmt.Sprintf("#define DEEPEP_VERSION_%s %d\n", name, n); !strings.Contains(string(text), want) {
-			t.Errorf("the header does not say %q", want)
-		}
 	}
 }
 

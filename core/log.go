@@ -11,7 +11,7 @@ import (
 	"github.com/deepep-go/deepep/internal/env"
 )
 
-// LogFunc receives log lines instead of DEEPEP_LOG's place. level: 0 debug, 1 info, 2 warn, 3 error.
+// LogFunc receives log lines instead of DEEPEP_LOG's file. level: 0 debug, 1 info, 2 warn, 3 error.
 type LogFunc func(level int, message string)
 
 var (
@@ -20,7 +20,7 @@ var (
 	logged = map[string]*zap.Logger{} // by level and path
 )
 
-// SetLog sets who receives log lines, from any goroutine; nil: DEEPEP_LOG's place again.
+// SetLog sets the function that receives the log lines of all groups; nil: DEEPEP_LOG's file again. f is called from any goroutine.
 func SetLog(f LogFunc) {
 	if f == nil {
 		logTo.Store(nil)
@@ -34,7 +34,7 @@ var levels = map[string]zapcore.Level{
 	env.LogError: zapcore.ErrorLevel, env.LogOff: zapcore.FatalLevel,
 }
 
-// logger is the one for these settings. A file that cannot be opened silences nobody: lines go to standard error then.
+// logger returns the logger for these settings. If the file cannot be opened, lines go to standard error.
 func logger(s env.Settings) *zap.Logger {
 	logMu.Lock()
 	defer logMu.Unlock()
@@ -52,8 +52,8 @@ func logger(s env.Settings) *zap.Logger {
 	return l
 }
 
-// descriptor is one of our own. Go's os.File would end the process on a write to a closed standard error; this one
-// only loses the line.
+// descriptor is a file descriptor of this package. A write of Go's os.File to a closed standard error ends the process; a write of
+// this one only loses the line.
 type descriptor int
 
 func openSink(path string) zapcore.WriteSyncer {
@@ -64,7 +64,7 @@ func openSink(path string) zapcore.WriteSyncer {
 	}
 	fd, err := unix.FcntlInt(2, unix.F_DUPFD_CLOEXEC, 3)
 	if err != nil {
-		fd = -1 // standard error is closed: nobody would read it
+		fd = -1 // standard error is closed
 	}
 	return zapcore.Lock(descriptor(fd))
 }
@@ -82,12 +82,12 @@ func (s descriptor) Write(p []byte) (int, error) {
 
 func (s descriptor) Sync() error { return nil }
 
-// divert sends lines to the caller's function where there is one.
+// divert sends lines to the LogFunc, if one is set.
 type divert struct{ zapcore.Core }
 
 func (d *divert) With(fields []zapcore.Field) zapcore.Core { return &divert{d.Core.With(fields)} }
 
-// Enabled: the caller's function gets every line and chooses itself.
+// Enabled lets every line through to a LogFunc, which filters by itself.
 func (d *divert) Enabled(l zapcore.Level) bool { return logTo.Load() != nil || d.Core.Enabled(l) }
 
 func (d *divert) Check(e zapcore.Entry, c *zapcore.CheckedEntry) *zapcore.CheckedEntry {

@@ -5,6 +5,7 @@ import (
 	"runtime"
 	"testing"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -47,12 +48,12 @@ func newLowLatency(pin *runtime.Pinner, rank, ranks, tokens, b, hidden, k, exper
 	return l
 }
 
-func (l *lowLatency) dispatch(phases uint32, fp8 bool) *LLDispatchArgs {
+func (l *lowLatency) dispatch(phases Phase, fp8 bool) *LLDispatchArgs {
 	a := &LLDispatchArgs{
 		Phases: phases, NumTokens: int32(l.tokens), NumMaxTokens: int32(l.b), Hidden: int32(l.hidden), NumTopK: int32(l.k),
-		NumExperts: int32(l.experts), IndexType: Int64, UseFP8: fp8, X: AddressOf(l.pin, l.x), TopKIdx: AddressOf(l.pin, l.index), TopKWeights: AddressOf(l.pin, l.weights),
+		NumExperts: int32(l.experts), IndexType: Int64, UseFP8: op.Bool(fp8), X: AddressOf(l.pin, l.x), TopKIdx: AddressOf(l.pin, l.index), TopKWeights: AddressOf(l.pin, l.weights),
 		RecvX: AddressOf(l.pin, l.recvX), RecvCount: AddressOf(l.pin, l.count), SrcInfo: AddressOf(l.pin, l.source), LayoutRange: AddressOf(l.pin, l.ranges),
-		CumulativeStats: AddressOf(l.pin, l.stats), WaitStats: AddressOf(l.pin, l.waits),
+		CumulativeRecvStats: AddressOf(l.pin, l.stats), WaitRecvCostStats: AddressOf(l.pin, l.waits),
 	}
 	if fp8 {
 		a.RecvX, a.RecvXScales = AddressOf(l.pin, l.recv8), AddressOf(l.pin, l.scales)
@@ -60,11 +61,11 @@ func (l *lowLatency) dispatch(phases uint32, fp8 bool) *LLDispatchArgs {
 	return a
 }
 
-func (l *lowLatency) combine(phases uint32, flags int32) *LLCombineArgs {
+func (l *lowLatency) combine(phases Phase, flags Flags) *LLCombineArgs {
 	return &LLCombineArgs{
 		Phases: phases, Flags: flags, NumTokens: int32(l.tokens), NumMaxTokens: int32(l.b), Hidden: int32(l.hidden), NumTopK: int32(l.k),
 		NumExperts: int32(l.experts), IndexType: Int64, X: AddressOf(l.pin, l.recvX), TopKIdx: AddressOf(l.pin, l.index), TopKWeights: AddressOf(l.pin, l.weights),
-		SrcInfo: AddressOf(l.pin, l.source), LayoutRange: AddressOf(l.pin, l.ranges), CombinedX: AddressOf(l.pin, l.combined), WaitStats: AddressOf(l.pin, l.waits),
+		SrcInfo: AddressOf(l.pin, l.source), LayoutRange: AddressOf(l.pin, l.ranges), CombinedX: AddressOf(l.pin, l.combined), WaitRecvCostStats: AddressOf(l.pin, l.waits),
 	}
 }
 

@@ -10,7 +10,7 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// link is the ranks joined: their channel, and the watch over who is alive.
+// link is the connection to the other ranks: the channel, and the watch over which of them are alive.
 type link struct {
 	channel *bootstrap.Channel
 	watch   *health.Watcher
@@ -22,7 +22,7 @@ func (l *link) open(ctx context.Context, pending *bootstrap.Pending, g *Group) (
 	if err != nil {
 		return err
 	}
-	watch, err := health.Start(ctx, channel, health.Options{Heartbeat: g.settings.Heartbeat, Log: g.log, OpName: engine.OpName})
+	watch, err := health.Start(ctx, channel, health.Options{Heartbeat: g.settings.Heartbeat, Log: g.log})
 	if err != nil {
 		_ = channel.CloseWith(err) // the first error counts
 		return err
@@ -53,7 +53,7 @@ type members struct{ g *Group }
 func (m *members) Rank() int { return m.g.rank }
 func (m *members) Size() int { return m.g.size }
 
-// Join waits for the start of the group, which a background buffer may come before.
+// Join waits for the group's start, which may still run when a background buffer starts.
 func (m *members) Join(ctx context.Context) error { return m.g.wait(ctx) }
 
 func (m *members) Exchange(ctx context.Context, tag string, blob []byte, fds []int) ([]device.Message, error) {

@@ -35,7 +35,7 @@ func softly(t *testing.T, seed int) {
 // normalRoom is what a normal-mode buffer of nodes takes by the hints for the smallest configuration there is.
 func normalRoom(t testing.TB, g grouping, rowBytes int64) BufferOptions {
 	t.Helper()
-	c, top := Config{NumSMs: 2, NVLSendChunk: 1, NVLRecvChunk: 2, RDMASendChunk: 1, RDMARecvChunk: 2}, plan.Topology{Ranks: g.ranks(), Peers: g.perNode}
+	c, top := plan.Config{NumSMs: 2, NVLSendChunk: 1, NVLRecvChunk: 2, RDMASendChunk: 1, RDMARecvChunk: 2}, plan.Topology{Ranks: g.ranks(), Peers: g.perNode}
 	nvl, err := c.NVLBytes(rowBytes, top)
 	if err != nil {
 		t.Fatal(err)
@@ -56,7 +56,7 @@ func TestLayoutOfNodes(t *testing.T) {
 			perRank, perNode, perExpert := make([]int32, m.size), make([]int32, g.nodes), make([]int32, experts)
 			inRank := make([]uint8, 20*m.size)
 			m.must(m.Layout(&LayoutArgs{NumTokens: int32(own.tokens), NumTopK: k, NumExperts: int32(experts), IndexType: Int64, TopKIdx: address(m, own.index),
-				TokensPerRank: address(m, perRank), TokensPerNode: address(m, perNode), TokensPerExpert: address(m, perExpert), TokenInRank: address(m, inRank)}, &Call{}))
+				NumTokensPerRank: address(m, perRank), NumTokensPerRDMARank: address(m, perNode), NumTokensPerExpert: address(m, perExpert), IsTokenInRank: address(m, inRank)}, &Call{}))
 			want := make([]int32, g.nodes)
 			for token := range own.tokens {
 				for node := range g.nodes { // once for a node, however many of its ranks want the token
@@ -105,7 +105,7 @@ func TestSmallRDMABuffers(t *testing.T) {
 			m.must(err)
 		}
 	})
-	hint, err := DefaultConfig().RDMABytes(2064, plan.Topology{Ranks: 4, Peers: 2})
+	hint, err := plan.DefaultConfig.RDMABytes(2064, plan.Topology{Ranks: 4, Peers: 2})
 	if err != nil || floor == 0 || floor > hint {
 		t.Fatalf("floor %d, hint %d, %v", floor, hint, err)
 	}
@@ -115,7 +115,7 @@ func TestSmallRDMABuffers(t *testing.T) {
 func (m *member) combineNothing(hidden int) error {
 	prefix := make([]int32, m.size*m.size)
 	h := &Handle{NumRanks: int32(m.size), RankPrefixMatrix: address(m, prefix)}
-	return m.Combine(&CombineArgs{Hidden: int64(hidden), XSegment: -1, Handle: h}, &Call{})
+	return m.Combine(&CombineArgs{Hidden: int64(hidden), Handle: h}, &Call{})
 }
 
 func TestLowLatencyAcrossNodes(t *testing.T) {

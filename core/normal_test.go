@@ -2,6 +2,7 @@ package core
 
 import (
 	"fmt"
+	"runtime"
 	"testing"
 
 	"github.com/deepep-go/deepep/internal/status"
@@ -108,6 +109,7 @@ type fixed struct {
 	inRank                     []uint8
 	prefix, head, source       []int32
 	handle                     Handle
+	pin                        *runtime.Pinner
 }
 
 func newFixed(m *member, tokens, k, experts, hidden int) *fixed {
@@ -125,27 +127,37 @@ func newFixed(m *member, tokens, k, experts, hidden int) *fixed {
 			f.weights[t*k+i] = 1
 		}
 	}
+	f.pin = &m.pin
 	f.handle = Handle{RankPrefixMatrix: address(m, f.prefix), SendHead: address(m, f.head)}
 	return f
 }
 
-func (f *fixed) rows(worst int) Rows {
-	return Rows{NumTokens: int32(f.tokens), NumTopK: int32(f.k), NumExperts: int32(f.experts), NumWorstTokens: int32(worst), NumScales: 2,
-		XType: FP8, Hidden: int64(f.hidden)}
+func (f *fixed) notifyArgs(worst int) NotifyArgs {
+	return NotifyArgs{
+		NumTokens: int32(f.tokens), NumTopK: int32(f.k), NumExperts: int32(f.experts), NumWorstTokens: int32(worst), NumScales: 2, XType: FP8,
+		Hidden: int64(f.hidden), ExpertAlignment: 8, NumTokensPerRank: AddressOf(f.pin, f.perRank), NumTokensPerExpert: AddressOf(f.pin, f.perExpert),
+		IsTokenInRank: AddressOf(f.pin, f.inRank), Handle: &f.handle,
+	}
+}
+
+// dispatchArgs are those of the second step, with the tensors that a dispatch reads.
+func (f *fixed) dispatchArgs(token uint64, worst int, scales []float32) DispatchArgs {
+	n := f.notifyArgs(worst)
+	a := n.Dispatch(token)
+	a.IndexType, a.X, a.XScales, a.TopKIdx, a.TopKWeights = Int64, AddressOf(f.pin, f.x), AddressOf(f.pin, scales), AddressOf(f.pin, f.index), AddressOf(f.pin, f.weights)
+	return a
 }
 
 func (f *fixed) layout(m *member) {
 	m.must(m.Layout(&LayoutArgs{
 		NumTokens: int32(f.tokens), NumTopK: int32(f.k), NumExperts: int32(f.experts), IndexType: Int64, TopKIdx: address(m, f.index),
-		TokensPerRank: address(m, f.perRank), TokensPerExpert: address(m, f.perExpert), TokenInRank: address(m, f.inRank),
+		NumTokensPerRank: address(m, f.perRank), NumTokensPerExpert: address(m, f.perExpert), IsTokenInRank: address(m, f.inRank),
 	}, &Call{}))
 }
 
 func (f *fixed) notify(m *member, worst int) (uint64, error) {
-	return m.Notify(&NotifyArgs{
-		Rows: f.rows(worst), ExpertAlignment: 8, TokensPerRank: address(m, f.perRank), TokensPerExpert: address(m, f.perExpert),
-		TokenInRank: address(m, f.inRank), Handle: &f.handle,
-	}, &Call{})
+	args := f.notifyArgs(worst)
+	return m.Notify(&args, &Call{})
 }
 
 // FP8 rows with strided scales, aligned counts, then the same rows once more through the handle.
@@ -173,11 +185,9 @@ func scalesAndCached(m *member) {
 	f.handle.RecvSrcIdx = address(m, f.source)
 	recv, recvScales := make([]uint8, n*32+16), make([]float32, n*2+16)
 	idx, weights := make([]int64, n*2+16), make([]float32, n*2+16)
-	args := DispatchArgs{
-		Rows: f.rows(0), Token: token, IndexType: Int64, X: address(m, f.x), XScales: address(m, scales), ScaleTokenStride: 8, ScaleStride: 3,
-		TopKIdx: address(m, f.index), TopKWeights: address(m, f.weights), Handle: &f.handle, RecvSegment: -1, RecvX: address(m, recv),
-		RecvXScales: address(m, recvScales), RecvTopKIdx: address(m, idx), RecvTopKWeights: address(m, weights),
-	}
+	args := f.dispatchArgs(token, 0, scales)
+	args.ScaleTokenStride, args.ScaleStride = 8, 3
+	args.RecvX, args.RecvXScales, args.RecvTopKIdx, args.RecvTopKWeights = address(m, recv), address(m, recvScales), address(m, idx), address(m, weights)
 	m.must(m.Dispatch(&args, &Call{}))
 	check := func(what string) {
 		for row := range n {
@@ -195,7 +205,7 @@ func scalesAndCached(m *member) {
 	clear(recv)
 	clear(recvScales)
 	cached := args
-	cached.Cached, cached.Token, cached.NumTopK, cached.NumExperts, cached.TopKIdx, cached.TopKWeights = true, 0, 0, 0, 0, 0
+	cached.Cached, cached.Token, cached.NumTopK, cached.NumExperts, cached.TopKIdx, cached.TopKWeights = 1, 0, 0, 0, 0, 0
 	m.check(status.CodeOf(m.Dispatch(&cached, &Call{})) == status.InvalidArgument, "outputs of top-k without top-k")
 	cached.RecvTopKIdx, cached.RecvTopKWeights = 0, 0
 	m.must(m.Dispatch(&cached, &Call{}))
@@ -219,11 +229,10 @@ func worstCase(m *member) {
 	f.source = make([]int32, worst)
 	f.handle.RecvSrcIdx = address(m, f.source)
 	recv, recvScales, idx, weights := make([]uint8, worst*32), make([]float32, worst*2), make([]int64, worst*2), make([]float32, worst*2)
-	m.must(m.Dispatch(&DispatchArgs{
-		Rows: f.rows(worst), Token: token, IndexType: Int64, X: address(m, f.x), XScales: address(m, scales), ScaleTokenStride: 2, ScaleStride: 1,
-		TopKIdx: address(m, f.index), TopKWeights: address(m, f.weights), Handle: &f.handle, RecvSegment: -1, RecvX: address(m, recv),
-		RecvXScales: address(m, recvScales), RecvTopKIdx: address(m, idx), RecvTopKWeights: address(m, weights),
-	}, &Call{}))
+	args := f.dispatchArgs(token, worst, scales)
+	args.ScaleTokenStride, args.ScaleStride = 2, 1
+	args.RecvX, args.RecvXScales, args.RecvTopKIdx, args.RecvTopKWeights = address(m, recv), address(m, recvScales), address(m, idx), address(m, weights)
+	m.must(m.Dispatch(&args, &Call{}))
 	n := int(f.prefix[(m.size-1)*m.size+m.rank])
 	m.check(n > 0 && n < worst, "%d rows came", n)
 	for row := range worst {

@@ -11,8 +11,8 @@ import (
 // Layout counts, from the experts that each token chose, the tokens for each rank and each expert, and marks which ranks a token
 // goes to. Local.
 //
-// In: TopKIdx int32 or int64 [T,K], -1 for no choice. Out: TokensPerRank int32 [R], TokensPerNode int32 [nodes] or 0,
-// TokensPerExpert int32 [E], TokenInRank uint8 [T,R], 1 where a token has an expert at that rank.
+// In: TopKIdx int32 or int64 [T,K], -1 for no choice. Out: NumTokensPerRank int32 [R], NumTokensPerRDMARank int32 [nodes] or 0,
+// NumTokensPerExpert int32 [E], IsTokenInRank uint8 [T,R], 1 where a token has an expert at that rank.
 //
 // Stream order, memory and errors are those of every operation (see Buffer).
 func (b *Buffer) Layout(a *LayoutArgs, c *Call) error { return b.engine.Layout(a, c.engine()) }
@@ -21,7 +21,7 @@ func (b *Buffer) Layout(a *LayoutArgs, c *Call) error { return b.engine.Layout(a
 // matrices. The token that it returns names the exchange in WaitCounts, CountsLen and Dispatch. Collective: all ranks call it
 // with equal Hidden, XType, NumTopK, NumExperts, NumScales and NumWorstTokens, else all get ErrMismatch.
 //
-// In: TokensPerRank int32 [R], TokensPerExpert int32 [E] or 0 and TokenInRank uint8 [T,R], as Layout writes them;
+// In: NumTokensPerRank int32 [R], NumTokensPerExpert int32 [E] or 0 and IsTokenInRank uint8 [T,R], as Layout writes them;
 // ExpertAlignment is what the counts of WaitCounts are rounded up to. Out: Handle.RankPrefixMatrix int32 [R,R] and
 // Handle.SendHead int32 [T,R], in the caller's memory, filled on the stream; Handle.NumTokens and NumRanks are set before
 // Notify returns. With NumWorstTokens > 0 no rank waits for counts: recv_x has so many rows.
@@ -74,15 +74,15 @@ func (b *Buffer) Combine(a *CombineArgs, c *Call) error { return b.engine.Combin
 // LowLatencyDispatch sends each token's row to each expert that it chose, straight into that expert's part of RecvX, without an
 // exchange of counts. Collective; the buffer was made with LowLatency.
 //
-// Phases is Send, Recv or SendRecv. Send issues the rows and sets Ticket; Recv, with that ticket, the same shape and the same
+// Phases is Send, Recv, or SendRecv or 0 for both. Send issues the rows and sets Ticket; Recv, with that ticket, the same shape and the same
 // stream, waits for the rows and writes the outputs. Other work may run in between. Two sends may be without their receive; a
 // third is ErrInvalidState.
 //
 // In: X BF16 [T,H] with T <= B; TopKIdx [T,K] of IndexType, -1 for no choice; TopKWeights float32 [T,K] or 0: sent along, so that
 // the combine may reduce at the experts' rank. Out: RecvX [L, R*B, H], BF16, or e4m3 with UseFP8; RecvXScales, with UseFP8,
 // float32 [L, H/128, R*B] in memory, or int32 [L, H/512, R*B] with LLUE8M0; RecvCount int32 [L]; SrcInfo int32 [L, R*B], the
-// row's token at its source; LayoutRange int64 [L,R], (first row << 32) | count. CumulativeStats int32 [L] and WaitStats int64
-// [R] (ns waited for each rank) are added to, or 0. Rows past RecvCount are undefined.
+// row's token at its source; LayoutRange int64 [L,R], (first row << 32) | count. CumulativeRecvStats int32 [L] and
+// WaitRecvCostStats int64 [R] (ns waited for each rank) are added to, or 0. Rows past RecvCount are undefined.
 //
 // Errors beside those of Buffer: ErrInvalidArgument also for the kernel library's limits and for a shape that num_rdma_bytes is
 // too small for, with the size that it takes.
@@ -94,8 +94,8 @@ func (b *Buffer) LowLatencyDispatch(a *LLDispatchArgs, c *Call) error {
 // Ticket are as in LowLatencyDispatch.
 //
 // In: X BF16 [L, R*B, H], laid out as RecvX was, ignored with LLZeroCopy (see NextCombineBuffer); TopKIdx [T,K] and TopKWeights
-// float32 [T,K] of this rank's tokens; SrcInfo and LayoutRange of the dispatch. Out: CombinedX BF16 [T,H]; WaitStats int64 [R]
-// or 0 is added to. X must not change before the receive half is done.
+// float32 [T,K] of this rank's tokens; SrcInfo and LayoutRange of the dispatch. Out: CombinedX BF16 [T,H]; WaitRecvCostStats
+// int64 [R] or 0 is added to. X must not change before the receive half is done.
 func (b *Buffer) LowLatencyCombine(a *LLCombineArgs, c *Call) error {
 	return b.engine.LowLatencyCombine(a, c.engine())
 }
@@ -135,7 +135,7 @@ func (b *Buffer) Warmup(o WarmupOptions) error { return b.engine.Warmup(o) }
 
 // Stats reads what was counted of an operation (OpLayout to OpMask) since the buffer was made. Local; it waits for no call, and
 // at most 50 ms for a busy device, whose newest calls may then be missing.
-func (b *Buffer) Stats(op uint32) (OpStats, error) { return b.engine.Stats(op) }
+func (b *Buffer) Stats(o Operation) (OpStats, error) { return b.engine.Stats(o) }
 
 // Info describes the buffer. Local; it never waits: before the start is complete, what is not known yet is zero.
 func (b *Buffer) Info() Info { return b.engine.Info() }
@@ -170,5 +170,5 @@ func (b *Buffer) NewSegment(ctx context.Context, bytes uint64) (*Segment, error)
 	if err != nil {
 		return nil, err
 	}
-	return &Segment{Index: s.Index, Address: s.Address, Bytes: s.Bytes, engine: s}, nil
+	return &Segment{Number: s.Number, Address: s.Address, Bytes: s.Bytes, engine: s}, nil
 }

@@ -15,10 +15,16 @@ const (
 )
 
 // DefaultConfig is the configuration that V1's Config() has.
-func DefaultConfig() Config { return plan.DefaultConfig }
+func DefaultConfig() Config { return Config(plan.DefaultConfig) }
 
 // DefaultConfigFor is the configuration of a kind of call for any number of ranks from 1 on.
-func DefaultConfigFor(kind, ranks int) (Config, error) { return plan.ConfigFor(kind, ranks) }
+func DefaultConfigFor(kind, ranks int) (Config, error) {
+	c, err := plan.ConfigFor(kind, ranks)
+	return Config(c), err
+}
+
+// CheckConfig refuses a configuration that no call takes, and rounds RDMARecvChunk up to a multiple of RDMASendChunk.
+func CheckConfig(c *Config) error { return (*plan.Config)(c).Check() }
 
 // SizeHint returns the bytes that a buffer should have for normal-mode calls with rows of hiddenBytes: NumNVLBytes, or with rdma
 // NumRDMABytes, which is 0 where the ranks are one node. The node size comes from the environment.
@@ -36,9 +42,9 @@ func SizeHint(c Config, hiddenBytes int64, ranks int, rdma bool) (uint64, error)
 		return 0, err
 	}
 	if rdma {
-		return c.RDMABytes(hiddenBytes, t)
+		return plan.Config(c).RDMABytes(hiddenBytes, t)
 	}
-	return c.NVLBytes(hiddenBytes, t)
+	return plan.Config(c).NVLBytes(hiddenBytes, t)
 }
 
 // LowLatencySizeHint returns the NumRDMABytes that a buffer needs for low-latency calls of a shape. The limits are those of the

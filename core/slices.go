@@ -56,8 +56,11 @@ func (b *Buffer) DispatchTokens(in *Tokens, out *Arrived) error {
 	var pin runtime.Pinner
 	defer pin.Unpin()
 	out.Handle = Handle{RankPrefixMatrix: AddressOf(&pin, out.prefix), SendHead: AddressOf(&pin, out.head)}
-	rows := Rows{NumTokens: int32(t), NumTopK: int32(k), NumExperts: int32(e), XType: BF16, Hidden: int64(in.Hidden)}
-	token, err := b.countTokens(&pin, in, out, rows)
+	notify := NotifyArgs{
+		NumTokens: int32(t), NumTopK: int32(k), NumExperts: int32(e), ExpertAlignment: 1, XType: BF16, Hidden: int64(in.Hidden), Handle: &out.Handle,
+		NumTokensPerRank: AddressOf(&pin, out.perRank), NumTokensPerExpert: AddressOf(&pin, out.allExperts), IsTokenInRank: AddressOf(&pin, out.inRank),
+	}
+	token, err := b.countTokens(&pin, in, &notify)
 	if err != nil {
 		return err
 	}
@@ -71,11 +74,10 @@ func (b *Buffer) DispatchTokens(in *Tokens, out *Arrived) error {
 	grow(&out.TopKWeights, n*k)
 	grow(&out.source, n)
 	out.Handle.RecvSrcIdx = AddressOf(&pin, out.source)
-	return b.Dispatch(&DispatchArgs{
-		Rows: rows, Token: token, IndexType: Int64, X: AddressOf(&pin, in.X), TopKIdx: AddressOf(&pin, in.TopKIdx), TopKWeights: AddressOf(&pin, in.TopKWeights),
-		Handle: &out.Handle, RecvSegment: -1, RecvX: AddressOf(&pin, out.X), RecvTopKIdx: AddressOf(&pin, out.TopKIdx),
-		RecvTopKWeights: AddressOf(&pin, out.TopKWeights),
-	}, &Call{})
+	args := notify.Dispatch(token)
+	args.IndexType, args.X, args.TopKIdx, args.TopKWeights = Int64, AddressOf(&pin, in.X), AddressOf(&pin, in.TopKIdx), AddressOf(&pin, in.TopKWeights)
+	args.RecvX, args.RecvTopKIdx, args.RecvTopKWeights = AddressOf(&pin, out.X), AddressOf(&pin, out.TopKIdx), AddressOf(&pin, out.TopKWeights)
+	return b.Dispatch(&args, &Call{})
 }
 
 func (b *Buffer) checkTokens(in *Tokens) error {
@@ -99,17 +101,14 @@ func (b *Buffer) checkTokens(in *Tokens) error {
 	return nil
 }
 
-func (b *Buffer) countTokens(pin *runtime.Pinner, in *Tokens, out *Arrived, rows Rows) (token uint64, err error) {
+func (b *Buffer) countTokens(pin *runtime.Pinner, in *Tokens, n *NotifyArgs) (token uint64, err error) {
 	if err := b.Layout(&LayoutArgs{
-		NumTokens: rows.NumTokens, NumTopK: rows.NumTopK, NumExperts: rows.NumExperts, IndexType: Int64, TopKIdx: AddressOf(pin, in.TopKIdx),
-		TokensPerRank: AddressOf(pin, out.perRank), TokensPerExpert: AddressOf(pin, out.allExperts), TokenInRank: AddressOf(pin, out.inRank),
+		NumTokens: n.NumTokens, NumTopK: n.NumTopK, NumExperts: n.NumExperts, IndexType: Int64, TopKIdx: AddressOf(pin, in.TopKIdx),
+		NumTokensPerRank: n.NumTokensPerRank, NumTokensPerExpert: n.NumTokensPerExpert, IsTokenInRank: n.IsTokenInRank,
 	}, &Call{}); err != nil {
 		return 0, err
 	}
-	return b.Notify(&NotifyArgs{
-		Rows: rows, ExpertAlignment: 1, TokensPerRank: AddressOf(pin, out.perRank), TokensPerExpert: AddressOf(pin, out.allExperts),
-		TokenInRank: AddressOf(pin, out.inRank), Handle: &out.Handle,
-	}, &Call{Async: true})
+	return b.Notify(n, &Call{Async: true})
 }
 
 // CombineTokens sums the rows x [N,H] (BF16, one for each that arrived) into the tokens that they came from, and weights [N,K]
@@ -125,9 +124,9 @@ func (b *Buffer) CombineTokens(x []uint16, weights []float32, from *Arrived, out
 	grow(&out.X, t*from.hidden)
 	var pin runtime.Pinner
 	defer pin.Unpin()
-	handle := from.Handle // its matrices are pinned again: dispatch has let go of them
+	handle := from.Handle // its matrices are pinned again: the dispatch has unpinned them
 	handle.RankPrefixMatrix, handle.SendHead, handle.RecvSrcIdx = AddressOf(&pin, from.prefix), AddressOf(&pin, from.head), AddressOf(&pin, from.source)
-	args := CombineArgs{Hidden: int64(from.hidden), XSegment: -1, X: AddressOf(&pin, x), Handle: &handle, CombinedX: AddressOf(&pin, out.X)}
+	args := CombineArgs{Hidden: int64(from.hidden), X: AddressOf(&pin, x), Handle: &handle, CombinedX: AddressOf(&pin, out.X)}
 	out.TopKWeights = out.TopKWeights[:0]
 	if weights != nil {
 		grow(&out.TopKWeights, t*from.topK)

@@ -4,75 +4,72 @@ import (
 	"runtime"
 	"unsafe"
 
-	"github.com/deepep-go/deepep/internal/abi"
-	"github.com/deepep-go/deepep/internal/engine"
-	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Version of the library, as include/deepep.h has it; a test compares them.
+// Version of the library, as include/deepep.h has it.
 const (
-	VersionMajor = 0
-	VersionMinor = 1
-	VersionPatch = 0
+	VersionMajor = op.VersionMajor
+	VersionMinor = op.VersionMinor
+	VersionPatch = op.VersionPatch
 )
 
-// Arguments and results of operations; see the types' own fields for shapes.
+// Arguments and results of operations. Package op documents their fields, with shapes and element types.
 type (
-	Handle         = engine.Handle
-	LayoutArgs     = engine.LayoutArgs
-	NotifyArgs     = engine.NotifyArgs
-	DispatchArgs   = engine.DispatchArgs
-	CombineArgs    = engine.CombineArgs
-	LLDispatchArgs = engine.LLDispatchArgs
-	LLCombineArgs  = engine.LLCombineArgs
-	Rows           = plan.Rows
-	Info           = engine.Info
-	OpStats        = engine.OpStats
-	WarmupOptions  = engine.WarmupOptions
-	Config         = plan.Config
-	Type           = plan.Type
+	Handle         = op.Handle
+	LayoutArgs     = op.LayoutArgs
+	NotifyArgs     = op.NotifyArgs
+	DispatchArgs   = op.DispatchArgs
+	CombineArgs    = op.CombineArgs
+	LLDispatchArgs = op.LLDispatchArgs
+	LLCombineArgs  = op.LLCombineArgs
+	Info           = op.Info
+	OpStats        = op.OpStats
+	WarmupOptions  = op.WarmupOptions
+	Config         = op.Config
+	Type           = op.Type
+	Phase          = op.Phase
+	Flags          = op.Flags
+	Operation      = op.Operation
 )
 
 // Element types, numbered as in include/deepep.h.
 const (
-	Int32   = plan.Int32
-	Int64   = plan.Int64
-	BF16    = plan.BF16
-	FP8     = plan.FP8
-	Float32 = plan.Float32
-	Uint8   = plan.Uint8
+	Int32   = op.Int32
+	Int64   = op.Int64
+	BF16    = op.BF16
+	FP8     = op.FP8
+	Float32 = op.Float32
+	Uint8   = op.Uint8
 )
 
 // Phases and flags of low-latency calls.
 const (
-	Send     = abi.PhaseSend
-	Recv     = abi.PhaseRecv
-	SendRecv = abi.PhaseBoth
+	Send     = op.Send
+	Recv     = op.Recv
+	SendRecv = op.SendRecv
 
-	LLRoundScale = plan.LLRoundScale
-	LLUE8M0      = plan.LLUE8M0
-	LLLogFMT     = plan.LLLogFMT
-	LLZeroCopy   = plan.LLZeroCopy
-	LLUnreduced  = plan.LLUnreduced
+	LLRoundScale = op.LLRoundScale
+	LLUE8M0      = op.LLUE8M0
+	LLLogFMT     = op.LLLogFMT
+	LLZeroCopy   = op.LLZeroCopy
+	LLUnreduced  = op.LLUnreduced
 )
 
 // Operations, for Stats.
 const (
-	OpLayout     = abi.OpLayout
-	OpNotify     = abi.OpNotify
-	OpDispatch   = abi.OpDispatch
-	OpCombine    = abi.OpCombine
-	OpLLDispatch = abi.OpLLDispatch
-	OpLLCombine  = abi.OpLLCombine
-	OpClean      = abi.OpClean
-	OpBarrier    = abi.OpBarrier
-	OpMask       = abi.OpMask
-	NumOps       = abi.NumOps
+	OpLayout     = op.OpLayout
+	OpNotify     = op.OpNotify
+	OpDispatch   = op.OpDispatch
+	OpCombine    = op.OpCombine
+	OpLLDispatch = op.OpLLDispatch
+	OpLLCombine  = op.OpLLCombine
+	OpClean      = op.OpClean
+	OpBarrier    = op.OpBarrier
+	OpMask       = op.OpMask
+	NumOps       = op.NumOps
 )
-
-// OpName names an operation as people read it.
-func OpName(op uint32) string { return engine.OpName(op) }
 
 // Kinds of errors, for errors.Is. The text of an error names ranks, arguments and values; C and Python have the same kinds.
 var (

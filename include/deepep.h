@@ -242,7 +242,8 @@ deepep_status_t deepep_config_default(int32_t kind, int32_t num_ranks, deepep_co
  * (0 where the ranks are one node). DEEPEP_NUM_MAX_NVL_PEERS says how many ranks are a node. */
 deepep_status_t deepep_config_size_hint(const deepep_config *config, int64_t hidden_bytes, int32_t num_ranks,
                                         int32_t rdma, uint64_t *bytes);
-/* local, pure. Bytes of num_rdma_bytes for low-latency calls of this shape. */
+/* local. Bytes of num_rdma_bytes for low-latency calls of this shape. INVALID_ARGUMENT names also the limits of the
+ * kernel library that DEEPEP_ENGINE or the machine selects, if it can be loaded. */
 deepep_status_t deepep_low_latency_size_hint(int32_t num_max_tokens, int32_t hidden, int32_t num_ranks,
                                              int32_t num_experts, uint64_t *bytes);
 
@@ -363,7 +364,7 @@ typedef struct deepep_dispatch_args {
 } deepep_dispatch_args;
 /* clang-format off */
 #define DEEPEP_DISPATCH_INIT                                                                                        \
-  {sizeof(deepep_dispatch_args), 0, 0, DEEPEP_BF16, 0, 0, 0, 0, 0, DEEPEP_INT64, 0, -1, 0, NULL, NULL, 0, 0, NULL, NULL, \
+  {sizeof(deepep_dispatch_args), 0, 0, DEEPEP_BF16, 0, 0, 0, 0, 0, DEEPEP_INT64, 0, 0, 0, NULL, NULL, 0, 0, NULL, NULL, \
    NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 /* collective, launches. */
@@ -384,7 +385,7 @@ typedef struct deepep_combine_args {
   void *combined_x;             /* [out] [T,H] BF16: sum in FP32 of the token's rows, plus the biases */
   float *combined_topk_weights; /* [out] [T,K] or NULL */
 } deepep_combine_args;
-#define DEEPEP_COMBINE_INIT {sizeof(deepep_combine_args), 0, 0, -1, 0, 0, NULL, NULL, {NULL, NULL}, NULL, NULL, NULL}
+#define DEEPEP_COMBINE_INIT {sizeof(deepep_combine_args), 0, 0, 0, 0, 0, NULL, NULL, {NULL, NULL}, NULL, NULL, NULL}
 /* collective, launches. */
 deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args, const deepep_call *call);
 

@@ -93,7 +93,7 @@ func newTensors() *tensors {
 func (t *tensors) dispatch() *core.LLDispatchArgs {
 	return &core.LLDispatchArgs{
 		Phases: core.SendRecv, NumTokens: 1, NumMaxTokens: 1, Hidden: hidden, NumTopK: 1, NumExperts: 1,
-		IndexType: core.Int64, UseFP8: true, X: core.AddressOf(&t.pin, t.x), TopKIdx: core.AddressOf(&t.pin, t.experts),
+		IndexType: core.Int64, UseFP8: 1, X: core.AddressOf(&t.pin, t.x), TopKIdx: core.AddressOf(&t.pin, t.experts),
 		RecvX: core.AddressOf(&t.pin, t.received), RecvXScales: core.AddressOf(&t.pin, t.scales), RecvCount: core.AddressOf(&t.pin, t.count),
 		SrcInfo: core.AddressOf(&t.pin, t.sources), LayoutRange: core.AddressOf(&t.pin, t.ranges),
 	}

@@ -11,13 +11,13 @@ import (
 func lowLatencyBytes(ranks int) uint64 {
 	bytes, err := core.LowLatencySizeHint(tokens, hidden, int64(ranks), int64(perRank*ranks))
 	if err != nil {
-		return 0 // making the buffer will say what is wrong
+		return 0 // NewBuffer's error says what is wrong
 	}
 	return bytes
 }
 
-// lowLatencyMode does the same as normalMode without any count exchanged first: there is room for the worst case, and
-// every call comes in two halves with other work in between.
+// lowLatencyMode does the same as normalMode without an exchange of counts: outputs have room for the worst case, and a dispatch
+// comes in two halves with other work in between.
 func lowLatencyMode(buffer *core.Buffer, rank, ranks int) error {
 	in := route(rank, ranks)
 	room := ranks * tokens // rows for each expert
@@ -34,7 +34,7 @@ func lowLatencyMode(buffer *core.Buffer, rank, ranks int) error {
 	if err := buffer.LowLatencyDispatch(&send, &core.Call{}); err != nil {
 		return err
 	}
-	work := busy() // the rows travel meanwhile
+	work := compute() // while rows travel
 	receive := send
 	receive.Phases = core.Recv
 	if err := buffer.LowLatencyDispatch(&receive, &core.Call{}); err != nil {
@@ -61,8 +61,8 @@ func lowLatencyMode(buffer *core.Buffer, rank, ranks int) error {
 	return check(in, sums)
 }
 
-// busy stands for what a model computes while rows travel.
-func busy() int {
+// compute does some work in place of a model's.
+func compute() int {
 	primes := 0
 	for n := 2; n < 5000; n++ {
 		prime := true

@@ -1,6 +1,6 @@
-// Command example shows expert parallelism in Go: ranks dispatch their tokens to the experts' ranks, "experts" multiply
-// them, combine brings the sums home; then the same with few tokens in low-latency mode, where work goes on between
-// sending and receiving. Everything is checked.
+// Command example shows expert parallelism in Go: ranks dispatch their tokens to the experts' ranks, the "experts" multiply them,
+// and combine returns the sums; then the same with few tokens in low-latency mode, where ranks compute between sending and
+// receiving. The program checks the sums.
 //
 //	go run ./core/example              4 processes
 //	go run ./core/example -goroutines  4 goroutines of one process
@@ -40,7 +40,7 @@ func main() {
 	}
 }
 
-// runGoroutines gives every rank a goroutine.
+// runGoroutines runs every rank in a goroutine.
 func runGoroutines(ranks int) error {
 	exchangers := core.NewLocal(ranks)
 	failures := make([]error, ranks)
@@ -76,7 +76,7 @@ func runProcesses(ranks int) error {
 	return errors.Join(failures...)
 }
 
-// joinAndRun is one process of several: they find each other through a folder.
+// joinAndRun runs one rank in this process. The ranks meet in a folder.
 func joinAndRun(rank, ranks int, folder string) error {
 	exchanger, err := core.OpenFile(context.Background(), core.FileOptions{Rank: rank, Size: ranks, Dir: folder, Name: "example"})
 	if err != nil {

@@ -27,7 +27,7 @@ func TestExample(t *testing.T) {
 		if err != nil {
 			t.Fatalf("%v: %v\n%s", args, err, out)
 		}
-		for _, part := range []string{"rank 2: sent 64 tokens", "rank 2: low latency", "low-latency combine"} {
+		for _, part := range []string{"rank 2: sent 64 tokens", "rank 2: low latency", "low_latency_combine"} {
 			if !strings.Contains(string(out), part) {
 				t.Errorf("%v: %q is not in\n%s", args, part, out)
 			}

@@ -16,7 +16,7 @@ const (
 	perRank = 2
 )
 
-// runRank is the life of one rank: join the others, make a buffer, communicate, leave.
+// runRank runs one rank: it joins the group, makes a buffer, communicates, and leaves.
 func runRank(exchanger core.Exchanger) (err error) {
 	ctx := context.Background()
 	group, err := core.NewGroup(ctx, core.GroupOptions{Exchanger: exchanger})
@@ -53,8 +53,8 @@ func keep(err *error, clean func() error) {
 	}
 }
 
-// normalMode sends every token to its experts' ranks, multiplies it there by each expert's factor and weight, and
-// checks the sums that come home.
+// normalMode dispatches every token to its experts' ranks, multiplies the rows there by each expert's factor and weight, and checks
+// the sums that combine returns.
 func normalMode(buffer *core.Buffer, rank, ranks int) error {
 	in := route(rank, ranks)
 	var arrived core.Arrived
@@ -97,7 +97,7 @@ func route(rank, ranks int) *core.Tokens {
 	return in
 }
 
-// expertFactor stands for what an expert computes.
+// expertFactor is what an expert multiplies a row by.
 func expertFactor(expert int) float32 { return float32(expert + 1) }
 
 func scale(row []uint16, by float32) {
@@ -127,16 +127,16 @@ func check(in *core.Tokens, sums []uint16) error {
 	return nil
 }
 
-// report prints what was communicated.
+// report prints the buffer's statistics.
 func report(buffer *core.Buffer) error {
 	fmt.Printf("%-22s %6s %12s %10s %10s\n", "operation (rank 0)", "calls", "bytes", "p50", "p99")
-	for op := uint32(core.OpLayout); op < core.NumOps; op++ {
+	for op := core.OpLayout; op < core.NumOps; op++ {
 		s, err := buffer.Stats(op)
 		if err != nil {
 			return err
 		}
 		if s.Calls > 0 {
-			fmt.Printf("%-22s %6d %12d %10v %10v\n", core.OpName(op), s.Calls, s.Bytes, s.P50, s.P99)
+			fmt.Printf("%-22s %6d %12d %10v %10v\n", op, s.Calls, s.Bytes, s.P50, s.P99)
 		}
 	}
 	return nil

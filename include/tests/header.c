@@ -53,8 +53,8 @@ int main(void) {
   EXPECT(config.num_sms == 20 && config.nvl_send_chunk == 6 && config.rdma_recv_chunk == 256);
   EXPECT(layout.index_type == DEEPEP_INT64 && handle.magic == DEEPEP_HANDLE_MAGIC && handle.version == 1);
   EXPECT(notify.expert_alignment == 1 && notify.x_type == DEEPEP_BF16 && notify.handle == NULL);
-  EXPECT(dispatch.recv_segment == -1 && dispatch.index_type == DEEPEP_INT64 && dispatch.x_type == DEEPEP_BF16);
-  EXPECT(combine.x_segment == -1 && combine.bias[0] == NULL && combine.bias[1] == NULL);
+  EXPECT(dispatch.recv_segment == 0 && dispatch.index_type == DEEPEP_INT64 && dispatch.x_type == DEEPEP_BF16);
+  EXPECT(combine.x_segment == 0 && combine.bias[0] == NULL && combine.bias[1] == NULL);
   EXPECT(ll_dispatch.phases == DEEPEP_SEND_RECV && ll_dispatch.use_fp8 == 1 && ll_dispatch.index_type == DEEPEP_INT64);
   EXPECT(ll_combine.phases == DEEPEP_SEND_RECV && ll_combine.index_type == DEEPEP_INT64 && ll_combine.x == NULL);
 

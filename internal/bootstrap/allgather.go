@@ -7,21 +7,19 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// blockBytes is what each rank gives to an all-gather of equal blocks: the blob's length (u32, little endian), the
-// blob, zeros.
+// blockBytes is what each rank gives to an all-gather of equal blocks: the blob's length (u32, little endian), the blob, zeros.
 const (
 	blockBytes = 4096
 	blockHead  = 4
 )
 
-// NewAllGather makes an Exchanger of an all-gather of equally long blocks of bytes, as MPI and torch.distributed have
-// one. f sends this rank's block and fills recv with the blocks of all ranks, in rank order. recv is len(send) * size
-// bytes.
+// NewAllGather makes an Exchanger of an all-gather of equally long blocks of bytes, as MPI and torch.distributed have one. f
+// sends this rank's block and fills recv with the blocks of all ranks, in rank order. recv is len(send) * size bytes.
 func NewAllGather(rank, size int, f func(ctx context.Context, send, recv []byte) error) Exchanger {
-	if f == nil {
-		return NewCallback(rank, size, nil)
-	}
 	return NewCallback(rank, size, func(ctx context.Context, blob []byte) ([][]byte, error) {
+		if f == nil {
+			return nil, status.InvalidArg("allgather", "none", "a function that gathers one block from each rank")
+		}
 		if len(blob) > blockBytes-blockHead {
 			return nil, status.Errorf(status.Internal, "%d bytes do not fit a block of the all-gather", len(blob))
 		}

@@ -3,6 +3,7 @@ package device
 import (
 	"sync/atomic"
 
+	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -23,12 +24,6 @@ type Device struct {
 	canBeGraphed bool
 }
 
-// Capabilities that decide how the engine orders work.
-const (
-	capHostStream = 1
-	capGraph      = 2
-)
-
 // Open opens a device; ordinal -1 is the current one. isa forces an instruction set or architecture, 0 takes the best.
 func Open(lib *kern.Library, ordinal int, isa uint32) (*Device, error) {
 	p := &kern.DeviceOpenParams{Ordinal: int32(ordinal), ISA: isa}
@@ -42,25 +37,25 @@ func Open(lib *kern.Library, ordinal int, isa uint32) (*Device, error) {
 	d := &Device{
 		Lib: lib, handle: p.Device, Ordinal: int(p.OutOrdinal), NumSMs: int(p.NumSMs), CC: [2]int{int(p.CCMajor), int(p.CCMinor)},
 		TotalBytes: p.TotalBytes, UUID: p.UUID, Name: kern.Text(p.Name[:]), ISA: kern.Text(p.ISAName[:]),
-		hostStream: lib.Has(capHostStream), canBeGraphed: lib.Has(capGraph),
+		hostStream: lib.Has(abi.CapHostStream), canBeGraphed: lib.Has(abi.CapGraph),
 	}
 	d.refs.Store(1)
 	return d, nil
 }
 
-// Handle is the library's own name of the device.
+// Handle is the library's handle of the device.
 func (d *Device) Handle() uint64 { return d.handle }
 
-// HostStream says that stream 0 is the calling thread, which has no queue.
+// HostStream reports whether stream 0 is the calling thread, which has no queue.
 func (d *Device) HostStream() bool { return d.hostStream }
 
-// Graphs says that streams can be captured.
+// Graphs reports whether streams can be captured.
 func (d *Device) Graphs() bool { return d.canBeGraphed }
 
 // Retain counts one more user.
 func (d *Device) Retain() *Device { d.refs.Add(1); return d }
 
-// Release lets go; the last one closes the device.
+// Release ends one use; the last one closes the device.
 func (d *Device) Release() error {
 	if d.refs.Add(-1) != 0 {
 		return nil

@@ -12,7 +12,7 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Memory is device memory, own or a peer's that was mapped.
+// Memory is device memory, of this rank or mapped from a peer.
 type Memory struct {
 	Address       uint64
 	Bytes         uint64
@@ -22,12 +22,12 @@ type Memory struct {
 	refs          atomic.Int32
 }
 
-// Alloc gives zeroed memory of at least so many bytes.
+// Alloc allocates at least so many bytes, zeroed.
 func (d *Device) Alloc(bytes uint64) (*Memory, error) {
 	p := &kern.MemAllocParams{Device: d.handle, Bytes: bytes}
 	if code := d.Lib.MemAlloc(p); code != 0 {
 		err := kern.Error("dk_mem_alloc", code, p.DeviceError)
-		if errors.Is(err, status.ErrInvalidArgument) { // a size that the system cannot even count is too much memory
+		if errors.Is(err, status.ErrInvalidArgument) { // a size that no allocator takes is too much memory
 			err = status.Errorf(status.OutOfMemory, "%w", err)
 		}
 		return nil, status.Errorf(status.CodeOf(err), "allocating %d bytes on %s %s: %w", bytes, d.Lib.Kind, d.Name, err)
@@ -44,7 +44,7 @@ func (d *Device) memory(mem, address, bytes uint64) *Memory {
 // Retain counts one more user.
 func (m *Memory) Retain() *Memory { m.refs.Add(1); return m }
 
-// Release lets go; the last one frees or unmaps, for a transport's heap together with all ranks. Nothing may be running on it.
+// Release ends one use; the last one frees or unmaps, memory of a symmetric heap together with all ranks. No kernel may use it.
 func (m *Memory) Release() error {
 	if m == nil || m.refs.Add(-1) != 0 {
 		return nil
@@ -63,8 +63,7 @@ func (m *Memory) free() error {
 	return kern.Error("dk_mem_free", m.dev.Lib.MemFree(p), p.DeviceError)
 }
 
-// Drain waits until the work that a stream of the memory's device holds now is done. A stream that is being captured holds
-// none that could be waited for.
+// Drain waits for the present work of a stream of the memory's device. A stream under capture has none to wait for.
 func (m *Memory) Drain(s Stream) error {
 	if capturing, err := m.dev.Capturing(s); capturing || err != nil {
 		return err
@@ -86,7 +85,7 @@ type HostPage struct {
 	Host    []byte
 	Address uint64 // as kernels see it
 	dev     *Device
-	mapped  bool // our own mapping, else the caller's
+	mapped  bool // by NewHostPage; else the caller unmaps
 }
 
 // NewHostPage maps memory and registers it. It lies outside Go's heap, so that it may outlive every Go object.
@@ -105,7 +104,7 @@ func (d *Device) NewHostPage(bytes int) (*HostPage, error) {
 	return page, nil
 }
 
-// Register makes host memory that somebody else mapped visible to kernels.
+// Register makes host memory that the caller mapped visible to kernels.
 func (d *Device) Register(host []byte) (*HostPage, error) {
 	p := &kern.HostRegisterParams{Device: d.handle, Host: addressOf(host), Bytes: uint64(len(host))}
 	if code := d.Lib.HostRegister(p); code != 0 {
@@ -117,7 +116,7 @@ func (d *Device) Register(host []byte) (*HostPage, error) {
 // HostAddress is the page's address in this process.
 func (h *HostPage) HostAddress() uint64 { return addressOf(h.Host) }
 
-// Close unregisters and unmaps. No kernel may use the page any more.
+// Close unregisters the page, and unmaps one of NewHostPage. No kernel may use it any more.
 func (h *HostPage) Close() error {
 	if h == nil {
 		return nil

@@ -7,12 +7,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/status"
 )
-
-// How memory is shared: DK_SHARE_FD of the kernel interface is the only kind that comes with a descriptor.
-const shareFD = 1
 
 // Message is what one rank gave to an exchange; the descriptors belong to the receiver.
 type Message struct {
@@ -31,8 +29,8 @@ type Symmetric struct {
 	peers     []*Memory
 }
 
-// Share allocates memory on every rank and maps that of the ranks for which mapped is true. It is collective: ranks whose
-// allocation failed take part, so that everyone hears of it.
+// Share allocates memory on every rank and maps that of the ranks for which mapped is true. Collective: a rank whose allocation
+// failed sends its error in the exchange.
 func (d *Device) Share(ctx context.Context, rank int, bytes uint64, mapped []bool, exchange Exchange) (*Symmetric, error) {
 	s := &Symmetric{rank: rank, Addresses: make([]uint64, len(mapped)), peers: make([]*Memory, len(mapped))}
 	offer, fds, failure := s.allocate(d, bytes)
@@ -60,7 +58,7 @@ const (
 	offerBlob = 64
 )
 
-// allocate makes the own memory and the message about it; also with an error there is a message.
+// allocate allocates this rank's memory and returns the offer, which with an error holds its text.
 func (s *Symmetric) allocate(d *Device, bytes uint64) (offer []byte, fds []int, err error) {
 	offer = make([]byte, offerHead+offerBlob)
 	p := &kern.MemExportParams{FD: -1}
@@ -76,7 +74,7 @@ func (s *Symmetric) allocate(d *Device, bytes uint64) (offer []byte, fds []int, 
 	binary.LittleEndian.PutUint32(offer, p.Kind)
 	binary.LittleEndian.PutUint64(offer[8:], s.Local.Bytes)
 	copy(offer[offerHead:], p.Blob[:])
-	if p.Kind == shareFD && p.FD >= 0 {
+	if p.Kind == abi.ShareFD && p.FD >= 0 {
 		unix.CloseOnExec(int(p.FD))
 		fds = []int{int(p.FD)}
 	}
@@ -101,7 +99,7 @@ func (s *Symmetric) mapPeers(d *Device, bytes uint64, mapped []bool, all []Messa
 			return status.Errorf(status.Mismatch, "rank %d offers %d bytes of memory, %d are needed", rank, p.Bytes, bytes)
 		}
 		copy(p.Blob[:], m.Blob[offerHead:])
-		if p.Kind == shareFD {
+		if p.Kind == abi.ShareFD {
 			if len(m.FDs) != 1 {
 				return status.Errorf(status.Internal, "rank %d sent %d descriptors for its memory", rank, len(m.FDs))
 			}
@@ -116,7 +114,7 @@ func (s *Symmetric) mapPeers(d *Device, bytes uint64, mapped []bool, all []Messa
 	return nil
 }
 
-// Release unmaps the peers' memory and lets go of the own; nothing may be running on either. nil is fine.
+// Release unmaps the peers' memory and releases this rank's. No kernel may use either. nil is no error.
 func (s *Symmetric) Release() error {
 	if s == nil {
 		return nil
@@ -129,7 +127,7 @@ func (s *Symmetric) Release() error {
 	return err
 }
 
-// ReleaseLocal lets go of the own memory alone. Twice is fine.
+// ReleaseLocal releases this rank's memory alone. Idempotent.
 func (s *Symmetric) ReleaseLocal() error {
 	local := s.Local
 	s.Local = nil

@@ -8,11 +8,11 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Stream is a queue of work by the library's own name; 0 is the default one, or the calling thread where HostStream.
+// Stream is the library's handle of a queue of work; 0 is the default stream, or the calling thread where HostStream.
 type Stream uint64
 
-// spare keeps streams that no buffer uses any more. A caller's memory allocator may name a stream long after its buffer is
-// gone (torch records an event on it when a tensor is freed), so streams of real devices are used again, not destroyed.
+// spare keeps streams that no buffer uses any more. A caller's allocator may use a stream after its buffer is destroyed (torch
+// records an event on it when it frees a tensor), so streams of real devices are kept for the next buffer, not destroyed.
 var spare struct {
 	sync.Mutex
 	streams map[place][]Stream
@@ -25,7 +25,7 @@ type place struct {
 
 func (d *Device) place() place { return place{d.Lib.Path, d.Ordinal} }
 
-// NewStream gives a stream of high priority, new or one that a buffer is done with.
+// NewStream returns a stream of high priority, new or spare.
 func (d *Device) NewStream() (Stream, error) {
 	spare.Lock()
 	defer spare.Unlock()
@@ -38,7 +38,7 @@ func (d *Device) NewStream() (Stream, error) {
 	return Stream(p.Stream), kern.Error("dk_stream_create", code, p.DeviceError)
 }
 
-// DestroyStream takes back a stream whose work is done.
+// DestroyStream ends the use of a stream whose work is done.
 func (d *Device) DestroyStream(s Stream) error {
 	if !d.hostStream {
 		spare.Lock()
@@ -61,12 +61,12 @@ var (
 	eventWaits    params[kern.EventWaitParams]
 )
 
-// Capturing says whether a graph is being captured from the stream.
+// Capturing reports whether a graph is being captured from the stream.
 func (d *Device) Capturing(s Stream) (bool, error) {
 	if !d.canBeGraphed {
 		return false, nil
 	}
-	p := streamQueries.take(kern.StreamQueryParams{Device: d.handle, Stream: uint64(s), Idle: -1}) // not asked, which would cost more than the rest
+	p := streamQueries.take(kern.StreamQueryParams{Device: d.handle, Stream: uint64(s), Idle: -1}) // not queried: it would cost more than the rest
 	defer streamQueries.give(p)
 	code := d.Lib.StreamQuery(p)
 	return p.Capturing != 0, kern.Error("dk_stream_query", code, p.DeviceError)
@@ -87,7 +87,7 @@ func (d *Device) NewEvent() (*Event, error) {
 	return &Event{dev: d.Retain(), handle: p.Event}, nil
 }
 
-// Destroy frees the event, recorded or waited for. Once.
+// Destroy frees the event, once. It may be recorded and waited for.
 func (e *Event) Destroy() error {
 	p := &kern.EventDestroyParams{Device: e.dev.handle, Event: e.handle}
 	err := kern.Error("dk_event_destroy", e.dev.Lib.EventDestroy(p), p.DeviceError)
@@ -95,7 +95,7 @@ func (e *Event) Destroy() error {
 	return err
 }
 
-// Record marks the present end of the stream.
+// Record moves the event to the present end of the stream.
 func (e *Event) Record(s Stream) error {
 	p := eventRecords.take(kern.EventRecordParams{Device: e.dev.handle, Event: e.handle, Stream: uint64(s)})
 	defer eventRecords.give(p)
@@ -115,7 +115,7 @@ func (e *Event) Join(s Stream) error {
 	return nil
 }
 
-// Wait blocks the calling thread until the event is done or the time is over; 0 only asks.
+// Wait blocks the calling thread until the event is done or limit ends. 0 queries.
 func (e *Event) Wait(limit time.Duration) (done bool, err error) {
 	p := eventWaits.take(kern.EventWaitParams{Device: e.dev.handle, Event: e.handle, TimeoutNS: uint64(max(0, limit))})
 	defer eventWaits.give(p)

@@ -109,10 +109,10 @@ func checkVariables(e *exam) {
 		l := Line{Subject: v.name, Read: v.name + "=" + value, File: "environment", Cause: cause, Fix: fix}
 		e.when(grave, l)
 	}
-	if _, set := e.root.env("NVSHMEM_QP_DEPTH"); !set && e.opt.Plan.MaxTokens > 0 && 2*(e.opt.Plan.MaxTokens+1) > plan.UsualDepth {
+	if _, set := e.root.env("NVSHMEM_QP_DEPTH"); !set && e.opt.Plan.MaxTokens > 0 && 2*(e.opt.Plan.MaxTokens+1) > plan.DefaultDepth {
 		bad++
-		cause, fix, _ := qpDepth(strconv.Itoa(plan.UsualDepth), e.opt.Plan.MaxTokens)
-		e.warn(Line{Subject: "NVSHMEM_QP_DEPTH", Read: fmt.Sprintf("not set, %d by default", plan.UsualDepth), File: "environment",
+		cause, fix, _ := qpDepth(strconv.Itoa(plan.DefaultDepth), e.opt.Plan.MaxTokens)
+		e.warn(Line{Subject: "NVSHMEM_QP_DEPTH", Read: fmt.Sprintf("not set, %d by default", plan.DefaultDepth), File: "environment",
 			Cause: cause + " (this library sets it itself when it starts NVSHMEM; a program that started NVSHMEM before keeps the default)", Fix: fix})
 	}
 	if bad == 0 {
@@ -125,18 +125,18 @@ func checkVariables(e *exam) {
 func qpDepth(v string, tokens int) (cause, fix string, grave bool) {
 	n, err := strconv.Atoi(strings.TrimSpace(v))
 	need := 2 * (tokens + 1)
-	want := max(plan.LeastDepth, plan.DepthFor(tokens))
+	want := max(plan.MinDepth, plan.DepthFor(tokens))
 	switch {
 	case err != nil:
 		return "not a number", "unset it: the library sets it", true
-	case need > plan.MostDepth:
-		return fmt.Sprintf("%d tokens a rank need a depth of %d, more than NVSHMEM's %d", tokens, need, plan.MostDepth),
-			fmt.Sprintf("num_max_dispatch_tokens_per_rank at most %d", plan.MostDepth/2-1), true
+	case need > plan.MaxDepth:
+		return fmt.Sprintf("%d tokens a rank need a depth of %d, more than NVSHMEM's %d", tokens, need, plan.MaxDepth),
+			fmt.Sprintf("num_max_dispatch_tokens_per_rank at most %d", plan.MaxDepth/2-1), true
 	case n < need:
 		return fmt.Sprintf("%d tokens a rank need a depth of at least 2 × (%d + 1) = %d; a full queue waits for ever", tokens, tokens, need),
 			fmt.Sprintf("export NVSHMEM_QP_DEPTH=%d", want), true
-	case n < plan.LeastDepth || n > plan.MostDepth || n&(n-1) != 0:
-		return fmt.Sprintf("NVSHMEM takes powers of two from %d to %d", plan.LeastDepth, plan.MostDepth), fmt.Sprintf("export NVSHMEM_QP_DEPTH=%d", want), true
+	case n < plan.MinDepth || n > plan.MaxDepth || n&(n-1) != 0:
+		return fmt.Sprintf("NVSHMEM takes powers of two from %d to %d", plan.MinDepth, plan.MaxDepth), fmt.Sprintf("export NVSHMEM_QP_DEPTH=%d", want), true
 	}
 	return "", "", false
 }

@@ -8,6 +8,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/kern"
@@ -72,7 +73,6 @@ type Buffer struct {
 	closed   atomic.Bool
 	failed   atomic.Pointer[error] // the first failure, once failure() has found it
 	death    atomic.Pointer[error] // why the abort word is set
-	gone     atomic.Int32          // 1 + the first rank that left in good order; 0: none
 
 	mu           sync.Mutex // everything below, and the order of launches
 	calls        [abi.NumOps]uint64
@@ -103,22 +103,10 @@ type params struct {
 	mask       abi.MaskParams
 }
 
-// Info describes a buffer.
-type Info struct {
-	Rank, Size, NumNVLPeers             int
-	RDMARank, NumRDMARanks, NVLRank     int
-	Device, NumDeviceSMs                int
-	HostStream, PeerRows, Ready         bool
-	NVLBytes, RDMABytes, TotalBytes     uint64
-	Engine, DeviceName, ISA, KernelPath string
-	CommStream                          uintptr
-	LowLatency, Shrink                  bool
-}
-
 // Info never waits: before the start is complete, what is not known yet is zero.
-func (b *Buffer) Info() Info {
+func (b *Buffer) Info() op.Info {
 	lib := b.opt.Library
-	i := Info{
+	i := op.Info{
 		Rank: b.rank, Size: b.size, NumNVLPeers: b.top.NodeSize(), RDMARank: b.top.Node(b.rank), NumRDMARanks: b.top.Nodes(),
 		NVLRank: b.top.Local(b.rank), Device: b.opt.Ordinal, HostStream: lib.Has(abi.CapHostStream), PeerRows: lib.Has(abi.CapPeerRows),
 		NVLBytes: b.opt.NVLBytes, RDMABytes: b.opt.RDMABytes, Engine: lib.Kind, KernelPath: lib.Path,

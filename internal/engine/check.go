@@ -40,11 +40,11 @@ func (b *Buffer) config(c *Call, kind int) (plan.Config, error) {
 	if c.Config == nil {
 		return plan.ConfigFor(kind, b.size)
 	}
-	config := *c.Config
+	config := plan.Config(*c.Config)
 	return config, config.Check()
 }
 
-// fitsRow refuses rows that num_nvl_bytes, or between nodes num_rdma_bytes, cannot stage. The lock is held.
+// fitsRow refuses rows that num_nvl_bytes, or between nodes num_rdma_bytes, cannot stage. b.mu is held.
 func (b *Buffer) fitsRow(rowBytes uint64) error {
 	if rowBytes <= b.minRow {
 		return nil

@@ -8,50 +8,42 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Clean brings the low-latency slots of a shape (all three 0: of every shape) back to empty on every rank. Collective, on
-// the caller's stream.
+// Clean empties the low-latency slots of a shape on every rank, of all shapes if the three sizes are 0. Collective, on the caller's
+// stream.
 func (b *Buffer) Clean(numMaxTokens, hidden, experts int32, c *Call) error {
 	if numMaxTokens != 0 || hidden != 0 || experts != 0 {
 		if err := plan.CheckSlots(numMaxTokens, hidden, experts, b.top, &b.limits); err != nil {
 			return err
 		}
 	}
-	stream, err := b.beginLowLatency(c, onCurrent)
-	if err != nil {
+	if err := b.checkLowLatency(); err != nil {
 		return err
 	}
-	if numMaxTokens != 0 {
-		if _, err := b.slot(numMaxTokens, hidden, experts); err != nil {
-			return b.abandon(err)
+	fits := func() (err error) {
+		if numMaxTokens != 0 {
+			_, err = b.slot(numMaxTokens, hidden, experts)
 		}
+		return err
 	}
 	p := &b.params.clean
-	b.header(&p.OpHeader, abi.OpClean, abi.PhaseBoth, stream)
-	p.NumMaxTokens, p.Hidden, p.NumExperts = numMaxTokens, hidden, experts
-	code := b.opt.Library.Clean(p)
-	if code == 0 {
-		for op := range b.tickets { // what was sent is gone: nothing is left to receive
-			for i := range b.tickets[op] {
-				b.tickets[op][i].open = false
-			}
+	return b.launch(c, abi.OpClean, onCurrent, &p.OpHeader, fits, func() int32 {
+		p.NumMaxTokens, p.Hidden, p.NumExperts = numMaxTokens, hidden, experts
+		code := b.opt.Library.Clean(p)
+		if code == 0 {
+			b.closeTickets()
 		}
-	}
-	return b.finish(c, onCurrent, stream, b.launched(abi.OpClean, code, p.DeviceError))
+		return code
+	})
 }
 
-// Barrier lets the caller's stream go on when every rank's has come there. Collective.
+// Barrier lets the caller's stream go on once the streams of all ranks have come to their Barrier. Collective.
 func (b *Buffer) Barrier(c *Call) error {
-	stream, err := b.begin(c, onCurrent)
-	if err != nil {
-		return err
-	}
 	p := &b.params.barrier
-	b.header(&p.OpHeader, abi.OpBarrier, abi.PhaseBoth, stream)
-	code := b.opt.Library.Barrier(p)
-	return b.finish(c, onCurrent, stream, b.launched(abi.OpBarrier, code, p.DeviceError))
+	return b.launch(c, abi.OpBarrier, onCurrent, &p.OpHeader, nil, func() int32 { return b.opt.Library.Barrier(p) })
 }
 
-// UpdateMask masks a rank (nothing is sent to it or awaited from it) or takes the mask away. Local, on the caller's stream.
+// UpdateMask masks a rank, so that low-latency calls neither send to it nor wait for it, or lifts the mask. Local, on the caller's
+// stream.
 func (b *Buffer) UpdateMask(rank int32, masked bool, c *Call) error {
 	if rank < 0 || int(rank) >= b.size {
 		return status.InvalidArg("rank", rank, fmt.Sprintf("0 to %d", b.size-1))
@@ -71,20 +63,16 @@ func (b *Buffer) QueryMask(out uintptr, c *Call) error {
 	return b.mask(abi.MaskQuery, 0, 0, out, c)
 }
 
-// CleanMask takes all masks away. Local, on the caller's stream.
+// CleanMask lifts all masks. Local, on the caller's stream.
 func (b *Buffer) CleanMask(c *Call) error { return b.mask(abi.MaskClean, 0, 0, 0, c) }
 
 func (b *Buffer) mask(what, rank, value int32, out uintptr, c *Call) error {
 	if !b.opt.Shrink {
 		return status.Errorf(status.InvalidState, "masks need a buffer made with enable_shrink")
 	}
-	stream, err := b.begin(c, onCurrent)
-	if err != nil {
-		return err
-	}
 	p := &b.params.mask
-	b.header(&p.OpHeader, abi.OpMask, abi.PhaseBoth, stream)
-	p.What, p.Rank, p.Value, p.Out = what, rank, value, uint64(out)
-	code := b.opt.Library.Mask(p)
-	return b.finish(c, onCurrent, stream, b.launched(abi.OpMask, code, p.DeviceError))
+	return b.launch(c, abi.OpMask, onCurrent, &p.OpHeader, nil, func() int32 {
+		p.What, p.Rank, p.Value, p.Out = what, rank, value, uint64(out)
+		return b.opt.Library.Mask(p)
+	})
 }

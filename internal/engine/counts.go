@@ -1,10 +1,10 @@
 package engine
 
-// CountsLen is the number of entries that WaitCounts fills for an exchange: L, or 0 where no counts for experts were given.
+// CountsLen returns the number of entries that WaitCounts fills for an exchange: L, or 0 where Notify was given no counts for experts.
 func (b *Buffer) CountsLen(token uint64) (int, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	slot, err := b.exchange(token)
+	slot, err := b.pendingOf(token)
 	if err != nil {
 		return 0, err
 	}

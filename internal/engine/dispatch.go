@@ -1,34 +1,14 @@
 package engine
 
 import (
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// DispatchArgs are the arguments of Dispatch, the second step: the rows.
-type DispatchArgs struct {
-	plan.Rows                // as in the first step; NumTopK, NumExperts and NumWorstTokens are 0 when cached
-	Cached            bool   // as the handle says: no token, no top-k
-	Token             uint64 // of Notify; 0 when cached
-	IndexType         plan.Type
-	X                 uintptr // [in] [T,H]
-	XScales           uintptr // [in] [T,S] 4-byte elements or 0, with the strides below in elements
-	ScaleTokenStride  int64
-	ScaleStride       int64
-	TopKIdx           uintptr // [in] [T,K] or 0
-	TopKWeights       uintptr // [in] float32 [T,K] or 0
-	Handle            *Handle // [in]; RecvSrcIdx is filled unless cached
-	RecvSegment       int32   // recv_x lies in this segment; -1: anywhere
-	RecvSegmentOffset uint64
-	RecvX             uintptr // [out] [N,H]
-	RecvXScales       uintptr // [out] [N,S] contiguous
-	RecvTopKIdx       uintptr // [out] [N,K] local expert or -1
-	RecvTopKWeights   uintptr // [out] float32 [N,K]
-}
-
 // Dispatch sends the rows. Collective.
-func (b *Buffer) Dispatch(a *DispatchArgs, c *Call) error {
+func (b *Buffer) Dispatch(a *op.DispatchArgs, c *Call) error {
 	if err := b.checkDispatch(a); err != nil {
 		return err
 	}
@@ -36,46 +16,40 @@ func (b *Buffer) Dispatch(a *DispatchArgs, c *Call) error {
 	if err != nil {
 		return err
 	}
-	stream, err := b.begin(c, onComm)
-	if err != nil {
-		return err
-	}
-	if err := b.claim(a); err != nil {
-		return b.abandon(err)
-	}
 	p := &b.params.dispatch
-	b.header(&p.OpHeader, abi.OpDispatch, abi.PhaseBoth, stream)
-	if a.Cached {
-		p.Flags = abi.DispatchCached
-	}
-	fillDispatch(p, a, &config)
-	code := b.opt.Library.Dispatch(p)
-	return b.finish(c, onComm, stream, b.launched(abi.OpDispatch, code, p.DeviceError))
+	return b.launch(c, abi.OpDispatch, onComm, &p.OpHeader, func() error { return b.endExchange(a) }, func() int32 {
+		fillDispatch(p, a, &config)
+		return b.opt.Library.Dispatch(p)
+	})
 }
 
-func fillDispatch(p *abi.DispatchParams, a *DispatchArgs, config *plan.Config) {
+func fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config *plan.Config) {
 	h := a.Handle
+	if a.Cached != 0 {
+		p.Flags = abi.DispatchCached
+	}
 	p.NumSMs = config.NumSMs
 	p.X, p.Scales = uint64(a.X), uint64(a.XScales)
 	p.ScaleTokenStride, p.ScaleStride = a.ScaleTokenStride, a.ScaleStride
 	p.TopKIdx, p.TopKWeights = uint64(a.TopKIdx), uint64(a.TopKWeights)
 	p.RankPrefixMatrix, p.SendHead = uint64(h.RankPrefixMatrix), uint64(h.SendHead)
-	p.HiddenBytes = a.HiddenBytes()
+	p.HiddenBytes = plan.DispatchRows(a).HiddenBytes()
 	p.NumTokens, p.NumScales, p.NumTopK, p.NumExperts = a.NumTokens, a.NumScales, a.NumTopK, a.NumExperts
 	p.IndexBytes = a.IndexType.Size()
 	p.NumRecvTokens, p.NumWorstTokens = h.NumRecvTokens, a.NumWorstTokens
 	if a.NumWorstTokens > 0 {
 		p.NumRecvTokens = a.NumWorstTokens
 	}
-	p.RecvSegment, p.RecvSegmentOffset = a.RecvSegment, a.RecvSegmentOffset
+	p.RecvSegment, p.RecvSegmentOffset = segmentIndex(a.RecvSegment), a.RecvSegmentOffset
 	p.RecvX, p.RecvScales = uint64(a.RecvX), uint64(a.RecvXScales)
 	p.RecvTopKIdx, p.RecvTopKWeights, p.RecvSrcIdx = uint64(a.RecvTopKIdx), uint64(a.RecvTopKWeights), uint64(h.RecvSrcIdx)
 	p.NVLSendChunk, p.NVLRecvChunk = config.NVLSendChunk, config.NVLRecvChunk
 	p.RDMASendChunk, p.RDMARecvChunk = config.RDMASendChunk, config.RDMARecvChunk
 }
 
-func (b *Buffer) checkDispatch(a *DispatchArgs) error {
-	if err := a.Rows.Check(b.top); err != nil {
+func (b *Buffer) checkDispatch(a *op.DispatchArgs) error {
+	shape := plan.DispatchRows(a)
+	if err := shape.Check(b.top); err != nil {
 		return err
 	}
 	h := a.Handle
@@ -85,15 +59,15 @@ func (b *Buffer) checkDispatch(a *DispatchArgs) error {
 	switch {
 	case h.NumTokens != a.NumTokens:
 		return status.InvalidArg("num_tokens", a.NumTokens, "as many as the handle was made for: "+itoa(h.NumTokens))
-	case a.Cached && (a.Token != 0 || a.NumTopK != 0 || a.NumWorstTokens != 0 || a.TopKIdx != 0 || a.TopKWeights != 0):
-		return status.InvalidArg("cached", true, "neither token nor top-k nor num_worst_tokens: the handle has it all")
+	case a.Cached != 0 && (a.Token != 0 || a.NumTopK != 0 || a.NumWorstTokens != 0 || a.TopKIdx != 0 || a.TopKWeights != 0):
+		return status.InvalidArg("cached", true, "no token, top-k or num_worst_tokens: the handle implies them")
 	case a.NumTopK == 0 && (a.TopKIdx != 0 || a.TopKWeights != 0 || a.RecvTopKIdx != 0 || a.RecvTopKWeights != 0):
 		return status.InvalidArg("num_topk", 0, "1 or more where topk_idx, topk_weights or their outputs are given")
 	case a.TopKWeights != 0 && a.TopKIdx == 0:
 		return status.InvalidArg("topk_weights", "weights alone", "weights only together with topk_idx")
 	case (a.TopKIdx != 0) != (a.TopKWeights != 0) && a.NumTokens > 0:
 		return status.InvalidArg("topk_weights", "none", "weights together with topk_idx")
-	case a.NumTopK > 0 && a.IndexType != plan.Int32 && a.IndexType != plan.Int64:
+	case a.NumTopK > 0 && a.IndexType != op.Int32 && a.IndexType != op.Int64:
 		return status.InvalidArg("index_type", int32(a.IndexType), "0 (int32) or 1 (int64)")
 	}
 	rows := h.NumRecvTokens
@@ -102,7 +76,7 @@ func (b *Buffer) checkDispatch(a *DispatchArgs) error {
 	}
 	in, out, topk, scaled := a.NumTokens > 0, rows > 0, a.NumTopK > 0, a.NumScales > 0
 	index := uintptr(max(1, a.IndexType.Size()))
-	if err := b.checkSegment("recv_segment", a.RecvSegment, a.RecvSegmentOffset, uint64(rows)*a.HiddenBytes(), a.RecvX); err != nil {
+	if err := b.checkSegment("recv_segment", a.RecvSegment, a.RecvSegmentOffset, uint64(rows)*shape.HiddenBytes(), a.RecvX); err != nil {
 		return err
 	}
 	return need(
@@ -113,7 +87,7 @@ func (b *Buffer) checkDispatch(a *DispatchArgs) error {
 		given{"handle.recv_src_idx", h.RecvSrcIdx, out, 4})
 }
 
-func (b *Buffer) checkHandle(h *Handle) error {
+func (b *Buffer) checkHandle(h *op.Handle) error {
 	switch {
 	case h == nil:
 		return status.InvalidArg("handle", "NULL", "the handle of a dispatch")
@@ -125,20 +99,21 @@ func (b *Buffer) checkHandle(h *Handle) error {
 	return need(given{"handle.rank_prefix_matrix", h.RankPrefixMatrix, true, 4}, given{"handle.send_head", h.SendHead, h.NumTokens > 0, 4})
 }
 
-// claim ends the exchange that the dispatch belongs to, after comparing both steps. The lock is held.
-func (b *Buffer) claim(a *DispatchArgs) error {
-	if a.Cached {
-		return b.fitsRow(a.HiddenBytes() + 4*uint64(a.NumScales))
+// endExchange compares the dispatch with the exchange of counts that it belongs to, and ends that. b.mu is held.
+func (b *Buffer) endExchange(a *op.DispatchArgs) error {
+	shape := plan.DispatchRows(a)
+	if a.Cached != 0 {
+		return b.fitsRow(shape.HiddenBytes() + 4*uint64(a.NumScales))
 	}
-	slot, err := b.exchange(a.Token)
+	slot, err := b.pendingOf(a.Token)
 	if err != nil {
 		return err
 	}
 	switch {
-	case slot.rows != a.Rows:
-		return status.InvalidArg("shape", a.Rows, "that of the notify: "+rowsText(slot.rows))
+	case slot.rows != shape:
+		return status.InvalidArg("shape", rowsText(shape), "that of the notify: "+rowsText(slot.rows))
 	case a.NumWorstTokens == 0 && slot.received < 0:
-		return status.Errorf(status.InvalidState, "dispatch before the counts of its exchange were waited for: only they say how many rows arrive")
+		return status.Errorf(status.InvalidState, "dispatch before WaitCounts: the number of rows that arrive is not known yet")
 	case a.NumWorstTokens == 0 && slot.received != a.Handle.NumRecvTokens:
 		return status.InvalidArg("handle.num_recv_tokens", a.Handle.NumRecvTokens, "the number that the counts gave: "+itoa(slot.received))
 	}

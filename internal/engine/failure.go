@@ -7,23 +7,10 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/status"
 )
-
-var opNames = [abi.NumOps]string{
-	abi.OpNone: "call", abi.OpLayout: "layout", abi.OpNotify: "notify", abi.OpDispatch: "dispatch", abi.OpCombine: "combine",
-	abi.OpLLDispatch: "low-latency dispatch", abi.OpLLCombine: "low-latency combine", abi.OpClean: "clean",
-	abi.OpBarrier: "barrier", abi.OpMask: "mask",
-}
-
-// OpName names an operation (abi.Op*) as people read it.
-func OpName(op uint32) string {
-	if op < abi.NumOps {
-		return opNames[op]
-	}
-	return "operation " + strconv.Itoa(int(op))
-}
 
 var fieldNames = map[uint32]string{
 	abi.FieldHiddenBytes: "bytes of a row (hidden)", abi.FieldNumExperts: "num_experts", abi.FieldNumTopK: "num_topk",
@@ -85,7 +72,7 @@ func (b *Buffer) failure() error {
 	}
 	if b.failed.CompareAndSwap(nil, &err) {
 		if b.stats != nil {
-			b.stats.setState(stateFailed)
+			b.stats.setState(abi.PageFailed)
 		}
 		b.log.Error(err.Error())
 	}
@@ -94,7 +81,7 @@ func (b *Buffer) failure() error {
 
 // explain turns a kernel's failure record into an error.
 func (b *Buffer) explain(f *abi.Failure) error {
-	head := fmt.Sprintf("%s #%d%s on rank %d", OpName(f.Op), f.Call, phaseText(f.Op, f.Phase), b.rank)
+	head := fmt.Sprintf("%s #%d%s on rank %d", op.Operation(f.Op), f.Call, phaseText(f.Op, f.Phase), b.rank)
 	switch code := status.Code(f.Code); code {
 	case status.Timeout, status.PeerDead:
 		return b.explainPeer(head, code, f)

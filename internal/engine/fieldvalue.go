@@ -3,30 +3,31 @@ package engine
 import (
 	"strconv"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 )
 
 // cachedCall marks a cached dispatch among the operations that ranks compare.
 const cachedCall = 256
 
-// fieldValue writes what a rank has said in a compared field (abi.Field*) of operation op as people read it.
-func fieldValue(op, field uint32, value int64) string {
+// fieldValue writes what a rank has said in a compared field (abi.Field*) of an operation as people read it.
+func fieldValue(number, field uint32, value int64) string {
 	switch field {
 	case abi.FieldOperation:
-		name := OpName(uint32(value % cachedCall))
+		name := op.Operation(value % cachedCall).String()
 		if value >= cachedCall {
 			return "cached " + name
 		}
 		return name
 	case abi.FieldFormat:
-		return formatText(op, value)
+		return formatText(number, value)
 	}
 	return strconv.FormatInt(value, 10)
 }
 
 // formatText: low-latency dispatch has its format, whether weights came, and flags there, low-latency combine flags, dispatch
 // whether weights came.
-func formatText(op uint32, value int64) string {
+func formatText(number uint32, value int64) string {
 	yes := func(on bool, text, otherwise string) string {
 		if on {
 			return text
@@ -34,7 +35,7 @@ func formatText(op uint32, value int64) string {
 		return otherwise
 	}
 	flags := value >> 8
-	switch op {
+	switch number {
 	case abi.OpLLDispatch:
 		text := yes(value&(abi.FormatWeights-1) == abi.FormatFP8, "use_fp8=True", "use_fp8=False")
 		text += yes(value&abi.FormatWeights != 0, " topk_weights", "")

@@ -1,120 +1,75 @@
 package engine
 
 import (
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
-	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// LLDispatchArgs are the arguments of LowLatencyDispatch. B is NumMaxTokens, L the number of experts of a rank.
-type LLDispatchArgs struct {
-	Phases                                               uint32 // abi.Phase*
-	Ticket                                               uint32 // [out] of the send half, [in] of the receive half
-	Flags                                                int32
-	NumTokens, NumMaxTokens, Hidden, NumTopK, NumExperts int32
-	IndexType                                            plan.Type
-	UseFP8                                               bool
-	X                                                    uintptr // [in] [T,H] BF16
-	TopKIdx                                              uintptr // [in] [T,K]
-	TopKWeights                                          uintptr // [in] float32 [T,K] or 0: sent along so that combine may reduce at the expert's rank
-	RecvX                                                uintptr // [out] [L, R*B, H] BF16 or e4m3
-	RecvXScales                                          uintptr // [out] float32 [L, H/128, R*B] in memory, or int32 [L, H/512, R*B]
-	RecvCount                                            uintptr // [out] int32 [L]
-	SrcInfo                                              uintptr // [out] int32 [L, R*B] token index at the source
-	LayoutRange                                          uintptr // [out] int64 [L, R]: (first row << 32) | count
-	CumulativeStats                                      uintptr // [inout] int32 [L] += count, or 0
-	WaitStats                                            uintptr // [inout] int64 [R] += ns waited for that rank, or 0
-}
-
-// LLCombineArgs are the arguments of LowLatencyCombine.
-type LLCombineArgs struct {
-	Phases                                               uint32
-	Ticket                                               uint32
-	Flags                                                int32
-	NumTokens, NumMaxTokens, Hidden, NumTopK, NumExperts int32
-	IndexType                                            plan.Type
-	X                                                    uintptr // [in] [L, R*B, H] BF16; ignored with zero copy
-	TopKIdx                                              uintptr // [in] [T,K]
-	TopKWeights                                          uintptr // [in] float32 [T,K]
-	SrcInfo                                              uintptr // [in] of the dispatch
-	LayoutRange                                          uintptr // [in] of the dispatch
-	CombinedX                                            uintptr // [out] [T,H] BF16
-	WaitStats                                            uintptr // [inout] int64 [R] or 0
-}
-
-// halves says where a call with these phases runs. What the caller's stream waits for anyway runs on that stream: going over to
+// placeOf returns the phases of a call and where it runs. What the caller's stream waits for anyway runs on that stream: changing to
 // the communication stream and back would cost two more waits between streams.
-func halves(phases uint32, c *Call) (place, error) {
+func placeOf(given op.Phase, c *Call) (phases uint32, where place, err error) {
 	switch {
-	case phases == abi.PhaseSend || phases == abi.PhaseRecv, phases == abi.PhaseBoth && !c.Async && c.Previous == nil:
-		return onCurrent, nil
-	case phases == abi.PhaseBoth:
-		return onComm, nil
+	case given == op.Send || given == op.Recv:
+		return uint32(given), onCurrent, nil
+	case given != op.SendRecv && given != 0:
+		return 0, 0, status.InvalidArg("phases", given, "SEND = 1, RECV = 2 or SEND_RECV = 3")
+	case !c.Async && c.Previous == nil:
+		return abi.PhaseBoth, onCurrent, nil
 	}
-	return 0, status.InvalidArg("phases", phases, "SEND = 1, RECV = 2 or SEND_RECV = 3")
+	return abi.PhaseBoth, onComm, nil
 }
 
-// LowLatencyDispatch sends every token to the experts it names, or receives what was sent, or both. Collective.
-func (b *Buffer) LowLatencyDispatch(a *LLDispatchArgs, c *Call) error {
-	where, err := halves(a.Phases, c)
+// LowLatencyDispatch sends every token to its experts, or receives what was sent, or both. Collective.
+func (b *Buffer) LowLatencyDispatch(a *op.LLDispatchArgs, c *Call) error {
+	phases, where, err := placeOf(a.Phases, c)
 	if err != nil {
 		return err
 	}
 	shape := plan.LowLatency{NumTokens: a.NumTokens, NumMaxTokens: a.NumMaxTokens, Hidden: a.Hidden, NumTopK: a.NumTopK,
-		NumExperts: a.NumExperts, IndexType: a.IndexType, Flags: a.Flags, FP8: a.UseFP8}
+		NumExperts: a.NumExperts, IndexType: a.IndexType, Flags: a.Flags, FP8: a.UseFP8 != 0}
 	if err := shape.CheckDispatch(b.top, &b.limits); err != nil {
 		return err
 	}
 	if err := b.checkRDMATokens(a.NumMaxTokens); err != nil {
 		return err
 	}
-	if err := checkLLDispatch(a); err != nil {
+	if err := checkLLDispatch(a, phases); err != nil {
 		return err
-	}
-	stream, err := b.beginLowLatency(c, where)
-	if err != nil {
-		return err
-	}
-	if _, err := b.slot(a.NumMaxTokens, a.Hidden, a.NumExperts); err != nil {
-		return b.abandon(err)
 	}
 	p := &b.params.llDispatch
-	t, err := b.admit(opDispatch, a.Phases, a.Ticket, &shape, stream)
-	if err != nil {
-		return b.abandon(err)
-	}
-	b.headerFor(&p.OpHeader, abi.OpLLDispatch, a.Phases, stream, t.number)
-	p.Phases, p.Ticket, p.Flags = a.Phases, t.word, uint32(a.Flags)
-	p.X, p.TopKIdx, p.TopKWeights = uint64(a.X), uint64(a.TopKIdx), uint64(a.TopKWeights)
-	p.NumTokens, p.NumTopK, p.IndexBytes = a.NumTokens, a.NumTopK, a.IndexType.Size()
-	p.NumMaxTokens, p.Hidden, p.NumExperts = a.NumMaxTokens, a.Hidden, a.NumExperts
-	p.Format = abi.FormatBF16
-	if a.UseFP8 {
-		p.Format = abi.FormatFP8
-	}
-	p.RecvX, p.RecvScales, p.RecvCount = uint64(a.RecvX), uint64(a.RecvXScales), uint64(a.RecvCount)
-	p.SrcInfo, p.LayoutRange = uint64(a.SrcInfo), uint64(a.LayoutRange)
-	p.CumulativeStats, p.WaitStats = uint64(a.CumulativeStats), uint64(a.WaitStats)
-	code := b.opt.Library.LLDispatch(p)
-	a.Ticket = b.issued(t, a.Phases, code)
-	return b.finish(c, where, stream, b.launched(abi.OpLLDispatch, code, p.DeviceError))
+	half := half{which: opDispatch, phases: phases, where: where, ticket: &a.Ticket, shape: &shape, header: &p.OpHeader}
+	return b.launchHalf(c, &half, func(t *ticket, _ *slotLayout) int32 {
+		p.Phases, p.Ticket, p.Flags = phases, t.word, uint32(a.Flags)
+		p.X, p.TopKIdx, p.TopKWeights = uint64(a.X), uint64(a.TopKIdx), uint64(a.TopKWeights)
+		p.NumTokens, p.NumTopK, p.IndexBytes = a.NumTokens, a.NumTopK, a.IndexType.Size()
+		p.NumMaxTokens, p.Hidden, p.NumExperts = a.NumMaxTokens, a.Hidden, a.NumExperts
+		p.Format = abi.FormatBF16
+		if a.UseFP8 != 0 {
+			p.Format = abi.FormatFP8
+		}
+		p.RecvX, p.RecvScales, p.RecvCount = uint64(a.RecvX), uint64(a.RecvXScales), uint64(a.RecvCount)
+		p.SrcInfo, p.LayoutRange = uint64(a.SrcInfo), uint64(a.LayoutRange)
+		p.CumulativeStats, p.WaitStats = uint64(a.CumulativeRecvStats), uint64(a.WaitRecvCostStats)
+		return b.opt.Library.LLDispatch(p)
+	})
 }
 
-func checkLLDispatch(a *LLDispatchArgs) error {
-	in, send, recv := a.NumTokens > 0, a.Phases&abi.PhaseSend != 0, a.Phases&abi.PhaseRecv != 0
+func checkLLDispatch(a *op.LLDispatchArgs, phases uint32) error {
+	in, send, recv := a.NumTokens > 0, phases&abi.PhaseSend != 0, phases&abi.PhaseRecv != 0
 	return need(
 		given{"x", a.X, in && send, 16}, given{"topk_idx", a.TopKIdx, in && send, uintptr(a.IndexType.Size())},
 		given{"topk_weights", a.TopKWeights, false, 4},
-		given{"recv_x", a.RecvX, recv, 16}, given{"recv_x_scales", a.RecvXScales, recv && a.UseFP8, 4},
+		given{"recv_x", a.RecvX, recv, 16}, given{"recv_x_scales", a.RecvXScales, recv && a.UseFP8 != 0, 4},
 		given{"recv_count", a.RecvCount, recv, 4}, given{"src_info", a.SrcInfo, recv, 4}, given{"layout_range", a.LayoutRange, recv, 8},
-		given{"cumulative_recv_stats", a.CumulativeStats, false, 4}, given{"wait_recv_cost_stats", a.WaitStats, false, 8})
+		given{"cumulative_recv_stats", a.CumulativeRecvStats, false, 4}, given{"wait_recv_cost_stats", a.WaitRecvCostStats, false, 8})
 }
 
-// LowLatencyCombine brings the experts' rows back and sums them by weight, or one half of that. Collective.
-func (b *Buffer) LowLatencyCombine(a *LLCombineArgs, c *Call) error {
-	where, err := halves(a.Phases, c)
+// LowLatencyCombine sends the experts' rows back and sums them by weight, or does one half of that. Collective.
+func (b *Buffer) LowLatencyCombine(a *op.LLCombineArgs, c *Call) error {
+	phases, where, err := placeOf(a.Phases, c)
 	if err != nil {
 		return err
 	}
@@ -126,65 +81,87 @@ func (b *Buffer) LowLatencyCombine(a *LLCombineArgs, c *Call) error {
 	if err := b.checkRDMATokens(a.NumMaxTokens); err != nil {
 		return err
 	}
-	if err := checkLLCombine(a); err != nil {
+	if err := checkLLCombine(a, phases); err != nil {
 		return err
-	}
-	stream, err := b.beginLowLatency(c, where)
-	if err != nil {
-		return err
-	}
-	layout, err := b.slot(a.NumMaxTokens, a.Hidden, a.NumExperts)
-	if err != nil {
-		return b.abandon(err)
 	}
 	p := &b.params.llCombine
-	t, err := b.admit(opCombine, a.Phases, a.Ticket, &shape, stream)
+	half := half{which: opCombine, phases: phases, where: where, ticket: &a.Ticket, shape: &shape, header: &p.OpHeader}
+	return b.launchHalf(c, &half, func(t *ticket, layout *slotLayout) int32 {
+		p.Phases, p.Ticket, p.Flags = phases, t.word, uint32(a.Flags)
+		p.X, p.XRowStride = uint64(a.X), 2*uint64(a.Hidden)
+		if a.Flags&op.LLZeroCopy != 0 {
+			p.X, p.XRowStride = b.zeroCopy(layout, t.slot), layout.rowStride
+		}
+		p.TopKIdx, p.TopKWeights = uint64(a.TopKIdx), uint64(a.TopKWeights)
+		p.SrcInfo, p.LayoutRange = uint64(a.SrcInfo), uint64(a.LayoutRange)
+		p.NumTokens, p.NumTopK, p.IndexBytes = a.NumTokens, a.NumTopK, a.IndexType.Size()
+		p.NumMaxTokens, p.Hidden, p.NumExperts = a.NumMaxTokens, a.Hidden, a.NumExperts
+		p.CombinedX, p.WaitStats = uint64(a.CombinedX), uint64(a.WaitRecvCostStats)
+		return b.opt.Library.LLCombine(p)
+	})
+}
+
+func checkLLCombine(a *op.LLCombineArgs, phases uint32) error {
+	in, send, recv := a.NumTokens > 0, phases&abi.PhaseSend != 0, phases&abi.PhaseRecv != 0
+	return need(
+		given{"x", a.X, send && a.Flags&op.LLZeroCopy == 0, 16}, given{"topk_idx", a.TopKIdx, in, uintptr(a.IndexType.Size())},
+		given{"topk_weights", a.TopKWeights, in, 4}, given{"src_info", a.SrcInfo, send, 4},
+		given{"layout_range", a.LayoutRange, send, 8}, given{"combined_x", a.CombinedX, in && recv, 16},
+		given{"wait_recv_cost_stats", a.WaitRecvCostStats, false, 8})
+}
+
+// half is a low-latency call, or one half of it.
+type half struct {
+	which  int // opDispatch, opCombine
+	phases uint32
+	where  place
+	ticket *uint32 // in for a receive half, out for the others
+	shape  *plan.LowLatency
+	header *abi.OpHeader
+}
+
+// launchHalf is launch for low-latency operations. It finds or makes the ticket, whose number is the call's.
+func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int32) error {
+	if err := b.checkLowLatency(); err != nil {
+		return err
+	}
+	stream, err := b.begin(c, h.where)
+	if err != nil {
+		return err
+	}
+	layout, err := b.slot(h.shape.NumMaxTokens, h.shape.Hidden, h.shape.NumExperts)
 	if err != nil {
 		return b.abandon(err)
 	}
-	b.headerFor(&p.OpHeader, abi.OpLLCombine, a.Phases, stream, t.number)
-	p.Phases, p.Ticket, p.Flags = a.Phases, t.word, uint32(a.Flags)
-	p.X, p.XRowStride = uint64(a.X), 2*uint64(a.Hidden)
-	if a.Flags&plan.LLZeroCopy != 0 {
-		p.X, p.XRowStride = b.zeroCopy(layout, t.slot), layout.rowStride
+	t, err := b.ticketFor(h.which, h.phases, *h.ticket, h.shape, stream)
+	if err != nil {
+		return b.abandon(err)
 	}
-	p.TopKIdx, p.TopKWeights = uint64(a.TopKIdx), uint64(a.TopKWeights)
-	p.SrcInfo, p.LayoutRange = uint64(a.SrcInfo), uint64(a.LayoutRange)
-	p.NumTokens, p.NumTopK, p.IndexBytes = a.NumTokens, a.NumTopK, a.IndexType.Size()
-	p.NumMaxTokens, p.Hidden, p.NumExperts = a.NumMaxTokens, a.Hidden, a.NumExperts
-	p.CombinedX, p.WaitStats = uint64(a.CombinedX), uint64(a.WaitStats)
-	code := b.opt.Library.LLCombine(p)
-	a.Ticket = b.issued(t, a.Phases, code)
-	return b.finish(c, where, stream, b.launched(abi.OpLLCombine, code, p.DeviceError))
+	number := op.Operation(abi.OpLLDispatch + h.which)
+	b.header(h.header, uint32(number), h.phases, stream, t.number)
+	code := run(t, layout)
+	*h.ticket = b.updateTicket(t, h.phases, code)
+	return b.finish(c, h.where, stream, b.launched(number, code, h.header.DeviceError))
 }
 
-func checkLLCombine(a *LLCombineArgs) error {
-	in, send, recv := a.NumTokens > 0, a.Phases&abi.PhaseSend != 0, a.Phases&abi.PhaseRecv != 0
-	return need(
-		given{"x", a.X, send && a.Flags&plan.LLZeroCopy == 0, 16}, given{"topk_idx", a.TopKIdx, in, uintptr(a.IndexType.Size())},
-		given{"topk_weights", a.TopKWeights, in, 4}, given{"src_info", a.SrcInfo, send, 4},
-		given{"layout_range", a.LayoutRange, send, 8}, given{"combined_x", a.CombinedX, in && recv, 16},
-		given{"wait_recv_cost_stats", a.WaitStats, false, 8})
-}
-
-// beginLowLatency is begin for calls that only a low-latency buffer has.
-func (b *Buffer) beginLowLatency(c *Call, where place) (device.Stream, error) {
+// checkLowLatency refuses low-latency operations of a buffer that was not made for them.
+func (b *Buffer) checkLowLatency() error {
 	if !b.opt.LowLatency {
-		return 0, status.Errorf(status.InvalidState, "low-latency calls need a buffer made with low_latency_mode")
+		return status.Errorf(status.InvalidState, "low-latency calls need a buffer made with low_latency_mode")
 	}
-	return b.begin(c, where)
+	return nil
 }
 
 const numShapes = 4
 
-// slotLayout is where low-latency data of one shape lies in the rdma region.
+// slotLayout is where the low-latency data of one shape lies in the rdma region.
 type slotLayout struct {
 	numMaxTokens, hidden, experts int32
 	zeroCopy                      [2]uint64
 	rowStride                     uint64
 }
 
-// slot finds the layout of a shape and makes sure that it fits the buffer. The lock is held.
+// slot returns the layout of a shape, or an error if the buffer is too small for it. b.mu is held.
 func (b *Buffer) slot(numMaxTokens, hidden, experts int32) (*slotLayout, error) {
 	for i := range b.slots {
 		if s := &b.slots[i]; s.numMaxTokens == numMaxTokens && s.hidden == hidden && s.experts == experts {
@@ -213,14 +190,14 @@ func (b *Buffer) zeroCopy(l *slotLayout, slot uint64) uint64 {
 	return b.block.Addresses[b.rank] + b.regions.RDMA.Offset + l.zeroCopy[slot&1]
 }
 
-// NextCombineBuffer is where the rows of the next low-latency combine may be written, so that it need not copy them:
-// [L, R*B, H] BF16, rowStride bytes from row to row. Valid until that combine was issued.
+// NextCombineBuffer returns where the rows of the next low-latency combine with zero copy go: [L, R*B, H] BF16, rowStride bytes from
+// row to row. Valid until that combine was issued.
 func (b *Buffer) NextCombineBuffer(numMaxTokens, hidden, experts int32) (address uintptr, rowStride uint64, err error) {
 	if err := plan.CheckSlots(numMaxTokens, hidden, experts, b.top, &b.limits); err != nil {
 		return 0, 0, err
 	}
-	if !b.opt.LowLatency {
-		return 0, 0, status.Errorf(status.InvalidState, "low-latency calls need a buffer made with low_latency_mode")
+	if err := b.checkLowLatency(); err != nil {
+		return 0, 0, err
 	}
 	if err := b.start(); err != nil {
 		return 0, 0, err

@@ -7,8 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/engine"
-	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -56,8 +56,8 @@ func TestZeroCopyAlternates(t *testing.T) {
 			t.Errorf("asking twice: %#x then %#x, stride %d", at, again, stride)
 		}
 		seen = append(seen, at)
-		r.must(r.LowLatencyCombine(&engine.LLCombineArgs{Phases: 3, Flags: plan.LLZeroCopy, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1,
-			NumExperts: 1, IndexType: plan.Int64, TopKIdx: somewhere, TopKWeights: somewhere, SrcInfo: somewhere, LayoutRange: somewhere,
+		r.must(r.LowLatencyCombine(&op.LLCombineArgs{Phases: 3, Flags: op.LLZeroCopy, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1,
+			NumExperts: 1, IndexType: op.Int64, TopKIdx: somewhere, TopKWeights: somewhere, SrcInfo: somewhere, LayoutRange: somewhere,
 			CombinedX: somewhere}, &engine.Call{Stream: r.Info().CommStream, Async: true}))
 		if trace := r.read(); !strings.HasSuffix(trace, "x+"+strconv.Itoa(int(at&1023))+"\n") {
 			t.Errorf("combine read from elsewhere than %#x: %s", at, trace)
@@ -77,10 +77,10 @@ func TestLimitsOfTheLibraryAreNamed(t *testing.T) {
 	r := newRig(t)
 	call := &engine.Call{Stream: 1}
 	dispatch := func(tokens, topk, experts int32) error {
-		return r.LowLatencyDispatch(&engine.LLDispatchArgs{Phases: 3, NumMaxTokens: tokens, Hidden: 128, NumTopK: topk, NumExperts: experts}, call)
+		return r.LowLatencyDispatch(&op.LLDispatchArgs{Phases: 3, NumMaxTokens: tokens, Hidden: 128, NumTopK: topk, NumExperts: experts}, call)
 	}
 	combine := func(tokens, topk, experts int32) error {
-		return r.LowLatencyCombine(&engine.LLCombineArgs{Phases: 3, NumMaxTokens: tokens, Hidden: 128, NumTopK: topk, NumExperts: experts}, call)
+		return r.LowLatencyCombine(&op.LLCombineArgs{Phases: 3, NumMaxTokens: tokens, Hidden: 128, NumTopK: topk, NumExperts: experts}, call)
 	}
 	next := func(tokens, _, experts int32) error {
 		_, _, err := r.NextCombineBuffer(tokens, 128, experts)
@@ -120,15 +120,15 @@ func TestSegments(t *testing.T) {
 	}
 	third, err := r.NewSegment(context.Background(), 3000)
 	r.must(err)
-	if third.Index != 0 || second.Index != 1 {
-		t.Errorf("numbers %d, %d", third.Index, second.Index)
+	if third.Number != 1 || second.Number != 2 {
+		t.Errorf("numbers %d, %d", third.Number, second.Number)
 	}
-	args := &engine.CombineArgs{Hidden: 8, XSegment: 1, XSegmentOffset: 1990, X: second.Address + 1990, CombinedX: somewhere,
-		Handle: &engine.Handle{NumRanks: 1, NumTokens: 1, NumRecvTokens: 1, RankPrefixMatrix: somewhere, SendHead: somewhere, RecvSrcIdx: somewhere}}
+	args := &op.CombineArgs{Hidden: 8, XSegment: 2, XSegmentOffset: 1990, X: second.Address + 1990, CombinedX: somewhere,
+		Handle: &op.Handle{NumRanks: 1, NumTokens: 1, NumRecvTokens: 1, RankPrefixMatrix: somewhere, SendHead: somewhere, RecvSrcIdx: somewhere}}
 	if err := r.Combine(args, &engine.Call{}); !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "x_segment_offset") {
 		t.Errorf("past the end: %v", err)
 	}
-	args.XSegment, args.XSegmentOffset, args.X = 0, 16, third.Address+16
+	args.XSegment, args.XSegmentOffset, args.X = 1, 16, third.Address+16
 	r.must(r.Combine(args, &engine.Call{}))
 	args.XSegment = 5
 	if err := r.Combine(args, &engine.Call{}); !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "argument x_segment") {
@@ -146,7 +146,7 @@ func TestLaunchesAllocateNothing(t *testing.T) {
 	}
 	r := newRig(t)
 	call := &engine.Call{Stream: 1}
-	a := &engine.LLDispatchArgs{Phases: 3, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1, IndexType: plan.Int64,
+	a := &op.LLDispatchArgs{Phases: 3, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1, IndexType: op.Int64,
 		X: somewhere, TopKIdx: somewhere, RecvX: somewhere, RecvCount: somewhere, SrcInfo: somewhere, LayoutRange: somewhere}
 	for name, f := range map[string]func() error{
 		"low-latency dispatch": func() error { return r.LowLatencyDispatch(a, call) },
@@ -172,7 +172,7 @@ func BenchmarkLaunch(b *testing.B) {
 	r := newRig(b)
 	r.silent(1)
 	defer r.silent(0)
-	a := &engine.LLDispatchArgs{Phases: 3, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1, IndexType: plan.Int64,
+	a := &op.LLDispatchArgs{Phases: 3, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1, IndexType: op.Int64,
 		X: somewhere, TopKIdx: somewhere, RecvX: somewhere, RecvCount: somewhere, SrcInfo: somewhere, LayoutRange: somewhere}
 	for _, c := range []struct {
 		name string

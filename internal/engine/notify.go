@@ -4,24 +4,15 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// NotifyArgs are the arguments of Notify, the first step of a dispatch.
-type NotifyArgs struct {
-	plan.Rows
-	ExpertAlignment int32
-	TokensPerRank   uintptr // [in] int32 [R]
-	TokensPerExpert uintptr // [in] int32 [E] or 0
-	TokenInRank     uintptr // [in] uint8 [T,R]
-	Handle          *Handle // [inout] matrices filled on the stream; NumTokens, NumRanks set now
-}
-
 const numPending = 16
 
-// pending is an exchange of counts whose dispatch has not come yet.
+// pending is an exchange of counts whose dispatch was not issued yet.
 type pending struct {
 	token     uint64
 	rows      plan.Rows
@@ -32,7 +23,7 @@ type pending struct {
 }
 
 // Notify exchanges counts among all ranks and returns a token for WaitCounts and Dispatch. Collective.
-func (b *Buffer) Notify(a *NotifyArgs, c *Call) (token uint64, err error) {
+func (b *Buffer) Notify(a *op.NotifyArgs, c *Call) (token uint64, err error) {
 	if err := b.checkNotify(a); err != nil {
 		return 0, err
 	}
@@ -40,41 +31,38 @@ func (b *Buffer) Notify(a *NotifyArgs, c *Call) (token uint64, err error) {
 	if err != nil {
 		return 0, err
 	}
-	stream, err := b.begin(c, onComm)
-	if err != nil {
-		return 0, err
-	}
-	if err := b.fitsRow(a.HiddenBytes() + 4*uint64(a.NumScales)); err != nil {
-		return 0, b.abandon(err)
-	}
+	shape := plan.NotifyRows(a)
 	p := &b.params.notify
-	slot, err := b.reserve(a)
-	if err != nil {
-		return 0, b.abandon(err)
+	var slot *pending
+	reserve := func() (err error) {
+		if err = b.fitsRow(shape.HiddenBytes() + 4*uint64(a.NumScales)); err == nil {
+			slot, err = b.reservePending(a)
+		}
+		return err
 	}
-	b.header(&p.OpHeader, abi.OpNotify, abi.PhaseBoth, stream)
-	slot.token = p.Call
-	p.NumSMs = config.NumSMs
-	p.TokensPerRank, p.TokensPerExpert, p.TokenInRank = uint64(a.TokensPerRank), uint64(a.TokensPerExpert), uint64(a.TokenInRank)
-	p.NumTokens, p.NumTopK, p.NumExperts = a.NumTokens, a.NumTopK, a.NumExperts
-	p.ExpertAlignment, p.NumWorstTokens, p.NumScales = a.ExpertAlignment, a.NumWorstTokens, a.NumScales
-	p.HiddenBytes = a.HiddenBytes()
-	p.RankPrefixMatrix, p.SendHead = uint64(a.Handle.RankPrefixMatrix), uint64(a.Handle.SendHead)
-	p.HostCounts, p.Counts = 0, 0
-	if a.NumWorstTokens == 0 {
-		p.HostCounts, p.Counts = hostAddress(slot.page), slot.address
-	}
-	if a.TokensPerExpert == 0 {
-		p.NumExperts = 0
-	}
-	code := b.opt.Library.Notify(p)
-	a.Handle.NumRanks, a.Handle.NumTokens = int32(b.size), a.NumTokens
-	token = slot.token
-	return token, b.finish(c, onComm, stream, b.launched(abi.OpNotify, code, p.DeviceError))
+	err = b.launch(c, abi.OpNotify, onComm, &p.OpHeader, reserve, func() int32 {
+		token, slot.token = p.Call, p.Call
+		p.NumSMs = config.NumSMs
+		p.TokensPerRank, p.TokensPerExpert, p.TokenInRank = uint64(a.NumTokensPerRank), uint64(a.NumTokensPerExpert), uint64(a.IsTokenInRank)
+		p.NumTokens, p.NumTopK, p.NumExperts = a.NumTokens, a.NumTopK, a.NumExperts
+		p.ExpertAlignment, p.NumWorstTokens, p.NumScales = a.ExpertAlignment, a.NumWorstTokens, a.NumScales
+		p.HiddenBytes = shape.HiddenBytes()
+		p.RankPrefixMatrix, p.SendHead = uint64(a.Handle.RankPrefixMatrix), uint64(a.Handle.SendHead)
+		p.HostCounts, p.Counts = 0, 0
+		if a.NumWorstTokens == 0 {
+			p.HostCounts, p.Counts = hostAddress(slot.page), slot.address
+		}
+		if a.NumTokensPerExpert == 0 {
+			p.NumExperts = 0
+		}
+		a.Handle.NumRanks, a.Handle.NumTokens = int32(b.size), a.NumTokens
+		return b.opt.Library.Notify(p)
+	})
+	return token, err
 }
 
-func (b *Buffer) checkNotify(a *NotifyArgs) error {
-	if err := a.Rows.Check(b.top); err != nil {
+func (b *Buffer) checkNotify(a *op.NotifyArgs) error {
+	if err := plan.NotifyRows(a).Check(b.top); err != nil {
 		return err
 	}
 	if err := plan.CheckAlignment(a.ExpertAlignment); err != nil {
@@ -84,60 +72,61 @@ func (b *Buffer) checkNotify(a *NotifyArgs) error {
 		return status.InvalidArg("handle", "NULL", "a handle whose matrices are to be filled")
 	}
 	return need(
-		given{"num_tokens_per_rank", a.TokensPerRank, true, 4},
-		given{"num_tokens_per_expert", a.TokensPerExpert, false, 4},
-		given{"is_token_in_rank", a.TokenInRank, a.NumTokens > 0, 1},
+		given{"num_tokens_per_rank", a.NumTokensPerRank, true, 4},
+		given{"num_tokens_per_expert", a.NumTokensPerExpert, false, 4},
+		given{"is_token_in_rank", a.IsTokenInRank, a.NumTokens > 0, 1},
 		given{"handle.rank_prefix_matrix", a.Handle.RankPrefixMatrix, true, 4},
 		given{"handle.send_head", a.Handle.SendHead, a.NumTokens > 0, 4})
 }
 
-// reserve takes the place of the oldest exchange: nobody has sixteen under way, so that one was given up.
-func (b *Buffer) reserve(a *NotifyArgs) (*pending, error) {
+// reservePending takes the slot of the oldest exchange, which counts as given up: callers have far fewer than sixteen in flight.
+// b.mu is held.
+func (b *Buffer) reservePending(a *op.NotifyArgs) (*pending, error) {
 	slot := &b.pending[(b.calls[abi.OpNotify]+1)%numPending]
 	local := 0
-	if a.TokensPerExpert != 0 {
+	if a.NumTokensPerExpert != 0 {
 		local = int(a.NumExperts) / b.size
 	}
 	if err := b.countsRoom(slot, local); err != nil {
 		return nil, err
 	}
-	slot.rows, slot.received, slot.perExpert = a.Rows, -1, local
+	slot.rows, slot.received, slot.perExpert = plan.NotifyRows(a), -1, local
 	return slot, nil
 }
 
-// WaitCounts waits up to slice (less than 0: until they are there) for the counts of an exchange: rows that arrive, and
-// for each local expert, rounded up to the alignment. Interrupted: not yet. perExpert may be nil.
+// WaitCounts waits up to slice, without a limit if slice is negative, for the counts of an exchange: the rows that arrive, and those
+// for each local expert, rounded up to the alignment. Interrupted: not there yet. perExpert may be nil.
 func (b *Buffer) WaitCounts(token uint64, slice time.Duration, perExpert []int32) (received int, err error) {
 	if err := b.start(); err != nil {
 		return 0, err
 	}
 	defer b.leave()
 	b.mu.Lock()
-	slot, err := b.exchange(token)
-	var at pending
+	slot, err := b.pendingOf(token)
+	var found pending
 	if err == nil {
-		at = *slot
+		found = *slot
 	}
 	b.mu.Unlock()
 	switch {
 	case err != nil:
 		return 0, err
-	case at.rows.NumWorstTokens > 0:
-		return 0, status.InvalidArg("token", token, "an exchange without num_worst_tokens: with it nobody waits for counts")
-	case perExpert != nil && len(perExpert) != at.perExpert:
+	case found.rows.NumWorstTokens > 0:
+		return 0, status.InvalidArg("token", token, "an exchange without num_worst_tokens: with it no counts are written")
+	case perExpert != nil && len(perExpert) != found.perExpert:
 		return 0, status.InvalidArg("per_expert", len(perExpert), "one entry for each local expert whose counts were given")
 	}
-	if err := b.awaitWord(at.page, token, slice); err != nil {
+	if err := b.awaitWord(found.page, token, slice); err != nil {
 		return 0, err
 	}
-	head := (*abi.Counts)(unsafe.Pointer(unsafe.SliceData(at.page)))
+	head := (*abi.Counts)(unsafe.Pointer(unsafe.SliceData(found.page)))
 	if head.NumRecvTokens < 0 {
 		if err := b.sticky(); err != nil {
 			return 0, err
 		}
 		return 0, status.Errorf(status.Internal, "notify #%d left no counts and no reason", token)
 	}
-	copy(perExpert, unsafe.Slice((*int32)(unsafe.Pointer(&at.page[countsHead])), at.perExpert))
+	copy(perExpert, unsafe.Slice((*int32)(unsafe.Pointer(&found.page[countsHead])), found.perExpert))
 	b.mu.Lock()
 	if slot.token == token {
 		slot.received = head.NumRecvTokens
@@ -146,8 +135,8 @@ func (b *Buffer) WaitCounts(token uint64, slice time.Duration, perExpert []int32
 	return int(head.NumRecvTokens), nil
 }
 
-// exchange finds the place of a token. The lock is held.
-func (b *Buffer) exchange(token uint64) (*pending, error) {
+// pendingOf returns the exchange of a token. b.mu is held.
+func (b *Buffer) pendingOf(token uint64) (*pending, error) {
 	slot := &b.pending[token%numPending]
 	if token == 0 || slot.token != token {
 		return nil, status.InvalidArg("token", token, "that of a notify whose dispatch has not been issued yet")

@@ -3,24 +3,24 @@ package engine
 import (
 	"time"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
-	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Call is how an operation is ordered among other work.
+// Call orders an operation among other work.
 type Call struct {
 	// Async: the caller waits through Event. Otherwise Stream waits for the operation, which on a host-stream engine
 	// means that the call returns when it is done.
 	Async    bool
-	Stream   uintptr // the caller's current stream
-	Previous *Event  // the operation begins after it, instead of after Stream
-	Event    *Event  // recorded at the operation's end
-	Config   *plan.Config
+	Stream   uintptr    // the caller's current stream
+	Previous *Event     // the operation begins after it, instead of after Stream
+	Event    *Event     // recorded at the operation's end
+	Config   *op.Config // nil: the default for this many ranks
 }
 
-// order remembers where the newest operation runs, so that the next one comes after it on whatever stream.
+// order is where the newest operation runs. The next one is ordered after it, on any stream.
 type order struct {
 	begin, end *device.Event // of the caller's stream before, of the communication stream after
 	tail       *device.Event // end of the newest operation on a stream of the caller
@@ -37,8 +37,9 @@ const (
 	onCurrent              // on the caller's stream; on a host-stream engine on the communication stream all the same
 )
 
-// arrange makes the next launch wait for what it must and says on which stream it goes. The lock is held.
-func (b *Buffer) arrange(c *Call, where place) (device.Stream, error) {
+// addDependencies makes the next launch wait for Previous or the caller's stream, and for the newest operation, and returns its
+// stream. b.mu is held.
+func (b *Buffer) addDependencies(c *Call, where place) (device.Stream, error) {
 	if err := b.checkStream(c.Stream); err != nil {
 		return 0, err
 	}
@@ -60,7 +61,7 @@ func (b *Buffer) arrange(c *Call, where place) (device.Stream, error) {
 	return stream, b.afterNewest(stream)
 }
 
-// follow lets one stream wait for the present end of another.
+// follow makes stream after wait for the present end of stream before.
 func (b *Buffer) follow(ev *device.Event, before, after device.Stream) error {
 	if err := ev.Record(before); err != nil {
 		return err
@@ -95,19 +96,19 @@ func (b *Buffer) afterNewest(stream device.Stream) error {
 	return o.tail.Join(stream)
 }
 
-// settle puts the end of a launch in order: the newest operation is remembered, the caller's event recorded, his stream
-// made to wait. On a host-stream engine it returns the event to wait for on the host, if the call is to wait.
-func (b *Buffer) settle(c *Call, where place, stream device.Stream) (*device.Event, error) {
+// recordLaunch records the launch as the newest one, records c.Event, and makes c.Stream wait for it. On a host-stream engine it
+// returns the event that a synchronous call waits for.
+func (b *Buffer) recordLaunch(c *Call, where place, stream device.Stream) (*device.Event, error) {
 	b.order.last, b.order.used = stream, true
 	if b.dev.HostStream() {
-		return b.settleHost(c)
+		return b.recordHostLaunch(c)
 	}
 	if c.Event != nil {
 		if err := c.Event.ev.Record(stream); err != nil {
 			return nil, err
 		}
 	}
-	if stream != b.comm { // the caller may end his stream, or go on with long work: mark the exact place now
+	if stream != b.comm { // the caller may destroy the stream or queue long work on it: record its present end
 		capturing, err := b.dev.Capturing(stream)
 		if err != nil {
 			return nil, err
@@ -129,7 +130,7 @@ func (b *Buffer) settle(c *Call, where place, stream device.Stream) (*device.Eve
 	return nil, b.follow(b.order.end, stream, device.Stream(c.Stream))
 }
 
-func (b *Buffer) settleHost(c *Call) (*device.Event, error) {
+func (b *Buffer) recordHostLaunch(c *Call) (*device.Event, error) {
 	if c.Event != nil {
 		if err := c.Event.ev.Record(b.comm); err != nil {
 			return nil, err
@@ -149,8 +150,8 @@ func (b *Buffer) settleHost(c *Call) (*device.Event, error) {
 	return ev, nil
 }
 
-// hostWait waits for the end of a launch where the caller's stream is the calling thread. It never returns before: the
-// kernel may be writing to the caller's memory. The kernels' own deadlines bound it, and Destroy makes them leave.
+// hostWait waits for the end of a launch where the caller's stream is the calling thread. It never returns earlier: the kernel may
+// write to the caller's memory. The kernels' deadlines bound it, and Destroy aborts them.
 func (b *Buffer) hostWait(ev *device.Event) error {
 	if ev == nil {
 		return nil
@@ -167,18 +168,18 @@ func (b *Buffer) hostWait(ev *device.Event) error {
 	}
 }
 
-// begin opens an operation: the buffer is usable, the lock is taken, the streams are arranged. On success the caller
-// launches and then calls finish; on error nothing is held.
+// begin checks that the buffer is usable, takes b.mu and adds the launch's dependencies. On success the caller launches and calls
+// finish, or abandon; on error nothing is held.
 func (b *Buffer) begin(c *Call, where place) (device.Stream, error) {
 	if err := b.start(); err != nil {
 		return 0, err
 	}
-	if err := b.usable(); err != nil { // without the lock: it may log, and a log function may wait for other threads
+	if err := b.usable(); err != nil { // without b.mu: it may log, and a log function may wait for other threads
 		b.leave()
 		return 0, err
 	}
 	b.mu.Lock()
-	stream, err := b.arrange(c, where)
+	stream, err := b.addDependencies(c, where)
 	if err != nil {
 		b.mu.Unlock()
 		b.leave()
@@ -186,11 +187,11 @@ func (b *Buffer) begin(c *Call, where place) (device.Stream, error) {
 	return stream, err
 }
 
-// finish closes what begin opened: err is the launch's. The wait on the host happens without the lock.
+// finish ends what begin began. err is the launch's. The wait on the host happens without b.mu.
 func (b *Buffer) finish(c *Call, where place, stream device.Stream, err error) error {
 	var ev *device.Event
 	if err == nil {
-		ev, err = b.settle(c, where, stream)
+		ev, err = b.recordLaunch(c, where, stream)
 	}
 	b.mu.Unlock()
 	if err == nil {
@@ -200,23 +201,33 @@ func (b *Buffer) finish(c *Call, where place, stream device.Stream, err error) e
 	return err
 }
 
-// abandon closes what begin opened when nothing was launched.
+// abandon ends what begin began if nothing was launched.
 func (b *Buffer) abandon(err error) error {
 	b.mu.Unlock()
 	b.leave()
 	return err
 }
 
-// header fills what all operations have in common and counts the call. The lock is held.
-func (b *Buffer) header(h *abi.OpHeader, op uint32, phase uint32, stream device.Stream) {
-	if phase != abi.PhaseRecv {
-		b.calls[op]++
+// launch runs an operation: it orders the launch after earlier work, calls check for what has to be checked with b.mu held (nil:
+// nothing), fills the header, and calls run, which fills the other parameters and enters the kernel library.
+func (b *Buffer) launch(c *Call, number op.Operation, where place, h *abi.OpHeader, check func() error, run func() int32) error {
+	stream, err := b.begin(c, where)
+	if err != nil {
+		return err
 	}
-	b.headerFor(h, op, phase, stream, b.calls[op])
+	if check != nil {
+		if err := check(); err != nil {
+			return b.abandon(err)
+		}
+	}
+	b.calls[number]++
+	b.header(h, uint32(number), abi.PhaseBoth, stream, b.calls[number])
+	code := run()
+	return b.finish(c, where, stream, b.launched(number, code, h.DeviceError))
 }
 
-// headerFor is header for a call whose number is known: the second half of a call has that of the first.
-func (b *Buffer) headerFor(h *abi.OpHeader, op, phase uint32, stream device.Stream, number uint64) {
+// header fills what all operations have in common, and publishes the call. The halves of a call have one number. b.mu is held.
+func (b *Buffer) header(h *abi.OpHeader, op, phase uint32, stream device.Stream, number uint64) {
 	limit := b.opt.Timeout
 	if number == 1 {
 		limit = b.opt.FirstTimeout
@@ -227,17 +238,17 @@ func (b *Buffer) headerFor(h *abi.OpHeader, op, phase uint32, stream device.Stre
 
 // launched turns a launch's code into an error. Limits that depend on several sizes at once (shared memory) are known to the
 // kernel library alone; it answers Unsupported.
-func (b *Buffer) launched(op uint32, code, deviceError int32) error {
+func (b *Buffer) launched(number op.Operation, code, deviceError int32) error {
 	switch {
 	case code == 0:
 		return nil
 	case deviceError != 0:
-		return status.Errorf(status.Code(code), "%s could not be launched: %v (device error %d)", OpName(op), status.Code(code), deviceError)
+		return status.Errorf(status.Code(code), "%s could not be launched: %v (device error %d)", number, status.Code(code), deviceError)
 	case status.Code(code) == status.Unsupported:
 		return status.Errorf(status.Unsupported, "%s could not be launched: %s has no kernel for these sizes (experts, top-k, scales, hidden)",
-			OpName(op), b.limits.Library)
+			number, b.limits.Library)
 	}
-	return status.Errorf(status.Code(code), "%s could not be launched: %v", OpName(op), status.Code(code))
+	return status.Errorf(status.Code(code), "%s could not be launched: %v", number, status.Code(code))
 }
 
 // atLeastMillisecond raises a timeout to a millisecond: the kernels take 0 for "do not wait at all".

@@ -12,6 +12,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/dl"
 	"github.com/deepep-go/deepep/internal/engine"
@@ -177,8 +178,8 @@ func (r *rig) expect(what string, want ...string) {
 const somewhere = 0x10000
 
 func (r *rig) layout(c *engine.Call) error {
-	return r.Layout(&engine.LayoutArgs{NumTokens: 1, NumTopK: 1, NumExperts: 1, IndexType: plan.Int64, TopKIdx: somewhere,
-		TokensPerRank: somewhere, TokensPerExpert: somewhere, TokenInRank: somewhere}, c)
+	return r.Layout(&op.LayoutArgs{NumTokens: 1, NumTopK: 1, NumExperts: 1, IndexType: op.Int64, TopKIdx: somewhere,
+		NumTokensPerRank: somewhere, NumTokensPerExpert: somewhere, IsTokenInRank: somewhere}, c)
 }
 
 // half issues one half of a low-latency dispatch, or both.
@@ -187,8 +188,8 @@ func (r *rig) half(phases, ticket uint32, stream uintptr) (uint32, error) {
 }
 
 func (r *rig) send(phases, ticket uint32, c *engine.Call) (uint32, error) {
-	a := &engine.LLDispatchArgs{Phases: phases, Ticket: ticket, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1,
-		IndexType: plan.Int64, X: somewhere, TopKIdx: somewhere, RecvX: somewhere, RecvCount: somewhere, SrcInfo: somewhere, LayoutRange: somewhere}
+	a := &op.LLDispatchArgs{Phases: op.Phase(phases), Ticket: ticket, NumTokens: 1, NumMaxTokens: 2, Hidden: 128, NumTopK: 1, NumExperts: 1,
+		IndexType: op.Int64, X: somewhere, TopKIdx: somewhere, RecvX: somewhere, RecvCount: somewhere, SrcInfo: somewhere, LayoutRange: somewhere}
 	err := r.LowLatencyDispatch(a, c)
 	return a.Ticket, err
 }

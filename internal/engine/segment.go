@@ -15,7 +15,7 @@ import (
 
 // Segment is memory of this rank that its peers can write rows into, beside the buffer's own block.
 type Segment struct {
-	Index   int // the same on all ranks
+	Number  int32 // in RecvSegment and XSegment: 1 or more, the same on all ranks
 	Address uintptr
 	Bytes   uint64
 	buffer  *Buffer
@@ -55,7 +55,7 @@ func (b *Buffer) NewSegment(ctx context.Context, bytes uint64) (*Segment, error)
 	if err != nil {
 		return nil, err
 	}
-	s := &Segment{Index: index, Address: uintptr(shared.Local.Address), Bytes: bytes, buffer: b, memory: shared.Local.Retain(), shared: shared}
+	s := &Segment{Number: int32(index) + 1, Address: uintptr(shared.Local.Address), Bytes: bytes, buffer: b, memory: shared.Local.Retain(), shared: shared}
 	s.used.Store(true)
 	return s, b.enterSegment(s)
 }
@@ -94,10 +94,11 @@ func commonSegment(all []device.Message) (int, error) {
 func (b *Buffer) enterSegment(s *Segment) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	old := b.segments[s.Index]
-	b.segments[s.Index] = s
+	index := segmentIndex(s.Number)
+	old := b.segments[index]
+	b.segments[index] = s
 	for owner, address := range s.shared.Addresses {
-		if err := b.nameSegment(s.Index, owner, address, s.Bytes); err != nil {
+		if err := b.nameSegment(index, owner, address, s.Bytes); err != nil {
 			return err
 		}
 	}
@@ -107,8 +108,8 @@ func (b *Buffer) enterSegment(s *Segment) error {
 	return nil
 }
 
-func (b *Buffer) nameSegment(index, owner int, address, bytes uint64) error {
-	p := &kern.TeamSegmentParams{Team: b.team, Index: int32(index), Owner: int32(owner), Address: address, Bytes: bytes}
+func (b *Buffer) nameSegment(index int32, owner int, address, bytes uint64) error {
+	p := &kern.TeamSegmentParams{Team: b.team, Index: index, Owner: int32(owner), Address: address, Bytes: bytes}
 	return kern.Error("dk_team_segment", b.opt.Library.TeamSegment(p), p.DeviceError)
 }
 
@@ -123,7 +124,7 @@ func (s *Segment) Release() error {
 	var err error
 	if b := s.buffer; b.enter() == nil {
 		b.mu.Lock()
-		if err = b.nameSegment(s.Index, b.rank, 0, 0); err == nil {
+		if err = b.nameSegment(segmentIndex(s.Number), b.rank, 0, 0); err == nil {
 			err = s.shared.ReleaseLocal()
 		}
 		b.mu.Unlock()
@@ -133,15 +134,19 @@ func (s *Segment) Release() error {
 	return err
 }
 
-// checkSegment checks that rows lie where the caller says. -1: in no segment.
-func (b *Buffer) checkSegment(name string, index int32, offset, bytes uint64, address uintptr) error {
-	if index == -1 {
+// segmentIndex is a segment's place in the buffer and in the kernel library, -1 for none.
+func segmentIndex(number int32) int32 { return max(number-1, -1) }
+
+// checkSegment checks that rows lie where the caller says. 0 or -1: in no segment.
+func (b *Buffer) checkSegment(name string, number int32, offset, bytes uint64, address uintptr) error {
+	if number == 0 || number == -1 {
 		return nil
 	}
+	index := number - 1
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if index < 0 || index >= abi.MaxSegments || b.segments[index] == nil || !b.segments[index].used.Load() {
-		return status.InvalidArg(name, index, "-1, or the number of a segment of this buffer")
+		return status.InvalidArg(name, number, "0, or the number of a segment of this buffer")
 	}
 	s := b.segments[index]
 	if offset > s.Bytes || bytes > s.Bytes-offset || bytes > 0 && address != s.Address+uintptr(offset) {

@@ -5,18 +5,12 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
-)
-
-// States of a statistics page.
-const (
-	stateLive      = 1
-	stateFailed    = 2
-	stateDestroyed = 3
 )
 
 // PageHeader identifies a statistics page.
@@ -70,7 +64,7 @@ func (s *statistics) privatePage(b *Buffer) (err error) {
 	s.head = (*abi.StatsPage)(unsafe.Pointer(unsafe.SliceData(s.page.Host)))
 	*s.head = abi.StatsPage{
 		Magic: abi.StatsMagic, Version: abi.StatsVersion, TotalBytes: uint32(len(s.page.Host)), NumOps: abi.NumOps,
-		Rank: int32(b.rank), NumRanks: int32(b.size), BufferID: b.opt.ID, State: stateLive, PeersOffset: uint64(head), TraceOffset: uint64(len(s.page.Host)),
+		Rank: int32(b.rank), NumRanks: int32(b.size), BufferID: b.opt.ID, State: abi.PageLive, PeersOffset: uint64(head), TraceOffset: uint64(len(s.page.Host)),
 	}
 	return nil
 }
@@ -78,23 +72,12 @@ func (s *statistics) privatePage(b *Buffer) (err error) {
 func (s *statistics) setState(state uint32) { atomic.StoreUint32(&s.head.State, state) }
 
 func (s *statistics) close() error {
-	s.setState(stateDestroyed)
+	s.setState(abi.PageDestroyed)
 	err := s.page.Close()
 	if s.owner != nil {
 		status.Keep(&err, s.owner.Close())
 	}
 	return err
-}
-
-// OpStats is what a buffer counted of one operation since it was made.
-type OpStats struct {
-	Calls, Errors       uint64
-	Bytes               uint64 // payload bytes sent
-	Wait, Total         time.Duration
-	P50, P99, P999, Max time.Duration // percentiles are upper bounds of histogram buckets
-	Mean                time.Duration
-	BytesToPeer         []uint64
-	WaitForPeer         []time.Duration
 }
 
 // statsFlushLimit bounds the wait for a busy device. After it Stats reads what the page held before.
@@ -110,19 +93,19 @@ func (b *Buffer) flushStats() error {
 
 // Stats reads the counters of an operation. It waits for no call. Kernels may leave the newest call's counters in device memory;
 // Stats has them written out first.
-func (b *Buffer) Stats(op uint32) (OpStats, error) {
-	if op == 0 || op >= abi.NumOps {
-		return OpStats{}, status.InvalidArg("op", op, "1 (layout) to 9 (mask)")
+func (b *Buffer) Stats(number op.Operation) (op.OpStats, error) {
+	if number == op.OpNone || number >= op.NumOps {
+		return op.OpStats{}, status.InvalidArg("op", uint32(number), "1 (layout) to 9 (mask)")
 	}
 	if err := b.start(); err != nil {
-		return OpStats{}, err
+		return op.OpStats{}, err
 	}
 	defer b.leave()
 	if err := b.flushStats(); err != nil {
-		return OpStats{}, err
+		return op.OpStats{}, err
 	}
-	from := &b.stats.head.Ops[op]
-	var s OpStats
+	from := &b.stats.head.Ops[number]
+	var s op.OpStats
 	s.Calls, s.Errors = atomic.LoadUint64(&from.Calls), atomic.LoadUint64(&from.Errors)
 	s.Bytes = atomic.LoadUint64(&from.Bytes)
 	s.Wait, s.Total = time.Duration(atomic.LoadUint64(&from.WaitNS)), time.Duration(atomic.LoadUint64(&from.TotalNS))
@@ -139,7 +122,7 @@ func (b *Buffer) Stats(op uint32) (OpStats, error) {
 	}
 	s.BytesToPeer, s.WaitForPeer = make([]uint64, b.size), make([]time.Duration, b.size)
 	for peer := range b.size {
-		at := int(op)*b.size + peer
+		at := int(number)*b.size + peer
 		s.BytesToPeer[peer] = atomic.LoadUint64(&b.stats.bytes[at])
 		s.WaitForPeer[peer] = time.Duration(atomic.LoadUint64(&b.stats.waits[at]))
 	}

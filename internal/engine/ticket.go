@@ -3,6 +3,7 @@ package engine
 import (
 	"fmt"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/plan"
@@ -15,47 +16,46 @@ const (
 	opCombine  = 1
 )
 
-// numSends is how many sends of an operation may be without their receive: as many as there are wire slots.
+// numSends is how many sends of an operation may be without their receive: the number of wire slots.
 const numSends = 2
 
-// ticket joins the two halves of a low-latency call. Its public number has the place in the low bits and a generation
-// above, so that a ticket of an earlier call is recognised.
+// ticket joins the two halves of a low-latency call. Its id has the slot in the low bits and a generation above, so that the id of
+// an earlier call is refused.
 type ticket struct {
-	open   bool // sent, not received
-	word   uint32
-	id     uint32
+	open   bool   // sent, not received
+	word   uint32 // the slot, as the kernel library counts them
+	id     uint32 // as the caller sees it
 	number uint64 // of the call
 	slot   uint64 // combines sent before it
 	stream device.Stream
 	shape  plan.LowLatency
 }
 
-// admit finds the ticket of a half or makes one, without counting anything yet. The lock is held.
-func (b *Buffer) admit(op int, phases, id uint32, shape *plan.LowLatency, stream device.Stream) (*ticket, error) {
+// ticketFor returns the ticket of a receive half, or a free one with the next call number. b.mu is held.
+func (b *Buffer) ticketFor(which int, phases, id uint32, shape *plan.LowLatency, stream device.Stream) (*ticket, error) {
 	if phases == abi.PhaseRecv {
-		return b.redeem(op, id, shape, stream)
+		return b.openTicket(which, id, shape, stream)
 	}
-	name := [2]string{"low-latency dispatch", "low-latency combine"}[op]
-	for i := range b.tickets[op] {
-		t := &b.tickets[op][i]
+	for i := range b.tickets[which] {
+		t := &b.tickets[which][i]
 		if t.open {
 			continue
 		}
-		call := uint32(abi.OpLLDispatch + op)
+		call := abi.OpLLDispatch + which
 		b.calls[call]++
-		place := uint32(op*numSends + i)
-		*t = ticket{word: place, id: (t.id/abi.NumTickets+1)*abi.NumTickets + place, number: b.calls[call], stream: stream, shape: *shape}
-		if op == opCombine {
+		word := uint32(which*numSends + i)
+		*t = ticket{word: word, id: (t.id/abi.NumTickets+1)*abi.NumTickets + word, number: b.calls[call], stream: stream, shape: *shape}
+		if which == opCombine {
 			t.slot = b.combines
 		}
 		return t, nil
 	}
-	return nil, status.Errorf(status.InvalidState, "two sends of %s are without their receive half: a third has no room; receive first (call the hooks)", name)
+	return nil, status.Errorf(status.InvalidState, "two sends of %s are without their receive half: a third has no room; receive first (call the hooks)", op.Operation(abi.OpLLDispatch+which))
 }
 
-// redeem finds the send that a receive half belongs to.
-func (b *Buffer) redeem(op int, id uint32, shape *plan.LowLatency, stream device.Stream) (*ticket, error) {
-	t := &b.tickets[op][id%numSends]
+// openTicket returns the ticket of the send that a receive half belongs to.
+func (b *Buffer) openTicket(which int, id uint32, shape *plan.LowLatency, stream device.Stream) (*ticket, error) {
+	t := &b.tickets[which][id%numSends]
 	switch {
 	case t.id != id || !t.open:
 		return nil, status.InvalidArg("ticket", id, "that of a send half whose receive half has not been issued yet")
@@ -67,8 +67,8 @@ func (b *Buffer) redeem(op int, id uint32, shape *plan.LowLatency, stream device
 	return t, nil
 }
 
-// issued keeps account of a half that was launched, or could not be, and gives the public number of its ticket.
-func (b *Buffer) issued(t *ticket, phases uint32, code int32) uint32 {
+// updateTicket opens or closes the ticket after a launch that ended with code, and returns its id.
+func (b *Buffer) updateTicket(t *ticket, phases uint32, code int32) uint32 {
 	switch {
 	case code != 0 && phases != abi.PhaseRecv:
 		t.open = false
@@ -79,4 +79,13 @@ func (b *Buffer) issued(t *ticket, phases uint32, code int32) uint32 {
 		}
 	}
 	return t.id
+}
+
+// closeTickets closes all tickets after a clean: what was sent is gone. b.mu is held.
+func (b *Buffer) closeTickets() {
+	for which := range b.tickets {
+		for i := range b.tickets[which] {
+			b.tickets[which][i].open = false
+		}
+	}
 }

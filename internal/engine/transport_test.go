@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/engine"
 	"github.com/deepep-go/deepep/internal/plan"
@@ -180,8 +181,8 @@ func TestLimitsBetweenNodes(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { r.must(r.Destroy()) }()
-	h := &engine.Handle{NumRanks: 4, NumTokens: 1, RankPrefixMatrix: somewhere, SendHead: somewhere, RecvSrcIdx: somewhere}
-	combine := &engine.CombineArgs{Hidden: 64, XSegment: -1, X: somewhere, Handle: h, CombinedX: somewhere}
+	h := &op.Handle{NumRanks: 4, NumTokens: 1, RankPrefixMatrix: somewhere, SendHead: somewhere, RecvSrcIdx: somewhere}
+	combine := &op.CombineArgs{Hidden: 64, X: somewhere, Handle: h, CombinedX: somewhere}
 	expect := func(err error, parts ...string) {
 		t.Helper()
 		for _, part := range parts {
@@ -191,9 +192,9 @@ func TestLimitsBetweenNodes(t *testing.T) {
 		}
 	}
 	expect(r.Combine(combine, &engine.Call{}), "num_rdma_bytes = 100", "rows of 128 bytes", "2 nodes", "at least 384 is needed")
-	expect(r.LowLatencyDispatch(&engine.LLDispatchArgs{Phases: 3, NumMaxTokens: 5, Hidden: 128, NumTopK: 1, NumExperts: 4, IndexType: plan.Int64},
+	expect(r.LowLatencyDispatch(&op.LLDispatchArgs{Phases: 3, NumMaxTokens: 5, Hidden: 128, NumTopK: 1, NumExperts: 4, IndexType: op.Int64},
 		&engine.Call{}), "num_max_dispatch_tokens_per_rank", "got 5", "at most DEEPEP_NUM_MAX_RDMA_TOKENS = 4")
-	expect(r.LowLatencyCombine(&engine.LLCombineArgs{Phases: 3, NumMaxTokens: 5, Hidden: 128, NumTopK: 1, NumExperts: 4, IndexType: plan.Int64},
+	expect(r.LowLatencyCombine(&op.LLCombineArgs{Phases: 3, NumMaxTokens: 5, Hidden: 128, NumTopK: 1, NumExperts: 4, IndexType: op.Int64},
 		&engine.Call{}), "at most DEEPEP_NUM_MAX_RDMA_TOKENS = 4")
 	_, err = nodes(t, &among{rank: 0, size: 4}, 2, func(o *engine.Options) { o.RDMA.Workspace = 4095 })
 	expect(err, "flags and counts of 4 ranks take 4096 bytes", "DEEPEP_NUM_WORKSPACE_BYTES = 4095")

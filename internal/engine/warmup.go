@@ -5,23 +5,15 @@ import (
 	"encoding/binary"
 	"math"
 
-	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// WarmupOptions are the shapes to run once so that the first real call is as fast as the steady one. Zero sizes leave
-// that mode out. All ranks give the same.
-type WarmupOptions struct {
-	NumTokens, Hidden, NumTopK, NumExperts         int32 // normal mode
-	LLMaxTokens, LLHidden, LLNumTopK, LLNumExperts int32 // low-latency mode
-	UseFP8                                         bool  // rows are dispatched as FP8 with scales
-}
-
 // Warmup runs one call of each operation with the given shapes, on memory of its own. Collective; it waits.
-func (b *Buffer) Warmup(o WarmupOptions) error {
+func (b *Buffer) Warmup(o op.WarmupOptions) error {
 	if err := b.start(); err != nil {
 		return err
 	}
@@ -54,19 +46,19 @@ func (b *Buffer) Warmup(o WarmupOptions) error {
 // warmup keeps what the steps of a run have in common.
 type warmup struct {
 	b      *Buffer
-	o      WarmupOptions
+	o      op.WarmupOptions
 	call   Call
 	memory []*device.Memory
 
-	rows           plan.Rows
 	index, weights uintptr
-	layout         LayoutArgs
-	handle         Handle
+	layout         op.LayoutArgs
+	handle         op.Handle
+	notify         op.NotifyArgs
 	token          uint64
-	dispatch       DispatchArgs
-	combine        CombineArgs
-	llDispatch     LLDispatchArgs
-	llCombine      LLCombineArgs
+	dispatch       op.DispatchArgs
+	combine        op.CombineArgs
+	llDispatch     op.LLDispatchArgs
+	llCombine      op.LLCombineArgs
 }
 
 func (w *warmup) steps() (all []func() error) {
@@ -149,11 +141,12 @@ func (w *warmup) copy(dst uintptr, src uint64, bytes int64) error {
 // makeCounts checks the shapes of normal mode and makes what layout and notify need.
 func (w *warmup) makeCounts() error {
 	o := &w.o
-	w.rows = plan.Rows{NumTokens: o.NumTokens, NumTopK: o.NumTopK, NumExperts: o.NumExperts, XType: plan.BF16, Hidden: int64(o.Hidden)}
-	if o.UseFP8 {
-		w.rows.XType, w.rows.NumScales = plan.FP8, (o.Hidden+127)/128
+	w.notify = op.NotifyArgs{NumTokens: o.NumTokens, NumTopK: o.NumTopK, NumExperts: o.NumExperts, XType: op.BF16, Hidden: int64(o.Hidden),
+		ExpertAlignment: 1, Handle: &w.handle}
+	if o.UseFP8 != 0 {
+		w.notify.XType, w.notify.NumScales = op.FP8, (o.Hidden+127)/128
 	}
-	if err := w.rows.Check(w.b.top); err != nil {
+	if err := plan.NotifyRows(&w.notify).Check(w.b.top); err != nil {
 		return err
 	}
 	if o.NumTopK == 0 {
@@ -161,11 +154,13 @@ func (w *warmup) makeCounts() error {
 	}
 	err := w.routing(o.NumTokens, o.NumTopK, o.NumExperts)
 	r, t := int64(w.b.size), int64(o.NumTokens)
-	w.layout = LayoutArgs{
-		NumTokens: o.NumTokens, NumTopK: o.NumTopK, NumExperts: o.NumExperts, IndexType: plan.Int64, TopKIdx: w.index,
-		TokensPerRank: w.tensor(&err, r, 4), TokensPerExpert: w.tensor(&err, int64(o.NumExperts), 4), TokenInRank: w.tensor(&err, t*r, 1),
+	w.layout = op.LayoutArgs{
+		NumTokens: o.NumTokens, NumTopK: o.NumTopK, NumExperts: o.NumExperts, IndexType: op.Int64, TopKIdx: w.index,
+		NumTokensPerRank: w.tensor(&err, r, 4), NumTokensPerExpert: w.tensor(&err, int64(o.NumExperts), 4), IsTokenInRank: w.tensor(&err, t*r, 1),
 	}
-	w.handle = Handle{RankPrefixMatrix: w.tensor(&err, r*r, 4), SendHead: w.tensor(&err, t*r, 4)}
+	n, l := &w.notify, &w.layout
+	n.NumTokensPerRank, n.NumTokensPerExpert, n.IsTokenInRank = l.NumTokensPerRank, l.NumTokensPerExpert, l.IsTokenInRank
+	w.handle = op.Handle{RankPrefixMatrix: w.tensor(&err, r*r, 4), SendHead: w.tensor(&err, t*r, 4)}
 	return err
 }
 
@@ -173,10 +168,7 @@ func (w *warmup) runCounts() (err error) {
 	if err = w.b.Layout(&w.layout, &w.call); err != nil {
 		return err
 	}
-	w.token, err = w.b.Notify(&NotifyArgs{
-		Rows: w.rows, ExpertAlignment: 1, TokensPerRank: w.layout.TokensPerRank, TokensPerExpert: w.layout.TokensPerExpert,
-		TokenInRank: w.layout.TokenInRank, Handle: &w.handle,
-	}, &w.call)
+	w.token, err = w.b.Notify(&w.notify, &w.call)
 	if err != nil {
 		return err
 	}
@@ -191,16 +183,16 @@ func (w *warmup) runCounts() (err error) {
 // makeRows makes what dispatch and combine need, now that the number of rows is known.
 func (w *warmup) makeRows() error {
 	var err error
-	r := &w.rows
+	r := &w.notify
 	t, n, h, k, s := int64(r.NumTokens), int64(w.handle.NumRecvTokens), r.Hidden, int64(r.NumTopK), int64(r.NumScales)
 	w.handle.RecvSrcIdx = w.tensor(&err, n, 4)
-	w.dispatch = DispatchArgs{
-		Rows: *r, Token: w.token, IndexType: plan.Int64, X: w.tensor(&err, t*h, 2), XScales: w.tensor(&err, t*s, 4), ScaleTokenStride: s,
-		ScaleStride: 1, TopKIdx: w.index, TopKWeights: w.weights, Handle: &w.handle, RecvSegment: -1, RecvX: w.tensor(&err, n*h, 2),
-		RecvXScales: w.tensor(&err, n*s, 4), RecvTopKIdx: w.tensor(&err, n*k, 8), RecvTopKWeights: w.tensor(&err, n*k, 4),
-	}
-	w.combine = CombineArgs{
-		NumTopK: r.NumTopK, Hidden: h, XSegment: -1, X: w.tensor(&err, n*h, 2), TopKWeights: w.dispatch.RecvTopKWeights, Handle: &w.handle,
+	d := w.notify.Dispatch(w.token)
+	d.IndexType, d.X, d.XScales, d.ScaleTokenStride, d.ScaleStride = op.Int64, w.tensor(&err, t*h, 2), w.tensor(&err, t*s, 4), s, 1
+	d.TopKIdx, d.TopKWeights, d.RecvX, d.RecvXScales = w.index, w.weights, w.tensor(&err, n*h, 2), w.tensor(&err, n*s, 4)
+	d.RecvTopKIdx, d.RecvTopKWeights = w.tensor(&err, n*k, 8), w.tensor(&err, n*k, 4)
+	w.dispatch = d
+	w.combine = op.CombineArgs{
+		NumTopK: r.NumTopK, Hidden: h, X: w.tensor(&err, n*h, 2), TopKWeights: d.RecvTopKWeights, Handle: &w.handle,
 		CombinedX: w.tensor(&err, t*h, 2), CombinedTopKWeights: w.tensor(&err, t*k, 4),
 	}
 	return err
@@ -218,24 +210,24 @@ func (w *warmup) runRows() error {
 
 func (w *warmup) makeLowLatency() error {
 	o := &w.o
-	shape := plan.LowLatency{NumTokens: o.LLMaxTokens, NumMaxTokens: o.LLMaxTokens, Hidden: o.LLHidden, NumTopK: o.LLNumTopK,
-		NumExperts: o.LLNumExperts, IndexType: plan.Int64, FP8: o.UseFP8}
+	shape := plan.LowLatency{NumTokens: o.LLNumMaxTokens, NumMaxTokens: o.LLNumMaxTokens, Hidden: o.LLHidden, NumTopK: o.LLNumTopK,
+		NumExperts: o.LLNumExperts, IndexType: op.Int64, FP8: o.UseFP8 != 0}
 	if err := shape.CheckDispatch(w.b.top, &w.b.limits); err != nil {
 		return err
 	}
-	err := w.routing(o.LLMaxTokens, o.LLNumTopK, o.LLNumExperts)
-	t, h, local := int64(o.LLMaxTokens), int64(o.LLHidden), int64(shape.LocalExperts(w.b.top))
+	err := w.routing(o.LLNumMaxTokens, o.LLNumTopK, o.LLNumExperts)
+	t, h, local := int64(o.LLNumMaxTokens), int64(o.LLHidden), int64(shape.LocalExperts(w.b.top))
 	room := local * int64(w.b.size) * t
-	w.llDispatch = LLDispatchArgs{
-		Phases: abi.PhaseBoth, NumTokens: o.LLMaxTokens, NumMaxTokens: o.LLMaxTokens, Hidden: o.LLHidden, NumTopK: o.LLNumTopK,
-		NumExperts: o.LLNumExperts, IndexType: plan.Int64, UseFP8: o.UseFP8, X: w.tensor(&err, t*h, 2), TopKIdx: w.index, TopKWeights: w.weights,
+	w.llDispatch = op.LLDispatchArgs{
+		NumTokens: o.LLNumMaxTokens, NumMaxTokens: o.LLNumMaxTokens, Hidden: o.LLHidden, NumTopK: o.LLNumTopK,
+		NumExperts: o.LLNumExperts, IndexType: op.Int64, UseFP8: o.UseFP8, X: w.tensor(&err, t*h, 2), TopKIdx: w.index, TopKWeights: w.weights,
 		RecvX: w.tensor(&err, room*h, 2), RecvXScales: w.tensor(&err, room*((h+127)/128), 4), RecvCount: w.tensor(&err, local, 4),
 		SrcInfo: w.tensor(&err, room, 4), LayoutRange: w.tensor(&err, local*int64(w.b.size), 8),
 	}
 	d := &w.llDispatch
-	w.llCombine = LLCombineArgs{
-		Phases: abi.PhaseBoth, NumTokens: o.LLMaxTokens, NumMaxTokens: o.LLMaxTokens, Hidden: o.LLHidden, NumTopK: o.LLNumTopK,
-		NumExperts: o.LLNumExperts, IndexType: plan.Int64, X: w.tensor(&err, room*h, 2), TopKIdx: w.index, TopKWeights: w.weights,
+	w.llCombine = op.LLCombineArgs{
+		NumTokens: o.LLNumMaxTokens, NumMaxTokens: o.LLNumMaxTokens, Hidden: o.LLHidden, NumTopK: o.LLNumTopK,
+		NumExperts: o.LLNumExperts, IndexType: op.Int64, X: w.tensor(&err, room*h, 2), TopKIdx: w.index, TopKWeights: w.weights,
 		SrcInfo: d.SrcInfo, LayoutRange: d.LayoutRange, CombinedX: w.tensor(&err, t*h, 2),
 	}
 	return err

@@ -175,7 +175,7 @@ func (w *Watcher) findDeaths() (deaths []Death) {
 		if how == "" {
 			continue
 		}
-		p.death = &Death{Rank: p.Rank, Host: p.Host, PID: p.PID, Last: p.seen.last, LastName: p.seen.last.text(w.o.OpName), How: how}
+		p.death = &Death{Rank: p.Rank, Host: p.Host, PID: p.PID, Last: p.seen.last, LastName: p.seen.last.String(), How: how}
 		p.diedSeen = time.Now()
 		deaths = append(deaths, *p.death)
 	}

@@ -1,6 +1,10 @@
 package health
 
-import "fmt"
+import (
+	"fmt"
+
+	"github.com/deepep-go/deepep/core/op"
+)
 
 // LastCall is a rank's last call, numbered as in the kernel interface (DK_OP_*, DK_PHASE_*).
 type LastCall struct {
@@ -10,23 +14,12 @@ type LastCall struct {
 	Buffer uint32
 }
 
-// OpName is the name of an operation.
-func OpName(op uint32) string {
-	names := [...]string{"none", "layout", "notify", "dispatch", "combine", "ll_dispatch", "ll_combine", "clean", "barrier", "mask"}
-	if int(op) < len(names) {
-		return names[op]
-	}
-	return fmt.Sprintf("operation %d", op)
-}
-
 // String is the call as text: "dispatch #17 (receive)".
-func (c LastCall) String() string { return c.text(OpName) }
-
-func (c LastCall) text(name func(uint32) string) string {
+func (c LastCall) String() string {
 	if c.Op == 0 {
 		return "none"
 	}
-	text := fmt.Sprintf("%s #%d", name(c.Op), c.Number)
+	text := fmt.Sprintf("%s #%d", op.Operation(c.Op), c.Number)
 	switch c.Phase {
 	case 0, 3: // without phases, or both in one call
 	case 1:

@@ -23,7 +23,7 @@ func TestPackKeepsWhatFitsAndCutsTheRest(t *testing.T) {
 
 func TestNames(t *testing.T) {
 	for want, c := range map[string]LastCall{
-		"none": {Number: 4}, "dispatch #17 (receive)": {3, 17, 2, 1}, "ll_combine #1 (send)": {6, 1, 1, 1}, "barrier #2": {8, 2, 3, 1},
+		"none": {Number: 4}, "dispatch #17 (receive)": {3, 17, 2, 1}, "low_latency_combine #1 (send)": {6, 1, 1, 1}, "barrier #2": {8, 2, 3, 1},
 		"mask #3": {9, 3, 0, 1}, "operation 40 #1 (phase 7)": {40, 1, 7, 1},
 	} {
 		if got := c.String(); got != want {

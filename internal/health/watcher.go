@@ -20,10 +20,9 @@ const exchangeTag = "health"
 
 // Options of Start; zero values are the defaults.
 type Options struct {
-	Heartbeat time.Duration       // period of this rank's beats and of its looks at the others; 100 ms
-	DeadAfter time.Duration       // age of the last beat at which a rank with a closed connection is dead; 1.5 s
-	Log       *zap.Logger         // nil: none
-	OpName    func(uint32) string // nil: the package's OpName
+	Heartbeat time.Duration // period of this rank's beats and of its looks at the others; 100 ms
+	DeadAfter time.Duration // age of the last beat at which a rank with a closed connection is dead; 1.5 s
+	Log       *zap.Logger   // nil: none
 }
 
 // Watcher is one rank's view of its group's health.
@@ -99,9 +98,6 @@ func (o *Options) setDefaults() {
 	}
 	if o.Log == nil {
 		o.Log = zap.NewNop()
-	}
-	if o.OpName == nil {
-		o.OpName = OpName
 	}
 }
 
@@ -186,7 +182,7 @@ func (w *Watcher) Describe(rank int) string {
 	default:
 		state = fmt.Sprintf("heartbeat %.1f s ago", time.Since(p.beatAt).Seconds())
 	}
-	return fmt.Sprintf("rank %d (host %s, pid %d, last call %s, %s)", rank, p.Host, p.PID, last.text(w.o.OpName), state)
+	return fmt.Sprintf("rank %d (host %s, pid %d, last call %s, %s)", rank, p.Host, p.PID, last, state)
 }
 
 // Close marks this rank as left and ends the watch. After it has returned no callback runs; the methods still return

@@ -74,9 +74,9 @@ func TestPeersSeeLastCallAndHeartbeat(t *testing.T) {
 			}
 			all[1].SetLastCall(LastCall{Op: 5, Number: 3, Phase: 1, Buffer: 2})
 			proctest.Eventually(t, proctest.Limit, "rank 0 sees rank 1's call", func() bool {
-				return strings.Contains(all[0].Describe(1), "last call ll_dispatch #3 (send), heartbeat 0.")
+				return strings.Contains(all[0].Describe(1), "last call low_latency_dispatch #3 (send), heartbeat 0.")
 			})
-			if got := all[1].Describe(1); !strings.HasPrefix(got, "rank 1 (host ") || !strings.Contains(got, fmt.Sprintf(", pid %d, last call ll_dispatch #3 (send), this rank)", os.Getpid())) {
+			if got := all[1].Describe(1); !strings.HasPrefix(got, "rank 1 (host ") || !strings.Contains(got, fmt.Sprintf(", pid %d, last call low_latency_dispatch #3 (send), this rank)", os.Getpid())) {
 				t.Errorf("of itself: %s", got)
 			}
 			begin := time.Now()

@@ -20,9 +20,9 @@ type State uint32
 
 // The states, as in dk_stats_page.
 const (
-	Live      State = 1
-	Failed    State = 2
-	Destroyed State = 3
+	Live      State = abi.PageLive
+	Failed    State = abi.PageFailed
+	Destroyed State = abi.PageDestroyed
 )
 
 func (s State) String() string {

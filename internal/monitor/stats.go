@@ -3,22 +3,13 @@ package monitor
 import (
 	"time"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/plan"
 )
 
-// Op is an operation, DK_OP_* of kernels.h.
-type Op uint32
-
-var opNames = [abi.NumOps]string{"none", "layout", "notify", "dispatch", "combine", "low_latency_dispatch", "low_latency_combine", "clean", "barrier", "mask"}
-
-// String is the operation's name as in metrics and traces.
-func (o Op) String() string {
-	if int(o) < len(opNames) {
-		return opNames[o]
-	}
-	return "unknown"
-}
+// Op is an operation.
+type Op = op.Operation
 
 // Ops lists the counted operations.
 func Ops() []Op {

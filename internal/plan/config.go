@@ -3,17 +3,12 @@ package plan
 import (
 	"fmt"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Config is how a normal-mode call spends SMs and cuts its transfers. Chunks count tokens.
-type Config struct {
-	NumSMs        int32 // even, >= 0; 0: the library's choice
-	NVLSendChunk  int32
-	NVLRecvChunk  int32
-	RDMASendChunk int32
-	RDMARecvChunk int32
-}
+// Config is op.Config with what can be decided about it.
+type Config op.Config
 
 // DefaultConfig is what V1's Config() without arguments gives.
 var DefaultConfig = Config{NumSMs: 20, NVLSendChunk: 6, NVLRecvChunk: 256, RDMASendChunk: 6, RDMARecvChunk: 256}

@@ -13,7 +13,7 @@ const (
 	MaxTopK   = 128
 	MaxScales = 128
 
-	// Bounds that keep every size far inside 63 bits. They are beyond any memory that exists.
+	// Bounds that keep every size far inside 63 bits. No machine has memory for them.
 	maxHiddenBytes = 1 << 20
 	maxTokens      = 1 << 24
 	maxExperts     = 1 << 16
@@ -34,7 +34,8 @@ func (c Config) NVLBytes(hiddenBytes int64, t Topology) (uint64, error) {
 	lanes := c.channels() * uint64(t.NodeSize())
 	row := uint64(hiddenBytes) + sourceBytes + MaxTopK*(indexBytes+scaleBytes) + MaxScales*scaleBytes
 	counters := uint64(2*t.Nodes()+3) * 4
-	// V1's lanes are those of a node. Staging has one row at least for every rank, which only tiny chunks on many nodes lack.
+	// V1's lanes are those of a node. Staging needs at least one row for each rank: more than the lanes where chunks are tiny and
+	// nodes many.
 	return align(max(lanes*(counters+uint64(c.NVLRecvChunk)*row), uint64(t.Ranks)*align(row, alignBytes)), alignBytes), nil
 }
 
@@ -85,7 +86,7 @@ func LowLatencyBytes(numMaxTokens, hidden, ranks, experts int64, limits *Limits)
 	b, h, e := uint64(numMaxTokens), uint64(hidden), uint64(experts)
 	scales := (h + scaleChannels - 1) / scaleChannels
 	dispatchRow := controlMessage + max(2*h, h+scales*scaleBytes)
-	combineRow := 2*h + scales*4 // least and greatest of each block as BF16
+	combineRow := 2*h + scales*4 // minimum and maximum of each block as BF16
 	send := max(b*dispatchRow, e*b*combineRow)
 	recv := e * b * max(dispatchRow, combineRow)
 	signals := align(e*4, alignBytes)

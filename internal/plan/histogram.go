@@ -1,7 +1,9 @@
 package plan
 
+import "github.com/deepep-go/deepep/internal/abi"
+
 // HistogramBuckets is the number of buckets of a latency histogram; a power of two has four.
-const HistogramBuckets = 96
+const HistogramBuckets = abi.HistBuckets
 
 const (
 	histogramBase = 512 // ns below which everything is in bucket 0
@@ -14,9 +16,9 @@ func BucketEnd(b int) uint64 {
 	return histogramBase << (b / histogramSub) * uint64(histogramSub+b%histogramSub) / histogramSub
 }
 
-// Percentile is an upper bound in ns for the given share (0 to 1) of the durations counted; 0 if there are none. greatest
-// is the longest duration seen, which bounds every percentile.
-func Percentile(histogram *[HistogramBuckets]uint64, share float64, greatest uint64) uint64 {
+// Percentile is an upper bound in ns for the given share (0 to 1) of the durations counted; 0 if there are none. longest is the
+// longest duration, which bounds every percentile.
+func Percentile(histogram *[HistogramBuckets]uint64, share float64, longest uint64) uint64 {
 	var total uint64
 	for _, n := range histogram {
 		total += n
@@ -29,10 +31,10 @@ func Percentile(histogram *[HistogramBuckets]uint64, share float64, greatest uin
 	for b, n := range histogram {
 		if seen += n; seen >= wanted {
 			if b == HistogramBuckets-1 {
-				return greatest
+				return longest
 			}
-			return min(BucketEnd(b), greatest)
+			return min(BucketEnd(b), longest)
 		}
 	}
-	return greatest
+	return longest
 }

@@ -3,23 +3,15 @@ package plan
 import (
 	"fmt"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/status"
-)
-
-// Flags of low-latency calls, numbered as in include/deepep.h.
-const (
-	LLRoundScale = 1
-	LLUE8M0      = 2
-	LLLogFMT     = 4
-	LLZeroCopy   = 8
-	LLUnreduced  = 16
 )
 
 // LowLatency is the shape of a low-latency call.
 type LowLatency struct {
 	NumTokens, NumMaxTokens, Hidden, NumTopK, NumExperts int32
-	IndexType                                            Type
-	Flags                                                int32
+	IndexType                                            op.Type
+	Flags                                                op.Flags
 	FP8                                                  bool // dispatch casts
 }
 
@@ -32,15 +24,15 @@ func (l LowLatency) CheckDispatch(t Topology, limits *Limits) error {
 		return err
 	}
 	switch {
-	case l.Flags&^(LLRoundScale|LLUE8M0) != 0:
+	case l.Flags&^(op.LLRoundScale|op.LLUE8M0) != 0:
 		return status.InvalidArg("flags", l.Flags, "a sum of ROUND_SCALE = 1 and UE8M0 = 2")
 	case l.Flags != 0 && !l.FP8:
 		return status.InvalidArg("flags", l.Flags, "0 without use_fp8: there are no scales to round or pack")
-	case l.Flags == LLUE8M0:
+	case l.Flags == op.LLUE8M0:
 		return status.InvalidArg("use_ue8m0", true, "only together with round_scale: a UE8M0 scale is a power of two")
 	case l.FP8 && l.Hidden%scaleChannels != 0:
 		return status.InvalidArg("hidden", l.Hidden, "a multiple of 128 with use_fp8: one scale for 128 channels")
-	case l.Flags&LLUE8M0 != 0 && l.Hidden%(4*scaleChannels) != 0:
+	case l.Flags&op.LLUE8M0 != 0 && l.Hidden%(4*scaleChannels) != 0:
 		return status.InvalidArg("hidden", l.Hidden, "a multiple of 512 with use_ue8m0: four scales in a word")
 	}
 	return nil
@@ -52,11 +44,11 @@ func (l LowLatency) CheckCombine(t Topology, limits *Limits) error {
 		return err
 	}
 	switch {
-	case l.Flags&^(LLLogFMT|LLZeroCopy|LLUnreduced) != 0:
+	case l.Flags&^(op.LLLogFMT|op.LLZeroCopy|op.LLUnreduced) != 0:
 		return status.InvalidArg("flags", l.Flags, "a sum of LOGFMT = 4, ZERO_COPY = 8 and UNREDUCED = 16")
-	case l.Flags&LLLogFMT != 0 && l.Flags&LLZeroCopy != 0:
+	case l.Flags&op.LLLogFMT != 0 && l.Flags&op.LLZeroCopy != 0:
 		return status.InvalidArg("zero_copy", true, "not together with use_logfmt")
-	case l.Flags&LLLogFMT != 0 && l.Hidden%scaleChannels != 0:
+	case l.Flags&op.LLLogFMT != 0 && l.Hidden%scaleChannels != 0:
 		return status.InvalidArg("hidden", l.Hidden, "a multiple of 128 with use_logfmt")
 	}
 	return nil

@@ -3,13 +3,14 @@ package plan
 import (
 	"fmt"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
 // Layout is the shape of a layout call.
 type Layout struct {
 	NumTokens, NumTopK, NumExperts int32
-	IndexType                      Type
+	IndexType                      op.Type
 }
 
 // Check refuses shapes that no layout has.
@@ -30,8 +31,18 @@ func (l Layout) Check(t Topology) error {
 type Rows struct {
 	NumTokens, NumTopK, NumExperts int32
 	NumWorstTokens, NumScales      int32
-	XType                          Type
+	XType                          op.Type
 	Hidden                         int64
+}
+
+// NotifyRows is the shape in a notify's arguments.
+func NotifyRows(a *op.NotifyArgs) Rows {
+	return Rows{a.NumTokens, a.NumTopK, a.NumExperts, a.NumWorstTokens, a.NumScales, a.XType, a.Hidden}
+}
+
+// DispatchRows is the shape in a dispatch's arguments. Of a cached one NumTopK, NumExperts and NumWorstTokens are 0.
+func DispatchRows(a *op.DispatchArgs) Rows {
+	return Rows{a.NumTokens, a.NumTopK, a.NumExperts, a.NumWorstTokens, a.NumScales, a.XType, a.Hidden}
 }
 
 // HiddenBytes is the size of one row of x.
@@ -57,7 +68,7 @@ func (r Rows) Check(t Topology) error {
 		return status.InvalidArg("num_worst_tokens", r.NumWorstTokens, "0 without topk_idx: rows past the last one are marked by index -1")
 	case r.NumScales < 0 || r.NumScales > maxExperts:
 		return status.InvalidArg("num_scales", r.NumScales, fmt.Sprintf("0 to %d", maxExperts))
-	case r.XType.Size() == 0 || r.XType == Int64:
+	case r.XType.Size() == 0 || r.XType == op.Int64:
 		return status.InvalidArg("x_type", int32(r.XType), "a type of 1, 2 or 4 bytes: 0, 2, 3, 4 or 5")
 	}
 	return checkHidden(r.Hidden, int64(r.XType.Size()))
@@ -98,9 +109,16 @@ func checkTokens(tokens int32, t Topology) error {
 	return nil
 }
 
-func checkTopK(k, least int32) error {
-	if k < least || k > MaxTopK {
-		return status.InvalidArg("num_topk", k, fmt.Sprintf("%d to %d", least, MaxTopK))
+func checkIndexType(t op.Type) error {
+	if t != op.Int32 && t != op.Int64 {
+		return status.InvalidArg("index_type", t, "0 (int32) or 1 (int64)")
+	}
+	return nil
+}
+
+func checkTopK(k, lowest int32) error {
+	if k < lowest || k > MaxTopK {
+		return status.InvalidArg("num_topk", k, fmt.Sprintf("%d to %d", lowest, MaxTopK))
 	}
 	return nil
 }

@@ -5,6 +5,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -143,13 +144,13 @@ func TestRegionsShareNoPage(t *testing.T) {
 
 func TestLayoutChecks(t *testing.T) {
 	top := Topology{4, 8}
-	good := Layout{NumTokens: 0, NumTopK: 8, NumExperts: 16, IndexType: Int64}
+	good := Layout{NumTokens: 0, NumTopK: 8, NumExperts: 16, IndexType: op.Int64}
 	if err := good.Check(top); err != nil {
 		t.Error(err)
 	}
 	for name, change := range map[string]func(*Layout){
 		"num_tokens": func(l *Layout) { l.NumTokens = -1 }, "num_topk": func(l *Layout) { l.NumTopK = 0 },
-		"num_experts": func(l *Layout) { l.NumExperts = 18 }, "index_type": func(l *Layout) { l.IndexType = BF16 },
+		"num_experts": func(l *Layout) { l.NumExperts = 18 }, "index_type": func(l *Layout) { l.IndexType = op.BF16 },
 	} {
 		l := good
 		change(&l)
@@ -159,8 +160,8 @@ func TestLayoutChecks(t *testing.T) {
 
 func TestRowsChecks(t *testing.T) {
 	top := Topology{4, 8}
-	good := Rows{NumTokens: 5, NumTopK: 2, NumExperts: 8, XType: BF16, Hidden: 8}
-	for _, r := range []Rows{good, {XType: FP8, Hidden: 16, NumScales: 3}, {NumTokens: 1, XType: Float32, Hidden: 4}} {
+	good := Rows{NumTokens: 5, NumTopK: 2, NumExperts: 8, XType: op.BF16, Hidden: 8}
+	for _, r := range []Rows{good, {XType: op.FP8, Hidden: 16, NumScales: 3}, {NumTokens: 1, XType: op.Float32, Hidden: 4}} {
 		if err := r.Check(top); err != nil {
 			t.Errorf("%+v: %v", r, err)
 		}
@@ -171,13 +172,13 @@ func TestRowsChecks(t *testing.T) {
 	for name, change := range map[string]func(*Rows){
 		"num_tokens": func(r *Rows) { r.NumTokens = 1 << 30 }, "num_topk": func(r *Rows) { r.NumTopK = 129 },
 		"num_experts": func(r *Rows) { r.NumExperts = 0 }, "num_worst_tokens": func(r *Rows) { r.NumWorstTokens = -1 },
-		"num_scales": func(r *Rows) { r.NumScales = -1 }, "x_type": func(r *Rows) { r.XType = Int64 }, "hidden": func(r *Rows) { r.Hidden = 12 },
+		"num_scales": func(r *Rows) { r.NumScales = -1 }, "x_type": func(r *Rows) { r.XType = op.Int64 }, "hidden": func(r *Rows) { r.Hidden = 12 },
 	} {
 		r := good
 		change(&r)
 		refused(t, name, r.Check(top), name)
 	}
-	worst := Rows{NumWorstTokens: 8, XType: BF16, Hidden: 8}
+	worst := Rows{NumWorstTokens: 8, XType: op.BF16, Hidden: 8}
 	refused(t, "worst case without top-k", worst.Check(top), "num_worst_tokens")
 	refused(t, "alignment", CheckAlignment(0), "expert_alignment")
 	refused(t, "combine", Combine{Hidden: 4}.Check(top), "hidden")
@@ -186,7 +187,7 @@ func TestRowsChecks(t *testing.T) {
 
 func TestLowLatencyChecks(t *testing.T) {
 	top := Topology{4, 8}
-	good := LowLatency{NumTokens: 3, NumMaxTokens: 3, Hidden: 512, NumTopK: 2, NumExperts: 8, IndexType: Int32}
+	good := LowLatency{NumTokens: 3, NumMaxTokens: 3, Hidden: 512, NumTopK: 2, NumExperts: 8, IndexType: op.Int32}
 	if good.CheckDispatch(top, nil) != nil || good.CheckCombine(top, nil) != nil || good.LocalExperts(top) != 2 {
 		t.Error("a good shape is refused")
 	}
@@ -197,22 +198,22 @@ func TestLowLatencyChecks(t *testing.T) {
 	dispatch("num_max_dispatch_tokens_per_rank", with(func(l *LowLatency) { l.NumMaxTokens = 0 }))
 	dispatch("hidden", with(func(l *LowLatency) { l.Hidden = 7 }))
 	dispatch("hidden", with(func(l *LowLatency) { l.Hidden, l.FP8 = 64, true }))
-	dispatch("hidden", with(func(l *LowLatency) { l.Hidden, l.FP8, l.Flags = 384, true, LLRoundScale|LLUE8M0 }))
-	dispatch("use_ue8m0", with(func(l *LowLatency) { l.FP8, l.Flags = true, LLUE8M0 }))
-	dispatch("flags", with(func(l *LowLatency) { l.Flags = LLRoundScale }))
-	dispatch("flags", with(func(l *LowLatency) { l.FP8, l.Flags = true, LLLogFMT }))
+	dispatch("hidden", with(func(l *LowLatency) { l.Hidden, l.FP8, l.Flags = 384, true, op.LLRoundScale|op.LLUE8M0 }))
+	dispatch("use_ue8m0", with(func(l *LowLatency) { l.FP8, l.Flags = true, op.LLUE8M0 }))
+	dispatch("flags", with(func(l *LowLatency) { l.Flags = op.LLRoundScale }))
+	dispatch("flags", with(func(l *LowLatency) { l.FP8, l.Flags = true, op.LLLogFMT }))
 	dispatch("num_topk", with(func(l *LowLatency) { l.NumTopK = 0 }))
 	dispatch("num_experts", with(func(l *LowLatency) { l.NumExperts = 6 }))
 	dispatch("index_type", with(func(l *LowLatency) { l.IndexType = 9 }))
-	combine("flags", with(func(l *LowLatency) { l.Flags = LLUE8M0 }))
-	combine("zero_copy", with(func(l *LowLatency) { l.Flags = LLLogFMT | LLZeroCopy }))
-	combine("hidden", with(func(l *LowLatency) { l.Flags, l.Hidden = LLLogFMT, 192 }))
+	combine("flags", with(func(l *LowLatency) { l.Flags = op.LLUE8M0 }))
+	combine("zero_copy", with(func(l *LowLatency) { l.Flags = op.LLLogFMT | op.LLZeroCopy }))
+	combine("hidden", with(func(l *LowLatency) { l.Flags, l.Hidden = op.LLLogFMT, 192 }))
 }
 
 func TestLimitsOfALibrary(t *testing.T) {
 	top := Topology{4, 8}
 	limits := &Limits{Library: "libx.so", TopK: 8, Tokens: 100, LocalExperts: 3}
-	good := LowLatency{NumTokens: 3, NumMaxTokens: 100, Hidden: 512, NumTopK: 8, NumExperts: 12, IndexType: Int32}
+	good := LowLatency{NumTokens: 3, NumMaxTokens: 100, Hidden: 512, NumTopK: 8, NumExperts: 12, IndexType: op.Int32}
 	if err := good.CheckDispatch(top, limits); err != nil {
 		t.Error(err)
 	}

@@ -6,19 +6,19 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Limits of queue pairs. Depths are NVSHMEM's: powers of two from 128 to 32768, 1024 unless somebody asks.
+// Limits of queue pairs. Depths are NVSHMEM's: powers of two from 128 to 32768, by default 1024.
 const (
 	MaxQueuePairs = 1024 // toward one peer
 
-	LeastDepth = 128
-	UsualDepth = 1024
-	MostDepth  = 32768
+	MinDepth     = 128
+	DefaultDepth = 1024
+	MaxDepth     = 32768
 )
 
-// DefaultQueuePairs is num_qps_per_rank where nobody says otherwise, as in V1.
+// DefaultQueuePairs is the default of num_qps_per_rank, as in V1.
 const DefaultQueuePairs = 24
 
-// QueueOptions are what is known when queue pairs are made. Zero means unknown, or no wish.
+// QueueOptions are what is known when queue pairs are made. Zero means unknown, or the plan's choice.
 type QueueOptions struct {
 	PerPeer      int // num_qps_per_rank
 	LocalExperts int // experts of a rank in low-latency calls
@@ -46,7 +46,7 @@ func NewQueues(t Topology, o QueueOptions) (Queues, error) {
 		value, most int
 	}{
 		{"num_qps_per_rank", o.PerPeer, MaxQueuePairs}, {"num_local_experts", o.LocalExperts, maxExperts}, {"num_channels", o.Channels, maxInt32},
-		{"num_max_dispatch_tokens_per_rank", o.MaxTokens, maxTokens}, {"qp_depth", o.Depth, MostDepth},
+		{"num_max_dispatch_tokens_per_rank", o.MaxTokens, maxTokens}, {"qp_depth", o.Depth, MaxDepth},
 	} {
 		if n.value < 0 || n.value > n.most {
 			return Queues{}, status.InvalidArg(n.name, n.value, fmt.Sprintf("0 to %d", n.most))
@@ -61,11 +61,11 @@ func NewQueues(t Topology, o QueueOptions) (Queues, error) {
 		need = DepthFor(o.MaxTokens)
 	}
 	switch {
-	case need > MostDepth:
+	case need > MaxDepth:
 		return Queues{}, status.InvalidArg("num_max_dispatch_tokens_per_rank", o.MaxTokens,
-			fmt.Sprintf("at most %d between nodes: B tokens need queue pairs of depth 2 (B + 1), and the deepest have %d", MostDepth/2-1, MostDepth))
+			fmt.Sprintf("at most %d between nodes: B tokens need queue pairs of depth 2 (B + 1), and the deepest have %d", MaxDepth/2-1, MaxDepth))
 	case o.Depth == 0:
-		q.Depth = max(UsualDepth, need)
+		q.Depth = max(DefaultDepth, need)
 	default:
 		if q.Depth = powerOfTwo(o.Depth); q.Depth < need {
 			return Queues{}, status.InvalidArg("qp_depth", o.Depth, fmt.Sprintf("at least %d for %d tokens: each takes two requests, and so does their count", need, o.MaxTokens))
@@ -74,11 +74,11 @@ func NewQueues(t Topology, o QueueOptions) (Queues, error) {
 	return q, nil
 }
 
-// DepthFor is the least depth of a queue pair in which B tokens and their count message, two requests each, are under way
-// without waiting: a power of two, perhaps above MostDepth.
+// DepthFor is the minimum depth of a queue pair for B tokens and their count message in flight, two requests each: a power of two,
+// perhaps above MaxDepth.
 func DepthFor(maxTokens int) int { return powerOfTwo(2 * (maxTokens + 1)) }
 
-// powerOfTwo is the least power of two that is not below n.
+// powerOfTwo is the smallest power of two that is not below n.
 func powerOfTwo(n int) int {
 	p := 1
 	for p < n {
@@ -96,7 +96,7 @@ func (q Queues) OfChannel(channel int) int { return channel % q.PerPeer }
 // PerDevice is how many a peer gets on each of a rank's NICs (NVSHMEM_IBGDA_NUM_RC_PER_PE) so that it has PerPeer at least.
 func (q Queues) PerDevice(devices int) int { return (q.PerPeer + devices - 1) / devices }
 
-// Remote says whether two ranks are on different nodes.
+// Remote reports whether two ranks are on different nodes.
 func (t Topology) Remote(a, b int) bool { return t.Node(a) != t.Node(b) }
 
 // NumRemote is the number of ranks on other nodes.

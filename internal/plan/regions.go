@@ -8,7 +8,7 @@ type Region struct {
 	Offset, Bytes uint64
 }
 
-// Regions says where the parts of a rank's symmetric block lie: control | wire | nvl | rdma, the same on all ranks.
+// Regions are the parts of a rank's symmetric block: control | wire | nvl | rdma, the same on all ranks.
 type Regions struct {
 	Control, Wire, NVL, RDMA Region
 	Total                    uint64

@@ -3,14 +3,15 @@ package plan
 import (
 	"fmt"
 
+	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// DefaultPeers is how many ranks share one NVLink domain unless somebody says otherwise.
+// DefaultPeers is the default number of ranks of one NVLink domain.
 const DefaultPeers = 8
 
-// MaxRanks is the largest group; the kernel interface has the same limit.
-const MaxRanks = 1024
+// MaxRanks is the largest group.
+const MaxRanks = abi.MaxRanks
 
 // Topology groups ranks into NVLink domains ("nodes") of Peers ranks each. Ranks <= Peers is one node.
 type Topology struct {

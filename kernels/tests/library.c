@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 #include <stdio.h>
 
+#include "../../include/deepep.h" /* names of operations */
 #include "suite.h"
 
 struct library dk;
@@ -52,8 +53,9 @@ const char *code_name(int32_t code) {
 }
 
 const char *op_name(uint32_t op) {
-  static const char *const names[] = {"none",        "layout",     "notify", "dispatch", "combine",
-                                      "ll_dispatch", "ll_combine", "clean",  "barrier",  "mask"};
+#define X(name, value, text) [value] = text,
+  static const char *const names[] = {DEEPEP_OP_MAP(X)};
+#undef X
   return name_of(names, COUNT(names), op);
 }
 

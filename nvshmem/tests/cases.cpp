@@ -354,8 +354,7 @@ void counted(Rank &me) {
     const bool remote = me.host_of(peer) != me.host;
     if (remote && (c.puts == 0 || c.atomics == 0 || c.fences == 0 || c.quiets == 0))
       fail(me, "toward rank %d: %lu puts, %lu atomics", peer, c.puts, c.atomics);
-    if (!remote && c.puts != 0)
-      fail(me, "%lu puts toward rank %d of this host went through the plugin", c.puts, peer);
+    if (!remote && c.puts != 0) fail(me, "%lu puts toward rank %d of this host went through the plugin", c.puts, peer);
     if (me.index == 0)
       printf("   to rank %d: %lu puts, %lu values, %lu atomics, %lu fences, %lu quiets, %lu bytes, %lu overtaken\n",
              peer, c.puts, c.values, c.atomics, c.fences, c.quiets, c.bytes, c.overtaken);

@@ -223,9 +223,8 @@ class NativeBuffer:
 
 def stats(buffer: NativeBuffer, size: int) -> dict[str, dict[str, Any]]:
     """Every operation's statistics; see Buffer.stats."""
-    names = ("layout", "notify", "dispatch", "combine", "ll_dispatch", "ll_combine", "clean", "barrier", "mask")
     result: dict[str, dict[str, Any]] = {}
-    for op, name in enumerate(names, start=1):
+    for op, name in enumerate(_abi.OP_NAMES[1:], start=1):
         struct = _abi.sized(_abi.OpStats, op=op)
         sent, waited = (ctypes.c_uint64 * size)(), (ctypes.c_uint64 * size)()
         buffer.lib.check(buffer.lib.without_gil.deepep_stats(buffer, ctypes.byref(struct), sent, waited))

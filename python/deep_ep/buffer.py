@@ -557,10 +557,10 @@ class Buffer:
         """Statistics since the buffer was made.
 
         Returns:
-            For each operation ("layout", "notify", "dispatch", "combine", "ll_dispatch", "ll_combine", "clean",
-            "barrier", "mask"): ``calls``, ``errors``, ``bytes`` (payload sent), ``wait_ns``, ``total_ns``, ``mean_us``,
-            ``p50_us``, ``p99_us``, ``p999_us``, ``max_us``, ``bytes_to_peer [R]`` and ``wait_ns_per_peer [R]``. Times
-            are of the operation's kernels.
+            For each operation ("layout", "notify", "dispatch", "combine", "low_latency_dispatch",
+            "low_latency_combine", "clean", "barrier", "mask"): ``calls``, ``errors``, ``bytes`` (payload sent),
+            ``wait_ns``, ``total_ns``, ``mean_us``, ``p50_us``, ``p99_us``, ``p999_us``, ``max_us``,
+            ``bytes_to_peer [R]`` and ``wait_ns_per_peer [R]``. Times are of the operation's kernels.
 
         Raises:
             DeepEPError: the buffer is destroyed.

@@ -78,7 +78,7 @@ def test_short_run_counts_its_communication(short_run: tuple[pathlib.Path, str])
         # A step dispatches and combines once a layer, and once more the other way round in the backward pass.
         assert stats["dispatch"]["calls"] == stats["combine"]["calls"] == 2 * layers * STEPS
         # Two micro-batches write 127 bytes after the first one. The two halves of a call with a hook count as one.
-        assert stats["ll_dispatch"]["calls"] == stats["ll_combine"]["calls"] == 2 * layers * positions
+        assert stats["low_latency_dispatch"]["calls"] == stats["low_latency_combine"]["calls"] == 2 * layers * positions
         assert sum(stats["dispatch"]["bytes_to_peer"]) > 0
         assert all(operation["errors"] == 0 for operation in stats.values())
         assert len(rank["texts"]) == 4

@@ -15,6 +15,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/plan"
 )
 
@@ -115,7 +116,7 @@ func (f *benchFlags) check() error {
 		return err
 	}
 	for _, tokens := range s.Tokens {
-		call := plan.LowLatency{NumTokens: int32(tokens), NumMaxTokens: int32(tokens), Hidden: int32(s.Hidden), NumTopK: int32(s.TopK), NumExperts: int32(s.Experts), IndexType: plan.Int64, FP8: s.FP8}
+		call := plan.LowLatency{NumTokens: int32(tokens), NumMaxTokens: int32(tokens), Hidden: int32(s.Hidden), NumTopK: int32(s.TopK), NumExperts: int32(s.Experts), IndexType: op.Int64, FP8: s.FP8}
 		if err := call.CheckDispatch(t, nil); err != nil {
 			return err
 		}

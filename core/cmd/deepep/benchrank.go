@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/deepep-go/deepep/core"
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -56,7 +57,7 @@ type rankResult struct {
 }
 
 // benchOperations maps what bench measures to the operation whose statistics belong to it.
-var benchOperations = map[string]uint32{
+var benchOperations = map[string]op.Operation{
 	"dispatch":             core.OpDispatch,
 	"dispatch-cached":      core.OpDispatch,
 	"combine":              core.OpCombine,
@@ -147,7 +148,7 @@ func (s *benchSpec) buffer() (core.BufferOptions, error) {
 	o := core.BufferOptions{Engine: s.Engine, Device: -1, LowLatency: true, Preinitialize: s.Start != "plain"}
 	largest := slices.Max(s.Tokens)
 	for _, kind := range []int{core.KindDispatch, core.KindCombine} {
-		config, err := core.DefaultConfigFor(kind, s.Ranks)
+		config, err := plan.ConfigFor(kind, s.Ranks)
 		if err != nil {
 			return o, err
 		}
@@ -195,13 +196,13 @@ func (c *caller) measure(operation string, tokens int, constructed time.Duration
 	if operation == "first-call" {
 		return c.firstCall(tokens, constructed)
 	}
-	prepare, op, err := c.operation(operation, tokens)
+	prepare, run, err := c.operation(operation, tokens)
 	if err != nil {
 		return nil, err
 	}
 	number := benchOperations[operation]
 	// At least two: one makes the outputs, the next is the first like all others.
-	if _, err := c.samples(0, max(c.spec.Warmup, 2), prepare, op); err != nil {
+	if _, err := c.samples(0, max(c.spec.Warmup, 2), prepare, run); err != nil {
 		return nil, err
 	}
 	var before core.OpStats
@@ -210,7 +211,7 @@ func (c *caller) measure(operation string, tokens int, constructed time.Duration
 			return nil, err
 		}
 	}
-	times, err := c.samples(c.spec.Iterations, 0, prepare, op)
+	times, err := c.samples(c.spec.Iterations, 0, prepare, run)
 	if err != nil {
 		return nil, err
 	}
@@ -222,7 +223,7 @@ func (c *caller) measure(operation string, tokens int, constructed time.Duration
 }
 
 // operation returns the function to time and the one to run before it.
-func (c *caller) operation(name string, tokens int) (prepare, op func() error, err error) {
+func (c *caller) operation(name string, tokens int) (prepare, run func() error, err error) {
 	switch name {
 	case "dispatch", "dispatch-cached", "combine":
 		n, err := c.normal(tokens)
@@ -254,14 +255,14 @@ func (c *caller) operation(name string, tokens int) (prepare, op func() error, e
 }
 
 // kernelTime reads from the statistics the time in kernels of the calls since before.
-func (c *caller) kernelTime(s *rankSeries, number uint32, before core.OpStats) error {
+func (c *caller) kernelTime(s *rankSeries, number op.Operation, before core.OpStats) error {
 	after, err := c.Stats(number)
 	if err != nil {
 		return err
 	}
 	calls := after.Calls - before.Calls
 	if calls == 0 {
-		return fmt.Errorf("the statistics counted no call of %s", core.OpName(number))
+		return fmt.Errorf("the statistics counted no call of %s", number)
 	}
 	s.Bytes = (after.Bytes - before.Bytes) / calls
 	s.KernelNS = (after.Total - before.Total).Nanoseconds() / int64(calls)

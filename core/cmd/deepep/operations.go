@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/deepep-go/deepep/core"
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -79,7 +80,6 @@ func (c *caller) together() error {
 // normalCalls are the operations of normal mode with tensors for one shape.
 type normalCalls struct {
 	*caller
-	rows                              core.Rows
 	perExpert                         []int32
 	layout                            core.LayoutArgs
 	notify                            core.NotifyArgs
@@ -97,14 +97,14 @@ func (c *caller) normal(tokens int) (*normalCalls, error) {
 		return nil, err
 	}
 	n := &normalCalls{caller: c, received: -1, perExpert: make([]int32, s.Experts/s.Ranks)}
-	n.rows = core.Rows{NumTokens: int32(tokens), NumTopK: int32(s.TopK), NumExperts: int32(s.Experts), XType: core.BF16, Hidden: int64(s.Hidden)}
 	n.x, n.index, n.weights = c.mem.alloc(tokens*s.Hidden*2), from(c.mem, index), c.mem.alloc(tokens*s.TopK*4)
 	n.out, n.outWeight = c.mem.alloc(tokens*s.Hidden*2), c.mem.alloc(tokens*s.TopK*4)
 	perRank, perExpert, inRank := c.mem.alloc(s.Ranks*4), c.mem.alloc(s.Experts*4), c.mem.alloc(tokens*s.Ranks)
 	n.handle = core.Handle{RankPrefixMatrix: c.mem.alloc(s.Ranks * s.Ranks * 4), SendHead: c.mem.alloc(tokens * s.Ranks * 4)}
 	n.layout = core.LayoutArgs{NumTokens: int32(tokens), NumTopK: int32(s.TopK), NumExperts: int32(s.Experts), IndexType: core.Int64,
-		TopKIdx: n.index, TokensPerRank: perRank, TokensPerExpert: perExpert, TokenInRank: inRank}
-	n.notify = core.NotifyArgs{Rows: n.rows, ExpertAlignment: 1, TokensPerRank: perRank, TokensPerExpert: perExpert, TokenInRank: inRank, Handle: &n.handle}
+		TopKIdx: n.index, NumTokensPerRank: perRank, NumTokensPerExpert: perExpert, IsTokenInRank: inRank}
+	n.notify = core.NotifyArgs{NumTokens: int32(tokens), NumTopK: int32(s.TopK), NumExperts: int32(s.Experts), ExpertAlignment: 1,
+		XType: core.BF16, Hidden: int64(s.Hidden), NumTokensPerRank: perRank, NumTokensPerExpert: perExpert, IsTokenInRank: inRank, Handle: &n.handle}
 	return n, c.mem.err
 }
 
@@ -130,8 +130,7 @@ func (n *normalCalls) dispatchRows(reuse bool) error {
 			return err
 		}
 	}
-	n.dispatch.Token, n.dispatch.Rows, n.dispatch.Cached = token, n.rows, false
-	n.dispatch.TopKIdx, n.dispatch.TopKWeights = n.index, n.weights
+	n.dispatch.Token = token
 	return n.finish(n.Buffer.Dispatch(&n.dispatch, n.call()))
 }
 
@@ -144,9 +143,10 @@ func (n *normalCalls) outputs(rows int) error {
 	n.received = rows
 	n.handle.RecvSrcIdx = n.mem.alloc(rows * 4)
 	x, weights := n.mem.alloc(rows*s.Hidden*2), n.mem.alloc(rows*s.TopK*4)
-	n.dispatch = core.DispatchArgs{IndexType: core.Int64, X: n.x, Handle: &n.handle, RecvSegment: -1,
-		RecvX: x, RecvTopKIdx: n.mem.alloc(rows * s.TopK * 8), RecvTopKWeights: weights}
-	n.combine = core.CombineArgs{NumTopK: int32(s.TopK), Hidden: int64(s.Hidden), XSegment: -1, X: x, TopKWeights: weights,
+	n.dispatch = n.notify.Dispatch(0) // the token is each call's own
+	n.dispatch.IndexType, n.dispatch.X, n.dispatch.TopKIdx, n.dispatch.TopKWeights = core.Int64, n.x, n.index, n.weights
+	n.dispatch.RecvX, n.dispatch.RecvTopKIdx, n.dispatch.RecvTopKWeights = x, n.mem.alloc(rows*s.TopK*8), weights
+	n.combine = core.CombineArgs{NumTopK: int32(s.TopK), Hidden: int64(s.Hidden), X: x, TopKWeights: weights,
 		Handle: &n.handle, CombinedX: n.out, CombinedTopKWeights: n.outWeight}
 	return n.mem.err
 }
@@ -154,7 +154,7 @@ func (n *normalCalls) outputs(rows int) error {
 // Cached sends the same rows again with the handle, without an exchange of counts.
 func (n *normalCalls) Cached() error {
 	args := n.dispatch
-	args.Cached, args.Token, args.TopKIdx, args.TopKWeights, args.RecvTopKIdx, args.RecvTopKWeights = true, 0, 0, 0, 0, 0
+	args.Cached, args.Token, args.TopKIdx, args.TopKWeights, args.RecvTopKIdx, args.RecvTopKWeights = 1, 0, 0, 0, 0, 0
 	args.NumTopK, args.NumExperts = 0, 0
 	return n.finish(n.Buffer.Dispatch(&args, n.call()))
 }
@@ -184,7 +184,7 @@ func (c *caller) lowLatency(tokens int) (*lowLatencyCalls, error) {
 	l := &lowLatencyCalls{caller: c}
 	l.dispatch = core.LLDispatchArgs{
 		Phases: core.SendRecv, NumTokens: int32(tokens), NumMaxTokens: int32(tokens), Hidden: int32(s.Hidden), NumTopK: int32(s.TopK), NumExperts: int32(s.Experts),
-		IndexType: core.Int64, UseFP8: s.FP8, X: x, TopKIdx: topK, RecvX: c.mem.alloc(slots * s.Hidden * 2), RecvCount: c.mem.alloc(local * 4), SrcInfo: src, LayoutRange: layout,
+		IndexType: core.Int64, UseFP8: op.Bool(s.FP8), X: x, TopKIdx: topK, RecvX: c.mem.alloc(slots * s.Hidden * 2), RecvCount: c.mem.alloc(local * 4), SrcInfo: src, LayoutRange: layout,
 	}
 	if s.FP8 {
 		l.dispatch.RecvXScales = c.mem.alloc(slots * (s.Hidden + 127) / 128 * 4)

@@ -119,7 +119,7 @@ func (p *sizes) printQueues(t table.Writer) {
 	t.AppendRow(table.Row{"NUM_RC_PER_PE", p.QPsPerNIC, "", "NVSHMEM_IBGDA_NUM_RC_PER_PE: toward a peer, on each NIC"})
 	depth := "2 × (B + 1), to a power of two"
 	if p.QPDepth == 0 {
-		depth = fmt.Sprintf("none: B tokens need 2 × (B + 1), NVSHMEM has at most %d", plan.MostDepth)
+		depth = fmt.Sprintf("none: B tokens need 2 × (B + 1), NVSHMEM has at most %d", plan.MaxDepth)
 	}
 	t.AppendRow(table.Row{"NVSHMEM_QP_DEPTH", p.QPDepth, "", depth})
 	t.AppendRow(table.Row{"order of creation", "", "", fmt.Sprintf("rank %d: %s", p.QPRank, someOf(p.QPOrder))})

@@ -8,6 +8,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/doctor"
 	"github.com/deepep-go/deepep/internal/kern"
@@ -91,7 +92,7 @@ func (s *shape) plan() (*sizes, error) {
 	if s.rank < 0 || s.rank >= s.ranks {
 		return nil, status.InvalidArg("rank", s.rank, fmt.Sprintf("0 to %d", s.ranks-1))
 	}
-	call := plan.LowLatency{NumMaxTokens: int32(s.maxTokens), Hidden: int32(s.hidden), NumTopK: int32(s.topK), NumExperts: int32(s.experts), IndexType: plan.Int64}
+	call := plan.LowLatency{NumMaxTokens: int32(s.maxTokens), Hidden: int32(s.hidden), NumTopK: int32(s.topK), NumExperts: int32(s.experts), IndexType: op.Int64}
 	if err := call.CheckDispatch(t, nil); err != nil {
 		return nil, err
 	}
@@ -143,7 +144,7 @@ func (p *sizes) queues(s *shape) error {
 		return nil
 	}
 	o := plan.QueueOptions{PerPeer: s.qps, LocalExperts: p.LocalExperts, Channels: p.Channels}
-	if plan.DepthFor(p.MaxTokens) <= plan.MostDepth {
+	if plan.DepthFor(p.MaxTokens) <= plan.MaxDepth {
 		o.MaxTokens = p.MaxTokens
 	}
 	q, err := plan.NewQueues(p.Topology, o)
@@ -193,8 +194,8 @@ func (p *sizes) fit(memory uint64) error {
 	if n := 1 << 24; n < limit {
 		limit, by = n, "the largest B that the library takes"
 	}
-	if deepest := plan.MostDepth/2 - 1; p.Nodes > 1 && deepest < limit {
-		limit, by = deepest, fmt.Sprintf("the depth of a queue pair, at most %d, of which B tokens take 2 × (B + 1)", plan.MostDepth)
+	if deepest := plan.MaxDepth/2 - 1; p.Nodes > 1 && deepest < limit {
+		limit, by = deepest, fmt.Sprintf("the depth of a queue pair, at most %d, of which B tokens take 2 × (B + 1)", plan.MaxDepth)
 	}
 	trial := *p
 	fits := func(b int) (bool, error) {

@@ -1,0 +1,36 @@
+package op
+
+import "time"
+
+// Info describes a buffer. Before its start is complete, fields that are not known yet are zero.
+type Info struct {
+	Rank, Size   int
+	NumNVLPeers  int // ranks of a node
+	RDMARank     int // this rank's node
+	NumRDMARanks int // nodes
+	NVLRank      int // this rank's place in its node
+
+	Engine, KernelPath string // "cpu" or "cuda"; the kernel library's file
+	DeviceName, ISA    string
+	Device             int // ordinal
+	NumDeviceSMs       int
+	HostStream         bool    // stream 0 is the calling thread: a synchronous call returns when it is done
+	PeerRows           bool    // segments are supported
+	CommStream         uintptr // the buffer's own stream; 0 where HostStream
+
+	NVLBytes, RDMABytes uint64 // of the two regions
+	TotalBytes          uint64 // of all memory that the ranks share
+	LowLatency, Shrink  bool
+	Ready               bool // the start is complete
+}
+
+// OpStats is what a buffer counted of one operation since it was made.
+type OpStats struct {
+	Calls, Errors       uint64
+	Bytes               uint64        // payload bytes sent
+	Wait, Total         time.Duration // waiting for peers; in the operation
+	P50, P99, P999, Max time.Duration // percentiles are upper bounds of histogram buckets
+	Mean                time.Duration
+	BytesToPeer         []uint64
+	WaitForPeer         []time.Duration
+}
