@@ -1,5 +1,7 @@
 package libs
 
+//lint:file-ignore U1000 fields of C structs keep their places, read or not
+
 import (
 	"context"
 	"errors"
