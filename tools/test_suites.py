@@ -3,15 +3,13 @@
 Ways of counting:
     check   one test: the command's exit status
     plain   the last line of the form ``N passed, N failed[, N skipped]`` that the command prints
-    go      the events of ``go test -json``; what a failed test printed is shown
-    junit   pytest's XML report
+    junit   the XML report that pytest and gotestsum (for Go) write
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import platform
@@ -20,7 +18,7 @@ import shutil
 import sys
 import sysconfig
 import xml.etree.ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from run_process import run_process
 
@@ -29,6 +27,14 @@ BUILD = ROOT / "build"
 LOGS = BUILD / "test"
 GO = os.environ.get("GO", "go")
 PLAIN = re.compile(r"^(?:\w+: )?(\d+) passed, (\d+) failed(?:, (\d+) skipped)?\s*$")
+
+
+NO_TESTS = 5  # pytest's exit status where it found none, which run_tests.py reports
+
+
+def go_tool(name: str) -> list[str]:
+    """The command of a Go tool that tools/tools.mod names, apart from the modules that the product needs."""
+    return [GO, "tool", f"-modfile={pathlib.Path(__file__).resolve().parent}/tools.mod", name]
 
 
 @dataclasses.dataclass
@@ -46,6 +52,9 @@ class Counts:
         return f"{self.passed} passed, {self.failed} failed" + (f", {self.skipped} skipped" if self.skipped else "")
 
 
+Run = Callable[[bool], Counts]
+
+
 @dataclasses.dataclass
 class Suite:
     """A suite is there if one of the files that ``needs`` names is. ``run(full)`` runs it and counts."""
@@ -53,7 +62,7 @@ class Suite:
     name: str
     title: str
     needs: tuple[str, ...]
-    run: Callable[[bool], Counts]
+    run: Run
 
     def present(self) -> bool:
         return any(True for pattern in self.needs for _ in ROOT.glob(pattern))
@@ -92,54 +101,35 @@ def plain(name: str, command: list[str], full: bool, env: dict[str, str] | None 
     return counts
 
 
-class GoEvents:
-    """Takes `go test -json` lines, counts tests, shows packages' verdicts and the output of failed tests."""
+def junit(name: str, command: list[str], full: bool, env: dict[str, str] | None = None) -> Counts:
+    """Counts from the XML report that the command writes to LOGS/name.xml; no report means that it ended early."""
+    report = LOGS / f"{name}.xml"
+    report.unlink(missing_ok=True)
+    code = _execute(name, command, full, env)
+    if not report.exists():
+        print(f"{name}: no report (exit status {code})", flush=True)
+        return Counts(failed=1)
+    counts = Counts()
+    for case in xml.etree.ElementTree.parse(report).getroot().iter("testcase"):
+        kinds = {child.tag for child in case}
+        failed, skipped = bool(kinds & {"failure", "error"}), "skipped" in kinds
+        counts.add(Counts(not failed and not skipped, failed, skipped and not failed))
+    if code not in (0, NO_TESTS) and counts.failed == 0:
+        print(f"{name}: exit status {code} without a failed test", flush=True)
+        counts.failed += 1
+    return counts
 
-    def __init__(self) -> None:
-        self.counts = Counts()
-        self.output: dict[tuple[str, str], list[str]] = {}
 
-    def line(self, text: str) -> bool:
-        """Returns True where the raw line is to be shown."""
-        try:
-            event = json.loads(text)
-        except ValueError:
-            return True
-        key = (event.get("Package") or event.get("ImportPath", ""), event.get("Test", ""))
-        action = event.get("Action", "")
-        if action in ("output", "build-output"):
-            self.output.setdefault(key, []).append(event["Output"])
-        elif action in ("pass", "fail", "skip"):
-            self.verdict(key, action, event.get("Elapsed", 0.0))
-        return False
-
-    def verdict(self, key: tuple[str, str], action: str, seconds: float) -> None:
-        package, test = key
-        kept = "".join(self.output.pop(key, []))
-        if test:
-            self.counts.add(Counts(passed=action == "pass", failed=action == "fail", skipped=action == "skip"))
-            if action != "pass":
-                print(kept, end="", flush=True)
-            return
-        if action == "fail":  # build errors are filed under the import path, with the test variant in brackets
-            builds = [name for name in self.output if name[0].split(" ")[0] == package and not name[1]]
-            print("".join(["".join(self.output.pop(name)) for name in builds]) + kept, end="")
-            lost = sum(1 for name in self.output if name[0] == package)  # tests that were running when it ended
-            self.counts.failed += max(1, lost) if lost or not self.counts.failed else 0
-        print(f"{action:4s} {package} ({seconds:.1f} s)", flush=True)
+def pytest(name: str, arguments: list[str], env: dict[str, str], full: bool) -> Counts:
+    return junit(name, [sys.executable, "-m", "pytest", f"--junitxml={LOGS}/{name}.xml", *arguments], full, env)
 
 
 def go_tests(name: str, packages: list[str], env: dict[str, str], full: bool) -> Counts:
     """Runs Go tests uncached: they load the kernel library, which Go's cache does not know of."""
-    events = GoEvents()
-    limit = "110m" if full else "9m"
-    command = [GO, "test", "-json", "-count=1", "-vet=off", f"-timeout={limit}", *packages]
+    shown = [f"--junitfile={LOGS}/{name}.xml", "--format=pkgname-and-test-fails", "--no-color"]
+    options = ["-count=1", "-vet=off", f"-timeout={'110m' if full else '9m'}"]
     env = {"DEEPEP_KERNELS": str(BUILD / "lib"), **env}
-    code = _execute(name, command, full, env, on_line=events.line)
-    if code != 0 and events.counts.failed == 0:
-        print(f"{name}: go test ended with exit status {code}", flush=True)
-        events.counts.failed += 1
-    return events.counts
+    return junit(name, [*go_tool("gotestsum"), *shown, "--", *options, *packages], full, env)
 
 
 def _fuzz_targets() -> Iterator[tuple[str, str]]:
@@ -171,26 +161,7 @@ def fuzz(full: bool) -> Counts:
     return checks("fuzz", commands, full)
 
 
-def pytest(name: str, arguments: list[str], env: dict[str, str], full: bool) -> Counts:
-    """Counts from the XML report; no report means that pytest itself ended early."""
-    xml_path = LOGS / f"{name}.xml"
-    xml_path.unlink(missing_ok=True)
-    code = _execute(name, [sys.executable, "-m", "pytest", f"--junitxml={xml_path}", *arguments], full, env)
-    if not xml_path.exists():
-        print(f"{name}: pytest left no report (exit status {code})", flush=True)
-        return Counts(failed=1)
-    counts = Counts()
-    for suite in xml.etree.ElementTree.parse(xml_path).getroot().iter("testsuite"):
-        total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
-        failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-        counts.add(Counts(total - failed - skipped, failed, skipped))
-    if code not in (0, 5) and counts.failed == 0:
-        print(f"{name}: pytest ended with exit status {code}", flush=True)
-        counts.failed += 1
-    return counts
-
-
-MUTANTS = [sys.executable, "kernels/tests/mutants.py"]
+PLANT = [sys.executable, "kernels/tests/mutants.py"]
 
 
 def lint(full: bool) -> Counts:
@@ -200,11 +171,12 @@ def lint(full: bool) -> Counts:
     commands = {
         "gofmt": ["sh", "-c", 'test -z "$(gofmt -l core internal capi bench | tee /dev/stderr)"'],
         "go-vet": [GO, "vet", "-tags=capitest", "./..."],
+        "staticcheck": [*go_tool("staticcheck"), "./..."],
         "clang-format": ["sh", "-c", "git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs " + clang_format],
         "ruff": [*python, "ruff", "check", "--quiet", *checked],
         "ruff-format": [*python, "ruff", "format", "--check", "--quiet", *checked],
         "mypy": [*python, "mypy", "--no-error-summary"],
-        "mutants": [*MUTANTS, "check"],
+        "mutants": [*PLANT, "check"],
     }
     return checks("lint", commands, full)
 
@@ -213,7 +185,7 @@ def abi(full: bool) -> Counts:
     commands = {
         "symbols": [sys.executable, "tools/abi_check.py"],
         "layout": [sys.executable, "tools/abi_layout.py"],
-        "mirrors": [sys.executable, "tools/generate_abi.py", "--check"],
+        "ctypes": [sys.executable, "tools/generate_abi.py", "--check"],
     }
     return checks("abi", commands, full)
 
@@ -239,17 +211,19 @@ def emulated(full: bool) -> Counts:
     return counts
 
 
-def kernel_suite(name: str, tree: str, library: str, before: list[str], env: dict[str, str], full: bool) -> Counts:
+def kernel_suite(
+    name: str, tree: str, library: str, before: list[str], env: dict[str, str], full: bool, options: Sequence[str] = ()
+) -> Counts:
     """The suite of the kernel interface, built in `tree`, against one library."""
     program, path = ROOT / tree / "bin" / "kernel_tests", ROOT / tree / "lib" / library
-    return plain(name, [*before, str(program), str(path)], full, env)
+    return plain(name, [*before, str(program), str(path), *options], full, env)
 
 
 def gpu_mutants(full: bool) -> Counts:
     """Planted errors in the CUDA library; they are built where the machine can build."""
-    if shutil.which("make") and _execute("mutants-gpu-build", [*MUTANTS, "gpu-build"], True) != 0:
+    if shutil.which("make") and _execute("mutants-gpu-build", [*PLANT, "gpu-build"], True) != 0:
         return Counts(failed=1)
-    return plain("mutants-gpu", [*MUTANTS, "gpu-run"], True)
+    return plain("mutants-gpu", [*PLANT, "gpu-run"], True)
 
 
 def _compute_sanitizer() -> str:
@@ -258,130 +232,113 @@ def _compute_sanitizer() -> str:
     return shutil.which("compute-sanitizer") or str(wheels)
 
 
-def _suites() -> Iterator[Suite]:
-    bind = functools.partial
-    kernels = ("kernels/tests/*.c", "kernels/tests/*.cpp")
-    yield Suite("lint", "formatting, vet, ruff, mypy", ("pyproject.toml",), lint)
-    yield Suite("abi", "symbols and structs against the headers", ("capi/*.go",), abi)
-    yield Suite(
-        "go-core",
-        "Go, without cgo",
-        ("core/**/*.go",),
-        bind(go_tests, "go-core", ["./core/...", "./internal/..."], {"CGO_ENABLED": "0"}),
-    )
-    yield Suite(
-        "go-capi",
-        "Go, the C API's side",
-        ("capi/*_test.go",),
-        bind(go_tests, "go-capi", ["-tags=capitest", "./capi/..."], {"CGO_ENABLED": "1"}),
-    )
-    yield Suite(
-        "go-race",
-        "Go, under the race detector",
-        ("core/**/*.go",),
-        bind(go_tests, "go-race", ["-race", "./core/...", "./internal/..."], {"CGO_ENABLED": "1"}),
-    )
-    yield Suite("fuzz", "each Go fuzz target for a moment", ("core/**/*.go",), fuzz)
-    yield Suite(
-        "kernels",
-        "the kernel interface, CPU library",
-        kernels,
-        bind(kernel_suite, "kernels", "build", "libdeepep_cpu.so", [], {}),
-    )
-    mutants = ("kernels/tests/mutants.*",)
-    yield Suite(
-        "mutants",
-        "the kernel suite notices planted errors",
-        mutants,
-        bind(plain, "mutants", [*MUTANTS, "cpu"]),
-    )
-    for name, folder in (("header", "include/tests"), ("capi", "capi/tests"), ("examples", "cpp_examples")):
-        yield Suite(name, f"{folder}/run.sh", (folder,), bind(plain, name, [f"{folder}/run.sh"]))
-    yield Suite(
-        "python", "the package, on the CPU", ("python/tests/test_*.py",), bind(pytest, "python", ["python/tests"], {})
-    )
-    yield Suite(
-        "python-nodes",
-        "the same, every rank a node",
-        ("python/tests/test_*.py",),
-        bind(pytest, "python-nodes", ["python/tests"], {"DEEPEP_NUM_MAX_NVL_PEERS": "1"}),
-    )
-    gpu = ("kernels/cuda/**/*.cu",)
-    yield Suite("gpu-build", "the GPU libraries, as far as no GPU is needed", gpu, gpu_build)
-    emulator = gpu if platform.machine() == "x86_64" else ()  # it changes stacks itself
-    yield Suite("emulated", "the kernel interface, CUDA library on emulated devices", emulator, emulated)
-    yield Suite(
-        "mutants-emulated",
-        "the same notices planted errors",
-        emulator,
-        bind(plain, "mutants-emulated", [*MUTANTS, "emulated"]),
-    )
-    yield Suite(
-        "packaging",
-        "set-up, install, wheel",
-        ("tools/tests/test_*.py",),
-        bind(pytest, "packaging", ["tools/tests"], {}),
-    )
-    asan = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1", "DEEPEP_TEST_SANITIZER": "address"}
-    tsan = {"TSAN_OPTIONS": "second_deadlock_stack=1", "DEEPEP_TEST_SANITIZER": "thread"}
-    yield Suite(
-        "asan",
-        "the kernel suite under ASan and UBSan",
-        kernels,
-        bind(kernel_suite, "asan", "build/asan", "libdeepep_cpu.so", [], asan),
-    )
-    yield Suite(
-        "tsan",
-        "the kernel suite under TSan",
-        kernels,
-        bind(kernel_suite, "tsan", "build/tsan", "libdeepep_cpu.so", [], tsan),
-    )
-    yield Suite("race", "TSan notices a planted race", mutants, bind(plain, "race", [*MUTANTS, "race"]))
-    cuda = "libdeepep_cuda.so"
-    yield Suite(
-        "kernels-gpu",
-        "the kernel interface, CUDA library",
-        kernels,
-        bind(kernel_suite, "kernels-gpu", "build", cuda, [], {}),
-    )
-    yield Suite(
-        "python-gpu",
-        "the package, on CUDA",
-        ("python/tests/test_*.py",),
-        # The limit of the long versions: on one GPU the ranks take turns, and every rank has a context to make.
-        lambda full: pytest("python-gpu", ["python/tests"], {"DEEPEP_TEST_DEVICE": "cuda"}, True),
-    )
-    yield Suite(
-        "kernels-sm80",
-        "the same, with the code for compute capability 8.0",
-        kernels,
-        lambda full: plain("kernels-sm80", ["build/bin/kernel_tests", f"build/lib/{cuda}", "--isa", "80"], full),
-    )
-    yield Suite(
-        "examples-gpu",
-        "cpp_examples/run.sh cuda",
-        ("cpp_examples",),
-        bind(plain, "examples-gpu", ["cpp_examples/run.sh", "cuda"]),
-    )
-    yield Suite(
-        "mutants-gpu",
-        "the kernel suite, or bench_ops, notices planted errors on GPUs",
-        mutants,
-        gpu_mutants,
-    )
-    for tool in ("memcheck", "racecheck", "synccheck"):
-        before = [_compute_sanitizer(), f"--tool={tool}", "--error-exitcode=1"]
-        yield Suite(
-            tool,
-            f"the kernel suite under compute-sanitizer {tool}",
-            kernels,
-            bind(kernel_suite, tool, "build", cuda, before, {"DEEPEP_TEST_SANITIZER": tool}),
-        )
+KERNEL_TESTS = ("kernels/tests/*.c", "kernels/tests/*.cpp")
+PYTHON_TESTS = ("python/tests/test_*.py",)
+GO_FILES = ("core/**/*.go",)
+# Packages with goroutines, locks or memory that other processes write.
+CONCURRENT = [f"./internal/{name}" for name in ("bootstrap", "health", "engine", "monitor", "dl")]
+SHARE = "^dispatch/|^combine/|^notify/|^ll dispatch/|^ll combine/|^stream/|^team/"
+GPU_SOURCES = ("kernels/cuda/**/*.cu",)
+EMULATOR = GPU_SOURCES if platform.machine() == "x86_64" else ()  # it changes stacks itself
+CPU, CUDA = "libdeepep_cpu.so", "libdeepep_cuda.so"
+SANITIZERS = {  # build folder: SAN= of make, environment
+    "asan": (
+        "address,undefined",
+        {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1", "DEEPEP_TEST_SANITIZER": "address"},
+    ),
+    "tsan": ("thread", {"TSAN_OPTIONS": "second_deadlock_stack=1", "DEEPEP_TEST_SANITIZER": "thread"}),
+}
 
 
-SUITES = {suite.name: suite for suite in _suites()}
+def sanitized(name: str, options: list[str], full: bool) -> Counts:
+    """The suite of the kernel interface against the CPU library, both built in build/asan or build/tsan."""
+    return kernel_suite(name, f"build/{name[:4]}", CPU, [], SANITIZERS[name[:4]][1], full, options)
+
+
+def sanitized_share(full: bool) -> Counts:
+    """What `make sanitize` runs whole: the cases of SHARE, under ASan with UBSan and under TSan."""
+    counts = Counts()
+    for name, (flags, _) in SANITIZERS.items():
+        build = [*MAKE, f"BUILD=build/{name}", f"SAN={flags}", "kernels", "kernel-tests"]
+        built = checks("sanitized-share", {f"build-{name}": build}, full)
+        counts.add(built)
+        if built.failed == 0:
+            counts.add(sanitized(f"{name}-share", ["--threads", "--filter", SHARE], full))
+    return counts
+
+
+def _go(name: str, cgo: str, *arguments: str) -> Run:
+    return functools.partial(go_tests, name, [*arguments], {"CGO_ENABLED": cgo})
+
+
+def _plain(name: str, *command: str) -> Run:
+    return functools.partial(plain, name, [*command])
+
+
+def _pytest(name: str, folder: str, **env: str) -> Run:
+    return functools.partial(pytest, name, [folder], env)
+
+
+def _kernels(name: str, library: str, *options: str) -> Run:
+    return functools.partial(kernel_suite, name, "build", library, [], {}, options=[*options])
+
+
+def _memory_check(tool: str) -> Run:
+    before = [_compute_sanitizer(), f"--tool={tool}", "--error-exitcode=1"]
+    return functools.partial(kernel_suite, tool, "build", CUDA, before, {"DEEPEP_TEST_SANITIZER": tool})
+
+
+def _python_gpu(full: bool) -> Counts:
+    """Under the limit of the long versions: on one GPU the ranks take turns, and every rank has a context to make."""
+    return pytest("python-gpu", ["python/tests"], {"DEEPEP_TEST_DEVICE": "cuda"}, True)
+
+
+MUTANTS = "kernels/tests/mutants.list"
+# fmt: off
+_TABLE: list[tuple[str, str, tuple[str, ...], Run]] = [
+    # name, title, needs, run
+    ("lint", "formatting, vet, staticcheck, ruff, mypy", ("pyproject.toml",), lint),
+    ("abi", "symbols and structs against the headers", ("capi/*.go",), abi),
+    ("go-core", "Go, without cgo", GO_FILES, _go("go-core", "0", "./core/...", "./internal/...")),
+    ("go-capi", "Go, the C API's side", ("capi/*_test.go",), _go("go-capi", "1", "-tags=capitest", "./capi/...")),
+    ("go-race", "Go, under the race detector", GO_FILES, _go("go-race", "1", "-race", "./core/...", "./internal/...")),
+    ("go-race-share", "the concurrent packages, under the race detector", GO_FILES,
+     _go("go-race-share", "1", "-race", *CONCURRENT)),
+    ("fuzz", "each Go fuzz target for a moment", GO_FILES, fuzz),
+    ("kernels", "the kernel interface, CPU library", KERNEL_TESTS, _kernels("kernels", CPU)),
+    ("asan", "the kernel suite under ASan and UBSan", KERNEL_TESTS, functools.partial(sanitized, "asan", [])),
+    ("tsan", "the kernel suite under TSan", KERNEL_TESTS, functools.partial(sanitized, "tsan", [])),
+    ("sanitized-share", "a share of it under ASan, UBSan and TSan", KERNEL_TESTS, sanitized_share),
+    ("mutants", "the kernel suite notices planted errors", (MUTANTS,), _plain("mutants", *PLANT, "cpu")),
+    ("race", "TSan notices a planted race", (MUTANTS,), _plain("race", *PLANT, "race")),
+    ("header", "include/tests/run.sh", ("include/tests",), _plain("header", "include/tests/run.sh")),
+    ("capi", "capi/tests/run.sh", ("capi/tests",), _plain("capi", "capi/tests/run.sh")),
+    ("examples", "cpp_examples/run.sh", ("cpp_examples",), _plain("examples", "cpp_examples/run.sh")),
+    ("python", "the package, on the CPU", PYTHON_TESTS, _pytest("python", "python/tests")),
+    ("python-nodes", "the same, every rank a node", PYTHON_TESTS,
+     _pytest("python-nodes", "python/tests", DEEPEP_NUM_MAX_NVL_PEERS="1")),
+    ("gpu-build", "the GPU libraries, as far as no GPU is needed", GPU_SOURCES, gpu_build),
+    ("emulated", "the kernel interface, CUDA library on emulated devices", EMULATOR, emulated),
+    ("mutants-emulated", "the same notices planted errors", EMULATOR,
+     _plain("mutants-emulated", *PLANT, "emulated")),
+    ("packaging", "documents, set-up, install, wheel", ("tools/tests/test_*.py",), _pytest("packaging", "tools/tests")),
+    ("kernels-gpu", "the kernel interface, CUDA library", KERNEL_TESTS, _kernels("kernels-gpu", CUDA)),
+    ("kernels-sm80", "the same, with the code for compute capability 8.0", KERNEL_TESTS,
+     _kernels("kernels-sm80", CUDA, "--isa", "80")),
+    ("python-gpu", "the package, on CUDA", PYTHON_TESTS, _python_gpu),
+    ("examples-gpu", "cpp_examples/run.sh cuda", ("cpp_examples",),
+     _plain("examples-gpu", "cpp_examples/run.sh", "cuda")),
+    ("mutants-gpu", "the kernel suite, or bench_ops, notices planted errors on GPUs",
+     (MUTANTS,), gpu_mutants),
+    *((tool, f"the kernel suite under compute-sanitizer {tool}", KERNEL_TESTS, _memory_check(tool))
+      for tool in ("memcheck", "racecheck", "synccheck")),
+]
+# fmt: on
+
+
+SUITES = {name: Suite(name, title, needs, run) for name, title, needs, run in _TABLE}
 USUAL = [
-    *("lint", "abi", "go-core", "go-capi", "fuzz", "kernels", "mutants"),
+    *("lint", "abi", "go-core", "go-capi", "go-race-share", "fuzz", "kernels", "sanitized-share", "mutants"),
     *("header", "capi", "examples", "python", "gpu-build", "emulated", "packaging"),
 ]
 FULL = [*USUAL, "go-race", "python-nodes", "mutants-emulated"]

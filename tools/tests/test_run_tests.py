@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import pathlib
 import sys
@@ -14,7 +13,7 @@ import pytest
 import run_process
 import run_tests
 import test_suites
-from test_suites import Counts, GoEvents, Suite
+from test_suites import Counts, Suite
 
 
 @pytest.fixture(autouse=True)
@@ -55,31 +54,8 @@ def test_checks_go_on_after_a_failure() -> None:
     assert test_suites.checks("x", {"a": shell("false"), "b": shell("true")}, full=False) == Counts(1, 1, 0)
 
 
-def events(*items: dict[str, object]) -> Counts:
-    taken = GoEvents()
-    for item in items:
-        assert taken.line(json.dumps({"Package": "p", **item})) is False
-    return taken.counts
-
-
-def test_go_counts_each_verdict() -> None:
-    verdicts = [{"Action": action, "Test": name} for action, name in (("pass", "A"), ("fail", "B"), ("skip", "C"))]
-    assert events(*verdicts, {"Action": "fail"}) == Counts(1, 1, 1)
-
-
-def test_go_package_that_does_not_build_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    taken = GoEvents()
-    taken.line(json.dumps({"ImportPath": "p [p.test]", "Action": "build-output", "Output": "undefined: x\n"}))
-    taken.line(json.dumps({"ImportPath": "p [p.test]", "Action": "build-fail"}))
-    taken.line(json.dumps({"Package": "p", "Action": "fail"}))
-    assert taken.counts == Counts(0, 1, 0)
-    assert "undefined: x" in capsys.readouterr().out
-
-
-def test_go_test_that_never_ended_fails() -> None:
-    """A crash of the process: its running test has output, but no verdict."""
-    begun = {"Action": "output", "Test": "A", "Output": "=== RUN A\n"}
-    assert events({"Action": "pass", "Test": "B"}, begun, {"Action": "fail"}) == Counts(1, 1, 0)
+def go_tests() -> Counts:
+    return test_suites.go_tests("x", ["./..."], {"CGO_ENABLED": "0", "GOWORK": "off"}, full=False)
 
 
 def test_go_end_to_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +66,17 @@ def test_go_end_to_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) 
         "func TestSkip(t *testing.T) { t.Skip() }\n\nfunc TestCrash(t *testing.T) { os.Exit(3) }\n"
     )
     monkeypatch.setattr(test_suites, "ROOT", tmp_path)
-    counts = test_suites.go_tests("x", ["./..."], {"CGO_ENABLED": "0", "GOWORK": "off"}, full=False)
-    assert counts == Counts(1, 2, 1)
+    assert go_tests() == Counts(1, 2, 1)
+
+
+def test_go_package_that_does_not_build_fails(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(test_suites, "ROOT", tmp_path)
+    (tmp_path / "go.mod").write_text("module m\n\ngo 1.25.0\n")
+    (tmp_path / "m_test.go").write_text("package m\n\nvar _ = undefinedName\n")
+    assert go_tests().failed >= 1
+    assert "undefinedName" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
