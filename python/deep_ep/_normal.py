@@ -233,6 +233,8 @@ class NormalMode:
         with order.context:
             shape = (core.group_size, core.group_size), (payload.x.shape[0], core.group_size)
             tensors = HandleTensors(_torch.like(per_rank, *shape[0]), _torch.like(per_rank, *shape[1]), None, in_rank)
+            # Before notify where the rows are known: peers wait for a dispatch once they have this rank's counts.
+            received = self._receive(payload, worst, topk_idx, topk_weights) if worst else None
         num_topk = 0 if topk_idx is None else int(topk_idx.shape[1])
         token = self._notify(payload, counts, tensors, num_topk, numbers, config, order)
         held = (per_rank, in_rank, per_expert, *tensors.tensors())
@@ -243,7 +245,8 @@ class NormalMode:
                 rows, per_local_expert = self._wait_counts(token, int(per_expert.shape[0]) // core.group_size)
             with order.context:
                 tensors.recv_src_idx = _torch.like(per_rank, rows)
-                received = self._receive(payload, rows, topk_idx, topk_weights)
+                if received is None:
+                    received = self._receive(payload, rows, topk_idx, topk_weights)
         except BaseException:
             order.keep(held)  # notify may still be writing to them
             raise

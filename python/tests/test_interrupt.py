@@ -6,10 +6,14 @@ import os
 import signal
 import threading
 import time
+import weakref
+from unittest import mock
 
 import pytest
 
+import normal
 import victims
+from cases import Case
 
 INTERRUPTED = 0.3  # seconds from the signal to the exception
 
@@ -40,6 +44,49 @@ def rank_interrupted(ctx, name):
 def test_interrupt(pool, name):
     took = pool.run(4, rank_interrupted, name)[0]
     assert took < INTERRUPTED, f"KeyboardInterrupt came after {took:.2f} s"
+
+
+def rank_kept_until_passed(ctx):
+    """The tensors of an interrupted wait are kept while the notify may write to them, and not longer."""
+    case = Case((12,), experts=8, topk=3, hidden=512)
+    with normal.buffer_of(ctx) as buffer:
+        exchange = normal.dispatch_and_check(ctx, buffer, case)
+        core = buffer._core
+        for turn in range(3):
+            interrupted = mock.patch.object(buffer._normal, "_wait_counts", side_effect=KeyboardInterrupt)
+            with interrupted, pytest.raises(KeyboardInterrupt):
+                normal.dispatch(ctx, buffer, case)
+            assert len(core.kept) == 1, f"turn {turn}: {len(core.kept)} kept"
+            seen = weakref.ref(core.kept[0][1][3])  # the matrix that notify fills
+            assert seen() is not None
+            end = time.monotonic() + 5
+            while core.kept and time.monotonic() < end:
+                core.enter()
+            assert not core.kept and seen() is None
+        normal.combine(ctx, buffer, exchange)
+
+
+def test_kept_until_passed(pool):
+    pool.run(1, rank_kept_until_passed)
+
+
+def rank_kept_until_destroyed(ctx):
+    """The other ranks never come: destroy() lets go."""
+    with victims.operation(ctx, "dispatch") as (buffer, call):
+        call()
+        ctx.barrier()
+        if ctx.rank == 0:
+            interrupt_after(0.2)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            seen = weakref.ref(buffer._core.kept[0][1][3])
+            buffer.destroy()
+            assert not buffer._core.kept and seen() is None
+        ctx.barrier()
+
+
+def test_kept_until_destroyed(pool):
+    pool.run(4, rank_kept_until_destroyed)
 
 
 def rank_interrupted_construction(ctx, folder):
