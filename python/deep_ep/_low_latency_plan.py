@@ -17,7 +17,7 @@ ROUND_SCALE, UE8M0, LOGFMT, ZERO_COPY, UNREDUCED = 1, 2, 4, 8, 16
 MAX_PLANS = 1024  # a plan for each number of tokens is likely
 
 Key = tuple[Any, ...]  # every property of the arguments that a check looks at
-# Fields of a C struct that stand in a row are written in one go: to set them one by one takes twice as long.
+# Adjacent fields of a C struct are written in one go: to set them one by one takes twice as long.
 _write_dispatch_numbers = struct.Struct("=iI8i").pack_into  # phases to use_fp8
 _write_combine_numbers = struct.Struct("=iI7i").pack_into  # phases to index_type
 write_dispatch_addresses = struct.Struct("=10Q").pack_into
@@ -38,7 +38,7 @@ class CallStructs:
         self.call = _abi.sized(_abi.Call, is_async=int(host_stream))
         self.args_reference, self.call_reference = ctypes.byref(self.args), ctypes.byref(self.call)
         self.numbers: tuple[int, ...] = ()  # what the number fields of `args` hold
-        self.stream = 0  # what `call` says
+        self.stream = 0  # what `call` holds
 
 
 class DispatchPlan:

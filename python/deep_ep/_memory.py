@@ -30,7 +30,7 @@ def recycling() -> bool:
 
 
 class _Block:
-    """A storage, and a way to tell that it is as it was made and that this object alone holds it."""
+    """A storage, with checks that it is as it was made and that this object is its only holder."""
 
     __slots__ = ("storage", "_address", "_size", "_idle")
 
@@ -156,7 +156,7 @@ class RowPool:
     """
 
     def __init__(self, library: str, select: Callable[[int], object], index: int, pointer: int, count: int) -> None:
-        """Takes over segment `index` of `count` bytes at `pointer`; `select` tells the library before an allocation."""
+        """Takes over segment `index` of `count` bytes at `pointer`; `select` makes it the segment to allocate from."""
         self._pool: Any = torch.cuda.MemPool(_row_allocator(library).allocator())
         self._select = select
         self.index, self.pointer, self.count = index, pointer, count

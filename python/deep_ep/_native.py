@@ -21,7 +21,7 @@ def wait_sliced(lib: Library, call: Callable[..., int], *args: Any, seconds: flo
 
     Args:
         call: a function of ``lib.without_gil`` whose last argument is the slice in ms.
-        seconds: how long to try; None: until the library says done or failed.
+        seconds: how long to try; None: until the library returns done or failed.
 
     Returns:
         False if `seconds` passed first.

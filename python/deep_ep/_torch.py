@@ -184,7 +184,7 @@ def check_indices(name: str, tensor: Tensor, num_experts: int) -> None:
 def plain(tensor: object, dtype: torch.dtype, ordinal: int, shape: tuple[int, ...]) -> TypeGuard[Tensor]:
     """True for a contiguous tensor of this dtype and shape on GPU `ordinal` (-1: on the CPU).
 
-    A quick yes for hot paths. On a no, `check` says what is wrong (or that another dtype is fine too).
+    For hot paths. If False, `check` raises the error, or accepts another dtype.
     """
     return (
         type(tensor) is Tensor
@@ -232,6 +232,6 @@ def gather_function(group: Any) -> tuple[int, int, Callable[[bytes], list[bytes]
     if missing:
         given = f"{type(group).__name__} without {', '.join(missing)}"
         raise type_error("group", given, "a torch.distributed.ProcessGroup or the like")
-    # Asked of the group itself: torch.distributed need not know it.
+    # Asked of the group itself: it need not be registered with torch.distributed.
     rank, size = int(group.rank()), int(group.size())
     return rank, size, allgather

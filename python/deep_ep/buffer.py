@@ -746,7 +746,7 @@ def _zero_copy_bytes(given: int | None, num_nvl_bytes: int) -> int:
 
 
 def _choose_engine(engine: str | None) -> str:
-    """The engine's name; what is not said here is said by DEEPEP_ENGINE or the machine."""
+    """The engine's name; for None and "auto" the library asks DEEPEP_ENGINE, then the machine."""
     if engine not in (None, "auto", "cpu", "cuda"):
         raise value_error("engine", repr(engine), "None, 'auto', 'cpu' or 'cuda'")
     if engine in ("cpu", "cuda"):

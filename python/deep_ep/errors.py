@@ -52,7 +52,7 @@ class DeepEPAssertionError(DeepEPError, AssertionError):
 
 
 class DeepEPNotImplementedError(DeepEPError, NotImplementedError):
-    """A keyword that only a fork of the API knows."""
+    """A keyword that only a fork of the API has."""
 
 
 def value_error(name: str, given: object, allowed: str) -> DeepEPValueError:

@@ -5,7 +5,7 @@ the other computes. A micro-batch goes through the phases
 
     compute | send | hook | compute | send | hook | compute | …
 
-and the other one follows a phase behind, so that at any time at most one send is without its hook:
+and the other one follows a phase later, so that at any time at most one send is without its hook:
 
     A  compute  send           hook        compute         send          …
     B                 compute        send          hook         compute  …
@@ -137,7 +137,7 @@ class Writer:
 
 
 def take_turns(leader: Phases, follower: Phases) -> tuple[Tensor, Tensor]:
-    """Runs two micro-batches phase by phase in turn, the follower a phase behind; returns their results."""
+    """Runs two micro-batches phase by phase in turn, the second a phase later; returns their results."""
     next(leader)
     results: dict[Phases, Tensor] = {}
     while len(results) < 2:

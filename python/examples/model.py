@@ -131,7 +131,7 @@ class ExpertGroup(nn.Module):
         """[N, H]: for each row the weighted sum over the experts of this group that it was sent to.
 
         No branch on how many rows an expert got: the backward pass has to reach the exchange on every rank, also
-        on one whose experts nobody chose, or the others would wait for it.
+        on one whose experts no token chose, or the others would wait for it.
         """
         total = torch.zeros_like(received.rows)
         for index in range(self.count):

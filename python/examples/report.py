@@ -45,7 +45,7 @@ class Training:
         self._bar.stop()
 
     def update(self, done: int, loss: float) -> None:
-        """Tells that `done` steps are over, the last with `loss`."""
+        """Reports that `done` steps are over, the last with `loss`."""
         seconds = self._bar.tasks[0].elapsed or 0.0
         speed = done * self._tokens / max(1e-9, seconds)
         self._bar.update(self._task, completed=done, loss=loss, speed=speed)

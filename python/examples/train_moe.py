@@ -61,7 +61,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="where the tensors are; says the engine too, as an engine says the device",
+        help="where the tensors are; chooses the engine too, as an engine chooses the device",
     )
     parser.add_argument("--seed", type=int, default=1, help="of parameters, batches and the sample")
     parser.add_argument("--out", type=Path, default=Path("build/train_moe"), help="folder for loss.png and run.json")

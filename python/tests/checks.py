@@ -1,4 +1,4 @@
-"""Comparisons that say which row is wrong and where its content came from. Moves bit for bit, sums with a bound."""
+"""Comparisons that name the wrong row and where its content came from. Moves bit for bit, sums with a bound."""
 
 from __future__ import annotations
 

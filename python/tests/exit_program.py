@@ -1,7 +1,7 @@
 """Programs that end in awkward ways, for test_exit.
 
 Run as a script it imports torch once, then for each line of standard input (a JSON list: mode, folder, engine) forks
-two ranks. Each of them runs `program` and ends through the interpreter's own way out; a line of JSON says how.
+two ranks. Each of them runs `program` and ends through the interpreter's own way out; a line of JSON reports how.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GPUs of one machine as nodes: what a rank process does before NVSHMEM starts in it, and between tests.
 
 With ``DEEPEP_TEST_PLUGIN`` (the path of NVSHMEM's test transport) the nodes are hosts that only that transport joins:
-NVSHMEM tells hosts apart by their names, and each process takes a name of its node in a UTS namespace of its own.
+NVSHMEM distinguishes hosts by their names, and each process takes a name of its node in a UTS namespace of its own.
 Without it nodes are a setting, and NVSHMEM moves everything by NVLink.
 """
 
@@ -50,7 +50,7 @@ def wait_before_copies() -> None:
     """From now on copies between a GPU and pageable memory wait for their stream first.
 
     One that waits by itself, for a kernel that waits for other ranks, keeps this process's other threads from CUDA
-    meanwhile. Where those have what the other ranks wait for, nobody gets any further.
+    meanwhile. Where those have what the other ranks wait for, no rank gets any further.
     """
 
     def waiting(copy: Any) -> Any:

@@ -85,7 +85,7 @@ def dispatch(ctx: Any, buffer: Any, case: cases.Case, num_max: int, lost: Lost =
     """Issues the dispatch; neither hook nor event is waited for."""
     call = expect(case, ctx.rank, num_max, lost, **options)
     call.recv_x, call.counts, call.handle, call.event, call.hook = buffer.low_latency_dispatch(
-        ctx.put(call.x[ctx.rank]), ctx.put(call.topk_idx[ctx.rank]), num_max, case.experts, **options
+        ctx.to_device(call.x[ctx.rank]), ctx.to_device(call.topk_idx[ctx.rank]), num_max, case.experts, **options
     )
     return call
 
@@ -174,7 +174,7 @@ def row_of_expert(case: cases.Case, expert: int, source: int, token: int, exact:
 
 
 def answer_rows(call: Call, exact: bool, salt: int) -> torch.Tensor:
-    """[L, R*B, H] BF16 of the own rank; rows that combine must never read are NaN."""
+    """[L, R*B, H] BF16 of this rank; rows that combine must never read are NaN."""
     case = call.case
     num_local = case.experts // case.ranks
     x = torch.full((num_local, case.ranks * call.num_max, case.hidden), NAN, dtype=torch.bfloat16)
@@ -193,7 +193,7 @@ def wanted_sums(
     use_logfmt: bool = False,
     by_rank: bool = False,
 ) -> torch.Tensor:
-    """float64 sums for the own tokens; with ``absolute`` the sums of absolute values.
+    """float64 sums for this rank's tokens; with ``absolute`` the sums of absolute values.
 
     With ``by_rank`` each rank's experts are summed first, and rounded to BF16.
     """
@@ -225,7 +225,7 @@ class Combined:
     exact: bool
     salt: int
     use_logfmt: bool
-    may_sum: bool  # the experts' rank may sum and round first, where it knows the weights
+    may_sum: bool  # the experts' rank may sum and round first, where it has the weights
     weights: torch.Tensor
     x: torch.Tensor
     got: torch.Tensor
@@ -237,7 +237,7 @@ def combine(ctx: Any, buffer: Any, call: Call, exact: bool = True, salt: int = 2
     """Issues a combine of the rows of ``answer_rows``; neither hook nor event is waited for."""
     use_logfmt = options.get("use_logfmt", False)
     weights = make_weights(call.case, ctx.rank)
-    rows = ctx.put(answer_rows(call, exact, salt))
+    rows = ctx.to_device(answer_rows(call, exact, salt))
     x = rows
     if options.get("zero_copy"):
         place = buffer.get_next_low_latency_combine_buffer(call.handle)
@@ -245,7 +245,7 @@ def combine(ctx: Any, buffer: Any, call: Call, exact: bool = True, salt: int = 2
         place.copy_(rows)
         x = torch.full_like(rows, NAN)
     got, event, hook = buffer.low_latency_combine(
-        x, ctx.put(call.topk_idx[ctx.rank]), ctx.put(weights), call.handle, **options
+        x, ctx.to_device(call.topk_idx[ctx.rank]), ctx.to_device(weights), call.handle, **options
     )
     may_sum = ctx.device.type == "cuda" and not (use_logfmt or options.get("unreduced", False))
     return Combined(call, exact, salt, use_logfmt, may_sum, weights, rows, got, event, hook)

@@ -13,7 +13,7 @@ import cases
 import checks
 import reference
 
-RDMA_BYTES = 1 << 24  # of a buffer of several nodes, where a test says nothing
+RDMA_BYTES = 1 << 24  # of a buffer of several nodes, where a test gives no number
 
 
 @contextmanager
@@ -66,7 +66,7 @@ class Exchange:
 
 
 def expect(case: cases.Case, rank: int) -> Exchange:
-    """Everything that can be said before the library is asked."""
+    """Everything that is known before the library is called."""
     inputs, layouts = case.inputs(), case.layouts()
     received = [reference.dispatch(inputs, layouts, r, case.experts) for r in range(case.ranks)]
     return Exchange(case, inputs, layouts, received, rank)
@@ -75,13 +75,13 @@ def expect(case: cases.Case, rank: int) -> Exchange:
 def x_of(ctx: Any, tokens: reference.Tokens) -> Any:
     """The first argument of dispatch: a tensor, or a pair with scales."""
     if tokens.scales is None:
-        return ctx.put(tokens.x)
-    return ctx.put(tokens.x), ctx.put(tokens.scales)
+        return ctx.to_device(tokens.x)
+    return ctx.to_device(tokens.x), ctx.to_device(tokens.scales)
 
 
 def layout_arguments(ctx: Any, buffer: Any, exchange: Exchange) -> dict[str, Any]:
     """Asks for the layout, checks it, returns it as keyword arguments of dispatch."""
-    idx = ctx.put(cases.routing(exchange.case, exchange.rank))
+    idx = ctx.to_device(cases.routing(exchange.case, exchange.rank))
     got = buffer.get_dispatch_layout(idx, exchange.case.experts)
     checks.same_layout(got, exchange.layouts[exchange.rank])
     return {
@@ -106,8 +106,8 @@ def dispatch(ctx: Any, buffer: Any, case: cases.Case, **extra: Any) -> Exchange:
     ) = buffer.dispatch(
         x_of(ctx, own),
         **layout_arguments(ctx, buffer, exchange),
-        topk_idx=ctx.put(own.topk_idx),
-        topk_weights=ctx.put(own.topk_weights),
+        topk_idx=ctx.to_device(own.topk_idx),
+        topk_weights=ctx.to_device(own.topk_weights),
         expert_alignment=case.alignment,
         num_worst_tokens=case.worst_tokens,
         **extra,
@@ -173,7 +173,7 @@ def values_of(shape: tuple[int, ...], gen: torch.Generator, exact: bool) -> torc
 
 
 def biases_of(exchange: Exchange, count: int, exact: bool) -> list[torch.Tensor]:
-    """``count`` tensors [T,H] BF16 for the own rank."""
+    """``count`` tensors [T,H] BF16 for this rank."""
     gen = cases.generator(exchange.case.seed, exchange.rank, 99)
     shape = (exchange.case.tokens[exchange.rank], exchange.own.x.shape[1])
     return [values_of(shape, gen, exact) for _ in range(count)]
@@ -202,10 +202,10 @@ def combine(
     """Combines rows made by ``expert_rows`` and checks sums and weights."""
     rows = expert_rows(exchange, exact, seed)
     biases = biases_of(exchange, bias, exact)
-    given = [ctx.put(b) for b in biases]
+    given = [ctx.to_device(b) for b in biases]
     weights = exchange.recv_topk_weights if with_weights else None
     combined, combined_weights, event = buffer.combine(
-        ctx.put(pad_rows(exchange, rows[ctx.rank])),
+        ctx.to_device(pad_rows(exchange, rows[ctx.rank])),
         handle if handle is not None else exchange.handle,
         topk_weights=weights,
         bias=(None, *given)[bias] if bias < 2 else tuple(given),

@@ -37,7 +37,7 @@ class Outcome:
     error_kinds: tuple[str, ...] = ()  # names of the exception's classes, most special first
     traceback: str = ""
     died: bool = False
-    notes: list[Any] = field(default_factory=list)  # (time, value) pairs from ctx.tell
+    notes: list[Any] = field(default_factory=list)  # (time, value) pairs from ctx.report
     ended: float = 0.0  # time.monotonic() of the end
 
 
@@ -110,7 +110,7 @@ class RankPool:
             assert not outcome.error and not outcome.died, f"rank {outcome.rank} did not start: {self.logs()}"
 
     def mend(self) -> None:
-        """Starts dead ranks anew; all of them then form a new group. A pool that was stopped starts as usual."""
+        """Starts dead ranks again; all of them then form a new group. A pool that was stopped starts as usual."""
         if not self.alive:
             self.start()
             return

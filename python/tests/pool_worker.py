@@ -46,7 +46,7 @@ class Context:
         """Makes ``group`` the group of the first ``size`` ranks."""
         self.size, self.group = size, self._groups[size]
 
-    def tell(self, value: Any) -> None:
+    def report(self, value: Any) -> None:
         """Sends (now, value) to the test at once; it arrives even if this rank dies right after."""
         self._connection.send(("note", (time.monotonic(), value)))
 
@@ -58,7 +58,7 @@ class Context:
         """Waits for all ranks of the group, through gloo and not through the library under test."""
         dist.barrier(group=self.group)
 
-    def put(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    def to_device(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """The tensor on this rank's device, with the same strides."""
         if tensor is None or self.device.type == "cpu":
             return tensor

@@ -1,6 +1,6 @@
 """What every call of ``deep_ep`` must return, written a second time in plain torch.
 
-One process computes the results of all ranks from the inputs of all ranks. Nothing here knows how the library
+One process computes the results of all ranks from the inputs of all ranks. Nothing here depends on how the library
 moves bytes; clarity wins over speed everywhere. Number formats (FP8, UE8M0, LogFMT) are in ``reference_formats``.
 
 Letters: T tokens of a rank, R ranks, E experts, L = E / R experts of a rank, K top-k, H hidden, N rows received,
@@ -46,7 +46,7 @@ class Received:
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     expert_counts: list[int]
-    rank_prefix: torch.Tensor  # [R] int32: rows from ranks 0..i, the own column of rank_prefix_matrix
+    rank_prefix: torch.Tensor  # [R] int32: rows from ranks 0..i, this rank's column of rank_prefix_matrix
     src_rank: torch.Tensor  # [N] int64
     src_idx: torch.Tensor  # [N] int32
 
@@ -73,7 +73,7 @@ def layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, peers: int 
 
 
 def dispatch(inputs: list[Tokens], layouts: list[Layout], rank: int, num_experts: int) -> Received:
-    """What ``rank`` receives when rank i sends ``inputs[i]`` as ``layouts[i]`` says."""
+    """What ``rank`` receives when rank i sends ``inputs[i]`` by ``layouts[i]``."""
     num_ranks = len(inputs)
     num_local = num_experts // num_ranks
     chosen = [lay.is_token_in_rank[:, rank].nonzero().flatten() for lay in layouts]
@@ -121,7 +121,7 @@ def combine_in_nodes(
 ) -> list[torch.Tensor]:
     """What each node of ``peers`` ranks adds to the tokens of ``rank``: float64 [T, anything], not rounded.
 
-    ``rows[j]`` is [N_j, anything], what rank j hands to combine; ``received[j]`` says where each row came from.
+    ``rows[j]`` is [N_j, anything], what rank j hands to combine; ``received[j]`` has the source of each row.
     """
     sums = []
     for first in range(0, len(rows), peers):

@@ -20,7 +20,7 @@ ALLOWED = "allowed"
 
 
 class Odd:
-    """A value of no use to anybody."""
+    """A value that no argument accepts."""
 
     def __repr__(self) -> str:
         return "Odd()"
@@ -35,7 +35,7 @@ def on(ctx, wrong):
 
     def move(value):
         if isinstance(value, torch.Tensor):
-            return ctx.put(value)
+            return ctx.to_device(value)
         if isinstance(value, tuple):
             return tuple(move(v) for v in value)
         return value
@@ -145,24 +145,24 @@ def rank_normal(ctx):
         complaints = []
         if ctx.rank == 0:
             own = exchange.own
-            idx = ctx.put(cases.routing(CASE, 0))
+            idx = ctx.to_device(cases.routing(CASE, 0))
             complaints += refusals(
                 buffer.get_dispatch_layout, {"topk_idx": idx, "num_experts": 8}, on(ctx, layout_wrong())
             )
             layout = buffer.get_dispatch_layout(idx, 8)
             good = {
-                "x": ctx.put(own.x),
+                "x": ctx.to_device(own.x),
                 "num_tokens_per_rank": layout[0],
                 "num_tokens_per_expert": layout[2],
                 "is_token_in_rank": layout[3],
                 "topk_idx": idx,
-                "topk_weights": ctx.put(own.topk_weights),
+                "topk_weights": ctx.to_device(own.topk_weights),
             }
             complaints += refusals(buffer.dispatch, good, on(ctx, dispatch_wrong(False)))
-            cached = {"x": ctx.put(own.x), "handle": exchange.handle}
+            cached = {"x": ctx.to_device(own.x), "handle": exchange.handle}
             complaints += refusals(buffer.dispatch, cached, on(ctx, dispatch_wrong(True)))
             rows = len(exchange.want.x)
-            good = {"x": ctx.put(z(rows, 512)), "handle": exchange.handle}
+            good = {"x": ctx.to_device(z(rows, 512)), "handle": exchange.handle}
             complaints += refusals(buffer.combine, good, on(ctx, combine_wrong(rows)))
             for call in (buffer.internode_dispatch, buffer.internode_combine):
                 complaints += refusals(call, good, [("no config", {}, ("config", "None", ALLOWED))])
@@ -269,12 +269,12 @@ def rank_low_latency(ctx):
         lowlat.combine_and_check(ctx, buffer, call, **OFF_COMBINE)
         complaints = []
         if ctx.rank == 0:
-            good = {"x": ctx.put(z(12, 512)), "topk_idx": ctx.put(call.topk_idx[0])}
+            good = {"x": ctx.to_device(z(12, 512)), "topk_idx": ctx.to_device(call.topk_idx[0])}
             good |= {"num_max_dispatch_tokens_per_rank": B, "num_experts": 8}
             complaints += refusals(buffer.low_latency_dispatch, good, on(ctx, ll_dispatch_wrong()))
             complaints += fork_refusals(buffer.low_latency_dispatch, good, FORK_DISPATCH)
-            good = {"x": ctx.put(z(4, 2 * B, 512)), "topk_idx": good["topk_idx"]}
-            good |= {"topk_weights": ctx.put(z(12, 3, dtype=f32)), "handle": call.handle}
+            good = {"x": ctx.to_device(z(4, 2 * B, 512)), "topk_idx": good["topk_idx"]}
+            good |= {"topk_weights": ctx.to_device(z(12, 3, dtype=f32)), "handle": call.handle}
             complaints += refusals(buffer.low_latency_combine, good, on(ctx, ll_combine_wrong()))
             complaints += fork_refusals(buffer.low_latency_combine, good, FORK_COMBINE)
             complaints += refusals(buffer.clean_low_latency_buffer, CLEAN, CLEAN_WRONG)
@@ -336,7 +336,7 @@ def rank_wrong_index(ctx, wrong_index):
     idx[3, 1] = wrong_index
     with normal.buffer_of(ctx) as buffer:
         with pytest.raises(DeepEPError) as caught:
-            victims.settled(ctx, buffer, lambda: buffer.get_dispatch_layout(ctx.put(idx), 8))()
+            victims.settled(ctx, buffer, lambda: buffer.get_dispatch_layout(ctx.to_device(idx), 8))()
         assert "topk_idx" in str(caught.value) and str(wrong_index) in str(caught.value)
         if ctx.device.type == "cpu":
             normal.dispatch_and_check(ctx, buffer, CASE)

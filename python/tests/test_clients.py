@@ -45,7 +45,7 @@ def low_latency_round_trip(buffer, x, idx, weights):
 
 def rank_compiled(ctx, body):
     inputs = CASE.inputs()[ctx.rank]
-    given = ctx.put(inputs.x), ctx.put(inputs.topk_idx), ctx.put(inputs.topk_weights)
+    given = ctx.to_device(inputs.x), ctx.to_device(inputs.topk_idx), ctx.to_device(inputs.topk_weights)
     with lowlat.buffer_of(ctx, CASE, B, num_nvl_bytes=1 << 22) as buffer, warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         torch._dynamo.reset()
@@ -75,7 +75,7 @@ def operator_over(buffer):
 
 def rank_below_operator(ctx):
     inputs = CASE.inputs()[ctx.rank]
-    given = ctx.put(inputs.x), ctx.put(inputs.topk_idx), ctx.put(inputs.topk_weights)
+    given = ctx.to_device(inputs.x), ctx.to_device(inputs.topk_idx), ctx.to_device(inputs.topk_weights)
     with normal.buffer_of(ctx) as buffer, operator_over(buffer) as operator:
         torch._dynamo.reset()
         compiled = torch.compile(lambda x, i, w: operator(x * 1, i, w) * 2, backend="eager")
@@ -201,9 +201,9 @@ def rank_integers(ctx):
         explicitly_destroy=True, engine=ctx.engine,
     )  # fmt: skip
     normal.dispatch_and_check(ctx, buffer, CASE)
-    idx = ctx.put(cases.routing(CASE, ctx.rank))
+    idx = ctx.to_device(cases.routing(CASE, ctx.rank))
     assert buffer.get_dispatch_layout(idx, numpy.int32(CASE.experts))[2].shape == (CASE.experts,)
-    x = ctx.put(lowlat.make_x(CASE, ctx.rank, False))
+    x = ctx.to_device(lowlat.make_x(CASE, ctx.rank, False))
     _, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, number(B), number(CASE.experts), use_fp8=False)
     assert handle[2:] == (B, 512, CASE.experts) and all(type(size) is int for size in handle[2:])
     want = reference.low_latency_dispatch(CASE.routings(), ctx.rank, CASE.experts, B)
@@ -225,13 +225,13 @@ def rank_integers_that_do_not_fit(ctx):
 
     with lowlat.buffer_of(ctx, CASE, B, num_nvl_bytes=1 << 22) as buffer:
         own = normal.expect(CASE, ctx.rank).own
-        idx, weights = ctx.put(own.topk_idx), ctx.put(own.topk_weights)
+        idx, weights = ctx.to_device(own.topk_idx), ctx.to_device(own.topk_weights)
         layout = buffer.get_dispatch_layout(idx, CASE.experts)
         given = {
             "x": normal.x_of(ctx, own), "num_tokens_per_rank": layout[0], "is_token_in_rank": layout[3],
             "num_tokens_per_expert": layout[2], "topk_idx": idx, "topk_weights": weights,
         }  # fmt: skip
-        x = ctx.put(lowlat.make_x(CASE, ctx.rank, False))
+        x = ctx.to_device(lowlat.make_x(CASE, ctx.rank, False))
         calls = {
             "num_worst_tokens": lambda n: buffer.dispatch(**given, num_worst_tokens=n),
             "expert_alignment": lambda n: buffer.dispatch(**given, expert_alignment=n),

@@ -77,7 +77,7 @@ def rank_repeated(ctx, case):
         checks.same_bits("combined_topk_weights", again_weights, first_weights.cpu())
         normal.combine(ctx, buffer, exchange, exact=True, seed=1)
         rows = [torch.cat([r, r], dim=1) for r in normal.expert_rows(exchange, True)]
-        wide, _, _ = buffer.combine(ctx.put(rows[ctx.rank]), exchange.handle)
+        wide, _, _ = buffer.combine(ctx.to_device(rows[ctx.rank]), exchange.handle)
         normal.check_combined(exchange, rows, [], wide, True)
 
 
@@ -119,7 +119,7 @@ def rank_special(ctx, case):
         for part, want in zip(rows, exchange.received, strict=True):
             hit = (want.src_idx == 3) & (want.src_rank == 1)
             part[hit, 0], part[hit, 1] = float("nan"), float("inf")
-        combined, _, _ = buffer.combine(ctx.put(rows[ctx.rank]), exchange.handle)
+        combined, _, _ = buffer.combine(ctx.to_device(rows[ctx.rank]), exchange.handle)
         combined = combined.cpu()
         bad = (~torch.isfinite(combined)).any(dim=1).nonzero().flatten().tolist()
         assert bad == ([3] if ctx.rank == 1 else []), f"rank {ctx.rank}: tokens {bad} are not finite"
@@ -139,7 +139,9 @@ def rank_strided(ctx, case):
         bias = torch.ones((1, case.hidden), dtype=torch.bfloat16)
         biases = [bias.expand(case.tokens[ctx.rank], case.hidden)]
         try:
-            combined, _, _ = buffer.combine(ctx.put(rows[ctx.rank]), exchange.handle, bias=ctx.put(biases[0]))
+            combined, _, _ = buffer.combine(
+                ctx.to_device(rows[ctx.rank]), exchange.handle, bias=ctx.to_device(biases[0])
+            )
         except ValueError as error:
             assert "bias" in str(error) and "contiguous" in str(error)
         else:

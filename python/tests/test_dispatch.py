@@ -147,13 +147,13 @@ def rank_internode_names(ctx, case):
         exchange = normal.expect(case, ctx.rank)
         own, config = exchange.own, Buffer.get_dispatch_config(ctx.size)
         arguments = normal.layout_arguments(ctx, buffer, exchange)
-        arguments |= {"topk_idx": ctx.put(own.topk_idx), "topk_weights": ctx.put(own.topk_weights)}
+        arguments |= {"topk_idx": ctx.to_device(own.topk_idx), "topk_weights": ctx.to_device(own.topk_weights)}
         result = buffer.internode_dispatch(normal.x_of(ctx, own), **arguments, config=config)
         exchange.recv_x, exchange.recv_topk_idx, exchange.recv_topk_weights, exchange.counts = result[:4]
         exchange.handle = result[4]
         normal.check(exchange)
         rows = normal.expert_rows(exchange, True)
-        sums, _, _ = buffer.internode_combine(ctx.put(rows[ctx.rank]), exchange.handle, config=config)
+        sums, _, _ = buffer.internode_combine(ctx.to_device(rows[ctx.rank]), exchange.handle, config=config)
         normal.check_combined(exchange, rows, [], sums, True)
         again, *_ = buffer.internode_dispatch(normal.x_of(ctx, own), exchange.handle, config=config)
         checks.same_rows("recv_x", again, exchange.want.x)
@@ -174,7 +174,7 @@ def rank_defaults_changed(ctx, case):
             x, own = normal.x_of(ctx, exchange.own), exchange.own
             torch.set_default_device("meta")
             result = buffer.dispatch(
-                x, **arguments, topk_idx=ctx.put(own.topk_idx), topk_weights=ctx.put(own.topk_weights)
+                x, **arguments, topk_idx=ctx.to_device(own.topk_idx), topk_weights=ctx.to_device(own.topk_weights)
             )
             combined, *_ = buffer.combine(result[0], result[4], topk_weights=result[2])
             torch.set_default_device("cpu")
@@ -195,7 +195,7 @@ def rank_inputs_unchanged(ctx, case):
         arguments = normal.layout_arguments(ctx, buffer, exchange)
         tensors = [t.clone() for t in arguments.values() if t is not None]
         x = normal.x_of(ctx, exchange.own)
-        topk_idx, topk_weights = ctx.put(exchange.own.topk_idx), ctx.put(exchange.own.topk_weights)
+        topk_idx, topk_weights = ctx.to_device(exchange.own.topk_idx), ctx.to_device(exchange.own.topk_weights)
         buffer.dispatch(x, **arguments, topk_idx=topk_idx, topk_weights=topk_weights)
         fresh = cases.tokens_of(case, ctx.rank)
         checks.same_bits("x", x, fresh.x)

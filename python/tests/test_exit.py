@@ -1,4 +1,4 @@
-"""Whole interpreters that end in awkward ways: no hang, the right exit status, nothing left behind."""
+"""Whole interpreters that end in awkward ways: no hang, the right exit status, nothing left over."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_exit(programs, tmp_path, mode):
     for text in texts:
         check_output(mode, text)
     pages, meeting = left_behind(result["pids"], tmp_path)
-    assert not meeting, f"left behind: {meeting}"
+    assert not meeting, f"left over: {meeting}"
     if mode == "killed":  # a page of statistics stays for a while, so that people can see what the dead did
-        assert all(os.path.getsize(page) <= 1 << 16 for page in pages), f"left behind: {pages}"
+        assert all(os.path.getsize(page) <= 1 << 16 for page in pages), f"left over: {pages}"
     else:
-        assert not pages, f"left behind: {pages}"
+        assert not pages, f"left over: {pages}"
 
 
 def check_output(mode, text):
@@ -75,6 +75,6 @@ def check_output(mode, text):
     elif mode == "thread still inside":
         assert text == "" or "the buffer was destroyed while a call was waiting" in text, text
     elif mode == "background start":
-        assert "Traceback" not in text, text  # the log may say that the start was given up
+        assert "Traceback" not in text, text  # the log may hold that the start was given up
     elif mode != "killed":
         assert text == "", text

@@ -51,7 +51,7 @@ def judge(outcomes, victim=VICTIM):
         when, text, code, took = outcome.value
         assert when - death < SOON, f"rank {outcome.rank} noticed after {when - death:.2f} s: {text}"
         for word in (f"rank {victim}", str(pid), host):
-            assert word in text, f"rank {outcome.rank}: the text does not say {word!r}: {text}"
+            assert word in text, f"rank {outcome.rank}: the text lacks {word!r}: {text}"
         assert code in (PEER_DEAD, ABORTED), f"rank {outcome.rank}: status {code}: {text}"
         assert took < 2.5, f"rank {outcome.rank}: destroy took {took:.2f} s"
 
@@ -79,7 +79,7 @@ def test_error_names_the_last_call(fresh_pool):
     outcomes = fresh_pool(4).outcomes(4, rank_last_call_named)
     for outcome in outcomes[:VICTIM]:
         assert not outcome.error, outcome.traceback
-        assert "combine" in outcome.value, f"the text does not say what rank {VICTIM} did last: {outcome.value}"
+        assert "combine" in outcome.value, f"the text lacks what rank {VICTIM} did last: {outcome.value}"
 
 
 def rank_killed_between_halves(ctx):
@@ -159,7 +159,7 @@ def rank_forked_child_lives_on(ctx, name):
                 ctx.hang_up()
                 time.sleep(8)
                 os._exit(0)
-            ctx.tell(child)
+            ctx.report(child)
         ctx.barrier()
         if ctx.rank == VICTIM:
             time.sleep(0.2)

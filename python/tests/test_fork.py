@@ -40,7 +40,7 @@ def rank_fork(ctx):
         exchange = normal.dispatch_and_check(ctx, buffer, CASE)
         idx = exchange.own.topk_idx
         for call in (
-            lambda: buffer.get_dispatch_layout(ctx.put(idx), CASE.experts),
+            lambda: buffer.get_dispatch_layout(ctx.to_device(idx), CASE.experts),
             lambda: buffer.combine(exchange.recv_x, exchange.handle),
             lambda: buffer.stats(),
             lambda: Config(),

@@ -41,7 +41,7 @@ def rank_vllm_low_latency(ctx):
         a = lowlat.dispatch(ctx, buffer, LL_CASE.but(seed=turn), B, **options)
         a.hook()
         b = lowlat.dispatch(ctx, buffer, LL_CASE.but(seed=40 + turn), B, **options)
-        lowlat.check(a)  # stands for the GEMM of A while B is under way
+        lowlat.check(a)  # in place of the GEMM of A while B is in flight
         b.hook()
         out = torch.empty((LL_CASE.tokens[ctx.rank], LL_CASE.hidden), dtype=torch.bfloat16, device=ctx.device)
         sums_a = lowlat.combine(ctx, buffer, a, out=out, **hook)
@@ -86,21 +86,21 @@ def rank_vllm_throughput(ctx):
     own = exchange.own
     previous = Buffer.capture()
     per_rank, per_node, per_expert, table, event = buffer.get_dispatch_layout(
-        topk_idx=ctx.put(own.topk_idx), num_experts=case.experts, previous_event=previous, async_finish=False,
+        topk_idx=ctx.to_device(own.topk_idx), num_experts=case.experts, previous_event=previous, async_finish=False,
         allocate_on_comm_stream=False,
     )  # fmt: skip
     (
         exchange.recv_x, exchange.recv_topk_idx, exchange.recv_topk_weights, exchange.counts, exchange.handle, event,
     ) = buffer.dispatch(
         x=normal.x_of(ctx, own), handle=None, num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node,
-        is_token_in_rank=table, num_tokens_per_expert=per_expert, topk_idx=ctx.put(own.topk_idx),
-        topk_weights=ctx.put(own.topk_weights), expert_alignment=1, config=Buffer.get_dispatch_config(ctx.size),
+        is_token_in_rank=table, num_tokens_per_expert=per_expert, topk_idx=ctx.to_device(own.topk_idx),
+        topk_weights=ctx.to_device(own.topk_weights), expert_alignment=1, config=Buffer.get_dispatch_config(ctx.size),
         previous_event=previous, async_finish=True, allocate_on_comm_stream=False,
     )  # fmt: skip
     event.current_stream_wait()
     normal.check(exchange)
     combined, weights, event = buffer.combine(
-        x=ctx.put(normal.expert_rows(exchange, True)[ctx.rank]), handle=exchange.handle, topk_weights=None,
+        x=ctx.to_device(normal.expert_rows(exchange, True)[ctx.rank]), handle=exchange.handle, topk_weights=None,
         config=Buffer.get_combine_config(ctx.size), previous_event=Buffer.capture(), async_finish=True,
         allocate_on_comm_stream=False,
     )  # fmt: skip
@@ -198,11 +198,11 @@ def rank_megatron(ctx, case):
     with normal.buffer_of(ctx) as buffer:
         exchange = normal.expect(case, ctx.rank)
         own = exchange.own
-        x = ctx.put((own.x / 64).to(torch.bfloat16)).requires_grad_()
-        probabilities = ctx.put(torch.rand(own.topk_idx.shape, generator=cases.generator(ctx.rank)))
+        x = ctx.to_device((own.x / 64).to(torch.bfloat16)).requires_grad_()
+        probabilities = ctx.to_device(torch.rand(own.topk_idx.shape, generator=cases.generator(ctx.rank)))
         probabilities.requires_grad_()
         rows, row_idx, row_probabilities, _, handle = FusedDispatch.apply(
-            x, ctx.put(own.topk_idx), probabilities, case.experts, buffer
+            x, ctx.to_device(own.topk_idx), probabilities, case.experts, buffer
         )
         weight = (row_probabilities * (row_idx >= 0)).sum(dim=1, keepdim=True)
         y = FusedCombine.apply((rows * weight).to(torch.bfloat16), handle, buffer)

@@ -67,7 +67,7 @@ def normal_round(buffer: Any, case: Case, x: torch.Tensor, idx: torch.Tensor, we
 def rank_normal(ctx: Any, replays: int) -> None:
     case = for_ranks(ctx, NORMAL)
     wanted = [normal.expect(case.but(seed=seed), ctx.rank) for seed in range(KINDS)]
-    inputs = [[ctx.put(t) for t in (w.own.x, w.own.topk_idx, w.own.topk_weights)] for w in wanted]
+    inputs = [[ctx.to_device(t) for t in (w.own.x, w.own.topk_idx, w.own.topk_weights)] for w in wanted]
     x, idx, weights = (torch.clone(t) for t in inputs[0])
     with normal.buffer_of(ctx) as buffer:
         replay = capture(ctx, lambda: normal_round(buffer, case, x, idx, weights))
@@ -94,8 +94,8 @@ def rank_low_latency(ctx: Any, replays: int, combines: int, weights_known: bool)
     xs = [torch.randint(-7, 8, (num_tokens, hidden), generator=gen).to(torch.bfloat16) for _ in range(KINDS)]
     idxs = [cases.routing(case.but(seed=seed), ctx.rank) for seed in range(KINDS)]
     halves = torch.randint(1, 3, (num_tokens, case.topk), generator=gen).float() / 2  # sums are exact in BF16
-    weights = ctx.put(halves)
-    x, idx = ctx.put(xs[0].clone()), ctx.put(idxs[0].clone())
+    weights = ctx.to_device(halves)
+    x, idx = ctx.to_device(xs[0].clone()), ctx.to_device(idxs[0].clone())
     known = {"topk_weights": weights} if weights_known else {}
     with lowlat.buffer_of(ctx, case, B) as buffer:
 
@@ -138,11 +138,11 @@ def test_low_latency(pool, replays, combines, weights_known):
 
 
 def rank_lost(ctx: Any, normal_mode: bool) -> tuple[float, str, int, float]:
-    """The victim dies between two replays; the others go on replaying until they are told."""
+    """The victim dies between two replays; the others go on replaying until a replay fails."""
     case = for_ranks(ctx, NORMAL)
     wanted = normal.expect(case, ctx.rank)
-    x, idx = ctx.put(wanted.own.x), ctx.put(wanted.own.topk_idx)
-    weights = ctx.put(torch.ones(idx.shape))
+    x, idx = ctx.to_device(wanted.own.x), ctx.to_device(wanted.own.topk_idx)
+    weights = ctx.to_device(torch.ones(idx.shape))
     make = normal.buffer_of(ctx) if normal_mode else lowlat.buffer_of(ctx, case, max(case.tokens))
     with make as buffer:
 

@@ -75,7 +75,7 @@ def test_import_loads_nothing():
 
 
 def test_import_without_the_library():
-    """A missing library is the first use's business, and the error says what was tried."""
+    """A missing library is the first use's business, and the error lists what was tried."""
     code = """
 import deep_ep
 try:

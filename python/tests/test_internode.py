@@ -63,7 +63,7 @@ def rank_cases(ctx, named, **options):
         for name, case in named.items():
             try:
                 exchange = normal.dispatch_and_check(ctx, buffer, case)
-                if case.kind != "bits":  # sums of NaN patterns say nothing
+                if case.kind != "bits":  # sums of NaN patterns cannot be compared
                     normal.combine(ctx, buffer, exchange, bias=1, with_weights=case.with_topk)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error
@@ -260,7 +260,7 @@ def test_a_token_crosses_once_for_each_node(pool, shape):
 
 
 def rank_small_region(ctx, case):
-    """Too few num_rdma_bytes for a row: the error says how many it takes, and with so many all is right.
+    """Too few num_rdma_bytes for a row: the error names how many it takes, and with so many all is right.
 
     Weights make a row longer: a combine with them is refused, and harms nothing.
     """

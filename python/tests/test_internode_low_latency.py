@@ -49,7 +49,7 @@ def test_formats(pool, shape):
 
 @pytest.mark.parametrize("peers", [1, 2, 4])
 def test_no_nvlink(pool, peers):
-    """allow_nvlink_for_low_latency_mode=False: RDMA among all ranks, those of the own node too."""
+    """allow_nvlink_for_low_latency_mode=False: RDMA among all ranks, those of the same node too."""
     shape = {1: "4x1", 2: "2x2", 4: "1x4"}[peers]
     case = low_latency_case_of("2x2", routing="holes")
     internode.run(pool, shape, rank_formats, case, {"allow_nvlink_for_low_latency_mode": False}, full())
@@ -154,7 +154,7 @@ def test_bits_do_not_depend_on_the_order_of_arrival(pool):
 def rank_prereduced(ctx, case):
     """Weights sent along with dispatch change nothing about the sums; nor does asking for every row."""
     with lowlat.buffer_of(ctx, case, B) as buffer:
-        weights = ctx.put(lowlat.make_weights(case, ctx.rank))
+        weights = ctx.to_device(lowlat.make_weights(case, ctx.rank))
         call = lowlat.dispatch_and_check(ctx, buffer, case, B, topk_weights=weights)
         lowlat.combine_and_check(ctx, buffer, call)
         lowlat.combine_and_check(ctx, buffer, call, unreduced=True)

@@ -14,7 +14,7 @@ import reference
 def rank_layout(ctx, case, peers):
     options = {} if peers is None else {"num_nvl_peers": peers}
     with normal.buffer_of(ctx, **options) as buffer:
-        idx = ctx.put(cases.routing(case, ctx.rank))
+        idx = ctx.to_device(cases.routing(case, ctx.rank))
         before = idx.clone()
         *got, event = buffer.get_dispatch_layout(idx, case.experts)
         checks.same_layout(got, reference.layout(before.cpu(), case.experts, ctx.size, peers or cases.node_size()))
@@ -51,7 +51,7 @@ def rank_events(ctx, case):
     from deep_ep import Buffer
 
     with normal.buffer_of(ctx) as buffer:
-        idx = ctx.put(cases.routing(case, ctx.rank))
+        idx = ctx.to_device(cases.routing(case, ctx.rank))
         *got, event = buffer.get_dispatch_layout(
             idx, case.experts, previous_event=Buffer.capture(), async_finish=True, allocate_on_comm_stream=True
         )

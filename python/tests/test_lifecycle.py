@@ -127,7 +127,7 @@ def in_threads(ctx, *functions):
     """Runs the functions at the same time; raises the first error. On a GPU each has a stream of its own.
 
     On one stream a thread's calls wait for another's, and nothing makes the order the same on every rank. What a first
-    use on a stream loads or allocates comes before, one function after the other: docs/streams.md says why.
+    use on a stream loads or allocates comes before, one function after the other: docs/streams.md has the reason.
     """
     errors, on_gpu = [], ctx.device.type == "cuda"
     contexts = [torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext() for _ in functions]
@@ -201,12 +201,12 @@ def test_statistics(pool):
 
 
 def rank_destroyed_from_another_thread(ctx):
-    """destroy() while another thread waits: that thread is told so, soon."""
+    """destroy() while another thread waits: that thread gets an error, soon."""
     from deep_ep import DeepEPError
 
     with normal.buffer_of(ctx) as buffer:
         exchange = normal.dispatch_and_check(ctx, buffer, CASE)
-        rows = ctx.put(normal.expert_rows(exchange, True)[ctx.rank])
+        rows = ctx.to_device(normal.expert_rows(exchange, True)[ctx.rank])
         ctx.barrier()
         if ctx.rank == 0:
             caught = []

@@ -156,8 +156,8 @@ def rank_parameters(ctx):
     """A subclass of Tensor is a tensor; results are plain ones."""
     with lowlat.buffer_of(ctx, BASE, B) as buffer:
         call = lowlat.expect(BASE, ctx.rank, B, frozenset())
-        idx = ctx.put(call.topk_idx[ctx.rank])
-        x = torch.nn.Parameter(ctx.put(call.x[ctx.rank]), requires_grad=False)
+        idx = ctx.to_device(call.topk_idx[ctx.rank])
+        x = torch.nn.Parameter(ctx.to_device(call.x[ctx.rank]), requires_grad=False)
         for _ in range(2):
             call.recv_x, call.counts, call.handle, _, _ = buffer.low_latency_dispatch(x, idx, B, BASE.experts)
             lowlat.check(call)
@@ -286,7 +286,7 @@ def rank_special_values(ctx, case, options):
             if len(x):
                 x[0, 0], x[0, 200] = float("nan"), float("inf")
         (values, _), call.counts, call.handle, _, _ = buffer.low_latency_dispatch(
-            ctx.put(call.x[ctx.rank]), ctx.put(call.topk_idx[ctx.rank]), B, case.experts, **options
+            ctx.to_device(call.x[ctx.rank]), ctx.to_device(call.topk_idx[ctx.rank]), B, case.experts, **options
         )
         for local, rows in enumerate(call.want.rows):
             plain = [row for row, (_, token) in enumerate(rows) if token != 0]

@@ -1,4 +1,4 @@
-"""Ranks that disagree: an error on every rank, soon, that says who said what."""
+"""Ranks that disagree: an error on every rank, soon, that names each rank and its value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import normal
 from cases import Case
 
 CASE = Case((12, 7, 5), experts=6, topk=3, hidden=512, routing="random")
-ODD = 1  # the rank that says something else
+ODD = 1  # the rank whose arguments differ
 
 
 def error_of(buffer, call):
@@ -37,7 +37,7 @@ def judge(results, words):
         assert seconds < 10, f"rank {rank} noticed after {seconds} s"
         assert f"rank {ODD}" in text, f"rank {rank}: the text does not name rank {ODD}: {text}"
         for word in words:
-            assert word in text, f"rank {rank}: the text does not say {word!r}: {text}"
+            assert word in text, f"rank {rank}: the text lacks {word!r}: {text}"
 
 
 def rank_normal(ctx, changes):
@@ -51,8 +51,8 @@ def rank_normal(ctx, changes):
             buffer.dispatch(
                 normal.x_of(ctx, own),
                 **arguments,
-                topk_idx=ctx.put(own.topk_idx),
-                topk_weights=ctx.put(own.topk_weights),
+                topk_idx=ctx.to_device(own.topk_idx),
+                topk_weights=ctx.to_device(own.topk_weights),
                 num_worst_tokens=case.worst_tokens,
             )
 
@@ -171,7 +171,7 @@ def rank_other_call(ctx):
     """One rank dispatches while the others combine."""
     with normal.buffer_of(ctx, timeout=20) as buffer:
         exchange = normal.dispatch_and_check(ctx, buffer, CASE)
-        rows = ctx.put(normal.expert_rows(exchange, True)[ctx.rank])
+        rows = ctx.to_device(normal.expert_rows(exchange, True)[ctx.rank])
         x = normal.x_of(ctx, exchange.own)
         if ctx.rank == ODD:
             return error_of(buffer, lambda: buffer.dispatch(x, handle=exchange.handle))

@@ -21,13 +21,13 @@ def rank_sum(ctx, add):
 
 def rank_raise(ctx, culprit):
     if ctx.rank == culprit:
-        raise ValueError(f"rank {ctx.rank} says no")
+        raise ValueError(f"rank {ctx.rank} refuses")
     return "fine"
 
 
 def rank_die(ctx, culprit):
     if ctx.rank == culprit:
-        ctx.tell("last words")
+        ctx.report("last words")
         os.kill(os.getpid(), signal.SIGKILL)
     return "fine"
 
@@ -44,7 +44,7 @@ def test_values(pool, ranks):
 
 
 def test_error_is_raised_with_the_ranks_traceback(pool):
-    with pytest.raises(RanksFailed, match="rank 2 says no"):
+    with pytest.raises(RanksFailed, match="rank 2 refuses"):
         pool.run(4, rank_raise, 2)
     assert [o.value for o in pool.outcomes(4, rank_raise, 9)] == ["fine"] * 4
 

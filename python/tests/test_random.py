@@ -66,7 +66,7 @@ def low_latency_case(seed: int, ranks: int) -> Case:
 
 
 def rank_low_latency_rounds(ctx, first, count):
-    """A call made again gives the same bits; where nobody rounds at the experts' rank, also with a hook and without."""
+    """A repeated call gives the same bits; where no sum is rounded at the experts' rank, also with and without hook."""
     turns = 2 if ctx.device.type == "cpu" else 3
     with lowlat.buffer_of(ctx, low_latency_case(0, ctx.size), NUM_MAX) as buffer:
         for seed in range(first, first + count):

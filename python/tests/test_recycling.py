@@ -199,8 +199,8 @@ def rank_memory(ctx):
     with buffer_of(ctx, CASE, B) as buffer:
         many_calls(ctx, buffer, count=3)
         before = resident()
-        x = ctx.put(lowlat.make_x(CASE, ctx.rank, True))
-        idx = ctx.put(CASE.routings()[ctx.rank])
+        x = ctx.to_device(lowlat.make_x(CASE, ctx.rank, True))
+        idx = ctx.to_device(CASE.routings()[ctx.rank])
         for _ in range(300):
             buffer.low_latency_dispatch(x, idx, B, CASE.experts)
         assert resident() - before < 30_000, f"grew by {resident() - before} kB"
@@ -238,7 +238,7 @@ def test_row_cache_waits_for_every_holder():
 def big_calls(ctx, buffer, first=100, count=4):
     """Normal-mode calls with other contents and routing, whose results are neither kept nor checked."""
     for turn in range(count):
-        idx = ctx.put(cases.routing(BIG.but(seed=first + turn, routing="holes"), ctx.rank))
+        idx = ctx.to_device(cases.routing(BIG.but(seed=first + turn, routing="holes"), ctx.rank))
         x = torch.full((len(idx), BIG.hidden), turn + 1.5, dtype=torch.bfloat16, device=ctx.device)
         weights = torch.full(idx.shape, turn + 0.25, dtype=torch.float32, device=ctx.device)
         per_rank, _, per_expert, table, _ = buffer.get_dispatch_layout(idx, BIG.experts)
@@ -439,7 +439,7 @@ def rank_disposed_memory(ctx):
     """Rows that a caller gives up with set_ take no more memory after 30 calls than after a few (SGLang does so)."""
     case = CASE.but(hidden=2048, experts=16)
     with lowlat.buffer_of(ctx, case, 128) as buffer:
-        x, idx = ctx.put(lowlat.make_x(case, ctx.rank, False)), ctx.put(case.routings()[ctx.rank])
+        x, idx = ctx.to_device(lowlat.make_x(case, ctx.rank, False)), ctx.to_device(case.routings()[ctx.rank])
         kept = []
         for turn in range(33):
             rows, *_ = buffer.low_latency_dispatch(x, idx, 128, case.experts, use_fp8=False)

@@ -1,4 +1,4 @@
-"""`python -m deep_ep.selftest`: it passes here, its checker sees faults, and it says what it cannot do."""
+"""`python -m deep_ep.selftest`: it passes here, its checker sees faults, and it names what it cannot do."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_corrupted_row_fails(device, tmp_path, nodes):
 
 
 def test_failure_is_a_line_and_an_exit_status(device):
-    """Without the library nothing can pass: every case is a FAILED line that says why."""
+    """Without the library nothing can pass: every case is a FAILED line with the reason."""
     environment = {**os.environ, "DEEPEP_LIBRARY": "/nowhere/libdeepep.so"}
     done = subprocess.run(
         [sys.executable, "-m", "deep_ep.selftest", "intranode", *TINY, "--engine", device],

@@ -59,7 +59,7 @@ def rank_masked_by_hand(ctx, case, options):
         if ctx.rank != GONE:
             buffer.low_latency_update_mask_buffer(GONE, mask=False)
         assert mask_of(ctx, buffer) == [0] * ctx.size
-        ctx.barrier()  # what a rank says while it is masked is not heard, so all unmask it first
+        ctx.barrier()  # what a rank sends while it is masked is ignored, so all unmask it first
         buffer.clean_low_latency_buffer(B, case.hidden, case.experts)
         round_trips(ctx, buffer, case.but(seed=40), frozenset(), **options)
 

@@ -24,7 +24,7 @@ def free_port():
 
 
 def rank_bootstrap(ctx, kind, place):
-    """No torch group at all: ranks meet at an address, in a folder, or as the environment says."""
+    """No torch group at all: ranks meet at an address, in a folder, or where the environment names."""
     from deep_ep import Bootstrap, Buffer
 
     if kind == "file":
@@ -93,7 +93,7 @@ def test_settings_from_python(pool):
 
 
 def rank_background(ctx):
-    """A background start: the constructor returns, ready tells, the first call waits for the rest."""
+    """A background start: the constructor returns, ready() reports, the first call waits for the rest."""
     with normal.buffer_of(ctx, background=True, preinitialize=True) as buffer:
         assert buffer.ready() in (True, False)
         normal.combine(ctx, buffer, normal.dispatch_and_check(ctx, buffer, CASE))

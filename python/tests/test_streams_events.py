@@ -30,7 +30,7 @@ def rank_chain(ctx, case):
         first = normal.dispatch(ctx, buffer, case, previous_event=Buffer.capture(), async_finish=True)
         rows = normal.expert_rows(first, True)
         sums, weights, event = buffer.combine(
-            ctx.put(rows[ctx.rank]),
+            ctx.to_device(rows[ctx.rank]),
             first.handle,
             topk_weights=first.recv_topk_weights,
             previous_event=first.event,
@@ -87,10 +87,13 @@ def test_previous_event_alone(pool):
 def slow_calls(ctx, buffer, case):
     """Name and function of every call that must not wait for its peers when it is asynchronous."""
     exchange = normal.dispatch_and_check(ctx, buffer, case)
-    rows = ctx.put(normal.pad_rows(exchange, normal.expert_rows(exchange, True)[ctx.rank]))
+    rows = ctx.to_device(normal.pad_rows(exchange, normal.expert_rows(exchange, True)[ctx.rank]))
     x = normal.x_of(ctx, exchange.own)
     arguments = normal.layout_arguments(ctx, buffer, exchange)
-    arguments |= {"topk_idx": ctx.put(exchange.own.topk_idx), "topk_weights": ctx.put(exchange.own.topk_weights)}
+    arguments |= {
+        "topk_idx": ctx.to_device(exchange.own.topk_idx),
+        "topk_weights": ctx.to_device(exchange.own.topk_weights),
+    }
     worst = sum(case.tokens) + 5
     return exchange, {
         "worst-case dispatch": lambda: buffer.dispatch(x, **arguments, num_worst_tokens=worst, async_finish=True),
@@ -168,7 +171,7 @@ def rank_inputs_live(ctx, case):
         ctx.barrier()
         if ctx.rank == 0:
             time.sleep(0.3)
-        given = ctx.put(rows[ctx.rank].clone())
+        given = ctx.to_device(rows[ctx.rank].clone())
         sums, _, event = buffer.combine(given, exchange.handle, async_finish=True)
         del given
         rubbish = spoil(rows[ctx.rank], ctx.device)
@@ -271,8 +274,8 @@ def rank_allocate(ctx, case):
 
     with normal.buffer_of(ctx) as buffer:
         exchange = normal.dispatch_and_check(ctx, buffer, case)
-        rows = ctx.put(normal.expert_rows(exchange, True)[ctx.rank])
-        idx = ctx.put(exchange.own.topk_idx)
+        rows = ctx.to_device(normal.expert_rows(exchange, True)[ctx.rank])
+        idx = ctx.to_device(exchange.own.topk_idx)
         calls = [
             lambda **options: buffer.get_dispatch_layout(idx, case.experts, **options),
             lambda **options: buffer.dispatch(normal.x_of(ctx, exchange.own), handle=exchange.handle, **options),

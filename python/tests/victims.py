@@ -36,8 +36,8 @@ LOW_LATENCY = (
 
 
 def die(ctx: Any) -> None:
-    """Tells when, then kills this process as the OOM killer would."""
-    ctx.tell((os.getpid(), socket.gethostname()))
+    """Reports when, then kills this process as the OOM killer would."""
+    ctx.report((os.getpid(), socket.gethostname()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -54,7 +54,7 @@ def operation(ctx: Any, name: str, **options: Any) -> Iterator[tuple[Any, Callab
 
 def normal_call(ctx: Any, buffer: Any, name: str) -> Callable[[], None]:
     exchange = normal.dispatch_and_check(ctx, buffer, CASE)
-    rows = ctx.put(normal.expert_rows(exchange, True)[ctx.rank])
+    rows = ctx.to_device(normal.expert_rows(exchange, True)[ctx.rank])
     x = normal.x_of(ctx, exchange.own)
 
     def combine_later() -> None:
@@ -142,7 +142,7 @@ def new_group_works(ctx: Any, victim: int, folder: str) -> None:
     from deep_ep import Bootstrap, Buffer
 
     rank = ctx.rank - (ctx.rank > victim)
-    ours = SimpleNamespace(rank=rank, size=ctx.size - 1, device=ctx.device, engine=ctx.engine, put=ctx.put)
+    ours = SimpleNamespace(rank=rank, size=ctx.size - 1, device=ctx.device, engine=ctx.engine, put=ctx.to_device)
     where = Bootstrap.file(rank, ours.size, folder, name="survivors")
     rdma, settings = 0, {}
     if ours.size > cases.node_size():

@@ -1,4 +1,4 @@
-"""Runs a call with one wrong argument after another and says where the refusal is missing or unclear."""
+"""Runs a call with one wrong argument after another and reports where the refusal is missing or unclear."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def judge(error: Exception, words: tuple[str, ...]) -> list[str]:
         complaints.append(f"raised {type(error).__name__}: {text}")
     for word in words:
         if word not in text:
-            complaints.append(f"the text does not say {word!r}: {text}")
+            complaints.append(f"the text lacks {word!r}: {text}")
     if not words:
         complaints.append("the test expects no word")
     return complaints

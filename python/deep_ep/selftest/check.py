@@ -1,4 +1,4 @@
-"""What the self-test knows about right results: payload that names its source, routing of every rank, comparisons.
+"""The results that the self-test expects: payload that names its source, routing of every rank, comparisons.
 
 Nothing here asks the library under test for anything.
 """
@@ -174,7 +174,7 @@ def expect_rows(name: str, rows: Tensor, rank: Tensor, token: Tensor) -> None:
 
 
 def expect_cast(name: str, values: Tensor, scales: Tensor, source: Tensor, power_of_two: bool) -> None:
-    """FP8 rows with float32 scales ``[N, H/128]`` stand for ``source`` ``[N, H]`` float32."""
+    """FP8 rows with float32 scales ``[N, H/128]`` are a cast of ``source`` ``[N, H]`` float32."""
     blocks = source.view(len(source), source.shape[1] // 128, 128)
     want = blocks.abs().amax(dim=2).clamp(min=1e-4) / 448
     if power_of_two:

@@ -214,7 +214,7 @@ def round_trip(rank: Rank, batch: Batch, buffer: Buffer, worst: int = 0, **keywo
 
 
 def check_worst_case(rank: Rank) -> None:
-    """num_worst_tokens: nobody waits for counts."""
+    """num_worst_tokens: the host does not wait for counts."""
     with rank.buffer(**make_buffer(rank.options)) as buffer:
         round_trip(rank, Batch(rank, rank.shape, buffer), buffer, worst=rank.shape.tokens * rank.shape.ranks)
 

@@ -17,7 +17,7 @@ from .cases import list_cases
 from .rank import Figures
 from .worker import serve
 
-# What is used where nothing is said: (GPUs, CPU).
+# Defaults: (GPUs, CPU).
 DEFAULTS = {
     "intranode": {"num_tokens": (4096, 128), "hidden": (7168, 2048), "num_topk": (8, 4), "num_experts": (256, 32)},
     "low_latency": {"num_tokens": (128, 32), "hidden": (7168, 2048), "num_topk": (8, 4), "num_experts": (256, 32)},
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_node_options(one: argparse.ArgumentParser) -> None:
-    """What says who is on which node, and on which host."""
+    """Options that place ranks on nodes and hosts."""
     one.add_argument(
         "--num-nvl-peers", type=_count, metavar="N",
         help="ranks of one node (default: those of a host; on one host alone half of them)",
@@ -117,7 +117,7 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
     if options.mode == "internode":
         _complete_nodes(options)
     elif options.mode == "intranode":
-        options.num_nvl_peers = ranks  # whatever the environment says
+        options.num_nvl_peers = ranks  # the environment may have another number
     multiple = 16 if options.mode == "intranode" else 128
     if options.hidden % multiple:
         raise SystemExit(f"selftest: --hidden {options.hidden} must be a multiple of {multiple} in this mode")
@@ -218,7 +218,7 @@ def print_figures(answers: Sequence[tuple[str, Any]], options: argparse.Namespac
     print(f"\n{options.num_ranks} ranks{nodes}, engine {options.engine}, {shape}")
     print(f"median of {options.iterations} calls as the host sees them")
     if options.mode == "internode" and options.engine == "cpu":
-        print("between nodes: software RDMA, whose times say nothing of a network")
+        print("between nodes: software RDMA; its times are not those of a network")
     width = max((len(name) for name in names), default=0)
     for name in names:
         slowest = max(one[name][0] for one in figures)

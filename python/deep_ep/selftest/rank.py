@@ -35,7 +35,7 @@ class Case:
 class Rank:
     """What a case gets: its rank, device, shape and options."""
 
-    def __init__(self, rank: int, options: Any, directory: str, tell: Callable[[], None]) -> None:
+    def __init__(self, rank: int, options: Any, directory: str, report_end: Callable[[], None]) -> None:
         self.rank = rank
         self.options = options
         self.shape = sc.Shape(
@@ -55,7 +55,7 @@ class Rank:
             self.device = torch.device("cuda", ordinal)
         self._directory = directory
         self._made = self._meetings = 0
-        self._tell = tell
+        self._report_end = report_end
 
     @contextlib.contextmanager
     def buffer(self, **arguments: Any) -> Iterator[Buffer]:
@@ -103,5 +103,5 @@ class Rank:
             time.sleep(0.01)
 
     def last_words(self) -> None:
-        """Tells the parent that this process is about to end on purpose."""
-        self._tell()
+        """Reports to the parent that this process is about to end on purpose."""
+        self._report_end()
