@@ -74,7 +74,6 @@ __device__ __forceinline__ uint32_t atomic_add_acq_rel_gpu(uint32_t *address, ui
 // ---- Fences ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-__device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- Rows: 16 bytes at a time ---------------------------------------------------------------------------------------
 
@@ -105,11 +104,6 @@ __device__ __forceinline__ void st_relaxed_sys_v4(void *address, const uint4 &v)
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
                : "memory");
-}
-
-// A hint: the line will be read soon.
-__device__ __forceinline__ void prefetch_l2(const void *address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // ---- Four bytes from global to shared memory in the background (both architectures) ---------------------------------

@@ -52,7 +52,6 @@ inline uint32_t atomic_add_acq_rel_gpu(uint32_t *address, uint32_t value) {
   return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
 }
 inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline uint4 ld_stream(const void *address) {
   check_alignment(address, 16);
   uint4 v;
@@ -71,7 +70,6 @@ inline uint4 ld_relaxed_sys_v4(const void *address) {
   return v;
 }
 inline void st_relaxed_sys_v4(void *address, const uint4 &v) { st_stream(address, v); }
-inline void prefetch_l2(const void *) {}
 inline void copy_word_async(void *shared, const void *global) { emulate::copy_word(shared, global); }
 inline void copy_words_commit() { emulate::commit_words(); }
 template <int kPending>
