@@ -1,5 +1,6 @@
 // wait.cuh - every wait of every kernel, and the record that a wait leaves when it ends early. Nothing traps: a kernel
-// whose wait ended goes on to its end without waiting again.
+// whose wait ended goes on to its end without waiting again. Waits for another rank have a time limit and name that
+// rank; those inside a block (spin_in_block) need neither.
 #pragma once
 #include "cuda/common/ptx.cuh"
 #include "cuda/layout/team.cuh"
@@ -8,9 +9,9 @@ namespace deepep {
 
 constexpr uint32_t kPollsPerLook = 64;         // polls of memory between looks at the clock and at the team's own state
 constexpr uint32_t kPollsPerHostLook = 2048;   // and at the host's status block, which lies across PCIe
-constexpr uint32_t kLeftBefore = 0x7fffffffu;  // somebody else of this rank has failed and reported
-constexpr uint32_t kLeaving =
-    0x80000000u;  // beside a reason to leave, where the count of polls was: one register for both
+constexpr uint32_t kLeftBefore = 0x7fffffffu;  // another thread of this rank has failed, and has reported it
+// Set beside the reason to leave, where the count of polls was: one register holds both.
+constexpr uint32_t kLeaving = 0x80000000u;
 
 __device__ inline bool has_failed(const Session &s) { return ptx::ld_relaxed_gpu(&s.team.scratch->sticky) != 0; }
 
@@ -33,9 +34,8 @@ __device__ __noinline__ inline void report_failure(const Session &s, uint32_t co
   ptx::st_release_sys(&status->sticky, code);
 }
 
-// Why a wait for `peer` that began at `start` must end now: 0: it need not. Whoever gets a reason polls once more:
-// between his last poll and this look (between two time slices, say) the peer may have sent what is waited for, and
-// left.
+// Returns the code with which a wait for `peer` that began at `start` must end now, 0 to go on. After a code the caller
+// polls once more: the peer may have sent the data and left between the last poll and this look.
 __device__ __noinline__ inline uint32_t reason_to_leave(const Session &s, int peer, uint64_t start, uint32_t polls) {
   if (has_failed(s)) return kLeftBefore;
   if (ptx::global_timer_ns() - start > s.timeout_ns) return DK_ETIMEOUT;
@@ -47,35 +47,40 @@ __device__ __noinline__ inline uint32_t reason_to_leave(const Session &s, int pe
   return reason;
 }
 
-// Who is to blame: the rank that the engine named where it ended the wait, else the one that was waited for.
+// The rank that a failure record names: the engine's where the engine ended the wait, else the one that was waited for.
 __device__ inline int culprit(const Session &s, uint32_t code, int peer) {
-  const bool told = code != DK_ETIMEOUT && ptx::ld_relaxed_sys(&s.team.status->abort_word) != 0;
-  return told || code == DK_EABORTED ? *static_cast<volatile int32_t *>(&s.team.status->abort_rank) : peer;
+  const bool aborted = code != DK_ETIMEOUT && ptx::ld_relaxed_sys(&s.team.status->abort_word) != 0;
+  return aborted || code == DK_EABORTED ? *static_cast<volatile int32_t *>(&s.team.status->abort_rank) : peer;
 }
 
-// One thread polls until poll(seen) is true. 0: it came; else why not. `seen` is what the poll saw last.
+// The loop of both waits below: polls until poll() is true, and now and then asks look(polls) for a reason to leave.
+// Returns 0, or the reason. `start` stays 0 where the first poll was enough.
+template <class Poll, class Look>
+__device__ __forceinline__ uint32_t poll_until(uint64_t &start, Poll poll, Look look) {
+  start = 0;
+  if (poll()) return 0;
+  start = ptx::global_timer_ns();
+  for (uint32_t polls = 1; !poll();) {
+    if ((polls & kLeaving) != 0) return polls & ~kLeaving;
+    const uint32_t reason = polls % kPollsPerLook == 0 ? look(polls) : 0;
+    polls = reason != 0 ? reason | kLeaving : (polls + 1) & ~kLeaving;
+  }
+  return 0;
+}
+
+// One thread polls until poll(seen) is true. Returns 0, or the code with which the wait ended. `seen`: the value that
+// the last poll read.
 template <class Poll>
 __device__ __forceinline__ uint32_t wait_until(const Session &s, int peer, int64_t &seen, uint64_t &waited_ns,
                                                Poll poll) {
-  if (poll(seen)) {
-    waited_ns = 0;
-    return 0;
-  }
-  const uint64_t start = ptx::global_timer_ns();
-  uint32_t code = 0;
-  for (uint32_t polls = 1; !poll(seen);) {
-    if ((polls & kLeaving) != 0) {
-      code = polls & ~kLeaving;
-      break;
-    }
-    const uint32_t reason = polls % kPollsPerLook == 0 ? reason_to_leave(s, peer, start, polls) : 0;
-    polls = reason != 0 ? reason | kLeaving : (polls + 1) & ~kLeaving;
-  }
-  waited_ns = ptx::global_timer_ns() - start;
+  uint64_t start;
+  const uint32_t code = poll_until(
+      start, [&] { return poll(seen); }, [&](uint32_t polls) { return reason_to_leave(s, peer, start, polls); });
+  waited_ns = start == 0 ? 0 : ptx::global_timer_ns() - start;
   return code;
 }
 
-// The same, and a wait that ends early is the team's failure.
+// Likewise; a wait that ends early is reported as the team's failure.
 template <class Poll>
 __device__ __forceinline__ bool wait_or_fail(const Session &s, int peer, int64_t expected, uint64_t &waited_ns,
                                              Poll poll) {
@@ -86,31 +91,23 @@ __device__ __forceinline__ bool wait_or_fail(const Session &s, int peer, int64_t
   return false;
 }
 
-// A whole warp polls. poll() gives the same answer in all lanes; missing() is, on a lane that still waits, the rank it
-// waits for and else -1: the first such lane decides, and `peer` is its rank. 0: it came; else why not, in all lanes.
+// A whole warp polls; poll() returns the same in all lanes. missing() returns the rank that its lane still waits for,
+// or -1: the first such lane looks for reasons to leave, and `peer` is its rank. Returns 0 or the code, in all lanes.
 template <class Poll, class Missing>
 __device__ __forceinline__ uint32_t warp_wait_until(const Session &s, int &peer, uint64_t &waited_ns, Poll poll,
                                                     Missing missing) {
-  waited_ns = 0;
-  if (poll()) return 0;
-  const uint64_t start = ptx::global_timer_ns();
-  for (uint32_t polls = 1; !poll();) {
-    if ((polls & kLeaving) != 0) return polls & ~kLeaving;
-    if (polls % kPollsPerLook != 0) {
-      polls = (polls + 1) & ~kLeaving;
-      continue;
-    }
+  uint64_t start;
+  const uint32_t code = poll_until(start, poll, [&](uint32_t polls) {
     const int mine = missing();
     const uint32_t waiting = __ballot_sync(kAllLanes, mine >= 0);
     const int first = waiting == 0 ? 0 : __ffs(static_cast<int>(waiting)) - 1;
     uint32_t reason = lane_id() == first ? reason_to_leave(s, mine, start, polls) : 0;
     reason = __shfl_sync(kAllLanes, reason, first);
-    polls = reason != 0 ? reason | kLeaving : (polls + 1) & ~kLeaving;
-    if (reason == 0) continue;
-    peer = __shfl_sync(kAllLanes, mine, first);
-    waited_ns = ptx::global_timer_ns() - start;
-  }
-  return 0;
+    if (reason != 0) peer = __shfl_sync(kAllLanes, mine, first);
+    return reason;
+  });
+  waited_ns = code == 0 ? 0 : ptx::global_timer_ns() - start;
+  return code;
 }
 template <class Poll, class Missing>
 __device__ __forceinline__ bool warp_wait_or_fail(const Session &s, int64_t expected, Poll poll, Missing missing) {
@@ -121,6 +118,13 @@ __device__ __forceinline__ bool warp_wait_or_fail(const Session &s, int64_t expe
   if (lane_id() == 0) report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, expected, 0, waited);
   __syncwarp();
   return false;
+}
+
+// A wait for other warps of the block or for its copies, which wait for no rank themselves: it needs no deadline.
+template <class Poll>
+__device__ __forceinline__ void spin_in_block(Poll poll) {
+  while (!poll()) {
+  }
 }
 
 }  // namespace deepep

@@ -88,8 +88,8 @@ __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int
         [&] { return lane_id() == 0 ? share.source : -1; });
     if (!good) return;
     __syncwarp();
-    const int count = here == kAllLanes ? kWarp : __ffs(static_cast<int>(~here)) - 1;
-    for (int i = 0; i < count; ++i, row += share.step) {
+    const int end = row + share.step * (here == kAllLanes ? kWarp : __ffs(static_cast<int>(~here)) - 1);
+    for (; row < end; row += share.step) {
       const RingPlace at = ring_place(row, ring.slots);
       copy_row(p.recv_x() + (static_cast<uint64_t>(before) + row) * p.row_bytes,
                rows_here + static_cast<uint64_t>(at.slot) * p.row_bytes, p.row_bytes);

@@ -43,8 +43,7 @@ __device__ inline void init_queues(SendQueue *queues, int num_queues, bool bulk)
 __device__ inline void post_row(SendQueue *queue, uint32_t &posted, int row) {
   __syncwarp();
   if (lane_id() == 0) {
-    while (posted - ptx::ld_acquire_cta(&queue->published) >= kQueueLength) {
-    }
+    spin_in_block([&] { return posted - ptx::ld_acquire_cta(&queue->published) < kQueueLength; });
     queue->rows[posted % kQueueLength] = row;
     ptx::st_release_cta(&queue->posted, posted + 1);
   }
@@ -73,6 +72,10 @@ struct RowSender<true, Job> {
   __device__ int pieces() const { return static_cast<int>(ceil_div(row_bytes, stage_bytes)); }
   __device__ uint32_t piece_bytes(int which) const { return min(stage_bytes, row_bytes - which * stage_bytes); }
 
+  // By the lane that issues: the piece that `stored` counts next has been loaded into its stage.
+  __device__ void await_copy(int stage) {
+    spin_in_block([&] { return ptx::mbarrier_try_wait(&queue->arrived[stage], (stored / kSendStages) & 1); });
+  }
   __device__ void load_next() {
     if (more && (row < 0 || piece == pieces())) {
       row = job.next();
@@ -118,9 +121,7 @@ struct RowSender<true, Job> {
       if (!job.await_room(stage, which)) return false;
       ptx::fence_before_bulk();
     }
-    if (lane_id() == 0)
-      while (!ptx::mbarrier_try_wait(&queue->arrived[stage], (stored / kSendStages) & 1)) {
-      }
+    if (lane_id() == 0) await_copy(stage);
     const uint32_t bytes = piece_bytes(at);
     const uint64_t offset = static_cast<uint64_t>(at) * stage_bytes;
     job.each(stage, which, [&](uint8_t *to) {
@@ -136,11 +137,8 @@ struct RowSender<true, Job> {
     for (int i = 0; i < kSendAhead; ++i) load_next();
   }
   __device__ void abandon() {
-    for (; stored < loaded; ++stored) {
-      if (lane_id() == 0)
-        while (!ptx::mbarrier_try_wait(&queue->arrived[stored % kSendStages], (stored / kSendStages) & 1)) {
-        }
-    }
+    for (; stored < loaded; ++stored)
+      if (lane_id() == 0) await_copy(stored % kSendStages);
     ptx::copy_words_wait<0>();
   }
   __device__ void run(bool publish_rows) {
