@@ -12,9 +12,9 @@ struct BarrierParams {
 
 __global__ void __launch_bounds__(128, 1) barrier_kernel(const __grid_constant__ BarrierParams p) {
   const Session &s = p.session;
-  meet_everybody(
-      s, p.counts_as_call, [&](const Handshake &hand) { post_enter(s, hand); },
-      [&](const Handshake &hand) { return await_enter(s, hand); },
+  run_barrier(
+      s, p.counts_as_call, [&](const Handshake &hand) { post_handshake(s, hand); },
+      [&](const Handshake &hand) { return await_handshake(s, hand); },
       [&](uint64_t epoch, int r) { return s.team.handshake(s.team.rank, epoch % kHandshakeCopies, r); });
 }
 

@@ -11,7 +11,7 @@ namespace deepep {
 struct alignas(64) HandshakeMessage {
   uint64_t hidden_bytes;
   uint64_t segment_offset;
-  uint32_t op, flags;  // flags: kEnter*
+  uint32_t op, flags;  // flags: kHandshakeCached and the others below
   int32_t num_experts, num_topk, num_scales, max_tokens;
   int32_t row_limit;  // rows that the sender of this message has room for; -1: as many as the matrix says
   int32_t segment;    // where rows may be written at once; -1: staged
@@ -20,10 +20,10 @@ struct alignas(64) HandshakeMessage {
 };
 static_assert(sizeof(HandshakeMessage) == 64, "one message is one line");
 enum : uint32_t {
-  kEnterCached = 1,
-  kEnterWeights = 2,
-  kEnterFormatShift = 8,
-  kEnterSilent = 4  // has no row to give weights for, and says nothing about them
+  kHandshakeCached = 1,
+  kHandshakeWeights = 2,
+  kHandshakeFormatShift = 8,
+  kHandshakeSilent = 4  // has no row to give weights for, and says nothing about them
 };
 
 constexpr int kHandshakeCopies = 2, kLowLatencyHandshakeCopies = 4;

@@ -26,8 +26,8 @@ __device__ inline void restart_call_numbers(const Session &s, MessageOf message_
 // (counts_as_call: the second, after which a rank may send again). Masked ranks are not waited for. message_of(epoch,
 // rank): what a rank came with.
 template <class Post, class Await, class MessageOf>
-__device__ inline void meet_everybody(const Session &s, uint32_t counts_as_call, Post post, Await await,
-                                      MessageOf message_of) {
+__device__ inline void run_barrier(const Session &s, uint32_t counts_as_call, Post post, Await await,
+                                   MessageOf message_of) {
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
     Handshake hand{};

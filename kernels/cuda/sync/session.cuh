@@ -33,7 +33,7 @@ struct Handshake {
   HandshakeMessage mine;
 };
 
-__device__ inline void post_enter(const Session &s, const Handshake &hand) {
+__device__ inline void post_handshake(const Session &s, const Handshake &hand) {
   for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
     HandshakeMessage *to = s.team.handshake(r, hand.epoch % kHandshakeCopies, s.team.rank);
     to->hidden_bytes = hand.mine.hidden_bytes;
@@ -59,8 +59,8 @@ __device__ inline HandshakeMessage low_latency_message(const P &p, int max_token
   mine.num_experts = p.num_experts;
   mine.num_topk = p.num_topk;
   mine.max_tokens = max_tokens;
-  mine.flags = format << kEnterFormatShift | (p.flags & (DK_LL_ROUND_SCALE | DK_LL_UE8M0 | DK_LL_LOGFMT))
-                                                 << (kEnterFormatShift + 4);
+  mine.flags = format << kHandshakeFormatShift | (p.flags & (DK_LL_ROUND_SCALE | DK_LL_UE8M0 | DK_LL_LOGFMT))
+                                                     << (kHandshakeFormatShift + 4);
   return mine;
 }
 
@@ -70,28 +70,28 @@ struct Difference {
 };
 // What an operation's flags say, as the engine reads it: low-latency dispatch has its format, whether weights come, and
 // flags, combine its flags, dispatch whether weights come.
-__device__ inline int64_t format_told(uint32_t op, uint32_t flags) {
-  const uint32_t format = flags >> kEnterFormatShift & 0xf, ll = flags >> (kEnterFormatShift + 4);
-  const bool weights = (flags & kEnterWeights) != 0;
+__device__ inline int64_t format_field(uint32_t op, uint32_t flags) {
+  const uint32_t format = flags >> kHandshakeFormatShift & 0xf, ll = flags >> (kHandshakeFormatShift + 4);
+  const bool weights = (flags & kHandshakeWeights) != 0;
   if (op == DK_OP_LL_DISPATCH) return format | (weights ? DK_FORMAT_WEIGHTS : 0) | ll << 8;
   return op == DK_OP_LL_COMBINE ? ll : weights;
 }
-__device__ inline Difference compare_enter(const HandshakeMessage &mine, const HandshakeMessage *theirs) {
+__device__ inline Difference compare_messages(const HandshakeMessage &mine, const HandshakeMessage *theirs) {
   if (mine.op != theirs->op)
     return {DK_FIELD_OPERATION, static_cast<int64_t>(mine.op), static_cast<int64_t>(theirs->op)};
-  if ((mine.flags ^ theirs->flags) & kEnterCached)
-    return {DK_FIELD_OPERATION, mine.flags & kEnterCached, theirs->flags & kEnterCached};
+  if ((mine.flags ^ theirs->flags) & kHandshakeCached)
+    return {DK_FIELD_OPERATION, mine.flags & kHandshakeCached, theirs->flags & kHandshakeCached};
   if (mine.hidden_bytes != theirs->hidden_bytes)
     return {DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(mine.hidden_bytes), static_cast<int64_t>(theirs->hidden_bytes)};
   if (mine.num_experts != theirs->num_experts) return {DK_FIELD_NUM_EXPERTS, mine.num_experts, theirs->num_experts};
-  const bool silent = ((mine.flags | theirs->flags) & kEnterSilent) != 0;
+  const bool silent = ((mine.flags | theirs->flags) & kHandshakeSilent) != 0;
   if (mine.num_topk != theirs->num_topk && !(silent && mine.op == DK_OP_COMBINE))
     return {DK_FIELD_NUM_TOPK, mine.num_topk, theirs->num_topk};
   if (mine.num_scales != theirs->num_scales) return {DK_FIELD_NUM_SCALES, mine.num_scales, theirs->num_scales};
   if (mine.max_tokens != theirs->max_tokens) return {DK_FIELD_MAX_TOKENS, mine.max_tokens, theirs->max_tokens};
-  const uint32_t said = silent ? ~(kEnterSilent | kEnterWeights) : ~0u;
+  const uint32_t said = silent ? ~(kHandshakeSilent | kHandshakeWeights) : ~0u;
   if (((mine.flags ^ theirs->flags) & said) != 0)
-    return {DK_FIELD_FORMAT, format_told(mine.op, mine.flags), format_told(mine.op, theirs->flags)};
+    return {DK_FIELD_FORMAT, format_field(mine.op, mine.flags), format_field(mine.op, theirs->flags)};
   return {DK_FIELD_NONE, 0, 0};
 }
 
@@ -143,14 +143,14 @@ __device__ inline bool await_message(const Session &s, const Handshake &hand, in
     report_failure(s, code, culprit(s, code, r), DK_FIELD_NONE, static_cast<int64_t>(hand.epoch), seen, waited);
     return false;
   }
-  const Difference difference = compare_enter(hand.mine, from);
+  const Difference difference = compare_messages(hand.mine, from);
   if (difference.field == DK_FIELD_NONE) return true;
   report_failure(s, DK_EMISMATCH, r, difference.field, difference.mine, difference.theirs, 0);
   return false;
 }
 
 // Whole block. True if every rank has entered and means the same. Block 0 keeps the times.
-__device__ inline bool await_enter(const Session &s, const Handshake &hand) {
+__device__ inline bool await_handshake(const Session &s, const Handshake &hand) {
   bool good = true;
   for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x) {
     const HandshakeMessage *from = s.team.handshake(s.team.rank, hand.epoch % kHandshakeCopies, r);

@@ -248,7 +248,7 @@ __device__ inline void check_low_latency_peers(const InternodeLlParams &p, const
     if (epoch != 0 && !p.shrinks()) team.scratch->wait_ns[r] = ptx::global_timer_ns() - start;
     if (p.wait_stats != nullptr) p.wait_stats[r] += static_cast<int64_t>(team.scratch->wait_ns[r]);
     if (!came) continue;
-    const Difference difference = compare_enter(mine, from);
+    const Difference difference = compare_messages(mine, from);
     if (difference.field != DK_FIELD_NONE)
       report_failure(p.session, DK_EMISMATCH, r, difference.field, difference.mine, difference.theirs, 0);
   }

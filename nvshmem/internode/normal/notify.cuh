@@ -47,7 +47,7 @@ struct InternodeBarrierParams {
 
 __global__ void __launch_bounds__(256, 1) internode_barrier_kernel(const __grid_constant__ InternodeBarrierParams p) {
   const Session &s = p.session;
-  meet_everybody(
+  run_barrier(
       s, p.counts_as_call, [&](const Handshake &hand) { post_messages(s, p.internode, hand); },
       [&](const Handshake &hand) { return await_messages(s, p.internode, hand); },
       [&](uint64_t epoch, int r) { return &message_from(s, p.internode, epoch, r)->handshake; });

@@ -27,10 +27,10 @@ template <class P>
 __device__ inline HandshakeMessage low_latency_handshake(const P &p) {
   HandshakeMessage mine = low_latency_message(p, p.num_max_tokens, format_of(p));
   if (p.session.op == DK_OP_LL_DISPATCH)
-    mine.flags |= (p.topk_weights() != nullptr ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
+    mine.flags |= (p.topk_weights() != nullptr ? kHandshakeWeights : 0) | (p.num_tokens == 0 ? kHandshakeSilent : 0);
   return mine;
 }
-__device__ inline void store_enter(uint64_t *line, const HandshakeMessage &mine, const LowLatencyCall &call) {
+__device__ inline void store_message(uint64_t *line, const HandshakeMessage &mine, const LowLatencyCall &call) {
   const uint32_t tag = static_cast<uint32_t>(call.epoch);
   ptx::st_relaxed_sys_pair(line, tagged(tag, static_cast<uint32_t>(mine.hidden_bytes)), tagged(tag, mine.op));
   ptx::st_relaxed_sys_pair(line + 2, tagged(tag, mine.flags), tagged(tag, mine.num_experts));
@@ -38,7 +38,7 @@ __device__ inline void store_enter(uint64_t *line, const HandshakeMessage &mine,
   ptx::st_relaxed_sys_pair(line + 6, call.epoch, tagged(tag, static_cast<uint32_t>(call.dispatch)));
 }
 // False: not all of it is there yet. `seen`: the number that stands there.
-__device__ inline bool load_enter(const uint64_t *line, uint64_t epoch, HandshakeMessage &theirs, int64_t &seen) {
+__device__ inline bool load_message(const uint64_t *line, uint64_t epoch, HandshakeMessage &theirs, int64_t &seen) {
   uint64_t word[8];
 #pragma unroll
   for (int i = 0; i < 8; i += 2) ptx::ld_relaxed_sys_pair(line + i, word[i], word[i + 1]);
@@ -69,7 +69,7 @@ __device__ inline void post_low_latency(const P &p, const LowLatencyCall &call) 
                    given_up = given_up_by(team, r);
     for (int slot = 0; slot < kLowLatencySlots; ++slot)
       ptx::st_relaxed_sys(credit(team, block, slot, team.rank), max(consumed[slot], given_up));
-    if (p.sends()) store_enter(low_latency_line(p, block, call.epoch, team.rank), low_latency_handshake(p), call);
+    if (p.sends()) store_message(low_latency_line(p, block, call.epoch, team.rank), low_latency_handshake(p), call);
   }
 }
 
@@ -156,13 +156,14 @@ __device__ __noinline__ inline void check_low_latency_peers(const P &p, const Lo
     const uint64_t *line = low_latency_line(p, own_block(p), epoch, r);
     HandshakeMessage theirs{};
     const uint64_t start = ptx::global_timer_ns();
-    const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch,
-                                                 [&](int64_t &seen) { return load_enter(line, epoch, theirs, seen); });
+    const bool came = epoch != 0 && wait_or_mask(p.session, r, epoch, [&](int64_t &seen) {
+                        return load_message(line, epoch, theirs, seen);
+                      });
     if (epoch != 0 && (team.flags & DK_TEAM_SHRINK) == 0)
       team.scratch->wait_ns[r] += ptx::global_timer_ns() - start;  // weights were awaited before
     if (p.wait_stats() != nullptr) p.wait_stats()[r] += static_cast<int64_t>(team.scratch->wait_ns[r]);
     if (!came) continue;
-    const Difference difference = compare_enter(mine, &theirs);
+    const Difference difference = compare_messages(mine, &theirs);
     if (difference.field != DK_FIELD_NONE)
       report_failure(p.session, DK_EMISMATCH, r, difference.field, difference.mine, difference.theirs, 0);
   }

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1)
   init_queues(queues, p.senders, kBulk);
   if (begin(s)) {
     const Handshake hand = combine_handshake(p, epoch);
-    if (blockIdx.x == 0) post_enter(s, hand);
+    if (blockIdx.x == 0) post_handshake(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     auto *dests = reinterpret_cast<CombineDest *>(shared + at.dests);
     set_up_combine(p, dests, reinterpret_cast<CombineSource *>(shared + at.sources));
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1)
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     const bool sends = warp_id() < p.senders;
     if (sends) rows.start();
-    if (await_enter(s, hand))
+    if (await_handshake(s, hand))
       run_combine_roles<kBulk>(p, epoch, shared, reinterpret_cast<int32_t *>(shared + at.bytes), rows);
     else if (sends)
       rows.abandon();

@@ -197,14 +197,14 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
   if (begin(s)) {
     const uint64_t epoch = next_epoch;
     const Handshake hand = dispatch_handshake(p, epoch);
-    if (blockIdx.x == 0) post_enter(s, hand);
+    if (blockIdx.x == 0) post_handshake(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     prepare_dests(p, dests);
     const DispatchSplit<kBulk> split(p.recv_segment < 0, p.row_bytes, gridDim.x, s.team.num_ranks);
     DispatchJob job = dispatch_job<kBulk>(p, at, epoch, shared);
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     if (sends_rows(p, split)) rows.start();
-    if (await_enter(s, hand) && set_up_dests(p, epoch, dests)) {
+    if (await_handshake(s, hand) && set_up_dests(p, epoch, dests)) {
       const bool staged = __syncthreads_or(threadIdx.x == 0 && [&] {
         bool any = false;
         for (int r = 0; r < s.team.num_ranks; ++r) any |= !dests[r].direct;

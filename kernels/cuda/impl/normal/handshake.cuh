@@ -24,8 +24,8 @@ __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t
   hand.epoch = epoch;
   hand.mine.hidden_bytes = p.row_bytes;
   hand.mine.op = DK_OP_DISPATCH;
-  hand.mine.flags =
-      (p.cached() ? kEnterCached : 0) | (p.has_weights() ? kEnterWeights : 0) | (p.num_tokens == 0 ? kEnterSilent : 0);
+  hand.mine.flags = (p.cached() ? kHandshakeCached : 0) | (p.has_weights() ? kHandshakeWeights : 0) |
+                    (p.num_tokens == 0 ? kHandshakeSilent : 0);
   hand.mine.num_experts = p.num_experts;
   hand.mine.num_topk = p.num_topk;
   hand.mine.num_scales = p.num_scales;
@@ -41,7 +41,7 @@ __device__ inline Handshake combine_handshake(const CombineParams &p, uint64_t e
   hand.mine.hidden_bytes = p.row_bytes;
   hand.mine.op = DK_OP_COMBINE;
   hand.mine.num_topk = p.num_topk;
-  if (p.num_tokens == 0 && p.num_recv_tokens == 0) hand.mine.flags = kEnterSilent;
+  if (p.num_tokens == 0 && p.num_recv_tokens == 0) hand.mine.flags = kHandshakeSilent;
   return hand;
 }
 

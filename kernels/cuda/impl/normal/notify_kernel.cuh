@@ -16,7 +16,7 @@ __device__ inline void send_counts(const NotifyParams &p, const Handshake &hand)
     for (int i = lane_id(); i < local; i += kWarp) to[num_ranks + i] = p.tokens_per_expert()[r * local + i];
   }
   __syncthreads();  // the release of each message below covers what the block has stored
-  post_enter(s, hand);
+  post_handshake(s, hand);
 }
 
 __global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_constant__ NotifyParams p) {
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_con
       const Handshake hand = notify_handshake(p, epoch);
       send_counts(p, hand);
       publish_newest_by_last_warp(s.team);
-      if (await_enter(s, hand))
+      if (await_handshake(s, hand))
         sum_matrix(
             p, [&](int i) { return s.team.counts(s.team.rank, epoch % 2, i); },
             [&](int i) { return s.team.handshake(s.team.rank, epoch % kHandshakeCopies, i)->row_limit; });
