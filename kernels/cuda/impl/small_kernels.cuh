@@ -1,4 +1,4 @@
-// small_kernels.cuh - barrier, masks, statistics that the host asks for, the clock.
+// small_kernels.cuh - kernels of one block: barrier, masks, statistics for dk_stats_flush, the clock.
 #pragma once
 #include "cuda/sync/clean.cuh"
 #include "cuda/sync/masks.cuh"
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(128, 1) mask_kernel(const __grid_constant__ Ma
   finish(s, [&](bool failed) { record_kernel(s, nullptr, true, failed); });
 }
 
-// The host asks: everything that was counted.
+// dk_stats_flush: copies all counters to the page.
 __global__ void __launch_bounds__(512) stats_kernel(const __grid_constant__ TeamView team) {
   const Scratch *scratch = team.scratch;
   if (threadIdx.x == 0) store_out(&team.status->progress, load_fresh(&scratch->progress));

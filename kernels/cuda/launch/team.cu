@@ -17,17 +17,17 @@ int64_t monotonic_ns() {
   return static_cast<int64_t>(t.tv_sec) * 1000000000 + t.tv_nsec;
 }
 
-// CLOCK_MONOTONIC - %globaltimer, from a kernel between two looks at the host's clock, the closest ones of some: off by
-// some microseconds, more only where the host is kept from its work each time.
+// CLOCK_MONOTONIC - %globaltimer: a kernel reads the device's clock between two reads of the host's, and of several
+// rounds (the first one warms up) the one with the closest reads counts. Off by some microseconds, more only where the
+// host thread is interrupted in every round.
 cudaError_t measure_clock(Team *team) {
   constexpr int kRounds = 8;
   constexpr int64_t kCloseEnough = 50000;
   cudaStream_t service = team->device->service;
-  auto *word = reinterpret_cast<uint64_t *>(&team->view.scratch->trace_next);
+  uint64_t *word = &team->view.scratch->clock_ns;
   cudaError_t error = cudaSuccess;
   int64_t closest = INT64_MAX;
-  for (int round = 0; round < kRounds && closest > kCloseEnough && error == cudaSuccess;
-       ++round) {  // the first one warms up
+  for (int round = 0; round < kRounds && closest > kCloseEnough && error == cudaSuccess; ++round) {
     uint64_t device_now = 0;
     const int64_t before = monotonic_ns();
     clock_kernel<<<1, 1, 0, service>>>(word);
@@ -39,8 +39,7 @@ cudaError_t measure_clock(Team *team) {
     closest = apart;
     team->view.clock_offset_ns = before + apart / 2 - static_cast<int64_t>(device_now);
   }
-  if (error == cudaSuccess) error = cudaMemsetAsync(word, 0, 8, service);
-  return error == cudaSuccess ? cudaStreamSynchronize(service) : error;
+  return error;
 }
 
 cudaError_t allocate_scratch(Team *team, const uint64_t *peer_blocks) {
@@ -125,7 +124,7 @@ DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
   if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS) return DK_EINVAL;
   p->control_bytes = control_layout(p->num_ranks).bytes;
   p->wire_bytes = ring_flags(p->num_ranks).bytes + low_latency_wire_allowance(p->rdma_bytes);
-  // Two slots from each source, with room for 64 indices and weights in a row's metadata.
+  // Two slots for each source, with room for 64 indices and weights in a row's metadata.
   p->min_nvl_bytes = static_cast<uint64_t>(p->num_ranks) * 2 * align_up<uint64_t>(p->max_row_bytes + 1024, 128);
   p->min_rdma_bytes = 0;  // no row goes through a transport
   const bool remote =
@@ -230,7 +229,7 @@ DK_EXPORT int32_t dk_clean(dk_clean_params *p) {
     slot = at.slot_bytes;
   }
   const OnDevice on(team->device);
-  // Nobody sends before all have come; nobody goes on before all are clean.
+  // No rank sends before all have entered; none goes on before all are clean.
   const int32_t code = launch_barrier(p, DK_OP_CLEAN, false);
   if (code != DK_OK) return code;
   uint8_t *base = team->view.self + team->view.rdma;

@@ -1,34 +1,37 @@
-// control.cuh - the control region of a rank's block: what peers tell it besides rows. Zeroed at the start; never shown
-// to users. Two copies (by the parity of the epoch) of every message: a peer may be one operation ahead, never two,
-// since each operation begins with a message from everyone to everyone.
+// control.cuh - the control region of a rank's block: messages and counts that peers write there. Zeroed at the start,
+// and never part of what users view. Every message has two copies, by the parity of the epoch: a peer may be one
+// operation ahead, never two, since each operation begins with a message from every rank to every rank.
 #pragma once
 #include "cuda/common/types.cuh"
 
 namespace deepep {
 
-// First word of a rank to a peer in an operation: "I am in operation `epoch`, everything before is finished and
-// consumed".
+// What a rank writes to each peer when it begins an operation: it is in operation `epoch`, has finished all before, and
+// has read what peers sent for them.
 struct alignas(64) HandshakeMessage {
   uint64_t hidden_bytes;
-  uint64_t segment_offset;
+  union {
+    uint64_t segment_offset;  // dispatch: of recv_x in `segment`
+    uint64_t newest_call;     // clean: the sender's newest low-latency call
+  };
   uint32_t op, flags;  // flags: kHandshakeCached and the others below
   int32_t num_experts, num_topk, num_scales, max_tokens;
   int32_t row_limit;  // rows that the sender of this message has room for; -1: as many as the matrix says
-  int32_t segment;    // where rows may be written at once; -1: staged
+  int32_t segment;    // where peers may write rows straight to their places; -1: rows are staged
   uint64_t epoch;     // stored last, with release
-  uint64_t spare;
+  uint64_t reserved;
 };
 static_assert(sizeof(HandshakeMessage) == 64, "one message is one line");
 enum : uint32_t {
   kHandshakeCached = 1,
   kHandshakeWeights = 2,
-  kHandshakeFormatShift = 8,
-  kHandshakeSilent = 4  // has no row to give weights for, and says nothing about them
+  kHandshakeSilent = 4,  // the sender has no row, so whether it gives weights means nothing
+  kHandshakeFormatShift = 8
 };
 
 constexpr int kHandshakeCopies = 2, kLowLatencyHandshakeCopies = 4;
 
-// Words that the counts of one rank to one peer take: the rank's row of the matrix, then the peer's experts.
+// Words of the counts from one rank to one peer: the rank's row of the matrix, then the peer's experts.
 __host__ __device__ inline uint32_t max_local_experts(uint32_t num_ranks) { return max(1024u, 65536u / num_ranks); }
 __host__ __device__ inline uint32_t counts_words(uint32_t num_ranks) {
   return align_up(num_ranks + max_local_experts(num_ranks), 16u);

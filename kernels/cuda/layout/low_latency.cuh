@@ -1,7 +1,7 @@
 // low_latency.cuh - where low-latency data lies. The rdma region holds rows; a word there that is zero has not arrived,
-// so rows travel XORed with a pattern that they do not hold, and whoever has read a word puts the zero back:
-// overwriting the region with zeros while it is idle is harmless. Two slots take turns, one for each call. Headers lie
-// in the wire region, each word beside the number of its call, so nothing of an older call is ever taken for new.
+// so the sender XORs each row with a pattern that the row does not hold, and the receiver writes the zero back after it
+// has read a word: overwriting the idle region with zeros is harmless. Calls use two slots in turn. Headers lie in the
+// wire region, each word beside the number of its call, so a receiver never takes a word of an older call for new.
 #pragma once
 #include "cuda/layout/ring.cuh"
 
@@ -15,8 +15,7 @@ constexpr int kScaleChannels = 128;          // channels of one FP8 scale, of on
 constexpr int kHeaderCopies = 4;             // of dispatch's headers: combine reads those of the last two dispatches
 
 struct LowLatencyLayout {
-  uint64_t row_bytes, words_at,
-      words_bytes;  // a slot has [E, B] rows of 2H bytes, then for each row a word per 128 channels
+  uint64_t row_bytes, words_at, words_bytes;  // a slot: [E, B] rows of 2H bytes, then a word per 128 channels of each
   uint64_t slot_bytes, zero_copy_bytes, rdma_bytes;
   uint64_t header_bytes, counts_bytes, row_words_bytes, weights_bytes, wire_bytes;
   uint64_t zero_copy(int slot) const { return slot * zero_copy_bytes; }
@@ -26,10 +25,10 @@ struct LowLatencyLayout {
 constexpr uint64_t kHeaderStride = kMaxTopk * 16 + 16;
 // Of the weights of one token, which a combine sends after a dispatch that did not.
 constexpr uint64_t kWeightsStride = kMaxTopk * 8;
-constexpr int kWeightCopies = 3;  // nobody is more than two sends ahead of another
+constexpr int kWeightCopies = 3;  // no rank is more than two sends ahead of another
 
-// How the wire region is cut behind the ring's flags: 32nds of it for each area of headers, row words and weights, in
-// this order.
+// How the wire region is divided after the ring's flags: 32nds of it for each area of headers, row words and weights,
+// in this order.
 enum : uint64_t { kWireParts = 32, kHeaderParts = 5, kRowWordParts = 3, kWeightParts = 2 };
 static_assert(kHeaderCopies * kHeaderParts + kLowLatencySlots * kRowWordParts + kWeightCopies * kWeightParts ==
                   kWireParts,
@@ -48,17 +47,16 @@ __host__ __device__ inline LowLatencyLayout low_latency_layout(uint64_t num_rank
   at.counts_bytes = num_experts * 8;                  // [R][L]
   at.row_words_bytes = num_experts * max_tokens * 8;  // of combine's rows, [E][B]
   at.weights_bytes = num_ranks * max_tokens * kWeightsStride;
-  const auto whole = [](uint64_t area, uint64_t parts) {
-    return (area + 128) * kWireParts / parts;
-  };  // areas begin at multiples of 128
+  // Areas begin at multiples of 128.
+  const auto whole = [](uint64_t area, uint64_t parts) { return (area + 128) * kWireParts / parts; };
   const uint64_t row_words = whole(at.row_words_bytes, kRowWordParts), weights = whole(at.weights_bytes, kWeightParts);
   at.wire_bytes = align_up<uint64_t>(
       max(whole(at.header_bytes + at.counts_bytes, kHeaderParts), max(row_words, weights)) + 1, 4096);
   return at;
 }
 
-// A rank may be a call ahead of another, with another shape: what belongs to different calls in turn must not overlap
-// whatever the shapes, and what users write for zero copy must never lie in a slot. So the slots lie in the region's
+// A rank may be a call ahead of another, with another shape: the data of two consecutive calls must not overlap
+// whatever their shapes, and zero-copy rows that users write must never lie in a slot. So the slots lie in the region's
 // last two quarters, the zero-copy buffers in its first half; headers, row words and weights have areas of their own.
 __host__ __device__ inline uint64_t slot_offset(uint64_t rdma_bytes, uint64_t slot_bytes, int slot) {
   return (slot == 0 ? rdma_bytes / 2 : rdma_bytes - slot_bytes) / 16 * 16;
@@ -76,7 +74,7 @@ __host__ __device__ inline uint64_t weight_area(uint64_t bytes, int copy) {
   return wire_area(bytes, kWireParts - (kWeightCopies - copy) * kWeightParts);
 }
 
-// What a block reserves for the headers of any sensible shape whose rows fit in rdma_bytes.
+// Bytes that a block reserves for the headers of any sensible shape whose rows fit in rdma_bytes.
 __host__ __device__ inline uint64_t low_latency_wire_allowance(uint64_t rdma_bytes) {
   if (rdma_bytes == 0) return 0;
   return align_up<uint64_t>(min<uint64_t>(32 * rdma_bytes + (1 << 16), (48ull << 20) + rdma_bytes / 32), 4096);

@@ -1,7 +1,7 @@
 // ring.cuh - staging of rows in the nvl region: one ring for each source rank, its flags and credits in the wire
-// region. A slot holds a row's payload and, apart from it, its metadata; each part has its own flag, since different
-// warps write them. A flag is the epoch and the lap round the ring, so nothing is ever reset and a replayed graph needs
-// no host.
+// region. A slot holds a row's payload and, apart from it, its metadata; each part has a flag of its own, since
+// different warps write them. A flag is the epoch and the lap around the ring, so no kernel resets one, and a replayed
+// graph needs no host.
 #pragma once
 #include "cuda/common/types.cuh"
 
@@ -54,7 +54,7 @@ __host__ __device__ inline RingShape ring_shape(uint64_t nvl_bytes, uint32_t num
   return shape;
 }
 
-// Where row n of a pair lies, and the value that says it is there.
+// Where row n of a pair of ranks lies, and the value of its flag once it is there.
 struct RingPlace {
   uint32_t slot, lap;
 };

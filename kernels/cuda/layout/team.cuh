@@ -1,4 +1,4 @@
-// team.cuh - what kernels know of a team: a view passed by value, and the team's own scratch in device memory.
+// team.cuh - a team as kernels see it: a view passed by value, and the team's scratch in device memory.
 #pragma once
 #include "abi/kernels.h"
 #include "cuda/layout/control.cuh"
@@ -8,24 +8,24 @@ namespace deepep {
 
 constexpr int kMaxHistogram = 65536 + 2 * DK_MAX_RANKS;  // experts, ranks and nodes that layout counts
 
-// What the send half of a low-latency call leaves for its receive half.
+// The send half of a low-latency call writes this for its receive half.
 struct LowLatencyTicket {
   uint64_t epoch, dispatch;
 };
-// A dispatch whose routing is still in the wire region: combine finds it by the handle's address.
+// A dispatch whose routing is still in the wire region: combine finds it by the address of src_info.
 constexpr int kRoutingCopies = 4;
 struct LowLatencyRouting {
   uint64_t src_info, dispatch, has_weights, num_topk;
 };
 
-// What the newest kernel counted and the statistics page does not show yet: its operation (0: nothing), the bucket of
-// its histogram that grew (DK_HIST_BUCKETS: none), its record of the trace.
+// Counts of the newest kernel that are not on the statistics page yet: its operation (0: none), the bucket of its
+// histogram that grew (DK_HIST_BUCKETS: none), its record of the trace.
 struct NewestCount {
   uint64_t op, bucket;
   dk_trace_record record;
 };
 
-// Device memory of one team, zeroed once. Only this rank's kernels touch it.
+// Device memory of one team, zeroed once. Only this rank's kernels access it.
 struct Scratch {
   uint64_t epoch;              // of the operation that runs now; the last block out adds one
   uint64_t low_latency_epoch;  // likewise, for low-latency calls
@@ -33,29 +33,30 @@ struct Scratch {
   uint32_t sticky;                           // DK_* of the first failure
   uint32_t exits;                            // blocks that left the running kernel
   uint32_t blocks_sent;                      // blocks whose rows are all out
-  uint32_t failed;                           // not 0: the failure was there when the newest kernel ended
+  uint32_t failed;                           // not 0: the team had failed when the newest kernel ended
   uint64_t start_ns;                         // of the running kernel
   uint32_t tokens_taken[2], metas_taken[2];  // tickets of dispatch and of combine's sums, by parity of the epoch
   uint32_t rows_taken[2][DK_MAX_RANKS];      // tickets of combine's rows, for each destination
   LowLatencyTicket tickets[DK_NUM_TICKETS];
   LowLatencyRouting routing[kRoutingCopies];
   uint32_t masked[DK_MAX_RANKS];
-  uint64_t masked_at[DK_MAX_RANKS];  // my newest low-latency call when it was masked by hand; 0: a call did without it
+  uint64_t masked_at[DK_MAX_RANKS];  // this rank's newest low-latency call when the caller masked it; 0: a call did
   uint64_t verdict[DK_MAX_RANKS];    // low latency with shrink: epoch << 2 | kArrived or kAbsent
   uint64_t late[DK_MAX_RANKS];       // epoch in which a rank's counts came and its rows did not
-  // Low latency, for each rank. Ranks number their own calls; while nobody is masked the numbers are equal everywhere.
-  uint64_t sent[2][DK_MAX_RANKS];      // my newest call that wrote into each of its slots
-  uint64_t consumed[2][DK_MAX_RANKS];  // its newest call whose rows were taken from each slot here
-  uint64_t seen[DK_MAX_RANKS];         // its newest call that was received or given up
-  int64_t epoch_ahead[DK_MAX_RANKS], dispatch_ahead[DK_MAX_RANKS];  // its numbers less mine
+  // Low latency, for each rank. Ranks number their own calls; while no rank is masked the numbers are equal everywhere.
+  uint64_t sent[2][DK_MAX_RANKS];      // this rank's newest call that wrote into each slot there
+  uint64_t consumed[2][DK_MAX_RANKS];  // the peer's newest call whose rows were taken from each slot here
+  uint64_t seen[DK_MAX_RANKS];         // the peer's newest call that was received or given up
+  int64_t epoch_ahead[DK_MAX_RANKS], dispatch_ahead[DK_MAX_RANKS];  // the peer's numbers less this rank's
   uint32_t returned[DK_MAX_RANKS];  // 1: its mask was lifted, its next call may have any number
   uint64_t wait_ns[DK_MAX_RANKS];   // of the running kernel
   uint64_t sent_bytes[DK_MAX_RANKS];
   dk_op_stats ops[DK_NUM_OPS];
   uint64_t trace_next, progress;
   NewestCount newest;
-  uint64_t half_ns[DK_NUM_TICKETS];  // time of the send halves that wait for their receive half
+  uint64_t half_ns[DK_NUM_TICKETS];  // time of the send halves whose receive half has not run yet
   uint64_t clean_ns;                 // of a clean's first kernel
+  uint64_t clock_ns;                 // %globaltimer, for measure_clock
   uint64_t peer_bytes[DK_NUM_OPS][DK_MAX_RANKS], peer_wait_ns[DK_NUM_OPS][DK_MAX_RANKS];
   uint32_t histogram[kMaxHistogram];
 };
@@ -89,8 +90,8 @@ struct TeamView {
   __device__ uint64_t *consumed(int owner, int slot, int source) const {
     return reinterpret_cast<uint64_t *>(peers[owner] + control + at.consumed) + slot * num_ranks + source;
   }
-  // The newest low-latency call of `source` before it lifted its mask of the owner: it went on without the owner, and
-  // nothing that it sent up to there will be asked for.
+  // The newest low-latency call of `source` before it lifted its mask of the owner: it went on without the owner, which
+  // will not receive the calls up to this one.
   __device__ uint64_t *given_up(uint8_t *owners_block, int source) const {
     return reinterpret_cast<uint64_t *>(owners_block + control + at.given_up) + source;
   }
@@ -110,7 +111,7 @@ struct TeamView {
 #endif
 };
 
-// What every operation is told.
+// What the parameters of every kernel of an operation hold.
 struct Session {
   TeamView team;
   uint64_t call, timeout_ns;

@@ -4,14 +4,14 @@
 
 namespace deepep {
 
-// Whole block. False: the team has failed before; the kernel goes straight to its end. What fails while it runs is for
-// the waits to notice: a block that begins late must not keep back what peers wait for, if only to hear of the failure.
+// Whole block. False: the team had failed before; the kernel goes straight to its end. A failure while the kernel runs
+// ends its waits, not its sends: a block that begins late still sends what peers wait for, if only to fail there.
 __device__ inline bool begin(const Session &s) {
   if (blockIdx.x == 0 && threadIdx.x == 0) s.team.scratch->start_ns = ptx::global_timer_ns();
   return __syncthreads_or(threadIdx.x == 0 && ptx::ld_relaxed_gpu(&s.team.scratch->failed) != 0) == 0;
 }
 
-// Whole block. Runs `last(failed)` in the block that leaves last, which sees all that the others wrote on this device.
+// Whole block. The block that leaves last runs `last(failed)`; it sees all that the others wrote on this device.
 template <class Last>
 __device__ inline void finish(const Session &s, Last last) {
   __shared__ uint32_t left_before;
@@ -27,7 +27,7 @@ __device__ inline void finish(const Session &s, Last last) {
   last(failed);
 }
 
-// One wait for every rank's message, by the whole block; also the check that all mean the same operation.
+// The message with which this rank begins an operation. Ranks wait for each other's, and compare them.
 struct Handshake {
   uint64_t epoch;
   HandshakeMessage mine;
@@ -50,7 +50,7 @@ __device__ inline void post_handshake(const Session &s, const Handshake &hand) {
   }
 }
 
-// What a low-latency call, local or remote, tells of itself, but for its number.
+// The message of a low-latency call, within a node or among nodes, without the number of the call.
 template <class P>
 __device__ inline HandshakeMessage low_latency_message(const P &p, int max_tokens, uint32_t format) {
   HandshakeMessage mine{};
@@ -68,8 +68,8 @@ struct Difference {
   uint32_t field;
   int64_t mine, theirs;
 };
-// What an operation's flags say, as the engine reads it: low-latency dispatch has its format, whether weights come, and
-// flags, combine its flags, dispatch whether weights come.
+// An operation's flags as DK_FIELD_FORMAT records them: of low-latency dispatch the format, whether weights are given,
+// and DK_LL_* flags; of low-latency combine these flags; of the others whether weights are given.
 __device__ inline int64_t format_field(uint32_t op, uint32_t flags) {
   const uint32_t format = flags >> kHandshakeFormatShift & 0xf, ll = flags >> (kHandshakeFormatShift + 4);
   const bool weights = (flags & kHandshakeWeights) != 0;
@@ -89,13 +89,13 @@ __device__ inline Difference compare_messages(const HandshakeMessage &mine, cons
     return {DK_FIELD_NUM_TOPK, mine.num_topk, theirs->num_topk};
   if (mine.num_scales != theirs->num_scales) return {DK_FIELD_NUM_SCALES, mine.num_scales, theirs->num_scales};
   if (mine.max_tokens != theirs->max_tokens) return {DK_FIELD_MAX_TOKENS, mine.max_tokens, theirs->max_tokens};
-  const uint32_t said = silent ? ~(kHandshakeSilent | kHandshakeWeights) : ~0u;
-  if (((mine.flags ^ theirs->flags) & said) != 0)
+  const uint32_t compared = silent ? ~(kHandshakeSilent | kHandshakeWeights) : ~0u;
+  if (((mine.flags ^ theirs->flags) & compared) != 0)
     return {DK_FIELD_FORMAT, format_field(mine.op, mine.flags), format_field(mine.op, theirs->flags)};
   return {DK_FIELD_NONE, 0, 0};
 }
 
-// With shrink, the operations of low latency and those that clean up after it go on without ranks that do not come.
+// With shrink, low-latency operations and those that clean up after them go on without ranks that do not come.
 __device__ inline bool can_shrink(const Session &s) {
   return (s.team.flags & DK_TEAM_SHRINK) != 0 && s.op != DK_OP_NOTIFY && s.op != DK_OP_DISPATCH &&
          s.op != DK_OP_COMBINE;
@@ -103,12 +103,12 @@ __device__ inline bool can_shrink(const Session &s) {
 __device__ inline bool is_masked(const Session &s, int rank) {
   return (s.team.flags & DK_TEAM_SHRINK) != 0 && ptx::ld_relaxed_gpu(&s.team.scratch->masked[rank]) != 0;
 }
-// With shrink: calls of a rank up to this one are not meant for any of mine (TeamView::given_up).
+// With shrink: calls of a rank up to this one belong to no call of this rank (TeamView::given_up).
 __device__ inline uint64_t given_up_by(const TeamView &team, int rank) {
   return (team.flags & DK_TEAM_SHRINK) == 0 ? 0 : ptx::ld_acquire_sys(team.given_up(team.self, rank));
 }
-// A wait for `peer` ended with `code`: true if the peer is masked from now on and the call goes on, else the team has
-// failed.
+// A wait for `peer` ended with `code`. True: the peer is masked from now on and the call goes on. False: the caller
+// reports the failure.
 __device__ inline bool mask_instead(const Session &s, uint32_t code, int peer) {
   if (!can_shrink(s) || (code != DK_ETIMEOUT && code != DK_EPEERDEAD)) return false;
   atomicExch(&s.team.scratch->masked[peer], 1u);
@@ -127,7 +127,7 @@ __device__ __forceinline__ bool wait_or_mask(const Session &s, int peer, uint64_
   return false;
 }
 
-// By one thread: waits for the message of rank r, which is there once its word has the epoch, and compares it.
+// By one thread: waits for the message of rank r, which is complete once `word` has the epoch, and compares it.
 __device__ inline bool await_message(const Session &s, const Handshake &hand, int r, const uint64_t *word,
                                      const HandshakeMessage *from) {
   if (is_masked(s, r)) return true;
@@ -149,7 +149,7 @@ __device__ inline bool await_message(const Session &s, const Handshake &hand, in
   return false;
 }
 
-// Whole block. True if every rank has entered and means the same. Block 0 keeps the times.
+// Whole block. True if every rank has begun the same operation. Block 0 records how long it waited.
 __device__ inline bool await_handshake(const Session &s, const Handshake &hand) {
   bool good = true;
   for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x) {

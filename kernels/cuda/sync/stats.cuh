@@ -1,7 +1,7 @@
-// stats.cuh - statistics: the last block of a kernel counts in device memory alone. Stores across PCIe at a kernel's
-// end would keep it from ending for microseconds, so the page is brought up to date by the team's next kernel, while
-// that waits for its peers anyway, or by stats_kernel when the host asks. Counters only grow: storing one twice does no
-// harm.
+// stats.cuh - statistics. The last block of a kernel counts in device memory alone: stores across PCIe would delay the
+// kernel's end by microseconds. The team's next kernel copies the counters to the statistics page while it waits for
+// its peers, or stats_kernel does so when the host asks (dk_stats_flush). Counters only grow, so that storing one twice
+// does no harm.
 #pragma once
 #include "cuda/sync/wait.cuh"
 
@@ -22,11 +22,11 @@ __device__ inline int duration_bucket(uint64_t ns) {
 __device__ inline uint64_t load_fresh(const void *word) { return *static_cast<const volatile uint64_t *>(word); }
 __device__ inline void store_out(void *word, uint64_t value) { *static_cast<volatile uint64_t *>(word) = value; }
 
-// Words of the page: bytes to and waits for a peer.
+// Words of the page: bytes to each peer, then waits for each peer.
 __device__ inline uint64_t *page_peers(const TeamView &team) {
   return reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(team.stats) + team.peers_offset);
 }
-// The newest record of the trace goes to its place, then the number of records.
+// Copies the newest record of the trace to its place in the page, then the number of records.
 __device__ inline void publish_trace(const TeamView &team, int lane) {
   const uint64_t next = load_fresh(&team.scratch->trace_next);
   if (team.trace_len == 0 || next == 0) return;
@@ -39,7 +39,7 @@ __device__ inline void publish_trace(const TeamView &team, int lane) {
   if (lane == 0) ptx::st_release_sys(&team.stats->trace_next, next);
 }
 
-// By one warp of a kernel, where it delays nobody: what the kernel before counted, out to the page.
+// By one warp that has nothing else to do: copies what the kernel before counted to the page.
 __device__ inline void publish_newest(const TeamView &team) {
   Scratch *scratch = team.scratch;
   const int lane = lane_id();
@@ -62,13 +62,13 @@ __device__ inline void publish_newest(const TeamView &team) {
   __syncwarp();
   if (lane == 0) scratch->newest.op = 0;
 }
-// By all warps of a block: the last one does it.
+// Called by all warps of a block; the last one copies.
 __device__ inline void publish_newest_by_last_warp(const TeamView &team) {
   if (warp_id() == static_cast<int>(blockDim.x) / kWarp - 1) publish_newest(team);
 }
 
-// What counting needs of the scratch, loaded side by side by the last warp of the last block: each by itself would cost
-// the latency of memory. Lane l has counter l, and what the kernel left for peer l.
+// What counting reads of the scratch, loaded together by the last warp of the last block: each load by itself would
+// cost the latency of memory. Lane l has counter l, and the bytes and waits of peer l.
 struct CountLoads {
   uint64_t counter, start, before, unpublished, next, progress, sent, waited;
 };
@@ -88,8 +88,8 @@ __device__ __forceinline__ CountLoads load_counts(const Session &s, const uint64
   return loads;
 }
 
-// Takes what the kernel left for each peer in sent_bytes and wait_ns. `bytes`: of all peers; `wait`: the longest, for
-// ranks are waited for side by side. Whole warp.
+// Whole warp: moves sent_bytes and wait_ns of the kernel to the counters of each peer. `bytes`: of all peers; `wait`:
+// the longest, for a kernel waits for all ranks at the same time.
 __device__ inline void count_peers(const Session &s, const CountLoads &loads, uint64_t &bytes, uint64_t &wait) {
   Scratch *scratch = s.team.scratch;
   bytes = wait = 0;
@@ -116,8 +116,8 @@ __device__ inline void count_peers(const Session &s, const CountLoads &loads, ui
   }
 }
 
-// By the last block; its last warp counts, the others go on. Each lane has one counter. Where a call is several
-// kernels, `half` keeps the time of those before the last.
+// By the last warp of the last block; each lane has one counter. Where a call is several kernels, `half` holds the time
+// of those before the last.
 __device__ inline void record_loaded(const Session &s, const CountLoads &loads, uint64_t *half, bool last_half,
                                      bool failed) {
   Scratch *scratch = s.team.scratch;
@@ -126,7 +126,7 @@ __device__ inline void record_loaded(const Session &s, const CountLoads &loads, 
   const uint64_t now = ptx::global_timer_ns(), start = loads.start, before = loads.before, counter = loads.counter;
   uint64_t bytes, wait;
   count_peers(s, loads, bytes, wait);
-  if (loads.unpublished != 0) publish_newest(s.team);  // the kernel left before it came to that
+  if (loads.unpublished != 0) publish_newest(s.team);  // the kernel ended before it did so
   __syncwarp();
   const uint64_t duration = now - start, total = duration + before, begun = start + s.team.clock_offset_ns;
   const int bucket = last_half ? duration_bucket(total) : DK_HIST_BUCKETS;
@@ -147,7 +147,7 @@ __device__ inline void record_loaded(const Session &s, const CountLoads &loads, 
   if (lane == 12 && half != nullptr) *half = last_half ? 0 : duration;
 }
 
-// Likewise, with the loads.
+// By the last block: its last warp loads and counts.
 __device__ inline void record_kernel(const Session &s, uint64_t *half, bool last_half, bool failed) {
   if (warp_id() == static_cast<int>(blockDim.x) / kWarp - 1)
     record_loaded(s, load_counts(s, half), half, last_half, failed);

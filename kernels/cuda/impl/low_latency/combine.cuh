@@ -1,5 +1,5 @@
-// combine.cuh - combine, the receiving half and the kernel: the rows that experts' ranks sent back, summed at the
-// token's rank, which applies the weights to rows that are not sums already.
+// combine.cuh - combine, the receiving half and the kernel: the token's rank sums the rows that the experts' ranks sent
+// back, and applies the weights to rows that are not sums already.
 #pragma once
 #include "cuda/impl/low_latency/combine_send.cuh"
 
@@ -16,7 +16,8 @@ struct ArrivalList {  // shared: the rows that make up a token
   int32_t rank[kMaxTopk], count;
 };
 
-// By the first warp: waits for the row words of a token's experts. Rows of a rank that does not come are left out.
+// By the first warp: waits for the row words of a token's experts. Rows of a rank that is masked meanwhile are left
+// out.
 __device__ inline void read_row_words(const LowLatencyCombineParams &p, const LowLatencyCall *calls, int token,
                                       ArrivalList *list) {
   const Session &s = p.session;
@@ -28,8 +29,8 @@ __device__ inline void read_row_words(const LowLatencyCombineParams &p, const Lo
   int rank = expert < 0 ? -1 : p.by_local.quotient(static_cast<int>(expert));
   if (rank >= 0 && (is_masked(s, rank) || calls[rank].epoch == 0)) rank = -1;
   const LowLatencyCall call = calls[rank < 0 ? s.team.rank : rank];  // of the rank that this lane waits for
-  // The first naming of an expert carries the weights of all; its rank's lowest expert leads: a sum would stand in its
-  // row.
+  // The first entry of an expert has the weights of all its entries; of a rank's experts the lowest leads, since a sum
+  // is in its row.
   bool repeated = false, leads = rank >= 0;
   int leader = lane;
   int64_t lowest = expert;
@@ -79,7 +80,7 @@ __device__ inline void read_row_words(const LowLatencyCombineParams &p, const Lo
     const uint32_t leader_kind = __shfl_sync(kAllLanes, static_cast<uint32_t>(word), leader) & kKindMask;
     const bool leader_here = __shfl_sync(kAllLanes, static_cast<int>(needed), leader) != 0;
     if (round == 0 && !leads && needed && leader_here && leader_kind == kKindSum)
-      needed = false;  // it is in the leader's row
+      needed = false;  // the leader's row includes it
   }
   const uint32_t rows = __ballot_sync(kAllLanes, needed);
   if (needed) {
@@ -95,8 +96,7 @@ __device__ inline void read_row_words(const LowLatencyCombineParams &p, const Lo
   if (lane == 0) list->count = __popc(rows);
 }
 
-// Several rows' chunks `at` and `at` + kLlThreads, which a thread waits for side by side. Bit kChunks * row + chunk of
-// a mask.
+// Chunks `at` and `at` + kLlThreads of several rows, all in flight together. Masks have bit kChunks * row + chunk.
 constexpr int kRows = 4, kChunks = 2;
 __device__ __forceinline__ uint32_t load_missing(const ArrivalList *list, int first, int at, uint32_t missing,
                                                  uint4 (&data)[kRows][kChunks]) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ uint32_t load_missing(const ArrivalList *list, int fi
   return missing;
 }
 
-// A token's chunks `at` and, if there is one, `at` + kLlThreads: the rows' sum, in their order.
+// Sums chunks `at` and, if there is one, `at` + kLlThreads of a token's rows, in the order of the list.
 __device__ inline void add_rows(const LowLatencyCombineParams &p, const ArrivalList *list, int token, int at) {
   const Session &s = p.session;
   const int chunks = p.hidden / 8;
@@ -153,7 +153,7 @@ __device__ inline void add_rows(const LowLatencyCombineParams &p, const ArrivalL
                      round_bf16(sum[u]));
 }
 
-// Likewise, of LogFMT rows, which all ranks send or none: one chunk, by whole halves of warps.
+// Likewise one chunk of LogFMT rows, by whole halves of warps. Either all ranks send LogFMT or none.
 __device__ inline void add_logfmt_rows(const LowLatencyCombineParams &p, const ArrivalList *list, int token, int at) {
   float sum[8] = {};
   for (int n = 0; n < list->count; ++n)
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   auto **peers = reinterpret_cast<uint8_t **>(memory);
   auto *calls = reinterpret_cast<LowLatencyCall *>(peers + p.session.team.num_ranks);
   auto *before = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks), *bases = before + p.num_local() + 1;
-  // All that is needed before the first row is loaded side by side.
+  // All that the first row needs is loaded at the same time.
   const bool reads_sums = p.sends() && may_sum(p), leads_group = threadIdx.x % kLlGroupThreads < kWarp;
   const SumItem item = sum_item(p, first_item());
   const EarlyStart start = load_start(p);

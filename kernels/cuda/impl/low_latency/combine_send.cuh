@@ -1,7 +1,7 @@
-// combine_send.cuh - combine, the sending half. The expert's rank sums its own experts' rows for a token in FP32 and
-// sends one row. The weights come from the dispatch if that had them; else every combine sends them first, and a call
-// that waits for its peers anyway waits for them. The send half of a call never waits: each expert's row crosses by
-// itself then. Row words say which of the two a row is, so ranks need not agree.
+// combine_send.cuh - combine, the sending half. The experts' rank sums its experts' rows for a token in FP32 and sends
+// one row. The weights come from the dispatch if that had them; else every combine sends them first, and a call that
+// also receives waits for them. The send half alone never waits: it sends each expert's row by itself. The row word
+// says which of the two a row is, so ranks need not agree.
 #pragma once
 #include "cuda/impl/low_latency/control.cuh"
 #include "cuda/impl/low_latency/logfmt.cuh"
@@ -12,11 +12,11 @@ enum : uint32_t { kKindRow = 1, kKindLogfmt = 2, kKindSum = 3, kKindMask = 3 };
 
 // ---- Send: weights --------------------------------------------------------------------------------------------------
 
-// Whether this rank's weights go to the experts' ranks.
+// Whether this rank sends its weights to the experts' ranks.
 __device__ __forceinline__ bool sends_weights(const LowLatencyCombineParams &p) {
   return p.sends() && (p.flags & DK_LL_LOGFMT) == 0 && (p.session.team.flags & DK_TEAM_SHRINK) == 0;
 }
-// By the last warp, of the tokens that fall to the block; `entry`: of the first one.
+// By the last warp, for the block's tokens; `entry`: of the first one.
 __device__ inline void send_weights(const LowLatencyCombineParams &p, const LowLatencyCall &call, uint8_t *const *peers,
                                     Entry entry) {
   const int lane = lane_id();
@@ -39,7 +39,7 @@ struct SumList {  // shared, of a group
   int32_t count, first_expert;
 };
 
-// A lane's entry of a token's header, of each of the last dispatches: which of them counts is known later.
+// A lane's entry of a token's header, in each of the last dispatches: which of them counts is known later.
 struct Headers {
   uint64_t entry[kHeaderCopies], weight[kHeaderCopies];
 };
@@ -59,8 +59,8 @@ struct SummedDispatch {
   bool fetch;
 };
 
-// By the first warp of a group: which rows of x belong to a token, from the header of its dispatch. `bases`: [L][R],
-// the first row.
+// By the first warp of a group: lists the rows of x that belong to a token, from the header of its dispatch. `bases`:
+// [L][R], the first row.
 __device__ inline void read_sum(const LowLatencyCombineParams &p, const LowLatencyCall &call,
                                 const SummedDispatch &summed, const Headers &headers, int source, int token,
                                 const int32_t *bases, SumList *list) {
@@ -106,7 +106,7 @@ __device__ inline void read_sum(const LowLatencyCombineParams &p, const LowLaten
                                 p.x_row_stride;
     list->weight[at] = __uint_as_float(static_cast<uint32_t>(weight));
   }
-  // One thread looks at the mask: it may change meanwhile, and the group goes the same way.
+  // One thread reads the mask, which may change meanwhile, for the whole group.
   if (lane == 0) {
     list->count = is_masked(p.session, source) ? 0 : __popc(rows);
     list->first_expert = first;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void send_piece(uint8_t *to, int first, int chunks, c
 }
 
 // By a group. A rounded sum is never two NaNs with all bits set, so the first pattern always serves. Loads of several
-// chunks and rows go side by side: one after the other they would cost the latency of memory each.
+// chunks and rows are in flight together: one after the other each would cost the latency of memory.
 __device__ inline void send_sum(const LowLatencyCombineParams &p, const LowLatencyCall &call, const SumList *list,
                                 uint8_t *block, int token, int thread) {
   constexpr int kRows = 2;
@@ -161,8 +161,7 @@ __device__ inline void send_sum(const LowLatencyCombineParams &p, const LowLaten
                         tagged(combine_tag(call.epoch), (pattern_of(0) & ~kKindMask) | kKindSum));
 }
 
-// Groups take (rank, token) pairs in turn; a group's first one is known before anything else, and its list is ready
-// here.
+// Groups take (rank, token) pairs in turn; the caller has filled the list of a group's first pair.
 struct SumItem {
   int dest, token;
 };
@@ -243,7 +242,7 @@ __device__ inline void send_logfmt_row(const LowLatencyCombineParams &p, const L
   const int expert = p.session.team.rank * p.num_local() + local_expert;
   const uint32_t number = number_of_row(p, expert, target->token);
   uint8_t *to = slot_row(p, block, call, number);
-  // The words of [E, B] rows are found as those of a source are, with the expert in its stead.
+  // The words of [E, B] rows are found as those of a source are, with the expert in place of the source.
   send_logfmt(row, to, slot_words(p, block, call, number), p.hidden, thread, kLlGroupThreads);
   if (thread == 0) ptx::st_relaxed_sys(row_word(p, block, call, number), tagged(combine_tag(call.epoch), kKindLogfmt));
 }

@@ -1,4 +1,4 @@
-// common.cuh - what low-latency dispatch and combine share: places, words, the start and the end of a call.
+// common.cuh - what low-latency dispatch and combine share: places in a block, words, the end of a call.
 #pragma once
 #include "cuda/common/fp8.cuh"
 #include "cuda/impl/low_latency/params.cuh"
@@ -30,8 +30,8 @@ __device__ __forceinline__ uint8_t *header_base(const P &p, uint8_t *block, uint
   return block + p.places.headers + static_cast<uint32_t>(dispatch % kHeaderCopies) * p.places.header_step;
 }
 // Rows of combine are numbered by expert and token, those of dispatch by the source's first expert and token: all below
-// 2^32. So what a rank writes lies in a part of the slot that is its own, whatever the others' calls have there: once a
-// rank has missed calls, its numbers, and with them its slots, may differ from the others' by one.
+// 2^32. So each rank writes to a part of the slot that no other rank's calls use: once a rank has missed calls, its
+// numbers, and with them its slots, may differ from the others' by one.
 template <class P>
 __device__ __forceinline__ uint32_t number_of_row(const P &p, int source_or_expert, int token) {
   return static_cast<uint32_t>(source_or_expert) * static_cast<uint32_t>(p.num_max_tokens) +
@@ -65,14 +65,14 @@ __device__ __forceinline__ uint64_t *count_word(const P &p, uint8_t *block, uint
   return reinterpret_cast<uint64_t *>(header_base(p, block, dispatch) + p.at.header_bytes) + source * p.num_local() +
          local_expert;
 }
-// Combine: the word that says what the row of an expert for a token is.
+// Combine: the word with the kind of an expert's row for a token (kKind*).
 template <class P>
 __device__ __forceinline__ uint64_t *row_word(const P &p, uint8_t *block, const LowLatencyCall &call, uint32_t number) {
   return reinterpret_cast<uint64_t *>(block + (call.slot() == 0 ? p.places.row_words[0] : p.places.row_words[1])) +
          number;
 }
-// Combine: the weights of a source's token, in the order of its entries, where the dispatch did not bring them. They go
-// out before it is known whether slots are empty, and shapes may differ from call to call, hence a copy more than
+// Combine: the weights of a source's token, in the order of its entries, where the dispatch did not bring them. A rank
+// sends them before it has checked that slots are empty, and shapes may differ from call to call: one copy more than
 // slots.
 template <class P>
 __device__ __forceinline__ uint64_t *sent_weights(const P &p, uint8_t *block, const LowLatencyCall &call, int source,
@@ -81,12 +81,12 @@ __device__ __forceinline__ uint64_t *sent_weights(const P &p, uint8_t *block, co
   const uint64_t at = copy == 0 ? p.places.weights[0] : copy == 1 ? p.places.weights[1] : p.places.weights[2];
   return reinterpret_cast<uint64_t *>(block + at + number_of_row(p, source, token) * kWeightsStride);
 }
-// The newest call that wrote into a slot of `taker` and was taken there; it lies in the block of the one who wrote.
+// The newest call whose rows `taker` has taken from a slot, in the block of the rank that wrote them.
 __device__ inline uint64_t *credit(const TeamView &team, uint8_t *block, int slot, int taker) {
   return reinterpret_cast<uint64_t *>(block + team.control + team.at.consumed) + slot * team.num_ranks + taker;
 }
 
-// ---- Words: the number of the call above, what it says below --------------------------------------------------------
+// ---- Words: the number of the call in the upper half, the value in the lower ----------------------------------------
 // Words of dispatches are numbered by dispatch, those of combines by call. A word of the one may lie where another
 // shape has the other, hence the bit that tells them apart.
 
@@ -104,8 +104,8 @@ __device__ __forceinline__ bool has_tag(uint64_t word, uint32_t tag) {
   return static_cast<uint32_t>(word >> 32) == tag;
 }
 
-// Header entry: bit 30: a row for local expert (bits 16..28) at position (bits 0..15) of this source's rows; bit 29:
-// the token has nothing for the rank, further entries are not sent.
+// Header entry. Bit 30: a row for local expert (bits 16..28) at position (bits 0..15) of this source's rows. Bit 29:
+// the token has nothing for the rank, and no further entries are sent.
 enum : uint32_t { kEntryRow = 1u << 30, kEntryNothing = 1u << 29 };
 __device__ __forceinline__ uint32_t entry_row(int local_expert, int position) {
   return kEntryRow | static_cast<uint32_t>(local_expert) << 16 | static_cast<uint32_t>(position);
@@ -125,7 +125,7 @@ __device__ __forceinline__ bool has_arrived(const uint4 &v) { return v.x != 0 &&
 
 // ---- Waits that may mask a rank -------------------------------------------------------------------------------------
 
-// 16 bytes that a peer writes; cleared once they are here.
+// Waits for 16 bytes that a peer writes, and clears them.
 __device__ __forceinline__ bool take_chunk(const Session &s, int peer, uint64_t expected, uint8_t *from, uint4 &chunk) {
   if (!has_arrived(chunk)) {
     const bool came = wait_or_mask(s, peer, expected, [&](int64_t &) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ bool take_chunk(const Session &s, int peer, uint64_t 
   ptx::st_stream(from, uint4{0, 0, 0, 0});
   return true;
 }
-// Likewise a word; `word` is 0 or what was seen there before.
+// Likewise a word; `word` is 0 or what an earlier load returned.
 __device__ __forceinline__ bool take_word(const Session &s, int peer, uint64_t expected, uint32_t *from,
                                           uint32_t &word) {
   if (word == 0) word = ptx::ld_relaxed_sys(from);
@@ -152,7 +152,7 @@ __device__ __forceinline__ bool take_word(const Session &s, int peer, uint64_t e
   return true;
 }
 
-// ---- A token's entries, each a lane's -------------------------------------------------------------------------------
+// ---- A token's entries, one for each lane ---------------------------------------------------------------------------
 
 struct Entry {
   int64_t expert;
@@ -176,8 +176,8 @@ __device__ inline bool is_worker() { return static_cast<int>(blockIdx.x) < num_w
 // a number above all.
 __device__ inline int first_of_block() { return is_worker() ? static_cast<int>(blockIdx.x) : 1 << 29; }
 
-// What a thread sees of a slot at a rank before it knows which slot this call takes: loaded beside everything else that
-// a kernel begins with. Warps 1 to 7 look at the first slot, 8 to 14 at the second.
+// What a thread reads of a slot at a rank, before the number of the call (and so its slot) is known: in flight beside
+// the kernel's other first loads. Warps 1 to 7 look at the first slot, 8 to 14 at the second.
 constexpr int kWatchers = 7 * kWarp;  // of a slot
 static_assert(kLowLatencySlots * kWatchers + kWarp <= kLlThreads, "each slot has its threads");
 struct SlotSeen {
@@ -195,8 +195,8 @@ __device__ __forceinline__ SlotSeen look_at_slot(const P &p) {
   return seen;
 }
 
-// Whole block, before it writes into any slot: its rows of two calls ago have been taken; mostly they were so at the
-// first look.
+// Whole block, before it writes into any slot: waits until its rows of two calls ago have been taken; mostly the first
+// look shows that.
 template <class P>
 __device__ inline bool await_empty_slots(const P &p, const LowLatencyCall &call, const SlotSeen &seen) {
   const TeamView &team = p.session.team;
@@ -244,16 +244,16 @@ __device__ inline void end_low_latency(const P &p, const LowLatencyCall &call, c
   }
 }
 
-// Whole block; as finish() does, the last block to leave sees what the others wrote. Its last warp loads what it counts
-// beside the look at the team's state.
+// Whole block; as with finish(), the last block to leave sees what the others wrote. Its last warp loads the counters
+// together with the team's state.
 template <class P, class Outputs>
 __device__ inline void finish_low_latency(const P &p, const LowLatencyCall &call, const LowLatencyCall *calls,
                                           Outputs outputs) {
   Scratch *scratch = p.session.team.scratch;
   __shared__ uint32_t left_before;
-  // The last block reads what others wrote only to mend it after a loss, the control block's times, and bytes sent
-  // (which wait for the next call if they come too late): a worker's rows need no order before its exit, they are
-  // complete when the kernel is.
+  // The last block reads what others wrote only to compact it after a loss, the control block's times, and bytes sent
+  // (the next call counts those that come too late): a worker's rows need no order before its exit, they are complete
+  // when the kernel is.
   const bool ordered = (p.session.team.flags & DK_TEAM_SHRINK) != 0 || is_control_block() || !p.receives();
   __syncthreads();
   if (threadIdx.x == 0)

@@ -1,4 +1,4 @@
-// compact_rows.cuh - low-latency dispatch: what is left of the outputs when a source is lost amid a call.
+// compact_rows.cuh - low-latency dispatch: the outputs after a source was lost during a call.
 #pragma once
 #include "cuda/impl/low_latency/shared.cuh"
 
@@ -27,8 +27,8 @@ __device__ inline DispatchOutputs outputs_of(const LowLatencyArguments &p, const
           fp8 ? p.hidden : 2 * p.hidden};
 }
 
-// A source whose rows did not all come is taken out; rows behind it move up. By the last block, only after a rank was
-// lost.
+// By the last block, only after a rank was lost: removes the rows of a source that did not send all of them, and moves
+// the rows after them up.
 template <int kThreads>
 __device__ inline void close_gaps(const Session &s, uint64_t epoch, const DispatchOutputs &out) {
   const int num_ranks = s.team.num_ranks;
@@ -56,7 +56,8 @@ __device__ inline void close_gaps(const Session &s, uint64_t epoch, const Dispat
   __syncthreads();
 }
 
-// A source was lost after its counts had come, or the call has failed: what the others wrote is put right.
+// By the last block, if a source was lost after its counts had come, or the call has failed: corrects what the other
+// blocks wrote.
 template <int kThreads>
 __device__ inline void mend_outputs(const Session &s, uint64_t epoch, const DispatchOutputs &out, bool failed) {
   const int num_ranks = s.team.num_ranks;

@@ -1,5 +1,5 @@
-// control.cuh - what ranks tell each other of a call besides rows: one block tells and checks it, and each block finds
-// out which call of a peer belongs to its own.
+// control.cuh - control messages of a low-latency call: the control block sends and checks them, and each block finds
+// the peer's call that belongs to this rank's call.
 #pragma once
 #include <cstddef>
 
@@ -7,8 +7,8 @@
 
 namespace deepep {
 
-// With what a call begins: a line of tagged words for each rank, which needs no fence; like everything else it says by
-// itself that it has arrived. The number of the call stands where other operations have it.
+// The message with which a call begins: a line of tagged words for each rank, which needs no fence, since each word
+// shows by itself that it has arrived. The number of the call is where other operations have it.
 struct LowLatencyHandshakeMessage {
   uint64_t hidden_bytes, op, flags, num_experts, num_topk, max_tokens, epoch, dispatch;
 };
@@ -22,7 +22,7 @@ __device__ inline uint64_t *low_latency_line(const P &p, uint8_t *block, uint64_
          sizeof(HandshakeMessage) / 8 * (epoch % kLowLatencyHandshakeCopies * team.num_ranks + source);
 }
 __device__ inline uint32_t format_of(const LowLatencyDispatchParams &p) { return static_cast<uint32_t>(p.format); }
-__device__ inline uint32_t format_of(const LowLatencyCombineParams &) { return 0; }  // its flags say all
+__device__ inline uint32_t format_of(const LowLatencyCombineParams &) { return 0; }
 template <class P>
 __device__ inline HandshakeMessage low_latency_handshake(const P &p) {
   HandshakeMessage mine = low_latency_message(p, p.num_max_tokens, format_of(p));
@@ -37,7 +37,7 @@ __device__ inline void store_message(uint64_t *line, const HandshakeMessage &min
   ptx::st_relaxed_sys_pair(line + 4, tagged(tag, mine.num_topk), tagged(tag, mine.max_tokens));
   ptx::st_relaxed_sys_pair(line + 6, call.epoch, tagged(tag, static_cast<uint32_t>(call.dispatch)));
 }
-// False: not all of it is there yet. `seen`: the number that stands there.
+// False: not all of it has arrived. `seen`: the number of the call that the line has.
 __device__ inline bool load_message(const uint64_t *line, uint64_t epoch, HandshakeMessage &theirs, int64_t &seen) {
   uint64_t word[8];
 #pragma unroll
@@ -55,12 +55,13 @@ __device__ inline bool load_message(const uint64_t *line, uint64_t epoch, Handsh
   return all;
 }
 
-// The last warp of the control block tells everybody which slots are empty here and, when sending, what this call is.
+// The last warp of the control block writes to every rank which slots are empty here and, when sending, this call's
+// message.
 template <class P>
 __device__ inline void post_low_latency(const P &p, const LowLatencyCall &call) {
   const TeamView &team = p.session.team;
   if (!is_last_warp()) return;  // the others go ahead
-  ptx::fence_acq_rel_sys();     // the emptying, by kernels before this one, is seen before what is told of it
+  ptx::fence_acq_rel_sys();     // earlier kernels' emptying of slots is visible before the credits below
 #pragma unroll 1
   for (int r = lane_id(); r < team.num_ranks; r += kWarp) {
     if (is_masked(p.session, r)) continue;
@@ -73,8 +74,8 @@ __device__ inline void post_low_latency(const P &p, const LowLatencyCall &call) 
   }
 }
 
-// What every thread loads before anything else, side by side: each by itself would cost the latency of memory. Nothing
-// here may look at what was loaded.
+// What every thread loads before anything else, all in flight together: each load by itself would cost the latency of
+// memory. Nothing here may use a loaded value.
 struct EarlyStart {
   uint64_t epoch, dispatch;  // of the newest call, or of the ticket
   uint32_t failed;           // the first thread's
@@ -127,8 +128,8 @@ __device__ __noinline__ inline bool find_source_call(const P &p, LowLatencyCall 
   return true;
 }
 
-// Whole block of a receive half, thread r for source r: the call of each source that belongs to this one, into shared
-// calls[R]. Only where ranks can be masked is there anything to find out. Epoch 0: masked, or given up now.
+// Whole block of a receive half, thread r for source r: writes the call of each source that belongs to this one to
+// shared calls[R]. Only with shrink may it differ from this rank's. Epoch 0: masked, or given up now.
 template <class P>
 __device__ inline void find_source_calls(const P &p, const LowLatencyCall &call, LowLatencyCall *calls) {
   const Session &s = p.session;
@@ -145,8 +146,8 @@ __device__ inline void find_source_calls(const P &p, const LowLatencyCall &call,
   }
 }
 
-// The control block of a receive half, thread r for source r: everybody means the same call. Times go to the caller's
-// statistics.
+// The control block of a receive half, thread r for source r: checks that all ranks make the same call, and adds the
+// waits to the caller's statistics.
 template <class P>
 __device__ __noinline__ inline void check_low_latency_peers(const P &p, const LowLatencyCall *calls) {
   const TeamView &team = p.session.team;

@@ -1,5 +1,5 @@
-// dispatch.cuh - dispatch, the receiving half and the kernel: what came for a rank is spread over its experts' rows.
-// Block b receives tokens b, b + W, ... of every source. Nothing is fenced: each word says by itself that it has
+// dispatch.cuh - dispatch, the receiving half and the kernel: blocks copy the rows that arrive to their experts' rows.
+// Block b receives tokens b, b + W, ... of every source. Nothing is fenced: each word shows by itself that it has
 // arrived.
 #pragma once
 #include "cuda/impl/low_latency/compact_rows.cuh"
@@ -15,7 +15,7 @@ struct ReceiveTables {    // shared
   LowLatencyCall *calls;  // [R]: the source's own number of this call
 };
 
-// Whole block: waits for all counts and makes tables of them.
+// Whole block: waits for all counts and fills the tables.
 __device__ inline void read_counts(const LowLatencyDispatchParams &p, const LowLatencyCall &call,
                                    const ReceiveTables &tables) {
   const Session &s = p.session;
@@ -64,7 +64,7 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &p, const LowL
     for (int l = 0; l < num_local; ++l) tables.base[r * num_local + l] = 0;
   }
   if (!complete) __syncthreads();
-  // Counts become first rows; block b writes out what experts b, b + W, ... get.
+  // Counts become first rows; block b writes the outputs of experts b, b + W, ...
   for (int l = threadIdx.x; l < num_local; l += kLlThreads) {
     int64_t *range = p.layout_range() + static_cast<int64_t>(l) * num_ranks;
     const bool mine = l % num_workers() == static_cast<int>(blockIdx.x);
@@ -78,13 +78,12 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &p, const LowL
     }
     if (!mine) continue;
     p.recv_count()[l] = first;
-    if (p.cumulative_stats() != nullptr)
-      atomicAdd(&p.cumulative_stats()[l], first);  // no load that would be waited for
+    if (p.cumulative_stats() != nullptr) atomicAdd(&p.cumulative_stats()[l], first);  // waits for no load
   }
   __syncthreads();
 }
 
-struct RowList {  // shared, of a group: where a row goes
+struct RowList {  // shared, of a group: the places of a row
   uint8_t *row[kMaxTopk];
   uint32_t *scales[kMaxTopk];  // its first scale
   int32_t count;
@@ -136,14 +135,21 @@ __device__ inline void read_header(const LowLatencyDispatchParams &p, const LowL
   s.team.scratch->late[source] = call.epoch;
 }
 
-// What a thread waits for, its loads side by side: chunks `at`, `at` + kLlGroupThreads, ... of a row, and one of its
-// scales.
+// A row in a slot, of row_bytes, and the scale that this thread copies (null: none).
+struct SlotRow {
+  uint8_t *data;
+  int row_bytes;
+  const uint32_t *scale;
+};
+
+// What a thread waits for, all loads in flight together: chunks `at`, `at` + kLlGroupThreads, ... of a row, and one of
+// its scales.
 template <int kChunks>
 struct Arrivals {
   uint4 data[kChunks];
   uint32_t word;
 };
-// Loads what is not there yet.
+// Loads what has not arrived yet.
 template <int kChunks>
 __device__ __forceinline__ void load_missing(Arrivals<kChunks> &arrivals, const uint8_t *from, int chunks,
                                              const uint32_t *word, int at) {
@@ -162,12 +168,12 @@ __device__ __forceinline__ bool are_complete(const Arrivals<kChunks> &arrivals, 
   return all;
 }
 
-// By a group: a row from the slot to its places, the slot is emptied. `word`: the scale that this thread takes along,
-// or null. False: it did not come whole.
+// By a group: copies a row from the slot to its places, and empties the slot. False: the row did not come whole.
 template <int kChunks>
-__device__ inline bool spread_row(const Session &s, uint64_t expected, int source, uint8_t *from, int row_bytes,
-                                  const RowList *list, const uint32_t *word, Arrivals<kChunks> &arrivals, int thread) {
-  const int chunks = row_bytes / 16;
+__device__ inline bool spread_row(const Session &s, uint64_t expected, int source, const SlotRow &row,
+                                  const RowList *list, Arrivals<kChunks> &arrivals, int thread) {
+  uint8_t *from = row.data;
+  const int chunks = row.row_bytes / 16;
   bool came = true;
   for (int at = thread; came && at < chunks; at += kLlGroupThreads * kChunks) {
     if (at != thread) {
@@ -175,7 +181,7 @@ __device__ inline bool spread_row(const Session &s, uint64_t expected, int sourc
       for (int u = 0; u < kChunks; ++u) arrivals.data[u] = {0, 0, 0, 0};
       load_missing(arrivals, from, chunks, nullptr, at);
     }
-    const uint32_t *awaited = at == thread ? word : nullptr;
+    const uint32_t *awaited = at == thread ? row.scale : nullptr;
     if (!are_complete(arrivals, chunks, awaited, at))
       came =
           wait_or_mask(s, source, expected, [&](int64_t &) {  // one chunk at first: polling all would keep memory busy
@@ -221,7 +227,7 @@ __device__ inline bool spread_scales(const LowLatencyDispatchParams &p, const Lo
   return true;
 }
 
-// kChunks: of a row, for each thread at a time.
+// kChunks: chunks of a row that a thread has in flight.
 template <int kChunks>
 __device__ inline void receive_tokens(const LowLatencyDispatchParams &p, const LowLatencyCall &call,
                                       const ReceiveTables &tables, RowList *lists) {
@@ -237,17 +243,17 @@ __device__ inline void receive_tokens(const LowLatencyDispatchParams &p, const L
       if (token >= tables.tokens[source]) continue;
       const LowLatencyCall &theirs = tables.calls[source];
       const uint32_t number = number_of_token(p, source, token);
-      uint8_t *row = slot_row(p, own_block(p), theirs, number);
       uint32_t *words = slot_words(p, own_block(p), theirs, number);
-      // Loaded before anybody knows where to: if it is there by then, a round trip to memory is saved.
+      const SlotRow row{slot_row(p, own_block(p), theirs, number), row_bytes,
+                        plain_scales && thread < p.hidden / kScaleChannels ? words + thread : nullptr};
+      // Loaded before the header says where the row goes: if it has arrived, a round trip to memory is saved.
       Arrivals<kChunks> arrivals{};
-      const uint32_t *word = plain_scales && thread < p.hidden / kScaleChannels ? words + thread : nullptr;
-      load_missing(arrivals, row, row_bytes / 16, word, thread);
+      load_missing(arrivals, row.data, row_bytes / 16, row.scale, thread);
       if (thread < kWarp) read_header(p, call, source, token, row_bytes, tables, list);
       ptx::barrier_among<kLlGroupThreads>(1 + group);
       mark(kMarkLastHeader, thread == 0);
       if (list->count > 0) {
-        bool whole = spread_row(p.session, call.epoch, source, row, row_bytes, list, word, arrivals, thread);
+        bool whole = spread_row(p.session, call.epoch, source, row, list, arrivals, thread);
         whole = (p.format != DK_FORMAT_FP8 || spread_scales(p, theirs, source, words, list, arrivals.word, thread)) &&
                 whole;
         if (!whole) p.session.team.scratch->late[source] = call.epoch;
@@ -256,7 +262,7 @@ __device__ inline void receive_tokens(const LowLatencyDispatchParams &p, const L
     }
 }
 
-// Whole block. Behind calls [R] in shared memory there is room for the tables.
+// Whole block. The tables follow calls [R] in shared memory.
 __device__ inline void receive(const LowLatencyDispatchParams &p, const LowLatencyCall &call, LowLatencyCall *calls,
                                RowList *lists) {
   auto *base = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks);
@@ -294,15 +300,15 @@ __device__ inline void finish_outputs(const LowLatencyDispatchParams &p, const L
 
 __global__ void __launch_bounds__(kLlThreads, 1)
     low_latency_dispatch_kernel(const __grid_constant__ LowLatencyDispatchParams p) {
-  extern __shared__ __align__(16)
-      uint8_t memory[];  // peers [R]; while sending codes [kTileCodes], then calls [R], base [E], tokens [R]
+  // peers [R]; while sending codes [kTileCodes], then calls [R], base [E], tokens [R]
+  extern __shared__ __align__(16) uint8_t memory[];
   __shared__ SendTables sending;
   __shared__ RowList lists[kLlGroups];
   begin_timeline();
   auto **peers = reinterpret_cast<uint8_t **>(memory);
-  uint8_t *behind = memory + align_up<int>(8 * p.session.team.num_ranks, 16);
-  const CodeTile tile(behind, p.num_topk, p.tile_tokens);
-  auto *calls = reinterpret_cast<LowLatencyCall *>(behind);
+  uint8_t *tables = memory + align_up<int>(8 * p.session.team.num_ranks, 16);
+  const CodeTile tile(tables, p.num_topk, p.tile_tokens);
+  auto *calls = reinterpret_cast<LowLatencyCall *>(tables);
   const EarlyStart start = load_start(p);
   EarlySend early{};
   if (p.sends()) early = load_early_send(p, tile);

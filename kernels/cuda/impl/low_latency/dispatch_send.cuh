@@ -1,5 +1,6 @@
 // dispatch_send.cuh - dispatch, the sending half: a token's row goes once to each rank that holds one of its experts,
-// with a header that says which local experts and where in their order. Block b sends tokens b, b + W, ...
+// with a header that names the local experts and the row's position among their rows. Block b sends tokens b, b + W,
+// ...
 #pragma once
 #include "cuda/impl/low_latency/expert_counts.cuh"
 
@@ -7,7 +8,7 @@ namespace deepep {
 
 // ---- Send: one token ------------------------------------------------------------------------------------------------
 
-struct TokenRoute {          // of the token that a block sends now, in shared memory
+struct TokenRoute {          // of the token that a block is sending, in shared memory
   int32_t expert[kMaxTopk];  // -1: none, or named before
   float weight[kMaxTopk];    // summed over repetitions
   uint8_t *row[kMaxTopk];    // of each rank that holds one of the experts: where the token's row and words lie there
@@ -50,8 +51,8 @@ __device__ inline void read_route(const LowLatencyDispatchParams &p, const LowLa
   if (lane == 0) route->num_ranks = __popc(leaders);
 }
 
-// By one warp: tells the owners of this block's experts from the `first` on how many of my tokens choose them, and how
-// many tokens I have; their counts begin at `at`.
+// By one warp: writes to the owners of this block's experts from the `first` on how many of this rank's tokens choose
+// them, and how many tokens it has. Their counts begin at `at`.
 __device__ inline void send_own_counts(const LowLatencyDispatchParams &p, const LowLatencyCall &call,
                                        const SendTables *tables, int at, int first) {
   const int expert = own_expert(first + lane_id());
@@ -62,7 +63,7 @@ __device__ inline void send_own_counts(const LowLatencyDispatchParams &p, const 
         tagged(dispatch_tag(call.dispatch),
                static_cast<uint32_t>(p.num_tokens) << 16 | tables->expert_counts.count[at + lane_id()]));
 }
-// Whole block: the experts that fall to it, but for the first `skip`.
+// Whole block: its experts, but for the first `skip`.
 __device__ inline void send_expert_counts(const LowLatencyDispatchParams &p, const LowLatencyCall &call,
                                           const CodeTile &tile, bool loaded, int skip, SendTables *tables) {
 #pragma unroll 1
@@ -74,7 +75,7 @@ __device__ inline void send_expert_counts(const LowLatencyDispatchParams &p, con
   }
 }
 
-// By all threads, the last first: in FP8 they have less of the row to do.
+// By all threads, the last first: in FP8 those have less of the row to send.
 __device__ inline void send_headers(const LowLatencyDispatchParams &p, const LowLatencyCall &call, int token,
                                     const SendTables *tables, uint32_t pattern) {
   const TokenRoute *route = &tables->route;
@@ -99,8 +100,7 @@ __device__ inline void send_headers(const LowLatencyDispatchParams &p, const Low
   }
 }
 
-// What a thread loads of a row before anything else: 32 bytes that follow each other (FP8), or two chunks a block apart
-// (BF16).
+// What a thread loads of a row before anything else: 32 consecutive bytes (FP8), or two chunks kLlThreads apart (BF16).
 struct RowBegin {
   uint4 a, b;
 };
@@ -119,7 +119,7 @@ __device__ __forceinline__ RowBegin load_row_begin(const LowLatencyDispatchParam
 __device__ __forceinline__ void store_everywhere(const TokenRoute *route, int offset, const uint4 &chunk) {
   constexpr int kAtOnce = 4;
   for (int first = 0; first < route->num_ranks; first += kAtOnce) {
-    uint8_t *row[kAtOnce];  // all before the first store, which no load of theirs may cross
+    uint8_t *row[kAtOnce];  // all loaded before the first store: the compiler moves no load across it
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) row[n] = first + n < route->num_ranks ? route->row[first + n] : nullptr;
 #pragma unroll
@@ -176,7 +176,7 @@ __device__ inline void send_bf16_row(const LowLatencyDispatchParams &p, int toke
 
 // ---- Send: all tokens of a block ------------------------------------------------------------------------------------
 
-// What a block loads before it knows whether the slots are empty, and even which call this is.
+// What a block loads before it knows whether the slots are empty, and the number of the call.
 struct EarlySend {
   CodeLoads codes;
   RowBegin row;
@@ -227,7 +227,7 @@ __device__ inline bool send_tokens(const LowLatencyDispatchParams &p, const LowL
     if (token + num_workers() < p.num_tokens) __syncthreads();
   }
   if (first >= p.num_tokens && !await_empty_slots(p, call, early.slot))
-    return false;  // counts of old calls are as good as read then
+    return false;  // after that wait, counts of old calls have been read
   send_expert_counts(p, call, tile, loaded, first < p.num_tokens ? kWarp : 0, tables);
   __syncthreads();
   return true;

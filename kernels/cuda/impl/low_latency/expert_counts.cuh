@@ -1,12 +1,12 @@
-// expert_counts.cuh - how many tokens choose an expert, and how many before a token: the entries of topk_idx, which
-// every block looks at, in shared memory.
+// expert_counts.cuh - how many tokens choose an expert, and how many of them before a token. Every block counts in its
+// own copy of topk_idx in shared memory.
 #pragma once
 #include "cuda/impl/low_latency/control.cuh"
 
 namespace deepep {
 
-// The entries of topk_idx, loaded once side by side, lie in shared memory as 16-bit codes, `stride` of them a token;
-// kNoExpert where there is none. Mostly all tokens fit into one tile.
+// The entries of topk_idx as 16-bit codes in shared memory, `stride` of them a token; kNoExpert where there is none.
+// Mostly all tokens fit into one tile.
 constexpr int kTileCodes = 4096;
 constexpr uint32_t kNoExpert = 0xffff;
 __host__ __device__ constexpr int code_stride(int num_topk) { return align_up(num_topk, 8); }
@@ -81,16 +81,16 @@ __device__ __forceinline__ bool names(const uint16_t *codes, int stride, uint32_
   return zero != 0;
 }
 
-// What a block counts in one look at the codes: for each entry of its token the tokens before it that name the same
-// expert, then for experts b + (first .. first + 31) * W, which fall to this block, all tokens. In shared memory.
+// What a block counts in one pass over the codes: for each entry of its token the tokens before it that name the same
+// expert, then for this block's experts b + (first .. first + 31) * W all tokens. In shared memory.
 struct ExpertCounts {
   uint32_t count[2 * kMaxTopk];
 };
 __device__ __forceinline__ int own_expert(int n) { return static_cast<int>(blockIdx.x) + n * num_workers(); }
 
 // Whole block; the counts are complete after a barrier. A warp counts for one expert at a time; none of the loops is
-// unrolled, for what runs once waits for its instructions. `loaded`: the only tile is there; else a barrier comes
-// before. No token: num_tokens.
+// unrolled, since code that runs once waits for its instructions to be fetched. `loaded`: the only tile is in shared
+// memory; else the caller has a barrier before this. No token: num_tokens.
 __device__ inline void count_experts(const LowLatencyDispatchParams &p, const CodeTile &tile, bool loaded, int token,
                                      int first_own, ExpertCounts *expert_counts) {
   const int lane = lane_id(), entries = token < p.num_tokens ? p.num_topk : 0,

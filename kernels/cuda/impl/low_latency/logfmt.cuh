@@ -1,8 +1,6 @@
-// logfmt.cuh - rows in LogFMT-10: for each 128 channels a sign and 9 bits of magnitude, codes 1 to 511 evenly spaced in
-// log2 between the block's least and greatest, rounded to nearest in linear value; code 0 is zero. 16 threads hold a
-// block, 8 channels each. On the wire three codes share a word with a constant bit, so no word is zero; a block that
-// stays BF16 travels XORed with a pattern it does not hold. The block's own word, behind the channels, says which, and
-// the range.
+// logfmt.cuh - rows in LogFMT-10 (codes: common/log_codes.cuh), in blocks of 128 channels; 16 threads hold a block, 8
+// channels each. On the wire three codes share a word with a constant bit, so no word is zero; a block that stays BF16
+// is XORed with a pattern that it does not hold. The block's word, after the channels, has its kind and its range.
 #pragma once
 #include <cuda_bf16.h>
 
@@ -13,7 +11,7 @@ namespace deepep {
 
 enum : uint32_t { kBlockThere = 1u << 31, kBlockLogfmt = 1u << 30 };
 
-// By `threads` threads, a multiple of 32: a row of BF16 to a peer's slot.
+// By `threads` threads, a multiple of 32: sends a row of BF16 to a peer's slot.
 __device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, uint32_t *infos, int hidden, int thread,
                                    int threads) {
   const int chunks = hidden / 8;
@@ -46,7 +44,7 @@ __device__ inline void send_logfmt(const uint8_t *row, uint8_t *to, uint32_t *in
   }
 }
 
-// By the 16 threads of a block together: 8 channels of a row in a slot, times weight; the slot is emptied.
+// By the 16 threads of a block together: adds 8 channels of a row in a slot, times weight, and empties the slot.
 __device__ inline void add_logfmt(const Session &s, int peer, uint64_t expected, uint8_t *row, uint32_t *infos, int at,
                                   float weight, float (&sum)[8]) {
   const uint32_t half = 0xffffu << (lane_id() & 16);

@@ -1,6 +1,5 @@
-// timeline.cuh - where a low-latency call spends its time, for bench_ops mode=lltimeline. Built in only with
-// -DDEEPEP_TIMELINE: each block then keeps the clock of each mark, for the last calls of dispatch and of combine; else
-// nothing is left.
+// timeline.cuh - where a low-latency call spends its time, for bench_ops mode=lltimeline. Only with -DDEEPEP_TIMELINE
+// does each block record the clock at each mark, for the last calls of dispatch and of combine.
 #pragma once
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/types.cuh"

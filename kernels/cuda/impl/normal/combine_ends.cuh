@@ -1,4 +1,4 @@
-// combine_ends.cuh - the two ends of combine's rings: where this rank sends rows, and where its peers' rows arrive.
+// combine_ends.cuh - the ends of combine's rings: where this rank sends rows, and where its peers' rows arrive.
 #pragma once
 #include "cuda/impl/normal/combine_params.cuh"
 #include "cuda/impl/normal/matrix.cuh"
@@ -7,7 +7,7 @@
 namespace deepep {
 
 struct CombineDest {
-  uint8_t *rows, *meta;  // slot 0 of my ring there
+  uint8_t *rows, *meta;  // slot 0 of this rank's ring there
   uint64_t *flags;
   const uint64_t *credits;      // here
   int32_t first_row, num_rows;  // of x
@@ -23,7 +23,7 @@ __host__ __device__ inline RingShape combine_ring(const CombineParams &p) {
   return ring_shape(p.session.team.nvl_bytes, p.session.team.num_ranks, p.row_bytes, p.num_topk * 4);
 }
 
-// By the whole block, while the peers' messages are on their way.
+// By the whole block, while the peers' messages are in flight.
 __device__ inline void set_up_combine(const CombineParams &p, CombineDest *dests, CombineSource *sources) {
   const TeamView &team = p.session.team;
   const int num_ranks = team.num_ranks, me = team.rank;

@@ -5,13 +5,12 @@
 
 namespace deepep {
 
-// What send_rows.cuh asks for.
 struct CombineJob {
   const CombineParams &p;
   const CombineDest *dests;
   uint64_t epoch;
   RingShape ring;
-  int dest;         // whose rows this warp takes; -1: everybody's, by turns
+  int dest;         // the rank whose rows this warp takes; -1: all ranks', in turn
   int tickets;      // how many there are
   int ticket = -1;  // lane 0: taken one ahead
 
@@ -67,9 +66,9 @@ struct CombineJob {
   }
 };
 
-// Rows go to all destinations by turns, so that tokens' rows from all ranks arrive together, unless some ring is too
-// small for all its rows: a row that waits for room must not hold back rows to others, so each destination then has its
-// own warps.
+// Rows go to all destinations in turn, so that a token's rows from all ranks arrive together, unless some ring is too
+// small for all its rows: a row that waits for room must not delay rows to others, so each destination then has warps
+// of its own.
 __device__ inline CombineJob combine_job(const CombineParams &p, const CombineDest *dests, uint64_t epoch) {
   const int num_ranks = p.session.team.num_ranks, worker = warp_id() * gridDim.x + blockIdx.x;
   const RingShape ring = combine_ring(p);

@@ -1,5 +1,5 @@
-// combine_kernel.cuh - rows back to their tokens' ranks, and the sums there. Senders push rows of x in the order of
-// their destination's tokens; reducing warps take tokens by tickets and sum in FP32 in the order of ranks.
+// combine_kernel.cuh - combine: senders push rows of x back to their tokens' ranks, in the order of the tokens there;
+// reducing warps take tokens by tickets and sum in FP32 in the order of ranks.
 #pragma once
 #include "cuda/impl/normal/combine_job.cuh"
 #include "cuda/impl/normal/combine_sums.cuh"
@@ -8,9 +8,9 @@
 
 namespace deepep {
 
-// kSenders is the most; with many blocks fewer send and the others sum: 60 to 72 warps of all blocks keep the links
-// full, and each one less to wait for shortens the queues. With 24 blocks 3 of 4 took 473 us and all 498, with 16 they
-// took 562 and 472.
+// kSenders is the maximum; with many blocks fewer warps send and the others sum: 60 to 72 senders in all keep the links
+// full, and each one less shortens the queues. With 24 blocks 3 senders of 4 took 473 us and 4 took 498, with 16 blocks
+// 562 and 472.
 constexpr int kCombineSenders = 60;
 template <bool kBulk>
 struct CombineRoles {

@@ -4,7 +4,7 @@
 
 namespace deepep {
 
-// The arguments of a call, and what the launcher derives from them; see DispatchParams.
+// The arguments of a call, and what the launcher derives from them (see DispatchParams).
 struct CombineParams : dk_combine_params {
   Session session{};
   uint32_t row_bytes = 0, stage_bytes = 0;

@@ -5,10 +5,10 @@
 
 namespace deepep {
 
-// What a reducing warp takes at a time: chunks (16 bytes) [first, end) of a token's row. Whole rows where their slots
-// are used again, since a slot's credit says that all of it has been read. Else pieces of 8 KB, for with whole rows the
-// warps that have the last tokens work on when the others have nothing left: 5 us less for rows of 14 KB. Each piece
-// costs a look at the flags: 4 KB took 70 us more.
+// What a reducing warp takes at a time: chunks (16 bytes) [first, end) of a token's row. Whole rows where slots are
+// used again, since a slot's credit stands for all of it. Else pieces of 8 KB: with whole rows the warps with the last
+// tokens run on while the others are idle, 5 us longer for rows of 14 KB. Each piece costs a look at the flags: pieces
+// of 4 KB took 70 us more.
 struct SumPiece {
   int token, first, end;
 };
@@ -25,8 +25,8 @@ __device__ inline SumPiece sum_piece_at(const CombineParams &p, int each, int ti
   return {ticket / per_token, first, min(first + each, chunks)};
 }
 
-// A piece of the sum of a token's rows. `slots` is shared, [R]: the slot of the row from each rank, or -1. Two rows are
-// on their way at a time: a warp that waited for each in turn would be bound by latency.
+// Sums a piece of a token's rows. `slots` is shared, [R]: the slot of the row from each rank, or -1. Loads of two rows
+// are in flight at a time: a warp that waited for each in turn would be bound by latency.
 __device__ inline void sum_piece(const CombineParams &p, const CombineSource *sources, const RingShape &ring,
                                  const int32_t *slots, const SumPiece &piece) {
   constexpr int kUnroll = 4;
@@ -76,7 +76,7 @@ __device__ inline void sum_piece(const CombineParams &p, const CombineSource *so
   }
 }
 
-// Role of a warp. `slots`: its own shared [R].
+// Role of a warp. `slots`: the warp's own, shared [R].
 __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, const CombineSource *sources,
                                      int32_t *slots) {
   const int num_ranks = p.session.team.num_ranks;
@@ -99,7 +99,7 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
         [&] {
           missing = -1;
           for (int r = lane_id(); r < num_ranks && missing < 0; r += kWarp) {
-            const int head = slots[r];  // the row's number, until all are there
+            const int head = slots[r];  // the row's number, until all rows are here
             if (head < 0) continue;
             const RingPlace place = ring_place(head, ring.slots);
             if (ptx::ld_acquire_sys(&sources[r].flags[place.slot]) != ring_value(epoch, place.lap)) missing = r;

@@ -8,16 +8,16 @@ namespace deepep {
 
 // One for each rank, in shared memory.
 struct DispatchDest {
-  uint8_t *rows;  // my first row there: its final place, or slot 0 of my ring; before the handshake its nvl region
-  uint8_t *meta;  // slot 0 of my ring
+  uint8_t *rows;  // place of this rank's first row there, or slot 0 of its ring; before the handshake the nvl region
+  uint8_t *meta;  // slot 0 of the ring
   uint64_t *flags[2];
   const uint64_t *credits[2];  // here
   uint32_t slots, row_stride, meta_stride, direct;
-  int32_t first_row, num_rows, arriving, reserved;  // mine there, and everybody's
+  int32_t first_row, num_rows, arriving, reserved;  // this rank's rows there; all ranks' rows there
 };
 
-// Before the handshake, by the whole block: all of a destination that does not need the peer's message, which is on its
-// way meanwhile.
+// Before the handshake, by the whole block: all of a destination that does not need the peer's message, which is in
+// flight meanwhile.
 __device__ inline void prepare_dests(const DispatchParams &p, DispatchDest *dests) {
   const TeamView &team = p.session.team;
   const int num_ranks = team.num_ranks, me = team.rank;
@@ -37,7 +37,7 @@ __device__ inline void prepare_dests(const DispatchParams &p, DispatchDest *dest
   }
 }
 
-// After it, by the same threads. False: some rank has no room for what is sent to it.
+// After the handshake, by the same threads. False: some rank has no room for its rows.
 __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, DispatchDest *dests) {
   const TeamView &team = p.session.team;
   const int num_ranks = team.num_ranks, me = team.rank;
@@ -69,7 +69,7 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
   return __syncthreads_or(!good) == 0;
 }
 
-// The lowest of this lane's ranks whose ring has no room for the token's row yet; -1: all have.
+// The lowest of this lane's ranks whose ring has no room for the token's row yet; -1: all have room.
 __device__ inline int rank_without_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch,
                                         RingPart part, const int32_t *heads) {
   for (int r = lane_id(); r < p.session.team.num_ranks; r += kWarp) {

@@ -5,7 +5,6 @@
 
 namespace deepep {
 
-// The rows of this rank's tokens: what send_rows.cuh asks for.
 struct DispatchJob {
   const DispatchParams &p;
   const DispatchDest *dests;

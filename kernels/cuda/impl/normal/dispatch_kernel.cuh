@@ -1,7 +1,7 @@
-// dispatch_kernel.cuh - rows to the ranks that hold their experts. Roles by warp: senders of rows, the publisher,
-// senders and receivers of metadata, receivers of rows (which copy staged rows out; a registered segment needs none).
-// No role of a block waits for another of the same block, so a grid that is resident makes progress whatever the order
-// of arrival.
+// dispatch_kernel.cuh - dispatch: rows go to the ranks that hold their experts. Roles by warp: senders of rows, the
+// publisher, senders and receivers of metadata, receivers of rows (which copy staged rows to the outputs; a registered
+// segment needs none). No role of a block waits for a receiving role of the same block, so a resident grid makes
+// progress whatever the order of arrival.
 #pragma once
 #include "cuda/impl/normal/dispatch_meta.cuh"
 #include "cuda/impl/normal/failed_outputs.cuh"
@@ -16,23 +16,23 @@ struct DispatchRoles {
   static constexpr int kMetaSendersAt = kSenders + kPublishers, kMetaReceiversAt = kMetaSendersAt + kMetaSenders;
   static constexpr int kRowReceiversAt = kMetaReceiversAt + kMetaReceivers;
   static constexpr int kWarps = kRowReceiversAt + kRowReceivers, kThreads = kWarps * kWarp;
-  // Where rows come straight to their places, the warps that would receive them send metadata too: it should be out
-  // before the links are full of rows, for behind these each of its stores waits.
+  // Where rows arrive straight at their places, the warps that would receive them send metadata too: it should leave
+  // before the links are full of rows, since its stores queue after those.
   __host__ __device__ static int meta_senders(const DispatchParams &p) {
     return kMetaSenders + (p.recv_segment < 0 ? 0 : kRowReceivers);
   }
-  __device__ static int meta_sender(const DispatchParams &p, int warp) {  // -1: it is none
+  __device__ static int meta_sender(const DispatchParams &p, int warp) {  // -1: the warp is none
     if (warp >= kMetaSendersAt && warp < kMetaReceiversAt) return warp - kMetaSendersAt;
     return p.recv_segment >= 0 && warp >= kRowReceiversAt ? kMetaSenders + warp - kRowReceiversAt : -1;
   }
 };
 
-// Which blocks send rows and which copy staged rows out. An SM whose stores queue for the links is slow at copying, so
-// where there are enough blocks each does one of the two; its idle senders then copy too. Rows of 14 KB gained by that
-// with 24 blocks and lost with 20, rows of 7 KB gained with 16. The form without bulk copies gains most: 475 and 910 us
-// became 280 and 514 with 24 blocks.
-constexpr int kStagedSenders = 32,
-              kDirectSenders = 36;  // warps of all blocks: enough to keep the links full; more only make queues longer
+// Which blocks send rows and which copy staged rows to the outputs. An SM whose stores queue for the links is slow at
+// copying, so where there are enough blocks each does one of the two, and idle senders copy too. Rows of 14 KB gained
+// by that with 24 blocks and lost with 20, rows of 7 KB gained with 16. The form without bulk copies gains most: 475
+// and 910 us became 280 and 514 with 24 blocks. Senders are warps of all blocks: enough to keep the links full; more
+// only make queues longer.
+constexpr int kStagedSenders = 32, kDirectSenders = 36;
 template <bool kBulk>
 struct DispatchSplit {
   static constexpr int kCopiers =
@@ -64,7 +64,7 @@ struct DispatchShared {
   }
 };
 
-// Copies rows of one source out of the ring into their places.
+// Role of a warp: copies rows of one source from the ring to their places.
 __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int worker, int num_workers) {
   const TeamView &team = p.session.team;
   const ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks);
@@ -74,7 +74,7 @@ __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int
   const uint64_t *flags = team.ring_flag(team.rank, kPayload, share.source);
   const uint8_t *rows_here = team.self + team.nvl + ring.payload(share.source, 0);
   for (int row = share.first; row < rows;) {
-    // Lanes look at the warp's next 32 rows; those that are here without a gap are copied.
+    // Lanes look at the warp's next 32 rows; the warp copies those before the first that has not arrived.
     const int ahead = row + lane_id() * share.step;
     const RingPlace place = ring_place(ahead, ring.slots);
     uint32_t here = 0;
@@ -100,8 +100,8 @@ __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int
   }
 }
 
-// Everything this block sent is published; the last block of the rank says so to all, and rows that were written
-// straight to their places are awaited.
+// After the block has published all that it sent: the last block of the rank signals every rank, and the first one
+// waits for rows that peers write straight to their places.
 __device__ inline void announce_and_await_done(const DispatchParams &p, uint64_t epoch) {
   const TeamView &team = p.session.team;
   uint32_t before = 0;
@@ -140,7 +140,7 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, const Dispatc
   const auto *dests = reinterpret_cast<const DispatchDest *>(shared + at.dests);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   const int warp = warp_id(), num_ranks = p.session.team.num_ranks;
-  int copier = -1;  // which of the block's copying warps this one is
+  int copier = -1;  // number among the block's copying warps
   const int meta_sender = split.sends() ? Roles::meta_sender(p, warp) : -1;
   if (meta_sender >= 0) {
     send_meta<kBulk>(p, dests, {shared + at.meta + meta_sender * meta_space_bytes(p), 0}, epoch);
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
   }
   finish(s, [&](bool failed) {
     if (failed) clear_dispatch_outputs(p);
-    if (threadIdx.x == 0) {  // both copies of the tickets: one has been 0 anyway
+    if (threadIdx.x == 0) {  // resets both copies of the tickets, though one is 0 already
       Scratch *scratch = s.team.scratch;
       scratch->blocks_sent = 0;
       for (int copy = 0; copy < 2; ++copy) scratch->tokens_taken[copy] = scratch->metas_taken[copy] = 0;

@@ -1,5 +1,5 @@
-// dispatch_meta.cuh - what belongs to a row besides its payload: scales, weights, indices, source. Sent through the
-// ring even where the payload goes straight to its place, ahead of it, and spread out at the receiver meanwhile.
+// dispatch_meta.cuh - a row's metadata: scales, weights, indices, source. Senders write it to the ring even where the
+// payload goes straight to its place, and ahead of the payload; receivers copy it to the outputs meanwhile.
 #pragma once
 #include "cuda/impl/normal/dispatch_job.cuh"
 
@@ -7,13 +7,12 @@ namespace deepep {
 
 constexpr int kMetaChunk = kWarp;  // rows that a receiving warp awaits together
 
-// A sending warp's shared memory. A batch of tokens is loaded at once; then the rows of one rank after the other are
-// made of it and go out together, since consecutive rows of a rank lie side by side in its ring: stores of single words
-// would queue behind rows.
+// A sending warp's shared memory. The warp loads a batch of tokens, then makes the rows of one rank after the other and
+// stores a rank's rows together: they are adjacent in its ring, and stores of single words would queue after payload.
 struct MetaSpace {
   uint8_t *base;
   uint32_t slot;  // of kMetaSlots, used in turn
-  // The batch's rows as loaded; those of one rank; which of the batch these are, [kMetaBatch].
+  // The batch's rows as loaded; the rows of one rank; which of the batch these are, [kMetaBatch].
   __device__ uint32_t *common() const { return reinterpret_cast<uint32_t *>(base); }
   __device__ uint32_t *rows(const DispatchParams &p) const {
     return reinterpret_cast<uint32_t *>(base +
@@ -57,7 +56,7 @@ __device__ inline uint32_t number_at_rank(const DispatchParams &p, const uint32_
   return mine < p.meta.num_local && (words == 1 || index[1] == 0) ? mine : p.meta.none;
 }
 
-// The `rows` tokens of the batch that space.tokens names, as rank r gets them.
+// Makes the rows for rank r of the `rows` tokens of the batch that space.tokens lists.
 __device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &space, uint32_t *out, int r, int rows,
                                       int first) {
   const int row_words = static_cast<int>(p.meta.stride / 4), common_words = static_cast<int>(p.meta.common_stride / 4);
@@ -84,7 +83,7 @@ __device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &
     out[j * row_words + p.meta.source_at] = static_cast<uint32_t>(first + space.tokens(p)[j]);
 }
 
-// Whole warp: from shared memory, multiples of 16 bytes.
+// Whole warp: stores a multiple of 16 bytes from shared memory.
 template <bool kBulk>
 __device__ inline void push_shared(uint8_t *to, const void *from, uint32_t bytes) {
   if constexpr (kBulk) {
@@ -100,14 +99,13 @@ __device__ inline void push_shared(uint8_t *to, const void *from, uint32_t bytes
   }
 }
 
-// Metadata of tokens [first, end), all of whose rows have room.
+// Stores the metadata of tokens [first, end), all of whose rows have room.
 template <bool kBulk>
 __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchDest *dests, MetaSpace &space, int first,
                                         int end) {
   const int num_ranks = p.session.team.num_ranks, tokens = end - first, lane = lane_id();
-  auto rank_at = [&](int i) {
-    return (p.session.team.rank + 1 + i) % num_ranks;
-  };  // ranks do not all begin with the same one
+  // Ranks do not all begin with the same one.
+  auto rank_at = [&](int i) { return (p.session.team.rank + 1 + i) % num_ranks; };
   auto head_at = [&](int i) {
     return i < num_ranks && lane < tokens ? p.send_head()[static_cast<int64_t>(first + lane) * num_ranks + rank_at(i)]
                                           : -1;
@@ -132,7 +130,7 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
     if (kBulk) ptx::fence_before_bulk();
 #endif
     __syncwarp();
-    for (int done = 0; done < rows;) {  // round the end of a ring in two parts
+    for (int done = 0; done < rows;) {  // in two parts where the ring wraps
       const uint32_t slot = ring_place(first_head + done, dests[r].slots).slot, stride = dests[r].meta_stride;
       const int run = min(rows - done, static_cast<int>(dests[r].slots - slot));
       push_shared<kBulk>(dests[r].meta + static_cast<uint64_t>(slot) * stride,
@@ -174,7 +172,7 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
     first = __shfl_sync(kAllLanes, first, 0);
     if (first >= p.num_tokens) return;
     const int end = min(first + batch, p.num_tokens);
-    // Lanes look at all rows of the batch: mostly all have room.
+    // Lanes check all rows of the batch: mostly all have room.
     bool tight = false;
     for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp)
       tight |=
@@ -185,7 +183,7 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
     for (int token = first; token < end; token += step) {
       const int32_t *heads = p.send_head() + static_cast<int64_t>(token) * num_ranks;
       if (tight && __any_sync(kAllLanes, rank_without_room(p, dests, epoch, kMeta, heads) >= 0)) {
-        publish_meta<kBulk>(p, dests, epoch, published, token);  // what others may wait for
+        publish_meta<kBulk>(p, dests, epoch, published, token);  // peers may wait for these before they free slots
         published = token;
         if (!await_ring_room(p, dests, epoch, kMeta, heads)) return;
       }
@@ -195,8 +193,8 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
   }
 }
 
-// Entries of `rows` rows, `each` of a row, to consecutive places, a lane each, four on their way at a time. No
-// divisions in the loop: a kernel runs once through most of this, and its time is that of fetching the instructions.
+// Copies `each` entries of every row to consecutive places, a lane for each entry, four loads in flight. No divisions
+// in the loop: most of this runs once in a kernel, and takes as long as its instructions take to be fetched.
 template <class T, class Load, class Store>
 __device__ inline void move_entries(int rows, int each, Load load, Store store) {
   constexpr int kUnroll = 4;
@@ -221,8 +219,8 @@ __device__ inline void move_entries(int rows, int each, Load load, Store store) 
   }
 }
 
-// `rows` rows of metadata, at(row) is where one lies, to their places from final_row on. Output by output: stores of
-// consecutive words are few; those of a row's words are dozens.
+// Copies `rows` rows of metadata, found by at(row), to the outputs from final_row on. Output by output, since stores of
+// consecutive words combine and those of one row's words do not.
 template <class At>
 __device__ inline void spread_meta(const DispatchParams &p, int rows, int64_t final_row, At at) {
   const int scales = p.num_scales, topk = p.num_topk;
@@ -273,14 +271,14 @@ __device__ inline void pad_meta(const DispatchParams &p, int worker, int num_wor
   }
 }
 
-// A slot of a ring here is free again. Apart: it is rarely needed, and what it needs would be kept in registers all the
-// time.
+// Returns a slot of the source's ring here to the source. Not inlined: it is rarely called, and inlined it would
+// hold registers all the time.
 __device__ __noinline__ inline void return_credit(const TeamView &team, RingPart part, int source, uint32_t slot,
                                                   uint64_t value) {
   ptx::st_release_sys(team.ring_credit(source, part, team.rank) + slot, value);
 }
 
-// Which rows a receiving warp looks after: those of one source, every `step`-th from `first` on.
+// The rows of a receiving warp: those of one source, every `step`-th from `first` on.
 struct ReceiverShare {
   int source, first, step;
 };
@@ -314,7 +312,7 @@ __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, boo
     __syncwarp();
     const uint32_t first_slot = __shfl_sync(kAllLanes, place.slot, 0);
     spread_meta(p, count, static_cast<int64_t>(before) + first,
-                [&](int row) {  // they go round the end of the ring once at most
+                [&](int row) {  // the ring wraps once at most
                   const uint32_t slot = first_slot + row;
                   return rows_here +
                          static_cast<uint64_t>(slot < ring.slots ? slot : slot - ring.slots) * p.meta.stride;

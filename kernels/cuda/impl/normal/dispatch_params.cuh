@@ -4,15 +4,15 @@
 
 namespace deepep {
 
-// Metadata of so many tokens is one ticket, with one system fence for all of them; fewer where theirs would take more
-// shared memory than the block's buffers may have together.
+// Metadata of so many tokens is one ticket, with one system fence for all of them; fewer tokens where the block's
+// buffers would exceed kMetaBuffers.
 constexpr uint32_t kMetaBatch = 16, kMetaBatchOfMany = 8;  // the latter where more warps send metadata
-constexpr uint32_t kMetaSlots = 2;                         // buffers of a warp for what is on its way to ranks
+constexpr uint32_t kMetaSlots = 2;                         // buffers of a warp for rows in flight to ranks
 constexpr uint32_t kMetaBuffers = 96 * 1024;
 
-// Words of a row's metadata: scales, weights from num_scales on, the receiver's numbers of the experts, the token's
-// number. Such a number takes half a word, all ones where the expert is another rank's; a word only where there are too
-// many experts. The host fills this in: threads that worked it out each time they need it would divide all the time.
+// Words of a row's metadata: scales, weights from num_scales on, the experts' numbers at the receiver, the token's
+// number. An expert's number takes half a word, or a word where there are too many experts; all ones: another rank's
+// expert. The host derives this, since threads would have to divide each time.
 struct MetaShape {
   int32_t shift;             // 1: two numbers in a word, else 0
   uint32_t num_local, none;  // experts of a rank; the number of another rank's expert
@@ -21,8 +21,8 @@ struct MetaShape {
   uint32_t common_stride;  // as rows are loaded: scales, weights, experts, with room for what is made of them
 };
 
-// The arguments of a call, and what the launcher derives from them; arguments that the call has no use for are 0. A
-// function hides the address of the same name: kernels have pointers with types.
+// The arguments of a call, and what the launcher derives from them; arguments that the call does not use are 0. A
+// function hides the address of the same name and returns it as a typed pointer.
 struct DispatchParams : dk_dispatch_params {
   Session session{};
   MetaShape meta{};

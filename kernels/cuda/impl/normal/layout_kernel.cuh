@@ -1,6 +1,5 @@
-// layout_kernel.cuh - how many tokens go to each rank, node and expert, and which token to which rank.
-// Blocks count a share of the tokens each in shared memory, add it to the team's histogram, and the last one writes it
-// out.
+// layout_kernel.cuh - how many tokens go to each rank, node and expert, and which token to which rank. Each block
+// counts a share of the tokens in shared memory and adds it to the team's histogram; the last one writes the outputs.
 #pragma once
 #include "cuda/sync/session.cuh"
 
@@ -8,7 +7,7 @@ namespace deepep {
 
 constexpr int kLayoutThreads = 512;
 
-// The arguments of a call; see DispatchParams.
+// The arguments of a call (see DispatchParams).
 struct LayoutParams : dk_layout_params {
   Session session{};
   int32_t num_nodes = 0;
@@ -24,14 +23,14 @@ struct LayoutCounts {
   uint32_t *experts, *ranks, *nodes;
 };  // shared
 
-// An entry of topk_idx, or -1. A wrong one is kept: it is the call's failure.
+// An entry of topk_idx, or -1. A wrong entry is kept in `wrong`, for the failure record.
 __device__ inline int64_t checked_entry(const LayoutParams &p, int64_t expert, int64_t &wrong) {
   if (expert >= -1 && expert < p.num_experts) return expert;
   wrong = expert;
   return -1;
 }
 
-// ---- A lane for each entry, as many whole tokens as a warp has lanes for: the loads of all go side by side ----------
+// ---- A lane for each entry, as many whole tokens as a warp has lanes for: all loads are in flight together ----------
 
 struct LaneEntry {
   int token, of_warp;
@@ -47,7 +46,7 @@ __device__ inline int64_t load_entry(const LayoutParams &p, const LaneEntry &at)
   if (!at.used) return -1;
   return load_index(p.topk_idx(), static_cast<int64_t>(at.token) * p.num_topk + lane_id() % p.num_topk, p.index_bytes);
 }
-// Whether this lane is the first of its token with this key, < limit; a key < 0 counts for nothing.
+// Whether this lane is the first of its token with this key, < limit; false for a key < 0.
 __device__ inline bool leads(const LaneEntry &at, int key, int limit) {
   const uint32_t mine = key < 0 ? 0x80000000u | lane_id() : static_cast<uint32_t>(at.of_warp * limit + key);
   return __ffs(static_cast<int>(__match_any_sync(kAllLanes, mine))) - 1 == lane_id() && key >= 0;
@@ -64,7 +63,7 @@ __device__ inline void count_entries(const LayoutParams &p, const LaneEntry &at,
   if (leads(at, expert, p.num_experts)) atomicAdd(counts.experts + expert, 1u);
   if (leads(at, node, p.num_nodes)) atomicAdd(counts.nodes + node, 1u);
   const bool goes = leads(at, rank, num_ranks);
-  __syncwarp();  // the zeros are there
+  __syncwarp();  // the zeros are stored
   if (goes) {
     atomicAdd(counts.ranks + rank, 1u);
     in_rank[at.of_warp * num_ranks + rank] = 1;
@@ -109,10 +108,10 @@ __global__ void __launch_bounds__(kLayoutThreads, 1) layout_kernel(const __grid_
   const bool works = static_cast<int>(blockIdx.x) < workers, by_lanes = p.num_topk <= kWarp;
   LaneEntry at{};
   int64_t entry = -1, wrong = -1;
-  if (works && by_lanes) {
+  if (works && by_lanes) {  // in flight while the block clears its counts
     at = lane_entry(p, blockIdx.x * tokens_per_block(p));
     entry = load_entry(p, at);
-  }  // on its way meanwhile
+  }
   for (int i = threadIdx.x; works && i < total; i += kLayoutThreads) counts[i] = 0;
   if (begin(s) && works) {
     const LayoutCounts mine{counts, counts + p.num_experts, counts + p.num_experts + s.team.num_ranks};

@@ -1,4 +1,4 @@
-// notify_counts.cuh - notify: the numbering of rows, and the sums of what ranks count.
+// notify_counts.cuh - notify: numbers of a rank's rows, and the sums of all ranks' counts.
 #pragma once
 #include "cuda/impl/normal/notify_params.cuh"
 #include "cuda/sync/session.cuh"
@@ -28,7 +28,7 @@ __device__ inline int block_prefix(int value, int &total) {
 }
 
 __device__ inline void number_rows(const NotifyParams &p, int to) {
-  constexpr int kEach = 8;  // tokens in a row of one thread: their loads go side by side, and 4096 need one round
+  constexpr int kEach = 8;  // consecutive tokens of one thread, with all loads in flight: 4096 tokens need one round
   const int num_ranks = p.session.team.num_ranks;
   int base = 0;
   for (int first = 0; first < p.num_tokens; first += kNotifyThreads * kEach) {
@@ -77,7 +77,7 @@ __device__ inline void sum_matrix(const NotifyParams &p, Counts counts, Limit li
   }
 }
 
-// The host may look at the counts. By one block of a notify that did not fail.
+// By one block, unless the notify failed: signals the host that the counts are valid.
 __device__ inline void announce_counts(const NotifyParams &p) {
   __syncthreads();
   if (threadIdx.x == 0 && p.counts() != nullptr && !has_failed(p.session))

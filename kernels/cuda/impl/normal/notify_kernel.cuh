@@ -1,12 +1,13 @@
-// notify_kernel.cuh - every rank learns how many rows go from whom to whom, and numbers its own rows.
-// Block 0 exchanges counts; block 1 + j numbers the rows to rank j, then to rank j + (blocks - 1), ...
+// notify_kernel.cuh - ranks exchange how many rows each sends to each, and number their rows. Block 0 exchanges counts;
+// block 1 + j numbers the rows to rank j, then to rank j + (blocks - 1), ...
 #pragma once
 #include "cuda/impl/normal/handshake.cuh"
 #include "cuda/impl/normal/notify_counts.cuh"
 
 namespace deepep {
 
-// My row of the matrix and the peer's experts, a warp for each peer, then the message that makes them valid.
+// Writes this rank's row of the matrix and the counts of the peer's experts to each peer, a warp for each, then the
+// message that makes them valid.
 __device__ inline void send_counts(const NotifyParams &p, const Handshake &hand) {
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks, local = p.num_experts / num_ranks;

@@ -4,7 +4,7 @@
 
 namespace deepep {
 
-// The arguments of a call; see DispatchParams.
+// The arguments of a call (see DispatchParams).
 struct NotifyParams : dk_notify_params {
   Session session{};
 

@@ -1,11 +1,12 @@
-// send_rows.cuh - rows from this rank's memory to peers' by warps that take work by tickets, and the publisher that
-// says what has arrived. A Job says which rows, from where, to where:
+// send_rows.cuh - sending warps, which take rows by tickets and copy them to peers, and the publisher, which sets the
+// flags of rows that have arrived there. A Job defines the rows, their sources and destinations:
+//   void start()                   takes the first ticket
 //   int next()                     the next row's number, -1: no more (whole warp; the same in all lanes)
 //   void prefetch(stage, row)      starts to fetch what each() needs (cp.async by lanes, one commit by the caller)
 //   const uint8_t *source(row)
-//   bool room(stage, row)          every destination has room now          } whole warp
-//   bool await_room(stage, row)    waits for that; false: the team failed  }
-//   void extra(stage, row)         what goes along by ordinary stores      }
+//   bool room(stage, row)          every destination has room now                } whole warp
+//   bool await_room(stage, row)    waits for that; false: the team failed        }
+//   void extra(stage, row)         stores what goes to the peer beside the row   }
 //   void each(stage, row, f)       f(address) for each destination, in all lanes
 #pragma once
 #include "cuda/common/copy_row.cuh"
@@ -19,7 +20,7 @@ constexpr int kSendAhead = kSendStages - kSendOutstanding;
 constexpr uint32_t kMaxStageBytes = 16384;
 constexpr uint32_t kQueueLength = 32;
 
-// A sending warp in shared memory: rows whose stores are complete, for the block's publisher; its stages.
+// Shared memory of a sending warp: a queue of rows whose stores are complete, for the block's publisher; its stages.
 struct SendQueue {
   uint32_t posted, finished, published, reserved;
   int32_t rows[kQueueLength];
@@ -28,7 +29,7 @@ struct SendQueue {
 };
 static_assert(sizeof(SendQueue) % 16 == 0, "what follows is aligned");
 
-// By the block's first threads, one for each queue.
+// Called by all threads: each of the block's first threads clears a queue.
 __device__ inline void init_queues(SendQueue *queues, int num_queues, bool bulk) {
   if (static_cast<int>(threadIdx.x) >= num_queues) return;
   SendQueue &queue = queues[threadIdx.x];
@@ -39,7 +40,7 @@ __device__ inline void init_queues(SendQueue *queues, int num_queues, bool bulk)
 #endif
 }
 
-// Whole warp, `posted` is the warp's own count.
+// Whole warp; `posted` is the warp's count.
 __device__ inline void post_row(SendQueue *queue, uint32_t &posted, int row) {
   __syncwarp();
   if (lane_id() == 0) {
@@ -50,8 +51,8 @@ __device__ inline void post_row(SendQueue *queue, uint32_t &posted, int row) {
   ++posted;
 }
 
-// A sending warp: start() takes its first rows and begins to load them, which no peer has to be awaited for; then
-// either run() or abandon(), as loads into shared memory must end before the block does.
+// A sending warp: start() takes its first rows and begins to load them, which needs no peer; then run() or abandon(),
+// since loads into shared memory must end before the block does.
 template <bool kBulk, class Job>
 struct RowSender;
 
@@ -97,14 +98,14 @@ struct RowSender<true, Job> {
     }
     ptx::copy_words_commit();
   }
-  // Rows whose stores are known to be complete go to the publisher; a row counts with its last piece.
+  // Posts rows whose stores are complete to the publisher; a row is complete with its last piece.
   __device__ void post_until(int complete) {
     for (; posted_items < complete; ++posted_items) {
       const int stage = posted_items % kSendStages;
       if (queue->stage_piece[stage] == pieces() - 1)
         post_row(queue, posted, queue->stage_row[stage]);
       else
-        __syncwarp();  // all have looked before the stage is filled anew
+        __syncwarp();  // all lanes have read the stage before it is filled again
     }
   }
   __device__ void drain() {
@@ -112,12 +113,12 @@ struct RowSender<true, Job> {
     __syncwarp();
     if (publish) post_until(stored);
   }
-  // One piece to all its destinations. False: the team failed.
+  // Stores one piece at all its destinations. False: the team failed.
   __device__ bool store_next() {
     const int stage = stored % kSendStages;
     const int which = queue->stage_row[stage], at = queue->stage_piece[stage];
     if (!job.room(stage, which)) {
-      drain();  // what is on its way here may be what others wait for
+      drain();  // peers may wait for rows that are still in flight before they free a slot
       if (!job.await_room(stage, which)) return false;
       ptx::fence_before_bulk();
     }
@@ -207,7 +208,7 @@ struct RowSender {
   }
 };
 
-// This warp's, of shared memory for as many warps as send.
+// The sender of this warp, in shared memory for all sending warps of the block.
 template <bool kBulk, class Job>
 __device__ inline RowSender<kBulk, Job> row_sender(Job &job, SendQueue *queues, uint8_t *stages, uint32_t row_bytes,
                                                    uint32_t stage_bytes) {
@@ -216,16 +217,16 @@ __device__ inline RowSender<kBulk, Job> row_sender(Job &job, SendQueue *queues, 
 }
 
 // The publisher: one fence for all rows that the block's senders have completed, then their flags. flags(row, which)
-// stores the flag of destination `which` < per_row of a row. Ends when all senders have finished; everything sent is
-// then published.
+// stores the flag of destination `which` < per_row of a row. Returns when all senders have finished and all they sent
+// is published.
 template <class Flags>
 __device__ inline void publish_rows(SendQueue *queues, int num_queues, int per_row, Flags flags) {
   const int lane = lane_id();
-  uint32_t published = 0;  // of the queue of my lane
+  uint32_t published = 0;  // of the queue of this lane
   for (;;) {
     const bool mine = lane < num_queues;
-    const bool finished =
-        !mine || ptx::ld_acquire_cta(&queues[lane].finished) != 0;  // before `posted`: then that is the last word
+    // Read before `posted`, which is final if this is set.
+    const bool finished = !mine || ptx::ld_acquire_cta(&queues[lane].finished) != 0;
     const uint32_t posted = mine ? ptx::ld_acquire_cta(&queues[lane].posted) : 0;
     const uint32_t news = __ballot_sync(kAllLanes, posted != published);
     if (news == 0) {
