@@ -174,11 +174,31 @@ static void many(struct rank *me) {
     expect(me, ((uint8_t *)t.host)[i] == 19 + i / 64, "stream %d left %d", i / 64, ((uint8_t *)t.host)[i]);
 }
 
+/* A wait for an event launches nothing: the counters that the barrier left in device memory stay there until they are
+ * flushed. */
+static void waits_only(struct rank *me) {
+  const struct team_spec counted = {.nvl_bytes = 1 << 16};
+  struct team *t = make_team(me, &counted);
+  uint64_t event = new_event(me);
+  run_barrier(t);
+  while (!idle(me, me->stream)) pause_ms(1);
+  uint64_t shown = t->stats->ops[DK_OP_BARRIER].calls;
+  expect(me, wait_event(me, event, 0) == DK_OK, "an event that was never recorded is not done");
+  record(me, event, me->stream);
+  expect(me, wait_event(me, event, limit_ns(10)) == DK_OK, "an event of an idle stream is not done");
+  expect(me, t->stats->ops[DK_OP_BARRIER].calls == shown, "waiting for an event changed the statistics page");
+  flush_stats(t);
+  expect(me, t->stats->ops[DK_OP_BARRIER].calls == 1, "the page shows %lu barriers after a flush, wanted 1",
+         (unsigned long)t->stats->ops[DK_OP_BARRIER].calls);
+  drop_event(me, event);
+}
+
 static const struct test_case cases[] = {
     {"stream/first in, first out", fifo, 1, NULL, QUICK, 0, 0},
     {"stream/waits with a time limit", slices, 2, NULL, QUICK, 0, 0},
     {"stream/one waits for another", cross_stream, 2, NULL, QUICK, 0, 0},
     {"stream/0 is the calling thread", host_stream, 1, NULL, QUICK, DK_CAP_HOST_STREAM, 0},
     {"stream/many streams and events", many, 1, NULL, QUICK, 0, 0},
+    {"stream/waiting for an event launches nothing", waits_only, 2, NULL, QUICK, 0, 0},
 };
 GROUP(stream_cases);

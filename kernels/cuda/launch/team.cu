@@ -61,6 +61,8 @@ cudaError_t allocate_scratch(Team *team, const uint64_t *peer_blocks) {
 }
 
 void free_team(Team *team) {
+  // After a dk_stats_flush that timed out, its kernel may still read the scratch and write the caller's page.
+  (void)cudaStreamSynchronize(team->device->service);
   internode_team_destroy(team);
   (void)cudaFree(team->scratch);
   (void)cudaFree(team->peers);
@@ -173,14 +175,16 @@ DK_EXPORT int32_t dk_stats_flush(dk_stats_flush_params *p) {
   const auto *team = handle_of<Team>(p->team);
   if (team == nullptr) return DK_EINVAL;
   const OnDevice on(team->device);
+  if (on.error() != cudaSuccess) return device_failure(p, on.error());
   stats_kernel<<<1, 512, 0, team->device->service>>>(team->view);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return device_failure(p, error);
-  for (const int64_t end = monotonic_ns() + static_cast<int64_t>(p->timeout_ns);;) {
+  const int64_t start = monotonic_ns();
+  for (;;) {
     error = cudaStreamQuery(team->device->service);
     if (error != cudaErrorNotReady) break;
     (void)cudaGetLastError();
-    if (monotonic_ns() >= end) return DK_ETIMEOUT;
+    if (static_cast<uint64_t>(monotonic_ns() - start) >= p->timeout_ns) return DK_ETIMEOUT;
   }
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
