@@ -3,14 +3,14 @@
 //
 //   nvcc -std=c++17 -O2 -arch=sm_90 -Ikernels -o build/bin/bench_ops bench/cuda/*.cu
 //   bench_ops LIBRARY [ranks=4] [devices=4] [tokens=4096] [hidden=7168] [topk=8] [experts=256] [sms=16,20,24]
-//   [iterations=30]
-//             [isa=0] [nvl_mb=512] [mode=check|normalcheck|llcheck|normal|sweep|ll|llsweep|lltimeline|host|times|all]
+//             [iterations=30] [isa=0] [nvl_mb=512]
+//             [mode=check|normalcheck|llcheck|normal|sweep|ll|llsweep|lltimeline|host|times|all]
 //             [max_tokens=128] [zipf=0] [local=0] [stats=1]
 //
 // mode=sweep: lines of CSV for pictures, normal mode with tokens up to tokens=N.
-// Logical bytes of a dispatch: rows that arrive anywhere, self included, times the row. Times are medians and 99th
-// percentiles of the maximum over ranks, by events around the call after a barrier kernel; an event pair around nothing
-// reads about 3 us.
+// Logical bytes of a dispatch: rows that arrive at any rank, self included, times the bytes of a row. Times are medians
+// and 99th percentiles of the maximum over ranks, by events around the call after a barrier kernel; an event pair
+// around nothing measures about 3 us.
 #include <string>
 
 #include "modes.h"
@@ -97,8 +97,8 @@ int main(int argc, char **argv) {
     return 2;
   }
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // ranks of one GPU must not share a hardware queue
-  setenv("CUDA_MODULE_LOADING", "EAGER",
-         0);  // a kernel that is loaded at its first launch waits for other ranks' to end
+  // A kernel that is loaded at its first launch waits for other ranks' kernels to end.
+  setenv("CUDA_MODULE_LOADING", "EAGER", 0);
   g_library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
   if (g_library == nullptr) {
     fprintf(stderr, "%s\n", dlerror());

@@ -1,15 +1,14 @@
-// host_times.cu - what a low-latency call costs the host in the kernel library, beside the calls of CUDA that it is
-// made of: CPU time from call to return. Calls come eight at a time, then the host waits for the device, so that no
-// queue fills.
+// host_times.cu - the host's cost of a low-latency call in the kernel library, beside that of the CUDA calls that it
+// makes: CPU time from call to return. The host makes eight calls, then waits for the device, so that no queue fills.
 #include <time.h>
 
 #include "low_latency.h"
 
 namespace {
 
-struct Words {
+struct Words {  // about as large as the parameters of a low-latency kernel
   uint64_t word[110];
-};  // about what a low-latency kernel is given
+};
 __global__ void nothing() {}
 __global__ void nothing_of(const __grid_constant__ Words words) {
   if (words.word[0] == 1) __trap();

@@ -9,8 +9,7 @@ __device__ __host__ float bf16_value(uint16_t bits) {
   memcpy(&value, &word, 4);
   return value;
 }
-// Row of (rank, token): anything but round numbers; some words are 0 and some all ones (a NaN payload that BF16 rows
-// may hold).
+// Row of (rank, token): no round numbers; some words are 0 and some all ones (a NaN payload that BF16 rows may hold).
 std::vector<uint16_t> make_rows(int rank, int tokens, int hidden, bool odd) {
   std::vector<uint16_t> x(static_cast<size_t>(tokens) * hidden);
   std::mt19937 random(rank * 7919 + 17);
@@ -122,7 +121,7 @@ int g_errors = 0;
     }                                                                                               \
   } while (0)
 
-// Checks a dispatch and returns what its rows stand for, [row of L*R*B][H] as BF16 bits in `values`.
+// Checks a dispatch and returns the values of its rows, [row of L*R*B][H], as BF16 bits in `values`.
 void check_dispatch(Rank &rank, const LowLatency &a, const Routing &routing, int format, uint32_t flags, bool odd,
                     std::vector<uint16_t> &values, const char *what) {
   const int RB = a.R * a.B, S = a.H / 128;
@@ -176,7 +175,7 @@ void check_dispatch(Rank &rank, const LowLatency &a, const Routing &routing, int
   }
 }
 
-// combined against the sum in float64 of weight * x, where every expert returned the token as it was.
+// Compares `combined` with the float64 sum of weight * x, where every expert returned the token unchanged.
 void check_combine(Rank &rank, const LowLatency &a, const Routing &routing, const char *what) {
   const auto got = to_host(a.combined, static_cast<size_t>(a.tokens) * a.H);
   const auto x = make_rows(rank.rank, routing.tokens, a.H, false);

@@ -18,7 +18,7 @@ double median(std::vector<double> &all) {
   return all[all.size() / 2];
 }
 
-// One operation's marks of the last kCalls calls: from a block's own begin, in ns by the ratio of both clocks.
+// One operation's marks of the last kCalls calls: time since the block's begin, in ns by the ratio of both clocks.
 void show(const uint64_t *marks, const char *what) {
   auto at = [&](int call, int block, int mark) { return marks[(call * kBlocks + block) * kNumMarks + mark]; };
   double cycles = 0, ns = 0;

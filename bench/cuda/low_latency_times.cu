@@ -21,8 +21,8 @@ std::vector<double> greatest_of_ranks(Rank &rank, const std::vector<double> &min
   return greatest;
 }
 
-// What `call` enqueues, `iterations` times. Time inside: of the operations `ops`, of one kernel each, or two halves. A
-// call's count is written out by a kernel after it: by the next round's at the latest.
+// Times what `call` enqueues, `iterations` times. Time inside: of the operations `ops`, of one kernel each, or two
+// halves. A later kernel writes a call's count to the page, at the latest in the next round.
 template <class F>
 Times time_calls(Rank &rank, int iterations, const std::vector<int> &ops, F call) {
   constexpr int kWarmup = 5;
@@ -42,7 +42,7 @@ Times time_calls(Rank &rank, int iterations, const std::vector<int> &ops, F call
   return {median, p99, own, own_p99};
 }
 
-// A call's share of a graph of 20, launched again and again.
+// A call's share of a graph of 20 calls, launched repeatedly.
 template <class F>
 Times time_graph(Rank &rank, int replays, F call) {
   constexpr int kCalls = 20;

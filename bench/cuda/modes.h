@@ -1,4 +1,4 @@
-// modes.h - what bench_ops can do.
+// modes.h - the modes of bench_ops.
 #pragma once
 #include "routing.h"
 
@@ -36,8 +36,8 @@ uint64_t as_address(T *p) {
   return reinterpret_cast<uint64_t>(p);
 }
 
-// Time that an operation has spent in its kernels so far. Kernels leave the newest call to the next one to write out:
-// the barrier.
+// Time that an operation has spent in its kernels so far. The next kernel, a barrier, writes the newest call's count to
+// the page.
 struct OwnTime {
   uint64_t calls, ns;
 };
@@ -64,7 +64,7 @@ class EventPair {
   EventPair(const EventPair &) = delete;
   EventPair &operator=(const EventPair &) = delete;
 
-  // In microseconds, behind a barrier of all ranks.
+  // In microseconds, after a barrier of all ranks.
   template <class F>
   double time(F call) {
     rank_.barrier();
@@ -91,7 +91,7 @@ inline Timing median_and_p99(std::vector<double> all) {
   std::sort(all.begin(), all.end());
   return {all[all.size() / 2], all[all.size() * 99 / 100]};
 }
-// What to time: `call` enqueues. Median and 99th percentile of the maximum over ranks, in microseconds.
+// Times what `call` enqueues: median and 99th percentile of the maximum over ranks, in microseconds.
 template <class F>
 Timing measure(Rank &rank, int iterations, bool cold, F call) {
   cudaStream_t stream = reinterpret_cast<cudaStream_t>(rank.stream);

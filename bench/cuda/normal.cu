@@ -138,7 +138,7 @@ void round_trip(Rank &rank, const Routing &routing, uint64_t hidden_bytes, int n
              direct ? reinterpret_cast<void *>(rank.segment) : a.recv_x, what);
   if (a.rows > 0) fill_bf16<<<256, 256>>>(a.y, a.ranks_device, a.tokens_device, rank.rank, a.rows, s.hidden);
   CHECK_CUDA(cudaDeviceSynchronize());
-  rank.meet();  // a rank that waits for its device waits for all ranks on it
+  rank.meet();  // waiting for a device waits for all ranks on it
   combine(rank, a, routing, sms, true);
   combine(rank, a, routing, sms, false);
   rank.sync();
@@ -181,7 +181,7 @@ void check_normal(Rank &rank) {
 
 namespace {
 
-// The limit: everybody pushes the same number of bytes to everybody else at once with 16-byte stores, tickets of 8 KB.
+// The limit: every rank pushes the same number of bytes to all others at once with 16-byte stores, tickets of 8 KB.
 __global__ void push_all(uint8_t *const *peers, const uint8_t *from, uint64_t bytes_each, int rank, int ranks,
                          unsigned long long *ticket) {
   constexpr uint64_t kPiece = 16384;

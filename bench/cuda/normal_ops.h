@@ -25,10 +25,10 @@ Arrays prepare(Rank &rank, const Routing &routing, int hidden, int num_scales);
 void release(Rank &rank, Arrays &a);
 
 void layout(Rank &rank, const Arrays &a, const Routing &routing);
-// The number of the call, with which its counts arrive.
+// Returns the number of the call, which its counts have.
 uint64_t notify(Rank &rank, const Arrays &a, const Routing &routing, uint64_t hidden_bytes, int num_scales);
-// rows: that there is room for, -1: as many as come. direct: into the segment. `worst`: rows that the outputs are
-// padded to.
+// rows: rows that the outputs have room for, -1: as many as arrive. direct: into the segment. worst: rows that the
+// outputs are padded to.
 void dispatch(Rank &rank, const Arrays &a, const Routing &routing, uint64_t hidden_bytes, int num_scales, int rows,
               int worst, int sms, bool direct);
 void combine(Rank &rank, const Arrays &a, const Routing &routing, int sms, bool weights);

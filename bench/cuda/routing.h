@@ -1,4 +1,4 @@
-// routing.h - who sends what to whom, computed on the host: the reference for every check.
+// routing.h - which rank sends which tokens where, computed on the host: the reference for every check.
 #pragma once
 #include <algorithm>
 #include <cmath>

@@ -10,7 +10,7 @@ struct Point {
   int tokens, hidden, sms;
 };
 
-// Rows that cross links, out of the rank that sends most or into the one that receives most, whichever is more.
+// Rows that cross links: the maximum over ranks of rows sent and of rows received.
 int max_rows(const Routing &routing) {
   std::vector<int> out(routing.ranks), in(routing.ranks);
   for (int from = 0; from < routing.ranks; ++from)

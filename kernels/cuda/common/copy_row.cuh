@@ -1,10 +1,10 @@
-// copy_row.cuh - a row from one place to another.
+// copy_row.cuh - copies a row from one place to another.
 #pragma once
 #include "cuda/common/ptx.cuh"
 
 namespace deepep {
 
-// A row by a warp, through registers; a multiple of 16 bytes.
+// By a warp, through registers; `bytes` is a multiple of 16.
 __device__ inline void copy_row(uint8_t *to, const uint8_t *from, uint32_t bytes) {
   constexpr int kUnroll = 8;
   const int chunks = static_cast<int>(bytes / 16);

@@ -11,7 +11,7 @@ namespace deepep {
 struct Fp8Scale {
   float scale, inverse;
 };
-// amax: greatest magnitude of the block, NaNs left out.
+// amax: the block's maximum magnitude, without NaNs.
 __device__ __forceinline__ Fp8Scale fp8_scale(float amax, bool round_up) {
   amax = amax > FLT_MAX ? FLT_MAX : amax;  // infinity saturates, the scale stays finite
   amax = amax < 1e-4f ? 1e-4f : amax;
@@ -43,7 +43,7 @@ __device__ __forceinline__ uint32_t cast_e4m3_four(float a, float b, float c, fl
 #endif
 }
 
-// Greatest magnitude of two channels; a NaN does not count.
+// The maximum of so_far and the magnitudes of two channels; a NaN does not count.
 __device__ __forceinline__ float greatest_magnitude(float so_far, uint32_t pair) {
   return fmaxf(so_far, fmaxf(fabsf(bf16_low(pair)), fabsf(bf16_high(pair))));
 }

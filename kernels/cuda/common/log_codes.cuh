@@ -1,5 +1,5 @@
 // log_codes.cuh - the codes of LogFMT-10: a sign and 9 bits of magnitude, codes 1 to 511 evenly spaced in log2 between
-// a block's least and greatest magnitude, rounded to nearest in linear value; code 0 is zero.
+// a block's lowest and highest magnitude, rounded to nearest in linear value; code 0 is zero.
 #pragma once
 #include "cuda/common/types.cuh"
 

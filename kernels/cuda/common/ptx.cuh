@@ -1,5 +1,5 @@
-// ptx.cuh - the only inline assembly of the library. Names say what an instruction means and how far it reaches:
-// _cta, _gpu, _sys. Where Hopper has a form of its own, the form for compute capability 8.0 stands beside it.
+// ptx.cuh - the only inline assembly of the library. Names have an instruction's meaning and its scope: _cta, _gpu,
+// _sys. Where Hopper has a form of its own, the form for compute capability 8.0 is next to it.
 #pragma once
 #include <cstdint>
 
@@ -58,7 +58,7 @@ __device__ __forceinline__ void st_release_sys(uint64_t *address, uint64_t value
 __device__ __forceinline__ void st_release_sys(uint32_t *address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
-// Two neighbouring words in one access, 16-byte aligned; each of them by itself is seen old or new.
+// Two adjacent words in one access, 16-byte aligned; each of them by itself is seen old or new.
 __device__ __forceinline__ void st_relaxed_sys_pair(uint64_t *address, uint64_t first, uint64_t second) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(first), "l"(second) : "memory");
 }
@@ -193,7 +193,7 @@ template <int kPending>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
-// Orders ordinary accesses seen so far before bulk copies issued from here on.
+// Orders the thread's earlier ordinary accesses before bulk copies that it issues later.
 __device__ __forceinline__ void fence_before_bulk() { asm volatile("fence.proxy.async;" ::: "memory"); }
 #else
 #define DEEPEP_HAS_BULK_COPY 0

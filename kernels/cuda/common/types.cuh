@@ -24,7 +24,7 @@ __host__ __device__ constexpr T max(T a, T b) {
   return a < b ? b : a;
 }
 
-// Addresses travel as 64-bit integers.
+// The interface has addresses as 64-bit integers.
 template <class T>
 __host__ __device__ inline T *pointer(uint64_t address) {
   return reinterpret_cast<T *>(address);

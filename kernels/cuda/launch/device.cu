@@ -159,7 +159,7 @@ DK_EXPORT int32_t dk_stream_query(dk_stream_query_params *p) {
   cudaError_t error = cudaStreamIsCapturing(stream_of(p->stream), &status);
   if (error != cudaSuccess) return device_failure(p, error);
   p->capturing = status != cudaStreamCaptureStatusNone;
-  if (p->idle == -1) return DK_OK;  // a call of CUDA less
+  if (p->idle == -1) return DK_OK;  // saves a CUDA call
   p->idle = 0;
   if (p->capturing) return DK_OK;
   error = cudaStreamQuery(stream_of(p->stream));

@@ -1,4 +1,4 @@
-// host.h - what the host side shares: handles, guards, error codes. No kernels here.
+// host.h - handles, guards and error codes that the host side shares. No kernels here.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -14,7 +14,7 @@
 #define DEEPEP_SM90 1
 #endif
 
-// What the shared library shows. Everything else is hidden by -fvisibility=hidden.
+// Marks what the shared library exports; -fvisibility=hidden hides everything else.
 #define DK_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace deepep {
@@ -25,7 +25,7 @@ struct Device {
   int ordinal = 0, num_sms = 0, cc_major = 0, cc_minor = 0;
   bool bulk = false;  // use the Hopper kernels
   bool exports_descriptors = false;
-  cudaStream_t service = nullptr;  // for copies that belong to no caller's stream
+  cudaStream_t service = nullptr;  // for work that belongs to no caller's stream
   cudaDeviceProp properties{};
 };
 
@@ -66,8 +66,7 @@ struct Driver {
 };
 const Driver *driver();  // null: no usable driver
 
-// A device error in a params struct: keeps the number, clears the runtime's sticky-free last error, chooses the DK_*
-// code.
+// Stores a device error in a params struct, clears the runtime's last error, and returns the DK_* code.
 template <class P>
 int32_t device_failure(P *p, cudaError_t error) {
   p->device_error = static_cast<int32_t>(error);
@@ -78,7 +77,7 @@ int32_t device_failure(P *p, cudaError_t error) {
   if (error == cudaErrorNotSupported) return DK_EUNSUPPORTED;
   return DK_EDEVICE;
 }
-// What became of the launch before this.
+// Returns the result of the launch before this.
 template <class P>
 int32_t launched(P *p) {
   const cudaError_t error = cudaGetLastError();
@@ -93,7 +92,7 @@ int32_t driver_failure(P *p, CUresult result) {
   return DK_EDEVICE;
 }
 
-// Every function starts so: the caller's struct is new enough, nothing failed yet.
+// Every function begins with this: the caller's struct is new enough, nothing has failed yet.
 #define DK_ENTER(p)                                   \
   do {                                                \
     if ((p) == nullptr) return DK_EINVAL;             \
@@ -101,10 +100,10 @@ int32_t driver_failure(P *p, CUresult result) {
     (p)->device_error = 0;                            \
   } while (0)
 
-// Makes a device current and gives the caller's back; no effect on captures of other threads meanwhile.
+// Makes a device current, and the caller's again at the end; captures of other threads go on meanwhile.
 class OnDevice {
  public:
-  // kAnyTime: only calls follow that CUDA allows whatever else is being captured, such as launches and events.
+  // kAnyTime: the guarded code makes only calls that CUDA allows during any capture, such as launches and events.
   enum Calls { kMixed, kAnyTime };
   explicit OnDevice(const Device *device, Calls calls = kMixed) : relaxed_(calls == kMixed) {
     if (relaxed_) (void)cudaThreadExchangeStreamCaptureMode(&mode_);
@@ -137,13 +136,12 @@ inline cudaStream_t stream_of(uint64_t value) { return reinterpret_cast<cudaStre
 
 int32_t cuda_info(dk_info_params *p);  // device.cu; dk_info of this library, and of others that link its objects
 
-// Loads every kernel of the library on the current device, so that no first launch has to (kernels.cu files register
-// theirs).
+// Load every kernel of the library on the current device, so that no first launch has to.
 cudaError_t load_normal_kernels(bool bulk);
 cudaError_t load_low_latency_kernels();
 cudaError_t load_small_kernels();
 
-// The state of an operation as kernels are told it.
+// The session of an operation, for its kernels' parameters.
 template <class P>
 Session session_of(const P *p, uint32_t op, uint32_t phase) {
   return Session{handle_of<Team>(p->team)->view, p->call, p->timeout_ns, op, phase};

@@ -10,27 +10,27 @@
 namespace deepep {
 
 inline bool spans_nodes(const Team *team) { return team->view.num_ranks > team->view.num_nvl_peers; }
-// Normal mode and barriers go by loads and stores on one node even where low latency does not.
+// Normal mode and barriers use loads and stores on one node even where low latency uses the transport.
 inline bool is_remote(const Team *team) { return team->internode != nullptr && spans_nodes(team); }
 
-// Adds to what the ranks of one node need. Pure; called where num_ranks > num_nvl_peers or flags have
+// Adds to the sizes that the ranks of one node need. Pure; called where num_ranks > num_nvl_peers or flags have
 // DK_TEAM_LL_TRANSPORT.
 int32_t internode_block_sizes(dk_block_sizes_params *p);
 // The team's view is filled; scratch and peers are allocated. Attaches team->internode.
 int32_t internode_team_create(dk_team_create_params *p, Team *team);
-void internode_team_destroy(Team *team);  // no effect without remote
+void internode_team_destroy(Team *team);  // no effect where team->internode is null
 
-// Where is_remote(). Parameters are checked and in the form that kernels take.
+// Where is_remote(). The caller has checked the arguments.
 int32_t internode_notify(dk_notify_params *p, const NotifyParams &params);
 int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &params, int blocks);
 int32_t internode_combine(dk_combine_params *p, const CombineParams &params, int blocks);
 int32_t internode_barrier(dk_barrier_params *p);
 
-// Where team->internode is there, with one node or more. Nothing is checked yet.
+// Where team->internode is not null, with one node or more. The arguments are not checked yet.
 int32_t internode_clean(dk_clean_params *p);
 int32_t internode_ll_dispatch(dk_ll_dispatch_params *p);
 int32_t internode_ll_combine(dk_ll_combine_params *p);
-int32_t internode_mask(dk_mask_params *p, const MaskParams &params);  // is checked
+int32_t internode_mask(dk_mask_params *p, const MaskParams &params);  // arguments are checked
 
 cudaError_t load_internode_kernels();  // all of them, on the current device
 

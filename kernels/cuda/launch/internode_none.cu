@@ -1,4 +1,4 @@
-// internode_none.cu - libdeepep_cuda.so reaches ranks by loads and stores alone. Not in libdeepep_nvshmem.so.
+// internode_none.cu - libdeepep_cuda.so accesses ranks by loads and stores alone. Not in libdeepep_nvshmem.so.
 #include "cuda/launch/internode.h"
 
 namespace deepep {

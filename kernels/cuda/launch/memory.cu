@@ -1,6 +1,6 @@
 // memory.cu - device memory that peers can map, and host memory that kernels can write.
-// Virtual memory exported as a descriptor: what a peer has mapped stays valid when the owner frees it or dies. Where
-// the driver refuses that, ordinary allocations and cudaIpc.
+// Virtual memory is exported as a descriptor: a peer's mapping stays valid when the owner frees it or dies. Where the
+// driver refuses that, ordinary allocations and cudaIpc.
 #include <sys/types.h>
 
 #include <cstring>
@@ -23,7 +23,7 @@ CUmemAllocationProp allocation_properties(int ordinal) {
   return properties;
 }
 
-// Maps memory->handle where this device may read and write it.
+// Maps memory->handle, for reads and writes of this device.
 CUresult map_here(Memory *memory) {
   const Driver *d = driver();
   CUresult result = d->MemAddressReserve(&memory->address, memory->bytes, kAlignment, 0, 0);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kDefaultSms = 20;
 
-// Blocks of a kernel that fills an SM: what was asked for, but never more than this rank's share of the device.
+// Blocks of a kernel that fills an SM: as many as the caller asks for, but at most this rank's share of the device.
 int blocks_for(const Team *team, int32_t num_sms) {
   const int share = max(1, team->device->num_sms / max(1, team->sm_share));
   return min(num_sms > 0 ? num_sms : kDefaultSms, share);

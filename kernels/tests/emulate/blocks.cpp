@@ -1,5 +1,4 @@
-// blocks.cpp - turns of blocks, fibers for their lanes, what lanes do together, and the memory that a block has to
-// itself.
+// blocks.cpp - turns of blocks, fibers for their lanes, warp and block operations, and shared memory.
 #include <link.h>
 #include <sys/mman.h>
 
@@ -17,7 +16,7 @@ Block *block = nullptr;
 bool at_random = false;
 uint64_t together_ns = 20000000;
 
-// ---- Fibers: registers that a call keeps go on the stack, and the stacks are changed ----
+// ---- Fibers: a switch pushes the callee-saved registers and changes the stack pointer ----
 
 extern "C" void emulate_switch(void **from, void *to);
 asm(R"(
@@ -46,8 +45,7 @@ emulate_switch:
 
 namespace {
 
-// Stacks of neighbouring lanes lie a little more than a power of two apart: in the same lines of a cache they would
-// displace each other.
+// Stacks of adjacent lanes lie a little more than a power of two apart, so that they do not share cache sets.
 constexpr size_t kStack = 32 * 1024 + 320;
 constexpr uint64_t kEndOfStack = 0x5ac4ed0f57ac4edull;
 constexpr int kPolls = 2, kPasses = 16, kRounds = 8;  // of a lane in a turn; of a block; of a warp in a pass
@@ -94,7 +92,7 @@ void make_lane(Block *own, unsigned number) {
   lane.stack_pointer = words - 6;
 }
 
-// ---- Shared memory: the thread's own variables of this library, changed with the blocks ----
+// ---- Shared memory: thread-local variables of this library, swapped with the blocks ----
 
 struct Range {
   uint8_t *at;
@@ -123,7 +121,7 @@ int find_own_variables(dl_phdr_info *info, size_t, void *) {
   return 1;
 }
 
-// f(address, bytes) for all that a block with so much dynamic memory has.
+// Calls f(address, bytes) for all shared memory of a block with so much dynamic memory.
 template <class F>
 void each_range(size_t dynamic_bytes, F f) {
   for (const Range &range : fixed) f(range.at, range.bytes);
@@ -150,7 +148,7 @@ void load_shared(Block *own) {
 
 // ---- Turns ----
 
-// The lanes of a warp that can go on. False: none could.
+// Runs the lanes of a warp that can run. False: none could.
 bool run_warp(Block *own, Warp *warp, unsigned first_lane, unsigned begin) {
   uint32_t open = warp->ready & ~warp->polled;
   if (open == 0) return false;
@@ -198,7 +196,7 @@ Block::Block(unsigned threads, size_t dynamic_bytes, std::function<void()> lane_
   size_t bytes = 0;
   each_range(shared_bytes, [&](uint8_t *, size_t some) { bytes += some; });
   shared.resize(bytes);
-  uint64_t rubbish = generator();  // what another block left there
+  uint64_t rubbish = generator();  // shared memory begins with what another block left there
   for (size_t at = 0; at < bytes; ++at, rubbish = rubbish * 6364136223846793005ull + 1)
     shared[at] = static_cast<uint8_t>(rubbish >> 56);
 }
@@ -276,7 +274,7 @@ uint64_t clock_ns() {
   abort();
 }
 
-// ---- What lanes do together ----
+// ---- Warp and block operations ----
 
 const uint64_t *meet(uint32_t mask, uint64_t value, const char *what) {
   Lane *lane = block->now;

@@ -5,7 +5,7 @@ EMULATE_OUT  := $(OBJ)/emulated
 EMULATE_CXX   = $(CXX) -std=c++20 -O2 -fPIC -fvisibility=hidden -pthread -ffp-contract=off -fno-strict-aliasing -Wall -Werror -Wno-unknown-pragmas \
   -fno-extern-tls-init -Wno-volatile -Wno-sign-compare -Ikernels/tests/emulate
 EMULATE_INCLUDE = -I$(EMULATE_OUT)/include -Ikernels -I$(OBJ) -isystem $(CUDA_HOME)/include/cccl -isystem $(CUDA_HOME)/include
-# Of every user: blocks and what they do. Of the library: a device and a runtime, too.
+# Every user links blocks and copies; the library links a device and a runtime, too.
 EMULATE_OBJ  := $(addprefix $(OBJ)/kernels/tests/emulate/,blocks.o copies.o)
 EMULATE_GPU_OBJ := $(addprefix $(OBJ)/kernels/tests/emulate/,gpu.o runtime.o memory.o)
 EMULATED_SRC := $(CUDA_SRC:kernels/cuda/launch/%.cu=$(EMULATE_OUT)/%.cpp)
@@ -19,8 +19,8 @@ $(EMULATE_OBJ) $(EMULATE_GPU_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/emulate.flags | need
 	@mkdir -p $(@D)
 	$(EMULATE_CXX) -isystem $(CUDA_HOME)/include -MMD -MP -c -o $@ $<
 
-# Launches are no C++. Parameters are the same for all lanes, as in a GPU. What the host tells waiting kernels they look for rarely;
-# here, where each look takes longer, oftener.
+# Launches are not C++ and become calls. All lanes share the parameters, as on a GPU. Waiting kernels rarely read the host's status
+# block; here, where each poll takes longer, they read it more often.
 EMULATED_CUH := $(patsubst kernels/%,$(EMULATE_OUT)/include/%,$(filter-out %/ptx.cuh,$(shell find kernels/cuda -name '*.cuh')))
 $(EMULATED_SRC): $(EMULATE_OUT)/%.cpp: kernels/cuda/launch/%.cu kernels/tests/emulate/build.mk
 	@mkdir -p $(@D)

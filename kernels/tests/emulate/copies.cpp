@@ -1,5 +1,4 @@
-// copies.cpp - copies in the background: of four bytes to shared memory, and of kilobytes (Hopper) with barriers that
-// count them.
+// copies.cpp - asynchronous copies: of four bytes to shared memory, and bulk copies (Hopper) with mbarriers.
 #include "copies.h"
 
 #include <deque>
@@ -28,7 +27,7 @@ Lane::~Lane() = default;
 
 namespace {
 
-// What an mbarrier's word holds here.
+// The content of an mbarrier's word.
 struct Counter {
   uint8_t phase, arrivals, pending, mark;
   int32_t bytes;  // still to come

@@ -1,10 +1,10 @@
-// copies.h - copies that lanes begin and wait for later. They take effect at some time in between.
+// copies.h - copies that lanes issue and wait for later. They take effect at any time in between.
 #pragma once
 #include "emulate.h"
 
 namespace emulate {
 
-// By one lane. Groups are waited for by the number of newer ones that may be under way still.
+// By one lane. A wait for groups has the number of newer groups that may still be in flight.
 void copy_word(void *shared, const void *global);
 void commit_words();
 void wait_for_words(int pending);
@@ -18,7 +18,7 @@ void init_barrier(uint64_t *word, uint32_t arrivals);
 void arrive_expecting(uint64_t *word, uint32_t bytes);
 bool try_barrier(const uint64_t *word, uint32_t parity);
 
-// For blocks.cpp: some of the block's copies take effect; a lane ends, which none that uses shared memory may outlive.
+// For blocks.cpp: lets some of the block's copies take effect; ends a lane, whose copies must not outlive it.
 void copy_some(Block *own);
 void end_copies(Lane *lane);
 

@@ -1,7 +1,7 @@
-// emulate.h - kernels on the host. A lane is a fiber; lanes meet in what warps and blocks do together, and give way
-// where they poll. All blocks take turns on one thread. What time it is, and what else happens between turns, is for
-// those who run blocks to say: runtime.cpp does so for the CUDA library, nvshmem/tests/network.cpp for kernels among
-// nodes. Sources of kernels are compiled with this file before all others.
+// emulate.h - kernels on the host (README.md). A lane is a fiber; lanes meet at warp and block operations, and yield
+// where they poll. All blocks take turns on one thread. The runner of blocks defines the time and what else happens
+// between turns: runtime.cpp for the CUDA library, nvshmem/tests/network.cpp for kernels among nodes. Sources of
+// kernels are compiled with this file before all others.
 #pragma once
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -24,7 +24,7 @@ struct Index {
   unsigned x;
 };
 
-// What lanes do together: what each brings, for this time and, while some still read, for the last one.
+// A warp operation: each lane's value, of this round and, while some lanes still read it, of the last one.
 struct Meeting {
   uint64_t values[2][32];
   const char *what;
@@ -32,7 +32,7 @@ struct Meeting {
 };
 struct Warp {
   Meeting of[3];           // all lanes, the lower half, the upper half
-  uint32_t ready, polled;  // lanes that can go on; those that had their turn, and poll
+  uint32_t ready, polled;  // lanes that can run; lanes that had their turn, and poll
   struct {
     uint32_t round;
     uint64_t time;
@@ -58,7 +58,7 @@ struct Lane {
   Lane();
   ~Lane();
 };
-// A block that runs, or will.
+// A block that runs, or is going to.
 struct Block {
   Block(unsigned threads, size_t shared_bytes, std::function<void()> body);
   ~Block();
@@ -71,20 +71,20 @@ struct Block {
   std::vector<Lane> lanes;
   Barrier barriers[16];  // 0: of all
   const char *name = "";
-  int rank = 0;                     // for who runs it
-  unsigned ended = 0, copying = 0;  // lanes; those with copies under way
-  uint32_t turn = 0, polls = 0;     // how often a lane may find the same
+  int rank = 0;                     // for the runner
+  unsigned ended = 0, copying = 0;  // lanes that have ended; lanes with copies in flight
+  uint32_t turn = 0, polls = 0;     // polls: how often a lane may load the same value in a turn
   void *scheduler = nullptr;
   size_t shared_bytes;
-  std::vector<uint8_t> shared;  // while others have their turn
+  std::vector<uint8_t> shared;  // its contents while other blocks run
   char *stacks;
   std::function<void()> body;  // of each lane
 };
-extern Block *block;  // whose turn it is
+extern Block *block;  // the one that is running
 
-// All lanes go on for a while. False: they have ended.
+// Runs all lanes for a while. False: they have ended.
 bool run_turn(Block *own);
-// With a seed, turns are of random length and begin with a random lane, and lanes give way before some stores. 0: all
+// With a seed, turns are of random length and begin with a random lane, and lanes yield before some stores. 0: all
 // turns are alike.
 void set_seed(uint64_t seed);
 extern bool at_random;
@@ -93,11 +93,11 @@ uint64_t random_bits();
 void set_dynamic_shared(const std::vector<std::pair<void *, size_t>> &arrays);
 size_t dynamic_shared_limit();
 
-uint64_t now_ns();            // defined by who runs blocks
-uint64_t clock_ns();          // for a lane: those of a warp that look together see the same
-extern uint64_t together_ns;  // later looks are others; far less than any time limit
-void step();                  // another lane has its turn
-// Around a load: a lane that has found nothing new a few times, or has looked very often, gives way.
+uint64_t now_ns();            // defined by the runner
+uint64_t clock_ns();          // for a lane: lanes of a warp that read the clock together read the same value
+extern uint64_t together_ns;  // the longest time between such reads; far less than any time limit
+void step();                  // runs another lane
+// Around a load: a lane yields after it has loaded nothing new a few times, or has loaded very often.
 inline void before_load() {
   Lane *lane = block->now;
   if (lane->turn == block->turn && (lane->polls >= block->polls || lane->loads >= 64)) step();
@@ -117,11 +117,11 @@ inline void after_load(const void *at, uint64_t value) {
 inline void before_store() {
   if (at_random && random_bits() % 64 == 0) step();
 }
-[[noreturn]] void fault(const char *what);  // what a GPU would stop at, or do wrong in silence
+[[noreturn]] void fault(const char *what);  // where a GPU would stop, or fail silently
 
-// Lanes of `mask` come with a value and leave with everybody's.
+// Each lane of `mask` brings a value, and gets those of all.
 const uint64_t *meet(uint32_t mask, uint64_t value, const char *what);
-// At a barrier of `lanes` of the block; everybody leaves with what all brought, or-ed.
+// A barrier of `lanes` lanes of the block; each gets the values of all, or-ed.
 uint32_t meet_block(int barrier, unsigned lanes, uint32_t value);
 
 template <class T>
@@ -171,7 +171,7 @@ template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int by) {
   return emulate::from_bits<T>(emulate::meet(mask, emulate::bits(value), "shfl_xor")[emulated_lane() ^ by]);
 }
-// Lanes of the mask whose value f takes.
+// Lanes of the mask for whose value f returns true.
 template <class F>
 unsigned emulated_choice(unsigned mask, const uint64_t *all, F f) {
   unsigned chosen = 0;

@@ -1,4 +1,4 @@
-// gpu.cpp - streams in their order, kernels of different streams side by side, block by block in turn.
+// gpu.cpp - streams in order, kernels of different streams concurrently, their blocks in turn.
 #include "gpu.h"
 
 #include <time.h>
@@ -15,7 +15,7 @@ alignas(128) thread_local uint32_t counts[24 * 1024];
 namespace emulate {
 namespace {
 
-// A look at a stream or an event from the host lasts so long if there is nothing to see: callers look again and again.
+// A query of a stream or an event blocks so long if it is not done: callers poll.
 constexpr std::chrono::microseconds kLook{1000};
 constexpr int64_t kClockOffset = 77777777777777;  // the device's clock is not the host's
 constexpr double kThreadsOfSm = 2048, kSharedOfSm = 228 * 1024;
@@ -29,7 +29,7 @@ uint64_t now_ns() {
 }
 
 Gpu &Gpu::get() {
-  static Gpu *gpu = new Gpu;  // never ends: its thread may run when the process does
+  static Gpu *gpu = new Gpu;  // never deleted: its thread may still run when the process exits
   return *gpu;
 }
 
@@ -128,7 +128,7 @@ void Gpu::synchronize_device(int device) {
 
 // ---- The device's side ----
 
-// Does what can be done at once; starts a kernel. True: something came to its end. The lock is held.
+// Completes the stream's first operation if it can be; starts a kernel. True: something ended. The lock is held.
 bool Gpu::advance(Stream *stream) {
   bool moved = false;
   for (; !stream->queue.empty(); stream->queue.pop_front(), moved = true) {
@@ -142,7 +142,7 @@ bool Gpu::advance(Stream *stream) {
   return moved;
 }
 
-// As many blocks as the device has room for.
+// Starts as many blocks as the device has room for.
 void Gpu::begin_blocks(Kernel *kernel) {
   double &room = free_sms_[static_cast<size_t>(kernel->device)];
   for (; kernel->begun < kernel->grid && room >= kernel->sms; ++kernel->begun, room -= kernel->sms) {
@@ -180,7 +180,7 @@ void Gpu::serve() {
     }
     if (moved) {
       progress_.notify_all();
-      continue;  // an event may have been waited for
+      continue;  // another stream may have waited for an event
     }
     if (running_.empty()) {
       work_.wait(lock);

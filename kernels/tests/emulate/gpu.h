@@ -1,4 +1,4 @@
-// gpu.h - the emulated devices, and the thread on which all that is enqueued is done.
+// gpu.h - the emulated devices, and the thread that runs all that is enqueued.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -11,8 +11,8 @@
 
 namespace emulate {
 
-// DEEPEP_EMULATE="devices=8,sms=4,cc=90,seed=0": how many, SMs of each, compute capability (80 or 90), disturbance of
-// turns.
+// DEEPEP_EMULATE="devices=8,sms=4,cc=90,seed=0": number of devices, SMs of each, compute capability (80 or 90), seed of
+// random turns.
 struct Settings {
   int devices = 8, sms = 4, cc = 90, seed = 0;
 };
@@ -29,9 +29,9 @@ struct Kernel {
   int grid, threads, device;
   size_t shared;
   std::function<void()> body;
-  double sms = 0;  // what a block takes of the device
+  double sms = 0;  // share of the device that a block takes
   int begun = 0;
-  std::list<std::unique_ptr<Block>> blocks;  // that run
+  std::list<std::unique_ptr<Block>> blocks;  // running
   bool done = false;
 };
 struct Operation {

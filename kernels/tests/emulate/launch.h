@@ -1,4 +1,4 @@
-// launch.h - kernel<<<grid, threads, shared, stream>>>(parameters) as a call; build.mk rewrites launches so.
+// launch.h - kernel<<<grid, threads, shared, stream>>>(parameters) as a function call, which build.mk rewrites it to.
 #pragma once
 #include <tuple>
 
@@ -6,7 +6,7 @@
 
 namespace emulate {
 
-// Enqueues; what is wrong with a launch is the thread's last error.
+// Enqueues; an error of the launch becomes the thread's last error.
 void launch_blocks(const void *kernel, const char *signature, int grid, int threads, size_t shared, cudaStream_t stream,
                    std::function<void()> body);
 cudaError_t allow_shared(const void *kernel, cudaFuncAttribute what, int bytes);

@@ -1,6 +1,5 @@
-// memory.cpp - memory of emulated devices: anonymous files, mapped wherever the driver's functions are asked to; they
-// can be exported to other processes, and stay as long as anybody maps them. And memory of the host that devices may
-// use.
+// memory.cpp - memory of emulated devices: anonymous files that the driver's functions map; they can be exported to
+// other processes, and stay as long as a process maps them. And registered memory of the host.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -164,7 +163,7 @@ cudaError_t cudaMalloc(void **memory, size_t bytes) {
   const size_t whole = (bytes + 511) / 512 * 512;
   *memory = bytes > 8ull << 30 ? nullptr : aligned_alloc(512, whole);
   if (*memory == nullptr) return failed(cudaErrorMemoryAllocation);
-  memset(*memory, 0xb7, whole);  // as it was left
+  memset(*memory, 0xb7, whole);  // memory is not cleared
   return cudaSuccess;
 }
 cudaError_t cudaFree(void *memory) {
@@ -173,7 +172,7 @@ cudaError_t cudaFree(void *memory) {
   free(memory);
   return cudaSuccess;
 }
-// Large pieces of files become holes: most of what is cleared is never looked at, and pages that nobody touches cost
+// Large pieces of files become holes: most of what is cleared is never read, and pages that no process touches cost
 // nothing.
 static void clear(void *memory, size_t bytes) {
   constexpr uintptr_t kPage = 4096;

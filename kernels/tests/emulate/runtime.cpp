@@ -1,5 +1,5 @@
 // runtime.cpp - the functions of the CUDA runtime that kernels/cuda/launch calls: devices, streams, events, copies.
-// What they do not take here they do not take from others either: nothing but what the library asks for is there.
+// Only the functions that the library calls exist here.
 #include <atomic>
 #include <cstdio>
 #include <set>
@@ -43,7 +43,7 @@ std::shared_ptr<Event> *find_event(cudaEvent_t event) {
   const auto found = events.find(reinterpret_cast<std::shared_ptr<Event> *>(event));
   return found == events.end() ? nullptr : *found;
 }
-// A kernel is known by the type of its parameters: "... P = {const deepep::BarrierParams&} ..."
+// A kernel is named after the type of its parameters: "... P = {const deepep::BarrierParams&} ..."
 std::string name_of(const std::string &signature) {
   const size_t at = signature.find("P = {"), end = signature.find('}', at);
   if (at == std::string::npos || end == std::string::npos) return "a kernel";
@@ -177,7 +177,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   if (found == nullptr) return failed(cudaErrorInvalidResourceHandle);
   const std::lock_guard<std::mutex> guard(lock);
   events.erase(found);
-  delete found;  // what waits for it has its own share
+  delete found;  // streams that wait for it hold a reference
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {

@@ -88,7 +88,7 @@ __device__ inline uint64_t *credit(const TeamView &team, uint8_t *block, int slo
 
 // ---- Words: the number of the call in the upper half, the value in the lower ----------------------------------------
 // Words of dispatches are numbered by dispatch, those of combines by call. A word of the one may lie where another
-// shape has the other, hence the bit that tells them apart.
+// shape has the other, hence the bit that distinguishes them.
 
 constexpr uint64_t kDispatchWord = 1ull << 31;
 __device__ __forceinline__ uint32_t dispatch_tag(uint64_t dispatch) {
