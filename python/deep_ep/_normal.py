@@ -234,7 +234,7 @@ class NormalMode:
             shape = (core.group_size, core.group_size), (payload.x.shape[0], core.group_size)
             tensors = HandleTensors(_torch.like(per_rank, *shape[0]), _torch.like(per_rank, *shape[1]), None, in_rank)
             # Before notify where the rows are known: peers wait for a dispatch once they have this rank's counts.
-            received = self._receive(payload, worst, topk_idx, topk_weights) if worst else None
+            received = self._receive(payload, worst, topk_idx, topk_weights) if worst > 0 else None
         num_topk = 0 if topk_idx is None else int(topk_idx.shape[1])
         token = self._notify(payload, counts, tensors, num_topk, numbers, config, order)
         held = (per_rank, in_rank, per_expert, *tensors.tensors())

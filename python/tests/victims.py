@@ -142,7 +142,7 @@ def new_group_works(ctx: Any, victim: int, folder: str) -> None:
     from deep_ep import Bootstrap, Buffer
 
     rank = ctx.rank - (ctx.rank > victim)
-    ours = SimpleNamespace(rank=rank, size=ctx.size - 1, device=ctx.device, engine=ctx.engine, put=ctx.to_device)
+    ours = SimpleNamespace(rank=rank, size=ctx.size - 1, device=ctx.device, engine=ctx.engine, to_device=ctx.to_device)
     where = Bootstrap.file(rank, ours.size, folder, name="survivors")
     rdma, settings = 0, {}
     if ours.size > cases.node_size():
