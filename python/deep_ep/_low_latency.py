@@ -6,13 +6,11 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import _torch, errors
+from . import _abi, _torch, errors
 from ._core import Core, Ordering
 from ._low_latency_plan import (
     COMBINE_ADDRESSES,
     DISPATCH_ADDRESSES,
-    RECV,
-    SEND,
     CallStructs,
     Outputs,
     Plans,
@@ -256,7 +254,7 @@ class LowLatencyMode:
         stream = self._core.raw_stream()
         if return_recv_hook:
             call.numbers = ()  # its phases are the halves'
-            call.args.phases = SEND
+            call.args.phases = _abi.SEND
             self._run(function, call, stream, held)
             return EventOverlap(), _Hook(self, function, call, idle, stream, held)
         event = None
@@ -316,7 +314,7 @@ class _Hook:
         if self._called:
             raise errors.DeepEPError(errors.INVALID_STATE, "the hook was called already")
         self._called = True
-        self._call.args.phases = RECV
+        self._call.args.phases = _abi.RECV
         self._mode._run(self._function, self._call, self._stream, self._held)
         self._held = ()
         self._idle.append(self._call)

@@ -12,8 +12,6 @@ from ._memory import RowCache, touch
 from ._torch import BF16, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor, empty_like
 from .errors import assertion, check_int, type_error, value_error
 
-SEND, RECV, SEND_RECV = 1, 2, 3
-ROUND_SCALE, UE8M0, LOGFMT, ZERO_COPY, UNREDUCED = 1, 2, 4, 8, 16
 MAX_PLANS = 1024  # a plan for each number of tokens is likely
 
 Key = tuple[Any, ...]  # every property of the arguments that a check looks at
@@ -159,9 +157,9 @@ class Plans:
             given = f"True with use_fp8={use_fp8}, round_scale={round_scale}"
             raise value_error("use_ue8m0", given, "both of them True")
         plan = DispatchPlan(core, (num_tokens, hidden, num_topk, bound, num_experts), bool(use_fp8), bool(use_ue8m0))
-        flags = (ROUND_SCALE if round_scale else 0) | (UE8M0 if use_ue8m0 else 0)
+        flags = (_abi.LL_ROUND_SCALE if round_scale else 0) | (_abi.LL_UE8M0 if use_ue8m0 else 0)
         sizes = (num_tokens, bound, hidden, num_topk, num_experts)
-        plan.numbers = (SEND_RECV, 0, flags, *sizes, INDEX_TYPES[topk_idx.dtype], int(plan.use_fp8))
+        plan.numbers = (_abi.SEND_RECV, 0, flags, *sizes, INDEX_TYPES[topk_idx.dtype], int(plan.use_fp8))
         _keep(self.dispatches, key, plan)
         return plan
 
@@ -189,9 +187,10 @@ class Plans:
             hidden = _torch.check("x", x, core.device, (BF16,), rows).shape[2]
             _check_channels(hidden)
         plan = CombinePlan(core, (num_tokens, hidden, num_topk, bound, num_experts))
-        flags = (LOGFMT if use_logfmt else 0) | (ZERO_COPY if zero_copy else 0) | (UNREDUCED if unreduced else 0)
+        flags = (_abi.LL_LOGFMT if use_logfmt else 0) | (_abi.LL_ZERO_COPY if zero_copy else 0)
+        flags |= _abi.LL_UNREDUCED if unreduced else 0
         sizes = (num_tokens, bound, hidden, num_topk, num_experts)
-        plan.numbers = (SEND_RECV, 0, flags, *sizes, INDEX_TYPES[topk_idx.dtype])
+        plan.numbers = (_abi.SEND_RECV, 0, flags, *sizes, INDEX_TYPES[topk_idx.dtype])
         _keep(self.combines, key, plan)
         return plan
 

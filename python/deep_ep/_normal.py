@@ -16,7 +16,6 @@ from .errors import assertion, check_int, type_error, value_error
 from .utils import EventOverlap
 
 INTRANODE_ENTRIES, INTERNODE_ENTRIES = 6, 10
-HANDLE_MAGIC, HANDLE_VERSION = 0x44504548, 1
 BLOCKS_KEPT = 4  # blocks of received rows that the CPU engine uses again
 
 Rows = Tensor | tuple[Tensor, Tensor]  # BF16 rows, or FP8 rows with their scales
@@ -78,8 +77,8 @@ class HandleTensors:
         """deepep_handle over these tensors."""
         return _abi.sized(
             _abi.Handle,
-            magic=HANDLE_MAGIC,
-            version=HANDLE_VERSION,
+            magic=_abi.HANDLE_MAGIC,
+            version=_abi.HANDLE_VERSION,
             num_ranks=self.rank_prefix_matrix.shape[0],
             num_tokens=self.send_head.shape[0],
             num_recv_tokens=num_recv_tokens,

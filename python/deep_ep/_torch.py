@@ -12,6 +12,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 
+from . import _abi
 from .errors import type_error, value_error
 
 Tensor = torch.Tensor
@@ -24,8 +25,8 @@ topk_idx_t = torch.int64
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
 FLOAT32, INT32, INT64, BOOL = torch.float32, torch.int32, torch.int64, torch.bool
-INDEX_TYPES = {torch.int32: 0, torch.int64: 1}
-ITEM_TYPES = {torch.bfloat16: 2, torch.float8_e4m3fn: 3}
+INDEX_TYPES = {torch.int32: _abi.INT32, torch.int64: _abi.INT64}
+ITEM_TYPES = {torch.bfloat16: _abi.BF16, torch.float8_e4m3fn: _abi.FP8_E4M3}
 _current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from . import _abi
 from .errors import value_error
 
-CALLBACK, TCP, FILE = 0, 1, 2
+CALLBACK, TCP, FILE = _abi.BOOTSTRAP_CALLBACK, _abi.BOOTSTRAP_TCP, _abi.BOOTSTRAP_FILE
 
 
 @dataclass(frozen=True)
