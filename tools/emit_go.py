@@ -88,8 +88,8 @@ def abi_constants(header: Header) -> str:
     """Enums and numbers of kernels.h, untyped."""
     body = ""
     for constant in header.defines:
-        about = f" ({constant.comment})" if constant.comment else ""
-        body += _comment(f"{_abi_name(constant)} is {constant.name}{about}.")
+        about = f": {_sentence(constant.comment)}" if constant.comment else "."
+        body += _comment(f"{_abi_name(constant)} is {constant.name}{about}")
         body += f"const {_abi_name(constant)} = {constant.literal}\n\n"
     for enum in header.enums:
         body += _comment(enum.comment or _prefix(enum))
@@ -173,7 +173,7 @@ def kern_functions(header: Header) -> str:
     body += "".join(f"{n}Params = abi.{n}Params\n" for n in names) + ")\n"
     for go_name, function in zip(names, functions, strict=True):
         about = f"{go_name} calls {function.name}"
-        body += "\n" + _comment(f"{about}: {_sentence(function.comment)}" if function.comment else f"{about}.")
+        body += "\n" + _comment(f"{about}. {_sentence(function.comment)}" if function.comment else f"{about}.")
         body += (
             f"func (l *Library) {go_name}(p *{go_name}Params) int32 {{\n"
             f"p.Size = uint32(unsafe.Sizeof(*p))\nreturn dl.Call(l.functions[fn{go_name}], unsafe.Pointer(p))\n}}\n"

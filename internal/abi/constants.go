@@ -5,43 +5,32 @@ package abi
 // Version is DK_ABI_VERSION.
 const Version = 3
 
-// MaxRanks is DK_MAX_RANKS (The status block of a team: page-aligned host memory registered with dk_host_register,
-// DK_STATUS_BYTES long, zeroed.).
+// MaxRanks is DK_MAX_RANKS.
 const MaxRanks = 1024
 
 // StatusBytes is DK_STATUS_BYTES.
 const StatusBytes = 4096
 
-// StatsMagic is DK_STATS_MAGIC (Statistics page: host memory, registered; header filled by the engine, op records
-// by the kernels. All counters only grow. Per-peer arrays: uint64_t bytes[DK_NUM_OPS][num_ranks] at peers_offset,
-// then uint64_t wait_ns[DK_NUM_OPS][num_ranks]. Trace: ring of trace_len records at trace_offset; record i of the
-// stream of calls is at index i % trace_len. "DEPPAGE1").
+// StatsMagic is DK_STATS_MAGIC: "DEPPAGE1".
 const StatsMagic = 0x3145474150504544
 
 // StatsVersion is DK_STATS_VERSION.
 const StatsVersion = 2
 
-// HistBuckets is DK_HIST_BUCKETS (bucket b: durations d (ns) with: b = 4*floor(log2(d/512)) + next two bits of d,
-// clamped to 0..95 (7.5 s)).
+// HistBuckets is DK_HIST_BUCKETS: Buckets of a histogram of durations d in ns: 4 * floor(log2(d / 512)) + the next
+// two bits of d, clamped to 0..95 (7.5 s).
 const HistBuckets = 96
 
-// TransportIDBytes is DK_TRANSPORT_ID_BYTES (Some transports have a start and memory of their own (NVSHMEM): ranks
-// attach before they allocate, and blocks come from the transport's heap instead of dk_mem_alloc. Optional as a
-// group; a library without it has neither. The transport functions above then need an attachment, take blocks of
-// dk_transport_alloc alone, and of host_blocks read this rank's entry only. 1. one rank asks for an id, and
-// everybody gets it through the caller's exchange; 2. all ranks attach (collective); 3. all ranks allocate, in the
-// same order, the same sizes (collective); 4. dk_transport_open, and so on; 5. all ranks free (collective); 6. all
-// ranks detach; the last of a process ends the transport's library (collective then).).
+// TransportIDBytes is DK_TRANSPORT_ID_BYTES.
 const TransportIDBytes = 128
 
-// MaxSegments is DK_MAX_SEGMENTS (A further symmetric segment (rows of torch's pool): recv_segment / x_segment of
-// dispatch and combine name it.).
+// MaxSegments is DK_MAX_SEGMENTS.
 const MaxSegments = 64
 
 // NumTickets is DK_NUM_TICKETS.
 const NumTickets = 4
 
-// Codes: the same numbers as the status codes of deepep.h.
+// Codes: the numbers of the status codes of deepep.h.
 const (
 	OK           = 0
 	EINVAL       = 1
@@ -50,7 +39,7 @@ const (
 	ENOMEM       = 4
 	ESYSTEM      = 5
 
-	// a wait's time ended (a peer is late; or, from dk_*_wait functions, the slice is over)
+	// a wait reached its deadline: a peer is late, or the slice of a dk_*_wait function is over
 	ETIMEOUT  = 6
 	EPEERDEAD = 7
 	EMISMATCH = 8
@@ -61,7 +50,7 @@ const (
 	EINTERNAL = 15
 )
 
-// Operations, as they appear in failure records, statistics and the health pages.
+// Operations, in failure records, statistics and the health pages.
 const (
 	OpNone       = 0
 	OpLayout     = 1
@@ -76,25 +65,25 @@ const (
 	NumOps       = 10
 )
 
-// DK_PHASE_*
+// Phases of an operation.
 const (
 	PhaseSend = 1
 	PhaseRecv = 2
 	PhaseBoth = 3
 )
 
-// What ranks must agree on: travels inside the count messages; a difference ends the call with DK_EMISMATCH.
+// What ranks must agree on. It travels inside the count messages; a difference ends the call with DK_EMISMATCH.
 const (
 	FieldNone        = 0
 	FieldHiddenBytes = 1
 	FieldNumExperts  = 2
 	FieldNumTopK     = 3
 	FieldNumScales   = 4
-	FieldFormat      = 5 // DK_FORMAT_* and flags of low latency; weights given or not in normal mode
+	FieldFormat      = 5 // low latency: DK_FORMAT_* and flags; normal mode: whether weights were given
 	FieldMaxTokens   = 6 // B, num_max_dispatch_tokens_per_rank
-	FieldOperation   = 7 // cached against not cached
-	FieldWorstTokens = 8 // more rows arrive than num_worst_tokens: mine = allowed, theirs = arriving
-	FieldTopKIdx     = 9 // an index outside [-1, E): mine = E, theirs = the index, call's own rank as peer
+	FieldOperation   = 7 // the operation, and whether a dispatch is cached
+	FieldWorstTokens = 8 // more rows arrive than num_worst_tokens: expected = allowed, seen = arriving
+	FieldTopKIdx     = 9 // an index outside [-1, E): expected = E, seen = the index, peer = this rank
 )
 
 // States of a statistics page.
@@ -104,18 +93,16 @@ const (
 	PageDestroyed = 3
 )
 
-// DK_CAP_*
+// Capabilities of a kernel library.
 const (
-
-	// stream 0 is the calling thread itself: it has no queue; the engine waits on the host instead
-	CapHostStream  = 1
+	CapHostStream  = 1 // stream 0 is the calling thread; it has no queue, and the engine waits on the host
 	CapGraph       = 2 // streams can be captured
 	CapPeerRows    = 4 // dispatch can write straight into a registered segment of the receiver (recv_segment)
 	CapSM90        = 8
 	CapFP8Hardware = 16
 )
 
-// DK_SHARE_*
+// How memory is shared among processes.
 const (
 	ShareNone  = 0
 	ShareFD    = 1
@@ -123,54 +110,51 @@ const (
 	ShareLocal = 3 // same process: blob holds the address
 )
 
-// DK_SIGNAL_*
+// What a put does to the signal word.
 const (
 	SignalNone = 0
 	SignalSet  = 1
 	SignalAdd  = 2
 )
 
-// DK_TRANSPORT_*
+// Flags of a transport and of its operations.
 const (
+	TransportNoWait = 1 // of one operation, with stream 0 alone: a full QP is DK_EAGAIN, not a wait for room
 
-	// of one operation, with stream 0 alone: a full QP is DK_EAGAIN instead of a wait for room
-	TransportNoWait = 1
-
-	// of a transport, for tests: every operation takes effect as late, and in as strange an order among QPs, as the
-	// rules above allow, and a put whose source was written to before it completed breaks its QP with DK_EMISMATCH;
-	// software RDMA alone
+	// Of a transport of software RDMA, for tests: operations take effect as late, and in as strange an order among
+	// QPs, as the rules allow; a put whose source changed before it completed breaks its QP with DK_EMISMATCH.
 	TransportLate = 2
 )
 
-// of this interface alone: not a status code of deepep.h
+// A code of this interface alone: not a status code of deepep.h.
 const (
 	EAGAIN = 16
 )
 
-// DK_TEAM_*
+// Flags of a team.
 const (
 	TeamShrink      = 1
 	TeamLowLatency  = 2
 	TeamLLTransport = 4 // low-latency calls reach every other rank through the transport, mapped or not
 )
 
-// DK_DISPATCH
+// Flags of a dispatch.
 const (
 	DispatchCached = 1
 )
 
-// DK_FORMAT_*
+// Format of the rows of a low-latency dispatch.
 const (
 	FormatBF16 = 0
 	FormatFP8  = 1
 )
 
-// beside the format in a record of DK_FIELD_FORMAT: topk_weights were given; DK_LL_* << 8 too
+// In a record of DK_FIELD_FORMAT, beside the format: topk_weights were given. The record also has DK_LL_* << 8.
 const (
 	FormatWeights = 128
 )
 
-// DK_LL_*
+// Flags of the low-latency operations.
 const (
 	LLRoundScale = 1
 	LLUE8M0      = 2
@@ -181,7 +165,7 @@ const (
 	LLUnreduced = 16
 )
 
-// DK_MASK_*
+// What dk_mask does.
 const (
 	MaskUpdate = 0
 	MaskQuery  = 1

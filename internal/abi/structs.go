@@ -2,14 +2,14 @@
 
 package abi
 
-// Header is DK_HEADER.
+// Header is DK_HEADER. Begins every parameter struct.
 type Header struct {
 	Size        uint32
 	DeviceError int32
 }
 
-// OpHeader is DK_OP_HEADER. timeout_ns: how long one wait may last. num_sms: 0 = library's choice. call: number
-// for records, counted by the engine.
+// OpHeader is DK_OP_HEADER. Begins an operation's parameter struct. call: the operation's number for records,
+// counted by the engine; timeout_ns: how long one wait may last; num_sms: 0 for the library's choice.
 type OpHeader struct {
 	Header
 	Team      uint64
@@ -20,70 +20,62 @@ type OpHeader struct {
 	Flags     uint32
 }
 
-// Failure is dk_failure. First failure of a team. Written once by the kernel that leaves early (code last,
-// release), read by the engine.
+// Failure is dk_failure. The first failure of a team. The kernel that leaves early writes it once, `code` last
+// with release; the engine reads it.
 type Failure struct {
 	Code     uint32 // DK_ETIMEOUT, DK_EPEERDEAD, DK_EABORTED, DK_EMISMATCH, DK_EINVAL; 0: none
 	Op       uint32
 	Phase    uint32
-	Rank     int32  // own rank; the rank waited for or disagreed with; -1: none
-	Peer     int32  // own rank; the rank waited for or disagreed with; -1: none
-	Field    uint32 // DK_FIELD_* with DK_EMISMATCH / DK_EINVAL
-	Call     uint64 // the operation's call number as given
-	Expected int64  // counter awaited and found; or mine and theirs
-	Seen     int64  // counter awaited and found; or mine and theirs
-	WaitedNS uint64
+	Rank     int32  // this rank
+	Peer     int32  // the rank that was waited for or disagreed; -1: none
+	Field    uint32 // DK_FIELD_* with DK_EMISMATCH and DK_EINVAL
+	Call     uint64 // the operation's call number, as given
+	Expected int64  // the counter's awaited value; or this rank's value of `field`
+	Seen     int64  // the counter's value; or the peer's value of `field`
+	WaitedNS uint64 // how long the wait lasted
 }
 
-// Status is dk_status.
+// Status is dk_status. The status block of a team: page-aligned host memory of DK_STATUS_BYTES bytes, zeroed,
+// registered with dk_host_register. The engine writes abort_word, abort_rank and dead, kernels write the rest; all
+// access is atomic.
 type Status struct {
-	AbortWord uint32 // engine -> kernels: not 0: leave every wait now; the value is the DK_* code to record
-	AbortRank int32  // engine -> kernels: the culprit to record, -1: none
+	AbortWord uint32 // not 0: kernels leave every wait now, and record this DK_* code
+	AbortRank int32  // the rank to record as the culprit, -1: none
 
-	// kernels -> engine: DK_* code of the first failure; set after `failure` is complete. While it is not 0 every
-	// operation of the team leaves at once (counts 0, sums NaN)
+	// DK_* code of the first failure, stored after `failure` is complete. While it is not 0 every operation of the
+	// team leaves at once (counts 0, sums NaN).
 	Sticky   uint32
 	_        uint32
-	Progress uint64 // kernels -> engine: operations finished
+	Progress uint64 // operations finished
 	Failure  Failure
-
-	// engine -> kernels: 1: rank is known dead. With shrink: mask it at once instead of waiting
-	Dead [MaxRanks]uint8
+	Dead     [MaxRanks]uint8 // 1: the rank is known to be dead; with shrink kernels mask it without waiting
 }
 
-// Counts is dk_counts. Counts that notify leaves for the host (host-visible memory given in its params): seq is
-// stored last, with release.
+// Counts is dk_counts. Counts that notify writes for the host, at the address in its params. The kernel stores seq
+// last, with release.
 type Counts struct {
-
-	// = the notify's `call` once the rest is valid (also when it failed: num_recv_tokens = -1)
-	Seq                uint64
-	NumRecvTokens      int32
-	NumRecvNodesTokens int32 // rows that arrive over RDMA; 0 on one node
+	Seq                uint64 // the notify's `call` once the rest is valid
+	NumRecvTokens      int32  // rows that arrive; -1: the notify failed
+	NumRecvNodesTokens int32  // of them: over RDMA; 0 on one node
 	// per_expert follows: L entries, each rounded up to a multiple of expert_alignment
 }
 
-// OpStats is dk_op_stats.
+// OpStats is dk_op_stats. What kernels count of one operation. Counters only grow.
 type OpStats struct {
 	Calls  uint64 // a call counts when its last phase ends
 	Errors uint64 // a call counts when its last phase ends
 
-	// time in the operation's own kernels, send + receive; not the gap between the two halves
-	TotalNS uint64
-
-	// time in the operation's own kernels, send + receive; not the gap between the two halves
-	MaxNS  uint64
-	WaitNS uint64 // of it: waiting for peers
-	Bytes  uint64 // payload bytes sent to all peers, self included
-
-	// CLOCK_MONOTONIC start of the last call (0 where the device has no such clock), its time
-	LastStartNS uint64
-
-	// CLOCK_MONOTONIC start of the last call (0 where the device has no such clock), its time
-	LastNS uint64
-	Hist   [HistBuckets]uint64
+	// time in the operation's own kernels, send and receive; not the gap between two halves
+	TotalNS     uint64
+	MaxNS       uint64 // the longest call
+	WaitNS      uint64 // of total_ns: waiting for peers
+	Bytes       uint64 // payload bytes sent to all peers, this rank included
+	LastStartNS uint64 // CLOCK_MONOTONIC at the last call's start; 0 where the device has no such clock
+	LastNS      uint64 // duration of the last call
+	Hist        [HistBuckets]uint64
 }
 
-// TraceRecord is dk_trace_record.
+// TraceRecord is dk_trace_record. One call in the trace.
 type TraceRecord struct {
 	Call       uint64
 	StartNS    uint64
@@ -92,23 +84,28 @@ type TraceRecord struct {
 	Phase      uint32
 }
 
-// StatsPage is dk_stats_page.
+// StatsPage is dk_stats_page. The statistics page: registered host memory. The engine fills the header, kernels
+// count in `ops` and behind the header: at peers_offset uint64_t bytes[DK_NUM_OPS][num_ranks], then uint64_t
+// wait_ns[DK_NUM_OPS][num_ranks]; at trace_offset a ring of trace_len records, in which call i of the page is at
+// index i % trace_len.
 type StatsPage struct {
-	Magic       uint64
-	Version     uint32
-	TotalBytes  uint32
-	PID         uint32
-	NumOps      uint32
-	StartTime   uint64 // field 22 of /proc/pid/stat: tells a reused pid
+	Magic      uint64
+	Version    uint32
+	TotalBytes uint32
+	PID        uint32
+	NumOps     uint32
+
+	// of the process, field 22 of /proc/pid/stat: a later process with the same pid has another
+	StartTime   uint64
 	CreatedNS   uint64 // CLOCK_REALTIME
 	Rank        int32
 	NumRanks    int32
-	BufferID    uint32 // state: DK_PAGE_*
-	State       uint32 // state: DK_PAGE_*
+	BufferID    uint32
+	State       uint32 // DK_PAGE_*
 	PeersOffset uint64
 	TraceOffset uint64
-	TraceLen    uint64 // trace_next: records ever written
-	TraceNext   uint64 // trace_next: records ever written
+	TraceLen    uint64
+	TraceNext   uint64 // records ever written
 	Group       [64]byte
 	Host        [64]byte
 	Engine      [16]byte
@@ -119,22 +116,16 @@ type StatsPage struct {
 // InfoParams is dk_info_params.
 type InfoParams struct {
 	Header
-	ABIVersion uint32 // [out]
-	Caps       uint32 // [out]
-	NumDevices int32  // [out] 0: the library loads but no device can be used; then `reason` says why
-	_          uint32
-	Kind       [16]byte  // [out] "cpu", "cuda"; build id: ranks must agree on it
-	Build      [64]byte  // [out] "cpu", "cuda"; build id: ranks must agree on it
-	Reason     [256]byte // [out] "cpu", "cuda"; build id: ranks must agree on it
-
-	// [out] The library's limits for low-latency calls: top-k, B (num_max_dispatch_tokens_per_rank), local experts.
-	MaxLLTopK int32
-
-	// [out] The library's limits for low-latency calls: top-k, B (num_max_dispatch_tokens_per_rank), local experts.
-	MaxLLTokens int32
-
-	// [out] The library's limits for low-latency calls: top-k, B (num_max_dispatch_tokens_per_rank), local experts.
-	MaxLLLocalExperts int32
+	ABIVersion        uint32 // [out]
+	Caps              uint32 // [out]
+	NumDevices        int32  // [out] 0: the library loads, but no device can be used, for `reason`
+	_                 uint32
+	Kind              [16]byte  // [out] "cpu", "cuda"
+	Build             [64]byte  // [out] build id; ranks must agree on it
+	Reason            [256]byte // [out]
+	MaxLLTopK         int32     // [out] limit of low-latency calls: K
+	MaxLLTokens       int32     // [out] limit of low-latency calls: B
+	MaxLLLocalExperts int32     // [out] limit of low-latency calls: L
 	_                 int32
 }
 
@@ -142,13 +133,13 @@ type InfoParams struct {
 type DeviceOpenParams struct {
 	Header
 	Ordinal    int32     // -1: the current device
-	ISA        uint32    // CPU: 0 best, 1 baseline, 2 AVX2, 3 AVX-512; CUDA: 0 best, 80, 90: force a path
+	ISA        uint32    // 0: the best. CPU: 1 baseline, 2 AVX2, 3 AVX-512; CUDA: 80, 90
 	Device     uint64    // [out] handle
-	OutOrdinal int32     // [out] SMs this process may use (MIG slice); CPU: 1
-	NumSMs     int32     // [out] SMs this process may use (MIG slice); CPU: 1
-	CCMajor    int32     // [out]
+	OutOrdinal int32     // [out]
+	NumSMs     int32     // [out] SMs that this process may use (of a MIG slice); CPU: 1
+	CCMajor    int32     // [out] compute capability
 	CCMinor    int32     // [out]
-	TotalBytes uint64    // [out]
+	TotalBytes uint64    // [out] memory of the device
 	FreeBytes  uint64    // [out]
 	UUID       [16]uint8 // [out] ranks with equal uuid share the device
 	Name       [64]byte  // [out]
@@ -166,8 +157,8 @@ type MemAllocParams struct {
 	Header
 	Device   uint64
 	Bytes    uint64
-	Mem      uint64 // [out] zeroed memory, at least 2 MiB aligned on CUDA, page aligned on CPU
-	Address  uint64 // [out] zeroed memory, at least 2 MiB aligned on CUDA, page aligned on CPU
+	Mem      uint64 // [out] handle
+	Address  uint64 // [out] zeroed memory, at least 2 MiB aligned on CUDA, page aligned on the CPU
 	OutBytes uint64 // [out] bytes rounded up to the granularity
 }
 
@@ -175,8 +166,8 @@ type MemAllocParams struct {
 type MemExportParams struct {
 	Header
 	Mem  uint64
-	Kind uint32
-	FD   int32     // [out] fd: a new descriptor, the caller closes it; -1 if none
+	Kind uint32    // DK_SHARE_*
+	FD   int32     // [out] a new descriptor, which the caller closes; -1: none
 	Blob [64]uint8 // [out]
 }
 
@@ -185,11 +176,11 @@ type MemImportParams struct {
 	Header
 	Device  uint64
 	Bytes   uint64
-	Kind    uint32
-	FD      int32 // fd stays the caller's
+	Kind    uint32 // DK_SHARE_*
+	FD      int32  // stays the caller's
 	Blob    [64]uint8
-	Mem     uint64 // [out] stays valid after the owner freed it or died
-	Address uint64 // [out] stays valid after the owner freed it or died
+	Mem     uint64 // [out] handle
+	Address uint64 // [out] stays valid after the owner has freed the memory or died
 }
 
 // MemFreeParams is dk_mem_free_params.
@@ -204,7 +195,7 @@ type HostRegisterParams struct {
 	Device  uint64
 	Host    uint64
 	Bytes   uint64
-	Address uint64 // [out]
+	Address uint64 // [out] for the device
 }
 
 // HostUnregisterParams is dk_host_unregister_params.
@@ -214,15 +205,13 @@ type HostUnregisterParams struct {
 	Host   uint64
 }
 
-// HostWaitParams is dk_host_wait_params. Waits on the host until *(uint64_t *)word >= at_least (acquire),
-// `status`->sticky or abort_word is set, or timeout_ns is over. DK_OK: reached; DK_ETIMEOUT: the slice is over;
-// DK_EABORTED: status says that it will not come. Spins briefly, then sleeps.
+// HostWaitParams is dk_host_wait_params.
 type HostWaitParams struct {
 	Header
 	Device     uint64
 	HostWord   uint64
 	AtLeast    uint64
-	HostStatus uint64
+	HostStatus uint64 // dk_status
 	TimeoutNS  uint64
 }
 
@@ -247,8 +236,8 @@ type StreamQueryParams struct {
 	Header
 	Device    uint64
 	Stream    uint64
-	Capturing int32 // [out]; idle -1 on entry: not asked
-	Idle      int32 // [out]; idle -1 on entry: not asked
+	Capturing int32 // [out]
+	Idle      int32 // [out]; -1 on entry: not asked
 }
 
 // EventCreateParams is dk_event_create_params.
@@ -286,7 +275,7 @@ type EventWaitParams struct {
 	Header
 	Device    uint64
 	Event     uint64
-	TimeoutNS uint64
+	TimeoutNS uint64 // 0: only asks
 }
 
 // CopyParams is dk_copy_params.
@@ -306,7 +295,7 @@ type FillParams struct {
 	Stream uint64
 	Dst    uint64
 	Bytes  uint64
-	Value  uint32
+	Value  uint32 // of each byte
 	_      uint32
 }
 
@@ -316,25 +305,19 @@ type TransportOpenParams struct {
 	Device   uint64
 	Rank     int32
 	NumRanks int32
-
-	// QPs toward each peer, 1..65536 and not above 2^18 for all peers together; operations that may be under way on
-	// one of them, 1..2^20
-	NumQPs int32
-
-	// QPs toward each peer, 1..65536 and not above 2^18 for all peers together; operations that may be under way on
-	// one of them, 1..2^20
-	QPDepth  int32
+	NumQPs   int32 // QPs toward each peer: 1 to 65536, at most 2^18 for all peers together
+	QPDepth  int32 // operations that may be in flight on a QP: 1 to 2^20
 	NumPeers int32
 	Flags    uint32
 
-	// host: int32_t[num_peers]: remote ranks, each once, in the order in which their QPs are created: all of the first
-	// peer, then all of the second; not this rank
+	// host: int32_t[num_peers]: remote ranks, each once, not this rank. QPs are created in this order: all of the
+	// first peer, then all of the second.
 	HostPeers uint64
 
-	// host: uint64_t[num_ranks]: each rank's block as this rank's NIC sees it, this rank's own too; 0: not a peer.
-	// They stay until close
+	// host: uint64_t[num_ranks]: each rank's block as this rank's NIC sees it, this rank's too; 0: not a peer. The
+	// blocks stay until close.
 	HostBlocks uint64
-	BlockBytes uint64 // what lies outside is refused
+	BlockBytes uint64 // of every block; what lies outside is refused
 	Seed       uint64 // of delays and orders, where the library makes them
 	Transport  uint64 // [out]
 }
@@ -348,18 +331,18 @@ type TransportCloseParams struct {
 // TransportPutParams is dk_transport_put_params.
 type TransportPutParams struct {
 	Header
-	Transport    uint64 // enqueued on the stream like any operation; 0 on the CPU: now, on this thread
-	Stream       uint64 // enqueued on the stream like any operation; 0 on the CPU: now, on this thread
+	Transport    uint64
+	Stream       uint64 // the operation is enqueued there; 0 on the CPU: now, on this thread
 	Peer         int32
 	QP           int32
-	DstOffset    uint64 // bytes 0: the signal alone
-	Src          uint64 // bytes 0: the signal alone
-	Bytes        uint64 // bytes 0: the signal alone
-	SignalOffset uint64 // takes effect after the bytes are there
-	SignalValue  uint64 // takes effect after the bytes are there
-	SignalOp     uint32
-	Flags        uint32
-	TimeoutNS    uint64 // of the wait for room in the QP, from when its turn has come: then DK_ETIMEOUT
+	DstOffset    uint64
+	Src          uint64
+	Bytes        uint64 // 0: the signal alone
+	SignalOffset uint64
+	SignalValue  uint64 // takes effect after the bytes have arrived
+	SignalOp     uint32 // DK_SIGNAL_*
+	Flags        uint32 // DK_TRANSPORT_NOWAIT
+	TimeoutNS    uint64 // of the wait for room in the QP, from the operation's turn; then DK_ETIMEOUT
 }
 
 // TransportQuietParams is dk_transport_quiet_params.
@@ -369,37 +352,26 @@ type TransportQuietParams struct {
 	Stream    uint64
 	Peer      int32  // -1: all
 	QP        int32  // -1: all
-	TimeoutNS uint64 // 0: asks only
+	TimeoutNS uint64 // 0: only asks
 }
 
 // TransportQueryParams is dk_transport_query_params.
 type TransportQueryParams struct {
 	Header
 	Transport uint64
-	Peer      int32 // -1: the sums over all
-	QP        int32 // -1: the sums over all
+	Peer      int32  // -1: the sums over all
+	QP        int32  // -1: the sums over all
+	Posted    uint64 // [out] operations so far, without those refused or dropped by the call
+	Completed uint64 // [out] of them: completed
+	Bytes     uint64 // [out] payload bytes of the posted
+	MaxQueued uint64 // [out] most operations that were in flight at once on one QP
+	Created   int32  // [out] place in the order of creation among all QPs; -1 for sums
 
-	// [out] operations and payload bytes so far, without what was refused or dropped at the call
-	Posted uint64
-
-	// [out] operations and payload bytes so far, without what was refused or dropped at the call
-	Completed uint64
-
-	// [out] operations and payload bytes so far, without what was refused or dropped at the call
-	Bytes     uint64
-	MaxQueued uint64 // [out] most operations that were under way at once on one QP
-
-	// [out] place in the order of creation among all QPs, -1 for sums; not 0: nothing gets through any more (on one of
-	// them): 1: the peer was lost, else the DK_* code that broke the QP
-	Created int32
-
-	// [out] place in the order of creation among all QPs, -1 for sums; not 0: nothing gets through any more (on one of
-	// them): 1: the peer was lost, else the DK_* code that broke the QP
+	// [out] 0: works. 1: the peer was lost; else the DK_* code that broke the QP, or one of them
 	Lost int32
 }
 
-// TransportLoseParams is dk_transport_lose_params. From now on operations toward the peer fail at once with
-// DK_EPEERDEAD, and what is queued for it is dropped.
+// TransportLoseParams is dk_transport_lose_params.
 type TransportLoseParams struct {
 	Header
 	Transport uint64
@@ -411,12 +383,14 @@ type TransportLoseParams struct {
 type TransportUniqueIDParams struct {
 	Header
 	NumRanks    int32
-	NumNVLPeers int32                   // ranks of a node. num_ranks not above it: one node, and no NIC is looked for
-	NumQPs      int32                   // wanted toward each peer; taken when the transport's library starts, the first time
-	QPDepth     int32                   // wanted toward each peer; taken when the transport's library starts, the first time
-	ID          [TransportIDBytes]uint8 // [out] while something is attached in this process: the id that it was attached by
+	NumNVLPeers int32 // ranks of a node. num_ranks not above it: one node, and no NIC is looked for
 
-	// [out] what went wrong, or which settings of the user stand against what is wanted; "": nothing
+	// wanted toward each peer; taken when the transport's library starts for the first time
+	NumQPs  int32
+	QPDepth int32                   // likewise
+	ID      [TransportIDBytes]uint8 // [out] While something is attached in this process: the id that it was attached by.
+
+	// [out] what went wrong, or which settings of the user contradict what is wanted; "": nothing
 	Reason [512]byte
 }
 
@@ -426,16 +400,17 @@ type TransportAttachParams struct {
 	Device      uint64 // of dk_device_open; a process stays with one device
 	Rank        int32
 	NumRanks    int32
-	NumNVLPeers int32 // as above
-	NumQPs      int32 // as above
-	QPDepth     int32 // as above
-	_           int32 // as above
+	NumNVLPeers int32 // as in dk_transport_unique_id
+	NumQPs      int32 // as in dk_transport_unique_id
+	QPDepth     int32 // as in dk_transport_unique_id
+	_           int32 // as in dk_transport_unique_id
 
-	// of the one rank. Whoever is attached already shares that, if id, rank and num_ranks are equal
+	// Of dk_transport_unique_id on one rank. A second attach with equal id, rank and num_ranks shares the first one's
+	// attachment.
 	ID         [TransportIDBytes]uint8
 	Attachment uint64    // [out]
-	Version    [64]byte  // [out] of the transport's library; as above
-	Reason     [512]byte // [out] of the transport's library; as above
+	Version    [64]byte  // [out] of the transport's library
+	Reason     [512]byte // [out] as in dk_transport_unique_id
 }
 
 // TransportDetachParams is dk_transport_detach_params.
@@ -447,14 +422,12 @@ type TransportDetachParams struct {
 // TransportAllocParams is dk_transport_alloc_params.
 type TransportAllocParams struct {
 	Header
-	Attachment uint64
-	Bytes      uint64
-
-	// host: uint64_t[num_ranks] [out]: where loads and stores reach each rank's memory; 0: nowhere
-	HostPeerBlocks uint64
-	Mem            uint64 // [out] zeroed: peers may write there once every rank has returned from this call
-	Address        uint64 // [out] zeroed: peers may write there once every rank has returned from this call
-	OutBytes       uint64 // [out] zeroed: peers may write there once every rank has returned from this call
+	Attachment     uint64
+	Bytes          uint64
+	HostPeerBlocks uint64 // host: uint64_t[num_ranks] [out] each rank's memory for loads and stores; 0: none
+	Mem            uint64 // [out] handle
+	Address        uint64 // [out] zeroed; peers may write there once every rank has returned from this call
+	OutBytes       uint64 // [out] bytes rounded up to the granularity
 }
 
 // TransportFreeParams is dk_transport_free_params.
@@ -463,53 +436,44 @@ type TransportFreeParams struct {
 	Mem uint64
 }
 
-// BlockSizesParams is dk_block_sizes_params. The symmetric block of a rank, the same on all: control | wire | nvl
-// | rdma. nvl and rdma are what users may view and overwrite while idle (with anything but zeros in the rdma
-// region a GPU's low-latency calls need a clean first); flags, counts, epochs, masks live in control, private
-// staging in wire. How control and wire are used is the library's own affair: dk_block_sizes says how much it
-// needs.
+// BlockSizesParams is dk_block_sizes_params.
 type BlockSizesParams struct {
 	Header
 	NumRanks     int32
 	NumNVLPeers  int32
 	NVLBytes     uint64
 	RDMABytes    uint64
-	ControlBytes uint64 // [out] multiples of 4096
-	WireBytes    uint64 // [out] multiples of 4096
-	MinNVLBytes  uint64 // [out] floor under which a normal-mode row of max_row_bytes cannot be staged
-	MaxRowBytes  uint64 // hidden bytes + scales of the largest row asked about
-	MinRDMABytes uint64 // [out] likewise for rows that cross nodes; 0 on one node
+	ControlBytes uint64 // [out] a multiple of 4096
+	WireBytes    uint64 // [out] a multiple of 4096
+	MinNVLBytes  uint64 // [out] with less, a normal-mode row of max_row_bytes cannot be staged
+	MaxRowBytes  uint64 // hidden bytes + scales of the largest row
+	MinRDMABytes uint64 // [out] the same for rows that cross nodes; 0 on one node
 	Flags        uint32 // DK_TEAM_*, as in dk_team_create
 	_            uint32 // DK_TEAM_*, as in dk_team_create
 }
 
-// LLLayoutParams is dk_ll_layout_params. Where low-latency data lies in the rdma region for a shape. Pure. bytes
-// is never above upstream's hint for the same shape.
+// LLLayoutParams is dk_ll_layout_params.
 type LLLayoutParams struct {
 	Header
-	NumRanks     int32
-	NumMaxTokens int32
-	Hidden       int32
-	NumExperts   int32
-	RDMABytes    uint64 // [out] bytes of the rdma region that calls of this shape use
-	WireBytes    uint64 // [out] bytes of the wire region
-
-	// [out] from the start of the rdma region: combine buffers [L, R*B, H] BF16 of slot 0 and 1
-	ZeroCopyOffset    [2]uint64
-	ZeroCopyRowStride uint64 // [out] bytes between rows
+	NumRanks          int32
+	NumMaxTokens      int32
+	Hidden            int32
+	NumExperts        int32
+	RDMABytes         uint64    // [out] bytes of the rdma region that calls of this shape use: at most V1's hint
+	WireBytes         uint64    // [out] bytes of the wire region
+	ZeroCopyOffset    [2]uint64 // [out] from the start of the rdma region: combine's rows [L, R*B, H] BF16, by slot
+	ZeroCopyRowStride uint64    // [out] bytes from row to row
 }
 
 // TeamCreateParams is dk_team_create_params.
 type TeamCreateParams struct {
 	Header
-	Device      uint64
-	Rank        int32
-	NumRanks    int32
-	NumNVLPeers int32
-	Flags       uint32
-
-	// host: uint64_t[num_ranks], address of each rank's block here; 0: not reachable by load/store
-	HostPeerBlocks uint64
+	Device         uint64
+	Rank           int32
+	NumRanks       int32
+	NumNVLPeers    int32
+	Flags          uint32 // DK_TEAM_*
+	HostPeerBlocks uint64 // host: uint64_t[num_ranks]: address of each rank's block here; 0: not mapped
 	ControlOffset  uint64
 	ControlBytes   uint64
 	WireOffset     uint64
@@ -518,20 +482,16 @@ type TeamCreateParams struct {
 	NVLBytes       uint64
 	RDMAOffset     uint64
 	RDMABytes      uint64
-	HostStatus     uint64 // dk_status: host pointer and registered address
-	Status         uint64 // dk_status: host pointer and registered address
-	HostStats      uint64 // dk_stats_page, likewise; 0: none kept
-	Stats          uint64 // dk_stats_page, likewise; 0: none kept
+	HostStatus     uint64 // dk_status
+	Status         uint64 // its registered address
+	HostStats      uint64 // dk_stats_page; 0: no statistics
+	Stats          uint64 // its registered address
+	SMShare        int32  // ranks of this process on this device, which get disjoint shares of its SMs
+	SMShareIndex   int32  // which of them this rank is
+	Team           uint64 // [out]
 
-	// ranks of this process on this device, and which of them this is: disjoint shares of SMs
-	SMShare int32
-
-	// ranks of this process on this device, and which of them this is: disjoint shares of SMs
-	SMShareIndex int32
-	Team         uint64 // [out]
-
-	// of dk_transport_open, connected to every rank that is not mapped and that the flags need; 0: none. Stays the
-	// caller's, and is closed after the team
+	// Of dk_transport_open, connected to every rank that is not mapped or that the flags name; 0: none. The caller
+	// closes it after the team.
 	Transport uint64
 }
 
@@ -545,15 +505,13 @@ type TeamDestroyParams struct {
 type TeamSegmentParams struct {
 	Header
 	Team    uint64
-	Index   int32  // segment `index` of rank `owner`
-	Owner   int32  // segment `index` of rank `owner`
-	Address uint64 // its address here; 0: forget it
-	Bytes   uint64 // its address here; 0: forget it
+	Index   int32  // 0 to DK_MAX_SEGMENTS - 1
+	Owner   int32  // the rank whose memory it is
+	Address uint64 // as mapped here; 0: the segment is gone
+	Bytes   uint64
 }
 
-// StatsFlushParams is dk_stats_flush_params. Brings the team's statistics page up to date: kernels may keep the
-// newest call's counters in device memory. Waits on the host for at most timeout_ns (DK_ETIMEOUT: the device was
-// busy; the page holds what it held).
+// StatsFlushParams is dk_stats_flush_params.
 type StatsFlushParams struct {
 	Header
 	Team      uint64
@@ -563,8 +521,8 @@ type StatsFlushParams struct {
 // LayoutParams is dk_layout_params.
 type LayoutParams struct {
 	OpHeader
-	TopKIdx         uint64 // [T,K] int32/int64, -1 = none
-	IndexBytes      int32
+	TopKIdx         uint64 // [T,K] integers of index_bytes bytes, -1 = none
+	IndexBytes      int32  // 4 or 8
 	NumTokens       int32
 	NumTopK         int32
 	NumExperts      int32
@@ -574,11 +532,11 @@ type LayoutParams struct {
 	TokenInRank     uint64 // [out] uint8[T,R]
 }
 
-// NotifyParams is dk_notify_params. Exchange of counts. Every rank learns the whole matrix of rows i -> j.
+// NotifyParams is dk_notify_params.
 type NotifyParams struct {
 	OpHeader
-	TokensPerRank    uint64 // int32[R], int32[E] (E = 0: absent)
-	TokensPerExpert  uint64 // int32[R], int32[E] (E = 0: absent)
+	TokensPerRank    uint64 // int32[R]
+	TokensPerExpert  uint64 // int32[E]; E = 0: absent
 	TokenInRank      uint64 // uint8[T,R]
 	NumTokens        int32
 	NumTopK          int32
@@ -588,43 +546,43 @@ type NotifyParams struct {
 	NumScales        int32
 	HiddenBytes      uint64 // bytes of one row of x
 	RankPrefixMatrix uint64 // [out] int32[R,R]: [i][j] = rows that ranks 0..i send to rank j
-	SendHead         uint64 // [out] int32[T,R]: number of the token's row among mine to that rank, -1: not sent
-	HostCounts       uint64 // [out] dk_counts; 0: not wanted (worst case)
-	Counts           uint64 // [out] dk_counts; 0: not wanted (worst case)
+
+	// [out] int32[T,R]: the token's place among this rank's rows to that rank, -1: not sent
+	SendHead   uint64
+	HostCounts uint64 // [out] dk_counts; 0: not wanted (worst case)
+	Counts     uint64 // its registered address
 }
 
 // DispatchParams is dk_dispatch_params.
 type DispatchParams struct {
 	OpHeader
-	X                uint64 // [T, hidden_bytes]
-	Scales           uint64 // 0 or 4-byte elements; strides in elements
-	ScaleTokenStride int64
-	ScaleStride      int64
-	TopKIdx          uint64 // [T,K] or 0
-	TopKWeights      uint64 // [T,K] or 0
-	RankPrefixMatrix uint64 // from notify or the handle
-	SendHead         uint64 // from notify or the handle
-	HiddenBytes      uint64
-	NumTokens        int32
-	NumScales        int32
-	NumTopK          int32
-	IndexBytes       int32
-	NumExperts       int32
-
-	// rows of the outputs: N, or num_worst_tokens, or -1: take the matrix's word (never past it)
-	NumRecvTokens     int32
+	X                 uint64 // [T, hidden_bytes]
+	Scales            uint64 // [T,S] 4-byte elements, or 0
+	ScaleTokenStride  int64  // elements
+	ScaleStride       int64  // elements
+	TopKIdx           uint64 // [T,K] or 0
+	TopKWeights       uint64 // [T,K] or 0
+	RankPrefixMatrix  uint64 // of the notify or the handle
+	SendHead          uint64 // of the notify or the handle
+	HiddenBytes       uint64
+	NumTokens         int32
+	NumScales         int32
+	NumTopK           int32
+	IndexBytes        int32
+	NumExperts        int32
+	NumRecvTokens     int32 // rows of the outputs: N, or num_worst_tokens; -1: as many as the matrix says
 	NumWorstTokens    int32 // > 0: rows past N get index -1, weight 0
-	RecvSegment       int32 // recv_x lies in my segment of this number: peers write there; -1: staged
+	RecvSegment       int32 // recv_x lies in this rank's segment of this index, and peers write there; -1: staged
 	RecvSegmentOffset uint64
-	RecvX             uint64 // [out] scales contiguous [N,S]; 0: not wanted
-	RecvScales        uint64 // [out] scales contiguous [N,S]; 0: not wanted
-	RecvTopKIdx       uint64 // [out] scales contiguous [N,S]; 0: not wanted
-	RecvTopKWeights   uint64 // [out] scales contiguous [N,S]; 0: not wanted
-	RecvSrcIdx        uint64 // [out] scales contiguous [N,S]; 0: not wanted
-	NVLSendChunk      int32  // Config
-	NVLRecvChunk      int32  // Config
-	RDMASendChunk     int32  // Config
-	RDMARecvChunk     int32  // Config
+	RecvX             uint64 // [out] [N, hidden_bytes]
+	RecvScales        uint64 // [out] [N,S] contiguous; 0: not wanted
+	RecvTopKIdx       uint64 // [out] [N,K]; 0: not wanted
+	RecvTopKWeights   uint64 // [out] [N,K]; 0: not wanted
+	RecvSrcIdx        uint64 // [out] int32[N]; 0: not wanted
+	NVLSendChunk      int32  // Of the config, in tokens.
+	NVLRecvChunk      int32  // Of the config, in tokens.
+	RDMASendChunk     int32  // Of the config, in tokens.
+	RDMARecvChunk     int32  // Of the config, in tokens.
 }
 
 // CombineParams is dk_combine_params.
@@ -640,44 +598,42 @@ type CombineParams struct {
 	NumRecvTokens       int32
 	Hidden              int32
 	NumTopK             int32
-	XSegment            int32
-	_                   int32 // x lies in my segment of this number; -1: it does not
+	XSegment            int32 // x lies in this rank's segment of this index; -1: in none
+	_                   int32
 	XSegmentOffset      uint64
-	CombinedX           uint64 // [out] [T,H] BF16, [T,K] float32
-	CombinedTopKWeights uint64 // [out] [T,H] BF16, [T,K] float32
-	NVLSendChunk        int32
-	NVLRecvChunk        int32
-	RDMASendChunk       int32
-	RDMARecvChunk       int32
+	CombinedX           uint64 // [out] [T,H] BF16
+	CombinedTopKWeights uint64 // [out] [T,K] float32
+	NVLSendChunk        int32  // Of the config, in tokens.
+	NVLRecvChunk        int32  // Of the config, in tokens.
+	RDMASendChunk       int32  // Of the config, in tokens.
+	RDMARecvChunk       int32  // Of the config, in tokens.
 }
 
 // LLDispatchParams is dk_ll_dispatch_params.
 type LLDispatchParams struct {
 	OpHeader
-
-	// the send half leaves its epoch and slot in device word `ticket`, the receive half takes them up
 	Phases uint32
 
-	// the send half leaves its epoch and slot in device word `ticket`, the receive half takes them up
+	// the send half stores its epoch and slot in device word `ticket`; the receive half loads them
 	Ticket          uint32
-	X               uint64 // [T,H] BF16, [T,K], [T,K] float32 or 0 (sent along for combine's pre-reduction)
-	TopKIdx         uint64 // [T,H] BF16, [T,K], [T,K] float32 or 0 (sent along for combine's pre-reduction)
-	TopKWeights     uint64 // [T,H] BF16, [T,K], [T,K] float32 or 0 (sent along for combine's pre-reduction)
+	X               uint64 // [T,H] BF16
+	TopKIdx         uint64 // [T,K]
+	TopKWeights     uint64 // [T,K] float32, sent along so that combine can sum at the experts' rank; or 0
 	NumTokens       int32
 	NumTopK         int32
 	IndexBytes      int32
-	Format          int32
+	Format          int32 // DK_FORMAT_*
 	NumMaxTokens    int32
 	Hidden          int32
 	NumExperts      int32
 	_               int32
-	RecvX           uint64 // [out] [L, R*B, H]; float32 [L, H/128, R*B] or int32 [L, H/512, R*B] in memory
-	RecvScales      uint64 // [out] [L, R*B, H]; float32 [L, H/128, R*B] or int32 [L, H/512, R*B] in memory
-	RecvCount       uint64 // [out] int32[L], int32[L, R*B], int64[L,R]
-	SrcInfo         uint64 // [out] int32[L], int32[L, R*B], int64[L,R]
-	LayoutRange     uint64 // [out] int32[L], int32[L, R*B], int64[L,R]
-	CumulativeStats uint64 // in/out: int32[L] +=, int64[R] += ns; 0: not wanted
-	WaitStats       uint64 // in/out: int32[L] +=, int64[R] += ns; 0: not wanted
+	RecvX           uint64 // [out] [L, R*B, H]
+	RecvScales      uint64 // [out] float32 [L, H/128, R*B] or int32 [L, H/512, R*B] in memory
+	RecvCount       uint64 // [out] int32[L]
+	SrcInfo         uint64 // [out] int32[L, R*B]
+	LayoutRange     uint64 // [out] int64[L,R]
+	CumulativeStats uint64 // [inout] int32[L] += count; 0: not wanted
+	WaitStats       uint64 // [inout] int64[R] += ns; 0: not wanted
 }
 
 // LLCombineParams is dk_ll_combine_params.
@@ -685,8 +641,8 @@ type LLCombineParams struct {
 	OpHeader
 	Phases       uint32
 	Ticket       uint32
-	X            uint64 // [L, R*B, H] BF16; with DK_LL_ZERO_COPY inside the rdma region, x_row_stride apart
-	XRowStride   uint64 // bytes
+	X            uint64 // [L, R*B, H] BF16; with DK_LL_ZERO_COPY inside the rdma region
+	XRowStride   uint64 // bytes from row to row
 	TopKIdx      uint64 // [T,K] at the token's own rank
 	TopKWeights  uint64 // [T,K] at the token's own rank
 	SrcInfo      uint64
@@ -698,11 +654,10 @@ type LLCombineParams struct {
 	Hidden       int32
 	NumExperts   int32
 	CombinedX    uint64 // [out] [T,H] BF16
-	WaitStats    uint64
+	WaitStats    uint64 // [inout] int64[R] += ns; 0: not wanted
 }
 
-// CleanParams is dk_clean_params. Collective: brings the low-latency slots of this shape (0,0,0: all) back to
-// empty on every rank; waits for all unmasked ranks.
+// CleanParams is dk_clean_params.
 type CleanParams struct {
 	OpHeader
 	NumMaxTokens int32
@@ -719,9 +674,9 @@ type BarrierParams struct {
 // MaskParams is dk_mask_params.
 type MaskParams struct {
 	OpHeader
-	What  int32  // value: 1 masked
-	Rank  int32  // value: 1 masked
-	Value int32  // value: 1 masked
-	_     int32  // value: 1 masked
+	What  int32  // DK_MASK_*
+	Rank  int32  // of DK_MASK_UPDATE
+	Value int32  // 1: masked
+	_     int32  // 1: masked
 	Out   uint64 // [out] int32[R] of DK_MASK_QUERY
 }

@@ -172,7 +172,7 @@ func (l *Library) Info(p *InfoParams) int32 {
 	return dl.Call(l.functions[fnInfo], unsafe.Pointer(p))
 }
 
-// DeviceOpen calls dk_device_open: also makes sure that every kernel of the library is loaded.
+// DeviceOpen calls dk_device_open. Opens a device and loads every kernel of the library.
 func (l *Library) DeviceOpen(p *DeviceOpenParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnDeviceOpen], unsafe.Pointer(p))
@@ -202,7 +202,8 @@ func (l *Library) MemImport(p *MemImportParams) int32 {
 	return dl.Call(l.functions[fnMemImport], unsafe.Pointer(p))
 }
 
-// MemFree calls dk_mem_free: allocated or imported; waits for nothing: the caller made sure it is idle.
+// MemFree calls dk_mem_free. Frees allocated or imported memory. Does not wait: the caller knows that no work uses
+// it.
 func (l *Library) MemFree(p *MemFreeParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnMemFree], unsafe.Pointer(p))
@@ -220,7 +221,9 @@ func (l *Library) HostUnregister(p *HostUnregisterParams) int32 {
 	return dl.Call(l.functions[fnHostUnregister], unsafe.Pointer(p))
 }
 
-// HostWait calls dk_host_wait.
+// HostWait calls dk_host_wait. Waits on the host until *(uint64_t *)host_word >= at_least (acquire). DK_OK:
+// reached; DK_ETIMEOUT: timeout_ns is over; DK_EABORTED: `sticky` or `abort_word` of the status is set, so the
+// word will not be written. Spins briefly, then sleeps.
 func (l *Library) HostWait(p *HostWaitParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnHostWait], unsafe.Pointer(p))
@@ -232,7 +235,7 @@ func (l *Library) StreamCreate(p *StreamCreateParams) int32 {
 	return dl.Call(l.functions[fnStreamCreate], unsafe.Pointer(p))
 }
 
-// StreamDestroy calls dk_stream_destroy: CPU: after the work in it has ended.
+// StreamDestroy calls dk_stream_destroy. CPU: waits for the work in the stream.
 func (l *Library) StreamDestroy(p *StreamDestroyParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnStreamDestroy], unsafe.Pointer(p))
@@ -250,37 +253,38 @@ func (l *Library) EventCreate(p *EventCreateParams) int32 {
 	return dl.Call(l.functions[fnEventCreate], unsafe.Pointer(p))
 }
 
-// EventDestroy calls dk_event_destroy: fine while recorded or waited for.
+// EventDestroy calls dk_event_destroy. Allowed while the event is recorded or waited for.
 func (l *Library) EventDestroy(p *EventDestroyParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnEventDestroy], unsafe.Pointer(p))
 }
 
-// EventRecord calls dk_event_record: CPU stream 0: done at once.
+// EventRecord calls dk_event_record. CPU, stream 0: done at once.
 func (l *Library) EventRecord(p *EventRecordParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnEventRecord], unsafe.Pointer(p))
 }
 
-// StreamWaitEvent calls dk_stream_wait_event: CPU stream 0: DK_EUNSUPPORTED, the engine waits on the host.
+// StreamWaitEvent calls dk_stream_wait_event. CPU, stream 0: DK_EUNSUPPORTED; the engine waits on the host.
 func (l *Library) StreamWaitEvent(p *StreamWaitEventParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnStreamWaitEvent], unsafe.Pointer(p))
 }
 
-// EventWait calls dk_event_wait: host wait; timeout 0 asks only; DK_ETIMEOUT: not yet. Never recorded: done.
+// EventWait calls dk_event_wait. Waits on the host. DK_ETIMEOUT: not yet. An event that was never recorded is
+// done.
 func (l *Library) EventWait(p *EventWaitParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnEventWait], unsafe.Pointer(p))
 }
 
-// Copy calls dk_copy: between any two addresses known to the device; enqueued.
+// Copy calls dk_copy. Enqueues a copy between any two addresses that the device can reach.
 func (l *Library) Copy(p *CopyParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnCopy], unsafe.Pointer(p))
 }
 
-// Fill calls dk_fill: byte value; enqueued.
+// Fill calls dk_fill. Enqueues a fill.
 func (l *Library) Fill(p *FillParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnFill], unsafe.Pointer(p))
@@ -292,7 +296,7 @@ func (l *Library) TransportOpen(p *TransportOpenParams) int32 {
 	return dl.Call(l.functions[fnTransportOpen], unsafe.Pointer(p))
 }
 
-// TransportClose calls dk_transport_close: what is still queued is dropped; never waits for a peer.
+// TransportClose calls dk_transport_close. Drops what is still queued; never waits for a peer.
 func (l *Library) TransportClose(p *TransportCloseParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportClose], unsafe.Pointer(p))
@@ -304,9 +308,9 @@ func (l *Library) TransportPut(p *TransportPutParams) int32 {
 	return dl.Call(l.functions[fnTransportPut], unsafe.Pointer(p))
 }
 
-// TransportQuiet calls dk_transport_quiet: Until all that was posted there before is done: seen by the peer,
-// sources free. DK_ETIMEOUT: not yet. A peer that is lost is DK_EPEERDEAD if it was named, and passed over if all
-// were meant.
+// TransportQuiet calls dk_transport_quiet. Waits until what was posted there before has completed: the peer can
+// see it, and sources are free. DK_ETIMEOUT: not yet. A lost peer is DK_EPEERDEAD if it was named, and is passed
+// over if peer is -1.
 func (l *Library) TransportQuiet(p *TransportQuietParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportQuiet], unsafe.Pointer(p))
@@ -318,7 +322,8 @@ func (l *Library) TransportQuery(p *TransportQueryParams) int32 {
 	return dl.Call(l.functions[fnTransportQuery], unsafe.Pointer(p))
 }
 
-// TransportLose calls dk_transport_lose.
+// TransportLose calls dk_transport_lose. From now on operations toward the peer fail at once with DK_EPEERDEAD;
+// what is queued for it is dropped.
 func (l *Library) TransportLose(p *TransportLoseParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportLose], unsafe.Pointer(p))
@@ -336,7 +341,7 @@ func (l *Library) TransportAttach(p *TransportAttachParams) int32 {
 	return dl.Call(l.functions[fnTransportAttach], unsafe.Pointer(p))
 }
 
-// TransportDetach calls dk_transport_detach: DK_ESTATE: some of its memory was not freed.
+// TransportDetach calls dk_transport_detach. DK_ESTATE: some of its memory was not freed.
 func (l *Library) TransportDetach(p *TransportDetachParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportDetach], unsafe.Pointer(p))
@@ -360,13 +365,14 @@ func (l *Library) BlockSizes(p *BlockSizesParams) int32 {
 	return dl.Call(l.functions[fnBlockSizes], unsafe.Pointer(p))
 }
 
-// LLLayout calls dk_ll_layout.
+// LLLayout calls dk_ll_layout. Says where low-latency data of a shape lies in the rdma region. Pure.
 func (l *Library) LLLayout(p *LLLayoutParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnLLLayout], unsafe.Pointer(p))
 }
 
-// TeamCreate calls dk_team_create: all blocks are zeroed and mapped; touches the device's scratch.
+// TeamCreate calls dk_team_create. All blocks are zeroed and mapped. Touches the device's scratch memory, so that
+// no operation allocates.
 func (l *Library) TeamCreate(p *TeamCreateParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTeamCreate], unsafe.Pointer(p))
@@ -378,13 +384,16 @@ func (l *Library) TeamDestroy(p *TeamDestroyParams) int32 {
 	return dl.Call(l.functions[fnTeamDestroy], unsafe.Pointer(p))
 }
 
-// TeamSegment calls dk_team_segment.
+// TeamSegment calls dk_team_segment. Registers a further symmetric segment (rows of torch's pool), for
+// recv_segment and x_segment.
 func (l *Library) TeamSegment(p *TeamSegmentParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTeamSegment], unsafe.Pointer(p))
 }
 
-// StatsFlush calls dk_stats_flush.
+// StatsFlush calls dk_stats_flush. Brings the team's statistics page up to date: kernels may keep the newest
+// call's counters in device memory. Waits on the host for at most timeout_ns (DK_ETIMEOUT: the device was busy,
+// and the page is unchanged).
 func (l *Library) StatsFlush(p *StatsFlushParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnStatsFlush], unsafe.Pointer(p))
@@ -396,7 +405,7 @@ func (l *Library) Layout(p *LayoutParams) int32 {
 	return dl.Call(l.functions[fnLayout], unsafe.Pointer(p))
 }
 
-// Notify calls dk_notify.
+// Notify calls dk_notify. Exchanges counts: every rank gets the whole matrix of rows from rank i to rank j.
 func (l *Library) Notify(p *NotifyParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnNotify], unsafe.Pointer(p))
@@ -426,7 +435,8 @@ func (l *Library) LLCombine(p *LLCombineParams) int32 {
 	return dl.Call(l.functions[fnLLCombine], unsafe.Pointer(p))
 }
 
-// Clean calls dk_clean.
+// Clean calls dk_clean. Collective: empties the low-latency slots of this shape (0,0,0: all) on every rank; waits
+// for all unmasked ranks.
 func (l *Library) Clean(p *CleanParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnClean], unsafe.Pointer(p))

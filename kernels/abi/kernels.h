@@ -1,19 +1,20 @@
 /* kernels.h - the interface between the Go engine and a kernel library (libdeepep_cpu.so, libdeepep_cuda.so, ...).
  *
- * One C function `int32_t dk_NAME(dk_NAME_params *p)` each; parameters and results travel in one struct.
+ * A library exports functions of the form `int32_t dk_NAME(dk_NAME_params *p)`: one struct has arguments and results.
  * Rules for every function:
- *   - Fields are fixed-width; addresses are 64-bit integers (0 = absent). `host` addresses are dereferenced by the
- *   host,
- *     all others by the device (on the CPU engine both are plain pointers). Fields marked [out] are written.
- *   - `size` is sizeof the struct in the caller's eyes; a smaller one than the library's is DK_EVERSION.
- *   - Returns a DK_* code. `device_error` [out] carries the device's own error number (errno or cudaError_t) where
- *   there is one.
- *   - Nothing allocates behind the caller's back once a team exists, exits, throws, prints or traps. Operations only
- *   enqueue on
- *     the stream given; they never wait for a peer on the host. The current device is left as it was found.
- *   - Any thread may call; calls for one team are serialised by the caller.
- * Semantics of rows, orders and formats: the public contract (include/deepep.h). This header says what crosses the
- * boundary.
+ *
+ *   - Fields have fixed widths; addresses are 64-bit integers, 0 for none. The host dereferences the addresses whose
+ *     name begins with `host`, the device all others (in the CPU library both are plain pointers). The function
+ *     writes the fields marked [out].
+ *   - `size` is sizeof the struct as the caller was compiled. A size below the library's own is DK_EVERSION.
+ *   - The result is a DK_* code. `device_error` [out] is the device's own error number (errno or cudaError_t), or 0.
+ *   - Once a team exists, no function allocates memory that the caller does not know of. None exits, throws, prints or
+ *     traps, and the current device stays as it was.
+ *   - Operations only enqueue on the given stream; they never wait for a peer on the host.
+ *   - Any thread may call. The caller serialises calls for one team.
+ *
+ * What rows, orders and formats mean is the public contract (include/deepep.h); this header says what crosses the
+ * boundary. T, R, E, L, K, H, S, B and N in shapes are those of deepep.h.
  */
 #ifndef DEEPEP_KERNELS_H
 #define DEEPEP_KERNELS_H
@@ -25,7 +26,7 @@ extern "C" {
 
 #define DK_ABI_VERSION 3u
 
-/* Codes: the same numbers as the status codes of deepep.h. */
+/* Codes: the numbers of the status codes of deepep.h. */
 enum {
   DK_OK = 0,
   DK_EINVAL = 1,
@@ -33,7 +34,7 @@ enum {
   DK_EUNSUPPORTED = 3,
   DK_ENOMEM = 4,
   DK_ESYSTEM = 5,
-  DK_ETIMEOUT = 6, /* a wait's time ended (a peer is late; or, from dk_*_wait functions, the slice is over) */
+  DK_ETIMEOUT = 6, /* a wait reached its deadline: a peer is late, or the slice of a dk_*_wait function is over */
   DK_EPEERDEAD = 7,
   DK_EMISMATCH = 8,
   DK_EABORTED = 9,
@@ -43,7 +44,7 @@ enum {
   DK_EINTERNAL = 15
 };
 
-/* Operations, as they appear in failure records, statistics and the health pages. */
+/* Operations, in failure records, statistics and the health pages. */
 enum {
   DK_OP_NONE = 0,
   DK_OP_LAYOUT = 1,
@@ -57,78 +58,81 @@ enum {
   DK_OP_MASK = 9,
   DK_NUM_OPS = 10
 };
+/* Phases of an operation. */
 enum { DK_PHASE_SEND = 1, DK_PHASE_RECV = 2, DK_PHASE_BOTH = 3 };
 
-/* What ranks must agree on: travels inside the count messages; a difference ends the call with DK_EMISMATCH. */
+/* What ranks must agree on. It travels inside the count messages; a difference ends the call with DK_EMISMATCH. */
 enum {
   DK_FIELD_NONE = 0,
   DK_FIELD_HIDDEN_BYTES = 1,
   DK_FIELD_NUM_EXPERTS = 2,
   DK_FIELD_NUM_TOPK = 3,
   DK_FIELD_NUM_SCALES = 4,
-  DK_FIELD_FORMAT = 5,       /* DK_FORMAT_* and flags of low latency; weights given or not in normal mode */
+  DK_FIELD_FORMAT = 5,       /* low latency: DK_FORMAT_* and flags; normal mode: whether weights were given */
   DK_FIELD_MAX_TOKENS = 6,   /* B, num_max_dispatch_tokens_per_rank */
-  DK_FIELD_OPERATION = 7,    /* cached against not cached */
-  DK_FIELD_WORST_TOKENS = 8, /* more rows arrive than num_worst_tokens: mine = allowed, theirs = arriving */
-  DK_FIELD_TOPK_IDX = 9      /* an index outside [-1, E): mine = E, theirs = the index, call's own rank as peer */
+  DK_FIELD_OPERATION = 7,    /* the operation, and whether a dispatch is cached */
+  DK_FIELD_WORST_TOKENS = 8, /* more rows arrive than num_worst_tokens: expected = allowed, seen = arriving */
+  DK_FIELD_TOPK_IDX = 9      /* an index outside [-1, E): expected = E, seen = the index, peer = this rank */
 };
 
 /* ---- Host-visible memory shared by engine and kernels ------------------------------------------------------------ */
 
-/* First failure of a team. Written once by the kernel that leaves early (code last, release), read by the engine. */
+/* The first failure of a team. The kernel that leaves early writes it once, `code` last with release; the engine reads
+ * it. */
 typedef struct dk_failure {
   uint32_t code; /* DK_ETIMEOUT, DK_EPEERDEAD, DK_EABORTED, DK_EMISMATCH, DK_EINVAL; 0: none */
   uint32_t op, phase;
-  int32_t rank, peer;     /* own rank; the rank waited for or disagreed with; -1: none */
-  uint32_t field;         /* DK_FIELD_* with DK_EMISMATCH / DK_EINVAL */
-  uint64_t call;          /* the operation's call number as given */
-  int64_t expected, seen; /* counter awaited and found; or mine and theirs */
-  uint64_t waited_ns;
+  int32_t rank;       /* this rank */
+  int32_t peer;       /* the rank that was waited for or disagreed; -1: none */
+  uint32_t field;     /* DK_FIELD_* with DK_EMISMATCH and DK_EINVAL */
+  uint64_t call;      /* the operation's call number, as given */
+  int64_t expected;   /* the counter's awaited value; or this rank's value of `field` */
+  int64_t seen;       /* the counter's value; or the peer's value of `field` */
+  uint64_t waited_ns; /* how long the wait lasted */
 } dk_failure;
 
-/* The status block of a team: page-aligned host memory registered with dk_host_register, DK_STATUS_BYTES long,
- * zeroed. */
 #define DK_MAX_RANKS 1024
+/* The status block of a team: page-aligned host memory of DK_STATUS_BYTES bytes, zeroed, registered with
+ * dk_host_register. The engine writes abort_word, abort_rank and dead, kernels write the rest; all access is atomic. */
 typedef struct dk_status {
-  uint32_t abort_word; /* engine -> kernels: not 0: leave every wait now; the value is the DK_* code to record */
-  int32_t abort_rank;  /* engine -> kernels: the culprit to record, -1: none */
-  uint32_t sticky; /* kernels -> engine: DK_* code of the first failure; set after `failure` is complete. While it is
-                      not 0 every operation of the team leaves at once (counts 0, sums NaN) */
+  uint32_t abort_word; /* not 0: kernels leave every wait now, and record this DK_* code */
+  int32_t abort_rank;  /* the rank to record as the culprit, -1: none */
+  /* DK_* code of the first failure, stored after `failure` is complete. While it is not 0 every operation of the team
+   * leaves at once (counts 0, sums NaN). */
+  uint32_t sticky;
   uint32_t reserved0;
-  uint64_t progress; /* kernels -> engine: operations finished */
+  uint64_t progress; /* operations finished */
   dk_failure failure;
-  uint8_t dead[DK_MAX_RANKS]; /* engine -> kernels: 1: rank is known dead. With shrink: mask it at once instead of
-                                 waiting */
+  uint8_t dead[DK_MAX_RANKS]; /* 1: the rank is known to be dead; with shrink kernels mask it without waiting */
 } dk_status;
 #define DK_STATUS_BYTES 4096
 
-/* Counts that notify leaves for the host (host-visible memory given in its params): seq is stored last, with release.
- * */
+/* Counts that notify writes for the host, at the address in its params. The kernel stores seq last, with release. */
 typedef struct dk_counts {
-  uint64_t seq; /* = the notify's `call` once the rest is valid (also when it failed: num_recv_tokens = -1) */
-  int32_t num_recv_tokens;
-  int32_t num_recv_nodes_tokens; /* rows that arrive over RDMA; 0 on one node */
+  uint64_t seq;                  /* the notify's `call` once the rest is valid */
+  int32_t num_recv_tokens;       /* rows that arrive; -1: the notify failed */
+  int32_t num_recv_nodes_tokens; /* of them: over RDMA; 0 on one node */
   int32_t per_expert[];          /* L entries, each rounded up to a multiple of expert_alignment */
 } dk_counts;
 
-/* Statistics page: host memory, registered; header filled by the engine, op records by the kernels. All counters only
- * grow.
- * Per-peer arrays: uint64_t bytes[DK_NUM_OPS][num_ranks] at peers_offset, then uint64_t wait_ns[DK_NUM_OPS][num_ranks].
- * Trace: ring of trace_len records at trace_offset; record i of the stream of calls is at index i % trace_len. */
-#define DK_STATS_MAGIC 0x3145474150504544ull /* "DEPPAGE1" */
+/* "DEPPAGE1" */
+#define DK_STATS_MAGIC 0x3145474150504544ull
 #define DK_STATS_VERSION 2u
-#define DK_HIST_BUCKETS \
-  96 /* bucket b: durations d (ns) with: b = 4*floor(log2(d/512)) + next two bits of d, clamped to 0..95 (7.5 s) */
+/* Buckets of a histogram of durations d in ns: 4 * floor(log2(d / 512)) + the next two bits of d, clamped to 0..95
+ * (7.5 s). */
+#define DK_HIST_BUCKETS 96
+/* What kernels count of one operation. Counters only grow. */
 typedef struct dk_op_stats {
   uint64_t calls, errors; /* a call counts when its last phase ends */
-  uint64_t total_ns,
-      max_ns;       /* time in the operation's own kernels, send + receive; not the gap between the two halves */
-  uint64_t wait_ns; /* of it: waiting for peers */
-  uint64_t bytes;   /* payload bytes sent to all peers, self included */
-  uint64_t last_start_ns,
-      last_ns; /* CLOCK_MONOTONIC start of the last call (0 where the device has no such clock), its time */
+  uint64_t total_ns;      /* time in the operation's own kernels, send and receive; not the gap between two halves */
+  uint64_t max_ns;        /* the longest call */
+  uint64_t wait_ns;       /* of total_ns: waiting for peers */
+  uint64_t bytes;         /* payload bytes sent to all peers, this rank included */
+  uint64_t last_start_ns; /* CLOCK_MONOTONIC at the last call's start; 0 where the device has no such clock */
+  uint64_t last_ns;       /* duration of the last call */
   uint64_t hist[DK_HIST_BUCKETS];
 } dk_op_stats;
+/* One call in the trace. */
 typedef struct dk_trace_record {
   uint64_t call;
   uint64_t start_ns;
@@ -138,58 +142,72 @@ typedef struct dk_trace_record {
 } dk_trace_record;
 /* States of a statistics page. */
 enum { DK_PAGE_LIVE = 1, DK_PAGE_FAILED = 2, DK_PAGE_DESTROYED = 3 };
+/* The statistics page: registered host memory. The engine fills the header, kernels count in `ops` and behind the
+ * header: at peers_offset uint64_t bytes[DK_NUM_OPS][num_ranks], then uint64_t wait_ns[DK_NUM_OPS][num_ranks]; at
+ * trace_offset a ring of trace_len records, in which call i of the page is at index i % trace_len. */
 typedef struct dk_stats_page {
   uint64_t magic;
   uint32_t version, total_bytes;
   uint32_t pid, num_ops;
-  uint64_t start_time; /* field 22 of /proc/pid/stat: tells a reused pid */
+  uint64_t start_time; /* of the process, field 22 of /proc/pid/stat: a later process with the same pid has another */
   uint64_t created_ns; /* CLOCK_REALTIME */
   int32_t rank, num_ranks;
-  uint32_t buffer_id, state; /* state: DK_PAGE_* */
+  uint32_t buffer_id;
+  uint32_t state; /* DK_PAGE_* */
   uint64_t peers_offset, trace_offset;
-  uint64_t trace_len, trace_next; /* trace_next: records ever written */
+  uint64_t trace_len;
+  uint64_t trace_next; /* records ever written */
   char group[64], host[64], engine[16], device[64];
   dk_op_stats ops[DK_NUM_OPS];
 } dk_stats_page;
 
 /* ---- Library and device ------------------------------------------------------------------------------------------ */
 
+/* Begins every parameter struct. */
 #define DK_HEADER \
   uint32_t size;  \
   int32_t device_error
 
+/* Capabilities of a kernel library. */
 enum {
-  DK_CAP_HOST_STREAM =
-      1,            /* stream 0 is the calling thread itself: it has no queue; the engine waits on the host instead */
-  DK_CAP_GRAPH = 2, /* streams can be captured */
-  DK_CAP_PEER_ROWS = 4, /* dispatch can write straight into a registered segment of the receiver (recv_segment) */
+  DK_CAP_HOST_STREAM = 1, /* stream 0 is the calling thread; it has no queue, and the engine waits on the host */
+  DK_CAP_GRAPH = 2,       /* streams can be captured */
+  DK_CAP_PEER_ROWS = 4,   /* dispatch can write straight into a registered segment of the receiver (recv_segment) */
   DK_CAP_SM90 = 8,
   DK_CAP_FP8_HARDWARE = 16
 };
 typedef struct dk_info_params {
   DK_HEADER;
   uint32_t abi_version, caps; /* [out] */
-  int32_t num_devices;        /* [out] 0: the library loads but no device can be used; then `reason` says why */
+  int32_t num_devices;        /* [out] 0: the library loads, but no device can be used, for `reason` */
   uint32_t reserved0;
-  char kind[16], build[64], reason[256]; /* [out] "cpu", "cuda"; build id: ranks must agree on it */
-  /* [out] The library's limits for low-latency calls: top-k, B (num_max_dispatch_tokens_per_rank), local experts. */
-  int32_t max_ll_topk, max_ll_tokens, max_ll_local_experts;
+  char kind[16];                /* [out] "cpu", "cuda" */
+  char build[64];               /* [out] build id; ranks must agree on it */
+  char reason[256];             /* [out] */
+  int32_t max_ll_topk;          /* [out] limit of low-latency calls: K */
+  int32_t max_ll_tokens;        /* [out] limit of low-latency calls: B */
+  int32_t max_ll_local_experts; /* [out] limit of low-latency calls: L */
   int32_t reserved1;
 } dk_info_params;
 int32_t dk_info(dk_info_params *p);
 
 typedef struct dk_device_open_params {
   DK_HEADER;
-  int32_t ordinal;                  /* -1: the current device */
-  uint32_t isa;                     /* CPU: 0 best, 1 baseline, 2 AVX2, 3 AVX-512; CUDA: 0 best, 80, 90: force a path */
-  uint64_t device;                  /* [out] handle */
-  int32_t out_ordinal, num_sms;     /* [out] SMs this process may use (MIG slice); CPU: 1 */
-  int32_t cc_major, cc_minor;       /* [out] */
-  uint64_t total_bytes, free_bytes; /* [out] */
-  uint8_t uuid[16];                 /* [out] ranks with equal uuid share the device */
-  char name[64], isa_name[32];      /* [out] */
+  int32_t ordinal;      /* -1: the current device */
+  uint32_t isa;         /* 0: the best. CPU: 1 baseline, 2 AVX2, 3 AVX-512; CUDA: 80, 90 */
+  uint64_t device;      /* [out] handle */
+  int32_t out_ordinal;  /* [out] */
+  int32_t num_sms;      /* [out] SMs that this process may use (of a MIG slice); CPU: 1 */
+  int32_t cc_major;     /* [out] compute capability */
+  int32_t cc_minor;     /* [out] */
+  uint64_t total_bytes; /* [out] memory of the device */
+  uint64_t free_bytes;  /* [out] */
+  uint8_t uuid[16];     /* [out] ranks with equal uuid share the device */
+  char name[64];        /* [out] */
+  char isa_name[32];    /* [out] */
 } dk_device_open_params;
-int32_t dk_device_open(dk_device_open_params *p); /* also makes sure that every kernel of the library is loaded */
+/* Opens a device and loads every kernel of the library. */
+int32_t dk_device_open(dk_device_open_params *p);
 typedef struct dk_device_close_params {
   DK_HEADER;
   uint64_t device;
@@ -198,6 +216,7 @@ int32_t dk_device_close(dk_device_close_params *p);
 
 /* ---- Memory ------------------------------------------------------------------------------------------------------ */
 
+/* How memory is shared among processes. */
 enum {
   DK_SHARE_NONE = 0,
   DK_SHARE_FD = 1,
@@ -207,40 +226,42 @@ enum {
 typedef struct dk_mem_alloc_params {
   DK_HEADER;
   uint64_t device, bytes;
-  uint64_t mem, address; /* [out] zeroed memory, at least 2 MiB aligned on CUDA, page aligned on CPU */
-  uint64_t out_bytes;    /* [out] bytes rounded up to the granularity */
+  uint64_t mem;       /* [out] handle */
+  uint64_t address;   /* [out] zeroed memory, at least 2 MiB aligned on CUDA, page aligned on the CPU */
+  uint64_t out_bytes; /* [out] bytes rounded up to the granularity */
 } dk_mem_alloc_params;
 int32_t dk_mem_alloc(dk_mem_alloc_params *p);
 typedef struct dk_mem_export_params {
   DK_HEADER;
   uint64_t mem;
-  uint32_t kind;
-  int32_t fd;       /* [out] fd: a new descriptor, the caller closes it; -1 if none */
+  uint32_t kind;    /* DK_SHARE_* */
+  int32_t fd;       /* [out] a new descriptor, which the caller closes; -1: none */
   uint8_t blob[64]; /* [out] */
 } dk_mem_export_params;
 int32_t dk_mem_export(dk_mem_export_params *p);
 typedef struct dk_mem_import_params {
   DK_HEADER;
   uint64_t device, bytes;
-  uint32_t kind;
-  int32_t fd; /* fd stays the caller's */
+  uint32_t kind; /* DK_SHARE_* */
+  int32_t fd;    /* stays the caller's */
   uint8_t blob[64];
-  uint64_t mem, address; /* [out] stays valid after the owner freed it or died */
+  uint64_t mem;     /* [out] handle */
+  uint64_t address; /* [out] stays valid after the owner has freed the memory or died */
 } dk_mem_import_params;
 int32_t dk_mem_import(dk_mem_import_params *p);
 typedef struct dk_mem_free_params {
   DK_HEADER;
   uint64_t mem;
 } dk_mem_free_params;
-int32_t dk_mem_free(
-    dk_mem_free_params *p); /* allocated or imported; waits for nothing: the caller made sure it is idle */
+/* Frees allocated or imported memory. Does not wait: the caller knows that no work uses it. */
+int32_t dk_mem_free(dk_mem_free_params *p);
 
 typedef struct dk_host_register_params {
   DK_HEADER;
   uint64_t device;
   uint64_t host;
   uint64_t bytes;
-  uint64_t address; /* [out] */
+  uint64_t address; /* [out] for the device */
 } dk_host_register_params;
 int32_t dk_host_register(dk_host_register_params *p);
 typedef struct dk_host_unregister_params {
@@ -250,18 +271,17 @@ typedef struct dk_host_unregister_params {
 } dk_host_unregister_params;
 int32_t dk_host_unregister(dk_host_unregister_params *p);
 
-/* Waits on the host until *(uint64_t *)word >= at_least (acquire), `status`->sticky or abort_word is set, or
- * timeout_ns is over.
- * DK_OK: reached; DK_ETIMEOUT: the slice is over; DK_EABORTED: status says that it will not come. Spins briefly, then
- * sleeps. */
 typedef struct dk_host_wait_params {
   DK_HEADER;
   uint64_t device;
   uint64_t host_word;
   uint64_t at_least;
-  uint64_t host_status;
+  uint64_t host_status; /* dk_status */
   uint64_t timeout_ns;
 } dk_host_wait_params;
+/* Waits on the host until *(uint64_t *)host_word >= at_least (acquire). DK_OK: reached; DK_ETIMEOUT: timeout_ns is
+ * over; DK_EABORTED: `sticky` or `abort_word` of the status is set, so the word will not be written. Spins briefly,
+ * then sleeps. */
 int32_t dk_host_wait(dk_host_wait_params *p);
 
 /* ---- Streams and events ------------------------------------------------------------------------------------------ */
@@ -278,11 +298,13 @@ typedef struct dk_stream_destroy_params {
   DK_HEADER;
   uint64_t device, stream;
 } dk_stream_destroy_params;
-int32_t dk_stream_destroy(dk_stream_destroy_params *p); /* CPU: after the work in it has ended */
+/* CPU: waits for the work in the stream. */
+int32_t dk_stream_destroy(dk_stream_destroy_params *p);
 typedef struct dk_stream_query_params {
   DK_HEADER;
   uint64_t device, stream;
-  int32_t capturing, idle; /* [out]; idle -1 on entry: not asked */
+  int32_t capturing; /* [out] */
+  int32_t idle;      /* [out]; -1 on entry: not asked */
 } dk_stream_query_params;
 int32_t dk_stream_query(dk_stream_query_params *p);
 typedef struct dk_event_create_params {
@@ -295,89 +317,92 @@ typedef struct dk_event_destroy_params {
   DK_HEADER;
   uint64_t device, event;
 } dk_event_destroy_params;
-int32_t dk_event_destroy(dk_event_destroy_params *p); /* fine while recorded or waited for */
+/* Allowed while the event is recorded or waited for. */
+int32_t dk_event_destroy(dk_event_destroy_params *p);
 typedef struct dk_event_record_params {
   DK_HEADER;
   uint64_t device, event, stream;
 } dk_event_record_params;
-int32_t dk_event_record(dk_event_record_params *p); /* CPU stream 0: done at once */
+/* CPU, stream 0: done at once. */
+int32_t dk_event_record(dk_event_record_params *p);
 typedef struct dk_stream_wait_event_params {
   DK_HEADER;
   uint64_t device, stream, event;
 } dk_stream_wait_event_params;
-int32_t dk_stream_wait_event(
-    dk_stream_wait_event_params *p); /* CPU stream 0: DK_EUNSUPPORTED, the engine waits on the host */
+/* CPU, stream 0: DK_EUNSUPPORTED; the engine waits on the host. */
+int32_t dk_stream_wait_event(dk_stream_wait_event_params *p);
 typedef struct dk_event_wait_params {
   DK_HEADER;
   uint64_t device, event;
-  uint64_t timeout_ns;
+  uint64_t timeout_ns; /* 0: only asks */
 } dk_event_wait_params;
-int32_t dk_event_wait(
-    dk_event_wait_params *p); /* host wait; timeout 0 asks only; DK_ETIMEOUT: not yet. Never recorded: done */
+/* Waits on the host. DK_ETIMEOUT: not yet. An event that was never recorded is done. */
+int32_t dk_event_wait(dk_event_wait_params *p);
 
 typedef struct dk_copy_params {
   DK_HEADER;
   uint64_t device, stream, dst, src, bytes;
 } dk_copy_params;
-int32_t dk_copy(dk_copy_params *p); /* between any two addresses known to the device; enqueued */
+/* Enqueues a copy between any two addresses that the device can reach. */
+int32_t dk_copy(dk_copy_params *p);
 typedef struct dk_fill_params {
   DK_HEADER;
   uint64_t device, stream, dst, bytes;
-  uint32_t value;
+  uint32_t value; /* of each byte */
   uint32_t reserved0;
 } dk_fill_params;
-int32_t dk_fill(dk_fill_params *p); /* byte value; enqueued */
+/* Enqueues a fill. */
+int32_t dk_fill(dk_fill_params *p);
 
-/* ---- Transport: ranks that loads and stores do not reach ------------------------------------------------------------
- * A transport moves bytes into the blocks of remote ranks through queue pairs (QPs): num_qps of them toward each peer.
- *   - Operations of one QP take effect in order: whoever sees what a later one wrote or signalled also sees all that
- *   earlier
- *     ones wrote. Bytes of one put arrive in any order. Operations of different QPs have no order whatsoever.
- *   - A put's source is read some time before the operation completes, and must stay as it is until then (quiet tells).
- *     An operation completes after it has taken effect, perhaps long after. Completions of one QP come in order.
+/* ---- Transport: ranks that loads and stores do not reach --------------------------------------------------------- */
+
+/* A transport moves bytes into the blocks of remote ranks through queue pairs (QPs), num_qps of them toward each peer.
+ * Optional: a library without these functions reaches only ranks whose memory is mapped.
+ *
+ *   - Operations of one QP take effect in order: a reader that sees what a later one wrote or signalled also sees all
+ *     that earlier ones wrote. Bytes of one put arrive in any order. Operations of different QPs have no order.
+ *   - A put's source is read some time before the operation completes, and must not change until then (see quiet). An
+ *     operation completes after it has taken effect, perhaps long after. Completions of one QP come in order.
  *   - Blocks are symmetric: destinations are offsets from the start of the peer's block.
- *   - No receive queue, no completion at the receiver: arrival is seen in signals (aligned 64-bit words). A word that
- *   is signalled
- *     is read with acquire; ADD is atomic against ADD of every rank, not against a SET or stores of another.
- *   - Arguments that are refused are DK_EINVAL, and nothing is posted: unknown peers and QPs, bytes or signals
- *   outside the block, a
- *     signal that is not aligned, an operation of no bytes and no signal, unknown flags.
- *   - Toward a lost peer nothing gets through and nothing waits: DK_EPEERDEAD with stream 0 and for what is enqueued
- *   later. What is
- *     queued or enqueued already is dropped, counts as completed, and its sources are free.
- *   - An enqueued operation cannot return a code any more. If its wait ends without room, or without quiet, its QP
- *   breaks: this
- *     operation and all later ones of the QP are dropped as if the peer were lost, query tells, and calls return that
- *     DK_ETIMEOUT. So
- *     nobody sees a later signal of a QP without what came before it.
- *   - Calls may come from several threads. What two of them post on one QP has the order in which the calls got
- *   there. close comes
- *     after all of them, and after what was enqueued. A child made by fork has no transport: DK_ESTATE, but for query
- *     and close.
- * Optional: a library without these functions reaches mapped ranks alone. */
+ *   - There is no receive queue and no completion at the receiver: the receiver sees arrival in signals, aligned 64-bit
+ *     words, which it reads with acquire. ADD is atomic against ADD of every rank, not against SET or stores.
+ *   - An operation is refused with DK_EINVAL, and nothing is posted, for unknown peers, QPs and flags, for bytes or
+ *     signals outside the block, for a signal that is not aligned, and for neither bytes nor signal.
+ *   - Toward a lost peer nothing is sent and nothing waits: with stream 0 the call returns DK_EPEERDEAD. What is
+ *     enqueued or queued is dropped and counts as completed, and its sources are free.
+ *   - An enqueued operation cannot return a code. If its wait ends without room, or without quiet, its QP breaks: this
+ *     operation and all later ones of the QP are dropped as if the peer were lost, query reports the QP, and calls
+ *     return DK_ETIMEOUT. So no reader sees a later signal of a QP without what came before it.
+ *   - Calls may come from several threads; two threads' operations on one QP take effect in the order of their calls.
+ *     close comes after all of them, and after what was enqueued.
+ *   - In a child made by fork every function but query and close returns DK_ESTATE. */
 
+/* What a put does to the signal word. */
 enum { DK_SIGNAL_NONE = 0, DK_SIGNAL_SET = 1, DK_SIGNAL_ADD = 2 };
+/* Flags of a transport and of its operations. */
 enum {
-  DK_TRANSPORT_NOWAIT =
-      1,                /* of one operation, with stream 0 alone: a full QP is DK_EAGAIN instead of a wait for room */
-  DK_TRANSPORT_LATE = 2 /* of a transport, for tests: every operation takes effect as late, and in as strange an order
-                           among QPs, as the rules above allow, and a put whose source was written to before it
-                           completed breaks its QP with DK_EMISMATCH; software RDMA alone */
+  DK_TRANSPORT_NOWAIT = 1, /* of one operation, with stream 0 alone: a full QP is DK_EAGAIN, not a wait for room */
+  /* Of a transport of software RDMA, for tests: operations take effect as late, and in as strange an order among QPs,
+   * as the rules allow; a put whose source changed before it completed breaks its QP with DK_EMISMATCH. */
+  DK_TRANSPORT_LATE = 2
 };
-enum { DK_EAGAIN = 16 }; /* of this interface alone: not a status code of deepep.h */
+/* A code of this interface alone: not a status code of deepep.h. */
+enum { DK_EAGAIN = 16 };
 typedef struct dk_transport_open_params {
   DK_HEADER;
   uint64_t device;
   int32_t rank, num_ranks;
-  int32_t num_qps, qp_depth; /* QPs toward each peer, 1..65536 and not above 2^18 for all peers together; operations
-                                that may be under way on one of them, 1..2^20 */
+  int32_t num_qps;  /* QPs toward each peer: 1 to 65536, at most 2^18 for all peers together */
+  int32_t qp_depth; /* operations that may be in flight on a QP: 1 to 2^20 */
   int32_t num_peers;
   uint32_t flags;
-  uint64_t host_peers;  /* host: int32_t[num_peers]: remote ranks, each once, in the order in which their QPs are
-                           created: all of the first peer, then all of the second; not this rank */
-  uint64_t host_blocks; /* host: uint64_t[num_ranks]: each rank's block as this rank's NIC sees it, this rank's own too;
-                           0: not a peer. They stay until close */
-  uint64_t block_bytes; /* what lies outside is refused */
+  /* host: int32_t[num_peers]: remote ranks, each once, not this rank. QPs are created in this order: all of the first
+   * peer, then all of the second. */
+  uint64_t host_peers;
+  /* host: uint64_t[num_ranks]: each rank's block as this rank's NIC sees it, this rank's too; 0: not a peer. The blocks
+   * stay until close. */
+  uint64_t host_blocks;
+  uint64_t block_bytes; /* of every block; what lies outside is refused */
   uint64_t seed;        /* of delays and orders, where the library makes them */
   uint64_t transport;   /* [out] */
 } dk_transport_open_params;
@@ -386,91 +411,101 @@ typedef struct dk_transport_close_params {
   DK_HEADER;
   uint64_t transport;
 } dk_transport_close_params;
-int32_t dk_transport_close(dk_transport_close_params *p); /* what is still queued is dropped; never waits for a peer */
+/* Drops what is still queued; never waits for a peer. */
+int32_t dk_transport_close(dk_transport_close_params *p);
 
 typedef struct dk_transport_put_params {
   DK_HEADER;
-  uint64_t transport, stream; /* enqueued on the stream like any operation; 0 on the CPU: now, on this thread */
+  uint64_t transport;
+  uint64_t stream; /* the operation is enqueued there; 0 on the CPU: now, on this thread */
   int32_t peer, qp;
-  uint64_t dst_offset, src, bytes;      /* bytes 0: the signal alone */
-  uint64_t signal_offset, signal_value; /* takes effect after the bytes are there */
-  uint32_t signal_op, flags;
-  uint64_t timeout_ns; /* of the wait for room in the QP, from when its turn has come: then DK_ETIMEOUT */
+  uint64_t dst_offset, src;
+  uint64_t bytes; /* 0: the signal alone */
+  uint64_t signal_offset;
+  uint64_t signal_value; /* takes effect after the bytes have arrived */
+  uint32_t signal_op;    /* DK_SIGNAL_* */
+  uint32_t flags;        /* DK_TRANSPORT_NOWAIT */
+  uint64_t timeout_ns;   /* of the wait for room in the QP, from the operation's turn; then DK_ETIMEOUT */
 } dk_transport_put_params;
 int32_t dk_transport_put(dk_transport_put_params *p);
 typedef struct dk_transport_quiet_params {
   DK_HEADER;
   uint64_t transport, stream;
   int32_t peer, qp;    /* -1: all */
-  uint64_t timeout_ns; /* 0: asks only */
+  uint64_t timeout_ns; /* 0: only asks */
 } dk_transport_quiet_params;
-/* Until all that was posted there before is done: seen by the peer, sources free. DK_ETIMEOUT: not yet. A peer that
- * is lost is
- * DK_EPEERDEAD if it was named, and passed over if all were meant. */
+/* Waits until what was posted there before has completed: the peer can see it, and sources are free. DK_ETIMEOUT: not
+ * yet. A lost peer is DK_EPEERDEAD if it was named, and is passed over if peer is -1. */
 int32_t dk_transport_quiet(dk_transport_quiet_params *p);
 typedef struct dk_transport_query_params {
   DK_HEADER;
   uint64_t transport;
-  int32_t peer, qp; /* -1: the sums over all */
-  uint64_t posted, completed,
-      bytes;           /* [out] operations and payload bytes so far, without what was refused or dropped at the call */
-  uint64_t max_queued; /* [out] most operations that were under way at once on one QP */
-  int32_t created, lost; /* [out] place in the order of creation among all QPs, -1 for sums; not 0: nothing gets through
-                            any more (on one of them): 1: the peer was lost, else the DK_* code that broke the QP */
+  int32_t peer, qp;    /* -1: the sums over all */
+  uint64_t posted;     /* [out] operations so far, without those refused or dropped by the call */
+  uint64_t completed;  /* [out] of them: completed */
+  uint64_t bytes;      /* [out] payload bytes of the posted */
+  uint64_t max_queued; /* [out] most operations that were in flight at once on one QP */
+  int32_t created;     /* [out] place in the order of creation among all QPs; -1 for sums */
+  int32_t lost;        /* [out] 0: works. 1: the peer was lost; else the DK_* code that broke the QP, or one of them */
 } dk_transport_query_params;
 int32_t dk_transport_query(dk_transport_query_params *p);
-/* From now on operations toward the peer fail at once with DK_EPEERDEAD, and what is queued for it is dropped. */
 typedef struct dk_transport_lose_params {
   DK_HEADER;
   uint64_t transport;
   int32_t peer, reserved0;
 } dk_transport_lose_params;
+/* From now on operations toward the peer fail at once with DK_EPEERDEAD; what is queued for it is dropped. */
 int32_t dk_transport_lose(dk_transport_lose_params *p);
 
 /* Some transports have a start and memory of their own (NVSHMEM): ranks attach before they allocate, and blocks come
- * from the
- * transport's heap instead of dk_mem_alloc. Optional as a group; a library without it has neither. The transport
- * functions above
- * then need an attachment, take blocks of dk_transport_alloc alone, and of host_blocks read this rank's entry only.
- *   1. one rank asks for an id, and everybody gets it through the caller's exchange;   2. all ranks attach
- *   (collective);
- *   3. all ranks allocate, in the same order, the same sizes (collective);   4. dk_transport_open, and so on;
- *   5. all ranks free (collective);   6. all ranks detach; the last of a process ends the transport's library
- *   (collective then). */
+ * from the transport's heap instead of dk_mem_alloc. Optional as a group. With it the functions above need an
+ * attachment, take blocks of dk_transport_alloc alone, and read only this rank's entry of host_blocks.
+ *
+ *   1. One rank gets an id, and the caller sends it to all ranks.
+ *   2. All ranks attach (collective).
+ *   3. All ranks allocate, in the same order, the same sizes (collective).
+ *   4. Each rank opens its transport, as above.
+ *   5. All ranks free (collective).
+ *   6. All ranks detach. The last attachment of a process ends the transport's library (then collective). */
+
 #define DK_TRANSPORT_ID_BYTES 128
 typedef struct dk_transport_unique_id_params {
   DK_HEADER;
   int32_t num_ranks;
-  int32_t num_nvl_peers;     /* ranks of a node. num_ranks not above it: one node, and no NIC is looked for */
-  int32_t num_qps, qp_depth; /* wanted toward each peer; taken when the transport's library starts, the first time */
-  uint8_t
-      id[DK_TRANSPORT_ID_BYTES]; /* [out] while something is attached in this process: the id that it was attached by */
-  char reason[512]; /* [out] what went wrong, or which settings of the user stand against what is wanted; "": nothing */
+  int32_t num_nvl_peers; /* ranks of a node. num_ranks not above it: one node, and no NIC is looked for */
+  int32_t num_qps;       /* wanted toward each peer; taken when the transport's library starts for the first time */
+  int32_t qp_depth;      /* likewise */
+  /* [out] While something is attached in this process: the id that it was attached by. */
+  uint8_t id[DK_TRANSPORT_ID_BYTES];
+  char reason[512]; /* [out] what went wrong, or which settings of the user contradict what is wanted; "": nothing */
 } dk_transport_unique_id_params;
 int32_t dk_transport_unique_id(dk_transport_unique_id_params *p);
 typedef struct dk_transport_attach_params {
   DK_HEADER;
   uint64_t device; /* of dk_device_open; a process stays with one device */
   int32_t rank, num_ranks;
-  int32_t num_nvl_peers, num_qps, qp_depth, reserved0; /* as above */
-  uint8_t id[DK_TRANSPORT_ID_BYTES]; /* of the one rank. Whoever is attached already shares that, if id, rank and
-                                        num_ranks are equal */
-  uint64_t attachment;               /* [out] */
-  char version[64], reason[512];     /* [out] of the transport's library; as above */
+  int32_t num_nvl_peers, num_qps, qp_depth, reserved0; /* as in dk_transport_unique_id */
+  /* Of dk_transport_unique_id on one rank. A second attach with equal id, rank and num_ranks shares the first one's
+   * attachment. */
+  uint8_t id[DK_TRANSPORT_ID_BYTES];
+  uint64_t attachment; /* [out] */
+  char version[64];    /* [out] of the transport's library */
+  char reason[512];    /* [out] as in dk_transport_unique_id */
 } dk_transport_attach_params;
 int32_t dk_transport_attach(dk_transport_attach_params *p);
 typedef struct dk_transport_detach_params {
   DK_HEADER;
   uint64_t attachment;
 } dk_transport_detach_params;
-int32_t dk_transport_detach(dk_transport_detach_params *p); /* DK_ESTATE: some of its memory was not freed */
+/* DK_ESTATE: some of its memory was not freed. */
+int32_t dk_transport_detach(dk_transport_detach_params *p);
 typedef struct dk_transport_alloc_params {
   DK_HEADER;
   uint64_t attachment, bytes;
-  uint64_t host_peer_blocks; /* host: uint64_t[num_ranks] [out]: where loads and stores reach each rank's memory; 0:
-                                nowhere */
-  uint64_t mem, address,
-      out_bytes; /* [out] zeroed: peers may write there once every rank has returned from this call */
+  uint64_t host_peer_blocks; /* host: uint64_t[num_ranks] [out] each rank's memory for loads and stores; 0: none */
+  uint64_t mem;              /* [out] handle */
+  uint64_t address;          /* [out] zeroed; peers may write there once every rank has returned from this call */
+  uint64_t out_bytes;        /* [out] bytes rounded up to the granularity */
 } dk_transport_alloc_params;
 int32_t dk_transport_alloc(dk_transport_alloc_params *p);
 typedef struct dk_transport_free_params {
@@ -481,38 +516,39 @@ int32_t dk_transport_free(dk_transport_free_params *p);
 
 /* ---- Teams: the ranks of one buffer ------------------------------------------------------------------------------ */
 
-/* The symmetric block of a rank, the same on all: control | wire | nvl | rdma. nvl and rdma are what users may view
- * and overwrite
- * while idle (with anything but zeros in the rdma region a GPU's low-latency calls need a clean first); flags,
- * counts, epochs, masks
- * live in control, private staging in wire. How control and wire are used is the library's own affair: dk_block_sizes
- * says how much
- * it needs. */
+/* A rank has one symmetric block, laid out alike on all ranks: control | wire | nvl | rdma.
+ *
+ *   - control: flags, counts, epochs and masks.
+ *   - wire: staging that users never see. The library alone decides how it uses control and wire; dk_block_sizes says
+ *     how much it needs.
+ *   - nvl and rdma: users may view them, and overwrite them while no call is in flight. On GPUs low-latency calls need
+ *     a clean after anything but zeros was written to rdma. */
+
 typedef struct dk_block_sizes_params {
   DK_HEADER;
   int32_t num_ranks, num_nvl_peers;
   uint64_t nvl_bytes, rdma_bytes;
-  uint64_t control_bytes, wire_bytes; /* [out] multiples of 4096 */
-  uint64_t min_nvl_bytes;             /* [out] floor under which a normal-mode row of max_row_bytes cannot be staged */
-  uint64_t max_row_bytes;             /* hidden bytes + scales of the largest row asked about */
-  uint64_t min_rdma_bytes;            /* [out] likewise for rows that cross nodes; 0 on one node */
-  uint32_t flags, reserved0;          /* DK_TEAM_*, as in dk_team_create */
+  uint64_t control_bytes;    /* [out] a multiple of 4096 */
+  uint64_t wire_bytes;       /* [out] a multiple of 4096 */
+  uint64_t min_nvl_bytes;    /* [out] with less, a normal-mode row of max_row_bytes cannot be staged */
+  uint64_t max_row_bytes;    /* hidden bytes + scales of the largest row */
+  uint64_t min_rdma_bytes;   /* [out] the same for rows that cross nodes; 0 on one node */
+  uint32_t flags, reserved0; /* DK_TEAM_*, as in dk_team_create */
 } dk_block_sizes_params;
 int32_t dk_block_sizes(dk_block_sizes_params *p);
 
-/* Where low-latency data lies in the rdma region for a shape. Pure. bytes is never above upstream's hint for the same
- * shape. */
 typedef struct dk_ll_layout_params {
   DK_HEADER;
   int32_t num_ranks, num_max_tokens, hidden, num_experts;
-  uint64_t rdma_bytes;           /* [out] bytes of the rdma region that calls of this shape use */
+  uint64_t rdma_bytes;           /* [out] bytes of the rdma region that calls of this shape use: at most V1's hint */
   uint64_t wire_bytes;           /* [out] bytes of the wire region */
-  uint64_t zero_copy_offset[2];  /* [out] from the start of the rdma region: combine buffers [L, R*B, H] BF16 of slot 0
-                                    and 1 */
-  uint64_t zero_copy_row_stride; /* [out] bytes between rows */
+  uint64_t zero_copy_offset[2];  /* [out] from the start of the rdma region: combine's rows [L, R*B, H] BF16, by slot */
+  uint64_t zero_copy_row_stride; /* [out] bytes from row to row */
 } dk_ll_layout_params;
+/* Says where low-latency data of a shape lies in the rdma region. Pure. */
 int32_t dk_ll_layout(dk_ll_layout_params *p);
 
+/* Flags of a team. */
 enum {
   DK_TEAM_SHRINK = 1,
   DK_TEAM_LOW_LATENCY = 2,
@@ -522,47 +558,52 @@ typedef struct dk_team_create_params {
   DK_HEADER;
   uint64_t device;
   int32_t rank, num_ranks, num_nvl_peers;
-  uint32_t flags;
-  uint64_t host_peer_blocks; /* host: uint64_t[num_ranks], address of each rank's block here; 0: not reachable by
-                                load/store */
+  uint32_t flags;            /* DK_TEAM_* */
+  uint64_t host_peer_blocks; /* host: uint64_t[num_ranks]: address of each rank's block here; 0: not mapped */
   uint64_t control_offset, control_bytes, wire_offset, wire_bytes, nvl_offset, nvl_bytes, rdma_offset, rdma_bytes;
-  uint64_t host_status, status; /* dk_status: host pointer and registered address */
-  uint64_t host_stats, stats;   /* dk_stats_page, likewise; 0: none kept */
-  int32_t sm_share,
-      sm_share_index; /* ranks of this process on this device, and which of them this is: disjoint shares of SMs */
-  uint64_t team;      /* [out] */
-  uint64_t transport; /* of dk_transport_open, connected to every rank that is not mapped and that the flags need;
-                         0: none. Stays the caller's, and is closed after the team */
+  uint64_t host_status;   /* dk_status */
+  uint64_t status;        /* its registered address */
+  uint64_t host_stats;    /* dk_stats_page; 0: no statistics */
+  uint64_t stats;         /* its registered address */
+  int32_t sm_share;       /* ranks of this process on this device, which get disjoint shares of its SMs */
+  int32_t sm_share_index; /* which of them this rank is */
+  uint64_t team;          /* [out] */
+  /* Of dk_transport_open, connected to every rank that is not mapped or that the flags name; 0: none. The caller closes
+   * it after the team. */
+  uint64_t transport;
 } dk_team_create_params;
-int32_t dk_team_create(dk_team_create_params *p); /* all blocks are zeroed and mapped; touches the device's scratch */
+/* All blocks are zeroed and mapped. Touches the device's scratch memory, so that no operation allocates. */
+int32_t dk_team_create(dk_team_create_params *p);
 typedef struct dk_team_destroy_params {
   DK_HEADER;
   uint64_t team;
 } dk_team_destroy_params;
 int32_t dk_team_destroy(dk_team_destroy_params *p);
 
-/* A further symmetric segment (rows of torch's pool): recv_segment / x_segment of dispatch and combine name it. */
 #define DK_MAX_SEGMENTS 64
 typedef struct dk_team_segment_params {
   DK_HEADER;
   uint64_t team;
-  int32_t index, owner;    /* segment `index` of rank `owner` */
-  uint64_t address, bytes; /* its address here; 0: forget it */
+  int32_t index;    /* 0 to DK_MAX_SEGMENTS - 1 */
+  int32_t owner;    /* the rank whose memory it is */
+  uint64_t address; /* as mapped here; 0: the segment is gone */
+  uint64_t bytes;
 } dk_team_segment_params;
+/* Registers a further symmetric segment (rows of torch's pool), for recv_segment and x_segment. */
 int32_t dk_team_segment(dk_team_segment_params *p);
-/* Brings the team's statistics page up to date: kernels may keep the newest call's counters in device memory. Waits on
- * the host for at most timeout_ns (DK_ETIMEOUT: the device was busy; the page holds what it held). */
 typedef struct dk_stats_flush_params {
   DK_HEADER;
   uint64_t team;
   uint64_t timeout_ns;
 } dk_stats_flush_params;
+/* Brings the team's statistics page up to date: kernels may keep the newest call's counters in device memory. Waits on
+ * the host for at most timeout_ns (DK_ETIMEOUT: the device was busy, and the page is unchanged). */
 int32_t dk_stats_flush(dk_stats_flush_params *p);
 
 /* ---- Operations -------------------------------------------------------------------------------------------------- */
 
-/* timeout_ns: how long one wait may last. num_sms: 0 = library's choice. call: number for records, counted by the
- * engine. */
+/* Begins an operation's parameter struct. call: the operation's number for records, counted by the engine; timeout_ns:
+ * how long one wait may last; num_sms: 0 for the library's choice. */
 #define DK_OP_HEADER                       \
   DK_HEADER;                               \
   uint64_t team, stream, call, timeout_ns; \
@@ -571,8 +612,9 @@ int32_t dk_stats_flush(dk_stats_flush_params *p);
 
 typedef struct dk_layout_params {
   DK_OP_HEADER;
-  uint64_t topk_idx; /* [T,K] int32/int64, -1 = none */
-  int32_t index_bytes, num_tokens, num_topk, num_experts;
+  uint64_t topk_idx;   /* [T,K] integers of index_bytes bytes, -1 = none */
+  int32_t index_bytes; /* 4 or 8 */
+  int32_t num_tokens, num_topk, num_experts;
   uint64_t tokens_per_rank;   /* [out] int32[R] */
   uint64_t tokens_per_node;   /* [out] int32[nodes]; 0: not wanted */
   uint64_t tokens_per_expert; /* [out] int32[E] */
@@ -580,38 +622,47 @@ typedef struct dk_layout_params {
 } dk_layout_params;
 int32_t dk_layout(dk_layout_params *p);
 
-/* Exchange of counts. Every rank learns the whole matrix of rows i -> j. */
 typedef struct dk_notify_params {
   DK_OP_HEADER;
-  uint64_t tokens_per_rank, tokens_per_expert; /* int32[R], int32[E] (E = 0: absent) */
-  uint64_t token_in_rank;                      /* uint8[T,R] */
+  uint64_t tokens_per_rank;   /* int32[R] */
+  uint64_t tokens_per_expert; /* int32[E]; E = 0: absent */
+  uint64_t token_in_rank;     /* uint8[T,R] */
   int32_t num_tokens, num_topk, num_experts, expert_alignment;
   int32_t num_worst_tokens, num_scales;
-  uint64_t hidden_bytes;        /* bytes of one row of x */
-  uint64_t rank_prefix_matrix;  /* [out] int32[R,R]: [i][j] = rows that ranks 0..i send to rank j */
-  uint64_t send_head;           /* [out] int32[T,R]: number of the token's row among mine to that rank, -1: not sent */
-  uint64_t host_counts, counts; /* [out] dk_counts; 0: not wanted (worst case) */
+  uint64_t hidden_bytes;       /* bytes of one row of x */
+  uint64_t rank_prefix_matrix; /* [out] int32[R,R]: [i][j] = rows that ranks 0..i send to rank j */
+  uint64_t send_head;   /* [out] int32[T,R]: the token's place among this rank's rows to that rank, -1: not sent */
+  uint64_t host_counts; /* [out] dk_counts; 0: not wanted (worst case) */
+  uint64_t counts;      /* its registered address */
 } dk_notify_params;
+/* Exchanges counts: every rank gets the whole matrix of rows from rank i to rank j. */
 int32_t dk_notify(dk_notify_params *p);
 
+/* Flags of a dispatch. */
 enum { DK_DISPATCH_CACHED = 1 };
 typedef struct dk_dispatch_params {
   DK_OP_HEADER;
-  uint64_t x;      /* [T, hidden_bytes] */
-  uint64_t scales; /* 0 or 4-byte elements; strides in elements */
-  int64_t scale_token_stride, scale_stride;
-  uint64_t topk_idx, topk_weights;        /* [T,K] or 0 */
-  uint64_t rank_prefix_matrix, send_head; /* from notify or the handle */
+  uint64_t x;                  /* [T, hidden_bytes] */
+  uint64_t scales;             /* [T,S] 4-byte elements, or 0 */
+  int64_t scale_token_stride;  /* elements */
+  int64_t scale_stride;        /* elements */
+  uint64_t topk_idx;           /* [T,K] or 0 */
+  uint64_t topk_weights;       /* [T,K] or 0 */
+  uint64_t rank_prefix_matrix; /* of the notify or the handle */
+  uint64_t send_head;          /* of the notify or the handle */
   uint64_t hidden_bytes;
   int32_t num_tokens, num_scales, num_topk, index_bytes, num_experts;
-  int32_t
-      num_recv_tokens; /* rows of the outputs: N, or num_worst_tokens, or -1: take the matrix's word (never past it) */
+  int32_t num_recv_tokens;  /* rows of the outputs: N, or num_worst_tokens; -1: as many as the matrix says */
   int32_t num_worst_tokens; /* > 0: rows past N get index -1, weight 0 */
-  int32_t recv_segment;     /* recv_x lies in my segment of this number: peers write there; -1: staged */
+  int32_t recv_segment;     /* recv_x lies in this rank's segment of this index, and peers write there; -1: staged */
   uint64_t recv_segment_offset;
-  uint64_t recv_x, recv_scales, recv_topk_idx, recv_topk_weights,
-      recv_src_idx; /* [out] scales contiguous [N,S]; 0: not wanted */
-  int32_t nvl_send_chunk, nvl_recv_chunk, rdma_send_chunk, rdma_recv_chunk; /* Config */
+  uint64_t recv_x;            /* [out] [N, hidden_bytes] */
+  uint64_t recv_scales;       /* [out] [N,S] contiguous; 0: not wanted */
+  uint64_t recv_topk_idx;     /* [out] [N,K]; 0: not wanted */
+  uint64_t recv_topk_weights; /* [out] [N,K]; 0: not wanted */
+  uint64_t recv_src_idx;      /* [out] int32[N]; 0: not wanted */
+  /* Of the config, in tokens. */
+  int32_t nvl_send_chunk, nvl_recv_chunk, rdma_send_chunk, rdma_recv_chunk;
 } dk_dispatch_params;
 int32_t dk_dispatch(dk_dispatch_params *p);
 
@@ -622,18 +673,21 @@ typedef struct dk_combine_params {
   uint64_t bias[2];      /* [T,H] BF16 or 0 */
   uint64_t rank_prefix_matrix, send_head, recv_src_idx;
   int32_t num_tokens, num_recv_tokens, hidden, num_topk;
-  int32_t x_segment;
-  int32_t reserved0; /* x lies in my segment of this number; -1: it does not */
+  int32_t x_segment; /* x lies in this rank's segment of this index; -1: in none */
+  int32_t reserved0;
   uint64_t x_segment_offset;
-  uint64_t combined_x, combined_topk_weights; /* [out] [T,H] BF16, [T,K] float32 */
+  uint64_t combined_x;            /* [out] [T,H] BF16 */
+  uint64_t combined_topk_weights; /* [out] [T,K] float32 */
+  /* Of the config, in tokens. */
   int32_t nvl_send_chunk, nvl_recv_chunk, rdma_send_chunk, rdma_recv_chunk;
 } dk_combine_params;
 int32_t dk_combine(dk_combine_params *p);
 
+/* Format of the rows of a low-latency dispatch. */
 enum { DK_FORMAT_BF16 = 0, DK_FORMAT_FP8 = 1 };
-enum {
-  DK_FORMAT_WEIGHTS = 128
-}; /* beside the format in a record of DK_FIELD_FORMAT: topk_weights were given; DK_LL_* << 8 too */
+/* In a record of DK_FIELD_FORMAT, beside the format: topk_weights were given. The record also has DK_LL_* << 8. */
+enum { DK_FORMAT_WEIGHTS = 128 };
+/* Flags of the low-latency operations. */
 enum {
   DK_LL_ROUND_SCALE = 1,
   DK_LL_UE8M0 = 2,
@@ -644,48 +698,57 @@ enum {
 #define DK_NUM_TICKETS 4
 typedef struct dk_ll_dispatch_params {
   DK_OP_HEADER; /* flags: DK_LL_* */
-  uint32_t phases,
-      ticket; /* the send half leaves its epoch and slot in device word `ticket`, the receive half takes them up */
-  uint64_t x, topk_idx,
-      topk_weights; /* [T,H] BF16, [T,K], [T,K] float32 or 0 (sent along for combine's pre-reduction) */
-  int32_t num_tokens, num_topk, index_bytes, format;
+  uint32_t phases;
+  uint32_t ticket;   /* the send half stores its epoch and slot in device word `ticket`; the receive half loads them */
+  uint64_t x;        /* [T,H] BF16 */
+  uint64_t topk_idx; /* [T,K] */
+  uint64_t topk_weights; /* [T,K] float32, sent along so that combine can sum at the experts' rank; or 0 */
+  int32_t num_tokens, num_topk, index_bytes;
+  int32_t format; /* DK_FORMAT_* */
   int32_t num_max_tokens, hidden, num_experts, reserved0;
-  uint64_t recv_x, recv_scales; /* [out] [L, R*B, H]; float32 [L, H/128, R*B] or int32 [L, H/512, R*B] in memory */
-  uint64_t recv_count, src_info, layout_range; /* [out] int32[L], int32[L, R*B], int64[L,R] */
-  uint64_t cumulative_stats, wait_stats;       /* in/out: int32[L] +=, int64[R] += ns; 0: not wanted */
+  uint64_t recv_x;           /* [out] [L, R*B, H] */
+  uint64_t recv_scales;      /* [out] float32 [L, H/128, R*B] or int32 [L, H/512, R*B] in memory */
+  uint64_t recv_count;       /* [out] int32[L] */
+  uint64_t src_info;         /* [out] int32[L, R*B] */
+  uint64_t layout_range;     /* [out] int64[L,R] */
+  uint64_t cumulative_stats; /* [inout] int32[L] += count; 0: not wanted */
+  uint64_t wait_stats;       /* [inout] int64[R] += ns; 0: not wanted */
 } dk_ll_dispatch_params;
 int32_t dk_ll_dispatch(dk_ll_dispatch_params *p);
 
 typedef struct dk_ll_combine_params {
-  DK_OP_HEADER;
+  DK_OP_HEADER; /* flags: DK_LL_* */
   uint32_t phases, ticket;
-  uint64_t x;            /* [L, R*B, H] BF16; with DK_LL_ZERO_COPY inside the rdma region, x_row_stride apart */
-  uint64_t x_row_stride; /* bytes */
-  uint64_t topk_idx, topk_weights; /* [T,K] at the token's own rank */
+  uint64_t x;            /* [L, R*B, H] BF16; with DK_LL_ZERO_COPY inside the rdma region */
+  uint64_t x_row_stride; /* bytes from row to row */
+  uint64_t topk_idx;     /* [T,K] at the token's own rank */
+  uint64_t topk_weights; /* [T,K] at the token's own rank */
   uint64_t src_info, layout_range;
   int32_t num_tokens, num_topk, index_bytes, num_max_tokens, hidden, num_experts;
   uint64_t combined_x; /* [out] [T,H] BF16 */
-  uint64_t wait_stats;
+  uint64_t wait_stats; /* [inout] int64[R] += ns; 0: not wanted */
 } dk_ll_combine_params;
 int32_t dk_ll_combine(dk_ll_combine_params *p);
 
-/* Collective: brings the low-latency slots of this shape (0,0,0: all) back to empty on every rank; waits for all
- * unmasked ranks. */
 typedef struct dk_clean_params {
   DK_OP_HEADER;
   int32_t num_max_tokens, hidden, num_experts, reserved0;
 } dk_clean_params;
+/* Collective: empties the low-latency slots of this shape (0,0,0: all) on every rank; waits for all unmasked ranks. */
 int32_t dk_clean(dk_clean_params *p);
 typedef struct dk_barrier_params {
   DK_OP_HEADER;
 } dk_barrier_params;
 int32_t dk_barrier(dk_barrier_params *p);
 
+/* What dk_mask does. */
 enum { DK_MASK_UPDATE = 0, DK_MASK_QUERY = 1, DK_MASK_CLEAN = 2 };
 typedef struct dk_mask_params {
   DK_OP_HEADER;
-  int32_t what, rank, value, reserved0; /* value: 1 masked */
-  uint64_t out;                         /* [out] int32[R] of DK_MASK_QUERY */
+  int32_t what;             /* DK_MASK_* */
+  int32_t rank;             /* of DK_MASK_UPDATE */
+  int32_t value, reserved0; /* 1: masked */
+  uint64_t out;             /* [out] int32[R] of DK_MASK_QUERY */
 } dk_mask_params;
 int32_t dk_mask(dk_mask_params *p);
 
