@@ -45,6 +45,8 @@ func TestCUDA(t *testing.T) {
 				t.Logf("%s: %v %v", number, s.P50, s.Max)
 			}
 		}
+		err := m.LowLatencyDispatch(&LLDispatchArgs{NumMaxTokens: 2, Hidden: 512, NumTopK: 40, NumExperts: 8}, nil)
+		m.check(err != nil && err.Error() == "argument num_topk: got 40, allowed 1 to 32 with libdeepep_cuda.so", "the library's limit: %v", err)
 		segment, err := m.NewSegment(t.Context(), 1<<20)
 		m.must(err)
 		m.must(segment.Release())

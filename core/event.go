@@ -54,6 +54,5 @@ type Segment struct {
 // Drain waits on the host for the present work of a stream of the caller, which may still use rows of the segment.
 func (s *Segment) Drain(stream uintptr) error { return s.engine.Drain(stream) }
 
-// Release frees the memory on this rank, once, also after the buffer's Destroy. The caller says with it that no call uses the
-// segment any more. Local.
+// Release frees the memory on this rank, once, also after the buffer's Destroy. No call may use the segment any more. Local.
 func (s *Segment) Release() error { return s.engine.Release() }

@@ -26,7 +26,7 @@ func cpuLibrary(t *testing.T) *kern.Library {
 	return l
 }
 
-// Whoever sizes a buffer by a hint must never be told that it is too small: the library's needs stay below the hints.
+// A buffer sized by a hint is large enough: the library's needs stay below the hints.
 func TestHintsCoverTheLibrarysNeeds(t *testing.T) {
 	l := cpuLibrary(t)
 	for _, ranks := range []int32{1, 2, 3, 8, 16, 64} {

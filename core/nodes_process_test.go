@@ -26,7 +26,7 @@ func TestProcessesOfNodes(t *testing.T) {
 	}
 }
 
-// Whoever dies is named by every survivor, on its own node and on others, and the survivors can begin anew.
+// Every survivor, on the dead rank's node and on others, names it in the error, and the survivors can form a new group.
 func TestDeathOnAnotherNode(t *testing.T) {
 	all, survivors := []int{0, 1, 2, 3}, []int{0, 2, 3}
 	for _, c := range []struct {
@@ -34,7 +34,7 @@ func TestDeathOnAnotherNode(t *testing.T) {
 		perNode int
 		before  []string
 		op      string // that the survivors are in when rank 1 dies
-		again   []int  // who begin anew: full nodes
+		again   []int  // ranks of the new group: full nodes
 	}{
 		{"dispatch", 2, nil, "dispatch", []int{0, 2}}, {"combine", 2, []string{"dispatch"}, "combine", []int{2, 3}},
 		{"low latency", 2, nil, "roundtrip", []int{3, 0}}, {"barrier", 1, nil, "barrier", survivors},

@@ -91,7 +91,7 @@ func TestNormalModeAcrossNodes(t *testing.T) {
 	}
 }
 
-// At the floor that the error names a call works; below it the error says so.
+// A call works at the floor that the error names, and fails below it.
 func TestSmallRDMABuffers(t *testing.T) {
 	c := normal{4, 40, 1032, 4, 2}
 	var floor uint64
@@ -159,7 +159,7 @@ func TestFewAndShallowQueuePairs(t *testing.T) {
 				m.normalRounds(c, 2)
 				m.must(m.Clean(8, 256, 12, &Call{}))
 				m.lowLatencyRounds(ll, 3)
-				m.lowLatencyHalves(6, 256, 2, 12) // and away: whoever still has to hear from this rank must
+				m.lowLatencyHalves(6, 256, 2, 12) // then this rank destroys its buffer: peers must still receive what it sent
 			})
 		})
 	}
@@ -312,6 +312,11 @@ func TestNodesOfGPUsNeedTheirLibrary(t *testing.T) {
 	build("libdeepep_cuda.so", "NO_TRANSPORT")
 	if paths, err := made(2, BufferOptions{}); err != nil || fmt.Sprint(paths) != "[libdeepep_cuda.so libdeepep_cuda.so]" {
 		t.Errorf("one node: %v %v", paths, err)
+	}
+	t.Setenv("DEEPEP_ENGINE", EngineAuto)
+	const limit = "argument num_max_dispatch_tokens_per_rank: got 70000, allowed 0 to 65535 with libdeepep_cuda.so"
+	if _, err := LowLatencySizeHint(70000, 128, 2, 8); err == nil || err.Error() != limit {
+		t.Errorf("a hint above the library's limit: %v", err)
 	}
 	for _, o := range []struct {
 		perNode int

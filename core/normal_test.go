@@ -39,7 +39,7 @@ func (m *member) normalRounds(c normal, rounds int) {
 	}
 }
 
-// checkArrived compares what came with what the routing says must come, in order.
+// checkArrived compares the received rows with those of the routing, in order.
 func (m *member) checkArrived(out *Arrived, all []route, k, local int) {
 	row := 0
 	counts := make([]int32, local)
@@ -224,7 +224,7 @@ func worstCase(m *member) {
 	token, err := f.notify(m, worst)
 	m.must(err)
 	_, err = m.WaitCounts(token, -1, nil)
-	m.check(status.CodeOf(err) == status.InvalidArgument, "waiting for counts that nobody writes: %v", err)
+	m.check(status.CodeOf(err) == status.InvalidArgument, "waiting for counts that are never written: %v", err)
 	scales := make([]float32, 2*f.tokens)
 	f.source = make([]int32, worst)
 	f.handle.RecvSrcIdx = address(m, f.source)

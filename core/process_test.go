@@ -25,7 +25,7 @@ func TestMain(m *testing.M) {
 	proctest.Main(m, map[string]func(*proctest.Child) error{"rank": playRank})
 }
 
-// playRank is a rank in a process of its own: it does what it is told, line by line, and answers with "ok" or
+// playRank is a rank in a process of its own: it runs commands, a line each, and answers with "ok" or
 // "failed <code> <milliseconds> <text>".
 func playRank(c *proctest.Child) error {
 	p := &player{}
@@ -166,7 +166,7 @@ func (c *crew) expectOK(members []int) {
 	}
 }
 
-// do tells and expects success.
+// do sends a command and expects success.
 func (c *crew) do(members []int, format string, args ...any) {
 	c.t.Helper()
 	c.tell(members, format, args...)
@@ -212,7 +212,7 @@ func (c *crew) expectDeath(members []int, victim int, since time.Time) {
 	}
 }
 
-// killDuring kills the victim while the survivors are in an operation, and checks what they are told.
+// killDuring kills the victim while the survivors are in an operation, and checks their errors.
 func (c *crew) killDuring(op string, survivors []int, victim int) {
 	c.t.Helper()
 	c.tell(survivors, "%s", op)
@@ -335,7 +335,7 @@ func TestWhoLeavesIsNamed(t *testing.T) {
 		t.Errorf("text %q", text)
 	}
 	if d := time.Since(since); d > 2*time.Second {
-		t.Errorf("told after %v", d)
+		t.Errorf("the error came after %v", d)
 	}
 	crew.do([]int{0}, "destroy")
 }

@@ -100,7 +100,7 @@ func reportFail(t testing.TB) {
 // elem is a value that names its row: every element of a row is the same small integer, which BF16 holds exactly.
 func elem(rank, token int) float32 { return float32(rank*16 + token%16 + 1) }
 
-// route is the routing of one rank, made the same way by whoever asks.
+// route is the routing of one rank, equal for all who make it.
 type route struct {
 	index   []int64
 	weights []float32
@@ -126,7 +126,7 @@ func routing(round, ranks, tokens, k, experts int) []route {
 	return all
 }
 
-// sends says whether a token of a rank has an expert at another.
+// sends reports whether a token has an expert at rank to.
 func (r *route) sends(token, k, to, local int) bool {
 	for _, e := range r.index[token*k : (token+1)*k] {
 		if e >= 0 && int(e)/local == to {

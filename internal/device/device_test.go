@@ -34,7 +34,7 @@ func open(t *testing.T) *Device {
 
 func word(address uint64) *uint64 { return (*uint64)(*(*unsafe.Pointer)(unsafe.Pointer(&address))) }
 
-// meet is an exchange among goroutines: everybody gets everybody's blob and duplicates of the descriptors.
+// meet is an exchange among goroutines: each gets all blobs and duplicates of the descriptors.
 type meet struct {
 	sync.WaitGroup
 	all [][]byte
@@ -50,7 +50,7 @@ func newMeet(n int) *meet {
 func (m *meet) exchange(rank int) Exchange {
 	return func(_ context.Context, blob []byte, fds []int) ([]Message, error) {
 		m.all[rank] = blob
-		for _, fd := range fds { // the caller closes his
+		for _, fd := range fds { // the caller closes its own
 			m.fds[rank] = append(m.fds[rank], must(unix.Dup(fd)))
 		}
 		m.Done()

@@ -29,12 +29,12 @@ type order struct {
 	capturing  bool // the newest operation on a caller's stream was captured
 }
 
-// place says where an operation runs.
+// place is where an operation runs.
 type place int
 
 const (
 	onComm    place = iota // on the communication stream, after the caller's stream
-	onCurrent              // on the caller's stream; on a host-stream engine on the communication stream all the same
+	onCurrent              // on the caller's stream; on a host-stream engine on the communication stream
 )
 
 // addDependencies makes the next launch wait for Previous or the caller's stream, and for the newest operation, and returns its

@@ -65,7 +65,7 @@ func buildFake(dir string) error {
 	return nil
 }
 
-// rig is a buffer over the fake library, which writes down what it is asked.
+// rig is a buffer over the fake library, which records the calls.
 type rig struct {
 	*engine.Buffer
 	t                     testing.TB
@@ -107,7 +107,7 @@ func rigOptions(lib *kern.Library, top plan.Topology) engine.Options {
 	}
 }
 
-// watch finds what the fake library offers beside the interface.
+// watch finds the fake library's functions for tests.
 func watch(t testing.TB, b *engine.Buffer, lib *kern.Library) *rig {
 	t.Helper()
 	r := &rig{Buffer: b, t: t}
@@ -135,13 +135,13 @@ func (r *rig) capturing(stream uint64) {
 	dl.Call(r.capture, unsafe.Pointer(p))
 }
 
-// silent sets whether the library writes nothing down.
+// silent sets whether the library records calls; 1: no.
 func (r *rig) silent(on int32) {
 	p := &on
 	dl.Call(r.quiet, unsafe.Pointer(p))
 }
 
-// read gives what the library was asked since the last read.
+// read returns the calls since the last read.
 func (r *rig) read() string {
 	text := make([]byte, 1<<16)
 	dl.Call(r.trace, unsafe.Pointer(unsafe.SliceData(text)))
@@ -174,7 +174,7 @@ func (r *rig) expect(what string, want ...string) {
 	}
 }
 
-// somewhere is an address that nobody follows.
+// somewhere is an address that the fake library does not follow.
 const somewhere = 0x10000
 
 func (r *rig) layout(c *engine.Call) error {

@@ -13,7 +13,7 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Segment is memory of this rank that its peers can write rows into, beside the buffer's own block.
+// Segment is memory of this rank, beside the buffer's block, that peers write rows into and read rows from.
 type Segment struct {
 	Number  int32 // in RecvSegment and XSegment: 1 or more, the same on all ranks
 	Address uintptr
@@ -24,7 +24,7 @@ type Segment struct {
 	used    atomic.Bool       // the user has not released it
 }
 
-// NewSegment makes one, of the same size on every rank. Collective; it waits.
+// NewSegment makes a segment of the same size on every rank. Collective; it waits.
 func (b *Buffer) NewSegment(ctx context.Context, bytes uint64) (*Segment, error) {
 	if bytes == 0 {
 		return nil, status.InvalidArg("bytes", bytes, "1 or more")
@@ -60,7 +60,7 @@ func (b *Buffer) NewSegment(ctx context.Context, bytes uint64) (*Segment, error)
 	return s, b.enterSegment(s)
 }
 
-// offerSegments counts the collective call and says which numbers are free here, as bits.
+// offerSegments counts the collective call and returns the indices that are free here, as bits.
 func (b *Buffer) offerSegments() (number uint64, free uint64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -90,7 +90,8 @@ func commonSegment(all []device.Message) (int, error) {
 	return bits.TrailingZeros64(free), nil
 }
 
-// enterSegment makes it known to the kernels. Of a released one under its number only the peers' mappings are left.
+// enterSegment gives the segment's addresses to the kernel library, in place of a released one of the same number, of which only the
+// peers' mappings are left.
 func (b *Buffer) enterSegment(s *Segment) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -116,7 +117,7 @@ func (b *Buffer) nameSegment(index int32, owner int, address, bytes uint64) erro
 // Drain waits for the present work of a stream of the caller, which may still use rows that are about to be given back.
 func (s *Segment) Drain(stream uintptr) error { return s.memory.Drain(device.Stream(stream)) }
 
-// Release says that no tensor lies in the segment any more, and frees its memory here. Local; once; also after Destroy.
+// Release frees the segment's memory on this rank, once, also after Destroy. No call may use it any more. Local.
 func (s *Segment) Release() error {
 	if !s.used.Swap(false) {
 		return status.Errorf(status.InvalidState, "the segment was released before")
@@ -137,7 +138,7 @@ func (s *Segment) Release() error {
 // segmentIndex is a segment's place in the buffer and in the kernel library, -1 for none.
 func segmentIndex(number int32) int32 { return max(number-1, -1) }
 
-// checkSegment checks that rows lie where the caller says. 0 or -1: in no segment.
+// checkSegment checks that rows lie inside the segment that the caller names. 0 or -1: none.
 func (b *Buffer) checkSegment(name string, number int32, offset, bytes uint64, address uintptr) error {
 	if number == 0 || number == -1 {
 		return nil

@@ -30,7 +30,7 @@ func (a *among) Peer(rank int) engine.Peer {
 func (a *among) Describe(rank int) string { return fmt.Sprintf("rank %d (test)", rank) }
 func (a *among) State(rank int) (engine.PeerState, string) {
 	if a.lost != 0 && rank == a.lost {
-		return engine.PeerDead, "told so"
+		return engine.PeerDead, "seen by the test"
 	}
 	return engine.PeerAlive, ""
 }
@@ -73,7 +73,7 @@ func (r *rig) withoutRecords() string {
 	return strings.Join(lines, "; ")
 }
 
-// What a transport and a team are given, for whom, and in which order they come and go.
+// The parameters of transport and team, and the order in which they are made and destroyed.
 func TestTransportOfNodes(t *testing.T) {
 	for _, c := range []struct {
 		what        string
@@ -112,7 +112,7 @@ func TestTransportOfNodes(t *testing.T) {
 	}
 }
 
-// A rank of another node that is dead or has left is taken off the transport, one of the own node has no part in it.
+// The transport discards what is queued for a rank of another node that has died or left. A rank of this node has no queue pairs.
 func TestTheDeadAreLost(t *testing.T) {
 	a := &among{rank: 3, size: 6}
 	r, err := nodes(t, a, 2, nil)

@@ -9,7 +9,7 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// refused checks that an error names the argument and says what is allowed.
+// refused checks that an error names the argument and what is allowed.
 func refused(t *testing.T, what string, err error, parts ...string) {
 	t.Helper()
 	if !errors.Is(err, status.ErrInvalidArgument) {
@@ -262,7 +262,7 @@ func TestHistogram(t *testing.T) {
 	}
 }
 
-// Whatever comes, a check answers and a size that is given is a multiple of its unit and does not wrap around.
+// For any input a check returns, and a size is a multiple of its unit and does not wrap around.
 func FuzzSizes(f *testing.F) {
 	f.Add(int64(128), int64(7168), int64(8), int64(256), int32(20), int32(6), int32(256), int32(6), int32(128))
 	f.Add(int64(1<<24), int64(1<<20), int64(1024), int64(1<<16), int32(1<<30), int32(1), int32(1<<31-1), int32(1), int32(1<<31-1))

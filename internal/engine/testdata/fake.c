@@ -1,4 +1,4 @@
-/* A kernel library that does nothing but write down what it was asked: for tests of the engine's order of work. Its
+/* A kernel library that only records its calls, for tests of the order in which the engine makes them. Its
  * streams are queues like those of a GPU (no DK_CAP_HOST_STREAM) and can be "captured". One process, one rank. Built
  * with HEAP its transport has memory of its own, with NO_TRANSPORT there is none. */
 #include <stdio.h>
