@@ -38,8 +38,9 @@ import "unsafe"
 // bridged is how many functions bridge reaches.
 const bridged = 10
 
-// bridge calls a public function with a struct of these bytes. Test files cannot use cgo, so it is a product file behind the tag
-// capitest, which only the test build sets. Zeros follow the bytes, enough for any struct_size that is accepted.
+// bridge calls a public function with a struct of these bytes. Test files cannot use cgo, so it is a product file
+// behind the tag capitest, which only the test build sets. Zeros follow the bytes, enough for any struct_size that is
+// accepted.
 func bridge(which int, data []byte) (status int32, text string) {
 	const room = 1 << 17
 	memory := C.calloc(1, room)

@@ -9,8 +9,8 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// FuzzStructs passes damaged structs to the public functions, without a buffer: every call must end in an argument error with a
-// text (deepep_engine_query may succeed), and none may crash or write past the struct.
+// FuzzStructs passes damaged structs to the public functions, without a buffer: every call must end in an argument
+// error with a text (deepep_engine_query may succeed), and none may crash or write past the struct.
 func FuzzStructs(f *testing.F) {
 	for which := range bridged {
 		for _, size := range []uint32{0, 3, 4, 8, 64, 600, 65536, 65537, 0xffffffff} {

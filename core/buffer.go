@@ -33,28 +33,29 @@ type BufferOptions struct {
 	FirstTimeout time.Duration // the same for the first call of an operation; 0: Timeout, else DEEPEP_FIRST_TIMEOUT_MS
 }
 
-// Buffer is memory that the ranks of a group share, and the order of the calls that use it. NewBuffer makes it, Destroy ends it.
+// Buffer is memory that the ranks of a group share, and the order of the calls that use it. NewBuffer makes it, Destroy
+// ends it.
 //
-// Tensors are addresses that the buffer's engine can reach: plain memory with "cpu" (see AddressOf), device memory with "cuda".
-// Rows are contiguous and begin at multiples of 16 bytes. All tensors belong to the caller and must stay valid and unchanged
-// until the call is done; the buffer keeps none of them.
+// Tensors are addresses that the buffer's engine can reach: plain memory with "cpu" (see AddressOf), device memory with
+// "cuda". Rows are contiguous and begin at multiples of 16 bytes. All tensors belong to the caller and must stay valid
+// and unchanged until the call is done; the buffer keeps none of them.
 //
-// Order: an operation begins after the present work of Call.Stream, or after Call.Previous, and after the buffer's earlier
-// operations. Call.Event is recorded at its end; without Async, Call.Stream waits for it. Methods may be called from any
-// goroutine. Collective operations are called by all ranks in the same order.
+// Order: an operation begins after the present work of Call.Stream, or after Call.Previous, and after the buffer's
+// earlier operations. Call.Event is recorded at its end; without Async, Call.Stream waits for it. Methods may be called
+// from any goroutine. Collective operations are called by all ranks in the same order.
 //
-// Errors of all operations: ErrInvalidArgument names the argument, what came and what is allowed; ErrInvalidState after Destroy;
-// the error of a Background start; ErrAborted once an earlier operation of the buffer has failed, with that failure. A failure of
-// an operation itself (ErrTimeout, ErrPeerDead, ErrMismatch, ErrDevice) is the error of the wait for it: of a synchronous call
-// where Info.HostStream, else of Event.Wait, WaitCounts and Check.
+// Errors of all operations: ErrInvalidArgument names the argument, what came and what is allowed; ErrInvalidState after
+// Destroy; the error of a Background start; ErrAborted once an earlier operation of the buffer has failed, with that
+// failure. A failure of an operation itself (ErrTimeout, ErrPeerDead, ErrMismatch, ErrDevice) is the error of the wait
+// for it: of a synchronous call where Info.HostStream, else of Event.Wait, WaitCounts and Check.
 type Buffer struct {
 	engine *engine.Buffer
 	group  *Group
 }
 
-// NewBuffer makes a buffer, which the caller ends with Destroy. Collective: all ranks of the group make their buffers in the same
-// order. If the cause of an error lies in the host, the error (with Background, that of WaitReady and of the first call) adds the
-// first FAIL of `deepep doctor`.
+// NewBuffer makes a buffer, which the caller ends with Destroy. Collective: all ranks of the group make their buffers
+// in the same order. If the cause of an error lies in the host, the error (with Background, that of WaitReady and of
+// the first call) adds the first FAIL of `deepep doctor`.
 func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error) {
 	s, err := env.Current()
 	if err != nil {
@@ -118,7 +119,8 @@ func (g *Group) byQueues(o *BufferOptions) bool {
 	return g.size > 1 && (g.topology.Nodes() > 1 || o.LowLatency && o.DisableNVLink)
 }
 
-// rdma plans the queue pairs. The environment's number of them overrides the program's: it is for programs that cannot be changed.
+// rdma plans the queue pairs. The environment's number of them overrides the program's: it is for programs that cannot
+// be changed.
 func (g *Group) rdma(o *BufferOptions, s env.RDMA) (engine.RDMAOptions, error) {
 	wanted := plan.QueueOptions{PerPeer: s.QPs, MaxTokens: s.MaxTokens, Depth: s.QPDepth}
 	if wanted.PerPeer == 0 {
@@ -184,9 +186,9 @@ func (g *Group) publish(b *Buffer, made *engine.Buffer) {
 // Group returns the group that the buffer was made in.
 func (b *Buffer) Group() *Group { return b.group }
 
-// Destroy ends the buffer and frees its memory. Local, idempotent, bounded by about 2 s; from any goroutine. What peers have mapped
-// of the memory stays valid for them. It first lets work in flight end, then aborts it; ErrTimeout if that does not end either,
-// whose memory then stays until the process ends.
+// Destroy ends the buffer and frees its memory. Local, idempotent, bounded by about 2 s; from any goroutine. What peers
+// have mapped of the memory stays valid for them. It first lets work in flight end, then aborts it; ErrTimeout if that
+// does not end either, whose memory then stays until the process ends.
 func (b *Buffer) Destroy() error {
 	err := b.engine.Destroy()
 	status.Keep(&err, b.group.forget(b))

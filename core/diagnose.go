@@ -14,8 +14,8 @@ import (
 // doctorLimit bounds the examination of the host, which delays the error. It usually takes 50 ms.
 const doctorLimit = 2 * time.Second
 
-// diagnosed adds the doctor's first FAIL to an error whose cause may lie in the host, unlike invalid arguments, disagreement among
-// ranks and dead peers.
+// diagnosed adds the doctor's first FAIL to an error whose cause may lie in the host, unlike invalid arguments,
+// disagreement among ranks and dead peers.
 func (g *Group) diagnosed(err error, o *BufferOptions) error {
 	switch status.CodeOf(err) {
 	case status.System, status.Device, status.OutOfMemory, status.NotFound:

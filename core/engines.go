@@ -51,8 +51,8 @@ func loadEngine(name, dir string) (*kern.Library, error) {
 	return l, nil
 }
 
-// chooseEngine loads the library of an engine. "auto" or "" is DEEPEP_ENGINE, and without that CUDA if its library loads and has a
-// device, else CPU.
+// chooseEngine loads the library of an engine. "auto" or "" is DEEPEP_ENGINE, and without that CUDA if its library
+// loads and has a device, else CPU.
 func chooseEngine(name string, s env.Settings) (*kern.Library, string, error) {
 	if name == "" || name == EngineAuto {
 		name = s.Engine
@@ -75,8 +75,8 @@ func chooseEngine(name string, s env.Settings) (*kern.Library, string, error) {
 // internodeLibrary is the CUDA engine's kernel library for queue pairs: the same kernels, and NVSHMEM.
 const internodeLibrary = "nvshmem"
 
-// libraryFor returns the library for a buffer: that of the engine. The CUDA engine has a second one, which needs NVSHMEM and is
-// loaded only for buffers with queue pairs.
+// libraryFor returns the library for a buffer: that of the engine. The CUDA engine has a second one, which needs
+// NVSHMEM and is loaded only for buffers with queue pairs.
 func libraryFor(l *kern.Library, engine string, byQueues bool, s env.Settings) (*kern.Library, error) {
 	if !byQueues || l.HasTransport() || engine != EngineCUDA {
 		return l, nil
@@ -91,8 +91,8 @@ func libraryFor(l *kern.Library, engine string, byQueues bool, s env.Settings) (
 	return internode, nil
 }
 
-// QueryEngine loads an engine's library and describes it. Local. A library that is missing is no error: Available is false and
-// Reason says why. ErrInvalidArgument for an unknown name or damaged settings.
+// QueryEngine loads an engine's library and describes it. Local. A library that is missing is no error: Available is
+// false and Reason says why. ErrInvalidArgument for an unknown name or damaged settings.
 func QueryEngine(name string) (EngineInfo, error) {
 	s, err := env.Current()
 	if err != nil {

@@ -11,8 +11,8 @@ import (
 
 const hidden = 128
 
-// onTwoRanks runs f on two ranks that are goroutines of this process. The ranks of a real job are processes, which meet through
-// core.DialTCP, core.OpenFile or an all-gather of the program's.
+// onTwoRanks runs f on two ranks that are goroutines of this process. The ranks of a real job are processes, which meet
+// through core.DialTCP, core.OpenFile or an all-gather of the program's.
 func onTwoRanks(f func(rank int, buffer *core.Buffer) error) {
 	var all sync.WaitGroup
 	for rank, exchanger := range core.NewLocal(2) {
@@ -58,8 +58,8 @@ func row(value float32) []uint16 {
 // value is what a row made by row, or a sum of such rows, has in every channel.
 func value(row []uint16) float32 { return core.FromBF16(row[0]) }
 
-// Normal mode, two ranks with one expert each. On rank r, token 0 has the value 10r + 1 and goes to expert 0, token 1 has 10r + 2
-// and goes to both experts. The experts double what they receive.
+// Normal mode, two ranks with one expert each. On rank r, token 0 has the value 10r + 1 and goes to expert 0, token 1
+// has 10r + 2 and goes to both experts. The experts double what they receive.
 func ExampleBuffer_DispatchTokens() {
 	var received [2]int
 	var sums [2][2]float32
@@ -91,8 +91,8 @@ func ExampleBuffer_DispatchTokens() {
 	// rank 1 received 2 rows, its tokens became [22 48]
 }
 
-// Low-latency mode in two halves, two ranks with one expert each. On rank r, token 0 goes to expert 0 and token 1 to expert 1.
-// Between the halves a rank is free to compute.
+// Low-latency mode in two halves, two ranks with one expert each. On rank r, token 0 goes to expert 0 and token 1 to
+// expert 1. Between the halves a rank is free to compute.
 func ExampleBuffer_LowLatencyDispatch() {
 	var counts [2]int32
 	var sums [2][2]float32

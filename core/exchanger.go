@@ -8,8 +8,8 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Exchanger is how ranks find each other: it gathers one blob from every rank, in rank order. NewGroup uses it once and closes it.
-// NewLocal, NewAllGather, NewCallback, DialTCP and OpenFile make one; a program may bring its own.
+// Exchanger is how ranks find each other: it gathers one blob from every rank, in rank order. NewGroup uses it once and
+// closes it. NewLocal, NewAllGather, NewCallback, DialTCP and OpenFile make one; a program may bring its own.
 type Exchanger interface {
 	Rank() int
 	Size() int
@@ -28,13 +28,14 @@ func NewLocal(size int) []Exchanger {
 	return all
 }
 
-// NewCallback makes an Exchanger of the caller's own gather, which returns one blob of any length from each rank, in rank order.
+// NewCallback makes an Exchanger of the caller's own gather, which returns one blob of any length from each rank, in
+// rank order.
 func NewCallback(rank, size int, gather func(ctx context.Context, blob []byte) ([][]byte, error)) Exchanger {
 	return bootstrap.NewCallback(rank, size, gather)
 }
 
-// NewAllGather makes an Exchanger of an all-gather of equally long blocks, as MPI and torch.distributed have one: gather sends
-// this rank's block and fills recv, len(send) * size bytes, with the blocks of all ranks in rank order.
+// NewAllGather makes an Exchanger of an all-gather of equally long blocks, as MPI and torch.distributed have one:
+// gather sends this rank's block and fills recv, len(send) * size bytes, with the blocks of all ranks in rank order.
 func NewAllGather(rank, size int, gather func(ctx context.Context, send, recv []byte) error) Exchanger {
 	return bootstrap.NewAllGather(rank, size, gather)
 }
@@ -47,8 +48,8 @@ type TCPOptions struct {
 	Interface  string // network interface, or its address; "": DEEPEP_INTERFACE, and without it loopback only
 }
 
-// DialTCP joins the ranks at rank 0's address and returns when all are there. Collective. ErrMismatch: another size or secret, or a
-// rank given twice. ErrTimeout, with the missing ranks, where ctx ends first.
+// DialTCP joins the ranks at rank 0's address and returns when all are there. Collective. ErrMismatch: another size or
+// secret, or a rank given twice. ErrTimeout, with the missing ranks, where ctx ends first.
 func DialTCP(ctx context.Context, o TCPOptions) (Exchanger, error) {
 	if o.Address == "" {
 		host, port := env.Get("MASTER_ADDR"), env.Get("MASTER_PORT")

@@ -26,8 +26,8 @@ type GroupOptions struct {
 	Timeout     time.Duration // of the exchange and of the start; 0: DEEPEP_FIRST_TIMEOUT_MS
 }
 
-// Group is a set of ranks that are connected with each other and watch which of them are alive. NewGroup makes it, Destroy ends it.
-// Methods may be called from any goroutine.
+// Group is a set of ranks that are connected with each other and watch which of them are alive. NewGroup makes it,
+// Destroy ends it. Methods may be called from any goroutine.
 type Group struct {
 	rank, size int
 	topology   plan.Topology
@@ -49,8 +49,9 @@ type Group struct {
 	ended   bool
 }
 
-// NewGroup connects the ranks. Collective; it uses the Exchanger once, on this goroutine, and closes it. Errors: ErrInvalidArgument,
-// ErrMismatch if ranks disagree on NumNVLPeers or have different versions, ErrTimeout with the missing ranks, ErrPeerDead.
+// NewGroup connects the ranks. Collective; it uses the Exchanger once, on this goroutine, and closes it. Errors:
+// ErrInvalidArgument, ErrMismatch if ranks disagree on NumNVLPeers or have different versions, ErrTimeout with the
+// missing ranks, ErrPeerDead.
 func NewGroup(ctx context.Context, o GroupOptions) (*Group, error) {
 	if o.Exchanger == nil {
 		return nil, status.InvalidArg("exchanger", "none", "NewCallback, NewLocal, DialTCP or OpenFile")

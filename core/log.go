@@ -20,7 +20,8 @@ var (
 	logged = map[string]*zap.Logger{} // by level and path
 )
 
-// SetLog sets the function that receives the log lines of all groups; nil: DEEPEP_LOG's file again. f is called from any goroutine.
+// SetLog sets the function that receives the log lines of all groups; nil: DEEPEP_LOG's file again. f is called from
+// any goroutine.
 func SetLog(f LogFunc) {
 	if f == nil {
 		logTo.Store(nil)
@@ -52,8 +53,8 @@ func logger(s env.Settings) *zap.Logger {
 	return l
 }
 
-// descriptor is a file descriptor of this package. A write of Go's os.File to a closed standard error ends the process; a write of
-// this one only loses the line.
+// descriptor is a file descriptor of this package. A write of Go's os.File to a closed standard error ends the process;
+// a write of this one only loses the line.
 type descriptor int
 
 func openSink(path string) zapcore.WriteSyncer {

@@ -264,8 +264,8 @@ func TestDestroyAcrossNodes(t *testing.T) {
 	})
 }
 
-// The CUDA engine takes its library with NVSHMEM where ranks are beyond NVLink, and that alone. Two libraries that do nothing
-// stand in for both.
+// The CUDA engine takes its library with NVSHMEM where ranks are beyond NVLink, and that alone. Two libraries that do
+// nothing stand in for both.
 func TestNodesOfGPUsNeedTheirLibrary(t *testing.T) {
 	gcc, err := exec.LookPath("gcc")
 	if err != nil {

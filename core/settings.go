@@ -26,8 +26,8 @@ func DefaultConfigFor(kind, ranks int) (Config, error) {
 // CheckConfig refuses a configuration that no call takes, and rounds RDMARecvChunk up to a multiple of RDMASendChunk.
 func CheckConfig(c *Config) error { return (*plan.Config)(c).Check() }
 
-// SizeHint returns the bytes that a buffer should have for normal-mode calls with rows of hiddenBytes: NumNVLBytes, or with rdma
-// NumRDMABytes, which is 0 where the ranks are one node. The node size comes from the environment.
+// SizeHint returns the bytes that a buffer should have for normal-mode calls with rows of hiddenBytes: NumNVLBytes, or
+// with rdma NumRDMABytes, which is 0 where the ranks are one node. The node size comes from the environment.
 func SizeHint(c Config, hiddenBytes int64, ranks int, rdma bool) (uint64, error) {
 	s, err := env.Current()
 	if err != nil {
@@ -47,8 +47,8 @@ func SizeHint(c Config, hiddenBytes int64, ranks int, rdma bool) (uint64, error)
 	return plan.Config(c).NVLBytes(hiddenBytes, t)
 }
 
-// LowLatencySizeHint returns the NumRDMABytes that a buffer needs for low-latency calls of a shape. The limits are those of the
-// engine that DEEPEP_ENGINE or the machine selects, if its kernel library can be loaded.
+// LowLatencySizeHint returns the NumRDMABytes that a buffer needs for low-latency calls of a shape. The limits are
+// those of the engine that DEEPEP_ENGINE or the machine selects, if its kernel library can be loaded.
 func LowLatencySizeHint(numMaxTokens, hidden, ranks, experts int64) (uint64, error) {
 	s, err := env.Current()
 	if err != nil {
@@ -61,7 +61,8 @@ func LowLatencySizeHint(numMaxTokens, hidden, ranks, experts int64) (uint64, err
 	return plan.LowLatencyBytes(numMaxTokens, hidden, ranks, experts, &limits)
 }
 
-// deadlines are the timeouts of a buffer: the program's, else the environment's. A program that sets one alone means both.
+// deadlines are the timeouts of a buffer: the program's, else the environment's. A program that sets one alone means
+// both.
 func deadlines(o *BufferOptions, s env.Settings) (steady, first time.Duration) {
 	steady, first = o.Timeout, o.FirstTimeout
 	if first == 0 {

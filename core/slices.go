@@ -17,8 +17,9 @@ type Tokens struct {
 	NumExperts  int
 }
 
-// Arrived are the rows that this rank received, ordered by source rank and then by token there, and what CombineTokens needs to
-// send them back. DispatchTokens uses its slices again: keep one for each dispatch whose combine is still to come.
+// Arrived are the rows that this rank received, ordered by source rank and then by token there, and what CombineTokens
+// needs to send them back. DispatchTokens uses its slices again: keep one for each dispatch whose combine is still to
+// come.
 type Arrived struct {
 	X           []uint16  // [N,H]
 	TopKIdx     []int64   // [N,K] local expert, or -1 where the expert is not here
@@ -38,9 +39,9 @@ type Combined struct {
 	TopKWeights []float32 // [T,K] likewise; only if weights were given
 }
 
-// DispatchTokens sends every token to the ranks of its experts: Layout, Notify, WaitCounts and Dispatch in one, over Go slices.
-// Collective; it returns when the rows are there. CPU engine only, else ErrUnsupported; other errors are those of the four. in is
-// read during the call alone, out belongs to the caller.
+// DispatchTokens sends every token to the ranks of its experts: Layout, Notify, WaitCounts and Dispatch in one, over Go
+// slices. Collective; it returns when the rows are there. CPU engine only, else ErrUnsupported; other errors are those
+// of the four. in is read during the call alone, out belongs to the caller.
 func (b *Buffer) DispatchTokens(in *Tokens, out *Arrived) error {
 	if err := b.checkTokens(in); err != nil {
 		return err
@@ -111,8 +112,8 @@ func (b *Buffer) countTokens(pin *runtime.Pinner, in *Tokens, n *NotifyArgs) (to
 	return b.Notify(n, &Call{Async: true})
 }
 
-// CombineTokens sums the rows x [N,H] (BF16, one for each that arrived) into the tokens that they came from, and weights [N,K]
-// likewise unless nil: Combine over Go slices. Collective; it returns when the sums are in out.
+// CombineTokens sums the rows x [N,H] (BF16, one for each that arrived) into the tokens that they came from, and
+// weights [N,K] likewise unless nil: Combine over Go slices. Collective; it returns when the sums are in out.
 func (b *Buffer) CombineTokens(x []uint16, weights []float32, from *Arrived, out *Combined) error {
 	n, t := int(from.Handle.NumRecvTokens), int(from.Handle.NumTokens)
 	if len(x) != n*from.hidden {
@@ -135,8 +136,8 @@ func (b *Buffer) CombineTokens(x []uint16, weights []float32, from *Arrived, out
 	return b.Combine(&args, &Call{})
 }
 
-// grow makes a slice n long, in its own memory if that is large enough. Rows must begin at a multiple of 16 bytes, which
-// Go's allocator gives for all but the smallest sizes: those get room to spare.
+// grow makes a slice n long, in its own memory if that is large enough. Rows must begin at a multiple of 16 bytes,
+// which Go's allocator gives for all but the smallest sizes: those get room to spare.
 func grow[T any](s *[]T, n int) {
 	if cap(*s) < n {
 		*s = make([]T, max(n, 64))

@@ -71,7 +71,8 @@ const (
 	NumOps       = op.NumOps
 )
 
-// Kinds of errors, for errors.Is. The text of an error names ranks, arguments and values; C and Python have the same kinds.
+// Kinds of errors, for errors.Is. The text of an error names ranks, arguments and values; C and Python have the same
+// kinds.
 var (
 	ErrInvalidArgument error = status.ErrInvalidArgument // an argument is outside what is allowed; nothing was done
 	ErrInvalidState    error = status.ErrInvalidState    // the call does not fit earlier ones: destroyed, or a step is missing
@@ -90,8 +91,8 @@ var (
 	ErrInternal        error = status.ErrInternal        // a bug in this library
 )
 
-// AddressOf pins the memory of a slice and returns the address of its first element, 0 for an empty slice. The memory stays where
-// it is, and alive, until p.Unpin, which comes after the call's event is done:
+// AddressOf pins the memory of a slice and returns the address of its first element, 0 for an empty slice. The memory
+// stays where it is, and alive, until p.Unpin, which comes after the call's event is done:
 //
 //	var pin runtime.Pinner
 //	defer pin.Unpin()

@@ -16,8 +16,8 @@ func lowLatencyBytes(ranks int) uint64 {
 	return bytes
 }
 
-// lowLatencyMode does the same as normalMode without an exchange of counts: outputs have room for the worst case, and a dispatch
-// comes in two halves with other work in between.
+// lowLatencyMode does the same as normalMode without an exchange of counts: outputs have room for the worst case, and a
+// dispatch comes in two halves with other work in between.
 func lowLatencyMode(buffer *core.Buffer, rank, ranks int) error {
 	in := route(rank, ranks)
 	room := ranks * tokens // rows for each expert

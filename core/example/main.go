@@ -1,6 +1,6 @@
-// Command example shows expert parallelism in Go: ranks dispatch their tokens to the experts' ranks, the "experts" multiply them,
-// and combine returns the sums; then the same with few tokens in low-latency mode, where ranks compute between sending and
-// receiving. The program checks the sums.
+// Command example shows expert parallelism in Go: ranks dispatch their tokens to the experts' ranks, the "experts"
+// multiply them, and combine returns the sums; then the same with few tokens in low-latency mode, where ranks compute
+// between sending and receiving. The program checks the sums.
 //
 //	go run ./core/example              4 processes
 //	go run ./core/example -goroutines  4 goroutines of one process

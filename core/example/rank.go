@@ -53,8 +53,8 @@ func keep(err *error, clean func() error) {
 	}
 }
 
-// normalMode dispatches every token to its experts' ranks, multiplies the rows there by each expert's factor and weight, and checks
-// the sums that combine returns.
+// normalMode dispatches every token to its experts' ranks, multiplies the rows there by each expert's factor and
+// weight, and checks the sums that combine returns.
 func normalMode(buffer *core.Buffer, rank, ranks int) error {
 	in := route(rank, ranks)
 	var arrived core.Arrived

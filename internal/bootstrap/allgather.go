@@ -7,14 +7,16 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// blockBytes is what each rank gives to an all-gather of equal blocks: the blob's length (u32, little endian), the blob, zeros.
+// blockBytes is what each rank gives to an all-gather of equal blocks: the blob's length (u32, little endian), the
+// blob, zeros.
 const (
 	blockBytes = 4096
 	blockHead  = 4
 )
 
-// NewAllGather makes an Exchanger of an all-gather of equally long blocks of bytes, as MPI and torch.distributed have one. f
-// sends this rank's block and fills recv with the blocks of all ranks, in rank order. recv is len(send) * size bytes.
+// NewAllGather makes an Exchanger of an all-gather of equally long blocks of bytes, as MPI and torch.distributed have
+// one. f sends this rank's block and fills recv with the blocks of all ranks, in rank order. recv is len(send) * size
+// bytes.
 func NewAllGather(rank, size int, f func(ctx context.Context, send, recv []byte) error) Exchanger {
 	return NewCallback(rank, size, func(ctx context.Context, blob []byte) ([][]byte, error) {
 		if f == nil {

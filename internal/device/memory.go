@@ -44,7 +44,8 @@ func (d *Device) memory(mem, address, bytes uint64) *Memory {
 // Retain counts one more user.
 func (m *Memory) Retain() *Memory { m.refs.Add(1); return m }
 
-// Release ends one use; the last one frees or unmaps, memory of a symmetric heap together with all ranks. No kernel may use it.
+// Release ends one use; the last one frees or unmaps, memory of a symmetric heap together with all ranks. No kernel may
+// use it.
 func (m *Memory) Release() error {
 	if m == nil || m.refs.Add(-1) != 0 {
 		return nil

@@ -29,8 +29,8 @@ type Symmetric struct {
 	peers     []*Memory
 }
 
-// Share allocates memory on every rank and maps that of the ranks for which mapped is true. Collective: a rank whose allocation
-// failed sends its error in the exchange.
+// Share allocates memory on every rank and maps that of the ranks for which mapped is true. Collective: a rank whose
+// allocation failed sends its error in the exchange.
 func (d *Device) Share(ctx context.Context, rank int, bytes uint64, mapped []bool, exchange Exchange) (*Symmetric, error) {
 	s := &Symmetric{rank: rank, Addresses: make([]uint64, len(mapped)), peers: make([]*Memory, len(mapped))}
 	offer, fds, failure := s.allocate(d, bytes)

@@ -11,8 +11,9 @@ import (
 // Stream is the library's handle of a queue of work; 0 is the default stream, or the calling thread where HostStream.
 type Stream uint64
 
-// spare keeps streams that no buffer uses any more. A caller's allocator may use a stream after its buffer is destroyed (torch
-// records an event on it when it frees a tensor), so streams of real devices are kept for the next buffer, not destroyed.
+// spare keeps streams that no buffer uses any more. A caller's allocator may use a stream after its buffer is destroyed
+// (torch records an event on it when it frees a tensor), so streams of real devices are kept for the next buffer, not
+// destroyed.
 var spare struct {
 	sync.Mutex
 	streams map[place][]Stream

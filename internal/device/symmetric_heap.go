@@ -51,8 +51,8 @@ func withReason(err error, reason []byte) error {
 	return err
 }
 
-// Share allocates memory of the symmetric heap. Addresses has where loads and stores reach the other ranks' part. Collective;
-// it waits.
+// Share allocates memory of the symmetric heap. Addresses has where loads and stores reach the other ranks' part.
+// Collective; it waits.
 func (h *SymmetricHeap) Share(rank int, bytes uint64) (*Symmetric, error) {
 	s := &Symmetric{rank: rank, Addresses: make([]uint64, h.ranks), peers: make([]*Memory, h.ranks)}
 	p := &kern.TransportAllocParams{Attachment: h.attachment, Bytes: bytes, HostPeerBlocks: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(s.Addresses))))}
@@ -64,7 +64,8 @@ func (h *SymmetricHeap) Share(rank int, bytes uint64) (*Symmetric, error) {
 	return s, nil
 }
 
-// Detach ends the attachment. The last one of a process shuts the transport's library down and waits for all ranks to do so.
+// Detach ends the attachment. The last one of a process shuts the transport's library down and waits for all ranks to
+// do so.
 func (h *SymmetricHeap) Detach() error {
 	p := &kern.TransportDetachParams{Attachment: h.attachment}
 	err := kern.Error("dk_transport_detach", h.dev.Lib.TransportDetach(p), p.DeviceError)

@@ -90,7 +90,8 @@ type Buffer struct {
 	captured     bool // a call was captured into a graph, which may be replayed at any time
 }
 
-// params are the parameter structs of the kernel library's operations. They are part of the buffer, so that no call allocates.
+// params are the parameter structs of the kernel library's operations. They are part of the buffer, so that no call
+// allocates.
 type params struct {
 	layout     abi.LayoutParams
 	notify     abi.NotifyParams
@@ -179,8 +180,8 @@ func (b *Buffer) Ready() bool {
 	}
 }
 
-// WaitReady waits up to slice for the start, without a limit if slice is negative, and returns its error. Interrupted: it is
-// still running.
+// WaitReady waits up to slice for the start, without a limit if slice is negative, and returns its error. Interrupted:
+// it is still running.
 func (b *Buffer) WaitReady(slice time.Duration) error {
 	if err := b.enter(); err != nil {
 		return err

@@ -17,8 +17,8 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// New makes a buffer. Collective. With Background it returns at once and the first operation waits for the start, whose error is
-// that of WaitReady and of every call.
+// New makes a buffer. Collective. With Background it returns at once and the first operation waits for the start, whose
+// error is that of WaitReady and of every call.
 func New(parent context.Context, members Members, opt Options) (*Buffer, error) {
 	opt.Timeout, opt.FirstTimeout = atLeastMillisecond(opt.Timeout), atLeastMillisecond(opt.FirstTimeout)
 	if opt.Log == nil {
@@ -54,8 +54,8 @@ func LimitsOf(l *kern.Library) plan.Limits {
 	}
 }
 
-// limited is the context of a buffer's exchanges with the other ranks. It ends with parent, with the buffer, and at the limit of
-// a start.
+// limited is the context of a buffer's exchanges with the other ranks. It ends with parent, with the buffer, and at the
+// limit of a start.
 func (b *Buffer) limited(parent context.Context) (context.Context, context.CancelFunc) {
 	ctx, done := context.WithTimeout(b.life, b.opt.StartLimit)
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -67,7 +67,8 @@ func (b *Buffer) limited(parent context.Context) (context.Context, context.Cance
 	}
 }
 
-// finishBuild builds the buffer, or stores why it cannot, and closes b.ready. It recovers: it may run in a goroutine of its own.
+// finishBuild builds the buffer, or stores why it cannot, and closes b.ready. It recovers: it may run in a goroutine of
+// its own.
 func (b *Buffer) finishBuild(ctx context.Context) {
 	defer close(b.ready)
 	defer func() {
@@ -184,7 +185,8 @@ func (b *Buffer) open() (err error) {
 	return b.makeSymmetricHeapID()
 }
 
-// blockSizes are the parameters with which the library computes what it needs beside the regions, and for rows of a size.
+// blockSizes are the parameters with which the library computes what it needs beside the regions, and for rows of a
+// size.
 func (b *Buffer) blockSizes(rowBytes uint64) *kern.BlockSizesParams {
 	return &kern.BlockSizesParams{
 		NumRanks: int32(b.size), NumNVLPeers: int32(b.top.NodeSize()), NVLBytes: b.opt.NVLBytes, RDMABytes: b.opt.RDMABytes,
@@ -250,8 +252,8 @@ func (b *Buffer) makeTeam(prints []fingerprint) error {
 	return nil
 }
 
-// touch writes to the regions, so that no first call waits for page mappings. Not on a host-stream engine: most of a large region
-// is never used, and Warmup touches what the planned shapes need.
+// touch writes to the regions, so that no first call waits for page mappings. Not on a host-stream engine: most of a
+// large region is never used, and Warmup touches what the planned shapes need.
 func (b *Buffer) touch() error {
 	if b.dev.HostStream() {
 		return nil
@@ -275,8 +277,8 @@ func (b *Buffer) touch() error {
 	}
 }
 
-// readStates marks the ranks that died or left before the status page existed. PeerDied and PeerLeft handle what comes after
-// watching is set.
+// readStates marks the ranks that died or left before the status page existed. PeerDied and PeerLeft handle what comes
+// after watching is set.
 func (b *Buffer) readStates() {
 	for rank := range b.size {
 		switch state, _ := b.members.State(rank); state {

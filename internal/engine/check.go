@@ -67,7 +67,8 @@ func (b *Buffer) fitsRow(rowBytes uint64) error {
 
 const countsHead = int(unsafe.Sizeof(abi.Counts{}))
 
-// countsRoom makes sure that a pending exchange has enough host memory. Slots of the usual size share one page from the start.
+// countsRoom makes sure that a pending exchange has enough host memory. Slots of the usual size share one page from the
+// start.
 func (b *Buffer) countsRoom(slot *pending, perExpert int) error {
 	want := countsHead + 4*perExpert
 	if want <= len(slot.page) {
@@ -85,8 +86,8 @@ func (b *Buffer) countsRoom(slot *pending, perExpert int) error {
 // recordGrace is how long an aborted kernel may take to write its failure record.
 const recordGrace = 50 * time.Millisecond
 
-// awaitWord waits on the host until page's first word is >= atLeast, slice ends (errNotYet), or the status page shows that the
-// kernel gave up.
+// awaitWord waits on the host until page's first word is >= atLeast, slice ends (errNotYet), or the status page shows
+// that the kernel gave up.
 func (b *Buffer) awaitWord(page []byte, atLeast uint64, slice time.Duration) error {
 	p := &kern.HostWaitParams{Device: b.dev.Handle(), HostWord: hostAddress(page), AtLeast: atLeast, HostStatus: hostAddress(b.page.Host)}
 	deadline := time.Now().Add(slice)

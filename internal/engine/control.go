@@ -8,8 +8,8 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Clean empties the low-latency slots of a shape on every rank, of all shapes if the three sizes are 0. Collective, on the caller's
-// stream.
+// Clean empties the low-latency slots of a shape on every rank, of all shapes if the three sizes are 0. Collective, on
+// the caller's stream.
 func (b *Buffer) Clean(numMaxTokens, hidden, experts int32, c *Call) error {
 	if numMaxTokens != 0 || hidden != 0 || experts != 0 {
 		if err := plan.CheckSlots(numMaxTokens, hidden, experts, b.top, &b.limits); err != nil {
@@ -42,8 +42,8 @@ func (b *Buffer) Barrier(c *Call) error {
 	return b.launch(c, abi.OpBarrier, onCurrent, &p.OpHeader, nil, func() int32 { return b.opt.Library.Barrier(p) })
 }
 
-// UpdateMask masks a rank, so that low-latency calls neither send to it nor wait for it, or lifts the mask. Local, on the caller's
-// stream.
+// UpdateMask masks a rank, so that low-latency calls neither send to it nor wait for it, or lifts the mask. Local, on
+// the caller's stream.
 func (b *Buffer) UpdateMask(rank int32, masked bool, c *Call) error {
 	if rank < 0 || int(rank) >= b.size {
 		return status.InvalidArg("rank", rank, fmt.Sprintf("0 to %d", b.size-1))

@@ -19,12 +19,12 @@ const (
 	poll       = time.Millisecond
 )
 
-// retained keeps the status pages of buffers whose calls were captured into graphs: kernels of a replay after Destroy read the
-// abort word there and return at once.
+// retained keeps the status pages of buffers whose calls were captured into graphs: kernels of a replay after Destroy
+// read the abort word there and return at once.
 var retained atomic.Pointer[[]*device.HostPage]
 
-// Destroy ends the buffer: local, idempotent, bounded by about 2 s. What peers have mapped of its memory stays valid for them.
-// Work that does not end in time keeps its memory until the process ends; the error says so.
+// Destroy ends the buffer: local, idempotent, bounded by about 2 s. What peers have mapped of its memory stays valid
+// for them. Work that does not end in time keeps its memory until the process ends; the error says so.
 func (b *Buffer) Destroy() error {
 	if b.closed.Swap(true) {
 		return nil
@@ -66,9 +66,9 @@ func (b *Buffer) healthy() bool {
 	return b.words != nil && atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0
 }
 
-// isIdle reports whether no thread is inside a call and no work is left on the streams. It records the communication stream's
-// end once, which marked remembers: the closed buffer takes no more work, and on a busy host even an idle stream takes longer
-// than one poll to reach a new record.
+// isIdle reports whether no thread is inside a call and no work is left on the streams. It records the communication
+// stream's end once, which marked remembers: the closed buffer takes no more work, and on a busy host even an idle
+// stream takes longer than one poll to reach a new record.
 func (b *Buffer) isIdle(marked *bool) bool {
 	if b.active.Load() != 0 || !b.mu.TryLock() {
 		return false

@@ -41,7 +41,8 @@ func (e *Event) Record(stream uintptr) error {
 	return e.ev.Record(device.Stream(stream))
 }
 
-// StreamWait lets the stream wait for the event. Where the stream is the calling thread, StreamWait returns when it is done.
+// StreamWait lets the stream wait for the event. Where the stream is the calling thread, StreamWait returns when it is
+// done.
 func (e *Event) StreamWait(stream uintptr) error {
 	if err := e.buffer.checkStream(stream); err != nil {
 		return err
@@ -52,8 +53,8 @@ func (e *Event) StreamWait(stream uintptr) error {
 	return e.ev.Join(device.Stream(stream))
 }
 
-// Wait waits on the host up to slice, without a limit if slice is negative. nil: the event is done and the buffer has not failed.
-// Interrupted: not done yet. Any other error is the buffer's failure.
+// Wait waits on the host up to slice, without a limit if slice is negative. nil: the event is done and the buffer has
+// not failed. Interrupted: not done yet. Any other error is the buffer's failure.
 func (e *Event) Wait(slice time.Duration) error {
 	deadline := time.Now().Add(slice)
 	for {

@@ -157,11 +157,12 @@ func seconds(ns uint64) string {
 // PeerDied aborts the waits of running kernels, or with Shrink masks the rank. The group calls it, from any goroutine.
 func (b *Buffer) PeerDied(rank int) { b.lost(rank, b.died) }
 
-// PeerLeft marks a rank that closed its buffer in good order. What it sent still counts; a wait for more ends. The group calls it,
-// from any goroutine.
+// PeerLeft marks a rank that closed its buffer in good order. What it sent still counts; a wait for more ends. The
+// group calls it, from any goroutine.
 func (b *Buffer) PeerLeft(rank int) { b.lost(rank, b.left) }
 
-// lost runs then for a lost rank. During the start there is no status page yet: build reads the ranks' states at its end.
+// lost runs then for a lost rank. During the start there is no status page yet: build reads the ranks' states at its
+// end.
 func (b *Buffer) lost(rank int, then func(int)) {
 	if b.enter() != nil {
 		return
@@ -193,8 +194,8 @@ func (b *Buffer) died(rank int) {
 	b.abort(rank, status.Errorf(status.PeerDead, "%s died: %s", b.members.Describe(rank), how))
 }
 
-// left discards sends queued for a rank that has closed its buffer and marks it dead, without an abort: what it has already sent
-// may complete this call.
+// left discards sends queued for a rank that has closed its buffer and marks it dead, without an abort: what it has
+// already sent may complete this call.
 func (b *Buffer) left(rank int) {
 	b.losePeer(rank)
 	markDead(b.words, rank)
@@ -208,7 +209,8 @@ func (b *Buffer) abort(rank int, err error) {
 	}
 }
 
-// markDead sets a byte of words.Dead. Go has no atomic bytes: the word around it is changed, on a little-endian machine.
+// markDead sets a byte of words.Dead. Go has no atomic bytes: the word around it is changed, on a little-endian
+// machine.
 func markDead(words *abi.Status, rank int) {
 	word := (*uint32)(unsafe.Pointer(&words.Dead[rank&^3]))
 	atomic.OrUint32(word, 1<<(8*(rank&3)))

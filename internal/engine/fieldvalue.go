@@ -25,8 +25,8 @@ func fieldValue(number, field uint32, value int64) string {
 	return strconv.FormatInt(value, 10)
 }
 
-// formatText: low-latency dispatch has its format, whether weights came, and flags there, low-latency combine flags, dispatch
-// whether weights came.
+// formatText: low-latency dispatch has its format, whether weights came, and flags there, low-latency combine flags,
+// dispatch whether weights came.
 func formatText(number uint32, value int64) string {
 	yes := func(on bool, text, otherwise string) string {
 		if on {

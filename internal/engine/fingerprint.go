@@ -12,8 +12,8 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// fingerprint is what a rank sends to the others when a buffer is made: what must be equal, its device, and its error if it
-// cannot take part.
+// fingerprint is what a rank sends to the others when a buffer is made: what must be equal, its device, and its error
+// if it cannot take part.
 type fingerprint struct {
 	Equal   [][2]string `json:"equal"` // name, value
 	UUID    string      `json:"uuid"`

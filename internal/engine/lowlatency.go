@@ -8,8 +8,8 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// placeOf returns the phases of a call and where it runs. What the caller's stream waits for anyway runs on that stream: changing to
-// the communication stream and back would cost two more waits between streams.
+// placeOf returns the phases of a call and where it runs. What the caller's stream waits for anyway runs on that
+// stream: changing to the communication stream and back would cost two more waits between streams.
 func placeOf(given op.Phase, c *Call) (phases uint32, where place, err error) {
 	switch {
 	case given == op.Send || given == op.Recv:
@@ -190,8 +190,8 @@ func (b *Buffer) zeroCopy(l *slotLayout, slot uint64) uint64 {
 	return b.block.Addresses[b.rank] + b.regions.RDMA.Offset + l.zeroCopy[slot&1]
 }
 
-// NextCombineBuffer returns where the rows of the next low-latency combine with zero copy go: [L, R*B, H] BF16, rowStride bytes from
-// row to row. Valid until that combine was issued.
+// NextCombineBuffer returns where the rows of the next low-latency combine with zero copy go: [L, R*B, H] BF16,
+// rowStride bytes from row to row. Valid until that combine was issued.
 func (b *Buffer) NextCombineBuffer(numMaxTokens, hidden, experts int32) (address uintptr, rowStride uint64, err error) {
 	if err := plan.CheckSlots(numMaxTokens, hidden, experts, b.top, &b.limits); err != nil {
 		return 0, 0, err

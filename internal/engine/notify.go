@@ -79,8 +79,8 @@ func (b *Buffer) checkNotify(a *op.NotifyArgs) error {
 		given{"handle.send_head", a.Handle.SendHead, a.NumTokens > 0, 4})
 }
 
-// reservePending takes the slot of the oldest exchange, which counts as given up: callers have far fewer than sixteen in flight.
-// b.mu is held.
+// reservePending takes the slot of the oldest exchange, which counts as given up: callers have far fewer than sixteen
+// in flight. b.mu is held.
 func (b *Buffer) reservePending(a *op.NotifyArgs) (*pending, error) {
 	slot := &b.pending[(b.calls[abi.OpNotify]+1)%numPending]
 	local := 0
@@ -94,8 +94,9 @@ func (b *Buffer) reservePending(a *op.NotifyArgs) (*pending, error) {
 	return slot, nil
 }
 
-// WaitCounts waits up to slice, without a limit if slice is negative, for the counts of an exchange: the rows that arrive, and those
-// for each local expert, rounded up to the alignment. Interrupted: not there yet. perExpert may be nil.
+// WaitCounts waits up to slice, without a limit if slice is negative, for the counts of an exchange: the rows that
+// arrive, and those for each local expert, rounded up to the alignment. Interrupted: not there yet. perExpert may be
+// nil.
 func (b *Buffer) WaitCounts(token uint64, slice time.Duration, perExpert []int32) (received int, err error) {
 	if err := b.start(); err != nil {
 		return 0, err

@@ -37,8 +37,8 @@ const (
 	onCurrent              // on the caller's stream; on a host-stream engine on the communication stream
 )
 
-// addDependencies makes the next launch wait for Previous or the caller's stream, and for the newest operation, and returns its
-// stream. b.mu is held.
+// addDependencies makes the next launch wait for Previous or the caller's stream, and for the newest operation, and
+// returns its stream. b.mu is held.
 func (b *Buffer) addDependencies(c *Call, where place) (device.Stream, error) {
 	if err := b.checkStream(c.Stream); err != nil {
 		return 0, err
@@ -96,8 +96,8 @@ func (b *Buffer) afterNewest(stream device.Stream) error {
 	return o.tail.Join(stream)
 }
 
-// recordLaunch records the launch as the newest one, records c.Event, and makes c.Stream wait for it. On a host-stream engine it
-// returns the event that a synchronous call waits for.
+// recordLaunch records the launch as the newest one, records c.Event, and makes c.Stream wait for it. On a host-stream
+// engine it returns the event that a synchronous call waits for.
 func (b *Buffer) recordLaunch(c *Call, where place, stream device.Stream) (*device.Event, error) {
 	b.order.last, b.order.used = stream, true
 	if b.dev.HostStream() {
@@ -150,8 +150,8 @@ func (b *Buffer) recordHostLaunch(c *Call) (*device.Event, error) {
 	return ev, nil
 }
 
-// hostWait waits for the end of a launch where the caller's stream is the calling thread. It never returns earlier: the kernel may
-// write to the caller's memory. The kernels' deadlines bound it, and Destroy aborts them.
+// hostWait waits for the end of a launch where the caller's stream is the calling thread. It never returns earlier: the
+// kernel may write to the caller's memory. The kernels' deadlines bound it, and Destroy aborts them.
 func (b *Buffer) hostWait(ev *device.Event) error {
 	if ev == nil {
 		return nil
@@ -168,8 +168,8 @@ func (b *Buffer) hostWait(ev *device.Event) error {
 	}
 }
 
-// begin checks that the buffer is usable, takes b.mu and adds the launch's dependencies. On success the caller launches and calls
-// finish, or abandon; on error nothing is held.
+// begin checks that the buffer is usable, takes b.mu and adds the launch's dependencies. On success the caller launches
+// and calls finish, or abandon; on error nothing is held.
 func (b *Buffer) begin(c *Call, where place) (device.Stream, error) {
 	if err := b.start(); err != nil {
 		return 0, err
@@ -208,8 +208,8 @@ func (b *Buffer) abandon(err error) error {
 	return err
 }
 
-// launch runs an operation: it orders the launch after earlier work, calls check for what has to be checked with b.mu held (nil:
-// nothing), fills the header, and calls run, which fills the other parameters and enters the kernel library.
+// launch runs an operation: it orders the launch after earlier work, calls check for what has to be checked with b.mu
+// held (nil: nothing), fills the header, and calls run, which fills the other parameters and enters the kernel library.
 func (b *Buffer) launch(c *Call, number op.Operation, where place, h *abi.OpHeader, check func() error, run func() int32) error {
 	stream, err := b.begin(c, where)
 	if err != nil {
@@ -226,7 +226,8 @@ func (b *Buffer) launch(c *Call, number op.Operation, where place, h *abi.OpHead
 	return b.finish(c, where, stream, b.launched(number, code, h.DeviceError))
 }
 
-// header fills what all operations have in common, and publishes the call. The halves of a call have one number. b.mu is held.
+// header fills what all operations have in common, and publishes the call. The halves of a call have one number. b.mu
+// is held.
 func (b *Buffer) header(h *abi.OpHeader, op, phase uint32, stream device.Stream, number uint64) {
 	limit := b.opt.Timeout
 	if number == 1 {
@@ -236,8 +237,8 @@ func (b *Buffer) header(h *abi.OpHeader, op, phase uint32, stream device.Stream,
 	b.members.Publish(LastCall{Op: op, Phase: phase, Number: number, Buffer: b.opt.ID})
 }
 
-// launched turns a launch's code into an error. Limits that depend on several sizes at once (shared memory) are known to the
-// kernel library alone; it answers Unsupported.
+// launched turns a launch's code into an error. Limits that depend on several sizes at once (shared memory) are known
+// to the kernel library alone; it answers Unsupported.
 func (b *Buffer) launched(number op.Operation, code, deviceError int32) error {
 	switch {
 	case code == 0:

@@ -35,7 +35,8 @@ func TestCallsRunInOrderOnWhateverStreams(t *testing.T) {
 	r.expect("and back", "record a on C", "3 waits a", "barrier #4 on 3 limit 5 ms", "record a on 3")
 }
 
-// Work inside a capture and work outside of it never wait for each other; a capture that ended leaves nothing to wait for.
+// Work inside a capture and work outside of it never wait for each other; a capture that ended leaves nothing to wait
+// for.
 func TestCapturesStandApart(t *testing.T) {
 	r := newRig(t)
 	r.must(r.Barrier(&engine.Call{Stream: 1}))

@@ -148,7 +148,8 @@ func (r *rig) read() string {
 	return kern.Text(text)
 }
 
-// expect compares the trace. C stands for the communication stream; events are a, b, … in the order in which they appear.
+// expect compares the trace. C stands for the communication stream; events are a, b, … in the order in which they
+// appear.
 func (r *rig) expect(what string, want ...string) {
 	r.t.Helper()
 	var lines []string

@@ -90,8 +90,8 @@ func commonSegment(all []device.Message) (int, error) {
 	return bits.TrailingZeros64(free), nil
 }
 
-// enterSegment gives the segment's addresses to the kernel library, in place of a released one of the same number, of which only the
-// peers' mappings are left.
+// enterSegment gives the segment's addresses to the kernel library, in place of a released one of the same number, of
+// which only the peers' mappings are left.
 func (b *Buffer) enterSegment(s *Segment) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

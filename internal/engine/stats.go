@@ -91,8 +91,8 @@ func (b *Buffer) flushStats() error {
 	return nil
 }
 
-// Stats reads the counters of an operation. It waits for no call. Kernels may leave the newest call's counters in device memory;
-// Stats has them written out first.
+// Stats reads the counters of an operation. It waits for no call. Kernels may leave the newest call's counters in
+// device memory; Stats has them written out first.
 func (b *Buffer) Stats(number op.Operation) (op.OpStats, error) {
 	if number == op.OpNone || number >= op.NumOps {
 		return op.OpStats{}, status.InvalidArg("op", uint32(number), "1 (layout) to 9 (mask)")

@@ -6,7 +6,8 @@ import (
 	"github.com/deepep-go/deepep/internal/engine"
 )
 
-// Waiting for an event asks the library for that alone. Bringing the counters up to date is Stats's request, once a call.
+// Waiting for an event asks the library for that alone. Bringing the counters up to date is Stats's request, once a
+// call.
 func TestOnlyStatsFlushesStatistics(t *testing.T) {
 	r := newRig(t)
 	ev, err := r.NewEvent()

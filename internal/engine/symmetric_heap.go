@@ -19,7 +19,8 @@ func (b *Buffer) symmetricHeapOptions() device.SymmetricHeapOptions {
 	return device.SymmetricHeapOptions{Rank: b.rank, Ranks: b.size, Peers: b.top.Peers, QPs: q.PerPeer, Depth: q.Depth}
 }
 
-// makeSymmetricHeapID makes the id by which all ranks attach. Rank 0 makes it; the others receive it with its fingerprint.
+// makeSymmetricHeapID makes the id by which all ranks attach. Rank 0 makes it; the others receive it with its
+// fingerprint.
 func (b *Buffer) makeSymmetricHeapID() (err error) {
 	if b.opt.Library.HasTransportHeap() && b.rank == 0 {
 		b.symmetricHeapID, err = b.dev.SymmetricHeapID(b.symmetricHeapOptions())
@@ -69,8 +70,8 @@ type outcome[T any] struct {
 	err   error
 }
 
-// inBackground runs f in a goroutine and returns where its outcome arrives. A panic becomes an error: unrecovered it would
-// end the host process.
+// inBackground runs f in a goroutine and returns where its outcome arrives. A panic becomes an error: unrecovered it
+// would end the host process.
 func inBackground[T any](what string, f func() (T, error)) <-chan outcome[T] {
 	done := make(chan outcome[T], 1)
 	go func() {
@@ -97,14 +98,15 @@ func bounded[T any](ctx context.Context, what string, f func() (T, error)) (T, e
 	}
 }
 
-// symmetricFreeGrace is how long Destroy waits for the other ranks to free theirs. After it the goroutine goes on alone.
+// symmetricFreeGrace is how long Destroy waits for the other ranks to free theirs. After it the goroutine goes on
+// alone.
 const symmetricFreeGrace = 400 * time.Millisecond
 
 // symmetricFreeTurn keeps what a process frees in the order of its Destroys, which is the same on all ranks.
 var symmetricFreeTurn sync.Mutex
 
-// freeSymmetricHeap frees the block and detaches, together with all ranks. If one is dead that can never end, so the memory
-// stays.
+// freeSymmetricHeap frees the block and detaches, together with all ranks. If one is dead that can never end, so the
+// memory stays.
 func (b *Buffer) freeSymmetricHeap() error {
 	for rank := range b.size {
 		if state, _ := b.members.State(rank); state == PeerDead {

@@ -78,7 +78,8 @@ func TestSymmetricHeapThatDoesNotStart(t *testing.T) {
 	}
 }
 
-// Destroy is bounded though all ranks free together: a slow release goes on in its goroutine, and none begins with a dead rank.
+// Destroy is bounded though all ranks free together: a slow release goes on in its goroutine, and none begins with a
+// dead rank.
 func TestSymmetricHeapIsFreedInTheBackground(t *testing.T) {
 	r, set, err := heapRig(t, &among{rank: 0, size: 4}, heapStuckFree)
 	if err != nil {

@@ -19,8 +19,8 @@ const (
 // numSends is how many sends of an operation may be without their receive: the number of wire slots.
 const numSends = 2
 
-// ticket joins the two halves of a low-latency call. Its id has the slot in the low bits and a generation above, so that the id of
-// an earlier call is refused.
+// ticket joins the two halves of a low-latency call. Its id has the slot in the low bits and a generation above, so
+// that the id of an earlier call is refused.
 type ticket struct {
 	open   bool   // sent, not received
 	word   uint32 // the slot, as the kernel library counts them

@@ -60,7 +60,8 @@ func (b *Buffer) unsupported(err error) error {
 		b.whyQueues(), b.opt.Library.Kind, b.opt.Library.Path, err)
 }
 
-// checkReach refuses ranks that the library cannot reach. A transport whose blocks are mapped here joins nodes of one host only.
+// checkReach refuses ranks that the library cannot reach. A transport whose blocks are mapped here joins nodes of one
+// host only.
 func (b *Buffer) checkReach() error {
 	if b.usesTransport() && !b.opt.Library.HasTransport() {
 		return status.Errorf(status.Unsupported, "%s, and the kernel library of engine %s (%s) has no transport", b.whyQueues(), b.opt.Library.Kind, b.opt.Library.Path)
@@ -80,8 +81,8 @@ func (b *Buffer) checkReach() error {
 	return nil
 }
 
-// reach is where the ranks' blocks are mapped in this process. The kernel library reads the slices during the calls that take
-// them.
+// reach is where the ranks' blocks are mapped in this process. The kernel library reads the slices during the calls
+// that take them.
 type reach struct {
 	peers []int32  // ranks with queue pairs, in the order of creation
 	nic   []uint64 // by rank: for the transport; 0: no queue pairs
@@ -150,8 +151,8 @@ func (b *Buffer) losePeer(rank int) {
 	}
 }
 
-// deliver waits until the queue pairs have completed what this rank's last calls posted: peers may wait for it. At the limit the
-// host drops what late or lost peers have not taken; false: the device is still waiting.
+// deliver waits until the queue pairs have completed what this rank's last calls posted: peers may wait for it. At the
+// limit the host drops what late or lost peers have not taken; false: the device is still waiting.
 func (b *Buffer) deliver(limit time.Duration) bool {
 	if b.transport == 0 {
 		return true

@@ -112,7 +112,8 @@ func TestTransportOfNodes(t *testing.T) {
 	}
 }
 
-// The transport discards what is queued for a rank of another node that has died or left. A rank of this node has no queue pairs.
+// The transport discards what is queued for a rank of another node that has died or left. A rank of this node has no
+// queue pairs.
 func TestTheDeadAreLost(t *testing.T) {
 	a := &among{rank: 3, size: 6}
 	r, err := nodes(t, a, 2, nil)

@@ -28,8 +28,8 @@ func (b *Buffer) Warmup(o op.WarmupOptions) error {
 	if !b.dev.HostStream() {
 		w.call.Stream = uintptr(b.comm)
 	}
-	// Allocating and freeing may wait for everything on a device, which other ranks' kernels may be on; so no rank begins
-	// either while another runs kernels that wait for it.
+	// Allocating and freeing may wait for everything on a device, which other ranks' kernels may be on; so no rank
+	// begins either while another runs kernels that wait for it.
 	for _, step := range w.steps() {
 		if err = b.agree(limited, "warmup", step()); err != nil {
 			break
@@ -43,7 +43,7 @@ func (b *Buffer) Warmup(o op.WarmupOptions) error {
 	return err
 }
 
-// warmup keeps what the steps of a run have in common.
+// warmup is the state that the steps of a warm-up share.
 type warmup struct {
 	b      *Buffer
 	o      op.WarmupOptions
@@ -71,7 +71,7 @@ func (w *warmup) steps() (all []func() error) {
 	return all
 }
 
-// free waits for what was launched, since it writes to the memory, and gives that back.
+// free waits for the launched kernels, which write to the memory, and frees it.
 func (w *warmup) free() error {
 	var err error
 	for done := false; !done && err == nil; { // bounded by the kernels' own deadlines
@@ -83,7 +83,7 @@ func (w *warmup) free() error {
 	return err
 }
 
-// tensor allocates zeroed memory of a number of elements; the first error is kept in err.
+// tensor allocates zeroed memory for a number of elements. It stores the first error in err.
 func (w *warmup) tensor(err *error, elements int64, bytes int64) uintptr {
 	if *err != nil {
 		return 0
@@ -233,7 +233,7 @@ func (w *warmup) makeLowLatency() error {
 	return err
 }
 
-// runLowLatency makes two rounds: calls alternate between two sets of wire buffers, and both are to be warm.
+// runLowLatency runs two rounds: calls alternate between two sets of wire buffers, and both have to be warm.
 func (w *warmup) runLowLatency() error {
 	for range 2 {
 		if err := w.b.LowLatencyDispatch(&w.llDispatch, &w.call); err != nil {

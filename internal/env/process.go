@@ -10,8 +10,8 @@ import (
 
 var source atomic.Pointer[func(string) string]
 
-// SetSource sets the function through which Current reads variables; nil is os.Getenv. A C or Python process sets C's getenv,
-// since Go keeps a copy of the environment from the start of the process.
+// SetSource sets the function through which Current reads variables; nil is os.Getenv. A C or Python process sets C's
+// getenv, since Go keeps a copy of the environment from the start of the process.
 func SetSource(get func(name string) string) {
 	if get == nil {
 		source.Store(nil)

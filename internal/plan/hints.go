@@ -34,8 +34,8 @@ func (c Config) NVLBytes(hiddenBytes int64, t Topology) (uint64, error) {
 	lanes := c.channels() * uint64(t.NodeSize())
 	row := uint64(hiddenBytes) + sourceBytes + MaxTopK*(indexBytes+scaleBytes) + MaxScales*scaleBytes
 	counters := uint64(2*t.Nodes()+3) * 4
-	// V1's lanes are those of a node. Staging needs at least one row for each rank: more than the lanes where chunks are tiny and
-	// nodes many.
+	// V1's lanes are those of a node. Staging needs at least one row for each rank: more than the lanes where chunks
+	// are tiny and nodes many.
 	return align(max(lanes*(counters+uint64(c.NVLRecvChunk)*row), uint64(t.Ranks)*align(row, alignBytes)), alignBytes), nil
 }
 

@@ -16,8 +16,8 @@ func BucketEnd(b int) uint64 {
 	return histogramBase << (b / histogramSub) * uint64(histogramSub+b%histogramSub) / histogramSub
 }
 
-// Percentile is an upper bound in ns for the given share (0 to 1) of the durations counted; 0 if there are none. longest is the
-// longest duration, which bounds every percentile.
+// Percentile is an upper bound in ns for the given share (0 to 1) of the durations counted; 0 if there are none.
+// longest is the longest duration, which bounds every percentile.
 func Percentile(histogram *[HistogramBuckets]uint64, share float64, longest uint64) uint64 {
 	var total uint64
 	for _, n := range histogram {

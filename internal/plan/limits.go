@@ -6,8 +6,8 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// Limits are a kernel library's own limits for low-latency calls, which may be narrower than the interface's. A limit of 0 is
-// none; so is a nil *Limits.
+// Limits are a kernel library's own limits for low-latency calls, which may be narrower than the interface's. A limit
+// of 0 is none; so is a nil *Limits.
 type Limits struct {
 	Library      string // file name, for errors
 	TopK         int32

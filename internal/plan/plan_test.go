@@ -102,7 +102,8 @@ func TestHintsAreThoseOfV1(t *testing.T) {
 	if got := must[uint64](t)(c.RDMABytes(14336, two)); got < 2*10*2*132*(14336+8+1536+512+16) {
 		t.Errorf("rdma on two nodes: %d", got)
 	}
-	// 128 tokens x 7168, 8 ranks, 256 experts: send and receive rows of 14560 bytes (56 blocks), twice; signals 1024 twice.
+	// 128 tokens x 7168, 8 ranks, 256 experts: send and receive rows of 14560 bytes (56 blocks), twice; signals 1024
+	// twice.
 	if got := must[uint64](t)(LowLatencyBytes(128, 7168, 8, 256, nil)); got != 2*(2*256*128*14560+1024)+128 {
 		t.Errorf("low latency: %d", got)
 	}

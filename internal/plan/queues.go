@@ -29,10 +29,10 @@ type QueueOptions struct {
 
 // Queues are the queue pairs of one rank: the same number toward every peer, all of one depth.
 //
-// A peer gets as many as its busiest mode has use for: one for each of its local experts in low-latency mode, one for each
-// channel in normal mode. Any other number works: experts and channels take the queue pairs in turn. Normal mode moves rows
-// between ranks of the same index alone; the others have the same number all the same, since one number for all peers is
-// what transports offer, and their first queue pair carries counts and barriers.
+// A peer gets as many as its busiest mode has use for: one for each of its local experts in low-latency mode, one for
+// each channel in normal mode. Any other number works: experts and channels take the queue pairs in turn. Normal mode
+// moves rows between ranks of the same index alone; the others have the same number all the same, since one number for
+// all peers is what transports offer, and their first queue pair carries counts and barriers.
 type Queues struct {
 	Topology
 	PerPeer int
@@ -74,8 +74,8 @@ func NewQueues(t Topology, o QueueOptions) (Queues, error) {
 	return q, nil
 }
 
-// DepthFor is the minimum depth of a queue pair for B tokens and their count message in flight, two requests each: a power of two,
-// perhaps above MaxDepth.
+// DepthFor is the minimum depth of a queue pair for B tokens and their count message in flight, two requests each: a
+// power of two, perhaps above MaxDepth.
 func DepthFor(maxTokens int) int { return powerOfTwo(2 * (maxTokens + 1)) }
 
 // powerOfTwo is the smallest power of two that is not below n.
@@ -93,7 +93,8 @@ func (q Queues) OfExpert(expert int) int { return expert % q.PerPeer }
 // OfChannel is the queue pair that carries the rows of a channel.
 func (q Queues) OfChannel(channel int) int { return channel % q.PerPeer }
 
-// PerDevice is how many a peer gets on each of a rank's NICs (NVSHMEM_IBGDA_NUM_RC_PER_PE) so that it has PerPeer at least.
+// PerDevice is how many a peer gets on each of a rank's NICs (NVSHMEM_IBGDA_NUM_RC_PER_PE) so that it has PerPeer at
+// least.
 func (q Queues) PerDevice(devices int) int { return (q.PerPeer + devices - 1) / devices }
 
 // Remote reports whether two ranks are on different nodes.
@@ -102,10 +103,10 @@ func (t Topology) Remote(a, b int) bool { return t.Node(a) != t.Node(b) }
 // NumRemote is the number of ranks on other nodes.
 func (t Topology) NumRemote() int { return t.Ranks - t.NodeSize() }
 
-// PeerOrder is the order in which a rank makes its queue pairs toward all the others, all of one peer together: ranks of
-// other nodes first (NumRemote of them), then those of its own node, each part rotated: (i + 1 + rank) mod Ranks for i from
-// 0. With one rank a node no two ranks have the same peer at the same place. Ranks that share a node have the same remote
-// part: there the rotation keeps only nodes apart.
+// PeerOrder is the order in which a rank makes its queue pairs toward all the others, all of one peer together: ranks
+// of other nodes first (NumRemote of them), then those of its own node, each part rotated: (i + 1 + rank) mod Ranks for
+// i from 0. With one rank a node no two ranks have the same peer at the same place. Ranks that share a node have the
+// same remote part: there the rotation keeps only nodes apart.
 func (t Topology) PeerOrder(rank int) []int {
 	order := make([]int, 0, t.Ranks-1)
 	for _, remote := range []bool{true, false} {

@@ -16,8 +16,8 @@ type Segment interface {
 	Release() error
 }
 
-// Pool allocates blocks of a segment, first fit. torch's caching allocator keeps and splits the blocks, so requests are few and
-// large. Methods may be called from any goroutine.
+// Pool allocates blocks of a segment, first fit. torch's caching allocator keeps and splits the blocks, so requests are
+// few and large. Methods may be called from any goroutine.
 type Pool struct {
 	segment Segment
 	bytes   uint64
@@ -71,8 +71,8 @@ func (p *Pool) Holds(at uintptr) bool {
 	return ok
 }
 
-// Drain waits for the present work of the stream that a block was allocated for. torch frees a block as soon as its last tensor
-// is gone, while kernels may still use it.
+// Drain waits for the present work of the stream that a block was allocated for. torch frees a block as soon as its
+// last tensor is gone, while kernels may still use it.
 func (p *Pool) Drain(stream uintptr) error { return p.segment.Drain(stream) }
 
 // Free returns a block to the pool.
