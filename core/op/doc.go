@@ -6,5 +6,6 @@
 // experts, L = E / R local experts, K top-k, H hidden, S scales of a row, B the largest number of tokens of any rank in a
 // low-latency call, N received rows. Where a field may stay zero, its comment says what 0 means.
 //
-// The package holds data only and imports no other package of the module.
+// The engine reads these structs in Go: no C function is given the address of one, so that a struct in Go's memory may
+// point to a Handle in Go's memory. The package holds data only and imports no other package of the module.
 package op
