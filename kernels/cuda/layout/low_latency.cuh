@@ -80,8 +80,7 @@ __host__ __device__ inline uint64_t low_latency_wire_allowance(uint64_t rdma_byt
   return align_up<uint64_t>(min<uint64_t>(32 * rdma_bytes + (1 << 16), (48ull << 20) + rdma_bytes / 32), 4096);
 }
 
-// Local expert of the n-th row that a rank sends in combine; `before` has the running sums of its experts' rows, [L +
-// 1].
+// Local expert of the n-th row that a rank sends in combine; `before`: running sums of its experts' rows, [L + 1].
 __host__ __device__ inline int expert_of_row(const int32_t *before, int num_local, int n) {
   int low = 0, high = num_local - 1;
   while (low < high) {

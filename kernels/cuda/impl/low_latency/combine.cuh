@@ -16,8 +16,7 @@ struct ArrivalList {  // shared: the rows that make up a token
   int32_t rank[kMaxTopk], count;
 };
 
-// By the first warp: waits for the row words of a token's experts. Rows of a rank that is masked meanwhile are left
-// out.
+// By the first warp: waits for the row words of a token's experts, and leaves out ranks that are masked meanwhile.
 __device__ inline void read_row_words(const LowLatencyCombineParams &p, const LowLatencyCall *calls, int token,
                                       ArrivalList *list) {
   const Session &s = p.session;

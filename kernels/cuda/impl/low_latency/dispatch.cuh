@@ -83,7 +83,7 @@ __device__ inline void read_counts(const LowLatencyDispatchParams &p, const LowL
   __syncthreads();
 }
 
-struct RowList {  // shared, of a group: the places of a row
+struct RowPlaces {  // shared, of a group: the places of a row
   uint8_t *row[kMaxTopk];
   uint32_t *scales[kMaxTopk];  // its first scale
   int32_t count;
@@ -92,7 +92,7 @@ struct RowList {  // shared, of a group: the places of a row
 
 // By the first warp of a group: the header of a token; the list is empty if it has nothing here or never came.
 __device__ inline void read_header(const LowLatencyDispatchParams &p, const LowLatencyCall &call, int source, int token,
-                                   int row_bytes, const ReceiveTables &tables, RowList *list) {
+                                   int row_bytes, const ReceiveTables &tables, RowPlaces *list) {
   const Session &s = p.session;
   const int lane = lane_id();
   const uint64_t dispatch = tables.calls[source].dispatch;
@@ -171,7 +171,7 @@ __device__ __forceinline__ bool are_complete(const Arrivals<kChunks> &arrivals, 
 // By a group: copies a row from the slot to its places, and empties the slot. False: the row did not come whole.
 template <int kChunks>
 __device__ inline bool spread_row(const Session &s, uint64_t expected, int source, const SlotRow &row,
-                                  const RowList *list, Arrivals<kChunks> &arrivals, int thread) {
+                                  const RowPlaces *list, Arrivals<kChunks> &arrivals, int thread) {
   uint8_t *from = row.data;
   const int chunks = row.row_bytes / 16;
   bool came = true;
@@ -209,7 +209,7 @@ __device__ inline bool spread_row(const Session &s, uint64_t expected, int sourc
 }
 
 __device__ inline bool spread_scales(const LowLatencyDispatchParams &p, const LowLatencyCall &call, int source,
-                                     uint32_t *from, const RowList *list, uint32_t early, int thread) {
+                                     uint32_t *from, const RowPlaces *list, uint32_t early, int thread) {
   const bool packed = (p.flags & DK_LL_UE8M0) != 0;
   const int64_t rows = p.rows_per_expert(), stored = stored_scales(p);
 #pragma unroll 1
@@ -230,12 +230,12 @@ __device__ inline bool spread_scales(const LowLatencyDispatchParams &p, const Lo
 // kChunks: chunks of a row that a thread has in flight.
 template <int kChunks>
 __device__ inline void receive_tokens(const LowLatencyDispatchParams &p, const LowLatencyCall &call,
-                                      const ReceiveTables &tables, RowList *lists) {
+                                      const ReceiveTables &tables, RowPlaces *lists) {
   const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
             thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
   const int row_bytes = p.recv_row_bytes();
   const bool plain_scales = p.format == DK_FORMAT_FP8 && (p.flags & DK_LL_UE8M0) == 0;
-  RowList *list = lists + group;
+  RowPlaces *list = lists + group;
 #pragma unroll 1
   for (int token = first_of_block(); token < p.num_max_tokens; token += num_workers())
 #pragma unroll 1
@@ -264,7 +264,7 @@ __device__ inline void receive_tokens(const LowLatencyDispatchParams &p, const L
 
 // Whole block. The tables follow calls [R] in shared memory.
 __device__ inline void receive(const LowLatencyDispatchParams &p, const LowLatencyCall &call, LowLatencyCall *calls,
-                               RowList *lists) {
+                               RowPlaces *lists) {
   auto *base = reinterpret_cast<int32_t *>(calls + p.session.team.num_ranks);
   const ReceiveTables tables{base, base + p.num_experts, calls};
   __syncthreads();  // calls are there
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   // peers [R]; while sending codes [kTileCodes], then calls [R], base [E], tokens [R]
   extern __shared__ __align__(16) uint8_t memory[];
   __shared__ SendTables sending;
-  __shared__ RowList lists[kLlGroups];
+  __shared__ RowPlaces lists[kLlGroups];
   begin_timeline();
   auto **peers = reinterpret_cast<uint8_t **>(memory);
   uint8_t *tables = memory + align_up<int>(8 * p.session.team.num_ranks, 16);

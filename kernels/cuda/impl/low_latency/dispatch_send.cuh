@@ -1,6 +1,5 @@
 // dispatch_send.cuh - dispatch, the sending half: a token's row goes once to each rank that holds one of its experts,
-// with a header that names the local experts and the row's position among their rows. Block b sends tokens b, b + W,
-// ...
+// with a header: the local experts, and the row's position among their rows. Block b sends tokens b, b + W, ...
 #pragma once
 #include "cuda/impl/low_latency/expert_counts.cuh"
 
