@@ -56,6 +56,60 @@ static void print(const char *name, const double *times, int count) {
   printf("]");
 }
 
+struct tensors {
+  uint16_t *x, *answers, *combined;
+  uint8_t *recv_x;
+  int64_t *topk_idx, *layout_range;
+  int32_t *recv_count, *src_info;
+  float *recv_scales, *weights;
+};
+
+static const size_t kRowBytes = HIDDEN * sizeof(uint16_t);
+
+static struct tensors make_tensors(void) {
+  struct tensors t;
+  t.x = array_new(kRowBytes);
+  t.answers = array_new(kRowBytes);
+  t.combined = array_new(kRowBytes);
+  t.recv_x = array_new(HIDDEN);
+  t.topk_idx = array_new(sizeof *t.topk_idx);
+  t.layout_range = array_new(sizeof *t.layout_range);
+  t.recv_count = array_new(sizeof *t.recv_count);
+  t.src_info = array_new(sizeof *t.src_info);
+  t.recv_scales = array_new(HIDDEN / BLOCK * sizeof *t.recv_scales);
+  t.weights = array_new(sizeof *t.weights);
+  t.weights[0] = 1.0f;
+  for (int i = 0; i < HIDDEN; i++) t.x[i] = t.answers[i] = 0x3f80; /* 1.0 in BF16 */
+  return t;
+}
+
+static deepep_ll_dispatch_args dispatch_args(const struct tensors *t) {
+  deepep_ll_dispatch_args dispatch = DEEPEP_LL_DISPATCH_INIT;
+  dispatch.num_tokens = dispatch.num_max_tokens = dispatch.num_topk = dispatch.num_experts = 1;
+  dispatch.hidden = HIDDEN;
+  dispatch.x = t->x;
+  dispatch.topk_idx = t->topk_idx;
+  dispatch.recv_x = t->recv_x;
+  dispatch.recv_x_scales = t->recv_scales;
+  dispatch.recv_count = t->recv_count;
+  dispatch.src_info = t->src_info;
+  dispatch.layout_range = t->layout_range;
+  return dispatch;
+}
+
+static deepep_ll_combine_args combine_args(const struct tensors *t) {
+  deepep_ll_combine_args combine = DEEPEP_LL_COMBINE_INIT;
+  combine.num_tokens = combine.num_max_tokens = combine.num_topk = combine.num_experts = 1;
+  combine.hidden = HIDDEN;
+  combine.x = t->answers;
+  combine.topk_idx = t->topk_idx;
+  combine.topk_weights = t->weights;
+  combine.src_info = t->src_info;
+  combine.layout_range = t->layout_range;
+  combine.combined_x = t->combined;
+  return combine;
+}
+
 int main(int argc, char **argv) {
   int calls = argc == 3 ? atoi(argv[1]) : 0;
   if (calls < BURST) {
@@ -68,34 +122,9 @@ int main(int argc, char **argv) {
   deepep_event_t event = NULL;
   check(deepep_event_create(buffer, &event), "deepep_event_create");
 
-  const size_t row = HIDDEN * sizeof(uint16_t);
-  uint16_t *x = array_new(row), *answers = array_new(row), *combined = array_new(row);
-  uint8_t *recv_x = array_new(HIDDEN);
-  int64_t *topk_idx = array_new(sizeof *topk_idx), *layout_range = array_new(sizeof *layout_range);
-  int32_t *recv_count = array_new(sizeof *recv_count), *src_info = array_new(sizeof *src_info);
-  float *recv_scales = array_new(HIDDEN / BLOCK * sizeof *recv_scales), *weights = array_new(sizeof *weights);
-  weights[0] = 1.0f;
-  for (int i = 0; i < HIDDEN; i++) x[i] = answers[i] = 0x3f80; /* 1.0 in BF16 */
-
-  deepep_ll_dispatch_args dispatch = DEEPEP_LL_DISPATCH_INIT;
-  dispatch.num_tokens = dispatch.num_max_tokens = dispatch.num_topk = dispatch.num_experts = 1;
-  dispatch.hidden = HIDDEN;
-  dispatch.x = x;
-  dispatch.topk_idx = topk_idx;
-  dispatch.recv_x = recv_x;
-  dispatch.recv_x_scales = recv_scales;
-  dispatch.recv_count = recv_count;
-  dispatch.src_info = src_info;
-  dispatch.layout_range = layout_range;
-  deepep_ll_combine_args combine = DEEPEP_LL_COMBINE_INIT;
-  combine.num_tokens = combine.num_max_tokens = combine.num_topk = combine.num_experts = 1;
-  combine.hidden = HIDDEN;
-  combine.x = answers;
-  combine.topk_idx = topk_idx;
-  combine.topk_weights = weights;
-  combine.src_info = src_info;
-  combine.layout_range = layout_range;
-  combine.combined_x = combined;
+  struct tensors t = make_tensors();
+  deepep_ll_dispatch_args dispatch = dispatch_args(&t);
+  deepep_ll_combine_args combine = combine_args(&t);
   deepep_call call = DEEPEP_CALL_INIT;
   const int host_stream = strcmp(engine, "cpu") == 0;
   call.is_async = host_stream;
@@ -127,7 +156,7 @@ int main(int argc, char **argv) {
     if (!host_stream) check(deepep_event_record(event, NULL), "deepep_event_record");
     check(deepep_event_wait(event, -1), "deepep_event_wait");
   }
-  if (recv_count[0] != 1 || memcmp(combined, x, row) != 0) {
+  if (t.recv_count[0] != 1 || memcmp(t.combined, t.x, kRowBytes) != 0) {
     fprintf(stderr, "the row did not come back as it was sent\n");
     return 1;
   }
