@@ -1,6 +1,7 @@
 /* A kernel library that only records its calls, for tests of the order in which the engine makes them. Its
  * streams are queues like those of a GPU (no DK_CAP_HOST_STREAM) and can be "captured". One process, one rank. Built
  * with HEAP its transport has memory of its own, with NO_TRANSPORT there is none. */
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,12 +14,29 @@ static size_t used;
 static int quiet;
 static uint64_t next_stream = 100, next_event = 1, capturing;
 
-#define NOTE(...) (quiet ? 0 : (used += (size_t)snprintf(trace + used, sizeof trace - used, __VA_ARGS__)))
+/* A release in the background writes its lines while the test reads. */
+static char locked;
+static void lock(void) {
+  while (__atomic_test_and_set(&locked, __ATOMIC_ACQUIRE)) usleep(100);
+}
+static void unlock(void) { __atomic_clear(&locked, __ATOMIC_RELEASE); }
+
+__attribute__((format(printf, 1, 2))) static void note(const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  lock();
+  used += (size_t)vsnprintf(trace + used, sizeof trace - used, format, arguments);
+  unlock();
+  va_end(arguments);
+}
+#define NOTE(...) (quiet ? (void)0 : note(__VA_ARGS__))
 
 /* For the test: reads and clears the trace; sets which stream is captured; writes nothing down from now on. */
 int32_t fake_trace(char *out) {
+  lock();
   strcpy(out, trace);
   trace[used = 0] = 0;
+  unlock();
   return 0;
 }
 int32_t fake_quiet(int *on) {
