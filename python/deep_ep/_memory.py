@@ -121,13 +121,13 @@ class RowCache:
 
     def _block(self, count: int) -> _Block:
         self._blocks = [block for block in self._blocks if block.unchanged()]
-        for at, block in enumerate(self._blocks):
-            if not block.idle():
-                continue
-            if count <= block.storage.nbytes() <= 4 * count:
+        for block in self._blocks:
+            if count <= block.storage.nbytes() <= 4 * count and block.idle():
                 return block
-            del self._blocks[at]  # idle and of another size: sizes have changed
-            break
+        if len(self._blocks) == self._max_blocks:  # a call takes blocks of several sizes: only a full cache drops one
+            idle = next((block for block in self._blocks if block.idle()), None)
+            if idle is not None:
+                self._blocks.remove(idle)
         block = _Block(count + count // 8)
         if len(self._blocks) < self._max_blocks:
             self._blocks.append(block)
