@@ -10,12 +10,13 @@ from . import _abi, _torch, errors
 from ._core import Core, Ordering
 from ._low_latency_plan import (
     COMBINE_ADDRESSES,
+    COMBINE_NUMBERS,
     DISPATCH_ADDRESSES,
+    DISPATCH_NUMBERS,
+    CallPool,
     CallStructs,
     Outputs,
     Plans,
-    take_combine,
-    take_dispatch,
     write_combine_addresses,
     write_dispatch_addresses,
 )
@@ -49,8 +50,8 @@ class LowLatencyMode:
         """Lets go of what earlier calls have left."""
         self.plans = Plans(self._core, self._low_latency_mode)
         self._outputs = Outputs(self._core)
-        self._idle_dispatches: list[CallStructs] = []
-        self._idle_combines: list[CallStructs] = []
+        self._dispatches = CallPool(_abi.LlDispatchArgs, DISPATCH_NUMBERS, self._core.host_stream)
+        self._combines = CallPool(_abi.LlCombineArgs, COMBINE_NUMBERS, self._core.host_stream)
 
     def dispatch(
         self,
@@ -87,7 +88,7 @@ class LowLatencyMode:
         if topk_weights is not None or recv_stats is not None or wait_stats is not None:
             weights, stats, waited = self.plans.check_optional(plan, topk_weights, recv_stats, wait_stats)
         recv_x, scales, recv_count, src_info, layout_range = outputs = self._outputs.make(plan)
-        call = take_dispatch(self._idle_dispatches, plan, core.host_stream)
+        call = self._dispatches.take(plan)
         write_dispatch_addresses(
             call.args, DISPATCH_ADDRESSES, x.data_ptr(), topk_idx.data_ptr(), weights, recv_x.data_ptr(),
             0 if scales is None else scales.data_ptr(), recv_count.data_ptr(), src_info.data_ptr(),
@@ -96,8 +97,8 @@ class LowLatencyMode:
         event, hook, native = None, None, core.native
         if core.host_stream or async_finish or return_recv_hook:
             held = (x, topk_idx, topk_weights, recv_stats, wait_stats, *outputs)
-            idle = self._idle_dispatches
-            event, hook = self._issue(native.low_latency_dispatch, call, idle, async_finish, return_recv_hook, held)
+            pool = self._dispatches
+            event, hook = self._issue(native.low_latency_dispatch, call, pool, async_finish, return_recv_hook, held)
         else:  # both halves, on the caller's stream, which orders everything: nothing has to be kept
             stream = core.raw_stream()
             if stream != call.stream:
@@ -105,7 +106,7 @@ class LowLatencyMode:
             status = native.low_latency_dispatch(native._as_parameter_, call.args_reference, call.call_reference)
             if status:
                 raise native.lib.error(status)
-            self._idle_dispatches.append(call)
+            self._dispatches.give(call)
         received = recv_x if scales is None else (recv_x, scales)
         handle = (src_info, layout_range, plan.bound, plan.hidden, plan.num_experts)
         return received, recv_count, handle, event or EventOverlap(), hook
@@ -152,7 +153,7 @@ class LowLatencyMode:
             out = self._outputs.make_combined(plan)
         elif not _torch.plain(out, BF16, core.ordinal, plan.combined_shape):
             _torch.check("out", out, core.device, (BF16,), plan.combined_shape)
-        call = take_combine(self._idle_combines, plan, core.host_stream)
+        call = self._combines.take(plan)
         write_combine_addresses(
             call.args, COMBINE_ADDRESSES, 0 if zero_copy else x.data_ptr(), topk_idx.data_ptr(),
             topk_weights.data_ptr(), sources, ranges, out.data_ptr(), waited,
@@ -160,8 +161,8 @@ class LowLatencyMode:
         native = core.native
         if core.host_stream or async_finish or return_recv_hook:
             held = (x, topk_idx, topk_weights, src_info, layout_range, out, wait_stats)
-            idle = self._idle_combines
-            event, hook = self._issue(native.low_latency_combine, call, idle, async_finish, return_recv_hook, held)
+            pool = self._combines
+            event, hook = self._issue(native.low_latency_combine, call, pool, async_finish, return_recv_hook, held)
             return out, event, hook
         stream = core.raw_stream()
         if stream != call.stream:
@@ -169,7 +170,7 @@ class LowLatencyMode:
         status = native.low_latency_combine(native._as_parameter_, call.args_reference, call.call_reference)
         if status:
             raise native.lib.error(status)
-        self._idle_combines.append(call)
+        self._combines.give(call)
         return out, EventOverlap(), None
 
     def warm_up(self, bound: int, hidden: int, num_topk: int, num_experts: int, use_fp8: bool) -> None:
@@ -245,7 +246,7 @@ class LowLatencyMode:
         self,
         function: Any,
         call: CallStructs,
-        idle: list[CallStructs],
+        pool: CallPool,
         async_finish: bool,
         return_recv_hook: bool,
         held: Held,
@@ -256,13 +257,13 @@ class LowLatencyMode:
             call.numbers = ()  # its phases are the halves'
             call.args.phases = _abi.SEND
             self._run(function, call, stream, held)
-            return EventOverlap(), _Hook(self, function, call, idle, stream, held)
+            return EventOverlap(), _Hook(self, function, call, pool, stream, held)
         event = None
         if async_finish:
             event = self._run_asynchronously(function, call, held)
         else:
             self._run(function, call, stream, held)
-        idle.append(call)
+        pool.give(call)
         return event or EventOverlap(), None
 
     def _run_asynchronously(self, function: Any, call: CallStructs, held: Held) -> EventOverlap:
@@ -295,18 +296,18 @@ class LowLatencyMode:
 class _Hook:
     """Issues the second half of a call, on the stream that was current when the first was issued. Once."""
 
-    __slots__ = ("_mode", "_function", "_call", "_idle", "_stream", "_held", "_called")
+    __slots__ = ("_mode", "_function", "_call", "_pool", "_stream", "_held", "_called")
 
     def __init__(
         self,
         mode: LowLatencyMode,
         function: Any,
         call: CallStructs,
-        idle: list[CallStructs],
+        pool: CallPool,
         stream: int,
         held: Held,
     ) -> None:
-        self._mode, self._function, self._call, self._idle = mode, function, call, idle
+        self._mode, self._function, self._call, self._pool = mode, function, call, pool
         self._stream, self._held, self._called = stream, held, False
 
     @opaque
@@ -317,4 +318,4 @@ class _Hook:
         self._call.args.phases = _abi.RECV
         self._mode._run(self._function, self._call, self._stream, self._held)
         self._held = ()
-        self._idle.append(self._call)
+        self._pool.give(self._call)

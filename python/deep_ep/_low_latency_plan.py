@@ -10,24 +10,21 @@ from . import _abi, _torch
 from ._core import Core
 from ._memory import RowCache, touch
 from ._torch import BF16, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor, empty_like
-from .errors import assertion, check_int, type_error, value_error
+from .errors import assertion, check_handle, check_int, value_error
 
 MAX_PLANS = 1024  # a plan for each number of tokens is likely
 
 Key = tuple[Any, ...]  # every property of the arguments that a check looks at
 # Adjacent fields of a C struct are written in one go: to set them one by one takes twice as long.
-_write_dispatch_numbers = struct.Struct("=iI8i").pack_into  # phases to use_fp8
-_write_combine_numbers = struct.Struct("=iI7i").pack_into  # phases to index_type
+DISPATCH_NUMBERS, COMBINE_NUMBERS = "=iI8i", "=iI7i"  # from phases to use_fp8, to index_type
 write_dispatch_addresses = struct.Struct("=10Q").pack_into
 write_combine_addresses = struct.Struct("=7Q").pack_into
 DISPATCH_ADDRESSES = _abi.LlDispatchArgs.x.offset
 COMBINE_ADDRESSES = _abi.LlCombineArgs.x.offset
-_DISPATCH_NUMBERS = _abi.LlDispatchArgs.phases.offset
-_COMBINE_NUMBERS = _abi.LlCombineArgs.phases.offset
 
 
 class CallStructs:
-    """The C structs of one call. A call takes one that no other call has, and gives it back when it is through."""
+    """The C structs of one call."""
 
     __slots__ = ("args", "args_reference", "call", "call_reference", "numbers", "stream")
 
@@ -37,6 +34,33 @@ class CallStructs:
         self.args_reference, self.call_reference = ctypes.byref(self.args), ctypes.byref(self.call)
         self.numbers: tuple[int, ...] = ()  # what the number fields of `args` hold
         self.stream = 0  # what `call` holds
+
+
+class CallPool:
+    """Structs of calls of one kind. A call takes what no other call has, and gives it back when it is through."""
+
+    __slots__ = ("_kind", "_host_stream", "_offset", "_write", "_idle")
+
+    def __init__(self, kind: Any, numbers: str, host_stream: bool) -> None:
+        """`numbers` is the struct format of the fields from phases on, which a plan has in this order."""
+        self._kind, self._host_stream = kind, host_stream
+        self._offset, self._write = kind.phases.offset, struct.Struct(numbers).pack_into
+        self._idle: list[CallStructs] = []
+
+    def take(self, plan: DispatchPlan | CombinePlan) -> CallStructs:
+        """Structs whose number fields are the plan's."""
+        try:
+            call = self._idle.pop()
+        except IndexError:
+            call = CallStructs(self._kind, self._host_stream)
+        if call.numbers is not plan.numbers:
+            call.numbers = plan.numbers
+            self._write(call.args, self._offset, *plan.numbers)
+        return call
+
+    def give(self, call: CallStructs) -> None:
+        """Takes back the structs of a call that is through."""
+        self._idle.append(call)
 
 
 class DispatchPlan:
@@ -234,11 +258,7 @@ class Plans:
 
     def check_handle(self, handle: Any) -> tuple[int, int, int]:
         """B, H and E of a handle, whose tensors `sources` checks."""
-        if not isinstance(handle, (tuple, list)) or len(handle) != 5:
-            given = f"a {type(handle).__name__} of {len(handle)}" if isinstance(handle, (tuple, list)) else None
-            allowed = "the handle that low_latency_dispatch returned"
-            raise type_error("handle", given or type(handle).__name__, allowed)
-        _, _, bound, hidden, num_experts = handle
+        _, _, bound, hidden, num_experts = check_handle(handle, (5,), "low_latency_dispatch")
         bound, num_experts = self.check_sizes(bound, hidden, num_experts)
         return bound, hidden, num_experts
 
@@ -248,30 +268,6 @@ class Plans:
             self.address("handle: src_info", src_info, INT32, plan.source_shape),
             self.address("handle: layout_range", layout_range, INT64, plan.ranges_shape),
         )
-
-
-def take_dispatch(idle: list[CallStructs], plan: DispatchPlan, host_stream: bool) -> CallStructs:
-    """Structs of a dispatch whose number fields are the plan's."""
-    try:
-        call = idle.pop()
-    except IndexError:
-        call = CallStructs(_abi.LlDispatchArgs, host_stream)
-    if call.numbers is not plan.numbers:
-        call.numbers = plan.numbers
-        _write_dispatch_numbers(call.args, _DISPATCH_NUMBERS, *plan.numbers)
-    return call
-
-
-def take_combine(idle: list[CallStructs], plan: CombinePlan, host_stream: bool) -> CallStructs:
-    """Structs of a combine whose number fields are the plan's."""
-    try:
-        call = idle.pop()
-    except IndexError:
-        call = CallStructs(_abi.LlCombineArgs, host_stream)
-    if call.numbers is not plan.numbers:
-        call.numbers = plan.numbers
-        _write_combine_numbers(call.args, _COMBINE_NUMBERS, *plan.numbers)
-    return call
 
 
 def _check_channels(hidden: int) -> None:

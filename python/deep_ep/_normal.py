@@ -12,7 +12,7 @@ from ._memory import RowCache
 from ._native import SLICE_MS
 from ._torch import BF16, BOOL, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, ITEM_TYPES, Device, OptionalTensor, Tensor
 from .config import Config
-from .errors import assertion, check_int, type_error, value_error
+from .errors import assertion, check_handle, check_int, type_error, value_error
 from .utils import EventOverlap
 
 INTRANODE_ENTRIES, INTERNODE_ENTRIES = 6, 10
@@ -41,13 +41,11 @@ class HandleTensors:
     @classmethod
     def of_sequence(cls, handle: object, num_ranks: int, device: Device) -> HandleTensors:
         """Checks and takes apart what dispatch returned."""
-        if not isinstance(handle, (tuple, list)) or len(handle) not in (INTRANODE_ENTRIES, INTERNODE_ENTRIES):
-            given = f"a {type(handle).__name__} of {len(handle)}" if isinstance(handle, (tuple, list)) else None
-            raise type_error("handle", given or type(handle).__name__, "the handle that dispatch returned")
-        if len(handle) == INTRANODE_ENTRIES:
-            matrix, _, _, source, in_rank, head = handle
+        entries = check_handle(handle, (INTRANODE_ENTRIES, INTERNODE_ENTRIES), "dispatch")
+        if len(entries) == INTRANODE_ENTRIES:
+            matrix, _, _, source, in_rank, head = entries
         else:
-            in_rank, matrix, source, head = handle[0], handle[1], handle[-3], handle[-2]
+            in_rank, matrix, source, head = entries[0], entries[1], entries[-3], entries[-2]
         _torch.check("handle: rank_prefix_matrix", matrix, device, (INT32,), (num_ranks, num_ranks))
         _torch.check("handle: send_head", head, device, (INT32,), (None, num_ranks))
         _torch.check("handle: recv_src_idx", source, device, (INT32,), (None,))

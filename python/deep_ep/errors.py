@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from . import _abi
 
@@ -82,6 +83,17 @@ def check_int(name: str, value: object, minimum: int = -(2**31), maximum: int = 
     if not minimum <= number <= maximum:
         raise value_error(name, number, f"an int from {minimum} to {maximum}")
     return number
+
+
+def check_handle(handle: object, lengths: tuple[int, ...], maker: str) -> tuple[Any, ...] | list[Any]:
+    """`handle` if it is a tuple or list of one of the lengths; else the error. `maker`: the method that returns one."""
+    if isinstance(handle, (tuple, list)):
+        if len(handle) in lengths:
+            return handle
+        given = f"a {type(handle).__name__} of {len(handle)}"
+    else:
+        given = type(handle).__name__
+    raise type_error("handle", given, f"the handle that {maker} returned")
 
 
 def assertion(condition: bool, message: str) -> None:
