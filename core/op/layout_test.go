@@ -1,11 +1,10 @@
 package op
 
 import (
-	"fmt"
-	"os"
 	"reflect"
-	"strings"
 	"testing"
+
+	"github.com/deepep-go/deepep/internal/testutil/structs"
 )
 
 // mirrors are the structs of deepep.h that this package has.
@@ -15,11 +14,16 @@ var mirrors = map[string]any{
 	"deepep_ll_dispatch_args": LLDispatchArgs{}, "deepep_ll_combine_args": LLCombineArgs{},
 }
 
+// golden is what a C compiler said of deepep.h, less the fields that Go leaves without a name.
+func golden(t *testing.T) map[string]string {
+	return structs.Golden(t, "../../include/deepep.layout", "struct_size", "magic", "version")
+}
+
 // The C API hands these structs to Go as they lie in C's memory: every field must be where the C compiler put it.
 func TestLayoutsEqualTheGolden(t *testing.T) {
-	golden := readGolden(t)
+	want := golden(t)
 	for name, value := range mirrors {
-		if got, want := layout(reflect.TypeOf(value)), golden[name]; got != want {
+		if got, want := structs.Layout(reflect.TypeOf(value)), want[name]; got != want {
 			t.Errorf("%s\nin Go:\n%s\nin C:\n%s", name, got, want)
 		}
 	}
@@ -31,42 +35,9 @@ func TestLayoutSeesANarrowedField(t *testing.T) {
 		NumSMs                                                   int16
 		NVLSendChunk, NVLRecvChunk, RDMASendChunk, RDMARecvChunk int32
 	}
-	if layout(reflect.TypeFor[narrowed]()) == readGolden(t)["deepep_config"] {
+	if structs.Layout(reflect.TypeFor[narrowed]()) == golden(t)["deepep_config"] {
 		t.Error("a narrowed field passes")
 	}
-}
-
-// layout lists size and fields of a struct in the form of the golden file; fields without a name take no part.
-func layout(s reflect.Type) string {
-	text := fmt.Sprintf("%d\n", s.Size())
-	for i := range s.NumField() {
-		if f := s.Field(i); f.Name != "_" {
-			text += fmt.Sprintf("%s %d %d\n", strings.ToLower(f.Name), f.Offset, f.Type.Size())
-		}
-	}
-	return text
-}
-
-// readGolden reads what a C compiler said of deepep.h, less the fields that Go leaves without a name.
-func readGolden(t *testing.T) map[string]string {
-	t.Helper()
-	text, err := os.ReadFile("../../include/deepep.layout")
-	if err != nil {
-		t.Fatal(err)
-	}
-	all, current := map[string]string{}, ""
-	for line := range strings.Lines(string(text)) {
-		words := strings.Fields(line)
-		switch {
-		case !strings.HasPrefix(line, " "):
-			current = words[0]
-			all[current] = words[1] + "\n"
-		case words[0] == "struct_size", words[0] == "magic", words[0] == "version", strings.HasPrefix(words[0], "reserved"):
-		default:
-			all[current] += strings.ReplaceAll(words[0], "_", "") + " " + words[1] + " " + words[2] + "\n"
-		}
-	}
-	return all
 }
 
 func TestOperationsHaveNames(t *testing.T) {

@@ -1,11 +1,10 @@
 package abi
 
 import (
-	"fmt"
-	"os"
 	"reflect"
-	"strings"
 	"testing"
+
+	"github.com/deepep-go/deepep/internal/testutil/structs"
 )
 
 // mirrors names every struct of kernels.h that crosses the boundary.
@@ -36,20 +35,12 @@ var mirrors = map[string]any{
 	"dk_clean_params":          CleanParams{}, "dk_barrier_params": BarrierParams{}, "dk_mask_params": MaskParams{},
 }
 
-// field is one named field: where it lies and how long it is.
-type field struct {
-	name         string
-	offset, size uintptr
-}
-
-// layout is a struct's fields and total size.
-type layout struct {
-	fields []field
-	size   uintptr
+func golden(t *testing.T) map[string]string {
+	return structs.Golden(t, "../../kernels/abi/kernels.layout")
 }
 
 func TestLayoutsEqualTheGolden(t *testing.T) {
-	want := readGolden(t)
+	want := golden(t)
 	for name := range want {
 		if _, ok := mirrors[name]; !ok {
 			t.Errorf("%s has no mirror here", name)
@@ -61,10 +52,8 @@ func TestLayoutsEqualTheGolden(t *testing.T) {
 			t.Errorf("%s is not in the golden", name)
 			continue
 		}
-		g := layout{size: reflect.TypeOf(value).Size()}
-		flatten(reflect.TypeOf(value), 0, &g.fields)
-		if diff := compare(g, c); diff != "" {
-			t.Errorf("%s: %s", name, diff)
+		if g := structs.Layout(reflect.TypeOf(value)); g != c {
+			t.Errorf("%s\nin Go:\n%s\nin C:\n%s", name, g, c)
 		}
 	}
 }
@@ -75,71 +64,7 @@ func TestCompareSeesAWidenedField(t *testing.T) {
 		Header
 		Mem uint32
 	}
-	g := layout{size: reflect.TypeOf(widened{}).Size()}
-	flatten(reflect.TypeOf(widened{}), 0, &g.fields)
-	if compare(g, readGolden(t)["dk_mem_free_params"]) == "" {
+	if structs.Layout(reflect.TypeFor[widened]()) == golden(t)["dk_mem_free_params"] {
 		t.Error("a narrowed field passes")
 	}
-}
-
-// flatten lists the named fields of a Go struct, those of embedded headers included.
-func flatten(t reflect.Type, base uintptr, out *[]field) {
-	for i := range t.NumField() {
-		f := t.Field(i)
-		switch {
-		case f.Anonymous:
-			flatten(f.Type, base+f.Offset, out)
-		case f.Name != "_":
-			*out = append(*out, field{strings.ToLower(f.Name), base + f.Offset, f.Type.Size()})
-		}
-	}
-}
-
-func compare(g, c layout) string {
-	if g.size != c.size {
-		return fmt.Sprintf("size %d here, %d in C", g.size, c.size)
-	}
-	if len(g.fields) != len(c.fields) {
-		return fmt.Sprintf("%d fields here, %d in C", len(g.fields), len(c.fields))
-	}
-	for i, f := range g.fields {
-		if h := c.fields[i]; f.offset != h.offset || f.size != h.size || !sameName(f.name, h.name) {
-			return fmt.Sprintf("field %d: %+v here, %+v in C", i, f, h)
-		}
-	}
-	return ""
-}
-
-// sameName compares the Go name in lower case with the C name, whose words are joined by underscores. "host" fields of C
-// keep their prefix in Go as well.
-func sameName(goName, cName string) bool { return goName == strings.ReplaceAll(cName, "_", "") }
-
-// readGolden reads what a C compiler said of the header: a line "name size" for each struct, then "  field offset size"
-// for each of its fields. Reserved fields and arrays without a length take no part.
-func readGolden(t *testing.T) map[string]layout {
-	t.Helper()
-	text, err := os.ReadFile("../../kernels/abi/kernels.layout")
-	if err != nil {
-		t.Fatal(err)
-	}
-	all := map[string]layout{}
-	var current string
-	for line := range strings.Lines(string(text)) {
-		var name string
-		var a, b uintptr
-		switch n, _ := fmt.Sscan(line, &name, &a, &b); {
-		case n == 0:
-		case !strings.HasPrefix(line, " ") && n == 2:
-			current = name
-			all[current] = layout{size: a}
-		case n == 3 && strings.HasPrefix(name, "reserved") || n == 3 && b == 0:
-		case n == 3:
-			l := all[current]
-			l.fields = append(l.fields, field{name, a, b})
-			all[current] = l
-		default:
-			t.Fatalf("cannot read %q", line)
-		}
-	}
-	return all
 }
