@@ -4,6 +4,7 @@ import (
 	"runtime"
 	"testing"
 
+	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/dl"
 	"github.com/deepep-go/deepep/internal/env"
@@ -33,7 +34,7 @@ func TestHintsCoverTheLibrarysNeeds(t *testing.T) {
 		for _, tokens := range []int32{1, 3, 128, 1024} {
 			for _, hidden := range []int32{8, 128, 136, 2048, 7168, 16384} {
 				for _, perRank := range []int32{1, 2, 7, 32} {
-					p := &kern.LLLayoutParams{NumRanks: ranks, NumMaxTokens: tokens, Hidden: hidden, NumExperts: perRank * ranks}
+					p := &abi.LLLayoutParams{NumRanks: ranks, NumMaxTokens: tokens, Hidden: hidden, NumExperts: perRank * ranks}
 					if code := l.LLLayout(p); code != 0 {
 						t.Fatalf("%+v: code %d", p, code)
 					}
@@ -57,7 +58,7 @@ func TestNormalHintsCoverTheFloor(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				p := &kern.BlockSizesParams{NumRanks: int32(ranks), NumNVLPeers: int32(ranks), NVLBytes: hint, MaxRowBytes: uint64(hiddenBytes) + 4*plan.MaxScales}
+				p := &abi.BlockSizesParams{NumRanks: int32(ranks), NumNVLPeers: int32(ranks), NVLBytes: hint, MaxRowBytes: uint64(hiddenBytes) + 4*plan.MaxScales}
 				if code := l.BlockSizes(p); code != 0 || p.MinNVLBytes > hint {
 					t.Errorf("%+v, %d ranks, rows of %d: floor %d, hint %d (code %d)", c, ranks, hiddenBytes, p.MinNVLBytes, hint, code)
 				}
@@ -81,7 +82,7 @@ func TestHintsOfNodesCoverTheFloor(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				p := &kern.BlockSizesParams{NumRanks: int32(top.Ranks), NumNVLPeers: int32(top.NodeSize()), NVLBytes: nvl, RDMABytes: rdma,
+				p := &abi.BlockSizesParams{NumRanks: int32(top.Ranks), NumNVLPeers: int32(top.NodeSize()), NVLBytes: nvl, RDMABytes: rdma,
 					MaxRowBytes: uint64(hiddenBytes) + 4*plan.MaxScales}
 				if code := l.BlockSizes(p); code != 0 || p.MinNVLBytes > nvl || p.MinRDMABytes == 0 || p.MinRDMABytes > rdma {
 					t.Errorf("%+v, %+v, rows of %d: floors %d and %d, hints %d and %d (code %d)", c, top, hiddenBytes, p.MinNVLBytes, p.MinRDMABytes, nvl, rdma, code)
@@ -118,20 +119,20 @@ func TestQueuePairsAreMadeByThePlan(t *testing.T) {
 	}
 	var pin runtime.Pinner
 	defer pin.Unpin()
-	p := &kern.TransportOpenParams{Device: dev.Handle(), Rank: rank, NumRanks: 6, NumQPs: int32(q.PerPeer), QPDepth: int32(q.Depth), NumPeers: int32(len(peers)),
+	p := &abi.TransportOpenParams{Device: dev.Handle(), Rank: rank, NumRanks: 6, NumQPs: int32(q.PerPeer), QPDepth: int32(q.Depth), NumPeers: int32(len(peers)),
 		HostPeers: uint64(AddressOf(&pin, peers)), HostBlocks: uint64(AddressOf(&pin, blocks)), BlockBytes: 4096}
 	if code := l.TransportOpen(p); code != 0 {
 		t.Fatalf("opening: code %d", code)
 	}
 	for _, peer := range peers {
 		for queue := range q.PerPeer {
-			query := &kern.TransportQueryParams{Transport: p.Transport, Peer: peer, QP: int32(queue)}
+			query := &abi.TransportQueryParams{Transport: p.Transport, Peer: peer, QP: int32(queue)}
 			if code := l.TransportQuery(query); code != 0 || int(query.Created) != q.Number(rank, int(peer), queue) {
 				t.Errorf("queue pair %d to rank %d is number %d, planned %d (code %d)", queue, peer, query.Created, q.Number(rank, int(peer), queue), code)
 			}
 		}
 	}
-	if code := l.TransportClose(&kern.TransportCloseParams{Transport: p.Transport}); code != 0 {
+	if code := l.TransportClose(&abi.TransportCloseParams{Transport: p.Transport}); code != 0 {
 		t.Errorf("closing: code %d", code)
 	}
 }

@@ -169,13 +169,12 @@ def kern_functions(header: Header) -> str:
     )
     for group in OPTIONAL:
         body += "{" + ", ".join(f"fn{n}" for n, f in zip(names, functions, strict=True) if f.name in group) + "},\n"
-    body += "}\n\n// Parameters of the functions below, so that their users need not import abi.\ntype (\n"
-    body += "".join(f"{n}Params = abi.{n}Params\n" for n in names) + ")\n"
+    body += "}\n"
     for go_name, function in zip(names, functions, strict=True):
         about = f"{go_name} calls {function.name}"
         body += "\n" + _comment(f"{about}. {_sentence(function.comment)}" if function.comment else f"{about}.")
         body += (
-            f"func (l *Library) {go_name}(p *{go_name}Params) int32 {{\n"
+            f"func (l *Library) {go_name}(p *abi.{go_name}Params) int32 {{\n"
             f"p.Size = uint32(unsafe.Sizeof(*p))\nreturn dl.Call(l.functions[fn{go_name}], unsafe.Pointer(p))\n}}\n"
         )
     imports = ("unsafe", "", "github.com/deepep-go/deepep/internal/abi", "github.com/deepep-go/deepep/internal/dl")

@@ -26,7 +26,7 @@ type Device struct {
 
 // Open opens a device; ordinal -1 is the current one. isa forces an instruction set or architecture, 0 takes the best.
 func Open(lib *kern.Library, ordinal int, isa uint32) (*Device, error) {
-	p := &kern.DeviceOpenParams{Ordinal: int32(ordinal), ISA: isa}
+	p := &abi.DeviceOpenParams{Ordinal: int32(ordinal), ISA: isa}
 	if code := lib.DeviceOpen(p); code != 0 {
 		err := kern.Error("dk_device_open", code, p.DeviceError)
 		if lib.NumDevices == 0 {
@@ -60,6 +60,6 @@ func (d *Device) Release() error {
 	if d.refs.Add(-1) != 0 {
 		return nil
 	}
-	p := &kern.DeviceCloseParams{Device: d.handle}
+	p := &abi.DeviceCloseParams{Device: d.handle}
 	return kern.Error("dk_device_close", d.Lib.DeviceClose(p), p.DeviceError)
 }

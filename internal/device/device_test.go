@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/dl"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/status"
@@ -165,7 +166,7 @@ func TestEventsOfAStream(t *testing.T) {
 	if done, err := ev.Wait(0); !done || err != nil {
 		t.Errorf("never recorded: %v %v", done, err)
 	}
-	fill := &kern.FillParams{Device: d.Handle(), Stream: uint64(s), Dst: page.Address, Bytes: 8, Value: 7}
+	fill := &abi.FillParams{Device: d.Handle(), Stream: uint64(s), Dst: page.Address, Bytes: 8, Value: 7}
 	if code := d.Lib.Fill(fill); code != 0 {
 		t.Fatal(code)
 	}

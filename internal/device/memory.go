@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -24,7 +25,7 @@ type Memory struct {
 
 // Alloc allocates at least so many bytes, zeroed.
 func (d *Device) Alloc(bytes uint64) (*Memory, error) {
-	p := &kern.MemAllocParams{Device: d.handle, Bytes: bytes}
+	p := &abi.MemAllocParams{Device: d.handle, Bytes: bytes}
 	if code := d.Lib.MemAlloc(p); code != 0 {
 		err := kern.Error("dk_mem_alloc", code, p.DeviceError)
 		if errors.Is(err, status.ErrInvalidArgument) { // a size that no allocator takes is too much memory
@@ -57,10 +58,10 @@ func (m *Memory) Release() error {
 
 func (m *Memory) free() error {
 	if m.symmetricHeap {
-		p := &kern.TransportFreeParams{Mem: m.mem}
+		p := &abi.TransportFreeParams{Mem: m.mem}
 		return kern.Error("dk_transport_free", m.dev.Lib.TransportFree(p), p.DeviceError)
 	}
-	p := &kern.MemFreeParams{Mem: m.mem}
+	p := &abi.MemFreeParams{Mem: m.mem}
 	return kern.Error("dk_mem_free", m.dev.Lib.MemFree(p), p.DeviceError)
 }
 
@@ -107,7 +108,7 @@ func (d *Device) NewHostPage(bytes int) (*HostPage, error) {
 
 // Register makes host memory that the caller mapped visible to kernels.
 func (d *Device) Register(host []byte) (*HostPage, error) {
-	p := &kern.HostRegisterParams{Device: d.handle, Host: addressOf(host), Bytes: uint64(len(host))}
+	p := &abi.HostRegisterParams{Device: d.handle, Host: addressOf(host), Bytes: uint64(len(host))}
 	if code := d.Lib.HostRegister(p); code != 0 {
 		return nil, fmt.Errorf("registering %d bytes of host memory: %w", len(host), kern.Error("dk_host_register", code, p.DeviceError))
 	}
@@ -122,7 +123,7 @@ func (h *HostPage) Close() error {
 	if h == nil {
 		return nil
 	}
-	p := &kern.HostUnregisterParams{Device: h.dev.handle, Host: addressOf(h.Host)}
+	p := &abi.HostUnregisterParams{Device: h.dev.handle, Host: addressOf(h.Host)}
 	err := kern.Error("dk_host_unregister", h.dev.Lib.HostUnregister(p), p.DeviceError)
 	if h.mapped {
 		if e := unix.Munmap(h.Host); err == nil && e != nil {

@@ -61,7 +61,7 @@ const (
 // allocate allocates this rank's memory and returns the offer, which with an error holds its text.
 func (s *Symmetric) allocate(d *Device, bytes uint64) (offer []byte, fds []int, err error) {
 	offer = make([]byte, offerHead+offerBlob)
-	p := &kern.MemExportParams{FD: -1}
+	p := &abi.MemExportParams{FD: -1}
 	if s.Local, err = d.Alloc(bytes); err == nil {
 		p.Mem = s.Local.mem
 		err = kern.Error("dk_mem_export", d.Lib.MemExport(p), p.DeviceError)
@@ -94,7 +94,7 @@ func (s *Symmetric) mapPeers(d *Device, bytes uint64, mapped []bool, all []Messa
 		if rank == s.rank || !mapped[rank] {
 			continue
 		}
-		p := &kern.MemImportParams{Device: d.handle, Bytes: binary.LittleEndian.Uint64(m.Blob[8:]), Kind: binary.LittleEndian.Uint32(m.Blob), FD: -1}
+		p := &abi.MemImportParams{Device: d.handle, Bytes: binary.LittleEndian.Uint64(m.Blob[8:]), Kind: binary.LittleEndian.Uint32(m.Blob), FD: -1}
 		if p.Bytes < bytes || len(m.Blob) != offerHead+offerBlob {
 			return status.Errorf(status.Mismatch, "rank %d offers %d bytes of memory, %d are needed", rank, p.Bytes, bytes)
 		}

@@ -4,6 +4,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -34,7 +35,7 @@ func (d *Device) NewStream() (Stream, error) {
 		spare.streams[d.place()] = idle[:len(idle)-1]
 		return idle[len(idle)-1], nil
 	}
-	p := &kern.StreamCreateParams{Device: d.handle, HighPriority: 1}
+	p := &abi.StreamCreateParams{Device: d.handle, HighPriority: 1}
 	code := d.Lib.StreamCreate(p)
 	return Stream(p.Stream), kern.Error("dk_stream_create", code, p.DeviceError)
 }
@@ -50,16 +51,16 @@ func (d *Device) DestroyStream(s Stream) error {
 		spare.streams[d.place()] = append(spare.streams[d.place()], s)
 		return nil
 	}
-	p := &kern.StreamDestroyParams{Device: d.handle, Stream: uint64(s)}
+	p := &abi.StreamDestroyParams{Device: d.handle, Stream: uint64(s)}
 	return kern.Error("dk_stream_destroy", d.Lib.StreamDestroy(p), p.DeviceError)
 }
 
 // Parameters of the calls that launches make.
 var (
-	streamQueries params[kern.StreamQueryParams]
-	eventRecords  params[kern.EventRecordParams]
-	streamWaits   params[kern.StreamWaitEventParams]
-	eventWaits    params[kern.EventWaitParams]
+	streamQueries params[abi.StreamQueryParams]
+	eventRecords  params[abi.EventRecordParams]
+	streamWaits   params[abi.StreamWaitEventParams]
+	eventWaits    params[abi.EventWaitParams]
 )
 
 // Capturing reports whether a graph is being captured from the stream.
@@ -67,7 +68,7 @@ func (d *Device) Capturing(s Stream) (bool, error) {
 	if !d.canBeGraphed {
 		return false, nil
 	}
-	p := streamQueries.take(kern.StreamQueryParams{Device: d.handle, Stream: uint64(s), Idle: -1}) // not queried: it would cost more than the rest
+	p := streamQueries.take(abi.StreamQueryParams{Device: d.handle, Stream: uint64(s), Idle: -1}) // not queried: it would cost more than the rest
 	defer streamQueries.give(p)
 	code := d.Lib.StreamQuery(p)
 	return p.Capturing != 0, kern.Error("dk_stream_query", code, p.DeviceError)
@@ -81,7 +82,7 @@ type Event struct {
 
 // NewEvent makes an event. It keeps the device open until Destroy.
 func (d *Device) NewEvent() (*Event, error) {
-	p := &kern.EventCreateParams{Device: d.handle}
+	p := &abi.EventCreateParams{Device: d.handle}
 	if code := d.Lib.EventCreate(p); code != 0 {
 		return nil, kern.Error("dk_event_create", code, p.DeviceError)
 	}
@@ -90,7 +91,7 @@ func (d *Device) NewEvent() (*Event, error) {
 
 // Destroy frees the event, once. It may be recorded and waited for.
 func (e *Event) Destroy() error {
-	p := &kern.EventDestroyParams{Device: e.dev.handle, Event: e.handle}
+	p := &abi.EventDestroyParams{Device: e.dev.handle, Event: e.handle}
 	err := kern.Error("dk_event_destroy", e.dev.Lib.EventDestroy(p), p.DeviceError)
 	status.Keep(&err, e.dev.Release())
 	return err
@@ -98,7 +99,7 @@ func (e *Event) Destroy() error {
 
 // Record moves the event to the present end of the stream.
 func (e *Event) Record(s Stream) error {
-	p := eventRecords.take(kern.EventRecordParams{Device: e.dev.handle, Event: e.handle, Stream: uint64(s)})
+	p := eventRecords.take(abi.EventRecordParams{Device: e.dev.handle, Event: e.handle, Stream: uint64(s)})
 	defer eventRecords.give(p)
 	if code := e.dev.Lib.EventRecord(p); code != 0 {
 		return kern.Error("dk_event_record", code, p.DeviceError)
@@ -108,7 +109,7 @@ func (e *Event) Record(s Stream) error {
 
 // Join lets the stream wait for the event. Not for stream 0 where HostStream.
 func (e *Event) Join(s Stream) error {
-	p := streamWaits.take(kern.StreamWaitEventParams{Device: e.dev.handle, Stream: uint64(s), Event: e.handle})
+	p := streamWaits.take(abi.StreamWaitEventParams{Device: e.dev.handle, Stream: uint64(s), Event: e.handle})
 	defer streamWaits.give(p)
 	if code := e.dev.Lib.StreamWaitEvent(p); code != 0 {
 		return kern.Error("dk_stream_wait_event", code, p.DeviceError)
@@ -118,7 +119,7 @@ func (e *Event) Join(s Stream) error {
 
 // Wait blocks the calling thread until the event is done or limit ends. 0 queries.
 func (e *Event) Wait(limit time.Duration) (done bool, err error) {
-	p := eventWaits.take(kern.EventWaitParams{Device: e.dev.handle, Event: e.handle, TimeoutNS: uint64(max(0, limit))})
+	p := eventWaits.take(abi.EventWaitParams{Device: e.dev.handle, Event: e.handle, TimeoutNS: uint64(max(0, limit))})
 	defer eventWaits.give(p)
 	switch code := e.dev.Lib.EventWait(p); status.Code(code) {
 	case status.OK:

@@ -3,6 +3,7 @@ package device
 import (
 	"unsafe"
 
+	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -24,7 +25,7 @@ type SymmetricHeap struct {
 
 // SymmetricHeapID makes the id by which all ranks attach. One rank calls it.
 func (d *Device) SymmetricHeapID(o SymmetricHeapOptions) ([]byte, error) {
-	p := &kern.TransportUniqueIDParams{NumRanks: int32(o.Ranks), NumNVLPeers: int32(o.Peers), NumQPs: int32(o.QPs), QPDepth: int32(o.Depth)}
+	p := &abi.TransportUniqueIDParams{NumRanks: int32(o.Ranks), NumNVLPeers: int32(o.Peers), NumQPs: int32(o.QPs), QPDepth: int32(o.Depth)}
 	if code := d.Lib.TransportUniqueID(p); code != 0 {
 		return nil, withReason(kern.Error("dk_transport_unique_id", code, p.DeviceError), p.Reason[:])
 	}
@@ -33,7 +34,7 @@ func (d *Device) SymmetricHeapID(o SymmetricHeapOptions) ([]byte, error) {
 
 // Attach starts the transport, or shares the one that runs. Collective; it waits for all ranks without a limit.
 func (d *Device) Attach(o SymmetricHeapOptions, id []byte) (*SymmetricHeap, error) {
-	p := &kern.TransportAttachParams{Device: d.handle, Rank: int32(o.Rank), NumRanks: int32(o.Ranks), NumNVLPeers: int32(o.Peers), NumQPs: int32(o.QPs), QPDepth: int32(o.Depth)}
+	p := &abi.TransportAttachParams{Device: d.handle, Rank: int32(o.Rank), NumRanks: int32(o.Ranks), NumNVLPeers: int32(o.Peers), NumQPs: int32(o.QPs), QPDepth: int32(o.Depth)}
 	if len(id) != len(p.ID) {
 		return nil, status.Errorf(status.Internal, "the transport's id came as %d bytes, not %d", len(id), len(p.ID))
 	}
@@ -55,7 +56,7 @@ func withReason(err error, reason []byte) error {
 // Collective; it waits.
 func (h *SymmetricHeap) Share(rank int, bytes uint64) (*Symmetric, error) {
 	s := &Symmetric{rank: rank, Addresses: make([]uint64, h.ranks), peers: make([]*Memory, h.ranks)}
-	p := &kern.TransportAllocParams{Attachment: h.attachment, Bytes: bytes, HostPeerBlocks: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(s.Addresses))))}
+	p := &abi.TransportAllocParams{Attachment: h.attachment, Bytes: bytes, HostPeerBlocks: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(s.Addresses))))}
 	if code := h.dev.Lib.TransportAlloc(p); code != 0 {
 		return nil, status.Errorf(status.Code(code), "allocating %d bytes of the transport's symmetric heap: %w", bytes, kern.Error("dk_transport_alloc", code, p.DeviceError))
 	}
@@ -67,7 +68,7 @@ func (h *SymmetricHeap) Share(rank int, bytes uint64) (*Symmetric, error) {
 // Detach ends the attachment. The last one of a process shuts the transport's library down and waits for all ranks to
 // do so.
 func (h *SymmetricHeap) Detach() error {
-	p := &kern.TransportDetachParams{Attachment: h.attachment}
+	p := &abi.TransportDetachParams{Attachment: h.attachment}
 	err := kern.Error("dk_transport_detach", h.dev.Lib.TransportDetach(p), p.DeviceError)
 	status.Keep(&err, h.dev.Release())
 	return err

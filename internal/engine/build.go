@@ -187,8 +187,8 @@ func (b *Buffer) open() (err error) {
 
 // blockSizes are the parameters with which the library computes what it needs beside the regions, and for rows of a
 // size.
-func (b *Buffer) blockSizes(rowBytes uint64) *kern.BlockSizesParams {
-	return &kern.BlockSizesParams{
+func (b *Buffer) blockSizes(rowBytes uint64) *abi.BlockSizesParams {
+	return &abi.BlockSizesParams{
 		NumRanks: int32(b.size), NumNVLPeers: int32(b.top.NodeSize()), NVLBytes: b.opt.NVLBytes, RDMABytes: b.opt.RDMABytes,
 		MaxRowBytes: rowBytes, Flags: b.teamFlags(),
 	}
@@ -230,7 +230,7 @@ func (b *Buffer) join(prints []fingerprint) (err error) {
 
 func (b *Buffer) makeTeam(prints []fingerprint) error {
 	r := &b.regions
-	p := &kern.TeamCreateParams{
+	p := &abi.TeamCreateParams{
 		Device: b.dev.Handle(), Rank: int32(b.rank), NumRanks: int32(b.size), NumNVLPeers: int32(b.top.NodeSize()),
 		HostPeerBlocks: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b.reach.local)))), Transport: b.transport, Flags: b.teamFlags(),
 		ControlOffset: r.Control.Offset, ControlBytes: r.Control.Bytes, WireOffset: r.Wire.Offset, WireBytes: r.Wire.Bytes,
@@ -262,7 +262,7 @@ func (b *Buffer) touch() error {
 		if r.Bytes == 0 {
 			continue
 		}
-		p := &kern.FillParams{Device: b.dev.Handle(), Stream: uint64(b.comm), Dst: b.block.Local.Address + r.Offset, Bytes: r.Bytes}
+		p := &abi.FillParams{Device: b.dev.Handle(), Stream: uint64(b.comm), Dst: b.block.Local.Address + r.Offset, Bytes: r.Bytes}
 		if code := b.opt.Library.Fill(p); code != 0 {
 			return kern.Error("dk_fill", code, p.DeviceError)
 		}

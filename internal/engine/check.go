@@ -89,7 +89,7 @@ const recordGrace = 50 * time.Millisecond
 // awaitWord waits on the host until page's first word is >= atLeast, slice ends (errNotYet), or the status page shows
 // that the kernel gave up.
 func (b *Buffer) awaitWord(page []byte, atLeast uint64, slice time.Duration) error {
-	p := &kern.HostWaitParams{Device: b.dev.Handle(), HostWord: hostAddress(page), AtLeast: atLeast, HostStatus: hostAddress(b.page.Host)}
+	p := &abi.HostWaitParams{Device: b.dev.Handle(), HostWord: hostAddress(page), AtLeast: atLeast, HostStatus: hostAddress(b.page.Host)}
 	deadline := time.Now().Add(slice)
 	for {
 		step := waitSlice

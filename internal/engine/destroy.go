@@ -4,6 +4,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/status"
@@ -93,7 +94,7 @@ func (b *Buffer) isIdle(marked *bool) bool {
 func (b *Buffer) free() error {
 	var err error
 	if b.team != 0 {
-		p := &kern.TeamDestroyParams{Team: b.team}
+		p := &abi.TeamDestroyParams{Team: b.team}
 		status.Keep(&err, kern.Error("dk_team_destroy", b.opt.Library.TeamDestroy(p), p.DeviceError))
 	}
 	status.Keep(&err, b.closeTransport())

@@ -168,7 +168,7 @@ func (b *Buffer) slot(numMaxTokens, hidden, experts int32) (*slotLayout, error) 
 			return s, nil
 		}
 	}
-	p := &kern.LLLayoutParams{NumRanks: int32(b.size), NumMaxTokens: numMaxTokens, Hidden: hidden, NumExperts: experts}
+	p := &abi.LLLayoutParams{NumRanks: int32(b.size), NumMaxTokens: numMaxTokens, Hidden: hidden, NumExperts: experts}
 	if code := b.opt.Library.LLLayout(p); code != 0 {
 		return nil, kern.Error("dk_ll_layout", code, p.DeviceError)
 	}

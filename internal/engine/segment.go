@@ -110,7 +110,7 @@ func (b *Buffer) enterSegment(s *Segment) error {
 }
 
 func (b *Buffer) nameSegment(index int32, owner int, address, bytes uint64) error {
-	p := &kern.TeamSegmentParams{Team: b.team, Index: index, Owner: int32(owner), Address: address, Bytes: bytes}
+	p := &abi.TeamSegmentParams{Team: b.team, Index: index, Owner: int32(owner), Address: address, Bytes: bytes}
 	return kern.Error("dk_team_segment", b.opt.Library.TeamSegment(p), p.DeviceError)
 }
 

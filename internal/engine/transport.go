@@ -108,7 +108,7 @@ func (b *Buffer) openTransport() error {
 		return nil
 	}
 	o := &b.opt.RDMA
-	p := &kern.TransportOpenParams{
+	p := &abi.TransportOpenParams{
 		Device: b.dev.Handle(), Rank: int32(b.rank), NumRanks: int32(b.size), NumQPs: int32(o.Queues.PerPeer), QPDepth: int32(o.Queues.Depth),
 		NumPeers: int32(len(b.reach.peers)), HostPeers: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b.reach.peers)))),
 		HostBlocks: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b.reach.nic)))), BlockBytes: b.regions.Total, Seed: o.Seed,
@@ -145,7 +145,7 @@ func (b *Buffer) losePeer(rank int) {
 	if b.transport == 0 || !slices.Contains(b.reach.peers, int32(rank)) {
 		return
 	}
-	p := &kern.TransportLoseParams{Transport: b.transport, Peer: int32(rank)}
+	p := &abi.TransportLoseParams{Transport: b.transport, Peer: int32(rank)}
 	if code := b.opt.Library.TransportLose(p); code != 0 {
 		b.log.Warn(kern.Error("dk_transport_lose", code, p.DeviceError).Error())
 	}
@@ -157,7 +157,7 @@ func (b *Buffer) deliver(limit time.Duration) bool {
 	if b.transport == 0 {
 		return true
 	}
-	p := &kern.TransportQuietParams{Transport: b.transport, Peer: -1, QP: -1, TimeoutNS: uint64(limit)}
+	p := &abi.TransportQuietParams{Transport: b.transport, Peer: -1, QP: -1, TimeoutNS: uint64(limit)}
 	if !b.dev.HostStream() {
 		p.Stream = uint64(b.comm)
 	}
@@ -173,7 +173,7 @@ func (b *Buffer) closeTransport() error {
 	if b.transport == 0 {
 		return nil
 	}
-	p := &kern.TransportCloseParams{Transport: b.transport}
+	p := &abi.TransportCloseParams{Transport: b.transport}
 	code := b.opt.Library.TransportClose(p)
 	b.transport = 0
 	return kern.Error("dk_transport_close", code, p.DeviceError)

@@ -6,6 +6,7 @@ import (
 	"math"
 
 	"github.com/deepep-go/deepep/core/op"
+	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/plan"
@@ -131,7 +132,7 @@ func (w *warmup) routing(tokens, topk, experts int32) (err error) {
 }
 
 func (w *warmup) copy(dst uintptr, src uint64, bytes int64) error {
-	p := &kern.CopyParams{Device: w.b.dev.Handle(), Stream: uint64(w.b.comm), Dst: uint64(dst), Src: src, Bytes: uint64(bytes)}
+	p := &abi.CopyParams{Device: w.b.dev.Handle(), Stream: uint64(w.b.comm), Dst: uint64(dst), Src: src, Bytes: uint64(bytes)}
 	if code := w.b.opt.Library.Copy(p); code != 0 {
 		return kern.Error("dk_copy", code, p.DeviceError)
 	}

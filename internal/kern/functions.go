@@ -116,107 +116,57 @@ var optional = [][]int{
 	{fnTransportUniqueID, fnTransportAttach, fnTransportDetach, fnTransportAlloc, fnTransportFree},
 }
 
-// Parameters of the functions below, so that their users need not import abi.
-type (
-	InfoParams              = abi.InfoParams
-	DeviceOpenParams        = abi.DeviceOpenParams
-	DeviceCloseParams       = abi.DeviceCloseParams
-	MemAllocParams          = abi.MemAllocParams
-	MemExportParams         = abi.MemExportParams
-	MemImportParams         = abi.MemImportParams
-	MemFreeParams           = abi.MemFreeParams
-	HostRegisterParams      = abi.HostRegisterParams
-	HostUnregisterParams    = abi.HostUnregisterParams
-	HostWaitParams          = abi.HostWaitParams
-	StreamCreateParams      = abi.StreamCreateParams
-	StreamDestroyParams     = abi.StreamDestroyParams
-	StreamQueryParams       = abi.StreamQueryParams
-	EventCreateParams       = abi.EventCreateParams
-	EventDestroyParams      = abi.EventDestroyParams
-	EventRecordParams       = abi.EventRecordParams
-	StreamWaitEventParams   = abi.StreamWaitEventParams
-	EventWaitParams         = abi.EventWaitParams
-	CopyParams              = abi.CopyParams
-	FillParams              = abi.FillParams
-	TransportOpenParams     = abi.TransportOpenParams
-	TransportCloseParams    = abi.TransportCloseParams
-	TransportPutParams      = abi.TransportPutParams
-	TransportQuietParams    = abi.TransportQuietParams
-	TransportQueryParams    = abi.TransportQueryParams
-	TransportLoseParams     = abi.TransportLoseParams
-	TransportUniqueIDParams = abi.TransportUniqueIDParams
-	TransportAttachParams   = abi.TransportAttachParams
-	TransportDetachParams   = abi.TransportDetachParams
-	TransportAllocParams    = abi.TransportAllocParams
-	TransportFreeParams     = abi.TransportFreeParams
-	BlockSizesParams        = abi.BlockSizesParams
-	LLLayoutParams          = abi.LLLayoutParams
-	TeamCreateParams        = abi.TeamCreateParams
-	TeamDestroyParams       = abi.TeamDestroyParams
-	TeamSegmentParams       = abi.TeamSegmentParams
-	StatsFlushParams        = abi.StatsFlushParams
-	LayoutParams            = abi.LayoutParams
-	NotifyParams            = abi.NotifyParams
-	DispatchParams          = abi.DispatchParams
-	CombineParams           = abi.CombineParams
-	LLDispatchParams        = abi.LLDispatchParams
-	LLCombineParams         = abi.LLCombineParams
-	CleanParams             = abi.CleanParams
-	BarrierParams           = abi.BarrierParams
-	MaskParams              = abi.MaskParams
-)
-
 // Info calls dk_info.
-func (l *Library) Info(p *InfoParams) int32 {
+func (l *Library) Info(p *abi.InfoParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnInfo], unsafe.Pointer(p))
 }
 
 // DeviceOpen calls dk_device_open. Opens a device and loads every kernel of the library.
-func (l *Library) DeviceOpen(p *DeviceOpenParams) int32 {
+func (l *Library) DeviceOpen(p *abi.DeviceOpenParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnDeviceOpen], unsafe.Pointer(p))
 }
 
 // DeviceClose calls dk_device_close.
-func (l *Library) DeviceClose(p *DeviceCloseParams) int32 {
+func (l *Library) DeviceClose(p *abi.DeviceCloseParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnDeviceClose], unsafe.Pointer(p))
 }
 
 // MemAlloc calls dk_mem_alloc.
-func (l *Library) MemAlloc(p *MemAllocParams) int32 {
+func (l *Library) MemAlloc(p *abi.MemAllocParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnMemAlloc], unsafe.Pointer(p))
 }
 
 // MemExport calls dk_mem_export.
-func (l *Library) MemExport(p *MemExportParams) int32 {
+func (l *Library) MemExport(p *abi.MemExportParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnMemExport], unsafe.Pointer(p))
 }
 
 // MemImport calls dk_mem_import.
-func (l *Library) MemImport(p *MemImportParams) int32 {
+func (l *Library) MemImport(p *abi.MemImportParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnMemImport], unsafe.Pointer(p))
 }
 
 // MemFree calls dk_mem_free. Frees allocated or imported memory. Does not wait: the caller knows that no work uses
 // it.
-func (l *Library) MemFree(p *MemFreeParams) int32 {
+func (l *Library) MemFree(p *abi.MemFreeParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnMemFree], unsafe.Pointer(p))
 }
 
 // HostRegister calls dk_host_register.
-func (l *Library) HostRegister(p *HostRegisterParams) int32 {
+func (l *Library) HostRegister(p *abi.HostRegisterParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnHostRegister], unsafe.Pointer(p))
 }
 
 // HostUnregister calls dk_host_unregister.
-func (l *Library) HostUnregister(p *HostUnregisterParams) int32 {
+func (l *Library) HostUnregister(p *abi.HostUnregisterParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnHostUnregister], unsafe.Pointer(p))
 }
@@ -224,86 +174,86 @@ func (l *Library) HostUnregister(p *HostUnregisterParams) int32 {
 // HostWait calls dk_host_wait. Waits on the host until *(uint64_t *)host_word >= at_least (acquire). DK_OK:
 // reached; DK_ETIMEOUT: timeout_ns is over; DK_EABORTED: `sticky` or `abort_word` of the status is set, so the
 // word will not be written. Spins briefly, then sleeps.
-func (l *Library) HostWait(p *HostWaitParams) int32 {
+func (l *Library) HostWait(p *abi.HostWaitParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnHostWait], unsafe.Pointer(p))
 }
 
 // StreamCreate calls dk_stream_create.
-func (l *Library) StreamCreate(p *StreamCreateParams) int32 {
+func (l *Library) StreamCreate(p *abi.StreamCreateParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnStreamCreate], unsafe.Pointer(p))
 }
 
 // StreamDestroy calls dk_stream_destroy. CPU: waits for the work in the stream.
-func (l *Library) StreamDestroy(p *StreamDestroyParams) int32 {
+func (l *Library) StreamDestroy(p *abi.StreamDestroyParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnStreamDestroy], unsafe.Pointer(p))
 }
 
 // StreamQuery calls dk_stream_query.
-func (l *Library) StreamQuery(p *StreamQueryParams) int32 {
+func (l *Library) StreamQuery(p *abi.StreamQueryParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnStreamQuery], unsafe.Pointer(p))
 }
 
 // EventCreate calls dk_event_create.
-func (l *Library) EventCreate(p *EventCreateParams) int32 {
+func (l *Library) EventCreate(p *abi.EventCreateParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnEventCreate], unsafe.Pointer(p))
 }
 
 // EventDestroy calls dk_event_destroy. Allowed while the event is recorded or waited for.
-func (l *Library) EventDestroy(p *EventDestroyParams) int32 {
+func (l *Library) EventDestroy(p *abi.EventDestroyParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnEventDestroy], unsafe.Pointer(p))
 }
 
 // EventRecord calls dk_event_record. CPU, stream 0: done at once.
-func (l *Library) EventRecord(p *EventRecordParams) int32 {
+func (l *Library) EventRecord(p *abi.EventRecordParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnEventRecord], unsafe.Pointer(p))
 }
 
 // StreamWaitEvent calls dk_stream_wait_event. CPU, stream 0: DK_EUNSUPPORTED; the engine waits on the host.
-func (l *Library) StreamWaitEvent(p *StreamWaitEventParams) int32 {
+func (l *Library) StreamWaitEvent(p *abi.StreamWaitEventParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnStreamWaitEvent], unsafe.Pointer(p))
 }
 
 // EventWait calls dk_event_wait. Waits on the host. DK_ETIMEOUT: not yet. An event that was never recorded is
 // done.
-func (l *Library) EventWait(p *EventWaitParams) int32 {
+func (l *Library) EventWait(p *abi.EventWaitParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnEventWait], unsafe.Pointer(p))
 }
 
 // Copy calls dk_copy. Enqueues a copy between any two addresses that the device can reach.
-func (l *Library) Copy(p *CopyParams) int32 {
+func (l *Library) Copy(p *abi.CopyParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnCopy], unsafe.Pointer(p))
 }
 
 // Fill calls dk_fill. Enqueues a fill.
-func (l *Library) Fill(p *FillParams) int32 {
+func (l *Library) Fill(p *abi.FillParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnFill], unsafe.Pointer(p))
 }
 
 // TransportOpen calls dk_transport_open.
-func (l *Library) TransportOpen(p *TransportOpenParams) int32 {
+func (l *Library) TransportOpen(p *abi.TransportOpenParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportOpen], unsafe.Pointer(p))
 }
 
 // TransportClose calls dk_transport_close. Drops what is still queued; never waits for a peer.
-func (l *Library) TransportClose(p *TransportCloseParams) int32 {
+func (l *Library) TransportClose(p *abi.TransportCloseParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportClose], unsafe.Pointer(p))
 }
 
 // TransportPut calls dk_transport_put.
-func (l *Library) TransportPut(p *TransportPutParams) int32 {
+func (l *Library) TransportPut(p *abi.TransportPutParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportPut], unsafe.Pointer(p))
 }
@@ -311,82 +261,82 @@ func (l *Library) TransportPut(p *TransportPutParams) int32 {
 // TransportQuiet calls dk_transport_quiet. Waits until what was posted there before has completed: the peer can
 // see it, and sources are free. DK_ETIMEOUT: not yet. A lost peer is DK_EPEERDEAD if it was named, and is passed
 // over if peer is -1.
-func (l *Library) TransportQuiet(p *TransportQuietParams) int32 {
+func (l *Library) TransportQuiet(p *abi.TransportQuietParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportQuiet], unsafe.Pointer(p))
 }
 
 // TransportQuery calls dk_transport_query.
-func (l *Library) TransportQuery(p *TransportQueryParams) int32 {
+func (l *Library) TransportQuery(p *abi.TransportQueryParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportQuery], unsafe.Pointer(p))
 }
 
 // TransportLose calls dk_transport_lose. From now on operations toward the peer fail at once with DK_EPEERDEAD;
 // what is queued for it is dropped.
-func (l *Library) TransportLose(p *TransportLoseParams) int32 {
+func (l *Library) TransportLose(p *abi.TransportLoseParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportLose], unsafe.Pointer(p))
 }
 
 // TransportUniqueID calls dk_transport_unique_id.
-func (l *Library) TransportUniqueID(p *TransportUniqueIDParams) int32 {
+func (l *Library) TransportUniqueID(p *abi.TransportUniqueIDParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportUniqueID], unsafe.Pointer(p))
 }
 
 // TransportAttach calls dk_transport_attach.
-func (l *Library) TransportAttach(p *TransportAttachParams) int32 {
+func (l *Library) TransportAttach(p *abi.TransportAttachParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportAttach], unsafe.Pointer(p))
 }
 
 // TransportDetach calls dk_transport_detach. DK_ESTATE: some of its memory was not freed.
-func (l *Library) TransportDetach(p *TransportDetachParams) int32 {
+func (l *Library) TransportDetach(p *abi.TransportDetachParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportDetach], unsafe.Pointer(p))
 }
 
 // TransportAlloc calls dk_transport_alloc.
-func (l *Library) TransportAlloc(p *TransportAllocParams) int32 {
+func (l *Library) TransportAlloc(p *abi.TransportAllocParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportAlloc], unsafe.Pointer(p))
 }
 
 // TransportFree calls dk_transport_free.
-func (l *Library) TransportFree(p *TransportFreeParams) int32 {
+func (l *Library) TransportFree(p *abi.TransportFreeParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTransportFree], unsafe.Pointer(p))
 }
 
 // BlockSizes calls dk_block_sizes.
-func (l *Library) BlockSizes(p *BlockSizesParams) int32 {
+func (l *Library) BlockSizes(p *abi.BlockSizesParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnBlockSizes], unsafe.Pointer(p))
 }
 
 // LLLayout calls dk_ll_layout. Says where low-latency data of a shape lies in the rdma region. Pure.
-func (l *Library) LLLayout(p *LLLayoutParams) int32 {
+func (l *Library) LLLayout(p *abi.LLLayoutParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnLLLayout], unsafe.Pointer(p))
 }
 
 // TeamCreate calls dk_team_create. All blocks are zeroed and mapped. Touches the device's scratch memory, so that
 // no operation allocates.
-func (l *Library) TeamCreate(p *TeamCreateParams) int32 {
+func (l *Library) TeamCreate(p *abi.TeamCreateParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTeamCreate], unsafe.Pointer(p))
 }
 
 // TeamDestroy calls dk_team_destroy.
-func (l *Library) TeamDestroy(p *TeamDestroyParams) int32 {
+func (l *Library) TeamDestroy(p *abi.TeamDestroyParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTeamDestroy], unsafe.Pointer(p))
 }
 
 // TeamSegment calls dk_team_segment. Registers a further symmetric segment (rows of torch's pool), for
 // recv_segment and x_segment.
-func (l *Library) TeamSegment(p *TeamSegmentParams) int32 {
+func (l *Library) TeamSegment(p *abi.TeamSegmentParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTeamSegment], unsafe.Pointer(p))
 }
@@ -394,62 +344,62 @@ func (l *Library) TeamSegment(p *TeamSegmentParams) int32 {
 // StatsFlush calls dk_stats_flush. Brings the team's statistics page up to date: kernels may keep the newest
 // call's counters in device memory. Waits on the host for at most timeout_ns (DK_ETIMEOUT: the device was busy,
 // and the page is unchanged).
-func (l *Library) StatsFlush(p *StatsFlushParams) int32 {
+func (l *Library) StatsFlush(p *abi.StatsFlushParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnStatsFlush], unsafe.Pointer(p))
 }
 
 // Layout calls dk_layout.
-func (l *Library) Layout(p *LayoutParams) int32 {
+func (l *Library) Layout(p *abi.LayoutParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnLayout], unsafe.Pointer(p))
 }
 
 // Notify calls dk_notify. Exchanges counts: every rank gets the whole matrix of rows from rank i to rank j.
-func (l *Library) Notify(p *NotifyParams) int32 {
+func (l *Library) Notify(p *abi.NotifyParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnNotify], unsafe.Pointer(p))
 }
 
 // Dispatch calls dk_dispatch.
-func (l *Library) Dispatch(p *DispatchParams) int32 {
+func (l *Library) Dispatch(p *abi.DispatchParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnDispatch], unsafe.Pointer(p))
 }
 
 // Combine calls dk_combine.
-func (l *Library) Combine(p *CombineParams) int32 {
+func (l *Library) Combine(p *abi.CombineParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnCombine], unsafe.Pointer(p))
 }
 
 // LLDispatch calls dk_ll_dispatch.
-func (l *Library) LLDispatch(p *LLDispatchParams) int32 {
+func (l *Library) LLDispatch(p *abi.LLDispatchParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnLLDispatch], unsafe.Pointer(p))
 }
 
 // LLCombine calls dk_ll_combine.
-func (l *Library) LLCombine(p *LLCombineParams) int32 {
+func (l *Library) LLCombine(p *abi.LLCombineParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnLLCombine], unsafe.Pointer(p))
 }
 
 // Clean calls dk_clean. Collective: empties the low-latency slots of this shape (0,0,0: all) on every rank; waits
 // for all unmasked ranks.
-func (l *Library) Clean(p *CleanParams) int32 {
+func (l *Library) Clean(p *abi.CleanParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnClean], unsafe.Pointer(p))
 }
 
 // Barrier calls dk_barrier.
-func (l *Library) Barrier(p *BarrierParams) int32 {
+func (l *Library) Barrier(p *abi.BarrierParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnBarrier], unsafe.Pointer(p))
 }
 
 // Mask calls dk_mask.
-func (l *Library) Mask(p *MaskParams) int32 {
+func (l *Library) Mask(p *abi.MaskParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnMask], unsafe.Pointer(p))
 }

@@ -56,7 +56,7 @@ func TestLoad(t *testing.T) {
 	if l.Kind != "fake" || l.Build != "b1" || l.NumDevices != 2 || !l.Has(abi.CapHostStream|abi.CapPeerRows) || l.Has(abi.CapGraph) {
 		t.Errorf("%+v", l)
 	}
-	p := &BarrierParams{}
+	p := &abi.BarrierParams{}
 	code := l.Barrier(p)
 	err = Error("dk_barrier", code, p.DeviceError)
 	if !errors.Is(err, status.ErrDevice) || !strings.Contains(err.Error(), "dk_barrier") || !strings.Contains(err.Error(), "77") {

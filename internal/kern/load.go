@@ -44,7 +44,7 @@ func (l *Library) bind(file *dl.Library) error {
 		return err
 	}
 	*l = Library{Path: file.Path, functions: found}
-	p := &InfoParams{}
+	p := &abi.InfoParams{}
 	code := l.Info(p)
 	if p.ABIVersion != 0 && p.ABIVersion != abi.Version {
 		return status.Errorf(status.Version, "%s has kernel interface version %d, this library needs %d", file.Path, p.ABIVersion, abi.Version)

@@ -175,7 +175,7 @@ func (p *sizes) bytes(maxTokens int) error {
 	if p.library == nil {
 		return nil
 	}
-	b := &kern.BlockSizesParams{
+	b := &abi.BlockSizesParams{
 		NumRanks: int32(p.Ranks), NumNVLPeers: int32(p.Topology.NodeSize()), Flags: abi.TeamLowLatency,
 		NVLBytes: regions.NVL.Bytes, RDMABytes: regions.RDMA.Bytes, MaxRowBytes: 2 * uint64(p.Hidden),
 	}

@@ -5,6 +5,7 @@ import (
 	"unsafe"
 
 	"github.com/deepep-go/deepep/core"
+	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/status"
@@ -42,7 +43,7 @@ func (t *tensors) alloc(bytes int) uintptr {
 		return 0
 	}
 	t.memory = append(t.memory, m)
-	p := &kern.FillParams{Device: t.dev.Handle(), Dst: m.Address, Bytes: uint64(bytes)}
+	p := &abi.FillParams{Device: t.dev.Handle(), Dst: m.Address, Bytes: uint64(bytes)}
 	if t.err = kern.Error("dk_fill", t.dev.Lib.Fill(p), p.DeviceError); t.err == nil {
 		t.err = t.finish()
 	}
@@ -61,7 +62,7 @@ func from[T any](t *tensors, values []T) uintptr {
 
 // copy copies bytes and waits for the end.
 func (t *tensors) copy(to, from uintptr, bytes int) error {
-	p := &kern.CopyParams{Device: t.dev.Handle(), Dst: uint64(to), Src: uint64(from), Bytes: uint64(bytes)}
+	p := &abi.CopyParams{Device: t.dev.Handle(), Dst: uint64(to), Src: uint64(from), Bytes: uint64(bytes)}
 	if err := kern.Error("dk_copy", t.dev.Lib.Copy(p), p.DeviceError); err != nil {
 		return err
 	}
