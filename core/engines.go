@@ -3,6 +3,8 @@ package core
 import (
 	"sync"
 
+	"golang.org/x/sync/singleflight"
+
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/dl"
 	"github.com/deepep-go/deepep/internal/env"
@@ -27,28 +29,30 @@ type EngineInfo struct {
 	Reason       string // why it is not available, with the paths tried
 }
 
+// libraries holds the kernel libraries by engine and folder.
 var libraries struct {
-	sync.Mutex
-	loaded map[string]*kern.Library // by engine and folder
+	loading singleflight.Group
+	loaded  sync.Map
 }
 
-// loadEngine loads a kernel library once per folder setting. After a failure the next call tries again.
+// loadEngine loads a kernel library once per folder setting: callers of one library share its load, and do not wait for
+// that of another. After a failure the next call tries again.
 func loadEngine(name, dir string) (*kern.Library, error) {
-	libraries.Lock()
-	defer libraries.Unlock()
 	key := name + "\x00" + dir
-	if l := libraries.loaded[key]; l != nil {
-		return l, nil
-	}
-	l, err := kern.Load(dl.Query{File: "libdeepep_" + name + ".so", Dir: dir})
+	l, err, _ := libraries.loading.Do(key, func() (any, error) {
+		if l, ok := libraries.loaded.Load(key); ok {
+			return l, nil
+		}
+		l, err := kern.Load(dl.Query{File: "libdeepep_" + name + ".so", Dir: dir})
+		if err == nil {
+			libraries.loaded.Store(key, l)
+		}
+		return l, err
+	})
 	if err != nil {
 		return nil, err
 	}
-	if libraries.loaded == nil {
-		libraries.loaded = map[string]*kern.Library{}
-	}
-	libraries.loaded[key] = l
-	return l, nil
+	return l.(*kern.Library), nil
 }
 
 // chooseEngine loads the library of an engine. "auto" or "" is DEEPEP_ENGINE, and without that CUDA if its library

@@ -1,8 +1,13 @@
 package core
 
 import (
+	"errors"
+	"os"
+	"path/filepath"
 	"runtime"
 	"testing"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
@@ -25,6 +30,34 @@ func cpuLibrary(t *testing.T) *kern.Library {
 		t.Fatal(err)
 	}
 	return l
+}
+
+// Callers that load one library at once get the same one; a failure is not kept.
+func TestLibrariesAreLoadedOnce(t *testing.T) {
+	path := cpuLibrary(t).Path
+	dir := t.TempDir()
+	if l, err := loadEngine(EngineCPU, dir); !errors.Is(err, ErrNotFound) {
+		t.Fatalf("an empty folder gave %v, %v", l, err)
+	}
+	if err := os.Symlink(path, filepath.Join(dir, filepath.Base(path))); err != nil {
+		t.Fatal(err)
+	}
+	var loaded [8]*kern.Library
+	var group errgroup.Group
+	for i := range loaded {
+		group.Go(func() (err error) {
+			loaded[i], err = loadEngine(EngineCPU, dir)
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	for i, l := range loaded {
+		if l != loaded[0] {
+			t.Errorf("caller %d got a library of its own", i)
+		}
+	}
 }
 
 // A buffer sized by a hint is large enough: the library's needs stay below the hints.

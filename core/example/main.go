@@ -8,13 +8,13 @@ package main
 
 import (
 	"context"
-	"errors"
 	"flag"
 	"fmt"
 	"os"
 	"os/exec"
 	"strconv"
-	"sync"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/deepep-go/deepep/core"
 )
@@ -43,13 +43,11 @@ func main() {
 // runGoroutines runs every rank in a goroutine.
 func runGoroutines(ranks int) error {
 	exchangers := core.NewLocal(ranks)
-	failures := make([]error, ranks)
-	var all sync.WaitGroup
+	var all errgroup.Group
 	for rank := range ranks {
-		all.Go(func() { failures[rank] = runRank(exchangers[rank]) })
+		all.Go(func() error { return runRank(exchangers[rank]) })
 	}
-	all.Wait()
-	return errors.Join(failures...)
+	return all.Wait()
 }
 
 // runProcesses starts this program once for every rank.
@@ -63,17 +61,15 @@ func runProcesses(ranks int) error {
 		return err
 	}
 	defer os.RemoveAll(folder)
-	failures := make([]error, ranks)
-	var all sync.WaitGroup
+	var all errgroup.Group
 	for rank := range ranks {
-		all.Go(func() {
+		all.Go(func() error {
 			child := exec.Command(self, "-ranks", strconv.Itoa(ranks), "-rank", strconv.Itoa(rank), "-folder", folder)
 			child.Stdout, child.Stderr = os.Stdout, os.Stderr
-			failures[rank] = child.Run()
+			return child.Run()
 		})
 	}
-	all.Wait()
-	return errors.Join(failures...)
+	return all.Wait()
 }
 
 // joinAndRun runs one rank in this process. The ranks meet in a folder.

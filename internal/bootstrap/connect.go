@@ -9,11 +9,11 @@ import (
 	"net"
 	"os"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
 
 	"github.com/deepep-go/deepep/internal/status"
+	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 )
 
@@ -31,8 +31,7 @@ type connector struct {
 	*Pending
 	c     *Channel
 	pidfd int            // of this process, sent to peers of the same host; -1: none
-	room  chan struct{}  // bounds the handshakes that run at once
-	tasks sync.WaitGroup // dialers, acceptors, handshakes
+	tasks errgroup.Group // dialers and acceptors; their errors go to the channel, where await sees them at once
 }
 
 // Connect joins the ranks directly, without the Exchanger of Begin. It returns PeerDead early if a rank dies whose
@@ -47,7 +46,7 @@ func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
 		p.Close()
 		return nil, err
 	}
-	n := &connector{Pending: p, c: c, pidfd: -1, room: make(chan struct{}, len(p.peers)+16)}
+	n := &connector{Pending: p, c: c, pidfd: -1}
 	if !p.noPidfd {
 		if fd, err := unix.PidfdOpen(os.Getpid(), 0); err == nil {
 			n.pidfd = fd
@@ -56,15 +55,15 @@ func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
 	inner, cancel := context.WithCancel(ctx)
 	n.watchProcesses()
 	for _, l := range listeners {
-		n.spawn("accept", func() { n.acceptLoop(inner, l) })
+		n.spawn(&n.tasks, "accept", func() { n.acceptLoop(inner, l) })
 	}
 	for rank := range c.rank {
-		n.spawn("dial", func() { n.dial(inner, rank) })
+		n.spawn(&n.tasks, "dial", func() { n.dial(inner, rank) })
 	}
 	err = n.await(ctx)
 	cancel()
 	p.Close()
-	n.tasks.Wait()
+	_ = n.tasks.Wait()
 	if n.pidfd >= 0 {
 		unix.Close(n.pidfd)
 	}
@@ -75,9 +74,10 @@ func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
 	return c, nil
 }
 
-func (n *connector) spawn(name string, f func()) {
-	n.tasks.Go(func() {
+func (n *connector) spawn(group *errgroup.Group, name string, f func()) {
+	group.Go(func() error {
 		guard(name, func(err error) { n.c.Fail(n.c.rank, err) }, f)
+		return nil
 	})
 }
 
@@ -240,7 +240,11 @@ func (n *connector) watchReceived(rank int, fds []int) {
 	closeFDs(fds)
 }
 
+// acceptLoop runs the handshake on every connection, a bounded number at once.
 func (n *connector) acceptLoop(ctx context.Context, l net.Listener) {
+	var handshakes errgroup.Group
+	handshakes.SetLimit(len(n.peers) + 16)
+	defer func() { _ = handshakes.Wait() }()
 	for {
 		conn, err := l.Accept()
 		if err != nil {
@@ -254,16 +258,7 @@ func (n *connector) acceptLoop(ctx context.Context, l net.Listener) {
 				return
 			}
 		}
-		select {
-		case n.room <- struct{}{}:
-		case <-ctx.Done():
-			conn.Close()
-			return
-		}
-		n.spawn("handshake", func() {
-			defer func() { <-n.room }()
-			n.accept(ctx, conn)
-		})
+		n.spawn(&handshakes, "handshake", func() { n.accept(ctx, conn) })
 	}
 }
 

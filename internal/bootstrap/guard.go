@@ -11,3 +11,11 @@ func guard(name string, failed func(error), f func()) {
 	}()
 	f()
 }
+
+// guarded is a task of an errgroup: f, whose panic becomes the task's error.
+func guarded(name string, f func() error) func() error {
+	return func() (err error) {
+		guard(name, func(panicked error) { err = panicked }, func() { err = f() })
+		return err
+	}
+}

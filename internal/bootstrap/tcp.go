@@ -10,6 +10,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -187,31 +189,21 @@ func (t *tcp) readGather(c net.Conn) (frame, error) {
 // each runs f for every connection at once and returns the first error. That error ends the other connections' reads:
 // the gather cannot complete without that rank.
 func (t *tcp) each(f func(rank int, c net.Conn) error) error {
-	var wg sync.WaitGroup
-	var once sync.Once
-	var first error
-	failed := func(err error) {
-		once.Do(func() {
-			first = err
-			for _, c := range t.conns {
-				if c != nil {
-					c.SetReadDeadline(time.Unix(1, 0))
-				}
-			}
-		})
-	}
-	for rank, c := range t.conns {
-		if c == nil {
-			continue
+	group, failed := errgroup.WithContext(context.Background())
+	context.AfterFunc(failed, func() {
+		if context.Cause(failed) == context.Canceled { // by Wait: no task failed
+			return
 		}
-		wg.Go(func() {
-			guard("exchange", failed, func() {
-				if err := f(rank, c); err != nil {
-					failed(err)
-				}
-			})
-		})
+		for _, c := range t.conns {
+			if c != nil {
+				c.SetReadDeadline(time.Unix(1, 0))
+			}
+		}
+	})
+	for rank, c := range t.conns {
+		if c != nil {
+			group.Go(guarded("exchange", func() error { return f(rank, c) }))
+		}
 	}
-	wg.Wait()
-	return first
+	return group.Wait()
 }

@@ -8,6 +8,8 @@ import (
 	"net"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -28,17 +30,21 @@ func (t *tcp) coordinate(ctx context.Context, o TCPOptions, address string) erro
 		return status.Errorf(status.System, "rank 0: %w", err)
 	}
 	inner, cancel := context.WithCancel(ctx)
+	defer cancel()
+	start, inner := errgroup.WithContext(inner)
 	arrivals := make(chan arrival)
-	accepting := make(chan struct{})
-	go func() {
-		defer close(accepting)
-		guard("accept", nil, func() { t.acceptLoop(inner, l, o, arrivals) })
-	}()
-	nonces, err := t.collectJoiners(ctx, arrivals, address)
-	cancel()
-	l.Close()
-	<-accepting
-	if err != nil {
+	var nonces [][16]byte
+	start.Go(guarded("accept", func() error {
+		t.acceptLoop(inner, l, o, arrivals)
+		return nil
+	}))
+	start.Go(guarded("start", func() (err error) {
+		defer l.Close() // ends the accept loop
+		defer cancel()  // ends its handshakes
+		nonces, err = t.collectJoiners(inner, arrivals, address)
+		return err
+	}))
+	if err := start.Wait(); err != nil {
 		t.refuseAll(err)
 		return err
 	}
@@ -83,7 +89,8 @@ func (t *tcp) collectJoiners(ctx context.Context, arrivals <-chan arrival, addre
 
 // acceptLoop runs the handshake on every connection, a bounded number at once, and passes on the joiners of this group.
 func (t *tcp) acceptLoop(ctx context.Context, l net.Listener, o TCPOptions, arrivals chan<- arrival) {
-	room := make(chan struct{}, t.size+16)
+	var handshakes errgroup.Group
+	handshakes.SetLimit(t.size + 16)
 	for ctx.Err() == nil {
 		conn, err := l.Accept()
 		if err != nil {
@@ -96,15 +103,12 @@ func (t *tcp) acceptLoop(ctx context.Context, l net.Listener, o TCPOptions, arri
 			}
 			continue
 		}
-		room <- struct{}{}
-		go guard("handshake", nil, func() {
-			defer func() { <-room }()
+		handshakes.Go(guarded("handshake", func() error {
 			t.admit(ctx, conn, o, arrivals)
-		})
+			return nil
+		}))
 	}
-	for range cap(room) { // wait for the handshakes
-		room <- struct{}{}
-	}
+	_ = handshakes.Wait() // a panic in one ends that connection only
 }
 
 // admit is rank 0's half of the handshake. It refuses a connection without the secret; the start goes on.

@@ -10,10 +10,10 @@ import (
 	"os/exec"
 	"slices"
 	"strings"
-	"sync"
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/plan"
@@ -175,31 +175,23 @@ func startRanks(parent context.Context, spec benchSpec) ([]*rankResult, error) {
 	if err != nil {
 		return nil, err
 	}
-	ctx, cancel := context.WithCancel(parent)
-	defer cancel()
+	ranks, ctx := errgroup.WithContext(parent)
 	results := make([]*rankResult, spec.Ranks)
-	failures := make([]error, spec.Ranks)
-	var first sync.Once
-	var cause error
-	var ranks sync.WaitGroup
 	for rank := range spec.Ranks {
-		ranks.Go(func() {
+		ranks.Go(func() error {
 			s := spec
 			s.Rank = rank
-			failures[rank] = guarded(func() (err error) {
+			return guarded(func() (err error) {
 				results[rank], err = startRank(ctx, exe, &s)
 				return err
 			})
-			if failures[rank] != nil {
-				first.Do(func() { cause = failures[rank]; cancel() })
-			}
 		})
 	}
-	ranks.Wait()
-	if err := parent.Err(); err != nil {
-		return nil, err
+	err = ranks.Wait()
+	if parent.Err() != nil {
+		return nil, parent.Err()
 	}
-	return results, cause
+	return results, err
 }
 
 // startRank runs a rank to its end.

@@ -7,10 +7,10 @@ import (
 	"runtime"
 	"slices"
 	"strings"
-	"sync"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/deepep-go/deepep/core/cmd/deepep/internal/nicsim"
 )
@@ -105,31 +105,19 @@ func oneOf(name, word string, allowed []string) (int, error) {
 	return 0, fmt.Errorf("%s: %q; allowed are %s", name, word, strings.Join(allowed, ", "))
 }
 
-// inParallel calls f for 0 to n-1 on all cores and returns the error of the smallest number that has one.
+// inParallel calls f for 0 to n-1 on all cores. After the first error, which it returns, no further call begins.
 func inParallel(ctx context.Context, n int, f func(i int) error) error {
-	errs := make([]error, n)
-	work := make(chan int)
-	var group sync.WaitGroup
-	for range min(n, runtime.GOMAXPROCS(0)) {
-		group.Go(func() {
-			for i := range work {
-				if errs[i] = ctx.Err(); errs[i] == nil {
-					errs[i] = guarded(func() error { return f(i) })
-				}
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(runtime.GOMAXPROCS(0))
+	for i := range n {
+		group.Go(func() error {
+			if err := ctx.Err(); err != nil {
+				return err
 			}
+			return guarded(func() error { return f(i) })
 		})
 	}
-	for i := range n {
-		work <- i
-	}
-	close(work)
-	group.Wait()
-	for _, err := range errs {
-		if err != nil {
-			return err
-		}
-	}
-	return nil
+	return group.Wait()
 }
 
 func percentText(share float64) string { return fmt.Sprintf("%+.1f%%", 100*share) }
