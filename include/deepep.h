@@ -399,7 +399,7 @@ enum { DEEPEP_SEND = 1, DEEPEP_RECV = 2, DEEPEP_SEND_RECV = 3 };
 enum {
   DEEPEP_LL_ROUND_SCALE = 1, /* dispatch to FP8: scales are powers of two */
   DEEPEP_LL_UE8M0 = 2,       /* dispatch to FP8: four such scales in an int32; needs DEEPEP_LL_ROUND_SCALE */
-  DEEPEP_LL_LOGFMT = 4,      /* combine: rows travel in a logarithmic format of 10 bits */
+  DEEPEP_LL_LOGFMT = 4,      /* combine: rows, or their sums, travel in a logarithmic format of 10 bits */
   DEEPEP_LL_ZERO_COPY = 8,   /* combine: rows were written to deepep_next_low_latency_combine_buffer */
   DEEPEP_LL_UNREDUCED = 16   /* combine: every expert's row travels; none are summed at the expert's rank */
 };

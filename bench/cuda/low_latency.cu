@@ -10,6 +10,15 @@ __device__ __host__ float bf16_value(uint16_t bits) {
   return value;
 }
 // Row of (rank, token): no round numbers; some words are 0 and some all ones (a NaN payload that BF16 rows may hold).
+float e4m3(uint8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  if ((code & 0x7f) == 0x7f) return NAN;
+  const float magnitude = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+  return (code & 0x80) != 0 ? -magnitude : magnitude;
+}
+
+}  // namespace
+
 std::vector<uint16_t> make_rows(int rank, int tokens, int hidden, bool odd) {
   std::vector<uint16_t> x(static_cast<size_t>(tokens) * hidden);
   std::mt19937 random(rank * 7919 + 17);
@@ -27,15 +36,6 @@ std::vector<uint16_t> make_rows(int rank, int tokens, int hidden, bool odd) {
     }
   return x;
 }
-
-float e4m3(uint8_t code) {
-  const int exponent = code >> 3 & 15, mantissa = code & 7;
-  if ((code & 0x7f) == 0x7f) return NAN;
-  const float magnitude = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
-  return (code & 0x80) != 0 ? -magnitude : magnitude;
-}
-
-}  // namespace
 
 LowLatency prepare(const Shape &s, int rank, const Routing &routing, bool odd) {
   LowLatency a{};

@@ -14,6 +14,8 @@ struct LowLatency {
   int tokens;
 };
 
+// BF16, normally distributed; odd: each row holds the word of all ones.
+std::vector<uint16_t> make_rows(int rank, int tokens, int hidden, bool odd);
 LowLatency prepare(const Shape &s, int rank, const Routing &routing, bool odd);
 void dispatch(Rank &rank, const LowLatency &a, int format, uint32_t flags, bool weights,
               uint32_t phases = DK_PHASE_BOTH, uint32_t ticket = 0);

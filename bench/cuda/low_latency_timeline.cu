@@ -109,6 +109,19 @@ void timeline_low_latency(Rank &rank) {
     rank.barrier();
     combine(rank, a, DK_LL_UNREDUCED, a.y);
   });
+  alone("LogFMT", [&] {
+    dispatch(rank, a, DK_FORMAT_FP8, 0, true);
+    rank.barrier();
+    combine(rank, a, DK_LL_LOGFMT, a.y);
+  });
+  alone("receiving halves, after their rows have come", [&] {
+    dispatch(rank, a, DK_FORMAT_FP8, 0, true, DK_PHASE_SEND, 0);
+    rank.barrier();
+    dispatch(rank, a, DK_FORMAT_FP8, 0, true, DK_PHASE_RECV, 0);
+    combine(rank, a, DK_LL_UNREDUCED, a.y, DK_PHASE_SEND, 0);
+    rank.barrier();
+    combine(rank, a, DK_LL_UNREDUCED, a.y, DK_PHASE_RECV, 0);
+  });
   measure(rank, 10, false, [&] {
     for (int i = 0; i < 40; ++i) {
       dispatch(rank, a, DK_FORMAT_FP8, 0, true);

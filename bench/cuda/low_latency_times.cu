@@ -1,6 +1,8 @@
 // low_latency_times.cu - times of the low-latency calls: by events around a call after a barrier of all ranks, inside
 // the kernels by their own clocks, and a call's share of a graph that holds many. Every figure is the slowest rank's;
 // median and 99th percentile.
+#include <string>
+
 #include "low_latency.h"
 
 namespace {
@@ -23,14 +25,14 @@ std::vector<double> greatest_of_ranks(Rank &rank, const std::vector<double> &min
 
 // Times what `call` enqueues, `iterations` times. Time inside: of the operations `ops`, of one kernel each, or two
 // halves. A later kernel writes a call's count to the page, at the latest in the next round.
-template <class F>
-Times time_calls(Rank &rank, int iterations, const std::vector<int> &ops, F call) {
+template <class B, class F, class A>
+Times time_calls(Rank &rank, int iterations, const std::vector<int> &ops, B before, F call, A after) {
   constexpr int kWarmup = 5;
   EventPair events(rank);
   std::vector<double> outside, inside;
   for (int i = 0; i < iterations + kWarmup; ++i) {
     rank.meet();
-    const double us = events.time(call);
+    const double us = events.time(before, call, after);
     if (i < kWarmup) continue;
     outside.push_back(us);
     double own = 0;
@@ -40,6 +42,11 @@ Times time_calls(Rank &rank, int iterations, const std::vector<int> &ops, F call
   const auto [median, p99] = median_and_p99(greatest_of_ranks(rank, outside));
   const auto [own, own_p99] = median_and_p99(greatest_of_ranks(rank, inside));
   return {median, p99, own, own_p99};
+}
+
+template <class F>
+Times time_calls(Rank &rank, int iterations, const std::vector<int> &ops, F call) {
+  return time_calls(rank, iterations, ops, [] {}, call, [] {});
 }
 
 // A call's share of a graph of 20 calls, launched repeatedly.
@@ -68,7 +75,13 @@ void release(LowLatency &a) {
 }
 LowLatency prepare_quiet(Rank &rank, const Shape &s) {
   LowLatency a = prepare(s, rank.rank, Routing(s, s.max_tokens, 1, false), false);
-  CHECK_CUDA(cudaMemset(a.y, 0, static_cast<size_t>(a.L) * a.R * a.B * a.H * 2));
+  const size_t rows = static_cast<size_t>(a.L) * a.R * a.B, row = 2ull * a.H;
+  auto some = make_rows(rank.rank, 64, a.H, false);
+  for (uint16_t &value : some)  // / 16: LogFMT codes blocks below 1, and takes longer for those than for others
+    if ((value & 0x7fff) > 4 << 7) value -= 4 << 7;
+  for (size_t first = 0; first < rows; first += 64)
+    CHECK_CUDA(cudaMemcpy(reinterpret_cast<uint8_t *>(a.y) + first * row, some.data(),
+                          std::min<size_t>(64, rows - first) * row, cudaMemcpyHostToDevice));
   CHECK_CUDA(cudaDeviceSynchronize());
   rank.meet();
   return a;
@@ -107,7 +120,7 @@ void time_low_latency(Rank &rank) {
   const int iterations = std::max(1000, s.iterations * 10);
   auto show = [&](const char *what, Times t) {
     if (rank.rank == 0) {
-      printf("%-34s median %7.1f us  p99 %7.1f us  inside %7.1f us  p99 %7.1f us\n", what, t.median, t.p99, t.inside,
+      printf("%-44s median %7.1f us  p99 %7.1f us  inside %7.1f us  p99 %7.1f us\n", what, t.median, t.p99, t.inside,
              t.inside_p99);
       fflush(stdout);
     }
@@ -129,14 +142,26 @@ void time_low_latency(Rank &rank) {
          fp8();
          sums();
        }));
-  show("LL dispatch FP8 in halves", time_calls(rank, iterations, dispatches, [&] {
-         dispatch(rank, a, DK_FORMAT_FP8, 0, true, DK_PHASE_SEND, 0);
-         dispatch(rank, a, DK_FORMAT_FP8, 0, true, DK_PHASE_RECV, 0);
-       }));
-  show("LL combine in halves", time_calls(rank, iterations, combines, [&] {
-         combine(rank, a, 0, a.y, DK_PHASE_SEND, 0);
-         combine(rank, a, 0, a.y, DK_PHASE_RECV, 0);
-       }));
+  const auto halves = [&](const std::string &what, const std::vector<int> &op, auto half) {
+    const auto send = [&] { half(DK_PHASE_SEND); };
+    const auto receive = [&] { half(DK_PHASE_RECV); };
+    const auto nothing = [] {};
+    const auto both_halves = [&] {
+      send();
+      receive();
+    };
+    show((what + " in halves").c_str(), time_calls(rank, iterations, op, both_halves));
+    show((what + ", sending half").c_str(), time_calls(rank, iterations, {}, nothing, send, receive));
+    show((what + ", receiving half").c_str(), time_calls(rank, iterations, {}, send, receive, nothing));
+  };
+  const auto combine_of = [&](uint32_t flags) {
+    return [&, flags](uint32_t phase) { combine(rank, a, flags, a.y, phase, 1); };
+  };
+  halves("LL dispatch FP8", dispatches, [&](uint32_t phase) { dispatch(rank, a, DK_FORMAT_FP8, 0, true, phase, 0); });
+  halves("LL combine, sums", combines, combine_of(0));
+  halves("LL combine, LogFMT sums", combines, combine_of(DK_LL_LOGFMT));
+  halves("LL combine, each row", combines, combine_of(DK_LL_UNREDUCED));
+  halves("LL combine, each row, LogFMT", combines, combine_of(DK_LL_UNREDUCED | DK_LL_LOGFMT));
   show("graph: dispatch FP8", time_graph(rank, 60, fp8));
   show("graph: dispatch BF16", time_graph(rank, 60, bf16));
   fp8();

@@ -64,17 +64,23 @@ class EventPair {
   EventPair(const EventPair &) = delete;
   EventPair &operator=(const EventPair &) = delete;
 
-  // In microseconds, after a barrier of all ranks.
-  template <class F>
-  double time(F call) {
+  // In microseconds: `call`, which follows `before` and a barrier of all ranks; `after` is enqueued behind it.
+  template <class B, class F, class A>
+  double time(B before, F call, A after) {
+    before();
     rank_.barrier();
     CHECK_CUDA(cudaEventRecord(begin_, stream_));
     call();
     CHECK_CUDA(cudaEventRecord(end_, stream_));
+    after();
     rank_.sync();
     float ms = 0;
     CHECK_CUDA(cudaEventElapsedTime(&ms, begin_, end_));
     return ms * 1000;
+  }
+  template <class F>
+  double time(F call) {
+    return time([] {}, call, [] {});
   }
 
  private:

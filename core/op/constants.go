@@ -30,7 +30,7 @@ const (
 const (
 	LLRoundScale Flags = 1  // dispatch to FP8: scales are powers of two
 	LLUE8M0      Flags = 2  // dispatch to FP8: four such scales in an int32; needs LLRoundScale
-	LLLogFMT     Flags = 4  // combine: rows travel in a logarithmic format of 10 bits
+	LLLogFMT     Flags = 4  // combine: rows, or their sums, travel in a logarithmic format of 10 bits
 	LLZeroCopy   Flags = 8  // combine: rows were written to Buffer.NextCombineBuffer
 	LLUnreduced  Flags = 16 // combine: every expert's row travels; none are summed at the expert's rank
 )

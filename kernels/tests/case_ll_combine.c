@@ -28,6 +28,7 @@ SPEC(logfmt, .combine_flags = DK_LL_LOGFMT);
 SPEC(logfmt_block, .combine_flags = DK_LL_LOGFMT, .hidden = 128);
 SPEC(logfmt_7168, .combine_flags = DK_LL_LOGFMT, .hidden = 7168, .tokens = 4, .max_tokens = 4);
 SPEC(logfmt_duplicates, .combine_flags = DK_LL_LOGFMT, .pattern = DUPLICATES, .topk = 6);
+SPEC(logfmt_weights, .combine_flags = DK_LL_LOGFMT, .weights = true, .topk = 6);
 SPEC(logfmt_unreduced, .combine_flags = DK_LL_LOGFMT | DK_LL_UNREDUCED, .weights = true, .topk = 6);
 SPEC(zero_copy, .combine_flags = DK_LL_ZERO_COPY);
 SPEC(zero_copy_weights, .combine_flags = DK_LL_ZERO_COPY, .weights = true, .topk = 6);
@@ -227,6 +228,7 @@ static const struct test_case cases[] = {
     {"ll combine/LogFMT, 128 channels", sums, 4, &logfmt_block, USUAL, 0, 0},
     {"ll combine/LogFMT, 7168 channels", sums, 2, &logfmt_7168, USUAL, 0, 0},
     {"ll combine/LogFMT, duplicates", sums, 3, &logfmt_duplicates, USUAL, 0, 0},
+    {"ll combine/LogFMT, weights", sums, 3, &logfmt_weights, QUICK, 0, 0},
     {"ll combine/LogFMT, weights, unreduced", sums, 3, &logfmt_unreduced, USUAL, 0, 0},
     {"ll combine/normally distributed rows", usual_rows, 3, &weights, QUICK, 0, 0},
     {"ll combine/normally distributed rows, LogFMT", usual_rows, 3, &logfmt, QUICK, 0, 0},

@@ -222,6 +222,5 @@ struct ll_spec random_ll_spec(struct dice *d, int ranks, enum pattern pattern, c
   if (spec.flags && spec.hidden == 512) spec.flags |= DK_LL_UE8M0;
   spec.weights = roll(d, 2);
   spec.combine_flags = combine_flags[roll(d, COUNT(combine_flags))];
-  if (spec.combine_flags & DK_LL_LOGFMT) spec.weights = false;
   return spec;
 }

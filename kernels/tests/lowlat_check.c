@@ -158,30 +158,51 @@ struct block_sum {
   double sum[128], allowed[128];
 };
 
-static void add_expert(struct ll *l, struct block_sum *b, int64_t expert, float weight, int token, int first,
-                       int width) {
+static void add_expert(struct ll *l, struct block_sum *b, int64_t expert, float weight, int token, int first, int width,
+                       bool coded) {
   int self = l->team->me->index;
   uint16_t x[128] = {0};
   double error[128] = {0};
   for (int i = 0; i < width; i++) x[i] = expert_value(l->row_salt, (int)expert, self, token, first + i);
-  if (l->spec->combine_flags & DK_LL_LOGFMT) reference_logfmt_error(x, error);
-  bool known = l->spec->weights || l->whole_combine; /* at the experts' rank, which may add its rows and round */
-  bool reduced =
-      known && !(library.caps & DK_CAP_HOST_STREAM) && !(l->spec->combine_flags & (DK_LL_UNREDUCED | DK_LL_LOGFMT));
+  if (coded) reference_logfmt_error(x, error);
   for (int i = 0; i < width; i++) {
     double value = (double)weight * (double)from_bf16(x[i]);
     b->sum[i] += value;
-    b->allowed[i] += fabs(value) * (reduced ? 1.0 / 256 : 1e-6) + (double)fabsf(weight) * error[i];
+    b->allowed[i] += fabs(value) * 1e-6 + (double)fabsf(weight) * error[i];
   }
+}
+
+/* What a rank's sum may lose on its way: rounded to BF16, and in LogFMT to a code. The rank's own sum may differ from
+ * this one by an ulp, and with it the codes' range. Across nodes each row is sent by itself. */
+static void round_sum(struct block_sum *b, int width, bool coded) {
+  uint16_t x[128] = {0};
+  double error[128] = {0}, greatest = 0;
+  for (int i = 0; i < width; i++) greatest = fmax(greatest, fabs(b->sum[i]));
+  for (int i = 0; i < width; i++)
+    x[i] = to_bf16((float)(greatest >= 1 && greatest < 1.02 ? b->sum[i] * 0.97 : b->sum[i]));
+  if (coded) reference_logfmt_error(x, error);
+  for (int i = 0; i < width; i++)
+    b->allowed[i] = fmax(b->allowed[i], fabs(b->sum[i]) / 256 + 1.5 * error[i] + greatest * 0x1p-32);
 }
 
 static void check_block(struct ll *l, int token, int first, int width, struct difference *all) {
   struct rank *me = l->team->me;
+  uint32_t flags = l->spec->combine_flags;
+  bool known = l->spec->weights || l->whole_combine; /* at the experts' rank, which may add its rows and round */
+  bool reduced = known && !(library.caps & DK_CAP_HOST_STREAM) && !(flags & DK_LL_UNREDUCED);
   struct block_sum b = {{0}, {0}};
-  for (int k = 0; k < l->spec->topk; k++) {
-    int64_t at = (int64_t)token * l->spec->topk + k, expert = l->routing->index[me->index][at];
-    if (expert >= 0 && !is_absent(l, owner_of(l->routing, expert)))
-      add_expert(l, &b, expert, l->routing->weight[me->index][at], token, first, width);
+  for (int rank = 0; rank < me->count; rank++) {
+    struct block_sum part = {{0}, {0}};
+    for (int k = 0; k < l->spec->topk; k++) {
+      int64_t at = (int64_t)token * l->spec->topk + k, expert = l->routing->index[me->index][at];
+      if (expert < 0 || owner_of(l->routing, expert) != rank || is_absent(l, rank)) continue;
+      add_expert(l, &part, expert, l->routing->weight[me->index][at], token, first, width, flags & DK_LL_LOGFMT);
+    }
+    if (reduced) round_sum(&part, width, flags & DK_LL_LOGFMT);
+    for (int i = 0; i < width; i++) {
+      b.sum[i] += part.sum[i];
+      b.allowed[i] += part.allowed[i];
+    }
   }
   const uint16_t *got = (const uint16_t *)l->out.host + (int64_t)token * l->spec->hidden + first;
   for (int i = 0; i < width; i++) {

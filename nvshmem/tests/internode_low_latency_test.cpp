@@ -326,7 +326,7 @@ void add_expected(const World &w, int me, size_t data, int token, int expert, fl
     const LogRange log = log_range(range);
     for (int h = first; h < first + kScaleChannels; ++h) {
       const uint32_t value = row_value(me, token, expert, data, h);
-      sum[h] = fmaf(coded ? log_decode(log, log_encode(log, value)) : from_bf16(value), weight, sum[h]);
+      sum[h] = fmaf(coded ? log_decode(log, log_encode(log_encoder(log), value)) : from_bf16(value), weight, sum[h]);
     }
   }
 }

@@ -451,7 +451,7 @@ class Buffer:
             topk_idx: ``[T, K]`` as given to dispatch.
             topk_weights: ``[T, K]`` float32.
             handle: of the dispatch.
-            use_logfmt: rows cross the wire in LogFMT-10.
+            use_logfmt: rows cross the wire in LogFMT-10; on GPUs, as without it, the sums of a rank's rows for a token.
             zero_copy: the rows are in get_next_low_latency_combine_buffer(); x is ignored, and H is the handle's. Not
                 with use_logfmt.
             async_finish, return_recv_hook: as in low_latency_dispatch.

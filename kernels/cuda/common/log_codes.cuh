@@ -1,6 +1,7 @@
 // log_codes.cuh - the codes of LogFMT-10: a sign and 9 bits of magnitude, codes 1 to 511 evenly spaced in log2 between
 // a block's lowest and highest magnitude, rounded to nearest in linear value; code 0 is zero.
 #pragma once
+#include "cuda/common/ptx.cuh"
 #include "cuda/common/types.cuh"
 
 namespace deepep {
@@ -37,25 +38,38 @@ __device__ __forceinline__ LogRange log_range(const BlockRange &bits) {
   return range;
 }
 __device__ __forceinline__ float code_value(const LogRange &range, int code) {
-  return exp2f(fmaf(static_cast<float>(code - 1), range.step, range.first));
+  return ptx::exp2(fmaf(static_cast<float>(code - 1), range.step, range.first));
 }
-__device__ __forceinline__ uint32_t log_encode(const LogRange &range, uint32_t bf16) {
+
+// What encoding a block's magnitudes needs. A value is rounded to the nearer of two codes' values; the midpoint lies at
+// the same part of the step in log2 for all codes of a block, so that a code is one logarithm, scaled and cut off.
+struct LogEncoder {
+  float lowest, first, per_step, bias;
+};
+__device__ __forceinline__ LogEncoder log_encoder(const LogRange &range) {
+  LogEncoder encoder;
+  encoder.lowest = range.lowest;
+  encoder.first = range.first;
+  encoder.per_step = __frcp_rn(range.step);
+  encoder.bias = 2.0f - log2f(fmaf(0.5f, exp2f(range.step), 0.5f)) * encoder.per_step;
+  return encoder;
+}
+__device__ __forceinline__ uint32_t log_encode(const LogEncoder &encoder, uint32_t bf16) {
   const uint32_t sign = bf16 >> 15 << 9;
   const float magnitude = __uint_as_float((bf16 & 0x7fff) << 16);
-  if (magnitude + magnitude < range.lowest) return sign;  // nearer to zero than to code 1
-  const int below =
-      min(max(static_cast<int>((log2f(fmaxf(magnitude, range.lowest)) - range.first) / range.step) + 1, 1), 510);
-  const float low = code_value(range, below), high = code_value(range, below + 1);
-  return sign | static_cast<uint32_t>(magnitude - low <= high - magnitude ? below : below + 1);
+  if (magnitude + magnitude < encoder.lowest) return sign;  // nearer to zero than to code 1
+  const float place = fmaf(ptx::log2(fmaxf(magnitude, encoder.lowest)) - encoder.first, encoder.per_step, encoder.bias);
+  return sign | static_cast<uint32_t>(min(max(static_cast<int>(place), 1), 511));
 }
 // The first 8 codes: those of 8 channels.
 template <int kCodes>
 __device__ __forceinline__ void log_encode_chunk(const LogRange &range, const uint4 &data, uint32_t (&codes)[kCodes]) {
+  const LogEncoder encoder = log_encoder(range);
   const uint32_t words[4] = {data.x, data.y, data.z, data.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    codes[2 * i] = log_encode(range, words[i] & 0xffff);
-    codes[2 * i + 1] = log_encode(range, words[i] >> 16);
+    codes[2 * i] = log_encode(encoder, words[i] & 0xffff);
+    codes[2 * i + 1] = log_encode(encoder, words[i] >> 16);
   }
 }
 __device__ __forceinline__ float log_decode(const LogRange &range, uint32_t code) {

@@ -122,6 +122,17 @@ __device__ __forceinline__ void copy_words_wait() {
 
 // ---- Clock and thread -----------------------------------------------------------------------------------------------
 
+// Of normal numbers: an absolute error of 2^-22 near 1, else a relative one; no help for subnormal numbers.
+__device__ __forceinline__ float log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ __forceinline__ uint64_t global_timer_ns() {
   uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(512) stats_kernel(const __grid_constant__ Team
     store_out(bytes + i, load_fresh(&scratch->peer_bytes[i / team.num_ranks][i % team.num_ranks]));
     store_out(waits + i, load_fresh(&scratch->peer_wait_ns[i / team.num_ranks][i % team.num_ranks]));
   }
-  if (warp_id() == 0) publish_trace(team, lane_id());
+  if (warp_id() == 0) store_trace(team, lane_id(), load_record(team, lane_id()), load_fresh(&team.scratch->trace_next));
 }
 
 __global__ void clock_kernel(uint64_t *now) { *now = ptx::global_timer_ns(); }

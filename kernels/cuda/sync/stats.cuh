@@ -26,38 +26,41 @@ __device__ inline void store_out(void *word, uint64_t value) { *static_cast<vola
 __device__ inline uint64_t *page_peers(const TeamView &team) {
   return reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(team.stats) + team.peers_offset);
 }
-// Copies the newest record of the trace to its place in the page, then the number of records.
-__device__ inline void publish_trace(const TeamView &team, int lane) {
-  const uint64_t next = load_fresh(&team.scratch->trace_next);
+// The newest record of the trace, a word a lane, goes to its place in the page; then the number of records.
+__device__ inline uint64_t load_record(const TeamView &team, int lane) {
+  return lane < 4 ? load_fresh(reinterpret_cast<const uint64_t *>(&team.scratch->newest.record) + lane) : 0;
+}
+__device__ inline void store_trace(const TeamView &team, int lane, uint64_t record, uint64_t next) {
   if (team.trace_len == 0 || next == 0) return;
   uint8_t *ring = reinterpret_cast<uint8_t *>(team.stats) + team.trace_offset;
-  const uint64_t at = (next - 1) % team.trace_len * sizeof(dk_trace_record);
-  if (lane < 4)
-    store_out(ring + at + 8 * lane,
-              load_fresh(reinterpret_cast<const uint64_t *>(&team.scratch->newest.record) + lane));
+  if (lane < 4) store_out(ring + (next - 1) % team.trace_len * sizeof(dk_trace_record) + 8 * lane, record);
   __syncwarp();
   if (lane == 0) ptx::st_release_sys(&team.stats->trace_next, next);
 }
 
-// By one warp that has nothing else to do: copies what the kernel before counted to the page.
+// By one warp that has nothing else to do: copies what the kernel before counted to the page. All loads are in flight
+// together, and so are those that depend on the first: the kernel may end later for this warp.
 __device__ inline void publish_newest(const TeamView &team) {
   Scratch *scratch = team.scratch;
   const int lane = lane_id();
-  const uint64_t op = load_fresh(&scratch->newest.op), bucket = load_fresh(&scratch->newest.bucket);
+  const uint64_t op = load_fresh(&scratch->newest.op), bucket = load_fresh(&scratch->newest.bucket),
+                 record = load_record(team, lane), next = load_fresh(&scratch->trace_next),
+                 progress = load_fresh(&scratch->progress);
   if (op == 0) return;
-  if (lane == 0) store_out(&team.status->progress, load_fresh(&scratch->progress));
+  if (lane == 0) store_out(&team.status->progress, progress);
   if (team.stats != nullptr) {
-    if (lane < kOpCounters)
-      store_out(reinterpret_cast<uint64_t *>(&team.stats->ops[op]) + lane,
-                load_fresh(reinterpret_cast<uint64_t *>(&scratch->ops[op]) + lane));
-    if (lane == kOpCounters && bucket < DK_HIST_BUCKETS)
-      store_out(&team.stats->ops[op].hist[bucket], load_fresh(&scratch->ops[op].hist[bucket]));
+    uint64_t *counters = reinterpret_cast<uint64_t *>(&team.stats->ops[op]);
     uint64_t *bytes = page_peers(team) + op * team.num_ranks, *waits = bytes + DK_NUM_OPS * team.num_ranks;
+    const bool counts = lane < kOpCounters, fills = lane == kOpCounters && bucket < DK_HIST_BUCKETS;
+    const auto *from = reinterpret_cast<const uint64_t *>(&scratch->ops[op]);
+    const uint64_t at = counts ? lane : kOpCounters + bucket, count = counts || fills ? load_fresh(from + at) : 0;
     for (int r = lane; r < team.num_ranks; r += kWarp) {
-      store_out(bytes + r, load_fresh(&scratch->peer_bytes[op][r]));
-      store_out(waits + r, load_fresh(&scratch->peer_wait_ns[op][r]));
+      const uint64_t sent = load_fresh(&scratch->peer_bytes[op][r]), waited = load_fresh(&scratch->peer_wait_ns[op][r]);
+      store_out(bytes + r, sent);
+      store_out(waits + r, waited);
     }
-    publish_trace(team, lane);
+    if (counts || fills) store_out(counters + at, count);
+    store_trace(team, lane, record, next);
   }
   __syncwarp();
   if (lane == 0) scratch->newest.op = 0;

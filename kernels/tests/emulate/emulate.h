@@ -204,6 +204,12 @@ template <class T>
 T __reduce_max_sync(unsigned mask, T value) {
   return emulated_best(mask, value, "reduce_max", [](T a, T b) { return b < a; });
 }
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+  const uint64_t *all = emulate::meet(mask, emulate::bits(value), "reduce_or");
+  for (int i = 0; i < 32; ++i)
+    if ((mask >> i & 1) != 0) value |= emulate::from_bits<unsigned>(all[i]);
+  return value;
+}
 inline void __syncthreads() { emulate::meet_block(0, emulate::block->size.x, 0); }
 inline int __syncthreads_or(int value) {
   return static_cast<int>(emulate::meet_block(0, emulate::block->size.x, value != 0));
@@ -220,6 +226,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1 / a; }
 template <class T>
 T atomicAdd(T *at, std::type_identity_t<T> value) {
   return __atomic_fetch_add(at, value, __ATOMIC_ACQ_REL);

@@ -17,13 +17,13 @@ struct ArrivalList {  // shared: the rows that make up a token
 };
 
 // By the first warp: waits for the row words of a token's experts, and leaves out ranks that are masked meanwhile.
+// `entry`: the lane's, of the token.
 __device__ inline void read_row_words(const LowLatencyCombineParams &p, const LowLatencyCall *calls, int token,
-                                      ArrivalList *list) {
+                                      const Entry &entry, ArrivalList *list) {
   const Session &s = p.session;
   const int lane = lane_id();
-  const int64_t at = static_cast<int64_t>(token) * p.num_topk + lane;
-  int64_t expert = lane < p.num_topk ? load_index(p.topk_idx(), at, p.index_bytes) : -1;
-  const float weight = lane < p.num_topk ? p.topk_weights()[at] : 0;
+  int64_t expert = entry.expert;
+  const float weight = entry.weight;
   if (expert < 0 || expert >= p.num_experts) expert = -1;
   int rank = expert < 0 ? -1 : p.by_local.quotient(static_cast<int>(expert));
   if (rank >= 0 && (is_masked(s, rank) || calls[rank].epoch == 0)) rank = -1;
@@ -96,25 +96,33 @@ __device__ inline void read_row_words(const LowLatencyCombineParams &p, const Lo
 }
 
 // Chunks `at` and `at` + kLlThreads of several rows, all in flight together. Masks have bit kChunks * row + chunk.
+// Either all ranks send LogFMT or none.
 constexpr int kRows = 4, kChunks = 2;
+template <bool kLogfmt>
 __device__ __forceinline__ uint32_t load_missing(const ArrivalList *list, int first, int at, uint32_t missing,
                                                  uint4 (&data)[kRows][kChunks]) {
 #pragma unroll
   for (int i = 0; i < kRows * kChunks; ++i)
-    if ((missing >> i & 1) != 0)
-      data[i / kChunks][i % kChunks] =
-          ptx::ld_relaxed_sys_v4(list->row[first + i / kChunks] + 16 * (at + i % kChunks * kLlThreads));
+    if ((missing >> i & 1) != 0) {
+      const int row = first + i / kChunks, chunk = at + i % kChunks * kLlThreads;
+      data[i / kChunks][i % kChunks] = kLogfmt ? load_logfmt_chunk(list->row[row], list->words[row], chunk)
+                                               : ptx::ld_relaxed_sys_v4(list->row[row] + 16 * chunk);
+    }
 #pragma unroll
-  for (int i = 0; i < kRows * kChunks; ++i)
-    if ((missing >> i & 1) != 0 && has_arrived(data[i / kChunks][i % kChunks])) missing &= ~(1u << i);
+  for (int i = 0; i < kRows * kChunks; ++i) {
+    const uint4 &chunk = data[i / kChunks][i % kChunks];
+    if ((missing >> i & 1) != 0 && (kLogfmt ? has_logfmt_arrived(chunk) : has_arrived(chunk))) missing &= ~(1u << i);
+  }
   return missing;
 }
 
-// Sums chunks `at` and, if there is one, `at` + kLlThreads of a token's rows, in the order of the list.
+// Sums chunks `at` and, if there is one, `at` + kLlThreads of a token's rows, in the order of the list. LogFMT: by
+// whole halves of warps.
+template <bool kLogfmt>
 __device__ inline void add_rows(const LowLatencyCombineParams &p, const ArrivalList *list, int token, int at) {
   const Session &s = p.session;
   const int chunks = p.hidden / 8;
-  const uint32_t of_row = at + kLlThreads < chunks ? 3 : 1;
+  const uint32_t of_row = at + kLlThreads < chunks ? 3 : 1, half = 0xffffu << (lane_id() & 16);
   float sum[kChunks][8] = {};
   for (int first = 0; first < list->count; first += kRows) {
     uint4 data[kRows][kChunks];
@@ -122,7 +130,7 @@ __device__ inline void add_rows(const LowLatencyCombineParams &p, const ArrivalL
 #pragma unroll
     for (int n = 0; n < kRows; ++n)
       if (first + n < list->count) missing |= of_row << (kChunks * n);
-    missing = load_missing(list, first, at, missing, data);
+    missing = load_missing<kLogfmt>(list, first, at, missing, data);
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       if (first + n >= list->count) continue;
@@ -131,16 +139,23 @@ __device__ inline void add_rows(const LowLatencyCombineParams &p, const ArrivalL
       if ((missing >> (kChunks * n) & of_row) != 0)
         wait_or_mask(s, rank, epoch, [&](int64_t &) {  // one chunk at first: polling all would keep memory busy
           const uint32_t first_missing = missing & (0u - missing);
-          if (load_missing(list, first, at, first_missing, data) != 0) return false;
-          missing = load_missing(list, first, at, missing ^ first_missing, data);
+          if (load_missing<kLogfmt>(list, first, at, first_missing, data) != 0) return false;
+          missing = load_missing<kLogfmt>(list, first, at, missing ^ first_missing, data);
           return (missing >> (kChunks * n) & of_row) == 0;
         });
-      const uint32_t absent = missing >> (kChunks * n) & of_row;  // of a rank that was lost
+      uint32_t absent = missing >> (kChunks * n) & of_row;  // of a rank that was lost
       missing &= ~(of_row << (kChunks * n));
+      if (kLogfmt) absent = __reduce_or_sync(half, absent);  // all 16 threads have read a block's word
 #pragma unroll
       for (int u = 0; u < kChunks; ++u) {
         if ((of_row >> u & 1) == 0 || (absent >> u & 1) != 0) continue;
-        ptx::st_stream(list->row[which] + 16 * (at + u * kLlThreads), uint4{0, 0, 0, 0});
+        const int chunk = at + u * kLlThreads;
+        if (kLogfmt) {
+          add_logfmt(s, rank, epoch, list->row[which], list->words[which], chunk, data[n][u], list->weight[which],
+                     sum[u]);
+          continue;
+        }
+        ptx::st_stream(list->row[which] + 16 * chunk, uint4{0, 0, 0, 0});
         add_weighted(sum[u], exclusive_or(data[n][u], list->pattern[which]), list->weight[which]);
       }
     }
@@ -152,26 +167,23 @@ __device__ inline void add_rows(const LowLatencyCombineParams &p, const ArrivalL
                      round_bf16(sum[u]));
 }
 
-// Likewise one chunk of LogFMT rows, by whole halves of warps. Either all ranks send LogFMT or none.
-__device__ inline void add_logfmt_rows(const LowLatencyCombineParams &p, const ArrivalList *list, int token, int at) {
-  float sum[8] = {};
-  for (int n = 0; n < list->count; ++n)
-    add_logfmt(p.session, list->rank[n], list->epoch[n], list->row[n], list->words[n], at, list->weight[n], sum);
-  ptx::st_stream(p.combined_x() + static_cast<uint64_t>(token) * 2 * p.hidden + 16 * at, round_bf16(sum));
-}
-
-__device__ inline void receive_sums(const LowLatencyCombineParams &p, const LowLatencyCall *calls, ArrivalList *list) {
+// `entry`: of the block's first token, in the first warp.
+__device__ inline void receive_sums(const LowLatencyCombineParams &p, const LowLatencyCall *calls, Entry entry,
+                                    ArrivalList *list) {
   const int chunks = p.hidden / 8;
   __syncthreads();  // calls are there
   mark(kMarkKnown, threadIdx.x == 0);
   for (int token = first_of_block(); token < p.num_tokens; token += num_workers()) {
-    if (warp_id() == 0) read_row_words(p, calls, token, list);
+    if (warp_id() == 0) {
+      if (token != first_of_block()) entry = load_entry(p, token);
+      read_row_words(p, calls, token, entry, list);
+    }
     __syncthreads();
     mark(kMarkLastHeader, threadIdx.x == 0);
     if ((p.flags & DK_LL_LOGFMT) != 0)
-      for (int at = threadIdx.x; at < chunks; at += kLlThreads) add_logfmt_rows(p, list, token, at);
+      for (int at = threadIdx.x; at < chunks; at += kChunks * kLlThreads) add_rows<true>(p, list, token, at);
     else
-      for (int at = threadIdx.x; at < chunks; at += kChunks * kLlThreads) add_rows(p, list, token, at);
+      for (int at = threadIdx.x; at < chunks; at += kChunks * kLlThreads) add_rows<false>(p, list, token, at);
     __syncthreads();
   }
 }
@@ -196,7 +208,8 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   Headers headers{};
   LowLatencyRouting routing{};
   SlotSeen slot{0, 0, 0, -1};
-  const Entry entry = is_last_warp() && sends_weights(p) ? load_entry(p, first_of_block()) : Entry{-1, 0};
+  const bool needs_entry = (is_last_warp() && sends_weights(p)) || (warp_id() == 0 && p.receives());
+  const Entry entry = needs_entry ? load_entry(p, first_of_block()) : Entry{-1, 0};
   if (reads_sums && leads_group) {
     routing = load_routing(p);
     if (first_item() < num_items(p)) headers = load_headers(p, item.dest, item.token);
@@ -234,7 +247,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     if (p.receives() && good) {
       find_source_calls(p, call, calls);
       if (is_control_block()) check_low_latency_peers(p, calls);
-      if (is_worker()) receive_sums(p, calls, &shared.arrivals);
+      if (is_worker()) receive_sums(p, calls, entry, &shared.arrivals);
     }
     mark(kMarkArrived, true);
   }

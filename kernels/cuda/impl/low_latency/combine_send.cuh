@@ -14,7 +14,7 @@ enum : uint32_t { kKindRow = 1, kKindLogfmt = 2, kKindSum = 3, kKindMask = 3 };
 
 // Whether this rank sends its weights to the experts' ranks.
 __device__ __forceinline__ bool sends_weights(const LowLatencyCombineParams &p) {
-  return p.sends() && (p.flags & DK_LL_LOGFMT) == 0 && (p.session.team.flags & DK_TEAM_SHRINK) == 0;
+  return p.sends() && (p.session.team.flags & DK_TEAM_SHRINK) == 0;
 }
 // By the last warp, for the block's tokens; `entry`: of the first one.
 __device__ inline void send_weights(const LowLatencyCombineParams &p, const LowLatencyCall &call, uint8_t *const *peers,
@@ -129,6 +129,8 @@ __device__ inline void send_sum(const LowLatencyCombineParams &p, const LowLaten
   const int expert = p.session.team.rank * p.num_local() + list->first_expert, chunks = p.hidden / 8;
   const uint32_t number = number_of_row(p, expert, token);
   uint8_t *to = slot_row(p, block, call, number);
+  const bool logfmt = (p.flags & DK_LL_LOGFMT) != 0;
+  uint32_t *infos = slot_words(p, block, call, number);
 #pragma unroll 1
   for (int base = thread; base < chunks; base += kPieceChunks * kLlGroupThreads) {
     float sum[kPieceChunks][8] = {};
@@ -153,7 +155,17 @@ __device__ inline void send_sum(const LowLatencyCombineParams &p, const LowLaten
     }
     uint4 out[kPieceChunks];
 #pragma unroll
-    for (int u = 0; u < kPieceChunks; ++u) out[u] = exclusive_or(round_bf16(sum[u]), pattern_of(0));
+    for (int u = 0; u < kPieceChunks; ++u) out[u] = round_bf16(sum[u]);
+    if (logfmt) {
+#pragma unroll
+      for (int u = 0; u < kPieceChunks; ++u) {
+        const int at = base + u * kLlGroupThreads;
+        if (at < chunks) send_logfmt_chunk(out[u], to + at / 16 * 256, infos + at / 16);
+      }
+      continue;
+    }
+#pragma unroll
+    for (int u = 0; u < kPieceChunks; ++u) out[u] = exclusive_or(out[u], pattern_of(0));
     send_piece(to, base, chunks, out);
   }
   if (thread == 0)
@@ -279,9 +291,7 @@ __device__ inline void send_rows(const LowLatencyCombineParams &p, const LowLate
 }
 
 // The dispatch that made src_info, if its headers are still here. Lane i of a warp looks at record i.
-__device__ __forceinline__ bool may_sum(const LowLatencyCombineParams &p) {
-  return (p.flags & (DK_LL_UNREDUCED | DK_LL_LOGFMT)) == 0;
-}
+__device__ __forceinline__ bool may_sum(const LowLatencyCombineParams &p) { return (p.flags & DK_LL_UNREDUCED) == 0; }
 __device__ __forceinline__ LowLatencyRouting load_routing(const LowLatencyCombineParams &p) {
   const auto *words = reinterpret_cast<const uint64_t *>(&p.session.team.scratch->routing[lane_id() % kRoutingCopies]);
   LowLatencyRouting routing;

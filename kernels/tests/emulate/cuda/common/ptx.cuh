@@ -76,6 +76,8 @@ template <int kPending>
 void copy_words_wait() {
   emulate::wait_for_words(kPending);
 }
+inline float log2(float x) { return log2f(x); }
+inline float exp2(float x) { return exp2f(x); }
 inline uint64_t global_timer_ns() { return emulate::clock_ns(); }
 template <int kThreads>
 void barrier_among(int index) {
