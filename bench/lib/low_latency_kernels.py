@@ -82,14 +82,14 @@ def _kernel_times(step: Step, meeting: Meeting, rounds: int) -> dict[str, list[f
     for name, (call, part) in calls.items():
         if part == "combine":  # whether the experts' ranks know the weights is the last dispatch's doing
             step.dispatch(weights=name.endswith("known"))
-        found[name] = sums(profiled(step.team, meeting, call, rounds, lambda kernel, part=part: part in kernel))  # type: ignore[misc]
+        found[name] = sums(profiled(step.team, meeting, call, rounds, lambda kernel, part=part: f"::{part}" in kernel))  # type: ignore[misc]
     halves: dict[str, tuple[Callable[..., Any], str]] = {
         "dispatch FP8": (lambda **o: step.dispatch(weights=False, **o), "dispatch"),
         "combine BF16": (step.combine, "combine"),
     }
     for name, (call, part) in halves.items():
         run = _in_halves(step, call)
-        lists = profiled(step.team, meeting, run, rounds, lambda kernel, part=part: part in kernel)  # type: ignore[misc]
+        lists = profiled(step.team, meeting, run, rounds, lambda kernel, part=part: f"::{part}" in kernel)  # type: ignore[misc]
         found |= {f"{name}, send": lists[0], f"{name}, receive": lists[-1], f"{name}, both halves": sums(lists)}
     return found
 

@@ -106,7 +106,7 @@ class Calls:
 
 
 def _is(part: str) -> Callable[[str], bool]:
-    return lambda name: part in name and "low_latency" not in name
+    return lambda name: f"::{part}" in name and "internode_ll" not in name
 
 
 def _nccl(team: Team, rows: Rows, x: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -44,8 +44,8 @@ void destroy_low_latency(Team *team) {
 
 cudaError_t load_low_latency_kernels() {
   cudaFuncAttributes attributes{};
-  cudaError_t error = cudaFuncGetAttributes(&attributes, internode_low_latency_dispatch_kernel);
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, internode_low_latency_combine_kernel);
+  cudaError_t error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::dispatch);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::combine);
   return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, internode_mask_kernel) : error;
 }
 
@@ -61,14 +61,14 @@ int32_t internode_ll_dispatch(dk_ll_dispatch_params *p) {
   auto *team = handle_of<Team>(p->team);
   InternodeLlDispatchParams d{};
   const int32_t code = fill_dispatch(p, *team->internode->low_latency, &d);
-  return code == DK_OK ? launch(p, team, d, internode_low_latency_dispatch_kernel) : code;
+  return code == DK_OK ? launch(p, team, d, deep_ep::internode_ll::dispatch) : code;
 }
 
 int32_t internode_ll_combine(dk_ll_combine_params *p) {
   auto *team = handle_of<Team>(p->team);
   InternodeLlCombineParams c{};
   int32_t code = fill_combine(p, *team->internode->low_latency, &c);
-  if (code == DK_OK) code = launch(p, team, c, internode_low_latency_combine_kernel);
+  if (code == DK_OK) code = launch(p, team, c, deep_ep::internode_ll::combine);
   if (code == DK_OK && (p->phases & DK_PHASE_SEND) != 0) team->internode->low_latency->next_stage = 1 - c.call.stage;
   return code;
 }

@@ -27,10 +27,10 @@ int32_t launch_barrier(P *p, uint32_t op, bool counts_as_call) {
 
 cudaError_t internode::load_normal_kernels() {
   cudaFuncAttributes attributes{};
-  cudaError_t error = cudaFuncGetAttributes(&attributes, internode_notify_kernel);
+  cudaError_t error = cudaFuncGetAttributes(&attributes, deep_ep::internode::notify_dispatch);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, internode_barrier_kernel);
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, internode_dispatch_kernel);
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, internode_combine_kernel);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode::dispatch_with_notify);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, deep_ep::internode::combine_with_notify);
   return error;
 }
 
@@ -38,7 +38,8 @@ int32_t internode_notify(dk_notify_params *p, const NotifyParams &n) {
   const Team *team = handle_of<Team>(p->team);
   const InternodeNotifyParams params{n, team->internode->view};
   const OnDevice on(team->device);
-  internode_notify_kernel<<<1 + min(team->view.num_ranks, 16), kNotifyThreads, 0, stream_of(p->stream)>>>(params);
+  deep_ep::internode::notify_dispatch<<<1 + min(team->view.num_ranks, 16), kNotifyThreads, 0, stream_of(p->stream)>>>(
+      params);
   return launched(p);
 }
 
@@ -50,7 +51,7 @@ int32_t internode_dispatch(dk_dispatch_params *p, const DispatchParams &d, int b
   if (params.rings.slots == 0) return DK_EUNSUPPORTED;  // rdma region under min_rdma_bytes
   params.lists = stream_lists(params.state, params.internode);
   const OnDevice on(team->device);
-  internode_dispatch_kernel<<<blocks, DispatchRoles::kThreads, 0, stream_of(p->stream)>>>(params);
+  deep_ep::internode::dispatch_with_notify<<<blocks, DispatchRoles::kThreads, 0, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
@@ -68,10 +69,10 @@ int32_t internode_combine(dk_combine_params *p, const CombineParams &c, int bloc
   const OnDevice on(team->device);
   if (shared > 40 * 1024) {  // beyond what a kernel gets without opting in
     const cudaError_t error = cudaFuncSetAttribute(
-        internode_combine_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+        deep_ep::internode::combine_with_notify, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return device_failure(p, error);
   }
-  internode_combine_kernel<<<blocks, CombineRoles::kThreads, shared, stream_of(p->stream)>>>(params);
+  deep_ep::internode::combine_with_notify<<<blocks, CombineRoles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 

@@ -13,8 +13,10 @@
 #include "internode/low_latency/params.h"
 #include "internode/mask.cuh"
 
-namespace deepep::internode {
+namespace deep_ep::internode_ll {
 alignas(16) thread_local uint64_t calls[2048];  // dynamic shared memory of a block
+}
+namespace deepep::internode {
 void put_by_warp(void *to, const void *from, uint32_t bytes, uint64_t *word, uint64_t value, int rank) {
   __syncwarp();
   if (lane_id() == 0) emulate::put(to, from, bytes, word, value, rank);
@@ -199,7 +201,7 @@ void add_dispatch(World &w, int me, size_t which, uint32_t phases, uint32_t tick
     const dk_ll_dispatch_params p = dispatch_params(w, r.exchanges[which], phases, ticket);
     InternodeLlDispatchParams d{};
     if (fill_dispatch(&p, r.team, &d) != DK_OK) wrong("dispatch is refused", r.team.view.rank, 0, 0, 0);
-    internode_low_latency_dispatch_kernel(d);
+    deep_ep::internode_ll::dispatch(d);
   });
 }
 
@@ -235,7 +237,7 @@ void add_combine(World &w, int me, size_t which, uint32_t phases, uint32_t ticke
     if (fill_combine(&p, r.team, params.get()) != DK_OK) wrong("combine is refused", r.team.view.rank, 0, 0, 0);
     if ((phases & DK_PHASE_SEND) != 0 && !w.replayed) r.team.next_stage = 1 - params->call.stage;
   });
-  r.steps.push_back([params] { internode_low_latency_combine_kernel(*params); });
+  r.steps.push_back([params] { deep_ep::internode_ll::combine(*params); });
 }
 
 // ---- Expected outputs ----

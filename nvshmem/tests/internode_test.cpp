@@ -13,9 +13,9 @@
 #include "internode/normal/dispatch.cuh"
 #include "internode/normal/notify.cuh"
 
-namespace deepep::internode {
+namespace deep_ep::internode {
 thread_local uint8_t shared[16 * 1024];  // dynamic shared memory of a block
-}  // namespace deepep::internode
+}
 using namespace deepep;
 using namespace deepep::internode;
 
@@ -195,7 +195,7 @@ void notify(World &w) {
     n.send_head = handle_to(r.head.data());
     n.counts = handle_to(r.counts.data());
     InternodeNotifyParams p{{n, w.session(me, DK_OP_NOTIFY)}, r.internode};
-    internode_notify_kernel(p);
+    deep_ep::internode::notify_dispatch(p);
   });
   for (int me = 0; me < c.ranks(); ++me) {
     const Rank &r = w.ranks[me];
@@ -256,7 +256,7 @@ void dispatch(World &w, bool cached) {
     InternodeDispatchParams p{d, r.internode, {}, {}, w.state(me)};
     p.rings = row_rings(r.team, r.internode, d.row_bytes + 4ull * RowWords(d, c.peers).end, false);
     p.lists = stream_lists(p.state, r.internode);
-    internode_dispatch_kernel(p);
+    deep_ep::internode::dispatch_with_notify(p);
   });
   for (int me = 0; me < c.ranks(); ++me) {
     const Rank &r = w.ranks[me];
@@ -312,7 +312,7 @@ void combine(World &w) {
     InternodeCombineParams p{k, r.internode, {}, {}};
     p.rings = row_rings(r.team, r.internode, k.row_bytes + 4ull * (1 + k.num_topk), true);
     p.lists = stream_lists(w.state(me), r.internode);
-    internode_combine_kernel(p);
+    deep_ep::internode::combine_with_notify(p);
   });
   std::vector<std::vector<double>> want;
   std::vector<std::vector<float>> weights;
@@ -381,7 +381,7 @@ void failures() {
           n.send_head = handle_to(r.head.data());
           n.counts = handle_to(r.counts.data());
           InternodeNotifyParams p{{n, w.session(me, DK_OP_NOTIFY)}, r.internode};
-          internode_notify_kernel(p);
+          deep_ep::internode::notify_dispatch(p);
         });
     emulate::stop_network();
     for (int me = 0; me < 4; ++me) {

@@ -48,8 +48,8 @@ int32_t fill_params(const Args *p, const Team *team, uint32_t op, LowLatencyPara
 
 cudaError_t load_low_latency_kernels() {
   cudaFuncAttributes attributes{};
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, low_latency_dispatch_kernel);
-  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, low_latency_combine_kernel) : error;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::dispatch);
+  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, deep_ep::internode_ll::combine) : error;
 }
 
 }  // namespace deepep
@@ -85,8 +85,8 @@ DK_EXPORT int32_t dk_ll_dispatch(dk_ll_dispatch_params *p) {
                tables = 4 * (p->num_experts + num_ranks) + sizeof(LowLatencyCall) * num_ranks;
   const size_t shared = align_up<size_t>(8 * num_ranks, 16) + max<size_t>(tables, 2 * kTileCodes);
   if (shared > kMaxTables) return DK_EUNSUPPORTED;
-  return launch(p, team, low_latency_dispatch_kernel, low_latency_blocks(team, p->num_sms, p->num_max_tokens), shared,
-                d);
+  return launch(p, team, deep_ep::internode_ll::dispatch, low_latency_blocks(team, p->num_sms, p->num_max_tokens),
+                shared, d);
 }
 
 DK_EXPORT int32_t dk_ll_combine(dk_ll_combine_params *p) {
@@ -101,8 +101,8 @@ DK_EXPORT int32_t dk_ll_combine(dk_ll_combine_params *p) {
   const size_t shared =
       (8 + sizeof(LowLatencyCall)) * num_ranks + 4 * (p->num_experts / num_ranks + 1) + 4 * p->num_experts;
   if (shared > kMaxTables) return DK_EUNSUPPORTED;
-  return launch(p, team, low_latency_combine_kernel, low_latency_blocks(team, p->num_sms, p->num_max_tokens), shared,
-                c);
+  return launch(p, team, deep_ep::internode_ll::combine, low_latency_blocks(team, p->num_sms, p->num_max_tokens),
+                shared, c);
 }
 
 #ifdef DEEPEP_TIMELINE

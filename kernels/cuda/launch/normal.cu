@@ -42,12 +42,12 @@ cudaError_t load_normal_kernels(bool bulk) {
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
   const size_t max_shared = static_cast<size_t>(limit) - 2048;  // static shared memory comes on top
   if (error == cudaSuccess) error = load(layout_kernel, min<size_t>(max_shared, 96 * 1024));
-  if (error == cudaSuccess) error = load(notify_kernel, 0);
-  if (error == cudaSuccess) error = load(dispatch_kernel<false>, min(max_shared, kSharedLimit80));
-  if (error == cudaSuccess) error = load(combine_kernel<false>, min(max_shared, kSharedLimit80));
+  if (error == cudaSuccess) error = load(deep_ep::intranode::notify_dispatch, 0);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch<false>, min(max_shared, kSharedLimit80));
+  if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false>, min(max_shared, kSharedLimit80));
 #if DEEPEP_SM90
-  if (error == cudaSuccess && bulk) error = load(dispatch_kernel<true>, min(max_shared, kSharedLimit90));
-  if (error == cudaSuccess && bulk) error = load(combine_kernel<true>, min(max_shared, kSharedLimit90));
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch<true>, min(max_shared, kSharedLimit90));
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine<true>, min(max_shared, kSharedLimit90));
 #else
   (void)bulk;
 #endif
@@ -87,7 +87,7 @@ DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
   const NotifyParams params{*p, session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH)};
   if (is_remote(team)) return internode_notify(p, params);
   const OnDevice on(team->device);
-  notify_kernel<<<1 + min(num_ranks, 16), kNotifyThreads, 0, stream_of(p->stream)>>>(params);
+  deep_ep::intranode::notify_dispatch<<<1 + min(num_ranks, 16), kNotifyThreads, 0, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
@@ -109,7 +109,7 @@ int32_t launch_dispatch(dk_dispatch_params *p, DispatchParams &params, int block
   params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, limit - roles);
   const size_t shared = DispatchShared<kBulk>(params, params.stage_bytes).bytes;
   const OnDevice on(team->device);
-  dispatch_kernel<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
+  deep_ep::intranode::dispatch<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 
@@ -125,7 +125,7 @@ int32_t launch_combine(dk_combine_params *p, CombineParams &params, int blocks) 
                         4ull * (Roles::kReducers + Roles::kSenders) * num_ranks;
   if (shared > (kBulk ? kSharedLimit90 : kSharedLimit80)) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
-  combine_kernel<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
+  deep_ep::intranode::combine<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
 

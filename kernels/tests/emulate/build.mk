@@ -24,7 +24,7 @@ $(EMULATE_OBJ) $(EMULATE_GPU_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/emulate.flags | need
 EMULATED_CUH := $(patsubst kernels/%,$(EMULATE_OUT)/include/%,$(filter-out %/ptx.cuh,$(shell find kernels/cuda -name '*.cuh')))
 $(EMULATED_SRC): $(EMULATE_OUT)/%.cpp: kernels/cuda/launch/%.cu kernels/tests/emulate/build.mk
 	@mkdir -p $(@D)
-	@{ echo '#line 1 "$<"'; sed -E 's/([a-z_]+(<kBulk>)?)<<<(.*)>>>\(/emulate::launch(\1, \3, /' $<; } >$@
+	@{ echo '#line 1 "$<"'; sed -E 's/([a-z_:]+(<kBulk>)?)<<<(.*)>>>\(/emulate::launch(\1, \3, /' $<; } >$@
 	@! grep -n '<<<' $@
 $(EMULATED_CUH): $(EMULATE_OUT)/include/%: kernels/% kernels/tests/emulate/build.mk
 	@mkdir -p $(@D)

@@ -7,10 +7,16 @@
 #include <chrono>
 #include <thread>
 
-namespace deepep {  // what kernels declare extern __shared__
-alignas(128) thread_local uint8_t shared[232448], memory[48 * 1024];
+// What kernels declare extern __shared__.
+namespace deep_ep::intranode {
+alignas(128) thread_local uint8_t shared[232448];
+}
+namespace deep_ep::internode_ll {
+alignas(128) thread_local uint8_t memory[48 * 1024];
+}
+namespace deepep {
 alignas(128) thread_local uint32_t counts[24 * 1024];
-}  // namespace deepep
+}
 
 namespace emulate {
 namespace {
@@ -167,9 +173,8 @@ void Gpu::run_blocks(Kernel *kernel) {
 }
 
 void Gpu::serve() {
-  set_dynamic_shared({{deepep::shared, sizeof deepep::shared},
-                      {deepep::memory, sizeof deepep::memory},
-                      {deepep::counts, sizeof deepep::counts}});
+  using deep_ep::internode_ll::memory, deep_ep::intranode::shared;
+  set_dynamic_shared({{shared, sizeof shared}, {memory, sizeof memory}, {deepep::counts, sizeof deepep::counts}});
   set_seed(static_cast<uint64_t>(settings().seed));
   std::unique_lock<std::mutex> lock(lock_);
   for (;;) {

@@ -156,8 +156,13 @@ __device__ inline void receive_sums(const InternodeLlCombineParams &c, const uin
   }
 }
 
-__global__ void __launch_bounds__(kLlThreads, 1)
-    internode_low_latency_combine_kernel(const __grid_constant__ InternodeLlCombineParams c) {
+}  // namespace deepep::internode
+
+namespace deep_ep::internode_ll {  // V1's names: tools find kernels in traces by them
+using namespace deepep;
+using namespace deepep::internode;
+
+__global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__ InternodeLlCombineParams c) {
   extern __shared__ __align__(16) uint64_t calls[];  // [R], then row counts [L + 1]
   __shared__ ExpertRows arrivals;
   const InternodeLlParams &p = c.call;
@@ -181,4 +186,4 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   });
 }
 
-}  // namespace deepep::internode
+}  // namespace deep_ep::internode_ll

@@ -325,8 +325,13 @@ __device__ inline void receive_rows(const InternodeLlDispatchParams &d, uint64_t
 
 // ---- End ------------------------------------------------------------------------------------------------------------
 
-__global__ void __launch_bounds__(kLlThreads, 1)
-    internode_low_latency_dispatch_kernel(const __grid_constant__ InternodeLlDispatchParams d) {
+}  // namespace deepep::internode
+
+namespace deep_ep::internode_ll {  // V1's names: tools find kernels in traces by them
+using namespace deepep;
+using namespace deepep::internode;
+
+__global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant__ InternodeLlDispatchParams d) {
   // [R], then base [E] and rows [R], which first hold the counts that the send half sends.
   extern __shared__ __align__(16) uint64_t calls[];
   __shared__ SendRoute route;
@@ -359,4 +364,4 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   });
 }
 
-}  // namespace deepep::internode
+}  // namespace deep_ep::internode_ll

@@ -446,8 +446,14 @@ __device__ inline void run_combine_roles(const InternodeCombineParams &p, uint64
   }
 }
 
+}  // namespace deepep::internode
+
+namespace deep_ep::internode {  // V1's names: tools find kernels in traces by them
+using namespace deepep;
+using namespace deepep::internode;
+
 __global__ void __launch_bounds__(CombineRoles::kThreads, 1)
-    internode_combine_kernel(const __grid_constant__ InternodeCombineParams p) {
+    combine_with_notify(const __grid_constant__ InternodeCombineParams p) {
   extern __shared__ __align__(16) uint8_t shared[];
   const Session &s = p.c.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
@@ -467,4 +473,4 @@ __global__ void __launch_bounds__(CombineRoles::kThreads, 1)
   });
 }
 
-}  // namespace deepep::internode
+}  // namespace deep_ep::internode

@@ -354,8 +354,14 @@ __device__ inline void run_dispatch_roles(const InternodeDispatchParams &p, uint
   }
 }
 
+}  // namespace deepep::internode
+
+namespace deep_ep::internode {  // V1's names: tools find kernels in traces by them
+using namespace deepep;
+using namespace deepep::internode;
+
 __global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
-    internode_dispatch_kernel(const __grid_constant__ InternodeDispatchParams p) {
+    dispatch_with_notify(const __grid_constant__ InternodeDispatchParams p) {
   const Session &s = p.d.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
@@ -377,4 +383,4 @@ __global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
   });
 }
 
-}  // namespace deepep::internode
+}  // namespace deep_ep::internode

@@ -12,10 +12,15 @@ struct InternodeNotifyParams {
   NodeView internode;
 };
 
+}  // namespace deepep::internode
+
+namespace deep_ep::internode {  // V1's names: tools find kernels in traces by them
+using namespace deepep;
+using namespace deepep::internode;
+
 // Block 0 exchanges messages: each carries this rank's row of the matrix and the counts of the peer's experts. The
 // other blocks number rows.
-__global__ void __launch_bounds__(kNotifyThreads, 1)
-    internode_notify_kernel(const __grid_constant__ InternodeNotifyParams p) {
+__global__ void __launch_bounds__(kNotifyThreads, 1) notify_dispatch(const __grid_constant__ InternodeNotifyParams p) {
   const Session &s = p.n.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
@@ -38,6 +43,10 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
   }
   finish(s, [&](bool failed) { end_notify(p.n, epoch, failed); });
 }
+
+}  // namespace deep_ep::internode
+
+namespace deepep::internode {
 
 struct InternodeBarrierParams {
   Session session;

@@ -188,8 +188,12 @@ __device__ inline void receive_sums(const LowLatencyCombineParams &p, const LowL
   }
 }
 
-__global__ void __launch_bounds__(kLlThreads, 1)
-    low_latency_combine_kernel(const __grid_constant__ LowLatencyCombineParams p) {
+}  // namespace deepep
+
+namespace deep_ep::internode_ll {  // V1's names: tools find kernels in traces by them
+using namespace deepep;
+
+__global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__ LowLatencyCombineParams p) {
   extern __shared__ __align__(16) uint8_t memory[];  // peers [R], calls [R], then row counts [L + 1], first rows [L][R]
   __shared__ union {
     SumList sums[kLlGroups];
@@ -257,4 +261,4 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   end_timeline(1, call.epoch);
 }
 
-}  // namespace deepep
+}  // namespace deep_ep::internode_ll

@@ -298,8 +298,12 @@ __device__ inline void finish_outputs(const LowLatencyDispatchParams &p, const L
   }
 }
 
-__global__ void __launch_bounds__(kLlThreads, 1)
-    low_latency_dispatch_kernel(const __grid_constant__ LowLatencyDispatchParams p) {
+}  // namespace deepep
+
+namespace deep_ep::internode_ll {  // V1's names: tools find kernels in traces by them
+using namespace deepep;
+
+__global__ void __launch_bounds__(kLlThreads, 1) dispatch(const __grid_constant__ LowLatencyDispatchParams p) {
   // peers [R]; while sending codes [kTileCodes], then calls [R], base [E], tokens [R]
   extern __shared__ __align__(16) uint8_t memory[];
   __shared__ SendTables sending;
@@ -332,4 +336,4 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   end_timeline(0, call.epoch);
 }
 
-}  // namespace deepep
+}  // namespace deep_ep::internode_ll

@@ -61,9 +61,13 @@ __device__ inline void run_combine_roles(const CombineParams &p, uint64_t epoch,
   }
 }
 
+}  // namespace deepep
+
+namespace deep_ep::intranode {  // V1's names: tools find kernels in traces by them
+using namespace deepep;
+
 template <bool kBulk>
-__global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1)
-    combine_kernel(const __grid_constant__ CombineParams p) {
+__global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine(const __grid_constant__ CombineParams p) {
 #if !DEEPEP_HAS_BULK_COPY
   if constexpr (kBulk) return;  // the launcher does not choose this form below 9.0
 #endif
@@ -99,4 +103,4 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1)
   });
 }
 
-}  // namespace deepep
+}  // namespace deep_ep::intranode

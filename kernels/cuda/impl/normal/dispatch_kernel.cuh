@@ -180,9 +180,14 @@ __device__ inline DispatchJob dispatch_job(const DispatchParams &p, const Dispat
   return {p, reinterpret_cast<const DispatchDest *>(shared + at.dests), epoch, heads};
 }
 
+}  // namespace deepep
+
+namespace deep_ep::intranode {  // V1's names: tools find kernels in traces by them
+using namespace deepep;
+
 template <bool kBulk>
 __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
-    dispatch_kernel(const __grid_constant__ DispatchParams p) {
+    dispatch(const __grid_constant__ DispatchParams p) {
 #if !DEEPEP_HAS_BULK_COPY
   if constexpr (kBulk) return;  // the launcher does not choose this form below 9.0
 #endif
@@ -227,4 +232,4 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
   });
 }
 
-}  // namespace deepep
+}  // namespace deep_ep::intranode

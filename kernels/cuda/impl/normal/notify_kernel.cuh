@@ -20,7 +20,12 @@ __device__ inline void send_counts(const NotifyParams &p, const Handshake &hand)
   post_handshake(s, hand);
 }
 
-__global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_constant__ NotifyParams p) {
+}  // namespace deepep
+
+namespace deep_ep::intranode {  // V1's names: tools find kernels in traces by them
+using namespace deepep;
+
+__global__ void __launch_bounds__(kNotifyThreads) notify_dispatch(const __grid_constant__ NotifyParams p) {
   const Session &s = p.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
@@ -40,4 +45,4 @@ __global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_con
   finish(s, [&](bool failed) { end_notify(p, epoch, failed); });
 }
 
-}  // namespace deepep
+}  // namespace deep_ep::intranode
