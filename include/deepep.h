@@ -285,7 +285,7 @@ typedef struct deepep_layout {
   const void *topk_idx;              /* [in] [T,K] experts; -1 selects nothing */
   int32_t *num_tokens_per_rank;      /* [out] [R] */
   int32_t *num_tokens_per_rdma_rank; /* [out] [nodes] or NULL */
-  int32_t *num_tokens_per_expert;    /* [out] [E] */
+  int32_t *num_tokens_per_expert;    /* [out] [E]; a token that names an expert twice counts twice */
   uint8_t *is_token_in_rank;         /* [out] [T,R] 1: the token goes to the rank */
 } deepep_layout;
 #define DEEPEP_LAYOUT_INIT {sizeof(deepep_layout), 0, 0, 0, DEEPEP_INT64, NULL, NULL, NULL, NULL, NULL}
@@ -329,8 +329,9 @@ typedef struct deepep_notify {
 /* collective, launches. *token names the exchange for deepep_wait_counts and deepep_dispatch. */
 deepep_status_t deepep_notify_counts(deepep_buffer_t buffer, const deepep_notify *notify, const deepep_call *call,
                                      uint64_t *token);
-/* local, waits up to slice_ms (< 0: until done or failed). *num_recv_tokens = N; per_expert: [out] [L] rows for each
- * local expert, rounded up to expert_alignment, or NULL. Returns: PENDING: not yet; INVALID_STATE; failure. */
+/* local, waits up to slice_ms (< 0: until done or failed). *num_recv_tokens = N; per_expert: [out] [L] the
+ * ranks' num_tokens_per_expert added, rounded up to expert_alignment, or NULL. Returns: PENDING: not yet;
+ * INVALID_STATE; failure. */
 deepep_status_t deepep_wait_counts(deepep_buffer_t buffer, uint64_t token, int64_t slice_ms, int32_t *num_recv_tokens,
                                    int32_t *per_expert);
 

@@ -37,7 +37,7 @@ type LayoutArgs struct {
 	TopKIdx              uintptr // [in] [T,K] experts; -1 selects nothing
 	NumTokensPerRank     uintptr // [out] int32 [R]
 	NumTokensPerRDMARank uintptr // [out] int32 [nodes] or 0
-	NumTokensPerExpert   uintptr // [out] int32 [E]
+	NumTokensPerExpert   uintptr // [out] int32 [E]; a token that names an expert twice counts twice
 	IsTokenInRank        uintptr // [out] uint8 [T,R] 1: the token goes to the rank
 }
 

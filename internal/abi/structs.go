@@ -528,7 +528,7 @@ type LayoutParams struct {
 	NumExperts      int32
 	TokensPerRank   uint64 // [out] int32[R]
 	TokensPerNode   uint64 // [out] int32[nodes]; 0: not wanted
-	TokensPerExpert uint64 // [out] int32[E]
+	TokensPerExpert uint64 // [out] int32[E]: entries of topk_idx, so that a token counts as often as it names e
 	TokenInRank     uint64 // [out] uint8[T,R]
 }
 

@@ -617,7 +617,7 @@ typedef struct dk_layout_params {
   int32_t num_tokens, num_topk, num_experts;
   uint64_t tokens_per_rank;   /* [out] int32[R] */
   uint64_t tokens_per_node;   /* [out] int32[nodes]; 0: not wanted */
-  uint64_t tokens_per_expert; /* [out] int32[E] */
+  uint64_t tokens_per_expert; /* [out] int32[E]: entries of topk_idx, so that a token counts as often as it names e */
   uint64_t token_in_rank;     /* [out] uint8[T,R] */
 } dk_layout_params;
 int32_t dk_layout(dk_layout_params *p);

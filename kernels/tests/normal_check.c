@@ -35,7 +35,7 @@ void check_layout(struct normal *n) {
       expect(me, in_rank[t * r->ranks + rank] == sent, "token_in_rank[%d][%d] is %u", t, rank,
              in_rank[t * r->ranks + rank]);
     }
-    for (int e = 0; e < r->experts; e++) per_expert[e] += names(r, me->index, t, e);
+    for (int e = 0; e < r->experts; e++) per_expert[e] += times_named(r, me->index, t, e);
   }
   expect_ints(me, "tokens_per_rank", n->per_rank, per_rank, r->ranks);
   expect_ints(me, "tokens_per_node", n->per_node, per_node, (r->ranks + n->team->node - 1) / n->team->node);
@@ -56,7 +56,7 @@ static void check_counts(struct normal *n) {
   for (int l = 0; l < local; l++) {
     int wanted = 0;
     for (int s = 0; s < r->ranks; s++)
-      for (int t = 0; t < r->tokens[s]; t++) wanted += names(r, s, t, me->index * local + l);
+      for (int t = 0; t < r->tokens[s]; t++) wanted += times_named(r, s, t, me->index * local + l);
     wanted = (wanted + align - 1) / align * align;
     expect(me, n->counts->per_expert[l] == wanted, "per_expert[%d] is %d, wanted %d", l, n->counts->per_expert[l],
            wanted);

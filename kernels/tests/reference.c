@@ -152,8 +152,15 @@ bool goes_to(const struct routing *r, int source, int token, int rank) {
   return false;
 }
 
+int times_named(const struct routing *r, int source, int token, int expert) {
+  const int64_t *row = r->index[source] + (size_t)token * (size_t)r->topk;
+  int times = 0;
+  for (int k = 0; k < r->topk; k++) times += row[k] == expert;
+  return times;
+}
+
 bool names(const struct routing *r, int source, int token, int expert) {
-  return taken(r->index[source] + (size_t)token * (size_t)r->topk, r->topk, expert);
+  return times_named(r, source, token, expert) > 0;
 }
 
 int rows_between(const struct routing *r, int source, int rank) {

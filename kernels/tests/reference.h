@@ -39,6 +39,7 @@ struct routing *make_routing(struct rank *me, enum pattern pattern, uint64_t sal
 int owner_of(const struct routing *r, int64_t expert); /* -1 for -1 */
 bool goes_to(const struct routing *r, int source, int token, int rank);
 bool names(const struct routing *r, int source, int token, int expert);
+int times_named(const struct routing *r, int source, int token, int expert);
 int rows_between(const struct routing *r, int source, int rank); /* normal mode */
 
 /* ---- Payload ----------------------------------------------------------------------------------------------------- */

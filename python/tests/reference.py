@@ -52,14 +52,14 @@ class Received:
 
 
 def layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, peers: int = 8) -> Layout:
-    """Counts a token once for a rank, once for a node, once for each expert; -1 selects nothing."""
+    """Counts a token once for a rank and a node, and for an expert as often as it names it; -1 selects nothing."""
     num_tokens = topk_idx.shape[0]
-    names_expert = torch.zeros((num_tokens, num_experts), dtype=torch.bool)
+    named = torch.zeros((num_tokens, num_experts), dtype=torch.int32)
     for k in range(topk_idx.shape[1]):
         chosen = topk_idx[:, k].to(torch.int64)
         rows = (chosen >= 0).nonzero().flatten()
-        names_expert[rows, chosen[rows]] = True
-    in_rank = names_expert.view(num_tokens, num_ranks, num_experts // num_ranks).any(dim=2)
+        named[rows, chosen[rows]] += 1
+    in_rank = (named > 0).view(num_tokens, num_ranks, num_experts // num_ranks).any(dim=2)
     per_node = None
     if num_ranks > peers:
         in_node = in_rank.view(num_tokens, num_ranks // peers, peers).any(dim=2)
@@ -67,7 +67,7 @@ def layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, peers: int 
     return Layout(
         num_tokens_per_rank=in_rank.sum(dim=0, dtype=torch.int32),
         num_tokens_per_rdma_rank=per_node,
-        num_tokens_per_expert=names_expert.sum(dim=0, dtype=torch.int32),
+        num_tokens_per_expert=named.sum(dim=0, dtype=torch.int32),
         is_token_in_rank=in_rank,
     )
 

@@ -29,12 +29,6 @@ void clear(const Counts &out, const dk_layout_params &p) {
   if (p.num_tokens) memset(out.in_rank, 0, static_cast<size_t>(p.num_tokens) * static_cast<size_t>(out.num_ranks));
 }
 
-bool named_before(const dk_layout_params &p, size_t token, size_t k, int64_t expert) {
-  for (size_t i = 0; i < k; i++)
-    if (index_at(p.topk_idx, p.index_bytes, token * static_cast<size_t>(p.num_topk) + i) == expert) return true;
-  return false;
-}
-
 void count_token(Op &op, const dk_layout_params &p, const Counts &out, size_t token) {
   int local = p.num_experts / out.num_ranks;
   uint8_t *in_rank = out.in_rank + token * static_cast<size_t>(out.num_ranks);
@@ -42,7 +36,7 @@ void count_token(Op &op, const dk_layout_params &p, const Counts &out, size_t to
     int64_t expert = index_at(p.topk_idx, p.index_bytes, token * static_cast<size_t>(p.num_topk) + k);
     if (expert < -1 || expert >= p.num_experts)
       return op.fail(DK_EINVAL, op.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
-    if (expert < 0 || named_before(p, token, k, expert)) continue;
+    if (expert < 0) continue;
     out.experts[expert]++;
     in_rank[expert / local] = 1;
   }

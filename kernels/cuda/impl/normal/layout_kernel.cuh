@@ -60,7 +60,7 @@ __device__ inline void count_entries(const LayoutParams &p, const LaneEntry &at,
   const int expert = static_cast<int>(checked_entry(p, entry, wrong));
   const int rank = expert < 0 ? -1 : expert / (p.num_experts / num_ranks),
             node = rank < 0 ? -1 : rank / p.session.team.num_nvl_peers;
-  if (leads(at, expert, p.num_experts)) atomicAdd(counts.experts + expert, 1u);
+  if (expert >= 0) atomicAdd(counts.experts + expert, 1u);
   if (leads(at, node, p.num_nodes)) atomicAdd(counts.nodes + node, 1u);
   const bool goes = leads(at, rank, num_ranks);
   __syncwarp();  // the zeros are stored
@@ -82,16 +82,15 @@ __device__ inline void count_token(const LayoutParams &p, int token, const Layou
     const int64_t expert = checked_entry(p, load_index(p.topk_idx(), row + k, p.index_bytes), wrong);
     if (expert == -1) continue;
     const int rank = static_cast<int>(expert) / local, node = rank / peers;
-    bool new_expert = true, new_rank = true, new_node = true;
+    bool new_rank = true, new_node = true;
     for (int before = 0; before < k; ++before) {
       const int64_t other = load_index(p.topk_idx(), row + before, p.index_bytes);
       if (other < 0 || other >= p.num_experts) continue;
       const int other_rank = static_cast<int>(other) / local;
-      new_expert &= other != expert;
       new_rank &= other_rank != rank;
       new_node &= other_rank / peers != node;
     }
-    if (new_expert) atomicAdd(counts.experts + expert, 1u);
+    atomicAdd(counts.experts + expert, 1u);
     if (new_rank) {
       atomicAdd(counts.ranks + rank, 1u);
       in_rank[rank] = 1;
