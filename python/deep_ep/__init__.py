@@ -1,7 +1,13 @@
 """Expert-parallel dispatch and combine. Importing needs no GPU and loads no shared library of this package."""
 
+try:
+    from ._torch import topk_idx_t
+except ModuleNotFoundError as missing:
+    if missing.name != "torch":
+        raise
+    raise ImportError("deep_ep needs PyTorch 2.4 or newer: pip install torch", name="torch") from None
+
 from ._lib import header_version
-from ._torch import topk_idx_t
 from .bootstrap import Bootstrap
 from .buffer import Buffer
 from .config import Config

@@ -7,7 +7,7 @@ import ctypes
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from . import _abi, _torch, errors
@@ -197,6 +197,21 @@ class Ordering:
         self.event = 0
         core.finish_on_host(event, tensors)
         return EventOverlap()
+
+    def append(self, event: EventOverlap, work: Callable[[], None]) -> None:
+        """Runs torch calls behind the ended operation, and has `event`, which `finish` returned, stand for them too.
+
+        The CPU engine waits here for an asynchronous operation: torch has no stream there.
+        """
+        core = self.core
+        if event.event is None or core.host_stream:
+            if event.event is not None:
+                event.current_stream_wait()
+            work()
+            return
+        with _torch.stream_context(core.comm_stream):
+            work()
+        core.native.record_event(event.event._native, core.comm_stream_address)
 
     def _finish_on_stream(self, event: int, tensors: tuple[OptionalTensor, ...]) -> EventOverlap:
         """CUDA engine: orders the caller's stream, and marks `tensors` as used on the communication stream."""

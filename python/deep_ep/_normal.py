@@ -16,6 +16,7 @@ from .errors import assertion, check_handle, check_int, type_error, value_error
 from .utils import EventOverlap
 
 INTRANODE_ENTRIES, INTERNODE_ENTRIES = 6, 10
+MAX_OFFSET = 2**30  # an int32 index has room for any local expert beyond it
 BLOCKS_KEPT = 4  # blocks of received rows that the CPU engine uses again
 
 Rows = Tensor | tuple[Tensor, Tensor]  # BF16 rows, or FP8 rows with their scales
@@ -196,11 +197,15 @@ class NormalMode:
         previous_event: EventOverlap | None,
         async_finish: bool,
         allocate_on_comm_stream: bool,
+        global_expert_id_offset: int = 0,
     ) -> Dispatched:
         """Buffer.dispatch; `num_sms` counts where `config` is None."""
         core = self._core
         core.enter()
         payload = Payload(x, core.device)
+        offset = global_expert_id_offset and check_int(
+            "global_expert_id_offset", global_expert_id_offset, 0, MAX_OFFSET
+        )
         order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
         native_config = self._config(config, 0, num_sms)
         if handle is not None:
@@ -213,7 +218,11 @@ class NormalMode:
             _torch.check("num_tokens_per_rdma_rank", per_node, core.device, (INT32,), (core.num_nodes,))
         self._check_topk(payload.x.shape[0], topk_idx, topk_weights)
         numbers = (check_int("expert_alignment", expert_alignment), check_int("num_worst_tokens", num_worst_tokens))
-        return self._fresh_dispatch(payload, counts, topk_idx, topk_weights, numbers, native_config, order)
+        result = self._fresh_dispatch(payload, counts, topk_idx, topk_weights, numbers, native_config, order)
+        received, event = result[1], result[5]
+        if offset and received is not None:
+            order.append(event, lambda: _torch.add_where_not_negative(received, offset))
+        return result
 
     def _fresh_dispatch(
         self,

@@ -74,6 +74,11 @@ def stream_context(stream: Any) -> Any:
     return torch.cuda.stream(stream)
 
 
+def add_where_not_negative(indices: torch.Tensor, number: int) -> None:
+    """Adds to every entry but the negative ones, in place, on the current stream."""
+    indices.add_(indices.ge(0).to(indices.dtype), alpha=number)
+
+
 def recorded_event(device: torch.device | None = None) -> torch.cuda.Event | None:
     """A torch event at the end of the current CUDA stream; None where there is no GPU in use."""
     if not cuda_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

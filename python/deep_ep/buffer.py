@@ -27,12 +27,6 @@ MAX_BYTES = 2**63 - 1
 MAX_SECONDS = 10**9  # what fits a number of nanoseconds, with room to add
 Rows = Tensor | tuple[Tensor, Tensor]  # BF16 rows, or FP8 rows with their scales
 
-# Keywords of forks of the API: asking for one of them is an error that names it, passing its "off" value is not.
-FORK_KEYWORDS = frozenset(
-    ("use_nvfp4", "x_global_scale", "overlap", "packed_recv_count", "comp_signal", "block_m", "threshold", "num_sms",
-     "src_signals", "src_signal_expect_value")
-)  # fmt: skip
-
 
 class Runtime:
     """``buffer.runtime``: what code written for V1 asks of the extension object."""
@@ -296,6 +290,8 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        *,
+        global_expert_id_offset: int = 0,
     ) -> Dispatched:
         """Sends each token once to every rank that holds one of its experts.
 
@@ -310,6 +306,7 @@ class Buffer:
             num_worst_tokens: > 0: outputs have that many rows and the host does not wait; needs top-k.
             config: None: the default for this many ranks.
             previous_event, async_finish, allocate_on_comm_stream: as in get_dispatch_layout.
+            global_expert_id_offset: is added to the entries of recv_topk_idx but -1; e.g. the rank's first expert.
 
         Returns:
             ``recv_x [N, H]`` (a pair for a pair), rows by source rank, then by token; ``recv_topk_idx [N, K]``: local
@@ -323,7 +320,7 @@ class Buffer:
         return self._normal.dispatch(
             x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert,
             topk_idx, topk_weights, expert_alignment, num_worst_tokens, config, self.num_sms, previous_event,
-            async_finish, allocate_on_comm_stream,
+            async_finish, allocate_on_comm_stream, global_expert_id_offset,
         )  # fmt: skip
 
     @opaque
@@ -389,7 +386,10 @@ class Buffer:
         return_recv_hook: bool = False,
         *,
         topk_weights: OptionalTensor = None,
-        **fork_keywords: Any,
+        use_nvfp4: bool = False,
+        x_global_scale: OptionalTensor = None,
+        pertoken_quant: bool = False,
+        opt_level: Any = None,
     ) -> tuple[Rows, Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
         """Sends each token to its experts' ranks, into rows by local expert.
 
@@ -407,6 +407,8 @@ class Buffer:
             return_recv_hook: True: only send now; the hook receives, on the stream that is current now.
             topk_weights: ``[T, K]`` float32 sent along, so that the send half of a combine may sum at the experts' rank
                 too; or None.
+            use_nvfp4, x_global_scale, pertoken_quant: formats of forks of V1: False or None.
+            opt_level: a hint to a fork of V1, ignored.
 
         Returns:
             ``recv_x``: ``[L, R*B, H]`` BF16, or with FP8 the pair (e4m3, scales ``[L, R*B, H/128]`` float32, column-
@@ -416,10 +418,15 @@ class Buffer:
 
         Raises:
             DeepEPError: a third send without its receive; a rank is late, dead or disagrees. Also a ValueError or
-                TypeError for a wrong argument.
+                TypeError for a wrong argument, and a NotImplementedError for a fork's format.
         """
-        if fork_keywords:
-            _refuse_keywords("low_latency_dispatch", fork_keywords)
+        if use_nvfp4 or x_global_scale is not None or pertoken_quant:
+            formats: dict[str, Any] = {
+                "use_nvfp4": use_nvfp4,
+                "x_global_scale": x_global_scale,
+                "pertoken_quant": pertoken_quant,
+            }
+            _refuse_fork("low_latency_dispatch", formats)
         return self._low_latency.dispatch(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
             dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook,
@@ -441,7 +448,15 @@ class Buffer:
         combine_wait_recv_cost_stats: OptionalTensor = None,
         *,
         unreduced: bool = False,
-        **fork_keywords: Any,
+        overlap: bool = False,
+        packed_recv_count: OptionalTensor = None,
+        comp_signal: OptionalTensor = None,
+        block_m: int = 0,
+        threshold: int = 0,
+        num_sms: int = 0,
+        src_signals: OptionalTensor = None,
+        src_signal_expect_value: int = 0,
+        opt_level: Any = None,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Sums each token's rows, weighted, back at its rank.
 
@@ -459,16 +474,22 @@ class Buffer:
             combine_wait_recv_cost_stats: ``[R]`` int64, += nanoseconds waited for each rank, or None.
             unreduced: every expert's row crosses the wire and is summed at the token's rank. Else a rank with a GPU may
                 first sum its own experts' rows for a token, and round.
+            overlap, packed_recv_count, comp_signal, block_m, threshold, num_sms, src_signals, src_signal_expect_value:
+                combine while the experts still compute, in forks of V1: False, None or 0.
+            opt_level: a hint to a fork of V1, ignored.
 
         Returns:
             ``combined_x [T, H]`` BF16 (FP32 sums of weight x row), the event, the hook or None.
 
         Raises:
             DeepEPError: a third send without its receive; a rank is late, dead or disagrees. Also a ValueError or
-                TypeError for a wrong argument.
+                TypeError for a wrong argument, and a NotImplementedError for a fork's overlap.
         """
-        if fork_keywords:
-            _refuse_keywords("low_latency_combine", fork_keywords)
+        tensors = packed_recv_count is not None or comp_signal is not None or src_signals is not None
+        if tensors or overlap or block_m or threshold or num_sms or src_signal_expect_value:
+            asked: dict[str, Any] = {"overlap": overlap, "block_m": block_m, "threshold": threshold, "num_sms": num_sms}
+            asked |= {"packed_recv_count": packed_recv_count, "comp_signal": comp_signal, "src_signals": src_signals}
+            _refuse_fork("low_latency_combine", asked | {"src_signal_expect_value": src_signal_expect_value})
         return self._low_latency.combine(
             x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
             combine_wait_recv_cost_stats, unreduced,
@@ -684,17 +705,13 @@ def is_sm90_compiled() -> bool:
     return bool(status == errors.OK and info.sm90_compiled)
 
 
-def _refuse_keywords(function: str, keywords: dict[str, Any]) -> None:
-    """Raises TypeError for unknown keywords and NotImplementedError for a fork's keyword that asks for something."""
+def _refuse_fork(function: str, keywords: dict[str, Any]) -> None:
+    """Names the first of a fork's keywords that asks for something."""
     for name, value in keywords.items():
-        if name not in FORK_KEYWORDS:
-            raise errors.DeepEPTypeError(
-                errors.INVALID_ARGUMENT, f"{function}() got an unexpected keyword argument '{name}'"
-            )
-        if value is not None and value is not False and not (isinstance(value, int) and value == 0):
-            raise errors.DeepEPNotImplementedError(
-                errors.UNSUPPORTED, f"{function}(): the keyword {name}={value!r} belongs to a fork and is not supported"
-            )
+        if isinstance(value, Tensor) or value:
+            given = "a tensor" if isinstance(value, Tensor) else repr(value)
+            text = f"{function}(): the keyword {name} ({given}) belongs to a fork of V1 and is not supported"
+            raise errors.DeepEPNotImplementedError(errors.UNSUPPORTED, text)
 
 
 def _require_config(config: object) -> None:

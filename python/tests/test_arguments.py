@@ -110,6 +110,8 @@ def dispatch_wrong(with_handle):
         ("alignment 0", {"expert_alignment": 0}, ("expert_alignment", "0", ALLOWED)),
         ("alignment 1.5", {"expert_alignment": 1.5}, ("expert_alignment", "1.5", ALLOWED)),
         ("negative worst case", {"num_worst_tokens": -1}, ("num_worst_tokens", "-1", ALLOWED)),
+        ("negative offset", {"global_expert_id_offset": -1}, ("global_expert_id_offset", "-1", ALLOWED)),
+        ("offset as text", {"global_expert_id_offset": "9"}, ("global_expert_id_offset", "'9'", ALLOWED)),
         ("worst case as text", {"num_worst_tokens": "9"}, ("num_worst_tokens", "'9'", ALLOWED)),
         ("worst case without top-k", {"num_worst_tokens": 99, "topk_idx": None, "topk_weights": None},
          ("num_worst_tokens", "99", "topk_idx")),
@@ -239,13 +241,13 @@ def ll_combine_wrong():
     ]  # fmt: skip
 
 
-FORK_DISPATCH = {"use_nvfp4": True, "x_global_scale": torch.ones(1)}
+FORK_DISPATCH = {"use_nvfp4": True, "x_global_scale": torch.ones(1), "pertoken_quant": True}
 FORK_COMBINE = {
     "overlap": True, "packed_recv_count": torch.ones(4, dtype=i32), "comp_signal": torch.ones(4, dtype=i32),
     "block_m": 64, "threshold": 3, "num_sms": 4, "src_signals": torch.ones(4), "src_signal_expect_value": 2,
 }  # fmt: skip
-OFF_DISPATCH = {"use_nvfp4": False, "x_global_scale": None}
-OFF_COMBINE = {"overlap": False, "packed_recv_count": None, "comp_signal": None, "src_signals": None}
+OFF_DISPATCH = {"use_nvfp4": False, "x_global_scale": None, "pertoken_quant": False, "opt_level": 2}
+OFF_COMBINE = {"overlap": False, "packed_recv_count": None, "comp_signal": None, "src_signals": None, "opt_level": 2}
 
 
 def fork_refusals(call, good, keywords):

@@ -139,6 +139,28 @@ def test_handle_on_another_buffer(pool):
     pool.run(4, rank_handle_moves, Case((60, 3, 0, 41), hidden=128, experts=8, topk=3))
 
 
+def rank_offset(ctx, case, offset, asynchronous):
+    with normal.buffer_of(ctx) as buffer:
+        options = {}
+        if asynchronous:
+            options = {"previous_event": buffer.capture(), "async_finish": True, "allocate_on_comm_stream": True}
+        exchange = normal.dispatch(ctx, buffer, case, global_expert_id_offset=offset, **options)
+        if asynchronous:
+            exchange.event.current_stream_wait()
+        want = exchange.want.topk_idx
+        exchange.want.topk_idx = torch.where(want < 0, want, want + offset)
+        normal.check(exchange)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("worst", [False, True])
+def test_offset_of_received_indices(pool, worst, asynchronous):
+    """TensorRT-LLM has its experts' numbers counted on from one that it gives; -1 stays."""
+    case = Case((60, 3, 0, 41), hidden=128, experts=8, topk=3, routing="holes", worst=worst)
+    pool.run(4, rank_offset, case, 100, asynchronous)
+    pool.run(2, rank_offset, Case((9, 30), hidden=64, index_dtype=torch.int32, worst=worst), 2**30, asynchronous)
+
+
 def rank_internode_names(ctx, case):
     """The internode names may be called directly, with a config, also on one node."""
     from deep_ep import Buffer

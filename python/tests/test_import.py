@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -84,6 +87,36 @@ except deep_ep.DeepEPError as error:
     print("DEEPEP_LIBRARY" in str(error), "/nowhere/libdeepep.so" in str(error), "No such file" in str(error))
 """
     assert python(code, DEEPEP_LIBRARY="/nowhere/libdeepep.so").split() == ["True", "True", "True"]
+
+
+@pytest.mark.parametrize("module", ["deep_ep", "deep_ep.utils", "deep_ep_cpp"])
+def test_import_without_torch(module):
+    """The last line is a sentence that says what to install, and the error is the one that clients catch."""
+    code = f"import sys; sys.modules['torch'] = None; import {module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == "ImportError: deep_ep needs PyTorch 2.4 or newer: pip install torch"
+    assert "During handling" not in done.stderr and "direct cause" not in done.stderr
+
+
+def test_alias_for_tensorrt_llm(tmp_path):
+    """The line of docs/migrating.md, and then the import that TensorRT-LLM has."""
+    migrating = pathlib.Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
+    alias = re.search(r"`(import sys, deep_ep; [^`]*)`", migrating.read_text())
+    assert alias
+    (tmp_path / "tensorrt_llm").mkdir()
+    (tmp_path / "tensorrt_llm" / "__init__.py").write_text("from tensorrt_llm.deep_ep import Buffer\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {alias[1]}; import tensorrt_llm"
+    assert python(f"{code}; print(tensorrt_llm.Buffer is deep_ep.Buffer)").strip() == "True"
+
+
+def test_keywords_of_forks_stand_in_the_signatures():
+    """SGLang asks inspect.signature what a call takes; **keywords would read as everything."""
+    from deep_ep import Buffer
+
+    for call in (Buffer.dispatch, Buffer.low_latency_dispatch, Buffer.low_latency_combine):
+        kinds = {parameter.kind for parameter in inspect.signature(call).parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds
+    assert "opt_level" in inspect.signature(Buffer.low_latency_dispatch).parameters
 
 
 def test_unknown_keyword_is_a_type_error():
