@@ -169,7 +169,7 @@ func TestCandidatesAreOrderedAndUnique(t *testing.T) {
 	}
 	tree := filepath.Join(root, "build", "lib")
 	got := candidates(Query{File: "f.so", Beside: []string{"/a", tree}})
-	want := []string{"/a/f.so", tree + "/f.so", filepath.Join(codeFolder(), "f.so"), "f.so"}
+	want := []string{"/a/f.so", tree + "/f.so", filepath.Join(codeFolder(), "f.so"), "f.so", "/usr/local/lib/f.so"}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %q, want %q", got, want)
 	}

@@ -78,6 +78,9 @@ func candidates(q Query) []string {
 	if dir := codeFolder(); dir != "" {
 		// The folder of libdeepep.so (an installation, the wheel, build/lib), or of a Go program.
 		dirs = append(dirs, dir)
+		if root, name := filepath.Split(dir); name == "bin" {
+			dirs = append(dirs, filepath.Join(root, "lib"), filepath.Join(root, "lib64"))
+		}
 	}
 	if tree := sourceTree(); tree != "" {
 		dirs = append(dirs, filepath.Join(tree, "build", "lib"))
@@ -90,7 +93,8 @@ func candidates(q Query) []string {
 			paths = append(paths, path)
 		}
 	}
-	return append(paths, q.File)
+	// The loader's own folders, and that of `make install`, which a loader's cache may not know yet.
+	return append(paths, q.File, filepath.Join("/usr/local/lib", q.File))
 }
 
 // codeFolder is the folder of the file that holds this code: libdeepep.so in a C or Python process, the program in a Go

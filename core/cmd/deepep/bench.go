@@ -203,9 +203,6 @@ func startRank(ctx context.Context, exe string, spec *benchSpec) (*rankResult, e
 	var stdout, stderr bytes.Buffer
 	cmd := exec.CommandContext(ctx, exe, "bench-rank")
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(input), &stdout, &stderr
-	if dir := kernelsFolder(); dir != "" {
-		cmd.Env = append(os.Environ(), "DEEPEP_KERNELS="+dir)
-	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // the kernel kills the rank when the parent ends
 	failed := cmd.Run()
 	var result rankResult

@@ -22,20 +22,6 @@ func libraryFolders() []string {
 	return []string{filepath.Join(bin, "..", "lib"), filepath.Join(bin, "..", "lib64"), bin}
 }
 
-// kernelsFolder is the value of DEEPEP_KERNELS for processes that this program starts: its present value, else the
-// folder of this installation that has a kernel library, else "", with which package dl searches.
-func kernelsFolder() string {
-	if dir := os.Getenv("DEEPEP_KERNELS"); dir != "" {
-		return dir
-	}
-	for _, dir := range libraryFolders() {
-		if _, err := os.Stat(filepath.Join(dir, "libdeepep_cpu.so")); err == nil {
-			return dir
-		}
-	}
-	return ""
-}
-
 // loadKernels opens a kernel library by its kind: cpu or cuda.
 func loadKernels(kind string) (*kern.Library, error) {
 	return kern.Load(dl.Query{File: "libdeepep_" + kind + ".so", Dir: os.Getenv("DEEPEP_KERNELS"), Beside: libraryFolders()})
