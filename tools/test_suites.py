@@ -232,6 +232,12 @@ def _compute_sanitizer() -> str:
     return shutil.which("compute-sanitizer") or str(wheels)
 
 
+def faults(full: bool) -> Counts:
+    """Rounds in which a rank is killed, stopped or broken (`deepep faults`); a fault that cannot be made is skipped."""
+    rounds = 10_000 if full else 200
+    return plain("faults", [str(BUILD / "bin" / "deepep"), "faults", "--rounds", str(rounds)], full)
+
+
 KERNEL_TESTS = ("kernels/tests/*.c", "kernels/tests/*.cpp")
 PYTHON_TESTS = ("python/tests/test_*.py",)
 GO_FILES = ("core/**/*.go",)
@@ -317,6 +323,7 @@ _TABLE: list[tuple[str, str, tuple[str, ...], Run]] = [
     ("python", "the package, on the CPU", PYTHON_TESTS, _pytest("python", "python/tests")),
     ("python-nodes", "the same, every rank a node", PYTHON_TESTS,
      _pytest("python-nodes", "python/tests", DEEPEP_NUM_MAX_NVL_PEERS="1")),
+    ("faults", "ranks that die, stop or break at random moments", GO_FILES, faults),
     ("gpu-build", "the GPU libraries, as far as no GPU is needed", GPU_SOURCES, gpu_build),
     ("emulated", "the kernel interface, CUDA library on emulated devices", EMULATOR, emulated),
     ("mutants-emulated", "the same notices planted errors", EMULATOR,
@@ -339,7 +346,7 @@ _TABLE: list[tuple[str, str, tuple[str, ...], Run]] = [
 SUITES = {name: Suite(name, title, needs, run) for name, title, needs, run in _TABLE}
 USUAL = [
     *("lint", "abi", "go-core", "go-capi", "go-race-share", "fuzz", "kernels", "sanitized-share", "mutants"),
-    *("header", "capi", "examples", "python", "gpu-build", "emulated", "packaging"),
+    *("header", "capi", "examples", "python", "faults", "gpu-build", "emulated", "packaging"),
 ]
 FULL = [*USUAL, "go-race", "python-nodes", "mutants-emulated"]
 GPU = ["kernels-gpu", "kernels-sm80", "python-gpu", "examples-gpu"]

@@ -1,0 +1,96 @@
+package main
+
+import (
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// judged is what the judge says of a round of three ranks in which rank 1 was killed 10 ms after zero.
+func judged(change func(r *faultRound, j *faultJudge)) string {
+	r := &faultRound{phase: "normal", fault: "kill", victim: 1, perNode: 3, limit: usualLimit}
+	j := &faultJudge{round: r, at: uint64(10 * time.Millisecond), events: make([]faultEvent, 3), failed: make([]*faultEvent, 3)}
+	for rank := range j.events {
+		j.events[rank] = faultEvent{Event: "ended"}
+		if rank != r.victim {
+			j.failed[rank] = &faultEvent{At: uint64(20 * time.Millisecond), Code: status.PeerDead, Error: "dispatch #3 on rank 0: rank 1 (host h, pid 7, last call dispatch #3) died: killed"}
+		}
+	}
+	change(r, j)
+	s := &faultSession{slowest: map[string]time.Duration{}}
+	return strings.Join(j.judge(s), "\n")
+}
+
+// The judge finds each broken promise, and none in a good round.
+func TestFaultJudge(t *testing.T) {
+	if said := judged(func(*faultRound, *faultJudge) {}); said != "" {
+		t.Errorf("a good round: %s", said)
+	}
+	stop := func(r *faultRound, j *faultJudge) {
+		r.fault, r.limit = "stop", shortLimit
+		for _, rank := range []int{0, 2} {
+			j.failed[rank].Code, j.failed[rank].Error = status.Timeout, "combine #9 on rank 0: rank 1 (host h, pid 7) did not arrive within 1.0 s: it is alive but late"
+		}
+	}
+	if said := judged(stop); said != "" {
+		t.Errorf("a good round with a stopped rank: %s", said)
+	}
+	for want, change := range map[string]func(r *faultRound, j *faultJudge){
+		"rank 2: did not notice": func(_ *faultRound, j *faultJudge) { j.failed[2] = nil },
+		"rank 0: names [2], not rank 1": func(_ *faultRound, j *faultJudge) {
+			j.failed[0].Error = "dispatch #3 on rank 0: rank 2 (host h, pid 9) died"
+		},
+		"rank 0: names []":                      func(_ *faultRound, j *faultJudge) { j.failed[0].Error = "notify #2 on rank 0 was stopped" },
+		"only after 2.5s":                       func(_ *faultRound, j *faultJudge) { j.failed[2].At = uint64(2510 * time.Millisecond) },
+		"destroy took 9000 ms":                  func(_ *faultRound, j *faultJudge) { j.events[0].DestroyMS = 9000 },
+		"wrong result: token 3":                 func(_ *faultRound, j *faultJudge) { j.failed[0].Error = "wrong result: token 3" },
+		"a dead rank is called late":            func(_ *faultRound, j *faultJudge) { j.failed[0].Code = status.Timeout },
+		"destroy: no":                           func(_ *faultRound, j *faultJudge) { j.events[2].Error = "destroy: no" },
+		"should not have noticed":               func(r *faultRound, _ *faultJudge) { r.fault = "pause" },
+		"masks [], expected 1 alone":            func(r *faultRound, j *faultJudge) { r.phase, j.failed[0] = "masks", nil },
+		"an error in place of a mask: dispatch": func(r *faultRound, _ *faultJudge) { r.phase = "masks" },
+		"a stopped rank is called dead": func(r *faultRound, j *faultJudge) {
+			stop(r, j)
+			j.failed[0].Code = status.PeerDead
+		},
+	} {
+		if said := judged(change); !strings.Contains(said, want) {
+			t.Errorf("want %q, got %q", want, said)
+		}
+	}
+}
+
+// A round is drawn from its number and the seed alone, and every phase and fault is drawn.
+func TestFaultRoundsAreRepeatable(t *testing.T) {
+	s := &faultSession{faultsFlags: &faultsFlags{ranks: 4, engine: "cpu", seed: 3}, missing: map[string]string{}}
+	seen := map[string]bool{}
+	for number := range 2000 {
+		r := s.draw(number)
+		if again := s.draw(number); again.String() != r.String() || again.seed != r.seed {
+			t.Fatalf("%v, then %v", r, again)
+		}
+		seen[r.phase], seen[r.fault] = true, true
+		if 4%r.perNode != 0 {
+			t.Errorf("%v", r)
+		}
+	}
+	for _, name := range slices.Concat(faultPhases, kindNames()) {
+		if !seen[name] {
+			t.Errorf("%s was never drawn", name)
+		}
+	}
+}
+
+func TestFaultFlags(t *testing.T) {
+	for want, args := range map[string][]string{
+		"phases: \"x\"": {"--phases", "x"}, "faults: \"y\"": {"--faults", "y"}, "rounds: 0": {"--rounds", "0"},
+		"ranks: 1": {"--ranks", "1"}, "engine: \"tpu\"": {"--engine", "tpu"},
+	} {
+		if _, stderr, code := deepep(t, append([]string{"faults"}, args...)...); code != exitUsage || !strings.Contains(stderr, want) {
+			t.Errorf("%v: %d %s", args, code, stderr)
+		}
+	}
+}

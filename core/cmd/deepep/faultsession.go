@@ -1,0 +1,538 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// faultSession plays the rounds.
+type faultSession struct {
+	*faultsFlags
+	out     io.Writer
+	folder  string
+	all     []*faultProcess // by rank; nil: to be started
+	missing map[string]string
+	counts  map[string]int
+	slowest map[string]time.Duration // by fault
+}
+
+// faultProcess is a rank's process. It plays many rounds, until a fault ends it.
+type faultProcess struct {
+	cmd    *exec.Cmd
+	in     io.WriteCloser
+	events chan faultEvent // closed when the process has ended
+	failed *faultEvent     // its error of this round
+	dirty  bool            // not to be used again
+}
+
+const (
+	orderLimit  = 60 * time.Second // for what has no fault in it
+	unnoticed   = 100 * time.Millisecond
+	deathLimit  = 2 * time.Second
+	destroyed   = 3 * time.Second
+	startLimit  = 3 * time.Second // of a group's start in which a rank has a fault
+	afterLimit  = 2 * time.Second // beyond the deadline
+	stopMargin  = 50              // calls between the slowest rank's count and the common end
+	fillingFile = "/dev/shm/filling"
+)
+
+func (s *faultSession) play(ctx context.Context) (err error) {
+	if s.folder, err = os.MkdirTemp("", "deepep-faults-"); err != nil {
+		return err
+	}
+	defer os.RemoveAll(s.folder)
+	s.all = make([]*faultProcess, s.ranks)
+	defer s.endAll()
+	s.probe()
+	leftOut := 0
+	for _, kind := range kindNames() {
+		if reason := s.missing[kind]; reason != "" && s.wants(kind) {
+			leftOut++
+			fmt.Fprintf(s.out, "left out: %s: %s\n", kind, reason)
+		}
+	}
+	if !slices.ContainsFunc(kindNames(), func(k string) bool { return s.wants(k) && s.missing[k] == "" }) {
+		return errors.New("no fault is left")
+	}
+	begin, failures := time.Now(), 0
+	for number := s.first; number < s.first+s.rounds && ctx.Err() == nil; number++ {
+		r := s.draw(number)
+		if s.progress {
+			fmt.Fprintln(s.out, r)
+		}
+		bad, err := s.round(r)
+		if err != nil {
+			bad = append(bad, err.Error())
+		}
+		s.counts[r.fault]++
+		if len(bad) == 0 {
+			continue
+		}
+		failures++
+		fmt.Fprintf(s.out, "FAILED %v\n  %s\n", r, strings.Join(bad, "\n  "))
+		s.endAll()
+	}
+	played := 0
+	for _, n := range s.counts {
+		played += n
+	}
+	s.report(played, time.Since(begin))
+	fmt.Fprintf(s.out, "%d passed, %d failed, %d skipped\n", played-failures, failures, leftOut)
+	if failures > 0 || ctx.Err() != nil {
+		return exitCode(exitProblems)
+	}
+	return nil
+}
+
+func (s *faultSession) report(played int, took time.Duration) {
+	fmt.Fprintf(s.out, "%d rounds in %.0f s, seed %d\n", played, took.Seconds(), s.seed)
+	for _, fault := range slices.Sorted(maps.Keys(s.counts)) {
+		line := fmt.Sprintf("  %-10s %5d", fault, s.counts[fault])
+		if d := s.slowest[fault]; d > 0 {
+			line += fmt.Sprintf("  slowest to be named: %.3f s", d.Seconds())
+		}
+		fmt.Fprintln(s.out, line)
+	}
+}
+
+// probe finds out which faults cannot be made here.
+func (s *faultSession) probe() {
+	if s.engine != "cpu" {
+		s.missing["partition"], s.missing["congestion"] = "the NIC is the software's on the CPU engine alone", "likewise"
+		return
+	}
+	cmd := exec.Command("/bin/sleep", "10")
+	if err := cmd.Start(); err != nil {
+		return
+	}
+	defer func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait() // killed
+	}()
+	if thaw, err := freeze(cmd.Process.Pid, ""); err != nil {
+		s.missing["partition"], s.missing["congestion"] = "ptrace: "+err.Error(), "likewise"
+	} else {
+		thaw()
+	}
+}
+
+func (s *faultSession) start(rank int) error {
+	exe, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	p := &faultProcess{cmd: exec.Command(exe, "faults-rank"), events: make(chan faultEvent, 64)}
+	p.cmd.Env = append(os.Environ(), "DEEPEP_LOG=off", fmt.Sprintf("%s=2", ownFolder))
+	if dir := kernelsFolder(); dir != "" {
+		p.cmd.Env = append(p.cmd.Env, "DEEPEP_KERNELS="+dir)
+	}
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if p.in, err = p.cmd.StdinPipe(); err != nil {
+		return err
+	}
+	out, err := p.cmd.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	if err := p.cmd.Start(); err != nil {
+		return err
+	}
+	go func() {
+		defer close(p.events)
+		for lines := bufio.NewScanner(out); lines.Scan(); {
+			var e faultEvent
+			if json.Unmarshal(lines.Bytes(), &e) == nil {
+				p.events <- e
+			}
+		}
+	}()
+	s.all[rank] = p
+	return nil
+}
+
+func (p *faultProcess) order(o faultOrder) error {
+	b, err := json.Marshal(o)
+	if err == nil {
+		_, err = p.in.Write(append(b, '\n'))
+	}
+	return err
+}
+
+var errEnded = errors.New("its process ended")
+
+// await waits for an event and keeps errors that come before it.
+func (p *faultProcess) await(name string, limit time.Duration) (faultEvent, error) {
+	timer := time.NewTimer(limit)
+	defer timer.Stop()
+	for {
+		select {
+		case e, open := <-p.events:
+			switch {
+			case !open:
+				return e, errEnded
+			case e.Event == "error":
+				p.failed = &e
+			case e.Event == name:
+				return e, nil
+			case e.Event == "ended": // earlier than expected
+				return e, fmt.Errorf("ended instead of %q: %s%s", name, e.Error, p.reason())
+			}
+		case <-timer.C:
+			return faultEvent{}, fmt.Errorf("no %q within %v", name, limit)
+		}
+	}
+}
+
+func (p *faultProcess) reason() string {
+	if p.failed == nil {
+		return ""
+	}
+	return p.failed.Error
+}
+
+func (s *faultSession) end(rank int) {
+	p := s.all[rank]
+	if s.all[rank] = nil; p == nil {
+		return
+	}
+	_ = p.cmd.Process.Signal(syscall.SIGCONT)
+	_ = p.cmd.Process.Kill()
+	_ = p.cmd.Wait() // killed, or ended by its fault
+	_ = p.in.Close()
+	for range p.events {
+	}
+}
+
+func (s *faultSession) endAll() {
+	for rank := range s.all {
+		s.end(rank)
+	}
+}
+
+// round plays a round and returns the promises that were broken.
+func (s *faultSession) round(r *faultRound) (bad []string, err error) {
+	folder := filepath.Join(s.folder, fmt.Sprint(r.number))
+	if err := os.Mkdir(folder, 0o700); err != nil {
+		return nil, err
+	}
+	defer os.RemoveAll(folder)
+	for rank, p := range s.all {
+		if p == nil {
+			if err := s.start(rank); err != nil {
+				return nil, err
+			}
+		}
+		s.all[rank].failed = nil
+	}
+	if err := s.prepare(r, folder); err != nil {
+		return nil, err
+	}
+	j := &faultJudge{round: r, events: make([]faultEvent, s.ranks), failed: make([]*faultEvent, s.ranks)}
+	at, undo, err := s.inflict(r)
+	if err == nil {
+		err = s.finish(r, j, undo)
+	}
+	undo()
+	if err != nil {
+		return nil, err
+	}
+	j.at = at
+	bad = j.judge(s)
+	if len(bad) > 0 {
+		return bad, nil
+	}
+	return s.regroup(r, folder), nil
+}
+
+func (s *faultSession) prepare(r *faultRound, folder string) error {
+	o := faultOrder{
+		Do: "prepare", Name: "round", Folder: folder, Engine: s.engine, Ranks: s.ranks, PerNode: r.perNode, Phase: r.phase, Seed: r.seed % 1000,
+		LimitMS: int(r.limit.Milliseconds()), StartMS: int(orderLimit.Milliseconds()), DelayUS: int(r.delay.Microseconds()),
+	}
+	if r.phase == "construct" {
+		o.StartMS = int(startLimit.Milliseconds())
+	}
+	for rank, p := range s.all {
+		o.Rank, o.Fault = rank, ""
+		if rank == r.victim && slices.Contains([]string{"exit", "exec", "segv", "exception", "close"}, r.fault) {
+			o.Fault = r.fault
+		}
+		if err := p.order(o); err != nil {
+			return err
+		}
+	}
+	for rank, p := range s.all {
+		if _, err := p.await("ready", orderLimit); err != nil {
+			return fmt.Errorf("rank %d before the fault: %w", rank, err)
+		}
+	}
+	for _, p := range s.all {
+		if err := p.order(faultOrder{Do: "go"}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// inflict makes the fault, and returns when it was. undo ends what lasts; it may be called again.
+func (s *faultSession) inflict(r *faultRound) (at uint64, undo func(), err error) {
+	undo = func() {}
+	p := s.all[r.victim]
+	switch r.fault {
+	case "exit", "exec", "segv", "exception", "close":
+		e, err := p.await("fault", orderLimit)
+		if err != nil && r.phase != "destroy" && r.phase != "construct" {
+			return 0, undo, fmt.Errorf("the victim: %w", err)
+		}
+		if err != nil {
+			e.At = monotonic()
+		}
+		p.dirty = r.fault != "exception"
+		return e.At, undo, nil
+	}
+	time.Sleep(r.delay)
+	at = monotonic()
+	switch r.fault {
+	case "kill":
+		p.dirty = true
+		err = p.cmd.Process.Kill()
+	case "stop", "pause":
+		err = p.cmd.Process.Signal(syscall.SIGSTOP)
+		undo = func() { _ = p.cmd.Process.Signal(syscall.SIGCONT) }
+		if r.fault == "pause" {
+			time.Sleep(unnoticed)
+			undo()
+		}
+	case "full":
+		undo = func() { _ = os.Remove(fillingFile) }
+		err = fill()
+	case "partition", "congestion":
+		var thaw func()
+		if thaw, err = freeze(p.cmd.Process.Pid, "deepep-nic"); err != nil {
+			return at, undo, fmt.Errorf("stopping the NIC: %w", err)
+		}
+		undo = sync.OnceFunc(thaw)
+		if r.fault == "congestion" {
+			time.Sleep(unnoticed)
+			undo()
+		}
+	}
+	return at, undo, err
+}
+
+// fill writes to /dev/shm until it is full.
+func fill() error {
+	f, err := os.Create(fillingFile)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	for block := make([]byte, 64<<10); ; {
+		if _, err := f.Write(block); errors.Is(err, syscall.ENOSPC) {
+			return nil
+		} else if err != nil {
+			return err
+		}
+	}
+}
+
+// freeze stops the threads of a process that have a name ("": its first thread alone), until thaw.
+func freeze(pid int, name string) (thaw func(), err error) {
+	done, stopped := make(chan struct{}), make(chan error)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		runtime.LockOSThread()         // a tracer is a thread
+		defer runtime.UnlockOSThread() // it goes on: the end of a thread kills the processes that it started (Pdeathsig)
+		tids, err := threadsNamed(pid, name)
+		for _, tid := range tids {
+			if err == nil {
+				err = stopThread(tid)
+			}
+		}
+		stopped <- err
+		<-done
+		for _, tid := range tids {
+			_ = unix.PtraceDetach(tid) // fails where the process was killed
+		}
+	}()
+	thaw = func() {
+		close(done)
+		<-ended
+	}
+	if err := <-stopped; err != nil {
+		thaw()
+		return nil, err
+	}
+	return thaw, nil
+}
+
+func stopThread(tid int) error {
+	if err := unix.PtraceSeize(tid); err != nil {
+		return os.NewSyscallError("ptrace", err)
+	}
+	if err := unix.PtraceInterrupt(tid); err != nil {
+		return os.NewSyscallError("ptrace", err)
+	}
+	_, err := unix.Wait4(tid, nil, unix.WALL, nil)
+	return os.NewSyscallError("wait4", err)
+}
+
+func threadsNamed(pid int, name string) (tids []int, err error) {
+	if name == "" {
+		return []int{pid}, nil
+	}
+	tasks, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
+	for _, t := range tasks {
+		comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%s/comm", pid, t.Name()))
+		var tid int
+		if _, scanned := fmt.Sscan(t.Name(), &tid); err == nil && scanned == nil && strings.TrimSpace(string(comm)) == name {
+			tids = append(tids, tid)
+		}
+	}
+	if err == nil && len(tids) == 0 {
+		err = fmt.Errorf("process %d has no thread %s", pid, name)
+	}
+	return tids, err
+}
+
+// finish waits until all ranks have ended the round; where no one should notice the fault, it lets them stop together.
+func (s *faultSession) finish(r *faultRound, j *faultJudge, undo func()) error {
+	if r.goesOn() {
+		if err := s.stopTogether(r, j); err != nil {
+			return err
+		}
+	}
+	others := func(rank int) bool { return rank != r.victim }
+	if err := s.collect(j, r, others); err != nil {
+		return err
+	}
+	undo()                                                      // the victim goes on when the others have given up
+	if slices.Contains(deaths, r.fault) || r.fault == "close" { // whatever becomes of the victim, it is its own doing
+		return nil
+	}
+	return s.collect(j, r, func(rank int) bool { return rank == r.victim })
+}
+
+// goesOn reports whether the ranks, or the survivors, call on after the fault until they are told to stop.
+func (r *faultRound) goesOn() bool {
+	if r.phase == "destroy" {
+		return false
+	}
+	return r.phase == "masks" || slices.Contains([]string{"pause", "full", "congestion", "close"}, r.fault)
+}
+
+// collect waits for the ends of some ranks.
+func (s *faultSession) collect(j *faultJudge, r *faultRound, of func(rank int) bool) error {
+	for rank, p := range s.all {
+		if !of(rank) || j.events[rank].Event == "ended" {
+			continue
+		}
+		e, err := p.await("ended", r.limit+orderLimit)
+		if err != nil && !j.lostAnyway(rank, err) {
+			return fmt.Errorf("rank %d: %w (%s)", rank, err, p.reason())
+		}
+		j.events[rank], j.failed[rank] = e, p.failed
+	}
+	return nil
+}
+
+// stopTogether asks the ranks how far they are and tells them a number of calls after which to stop.
+func (s *faultSession) stopTogether(r *faultRound, j *faultJudge) error {
+	masked := r.phase == "masks" && !slices.Contains([]string{"pause", "full", "close"}, r.fault)
+	for rank, p := range s.all {
+		if masked && rank != r.victim {
+			e, err := p.await("masked", r.limit+orderLimit)
+			if err != nil {
+				return fmt.Errorf("rank %d: %w (%s)", rank, err, p.reason())
+			}
+			j.masked = append(j.masked, e)
+		}
+	}
+	time.Sleep(20 * time.Millisecond) // calls after the fault
+	var most int64
+	for rank, p := range s.all {
+		if masked && rank == r.victim {
+			continue
+		}
+		if err := p.order(faultOrder{Do: "count"}); err != nil {
+			continue
+		}
+		e, err := p.await("count", r.limit+orderLimit)
+		if err != nil {
+			if e.Event == "ended" {
+				j.events[rank], j.failed[rank] = e, p.failed
+				continue
+			}
+			if rank == r.victim && r.fault == "close" {
+				continue
+			}
+			return fmt.Errorf("rank %d: %w (%s)", rank, err, p.reason())
+		}
+		most = max(most, e.Count)
+	}
+	for _, p := range s.all {
+		_ = p.order(faultOrder{Do: "until", UntilNum: most + stopMargin}) // a rank may have ended
+	}
+	return nil
+}
+
+// regroup lets the survivors make a new group, and looks for what the round has left over.
+func (s *faultSession) regroup(r *faultRound, folder string) (bad []string) {
+	var members []int
+	for rank, p := range s.all {
+		if p.dirty || p.failed != nil && rank == r.victim && r.fault != "exception" && r.fault != "stop" {
+			s.end(rank)
+			continue
+		}
+		members = append(members, rank)
+	}
+	o := faultOrder{
+		Do: "regroup", Name: "again", Folder: folder, Engine: s.engine, Ranks: len(members), PerNode: r.perNode, Phase: "normal", Seed: r.seed % 1000,
+		LimitMS: int(usualLimit.Milliseconds()), StartMS: int(orderLimit.Milliseconds()),
+	}
+	if len(members)%o.PerNode != 0 {
+		o.PerNode = 1
+	}
+	if r.perNode == s.ranks {
+		o.PerNode = len(members)
+	}
+	for at, rank := range members {
+		o.Rank = at
+		if err := s.all[rank].order(o); err != nil {
+			bad = append(bad, fmt.Sprintf("rank %d: %v", rank, err))
+		}
+	}
+	for _, rank := range members {
+		e, err := s.all[rank].await("regrouped", orderLimit)
+		switch {
+		case err != nil:
+			bad = append(bad, fmt.Sprintf("rank %d, new group: %v", rank, err))
+		case e.Error != "":
+			bad = append(bad, fmt.Sprintf("rank %d, new group: %s", rank, e.Error))
+		case e.Left != "":
+			bad = append(bad, fmt.Sprintf("rank %d leaves over: %s", rank, e.Left))
+		}
+		pages, _ := filepath.Glob(fmt.Sprintf("/dev/shm/deepep-%d/%d-*.page", os.Geteuid(), s.all[rank].cmd.Process.Pid))
+		if len(pages) > 0 {
+			bad = append(bad, fmt.Sprintf("rank %d leaves over %s", rank, strings.Join(pages, ", ")))
+		}
+	}
+	return bad
+}

@@ -1,0 +1,133 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// faultJudge compares what the ranks said with what is promised.
+type faultJudge struct {
+	round  *faultRound
+	at     uint64        // of the fault
+	events []faultEvent  // how each rank ended the round
+	failed []*faultEvent // the error of its calls
+	masked []faultEvent  // when the survivors masked the victim
+}
+
+// lostAnyway reports whether a rank that has ended may have.
+func (j *faultJudge) lostAnyway(rank int, err error) bool {
+	return rank == j.round.victim && errors.Is(err, errEnded) && slices.Contains(append([]string{"close"}, deaths...), j.round.fault)
+}
+
+// accusation finds the ranks that an error names as its cause.
+var accusation = regexp.MustCompile(`rank (\d+) \([^)]*\)`)
+
+func accused(text string) (ranks []int) {
+	for _, found := range accusation.FindAllStringSubmatch(text, -1) {
+		if rank, err := strconv.Atoi(found[1]); err == nil && !slices.Contains(ranks, rank) {
+			ranks = append(ranks, rank)
+		}
+	}
+	return ranks
+}
+
+func (j *faultJudge) judge(s *faultSession) (bad []string) {
+	r := j.round
+	say := func(rank int, format string, args ...any) {
+		bad = append(bad, fmt.Sprintf("rank %d: ", rank)+fmt.Sprintf(format, args...))
+	}
+	for rank := range j.events {
+		e, failed := j.events[rank], j.failed[rank]
+		if rank == r.victim && r.fault != "pause" && r.fault != "full" && r.fault != "congestion" {
+			continue // any error will do, so long as it ends
+		}
+		if e.Error != "" {
+			say(rank, "%s", e.Error)
+		}
+		if e.DestroyMS > destroyed.Milliseconds() {
+			say(rank, "destroy took %d ms", e.DestroyMS)
+		}
+		if failed != nil && strings.Contains(failed.Error, errWrong.Error()) {
+			say(rank, "%s", failed.Error)
+			continue
+		}
+		if r.phase == "destroy" {
+			if failed != nil {
+				say(rank, "destroy: %s", failed.Error)
+			}
+			continue
+		}
+		switch {
+		case r.phase == "masks" && r.fault != "pause" && r.fault != "full" && r.fault != "close":
+			j.judgeMask(rank, say)
+		case r.fault == "pause" || r.fault == "full" || r.fault == "congestion":
+			if failed != nil {
+				say(rank, "should not have noticed: %s", failed.Error)
+			}
+		case failed == nil:
+			if r.fault != "close" { // which may do no harm
+				say(rank, "did not notice")
+			}
+		default:
+			took := time.Duration(failed.At - min(j.at, failed.At))
+			s.slowest[r.fault] = max(s.slowest[r.fault], took)
+			j.judgeError(rank, failed, took, say)
+		}
+	}
+	for _, e := range j.masked {
+		took := time.Duration(e.At - min(j.at, e.At))
+		s.slowest[r.fault] = max(s.slowest[r.fault], took)
+		if took > j.allowed() {
+			bad = append(bad, fmt.Sprintf("masked only after %v", took))
+		}
+	}
+	return bad
+}
+
+func (j *faultJudge) judgeMask(rank int, say func(int, string, ...any)) {
+	if failed := j.failed[rank]; failed != nil {
+		say(rank, "an error in place of a mask: %s", failed.Error)
+	} else if masks := j.events[rank].Masks; len(masks) != 1 || masks[0] != j.round.victim {
+		say(rank, "masks %v, expected %d alone", masks, j.round.victim)
+	}
+}
+
+// allowed is how long after the fault the others must know.
+func (j *faultJudge) allowed() time.Duration {
+	r := j.round
+	switch {
+	case r.phase == "construct": // deaths are seen once the channel stands; before, the start has its own limit
+		return startLimit + afterLimit
+	case r.fault == "stop" || r.fault == "partition":
+		return r.limit + afterLimit
+	}
+	return deathLimit
+}
+
+func (j *faultJudge) judgeError(rank int, failed *faultEvent, took time.Duration, say func(int, string, ...any)) {
+	r := j.round
+	if took > j.allowed() {
+		say(rank, "an error only after %v: %s", took, failed.Error)
+	}
+	named := accused(failed.Error)
+	if r.phase == "construct" && len(named) == 0 && regexp.MustCompile(`\brank `+strconv.Itoa(r.victim)+`\b`).MatchString(failed.Error) {
+		named = []int{r.victim} // the first exchange knows ranks by number alone
+	}
+	named = slices.DeleteFunc(named, func(n int) bool { return n == rank })
+	if !slices.Equal(named, []int{r.victim}) {
+		say(rank, "names %v, not rank %d: %s", named, r.victim, failed.Error)
+	}
+	switch {
+	case r.fault == "stop" && failed.Code == status.PeerDead:
+		say(rank, "a stopped rank is called dead: %s", failed.Error)
+	case slices.Contains(deaths, r.fault) && failed.Code == status.Timeout && r.phase != "construct":
+		say(rank, "a dead rank is called late: %s", failed.Error)
+	}
+}
