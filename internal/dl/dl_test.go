@@ -183,3 +183,23 @@ func TestMappedFile(t *testing.T) {
 		}
 	}
 }
+
+// Without /proc the loader names the file of an address.
+func TestLoadedFile(t *testing.T) {
+	path := build(t, t.TempDir(), "loaded.so", "int f(void) { return 1; }")
+	l, err := Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	f, err := l.Symbol("f")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := loadedFile(f); got != path {
+		t.Errorf("%q, want %q", got, path)
+	}
+	if got := loadedFile(1); got != "" {
+		t.Errorf("an address of no file: %q", got)
+	}
+}

@@ -8,6 +8,10 @@ import (
 	"reflect"
 	"runtime"
 	"strings"
+	"unsafe"
+
+	"github.com/ebitengine/purego"
+	"golang.org/x/sys/unix"
 
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -98,17 +102,49 @@ func candidates(q Query) []string {
 }
 
 // codeFolder is the folder of the file that holds this code: libdeepep.so in a C or Python process, the program in a Go
-// process. The kernel lists the mapped files in /proc/self/maps.
+// process. The kernel lists the mapped files in /proc/self/maps; without /proc the loader knows the path that it opened.
 func codeFolder() string {
-	maps, err := os.ReadFile("/proc/self/maps")
-	if err != nil {
-		return ""
+	address := reflect.ValueOf(codeFolder).Pointer()
+	path := ""
+	if maps, err := os.ReadFile("/proc/self/maps"); err == nil {
+		path = mappedFile(string(maps), uint64(address))
 	}
-	path := mappedFile(string(maps), uint64(reflect.ValueOf(codeFolder).Pointer()))
+	if path == "" {
+		path = loadedFile(address)
+	}
 	if path == "" {
 		return ""
 	}
 	return filepath.Dir(path)
+}
+
+// dlInfo is Dl_info of dlfcn.h.
+type dlInfo struct {
+	file   *byte // path of the object
+	base   uintptr
+	name   *byte
+	symbol uintptr
+}
+
+// loadedFile asks the loader (dladdr) for the file of the object that holds an address; "" if it has none with a path.
+func loadedFile(address uintptr) string {
+	dladdr, err := purego.Dlsym(purego.RTLD_DEFAULT, "dladdr")
+	if err != nil || dladdr == 0 {
+		return ""
+	}
+	info := new(dlInfo)
+	if found, _, _ := purego.SyscallN(dladdr, address, uintptr(unsafe.Pointer(info))); int32(found) == 0 || info.file == nil {
+		return ""
+	}
+	path := unix.BytePtrToString(info.file)
+	if !strings.Contains(path, "/") {
+		return "" // found through PATH
+	}
+	path, err = filepath.Abs(path)
+	if err != nil {
+		return ""
+	}
+	return path
 }
 
 // mappedFile finds the file mapped at an address in the text of /proc/PID/maps; "" if there is none.

@@ -80,16 +80,19 @@ func TestStrangeFiles(t *testing.T) {
 		os.WriteFile(filepath.Join(dir, "notes.txt"), nil, 0o600),
 		os.WriteFile(filepath.Join(dir, "x.page"), nil, 0o600),
 		os.Truncate(filepath.Join(dir, "x.page"), 1<<40),
+		os.WriteFile(filepath.Join(dir, "\x1b[31mred.page"), nil, 0o600),
 	); err != nil {
 		t.Fatal(err)
 	}
 	entries, err := List(dir)
-	if err != nil || len(entries) != 5 || entries[0].Err != nil {
+	if err != nil || len(entries) != 6 || entries[0].Err != nil {
 		t.Fatalf("%d entries, %v", len(entries), err)
 	}
 	for _, e := range entries[1:] {
 		if e.Err == nil {
 			t.Errorf("%s passed for a page", e.Path)
+		} else if strings.Contains(e.Err.Error(), "\x1b") {
+			t.Errorf("a terminal would obey %q", e.Err)
 		}
 	}
 	if entries, err := List(filepath.Join(dir, "absent")); err != nil || len(entries) != 0 {
@@ -103,6 +106,78 @@ func TestTextsDoNotReachTheTerminal(t *testing.T) {
 	s, err := create(t, folder(t), m).Snapshot()
 	if err != nil || s.Group != "a?[2Jb?" {
 		t.Errorf("%q %v", s.Group, err)
+	}
+}
+
+// Root reads the pages of all users, and changes nothing in their folders.
+func TestOtherUsersFolders(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root, which reads the pages of all users")
+	}
+	const other = 4002
+	dir := folder(t)
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	secret := filepath.Join(t.TempDir(), "secret")
+	stale := fileName{pid: os.Getpid(), start: 1, number: 1, namespace: pidNamespace()}
+	link := stale
+	link.number = 2
+	longAgo := time.Unix(1_000_000_000, 0)
+	name := func(n fileName) string { return filepath.Join(dir, n.String()) }
+	if err := errors.Join(
+		os.WriteFile(secret, nil, 0o600), os.Chtimes(secret, longAgo, longAgo), os.Symlink(secret, name(link)),
+		os.WriteFile(name(stale), stalePage(t, 1), 0o600), os.Lchown(name(stale), other, other), os.Lchown(dir, other, other),
+	); err != nil {
+		t.Fatal(err)
+	}
+	entries, err := List(dir)
+	if err != nil || len(entries) != 2 || !entries[0].Dead || entries[0].Own || entries[1].Err == nil {
+		t.Fatalf("%+v %v", entries, err)
+	}
+	if st, err := os.Stat(secret); err != nil || !st.ModTime().Equal(longAgo) {
+		t.Errorf("the times of another file changed: %v", err)
+	}
+	if err := os.Chtimes(name(stale), longAgo, longAgo); err != nil {
+		t.Fatal(err)
+	}
+	if entries, err := List(dir); err != nil || len(entries) != 1 {
+		t.Errorf("a page that is dead for long: %+v %v", entries, err)
+	}
+	if _, err := os.Lstat(name(stale)); err != nil {
+		t.Errorf("removed or renamed: %v", err)
+	}
+}
+
+// stalePage is the page of a dead process of this pid.
+func stalePage(t *testing.T, start uint64) []byte {
+	t.Helper()
+	p := create(t, folder(t), meta)
+	p.header().StartTime = start
+	return append([]byte(nil), p.Bytes()...)
+}
+
+// A link that is swapped in between two looks at a page does not lead to another file.
+func TestRetireFollowsNoLink(t *testing.T) {
+	dir := folder(t)
+	create(t, dir, meta)
+	stale := fileName{pid: os.Getpid(), start: 1, number: 9, namespace: pidNamespace()}
+	path, victim := filepath.Join(dir, stale.String()), filepath.Join(t.TempDir(), "victim")
+	longAgo := time.Unix(1_000_000_000, 0)
+	if err := errors.Join(os.WriteFile(path, nil, 0o600), os.WriteFile(victim, nil, 0o600), os.Chtimes(victim, longAgo, longAgo)); err != nil {
+		t.Fatal(err)
+	}
+	fd, err := unix.Open(path, unix.O_RDONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	if err := errors.Join(os.Remove(path), os.Symlink(victim, path)); err != nil {
+		t.Fatal(err)
+	}
+	retire(path, fd, stale, false)
+	if st, err := os.Stat(victim); err != nil || !st.ModTime().Equal(longAgo) {
+		t.Errorf("the times of another file changed: %v", err)
 	}
 }
 

@@ -99,13 +99,19 @@ func decodeTrace(h *abi.StatsPage, b []byte) []Call {
 	return calls
 }
 
-// clean returns a field's text without control characters, which a terminal would obey.
+// clean returns a field's text up to its first zero, printable.
 func clean(field []byte) string {
 	text, _, _ := bytes.Cut(field, []byte{0})
+	return Printable(string(text))
+}
+
+// Printable replaces control characters, which a terminal would obey, and broken UTF-8: names of files and texts in
+// pages may be another user's.
+func Printable(text string) string {
 	return strings.Map(func(r rune) rune {
 		if r == unicode.ReplacementChar || !unicode.IsPrint(r) {
 			return '?'
 		}
 		return r
-	}, string(text))
+	}, text)
 }

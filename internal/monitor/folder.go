@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 
@@ -21,13 +22,16 @@ func Folders() []string {
 	for _, base := range []string{"/dev/shm", os.TempDir()} {
 		others, _ := filepath.Glob(filepath.Join(base, "deepep-[0-9]*")) // the pattern is well formed
 		for _, o := range others {
-			if o != folders[0] && o != folders[1] {
+			if o != folders[0] && o != folders[1] && ofUser.MatchString(o) {
 				folders = append(folders, o)
 			}
 		}
 	}
 	return folders
 }
+
+// ofUser leaves out names that only begin like those of a user's folder.
+var ofUser = regexp.MustCompile(`/deepep-[0-9]+$`)
 
 // makeFolder makes a folder that the owner alone may enter. An existing one must be just that: all users may write to
 // /dev/shm.

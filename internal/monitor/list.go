@@ -16,9 +16,11 @@ import (
 // Entry is one page that List found.
 type Entry struct {
 	Path  string
-	Stats *Stats // nil if Err is set
-	Err   error  // the page cannot be read or is damaged
-	Dead  bool   // its process has ended; List removes the page DeadFor later
+	Stats *Stats    // nil if Err is set
+	At    time.Time // when the owner last wrote the file
+	Own   bool      // of this user, not of another one whose pages root reads
+	Err   error     // the page cannot be read or is damaged
+	Dead  bool      // its process has ended; List removes the page DeadFor later
 }
 
 // DeadFor is how long List shows the page of a dead process, so that every reader of the host sees it, not only the
@@ -68,10 +70,10 @@ func listFolder(dir string) ([]Entry, error) {
 		if errors.Is(err, os.ErrNotExist) {
 			return nil, nil
 		}
-		return nil, &os.PathError{Op: "lstat", Path: dir, Err: err}
+		return nil, &os.PathError{Op: "lstat", Path: Printable(dir), Err: err}
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Mode&0o022 != 0 {
-		return nil, fmt.Errorf("%s: not a folder that only its owner writes to (mode %04o)", dir, st.Mode&0o777)
+		return nil, fmt.Errorf("%s: not a folder that only its owner writes to (mode %04o)", Printable(dir), st.Mode&0o777)
 	}
 	files, err := os.ReadDir(dir)
 	if err != nil {
@@ -108,50 +110,63 @@ func open(path string, owner uint32) (e Entry, gone bool) {
 	e = Entry{Path: path}
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
-		e.Err = &os.PathError{Op: "open", Path: path, Err: err}
+		e.Err = &os.PathError{Op: "open", Path: Printable(path), Err: err}
 		return e, false
 	}
 	defer unix.Close(fd)
 	name, err := parseName(filepath.Base(path))
 	if err != nil {
-		e.Err = fmt.Errorf("%s: %w", path, err)
+		e.Err = fmt.Errorf("%s: %w", Printable(path), err)
 		return e, false
 	}
-	e.Stats, e.Err = readPage(fd, name, owner)
+	e.Own = owner == uint32(os.Geteuid())
+	e.Stats, e.At, e.Err = readPage(fd, name, owner)
 	if e.Err != nil {
-		e.Stats, e.Err = nil, fmt.Errorf("%s: %w", path, e.Err)
+		e.Stats, e.Err = nil, fmt.Errorf("%s: %w", Printable(path), e.Err)
 	}
 	e.Dead = name.dead || !alive(name, fd)
-	if e.Dead {
-		e.Path, gone = retire(path, name, e.Err != nil)
+	switch {
+	case e.Dead && e.Own:
+		e.Path, gone = retire(path, fd, name, e.Err != nil)
+	case e.Dead: // its user removes it; a living process writes its page all the time
+		gone = e.Err == nil && time.Since(e.At) > DeadFor
 	}
 	return e, gone
 }
 
 // retire renames the page of a dead process to mark it, and removes it if it has been marked for DeadFor or is damaged.
-func retire(path string, name fileName, damaged bool) (now string, gone bool) {
+// The page is in this user's own folder, which no one else writes to, and fd is open on it: nothing is changed that
+// another user could have put in its place.
+func retire(path string, fd int, name fileName, damaged bool) (now string, gone bool) {
 	if !name.dead && !damaged {
 		name.dead = true
 		marked := filepath.Join(filepath.Dir(path), name.String())
-		t := time.Now()
-		// If this fails, another reader has renamed it first, or the folder is another user's (root reads all).
-		if os.Chtimes(path, t, t) == nil && os.Rename(path, marked) == nil {
+		// If this fails, another reader has renamed it first.
+		if setTimes(fd) == nil && os.Rename(path, marked) == nil {
 			return marked, false
 		}
 		return path, false
 	}
-	st, err := os.Stat(path)
-	if err != nil {
-		return path, true
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return path, false
 	}
-	if age := time.Since(st.ModTime()); damaged || age > DeadFor || age < -DeadFor {
+	if age := time.Since(time.Unix(st.Mtim.Unix())); damaged || age > DeadFor || age < -DeadFor {
 		return path, os.Remove(path) == nil && !damaged
 	}
 	return path, false
 }
 
-// sweep marks and removes pages of dead processes, as List does. Without it, jobs that are always killed would fill the
-// folder on hosts where no process lists it.
+// setTimes is futimens with the present time: not by a path, which may have come to mean another file.
+func setTimes(fd int) error {
+	if _, _, errno := unix.Syscall6(unix.SYS_UTIMENSAT, uintptr(fd), 0, 0, 0, 0, 0); errno != 0 {
+		return os.NewSyscallError("futimens", errno)
+	}
+	return nil
+}
+
+// sweep marks and removes pages of dead processes in this user's own folder, as List does. Without it, jobs that are
+// always killed would fill the folder on hosts where no process lists it.
 func sweep(dir string) {
 	files, err := os.ReadDir(dir)
 	if err != nil {
@@ -162,36 +177,42 @@ func sweep(dir string) {
 		if err != nil || !name.dead && (name.namespace != pidNamespace() || alive(name, -1)) {
 			continue
 		}
-		retire(filepath.Join(dir, f.Name()), name, false)
+		path := filepath.Join(dir, f.Name())
+		fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
+		if err != nil {
+			continue
+		}
+		retire(path, fd, name, false)
+		unix.Close(fd)
 	}
 }
 
-func readPage(fd int, name fileName, owner uint32) (*Stats, error) {
+func readPage(fd int, name fileName, owner uint32) (s *Stats, at time.Time, err error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, os.NewSyscallError("fstat", err)
+		return nil, at, os.NewSyscallError("fstat", err)
 	}
+	at = time.Unix(st.Mtim.Unix())
 	switch {
 	case st.Mode&unix.S_IFMT != unix.S_IFREG:
-		return nil, errors.New("not a regular file")
+		return nil, at, errors.New("not a regular file")
 	case st.Uid != owner:
-		return nil, fmt.Errorf("belongs to user %d, its folder to %d", st.Uid, owner)
+		return nil, at, fmt.Errorf("belongs to user %d, its folder to %d", st.Uid, owner)
 	case st.Size > maxPage:
-		return nil, fmt.Errorf("damaged: %d bytes, a page has at most %d", st.Size, maxPage)
+		return nil, at, fmt.Errorf("damaged: %d bytes, a page has at most %d", st.Size, maxPage)
 	}
 	b := make([]byte, st.Size)
 	n, err := readFull(fd, b)
 	if err != nil {
-		return nil, err
+		return nil, at, err
 	}
-	s, err := decode(b[:n])
-	if err != nil {
-		return nil, err
+	if s, err = decode(b[:n]); err != nil {
+		return nil, at, err
 	}
 	if s.PID != name.pid || s.StartTime != name.start {
-		return nil, fmt.Errorf("damaged: page of process %d started at %d, file of %d started at %d", s.PID, s.StartTime, name.pid, name.start)
+		return nil, at, fmt.Errorf("damaged: page of process %d started at %d, file of %d started at %d", s.PID, s.StartTime, name.pid, name.start)
 	}
-	return s, nil
+	return s, at, nil
 }
 
 func readFull(fd int, b []byte) (int, error) {

@@ -53,18 +53,22 @@ const DefaultTrace = 1024
 
 const maxTrace = 1 << 16
 
-// Page is a statistics page that this process owns.
+// Page is a statistics page that this process owns: memory of its own, and a file to which the publisher copies it. The
+// file is not mapped: whoever truncated it would end this process by SIGBUS.
 type Page struct {
-	path  string // "" for memory without a file name
+	path  string // "" for memory without a file
+	inode uint64 // of the file: another one of this name is not written
 	bytes []byte
-	owner int // pid; a forked child must not remove its parent's page
+	image []byte // what publish writes
+	lock  []byte // an untouched mapping of the file, which keeps its lock without a descriptor
+	owner int    // pid; a forked child must not remove its parent's page
 }
 
 var pageNumber atomic.Uint32
 
 // Create makes a page. dir is the folder, "" for the usual ones: under /dev/shm, else under the temporary folder if
-// that is in memory, else memory without a file name, which only this process can read. With a named folder there is no
-// fallback.
+// that is in memory, else memory without a file, which only this process can read; so it is without /proc, where
+// readers could not tell whether the process is alive. With a named folder there is no fallback.
 func Create(dir string, m Meta) (*Page, error) {
 	if m.TraceLen == 0 {
 		m.TraceLen = DefaultTrace
@@ -78,107 +82,146 @@ func Create(dir string, m Meta) (*Page, error) {
 	if m.TraceLen < 0 || m.TraceLen > maxTrace {
 		return nil, status.InvalidArg("trace_len", m.TraceLen, fmt.Sprintf("1 to %d", maxTrace))
 	}
-	pid := os.Getpid()
-	start, err := startTime(pid)
-	if err != nil {
-		return nil, status.Errorf(status.System, "statistics page: %w", err)
-	}
-	p := &Page{owner: pid}
+	p := &Page{owner: os.Getpid()}
 	l := layoutOf(m.NumRanks, m.TraceLen)
-	name := fileName{pid: pid, start: start, number: pageNumber.Add(1), namespace: pidNamespace()}
-	if p.bytes, p.path, err = mapAnywhere(dir, name.String(), l.total); err != nil {
+	var err error
+	if p.bytes, err = unix.Mmap(-1, 0, l.total, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS); err != nil {
+		return nil, status.Errorf(status.System, "statistics page: mmap: %w", err)
+	}
+	start, err := startTime(p.owner)
+	p.fill(m, l, start)
+	if err == nil {
+		name := fileName{pid: p.owner, start: start, number: pageNumber.Add(1), namespace: pidNamespace()}
+		err = p.file(dir, name.String())
+	}
+	if err != nil && dir != "" {
+		_ = unix.Munmap(p.bytes) // the error below is the reason
 		return nil, status.Errorf(status.System, "statistics page: %w", err)
 	}
-	p.fill(m, l, start)
+	if p.path != "" {
+		published.add(p)
+	}
 	return p, nil
 }
 
-// mapAnywhere maps a new file in the first folder in which it can.
-func mapAnywhere(dir, name string, size int) (mapped []byte, path string, err error) {
+// file makes the page's file in the first folder in which it can.
+func (p *Page) file(dir, name string) error {
 	dirs := []string{dir}
 	if dir == "" {
 		dirs = Folders()
 	}
 	var failures []error
 	for _, d := range dirs {
-		path := filepath.Join(d, name)
 		var err error
 		for range folderAttempts {
-			if mapped, err = mapIn(d, path, size, dir != ""); !errors.Is(err, os.ErrNotExist) {
+			if err = p.fileIn(d, name, dir != ""); !errors.Is(err, os.ErrNotExist) {
 				break
 			}
 		}
 		if err == nil {
-			return mapped, path, nil
+			return nil
 		}
 		failures = append(failures, err)
 	}
-	if dir != "" {
-		return nil, "", errors.Join(failures...)
-	}
-	mapped, err = mapUnnamed(size)
-	if err != nil {
-		return nil, "", errors.Join(append(failures, err)...)
-	}
-	return mapped, "", nil
+	return errors.Join(failures...)
 }
 
 // folderAttempts bounds the retries when another process removes the folder, as empty, between our mkdir and our
 // create.
 const folderAttempts = 100
 
-// mapIn makes the folder if it is absent, and the file in it.
-func mapIn(dir, path string, size int, named bool) ([]byte, error) {
-	err := makeFolder(dir)
-	if err == nil && !named {
-		err = inMemory(dir)
+// fileIn makes the folder if it is absent, and the file in it. It leaves no empty folder.
+func (p *Page) fileIn(dir, name string, named bool) error {
+	if !named {
+		if err := inMemory(filepath.Dir(dir)); err != nil {
+			return err
+		}
 	}
-	if err != nil {
-		return nil, err
+	if err := makeFolder(dir); err != nil {
+		return err
 	}
 	sweep(dir)
-	return mapNamed(path, size)
+	err := p.create(filepath.Join(dir, name))
+	if err != nil {
+		_ = unix.Rmdir(dir) // fails unless the folder is empty
+	}
+	return err
 }
 
-// mapNamed makes a file, allocates its space at once (a later write to a full tmpfs would raise SIGBUS) and locks it
-// while it is mapped, so that a reader in another PID namespace sees whether its owner is alive.
-func mapNamed(path string, size int) ([]byte, error) {
+// create writes the page to a new file. The file's lock lasts as long as the page's memory, so that a reader in another
+// PID namespace sees whether the owner is alive.
+func (p *Page) create(path string) error {
 	fd, err := unix.Open(path, unix.O_CREAT|unix.O_EXCL|unix.O_RDWR|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
-		return nil, &os.PathError{Op: "create", Path: path, Err: err}
+		return &os.PathError{Op: "create", Path: path, Err: err}
 	}
 	defer unix.Close(fd)
-	mapped, err := mapFile(fd, size)
-	if err == nil {
-		err = unix.Flock(fd, unix.LOCK_SH|unix.LOCK_NB)
-	}
-	if err != nil {
+	if err := p.fillFile(fd); err != nil {
 		_ = unix.Unlink(path) // the error below is the reason
-		return nil, &os.PathError{Op: "map", Path: path, Err: err}
+		return &os.PathError{Op: "write", Path: path, Err: err}
 	}
-	return mapped, nil
+	p.path = path
+	return nil
 }
 
-func mapUnnamed(size int) ([]byte, error) {
-	fd, err := unix.MemfdCreate("deepep-stats", unix.MFD_CLOEXEC)
+func (p *Page) fillFile(fd int) error {
+	if err := unix.Flock(fd, unix.LOCK_SH|unix.LOCK_NB); err != nil {
+		return os.NewSyscallError("flock", err)
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return os.NewSyscallError("fstat", err)
+	}
+	// Readers skip a file that begins with zeros, as one that is not filled yet: the mark is written last.
+	if err := unix.Ftruncate(fd, int64(len(p.bytes))); err != nil {
+		return os.NewSyscallError("ftruncate", err)
+	}
+	p.inode, p.image = st.Ino, make([]byte, len(p.bytes))
+	p.copyTo(p.image)
+	const mark = 8 // bytes
+	if err := writeFull(fd, p.image[mark:], mark); err != nil {
+		return err
+	}
+	if err := writeFull(fd, p.image[:mark], 0); err != nil {
+		return err
+	}
+	var err error
+	p.lock, err = unix.Mmap(fd, 0, pageSize, unix.PROT_NONE, unix.MAP_SHARED)
+	return os.NewSyscallError("mmap", err)
+}
+
+func writeFull(fd int, b []byte, at int64) error {
+	for len(b) > 0 {
+		n, err := unix.Pwrite(fd, b, at)
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			return os.NewSyscallError("pwrite", err)
+		}
+		b, at = b[max(n, 0):], at+int64(max(n, 0))
+	}
+	return nil
+}
+
+// publish writes the page to its file. It opens the file anew: the program may have closed a descriptor that is not its
+// own and given its number to another file. An error means that readers see an older page, or none.
+func (p *Page) publish() error {
+	p.copyTo(p.image)
+	fd, err := unix.Open(p.path, unix.O_WRONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
-		return nil, os.NewSyscallError("memfd_create", err)
+		return &os.PathError{Op: "open", Path: p.path, Err: err}
 	}
 	defer unix.Close(fd)
-	return mapFile(fd, size)
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil || st.Ino != p.inode {
+		return fmt.Errorf("%s was replaced by another file (%w)", p.path, os.ErrExist)
+	}
+	return writeFull(fd, p.image, 0)
 }
 
-func mapFile(fd, size int) ([]byte, error) {
-	switch err := unix.Fallocate(fd, 0, 0, int64(size)); {
-	case errors.Is(err, unix.EOPNOTSUPP):
-		if _, err := unix.Pwrite(fd, make([]byte, size), 0); err != nil {
-			return nil, os.NewSyscallError("pwrite", err)
-		}
-	case err != nil:
-		return nil, os.NewSyscallError("fallocate", err)
+// copyTo copies the page while kernels write it, word by word.
+func (p *Page) copyTo(b []byte) {
+	for i := 0; i < len(b); i += 8 {
+		*(*uint64)(unsafe.Pointer(&b[i])) = atomic.LoadUint64((*uint64)(unsafe.Pointer(&p.bytes[i])))
 	}
-	mapped, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-	return mapped, os.NewSyscallError("mmap", err)
 }
 
 // layout holds the offsets of a page's parts.
@@ -226,20 +269,27 @@ func put(field []byte, s string) { copy(field[:len(field)-1], s) }
 // writes. It is valid until Unmap.
 func (p *Page) Bytes() []byte { return p.bytes }
 
-// Path is the page's file, "" for memory without a file name.
+// Path is the page's file, "" for memory without a file.
 func (p *Page) Path() string { return p.path }
 
 // SetState sets the buffer's state. Not after Unmap.
 func (p *Page) SetState(s State) { atomic.StoreUint32(&p.header().State, uint32(s)) }
 
+// Publish writes the page to its file now, as the publisher does every PublishEvery.
+func (p *Page) Publish() error {
+	published.mu.Lock()
+	defer published.mu.Unlock()
+	if p.path == "" || p.bytes == nil {
+		return nil
+	}
+	return p.publish()
+}
+
 // Snapshot reads the page while kernels write it. Each counter is whole, but a call may be in one counter and not yet
 // in another.
 func (p *Page) Snapshot() (*Stats, error) {
 	b := make([]byte, len(p.bytes))
-	for i := 0; i < len(b); i += 8 {
-		word := atomic.LoadUint64((*uint64)(unsafe.Pointer(&p.bytes[i])))
-		*(*uint64)(unsafe.Pointer(&b[i])) = word
-	}
+	p.copyTo(b)
 	return decode(b)
 }
 
@@ -255,6 +305,7 @@ func (p *Page) Remove() error {
 	if p.path == "" {
 		return nil
 	}
+	published.remove(p)
 	if err := os.Remove(p.path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return status.Errorf(status.System, "statistics page: %w", err)
 	}
@@ -264,10 +315,14 @@ func (p *Page) Remove() error {
 
 // Unmap unmaps the memory, to which no kernel may write any more. Call it after Remove.
 func (p *Page) Unmap() error {
-	b := p.bytes
-	p.bytes = nil
-	if b == nil {
+	if p.bytes == nil {
 		return nil
 	}
-	return os.NewSyscallError("munmap", unix.Munmap(b))
+	published.remove(p)
+	err := os.NewSyscallError("munmap", unix.Munmap(p.bytes))
+	if p.lock != nil {
+		status.Keep(&err, os.NewSyscallError("munmap", unix.Munmap(p.lock)))
+	}
+	p.bytes, p.lock = nil, nil
+	return err
 }

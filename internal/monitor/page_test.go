@@ -37,6 +37,13 @@ func create(t *testing.T, dir string, m Meta) *Page {
 // folder is a folder that Create accepts.
 func folder(t *testing.T) string { return filepath.Join(t.TempDir(), "pages") }
 
+func publish(t *testing.T, p *Page) {
+	t.Helper()
+	if err := p.Publish(); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func only(t *testing.T, dir string) Entry {
 	t.Helper()
 	entries, err := List(dir)
@@ -56,6 +63,7 @@ func TestCountersComeBack(t *testing.T) {
 		})
 	}
 	pagetest.Record(p.Bytes(), pagetest.Call{Op: abi.OpCombine, Duration: time.Millisecond})
+	publish(t, p)
 	e := only(t, dir)
 	if e.Err != nil || e.Dead {
 		t.Fatalf("%+v", e)
@@ -212,20 +220,77 @@ func TestFallsBack(t *testing.T) {
 	if err := inMemory("/proc"); err == nil || !strings.Contains(err.Error(), "/proc lies on a disk") {
 		t.Errorf("%v", err)
 	}
-	mapped, path, err := mapAnywhere("", "1-1-1-1.page", pageSize)
-	if err != nil || path == "" {
+	p := &Page{bytes: make([]byte, pageSize), owner: os.Getpid()}
+	if err := p.file("", "1-1-1-1.page"); err != nil {
 		t.Fatal(err)
 	}
-	if err := errors.Join(os.Remove(path), unix.Munmap(mapped)); err != nil {
+	if err := errors.Join(os.Remove(p.path), unix.Munmap(p.lock)); err != nil {
 		t.Error(err)
 	}
-	mapped, err = mapUnnamed(pageSize)
-	if err != nil || len(mapped) != pageSize {
+	_ = os.Remove(filepath.Dir(p.path)) // fails where other processes have pages
+}
+
+// Where no page can be, no folder is left.
+func TestNoFolderIsLeft(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "pages")
+	p := &Page{bytes: make([]byte, pageSize), owner: os.Getpid()}
+	if err := p.fileIn(dir, "1-1-1-1.page", false); err == nil {
+		t.Skip("the temporary folder lies in memory")
+	}
+	if _, err := os.Lstat(dir); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("left: %v", err)
+	}
+	if err := p.fileIn(dir, strings.Repeat("x", 300), true); err == nil {
+		t.Error("a name of 300 bytes")
+	}
+	if _, err := os.Lstat(dir); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("left: %v", err)
+	}
+}
+
+// A script that cuts pages short (or replaces them) ends no process, and the next copy mends the page.
+func TestCutShort(t *testing.T) {
+	dir := folder(t)
+	p := create(t, dir, meta)
+	if err := os.Truncate(p.Path(), 0); err != nil {
 		t.Fatal(err)
 	}
-	mapped[pageSize-1] = 1
-	if err := unix.Munmap(mapped); err != nil {
-		t.Error(err)
+	pagetest.Record(p.Bytes(), pagetest.Call{Op: abi.OpBarrier, Duration: time.Millisecond}) // SIGBUS in a mapping of the file
+	end := time.Now().Add(100 * PublishEvery)
+	for entries, err := List(dir); ; entries, err = List(dir) {
+		if err == nil && len(entries) == 1 && entries[0].Err == nil && entries[0].Stats.Ops[abi.OpBarrier].Calls == 1 {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("not published: %+v %v", entries, err)
+		}
+		time.Sleep(PublishEvery / 10)
+	}
+	if err := errors.Join(os.Remove(p.Path()), os.WriteFile(p.Path(), []byte("another's"), 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Publish(); err == nil {
+		t.Error("another file was written")
+	}
+	if b, err := os.ReadFile(p.Path()); err != nil || string(b) != "another's" {
+		t.Errorf("%q %v", b, err)
+	}
+}
+
+// The publisher ends with the last page.
+func TestPublisherEnds(t *testing.T) {
+	p, q := create(t, folder(t), meta), create(t, folder(t), meta)
+	if err := p.Remove(); err != nil {
+		t.Fatal(err)
+	}
+	if published.stop == nil {
+		t.Error("ended with the first page")
+	}
+	if err := q.Unmap(); err != nil {
+		t.Fatal(err)
+	}
+	if published.stop != nil {
+		t.Error("runs without a page")
 	}
 }
 
@@ -239,6 +304,7 @@ func TestDeadProcess(t *testing.T) {
 			t.Fatal(err)
 		}
 		pagetest.Record(p.Bytes(), pagetest.Call{Op: abi.OpBarrier, Duration: time.Millisecond})
+		time.Sleep(4 * PublishEvery) // what a process did before is seen after its death
 		fmt.Println("made")
 		time.Sleep(time.Minute) // until the parent kills the process
 		return
@@ -321,6 +387,7 @@ func TestReusedPid(t *testing.T) {
 	dir := folder(t)
 	p := create(t, dir, meta)
 	p.header().StartTime++
+	publish(t, p)
 	name, err := parseName(filepath.Base(p.Path()))
 	if err != nil {
 		t.Fatal(err)

@@ -32,6 +32,9 @@ func job(t *testing.T, dir string, slow int, late time.Duration, n int) []*Page 
 			pagetest.Record(p.Bytes(), pagetest.Call{Op: abi.OpDispatch, Duration: took, BytesTo: []uint64{100, 100, 100, 100}, WaitFor: wait})
 		}
 	}
+	for _, p := range pages {
+		publish(t, p)
+	}
 	return pages
 }
 

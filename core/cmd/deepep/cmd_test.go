@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -52,6 +53,9 @@ func pages(t *testing.T, slow, calls int) (folder string, list []*monitor.Page) 
 			start := clock + uint64(i)*uint64(25*time.Millisecond)
 			pagetest.Record(p.Bytes(), pagetest.Call{Op: abi.OpDispatch, Start: start, Duration: took, BytesTo: []uint64{1e6, 1e6, 1e6, 1e6}, WaitFor: wait})
 			pagetest.Record(p.Bytes(), pagetest.Call{Op: abi.OpCombine, Start: start + uint64(took), Duration: 300 * time.Microsecond, BytesTo: []uint64{1e6, 1e6, 1e6, 1e6}, WaitFor: wait[:0:0]})
+		}
+		if err := p.Publish(); err != nil {
+			t.Fatal(err)
 		}
 	}
 	return folder, list
@@ -224,6 +228,66 @@ func checkMetrics(t *testing.T, text string, slow int) {
 	awaited := families["deepep_awaited_seconds_total"]
 	if s := metric(awaited, map[string]string{"peer": fmt.Sprint(slow)}).GetCounter().GetValue(); s < 0.59 {
 		t.Errorf("%v s awaited", s)
+	}
+}
+
+// Two pages with the same labels, which any user can make: the series of the other pages are served.
+func TestMetricsOfDoubledPages(t *testing.T) {
+	folder, list := pages(t, 2, 10)
+	b, err := os.ReadFile(list[1].Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	parts := strings.Split(filepath.Base(list[1].Path()), "-")
+	parts[2] = "99"
+	if err := os.WriteFile(filepath.Join(folder, strings.Join(parts, "-")), b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	out, _, code := deepep(t, "metrics", "--once", "--folder", folder)
+	if code != 0 {
+		t.Fatalf("exit status %d", code)
+	}
+	if n := metric(parseMetrics(t, out)["deepep_pages_skipped"], nil).GetGauge().GetValue(); n != 1 {
+		t.Errorf("%v pages skipped", n)
+	}
+	if n := metric(parseMetrics(t, out)["deepep_calls_total"], map[string]string{"rank": "0", "op": "dispatch"}).GetCounter().GetValue(); n != 10 {
+		t.Errorf("%v calls", n)
+	}
+}
+
+// A client that says nothing after its first request does not keep its connection for ever.
+func TestMetricsClosesIdleConnections(t *testing.T) {
+	before := idleTimeout
+	idleTimeout = 50 * time.Millisecond
+	defer func() { idleTimeout = before }()
+	ctx, cancel := context.WithCancel(context.Background())
+	reader, writer := io.Pipe()
+	done := make(chan int)
+	go func() {
+		code := run(ctx, []string{"metrics", "--listen", "127.0.0.1:0", "--folder", t.TempDir()}, io.Discard, writer)
+		writer.Close()
+		done <- code
+	}()
+	var address string
+	if _, err := fmt.Fscanf(reader, "deepep: serving http://%s", &address); err != nil {
+		t.Fatal(err)
+	}
+	go func() { _, _ = io.Copy(io.Discard, reader) }()
+	conn, err := net.Dial("tcp", strings.TrimSuffix(address, "/metrics"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	_ = conn.SetDeadline(time.Now().Add(20 * time.Second))
+	if _, err := io.WriteString(conn, "GET / HTTP/1.1\r\nHost: x\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadAll(conn); err != nil { // to the end of the connection
+		t.Error(err)
+	}
+	cancel()
+	if code := <-done; code != 0 {
+		t.Errorf("exit status %d", code)
 	}
 }
 

@@ -139,9 +139,6 @@ func (s *faultSession) start(rank int) error {
 	}
 	p := &faultProcess{cmd: exec.Command(exe, "faults-rank"), events: make(chan faultEvent, 64)}
 	p.cmd.Env = append(os.Environ(), "DEEPEP_LOG=off", fmt.Sprintf("%s=2", ownFolder))
-	if dir := kernelsFolder(); dir != "" {
-		p.cmd.Env = append(p.cmd.Env, "DEEPEP_KERNELS="+dir)
-	}
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	if p.in, err = p.cmd.StdinPipe(); err != nil {
 		return err

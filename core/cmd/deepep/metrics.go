@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strconv"
 	"time"
 
@@ -66,6 +67,10 @@ func printMetrics(w io.Writer, registry *prometheus.Registry) error {
 	return nil
 }
 
+// idleTimeout is longer than Prometheus' usual pause between two requests of a connection. After it a connection is
+// closed, so that clients that say nothing hold no descriptor.
+var idleTimeout = 90 * time.Second
+
 // serve answers requests until ctx ends.
 func serve(ctx context.Context, address string, registry *prometheus.Registry, stderr io.Writer) error {
 	host, _, err := net.SplitHostPort(address)
@@ -77,11 +82,11 @@ func serve(ctx context.Context, address string, registry *prometheus.Registry, s
 		return fmt.Errorf("listen: %w", err)
 	}
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{MaxRequestsInFlight: 4}))
+	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{MaxRequestsInFlight: 4, ErrorHandling: promhttp.ContinueOnError}))
 	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = io.WriteString(w, "deepep: see /metrics\n") // fails only if the client has gone
 	})
-	server := &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second}
+	server := &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second, IdleTimeout: idleTimeout}
 	fmt.Fprintf(stderr, "deepep: serving http://%s/metrics\n", listener.Addr())
 	stop := context.AfterFunc(ctx, func() {
 		bounded, cancel := context.WithTimeout(context.Background(), time.Second)
@@ -131,21 +136,58 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		ch <- prometheus.NewInvalidMetric(damagedDesc, err)
 		return
 	}
-	now := time.Now()
-	h := look(entries, now, nil, now)
+	h := look(entries, nil)
 	h.choose(c.pages.group)
-	ch <- prometheus.MustNewConstMetric(damagedDesc, prometheus.GaugeValue, float64(len(h.damaged)))
+	ranks, doubled := h.distinctRanks()
+	for _, r := range ranks {
+		collectRank(ch, r)
+	}
+	seen := map[[2]string]bool{}
 	for i := range h.buffers {
 		b := &h.buffers[i]
-		for j := range b.ranks {
-			collectRank(ch, &b.ranks[j])
+		if key := [2]string{b.group, strconv.Itoa(int(b.buffer))}; !seen[key] {
+			seen[key] = true
+			collectWaits(ch, b)
 		}
-		collectWaits(ch, b)
 	}
+	ch <- prometheus.MustNewConstMetric(damagedDesc, prometheus.GaugeValue, float64(len(h.damaged)+doubled))
+}
+
+// distinctRanks leaves out ranks with the labels of another: Prometheus takes a series once, and one page of another
+// user, whom root reads as well, must not spoil the others. This user's own pages come first.
+func (h *hostView) distinctRanks() (all []*rankView, doubled int) {
+	for i := range h.buffers {
+		for j := range h.buffers[i].ranks {
+			all = append(all, &h.buffers[i].ranks[j])
+		}
+	}
+	slices.SortStableFunc(all, func(a, b *rankView) int {
+		switch {
+		case a.own == b.own:
+			return 0
+		case a.own:
+			return -1
+		}
+		return 1
+	})
+	seen := map[[4]string]bool{}
+	found := len(all)
+	all = slices.DeleteFunc(all, func(r *rankView) bool {
+		key := [4]string(r.labels())
+		double := seen[key]
+		seen[key] = true
+		return double
+	})
+	return all, found - len(all)
+}
+
+// labels are the values of pageLabels.
+func (r *rankView) labels() []string {
+	return []string{r.Group, strconv.Itoa(int(r.Buffer)), strconv.Itoa(r.Rank), strconv.Itoa(r.PID)}
 }
 
 func collectRank(ch chan<- prometheus.Metric, r *rankView) {
-	page := []string{r.Group, strconv.Itoa(int(r.Buffer)), strconv.Itoa(r.Rank), strconv.Itoa(r.PID)}
+	page := r.labels()
 	state, live := r.State.String(), 1.0
 	if r.dead {
 		state = "dead"

@@ -80,20 +80,19 @@ Ctrl-C ends it.`,
 
 func (f *topFlags) run(ctx context.Context, stdout, stderr io.Writer) error {
 	var before []monitor.Entry
-	var then time.Time
 	for {
 		now := time.Now()
 		entries, err := f.pages.list(stderr)
 		if err != nil {
 			return err
 		}
-		h := look(entries, now, before, then)
+		h := look(entries, before)
 		h.choose(f.pages.group)
 		if err := f.show(stdout, h, now); err != nil || f.once {
 			return err
 		}
 		if !f.since {
-			before, then = entries, now
+			before = entries
 		}
 		select {
 		case <-ctx.Done():

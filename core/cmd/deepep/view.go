@@ -15,6 +15,7 @@ type rankView struct {
 	delta   []monitor.OpStats // counted in the interval, indexed by Op
 	seconds float64
 	dead    bool
+	own     bool // of this user
 	path    string
 }
 
@@ -41,12 +42,12 @@ type pageKey struct {
 func keyOf(e monitor.Entry) pageKey { return pageKey{e.Path, e.Stats.StartTime} }
 
 // look makes a view of a reading. It counts from before, an earlier reading; for pages that are not in before, and
-// without an earlier reading, from the creation of the page.
-func look(now []monitor.Entry, at time.Time, before []monitor.Entry, then time.Time) hostView {
-	earlier := map[pageKey]*monitor.Stats{}
+// without an earlier reading, from the creation of the page. Intervals are those between the owner's writes.
+func look(now, before []monitor.Entry) hostView {
+	earlier, written := map[pageKey]*monitor.Stats{}, map[pageKey]time.Time{}
 	for _, e := range before {
 		if e.Stats != nil {
-			earlier[keyOf(e)] = e.Stats
+			earlier[keyOf(e)], written[keyOf(e)] = e.Stats, e.At
 		}
 	}
 	var h hostView
@@ -55,14 +56,14 @@ func look(now []monitor.Entry, at time.Time, before []monitor.Entry, then time.T
 			h.damaged = append(h.damaged, e)
 			continue
 		}
-		r := rankView{Stats: e.Stats, dead: e.Dead, path: e.Path}
+		r := rankView{Stats: e.Stats, dead: e.Dead, own: e.Own, path: e.Path}
 		old, ok := earlier[keyOf(e)]
 		since := e.Stats.Created
 		if ok {
-			since = then
+			since = written[keyOf(e)]
 		}
 		// The clock may have been set since the page's creation; a rate needs a positive time.
-		r.seconds = max(at.Sub(since).Seconds(), 1e-3)
+		r.seconds = max(e.At.Sub(since).Seconds(), 1e-3)
 		for op := range e.Stats.Ops {
 			var oldOp *monitor.OpStats
 			if ok {
