@@ -5,8 +5,9 @@
     .venv/bin/python bench/gpu.py --markdown docs/performance.md --json build/bench_cuda.json
 
 Sections: startup (construction, first and steady call, first graph), lowlatency (kernels of a decoding step), hostcost
-(CPU time of its calls), normal (kernels of dispatch and combine). With --engine cpu the same program runs on CPU ranks,
-with the host's clock in place of the profiler: to try the program, not to measure.
+(CPU time of its calls), normal (kernels of dispatch and combine), calls (what Python calls cost, beside torch's and
+NCCL's), dense (all tokens to all ranks by NCCL, beside dispatch and combine). With --engine cpu the same program runs
+on CPU ranks, with the host's clock in place of the profiler: to try the program, not to measure.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import deep_ep
 from deep_ep import _abi, _lib
-from lib import cuda_tables, document, hostcost, low_latency_kernels, normal_kernels, ranks, startup
+from lib import cuda_tables, document, hostcost, low_latency_kernels, normal_kernels, python_calls, ranks, startup
 from lib.normal_mode import Case
 from lib.tables import machine
 
-SECTIONS = ("startup", "lowlatency", "hostcost", "normal")
+SECTIONS = ("startup", "lowlatency", "hostcost", "normal", "calls", "dense")
+CALLS_TOKENS = 256  # of normal mode in the section calls
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 40
 # Which buffer is the first of its process: there all kernels are loaded for the first time. Two sets of processes.
@@ -99,6 +101,9 @@ def run_rank(rank: int, options: argparse.Namespace, number: int, rendezvous: st
         take("startup", lambda: measure_startup(team, normal, decoding, options.lives))
         # What the host does first: once torch's profiler has run, every launch of the process is slower.
         take("hostcost", lambda: low_latency_kernels.measure_host(team, decoding, options.calls))
+        few = Case(options.ranks, min(CALLS_TOKENS, options.tokens), options.hidden)
+        take("calls", lambda: python_calls.measure(team, few, decoding, min(options.calls, 200)))
+        take("dense", lambda: python_calls.measure_dense(team, options.hidden, options.tokens, options.rounds))
         take("normal", lambda: normal_kernels.measure_views(team, normal, options.rounds), "views")
         take("lowlatency", lambda: low_latency_kernels.measure(team, decoding, options.calls))
         take("normal", lambda: normal_kernels.measure(team, normal, options.rounds))

@@ -22,6 +22,10 @@ def make(found: dict[str, Any], options: argparse.Namespace) -> list[Table]:
         tables.append(low_latency_table(found["lowlatency"], options, limit, shown))
     if "hostcost" in found:
         tables.append(host_table(found["hostcost"], found["hostcost_c"], options))
+    if "calls" in found:
+        tables.append(calls_table(found["calls"]))
+    if found.get("dense"):
+        tables.append(dense_table(found["dense"]))
     if found["first"] or "startup" in found:
         tables.append(startup_table(found, options))
     return tables
@@ -91,6 +95,41 @@ def host_table(found: dict[str, list[float]], c: dict[str, Any], options: argpar
     for name in ("dispatch", "combine"):
         awake = hostcost.split(c[name])[1]
         table.rows.append([f"C, {name}", duration(median(awake)), duration(p99(awake))])
+    return table
+
+
+def calls_table(found: dict[str, Any]) -> Table:
+    """What Python calls cost."""
+    table = Table(
+        "Python calls",
+        f"Time from call to return, and until the device is done; medians of the slowest rank, p99 in brackets. Normal "
+        f"mode {found['normal']} BF16, low latency {found['decoding']}, top-8 of 256 experts; all ranks begin together "
+        "with idle devices. The same under torch.set_default_device, which runs Python under each call of torch, and "
+        f"beside a thread that keeps the interpreter busy (switch interval {found['switch'] * 1e3:g} ms).",
+        ["call", "returns", "done"],
+    )
+    for way, calls in found["ways"].items():
+        for name, times in calls.items():
+            cells = [f"{duration(median(times[what]))} ({duration(p99(times[what]))})" for what in ("call", "done")]
+            table.rows.append([f"{name}, {way}" if way else name, *cells])
+    return table
+
+
+def dense_table(found: list[dict[str, Any]]) -> Table:
+    """Dispatch and combine beside the dense way."""
+    table = Table(
+        "Beside the dense way",
+        "Layout, dispatch and combine of BF16 rows, beside NCCL's all_gather of rows, indices and weights with "
+        "reduce_scatter of partial sums in BF16 (without the work of picking one's own tokens). Host view: from the "
+        "call until the device is done. Graph: a replay by events; ours with num_worst_tokens. Slowest rank, medians.",
+        ["tokens a rank", "ours", "dense", "ours ÷ dense", "ours, graph", "dense, graph", "ours ÷ dense, graph"],
+    )
+    for entry in found:
+        us = {name: median(entry[name]) for name in ("ours", "dense", "ours, graph", "dense, graph")}
+        table.rows.append(
+            [str(entry["tokens"]), duration(us["ours"]), duration(us["dense"]), ratio(us["ours"], us["dense"]),
+             duration(us["ours, graph"]), duration(us["dense, graph"]), ratio(us["ours, graph"], us["dense, graph"])]
+        )  # fmt: skip
     return table
 
 

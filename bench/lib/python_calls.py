@@ -1,0 +1,208 @@
+"""What a user's call costs: time on the host until a Python call returns, and until the device is done.
+
+Beside it in the same processes: a launch, an allocation and NCCL's all_to_all_single; and the dense way of moving
+tokens to all experts, without deep_ep: every rank gathers all tokens, and partial sums are reduced and scattered.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lib.kernel_clock import Meeting, host_view
+from lib.low_latency_kernels import Step
+from lib.normal_kernels import Rows, make_buffer
+from lib.normal_mode import EXPERTS, Case, make_input
+from lib.ranks import Team
+
+DENSE_TOKENS = (1, 16, 64, 128, 512, 1024, 4096)
+WARMUP = 10
+REPLAYS = 20
+Call = Callable[[], Any]
+Times = dict[str, dict[str, list[float]]]
+
+
+class NormalCalls:
+    """Normal mode's calls of one batch, as training and prefill make them."""
+
+    def __init__(self, team: Team, case: Case) -> None:
+        self.data = make_input(case, team.rank).to(team.device)
+        self.worst = max(team.gather(sum(Rows.of(team, self.data).received)))
+        self.buffer = make_buffer(team, case, direct=True)
+        self.result: Any = None
+        self.fresh()
+
+    def layout(self) -> Any:
+        """The counts of the batch."""
+        return self.buffer.get_dispatch_layout(self.data.experts, EXPERTS)
+
+    def dispatch(self, layout: Any, worst: int = 0) -> Any:
+        """A dispatch after this layout; the last result's rows are free again before."""
+        self.result = None
+        per_rank, per_node, per_expert, in_rank, _ = layout
+        self.result = self.buffer.dispatch(
+            self.data.x,
+            topk_idx=self.data.experts,
+            topk_weights=self.data.weights,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            num_worst_tokens=worst,
+        )
+        return self.result
+
+    def fresh(self, worst: int = 0) -> None:
+        """Layout and dispatch."""
+        self.dispatch(self.layout(), worst)
+
+    def combine(self) -> Any:
+        """Of the rows that the last dispatch delivered."""
+        return self.buffer.combine(self.result[0], self.result[4])
+
+    def there_and_back(self, worst: int = 0) -> None:
+        """Layout, dispatch and combine."""
+        self.fresh(worst)
+        self.combine()
+
+
+def _calls(team: Team, normal: NormalCalls, step: Step) -> dict[str, Call]:
+    """The measured calls, in the order of a model's layer."""
+    layout = normal.layout()
+    handle = normal.dispatch(layout)[4]
+    rows = Rows.of(team, normal.data)
+    assert isinstance(normal.data.x, torch.Tensor)
+    out = normal.data.x.view(torch.int32).index_select(0, rows.tokens)
+    there = torch.empty((sum(rows.received), out.shape[1]), dtype=out.dtype, device=out.device)
+    group = team.rival or team.group
+    one = torch.zeros(1, device=team.device)
+
+    def cached() -> None:
+        normal.result = None
+        normal.result = (*normal.buffer.dispatch(normal.data.x, handle=handle)[:4], handle, None)
+
+    return {
+        "get_dispatch_layout": normal.layout,
+        "dispatch (waits for counts)": lambda: normal.dispatch(layout),
+        "dispatch, num_worst_tokens": lambda: normal.dispatch(layout, normal.worst),
+        "dispatch, cached handle": cached,
+        "combine": normal.combine,
+        "low-latency dispatch FP8": lambda: step.dispatch(weights=False),
+        "low-latency combine": lambda: step.combine(),
+        "torch.empty": lambda: torch.empty((128, 7168), dtype=torch.bfloat16, device=team.device),
+        "a launch (add_ of one number)": lambda: one.add_(1),
+        "all_to_all_single of the rows": lambda: dist.all_to_all_single(
+            there, out, rows.received, rows.sent, group=group
+        ),
+    }
+
+
+@contextmanager
+def _busy_thread() -> Iterator[None]:
+    """A second thread that holds the interpreter whenever it can, as another micro-batch's does."""
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            sum(range(100))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def measure(team: Team, case: Case, decoding: Case, rounds: int) -> dict[str, Any]:
+    """Times in us of the slowest rank: {how: {call: {"call": until it returns, "done": until the device is done}}}."""
+    normal, step = NormalCalls(team, case), Step(team, decoding)
+    step.dispatch(weights=False)
+    meeting = Meeting(team, normal.buffer, cold=False)
+    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "": nullcontext,
+        "under set_default_device": lambda: torch.device(team.device),
+        "beside a busy thread": _busy_thread,
+    }
+    clock, found = time.perf_counter, {}
+    for way, context in ways.items():
+        times: Times = {}
+        for name, call in _calls(team, normal, step).items():
+            own: dict[str, list[float]] = {"call": [], "done": []}
+            with context():
+                for number in range(WARMUP + rounds):
+                    meeting.on_host()
+                    start = clock()
+                    call()
+                    returned = clock()
+                    team.finish()
+                    if number >= WARMUP:
+                        own["call"].append((returned - start) * 1e6)
+                        own["done"].append((clock() - start) * 1e6)
+            times[name] = {what: team.slowest(values) for what, values in own.items()}
+        found[way] = times
+    team.barrier()
+    normal.buffer.destroy()
+    step.buffer.destroy()
+    shapes = {"normal": f"{case.tokens} x {case.hidden}", "decoding": f"{decoding.tokens} x {decoding.hidden}"}
+    return {"ways": found, "switch": sys.getswitchinterval(), **shapes}
+
+
+def _in_graph(team: Team, meeting: Meeting, call: Call) -> list[float]:
+    """Times in us of a graph's replays, by events, of the slowest rank."""
+    for _ in range(2):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    team.finish()
+    with torch.cuda.graph(graph):
+        call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    own = []
+    for number in range(3 + REPLAYS):
+        meeting.on_device()
+        begin.record()
+        graph.replay()
+        end.record()
+        team.finish()
+        if number >= 3:
+            own.append(begin.elapsed_time(end) * 1e3)
+    return team.slowest(own)
+
+
+def measure_dense(team: Team, hidden: int, most: int, rounds: int) -> list[dict[str, Any]]:
+    """Layout, dispatch and combine beside the dense way, in us: host view, and in a graph (ours: num_worst_tokens)."""
+    if team.rival is None:
+        return []
+    found = []
+    for tokens in [n for n in DENSE_TOKENS if n <= most]:
+        ours = NormalCalls(team, Case(team.size, tokens, hidden))
+        meeting = Meeting(team, ours.buffer, cold=False)
+        x, experts, weights = ours.data.x, ours.data.experts, ours.data.weights
+        assert isinstance(x, torch.Tensor)
+        gathered = [torch.empty((team.size * tokens, *part.shape[1:]), dtype=part.dtype, device=part.device)
+                    for part in (x, experts, weights)]  # fmt: skip
+        back = torch.empty_like(x)
+
+        def dense(parts: Any = (x, experts, weights), gathered: Any = gathered, back: torch.Tensor = back) -> None:
+            for all_ranks, own in zip(gathered, parts, strict=True):
+                dist.all_gather_into_tensor(all_ranks, own, group=team.rival)
+            dist.reduce_scatter_tensor(back, gathered[0], group=team.rival)
+
+        entry: dict[str, Any] = {"tokens": tokens}
+        entry["ours"] = host_view(team, meeting, ours.there_and_back, rounds, WARMUP)
+        entry["dense"] = host_view(team, meeting, dense, rounds, WARMUP)
+        entry["ours, graph"] = _in_graph(team, meeting, lambda ours=ours: ours.there_and_back(ours.worst))  # type: ignore[misc]
+        entry["dense, graph"] = _in_graph(team, meeting, dense)
+        found.append(entry)
+        team.barrier()
+        ours.result = None
+        ours.buffer.destroy()
+    return found
