@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/deepep-go/deepep/internal/bootstrap"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -54,6 +55,60 @@ func TestRanksThatDisagreeInACall(t *testing.T) {
 		err = m.Barrier(&Call{})
 		m.check(status.CodeOf(err) == status.Aborted && errors.Is(err, ErrMismatch), "after the failure: %v", err)
 	})
+}
+
+// The name of a TCP group is its secret: over the network the default, which everybody knows, is refused.
+func TestSecrets(t *testing.T) {
+	t.Setenv("DEEPEP_INTERFACE", "")
+	for _, c := range []struct {
+		secret, nic, variable, want string
+	}{
+		{"", "lo", "", "argument name: got \"default\", allowed with a network interface (DEEPEP_INTERFACE) a name that others do not know"},
+		{"default", "", "lo", "argument name: got \"default\""},
+		{"a\x00b", "", "", "argument name: got \"a\\x00b\", allowed a text without NUL"},
+		{"s", "nosuch0", "", "argument interface (DEEPEP_INTERFACE): got nosuch0"},
+		{"s", "", "nosuch0", "argument interface (DEEPEP_INTERFACE): got nosuch0"},
+	} {
+		t.Setenv("DEEPEP_INTERFACE", c.variable)
+		_, err := DialTCP(context.Background(), TCPOptions{Size: 2, Address: "127.0.0.1:9", Secret: c.secret, Interface: c.nic})
+		if status.CodeOf(err) != status.InvalidArgument || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%q: %v", c.want, err)
+		}
+	}
+}
+
+// A rank that is late for the start is named, whichever of two deadlines comes first.
+func TestLateRankInConstructionIsNamed(t *testing.T) {
+	needEngine(t)
+	const limit = 300 * time.Millisecond
+	exchangers := NewLocal(2)
+	errs := make([]error, 2)
+	var ranks sync.WaitGroup
+	for rank := range 2 {
+		ranks.Go(func() {
+			if rank == 1 { // it takes part in the exchange, and never connects
+				p, err := bootstrap.Begin(context.Background(), exchangers[1], bootstrap.HelloOptions{Version: versionText(), Extra: []byte("8")})
+				if errs[1] = err; err == nil {
+					t.Cleanup(func() { p.Close() })
+				}
+				return
+			}
+			o := GroupOptions{Exchanger: exchangers[0], Background: true, Timeout: limit, NumNVLPeers: 8}
+			g, err := NewGroup(context.Background(), o)
+			if err != nil {
+				errs[0] = err
+				return
+			}
+			defer g.Destroy()
+			ctx, cancel := context.WithTimeout(context.Background(), limit-50*time.Millisecond)
+			defer cancel()
+			_, errs[0] = g.NewBuffer(ctx, BufferOptions{Engine: EngineCPU, Device: -1, NumNVLBytes: 1 << 20})
+		})
+	}
+	ranks.Wait()
+	if errs[0] == nil || !strings.Contains(errs[0].Error(), "rank 1 (host ") || status.CodeOf(errs[0]) != status.Timeout {
+		t.Errorf("%v", errs[0])
+	}
 }
 
 // A wrong argument is named, and the buffer works on.

@@ -2,6 +2,8 @@ package core
 
 import (
 	"context"
+	"strconv"
+	"strings"
 
 	"github.com/deepep-go/deepep/internal/bootstrap"
 	"github.com/deepep-go/deepep/internal/env"
@@ -44,7 +46,7 @@ func NewAllGather(rank, size int, gather func(ctx context.Context, send, recv []
 type TCPOptions struct {
 	Rank, Size int
 	Address    string // "host:port" of rank 0, which listens there; "": MASTER_ADDR and MASTER_PORT of the environment
-	Secret     string // equal on all ranks; it keeps other jobs out and is not sent. "": "default", which authenticates no one
+	Secret     string // equal on all ranks, without NUL; whoever knows it can join. Not sent. "": "default", for loopback alone
 	Interface  string // network interface, or its address; "": DEEPEP_INTERFACE, and without it loopback only
 }
 
@@ -65,6 +67,13 @@ func DialTCP(ctx context.Context, o TCPOptions) (Exchanger, error) {
 		}
 		o.Interface = s.Interface
 	}
+	switch {
+	case strings.ContainsRune(o.Secret, 0): // a C string would end there
+		return nil, status.InvalidArg("name", strconv.Quote(o.Secret), "a text without NUL")
+	case o.Interface != "" && named(o.Secret) == defaultName:
+		return nil, status.InvalidArg("name", strconv.Quote(named(o.Secret)),
+			"with a network interface (DEEPEP_INTERFACE) a name that others do not know: it is the secret by which ranks are let in")
+	}
 	return bootstrap.DialTCP(ctx, bootstrap.TCPOptions{
 		Rank: o.Rank, Size: o.Size, Address: o.Address, Secret: named(o.Secret), Interface: o.Interface,
 	})
@@ -82,10 +91,13 @@ func OpenFile(ctx context.Context, o FileOptions) (Exchanger, error) {
 	return bootstrap.OpenFile(ctx, bootstrap.FileOptions{Rank: o.Rank, Size: o.Size, Dir: o.Dir, Name: named(o.Name)})
 }
 
+// defaultName is the name of groups without one. As a secret everybody knows it.
+const defaultName = "default"
+
 // named is the name of a group, or the name of those without one.
 func named(name string) string {
 	if name == "" {
-		return "default"
+		return defaultName
 	}
 	return name
 }

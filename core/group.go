@@ -3,6 +3,7 @@ package core
 import (
 	"context"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"runtime/debug"
 	"strconv"
@@ -151,12 +152,20 @@ func (g *Group) Size() int { return g.size }
 // NumNVLPeers is the number of ranks of one node.
 func (g *Group) NumNVLPeers() int { return g.topology.Peers }
 
-// wait waits for the group's start.
+// wait waits for the group's start. At a deadline it prefers the error of the start, whose own deadline is about the
+// same and which names the ranks that are missing.
 func (g *Group) wait(ctx context.Context) error {
 	select {
 	case <-g.ready:
 		return g.err
 	case <-ctx.Done():
+		if errors.Is(context.Cause(ctx), context.DeadlineExceeded) {
+			select {
+			case <-g.ready:
+				return g.err
+			case <-time.After(startGrace):
+			}
+		}
 		return status.Errorf(status.CodeOf(context.Cause(ctx)), "waiting for the start of the group: %w", context.Cause(ctx))
 	}
 }
@@ -183,7 +192,7 @@ func (g *Group) takeEnd() bool {
 	return true
 }
 
-// startGrace is how long a cancelled start may take.
+// startGrace is how long a start that was cancelled, or has come to its deadline, may take to end.
 const startGrace = 500 * time.Millisecond
 
 func (g *Group) end() error {

@@ -124,7 +124,9 @@ typedef struct deepep_group_options {
   void *user;                    /* callback: passed to allgather */
   const char *address;           /* TCP: "host:port" of rank 0. NULL: MASTER_ADDR and MASTER_PORT */
   const char *directory;         /* file: a folder that all ranks see */
-  const char *name;              /* file, TCP: distinguishes groups; NULL: "default" */
+  /* file, TCP: distinguishes groups; NULL: "default". TCP: also the secret by which ranks are let in; with
+     DEEPEP_INTERFACE "default" is refused. */
+  const char *name;
   int32_t num_nvl_peers;         /* ranks of one NVLink domain; 0: DEEPEP_NUM_MAX_NVL_PEERS or 8 */
   int32_t background;            /* 1: return after the one exchange; the rest of the start-up goes on meanwhile */
   int64_t timeout_ms;            /* limit of the exchange and the start-up; 0: DEEPEP_FIRST_TIMEOUT_MS or 300000 */

@@ -73,7 +73,7 @@ func prepare(rank, size int, o HelloOptions) (*Pending, error) {
 	}
 	tcp, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(addr, 0)))
 	if err != nil {
-		return p, status.Errorf(status.System, "listening on interface %s: %w", o.Interface, err)
+		return p, status.Errorf(status.System, "listening on interface %s (DEEPEP_INTERFACE): %w", o.Interface, err)
 	}
 	p.listeners = append(p.listeners, tcp)
 	p.self.TCP = tcp.Addr().String()

@@ -118,7 +118,7 @@ func TestTCPFalseRankZero(t *testing.T) {
 		_ = writeFrame(c, &frame{kind: kindChallenge, nonce: nonce})
 		if f, err := readFrame(c, handshakeBlob); err == nil {
 			j, _ := decodeJoin(f.blob)
-			p := proof("another", roleCoordinator, nonce, j.nonce, 1, 2)
+			p := proof("another", roleCoordinator, nonce, j.nonce, nonce, 1, 2)
 			_ = writeFrame(c, &frame{kind: kindAccept, nonce: nonce, blob: p[:]})
 		}
 	}()

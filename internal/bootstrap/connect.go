@@ -18,12 +18,15 @@ import (
 )
 
 const (
-	// handshakeTime bounds the handshake of a connection from another program. A rank of the group answers at once.
-	handshakeTime = 10 * time.Second
+	// handshakeTime bounds the handshake of a connection from another program. A rank of the group speaks at once, and
+	// dials again where it was stopped for so long.
+	handshakeTime = 2 * time.Second
 	// handshakeBlob bounds what is read before the other side has shown that it belongs to the group.
 	handshakeBlob = 4096
 	// redialEvery is the pause after a full backlog.
 	redialEvery = 5 * time.Millisecond
+	// maxRedials bounds how often a rank dials again after it was sent away: by a peer whose lobby is full of strangers.
+	maxRedials = 100
 )
 
 // connector joins one rank to all others: it dials the lower ranks and accepts the higher ones.
@@ -150,19 +153,26 @@ func (n *connector) tryDial(ctx context.Context, rank int) (*link, error) {
 		network, address = "tcp", n.hellos[rank].TCP
 	}
 	what := fmt.Sprintf("connecting to %s", n.peers[rank])
-	conn, err := dialRetrying(ctx, network, address)
-	if err != nil {
-		return nil, ioError(ctx, err, what)
-	}
-	l := newLink(rank, conn)
-	stop := boundHandshake(ctx, conn)
-	err = n.introduce(l)
-	stop()
-	if err != nil {
+	for redials := 0; ; redials++ {
+		conn, err := dialRetrying(ctx, network, address)
+		if err != nil {
+			return nil, ioError(ctx, err, what)
+		}
+		l := newLink(rank, conn)
+		stop := boundHandshake(ctx, conn, 0)
+		err = n.introduce(l)
+		stop()
+		if err == nil {
+			return l, nil
+		}
 		conn.Close()
-		return nil, ioError(ctx, err, what)
+		if !connectionGone(err) || redials == maxRedials || ctx.Err() != nil {
+			return nil, ioError(ctx, err, what)
+		}
+		if err := sleep(ctx, redialEvery, what); err != nil {
+			return nil, err
+		}
 	}
-	return l, nil
 }
 
 // dialRetrying dials again while the listener's backlog is full. A refusal is final: every rank listened before the
@@ -182,9 +192,11 @@ func dialRetrying(ctx context.Context, network, address string) (net.Conn, error
 	}
 }
 
-// boundHandshake ends reads and writes on conn with ctx or after handshakeTime, until stop is called.
-func boundHandshake(ctx context.Context, conn net.Conn) (stop func()) {
-	conn.SetDeadline(time.Now().Add(handshakeTime))
+// boundHandshake ends reads and writes on conn with ctx, or after limit unless that is 0, until stop is called.
+func boundHandshake(ctx context.Context, conn net.Conn, limit time.Duration) (stop func()) {
+	if limit > 0 {
+		conn.SetDeadline(time.Now().Add(limit))
+	}
 	unhook := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
 	return func() {
 		if unhook() {
@@ -240,11 +252,11 @@ func (n *connector) watchReceived(rank int, fds []int) {
 	closeFDs(fds)
 }
 
-// acceptLoop runs the handshake on every connection, a bounded number at once.
+// acceptLoop runs the handshake on every connection, a bounded number at once. Another user's is closed at once.
 func (n *connector) acceptLoop(ctx context.Context, l net.Listener) {
 	var handshakes errgroup.Group
-	handshakes.SetLimit(len(n.peers) + 16)
 	defer func() { _ = handshakes.Wait() }()
+	strangers := newLobby(len(n.peers))
 	for {
 		conn, err := l.Accept()
 		if err != nil {
@@ -258,22 +270,30 @@ func (n *connector) acceptLoop(ctx context.Context, l net.Listener) {
 				return
 			}
 		}
-		n.spawn(&handshakes, "handshake", func() { n.accept(ctx, conn) })
+		if unixConn, ok := conn.(*net.UnixConn); ok && checkUser(unixConn) != nil {
+			conn.Close()
+			continue
+		}
+		strangers.enter(conn)
+		n.spawn(&handshakes, "handshake", func() {
+			defer strangers.leave(conn)
+			n.accept(ctx, conn, strangers)
+		})
 	}
 }
 
 // accept is the listener's half of the handshake. A connection from outside the group gets no answer.
-func (n *connector) accept(ctx context.Context, conn net.Conn) {
+func (n *connector) accept(ctx context.Context, conn net.Conn, strangers *lobby) {
 	l := newLink(-1, conn)
-	stop := boundHandshake(ctx, conn)
-	err := n.answer(l)
+	stop := boundHandshake(ctx, conn, handshakeTime)
+	err := n.answer(l, strangers)
 	stop()
 	if err != nil || !n.c.start(l) {
 		conn.Close()
 	}
 }
 
-func (n *connector) answer(l *link) error {
+func (n *connector) answer(l *link, strangers *lobby) error {
 	f, err := l.read(handshakeBlob)
 	if err != nil {
 		return err
@@ -285,6 +305,10 @@ func (n *connector) answer(l *link) error {
 		}
 		return reason
 	}
+	if !strangers.leave(l.conn) {
+		closeFDs(f.fds)
+		return errSentAway
+	}
 	l.rank = f.rank
 	if err := l.write(n.handshake(kindWelcome, l)); err != nil {
 		closeFDs(f.fds)
@@ -293,6 +317,8 @@ func (n *connector) answer(l *link) error {
 	n.watchReceived(l.rank, f.fds)
 	return nil
 }
+
+var errSentAway = errors.New("sent away for a newcomer")
 
 // checkHello returns why a hello frame is refused.
 func (n *connector) checkHello(l *link, f *frame) error {
@@ -306,7 +332,7 @@ func (n *connector) checkHello(l *link, f *frame) error {
 	case n.peers[f.rank].SameHost != (l.unix != nil):
 		return fmt.Errorf("rank %d came over the wrong kind of link", f.rank)
 	}
-	return checkUser(l.unix)
+	return nil
 }
 
 func sameNonce(a, b [16]byte) bool { return subtle.ConstantTimeCompare(a[:], b[:]) == 1 }

@@ -53,7 +53,7 @@ func TestFailureOfOneRankReachesEveryRank(t *testing.T) {
 		}
 	})
 	wantError(t, errs[0], status.Aborted, "rank 1 (host ", "cannot start", "nosuch0")
-	wantError(t, errs[1], status.InvalidArgument, "argument interface: got nosuch0")
+	wantError(t, errs[1], status.InvalidArgument, "argument interface (DEEPEP_INTERFACE): got nosuch0")
 }
 
 func TestDifferentHostsNeedAnInterface(t *testing.T) {

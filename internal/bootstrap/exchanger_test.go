@@ -188,7 +188,7 @@ func TestExchangersRefuseBadOptions(t *testing.T) {
 		{TCPOptions{Size: 2, Address: "127.0.0.1:70000"}, "a port from 1 to 65535"},
 		{TCPOptions{Size: 2, Address: "192.0.2.1:99"}, "a loopback address"},
 		{TCPOptions{Size: 2, Address: "0.0.0.0:99"}, "a loopback address"},
-		{TCPOptions{Size: 2, Address: "127.0.0.1:99", Interface: "nosuch0"}, "argument interface: got nosuch0"},
+		{TCPOptions{Size: 2, Address: "127.0.0.1:99", Interface: "nosuch0"}, "argument interface (DEEPEP_INTERFACE): got nosuch0"},
 		{TCPOptions{Size: 2, Address: "127.0.0.1:99", Interface: "192.0.2.1"}, "an address that this host has"},
 	} {
 		_, err := DialTCP(ctx, c.tcp)

@@ -118,7 +118,7 @@ func (f *file) gather(ctx context.Context, blob []byte) ([][]byte, error) {
 			continue
 		}
 		left := func() error {
-			if _, err := os.Lstat(f.path("bye-" + strconv.Itoa(r))); err == nil {
+			if f.has("bye-" + strconv.Itoa(r)) {
 				return leftError(r)
 			}
 			return nil
@@ -133,12 +133,12 @@ func (f *file) gather(ctx context.Context, blob []byte) ([][]byte, error) {
 }
 
 func (f *file) await(ctx context.Context, name string, from, limit int, over func() error) ([]byte, error) {
-	return f.awaitPath(ctx, f.path(name), from, limit, over)
+	return f.awaitPath(ctx, f.path(name), func() []int { return []int{from} }, limit, over)
 }
 
 // awaitPath polls for a file and reads it. over, if not nil, is called before each poll and returns why the file will
-// not come.
-func (f *file) awaitPath(ctx context.Context, path string, from, limit int, over func() error) ([]byte, error) {
+// not come. late lists the ranks to blame when ctx ends.
+func (f *file) awaitPath(ctx context.Context, path string, late func() []int, limit int, over func() error) ([]byte, error) {
 	for pause := pollFirst; ; pause = min(2*pause, pollMax) {
 		var stop error
 		if over != nil {
@@ -149,30 +149,53 @@ func (f *file) awaitPath(ctx context.Context, path string, from, limit int, over
 			return b, nil
 		}
 		if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, syscall.ESTALE) {
-			return nil, status.Errorf(status.System, "exchange: file of rank %d: %w", from, err)
+			return nil, status.Errorf(status.System, "exchange: file of %s: %w", rankList(late()), err)
 		}
 		if stop != nil {
 			return nil, stop
 		}
-		if err := sleep(ctx, pause, f.lateText(from)); err != nil {
-			return nil, err
+		if !sleepUntil(ctx, pause) {
+			return nil, ctxError(ctx, f.lateText(late()...))
 		}
 	}
 }
 
-func (f *file) lateText(from int) string {
-	return fmt.Sprintf("exchange: nothing from rank %d in folder %s under the name %s", from, f.dir, f.name)
+func (f *file) lateText(from ...int) string {
+	return fmt.Sprintf("exchange: nothing from %s in folder %s under the name %s", rankList(from), f.dir, f.name)
 }
 
 func sleep(ctx context.Context, d time.Duration, what string) error {
+	if !sleepUntil(ctx, d) {
+		return ctxError(ctx, what)
+	}
+	return nil
+}
+
+// sleepUntil is false if ctx ended first.
+func sleepUntil(ctx context.Context, d time.Duration) bool {
 	t := time.NewTimer(d)
 	defer t.Stop()
 	select {
 	case <-t.C:
-		return nil
+		return true
 	case <-ctx.Done():
-		return ctxError(ctx, what)
+		return false
 	}
+}
+
+// notJoined lists the ranks, but for rank 0 and this one, that have not joined the open run.
+func (f *file) notJoined() (ranks []int) {
+	for r := 1; r < f.size; r++ {
+		if r != f.rank && !f.has("join-"+strconv.Itoa(r)) {
+			ranks = append(ranks, r)
+		}
+	}
+	return ranks
+}
+
+func (f *file) has(name string) bool {
+	_, err := os.Lstat(f.path(name))
+	return err == nil
 }
 
 // readBounded does not follow links: in a shared folder a link could point anywhere.
@@ -207,8 +230,8 @@ func (f *file) create(path string, b []byte) error {
 	return nil
 }
 
-// Close writes this rank's bye file; the last rank to close removes the run's files. If a rank was killed, the next run
-// of that name removes them.
+// Close writes this rank's bye file; the last of the ranks that have joined removes the run's files. If a rank was
+// killed, the next run of that name removes them.
 func (f *file) Close() error {
 	if f.closed || f.run == "" {
 		f.closed = true
@@ -222,7 +245,7 @@ func (f *file) Close() error {
 		return err
 	}
 	for r := range f.size {
-		if _, err := os.Lstat(f.path("bye-" + strconv.Itoa(r))); err != nil {
+		if joined := r == 0 || f.has("join-"+strconv.Itoa(r)); joined && !f.has("bye-"+strconv.Itoa(r)) {
 			return nil
 		}
 	}

@@ -41,7 +41,7 @@ func (f *file) join(ctx context.Context) error {
 
 // findRun reads the stamp of the open run.
 func (f *file) findRun(ctx context.Context) (stamp, error) {
-	b, err := f.awaitPath(ctx, f.openFile(), 0, stampBytes, nil)
+	b, err := f.awaitPath(ctx, f.openFile(), func() []int { return []int{0} }, stampBytes, nil)
 	if err != nil {
 		return stamp{}, err
 	}
@@ -65,10 +65,18 @@ func (f *file) replaced() error {
 	return nil
 }
 
+// undecided lists the ranks to blame while rank 0 has not decided: those that it still waits for, else rank 0.
+func (f *file) undecided() []int {
+	if missing := f.notJoined(); len(missing) > 0 && f.has("join-"+strconv.Itoa(f.rank)) {
+		return missing
+	}
+	return []int{0}
+}
+
 // awaitGo waits for rank 0's decision on this process, which joined with nonce.
 func (f *file) awaitGo(ctx context.Context, nonce string) error {
 	for pause := pollFirst; ; pause = min(2*pause, pollMax) {
-		b, err := f.awaitPath(ctx, f.path("go"), 0, decisionBytes, f.replaced)
+		b, err := f.awaitPath(ctx, f.path("go"), f.undecided, decisionBytes, f.replaced)
 		if err != nil {
 			return err
 		}

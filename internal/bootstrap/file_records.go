@@ -40,7 +40,8 @@ func freshNonce() string {
 // refusal those of ranks that had not joined are empty.
 type decision struct {
 	Nonces  []string
-	Refusal string `json:",omitempty"`
+	Refusal string      `json:",omitempty"`
+	Code    status.Code `json:",omitempty"` // of the refusal
 }
 
 const decisionBytes = maxRanks*40 + 2*maxReason
@@ -52,7 +53,11 @@ var errNotForUs = errors.New("the open run does not list this process: it is an 
 func (d decision) verdict(rank, size int, nonce string) error {
 	switch {
 	case d.Refusal != "" && slices.Contains(d.Nonces, nonce):
-		return status.Errorf(status.Mismatch, "%s", d.Refusal)
+		code := d.Code
+		if code <= status.OK || code > status.Internal {
+			code = status.Mismatch
+		}
+		return status.Errorf(code, "%s", d.Refusal)
 	case d.Refusal == "" && len(d.Nonces) == size && d.Nonces[rank] == nonce:
 		return nil
 	}

@@ -10,6 +10,9 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
+// interfaceArgument names what users set: the variable, or the option that goes before it.
+const interfaceArgument = "interface (DEEPEP_INTERFACE)"
+
 // interfaceAddress resolves a network interface, given by its name or by an address of this host, to an address: IPv4
 // before IPv6, link-local ones only if there is no other.
 func interfaceAddress(name string) (netip.Addr, error) {
@@ -18,11 +21,11 @@ func interfaceAddress(name string) (netip.Addr, error) {
 	}
 	nic, err := net.InterfaceByName(name)
 	if err != nil {
-		return netip.Addr{}, status.InvalidArg("interface", name, "the name or address of a network interface of this host: "+interfaceNames())
+		return netip.Addr{}, status.InvalidArg(interfaceArgument, name, "the name or address of a network interface of this host: "+interfaceNames())
 	}
 	addrs, err := nic.Addrs()
 	if err != nil {
-		return netip.Addr{}, status.Errorf(status.System, "addresses of interface %s: %w", name, err)
+		return netip.Addr{}, status.Errorf(status.System, "addresses of interface %s (DEEPEP_INTERFACE): %w", name, err)
 	}
 	var found []netip.Addr
 	for _, a := range addrs {
@@ -31,7 +34,7 @@ func interfaceAddress(name string) (netip.Addr, error) {
 		}
 	}
 	if len(found) == 0 {
-		return netip.Addr{}, status.InvalidArg("interface", name, "an interface that has an address")
+		return netip.Addr{}, status.InvalidArg(interfaceArgument, name, "an interface that has an address")
 	}
 	best := slices.MinFunc(found, func(a, b netip.Addr) int { return addressRank(a) - addressRank(b) })
 	if best.IsLinkLocalUnicast() && best.Is6() {
@@ -65,7 +68,7 @@ func checkAddress(addr netip.Addr) (netip.Addr, error) {
 			return addr, nil
 		}
 	}
-	return netip.Addr{}, status.InvalidArg("interface", addr, "an address that this host has")
+	return netip.Addr{}, status.InvalidArg(interfaceArgument, addr, "an address that this host has")
 }
 
 func interfaceNames() string {

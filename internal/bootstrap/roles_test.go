@@ -12,6 +12,7 @@ var roles = map[string]func(*proctest.Child) error{
 	"sleeper": sleeperRole,
 	"join":    joinRole,
 	"dial":    dialRole,
+	"crowd":   crowdRole,
 }
 
 // contextOfChild ends with the process, which ends with its test.

@@ -23,7 +23,8 @@ type TCPOptions struct {
 	Rank, Size int
 	// Address is "host:port" of rank 0, which listens there and nowhere else.
 	Address string
-	// Secret keeps other programs and other jobs out: it must be equal on every rank. It is not sent. Empty is allowed.
+	// Secret keeps other programs and other jobs out: it must be equal on every rank. It is not sent. Whoever knows it
+	// can join. Empty is allowed.
 	Secret string
 	// Interface is the network interface, or its address, that rank 0 listens on and the others connect from. Empty:
 	// loopback, and Address must be a loopback address.
@@ -36,6 +37,7 @@ type tcp struct {
 	nonce      [16]byte
 	conns      []net.Conn
 	seq        uint64
+	refused    refusals
 
 	mu     sync.Mutex
 	broken error // the error that every further gather returns

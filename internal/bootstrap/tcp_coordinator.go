@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -15,10 +16,41 @@ import (
 
 // arrival is a connection whose joiner has proved that it knows the secret, or the error that ends the start.
 type arrival struct {
-	rank  int
-	conn  net.Conn
-	nonce [16]byte // of the joiner
-	err   error
+	rank      int
+	conn      net.Conn
+	challenge [16]byte // made for this connection alone, so that a join cannot be replayed
+	nonce     [16]byte // of the joiner
+	err       error
+}
+
+// refusals counts joins with another secret, by the rank that they say.
+type refusals struct {
+	mu     sync.Mutex
+	counts map[int]int
+	last   map[int]net.Addr
+}
+
+func (r *refusals) add(rank int, from net.Addr) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.counts == nil {
+		r.counts, r.last = map[int]int{}, map[int]net.Addr{}
+	}
+	r.counts[rank]++
+	r.last[rank] = from
+}
+
+// of says how often the ranks came with another secret; "" if none did.
+func (r *refusals) of(ranks []int) string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	text := ""
+	for _, rank := range ranks {
+		if n := r.counts[rank]; n > 0 {
+			text += fmt.Sprintf("; a rank %d with another secret was refused (%d times, last from %s)", rank, n, r.last[rank])
+		}
+	}
+	return text
 }
 
 // coordinate is rank 0's part of the start: it listens until every rank has joined.
@@ -33,7 +65,7 @@ func (t *tcp) coordinate(ctx context.Context, o TCPOptions, address string) erro
 	defer cancel()
 	start, inner := errgroup.WithContext(inner)
 	arrivals := make(chan arrival)
-	var nonces [][16]byte
+	var joined []arrival
 	start.Go(guarded("accept", func() error {
 		t.acceptLoop(inner, l, o, arrivals)
 		return nil
@@ -41,7 +73,7 @@ func (t *tcp) coordinate(ctx context.Context, o TCPOptions, address string) erro
 	start.Go(guarded("start", func() (err error) {
 		defer l.Close() // ends the accept loop
 		defer cancel()  // ends its handshakes
-		nonces, err = t.collectJoiners(inner, arrivals, address)
+		joined, err = t.collectJoiners(inner, arrivals, address)
 		return err
 	}))
 	if err := start.Wait(); err != nil {
@@ -49,7 +81,8 @@ func (t *tcp) coordinate(ctx context.Context, o TCPOptions, address string) erro
 		return err
 	}
 	return t.each(func(rank int, c net.Conn) error {
-		p := proof(o.Secret, roleCoordinator, t.nonce, nonces[rank], rank, t.size)
+		a := joined[rank]
+		p := proof(o.Secret, roleCoordinator, a.challenge, a.nonce, t.nonce, rank, t.size)
 		if err := writeFrame(c, &frame{kind: kindAccept, nonce: t.nonce, blob: p[:]}); err != nil {
 			return ioError(ctx, err, fmt.Sprintf("welcoming rank %d (%s)", rank, c.RemoteAddr()))
 		}
@@ -57,9 +90,9 @@ func (t *tcp) coordinate(ctx context.Context, o TCPOptions, address string) erro
 	})
 }
 
-// collectJoiners fills t.conns and returns the joiners' nonces by rank.
-func (t *tcp) collectJoiners(ctx context.Context, arrivals <-chan arrival, address string) ([][16]byte, error) {
-	nonces := make([][16]byte, t.size)
+// collectJoiners fills t.conns and returns the arrivals by rank.
+func (t *tcp) collectJoiners(ctx context.Context, arrivals <-chan arrival, address string) ([]arrival, error) {
+	joined := make([]arrival, t.size)
 	begin := time.Now()
 	for missing := t.size - 1; missing > 0; missing-- {
 		select {
@@ -70,10 +103,10 @@ func (t *tcp) collectJoiners(ctx context.Context, arrivals <-chan arrival, addre
 			if other := t.conns[a.rank]; other != nil {
 				err := status.Errorf(status.Mismatch, "ranks disagree: both %s and %s say that they are rank %d",
 					other.RemoteAddr(), a.conn.RemoteAddr(), a.rank)
-				refuse(a.conn, t.nonce, err)
+				refuse(a.conn, a.challenge, err)
 				return nil, err
 			}
-			t.conns[a.rank], nonces[a.rank] = a.conn, a.nonce
+			t.conns[a.rank], joined[a.rank] = a.conn, a
 		case <-ctx.Done():
 			var names []int
 			for r := 1; r < t.size; r++ {
@@ -81,16 +114,17 @@ func (t *tcp) collectJoiners(ctx context.Context, arrivals <-chan arrival, addre
 					names = append(names, r)
 				}
 			}
-			return nil, ctxError(ctx, fmt.Sprintf("%s did not come to rank 0 at %s within %.1f s", rankList(names), address, time.Since(begin).Seconds()))
+			return nil, ctxError(ctx, fmt.Sprintf("%s did not come to rank 0 at %s within %.1f s%s",
+				rankList(names), address, time.Since(begin).Seconds(), t.refused.of(names)))
 		}
 	}
-	return nonces, nil
+	return joined, nil
 }
 
 // acceptLoop runs the handshake on every connection, a bounded number at once, and passes on the joiners of this group.
 func (t *tcp) acceptLoop(ctx context.Context, l net.Listener, o TCPOptions, arrivals chan<- arrival) {
 	var handshakes errgroup.Group
-	handshakes.SetLimit(t.size + 16)
+	strangers := newLobby(t.size)
 	for ctx.Err() == nil {
 		conn, err := l.Accept()
 		if err != nil {
@@ -103,8 +137,9 @@ func (t *tcp) acceptLoop(ctx context.Context, l net.Listener, o TCPOptions, arri
 			}
 			continue
 		}
+		strangers.enter(conn)
 		handshakes.Go(guarded("handshake", func() error {
-			t.admit(ctx, conn, o, arrivals)
+			t.admit(ctx, conn, o, arrivals, strangers)
 			return nil
 		}))
 	}
@@ -112,16 +147,20 @@ func (t *tcp) acceptLoop(ctx context.Context, l net.Listener, o TCPOptions, arri
 }
 
 // admit is rank 0's half of the handshake. It refuses a connection without the secret; the start goes on.
-func (t *tcp) admit(ctx context.Context, conn net.Conn, o TCPOptions, arrivals chan<- arrival) {
-	stop := boundHandshake(ctx, conn)
+func (t *tcp) admit(ctx context.Context, conn net.Conn, o TCPOptions, arrivals chan<- arrival, strangers *lobby) {
+	stop := boundHandshake(ctx, conn, handshakeTime)
 	a, err := t.challenge(conn, o)
 	stop()
+	if !strangers.leave(conn) {
+		conn.Close()
+		return
+	}
 	if err != nil {
-		refuse(conn, t.nonce, err)
+		refuse(conn, a.challenge, err)
 		return
 	}
 	if a.err != nil {
-		refuse(conn, t.nonce, a.err)
+		refuse(conn, a.challenge, a.err)
 	}
 	select {
 	case arrivals <- a:
@@ -133,25 +172,27 @@ func (t *tcp) admit(ctx context.Context, conn net.Conn, o TCPOptions, arrivals c
 // challenge asks for the proof and checks it. An error refuses this connection; arrival.err ends the whole start,
 // because a rank of this group has the wrong rank or size.
 func (t *tcp) challenge(conn net.Conn, o TCPOptions) (arrival, error) {
-	if err := writeFrame(conn, &frame{kind: kindChallenge, nonce: t.nonce}); err != nil {
-		return arrival{}, err
+	a := arrival{conn: conn, challenge: randomNonce()}
+	if err := writeFrame(conn, &frame{kind: kindChallenge, nonce: a.challenge}); err != nil {
+		return a, err
 	}
 	f, err := readFrame(conn, handshakeBlob)
 	if err != nil {
-		return arrival{}, err
+		return a, err
 	}
-	if f.kind != kindJoin || f.nonce != t.nonce {
-		return arrival{}, status.Errorf(status.Mismatch, "no join request")
+	if f.kind != kindJoin || f.nonce != a.challenge {
+		return a, status.Errorf(status.Mismatch, "no join request that answers this connection's challenge")
 	}
 	j, err := decodeJoin(f.blob)
 	if err != nil {
-		return arrival{}, status.Errorf(status.Mismatch, "%w", err)
+		return a, status.Errorf(status.Mismatch, "%w", err)
 	}
-	want := proof(o.Secret, roleJoiner, t.nonce, j.nonce, f.rank, j.size)
+	want := proof(o.Secret, roleJoiner, a.challenge, j.nonce, [16]byte{}, f.rank, j.size)
 	if !hmac.Equal(want[:], j.proof[:]) {
-		return arrival{}, status.Errorf(status.Mismatch, "rank 0 was given another secret than rank %d: one of them belongs to another job", f.rank)
+		t.refused.add(f.rank, conn.RemoteAddr())
+		return a, status.Errorf(status.Mismatch, "rank 0 was given another secret than rank %d: one of them belongs to another job", f.rank)
 	}
-	a := arrival{rank: f.rank, conn: conn, nonce: j.nonce}
+	a.rank, a.nonce = f.rank, j.nonce
 	if j.size != t.size {
 		a.err = status.Errorf(status.Mismatch, "ranks disagree on the number of ranks: rank 0 has %d, rank %d (%s) has %d",
 			t.size, f.rank, conn.RemoteAddr(), j.size)

@@ -43,10 +43,11 @@ const (
 	roleJoiner      = "joiner"
 )
 
-// proof shows knowledge of the secret without sending it.
-func proof(secret, role string, coordinator, joiner [16]byte, rank, size int) [sha256.Size]byte {
+// proof shows knowledge of the secret without sending it. It is bound to the connection's challenge, and rank 0's to the
+// group's nonce, which its frame brings.
+func proof(secret, role string, challenge, joiner, group [16]byte, rank, size int) [sha256.Size]byte {
 	m := hmac.New(sha256.New, []byte(secret))
-	fmt.Fprintf(m, "deepep %s %x %x %d %d", role, coordinator, joiner, rank, size)
+	fmt.Fprintf(m, "deepep %s %x %x %x %d %d", role, challenge, joiner, group, rank, size)
 	return [sha256.Size]byte(m.Sum(nil))
 }
 

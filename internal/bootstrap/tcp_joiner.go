@@ -12,20 +12,29 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// join is the other ranks' part of the start: it dials until rank 0 listens.
+// join is the other ranks' part of the start: it dials until rank 0 listens, and again if rank 0 sent it away before it
+// was accepted, as rank 0 does with the oldest when strangers crowd its port.
 func (t *tcp) join(ctx context.Context, o TCPOptions, address string, local net.Addr) error {
 	d := net.Dialer{LocalAddr: local}
 	begin := time.Now()
 	var last error // the newest one that is not a mere timeout
-	for {
+	var lost error // of a handshake
+	for redials := 0; ; {
 		conn, err := d.DialContext(ctx, "tcp", address)
 		if err == nil {
-			return t.answer(ctx, conn, o)
+			if lost = t.answer(ctx, conn, o); lost == nil || !connectionGone(lost) || redials == maxRedials {
+				return lost
+			}
+			redials++
+			err = lost
+			conn.Close()
+		} else if lost != nil && errors.Is(err, syscall.ECONNREFUSED) {
+			return lost // rank 0 has ended
 		}
 		if last == nil || !timedOut(err) {
 			last = err
 		}
-		if !worthRetrying(err) && ctx.Err() == nil {
+		if lost == nil && !worthRetrying(err) && ctx.Err() == nil {
 			return status.Errorf(status.System, "rank %d, connecting to rank 0 at %s: %w", t.rank, address, err)
 		}
 		select {
@@ -60,20 +69,21 @@ func (t *tcp) answer(ctx context.Context, conn net.Conn, o TCPOptions) error {
 	if f.kind != kindChallenge {
 		return status.Errorf(status.Mismatch, "%s: what listens there is not rank 0", what)
 	}
-	t.nonce = f.nonce
+	challenge := f.nonce
 	j := joinRequest{size: t.size, nonce: randomNonce()}
-	j.proof = proof(o.Secret, roleJoiner, t.nonce, j.nonce, t.rank, t.size)
-	if err := writeFrame(conn, &frame{kind: kindJoin, rank: t.rank, nonce: t.nonce, blob: j.encode()}); err != nil {
+	j.proof = proof(o.Secret, roleJoiner, challenge, j.nonce, [16]byte{}, t.rank, t.size)
+	if err := writeFrame(conn, &frame{kind: kindJoin, rank: t.rank, nonce: challenge, blob: j.encode()}); err != nil {
 		return ioError(ctx, err, what)
 	}
 	if f, err = readFrame(conn, handshakeBlob); err != nil {
 		return ioError(ctx, err, what)
 	}
-	want := proof(o.Secret, roleCoordinator, t.nonce, j.nonce, t.rank, t.size)
+	t.nonce = f.nonce
+	want := proof(o.Secret, roleCoordinator, challenge, j.nonce, t.nonce, t.rank, t.size)
 	switch {
 	case f.kind == kindRefuse:
 		return fmt.Errorf("%s: %w", what, decodeRefusal(f.blob))
-	case f.kind != kindAccept || f.nonce != t.nonce || !hmac.Equal(f.blob, want[:]):
+	case f.kind != kindAccept || !hmac.Equal(f.blob, want[:]):
 		return status.Errorf(status.Mismatch, "%s: the answer does not come from a rank 0 that knows the secret", what)
 	}
 	return nil

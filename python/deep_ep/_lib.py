@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import re
+import resource
+import select
 import threading
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,57 @@ def candidates() -> list[str]:
     return [str(_HERE / "lib" / soname), str(_HERE.parent.parent / "build" / "lib" / soname), soname]
 
 
+# The Go runtime ended one process in four with 1.1 to 1.6 GiB of addresses left, and none of 15 with 2.
+_ADDRESS_SPACE, _THREADS, _DESCRIPTORS = 2 << 30, 6, 8
+
+
+def _refusal() -> str:
+    """Why the library cannot be loaded here; "" if nothing is in its way.
+
+    The Go runtime ends the process where it gets no address space, threads or epoll: not a thing to find out by trying.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        used = 0
+        with contextlib.suppress(OSError):
+            used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+        if limit - used < _ADDRESS_SPACE:
+            return (
+                f"address space is limited to {limit} bytes (RLIMIT_AS, ulimit -v), of which {used} are used: "
+                f"{_ADDRESS_SPACE} are needed"
+            )
+    go = threading.Event()
+    threads = [threading.Thread(target=go.wait, daemon=True) for _ in range(_THREADS)]
+    started = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        return (
+            f"only {len(started)} of {_THREADS} threads can be started ({error}): RLIMIT_NPROC (ulimit -u), pids.max "
+            "of the cgroup, or a sandbox that forbids clone3"
+        )
+    finally:
+        go.set()
+        for thread in started:
+            thread.join()
+    descriptors: list[int] = []
+    try:
+        select.epoll().close()
+        descriptors.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_DESCRIPTORS))
+    except OSError as error:
+        return f"epoll, or {_DESCRIPTORS} descriptors, cannot be had ({error}): a sandbox, or RLIMIT_NOFILE (ulimit -n)"
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return ""
+
+
 def _open() -> str:
+    refusal = _refusal()
+    if refusal:
+        raise errors.DeepEPError(errors.SYSTEM, f"libdeepep is not loaded: {refusal}")
     tried = []
     for path in candidates():
         try:

@@ -21,7 +21,8 @@ class Bootstrap:
         size: ranks of the group.
         address: "host:port" of rank 0, which listens there (tcp).
         directory: a folder that all ranks see (file).
-        name: distinguishes groups that meet at the same place.
+        name: distinguishes groups that meet at the same place. tcp: also the secret by which ranks are let in, which
+            is never sent; whoever knows it can join. With DEEPEP_INTERFACE the default is refused: take a random one.
     """
 
     kind: str
@@ -36,6 +37,9 @@ class Bootstrap:
             raise value_error("size", self.size, "an int >= 1")
         if not 0 <= self.rank < self.size:
             raise value_error("rank", self.rank, f"0 <= rank < size = {self.size}")
+        for field in ("address", "directory", "name"):
+            if "\0" in getattr(self, field):  # C would read it up to there
+                raise value_error(field, repr(getattr(self, field)), "a text without NUL")
 
     @classmethod
     def tcp(cls, rank: int, size: int, address: str, name: str = "default") -> Bootstrap:
