@@ -6,18 +6,18 @@ import contextlib
 import ctypes
 import os
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from . import _abi, _torch, errors
 from ._memory import RowPool
-from ._native import NativeBuffer, NativeGroup
+from ._native import DESTROYED, SLICE_MS, Launch, NativeBuffer, NativeGroup
 from ._torch import Device, OptionalTensor
 from .errors import assertion, type_error
 from .utils import EventHandle, EventOverlap
 
 _ABSENT = object()
+Held = tuple[OptionalTensor, ...]  # what a call reads and writes
 
 
 class Core:
@@ -25,6 +25,10 @@ class Core:
 
     It lives as long as anything that may still need the buffer: the Buffer, an event or a hook that the caller has, or
     a view of the buffer's memory. Then the finalizer frees the buffer.
+
+    A signal handler may raise between any two steps of a call, and its exception drops whatever the call's frame holds.
+    So a call puts its tensors into `kept` before it launches (CPU engine; on CUDA it marks them for torch's allocator,
+    or the stream's order protects them), and takes them out when the library is through with them.
     """
 
     def __init__(
@@ -37,7 +41,8 @@ class Core:
         self.comm_stream: Any = None
         self.comm_stream_address = 0
         self.is_ready = False
-        self.kept: deque[tuple[EventHandle, Iterable[OptionalTensor]]] = deque()  # until the event is passed
+        self.kept: dict[Launch, Held] = {}
+        self.idle: list[Launch] = []
         self._zero_copy_bytes = zero_copy_bytes
         self._finalizer = weakref.finalize(self, _free, native, group, os.getpid())
         self._adopt(native.info())
@@ -58,7 +63,7 @@ class Core:
         """
         native = self.native
         if not native.alive:
-            raise errors.DeepEPError(errors.INVALID_STATE, "the buffer is destroyed")
+            raise errors.DeepEPError(errors.INVALID_STATE, DESTROYED)
         native.wait_ready()
         info = native.info()
         self._adopt(info)
@@ -74,15 +79,23 @@ class Core:
         """Begins a call: waits for start-up, and lets go of the tensors of calls that have ended."""
         if not self.is_ready:
             self.ensure_ready()
-        kept = self.kept
-        while kept and self.native.event_done(kept[0][0]._native):
-            kept.popleft()
+        for launch in list(self.kept):
+            if launch.left:
+                if not self.native.event_done(launch.event):
+                    break  # so are those of later calls
+                self.let_go(launch)
 
     def destroy(self) -> None:
         """Frees the buffer and lets go of every tensor. Twice is fine."""
         self.is_ready = False
         self._finalizer()
         self.kept.clear()
+        self.idle.clear()
+
+    def is_usable(self) -> bool:
+        """True once start-up is complete, until destroy(); False in a forked child."""
+        native = self.native
+        return native.alive and os.getpid() == native.owner and (self.is_ready or native.wait_ready(0))
 
     # ---- streams and events
 
@@ -99,44 +112,81 @@ class Core:
         if not self.host_stream:
             self.torch_current_stream().synchronize()
 
-    def keep(self, event: int, tensors: Iterable[OptionalTensor]) -> EventHandle:
-        """Holds `tensors` until the library's `event` is passed, or the buffer destroyed."""
-        handle = EventHandle._of_call(self, event)
-        self.kept.append((handle, tensors))
-        return handle
+    # ---- calls
 
-    def finish_on_host(self, event: int, tensors: Iterable[OptionalTensor]) -> None:
-        """CPU engine: blocks until `event`; if that is interrupted the tensors are kept until it is passed."""
+    def take_launch(self) -> Launch:
+        """A launch of its own for each call; it may have the event of an earlier one."""
         try:
-            self.native.wait_event(event)
-        except BaseException:
-            self.keep(event, tensors)
-            raise
-        self.native.give_event(event)
+            launch = self.idle.pop()
+        except IndexError:
+            return Launch(self.native.lib)
+        launch.left = False
+        return launch
 
-    def current_stream_wait(self, event: int) -> None:
-        """The caller's current stream waits for an event of the library; the CPU engine blocks."""
+    def let_go(self, launch: Launch) -> None:
+        """Takes a launch out of `kept`: the library is through with its tensors."""
+        if self.kept.pop(launch, None) is not None and launch.home is not None:
+            home, launch.home = launch.home, None
+            home.append(launch)
+
+    def run_on_host(self, launch: Launch, held: Held, function: Any, args: Any, call: Any) -> None:
+        """CPU engine: launches, with `launch`'s event in `call`, and waits for the end."""
+        native, kept = self.native, self.kept
+        launch.left = False
+        try:
+            kept[launch] = held
+            status = function(native._as_parameter_, args, call)
+            if status:
+                kept.pop(launch, None)
+                raise native.error(status)
+            if native.event_wait(launch.event, SLICE_MS) or not native.alive:
+                native.wait_event(launch.event)
+            kept.pop(launch, None)
+        except BaseException:
+            launch.left = True
+            raise
+
+    def run_asynchronously(
+        self, launch: Launch, home: list[Any], held: Held, function: Any, args: Any, call: Any
+    ) -> EventOverlap:
+        """CPU engine: launches, and returns the event; `launch` goes home once it is passed and nobody has it."""
+        native, kept = self.native, self.kept
+        launch.left = False
+        try:
+            kept[launch] = held
+            status = function(native._as_parameter_, args, call)
+            if status:
+                kept.pop(launch, None)
+                raise native.error(status)
+            return EventOverlap(EventHandle._of_call(self, launch, home))
+        finally:
+            launch.left = True
+
+    def current_stream_wait(self, launch: Launch) -> None:
+        """The caller's current stream waits for the event of a call; the CPU engine blocks."""
         if self.host_stream:
-            self.native.wait_event(event)
+            self.native.wait_event(launch.event)
+            self.let_go(launch)
         else:
             lib = self.native.lib
-            lib.check(lib.with_gil.deepep_event_stream_wait(event, self.current_stream()))
+            lib.check(lib.with_gil.deepep_event_stream_wait(launch.event, self.current_stream()))
 
-    def give_event(self, event: int) -> None:
-        """Takes back an event that has no holder any more."""
-        self.native.give_event(event)
+    def give_launch(self, launch: Launch, home: list[Any]) -> None:
+        """Takes back the launch of an event that has no holder any more."""
+        if launch in self.kept:
+            launch.home = home
+        elif self.native.alive:
+            home.append(launch)
 
-    def on_current_stream(self, function: Any, *values: Any, held: tuple[OptionalTensor, ...] = ()) -> None:
+    def on_current_stream(self, function: Any, *values: Any, held: Held = ()) -> None:
         """Issues a call that only the caller's current stream orders."""
-        order = Ordering(self, None, False, False)
-        self.native.lib.check(function(self.native, *values, order.call(None, True)))
-        order.finish(held)
+        Ordering(self, None, False, False).last(function, *values, held=held)
 
 
 class Ordering:
-    """How one call is ordered among streams, and what it must keep alive."""
+    """How one operation is ordered among streams, and what it keeps alive."""
 
-    __slots__ = ("core", "async_finish", "previous", "on_comm", "struct", "event", "context")
+    __slots__ = ("core", "async_finish", "previous", "on_comm", "struct", "launch", "begun", "context")
 
     def __init__(
         self, core: Core, previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool
@@ -151,55 +201,84 @@ class Ordering:
         # Memory from the caller's stream may still be in use there; a call that was given an event does not wait for
         # that stream, so its outputs come from the communication stream's pool.
         self.on_comm = not core.host_stream and self.previous is not None
-        self.event = 0
+        self.launch = core.take_launch()
+        self.begun = False
         self.struct = _abi.sized(_abi.Call, stream=core.current_stream())
         self.context: Any = _torch.stream_context(core.comm_stream) if self.on_comm else contextlib.nullcontext()
 
-    def call(self, config: Any, last: bool) -> Any:
+    def first(self, function: Any, args: Any, *after: Any, config: Any, held: Held) -> None:
+        """Launches a call that does not end the operation; for every exception from here on: leave().
+
+        Args:
+            function: of the C API; takes the buffer, `args`, the deepep_call, `after`.
+            config: deepep_config.
+            held: every tensor that the call reads or writes. They are kept until the operation's last call.
+        """
+        core, launch = self.core, self.launch
+        call = self._call(config, False)
+        core.kept[launch] = held
+        self.begun = True
+        status = function(core.native, args, call, *after)
+        if status:
+            core.kept.pop(launch, None)
+            raise core.native.error(status)
+
+    def last(self, function: Any, *values: Any, config: Any = None, held: Held) -> EventOverlap:
+        """Launches the call that ends the operation, and waits on the CPU engine unless it is asynchronous.
+
+        Args:
+            function: of the C API; takes the buffer, `values`, the deepep_call.
+            config: deepep_config.
+            held: every tensor that the operation reads or writes.
+        """
+        core, launch = self.core, self.launch
+        call = self._call(config, True)
+        try:
+            if core.host_stream:
+                core.kept[launch] = held
+            else:
+                self._mark(held)
+            status = function(core.native, *values, call)
+            if status:
+                if not self.begun:
+                    core.kept.pop(launch, None)
+                raise core.native.error(status)
+            return self._finish()
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """The operation was cut short: its tensors are kept until the library is through with them."""
+        core, launch = self.core, self.launch
+        if not core.host_stream and launch in core.kept:  # the end of the first call: nothing recorded an event there
+            try:
+                launch.create_event(core.native)
+                core.native.record_event(launch.event, core.comm_stream_address)
+            except errors.DeepEPError:
+                return  # they are kept until destroy()
+        launch.left = True
+
+    def _call(self, config: Any, last: bool) -> Any:
         """The deepep_call of the next library call; `last`: its end is the end of the whole operation."""
         struct, core = self.struct, self.core
         struct.config = ctypes.addressof(config) if config is not None else None
         struct.previous_event = None
         if self.previous is not None:
-            if self.previous._native:
-                struct.previous_event = self.previous._native
+            if self.previous._launch is not None:
+                struct.previous_event = self.previous._launch.event
             elif not core.host_stream:
                 core.comm_stream.wait_event(self.previous._torch)
                 struct.stream = core.comm_stream_address
         struct.event = None
         if core.host_stream or (last and self.async_finish):
-            if not self.event:
-                self.event = core.native.take_event()
-            struct.event = self.event
+            self.launch.create_event(core.native)
+            struct.event = self.launch.event
         struct.is_async = 1 if core.host_stream or self.async_finish or not last else 0
         return ctypes.byref(struct)
 
-    def keep(self, tensors: tuple[OptionalTensor, ...]) -> None:
-        """After a call that was not the last has failed to complete: it may still write to `tensors`."""
-        core, event = self.core, self.event
-        self.event = 0
-        if not core.host_stream:
-            try:
-                event = core.native.take_event()
-                core.native.record_event(event, core.comm_stream_address)
-            except errors.DeepEPError:
-                event = 0  # never passed: destroy() lets go of the tensors
-        core.keep(event, tensors)
-
-    def finish(self, tensors: tuple[OptionalTensor, ...]) -> EventOverlap:
-        """Ends the operation: waits on the CPU engine unless asynchronous, and keeps `tensors` alive until then."""
-        core, event = self.core, self.event
-        if not core.host_stream:
-            return self._finish_on_stream(event, tensors)
-        if self.async_finish:
-            # The caller may drop the handle unwaited; the core keeps the tensors until the work is done.
-            return EventOverlap(core.keep(event, tensors))
-        self.event = 0
-        core.finish_on_host(event, tensors)
-        return EventOverlap()
-
     def append(self, event: EventOverlap, work: Callable[[], None]) -> None:
-        """Runs torch calls behind the ended operation, and has `event`, which `finish` returned, stand for them too.
+        """Runs torch calls behind the ended operation, and has `event`, which `last` returned, stand for them too.
 
         The CPU engine waits here for an asynchronous operation: torch has no stream there.
         """
@@ -211,12 +290,12 @@ class Ordering:
             return
         with _torch.stream_context(core.comm_stream):
             work()
-        core.native.record_event(event.event._native, core.comm_stream_address)
+        core.native.record_event(self.launch.event, core.comm_stream_address)
 
-    def _finish_on_stream(self, event: int, tensors: tuple[OptionalTensor, ...]) -> EventOverlap:
-        """CUDA engine: orders the caller's stream, and marks `tensors` as used on the communication stream."""
-        if not event and not self.on_comm:
-            return EventOverlap()  # the caller's stream waits for the work, and all the memory belongs to that stream
+    def _mark(self, tensors: Held) -> None:
+        """CUDA engine: torch's allocator learns, before the launch, which tensors another stream than theirs uses."""
+        if not self.async_finish and not self.on_comm:
+            return  # the caller's stream waits for the work, and all the memory belongs to that stream
         core = self.core
         current = core.torch_current_stream()
         for tensor in tensors:
@@ -224,10 +303,24 @@ class Ordering:
                 tensor.record_stream(core.comm_stream)
                 if self.on_comm:
                     tensor.record_stream(current)
-        if event:
-            return EventOverlap(EventHandle._of_call(core, event))
+
+    def _finish(self) -> EventOverlap:
+        core, launch = self.core, self.launch
+        if core.host_stream:
+            if self.async_finish:
+                event = EventOverlap(EventHandle._of_call(core, launch, core.idle))
+                launch.left = True
+                return event
+            core.native.wait_event(launch.event)
+            core.kept.pop(launch, None)
+            core.idle.append(launch)
+            return EventOverlap()
+        core.kept.pop(launch, None)  # the last call's end is that of the first too
+        if self.async_finish:
+            return EventOverlap(EventHandle._of_call(core, launch, core.idle))
         if self.struct.stream == core.comm_stream_address:  # after a torch event; the library knew no other stream
-            current.wait_stream(core.comm_stream)
+            core.torch_current_stream().wait_stream(core.comm_stream)
+        core.idle.append(launch)
         return EventOverlap()
 
 

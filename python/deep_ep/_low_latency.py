@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import _abi, _torch, errors
-from ._core import Core, Ordering
+from ._core import Core, Held, Ordering
 from ._low_latency_plan import (
     COMBINE_ADDRESSES,
     COMBINE_NUMBERS,
@@ -27,7 +27,6 @@ from .utils import EventOverlap
 Handle = tuple[Tensor, Tensor, int, int, int]  # src_info, layout_range, B, H, E
 Rows = Tensor | tuple[Tensor, Tensor]  # BF16 rows, or FP8 rows with their scales
 Hook = Callable[[], None]
-Held = tuple[OptionalTensor, ...]  # what a call reads and writes
 Dispatched = tuple[Rows, Tensor, Handle, EventOverlap, "Hook | None"]  # what low_latency_dispatch returns
 Combined = tuple[Tensor, EventOverlap, "Hook | None"]  # what low_latency_combine returns
 # What the lookup of a plan raises for the first call of a kind, and for arguments that are wrong.
@@ -50,8 +49,8 @@ class LowLatencyMode:
         """Lets go of what earlier calls have left."""
         self.plans = Plans(self._core, self._low_latency_mode)
         self._outputs = Outputs(self._core)
-        self._dispatches = CallPool(_abi.LlDispatchArgs, DISPATCH_NUMBERS, self._core.host_stream)
-        self._combines = CallPool(_abi.LlCombineArgs, COMBINE_NUMBERS, self._core.host_stream)
+        self._dispatches = CallPool(_abi.LlDispatchArgs, DISPATCH_NUMBERS, self._core)
+        self._combines = CallPool(_abi.LlCombineArgs, COMBINE_NUMBERS, self._core)
 
     def dispatch(
         self,
@@ -105,8 +104,8 @@ class LowLatencyMode:
                 call.stream = call.call.stream = stream
             status = native.low_latency_dispatch(native._as_parameter_, call.args_reference, call.call_reference)
             if status:
-                raise native.lib.error(status)
-            self._dispatches.give(call)
+                raise native.error(status)
+            self._dispatches.idle.append(call)
         received = recv_x if scales is None else (recv_x, scales)
         handle = (src_info, layout_range, plan.bound, plan.hidden, plan.num_experts)
         return received, recv_count, handle, event or EventOverlap(), hook
@@ -169,8 +168,8 @@ class LowLatencyMode:
             call.stream = call.call.stream = stream
         status = native.low_latency_combine(native._as_parameter_, call.args_reference, call.call_reference)
         if status:
-            raise native.lib.error(status)
-        self._combines.give(call)
+            raise native.error(status)
+        self._combines.idle.append(call)
         return out, EventOverlap(), None
 
     def warm_up(self, bound: int, hidden: int, num_topk: int, num_experts: int, use_fp8: bool) -> None:
@@ -197,10 +196,10 @@ class LowLatencyMode:
         core = self._core
         core.enter()
         bound, hidden, num_experts = self.plans.check_handle(handle)
-        lib, pointer, stride = core.native.lib, ctypes.c_void_p(), ctypes.c_uint64()
-        lib.check(
-            lib.with_gil.deepep_next_low_latency_combine_buffer(
-                core.native, bound, hidden, num_experts, ctypes.byref(pointer), ctypes.byref(stride)
+        native, pointer, stride = core.native, ctypes.c_void_p(), ctypes.c_uint64()
+        native.check(
+            native.lib.with_gil.deepep_next_low_latency_combine_buffer(
+                native, bound, hidden, num_experts, ctypes.byref(pointer), ctypes.byref(stride)
             )
         )
         local, rows, step = num_experts // core.group_size, core.group_size * bound, stride.value // 2
@@ -254,39 +253,37 @@ class LowLatencyMode:
         """Issues a call, or its first half; `held` is kept until it is done."""
         stream = self._core.raw_stream()
         if return_recv_hook:
+            hook = _Hook(self, function, call, pool, stream, held)
             call.numbers = ()  # its phases are the halves'
             call.args.phases = _abi.SEND
             self._run(function, call, stream, held)
-            return EventOverlap(), _Hook(self, function, call, pool, stream, held)
-        event = None
+            return EventOverlap(), hook
         if async_finish:
-            event = self._run_asynchronously(function, call, held)
-        else:
-            self._run(function, call, stream, held)
-        pool.give(call)
-        return event or EventOverlap(), None
+            return self._run_asynchronously(function, call, pool, held), None
+        self._run(function, call, stream, held)
+        pool.idle.append(call)
+        return EventOverlap(), None
 
-    def _run_asynchronously(self, function: Any, call: CallStructs, held: Held) -> EventOverlap:
-        order = Ordering(self._core, None, True, False)
-        native = self._core.native
-        native.lib.check(function(native, call.args_reference, order.call(None, True)))
-        return order.finish(held)
+    def _run_asynchronously(self, function: Any, call: CallStructs, pool: CallPool, held: Held) -> EventOverlap:
+        core = self._core
+        if core.host_stream:
+            references = call.args_reference, call.call_reference
+            return core.run_asynchronously(call, pool.idle, held, function, *references)
+        event = Ordering(core, None, True, False).last(function, call.args_reference, held=held)
+        pool.idle.append(call)
+        return event
 
     def _run(self, function: Any, call: CallStructs, stream: int, held: Held) -> None:
         """Issues a call that `stream` orders; the CPU engine waits for it."""
-        core, native = self._core, self._core.native
+        core = self._core
+        if core.host_stream:
+            core.run_on_host(call, held, function, call.args_reference, call.call_reference)
+            return
         if stream != call.stream:
             call.stream = call.call.stream = stream
-        event = 0
-        if core.host_stream:
-            event = call.call.event = native.take_event()
-        status = function(native._as_parameter_, call.args_reference, call.call_reference)
+        status = function(core.native._as_parameter_, call.args_reference, call.call_reference)
         if status:
-            if event:
-                native.give_event(event)
-            raise native.lib.error(status)
-        if event:
-            core.finish_on_host(event, held)
+            raise core.native.error(status)
 
     def _check_shrink(self) -> None:
         if not self._enable_shrink:
@@ -318,4 +315,4 @@ class _Hook:
         self._call.args.phases = _abi.RECV
         self._mode._run(self._function, self._call, self._stream, self._held)
         self._held = ()
-        self._pool.give(self._call)
+        self._pool.idle.append(self._call)

@@ -9,6 +9,7 @@ from typing import Any
 from . import _abi, _torch
 from ._core import Core
 from ._memory import RowCache, touch
+from ._native import Launch
 from ._torch import BF16, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor, empty_like
 from .errors import assertion, check_handle, check_int, value_error
 
@@ -23,44 +24,45 @@ DISPATCH_ADDRESSES = _abi.LlDispatchArgs.x.offset
 COMBINE_ADDRESSES = _abi.LlCombineArgs.x.offset
 
 
-class CallStructs:
+class CallStructs(Launch):
     """The C structs of one call."""
 
-    __slots__ = ("args", "args_reference", "call", "call_reference", "numbers", "stream")
-
-    def __init__(self, kind: Any, host_stream: bool) -> None:
+    def __init__(self, kind: Any, core: Core) -> None:
+        super().__init__(core.native.lib)
         self.args = _abi.sized(kind)
-        self.call = _abi.sized(_abi.Call, is_async=int(host_stream))
+        self.call = _abi.sized(_abi.Call, is_async=int(core.host_stream))
         self.args_reference, self.call_reference = ctypes.byref(self.args), ctypes.byref(self.call)
         self.numbers: tuple[int, ...] = ()  # what the number fields of `args` hold
         self.stream = 0  # what `call` holds
+        if core.host_stream:
+            self.create_event(core.native)
+            self.call.event = self.event
 
 
 class CallPool:
-    """Structs of calls of one kind. A call takes what no other call has, and gives it back when it is through."""
+    """Structs of calls of one kind. A call takes what no other call has, and gives it back when it is through.
 
-    __slots__ = ("_kind", "_host_stream", "_offset", "_write", "_idle")
+    A call that an exception cuts short does not give them back.
+    """
 
-    def __init__(self, kind: Any, numbers: str, host_stream: bool) -> None:
+    __slots__ = ("_kind", "_core", "_offset", "_write", "idle")
+
+    def __init__(self, kind: Any, numbers: str, core: Core) -> None:
         """`numbers` is the struct format of the fields from phases on, which a plan has in this order."""
-        self._kind, self._host_stream = kind, host_stream
+        self._kind, self._core = kind, core
         self._offset, self._write = kind.phases.offset, struct.Struct(numbers).pack_into
-        self._idle: list[CallStructs] = []
+        self.idle: list[CallStructs] = []
 
     def take(self, plan: DispatchPlan | CombinePlan) -> CallStructs:
         """Structs whose number fields are the plan's."""
         try:
-            call = self._idle.pop()
+            call = self.idle.pop()
         except IndexError:
-            call = CallStructs(self._kind, self._host_stream)
+            call = CallStructs(self._kind, self._core)
         if call.numbers is not plan.numbers:
             call.numbers = plan.numbers
             self._write(call.args, self._offset, *plan.numbers)
         return call
-
-    def give(self, call: CallStructs) -> None:
-        """Takes back the structs of a call that is through."""
-        self._idle.append(call)
 
 
 class DispatchPlan:
@@ -135,10 +137,11 @@ class Outputs:
         scales, large = None, empty_like
         if self._core.host_stream:
             large = self._row_cache.empty_like
-            if plan.use_fp8:
+        if plan.use_fp8:
+            if self._core.host_stream and self._row_cache.serves(plan.scales.numel() * plan.scales.itemsize):
                 scales = large(plan.scales.transpose(1, 2)).transpose(1, 2)
-        elif plan.use_fp8:  # a view of a contiguous tensor would take twice as long
-            scales = plan.scales.new_empty_strided(plan.scales_shape, plan.scales_strides)
+            else:  # a view of a contiguous tensor would take twice as long
+                scales = plan.scales.new_empty_strided(plan.scales_shape, plan.scales_strides)
         small = empty_like(plan.recv_count), large(plan.src_info), empty_like(plan.layout_range)
         return (large(plan.recv_x), scales, *small)
 

@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,14 +29,17 @@ def recycling() -> bool:
 
 
 class _Block:
-    """A storage, with checks that it is as it was made and that this object is its only holder."""
+    """A storage, with checks that it is as it was made and who holds it."""
 
-    __slots__ = ("storage", "_address", "_size", "_idle")
+    __slots__ = ("storage", "_address", "_size", "_idle", "_taken")
 
     def __init__(self, count: int) -> None:
         self.storage = _torch.empty((count,), torch.uint8, CPU).untyped_storage()
         self._address, self._size = self.storage.data_ptr(), count
         self._idle = self._holders()
+        tensor = self.tensor((count,), torch.uint8)
+        self._taken = self._holders()
+        del tensor
 
     def _holders(self) -> tuple[int, int]:
         # Python's references to the storage object, of which torch has one for all who ask; and torch's own.
@@ -51,6 +53,17 @@ class _Block:
     def idle(self) -> bool:
         """True while no tensor, view, array or storage object of a caller has the memory."""
         return self._holders() == self._idle
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """A new tensor in the block, whose only holder it is; None if there are others.
+
+        Without a lock, for a signal handler may come in between and take one too: of two who take at the same time at
+        most one sees a single holder.
+        """
+        if not self.idle():
+            return None
+        tensor = self.tensor(shape, dtype)
+        return tensor if self._holders() == self._taken else None
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A new contiguous tensor at the beginning of the block."""
@@ -105,33 +118,47 @@ class RowCache:
         """Keeps up to `max_blocks`; 0: none."""
         self._blocks: list[_Block] = []
         self._max_blocks = max_blocks
-        self._lock = threading.Lock()  # held until the tensor is made: else two threads might find one block idle
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A contiguous CPU tensor of undefined content."""
         count = math.prod(shape) * dtype.itemsize
-        if count >= self.MIN_BYTES and self._max_blocks:
-            with self._lock:
-                return self._block(count).tensor(shape, dtype)
-        return _torch.empty(shape, dtype, CPU)
+        if not self.serves(count):
+            return _torch.empty(shape, dtype, CPU)
+        tensor = self._used_again(count, shape, dtype)
+        return self._new(count, shape, dtype) if tensor is None else tensor
 
     def empty_like(self, prototype: Tensor) -> Tensor:
         """The same, of a prototype's shape and dtype."""
+        if not self.serves(prototype.numel() * prototype.itemsize):
+            return _torch.empty_like(prototype)
         return self.empty(prototype.shape, prototype.dtype)
 
-    def _block(self, count: int) -> _Block:
-        self._blocks = [block for block in self._blocks if block.unchanged()]
+    def serves(self, count: int) -> bool:
+        """Whether outputs of so many bytes lie in blocks."""
+        return count >= self.MIN_BYTES and self._max_blocks > 0
+
+    def _used_again(self, count: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """A tensor in a block that nobody has, and that is not much larger than needed."""
         for block in self._blocks:
-            if count <= block.storage.nbytes() <= 4 * count and block.idle():
-                return block
-        if len(self._blocks) == self._max_blocks:  # a call takes blocks of several sizes: only a full cache drops one
-            idle = next((block for block in self._blocks if block.idle()), None)
+            if count <= block.storage.nbytes() <= 4 * count and block.unchanged():
+                tensor = block.take(shape, dtype)
+                if tensor is not None:
+                    return tensor
+        return None
+
+    def _new(self, count: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in a block of its own, which is kept for later ones."""
+        kept = [block for block in self._blocks if block.unchanged()]
+        if len(kept) >= self._max_blocks:  # a call takes blocks of several sizes: only a full cache drops one
+            idle = next((block for block in kept if block.idle()), None)
             if idle is not None:
-                self._blocks.remove(idle)
+                kept.remove(idle)
         block = _Block(count + count // 8)
-        if len(self._blocks) < self._max_blocks:
-            self._blocks.append(block)
-        return block
+        tensor = block.tensor(shape, dtype)  # before others find the block
+        if len(kept) < self._max_blocks:
+            kept.append(block)
+        self._blocks = kept  # a new list: another thread may be going through the old one
+        return tensor
 
 
 def touch(tensor: Tensor) -> None:

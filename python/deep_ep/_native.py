@@ -12,6 +12,7 @@ from . import _abi, bootstrap, errors
 from ._lib import Library, library
 
 SLICE_MS = 50  # a waiting call returns to Python this often, so that Ctrl-C is seen
+DESTROYED = "the buffer is destroyed"
 
 AllGather = Callable[[bytes], list[bytes]]
 
@@ -128,13 +129,39 @@ def _in_thread(make: Callable[[], NativeGroup], undo: Callable[[NativeGroup], No
     return made[0]
 
 
+class Launch:
+    """A call of the library and the event at its end. Core.kept has the call's tensors under it."""
+
+    # What an object has whose __init__ was interrupted.
+    event = 0  # the event's address; 0: there is none
+    left = False  # the call has returned or was cut short: from now on the event says when the library is through
+    home: list[Any] | None = None  # for the one who takes it out of Core.kept: the pool that it belongs to
+
+    def __init__(self, lib: Library) -> None:
+        self._lib = lib
+        self._handle = ctypes.c_void_p()
+
+    def create_event(self, buffer: NativeBuffer) -> None:
+        """Makes the event, unless there is one. The library writes it into this object: no exception can lose it."""
+        if not self.event:
+            buffer.check(self._lib.with_gil.deepep_event_create(buffer, ctypes.byref(self._handle)))
+            self.event = int(self._handle.value or 0)
+
+    def __del__(self) -> None:
+        handle = getattr(self, "_handle", None)
+        if handle:
+            self._lib.with_gil.deepep_event_destroy(handle)
+
+
 class NativeBuffer:
-    """deepep_buffer_t with a pool of its events."""
+    """deepep_buffer_t."""
 
     def __init__(self, group: NativeGroup, options: Any) -> None:
         self.lib = group.lib
+        self.owner = os.getpid()  # a forked child has this object too, and no buffer
+        self.alive = False  # between creation and destroy()
         self._as_parameter_ = ctypes.c_void_p()
-        self._events: list[int] = []
+        self.event_wait = self.lib.without_gil.deepep_event_wait
         self.low_latency_dispatch, self.low_latency_combine = (
             self.lib.low_latency_dispatch,
             self.lib.low_latency_combine,
@@ -143,49 +170,41 @@ class NativeBuffer:
         self.lib.check(
             self.lib.without_gil.deepep_buffer_create(group, ctypes.byref(options), ctypes.byref(self._as_parameter_))
         )
-
-    @property
-    def alive(self) -> bool:
-        """False once destroyed."""
-        return bool(self._as_parameter_)
+        self.alive = True
 
     def info(self) -> Any:
         """deepep_buffer_info of now."""
         struct = _abi.sized(_abi.BufferInfo)
-        self.lib.check(self.lib.without_gil.deepep_buffer_info_get(self, ctypes.byref(struct)))
+        self.check(self.lib.without_gil.deepep_buffer_info_get(self, ctypes.byref(struct)))
         return struct
 
     def wait_ready(self, seconds: float | None = None) -> bool:
         """Waits for start-up; False if `seconds` passed first."""
         return wait_sliced(self.lib, self.lib.without_gil.deepep_buffer_wait_ready, self, seconds=seconds)
 
-    def take_event(self) -> int:
-        """An event of this buffer, new or used before."""
-        try:
-            return self._events.pop()
-        except IndexError:
-            event = ctypes.c_void_p()
-        self.lib.check(self.lib.with_gil.deepep_event_create(self, ctypes.byref(event)))
-        return int(event.value or 0)
+    def check(self, status: int) -> None:
+        """Raises the exception for the status of a call on this buffer unless it is OK."""
+        if status != errors.OK:
+            raise self.error(status)
+
+    def error(self, status: int) -> errors.DeepEPError:
+        """The exception for the status of a call that was refused, with this thread's last message."""
+        if status == errors.INVALID_ARGUMENT and not self.alive:  # the library knows no destroyed buffer
+            return errors.DeepEPError(errors.INVALID_STATE, DESTROYED)
+        return self.lib.error(status)
 
     def record_event(self, event: int, stream: int) -> None:
         """Marks the present end of a CUDA stream."""
-        self.lib.check(self.lib.with_gil.deepep_event_record(event, stream))
-
-    def give_event(self, event: int) -> None:
-        """Takes back an event that has no holder any more."""
-        if self.alive and len(self._events) < 64:
-            self._events.append(event)
-        else:
-            self.lib.with_gil.deepep_event_destroy(event)
+        self.check(self.lib.with_gil.deepep_event_record(event, stream))
 
     def wait_event(self, event: int) -> None:
         """Blocks until the event is done; raises the buffer's failure."""
-        before = self.alive
-        try:
-            wait_sliced(self.lib, self.lib.without_gil.deepep_event_wait, event)
-        except errors.DeepEPError as error:
-            raise self.during_wait(error) from None
+        before, wait = self.alive, self.event_wait
+        status = wait(event, SLICE_MS)
+        while status == errors.PENDING:
+            status = wait(event, SLICE_MS)
+        if status != errors.OK:
+            raise self.during_wait(self.lib.error(status))
         if before and not self.alive:  # destroy() in another thread has cut the work short
             raise self.during_wait(None)
 
@@ -203,18 +222,16 @@ class NativeBuffer:
         """Makes a segment for a pool. Collective. Returns its number and address."""
         index, pointer = ctypes.c_int32(), ctypes.c_void_p()
         create = self.lib.without_gil.deepep_segment_create
-        self.lib.check(create(self, count, ctypes.byref(index), ctypes.byref(pointer)))
+        self.check(create(self, count, ctypes.byref(index), ctypes.byref(pointer)))
         self.lib.check(self.lib.with_gil.deepep_pool_open(pointer))
         return int(index.value), int(pointer.value or 0)
 
     def destroy(self) -> None:
         """Frees everything; twice is fine."""
+        self.alive = False
         handle, self._as_parameter_ = self._as_parameter_, ctypes.c_void_p()
         rows, self.rows = self.rows, None
         if handle:
-            events, self._events = self._events, []
-            for event in events:
-                self.lib.with_gil.deepep_event_destroy(event)
             self.lib.without_gil.deepep_buffer_destroy(handle)
         if rows is not None:  # last: giving rows back waits for their streams, which may hold calls that only now ended
             rows.close()
@@ -227,7 +244,7 @@ def stats(buffer: NativeBuffer, size: int) -> dict[str, dict[str, Any]]:
     for op, name in enumerate(_abi.OP_NAMES[1:], start=1):
         struct = _abi.sized(_abi.OpStats, op=op)
         sent, waited = (ctypes.c_uint64 * size)(), (ctypes.c_uint64 * size)()
-        buffer.lib.check(buffer.lib.without_gil.deepep_stats(buffer, ctypes.byref(struct), sent, waited))
+        buffer.check(buffer.lib.without_gil.deepep_stats(buffer, ctypes.byref(struct), sent, waited))
         entry = {field[0]: getattr(struct, field[0]) for field in _abi.OpStats._fields_[2:]}
         entry["bytes_to_peer"], entry["wait_ns_per_peer"] = list(sent), list(waited)
         result[name] = entry

@@ -175,9 +175,8 @@ class NormalMode:
             num_tokens_per_expert=per_expert.data_ptr(),
             is_token_in_rank=in_rank.data_ptr(),
         )
-        lib = core.native.lib
-        lib.check(lib.with_gil.deepep_get_layout(core.native, ctypes.byref(struct), order.call(None, True)))
-        event = order.finish((topk_idx, per_rank, per_node, per_expert, in_rank))
+        held = (topk_idx, per_rank, per_node, per_expert, in_rank)
+        event = order.last(core.native.lib.with_gil.deepep_get_layout, ctypes.byref(struct), held=held)
         return per_rank, per_node, per_expert, in_rank, event
 
     def dispatch(
@@ -240,34 +239,34 @@ class NormalMode:
             shape = (core.group_size, core.group_size), (payload.x.shape[0], core.group_size)
             tensors = HandleTensors(_torch.like(per_rank, *shape[0]), _torch.like(per_rank, *shape[1]), None, in_rank)
             # Before notify where the rows are known: peers wait for a dispatch once they have this rank's counts.
-            received = self._receive(payload, worst, topk_idx, topk_weights) if worst > 0 else None
+            received = None
+            if worst > 0:
+                tensors.recv_src_idx = _torch.like(per_rank, worst)
+                received = self._receive(payload, worst, topk_idx, topk_weights)
         num_topk = 0 if topk_idx is None else int(topk_idx.shape[1])
-        token = self._notify(payload, counts, tensors, num_topk, numbers, config, order)
-        held = (per_rank, in_rank, per_expert, *tensors.tensors())
         per_local_expert: list[int] = []
         try:
+            token = self._notify(payload, counts, tensors, num_topk, numbers, config, order)
             rows = worst
-            if not worst:
+            if received is None:
                 rows, per_local_expert = self._wait_counts(token, int(per_expert.shape[0]) // core.group_size)
-            with order.context:
-                tensors.recv_src_idx = _torch.like(per_rank, rows)
-                if received is None:
+                with order.context:
+                    tensors.recv_src_idx = _torch.like(per_rank, rows)
                     received = self._receive(payload, rows, topk_idx, topk_weights)
+            native_handle = tensors.native(rows)
+            args = self._dispatch_args(payload, native_handle, received)
+            args.token, args.num_worst_tokens, args.num_experts = token, worst, per_expert.shape[0]
+            if topk_idx is not None:
+                args.num_topk, args.index_type = num_topk, INDEX_TYPES[topk_idx.dtype]
+                args.topk_idx, args.topk_weights = topk_idx.data_ptr(), _torch.address(topk_weights)
+                args.recv_topk_idx = _torch.address(received.topk_idx)
+                args.recv_topk_weights = _torch.address(received.topk_weights)
+            held = (payload.x, payload.scales, topk_idx, topk_weights, *counts, *tensors.tensors(), *received.tensors())
+            function = core.native.lib.with_gil.deepep_dispatch
+            event = order.last(function, ctypes.byref(args), config=config, held=held)
         except BaseException:
-            order.keep(held)  # notify may still be writing to them
+            order.leave()  # notify may still be writing to the handle's tensors
             raise
-        native_handle = tensors.native(rows)
-        args = self._dispatch_args(payload, native_handle, received)
-        args.token, args.num_worst_tokens, args.num_experts = token, worst, per_expert.shape[0]
-        if topk_idx is not None:
-            args.num_topk, args.index_type = num_topk, INDEX_TYPES[topk_idx.dtype]
-            args.topk_idx, args.topk_weights = topk_idx.data_ptr(), _torch.address(topk_weights)
-            args.recv_topk_idx = _torch.address(received.topk_idx)
-            args.recv_topk_weights = _torch.address(received.topk_weights)
-        lib = core.native.lib
-        lib.check(lib.with_gil.deepep_dispatch(core.native, ctypes.byref(args), order.call(config, True)))
-        given = (payload.x, payload.scales, topk_idx, topk_weights)
-        event = order.finish((*held, tensors.recv_src_idx, *given, *received.tensors()))
         handle = tensors.to_tuple(core.num_nodes, core.num_nvl_peers, core.rank)
         return received.rows(), received.topk_idx, received.topk_weights, per_local_expert, handle, event
 
@@ -281,7 +280,7 @@ class NormalMode:
         config: Any,
         order: Ordering,
     ) -> int:
-        """Starts the exchange of counts; returns the library's token of it."""
+        """Starts the exchange of counts; returns the library's token of it. For all exceptions: order.leave()."""
         per_rank, in_rank, per_expert = counts
         native_handle = tensors.native(0)
         notify = _abi.sized(
@@ -299,11 +298,10 @@ class NormalMode:
             is_token_in_rank=in_rank.data_ptr(),
             handle=ctypes.addressof(native_handle),
         )
-        native, token = self._core.native, ctypes.c_uint64()
-        call = order.call(config, False)
-        native.lib.check(
-            native.lib.with_gil.deepep_notify_counts(native, ctypes.byref(notify), call, ctypes.byref(token))
-        )
+        token = ctypes.c_uint64()
+        function = self._core.native.lib.with_gil.deepep_notify_counts
+        held = (*counts, *tensors.tensors())
+        order.first(function, ctypes.byref(notify), ctypes.byref(token), config=config, held=held)
         return token.value
 
     def _cached_dispatch(self, payload: Payload, handle: object, config: Any, order: Ordering) -> Dispatched:
@@ -317,9 +315,9 @@ class NormalMode:
         native_handle = tensors.native(rows)
         args = self._dispatch_args(payload, native_handle, received)
         args.cached = 1
-        lib = core.native.lib
-        lib.check(lib.with_gil.deepep_dispatch(core.native, ctypes.byref(args), order.call(config, True)))
-        event = order.finish((payload.x, payload.scales, *received.tensors(), *tensors.tensors()))
+        held = (payload.x, payload.scales, *received.tensors(), *tensors.tensors())
+        function = core.native.lib.with_gil.deepep_dispatch
+        event = order.last(function, ctypes.byref(args), config=config, held=held)
         return received.rows(), None, None, None, None, event
 
     def combine(
@@ -363,9 +361,9 @@ class NormalMode:
             combined_topk_weights=_torch.address(weights),
         )
         args.bias[0], args.bias[1] = _torch.address(biases[0]), _torch.address(biases[1])
-        lib = core.native.lib
-        lib.check(lib.with_gil.deepep_combine(core.native, ctypes.byref(args), order.call(native_config, True)))
-        event = order.finish((x, topk_weights, *biases, combined, weights, *tensors.tensors()))
+        held = (x, topk_weights, *biases, combined, weights, *tensors.tensors())
+        function = core.native.lib.with_gil.deepep_combine
+        event = order.last(function, ctypes.byref(args), config=native_config, held=held)
         return combined, weights, event
 
     def warm_up(self, hidden: int, num_experts: int, num_sms: int) -> None:

@@ -37,13 +37,13 @@ class Runtime:
     def _info(self) -> Any:
         core = self._core()
         if core is None or not core.native.alive:
-            raise errors.DeepEPError(errors.INVALID_STATE, "the buffer is destroyed")
+            raise errors.DeepEPError(errors.INVALID_STATE, _native.DESTROYED)
         return core.native.info()
 
     def is_available(self) -> bool:
         """True while the buffer can be used."""
         core = self._core()
-        return core is not None and core.native.alive and (core.is_ready or core.native.wait_ready(0))
+        return core is not None and core.is_usable()
 
     def get_num_rdma_ranks(self) -> int:
         """Nodes of the group."""
@@ -160,8 +160,7 @@ class Buffer:
 
     def ready(self) -> bool:
         """True once start-up is complete; never blocks."""
-        core = self._core
-        return core.is_ready or (core.native.alive and core.native.wait_ready(0))
+        return self._core.is_usable()
 
     def wait_ready(self, timeout: float | None = None) -> bool:
         """Waits for start-up.
@@ -216,8 +215,8 @@ class Buffer:
         if bound:
             options.ll_num_max_tokens, options.ll_hidden = bound, hidden
             options.ll_num_topk, options.ll_num_experts = topk, experts
-        lib = core.native.lib
-        lib.check(lib.without_gil.deepep_buffer_warmup(core.native, ctypes.byref(options)))
+        native = core.native
+        native.check(native.lib.without_gil.deepep_buffer_warmup(native, ctypes.byref(options)))
         if tokens:
             self._normal.warm_up(hidden, experts, self.num_sms)
         if bound:
@@ -230,8 +229,8 @@ class Buffer:
         Raises:
             DeepEPError: the failure that made it unusable.
         """
-        lib = self._core.native.lib
-        lib.check(lib.with_gil.deepep_buffer_check(self._core.native))
+        native = self._core.native
+        native.check(native.lib.with_gil.deepep_buffer_check(native))
 
     def destroy(self) -> None:
         """Frees everything here; local, bounded, waits for no peer. Twice is fine.
@@ -610,9 +609,9 @@ class Buffer:
         core.enter()
         if not isinstance(dtype, DType):
             raise type_error("dtype", repr(dtype), "a torch.dtype")
-        lib, pointer, total = core.native.lib, ctypes.c_void_p(), ctypes.c_uint64()
-        rdma = int(bool(use_rdma_buffer))
-        lib.check(lib.with_gil.deepep_buffer_region(core.native, rdma, ctypes.byref(pointer), ctypes.byref(total)))
+        native, pointer, total = core.native, ctypes.c_void_p(), ctypes.c_uint64()
+        region = native.lib.with_gil.deepep_buffer_region
+        native.check(region(native, int(bool(use_rdma_buffer)), ctypes.byref(pointer), ctypes.byref(total)))
         item, begin = dtype.itemsize, check_int("offset", offset, -MAX_BYTES, MAX_BYTES)
         if begin < 0 or begin > total.value or begin % item:
             raise value_error("offset", begin, f"a multiple of {item} from 0 to {total.value}")

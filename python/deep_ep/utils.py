@@ -16,18 +16,21 @@ class EventHandle:
     On the CPU engine the current stream is the calling thread, so such a point is already passed.
     """
 
-    __slots__ = ("_core", "_native", "_torch", "__weakref__")
+    __slots__ = ("_core", "_launch", "_home", "_torch", "__weakref__")
 
     @opaque
     def __init__(self) -> None:
         self._core: Any = None
-        self._native = 0
+        self._launch: Any = None
+        self._home: list[Any] = []
         self._torch = _torch.recorded_event()
 
     @classmethod
-    def _of_call(cls, core: Any, native: int) -> EventHandle:
+    def _of_call(cls, core: Any, launch: Any, home: list[Any]) -> EventHandle:
+        """The end of a call; `home` takes back its launch."""
         handle = cls.__new__(cls)
-        handle._core, handle._native, handle._torch = core, native, None
+        handle._torch, handle._core, handle._home = None, core, home
+        handle._launch = launch
         return handle
 
     @opaque
@@ -37,15 +40,14 @@ class EventHandle:
         Raises:
             DeepEPError: the call that this point ends failed.
         """
-        if self._native:
-            self._core.current_stream_wait(self._native)
+        if self._launch is not None:
+            self._core.current_stream_wait(self._launch)
         elif self._torch is not None:
             self._torch.wait()
 
     def __del__(self) -> None:
-        if getattr(self, "_native", 0):
-            self._core.give_event(self._native)
-            self._native = 0
+        if getattr(self, "_launch", None) is not None:
+            self._core.give_launch(self._launch, self._home)
 
 
 class EventOverlap:

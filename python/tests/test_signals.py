@@ -1,0 +1,272 @@
+"""Signal handlers that raise, or that call: they may run between any two steps of a call.
+
+An exception that a handler raises (Ctrl-C, a time limit of a test, a launcher's SIGTERM) drops what the call's frames
+hold. Memory that a launch still touches must outlive it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import random
+import signal
+import sys
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+import alone
+from conftest import full
+
+LAUNCHES = ("get_layout", "notify_counts", "dispatch", "combine", "clean_low_latency_buffer", "barrier")
+BOOKKEEPING = (
+    "PUSH_EXC_INFO",
+    "POP_EXCEPT",
+    "COPY",
+    "RERAISE",
+)  # of the interpreter's exceptions: no signal comes there
+STRIDE = 1 if full() else 3  # of the instructions at which a test raises
+SECONDS = 6.0 if full() else 0.5  # for each kind of call
+
+
+class Stop(Exception):
+    """What the handlers raise."""
+
+
+class RaisesAt:
+    """A trace function: raises Stop before the n-th instruction that the package's own code executes; 0: nowhere."""
+
+    def __init__(self, package, n):
+        self.package, self.n, self.count, self.where = package, n, 0, ""
+
+    def __call__(self, frame, event, arg):
+        code = frame.f_code
+        if not code.co_filename.startswith(self.package) or code.co_name == "__del__":
+            return None  # Python ignores what __del__ raises
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self.step
+
+    def step(self, frame, event, arg):
+        if event == "opcode" and dis.opname[frame.f_code.co_code[frame.f_lasti]] not in BOOKKEEPING:
+            self.count += 1
+            if self.count == self.n:
+                self.where = f"{frame.f_code.co_name} line {frame.f_lineno}"
+                raise Stop
+        return self.step
+
+
+class Spy:
+    """Notes the addresses that launches give to the library, until a wait for an event has returned."""
+
+    def __init__(self):
+        self.addresses = set()
+        self.open_events = 0
+
+    @contextlib.contextmanager
+    def watching(self, native):
+        lib = native.lib.with_gil
+        places = [(lib, f"deepep_{name}") for name in LAUNCHES]
+        places += [(native, "low_latency_dispatch"), (native, "low_latency_combine")]
+        with contextlib.ExitStack() as stack:
+            for place, name in places:
+                stack.enter_context(mock.patch.object(place, name, self.launch(getattr(place, name))))
+            stack.enter_context(mock.patch.object(native, "event_wait", self.wait(native.event_wait)))
+            for name, step in (("deepep_event_create", 1), ("deepep_event_destroy", -1)):
+                stack.enter_context(mock.patch.object(lib, name, self.count(getattr(lib, name), step)))
+            yield self
+
+    def launch(self, function):
+        def spy(buffer, *args):
+            status = function(buffer, *args)
+            if status == 0:
+                self.addresses |= addresses_in(getattr(args[0], "_obj", None))
+            return status
+
+        return spy
+
+    def wait(self, function):
+        def spy(event, slice_ms):
+            status = function(event, slice_ms)
+            if status == 0:
+                self.addresses.clear()
+            return status
+
+        return spy
+
+    def count(self, function, step):
+        def spy(*args):
+            self.open_events += step
+            return function(*args)
+
+        return spy
+
+
+def addresses_in(struct):
+    """The addresses in a struct of arguments, those of its handle included."""
+    from deep_ep import _abi
+
+    found = set()
+    for name, *_ in getattr(struct, "_fields_", ()):
+        value = getattr(struct, name)
+        if name == "handle" and value:
+            found |= addresses_in(_abi.Handle.from_address(value))
+        elif name == "bias":
+            found |= set(value)
+        elif isinstance(value, int) and value > 1 << 32:
+            found.add(value)
+    return found - {None}
+
+
+def rank_instructions(ctx, kind, stride):
+    """Whatever a launch was given is kept when an exception comes; what is kept is let go once the launch is over."""
+    import deep_ep
+
+    package, lost, spy = deep_ep.__path__[0], [], Spy()
+    with alone.buffer_of(ctx) as buffer:
+        core = buffer._core
+        with spy.watching(core.native):
+            call = alone.Calls(buffer).of(kind)
+            call()
+            n, counting = 1, RaisesAt(package, 0)
+            traced(counting, call)
+            assert counting.count > 30, "the call is not traced"
+            while n <= counting.count:
+                tracer = RaisesAt(package, n)
+                spy.addresses.clear()
+                with contextlib.suppress(Stop):
+                    traced(tracer, call)
+                kept = {t.data_ptr() for held in core.kept.values() for t in held if t is not None}
+                lost += [f"kept for ever after {tracer.where}" for launch in core.kept if not launch.left]
+                if not spy.addresses <= kept:
+                    lost.append(f"{len(spy.addresses - kept)} after {tracer.where}")
+                if kind == "halves":  # the hook may be lost, and its receive with it
+                    buffer.clean_low_latency_buffer(0, 0, 0)
+                n += stride
+            call()
+            end = time.monotonic() + 5
+            while core.kept and time.monotonic() < end:
+                core.enter()
+            assert not core.kept, lost or f"{len(core.kept)} calls are kept for ever"
+            del call
+            buffer.destroy()
+            assert spy.open_events == 0, f"{spy.open_events} events were not given back"
+    assert not lost, f"{kind}: tensors of a launch were dropped: {lost[:10]}"
+
+
+def traced(tracer, call):
+    sys.settrace(tracer)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("kind", alone.KINDS)
+def test_exception_at_every_instruction(pool, device, kind):
+    if device != "cpu":
+        pytest.skip("needs the CPU engine: on GPUs the order of streams protects most tensors, and torch's allocator")
+    pool.run(1, rank_instructions, kind, STRIDE)
+
+
+def rank_random(ctx, kind, seconds):
+    """A timer interrupts calls at random moments; in between, calls give right results."""
+
+    def stop(*_):
+        raise Stop
+
+    rng, before, interrupted = random.Random(kind), signal.signal(signal.SIGALRM, stop), 0
+    try:
+        with alone.buffer_of(ctx) as buffer:
+            calls = alone.Calls(buffer, tokens=alone.BOUND)
+            call = calls.of(kind)
+            start = time.monotonic()
+            for _ in range(5):
+                call()
+            usual = (time.monotonic() - start) / 5
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                try:
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, 1e-6 + 1.1 * usual * rng.random())
+                        call()
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                except Stop:
+                    interrupted += 1
+                if kind == "halves":
+                    buffer.clean_low_latency_buffer(0, 0, 0)
+                calls.cached()
+                calls.low_latency()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return interrupted
+
+
+@pytest.mark.parametrize("kind", ("layout", "dispatch", "worst case", "combine", "low latency", "halves"))
+def test_interrupted_at_random_moments(pool, kind):
+    assert pool.run(1, rank_random, kind, SECONDS, deadline=SECONDS + 60)[0] > 0, "no call was interrupted"
+
+
+def rank_calling_handler(ctx, seconds):
+    """The handler makes whole exchanges on the buffer whose call it interrupts; both get their own results."""
+    nested = []
+
+    def handler(*_):
+        if len(nested) < 2:  # a handler may interrupt a handler
+            nested.append(1)
+            try:
+                inner.combine()
+                inner.low_latency()
+            finally:
+                nested.pop()
+        signal.setitimer(signal.ITIMER_REAL, 1e-5 + 4e-4 * rng.random())
+
+    rng, turns = random.Random(1), 0
+    with alone.buffer_of(ctx) as buffer:
+        outer = alone.Calls(buffer)
+        inner = alone.Calls(buffer, tokens=40, seed=7)
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            handler()
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                for kind in ("dispatch", "combine", "low latency", "asynchronous low latency", "asynchronous"):
+                    outer.of(kind)()
+                turns += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    return turns
+
+
+def test_handler_that_calls(pool):
+    assert pool.run(1, rank_calling_handler, 2 * SECONDS, deadline=2 * SECONDS + 60)[0] > 5
+
+
+def rank_blocks_taken_twice(ctx):
+    """A handler that takes a block of received rows while the call that it interrupts takes one: two blocks."""
+    from deep_ep import _memory
+
+    cache = _memory.RowCache(4)
+    shape = (1024, 1024)
+    kept = cache.empty(shape, torch.bfloat16)
+    where = kept.data_ptr()
+    del kept
+    real, taken = _memory._Block.tensor, []
+
+    def tensor(block, *args):
+        if not taken and block.storage.data_ptr() == where:
+            taken.append(None)  # the call below comes here again
+            taken.append(cache.empty(shape, torch.bfloat16))
+        return real(block, *args)
+
+    with mock.patch.object(_memory._Block, "tensor", tensor):
+        outer = cache.empty(shape, torch.bfloat16)
+    assert taken[1].data_ptr() != outer.data_ptr()
+
+
+def test_blocks_are_not_taken_twice(pool):
+    pool.run(1, rank_blocks_taken_twice)
