@@ -25,7 +25,7 @@ def test_layout_by_hand():
     idx = torch.tensor([[0, 3], [2, 2], [-1, 5], [-1, -1]])
     got = reference.layout(idx, num_experts=6, num_ranks=3, peers=1)
     assert got.num_tokens_per_rank.tolist() == [1, 2, 1]
-    assert got.num_tokens_per_expert.tolist() == [1, 0, 1, 1, 0, 1]
+    assert got.num_tokens_per_expert.tolist() == [1, 0, 2, 1, 0, 1]
     assert got.num_tokens_per_rdma_rank.tolist() == [1, 2, 1]
     assert got.is_token_in_rank.int().tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]]
     assert reference.layout(idx, 6, 3).num_tokens_per_rdma_rank is None
@@ -43,7 +43,7 @@ def test_dispatch_by_hand():
     assert got.src_idx.tolist() == [0, 1, 0] and got.src_rank.tolist() == [0, 0, 1]
     assert got.topk_idx.tolist() == [[0, -1], [1, 1], [-1, 1]]
     assert got.topk_weights.tolist() == [[1, 0], [3, 4], [0, 2]]
-    assert got.expert_counts == [1, 2] and got.rank_prefix.tolist() == [2, 3]
+    assert got.expert_counts == [1, 3] and got.rank_prefix.tolist() == [2, 3]
     sums = reference.combine(
         [got.x + 1, torch.tensor([[5.0] * 8, [7.0] * 8])], [got, reference.dispatch(inputs, layouts, 1, 4)], 0, 2
     )
@@ -236,6 +236,26 @@ def test_only_ranks_that_may_sum_first_may_round_twice(exact):
     for may_sum, got in ((False, twice), (True, wrong)):
         with pytest.raises(AssertionError, match="combined_x"):
             check(may_sum, got)
+
+
+def test_only_ranks_that_may_sum_first_may_code_sums():
+    case = Case((5, 7), experts=8, topk=6, hidden=512)
+    call, weights = lowlat.expect(case, 0, 16, frozenset(), use_fp8=False), lowlat.make_weights(case, 0)
+    rows, sums = (
+        lowlat.wanted_sums(call, False, 20, weights, use_logfmt=True, by_rank=first).to(torch.bfloat16)
+        for first in (False, True)
+    )
+    wrong = sums.clone()
+    wrong[2, 3] += wrong[2, 3].abs() / 8 + 1
+
+    def check(may_sum, got):
+        lowlat.check_combined(lowlat.Combined(call, False, 20, True, may_sum, weights, got, got, None, None))
+
+    check(False, rows)
+    check(True, rows)
+    check(True, sums)
+    with pytest.raises(AssertionError, match="combined_x"):
+        check(True, wrong)
 
 
 def test_calc_diff_never_passes_nan():
