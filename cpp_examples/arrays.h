@@ -16,7 +16,9 @@ typedef int (*driver_device_fn)(int *device, int ordinal);
 typedef int (*driver_context_fn)(void **context, int device);
 typedef int (*driver_current_fn)(void *context);
 typedef int (*driver_allocate_fn)(void **memory, size_t bytes, unsigned flags);
+typedef int (*driver_copy_fn)(unsigned long long to, unsigned long long from, size_t bytes);
 static driver_allocate_fn arrays_allocate; /* NULL: plain memory */
+static driver_copy_fn arrays_copy;
 
 /* Makes the GPU's primary context the thread's, so that the driver can allocate in it. 0 is success. */
 static int arrays_open_driver(int ordinal) {
@@ -24,6 +26,7 @@ static int arrays_open_driver(int ordinal) {
   int device = 0;
   if (driver == NULL) return -1;
   arrays_allocate = (driver_allocate_fn)dlsym(driver, "cuMemHostAlloc");
+  arrays_copy = (driver_copy_fn)dlsym(driver, "cuMemcpy");
   return ((driver_init_fn)dlsym(driver, "cuInit"))(0) ||
          ((driver_device_fn)dlsym(driver, "cuDeviceGet"))(&device, ordinal) ||
          ((driver_context_fn)dlsym(driver, "cuDevicePrimaryCtxRetain"))(&context, device) ||
@@ -55,6 +58,16 @@ static void *array_new(size_t bytes) {
     exit(1);
   }
   return memset(memory, 0, bytes);
+}
+
+/* Copies between arrays and memory of the engine, such as a segment: on GPUs that is the device's. */
+static inline void array_copy(void *to, const void *from, size_t bytes) {
+  if (arrays_copy == NULL)
+    memcpy(to, from, bytes);
+  else if (arrays_copy((unsigned long long)(size_t)to, (unsigned long long)(size_t)from, bytes) != 0) {
+    fprintf(stderr, "the driver does not copy %zu bytes\n", bytes);
+    exit(1);
+  }
 }
 
 #ifdef __cplusplus

@@ -29,7 +29,7 @@ int guarded(int rank, int size, const char *directory) {
   try {
     return OneRank(rank, size, directory);
   } catch (const deepep::Error &error) {
-    std::fprintf(stderr, "rank %d: %s: %s\n", rank, deepep_status_name(error.status()), error.what());
+    std::fprintf(stderr, "rank %d: %s: %s\n", rank, error.name(), error.what());
     return 1;
   }
 }

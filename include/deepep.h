@@ -488,7 +488,8 @@ deepep_status_t deepep_clean_low_latency_buffer(deepep_buffer_t buffer, int32_t 
 deepep_status_t deepep_barrier(deepep_buffer_t buffer, const deepep_call *call);
 
 /* The mask functions need enable_shrink (else INVALID_STATE). Low-latency calls send nothing to a masked rank and wait
- * for nothing from it. */
+ * for nothing from it, and what it sends meanwhile is ignored: to take it back, all ranks lift their masks and meet
+ * (deepep_barrier) before the next low-latency call or clean. */
 
 /* local, launches on call->stream. masked: 1 masks the rank, 0 lifts the mask. */
 deepep_status_t deepep_update_mask(deepep_buffer_t buffer, int32_t rank, int32_t masked, const deepep_call *call);

@@ -1,11 +1,14 @@
 // deepep.hpp - C++17 over deepep.h, header only: RAII for groups, buffers and events, exceptions for statuses.
 //
 // Arguments are the C structs, made by the functions below with their defaults set (deepep::dispatch_args() and so on);
-// see deepep.h for what each field means. Nothing here allocates tensors or waits on its own.
+// see deepep.h for what each field means. Nothing here allocates tensors or waits on its own. All functions of deepep.h
+// are here but deepep_pool_*, which are for torch's allocator.
 #ifndef DEEPEP_HPP
 #define DEEPEP_HPP
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -20,6 +23,7 @@ class Error : public std::runtime_error {
  public:
   Error(deepep_status_t status, const std::string &text) : std::runtime_error(text), status_(status) {}
   deepep_status_t status() const noexcept { return status_; }
+  const char *name() const noexcept { return deepep_status_name(status_); }  // "DEEPEP_ERROR_TIMEOUT"
 
  private:
   deepep_status_t status_;
@@ -38,6 +42,30 @@ inline bool done(deepep_status_t status) {
   if (status == DEEPEP_PENDING) return false;
   check(status);
   return true;
+}
+
+// The version of the library that is loaded, as deepep_version gives it.
+inline int32_t version() { return deepep_version(); }
+
+// What an engine is: "cpu", "cuda", or "auto" for the one that would be chosen. One that cannot be used is no error:
+// see `available` and `reason`.
+inline deepep_engine_info engine_query(const char *name = "auto") {
+  deepep_engine_info info = DEEPEP_ENGINE_INFO_INIT;
+  check(deepep_engine_query(name, &info));
+  return info;
+}
+
+// Takes the log lines from now on, perhaps on threads of the library's own; level: 0 debug, 1 info, 2 warn, 3 error. An
+// empty function: they go where DEEPEP_LOG says again. What was given is kept until the program ends, since a thread
+// may be inside it. It may not throw.
+inline void set_log(std::function<void(int32_t level, const char *message)> sink) {
+  using Sink = std::function<void(int32_t, const char *)>;
+  if (!sink) return check(deepep_set_log_callback(nullptr, nullptr));
+  auto kept = std::make_unique<Sink>(std::move(sink));
+  check(deepep_set_log_callback(
+      [](int32_t level, const char *message, void *user) noexcept { (*static_cast<Sink *>(user))(level, message); },
+      kept.get()));
+  kept.release();
 }
 
 // ---- Argument structs with their defaults ----
@@ -62,6 +90,9 @@ inline deepep_config default_config(int32_t kind, int32_t num_ranks) {
   check(deepep_config_default(kind, num_ranks, &config));
   return config;
 }
+
+// Rounds rdma_recv_chunk up to what calls take; the Error of a config that no call takes names the field.
+inline void check_config(deepep_config &config) { check(deepep_config_check(&config)); }
 
 // Bytes of num_nvl_bytes that serve rows of `hidden_bytes` with this config.
 inline uint64_t nvl_size_hint(const deepep_config &config, int64_t hidden_bytes, int32_t num_ranks) {
@@ -127,6 +158,31 @@ class Group : public Owner<deepep_group_t, deepep_group_destroy> {
 
 class Buffer;
 
+// A raw region of this rank, which the caller may overwrite while no call is in flight.
+struct Region {
+  void *address = nullptr;
+  uint64_t bytes = 0;
+};
+
+// Where the rows of the next combine may be written: row r of local expert l at address + (l * R * B + r) * row_stride.
+struct CombineRows {
+  void *address = nullptr;
+  uint64_t row_stride = 0;
+};
+
+// Memory that every rank of the node maps: rows in it are received and read in place. Collective to make (the buffer's
+// info().peer_rows is 0 where the engine has none), local to destroy, also after its buffer.
+class Segment : public Owner<void *, deepep_segment_release> {
+ public:
+  inline Segment(const Buffer &buffer, uint64_t bytes);
+  void *address() const noexcept { return get(); }
+  // For recv_segment and x_segment.
+  int32_t number() const noexcept { return number_; }
+
+ private:
+  int32_t number_ = 0;
+};
+
 // A point in a stream of a buffer.
 class Event : public Owner<deepep_event_t, deepep_event_destroy> {
  public:
@@ -185,9 +241,26 @@ class Buffer : public Owner<deepep_buffer_t, deepep_buffer_destroy> {
     check(deepep_clean_low_latency_buffer(get(), num_max_tokens, hidden, num_experts, &how));
   }
   void barrier(const deepep_call &how = deepep::call()) { check(deepep_barrier(get(), &how)); }
+  // Of the next low-latency combine with DEEPEP_LL_ZERO_COPY, of this shape.
+  CombineRows next_combine_rows(int32_t num_max_tokens, int32_t hidden, int32_t num_experts) {
+    CombineRows rows;
+    check(deepep_next_low_latency_combine_buffer(get(), num_max_tokens, hidden, num_experts, &rows.address,
+                                                 &rows.row_stride));
+    return rows;
+  }
+
+  // The masks need enable_shrink. A masked rank is sent nothing and not waited for.
   void update_mask(int32_t rank, bool masked, const deepep_call &how = deepep::call()) {
     check(deepep_update_mask(get(), rank, masked ? 1 : 0, &how));
   }
+  // mask_status: [out] [R] 1: masked; memory that the engine reaches.
+  void query_mask(int32_t *mask_status, const deepep_call &how = deepep::call()) {
+    check(deepep_query_mask(get(), mask_status, &how));
+  }
+  void clean_mask(const deepep_call &how = deepep::call()) { check(deepep_clean_mask(get(), &how)); }
+
+  Region nvl_region() const { return region(0); }
+  Region rdma_region() const { return region(1); }
 
   // Statistics of one DEEPEP_OP_*.
   deepep_op_stats stats(int32_t op, std::vector<uint64_t> *bytes_to_peer = nullptr,
@@ -203,6 +276,11 @@ class Buffer : public Owner<deepep_buffer_t, deepep_buffer_destroy> {
   }
 
  private:
+  Region region(int32_t rdma) const {
+    Region result;
+    check(deepep_buffer_region(get(), rdma, &result.address, &result.bytes));
+    return result;
+  }
   static deepep_buffer_t create(const Group &group, const deepep_buffer_options &options) {
     deepep_buffer_t buffer = nullptr;
     check(deepep_buffer_create(group.get(), &options, &buffer));
@@ -214,6 +292,12 @@ inline Event::Event(const Buffer &buffer) {
   deepep_event_t event = nullptr;
   check(deepep_event_create(buffer.get(), &event));
   static_cast<Owner &>(*this) = Owner(event);
+}
+
+inline Segment::Segment(const Buffer &buffer, uint64_t bytes) {
+  void *address = nullptr;
+  check(deepep_segment_create(buffer.get(), bytes, &number_, &address));
+  static_cast<Owner &>(*this) = Owner(address);
 }
 
 }  // namespace deepep

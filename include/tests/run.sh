@@ -31,6 +31,11 @@ attempt "build header.c as C" ${CC:-gcc} -std=gnu99 $warn -o "$out/header_c" inc
 attempt "run it" "$out/header_c"
 attempt "build header.c as C++" ${CXX:-g++} -std=gnu++17 $warn -x c++ -o "$out/header_cpp" include/tests/header.c
 attempt "run it" "$out/header_cpp"
+functions() { grep -oE '\bdeepep_[a-z_]+\(' "$1" | tr -d '(' | grep -v '^deepep_pool_' | sort -u; }
+functions include/deepep.h >"$out/c"
+functions include/deepep.hpp >"$out/cpp"
+grep -oE '\bdeepep_[a-z_]+>' include/deepep.hpp | tr -d '>' >>"$out/cpp" # what an Owner calls
+attempt "deepep.hpp calls every function of deepep.h" sh -c "! grep -vxFf $out/cpp $out/c"
 printf '#include "deepep.h"\nint main(void) { deepep_call c = DEEPEP_CALL_INIT; return c.no_such_field; }\n' >"$out/wrong.c"
 attempt "a wrong field does not compile" sh -c "! ${CC:-gcc} -Iinclude -fsyntax-only $out/wrong.c"
 echo "$passed passed, $failed failed"
