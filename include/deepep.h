@@ -189,7 +189,8 @@ typedef struct deepep_buffer_info {
 deepep_status_t deepep_buffer_info_get(deepep_buffer_t buffer, deepep_buffer_info *info);
 /* local, waits up to slice_ms (< 0: until done). OK: start-up is complete. Returns: PENDING: not yet; start-up. */
 deepep_status_t deepep_buffer_wait_ready(deepep_buffer_t buffer, int64_t slice_ms);
-/* local. OK, or the failure that made the buffer unusable. Returns: INVALID_STATE; failure. */
+/* local. OK, or the failure that made the buffer unusable; or, once, the error of an earlier call that the kernels have
+ * refused (INVALID_ARGUMENT, MISMATCH), after which the buffer works on. Returns: INVALID_STATE; failure. */
 deepep_status_t deepep_buffer_check(deepep_buffer_t buffer);
 /* local. Address and size of a raw region of this rank; rdma: 0 the nvl region, 1 the rdma region. The caller may
  * overwrite it while no call is in flight. On GPUs, after writing anything but zeros to the rdma region, call
@@ -306,9 +307,12 @@ typedef struct deepep_handle {
   int32_t *rank_prefix_matrix; /* [inout] [R,R]: [i][j] = rows that ranks 0..i send to rank j */
   int32_t *send_head;          /* [inout] [T,R]: the token's place among this rank's rows to that rank, -1: not sent */
   int32_t *recv_src_idx;       /* [inout] [N]: the row's token index at its source */
+  /* [inout] The exchange of counts that the handle is from, as deepep_notify_counts numbers it: calls whose ranks have
+   * handles of different ones are refused (MISMATCH). 0: not known, not compared. */
+  uint64_t exchange;
 } deepep_handle;
 #define DEEPEP_HANDLE_INIT \
-  {sizeof(deepep_handle), DEEPEP_HANDLE_MAGIC, DEEPEP_HANDLE_VERSION, 0, 0, 0, NULL, NULL, NULL}
+  {sizeof(deepep_handle), DEEPEP_HANDLE_MAGIC, DEEPEP_HANDLE_VERSION, 0, 0, 0, NULL, NULL, NULL, 0}
 
 /* Arguments of deepep_notify_counts, the first step of a dispatch: the ranks exchange counts, and the call fills the
  * handle's rank_prefix_matrix and send_head. */
@@ -325,7 +329,7 @@ typedef struct deepep_notify {
   const int32_t *num_tokens_per_rank;   /* [in] [R] of the layout */
   const int32_t *num_tokens_per_expert; /* [in] [E] of the layout, or NULL: no counts for experts */
   const uint8_t *is_token_in_rank;      /* [in] [T,R] of the layout */
-  deepep_handle *handle;                /* [inout] matrices are filled on the stream; num_tokens and num_ranks now */
+  deepep_handle *handle; /* [inout] matrices are filled on the stream; num_tokens, num_ranks and exchange now */
 } deepep_notify;
 #define DEEPEP_NOTIFY_INIT {sizeof(deepep_notify), 0, 0, 0, 1, 0, DEEPEP_BF16, 0, 0, NULL, NULL, NULL, NULL}
 /* collective, launches. *token names the exchange for deepep_wait_counts and deepep_dispatch. */

@@ -55,6 +55,10 @@ type Handle struct {
 	// [inout] int32 [T,R]: the token's place among this rank's rows to that rank, -1: not sent
 	SendHead   uintptr
 	RecvSrcIdx uintptr // [inout] int32 [N]: the row's token index at its source
+
+	// [inout] The exchange of counts that the handle is from, as Buffer.Notify numbers it: calls whose ranks have
+	// handles of different ones are refused (MISMATCH). 0: not known, not compared.
+	Exchange uint64
 }
 
 // NotifyArgs are the arguments of Buffer.Notify, the first step of a dispatch: the ranks exchange counts, and the
@@ -72,7 +76,7 @@ type NotifyArgs struct {
 	NumTokensPerRank   uintptr // [in] int32 [R] of the layout
 	NumTokensPerExpert uintptr // [in] int32 [E] of the layout, or 0: no counts for experts
 	IsTokenInRank      uintptr // [in] uint8 [T,R] of the layout
-	Handle             *Handle // [inout] matrices are filled on the stream; NumTokens and NumRanks now
+	Handle             *Handle // [inout] matrices are filled on the stream; NumTokens, NumRanks and exchange now
 }
 
 // DispatchArgs are the arguments of Buffer.Dispatch, the second step: the rows. A cached dispatch takes the handle

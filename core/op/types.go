@@ -15,6 +15,16 @@ func (t Type) Size() int32 {
 	return typeSizes[t]
 }
 
+var typeNames = [...]string{Int32: "int32", Int64: "int64", BF16: "BF16", FP8: "FP8 (e4m3)", Float32: "float32", Uint8: "uint8"}
+
+// String is the type's name: "BF16".
+func (t Type) String() string {
+	if t < 0 || int(t) >= len(typeNames) {
+		return "type " + strconv.Itoa(int(t))
+	}
+	return typeNames[t]
+}
+
 // Phase says which halves of a low-latency call are issued.
 type Phase int32
 

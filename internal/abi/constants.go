@@ -3,10 +3,13 @@
 package abi
 
 // Version is DK_ABI_VERSION.
-const Version = 3
+const Version = 4
 
 // MaxRanks is DK_MAX_RANKS.
 const MaxRanks = 1024
+
+// MaxRefusals is DK_MAX_REFUSALS.
+const MaxRefusals = 8
 
 // StatusBytes is DK_STATUS_BYTES.
 const StatusBytes = 4096
@@ -82,8 +85,29 @@ const (
 	FieldFormat      = 5 // low latency: DK_FORMAT_* and flags; normal mode: whether weights were given
 	FieldMaxTokens   = 6 // B, num_max_dispatch_tokens_per_rank
 	FieldOperation   = 7 // the operation, and whether a dispatch is cached
-	FieldWorstTokens = 8 // more rows arrive than num_worst_tokens: expected = allowed, seen = arriving
-	FieldTopKIdx     = 9 // an index outside [-1, E): expected = E, seen = the index, peer = this rank
+	FieldXType       = 8 // normal mode: the type of x, as given
+	FieldExchange    = 9 // combine, cached dispatch: the exchange of counts that the handle is from
+	NumCompared      = 10
+)
+
+// What makes a call refused: contents that only a kernel sees. peer: the rank whose argument it is.
+const (
+	FieldWorstTokens     = 16 // more rows arrive than num_worst_tokens: expected = allowed, seen = arriving
+	FieldTopKIdx         = 17 // an index outside [-1, E): expected = E, seen = the index
+	FieldTokensPerRank   = 18 // differs from token_in_rank: expected = tokens there, seen = the count given
+	FieldTokensPerExpert = 19 // a negative count: seen
+
+	// rank_prefix_matrix of a handle: a column descends or begins below 0, seen = the entry; or INT64_MIN: it differs
+	// from that of rank `expected`
+	FieldPrefixMatrix = 20
+
+	// send_head of a handle: expected = the next place toward that rank, seen = the entry, or the number of entries
+	// where the matrix says `expected`
+	FieldSendHead    = 21
+	FieldSrcIdx      = 22 // recv_src_idx of a handle: tokens of a source do not ascend: seen = the entry
+	FieldHandleRows  = 23 // the handle has room for fewer rows: expected = room, seen = rows that arrive
+	FieldLayoutRange = 24 // a range outside its expert's rows: expected = rows that fit, seen = the entry
+	FieldSrcInfo     = 25 // a token number outside [0, B): expected = B, seen = the entry
 )
 
 // States of a statistics page.

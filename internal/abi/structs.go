@@ -23,21 +23,25 @@ type OpHeader struct {
 // Failure is dk_failure. The first failure of a team. The kernel that leaves early writes it once, `code` last
 // with release; the engine reads it.
 type Failure struct {
-	Code     uint32 // DK_ETIMEOUT, DK_EPEERDEAD, DK_EABORTED, DK_EMISMATCH, DK_EINVAL; 0: none
-	Op       uint32
-	Phase    uint32
-	Rank     int32  // this rank
-	Peer     int32  // the rank that was waited for or disagreed; -1: none
-	Field    uint32 // DK_FIELD_* with DK_EMISMATCH and DK_EINVAL
-	Call     uint64 // the operation's call number, as given
-	Expected int64  // the counter's awaited value; or this rank's value of `field`
-	Seen     int64  // the counter's value; or the peer's value of `field`
+	Code  uint32 // DK_ETIMEOUT, DK_EPEERDEAD, DK_EABORTED, DK_EMISMATCH, DK_EINVAL; 0: none
+	Op    uint32
+	Phase uint32
+	Rank  int32  // this rank
+	Peer  int32  // the rank that was waited for or disagreed; -1: none
+	Field uint32 // DK_FIELD_* with DK_EMISMATCH and DK_EINVAL
+	Call  uint64 // the operation's call number, as given
+
+	// the counter's awaited value; this rank's value of `field`; or with DK_EABORTED the peer's code
+	Expected int64
+
+	// the counter's value; the peer's value of `field`; or with DK_EABORTED the peer's operation
+	Seen     int64
 	WaitedNS uint64 // how long the wait lasted
 }
 
 // Status is dk_status. The status block of a team: page-aligned host memory of DK_STATUS_BYTES bytes, zeroed,
-// registered with dk_host_register. The engine writes abort_word, abort_rank and dead, kernels write the rest; all
-// access is atomic.
+// registered with dk_host_register. The engine writes abort_word, abort_rank and dead, and clears `refused` and
+// codes of refusals; kernels write the rest; all access is atomic.
 type Status struct {
 	AbortWord uint32 // not 0: kernels leave every wait now, and record this DK_* code
 	AbortRank int32  // the rank to record as the culprit, -1: none
@@ -45,10 +49,14 @@ type Status struct {
 	// DK_* code of the first failure, stored after `failure` is complete. While it is not 0 every operation of the
 	// team leaves at once (counts 0, sums NaN).
 	Sticky   uint32
-	_        uint32
+	Refused  uint32 // 1: a refusal was written since the engine last looked
 	Progress uint64 // operations finished
 	Failure  Failure
 	Dead     [MaxRanks]uint8 // 1: the rank is known to be dead; with shrink kernels mask it without waiting
+
+	// Calls with wrong contents (DK_EINVAL, DK_EMISMATCH), after which the team goes on. A kernel writes the first
+	// entry whose code is 0, `code` last with release, then `refused`; without a free entry it writes nothing.
+	Refusals [MaxRefusals]Failure
 }
 
 // Counts is dk_counts. Counts that notify writes for the host, at the address in its params. The kernel stores seq
@@ -545,6 +553,8 @@ type NotifyParams struct {
 	NumWorstTokens   int32
 	NumScales        int32
 	HiddenBytes      uint64 // bytes of one row of x
+	XType            int32  // of x, as given: only compared
+	_                int32
 	RankPrefixMatrix uint64 // [out] int32[R,R]: [i][j] = rows that ranks 0..i send to rank j
 
 	// [out] int32[T,R]: the token's place among this rank's rows to that rank, -1: not sent
@@ -565,6 +575,9 @@ type DispatchParams struct {
 	RankPrefixMatrix  uint64 // of the notify or the handle
 	SendHead          uint64 // of the notify or the handle
 	HiddenBytes       uint64
+	Exchange          uint64 // number of the exchange of counts that the handle is from, as given; 0: not known
+	XType             int32  // of x, as given: only compared
+	_                 int32
 	NumTokens         int32
 	NumScales         int32
 	NumTopK           int32
@@ -594,6 +607,7 @@ type CombineParams struct {
 	RankPrefixMatrix    uint64
 	SendHead            uint64
 	RecvSrcIdx          uint64
+	Exchange            uint64 // as in dispatch
 	NumTokens           int32
 	NumRecvTokens       int32
 	Hidden              int32

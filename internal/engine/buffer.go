@@ -81,10 +81,12 @@ type Buffer struct {
 	pending      [numPending]pending
 	extra        []*device.HostPage // counts that did not fit into counts
 	tickets      [2][2]ticket       // by operation: dispatch, combine
+	sends        [2]uint64          // low-latency sends by operation: which wire slot is next
 	combines     uint64             // low-latency combines sent: which zero-copy slot is next
 	slots        [numShapes]slotLayout
 	minRow       uint64 // a row of so many bytes is known to fit num_nvl_bytes and num_rdma_bytes
 	idle         []*device.Event
+	awaited      []callID // synchronous calls that threads wait for
 	segments     [abi.MaxSegments]*Segment
 	segmentsMade uint64
 	captured     bool // a call was captured into a graph, which may be replayed at any time

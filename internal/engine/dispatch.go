@@ -17,7 +17,11 @@ func (b *Buffer) Dispatch(a *op.DispatchArgs, c *Call) error {
 		return err
 	}
 	p := &b.params.dispatch
-	return b.launch(c, abi.OpDispatch, onComm, &p.OpHeader, func() error { return b.endExchange(a) }, func() int32 {
+	launch := b.launch
+	if a.Token != 0 { // peers that have this rank's counts wait for its rows
+		launch = b.launchRest
+	}
+	return launch(c, abi.OpDispatch, onComm, &p.OpHeader, func() error { return b.endExchange(a) }, func() int32 {
 		fillDispatch(p, a, &config)
 		return b.opt.Library.Dispatch(p)
 	})
@@ -33,6 +37,10 @@ func fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config *plan.Config
 	p.ScaleTokenStride, p.ScaleStride = a.ScaleTokenStride, a.ScaleStride
 	p.TopKIdx, p.TopKWeights = uint64(a.TopKIdx), uint64(a.TopKWeights)
 	p.RankPrefixMatrix, p.SendHead = uint64(h.RankPrefixMatrix), uint64(h.SendHead)
+	p.Exchange, p.XType = h.Exchange, int32(a.XType)
+	if a.Token != 0 {
+		p.Exchange = a.Token
+	}
 	p.HiddenBytes = plan.DispatchRows(a).HiddenBytes()
 	p.NumTokens, p.NumScales, p.NumTopK, p.NumExperts = a.NumTokens, a.NumScales, a.NumTopK, a.NumExperts
 	p.IndexBytes = a.IndexType.Size()

@@ -67,7 +67,7 @@ func (e *Event) Wait(slice time.Duration) error {
 		case err != nil:
 			return err
 		case done:
-			return e.buffer.sticky()
+			return e.buffer.outcome(callID{})
 		case slice >= 0 && time.Until(deadline) <= 0:
 			return errNotYet
 		}
@@ -92,9 +92,10 @@ func (b *Buffer) takeEvent() (*device.Event, error) {
 	return b.dev.NewEvent()
 }
 
-// giveEvent keeps the event for the next wait. b.mu is not held.
-func (b *Buffer) giveEvent(ev *device.Event) {
+// giveEvent keeps the event of a call that was waited for, for the next wait. b.mu is not held.
+func (b *Buffer) giveEvent(ev *device.Event, own callID) {
 	b.mu.Lock()
+	b.forget(own)
 	b.idle = append(b.idle, ev)
 	b.mu.Unlock()
 }

@@ -15,19 +15,28 @@ import (
 var fieldNames = map[uint32]string{
 	abi.FieldHiddenBytes: "bytes of a row (hidden)", abi.FieldNumExperts: "num_experts", abi.FieldNumTopK: "num_topk",
 	abi.FieldNumScales: "num_scales", abi.FieldFormat: "the format",
-	abi.FieldMaxTokens: "num_max_dispatch_tokens_per_rank", abi.FieldOperation: "the operation",
+	abi.FieldMaxTokens: "num_max_dispatch_tokens_per_rank", abi.FieldOperation: "the operation", abi.FieldXType: "the type of x",
 }
 
-// usable returns why no operation can begin, nil if one can. b.mu is not held.
+// usable returns why no operation can begin, nil if one can; once, that an earlier call was refused. b.mu is not held.
 func (b *Buffer) usable() error {
+	if err := b.intact(); err != nil {
+		return err
+	}
+	return b.refusal(callID{})
+}
+
+// intact returns the error of a buffer that has failed, nil if it has not.
+func (b *Buffer) intact() error {
 	if atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0 {
 		return nil
 	}
 	return status.Errorf(status.Aborted, "the buffer failed before: %w", b.failure())
 }
 
-// sticky returns the buffer's failure, nil if no operation has failed so far. Every completed wait checks it.
-func (b *Buffer) sticky() error {
+// outcome returns the buffer's failure, or the refusal of a call (see refusal); nil if there is neither. Every completed
+// wait asks it.
+func (b *Buffer) outcome(own callID) error {
 	if b.enter() != nil { // destroyed: the status page is gone, a failure found before is not
 		if known := b.failed.Load(); known != nil {
 			return *known
@@ -35,13 +44,17 @@ func (b *Buffer) sticky() error {
 		return nil
 	}
 	defer b.leave()
-	if b.words == nil || atomic.LoadUint32(&b.words.Sticky) == 0 {
+	switch {
+	case b.words == nil:
 		return nil
+	case atomic.LoadUint32(&b.words.Sticky) != 0:
+		return b.failure()
 	}
-	return b.failure()
+	return b.refusal(own)
 }
 
-// Check returns the failure that made the buffer unusable, nil if there is none. It does not wait.
+// Check returns the failure that made the buffer unusable, or once the refusal of an earlier call; nil if there is
+// neither. It does not wait.
 func (b *Buffer) Check() error {
 	if err := b.enter(); err != nil {
 		return err
@@ -53,7 +66,10 @@ func (b *Buffer) Check() error {
 		}
 		return err
 	}
-	return b.failure()
+	if err := b.failure(); err != nil {
+		return err
+	}
+	return b.refusal(callID{})
 }
 
 // failure returns the buffer's first failure, from the kernel's record or the death of a peer, and keeps it.
@@ -93,7 +109,11 @@ func (b *Buffer) explain(f *abi.Failure) error {
 		if death := b.death.Load(); death != nil {
 			return status.Errorf(status.CodeOf(*death), "%s was stopped: %w", head, *death)
 		}
-		return status.Errorf(code, "%s was stopped", head)
+		if f.Peer >= 0 && int(f.Peer) < b.size && f.Expected > 0 {
+			return status.Errorf(code, "%s was stopped: %s gave up before: its %s failed with %v", head,
+				b.members.Describe(int(f.Peer)), op.Operation(f.Seen), status.Code(f.Expected))
+		}
+		return status.Errorf(code, "%s was stopped: the buffer was destroyed meanwhile, or a rank failed", head)
 	default:
 		return status.Errorf(code, "%s failed: %v", head, code)
 	}
@@ -118,24 +138,11 @@ func (b *Buffer) explainPeer(head string, code status.Code, f *abi.Failure) erro
 
 func (b *Buffer) explainMismatch(head string, f *abi.Failure) error {
 	name, ok := fieldNames[f.Field]
-	switch {
-	case f.Field == abi.FieldWorstTokens:
-		return explainArgument(head, f)
-	case !ok:
+	if !ok {
 		name = fmt.Sprintf("field %d", f.Field)
 	}
 	return status.Errorf(status.Mismatch, "%s: ranks disagree on %s: rank %d has %s, rank %d has %s",
 		head, name, b.rank, fieldValue(f.Op, f.Field, f.Expected), f.Peer, fieldValue(f.Op, f.Field, f.Seen))
-}
-
-func explainArgument(head string, f *abi.Failure) error {
-	switch f.Field {
-	case abi.FieldWorstTokens:
-		return status.Errorf(status.InvalidArgument, "%s: argument num_worst_tokens: got %d, allowed at least %d: so many rows arrive", head, f.Expected, f.Seen)
-	case abi.FieldTopKIdx:
-		return status.Errorf(status.InvalidArgument, "%s: argument topk_idx: got an index %d, allowed -1 to num_experts - 1 = %d", head, f.Seen, f.Expected-1)
-	}
-	return status.Errorf(status.InvalidArgument, "%s: field %d: expected %d, got %d", head, f.Field, f.Expected, f.Seen)
 }
 
 func phaseText(op, phase uint32) string {

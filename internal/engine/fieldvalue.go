@@ -21,6 +21,8 @@ func fieldValue(number, field uint32, value int64) string {
 		return name
 	case abi.FieldFormat:
 		return formatText(number, value)
+	case abi.FieldXType:
+		return op.Type(value).String()
 	}
 	return strconv.FormatInt(value, 10)
 }

@@ -125,7 +125,7 @@ func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int
 	if err := b.checkLowLatency(); err != nil {
 		return err
 	}
-	stream, err := b.begin(c, h.where)
+	stream, err := b.begin(c, h.where, h.phases == abi.PhaseRecv)
 	if err != nil {
 		return err
 	}
@@ -141,7 +141,7 @@ func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int
 	b.header(h.header, uint32(number), h.phases, stream, t.number)
 	code := run(t, layout)
 	*h.ticket = b.updateTicket(t, h.phases, code)
-	return b.finish(c, h.where, stream, b.launched(number, code, h.header.DeviceError))
+	return b.finish(c, h.where, stream, callID{uint32(number), t.number}, b.launched(number, code, h.header.DeviceError))
 }
 
 // checkLowLatency refuses low-latency operations of a buffer that was not made for them.

@@ -24,6 +24,9 @@ func TestTickets(t *testing.T) {
 	if _, err := r.half(3, 0, 1); !errors.Is(err, status.ErrInvalidState) {
 		t.Errorf("whole call beside two sends: %v", err)
 	}
+	if trace := r.read(); strings.Contains(trace, "ll_dispatch #3") {
+		t.Errorf("a refused send was launched: %s", trace)
+	}
 	if _, err := r.half(2, first, 2); !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "argument stream") {
 		t.Errorf("receive on another stream: %v", err)
 	}
@@ -44,6 +47,48 @@ func TestTickets(t *testing.T) {
 	_, err = r.send(3, 0, &engine.Call{Stream: 1, Async: true})
 	r.must(err)
 	r.expect("asynchronous", "record a on 1", "C waits a", "C waits b", "ll_dispatch #4 on C phases 3 ticket 0")
+}
+
+// A send whose hook is lost keeps its slot: the second send after it has no room, until a clean.
+func TestLostHook(t *testing.T) {
+	r := newRig(t)
+	lost, err := r.half(1, 0, 1)
+	r.must(err)
+	_, err = r.half(3, 0, 1)
+	r.must(err)
+	for range 2 {
+		_, err = r.half(3, 0, 1)
+		if !errors.Is(err, status.ErrInvalidState) || !strings.Contains(err.Error(), "low_latency_dispatch #1 is without its receive half") || !strings.Contains(err.Error(), "clean_low_latency_buffer") {
+			t.Errorf("the second call after a lost hook: %v", err)
+		}
+	}
+	r.must(r.Check())
+	r.must(r.Clean(0, 0, 0, &engine.Call{Stream: 1}))
+	for range 3 {
+		_, err = r.half(3, 0, 1)
+		r.must(err)
+	}
+	if _, err := r.half(2, lost, 1); !errors.Is(err, status.ErrInvalidArgument) {
+		t.Errorf("a receive half of before the clean: %v", err)
+	}
+}
+
+// The newer of two sends may be received first; the older one's slot stays taken.
+func TestReceiveOfTheNewerSendFirst(t *testing.T) {
+	r := newRig(t)
+	older, err := r.half(1, 0, 1)
+	r.must(err)
+	newer, err := r.half(1, 0, 1)
+	r.must(err)
+	_, err = r.half(2, newer, 1)
+	r.must(err)
+	if _, err := r.half(1, 0, 1); !errors.Is(err, status.ErrInvalidState) || !strings.Contains(err.Error(), "low_latency_dispatch #1") {
+		t.Errorf("a send into a taken slot: %v", err)
+	}
+	_, err = r.half(2, older, 1)
+	r.must(err)
+	_, err = r.half(1, 0, 1)
+	r.must(err)
 }
 
 func TestZeroCopyAlternates(t *testing.T) {

@@ -46,7 +46,7 @@ func (b *Buffer) Notify(a *op.NotifyArgs, c *Call) (token uint64, err error) {
 		p.TokensPerRank, p.TokensPerExpert, p.TokenInRank = uint64(a.NumTokensPerRank), uint64(a.NumTokensPerExpert), uint64(a.IsTokenInRank)
 		p.NumTokens, p.NumTopK, p.NumExperts = a.NumTokens, a.NumTopK, a.NumExperts
 		p.ExpertAlignment, p.NumWorstTokens, p.NumScales = a.ExpertAlignment, a.NumWorstTokens, a.NumScales
-		p.HiddenBytes = shape.HiddenBytes()
+		p.HiddenBytes, p.XType = shape.HiddenBytes(), int32(a.XType)
 		p.RankPrefixMatrix, p.SendHead = uint64(a.Handle.RankPrefixMatrix), uint64(a.Handle.SendHead)
 		p.HostCounts, p.Counts = 0, 0
 		if a.NumWorstTokens == 0 {
@@ -55,7 +55,7 @@ func (b *Buffer) Notify(a *op.NotifyArgs, c *Call) (token uint64, err error) {
 		if a.NumTokensPerExpert == 0 {
 			p.NumExperts = 0
 		}
-		a.Handle.NumRanks, a.Handle.NumTokens = int32(b.size), a.NumTokens
+		a.Handle.NumRanks, a.Handle.NumTokens, a.Handle.Exchange = int32(b.size), a.NumTokens, p.Call
 		return b.opt.Library.Notify(p)
 	})
 	return token, err
@@ -122,10 +122,10 @@ func (b *Buffer) WaitCounts(token uint64, slice time.Duration, perExpert []int32
 	}
 	head := (*abi.Counts)(unsafe.Pointer(unsafe.SliceData(found.page)))
 	if head.NumRecvTokens < 0 {
-		if err := b.sticky(); err != nil {
+		if err := b.outcome(callID{uint32(op.OpNotify), token}); err != nil {
 			return 0, err
 		}
-		return 0, status.Errorf(status.Internal, "notify #%d left no counts and no reason", token)
+		return 0, status.Errorf(status.Aborted, "notify #%d was refused, as another wait has been told", token)
 	}
 	copy(perExpert, unsafe.Slice((*int32)(unsafe.Pointer(&found.page[countsHead])), found.perExpert))
 	b.mu.Lock()

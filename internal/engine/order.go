@@ -152,29 +152,34 @@ func (b *Buffer) recordHostLaunch(c *Call) (*device.Event, error) {
 
 // hostWait waits for the end of a launch where the caller's stream is the calling thread. It never returns earlier: the
 // kernel may write to the caller's memory. The kernels' deadlines bound it, and Destroy aborts them.
-func (b *Buffer) hostWait(ev *device.Event) error {
+func (b *Buffer) hostWait(ev *device.Event, own callID) error {
 	if ev == nil {
 		return nil
 	}
-	defer b.giveEvent(ev)
+	defer b.giveEvent(ev, own)
 	for {
 		done, err := ev.Wait(waitSlice)
 		switch {
 		case err != nil:
 			return err
 		case done:
-			return b.sticky()
+			return b.outcome(own)
 		}
 	}
 }
 
 // begin checks that the buffer is usable, takes b.mu and adds the launch's dependencies. On success the caller launches
-// and calls finish, or abandon; on error nothing is held.
-func (b *Buffer) begin(c *Call, where place) (device.Stream, error) {
+// and calls finish, or abandon; on error nothing is held. rest: the call is the second part of one that peers are in
+// already; it does not stop for the refusal of an earlier call.
+func (b *Buffer) begin(c *Call, where place, rest bool) (device.Stream, error) {
 	if err := b.start(); err != nil {
 		return 0, err
 	}
-	if err := b.usable(); err != nil { // without b.mu: it may log, and a log function may wait for other threads
+	usable := b.usable
+	if rest {
+		usable = b.intact
+	}
+	if err := usable(); err != nil { // without b.mu: it may log, and a log function may wait for other threads
 		b.leave()
 		return 0, err
 	}
@@ -187,15 +192,18 @@ func (b *Buffer) begin(c *Call, where place) (device.Stream, error) {
 	return stream, err
 }
 
-// finish ends what begin began. err is the launch's. The wait on the host happens without b.mu.
-func (b *Buffer) finish(c *Call, where place, stream device.Stream, err error) error {
+// finish ends what begin began. own is the call, err the launch's. The wait on the host happens without b.mu.
+func (b *Buffer) finish(c *Call, where place, stream device.Stream, own callID, err error) error {
 	var ev *device.Event
 	if err == nil {
 		ev, err = b.recordLaunch(c, where, stream)
 	}
+	if ev != nil {
+		b.await(own)
+	}
 	b.mu.Unlock()
 	if err == nil {
-		err = b.hostWait(ev)
+		err = b.hostWait(ev, own)
 	}
 	b.leave()
 	return err
@@ -211,7 +219,16 @@ func (b *Buffer) abandon(err error) error {
 // launch runs an operation: it orders the launch after earlier work, calls check for what has to be checked with b.mu
 // held (nil: nothing), fills the header, and calls run, which fills the other parameters and enters the kernel library.
 func (b *Buffer) launch(c *Call, number op.Operation, where place, h *abi.OpHeader, check func() error, run func() int32) error {
-	stream, err := b.begin(c, where)
+	return b.launchPart(c, number, where, h, check, run, false)
+}
+
+// launchRest is launch for an operation that completes one which peers are in already.
+func (b *Buffer) launchRest(c *Call, number op.Operation, where place, h *abi.OpHeader, check func() error, run func() int32) error {
+	return b.launchPart(c, number, where, h, check, run, true)
+}
+
+func (b *Buffer) launchPart(c *Call, number op.Operation, where place, h *abi.OpHeader, check func() error, run func() int32, rest bool) error {
+	stream, err := b.begin(c, where, rest)
 	if err != nil {
 		return err
 	}
@@ -222,8 +239,9 @@ func (b *Buffer) launch(c *Call, number op.Operation, where place, h *abi.OpHead
 	}
 	b.calls[number]++
 	b.header(h, uint32(number), abi.PhaseBoth, stream, b.calls[number])
+	own := callID{uint32(number), b.calls[number]}
 	code := run()
-	return b.finish(c, where, stream, b.launched(number, code, h.DeviceError))
+	return b.finish(c, where, stream, own, b.launched(number, code, h.DeviceError))
 }
 
 // header fills what all operations have in common, and publishes the call. The halves of a call have one number. b.mu

@@ -13,6 +13,7 @@ import (
 	"unsafe"
 
 	"github.com/deepep-go/deepep/core/op"
+	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/dl"
 	"github.com/deepep-go/deepep/internal/engine"
@@ -70,6 +71,7 @@ type rig struct {
 	*engine.Buffer
 	t                     testing.TB
 	trace, capture, quiet uintptr
+	refused               uintptr
 }
 
 func newRig(t testing.TB) *rig {
@@ -119,6 +121,8 @@ func watch(t testing.TB, b *engine.Buffer, lib *kern.Library) *rig {
 	r.must(err)
 	r.quiet, err = file.Symbol("fake_quiet")
 	r.must(err)
+	r.refused, err = file.Symbol("fake_refuse")
+	r.must(err)
 	return r
 }
 
@@ -133,6 +137,12 @@ func (r *rig) must(err error) {
 func (r *rig) capturing(stream uint64) {
 	p := &stream
 	dl.Call(r.capture, unsafe.Pointer(p))
+}
+
+// refuse writes the refusal of a call as a kernel does.
+func (r *rig) refuse(f abi.Failure) {
+	p := &f
+	dl.Call(r.refused, unsafe.Pointer(p))
 }
 
 // silent sets whether the library records calls; 1: no.

@@ -23,6 +23,7 @@ const numSends = 2
 // that the id of an earlier call is refused.
 type ticket struct {
 	open   bool   // sent, not received
+	epoch  uint64 // of the send: how many of the operation came before it
 	word   uint32 // the slot, as the kernel library counts them
 	id     uint32 // as the caller sees it
 	number uint64 // of the call
@@ -36,6 +37,9 @@ func (b *Buffer) ticketFor(which int, phases, id uint32, shape *plan.LowLatency,
 	if phases == abi.PhaseRecv {
 		return b.openTicket(which, id, shape, stream)
 	}
+	if err := b.admit(which); err != nil {
+		return nil, err
+	}
 	for i := range b.tickets[which] {
 		t := &b.tickets[which][i]
 		if t.open {
@@ -44,13 +48,27 @@ func (b *Buffer) ticketFor(which int, phases, id uint32, shape *plan.LowLatency,
 		call := abi.OpLLDispatch + which
 		b.calls[call]++
 		word := uint32(which*numSends + i)
-		*t = ticket{word: word, id: (t.id/abi.NumTickets+1)*abi.NumTickets + word, number: b.calls[call], stream: stream, shape: *shape}
+		*t = ticket{word: word, id: (t.id/abi.NumTickets+1)*abi.NumTickets + word, number: b.calls[call], epoch: b.sends[which], stream: stream, shape: *shape}
 		if which == opCombine {
 			t.slot = b.combines
 		}
 		return t, nil
 	}
-	return nil, status.Errorf(status.InvalidState, "two sends of %s are without their receive half: a third has no room; receive first (call the hooks)", op.Operation(abi.OpLLDispatch+which))
+	return nil, status.Errorf(status.Internal, "no free ticket")
+}
+
+// admit refuses a send that has no room: sends use the two wire slots in turn, and each keeps its slot until it was
+// received. b.mu is held.
+func (b *Buffer) admit(which int) error {
+	for i := range b.tickets[which] {
+		t := &b.tickets[which][i]
+		if t.open && b.sends[which]-t.epoch >= numSends {
+			call := op.Operation(abi.OpLLDispatch + which)
+			return status.Errorf(status.InvalidState, "%s #%d is without its receive half, and its slot is the next one: a third has no room; "+
+				"call the hook of that send first, or if it is lost, clean_low_latency_buffer on every rank", call, t.number)
+		}
+	}
+	return nil
 }
 
 // openTicket returns the ticket of the send that a receive half belongs to.
@@ -74,6 +92,9 @@ func (b *Buffer) updateTicket(t *ticket, phases uint32, code int32) uint32 {
 		t.open = false
 	case code == 0:
 		t.open = phases == abi.PhaseSend
+		if phases != abi.PhaseRecv {
+			b.sends[t.word/numSends]++
+		}
 		if phases != abi.PhaseRecv && t.word >= numSends {
 			b.combines++
 		}

@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define DK_ABI_VERSION 3u
+#define DK_ABI_VERSION 4u
 
 /* Codes: the numbers of the status codes of deepep.h. */
 enum {
@@ -68,11 +68,27 @@ enum {
   DK_FIELD_NUM_EXPERTS = 2,
   DK_FIELD_NUM_TOPK = 3,
   DK_FIELD_NUM_SCALES = 4,
-  DK_FIELD_FORMAT = 5,       /* low latency: DK_FORMAT_* and flags; normal mode: whether weights were given */
-  DK_FIELD_MAX_TOKENS = 6,   /* B, num_max_dispatch_tokens_per_rank */
-  DK_FIELD_OPERATION = 7,    /* the operation, and whether a dispatch is cached */
-  DK_FIELD_WORST_TOKENS = 8, /* more rows arrive than num_worst_tokens: expected = allowed, seen = arriving */
-  DK_FIELD_TOPK_IDX = 9      /* an index outside [-1, E): expected = E, seen = the index, peer = this rank */
+  DK_FIELD_FORMAT = 5,     /* low latency: DK_FORMAT_* and flags; normal mode: whether weights were given */
+  DK_FIELD_MAX_TOKENS = 6, /* B, num_max_dispatch_tokens_per_rank */
+  DK_FIELD_OPERATION = 7,  /* the operation, and whether a dispatch is cached */
+  DK_FIELD_X_TYPE = 8,     /* normal mode: the type of x, as given */
+  DK_FIELD_EXCHANGE = 9,   /* combine, cached dispatch: the exchange of counts that the handle is from */
+  DK_NUM_COMPARED = 10
+};
+/* What makes a call refused: contents that only a kernel sees. peer: the rank whose argument it is. */
+enum {
+  DK_FIELD_WORST_TOKENS = 16,      /* more rows arrive than num_worst_tokens: expected = allowed, seen = arriving */
+  DK_FIELD_TOPK_IDX = 17,          /* an index outside [-1, E): expected = E, seen = the index */
+  DK_FIELD_TOKENS_PER_RANK = 18,   /* differs from token_in_rank: expected = tokens there, seen = the count given */
+  DK_FIELD_TOKENS_PER_EXPERT = 19, /* a negative count: seen */
+  DK_FIELD_PREFIX_MATRIX = 20,     /* rank_prefix_matrix of a handle: a column descends or begins below 0, seen = the
+                                      entry; or INT64_MIN: it differs from that of rank `expected` */
+  DK_FIELD_SEND_HEAD = 21,         /* send_head of a handle: expected = the next place toward that rank, seen = the
+                                      entry, or the number of entries where the matrix says `expected` */
+  DK_FIELD_SRC_IDX = 22,           /* recv_src_idx of a handle: tokens of a source do not ascend: seen = the entry */
+  DK_FIELD_HANDLE_ROWS = 23,       /* the handle has room for fewer rows: expected = room, seen = rows that arrive */
+  DK_FIELD_LAYOUT_RANGE = 24,      /* a range outside its expert's rows: expected = rows that fit, seen = the entry */
+  DK_FIELD_SRC_INFO = 25           /* a token number outside [0, B): expected = B, seen = the entry */
 };
 
 /* ---- Host-visible memory shared by engine and kernels ------------------------------------------------------------ */
@@ -82,28 +98,33 @@ enum {
 typedef struct dk_failure {
   uint32_t code; /* DK_ETIMEOUT, DK_EPEERDEAD, DK_EABORTED, DK_EMISMATCH, DK_EINVAL; 0: none */
   uint32_t op, phase;
-  int32_t rank;       /* this rank */
-  int32_t peer;       /* the rank that was waited for or disagreed; -1: none */
-  uint32_t field;     /* DK_FIELD_* with DK_EMISMATCH and DK_EINVAL */
-  uint64_t call;      /* the operation's call number, as given */
-  int64_t expected;   /* the counter's awaited value; or this rank's value of `field` */
-  int64_t seen;       /* the counter's value; or the peer's value of `field` */
+  int32_t rank;     /* this rank */
+  int32_t peer;     /* the rank that was waited for or disagreed; -1: none */
+  uint32_t field;   /* DK_FIELD_* with DK_EMISMATCH and DK_EINVAL */
+  uint64_t call;    /* the operation's call number, as given */
+  int64_t expected; /* the counter's awaited value; this rank's value of `field`; or with DK_EABORTED the peer's code */
+  int64_t seen;     /* the counter's value; the peer's value of `field`; or with DK_EABORTED the peer's operation */
   uint64_t waited_ns; /* how long the wait lasted */
 } dk_failure;
 
 #define DK_MAX_RANKS 1024
+#define DK_MAX_REFUSALS 8
 /* The status block of a team: page-aligned host memory of DK_STATUS_BYTES bytes, zeroed, registered with
- * dk_host_register. The engine writes abort_word, abort_rank and dead, kernels write the rest; all access is atomic. */
+ * dk_host_register. The engine writes abort_word, abort_rank and dead, and clears `refused` and codes of refusals;
+ * kernels write the rest; all access is atomic. */
 typedef struct dk_status {
   uint32_t abort_word; /* not 0: kernels leave every wait now, and record this DK_* code */
   int32_t abort_rank;  /* the rank to record as the culprit, -1: none */
   /* DK_* code of the first failure, stored after `failure` is complete. While it is not 0 every operation of the team
    * leaves at once (counts 0, sums NaN). */
   uint32_t sticky;
-  uint32_t reserved0;
+  uint32_t refused;  /* 1: a refusal was written since the engine last looked */
   uint64_t progress; /* operations finished */
   dk_failure failure;
   uint8_t dead[DK_MAX_RANKS]; /* 1: the rank is known to be dead; with shrink kernels mask it without waiting */
+  /* Calls with wrong contents (DK_EINVAL, DK_EMISMATCH), after which the team goes on. A kernel writes the first entry
+   * whose code is 0, `code` last with release, then `refused`; without a free entry it writes nothing. */
+  dk_failure refusals[DK_MAX_REFUSALS];
 } dk_status;
 #define DK_STATUS_BYTES 4096
 
@@ -629,7 +650,9 @@ typedef struct dk_notify_params {
   uint64_t token_in_rank;     /* uint8[T,R] */
   int32_t num_tokens, num_topk, num_experts, expert_alignment;
   int32_t num_worst_tokens, num_scales;
-  uint64_t hidden_bytes;       /* bytes of one row of x */
+  uint64_t hidden_bytes; /* bytes of one row of x */
+  int32_t x_type;        /* of x, as given: only compared */
+  int32_t reserved0;
   uint64_t rank_prefix_matrix; /* [out] int32[R,R]: [i][j] = rows that ranks 0..i send to rank j */
   uint64_t send_head;   /* [out] int32[T,R]: the token's place among this rank's rows to that rank, -1: not sent */
   uint64_t host_counts; /* [out] dk_counts; 0: not wanted (worst case) */
@@ -651,6 +674,9 @@ typedef struct dk_dispatch_params {
   uint64_t rank_prefix_matrix; /* of the notify or the handle */
   uint64_t send_head;          /* of the notify or the handle */
   uint64_t hidden_bytes;
+  uint64_t exchange; /* number of the exchange of counts that the handle is from, as given; 0: not known */
+  int32_t x_type;    /* of x, as given: only compared */
+  int32_t reserved0;
   int32_t num_tokens, num_scales, num_topk, index_bytes, num_experts;
   int32_t num_recv_tokens;  /* rows of the outputs: N, or num_worst_tokens; -1: as many as the matrix says */
   int32_t num_worst_tokens; /* > 0: rows past N get index -1, weight 0 */
@@ -672,6 +698,7 @@ typedef struct dk_combine_params {
   uint64_t topk_weights; /* [N,K] float32 or 0 */
   uint64_t bias[2];      /* [T,H] BF16 or 0 */
   uint64_t rank_prefix_matrix, send_head, recv_src_idx;
+  uint64_t exchange; /* as in dispatch */
   int32_t num_tokens, num_recv_tokens, hidden, num_topk;
   int32_t x_segment; /* x lies in this rank's segment of this index; -1: in none */
   int32_t reserved0;

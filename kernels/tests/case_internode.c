@@ -182,6 +182,13 @@ static const struct test_case cases[] = {
     CASE(pairs, "notify/without experts", 4, QUICK),
     CASE(pairs_late, "notify/sequence number last", 8, USUAL),
 
+    CASE(pairs, "refused/dispatch, matrix huge", 4, QUICK),
+    CASE(pairs, "refused/combine, matrix huge", 4, QUICK),
+    CASE(pairs_late, "refused/dispatch, head of all tokens", 4, QUICK),
+    CASE(pairs_late, "refused/combine, head out of order", 4, QUICK),
+    CASE(singles, "refused/combine, handles of two exchanges", 3, QUICK),
+    CASE(pairs, "worst/too few rows", 4, QUICK),
+
     CASE(pairs, "dispatch/BF16, 4 ranks", 4, QUICK),
     CASE(fours, "dispatch/BF16, 4 ranks", 8, USUAL),
     CASE(pairs, "dispatch/BF16, 4 ranks", 8, USUAL),

@@ -1,5 +1,6 @@
 /* case_memory.c - memory: allocation, sharing between mappings, host memory, copies and fills. */
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "suite.h"
@@ -96,6 +97,12 @@ static void bad_imports(struct rank *me) {
   expect(me, dk.mem_import(&p) != DK_OK && !p.mem, "a pipe was imported");
   close(pipes[0]);
   close(pipes[1]);
+  if (library.caps & DK_CAP_HOST_STREAM) { /* memory that its owner can cut short under this rank's feet */
+    p.fd = memfd_create("unsealed", MFD_ALLOW_SEALING);
+    expect(me, p.fd >= 0 && ftruncate(p.fd, 4096) == 0, "memfd_create failed");
+    expect(me, dk.mem_import(&p) == DK_EINVAL && !p.mem, "a file without seals was imported");
+    close(p.fd);
+  }
   free_memory(me, 0); /* as free(NULL) */
 }
 

@@ -60,7 +60,25 @@ const char *op_name(uint32_t op) {
 }
 
 const char *field_name(uint32_t field) {
-  static const char *const names[] = {"none",   "hidden bytes", "num_experts", "num_topk",     "num_scales",
-                                      "format", "max tokens",   "operation",   "worst tokens", "topk_idx"};
+  static const char *const names[] = {[DK_FIELD_NONE] = "none",
+                                      [DK_FIELD_HIDDEN_BYTES] = "hidden bytes",
+                                      [DK_FIELD_NUM_EXPERTS] = "num_experts",
+                                      [DK_FIELD_NUM_TOPK] = "num_topk",
+                                      [DK_FIELD_NUM_SCALES] = "num_scales",
+                                      [DK_FIELD_FORMAT] = "format",
+                                      [DK_FIELD_MAX_TOKENS] = "max tokens",
+                                      [DK_FIELD_OPERATION] = "operation",
+                                      [DK_FIELD_X_TYPE] = "x_type",
+                                      [DK_FIELD_EXCHANGE] = "exchange",
+                                      [DK_FIELD_WORST_TOKENS] = "worst tokens",
+                                      [DK_FIELD_TOPK_IDX] = "topk_idx",
+                                      [DK_FIELD_TOKENS_PER_RANK] = "tokens per rank",
+                                      [DK_FIELD_TOKENS_PER_EXPERT] = "tokens per expert",
+                                      [DK_FIELD_PREFIX_MATRIX] = "rank_prefix_matrix",
+                                      [DK_FIELD_SEND_HEAD] = "send_head",
+                                      [DK_FIELD_SRC_IDX] = "recv_src_idx",
+                                      [DK_FIELD_HANDLE_ROWS] = "rows of the handle",
+                                      [DK_FIELD_LAYOUT_RANGE] = "layout_range",
+                                      [DK_FIELD_SRC_INFO] = "src_info"};
   return name_of(names, COUNT(names), field);
 }

@@ -36,6 +36,7 @@ static const struct group *const process_groups[] = {&process_cases, &transport_
   X(notify)       \
   X(dispatch)     \
   X(worst)        \
+  X(refusal)      \
   X(combine)      \
   X(peer_rows)    \
   X(ll_dispatch)  \

@@ -294,6 +294,11 @@ uint64_t rdma_bytes_for(struct rank *me, int max_tokens, int hidden, int experts
 void expect_healthy(struct team *t);
 /* The team has failed: code, operation, peer (-2: any) as given. */
 void expect_failure(struct team *t, int32_t code, uint32_t op, int peer);
+/* The newest call was refused, and the team goes on: code, operation, peer (-2: any) and field as given. The record is
+ * returned, and its entry is free again, as after the engine has raised it. */
+dk_failure expect_refusal(struct team *t, int32_t code, uint32_t op, int peer, uint32_t field);
+/* Nothing was refused since. */
+void expect_no_refusal(struct team *t);
 void run_barrier(struct team *t);
 void run_clean(struct team *t, int max_tokens, int hidden, int experts);
 void run_mask(struct team *t, int what, int rank, int value, uint64_t out);

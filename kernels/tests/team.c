@@ -180,6 +180,34 @@ void expect_failure(struct team *t, int32_t code, uint32_t op, int peer) {
          peer, code_name((int32_t)sticky), text);
 }
 
+dk_failure expect_refusal(struct team *t, int32_t code, uint32_t op, int peer, uint32_t field) {
+  expect_healthy(t);
+  dk_failure *first = &t->status->refusals[0], f;
+  uint32_t got = __atomic_load_n(&first->code, __ATOMIC_ACQUIRE);
+  expect(t->me, got != 0, "%s should have been refused for %s", op_name(op), field_name(field));
+  f = *first;
+  char text[320];
+  describe(&f, text, sizeof text);
+  bool right = got == (uint32_t)code && f.op == op && f.rank == t->me->index && f.field == field;
+  right = right && (peer == -2 || f.peer == peer) && f.call == t->calls[op];
+  expect(t->me, right, "wanted %s in %s call %" PRIu64 " for %s of peer %d; the refusal says %s", code_name(code),
+         op_name(op), t->calls[op], field_name(field), peer, text);
+  expect(t->me, t->status->refused == 1, "a refusal is there, and `refused` is %u", t->status->refused);
+  __atomic_store_n(&t->status->refused, 0, __ATOMIC_RELEASE);
+  __atomic_store_n(&first->code, 0, __ATOMIC_RELEASE);
+  expect_no_refusal(t);
+  return f;
+}
+
+void expect_no_refusal(struct team *t) {
+  for (int i = 0; i < DK_MAX_REFUSALS; i++) {
+    if (__atomic_load_n(&t->status->refusals[i].code, __ATOMIC_ACQUIRE) == 0) continue;
+    char text[320];
+    describe(&t->status->refusals[i], text, sizeof text);
+    fail(t->me, "a call was refused: %s", text);
+  }
+}
+
 void set_abort(struct team *t, int32_t code, int culprit) {
   __atomic_store_n(&t->status->abort_rank, culprit, __ATOMIC_RELAXED);
   __atomic_store_n(&t->status->abort_word, (uint32_t)code, __ATOMIC_RELEASE);

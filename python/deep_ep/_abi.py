@@ -274,6 +274,7 @@ class Handle(ctypes.Structure):
         ("rank_prefix_matrix", VP),
         ("send_head", VP),
         ("recv_src_idx", VP),
+        ("exchange", U64),
     ]
 
 

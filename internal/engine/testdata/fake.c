@@ -43,6 +43,17 @@ int32_t fake_quiet(int *on) {
   quiet = *on;
   return 0;
 }
+/* A kernel refuses the call: the entry as it would write it. */
+static dk_status *status;
+int32_t fake_refuse(const dk_failure *refusal) {
+  for (int i = 0; i < DK_MAX_REFUSALS; i++) {
+    if (status->refusals[i].code) continue;
+    status->refusals[i] = *refusal;
+    status->refused = 1;
+    return 0;
+  }
+  return 1;
+}
 int32_t fake_capture(uint64_t *stream) {
   capturing = *stream;
   return 0;
@@ -167,6 +178,7 @@ int32_t dk_team_create(dk_team_create_params *p) {
     return DK_EUNSUPPORTED; /* the number of ranks that stands for kernels without a transport */
   NOTE("team flags %d blocks %s transport %d\n", (int)p->flags,
        given((const uint64_t *)(uintptr_t)p->host_peer_blocks, p->num_ranks), (int)p->transport);
+  status = (dk_status *)(uintptr_t)p->host_status;
   p->team = 7;
   return 0;
 }

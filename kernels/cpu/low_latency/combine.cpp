@@ -51,7 +51,9 @@ class Sender {
   void run();
 
  private:
-  bool lay_out(const Slot &slot, int source);
+  Refusal check() const;
+  Refusal check_indices() const;
+  void lay_out(const Slot &slot, int source);
   void put_part(const Slot &slot, int source);
   void put_rows(int source, uint64_t expert, const Slot &slot, const Range &range, uint64_t offset);
   void write_rows(const Slot &slot, const Range &range, uint64_t first);
@@ -67,6 +69,11 @@ class Sender {
 void Sender::run() {
   if (!half_.begin()) return;
   Slot slot(half_.slot(), shape_);
+  Refusal wrong = check();
+  if (wrong.code) {
+    half_.refuse(wrong);
+    return half_.finish(0, p_.ticket);
+  }
   if (is_zero_copy(p_))
     half_.set_rows(true, p_.x - team_.peers[team_.rank].rdma, p_.x_row_stride);
   else
@@ -74,26 +81,41 @@ void Sender::run() {
                    shape_.combine_row_bytes(is_logfmt(p_)));
   for (int source = 0; source < team_.num_ranks; source++) {
     uint64_t before = num_rows_;
-    if (!lay_out(slot, source)) return;
+    lay_out(slot, source);
     if (is_remote(team_, source)) put_part(slot, source);
     op_.sent(source, (num_rows_ - before) * shape_.combine_row_bytes(is_logfmt(p_)));
   }
   half_.finish(p_.num_tokens, p_.ticket);
 }
 
-// False: a dispatch of this shape cannot have written this layout.
-bool Sender::lay_out(const Slot &slot, int source) {
+// Everything that the call goes by, before a row moves: whether a dispatch of this shape can have written this layout.
+Refusal Sender::check() const {
+  int64_t most = static_cast<int64_t>(shape_.num_max_tokens), rows = static_cast<int64_t>(shape_.recv_rows());
+  for (uint64_t i = 0; i < shape_.num_experts; i++) {  // [L,R]
+    int64_t entry = at<const int64_t>(p_.layout_range)[i], first = entry >> 32, count = entry & 0xffffffff;
+    if (first < 0 || count > most || first + count > rows) return {DK_EINVAL, DK_FIELD_LAYOUT_RANGE, most, entry};
+    const int32_t *tokens = at<const int32_t>(p_.src_info) + static_cast<int64_t>(i / shape_.num_ranks) * rows + first;
+    for (int64_t n = 0, before = -1; n < count; before = tokens[n++])
+      if (tokens[n] <= before || tokens[n] >= most) return {DK_EINVAL, DK_FIELD_SRC_INFO, most, tokens[n]};
+  }
+  return p_.topk_idx ? check_indices() : Refusal{};
+}
+
+Refusal Sender::check_indices() const {
+  for (size_t i = 0, n = static_cast<size_t>(p_.num_tokens) * static_cast<size_t>(p_.num_topk); i < n; i++) {
+    int64_t expert = index_at(p_.topk_idx, p_.index_bytes, i);
+    if (expert < -1 || expert >= p_.num_experts) return {DK_EINVAL, DK_FIELD_TOPK_IDX, p_.num_experts, expert};
+  }
+  return {};
+}
+
+void Sender::lay_out(const Slot &slot, int source) {
   const int64_t *layout = at<const int64_t>(p_.layout_range) + source;
   uint64_t recv_rows = shape_.recv_rows();
   for (uint64_t e = 0; e < shape_.local_experts(); e++) {
     Range &range = slot.ranges(source)[e];
     uint64_t entry = static_cast<uint64_t>(layout[e * shape_.num_ranks]), first = entry >> 32,
              count = entry & 0xffffffffu;
-    if (count > shape_.num_max_tokens || first + count > recv_rows) {
-      op_.fail(DK_EINVAL, team_.rank, DK_FIELD_MAX_TOKENS, static_cast<int64_t>(shape_.num_max_tokens),
-               static_cast<int64_t>(count));
-      return false;
-    }
     if (team_.masked(source)) count = 0;
     uint64_t at_row = e * recv_rows + first;
     range = {static_cast<int32_t>(is_zero_copy(p_) ? at_row : num_rows_), static_cast<int32_t>(num_rows_),
@@ -102,7 +124,6 @@ bool Sender::lay_out(const Slot &slot, int source) {
     if (!is_zero_copy(p_)) write_rows(slot, range, at_row);
     num_rows_ += count;
   }
-  return true;
 }
 
 // The mirror has no gaps: a range's rows start at the index of its sources.
@@ -183,12 +204,12 @@ class Receiver {
 void Receiver::run() {
   bool good = !op_.failed() && wait_for_all();
   while (good) {
-    add_all();
+    if (half_.accepted()) add_all();
     if (op_.failed()) break;
     if (check_slots()) {
       half_.give_credits();
       half_.add_waits(p_.wait_stats);
-      if (wait_for_callers_rows(op_, half_.sent_epoch())) return;
+      if (wait_for_callers_rows(op_, half_.sent_epoch()) && op_.look_for_obituaries() && !op_.refused()) return;
       break;
     }
     good = !op_.failed();
@@ -222,7 +243,7 @@ void Receiver::add_all() {
   // The slot of this rank's send of this call: no peer accesses its cursors, and no other receive half uses them.
   int32_t *cursors = Slot(half_.sent_slot(), shape_).cursors();
   memset(cursors, 0, sizeof(int32_t) * shape_.num_experts);
-  for (int32_t token = 0; token < p_.num_tokens && !op_.failed(); token++) {
+  for (int32_t token = 0; token < p_.num_tokens && !op_.refused(); token++) {
     Found found;
     find_rows(token, cursors, found);
     uint16_t *to = at<uint16_t>(p_.combined_x) + static_cast<uint64_t>(token) * shape_.hidden;
@@ -241,7 +262,8 @@ void Receiver::find_rows(int32_t token, int32_t *cursors, Found &found) {
   for (int k = 0; k < p_.num_topk; k++) {
     int64_t expert = index_at(p_.topk_idx, p_.index_bytes, first + static_cast<size_t>(k));
     if (expert < 0) continue;
-    if (expert >= p_.num_experts) return op_.fail(DK_EINVAL, team_.rank, DK_FIELD_TOPK_IDX, p_.num_experts, expert);
+    if (expert >= p_.num_experts)  // other indices than the send half has checked: this rank's sums alone are void
+      return op_.refuse(team_.rank, {DK_EINVAL, DK_FIELD_TOPK_IDX, p_.num_experts, expert});
     float weight = at<const float>(p_.topk_weights)[first + static_cast<size_t>(k)];
     int same = 0;
     while (same < found.count && experts[same] != expert) same++;
@@ -261,19 +283,27 @@ void Receiver::find_rows(int32_t token, int32_t *cursors, Found &found) {
 // An expert's rows are ordered by token, and tokens are searched in order, so each list is traversed once.
 const uint16_t *Receiver::find_row(int source, int64_t expert, int32_t token, int32_t *cursors) {
   if (is_remote(team_, source)) return find_remote_row(source, expert, token, cursors[expert]);
+  // Its contents are checked: a peer that has masked this rank may be overwriting them.
   Slot slot(half_.slot(source), shape_);
-  const Range &range = slot.ranges(team_.rank)[static_cast<uint64_t>(expert) % shape_.local_experts()];
+  const Range range = slot.ranges(team_.rank)[static_cast<uint64_t>(expert) % shape_.local_experts()];
+  if (range.first_source < 0 || range.first_row < 0 || range.count < 0 ||
+      static_cast<uint64_t>(range.first_source) + static_cast<uint64_t>(range.count) >
+          shape_.num_experts * shape_.num_max_tokens)
+    return nullptr;
   const int32_t *sources = slot.sources() + range.first_source;
   int32_t &cursor = cursors[expert];
   while (cursor < range.count && sources[cursor] < token) cursor++;
   if (cursor >= range.count || sources[cursor] != token) return nullptr;
-  const SendMessage &message = half_.message(source);
-  uint64_t base = message.rows_in_rdma ? team_.peers[source].rdma : team_.peers[source].wire;
-  return at<const uint16_t>(base + message.rows_offset +
-                            static_cast<uint64_t>(range.first_row + cursor) * message.rows_stride);
+  const Arrival &message = half_.message(source);
+  uint64_t base = message.rows_in_rdma ? team_.peers[source].rdma : team_.peers[source].wire,
+           bytes = message.rows_in_rdma ? team_.rdma_bytes : team_.wire.total,
+           offset = message.rows_offset +
+                    (static_cast<uint64_t>(range.first_row) + static_cast<uint64_t>(cursor)) * message.rows_stride;
+  if (offset > bytes || bytes - offset < shape_.combine_row_bytes(is_logfmt(p_))) return nullptr;
+  return at<const uint16_t>(base + offset);
 }
 
-// The same in a mirror. Its contents are checked: a peer that has masked this rank may be overwriting them.
+// The same in a mirror.
 const uint16_t *Receiver::find_remote_row(int source, int64_t expert, int32_t token, int32_t &cursor) {
   uint64_t mirror = half_.slot(source), local = shape_.local_experts();
   const Range *ranges = at<const Range>(mirror), range = ranges[static_cast<uint64_t>(expert) % local];

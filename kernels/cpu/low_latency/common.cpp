@@ -47,7 +47,8 @@ void SendHalf::fill(SendMessage &to, int32_t num_tokens) const {
   to.rows_offset = offset_;
   to.rows_stride = stride_;
   to.cleans = state.cleans.load();
-  to.num_tokens = num_tokens;
+  to.num_tokens = refusal_.code ? 0 : num_tokens;
+  to.refusal = refusal_;
   memcpy(to.fields, fields_, sizeof fields_);
 }
 
@@ -86,10 +87,10 @@ RecvHalf::RecvHalf(Op &op, Kind kind, uint32_t ticket)
       team_(op.team),
       kind_(kind),
       start_ns_(now_ns()),
-      message_(op.team.numbers(0)),
+      arrived_(op.team.numbers(0)),
       epoch_(op.team.numbers(1)),
       waited_(op.team.numbers(2)) {
-  memset(message_, 0, sizeof(int64_t) * static_cast<size_t>(team_.num_ranks));
+  memset(arrived_, 0, sizeof(int64_t) * static_cast<size_t>(team_.num_ranks));
   memset(waited_, 0, sizeof(int64_t) * static_cast<size_t>(team_.num_ranks));
   Ticket &left = team_.control().state().tickets[ticket];
   if (op.failed()) return;
@@ -112,12 +113,14 @@ uint32_t RecvHalf::cleans_of(int peer) const {
   return team_.peers[peer].control.state().cleans;
 }
 
-// The peer's message of this call in either of its slots; null: not arrived yet.
-SendMessage *RecvHalf::find(int peer) const {
+// Copies the peer's message of this call, which is in either of its slots. False: not arrived yet.
+bool RecvHalf::find(int peer, Arrival &message) const {
   for (uint64_t slot = 0; slot < 2; slot++) {
-    SendMessage &message = team_.control().send_from(kind_, slot, peer);
-    uint64_t epoch = message.epoch.load();
+    const SendMessage &there = team_.control().send_from(kind_, slot, peer);
+    uint64_t epoch = message.epoch = there.epoch.load();
     if (epoch == 0) continue;
+    message.copy(there);
+    std::atomic_thread_fence(std::memory_order_acquire);
     bool same_clean = message.cleans == ticket_.cleans;
     // If the numbers of cleans differ, the epochs decide: they must be equal, and newer than the last unmask. A message
     // from before a clean that the peer has done since belongs to a call that this rank never made.
@@ -125,9 +128,9 @@ SendMessage *RecvHalf::find(int peer) const {
                        ? message.since_clean == ticket_.since_clean
                        : epoch == ticket_.epoch && epoch > team_.control().peer_state(peer).seen_at_clean[kind_] &&
                              (message.cleans > ticket_.cleans || cleans_of(peer) < ticket_.cleans);
-    if (matches && message.epoch.load() == epoch) return &message;
+    if (matches && there.epoch.load() == epoch) return true;
   }
-  return nullptr;
+  return false;
 }
 
 // Both of the peer's messages are of later calls: it has masked this rank and moved on.
@@ -140,7 +143,7 @@ bool RecvHalf::has_moved_on(int peer) const {
   return true;
 }
 
-bool RecvHalf::agrees(int peer, const SendMessage &message) {
+bool RecvHalf::agrees(int peer, const Arrival &message) {
   for (int field = 1; field < kNumFields; field++) {
     if (message.fields[field] == fields_[field]) continue;
     op_.fail(DK_EMISMATCH, peer, static_cast<uint32_t>(field), fields_[field], message.fields[field]);
@@ -153,18 +156,17 @@ bool RecvHalf::poll() {
   bool found = false;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
     if (settled(peer)) continue;
-    SendMessage *message = find(peer);
-    if (!message) {
+    Arrival &message = team_.arrivals[peer];
+    if (!find(peer, message)) {
       if (!op_.may_shrink || peer == team_.rank || !has_moved_on(peer)) continue;
       mask_peer(team_, peer);
       found = true;
       continue;
     }
-    if (!agrees(peer, *message)) return true;
-    uint64_t epoch = message->epoch.load();
-    if (is_remote(team_, peer) && !rows_arrived(team_, kind_, peer, *message, epoch)) continue;
-    epoch_[peer] = static_cast<int64_t>(epoch);
-    message_[peer] = static_cast<int64_t>(address_of(message));
+    if (!agrees(peer, message)) return true;
+    if (is_remote(team_, peer) && !rows_arrived(team_, kind_, peer, message)) continue;
+    epoch_[peer] = static_cast<int64_t>(message.epoch);
+    arrived_[peer] = 1;
     waited_[peer] = static_cast<int64_t>(now_ns() - start_ns_);
     found = true;
   }
@@ -175,6 +177,14 @@ bool RecvHalf::all_settled() const {
   for (int peer = 0; peer < team_.num_ranks; peer++)
     if (!settled(peer)) return false;
   return true;
+}
+
+bool RecvHalf::accepted() {
+  for (int step = 0; step < team_.num_ranks && !op_.refused(); step++) {
+    int peer = (team_.rank + step) % team_.num_ranks;
+    if (has_arrived(peer) && message(peer).refusal.code) op_.refuse(peer, message(peer).refusal);
+  }
+  return !op_.refused();
 }
 
 bool RecvHalf::awaits(int peer, Missing &missing) const {
@@ -199,7 +209,7 @@ void RecvHalf::give_credits() {
         other.open && other.kind == ticket_.kind && other.cleans == ticket_.cleans && other.epoch < ticket_.epoch;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
     uint64_t &early = team_.control().peer_state(peer).read_early[kind_];
-    uint64_t epoch = max(early, message_[peer] ? static_cast<uint64_t>(epoch_[peer]) : 0);
+    uint64_t epoch = max(early, arrived_[peer] ? static_cast<uint64_t>(epoch_[peer]) : 0);
     early = older_open ? epoch : 0;
     if (older_open || !epoch) continue;
     if (is_remote(team_, peer)) {

@@ -24,6 +24,8 @@ class SendHalf {
     offset_ = offset;
     stride_ = stride;
   }
+  // This rank's arguments are wrong: the message says so and brings no rows, and every rank refuses the call.
+  void refuse(const Refusal &why) { refusal_ = why; }
   RemoteSender &remote() { return remote_; }  // between begin and finish
   // Posts the message to the unmasked peers and writes the ticket for the receive half.
   void finish(int32_t num_tokens, uint32_t ticket);
@@ -40,6 +42,7 @@ class SendHalf {
   RemoteSender remote_;
   uint64_t epoch_ = 0, offset_ = 0, stride_ = 0;
   int64_t fields_[kNumFields] = {};
+  Refusal refusal_;
   bool in_rdma_ = false;
 };
 
@@ -52,12 +55,14 @@ class RecvHalf {
   // True if a message has arrived since the last poll, or a peer was masked. Records the time that each peer was waited
   // for.
   bool poll();
-  bool settled(int peer) const { return message_[peer] != 0 || team_.masked(peer); }
+  bool settled(int peer) const { return arrived_[peer] != 0 || team_.masked(peer); }
   bool all_settled() const;
-  bool has_arrived(int peer) const { return message_[peer] != 0 && !team_.masked(peer); }
+  bool has_arrived(int peer) const { return arrived_[peer] != 0 && !team_.masked(peer); }
   bool awaits(int peer, Missing &missing) const;
 
-  const SendMessage &message(int peer) const { return *at<const SendMessage>(static_cast<uint64_t>(message_[peer])); }
+  const Arrival &message(int peer) const { return team_.arrivals[peer]; }
+  // Once all peers are settled: false, with the refusal recorded, if a rank refuses the call.
+  bool accepted();
   // The peer's slot; for a remote peer, its mirror here.
   uint64_t slot(int peer) const;
   uint64_t sent_slot() const { return slot_address(team_, team_.rank, kind_, ticket_.epoch); }
@@ -68,10 +73,10 @@ class RecvHalf {
   void add_waits(uint64_t wait_stats) const;  // int64[R], or 0
 
  private:
-  SendMessage *find(int peer) const;
+  bool find(int peer, Arrival &found) const;
   bool has_moved_on(int peer) const;
   uint32_t cleans_of(int peer) const;
-  bool agrees(int peer, const SendMessage &message);
+  bool agrees(int peer, const Arrival &message);
 
   Op &op_;
   Team &team_;
@@ -79,7 +84,7 @@ class RecvHalf {
   Ticket ticket_ = {};
   uint64_t start_ns_;
   int64_t fields_[kNumFields] = {};
-  int64_t *message_, *epoch_, *waited_;  // by peer
+  int64_t *arrived_, *epoch_, *waited_;  // by peer
 };
 
 // Before a peer is unmasked: all sends to it count as read, and its earlier sends match no call.

@@ -51,16 +51,16 @@ bool named_before(const int32_t *idx, int k) {
 
 // ---- Send ----
 
-void copy_routing(Op &op, const dk_ll_dispatch_params &p, const Slot &slot, uint64_t token) {
-  size_t k = static_cast<size_t>(p.num_topk);
-  int32_t *to = slot.idx(token);
-  for (size_t i = 0; i < k; i++) {
-    int64_t expert = index_at(p.topk_idx, p.index_bytes, token * k + i);
-    if (expert < -1 || expert >= p.num_experts)
-      op.fail(DK_EINVAL, op.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
+Refusal copy_routing(const dk_ll_dispatch_params &p, const Slot &slot) {
+  size_t entries = static_cast<size_t>(p.num_tokens) * static_cast<size_t>(p.num_topk);
+  int32_t *to = slot.idx(0);
+  for (size_t i = 0; i < entries; i++) {
+    int64_t expert = index_at(p.topk_idx, p.index_bytes, i);
+    if (expert < -1 || expert >= p.num_experts) return {DK_EINVAL, DK_FIELD_TOPK_IDX, p.num_experts, expert};
     to[i] = static_cast<int32_t>(expert);
   }
-  if (p.topk_weights) memcpy(slot.weights(token), at<const float>(p.topk_weights) + token * k, k * sizeof(float));
+  if (p.topk_weights && entries) memcpy(slot.weights(0), at<const float>(p.topk_weights), entries * sizeof(float));
+  return {};
 }
 
 // Exponents of power-of-two scales, four in a word, lowest first.
@@ -127,9 +127,12 @@ void send(Op &op, const dk_ll_dispatch_params &p) {
   set_fields(half, p);
   if (!half.begin()) return;
   Slot slot(half.slot(), LowLatencyShape(p, op.team.num_ranks), p);
+  Refusal wrong = copy_routing(p, slot);
+  if (wrong.code) {
+    half.refuse(wrong);
+    return half.finish(0, p.ticket);
+  }
   for (uint64_t token = 0; token < static_cast<uint64_t>(p.num_tokens); token++) {
-    copy_routing(op, p, slot, token);
-    if (op.failed()) return;
     write_row(op.team, p, slot.row(token), token);
     if (any_remote(op.team)) put_row(op, p, half.remote(), slot, token);
   }
@@ -188,8 +191,9 @@ void Receiver::run() {
   bool ended = wait_until(
       op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return half_.awaits(peer, missing); });
   team_.device->rows->finish_stream();
-  if (!ended) return clear_counts();
+  if (!ended || !op_.look_for_obituaries()) return clear_counts();
   half_.give_credits();
+  if (!half_.accepted()) return clear_counts();
   half_.add_waits(p_.wait_stats);
   if (!p_.cumulative_stats) return;
   for (int e = 0; e < local_; e++) at<int32_t>(p_.cumulative_stats)[e] += count_[e];
@@ -226,7 +230,9 @@ void Receiver::receive_from(int source) {
 }
 
 void Receiver::receive_token(const Slot &slot, uint64_t token) {
-  const int32_t *idx = slot.idx(token);
+  // Copied once: a token whose indices change meanwhile must not take more than a row of each expert.
+  int32_t idx[kMaxTopk];
+  memcpy(idx, slot.idx(token), sizeof(int32_t) * static_cast<size_t>(p_.num_topk));
   for (int k = 0; k < p_.num_topk; k++) {
     int expert = idx[k] - first_expert_;
     if (expert >= 0 && expert < local_ && !named_before(idx, k)) write_output_row(expert, slot.row(token), token);

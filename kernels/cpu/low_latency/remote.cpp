@@ -107,11 +107,12 @@ void RemoteSender::put_message(int peer) {
 
 // ---- Receive ----
 
-bool rows_arrived(const Team &team, Kind kind, int peer, const SendMessage &message, uint64_t epoch) {
-  const RemoteArrival &here = remote_peer(team, peer).arrival[kind][epoch & 1];
+bool rows_arrived(const Team &team, Kind kind, int peer, const Arrival &message) {
+  const RemoteArrival &here = remote_peer(team, peer).arrival[kind][message.epoch & 1];
   bool ended = true;
-  for_each_bit(message.qps, [&](int qp) { ended = ended && (qp == kMessageQp || here.ended[qp].load() == epoch); });
-  return ended && message.epoch.load() == epoch;
+  for_each_bit(message.qps,
+               [&](int qp) { ended = ended && (qp == kMessageQp || here.ended[qp].load() == message.epoch); });
+  return ended;
 }
 
 void give_remote_credit(Op &op, Kind kind, int peer, uint64_t epoch) {

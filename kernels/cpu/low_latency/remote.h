@@ -45,7 +45,7 @@ class RemoteSender {
 };
 
 // Whether the rows of this message have arrived on all its QPs.
-bool rows_arrived(const Team &team, Kind kind, int peer, const SendMessage &message, uint64_t epoch);
+bool rows_arrived(const Team &team, Kind kind, int peer, const Arrival &message);
 void give_remote_credit(Op &op, Kind kind, int peer, uint64_t epoch);
 // Waits until the NIC has finished reading the caller's rows (zero copy).
 bool wait_for_callers_rows(Op &op, uint64_t epoch);

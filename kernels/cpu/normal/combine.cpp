@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "cpu/normal/combine_remote.h"
+#include "cpu/normal/handle.h"
 #include "cpu/team/check.h"
 
 namespace dk {
@@ -32,6 +33,7 @@ class Combine {
   void run();
 
  private:
+  Refusal check() const;
   void count_rows();
   Poll poll();
   void agree_on_topk();
@@ -57,6 +59,7 @@ class Combine {
     return false;
   }
   bool has(int32_t token, int source) const {
+    if (source == team_.rank) return head_of(token)[source] >= 0 && head_of(token)[source] < num_rows_[source];
     return team_.is_local(source) ? head_of(token)[source] >= 0 : node_has(token, source);
   }
 
@@ -79,7 +82,7 @@ class Combine {
   int64_t *first_row_, *num_rows_, *sent_, *expected_, *head_;
   int64_t to_send_ = 0;
   int32_t next_token_ = 0;
-  bool stream_ = false, agreed_ = false;
+  bool stream_ = false, accepted_ = false, agreed_ = false;
 };
 
 Combine::Combine(Op &op, const dk_combine_params &p)
@@ -104,6 +107,15 @@ Combine::Combine(Op &op, const dk_combine_params &p)
   begin_links(team_);
 }
 
+// Everything that the call goes by, before a row moves.
+Refusal Combine::check() const {
+  const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
+  Refusal wrong = check_matrix(team_, matrix, p_.num_recv_tokens);
+  if (!wrong.code) wrong = check_heads(team_, at<const int32_t>(p_.send_head), p_.num_tokens, matrix, expected_);
+  if (!wrong.code && team_.spans_nodes()) wrong = check_sources(team_, at<const int32_t>(p_.recv_src_idx), matrix);
+  return wrong;
+}
+
 void Combine::count_rows() {
   const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
   int n = team_.num_ranks, me = team_.rank;
@@ -114,20 +126,21 @@ void Combine::count_rows() {
     sent_[i] = head_[i] = 0;
     if (team_.forwarder(i) != me) to_send_ += num_rows_[i];
   }
-  int64_t rows = matrix[(n - 1) * n + me];
-  if (rows > p_.num_recv_tokens) op_.fail(DK_EMISMATCH, -1, DK_FIELD_WORST_TOKENS, p_.num_recv_tokens, rows);
   stream_ =
       row_bytes(p_) * static_cast<uint64_t>(p_.num_tokens) * static_cast<uint64_t>(n) > team_.device->cached_bytes;
 }
 
 void Combine::run() {
-  if (!op_.failed()) count_rows();
   if (!op_.failed()) {
+    exchange_.refuse(check());
+    exchange_.set_handle(p_.exchange, hash_of(team_, at<const int32_t>(p_.rank_prefix_matrix)));
+    count_rows();
     exchange_.post(nullptr, nullptr, 0);
     wait_until(op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return awaits(peer, missing); });
     rows_.finish_stream();
+    op_.look_for_obituaries();
   }
-  if (op_.failed()) return fail_outputs();
+  if (op_.failed() || op_.refused()) return fail_outputs();
   count_bytes();
 }
 
@@ -152,6 +165,9 @@ void Combine::agree_on_topk() {
 Poll Combine::poll() {
   bool progress = exchange_.poll();
   if (op_.failed()) return Poll::done;
+  if (exchange_.complete() && !accepted_) accepted_ = exchange_.accepted();
+  if (exchange_.refused() || op_.refused())  // no rank sends rows before it has all messages
+    return exchange_.complete() && exchange_.delivered() ? Poll::done : progress ? Poll::progress : Poll::idle;
   if (exchange_.complete()) {
     if (team_.spans_nodes() && !agreed_) agree_on_topk();
     for (int step = 1; step <= team_.num_ranks; step++) progress |= send_rows((team_.rank + step) % team_.num_ranks);
@@ -165,7 +181,7 @@ Poll Combine::poll() {
 
 bool Combine::awaits(int peer, Missing &missing) {
   if (exchange_.awaits(peer, missing)) return true;
-  if (!exchange_.complete()) return false;
+  if (!exchange_.complete() || exchange_.refused() || op_.refused()) return false;
   if (awaits_rows(peer, missing) || sum_.awaits(peer, missing)) return true;
   int step = team_.spans_nodes() ? team_.num_nvl_peers : team_.num_ranks;
   for (int source = peer % step; team_.is_local(peer) && source < team_.num_ranks; source += step)
@@ -224,7 +240,7 @@ bool Combine::send_rows(int source) {
 bool Combine::row_arrived(int source, int32_t index) {
   if (index < head_[source]) return true;
   if (index >= expected_[source])
-    op_.fail(DK_EINVAL, team_.rank, DK_FIELD_NONE, expected_[source], index);  // an index of another handle
+    op_.fail(DK_EINVAL, team_.rank, DK_FIELD_SEND_HEAD, expected_[source], index);  // written during the call
   head_[source] = static_cast<int64_t>(team_.peers[source].control.combine_head(team_.rank).rows(exchange_.number()));
   return index < head_[source];
 }
@@ -237,7 +253,7 @@ bool Combine::sum_arrived(int node, int32_t token) {
   if (link.consumed == link.seen) return false;
   int32_t number = in.extra<TokenNumber>(static_cast<uint64_t>(link.consumed) % in.slots())->token;
   if (number != token)
-    op_.fail(DK_EINVAL, team_.partner(node), DK_FIELD_NONE, token, number);  // a token of another handle
+    op_.fail(DK_EINVAL, team_.partner(node), DK_FIELD_SRC_IDX, token, number);  // a token of another handle
   return number == token;
 }
 

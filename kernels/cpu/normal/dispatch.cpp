@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "cpu/normal/dispatch_remote.h"
+#include "cpu/normal/handle.h"
 #include "cpu/team/check.h"
 
 namespace dk {
@@ -37,6 +38,7 @@ class Dispatch {
   void run();
 
  private:
+  Refusal check() const;
   void count_rows();
   Poll poll();
   bool awaits(int peer, Missing &missing);
@@ -45,6 +47,7 @@ class Dispatch {
   int64_t free_slots();
   bool stage_token(int32_t token);
   void fill_extra(Extra *extra, int32_t token, const int32_t *head);
+  Refusal check_indices() const;
   void gather_scales(void *to, int32_t token);
   bool read_from(int source);
   bool read_ring(int source);
@@ -80,7 +83,7 @@ class Dispatch {
   int64_t *next_row_, *end_row_, *next_slot_, *to_send_;
   int32_t next_token_ = 0;
   int64_t staged_ = 0, announced_ = 0, free_ = 0, num_received_ = 0, outstanding_ = 0;
-  bool stream_ = false;
+  bool stream_ = false, accepted_ = false;
 };
 
 Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
@@ -103,12 +106,31 @@ Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
   exchange_.set_field(DK_FIELD_NUM_EXPERTS, p.num_experts);
   exchange_.set_field(DK_FIELD_NUM_TOPK, p.num_topk);
   exchange_.set_field(DK_FIELD_NUM_SCALES, p.num_scales);
+  exchange_.set_field(DK_FIELD_X_TYPE, p.x_type);
   exchange_.set_field(DK_FIELD_FORMAT,
                       p.num_tokens ? p.topk_weights != 0 : kAnyValue);  // a rank without tokens passes no weights
   exchange_.set_field(DK_FIELD_OPERATION, DK_OP_DISPATCH + (p.flags & DK_DISPATCH_CACHED ? 256 : 0));
   exchange_.set_ring(ring_.slots(), ring_.stride());
   exchange_.set_link(plan_.slots, plan_.queues);
   begin_links(team_);
+}
+
+// Everything that the call goes by, before a row moves.
+Refusal Dispatch::check() const {
+  const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
+  int64_t room = p_.num_worst_tokens > 0 ? p_.num_worst_tokens : p_.num_recv_tokens;
+  if (!p_.recv_x) room = 0;
+  Refusal wrong = check_matrix(team_, matrix, room);
+  if (!wrong.code) wrong = check_heads(team_, at<const int32_t>(p_.send_head), p_.num_tokens, matrix, next_slot_);
+  return wrong.code || !p_.topk_idx ? wrong : check_indices();
+}
+
+Refusal Dispatch::check_indices() const {
+  for (size_t i = 0, n = static_cast<size_t>(p_.num_tokens) * static_cast<size_t>(p_.num_topk); i < n; i++) {
+    int64_t expert = index_at(p_.topk_idx, p_.index_bytes, i);
+    if (expert < -1 || expert >= p_.num_experts) return {DK_EINVAL, DK_FIELD_TOPK_IDX, p_.num_experts, expert};
+  }
+  return {};
 }
 
 // Each column of the matrix holds running sums, over the source ranks, of the rows to one rank.
@@ -125,21 +147,21 @@ void Dispatch::count_rows() {
   num_received_ = end_row_[n - 1];
   uint64_t bytes = static_cast<uint64_t>(num_received_) * p_.hidden_bytes;
   stream_ = bytes * static_cast<uint64_t>(n) > team_.device->cached_bytes;
-  int64_t room = p_.num_worst_tokens > 0 ? p_.num_worst_tokens : p_.num_recv_tokens;
-  if (num_received_ > 0 && !p_.recv_x) op_.fail(DK_EINVAL, team_.rank);
-  if (room >= 0 && num_received_ > room) op_.fail(DK_EMISMATCH, -1, DK_FIELD_WORST_TOKENS, room, num_received_);
 }
 
 void Dispatch::run() {
-  if (!op_.failed()) count_rows();
   if (!op_.failed()) {
+    exchange_.refuse(check());
+    exchange_.set_handle(p_.exchange, hash_of(team_, at<const int32_t>(p_.rank_prefix_matrix)));
+    count_rows();
     exchange_.post(nullptr, nullptr, 0);
     wait_until(op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return awaits(peer, missing); });
     rows_.finish_stream();
+    op_.look_for_obituaries();
   }
-  if (op_.failed()) num_received_ = 0;
+  if (op_.failed() || op_.refused()) num_received_ = 0;
   mark_unused(num_received_);
-  if (!op_.failed()) count_bytes();
+  if (!op_.failed() && !op_.refused()) count_bytes();
 }
 
 // Counts rows for each rank that read them here, also those that this rank forwarded from another node.
@@ -155,6 +177,9 @@ void Dispatch::count_bytes() {
 Poll Dispatch::poll() {
   bool progress = exchange_.poll();
   if (op_.failed()) return Poll::done;
+  if (exchange_.complete() && !accepted_) accepted_ = exchange_.accepted();
+  if (exchange_.refused() || op_.refused())  // no rank stages rows before it has all messages
+    return exchange_.complete() && exchange_.delivered() ? Poll::done : progress ? Poll::progress : Poll::idle;
   if (exchange_.complete()) progress |= stage_batch();
   for (int step = 1; step < team_.num_ranks; step++) {
     int source = (team_.rank + step) % team_.num_ranks;
@@ -168,6 +193,7 @@ Poll Dispatch::poll() {
 
 bool Dispatch::awaits(int peer, Missing &missing) {
   if (exchange_.awaits(peer, missing)) return true;
+  if (exchange_.refused() || op_.refused()) return false;
   if (awaits_rows(peer, missing)) return true;
   if (exchange_.complete() && (node_sender_.awaits(peer, staged_, missing) || forwarder_.awaits(peer, missing)))
     return true;
@@ -228,7 +254,7 @@ bool Dispatch::stage_token(int32_t token) {
   Extra *extra = ring_.extra<Extra>(slot);
   fill_extra(extra, token, head);
   if (p_.num_scales) gather_scales(row + p_.hidden_bytes, token);
-  if (head[team_.rank] >= 0) {
+  if (head[team_.rank] >= 0 && next_row_[team_.rank] < end_row_[team_.rank]) {
     write_output_row(next_row_[team_.rank]++, token, x, row + p_.hidden_bytes);
     if (p_.recv_topk_idx) write_output_topk(next_row_[team_.rank] - 1, topk_idx(extra), topk_weights(extra));
   }
@@ -248,12 +274,7 @@ void Dispatch::fill_extra(Extra *extra, int32_t token, const int32_t *head) {
   if (!p_.topk_idx) return;
   size_t k = static_cast<size_t>(p_.num_topk), first = static_cast<size_t>(token) * k;
   int32_t *idx = reinterpret_cast<int32_t *>(mask + mask_words_);
-  for (size_t i = 0; i < k; i++) {
-    int64_t expert = index_at(p_.topk_idx, p_.index_bytes, first + i);
-    if (expert < -1 || expert >= p_.num_experts)
-      op_.fail(DK_EINVAL, team_.rank, DK_FIELD_TOPK_IDX, p_.num_experts, expert);
-    idx[i] = static_cast<int32_t>(expert);
-  }
+  for (size_t i = 0; i < k; i++) idx[i] = static_cast<int32_t>(index_at(p_.topk_idx, p_.index_bytes, first + i));
   if (p_.topk_weights) memcpy(idx + k, at<const float>(p_.topk_weights) + first, k * sizeof(float));
 }
 
@@ -302,6 +323,7 @@ void Dispatch::read_rows(int source, const Rows &rows, int64_t head, Cursor &tai
   op_.ring(team_.forwarder(source));
 }
 
+// read_rows has looked whether a row is still expected.
 void Dispatch::receive_row(int source, const uint8_t *row, const Extra *extra) {
   int64_t to = next_row_[source]++;
   outstanding_--;

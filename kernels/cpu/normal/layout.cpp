@@ -35,7 +35,7 @@ void count_token(Op &op, const dk_layout_params &p, const Counts &out, size_t to
   for (size_t k = 0; k < static_cast<size_t>(p.num_topk); k++) {
     int64_t expert = index_at(p.topk_idx, p.index_bytes, token * static_cast<size_t>(p.num_topk) + k);
     if (expert < -1 || expert >= p.num_experts)
-      return op.fail(DK_EINVAL, op.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
+      return op.refuse(op.team.rank, {DK_EINVAL, DK_FIELD_TOPK_IDX, p.num_experts, expert});
     if (expert < 0) continue;
     out.experts[expert]++;
     in_rank[expert / local] = 1;
@@ -54,9 +54,9 @@ void run_layout(const dk_layout_params &p) {
   Op op(p, DK_OP_LAYOUT);
   Counts out = counts_of(op.team, p);
   clear(out, p);
-  for (size_t token = 0; token < static_cast<size_t>(p.num_tokens) && !op.failed(); token++)
+  for (size_t token = 0; token < static_cast<size_t>(p.num_tokens) && !op.failed() && !op.refused(); token++)
     count_token(op, p, out, token);
-  if (op.failed()) clear(out, p);
+  if (op.failed() || op.refused()) clear(out, p);
 }
 
 }  // namespace

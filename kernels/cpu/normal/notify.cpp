@@ -7,9 +7,9 @@
 namespace dk {
 namespace {
 
-// send_head[t][r]: the number of token t among my rows to rank r. False, with the failure recorded, if the counts
-// differ from tokens_per_rank.
-bool number_rows(Op &op, const dk_notify_params &p) {
+// send_head[t][r]: the number of token t among my rows to rank r. The result says where counts that were given are
+// wrong.
+Refusal number_rows(Op &op, const dk_notify_params &p) {
   int num_ranks = op.team.num_ranks;
   int64_t *next = op.team.numbers(0);
   memset(next, 0, sizeof(int64_t) * static_cast<size_t>(num_ranks));
@@ -18,12 +18,24 @@ bool number_rows(Op &op, const dk_notify_params &p) {
   for (int32_t token = 0; token < p.num_tokens; token++, in_rank += num_ranks, head += num_ranks)
     for (int r = 0; r < num_ranks; r++) head[r] = in_rank[r] ? static_cast<int32_t>(next[r]++) : -1;
   const int32_t *given = at<const int32_t>(p.tokens_per_rank);
-  for (int r = 0; r < num_ranks; r++) {
-    if (given[r] == next[r]) continue;
-    op.fail(DK_EINVAL, op.team.rank, DK_FIELD_NONE, given[r], next[r]);
-    return false;
+  for (int r = 0; r < num_ranks; r++)
+    if (given[r] != next[r]) return {DK_EINVAL, DK_FIELD_TOKENS_PER_RANK, next[r], given[r]};
+  for (int32_t e = 0; e < p.num_experts; e++) {
+    int32_t tokens = at<const int32_t>(p.tokens_per_expert)[e];
+    if (tokens < 0) return {DK_EINVAL, DK_FIELD_TOKENS_PER_EXPERT, 0, tokens};
   }
-  return true;
+  return {};
+}
+
+// False, with the refusal recorded, if a rank has less room than rows arrive there: then no rank goes on.
+bool all_fit(Op &op, const Exchange &exchange, const int32_t *matrix) {
+  int n = op.team.num_ranks;
+  for (int step = 0; step < n && !op.refused(); step++) {
+    int r = (op.team.rank + step) % n;
+    int64_t limit = exchange.message(r).row_limit, arriving = matrix[(n - 1) * n + r];
+    if (limit >= 0 && arriving > limit) op.refuse(r, {DK_EINVAL, DK_FIELD_WORST_TOKENS, limit, arriving});
+  }
+  return !op.refused();
 }
 
 void fill_matrix(Op &op, const Exchange &exchange, int32_t *matrix) {
@@ -77,21 +89,19 @@ void run_notify(const dk_notify_params &p) {
   exchange.set_field(DK_FIELD_NUM_EXPERTS, p.num_experts);
   exchange.set_field(DK_FIELD_NUM_TOPK, p.num_topk);
   exchange.set_field(DK_FIELD_NUM_SCALES, p.num_scales);
+  exchange.set_field(DK_FIELD_X_TYPE, p.x_type);
+  if (p.num_worst_tokens) exchange.set_row_limit(p.num_worst_tokens);
   int32_t *matrix = at<int32_t>(p.rank_prefix_matrix);
-  if (!op.failed() && number_rows(op, p)) {
+  if (!op.failed()) {
+    exchange.refuse(number_rows(op, p));
     exchange.post(at<const int32_t>(p.tokens_per_rank),
                   p.num_experts ? at<const int32_t>(p.tokens_per_expert) : nullptr, p.num_experts / op.team.num_ranks);
     if (exchange.wait()) {
       fill_matrix(op, exchange, matrix);
-      int32_t arriving = matrix[(op.team.num_ranks - 1) * op.team.num_ranks + op.team.rank];
-      bool too_many = p.num_worst_tokens && arriving > p.num_worst_tokens;
-      if (too_many)
-        op.fail(DK_EMISMATCH, -1, DK_FIELD_WORST_TOKENS, p.num_worst_tokens, arriving);
-      else if (p.counts)
-        fill_counts(op, exchange, p, matrix, at<dk_counts>(p.counts));
+      if (all_fit(op, exchange, matrix) && p.counts) fill_counts(op, exchange, p, matrix, at<dk_counts>(p.counts));
     }
   }
-  if (op.failed()) give_up(op, p);
+  if (op.failed() || op.refused()) give_up(op, p);
   if (p.counts) announce(p.counts, p.call);
 }
 

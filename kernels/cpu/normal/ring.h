@@ -33,7 +33,7 @@ class Ring {
   // A peer's ring with the slots and stride of its message (bounded by its region), rows of the same shape as `mine`.
   Ring(const Team &team, int owner, uint64_t slots, uint64_t stride, const Ring &mine, int which = 0)
       : records_(mine.records_),
-        stride_(stride),
+        stride_(max(stride, mine.stride_)),
         extra_stride_(mine.extra_stride_),
         extra_at_(mine.extra_at_),
         parts_(mine.parts_) {

@@ -92,8 +92,9 @@ DK_EXPORT int32_t dk_mem_import(dk_mem_import_params *p) {
     p->device_error = errno;
     return DK_ESYSTEM;
   }
-  // Touching pages past the file's end would be a SIGBUS.
-  if (static_cast<uint64_t>(file.st_size) < bytes) return DK_EINVAL;
+  // Touching pages past the file's end would be a SIGBUS, also where the peer shortens the file later.
+  int seals = fcntl(p->fd, F_GET_SEALS);
+  if (static_cast<uint64_t>(file.st_size) < bytes || seals < 0 || !(seals & F_SEAL_SHRINK)) return DK_EINVAL;
   Owned<Memory> memory = create<Memory>();
   int error = memory ? map_file(*memory, p->fd, bytes) : ENOMEM;
   if (error) {

@@ -9,7 +9,14 @@
 
 namespace dk {
 
-constexpr int kNumFields = DK_FIELD_OPERATION + 1;  // compared fields, by DK_FIELD_* number
+constexpr int kNumFields = DK_NUM_COMPARED;  // compared fields, by DK_FIELD_* number
+
+// Why a rank's arguments make a call impossible. It travels in the rank's message, so that every rank refuses the call
+// before rows move, and the team goes on.
+struct Refusal {
+  uint32_t code = 0, field = 0;  // DK_*, DK_FIELD_*; code 0: none
+  int64_t expected = 0, seen = 0;
+};
 
 // Written while this rank waits: a peer can distinguish a rank that waits for a third one from a rank that does not
 // run.
@@ -45,6 +52,9 @@ struct alignas(kLine) CallMessage {
   uint64_t ring_slots, ring_stride;
   uint64_t link_slots, link_queues;  // of the rows that the rank sends to other nodes
   int64_t fields[kNumFields];
+  int64_t row_limit;     // rows that the rank has room for; -1: as many as arrive
+  uint64_t matrix_hash;  // of the rank's rank_prefix_matrix; 0: it has none in this call
+  Refusal refusal;
 };
 
 // A rank's arguments of a low-latency send. A rank numbers its sends of each kind (epochs); epoch n uses slot n % 2 of
@@ -57,7 +67,29 @@ struct alignas(kLine) SendMessage {
   uint64_t rows_offset, rows_stride;  // combine: position of the rows in the wire or rdma region
   int64_t fields[kNumFields];
   uint64_t rows_in_rdma;
+  Refusal refusal;  // the message comes without rows
   uint64_t qps[2];  // of remote ranks (mirror.h): the QPs that carry the rows, a bit each
+};
+
+// What a receive half has copied of a SendMessage: the peer may overwrite that once it has masked this rank.
+struct Arrival {
+  uint64_t epoch, since_clean, rows_offset, rows_stride, rows_in_rdma, qps[2];
+  uint32_t cleans;
+  int32_t num_tokens;
+  int64_t fields[kNumFields];
+  Refusal refusal;
+
+  void copy(const SendMessage &from) {
+    since_clean = from.since_clean.load();
+    cleans = from.cleans.load();
+    num_tokens = from.num_tokens;
+    rows_offset = from.rows_offset;
+    rows_stride = from.rows_stride;
+    rows_in_rdma = from.rows_in_rdma;
+    for (int i = 0; i < kNumFields; i++) fields[i] = from.fields[i];
+    refusal = from.refusal;
+    for (int i = 0; i < 2; i++) qps[i] = from.qps[i];
+  }
 };
 
 struct CleanMessage {

@@ -19,6 +19,9 @@ void Exchange::fill(CallMessage &to, Control &control, const int32_t *rows, cons
   to.link_slots = link_slots_;
   to.link_queues = link_queues_;
   memcpy(to.fields, fields_, sizeof fields_);
+  to.row_limit = row_limit_;
+  to.matrix_hash = matrix_hash_;
+  to.refusal = mine_;
   if (rows) memcpy(control.rows_of(to), rows, row_bytes_);
   if (experts) memcpy(control.experts_of(to), experts, expert_bytes_);
 }
@@ -59,11 +62,14 @@ bool Exchange::signal_remote() {
   return next_unsent_ != before;
 }
 
-// Compares the operation first: fields of different operations need not be comparable.
+// Compares the operation first: fields of different operations need not be comparable. Handles are compared by
+// accepted().
 bool Exchange::agrees(int peer) {
   CallMessage &theirs = message(peer);
+  refused_by_peer_ |= theirs.refusal.code != 0;
   for (int i = 0; i < kNumFields; i++) {
     int field = i == 0 ? int{DK_FIELD_OPERATION} : i;
+    if (field == DK_FIELD_EXCHANGE) continue;
     if (theirs.fields[field] == fields_[field] || theirs.fields[field] == kAnyValue || fields_[field] == kAnyValue)
       continue;
     op_.fail(DK_EMISMATCH, peer, static_cast<uint32_t>(field), fields_[field], theirs.fields[field]);
@@ -87,6 +93,37 @@ bool Exchange::poll() {
   return sent || num_arrived_ != before;
 }
 
+// Compares all pairs, also those that this rank is not in: all ranks must refuse the call, or none.
+bool Exchange::handles_agree() {
+  int known = -1, whole = -1, n = op_.team.num_ranks;
+  auto present = [this](int r) { return !(skip_masked && op_.team.masked(r)); };
+  for (int step = 0; step < n; step++) {
+    int r = (op_.team.rank + step) % n;  // this rank first, so that the record says what it has itself
+    if (!present(r)) continue;
+    const CallMessage &theirs = message(r);
+    if (theirs.fields[DK_FIELD_EXCHANGE] != kAnyValue && known < 0) known = r;
+    if (theirs.matrix_hash && whole < 0) whole = r;
+    int64_t expected = known < 0 ? kAnyValue : message(known).fields[DK_FIELD_EXCHANGE],
+            seen = theirs.fields[DK_FIELD_EXCHANGE];
+    if (known >= 0 && seen != kAnyValue && seen != expected) {
+      op_.refuse(r, {DK_EMISMATCH, DK_FIELD_EXCHANGE, expected, seen});
+      return false;
+    }
+    if (whole >= 0 && theirs.matrix_hash && theirs.matrix_hash != message(whole).matrix_hash) {
+      op_.refuse(r, {DK_EINVAL, DK_FIELD_PREFIX_MATRIX, whole, INT64_MIN});
+      return false;
+    }
+  }
+  return true;
+}
+
+bool Exchange::accepted() {
+  if (mine_.code) op_.refuse(op_.team.rank, mine_);
+  for (int r = 0; r < op_.team.num_ranks && !op_.refused(); r++)
+    if (!(skip_masked && op_.team.masked(r)) && message(r).refusal.code) op_.refuse(r, message(r).refusal);
+  return !op_.refused() && handles_agree();
+}
+
 bool Exchange::awaits(int peer, Missing &missing) const {
   if (arrived_[peer]) return false;
   missing = {static_cast<int64_t>(number_), static_cast<int64_t>(message(peer).number.load())};
@@ -95,7 +132,8 @@ bool Exchange::awaits(int peer, Missing &missing) const {
 
 bool Exchange::wait() {
   auto step = [&] { return poll() ? Poll::progress : complete() && delivered() ? Poll::done : Poll::idle; };
-  return wait_until(op_, step, [&](int peer, Missing &missing) { return awaits(peer, missing); });
+  return wait_until(op_, step, [&](int peer, Missing &missing) { return awaits(peer, missing); }) &&
+         op_.look_for_obituaries() && accepted();
 }
 
 }  // namespace dk

@@ -8,6 +8,8 @@
 
 namespace dk {
 
+constexpr int64_t kAnyValue = -1;  // of a field that this rank does not compare
+
 class Exchange {
  public:
   explicit Exchange(Op &op);  // takes the next call number
@@ -22,6 +24,16 @@ class Exchange {
     link_slots_ = slots;
     link_queues_ = queues;
   }
+  // The handle of this call, as this rank has it. exchange: the number of its exchange of counts, 0: not known.
+  void set_handle(uint64_t exchange, uint64_t matrix_hash) {
+    fields_[DK_FIELD_EXCHANGE] = exchange ? static_cast<int64_t>(exchange) : kAnyValue;
+    matrix_hash_ = matrix_hash;
+  }
+  void set_row_limit(int64_t rows) { row_limit_ = rows; }
+  // This rank's arguments are wrong: the exchange still takes place, and every rank refuses the call.
+  void refuse(const Refusal &why) {
+    if (!mine_.code) mine_ = why;
+  }
   // rows: int32[R], to each rank; experts: int32[E], split among the ranks that hold them. Both may be null.
   void post(const int32_t *rows, const int32_t *experts, int num_local_experts);
 
@@ -32,7 +44,12 @@ class Exchange {
   // Whether all puts have completed. awaits() names no peer for that: a peer that fails meanwhile does not fail this
   // rank's call.
   bool delivered() const { return !op_.team.spans_nodes() || op_.team.nic->idle(); }
-  // For a call that only exchanges messages: waits for all of them.
+  // A rank refuses the call, as far as known: no rank moves a row then, and the call ends with the exchange.
+  bool refused() const { return mine_.code || refused_by_peer_; }
+  // Once the exchange is complete: false, with the refusal recorded, if a rank refuses the call or the ranks' handles
+  // differ. Every rank comes to the same result, for all have the same messages.
+  bool accepted();
+  // For a call that only exchanges messages: waits for all of them. False: the call failed or was refused.
   bool wait();
   bool awaits(int peer, Missing &missing) const;
   bool arrived(int peer) const { return arrived_[peer] != 0; }
@@ -43,6 +60,7 @@ class Exchange {
 
  private:
   bool agrees(int peer);
+  bool handles_agree();
   void fill(CallMessage &to, Control &control, const int32_t *rows, const int32_t *experts) const;
   bool signal_remote();
 
@@ -52,10 +70,12 @@ class Exchange {
   int num_arrived_ = 0, next_unsent_ = 0;
   size_t message_bytes_ = 0, row_bytes_ = 0, expert_bytes_ = 0;
   uint64_t slots_ = 0, stride_ = 0, link_slots_ = 0, link_queues_ = 0;
-  int64_t fields_[kNumFields] = {};
+  int64_t fields_[kNumFields] = {}, row_limit_ = -1;
+  uint64_t matrix_hash_ = 0;
+  Refusal mine_;
+  bool refused_by_peer_ = false;
 };
 
-constexpr int64_t kAnyValue = -1;              // of a field that this rank does not compare
 constexpr int kArrivedNumbers = kScratch - 1;  // the exchange's array in Team::numbers
 
 }  // namespace dk

@@ -16,7 +16,8 @@ Op::~Op() {
   ring_now();
   if (team.stats) {
     dk_trace_record trace = {call_, start_ns_, now_ns() - start_ns_, op, phase};
-    record_call(*team.stats, trace, trace.duration_ns + earlier_ns_, waited_ns_, bytes_, failed_, counts_ || failed_);
+    record_call(*team.stats, trace, trace.duration_ns + earlier_ns_, waited_ns_, bytes_, failed_ || refused_,
+                counts_ || failed_ || refused_);
   }
   __atomic_fetch_add(&team.status->progress, 1, __ATOMIC_RELEASE);
   pthread_mutex_unlock(&team.running);
@@ -28,6 +29,19 @@ void Op::fail(int32_t code, int peer, uint32_t field, int64_t expected, int64_t 
   dk_failure failure = {
       static_cast<uint32_t>(code), op, phase, team.rank, peer, field, call_, expected, seen, waited_ns};
   if (team.failed.exchange(1) == 0) publish_failure(failure);
+}
+
+// Entries are in use until the engine has raised them. One operation of a team runs at a time, so nobody else writes.
+void Op::refuse(int peer, const Refusal &why) {
+  if (failed_ || refused_) return;
+  refused_ = true;
+  for (dk_failure &entry : team.status->refusals) {
+    if (__atomic_load_n(&entry.code, __ATOMIC_ACQUIRE)) continue;
+    entry = {0, op, phase, team.rank, peer, why.field, call_, why.expected, why.seen, 0};
+    __atomic_store_n(&entry.code, why.code, __ATOMIC_RELEASE);
+    __atomic_store_n(&team.status->refused, 1, __ATOMIC_RELEASE);
+    return;
+  }
 }
 
 // `code` last, then `sticky`: a thread that loads either with acquire sees the other fields.
@@ -87,8 +101,17 @@ bool Op::adopt_failure_of(int peer, uint64_t waited_ns) {
   else if (code == DK_EMISMATCH && theirs.peer == team.rank)
     fail(code, peer, theirs.field, theirs.seen, theirs.expected, waited_ns);
   else
-    fail(DK_EABORTED, peer, theirs.field, theirs.expected, theirs.seen, waited_ns);
+    fail(DK_EABORTED, peer, DK_FIELD_NONE, code, theirs.op, waited_ns);
   return true;
+}
+
+bool Op::look_for_obituaries() {
+  for (int peer = 0; peer < team.num_ranks && !failed_ && !may_shrink; peer++) {
+    if (peer == team.rank) continue;
+    FailureRecord &theirs = team.failure_record_of(peer);
+    if (theirs.set.load() && theirs.failure.op == op && theirs.failure.call == call_) adopt_failure_of(peer, 0);
+  }
+  return !failed_;
 }
 
 void Op::ring_now() {

@@ -19,6 +19,9 @@ class Op {
   bool may_shrink = false;  // a peer that fails or is late is masked, and the operation goes on
 
   bool failed() const { return failed_; }
+  // The call had wrong arguments: its outputs are void, and the team goes on. Recorded once a call.
+  bool refused() const { return refused_; }
+  void refuse(int peer, const Refusal &why);
   // Records the team's first failure. Later failures of the team are not recorded.
   void fail(int32_t code, int peer, uint32_t field = DK_FIELD_NONE, int64_t expected = 0, int64_t seen = 0,
             uint64_t waited_ns = 0);
@@ -26,6 +29,9 @@ class Op {
   bool aborted();
   // Fails with the peer's failure; false if the peer has not failed.
   bool adopt_failure_of(int peer, uint64_t waited_ns);
+  // At the end of a call: false, with the failure adopted, if a peer has given up on this very call. A rank that comes
+  // late finds all messages, and would else be told of success.
+  bool look_for_obituaries();
 
   // ring() notes that the peer may sleep until a word that was just written. The peer is woken by ring_now(), or when
   // this operation begins to wait or ends.
@@ -46,7 +52,7 @@ class Op {
 
   const uint64_t call_, start_ns_;
   uint64_t waited_ns_ = 0, bytes_ = 0, earlier_ns_ = 0;
-  bool failed_ = false, counts_ = true;
+  bool failed_ = false, refused_ = false, counts_ = true;
 };
 
 // Adds a finished call to a statistics page, which only this team's operations write.

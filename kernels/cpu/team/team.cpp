@@ -36,9 +36,10 @@ Owned<Team> Team::make(const dk_team_create_params &p) {
   bool local = all_local(p);
   team->peers = create_array<Peer>(ranks);
   team->scratch = create_array<int64_t>(ranks * kScratch);
+  team->arrivals = create_array<Arrival>(ranks);
   team->doorbells = create_array<uint64_t>(ranks / 64 + 1);
   if (!local) team->links = create_array<LinkState>(static_cast<uint64_t>(team->num_nodes()));
-  if (!team->peers || !team->scratch || !team->doorbells || (!local && !team->links)) return nullptr;
+  if (!team->peers || !team->scratch || !team->arrivals || !team->doorbells || (!local && !team->links)) return nullptr;
   for (int i = 0; i < p.num_ranks; i++) team->peers[i] = peer_at(p, at<const uint64_t>(p.host_peer_blocks)[i]);
   if (team->nic) team->nic->set_doorbell(&team->control().doorbell());
   return team;

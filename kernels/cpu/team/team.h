@@ -45,6 +45,7 @@ struct Team {
   std::atomic<uint32_t> failed{0};                      // 1: an operation has taken the right to write status->failure
   OwnedArray<Peer> peers;
   OwnedArray<int64_t> scratch;     // kScratch numbers for each rank, for the operation that is running
+  OwnedArray<Arrival> arrivals;    // by rank: messages of the low-latency call that is being received
   OwnedArray<uint64_t> doorbells;  // bit by rank: to be rung
   OwnedArray<LinkState> links;     // by node; null: every rank is local
 
