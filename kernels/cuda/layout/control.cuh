@@ -19,14 +19,16 @@ struct alignas(64) HandshakeMessage {
   int32_t row_limit;  // rows that the sender of this message has room for; -1: as many as the matrix says
   int32_t segment;    // where peers may write rows straight to their places; -1: rows are staged
   uint64_t epoch;     // stored last, with release
-  uint64_t reserved;
+  uint64_t handle;    // dispatch, combine: number of the handle's exchange, 0 not known, and above it the matrix's hash
 };
 static_assert(sizeof(HandshakeMessage) == 64, "one message is one line");
 enum : uint32_t {
   kHandshakeCached = 1,
   kHandshakeWeights = 2,
-  kHandshakeSilent = 4,  // the sender has no row, so whether it gives weights means nothing
-  kHandshakeFormatShift = 8
+  kHandshakeSilent = 4,       // the sender has no row, so whether it gives weights means nothing
+  kHandshakeRefused = 8,      // the sender's handle is wrong: `segment` and `row_limit` say what is expected and seen
+  kHandshakeFormatShift = 8,  // low latency: the format, 4 bits, and flags; normal mode: the type of x
+  kHandshakeFieldShift = 24   // of a refusal: DK_FIELD_*
 };
 
 constexpr int kHandshakeCopies = 2, kLowLatencyHandshakeCopies = 4;

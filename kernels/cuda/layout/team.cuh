@@ -34,6 +34,7 @@ struct Scratch {
   uint32_t exits;                            // blocks that left the running kernel
   uint32_t blocks_sent;                      // blocks whose rows are all out
   uint32_t failed;                           // not 0: the team had failed when the newest kernel ended
+  uint32_t refusing, reserved0;              // Refusing: of the running kernel
   uint64_t start_ns;                         // of the running kernel
   uint32_t tokens_taken[2], metas_taken[2];  // tickets of dispatch and of combine's sums, by parity of the epoch
   uint32_t rows_taken[2][DK_MAX_RANKS];      // tickets of combine's rows, for each destination

@@ -19,12 +19,13 @@ __device__ inline void finish(const Session &s, Last last) {
   if (threadIdx.x == 0) left_before = ptx::atomic_add_acq_rel_gpu(&s.team.scratch->exits, 1);
   __syncthreads();
   if (left_before != gridDim.x - 1) return;
-  const bool failed = has_failed(s);
+  const bool failed = has_failed(s), voided = ptx::ld_relaxed_gpu(&s.team.scratch->refusing) == kVoid;
+  __syncthreads();  // all threads have read `refusing`
   if (threadIdx.x == 0) {
-    s.team.scratch->exits = 0;
+    s.team.scratch->exits = s.team.scratch->refusing = 0;
     s.team.scratch->failed = failed;
   }
-  last(failed);
+  last(failed || voided);
 }
 
 // The message with which this rank begins an operation. Ranks wait for each other's, and compare them.
@@ -46,6 +47,7 @@ __device__ inline void post_handshake(const Session &s, const Handshake &hand) {
     to->max_tokens = hand.mine.max_tokens;
     to->row_limit = hand.mine.row_limit;
     to->segment = hand.mine.segment;
+    to->handle = hand.mine.handle;
     ptx::st_release_sys(&to->epoch, hand.epoch);
   }
 }
@@ -89,7 +91,12 @@ __device__ inline Difference compare_messages(const HandshakeMessage &mine, cons
     return {DK_FIELD_NUM_TOPK, mine.num_topk, theirs->num_topk};
   if (mine.num_scales != theirs->num_scales) return {DK_FIELD_NUM_SCALES, mine.num_scales, theirs->num_scales};
   if (mine.max_tokens != theirs->max_tokens) return {DK_FIELD_MAX_TOKENS, mine.max_tokens, theirs->max_tokens};
-  const uint32_t compared = silent ? ~(kHandshakeSilent | kHandshakeWeights) : ~0u;
+  constexpr uint32_t kRefusal = kHandshakeRefused | ~0u << kHandshakeFieldShift, kType = 0xfu << kHandshakeFormatShift;
+  const bool normal = mine.op == DK_OP_NOTIFY || mine.op == DK_OP_DISPATCH;
+  if (normal && ((mine.flags ^ theirs->flags) & kType) != 0)
+    return {DK_FIELD_X_TYPE, (mine.flags & kType) >> kHandshakeFormatShift,
+            (theirs->flags & kType) >> kHandshakeFormatShift};
+  const uint32_t compared = ~kRefusal & (silent ? ~(kHandshakeSilent | kHandshakeWeights) : ~0u);
   if (((mine.flags ^ theirs->flags) & compared) != 0)
     return {DK_FIELD_FORMAT, format_field(mine.op, mine.flags), format_field(mine.op, theirs->flags)};
   return {DK_FIELD_NONE, 0, 0};
@@ -149,12 +156,38 @@ __device__ inline bool await_message(const Session &s, const Handshake &hand, in
   return false;
 }
 
-// Whole block. True if every rank has begun the same operation. Block 0 records how long it waited.
+// By the thread that has awaited the message of rank r: whether the rank refuses the call, or has another handle. Block
+// 0 reports it.
+__device__ inline bool is_refused(const Session &s, const Handshake &hand, int r, const HandshakeMessage *from) {
+  const uint64_t mine = hand.mine.handle, theirs = from->handle;
+  const auto exchange = static_cast<uint32_t>(mine), other = static_cast<uint32_t>(theirs);
+  uint32_t code = DK_EINVAL, field = DK_FIELD_NONE;
+  int64_t expected = exchange, seen = other;
+  if ((from->flags & kHandshakeRefused) != 0) {
+    field = from->flags >> kHandshakeFieldShift;
+    expected = from->segment;
+    seen = from->row_limit;
+  } else if ((hand.mine.flags & kHandshakeRefused) != 0) {
+    return true;  // this rank's own message says why
+  } else if (exchange != 0 && other != 0 && exchange != other) {
+    code = DK_EMISMATCH;
+    field = DK_FIELD_EXCHANGE;
+  } else if ((mine ^ theirs) >> 32 != 0) {
+    field = DK_FIELD_PREFIX_MATRIX;
+    expected = s.team.rank;
+    seen = INT64_MIN;
+  }
+  if (field != DK_FIELD_NONE && blockIdx.x == 0) report_refusal(s, kVoid, code, r, field, expected, seen);
+  return field != DK_FIELD_NONE;
+}
+
+// Whole block. True if every rank has begun the same operation, and no rank refuses it: all ranks have the same
+// messages and decide alike. Block 0 records how long it waited.
 __device__ inline bool await_handshake(const Session &s, const Handshake &hand) {
   bool good = true;
   for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x) {
     const HandshakeMessage *from = s.team.handshake(s.team.rank, hand.epoch % kHandshakeCopies, r);
-    good = await_message(s, hand, r, &from->epoch, from);
+    good = await_message(s, hand, r, &from->epoch, from) && !is_refused(s, hand, r, from);
   }
   return __syncthreads_or(!good) == 0;
 }

@@ -34,6 +34,34 @@ __device__ __noinline__ inline void report_failure(const Session &s, uint32_t co
   ptx::st_release_sys(&status->sticky, code);
 }
 
+// What a call's wrong contents mean for its outputs: they hold what the call made of the right ones, or nothing.
+enum Refusing : uint32_t { kNoted = 1, kVoid = 2 };
+
+// The first refusal of a kernel, into a free entry of host memory; the team goes on.
+__device__ __noinline__ inline void report_refusal(const Session &s, Refusing what, uint32_t code, int peer,
+                                                   uint32_t field, int64_t expected, int64_t seen) {
+  if (atomicCAS(&s.team.scratch->refusing, 0u, static_cast<uint32_t>(what)) != 0) {
+    if (what == kVoid) atomicExch(&s.team.scratch->refusing, static_cast<uint32_t>(kVoid));
+    return;
+  }
+  for (dk_failure &entry : s.team.status->refusals) {
+    if (ptx::ld_relaxed_sys(&entry.code) != 0) continue;
+    volatile dk_failure *to = &entry;
+    to->op = s.op;
+    to->phase = s.phase;
+    to->rank = s.team.rank;
+    to->peer = peer;
+    to->field = field;
+    to->call = s.call;
+    to->expected = expected;
+    to->seen = seen;
+    to->waited_ns = 0;
+    ptx::st_release_sys(&entry.code, code);
+    ptx::st_release_sys(&s.team.status->refused, 1);
+    return;
+  }
+}
+
 // Returns the code with which a wait for `peer` that began at `start` must end now, 0 to go on. After a code the caller
 // polls once more: the peer may have sent the data and left between the last poll and this look.
 __device__ __noinline__ inline uint32_t reason_to_leave(const Session &s, int peer, uint64_t start, uint32_t polls) {

@@ -286,7 +286,7 @@ __device__ __forceinline__ int expert_of_lane(const InternodeLlParams &p, int to
   if (lane_id() >= p.num_topk) return -1;
   const int64_t expert = load_index(p.topk_idx, static_cast<int64_t>(token) * p.num_topk + lane_id(), p.index_bytes);
   if (expert >= -1 && expert < p.num_experts) return static_cast<int>(expert);
-  report_failure(p.session, DK_EINVAL, p.session.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert, 0);
+  report_refusal(p.session, kNoted, DK_EINVAL, p.session.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
   return -1;
 }
 

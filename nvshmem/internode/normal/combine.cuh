@@ -309,7 +309,7 @@ __device__ inline bool find_rows(const InternodeCombineParams &p, uint64_t epoch
     }
     const int its = row == nullptr ? token : token_of(p, row);
     if (its != token)
-      report_failure(p.c.session, DK_EINTERNAL, part.rank, DK_FIELD_NONE, token, its, 0);  // not of this handle
+      report_failure(p.c.session, DK_EINVAL, part.rank, DK_FIELD_SRC_IDX, token, its, 0);  // not of this handle
     if (__any_sync(kAllLanes, its != token)) return false;
     list.add(row);
   }
@@ -458,7 +458,8 @@ __global__ void __launch_bounds__(CombineRoles::kThreads, 1)
   const Session &s = p.c.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
-    const Handshake hand = combine_handshake(p.c, epoch);
+    const Handshake hand =
+        combine_handshake(p.c, epoch, load_matrix_entry(p.c.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x));
     if (blockIdx.x == 0) post_messages(s, p.internode, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     if (await_messages(s, p.internode, hand)) {

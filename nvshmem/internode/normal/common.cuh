@@ -122,12 +122,13 @@ __device__ inline void post_messages(const Session &s, const NodeView &internode
   post_messages(s, internode, hand, 0, [](int, uint32_t *) {});
 }
 
-// Whole block: waits for every rank's message. True if all have arrived with the same arguments.
+// Whole block: waits for every rank's message. True if all have arrived with the same arguments, and no rank refuses.
 __device__ inline bool await_messages(const Session &s, const NodeView &internode, const Handshake &hand) {
   bool good = true;
   for (int r = threadIdx.x; good && r < s.team.num_ranks; r += blockDim.x)
     good = await_message(s, hand, r, arrived_from(s, internode, hand.epoch, r),
-                         &message_from(s, internode, hand.epoch, r)->handshake);
+                         &message_from(s, internode, hand.epoch, r)->handshake) &&
+           !is_refused(s, hand, r, &message_from(s, internode, hand.epoch, r)->handshake);
   return __syncthreads_or(!good) == 0;
 }
 

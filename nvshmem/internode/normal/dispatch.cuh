@@ -71,6 +71,8 @@ __device__ inline void fill_row(const InternodeDispatchParams &p, int node, int 
   for (int k = lane_id(); k < d.num_topk; k += kWarp) {
     const int64_t entry = static_cast<int64_t>(token) * d.num_topk + k,
                   expert = load_index(d.topk_idx(), entry, d.index_bytes);
+    if (expert < -1 || expert >= d.num_experts)  // it counts as -1
+      report_refusal(d.session, kNoted, DK_EINVAL, d.session.team.rank, DK_FIELD_TOPK_IDX, d.num_experts, expert);
     words[at.weights + k] = d.topk_weights() == nullptr ? 0 : d.topk_weights()[entry];
     words[at.experts + k] = expert >= 0 && expert < d.num_experts ? static_cast<uint32_t>(expert) : 0xffffffffu;
   }
@@ -227,7 +229,7 @@ __device__ inline int take_rows(const InternodeDispatchParams &p, const uint8_t 
   }
   if (__any_sync(kAllLanes, number >= expected)) {
     const int wrong = __reduce_max_sync(kAllLanes, number);
-    if (lane_id() == 0) report_failure(p.d.session, DK_EINTERNAL, source, DK_FIELD_NONE, expected, wrong, 0);
+    if (lane_id() == 0) report_failure(p.d.session, DK_EINVAL, source, DK_FIELD_SEND_HEAD, expected - 1, wrong, 0);
     __syncwarp();
     return -1;
   }
@@ -304,7 +306,7 @@ __device__ inline bool has_room_everywhere(const InternodeDispatchParams &p, uin
     const int limit = message_from(s, p.internode, epoch, r)->handshake.row_limit,
               arriving = p.d.rank_prefix_matrix()[(num_ranks - 1) * num_ranks + r];
     if (limit < 0 || arriving <= limit) continue;
-    report_failure(s, DK_EMISMATCH, r, DK_FIELD_WORST_TOKENS, limit, arriving, 0);
+    if (blockIdx.x == 0) report_refusal(s, kVoid, DK_EINVAL, r, DK_FIELD_WORST_TOKENS, limit, arriving);
     good = false;
   }
   return __syncthreads_or(!good) == 0;
@@ -365,9 +367,10 @@ __global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
   const Session &s = p.d.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
-    Handshake hand = dispatch_handshake(p.d, epoch);
-    hand.mine.segment = -1;
-    hand.mine.segment_offset = 0;
+    const Handshake hand =
+        dispatch_handshake(p.d, epoch,
+                           load_matrix_entry(p.d.rank_prefix_matrix(), s.team.num_ranks,
+                                             threadIdx.x));  // with `segment`, which kernels across nodes do not use
     if (blockIdx.x == 0) post_messages(s, p.internode, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     if (await_messages(s, p.internode, hand) && has_room_everywhere(p, epoch)) {

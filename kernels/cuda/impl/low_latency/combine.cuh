@@ -188,6 +188,13 @@ __device__ inline void receive_sums(const LowLatencyCombineParams &p, const LowL
   }
 }
 
+// The first row of a source's range, such that B rows from there on are the expert's, whatever the caller's tensor
+// holds.
+__device__ __forceinline__ int32_t first_row_of(const LowLatencyCombineParams &p, int64_t range) {
+  const int64_t last = p.rows_per_expert() - p.num_max_tokens;
+  return static_cast<int32_t>(min(max(range >> 32, int64_t{0}), last));
+}
+
 }  // namespace deepep
 
 namespace deep_ep::internode_ll {  // V1's names: tools find kernels in traces by them
@@ -221,10 +228,10 @@ __global__ void __launch_bounds__(kLlThreads, 1) combine(const __grid_constant__
   int64_t range = 0;
   if (reads_sums && threadIdx.x < p.num_experts) range = p.layout_range()[threadIdx.x];
   if (p.sends()) slot = look_at_slot(p);
-  if (reads_sums && threadIdx.x < p.num_experts) bases[threadIdx.x] = static_cast<int32_t>(range >> 32);
+  if (reads_sums && threadIdx.x < p.num_experts) bases[threadIdx.x] = first_row_of(p, range);
 #pragma unroll 1
   for (int i = threadIdx.x + kLlThreads; reads_sums && i < p.num_experts; i += kLlThreads)
-    bases[i] = static_cast<int32_t>(p.layout_range()[i] >> 32);
+    bases[i] = first_row_of(p, p.layout_range()[i]);
   const bool begun = begin_low_latency(p, start, peers);
   const LowLatencyCall call = low_latency_call(p, start, false);
   if (begun) {

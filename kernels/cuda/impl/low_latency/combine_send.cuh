@@ -77,7 +77,7 @@ __device__ inline void read_sum(const LowLatencyCombineParams &p, const LowLaten
     }
   const uint32_t code = static_cast<uint32_t>(entry);
   const bool row = lane < p.num_topk && has_tag(entry, dispatch_tag(dispatch)) && (code & kEntryRow) != 0 &&
-                   entry_expert(code) < p.num_local();
+                   entry_expert(code) < p.num_local() && entry_position(code) < p.num_max_tokens;
   const bool nothing =
       __any_sync(kAllLanes, lane == 0 && (!has_tag(entry, dispatch_tag(dispatch)) || (code & kEntryNothing) != 0)) != 0;
   uint32_t rows = nothing ? 0 : __ballot_sync(kAllLanes, row);

@@ -270,7 +270,7 @@ __device__ inline void finish_low_latency(const P &p, const LowLatencyCall &call
   } else {
     failed = has_failed(p.session);
     if (threadIdx.x == 0) {
-      scratch->exits = 0;
+      scratch->exits = scratch->refusing = 0;
       scratch->failed = failed;
     }
   }

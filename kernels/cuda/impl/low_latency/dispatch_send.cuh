@@ -28,7 +28,7 @@ __device__ inline void read_route(const LowLatencyDispatchParams &p, const LowLa
   TokenRoute *route = &tables->route;
   uint8_t *const *peers = tables->peers;
   if (entry.expert < -1 || entry.expert >= p.num_experts) {
-    report_failure(p.session, DK_EINVAL, p.session.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, entry.expert, 0);
+    report_refusal(p.session, kNoted, DK_EINVAL, p.session.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, entry.expert);
     entry.expert = -1;
   }
   const int expert = static_cast<int>(entry.expert), rank = expert < 0 ? -1 : p.by_local.quotient(expert);

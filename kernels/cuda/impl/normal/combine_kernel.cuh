@@ -73,19 +73,20 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine(cons
 #endif
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.session;
+  const MatrixEntry early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   const CombineShared<kBulk> at(s.team.num_ranks, p.stage_bytes);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   init_queues(queues, p.senders, kBulk);
   if (begin(s)) {
-    const Handshake hand = combine_handshake(p, epoch);
+    const Handshake hand = combine_handshake(p, epoch, early);
     if (blockIdx.x == 0) post_handshake(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     auto *dests = reinterpret_cast<CombineDest *>(shared + at.dests);
     set_up_combine(p, dests, reinterpret_cast<CombineSource *>(shared + at.sources));
     CombineJob job = combine_job(p, dests, epoch);
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
-    const bool sends = warp_id() < p.senders;
+    const bool sends = warp_id() < p.senders && (hand.mine.flags & kHandshakeRefused) == 0;
     if (sends) rows.start();
     if (await_handshake(s, hand))
       run_combine_roles<kBulk>(p, epoch, shared, reinterpret_cast<int32_t *>(shared + at.bytes), rows);

@@ -91,7 +91,13 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
     if (piece.token >= p.num_tokens) return;
     ticket = take();
     const int32_t *heads = p.send_head() + static_cast<int64_t>(piece.token) * num_ranks;
-    for (int r = lane_id(); r < num_ranks; r += kWarp) slots[r] = heads[r];
+    for (int r = lane_id(); r < num_ranks; r += kWarp) {
+      const int head = heads[r];
+      if (head >= sources[r].num_rows)
+        report_refusal(p.session, kVoid, DK_EINVAL, p.session.team.rank, DK_FIELD_SEND_HEAD, sources[r].num_rows - 1,
+                       head);
+      slots[r] = head < sources[r].num_rows ? head : -1;
+    }
     __syncwarp();
     int missing = -1;
     const bool good = warp_wait_or_fail(

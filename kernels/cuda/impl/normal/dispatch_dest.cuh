@@ -41,7 +41,7 @@ __device__ inline void prepare_dests(const DispatchParams &p, DispatchDest *dest
 __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, DispatchDest *dests) {
   const TeamView &team = p.session.team;
   const int num_ranks = team.num_ranks, me = team.rank;
-  bool good = true;
+  bool good = true, crowded = false;  // every rank sees that some rank has no room, and refuses the call
   for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
     const HandshakeMessage *from = team.handshake(me, epoch % kHandshakeCopies, r);
     DispatchDest &dest = dests[r];
@@ -60,13 +60,14 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
       good &= segment != 0;
     }
     if (from->row_limit >= 0 && dest.arriving > from->row_limit) {
-      report_failure(p.session, DK_EMISMATCH, r, DK_FIELD_WORST_TOKENS, from->row_limit, dest.arriving, 0);
-      good = false;
+      if (blockIdx.x == 0)
+        report_refusal(p.session, kVoid, DK_EINVAL, r, DK_FIELD_WORST_TOKENS, from->row_limit, dest.arriving);
+      crowded = true;
     } else if (!good) {
       report_failure(p.session, DK_EINTERNAL, r, DK_FIELD_NONE, from->segment, 0, 0);
     }
   }
-  return __syncthreads_or(!good) == 0;
+  return __syncthreads_or(!good || crowded) == 0;
 }
 
 // The lowest of this lane's ranks whose ring has no room for the token's row yet; -1: all have room.
@@ -74,7 +75,10 @@ __device__ inline int rank_without_room(const DispatchParams &p, const DispatchD
                                         RingPart part, const int32_t *heads) {
   for (int r = lane_id(); r < p.session.team.num_ranks; r += kWarp) {
     const int head = heads[r];
-    if (head < 0 || static_cast<uint32_t>(head) < dests[r].slots || (part == kPayload && dests[r].direct)) continue;
+    const auto place_there = static_cast<uint32_t>(head);
+    if (place_there >= static_cast<uint32_t>(dests[r].num_rows) || place_there < dests[r].slots ||
+        (part == kPayload && dests[r].direct))
+      continue;
     const RingPlace place = ring_place(head, dests[r].slots);
     if (ptx::ld_acquire_sys(&dests[r].credits[part][place.slot]) != ring_value(epoch, place.lap - 1)) return r;
   }

@@ -36,11 +36,18 @@ struct DispatchJob {
     return await_ring_room(p, dests, epoch, kPayload, heads_of(stage));
   }
   __device__ void extra(int, int) const {}
+  // The row has no place there. Its flags have been promised, so the peer waits in vain: the team fails.
+  __device__ __noinline__ void refuse_head(int r, int head) const {
+    report_failure(p.session, DK_EINVAL, p.session.team.rank, DK_FIELD_SEND_HEAD, dests[r].num_rows - 1, head, 0);
+  }
   template <class F>
   __device__ void each(int stage, int, F f) const {
     for (int r = 0; r < p.session.team.num_ranks; ++r) {
       const int head = heads_of(stage)[r];
-      if (head < 0) continue;
+      if (static_cast<uint32_t>(head) >= static_cast<uint32_t>(dests[r].num_rows)) {
+        if (head >= 0) refuse_head(r, head);
+        continue;
+      }
       const uint32_t slot = dests[r].direct ? static_cast<uint32_t>(head) : ring_place(head, dests[r].slots).slot;
       f(dests[r].rows + static_cast<uint64_t>(slot) * dests[r].row_stride);
     }

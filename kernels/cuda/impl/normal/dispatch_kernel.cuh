@@ -193,6 +193,8 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
 #endif
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.session;
+  MatrixEntry early{0, 0};
+  if (p.cached()) early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
   __shared__ uint64_t next_epoch;
   if (threadIdx.x == 0) next_epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   const DispatchShared<kBulk> at(p, p.stage_bytes);
@@ -201,7 +203,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
   init_queues(queues, DispatchRoles<kBulk>::kSenders, kBulk);
   if (begin(s)) {
     const uint64_t epoch = next_epoch;
-    const Handshake hand = dispatch_handshake(p, epoch);
+    const Handshake hand = dispatch_handshake(p, epoch, early);
     if (blockIdx.x == 0) post_handshake(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     prepare_dests(p, dests);

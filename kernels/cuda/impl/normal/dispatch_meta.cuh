@@ -47,6 +47,14 @@ __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace
   ptx::copy_words_commit();
   ptx::copy_words_wait<0>();
   __syncwarp();
+  for (int i = lane; i < tokens * p.num_topk; i += kWarp) {
+    const uint32_t words = p.index_words(),
+                   *index = space.common() + i / p.num_topk * row_words + p.meta.numbers_at + i % p.num_topk * words;
+    const int64_t expert = words == 1 ? static_cast<int32_t>(index[0])
+                                      : static_cast<int64_t>(static_cast<uint64_t>(index[1]) << 32 | index[0]);
+    if (expert < -1 || expert >= p.num_experts)  // it counts as -1
+      report_refusal(p.session, kNoted, DK_EINVAL, p.session.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
+  }
 }
 
 // The number of entry k's expert at rank r, or p.meta.none.

@@ -7,6 +7,59 @@
 
 namespace deepep {
 
+// The type of x among the flags.
+__device__ inline uint32_t type_flags(int x_type) {
+  return (static_cast<uint32_t>(x_type) & 0xf) << kHandshakeFormatShift;
+}
+
+// A handle as a block sees it before its first message.
+struct HandleState {
+  uint32_t hash, field;    // of the matrix; DK_FIELD_* of what is wrong with it
+  int32_t expected, seen;  // likewise
+};
+
+// A thread's first entry of the matrix, which a kernel loads before anything else: the latency is hidden then.
+struct MatrixEntry {
+  int32_t rows, before;
+};
+__device__ __forceinline__ MatrixEntry load_matrix_entry(const int32_t *matrix, int n, int i) {
+  if (i >= n * n) return {0, 0};
+  return {matrix[i], i < n ? 0 : matrix[i - n]};
+}
+
+// Whole block, with two barriers: looks at the matrix of a handle that the caller gives (all of it, so that no row
+// moves by a wrong one). `room`: rows of this rank's tensor; below 0: any number.
+__device__ inline HandleState look_at_handle(const int32_t *matrix, const TeamView &team, int room, MatrixEntry entry) {
+  __shared__ HandleState state;
+  const int n = team.num_ranks, mine = (n - 1) * n + team.rank;
+  if (threadIdx.x == 0) state = {0, DK_FIELD_NONE, 0, 0};
+  __syncthreads();
+  uint32_t hash = 0;
+  for (int i = threadIdx.x; i < n * n; i += blockDim.x) {
+    if (i != static_cast<int>(threadIdx.x)) entry = load_matrix_entry(matrix, n, i);
+    const int rows = entry.rows, before = entry.before;
+    const uint32_t mixed = (static_cast<uint32_t>(rows) ^ static_cast<uint32_t>(i) * 0x9e3779b9u) * 0x85ebca6bu;
+    hash += mixed ^ mixed >> 15;
+    const bool descends = rows < before, crowded = i == mine && room >= 0 && rows > room;
+    if ((descends || crowded) &&
+        atomicCAS(&state.field, static_cast<uint32_t>(DK_FIELD_NONE),
+                  static_cast<uint32_t>(descends ? DK_FIELD_PREFIX_MATRIX : DK_FIELD_HANDLE_ROWS)) == DK_FIELD_NONE) {
+      state.expected = descends ? before : room;
+      state.seen = rows;
+    }
+  }
+  if (hash != 0) atomicAdd(&state.hash, hash);
+  __syncthreads();
+  return state;
+}
+__device__ inline void add_handle(Handshake &hand, const HandleState &handle, uint64_t exchange) {
+  hand.mine.handle = static_cast<uint64_t>(handle.hash) << 32 | static_cast<uint32_t>(exchange);
+  if (handle.field == DK_FIELD_NONE) return;
+  hand.mine.flags |= kHandshakeRefused | handle.field << kHandshakeFieldShift;
+  hand.mine.segment = handle.expected;
+  hand.mine.row_limit = handle.seen;
+}
+
 __device__ inline Handshake notify_handshake(const NotifyParams &p, uint64_t epoch) {
   Handshake hand{};
   hand.epoch = epoch;
@@ -15,33 +68,41 @@ __device__ inline Handshake notify_handshake(const NotifyParams &p, uint64_t epo
   hand.mine.num_experts = p.num_experts;
   hand.mine.num_topk = p.num_topk;
   hand.mine.num_scales = p.num_scales;
+  hand.mine.flags = type_flags(p.x_type);
   hand.mine.row_limit = p.num_worst_tokens > 0 ? p.num_worst_tokens : -1;
   return hand;
 }
 
-__device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t epoch) {
+// Whole block. Only a cached dispatch has a handle from the caller; that of another one notify has just written.
+__device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t epoch, const MatrixEntry &early) {
+  HandleState handle{0, DK_FIELD_NONE, 0, 0};
+  if (p.cached()) handle = look_at_handle(p.rank_prefix_matrix(), p.session.team, p.num_recv_tokens, early);
   Handshake hand{};
   hand.epoch = epoch;
   hand.mine.hidden_bytes = p.row_bytes;
   hand.mine.op = DK_OP_DISPATCH;
-  hand.mine.flags = (p.cached() ? kHandshakeCached : 0) | (p.has_weights() ? kHandshakeWeights : 0) |
-                    (p.num_tokens == 0 ? kHandshakeSilent : 0);
+  hand.mine.flags = type_flags(p.x_type) | (p.cached() ? kHandshakeCached : 0) |
+                    (p.has_weights() ? kHandshakeWeights : 0) | (p.num_tokens == 0 ? kHandshakeSilent : 0);
   hand.mine.num_experts = p.num_experts;
   hand.mine.num_topk = p.num_topk;
   hand.mine.num_scales = p.num_scales;
   hand.mine.row_limit = p.num_recv_tokens;
   hand.mine.segment = p.recv_segment;
   hand.mine.segment_offset = p.recv_segment_offset;
+  add_handle(hand, handle, p.exchange);
   return hand;
 }
 
-__device__ inline Handshake combine_handshake(const CombineParams &p, uint64_t epoch) {
+// Whole block.
+__device__ inline Handshake combine_handshake(const CombineParams &p, uint64_t epoch, const MatrixEntry &early) {
+  const HandleState handle = look_at_handle(p.rank_prefix_matrix(), p.session.team, p.num_recv_tokens, early);
   Handshake hand{};
   hand.epoch = epoch;
   hand.mine.hidden_bytes = p.row_bytes;
   hand.mine.op = DK_OP_COMBINE;
   hand.mine.num_topk = p.num_topk;
   if (p.num_tokens == 0 && p.num_recv_tokens == 0) hand.mine.flags = kHandshakeSilent;
+  add_handle(hand, handle, p.exchange);
   return hand;
 }
 

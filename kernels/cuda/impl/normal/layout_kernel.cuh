@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kLayoutThreads, 1) layout_kernel(const __grid_
   } else if (!works) {
     publish_newest_by_last_warp(s.team);
   }
-  if (wrong != -1) report_failure(s, DK_EINVAL, s.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, wrong, 0);
+  if (wrong != -1) report_refusal(s, kNoted, DK_EINVAL, s.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, wrong);
   finish(s, [&](bool failed) {
     constexpr int kOthers = kLayoutThreads - kWarp;  // the last warp has the statistics to do
     for (int i = threadIdx.x; threadIdx.x < kOthers && i < total; i += kOthers) {

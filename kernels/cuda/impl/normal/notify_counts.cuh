@@ -47,6 +47,10 @@ __device__ inline void number_rows(const NotifyParams &p, int to) {
             (sent >> i & 1) != 0 ? before + __popc(sent & ((1u << i) - 1)) : -1;
     base += total;
   }
+  // The counts have left already, so the peers wait for rows: the team fails.
+  const int given = p.tokens_per_rank()[to];
+  if (threadIdx.x == 0 && given != base)
+    report_failure(p.session, DK_EINVAL, p.session.team.rank, DK_FIELD_TOKENS_PER_RANK, base, given, 0);
 }
 
 // counts(i): the counts that rank i sent; limit(i): how many rows it has room for.
@@ -63,7 +67,8 @@ __device__ inline void sum_matrix(const NotifyParams &p, Counts counts, Limit li
       p.rank_prefix_matrix()[i * num_ranks + j] = sum;
     }
     const int max_rows = limit(j);
-    if (max_rows >= 0 && sum > max_rows) report_failure(s, DK_EMISMATCH, j, DK_FIELD_WORST_TOKENS, max_rows, sum, 0);
+    if (max_rows >= 0 && sum > max_rows)  // on every rank: none goes on
+      report_refusal(s, kVoid, DK_EINVAL, j, DK_FIELD_WORST_TOKENS, max_rows, sum);
     if (j == s.team.rank && p.counts() != nullptr) {
       p.counts()->num_recv_tokens = sum;
       p.counts()->num_recv_nodes_tokens = sum - from_node;
@@ -80,11 +85,15 @@ __device__ inline void sum_matrix(const NotifyParams &p, Counts counts, Limit li
 // By one block, unless the notify failed: signals the host that the counts are valid.
 __device__ inline void announce_counts(const NotifyParams &p) {
   __syncthreads();
-  if (threadIdx.x == 0 && p.counts() != nullptr && !has_failed(p.session))
+  if (threadIdx.x == 0 && p.counts() != nullptr && !has_failed(p.session) &&
+      ptx::ld_relaxed_gpu(&p.session.team.scratch->refusing) != kVoid)
     ptx::st_release_sys(&p.counts()->seq, p.session.call);
 }
-// By the last block.
+// By the last block. A dispatch that follows a void exchange moves nothing.
 __device__ inline void end_notify(const NotifyParams &p, uint64_t epoch, bool failed) {
+  const int64_t num_ranks = p.session.team.num_ranks;
+  for (int64_t i = threadIdx.x; failed && i < num_ranks * num_ranks; i += kNotifyThreads) p.rank_prefix_matrix()[i] = 0;
+  for (int64_t i = threadIdx.x; failed && i < p.num_tokens * num_ranks; i += kNotifyThreads) p.send_head()[i] = -1;
   if (failed && threadIdx.x == 0 && p.counts() != nullptr) {
     p.counts()->num_recv_tokens = -1;
     ptx::st_release_sys(&p.counts()->seq, p.session.call);
