@@ -240,6 +240,55 @@ func use(t *testing.T, b []byte) {
 	}
 }
 
+// FuzzPageFile lists a folder that holds a good page beside a file of a living process: any number of words of its
+// header changed, cut or longer. The good page is read, and the file is a page or has a reason.
+func FuzzPageFile(f *testing.F) {
+	dir := filepath.Join(f.TempDir(), "pages")
+	p, err := Create(dir, meta)
+	if err != nil {
+		f.Fatal(err)
+	}
+	defer func() { _, _ = p.Remove(), p.Unmap() }()
+	pagetest.Record(p.Bytes(), pagetest.Call{Op: 3, Duration: 5, WaitFor: []time.Duration{1, 2}})
+	if err := p.Publish(); err != nil {
+		f.Fatal(err)
+	}
+	whole := append([]byte(nil), p.Bytes()...)
+	name := fileName{pid: os.Getpid(), start: p.header().StartTime, number: 1 << 30, namespace: pidNamespace()}
+	f.Add(uint16(len(whole)), []byte{})
+	f.Add(uint16(100), []byte{1})
+	f.Add(uint16(len(whole)), []byte{0, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 9, 1, 0, 0, 0, 0, 0, 0, 0})
+	for word := range byte(16) { // of the header
+		f.Add(uint16(len(whole)), []byte{word, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f})
+		f.Add(uint16(len(whole)+8), []byte{word, 1, 0, 0, 0, 0, 0, 0, 0})
+	}
+	f.Fuzz(func(t *testing.T, size uint16, changes []byte) {
+		b := make([]byte, size)
+		copy(b, whole)
+		for ; len(changes) >= 9; changes = changes[9:] { // a word's number, and what it becomes
+			if at := 8 * int(changes[0]); at+8 <= len(b) {
+				copy(b[at:], changes[1:9])
+			}
+		}
+		path := filepath.Join(dir, name.String())
+		if err := os.WriteFile(path, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		entries, err := List(dir)
+		if err != nil || len(entries) > 2 || len(entries) == 0 || entries[0].Stats == nil {
+			t.Fatalf("%+v %v", entries, err)
+		}
+		for _, e := range entries {
+			if (e.Stats == nil) == (e.Err == nil) || e.Dead {
+				t.Errorf("%+v", e)
+			}
+			if e.Stats != nil {
+				use(t, b)
+			}
+		}
+	})
+}
+
 func FuzzName(f *testing.F) {
 	f.Add("12-345-6-4026531836.page")
 	f.Add("12-345-6-4026531836.dead")

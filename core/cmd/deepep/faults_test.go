@@ -38,12 +38,15 @@ func TestFaultJudge(t *testing.T) {
 	if said := judged(stop); said != "" {
 		t.Errorf("a good round with a stopped rank: %s", said)
 	}
+	if got := accused("rank 1 (host h, pid 1) has left: rank 2 (host h, pid 2) has left: rank 3 (host h, pid 3) not joined", 0); got != 3 {
+		t.Errorf("a chain: %d", got)
+	}
 	for want, change := range map[string]func(r *faultRound, j *faultJudge){
 		"rank 2: did not notice": func(_ *faultRound, j *faultJudge) { j.failed[2] = nil },
-		"rank 0: names [2], not rank 1": func(_ *faultRound, j *faultJudge) {
+		"rank 0: names rank 2, not rank 1": func(_ *faultRound, j *faultJudge) {
 			j.failed[0].Error = "dispatch #3 on rank 0: rank 2 (host h, pid 9) died"
 		},
-		"rank 0: names []":                      func(_ *faultRound, j *faultJudge) { j.failed[0].Error = "notify #2 on rank 0 was stopped" },
+		"rank 0: names rank -1":                 func(_ *faultRound, j *faultJudge) { j.failed[0].Error = "notify #2 on rank 0 was stopped" },
 		"only after 2.5s":                       func(_ *faultRound, j *faultJudge) { j.failed[2].At = uint64(2510 * time.Millisecond) },
 		"destroy took 9000 ms":                  func(_ *faultRound, j *faultJudge) { j.events[0].DestroyMS = 9000 },
 		"wrong result: token 3":                 func(_ *faultRound, j *faultJudge) { j.failed[0].Error = "wrong result: token 3" },

@@ -38,6 +38,7 @@ type faultProcess struct {
 	in     io.WriteCloser
 	events chan faultEvent // closed when the process has ended
 	failed *faultEvent     // its error of this round
+	ended  *faultEvent     // its end of this round, where something else was awaited
 	dirty  bool            // not to be used again
 }
 
@@ -188,6 +189,7 @@ func (p *faultProcess) await(name string, limit time.Duration) (faultEvent, erro
 			case e.Event == name:
 				return e, nil
 			case e.Event == "ended": // earlier than expected
+				p.ended = &e
 				return e, fmt.Errorf("ended instead of %q: %s%s", name, e.Error, p.reason())
 			}
 		case <-timer.C:
@@ -235,7 +237,7 @@ func (s *faultSession) round(r *faultRound) (bad []string, err error) {
 				return nil, err
 			}
 		}
-		s.all[rank].failed = nil
+		s.all[rank].failed, s.all[rank].ended = nil, nil
 	}
 	if err := s.prepare(r, folder); err != nil {
 		return nil, err
@@ -438,10 +440,16 @@ func (r *faultRound) goesOn() bool {
 // collect waits for the ends of some ranks.
 func (s *faultSession) collect(j *faultJudge, r *faultRound, of func(rank int) bool) error {
 	for rank, p := range s.all {
-		if !of(rank) || j.events[rank].Event == "ended" {
+		if !of(rank) {
 			continue
 		}
-		e, err := p.await("ended", r.limit+orderLimit)
+		var e faultEvent
+		var err error
+		if p.ended != nil {
+			e = *p.ended
+		} else {
+			e, err = p.await("ended", r.limit+orderLimit)
+		}
 		if err != nil && !j.lostAnyway(rank, err) {
 			return fmt.Errorf("rank %d: %w (%s)", rank, err, p.reason())
 		}
@@ -473,8 +481,7 @@ func (s *faultSession) stopTogether(r *faultRound, j *faultJudge) error {
 		}
 		e, err := p.await("count", r.limit+orderLimit)
 		if err != nil {
-			if e.Event == "ended" {
-				j.events[rank], j.failed[rank] = e, p.failed
+			if p.ended != nil { // collect takes it
 				continue
 			}
 			if rank == r.victim && r.fault == "close" {

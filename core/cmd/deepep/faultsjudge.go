@@ -26,16 +26,19 @@ func (j *faultJudge) lostAnyway(rank int, err error) bool {
 	return rank == j.round.victim && errors.Is(err, errEnded) && slices.Contains(append([]string{"close"}, deaths...), j.round.fault)
 }
 
-// accusation finds the ranks that an error names as its cause.
+// accusation finds the ranks that an error describes as its cause.
 var accusation = regexp.MustCompile(`rank (\d+) \([^)]*\)`)
 
-func accused(text string) (ranks []int) {
+// accused is the rank that an error names as its first cause, which comes last in a chain (rank 1 has left, because rank
+// 2 has left, because rank 3 did not come); -1: none, or only the rank that says it.
+func accused(text string, by int) int {
+	last := -1
 	for _, found := range accusation.FindAllStringSubmatch(text, -1) {
-		if rank, err := strconv.Atoi(found[1]); err == nil && !slices.Contains(ranks, rank) {
-			ranks = append(ranks, rank)
+		if rank, err := strconv.Atoi(found[1]); err == nil && rank != by {
+			last = rank
 		}
 	}
-	return ranks
+	return last
 }
 
 func (j *faultJudge) judge(s *faultSession) (bad []string) {
@@ -116,13 +119,18 @@ func (j *faultJudge) judgeError(rank int, failed *faultEvent, took time.Duration
 	if took > j.allowed() {
 		say(rank, "an error only after %v: %s", took, failed.Error)
 	}
-	named := accused(failed.Error)
-	if r.phase == "construct" && len(named) == 0 && regexp.MustCompile(`\brank `+strconv.Itoa(r.victim)+`\b`).MatchString(failed.Error) {
-		named = []int{r.victim} // the first exchange knows ranks by number alone
+	named := accused(failed.Error, rank)
+	if r.phase == "construct" && named < 0 && regexp.MustCompile(`\brank `+strconv.Itoa(r.victim)+`\b`).MatchString(failed.Error) {
+		named = r.victim // the first exchange knows ranks by number alone
 	}
-	named = slices.DeleteFunc(named, func(n int) bool { return n == rank })
-	if !slices.Equal(named, []int{r.victim}) {
-		say(rank, "names %v, not rank %d: %s", named, r.victim, failed.Error)
+	// Some ranks see only another one that the victim has held up: in construction one that has given up and left, across
+	// nodes one that waits itself, which a rank of another node cannot see. Its own error leads on.
+	indirect := r.phase == "construct" || r.perNode < len(j.failed) && (r.fault == "stop" || r.fault == "partition")
+	for hops := 0; indirect && hops < len(j.failed) && named >= 0 && named != r.victim && j.failed[named] != nil; hops++ {
+		named = accused(j.failed[named].Error, named)
+	}
+	if named != r.victim {
+		say(rank, "names rank %d, not rank %d: %s", named, r.victim, failed.Error)
 	}
 	switch {
 	case r.fault == "stop" && failed.Code == status.PeerDead:
