@@ -177,3 +177,35 @@ func FuzzParseStamp(f *testing.F) {
 		}
 	})
 }
+
+// Other users of a shared folder neither see who joins nor what the ranks say.
+func TestFileKeepsOtherUsersOut(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.Chmod(dir, 0o1777); err != nil {
+		t.Fatal(err)
+	}
+	noErrors(t, each(2, func(r int) error {
+		ex, err := OpenFile(proctest.Context(t), FileOptions{Rank: r, Size: 2, Dir: dir, Name: "g"})
+		if err != nil {
+			return err
+		}
+		defer ex.Close()
+		if _, err := ex.AllGather(proctest.Context(t), []byte{byte(r)}); err != nil {
+			return err
+		}
+		runs, _ := filepath.Glob(filepath.Join(dir, "g.run-*"))
+		for _, path := range append(runs, filepath.Join(dir, "g")) {
+			st, err := os.Stat(path)
+			if errors.Is(err, os.ErrNotExist) {
+				continue // the other rank has closed
+			}
+			if err != nil {
+				return err
+			}
+			if st.Mode().Perm()&0o077 != 0 {
+				t.Errorf("%s has mode %v", path, st.Mode())
+			}
+		}
+		return nil
+	}))
+}

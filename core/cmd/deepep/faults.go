@@ -259,6 +259,17 @@ func (r *faultRound) sensible(ranks int) bool {
 	return true
 }
 
+// startLimit is that of a group's start in which a rank has a fault, or of a warm-up, which has the same; 0: the usual.
+func (r *faultRound) startLimit() time.Duration {
+	switch {
+	case r.phase == "construct":
+		return 3 * time.Second
+	case r.phase == "warm-up" && (r.fault == "stop" || r.fault == "partition"):
+		return 5 * time.Second // the start before it must not fail on a busy machine
+	}
+	return 0
+}
+
 // longestDelay is about the time of what the phase does once.
 func (r *faultRound) longestDelay() time.Duration {
 	switch r.phase {

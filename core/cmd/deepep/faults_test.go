@@ -55,7 +55,7 @@ func TestFaultJudge(t *testing.T) {
 		"should not have noticed":               func(r *faultRound, _ *faultJudge) { r.fault = "pause" },
 		"masks [], expected 1 alone":            func(r *faultRound, j *faultJudge) { r.phase, j.failed[0] = "masks", nil },
 		"an error in place of a mask: dispatch": func(r *faultRound, _ *faultJudge) { r.phase = "masks" },
-		"a stopped rank is called dead": func(r *faultRound, j *faultJudge) {
+		"a living rank is called dead": func(r *faultRound, j *faultJudge) {
 			stop(r, j)
 			j.failed[0].Code = status.PeerDead
 		},

@@ -46,8 +46,7 @@ const (
 	orderLimit  = 60 * time.Second // for what has no fault in it
 	unnoticed   = 100 * time.Millisecond
 	deathLimit  = 2 * time.Second
-	destroyed   = 3 * time.Second
-	startLimit  = 3 * time.Second // of a group's start in which a rank has a fault
+	destroyed   = 2500 * time.Millisecond
 	afterLimit  = 2 * time.Second // beyond the deadline
 	stopMargin  = 50              // calls between the slowest rank's count and the common end
 	fillingFile = "/dev/shm/filling"
@@ -264,8 +263,8 @@ func (s *faultSession) prepare(r *faultRound, folder string) error {
 		Do: "prepare", Name: "round", Folder: folder, Engine: s.engine, Ranks: s.ranks, PerNode: r.perNode, Phase: r.phase, Seed: r.seed % 1000,
 		LimitMS: int(r.limit.Milliseconds()), StartMS: int(orderLimit.Milliseconds()), DelayUS: int(r.delay.Microseconds()),
 	}
-	if r.phase == "construct" {
-		o.StartMS = int(startLimit.Milliseconds())
+	if limit := r.startLimit(); limit > 0 {
+		o.StartMS = int(limit.Milliseconds())
 	}
 	for rank, p := range s.all {
 		o.Rank, o.Fault = rank, ""

@@ -106,8 +106,8 @@ func (j *faultJudge) judgeMask(rank int, say func(int, string, ...any)) {
 func (j *faultJudge) allowed() time.Duration {
 	r := j.round
 	switch {
-	case r.phase == "construct": // deaths are seen once the channel stands; before, the start has its own limit
-		return startLimit + afterLimit
+	case r.startLimit() > 0: // in construction deaths are seen once the channel stands; before, the start has its own limit
+		return r.startLimit() + afterLimit
 	case r.fault == "stop" || r.fault == "partition":
 		return r.limit + afterLimit
 	}
@@ -125,16 +125,17 @@ func (j *faultJudge) judgeError(rank int, failed *faultEvent, took time.Duration
 	}
 	// Some ranks see only another one that the victim has held up: in construction one that has given up and left, across
 	// nodes one that waits itself, which a rank of another node cannot see. Its own error leads on.
-	indirect := r.phase == "construct" || r.perNode < len(j.failed) && (r.fault == "stop" || r.fault == "partition")
+	indirect := r.phase == "construct" || r.perNode < len(j.failed) && r.fault == "stop"
 	for hops := 0; indirect && hops < len(j.failed) && named >= 0 && named != r.victim && j.failed[named] != nil; hops++ {
 		named = accused(j.failed[named].Error, named)
 	}
-	if named != r.victim {
+	// Who is cut off from whom is a matter of view: behind a cut both sides only hear nothing.
+	if named != r.victim && r.fault != "partition" {
 		say(rank, "names rank %d, not rank %d: %s", named, r.victim, failed.Error)
 	}
 	switch {
-	case r.fault == "stop" && failed.Code == status.PeerDead:
-		say(rank, "a stopped rank is called dead: %s", failed.Error)
+	case (r.fault == "stop" || r.fault == "partition") && failed.Code == status.PeerDead:
+		say(rank, "a living rank is called dead: %s", failed.Error)
 	case slices.Contains(deaths, r.fault) && failed.Code == status.Timeout && r.phase != "construct":
 		say(rank, "a dead rank is called late: %s", failed.Error)
 	}
