@@ -82,6 +82,7 @@ func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 		return nil, err
 	}
 	opt.Library, opt.ISA = library, isaOf(name, s)
+	findNICs(&opt, s)
 	if opt.ID, err = g.enter(b); err != nil {
 		return nil, err
 	}
@@ -104,7 +105,7 @@ func (g *Group) options(o *BufferOptions, s env.Settings) (engine.Options, error
 	opt := engine.Options{
 		Ordinal: o.Device, Topology: g.topology, NVLBytes: o.NumNVLBytes, RDMABytes: o.NumRDMABytes, LowLatency: o.LowLatency, Shrink: o.Shrink,
 		Preinitialize: o.Preinitialize, Background: o.Background, Timeout: timeout, FirstTimeout: first, StartLimit: g.limit, Log: g.log,
-		Explain: func(err error) error { return g.diagnosed(err, o) },
+		RowSegment: s.RowSegment, Explain: func(err error) error { return g.diagnosed(err, o) },
 	}
 	if s.Stats {
 		opt.NewPage = g.newPage
@@ -125,9 +126,6 @@ func (g *Group) rdma(o *BufferOptions, s env.RDMA) (engine.RDMAOptions, error) {
 	wanted := plan.QueueOptions{PerPeer: s.QPs, MaxTokens: s.MaxTokens, Depth: s.QPDepth}
 	if wanted.PerPeer == 0 {
 		wanted.PerPeer = o.NumQPsPerRank
-	}
-	if wanted.PerPeer == 0 {
-		wanted.PerPeer = plan.DefaultQueuePairs
 	}
 	queues, err := plan.NewQueues(g.topology, wanted)
 	if err != nil {

@@ -79,10 +79,15 @@ func chooseEngine(name string, s env.Settings) (*kern.Library, string, error) {
 // internodeLibrary is the CUDA engine's kernel library for queue pairs: the same kernels, and NVSHMEM.
 const internodeLibrary = "nvshmem"
 
+// needsInternode reports whether a buffer takes the library for queue pairs instead of its engine's.
+func needsInternode(l *kern.Library, engine string, byQueues bool) bool {
+	return byQueues && !l.HasTransport() && engine == EngineCUDA
+}
+
 // libraryFor returns the library for a buffer: that of the engine. The CUDA engine has a second one, which needs
 // NVSHMEM and is loaded only for buffers with queue pairs.
 func libraryFor(l *kern.Library, engine string, byQueues bool, s env.Settings) (*kern.Library, error) {
-	if !byQueues || l.HasTransport() || engine != EngineCUDA {
+	if !needsInternode(l, engine, byQueues) {
 		return l, nil
 	}
 	internode, err := loadEngine(internodeLibrary, s.Kernels)

@@ -49,7 +49,7 @@ void forget(const char *name) {
 void set_queue_pairs(const Wanted &wanted, Report *report) {
   // NVSHMEM chooses the queue pair by block index; an operation on queue pair n runs in block n.
   set("NVSHMEM_IBGDA_RC_MAP_BY", "cta", report);
-  set("NVSHMEM_IBGDA_NUM_RC_PER_PE", std::to_string(wanted.num_qps), report);
+  set("NVSHMEM_IBGDA_NUM_RC_PER_PE", std::to_string(wanted.num_qps_per_nic), report);
   set("NVSHMEM_QP_DEPTH", std::to_string(power_of_two(wanted.qp_depth)), report);
   if (const char *misnamed = getenv("NVSHMEM_IBGDA_QP_DEPTH"))
     report->add("NVSHMEM_IBGDA_QP_DEPTH=%s has no effect, NVSHMEM has no such variable: NVSHMEM_QP_DEPTH=%s applies",
@@ -73,9 +73,9 @@ void Report::add(const char *format, ...) {
 }
 
 int32_t apply_settings(const Wanted &wanted, Report *report) {
-  if (wanted.num_ranks < 1 || wanted.num_nvl_peers < 1 || wanted.num_qps < 1 || wanted.qp_depth < 1) {
-    report->add("num_ranks = %d, num_nvl_peers = %d, num_qps = %d, qp_depth = %d: each must be at least 1",
-                wanted.num_ranks, wanted.num_nvl_peers, wanted.num_qps, wanted.qp_depth);
+  if (wanted.num_ranks < 1 || wanted.num_nvl_peers < 1 || wanted.num_qps_per_nic < 1 || wanted.qp_depth < 1) {
+    report->add("num_ranks = %d, num_nvl_peers = %d, num_qps_per_nic = %d, qp_depth = %d: each must be at least 1",
+                wanted.num_ranks, wanted.num_nvl_peers, wanted.num_qps_per_nic, wanted.qp_depth);
     return DK_EINVAL;
   }
   if (wanted.qp_depth > kDeepest) {

@@ -204,10 +204,13 @@ def gpu_build(full: bool) -> Counts:
 
 
 def emulated(full: bool) -> Counts:
-    """The kernel suite over the CUDA library on emulated devices."""
+    """The CUDA library on emulated devices: the kernel suite, and what the engine decides for GPUs."""
     counts = checks("emulated", {"build": [*MAKE, "emulated"]}, full)
     if counts.failed == 0:
         counts.add(plain("emulated", ["kernels/tests/emulated.sh"], full))
+        env = {"DEEPEP_EMULATE": "cc=90,sms=8,seed=1", "DEEPEP_TEST_EMULATED": f"{BUILD}/test/libdeepep_emulated.so"}
+        tests = ["-run=EmulatedGPUs|ChosenSMs", "./core"]
+        counts.add(go_tests("emulated-engine", tests, {**env, "CGO_ENABLED": "0"}, full))
     return counts
 
 

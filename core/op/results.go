@@ -18,10 +18,22 @@ type Info struct {
 	PeerRows           bool    // segments are supported
 	CommStream         uintptr // the buffer's own stream; 0 where HostStream
 
-	NVLBytes, RDMABytes uint64 // of the two regions
-	TotalBytes          uint64 // of all memory that the ranks share
-	LowLatency, Shrink  bool
-	Ready               bool // the start is complete
+	NVLBytes, RDMABytes     uint64 // of the two regions that users may view
+	ControlBytes, WireBytes uint64 // of the kernel library's own regions: flags, counts and staging
+	TotalBytes              uint64 // of all memory that the ranks share; a device rounds it up to its unit
+	RowSegmentBytes         uint64 // of the segment for received rows that DEEPEP_ZERO_COPY_BYTES asks for; 0 without PeerRows
+
+	QPPeers    int // ranks that this one reaches through queue pairs
+	QPsPerPeer int // queue pairs toward each of them that calls use in turn
+	QPDepth    int // of a queue pair, in operations
+	NICs       int // of this rank
+	QPsPerNIC  int // toward each peer, on each NIC of this rank; NVSHMEM's NUM_RC_PER_PE
+	QPs        int // of this rank in all; NVSHMEM makes them toward all other ranks, also inside a node
+
+	Timeout, FirstTimeout time.Duration // of a wait for a peer; in the first call of an operation
+
+	LowLatency, Shrink bool
+	Ready              bool // the start is complete
 }
 
 // OpStats is what a buffer counted of one operation since it was made.

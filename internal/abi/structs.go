@@ -9,7 +9,8 @@ type Header struct {
 }
 
 // OpHeader is DK_OP_HEADER. Begins an operation's parameter struct. call: the operation's number for records,
-// counted by the engine; timeout_ns: how long one wait may last; num_sms: 0 for the library's choice.
+// counted by the engine; timeout_ns: how long one wait may last; num_sms: 0 for a number that suits tests, the
+// engine gives its own in normal mode.
 type OpHeader struct {
 	Header
 	Team      uint64
@@ -393,10 +394,10 @@ type TransportUniqueIDParams struct {
 	NumRanks    int32
 	NumNVLPeers int32 // ranks of a node. num_ranks not above it: one node, and no NIC is looked for
 
-	// wanted toward each peer; taken when the transport's library starts for the first time
-	NumQPs  int32
-	QPDepth int32                   // likewise
-	ID      [TransportIDBytes]uint8 // [out] While something is attached in this process: the id that it was attached by.
+	// QPs toward each peer on each NIC of this rank; taken when the transport's library starts for the first time.
+	NumQPsPerNIC int32
+	QPDepth      int32                   // likewise
+	ID           [TransportIDBytes]uint8 // [out] While something is attached in this process: the id that it was attached by.
 
 	// [out] what went wrong, or which settings of the user contradict what is wanted; "": nothing
 	Reason [512]byte
@@ -405,13 +406,13 @@ type TransportUniqueIDParams struct {
 // TransportAttachParams is dk_transport_attach_params.
 type TransportAttachParams struct {
 	Header
-	Device      uint64 // of dk_device_open; a process stays with one device
-	Rank        int32
-	NumRanks    int32
-	NumNVLPeers int32 // as in dk_transport_unique_id
-	NumQPs      int32 // as in dk_transport_unique_id
-	QPDepth     int32 // as in dk_transport_unique_id
-	_           int32 // as in dk_transport_unique_id
+	Device       uint64 // of dk_device_open; a process stays with one device
+	Rank         int32
+	NumRanks     int32
+	NumNVLPeers  int32 // as in dk_transport_unique_id
+	NumQPsPerNIC int32 // as in dk_transport_unique_id
+	QPDepth      int32 // as in dk_transport_unique_id
+	_            int32 // as in dk_transport_unique_id
 
 	// Of dk_transport_unique_id on one rank. A second attach with equal id, rank and num_ranks shares the first one's
 	// attachment.

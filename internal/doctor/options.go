@@ -19,7 +19,9 @@ type Plan struct {
 	DeviceBytes uint64 // GPU memory
 	HostBytes   uint64 // host memory; for the CPU engine its buffers
 	SMs         int    // multiprocessors for communication
-	QPs         int    // queue pairs in all, to all peers
+	QPsPerPeer  int    // queue pairs of a rank toward a peer, on all of its NICs together
+	QPPeers     int    // peers that it has queue pairs to
+	NICs        int    // of a rank; 0: its share of those found
 	QPDepth     int    // work requests a queue pair
 	MaxTokens   int    // B, num_max_dispatch_tokens_per_rank
 }

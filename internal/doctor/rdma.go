@@ -5,6 +5,8 @@ import (
 	"path"
 	"strconv"
 	"strings"
+
+	"github.com/deepep-go/deepep/internal/plan"
 )
 
 // moduleLoaded reports whether a kernel module is loaded.
@@ -248,6 +250,14 @@ func (e *exam) ranksPerNIC() int {
 	return (ranks + active - 1) / active
 }
 
+// fewerQPs says how many queue pairs toward a peer the device has room for.
+func fewerQPs(most, peers int) string {
+	if most == 0 {
+		return fmt.Sprintf("fewer ranks a NIC: one queue pair toward each of %d peers is more than it has", peers)
+	}
+	return fmt.Sprintf("num_qps_per_rank at most %d (DEEPEP_NUM_QPS_PER_RANK=%d), or fewer ranks a NIC", most, most)
+}
+
 func (e *exam) qpDevice(d VerbsDevice, share int) {
 	l := Line{
 		Subject: d.Name,
@@ -256,16 +266,24 @@ func (e *exam) qpDevice(d VerbsDevice, share int) {
 		Facts:   map[string]string{"max_qp": strconv.Itoa(d.MaxQP), "max_qp_wr": strconv.Itoa(d.MaxQPWR)},
 	}
 	p := e.opt.Plan
-	if p.QPs > 0 {
-		l.Read += fmt.Sprintf("; planned %d × %s", p.QPs, plural(share, "rank"))
+	devices := p.NICs
+	if devices == 0 {
+		count, oneEach := NICs(e.root)
+		if devices = plan.DevicesOfRank(count, e.ranks()); oneEach {
+			devices = 1
+		}
+	}
+	planned := plan.Queues{PerPeer: p.QPsPerPeer}.PerDevice(devices) * p.QPPeers
+	if planned > 0 {
+		l.Read += fmt.Sprintf("; planned %d × %s", planned, plural(share, "rank"))
 	}
 	if p.QPDepth > 0 {
 		l.Read += fmt.Sprintf(", depth %d", p.QPDepth)
 	}
 	switch {
-	case p.QPs*share > d.MaxQP:
+	case planned*share > d.MaxQP:
 		l.Cause = "more queue pairs are planned than the device has"
-		l.Fix = fmt.Sprintf("num_qps_per_rank at most %d for these ranks, or fewer ranks a NIC", d.MaxQP/share)
+		l.Fix = fewerQPs(d.MaxQP/(share*p.QPPeers)*devices, p.QPPeers)
 		e.fail(l)
 	case p.QPDepth > d.MaxQPWR:
 		l.Cause = "a queue pair cannot be that deep on this device"

@@ -8,7 +8,7 @@ import (
 )
 
 // otherSettings are variables that the Python package reads instead of env.
-var otherSettings = []string{"DEEPEP_LIBRARY", "DEEPEP_ZERO_COPY_BYTES"}
+var otherSettings = []string{"DEEPEP_LIBRARY"}
 
 // checkSettings parses this library's variables as the constructor does, and finds names that the library does not
 // read.

@@ -55,7 +55,7 @@ var variables = []variable{
 		switch {
 		case err != nil || n < 0:
 			return "not a number of queue pairs", "unset it: the library sets it from num_qps_per_rank", true
-		case e.opt.Plan.QPs > 0 && n == 0:
+		case e.opt.Plan.QPPeers > 0 && n == 0:
 			return "no reliable-connection queue pair is left; the kernels use these alone", "unset it", true
 		}
 		return "", "", false

@@ -31,6 +31,7 @@ type Options struct {
 	Background    bool // New returns at once; the first call waits for the start
 	Timeout       time.Duration
 	FirstTimeout  time.Duration
+	RowSegment    int64  // bytes of the segment that the program makes for received rows; -1: the default
 	ID            uint32 // number of the buffer in its group, the same on all ranks
 	StartLimit    time.Duration
 	NewPage       func(PageHeader) (StatsPage, error) // nil: statistics in plain memory
@@ -89,7 +90,8 @@ type Buffer struct {
 	awaited      []callID // synchronous calls that threads wait for
 	segments     [abi.MaxSegments]*Segment
 	segmentsMade uint64
-	captured     bool // a call was captured into a graph, which may be replayed at any time
+	captured     bool                      // a call was captured into a graph, which may be replayed at any time
+	chosenSMs    [2][maxLoggedSMs + 1]bool // by kind: choices that were logged
 }
 
 // params are the parameter structs of the kernel library's operations. They are part of the buffer, so that no call
@@ -108,13 +110,7 @@ type params struct {
 
 // Info never waits: before the start is complete, what is not known yet is zero.
 func (b *Buffer) Info() op.Info {
-	lib := b.opt.Library
-	i := op.Info{
-		Rank: b.rank, Size: b.size, NumNVLPeers: b.top.NodeSize(), RDMARank: b.top.Node(b.rank), NumRDMARanks: b.top.Nodes(),
-		NVLRank: b.top.Local(b.rank), Device: b.opt.Ordinal, HostStream: lib.Has(abi.CapHostStream), PeerRows: lib.Has(abi.CapPeerRows),
-		NVLBytes: b.opt.NVLBytes, RDMABytes: b.opt.RDMABytes, Engine: lib.Kind, KernelPath: lib.Path,
-		LowLatency: b.opt.LowLatency, Shrink: b.opt.Shrink,
-	}
+	i := b.describe()
 	select {
 	case <-b.ready:
 	default:
@@ -127,10 +123,41 @@ func (b *Buffer) Info() op.Info {
 	i.Ready = true
 	i.Device, i.NumDeviceSMs, i.DeviceName, i.ISA = b.dev.Ordinal, b.dev.NumSMs, b.dev.Name, b.dev.ISA
 	i.TotalBytes = b.block.Local.Bytes
+	b.describeMemory(&i, len(b.reach.peers))
 	if !i.HostStream {
 		i.CommStream = uintptr(b.comm)
 	}
 	return i
+}
+
+// describe fills in what the options and the library say.
+func (b *Buffer) describe() op.Info {
+	i := op.Info{
+		Rank: b.rank, Size: b.size, NumNVLPeers: b.top.NodeSize(), RDMARank: b.top.Node(b.rank), NumRDMARanks: b.top.Nodes(),
+		NVLRank: b.top.Local(b.rank), Device: b.opt.Ordinal, NVLBytes: b.opt.NVLBytes, RDMABytes: b.opt.RDMABytes,
+		LowLatency: b.opt.LowLatency, Shrink: b.opt.Shrink, Timeout: b.opt.Timeout, FirstTimeout: b.opt.FirstTimeout,
+	}
+	if lib := b.opt.Library; lib != nil {
+		i.HostStream, i.PeerRows, i.Engine, i.KernelPath = lib.Has(abi.CapHostStream), lib.Has(abi.CapPeerRows), lib.Kind, lib.Path
+	}
+	if i.PeerRows {
+		i.RowSegmentBytes = plan.RowSegmentBytes(b.opt.RowSegment, b.opt.NVLBytes)
+	}
+	return i
+}
+
+// describeMemory fills in the regions and, toward so many peers, the queue pairs.
+func (b *Buffer) describeMemory(i *op.Info, peers int) {
+	i.ControlBytes, i.WireBytes = b.regions.Control.Bytes, b.regions.Wire.Bytes
+	if peers == 0 {
+		return
+	}
+	i.QPPeers, i.QPsPerPeer, i.QPDepth = peers, b.opt.RDMA.Queues.PerPeer, b.opt.RDMA.Queues.Depth
+	i.NICs, i.QPsPerNIC = b.perNIC()
+	if b.onNICs() {
+		peers = b.size - 1
+	}
+	i.QPs = i.QPsPerNIC * i.NICs * peers
 }
 
 // Region is the nvl or rdma memory, which callers may view, and overwrite while no call is in flight.

@@ -173,6 +173,15 @@ func (b *Buffer) open() (err error) {
 	if err := b.checkReach(); err != nil {
 		return err
 	}
+	if err := b.measure(); err != nil {
+		return err
+	}
+	return b.makeSymmetricHeapID()
+}
+
+// measure asks the library for what it needs beside the regions, and lays the block out. It needs neither a device nor
+// peers.
+func (b *Buffer) measure() error {
 	p := b.blockSizes(0)
 	if code := b.opt.Library.BlockSizes(p); code != 0 {
 		return b.unsupported(kern.Error("dk_block_sizes", code, p.DeviceError))
@@ -182,7 +191,7 @@ func (b *Buffer) open() (err error) {
 			b.size, p.ControlBytes, limit)
 	}
 	b.regions = plan.NewRegions(p.ControlBytes, p.WireBytes, b.opt.NVLBytes, b.opt.RDMABytes)
-	return b.makeSymmetricHeapID()
+	return nil
 }
 
 // blockSizes are the parameters with which the library computes what it needs beside the regions, and for rows of a

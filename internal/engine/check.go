@@ -7,6 +7,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/plan"
@@ -35,13 +36,48 @@ func need(all ...given) error {
 	return nil
 }
 
-// config returns the caller's configuration, checked, or the default.
+// config returns the caller's configuration, checked, or the default, which leaves the SMs to chooseSMs.
 func (b *Buffer) config(c *Call, kind int) (plan.Config, error) {
 	if c.Config == nil {
-		return plan.ConfigFor(kind, b.size)
+		config, err := plan.ConfigFor(kind, b.size)
+		config.NumSMs = 0
+		return config, err
 	}
 	config := plan.Config(*c.Config)
 	return config, config.Check()
+}
+
+// maxLoggedSMs is the largest choice that a log line is written for.
+const maxLoggedSMs = 511
+
+// chooseSMs returns the configuration's SMs, or for 0 the plan's choice for this call. The first call that leads to a
+// choice logs it. b.mu is held.
+func (b *Buffer) chooseSMs(config *plan.Config, q plan.SMQuery) int32 {
+	if config.NumSMs != 0 {
+		return config.NumSMs
+	}
+	q.Topology, q.ComputeCapability = b.top, 10*b.dev.CC[0]+b.dev.CC[1]
+	n := plan.NumSMs(q)
+	if seen := &b.chosenSMs[q.Kind][min(n, maxLoggedSMs)]; !*seen && q.ComputeCapability != 0 {
+		*seen = true
+		b.log.Info(fmt.Sprintf("%d SMs for %s of %d tokens, top-%d, rows of %d bytes%s: neither set_num_sms nor a config gives a number", n,
+			kindName(q.Kind), q.Tokens, q.TopK, q.RowBytes, stagedText(q.Staged)))
+	}
+	return int32(n)
+}
+
+func kindName(kind int) string {
+	if kind == plan.KindCombine {
+		return op.OpCombine.String()
+	}
+	return op.OpDispatch.String()
+}
+
+func stagedText(staged bool) string {
+	if staged {
+		return " through staging memory"
+	}
+	return ""
 }
 
 // fitsRow refuses rows that num_nvl_bytes, or between nodes num_rdma_bytes, cannot stage. b.mu is held.

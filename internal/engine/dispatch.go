@@ -23,6 +23,10 @@ func (b *Buffer) Dispatch(a *op.DispatchArgs, c *Call) error {
 	}
 	return launch(c, abi.OpDispatch, onComm, &p.OpHeader, func() error { return b.endExchange(a) }, func() int32 {
 		fillDispatch(p, a, &config)
+		p.NumSMs = b.chooseSMs(&config, plan.SMQuery{
+			Kind: plan.KindDispatch, RowBytes: p.HiddenBytes + 4*uint64(a.NumScales), Tokens: int(a.NumTokens), TopK: int(a.NumTopK),
+			RecvTokens: knownRows(a), Staged: p.RecvSegment < 0,
+		})
 		return b.opt.Library.Dispatch(p)
 	})
 }
@@ -32,7 +36,6 @@ func fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config *plan.Config
 	if a.Cached != 0 {
 		p.Flags = abi.DispatchCached
 	}
-	p.NumSMs = config.NumSMs
 	p.X, p.Scales = uint64(a.X), uint64(a.XScales)
 	p.ScaleTokenStride, p.ScaleStride = a.ScaleTokenStride, a.ScaleStride
 	p.TopKIdx, p.TopKWeights = uint64(a.TopKIdx), uint64(a.TopKWeights)
@@ -53,6 +56,14 @@ func fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config *plan.Config
 	p.RecvTopKIdx, p.RecvTopKWeights, p.RecvSrcIdx = uint64(a.RecvTopKIdx), uint64(a.RecvTopKWeights), uint64(h.RecvSrcIdx)
 	p.NVLSendChunk, p.NVLRecvChunk = config.NVLSendChunk, config.NVLRecvChunk
 	p.RDMASendChunk, p.RDMARecvChunk = config.RDMASendChunk, config.RDMARecvChunk
+}
+
+// knownRows is how many rows a dispatch brings; 0 in a worst case, where the host does not know it.
+func knownRows(a *op.DispatchArgs) int {
+	if a.NumWorstTokens > 0 {
+		return 0
+	}
+	return int(a.Handle.NumRecvTokens)
 }
 
 func (b *Buffer) checkDispatch(a *op.DispatchArgs) error {

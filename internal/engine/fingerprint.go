@@ -31,7 +31,9 @@ func (b *Buffer) fingerprint(failure error) fingerprint {
 		{"allow_nvlink_for_low_latency_mode", strconv.FormatBool(!o.RDMA.Everywhere)},
 	}}
 	if b.usesTransport() {
-		f.Equal = append(f.Equal, [2]string{"num_qps_per_rank", strconv.Itoa(o.RDMA.Queues.PerPeer)})
+		nics, _ := b.perNIC()
+		f.Equal = append(f.Equal, [2]string{"num_qps_per_rank", strconv.Itoa(o.RDMA.Queues.PerPeer)},
+			[2]string{"the NICs of a rank (DEEPEP_NUM_NICS sets them)", strconv.Itoa(nics)})
 	}
 	if b.dev != nil {
 		f.UUID = fmt.Sprintf("%x", b.dev.UUID)

@@ -46,7 +46,9 @@ func (b *Buffer) Combine(a *op.CombineArgs, c *Call) error {
 	p, h := &b.params.combine, a.Handle
 	fits := func() error { return b.fitsRow(2*uint64(a.Hidden) + 4*uint64(a.NumTopK)) }
 	return b.launch(c, abi.OpCombine, onComm, &p.OpHeader, fits, func() int32 {
-		p.NumSMs = config.NumSMs
+		p.NumSMs = b.chooseSMs(&config, plan.SMQuery{
+			Kind: plan.KindCombine, RowBytes: 2 * uint64(a.Hidden), Tokens: int(h.NumTokens), TopK: int(a.NumTopK), RecvTokens: int(h.NumRecvTokens),
+		})
 		p.X, p.TopKWeights, p.Bias = uint64(a.X), uint64(a.TopKWeights), [2]uint64{uint64(a.Bias[0]), uint64(a.Bias[1])}
 		p.RankPrefixMatrix, p.SendHead, p.RecvSrcIdx = uint64(h.RankPrefixMatrix), uint64(h.SendHead), uint64(h.RecvSrcIdx)
 		p.Exchange = h.Exchange

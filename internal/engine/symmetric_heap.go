@@ -15,8 +15,8 @@ import (
 // reaches its deadline leaves running.
 
 func (b *Buffer) symmetricHeapOptions() device.SymmetricHeapOptions {
-	q := &b.opt.RDMA.Queues
-	return device.SymmetricHeapOptions{Rank: b.rank, Ranks: b.size, Peers: b.top.Peers, QPs: q.PerPeer, Depth: q.Depth}
+	_, queuePairs := b.perNIC()
+	return device.SymmetricHeapOptions{Rank: b.rank, Ranks: b.size, Peers: b.top.Peers, QPsPerNIC: max(1, queuePairs), Depth: b.opt.RDMA.Queues.Depth}
 }
 
 // makeSymmetricHeapID makes the id by which all ranks attach. Rank 0 makes it; the others receive it with its

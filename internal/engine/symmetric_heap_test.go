@@ -2,6 +2,7 @@ package engine_test
 
 import (
 	"errors"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -9,6 +10,7 @@ import (
 
 	"github.com/deepep-go/deepep/internal/dl"
 	"github.com/deepep-go/deepep/internal/engine"
+	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -111,5 +113,50 @@ func TestSymmetricHeapIsFreedInTheBackground(t *testing.T) {
 	r.must(r.Destroy())
 	if got := r.read(); strings.Contains(got, "freed") {
 		t.Errorf("memory is freed though rank 3 is dead: %s", got)
+	}
+}
+
+// NVSHMEM gets what a peer's queue pairs are on each of the rank's NICs, and the draft of the same buffer says so.
+func TestQueuePairsAreDividedOverTheNICs(t *testing.T) {
+	lib := fakeLibrary(t, "libheap.so")
+	for _, c := range []struct {
+		what       string
+		nics, host int
+		elsewhere  int
+		perNIC     string
+	}{
+		{"none known", 0, 0, 2, "5"}, {"one a rank", 0, 3, 2, "5"}, {"two a rank", 0, 6, 2, "3"}, {"fewer than ranks", 0, 1, 2, "5"},
+		{"all on one host", 0, 8, 0, "3"}, {"set", 4, 8, 2, "2"},
+	} {
+		change := func(o *engine.Options) {
+			o.Library, o.StartLimit, o.RDMA.RankNICs, o.RDMA.HostNICs = lib, time.Second, c.nics, c.host
+		}
+		a := &among{rank: 0, size: 4, elsewhere: c.elsewhere}
+		r, err := nodes(t, a, 2, change)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := r.withoutRecords(); !strings.Contains(got, "id for 4 ranks, 2 a node, "+c.perNIC+" x 1024; ") || !strings.Contains(got, "transport 5 x 1024") {
+			t.Errorf("%s: %s, want %s on each NIC", c.what, got, c.perNIC)
+		}
+		made := r.Info()
+		r.must(r.Destroy())
+		o := rigOptions(lib, plan.Topology{Ranks: 4, Peers: 2})
+		change(&o)
+		if o.RDMA.Queues, err = plan.NewQueues(o.Topology, plan.QueueOptions{PerPeer: 5}); err != nil {
+			t.Fatal(err)
+		}
+		for rank := range 4 {
+			if a.Peer(rank).SameHost {
+				o.RDMA.RanksOfHost++
+			}
+		}
+		draft, err := engine.NewDraft(o, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if p := draft.Info(); p.QPsPerNIC != made.QPsPerNIC || p.NICs != made.NICs || p.QPs != made.QPs || p.QPs != p.QPsPerNIC*p.NICs*3 || strconv.Itoa(p.QPsPerNIC) != c.perNIC {
+			t.Errorf("%s: planned %+v, made %+v", c.what, p, made)
+		}
 	}
 }

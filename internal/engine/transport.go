@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -14,12 +15,15 @@ import (
 
 // RDMAOptions configure the queue pairs to ranks that loads and stores do not reach.
 type RDMAOptions struct {
-	Queues     plan.Queues // toward each of them
-	Everywhere bool        // low-latency calls use them to all other ranks, also to those of this rank's node
-	MaxTokens  int         // the largest B of low-latency calls over queue pairs; 0: no limit
-	Workspace  uint64      // the most bytes that flags and counts may take; 0: no limit
-	Seed       uint64      // of the software RDMA's delays and orders
-	Late       bool        // for tests: every operation takes effect as late as it may
+	Queues      plan.Queues // toward each of them
+	Everywhere  bool        // low-latency calls use them to all other ranks, also to those of this rank's node
+	MaxTokens   int         // the largest B of low-latency calls over queue pairs; 0: no limit
+	Workspace   uint64      // the most bytes that flags and counts may take; 0: no limit
+	RankNICs    int         // NICs of a rank; 0: its share of the host's
+	HostNICs    int         // NICs of this host
+	RanksOfHost int         // of a draft: ranks that share them; 0: as many as a node has
+	Seed        uint64      // of the software RDMA's delays and orders
+	Late        bool        // for tests: every operation takes effect as late as it may
 }
 
 // usesTransport reports whether any rank is reached through queue pairs.
@@ -43,6 +47,42 @@ func (b *Buffer) remotePeers() []int32 {
 	return peers
 }
 
+// perNIC returns how many NICs this rank has and how many queue pairs toward a peer each of them gets. A transport
+// without a start of its own (the software RDMA) is one NIC.
+func (b *Buffer) perNIC() (nics, queuePairs int) {
+	switch {
+	case !b.usesTransport():
+		return 0, 0
+	case !b.onNICs():
+		nics = 1
+	case b.opt.RDMA.RankNICs > 0:
+		nics = b.opt.RDMA.RankNICs
+	default:
+		nics = plan.DevicesOfRank(b.opt.RDMA.HostNICs, b.ranksOfHost())
+	}
+	return nics, b.opt.RDMA.Queues.PerDevice(nics)
+}
+
+// onNICs reports whether the transport drives NICs, which connect all ranks of a group (NVSHMEM); that of a draft
+// without a library is taken for one that does.
+func (b *Buffer) onNICs() bool {
+	return b.opt.Library == nil || b.opt.Library.HasTransportHeap()
+}
+
+// ranksOfHost counts the ranks that share this host's NICs. A draft has no members to ask.
+func (b *Buffer) ranksOfHost() int {
+	if b.members == nil {
+		return cmp.Or(b.opt.RDMA.RanksOfHost, b.top.NodeSize())
+	}
+	count := 0
+	for rank := range b.size {
+		if b.members.Peer(rank).SameHost {
+			count++
+		}
+	}
+	return count
+}
+
 // whyQueues is the reason why the buffer needs a transport, for errors.
 func (b *Buffer) whyQueues() string {
 	if b.top.Nodes() == 1 {
@@ -60,11 +100,19 @@ func (b *Buffer) unsupported(err error) error {
 		b.whyQueues(), b.opt.Library.Kind, b.opt.Library.Path, err)
 }
 
+// checkTransport refuses a library without a transport where one is needed.
+func (b *Buffer) checkTransport() error {
+	if b.usesTransport() && !b.opt.Library.HasTransport() {
+		return status.Errorf(status.Unsupported, "%s, and the kernel library of engine %s (%s) has no transport", b.whyQueues(), b.opt.Library.Kind, b.opt.Library.Path)
+	}
+	return nil
+}
+
 // checkReach refuses ranks that the library cannot reach. A transport whose blocks are mapped here joins nodes of one
 // host only.
 func (b *Buffer) checkReach() error {
-	if b.usesTransport() && !b.opt.Library.HasTransport() {
-		return status.Errorf(status.Unsupported, "%s, and the kernel library of engine %s (%s) has no transport", b.whyQueues(), b.opt.Library.Kind, b.opt.Library.Path)
+	if err := b.checkTransport(); err != nil {
+		return err
 	}
 	for rank := range b.size {
 		remote := b.top.Remote(b.rank, rank)

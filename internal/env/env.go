@@ -45,6 +45,7 @@ type Settings struct {
 	Heartbeat    time.Duration // DEEPEP_HEARTBEAT_MS: 100 ms
 	Stats        bool          // DEEPEP_STATS: on; statistics pages for other processes
 	ISA          string        // DEEPEP_ISA: auto
+	RowSegment   int64         // DEEPEP_ZERO_COPY_BYTES: memory for received rows of normal mode; -1: the plan's
 }
 
 // RDMA holds the settings of nodes joined by RDMA. If the first variable is not set, Load reads the next, which is a
@@ -55,21 +56,26 @@ type RDMA struct {
 	QPs            int    // DEEPEP_NUM_QPS_PER_RANK: queue pairs toward a peer, before the caller's number; 0: the caller's
 	QPDepth        int    // DEEPEP_QP_DEPTH, NVSHMEM_QP_DEPTH, NVSHMEM_IBGDA_QP_DEPTH; 0: the plan's
 	MaxTokens      int    // DEEPEP_NUM_MAX_RDMA_TOKENS, DEEP_EP_NUM_MAX_RDMA_TOKENS: the largest B of a call; 0: no limit
+	NICs           int    // DEEPEP_NUM_NICS: NICs of a rank; 0: its share of those that are found
 	Seed           uint64 // DEEPEP_SOFTWARE_RDMA=seed[:late], for tests of the software RDMA: 0
 	Late           bool   // the software RDMA applies every write as late as its order allows
 }
 
+// MaxNICs is more than any host has.
+const MaxNICs = 64
+
 // Limits of the numeric settings; the errors print them.
 const (
-	maxTimeoutMS = 7 * 24 * 3600 * 1000 // a week
-	maxNVLPeers  = 1024                 // as many ranks as a group may have
-	maxNodes     = 1024                 // a rank each
-	maxWorkspace = 1 << 47              // the address space of a process
-	maxQPs       = 1024                 // toward one peer
-	maxDepth     = 32768                // of a queue pair, NVSHMEM's limit
-	maxTokens    = maxDepth/2 - 1       // two requests a token and two for their count
-	minBeatMS    = 10                   // the end of a process is seen without heartbeats
-	maxBeatMS    = 1000                 // below the age at which a heartbeat means death
+	maxTimeoutMS  = 7 * 24 * 3600 * 1000 // a week
+	maxNVLPeers   = 1024                 // as many ranks as a group may have
+	maxNodes      = 1024                 // a rank each
+	maxWorkspace  = 1 << 47              // the address space of a process
+	maxRowSegment = 1 << 47              // likewise
+	maxQPs        = 1024                 // toward one peer
+	maxDepth      = 32768                // of a queue pair, NVSHMEM's limit
+	maxTokens     = maxDepth/2 - 1       // two requests a token and two for their count
+	minBeatMS     = 10                   // the end of a process is seen without heartbeats
+	maxBeatMS     = 1000                 // below the age at which a heartbeat means death
 )
 
 // Load reads all settings through get, which returns "" for a variable that is not set. On error (InvalidArgument)
@@ -86,6 +92,7 @@ func Load(get func(name string) string) (Settings, error) {
 		Heartbeat:    p.millis("DEEPEP_HEARTBEAT_MS", 100, minBeatMS, maxBeatMS),
 		Stats:        p.onOff("DEEPEP_STATS", true),
 		ISA:          p.choice("DEEPEP_ISA", ISAAuto, ISABaseline, ISAAVX2, ISAAVX512),
+		RowSegment:   int64(p.number("DEEPEP_ZERO_COPY_BYTES", -1, 0, maxRowSegment)),
 	}
 	s.LogLevel, s.LogPath = p.log("DEEPEP_LOG")
 	s.RDMA = p.rdma()

@@ -14,6 +14,7 @@ func (p *parser) rdma() RDMA {
 		QPs:            number(0, 1, maxQPs, "DEEPEP_NUM_QPS_PER_RANK"),
 		QPDepth:        number(0, 1, maxDepth, "DEEPEP_QP_DEPTH", "NVSHMEM_QP_DEPTH", "NVSHMEM_IBGDA_QP_DEPTH"),
 		MaxTokens:      number(0, 1, maxTokens, "DEEPEP_NUM_MAX_RDMA_TOKENS", "DEEP_EP_NUM_MAX_RDMA_TOKENS"),
+		NICs:           number(0, 1, MaxNICs, "DEEPEP_NUM_NICS"),
 	}
 	r.Seed, r.Late = p.softwareRDMA("DEEPEP_SOFTWARE_RDMA")
 	return r

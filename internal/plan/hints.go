@@ -93,4 +93,9 @@ func LowLatencyBytes(numMaxTokens, hidden, ranks, experts int64, limits *Limits)
 	return align(2*(send+recv+signals)+1, alignBytes), nil
 }
 
+// FP8RowBytes are the bytes of a row of FP8 elements with a scale for each 128 of them.
+func FP8RowBytes(hidden uint64) uint64 {
+	return hidden + scaleBytes*((hidden+scaleChannels-1)/scaleChannels)
+}
+
 func align(n, to uint64) uint64 { return (n + to - 1) / to * to }

@@ -18,19 +18,16 @@ const (
 // DefaultQueuePairs is the default of num_qps_per_rank, as in V1.
 const DefaultQueuePairs = 24
 
-// QueueOptions are what is known when queue pairs are made. Zero means unknown, or the plan's choice.
+// QueueOptions are what is known when queue pairs are made. Zero means unknown, or the default.
 type QueueOptions struct {
-	PerPeer      int // num_qps_per_rank
-	LocalExperts int // experts of a rank in low-latency calls
-	Channels     int // pairs of SMs in normal-mode calls
-	MaxTokens    int // largest B (num_max_dispatch_tokens_per_rank) of the calls
-	Depth        int // of a queue, in operations
+	PerPeer   int // num_qps_per_rank; 0: DefaultQueuePairs
+	MaxTokens int // largest B (num_max_dispatch_tokens_per_rank) of the calls
+	Depth     int // of a queue, in operations
 }
 
 // Queues are the queue pairs of one rank: the same number toward every peer, all of one depth.
 //
-// A peer gets as many as its busiest mode has use for: one for each of its local experts in low-latency mode, one for
-// each channel in normal mode. Any other number works: experts and channels take the queue pairs in turn. Normal mode
+// Any number works: experts in low-latency mode and channels in normal mode take the queue pairs in turn. Normal mode
 // moves rows between ranks of the same index alone; the others have the same number all the same, since one number for
 // all peers is what transports offer, and their first queue pair carries counts and barriers.
 type Queues struct {
@@ -45,8 +42,7 @@ func NewQueues(t Topology, o QueueOptions) (Queues, error) {
 		name        string
 		value, most int
 	}{
-		{"num_qps_per_rank", o.PerPeer, MaxQueuePairs}, {"num_local_experts", o.LocalExperts, maxExperts}, {"num_channels", o.Channels, maxInt32},
-		{"num_max_dispatch_tokens_per_rank", o.MaxTokens, maxTokens}, {"qp_depth", o.Depth, MaxDepth},
+		{"num_qps_per_rank", o.PerPeer, MaxQueuePairs}, {"num_max_dispatch_tokens_per_rank", o.MaxTokens, maxTokens}, {"qp_depth", o.Depth, MaxDepth},
 	} {
 		if n.value < 0 || n.value > n.most {
 			return Queues{}, status.InvalidArg(n.name, n.value, fmt.Sprintf("0 to %d", n.most))
@@ -54,7 +50,7 @@ func NewQueues(t Topology, o QueueOptions) (Queues, error) {
 	}
 	q := Queues{Topology: t, PerPeer: o.PerPeer}
 	if q.PerPeer == 0 {
-		q.PerPeer = min(max(1, o.LocalExperts, o.Channels), MaxQueuePairs)
+		q.PerPeer = DefaultQueuePairs
 	}
 	need := 0
 	if o.MaxTokens > 0 {
@@ -72,6 +68,12 @@ func NewQueues(t Topology, o QueueOptions) (Queues, error) {
 		}
 	}
 	return q, nil
+}
+
+// UsedQueuePairs is how many queue pairs toward a peer the calls have use for: one for each of its local experts in
+// low-latency mode, one for each channel in normal mode. What a buffer has beyond that stays idle.
+func UsedQueuePairs(localExperts, channels int) int {
+	return min(max(1, localExperts, channels), MaxQueuePairs)
 }
 
 // DepthFor is the minimum depth of a queue pair for B tokens and their count message in flight, two requests each: a
@@ -94,8 +96,14 @@ func (q Queues) OfExpert(expert int) int { return expert % q.PerPeer }
 func (q Queues) OfChannel(channel int) int { return channel % q.PerPeer }
 
 // PerDevice is how many a peer gets on each of a rank's NICs (NVSHMEM_IBGDA_NUM_RC_PER_PE) so that it has PerPeer at
-// least.
-func (q Queues) PerDevice(devices int) int { return (q.PerPeer + devices - 1) / devices }
+// least. A rank without a known NIC counts as one with one.
+func (q Queues) PerDevice(devices int) int {
+	devices = max(1, devices)
+	return (q.PerPeer + devices - 1) / devices
+}
+
+// DevicesOfRank is how many of a host's NICs each of its ranks uses: they are dealt out, and no rank goes without one.
+func DevicesOfRank(devices, ranksOfHost int) int { return max(1, devices/max(1, ranksOfHost)) }
 
 // Remote reports whether two ranks are on different nodes.
 func (t Topology) Remote(a, b int) bool { return t.Node(a) != t.Node(b) }

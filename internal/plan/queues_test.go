@@ -18,18 +18,15 @@ func TestQueuesForShapes(t *testing.T) {
 		o              QueueOptions
 		perPeer, depth int
 	}{
-		{QueueOptions{}, 1, 1024},
-		{QueueOptions{PerPeer: 24}, 24, 1024},
-		{QueueOptions{LocalExperts: 16, Channels: 10, MaxTokens: 128}, 16, 1024},
-		{QueueOptions{LocalExperts: 8, Channels: 10}, 10, 1024},
-		{QueueOptions{PerPeer: 3, LocalExperts: 16, Channels: 10}, 3, 1024},
-		{QueueOptions{LocalExperts: 5000}, MaxQueuePairs, 1024},
-		{QueueOptions{MaxTokens: 511}, 1, 1024},
-		{QueueOptions{MaxTokens: 512}, 1, 2048},
-		{QueueOptions{MaxTokens: 16383}, 1, 32768},
-		{QueueOptions{MaxTokens: 128, Depth: 512}, 1, 512},
-		{QueueOptions{MaxTokens: 128, Depth: 300}, 1, 512},
-		{QueueOptions{Depth: 1}, 1, 1},
+		{QueueOptions{}, DefaultQueuePairs, 1024},
+		{QueueOptions{PerPeer: 3}, 3, 1024},
+		{QueueOptions{PerPeer: MaxQueuePairs}, MaxQueuePairs, 1024},
+		{QueueOptions{MaxTokens: 511}, 24, 1024},
+		{QueueOptions{MaxTokens: 512}, 24, 2048},
+		{QueueOptions{MaxTokens: 16383}, 24, 32768},
+		{QueueOptions{MaxTokens: 128, Depth: 512}, 24, 512},
+		{QueueOptions{MaxTokens: 128, Depth: 300}, 24, 512},
+		{QueueOptions{Depth: 1}, 24, 1},
 	} {
 		q := must[Queues](t)(NewQueues(top, c.o))
 		if q.PerPeer != c.perPeer || q.Depth != c.depth {
@@ -37,7 +34,7 @@ func TestQueuesForShapes(t *testing.T) {
 		}
 	}
 	for name, o := range map[string]QueueOptions{
-		"num_qps_per_rank": {PerPeer: 1025}, "num_local_experts": {LocalExperts: -1}, "num_channels": {Channels: -1},
+		"num_qps_per_rank":                 {PerPeer: 1025},
 		"num_max_dispatch_tokens_per_rank": {MaxTokens: 16384}, "qp_depth": {Depth: 32769},
 	} {
 		_, err := NewQueues(top, o)
@@ -45,6 +42,22 @@ func TestQueuesForShapes(t *testing.T) {
 	}
 	_, err := NewQueues(top, QueueOptions{Depth: 256, MaxTokens: 128})
 	refused(t, "depth for the tokens", err, "qp_depth", "256", "at least 512 for 128 tokens")
+}
+
+func TestUsedQueuePairs(t *testing.T) {
+	for _, c := range [][3]int{{0, 0, 1}, {16, 10, 16}, {8, 10, 10}, {5000, 10, MaxQueuePairs}} {
+		if n := UsedQueuePairs(c[0], c[1]); n != c[2] {
+			t.Errorf("%d local experts and %d channels use %d queue pairs, want %d", c[0], c[1], n, c[2])
+		}
+	}
+}
+
+func TestDevicesAreDealtOut(t *testing.T) {
+	for _, c := range [][3]int{{8, 8, 1}, {16, 8, 2}, {9, 8, 1}, {1, 8, 1}, {0, 8, 1}, {4, 0, 4}} {
+		if n := DevicesOfRank(c[0], c[1]); n != c[2] {
+			t.Errorf("%d NICs of %d ranks: %d a rank, want %d", c[0], c[1], n, c[2])
+		}
+	}
 }
 
 // Experts and channels share what queue pairs there are evenly, whatever their number.

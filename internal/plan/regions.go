@@ -3,6 +3,21 @@ package plan
 // PageBytes is the alignment of every region of a symmetric block.
 const PageBytes = 4096
 
+// defaultRowSegment is two batches of 4096 tokens of 7168 BF16 over 4 ranks.
+const defaultRowSegment = 512 << 20
+
+// RowSegmentBytes is the size of the segment that a program makes for the rows that it receives in normal mode: what the
+// setting says, or for -1 the default, where there is normal mode.
+func RowSegmentBytes(setting int64, nvlBytes uint64) uint64 {
+	switch {
+	case setting >= 0:
+		return uint64(setting)
+	case nvlBytes == 0:
+		return 0
+	}
+	return defaultRowSegment
+}
+
 // Region is a part of a block.
 type Region struct {
 	Offset, Bytes uint64

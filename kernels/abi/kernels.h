@@ -494,8 +494,9 @@ typedef struct dk_transport_unique_id_params {
   DK_HEADER;
   int32_t num_ranks;
   int32_t num_nvl_peers; /* ranks of a node. num_ranks not above it: one node, and no NIC is looked for */
-  int32_t num_qps;       /* wanted toward each peer; taken when the transport's library starts for the first time */
-  int32_t qp_depth;      /* likewise */
+  /* QPs toward each peer on each NIC of this rank; taken when the transport's library starts for the first time. */
+  int32_t num_qps_per_nic;
+  int32_t qp_depth; /* likewise */
   /* [out] While something is attached in this process: the id that it was attached by. */
   uint8_t id[DK_TRANSPORT_ID_BYTES];
   char reason[512]; /* [out] what went wrong, or which settings of the user contradict what is wanted; "": nothing */
@@ -505,7 +506,7 @@ typedef struct dk_transport_attach_params {
   DK_HEADER;
   uint64_t device; /* of dk_device_open; a process stays with one device */
   int32_t rank, num_ranks;
-  int32_t num_nvl_peers, num_qps, qp_depth, reserved0; /* as in dk_transport_unique_id */
+  int32_t num_nvl_peers, num_qps_per_nic, qp_depth, reserved0; /* as in dk_transport_unique_id */
   /* Of dk_transport_unique_id on one rank. A second attach with equal id, rank and num_ranks shares the first one's
    * attachment. */
   uint8_t id[DK_TRANSPORT_ID_BYTES];
@@ -624,7 +625,7 @@ int32_t dk_stats_flush(dk_stats_flush_params *p);
 /* ---- Operations -------------------------------------------------------------------------------------------------- */
 
 /* Begins an operation's parameter struct. call: the operation's number for records, counted by the engine; timeout_ns:
- * how long one wait may last; num_sms: 0 for the library's choice. */
+ * how long one wait may last; num_sms: 0 for a number that suits tests, the engine gives its own in normal mode. */
 #define DK_OP_HEADER                       \
   DK_HEADER;                               \
   uint64_t team, stream, call, timeout_ns; \

@@ -96,7 +96,7 @@ void make_id(Rank &me) {
     auto p = make_params<dk_transport_unique_id_params>();
     p.num_ranks = me.ranks();
     p.num_nvl_peers = me.ranks() / me.options->hosts;
-    p.num_qps = kQueues;
+    p.num_qps_per_nic = kQueues;
     p.qp_depth = 256;
     must(me, me.call.unique_id(&p), "dk_transport_unique_id", p.reason);
     memcpy(me.page->id, p.id, sizeof p.id);
@@ -110,7 +110,7 @@ uint64_t attach_once(Rank &me) {
   p.rank = me.index;
   p.num_ranks = me.ranks();
   p.num_nvl_peers = me.ranks() / me.options->hosts;
-  p.num_qps = kQueues;
+  p.num_qps_per_nic = kQueues;
   p.qp_depth = 256;
   memcpy(p.id, me.page->id, sizeof p.id);
   const double start = now_ms();
@@ -133,7 +133,7 @@ void attach_again(Rank &me) {
   p.rank = me.index;
   p.num_ranks = me.ranks() + 1;
   p.num_nvl_peers = 1;
-  p.num_qps = 1;
+  p.num_qps_per_nic = 1;
   p.qp_depth = 1;
   if (me.call.attach(&p) != DK_ESTATE || p.reason[0] == 0) fail(me, "another group was attached too: \"%s\"", p.reason);
   auto d = make_params<dk_transport_detach_params>();

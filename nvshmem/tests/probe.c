@@ -39,7 +39,7 @@ static void show_variable(const char *name) {
 
 static int start(char **numbers) {
   dk_transport_unique_id_params p = {.size = sizeof p,
-                                     .num_qps = atoi(numbers[0]),
+                                     .num_qps_per_nic = atoi(numbers[0]),
                                      .qp_depth = atoi(numbers[1]),
                                      .num_nvl_peers = atoi(numbers[2]),
                                      .num_ranks = atoi(numbers[3])};
@@ -51,7 +51,7 @@ static int start(char **numbers) {
                                "NVSHMEM_QP_DEPTH",         "NVSHMEM_IBGDA_RC_MAP_BY", "NVSHMEM_DISABLE_NCCL",
                                "NVSHMEM_DISABLE_NVLS",     "CUDA_MODULE_LOADING"};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++) show_variable(names[i]);
-  dk_transport_attach_params a = {.size = sizeof a, .num_ranks = 2, .num_nvl_peers = 1, .num_qps = 1, .qp_depth = 1};
+  dk_transport_attach_params a = {.size = sizeof a, .num_ranks = 2, .num_nvl_peers = 1, .num_qps_per_nic = 1, .qp_depth = 1};
   printf("attach: %d\nattach says: %s\n", CALL(dk_transport_attach, &a), a.reason);
   uint64_t reach[2] = {0};
   dk_transport_alloc_params m = {

@@ -146,6 +146,22 @@ def test_start_sets_the_environment() -> None:
     assert {name: found[name] for name in wanted} == wanted
 
 
+def test_a_plan_for_several_nodes_asks_this_library() -> None:
+    """What each kernel library keeps for itself, and the queue pairs on each NIC that the start is given."""
+    shape = "num_tokens=64, num_max_dispatch_tokens_per_rank=8, hidden=512, num_topk=2, num_experts=16, engine='cuda'"
+    show = "print(p.library, p.num_qps_per_nic, p.num_qps, p.control_bytes, p.wire_bytes, p.total_bytes)"
+    found = {}
+    for ranks in (8, 16):
+        program = f"import deep_ep; p = deep_ep.plan({ranks}, {shape}); {show}"
+        settings = {"PYTHONPATH": str(ROOT / "python"), "DEEPEP_KERNELS": str(LIBRARY.parent), "DEEPEP_NUM_NICS": "2"}
+        code, text = run(sys.executable, "-c", program, **settings)
+        assert code == 0, text
+        found[ranks] = text.split()
+    assert found[8][:3] == ["libdeepep_cuda.so", "0", "0"]
+    assert found[16][:3] == ["libdeepep_nvshmem.so", "12", str(24 * 15)]
+    assert int(found[16][3]) > int(found[8][3]) > 0 and int(found[16][5]) > int(found[16][3]) + int(found[16][4])
+
+
 def test_start_on_one_node_looks_for_no_nic() -> None:
     found = probe("start", 24, 1000, 8, 8)
     assert found["NVSHMEM_REMOTE_TRANSPORT"] == "none" and found["NVSHMEM_IB_ENABLE_IBGDA"] == "(none)"
@@ -163,7 +179,11 @@ def test_start_keeps_the_users_settings_and_reports_conflicts() -> None:
 
 @pytest.mark.parametrize(
     ("numbers", "said"),
-    [((24, 40000, 8, 16), "at most 32768"), ((0, 1000, 8, 16), "num_qps = 0"), ((1, 1, 0, 2), "num_nvl_peers = 0")],
+    [
+        ((24, 40000, 8, 16), "at most 32768"),
+        ((0, 1000, 8, 16), "num_qps_per_nic = 0"),
+        ((1, 1, 0, 2), "num_nvl_peers = 0"),
+    ],
 )
 def test_impossible_plans_are_refused(numbers: tuple[int, ...], said: str) -> None:
     found = probe("start", *numbers)

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 	"github.com/jedib0t/go-pretty/v6/text"
 	"github.com/spf13/cobra"
 
+	"github.com/deepep-go/deepep/core"
 	"github.com/deepep-go/deepep/internal/doctor"
 	"github.com/deepep-go/deepep/internal/doctor/libs"
 )
@@ -87,11 +89,12 @@ func (f *doctorFlags) examine(cmd *cobra.Command) error {
 		}
 	}
 	if f.planned {
+		f.shape.engine = map[doctor.For]string{doctor.ForCPU: core.EngineCPU, doctor.ForIntranode: core.EngineCUDA, doctor.ForInternode: core.EngineCUDA}[use]
 		p, err := f.shape.plan()
 		if err != nil {
 			return err
 		}
-		opt.Ranks, opt.Plan = min(p.Topology.NodeSize(), p.Topology.Ranks), p.forDoctor(use)
+		opt.Ranks, opt.Plan = cmp.Or(f.shape.onHost, p.NumNVLPeers), p.forDoctor(use, f.shape.nics)
 	}
 	opt.Kernels, opt.NVSHMEM = installedKernels(f.root)
 	report, err := doctor.Run(cmd.Context(), host, opt)

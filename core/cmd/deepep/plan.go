@@ -5,6 +5,7 @@ import (
 	"io"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/jedib0t/go-pretty/v6/table"
 	"github.com/spf13/cobra"
@@ -18,18 +19,17 @@ func planCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "plan",
 		Short: "Sizes of buffers and queues for a shape; no GPU needed",
-		Long: `Prints the bytes of every buffer, channels, queue pairs with their depth and the
-order in which one rank makes them, for a shape, and with --memory the largest B (num_max_dispatch_tokens_per_rank) that
-fits, with the limit that binds. Sizes are those of one rank.`,
+		Long: `Prints what construction would make for a shape, by the settings of the environment: the
+bytes of every region, time limits, queue pairs with their depth and the order in which one rank makes them; the SMs that
+calls would take; and with --memory the largest B (num_max_dispatch_tokens_per_rank) that fits, with the limit that binds.
+Sizes are those of one rank. What construction would refuse is an error.`,
 		Example: `  deepep plan --ranks 8 --experts 256 --hidden 7168 --max-tokens 128
-  deepep plan --ranks 64 --ranks-per-node 8 --memory 8GiB`,
+  deepep plan --ranks 64 --engine cuda --memory 8GiB
+  NUM_MAX_NVL_PEERS=4 deepep plan --ranks 16`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			p, err := s.plan()
 			if err != nil {
-				return err
-			}
-			if err := p.askLibrary(s.engine); err != nil {
 				return err
 			}
 			if s.memory != "" {
@@ -37,7 +37,7 @@ fits, with the limit that binds. Sizes are those of one rank.`,
 				if err != nil {
 					return err
 				}
-				if err := p.fit(memory); err != nil {
+				if err := p.fit(&s, memory); err != nil {
 					return err
 				}
 			}
@@ -51,35 +51,9 @@ fits, with the limit that binds. Sizes are those of one rank.`,
 	s.register(flags)
 	flags.IntVar(&s.rank, "rank", 0, "whose order of queue pairs is shown")
 	flags.StringVar(&s.memory, "memory", "", "find the largest B for this much memory a rank, as 8GiB")
-	flags.StringVar(&s.engine, "engine", "auto", "whose own needs to add: cpu, cuda, or auto for the first that is installed")
+	flags.StringVar(&s.engine, "engine", "auto", "cpu, cuda (also where there is no GPU), or auto: the one that a buffer here would get")
 	flags.BoolVar(&asJSON, "json", false, "print JSON")
 	return cmd
-}
-
-// askLibrary adds the bytes that the kernel library needs for itself. With auto a missing library is not an error: the
-// sizes that users pass do not depend on it.
-func (p *sizes) askLibrary(engine string) error {
-	kinds := []string{"cuda", "cpu"}
-	switch engine {
-	case "auto":
-	case "cpu", "cuda":
-		kinds = []string{engine}
-	default:
-		return fmt.Errorf("engine: %q; allowed are auto, cpu and cuda", engine)
-	}
-	var failure error
-	for _, kind := range kinds {
-		l, err := loadKernels(kind)
-		if err == nil {
-			p.library, p.Library = l, kind
-			return p.bytes(p.MaxTokens)
-		}
-		failure = err
-	}
-	if engine == "auto" {
-		return nil
-	}
-	return failure
 }
 
 func (p *sizes) print(w io.Writer) error {
@@ -88,52 +62,78 @@ func (p *sizes) print(w io.Writer) error {
 	size := func(name string, n uint64, why string) {
 		t.AppendRow(table.Row{name, sizeText(n), strconv.FormatUint(n, 10), why})
 	}
-	size("num_nvl_bytes", p.NVLBytes, fmt.Sprintf("normal mode, %d SMs, %s", p.SMs, count(p.Channels, "channel")))
-	if p.Nodes > 1 {
-		size("num_rdma_bytes", p.RDMABytes, "normal mode between nodes")
+	if p.Tokens > 0 {
+		size("num_nvl_bytes", p.NVLBytes, fmt.Sprintf("normal mode, hint for %s", count(p.Channels, "channel")))
+		if p.Nodes > 1 {
+			size("num_rdma_bytes", p.RDMABytes, "normal mode between nodes")
+		}
 	}
-	size("num_rdma_bytes", p.LLBytes, "low-latency mode, two slots")
-	if p.library != nil {
-		size("private", p.PrivateBytes, "flags and staging of libdeepep_"+p.Library+".so")
+	if p.MaxTokens > 0 {
+		size("num_rdma_bytes", p.LLBytes, "low-latency mode, two slots")
 	}
-	size("one buffer for both", p.TotalBytes, "what construction allocates")
-	t.AppendSeparator()
-	size("output, FP8", p.OutputFP8, "recv_x of one low-latency dispatch")
-	size("output, BF16", p.OutputBF16, "recv_x of one low-latency dispatch")
-	if p.Nodes > 1 {
+	if p.Library != "" {
+		size("private", p.PrivateBytes, fmt.Sprintf("%s: flags and counts %s, staging %s", p.Library, sizeText(p.ControlBytes), sizeText(p.WireBytes)))
+	}
+	size("one buffer for all", p.TotalBytes, "what construction allocates")
+	if p.RowSegmentBytes > 0 {
+		size("row segment", p.RowSegmentBytes, "received rows of normal mode that peers write without a copy (DEEPEP_ZERO_COPY_BYTES)")
+	}
+	if p.MaxTokens > 0 {
+		t.AppendSeparator()
+		size("output, FP8", p.OutputFP8, "recv_x of one low-latency dispatch")
+		size("output, BF16", p.OutputBF16, "recv_x of one low-latency dispatch")
+	}
+	if p.Tokens > 0 {
+		t.AppendSeparator()
+		t.AppendRow(table.Row{"SMs", fmt.Sprintf("%d / %d / %d", p.DispatchSMsFP8, p.DispatchSMsBF16, p.CombineSMs), "",
+			fmt.Sprintf("normal mode, %d tokens: dispatch FP8 / BF16 / combine", p.Tokens)})
+	}
+	t.AppendRow(table.Row{"time limits", milliseconds(p.TimeoutMS), "", "of a wait for a peer; in the first call of an operation " + milliseconds(p.FirstTimeoutMS)})
+	if p.QPPeers > 0 {
 		t.AppendSeparator()
 		p.printQueues(t)
 	}
-	title := fmt.Sprintf("%s on %s, %d experts (%d a rank), hidden %d, top-%d, B = %d",
-		count(p.Ranks, "rank"), count(p.Nodes, "node"), p.Experts, p.LocalExperts, p.Hidden, p.TopK, p.MaxTokens)
+	title := fmt.Sprintf("%s on %s, engine %s, %d experts (%d a rank), hidden %d, top-%d, B = %d",
+		count(p.Ranks, "rank"), count(p.Nodes, "node"), p.Engine, p.Experts, p.LocalExperts, p.Hidden, p.TopK, p.MaxTokens)
 	if _, err := fmt.Fprintf(w, "%s\n%s\n", title, t.Render()); err != nil {
 		return err
 	}
 	return p.printLimits(w)
 }
 
+func milliseconds(n int64) string { return (time.Duration(n) * time.Millisecond).String() }
+
 // printQueues adds the rows about queue pairs.
 func (p *sizes) printQueues(t table.Writer) {
-	t.AppendRow(table.Row{"queue pairs", p.RemoteQPs, "", fmt.Sprintf("%d to each of %d ranks on other nodes; NVSHMEM makes %d, to all %d others",
-		p.QPsPerPeer, p.Topology.NumRemote(), p.QPs, p.Ranks-1)})
-	t.AppendRow(table.Row{"NUM_RC_PER_PE", p.QPsPerNIC, "", "NVSHMEM_IBGDA_NUM_RC_PER_PE: toward a peer, on each NIC"})
-	depth := "2 × (B + 1), to a power of two"
-	if p.QPDepth == 0 {
-		depth = fmt.Sprintf("none: B tokens need 2 × (B + 1), NVSHMEM has at most %d", plan.MaxDepth)
+	t.AppendRow(table.Row{"queue pairs", p.QPs, "", fmt.Sprintf("of a rank in all; %d to each of %s that it reaches by them",
+		p.QPsPerPeer, count(p.QPPeers, "rank"))})
+	used := fmt.Sprintf("the calls have use for so many of the %d: local expert e uses e mod %d, channel c c mod %d", p.QPsPerPeer, p.QPsPerPeer, p.QPsPerPeer)
+	if p.QPsUsed > p.QPsPerPeer {
+		used = fmt.Sprintf("so many would be used; %d are taken in turn: local expert e uses e mod %d, channel c c mod %d", p.QPsPerPeer, p.QPsPerPeer, p.QPsPerPeer)
+	}
+	t.AppendRow(table.Row{"which are used", p.QPsUsed, "", used})
+	t.AppendRow(table.Row{"NUM_RC_PER_PE", p.QPsPerNIC, "", "NVSHMEM_IBGDA_NUM_RC_PER_PE: toward a peer, on each NIC of a rank, which has " + strconv.Itoa(p.NICs)})
+	depth := fmt.Sprintf("B tokens want %d, 2 × (B + 1) to a power of two: with less a full queue pair makes a call wait", p.QPDepthForTokens)
+	switch {
+	case p.MaxTokens == 0:
+		depth = "operations in flight on a queue pair"
+	case p.QPDepthForTokens == 0:
+		depth = fmt.Sprintf("B tokens want 2 × (B + 1), NVSHMEM has at most %d: a full queue pair makes a call wait", plan.MaxDepth)
+	case p.QPDepthForTokens <= p.QPDepth:
+		depth = fmt.Sprintf("B tokens want %d, 2 × (B + 1) to a power of two", p.QPDepthForTokens)
 	}
 	t.AppendRow(table.Row{"NVSHMEM_QP_DEPTH", p.QPDepth, "", depth})
 	t.AppendRow(table.Row{"order of creation", "", "", fmt.Sprintf("rank %d: %s", p.QPRank, someOf(p.QPOrder))})
-	t.AppendRow(table.Row{"which is used", "", "", fmt.Sprintf("local expert e: e mod %d; channel c: c mod %d", p.QPsPerPeer, p.QPsPerPeer)})
 }
 
 // someOf lists the ends of a long list.
-func someOf(numbers []int) string {
+func someOf(numbers []int32) string {
 	const head, tail = 9, 3
 	var words []string
 	for i, n := range numbers {
 		switch {
 		case len(numbers) <= head+tail || i < head || i >= len(numbers)-tail:
-			words = append(words, strconv.Itoa(n))
+			words = append(words, strconv.Itoa(int(n)))
 		case i == head:
 			words = append(words, "…")
 		}
@@ -143,10 +143,10 @@ func someOf(numbers []int) string {
 
 func (p *sizes) printLimits(w io.Writer) error {
 	lines := ""
-	if p.library == nil {
-		lines += "No kernel library was found: what it keeps for itself is not in the sum (set DEEPEP_KERNELS).\n"
+	if p.Library == "" {
+		lines += "No kernel library can be loaded: what it keeps for itself is not in the sum. " + p.Reason + "\n"
 	}
-	if p.Nodes == 1 {
+	if p.QPPeers == 0 {
 		lines += "One node: no queue pairs, no RDMA.\n"
 	}
 	if p.MemoryBytes > 0 {

@@ -26,11 +26,12 @@ func TestPlanSizes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if p.LLBytes != ll || p.Nodes != 2 || p.LocalExperts != 16 || p.Channels != 12 || p.QPsPerPeer != 16 || p.QPs != 240 || p.RemoteQPs != 128 || p.QPDepth != 1024 {
+	if p.LLBytes != ll || p.Nodes != 2 || p.LocalExperts != 16 || p.Channels != 12 || p.QPsPerPeer != 24 || p.QPs != 192 || p.QPPeers != 8 || p.QPsUsed != 16 ||
+		p.QPDepth != 1024 || p.QPDepthForTokens != 512 || p.CombineSMs != 24 || p.TimeoutMS != 100_000 || p.FirstTimeoutMS != 300_000 {
 		t.Errorf("%+v", p)
 	}
-	if q := planned(t, "--ranks", "6", "--ranks-per-node", "2", "--experts", "6", "--sms", "10", "--nics", "2", "--rank", "3"); q.QPsPerPeer != 5 ||
-		q.QPsPerNIC != 3 || q.QPRank != 3 || !slices.Equal(q.QPOrder, []int{4, 5, 0, 1, 2}) {
+	if q := planned(t, "--ranks", "6", "--ranks-per-node", "2", "--experts", "6", "--qps", "5", "--rank", "3", "--engine", "cpu"); q.QPsPerPeer != 5 ||
+		q.QPsPerNIC != 5 || q.QPRank != 3 || !slices.Equal(q.QPOrder, []int32{4, 5, 0, 1}) {
 		t.Errorf("%d queue pairs, %d a NIC, order of rank %d %v", q.QPsPerPeer, q.QPsPerNIC, q.QPRank, q.QPOrder)
 	}
 	if p.TotalBytes < p.NVLBytes+max(p.RDMABytes, p.LLBytes)+p.PrivateBytes {
@@ -38,6 +39,9 @@ func TestPlanSizes(t *testing.T) {
 	}
 	if rows := uint64(16 * 16 * 128); p.OutputBF16 != rows*7168*2 || p.OutputFP8 != rows*(7168+56*4) {
 		t.Errorf("outputs %d %d", p.OutputBF16, p.OutputFP8)
+	}
+	if one := planned(t, "--ranks", "8", "--engine", "cuda"); one.CombineSMs != 16 || one.DispatchSMsFP8 != 12 || one.DispatchSMsBF16 != 10 {
+		t.Errorf("SMs by formula: %+v", one)
 	}
 	if one := planned(t, "--ranks", "8"); one.QPs != 0 || one.RDMABytes != 0 {
 		t.Errorf("one node has queue pairs: %+v", one)
@@ -62,14 +66,11 @@ func TestPlanLargestB(t *testing.T) {
 		if c.bound != "memory" {
 			continue
 		}
-		s := shape{ranks: p.Ranks, perNode: 8, nics: 1, experts: p.Experts, hidden: p.Hidden, topK: p.TopK, sms: p.SMs}
+		s := shape{ranks: p.Ranks, experts: p.Experts, hidden: p.Hidden, topK: p.TopK, tokens: p.Tokens, engine: "cpu"}
 		for extra, want := range map[int]bool{0: true, 1: false} {
 			s.maxTokens = p.LargestB + extra
 			again, err := s.plan()
 			if err != nil {
-				t.Fatal(err)
-			}
-			if err := again.askLibrary("auto"); err != nil {
 				t.Fatal(err)
 			}
 			if fits := again.TotalBytes <= p.MemoryBytes; fits != want {
@@ -83,20 +84,47 @@ func TestPlanLargestB(t *testing.T) {
 }
 
 func TestPlanTable(t *testing.T) {
-	out, _, code := deepep(t, "plan", "--ranks", "64", "--memory", "8GiB")
-	for _, want := range []string{"64 ranks on 8 nodes", "num_nvl_bytes", "queue pairs", "NVSHMEM_QP_DEPTH", "rank 0: 8 9 10 11 12 13 14 15 16 … 5 6 7", "Largest B in 8.0 GiB:", "bound by memory"} {
+	out, _, code := deepep(t, "plan", "--ranks", "64", "--memory", "8GiB", "--engine", "cpu")
+	for _, want := range []string{"64 ranks on 8 nodes, engine cpu", "num_nvl_bytes", "libdeepep_cpu.so: flags and counts", "1m40s", "queue pairs", "24 to each of 56 ranks",
+		"NVSHMEM_QP_DEPTH", "rank 0: 8 9 10 11 12 13 14 15 16 … 61 62 63", "Largest B in 8.0 GiB:", "bound by memory"} {
 		if code != 0 || !strings.Contains(out, want) {
 			t.Errorf("%q is not in\n%s", want, out)
 		}
 	}
-	out, _, _ = deepep(t, "plan", "--ranks", "16", "--experts", "16", "--hidden", "128", "--max-tokens", "20000")
+	out, _, _ = deepep(t, "plan", "--ranks", "16", "--experts", "16", "--hidden", "128", "--max-tokens", "20000", "--engine", "cpu")
 	if !strings.Contains(out, "at most 32768") {
 		t.Errorf("a depth that does not exist is not named:\n%s", out)
+	}
+	t.Setenv("DEEPEP_KERNELS", t.TempDir())
+	out, _, code = deepep(t, "plan", "--ranks", "16", "--engine", "cuda", "--nics", "2")
+	if code != 0 || !strings.Contains(out, "No kernel library can be loaded") || !strings.Contains(out, "on each NIC of a rank, which has 2") {
+		t.Errorf("code %d:\n%s", code, out)
+	}
+}
+
+// The command reads the settings that construction reads, and refuses what it refuses.
+func TestPlanReadsTheSettings(t *testing.T) {
+	for name, want := range map[string]string{"NUM_MAX_NVL_PEERS=4": "16 ranks on 4 nodes", "DEEPEP_NUM_QPS_PER_RANK=3": "3 to each of 8 ranks",
+		"NVSHMEM_QP_DEPTH=8192": "8192", "DEEPEP_TIMEOUT_MS=7000": "7s"} {
+		t.Run(name, func(t *testing.T) {
+			variable, value, _ := strings.Cut(name, "=")
+			if out, _, _ := deepep(t, "plan", "--ranks", "16"); strings.Contains(out, want) {
+				t.Errorf("%q is there without the setting", want)
+			}
+			t.Setenv(variable, value)
+			if out, _, code := deepep(t, "plan", "--ranks", "16"); code != 0 || !strings.Contains(out, want) {
+				t.Errorf("%q is not in\n%s", want, out)
+			}
+		})
+	}
+	t.Setenv("DEEP_EP_NUM_MAX_RDMA_TOKENS", "64")
+	if _, stderr, code := deepep(t, "plan", "--ranks", "16"); code == 0 || !strings.Contains(stderr, "DEEPEP_NUM_MAX_RDMA_TOKENS = 64") {
+		t.Errorf("128 tokens: code %d, %q", code, stderr)
 	}
 }
 
 func TestPlanRefusesArgumentsOutOfRange(t *testing.T) {
-	for flag, allowed := range map[string]string{"rank=8": "0 to 7", "rank=-1": "0 to", "nics=0": "1 to 64", "qps=2000": "0 to 1024"} {
+	for flag, allowed := range map[string]string{"rank=8": "0 to 7", "rank=-1": "0 to", "nics=65": "0 to 64", "qps=2000": "to 1024"} {
 		if _, stderr, code := deepep(t, "plan", "--ranks", "8", "--ranks-per-node", "4", "--"+flag); code == 0 || !strings.Contains(stderr, allowed) {
 			t.Errorf("--%s: code %d, %q", flag, code, stderr)
 		}

@@ -66,7 +66,7 @@ nodes first, rotated by node and by index).`,
 	f.StringVar(&s.operation, "operation", "dispatch", "dispatch (FP8) or combine (BF16), low latency")
 	f.StringSliceVar(&s.nics, "nic", names, "what NICs do, one or several")
 	f.StringSliceVar(&s.orders, "order", []string{"linear", "planned", "random", "spread"}, "orders to compare, of "+strings.Join(orders, ", "))
-	f.IntSliceVar(&s.queues, "qps", []int{0, 1}, "queue pairs toward each peer, one or several numbers; 0: as planned")
+	f.IntSliceVar(&s.queues, "qps", []int{0, 1}, "queue pairs toward each peer, one or several numbers; 0: as many as the call has use for")
 	f.BoolVar(&s.allRDMA, "all-rdma", false, "rows within a node go through the NIC too")
 	f.BoolVar(&s.inTurn, "in-turn", false, "make one queue pair of each peer in turn, instead of all of one peer together")
 	f.DurationVar(&s.skew, "skew", 0, "ranks start at random within this time, as 20us")

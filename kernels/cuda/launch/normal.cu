@@ -8,7 +8,7 @@
 namespace deepep {
 namespace {
 
-constexpr int kDefaultSms = 20;
+constexpr int kDefaultSms = 20;  // for callers other than the engine, which always gives a number (internal/plan)
 
 // Blocks of a kernel that fills an SM: as many as the caller asks for, but at most this rank's share of the device.
 int blocks_for(const Team *team, int32_t num_sms) {

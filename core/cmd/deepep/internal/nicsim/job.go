@@ -34,7 +34,7 @@ type Job struct {
 	Experts   int
 	Groups    int // nodes that a token may use; 0: all
 	SMs       int // normal mode's
-	Queues    int // queue pairs toward each peer; 0: as planned
+	Queues    int // queue pairs toward each peer; 0: as many as the call has use for
 	Order     Order
 	InTurn    bool // ranks make one queue pair of each peer in turn, instead of all of one peer together
 	AllRDMA   bool // low-latency rows within a node go through the NIC too
@@ -105,10 +105,12 @@ func (j *Job) Check() error {
 		return status.InvalidArg("skew", int64(j.Skew), fmt.Sprintf("0 to %d picoseconds", mostSkew))
 	}
 	o := plan.QueueOptions{PerPeer: j.Queues, MaxTokens: j.Tokens}
-	if j.Operation.lowLatency() {
-		o.LocalExperts = j.Experts / t.Ranks
-	} else {
-		o.Channels, o.MaxTokens = j.SMs/2, 0 // windows bound the tokens in flight
+	localExperts, channels := j.Experts/t.Ranks, 0
+	if !j.Operation.lowLatency() {
+		localExperts, channels, o.MaxTokens = 0, j.SMs/2, 0 // windows bound the tokens in flight
+	}
+	if o.PerPeer == 0 {
+		o.PerPeer = plan.UsedQueuePairs(localExperts, channels)
 	}
 	q, err := plan.NewQueues(t, o)
 	j.queues, j.Queues = q, q.PerPeer

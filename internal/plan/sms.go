@@ -1,0 +1,79 @@
+package plan
+
+import "math"
+
+// SMQuery is what is known of a normal-mode call when its SMs are chosen.
+type SMQuery struct {
+	Topology
+	Kind              int    // KindDispatch, KindCombine
+	RowBytes          uint64 // of a row, with its scales
+	Tokens            int    // of this rank
+	TopK              int    // 0: unknown
+	RecvTokens        int    // rows that the dispatch brings here and the combine sends back; 0: unknown
+	Staged            bool   // dispatch: rows go through staging memory, and the receiver copies them to their places
+	ComputeCapability int    // 90; 0: the device has no SMs to choose from
+}
+
+// What one SM takes for a row that crosses a link, in us: a part for each row and a part for each byte, at least so
+// much. Fitted to the sweeps of docs/performance.md (4 × H200, 2 to 24 SMs, hidden 2048 to 7168): 4096 tokens of 7168
+// take one SM 2580 us in FP8 and 4416 in BF16, through staging memory 5770 and 9560, combine 7164.
+type smCost struct{ row, perByte, least float64 }
+
+var (
+	directCost  = smCost{0.054, 23.8e-6, 0.2} // a byte: 42 GB/s, what one SM stores at most
+	stagedCost  = smCost{0.153, 49e-6, 0}
+	combineCost = smCost{0.57, 5.3e-6, 0}
+)
+
+const (
+	// noBulkFactor is how much longer an SM without bulk copies (below 9.0) takes: 1.7 times in both operations.
+	noBulkFactor = 1.7
+	// smSlack is the time in us that fewer SMs may cost: a tenth of the 25 us that a call takes whatever it carries.
+	smSlack = 2.5
+	// leastSMs and mostSMs bound the choice. Beyond 24 no measured call gained.
+	leastSMs, mostSMs = 4, 24
+	// ranksPerSM: each block has 3 warps or more that wait for a rank each, and every rank needs one.
+	ranksPerSM = 3
+)
+
+// linkBytes are the bytes that leave a GPU in a us when all write to all: measured with NVLink 4 (450 GB/s nominal),
+// the others by their nominal rates. A GPU that is not listed counts as one with NVLink 3: SMs to spare cost less than
+// SMs that are missing.
+func linkBytes(computeCapability int) float64 {
+	const measured, nominal = 354e3, 450
+	switch computeCapability / 10 {
+	case 9:
+		return measured
+	case 10:
+		return measured * 900 / nominal
+	}
+	return measured * 300 / nominal
+}
+
+// NumSMs is the number of SMs of a normal-mode call where neither the program nor a configuration gives one: the
+// smallest even number with which the links, not the SMs, bound the time, within smSlack. What has not been measured
+// keeps V1's number: calls between nodes and of a single rank. So does a device without SMs, where it changes nothing.
+func NumSMs(q SMQuery) int {
+	if q.ComputeCapability == 0 || q.Nodes() > 1 || q.Ranks < 2 {
+		return int(DefaultConfig.NumSMs)
+	}
+	ranks := float64(q.Ranks)
+	// A token goes once to each rank that has one of its experts: with K experts chosen evenly to so many ranks.
+	reached := ranks * (1 - math.Pow(1-1/ranks, float64(q.TopK)))
+	rows := math.Max(float64(q.Tokens)*reached, float64(q.RecvTokens)) * (ranks - 1) / ranks
+	cost, bytes := combineCost, float64(q.RowBytes)
+	if q.Kind == KindDispatch {
+		cost, bytes = directCost, bytes+sourceBytes+float64(q.TopK)*(indexBytes+scaleBytes)
+		if q.Staged {
+			cost = stagedCost
+		}
+	}
+	work := rows * math.Max(cost.least, cost.row+bytes*cost.perByte)
+	if q.ComputeCapability < 90 {
+		work *= noBulkFactor
+	}
+	number := int(math.Ceil(work / (rows*bytes/linkBytes(q.ComputeCapability) + smSlack)))
+	least := max(leastSMs, (q.Ranks+ranksPerSM-1)/ranksPerSM)
+	number = max(min(number, mostSMs), least)
+	return number + number%2
+}
