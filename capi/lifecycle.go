@@ -145,6 +145,16 @@ func dpgo_group_destroy(id C.uintptr_t) C.int32_t {
 	return guard(func() error { return release[*core.Group](uintptr(id), "group") })
 }
 
+func bufferOptions(o *C.deepep_buffer_options) core.BufferOptions {
+	return core.BufferOptions{
+		Engine: goString(o.engine), Device: int(o.device), NumNVLBytes: uint64(o.num_nvl_bytes), NumRDMABytes: uint64(o.num_rdma_bytes),
+		LowLatency: o.low_latency_mode != 0, NumQPsPerRank: int(o.num_qps_per_rank),
+		DisableNVLink: o.allow_nvlink_for_low_latency_mode == 0, AllowMNNVL: o.allow_mnnvl != 0, UseFabric: o.use_fabric != 0,
+		Shrink: o.enable_shrink != 0, Preinitialize: o.preinitialize != 0, Background: o.background != 0,
+		Timeout: milliseconds(o.timeout_ms), FirstTimeout: milliseconds(o.first_timeout_ms),
+	}
+}
+
 //export dpgo_buffer_create
 func dpgo_buffer_create(group C.uintptr_t, o *C.deepep_buffer_options, out *C.uintptr_t) C.int32_t {
 	return guard(func() error {
@@ -152,13 +162,7 @@ func dpgo_buffer_create(group C.uintptr_t, o *C.deepep_buffer_options, out *C.ui
 		if err != nil {
 			return err
 		}
-		b, err := g.NewBuffer(context.Background(), core.BufferOptions{
-			Engine: goString(o.engine), Device: int(o.device), NumNVLBytes: uint64(o.num_nvl_bytes), NumRDMABytes: uint64(o.num_rdma_bytes),
-			LowLatency: o.low_latency_mode != 0, NumQPsPerRank: int(o.num_qps_per_rank),
-			DisableNVLink: o.allow_nvlink_for_low_latency_mode == 0, AllowMNNVL: o.allow_mnnvl != 0, UseFabric: o.use_fabric != 0,
-			Shrink: o.enable_shrink != 0, Preinitialize: o.preinitialize != 0, Background: o.background != 0,
-			Timeout: milliseconds(o.timeout_ms), FirstTimeout: milliseconds(o.first_timeout_ms),
-		})
+		b, err := g.NewBuffer(context.Background(), bufferOptions(o))
 		if err != nil {
 			return err
 		}
@@ -187,6 +191,11 @@ func dpgo_buffer_info_get(id C.uintptr_t, info *C.deepep_buffer_info) C.int32_t 
 		info.peer_rows, info.ready = flag(i.PeerRows), flag(i.Ready)
 		info.num_nvl_bytes, info.num_rdma_bytes = C.uint64_t(i.NVLBytes), C.uint64_t(i.RDMABytes)
 		info.total_bytes = C.uint64_t(i.TotalBytes)
+		info.control_bytes, info.wire_bytes = C.uint64_t(i.ControlBytes), C.uint64_t(i.WireBytes)
+		info.row_segment_bytes = C.uint64_t(i.RowSegmentBytes)
+		info.num_qp_peers, info.num_qps_per_peer, info.qp_depth = C.int32_t(i.QPPeers), C.int32_t(i.QPsPerPeer), C.int32_t(i.QPDepth)
+		info.num_nics, info.num_qps_per_nic, info.num_qps = C.int32_t(i.NICs), C.int32_t(i.QPsPerNIC), C.int32_t(i.QPs)
+		info.timeout_ms, info.first_timeout_ms = C.int64_t(i.Timeout.Milliseconds()), C.int64_t(i.FirstTimeout.Milliseconds())
 		copyString(info.engine[:], i.Engine)
 		copyString(info.device_name[:], i.DeviceName)
 		*(*C.uintptr_t)(unsafe.Pointer(&info.comm_stream)) = C.uintptr_t(i.CommStream) // a number for Go, not a pointer

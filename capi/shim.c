@@ -209,6 +209,19 @@ DP_PUBLIC deepep_status_t deepep_buffer_info_get(deepep_buffer_t buffer, deepep_
   return DEEPEP_OK;
 }
 
+DP_PUBLIC deepep_status_t deepep_plan(const deepep_plan_options *options, deepep_plan_info *plan, int32_t *qp_order) {
+  deepep_plan_options full = DEEPEP_PLAN_OPTIONS_INIT;
+  deepep_buffer_options buffer = DEEPEP_BUFFER_OPTIONS_INIT;
+  deepep_plan_info found = DEEPEP_PLAN_INFO_INIT;
+  TRY(enter());
+  TRY(take(&full, sizeof full, options, "options"));
+  if (full.buffer != NULL) TRY(take(&buffer, sizeof buffer, full.buffer, "buffer"));
+  TRY(take(&found, sizeof found, plan, "plan"));
+  TRY(dpgo_plan(&full, &buffer, &found, qp_order));
+  give(plan, &found, sizeof found);
+  return DEEPEP_OK;
+}
+
 DP_PUBLIC deepep_status_t deepep_buffer_wait_ready(deepep_buffer_t buffer, int64_t slice_ms) {
   TRY(enter());
   return dpgo_buffer_wait_ready(ID(buffer), slice_ms);

@@ -127,9 +127,9 @@ typedef struct deepep_group_options {
   /* file, TCP: distinguishes groups; NULL: "default". TCP: also the secret by which ranks are let in; with
      DEEPEP_INTERFACE "default" is refused. */
   const char *name;
-  int32_t num_nvl_peers;         /* ranks of one NVLink domain; 0: DEEPEP_NUM_MAX_NVL_PEERS or 8 */
-  int32_t background;            /* 1: return after the one exchange; the rest of the start-up goes on meanwhile */
-  int64_t timeout_ms;            /* limit of the exchange and the start-up; 0: DEEPEP_FIRST_TIMEOUT_MS or 300000 */
+  int32_t num_nvl_peers; /* ranks of one NVLink domain; 0: DEEPEP_NUM_MAX_NVL_PEERS or 8 */
+  int32_t background;    /* 1: return after the one exchange; the rest of the start-up goes on meanwhile */
+  int64_t timeout_ms;    /* limit of the exchange and the start-up; 0: DEEPEP_FIRST_TIMEOUT_MS or 300000 */
 } deepep_group_options;
 #define DEEPEP_GROUP_OPTIONS_INIT {sizeof(deepep_group_options), 0, 0, 0, NULL, NULL, NULL, NULL, NULL, 0, 0, 0}
 
@@ -183,8 +183,24 @@ typedef struct deepep_buffer_info {
   uint64_t num_nvl_bytes, num_rdma_bytes, total_bytes;
   char engine[16], device_name[64];
   void *comm_stream; /* the buffer's communication stream; NULL with "cpu" */
+  /* The kernel library's own regions: flags and counts, staging. */
+  uint64_t control_bytes, wire_bytes;
+  /* Of the segment for received rows that DEEPEP_ZERO_COPY_BYTES asks for; 0 without peer_rows. deepep_segment_create
+   * makes it. */
+  uint64_t row_segment_bytes;
+  int32_t num_qp_peers;     /* ranks that this one reaches through queue pairs */
+  int32_t num_qps_per_peer; /* queue pairs toward each of them, which calls use in turn */
+  int32_t qp_depth;         /* operations in flight on one of them */
+  int32_t num_nics;         /* of this rank; the software RDMA is one */
+  int32_t num_qps_per_nic;  /* toward each peer, on each NIC */
+  int32_t num_qps;          /* in all; NVSHMEM makes them toward all other ranks, also inside a node */
+  int64_t timeout_ms, first_timeout_ms;
 } deepep_buffer_info;
-#define DEEPEP_BUFFER_INFO_INIT {sizeof(deepep_buffer_info), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, {0}, {0}, NULL}
+/* clang-format off */
+#define DEEPEP_BUFFER_INFO_INIT                                                                                     \
+  {sizeof(deepep_buffer_info), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, {0}, {0}, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, \
+   0, 0}
+/* clang-format on */
 /* local. Never waits: before start-up is complete, fields that are not known yet are 0. */
 deepep_status_t deepep_buffer_info_get(deepep_buffer_t buffer, deepep_buffer_info *info);
 /* local, waits up to slice_ms (< 0: until done). OK: start-up is complete. Returns: PENDING: not yet; start-up. */
@@ -196,6 +212,65 @@ deepep_status_t deepep_buffer_check(deepep_buffer_t buffer);
  * overwrite it while no call is in flight. On GPUs, after writing anything but zeros to the rdma region, call
  * deepep_clean_low_latency_buffer before the next low-latency call. Returns: INVALID_STATE; start-up. */
 deepep_status_t deepep_buffer_region(deepep_buffer_t buffer, int32_t rdma, void **address, uint64_t *bytes);
+
+/* A rank of a group, its buffer and the calls on it, none of which need exist. */
+typedef struct deepep_plan_options {
+  uint32_t struct_size;
+  int32_t rank, size;
+  int32_t num_nvl_peers;      /* as in deepep_group_options */
+  int32_t num_nics;           /* of a rank; 0: DEEPEP_NUM_NICS, or the rank's share of those that this machine has */
+  int32_t num_local_ranks;    /* ranks that share a host's NICs; 0: as many as a node has */
+  int32_t compute_capability; /* of the GPUs, 10 * major + minor; 0: 90 */
+  int32_t num_tokens;         /* T of normal-mode calls; 0: there are none */
+  int32_t num_max_tokens;     /* B of low-latency calls, for which the buffer is then made; 0: there are none */
+  int32_t hidden;             /* H, in BF16 */
+  int32_t num_topk;           /* K */
+  int32_t num_experts;        /* E */
+  int32_t num_sms;            /* of normal-mode calls, even; 0: the library's choice */
+  /* As for deepep_buffer_create; NULL: the defaults. With num_nvl_bytes and num_rdma_bytes both 0 the sizes are the
+   * hints for the calls. */
+  const deepep_buffer_options *buffer;
+} deepep_plan_options;
+#define DEEPEP_PLAN_OPTIONS_INIT {sizeof(deepep_plan_options), 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL}
+
+typedef struct deepep_plan_info {
+  uint32_t struct_size;
+  /* [out] Nodes, ranks of a node, node of this rank, its place in the node. */
+  int32_t num_rdma_ranks, num_nvl_peers, rdma_rank, nvl_rank;
+  int32_t num_local_experts; /* [out] L */
+  int32_t num_channels;      /* [out] of normal-mode calls: pairs of SMs */
+  /* [out] Of normal-mode calls without a number of their own. */
+  int32_t dispatch_sms_fp8, dispatch_sms_bf16, combine_sms;
+  /* [out] As in deepep_buffer_info. */
+  int32_t num_qp_peers, num_qps_per_peer, qp_depth, num_nics, num_qps_per_nic, num_qps;
+  int32_t num_qps_used;         /* [out] queue pairs toward a peer that the calls have use for */
+  int32_t qp_depth_for_tokens;  /* [out] with which no low-latency call waits for room; 0: none is so deep */
+  uint64_t nvl_hint, rdma_hint; /* [out] num_nvl_bytes and num_rdma_bytes that normal-mode calls should have */
+  uint64_t low_latency_hint;    /* [out] num_rdma_bytes that low-latency calls need */
+  uint64_t num_nvl_bytes;       /* [out] of the buffer */
+  uint64_t num_rdma_bytes;      /* [out] of the buffer */
+  uint64_t control_bytes;       /* [out] flags and counts of the kernel library */
+  uint64_t wire_bytes;          /* [out] staging of the kernel library */
+  uint64_t total_bytes;         /* [out] all of the buffer; a device rounds it up to its unit */
+  uint64_t row_segment_bytes;   /* [out] as in deepep_buffer_info */
+  uint64_t output_bytes_fp8;    /* [out] rows and scales that one low-latency dispatch returns */
+  uint64_t output_bytes_bf16;   /* [out] likewise */
+  int64_t timeout_ms;           /* [out] of a wait for a peer */
+  int64_t first_timeout_ms;     /* [out] in the first call of an operation */
+  char engine[16];              /* [out] "cpu" or "cuda", also for "auto" */
+  char library[64]; /* [out] file of the kernel library. "": control_bytes and wire_bytes are 0, see reason */
+  char reason[512]; /* [out] why no kernel library can be loaded */
+} deepep_plan_info;
+/* clang-format off */
+#define DEEPEP_PLAN_INFO_INIT                                                                                      \
+  {sizeof(deepep_plan_info), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, \
+   0, {0}, {0}, {0}}
+/* clang-format on */
+/* local. Says what deepep_buffer_create would make of the same options, by the same settings of the environment, and
+ * refuses what that or the calls would refuse. It needs neither a GPU nor peers. Returns: UNSUPPORTED, as
+ * deepep_buffer_create. qp_order: [out] [size - 1] or NULL: the peers with queue pairs, in the order in which those
+ * are made; past num_qp_peers entries stay as they are. */
+deepep_status_t deepep_plan(const deepep_plan_options *options, deepep_plan_info *plan, int32_t *qp_order);
 
 /* Shapes to run once, so that the first real call is as fast as a later one. Sizes of 0 leave that mode out. All ranks
  * give the same. */

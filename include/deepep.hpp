@@ -115,6 +115,15 @@ inline uint64_t low_latency_size_hint(int32_t num_max_tokens, int32_t hidden, in
   return bytes;
 }
 
+inline deepep_plan_options plan_options() { return DEEPEP_PLAN_OPTIONS_INIT; }
+
+// What a buffer would be; needs neither a GPU nor peers.
+inline deepep_plan_info plan(const deepep_plan_options &options) {
+  deepep_plan_info info = DEEPEP_PLAN_INFO_INIT;
+  check(deepep_plan(&options, &info, nullptr));
+  return info;
+}
+
 // Owns one handle of the C API; movable, not copyable.
 template <typename Handle, deepep_status_t (*Destroy)(Handle)>
 class Owner {

@@ -81,6 +81,42 @@ static deepep_group_t alone(int *calls) {
   return group;
 }
 
+/* Plans a buffer of one rank and compares it with the one that is made. */
+static void test_plan(void) {
+  deepep_buffer_options buffer = DEEPEP_BUFFER_OPTIONS_INIT;
+  deepep_plan_options options = DEEPEP_PLAN_OPTIONS_INIT;
+  deepep_plan_info plan = DEEPEP_PLAN_INFO_INIT, small;
+  int32_t order[15], calls = 0;
+  deepep_group_t group = alone(&calls);
+  deepep_buffer_t made = NULL;
+  deepep_buffer_info info = DEEPEP_BUFFER_INFO_INIT;
+  buffer.engine = "cpu";
+  buffer.timeout_ms = 4321;
+  options.num_tokens = 32, options.num_max_tokens = 8, options.hidden = 256, options.num_topk = 2;
+  options.num_experts = 16;
+  options.buffer = &buffer;
+  EXPECT(deepep_plan(&options, &plan, NULL) == DEEPEP_OK && strcmp(plan.library, "libdeepep_cpu.so") == 0);
+  EXPECT(plan.nvl_hint == plan.num_nvl_bytes && plan.low_latency_hint == plan.num_rdma_bytes && plan.reason[0] == 0);
+  buffer.num_nvl_bytes = plan.num_nvl_bytes, buffer.num_rdma_bytes = plan.num_rdma_bytes, buffer.low_latency_mode = 1;
+  EXPECT(deepep_buffer_create(group, &buffer, &made) == DEEPEP_OK);
+  EXPECT(deepep_buffer_info_get(made, &info) == DEEPEP_OK);
+  EXPECT(info.total_bytes == plan.total_bytes && info.control_bytes == plan.control_bytes && plan.control_bytes > 0 &&
+         info.wire_bytes == plan.wire_bytes && info.timeout_ms == 4321 && plan.timeout_ms == 4321 &&
+         info.first_timeout_ms == plan.first_timeout_ms && info.num_qps == 0);
+  EXPECT(deepep_buffer_destroy(made) == DEEPEP_OK && deepep_group_destroy(group) == DEEPEP_OK);
+
+  options.size = 16, options.rank = 9, options.num_nics = 2;
+  EXPECT(deepep_plan(&options, &plan, order) == DEEPEP_OK && plan.num_rdma_ranks == 2 && plan.rdma_rank == 1);
+  EXPECT(plan.num_qp_peers == 8 && plan.num_qps_per_peer == 24 && plan.num_qps == 24 * 8 && order[0] >= 0 &&
+         order[0] < 8);
+  memset(&small, 0, sizeof small);
+  small.struct_size = offsetof(deepep_plan_info, num_local_experts);
+  EXPECT(deepep_plan(&options, &small, NULL) == DEEPEP_OK && small.num_rdma_ranks == 2 && small.num_channels == 0);
+  EXPECT(deepep_plan(&options, NULL, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("plan"));
+  options.num_experts = 17;
+  EXPECT(deepep_plan(&options, &plan, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("num_experts"));
+}
+
 enum { T = 6, H = 32, K = 2, E = 4 };
 
 static void run_dispatch(deepep_buffer_t buffer) {
@@ -227,6 +263,7 @@ int main(void) {
   test_status();
   test_arguments();
   test_life();
+  test_plan();
   test_callback_failure();
   test_fork();
   test_thread_errors();

@@ -51,7 +51,8 @@ static int start(char **numbers) {
                                "NVSHMEM_QP_DEPTH",         "NVSHMEM_IBGDA_RC_MAP_BY", "NVSHMEM_DISABLE_NCCL",
                                "NVSHMEM_DISABLE_NVLS",     "CUDA_MODULE_LOADING"};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++) show_variable(names[i]);
-  dk_transport_attach_params a = {.size = sizeof a, .num_ranks = 2, .num_nvl_peers = 1, .num_qps_per_nic = 1, .qp_depth = 1};
+  dk_transport_attach_params a = {
+      .size = sizeof a, .num_ranks = 2, .num_nvl_peers = 1, .num_qps_per_nic = 1, .qp_depth = 1};
   printf("attach: %d\nattach says: %s\n", CALL(dk_transport_attach, &a), a.reason);
   uint64_t reach[2] = {0};
   dk_transport_alloc_params m = {

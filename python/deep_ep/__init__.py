@@ -8,6 +8,7 @@ except ModuleNotFoundError as missing:
     raise ImportError("deep_ep needs PyTorch 2.4 or newer: pip install torch", name="torch") from None
 
 from ._lib import header_version
+from ._plan import Plan, plan
 from .bootstrap import Bootstrap
 from .buffer import Buffer
 from .config import Config
@@ -16,4 +17,15 @@ from .utils import EventHandle, EventOverlap
 
 __version__ = header_version()
 
-__all__ = ["Bootstrap", "Buffer", "Config", "DeepEPError", "EventHandle", "EventOverlap", "__version__", "topk_idx_t"]
+__all__ = [
+    "Bootstrap",
+    "Buffer",
+    "Config",
+    "DeepEPError",
+    "EventHandle",
+    "EventOverlap",
+    "Plan",
+    "__version__",
+    "plan",
+    "topk_idx_t",
+]

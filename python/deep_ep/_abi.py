@@ -199,6 +199,79 @@ class BufferInfo(ctypes.Structure):
         ("engine", ctypes.c_char * 16),
         ("device_name", ctypes.c_char * 64),
         ("comm_stream", VP),
+        ("control_bytes", U64),
+        ("wire_bytes", U64),
+        ("row_segment_bytes", U64),
+        ("num_qp_peers", I32),
+        ("num_qps_per_peer", I32),
+        ("qp_depth", I32),
+        ("num_nics", I32),
+        ("num_qps_per_nic", I32),
+        ("num_qps", I32),
+        ("timeout_ms", I64),
+        ("first_timeout_ms", I64),
+    ]
+
+
+class PlanOptions(ctypes.Structure):
+    # deepep_plan_options
+    __slots__ = ()
+    _fields_ = [
+        ("struct_size", U32),
+        ("rank", I32),
+        ("size", I32),
+        ("num_nvl_peers", I32),
+        ("num_nics", I32),
+        ("num_local_ranks", I32),
+        ("compute_capability", I32),
+        ("num_tokens", I32),
+        ("num_max_tokens", I32),
+        ("hidden", I32),
+        ("num_topk", I32),
+        ("num_experts", I32),
+        ("num_sms", I32),
+        ("buffer", VP),
+    ]
+
+
+class PlanInfo(ctypes.Structure):
+    # deepep_plan_info
+    __slots__ = ()
+    _fields_ = [
+        ("struct_size", U32),
+        ("num_rdma_ranks", I32),
+        ("num_nvl_peers", I32),
+        ("rdma_rank", I32),
+        ("nvl_rank", I32),
+        ("num_local_experts", I32),
+        ("num_channels", I32),
+        ("dispatch_sms_fp8", I32),
+        ("dispatch_sms_bf16", I32),
+        ("combine_sms", I32),
+        ("num_qp_peers", I32),
+        ("num_qps_per_peer", I32),
+        ("qp_depth", I32),
+        ("num_nics", I32),
+        ("num_qps_per_nic", I32),
+        ("num_qps", I32),
+        ("num_qps_used", I32),
+        ("qp_depth_for_tokens", I32),
+        ("nvl_hint", U64),
+        ("rdma_hint", U64),
+        ("low_latency_hint", U64),
+        ("num_nvl_bytes", U64),
+        ("num_rdma_bytes", U64),
+        ("control_bytes", U64),
+        ("wire_bytes", U64),
+        ("total_bytes", U64),
+        ("row_segment_bytes", U64),
+        ("output_bytes_fp8", U64),
+        ("output_bytes_bf16", U64),
+        ("timeout_ms", I64),
+        ("first_timeout_ms", I64),
+        ("engine", ctypes.c_char * 16),
+        ("library", ctypes.c_char * 64),
+        ("reason", ctypes.c_char * 512),
     ]
 
 
@@ -450,6 +523,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "deepep_buffer_check": (I32, [VP]),
     # deepep_status_t deepep_buffer_region(deepep_buffer_t buffer, int32_t rdma, void **address, uint64_t *bytes)
     "deepep_buffer_region": (I32, [VP, I32, VP, VP]),
+    # deepep_status_t deepep_plan(const deepep_plan_options *options, deepep_plan_info *plan, int32_t *qp_order)
+    "deepep_plan": (I32, [VP, VP, VP]),
     # deepep_status_t deepep_buffer_warmup(deepep_buffer_t buffer, const deepep_warmup_options *options)
     "deepep_buffer_warmup": (I32, [VP, VP]),
     # deepep_status_t deepep_event_create(deepep_buffer_t buffer, deepep_event_t *event)

@@ -32,7 +32,7 @@ class Core:
     """
 
     def __init__(
-        self, engine: str, native: NativeBuffer, group: NativeGroup, zero_copy_bytes: int, recycle: bool
+        self, engine: str, native: NativeBuffer, group: NativeGroup, zero_copy_bytes: int | None, recycle: bool
     ) -> None:
         self.engine = engine
         self.recycle = recycle  # memory of outputs may be used again (CPU engine)
@@ -43,7 +43,7 @@ class Core:
         self.is_ready = False
         self.kept: dict[Launch, Held] = {}
         self.idle: list[Launch] = []
-        self._zero_copy_bytes = zero_copy_bytes
+        self._zero_copy_bytes = zero_copy_bytes  # None: as the settings say
         self._finalizer = weakref.finalize(self, _free, native, group, os.getpid())
         self._adopt(native.info())
 
@@ -69,10 +69,11 @@ class Core:
         self._adopt(info)
         self.comm_stream_address = int(info.comm_stream or 0)
         self.comm_stream = _torch.external_stream(self.comm_stream_address, self.device)
-        if info.peer_rows and self._zero_copy_bytes and not self.host_stream and native.rows is None:
-            index, pointer = native.open_segment(self._zero_copy_bytes)
+        room = int(info.row_segment_bytes) if self._zero_copy_bytes is None else self._zero_copy_bytes
+        if info.peer_rows and room and not self.host_stream and native.rows is None:
+            index, pointer = native.open_segment(room)
             select = native.lib.with_gil.deepep_pool_select
-            native.rows = RowPool(native.lib.path, select, index, pointer, self._zero_copy_bytes)
+            native.rows = RowPool(native.lib.path, select, index, pointer, room)
         self.is_ready = True
 
     def enter(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +21,8 @@ from .utils import EventHandle, EventOverlap
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
 
-ZERO_COPY_BYTES = 512 << 20  # two batches of 4096 tokens of 7168 BF16 over 4 ranks
 MAX_BYTES = 2**63 - 1
+DEFAULT_NUM_SMS = 20
 MAX_SECONDS = 10**9  # what fits a number of nanoseconds, with room to add
 Rows = Tensor | tuple[Tensor, Tensor]  # BF16 rows, or FP8 rows with their scales
 
@@ -90,7 +89,8 @@ class Buffer:
             or dead.
     """
 
-    num_sms: int = 20
+    num_sms: int = DEFAULT_NUM_SMS  # of a config; calls without one leave the choice to the library (see set_num_sms)
+    _num_sms_given: bool = False
 
     def __init__(
         self,
@@ -132,9 +132,9 @@ class Buffer:
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        zero_copy = _zero_copy_bytes(zero_copy_bytes, self.num_nvl_bytes)
+        zero_copy = None if zero_copy_bytes is None else check_int("zero_copy_bytes", zero_copy_bytes, 0, MAX_BYTES)
         peers = 0 if num_nvl_peers is None else check_int("num_nvl_peers", num_nvl_peers, 1)
-        shared = {"num_nvl_peers": peers, "background": 1, "timeout_ms": _milliseconds(timeout)}
+        shared = {"num_nvl_peers": peers, "background": 1, "timeout_ms": milliseconds(timeout)}
         recycle = _memory.recycling()
         self.engine = _choose_engine(engine)
         options = _buffer_options(self.engine, shared["timeout_ms"], numbers, switches)
@@ -218,7 +218,7 @@ class Buffer:
         native = core.native
         native.check(native.lib.without_gil.deepep_buffer_warmup(native, ctypes.byref(options)))
         if tokens:
-            self._normal.warm_up(hidden, experts, self.num_sms)
+            self._normal.warm_up(hidden, experts, self._sms_of_calls())
         if bound:
             self._low_latency.warm_up(bound, hidden, topk, experts, bool(use_fp8))
         self.check()
@@ -318,7 +318,7 @@ class Buffer:
         """
         return self._normal.dispatch(
             x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert,
-            topk_idx, topk_weights, expert_alignment, num_worst_tokens, config, self.num_sms, previous_event,
+            topk_idx, topk_weights, expert_alignment, num_worst_tokens, config, self._sms_of_calls(), previous_event,
             async_finish, allocate_on_comm_stream, global_expert_id_offset,
         )  # fmt: skip
 
@@ -352,8 +352,9 @@ class Buffer:
                 wrong argument, or a handle of another shape.
         """
         return self._normal.combine(
-            x, handle, topk_weights, bias, config, self.num_sms, previous_event, async_finish, allocate_on_comm_stream
-        )
+            x, handle, topk_weights, bias, config, self._sms_of_calls(), previous_event, async_finish,
+            allocate_on_comm_stream,
+        )  # fmt: skip
 
     def internode_dispatch(self, x: Rows, *args: Any, **keywords: Any) -> Dispatched:
         """dispatch() with `config` required; the name that internode code calls."""
@@ -654,8 +655,11 @@ class Buffer:
     def set_num_sms(new_num_sms: int) -> None:
         """SMs that normal-mode calls without a config use.
 
+        Until this is called the library chooses for each call by its bytes, links and top-k (see deep_ep.plan), while
+        Buffer.num_sms, which clients halve, and the configs of get_dispatch_config and get_combine_config say 20.
+
         Args:
-            new_num_sms: even, 0 or more.
+            new_num_sms: even, 0 or more; 0: the library's choice.
 
         Raises:
             DeepEPError (also an AssertionError): the number is odd or negative.
@@ -665,7 +669,12 @@ class Buffer:
         except errors.DeepEPError:
             number = 1
         assertion(number % 2 == 0, f"new_num_sms: got {new_num_sms!r}, allowed an even int >= 0")
-        Buffer.num_sms = number
+        Buffer.num_sms, Buffer._num_sms_given = number, True
+
+    @classmethod
+    def _sms_of_calls(cls) -> int:
+        """SMs of calls without a config: what set_num_sms or an assignment says; 0: the library's choice."""
+        return cls.num_sms if cls._num_sms_given or cls.num_sms != DEFAULT_NUM_SMS else 0
 
     @staticmethod
     @opaque
@@ -738,7 +747,7 @@ def _whole(name: str, value: object) -> int:
     return check_int(name, int(value) if isinstance(value, float) and value.is_integer() else value, 0)
 
 
-def _milliseconds(timeout: object) -> int:
+def milliseconds(timeout: object) -> int:
     if timeout is None:
         return 0
     valid = isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and 0 < timeout <= MAX_SECONDS
@@ -746,19 +755,6 @@ def _milliseconds(timeout: object) -> int:
         raise value_error("timeout", repr(timeout), f"seconds > 0 and <= {MAX_SECONDS}, or None")
     assert isinstance(timeout, (int, float))
     return max(1, round(timeout * 1000))
-
-
-def _zero_copy_bytes(given: int | None, num_nvl_bytes: int) -> int:
-    """Bytes of the row pool."""
-    name, value = "zero_copy_bytes", given
-    if value is None and "DEEPEP_ZERO_COPY_BYTES" in os.environ:
-        name, text = "DEEPEP_ZERO_COPY_BYTES", os.environ["DEEPEP_ZERO_COPY_BYTES"]
-        if not text.isdecimal():
-            raise value_error(name, repr(text), "a number of bytes, 0 or more")
-        value = int(text)
-    if value is None:
-        return ZERO_COPY_BYTES if num_nvl_bytes else 0
-    return check_int(name, value, 0, MAX_BYTES)
 
 
 def _choose_engine(engine: str | None) -> str:
