@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # setup_venv.sh base|cuda|nvshmem - makes or completes .venv in the repository's root. Run through make.
-#   base: torch (unless the Python named by PYTHON has it), the pinned tools, and deep_ep importable from python/
+#   base: torch (unless the Python named by PYTHON has it), the pinned tools, deep_ep importable from python/, and
+#         the program deepep of build/
 #   cuda: nvcc and the libraries it needs, from PyPI's wheels
 #   nvshmem: NVSHMEM, likewise
 # Running it again is safe: pip leaves alone what is already as wanted.
@@ -37,6 +38,7 @@ base() {
 		install -r tools/requirements.txt -r tools/requirements-torch.txt
 	fi
 	add_path "$PWD/python" deepep_source_tree
+	ln -sf ../../build/bin/deepep .venv/bin/deepep # what a wheel puts there; make builds it
 }
 
 cuda() {

@@ -264,7 +264,7 @@ class Buffer:
 
         Returns:
             ``num_tokens_per_rank [R] int32``, ``num_tokens_per_rdma_rank [nodes] int32`` (None on one node),
-            ``num_tokens_per_expert [E] int32``, ``is_token_in_rank [T, R] bool`` and the event.
+            ``num_tokens_per_expert [E] int32`` (entries of topk_idx), ``is_token_in_rank [T, R] bool`` and the event.
 
         Raises:
             DeepEPError: the buffer has failed or is destroyed. Also a ValueError or TypeError for a wrong argument;

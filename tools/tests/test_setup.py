@@ -107,3 +107,12 @@ def test_the_environment_imports_the_source_tree() -> None:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     origin = subprocess.run([python, "-c", code], cwd="/", env=clean, capture_output=True, text=True, check=True).stdout
     assert origin.strip() == str(ROOT / "python" / "deep_ep" / "__init__.py")
+
+
+def test_the_program_is_in_the_environment() -> None:
+    """As after `source .venv/bin/activate`, and it finds the kernel libraries of the tree."""
+    path = f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("DEEPEP_")} | {"PATH": path}
+    command = "deepep bench dispatch --engine cpu --ranks 1 --tokens 4 --hidden 64 --experts 2 --top-k 1 --iterations 1"
+    done = subprocess.run(command.split(), cwd="/", env=clean, capture_output=True, text=True)
+    assert done.returncode == 0 and "dispatch" in done.stdout, done.stderr

@@ -26,7 +26,7 @@ type benchFlags struct {
 }
 
 // benchDefault lists the operations that bench measures if none is named.
-var benchDefault = []string{"dispatch", "dispatch-cached", "combine", "low-latency-dispatch", "low-latency-combine", "low-latency"}
+var benchDefault = []string{"dispatch", "dispatch-cached", "combine", "low_latency_dispatch", "low_latency_combine", "low-latency"}
 
 func benchCommand() *cobra.Command {
 	var f benchFlags
@@ -36,7 +36,7 @@ func benchCommand() *cobra.Command {
 		Long: `Starts the ranks as processes of this host and times each operation: all ranks
 meet, each takes its time on the host until the call is done, and the slowest
 counts. Operations: dispatch (layout, counts, the host's wait for them, rows),
-dispatch-cached, combine, low-latency-dispatch, low-latency-combine, low-latency
+dispatch-cached, combine, low_latency_dispatch, low_latency_combine, low-latency
 (the round trip; --tokens is B), and first-call, which shows construction and the
 first dispatch with its combine, plain, preinitialized and warmed up.
 
@@ -83,7 +83,10 @@ func (f *benchFlags) check() error {
 	if len(s.Operations) == 0 {
 		s.Operations = benchDefault
 	}
-	for _, o := range s.Operations {
+	for i, o := range s.Operations {
+		if name := strings.ReplaceAll(o, "-", "_"); benchOperations[name] != 0 { // low-latency-dispatch too
+			o, s.Operations[i] = name, name
+		}
 		if _, ok := benchOperations[o]; !ok {
 			return fmt.Errorf("operation: %q; allowed are %s and first-call", o, strings.Join(benchDefault, ", "))
 		}

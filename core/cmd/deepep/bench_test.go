@@ -49,6 +49,20 @@ func needKernels(t *testing.T) {
 	t.Setenv(inRank, "1")
 }
 
+// Operations have the names that statistics and errors have; dashes are understood.
+func TestBenchOperationNames(t *testing.T) {
+	for name, o := range benchOperations {
+		if o != 0 && name != "dispatch-cached" && name != o.String() {
+			t.Errorf("%s is called %s elsewhere", name, o)
+		}
+	}
+	f := benchFlags{spec: benchSpec{Engine: "cpu", Ranks: 2, Tokens: []int{1}, Hidden: 128, Experts: 2, TopK: 1, Routing: "uniform", Iterations: 1}}
+	f.spec.Operations = []string{"low-latency-combine", "dispatch-cached", "low_latency_dispatch"}
+	if err := f.check(); err != nil || !slices.Equal(f.spec.Operations, []string{"low_latency_combine", "dispatch-cached", "low_latency_dispatch"}) {
+		t.Errorf("%q, %v", f.spec.Operations, err)
+	}
+}
+
 func TestBench(t *testing.T) {
 	needKernels(t)
 	file := filepath.Join(t.TempDir(), "latency.png")

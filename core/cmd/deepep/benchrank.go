@@ -61,8 +61,8 @@ var benchOperations = map[string]op.Operation{
 	"dispatch":             core.OpDispatch,
 	"dispatch-cached":      core.OpDispatch,
 	"combine":              core.OpCombine,
-	"low-latency-dispatch": core.OpLLDispatch,
-	"low-latency-combine":  core.OpLLCombine,
+	"low_latency_dispatch": core.OpLLDispatch,
+	"low_latency_combine":  core.OpLLCombine,
 	"low-latency":          0, // the round trip: two operations
 	"first-call":           0,
 }
@@ -246,9 +246,9 @@ func (c *caller) operation(name string, tokens int) (prepare, run func() error, 
 		return nil, nil, err
 	}
 	switch name {
-	case "low-latency-dispatch":
+	case "low_latency_dispatch":
 		return nil, l.Dispatch, nil
-	case "low-latency-combine":
+	case "low_latency_combine":
 		return l.Dispatch, l.Combine, nil
 	}
 	return nil, l.roundTrip, nil
