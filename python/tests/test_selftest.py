@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -82,6 +83,61 @@ def test_internode_by_two_commands(device, nodes):
     for command in commands:
         text = command.communicate(timeout=200)[0]
         assert command.returncode == 0 and "4 ranks in nodes of 2" in text and "FAILED" not in text, text
+
+
+RECORDING = """
+import os, sys
+
+if "forkserver" in " ".join(sys.orig_argv):  # whose children are the ranks
+    from deep_ep.buffer import Buffer
+
+    make, destroy = Buffer.__init__, Buffer.destroy
+    def made(self, group, **keywords):
+        self.keywords = keywords
+        make(self, group, **keywords)
+    def destroyed(self):
+        threads = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+        with open(os.environ["BUFFERS"], "a") as file:
+            words = ("low_latency_mode" in self.keywords, self.keywords["allow_mnnvl"], "deepep-nic" in threads)
+            file.write("{} {} {}\\n".format(*words))
+        destroy(self)
+    Buffer.__init__, Buffer.destroy = made, destroyed
+"""
+
+
+@pytest.mark.parametrize(
+    "mode, arguments, seen",
+    [("intranode", [], "False False False"), ("low_latency", ["--disable-nvlink", "--allow-mnnvl"], "True True True")],
+)
+def test_options_about_links(mode, arguments, seen, tmp_path):
+    """Each has its effect on every buffer: whether it is low-latency, allows MNNVL, and has a (software) NIC."""
+    (tmp_path / "sitecustomize.py").write_text(RECORDING)  # read as Python starts, in the rank processes too
+    record = tmp_path / "buffers"
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "PYTHONPATH": path, "BUFFERS": str(record)}
+    text = selftest("cpu", mode, *TINY, "--iterations", "1", *arguments, env=environment)
+    lines = record.read_text().splitlines()
+    assert len(lines) >= 20 and set(lines) == {seen}, lines
+    assert ("every row to another rank by RDMA" in text) == ("--disable-nvlink" in arguments)
+
+
+def test_nvlink_of_internode_low_latency():
+    from deep_ep.selftest import internode, program
+
+    for arguments, allowed in (([], True), (["--disable-nvlink"], False)):
+        options = program.complete(program.parser().parse_args(["internode", "--engine", "cpu", *arguments]))
+        rank = types.SimpleNamespace(options=options)
+        assert internode.low_latency_buffer(rank, SHAPE)["allow_nvlink_for_low_latency_mode"] is allowed
+
+
+def test_defaults_are_those_of_the_programs_they_stand_for():
+    from deep_ep.selftest import program
+
+    given = {mode: program.parser().parse_args([mode, "--engine", "cpu"]) for mode in program.DEFAULTS}
+    assert program.complete(given["low_latency"]).num_experts == 288
+    assert {mode: program.DEFAULTS[mode]["num_experts"][0] for mode in program.DEFAULTS} == {
+        "intranode": 256, "low_latency": 288, "internode": 256,
+    }  # fmt: skip
 
 
 CORRUPTED = """

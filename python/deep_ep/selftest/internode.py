@@ -39,10 +39,11 @@ def low_latency_shape(rank: Rank) -> sc.Shape:
     return dataclasses.replace(rank.shape, tokens=min(rank.shape.tokens, LOW_LATENCY_TOKENS))
 
 
-def low_latency_buffer(shape: sc.Shape) -> dict[str, Any]:
+def low_latency_buffer(rank: Rank, shape: sc.Shape) -> dict[str, Any]:
     """Arguments of a buffer for low-latency rounds."""
     size = Buffer.get_low_latency_rdma_size_hint(shape.tokens, shape.hidden, shape.ranks, shape.experts)
-    return {"num_rdma_bytes": size, "low_latency_mode": True, "num_qps_per_rank": max(1, shape.local_experts)}
+    arguments = {"num_rdma_bytes": size, "low_latency_mode": True, "num_qps_per_rank": max(1, shape.local_experts)}
+    return {"allow_nvlink_for_low_latency_mode": not rank.options.disable_nvlink, **arguments}
 
 
 def exchange(
@@ -52,7 +53,7 @@ def exchange(
 
     def run(rank: Rank) -> None:
         shape = low_latency_shape(rank)
-        with rank.buffer(**low_latency_buffer(shape), **links) as buffer:
+        with rank.buffer(**low_latency_buffer(rank, shape) | links) as buffer:
             for turn in range(2):
                 again = dataclasses.replace(shape, seed=shape.seed + turn)
                 batch = low_latency.Batch(rank, again, small=combining.get("use_logfmt", False))
@@ -82,7 +83,7 @@ def check_names(rank: Rank) -> None:
 def check_both_modes(rank: Rank) -> None:
     """Normal rounds and low-latency rounds, the buffer cleaned in between."""
     shape = low_latency_shape(rank)
-    both, normal = low_latency_buffer(shape), intranode.make_buffer(rank.options)
+    both, normal = low_latency_buffer(rank, shape), intranode.make_buffer(rank.options)
     both |= {name: max(size, both.get(name, 0)) for name, size in normal.items()}
     with rank.buffer(**both) as buffer:
         for turn in range(2):
@@ -111,7 +112,7 @@ def measure(rank: Rank) -> Figures:
 def measure_low_latency(rank: Rank) -> Figures:
     """Time of low-latency calls; bytes of rows received and given back."""
     shape = low_latency_shape(rank)
-    with rank.buffer(**low_latency_buffer(shape)) as buffer:
+    with rank.buffer(**low_latency_buffer(rank, shape)) as buffer:
         batch = low_latency.Batch(rank, shape)
         count = sum(len(tokens) for _, tokens in batch.sources)
         dispatch = functools.partial(

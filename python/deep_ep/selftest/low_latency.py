@@ -55,7 +55,8 @@ def make_buffer(options: Any, **more: Any) -> dict[str, Any]:
         options.num_tokens, options.hidden, options.num_ranks, options.num_experts
     )
     qps = max(1, options.num_experts // options.num_ranks)
-    return {"num_rdma_bytes": size, "low_latency_mode": True, "num_qps_per_rank": qps, **more}
+    links = {"allow_nvlink_for_low_latency_mode": not options.disable_nvlink}
+    return {"num_rdma_bytes": size, "low_latency_mode": True, "num_qps_per_rank": qps, **links, **more}
 
 
 class Batch:

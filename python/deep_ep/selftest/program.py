@@ -20,7 +20,7 @@ from .worker import serve
 # Defaults: (GPUs, CPU).
 DEFAULTS = {
     "intranode": {"num_tokens": (4096, 128), "hidden": (7168, 2048), "num_topk": (8, 4), "num_experts": (256, 32)},
-    "low_latency": {"num_tokens": (128, 32), "hidden": (7168, 2048), "num_topk": (8, 4), "num_experts": (256, 32)},
+    "low_latency": {"num_tokens": (128, 32), "hidden": (7168, 2048), "num_topk": (8, 4), "num_experts": (288, 288)},
 }
 DEFAULTS["internode"] = DEFAULTS["intranode"]
 TITLES = {
@@ -57,6 +57,11 @@ def parser() -> argparse.ArgumentParser:
             "--pressure-test", type=_count, nargs="?", const=PRESSURE_ROUNDS, default=0, metavar="ROUNDS",
             help=f"random rounds, each repeated and compared bit for bit (default {PRESSURE_ROUNDS} if given)",
         )  # fmt: skip
+        one.add_argument("--allow-mnnvl", action="store_true", help="make every buffer with allow_mnnvl=True")
+        if mode == "intranode":
+            one.set_defaults(disable_nvlink=False)
+        else:
+            one.add_argument("--disable-nvlink", action="store_true", help="low-latency rows by RDMA inside nodes too")
         if mode == "internode":
             _add_node_options(one)
         else:
@@ -217,8 +222,10 @@ def print_figures(answers: Sequence[tuple[str, Any]], options: argparse.Namespac
     nodes = f" in nodes of {options.num_nvl_peers}" if options.mode == "internode" else ""
     print(f"\n{options.num_ranks} ranks{nodes}, engine {options.engine}, {shape}")
     print(f"median of {options.iterations} calls as the host sees them")
-    if options.mode == "internode" and options.engine == "cpu":
-        print("between nodes: software RDMA; its times are not those of a network")
+    if options.disable_nvlink:
+        print("low latency without NVLink: every row to another rank by RDMA")
+    if options.engine == "cpu" and (options.mode == "internode" or options.disable_nvlink):
+        print("RDMA in software: its times are not those of a network")
     width = max((len(name) for name in names), default=0)
     for name in names:
         slowest = max(one[name][0] for one in figures)

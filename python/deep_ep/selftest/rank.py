@@ -68,6 +68,7 @@ class Rank:
             else Bootstrap.file(self.rank, ranks, self._directory, name)
         )
         arguments.setdefault("timeout", self.options.timeout)
+        arguments.setdefault("allow_mnnvl", self.options.allow_mnnvl)
         buffer = Buffer(None, bootstrap=meeting, engine=self.options.engine, explicitly_destroy=True, **arguments)
         try:
             yield buffer
