@@ -65,6 +65,19 @@ def test_internode(device, nodes):
         assert word in text, text
 
 
+def test_two_jobs_at_once(device):
+    """Groups that know nothing of each other, on the same host and devices."""
+    command = [sys.executable, "-m", "deep_ep.selftest"]
+    options = [*TINY, "--iterations", "1", "--engine", device]
+    jobs = [
+        subprocess.Popen([*command, mode, *options], stdout=subprocess.PIPE, text=True)
+        for mode in ("intranode", "low_latency")
+    ]
+    for job in jobs:
+        text = job.communicate(timeout=200)[0]
+        assert job.returncode == 0 and "FAILED" not in text and "cases passed" in text, text
+
+
 @pytest.mark.skipif(not full(), reason="a long test: DEEPEP_TEST_FULL=1 runs it")
 def test_internode_by_two_commands(device, nodes):
     """Each command starts the ranks of what it takes for its host; they meet at a TCP address."""
