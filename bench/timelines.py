@@ -39,6 +39,7 @@ RANKS = 2
 EXPERTS, TOP_K = 16, 4
 DELAYS = "1:late"  # DEEPEP_SOFTWARE_RDMA: operations take effect late, by this seed
 SETTLE = 3  # rounds of each way before those that count
+PUBLISHED = 0.3  # seconds after which other processes see a call: a page is copied every 50 ms
 READ_EVERY = 50  # rounds; the trace holds 1024 calls, a round has at most 16
 
 
@@ -76,6 +77,7 @@ class Recorder:
 
     def read(self, program: str) -> None:
         """Adds the calls that the library's trace of this process holds: the last 1024."""
+        time.sleep(PUBLISHED)
         done = subprocess.run([program, "trace", "--output", "-"], capture_output=True, text=True, check=True)
         events = json.loads(done.stdout)["traceEvents"]
         heads = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}

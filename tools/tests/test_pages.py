@@ -246,3 +246,50 @@ def test_pictures_are_drawn_from_a_run(tmp_path: pathlib.Path) -> None:
         drawn, kept = ((folder / f"{name}.svg").read_text() for folder in (tmp_path, ROOT / "docs" / "pictures"))
         assert all(word in drawn and word in kept for word in words)
         assert drawn.count("<path") > 30
+
+
+# ---- README and its translation
+
+
+def readmes() -> tuple[str, str]:
+    return (ROOT / "README.md").read_text(), (ROOT / "README.zh.md").read_text()
+
+
+def facts(readme: str) -> dict[str, list[str]]:
+    """What a translation leaves as it is: code but for its comments, numbers, names in backquotes, links."""
+    code = re.findall(r"^```.*?^```$", readme, re.M | re.S)
+    bare = [re.sub(r"[ \t]*(?://|#(?!include)).*", "", block) for block in code]
+    prose = re.sub(r"^```.*?^```$", "", readme, flags=re.M | re.S)
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", prose) if not link.startswith("README")]
+    text = re.sub(r"\]\([^)]*\)", "]", prose)
+    rows = [row for row in text.splitlines() if row.startswith("|")]
+    tables = ["|".join([str(row.count("|")), *sorted(NUMBER.findall(row))]) for row in rows]
+    names = sorted(re.findall(r"`([^`]+)`", prose))
+    heads = [re.sub(r"[^#].*", "", head) for head in prose.splitlines() if head.startswith("#")]
+    return {"code": bare, "links": links, "tables": tables, "names": names, "headings": heads}
+
+
+def test_the_chinese_readme_says_the_same() -> None:
+    english, chinese = map(facts, readmes())
+    assert len(english["code"]) >= 4 and len(english["tables"]) > 15
+    for kind, found in english.items():
+        assert chinese[kind] == found, kind
+    first, second = readmes()
+    assert "](README.zh.md)" in first and "](README.md)" in second
+
+
+def test_a_difference_of_translations_is_seen() -> None:
+    text = readmes()[0]
+    for old, new in (
+        ("83.3 ms", "83.4 ms"),
+        ("topk(2)", "topk(3)"),
+        ("(docs/tuning.md)", ""),
+        ("`deepep top`", "`top`"),
+    ):
+        assert old in text and facts(text.replace(old, new, 1)) != facts(text)
+
+
+def test_every_page_is_in_the_list() -> None:
+    for readme in readmes():
+        for page in sorted((ROOT / "docs").glob("*.md")):
+            assert f"](docs/{page.name})" in readme.split("\n## ")[-1], page.name
