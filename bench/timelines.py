@@ -39,7 +39,7 @@ RANKS = 2
 EXPERTS, TOP_K = 16, 4
 DELAYS = "1:late"  # DEEPEP_SOFTWARE_RDMA: operations take effect late, by this seed
 SETTLE = 3  # rounds of each way before those that count
-PUBLISHED = 0.3  # seconds after which other processes see a call: a page is copied every 50 ms
+PATIENCE = 100  # looks at the trace, 0.1 s apart
 READ_EVERY = 50  # rounds; the trace holds 1024 calls, a round has at most 16
 
 
@@ -76,8 +76,20 @@ class Recorder:
         self.spans.append(span)
 
     def read(self, program: str) -> None:
-        """Adds the calls that the library's trace of this process holds: the last 1024."""
-        time.sleep(PUBLISHED)
+        """Adds the calls that the library's trace of this process holds: the last 1024.
+
+        Other processes see a call up to 50 ms later, so this waits until those of the last round are there.
+        """
+        way, start, _ = self.rounds[-1]
+        for _ in range(PATIENCE):
+            time.sleep(0.1)
+            self.add_calls(program)
+            if sum(call >= start for call in self.calls) >= CALLS[way]:
+                return
+        raise RuntimeError(f"the trace lacks calls of the last round: {sorted(self.calls)[-CALLS[way] :]} from {start}")
+
+    def add_calls(self, program: str) -> None:
+        """Adds the calls of the trace as it is now."""
         done = subprocess.run([program, "trace", "--output", "-"], capture_output=True, text=True, check=True)
         events = json.loads(done.stdout)["traceEvents"]
         heads = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}

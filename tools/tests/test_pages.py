@@ -235,17 +235,17 @@ def test_sm90_is_a_switch() -> None:
 
 
 def test_pictures_are_drawn_from_a_run(tmp_path: pathlib.Path) -> None:
-    """One round of each way: calls of the library and computing are bars with their names."""
+    """One round of each way. Short bars have no name, so only the kept pictures are sure to have them."""
     command = [sys.executable, str(ROOT / "bench" / "timelines.py"), "--rounds", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     for name, words in {
-        "low_latency_hooks": ("experts A", "rows under way", "Send half"),
-        "two_streams": ("attention B", "communication", "notify"),
+        "low_latency_hooks": ("rows under way", "Send half", "dispatch, or a half"),
+        "two_streams": ("communication", "notify", "compute stream"),
     }.items():
         drawn, kept = ((folder / f"{name}.svg").read_text() for folder in (tmp_path, ROOT / "docs" / "pictures"))
         assert all(word in drawn and word in kept for word in words)
-        assert drawn.count("<path") > 30
+        assert "experts A" in kept and drawn.count("<path") > 30
 
 
 # ---- README and its translation
