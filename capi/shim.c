@@ -2,6 +2,7 @@
 #include "shim.h"
 
 #include <pthread.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -45,13 +46,14 @@ static deepep_status_t invalid(const char *name, const char *given, const char *
   return DEEPEP_ERROR_INVALID_ARGUMENT;
 }
 
-/* Copies a caller's struct over the defaults in `full`: shorter is filled up, longer must be zero past what is known
- * here. */
-static deepep_status_t take(void *full, uint32_t full_size, const void *given, const char *name) {
+/* Copies a caller's struct over the defaults in `full`: a shorter one, of an earlier version, is filled up; a longer
+ * one must be zero past what is known here. first_size: the struct of version 0.1; no field is taken in part. */
+static deepep_status_t take_struct(void *full, uint32_t full_size, uint32_t first_size, const void *given,
+                                   const char *name) {
   uint32_t size, i;
   if (given == NULL) return invalid(name, "NULL", "a struct made with its _INIT macro");
   memcpy(&size, given, sizeof size);
-  if (size < sizeof size || size > DP_MAX_STRUCT) {
+  if ((size < full_size && size != first_size) || size > DP_MAX_STRUCT) {
     char number[48];
     snprintf(number, sizeof number, "struct_size %u", size);
     return invalid(name, number, "the size of the struct, set by its _INIT macro");
@@ -63,6 +65,8 @@ static deepep_status_t take(void *full, uint32_t full_size, const void *given, c
   memcpy(full, &full_size, sizeof full_size);
   return DEEPEP_OK;
 }
+#define take(full, full_size, given, name) take_struct(full, full_size, full_size, given, name)
+#define HANDLE_SIZE_0_1 offsetof(deepep_handle, exchange) /* the one struct that has grown */
 
 /* Writes a filled struct back into the caller's, as far as that reaches. */
 static void give(void *given, const void *full, uint32_t full_size) {
@@ -93,7 +97,7 @@ static deepep_status_t take_call(dp_call *out, const deepep_call *call) {
 /* Completes a handle into `out`, which the struct that names it then points to: Go reads C's structs as they lie. */
 static deepep_status_t take_handle(deepep_handle *out, const deepep_handle *handle) {
   deepep_handle full = DEEPEP_HANDLE_INIT;
-  deepep_status_t status = take(&full, sizeof full, handle, "handle");
+  deepep_status_t status = take_struct(&full, sizeof full, HANDLE_SIZE_0_1, handle, "handle");
   if (status != DEEPEP_OK) return status;
   if (full.magic != DEEPEP_HANDLE_MAGIC)
     return invalid("handle", "something else", "a deepep_handle made with DEEPEP_HANDLE_INIT");
@@ -104,7 +108,9 @@ static deepep_status_t take_handle(deepep_handle *out, const deepep_handle *hand
 
 static deepep_status_t enter(void) {
   if (forked) {
-    dp_set_error("this process was forked from one that uses deepep; start processes with spawn");
+    dp_set_error(
+        "this process was forked from one that has loaded libdeepep.so (linking the library loads it), and the "
+        "threads of its Go runtime are missing here: start processes with spawn, or load it after the fork");
     return DEEPEP_ERROR_FORK;
   }
   if (last_error != NULL) last_error[0] = 0;

@@ -9,6 +9,7 @@ import (
 	"time"
 	"unsafe"
 
+	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	"github.com/deepep-go/deepep/internal/abi"
@@ -181,5 +182,45 @@ func TestEventsOfAStream(t *testing.T) {
 	}
 	if err := errors.Join(page.Close(), ev.Destroy(), d.DestroyStream(s), d.Release()); err != nil {
 		t.Error(err)
+	}
+}
+
+// A destroyed event is freed when its last user leaves, and later uses say so.
+func TestEventDestroyedBesideItsUsers(t *testing.T) {
+	d := open(t)
+	for range 300 {
+		ev, err := d.NewEvent()
+		if err != nil {
+			t.Fatal(err)
+		}
+		var users errgroup.Group
+		for range 3 {
+			users.Go(func() error {
+				for range 40 {
+					if _, err := ev.Wait(0); err != nil {
+						if errors.Is(err, status.ErrInvalidState) {
+							return nil
+						}
+						return err
+					}
+					if err := ev.Record(0); err != nil && !errors.Is(err, status.ErrInvalidState) {
+						return err
+					}
+				}
+				return nil
+			})
+		}
+		if err := ev.Destroy(); err != nil {
+			t.Fatal(err)
+		}
+		if err := users.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := ev.Wait(0); !errors.Is(err, status.ErrInvalidState) || !strings.Contains(err.Error(), "destroyed") {
+			t.Fatalf("after Destroy: %v", err)
+		}
+		if err := ev.Destroy(); err != nil {
+			t.Fatal(err)
+		}
 	}
 }

@@ -2,6 +2,7 @@ package device
 
 import (
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/deepep-go/deepep/internal/abi"
@@ -74,10 +75,39 @@ func (d *Device) Capturing(s Stream) (bool, error) {
 	return p.Capturing != 0, kern.Error("dk_stream_query", code, p.DeviceError)
 }
 
-// Event is a point in a stream. One that was never recorded counts as done.
+// Event is a point in a stream. One that was never recorded counts as done. Other threads may use it while one destroys
+// it.
 type Event struct {
 	dev    *Device
 	handle uint64
+	closed atomic.Bool
+	users  atomic.Int64 // calls inside, and the owner until Destroy; the one that makes it 0 frees the event
+}
+
+var errEventDestroyed = status.Errorf(status.InvalidState, "the event was destroyed")
+
+// enter counts a call in; false: the event is gone.
+func (e *Event) enter() bool {
+	for {
+		n := e.users.Load()
+		if n == 0 {
+			return false
+		}
+		if e.users.CompareAndSwap(n, n+1) {
+			return true
+		}
+	}
+}
+
+// leave counts a call out.
+func (e *Event) leave() error {
+	if e.users.Add(-1) != 0 {
+		return nil
+	}
+	p := &abi.EventDestroyParams{Device: e.dev.handle, Event: e.handle}
+	err := kern.Error("dk_event_destroy", e.dev.Lib.EventDestroy(p), p.DeviceError)
+	status.Keep(&err, e.dev.Release())
+	return err
 }
 
 // NewEvent makes an event. It keeps the device open until Destroy.
@@ -86,19 +116,25 @@ func (d *Device) NewEvent() (*Event, error) {
 	if code := d.Lib.EventCreate(p); code != 0 {
 		return nil, kern.Error("dk_event_create", code, p.DeviceError)
 	}
-	return &Event{dev: d.Retain(), handle: p.Event}, nil
+	e := &Event{dev: d.Retain(), handle: p.Event}
+	e.users.Store(1)
+	return e, nil
 }
 
-// Destroy frees the event, once. It may be recorded and waited for.
+// Destroy frees the event, once, when the last call that uses it ends. The event may be recorded and waited for.
 func (e *Event) Destroy() error {
-	p := &abi.EventDestroyParams{Device: e.dev.handle, Event: e.handle}
-	err := kern.Error("dk_event_destroy", e.dev.Lib.EventDestroy(p), p.DeviceError)
-	status.Keep(&err, e.dev.Release())
-	return err
+	if e.closed.Swap(true) {
+		return nil
+	}
+	return e.leave()
 }
 
 // Record moves the event to the present end of the stream.
 func (e *Event) Record(s Stream) error {
+	if !e.enter() {
+		return errEventDestroyed
+	}
+	defer func() { _ = e.leave() }() // Destroy has returned: nobody takes the error
 	p := eventRecords.take(abi.EventRecordParams{Device: e.dev.handle, Event: e.handle, Stream: uint64(s)})
 	defer eventRecords.give(p)
 	if code := e.dev.Lib.EventRecord(p); code != 0 {
@@ -109,6 +145,10 @@ func (e *Event) Record(s Stream) error {
 
 // Join lets the stream wait for the event. Not for stream 0 where HostStream.
 func (e *Event) Join(s Stream) error {
+	if !e.enter() {
+		return errEventDestroyed
+	}
+	defer func() { _ = e.leave() }() // Destroy has returned: nobody takes the error
 	p := streamWaits.take(abi.StreamWaitEventParams{Device: e.dev.handle, Stream: uint64(s), Event: e.handle})
 	defer streamWaits.give(p)
 	if code := e.dev.Lib.StreamWaitEvent(p); code != 0 {
@@ -119,6 +159,10 @@ func (e *Event) Join(s Stream) error {
 
 // Wait blocks the calling thread until the event is done or limit ends. 0 queries.
 func (e *Event) Wait(limit time.Duration) (done bool, err error) {
+	if !e.enter() {
+		return false, errEventDestroyed
+	}
+	defer func() { _ = e.leave() }() // Destroy has returned: nobody takes the error
 	p := eventWaits.take(abi.EventWaitParams{Device: e.dev.handle, Event: e.handle, TimeoutNS: uint64(max(0, limit))})
 	defer eventWaits.give(p)
 	switch code := e.dev.Lib.EventWait(p); status.Code(code) {

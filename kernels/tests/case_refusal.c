@@ -386,6 +386,30 @@ static void late_rank(struct rank *me) {
          "peer %d, its code %ld, its call %ld", f->peer, (long)f->expected, (long)f->seen);
 }
 
+/* Ranks in different operations that wait for each other: they say so, before the deadline. */
+static void crossed(struct rank *me) {
+  if (!host_library()) skip(me, "ranks do not see each other's waits");
+  struct team *t = make_ll_team(me, &kLowLatency, 0);
+  struct ll *l = make_ll(t, &kLowLatency, 3);
+  ll_round(l, 4);
+  run_barrier(t);
+  finish(me);
+  meet(me);
+  t->timeout_ns = limit_ns(40);
+  uint64_t start = now_ns();
+  if (me->index == 0)
+    run_barrier(t);
+  else
+    run_ll_dispatch(l, DK_PHASE_BOTH, 0);
+  finish(me);
+  uint32_t mine = me->index == 0 ? DK_OP_BARRIER : DK_OP_LL_DISPATCH;
+  expect_failure(t, DK_EMISMATCH, mine, !me->index);
+  const dk_failure *f = &t->status->failure;
+  expect(me, f->field == DK_FIELD_OPERATION && f->expected == mine && f->expected + f->seen == 13, "%ld and %ld",
+         (long)f->expected, (long)f->seen);
+  expect(me, now_ns() - start < limit_ns(10), "it took %.1f s", (double)(now_ns() - start) * 1e-9);
+}
+
 #define HANDLE(name, change, ranks)                                                                                  \
   {"refused/dispatch, " name, changed_handle, ranks, &(const struct mutation){change, DK_OP_DISPATCH}, QUICK, 0, 0}, \
       {"refused/combine, " name, changed_handle, ranks, &(const struct mutation){change, DK_OP_COMBINE}, QUICK, 0, 0}
@@ -417,6 +441,7 @@ static const struct test_case cases[] = {
     {"refused/ll combine, sources out of order", changed_ll_handle, 3, &kSourceOrder, QUICK, 0, 0},
     {"refused/ll combine, index E", changed_ll_handle, 3, &kIndex, QUICK, 0, 0},
     {"refused/ll dispatch in halves", refused_in_halves, 3, NULL, QUICK, 0, 0},
+    {"refused/different operations", crossed, 2, NULL, QUICK, 0, 0},
     {"refused/a late rank is not told of success", late_rank, 3, NULL, QUICK, 0, 0},
 };
 GROUP(refusal_cases);

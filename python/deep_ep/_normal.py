@@ -16,6 +16,8 @@ from .errors import assertion, check_handle, check_int, type_error, value_error
 from .utils import EventOverlap
 
 INTRANODE_ENTRIES, INTERNODE_ENTRIES = 6, 10
+# Attribute of a handle's matrix: the exchange of counts that it is from. A copy of the tensor has none: not compared.
+EXCHANGE = "_deep_ep_exchange"
 MAX_OFFSET = 2**30  # an int32 index has room for any local expert beyond it
 BLOCKS_KEPT = 4  # blocks of received rows that the CPU engine uses again
 
@@ -29,7 +31,7 @@ Dispatched = tuple[
 class HandleTensors:
     """The tensors of a handle that the library needs, from the tuple of either form."""
 
-    __slots__ = ("rank_prefix_matrix", "send_head", "recv_src_idx", "is_token_in_rank")
+    __slots__ = ("rank_prefix_matrix", "send_head", "recv_src_idx", "is_token_in_rank", "exchange")
 
     def __init__(
         self, rank_prefix_matrix: Tensor, send_head: Tensor, recv_src_idx: OptionalTensor, is_token_in_rank: Tensor
@@ -38,6 +40,7 @@ class HandleTensors:
         self.send_head = send_head
         self.recv_src_idx = recv_src_idx
         self.is_token_in_rank = is_token_in_rank
+        self.exchange = 0  # not known
 
     @classmethod
     def of_sequence(cls, handle: object, num_ranks: int, device: Device) -> HandleTensors:
@@ -50,7 +53,9 @@ class HandleTensors:
         _torch.check("handle: rank_prefix_matrix", matrix, device, (INT32,), (num_ranks, num_ranks))
         _torch.check("handle: send_head", head, device, (INT32,), (None, num_ranks))
         _torch.check("handle: recv_src_idx", source, device, (INT32,), (None,))
-        return cls(matrix, head, source, in_rank)
+        tensors = cls(matrix, head, source, in_rank)
+        tensors.exchange = getattr(matrix, EXCHANGE, 0)
+        return tensors
 
     def to_tuple(self, nodes: int, peers: int, rank: int) -> Handle:
         """The handle as callers see it: six entries on one node, ten on several. Views only: nothing runs for them."""
@@ -81,6 +86,7 @@ class HandleTensors:
             num_ranks=self.rank_prefix_matrix.shape[0],
             num_tokens=self.send_head.shape[0],
             num_recv_tokens=num_recv_tokens,
+            exchange=self.exchange,
             rank_prefix_matrix=self.rank_prefix_matrix.data_ptr(),
             send_head=self.send_head.data_ptr(),
             recv_src_idx=_torch.address(self.recv_src_idx),
@@ -246,7 +252,7 @@ class NormalMode:
         num_topk = 0 if topk_idx is None else int(topk_idx.shape[1])
         per_local_expert: list[int] = []
         try:
-            token = self._notify(payload, counts, tensors, num_topk, numbers, config, order)
+            tensors.exchange = token = self._notify(payload, counts, tensors, num_topk, numbers, config, order)
             rows = worst
             if received is None:
                 rows, per_local_expert = self._wait_counts(token, int(per_expert.shape[0]) // core.group_size)
@@ -267,6 +273,7 @@ class NormalMode:
         except BaseException:
             order.leave()  # notify may still be writing to the handle's tensors
             raise
+        setattr(tensors.rank_prefix_matrix, EXCHANGE, token)
         handle = tensors.to_tuple(core.num_nodes, core.num_nvl_peers, core.rank)
         return received.rows(), received.topk_idx, received.topk_weights, per_local_expert, handle, event
 

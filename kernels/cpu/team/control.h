@@ -22,7 +22,9 @@ struct Refusal {
 // run.
 struct alignas(kLine) Heartbeat {
   std::atomic<uint64_t> stamp_ns;
-  std::atomic<int32_t> awaiting;  // the rank that it waits for, plus 1; 0: none
+  std::atomic<int32_t> awaiting;   // the rank that it waits for, plus 1; 0: none
+  std::atomic<uint32_t> op;        // the newest operation, DK_OP_*
+  std::atomic<uint64_t> since_ns;  // when this wait began
 };
 
 // The first failure of this rank. Peers that read it fail at once instead of at their own deadline.

@@ -7,6 +7,7 @@ Op::Op(Team *owner, uint32_t op_, uint32_t phase_, uint64_t call, uint64_t timeo
   pthread_mutex_lock(&team.running);
   Heartbeat &heartbeat = team.control().heartbeat();
   heartbeat.awaiting.store(0, std::memory_order_relaxed);
+  heartbeat.op.store(op, std::memory_order_relaxed);
   heartbeat.stamp_ns.store(start_ns_, std::memory_order_relaxed);
   failed_ = __atomic_load_n(&team.status->sticky, __ATOMIC_ACQUIRE) != 0;
   aborted();

@@ -5,9 +5,10 @@
 namespace dk {
 namespace {
 
-constexpr uint64_t kSlice = 10000000;    // the engine sets abort_word and dead[] without a wake: poll them this often
-constexpr uint64_t kAwake = 1000000000;  // a rank whose heartbeat is younger is waiting itself
-constexpr int kPauses = 16;              // in a spin
+constexpr uint64_t kSlice = 10000000;      // the engine sets abort_word and dead[] without a wake: poll them this often
+constexpr uint64_t kAwake = 1000000000;    // a rank whose heartbeat is younger is waiting itself
+constexpr uint64_t kCrossed = 2000000000;  // two ranks that wait for each other for so long wait for ever
+constexpr int kPauses = 16;                // in a spin
 constexpr int kSpinsAlone = 200, kYieldsAlone = 20;  // a core for each rank: about 30 us before sleeping
 constexpr int kSpinsShared = 2, kYieldsShared = 12;  // ranks share cores: the awaited rank may need this one
 
@@ -84,12 +85,28 @@ bool Waiter::more_to_blame(int peer, int than) const {
   return awaited_by(op_.team, than, now_) >= 0 && awaited_by(op_.team, peer, now_) < 0;
 }
 
+// Both ranks wait for each other, in different operations, and one rank runs one operation at a time: none can go on.
+bool Waiter::is_crossed_with(int peer, uint64_t waited) const {
+  uint64_t enough = min(kCrossed, op_.timeout_ns / 2);
+  if (peer < 0 || waited < enough || op_.may_shrink || !op_.team.is_local(peer)) return false;
+  Heartbeat &theirs = op_.team.peers[peer].control.heartbeat();
+  uint64_t since = theirs.since_ns.load();
+  return theirs.awaiting.load() == op_.team.rank + 1 && now_ - theirs.stamp_ns.load() <= kAwake &&
+         theirs.op.load() != op_.op && since < now_ && now_ - since >= enough;
+}
+
 void Waiter::spin_or_sleep(int first, const Missing &missing) {
   uint64_t waited = now_ - since_;
   if (awaited_ < 0) awaited_ = first;
   Heartbeat &heartbeat = op_.team.control().heartbeat();
   heartbeat.awaiting.store(first + 1, std::memory_order_relaxed);
+  heartbeat.since_ns.store(since_, std::memory_order_relaxed);
   heartbeat.stamp_ns.store(now_, std::memory_order_relaxed);
+  if (is_crossed_with(first, waited)) {
+    uint32_t theirs = op_.team.peers[first].control.heartbeat().op.load();
+    op_.fail(DK_EMISMATCH, first, DK_FIELD_OPERATION, op_.op, theirs, waited);
+    return;
+  }
   if (waited >= op_.timeout_ns) {
     int culprit = first < 0 ? -1 : find_culprit(op_.team, first, now_);
     op_.fail(DK_ETIMEOUT, culprit, DK_FIELD_NONE, missing.expected, missing.seen, waited);

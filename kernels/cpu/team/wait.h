@@ -24,6 +24,7 @@ class Waiter {
   void spin_or_sleep(int first, const Missing &missing);
 
  private:
+  bool is_crossed_with(int peer, uint64_t waited) const;
   void announce();
   void retract();
   void give_up_on(int peer, int32_t code);
