@@ -3,6 +3,7 @@
 #include "deepep.h"
 
 #include <pthread.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,6 +45,12 @@ static void test_arguments(void) {
   EXPECT(deepep_group_create(&options, &group) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("bootstrap"));
   options.struct_size = 1;
   EXPECT(deepep_group_create(&options, &group) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("struct_size"));
+  {
+    deepep_call call = DEEPEP_CALL_INIT;
+    call.config = &config;
+    call.struct_size = offsetof(deepep_call, config) + sizeof(void *) / 2; /* half a pointer */
+    EXPECT(deepep_barrier(NULL, &call) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("struct_size"));
+  }
   EXPECT(deepep_buffer_create((deepep_group_t)(uintptr_t)12345, NULL, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT);
   EXPECT(deepep_buffer_check((deepep_buffer_t)(uintptr_t)12345) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("buffer"));
   EXPECT(deepep_group_destroy(NULL) == DEEPEP_OK && deepep_buffer_destroy(NULL) == DEEPEP_OK &&
