@@ -66,7 +66,9 @@ static deepep_status_t take_struct(void *full, uint32_t full_size, uint32_t firs
   return DEEPEP_OK;
 }
 #define take(full, full_size, given, name) take_struct(full, full_size, full_size, given, name)
-#define HANDLE_SIZE_0_1 offsetof(deepep_handle, exchange) /* the one struct that has grown */
+/* Structs that have grown since version 0.1. */
+#define HANDLE_SIZE_0_1 offsetof(deepep_handle, exchange)
+#define BUFFER_INFO_SIZE_0_1 offsetof(deepep_buffer_info, control_bytes)
 
 /* Writes a filled struct back into the caller's, as far as that reaches. */
 static void give(void *given, const void *full, uint32_t full_size) {
@@ -209,7 +211,7 @@ DP_PUBLIC deepep_status_t deepep_buffer_destroy(deepep_buffer_t buffer) {
 DP_PUBLIC deepep_status_t deepep_buffer_info_get(deepep_buffer_t buffer, deepep_buffer_info *info) {
   deepep_buffer_info full = DEEPEP_BUFFER_INFO_INIT;
   TRY(enter());
-  TRY(take(&full, sizeof full, info, "info"));
+  TRY(take_struct(&full, sizeof full, BUFFER_INFO_SIZE_0_1, info, "info"));
   TRY(dpgo_buffer_info_get(ID(buffer), &full));
   give(info, &full, sizeof full);
   return DEEPEP_OK;

@@ -8,8 +8,8 @@
  *     returns it.
  *   - failure: what ended an operation of the buffer: TIMEOUT, PEER_DEAD, MISMATCH or DEVICE.
  *
- * Structs begin with struct_size: set it through the *_INIT macro. The library completes a smaller struct with
- * defaults, and accepts a larger one if the part that it does not know is zero.
+ * Structs begin with struct_size: set it through the *_INIT macro. The library completes a struct of an earlier version
+ * with defaults, and accepts a larger one if the part that it does not know is zero.
  *
  * Tensors are given by address, in memory of the buffer's engine: device memory with "cuda", plain memory with "cpu".
  * A tensor must stay valid until the event of the call that it was given to is done; the library keeps no address.
@@ -28,7 +28,7 @@
  *
  * Threads: any thread may call any function. The library serialises the calls on one buffer.
  *
- * fork: in a child of a process that has used the library every function returns FORK.
+ * fork: in a child of a process that has loaded the library (linking it loads it) every function returns FORK.
  */
 #ifndef DEEPEP_H
 #define DEEPEP_H

@@ -96,7 +96,7 @@ static void test_plan(void) {
   int32_t order[15], calls = 0;
   deepep_group_t group = alone(&calls);
   deepep_buffer_t made = NULL;
-  deepep_buffer_info info = DEEPEP_BUFFER_INFO_INIT;
+  deepep_buffer_info info = DEEPEP_BUFFER_INFO_INIT, old;
   buffer.engine = "cpu";
   buffer.timeout_ms = 4321;
   options.num_tokens = 32, options.num_max_tokens = 8, options.hidden = 256, options.num_topk = 2;
@@ -107,6 +107,10 @@ static void test_plan(void) {
   buffer.num_nvl_bytes = plan.num_nvl_bytes, buffer.num_rdma_bytes = plan.num_rdma_bytes, buffer.low_latency_mode = 1;
   EXPECT(deepep_buffer_create(group, &buffer, &made) == DEEPEP_OK);
   EXPECT(deepep_buffer_info_get(made, &info) == DEEPEP_OK);
+  memset(&old, 0, sizeof old);
+  old.struct_size = offsetof(deepep_buffer_info, control_bytes); /* of a program that was built with version 0.1 */
+  EXPECT(deepep_buffer_info_get(made, &old) == DEEPEP_OK && old.size == 1 && old.total_bytes == info.total_bytes &&
+         old.control_bytes == 0);
   EXPECT(info.total_bytes == plan.total_bytes && info.control_bytes == plan.control_bytes && plan.control_bytes > 0 &&
          info.wire_bytes == plan.wire_bytes && info.timeout_ms == 4321 && plan.timeout_ms == 4321 &&
          info.first_timeout_ms == plan.first_timeout_ms && info.num_qps == 0);
@@ -118,7 +122,7 @@ static void test_plan(void) {
          order[0] < 8);
   memset(&small, 0, sizeof small);
   small.struct_size = offsetof(deepep_plan_info, num_local_experts);
-  EXPECT(deepep_plan(&options, &small, NULL) == DEEPEP_OK && small.num_rdma_ranks == 2 && small.num_channels == 0);
+  EXPECT(deepep_plan(&options, &small, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("struct_size"));
   EXPECT(deepep_plan(&options, NULL, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("plan"));
   options.num_experts = 17;
   EXPECT(deepep_plan(&options, &plan, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("num_experts"));
