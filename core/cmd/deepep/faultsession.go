@@ -47,8 +47,9 @@ const (
 	unnoticed   = 100 * time.Millisecond
 	deathLimit  = 2 * time.Second
 	destroyed   = 2500 * time.Millisecond
-	afterLimit  = 2 * time.Second // beyond the deadline
-	stopMargin  = 50              // calls between the slowest rank's count and the common end
+	afterLimit  = 2 * time.Second        // beyond the deadline
+	stopMargin  = 50                     // calls between the fastest rank's count and the common end, beside those of orderDelay
+	orderDelay  = 200 * time.Millisecond // until an order has reached all ranks, on a busy machine
 	fillingFile = "/dev/shm/filling"
 )
 
@@ -241,7 +242,7 @@ func (s *faultSession) round(r *faultRound) (bad []string, err error) {
 	if err := s.prepare(r, folder); err != nil {
 		return nil, err
 	}
-	j := &faultJudge{round: r, events: make([]faultEvent, s.ranks), failed: make([]*faultEvent, s.ranks)}
+	j := &faultJudge{round: r, began: time.Now(), events: make([]faultEvent, s.ranks), failed: make([]*faultEvent, s.ranks)}
 	at, undo, err := s.inflict(r)
 	if err == nil {
 		err = s.finish(r, j, undo)
@@ -267,7 +268,7 @@ func (s *faultSession) prepare(r *faultRound, folder string) error {
 		o.StartMS = int(limit.Milliseconds())
 	}
 	for rank, p := range s.all {
-		o.Rank, o.Fault = rank, ""
+		o.Place, o.Rank, o.Fault = rank, rank, ""
 		if rank == r.victim && slices.Contains([]string{"exit", "exec", "segv", "exception", "close"}, r.fault) {
 			o.Fault = r.fault
 		}
@@ -490,8 +491,9 @@ func (s *faultSession) stopTogether(r *faultRound, j *faultJudge) error {
 		}
 		most = max(most, e.Count)
 	}
+	until := most + stopMargin + int64(float64(most)*float64(orderDelay)/float64(time.Since(j.began)))
 	for _, p := range s.all {
-		_ = p.order(faultOrder{Do: "until", UntilNum: most + stopMargin}) // a rank may have ended
+		_ = p.order(faultOrder{Do: "until", UntilNum: until}) // a rank may have ended
 	}
 	return nil
 }
@@ -517,7 +519,7 @@ func (s *faultSession) regroup(r *faultRound, folder string) (bad []string) {
 		o.PerNode = len(members)
 	}
 	for at, rank := range members {
-		o.Rank = at
+		o.Place, o.Rank = rank, at
 		if err := s.all[rank].order(o); err != nil {
 			bad = append(bad, fmt.Sprintf("rank %d: %v", rank, err))
 		}

@@ -29,6 +29,7 @@ type faultOrder struct {
 	Name     string `json:"name"` // of the group
 	Folder   string `json:"folder"`
 	Engine   string `json:"engine"`
+	Place    int    `json:"place"` // of the process, which keeps its device from group to group
 	Rank     int    `json:"rank"`
 	Ranks    int    `json:"ranks"`
 	PerNode  int    `json:"per_node"`
@@ -68,13 +69,15 @@ func faultsRankCommand() *cobra.Command {
 
 // faultRank plays one rank, round after round, so that what a round leaves over adds up.
 type faultRank struct {
-	mu    sync.Mutex
-	out   *json.Encoder
-	base  leftovers
-	calls atomic.Int64
-	until atomic.Int64 // the number of calls after which all ranks stop together; 0: none
-	begin chan struct{}
-	doing chan struct{} // closed when the round's calls have ended
+	mu   sync.Mutex
+	out  *json.Encoder
+	base leftovers
+	// CUDA: base was taken after a group of several ranks.
+	settled bool
+	calls   atomic.Int64
+	until   atomic.Int64 // the number of calls after which all ranks stop together; 0: none
+	begin   chan struct{}
+	doing   chan struct{} // closed when the round's calls have ended
 }
 
 func (r *faultRank) send(e faultEvent) {
@@ -116,6 +119,9 @@ func (r *faultRank) serve(in io.Reader) error {
 			e := faultEvent{Event: "regrouped"}
 			if err := guarded(func() error { return r.regroup(&o) }); err != nil {
 				e.Error, e.Code = err.Error(), status.CodeOf(err)
+			}
+			if o.Engine == "cuda" && !r.settled && o.Ranks > 1 {
+				r.base, r.settled = countLeftovers(), true // a process opens its peers' devices once
 			}
 			e.Left = r.leftOver()
 			r.send(e)
@@ -170,6 +176,13 @@ func (o *faultOrder) open(name string) (m *member, err error) {
 	}
 	limit := time.Duration(o.LimitMS) * time.Millisecond
 	options.NumRDMABytes *= 2
+	if options.Device >= 0 {
+		info, err := core.QueryEngine(o.Engine)
+		if err != nil {
+			return m, err
+		}
+		options.Device = o.Place % info.NumDevices
+	}
 	options.Timeout, options.FirstTimeout, options.Shrink = limit, limit, m.shrink
 	if m.buffer, err = m.group.NewBuffer(ctx, options); err != nil {
 		return m, err
