@@ -14,6 +14,7 @@ class CleanBarrier {
  private:
   void post(int peer, uint64_t count);
   bool poll();
+  CleanMessage *oldest_message(int peer, uint64_t seen) const;  // that this rank has not waited for; null: none
   void mark_earlier_sends(int peer, uint64_t cleans);
 
   Op &op_;
@@ -69,26 +70,33 @@ void CleanBarrier::mark_earlier_sends(int peer, uint64_t cleans) {
   }
 }
 
+CleanMessage *CleanBarrier::oldest_message(int peer, uint64_t seen) const {
+  CleanMessage *oldest = nullptr;
+  uint64_t oldest_count = UINT64_MAX;
+  for (uint64_t parity = 0; parity < 2; parity++) {
+    CleanMessage &message = team_.control().clean_from(peer, parity);
+    uint64_t count = message.count.load();
+    if (count > seen && count < oldest_count) {
+      oldest = &message;
+      oldest_count = count;
+    }
+  }
+  return oldest;
+}
+
 // Takes each peer's oldest clean that this rank has not waited for: a peer may be one ahead.
 bool CleanBarrier::poll() {
   bool found = false;
   for (int peer = 0; peer < team_.num_ranks; peer++) {
     if (arrived_[peer] || team_.masked(peer)) continue;
     uint64_t &seen = team_.control().peer_state(peer).clean_seen;
-    CleanMessage *oldest = nullptr;
-    uint64_t oldest_count = UINT64_MAX;
-    for (uint64_t parity = 0; parity < 2; parity++) {
-      CleanMessage &message = team_.control().clean_from(peer, parity);
-      uint64_t count = message.count.load();
-      if (count > seen && count < oldest_count) {
-        oldest = &message;
-        oldest_count = count;
-      }
-    }
+    CleanMessage *oldest = oldest_message(peer, seen);
+    // The peer may have written two between the loads of the two places, so that the older one was missed: look again.
+    if (oldest) oldest = oldest_message(peer, seen);
     if (!oldest) continue;
     cleans_ = max(cleans_, oldest->cleans);
     mark_earlier_sends(peer, oldest->cleans);
-    seen = oldest_count;
+    seen = oldest->count.load();
     arrived_[peer] = 1;
     found = true;
   }
