@@ -17,8 +17,9 @@ class Waiter {
   void begin();  // no progress: wakes the peers that this operation has written to
   void end();    // progress
   enum class PeerCheck { keep_waiting, poll_again, stop_waiting };
-  // stop_waiting: the peer was masked or the operation has failed. A peer may have written the awaited word just before
-  // it failed or died, so the first check says poll_again, and only the second gives the peer up.
+  // stop_waiting: the peer was masked, or is not to be blamed yet, or the operation has failed. A peer may have written
+  // the awaited word just before it failed or died, so the first check says poll_again, and only the second gives the
+  // peer up.
   PeerCheck check_peer(int peer);
   bool more_to_blame(int peer, int than) const;
   void spin_or_sleep(int first, const Missing &missing);
