@@ -6,8 +6,9 @@
 
 Sections: startup (construction, first and steady call, first graph), lowlatency (kernels of a decoding step), hostcost
 (CPU time of its calls), normal (kernels of dispatch and combine), calls (what Python calls cost, beside torch's and
-NCCL's), dense (all tokens to all ranks by NCCL, beside dispatch and combine). With --engine cpu the same program runs
-on CPU ranks, with the host's clock in place of the profiler: to try the program, not to measure.
+NCCL's), dense (all tokens to all ranks by NCCL, beside dispatch and combine), and on request sms (the library's choice
+of SMs beside 20 and beside a sweep). With --engine cpu the same program runs on CPU ranks, with the host's clock in
+place of the profiler: to try the program, not to measure.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import deep_ep
 from deep_ep import _abi, _lib
-from lib import cuda_tables, document, hostcost, low_latency_kernels, normal_kernels, python_calls, ranks, startup
+from lib import cuda_tables, document, hostcost, low_latency_kernels, normal_kernels, python_calls, ranks, sms, startup
 from lib.normal_mode import Case
 from lib.tables import machine
 
 SECTIONS = ("startup", "lowlatency", "hostcost", "normal", "calls", "dense")
+ON_REQUEST = ("sms",)
 CALLS_TOKENS = 256  # of normal mode in the section calls
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 40
@@ -46,7 +48,8 @@ FIRSTS: tuple[dict[str, tuple[dict[str, bool], bool]], ...] = (
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="sections to run (all)")
+    sections = SECTIONS + ON_REQUEST
+    parser.add_argument("--only", nargs="+", choices=sections, default=SECTIONS, help="sections to run (all but sms)")
     parser.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program (cuda)")
     parser.add_argument("--ranks", type=int, default=0, help="processes (a GPU each; 4 on the CPU)")
     for name, usual, what in (
@@ -107,6 +110,7 @@ def run_rank(rank: int, options: argparse.Namespace, number: int, rendezvous: st
         take("normal", lambda: normal_kernels.measure_views(team, normal, options.rounds), "views")
         take("lowlatency", lambda: low_latency_kernels.measure(team, decoding, options.calls))
         take("normal", lambda: normal_kernels.measure(team, normal, options.rounds))
+        take("sms", lambda: sms.measure(team, options.hidden, options.rounds))
     ranks.leave()
 
 
