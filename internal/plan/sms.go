@@ -14,15 +14,16 @@ type SMQuery struct {
 	ComputeCapability int    // 90; 0: the device has no SMs to choose from
 }
 
-// What one SM takes for a row that crosses a link, in us: a part for each row and a part for each byte, at least so
-// much. Fitted to the sweeps of docs/performance.md (4 × H200, 2 to 24 SMs, hidden 2048 to 7168): 4096 tokens of 7168
-// take one SM 2580 us in FP8 and 4416 in BF16, through staging memory 5770 and 9560, combine 7164.
+// What one SM takes for a row, in us, whether it crosses a link or stays: a part for each row and a part for each byte,
+// at least so much. Fitted to the sweeps of docs/performance.md (4 × H200, 2 to 24 SMs, hidden 2048 to 7168): 4096 tokens
+// of 7168 take one SM 2580 us in FP8 and 4416 in BF16, through staging memory 5770 and 9560, combine 7164. Between two
+// ranks half of the rows stay: there combine takes 288, 251 and 213 us with 16, 20 and 24 SMs.
 type smCost struct{ row, perByte, least float64 }
 
 var (
-	directCost  = smCost{0.054, 23.8e-6, 0.2} // a byte: 42 GB/s, what one SM stores at most
-	stagedCost  = smCost{0.153, 49e-6, 0}
-	combineCost = smCost{0.57, 5.3e-6, 0}
+	directCost  = smCost{0.0405, 17.7e-6, 0.15}
+	stagedCost  = smCost{0.115, 36.8e-6, 0}
+	combineCost = smCost{0.428, 3.98e-6, 0}
 )
 
 const (
@@ -60,7 +61,8 @@ func NumSMs(q SMQuery) int {
 	ranks := float64(q.Ranks)
 	// A token goes once to each rank that has one of its experts: with K experts chosen evenly to so many ranks.
 	reached := ranks * (1 - math.Pow(1-1/ranks, float64(q.TopK)))
-	rows := math.Max(float64(q.Tokens)*reached, float64(q.RecvTokens)) * (ranks - 1) / ranks
+	rows := math.Max(float64(q.Tokens)*reached, float64(q.RecvTokens))
+	crossing := rows * (ranks - 1) / ranks
 	cost, bytes := combineCost, float64(q.RowBytes)
 	if q.Kind == KindDispatch {
 		cost, bytes = directCost, bytes+sourceBytes+float64(q.TopK)*(indexBytes+scaleBytes)
@@ -72,7 +74,7 @@ func NumSMs(q SMQuery) int {
 	if q.ComputeCapability < 90 {
 		work *= noBulkFactor
 	}
-	number := int(math.Ceil(work / (rows*bytes/linkBytes(q.ComputeCapability) + smSlack)))
+	number := int(math.Ceil(work / (crossing*bytes/linkBytes(q.ComputeCapability) + smSlack)))
 	least := max(leastSMs, (q.Ranks+ranksPerSM-1)/ranksPerSM)
 	number = max(min(number, mostSMs), least)
 	return number + number%2

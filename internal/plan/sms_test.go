@@ -28,6 +28,24 @@ func TestSMsReachTheLinkRate(t *testing.T) {
 	}
 }
 
+// Likewise on 2 × H200, where half of the rows stay and still take SMs (docs/gpu-runs.md).
+func TestSMsOfTwoRanks(t *testing.T) {
+	for _, c := range []struct {
+		what string
+		q    SMQuery
+		want int
+	}{
+		{"dispatch FP8: 16 SMs 144 us, 24 take 142", SMQuery{RowBytes: 7168 + 224, Tokens: 4096}, 16},
+		{"dispatch BF16: 16 SMs 174 us, as 24", SMQuery{RowBytes: 14336, Tokens: 4096}, 16},
+		{"combine: 24 SMs 213 us, 20 take 252, 16 take 291", SMQuery{Kind: KindCombine, RowBytes: 14336, Tokens: 4096}, 24},
+	} {
+		c.q.Topology, c.q.ComputeCapability, c.q.TopK = Topology{2, 8}, 90, 8
+		if got := NumSMs(c.q); got != c.want {
+			t.Errorf("%s: %d SMs, want %d", c.what, got, c.want)
+		}
+	}
+}
+
 func TestSMsFollowTheirArguments(t *testing.T) {
 	base := SMQuery{Topology: Topology{8, 8}, RowBytes: 14336, Tokens: 512, TopK: 8, ComputeCapability: 90, Kind: KindCombine}
 	with := func(change func(*SMQuery)) int { q := base; change(&q); return NumSMs(q) }
