@@ -57,6 +57,14 @@ type Buffer struct {
 // in the same order. If the cause of an error lies in the host, the error (with Background, that of WaitReady and of
 // the first call) adds the first FAIL of `deepep doctor`.
 func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error) {
+	b, err := g.newBuffer(ctx, o)
+	g.mu.Lock()
+	g.refused = err
+	g.mu.Unlock()
+	return b, err
+}
+
+func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error) {
 	s, err := env.Current()
 	if err != nil {
 		return nil, err
@@ -115,25 +123,23 @@ func (g *Group) options(o *BufferOptions, s env.Settings) (engine.Options, error
 	return opt, err
 }
 
-// byQueues reports whether some calls of such a buffer use queue pairs.
-func (g *Group) byQueues(o *BufferOptions) bool {
-	return g.size > 1 && (g.topology.Nodes() > 1 || o.LowLatency && o.DisableNVLink)
+// queueGroup is the group as the settings of queue pairs see it, with a buffer's options.
+func (g *Group) queueGroup(o *BufferOptions) env.Group {
+	return env.Group{Topology: g.topology, LowLatency: o.LowLatency, Everywhere: o.LowLatency && o.DisableNVLink, QPs: o.NumQPsPerRank}
 }
 
-// rdma plans the queue pairs. The environment's number of them overrides the program's: it is for programs that cannot
-// be changed.
+// byQueues reports whether some calls of such a buffer use queue pairs.
+func (g *Group) byQueues(o *BufferOptions) bool {
+	return g.topology.ByQueues(o.LowLatency && o.DisableNVLink)
+}
+
+// rdma plans the queue pairs.
 func (g *Group) rdma(o *BufferOptions, s env.RDMA) (engine.RDMAOptions, error) {
-	wanted := plan.QueueOptions{PerPeer: s.QPs, MaxTokens: s.MaxTokens, Depth: s.QPDepth}
-	if wanted.PerPeer == 0 {
-		wanted.PerPeer = o.NumQPsPerRank
-	}
-	queues, err := plan.NewQueues(g.topology, wanted)
-	if err != nil {
-		return engine.RDMAOptions{}, fmt.Errorf("queue pairs by DEEPEP_QP_DEPTH (or its other names) and DEEPEP_NUM_MAX_RDMA_TOKENS: %w", err)
-	}
+	asked := g.queueGroup(o)
+	queues, err := s.Queues(asked)
 	return engine.RDMAOptions{
-		Queues: queues, Everywhere: o.LowLatency && o.DisableNVLink, MaxTokens: s.MaxTokens, Workspace: s.WorkspaceBytes, Seed: s.Seed, Late: s.Late,
-	}, nil
+		Queues: queues, Everywhere: asked.Everywhere, MaxTokens: s.MaxTokens, Workspace: s.WorkspaceBytes, Seed: s.Seed, Late: s.Late,
+	}, err
 }
 
 // maxBytes is the address space of a process. Smaller sizes never wrap around.
@@ -153,13 +159,11 @@ func (g *Group) check(o *BufferOptions, s env.Settings) error {
 		return status.InvalidArg("num_qps_per_rank", o.NumQPsPerRank, fmt.Sprintf("0 (the default of %d) to %d", plan.DefaultQueuePairs, plan.MaxQueuePairs))
 	case o.Timeout < 0 || o.FirstTimeout < 0:
 		return status.InvalidArg("timeout", min(o.Timeout, o.FirstTimeout), "0 (the default) or more")
-	case !o.LowLatency && g.topology.Nodes() > s.RDMA.MaxPeers:
-		return status.Errorf(status.InvalidArgument, "%d ranks with num_nvl_peers = %d are %d nodes: DEEPEP_NUM_MAX_RDMA_PEERS = %d allows no more for normal mode",
-			g.size, g.topology.Peers, g.topology.Nodes(), s.RDMA.MaxPeers)
 	case o.UseFabric:
 		return status.Errorf(status.Unsupported, "use_fabric: memory is shared by file descriptors, which reach the ranks of one host; fabric handles are for several")
 	}
-	return nil
+	_, err := s.RDMA.Queues(g.queueGroup(o))
+	return err
 }
 
 // enter numbers a buffer and adds it to the group. The number is the same on all ranks since NewBuffer is collective.

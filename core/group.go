@@ -46,7 +46,8 @@ type Group struct {
 	mu      sync.Mutex
 	buffers map[*Buffer]bool
 	made    uint32
-	closed  bool // Destroy was called; the end comes with the last buffer
+	refused error // why the newest buffer was refused: what peers are told if the group ends for it
+	closed  bool  // Destroy was called; the end comes with the last buffer
 	ended   bool
 }
 
@@ -131,7 +132,11 @@ func (g *Group) connect(ctx context.Context, pending *bootstrap.Pending, backgro
 		defer close(g.ready)
 		defer recovered("start of the group", &g.err)
 		g.err = g.link.open(limited, pending, g)
-		if g.err != nil {
+		switch {
+		case g.err == nil:
+		case background: // the first call that needs the group returns it; before that it may be but the trace of a refusal
+			g.log.Info(g.err.Error(), zap.Int("rank", g.rank))
+		default:
 			g.log.Error(g.err.Error(), zap.Int("rank", g.rank))
 		}
 	}
@@ -195,8 +200,18 @@ func (g *Group) takeEnd() bool {
 // startGrace is how long a start that was cancelled, or has come to its deadline, may take to end.
 const startGrace = 500 * time.Millisecond
 
+// errDestroyedEarly is the cause of a start that Destroy cut short.
+var errDestroyedEarly = status.Errorf(status.InvalidState, "the group was destroyed before its start was complete")
+
 func (g *Group) end() error {
-	g.cancel(status.Errorf(status.InvalidState, "the group was destroyed before its start was complete"))
+	g.mu.Lock()
+	refused := g.refused
+	g.mu.Unlock()
+	cause := errDestroyedEarly
+	if refused != nil {
+		cause = status.Errorf(status.CodeOf(errDestroyedEarly), "%w, since its buffer was refused: %w", errDestroyedEarly, refused)
+	}
+	g.cancel(cause)
 	select {
 	case <-g.ready:
 	case <-time.After(startGrace):

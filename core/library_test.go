@@ -125,7 +125,7 @@ func TestHintsOfNodesCoverTheFloor(t *testing.T) {
 	}
 }
 
-// The library makes queue pairs in the plan's order and under the plan's numbers.
+// The library makes queue pairs in the plan's order, whichever it is, and under the plan's numbers.
 func TestQueuePairsAreMadeByThePlan(t *testing.T) {
 	l := cpuLibrary(t)
 	dev, err := device.Open(l, -1, 0)
@@ -138,34 +138,36 @@ func TestQueuePairsAreMadeByThePlan(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = block.Release() }()
-	q, err := plan.NewQueues(plan.Topology{Ranks: 6, Peers: 2}, plan.QueueOptions{PerPeer: 3, Depth: 16})
-	if err != nil {
-		t.Fatal(err)
-	}
-	const rank = 3
-	peers, blocks := make([]int32, 0, 8), make([]uint64, 8)
-	for _, peer := range q.PeerOrder(rank)[:q.NumRemote()] {
-		peers = append(peers, int32(peer))
-	}
-	for i := range blocks {
-		blocks[i] = block.Address
-	}
 	var pin runtime.Pinner
 	defer pin.Unpin()
-	p := &abi.TransportOpenParams{Device: dev.Handle(), Rank: rank, NumRanks: 6, NumQPs: int32(q.PerPeer), QPDepth: int32(q.Depth), NumPeers: int32(len(peers)),
-		HostPeers: uint64(AddressOf(&pin, peers)), HostBlocks: uint64(AddressOf(&pin, blocks)), BlockBytes: 4096}
-	if code := l.TransportOpen(p); code != 0 {
-		t.Fatalf("opening: code %d", code)
-	}
-	for _, peer := range peers {
-		for queue := range q.PerPeer {
-			query := &abi.TransportQueryParams{Transport: p.Transport, Peer: peer, QP: int32(queue)}
-			if code := l.TransportQuery(query); code != 0 || int(query.Created) != q.Number(rank, int(peer), queue) {
-				t.Errorf("queue pair %d to rank %d is number %d, planned %d (code %d)", queue, peer, query.Created, q.Number(rank, int(peer), queue), code)
+	for _, order := range []plan.Order{plan.DefaultOrder, plan.Linear, plan.Planned, plan.Rotated, plan.Spread} {
+		q, err := plan.NewQueues(plan.Topology{Ranks: 6, Peers: 2}, plan.QueueOptions{PerPeer: 3, Depth: 16, Order: order})
+		if err != nil {
+			t.Fatal(err)
+		}
+		const rank = 3
+		peers, blocks := make([]int32, 0, 8), make([]uint64, 8)
+		for _, peer := range q.PeerOrder(rank) {
+			peers = append(peers, int32(peer))
+		}
+		for i := range blocks {
+			blocks[i] = block.Address
+		}
+		p := &abi.TransportOpenParams{Device: dev.Handle(), Rank: rank, NumRanks: 6, NumQPs: int32(q.PerPeer), QPDepth: int32(q.Depth), NumPeers: int32(len(peers)),
+			HostPeers: uint64(AddressOf(&pin, peers)), HostBlocks: uint64(AddressOf(&pin, blocks)), BlockBytes: 4096}
+		if code := l.TransportOpen(p); code != 0 {
+			t.Fatalf("opening: code %d", code)
+		}
+		for _, peer := range peers {
+			for queue := range q.PerPeer {
+				query := &abi.TransportQueryParams{Transport: p.Transport, Peer: peer, QP: int32(queue)}
+				if code := l.TransportQuery(query); code != 0 || int(query.Created) != q.Number(rank, int(peer), queue) {
+					t.Errorf("%v: queue pair %d to rank %d is number %d, planned %d (code %d)", order, queue, peer, query.Created, q.Number(rank, int(peer), queue), code)
+				}
 			}
 		}
-	}
-	if code := l.TransportClose(&abi.TransportCloseParams{Transport: p.Transport}); code != 0 {
-		t.Errorf("closing: code %d", code)
+		if code := l.TransportClose(&abi.TransportCloseParams{Transport: p.Transport}); code != 0 {
+			t.Errorf("closing: code %d", code)
+		}
 	}
 }

@@ -226,7 +226,30 @@ func TestSettingsOfNodes(t *testing.T) {
 	t.Run("too shallow", func(t *testing.T) {
 		t.Setenv("NVSHMEM_IBGDA_QP_DEPTH", "256")
 		t.Setenv("DEEP_EP_NUM_MAX_RDMA_TOKENS", "128")
-		refused(t, making(t, BufferOptions{}, nil), ErrInvalidArgument, "DEEPEP_QP_DEPTH", "qp_depth: got 256", "at least 512 for 128 tokens")
+		refused(t, making(t, BufferOptions{}, nil), ErrInvalidArgument, "variable NVSHMEM_IBGDA_QP_DEPTH: got 256, allowed at least 512 with DEEP_EP_NUM_MAX_RDMA_TOKENS=128",
+			"fix: export NVSHMEM_QP_DEPTH=512")
+		t.Setenv("NVSHMEM_QP_DEPTH", "512")
+		if errs := making(t, BufferOptions{}, nil); errs != [4]error{} {
+			t.Errorf("after the fix: %v", errs)
+		}
+	})
+	t.Run("the exports of the guides, where there is no queue pair", func(t *testing.T) {
+		t.Setenv("NVSHMEM_IBGDA_QP_DEPTH", "1024")
+		t.Setenv("DEEP_EP_NUM_MAX_RDMA_TOKENS", "2048")
+		onNodes(t, 2, 2, BufferOptions{LowLatency: true}, func(m *member) {})
+	})
+	t.Run("order of creation", func(t *testing.T) {
+		const tokens = 8
+		for _, order := range plan.OrderNames() {
+			t.Setenv("DEEPEP_QP_ORDER", order)
+			c := lowLatencyShape{4, 7, tokens, 256, 3, 2}
+			onNodes(t, 4, 2, c.room(t), func(m *member) {
+				m.lowLatencyRounds(c, 1)
+				i, team := m.Info(), map[int]string{0: "[0 2]", 1: "[1 3]", 2: "[0 2]", 3: "[1 3]"}
+				m.check(i.QPOrderName == order || order == "auto" && i.QPOrderName == "spread", "%s: the order is %s", order, i.QPOrderName)
+				m.check(fmt.Sprint(i.RDMATeam.Ranks()) == team[m.rank], "sub-team %v", i.RDMATeam)
+			})
+		}
 	})
 	t.Run("workspace", func(t *testing.T) {
 		t.Setenv("NUM_WORKSPACE_BYTES", "100")

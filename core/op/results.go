@@ -2,13 +2,31 @@ package op
 
 import "time"
 
+// SubTeam is a strided set of ranks: Start, Start + Stride … , Size of them. The RDMA sub-team of a rank has the rank of
+// its own place on each node, itself among them, in the order of the nodes; rows of normal mode cross between its ranks
+// alone. On one node it is the rank itself.
+type SubTeam struct {
+	Start, Stride, Size int
+}
+
+// Ranks lists the ranks of a sub-team.
+func (s SubTeam) Ranks() []int {
+	ranks := make([]int, s.Size)
+	for i := range ranks {
+		ranks[i] = s.Start + i*s.Stride
+	}
+	return ranks
+}
+
 // Info describes a buffer. Before its start is complete, fields that are not known yet are zero.
 type Info struct {
 	Rank, Size   int
-	NumNVLPeers  int // ranks of a node
-	RDMARank     int // this rank's node
-	NumRDMARanks int // nodes
-	NVLRank      int // this rank's place in its node
+	NumNVLPeers  int     // ranks of a node
+	RDMARank     int     // this rank's node
+	NumRDMARanks int     // nodes
+	NVLRank      int     // this rank's place in its node
+	RDMATeam     SubTeam // the ranks of this one's place on each node
+	QPOrderName  string  // in which queue pairs were made (DEEPEP_QP_ORDER); "" where there are none
 
 	Engine, KernelPath string // "cpu" or "cuda"; the kernel library's file
 	DeviceName, ISA    string

@@ -136,6 +136,10 @@ func (b *Buffer) describe() op.Info {
 		Rank: b.rank, Size: b.size, NumNVLPeers: b.top.NodeSize(), RDMARank: b.top.Node(b.rank), NumRDMARanks: b.top.Nodes(),
 		NVLRank: b.top.Local(b.rank), Device: b.opt.Ordinal, NVLBytes: b.opt.NVLBytes, RDMABytes: b.opt.RDMABytes,
 		LowLatency: b.opt.LowLatency, Shrink: b.opt.Shrink, Timeout: b.opt.Timeout, FirstTimeout: b.opt.FirstTimeout,
+		RDMATeam: b.top.RDMATeam(b.rank),
+	}
+	if b.usesTransport() {
+		i.QPOrderName = b.queueOrder().String()
 	}
 	if lib := b.opt.Library; lib != nil {
 		i.HostStream, i.PeerRows, i.Engine, i.KernelPath = lib.Has(abi.CapHostStream), lib.Has(abi.CapPeerRows), lib.Kind, lib.Path

@@ -28,7 +28,7 @@ type RDMAOptions struct {
 
 // usesTransport reports whether any rank is reached through queue pairs.
 func (b *Buffer) usesTransport() bool {
-	return b.size > 1 && (b.top.Nodes() > 1 || b.opt.LowLatency && b.opt.RDMA.Everywhere)
+	return b.top.ByQueues(b.opt.LowLatency && b.opt.RDMA.Everywhere)
 }
 
 // remotePeers are the ranks that this one has queue pairs to, in the order of creation.
@@ -36,9 +36,11 @@ func (b *Buffer) remotePeers() []int32 {
 	if !b.usesTransport() {
 		return nil
 	}
-	order := b.top.PeerOrder(b.rank)
-	if !b.opt.LowLatency || !b.opt.RDMA.Everywhere {
-		order = order[:b.top.NumRemote()]
+	queues := b.opt.RDMA.Queues
+	queues.Order = b.queueOrder()
+	order := queues.RemotePeers(b.rank)
+	if b.opt.LowLatency && b.opt.RDMA.Everywhere {
+		order = queues.PeerOrder(b.rank)
 	}
 	peers := make([]int32, len(order))
 	for i, rank := range order {
@@ -114,6 +116,9 @@ func (b *Buffer) checkReach() error {
 	if err := b.checkTransport(); err != nil {
 		return err
 	}
+	if err := b.checkOrder(); err != nil {
+		return err
+	}
 	for rank := range b.size {
 		remote := b.top.Remote(b.rank, rank)
 		if b.members.Peer(rank).SameHost || remote && b.opt.Library.HasTransportHeap() {
@@ -127,6 +132,25 @@ func (b *Buffer) checkReach() error {
 			b.members.Describe(rank), b.top.Peers, b.opt.Library.Kind)
 	}
 	return nil
+}
+
+// queueOrder is the order in which queue pairs are made.
+func (b *Buffer) queueOrder() plan.Order {
+	if lib := b.opt.Library; lib != nil && lib.HasTransportHeap() {
+		return plan.Rotated
+	}
+	return b.opt.RDMA.Queues.Order
+}
+
+// checkOrder refuses an order of queue pairs that the transport does not take: one with memory of its own (NVSHMEM)
+// makes its queue pairs itself, toward all ranks, in rotated order.
+func (b *Buffer) checkOrder() error {
+	order := b.opt.RDMA.Queues.Order
+	if !b.usesTransport() || !b.opt.Library.HasTransportHeap() || order == plan.DefaultOrder || order == plan.Rotated {
+		return nil
+	}
+	return status.Errorf(status.Unsupported, "DEEPEP_QP_ORDER: got %q, allowed auto or rotated: the transport of %s (%s) makes its queue pairs itself, in that order",
+		order, b.opt.Library.Path, b.opt.Library.Build)
 }
 
 // reach is where the ranks' blocks are mapped in this process. The kernel library reads the slices during the calls
@@ -171,6 +195,7 @@ func (b *Buffer) openTransport() error {
 			kern.Error("dk_transport_open", code, p.DeviceError))
 	}
 	b.transport = p.Transport
+	b.log.Info(fmt.Sprintf("%d queue pairs of depth %d toward each of %d ranks, made in the order %s", p.NumQPs, p.QPDepth, p.NumPeers, b.queueOrder()))
 	return nil
 }
 

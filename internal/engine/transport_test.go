@@ -82,13 +82,17 @@ func TestTransportOfNodes(t *testing.T) {
 		transport   string
 		team        string
 	}{
-		{"three nodes of two", 3, 2, nil, "transport 5 x 1024 seed 0 flags 0 blocks 110111 peers 4 5 0 1", "team flags 3 blocks 001100 transport 9"},
+		{"three nodes of two", 3, 2, nil, "transport 5 x 1024 seed 0 flags 0 blocks 110111 peers 5 4 1 0", "team flags 3 blocks 001100 transport 9"},
 		{"a rank a node", 1, 1, nil, "transport 5 x 1024 seed 0 flags 0 blocks 111111 peers 2 3 4 5 0", "team flags 3 blocks 010000 transport 9"},
 		{"one node", 1, 8, nil, "", "team flags 3 blocks 111111 transport 0"},
 		{"normal mode", 5, 3, func(o *engine.Options) { o.LowLatency, o.Shrink, o.RDMA.Everywhere = false, false, true },
-			"transport 5 x 1024 seed 0 flags 0 blocks 111001 peers 0 1 2", "team flags 0 blocks 000111 transport 9"},
+			"transport 5 x 1024 seed 0 flags 0 blocks 111001 peers 2 0 1", "team flags 0 blocks 000111 transport 9"},
 		{"no NVLink", 3, 2, func(o *engine.Options) { o.RDMA.Everywhere, o.RDMA.Seed, o.RDMA.Late = true, 7, true },
-			"transport 5 x 1024 seed 7 flags 2 blocks 111111 peers 4 5 0 1 2", "team flags 7 blocks 001100 transport 9"},
+			"transport 5 x 1024 seed 7 flags 2 blocks 111111 peers 5 4 1 0 2", "team flags 7 blocks 001100 transport 9"},
+		{"linear order", 3, 2, func(o *engine.Options) { o.RDMA.Queues.Order = plan.Linear }, "transport 5 x 1024 seed 0 flags 0 blocks 110111 peers 0 1 4 5",
+			"team flags 3 blocks 001100 transport 9"},
+		{"planned order, no NVLink", 3, 2, func(o *engine.Options) { o.RDMA.Queues.Order, o.RDMA.Everywhere = plan.Planned, true },
+			"transport 5 x 1024 seed 0 flags 0 blocks 111111 peers 4 5 0 1 2", "team flags 7 blocks 001100 transport 9"},
 		{"no NVLink on one node", 2, 8, func(o *engine.Options) { o.RDMA.Everywhere, o.Shrink = true, false },
 			"transport 5 x 1024 seed 0 flags 0 blocks 111111 peers 3 4 5 0 1", "team flags 6 blocks 111111 transport 9"},
 	} {
@@ -166,6 +170,12 @@ func TestWhatNoTransportReaches(t *testing.T) {
 	_, err = nodes(t, &among{rank: 3, size: 6}, 2, func(o *engine.Options) { o.RDMA.Seed, o.RDMA.Late = 99, true })
 	if !errors.Is(err, status.ErrUnsupported) || !strings.Contains(err.Error(), "DEEPEP_SOFTWARE_RDMA") {
 		t.Errorf("late hardware: %v", err)
+	}
+	for _, order := range []plan.Order{plan.Linear, plan.Planned, plan.Spread} {
+		_, err = nodes(t, &among{rank: 3, size: 6}, 2, func(o *engine.Options) { o.Library, o.RDMA.Queues.Order = fakeLibrary(t, "libheap.so"), order })
+		if !errors.Is(err, status.ErrUnsupported) || !strings.Contains(err.Error(), `DEEPEP_QP_ORDER: got "`+order.String()+`", allowed auto or rotated`) || !strings.Contains(err.Error(), "libheap.so") {
+			t.Errorf("a transport that makes its queue pairs itself, order %v: %v", order, err)
+		}
 	}
 	r, err := nodes(t, &among{rank: 3, size: 6}, 8, near)
 	if err != nil {

@@ -4,6 +4,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -51,14 +52,17 @@ type Settings struct {
 // RDMA holds the settings of nodes joined by RDMA. If the first variable is not set, Load reads the next, which is a
 // name of V1's sources or of NVSHMEM.
 type RDMA struct {
-	MaxPeers       int    // DEEPEP_NUM_MAX_RDMA_PEERS, NUM_MAX_RDMA_PEERS: 1024; nodes of a buffer for normal mode alone
-	WorkspaceBytes uint64 // DEEPEP_NUM_WORKSPACE_BYTES, NUM_WORKSPACE_BYTES: limit of the bytes of flags and counts; 0: no limit
-	QPs            int    // DEEPEP_NUM_QPS_PER_RANK: queue pairs toward a peer, before the caller's number; 0: the caller's
-	QPDepth        int    // DEEPEP_QP_DEPTH, NVSHMEM_QP_DEPTH, NVSHMEM_IBGDA_QP_DEPTH; 0: the plan's
-	MaxTokens      int    // DEEPEP_NUM_MAX_RDMA_TOKENS, DEEP_EP_NUM_MAX_RDMA_TOKENS: the largest B of a call; 0: no limit
-	NICs           int    // DEEPEP_NUM_NICS: NICs of a rank; 0: its share of those that are found
-	Seed           uint64 // DEEPEP_SOFTWARE_RDMA=seed[:late], for tests of the software RDMA: 0
-	Late           bool   // the software RDMA applies every write as late as its order allows
+	MaxPeers       int        // DEEPEP_NUM_MAX_RDMA_PEERS, NUM_MAX_RDMA_PEERS: 1024; nodes of a buffer for normal mode alone
+	WorkspaceBytes uint64     // DEEPEP_NUM_WORKSPACE_BYTES, NUM_WORKSPACE_BYTES: limit of the bytes of flags and counts; 0: no limit
+	QPs            int        // DEEPEP_NUM_QPS_PER_RANK: queue pairs toward a peer, before the caller's number; 0: the caller's
+	QPDepth        int        // DEEPEP_QP_DEPTH, NVSHMEM_QP_DEPTH, NVSHMEM_IBGDA_QP_DEPTH; 0: the plan's
+	MaxTokens      int        // DEEPEP_NUM_MAX_RDMA_TOKENS, DEEP_EP_NUM_MAX_RDMA_TOKENS: the largest B of a call; 0: no limit
+	Order          plan.Order // DEEPEP_QP_ORDER: auto; in which a rank makes its queue pairs
+	NICs           int        // DEEPEP_NUM_NICS: NICs of a rank; 0: its share of those that are found
+	Seed           uint64     // DEEPEP_SOFTWARE_RDMA=seed[:late], for tests of the software RDMA: 0
+	Late           bool       // the software RDMA applies every write as late as its order allows
+
+	DepthFrom, TokensFrom string // the variables that QPDepth and MaxTokens come from; "" where none is set
 }
 
 // MaxNICs is more than any host has.
@@ -67,13 +71,10 @@ const MaxNICs = 64
 // Limits of the numeric settings; the errors print them.
 const (
 	maxTimeoutMS  = 7 * 24 * 3600 * 1000 // a week
-	maxNVLPeers   = 1024                 // as many ranks as a group may have
-	maxNodes      = 1024                 // a rank each
+	maxNodes      = plan.MaxRanks        // a rank each
 	maxWorkspace  = 1 << 47              // the address space of a process
 	maxRowSegment = 1 << 47              // likewise
-	maxQPs        = 1024                 // toward one peer
-	maxDepth      = 32768                // of a queue pair, NVSHMEM's limit
-	maxTokens     = maxDepth/2 - 1       // two requests a token and two for their count
+	maxTokens     = plan.MaxDepth/2 - 1  // two requests a token and two for their count
 	minBeatMS     = 10                   // the end of a process is seen without heartbeats
 	maxBeatMS     = 1000                 // below the age at which a heartbeat means death
 )
@@ -87,7 +88,7 @@ func Load(get func(name string) string) (Settings, error) {
 		Kernels:      p.path("DEEPEP_KERNELS"),
 		Timeout:      p.millis("DEEPEP_TIMEOUT_MS", 100_000, 1, maxTimeoutMS),
 		FirstTimeout: p.millis("DEEPEP_FIRST_TIMEOUT_MS", 300_000, 1, maxTimeoutMS),
-		MaxNVLPeers:  p.number(p.firstSet("DEEPEP_NUM_MAX_NVL_PEERS", "NUM_MAX_NVL_PEERS"), 8, 1, maxNVLPeers),
+		MaxNVLPeers:  p.number(p.firstSet("DEEPEP_NUM_MAX_NVL_PEERS", "NUM_MAX_NVL_PEERS"), plan.DefaultPeers, 1, plan.MaxRanks),
 		Interface:    p.netInterface("DEEPEP_INTERFACE"),
 		Heartbeat:    p.millis("DEEPEP_HEARTBEAT_MS", 100, minBeatMS, maxBeatMS),
 		Stats:        p.onOff("DEEPEP_STATS", true),

@@ -2,12 +2,14 @@ package env_test
 
 import (
 	"errors"
+	"maps"
 	"math"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/deepep-go/deepep/internal/env"
+	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -32,14 +34,14 @@ func TestEverySettingIsRead(t *testing.T) {
 		"DEEPEP_LOG": "Debug:/tmp/a:b.log", "DEEPEP_NUM_MAX_NVL_PEERS": "4", "NUM_MAX_NVL_PEERS": "2", "DEEPEP_INTERFACE": "ib0",
 		"DEEPEP_HEARTBEAT_MS": "20", "DEEPEP_STATS": "off", "DEEPEP_ISA": "avx2",
 		"DEEPEP_NUM_MAX_RDMA_PEERS": "20", "NUM_MAX_RDMA_PEERS": "21", "DEEPEP_NUM_WORKSPACE_BYTES": "33554432", "DEEPEP_NUM_QPS_PER_RANK": "12",
-		"DEEPEP_QP_DEPTH": "2048", "NVSHMEM_QP_DEPTH": "512", "DEEPEP_NUM_MAX_RDMA_TOKENS": "256", "DEEPEP_SOFTWARE_RDMA": "18446744073709551615:Late",
+		"DEEPEP_QP_DEPTH": "2048", "NVSHMEM_QP_DEPTH": "512", "DEEPEP_NUM_MAX_RDMA_TOKENS": "256", "DEEPEP_QP_ORDER": "linear", "DEEPEP_SOFTWARE_RDMA": "18446744073709551615:Late",
 		"DEEPEP_NUM_NICS": "2", "DEEPEP_ZERO_COPY_BYTES": "0",
 	}))
 	want := env.Settings{
 		Engine: "cpu", Kernels: "/opt/k", Timeout: 1500 * time.Millisecond, FirstTimeout: 2500 * time.Millisecond,
 		LogLevel: "debug", LogPath: "/tmp/a:b.log", MaxNVLPeers: 4, Interface: "ib0", Heartbeat: 20 * time.Millisecond,
 		Stats: false, ISA: "avx2",
-		RDMA: env.RDMA{MaxPeers: 20, WorkspaceBytes: 32 << 20, QPs: 12, QPDepth: 2048, MaxTokens: 256, NICs: 2, Seed: math.MaxUint64, Late: true},
+		RDMA: env.RDMA{MaxPeers: 20, WorkspaceBytes: 32 << 20, QPs: 12, QPDepth: 2048, MaxTokens: 256, NICs: 2, Order: plan.Linear, DepthFrom: "DEEPEP_QP_DEPTH", TokensFrom: "DEEPEP_NUM_MAX_RDMA_TOKENS", Seed: math.MaxUint64, Late: true},
 	}
 	if err != nil || got != want {
 		t.Errorf("got %+v, %v\nwant %+v", got, err, want)
@@ -66,11 +68,12 @@ func TestOldNamesOfRDMASettings(t *testing.T) {
 		{map[string]string{"NUM_MAX_RDMA_PEERS": "20"}, env.RDMA{MaxPeers: 20}},
 		{map[string]string{"NUM_WORKSPACE_BYTES": "4096"}, env.RDMA{MaxPeers: 1024, WorkspaceBytes: 4096}},
 		{map[string]string{"DEEPEP_NUM_WORKSPACE_BYTES": "1", "NUM_WORKSPACE_BYTES": "2"}, env.RDMA{MaxPeers: 1024, WorkspaceBytes: 1}},
-		{map[string]string{"NVSHMEM_IBGDA_QP_DEPTH": "256"}, env.RDMA{MaxPeers: 1024, QPDepth: 256}},
-		{map[string]string{"NVSHMEM_IBGDA_QP_DEPTH": "256", "NVSHMEM_QP_DEPTH": "128"}, env.RDMA{MaxPeers: 1024, QPDepth: 128}},
-		{map[string]string{"DEEPEP_QP_DEPTH": "7", "NVSHMEM_IBGDA_QP_DEPTH": "256"}, env.RDMA{MaxPeers: 1024, QPDepth: 7}},
-		{map[string]string{"DEEP_EP_NUM_MAX_RDMA_TOKENS": "64"}, env.RDMA{MaxPeers: 1024, MaxTokens: 64}},
-		{map[string]string{"DEEPEP_NUM_MAX_RDMA_TOKENS": "65", "DEEP_EP_NUM_MAX_RDMA_TOKENS": "64"}, env.RDMA{MaxPeers: 1024, MaxTokens: 65}},
+		{map[string]string{"NVSHMEM_IBGDA_QP_DEPTH": "256"}, env.RDMA{MaxPeers: 1024, QPDepth: 256, DepthFrom: "NVSHMEM_IBGDA_QP_DEPTH"}},
+		{map[string]string{"NVSHMEM_IBGDA_QP_DEPTH": "256", "NVSHMEM_QP_DEPTH": "128"}, env.RDMA{MaxPeers: 1024, QPDepth: 128, DepthFrom: "NVSHMEM_QP_DEPTH"}},
+		{map[string]string{"DEEPEP_QP_DEPTH": "7", "NVSHMEM_IBGDA_QP_DEPTH": "256"}, env.RDMA{MaxPeers: 1024, QPDepth: 7, DepthFrom: "DEEPEP_QP_DEPTH"}},
+		{map[string]string{"DEEP_EP_NUM_MAX_RDMA_TOKENS": "64"}, env.RDMA{MaxPeers: 1024, MaxTokens: 64, TokensFrom: "DEEP_EP_NUM_MAX_RDMA_TOKENS"}},
+		{map[string]string{"DEEPEP_NUM_MAX_RDMA_TOKENS": "65", "DEEP_EP_NUM_MAX_RDMA_TOKENS": "64"}, env.RDMA{MaxPeers: 1024, MaxTokens: 65, TokensFrom: "DEEPEP_NUM_MAX_RDMA_TOKENS"}},
+		{map[string]string{"DEEPEP_QP_ORDER": "Planned"}, env.RDMA{MaxPeers: 1024, Order: plan.Planned}},
 		{map[string]string{"DEEPEP_SOFTWARE_RDMA": "7"}, env.RDMA{MaxPeers: 1024, Seed: 7}},
 	} {
 		if got, err := env.Load(from(c.vars)); err != nil || got.RDMA != c.want {
@@ -98,6 +101,7 @@ func TestBadValuesNameVariableValueAllowed(t *testing.T) {
 		{"DEEPEP_NUM_QPS_PER_RANK", "1025", "a whole number from 1 to 1024"},
 		{"DEEPEP_QP_DEPTH", "65536", "a whole number from 1 to 32768"},
 		{"DEEP_EP_NUM_MAX_RDMA_TOKENS", "16384", "a whole number from 1 to 16383"},
+		{"DEEPEP_QP_ORDER", "random", "auto, linear, planned, rotated, spread"},
 		{"DEEPEP_SOFTWARE_RDMA", "7:early", "a seed (a whole number), with an optional :late after it"},
 		{"DEEPEP_SOFTWARE_RDMA", "late", "a seed (a whole number), with an optional :late after it"},
 		{"DEEPEP_SOFTWARE_RDMA", "7:", "a seed (a whole number), with an optional :late after it"},
@@ -130,9 +134,9 @@ func FuzzLoad(f *testing.F) {
 	names := []string{
 		"DEEPEP_ENGINE", "DEEPEP_KERNELS", "DEEPEP_TIMEOUT_MS", "DEEPEP_FIRST_TIMEOUT_MS", "DEEPEP_LOG", "DEEPEP_NUM_MAX_NVL_PEERS",
 		"NUM_MAX_NVL_PEERS", "DEEPEP_INTERFACE", "DEEPEP_HEARTBEAT_MS", "DEEPEP_STATS", "DEEPEP_ISA",
-		"NUM_MAX_RDMA_PEERS", "NUM_WORKSPACE_BYTES", "DEEPEP_NUM_QPS_PER_RANK", "NVSHMEM_QP_DEPTH", "DEEPEP_NUM_MAX_RDMA_TOKENS", "DEEPEP_SOFTWARE_RDMA",
+		"NUM_MAX_RDMA_PEERS", "NUM_WORKSPACE_BYTES", "DEEPEP_NUM_QPS_PER_RANK", "NVSHMEM_QP_DEPTH", "DEEPEP_NUM_MAX_RDMA_TOKENS", "DEEPEP_SOFTWARE_RDMA", "DEEPEP_QP_ORDER",
 	}
-	for i, v := range []string{"cpu", "/x", "100", "+7", "info:/tmp/x", "8", "9", "eth0", "99", "on", "0", "avx512", "\xff:", "-0", "5:late", "33554432"} {
+	for i, v := range []string{"cpu", "/x", "100", "+7", "info:/tmp/x", "8", "9", "eth0", "99", "on", "0", "avx512", "\xff:", "-0", "5:late", "33554432", "spread"} {
 		f.Add(i, v)
 	}
 	f.Fuzz(func(t *testing.T, which int, value string) {
@@ -149,4 +153,45 @@ func FuzzLoad(f *testing.F) {
 			t.Fatalf("%s=%q accepted as %+v", name, value, s)
 		}
 	})
+}
+
+// Settings of depth and tokens count only where there are queue pairs, and the fix of the error works as typed.
+func TestDepthAndTokensMatterOnlyToQueuePairs(t *testing.T) {
+	block := map[string]string{"NVSHMEM_IBGDA_QP_DEPTH": "1024", "DEEP_EP_NUM_MAX_RDMA_TOKENS": "2048"}
+	one, two := plan.Topology{Ranks: 8, Peers: 8}, plan.Topology{Ranks: 16, Peers: 8}
+	queues := func(g env.Group) (plan.Queues, error) {
+		s, err := env.Load(from(block))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s.RDMA.Queues(g)
+	}
+	for _, g := range []env.Group{{Topology: one}, {Topology: one, LowLatency: true}, {Topology: plan.Topology{Ranks: 1, Peers: 8}, Everywhere: true}} {
+		if _, err := queues(g); err != nil {
+			t.Errorf("%+v has no queue pair: %v", g, err)
+		}
+	}
+	for _, other := range []map[string]string{nil, {"NVSHMEM_QP_DEPTH": "128"}, {"NVSHMEM_QP_DEPTH": "4096", "DEEPEP_QP_DEPTH": "9"}} {
+		for _, g := range []env.Group{{Topology: two}, {Topology: one, LowLatency: true, Everywhere: true}} {
+			block = map[string]string{"NVSHMEM_IBGDA_QP_DEPTH": "1024", "DEEP_EP_NUM_MAX_RDMA_TOKENS": "2048"}
+			maps.Copy(block, other)
+			_, err := queues(g)
+			if !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "; fix: export ") {
+				t.Fatalf("%+v: %v", g, err)
+			}
+			_, fix, _ := strings.Cut(err.Error(), "; fix: export ")
+			name, value, _ := strings.Cut(fix, "=")
+			block[name] = value
+			if q, err := queues(g); err != nil || q.Depth != 8192 {
+				t.Errorf("%v, %+v: after %q depth %d, %v", other, g, fix, q.Depth, err)
+			}
+		}
+	}
+	block = map[string]string{"NUM_MAX_RDMA_PEERS": "1", "DEEPEP_NUM_QPS_PER_RANK": "3"}
+	if _, err := queues(env.Group{Topology: two}); err == nil || !strings.Contains(err.Error(), "DEEPEP_NUM_MAX_RDMA_PEERS = 1") {
+		t.Errorf("two nodes of one: %v", err)
+	}
+	if q, err := queues(env.Group{Topology: two, LowLatency: true, QPs: 7}); err != nil || q.PerPeer != 3 {
+		t.Errorf("the environment's number: %+v, %v", q, err)
+	}
 }

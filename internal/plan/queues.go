@@ -20,9 +20,14 @@ const DefaultQueuePairs = 24
 
 // QueueOptions are what is known when queue pairs are made. Zero means unknown, or the default.
 type QueueOptions struct {
-	PerPeer   int // num_qps_per_rank; 0: DefaultQueuePairs
-	MaxTokens int // largest B (num_max_dispatch_tokens_per_rank) of the calls
-	Depth     int // of a queue, in operations
+	PerPeer   int   // num_qps_per_rank; 0: DefaultQueuePairs
+	MaxTokens int   // largest B (num_max_dispatch_tokens_per_rank) of the calls
+	Depth     int   // of a queue, in operations
+	Order     Order // of creation
+
+	// Variables of the environment that MaxTokens and Depth come from, which errors then name, and the one that a user
+	// should set to change Depth; "": from a caller.
+	TokensFrom, DepthFrom, DepthFix string
 }
 
 // Queues are the queue pairs of one rank: the same number toward every peer, all of one depth.
@@ -34,6 +39,7 @@ type Queues struct {
 	Topology
 	PerPeer int
 	Depth   int
+	Order   Order
 }
 
 // NewQueues plans the queue pairs of a group.
@@ -48,7 +54,7 @@ func NewQueues(t Topology, o QueueOptions) (Queues, error) {
 			return Queues{}, status.InvalidArg(n.name, n.value, fmt.Sprintf("0 to %d", n.most))
 		}
 	}
-	q := Queues{Topology: t, PerPeer: o.PerPeer}
+	q := Queues{Topology: t, PerPeer: o.PerPeer, Order: o.Order}
 	if q.PerPeer == 0 {
 		q.PerPeer = DefaultQueuePairs
 	}
@@ -64,7 +70,7 @@ func NewQueues(t Topology, o QueueOptions) (Queues, error) {
 		q.Depth = max(DefaultDepth, need)
 	default:
 		if q.Depth = powerOfTwo(o.Depth); q.Depth < need {
-			return Queues{}, status.InvalidArg("qp_depth", o.Depth, fmt.Sprintf("at least %d for %d tokens: each takes two requests, and so does their count", need, o.MaxTokens))
+			return Queues{}, o.tooShallow(need)
 		}
 	}
 	return q, nil
@@ -76,9 +82,22 @@ func UsedQueuePairs(localExperts, channels int) int {
 	return min(max(1, localExperts, channels), MaxQueuePairs)
 }
 
+// tooShallow is the error for queues that are shallower than the tokens need. Its fix works as typed, whatever else is
+// set.
+func (o *QueueOptions) tooShallow(need int) error {
+	if o.DepthFrom == "" || o.TokensFrom == "" {
+		return status.InvalidArg("qp_depth", o.Depth, fmt.Sprintf("at least %d for %d tokens: each takes two requests, and so does their count", need, o.MaxTokens))
+	}
+	return status.Errorf(status.InvalidArgument, "variable %s: got %d, allowed at least %d with %s=%d: each token takes two requests, and so does their count; fix: export %s=%d",
+		o.DepthFrom, o.Depth, need, o.TokensFrom, o.MaxTokens, o.DepthFix, need)
+}
+
 // DepthFor is the minimum depth of a queue pair for B tokens and their count message in flight, two requests each: a
 // power of two, perhaps above MaxDepth.
 func DepthFor(maxTokens int) int { return powerOfTwo(2 * (maxTokens + 1)) }
+
+// AllowedDepth is the smallest depth of MinDepth to MaxDepth that is not below n; MaxDepth if there is none.
+func AllowedDepth(n int) int { return min(MaxDepth, max(MinDepth, powerOfTwo(n))) }
 
 // powerOfTwo is the smallest power of two that is not below n.
 func powerOfTwo(n int) int {
@@ -111,23 +130,8 @@ func (t Topology) Remote(a, b int) bool { return t.Node(a) != t.Node(b) }
 // NumRemote is the number of ranks on other nodes.
 func (t Topology) NumRemote() int { return t.Ranks - t.NodeSize() }
 
-// PeerOrder is the order in which a rank makes its queue pairs toward all the others, all of one peer together: ranks
-// of other nodes first (NumRemote of them), then those of its own node, each part rotated: (i + 1 + rank) mod Ranks for
-// i from 0. With one rank a node no two ranks have the same peer at the same place. Ranks that share a node have the
-// same remote part: there the rotation keeps only nodes apart.
-func (t Topology) PeerOrder(rank int) []int {
-	order := make([]int, 0, t.Ranks-1)
-	for _, remote := range []bool{true, false} {
-		for i := range t.Ranks - 1 {
-			if peer := (i + 1 + rank) % t.Ranks; t.Remote(rank, peer) == remote {
-				order = append(order, peer)
-			}
-		}
-	}
-	return order
-}
-
-// Number is the place of a queue pair among all of its rank's in the order of creation, from 0; -1 if there is none.
+// Number is the place of a queue pair among its rank's toward all other ranks, in the order of creation, from 0; -1 if
+// there is none.
 func (q Queues) Number(rank, peer, queue int) int {
 	if queue < 0 || queue >= q.PerPeer || peer == rank {
 		return -1

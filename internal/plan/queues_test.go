@@ -42,6 +42,8 @@ func TestQueuesForShapes(t *testing.T) {
 	}
 	_, err := NewQueues(top, QueueOptions{Depth: 256, MaxTokens: 128})
 	refused(t, "depth for the tokens", err, "qp_depth", "256", "at least 512 for 128 tokens")
+	_, err = NewQueues(top, QueueOptions{Depth: 1024, DepthFrom: "D", DepthFix: "F", MaxTokens: 2048, TokensFrom: "T"})
+	refused(t, "depth and tokens of the environment", err, "variable D: got 1024, allowed at least 8192 with T=2048", "; fix: export F=8192")
 }
 
 func TestUsedQueuePairs(t *testing.T) {
@@ -80,32 +82,73 @@ func TestEveryQueueIsUsedAlike(t *testing.T) {
 	}
 }
 
-func TestPeerOrderMeetsEveryRankOnceRemoteFirst(t *testing.T) {
+var orders = []Order{DefaultOrder, Linear, Planned, Rotated, Spread}
+
+func TestOrdersMeetEveryRankOnce(t *testing.T) {
 	for _, top := range []Topology{{1, 8}, {6, 8}, {4, 1}, {4, 2}, {6, 2}, {16, 8}, {64, 8}, {15, 5}} {
-		for rank := range top.Ranks {
-			order := top.PeerOrder(rank)
-			if sorted := slices.Sorted(slices.Values(order)); len(sorted) != top.Ranks-1 || len(slices.Compact(sorted)) != top.Ranks-1 || slices.Contains(order, rank) {
-				t.Fatalf("%+v: order of rank %d is %v", top, rank, order)
-			}
-			for i, peer := range order {
-				if top.Remote(rank, peer) != (i < top.NumRemote()) {
-					t.Fatalf("%+v: rank %d is at place %d of rank %d's order", top, peer, i, rank)
+		for _, o := range orders {
+			for rank := range top.Ranks {
+				order := o.Peers(top, rank)
+				if sorted := slices.Sorted(slices.Values(order)); len(sorted) != top.Ranks-1 || len(slices.Compact(sorted)) != top.Ranks-1 || slices.Contains(order, rank) {
+					t.Fatalf("%+v: order %v of rank %d is %v", top, o, rank, order)
+				}
+				for i, peer := range order {
+					if remoteFirst := o != Linear && o != Rotated; remoteFirst && top.Remote(rank, peer) != (i < top.NumRemote()) {
+						t.Fatalf("%+v: rank %d is at place %d of rank %d's order %v", top, peer, i, rank, o)
+					}
+				}
+				q := Queues{Topology: top, Order: o}
+				remote := slices.DeleteFunc(slices.Clone(order), func(peer int) bool { return !top.Remote(rank, peer) })
+				if !slices.Equal(q.RemotePeers(rank), remote) || len(remote) != top.NumRemote() {
+					t.Fatalf("%+v, %v: remote peers of rank %d are %v", top, o, rank, q.RemotePeers(rank))
 				}
 			}
 		}
 	}
 }
 
-// With one rank a node every place of the order is a permutation: no two ranks have the same peer there.
-func TestRotationKeepsRanksApart(t *testing.T) {
-	top := Topology{8, 1}
-	for step := range top.Ranks - 1 {
-		seen := map[int]bool{}
-		for rank := range top.Ranks {
-			seen[top.PeerOrder(rank)[step]] = true
+// Each order is what its name says, seen at one rank of two nodes of four.
+func TestOrdersByName(t *testing.T) {
+	for o, want := range map[Order]string{
+		DefaultOrder: "[6 7 4 5 3 0 1]", Linear: "[0 1 3 4 5 6 7]", Planned: "[4 5 6 7 3 0 1]", Rotated: "[3 4 5 6 7 0 1]", Spread: "[6 7 4 5 3 0 1]",
+	} {
+		if got := fmt.Sprint(o.Peers(Topology{8, 4}, 2)); got != want {
+			t.Errorf("%v: %s, want %s", o, got, want)
 		}
-		if len(seen) != top.Ranks {
-			t.Errorf("step %d reaches %d of %d ranks", step, len(seen), top.Ranks)
+	}
+	for i, name := range OrderNames() {
+		if text := Order(i).String(); i > 0 && text != name {
+			t.Errorf("order %d is called %s and %s", i, text, name)
+		}
+	}
+	if DefaultOrder.String() != "spread" {
+		t.Error("the default order has another name")
+	}
+}
+
+// At every place of the default order no two ranks have the same peer: also ranks that share a node are kept apart.
+func TestDefaultOrderKeepsRanksApart(t *testing.T) {
+	for _, top := range []Topology{{8, 1}, {16, 8}, {24, 8}, {64, 8}} {
+		for step := range top.NumRemote() {
+			seen := map[int]bool{}
+			for rank := range top.Ranks {
+				seen[top.PeerOrder(rank)[step]] = true
+			}
+			if len(seen) != top.Ranks {
+				t.Errorf("%+v: step %d reaches %d of %d ranks", top, step, len(seen), top.Ranks)
+			}
+		}
+	}
+}
+
+func TestSubTeam(t *testing.T) {
+	for _, c := range []struct {
+		top  Topology
+		rank int
+		want string
+	}{{Topology{16, 8}, 3, "[3 11]"}, {Topology{16, 8}, 11, "[3 11]"}, {Topology{6, 2}, 5, "[1 3 5]"}, {Topology{4, 1}, 2, "[0 1 2 3]"}, {Topology{4, 8}, 2, "[2]"}} {
+		if got := fmt.Sprint(c.top.RDMATeam(c.rank).Ranks()); got != c.want {
+			t.Errorf("%+v: sub-team of rank %d is %s, want %s", c.top, c.rank, got, c.want)
 		}
 	}
 }
@@ -121,7 +164,7 @@ func TestQueuesGolden(t *testing.T) {
 			for peer := range top.Ranks {
 				numbers = append(numbers, q.Number(rank, peer, 1))
 			}
-			fmt.Fprintf(&out, "  rank %2d: %v %v\n", rank, top.PeerOrder(rank), numbers)
+			fmt.Fprintf(&out, "  rank %2d: %v %v\n", rank, q.PeerOrder(rank), numbers)
 		}
 	}
 	path := filepath.Join("testdata", "queues.golden")

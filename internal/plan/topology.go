@@ -3,6 +3,7 @@ package plan
 import (
 	"fmt"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -46,3 +47,12 @@ func (t Topology) Node(rank int) int { return rank / t.Peers }
 
 // Local is a rank's place in its node (nvl_rank).
 func (t Topology) Local(rank int) int { return rank % t.Peers }
+
+// ByQueues reports whether any rank is reached through queue pairs. everywhere: low-latency calls use them inside a
+// node too.
+func (t Topology) ByQueues(everywhere bool) bool { return t.Ranks > 1 && (t.Nodes() > 1 || everywhere) }
+
+// RDMATeam is a rank's RDMA sub-team.
+func (t Topology) RDMATeam(rank int) op.SubTeam {
+	return op.SubTeam{Start: t.Local(rank), Stride: t.NodeSize(), Size: t.Nodes()}
+}

@@ -73,6 +73,18 @@ def test_needs_nvshmem_and_nothing_else() -> None:
     assert abi_check.dynamic(LIBRARY, "RUNPATH") == ["$ORIGIN/../../nvidia/nvshmem/lib"]
 
 
+def test_nothing_needs_a_team() -> None:
+    """No collective of NVSHMEM's: the RDMA sub-team needs no team of NVSHMEM's own (docs/internode.md)."""
+    collective = re.compile(
+        r"\bnvshmemx?_(\w*_)?(barrier|sync|team|broadcast|alltoall|fcollect|collect|reduce|and|or|sum|max|min)\w*\("
+    )
+    sources = [path for path in (ROOT / "nvshmem").rglob("*.cu*") if "tests" not in path.parts]
+    assert len(sources) > 10
+    found = {f"{path.name}: {match[0]}" for path in sources for match in collective.finditer(path.read_text())}
+    assert not found
+    assert collective.search("nvshmemx_barrier_all_block()") and collective.search("nvshmem_team_split_strided(")
+
+
 def test_version_text_is_that_of_the_headers() -> None:
     words = re.findall(rb"built with NVSHMEM ([\d.]+)\0", LIBRARY.read_bytes())
     assert words == [header_version().encode()]

@@ -31,7 +31,7 @@ func TestPlanSizes(t *testing.T) {
 		t.Errorf("%+v", p)
 	}
 	if q := planned(t, "--ranks", "6", "--ranks-per-node", "2", "--experts", "6", "--qps", "5", "--rank", "3", "--engine", "cpu"); q.QPsPerPeer != 5 ||
-		q.QPsPerNIC != 5 || q.QPRank != 3 || !slices.Equal(q.QPOrder, []int32{4, 5, 0, 1}) {
+		q.QPsPerNIC != 5 || q.QPRank != 3 || !slices.Equal(q.QPOrder, []int32{5, 4, 1, 0}) {
 		t.Errorf("%d queue pairs, %d a NIC, order of rank %d %v", q.QPsPerPeer, q.QPsPerNIC, q.QPRank, q.QPOrder)
 	}
 	if p.TotalBytes < p.NVLBytes+max(p.RDMABytes, p.LLBytes)+p.PrivateBytes {

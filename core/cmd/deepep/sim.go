@@ -42,7 +42,13 @@ var schedules = []schedule{
 	{"drain", "as backlog, but a queue pair is emptied before the next one's turn", func(h *nicsim.Hardware) { h.PostGap, h.Turn = 0, 0 }},
 }
 
-var orders = []string{"planned", "rotated", "linear", "random", "spread"}
+// orders are the names of nicsim's orders, from nicsim.Linear on.
+var orders = []string{"linear", "planned", "rotated", "spread", "random"}
+
+func orderOf(name string) (nicsim.Order, error) {
+	i, err := oneOf("order", name, orders)
+	return nicsim.Linear + nicsim.Order(i), err
+}
 
 var (
 	routes  = []string{"adaptive", "ecmp", "static"}

@@ -115,7 +115,7 @@ func TestSimRefuses(t *testing.T) {
 		"at least one segment with its headers":                 {"qp", "--buffer", "1KiB"},
 		"nic: \"fast\"; allowed are turns, backlog":             {"qp", "--nic", "fast"},
 		"nic: \"slow\"; allowed are turns, backlog":             {"ep", "--nic", "slow"},
-		"order: \"up\"; allowed are planned, rotated":           {"qp", "--order", "up"},
+		"order: \"up\"; allowed are linear, planned":            {"qp", "--order", "up"},
 		"operation: \"gather\"; allowed are dispatch, combine":  {"qp", "--operation", "gather"},
 		"mode: \"fast\"; allowed are all, low-latency, normal":  {"ep", "--mode", "fast"},
 		"nothing else crosses a NIC":                            {"qp", "--ranks", "8"},

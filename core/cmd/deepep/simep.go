@@ -96,7 +96,7 @@ func (s *simEP) run(cmd *cobra.Command) error {
 		return fmt.Errorf("nic: %q; allowed are turns, backlog, lowest and drain", s.nic)
 	}
 	schedules[i].apply(&hardware)
-	order, err := oneOf("order", s.order, orders)
+	order, err := orderOf(s.order)
 	if err != nil {
 		return err
 	}
@@ -110,7 +110,7 @@ func (s *simEP) run(cmd *cobra.Command) error {
 		}
 	}
 	r.CallUS, r.CopyGBs = simMicros(hardware.Call), float64(hardware.CopyRate)/1e3
-	err = inParallel(cmd.Context(), len(r.Results), func(i int) error { return r.Results[i].simulate(hardware, nicsim.Order(order), s.flags.seed) })
+	err = inParallel(cmd.Context(), len(r.Results), func(i int) error { return r.Results[i].simulate(hardware, order, s.flags.seed) })
 	if err != nil {
 		return err
 	}

@@ -47,9 +47,9 @@ different numbers of them toward each peer. NICs serve queue pairs by number, th
 in the order in which they were made. What that does depends on what one assumes of
 the NIC (--nic):
 ` + strings.Join(meanings, "\n") + `
-Orders: planned (other nodes first, then (i + 1 + rank) mod ranks, as the library makes
-them), rotated (the same over all ranks), linear (0, 1, 2 …), random, spread (other
-nodes first, rotated by node and by index).`,
+Orders: linear (0, 1, 2 …), planned (other nodes first, then (i + 1 + rank) mod ranks),
+rotated (the same over all ranks, as NVSHMEM makes its own), spread (other nodes first,
+rotated by node and by index: the library's default, see DEEPEP_QP_ORDER), random.`,
 		Example: `  deepep sim qp
   deepep sim qp --ranks 256 --qps 1,12 --nic lowest --buffer 32KiB
   deepep sim qp --operation combine --picture orders.svg`,
@@ -147,13 +147,13 @@ func (s *simQP) report() (*qpReport, error) {
 		}
 		for _, queues := range s.queues {
 			for _, order := range s.orders {
-				o, err := oneOf("order", order, orders)
+				o, err := orderOf(order)
 				if err != nil {
 					return nil, err
 				}
 				one := &qpResult{NIC: name, Order: order, hardware: base, job: nicsim.Job{
 					Operation: nicsim.Operation(operation), Topology: topology, Tokens: s.tokens, Hidden: s.hidden, TopK: s.topK, Experts: s.experts,
-					Queues: queues, Order: nicsim.Order(o), InTurn: s.inTurn, AllRDMA: s.allRDMA, Skew: nicsim.Time(s.skew) * nicsim.Nanosecond, Seed: s.flags.seed,
+					Queues: queues, Order: o, InTurn: s.inTurn, AllRDMA: s.allRDMA, Skew: nicsim.Time(s.skew) * nicsim.Nanosecond, Seed: s.flags.seed,
 				}}
 				schedules[i].apply(&one.hardware)
 				if err := one.job.Check(); err != nil {

@@ -8,45 +8,23 @@ import (
 // service.
 type Order int
 
-// Orders.
+// Orders: plan's, whose zero value is the library's default, and one more.
 const (
-	Planned  Order = iota // plan.Topology.PeerOrder: other nodes first, rotated
-	Rotated               // dst = (i + 1 + me) mod n over all ranks, as NVSHMEM does
-	Linear                // dst = 0, 1, 2 …
-	Shuffled              // another random order on each rank
-	Spread                // other nodes first, rotated by node and by index
+	Default  = Order(plan.DefaultOrder)
+	Linear   = Order(plan.Linear)
+	Planned  = Order(plan.Planned)
+	Rotated  = Order(plan.Rotated)
+	Spread   = Order(plan.Spread)
+	Shuffled = Spread + 1 // another random order on each rank
 )
 
 // peers lists the other ranks in the order in which a rank makes its queue pairs toward them.
 func (o Order) peers(t plan.Topology, rank int, seed uint64) []int {
-	n := t.Ranks
-	order := make([]int, 0, n-1)
-	switch o {
-	case Planned:
-		return t.PeerOrder(rank)
-	case Spread:
-		size := t.NodeSize()
-		for i := range n {
-			node := (t.Node(rank) + 1 + i/size) % t.Nodes()
-			if peer := node*size + (t.Local(rank)+i)%size; peer != rank {
-				order = append(order, peer)
-			}
-		}
-		return order
-	case Rotated:
-		for i := range n - 1 {
-			order = append(order, (i+1+rank)%n)
-		}
-		return order
+	if o != Shuffled {
+		return plan.Order(o).Peers(t, rank)
 	}
-	for peer := range n {
-		if peer != rank {
-			order = append(order, peer)
-		}
-	}
-	if o == Shuffled {
-		seeded(seed, 2, uint64(rank)).shuffle(order)
-	}
+	order := plan.Linear.Peers(t, rank)
+	seeded(seed, 2, uint64(rank)).shuffle(order)
 	return order
 }
 
