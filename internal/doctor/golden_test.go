@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/deepep-go/deepep/internal/plan"
 )
 
 var update = flag.Bool("update", false, "write the golden files")
@@ -198,6 +200,34 @@ var hosts = []struct {
 	{"settings-misspelt", ForAny, "", func() *host {
 		return plainHost().setenv("DEEPEP_TIMEOUT=5", "DEEPEP_ENGINE=cpu", "DEEPEP_LIBRARY=/opt/libdeepep.so", "DEEPEP_ZERO_COPY_BYTES=0", "DEEPEP_NUM_QPS_PER_RANK=8")
 	}},
+	{"gpu-without-library", ForAny, "library", func() *host {
+		h := gpuHost("InfiniBand")
+		h.opt.Kernels, h.opt.NVSHMEM = nil, ""
+		return h
+	}},
+	{"nodes-without-library", ForInternode, "library", func() *host {
+		h := gpuHost("InfiniBand")
+		h.opt.NVSHMEM, h.opt.Topology = "", plan.Topology{Ranks: 64, Peers: 8}
+		return h
+	}},
+	{"more-ranks-than-gpus", ForInternode, "", func() *host {
+		h := gpuHost("InfiniBand")
+		h.opt.Topology = plan.Topology{Ranks: 32, Peers: 16}
+		return h
+	}},
+	{"queue-settings-of-guides", ForInternode, "settings", func() *host {
+		return gpuHost("InfiniBand").setenv("NVSHMEM_IBGDA_QP_DEPTH=1024", "DEEP_EP_NUM_MAX_RDMA_TOKENS=2048", "DEEPEP_QP_ORDER=spread")
+	}},
+	{"queue-settings-on-one-node", ForInternode, "", func() *host {
+		h := gpuHost("InfiniBand").setenv("NVSHMEM_IBGDA_QP_DEPTH=1024", "DEEP_EP_NUM_MAX_RDMA_TOKENS=2048", "DEEPEP_QP_ORDER=spread")
+		h.opt.Topology = plan.Topology{Ranks: 8, Peers: 8}
+		return h
+	}},
+	{"too-many-nodes", ForInternode, "settings", func() *host {
+		h := gpuHost("InfiniBand").setenv("NUM_MAX_RDMA_PEERS=2")
+		h.opt.Topology = plan.Topology{Ranks: 24, Peers: 8}
+		return h
+	}},
 	{"settings-bad", ForCPU, "settings", func() *host { return plainHost().setenv("DEEPEP_TIMEOUT_MS=soon", "DEEPEP_ENGINE=rocm") }},
 	{"python-too-old", ForCPU, "python", func() *host {
 		h := plainHost().remove("usr/bin/python3").file("venv/pyvenv.cfg", "home = /usr/bin\nversion = 3.8.10\n")
@@ -261,6 +291,33 @@ func TestGoldenHosts(t *testing.T) {
 				t.Errorf("status %s, but FirstFail found %v", r.Status, found)
 			}
 		})
+	}
+}
+
+// What the doctor tells a user to type ends the complaint: it asks what construction asks.
+func TestTheFixOfQueueSettingsWorks(t *testing.T) {
+	settings := func(exports ...string) (l Line) {
+		h := gpuHost("InfiniBand").setenv("NVSHMEM_IBGDA_QP_DEPTH=1024", "DEEP_EP_NUM_MAX_RDMA_TOKENS=2048").setenv(exports...)
+		l, _ = FirstFail(context.Background(), h.root(), Options{For: ForInternode})
+		return l
+	}
+	l := settings()
+	export, found := strings.CutPrefix(l.Fix, "export ")
+	if l.Check != "settings" || !found {
+		t.Fatalf("%s", l)
+	}
+	if after := settings(export); after.Check == "settings" {
+		t.Errorf("after %q: %s", l.Fix, after)
+	}
+	h := gpuHost("InfiniBand").setenv("NVSHMEM_IBGDA_QP_DEPTH=1024", "DEEP_EP_NUM_MAX_RDMA_TOKENS=2048")
+	r, err := Run(context.Background(), h.root(), Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, l := range r.Lines {
+		if l.Subject == "NVSHMEM_IBGDA_QP_DEPTH" && !strings.Contains(l.Fix, "NVSHMEM_QP_DEPTH=8192") {
+			t.Errorf("this fix leads to the next refusal: %s", l)
+		}
 	}
 }
 

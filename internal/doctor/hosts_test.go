@@ -241,7 +241,7 @@ func gpuHost(layer string) *host {
 	h.file("usr/local/lib/python3.12/dist-packages/nvidia/nvshmem/lib/libnvshmem_host.so.3", "\x7fELF...NVSHMEM v%s\x00NVSHMEM v3.4.5\x00")
 	h.file("usr/local/lib/python3.12/dist-packages/nvidia/nvshmem/include/non_abi/nvshmem_version.h", nvshmemHeader)
 	h.file("usr/local/lib/python3.12/dist-packages/nvidia/nccl/lib/libnccl.so.2", "\x7fELF...NCCL version 2.28.9+cuda13.0\x00")
-	h.opt.NVSHMEM = "3.4.5"
+	h.opt.NVSHMEM, h.opt.Searched = "3.4.5", true
 	h.opt.Kernels = []KernelLibrary{{Path: "/opt/deepep/lib/libdeepep_cuda.so", Cubins: []int{80, 90, 100, 120}, PTX: []int{120}, Toolkit: 13000}}
 	h.opt.Plan = Plan{DeviceBytes: 3 * gib, HostBytes: 64 << 20, SMs: 24, QPsPerPeer: 12, QPPeers: 8, QPDepth: 1024, MaxTokens: 128}
 	return h

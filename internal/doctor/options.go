@@ -1,5 +1,7 @@
 package doctor
 
+import "github.com/deepep-go/deepep/internal/plan"
+
 // Options is the plan with which the checks compare the host. Zero fields are not compared.
 type Options struct {
 	For     For
@@ -7,7 +9,11 @@ type Options struct {
 	PID     int    // examine this process's limits, environment, namespaces and maps; 0: this process
 	Ranks   int    // ranks on this host
 	Plan    Plan
-	Kernels []KernelLibrary
+	// Topology is the planned group, on all hosts; zero: not known.
+	Topology plan.Topology
+	Kernels  []KernelLibrary
+	// Searched: Kernels and NVSHMEM are what was found in the places where libraries are looked for. Else nobody looked.
+	Searched bool
 	// NVSHMEM is the version that libdeepep_nvshmem.so was built with, "" if unknown.
 	NVSHMEM string
 	// StartMethod is multiprocessing's, if the caller knows it: fork, spawn or forkserver.

@@ -5,6 +5,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/deepep-go/deepep/internal/env"
 	"github.com/deepep-go/deepep/internal/plan"
 )
 
@@ -25,8 +26,12 @@ var variables = []variable{
 	{"NVSHMEM_QP_DEPTH", func(e *exam, v string) (string, string, bool) {
 		return qpDepth(v, e.opt.Plan.MaxTokens)
 	}},
-	{"NVSHMEM_IBGDA_QP_DEPTH", func(_ *exam, v string) (string, string, bool) {
-		return "NVSHMEM has no such variable, though guides name it; this library takes its depth from it where NVSHMEM_QP_DEPTH is not set", "export NVSHMEM_QP_DEPTH=" + v + " and unset this one", false
+	{"NVSHMEM_IBGDA_QP_DEPTH", func(e *exam, v string) (string, string, bool) {
+		fix := "export NVSHMEM_QP_DEPTH=" + e.deepEnough(v) + " and unset this one"
+		if _, set := e.root.env("NVSHMEM_QP_DEPTH"); set {
+			fix = "unset it"
+		}
+		return "NVSHMEM has no such variable, though guides name it; this library takes its depth from it where NVSHMEM_QP_DEPTH is not set", fix, false
 	}},
 	{"NVSHMEM_IB_ENABLE_IBGDA", func(_ *exam, v string) (string, string, bool) {
 		if truth(v) {
@@ -118,6 +123,19 @@ func checkVariables(e *exam) {
 	if bad == 0 {
 		e.ok(Line{Read: plural(found, "NVSHMEM variable") + " set, no conflict", File: "environment"})
 	}
+}
+
+// deepEnough is a depth, or the one that the tokens of the plan and of the settings need where that is deeper.
+func (e *exam) deepEnough(depth string) string {
+	n, err := strconv.Atoi(strings.TrimSpace(depth))
+	if err != nil {
+		n = plan.DefaultDepth
+	}
+	tokens := e.opt.Plan.MaxTokens
+	if s, err := env.Load(func(name string) string { v, _ := e.root.env(name); return v }); err == nil {
+		tokens = max(tokens, s.RDMA.MaxTokens)
+	}
+	return strconv.Itoa(plan.AllowedDepth(max(min(n, plan.MaxDepth), plan.DepthFor(tokens))))
 }
 
 // qpDepth checks the depth of queue pairs: each token of low-latency mode takes a data and a count request, so that 2 ×

@@ -15,6 +15,7 @@ import (
 	"github.com/deepep-go/deepep/core"
 	"github.com/deepep-go/deepep/internal/doctor"
 	"github.com/deepep-go/deepep/internal/doctor/libs"
+	"github.com/deepep-go/deepep/internal/plan"
 )
 
 type doctorFlags struct {
@@ -94,9 +95,11 @@ func (f *doctorFlags) examine(cmd *cobra.Command) error {
 		if err != nil {
 			return err
 		}
+		opt.Topology = plan.Topology{Ranks: p.Ranks, Peers: p.NumNVLPeers}
 		opt.Ranks, opt.Plan = cmp.Or(f.shape.onHost, p.NumNVLPeers), p.forDoctor(use, f.shape.nics)
 	}
 	opt.Kernels, opt.NVSHMEM = installedKernels(f.root)
+	opt.Searched = true
 	report, err := doctor.Run(cmd.Context(), host, opt)
 	if err != nil {
 		return err
