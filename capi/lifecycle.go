@@ -186,6 +186,8 @@ func dpgo_buffer_info_get(id C.uintptr_t, info *C.deepep_buffer_info) C.int32_t 
 		i := b.Info()
 		info.rank, info.size, info.num_nvl_peers = C.int32_t(i.Rank), C.int32_t(i.Size), C.int32_t(i.NumNVLPeers)
 		info.rdma_rank, info.num_rdma_ranks = C.int32_t(i.RDMARank), C.int32_t(i.NumRDMARanks)
+		info.rdma_team_start, info.rdma_team_stride = C.int32_t(i.RDMATeam.Start), C.int32_t(i.RDMATeam.Stride)
+		info.rdma_team_size = C.int32_t(i.RDMATeam.Size)
 		info.nvl_rank, info.device = C.int32_t(i.NVLRank), C.int32_t(i.Device)
 		info.num_device_sms, info.host_stream = C.int32_t(i.NumDeviceSMs), flag(i.HostStream)
 		info.peer_rows, info.ready = flag(i.PeerRows), flag(i.Ready)

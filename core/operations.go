@@ -143,6 +143,10 @@ func (b *Buffer) Stats(o Operation) (OpStats, error) { return b.engine.Stats(o) 
 // Info describes the buffer. Local; it never waits: before the start is complete, what is not known yet is zero.
 func (b *Buffer) Info() Info { return b.engine.Info() }
 
+// RDMATeam lists the ranks of this one's RDMA sub-team: the rank of its place on each node, itself among them. Rows of
+// normal mode cross between these ranks alone.
+func (b *Buffer) RDMATeam() []int { return b.engine.Info().RDMATeam.Ranks() }
+
 // Region returns the address and size of the NumNVLBytes or, with rdma, NumRDMABytes that the buffer owns. The caller
 // may use the memory while no call is in flight, until Destroy. Local; it waits for the start. See Clean for what
 // writing to it means.

@@ -207,6 +207,9 @@ static void test_life(void) {
   options.num_nvl_bytes = 1 << 20;
   EXPECT(deepep_buffer_create(group, &options, &buffer) == DEEPEP_OK);
   EXPECT(deepep_buffer_wait_ready(buffer, -1) == DEEPEP_OK && deepep_buffer_check(buffer) == DEEPEP_OK);
+  EXPECT(info.rdma_team_size == 0);
+  EXPECT(deepep_buffer_info_get(buffer, &info) == DEEPEP_OK && info.rdma_team_start == 0 &&
+         info.rdma_team_stride == 1 && info.rdma_team_size == 1);
   EXPECT(deepep_buffer_info_get(buffer, &info) == DEEPEP_OK && info.size == 1 && info.host_stream == 1 &&
          strcmp(info.engine, "cpu") == 0);
   EXPECT(deepep_buffer_region(buffer, 0, &address, &bytes) == DEEPEP_OK && bytes == 1 << 20 && address != NULL);

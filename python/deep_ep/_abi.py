@@ -210,6 +210,10 @@ class BufferInfo(ctypes.Structure):
         ("num_qps", I32),
         ("timeout_ms", I64),
         ("first_timeout_ms", I64),
+        ("rdma_team_start", I32),
+        ("rdma_team_stride", I32),
+        ("rdma_team_size", I32),
+        ("reserved0", I32),
     ]
 
 

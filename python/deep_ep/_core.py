@@ -51,6 +51,8 @@ class Core:
         self.rank, self.group_size = int(info.rank), int(info.size)
         self.num_nvl_peers = int(info.num_nvl_peers)
         self.num_nodes = max(1, self.group_size // self.num_nvl_peers) if self.num_nvl_peers else 1
+        first, stride = int(info.rdma_team_start), int(info.rdma_team_stride)
+        self.rdma_team = [first + stride * node for node in range(int(info.rdma_team_size))]
         self.device: Device = _torch.device_of(self.engine, max(0, int(info.device)))
         self.ordinal = -1 if self.host_stream else int(self.device.index)
         self.raw_stream = _torch.stream_getter(self.device)  # the caller's current stream; 0 on the CPU engine

@@ -645,6 +645,14 @@ class Buffer:
         return self._core.num_nvl_peers
 
     @property
+    def rdma_team(self) -> list[int]:
+        """The RDMA sub-team: the rank of this one's index on each node, itself among them, in the order of the nodes.
+
+        Rows of normal mode cross between these ranks alone. On one node it is this rank.
+        """
+        return list(self._core.rdma_team)
+
+    @property
     def device(self) -> Any:
         """The torch.device of the buffer's tensors."""
         return self._core.device

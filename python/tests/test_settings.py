@@ -1,0 +1,114 @@
+"""Settings and options as users type them: what refuses, what is warned of, and that a fix that is named works."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch.distributed as dist
+
+import lowlat
+import normal
+from cases import Case
+
+LL_CASE = Case((16, 9, 0, 12), hidden=512, experts=8, topk=3)
+GUIDES = {"NVSHMEM_IBGDA_QP_DEPTH": "1024", "DEEP_EP_NUM_MAX_RDMA_TOKENS": "2048"}
+
+
+class Log:
+    """The lines that a user sees by default, of the groups that are made inside."""
+
+    def __init__(self, ctx, folder: str, level: str = "warn") -> None:
+        self.path = os.path.join(folder, f"log-{level}-{ctx.rank}")
+        self.level = level
+
+    def __enter__(self) -> Log:
+        os.environ["DEEPEP_LOG"] = f"{self.level}:{self.path}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del os.environ["DEEPEP_LOG"]
+
+    def lines(self, about: str = "") -> list[str]:
+        if not os.path.exists(self.path):
+            return []
+        with open(self.path) as file:
+            return [line for line in file if about in line]
+
+
+def make(ctx, **options):
+    with normal.buffer_of(ctx, **options) as buffer:
+        return buffer
+
+
+def rank_exports_of_the_guides(ctx, folder):
+    os.environ.update(GUIDES)
+    try:
+        with normal.buffer_of(ctx, num_nvl_peers=ctx.size) as buffer:  # one node: no queue pair
+            buffer.barrier()
+        with Log(ctx, folder) as log:
+            for _ in range(4):
+                with pytest.raises(ValueError, match="at least 8192 with DEEP_EP_NUM_MAX_RDMA_TOKENS=2048") as caught:
+                    make(ctx, num_nvl_peers=1)
+                dist.barrier(ctx.group)
+            assert log.lines() == [], log.lines()
+            fix = re.search(r"fix: export (\w+)=(\w+)$", str(caught.value))
+            assert fix, caught.value
+            os.environ[fix[1]] = fix[2]
+            with normal.buffer_of(ctx, num_nvl_peers=1):
+                pass
+            del os.environ[fix[1]]
+    finally:
+        for name in GUIDES:
+            del os.environ[name]
+
+
+def test_exports_of_the_guides(pool, tmp_path):
+    pool.run(4, rank_exports_of_the_guides, str(tmp_path))
+
+
+def rank_refused_alone(ctx, folder):
+    """Peers of the one rank that is refused see which it is, and its reason where it could still say so."""
+    reason = "NVSHMEM_IBGDA_QP_DEPTH: got 1024" if ctx.rank == 0 else "NVSHMEM_IBGDA_QP_DEPTH: got 1024|rank 0 "
+    os.environ.update(GUIDES if ctx.rank == 0 else {})
+    try:
+        with Log(ctx, folder), pytest.raises((ValueError, RuntimeError), match=reason):
+            make(ctx, num_nvl_peers=1)
+    finally:
+        for name in GUIDES:
+            os.environ.pop(name, None)
+
+
+def test_peers_of_a_refused_rank(pool, tmp_path):
+    pool.run(3, rank_refused_alone, str(tmp_path))
+
+
+def rank_sub_team(ctx):
+    with normal.buffer_of(ctx, num_nvl_peers=2) as buffer:
+        assert buffer.rdma_team == [ctx.rank % 2, ctx.rank % 2 + 2]
+        buffer.rdma_team.clear()
+        assert len(buffer.rdma_team) == buffer.num_nodes == 2
+    with normal.buffer_of(ctx, num_nvl_peers=1) as buffer:
+        assert buffer.rdma_team == [0, 1, 2, 3]
+    with normal.buffer_of(ctx, num_nvl_peers=4) as buffer:
+        assert buffer.rdma_team == [ctx.rank]
+
+
+def test_sub_team(pool):
+    pool.run(4, rank_sub_team)
+
+
+def rank_orders(ctx, folder):
+    for order in ("linear", "planned", "rotated", "spread", "auto"):
+        os.environ["DEEPEP_QP_ORDER"] = order
+        try:
+            with Log(ctx, folder, "info") as log, lowlat.buffer_of(ctx, LL_CASE, 16, num_nvl_peers=2) as buffer:
+                lowlat.combine_and_check(ctx, buffer, lowlat.dispatch_and_check(ctx, buffer, LL_CASE, 16))
+            assert log.lines(f"made in the order {'spread' if order == 'auto' else order}"), log.lines()
+        finally:
+            del os.environ["DEEPEP_QP_ORDER"]
+
+
+def test_orders_of_queue_pairs(pool, tmp_path):
+    pool.run(4, rank_orders, str(tmp_path))
