@@ -23,7 +23,7 @@ type BufferOptions struct {
 	LowLatency    bool   // the buffer is for low-latency calls
 	NumQPsPerRank int    // queue pairs toward each rank of another node; 0: 24
 	DisableNVLink bool   // low-latency calls use RDMA inside a node as well: V1's allow_nvlink_for_low_latency_mode = False
-	AllowMNNVL    bool   // NVLink between hosts may be used
+	AllowMNNVL    bool   // GPUs of several nodes: NVSHMEM may use NVLink between hosts, where there is one
 	UseFabric     bool   // share memory by fabric handles
 	Shrink        bool   // low-latency calls go on without ranks that died, which are masked
 	Preinitialize bool   // NewBuffer does what the first call would otherwise do
@@ -84,6 +84,8 @@ func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 			return nil, err
 		}
 	}
+	g.noticeGPU(&o, name, s)
+	g.noticeLinks(&o, library, name)
 	b := &Buffer{group: g}
 	opt, err := g.options(&o, s)
 	if err != nil {
@@ -138,7 +140,7 @@ func (g *Group) rdma(o *BufferOptions, s env.RDMA) (engine.RDMAOptions, error) {
 	asked := g.queueGroup(o)
 	queues, err := s.Queues(asked)
 	return engine.RDMAOptions{
-		Queues: queues, Everywhere: asked.Everywhere, MaxTokens: s.MaxTokens, Workspace: s.WorkspaceBytes, Seed: s.Seed, Late: s.Late,
+		Queues: queues, Everywhere: asked.Everywhere, MaxTokens: s.MaxTokens, MNNVL: o.AllowMNNVL, Workspace: s.WorkspaceBytes, Seed: s.Seed, Late: s.Late,
 	}, err
 }
 

@@ -47,5 +47,9 @@ func (g *Group) examination(o *BufferOptions) doctor.Options {
 	if g.topology.Nodes() > 1 {
 		e.For = doctor.ForInternode
 	}
+	if s, err := env.Current(); err == nil {
+		_, err = loadEngine(EngineCUDA, s.Kernels)
+		e.Searched = status.CodeOf(err) == status.NotFound // then there is no library; else nobody has looked into it
+	}
 	return e
 }

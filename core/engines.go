@@ -7,6 +7,7 @@ import (
 
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/dl"
+	"github.com/deepep-go/deepep/internal/doctor"
 	"github.com/deepep-go/deepep/internal/env"
 	"github.com/deepep-go/deepep/internal/kern"
 	"github.com/deepep-go/deepep/internal/status"
@@ -93,7 +94,7 @@ func libraryFor(l *kern.Library, engine string, byQueues bool, s env.Settings) (
 	internode, err := loadEngine(internodeLibrary, s.Kernels)
 	switch {
 	case err != nil:
-		return nil, status.Errorf(status.Unsupported, "ranks beyond NVLink are reached through libdeepep_%s.so, which cannot be loaded: %w", internodeLibrary, err)
+		return nil, status.Errorf(status.Unsupported, "ranks beyond NVLink are reached through libdeepep_%s.so, which cannot be loaded: %w\nfix: %s", internodeLibrary, err, doctor.BuildNodes)
 	case internode.NumDevices == 0:
 		return nil, status.Errorf(status.Unsupported, "ranks beyond NVLink are reached through %s, which cannot be used: %s", internode.Path, internode.Reason)
 	}

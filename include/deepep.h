@@ -150,7 +150,7 @@ typedef struct deepep_buffer_options {
   int32_t num_qps_per_rank; /* queue pairs toward each rank of another node, 1 to 1024; 0: 24. The variable
                                DEEPEP_NUM_QPS_PER_RANK, if set, wins */
   int32_t allow_nvlink_for_low_latency_mode; /* 0: low-latency calls reach also ranks of this node by RDMA */
-  int32_t allow_mnnvl;                       /* 1: NVLink between hosts may be used */
+  int32_t allow_mnnvl;                       /* 1: "cuda", several nodes: NVSHMEM may use NVLink between hosts */
   int32_t use_fabric;                        /* 1: share memory by fabric handles */
   int32_t enable_shrink;                     /* 1: low-latency calls mask a rank that is lost, and go on */
   int32_t preinitialize;                     /* 1: do everything now that the first call would do */

@@ -92,6 +92,7 @@ int32_t apply_settings(const Wanted &wanted, Report *report) {
     return DK_OK;
   }
   forget("NVSHMEM_REMOTE_TRANSPORT");
+  set("NVSHMEM_DISABLE_MNNVL", wanted.mnnvl ? "0" : "1", report);
   if (getenv("NVSHMEM_REMOTE_TRANSPORT") == nullptr) set("NVSHMEM_IB_ENABLE_IBGDA", "1", report);
   set_queue_pairs(wanted, report);
   return DK_OK;

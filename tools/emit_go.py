@@ -11,9 +11,9 @@ from c_header import Constant, Enum, Field, Header, Struct
 
 WORDS = {  # words of C names that CamelCase would spoil
     "abi": "ABI", "bf16": "BF16", "cc": "CC", "e4m3": "E4M3", "fd": "FD", "fp8": "FP8", "id": "ID", "isa": "ISA",
-    "ll": "LL", "logfmt": "LogFMT", "nic": "NIC", "nowait": "NoWait", "ns": "NS", "nvl": "NVL", "ok": "OK",
-    "pid": "PID", "qp": "QP", "qps": "QPs", "rdma": "RDMA", "sm": "SM", "sm90": "SM90", "sms": "SMs", "topk": "TopK",
-    "ue8m0": "UE8M0", "uuid": "UUID",
+    "ll": "LL", "logfmt": "LogFMT", "mnnvl": "MNNVL", "nic": "NIC", "nowait": "NoWait", "ns": "NS", "nvl": "NVL",
+    "ok": "OK", "pid": "PID", "qp": "QP", "qps": "QPs", "rdma": "RDMA", "sm": "SM", "sm90": "SM90", "sms": "SMs",
+    "topk": "TopK", "ue8m0": "UE8M0", "uuid": "UUID",
 }  # fmt: skip
 NAMES = {  # constants that go by another name in Go
     "DK_ABI_VERSION": "Version",

@@ -124,6 +124,9 @@ const (
 	CapPeerRows    = 4 // dispatch can write straight into a registered segment of the receiver (recv_segment)
 	CapSM90        = 8
 	CapFP8Hardware = 16
+
+	// normal mode moves rows in chunks of the size that a call names, not of its own choice
+	CapChunks = 32
 )
 
 // How memory is shared among processes.
@@ -147,7 +150,8 @@ const (
 
 	// Of a transport of software RDMA, for tests: operations take effect as late, and in as strange an order among
 	// QPs, as the rules allow; a put whose source changed before it completed breaks its QP with DK_EMISMATCH.
-	TransportLate = 2
+	TransportLate  = 2
+	TransportMNNVL = 4 // of a start: NVLink between hosts may be used where there is one (allow_mnnvl)
 )
 
 // A code of this interface alone: not a status code of deepep.h.

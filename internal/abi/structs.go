@@ -401,6 +401,8 @@ type TransportUniqueIDParams struct {
 
 	// [out] what went wrong, or which settings of the user contradict what is wanted; "": nothing
 	Reason [512]byte
+	Flags  uint32 // DK_TRANSPORT_MNNVL
+	_      uint32
 }
 
 // TransportAttachParams is dk_transport_attach_params.
@@ -409,10 +411,10 @@ type TransportAttachParams struct {
 	Device       uint64 // of dk_device_open; a process stays with one device
 	Rank         int32
 	NumRanks     int32
-	NumNVLPeers  int32 // as in dk_transport_unique_id
-	NumQPsPerNIC int32 // as in dk_transport_unique_id
-	QPDepth      int32 // as in dk_transport_unique_id
-	_            int32 // as in dk_transport_unique_id
+	NumNVLPeers  int32  // as in dk_transport_unique_id
+	NumQPsPerNIC int32  // as in dk_transport_unique_id
+	QPDepth      int32  // as in dk_transport_unique_id
+	Flags        uint32 // likewise
 
 	// Of dk_transport_unique_id on one rank. A second attach with equal id, rank and num_ranks shares the first one's
 	// attachment.

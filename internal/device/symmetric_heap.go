@@ -10,8 +10,16 @@ import (
 
 // SymmetricHeapOptions are the settings with which a transport that has memory of its own (NVSHMEM) starts.
 type SymmetricHeapOptions struct {
-	Rank, Ranks, Peers int // Peers: ranks of a node
-	QPsPerNIC, Depth   int // toward each peer, on each NIC of the rank
+	Rank, Ranks, Peers int  // Peers: ranks of a node
+	QPsPerNIC, Depth   int  // toward each peer, on each NIC of the rank
+	MNNVL              bool // NVLink between hosts may be used
+}
+
+func (o *SymmetricHeapOptions) flags() uint32 {
+	if o.MNNVL {
+		return abi.TransportMNNVL
+	}
+	return 0
 }
 
 // SymmetricHeap is a rank's attachment to such a transport: attached once, detached with its last memory.
@@ -25,7 +33,7 @@ type SymmetricHeap struct {
 
 // SymmetricHeapID makes the id by which all ranks attach. One rank calls it.
 func (d *Device) SymmetricHeapID(o SymmetricHeapOptions) ([]byte, error) {
-	p := &abi.TransportUniqueIDParams{NumRanks: int32(o.Ranks), NumNVLPeers: int32(o.Peers), NumQPsPerNIC: int32(o.QPsPerNIC), QPDepth: int32(o.Depth)}
+	p := &abi.TransportUniqueIDParams{NumRanks: int32(o.Ranks), NumNVLPeers: int32(o.Peers), NumQPsPerNIC: int32(o.QPsPerNIC), QPDepth: int32(o.Depth), Flags: o.flags()}
 	if code := d.Lib.TransportUniqueID(p); code != 0 {
 		return nil, withReason(kern.Error("dk_transport_unique_id", code, p.DeviceError), p.Reason[:])
 	}
@@ -34,7 +42,9 @@ func (d *Device) SymmetricHeapID(o SymmetricHeapOptions) ([]byte, error) {
 
 // Attach starts the transport, or shares the one that runs. Collective; it waits for all ranks without a limit.
 func (d *Device) Attach(o SymmetricHeapOptions, id []byte) (*SymmetricHeap, error) {
-	p := &abi.TransportAttachParams{Device: d.handle, Rank: int32(o.Rank), NumRanks: int32(o.Ranks), NumNVLPeers: int32(o.Peers), NumQPsPerNIC: int32(o.QPsPerNIC), QPDepth: int32(o.Depth)}
+	p := &abi.TransportAttachParams{
+		Device: d.handle, Rank: int32(o.Rank), NumRanks: int32(o.Ranks), NumNVLPeers: int32(o.Peers), NumQPsPerNIC: int32(o.QPsPerNIC), QPDepth: int32(o.Depth), Flags: o.flags(),
+	}
 	if len(id) != len(p.ID) {
 		return nil, status.Errorf(status.Internal, "the transport's id came as %d bytes, not %d", len(id), len(p.ID))
 	}

@@ -86,7 +86,7 @@ func checkIMEX(e *exam) {
 	switch {
 	case !e.root.exists(channel):
 		l.Read = "no IMEX channel"
-		l.Cause = "GPUs of other nodes cannot be mapped (allow_mnnvl, use_fabric): exporting a fabric handle fails"
+		l.Cause = "NVSHMEM cannot map GPUs of other hosts (allow_mnnvl): exporting a fabric handle fails"
 		l.Fix = e.onHost() + "options nvidia NVreg_CreateImexChannel0=1 in /etc/modprobe.d/nvidia.conf and reboot; container: --device /dev/nvidia-caps-imex-channels/channel0"
 		e.warn(l)
 	case e.root.access(channel) != nil:

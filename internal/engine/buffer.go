@@ -72,6 +72,7 @@ type Buffer struct {
 	active   atomic.Int32 // calls inside; see enter
 	watching atomic.Bool  // the status page exists, so that losses of peers can be written to it
 	closed   atomic.Bool
+	noticed  atomic.Bool           // a call's config asked for what has no effect here
 	failed   atomic.Pointer[error] // the first failure, once failure() has found it
 	death    atomic.Pointer[error] // why the abort word is set
 

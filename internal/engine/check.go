@@ -44,7 +44,11 @@ func (b *Buffer) config(c *Call, kind int) (plan.Config, error) {
 		return config, err
 	}
 	config := plan.Config(*c.Config)
-	return config, config.Check()
+	err := config.Check()
+	if err == nil && !b.noticed.Load() {
+		b.noticeConfig(&config)
+	}
+	return config, err
 }
 
 // maxLoggedSMs is the largest choice that a log line is written for.

@@ -33,7 +33,8 @@ func (b *Buffer) fingerprint(failure error) fingerprint {
 	if b.usesTransport() {
 		nics, _ := b.perNIC()
 		f.Equal = append(f.Equal, [2]string{"num_qps_per_rank", strconv.Itoa(o.RDMA.Queues.PerPeer)},
-			[2]string{"the NICs of a rank (DEEPEP_NUM_NICS sets them)", strconv.Itoa(nics)})
+			[2]string{"the NICs of a rank (DEEPEP_NUM_NICS sets them)", strconv.Itoa(nics)},
+			[2]string{"allow_mnnvl", strconv.FormatBool(o.RDMA.MNNVL)})
 	}
 	if b.dev != nil {
 		f.UUID = fmt.Sprintf("%x", b.dev.UUID)

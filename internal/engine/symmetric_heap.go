@@ -16,7 +16,9 @@ import (
 
 func (b *Buffer) symmetricHeapOptions() device.SymmetricHeapOptions {
 	_, queuePairs := b.perNIC()
-	return device.SymmetricHeapOptions{Rank: b.rank, Ranks: b.size, Peers: b.top.Peers, QPsPerNIC: max(1, queuePairs), Depth: b.opt.RDMA.Queues.Depth}
+	return device.SymmetricHeapOptions{
+		Rank: b.rank, Ranks: b.size, Peers: b.top.Peers, QPsPerNIC: max(1, queuePairs), Depth: b.opt.RDMA.Queues.Depth, MNNVL: b.opt.RDMA.MNNVL,
+	}
 }
 
 // makeSymmetricHeapID makes the id by which all ranks attach. Rank 0 makes it; the others receive it with its

@@ -42,7 +42,7 @@ func heapRig(t *testing.T, a *among, mood int32) (*rig, func(int32), error) {
 		dl.Call(symbol, unsafe.Pointer(p))
 	}
 	set(mood)
-	r, err := nodes(t, a, 2, func(o *engine.Options) { o.Library, o.StartLimit = lib, 200*time.Millisecond })
+	r, err := nodes(t, a, 2, func(o *engine.Options) { o.Library, o.StartLimit, o.RDMA.MNNVL = lib, 200*time.Millisecond, true })
 	return r, set, err
 }
 
@@ -51,7 +51,7 @@ func TestSymmetricHeap(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := "id for 4 ranks, 2 a node, 5 x 1024; attach 0 of 4 by ii; heap 5; transport 5 x 1024 seed 0 flags 0 blocks 1011 peers 2 3; " +
+	want := "id for 4 ranks, 2 a node, 5 x 1024 flags 4; attach 0 of 4 by ii flags 4; heap 5; transport 5 x 1024 seed 0 flags 0 blocks 1011 peers 2 3; " +
 		"team flags 3 blocks 1100 transport 9"
 	if got := r.withoutRecords(); got != want {
 		t.Errorf("start:\n got %s\nwant %s", got, want)

@@ -18,6 +18,7 @@ type RDMAOptions struct {
 	Queues      plan.Queues // toward each of them
 	Everywhere  bool        // low-latency calls use them to all other ranks, also to those of this rank's node
 	MaxTokens   int         // the largest B of low-latency calls over queue pairs; 0: no limit
+	MNNVL       bool        // NVLink between hosts may be used, where the transport knows of one
 	Workspace   uint64      // the most bytes that flags and counts may take; 0: no limit
 	RankNICs    int         // NICs of a rank; 0: its share of the host's
 	HostNICs    int         // NICs of this host

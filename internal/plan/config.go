@@ -57,6 +57,27 @@ func ConfigFor(kind, ranks int) (Config, error) {
 	return c, err
 }
 
+// NamesChunks reports whether the chunk sizes were chosen: they are none of the library's own defaults, for any number of
+// ranks and either kind of call.
+func (c *Config) NamesChunks() bool {
+	own := func(d *Config) bool {
+		recv := (d.RDMARecvChunk + d.RDMASendChunk - 1) / d.RDMASendChunk * d.RDMASendChunk // as Check rounds it
+		return c.NVLSendChunk == d.NVLSendChunk && c.NVLRecvChunk == d.NVLRecvChunk && c.RDMASendChunk == d.RDMASendChunk && c.RDMARecvChunk == recv
+	}
+	if own(&DefaultConfig) {
+		return false
+	}
+	for i := range bands {
+		if own(&bands[i].dispatch) || own(&bands[i].combine) {
+			return false
+		}
+	}
+	return true
+}
+
+// NamesSMs reports whether the number of SMs was chosen: it is neither left to the library nor V1's default.
+func (c *Config) NamesSMs() bool { return c.NumSMs != 0 && c.NumSMs != DefaultConfig.NumSMs }
+
 // Check refuses what V1 refuses and rounds RDMARecvChunk up to a multiple of RDMASendChunk as V1 does.
 func (c *Config) Check() error {
 	if c.NumSMs < 0 || c.NumSMs%2 != 0 {

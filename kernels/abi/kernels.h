@@ -195,7 +195,8 @@ enum {
   DK_CAP_GRAPH = 2,       /* streams can be captured */
   DK_CAP_PEER_ROWS = 4,   /* dispatch can write straight into a registered segment of the receiver (recv_segment) */
   DK_CAP_SM90 = 8,
-  DK_CAP_FP8_HARDWARE = 16
+  DK_CAP_FP8_HARDWARE = 16,
+  DK_CAP_CHUNKS = 32 /* normal mode moves rows in chunks of the size that a call names, not of its own choice */
 };
 typedef struct dk_info_params {
   DK_HEADER;
@@ -405,7 +406,8 @@ enum {
   DK_TRANSPORT_NOWAIT = 1, /* of one operation, with stream 0 alone: a full QP is DK_EAGAIN, not a wait for room */
   /* Of a transport of software RDMA, for tests: operations take effect as late, and in as strange an order among QPs,
    * as the rules allow; a put whose source changed before it completed breaks its QP with DK_EMISMATCH. */
-  DK_TRANSPORT_LATE = 2
+  DK_TRANSPORT_LATE = 2,
+  DK_TRANSPORT_MNNVL = 4 /* of a start: NVLink between hosts may be used where there is one (allow_mnnvl) */
 };
 /* A code of this interface alone: not a status code of deepep.h. */
 enum { DK_EAGAIN = 16 };
@@ -500,13 +502,16 @@ typedef struct dk_transport_unique_id_params {
   /* [out] While something is attached in this process: the id that it was attached by. */
   uint8_t id[DK_TRANSPORT_ID_BYTES];
   char reason[512]; /* [out] what went wrong, or which settings of the user contradict what is wanted; "": nothing */
+  uint32_t flags;   /* DK_TRANSPORT_MNNVL */
+  uint32_t reserved0;
 } dk_transport_unique_id_params;
 int32_t dk_transport_unique_id(dk_transport_unique_id_params *p);
 typedef struct dk_transport_attach_params {
   DK_HEADER;
   uint64_t device; /* of dk_device_open; a process stays with one device */
   int32_t rank, num_ranks;
-  int32_t num_nvl_peers, num_qps_per_nic, qp_depth, reserved0; /* as in dk_transport_unique_id */
+  int32_t num_nvl_peers, num_qps_per_nic, qp_depth; /* as in dk_transport_unique_id */
+  uint32_t flags;                                   /* likewise */
   /* Of dk_transport_unique_id on one rank. A second attach with equal id, rank and num_ranks shares the first one's
    * attachment. */
   uint8_t id[DK_TRANSPORT_ID_BYTES];

@@ -1,5 +1,5 @@
 /* probe.c - calls libdeepep_nvshmem.so and the test transport without a GPU and prints each result as "name: value".
- *   probe LIBRARY info|start [QPS DEPTH PEERS RANKS]
+ *   probe LIBRARY info|start [QPS DEPTH PEERS RANKS [FLAGS]]
  *   probe PLUGIN interface NUMBER */
 #include <dlfcn.h>
 #include <stdio.h>
@@ -42,14 +42,15 @@ static int start(char **numbers) {
                                      .num_qps_per_nic = atoi(numbers[0]),
                                      .qp_depth = atoi(numbers[1]),
                                      .num_nvl_peers = atoi(numbers[2]),
-                                     .num_ranks = atoi(numbers[3])};
+                                     .num_ranks = atoi(numbers[3]),
+                                     .flags = numbers[4] ? (uint32_t)atoi(numbers[4]) : 0};
   printf("id: %d\nreason: %s\n", CALL(dk_transport_unique_id, &p), p.reason);
   int some = 0;
   for (size_t i = 0; i < sizeof p.id; i++) some += p.id[i] != 0;
   printf("bytes of the id that are set: %s\n", some > 4 ? "some" : "none");
   const char *const names[] = {"NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA", "NVSHMEM_IBGDA_NUM_RC_PER_PE",
                                "NVSHMEM_QP_DEPTH",         "NVSHMEM_IBGDA_RC_MAP_BY", "NVSHMEM_DISABLE_NCCL",
-                               "NVSHMEM_DISABLE_NVLS",     "CUDA_MODULE_LOADING"};
+                               "NVSHMEM_DISABLE_NVLS",     "CUDA_MODULE_LOADING",     "NVSHMEM_DISABLE_MNNVL"};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++) show_variable(names[i]);
   dk_transport_attach_params a = {
       .size = sizeof a, .num_ranks = 2, .num_nvl_peers = 1, .num_qps_per_nic = 1, .qp_depth = 1};
@@ -85,7 +86,7 @@ int main(int argc, char **argv) {
     return 1;
   }
   if (strcmp(argv[2], "info") == 0) return info();
-  if (strcmp(argv[2], "start") == 0 && argc == 7) return start(argv + 3);
+  if (strcmp(argv[2], "start") == 0 && argc >= 7) return start(argv + 3);
   if (strcmp(argv[2], "interface") == 0 && argc == 4) return interface(argv[3]);
   return 2;
 }

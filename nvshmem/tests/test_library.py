@@ -153,6 +153,7 @@ def test_start_sets_the_environment() -> None:
         "NVSHMEM_IBGDA_RC_MAP_BY": "cta",
         "NVSHMEM_DISABLE_NCCL": "1",
         "NVSHMEM_DISABLE_NVLS": "1",
+        "NVSHMEM_DISABLE_MNNVL": "1",
         "CUDA_MODULE_LOADING": "EAGER",
     }
     assert {name: found[name] for name in wanted} == wanted
@@ -172,6 +173,14 @@ def test_a_plan_for_several_nodes_asks_this_library() -> None:
     assert found[8][:3] == ["libdeepep_cuda.so", "0", "0"]
     assert found[16][:3] == ["libdeepep_nvshmem.so", "12", str(24 * 15)]
     assert int(found[16][3]) > int(found[8][3]) > 0 and int(found[16][5]) > int(found[16][3]) + int(found[16][4])
+
+
+def test_start_allows_nvlink_between_hosts() -> None:
+    allowed = 4  # DK_TRANSPORT_MNNVL
+    assert probe("start", 1, 128, 8, 16, allowed)["NVSHMEM_DISABLE_MNNVL"] == "0"
+    assert probe("start", 1, 128, 8, 8, allowed)["NVSHMEM_DISABLE_MNNVL"] == "(none)"
+    found = probe("start", 1, 128, 8, 16, NVSHMEM_DISABLE_MNNVL="0")
+    assert "NVSHMEM_DISABLE_MNNVL=0 is set, 1 is wanted" in found["reason"]
 
 
 def test_start_on_one_node_looks_for_no_nic() -> None:

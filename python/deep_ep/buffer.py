@@ -16,7 +16,7 @@ from ._normal import Dispatched, NormalMode
 from ._torch import DType, OptionalTensor, Size, Tensor, opaque
 from .bootstrap import Bootstrap
 from .config import Config, low_latency_size_hint
-from .errors import assertion, check_int, type_error, value_error
+from .errors import assertion, check_int, no_effect, type_error, value_error
 from .utils import EventHandle, EventOverlap
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
@@ -71,7 +71,9 @@ class Buffer:
         num_rdma_bytes: bytes for low-latency mode and between nodes; see get_low_latency_rdma_size_hint.
         low_latency_mode: allow the low-latency calls.
         num_qps_per_rank: queue pairs toward each rank, between nodes; a float is accepted if it is whole.
-        allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: which links may be used.
+        allow_nvlink_for_low_latency_mode: False: low-latency calls reach the ranks of this node by RDMA too.
+        allow_mnnvl: GPUs of several nodes: NVSHMEM may use NVLink between hosts, where there is one.
+        use_fabric: refused; memory is shared by file descriptors.
         explicitly_destroy: True: destroy() may be called; False: the finalizer frees.
         enable_shrink: low-latency calls go on without ranks that are lost; masks are allowed.
         comm: an mpi4py communicator (or any object with Get_rank, Get_size and allgather) instead of `group`.
@@ -137,7 +139,9 @@ class Buffer:
         shared = {"num_nvl_peers": peers, "background": 1, "timeout_ms": milliseconds(timeout)}
         recycle = _memory.recycling()
         self.engine = _choose_engine(engine)
-        options = _buffer_options(self.engine, shared["timeout_ms"], numbers, switches)
+        if zero_copy_bytes and self.engine == "cpu":
+            no_effect("zero_copy_bytes", "peers of the CPU engine read rows where they are staged")
+        options = _buffer_options(engine or "auto", self.engine, shared["timeout_ms"], numbers, switches)
         native_group = _make_group(group, comm, bootstrap, shared)
         try:
             native = _native.NativeBuffer(native_group, options)
@@ -408,7 +412,7 @@ class Buffer:
             topk_weights: ``[T, K]`` float32 sent along, so that the send half of a combine may sum at the experts' rank
                 too; or None.
             use_nvfp4, x_global_scale, pertoken_quant: formats of forks of V1: False or None.
-            opt_level: a hint to a fork of V1, ignored.
+            opt_level: a hint to a fork of V1: no effect, and a warning.
 
         Returns:
             ``recv_x``: ``[L, R*B, H]`` BF16, or with FP8 the pair (e4m3, scales ``[L, R*B, H/128]`` float32, column-
@@ -427,6 +431,8 @@ class Buffer:
                 "pertoken_quant": pertoken_quant,
             }
             _refuse_fork("low_latency_dispatch", formats)
+        if opt_level is not None:
+            no_effect("opt_level", "it is a hint to a fork of V1")
         return self._low_latency.dispatch(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
             dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook,
@@ -476,7 +482,7 @@ class Buffer:
                 first sum its own experts' rows for a token, and round.
             overlap, packed_recv_count, comp_signal, block_m, threshold, num_sms, src_signals, src_signal_expect_value:
                 combine while the experts still compute, in forks of V1: False, None or 0.
-            opt_level: a hint to a fork of V1, ignored.
+            opt_level: a hint to a fork of V1: no effect, and a warning.
 
         Returns:
             ``combined_x [T, H]`` BF16 (FP32 sums of weight x row), the event, the hook or None.
@@ -490,6 +496,8 @@ class Buffer:
             asked: dict[str, Any] = {"overlap": overlap, "block_m": block_m, "threshold": threshold, "num_sms": num_sms}
             asked |= {"packed_recv_count": packed_recv_count, "comp_signal": comp_signal, "src_signals": src_signals}
             _refuse_fork("low_latency_combine", asked | {"src_signal_expect_value": src_signal_expect_value})
+        if opt_level is not None:
+            no_effect("opt_level", "it is a hint to a fork of V1")
         return self._low_latency.combine(
             x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
             combine_wait_recv_cost_stats, unreduced,
@@ -776,14 +784,16 @@ def _choose_engine(engine: str | None) -> str:
     return str(info.name.decode())
 
 
-def _buffer_options(engine: str, timeout_ms: int, numbers: dict[str, int], switches: dict[str, bool]) -> Any:
-    """deepep_buffer_options."""
+def _buffer_options(
+    asked: str, engine: str, timeout_ms: int, numbers: dict[str, int], switches: dict[str, bool]
+) -> Any:
+    """deepep_buffer_options. The library gets the name that was asked for, so that it can say why it chose `engine`."""
     if engine == "cuda":
         _memory.give_back_rows()
     return _abi.sized(
         _abi.BufferOptions,
         device=_torch.current_cuda_device() if engine == "cuda" else -1,
-        engine=engine.encode(),
+        engine=asked.encode(),
         timeout_ms=timeout_ms,
         background=1,  # the rest is waited for in slices, so that Ctrl-C is seen
         **numbers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from typing import Any
 
 from . import _abi
@@ -83,6 +84,16 @@ def check_int(name: str, value: object, minimum: int = -(2**31), maximum: int = 
     if not minimum <= number <= maximum:
         raise value_error(name, number, f"an int from {minimum} to {maximum}")
     return number
+
+
+_WARNED: set[str] = set()
+
+
+def no_effect(option: str, reason: str) -> None:
+    """Warns, once a process, of an option that was asked for and has no effect."""
+    if option not in _WARNED:
+        _WARNED.add(option)
+        warnings.warn(f"{option} has no effect: {reason}", stacklevel=3)
 
 
 def check_handle(handle: object, lengths: tuple[int, ...], maker: str) -> tuple[Any, ...] | list[Any]:

@@ -6,6 +6,7 @@ import os
 import re
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import lowlat
@@ -68,22 +69,6 @@ def test_exports_of_the_guides(pool, tmp_path):
     pool.run(4, rank_exports_of_the_guides, str(tmp_path))
 
 
-def rank_refused_alone(ctx, folder):
-    """Peers of the one rank that is refused see which it is, and its reason where it could still say so."""
-    reason = "NVSHMEM_IBGDA_QP_DEPTH: got 1024" if ctx.rank == 0 else "NVSHMEM_IBGDA_QP_DEPTH: got 1024|rank 0 "
-    os.environ.update(GUIDES if ctx.rank == 0 else {})
-    try:
-        with Log(ctx, folder), pytest.raises((ValueError, RuntimeError), match=reason):
-            make(ctx, num_nvl_peers=1)
-    finally:
-        for name in GUIDES:
-            os.environ.pop(name, None)
-
-
-def test_peers_of_a_refused_rank(pool, tmp_path):
-    pool.run(3, rank_refused_alone, str(tmp_path))
-
-
 def rank_sub_team(ctx):
     with normal.buffer_of(ctx, num_nvl_peers=2) as buffer:
         assert buffer.rdma_team == [ctx.rank % 2, ctx.rank % 2 + 2]
@@ -112,3 +97,38 @@ def rank_orders(ctx, folder):
 
 def test_orders_of_queue_pairs(pool, tmp_path):
     pool.run(4, rank_orders, str(tmp_path))
+
+
+def rank_options(ctx, folder):
+    """Options without effect are warned of once, and only where they ask for something."""
+    import warnings
+
+    from deep_ep import Buffer, Config
+
+    with Log(ctx, folder) as log, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tokens = torch.zeros(4, 2, dtype=torch.int64)
+        with normal.buffer_of(ctx, num_nvl_peers=ctx.size) as buffer:
+            for _ in range(2):
+                buffer.get_dispatch_layout(tokens, 8)
+        assert log.lines() == [] and caught == []
+        for _ in range(2):
+            options = {"num_nvl_peers": ctx.size, "allow_mnnvl": True, "zero_copy_bytes": 1 << 20}
+            with lowlat.buffer_of(ctx, LL_CASE, 16, num_nvl_bytes=1 << 22, **options) as buffer:
+                x = torch.zeros(3, 512, dtype=torch.bfloat16)
+                buffer.low_latency_dispatch(x, tokens[:3], 16, 8, opt_level=2)
+                if ctx.engine == "cpu":
+                    config = Config(34, 7, 99, 5, 50)
+                    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(tokens, 8)
+                    rows = torch.zeros(4, 64, dtype=torch.bfloat16)
+                    buffer.dispatch(rows, None, per_rank, None, in_rank, per_expert, config=config)
+    assert Buffer.num_sms == 20
+    if ctx.engine == "cpu":
+        said = [line for line in log.lines() if "no effect" in line]
+        assert len(said) == 2 and "allow_mnnvl" in said[0] and "num_sms = 34" in said[1], said
+        assert sorted(str(one.message).split()[0] for one in caught) == ["opt_level", "zero_copy_bytes"]
+
+
+def test_options_without_effect(pool, tmp_path):
+    pool.stop()  # a process warns once
+    pool.run(2, rank_options, str(tmp_path))

@@ -240,7 +240,8 @@ int32_t dk_transport_unique_id(dk_transport_unique_id_params *p) {
     return DK_EVERSION;
   }
   memset(p->id, 'i', sizeof p->id);
-  NOTE("id for %d ranks, %d a node, %d x %d\n", p->num_ranks, p->num_nvl_peers, p->num_qps_per_nic, p->qp_depth);
+  NOTE("id for %d ranks, %d a node, %d x %d flags %d\n", p->num_ranks, p->num_nvl_peers, p->num_qps_per_nic, p->qp_depth,
+       (int)p->flags);
   return 0;
 }
 int32_t dk_transport_attach(dk_transport_attach_params *p) {
@@ -249,7 +250,8 @@ int32_t dk_transport_attach(dk_transport_attach_params *p) {
     return DK_ESYSTEM;
   }
   if (heap_mood == HEAP_STUCK_START) stick();
-  NOTE("attach %d of %d by %c%c\n", p->rank, p->num_ranks, p->id[0], p->id[DK_TRANSPORT_ID_BYTES - 1]);
+  NOTE("attach %d of %d by %c%c flags %d\n", p->rank, p->num_ranks, p->id[0], p->id[DK_TRANSPORT_ID_BYTES - 1],
+       (int)p->flags);
   strcpy(p->version, "fake 1");
   heap_ranks = p->num_ranks;
   p->attachment = 5;
