@@ -13,7 +13,7 @@ from . import _abi, _torch, errors
 from ._memory import RowPool
 from ._native import DESTROYED, SLICE_MS, Launch, NativeBuffer, NativeGroup
 from ._torch import Device, OptionalTensor
-from .errors import assertion, type_error
+from .errors import assertion, check_flag, type_error
 from .utils import EventHandle, EventOverlap
 
 _ABSENT = object()
@@ -161,9 +161,12 @@ class Core:
             if status:
                 kept.pop(launch, None)
                 raise native.error(status)
-            return EventOverlap(EventHandle._of_call(self, launch, home))
-        finally:
+            event = EventOverlap(EventHandle._of_call(self, launch, home))
             launch.left = True
+            return event
+        except BaseException:
+            launch.left = True
+            raise
 
     def current_stream_wait(self, launch: Launch) -> None:
         """The caller's current stream waits for the event of a call; the CPU engine blocks."""
@@ -189,23 +192,24 @@ class Core:
 class Ordering:
     """How one operation is ordered among streams, and what it keeps alive."""
 
-    __slots__ = ("core", "async_finish", "previous", "on_comm", "struct", "launch", "begun", "context")
+    __slots__ = ("core", "async_finish", "previous", "on_comm", "struct", "launch", "begun", "given_back", "context")
 
     def __init__(
         self, core: Core, previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool
     ) -> None:
         self.core = core
-        self.async_finish = async_finish
+        self.async_finish = check_flag("async_finish", async_finish)
         self.previous = None if previous_event is None else _event_of(previous_event)
         assertion(
-            not allocate_on_comm_stream or (self.previous is not None and async_finish),
+            not check_flag("allocate_on_comm_stream", allocate_on_comm_stream)
+            or (self.previous is not None and async_finish),
             "allocate_on_comm_stream needs both previous_event and async_finish",
         )
         # Memory from the caller's stream may still be in use there; a call that was given an event does not wait for
         # that stream, so its outputs come from the communication stream's pool.
         self.on_comm = not core.host_stream and self.previous is not None
         self.launch = core.take_launch()
-        self.begun = False
+        self.begun = self.given_back = False
         self.struct = _abi.sized(_abi.Call, stream=core.current_stream())
         self.context: Any = _torch.stream_context(core.comm_stream) if self.on_comm else contextlib.nullcontext()
 
@@ -253,6 +257,8 @@ class Ordering:
 
     def leave(self) -> None:
         """The operation was cut short: its tensors are kept until the library is through with them."""
+        if self.given_back:
+            return  # another call may have the launch by now
         core, launch = self.core, self.launch
         if not core.host_stream and launch in core.kept:  # the end of the first call: nothing recorded an event there
             try:
@@ -316,15 +322,19 @@ class Ordering:
                 return event
             core.native.wait_event(launch.event)
             core.kept.pop(launch, None)
-            core.idle.append(launch)
+            self._give_back()
             return EventOverlap()
         core.kept.pop(launch, None)  # the last call's end is that of the first too
         if self.async_finish:
             return EventOverlap(EventHandle._of_call(core, launch, core.idle))
         if self.struct.stream == core.comm_stream_address:  # after a torch event; the library knew no other stream
             core.torch_current_stream().wait_stream(core.comm_stream)
-        core.idle.append(launch)
+        self._give_back()
         return EventOverlap()
+
+    def _give_back(self) -> None:
+        self.given_back = True
+        self.core.idle.append(self.launch)
 
 
 def _event_of(previous_event: object) -> EventHandle | None:

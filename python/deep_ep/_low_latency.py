@@ -21,7 +21,7 @@ from ._low_latency_plan import (
     write_dispatch_addresses,
 )
 from ._torch import BF16, FLOAT32, INT32, INT64, OptionalTensor, Tensor, opaque
-from .errors import assertion, check_int
+from .errors import assertion, check_flag, check_int
 from .utils import EventOverlap
 
 Handle = tuple[Tensor, Tensor, int, int, int]  # src_info, layout_range, B, H, E
@@ -71,8 +71,8 @@ class LowLatencyMode:
         core = self._core
         if core.kept or not core.is_ready:
             core.enter()
-        if async_finish and return_recv_hook:
-            assertion(False, "async_finish and return_recv_hook exclude each other")
+        if async_finish is not False or return_recv_hook is not False:
+            async_finish, return_recv_hook = _check_returns(async_finish, return_recv_hook)
         key = None
         try:
             key = (
@@ -128,11 +128,11 @@ class LowLatencyMode:
         core = self._core
         if core.kept or not core.is_ready:
             core.enter()
-        if async_finish and return_recv_hook:
-            assertion(False, "async_finish and return_recv_hook exclude each other")
-        rows = topk_idx if zero_copy else x  # x is ignored then
+        if async_finish is not False or return_recv_hook is not False:
+            async_finish, return_recv_hook = _check_returns(async_finish, return_recv_hook)
         key = None
         try:
+            rows = topk_idx if zero_copy else x  # x is ignored then
             src_info, layout_range, bound, hidden, num_experts = handle
             key = (
                 type(topk_idx), topk_idx.shape, topk_idx.dtype, topk_idx.get_device(), topk_idx.is_contiguous(),
@@ -221,7 +221,7 @@ class LowLatencyMode:
         self._check_shrink()
         rank = check_int("rank_to_mask", rank_to_mask, 0, core.group_size - 1)
         core.enter()
-        core.on_current_stream(core.native.lib.with_gil.deepep_update_mask, rank, int(bool(mask)))
+        core.on_current_stream(core.native.lib.with_gil.deepep_update_mask, rank, int(check_flag("mask", mask)))
 
     def query_mask(self, mask_status: Tensor) -> None:
         """Buffer.low_latency_query_mask_buffer."""
@@ -288,6 +288,13 @@ class LowLatencyMode:
     def _check_shrink(self) -> None:
         if not self._enable_shrink:
             raise errors.DeepEPError(errors.INVALID_STATE, "masks need a buffer made with enable_shrink=True")
+
+
+def _check_returns(async_finish: object, return_recv_hook: object) -> tuple[bool, bool]:
+    """The two flags that say when a call returns."""
+    later, half = check_flag("async_finish", async_finish), check_flag("return_recv_hook", return_recv_hook)
+    assertion(not (later and half), "async_finish and return_recv_hook exclude each other")
+    return later, half
 
 
 class _Hook:

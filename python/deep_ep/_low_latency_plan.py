@@ -11,7 +11,7 @@ from ._core import Core
 from ._memory import RowCache, touch
 from ._native import Launch
 from ._torch import BF16, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor, empty_like
-from .errors import assertion, check_handle, check_int, value_error
+from .errors import assertion, check_flag, check_handle, check_int, value_error
 
 MAX_PLANS = 1024  # a plan for each number of tokens is likely
 
@@ -180,10 +180,12 @@ class Plans:
         _check_channels(hidden)
         num_topk = _torch.check("topk_idx", topk_idx, core.device, tuple(INDEX_TYPES), (num_tokens, None)).shape[1]
         bound, num_experts = self.check_sizes(bound, hidden, num_experts)
+        use_fp8, round_scale = check_flag("use_fp8", use_fp8), check_flag("round_scale", round_scale)
+        use_ue8m0 = check_flag("use_ue8m0", use_ue8m0)
         if use_ue8m0 and not (use_fp8 and round_scale):
             given = f"True with use_fp8={use_fp8}, round_scale={round_scale}"
             raise value_error("use_ue8m0", given, "both of them True")
-        plan = DispatchPlan(core, (num_tokens, hidden, num_topk, bound, num_experts), bool(use_fp8), bool(use_ue8m0))
+        plan = DispatchPlan(core, (num_tokens, hidden, num_topk, bound, num_experts), use_fp8, use_ue8m0)
         flags = (_abi.LL_ROUND_SCALE if round_scale else 0) | (_abi.LL_UE8M0 if use_ue8m0 else 0)
         sizes = (num_tokens, bound, hidden, num_topk, num_experts)
         plan.numbers = (_abi.SEND_RECV, 0, flags, *sizes, INDEX_TYPES[topk_idx.dtype], int(plan.use_fp8))
@@ -203,6 +205,8 @@ class Plans:
     ) -> CombinePlan:
         """Checks a combine but for its handle's tensors, and keeps the plan under `key`, unless that is None."""
         core = self._core
+        use_logfmt, zero_copy = check_flag("use_logfmt", use_logfmt), check_flag("zero_copy", zero_copy)
+        unreduced = check_flag("unreduced", unreduced)
         if use_logfmt and zero_copy:
             raise value_error("zero_copy", "True with use_logfmt=True", "one of them")
         bound, hidden, num_experts = self.check_handle(handle)

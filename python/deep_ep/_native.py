@@ -17,30 +17,6 @@ DESTROYED = "the buffer is destroyed"
 AllGather = Callable[[bytes], list[bytes]]
 
 
-def wait_sliced(lib: Library, call: Callable[..., int], *args: Any, seconds: float | None = None) -> bool:
-    """Repeats a waiting call of the C API until it is done.
-
-    Args:
-        call: a function of ``lib.without_gil`` whose last argument is the slice in ms.
-        seconds: how long to try; None: until the library returns done or failed.
-
-    Returns:
-        False if `seconds` passed first.
-    """
-    left = None if seconds is None else max(0, int(seconds * 1000))
-    while True:
-        step = SLICE_MS if left is None else min(SLICE_MS, left)
-        status = call(*args, step)
-        if status == errors.OK:
-            return True
-        if status != errors.PENDING:
-            raise lib.error(status)
-        if left is not None:
-            left -= step
-            if left <= 0:
-                return False
-
-
 class NativeGroup:
     """deepep_group_t."""
 
@@ -179,8 +155,19 @@ class NativeBuffer:
         return struct
 
     def wait_ready(self, seconds: float | None = None) -> bool:
-        """Waits for start-up; False if `seconds` passed first."""
-        return wait_sliced(self.lib, self.lib.without_gil.deepep_buffer_wait_ready, self, seconds=seconds)
+        """Waits for start-up, in slices; False if `seconds` passed first."""
+        left = None if seconds is None else max(0, int(seconds * 1000))
+        while True:
+            step = SLICE_MS if left is None else min(SLICE_MS, left)
+            status = self.lib.without_gil.deepep_buffer_wait_ready(self, step)
+            if status == errors.OK:
+                return True
+            if status != errors.PENDING:
+                raise self.error(status)
+            if left is not None:
+                left -= step
+                if left <= 0:
+                    return False
 
     def check(self, status: int) -> None:
         """Raises the exception for the status of a call on this buffer unless it is OK."""

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from . import _abi
-from .errors import value_error
+from .errors import check_int, type_error, value_error
 
 CALLBACK, TCP, FILE = _abi.BOOTSTRAP_CALLBACK, _abi.BOOTSTRAP_TCP, _abi.BOOTSTRAP_FILE
 
@@ -14,6 +14,8 @@ CALLBACK, TCP, FILE = _abi.BOOTSTRAP_CALLBACK, _abi.BOOTSTRAP_TCP, _abi.BOOTSTRA
 @dataclass(frozen=True)
 class Bootstrap:
     """Where the ranks of a group meet. Made with `tcp`, `file` or `from_env`, given to ``Buffer(bootstrap=...)``.
+
+    Each of them raises DeepEPError (also a ValueError or TypeError) for a wrong argument.
 
     Attributes:
         kind: "tcp" or "file".
@@ -33,13 +35,18 @@ class Bootstrap:
     name: str = "default"
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise value_error("size", self.size, "an int >= 1")
+        if self.kind not in ("tcp", "file"):
+            raise value_error("kind", repr(self.kind), "'tcp' or 'file'")
+        object.__setattr__(self, "size", check_int("size", self.size, 1))
+        object.__setattr__(self, "rank", check_int("rank", self.rank))
         if not 0 <= self.rank < self.size:
             raise value_error("rank", self.rank, f"0 <= rank < size = {self.size}")
         for field in ("address", "directory", "name"):
-            if "\0" in getattr(self, field):  # C would read it up to there
-                raise value_error(field, repr(getattr(self, field)), "a text without NUL")
+            text = getattr(self, field)
+            if not isinstance(text, str):
+                raise type_error(field, repr(text), "a str")
+            if "\0" in text:  # C would read it up to there
+                raise value_error(field, repr(text), "a text without NUL")
 
     @classmethod
     def tcp(cls, rank: int, size: int, address: str, name: str = "default") -> Bootstrap:
@@ -49,7 +56,11 @@ class Bootstrap:
     @classmethod
     def file(cls, rank: int, size: int, directory: str | os.PathLike[str], name: str = "default") -> Bootstrap:
         """Meets in a folder that all ranks see."""
-        return cls("file", rank, size, directory=os.fspath(directory), name=name)
+        try:
+            path = os.fsdecode(directory)
+        except TypeError:
+            raise type_error("directory", repr(directory), "a str or a path") from None
+        return cls("file", rank, size, directory=path, name=name)
 
     @classmethod
     def from_env(cls, name: str = "default") -> Bootstrap:
@@ -64,4 +75,8 @@ class Bootstrap:
                 "environment", f"no {', '.join(missing)}", "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set"
             )
         env = os.environ
-        return cls.tcp(int(env["RANK"]), int(env["WORLD_SIZE"]), f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}", name)
+        for variable in ("RANK", "WORLD_SIZE"):
+            if not env[variable].strip().isdecimal():
+                raise value_error(variable, repr(env[variable]), "an int >= 0")
+        address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+        return cls.tcp(int(env["RANK"]), int(env["WORLD_SIZE"]), address, name)

@@ -16,7 +16,7 @@ from ._normal import Dispatched, NormalMode
 from ._torch import DType, OptionalTensor, Size, Tensor, opaque
 from .bootstrap import Bootstrap
 from .config import Config, low_latency_size_hint
-from .errors import assertion, check_int, no_effect, type_error, value_error
+from .errors import assertion, check_flag, check_int, no_effect, type_error, value_error
 from .utils import EventHandle, EventOverlap
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
@@ -212,7 +212,8 @@ class Buffer:
         bound = check_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
         hidden, topk = check_int("hidden", hidden), check_int("num_topk", num_topk)
         experts = check_int("num_experts", num_experts)
-        options = _abi.sized(_abi.WarmupOptions, use_fp8=int(bool(use_fp8)))
+        use_fp8 = check_flag("use_fp8", use_fp8)
+        options = _abi.sized(_abi.WarmupOptions, use_fp8=int(use_fp8))
         if tokens:
             options.num_tokens, options.hidden = tokens, hidden
             options.num_topk, options.num_experts = topk, experts
@@ -224,7 +225,7 @@ class Buffer:
         if tokens:
             self._normal.warm_up(hidden, experts, self._sms_of_calls())
         if bound:
-            self._low_latency.warm_up(bound, hidden, topk, experts, bool(use_fp8))
+            self._low_latency.warm_up(bound, hidden, topk, experts, use_fp8)
         self.check()
 
     def check(self) -> None:
@@ -620,7 +621,8 @@ class Buffer:
             raise type_error("dtype", repr(dtype), "a torch.dtype")
         native, pointer, total = core.native, ctypes.c_void_p(), ctypes.c_uint64()
         region = native.lib.with_gil.deepep_buffer_region
-        native.check(region(native, int(bool(use_rdma_buffer)), ctypes.byref(pointer), ctypes.byref(total)))
+        rdma = int(check_flag("use_rdma_buffer", use_rdma_buffer))
+        native.check(region(native, rdma, ctypes.byref(pointer), ctypes.byref(total)))
         item, begin = dtype.itemsize, check_int("offset", offset, -MAX_BYTES, MAX_BYTES)
         if begin < 0 or begin > total.value or begin % item:
             raise value_error("offset", begin, f"a multiple of {item} from 0 to {total.value}")
@@ -744,6 +746,8 @@ def _require_config(config: object) -> None:
 
 def _count_items(size: Sequence[int], available: int) -> int:
     """The items of a shape, which must be there."""
+    if not isinstance(size, (tuple, list)):
+        raise type_error("size", repr(size), "a torch.Size, a tuple or a list")
     wanted = 1
     for length in size:
         wanted *= check_int("size", length, 0, MAX_BYTES)
@@ -797,7 +801,7 @@ def _buffer_options(
         timeout_ms=timeout_ms,
         background=1,  # the rest is waited for in slices, so that Ctrl-C is seen
         **numbers,
-        **{name: int(bool(value)) for name, value in switches.items()},
+        **{name: int(check_flag(name, value)) for name, value in switches.items()},
     )
 
 
@@ -813,8 +817,8 @@ def _make_group(group: Any, comm: Any, bootstrap: Bootstrap | None, options: dic
         if missing:
             given_type, methods = type(comm).__name__, ", ".join(missing)
             raise type_error("comm", f"{given_type} without {methods}", "an mpi4py communicator or the like")
-        return _native.group_from_allgather(
-            int(comm.Get_rank()), int(comm.Get_size()), lambda blob: list(comm.allgather(blob)), **options
-        )
-    assert bootstrap is not None
+        rank, size = check_int("comm.Get_rank()", comm.Get_rank()), check_int("comm.Get_size()", comm.Get_size())
+        return _native.group_from_allgather(rank, size, lambda blob: list(comm.allgather(blob)), **options)
+    if not isinstance(bootstrap, Bootstrap):
+        raise type_error("bootstrap", type(bootstrap).__name__, "a deep_ep.Bootstrap or None")
     return _native.group_from_bootstrap(bootstrap, **options)

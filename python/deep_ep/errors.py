@@ -96,6 +96,15 @@ def no_effect(option: str, reason: str) -> None:
         warnings.warn(f"{option} has no effect: {reason}", stacklevel=3)
 
 
+def check_flag(name: str, value: object) -> bool:
+    """`value` as a bool, if it is one: True, False, 0, 1, NumPy's, or None for False; else the error that names it."""
+    if (
+        value is None or isinstance(value, (bool, int)) or type(value).__name__ in ("bool_", "bool")
+    ):  # numpy's two names
+        return bool(value)
+    raise type_error(name, repr(value), "a bool")
+
+
 def check_handle(handle: object, lengths: tuple[int, ...], maker: str) -> tuple[Any, ...] | list[Any]:
     """`handle` if it is a tuple or list of one of the lengths; else the error. `maker`: the method that returns one."""
     if isinstance(handle, (tuple, list)):

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import _torch
 from ._torch import opaque
-from .errors import assertion
+from .errors import assertion, type_error
 
 
 class EventHandle:
@@ -58,9 +58,14 @@ class EventOverlap:
     Args:
         event: the point in the stream, or None.
         extra_tensors: kept alive as long as this object.
+
+    Raises:
+        DeepEPError (also a TypeError): `event` is something else.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
+        if event is not None and not isinstance(event, EventHandle):
+            raise type_error("event", type(event).__name__, "an EventHandle or None")
         self.event = event
         self.extra_tensors = extra_tensors
 

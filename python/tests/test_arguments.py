@@ -108,6 +108,9 @@ def dispatch_wrong(with_handle):
         ("weights of other K", {"topk_weights": z(12, 4, dtype=f32)}, ("topk_weights", "[12, 4]", ALLOWED)),
         ("half weights", {"topk_weights": z(12, 3, dtype=bf16)}, ("topk_weights", "bfloat16", ALLOWED)),
         ("alignment 0", {"expert_alignment": 0}, ("expert_alignment", "0", ALLOWED)),
+        ("alignment beyond 32 bits", {"expert_alignment": 2**32 + 1}, ("expert_alignment", str(2**32 + 1), ALLOWED)),
+        ("worst case beyond 32 bits", {"num_worst_tokens": 2**32 + 8}, ("num_worst_tokens", str(2**32 + 8), ALLOWED)),
+        ("async_finish a text", {"async_finish": "later"}, ("async_finish", "'later'", ALLOWED)),
         ("alignment 1.5", {"expert_alignment": 1.5}, ("expert_alignment", "1.5", ALLOWED)),
         ("negative worst case", {"num_worst_tokens": -1}, ("num_worst_tokens", "-1", ALLOWED)),
         ("negative offset", {"global_expert_id_offset": -1}, ("global_expert_id_offset", "-1", ALLOWED)),
@@ -194,6 +197,10 @@ def ll_dispatch_wrong():
          ("num_max_dispatch_tokens_per_rank", "5000", "num_rdma_bytes", "get_low_latency_rdma_size_hint")),
         ("E not divisible", {"num_experts": 7}, ("num_experts", "7", ALLOWED)),
         ("E of 0", {"num_experts": 0}, ("num_experts", "0", ALLOWED)),
+        ("E beyond 32 bits", {"num_experts": 2**32 + 8}, ("num_experts", str(2**32 + 8), ALLOWED)),
+        ("use_fp8 a list", {"use_fp8": []}, ("use_fp8", "[]", ALLOWED)),
+        ("round_scale a text", {"round_scale": "no"}, ("round_scale", "'no'", ALLOWED)),
+        ("async_finish an object", {"async_finish": Odd()}, ("async_finish", "Odd", ALLOWED)),
         ("UE8M0 without round_scale", {"use_ue8m0": True}, ("use_ue8m0", "round_scale")),
         ("UE8M0 with H not of 512", {"x": z(12, 384), "use_ue8m0": True, "round_scale": True}, ("384", "512")),
         ("hook and async", {"return_recv_hook": True, "async_finish": True}, ("return_recv_hook", "async_finish")),
@@ -230,6 +237,8 @@ def ll_combine_wrong():
         ("handle a list of numbers", {"handle": [1, 2, B, 512, 8]}, ("handle", "src_info", "int", ALLOWED)),
         ("handle with odd sizes", {"handle": (1, 2, 3, 4, 5)}, ("num_experts", "5", ALLOWED)),
         ("handle of numbers", {"handle": (1, 2, B, 512, 8)}, ("handle", "src_info", "int", ALLOWED)),
+        ("use_logfmt a list", {"use_logfmt": [True]}, ("use_logfmt", "[True]", ALLOWED)),
+        ("zero_copy a tensor", {"zero_copy": z(2)}, ("zero_copy", "tensor", ALLOWED)),
         ("LogFMT and zero copy", {"use_logfmt": True, "zero_copy": True}, ("use_logfmt", "zero_copy")),
         ("hook and async", {"return_recv_hook": True, "async_finish": True}, ("return_recv_hook", "async_finish")),
         ("float32 out", {"out": z(12, 512, dtype=f32)}, ("out", "float32", ALLOWED)),
@@ -316,6 +325,11 @@ def rank_view(ctx):
             ("beyond the end", {"size": torch.Size([1 << 30])}, ("size", str(1 << 30))),
             ("offset beyond the end", {"offset": 1 << 40}, ("offset", str(1 << 40))),
             ("unaligned offset", {"offset": 3}, ("offset", "3")),
+            ("offset beyond 64 bits", {"offset": 2**70}, ("offset", str(2**70))),
+            ("size a number", {"size": 7}, ("size", "7", ALLOWED)),
+            ("size of texts", {"size": ["a"]}, ("size", "'a'", ALLOWED)),
+            ("a negative size", {"size": (-1, 4)}, ("size", "-1", ALLOWED)),
+            ("use_rdma_buffer a list", {"use_rdma_buffer": [1]}, ("use_rdma_buffer", "[1]", ALLOWED)),
         ]
         complaints = refusals(buffer.get_local_buffer_tensor, {"dtype": torch.float32}, wrong)
         assert not complaints, "\n".join(complaints)
@@ -345,3 +359,64 @@ def rank_wrong_index(ctx, wrong_index):
     if ctx.device.type == "cuda":  # a kernel saw it, when the call had returned: that buffer has failed
         with normal.buffer_of(ctx) as buffer:
             normal.dispatch_and_check(ctx, buffer, CASE)
+
+
+BOOTSTRAPS = [
+    ("rank a text", {"rank": "0"}, ("rank", "'0'", ALLOWED)),
+    ("rank beyond the group", {"rank": 2}, ("rank", "2", ALLOWED)),
+    ("rank a bool", {"rank": True}, ("rank", "True", ALLOWED)),
+    ("size 0", {"size": 0}, ("size", "0", ALLOWED)),
+    ("size beyond 32 bits", {"size": 2**32 + 2}, ("size", str(2**32 + 2), ALLOWED)),
+    ("size a float", {"size": 2.0}, ("size", "2.0", ALLOWED)),
+    ("name of bytes", {"name": b"a"}, ("name", "b'a'", ALLOWED)),
+    ("name with NUL", {"name": "a\0b"}, ("name", "NUL")),
+]
+
+
+def test_bootstrap():
+    from deep_ep import Bootstrap, Buffer
+
+    good = {"rank": 0, "size": 2}
+    complaints = refusals(Bootstrap.tcp, {**good, "address": "localhost:1"}, BOOTSTRAPS)
+    complaints += refusals(Bootstrap.tcp, good, [("address a number", {"address": 7}, ("address", "7", ALLOWED))])
+    complaints += refusals(Bootstrap.file, {**good, "directory": "/tmp"}, BOOTSTRAPS)
+    complaints += refusals(Bootstrap.file, good, [("no folder", {"directory": None}, ("directory", "None", ALLOWED))])
+    wrong = [("a text", {"bootstrap": "/tmp"}, ("bootstrap", "str", ALLOWED))]
+    complaints += refusals(Buffer, {"group": None, "engine": "cpu"}, wrong)
+    assert not complaints, "\n".join(complaints)
+
+
+def test_bootstrap_from_environment(monkeypatch):
+    from deep_ep import Bootstrap
+
+    for name, value in {"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert not refusals(Bootstrap.from_env, {}, [("RANK a word", {}, ("RANK", "'one'", ALLOWED))])
+
+
+def test_event_overlap():
+    from deep_ep import EventOverlap
+
+    assert EventOverlap().event is None
+    assert not refusals(EventOverlap, {}, [("a text", {"event": "x"}, ("event", "str", ALLOWED))])
+
+
+TIMEOUTS = (float("inf"), float("nan"), 1e300, 1e16, 1e10, 2**80, 0, -1, True, "5")
+
+
+def rank_switches(ctx):
+    from deep_ep import Buffer
+
+    good = {"group": ctx.group, "num_nvl_bytes": 1 << 16, "engine": ctx.engine}
+    wrong = [(f"timeout {value!r}", {"timeout": value}, ("timeout", repr(value), ALLOWED)) for value in TIMEOUTS]
+    wrong += [
+        ("enable_shrink a text", {"enable_shrink": "yes"}, ("enable_shrink", "'yes'", ALLOWED)),
+        ("bytes beyond 64 bits", {"num_nvl_bytes": 2**64 + 5}, ("num_nvl_bytes", str(2**64 + 5), ALLOWED)),
+        ("queue pairs beyond 32 bits", {"num_qps_per_rank": 2**32 + 24}, ("num_qps_per_rank", ALLOWED)),
+    ]
+    return refusals(Buffer, good, wrong)
+
+
+def test_constructor(pool):
+    complaints = pool.run(1, rank_switches)[0]
+    assert not complaints, "\n".join(complaints)

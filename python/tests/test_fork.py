@@ -48,6 +48,8 @@ def rank_fork(ctx):
         ):
             answer = in_child(ctx, call)
             assert "spawn" in answer and " 12 " in answer, answer
+        assert in_child(ctx, lambda: [buffer.ready(), buffer.runtime.is_available()]) == "[False, False]"
+        assert buffer.ready() and buffer.runtime.is_available()
         assert in_child(ctx, buffer.destroy) == "None"
         assert in_child(ctx, lambda: torch.ones(3).sum().item()) == "3.0"
         normal.combine(ctx, buffer, exchange)

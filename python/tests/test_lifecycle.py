@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+import alone
 import lowlat
 import normal
 import victims
@@ -231,3 +232,28 @@ def rank_destroyed_from_another_thread(ctx):
 
 def test_destroy_from_another_thread(pool):
     pool.run(4, rank_destroyed_from_another_thread)
+
+
+def rank_after_destroy(ctx):
+    """Every call on a destroyed buffer says so, also a hook and an event of before."""
+    from deep_ep import DeepEPError, errors
+
+    with alone.buffer_of(ctx) as buffer:
+        calls = alone.Calls(buffer)
+        given = (calls.x, calls.idx, alone.BOUND, alone.EXPERTS)
+        hook = buffer.low_latency_dispatch(*given, return_recv_hook=True)[4]
+        assert buffer.ready() and buffer.check() is None
+        buffer.destroy()
+        assert not buffer.ready() and not buffer.runtime.is_available()
+        refused = [calls.of(kind) for kind in alone.KINDS]
+        refused += [hook, buffer.check, buffer.stats, buffer.wait_ready, buffer.get_comm_stream]
+        refused += [lambda: buffer.get_local_buffer_tensor(torch.int8), lambda: buffer.warmup(num_tokens=1)]
+        refused += [buffer.runtime.get_num_rdma_ranks]
+        for call in refused:
+            with pytest.raises(DeepEPError, match="the buffer is destroyed") as caught:
+                call()
+            assert caught.value.status == errors.INVALID_STATE
+
+
+def test_after_destroy(pool):
+    pool.run(1, rank_after_destroy)

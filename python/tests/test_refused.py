@@ -216,4 +216,6 @@ def rank_lost_hook(ctx):
 
 def test_lost_hook(pool):
     for texts in pool.run(2, rank_lost_hook):
-        assert len(texts) == 2 and all("without its receive half" in t and "clean_low_latency_buffer" in t for t in texts), texts
+        assert len(texts) == 2 and all(
+            "without its receive half" in t and "clean_low_latency_buffer" in t for t in texts
+        ), texts
