@@ -34,9 +34,6 @@ class CallStructs(Launch):
         self.args_reference, self.call_reference = ctypes.byref(self.args), ctypes.byref(self.call)
         self.numbers: tuple[int, ...] = ()  # what the number fields of `args` hold
         self.stream = 0  # what `call` holds
-        if core.host_stream:
-            self.create_event(core.native)
-            self.call.event = self.event
 
 
 class CallPool:
@@ -59,6 +56,9 @@ class CallPool:
             call = self.idle.pop()
         except IndexError:
             call = CallStructs(self._kind, self._core)
+        if not call.event and self._core.host_stream:
+            call.create_event(self._core.native)
+            call.call.event = call.event
         if call.numbers is not plan.numbers:
             call.numbers = plan.numbers
             self._write(call.args, self._offset, *plan.numbers)

@@ -126,7 +126,9 @@ class Launch:
     def __del__(self) -> None:
         handle = getattr(self, "_handle", None)
         if handle:
-            self._lib.with_gil.deepep_event_destroy(handle)
+            address, handle.value, self.event = handle.value, None, 0
+            self._lib.with_gil.deepep_event_destroy(address)
+            # In a cycle of garbage an EventHandle's finalizer may put this object into a pool: it has no event there.
 
 
 class NativeBuffer:

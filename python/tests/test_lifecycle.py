@@ -257,3 +257,24 @@ def rank_after_destroy(ctx):
 
 def test_after_destroy(pool):
     pool.run(1, rank_after_destroy)
+
+
+def rank_event_in_a_cycle(ctx):
+    """The collector finalizes an event and what it holds in any order; later calls have events of their own."""
+    with alone.buffer_of(ctx) as buffer:
+        calls = alone.Calls(buffer)
+        for _ in range(20):
+            given = (calls.x, calls.idx, alone.BOUND, alone.EXPERTS)
+            events = [buffer.low_latency_dispatch(*given, async_finish=True)[3]]
+            events.append(buffer.combine(calls.x, calls.dispatched[4], async_finish=True)[2])
+            for event in events:
+                event.current_stream_wait()
+            events.append(events)
+            del event, events
+            gc.collect()
+            for kind in alone.KINDS:
+                calls.of(kind)()
+
+
+def test_event_in_a_cycle(pool):
+    pool.run(1, rank_event_in_a_cycle)
