@@ -320,6 +320,12 @@ class _Hook:
             raise errors.DeepEPError(errors.INVALID_STATE, "the hook was called already")
         self._called = True
         self._call.args.phases = _abi.RECV
-        self._mode._run(self._function, self._call, self._stream, self._held)
+        try:
+            self._mode._run(self._function, self._call, self._stream, self._held)
+        except errors.DeepEPValueError as error:
+            if "argument ticket" not in error.message:
+                raise
+            text = "the send of this hook is forgotten: clean_low_latency_buffer() was called after it"
+            raise errors.DeepEPError(errors.INVALID_STATE, text) from None
         self._held = ()
         self._pool.idle.append(self._call)

@@ -278,3 +278,20 @@ def rank_event_in_a_cycle(ctx):
 
 def test_event_in_a_cycle(pool):
     pool.run(1, rank_event_in_a_cycle)
+
+
+def rank_hook_after_clean(ctx):
+    from deep_ep import DeepEPError, errors
+
+    with alone.buffer_of(ctx) as buffer:
+        calls = alone.Calls(buffer)
+        hook = buffer.low_latency_dispatch(calls.x, calls.idx, alone.BOUND, alone.EXPERTS, return_recv_hook=True)[4]
+        calls.clean()
+        with pytest.raises(DeepEPError, match="clean_low_latency_buffer") as caught:
+            hook()
+        assert caught.value.status == errors.INVALID_STATE
+        calls.low_latency()
+
+
+def test_hook_after_clean(pool):
+    pool.run(1, rank_hook_after_clean)

@@ -1,0 +1,62 @@
+"""Calls in any order, with wrong arguments: for a time, or DEEPEP_TEST_FUZZ_SECONDS. See fuzz_machine.
+
+Hypothesis keeps an example that fails in python/tests/corpus and tries it first in the next run: it is committed with
+the mend.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+
+import pytest
+
+import cases
+from conftest import full
+
+pytest.importorskip("hypothesis", reason="needs hypothesis: make venv")
+import fuzz_machine  # noqa: E402
+
+SECONDS = float(os.environ.get("DEEPEP_TEST_FUZZ_SECONDS") or (600 if full() else 20))
+MEMORY = 12 << 30  # address space of the process, so that absurd sizes are refused as on a small machine
+
+
+def rank_fuzz(ctx, seconds, trace):
+    from hypothesis import HealthCheck, Phase, settings
+    from hypothesis.database import DirectoryBasedExampleDatabase
+    from hypothesis.stateful import run_state_machine_as_test
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    options = settings(
+        max_examples=20,
+        stateful_step_count=40,
+        deadline=None,
+        database=DirectoryBasedExampleDatabase(fuzz_machine.corpus()),
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+        phases=[Phase.reuse, Phase.generate, *([Phase.shrink] if full() else [])],  # to shrink an example takes minutes
+        report_multiple_bugs=False,
+    )
+    programs, end = 0, time.monotonic() + seconds
+    with open(trace, "w", encoding="utf-8") as fuzz_machine.Machine.trace:
+        while time.monotonic() < end:
+            run_state_machine_as_test(fuzz_machine.Machine, settings=options)
+            programs += options.max_examples
+    return programs
+
+
+@pytest.mark.timeout(120 + 2 * SECONDS)
+def test_calls_in_any_order(fresh_pool, device, tmp_path):
+    if device != "cpu":
+        pytest.skip("needs the CPU engine, whose calls end with their errors")
+    if cases.node_size() == 1:
+        pytest.skip("needs nothing of nodes, for its groups have one rank: it runs in the suite of one node")
+    trace = tmp_path / "calls"
+    try:
+        programs = fresh_pool(1).run(1, rank_fuzz, SECONDS, str(trace), deadline=60 + 2 * SECONDS)[0]
+    except AssertionError as error:
+        calls = trace.read_text() if trace.exists() else "none"
+        raise AssertionError(f"{error}\n--- the calls of the last program\n{calls[-4000:]}") from None
+    assert programs > 0
+    print(f"{programs} programs of up to 40 calls")
