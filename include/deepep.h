@@ -300,7 +300,8 @@ deepep_status_t deepep_event_record(deepep_event_t event, void *stream);
  * DEVICE; with "cpu" failure. */
 deepep_status_t deepep_event_stream_wait(deepep_event_t event, void *stream);
 /* local, waits up to slice_ms (0: only asks; < 0: until done). OK: the event is done and the buffer has not failed.
- * Returns: PENDING: not yet; DEVICE; failure. */
+ * Returns: PENDING: not yet; DEVICE; failure; unless it only asks, once the error of a refused call, as
+ * deepep_buffer_check. */
 deepep_status_t deepep_event_wait(deepep_event_t event, int64_t slice_ms);
 
 /* ---- Common to operations ---------------------------------------------------------------------------------------- */

@@ -54,7 +54,8 @@ func (e *Event) StreamWait(stream uintptr) error {
 }
 
 // Wait waits on the host up to slice, without a limit if slice is negative. nil: the event is done and the buffer has
-// not failed. Interrupted: not done yet. Any other error is the buffer's failure.
+// not failed. Interrupted: not done yet. Any other error is the buffer's failure, or the refusal of an earlier call,
+// which a slice of 0 leaves to later calls.
 func (e *Event) Wait(slice time.Duration) error {
 	deadline := time.Now().Add(slice)
 	for {
@@ -66,6 +67,8 @@ func (e *Event) Wait(slice time.Duration) error {
 		switch {
 		case err != nil:
 			return err
+		case done && slice == 0: // only asked: a refusal waits for who wants to know
+			return e.buffer.broken()
 		case done:
 			return e.buffer.outcome(callID{})
 		case slice >= 0 && time.Until(deadline) <= 0:

@@ -37,6 +37,18 @@ func (b *Buffer) intact() error {
 // outcome returns the buffer's failure, or the refusal of a call (see refusal); nil if there is neither. Every completed
 // wait asks it.
 func (b *Buffer) outcome(own callID) error {
+	if err := b.broken(); err != nil || b.enter() != nil {
+		return err
+	}
+	defer b.leave()
+	if b.words == nil {
+		return nil
+	}
+	return b.refusal(own)
+}
+
+// broken returns the buffer's failure, nil if it has none.
+func (b *Buffer) broken() error {
 	if b.enter() != nil { // destroyed: the status page is gone, a failure found before is not
 		if known := b.failed.Load(); known != nil {
 			return *known
@@ -44,13 +56,10 @@ func (b *Buffer) outcome(own callID) error {
 		return nil
 	}
 	defer b.leave()
-	switch {
-	case b.words == nil:
+	if b.words == nil || atomic.LoadUint32(&b.words.Sticky) == 0 {
 		return nil
-	case atomic.LoadUint32(&b.words.Sticky) != 0:
-		return b.failure()
 	}
-	return b.refusal(own)
+	return b.failure()
 }
 
 // Check returns the failure that made the buffer unusable, or once the refusal of an earlier call; nil if there is

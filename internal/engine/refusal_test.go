@@ -5,6 +5,7 @@ import (
 	"math"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
@@ -24,12 +25,13 @@ func TestRefusalsAreRaisedOnce(t *testing.T) {
 	defer func() { r.must(event.Destroy()) }()
 	call := &engine.Call{Stream: 1}
 	for name, raise := range map[string]func() error{
-		"next call": func() error { return r.layout(call) }, "check": r.Check, "event": func() error { return event.Wait(0) },
+		"next call": func() error { return r.layout(call) }, "check": r.Check, "event": func() error { return event.Wait(time.Millisecond) },
 		"send": func() error { _, err := r.half(abi.PhaseSend, 0, 1); return err },
 	} {
 		r.must(r.layout(call))
 		r.read()
 		r.refuse(wrongIndex(abi.OpLayout, 7))
+		r.must(event.Wait(0)) // it only asks
 		err := raise()
 		if !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), "layout #7 on rank 0: argument topk_idx: got an index 1000, allowed -1 to num_experts - 1 = 7") {
 			t.Errorf("%s: %v", name, err)

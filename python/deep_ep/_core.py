@@ -142,8 +142,11 @@ class Core:
             if status:
                 kept.pop(launch, None)
                 raise native.error(status)
-            if native.event_wait(launch.event, SLICE_MS) or not native.alive:
+            status = native.event_wait(launch.event, SLICE_MS)
+            if status == errors.PENDING or not native.alive:
                 native.wait_event(launch.event)
+            elif status:  # a refused call says so once: a second wait would find it done
+                raise native.during_wait(native.lib.error(status))
             kept.pop(launch, None)
         except BaseException:
             launch.left = True

@@ -219,3 +219,53 @@ def test_lost_hook(pool):
         assert len(texts) == 2 and all(
             "without its receive half" in t and "clean_low_latency_buffer" in t for t in texts
         ), texts
+
+
+def rank_wrong_low_latency(ctx, how, way):
+    """Rank 1's indices, or its handle, are wrong."""
+    case = Case((8,) * ctx.size, experts=8, topk=2, hidden=256, routing="random")
+    with lowlat.buffer_of(ctx, case, 8) as buffer:
+        x = ctx.to_device(torch.ones(8, 256, dtype=torch.bfloat16))
+        idx = ctx.to_device((torch.arange(16).reshape(8, 2) % 8).to(torch.int64))
+        weights = ctx.to_device(torch.ones(8, 2))
+        wrong = ctx.rank == 1
+
+        def finish(event, hook):
+            if way == "hook":
+                hook()
+            elif way == "async":
+                event.current_stream_wait()
+
+        options = {"return_recv_hook": way == "hook", "async_finish": way == "async"}
+
+        def dispatch(given=idx):
+            rows, _, handle, event, hook = buffer.low_latency_dispatch(x, given, 8, 8, use_fp8=False, **options)
+            finish(event, hook)
+            return rows, handle
+
+        def combine(rows, given, handle):
+            event, hook = buffer.low_latency_combine(rows, given, weights, handle, **options)[1:]
+            finish(event, hook)
+
+        if how == "dispatch":
+            text = said(buffer, lambda: dispatch(idx + 1000 if wrong else idx))
+        else:
+            rows, handle = dispatch()
+            ranges = torch.full_like(handle[1], 2**40 + 1000) if wrong and how == "range" else handle[1]
+            given = idx + 1000 if wrong and how == "combine" else idx
+            text = said(buffer, lambda: combine(rows, given, (handle[0], ranges, *handle[2:])))
+        for _ in range(3):
+            rows, handle = dispatch()
+            combine(rows, idx, handle)
+        buffer.check()
+        return text
+
+
+@pytest.mark.parametrize("way", ["waits", "hook", "async"])
+@pytest.mark.parametrize("how", ["dispatch", "combine", "range"])
+def test_wrong_low_latency(pool, device, how, way):
+    if device != "cpu" and how == "range":
+        pytest.skip("bounded where it is used (docs/errors.md)")
+    for rank, text in enumerate(pool.run(2, rank_wrong_low_latency, how, way)):
+        if device == "cpu" or rank == 1:
+            assert "layout_range" in text if how == "range" else "topk_idx: got an index 10" in text, text
