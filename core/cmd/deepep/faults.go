@@ -137,7 +137,10 @@ func (f *faultsFlags) run(ctx context.Context, stdout, stderr io.Writer) error {
 		}
 	}
 	s := &faultSession{faultsFlags: f, out: stdout, missing: map[string]string{}, counts: map[string]int{}, slowest: map[string]time.Duration{}}
-	if os.Getenv(ownFolder) == "" {
+	switch {
+	case f.engine != "cpu":
+		s.missing["full"] = "tried on the CPU engine alone"
+	case os.Getenv(ownFolder) == "":
 		s.missing["full"] = "no mount namespace could be made"
 	}
 	return s.play(ctx)
