@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import limits_program
+from deep_ep import Bootstrap, DeepEPError
 
 PROGRAM = os.path.join(os.path.dirname(__file__), "limits_program.py")
 REFUSED = "libdeepep is not loaded: "
@@ -47,3 +48,13 @@ def test_limit(scenes, name):
         assert ERRORS[name] in scene["text"]
     else:
         assert scene["text"] == "works"
+
+
+@pytest.mark.parametrize("field", ["address", "name", "directory"])
+def test_texts_end_at_no_nul(field):
+    """C reads a text up to its first NUL: two names that differ after it would be one secret."""
+    with pytest.raises(DeepEPError, match=f"argument {field}.*without NUL"):
+        if field == "directory":
+            Bootstrap.file(0, 2, "/tmp\0/x")
+        else:
+            Bootstrap.tcp(0, 2, **{"address": "127.0.0.1:9", "name": "abc", field: "abc\0one"})
