@@ -27,6 +27,7 @@ static int32_t dp_call_with(int32_t which, void *bytes) {
       notify.handle = bytes;
       return deepep_notify_counts(buffer, &notify, NULL, &token);
     }
+    case 10: return deepep_buffer_startup_report(buffer, bytes);
   }
   return -1;
 }
@@ -36,7 +37,7 @@ import "C"
 import "unsafe"
 
 // bridged is how many functions bridge reaches.
-const bridged = 10
+const bridged = 11
 
 // bridge calls a public function with a struct of these bytes. Test files cannot use cgo, so it is a product file
 // behind the tag capitest, which only the test build sets. Zeros follow the bytes, enough for any struct_size that is

@@ -152,6 +152,9 @@ func bufferOptions(o *C.deepep_buffer_options) core.BufferOptions {
 		DisableNVLink: o.allow_nvlink_for_low_latency_mode == 0, AllowMNNVL: o.allow_mnnvl != 0, UseFabric: o.use_fabric != 0,
 		Shrink: o.enable_shrink != 0, Preinitialize: o.preinitialize != 0, Background: o.background != 0,
 		Timeout: milliseconds(o.timeout_ms), FirstTimeout: milliseconds(o.first_timeout_ms),
+		Shape: core.Shape{
+			NumTokens: int32(o.num_tokens), Hidden: int32(o.hidden), NumTopK: int32(o.num_topk), NumExperts: int32(o.num_experts),
+		},
 	}
 }
 
@@ -226,7 +229,20 @@ func dpgo_buffer_region(id C.uintptr_t, rdma C.int32_t, address, bytes *C.uint64
 
 //export dpgo_buffer_warmup
 func dpgo_buffer_warmup(id C.uintptr_t, o *C.deepep_warmup_options) C.int32_t {
-	return withBuffer(id, func(b *core.Buffer) error { return b.Warmup(*args[op.WarmupOptions](o)) })
+	return withBuffer(id, func(b *core.Buffer) error {
+		_, err := b.Warmup(*args[op.WarmupOptions](o))
+		return err
+	})
+}
+
+//export dpgo_buffer_startup_report
+func dpgo_buffer_startup_report(id C.uintptr_t, r *C.deepep_startup_report) C.int32_t {
+	return withBuffer(id, func(b *core.Buffer) error {
+		report, err := b.StartupReport()
+		*args[op.StartupReport](r) = report
+		r.struct_size = C.uint32_t(unsafe.Sizeof(*r))
+		return err
+	})
 }
 
 func withBuffer(id C.uintptr_t, f func(*core.Buffer) error) C.int32_t {

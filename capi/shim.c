@@ -257,6 +257,15 @@ DP_PUBLIC deepep_status_t deepep_buffer_warmup(deepep_buffer_t buffer, const dee
   return dpgo_buffer_warmup(ID(buffer), &full);
 }
 
+DP_PUBLIC deepep_status_t deepep_buffer_startup_report(deepep_buffer_t buffer, deepep_startup_report *report) {
+  deepep_startup_report full = DEEPEP_STARTUP_REPORT_INIT;
+  TRY(enter());
+  TRY(take(&full, sizeof full, report, "report"));
+  TRY(dpgo_buffer_startup_report(ID(buffer), &full));
+  give(report, &full, sizeof full);
+  return DEEPEP_OK;
+}
+
 /* ---- Events ---- */
 
 DP_PUBLIC deepep_status_t deepep_event_create(deepep_buffer_t buffer, deepep_event_t *event) {

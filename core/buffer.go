@@ -26,11 +26,13 @@ type BufferOptions struct {
 	AllowMNNVL    bool   // GPUs of several nodes: NVSHMEM may use NVLink between hosts, where there is one
 	UseFabric     bool   // share memory by fabric handles
 	Shrink        bool   // low-latency calls go on without ranks that died, which are masked
-	Preinitialize bool   // NewBuffer does what the first call would otherwise do
+	Preinitialize bool   // NewBuffer brings in memory that the first calls would bring in
 	Background    bool   // NewBuffer returns at once; the first operation waits for the start
 
 	Timeout      time.Duration // of a wait for a peer; 0: DEEPEP_TIMEOUT_MS
 	FirstTimeout time.Duration // the same for the first call of an operation; 0: Timeout, else DEEPEP_FIRST_TIMEOUT_MS
+
+	Shape Shape // of the calls to come, for Warmup
 }
 
 // Buffer is memory that the ranks of a group share, and the order of the calls that use it. NewBuffer makes it, Destroy
@@ -72,6 +74,7 @@ func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 	if err := g.check(&o, s); err != nil {
 		return nil, err
 	}
+	began := time.Now()
 	library, name, err := chooseEngine(o.Engine, s)
 	if err != nil {
 		return nil, g.diagnosed(err, &o)
@@ -79,6 +82,7 @@ func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 	if library, err = libraryFor(library, name, g.byQueues(&o), s); err != nil {
 		return nil, err
 	}
+	loaded := time.Since(began)
 	if !o.Background {
 		if err := g.wait(ctx); err != nil {
 			return nil, err
@@ -92,6 +96,7 @@ func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 		return nil, err
 	}
 	opt.Library, opt.ISA = library, isaOf(name, s)
+	opt.Spent = engine.Spent{Load: loaded, Connect: g.takeSpent()}
 	findNICs(&opt, s)
 	if opt.ID, err = g.enter(b); err != nil {
 		return nil, err
@@ -115,8 +120,10 @@ func (g *Group) options(o *BufferOptions, s env.Settings) (engine.Options, error
 	opt := engine.Options{
 		Ordinal: o.Device, Topology: g.topology, NVLBytes: o.NumNVLBytes, RDMABytes: o.NumRDMABytes, LowLatency: o.LowLatency, Shrink: o.Shrink,
 		Preinitialize: o.Preinitialize, Background: o.Background, Timeout: timeout, FirstTimeout: first, StartLimit: g.limit, Log: g.log,
-		RowSegment: s.RowSegment, Explain: func(err error) error { return g.diagnosed(err, o) },
+		RowSegment: s.RowSegment, PreinitBytes: s.PreinitBytes, Shape: o.Shape,
+		Explain: func(err error) error { return g.diagnosed(err, o) },
 	}
+	opt.HintNormal, opt.HintLL = hints.find(g.size, o.NumNVLBytes, o.NumRDMABytes)
 	if s.Stats {
 		opt.NewPage = g.newPage
 	}
@@ -159,6 +166,8 @@ func (g *Group) check(o *BufferOptions, s env.Settings) error {
 		return status.InvalidArg("device", o.Device, "-1 (the current one) or an ordinal")
 	case o.NumQPsPerRank < 0 || o.NumQPsPerRank > plan.MaxQueuePairs:
 		return status.InvalidArg("num_qps_per_rank", o.NumQPsPerRank, fmt.Sprintf("0 (the default of %d) to %d", plan.DefaultQueuePairs, plan.MaxQueuePairs))
+	case o.Shape.NumTokens < 0 || o.Shape.Hidden < 0 || o.Shape.NumTopK < 0 || o.Shape.NumExperts < 0:
+		return status.InvalidArg("num_tokens, hidden, num_topk, num_experts", fmt.Sprintf("%+v", o.Shape), "0 (not known) or more")
 	case o.Timeout < 0 || o.FirstTimeout < 0:
 		return status.InvalidArg("timeout", min(o.Timeout, o.FirstTimeout), "0 (the default) or more")
 	case o.UseFabric:

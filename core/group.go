@@ -44,6 +44,7 @@ type Group struct {
 	link   link // read after ready
 
 	mu      sync.Mutex
+	spent   time.Duration // of NewGroup, until a buffer's report has taken it
 	buffers map[*Buffer]bool
 	made    uint32
 	refused error // why the newest buffer was refused: what peers are told if the group ends for it
@@ -59,6 +60,7 @@ func NewGroup(ctx context.Context, o GroupOptions) (*Group, error) {
 		return nil, status.InvalidArg("exchanger", "none", "NewCallback, NewLocal, DialTCP or OpenFile")
 	}
 	defer o.Exchanger.Close()
+	began := time.Now()
 	g, err := newGroup(o)
 	if err != nil {
 		return nil, err
@@ -80,7 +82,17 @@ func NewGroup(ctx context.Context, o GroupOptions) (*Group, error) {
 	if err := g.connect(ctx, pending, o.Background); err != nil {
 		return nil, err
 	}
+	g.spent = time.Since(began)
 	return g, nil
+}
+
+// takeSpent returns the time of NewGroup for the report of the group's first buffer, and 0 for others.
+func (g *Group) takeSpent() time.Duration {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	spent := g.spent
+	g.spent = 0
+	return spent
 }
 
 func newGroup(o GroupOptions) (*Group, error) {

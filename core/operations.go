@@ -131,10 +131,16 @@ func (b *Buffer) QueryMask(out uintptr, c *Call) error { return b.engine.QueryMa
 // CleanMask lifts all masks. Local, on the caller's stream. ErrInvalidState unless the buffer was made with Shrink.
 func (b *Buffer) CleanMask(c *Call) error { return b.engine.CleanMask(c.engine()) }
 
-// Warmup runs one call of each operation with the given shapes on memory of its own, so that the first real call is as
-// fast as the steady ones. Zero sizes leave a mode out. Collective, with equal options; it waits on the host until
-// done.
-func (b *Buffer) Warmup(o WarmupOptions) error { return b.engine.Warmup(o) }
+// Warmup makes calls of each mode on memory of its own, so that the first real call is as fast as the steady ones. With
+// WarmupOptions{} it warms every mode that the buffer allows; shapes that are not given are those of
+// BufferOptions.Shape, of the size hints that this process asked for, or the largest that the buffer's memory holds,
+// within 2 s and 1 GiB. It returns, and logs at level info, what it did and how long each part took. Collective, with
+// equal options, else ErrMismatch; it waits on the host until done.
+func (b *Buffer) Warmup(o WarmupOptions) (StartupReport, error) { return b.engine.Warmup(o) }
+
+// StartupReport says where the time of construction, of warm-ups and of the first call of each operation went. Local;
+// it waits for the start and for no call.
+func (b *Buffer) StartupReport() (StartupReport, error) { return b.engine.StartupReport() }
 
 // Stats reads what was counted of an operation (OpLayout to OpMask) since the buffer was made. Local; it waits for no
 // call, and at most 50 ms for a busy device, whose newest calls may then be missing.

@@ -117,7 +117,8 @@ func usable(m *member, b *Buffer, o *PlanOptions) {
 	if o.NumMaxTokens > 0 && o.Hidden%128 == 0 {
 		w.LLNumMaxTokens, w.LLHidden, w.LLNumTopK, w.LLNumExperts = int32(o.NumMaxTokens), int32(o.Hidden), int32(o.NumTopK), int32(o.NumExperts)
 	}
-	m.must(b.Warmup(w))
+	_, err := b.Warmup(w)
+	m.must(err)
 }
 
 // Each setting changes the plan where it changes the buffer. What a plan without settings says stands beside it.

@@ -44,7 +44,11 @@ func SizeHint(c Config, hiddenBytes int64, ranks int, rdma bool) (uint64, error)
 	if rdma {
 		return plan.Config(c).RDMABytes(hiddenBytes, t)
 	}
-	return plan.Config(c).NVLBytes(hiddenBytes, t)
+	bytes, err := plan.Config(c).NVLBytes(hiddenBytes, t)
+	if err == nil {
+		hints.add(hint{ranks: ranks, bytes: bytes, shape: Shape{Hidden: int32(hiddenBytes / 2)}})
+	}
+	return bytes, err
 }
 
 // LowLatencySizeHint returns the NumRDMABytes that a buffer needs for low-latency calls of a shape. The limits are
@@ -58,7 +62,12 @@ func LowLatencySizeHint(numMaxTokens, hidden, ranks, experts int64) (uint64, err
 	if library, _, err := chooseEngine(EngineAuto, s); err == nil {
 		limits = engine.LimitsOf(library)
 	}
-	return plan.LowLatencyBytes(numMaxTokens, hidden, ranks, experts, &limits)
+	bytes, err := plan.LowLatencyBytes(numMaxTokens, hidden, ranks, experts, &limits)
+	if err == nil {
+		shape := Shape{NumTokens: int32(numMaxTokens), Hidden: int32(hidden), NumExperts: int32(experts)}
+		hints.add(hint{lowLatency: true, ranks: int(ranks), bytes: bytes, shape: shape})
+	}
+	return bytes, err
 }
 
 // deadlines are the timeouts of a buffer: the program's, else the environment's. A program that sets one alone means

@@ -27,6 +27,8 @@ type (
 	Info           = op.Info
 	OpStats        = op.OpStats
 	WarmupOptions  = op.WarmupOptions
+	StartupReport  = op.StartupReport
+	Shape          = op.Shape
 	Config         = op.Config
 	Type           = op.Type
 	Phase          = op.Phase
@@ -55,6 +57,23 @@ const (
 	LLLogFMT     = op.LLLogFMT
 	LLZeroCopy   = op.LLZeroCopy
 	LLUnreduced  = op.LLUnreduced
+)
+
+// Parts of a warm-up, indices of a StartupReport's arrays, and how a warm-up knew its shape.
+const (
+	WarmupWhole = op.WarmupWhole
+	WarmupBegin = op.WarmupBegin
+	WarmupEnd   = op.WarmupEnd
+
+	StartConstruction = op.StartConstruction
+	StartWarmup       = op.StartWarmup
+	StartFirstCalls   = op.StartFirstCalls
+
+	ShapeNone    = op.ShapeNone
+	ShapeGiven   = op.ShapeGiven
+	ShapeOptions = op.ShapeOptions
+	ShapeHint    = op.ShapeHint
+	ShapeRegion  = op.ShapeRegion
 )
 
 // Operations, for Stats.

@@ -123,6 +123,7 @@ int one_rank(int rank, int size, const char *directory) {
   deepep::Group group(meet(rank, size, directory));
   const auto options = options_of(rank, size);
   deepep::Buffer buffer(group, options);
+  buffer.warmup();  // the shape is that of the size hint
   Step step(buffer, rank, size);
   const double other_work = step.dispatch();
   int wrong = step.wrong_rows();

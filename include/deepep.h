@@ -153,14 +153,21 @@ typedef struct deepep_buffer_options {
   int32_t allow_mnnvl;                       /* 1: "cuda", several nodes: NVSHMEM may use NVLink between hosts */
   int32_t use_fabric;                        /* 1: share memory by fabric handles */
   int32_t enable_shrink;                     /* 1: low-latency calls mask a rank that is lost, and go on */
-  int32_t preinitialize;                     /* 1: do everything now that the first call would do */
+  int32_t preinitialize;                     /* 1: bring memory in now that the first calls would bring in: on GPUs the
+                                                regions, with "cpu" up to DEEPEP_PREINIT_BYTES (256 MiB) */
   int32_t background;                        /* 1: return at once; the first operation waits for the start-up */
   /* Longest wait for a peer in a call that is not the first of its operation; 0: DEEPEP_TIMEOUT_MS or 100000. */
   int64_t timeout_ms;
   /* In the first call of an operation; 0: DEEPEP_FIRST_TIMEOUT_MS, or timeout_ms if that is given, or 300000. */
   int64_t first_timeout_ms;
+  /* The shape of the calls to come, for deepep_buffer_warmup; 0: not known. */
+  int32_t num_tokens; /* T; in low-latency mode also B */
+  int32_t hidden, num_topk, num_experts;
 } deepep_buffer_options;
-#define DEEPEP_BUFFER_OPTIONS_INIT {sizeof(deepep_buffer_options), -1, NULL, 0, 0, 0, 24, 1, 0, 0, 0, 0, 0, 0, 0}
+/* clang-format off */
+#define DEEPEP_BUFFER_OPTIONS_INIT \
+  {sizeof(deepep_buffer_options), -1, NULL, 0, 0, 0, 24, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+/* clang-format on */
 
 /* collective, waits (unless background). Returns: MISMATCH, TIMEOUT, PEER_DEAD, SYSTEM, OUT_OF_MEMORY, NOT_FOUND,
  * VERSION, DEVICE; UNSUPPORTED: ranks lie on several nodes, or NVLink is not allowed, and the engine's library has no
@@ -275,17 +282,73 @@ typedef struct deepep_plan_info {
  * are made; past num_qp_peers entries stay as they are. */
 deepep_status_t deepep_plan(const deepep_plan_options *options, deepep_plan_info *plan, int32_t *qp_order);
 
-/* Shapes to run once, so that the first real call is as fast as a later one. Sizes of 0 leave that mode out. All ranks
- * give the same. */
+/* What a warm-up runs. A mode is planned if one of its four sizes is given; where neither is, every mode that the
+ * buffer allows is. A size of 0 is that of the buffer's options, else that of the size hint which this process asked
+ * for and which fits the buffer's bytes, else the largest that the buffer's memory holds and the limits allow. All
+ * ranks give the same; where what they know differs, rank 0's counts. */
 typedef struct deepep_warmup_options {
   uint32_t struct_size;
   int32_t num_tokens, hidden, num_topk, num_experts;                 /* normal mode */
   int32_t ll_num_max_tokens, ll_hidden, ll_num_topk, ll_num_experts; /* low-latency mode */
   int32_t use_fp8;                                                   /* 1: dispatch rows as FP8 with scales */
+  /* Time after which no larger number of tokens is tried where it was not known; 0: 2000. */
+  int32_t max_ms;
+  int32_t part; /* DEEPEP_WARMUP_* */
+  /* Bytes of tensors of a rank. 0: 1 GiB where a shape was not known, no limit where it was. */
+  uint64_t max_bytes;
 } deepep_warmup_options;
-#define DEEPEP_WARMUP_OPTIONS_INIT {sizeof(deepep_warmup_options), 0, 0, 0, 0, 0, 0, 0, 0, 0}
-/* collective, waits. Returns: INVALID_STATE, OUT_OF_MEMORY, ABORTED; start-up; failure. */
+#define DEEPEP_WARMUP_OPTIONS_INIT {sizeof(deepep_warmup_options), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+/* Parts of a warm-up: a language's interface that makes calls of its own for it makes them between two parts. */
+enum {
+  DEEPEP_WARMUP_WHOLE = 0,
+  DEEPEP_WARMUP_BEGIN = 1, /* as WHOLE, and calls from now on still belong to it */
+  DEEPEP_WARMUP_END = 2    /* ends it: the next calls are first calls */
+};
+/* collective, waits. Makes calls of each planned mode on memory of its own, as often as both slots need, so that the
+ * first real call is as fast as a later one. What it did is in deepep_buffer_startup_report, and in the log (info).
+ * Returns: MISMATCH, INVALID_STATE, OUT_OF_MEMORY, ABORTED; start-up; failure. */
 deepep_status_t deepep_buffer_warmup(deepep_buffer_t buffer, const deepep_warmup_options *options);
+
+/* When start-up work was done, for the arrays of deepep_startup_report. */
+enum {
+  DEEPEP_START_CONSTRUCTION = 0,
+  DEEPEP_START_WARMUP = 1,
+  DEEPEP_START_FIRST_CALLS = 2 /* the first call of each operation since construction or the last warm-up */
+};
+/* How a warm-up knew its shape; of its four sizes the one that was least certain. */
+enum {
+  DEEPEP_SHAPE_NONE = 0, /* the mode was not warmed */
+  DEEPEP_SHAPE_GIVEN = 1,
+  DEEPEP_SHAPE_OPTIONS = 2, /* the buffer's options */
+  DEEPEP_SHAPE_HINT = 3,    /* a size hint that this process asked for */
+  DEEPEP_SHAPE_REGION = 4   /* the largest that the buffer's memory holds and the limits allow */
+};
+/* Where the time of start-up goes. Times are this rank's, in ns. */
+typedef struct deepep_startup_report {
+  uint32_t struct_size;
+  int32_t preinitialized;                                            /* [out] 1: the buffer was made so */
+  int32_t num_warmups;                                               /* [out] that have ended */
+  int32_t shape_from, ll_shape_from;                                 /* [out] DEEPEP_SHAPE_* of the last warm-up */
+  int32_t num_tokens, hidden, num_topk, num_experts;                 /* [out] its normal mode; T is what was reached */
+  int32_t ll_num_max_tokens, ll_hidden, ll_num_topk, ll_num_experts; /* [out] its low-latency mode */
+  int32_t use_fp8;                                                   /* [out] of the last warm-up */
+  /* [out] by DEEPEP_START_*: opening the kernel library and the device, and loading the kernels. */
+  uint64_t load_ns[3];
+  /* [out] allocating, mapping and bringing in memory. First calls: page_faults, each at what a new page costs here. */
+  uint64_t memory_ns[3];
+  uint64_t connect_ns[3];  /* [out] joining the group, exchanges among the ranks, queue pairs */
+  uint64_t launch_ns[3];   /* [out] warm-up: its calls. First calls: the host's time in their launches */
+  uint64_t language_ns;    /* [out] warm-up: calls between its two parts */
+  uint64_t bytes[3];       /* [out] of the memory that was brought in, or that a warm-up's tensors took */
+  uint64_t page_faults[3]; /* [out] of this process meanwhile; first calls: from launch to end */
+  /* [out] by DEEPEP_OP_*: time in the kernels of the first call, and the mean of those after it; 0: not known yet. */
+  uint64_t first_ns[10], later_ns[10];
+} deepep_startup_report;
+#define DEEPEP_STARTUP_REPORT_INIT \
+  {sizeof(deepep_startup_report), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, {0}, {0}, {0}, {0}, 0, {0}, {0}, {0}, {0}}
+/* local. Waits for no call; on GPUs it may wait up to 50 ms for a busy device. Returns: INVALID_STATE, DEVICE;
+ * start-up. */
+deepep_status_t deepep_buffer_startup_report(deepep_buffer_t buffer, deepep_startup_report *report);
 
 /* ---- Events ------------------------------------------------------------------------------------------------------ */
 

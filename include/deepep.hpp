@@ -73,6 +73,7 @@ inline void set_log(std::function<void(int32_t level, const char *message)> sink
 inline deepep_group_options group_options() { return DEEPEP_GROUP_OPTIONS_INIT; }
 inline deepep_buffer_options buffer_options() { return DEEPEP_BUFFER_OPTIONS_INIT; }
 inline deepep_warmup_options warmup_options() { return DEEPEP_WARMUP_OPTIONS_INIT; }
+inline deepep_startup_report startup_report() { return DEEPEP_STARTUP_REPORT_INIT; }
 inline deepep_call call() { return DEEPEP_CALL_INIT; }
 inline deepep_layout layout_args() { return DEEPEP_LAYOUT_INIT; }
 inline deepep_handle handle() { return DEEPEP_HANDLE_INIT; }
@@ -214,7 +215,17 @@ class Buffer : public Owner<deepep_buffer_t, deepep_buffer_destroy> {
   }
   bool wait_ready(int64_t slice_ms = -1) { return done(deepep_buffer_wait_ready(get(), slice_ms)); }
   void check_failure() { check(deepep_buffer_check(get())); }
-  void warmup(const deepep_warmup_options &options) { check(deepep_buffer_warmup(get(), &options)); }
+  // Warms every mode that the buffer allows, or the shapes that are given; the result says what was done.
+  deepep_startup_report warmup(const deepep_warmup_options &options = warmup_options()) {
+    check(deepep_buffer_warmup(get(), &options));
+    return startup_report();
+  }
+  // Where the time of construction, of warm-ups and of first calls went.
+  deepep_startup_report startup_report() {
+    deepep_startup_report report = deepep::startup_report();
+    check(deepep_buffer_startup_report(get(), &report));
+    return report;
+  }
 
   void layout(const deepep_layout &args, const deepep_call &how = deepep::call()) {
     check(deepep_get_layout(get(), &args, &how));

@@ -11,9 +11,9 @@ from c_header import Constant, Enum, Field, Header, Struct
 
 WORDS = {  # words of C names that CamelCase would spoil
     "abi": "ABI", "bf16": "BF16", "cc": "CC", "e4m3": "E4M3", "fd": "FD", "fp8": "FP8", "id": "ID", "isa": "ISA",
-    "ll": "LL", "logfmt": "LogFMT", "mnnvl": "MNNVL", "nic": "NIC", "nowait": "NoWait", "ns": "NS", "nvl": "NVL",
-    "ok": "OK", "pid": "PID", "qp": "QP", "qps": "QPs", "rdma": "RDMA", "sm": "SM", "sm90": "SM90", "sms": "SMs",
-    "topk": "TopK", "ue8m0": "UE8M0", "uuid": "UUID",
+    "ll": "LL", "logfmt": "LogFMT", "mnnvl": "MNNVL", "ms": "MS", "nic": "NIC", "nowait": "NoWait", "ns": "NS",
+    "nvl": "NVL", "ok": "OK", "pid": "PID", "qp": "QP", "qps": "QPs", "rdma": "RDMA", "sm": "SM", "sm90": "SM90",
+    "sms": "SMs", "topk": "TopK", "ue8m0": "UE8M0", "uuid": "UUID",
 }  # fmt: skip
 NAMES = {  # constants that go by another name in Go
     "DK_ABI_VERSION": "Version",
@@ -30,6 +30,7 @@ MACROS = {"DK_HEADER": "Header", "DK_OP_HEADER": "OpHeader"}
 PUBLIC_STRUCTS = {
     "deepep_config": "Config",
     "deepep_warmup_options": "WarmupOptions",
+    "deepep_startup_report": "StartupReport",
     "deepep_layout": "LayoutArgs",
     "deepep_handle": "Handle",
     "deepep_notify": "NotifyArgs",
@@ -39,6 +40,8 @@ PUBLIC_STRUCTS = {
     "deepep_ll_combine_args": "LLCombineArgs",
 }
 PUBLIC_FUNCTIONS = {  # of package core, where a comment names C's
+    "deepep_buffer_warmup": "Buffer.Warmup",
+    "deepep_buffer_startup_report": "Buffer.StartupReport",
     "deepep_get_layout": "Buffer.Layout",
     "deepep_notify_counts": "Buffer.Notify",
     "deepep_dispatch": "Buffer.Dispatch",
@@ -47,8 +50,14 @@ PUBLIC_FUNCTIONS = {  # of package core, where a comment names C's
     "deepep_low_latency_combine": "Buffer.LowLatencyCombine",
     "deepep_next_low_latency_combine_buffer": "Buffer.NextCombineBuffer",
 }
-PUBLIC_FIELDS = {"x_type": "Type", "index_type": "Type", "phases": "Phase", "flags": "Flags"}
+PUBLIC_FIELDS = {
+    "x_type": "Type", "index_type": "Type", "phases": "Phase", "flags": "Flags", "part": "WarmupPart",
+    "shape_from": "ShapeFrom", "ll_shape_from": "ShapeFrom",
+}  # fmt: skip
 PUBLIC_ENUMS = {  # by the first constant: the Go type
+    "DEEPEP_WARMUP_WHOLE": "WarmupPart",
+    "DEEPEP_START_CONSTRUCTION": "StartPhase",
+    "DEEPEP_SHAPE_NONE": "ShapeFrom",
     "DEEPEP_INT32": "Type",
     "DEEPEP_SEND": "Phase",
     "DEEPEP_LL_ROUND_SCALE": "Flags",

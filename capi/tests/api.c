@@ -189,12 +189,36 @@ static void run_dispatch(deepep_buffer_t buffer) {
   EXPECT(deepep_combine(buffer, &combine, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("handle"));
 }
 
+/* What a program types first, then with a shape of its own. */
+static void test_startup(deepep_buffer_t buffer) {
+  deepep_warmup_options warmup = DEEPEP_WARMUP_OPTIONS_INIT;
+  deepep_startup_report report = DEEPEP_STARTUP_REPORT_INIT;
+  deepep_op_stats stats = DEEPEP_OP_STATS_INIT;
+  EXPECT(deepep_buffer_startup_report(buffer, &report) == DEEPEP_OK && report.preinitialized == 1 &&
+         report.num_warmups == 0 && report.bytes[DEEPEP_START_CONSTRUCTION] > 0);
+  EXPECT(deepep_buffer_warmup(buffer, &warmup) == DEEPEP_OK);
+  stats.op = DEEPEP_OP_COMBINE;
+  EXPECT(deepep_stats(buffer, &stats, NULL, NULL) == DEEPEP_OK && stats.calls == 1);
+  EXPECT(deepep_buffer_startup_report(buffer, &report) == DEEPEP_OK && report.num_warmups == 1 &&
+         report.shape_from == DEEPEP_SHAPE_OPTIONS && report.num_tokens == 6 && report.hidden == 32 &&
+         report.num_topk == 2 && report.num_experts == 4 && report.ll_shape_from == DEEPEP_SHAPE_NONE);
+  EXPECT(report.launch_ns[DEEPEP_START_WARMUP] > 0 && report.first_ns[DEEPEP_OP_COMBINE] == 0);
+  warmup.num_tokens = 9;
+  EXPECT(deepep_buffer_warmup(buffer, &warmup) == DEEPEP_OK);
+  EXPECT(deepep_buffer_startup_report(buffer, &report) == DEEPEP_OK && report.num_warmups == 2 &&
+         report.num_tokens == 9 && report.hidden == 32);
+  warmup.num_experts = -1;
+  EXPECT(deepep_buffer_warmup(buffer, &warmup) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("0 or more"));
+  EXPECT(deepep_buffer_startup_report(buffer, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("report"));
+}
+
 static void test_life(void) {
   int calls = 0;
   deepep_group_t group = alone(&calls);
   deepep_buffer_options options = DEEPEP_BUFFER_OPTIONS_INIT;
   deepep_buffer_info info = DEEPEP_BUFFER_INFO_INIT;
   deepep_op_stats stats = DEEPEP_OP_STATS_INIT;
+  deepep_startup_report report = DEEPEP_STARTUP_REPORT_INIT;
   deepep_buffer_t buffer = NULL;
   deepep_event_t event = NULL;
   deepep_call call = DEEPEP_CALL_INIT;
@@ -205,6 +229,11 @@ static void test_life(void) {
   EXPECT(deepep_buffer_create(group, &options, &buffer) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("engine"));
   options.engine = "cpu";
   options.num_nvl_bytes = 1 << 20;
+  options.preinitialize = 1;
+  options.num_tokens = 6;
+  options.hidden = 32;
+  options.num_topk = 2;
+  options.num_experts = 4;
   EXPECT(deepep_buffer_create(group, &options, &buffer) == DEEPEP_OK);
   EXPECT(deepep_buffer_wait_ready(buffer, -1) == DEEPEP_OK && deepep_buffer_check(buffer) == DEEPEP_OK);
   EXPECT(info.rdma_team_size == 0);
@@ -214,14 +243,16 @@ static void test_life(void) {
          strcmp(info.engine, "cpu") == 0);
   EXPECT(deepep_buffer_region(buffer, 0, &address, &bytes) == DEEPEP_OK && bytes == 1 << 20 && address != NULL);
   memset(address, 0xff, bytes); /* the caller may */
+  test_startup(buffer);
   run_dispatch(buffer);
+  EXPECT(deepep_buffer_startup_report(buffer, &report) == DEEPEP_OK && report.first_ns[DEEPEP_OP_DISPATCH] > 0);
   EXPECT(deepep_event_create(buffer, &event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_OK);
   call.is_async = 1;
   call.event = event;
   EXPECT(deepep_barrier(buffer, &call) == DEEPEP_OK && deepep_event_wait(event, -1) == DEEPEP_OK);
   EXPECT(deepep_query_mask(buffer, (int32_t *)sent, NULL) == DEEPEP_ERROR_INVALID_STATE && SAYS("shrink"));
   stats.op = DEEPEP_OP_DISPATCH;
-  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 1 && sent[0] > 0 &&
+  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 3 && sent[0] > 0 &&
          stats.p99_us >= stats.p50_us);
   EXPECT(deepep_event_destroy(event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_ERROR_INVALID_ARGUMENT);
   EXPECT(deepep_group_destroy(group) == DEEPEP_OK); /* buffers of the group live on */

@@ -2,8 +2,10 @@
 
 package op
 
-// WarmupOptions are shapes to run once, so that the first real call is as fast as a later one. Sizes of 0 leave
-// that mode out. All ranks give the same.
+// WarmupOptions are what a warm-up runs. A mode is planned if one of its four sizes is given; where neither is,
+// every mode that the buffer allows is. A size of 0 is that of the buffer's options, else that of the size hint
+// which this process asked for and which fits the buffer's bytes, else the largest that the buffer's memory holds
+// and the limits allow. All ranks give the same; where what they know differs, rank 0's counts.
 type WarmupOptions struct {
 	_              uint32
 	NumTokens      int32 // normal mode
@@ -15,6 +17,48 @@ type WarmupOptions struct {
 	LLNumTopK      int32 // low-latency mode
 	LLNumExperts   int32 // low-latency mode
 	UseFP8         int32 // 1: dispatch rows as FP8 with scales
+
+	// Time after which no larger number of tokens is tried where it was not known; 0: 2000.
+	MaxMS int32
+	Part  WarmupPart // DEEPEP_WARMUP_*
+
+	// Bytes of tensors of a rank. 0: 1 GiB where a shape was not known, no limit where it was.
+	MaxBytes uint64
+}
+
+// StartupReport is where the time of start-up goes. Times are this rank's, in ns.
+type StartupReport struct {
+	_              uint32
+	Preinitialized int32     // [out] 1: the buffer was made so
+	NumWarmups     int32     // [out] that have ended
+	ShapeFrom      ShapeFrom // [out] DEEPEP_SHAPE_* of the last warm-up
+	LLShapeFrom    ShapeFrom // [out] DEEPEP_SHAPE_* of the last warm-up
+	NumTokens      int32     // [out] its normal mode; T is what was reached
+	Hidden         int32     // [out] its normal mode; T is what was reached
+	NumTopK        int32     // [out] its normal mode; T is what was reached
+	NumExperts     int32     // [out] its normal mode; T is what was reached
+	LLNumMaxTokens int32     // [out] its low-latency mode
+	LLHidden       int32     // [out] its low-latency mode
+	LLNumTopK      int32     // [out] its low-latency mode
+	LLNumExperts   int32     // [out] its low-latency mode
+	UseFP8         int32     // [out] of the last warm-up
+
+	// [out] by DEEPEP_START_*: opening the kernel library and the device, and loading the kernels.
+	LoadNS [3]uint64
+
+	// [out] allocating, mapping and bringing in memory. First calls: PageFaults, each at what a new page costs here.
+	MemoryNS   [3]uint64
+	ConnectNS  [3]uint64 // [out] joining the group, exchanges among the ranks, queue pairs
+	LaunchNS   [3]uint64 // [out] warm-up: its calls. First calls: the host's time in their launches
+	LanguageNS uint64    // [out] warm-up: calls between its two parts
+	Bytes      [3]uint64 // [out] of the memory that was brought in, or that a warm-up's tensors took
+	PageFaults [3]uint64 // [out] of this process meanwhile; first calls: from launch to end
+
+	// [out] by DEEPEP_OP_*: time in the kernels of the first call, and the mean of those after it; 0: not known yet.
+	FirstNS [10]uint64
+
+	// [out] by DEEPEP_OP_*: time in the kernels of the first call, and the mean of those after it; 0: not known yet.
+	LaterNS [10]uint64
 }
 
 // Config is how a normal-mode call spends SMs and cuts its transfers. Chunks count tokens.

@@ -9,6 +9,29 @@ const (
 	VersionPatch = 0
 )
 
+// Parts of a warm-up: a language's interface that makes calls of its own for it makes them between two parts.
+const (
+	WarmupWhole WarmupPart = 0
+	WarmupBegin WarmupPart = 1 // as WHOLE, and calls from now on still belong to it
+	WarmupEnd   WarmupPart = 2 // ends it: the next calls are first calls
+)
+
+// When start-up work was done, for the arrays of StartupReport.
+const (
+	StartConstruction StartPhase = 0
+	StartWarmup       StartPhase = 1
+	StartFirstCalls   StartPhase = 2 // the first call of each operation since construction or the last warm-up
+)
+
+// How a warm-up knew its shape; of its four sizes the one that was least certain.
+const (
+	ShapeNone    ShapeFrom = 0 // the mode was not warmed
+	ShapeGiven   ShapeFrom = 1
+	ShapeOptions ShapeFrom = 2 // the buffer's options
+	ShapeHint    ShapeFrom = 3 // a size hint that this process asked for
+	ShapeRegion  ShapeFrom = 4 // the largest that the buffer's memory holds and the limits allow
+)
+
 // Element types.
 const (
 	Int32   Type = 0

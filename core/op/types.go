@@ -31,6 +31,42 @@ type Phase int32
 // Flags of a low-latency call are added up.
 type Flags int32
 
+// Shape is the shape of a rank's calls. 0: not known.
+type Shape struct {
+	NumTokens  int32 // T; in low-latency mode also B
+	Hidden     int32 // H
+	NumTopK    int32 // K
+	NumExperts int32 // E
+}
+
+// Or returns the shape with what is not known taken from other.
+func (s Shape) Or(other Shape) Shape {
+	fill := func(size *int32, with int32) {
+		if *size == 0 {
+			*size = with
+		}
+	}
+	fill(&s.NumTokens, other.NumTokens)
+	fill(&s.Hidden, other.Hidden)
+	fill(&s.NumTopK, other.NumTopK)
+	fill(&s.NumExperts, other.NumExperts)
+	return s
+}
+
+// Complete reports whether all of the shape is known.
+func (s Shape) Complete() bool {
+	return s.NumTokens != 0 && s.Hidden != 0 && s.NumTopK != 0 && s.NumExperts != 0
+}
+
+// WarmupPart says which part of a warm-up a call is.
+type WarmupPart int32
+
+// StartPhase is the index of a StartupReport's arrays: when the work was done.
+type StartPhase int32
+
+// ShapeFrom says how a warm-up knew its shape.
+type ShapeFrom int32
+
 // Operation is an operation of a buffer, as statistics and errors name it.
 type Operation uint32
 

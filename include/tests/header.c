@@ -19,6 +19,7 @@ int main(void) {
   deepep_buffer_options buffer = DEEPEP_BUFFER_OPTIONS_INIT;
   deepep_buffer_info info = DEEPEP_BUFFER_INFO_INIT;
   deepep_warmup_options warmup = DEEPEP_WARMUP_OPTIONS_INIT;
+  deepep_startup_report startup = DEEPEP_STARTUP_REPORT_INIT;
   deepep_config config = DEEPEP_CONFIG_INIT;
   deepep_call call = DEEPEP_CALL_INIT;
   deepep_layout layout = DEEPEP_LAYOUT_INIT;
@@ -37,6 +38,7 @@ int main(void) {
   SIZED(buffer);
   SIZED(info);
   SIZED(warmup);
+  SIZED(startup);
   SIZED(call);
   SIZED(layout);
   SIZED(handle);

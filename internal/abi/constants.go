@@ -27,6 +27,9 @@ const HistBuckets = 96
 // TransportIDBytes is DK_TRANSPORT_ID_BYTES.
 const TransportIDBytes = 128
 
+// MaxWireParts is DK_MAX_WIRE_PARTS.
+const MaxWireParts = 16
+
 // MaxSegments is DK_MAX_SEGMENTS.
 const MaxSegments = 64
 

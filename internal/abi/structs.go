@@ -460,7 +460,11 @@ type BlockSizesParams struct {
 	MaxRowBytes  uint64 // hidden bytes + scales of the largest row
 	MinRDMABytes uint64 // [out] the same for rows that cross nodes; 0 on one node
 	Flags        uint32 // DK_TEAM_*, as in dk_team_create
-	_            uint32 // DK_TEAM_*, as in dk_team_create
+	NumWireParts uint32 // [out]
+
+	// [out] Where in the wire region the parts begin that calls fill from their beginning, ascending: what a start-up
+	// brings in.
+	WirePart [MaxWireParts]uint64
 }
 
 // LLLayoutParams is dk_ll_layout_params.

@@ -27,7 +27,12 @@ type Options struct {
 	LowLatency    bool
 	Shrink        bool // low-latency calls go on without ranks that died
 	RDMA          RDMAOptions
-	Preinitialize bool // touch the regions during the start
+	Preinitialize bool     // bring in memory during the start
+	PreinitBytes  uint64   // how much, where the memory is the host's
+	Spent         Spent    // of the time before New, for the report
+	Shape         op.Shape // of the calls to come, as far as it is known
+	HintNormal    op.Shape // the same by the size hints that were asked for
+	HintLL        op.Shape
 	Background    bool // New returns at once; the first call waits for the start
 	Timeout       time.Duration
 	FirstTimeout  time.Duration
@@ -93,6 +98,8 @@ type Buffer struct {
 	segmentsMade uint64
 	captured     bool                      // a call was captured into a graph, which may be replayed at any time
 	chosenSMs    [2][maxLoggedSMs + 1]bool // by kind: choices that were logged
+	startup      startup
+	building     *stages // of the start
 }
 
 // params are the parameter structs of the kernel library's operations. They are part of the buffer, so that no call

@@ -10,6 +10,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/kern"
@@ -28,6 +29,8 @@ func New(parent context.Context, members Members, opt Options) (*Buffer, error) 
 		opt: opt, members: members, rank: members.Rank(), size: members.Size(), top: opt.Topology, ready: make(chan struct{}),
 		log: opt.Log.With(zap.Int("rank", members.Rank()), zap.Uint32("buffer", opt.ID)),
 	}
+	b.startup.report.LoadNS[op.StartConstruction] = uint64(opt.Spent.Load)
+	b.startup.report.ConnectNS[op.StartConstruction] = uint64(opt.Spent.Connect)
 	b.limits = LimitsOf(opt.Library)
 	b.life, b.cancel = context.WithCancelCause(context.Background())
 	build := func() {
@@ -35,6 +38,7 @@ func New(parent context.Context, members Members, opt Options) (*Buffer, error) 
 		defer done()
 		b.finishBuild(ctx)
 	}
+	b.building = newStages(stageConnect)
 	if opt.Background {
 		go build()
 		return b, nil
@@ -84,6 +88,10 @@ func (b *Buffer) finishBuild(ctx context.Context) {
 		}
 	}()
 	b.buildErr = b.build(ctx)
+	b.endStages(b.building, op.StartConstruction)
+	if b.buildErr == nil {
+		b.log.Info("made: " + describe(&b.startup.report, op.StartConstruction))
+	}
 }
 
 // build runs the collective start, and with Preinitialize what the first call would otherwise do.
@@ -93,7 +101,11 @@ func (b *Buffer) build(ctx context.Context) error {
 	}
 	err := b.open()
 	var prints []fingerprint
-	exchange := withFingerprint(b.fingerprint(err), b.exchanger("memory"), func(all []fingerprint) error {
+	memory := func(ctx context.Context, blob []byte, fds []int) ([]device.Message, error) {
+		defer b.building.to(stageConnect)()
+		return b.exchanger("memory")(ctx, blob, fds)
+	}
+	exchange := withFingerprint(b.fingerprint(err), memory, func(all []fingerprint) error {
 		prints = all
 		return compareAll(all)
 	})
@@ -104,7 +116,9 @@ func (b *Buffer) build(ctx context.Context) error {
 	if b.opt.Library.HasTransportHeap() {
 		err = b.shareSymmetricHeap(ctx, exchange)
 	} else {
+		end := b.building.to(stageMemory)
 		b.block, err = b.dev.Share(ctx, b.rank, b.regions.Total, b.onThisHost(), exchange)
+		end()
 	}
 	if err != nil {
 		if code := status.CodeOf(err); code == status.OutOfMemory {
@@ -167,6 +181,7 @@ func errorText(err error) []byte {
 
 // open does the local part before the first exchange: device, reach of the other ranks, sizes of the regions.
 func (b *Buffer) open() (err error) {
+	defer b.building.to(stageLoad)()
 	if b.dev, err = device.Open(b.opt.Library, b.opt.Ordinal, b.opt.ISA); err != nil {
 		return err
 	}
@@ -208,6 +223,7 @@ const countsSlot = 4096
 
 // join makes this rank's part: status page, counts, statistics, stream, events, transport, team.
 func (b *Buffer) join(prints []fingerprint) (err error) {
+	defer b.building.to(stageMemory)()
 	if b.page, err = b.dev.NewHostPage(abi.StatusBytes); err != nil {
 		return err
 	}
@@ -231,9 +247,11 @@ func (b *Buffer) join(prints []fingerprint) (err error) {
 			return err
 		}
 	}
+	b.building.change(stageConnect)
 	if err = b.openTransport(); err != nil {
 		return err
 	}
+	b.building.change(stageLoad) // the library loads its kernels
 	return b.makeTeam(prints)
 }
 
@@ -261,11 +279,12 @@ func (b *Buffer) makeTeam(prints []fingerprint) error {
 	return nil
 }
 
-// touch writes to the regions, so that no first call waits for page mappings. Not on a host-stream engine: most of a
-// large region is never used, and Warmup touches what the planned shapes need.
+// touch brings in memory, so that the first calls do not wait for pages: on an engine whose memory is the host's as far
+// as PreinitBytes allow, since most of a large region is never used; else the regions, all of which have memory.
 func (b *Buffer) touch() error {
+	defer b.building.to(stageMemory)()
 	if b.dev.HostStream() {
-		return nil
+		return b.populate(b.building)
 	}
 	for _, r := range []plan.Region{b.regions.NVL, b.regions.RDMA} {
 		if r.Bytes == 0 {
@@ -275,6 +294,7 @@ func (b *Buffer) touch() error {
 		if code := b.opt.Library.Fill(p); code != 0 {
 			return kern.Error("dk_fill", code, p.DeviceError)
 		}
+		b.building.bytes += r.Bytes
 	}
 	if err := b.order.end.Record(b.comm); err != nil {
 		return err

@@ -70,6 +70,7 @@ func (e *Event) Wait(slice time.Duration) error {
 		case done && slice == 0: // only asked: a refusal waits for who wants to know
 			return e.buffer.broken()
 		case done:
+			e.buffer.endWindow()
 			return e.buffer.outcome(callID{})
 		case slice >= 0 && time.Until(deadline) <= 0:
 			return errNotYet

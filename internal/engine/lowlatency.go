@@ -139,7 +139,9 @@ func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int
 	}
 	number := op.Operation(abi.OpLLDispatch + h.which)
 	b.header(h.header, uint32(number), h.phases, stream, t.number)
+	began := b.beforeLaunch(number)
 	code := run(t, layout)
+	b.afterLaunch(began)
 	*h.ticket = b.updateTicket(t, h.phases, code)
 	return b.finish(c, h.where, stream, callID{uint32(number), t.number}, b.launched(number, code, h.header.DeviceError))
 }

@@ -163,6 +163,7 @@ func (b *Buffer) hostWait(ev *device.Event, own callID) error {
 		case err != nil:
 			return err
 		case done:
+			b.endWindow()
 			return b.outcome(own)
 		}
 	}
@@ -240,7 +241,9 @@ func (b *Buffer) launchPart(c *Call, number op.Operation, where place, h *abi.Op
 	b.calls[number]++
 	b.header(h, uint32(number), abi.PhaseBoth, stream, b.calls[number])
 	own := callID{uint32(number), b.calls[number]}
+	began := b.beforeLaunch(number)
 	code := run()
+	b.afterLaunch(began)
 	return b.finish(c, where, stream, own, b.launched(number, code, h.DeviceError))
 }
 

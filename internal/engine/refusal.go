@@ -29,7 +29,7 @@ func (b *Buffer) refusal(own callID) error {
 		return nil
 	}
 	err := b.explainRefusal(&found) // without b.mu: it asks the group
-	b.log.Debug(err.Error()) // the caller gets it
+	b.log.Debug(err.Error())        // the caller gets it
 	return err
 }
 

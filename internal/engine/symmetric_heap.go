@@ -46,9 +46,11 @@ func (b *Buffer) shareSymmetricHeap(ctx context.Context, exchange device.Exchang
 	if b.symmetricHeap.Note != "" {
 		b.log.Warn("transport: " + b.symmetricHeap.Note)
 	}
+	end := b.building.to(stageMemory)
 	b.block, err = bounded(ctx, "the allocation of the transport's memory", func() (*device.Symmetric, error) {
 		return b.symmetricHeap.Share(b.rank, b.regions.Total)
 	})
+	end()
 	if err == nil {
 		err = b.checkSymmetricHeap()
 	}

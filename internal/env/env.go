@@ -47,6 +47,7 @@ type Settings struct {
 	Stats        bool          // DEEPEP_STATS: on; statistics pages for other processes
 	ISA          string        // DEEPEP_ISA: auto
 	RowSegment   int64         // DEEPEP_ZERO_COPY_BYTES: memory for received rows of normal mode; -1: the plan's
+	PreinitBytes uint64        // DEEPEP_PREINIT_BYTES: 256 MiB; host memory that preinitialize brings in, of a rank
 }
 
 // RDMA holds the settings of nodes joined by RDMA. If the first variable is not set, Load reads the next, which is a
@@ -77,6 +78,7 @@ const (
 	maxTokens     = plan.MaxDepth/2 - 1  // two requests a token and two for their count
 	minBeatMS     = 10                   // the end of a process is seen without heartbeats
 	maxBeatMS     = 1000                 // below the age at which a heartbeat means death
+	maxPreinit    = 1 << 47              // the address space of a process
 )
 
 // Load reads all settings through get, which returns "" for a variable that is not set. On error (InvalidArgument)
@@ -94,6 +96,7 @@ func Load(get func(name string) string) (Settings, error) {
 		Stats:        p.onOff("DEEPEP_STATS", true),
 		ISA:          p.choice("DEEPEP_ISA", ISAAuto, ISABaseline, ISAAVX2, ISAAVX512),
 		RowSegment:   int64(p.number("DEEPEP_ZERO_COPY_BYTES", -1, 0, maxRowSegment)),
+		PreinitBytes: uint64(p.number("DEEPEP_PREINIT_BYTES", 256<<20, 0, maxPreinit)),
 	}
 	s.LogLevel, s.LogPath = p.log("DEEPEP_LOG")
 	s.RDMA = p.rdma()

@@ -22,6 +22,7 @@ func TestDefaults(t *testing.T) {
 	want := env.Settings{
 		Engine: "auto", Timeout: 100 * time.Second, FirstTimeout: 300 * time.Second, LogLevel: "warn",
 		MaxNVLPeers: 8, Heartbeat: 100 * time.Millisecond, Stats: true, ISA: "auto", RDMA: env.RDMA{MaxPeers: 1024}, RowSegment: -1,
+		PreinitBytes: 256 << 20,
 	}
 	if err != nil || got != want {
 		t.Errorf("got %+v, %v\nwant %+v", got, err, want)
@@ -32,7 +33,7 @@ func TestEverySettingIsRead(t *testing.T) {
 	got, err := env.Load(from(map[string]string{
 		"DEEPEP_ENGINE": "CPU", "DEEPEP_KERNELS": "/opt/k", "DEEPEP_TIMEOUT_MS": "1500", "DEEPEP_FIRST_TIMEOUT_MS": " 2500\n",
 		"DEEPEP_LOG": "Debug:/tmp/a:b.log", "DEEPEP_NUM_MAX_NVL_PEERS": "4", "NUM_MAX_NVL_PEERS": "2", "DEEPEP_INTERFACE": "ib0",
-		"DEEPEP_HEARTBEAT_MS": "20", "DEEPEP_STATS": "off", "DEEPEP_ISA": "avx2",
+		"DEEPEP_HEARTBEAT_MS": "20", "DEEPEP_STATS": "off", "DEEPEP_ISA": "avx2", "DEEPEP_PREINIT_BYTES": "12345",
 		"DEEPEP_NUM_MAX_RDMA_PEERS": "20", "NUM_MAX_RDMA_PEERS": "21", "DEEPEP_NUM_WORKSPACE_BYTES": "33554432", "DEEPEP_NUM_QPS_PER_RANK": "12",
 		"DEEPEP_QP_DEPTH": "2048", "NVSHMEM_QP_DEPTH": "512", "DEEPEP_NUM_MAX_RDMA_TOKENS": "256", "DEEPEP_QP_ORDER": "linear", "DEEPEP_SOFTWARE_RDMA": "18446744073709551615:Late",
 		"DEEPEP_NUM_NICS": "2", "DEEPEP_ZERO_COPY_BYTES": "0",
@@ -40,7 +41,7 @@ func TestEverySettingIsRead(t *testing.T) {
 	want := env.Settings{
 		Engine: "cpu", Kernels: "/opt/k", Timeout: 1500 * time.Millisecond, FirstTimeout: 2500 * time.Millisecond,
 		LogLevel: "debug", LogPath: "/tmp/a:b.log", MaxNVLPeers: 4, Interface: "ib0", Heartbeat: 20 * time.Millisecond,
-		Stats: false, ISA: "avx2",
+		Stats: false, ISA: "avx2", PreinitBytes: 12345,
 		RDMA: env.RDMA{MaxPeers: 20, WorkspaceBytes: 32 << 20, QPs: 12, QPDepth: 2048, MaxTokens: 256, NICs: 2, Order: plan.Linear, DepthFrom: "DEEPEP_QP_DEPTH", TokensFrom: "DEEPEP_NUM_MAX_RDMA_TOKENS", Seed: math.MaxUint64, Late: true},
 	}
 	if err != nil || got != want {

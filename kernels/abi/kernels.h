@@ -551,16 +551,21 @@ int32_t dk_transport_free(dk_transport_free_params *p);
  *   - nvl and rdma: users may view them, and overwrite them while no call is in flight. On GPUs low-latency calls need
  *     a clean after anything but zeros was written to rdma. */
 
+#define DK_MAX_WIRE_PARTS 16
 typedef struct dk_block_sizes_params {
   DK_HEADER;
   int32_t num_ranks, num_nvl_peers;
   uint64_t nvl_bytes, rdma_bytes;
-  uint64_t control_bytes;    /* [out] a multiple of 4096 */
-  uint64_t wire_bytes;       /* [out] a multiple of 4096 */
-  uint64_t min_nvl_bytes;    /* [out] with less, a normal-mode row of max_row_bytes cannot be staged */
-  uint64_t max_row_bytes;    /* hidden bytes + scales of the largest row */
-  uint64_t min_rdma_bytes;   /* [out] the same for rows that cross nodes; 0 on one node */
-  uint32_t flags, reserved0; /* DK_TEAM_*, as in dk_team_create */
+  uint64_t control_bytes;  /* [out] a multiple of 4096 */
+  uint64_t wire_bytes;     /* [out] a multiple of 4096 */
+  uint64_t min_nvl_bytes;  /* [out] with less, a normal-mode row of max_row_bytes cannot be staged */
+  uint64_t max_row_bytes;  /* hidden bytes + scales of the largest row */
+  uint64_t min_rdma_bytes; /* [out] the same for rows that cross nodes; 0 on one node */
+  uint32_t flags;          /* DK_TEAM_*, as in dk_team_create */
+  uint32_t num_wire_parts; /* [out] */
+  /* [out] Where in the wire region the parts begin that calls fill from their beginning, ascending: what a start-up
+   * brings in. */
+  uint64_t wire_part[DK_MAX_WIRE_PARTS];
 } dk_block_sizes_params;
 int32_t dk_block_sizes(dk_block_sizes_params *p);
 

@@ -87,6 +87,11 @@ static void block_sizes(struct rank *me) {
     CALL(me, block_sizes, &p);
     expect(me, p.control_bytes > 0 && p.control_bytes % 4096 == 0 && p.wire_bytes % 4096 == 0,
            "%d ranks: control or wire is not in pages", ranks);
+    expect(me, p.num_wire_parts <= DK_MAX_WIRE_PARTS, "%d ranks: %u parts of wire", ranks, p.num_wire_parts);
+    for (uint32_t i = 0; i < p.num_wire_parts; i++)
+      expect(me,
+             p.wire_part[i] % 4096 == 0 && p.wire_part[i] < p.wire_bytes && (!i || p.wire_part[i] > p.wire_part[i - 1]),
+             "%d ranks: part %u of wire begins at %lu", ranks, i, (unsigned long)p.wire_part[i]);
     expect(me, p.min_nvl_bytes >= before && p.min_nvl_bytes > 0,
            "%d ranks: min_nvl_bytes %lu is below that of fewer ranks", ranks, (unsigned long)p.min_nvl_bytes);
     before = p.min_nvl_bytes;

@@ -77,6 +77,20 @@ BOOTSTRAP_CALLBACK = 0
 BOOTSTRAP_TCP = 1
 BOOTSTRAP_FILE = 2
 
+WARMUP_WHOLE = 0
+WARMUP_BEGIN = 1
+WARMUP_END = 2
+
+START_CONSTRUCTION = 0
+START_WARMUP = 1
+START_FIRST_CALLS = 2
+
+SHAPE_NONE = 0
+SHAPE_GIVEN = 1
+SHAPE_OPTIONS = 2
+SHAPE_HINT = 3
+SHAPE_REGION = 4
+
 INT32 = 0
 INT64 = 1
 BF16 = 2
@@ -174,6 +188,10 @@ class BufferOptions(ctypes.Structure):
         ("background", I32),
         ("timeout_ms", I64),
         ("first_timeout_ms", I64),
+        ("num_tokens", I32),
+        ("hidden", I32),
+        ("num_topk", I32),
+        ("num_experts", I32),
     ]
 
 
@@ -293,6 +311,39 @@ class WarmupOptions(ctypes.Structure):
         ("ll_num_topk", I32),
         ("ll_num_experts", I32),
         ("use_fp8", I32),
+        ("max_ms", I32),
+        ("part", I32),
+        ("max_bytes", U64),
+    ]
+
+
+class StartupReport(ctypes.Structure):
+    # deepep_startup_report
+    __slots__ = ()
+    _fields_ = [
+        ("struct_size", U32),
+        ("preinitialized", I32),
+        ("num_warmups", I32),
+        ("shape_from", I32),
+        ("ll_shape_from", I32),
+        ("num_tokens", I32),
+        ("hidden", I32),
+        ("num_topk", I32),
+        ("num_experts", I32),
+        ("ll_num_max_tokens", I32),
+        ("ll_hidden", I32),
+        ("ll_num_topk", I32),
+        ("ll_num_experts", I32),
+        ("use_fp8", I32),
+        ("load_ns", U64 * 3),
+        ("memory_ns", U64 * 3),
+        ("connect_ns", U64 * 3),
+        ("launch_ns", U64 * 3),
+        ("language_ns", U64),
+        ("bytes", U64 * 3),
+        ("page_faults", U64 * 3),
+        ("first_ns", U64 * 10),
+        ("later_ns", U64 * 10),
     ]
 
 
@@ -531,6 +582,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "deepep_plan": (I32, [VP, VP, VP]),
     # deepep_status_t deepep_buffer_warmup(deepep_buffer_t buffer, const deepep_warmup_options *options)
     "deepep_buffer_warmup": (I32, [VP, VP]),
+    # deepep_status_t deepep_buffer_startup_report(deepep_buffer_t buffer, deepep_startup_report *report)
+    "deepep_buffer_startup_report": (I32, [VP, VP]),
     # deepep_status_t deepep_event_create(deepep_buffer_t buffer, deepep_event_t *event)
     "deepep_event_create": (I32, [VP, VP]),
     # deepep_status_t deepep_event_destroy(deepep_event_t event)

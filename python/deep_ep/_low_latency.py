@@ -20,7 +20,7 @@ from ._low_latency_plan import (
     write_combine_addresses,
     write_dispatch_addresses,
 )
-from ._torch import BF16, FLOAT32, INT32, INT64, OptionalTensor, Tensor, opaque
+from ._torch import BF16, INT32, OptionalTensor, Tensor, opaque
 from .errors import assertion, check_flag, check_int
 from .utils import EventOverlap
 
@@ -171,25 +171,6 @@ class LowLatencyMode:
             raise native.error(status)
         self._combines.idle.append(call)
         return out, EventOverlap(), None
-
-    def warm_up(self, bound: int, hidden: int, num_topk: int, num_experts: int, use_fp8: bool) -> None:
-        """Calls that send no row, whole and in halves, so that Python's part of one is warm too. Collective; waits."""
-        core = self._core
-        x = _torch.full((bound, hidden), 0, BF16, core.device)
-        skipped = _torch.full((bound, num_topk), -1, INT64, core.device)
-        weights = _torch.full((bound, num_topk), 0, FLOAT32, core.device)
-        self._outputs.warm_up(self.plans.add_dispatch(None, x, skipped, bound, num_experts, use_fp8, False, False))
-        for halves in (False, True):
-            options = (None, None, use_fp8, False, False, False, halves, None)
-            _, _, handle, _, hook = self.dispatch(x, skipped, bound, num_experts, *options)
-            if hook:
-                hook()
-            rows = self.next_combine_buffer(handle)  # no rank reads them
-            in_place = not rows.is_contiguous()
-            _, _, hook = self.combine(rows, skipped, weights, handle, False, in_place, False, halves, None, None, False)
-            if hook:
-                hook()
-        core.synchronize()
 
     def next_combine_buffer(self, handle: Sequence[Any]) -> Tensor:
         """Buffer.get_next_low_latency_combine_buffer."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import _abi, _torch
 from ._core import Core
-from ._memory import RowCache, touch
+from ._memory import RowCache
 from ._native import Launch
 from ._torch import BF16, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor, empty_like
 from .errors import assertion, check_flag, check_handle, check_int, value_error
@@ -144,13 +144,6 @@ class Outputs:
                 scales = plan.scales.new_empty_strided(plan.scales_shape, plan.scales_strides)
         small = empty_like(plan.recv_count), large(plan.src_info), empty_like(plan.layout_range)
         return (large(plan.recv_x), scales, *small)
-
-    def warm_up(self, plan: DispatchPlan) -> None:
-        """Brings in the memory of two calls, which may be in flight at once."""
-        for outputs in [self.make(plan), self.make(plan)]:
-            for tensor in outputs:
-                if tensor is not None:
-                    touch(tensor)
 
 
 class Plans:

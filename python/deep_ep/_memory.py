@@ -161,11 +161,6 @@ class RowCache:
         return tensor
 
 
-def touch(tensor: Tensor) -> None:
-    """Writes to all memory of a tensor, so that no page of it is new to the next user."""
-    _torch.empty((0,), torch.uint8, tensor.device).set_(tensor.untyped_storage()).zero_()
-
-
 @functools.cache
 def _row_allocator(library: str) -> Any:
     """The functions that all row pools allocate with. Never let go of: torch keeps a bare pointer to it for each pool.

@@ -373,20 +373,6 @@ class NormalMode:
         event = order.last(function, ctypes.byref(args), config=native_config, held=held)
         return combined, weights, event
 
-    def warm_up(self, hidden: int, num_experts: int, num_sms: int) -> None:
-        """Layout, dispatch and combine of one token, so that Python's part of them is warm too. Collective; waits."""
-        core = self._core
-        x = _torch.full((1, hidden), 0, BF16, core.device)
-        local = _torch.full((1, 1), core.rank * num_experts // core.group_size, INT64, core.device)
-        weights = _torch.full((1, 1), 0, FLOAT32, core.device)
-        per_rank, per_node, per_expert, in_rank, _ = self.layout(local, num_experts)
-        counts = (per_rank, per_node, in_rank, per_expert)
-        dispatched = self.dispatch(x, None, *counts, local, weights, 1, 0, None, num_sms, None, False, False)
-        rows, row_weights, handle = dispatched[0], dispatched[2], dispatched[4]
-        assert isinstance(rows, Tensor) and handle is not None
-        self.combine(rows, handle, row_weights, None, None, num_sms, None, False, False)
-        core.synchronize()
-
     # ---- helpers
 
     def _wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:

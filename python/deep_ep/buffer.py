@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from . import _abi, _memory, _native, _torch, errors
+from . import _abi, _memory, _native, _startup, _torch, errors
 from ._core import Core
 from ._lib import library
 from ._low_latency import Handle as LowLatencyHandle
@@ -77,7 +77,8 @@ class Buffer:
         explicitly_destroy: True: destroy() may be called; False: the finalizer frees.
         enable_shrink: low-latency calls go on without ranks that are lost; masks are allowed.
         comm: an mpi4py communicator (or any object with Get_rank, Get_size and allgather) instead of `group`.
-        preinitialize: do everything now that the first call would do.
+        preinitialize: bring memory in now that the first calls would bring in: on GPUs the regions, on the CPU engine
+            up to DEEPEP_PREINIT_BYTES (256 MiB). What else a first call takes longer for, `warmup()` does.
         background: return after one exchange on the group; the first call waits for the rest.
         engine: "cpu", "cuda", or "auto" or None: DEEPEP_ENGINE, or CUDA where a device and its library are there.
         timeout: seconds that a call waits for a living peer; None: DEEPEP_TIMEOUT_MS, or 100.
@@ -85,6 +86,8 @@ class Buffer:
         bootstrap: where ranks meet without torch.distributed; see deep_ep.Bootstrap.
         zero_copy_bytes: CUDA: memory for rows of normal-mode dispatch that peers write without a copy; what does not
             fit is copied. None: DEEPEP_ZERO_COPY_BYTES, or 512 MiB where num_nvl_bytes > 0. The same on all ranks.
+        num_tokens, hidden, num_topk, num_experts: T, H, K and E of the calls to come, as far as they are known, for
+            `warmup()`; T is also its B of low-latency calls. 0: not known.
 
     Raises:
         DeepEPError: also a ValueError or TypeError where an argument is wrong; names the ranks that disagree, are late
@@ -115,11 +118,16 @@ class Buffer:
         num_nvl_peers: int | None = None,
         bootstrap: Bootstrap | None = None,
         zero_copy_bytes: int | None = None,
+        num_tokens: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        num_experts: int = 0,
     ) -> None:
         numbers = {
             "num_nvl_bytes": check_int("num_nvl_bytes", num_nvl_bytes, 0, MAX_BYTES),
             "num_rdma_bytes": check_int("num_rdma_bytes", num_rdma_bytes, 0, MAX_BYTES),
             "num_qps_per_rank": _whole("num_qps_per_rank", num_qps_per_rank),
+            **_startup.shape_options(num_tokens, hidden, num_topk, num_experts),
         }
         switches = {
             "low_latency_mode": low_latency_mode,
@@ -192,41 +200,54 @@ class Buffer:
         num_experts: int = 0,
         num_max_dispatch_tokens_per_rank: int = 0,
         use_fp8: bool = True,
-    ) -> None:
-        """Runs the planned shapes once, so that the first real call is as fast as the steady one. Collective.
+        *,
+        max_seconds: float | None = None,
+        max_bytes: int | None = None,
+    ) -> dict[str, Any]:
+        """Makes calls as the program will make them, so that its first call is as fast as a later one. Collective.
+
+        ``warmup()`` warms every mode that the buffer allows. A size that is not given is the constructor's, else that
+        of the size hint which the program asked for, else the largest that the buffer's memory holds. With `num_tokens`
+        alone only normal mode is warmed, with `num_max_dispatch_tokens_per_rank` alone only low-latency mode.
 
         Args:
-            num_tokens: tokens a rank of normal-mode calls; 0: none are planned.
+            num_tokens: T, tokens a rank of normal-mode calls.
             hidden: H.
             num_topk: K.
             num_experts: E.
-            num_max_dispatch_tokens_per_rank: B of low-latency calls; 0: none are planned.
+            num_max_dispatch_tokens_per_rank: B of low-latency calls.
             use_fp8: whether low-latency dispatch casts to FP8.
+            max_seconds: of a warm-up whose T is not known, about; None: 2.
+            max_bytes: of a rank's tensors. None: 1 GiB where a shape is not known, no limit where it is.
+
+        Returns:
+            The same as `startup_report`; it is logged as well (info).
 
         Raises:
             DeepEPError: a rank is late, dead or disagrees. Also a ValueError or TypeError for a wrong argument.
         """
-        core = self._core
-        core.enter()
-        tokens = check_int("num_tokens", num_tokens)
-        bound = check_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
-        hidden, topk = check_int("hidden", hidden), check_int("num_topk", num_topk)
-        experts = check_int("num_experts", num_experts)
-        use_fp8 = check_flag("use_fp8", use_fp8)
-        options = _abi.sized(_abi.WarmupOptions, use_fp8=int(use_fp8))
-        if tokens:
-            options.num_tokens, options.hidden = tokens, hidden
-            options.num_topk, options.num_experts = topk, experts
-        if bound:
-            options.ll_num_max_tokens, options.ll_hidden = bound, hidden
-            options.ll_num_topk, options.ll_num_experts = topk, experts
-        native = core.native
-        native.check(native.lib.without_gil.deepep_buffer_warmup(native, ctypes.byref(options)))
-        if tokens:
-            self._normal.warm_up(hidden, experts, self._sms_of_calls())
-        if bound:
-            self._low_latency.warm_up(bound, hidden, topk, experts, use_fp8)
-        self.check()
+        shape = _startup.shape_options(num_tokens, hidden, num_topk, num_experts)
+        bound = num_max_dispatch_tokens_per_rank
+        _startup.warm_up(self, _startup.warm_up_options(shape, bound, use_fp8, max_seconds, max_bytes))
+        return self.startup_report()
+
+    def startup_report(self) -> dict[str, Any]:
+        """Where the time of start-up goes, on this rank.
+
+        Returns:
+            ``preinitialized``; ``num_warmups``; ``shape`` and ``low_latency_shape``: what the last warm-up ran
+            (``num_tokens``, ``hidden``, ``num_topk``, ``num_experts``, and ``from``: "given", "constructor", "hint" or
+            "region", of the least certain of them), or None; ``construction``, ``warmup`` and ``first_calls``, each
+            with ``load_ms`` (libraries, device, kernels), ``memory_ms`` (allocated, mapped, brought in; of first calls:
+            an estimate by their page faults), ``connect_ms`` (other ranks, queue pairs), ``launch_ms`` (calls; of first
+            calls: the host's time in launches), ``bytes`` and ``page_faults``, and for warm-up ``python_ms``;
+            ``operations``: for each that was called since, ``first_us`` and ``later_us``, time in the kernels of its
+            first call and the mean of later ones (0: none yet).
+
+        Raises:
+            DeepEPError: the buffer is destroyed, or its start has failed.
+        """
+        return _startup.report(self)
 
     def check(self) -> None:
         """Asks whether the buffer can be used.

@@ -121,6 +121,11 @@ def make_buffer(group: dist.ProcessGroup, plan: Plan, engine: str) -> deep_ep.Bu
         low_latency_mode=True,
         explicitly_destroy=True,
         engine=None if engine == "auto" else engine,
+        preinitialize=True,
+        num_tokens=plan.tokens_per_step // ranks,
+        hidden=hidden,
+        num_topk=plan.shape.top_k,
+        num_experts=experts,
     )
 
 
@@ -141,6 +146,8 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str, result: st
     group = dist.group.WORLD
     assert group is not None
     buffer = make_buffer(group, plan, options.engine)
+    buffer.warmup()
+    warm_calls = {name: found["calls"] for name, found in buffer.stats().items()}
     device = torch.device("cpu") if buffer.engine == "cpu" else torch.device("cuda", torch.cuda.current_device())
     exchange = DeepEPExchange(buffer, group, plan.shape.num_experts)
     trainer = Trainer(plan, [rank], exchange, load_corpus(), device)
@@ -164,7 +171,7 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str, result: st
     texts = Writer(trainer.trunks[0], trainer.groups[0], buffer, plan.shape, plan.seed, device).write()
     seconds = time.monotonic() - started
     gathered: list[Any] = [None] * plan.ranks
-    dist.all_gather_object(gathered, {"stats": buffer.stats(), "texts": texts})
+    dist.all_gather_object(gathered, {"stats": buffer.stats(), "warm_calls": warm_calls, "texts": texts})
     if rank == 0:
         found = {"engine": buffer.engine, "losses": losses, "writing_seconds": seconds, "ranks": gathered}
         Path(result).write_text(json.dumps(found))

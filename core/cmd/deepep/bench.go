@@ -37,8 +37,9 @@ func benchCommand() *cobra.Command {
 meet, each takes its time on the host until the call is done, and the slowest
 counts. Operations: dispatch (layout, counts, the host's wait for them, rows),
 dispatch-cached, combine, low_latency_dispatch, low_latency_combine, low-latency
-(the round trip; --tokens is B), and first-call, which shows construction and the
-first dispatch with its combine, plain, preinitialized and warmed up.
+(the round trip; --tokens is B), and first-call, which shows by stage where the
+time of construction, of a warm-up and of the first dispatch with its combine
+goes: plain, preinitialized, and warmed up with and without a shape.
 
 GB/s is the payload that a rank sends in a call, itself included, over p50.
 "kernels" is the mean time in the operation's own kernels, "waiting" the share of
@@ -71,6 +72,9 @@ it spent waiting for peers; both are of rank 0.`,
 	flags.StringVar(&f.picture, "picture", "", "write a picture (PNG) of latency against tokens")
 	return cmd
 }
+
+// benchStarts are the ways to begin that first-call compares.
+var benchStarts = []string{"plain", "preinitialize", "warm-up", "warm-up with the shape"}
 
 // Bounds for typing errors, which could overload the host.
 const (
@@ -139,7 +143,7 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 		}
 	}
 	if len(steady) < len(f.spec.Operations) {
-		for _, start := range []string{"plain", "preinitialize", "warmup"} {
+		for _, start := range benchStarts {
 			if err := report.add(cmd.Context(), f.spec, []string{"first-call"}, start); err != nil {
 				return err
 			}

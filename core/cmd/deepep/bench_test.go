@@ -128,11 +128,46 @@ func TestBenchOfNodes(t *testing.T) {
 
 func TestBenchFirstCall(t *testing.T) {
 	needKernels(t)
-	out, stderr, code := deepep(t, "bench", "first-call", "--engine", "cpu", "--ranks", "2", "--hidden", "64", "--experts", "4", "--top-k", "2", "--tokens", "8", "--iterations", "3")
-	for _, want := range []string{"construction (plain)", "first call (preinitialize)", "warm-up (warmup)", "steady call (warmup)", "2 ranks"} {
+	args := []string{"bench", "first-call", "--engine", "cpu", "--ranks", "2", "--hidden", "1024", "--experts", "4", "--top-k", "2", "--tokens", "256", "--iterations", "3"}
+	out, stderr, code := deepep(t, args...)
+	for _, want := range []string{"construction (plain)", "first call (preinitialize)", "warm-up (warm-up)", "steady call (warm-up with the shape)", "2 ranks", "where the time goes, 256 tokens", "of it page faults, about"} {
 		if code != 0 || !strings.Contains(out, want) {
 			t.Errorf("exit status %d: %q is not in\n%s%s", code, want, out, stderr)
 		}
+	}
+	var r benchReport
+	if out, stderr, code = deepep(t, append(args, "--json")...); code != 0 {
+		t.Fatalf("exit status %d: %s", code, stderr)
+	}
+	if err := json.Unmarshal([]byte(out), &r); err != nil {
+		t.Fatal(err)
+	}
+	spent := func(start, stage string) float64 {
+		for _, s := range r.Starts {
+			for _, line := range s.Stages {
+				if s.Start == start && line.Name == stage {
+					return line.US
+				}
+			}
+		}
+		t.Errorf("%s, %s: not there", start, stage)
+		return 0
+	}
+	for _, start := range benchStarts {
+		warm := strings.HasPrefix(start, "warm-up")
+		for _, stage := range []string{"construction: kernels", "construction: memory", "construction: connections", "first call", "of it launches"} {
+			if spent(start, stage) <= 0 {
+				t.Errorf("%s, %s: no time", start, stage)
+			}
+		}
+		for _, stage := range []string{"warm-up: memory", "warm-up: connections", "warm-up: calls"} {
+			if (spent(start, stage) > 0) != warm {
+				t.Errorf("%s, %s: %f us", start, stage, spent(start, stage))
+			}
+		}
+	}
+	if plain, warm := spent("plain", "of it page faults, about"), spent("warm-up with the shape", "of it page faults, about"); warm*2 > plain {
+		t.Errorf("page faults: %f us plain, %f us after a warm-up", plain, warm)
 	}
 }
 

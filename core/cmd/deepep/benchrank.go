@@ -34,7 +34,7 @@ type benchSpec struct {
 	Warmup     int      `json:"warmup"`
 	Iterations int      `json:"iterations"`
 	Seed       uint64   `json:"seed"`
-	Start      string   `json:"start"` // first-call: plain, preinitialize or warmup
+	Start      string   `json:"start"` // first-call: one of benchStarts
 }
 
 // rankSeries holds a rank's measurements of an operation with one number of tokens.
@@ -53,7 +53,16 @@ type rankResult struct {
 	Device string       `json:"device"`
 	ISA    string       `json:"isa"`
 	Series []rankSeries `json:"series"`
+	Starts []rankStart  `json:"starts,omitempty"`
 	Error  string       `json:"error,omitempty"`
+}
+
+// rankStart is where a rank's time went until its first call had ended.
+type rankStart struct {
+	Start  string             `json:"start"`
+	Tokens int                `json:"tokens"`
+	First  int64              `json:"first_ns"` // layout, dispatch and combine, on the host
+	Report core.StartupReport `json:"report"`   // after the first call
 }
 
 // benchOperations maps what bench measures to the operation whose statistics belong to it.
@@ -136,6 +145,7 @@ func measureRank(ctx context.Context, spec *benchSpec) (result *rankResult, err 
 				return nil, fmt.Errorf("%s, %d tokens: %w", operation, tokens, err)
 			}
 			result.Series = append(result.Series, series...)
+			result.Starts = c.starts
 			c.mem.free()
 		}
 	}
@@ -277,9 +287,14 @@ func (c *caller) firstCall(tokens int, constructed time.Duration) ([]rankSeries,
 		return rankSeries{Operation: name + " (" + s.Start + ")", Tokens: tokens, Times: []int64{d.Nanoseconds()}}
 	}
 	list := []rankSeries{one("construction", constructed)}
-	if s.Start == "warmup" {
+	warm := core.WarmupOptions{}
+	switch s.Start {
+	case "warm-up with the shape":
+		warm = core.WarmupOptions{NumTokens: int32(tokens), Hidden: int32(s.Hidden), NumTopK: int32(s.TopK), NumExperts: int32(s.Experts)}
+		fallthrough
+	case "warm-up":
 		start := time.Now()
-		if err := c.Warmup(core.WarmupOptions{NumTokens: int32(tokens), Hidden: int32(s.Hidden), NumTopK: int32(s.TopK), NumExperts: int32(s.Experts)}); err != nil {
+		if _, err := c.Warmup(warm); err != nil {
 			return nil, err
 		}
 		list = append(list, one("warm-up", time.Since(start)))
@@ -305,7 +320,13 @@ func (c *caller) firstCall(tokens int, constructed time.Duration) ([]rankSeries,
 	if err := both(); err != nil {
 		return nil, err
 	}
-	list = append(list, one("first call", time.Since(start)))
+	first := time.Since(start)
+	list = append(list, one("first call", first))
+	report, err := c.StartupReport()
+	if err != nil {
+		return nil, err
+	}
+	c.starts = append(c.starts, rankStart{Start: s.Start, Tokens: tokens, First: first.Nanoseconds(), Report: report})
 	times, err := c.samples(s.Iterations, s.Warmup, nil, both)
 	if err != nil {
 		return nil, err

@@ -7,6 +7,9 @@ import (
 	"time"
 
 	"github.com/jedib0t/go-pretty/v6/table"
+
+	"github.com/deepep-go/deepep/core"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // benchReport is the result of `deepep bench`.
@@ -16,6 +19,20 @@ type benchReport struct {
 	Device  string        `json:"device"`
 	ISA     string        `json:"isa,omitempty"`
 	Results []benchResult `json:"results"`
+	Starts  []benchStart  `json:"starts,omitempty"`
+}
+
+// benchStart is where the slowest rank's time of a start went.
+type benchStart struct {
+	Start  string       `json:"start"`
+	Tokens int          `json:"tokens"`
+	Stages []benchStage `json:"stages"`
+}
+
+// benchStage is one of its lines.
+type benchStage struct {
+	Name string  `json:"stage"`
+	US   float64 `json:"us"`
 }
 
 // benchResult is one line. Each iteration counts the slowest rank's time.
@@ -62,7 +79,42 @@ func (r *benchReport) merge(ranks []*rankResult) error {
 		}
 		r.Results = append(r.Results, line)
 	}
+	r.mergeStarts(ranks)
 	return nil
+}
+
+// mergeStarts takes each stage from the rank that it took longest.
+func (r *benchReport) mergeStarts(ranks []*rankResult) {
+	for i, first := range ranks[0].Starts {
+		merged := benchStart{Start: first.Start, Tokens: first.Tokens}
+		for _, rank := range ranks {
+			for k, stage := range rank.Starts[i].stages() {
+				if k == len(merged.Stages) {
+					merged.Stages = append(merged.Stages, stage)
+				}
+				merged.Stages[k].US = max(merged.Stages[k].US, stage.US)
+			}
+		}
+		r.Starts = append(r.Starts, merged)
+	}
+}
+
+// stages are the lines of a start's table.
+func (s *rankStart) stages() (all []benchStage) {
+	r := &s.Report
+	add := func(name string, ns uint64) { all = append(all, benchStage{name, float64(ns) / 1e3}) }
+	for phase, when := range []string{core.StartConstruction: "construction: ", core.StartWarmup: "warm-up: "} {
+		add(when+"kernels", r.LoadNS[phase])
+		add(when+"memory", r.MemoryNS[phase])
+		add(when+"connections", r.ConnectNS[phase])
+		if phase == int(core.StartWarmup) {
+			add(when+"calls", r.LaunchNS[phase])
+		}
+	}
+	add("first call", uint64(s.First))
+	add("of it page faults, about", r.MemoryNS[core.StartFirstCalls])
+	add("of it launches", r.LaunchNS[core.StartFirstCalls])
+	return all
 }
 
 // percentile of sorted times in microseconds: the smallest time that this share of them does not exceed.
@@ -106,7 +158,36 @@ func (r *benchReport) print(w io.Writer) error {
 		t.AppendRow(table.Row{l.Operation, l.Tokens, microText(l.P50US), microText(l.P99US), microText(l.MaxUS), sent, rate, kernels, waiting, l.Calls})
 	}
 	_, err := fmt.Fprintln(w, t.Render())
+	status.Keep(&err, r.printStarts(w))
 	return err
+}
+
+// printStarts prints a table for each number of tokens: stages by ways to begin.
+func (r *benchReport) printStarts(w io.Writer) error {
+	var all error
+	for _, tokens := range r.Spec.Tokens {
+		shown := slices.DeleteFunc(slices.Clone(r.Starts), func(s benchStart) bool { return s.Tokens != tokens })
+		if len(shown) == 0 {
+			continue
+		}
+		t := newTable()
+		header := table.Row{fmt.Sprintf("where the time goes, %d tokens", tokens)}
+		for _, s := range shown {
+			header = append(header, s.Start)
+		}
+		t.AppendHeader(header)
+		rightAlign(t, 1, len(header))
+		for i, stage := range shown[0].Stages {
+			row := table.Row{stage.Name}
+			for _, s := range shown {
+				row = append(row, microText(s.Stages[i].US))
+			}
+			t.AppendRow(row)
+		}
+		_, err := fmt.Fprintln(w, t.Render())
+		status.Keep(&all, err)
+	}
+	return all
 }
 
 func microText(us float64) string { return timeText(time.Duration(us * 1e3)) }

@@ -406,10 +406,11 @@ func (m *member) step(phase string, number int64, e *faultEvent) error {
 		return m.calls.finish(m.calls.event.Record(call.Stream))
 	case "warm-up":
 		s := m.spec
-		return m.buffer.Warmup(core.WarmupOptions{
+		_, err := m.buffer.Warmup(core.WarmupOptions{
 			NumTokens: int32(s.Tokens[0]), Hidden: int32(s.Hidden), NumTopK: int32(s.TopK), NumExperts: int32(s.Experts),
 			LLNumMaxTokens: int32(s.Tokens[0]), LLHidden: int32(s.Hidden), LLNumTopK: int32(s.TopK), LLNumExperts: int32(s.Experts),
 		})
+		return err
 	}
 	return fmt.Errorf("no phase %q", phase)
 }

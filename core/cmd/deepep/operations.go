@@ -16,6 +16,8 @@ type caller struct {
 	mem   *tensors
 	event *core.Event // nil if the engine's stream is the calling thread: a call then returns when it is done
 	spec  *benchSpec
+
+	starts []rankStart
 }
 
 func newCaller(b *core.Buffer, spec *benchSpec) (*caller, error) {

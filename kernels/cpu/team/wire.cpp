@@ -15,9 +15,10 @@ static constexpr uint64_t kSpareLinkBytes = 8 << 10;  // extras of a row, for an
 
 WireRegion::WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uint64_t rdma_bytes, uint32_t flags) {
   uint64_t at = 0;
-  auto place = [&at](uint64_t bytes) {
+  auto place = [this, &at](uint64_t bytes) {
     uint64_t offset = at;
     at += round_up(bytes, kPage);
+    if (bytes) part[num_parts++] = offset;
     return offset;
   };
   rows_bytes = nvl_bytes;
@@ -59,7 +60,10 @@ DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
   DK_ENTER(p);
   if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS || p->num_nvl_peers < 1) return DK_EINVAL;
   p->control_bytes = control_bytes_for(p->num_ranks, p->num_nvl_peers);
-  p->wire_bytes = WireRegion(p->num_ranks, p->num_nvl_peers, p->nvl_bytes, p->rdma_bytes, p->flags).total;
+  WireRegion wire(p->num_ranks, p->num_nvl_peers, p->nvl_bytes, p->rdma_bytes, p->flags);
+  p->wire_bytes = wire.total;
+  p->num_wire_parts = wire.num_parts;
+  for (uint32_t i = 0; i < wire.num_parts; i++) p->wire_part[i] = wire.part[i];
   p->min_nvl_bytes = static_cast<uint64_t>(p->num_ranks) * round_up(p->max_row_bytes, kLine);
   int nodes = nodes_of(p->num_ranks, p->num_nvl_peers);
   p->min_rdma_bytes = nodes > 1 ? static_cast<uint64_t>(nodes) * round_up(p->max_row_bytes, kLine) : 0;

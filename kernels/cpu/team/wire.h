@@ -20,6 +20,8 @@ struct WireRegion {
   uint64_t link_in_offset, link_out_offset;
   uint64_t link_bytes;  // of each; 0: one node
   uint64_t total;
+  uint64_t part[DK_MAX_WIRE_PARTS];  // the offsets above, ascending, without empty parts
+  uint32_t num_parts = 0;
 
   WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uint64_t rdma_bytes, uint32_t flags);
 };
