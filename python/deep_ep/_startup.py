@@ -18,6 +18,7 @@ STAGES = {"load": "load_ns", "memory": "memory_ns", "connect": "connect_ns", "la
 # Where T was not known: warmed with T, T/4, T/16 and T/64 tokens, since a block of memory serves outputs down to a
 # quarter of its size.
 LADDER = (1, 4, 16, 64)
+MOST_TOKENS = 4096  # of a rank, as in the library
 ROUNDS = 2  # of normal mode: the first one's memory goes back to the allocators, which the second takes it from
 
 
@@ -80,6 +81,8 @@ def warm_up(buffer: Buffer, options: Any) -> None:
         for divisor in (1,) if known else LADDER:
             tokens = max(1, found.num_tokens // divisor)
             _normal(buffer, Shape(tokens, found.hidden, found.num_topk, found.num_experts), known)
+        if not known and core.host_stream:
+            _larger_blocks(buffer, found)
     core.synchronize()
     options.part = _abi.WARMUP_END
     native.check(call(native, ctypes.byref(options)))
@@ -116,6 +119,16 @@ def _normal(buffer: Buffer, shape: Shape, twice: bool) -> None:
         buffer.combine(rows, handle, topk_weights=row_weights)
         if not twice:  # one block of each size is kept
             del rows
+
+
+def _larger_blocks(buffer: Buffer, found: Any) -> None:
+    """Brings in memory for the rows of more tokens than there was time to run, up to MOST_TOKENS."""
+    core = buffer._core
+    tokens, held = found.num_tokens * LADDER[1], []
+    while tokens <= MOST_TOKENS:
+        rows = tokens * min(core.group_size, found.num_topk)
+        held.append(buffer._normal._row_cache.empty((rows, found.hidden), BF16).zero_())
+        tokens *= LADDER[1]
 
 
 def _low_latency(buffer: Buffer, shape: Shape, use_fp8: bool) -> None:
