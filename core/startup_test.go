@@ -166,18 +166,21 @@ func TestWarmupArguments(t *testing.T) {
 	o.NumNVLBytes = 1 << 20
 	onRanks(t, 2, o, func(m *member) {
 		given := WarmupOptions{NumTokens: 8, Hidden: 256, NumTopK: 2, NumExperts: 8}
-		for want, change := range map[string]func(*WarmupOptions){
-			"num_experts": func(w *WarmupOptions) { w.NumExperts = 7 },
-			"hidden":      func(w *WarmupOptions) { w.Hidden = 12 },
-			"max_bytes":   func(w *WarmupOptions) { w.MaxBytes = 100 },
-			"max_ms":      func(w *WarmupOptions) { w.MaxMS = -1 },
-			"part":        func(w *WarmupOptions) { w.Part = 3 },
-			"0 or more":   func(w *WarmupOptions) { w.NumTokens = -1 },
+		for _, c := range []struct { // in one order on all ranks
+			want   string
+			change func(*WarmupOptions)
+		}{
+			{"num_experts", func(w *WarmupOptions) { w.NumExperts = 7 }},
+			{"hidden", func(w *WarmupOptions) { w.Hidden = 12 }},
+			{"max_bytes", func(w *WarmupOptions) { w.MaxBytes = 100 }},
+			{"max_ms", func(w *WarmupOptions) { w.MaxMS = -1 }},
+			{"part", func(w *WarmupOptions) { w.Part = 3 }},
+			{"0 or more", func(w *WarmupOptions) { w.NumTokens = -1 }},
 		} {
 			w := given
-			change(&w)
+			c.change(&w)
 			_, err := m.Warmup(w)
-			m.check(errors.Is(err, ErrInvalidArgument) && strings.Contains(err.Error(), want), "%s: %v", want, err)
+			m.check(errors.Is(err, ErrInvalidArgument) && strings.Contains(err.Error(), c.want), "%s: %v", c.want, err)
 		}
 		_, err := m.Warmup(WarmupOptions{Part: WarmupEnd})
 		m.check(errors.Is(err, ErrInvalidState), "an end without a beginning: %v", err)
