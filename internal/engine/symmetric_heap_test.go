@@ -136,7 +136,7 @@ func TestQueuePairsAreDividedOverTheNICs(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := r.withoutRecords(); !strings.Contains(got, "id for 4 ranks, 2 a node, "+c.perNIC+" x 1024; ") || !strings.Contains(got, "transport 5 x 1024") {
+		if got := r.withoutRecords(); !strings.Contains(got, "id for 4 ranks, 2 a node, "+c.perNIC+" x 1024 flags 0; ") || !strings.Contains(got, "transport 5 x 1024") {
 			t.Errorf("%s: %s, want %s on each NIC", c.what, got, c.perNIC)
 		}
 		made := r.Info()
