@@ -87,6 +87,11 @@ class Plan:
     timeout_ms: int
     first_timeout_ms: int
 
+    @property
+    def rdma_team(self) -> list[int]:
+        """The RDMA sub-team: the rank of this one's index on each node, itself among them; see Buffer.rdma_team."""
+        return [self.nvl_rank + node * self.num_nvl_peers for node in range(self.num_rdma_ranks)]
+
 
 def plan(
     num_ranks: int,

@@ -84,6 +84,13 @@ def test_sub_team(pool):
     pool.run(4, rank_sub_team)
 
 
+def test_sub_team_in_a_plan():
+    from deep_ep import plan
+
+    assert plan(16, rank=11, num_nvl_peers=8, engine="cpu").rdma_team == [3, 11]
+    assert plan(8, rank=5, num_nvl_peers=8, engine="cpu").rdma_team == [5]
+
+
 def rank_orders(ctx, folder):
     for order in ("linear", "planned", "rotated", "spread", "auto"):
         os.environ["DEEPEP_QP_ORDER"] = order

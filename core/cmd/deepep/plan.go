@@ -123,11 +123,14 @@ func (p *sizes) printQueues(t table.Writer) {
 		depth = fmt.Sprintf("B tokens want %d, 2 × (B + 1) to a power of two", p.QPDepthForTokens)
 	}
 	t.AppendRow(table.Row{"NVSHMEM_QP_DEPTH", p.QPDepth, "", depth})
-	t.AppendRow(table.Row{"order of creation", "", "", fmt.Sprintf("rank %d: %s", p.QPRank, someOf(p.QPOrder))})
+	t.AppendRow(table.Row{"order of creation", "", "", fmt.Sprintf("%s, rank %d: %s", p.QPOrderName, p.QPRank, someOf(p.QPOrder))})
+	if p.Nodes > 1 {
+		t.AppendRow(table.Row{"RDMA sub-team", len(p.RDMATeam), "", fmt.Sprintf("of rank %d: %s; rows of normal mode cross between these ranks alone", p.QPRank, someOf(p.RDMATeam))})
+	}
 }
 
 // someOf lists the ends of a long list.
-func someOf(numbers []int32) string {
+func someOf[N int | int32](numbers []N) string {
 	const head, tail = 9, 3
 	var words []string
 	for i, n := range numbers {

@@ -34,6 +34,9 @@ func TestPlanSizes(t *testing.T) {
 		q.QPsPerNIC != 5 || q.QPRank != 3 || !slices.Equal(q.QPOrder, []int32{5, 4, 1, 0}) {
 		t.Errorf("%d queue pairs, %d a NIC, order of rank %d %v", q.QPsPerPeer, q.QPsPerNIC, q.QPRank, q.QPOrder)
 	}
+	if q := planned(t, "--ranks", "6", "--ranks-per-node", "2", "--experts", "6", "--rank", "3", "--engine", "cpu"); !slices.Equal(q.RDMATeam, []int{1, 3, 5}) {
+		t.Errorf("sub-team of rank 3 %v", q.RDMATeam)
+	}
 	if p.TotalBytes < p.NVLBytes+max(p.RDMABytes, p.LLBytes)+p.PrivateBytes {
 		t.Errorf("total %d", p.TotalBytes)
 	}

@@ -86,7 +86,8 @@ type sizes struct {
 	QPDepth          int     `json:"qp_depth"`
 	QPDepthForTokens int     `json:"qp_depth_for_tokens"` // with which no call waits for room; 0: none is deep enough
 	QPRank           int     `json:"qp_rank"`
-	QPOrder          []int32 `json:"qp_order"` // peers of QPRank in the order in which their queue pairs are made
+	RDMATeam         []int   `json:"rdma_team"` // of QPRank: the rank of its index on each node
+	QPOrder          []int32 `json:"qp_order"`  // peers of QPRank in the order in which their queue pairs are made
 	TimeoutMS        int64   `json:"timeout_ms"`
 	FirstTimeoutMS   int64   `json:"first_timeout_ms"`
 	MemoryBytes      uint64  `json:"memory_bytes,omitempty"`
@@ -107,7 +108,7 @@ func (s *shape) plan() (*sizes, error) {
 		Library: p.Library, Reason: p.Reason, ControlBytes: p.ControlBytes, WireBytes: p.WireBytes, PrivateBytes: p.PrivateBytes,
 		TotalBytes: p.TotalBytes, RowSegmentBytes: p.RowSegmentBytes, OutputFP8: p.OutputFP8, OutputBF16: p.OutputBF16,
 		QPsPerPeer: p.QPsPerPeer, QPsUsed: p.QPsUsed, NICs: p.NICs, QPsPerNIC: p.QPsPerNIC, QPPeers: p.QPPeers, QPs: p.QPs,
-		QPDepth: p.QPDepth, QPDepthForTokens: p.QPDepthForTokens, QPRank: s.rank, QPOrder: p.QPOrder,
+		QPDepth: p.QPDepth, QPDepthForTokens: p.QPDepthForTokens, QPRank: s.rank, RDMATeam: p.RDMATeam.Ranks(), QPOrder: p.QPOrder,
 		TimeoutMS: p.Timeout.Milliseconds(), FirstTimeoutMS: p.FirstTimeout.Milliseconds(),
 	}, nil
 }
