@@ -262,6 +262,16 @@ func (r *faultRound) sensible(ranks int) bool {
 	return true
 }
 
+// kind is the fault, and whether the start's limit holds in place of the usual ones.
+func (r *faultRound) kind() string {
+	if r.startLimit() > 0 {
+		return r.fault + inStart
+	}
+	return r.fault
+}
+
+const inStart = ", start"
+
 // startLimit is that of a group's start in which a rank has a fault, or of a warm-up, which has the same; 0: the usual.
 func (r *faultRound) startLimit() time.Duration {
 	switch {

@@ -29,7 +29,7 @@ type faultSession struct {
 	all     []*faultProcess // by rank; nil: to be started
 	missing map[string]string
 	counts  map[string]int
-	slowest map[string]time.Duration // by fault
+	slowest map[string]time.Duration // by kind
 }
 
 // faultProcess is a rank's process. It plays many rounds, until a fault ends it.
@@ -107,6 +107,9 @@ func (s *faultSession) report(played int, took time.Duration) {
 		line := fmt.Sprintf("  %-10s %5d", fault, s.counts[fault])
 		if d := s.slowest[fault]; d > 0 {
 			line += fmt.Sprintf("  slowest to be named: %.3f s", d.Seconds())
+		}
+		if d := s.slowest[fault+inStart]; d > 0 {
+			line += fmt.Sprintf("  in a start: %.3f s", d.Seconds())
 		}
 		fmt.Fprintln(s.out, line)
 	}

@@ -81,13 +81,13 @@ func (j *faultJudge) judge(s *faultSession) (bad []string) {
 			}
 		default:
 			took := time.Duration(failed.At - min(j.at, failed.At))
-			s.slowest[r.fault] = max(s.slowest[r.fault], took)
+			s.slowest[r.kind()] = max(s.slowest[r.kind()], took)
 			j.judgeError(rank, failed, took, say)
 		}
 	}
 	for _, e := range j.masked {
 		took := time.Duration(e.At - min(j.at, e.At))
-		s.slowest[r.fault] = max(s.slowest[r.fault], took)
+		s.slowest[r.kind()] = max(s.slowest[r.kind()], took)
 		if took > j.allowed() {
 			bad = append(bad, fmt.Sprintf("masked only after %v", took))
 		}
