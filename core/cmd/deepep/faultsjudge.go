@@ -124,9 +124,9 @@ func (j *faultJudge) judgeError(rank int, failed *faultEvent, took time.Duration
 	if r.phase == "construct" && named < 0 && regexp.MustCompile(`\brank `+strconv.Itoa(r.victim)+`\b`).MatchString(failed.Error) {
 		named = r.victim // the first exchange knows ranks by number alone
 	}
-	// Some ranks see only another one that the victim has held up: one that has given up and left (in collective steps, and
-	// where the victim itself has left in good order), or across nodes one that waits itself. Its own error leads on.
-	indirect := r.phase == "construct" || r.phase == "warm-up" || r.fault == "exception" || r.perNode < len(j.failed) && r.fault == "stop"
+	// Some ranks see only another one that the victim has held up: one that has given up and left, which this rank saw
+	// first, or across nodes one that waits itself. Its own error leads on.
+	indirect := r.phase == "construct" || strings.Contains(failed.Error, "has left the group") || r.perNode < len(j.failed) && r.fault == "stop"
 	for hops := 0; indirect && hops < len(j.failed) && named >= 0 && named != r.victim && j.failed[named] != nil; hops++ {
 		named = accused(j.failed[named].Error, named)
 	}
