@@ -119,8 +119,8 @@ bool RecvHalf::find(int peer, Arrival &message) const {
     const SendMessage &there = team_.control().send_from(kind_, slot, peer);
     uint64_t epoch = message.epoch = there.epoch.load();
     if (epoch == 0) continue;
-    message.copy(there);
-    std::atomic_thread_fence(std::memory_order_acquire);
+    message.since_clean = there.since_clean.load();
+    message.cleans = there.cleans.load();
     bool same_clean = message.cleans == ticket_.cleans;
     // If the numbers of cleans differ, the epochs decide: they must be equal, and newer than the last unmask. A message
     // from before a clean that the peer has done since belongs to a call that this rank never made.
@@ -128,7 +128,10 @@ bool RecvHalf::find(int peer, Arrival &message) const {
                        ? message.since_clean == ticket_.since_clean
                        : epoch == ticket_.epoch && epoch > team_.control().peer_state(peer).seen_at_clean[kind_] &&
                              (message.cleans > ticket_.cleans || cleans_of(peer) < ticket_.cleans);
-    if (matches && there.epoch.load() == epoch) return true;
+    if (!matches || there.epoch.load() != epoch) continue;
+    message.copy(there);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (there.epoch.load() == epoch) return true;
   }
   return false;
 }

@@ -81,9 +81,8 @@ struct Arrival {
   int64_t fields[kNumFields];
   Refusal refusal;
 
+  // All but the words by which it is found.
   void copy(const SendMessage &from) {
-    since_clean = from.since_clean.load();
-    cleans = from.cleans.load();
     num_tokens = from.num_tokens;
     rows_offset = from.rows_offset;
     rows_stride = from.rows_stride;
