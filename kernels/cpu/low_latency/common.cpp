@@ -130,7 +130,6 @@ bool RecvHalf::find(int peer, Arrival &message) const {
                              (message.cleans > ticket_.cleans || cleans_of(peer) < ticket_.cleans);
     if (!matches || there.epoch.load() != epoch) continue;
     message.copy(there);
-    std::atomic_thread_fence(std::memory_order_acquire);
     if (there.epoch.load() == epoch) return true;
   }
   return false;
