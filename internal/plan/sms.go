@@ -27,6 +27,8 @@ var (
 )
 
 const (
+	// measuredRanks is the number of ranks of the sweeps.
+	measuredRanks = 4.0
 	// noBulkFactor is how much longer an SM without bulk copies (below 9.0) takes: 1.7 times in both operations.
 	noBulkFactor = 1.7
 	// smSlack is the time in us that fewer SMs may cost: a tenth of the 25 us that a call takes whatever it carries.
@@ -70,7 +72,9 @@ func NumSMs(q SMQuery) int {
 			cost = stagedCost
 		}
 	}
-	work := rows * math.Max(cost.least, cost.row+bytes*cost.perByte)
+	// Among more than 4 ranks fewer rows stay. What those spare was not measured: SMs to spare cost less than SMs that are
+	// missing.
+	work := math.Max(rows, crossing*measuredRanks/(measuredRanks-1)) * math.Max(cost.least, cost.row+bytes*cost.perByte)
 	if q.ComputeCapability < 90 {
 		work *= noBulkFactor
 	}

@@ -339,6 +339,34 @@ static void changed_ll_handle(struct rank *me) {
   }
 }
 
+/* On GPUs rows of a combine are on their way when its indices are seen: the rank's buffer fails, and names the index.
+ */
+static void wrong_index_on_a_device(struct rank *me) {
+  if (host_library()) skip(me, "on the host every rank refuses the call");
+  struct ll_spec spec = kLowLatency;
+  spec.weights = true; /* else the others wait for those of the wrong index */
+  struct team *t = make_ll_team(me, &spec, 0);
+  struct ll *l = make_ll(t, &spec, 3);
+  ll_round(l, 5);
+  fetch_tensor(me, l->idx);
+  finish(me);
+  if (me->index == 0) {
+    ((int64_t *)l->idx.host)[3] = spec.experts;
+    send_tensor(me, l->idx);
+  }
+  run_ll_combine(l, DK_PHASE_BOTH, 2);
+  finish(me);
+  if (me->index != 0) {
+    expect_healthy(t);
+    check_ll_combine(l);
+    return;
+  }
+  const dk_failure *f = &t->status->failure;
+  expect(me, f->code == DK_EINVAL && f->field == DK_FIELD_TOPK_IDX && f->peer == 0 && f->seen == spec.experts,
+         "code %u, field %u, peer %d, index %ld", f->code, f->field, f->peer, (long)f->seen);
+  expect_nan(l);
+}
+
 /* The send half is refused; the receive half says so, once. */
 static void refused_in_halves(struct rank *me) {
   if (!host_library()) skip(me, "on GPUs a wrong index counts as -1");
@@ -440,6 +468,7 @@ static const struct test_case cases[] = {
     {"refused/ll combine, source token B", changed_ll_handle, 3, &kSourceHuge, QUICK, 0, 0},
     {"refused/ll combine, sources out of order", changed_ll_handle, 3, &kSourceOrder, QUICK, 0, 0},
     {"refused/ll combine, index E", changed_ll_handle, 3, &kIndex, QUICK, 0, 0},
+    {"refused/ll combine, index E on a device", wrong_index_on_a_device, 3, NULL, QUICK, 0, 0},
     {"refused/ll dispatch in halves", refused_in_halves, 3, NULL, QUICK, 0, 0},
     {"refused/different operations", crossed, 2, NULL, QUICK, 0, 0},
     {"refused/a late rank is not told of success", late_rank, 3, NULL, QUICK, 0, 0},

@@ -64,6 +64,7 @@ def test_plan_needs_neither_a_gpu_nor_ranks(monkeypatch):
 
     shape = {"num_tokens": 4096, "hidden": 7168, "num_topk": 8, "num_experts": 256, "engine": "cuda"}
     monkeypatch.setenv("DEEPEP_NUM_NICS", "2")
+    monkeypatch.setattr(deep_ep.Buffer, "_num_sms_given", False)  # another test may have said a number
     planned = deep_ep.plan(16, num_max_dispatch_tokens_per_rank=128, **shape)
     assert planned.engine == "cuda" and planned.num_rdma_ranks == 2 and bool(planned.library) != bool(planned.reason)
     assert (planned.num_qps_per_peer, planned.num_qps_per_nic, planned.num_qps) == (24, 12, 24 * 15)
@@ -129,6 +130,7 @@ def rank_sms(ctx):
             buffer.combine(rows, handle, config=config)
             return {int(native.num_sms) for native in seen}
 
+        Buffer.num_sms, Buffer._num_sms_given = 20, False  # another test may have said a number
         try:
             found = [Buffer.num_sms, call(), call(Config(num_sms=12)), call(Buffer.get_dispatch_config(ctx.size))]
             Buffer.set_num_sms(20)

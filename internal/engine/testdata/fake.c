@@ -240,8 +240,8 @@ int32_t dk_transport_unique_id(dk_transport_unique_id_params *p) {
     return DK_EVERSION;
   }
   memset(p->id, 'i', sizeof p->id);
-  NOTE("id for %d ranks, %d a node, %d x %d flags %d\n", p->num_ranks, p->num_nvl_peers, p->num_qps_per_nic, p->qp_depth,
-       (int)p->flags);
+  NOTE("id for %d ranks, %d a node, %d x %d flags %d\n", p->num_ranks, p->num_nvl_peers, p->num_qps_per_nic,
+       p->qp_depth, (int)p->flags);
   return 0;
 }
 int32_t dk_transport_attach(dk_transport_attach_params *p) {

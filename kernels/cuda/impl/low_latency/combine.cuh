@@ -24,7 +24,10 @@ __device__ inline void read_row_words(const LowLatencyCombineParams &p, const Lo
   const int lane = lane_id();
   int64_t expert = entry.expert;
   const float weight = entry.weight;
-  if (expert < 0 || expert >= p.num_experts) expert = -1;
+  if (expert < -1 || expert >= p.num_experts) {  // its row would stay in the slot, and its weight is awaited
+    report_failure(s, DK_EINVAL, s.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert, 0);
+    expert = -1;
+  }
   int rank = expert < 0 ? -1 : p.by_local.quotient(static_cast<int>(expert));
   if (rank >= 0 && (is_masked(s, rank) || calls[rank].epoch == 0)) rank = -1;
   const LowLatencyCall call = calls[rank < 0 ? s.team.rank : rank];  // of the rank that this lane waits for
