@@ -15,22 +15,28 @@ constexpr uint32_t kLeaving = 0x80000000u;
 
 __device__ inline bool has_failed(const Session &s) { return ptx::ld_relaxed_gpu(&s.team.scratch->sticky) != 0; }
 
-// The first failure of a team goes into host memory, complete before its code is seen. Later ones are dropped.
+// A record for the host, complete before its code is seen.
+__device__ __forceinline__ void store_record(const Session &s, dk_failure *to, uint32_t code, int peer, uint32_t field,
+                                             int64_t expected, int64_t seen, uint64_t waited_ns) {
+  volatile dk_failure *record = to;
+  record->op = s.op;
+  record->phase = s.phase;
+  record->rank = s.team.rank;
+  record->peer = peer;
+  record->field = field;
+  record->call = s.call;
+  record->expected = expected;
+  record->seen = seen;
+  record->waited_ns = waited_ns;
+  ptx::st_release_sys(&to->code, code);
+}
+
+// The first failure of a team goes into host memory. Later ones are dropped.
 __device__ __noinline__ inline void report_failure(const Session &s, uint32_t code, int peer, uint32_t field,
                                                    int64_t expected, int64_t seen, uint64_t waited_ns) {
   if (code == kLeftBefore || atomicCAS(&s.team.scratch->sticky, 0u, code) != 0) return;
   dk_status *status = s.team.status;
-  volatile dk_failure *failure = &status->failure;
-  failure->op = s.op;
-  failure->phase = s.phase;
-  failure->rank = s.team.rank;
-  failure->peer = peer;
-  failure->field = field;
-  failure->call = s.call;
-  failure->expected = expected;
-  failure->seen = seen;
-  failure->waited_ns = waited_ns;
-  ptx::st_release_sys(&status->failure.code, code);
+  store_record(s, &status->failure, code, peer, field, expected, seen, waited_ns);
   ptx::st_release_sys(&status->sticky, code);
 }
 
@@ -46,17 +52,7 @@ __device__ __noinline__ inline void report_refusal(const Session &s, Refusing wh
   }
   for (dk_failure &entry : s.team.status->refusals) {
     if (ptx::ld_relaxed_sys(&entry.code) != 0) continue;
-    volatile dk_failure *to = &entry;
-    to->op = s.op;
-    to->phase = s.phase;
-    to->rank = s.team.rank;
-    to->peer = peer;
-    to->field = field;
-    to->call = s.call;
-    to->expected = expected;
-    to->seen = seen;
-    to->waited_ns = 0;
-    ptx::st_release_sys(&entry.code, code);
+    store_record(s, &entry, code, peer, field, expected, seen, 0);
     ptx::st_release_sys(&s.team.status->refused, 1);
     return;
   }
