@@ -61,22 +61,27 @@ class Calls:
     """The calls of one buffer with one kind of rows."""
 
     def __init__(self, buffer: deep_ep.Buffer, data: Input, worst: int) -> None:
-        self.buffer, self.data, self._worst = buffer, data, worst
-        self.layout = buffer.get_dispatch_layout(data.experts, EXPERTS)
-        self._result: Any = None
+        self.buffer, self.data, self.worst = buffer, data, worst
+        self.layout = self.make_layout()
+        self.result: Any = None
+
+    def make_layout(self) -> Any:
+        """The counts of the batch."""
+        return self.buffer.get_dispatch_layout(self.data.experts, EXPERTS)
 
     def dispatch(self, sms: int) -> Callable[[], None]:
         """In one step, so that the host waits for nothing and the kernels of all ranks begin together."""
-        return lambda: self._dispatch(self.layout, self._worst, deep_ep.Config(sms))
+        return lambda: self.issue(self.layout, self.worst, deep_ep.Config(sms))
 
     def layout_and_dispatch(self) -> None:
         """As a training step does it: the host waits for the counts."""
-        self._dispatch(self.buffer.get_dispatch_layout(self.data.experts, EXPERTS), 0, None)
+        self.issue(self.make_layout())
 
-    def _dispatch(self, layout: Any, worst: int, config: deep_ep.Config | None) -> None:
-        self._result = None  # its rows are free to be used again
+    def issue(self, layout: Any, worst: int = 0, config: deep_ep.Config | None = None) -> None:
+        """A dispatch after this layout."""
+        self.result = None  # its rows are free to be used again
         per_rank, per_node, per_expert, in_rank, _ = layout
-        self._result = self.buffer.dispatch(
+        self.result = self.buffer.dispatch(
             self.data.x,
             topk_idx=self.data.experts,
             topk_weights=self.data.weights,
@@ -90,14 +95,14 @@ class Calls:
 
     def path(self) -> str:
         """Which way the last dispatch's rows came."""
-        pool, rows = self.buffer._core.native.rows, self._result[0]
+        pool, rows = self.buffer._core.native.rows, self.result[0]
         first = rows[0] if isinstance(rows, tuple) else rows
         return "direct" if pool is not None and pool.offset(first) is not None else "copied"
 
     def combine(self, sms: int) -> Callable[[], None]:
         """Of the rows that a dispatch delivered."""
         self.layout_and_dispatch()
-        rows, handle = self._result[0], self._result[4]
+        rows, handle = self.result[0], self.result[4]
 
         def call() -> None:
             self.buffer.combine(rows, handle, config=deep_ep.Config(sms))
@@ -105,7 +110,7 @@ class Calls:
         return call
 
 
-def _is(part: str) -> Callable[[str], bool]:
+def kernel_named(part: str) -> Callable[[str], bool]:
     return lambda name: f"::{part}" in name and "internode_ll" not in name
 
 
@@ -125,7 +130,7 @@ def _nccl(team: Team, rows: Rows, x: Tensor) -> tuple[Callable[[], None], Callab
     return forth, home
 
 
-def _inputs(team: Team, case: Case) -> dict[str, Input]:
+def inputs_of_kinds(team: Team, case: Case) -> dict[str, Input]:
     fp8 = Case(case.ranks, case.tokens, case.hidden, fp8=True)
     return {"BF16": make_input(case, team.rank).to(team.device), "FP8": make_input(fp8, team.rank).to(team.device)}
 
@@ -140,7 +145,7 @@ def measure_views(team: Team, case: Case, rounds: int) -> list[dict[str, Any]]:
     for path in ("direct", "copied"):
         buffer = make_buffer(team, case, direct=path == "direct")
         meeting = Meeting(team, buffer, cold=True)
-        for kind, data in _inputs(team, case).items():
+        for kind, data in inputs_of_kinds(team, case).items():
             calls = Calls(buffer, data, 0)
             times = host_view(team, meeting, calls.layout_and_dispatch, rounds)
             found.append(_entry("layout + dispatch", kind, calls.path(), 0, times))
@@ -151,7 +156,7 @@ def measure_views(team: Team, case: Case, rounds: int) -> list[dict[str, Any]]:
 
 def measure(team: Team, case: Case, rounds: int) -> dict[str, Any]:
     """Times in us of the slowest rank, by (operation, format, path, SMs), and the rows that leave the busiest rank."""
-    inputs = _inputs(team, case)
+    inputs = inputs_of_kinds(team, case)
     rows = Rows.of(team, inputs["BF16"])
     worst = max(team.gather(sum(rows.received)))
     leaving = max(team.gather(sum(rows.sent) - rows.sent[team.rank]))
@@ -162,7 +167,7 @@ def measure(team: Team, case: Case, rounds: int) -> dict[str, Any]:
         for kind, data in inputs.items():
             calls = Calls(buffer, data, worst)
             for sms in DISPATCH_SMS[kind, path]:
-                times = sums(profiled(team, meeting, calls.dispatch(sms), rounds, _is("dispatch")))
+                times = sums(profiled(team, meeting, calls.dispatch(sms), rounds, kernel_named("dispatch")))
                 found.append(_entry("dispatch", kind, calls.path(), sms, times))
             if path == "direct" and kind == "BF16":
                 found += _combine_and_small(team, meeting, calls, rounds)
@@ -191,7 +196,7 @@ def _combine_and_small(team: Team, meeting: Meeting, calls: Calls, rounds: int) 
         calls.buffer.get_dispatch_layout(calls.data.experts, EXPERTS)
 
     def timed(call: Callable[[], None], part: str) -> list[float]:
-        return sums(profiled(team, meeting, call, rounds, _is(part)))
+        return sums(profiled(team, meeting, call, rounds, kernel_named(part)))
 
     found = [_entry("combine", "BF16", "", sms, timed(calls.combine(sms), "combine")) for sms in COMBINE_SMS]
     found.append(_entry("layout", "", "", 0, timed(layout, "layout")))

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ import torch.distributed as dist
 
 from lib.kernel_clock import Meeting, host_view
 from lib.low_latency_kernels import Step
+from lib.normal_kernels import Calls as NormalCalls
 from lib.normal_kernels import Rows, make_buffer
-from lib.normal_mode import EXPERTS, Case, make_input
+from lib.normal_mode import Case, make_input
 from lib.ranks import Team
 
 DENSE_TOKENS = (1, 16, 64, 128, 512, 1024, 4096)
@@ -29,54 +31,23 @@ Call = Callable[[], Any]
 Times = dict[str, dict[str, list[float]]]
 
 
-class NormalCalls:
-    """Normal mode's calls of one batch, as training and prefill make them."""
+def _make_calls(team: Team, case: Case) -> NormalCalls:
+    """Normal mode's calls of one batch, as training and prefill make them; rows go straight to their places."""
+    data = make_input(case, team.rank).to(team.device)
+    worst = max(team.gather(sum(Rows.of(team, data).received)))
+    return NormalCalls(make_buffer(team, case, direct=True), data, worst)
 
-    def __init__(self, team: Team, case: Case) -> None:
-        self.data = make_input(case, team.rank).to(team.device)
-        self.worst = max(team.gather(sum(Rows.of(team, self.data).received)))
-        self.buffer = make_buffer(team, case, direct=True)
-        self.result: Any = None
-        self.fresh()
 
-    def layout(self) -> Any:
-        """The counts of the batch."""
-        return self.buffer.get_dispatch_layout(self.data.experts, EXPERTS)
-
-    def dispatch(self, layout: Any, worst: int = 0) -> Any:
-        """A dispatch after this layout; the last result's rows are free again before."""
-        self.result = None
-        per_rank, per_node, per_expert, in_rank, _ = layout
-        self.result = self.buffer.dispatch(
-            self.data.x,
-            topk_idx=self.data.experts,
-            topk_weights=self.data.weights,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            num_worst_tokens=worst,
-        )
-        return self.result
-
-    def fresh(self, worst: int = 0) -> None:
-        """Layout and dispatch."""
-        self.dispatch(self.layout(), worst)
-
-    def combine(self) -> Any:
-        """Of the rows that the last dispatch delivered."""
-        return self.buffer.combine(self.result[0], self.result[4])
-
-    def there_and_back(self, worst: int = 0) -> None:
-        """Layout, dispatch and combine."""
-        self.fresh(worst)
-        self.combine()
+def _combine(normal: NormalCalls) -> Any:
+    """Of the rows that the last dispatch delivered."""
+    return normal.buffer.combine(normal.result[0], normal.result[4])
 
 
 def _calls(team: Team, normal: NormalCalls, step: Step) -> dict[str, Call]:
     """The measured calls, in the order of a model's layer."""
-    layout = normal.layout()
-    handle = normal.dispatch(layout)[4]
+    layout = normal.layout
+    normal.issue(layout)
+    handle = normal.result[4]
     rows = Rows.of(team, normal.data)
     assert isinstance(normal.data.x, torch.Tensor)
     out = normal.data.x.view(torch.int32).index_select(0, rows.tokens)
@@ -89,11 +60,11 @@ def _calls(team: Team, normal: NormalCalls, step: Step) -> dict[str, Call]:
         normal.result = (*normal.buffer.dispatch(normal.data.x, handle=handle)[:4], handle, None)
 
     return {
-        "get_dispatch_layout": normal.layout,
-        "dispatch (waits for counts)": lambda: normal.dispatch(layout),
-        "dispatch, num_worst_tokens": lambda: normal.dispatch(layout, normal.worst),
+        "get_dispatch_layout": normal.make_layout,
+        "dispatch (waits for counts)": lambda: normal.issue(layout),
+        "dispatch, num_worst_tokens": lambda: normal.issue(layout, normal.worst),
         "dispatch, cached handle": cached,
-        "combine": normal.combine,
+        "combine": lambda: _combine(normal),
         "low-latency dispatch FP8": lambda: step.dispatch(weights=False),
         "low-latency combine": lambda: step.combine(),
         "torch.empty": lambda: torch.empty((128, 7168), dtype=torch.bfloat16, device=team.device),
@@ -124,7 +95,7 @@ def _busy_thread() -> Iterator[None]:
 
 def measure(team: Team, case: Case, decoding: Case, rounds: int) -> dict[str, Any]:
     """Times in us of the slowest rank: {how: {call: {"call": until it returns, "done": until the device is done}}}."""
-    normal, step = NormalCalls(team, case), Step(team, decoding)
+    normal, step = _make_calls(team, case), Step(team, decoding)
     step.dispatch(weights=False)
     meeting = Meeting(team, normal.buffer, cold=False)
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -183,7 +154,7 @@ def measure_dense(team: Team, hidden: int, most: int, rounds: int) -> list[dict[
         return []
     found = []
     for tokens in [n for n in DENSE_TOKENS if n <= most]:
-        ours = NormalCalls(team, Case(team.size, tokens, hidden))
+        ours = _make_calls(team, Case(team.size, tokens, hidden))
         meeting = Meeting(team, ours.buffer, cold=False)
         x, experts, weights = ours.data.x, ours.data.experts, ours.data.weights
         assert isinstance(x, torch.Tensor)
@@ -196,10 +167,14 @@ def measure_dense(team: Team, hidden: int, most: int, rounds: int) -> list[dict[
                 dist.all_gather_into_tensor(all_ranks, own, group=team.rival)
             dist.reduce_scatter_tensor(back, gathered[0], group=team.rival)
 
+        def there_and_back(ours: NormalCalls = ours, worst: int = 0) -> None:
+            ours.issue(ours.make_layout(), worst)
+            _combine(ours)
+
         entry: dict[str, Any] = {"tokens": tokens}
-        entry["ours"] = host_view(team, meeting, ours.there_and_back, rounds, WARMUP)
+        entry["ours"] = host_view(team, meeting, there_and_back, rounds, WARMUP)
         entry["dense"] = host_view(team, meeting, dense, rounds, WARMUP)
-        entry["ours, graph"] = _in_graph(team, meeting, lambda ours=ours: ours.there_and_back(ours.worst))  # type: ignore[misc]
+        entry["ours, graph"] = _in_graph(team, meeting, partial(there_and_back, worst=ours.worst))
         entry["dense, graph"] = _in_graph(team, meeting, dense)
         found.append(entry)
         team.barrier()

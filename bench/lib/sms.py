@@ -9,8 +9,8 @@ import torch
 
 import deep_ep
 from lib.kernel_clock import Meeting, profiled, sums
-from lib.normal_kernels import EXPERTS, Calls, Rows, _inputs, _is, make_buffer
-from lib.normal_mode import TOP_K, Case
+from lib.normal_kernels import Calls, Rows, inputs_of_kinds, kernel_named, make_buffer
+from lib.normal_mode import EXPERTS, TOP_K, Case
 from lib.ranks import Team
 from lib.tables import Table, duration, median, ratio
 
@@ -24,7 +24,7 @@ def measure(team: Team, hidden: int, rounds: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for tokens in TOKENS:
         case = Case(team.size, tokens, hidden)
-        inputs = _inputs(team, case)
+        inputs = inputs_of_kinds(team, case)
         worst = max(team.gather(sum(Rows.of(team, inputs["BF16"]).received)))
         for direct in (True, False):
             planned = _plan(team, tokens, hidden, direct)
@@ -34,12 +34,12 @@ def measure(team: Team, hidden: int, rounds: int) -> list[dict[str, Any]]:
                 calls = Calls(buffer, data, worst)
                 chosen = planned.dispatch_sms_fp8 if kind == "FP8" else planned.dispatch_sms_bf16
                 for sms in (CHOICE, *SWEEP):
-                    times = sums(profiled(team, meeting, calls.dispatch(sms), rounds, _is("dispatch")))
+                    times = sums(profiled(team, meeting, calls.dispatch(sms), rounds, kernel_named("dispatch")))
                     entry = {"operation": "dispatch", "kind": kind, "path": calls.path(), "tokens": tokens, "sms": sms}
                     found.append(entry | {"times": times, "chosen": chosen})
                 if direct and kind == "BF16":
                     for sms in (CHOICE, *SWEEP):
-                        times = sums(profiled(team, meeting, calls.combine(sms), rounds, _is("combine")))
+                        times = sums(profiled(team, meeting, calls.combine(sms), rounds, kernel_named("combine")))
                         entry = {"operation": "combine", "kind": kind, "path": "", "tokens": tokens, "sms": sms}
                         found.append(entry | {"times": times, "chosen": planned.combine_sms})
             team.barrier()
