@@ -10,6 +10,7 @@ import (
 
 	"github.com/deepep-go/deepep/core"
 	"github.com/deepep-go/deepep/core/op"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // args is a struct of C as Go's of the same layout, which lies in C's memory and points to C's memory alone. shim.c has
@@ -85,6 +86,17 @@ func dpgo_wait_counts(id C.uintptr_t, token C.uint64_t, ms C.int64_t, rows, perE
 //export dpgo_dispatch
 func dpgo_dispatch(id C.uintptr_t, a *C.deepep_dispatch_args, c *C.dp_call) C.int32_t {
 	return operate(id, c, func(b *core.Buffer, call *core.Call) error { return b.Dispatch(args[op.DispatchArgs](a), call) })
+}
+
+//export dpgo_cancel_dispatch
+func dpgo_cancel_dispatch(id C.uintptr_t, token C.uint64_t, reason C.int32_t, c *C.dp_call) C.int32_t {
+	return operate(id, c, func(b *core.Buffer, call *core.Call) error {
+		var why error
+		if reason != 0 {
+			why = &status.Error{Code: status.Code(reason)}
+		}
+		return b.CancelDispatch(uint64(token), why, call)
+	})
 }
 
 //export dpgo_combine

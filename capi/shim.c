@@ -377,6 +377,14 @@ DP_PUBLIC deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_d
   return dpgo_dispatch(ID(buffer), &full, &order);
 }
 
+DP_PUBLIC deepep_status_t deepep_cancel_dispatch(deepep_buffer_t buffer, uint64_t token, deepep_status_t reason,
+                                                 const deepep_call *call) {
+  dp_call order;
+  TRY(enter());
+  TRY(take_call(&order, call));
+  return dpgo_cancel_dispatch(ID(buffer), token, reason, &order);
+}
+
 DP_PUBLIC deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args,
                                          const deepep_call *call) {
   deepep_combine_args full = DEEPEP_COMBINE_INIT;

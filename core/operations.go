@@ -62,6 +62,16 @@ func (b *Buffer) CountsLen(token uint64) (int, error) { return b.engine.CountsLe
 // differs from Notify's, or num_nvl_bytes or num_rdma_bytes cannot stage a row of this size.
 func (b *Buffer) Dispatch(a *DispatchArgs, c *Call) error { return b.engine.Dispatch(a, c.engine()) }
 
+// CancelDispatch takes the place of Dispatch on a rank that cannot go on after Notify, for example because it has no
+// memory for the rows that arrive: the other ranks, which have its counts, refuse that dispatch at once with an error
+// that names this rank and the kind of reason (nil: none); no row moves, and the buffers work on. The handle's matrices must stay until it is
+// done, as with Dispatch. Collective with the others' Dispatch.
+//
+// Errors: ErrInvalidArgument for a token whose dispatch was issued or refused.
+func (b *Buffer) CancelDispatch(token uint64, reason error, c *Call) error {
+	return b.engine.CancelDispatch(token, reason, c.engine())
+}
+
 // Combine is the way back of a normal-mode dispatch: it sends each received row to its source and sums there the rows
 // that came from each token, without weights. Collective.
 //

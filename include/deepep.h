@@ -519,6 +519,14 @@ typedef struct deepep_dispatch_args {
 /* collective, launches. */
 deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_dispatch_args *args, const deepep_call *call);
 
+/* collective with the other ranks' deepep_dispatch of the token, launches. In place of deepep_dispatch on a rank that
+ * cannot go on after deepep_notify_counts, for example because it has no memory for the rows: the others refuse that
+ * dispatch at once (ABORTED), their text names this rank and `reason`, a DEEPEP_ERROR_* or 0; no row moves, all buffers
+ * work on. The handle's matrices must stay until it is done, as with deepep_dispatch. Returns: INVALID_ARGUMENT for a
+ * token whose dispatch was issued or refused. */
+deepep_status_t deepep_cancel_dispatch(deepep_buffer_t buffer, uint64_t token, deepep_status_t reason,
+                                       const deepep_call *call);
+
 /* Arguments of deepep_combine, which sums the rows that came from each token. */
 typedef struct deepep_combine_args {
   uint32_t struct_size;

@@ -169,6 +169,13 @@ static void run_dispatch(deepep_buffer_t buffer) {
          handle.num_ranks == 1);
   EXPECT(deepep_wait_counts(buffer, token, -1, &rows, local) == DEEPEP_OK && rows == T - 1);
   EXPECT(deepep_wait_counts(buffer, token + 1, 0, &rows, local) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("token"));
+  EXPECT(deepep_cancel_dispatch(buffer, token + 1, DEEPEP_ERROR_OUT_OF_MEMORY, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT &&
+         SAYS("token"));
+  EXPECT(deepep_cancel_dispatch(buffer, token, DEEPEP_ERROR_OUT_OF_MEMORY, NULL) == DEEPEP_OK);
+  EXPECT(deepep_cancel_dispatch(buffer, token, 0, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("token"));
+  EXPECT(deepep_buffer_check(buffer) == DEEPEP_OK);
+  EXPECT(deepep_notify_counts(buffer, &notify, NULL, &token) == DEEPEP_OK);
+  EXPECT(deepep_wait_counts(buffer, token, -1, &rows, local) == DEEPEP_OK && rows == T - 1);
   handle.num_recv_tokens = T - 1;
   dispatch.token = token;
   dispatch.x = x;
@@ -252,7 +259,7 @@ static void test_life(void) {
   EXPECT(deepep_barrier(buffer, &call) == DEEPEP_OK && deepep_event_wait(event, -1) == DEEPEP_OK);
   EXPECT(deepep_query_mask(buffer, (int32_t *)sent, NULL) == DEEPEP_ERROR_INVALID_STATE && SAYS("shrink"));
   stats.op = DEEPEP_OP_DISPATCH;
-  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 3 && sent[0] > 0 &&
+  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 4 && sent[0] > 0 &&
          stats.p99_us >= stats.p50_us);
   EXPECT(deepep_event_destroy(event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_ERROR_INVALID_ARGUMENT);
   EXPECT(deepep_group_destroy(group) == DEEPEP_OK); /* buffers of the group live on */

@@ -300,6 +300,7 @@ static void call_small(deepep_call *call) {
   int32_t rows = 0;
   note(deepep_wait_counts(b, below(2) ? token : draw(), (int64_t)below(3), below(9) ? &rows : NULL,
                           below(2) ? NULL : (int32_t *)(void *)(arena + 4096)));
+  note(deepep_cancel_dispatch(b, below(2) ? token : draw(), wrong32(4), call));
   note(deepep_next_low_latency_combine_buffer(b, wrong32(8), wrong32(256), wrong32(8), below(9) ? &at : NULL, &number));
   note(deepep_clean_low_latency_buffer(b, wrong32(8), wrong32(256), wrong32(8), call));
   note(deepep_barrier(b, call));

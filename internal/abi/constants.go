@@ -111,6 +111,7 @@ const (
 	FieldHandleRows  = 23 // the handle has room for fewer rows: expected = room, seen = rows that arrive
 	FieldLayoutRange = 24 // a range outside its expert's rows: expected = rows that fit, seen = the entry
 	FieldSrcInfo     = 25 // a token number outside [0, B): expected = B, seen = the entry
+	FieldCancelled   = 26 // DK_DISPATCH_CANCELLED: seen = `reason`. The rank itself records nothing
 )
 
 // States of a statistics page.
@@ -169,9 +170,11 @@ const (
 	TeamLLTransport = 4 // low-latency calls reach every other rank through the transport, mapped or not
 )
 
-// Flags of a dispatch.
+// Flags of a dispatch. CANCELLED: this rank gives up the exchange of counts `exchange`: it has neither rows nor
+// outputs, and every rank refuses the dispatch.
 const (
-	DispatchCached = 1
+	DispatchCached    = 1
+	DispatchCancelled = 2
 )
 
 // Format of the rows of a low-latency dispatch.

@@ -584,7 +584,7 @@ type DispatchParams struct {
 	HiddenBytes       uint64
 	Exchange          uint64 // number of the exchange of counts that the handle is from, as given; 0: not known
 	XType             int32  // of x, as given: only compared
-	_                 int32
+	Reason            int32  // DK_DISPATCH_CANCELLED: a code for the peers' records
 	NumTokens         int32
 	NumScales         int32
 	NumTopK           int32

@@ -31,8 +31,35 @@ func (b *Buffer) Dispatch(a *op.DispatchArgs, c *Call) error {
 	})
 }
 
+// CancelDispatch is this rank's part of a dispatch that it cannot make: the peers, which have its counts, are told why
+// and refuse the dispatch; no row moves. Collective with their Dispatch.
+func (b *Buffer) CancelDispatch(token uint64, reason error, c *Call) error {
+	config, err := b.config(&Call{}, plan.KindDispatch)
+	if err != nil {
+		return err
+	}
+	p := &b.params.dispatch
+	a := op.DispatchArgs{Token: token, RecvSegment: -1, Handle: &op.Handle{}}
+	take := func() error {
+		slot, err := b.pendingOf(token)
+		if err != nil {
+			return err
+		}
+		rows := slot.rows
+		a.XType, a.NumScales, a.Hidden, a.NumTopK, a.NumExperts = rows.XType, rows.NumScales, rows.Hidden, rows.NumTopK, rows.NumExperts
+		a.Handle.RankPrefixMatrix, slot.token = slot.matrix, 0
+		return nil
+	}
+	return b.launchRest(c, abi.OpDispatch, onComm, &p.OpHeader, take, func() int32 {
+		fillDispatch(p, &a, &config)
+		p.Flags, p.Reason, p.IndexBytes, p.NumSMs = abi.DispatchCancelled, int32(status.CodeOf(reason)), 8, 0
+		return b.opt.Library.Dispatch(p)
+	})
+}
+
 func fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config *plan.Config) {
 	h := a.Handle
+	p.Reason = 0
 	if a.Cached != 0 {
 		p.Flags = abi.DispatchCached
 	}

@@ -18,6 +18,7 @@ type pending struct {
 	rows      plan.Rows
 	received  int32 // rows that arrive, once the counts were waited for; -1: not yet
 	perExpert int   // entries that the kernel writes
+	matrix    uintptr
 	page      []byte
 	address   uint64
 }
@@ -90,7 +91,7 @@ func (b *Buffer) reservePending(a *op.NotifyArgs) (*pending, error) {
 	if err := b.countsRoom(slot, local); err != nil {
 		return nil, err
 	}
-	slot.rows, slot.received, slot.perExpert = plan.NotifyRows(a), -1, local
+	slot.rows, slot.received, slot.perExpert, slot.matrix = plan.NotifyRows(a), -1, local, a.Handle.RankPrefixMatrix
 	return slot, nil
 }
 
@@ -122,6 +123,7 @@ func (b *Buffer) WaitCounts(token uint64, slice time.Duration, perExpert []int32
 	}
 	head := (*abi.Counts)(unsafe.Pointer(unsafe.SliceData(found.page)))
 	if head.NumRecvTokens < 0 {
+		b.endRefused(slot, token)
 		if err := b.outcome(callID{uint32(op.OpNotify), token}); err != nil {
 			return 0, err
 		}
@@ -134,6 +136,15 @@ func (b *Buffer) WaitCounts(token uint64, slice time.Duration, perExpert []int32
 	}
 	b.mu.Unlock()
 	return int(head.NumRecvTokens), nil
+}
+
+// endRefused ends an exchange that every rank has refused: no rank dispatches it.
+func (b *Buffer) endRefused(slot *pending, token uint64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if slot.token == token {
+		slot.token = 0
+	}
 }
 
 // pendingOf returns the exchange of a token. b.mu is held.

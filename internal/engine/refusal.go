@@ -79,6 +79,14 @@ func (b *Buffer) explainRefusal(f *abi.Failure) error {
 		return status.Errorf(status.Mismatch, "%s: ranks disagree on the handle: one has that of dispatch #%d, rank %d that of dispatch #%d; no rank moved a row",
 			head, f.Expected, f.Peer, f.Seen)
 	}
+	if f.Field == abi.FieldCancelled {
+		reason := "its program gave it up"
+		if f.Seen != 0 {
+			reason = status.Code(f.Seen).String()
+		}
+		return status.Errorf(status.Aborted, "%s: refused on every rank: rank %d has cancelled it after the exchange of counts: %s; no row was moved, the buffer works on",
+			head, f.Peer, reason)
+	}
 	if int(f.Peer) != b.rank && f.Peer >= 0 {
 		head += fmt.Sprintf(": refused on every rank, for rank %d has a wrong argument", f.Peer)
 	}

@@ -88,7 +88,8 @@ enum {
   DK_FIELD_SRC_IDX = 22,           /* recv_src_idx of a handle: tokens of a source do not ascend: seen = the entry */
   DK_FIELD_HANDLE_ROWS = 23,       /* the handle has room for fewer rows: expected = room, seen = rows that arrive */
   DK_FIELD_LAYOUT_RANGE = 24,      /* a range outside its expert's rows: expected = rows that fit, seen = the entry */
-  DK_FIELD_SRC_INFO = 25           /* a token number outside [0, B): expected = B, seen = the entry */
+  DK_FIELD_SRC_INFO = 25,          /* a token number outside [0, B): expected = B, seen = the entry */
+  DK_FIELD_CANCELLED = 26          /* DK_DISPATCH_CANCELLED: seen = `reason`. The rank itself records nothing */
 };
 
 /* ---- Host-visible memory shared by engine and kernels ------------------------------------------------------------ */
@@ -672,8 +673,9 @@ typedef struct dk_notify_params {
 /* Exchanges counts: every rank gets the whole matrix of rows from rank i to rank j. */
 int32_t dk_notify(dk_notify_params *p);
 
-/* Flags of a dispatch. */
-enum { DK_DISPATCH_CACHED = 1 };
+/* Flags of a dispatch. CANCELLED: this rank gives up the exchange of counts `exchange`: it has neither rows nor
+ * outputs, and every rank refuses the dispatch. */
+enum { DK_DISPATCH_CACHED = 1, DK_DISPATCH_CANCELLED = 2 };
 typedef struct dk_dispatch_params {
   DK_OP_HEADER;
   uint64_t x;                  /* [T, hidden_bytes] */
@@ -687,7 +689,7 @@ typedef struct dk_dispatch_params {
   uint64_t hidden_bytes;
   uint64_t exchange; /* number of the exchange of counts that the handle is from, as given; 0: not known */
   int32_t x_type;    /* of x, as given: only compared */
-  int32_t reserved0;
+  int32_t reason;    /* DK_DISPATCH_CANCELLED: a code for the peers' records */
   int32_t num_tokens, num_scales, num_topk, index_bytes, num_experts;
   int32_t num_recv_tokens;  /* rows of the outputs: N, or num_worst_tokens; -1: as many as the matrix says */
   int32_t num_worst_tokens; /* > 0: rows past N get index -1, weight 0 */

@@ -197,10 +197,11 @@ static void swapped(struct rank *me) {
 
 /* ---- Arguments of a dispatch ------------------------------------------------------------------------------------- */
 
-/* Counts that differ from token_in_rank. On GPUs the counts have left before the rows are numbered: the team fails. */
+/* Counts that differ from token_in_rank. On GPUs the counts have left before the rows are numbered: the dispatch is
+ * refused. */
 static void wrong_counts(struct rank *me) {
+  struct team *t = small_team(me);
   for (int odd = 0; odd < me->count; odd++) {
-    struct team *t = small_team(me);
     struct normal *n = make_normal(t, &kRows, 3);
     run_layout(n);
     fetch_tensor(me, n->per_rank);
@@ -212,19 +213,57 @@ static void wrong_counts(struct rank *me) {
     }
     run_notify(n);
     finish(me);
-    if (host_library()) {
-      dk_failure f = expect_refusal(t, DK_EINVAL, DK_OP_NOTIFY, odd, DK_FIELD_TOKENS_PER_RANK);
-      if (me->index == odd)
-        expect(me, f.expected == tokens && f.seen == tokens + 1, "the record: %ld, %ld", (long)f.expected,
-               (long)f.seen);
-      expect(me, n->counts->num_recv_tokens == -1 && n->counts->seq == n->notify_call, "a refused notify left counts");
-      meet(me);
-      dispatch_and_check(n);
-    } else if (me->index == odd) {
-      expect_failure(t, DK_EINVAL, DK_OP_NOTIFY, odd);
-      expect(me, t->status->failure.field == DK_FIELD_TOKENS_PER_RANK, "field %s",
-             field_name(t->status->failure.field));
+    uint32_t op = DK_OP_NOTIFY;
+    if (!host_library()) {
+      op = DK_OP_DISPATCH;
+      expect_no_refusal(t);
+      expect(me, n->counts->seq == n->notify_call, "the counts of a notify that is refused later");
+      dk_dispatch_params d = dispatch_params(n, 0);
+      d.exchange = n->notify_call;
+      CALL(me, dispatch, &d);
+      finish(me);
     }
+    dk_failure f = expect_refusal(t, DK_EINVAL, op, odd, DK_FIELD_TOKENS_PER_RANK);
+    if (me->index == odd) expect(me, f.expected == tokens, "the record: %ld", (long)f.expected);
+    expect(me, f.seen == f.expected + 1, "the record: %ld, %ld", (long)f.expected, (long)f.seen);
+    if (host_library())
+      expect(me, n->counts->num_recv_tokens == -1 && n->counts->seq == n->notify_call, "a refused notify left counts");
+    expect_healthy(t);
+    meet(me);
+    dispatch_and_check(n);
+    expect_no_refusal(t);
+    meet(me);
+  }
+}
+
+/* A rank has no memory for its rows: the others, which wait for it in the dispatch, refuse that and go on. */
+static void cancelled(struct rank *me) {
+  struct team *t = small_team(me);
+  for (int odd = 0; odd < me->count; odd++) {
+    struct normal *n = make_normal(t, &kRows, 3);
+    run_layout(n);
+    run_notify(n);
+    await_counts(n);
+    dk_dispatch_params d = dispatch_params(n, 0);
+    d.exchange = n->notify_call;
+    if (me->index == odd) {
+      d.flags = DK_DISPATCH_CANCELLED;
+      d.reason = DK_ENOMEM;
+      d.num_tokens = d.num_recv_tokens = 0;
+      d.x = d.scales = d.topk_idx = d.topk_weights = d.send_head = 0;
+      d.recv_x = d.recv_scales = d.recv_topk_idx = d.recv_topk_weights = d.recv_src_idx = 0;
+      d.recv_segment = -1;
+    }
+    CALL(me, dispatch, &d);
+    finish(me);
+    if (me->index != odd) {
+      dk_failure f = expect_refusal(t, DK_EINVAL, DK_OP_DISPATCH, odd, DK_FIELD_CANCELLED);
+      expect(me, f.seen == DK_ENOMEM, "the reason is %ld", (long)f.seen);
+    }
+    expect_healthy(t);
+    expect_no_refusal(t);
+    meet(me);
+    dispatch_and_check(n);
     meet(me);
   }
 }
@@ -460,6 +499,7 @@ static const struct test_case cases[] = {
     {"refused/combine, handles of two exchanges", swapped, 3, &combine, QUICK, 0, 0},
     {"refused/combine, handles of two exchanges, 2 ranks", swapped, 2, &combine, QUICK, 0, 0},
     {"refused/notify, wrong counts", wrong_counts, 3, NULL, QUICK, 0, 0},
+    {"refused/dispatch, cancelled", cancelled, 3, NULL, QUICK, 0, 0},
     {"refused/dispatch, index", wrong_index, 3, NULL, QUICK, 0, 0},
     {"refused/more than are kept", many_refusals, 1, NULL, QUICK, 0, 0},
     {"refused/ll combine, range huge", changed_ll_handle, 3, &kRangeHuge, QUICK, 0, 0},

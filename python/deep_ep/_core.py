@@ -258,6 +258,16 @@ class Ordering:
             self.leave()
             raise
 
+    def cancel(self, token: int, error: BaseException) -> None:
+        """An exception came between the exchange of counts and its dispatch: the peers are told why."""
+        native = self.core.native
+        reason = error.status if isinstance(error, errors.DeepEPError) else 0
+        if isinstance(error, MemoryError) or _torch.is_out_of_memory(error):
+            reason = errors.OUT_OF_MEMORY
+        if native.alive:  # refused where the dispatch was issued, or the exchange has failed: the peers know
+            call = self._call(None, False)
+            native.lib.with_gil.deepep_cancel_dispatch(native, token, reason, call)
+
     def leave(self) -> None:
         """The operation was cut short: its tensors are kept until the library is through with them."""
         if self.given_back:

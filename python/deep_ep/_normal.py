@@ -251,6 +251,7 @@ class NormalMode:
                 received = self._receive(payload, worst, topk_idx, topk_weights)
         num_topk = 0 if topk_idx is None else int(topk_idx.shape[1])
         per_local_expert: list[int] = []
+        token = 0
         try:
             tensors.exchange = token = self._notify(payload, counts, tensors, num_topk, numbers, config, order)
             rows = worst
@@ -270,7 +271,9 @@ class NormalMode:
             held = (payload.x, payload.scales, topk_idx, topk_weights, *counts, *tensors.tensors(), *received.tensors())
             function = core.native.lib.with_gil.deepep_dispatch
             event = order.last(function, ctypes.byref(args), config=config, held=held)
-        except BaseException:
+        except BaseException as error:
+            if token:
+                order.cancel(token, error)  # peers wait for this rank's part of the dispatch
             order.leave()  # notify may still be writing to the handle's tensors
             raise
         setattr(tensors.rank_prefix_matrix, EXCHANGE, token)

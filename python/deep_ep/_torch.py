@@ -35,6 +35,11 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if torch's allocator has raised it: that of the host raises a bare RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def device_of(engine: str, ordinal: int) -> torch.device:
     """The device on which an engine's tensors live."""
     return torch.device("cuda", ordinal) if engine == "cuda" else torch.device("cpu")

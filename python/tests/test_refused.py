@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from unittest import mock
+
 import pytest
 import torch
 
@@ -181,9 +184,7 @@ WRONG = {"worst": ("num_worst_tokens", "got 1,"), "counts": ("num_tokens_per_ran
 
 
 @pytest.mark.parametrize("how", WRONG)
-def test_wrong_dispatch(pool, device, how):
-    if how == "counts" and device == "cuda":
-        pytest.skip("on GPUs the counts leave before the rows are numbered (docs/errors.md)")
+def test_wrong_dispatch(pool, how):
     for text in pool.run(2, rank_wrong_dispatch, how):
         assert all(word in text for word in WRONG[how]) and "rank 1" in text, text
 
@@ -202,6 +203,34 @@ def rank_types(ctx):
 def test_types_of_equal_bytes(pool):
     for text in pool.run(2, rank_types):
         assert "the type of x" in text and "BF16" in text and "FP8" in text, text
+
+
+def rank_without_memory(ctx):
+    """Rank 1 has no memory for the rows once it has the counts; then a signal comes just there."""
+    texts = []
+    with normal.buffer_of(ctx, timeout=20) as buffer:
+        for error in (torch.OutOfMemoryError("no memory"), KeyboardInterrupt()):
+            exchange = normal.expect(CASE, ctx.rank)
+            own = exchange.own
+            arguments = normal.layout_arguments(ctx, buffer, exchange)
+            arguments.update(topk_idx=ctx.to_device(own.topk_idx), topk_weights=ctx.to_device(own.topk_weights))
+            x = normal.x_of(ctx, own)
+            start = time.monotonic()
+            if ctx.rank == 1:
+                with mock.patch.object(buffer._normal, "_receive", side_effect=error), pytest.raises(type(error)):
+                    buffer.dispatch(x, **arguments)
+                buffer.check()  # it has been told
+            else:
+                texts.append(said(buffer, lambda x=x, arguments=arguments: buffer.dispatch(x, **arguments)))
+            assert time.monotonic() - start < 5
+            works_on(ctx, buffer, CASE)
+    return texts
+
+
+def test_a_rank_without_memory_tells_its_peers(pool):
+    for texts in pool.run(2, rank_without_memory)[:1]:
+        assert all("rank 1 has cancelled it" in text and "works on" in text for text in texts), texts
+        assert "out of memory" in texts[0] and "its program gave it up" in texts[1], texts
 
 
 # ---- low latency

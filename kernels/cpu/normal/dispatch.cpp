@@ -117,6 +117,7 @@ Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
 
 // Everything that the call goes by, before a row moves.
 Refusal Dispatch::check() const {
+  if (p_.flags & DK_DISPATCH_CANCELLED) return {DK_EINVAL, DK_FIELD_CANCELLED, 0, p_.reason};
   const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
   int64_t room = p_.num_worst_tokens > 0 ? p_.num_worst_tokens : p_.num_recv_tokens;
   if (!p_.recv_x) room = 0;

@@ -36,6 +36,7 @@ void Op::fail(int32_t code, int peer, uint32_t field, int64_t expected, int64_t 
 void Op::refuse(int peer, const Refusal &why) {
   if (failed_ || refused_) return;
   refused_ = true;
+  if (why.field == DK_FIELD_CANCELLED && peer == team.rank) return;  // the engine has told its caller
   for (dk_failure &entry : team.status->refusals) {
     if (__atomic_load_n(&entry.code, __ATOMIC_ACQUIRE)) continue;
     entry = {0, op, phase, team.rank, peer, why.field, call_, why.expected, why.seen, 0};

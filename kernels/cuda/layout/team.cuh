@@ -18,6 +18,13 @@ struct LowLatencyRouting {
   uint64_t src_info, dispatch, has_weights, num_topk;
 };
 
+// A notify whose num_tokens_per_rank differ from its tokens in ranks: its dispatch is refused, and clears the entry.
+constexpr int kExchanges = 16;  // that may be without their dispatch
+struct WrongCounts {
+  uint64_t call;  // of the notify; 0: none
+  int32_t expected, seen;
+};
+
 // Counts of the newest kernel that are not on the statistics page yet: its operation (0: none), the bucket of its
 // histogram that grew (DK_HIST_BUCKETS: none), its record of the trace.
 struct NewestCount {
@@ -40,6 +47,7 @@ struct Scratch {
   uint32_t rows_taken[2][DK_MAX_RANKS];      // tickets of combine's rows, for each destination
   LowLatencyTicket tickets[DK_NUM_TICKETS];
   LowLatencyRouting routing[kRoutingCopies];
+  WrongCounts wrong_counts[kExchanges];
   uint32_t masked[DK_MAX_RANKS];
   uint64_t masked_at[DK_MAX_RANKS];  // this rank's newest low-latency call when the caller masked it; 0: a call did
   uint64_t verdict[DK_MAX_RANKS];    // low latency with shrink: epoch << 2 | kArrived or kAbsent

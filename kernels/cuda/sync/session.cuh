@@ -177,7 +177,10 @@ __device__ inline bool is_refused(const Session &s, const Handshake &hand, int r
     expected = s.team.rank;
     seen = INT64_MIN;
   }
-  if (field != DK_FIELD_NONE && blockIdx.x == 0) report_refusal(s, kVoid, code, r, field, expected, seen);
+  if (field == DK_FIELD_CANCELLED && r == s.team.rank)
+    atomicExch(&s.team.scratch->refusing, static_cast<uint32_t>(kVoid));  // the engine has told its caller
+  else if (field != DK_FIELD_NONE && blockIdx.x == 0)
+    report_refusal(s, kVoid, code, r, field, expected, seen);
   return field != DK_FIELD_NONE;
 }
 

@@ -368,9 +368,8 @@ __global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
     const Handshake hand =
-        dispatch_handshake(p.d, epoch,
-                           load_matrix_entry(p.d.rank_prefix_matrix(), s.team.num_ranks,
-                                             threadIdx.x));  // with `segment`, which kernels across nodes do not use
+        dispatch_handshake(p.d, epoch, load_matrix_entry(p.d.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x),
+                           load_wrong_counts(p.d));  // with `segment`, which kernels across nodes do not use
     if (blockIdx.x == 0) post_messages(s, p.internode, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     if (await_messages(s, p.internode, hand) && has_room_everywhere(p, epoch)) {
@@ -381,7 +380,10 @@ __global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
   finish(s, [&](bool failed) {
     if (failed) clear_dispatch_outputs(p.d);
     for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) p.state->rows_taken[epoch % 2][r] = 0;
-    if (threadIdx.x == 0) s.team.scratch->epoch = epoch;
+    if (threadIdx.x == 0) {
+      s.team.scratch->epoch = epoch;
+      clear_wrong_counts(p.d);
+    }
     record_kernel(s, nullptr, true, failed);
   });
 }

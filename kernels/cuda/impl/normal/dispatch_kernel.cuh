@@ -195,6 +195,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
   const Session &s = p.session;
   MatrixEntry early{0, 0};
   if (p.cached()) early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
+  const WrongCounts wrong = load_wrong_counts(p);
   __shared__ uint64_t next_epoch;
   if (threadIdx.x == 0) next_epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   const DispatchShared<kBulk> at(p, p.stage_bytes);
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
   init_queues(queues, DispatchRoles<kBulk>::kSenders, kBulk);
   if (begin(s)) {
     const uint64_t epoch = next_epoch;
-    const Handshake hand = dispatch_handshake(p, epoch, early);
+    const Handshake hand = dispatch_handshake(p, epoch, early, wrong);
     if (blockIdx.x == 0) post_handshake(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     prepare_dests(p, dests);
@@ -229,6 +230,7 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
       scratch->blocks_sent = 0;
       for (int copy = 0; copy < 2; ++copy) scratch->tokens_taken[copy] = scratch->metas_taken[copy] = 0;
       scratch->epoch += 1;
+      clear_wrong_counts(p);
     }
     record_kernel(s, nullptr, true, failed);
   });

@@ -52,12 +52,25 @@ __device__ inline HandleState look_at_handle(const int32_t *matrix, const TeamVi
   __syncthreads();
   return state;
 }
+__device__ inline void add_refusal(Handshake &hand, uint32_t field, int32_t expected, int32_t seen) {
+  hand.mine.flags |= kHandshakeRefused | field << kHandshakeFieldShift;
+  hand.mine.segment = expected;
+  hand.mine.row_limit = seen;
+}
 __device__ inline void add_handle(Handshake &hand, const HandleState &handle, uint64_t exchange) {
   hand.mine.handle = static_cast<uint64_t>(handle.hash) << 32 | static_cast<uint32_t>(exchange);
-  if (handle.field == DK_FIELD_NONE) return;
-  hand.mine.flags |= kHandshakeRefused | handle.field << kHandshakeFieldShift;
-  hand.mine.segment = handle.expected;
-  hand.mine.row_limit = handle.seen;
+  if (handle.field != DK_FIELD_NONE) add_refusal(hand, handle.field, handle.expected, handle.seen);
+}
+
+// What notify found wrong in the counts of a dispatch that is not cached; call 0: nothing. A kernel loads it before
+// anything else.
+__device__ __forceinline__ WrongCounts load_wrong_counts(const DispatchParams &p) {
+  if (p.cached() || p.exchange == 0) return {0, 0, 0};
+  return p.session.team.scratch->wrong_counts[p.exchange % kExchanges];
+}
+// By the last block.
+__device__ inline void clear_wrong_counts(const DispatchParams &p) {
+  if (!p.cached()) p.session.team.scratch->wrong_counts[p.exchange % kExchanges].call = 0;
 }
 
 __device__ inline Handshake notify_handshake(const NotifyParams &p, uint64_t epoch) {
@@ -74,7 +87,8 @@ __device__ inline Handshake notify_handshake(const NotifyParams &p, uint64_t epo
 }
 
 // Whole block. Only a cached dispatch has a handle from the caller; that of another one notify has just written.
-__device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t epoch, const MatrixEntry &early) {
+__device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t epoch, const MatrixEntry &early,
+                                               const WrongCounts &wrong) {
   HandleState handle{0, DK_FIELD_NONE, 0, 0};
   if (p.cached()) handle = look_at_handle(p.rank_prefix_matrix(), p.session.team, p.num_recv_tokens, early);
   Handshake hand{};
@@ -90,6 +104,10 @@ __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t
   hand.mine.segment = p.recv_segment;
   hand.mine.segment_offset = p.recv_segment_offset;
   add_handle(hand, handle, p.exchange);
+  if ((p.flags & DK_DISPATCH_CANCELLED) != 0)
+    add_refusal(hand, DK_FIELD_CANCELLED, 0, p.reason);
+  else if (wrong.call != 0 && wrong.call == p.exchange)
+    add_refusal(hand, DK_FIELD_TOKENS_PER_RANK, wrong.expected, wrong.seen);
   return hand;
 }
 

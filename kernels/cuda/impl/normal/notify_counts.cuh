@@ -47,10 +47,15 @@ __device__ inline void number_rows(const NotifyParams &p, int to) {
             (sent >> i & 1) != 0 ? before + __popc(sent & ((1u << i) - 1)) : -1;
     base += total;
   }
-  // The counts have left already, so the peers wait for rows: the team fails.
+  // The counts have left already: this rank's first message of the dispatch says that they are wrong.
   const int given = p.tokens_per_rank()[to];
-  if (threadIdx.x == 0 && given != base)
-    report_failure(p.session, DK_EINVAL, p.session.team.rank, DK_FIELD_TOKENS_PER_RANK, base, given, 0);
+  if (threadIdx.x != 0 || given == base) return;
+  WrongCounts &wrong = p.session.team.scratch->wrong_counts[p.session.call % kExchanges];
+  auto *call = reinterpret_cast<unsigned long long *>(&wrong.call);
+  const unsigned long long before = *call;
+  if (before == p.session.call || atomicCAS(call, before, p.session.call) != before) return;  // another block's
+  wrong.expected = base;
+  wrong.seen = given;
 }
 
 // counts(i): the counts that rank i sent; limit(i): how many rows it has room for.
