@@ -69,6 +69,9 @@ static deepep_status_t take_struct(void *full, uint32_t full_size, uint32_t firs
 /* Structs that have grown since version 0.1. */
 #define HANDLE_SIZE_0_1 offsetof(deepep_handle, exchange)
 #define BUFFER_INFO_SIZE_0_1 offsetof(deepep_buffer_info, control_bytes)
+#define NOTIFY_SIZE_0_1 offsetof(deepep_notify, routing)
+#define DISPATCH_SIZE_0_1 offsetof(deepep_dispatch_args, recv_scale_token_stride)
+#define COMBINE_SIZE_0_1 offsetof(deepep_combine_args, num_x_rows)
 
 /* Writes a filled struct back into the caller's, as far as that reaches. */
 static void give(void *given, const void *full, uint32_t full_size) {
@@ -347,7 +350,7 @@ DP_PUBLIC deepep_status_t deepep_notify_counts(deepep_buffer_t buffer, const dee
   dp_call order;
   TRY(enter());
   REQUIRE(token);
-  TRY(take(&full, sizeof full, notify, "notify"));
+  TRY(take_struct(&full, sizeof full, NOTIFY_SIZE_0_1, notify, "notify"));
   theirs = full.handle;
   TRY(take_handle(&handle, theirs));
   TRY(take_call(&order, call));
@@ -370,7 +373,7 @@ DP_PUBLIC deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_d
   deepep_handle handle;
   dp_call order;
   TRY(enter());
-  TRY(take(&full, sizeof full, args, "args"));
+  TRY(take_struct(&full, sizeof full, DISPATCH_SIZE_0_1, args, "args"));
   TRY(take_handle(&handle, full.handle));
   TRY(take_call(&order, call));
   full.handle = &handle;
@@ -391,7 +394,7 @@ DP_PUBLIC deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_co
   deepep_handle handle;
   dp_call order;
   TRY(enter());
-  TRY(take(&full, sizeof full, args, "args"));
+  TRY(take_struct(&full, sizeof full, COMBINE_SIZE_0_1, args, "args"));
   TRY(take_handle(&handle, full.handle));
   TRY(take_call(&order, call));
   full.handle = &handle;

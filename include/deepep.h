@@ -437,6 +437,17 @@ typedef struct deepep_layout {
 /* local, launches. */
 deepep_status_t deepep_get_layout(deepep_buffer_t buffer, const deepep_layout *layout, const deepep_call *call);
 
+/* What a handle keeps of the routing, and with it the order of received rows. Ranks agree on it. */
+enum {
+  DEEPEP_ROUTING_NONE = 0, /* nothing: rows by source rank, then by token; counts come from deepep_get_layout */
+  /* topk_idx and where each choice went; rows as above. recv_topk_weights are all K as sent, and combine adds the
+   * biases first, then the rows of the ranks in the order of the token's last choice of each. */
+  DEEPEP_ROUTING_PLAIN = 1,
+  /* The same, with a row for each choice: rows by local expert, then by source rank, token and choice. The first row of
+   * an expert is a multiple of expert_alignment. */
+  DEEPEP_ROUTING_EXPANDED = 2
+};
+
 #define DEEPEP_HANDLE_MAGIC 0x44504548u
 #define DEEPEP_HANDLE_VERSION 1u
 /* What a dispatch leaves for combine and for cached dispatch. Data only: valid on any buffer of the same ranks. The
@@ -452,9 +463,35 @@ typedef struct deepep_handle {
   /* [inout] The exchange of counts that the handle is from, as deepep_notify_counts numbers it: calls whose ranks have
    * handles of different ones are refused (MISMATCH). 0: not known, not compared. */
   uint64_t exchange;
+  /* The rest is used with a routing other than NONE (then recv_src_idx is not). deepep_notify_counts sets what is no
+   * address but num_recv_tokens and num_expanded_tokens, and topk_idx. */
+  int32_t routing;             /* DEEPEP_ROUTING_* */
+  int32_t num_topk;            /* K */
+  int32_t num_experts;         /* E */
+  int32_t index_type;          /* of topk_idx: DEEPEP_INT32 or DEEPEP_INT64 */
+  int32_t num_max_tokens;      /* M: token t of rank s has the number s * M + t; at least every rank's T */
+  int32_t expert_alignment;    /* of the expanded layout */
+  int32_t num_expanded_tokens; /* expanded: rows X of recv_x, from the counts of experts or num_worst_expanded */
+  int32_t reserved0;
+  const void *topk_idx; /* [in] [T,K] index_type: experts; a negative number selects nothing */
+  /* [inout] [T,K] Plain: at the last choice of each rank, this rank * M + the token's place among this rank's rows
+   * there, else -1. Expanded: the choice's row at its rank, -1: nothing selected. */
+  int32_t *dst_slot;
+  int32_t *psum_recv_tokens_per_rank; /* [inout] [R] rows from ranks 0..i; the last entry is N */
+  /* [inout] [L] Plain: tokens of local experts 0..e, each count rounded up to expert_alignment. Expanded: the expert's
+   * first row + its real count. */
+  int32_t *psum_recv_tokens_per_expert;
+  int32_t *num_recv_tokens_per_expert; /* [inout] [L] tokens for each local expert, not rounded */
+  /* [inout] [N,K+2] of the token that came as row i (expanded: that would be row i of the plain layout): its number;
+   * its rank * K + its last choice here; then, expanded, the row of each choice, -1 where that is not here (plain:
+   * not written). Dispatch fills it unless cached. */
+  int32_t *recv_src_metadata;
 } deepep_handle;
-#define DEEPEP_HANDLE_INIT \
-  {sizeof(deepep_handle), DEEPEP_HANDLE_MAGIC, DEEPEP_HANDLE_VERSION, 0, 0, 0, NULL, NULL, NULL, 0}
+/* clang-format off */
+#define DEEPEP_HANDLE_INIT                                                                                           \
+  {sizeof(deepep_handle), DEEPEP_HANDLE_MAGIC, DEEPEP_HANDLE_VERSION, 0, 0, 0, NULL, NULL, NULL, 0, 0, 0, 0, 0, 0, 0, \
+   0, 0, NULL, NULL, NULL, NULL, NULL, NULL}
+/* clang-format on */
 
 /* Arguments of deepep_notify_counts, the first step of a dispatch: the ranks exchange counts, and the call fills the
  * handle's rank_prefix_matrix and send_head. */
@@ -472,8 +509,20 @@ typedef struct deepep_notify {
   const int32_t *num_tokens_per_expert; /* [in] [E] of the layout, or NULL: no counts for experts */
   const uint8_t *is_token_in_rank;      /* [in] [T,R] of the layout */
   deepep_handle *handle; /* [inout] matrices are filled on the stream; num_tokens, num_ranks and exchange now */
+  /* DEEPEP_ROUTING_*. With one other than NONE the three counts above are NULL, for they are taken from topk_idx, and
+   * the addresses of the handle from dst_slot to num_recv_tokens_per_expert are filled on the stream. E is at most
+   * 2048 then. */
+  int32_t routing;
+  int32_t index_type;             /* of topk_idx: DEEPEP_INT32 or DEEPEP_INT64 */
+  int32_t num_max_tokens;         /* M, T or more, the same on all ranks */
+  int32_t num_worst_expanded;     /* with num_worst_tokens, expanded: outputs have room for so many expanded rows */
+  const void *topk_idx;           /* [in] [T,K] experts; a negative number selects nothing */
+  int32_t *cumulative_recv_stats; /* [inout] [L] += tokens for each local expert, not rounded; or NULL */
 } deepep_notify;
-#define DEEPEP_NOTIFY_INIT {sizeof(deepep_notify), 0, 0, 0, 1, 0, DEEPEP_BF16, 0, 0, NULL, NULL, NULL, NULL}
+/* clang-format off */
+#define DEEPEP_NOTIFY_INIT                                                                                          \
+  {sizeof(deepep_notify), 0, 0, 0, 1, 0, DEEPEP_BF16, 0, 0, NULL, NULL, NULL, NULL, 0, DEEPEP_INT64, 0, 0, NULL, NULL}
+/* clang-format on */
 /* collective, launches. *token names the exchange for deepep_wait_counts and deepep_dispatch. */
 deepep_status_t deepep_notify_counts(deepep_buffer_t buffer, const deepep_notify *notify, const deepep_call *call,
                                      uint64_t *token);
@@ -510,13 +559,21 @@ typedef struct deepep_dispatch_args {
   void *recv_x_scales;          /* [out] [N,S] contiguous, or NULL */
   void *recv_topk_idx;          /* [out] [N,K] index_type: local expert, or -1 */
   float *recv_topk_weights;     /* [out] [N,K] */
+  /* With a routing in the handle: num_topk, num_experts and topk_idx are 0 here, for the handle has them; topk_weights
+   * may be given alone, also when cached; recv_topk_idx (plain only) may be asked for when cached too. Expanded: recv_x
+   * is [X,H], recv_x_scales X rows, recv_topk_weights [X]. With a worst case rows past the real ones are not written,
+   * but for indices -1. */
+  int64_t recv_scale_token_stride; /* elements from a row's scales to the next row's; 0: contiguous */
+  int64_t recv_scale_stride;       /* elements from a scale of a row to its next one; 0: contiguous */
+  int32_t do_zero_padding;         /* expanded, 1: rows between the experts' groups become 0, scales and weights too */
+  int32_t reserved0;
 } deepep_dispatch_args;
 /* clang-format off */
 #define DEEPEP_DISPATCH_INIT                                                                                        \
   {sizeof(deepep_dispatch_args), 0, 0, DEEPEP_BF16, 0, 0, 0, 0, 0, DEEPEP_INT64, 0, 0, 0, NULL, NULL, 0, 0, NULL, NULL, \
-   NULL, NULL, NULL, NULL, NULL}
+   NULL, NULL, NULL, NULL, NULL, 0, 0, 0, 0}
 /* clang-format on */
-/* collective, launches. */
+/* collective, launches. With a routing: UNSUPPORTED on several nodes. */
 deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_dispatch_args *args, const deepep_call *call);
 
 /* collective with the other ranks' deepep_dispatch of the token, launches. In place of deepep_dispatch on a rank that
@@ -541,9 +598,18 @@ typedef struct deepep_combine_args {
   const deepep_handle *handle;  /* [in] of the dispatch */
   void *combined_x;             /* [out] [T,H] BF16: sum in FP32 of the token's rows, plus the biases */
   float *combined_topk_weights; /* [out] [T,K] or NULL */
+  /* With a routing in the handle: combined_topk_weights has for each choice what its rank gave, 0 where nothing is
+   * selected. Expanded: x is [num_x_rows, H], topk_weights [num_x_rows], the rows of a token are those that
+   * recv_src_metadata names; they are added in FP32 in the order of the choices, at their rank and rounded to BF16
+   * there, and the ranks' sums then at the token's rank, after the biases. */
+  int32_t num_x_rows; /* expanded: rows of x */
+  int32_t unreduced;  /* expanded, 1: every row crosses, and all are added at the token's rank */
 } deepep_combine_args;
-#define DEEPEP_COMBINE_INIT {sizeof(deepep_combine_args), 0, 0, 0, 0, 0, NULL, NULL, {NULL, NULL}, NULL, NULL, NULL}
-/* collective, launches. */
+/* clang-format off */
+#define DEEPEP_COMBINE_INIT \
+  {sizeof(deepep_combine_args), 0, 0, 0, 0, 0, NULL, NULL, {NULL, NULL}, NULL, NULL, NULL, 0, 0}
+/* clang-format on */
+/* collective, launches. With a routing: UNSUPPORTED on several nodes. */
 deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args, const deepep_call *call);
 
 /* ---- Low-latency mode -------------------------------------------------------------------------------------------- */

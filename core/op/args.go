@@ -103,6 +103,33 @@ type Handle struct {
 	// [inout] The exchange of counts that the handle is from, as Buffer.Notify numbers it: calls whose ranks have
 	// handles of different ones are refused (MISMATCH). 0: not known, not compared.
 	Exchange uint64
+
+	// The rest is used with a routing other than NONE (then RecvSrcIdx is not). Buffer.Notify sets what is no address
+	// but NumRecvTokens and NumExpandedTokens, and TopKIdx. DEEPEP_ROUTING_*
+	Routing           int32
+	NumTopK           int32 // K
+	NumExperts        int32 // E
+	IndexType         Type  // of TopKIdx: Int32 or Int64
+	NumMaxTokens      int32 // M: token t of rank s has the number s * M + t; at least every rank's T
+	ExpertAlignment   int32 // of the expanded layout
+	NumExpandedTokens int32 // expanded: rows X of RecvX, from the counts of experts or NumWorstExpanded
+	_                 int32
+	TopKIdx           uintptr // [in] [T,K] IndexType: experts; a negative number selects nothing
+
+	// [inout] int32 [T,K] Plain: at the last choice of each rank, this rank * M + the token's place among this rank's
+	// rows there, else -1. Expanded: the choice's row at its rank, -1: nothing selected.
+	DstSlot               uintptr
+	PsumRecvTokensPerRank uintptr // [inout] int32 [R] rows from ranks 0..i; the last entry is N
+
+	// [inout] int32 [L] Plain: tokens of local experts 0..e, each count rounded up to ExpertAlignment. Expanded: the
+	// expert's first row + its real count.
+	PsumRecvTokensPerExpert uintptr
+	NumRecvTokensPerExpert  uintptr // [inout] int32 [L] tokens for each local expert, not rounded
+
+	// [inout] int32 [N,K+2] of the token that came as row i (expanded: that would be row i of the plain layout): its
+	// number; its rank * K + its last choice here; then, expanded, the row of each choice, -1 where that is not here
+	// (plain: not written). Dispatch fills it unless cached.
+	RecvSrcMetadata uintptr
 }
 
 // NotifyArgs are the arguments of Buffer.Notify, the first step of a dispatch: the ranks exchange counts, and the
@@ -121,6 +148,16 @@ type NotifyArgs struct {
 	NumTokensPerExpert uintptr // [in] int32 [E] of the layout, or 0: no counts for experts
 	IsTokenInRank      uintptr // [in] uint8 [T,R] of the layout
 	Handle             *Handle // [inout] matrices are filled on the stream; NumTokens, NumRanks and exchange now
+
+	// DEEPEP_ROUTING_*. With one other than NONE the three counts above are 0, for they are taken from TopKIdx, and
+	// the addresses of the handle from DstSlot to NumRecvTokensPerExpert are filled on the stream. E is at most 2048
+	// then.
+	Routing             int32
+	IndexType           Type    // of TopKIdx: Int32 or Int64
+	NumMaxTokens        int32   // M, T or more, the same on all ranks
+	NumWorstExpanded    int32   // with NumWorstTokens, expanded: outputs have room for so many expanded rows
+	TopKIdx             uintptr // [in] [T,K] experts; a negative number selects nothing
+	CumulativeRecvStats uintptr // [inout] int32 [L] += tokens for each local expert, not rounded; or 0
 }
 
 // DispatchArgs are the arguments of Buffer.Dispatch, the second step: the rows. A cached dispatch takes the handle
@@ -150,6 +187,15 @@ type DispatchArgs struct {
 	RecvXScales       uintptr // [out] [N,S] contiguous, or 0
 	RecvTopKIdx       uintptr // [out] [N,K] IndexType: local expert, or -1
 	RecvTopKWeights   uintptr // [out] float32 [N,K]
+
+	// With a routing in the handle: NumTopK, NumExperts and TopKIdx are 0 here, for the handle has them; TopKWeights
+	// may be given alone, also when cached; RecvTopKIdx (plain only) may be asked for when cached too. Expanded: RecvX
+	// is [X,H], RecvXScales X rows, RecvTopKWeights [X]. With a worst case rows past the real ones are not written,
+	// but for indices -1. elements from a row's scales to the next row's; 0: contiguous
+	RecvScaleTokenStride int64
+	RecvScaleStride      int64 // elements from a scale of a row to its next one; 0: contiguous
+	DoZeroPadding        int32 // expanded, 1: rows between the experts' groups become 0, scales and weights too
+	_                    int32
 }
 
 // CombineArgs are the arguments of Buffer.Combine, which sums the rows that came from each token.
@@ -166,6 +212,13 @@ type CombineArgs struct {
 	Handle              *Handle    // [in] of the dispatch
 	CombinedX           uintptr    // [out] [T,H] BF16: sum in FP32 of the token's rows, plus the biases
 	CombinedTopKWeights uintptr    // [out] float32 [T,K] or 0
+
+	// With a routing in the handle: CombinedTopKWeights has for each choice what its rank gave, 0 where nothing is
+	// selected. Expanded: x is [NumXRows, H], TopKWeights [NumXRows], the rows of a token are those that
+	// RecvSrcMetadata names; they are added in FP32 in the order of the choices, at their rank and rounded to BF16
+	// there, and the ranks' sums then at the token's rank, after the biases. expanded: rows of x
+	NumXRows  int32
+	Unreduced int32 // expanded, 1: every row crosses, and all are added at the token's rank
 }
 
 // LLDispatchArgs are the arguments of Buffer.LowLatencyDispatch, which sends every token to the experts that it

@@ -3,7 +3,7 @@
 package abi
 
 // Version is DK_ABI_VERSION.
-const Version = 4
+const Version = 5
 
 // MaxRanks is DK_MAX_RANKS.
 const MaxRanks = 1024
@@ -32,6 +32,9 @@ const MaxWireParts = 16
 
 // MaxSegments is DK_MAX_SEGMENTS.
 const MaxSegments = 64
+
+// MaxRoutedExperts is DK_MAX_ROUTED_EXPERTS.
+const MaxRoutedExperts = 2048
 
 // NumTickets is DK_NUM_TICKETS.
 const NumTickets = 4
@@ -85,12 +88,14 @@ const (
 	FieldNumExperts  = 2
 	FieldNumTopK     = 3
 	FieldNumScales   = 4
-	FieldFormat      = 5 // low latency: DK_FORMAT_* and flags; normal mode: whether weights were given
-	FieldMaxTokens   = 6 // B, num_max_dispatch_tokens_per_rank
-	FieldOperation   = 7 // the operation, and whether a dispatch is cached
-	FieldXType       = 8 // normal mode: the type of x, as given
-	FieldExchange    = 9 // combine, cached dispatch: the exchange of counts that the handle is from
-	NumCompared      = 10
+	FieldFormat      = 5  // low latency: DK_FORMAT_* and flags; normal mode: whether weights were given
+	FieldMaxTokens   = 6  // B, num_max_dispatch_tokens_per_rank
+	FieldOperation   = 7  // the operation, and whether a dispatch is cached
+	FieldXType       = 8  // normal mode: the type of x, as given
+	FieldExchange    = 9  // combine, cached dispatch: the exchange of counts that the handle is from
+	FieldAlignment   = 10 // normal mode with a routing: expert_alignment
+	FieldRouting     = 11 // normal mode: DK_ROUTING_*; of combine DK_COMBINE_UNREDUCED << 8 too
+	NumCompared      = 12
 )
 
 // What makes a call refused: contents that only a kernel sees. peer: the rank whose argument it is.
@@ -106,12 +111,18 @@ const (
 
 	// send_head of a handle: expected = the next place toward that rank, seen = the entry, or the number of entries
 	// where the matrix says `expected`
-	FieldSendHead    = 21
-	FieldSrcIdx      = 22 // recv_src_idx of a handle: tokens of a source do not ascend: seen = the entry
-	FieldHandleRows  = 23 // the handle has room for fewer rows: expected = room, seen = rows that arrive
-	FieldLayoutRange = 24 // a range outside its expert's rows: expected = rows that fit, seen = the entry
-	FieldSrcInfo     = 25 // a token number outside [0, B): expected = B, seen = the entry
-	FieldCancelled   = 26 // DK_DISPATCH_CANCELLED: seen = `reason`. The rank itself records nothing
+	FieldSendHead      = 21
+	FieldSrcIdx        = 22 // recv_src_idx of a handle: tokens of a source do not ascend: seen = the entry
+	FieldHandleRows    = 23 // the handle has room for fewer rows: expected = room, seen = rows that arrive
+	FieldLayoutRange   = 24 // a range outside its expert's rows: expected = rows that fit, seen = the entry
+	FieldSrcInfo       = 25 // a token number outside [0, B): expected = B, seen = the entry
+	FieldCancelled     = 26 // DK_DISPATCH_CANCELLED: seen = `reason`. The rank itself records nothing
+	FieldWorstExpanded = 27 // more expanded rows arrive than there is room: expected = room, seen = arriving
+
+	// dst_slot of a handle: a row outside its rank's rows, or none where topk_idx selects an expert: expected = the
+	// rows there, seen = the entry
+	FieldDstSlot     = 28
+	FieldSrcMetadata = 29 // recv_src_metadata of a handle: a row outside x: expected = rows, seen = the entry
 )
 
 // States of a statistics page.
@@ -170,11 +181,24 @@ const (
 	TeamLLTransport = 4 // low-latency calls reach every other rank through the transport, mapped or not
 )
 
+// As DEEPEP_ROUTING_* in deepep.h. Teams that span nodes need DK_ROUTING_NONE.
+const (
+	RoutingNone     = 0
+	RoutingPlain    = 1
+	RoutingExpanded = 2
+)
+
 // Flags of a dispatch. CANCELLED: this rank gives up the exchange of counts `exchange`: it has neither rows nor
 // outputs, and every rank refuses the dispatch.
 const (
-	DispatchCached    = 1
-	DispatchCancelled = 2
+	DispatchCached      = 1
+	DispatchCancelled   = 2
+	DispatchZeroPadding = 4
+)
+
+// Flags of a combine. expanded: every row crosses the link
+const (
+	CombineUnreduced = 1
 )
 
 // Format of the rows of a low-latency dispatch.

@@ -565,9 +565,19 @@ type NotifyParams struct {
 	RankPrefixMatrix uint64 // [out] int32[R,R]: [i][j] = rows that ranks 0..i send to rank j
 
 	// [out] int32[T,R]: the token's place among this rank's rows to that rank, -1: not sent
-	SendHead   uint64
-	HostCounts uint64 // [out] dk_counts; 0: not wanted (worst case)
-	Counts     uint64 // its registered address
+	SendHead         uint64
+	HostCounts       uint64 // [out] dk_counts; 0: not wanted (worst case)
+	Counts           uint64 // its registered address
+	Routing          int32  // DK_ROUTING_*. Not NONE: the three counts above are 0, topk_idx says it all
+	IndexBytes       int32  // 4 or 8
+	NumMaxTokens     int32  // M
+	NumWorstExpanded int32  // expanded, with num_worst_tokens: room for expanded rows
+	TopKIdx          uint64 // [T,K] integers of index_bytes bytes; a negative number selects nothing
+	DstSlot          uint64 // [out] int32[T,K], as in deepep.h
+	PsumPerRank      uint64 // [out] int32[R]: this rank's column of the matrix
+	PsumPerExpert    uint64 // [out] int32[L], as in deepep.h
+	NumPerExpert     uint64 // [out] int32[L], not rounded
+	CumulativeStats  uint64 // [inout] int32[L] += num_per_expert; 0: not wanted
 }
 
 // DispatchParams is dk_dispatch_params.
@@ -603,6 +613,19 @@ type DispatchParams struct {
 	NVLRecvChunk      int32  // Of the config, in tokens.
 	RDMASendChunk     int32  // Of the config, in tokens.
 	RDMARecvChunk     int32  // Of the config, in tokens.
+
+	// With a routing topk_idx is that of the handle, cached or not; topk_weights and recv_topk_idx are optional, and
+	// recv_src_idx is 0. Expanded: recv_x, recv_scales and recv_topk_weights have num_expanded_tokens rows, the last
+	// one entry each; recv_topk_idx is 0. DK_ROUTING_*
+	Routing              int32
+	NumMaxTokens         int32  // M
+	NumExpandedTokens    int32  // rows of the expanded outputs
+	ExpertAlignment      int32  // with DK_DISPATCH_ZERO_PADDING
+	RecvScaleTokenStride int64  // elements; with a routing
+	RecvScaleStride      int64  // elements; with a routing
+	DstSlot              uint64 // int32[T,K] of the notify or the handle; expanded only
+	PsumPerExpert        uint64 // int32[L] of the notify or the handle, with DK_DISPATCH_ZERO_PADDING
+	RecvSrcMetadata      uint64 // int32[N,K+2]; [out] unless cached; 0: not wanted (plain)
 }
 
 // CombineParams is dk_combine_params.
@@ -628,6 +651,15 @@ type CombineParams struct {
 	NVLRecvChunk        int32  // Of the config, in tokens.
 	RDMASendChunk       int32  // Of the config, in tokens.
 	RDMARecvChunk       int32  // Of the config, in tokens.
+
+	// With a routing num_topk and index_bytes are those of topk_idx, and topk_weights are [num_x_rows] if expanded.
+	// DK_ROUTING_*
+	Routing         int32
+	NumXRows        int32  // expanded: rows of x
+	NumExperts      int32  // with a routing
+	IndexBytes      int32  // likewise
+	TopKIdx         uint64 // [T,K] of the token's rank, with a routing
+	RecvSrcMetadata uint64 // int32[num_recv_tokens, K+2], expanded
 }
 
 // LLDispatchParams is dk_ll_dispatch_params.

@@ -355,7 +355,9 @@ func (l *Library) Layout(p *abi.LayoutParams) int32 {
 	return dl.Call(l.functions[fnLayout], unsafe.Pointer(p))
 }
 
-// Notify calls dk_notify. Exchanges counts: every rank gets the whole matrix of rows from rank i to rank j.
+// Notify calls dk_notify. Exchanges counts: every rank gets the whole matrix of rows from rank i to rank j; with a
+// routing also every rank's counts of all experts, from which it knows the row of each of its choices at the
+// receiver.
 func (l *Library) Notify(p *abi.NotifyParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnNotify], unsafe.Pointer(p))

@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define DK_ABI_VERSION 4u
+#define DK_ABI_VERSION 5u
 
 /* Codes: the numbers of the status codes of deepep.h. */
 enum {
@@ -73,7 +73,9 @@ enum {
   DK_FIELD_OPERATION = 7,  /* the operation, and whether a dispatch is cached */
   DK_FIELD_X_TYPE = 8,     /* normal mode: the type of x, as given */
   DK_FIELD_EXCHANGE = 9,   /* combine, cached dispatch: the exchange of counts that the handle is from */
-  DK_NUM_COMPARED = 10
+  DK_FIELD_ALIGNMENT = 10, /* normal mode with a routing: expert_alignment */
+  DK_FIELD_ROUTING = 11,   /* normal mode: DK_ROUTING_*; of combine DK_COMBINE_UNREDUCED << 8 too */
+  DK_NUM_COMPARED = 12
 };
 /* What makes a call refused: contents that only a kernel sees. peer: the rank whose argument it is. */
 enum {
@@ -89,7 +91,11 @@ enum {
   DK_FIELD_HANDLE_ROWS = 23,       /* the handle has room for fewer rows: expected = room, seen = rows that arrive */
   DK_FIELD_LAYOUT_RANGE = 24,      /* a range outside its expert's rows: expected = rows that fit, seen = the entry */
   DK_FIELD_SRC_INFO = 25,          /* a token number outside [0, B): expected = B, seen = the entry */
-  DK_FIELD_CANCELLED = 26          /* DK_DISPATCH_CANCELLED: seen = `reason`. The rank itself records nothing */
+  DK_FIELD_CANCELLED = 26,         /* DK_DISPATCH_CANCELLED: seen = `reason`. The rank itself records nothing */
+  DK_FIELD_WORST_EXPANDED = 27,    /* more expanded rows arrive than there is room: expected = room, seen = arriving */
+  DK_FIELD_DST_SLOT = 28,          /* dst_slot of a handle: a row outside its rank's rows, or none where topk_idx
+                                      selects an expert: expected = the rows there, seen = the entry */
+  DK_FIELD_SRC_METADATA = 29 /* recv_src_metadata of a handle: a row outside x: expected = rows, seen = the entry */
 };
 
 /* ---- Host-visible memory shared by engine and kernels ------------------------------------------------------------ */
@@ -655,6 +661,9 @@ typedef struct dk_layout_params {
 } dk_layout_params;
 int32_t dk_layout(dk_layout_params *p);
 
+/* As DEEPEP_ROUTING_* in deepep.h. Teams that span nodes need DK_ROUTING_NONE. */
+enum { DK_ROUTING_NONE = 0, DK_ROUTING_PLAIN = 1, DK_ROUTING_EXPANDED = 2 };
+#define DK_MAX_ROUTED_EXPERTS 2048
 typedef struct dk_notify_params {
   DK_OP_HEADER;
   uint64_t tokens_per_rank;   /* int32[R] */
@@ -666,16 +675,27 @@ typedef struct dk_notify_params {
   int32_t x_type;        /* of x, as given: only compared */
   int32_t reserved0;
   uint64_t rank_prefix_matrix; /* [out] int32[R,R]: [i][j] = rows that ranks 0..i send to rank j */
-  uint64_t send_head;   /* [out] int32[T,R]: the token's place among this rank's rows to that rank, -1: not sent */
-  uint64_t host_counts; /* [out] dk_counts; 0: not wanted (worst case) */
-  uint64_t counts;      /* its registered address */
+  uint64_t send_head;     /* [out] int32[T,R]: the token's place among this rank's rows to that rank, -1: not sent */
+  uint64_t host_counts;   /* [out] dk_counts; 0: not wanted (worst case) */
+  uint64_t counts;        /* its registered address */
+  int32_t routing;        /* DK_ROUTING_*. Not NONE: the three counts above are 0, topk_idx says it all */
+  int32_t index_bytes;    /* 4 or 8 */
+  int32_t num_max_tokens; /* M */
+  int32_t num_worst_expanded; /* expanded, with num_worst_tokens: room for expanded rows */
+  uint64_t topk_idx;          /* [T,K] integers of index_bytes bytes; a negative number selects nothing */
+  uint64_t dst_slot;          /* [out] int32[T,K], as in deepep.h */
+  uint64_t psum_per_rank;     /* [out] int32[R]: this rank's column of the matrix */
+  uint64_t psum_per_expert;   /* [out] int32[L], as in deepep.h */
+  uint64_t num_per_expert;    /* [out] int32[L], not rounded */
+  uint64_t cumulative_stats;  /* [inout] int32[L] += num_per_expert; 0: not wanted */
 } dk_notify_params;
-/* Exchanges counts: every rank gets the whole matrix of rows from rank i to rank j. */
+/* Exchanges counts: every rank gets the whole matrix of rows from rank i to rank j; with a routing also every rank's
+ * counts of all experts, from which it knows the row of each of its choices at the receiver. */
 int32_t dk_notify(dk_notify_params *p);
 
 /* Flags of a dispatch. CANCELLED: this rank gives up the exchange of counts `exchange`: it has neither rows nor
  * outputs, and every rank refuses the dispatch. */
-enum { DK_DISPATCH_CACHED = 1, DK_DISPATCH_CANCELLED = 2 };
+enum { DK_DISPATCH_CACHED = 1, DK_DISPATCH_CANCELLED = 2, DK_DISPATCH_ZERO_PADDING = 4 };
 typedef struct dk_dispatch_params {
   DK_OP_HEADER;
   uint64_t x;                  /* [T, hidden_bytes] */
@@ -702,9 +722,23 @@ typedef struct dk_dispatch_params {
   uint64_t recv_src_idx;      /* [out] int32[N]; 0: not wanted */
   /* Of the config, in tokens. */
   int32_t nvl_send_chunk, nvl_recv_chunk, rdma_send_chunk, rdma_recv_chunk;
+  /* With a routing topk_idx is that of the handle, cached or not; topk_weights and recv_topk_idx are optional, and
+   * recv_src_idx is 0. Expanded: recv_x, recv_scales and recv_topk_weights have num_expanded_tokens rows, the last one
+   * entry each; recv_topk_idx is 0. */
+  int32_t routing;                 /* DK_ROUTING_* */
+  int32_t num_max_tokens;          /* M */
+  int32_t num_expanded_tokens;     /* rows of the expanded outputs */
+  int32_t expert_alignment;        /* with DK_DISPATCH_ZERO_PADDING */
+  int64_t recv_scale_token_stride; /* elements; with a routing */
+  int64_t recv_scale_stride;       /* elements; with a routing */
+  uint64_t dst_slot;               /* int32[T,K] of the notify or the handle; expanded only */
+  uint64_t psum_per_expert;        /* int32[L] of the notify or the handle, with DK_DISPATCH_ZERO_PADDING */
+  uint64_t recv_src_metadata;      /* int32[N,K+2]; [out] unless cached; 0: not wanted (plain) */
 } dk_dispatch_params;
 int32_t dk_dispatch(dk_dispatch_params *p);
 
+/* Flags of a combine. */
+enum { DK_COMBINE_UNREDUCED = 1 }; /* expanded: every row crosses the link */
 typedef struct dk_combine_params {
   DK_OP_HEADER;
   uint64_t x;            /* [N,H] BF16 */
@@ -720,6 +754,13 @@ typedef struct dk_combine_params {
   uint64_t combined_topk_weights; /* [out] [T,K] float32 */
   /* Of the config, in tokens. */
   int32_t nvl_send_chunk, nvl_recv_chunk, rdma_send_chunk, rdma_recv_chunk;
+  /* With a routing num_topk and index_bytes are those of topk_idx, and topk_weights are [num_x_rows] if expanded. */
+  int32_t routing;            /* DK_ROUTING_* */
+  int32_t num_x_rows;         /* expanded: rows of x */
+  int32_t num_experts;        /* with a routing */
+  int32_t index_bytes;        /* likewise */
+  uint64_t topk_idx;          /* [T,K] of the token's rank, with a routing */
+  uint64_t recv_src_metadata; /* int32[num_recv_tokens, K+2], expanded */
 } dk_combine_params;
 int32_t dk_combine(dk_combine_params *p);
 

@@ -98,6 +98,10 @@ FP8_E4M3 = 3
 FLOAT32 = 4
 UINT8 = 5
 
+ROUTING_NONE = 0
+ROUTING_PLAIN = 1
+ROUTING_EXPANDED = 2
+
 SEND = 1
 RECV = 2
 SEND_RECV = 3
@@ -403,6 +407,20 @@ class Handle(ctypes.Structure):
         ("send_head", VP),
         ("recv_src_idx", VP),
         ("exchange", U64),
+        ("routing", I32),
+        ("num_topk", I32),
+        ("num_experts", I32),
+        ("index_type", I32),
+        ("num_max_tokens", I32),
+        ("expert_alignment", I32),
+        ("num_expanded_tokens", I32),
+        ("reserved0", I32),
+        ("topk_idx", VP),
+        ("dst_slot", VP),
+        ("psum_recv_tokens_per_rank", VP),
+        ("psum_recv_tokens_per_expert", VP),
+        ("num_recv_tokens_per_expert", VP),
+        ("recv_src_metadata", VP),
     ]
 
 
@@ -423,6 +441,12 @@ class Notify(ctypes.Structure):
         ("num_tokens_per_expert", VP),
         ("is_token_in_rank", VP),
         ("handle", VP),
+        ("routing", I32),
+        ("index_type", I32),
+        ("num_max_tokens", I32),
+        ("num_worst_expanded", I32),
+        ("topk_idx", VP),
+        ("cumulative_recv_stats", VP),
     ]
 
 
@@ -454,6 +478,10 @@ class DispatchArgs(ctypes.Structure):
         ("recv_x_scales", VP),
         ("recv_topk_idx", VP),
         ("recv_topk_weights", VP),
+        ("recv_scale_token_stride", I64),
+        ("recv_scale_stride", I64),
+        ("do_zero_padding", I32),
+        ("reserved0", I32),
     ]
 
 
@@ -473,6 +501,8 @@ class CombineArgs(ctypes.Structure):
         ("handle", VP),
         ("combined_x", VP),
         ("combined_topk_weights", VP),
+        ("num_x_rows", I32),
+        ("unreduced", I32),
     ]
 
 
