@@ -46,6 +46,13 @@ const (
 	Uint8   = op.Uint8
 )
 
+// What a handle keeps of the routing.
+const (
+	RoutingNone     = op.RoutingNone
+	RoutingPlain    = op.RoutingPlain
+	RoutingExpanded = op.RoutingExpanded
+)
+
 // Phases and flags of low-latency calls.
 const (
 	Send     = op.Send

@@ -463,9 +463,9 @@ typedef struct deepep_handle {
   /* [inout] The exchange of counts that the handle is from, as deepep_notify_counts numbers it: calls whose ranks have
    * handles of different ones are refused (MISMATCH). 0: not known, not compared. */
   uint64_t exchange;
-  /* The rest is used with a routing other than NONE (then recv_src_idx is not). deepep_notify_counts sets what is no
-   * address but num_recv_tokens and num_expanded_tokens, and topk_idx. */
-  int32_t routing;             /* DEEPEP_ROUTING_* */
+  /* DEEPEP_ROUTING_*. This and what follows is of use with one other than NONE; recv_src_idx is not then.
+   * deepep_notify_counts sets the numbers but num_expanded_tokens, and topk_idx. */
+  int32_t routing;
   int32_t num_topk;            /* K */
   int32_t num_experts;         /* E */
   int32_t index_type;          /* of topk_idx: DEEPEP_INT32 or DEEPEP_INT64 */
@@ -562,10 +562,12 @@ typedef struct deepep_dispatch_args {
   /* With a routing in the handle: num_topk, num_experts and topk_idx are 0 here, for the handle has them; topk_weights
    * may be given alone, also when cached; recv_topk_idx (plain only) may be asked for when cached too. Expanded: recv_x
    * is [X,H], recv_x_scales X rows, recv_topk_weights [X]. With a worst case rows past the real ones are not written,
-   * but for indices -1. */
-  int64_t recv_scale_token_stride; /* elements from a row's scales to the next row's; 0: contiguous */
-  int64_t recv_scale_stride;       /* elements from a scale of a row to its next one; 0: contiguous */
-  int32_t do_zero_padding;         /* expanded, 1: rows between the experts' groups become 0, scales and weights too */
+   * but for indices -1.
+   *
+   * Elements from the scales of a row to those of the next row; with the stride below 0: contiguous. */
+  int64_t recv_scale_token_stride;
+  int64_t recv_scale_stride; /* elements from a scale of a row to its next one */
+  int32_t do_zero_padding;   /* expanded, 1: rows between the experts' groups become 0, scales and weights too */
   int32_t reserved0;
 } deepep_dispatch_args;
 /* clang-format off */
@@ -601,9 +603,11 @@ typedef struct deepep_combine_args {
   /* With a routing in the handle: combined_topk_weights has for each choice what its rank gave, 0 where nothing is
    * selected. Expanded: x is [num_x_rows, H], topk_weights [num_x_rows], the rows of a token are those that
    * recv_src_metadata names; they are added in FP32 in the order of the choices, at their rank and rounded to BF16
-   * there, and the ranks' sums then at the token's rank, after the biases. */
-  int32_t num_x_rows; /* expanded: rows of x */
-  int32_t unreduced;  /* expanded, 1: every row crosses, and all are added at the token's rank */
+   * there, and the ranks' sums then at the token's rank, after the biases.
+   *
+   * Expanded: rows of x. */
+  int32_t num_x_rows;
+  int32_t unreduced; /* expanded, 1: every row crosses, and all are added at the token's rank */
 } deepep_combine_args;
 /* clang-format off */
 #define DEEPEP_COMBINE_INIT \

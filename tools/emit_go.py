@@ -52,6 +52,7 @@ PUBLIC_FUNCTIONS = {  # of package core, where a comment names C's
 }
 PUBLIC_FIELDS = {
     "x_type": "Type", "index_type": "Type", "phases": "Phase", "flags": "Flags", "part": "WarmupPart",
+    "routing": "Routing",
     "shape_from": "ShapeFrom", "ll_shape_from": "ShapeFrom",
 }  # fmt: skip
 PUBLIC_ENUMS = {  # by the first constant: the Go type
@@ -59,6 +60,7 @@ PUBLIC_ENUMS = {  # by the first constant: the Go type
     "DEEPEP_START_CONSTRUCTION": "StartPhase",
     "DEEPEP_SHAPE_NONE": "ShapeFrom",
     "DEEPEP_INT32": "Type",
+    "DEEPEP_ROUTING_NONE": "Routing",
     "DEEPEP_SEND": "Phase",
     "DEEPEP_LL_ROUND_SCALE": "Flags",
     "DEEPEP_OP_NONE": "Operation",

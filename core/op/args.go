@@ -104,9 +104,9 @@ type Handle struct {
 	// handles of different ones are refused (MISMATCH). 0: not known, not compared.
 	Exchange uint64
 
-	// The rest is used with a routing other than NONE (then RecvSrcIdx is not). Buffer.Notify sets what is no address
-	// but NumRecvTokens and NumExpandedTokens, and TopKIdx. DEEPEP_ROUTING_*
-	Routing           int32
+	// DEEPEP_ROUTING_*. This and what follows is of use with one other than NONE; RecvSrcIdx is not then.
+	// Buffer.Notify sets the numbers but NumExpandedTokens, and TopKIdx.
+	Routing           Routing
 	NumTopK           int32 // K
 	NumExperts        int32 // E
 	IndexType         Type  // of TopKIdx: Int32 or Int64
@@ -152,7 +152,7 @@ type NotifyArgs struct {
 	// DEEPEP_ROUTING_*. With one other than NONE the three counts above are 0, for they are taken from TopKIdx, and
 	// the addresses of the handle from DstSlot to NumRecvTokensPerExpert are filled on the stream. E is at most 2048
 	// then.
-	Routing             int32
+	Routing             Routing
 	IndexType           Type    // of TopKIdx: Int32 or Int64
 	NumMaxTokens        int32   // M, T or more, the same on all ranks
 	NumWorstExpanded    int32   // with NumWorstTokens, expanded: outputs have room for so many expanded rows
@@ -191,9 +191,10 @@ type DispatchArgs struct {
 	// With a routing in the handle: NumTopK, NumExperts and TopKIdx are 0 here, for the handle has them; TopKWeights
 	// may be given alone, also when cached; RecvTopKIdx (plain only) may be asked for when cached too. Expanded: RecvX
 	// is [X,H], RecvXScales X rows, RecvTopKWeights [X]. With a worst case rows past the real ones are not written,
-	// but for indices -1. elements from a row's scales to the next row's; 0: contiguous
+	// but for indices -1. Elements from the scales of a row to those of the next row; with the stride below 0:
+	// contiguous.
 	RecvScaleTokenStride int64
-	RecvScaleStride      int64 // elements from a scale of a row to its next one; 0: contiguous
+	RecvScaleStride      int64 // elements from a scale of a row to its next one
 	DoZeroPadding        int32 // expanded, 1: rows between the experts' groups become 0, scales and weights too
 	_                    int32
 }
@@ -216,7 +217,7 @@ type CombineArgs struct {
 	// With a routing in the handle: CombinedTopKWeights has for each choice what its rank gave, 0 where nothing is
 	// selected. Expanded: x is [NumXRows, H], TopKWeights [NumXRows], the rows of a token are those that
 	// RecvSrcMetadata names; they are added in FP32 in the order of the choices, at their rank and rounded to BF16
-	// there, and the ranks' sums then at the token's rank, after the biases. expanded: rows of x
+	// there, and the ranks' sums then at the token's rank, after the biases. Expanded: rows of x.
 	NumXRows  int32
 	Unreduced int32 // expanded, 1: every row crosses, and all are added at the token's rank
 }

@@ -42,6 +42,19 @@ const (
 	Uint8   Type = 5
 )
 
+// What a handle keeps of the routing, and with it the order of received rows. Ranks agree on it.
+const (
+	RoutingNone Routing = 0 // nothing: rows by source rank, then by token; counts come from Buffer.Layout
+
+	// TopKIdx and where each choice went; rows as above. RecvTopKWeights are all K as sent, and combine adds the
+	// biases first, then the rows of the ranks in the order of the token's last choice of each.
+	RoutingPlain Routing = 1
+
+	// The same, with a row for each choice: rows by local expert, then by source rank, token and choice. The first row
+	// of an expert is a multiple of ExpertAlignment.
+	RoutingExpanded Routing = 2
+)
+
 // Phases of a low-latency call: a send half, a receive half, or both in one.
 const (
 	Send     Phase = 1

@@ -25,6 +25,9 @@ func (t Type) String() string {
 	return typeNames[t]
 }
 
+// Routing is what a handle keeps of the routing, and with it the order of received rows.
+type Routing int32
+
 // Phase says which halves of a low-latency call are issued.
 type Phase int32
 

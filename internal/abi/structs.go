@@ -616,7 +616,7 @@ type DispatchParams struct {
 
 	// With a routing topk_idx is that of the handle, cached or not; topk_weights and recv_topk_idx are optional, and
 	// recv_src_idx is 0. Expanded: recv_x, recv_scales and recv_topk_weights have num_expanded_tokens rows, the last
-	// one entry each; recv_topk_idx is 0. DK_ROUTING_*
+	// one entry each; recv_topk_idx is 0. routing: DK_ROUTING_*.
 	Routing              int32
 	NumMaxTokens         int32  // M
 	NumExpandedTokens    int32  // rows of the expanded outputs
@@ -652,8 +652,7 @@ type CombineParams struct {
 	RDMASendChunk       int32  // Of the config, in tokens.
 	RDMARecvChunk       int32  // Of the config, in tokens.
 
-	// With a routing num_topk and index_bytes are those of topk_idx, and topk_weights are [num_x_rows] if expanded.
-	// DK_ROUTING_*
+	// DK_ROUTING_*. With one num_topk is that of topk_idx, and topk_weights are [num_x_rows] if expanded.
 	Routing         int32
 	NumXRows        int32  // expanded: rows of x
 	NumExperts      int32  // with a routing

@@ -83,6 +83,7 @@ func fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config *plan.Config
 	p.RecvTopKIdx, p.RecvTopKWeights, p.RecvSrcIdx = uint64(a.RecvTopKIdx), uint64(a.RecvTopKWeights), uint64(h.RecvSrcIdx)
 	p.NVLSendChunk, p.NVLRecvChunk = config.NVLSendChunk, config.NVLRecvChunk
 	p.RDMASendChunk, p.RDMARecvChunk = config.RDMASendChunk, config.RDMARecvChunk
+	fillRoutedDispatch(p, a)
 }
 
 // knownRows is how many rows a dispatch brings; 0 in a worst case, where the host does not know it.
@@ -101,6 +102,9 @@ func (b *Buffer) checkDispatch(a *op.DispatchArgs) error {
 	h := a.Handle
 	if err := b.checkHandle(h); err != nil {
 		return err
+	}
+	if h.Routing != op.RoutingNone {
+		return b.checkRoutedDispatch(a)
 	}
 	switch {
 	case h.NumTokens != a.NumTokens:
@@ -158,6 +162,8 @@ func (b *Buffer) endExchange(a *op.DispatchArgs) error {
 	switch {
 	case slot.rows != shape:
 		return status.InvalidArg("shape", rowsText(shape), "that of the notify: "+rowsText(slot.rows))
+	case slot.routing != routingOf(a.Handle):
+		return status.InvalidArg("handle", "another routing", "that of the notify")
 	case a.NumWorstTokens == 0 && slot.received < 0:
 		return status.Errorf(status.InvalidState, "dispatch before WaitCounts: the number of rows that arrive is not known yet")
 	case a.NumWorstTokens == 0 && slot.received != a.Handle.NumRecvTokens:

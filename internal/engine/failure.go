@@ -16,6 +16,7 @@ var fieldNames = map[uint32]string{
 	abi.FieldHiddenBytes: "bytes of a row (hidden)", abi.FieldNumExperts: "num_experts", abi.FieldNumTopK: "num_topk",
 	abi.FieldNumScales: "num_scales", abi.FieldFormat: "the format",
 	abi.FieldMaxTokens: "num_max_dispatch_tokens_per_rank", abi.FieldOperation: "the operation", abi.FieldXType: "the type of x",
+	abi.FieldAlignment: "expert_alignment", abi.FieldRouting: "the layout of rows",
 }
 
 // usable returns why no operation can begin, nil if one can; once, that an earlier call was refused. b.mu is not held.

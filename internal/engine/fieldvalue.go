@@ -23,8 +23,20 @@ func fieldValue(number, field uint32, value int64) string {
 		return formatText(number, value)
 	case abi.FieldXType:
 		return op.Type(value).String()
+	case abi.FieldRouting:
+		return routingText(value)
 	}
 	return strconv.FormatInt(value, 10)
+}
+
+// routingText: the layout of rows, and above it the flags of a combine.
+func routingText(value int64) string {
+	names := map[int64]string{abi.RoutingNone: "no routing", abi.RoutingPlain: "plain", abi.RoutingExpanded: "expanded"}
+	text := names[value%256]
+	if value>>8&abi.CombineUnreduced != 0 {
+		text += " unreduced"
+	}
+	return text
 }
 
 // formatText: low-latency dispatch has its format, whether weights came, and flags there, low-latency combine flags,

@@ -22,6 +22,8 @@ func TestFieldValue(t *testing.T) {
 		{abi.OpLLDispatch, abi.FieldFormat, abi.FormatFP8 | abi.FormatWeights, "use_fp8=True topk_weights"},
 		{abi.OpLLCombine, abi.FieldFormat, abi.LLLogFMT, "use_logfmt=True"},
 		{abi.OpNotify, abi.FieldNumExperts, 8, "8"},
+		{abi.OpNotify, abi.FieldRouting, abi.RoutingPlain, "plain"},
+		{abi.OpCombine, abi.FieldRouting, abi.RoutingExpanded | abi.CombineUnreduced<<8, "expanded unreduced"},
 	} {
 		if got := fieldValue(c.op, c.field, c.value); got != c.want {
 			t.Errorf("fieldValue(%d, %d, %d) = %q, want %q", c.op, c.field, c.value, got, c.want)

@@ -4,6 +4,7 @@ import (
 	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/plan"
+	"github.com/deepep-go/deepep/internal/status"
 )
 
 // Layout counts the tokens for each rank and expert. Local.
@@ -44,7 +45,7 @@ func (b *Buffer) Combine(a *op.CombineArgs, c *Call) error {
 		return err
 	}
 	p, h := &b.params.combine, a.Handle
-	fits := func() error { return b.fitsRow(2*uint64(a.Hidden) + 4*uint64(a.NumTopK)) }
+	fits := func() error { return b.fitsRow(combineRow(a)) }
 	return b.launch(c, abi.OpCombine, onComm, &p.OpHeader, fits, func() int32 {
 		p.NumSMs = b.chooseSMs(&config, plan.SMQuery{
 			Kind: plan.KindCombine, RowBytes: 2 * uint64(a.Hidden), Tokens: int(h.NumTokens), TopK: int(a.NumTopK), RecvTokens: int(h.NumRecvTokens),
@@ -57,6 +58,7 @@ func (b *Buffer) Combine(a *op.CombineArgs, c *Call) error {
 		p.CombinedX, p.CombinedTopKWeights = uint64(a.CombinedX), uint64(a.CombinedTopKWeights)
 		p.NVLSendChunk, p.NVLRecvChunk = config.NVLSendChunk, config.NVLRecvChunk
 		p.RDMASendChunk, p.RDMARecvChunk = config.RDMASendChunk, config.RDMARecvChunk
+		fillRoutedCombine(p, a)
 		return b.opt.Library.Combine(p)
 	})
 }
@@ -70,12 +72,23 @@ func (b *Buffer) checkCombine(a *op.CombineArgs) error {
 	if err := shape.Check(b.top); err != nil {
 		return err
 	}
-	if err := b.checkSegment("x_segment", a.XSegment, a.XSegmentOffset, uint64(h.NumRecvTokens)*2*uint64(a.Hidden), a.X); err != nil {
+	rows, routed := h.NumRecvTokens, h.Routing != op.RoutingNone
+	if routed {
+		if err := b.checkRoutedCombine(a); err != nil {
+			return err
+		}
+		if h.Routing == op.RoutingExpanded {
+			rows = a.NumXRows
+		}
+	} else if a.NumXRows != 0 || a.Unreduced != 0 {
+		return status.InvalidArg("num_x_rows", a.NumXRows, "0, nor unreduced, but with expanded rows")
+	}
+	if err := b.checkSegment("x_segment", a.XSegment, a.XSegmentOffset, uint64(rows)*2*uint64(a.Hidden), a.X); err != nil {
 		return err
 	}
-	in, out, topk := h.NumRecvTokens > 0, h.NumTokens > 0, a.NumTopK > 0
+	in, out, topk := rows > 0, h.NumTokens > 0, a.NumTopK > 0
 	return need(
 		given{"x", a.X, in, 16}, given{"topk_weights", a.TopKWeights, in && topk, 4}, given{"bias[0]", a.Bias[0], false, 16},
 		given{"bias[1]", a.Bias[1], false, 16}, given{"combined_x", a.CombinedX, out, 16},
-		given{"combined_topk_weights", a.CombinedTopKWeights, out && topk, 4}, given{"handle.recv_src_idx", h.RecvSrcIdx, in, 4})
+		given{"combined_topk_weights", a.CombinedTopKWeights, out && topk, 4}, given{"handle.recv_src_idx", h.RecvSrcIdx, in && !routed, 4})
 }

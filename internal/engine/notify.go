@@ -16,6 +16,7 @@ const numPending = 16
 type pending struct {
 	token     uint64
 	rows      plan.Rows
+	routing   plan.Routing
 	received  int32 // rows that arrive, once the counts were waited for; -1: not yet
 	perExpert int   // entries that the kernel writes
 	matrix    uintptr
@@ -53,9 +54,11 @@ func (b *Buffer) Notify(a *op.NotifyArgs, c *Call) (token uint64, err error) {
 		if a.NumWorstTokens == 0 {
 			p.HostCounts, p.Counts = hostAddress(slot.page), slot.address
 		}
-		if a.NumTokensPerExpert == 0 {
+		if a.NumTokensPerExpert == 0 && a.Routing == op.RoutingNone {
 			p.NumExperts = 0
 		}
+		fillRoutedNotify(p, a)
+		keepRouting(a.Handle, a)
 		a.Handle.NumRanks, a.Handle.NumTokens, a.Handle.Exchange = int32(b.size), a.NumTokens, p.Call
 		return b.opt.Library.Notify(p)
 	})
@@ -72,10 +75,16 @@ func (b *Buffer) checkNotify(a *op.NotifyArgs) error {
 	if a.Handle == nil {
 		return status.InvalidArg("handle", "NULL", "a handle whose matrices are to be filled")
 	}
+	counted := a.Routing == op.RoutingNone
+	if !counted {
+		if err := b.checkRoutedNotify(a); err != nil {
+			return err
+		}
+	}
 	return need(
-		given{"num_tokens_per_rank", a.NumTokensPerRank, true, 4},
+		given{"num_tokens_per_rank", a.NumTokensPerRank, counted, 4},
 		given{"num_tokens_per_expert", a.NumTokensPerExpert, false, 4},
-		given{"is_token_in_rank", a.IsTokenInRank, a.NumTokens > 0, 1},
+		given{"is_token_in_rank", a.IsTokenInRank, counted && a.NumTokens > 0, 1},
 		given{"handle.rank_prefix_matrix", a.Handle.RankPrefixMatrix, true, 4},
 		given{"handle.send_head", a.Handle.SendHead, a.NumTokens > 0, 4})
 }
@@ -85,13 +94,17 @@ func (b *Buffer) checkNotify(a *op.NotifyArgs) error {
 func (b *Buffer) reservePending(a *op.NotifyArgs) (*pending, error) {
 	slot := &b.pending[(b.calls[abi.OpNotify]+1)%numPending]
 	local := 0
-	if a.NumTokensPerExpert != 0 {
+	if a.NumTokensPerExpert != 0 || a.Routing != op.RoutingNone {
 		local = int(a.NumExperts) / b.size
 	}
 	if err := b.countsRoom(slot, local); err != nil {
 		return nil, err
 	}
 	slot.rows, slot.received, slot.perExpert, slot.matrix = plan.NotifyRows(a), -1, local, a.Handle.RankPrefixMatrix
+	slot.routing = plan.Routing{}
+	if a.Routing != op.RoutingNone {
+		slot.routing = plan.NotifyRouting(a)
+	}
 	return slot, nil
 }
 

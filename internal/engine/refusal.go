@@ -123,6 +123,12 @@ func explainArgument(head string, f *abi.Failure) error {
 			uint32(f.Seen), f.Seen>>32, f.Expected)
 	case abi.FieldSrcInfo:
 		return wrong("handle: got token %d in src_info, allowed ascending numbers below %d", f.Seen, f.Expected)
+	case abi.FieldWorstExpanded:
+		return wrong("num_worst_expanded: got %d, allowed at least %d: so many expanded rows arrive", f.Expected, f.Seen)
+	case abi.FieldDstSlot:
+		return wrong("handle: got row %d in dst_slot, allowed what the dispatch wrote: a row below %d for each selected expert, -1 elsewhere", f.Seen, f.Expected)
+	case abi.FieldSrcMetadata:
+		return wrong("handle: got row %d in recv_src_metadata, allowed rows of x, below %d", f.Seen, f.Expected)
 	case abi.FieldOperation:
 		return status.Errorf(status.InvalidArgument, "%s: two sends are without their receive half: call the hooks, or clean_low_latency_buffer", head)
 	}

@@ -79,6 +79,8 @@ func TestRefusalsNameEveryArgument(t *testing.T) {
 		abi.FieldPrefixMatrix: "argument handle: got 5 in a column of rank_prefix_matrix", abi.FieldSendHead: "argument handle: got 5 in send_head",
 		abi.FieldSrcIdx: "argument handle: got token 5 in recv_src_idx", abi.FieldHandleRows: "argument handle: got room for 3 rows",
 		abi.FieldLayoutRange: "argument handle: got a layout_range of 5 rows", abi.FieldSrcInfo: "argument handle: got token 5 in src_info",
+		abi.FieldWorstExpanded: "argument num_worst_expanded: got 3, allowed at least 5", abi.FieldDstSlot: "argument handle: got row 5 in dst_slot",
+		abi.FieldSrcMetadata: "argument handle: got row 5 in recv_src_metadata",
 	} {
 		r.refuse(abi.Failure{Code: uint32(status.InvalidArgument), Op: uint32(op.OpCombine), Call: 2, Field: field, Expected: 3, Seen: 5})
 		if err := r.Check(); !errors.Is(err, status.ErrInvalidArgument) || !strings.Contains(err.Error(), want) {

@@ -40,8 +40,12 @@ func NotifyRows(a *op.NotifyArgs) Rows {
 	return Rows{a.NumTokens, a.NumTopK, a.NumExperts, a.NumWorstTokens, a.NumScales, a.XType, a.Hidden}
 }
 
-// DispatchRows is the shape in a dispatch's arguments. Of a cached one NumTopK, NumExperts and NumWorstTokens are 0.
+// DispatchRows is the shape in a dispatch's arguments. Of a cached one NumTopK, NumExperts and NumWorstTokens are 0; with a
+// routing the first two are the handle's, cached or not.
 func DispatchRows(a *op.DispatchArgs) Rows {
+	if h := a.Handle; h != nil && h.Routing != op.RoutingNone {
+		return Rows{a.NumTokens, h.NumTopK, h.NumExperts, a.NumWorstTokens, a.NumScales, a.XType, a.Hidden}
+	}
 	return Rows{a.NumTokens, a.NumTopK, a.NumExperts, a.NumWorstTokens, a.NumScales, a.XType, a.Hidden}
 }
 

@@ -724,8 +724,8 @@ typedef struct dk_dispatch_params {
   int32_t nvl_send_chunk, nvl_recv_chunk, rdma_send_chunk, rdma_recv_chunk;
   /* With a routing topk_idx is that of the handle, cached or not; topk_weights and recv_topk_idx are optional, and
    * recv_src_idx is 0. Expanded: recv_x, recv_scales and recv_topk_weights have num_expanded_tokens rows, the last one
-   * entry each; recv_topk_idx is 0. */
-  int32_t routing;                 /* DK_ROUTING_* */
+   * entry each; recv_topk_idx is 0. routing: DK_ROUTING_*. */
+  int32_t routing;
   int32_t num_max_tokens;          /* M */
   int32_t num_expanded_tokens;     /* rows of the expanded outputs */
   int32_t expert_alignment;        /* with DK_DISPATCH_ZERO_PADDING */
@@ -754,8 +754,8 @@ typedef struct dk_combine_params {
   uint64_t combined_topk_weights; /* [out] [T,K] float32 */
   /* Of the config, in tokens. */
   int32_t nvl_send_chunk, nvl_recv_chunk, rdma_send_chunk, rdma_recv_chunk;
-  /* With a routing num_topk and index_bytes are those of topk_idx, and topk_weights are [num_x_rows] if expanded. */
-  int32_t routing;            /* DK_ROUTING_* */
+  /* DK_ROUTING_*. With one num_topk is that of topk_idx, and topk_weights are [num_x_rows] if expanded. */
+  int32_t routing;
   int32_t num_x_rows;         /* expanded: rows of x */
   int32_t num_experts;        /* with a routing */
   int32_t index_bytes;        /* likewise */

@@ -79,6 +79,11 @@ const char *field_name(uint32_t field) {
                                       [DK_FIELD_SRC_IDX] = "recv_src_idx",
                                       [DK_FIELD_HANDLE_ROWS] = "rows of the handle",
                                       [DK_FIELD_LAYOUT_RANGE] = "layout_range",
-                                      [DK_FIELD_SRC_INFO] = "src_info"};
+                                      [DK_FIELD_SRC_INFO] = "src_info",
+                                      [DK_FIELD_ALIGNMENT] = "expert_alignment",
+                                      [DK_FIELD_ROUTING] = "routing",
+                                      [DK_FIELD_WORST_EXPANDED] = "num_worst_expanded",
+                                      [DK_FIELD_DST_SLOT] = "dst_slot",
+                                      [DK_FIELD_SRC_METADATA] = "recv_src_metadata"};
   return name_of(names, COUNT(names), field);
 }

@@ -38,6 +38,7 @@ static const struct group *const process_groups[] = {&process_cases, &transport_
   X(worst)        \
   X(refusal)      \
   X(combine)      \
+  X(expand)       \
   X(peer_rows)    \
   X(ll_dispatch)  \
   X(ll_combine)   \

@@ -6,6 +6,7 @@
 
 #include "cpu/normal/combine_remote.h"
 #include "cpu/normal/handle.h"
+#include "cpu/normal/routed.h"
 #include "cpu/team/check.h"
 
 namespace dk {
@@ -19,7 +20,7 @@ uint64_t weight_bytes(const dk_combine_params &p) {
 }
 uint64_t row_bytes(const dk_combine_params &p) { return 2 * static_cast<uint64_t>(p.hidden); }
 Record pair_record(const Team &team, const dk_combine_params &p) {
-  return combine_record(team, p.hidden, has_weights(p) ? p.num_topk : 0);
+  return combine_record(team, p.hidden * rows_together(p), has_weights(p) ? p.num_topk : 0);
 }
 
 // My ring of rows for the tokens of rank `source`.
@@ -48,6 +49,7 @@ class Combine {
   void publish_tails(int32_t first);
   bool give_credits();
   void add_token(int32_t token);
+  void add_routed_token(int32_t token);
   void count_bytes();
   void fail_outputs();
 
@@ -102,6 +104,7 @@ Combine::Combine(Op &op, const dk_combine_params &p)
   exchange_.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(row_bytes(p)));
   bool nothing = p.num_tokens == 0 && p.num_recv_tokens == 0;
   exchange_.set_field(DK_FIELD_NUM_TOPK, has_weights(p) ? p.num_topk : nothing ? kAnyValue : 0);
+  exchange_.set_field(DK_FIELD_ROUTING, p.routing | (p.flags & DK_COMBINE_UNREDUCED) << 8);
   exchange_.set_ring(mine_.slots(), mine_.stride());
   exchange_.set_link(plan_.slots, plan_.queues);
   begin_links(team_);
@@ -112,6 +115,8 @@ Refusal Combine::check() const {
   const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
   Refusal wrong = check_matrix(team_, matrix, p_.num_recv_tokens);
   if (!wrong.code) wrong = check_heads(team_, at<const int32_t>(p_.send_head), p_.num_tokens, matrix, expected_);
+  if (!wrong.code && p_.routing)
+    wrong = check_terms(team_, p_, matrix[team_.num_ranks * team_.num_ranks - team_.num_ranks + team_.rank]);
   if (!wrong.code && team_.spans_nodes()) wrong = check_sources(team_, at<const int32_t>(p_.recv_src_idx), matrix);
   return wrong;
 }
@@ -226,6 +231,10 @@ bool Combine::send_rows(int source) {
   for (int64_t end = sent_[source] + count; sent_[source] < end; sent_[source]++) {
     uint64_t row = static_cast<uint64_t>(first_row_[source] + sent_[source]),
              slot = static_cast<uint64_t>(sent_[source] % slots);
+    if (expanded(p_.routing)) {
+      gather_terms(rows_, p_, static_cast<int64_t>(row), ring.row(slot), weights ? ring.extra<float>(slot) : nullptr);
+      continue;
+    }
     rows_.copy(ring.row(slot), at<const uint8_t>(p_.x) + row * bytes, bytes, false);
     if (number) ring.extra<TokenNumber>(slot)->token = at<const int32_t>(p_.recv_src_idx)[row];
     if (weights)
@@ -294,7 +303,54 @@ bool Combine::give_credits() {
   return gave;
 }
 
+// The order of its terms is that of its choices. This rank's own row is made where no row is sent: in the ring that it
+// has toward itself.
+void Combine::add_routed_token(int32_t token) {
+  const int32_t *head = head_of(token);
+  const uint16_t *rows[kMaxTopk + 2];
+  Term terms[kMaxTopk];
+  int count = 0, num_terms = order_terms(team_, p_, token, head, terms);
+  uint64_t hidden = static_cast<uint64_t>(p_.hidden);
+  Ring own = combine_ring(team_, p_, team_.rank);
+  int64_t mine = head[team_.rank] < 0 ? -1 : first_row_[team_.rank] + head[team_.rank];
+  if (mine >= 0 && expanded(p_.routing))
+    gather_terms(rows_, p_, mine, own.row(0), p_.topk_weights ? own.extra<float>(0) : nullptr);
+  for (uint64_t bias : p_.bias)
+    if (bias) rows[count++] = at<const uint16_t>(bias) + static_cast<uint64_t>(token) * hidden;
+  auto slot_of = [&](int source, const Ring &ring) { return static_cast<uint64_t>(head[source]) % ring.slots(); };
+  for (int i = 0; i < num_terms; i++) {
+    int source = terms[i].source;
+    const uint8_t *row;
+    if (source != team_.rank) {
+      Ring ring = ring_of(source);
+      row = ring.row(slot_of(source, ring));
+    } else {
+      row = expanded(p_.routing) ? own.row(0) : at<const uint8_t>(p_.x) + static_cast<uint64_t>(mine) * row_bytes(p_);
+    }
+    rows[count++] = reinterpret_cast<const uint16_t *>(row) + hidden * static_cast<uint64_t>(terms[i].which);
+  }
+  uint16_t *to = at<uint16_t>(p_.combined_x) + static_cast<uint64_t>(token) * hidden;
+  if (count)
+    rows_.sum(to, rows, count, hidden, stream_);
+  else
+    memset(to, 0, row_bytes(p_));
+  if (!p_.combined_topk_weights) return;
+  for (int32_t k = 0; k < p_.num_topk; k++) {
+    int source = rank_of_choice(team_, p_, token, k);
+    const float *weights = nullptr;
+    if (source >= 0 && source != team_.rank && head[source] >= 0) {
+      Ring ring = ring_of(source);
+      weights = ring.extra<const float>(slot_of(source, ring));
+    } else if (source == team_.rank && mine >= 0 && p_.topk_weights) {
+      weights =
+          expanded(p_.routing) ? own.extra<const float>(0) : at<const float>(p_.topk_weights) + mine * p_.num_topk;
+    }
+    at<float>(p_.combined_topk_weights)[int64_t{token} * p_.num_topk + k] = weights ? weights[k] : 0;
+  }
+}
+
 void Combine::add_token(int32_t token) {
+  if (p_.routing) return add_routed_token(token);
   const int32_t *head = head_of(token);
   const uint16_t *rows[DK_MAX_RANKS + 2];
   const float *weights[DK_MAX_RANKS];
@@ -356,6 +412,11 @@ bool bad_combine(const Team &team, const dk_combine_params &p) {
   if (has_weights(p) && p.num_topk == 0) return true;
   if (p.num_recv_tokens && p.combined_topk_weights && !p.topk_weights) return true;
   if (p.hidden <= 0 || p.hidden % 8 != 0) return true;
+  if (p.routing < DK_ROUTING_NONE || p.routing > DK_ROUTING_EXPANDED) return true;
+  if (p.routing && (p.num_topk < 1 || p.num_topk > kMaxTopk || bad_experts(team, p.num_experts) ||
+                    bad_index_bytes(p.index_bytes) || (p.num_tokens && !p.topk_idx)))
+    return true;
+  if (expanded(p.routing) && (p.num_x_rows < 0 || (p.num_recv_tokens && !p.recv_src_metadata))) return true;
   return team.spans_nodes() && ((p.num_recv_tokens && !p.recv_src_idx) || link_room(team, pair_record(team, p)) == 0);
 }
 
@@ -369,6 +430,7 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   if (bad_head(*p)) return DK_EINVAL;
   if (p->x_segment >= 0) return DK_EUNSUPPORTED;
   const Team &team = *at<Team>(p->team);
+  if (p->routing && team.spans_nodes()) return DK_EUNSUPPORTED;
   if (bad_combine(team, *p) || combine_ring(team, *p, 0).slots() == 0) return DK_EINVAL;
   return enqueue<dk_combine_params, run_combine>(*p);
 }

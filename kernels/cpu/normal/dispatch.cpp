@@ -6,6 +6,7 @@
 
 #include "cpu/normal/dispatch_remote.h"
 #include "cpu/normal/handle.h"
+#include "cpu/normal/routed.h"
 #include "cpu/team/check.h"
 
 namespace dk {
@@ -14,14 +15,14 @@ namespace {
 // The extras of a staged row.
 struct Extra {
   int32_t token, reserved;
-  // uint64_t readers[(R+63)/64], int32_t topk_idx[K], float topk_weights[K] follow
+  // uint64_t readers[(R+63)/64], int32_t topk_idx[K], float topk_weights[K], expanded int32_t dst_slot[K] follow
 };
 
 uint64_t mask_words(const Team &team) { return (static_cast<uint64_t>(team.num_ranks) + 63) / 64; }
 
 Record dispatch_record(const Team &team, const dk_dispatch_params &p) {
   return {p.hidden_bytes + 4u * static_cast<uint64_t>(p.num_scales),
-          sizeof(Extra) + 8 * mask_words(team) + 8u * static_cast<uint64_t>(p.num_topk)};
+          sizeof(Extra) + 8 * mask_words(team) + (expanded(p.routing) ? 12u : 8u) * static_cast<uint64_t>(p.num_topk)};
 }
 
 Ring dispatch_ring(const Team &team, const dk_dispatch_params &p) {
@@ -55,6 +56,7 @@ class Dispatch {
   void read_rows(int source, const Rows &rows, int64_t head, Cursor &tail);
   void count_bytes();
   void receive_row(int source, const uint8_t *row, const Extra *extra);
+  void write_row(int source, int64_t to, const void *x, const void *scales, const Extra *extra);
   void write_output_row(int64_t row, int32_t token, const void *x, const void *scales);
   void write_output_topk(int64_t row, const int32_t *idx, const float *weights);
   void mark_unused(int64_t from);
@@ -65,6 +67,10 @@ class Dispatch {
   }
   const float *topk_weights(const Extra *extra) const {
     return reinterpret_cast<const float *>(topk_idx(extra) + p_.num_topk);
+  }
+  Choices choices(const Extra *extra) const {
+    return {topk_idx(extra), topk_weights(extra),
+            expanded(p_.routing) ? reinterpret_cast<const int32_t *>(topk_weights(extra) + p_.num_topk) : nullptr};
   }
   // Whether the peer reads my ring.
   bool sends_to(int peer) const { return peer != team_.rank && to_send_[peer] > 0 && team_.is_local(peer); }
@@ -110,6 +116,9 @@ Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
   exchange_.set_field(DK_FIELD_FORMAT,
                       p.num_tokens ? p.topk_weights != 0 : kAnyValue);  // a rank without tokens passes no weights
   exchange_.set_field(DK_FIELD_OPERATION, DK_OP_DISPATCH + (p.flags & DK_DISPATCH_CACHED ? 256 : 0));
+  exchange_.set_field(DK_FIELD_ROUTING, p.routing);
+  if (p.routing) exchange_.set_field(DK_FIELD_MAX_TOKENS, p.num_max_tokens);
+  if (expanded(p.routing)) exchange_.set_expanded_limit(p.num_expanded_tokens);
   exchange_.set_ring(ring_.slots(), ring_.stride());
   exchange_.set_link(plan_.slots, plan_.queues);
   begin_links(team_);
@@ -129,7 +138,8 @@ Refusal Dispatch::check() const {
 Refusal Dispatch::check_indices() const {
   for (size_t i = 0, n = static_cast<size_t>(p_.num_tokens) * static_cast<size_t>(p_.num_topk); i < n; i++) {
     int64_t expert = index_at(p_.topk_idx, p_.index_bytes, i);
-    if (expert < -1 || expert >= p_.num_experts) return {DK_EINVAL, DK_FIELD_TOPK_IDX, p_.num_experts, expert};
+    if ((expert < -1 && !p_.routing) || expert >= p_.num_experts)
+      return {DK_EINVAL, DK_FIELD_TOPK_IDX, p_.num_experts, expert};
   }
   return {};
 }
@@ -155,14 +165,21 @@ void Dispatch::run() {
     exchange_.refuse(check());
     exchange_.set_handle(p_.exchange, hash_of(team_, at<const int32_t>(p_.rank_prefix_matrix)));
     count_rows();
-    exchange_.post(nullptr, nullptr, 0);
+    int32_t ends[DK_MAX_RANKS];
+    if (expanded(p_.routing)) exchange_.refuse(check_slots(team_, p_, ends));
+    exchange_.post(expanded(p_.routing) ? ends : nullptr, nullptr, 0);
     wait_until(op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return awaits(peer, missing); });
     rows_.finish_stream();
     op_.look_for_obituaries();
   }
   if (op_.failed() || op_.refused()) num_received_ = 0;
-  mark_unused(num_received_);
-  if (!op_.failed() && !op_.refused()) count_bytes();
+  if (!expanded(p_.routing)) mark_unused(num_received_);
+  if (!op_.failed() && !op_.refused()) {
+    if (p_.routing) write_padding(team_, p_);
+    count_bytes();
+  } else {
+    clear_routed_outputs(p_);
+  }
 }
 
 // Counts rows for each rank that read them here, also those that this rank forwarded from another node.
@@ -178,7 +195,8 @@ void Dispatch::count_bytes() {
 Poll Dispatch::poll() {
   bool progress = exchange_.poll();
   if (op_.failed()) return Poll::done;
-  if (exchange_.complete() && !accepted_) accepted_ = exchange_.accepted();
+  if (exchange_.complete() && !accepted_)
+    accepted_ = exchange_.accepted() && (!expanded(p_.routing) || slots_fit(op_, exchange_));
   if (exchange_.refused() || op_.refused())  // no rank stages rows before it has all messages
     return exchange_.complete() && exchange_.delivered() ? Poll::done : progress ? Poll::progress : Poll::idle;
   if (exchange_.complete()) progress |= stage_batch();
@@ -256,8 +274,7 @@ bool Dispatch::stage_token(int32_t token) {
   fill_extra(extra, token, head);
   if (p_.num_scales) gather_scales(row + p_.hidden_bytes, token);
   if (head[team_.rank] >= 0 && next_row_[team_.rank] < end_row_[team_.rank]) {
-    write_output_row(next_row_[team_.rank]++, token, x, row + p_.hidden_bytes);
-    if (p_.recv_topk_idx) write_output_topk(next_row_[team_.rank] - 1, topk_idx(extra), topk_weights(extra));
+    write_row(team_.rank, next_row_[team_.rank]++, x, row + p_.hidden_bytes, extra);
   }
   if (!leaves) return true;
   rows_.copy(row, x, p_.hidden_bytes, false);
@@ -275,8 +292,10 @@ void Dispatch::fill_extra(Extra *extra, int32_t token, const int32_t *head) {
   if (!p_.topk_idx) return;
   size_t k = static_cast<size_t>(p_.num_topk), first = static_cast<size_t>(token) * k;
   int32_t *idx = reinterpret_cast<int32_t *>(mask + mask_words_);
-  for (size_t i = 0; i < k; i++) idx[i] = static_cast<int32_t>(index_at(p_.topk_idx, p_.index_bytes, first + i));
+  for (size_t i = 0; i < k; i++)
+    idx[i] = static_cast<int32_t>(max<int64_t>(index_at(p_.topk_idx, p_.index_bytes, first + i), -1));
   if (p_.topk_weights) memcpy(idx + k, at<const float>(p_.topk_weights) + first, k * sizeof(float));
+  if (expanded(p_.routing)) memcpy(idx + 2 * k, at<const int32_t>(p_.dst_slot) + first, k * sizeof(int32_t));
 }
 
 void Dispatch::gather_scales(void *to, int32_t token) {
@@ -328,7 +347,12 @@ void Dispatch::read_rows(int source, const Rows &rows, int64_t head, Cursor &tai
 void Dispatch::receive_row(int source, const uint8_t *row, const Extra *extra) {
   int64_t to = next_row_[source]++;
   outstanding_--;
-  write_output_row(to, extra->token, row, row + p_.hidden_bytes);
+  write_row(source, to, row, row + p_.hidden_bytes, extra);
+}
+
+void Dispatch::write_row(int source, int64_t to, const void *x, const void *scales, const Extra *extra) {
+  if (p_.routing) return write_routed_row(team_, p_, source, to, extra->token, x, scales, choices(extra), stream_);
+  write_output_row(to, extra->token, x, scales);
   if (p_.recv_topk_idx) write_output_topk(to, topk_idx(extra), topk_weights(extra));
 }
 
@@ -368,11 +392,25 @@ void run_dispatch(const dk_dispatch_params &p) {
   Dispatch(op, p).run();
 }
 
+bool bad_routing(const Team &team, const dk_dispatch_params &p) {
+  int64_t rows = expanded(p.routing) ? p.num_expanded_tokens : max(p.num_recv_tokens, p.num_worst_tokens);
+  if (p.routing < DK_ROUTING_NONE || p.routing > DK_ROUTING_EXPANDED || p.num_topk < 1 || p.num_topk > kMaxTopk)
+    return true;
+  if (rows < 0 || (rows > 0 && (!p.recv_x || (p.num_scales && !p.recv_scales)))) return true;
+  if (bad_experts(team, p.num_experts) || p.num_max_tokens < p.num_tokens || p.recv_src_idx) return true;
+  if (!expanded(p.routing)) return p.flags & DK_DISPATCH_ZERO_PADDING;
+  if (p.flags & DK_DISPATCH_ZERO_PADDING && (!p.psum_per_expert || p.expert_alignment < 1)) return true;
+  return p.recv_topk_idx || (p.num_tokens && !p.dst_slot) || (p.num_recv_tokens > 0 && !p.recv_src_metadata);
+}
+
 bool bad_dispatch(const Team &team, const dk_dispatch_params &p) {
   if (!p.rank_prefix_matrix || p.num_tokens < 0 || p.num_scales < 0 || p.num_topk < 0) return true;
   if (p.num_tokens && (!p.x || !p.send_head || (p.num_scales && !p.scales))) return true;
   if (p.num_recv_tokens < -1 || p.num_worst_tokens < 0) return true;
-  if ((p.num_recv_tokens > 0 || p.num_worst_tokens > 0) && (!p.recv_x || (p.num_scales && !p.recv_scales))) return true;
+  if (p.routing && bad_routing(team, p)) return true;
+  if (!p.routing && (p.num_recv_tokens > 0 || p.num_worst_tokens > 0) &&
+      (!p.recv_x || (p.num_scales && !p.recv_scales)))
+    return true;
   if ((p.recv_topk_idx || p.recv_topk_weights) && p.num_topk == 0) return true;
   if (p.num_topk && (bad_index_bytes(p.index_bytes) || bad_experts(team, p.num_experts))) return true;
   if (p.num_topk && p.num_tokens && !p.topk_idx) return true;
@@ -389,7 +427,7 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   DK_ENTER(p);
   if (bad_head(*p)) return DK_EINVAL;
   Team &team = *at<Team>(p->team);
-  if (p->recv_segment >= 0) return DK_EUNSUPPORTED;
+  if (p->recv_segment >= 0 || (p->routing && team.spans_nodes())) return DK_EUNSUPPORTED;
   if (bad_dispatch(team, *p) || dispatch_ring(team, *p).slots() == 0) return DK_EINVAL;
   if (team.spans_nodes() && link_room(team, dispatch_record(team, *p)) == 0) return DK_EINVAL;
   return enqueue<dk_dispatch_params, run_dispatch>(*p);

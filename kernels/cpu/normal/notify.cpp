@@ -1,8 +1,8 @@
 // Exchange of counts: every rank receives the number of rows from each rank to each other.
 #include <string.h>
 
+#include "cpu/normal/routed.h"
 #include "cpu/team/check.h"
-#include "cpu/team/exchange.h"
 
 namespace dk {
 namespace {
@@ -75,11 +75,40 @@ void give_up(Op &op, const dk_notify_params &p) {
   size_t n = static_cast<size_t>(op.team.num_ranks);
   memset(at<void>(p.rank_prefix_matrix), 0, n * n * sizeof(int32_t));
   if (p.num_tokens) memset(at<void>(p.send_head), 0xff, static_cast<size_t>(p.num_tokens) * n * sizeof(int32_t));
+  if (p.routing) give_up_choices(op.team, p);
   if (!p.counts) return;
   dk_counts *counts = at<dk_counts>(p.counts);
   counts->num_recv_tokens = -1;
   counts->num_recv_nodes_tokens = 0;
   memset(counts->per_expert, 0, static_cast<size_t>(p.num_experts) / n * sizeof(int32_t));
+}
+
+// The counts that a routing gives: no other rank needs a row of the layout.
+void exchange_choices(Op &op, Exchange &exchange, const dk_notify_params &p) {
+  int32_t rows[DK_MAX_RANKS], experts[DK_MAX_ROUTED_EXPERTS], *matrix = at<int32_t>(p.rank_prefix_matrix);
+  exchange.refuse(count_choices(op.team, p, rows, experts));
+  exchange.post_all(rows, experts, p.num_experts);
+  if (!exchange.wait()) return;
+  fill_matrix(op, exchange, matrix);
+  if (!all_fit(op, exchange, matrix) || (expanded(p.routing) && !expanded_fit(op, exchange, p))) return;
+  place_choices(op.team, exchange, p, matrix);
+  if (!p.counts) return;
+  dk_counts *counts = at<dk_counts>(p.counts);
+  int n = op.team.num_ranks;
+  counts->num_recv_tokens = matrix[(n - 1) * n + op.team.rank];
+  counts->num_recv_nodes_tokens = 0;
+  for (int32_t e = 0; e < p.num_experts / n; e++)
+    counts->per_expert[e] = aligned_rows(at<const int32_t>(p.num_per_expert)[e], p.expert_alignment);
+}
+
+void exchange_counts(Op &op, Exchange &exchange, const dk_notify_params &p) {
+  int32_t *matrix = at<int32_t>(p.rank_prefix_matrix);
+  exchange.refuse(number_rows(op, p));
+  exchange.post(at<const int32_t>(p.tokens_per_rank), p.num_experts ? at<const int32_t>(p.tokens_per_expert) : nullptr,
+                p.num_experts / op.team.num_ranks);
+  if (!exchange.wait()) return;
+  fill_matrix(op, exchange, matrix);
+  if (all_fit(op, exchange, matrix) && p.counts) fill_counts(op, exchange, p, matrix, at<dk_counts>(p.counts));
 }
 
 void run_notify(const dk_notify_params &p) {
@@ -90,19 +119,28 @@ void run_notify(const dk_notify_params &p) {
   exchange.set_field(DK_FIELD_NUM_TOPK, p.num_topk);
   exchange.set_field(DK_FIELD_NUM_SCALES, p.num_scales);
   exchange.set_field(DK_FIELD_X_TYPE, p.x_type);
-  if (p.num_worst_tokens) exchange.set_row_limit(p.num_worst_tokens);
-  int32_t *matrix = at<int32_t>(p.rank_prefix_matrix);
-  if (!op.failed()) {
-    exchange.refuse(number_rows(op, p));
-    exchange.post(at<const int32_t>(p.tokens_per_rank),
-                  p.num_experts ? at<const int32_t>(p.tokens_per_expert) : nullptr, p.num_experts / op.team.num_ranks);
-    if (exchange.wait()) {
-      fill_matrix(op, exchange, matrix);
-      if (all_fit(op, exchange, matrix) && p.counts) fill_counts(op, exchange, p, matrix, at<dk_counts>(p.counts));
-    }
+  exchange.set_field(DK_FIELD_ROUTING, p.routing);
+  if (p.routing) {
+    exchange.set_field(DK_FIELD_ALIGNMENT, p.expert_alignment);
+    exchange.set_field(DK_FIELD_MAX_TOKENS, p.num_max_tokens);
   }
+  if (p.num_worst_tokens) exchange.set_row_limit(p.num_worst_tokens);
+  if (p.num_worst_tokens && expanded(p.routing)) exchange.set_expanded_limit(p.num_worst_expanded);
+  if (!op.failed()) p.routing ? exchange_choices(op, exchange, p) : exchange_counts(op, exchange, p);
   if (op.failed() || op.refused()) give_up(op, p);
   if (p.counts) announce(p.counts, p.call);
+}
+
+bool bad_routing(const Team &team, const dk_notify_params &p) {
+  if (p.routing < DK_ROUTING_NONE || p.routing > DK_ROUTING_EXPANDED) return true;
+  if (!p.routing)
+    return !p.tokens_per_rank || (p.num_tokens && !p.token_in_rank) || (p.num_experts && !p.tokens_per_expert);
+  if (p.num_topk < 1 || p.num_topk > kMaxTopk || bad_index_bytes(p.index_bytes) || bad_experts(team, p.num_experts) ||
+      p.num_experts > DK_MAX_ROUTED_EXPERTS)
+    return true;
+  if (p.num_tokens && (!p.topk_idx || !p.dst_slot)) return true;
+  return !p.psum_per_rank || !p.psum_per_expert || !p.num_per_expert || p.num_max_tokens < p.num_tokens ||
+         p.num_worst_expanded < 0;
 }
 
 }  // namespace
@@ -112,10 +150,11 @@ using namespace dk;
 
 DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
   DK_ENTER(p);
-  if (bad_head(*p) || !p->tokens_per_rank || !p->rank_prefix_matrix || p->num_tokens < 0 || p->num_topk < 0)
-    return DK_EINVAL;
-  if (p->num_tokens && (!p->token_in_rank || !p->send_head)) return DK_EINVAL;
-  if (p->num_experts && (bad_experts(*at<Team>(p->team), p->num_experts) || !p->tokens_per_expert)) return DK_EINVAL;
+  if (bad_head(*p) || !p->rank_prefix_matrix || p->num_tokens < 0 || p->num_topk < 0) return DK_EINVAL;
+  if (p->num_tokens && !p->send_head) return DK_EINVAL;
+  if (p->num_experts && bad_experts(*at<Team>(p->team), p->num_experts)) return DK_EINVAL;
+  if (bad_routing(*at<Team>(p->team), *p)) return DK_EINVAL;
+  if (p->routing && at<Team>(p->team)->spans_nodes()) return DK_EUNSUPPORTED;
   if (p->expert_alignment < 1 || p->num_worst_tokens < 0 || p->num_scales < 0) return DK_EINVAL;
   if (p->hidden_bytes == 0 || p->hidden_bytes % 16) return DK_EINVAL;
   return enqueue<dk_notify_params, run_notify>(*p);

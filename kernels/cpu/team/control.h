@@ -48,14 +48,15 @@ struct alignas(kLine) Cursor {
 constexpr uint64_t kAllRows = 0xffffffffu;
 
 // A rank's arguments of a normal-mode call. The counts of notify follow: int32 rows[num_ranks], then an int32 for each
-// expert of the receiver.
+// expert of the receiver; with a routing, for each expert of all ranks.
 struct alignas(kLine) CallMessage {
   std::atomic<uint64_t> number;  // of the collective call; stored last
   uint64_t ring_slots, ring_stride;
   uint64_t link_slots, link_queues;  // of the rows that the rank sends to other nodes
   int64_t fields[kNumFields];
-  int64_t row_limit;     // rows that the rank has room for; -1: as many as arrive
-  uint64_t matrix_hash;  // of the rank's rank_prefix_matrix; 0: it has none in this call
+  int64_t row_limit;       // rows that the rank has room for; -1: as many as arrive
+  int64_t expanded_limit;  // the same of expanded rows
+  uint64_t matrix_hash;    // of the rank's rank_prefix_matrix; 0: it has none in this call
   Refusal refusal;
 };
 
@@ -131,7 +132,8 @@ class Control {
   Control(uint64_t base, int num_ranks) : base_(base), ranks_(static_cast<uint64_t>(num_ranks)) {}
   static uint64_t bytes(int num_ranks) { return round_up(Control(0, num_ranks).end(), kPage); }
   static uint64_t call_bytes(int num_ranks) {  // of a CallMessage with its counts
-    return round_up(sizeof(CallMessage) + 4 * (static_cast<uint64_t>(num_ranks) + max_local_experts(num_ranks)), kLine);
+    uint64_t experts = max<uint64_t>(max_local_experts(num_ranks), DK_MAX_ROUTED_EXPERTS);
+    return round_up(sizeof(CallMessage) + 4 * (static_cast<uint64_t>(num_ranks) + experts), kLine);
   }
   static uint64_t max_local_experts(int num_ranks) { return kMaxExperts / static_cast<uint64_t>(num_ranks) + 1; }
 

@@ -20,6 +20,7 @@ void Exchange::fill(CallMessage &to, Control &control, const int32_t *rows, cons
   to.link_queues = link_queues_;
   memcpy(to.fields, fields_, sizeof fields_);
   to.row_limit = row_limit_;
+  to.expanded_limit = expanded_limit_;
   to.matrix_hash = matrix_hash_;
   to.refusal = mine_;
   if (rows) memcpy(control.rows_of(to), rows, row_bytes_);
@@ -27,12 +28,17 @@ void Exchange::fill(CallMessage &to, Control &control, const int32_t *rows, cons
 }
 
 void Exchange::post(const int32_t *rows, const int32_t *experts, int num_local_experts) {
+  post(rows, experts, num_local_experts, num_local_experts);
+}
+
+// num_sent counts of experts go to each rank, from `step` times its number on.
+void Exchange::post(const int32_t *rows, const int32_t *experts, int num_sent, int step) {
   Team &team = op_.team;
   row_bytes_ = sizeof(int32_t) * static_cast<size_t>(team.num_ranks);
-  expert_bytes_ = sizeof(int32_t) * static_cast<size_t>(num_local_experts);
+  expert_bytes_ = sizeof(int32_t) * static_cast<size_t>(num_sent);
   message_bytes_ = sizeof(CallMessage) + (rows ? row_bytes_ + expert_bytes_ : 0);
   for (int peer = 0; peer < team.num_ranks; peer++) {
-    const int32_t *theirs = experts ? experts + static_cast<ptrdiff_t>(peer) * num_local_experts : nullptr;
+    const int32_t *theirs = experts ? experts + static_cast<ptrdiff_t>(peer) * step : nullptr;
     if (!team.is_local(peer)) {
       fill(team.remote().outbox(peer), team.control(), rows, theirs);
       continue;

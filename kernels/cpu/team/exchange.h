@@ -30,12 +30,15 @@ class Exchange {
     matrix_hash_ = matrix_hash;
   }
   void set_row_limit(int64_t rows) { row_limit_ = rows; }
+  void set_expanded_limit(int64_t rows) { expanded_limit_ = rows; }
   // This rank's arguments are wrong: the exchange still takes place, and every rank refuses the call.
   void refuse(const Refusal &why) {
     if (!mine_.code) mine_ = why;
   }
   // rows: int32[R], to each rank; experts: int32[E], split among the ranks that hold them. Both may be null.
   void post(const int32_t *rows, const int32_t *experts, int num_local_experts);
+  // The same with all counts for every rank.
+  void post_all(const int32_t *rows, const int32_t *experts, int num_experts) { post(rows, experts, num_experts, 0); }
 
   // True if a message was received or sent since the last poll. The operation fails if a received message disagrees
   // with this rank's.
@@ -59,6 +62,7 @@ class Exchange {
   bool skip_masked = false;
 
  private:
+  void post(const int32_t *rows, const int32_t *experts, int num_sent, int step);
   bool agrees(int peer);
   bool handles_agree();
   void fill(CallMessage &to, Control &control, const int32_t *rows, const int32_t *experts) const;
@@ -70,7 +74,7 @@ class Exchange {
   int num_arrived_ = 0, next_unsent_ = 0;
   size_t message_bytes_ = 0, row_bytes_ = 0, expert_bytes_ = 0;
   uint64_t slots_ = 0, stride_ = 0, link_slots_ = 0, link_queues_ = 0;
-  int64_t fields_[kNumFields] = {}, row_limit_ = -1;
+  int64_t fields_[kNumFields] = {}, row_limit_ = -1, expanded_limit_ = -1;
   uint64_t matrix_hash_ = 0;
   Refusal mine_;
   bool refused_by_peer_ = false;

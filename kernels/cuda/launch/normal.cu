@@ -80,6 +80,7 @@ DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
   DK_ENTER(p);
   auto *team = handle_of<Team>(p->team);
   const int num_ranks = team->view.num_ranks;
+  if (p->routing != DK_ROUTING_NONE) return DK_EUNSUPPORTED;
   if (p->num_tokens < 0 || p->num_experts < 0 || p->num_experts % num_ranks != 0 || p->hidden_bytes == 0)
     return DK_EINVAL;
   if (p->expert_alignment < 1 || (p->num_experts > 0 && p->tokens_per_expert == 0)) return DK_EINVAL;
@@ -145,6 +146,7 @@ bool is_aligned(uint64_t address) { return address % 16 == 0; }
 
 DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   DK_ENTER(p);
+  if (p->routing != DK_ROUTING_NONE) return DK_EUNSUPPORTED;
   auto *team = handle_of<Team>(p->team);
   if (p->hidden_bytes == 0 || p->hidden_bytes % 16 != 0 || p->hidden_bytes > (1u << 30) || p->num_tokens < 0)
     return DK_EINVAL;
@@ -165,6 +167,7 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
 
 DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   DK_ENTER(p);
+  if (p->routing != DK_ROUTING_NONE) return DK_EUNSUPPORTED;
   auto *team = handle_of<Team>(p->team);
   if (p->hidden <= 0 || p->hidden % 8 != 0 || p->num_tokens < 0 || p->num_topk < 0) return DK_EINVAL;
   if (!is_aligned(p->x) || !is_aligned(p->combined_x) || !is_aligned(p->bias[0]) || !is_aligned(p->bias[1]))

@@ -1,0 +1,66 @@
+// Normal mode with a routing: what its calls do beyond, or otherwise than, those without one. topk_idx says where a
+// token's rows go and come from; in the expanded layout a row goes to the place of each choice.
+#pragma once
+#include "cpu/team/exchange.h"
+
+namespace dk {
+
+inline bool expanded(int32_t routing) { return routing == DK_ROUTING_EXPANDED; }
+inline int32_t aligned_rows(int64_t rows, int32_t alignment) {
+  return static_cast<int32_t>((rows + alignment - 1) / alignment * alignment);
+}
+
+// ---- Notify
+// ----------------------------------------------------------------------------------------------------------
+
+// This rank's counts, and with them its rows' numbers: send_head; and in dst_slot each choice's number among this
+// rank's choices of its expert. The result says what is wrong with topk_idx.
+Refusal count_choices(const Team &team, const dk_notify_params &p, int32_t *rows, int32_t *experts);
+// From all ranks' counts: the places in dst_slot, the sums for each rank and expert. `matrix` is complete.
+void place_choices(const Team &team, const Exchange &exchange, const dk_notify_params &p, const int32_t *matrix);
+// False, with the refusal recorded, if a rank has less room than expanded rows arrive there.
+bool expanded_fit(Op &op, const Exchange &exchange, const dk_notify_params &p);
+void give_up_choices(const Team &team, const dk_notify_params &p);
+
+// ---- Dispatch
+// --------------------------------------------------------------------------------------------------------
+
+// Expanded: what is wrong with dst_slot; ends[r]: 1 + the last row that this rank's choices have at rank r.
+Refusal check_slots(const Team &team, const dk_dispatch_params &p, int32_t *ends);
+// Expanded, all messages being there: false, with the refusal recorded, if a rank has less room than another's slots.
+bool slots_fit(Op &op, const Exchange &exchange);
+
+// A token's choices, as its row carries them.
+struct Choices {
+  const int32_t *idx;
+  const float *weights;
+  const int32_t *slots;  // expanded
+};
+// Writes all of a row's outputs. row: its number in the plain layout.
+void write_routed_row(const Team &team, const dk_dispatch_params &p, int source, int64_t row, int32_t token,
+                      const void *x, const void *scales, const Choices &choices, bool stream);
+// What no row is written to: padding; or all that names rows, where the call has failed.
+void write_padding(const Team &team, const dk_dispatch_params &p);
+void clear_routed_outputs(const dk_dispatch_params &p);
+
+// ---- Combine
+// ---------------------------------------------------------------------------------------------------------
+
+// Rows of a token that one rank sends.
+inline int rows_together(const dk_combine_params &p) {
+  return expanded(p.routing) && p.flags & DK_COMBINE_UNREDUCED ? p.num_topk : 1;
+}
+Refusal check_terms(const Team &team, const dk_combine_params &p, int64_t rows);
+// Expanded: what this rank sends for row `row` of the plain layout: to `to` the sum of its expanded rows, or these
+// rows; to `weights`, if not null, the weight of each choice.
+void gather_terms(const RowKernels &kernels, const dk_combine_params &p, int64_t row, uint8_t *to, float *weights);
+
+// The terms of a token's sum at its own rank, in their order.
+struct Term {
+  int source, which;  // the rank; which of the rows that it has sent for the token
+};
+int order_terms(const Team &team, const dk_combine_params &p, int32_t token, const int32_t *head, Term *terms);
+// The rank whose weight is that of the choice; -1: none.
+int rank_of_choice(const Team &team, const dk_combine_params &p, int32_t token, int32_t choice);
+
+}  // namespace dk

@@ -1,0 +1,262 @@
+/* case_expand.c - calls with a routing: expanded rows in the order of local experts, plain ones in the order of source
+ * ranks, and sums in the order of the choices. */
+#include "routed.h"
+
+#define ROOMY ((uint64_t)4 << 20)
+
+/* A call, a cached dispatch of other rows, and the sums of that. */
+static void run_spec(struct rank *me, struct routed_spec spec) {
+  if (spec.row_bytes == 0) spec.row_bytes = 2 * (uint64_t)spec.hidden;
+  if (spec.alignment == 0) spec.alignment = 1;
+  struct team_spec team = {.nvl_bytes = spec.nvl_bytes, .trace = -1};
+  uint64_t longest = spec.row_bytes + 4 * (uint64_t)spec.scales,
+           sum = 2 * (uint64_t)spec.hidden + 4 * (uint64_t)spec.topk;
+  if (spec.unreduced) sum *= (uint64_t)spec.topk;
+  if (spec.nvl_bytes == 0) team.min_row = (longest > sum ? longest : sum) + 12 * (uint64_t)spec.topk;
+  struct team *t = make_team(me, &team);
+  for (uint64_t round = 0; round < 2; round++) {
+    struct mark mark = set_mark(me);
+    struct routed *n = make_routed(t, &spec, settings.seed + round);
+    run_routed(n);
+    new_routed_payload(n, settings.seed + 77 + round);
+    dk_dispatch_params again = routed_dispatch(n, DK_DISPATCH_CACHED);
+    CALL(me, dispatch, &again);
+    check_routed_dispatch(n, DK_DISPATCH_CACHED);
+    back_to(me, mark);
+  }
+}
+
+static void shape(struct rank *me) { run_spec(me, *(const struct routed_spec *)me->test->arg); }
+
+#define SPEC(name, ...)                    \
+  static const struct routed_spec name = { \
+      .tokens = 40, .experts = 4, .topk = 4, .hidden = 64, .weights = true, .nvl_bytes = ROOMY, __VA_ARGS__}
+SPEC(usual, .alignment = 8);
+SPEC(fp8, .row_bytes = 512, .scales = 5, .columns = true, .alignment = 4, .padding = true);
+SPEC(fp8_rows, .row_bytes = 512, .scales = 3, .index_bytes = 4, .biases = 1);
+SPEC(padded, .alignment = 16, .padding = true, .biases = 2);
+SPEC(unreduced, .unreduced = true, .biases = 1, .alignment = 2);
+SPEC(unreduced_floor, .unreduced = true, .tokens = 30, .nvl_bytes = 0);
+SPEC(bare, .weights = false, .negative = true);
+SPEC(duplicates, .pattern = DUPLICATES, .topk = 5, .alignment = 4, .padding = true);
+SPEC(duplicates_unreduced, .pattern = DUPLICATES, .topk = 5, .unreduced = true);
+SPEC(skewed, .pattern = SKEWED, .biases = 2);
+SPEC(silent, .pattern = SILENT_RANK, .alignment = 8, .padding = true);
+SPEC(nobody, .pattern = NOBODY, .alignment = 8, .padding = true);
+SPEC(no_tokens, .pattern = NO_TOKENS, .alignment = 8);
+SPEC(worst, .worst = true, .alignment = 8, .padding = true);
+SPEC(worst_fp8, .worst = true, .row_bytes = 256, .scales = 2, .columns = true, .biases = 2);
+SPEC(worst_segment, .worst = true, .alignment = 8, .padding = true, .segment = true);
+SPEC(segment, .segment = true, .alignment = 4, .scales = 3, .columns = true, .tokens = 60);
+SPEC(floor, .tokens = 70, .hidden = 512, .nvl_bytes = 0, .alignment = 4);
+SPEC(floor_skewed, .pattern = SKEWED, .tokens = 60, .hidden = 512, .nvl_bytes = 0);
+SPEC(many_choices, .experts = 24, .topk = 31, .tokens = 12);
+SPEC(many_experts, .experts = 256, .topk = 8, .tokens = 20, .alignment = 4);
+SPEC(odd, .experts = 3, .topk = 3, .hidden = 8 * 13, .tokens = 33, .num_sms = 2);
+SPEC(wide, .hidden = 16384, .tokens = 8, .topk = 3, .experts = 2);
+SPEC(large, .tokens = 110, .experts = 8, .topk = 8, .hidden = 512, .alignment = 16, .padding = true,
+     .nvl_bytes = (uint64_t)16 << 20);
+SPEC(plain, .plain = true, .alignment = 8, .biases = 1);
+SPEC(plain_fp8, .plain = true, .row_bytes = 512, .scales = 5, .columns = true, .negative = true, .index_bytes = 4);
+SPEC(plain_bare, .plain = true, .weights = false, .biases = 2);
+SPEC(plain_worst, .plain = true, .worst = true);
+SPEC(plain_duplicates, .plain = true, .pattern = DUPLICATES, .topk = 5);
+SPEC(plain_silent, .plain = true, .pattern = SILENT_RANK);
+SPEC(plain_segment, .plain = true, .segment = true, .scales = 3, .columns = true, .tokens = 60);
+SPEC(plain_floor, .plain = true, .tokens = 70, .hidden = 512, .nvl_bytes = 0);
+
+/* Twenty calls of different shapes without a wait in between, over two handles. */
+static void back_to_back(struct rank *me) {
+  struct team_spec team = {.nvl_bytes = 1 << 18, .trace = -1};
+  struct team *t = make_team(me, &team);
+  struct routed_spec specs[3] = {usual, fp8_rows, plain};
+  struct routed *calls[3];
+  for (int i = 0; i < 3; i++) {
+    if (specs[i].row_bytes == 0) specs[i].row_bytes = 2 * (uint64_t)specs[i].hidden;
+    if (specs[i].alignment == 0) specs[i].alignment = 1;
+    calls[i] = make_routed(t, &specs[i], (uint64_t)i);
+    run_routed(calls[i]);
+  }
+  for (uint64_t round = 0; round < 7; round++) {
+    for (int i = 0; i < 3; i++) new_routed_payload(calls[i], 100 * round + (uint64_t)i);
+    for (int i = 0; i < 3; i++) {
+      dk_dispatch_params p = routed_dispatch(calls[i], DK_DISPATCH_CACHED);
+      CALL(me, dispatch, &p);
+    }
+    for (int i = 0; i < 3; i++) check_routed_dispatch(calls[i], DK_DISPATCH_CACHED);
+  }
+}
+
+/* An expanded handle also serves a dispatch in the plain layout. */
+static void plain_by_expanded_handle(struct rank *me) {
+  struct team_spec team = {.nvl_bytes = ROOMY, .trace = -1};
+  struct team *t = make_team(me, &team);
+  struct routed_spec spec = usual, other = plain;
+  spec.row_bytes = other.row_bytes = 2 * (uint64_t)spec.hidden;
+  spec.alignment = other.alignment = 8;
+  struct routed *n = make_routed(t, &spec, 3), *m = make_routed(t, &other, 3);
+  run_routed(n);
+  dk_dispatch_params p = routed_dispatch(m, DK_DISPATCH_CACHED);
+  p.rank_prefix_matrix = n->matrix.at;
+  p.send_head = n->head.at;
+  CALL(me, dispatch, &p);
+  copy(me, m->meta.at, n->meta.at, n->meta.bytes); /* as a cached dispatch leaves it */
+  check_routed_dispatch(m, DK_DISPATCH_CACHED);
+}
+
+/* ---- Contents that only kernels see ------------------------------------------------------------------------------ */
+
+static struct routed *small(struct rank *me, struct routed_spec *spec) {
+  struct team_spec team = {.nvl_bytes = ROOMY, .trace = -1};
+  spec->row_bytes = 2 * (uint64_t)spec->hidden;
+  if (spec->alignment == 0) spec->alignment = 1;
+  return make_routed(make_team(me, &team), spec, 4);
+}
+
+/* An index E on rank 1 ends the notify on all ranks, and the dispatch after it moves nothing. */
+static void wrong_index(struct rank *me) {
+  struct routed_spec spec = usual;
+  struct routed *n = small(me, &spec);
+  if (me->index == 1) {
+    ((int64_t *)n->idx.host)[7] = n->routing->experts;
+    send_tensor(me, n->idx);
+  }
+  dk_notify_params p = routed_notify(n);
+  CALL(me, notify, &p);
+  finish(me);
+  dk_failure f = expect_refusal(n->team, DK_EINVAL, DK_OP_NOTIFY, 1, DK_FIELD_TOPK_IDX);
+  expect(me, f.expected == n->routing->experts && f.seen == n->routing->experts, "the record says %ld of %ld",
+         (long)f.seen, (long)f.expected);
+  if (me->index == 1) {
+    ((int64_t *)n->idx.host)[7] = n->routing->index[1][7];
+    send_tensor(me, n->idx);
+  }
+  for (int e = 0; e < spec.experts; e++) ((int32_t *)n->stats.host)[e] = 100 * e;
+  send_tensor(me, n->stats);
+  run_routed(n);
+}
+
+/* Ranks that were given different alignments, layouts or M end with the name of what differs. */
+static const uint32_t kAlignment = DK_FIELD_ALIGNMENT, kRouting = DK_FIELD_ROUTING, kMaxTokens = DK_FIELD_MAX_TOKENS;
+static void mismatch(struct rank *me) {
+  uint32_t field = *(const uint32_t *)me->test->arg;
+  struct routed_spec spec = usual;
+  struct routed *n = small(me, &spec);
+  dk_notify_params p = routed_notify(n);
+  if (me->index == 1 && field == DK_FIELD_ALIGNMENT) p.expert_alignment *= 2;
+  if (me->index == 1 && field == DK_FIELD_ROUTING) p.routing = DK_ROUTING_PLAIN;
+  if (me->index == 1 && field == DK_FIELD_MAX_TOKENS) p.num_max_tokens++;
+  CALL(me, notify, &p);
+  finish(me);
+  expect_failure(n->team, DK_EMISMATCH, DK_OP_NOTIFY, -2);
+  expect(me, n->team->status->failure.field == field, "the failure is of %s",
+         field_name(n->team->status->failure.field));
+}
+
+/* Rank 0 has too little room for its expanded rows. */
+static void too_few_rows(struct rank *me) {
+  struct routed_spec spec = worst;
+  spec.pattern = ONE_HOT;
+  struct routed *n = small(me, &spec);
+  dk_notify_params p = routed_notify(n);
+  p.num_worst_expanded = me->index == 0 ? n->expanded - 1 : n->room;
+  CALL(me, notify, &p);
+  finish(me);
+  dk_failure f = expect_refusal(n->team, DK_EINVAL, DK_OP_NOTIFY, 0, DK_FIELD_WORST_EXPANDED);
+  expect(me, f.seen == f.expected + 1, "the record says %ld allowed, %ld arrive", (long)f.expected, (long)f.seen);
+}
+
+/* A slot outside the outputs, or one that topk_idx does not know, ends the dispatch on all ranks before a row moves. */
+static const int kHuge = 1 << 28, kNone = -1;
+static void wrong_slot(struct rank *me) {
+  int value = *(const int *)me->test->arg, at = 0;
+  struct routed_spec spec = usual;
+  struct routed *n = small(me, &spec);
+  run_routed(n);
+  while (n->routing->index[me->index][at] < 0) at++;
+  int32_t *slot = (int32_t *)n->slot.host + at, right = *slot;
+  if (me->index == 1) *slot = value;
+  send_tensor(me, n->slot);
+  dk_dispatch_params p = routed_dispatch(n, DK_DISPATCH_CACHED);
+  CALL(me, dispatch, &p);
+  finish(me);
+  expect_refusal(n->team, DK_EINVAL, DK_OP_DISPATCH, 1, DK_FIELD_DST_SLOT);
+  *slot = right;
+  send_tensor(me, n->slot);
+  new_routed_payload(n, 9);
+  p = routed_dispatch(n, DK_DISPATCH_CACHED);
+  CALL(me, dispatch, &p);
+  check_routed_dispatch(n, DK_DISPATCH_CACHED);
+}
+
+/* A row outside x in the metadata of rank 1. */
+static void wrong_metadata(struct rank *me) {
+  struct routed_spec spec = usual;
+  struct routed *n = small(me, &spec);
+  run_routed(n);
+  int k = 0;
+  while (n->slots[k] < 0) k++;
+  int32_t *entry = (int32_t *)n->meta.host + 2 + k, right = *entry;
+  if (me->index == 1) *entry = n->room;
+  send_tensor(me, n->meta);
+  dk_combine_params p = routed_combine(n);
+  CALL(me, combine, &p);
+  finish(me);
+  dk_failure f = expect_refusal(n->team, DK_EINVAL, DK_OP_COMBINE, 1, DK_FIELD_SRC_METADATA);
+  expect(me, f.seen == f.expected, "the record says row %ld of %ld", (long)f.seen, (long)f.expected);
+  *entry = right;
+  send_tensor(me, n->meta);
+  p = routed_combine(n);
+  CALL(me, combine, &p);
+  check_routed_combine(n);
+}
+
+#define SHAPE(name, ranks, spec, weight) {"expand/" name, shape, ranks, &spec, weight, 0, 0}
+static const struct test_case cases[] = {
+    SHAPE("1 rank", 1, usual, QUICK),
+    SHAPE("2 ranks", 2, usual, QUICK),
+    SHAPE("3 ranks", 3, usual, QUICK),
+    SHAPE("8 ranks", 8, usual, USUAL),
+    SHAPE("FP8, scales by column, zero padding", 3, fp8, QUICK),
+    SHAPE("FP8, scales by row, int32 indices", 4, fp8_rows, QUICK),
+    SHAPE("zero padding, two biases", 3, padded, QUICK),
+    SHAPE("unreduced", 3, unreduced, QUICK),
+    SHAPE("unreduced, least memory", 4, unreduced_floor, USUAL),
+    SHAPE("no weights, negative numbers", 3, bare, QUICK),
+    SHAPE("duplicates", 3, duplicates, QUICK),
+    SHAPE("duplicates, unreduced", 2, duplicates_unreduced, QUICK),
+    SHAPE("skewed", 4, skewed, USUAL),
+    SHAPE("a rank without tokens, one without rows", 4, silent, QUICK),
+    SHAPE("everything -1", 3, nobody, QUICK),
+    SHAPE("no tokens at all", 3, no_tokens, QUICK),
+    SHAPE("worst case", 3, worst, QUICK),
+    SHAPE("worst case, FP8", 4, worst_fp8, USUAL),
+    SHAPE("least memory", 3, floor, QUICK),
+    SHAPE("least memory, skewed", 4, floor_skewed, USUAL),
+    SHAPE("top-31", 2, many_choices, USUAL),
+    SHAPE("256 experts a rank", 2, many_experts, USUAL),
+    SHAPE("rows of 208 bytes", 4, odd, USUAL),
+    SHAPE("hidden 16384", 2, wide, USUAL),
+    SHAPE("110 tokens, top-8", 4, large, USUAL),
+    SHAPE("plain", 3, plain, QUICK),
+    SHAPE("plain, FP8, scales by column", 3, plain_fp8, QUICK),
+    SHAPE("plain, no weights", 4, plain_bare, USUAL),
+    SHAPE("plain, worst case", 3, plain_worst, QUICK),
+    SHAPE("plain, duplicates", 2, plain_duplicates, QUICK),
+    SHAPE("plain, a rank without tokens", 4, plain_silent, USUAL),
+    SHAPE("plain, least memory", 3, plain_floor, QUICK),
+    {"expand/rows straight to their places", shape, 3, &segment, QUICK, DK_CAP_PEER_ROWS, 0},
+    {"expand/rows straight to their places, worst case", shape, 4, &worst_segment, USUAL, DK_CAP_PEER_ROWS, 0},
+    {"expand/plain, rows straight to their places", shape, 3, &plain_segment, QUICK, DK_CAP_PEER_ROWS, 0},
+    {"expand/back to back", back_to_back, 3, NULL, QUICK, 0, 0},
+    {"expand/plain rows by an expanded handle", plain_by_expanded_handle, 3, NULL, QUICK, 0, 0},
+    {"expand/refused: index E", wrong_index, 3, NULL, QUICK, 0, 0},
+    {"expand/refused: too few expanded rows", too_few_rows, 3, NULL, QUICK, 0, 0},
+    {"expand/refused: slot huge", wrong_slot, 3, &kHuge, QUICK, 0, 0},
+    {"expand/refused: slot none", wrong_slot, 3, &kNone, QUICK, 0, 0},
+    {"expand/refused: metadata outside x", wrong_metadata, 3, NULL, QUICK, 0, 0},
+    {"expand/ranks disagree on the alignment", mismatch, 3, &kAlignment, QUICK, 0, 0},
+    {"expand/ranks disagree on the layout", mismatch, 3, &kRouting, QUICK, 0, 0},
+    {"expand/ranks disagree on M", mismatch, 3, &kMaxTokens, QUICK, 0, 0},
+};
+GROUP(expand_cases);
