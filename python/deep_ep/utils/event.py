@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from . import _torch
-from ._torch import opaque
-from .errors import assertion, type_error
+from .. import _torch
+from .._torch import opaque
+from ..errors import assertion, type_error
 
 
 class EventHandle:
@@ -55,6 +56,11 @@ class EventOverlap:
 
     A context manager: on leaving, the current stream waits for the event if there is one.
 
+    Attributes:
+        event: the point in the stream, or None.
+        extra_tensors: kept alive as long as this object.
+        hook_after_wait: what the next wait calls and forgets, or None.
+
     Args:
         event: the point in the stream, or None.
         extra_tensors: kept alive as long as this object.
@@ -68,10 +74,18 @@ class EventOverlap:
             raise type_error("event", type(event).__name__, "an EventHandle or None")
         self.event = event
         self.extra_tensors = extra_tensors
+        self.hook_after_wait: Callable[[], Any] | None = None
+        self._release_handle = False
 
     @opaque
-    def current_stream_wait(self) -> None:
-        """Makes the current stream wait for the event.
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Makes the current stream wait for the event, then calls the hook, if there is one, for the only time.
+
+        Args:
+            release_handle: forget the event.
+
+        Returns:
+            What the hook returns; None without one.
 
         Raises:
             DeepEPError (also an AssertionError): there is no event.
@@ -79,6 +93,29 @@ class EventOverlap:
         assertion(self.event is not None, "current_stream_wait() of an EventOverlap without an event")
         assert self.event is not None
         self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        result = None if hook is None else hook()
+        if release_handle:
+            self.event = None
+        return result
+
+    def wait(self, release_handle: bool = False) -> Any:
+        """The same as current_stream_wait."""
+        return self.current_stream_wait(release_handle)
+
+    def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
+        """Has the next wait call `hook`.
+
+        Raises:
+            DeepEPError (also an AssertionError): there is a hook already.
+        """
+        assertion(self.hook_after_wait is None, "register_hook_after_wait() of an EventOverlap that has a hook")
+        self.hook_after_wait = hook
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """For ``with event(release_handle=True):``; leaving then forgets the event."""
+        self._release_handle = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
@@ -87,5 +124,6 @@ class EventOverlap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        release, self._release_handle = self._release_handle, False
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(release)
