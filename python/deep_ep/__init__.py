@@ -7,25 +7,60 @@ except ModuleNotFoundError as missing:
         raise
     raise ImportError("deep_ep needs PyTorch 2.4 or newer: pip install torch", name="torch") from None
 
+from . import _distribution, comm
 from ._lib import header_version
 from ._plan import Plan, plan
 from .bootstrap import Bootstrap
 from .buffer import Buffer
+from .comm import destroy_all_managed_nccl_comm
 from .config import Config
+from .elastic import (
+    BucketBuffer,
+    BucketSession,
+    BufferAllocator,
+    BufferBase,
+    ElasticBuffer,
+    EngramBuffer,
+    EPBuffer,
+    EPHandle,
+    PPBuffer,
+    get_logical_domain_size,
+    get_num_allocation_alignment,
+    get_num_rdma_alignment,
+    get_num_tma_alignment,
+    get_physical_domain_size,
+)
 from .errors import DeepEPError
 from .utils import EventHandle, EventOverlap
 
 __version__ = header_version()
+_distribution.register("deep_ep", __version__)
 
 __all__ = [
     "Bootstrap",
+    "BucketBuffer",
+    "BucketSession",
     "Buffer",
+    "BufferAllocator",
+    "BufferBase",
     "Config",
     "DeepEPError",
+    "EPBuffer",
+    "EPHandle",
+    "ElasticBuffer",
+    "EngramBuffer",
     "EventHandle",
     "EventOverlap",
+    "PPBuffer",
     "Plan",
     "__version__",
+    "comm",
+    "destroy_all_managed_nccl_comm",
+    "get_logical_domain_size",
+    "get_num_allocation_alignment",
+    "get_num_rdma_alignment",
+    "get_num_tma_alignment",
+    "get_physical_domain_size",
     "plan",
     "topk_idx_t",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, fields
 
-from . import _abi
+from . import _abi, _elastic_sizes
 from ._lib import library
 from .buffer import MAX_BYTES, Buffer, milliseconds
 from .errors import check_int, value_error
@@ -33,6 +33,8 @@ class Plan:
         wire_bytes: staging that it adds.
         total_bytes: the buffer's memory; a device rounds it up to its unit (2 MiB).
         row_segment_bytes: memory for received rows of normal mode, beside the buffer (CUDA).
+        elastic_bytes: num_bytes of an ElasticBuffer for its calls: on CUDA num_nvl_bytes and row_segment_bytes
+            together; 0 without them.
         output_bytes_fp8: rows and scales that one low-latency dispatch returns.
         output_bytes_bf16: the same without the cast.
         dispatch_sms_fp8: SMs of a normal-mode dispatch of FP8 rows without a config.
@@ -86,6 +88,7 @@ class Plan:
     qp_order: tuple[int, ...]
     timeout_ms: int
     first_timeout_ms: int
+    elastic_bytes: int = 0
 
     @property
     def rdma_team(self) -> list[int]:
@@ -98,6 +101,7 @@ def plan(
     *,
     num_tokens: int = 0,
     num_max_dispatch_tokens_per_rank: int = 0,
+    num_max_tokens_per_rank: int = 0,
     hidden: int = 0,
     num_topk: int = 0,
     num_experts: int = 0,
@@ -115,8 +119,10 @@ def plan(
     num_nics: int | None = None,
     num_local_ranks: int | None = None,
     compute_capability: int | None = None,
+    use_fp8_dispatch: bool = False,
+    allow_multiple_reduction: bool = True,
 ) -> Plan:
-    """Says what Buffer(...) would make, by the same arguments and the same settings of the environment.
+    """Says what Buffer(...) or ElasticBuffer(...) would make, by the same arguments and settings of the environment.
 
     It needs neither a GPU nor other ranks, and refuses what the constructor or the calls would refuse.
 
@@ -124,6 +130,7 @@ def plan(
         num_ranks: ranks of the group.
         num_tokens: tokens a rank of normal-mode calls; 0: there are none.
         num_max_dispatch_tokens_per_rank: B of low-latency calls, for which the buffer is then made; 0: there are none.
+        num_max_tokens_per_rank: M of an ElasticBuffer, for which the plan is then; 0: the plan is for a Buffer.
         hidden: H, elements of a row (BF16).
         num_topk: K.
         num_experts: E, of all ranks together.
@@ -136,6 +143,7 @@ def plan(
         num_nics: NICs of a rank; None: DEEPEP_NUM_NICS, or the rank's share of those that this machine has.
         num_local_ranks: ranks that share a host's NICs; None: as many as a node has.
         compute_capability: of the GPUs, 10 * major + minor; None: 90.
+        use_fp8_dispatch, allow_multiple_reduction: as for ElasticBuffer.
 
     Returns:
         The plan of that rank's buffer.
@@ -143,6 +151,15 @@ def plan(
     Raises:
         DeepEPError: also a ValueError or TypeError: an argument or a setting is not allowed; the text names it.
     """
+    elastic, segment = 0, None
+    if num_max_tokens_per_rank:
+        if num_nvl_bytes or num_rdma_bytes or low_latency_mode or num_max_dispatch_tokens_per_rank:
+            raise value_error("num_max_tokens_per_rank", num_max_tokens_per_rank, "0 with arguments of a Buffer")
+        elastic = _elastic_sizes.buffer_bytes(
+            num_ranks, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction
+        )
+        num_nvl_bytes, segment = _elastic_sizes.regions(elastic, num_ranks, hidden)
+        num_rdma_bytes = _elastic_sizes.rdma_bytes(num_ranks, hidden)
     buffer = _abi.sized(
         _abi.BufferOptions,
         device=-1,
@@ -178,9 +195,15 @@ def plan(
     order = (ctypes.c_int32 * max(1, options.size))()
     lib = library()
     lib.check(lib.without_gil.deepep_plan(ctypes.byref(options), ctypes.byref(info), order))
-    found = {field.name: getattr(info, field.name) for field in fields(Plan) if field.name != "qp_order"}
+    found = {
+        field.name: getattr(info, field.name)
+        for field in fields(Plan)
+        if field.name not in ("qp_order", "elastic_bytes")
+    }
     found |= {name: value.decode() for name, value in found.items() if isinstance(value, bytes)}
-    return Plan(qp_order=tuple(order[: info.num_qp_peers]), **found)
+    if segment is not None:
+        found["row_segment_bytes"] = segment if found["engine"] == "cuda" else 0
+    return Plan(elastic_bytes=elastic, qp_order=tuple(order[: info.num_qp_peers]), **found)
 
 
 def _or_zero(name: str, value: int | None) -> int:

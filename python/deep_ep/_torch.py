@@ -93,6 +93,35 @@ def recorded_event(device: torch.device | None = None) -> torch.cuda.Event | Non
     return event
 
 
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies a tensor on the current stream."""
+    target.copy_(source)
+
+
+def synchronize(device: torch.device) -> None:
+    """The host waits for all work of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def record_all(values: Sequence[Any], device: torch.device) -> None:
+    """Tells torch's allocator that the current CUDA stream uses the tensors among `values`, and in its pairs."""
+    current = torch.cuda.current_stream(device)
+    for value in values:
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Tensor):
+                one.record_stream(current)
+
+
+def register_pytree(
+    cls: type[Any], flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[[Any, Any], Any]
+) -> None:
+    """Has torch's tree functions see the tensors of a class."""
+    torch.utils._pytree.register_pytree_node(
+        cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}"
+    )
+
+
 is_capturing = torch.cuda.is_current_stream_capturing
 in_inference_mode = torch.is_inference_mode_enabled
 

@@ -13,8 +13,28 @@ import sys
 import pytest
 
 NAMES = {
-    "deep_ep": ["Buffer", "Config", "EventOverlap", "EventHandle", "topk_idx_t", "__version__", "DeepEPError"],
+    "deep_ep": [
+        "Buffer",
+        "Config",
+        "EventOverlap",
+        "EventHandle",
+        "topk_idx_t",
+        "__version__",
+        "DeepEPError",
+        "ElasticBuffer",
+        "EPBuffer",
+        "EPHandle",
+        "BufferBase",
+        "comm",
+        "get_num_allocation_alignment",
+        "get_num_rdma_alignment",
+        "get_num_tma_alignment",
+    ],  # fmt: skip
+    "deep_ep.elastic": ["ElasticBuffer", "EPBuffer", "EPHandle"],
+    "deep_ep.buffers.elastic": ["ElasticBuffer", "EPBuffer", "EPHandle", "EventOverlap", "EventHandle"],
     "deep_ep.utils": ["EventOverlap", "EventHandle"],
+    "deep_ep.utils.event": ["EventOverlap", "EventHandle"],
+    "deep_ep.comm": ["get_physical_domain_size", "get_logical_domain_size", "destroy_all_managed_nccl_comm"],
     "deep_ep.buffer": ["Buffer", "Config", "EventOverlap", "EventHandle"],
     "deep_ep.legacy": ["Buffer"],
     "deep_ep.buffers.legacy": ["Buffer"],
@@ -40,6 +60,29 @@ def test_index_type_and_version():
 
     assert deep_ep.topk_idx_t is torch.int64
     assert all(part.isdigit() for part in deep_ep.__version__.split(".")) and deep_ep.__version__.count(".") == 2
+
+
+def test_distribution_by_the_name_that_clients_ask_for():
+    """importlib.metadata answers for deep_ep once it is imported; the list of distributions stays as it is."""
+    code = """
+import importlib.metadata as metadata
+import deep_ep
+assert metadata.version("deep_ep") == metadata.version("deep-ep") == deep_ep.__version__, metadata.version("deep_ep")
+assert metadata.distribution("Deep.EP").metadata["Name"] == "deep_ep"
+assert not [d for d in metadata.distributions() if d.metadata["Name"] == "deep_ep"]
+try:
+    metadata.version("deep_epp")
+except metadata.PackageNotFoundError:
+    print("ok")
+"""
+    assert python(code).strip() == "ok"
+
+
+def test_alignments():
+    import deep_ep
+
+    assert deep_ep.get_num_allocation_alignment() == 2 << 20
+    assert (deep_ep.get_num_rdma_alignment(), deep_ep.get_num_tma_alignment()) == (64, 32)
 
 
 def test_error_kinds():

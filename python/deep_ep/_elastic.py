@@ -1,0 +1,499 @@
+"""Dispatch and combine of V2. ElasticBuffer has the documentation of each call."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from . import _abi, _torch
+from ._core import Core, Ordering
+from ._normal import EXCHANGE, NormalMode
+from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, ITEM_TYPES, OptionalTensor, Tensor
+from .errors import assertion, check_flag, type_error, value_error
+from .utils import EventHandle, EventOverlap
+
+MAX_TOKENS = 1 << 24
+SCALE_ALIGNMENT = 4  # rows of a column of scales: 16 bytes
+Rows = Tensor | tuple[Tensor, Tensor]
+Event = EventHandle | EventOverlap | None
+Dispatched = tuple[Rows, OptionalTensor, OptionalTensor, "EPHandle", EventOverlap]  # what dispatch returns
+Combined = tuple[Tensor, OptionalTensor, EventOverlap]  # what combine returns
+
+TENSORS = (
+    "topk_idx",
+    "psum_num_recv_tokens_per_scaleup_rank",
+    "psum_num_recv_tokens_per_expert",
+    "num_unaligned_recv_tokens_per_expert",
+    "recv_src_metadata",
+    "dst_buffer_slot_idx",
+    "token_metadata_at_forward",
+    "channel_linked_list",
+)
+
+
+class EPHandle:
+    """What a dispatch leaves for combine and for cached dispatch. Data only: valid on any buffer of the same ranks.
+
+    T tokens of this rank, K choices, R ranks, L local experts, M `num_max_tokens_per_rank`, n rows received in the
+    plain layout. Attributes may be assigned: a call uses what the handle holds then.
+
+    Attributes:
+        do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
+        topk_idx: ``[T, K]``, the dispatch's or a copy of it.
+        num_recv_tokens, num_expanded_tokens: rows of recv_x, both in both layouts: exact, or without CPU sync a bound.
+        num_recv_tokens_per_expert_list: ints ``[L]``, rounded up to `expert_alignment`; empty without CPU sync.
+        psum_num_recv_tokens_per_scaleup_rank: int32 ``[R]``, rows from ranks 0..i; the last entry is n.
+        psum_num_recv_tokens_per_expert: int32 ``[L]``. Plain: sum of the rounded counts of experts 0..e. Expanded: the
+            first row of the expert plus its count.
+        num_unaligned_recv_tokens_per_expert: int32 ``[L]``, the counts.
+        recv_src_metadata: int32 ``[n or M*R, K+2]``: of plain row i the source rank * M + token; the rank * K + the
+            token's last choice here; expanded: the row of each choice, -1 where that is not here (plain: undefined).
+        dst_buffer_slot_idx, token_metadata_at_forward, channel_linked_list: int32, for the library alone.
+        cached_recv_src_metadata_before_sort: None: rows come in order.
+    """
+
+    def __init__(
+        self,
+        do_expand: bool,
+        num_experts: int,
+        expert_alignment: int,
+        num_max_tokens_per_rank: int,
+        num_sms: int,
+        topk_idx: Tensor,
+        num_recv_tokens: int,
+        num_expanded_tokens: int,
+        num_recv_tokens_per_expert_list: list[int],
+        psum_num_recv_tokens_per_scaleup_rank: Tensor,
+        psum_num_recv_tokens_per_expert: Tensor,
+        num_unaligned_recv_tokens_per_expert: Tensor,
+        recv_src_metadata: Tensor,
+        dst_buffer_slot_idx: Tensor,
+        token_metadata_at_forward: OptionalTensor = None,
+        channel_linked_list: OptionalTensor = None,
+    ) -> None:
+        assertion(topk_idx is not None, "argument topk_idx: got None, allowed a tensor")
+        self.do_expand = do_expand
+        self.num_experts = num_experts
+        self.expert_alignment = expert_alignment
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.num_sms = num_sms
+        self.topk_idx = topk_idx
+        self.num_recv_tokens = num_recv_tokens
+        self.num_expanded_tokens = num_expanded_tokens
+        self.num_recv_tokens_per_expert_list = num_recv_tokens_per_expert_list
+        self.psum_num_recv_tokens_per_scaleup_rank = psum_num_recv_tokens_per_scaleup_rank
+        self.psum_num_recv_tokens_per_expert = psum_num_recv_tokens_per_expert
+        self.num_unaligned_recv_tokens_per_expert = num_unaligned_recv_tokens_per_expert
+        self.recv_src_metadata = recv_src_metadata
+        self.dst_buffer_slot_idx = dst_buffer_slot_idx
+        self.token_metadata_at_forward = token_metadata_at_forward  # rank_prefix_matrix of deepep_handle
+        self.channel_linked_list = channel_linked_list  # send_head of deepep_handle
+        self.cached_recv_src_metadata_before_sort: OptionalTensor = None
+
+    def deterministic_sort(self, *_tensors: Any, **_named: Any) -> None:
+        """Nothing is left to sort: rows come in the order of (source rank, token)."""
+
+
+def _flatten_handle(handle: EPHandle) -> tuple[list[Any], Any]:
+    fields = dict(vars(handle))
+    return [fields.pop(name) for name in TENSORS], fields
+
+
+def _unflatten_handle(tensors: Any, fields: Any) -> EPHandle:
+    handle = EPHandle.__new__(EPHandle)
+    vars(handle).update(fields)
+    vars(handle).update(zip(TENSORS, tensors, strict=True))
+    return handle
+
+
+_torch.register_pytree(EPHandle, _flatten_handle, _unflatten_handle)
+
+
+def event_of(name: str, event: object) -> EventHandle | None:
+    """The point in the stream of an EventHandle, an EventOverlap, or None."""
+    if event is None or isinstance(event, EventHandle):
+        return event
+    inner = getattr(event, "event", event)
+    if inner is not None and not isinstance(inner, EventHandle):
+        raise type_error(name, type(event).__name__, "an EventHandle, an EventOverlap or None")
+    return inner
+
+
+class Order(Ordering):
+    """V2's rules of ordering: any call may have its outputs in the communication stream's memory."""
+
+    def __init__(self, core: Core, previous_event: Event, is_async: bool, on_comm: bool) -> None:
+        previous = event_of("previous_event", previous_event)
+        on_comm = check_flag("allocate_on_comm_stream", on_comm)
+        is_async = check_flag("async_with_compute_stream", is_async)
+        assertion(previous is None or on_comm, "previous_event needs allocate_on_comm_stream=True")
+        if not core.host_stream:
+            same = core.current_stream() == core.comm_stream_address
+            assertion(not same, "the current stream is the buffer's communication stream, which would wait for itself")
+        super().__init__(core, None if previous is None else EventOverlap(previous), is_async, False)
+        if on_comm and not core.host_stream:
+            self.on_comm = True
+            self.context = _torch.stream_context(core.comm_stream)
+        self.extra: tuple[OptionalTensor, ...] = ()
+
+    def wait_too(self, event: Event) -> None:
+        """The communication stream waits for another event before the call; the CPU engine's caller does."""
+        handle = event_of("previous_event_before_epilogue", event)
+        if handle is None:
+            return
+        if self.core.host_stream:
+            handle.current_stream_wait()
+            return
+        with _torch.stream_context(self.core.comm_stream):
+            handle.current_stream_wait()
+
+    def finish(self, function: Any, args: Any, config: Any, held: tuple[OptionalTensor, ...]) -> EventOverlap:
+        """Launches the call that ends the operation."""
+        event = self.last(function, args, config=config, held=held)
+        if self.extra and event.event is not None:
+            event.extra_tensors = self.extra
+        return event
+
+    def _mark(self, tensors: tuple[OptionalTensor, ...]) -> None:
+        if self.async_finish and os.environ.get("EP_AVOID_RECORD_STREAM", "0") not in ("", "0"):
+            self.extra = tensors  # the event keeps them, as the variable asks
+            return
+        super()._mark(tensors)
+
+
+class Payload:
+    """x of dispatch: rows of any dtype, which are moved as bytes, and scales if it is a pair."""
+
+    __slots__ = ("x", "scales", "num_tokens", "num_scales", "x_type", "hidden")
+
+    def __init__(self, x: object, core: Core) -> None:
+        self.scales: OptionalTensor = None
+        self.num_scales = 0
+        pair = isinstance(x, (tuple, list))
+        if pair and len(x) != 2:  # type: ignore[arg-type]
+            raise value_error("x", f"a {type(x).__name__} of {len(x)}", "a tensor, or a pair (rows, scales)")  # type: ignore[arg-type]
+        rows = x[0] if pair else x  # type: ignore[index]
+        dtype = rows.dtype if isinstance(rows, Tensor) else BF16
+        self.x = _torch.check("x[0]" if pair else "x", rows, core.device, (dtype,), (None, None))
+        self.num_tokens = int(self.x.shape[0])
+        self.x_type = ITEM_TYPES.get(dtype, _abi.UINT8)
+        self.hidden = int(self.x.shape[1]) * (1 if dtype in ITEM_TYPES else dtype.itemsize)
+        if pair:
+            scales = x[1]  # type: ignore[index]
+            kind = scales.dtype if isinstance(scales, Tensor) else FLOAT32
+            if kind.itemsize != 4:
+                raise type_error("x[1]", f"dtype {kind}", "a dtype of 4 bytes")
+            shape = (self.num_tokens, None)
+            self.scales = _torch.check("x[1]", scales, core.device, (kind,), shape, contiguous=False)
+            self.num_scales = int(self.scales.shape[1])
+
+
+class Shape:
+    """The numbers of a dispatch, checked."""
+
+    __slots__ = ("num_topk", "num_experts", "num_local", "alignment", "num_max", "expand", "ranks")
+
+    def __init__(self, num_topk: int, num_experts: int, alignment: int, num_max: int, expand: bool, ranks: int) -> None:
+        self.num_topk, self.num_experts, self.num_local = num_topk, num_experts, num_experts // ranks
+        self.alignment, self.num_max, self.expand, self.ranks = alignment, max(1, num_max), expand, ranks
+
+    def bound(self) -> int:
+        """Tokens that may come, whatever the routing."""
+        return self.ranks * self.num_max
+
+    def expanded_bound(self) -> int:
+        """Rows of the expanded layout, whatever the routing."""
+        most = self.bound() * min(self.num_topk, self.num_local) + (self.alignment - 1) * self.num_local
+        return -(-most // self.alignment) * self.alignment
+
+
+@dataclass
+class Sending:
+    """One dispatch: what it sends and how, and how far it is."""
+
+    payload: Payload
+    weights: OptionalTensor
+    shape: Shape
+    order: Order
+    config: Any
+    padding: bool  # rows between the experts' groups become 0
+    columns: bool  # received scales are column-major
+    topk_idx: OptionalTensor = None  # without a handle: the caller's
+    copies_topk: bool = False
+    stats: OptionalTensor = None
+    worst: bool = False  # outputs have room for any routing, and no host waits for counts
+    token: int = 0  # of the exchange of counts; 0 with a handle
+
+
+class ElasticMode:
+    """The calls of one ElasticBuffer."""
+
+    def __init__(self, core: Core, normal: NormalMode, multiple_reduction: bool) -> None:
+        self._core = core
+        self._normal = normal
+        self._unreduced = not multiple_reduction
+
+    # ---- dispatch
+
+    def begin(self, sending: Sending, num_sms: int) -> EPHandle:
+        """Launches the exchange of counts of a dispatch without a handle, and returns its handle.
+
+        For all exceptions from here on: order.leave(). `num_sms` is for the handle.
+        """
+        core, shape, payload, order = self._core, sending.shape, sending.payload, sending.order
+        topk_idx = sending.topk_idx
+        assert topk_idx is not None
+        ranks, num_tokens, local = core.group_size, payload.num_tokens, shape.num_local
+        with order.context:
+            matrix = _torch.empty((ranks, ranks), INT32, core.device)
+            head, slots = _torch.like(matrix, num_tokens, ranks), _torch.like(matrix, num_tokens, shape.num_topk)
+            per_rank = _torch.like(matrix, ranks)
+            per_expert, unaligned = _torch.like(matrix, local), _torch.like(matrix, local)
+            metadata = _torch.like(matrix, shape.bound() if sending.worst else 0, shape.num_topk + 2)
+            kept = _torch.empty(topk_idx.shape, topk_idx.dtype, core.device) if sending.copies_topk else topk_idx
+        rows = 0 if not sending.worst else shape.expanded_bound() if shape.expand else shape.bound()
+        handle = EPHandle(
+            shape.expand, shape.num_experts, shape.alignment, shape.num_max, num_sms, kept, rows, rows, [],
+            per_rank, per_expert, unaligned, metadata, slots, matrix, head,
+        )  # fmt: skip
+        if sending.copies_topk and not order.on_comm:
+            kept.copy_(topk_idx)
+        native = self._native(handle, 0, 0)
+        native.topk_idx = topk_idx.data_ptr()
+        notify = _abi.sized(
+            _abi.Notify,
+            num_tokens=num_tokens,
+            num_topk=shape.num_topk,
+            num_experts=shape.num_experts,
+            expert_alignment=shape.alignment,
+            num_worst_tokens=shape.bound() if sending.worst else 0,
+            num_worst_expanded=rows if shape.expand else 0,
+            x_type=payload.x_type,
+            num_scales=payload.num_scales,
+            hidden=payload.hidden,
+            handle=ctypes.addressof(native),
+            routing=native.routing,
+            index_type=native.index_type,
+            num_max_tokens=shape.num_max,
+            topk_idx=topk_idx.data_ptr(),
+            cumulative_recv_stats=_torch.address(sending.stats),
+        )
+        token = ctypes.c_uint64()
+        function = core.native.lib.with_gil.deepep_notify_counts
+        held = (topk_idx, sending.stats, kept, *_library_tensors(handle))
+        order.first(function, ctypes.byref(notify), ctypes.byref(token), config=sending.config, held=held)
+        sending.token = token.value
+        setattr(matrix, EXCHANGE, sending.token)
+        return handle
+
+    def finish(self, sending: Sending, handle: EPHandle) -> Dispatched:
+        """Waits for the counts, unless the outputs have room for any routing, and sends the rows."""
+        order, shape, topk_idx = sending.order, sending.shape, sending.topk_idx
+        assert topk_idx is not None
+        try:
+            tokens = shape.bound()
+            if not sending.worst:
+                tokens, per_expert = self._normal._wait_counts(sending.token, shape.num_local)
+                handle.num_recv_tokens_per_expert_list = per_expert
+                handle.num_recv_tokens = handle.num_expanded_tokens = sum(per_expert) if shape.expand else tokens
+                with order.context:
+                    handle.recv_src_metadata = _torch.like(handle.recv_src_metadata, tokens, shape.num_topk + 2)
+            rows = handle.num_recv_tokens
+            native = self._native(handle, tokens, rows if shape.expand else 0)
+            native.topk_idx = topk_idx.data_ptr()
+            result = self._send(sending, handle, native, rows)
+            if sending.copies_topk and order.on_comm:  # the caller's stream need not have the indices yet
+                order.append(result[4], lambda: _torch.copy(handle.topk_idx, topk_idx))
+            return result
+        except BaseException:
+            order.leave()  # the exchange may still be writing to the handle's tensors
+            raise
+
+    def resend(self, sending: Sending, handle: EPHandle) -> Dispatched:
+        """Sends other rows as the handle says."""
+        expand = sending.shape.expand
+        num_tokens, arrived = int(handle.topk_idx.shape[0]), int(handle.recv_src_metadata.shape[0])
+        if num_tokens != sending.payload.num_tokens:
+            raise value_error("x", f"{sending.payload.num_tokens} rows", f"{num_tokens} rows, as in the handle")
+        allowed = "allowed False with the handle of a dispatch without do_expand"
+        assertion(not expand or bool(handle.do_expand), f"argument do_expand: got True, {allowed}")
+        rows = handle.num_recv_tokens if expand or not handle.do_expand else arrived
+        native = self._native(handle, arrived if expand else rows, rows if expand else 0)
+        native.routing = _abi.ROUTING_EXPANDED if expand else _abi.ROUTING_PLAIN
+        return self._send(sending, handle, native, rows)
+
+    def _send(self, sending: Sending, handle: EPHandle, native: Any, rows: int) -> Dispatched:
+        """The second step: allocates what is received, and launches."""
+        core, shape, payload, order = self._core, sending.shape, sending.payload, sending.order
+        weights, num_topk = sending.weights, shape.num_topk
+        with order.context:
+            x = self._rows((rows, int(payload.x.shape[1])), payload.x)
+            scales, strides = _received_scales(payload, rows, sending.columns)
+            topk_idx = None if shape.expand else _torch.like(handle.topk_idx, rows, num_topk)
+            recv_weights = None
+            if weights is not None:
+                recv_weights = _torch.like(weights, rows) if shape.expand else _torch.like(weights, rows, num_topk)
+        args = _abi.sized(
+            _abi.DispatchArgs,
+            cached=int(sending.token == 0),
+            token=sending.token,
+            x_type=payload.x_type,
+            num_scales=payload.num_scales,
+            hidden=payload.hidden,
+            num_tokens=payload.num_tokens,
+            index_type=native.index_type,
+            num_worst_tokens=shape.bound() if sending.worst else 0,
+            recv_segment=-1,
+            x=payload.x.data_ptr(),
+            topk_weights=_torch.address(weights),
+            handle=ctypes.addressof(native),
+            recv_x=x.data_ptr(),
+            recv_topk_idx=_torch.address(topk_idx),
+            recv_topk_weights=_torch.address(recv_weights),
+            do_zero_padding=int(sending.padding),
+        )
+        pool = core.native.rows
+        offset = pool.offset(x) if pool is not None else None
+        if offset is not None:
+            args.recv_segment, args.recv_segment_offset = pool.index, offset
+        if payload.scales is not None and scales is not None:
+            args.x_scales, args.recv_x_scales = payload.scales.data_ptr(), scales.data_ptr()
+            args.scale_token_stride, args.scale_stride = payload.scales.stride()
+            args.recv_scale_token_stride, args.recv_scale_stride = strides
+        held = (
+            payload.x, payload.scales, weights, sending.topk_idx, sending.stats, handle.topk_idx,
+            *_library_tensors(handle), x, scales, topk_idx, recv_weights,
+        )  # fmt: skip
+        event = order.finish(core.native.lib.with_gil.deepep_dispatch, ctypes.byref(args), sending.config, held)
+        return (x if scales is None else (x, scales)), topk_idx, recv_weights, handle, event
+
+    # ---- combine
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: OptionalTensor,
+        bias: object,
+        num_sms: int,
+        order: Order,
+    ) -> Combined:
+        """ElasticBuffer.combine; the handle is checked."""
+        core = self._core
+        num_tokens, num_topk = (int(n) for n in handle.topk_idx.shape)
+        arrived = int(handle.recv_src_metadata.shape[0])
+        expand = bool(handle.do_expand)
+        _torch.check("x", x, core.device, (BF16,), (None if expand else arrived, None))
+        rows, hidden = (int(n) for n in x.shape)
+        biases = self._biases(bias, num_tokens, hidden)
+        if topk_weights is not None:
+            shape = (rows,) if expand else (rows, num_topk)
+            _torch.check("topk_weights", topk_weights, core.device, (FLOAT32,), shape)
+        config = self.config(1, num_sms)
+        with order.context:
+            combined = _torch.like(x, num_tokens, hidden)
+            weights = None if topk_weights is None else _torch.like(topk_weights, num_tokens, num_topk)
+        native = self._native(handle, arrived, rows if expand else 0)
+        args = _abi.sized(
+            _abi.CombineArgs,
+            num_topk=0 if topk_weights is None else num_topk,
+            hidden=hidden,
+            x_segment=-1,
+            x=x.data_ptr(),
+            topk_weights=_torch.address(topk_weights),
+            handle=ctypes.addressof(native),
+            combined_x=combined.data_ptr(),
+            combined_topk_weights=_torch.address(weights),
+            num_x_rows=rows if expand else 0,
+            unreduced=int(expand and self._unreduced),
+        )
+        args.bias[0], args.bias[1] = _torch.address(biases[0]), _torch.address(biases[1])
+        held = (x, topk_weights, *biases, combined, weights, handle.topk_idx, *_library_tensors(handle))
+        event = order.finish(core.native.lib.with_gil.deepep_combine, ctypes.byref(args), config, held)
+        return combined, weights, event
+
+    # ---- helpers
+
+    def check_handle(self, handle: object) -> None:
+        """Raises unless every tensor of the handle is as a dispatch makes it."""
+        if not isinstance(handle, EPHandle):
+            raise type_error("handle", type(handle).__name__, "the EPHandle that dispatch returned")
+        core = self._core
+        ranks, local = core.group_size, handle.num_experts // core.group_size
+        idx = _torch.check("handle.topk_idx", handle.topk_idx, core.device, tuple(INDEX_TYPES), (None, None))
+        num_tokens, num_topk = idx.shape
+        shapes = (
+            (ranks,), (local,), (local,), (None, num_topk + 2), (num_tokens, num_topk), (ranks, ranks),
+            (num_tokens, ranks),
+        )  # fmt: skip
+        for name, shape in zip(TENSORS[1:], shapes, strict=True):
+            _torch.check(f"handle.{name}", getattr(handle, name), core.device, (INT32,), shape)
+
+    def _native(self, handle: EPHandle, num_recv_tokens: int, num_expanded_tokens: int) -> Any:
+        """deepep_handle over the handle's tensors."""
+        matrix, head = handle.token_metadata_at_forward, handle.channel_linked_list
+        assert matrix is not None and head is not None
+        num_tokens, num_topk = handle.topk_idx.shape
+        return _abi.sized(
+            _abi.Handle,
+            magic=_abi.HANDLE_MAGIC,
+            version=_abi.HANDLE_VERSION,
+            num_ranks=self._core.group_size,
+            num_tokens=num_tokens,
+            num_recv_tokens=num_recv_tokens,
+            rank_prefix_matrix=matrix.data_ptr(),
+            send_head=head.data_ptr(),
+            exchange=getattr(matrix, EXCHANGE, 0),
+            routing=_abi.ROUTING_EXPANDED if handle.do_expand else _abi.ROUTING_PLAIN,
+            num_topk=num_topk,
+            num_experts=handle.num_experts,
+            index_type=INDEX_TYPES[handle.topk_idx.dtype],
+            num_max_tokens=max(1, handle.num_max_tokens_per_rank),
+            expert_alignment=handle.expert_alignment,
+            num_expanded_tokens=num_expanded_tokens,
+            topk_idx=handle.topk_idx.data_ptr(),
+            dst_slot=handle.dst_buffer_slot_idx.data_ptr(),
+            psum_recv_tokens_per_rank=handle.psum_num_recv_tokens_per_scaleup_rank.data_ptr(),
+            psum_recv_tokens_per_expert=handle.psum_num_recv_tokens_per_expert.data_ptr(),
+            num_recv_tokens_per_expert=handle.num_unaligned_recv_tokens_per_expert.data_ptr(),
+            recv_src_metadata=handle.recv_src_metadata.data_ptr(),
+        )
+
+    def config(self, kind: int, num_sms: int) -> Any:
+        """deepep_config; on the CPU engine the number of SMs means nothing."""
+        return self._normal._config(None, kind, 0 if self._core.host_stream else num_sms)
+
+    def _rows(self, shape: tuple[int, int], like: Tensor) -> Tensor:
+        core = self._core
+        pool = core.native.rows
+        if pool is not None and shape[0]:
+            tensor: OptionalTensor = pool.empty(shape, like.dtype, core.device)
+            if tensor is not None:
+                return tensor
+        return self._normal._row_cache.empty(shape, like.dtype) if core.host_stream else _torch.like(like, *shape)
+
+    def _biases(self, bias: object, num_tokens: int, hidden: int) -> tuple[OptionalTensor, OptionalTensor]:
+        given = bias if isinstance(bias, (tuple, list)) else (bias, None)
+        assertion(len(given) == 2, f"argument bias: got {len(given)} of them, allowed None, a tensor or a pair")
+        for number, one in enumerate(given):
+            if one is not None:
+                _torch.check(f"bias[{number}]", one, self._core.device, (BF16,), (num_tokens, hidden))
+        return given[0], given[1]
+
+
+def _library_tensors(handle: EPHandle) -> tuple[OptionalTensor, ...]:
+    """What the library reads and writes of a handle, beside topk_idx."""
+    return tuple(getattr(handle, name) for name in TENSORS[1:])
+
+
+def _received_scales(payload: Payload, rows: int, columns: bool) -> tuple[OptionalTensor, tuple[int, int]]:
+    """The tensor for received scales, and its strides; `columns`: column-major, each column on 16 bytes."""
+    if payload.scales is None:
+        return None, (0, 0)
+    count = payload.num_scales
+    if not columns:
+        return _torch.like(payload.scales, rows, count), (count, 1)
+    stride = -(-rows // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+    return _torch.like(payload.scales, count, stride).t()[:rows], (1, stride)

@@ -1,0 +1,6 @@
+"""The place where some frameworks look for ElasticBuffer first."""
+
+from ..elastic import ElasticBuffer, EPBuffer, EPHandle
+from ..utils import EventHandle, EventOverlap
+
+__all__ = ["EPBuffer", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap"]

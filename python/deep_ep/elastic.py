@@ -1,0 +1,831 @@
+"""ElasticBuffer and EPBuffer: V2 of the API, over the same engine as Buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import _elastic_sizes, _torch, errors
+from ._elastic import (
+    Combined,
+    Dispatched,
+    ElasticMode,
+    EPHandle,
+    Event,
+    Order,
+    Payload,
+    Rows,
+    Sending,
+    Shape,
+)
+from ._plan import plan
+from ._torch import FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor, opaque
+from .bootstrap import Bootstrap
+from .buffer import Buffer, Runtime, _choose_engine
+from .errors import assertion, check_flag, check_int, type_error, value_error
+from .utils import EventHandle, EventOverlap
+
+__all__ = [
+    "BucketBuffer",
+    "BucketSession",
+    "BufferAllocator",
+    "BufferBase",
+    "EPBuffer",
+    "EPHandle",
+    "ElasticBuffer",
+    "EngramBuffer",
+    "PPBuffer",
+    "get_logical_domain_size",
+    "get_num_allocation_alignment",
+    "get_num_rdma_alignment",
+    "get_num_tma_alignment",
+    "get_physical_domain_size",
+]
+
+CPU_SECONDS, GPU_SECONDS = 300, 100
+LEAST_SMS, USUAL_SMS = 4, 20
+QPS_DIRECT, QPS_HYBRID = 17, 129
+USUAL_TOKENS, USUAL_HIDDEN = 4096, 7168  # for the choice of SMs, where the constructor was not told
+Group = Any
+
+
+def _absent(name: str, what: str) -> Callable[..., Any]:
+    """A name of V2 that this library does not have."""
+
+    def call(*_values: Any, **_named: Any) -> Any:
+        raise errors.DeepEPNotImplementedError(errors.UNSUPPORTED, f"{name}: {what} of V2 are not supported")
+
+    call.__name__ = name
+    call.__doc__ = f"Raises NotImplementedError: {what} of V2 are not supported."
+    return call
+
+
+AGRS, PP, ENGRAM, BUCKETS = "all-gather sessions", "pipeline sends", "Engram tables", "bucket collectives"
+BALANCING = "load balancing of weights"
+
+
+class BufferBase:
+    """What the buffers of V2 have in common: a name to test for."""
+
+
+class ElasticBuffer(BufferBase):
+    """Expert-parallel dispatch and combine of one group, as in DeepEP 2.1. The constructor is collective.
+
+    Beside V1's Buffer in the same process: each has memory and a communication stream of its own.
+
+    Args:
+        group: a torch.distributed group of any backend, or None with `bootstrap`.
+        num_bytes: memory of the buffer, a multiple of 2 MiB; None: what get_buffer_size_hint says. A size that is too
+            small for a call costs time; the call succeeds.
+        num_cpu_bytes: memory for Engram tables; only 0.
+        num_max_tokens_per_rank: M, the most tokens that a rank dispatches; a default that each dispatch may override.
+        hidden: H, elements of a row.
+        num_topk: K; 0: 32.
+        use_fp8_dispatch: `num_bytes` for FP8 rows. Dispatch takes rows of any dtype.
+        deterministic: accepted; outputs are ordered and repeat bit for bit in any case.
+        allow_hybrid_mode: the logical domain is the physical one; False: one domain of all ranks.
+        allow_multiple_reduction: a rank sums the rows of its own experts before it sends them back.
+        prefer_overlap_with_compute: accepted; calls take few SMs in any case.
+        sl_idx: accepted.
+        num_allocated_qps: queue pairs that num_qps may name; 0: 129 on several domains, else 17.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: longest wait for a living peer; the lower one counts.
+        explicitly_destroy: True: destroy() may be called; False: the finalizer frees.
+        engine: "cpu", "cuda", or "auto" or None: DEEPEP_ENGINE, or CUDA where a device and its library are there.
+        bootstrap: where ranks meet without torch.distributed; see deep_ep.Bootstrap.
+        num_nvl_peers: ranks of one NVLink domain; None: DEEPEP_NUM_MAX_NVL_PEERS, or 8.
+
+    Raises:
+        DeepEPError: also a ValueError or TypeError where an argument is wrong; names the ranks that disagree, are late
+            or dead.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int | None = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: float = CPU_SECONDS,
+        num_gpu_timeout_secs: float = GPU_SECONDS,
+        explicitly_destroy: bool = False,
+        *,
+        engine: str | None = None,
+        bootstrap: Bootstrap | None = None,
+        num_nvl_peers: int | None = None,
+    ) -> None:
+        if num_cpu_bytes:
+            _absent("num_cpu_bytes", ENGRAM)()
+        flags = {
+            "use_fp8_dispatch": use_fp8_dispatch,
+            "deterministic": deterministic,
+            "allow_hybrid_mode": allow_hybrid_mode,
+            "allow_multiple_reduction": allow_multiple_reduction,
+            "prefer_overlap_with_compute": prefer_overlap_with_compute,
+            "explicitly_destroy": explicitly_destroy,
+        }
+        flags = {name: check_flag(name, value) for name, value in flags.items()}
+        self.num_max_tokens_per_rank = check_int("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
+        self.hidden, self.num_topk = check_int("hidden", hidden, 0, 1 << 20), check_int("num_topk", num_topk, 0)
+        num_ranks = _size_of(group, bootstrap)
+        if num_bytes is None:
+            num_bytes = _elastic_sizes.buffer_bytes(
+                num_ranks, num_max_tokens_per_rank, hidden, num_topk, flags["use_fp8_dispatch"],
+                flags["allow_multiple_reduction"],
+            )  # fmt: skip
+        self.num_bytes = _elastic_sizes.check_bytes("num_bytes", num_bytes)
+        qps = check_int("num_allocated_qps", num_allocated_qps, 0)
+        staging, segment = _elastic_sizes.regions(self.num_bytes, num_ranks, self.hidden)
+        seconds = _timeout(num_cpu_timeout_secs, num_gpu_timeout_secs)
+        self._base = Buffer(
+            group, staging, _elastic_sizes.rdma_bytes(num_ranks, self.hidden), explicitly_destroy=True, engine=engine,
+            timeout=seconds, num_nvl_peers=num_nvl_peers, bootstrap=bootstrap, num_tokens=self.num_max_tokens_per_rank,
+            hidden=self.hidden, num_topk=self.num_topk, zero_copy_bytes=_segment(engine, segment),
+        )  # fmt: skip
+        core = self._core = self._base._core
+        self._mode = ElasticMode(core, self._base._normal, flags["allow_multiple_reduction"])
+        self._deferred = ""  # the call whose second half is still to come
+        self.group = group
+        self.rank_idx, self.num_ranks = core.rank, core.group_size
+        self.deterministic, self.explicitly_destroy = flags["deterministic"], flags["explicitly_destroy"]
+        self.allow_hybrid_mode = flags["allow_hybrid_mode"]
+        self.allow_multiple_reduction = flags["allow_multiple_reduction"]
+        self.prefer_overlap_with_compute = flags["prefer_overlap_with_compute"]
+        self.sl_idx = sl_idx
+        self.num_rdma_ranks, self.num_nvlink_ranks = core.num_nodes, core.group_size // core.num_nodes
+        logical = (core.num_nodes, self.num_nvlink_ranks) if self.allow_hybrid_mode else (1, core.group_size)
+        self.num_scaleout_ranks, self.num_scaleup_ranks = logical
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(core.rank, self.num_scaleup_ranks)
+        self.num_allocated_qps = qps or (QPS_HYBRID if self.num_scaleout_ranks > 1 else QPS_DIRECT)
+        self.nccl_comm_handle: Any = None  # there is no NCCL below
+        self.runtime: Runtime | None = self._base.runtime
+        self._sms_of: dict[tuple[int, int], int] = {}
+
+    # ---- life
+
+    def destroy(self) -> None:
+        """Frees everything here; local, bounded, waits for no peer. Twice is fine.
+
+        Raises:
+            DeepEPError (also an AssertionError): the buffer was made without explicitly_destroy.
+        """
+        assertion(self.explicitly_destroy, "destroy() needs a buffer made with explicitly_destroy=True")
+        self._base.destroy()
+        self.runtime = None
+
+    def check(self) -> None:
+        """Asks whether the buffer can be used.
+
+        Raises:
+            DeepEPError: the failure that made it unusable.
+        """
+        self._base.check()
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Statistics of the calls; see Buffer.stats."""
+        return self._base.stats()
+
+    @opaque
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Waits, on the current stream, until every rank has come here. Collective.
+
+        Args:
+            use_comm_stream, sequential: accepted; a buffer's calls run in the order in which they were issued, and the
+                current stream waits in any case.
+            with_cpu_sync: the host waits for the device, before and after.
+
+        Raises:
+            DeepEPError: a rank is late or dead; the text names it.
+        """
+        core = self._core
+        core.enter()
+        if check_flag("with_cpu_sync", with_cpu_sync):
+            _torch.synchronize(core.device)
+        self._base.barrier()
+        if with_cpu_sync:
+            _torch.synchronize(core.device)
+
+    # ---- sizes and numbers
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Group,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes of a buffer for calls of this shape, a multiple of 2 MiB: `num_bytes` of one made so."""
+        fp8 = check_flag("use_fp8_dispatch", use_fp8_dispatch)
+        multiple = check_flag("allow_multiple_reduction", allow_multiple_reduction)
+        ranks = _size_of(group, None)
+        return _elastic_sizes.buffer_bytes(ranks, num_max_tokens_per_rank, hidden, num_topk, fp8, multiple)
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """(NVLink domains, ranks of one)."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """(scale-out ranks, scale-up ranks): the physical domains, or without allow_hybrid_mode (1, R)."""
+        return self.num_scaleout_ranks, self.num_scaleup_ranks
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 0,
+        sm_write_gbs: float = 0,
+    ) -> int:
+        """SMs that calls of this shape take at most where they are given 0: an even number, 4 or more.
+
+        Args:
+            num_experts: E, a multiple of the ranks.
+            num_topk: K.
+            num_scaleout_topk: 0.
+            rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs: accepted; the library has measured its own.
+
+        Raises:
+            DeepEPError (also an AssertionError): `num_experts` or `num_scaleout_topk` is not allowed.
+        """
+        self._check_experts(num_experts)
+        assertion(num_scaleout_topk == 0, f"argument num_scaleout_topk: got {num_scaleout_topk}, allowed 0")
+        return self._usual_sms(num_experts, num_topk)
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Queue pairs for so many SMs, at most num_allocated_qps."""
+        wanted = 16 * num_sms + 1 if self.num_scaleout_ranks > 1 else min(num_sms, 9)
+        return min(wanted, self.num_allocated_qps)
+
+    def get_comm_stream(self) -> Any:
+        """The buffer's communication stream: a torch.cuda.Stream; on the CPU engine a torch.cpu.Stream."""
+        return self._base.get_comm_stream()
+
+    @staticmethod
+    @opaque
+    def capture() -> EventHandle:
+        """The present end of the current stream."""
+        return EventHandle()
+
+    # ---- dispatch and combine
+
+    @opaque
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: OptionalTensor = None,
+        topk_weights: OptionalTensor = None,
+        cumulative_local_expert_recv_stats: OptionalTensor = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Event = None,
+        previous_event_before_epilogue: Event = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> Dispatched:
+        """Sends each token once to every rank that holds one of its experts.
+
+        Args:
+            x: ``[T, H]`` of any dtype, contiguous, or a pair with scales ``[T, P]`` of 4 bytes, any strides. Bytes of a
+                row are a multiple of 16, T is at most M.
+            topk_idx: ``[T, K]`` int64 or int32, global experts; a negative number selects nothing. None with a handle.
+            topk_weights: ``[T, K]`` float32, or None; also with a handle.
+            cumulative_local_expert_recv_stats: int32 ``[E/R]``: tokens received for each local expert are added.
+            num_experts: E; with a handle None or the handle's.
+            num_max_tokens_per_rank: M, the same on all ranks; None: the handle's, else the buffer's.
+            expert_alignment: each expert's count is rounded up to a multiple; None: the handle's, else 1.
+            num_sms: at most so many SMs, rounded up to even; 0: the library's choice.
+            num_qps: accepted, up to num_allocated_qps.
+            previous_event: what the work waits for instead of the current stream; needs allocate_on_comm_stream.
+            previous_event_before_epilogue: the work waits for this one too.
+            async_with_compute_stream: True: the caller waits through the returned event.
+            allocate_on_comm_stream: outputs belong to the communication stream.
+            handle: of an earlier dispatch: the same routing again, without counts.
+            do_handle_copy: the handle has a copy of `topk_idx`; False: the tensor itself.
+            do_cpu_sync: the host waits for the counts, and outputs have their exact size; False: outputs have room for
+                any routing, rows past the real ones are undefined. None: True, with a handle False.
+            do_expand: a row for each token and local expert, grouped by expert; else for each token.
+            do_zero_padding: expanded: rows between the experts' groups are 0.
+            use_tma_aligned_col_major_sf: received scales are column-major, each column on 16 bytes.
+
+        Returns:
+            ``recv_x [rows, H]`` (a pair for a pair), ``recv_topk_idx [rows, K]`` with local experts, -1 where the
+            choice is another rank's (None if expanded), ``recv_topk_weights [rows, K]`` as sent (expanded ``[rows]``;
+            None if none were given), the handle, the event. Rows are in the order of source rank and token;
+            expanded, within each expert.
+
+        Raises:
+            DeepEPError: a rank is late, dead or disagrees. Also a ValueError, TypeError or AssertionError for a wrong
+                argument.
+        """
+        sending, known = self._prepare(
+            x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
+            expert_alignment, num_sms, num_qps, previous_event, async_with_compute_stream, allocate_on_comm_stream,
+            handle, do_handle_copy, do_cpu_sync, do_expand, do_zero_padding, use_tma_aligned_col_major_sf,
+        )  # fmt: skip
+        sending.order.wait_too(previous_event_before_epilogue)
+        if handle is not None:
+            return self._mode.resend(sending, handle)
+        return self._mode.finish(sending, self._mode.begin(sending, known))
+
+    @opaque
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: OptionalTensor = None,
+        bias: Tensor | tuple[OptionalTensor, OptionalTensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Event = None,
+        previous_event_before_epilogue: Event = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Combined:
+        """Brings the rows of each token back to its rank and adds them.
+
+        Args:
+            x: ``[rows, H]`` BF16. Plain: as many rows as the handle's recv_src_metadata; expanded: those that it names.
+                Other rows are not read.
+            handle: of the dispatch; not consumed.
+            topk_weights: plain ``[rows, K]``, expanded ``[rows]`` float32: carried back, not applied.
+            bias: BF16 ``[T, H]``, or a pair of such.
+            num_sms: 0: the handle's.
+            num_qps, previous_event, previous_event_before_epilogue, async_with_compute_stream,
+                allocate_on_comm_stream: as in dispatch.
+
+        Returns:
+            ``combined_x [T, H]`` BF16, ``combined_topk_weights [T, K]`` float32 or None, the event. Sums are in FP32:
+            the biases, then the ranks' rows in the order of the token's last choice of each, rounded once. Expanded: a
+            rank first adds the token's rows in the order of the choices and rounds; without allow_multiple_reduction
+            all rows are added at the token's rank.
+
+        Raises:
+            DeepEPError: a rank is late, dead or disagrees. Also a ValueError, TypeError or AssertionError for a wrong
+                argument.
+        """
+        return self._combine(
+            x, handle, topk_weights, bias, num_sms, num_qps, previous_event, previous_event_before_epilogue,
+            async_with_compute_stream, allocate_on_comm_stream,
+        )  # fmt: skip
+
+    # ---- not there
+
+    get_agrs_num_max_session_bytes = staticmethod(_absent("get_agrs_num_max_session_bytes", AGRS))
+    get_agrs_buffer_size_hint = staticmethod(_absent("get_agrs_buffer_size_hint", AGRS))
+    agrs_set_config = _absent("agrs_set_config", AGRS)
+    create_agrs_session = _absent("create_agrs_session", AGRS)
+    destroy_agrs_session = _absent("destroy_agrs_session", AGRS)
+    agrs_new_session = _absent("agrs_new_session", AGRS)
+    agrs_get_inplace_tensor = _absent("agrs_get_inplace_tensor", AGRS)
+    all_gather = _absent("all_gather", AGRS)
+    get_pp_buffer_size_hint = staticmethod(_absent("get_pp_buffer_size_hint", PP))
+    pp_set_config = _absent("pp_set_config", PP)
+    pp_send = _absent("pp_send", PP)
+    pp_recv = _absent("pp_recv", PP)
+    get_engram_storage_size_hint = staticmethod(_absent("get_engram_storage_size_hint", ENGRAM))
+    engram_write = _absent("engram_write", ENGRAM)
+    engram_fetch = _absent("engram_fetch", ENGRAM)
+
+    # ---- helpers
+
+    def _enter(self) -> None:
+        self._core.enter()
+        if self._deferred:
+            text = f"the deferred {self._deferred} of this buffer was not waited for: call wait() of its event first"
+            raise errors.DeepEPError(errors.INVALID_STATE, text)
+
+    def _prepare(
+        self,
+        x: object,
+        topk_idx: OptionalTensor,
+        topk_weights: OptionalTensor,
+        stats: OptionalTensor,
+        num_experts: int | None,
+        num_max_tokens: int | None,
+        alignment: int | None,
+        num_sms: int,
+        num_qps: int,
+        previous_event: Event,
+        is_async: bool,
+        on_comm: bool,
+        handle: EPHandle | None,
+        copies_topk: bool,
+        cpu_sync: bool | None,
+        expand: bool,
+        padding: bool,
+        columns: bool,
+    ) -> tuple[Sending, int]:
+        """Everything of a dispatch that can be checked, and the SMs for its handle."""
+        self._enter()
+        core = self._core
+        expand = check_flag("do_expand", expand)
+        padding = check_flag("do_zero_padding", padding)
+        assertion(expand or not padding, "argument do_zero_padding: got True, allowed False without do_expand")
+        payload = Payload(x, core)
+        if handle is not None:
+            assertion(topk_idx is None, "argument topk_idx: got a tensor, allowed None with a handle")
+            assertion(
+                not check_flag("do_cpu_sync", cpu_sync), "argument do_cpu_sync: got True, allowed False with a handle"
+            )
+            if stats is not None:
+                raise value_error("cumulative_local_expert_recv_stats", "a tensor", "None with a handle")
+            self._mode.check_handle(handle)
+            for name, value in (
+                ("num_experts", num_experts),
+                ("expert_alignment", alignment),
+                ("num_max_tokens_per_rank", num_max_tokens),
+            ):
+                own = getattr(handle, name)
+                assertion(
+                    value is None or value == own, f"argument {name}: got {value}, allowed {own}, as in the handle"
+                )
+            num_experts, alignment = handle.num_experts, handle.expert_alignment
+            num_max_tokens, num_topk = handle.num_max_tokens_per_rank, int(handle.topk_idx.shape[1])
+            worst = False
+        else:
+            if topk_idx is None or num_experts is None:
+                missing = "topk_idx" if topk_idx is None else "num_experts"
+                raise type_error(missing, "None", "a value, without a handle")
+            _torch.check("topk_idx", topk_idx, core.device, tuple(INDEX_TYPES), (payload.num_tokens, None))
+            num_topk = int(topk_idx.shape[1])
+            num_experts = self._check_experts(num_experts)
+            alignment = 1 if alignment is None else check_int("expert_alignment", alignment, 1)
+            if num_max_tokens is None:
+                num_max_tokens = self.num_max_tokens_per_rank
+            check_int("num_max_tokens_per_rank", num_max_tokens, 0)
+            if payload.num_tokens > num_max_tokens:
+                allowed = f"at most num_max_tokens_per_rank = {num_max_tokens}"
+                raise value_error("x", f"{payload.num_tokens} rows", allowed)
+            worst = cpu_sync is not None and not check_flag("do_cpu_sync", cpu_sync)
+            if stats is not None:
+                name = "cumulative_local_expert_recv_stats"
+                _torch.check(name, stats, core.device, (INT32,), (num_experts // core.group_size,))
+            capturing = not worst and not core.host_stream and _torch.is_capturing()
+            assertion(not capturing, "argument do_cpu_sync: got True, allowed False while a CUDA graph is captured")
+        if topk_weights is not None:
+            _torch.check("topk_weights", topk_weights, core.device, (FLOAT32,), (payload.num_tokens, num_topk))
+        given, known = self._resolve_sms(num_sms, num_qps, num_experts, num_topk, handle)
+        order = Order(core, previous_event, is_async, on_comm)
+        shape = Shape(num_topk, num_experts, alignment, num_max_tokens, expand, core.group_size)
+        sending = Sending(
+            payload, topk_weights, shape, order, self._mode.config(0, given), padding,
+            check_flag("use_tma_aligned_col_major_sf", columns), topk_idx,
+            handle is None and check_flag("do_handle_copy", copies_topk), stats, worst,
+        )  # fmt: skip
+        return sending, known
+
+    def _combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: OptionalTensor,
+        bias: object,
+        num_sms: int,
+        num_qps: int,
+        previous_event: Event,
+        before_epilogue: Event,
+        is_async: bool,
+        on_comm: bool,
+    ) -> Combined:
+        self._enter()
+        self._mode.check_handle(handle)
+        given, _ = self._resolve_sms(num_sms, num_qps, handle.num_experts, int(handle.topk_idx.shape[1]), handle)
+        order = Order(self._core, previous_event, is_async, on_comm)
+        order.wait_too(before_epilogue)
+        return self._mode.combine(x, handle, topk_weights, bias, given, order)
+
+    def _resolve_sms(
+        self, num_sms: int, num_qps: int, num_experts: int, num_topk: int, handle: EPHandle | None
+    ) -> tuple[int, int]:
+        """SMs for the library (0: its choice), and for the handle."""
+        allocated = self.num_allocated_qps
+        assertion(
+            0 <= check_int("num_qps", num_qps) <= allocated,
+            f"argument num_qps: got {num_qps}, allowed 0 to num_allocated_qps = {allocated}",
+        )
+        usual = self._usual_sms(num_experts, num_topk)
+        asked = check_int("num_sms", num_sms, 0)
+        if not asked and handle is not None and handle.num_sms != usual:
+            asked = check_int("handle.num_sms", handle.num_sms, 0)
+        asked += asked % 2
+        return asked, asked or usual
+
+    def _usual_sms(self, num_experts: int, num_topk: int) -> int:
+        found = self._sms_of.get((num_experts, num_topk))
+        if found is None:
+            found = self._sms_of[(num_experts, num_topk)] = self._choose_sms(num_experts, num_topk)
+        return found
+
+    def _choose_sms(self, num_experts: int, num_topk: int) -> int:
+        core = self._core
+        available = int(core.native.info().num_device_sms) or LEAST_SMS
+        try:
+            found = plan(
+                core.group_size, num_tokens=self.num_max_tokens_per_rank or USUAL_TOKENS,
+                hidden=self.hidden or USUAL_HIDDEN, num_topk=num_topk, num_experts=num_experts, engine=core.engine,
+                num_sms=0,
+            )  # fmt: skip
+            wanted = max(found.dispatch_sms_bf16, found.dispatch_sms_fp8, found.combine_sms)
+        except errors.DeepEPError:  # a shape that no call has: the call itself will say so
+            wanted = USUAL_SMS
+        if core.engine != "cpu":
+            wanted = min(wanted, available)
+        return max(LEAST_SMS, wanted - wanted % 2)
+
+    def _check_experts(self, num_experts: object) -> int:
+        number, ranks = check_int("num_experts", num_experts), self.num_ranks
+        fits = number >= 1 and number % ranks == 0
+        assertion(fits, f"argument num_experts: got {number}, allowed a positive multiple of the {ranks} ranks")
+        return number
+
+
+class EPBuffer(ElasticBuffer):
+    """ElasticBuffer with the names and arguments of DeepEP 2.5. The constructor is collective.
+
+    Args:
+        group: a torch.distributed group of any backend.
+        lb_allocation_plan_or_num_bytes: memory for redundant experts; only 0.
+        num_bytes, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, deterministic, allow_hybrid_mode,
+            allow_multiple_reduction, prefer_overlap_with_compute, sl_idx, num_allocated_qps, num_cpu_timeout_secs,
+            num_gpu_timeout_secs, explicitly_destroy, engine, bootstrap, num_nvl_peers: as for ElasticBuffer.
+
+    Raises:
+        DeepEPError: as ElasticBuffer.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        num_bytes: int | None = None,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        lb_allocation_plan_or_num_bytes: Any = 0,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int | None = None,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: float = CPU_SECONDS,
+        num_gpu_timeout_secs: float = GPU_SECONDS,
+        explicitly_destroy: bool = False,
+        *,
+        engine: str | None = None,
+        bootstrap: Bootstrap | None = None,
+        num_nvl_peers: int | None = None,
+    ) -> None:
+        if not isinstance(lb_allocation_plan_or_num_bytes, int) or lb_allocation_plan_or_num_bytes:
+            _absent("lb_allocation_plan_or_num_bytes", BALANCING)()
+        super().__init__(
+            group, num_bytes, 0, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, deterministic,
+            allow_hybrid_mode, allow_multiple_reduction, prefer_overlap_with_compute, sl_idx, num_allocated_qps,
+            num_cpu_timeout_secs, num_gpu_timeout_secs, explicitly_destroy, engine=engine, bootstrap=bootstrap,
+            num_nvl_peers=num_nvl_peers,
+        )  # fmt: skip
+        self.num_lb_bytes = 0
+        self.context: Any = None  # NCCL's in 2.5
+        self.main_context: Any = None
+
+    def barrier(
+        self,
+        wait_comm_stream: bool = True,
+        with_cpu_sync: bool = False,
+        sequential: bool = True,
+        context_idx: int | None = None,
+    ) -> None:
+        """ElasticBuffer.barrier; `wait_comm_stream` and `context_idx` are accepted."""
+        super().barrier(wait_comm_stream, with_cpu_sync, sequential)
+
+    @opaque
+    def dispatch(  # type: ignore[override]
+        self,
+        x: Rows,
+        topk_idx: OptionalTensor = None,
+        topk_weights: OptionalTensor = None,
+        cumulative_local_expert_recv_stats: OptionalTensor = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Event = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = False,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+        defer_epilogue: bool = False,
+    ) -> Any:
+        """ElasticBuffer.dispatch, whose second half may be left to the event.
+
+        Args:
+            do_handle_copy: False: the handle keeps `topk_idx` itself.
+            defer_epilogue: needs async_with_compute_stream. Only the event is returned; its first ``wait()`` returns
+                the received rows, indices, weights and the handle, and the buffer takes no other call until then. With
+                do_cpu_sync the counts are exchanged before it, the rows sent in it.
+
+        Returns:
+            What ElasticBuffer.dispatch returns; with `defer_epilogue` an EventOverlap.
+
+        Raises:
+            DeepEPError: as ElasticBuffer.dispatch.
+        """
+        assertion(not check_flag("do_handle_copy", do_handle_copy), "argument do_handle_copy: got True, allowed False")
+        defer = check_flag("defer_epilogue", defer_epilogue)
+        assertion(not defer or bool(async_with_compute_stream), "defer_epilogue needs async_with_compute_stream=True")
+        sending, known = self._prepare(
+            x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
+            expert_alignment, num_sms, num_qps, previous_event, async_with_compute_stream, allocate_on_comm_stream,
+            handle, False, do_cpu_sync, do_expand, do_zero_padding, use_tma_aligned_col_major_sf,
+        )  # fmt: skip
+        if handle is not None:
+            result = self._mode.resend(sending, handle)
+        else:
+            made = self._mode.begin(sending, known)
+            if defer and not sending.worst:
+                return self._defer("dispatch", EventOverlap(EventHandle()), lambda: self._finish(sending, made))
+            result = self._mode.finish(sending, made)
+        return self._defer("dispatch", result[4], lambda: self._given(result[:4])) if defer else result
+
+    @opaque
+    def combine(  # type: ignore[override]
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: OptionalTensor = None,
+        bias: Tensor | tuple[OptionalTensor, OptionalTensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Event = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        defer_epilogue: bool = False,
+    ) -> Any:
+        """ElasticBuffer.combine, whose results may be left to the event.
+
+        Args:
+            defer_epilogue: needs async_with_compute_stream. Only the event is returned; its first ``wait()`` returns
+                combined_x and combined_topk_weights, and the buffer takes no other call until then.
+
+        Returns:
+            What ElasticBuffer.combine returns; with `defer_epilogue` an EventOverlap.
+
+        Raises:
+            DeepEPError: as ElasticBuffer.combine.
+        """
+        defer = check_flag("defer_epilogue", defer_epilogue)
+        assertion(not defer or bool(async_with_compute_stream), "defer_epilogue needs async_with_compute_stream=True")
+        result = self._combine(
+            x, handle, topk_weights, bias, num_sms, num_qps, previous_event, None, async_with_compute_stream,
+            allocate_on_comm_stream,
+        )  # fmt: skip
+        return self._defer("combine", result[2], lambda: self._given(result[:2])) if defer else result
+
+    def print_memory_usage(self) -> None:
+        """Prints the bytes of the buffer's parts."""
+        info = self._core.native.info()
+        pool = self._core.native.rows
+        parts = {"staging": info.num_nvl_bytes, "rows": pool.count if pool is not None else 0}
+        parts |= {"RDMA": info.num_rdma_bytes, "workspace": info.control_bytes + info.wire_bytes}
+        sizes = ", ".join(f"{name} {count / 2**20:.1f} MiB" for name, count in parts.items())
+        print(f"[rank {self.rank_idx}] {sizes}")
+
+    lb_get_theoretical_num_sms = _absent("lb_get_theoretical_num_sms", BALANCING)
+    lb_prefetch_weights = _absent("lb_prefetch_weights", BALANCING)
+    lb_reduce_grads = _absent("lb_reduce_grads", BALANCING)
+
+    def _defer(self, what: str, event: EventOverlap, rest: Callable[[], Any]) -> EventOverlap:
+        """The event of a call whose results its first wait gives; until then the buffer takes no other."""
+        self._deferred = what
+
+        def resume() -> Any:
+            self._deferred = ""
+            return rest()
+
+        event.register_hook_after_wait(resume)
+        return event
+
+    def _finish(self, sending: Sending, handle: EPHandle) -> tuple[Any, ...]:
+        result = self._mode.finish(sending, handle)
+        result[4].current_stream_wait()
+        return self._given(result[:4])
+
+    def _given(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Results that were allocated on the stream of the call, for the stream that waited."""
+        if not self._core.host_stream:
+            _torch.record_all(result, self._core.device)
+        return result
+
+
+class BufferAllocator:
+    """Raises NotImplementedError: load balancing of weights of V2.5 is not supported."""
+
+    def __init__(self) -> None:
+        _absent("BufferAllocator", BALANCING)()
+
+
+class EngramBuffer(BufferBase):
+    """Raises NotImplementedError: Engram tables of V2.5 are not supported."""
+
+    def __init__(self, *_values: Any, **_named: Any) -> None:
+        _absent("EngramBuffer", ENGRAM)()
+
+
+class PPBuffer(BufferBase):
+    """Raises NotImplementedError: pipeline sends of V2.5 are not supported."""
+
+    def __init__(self, *_values: Any, **_named: Any) -> None:
+        _absent("PPBuffer", PP)()
+
+
+class BucketBuffer(BufferBase):
+    """Raises NotImplementedError: bucket collectives of V2.5 are not supported."""
+
+    def __init__(self, *_values: Any, **_named: Any) -> None:
+        _absent("BucketBuffer", BUCKETS)()
+
+
+class BucketSession:
+    """Raises NotImplementedError: bucket collectives of V2.5 are not supported."""
+
+    def __init__(self, *_values: Any, **_named: Any) -> None:
+        _absent("BucketSession", BUCKETS)()
+
+
+def get_physical_domain_size(group: Group) -> tuple[int, int]:
+    """(NVLink domains, ranks of one) of a group or of a buffer of V2."""
+    if isinstance(group, ElasticBuffer):
+        return group.get_physical_domain_size()
+    found = plan(_size_of(group, None), engine="cpu")
+    return found.num_rdma_ranks, found.num_nvl_peers
+
+
+def get_logical_domain_size(group: Group, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+    """(scale-out ranks, scale-up ranks) of a group or of a buffer of V2."""
+    if isinstance(group, ElasticBuffer):
+        return group.get_logical_domain_size()
+    nodes, peers = get_physical_domain_size(group)
+    return (nodes, peers) if check_flag("allow_hybrid_mode", allow_hybrid_mode) else (1, nodes * peers)
+
+
+def get_num_allocation_alignment() -> int:
+    """2 MiB: sizes of buffers are multiples of it."""
+    return _elastic_sizes.UNIT
+
+
+def get_num_rdma_alignment() -> int:
+    """Bytes on which V2.5 aligns what travels by RDMA."""
+    return 64
+
+
+def get_num_tma_alignment() -> int:
+    """Bytes on which V2.5 aligns rows."""
+    return 32
+
+
+def _size_of(group: Group, bootstrap: Bootstrap | None) -> int:
+    if group is None and isinstance(bootstrap, Bootstrap):
+        return bootstrap.size
+    if group is None or not callable(getattr(group, "size", None)):
+        raise type_error("group", type(group).__name__, "a torch.distributed.ProcessGroup or the like")
+    return int(group.size())
+
+
+def _segment(engine: str | None, count: int) -> int | None:
+    """Bytes of the row segment; None where there is none."""
+    return count if _choose_engine(engine) == "cuda" else None
+
+
+def _timeout(cpu: float, gpu: float) -> float | None:
+    """Seconds of a wait; None, as the settings say, where neither was chosen."""
+    for name, value in (("num_cpu_timeout_secs", cpu), ("num_gpu_timeout_secs", gpu)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise value_error(name, repr(value), "seconds > 0")
+    return None if (cpu, gpu) == (CPU_SECONDS, GPU_SECONDS) else min(cpu, gpu)
