@@ -237,7 +237,7 @@ def _compute_sanitizer() -> str:
 
 def faults(full: bool) -> Counts:
     """Rounds in which a rank is killed, stopped or broken (`deepep faults`); a fault that cannot be made is skipped."""
-    rounds = 10_000 if full else 80
+    rounds = 10_000 if full else 200
     return plain("faults", [str(BUILD / "bin" / "deepep"), "faults", "--rounds", str(rounds)], full)
 
 

@@ -135,6 +135,9 @@ func (b *Buffer) explainPeer(head string, code status.Code, f *abi.Failure) erro
 		return status.Errorf(code, "%s: a peer did not arrive within %v", head, seconds(f.WaitedNS))
 	}
 	who := b.members.Describe(int(f.Peer))
+	if int(f.Peer) == b.rank {
+		return status.Errorf(code, "%s: the network of this rank, %s, has delivered nothing of what it sent within %v", head, who, seconds(f.WaitedNS))
+	}
 	switch state, how := b.members.State(int(f.Peer)); {
 	case state == PeerGone:
 		return status.Errorf(status.PeerDead, "%s: %s has left the group: it destroyed its buffer", head, who)

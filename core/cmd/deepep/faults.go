@@ -1,20 +1,14 @@
 package main
 
 import (
-	"context"
-	"errors"
 	"fmt"
-	"io"
 	"math/rand/v2"
-	"os"
-	"os/exec"
 	"slices"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
+	"github.com/spf13/pflag"
 )
 
 // faultPhases are what the ranks do when the fault comes.
@@ -45,11 +39,11 @@ var faultKinds = []struct {
 }
 
 type faultsFlags struct {
-	rounds, ranks, first int
-	seed                 uint64
-	engine               string
-	phases, faults       []string
-	progress             bool
+	rounds, ranks, first, jobs int
+	seed                       uint64
+	engine, markdown           string
+	phases, faults             []string
+	progress                   bool
 }
 
 func faultsCommand() *cobra.Command {
@@ -69,22 +63,30 @@ Faults: ` + strings.Join(kindNames(), ", ") + `.
 CPU engine; where they cannot be had they are left out, with a word.`,
 		Example: `  deepep faults --rounds 200
   deepep faults --engine cuda --ranks 2 --faults kill,stop,exception
+  deepep faults --rounds 10000 --jobs 16 --markdown faults.md
   deepep faults --first 1234 --rounds 1`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return f.run(cmd.Context(), cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
 	}
+	f.add(cmd.Flags())
 	flags := cmd.Flags()
+	flags.IntVar(&f.jobs, "jobs", 0, "rounds that are played side by side; 0: two for each core, on GPUs one")
+	flags.StringVar(&f.markdown, "markdown", "", "write the summary to this file too, as tables in Markdown")
 	flags.IntVar(&f.rounds, "rounds", 200, "rounds to play")
 	flags.IntVar(&f.first, "first", 0, "number of the first round; a round's number and the seed fix all that is drawn")
+	flags.BoolVar(&f.progress, "progress", false, "print a line for each round")
+	return cmd
+}
+
+// add adds the flags that a job has too.
+func (f *faultsFlags) add(flags *pflag.FlagSet) {
 	flags.IntVar(&f.ranks, "ranks", 4, "rank processes, at least 2")
 	flags.Uint64Var(&f.seed, "seed", 1, "of phases, faults and moments")
 	flags.StringVar(&f.engine, "engine", "cpu", "cpu or cuda")
 	flags.StringSliceVar(&f.phases, "phases", nil, "only these")
 	flags.StringSliceVar(&f.faults, "faults", nil, "only these")
-	flags.BoolVar(&f.progress, "progress", false, "print a line for each round")
-	return cmd
 }
 
 func kindNames() []string {
@@ -109,6 +111,8 @@ func (f *faultsFlags) check() error {
 	switch {
 	case f.rounds < 1:
 		return fmt.Errorf("rounds: %d; allowed is 1 or more", f.rounds)
+	case f.jobs < 0:
+		return fmt.Errorf("jobs: %d; allowed is 1 or more, or 0", f.jobs)
 	case f.ranks < 2 || f.ranks > maxBenchRanks:
 		return fmt.Errorf("ranks: %d; allowed is 2 to %d", f.ranks, maxBenchRanks)
 	case f.engine != "cpu" && f.engine != "cuda":
@@ -117,75 +121,8 @@ func (f *faultsFlags) check() error {
 	return nil
 }
 
-// ownFolder is set in the process that has a /dev/shm of its own.
-const ownFolder = "DEEPEP_FAULTS_OWN_SHM"
-
-func (f *faultsFlags) run(ctx context.Context, stdout, stderr io.Writer) error {
-	if err := f.check(); err != nil {
-		return err
-	}
-	switch os.Getenv(ownFolder) {
-	case "":
-		if f.engine == "cpu" && f.wants("full") {
-			if ran, err := inOwnNamespace(ctx, stdout, stderr); ran {
-				return err
-			}
-		}
-	case "1":
-		if err := mountOwn(); err != nil {
-			return err
-		}
-	}
-	s := &faultSession{faultsFlags: f, out: stdout, missing: map[string]string{}, counts: map[string]int{}, slowest: map[string]time.Duration{}}
-	switch {
-	case f.engine != "cpu":
-		s.missing["full"] = "tried on the CPU engine alone"
-	case os.Getenv(ownFolder) == "":
-		s.missing["full"] = "no mount namespace could be made"
-	}
-	return s.play(ctx)
-}
-
 func (f *faultsFlags) wants(fault string) bool {
 	return len(f.faults) == 0 || slices.Contains(f.faults, fault)
-}
-
-// inOwnNamespace runs this command line again in a mount namespace, where /dev/shm can be filled. ran is false where
-// the system refuses.
-func inOwnNamespace(ctx context.Context, stdout, stderr io.Writer) (ran bool, err error) {
-	exe, err := os.Executable()
-	if err != nil {
-		return false, err
-	}
-	cmd := exec.CommandContext(ctx, exe, os.Args[1:]...)
-	cmd.Env = append(os.Environ(), ownFolder+"=1")
-	cmd.Stdout, cmd.Stderr = stdout, stderr
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL}
-	if uid, gid := os.Geteuid(), os.Getegid(); uid != 0 {
-		cmd.SysProcAttr.Cloneflags |= syscall.CLONE_NEWUSER
-		cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{ContainerID: uid, HostID: uid, Size: 1}}
-		cmd.SysProcAttr.GidMappings = []syscall.SysProcIDMap{{ContainerID: gid, HostID: gid, Size: 1}}
-		cmd.SysProcAttr.AmbientCaps = []uintptr{unix.CAP_SYS_ADMIN}
-	}
-	if err := cmd.Start(); err != nil {
-		return false, err
-	}
-	err = cmd.Wait()
-	var ended *exec.ExitError
-	if errors.As(err, &ended) {
-		return true, exitCode(ended.ExitCode())
-	}
-	return true, err
-}
-
-func mountOwn() error {
-	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
-		return fmt.Errorf("mount namespace: %w", err)
-	}
-	if err := unix.Mount("tmpfs", "/dev/shm", "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, "size=4m,mode=1777"); err != nil {
-		return fmt.Errorf("/dev/shm: %w", err)
-	}
-	return nil
 }
 
 // faultRound is what is drawn for a round.

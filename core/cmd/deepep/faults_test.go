@@ -90,10 +90,39 @@ func TestFaultRoundsAreRepeatable(t *testing.T) {
 func TestFaultFlags(t *testing.T) {
 	for want, args := range map[string][]string{
 		"phases: \"x\"": {"--phases", "x"}, "faults: \"y\"": {"--faults", "y"}, "rounds: 0": {"--rounds", "0"},
-		"ranks: 1": {"--ranks", "1"}, "engine: \"tpu\"": {"--engine", "tpu"},
+		"ranks: 1": {"--ranks", "1"}, "jobs: -1": {"--jobs", "-1"}, "engine: \"tpu\"": {"--engine", "tpu"},
 	} {
 		if _, stderr, code := deepep(t, append([]string{"faults"}, args...)...); code != exitUsage || !strings.Contains(stderr, want) {
 			t.Errorf("%v: %d %s", args, code, stderr)
+		}
+	}
+}
+
+// The summary counts each round once, by fault, outcome and phase, and keeps the longest times.
+func TestFaultTables(t *testing.T) {
+	var out strings.Builder
+	total := &faultsTotal{flags: &faultsFlags{rounds: 3, seed: 7}, out: &out, began: time.Now(), jobs: 2}
+	total.leaveOut(map[string]string{"full": "no mount namespace could be made"})
+	for _, r := range []roundResult{
+		{Text: "round 0", Phase: "normal", Fault: "kill", Outcome: outcomeNamed, Slowest: map[string]time.Duration{"kill": 30 * time.Millisecond}},
+		{Text: "round 1", Phase: "construct", Fault: "kill", Outcome: outcomeNamed, Slowest: map[string]time.Duration{"kill" + inStart: time.Second}},
+		{Text: "round 2", Phase: "normal", Fault: "pause", Outcome: outcomeBroken, Bad: []string{"rank 1: should not have noticed"}},
+	} {
+		total.add(&r)
+	}
+	total.report()
+	tables := total.tables()
+	for _, want := range []string{
+		"| kill | 2 | 2 |  |  |  | 0.030 s | 1.000 s |", "| pause | 1 |  |  |  | 1 |  |  |",
+		"| phase | kill | pause |", "| normal | 1 | 1 |", "| construct | 1 |  |", "| masks |  |  |", "Left out: full: no mount namespace could be made.",
+	} {
+		if !strings.Contains(tables, want) {
+			t.Errorf("no %q in\n%s", want, tables)
+		}
+	}
+	for _, want := range []string{"FAILED round 2\n  rank 1: should not have noticed", "left out: full", "slowest to be named: 0.030 s  in a start: 1.000 s", "2 passed, 1 failed, 1 skipped"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("no %q in\n%s", want, out.String())
 		}
 	}
 }

@@ -2,34 +2,27 @@ package main
 
 import (
 	"bufio"
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
-
-	"golang.org/x/sys/unix"
 )
 
-// faultSession plays the rounds.
+// faultSession plays rounds one after the other, with rank processes of its own.
 type faultSession struct {
 	*faultsFlags
-	out     io.Writer
 	folder  string
 	all     []*faultProcess // by rank; nil: to be started
 	missing map[string]string
-	counts  map[string]int
-	slowest map[string]time.Duration // by kind
+	slowest map[string]time.Duration // by kind, in this round
+	outcome string                   // of this round
 }
 
 // faultProcess is a rank's process. It plays many rounds, until a fault ends it.
@@ -51,67 +44,43 @@ const (
 	stopMargin  = 50                     // calls between the fastest rank's count and the common end, beside those of orderDelay
 	orderDelay  = 200 * time.Millisecond // until an order has reached all ranks, on a busy machine
 	fillingFile = "/dev/shm/filling"
+	// The pages that construction touches: a sixteenth of a round's time, where all of them were three quarters.
+	preinit = "DEEPEP_PREINIT_BYTES=1048576"
 )
 
-func (s *faultSession) play(ctx context.Context) (err error) {
+// open makes the session ready to play; close ends its processes.
+func (s *faultSession) open() (err error) {
 	if s.folder, err = os.MkdirTemp("", "deepep-faults-"); err != nil {
 		return err
 	}
-	defer os.RemoveAll(s.folder)
 	s.all = make([]*faultProcess, s.ranks)
-	defer s.endAll()
 	s.probe()
-	leftOut := 0
-	for _, kind := range kindNames() {
-		if reason := s.missing[kind]; reason != "" && s.wants(kind) {
-			leftOut++
-			fmt.Fprintf(s.out, "left out: %s: %s\n", kind, reason)
-		}
-	}
 	if !slices.ContainsFunc(kindNames(), func(k string) bool { return s.wants(k) && s.missing[k] == "" }) {
 		return errors.New("no fault is left")
-	}
-	begin, failures := time.Now(), 0
-	for number := s.first; number < s.first+s.rounds && ctx.Err() == nil; number++ {
-		r := s.draw(number)
-		if s.progress {
-			fmt.Fprintln(s.out, r)
-		}
-		bad, err := s.round(r)
-		if err != nil {
-			bad = append(bad, err.Error())
-		}
-		s.counts[r.fault]++
-		if len(bad) == 0 {
-			continue
-		}
-		failures++
-		fmt.Fprintf(s.out, "FAILED %v\n  %s\n", r, strings.Join(bad, "\n  "))
-		s.endAll()
-	}
-	played := 0
-	for _, n := range s.counts {
-		played += n
-	}
-	s.report(played, time.Since(begin))
-	fmt.Fprintf(s.out, "%d passed, %d failed, %d skipped\n", played-failures, failures, leftOut)
-	if failures > 0 || ctx.Err() != nil {
-		return exitCode(exitProblems)
 	}
 	return nil
 }
 
-func (s *faultSession) report(played int, took time.Duration) {
-	fmt.Fprintf(s.out, "%d rounds in %.0f s, seed %d\n", played, took.Seconds(), s.seed)
-	for _, fault := range slices.Sorted(maps.Keys(s.counts)) {
-		line := fmt.Sprintf("  %-10s %5d", fault, s.counts[fault])
-		if d := s.slowest[fault]; d > 0 {
-			line += fmt.Sprintf("  slowest to be named: %.3f s", d.Seconds())
-		}
-		if d := s.slowest[fault+inStart]; d > 0 {
-			line += fmt.Sprintf("  in a start: %.3f s", d.Seconds())
-		}
-		fmt.Fprintln(s.out, line)
+func (s *faultSession) close() {
+	s.endAll()
+	_ = os.RemoveAll(s.folder) // in the folder for temporary files
+}
+
+// playNumber plays the round of a number.
+func (s *faultSession) playNumber(number int) roundResult {
+	r := s.draw(number)
+	s.slowest, s.outcome = map[string]time.Duration{}, outcomeUnnoticed
+	began := time.Now()
+	bad, err := s.round(r)
+	if err != nil {
+		bad = append(bad, err.Error())
+	}
+	if len(bad) > 0 {
+		s.endAll()
+		s.outcome = outcomeBroken
+	}
+	return roundResult{
+		Number: number, Text: r.String(), Phase: r.phase, Fault: r.fault, Outcome: s.outcome, Bad: bad, Slowest: s.slowest, Took: time.Since(began),
 	}
 }
 
@@ -142,7 +111,7 @@ func (s *faultSession) start(rank int) error {
 		return err
 	}
 	p := &faultProcess{cmd: exec.Command(exe, "faults-rank"), events: make(chan faultEvent, 64)}
-	p.cmd.Env = append(os.Environ(), "DEEPEP_LOG=off", fmt.Sprintf("%s=2", ownFolder))
+	p.cmd.Env = append(os.Environ(), "DEEPEP_LOG=off", preinit)
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	if p.in, err = p.cmd.StdinPipe(); err != nil {
 		return err
@@ -290,128 +259,6 @@ func (s *faultSession) prepare(r *faultRound, folder string) error {
 		}
 	}
 	return nil
-}
-
-// inflict makes the fault, and returns when it was. undo ends what lasts; it may be called again.
-func (s *faultSession) inflict(r *faultRound) (at uint64, undo func(), err error) {
-	undo = func() {}
-	p := s.all[r.victim]
-	switch r.fault {
-	case "exit", "exec", "segv", "exception", "close":
-		e, err := p.await("fault", orderLimit)
-		if err != nil && r.phase != "destroy" && r.phase != "construct" {
-			return 0, undo, fmt.Errorf("the victim: %w", err)
-		}
-		if err != nil {
-			e.At = monotonic()
-		}
-		p.dirty = r.fault != "exception"
-		return e.At, undo, nil
-	}
-	time.Sleep(r.delay)
-	at = monotonic()
-	switch r.fault {
-	case "kill":
-		p.dirty = true
-		err = p.cmd.Process.Kill()
-	case "stop", "pause":
-		err = p.cmd.Process.Signal(syscall.SIGSTOP)
-		undo = func() { _ = p.cmd.Process.Signal(syscall.SIGCONT) }
-		if r.fault == "pause" {
-			time.Sleep(unnoticed)
-			undo()
-		}
-	case "full":
-		undo = func() { _ = os.Remove(fillingFile) }
-		err = fill()
-	case "partition", "congestion":
-		var thaw func()
-		if thaw, err = freeze(p.cmd.Process.Pid, "deepep-nic"); err != nil {
-			return at, undo, fmt.Errorf("stopping the NIC: %w", err)
-		}
-		undo = sync.OnceFunc(thaw)
-		if r.fault == "congestion" {
-			time.Sleep(unnoticed)
-			undo()
-		}
-	}
-	return at, undo, err
-}
-
-// fill writes to /dev/shm until it is full.
-func fill() error {
-	f, err := os.Create(fillingFile)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	for block := make([]byte, 64<<10); ; {
-		if _, err := f.Write(block); errors.Is(err, syscall.ENOSPC) {
-			return nil
-		} else if err != nil {
-			return err
-		}
-	}
-}
-
-// freeze stops the threads of a process that have a name ("": its first thread alone), until thaw.
-func freeze(pid int, name string) (thaw func(), err error) {
-	done, stopped := make(chan struct{}), make(chan error)
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		runtime.LockOSThread()         // a tracer is a thread
-		defer runtime.UnlockOSThread() // it goes on: the end of a thread kills the processes that it started (Pdeathsig)
-		tids, err := threadsNamed(pid, name)
-		for _, tid := range tids {
-			if err == nil {
-				err = stopThread(tid)
-			}
-		}
-		stopped <- err
-		<-done
-		for _, tid := range tids {
-			_ = unix.PtraceDetach(tid) // fails where the process was killed
-		}
-	}()
-	thaw = func() {
-		close(done)
-		<-ended
-	}
-	if err := <-stopped; err != nil {
-		thaw()
-		return nil, err
-	}
-	return thaw, nil
-}
-
-func stopThread(tid int) error {
-	if err := unix.PtraceSeize(tid); err != nil {
-		return os.NewSyscallError("ptrace", err)
-	}
-	if err := unix.PtraceInterrupt(tid); err != nil {
-		return os.NewSyscallError("ptrace", err)
-	}
-	_, err := unix.Wait4(tid, nil, unix.WALL, nil)
-	return os.NewSyscallError("wait4", err)
-}
-
-func threadsNamed(pid int, name string) (tids []int, err error) {
-	if name == "" {
-		return []int{pid}, nil
-	}
-	tasks, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
-	for _, t := range tasks {
-		comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%s/comm", pid, t.Name()))
-		var tid int
-		if _, scanned := fmt.Sscan(t.Name(), &tid); err == nil && scanned == nil && strings.TrimSpace(string(comm)) == name {
-			tids = append(tids, tid)
-		}
-	}
-	if err == nil && len(tids) == 0 {
-		err = fmt.Errorf("process %d has no thread %s", pid, name)
-	}
-	return tids, err
 }
 
 // finish waits until all ranks have ended the round; where no one should notice the fault, it lets them stop together.

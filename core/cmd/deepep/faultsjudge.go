@@ -80,12 +80,14 @@ func (j *faultJudge) judge(s *faultSession) (bad []string) {
 				say(rank, "did not notice")
 			}
 		default:
+			s.outcome = outcomeNamed
 			took := time.Duration(failed.At - min(j.at, failed.At))
 			s.slowest[r.kind()] = max(s.slowest[r.kind()], took)
 			j.judgeError(rank, failed, took, say)
 		}
 	}
 	for _, e := range j.masked {
+		s.outcome = outcomeMasked
 		took := time.Duration(e.At - min(j.at, e.At))
 		s.slowest[r.kind()] = max(s.slowest[r.kind()], took)
 		if took > j.allowed() {
@@ -125,17 +127,16 @@ func (j *faultJudge) judgeError(rank int, failed *faultEvent, took time.Duration
 		named = r.victim // the first exchange knows ranks by number alone
 	}
 	// Some ranks see only another one that the victim has held up: one that has given up and left, which this rank saw
-	// first, or across nodes one that waits itself. Its own error leads on.
-	indirect := r.phase == "construct" || strings.Contains(failed.Error, "has left the group") || r.perNode < len(j.failed) && r.fault == "stop"
+	// first. Its own error leads on.
+	indirect := r.phase == "construct" || strings.Contains(failed.Error, "has left the group")
 	for hops := 0; indirect && hops < len(j.failed) && named >= 0 && named != r.victim && j.failed[named] != nil; hops++ {
 		named = accused(j.failed[named].Error, named)
 	}
-	// Who is cut off from whom is a matter of view: behind a cut both sides only hear nothing.
-	if named != r.victim && r.fault != "partition" {
+	if named != r.victim {
 		say(rank, "names rank %d, not rank %d: %s", named, r.victim, failed.Error)
 	}
 	switch {
-	case (r.fault == "stop" || r.fault == "partition") && failed.Code == status.PeerDead:
+	case (r.fault == "stop" || r.fault == "partition") && failed.Code == status.PeerDead && !strings.Contains(failed.Error, "has left the group"):
 		say(rank, "a living rank is called dead: %s", failed.Error)
 	case slices.Contains(deaths, r.fault) && failed.Code == status.Timeout && r.phase != "construct":
 		say(rank, "a dead rank is called late: %s", failed.Error)

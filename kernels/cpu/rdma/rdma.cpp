@@ -134,6 +134,12 @@ bool Nic::idle() const {
   return true;
 }
 
+uint64_t Nic::delivered() const {
+  uint64_t sum = 0;
+  for (uint64_t i = 0; i < state_->num_queues; i++) sum += completed_on(*state_, state_->queues[i]);
+  return sum;
+}
+
 QueueCounts Nic::counts(int peer, int qp) const {
   const Queue &q = state_->queue(peer, qp);
   uint64_t completed = q.completed.load();  // loaded before posted, so that it is never greater

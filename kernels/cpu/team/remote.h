@@ -23,6 +23,8 @@ class RemoteControl {
 
   // The first failure of a rank of another node; that rank puts it.
   FailureRecord &failure_record_from(int peer) const { return at<FailureRecord>(base_)[peer]; }
+  // Whom a rank of another node waits for, and when it said so (wait.cpp); that rank puts it.
+  std::atomic<uint64_t> &wait_of(int peer) const { return at<std::atomic<uint64_t>>(waits())[peer * 8]; }
   // Rows from `node` that the rank of this index on my node has read; it writes the word.
   Cursor &link_tail(int node, int index) const {
     return at<Cursor>(tails())[static_cast<uint64_t>(node) * (ranks_ / nodes_) + static_cast<uint64_t>(index)];
@@ -43,7 +45,8 @@ class RemoteControl {
   uint64_t credits() const { return tails() + ranks_ * sizeof(Cursor); }
   uint64_t heads() const { return credits() + nodes_ * sizeof(Cursor); }
   uint64_t outboxes() const { return heads() + nodes_ * kMaxLinkQueues * sizeof(uint64_t); }
-  uint64_t end() const { return outboxes() + ranks_ * call_bytes_; }
+  uint64_t waits() const { return outboxes() + ranks_ * call_bytes_; }
+  uint64_t end() const { return waits() + ranks_ * kLine; }
 
   uint64_t base_, call_bytes_, ranks_, nodes_;
 };

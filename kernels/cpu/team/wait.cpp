@@ -8,29 +8,42 @@ namespace {
 constexpr uint64_t kSlice = 10000000;      // the engine sets abort_word and dead[] without a wake: poll them this often
 constexpr uint64_t kAwake = 1000000000;    // a rank whose heartbeat is younger is waiting itself
 constexpr uint64_t kCrossed = 2000000000;  // two ranks that wait for each other for so long wait for ever
+constexpr uint64_t kTelling = 50000000;    // between two words to other nodes of whom this rank waits for
 constexpr int kPauses = 16;                // in a spin
 constexpr int kSpinsAlone = 200, kYieldsAlone = 20;  // a core for each rank: about 30 us before sleeping
 constexpr int kSpinsShared = 2, kYieldsShared = 12;  // ranks share cores: the awaited rank may need this one
 
-// The rank that `peer` waits for, or that it blamed when it failed; -1: it does not wait, or is on another node, where
-// heartbeats cannot be read.
-int awaited_by(Team &team, int peer, uint64_t now) {
-  int awaited = team.is_local(peer) ? team.peers[peer].control.heartbeat().awaiting.load() - 1 : -1;
-  if (awaited < 0) {
-    FailureRecord &failure_record = team.failure_record_of(peer);
-    return failure_record.set.load() ? failure_record.failure.peer : -1;
-  }
-  return now - team.peers[peer].control.heartbeat().stamp_ns.load() > kAwake ? -1 : awaited;
+// Whom a rank of another node waits for, as it puts it into every other node: microseconds, then the rank, plus 1.
+uint64_t pack_wait(int rank, uint64_t now) { return now / 1000 << 16 | static_cast<uint64_t>(rank + 1); }
+int waits_for(uint64_t packed, uint64_t now, uint64_t awake) {
+  return now / 1000 - (packed >> 16) <= awake / 1000 ? static_cast<int>(packed & 0xffff) - 1 : -1;
 }
 
-// Follows "waits for rank r" from peer to peer: the last one in the chain is late.
-int find_culprit(Team &team, int peer, uint64_t now) {
+// The rank that `peer` waits for, or that it blamed when it failed; -1: it does not wait, or its last word of that is
+// older than `awake`: it does not run, or its words do not arrive.
+int awaited_by(Team &team, int peer, uint64_t now, uint64_t awake) {
+  FailureRecord &failure_record = team.failure_record_of(peer);
+  if (!team.is_local(peer)) {
+    int awaited = waits_for(team.remote().wait_of(peer).load(), now, awake);
+    return awaited < 0 && failure_record.set.load() ? failure_record.failure.peer : awaited;
+  }
+  Heartbeat &heartbeat = team.peers[peer].control.heartbeat();
+  int awaited = heartbeat.awaiting.load() - 1;
+  if (awaited < 0) return failure_record.set.load() ? failure_record.failure.peer : -1;
+  return now - heartbeat.stamp_ns.load() > awake ? -1 : awaited;
+}
+
+// Follows "waits for rank r" from peer to peer: the last one in the chain is late. Where the chain runs in a circle the
+// network is cut: words of another node's ranks have arrived, so it is a rank of this node that does not get through.
+int find_culprit(Team &team, int peer, uint64_t now, uint64_t awake) {
   int culprit = peer;
   for (int hops = 0; hops < team.num_ranks; hops++) {
-    int next = awaited_by(team, culprit, now);
-    if (next < 0 || next == team.rank || next >= team.num_ranks) break;
+    int next = awaited_by(team, culprit, now, awake);
+    if (next < 0 || next == team.rank || next >= team.num_ranks) return culprit;
     culprit = next;
   }
+  for (int hops = 0; hops < team.num_ranks && !team.is_local(culprit); hops++)
+    culprit = max(0, awaited_by(team, culprit, now, awake));
   return culprit;
 }
 
@@ -42,6 +55,9 @@ Waiter::Waiter(Op &op) : op_(op), doorbell_(op.team.control().doorbell()) {
   yields_ = alone ? kYieldsAlone : kYieldsShared;
 }
 
+// How old a rank's word may be that it waits itself.
+uint64_t Waiter::awake() const { return min(kAwake, op_.timeout_ns / 2); }
+
 void Waiter::begin() {
   op_.ring_now();
   now_ = now_ns();
@@ -51,7 +67,7 @@ void Waiter::begin() {
 void Waiter::end() {
   if (announced_) retract();
   if (since_) op_.waited(awaited_, now_ns() - since_);
-  since_ = 0;
+  since_ = told_ = crossed_ = 0;
   awaited_ = suspect_ = -1;
   rounds_ = 0;
   op_.team.control().heartbeat().awaiting.store(0, std::memory_order_relaxed);
@@ -61,7 +77,7 @@ void Waiter::give_up_on(int peer, int32_t code) {
   uint64_t waited = now_ - since_;
   if (op_.may_shrink)
     mask_peer(op_.team, peer);
-  else if (code || !op_.adopt_failure_of(peer, waited))
+  else if (!op_.adopt_failure_of(peer, waited))  // also of a rank that has left, because of that
     op_.fail(code, peer, DK_FIELD_NONE, 0, 0, waited);
 }
 
@@ -72,7 +88,7 @@ Waiter::PeerCheck Waiter::check_peer(int peer) {
   bool late = op_.may_shrink && now_ - since_ >= op_.timeout_ns;
   if (!dead && !failed && !late) return PeerCheck::keep_waiting;
   // A rank that itself waits for another one will mask that one at about this deadline: it has as long again.
-  if (!dead && !failed && now_ - since_ < 2 * op_.timeout_ns && awaited_by(team, peer, now_) >= 0) {
+  if (!dead && !failed && now_ - since_ < 2 * op_.timeout_ns && awaited_by(team, peer, now_, awake()) >= 0) {
     sched_yield();
     return PeerCheck::stop_waiting;
   }
@@ -87,17 +103,37 @@ Waiter::PeerCheck Waiter::check_peer(int peer) {
 // At the deadline, the peer to blame is one that does not wait for others itself.
 bool Waiter::more_to_blame(int peer, int than) const {
   if (now_ - since_ < op_.timeout_ns) return false;
-  return awaited_by(op_.team, than, now_) >= 0 && awaited_by(op_.team, peer, now_) < 0;
+  return awaited_by(op_.team, than, now_, awake()) >= 0 && awaited_by(op_.team, peer, now_, awake()) < 0;
 }
 
 // Both ranks wait for each other, in different operations, and one rank runs one operation at a time: none can go on.
-bool Waiter::is_crossed_with(int peer, uint64_t waited) const {
+// The peer has to say so twice: it may have been stopped just before it would have seen what this rank sent.
+bool Waiter::is_crossed_with(int peer, uint64_t waited) {
   uint64_t enough = min(kCrossed, op_.timeout_ns / 2);
   if (peer < 0 || waited < enough || op_.may_shrink || !op_.team.is_local(peer)) return false;
   Heartbeat &theirs = op_.team.peers[peer].control.heartbeat();
-  uint64_t since = theirs.since_ns.load();
-  return theirs.awaiting.load() == op_.team.rank + 1 && now_ - theirs.stamp_ns.load() <= kAwake &&
-         theirs.op.load() != op_.op && since < now_ && now_ - since >= enough;
+  uint64_t since = theirs.since_ns.load(), stamp = theirs.stamp_ns.load();
+  if (theirs.awaiting.load() != op_.team.rank + 1 || theirs.op.load() == op_.op || stamp < since + enough) return false;
+  if (!crossed_) crossed_ = stamp;
+  return stamp > crossed_;
+}
+
+// A wait that lasts is told to the ranks of other nodes, which cannot read this rank's heartbeat.
+void Waiter::tell_other_nodes(int awaited) {
+  Team &team = op_.team;
+  if (!team.spans_nodes() || now_ - max(since_, told_) < kTelling) return;
+  if (!told_) delivered_ = team.nic->delivered();
+  told_ = now_;
+  Signal word = {&team.remote().wait_of(team.rank), pack_wait(awaited, now_), DK_SIGNAL_SET};
+  for (int peer = 0; peer < team.num_ranks; peer++)
+    if (!team.is_local(peer)) team.nic->signal(peer, 0, word);  // without room in the QP: the next time
+}
+
+// The rank to blame at the deadline: this one, if its own NIC has not delivered anything since the wait was told.
+int Waiter::culprit(int first) {
+  Team &team = op_.team;
+  if (told_ && !team.nic->idle() && team.nic->delivered() == delivered_) return team.rank;
+  return first < 0 ? -1 : find_culprit(team, first, now_, awake());
 }
 
 void Waiter::spin_or_sleep(int first, const Missing &missing) {
@@ -107,14 +143,14 @@ void Waiter::spin_or_sleep(int first, const Missing &missing) {
   heartbeat.awaiting.store(first + 1, std::memory_order_relaxed);
   heartbeat.since_ns.store(since_, std::memory_order_relaxed);
   heartbeat.stamp_ns.store(now_, std::memory_order_relaxed);
+  tell_other_nodes(first);
   if (is_crossed_with(first, waited)) {
     uint32_t theirs = op_.team.peers[first].control.heartbeat().op.load();
     op_.fail(DK_EMISMATCH, first, DK_FIELD_OPERATION, op_.op, theirs, waited);
     return;
   }
   if (waited >= op_.timeout_ns) {
-    int culprit = first < 0 ? -1 : find_culprit(op_.team, first, now_);
-    op_.fail(DK_ETIMEOUT, culprit, DK_FIELD_NONE, missing.expected, missing.seen, waited);
+    op_.fail(DK_ETIMEOUT, culprit(first), DK_FIELD_NONE, missing.expected, missing.seen, waited);
     return;
   }
   if (announced_) {

@@ -25,7 +25,10 @@ class Waiter {
   void spin_or_sleep(int first, const Missing &missing);
 
  private:
-  bool is_crossed_with(int peer, uint64_t waited) const;
+  uint64_t awake() const;
+  bool is_crossed_with(int peer, uint64_t waited);
+  void tell_other_nodes(int awaited);
+  int culprit(int first);
   void announce();
   void retract();
   void give_up_on(int peer, int32_t code);
@@ -33,6 +36,8 @@ class Waiter {
   Op &op_;
   Doorbell &doorbell_;
   uint64_t since_ = 0, now_ = 0;
+  uint64_t told_ = 0, delivered_ = 0;  // when other nodes were told last; the NIC's count at the first time
+  uint64_t crossed_ = 0;               // the peer's stamp when the two waits were first seen to be crossed
   int awaited_ = -1, suspect_ = -1, rounds_ = 0, spins_, yields_;
   uint32_t seen_ = 0;
   bool announced_ = false;
