@@ -249,7 +249,7 @@ static void cancelled(struct rank *me) {
     if (me->index == odd) {
       d.flags = DK_DISPATCH_CANCELLED;
       d.reason = DK_ENOMEM;
-      d.num_tokens = d.num_recv_tokens = 0;
+      d.num_tokens = d.num_recv_tokens = d.num_scales = d.num_topk = d.num_experts = 0;
       d.x = d.scales = d.topk_idx = d.topk_weights = d.send_head = 0;
       d.recv_x = d.recv_scales = d.recv_topk_idx = d.recv_topk_weights = d.recv_src_idx = 0;
       d.recv_segment = -1;

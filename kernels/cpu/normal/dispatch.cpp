@@ -119,6 +119,9 @@ Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
   exchange_.set_field(DK_FIELD_ROUTING, p.routing);
   if (p.routing) exchange_.set_field(DK_FIELD_MAX_TOKENS, p.num_max_tokens);
   if (expanded(p.routing)) exchange_.set_expanded_limit(p.num_expanded_tokens);
+  if (p.flags & DK_DISPATCH_CANCELLED)  // it fits any dispatch
+    for (int field = DK_FIELD_NONE; field < kNumFields; field++)
+      if (field != DK_FIELD_OPERATION) exchange_.set_field(field, kAnyValue);
   exchange_.set_ring(ring_.slots(), ring_.stride());
   exchange_.set_link(plan_.slots, plan_.queues);
   begin_links(team_);

@@ -78,11 +78,15 @@ __device__ inline int64_t format_field(uint32_t op, uint32_t flags) {
   if (op == DK_OP_LL_DISPATCH) return format | (weights ? DK_FORMAT_WEIGHTS : 0) | ll << 8;
   return op == DK_OP_LL_COMBINE ? ll : weights;
 }
+__device__ __forceinline__ bool is_cancelled(uint32_t flags) {
+  return (flags & kHandshakeRefused) != 0 && flags >> kHandshakeFieldShift == DK_FIELD_CANCELLED;
+}
 __device__ inline Difference compare_messages(const HandshakeMessage &mine, const HandshakeMessage *theirs) {
   if (mine.op != theirs->op)
     return {DK_FIELD_OPERATION, static_cast<int64_t>(mine.op), static_cast<int64_t>(theirs->op)};
   if ((mine.flags ^ theirs->flags) & kHandshakeCached)
     return {DK_FIELD_OPERATION, mine.flags & kHandshakeCached, theirs->flags & kHandshakeCached};
+  if (is_cancelled(mine.flags) || is_cancelled(theirs->flags)) return {DK_FIELD_NONE, 0, 0};  // it fits any dispatch
   if (mine.hidden_bytes != theirs->hidden_bytes)
     return {DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(mine.hidden_bytes), static_cast<int64_t>(theirs->hidden_bytes)};
   if (mine.num_experts != theirs->num_experts) return {DK_FIELD_NUM_EXPERTS, mine.num_experts, theirs->num_experts};
