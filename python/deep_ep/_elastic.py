@@ -237,11 +237,31 @@ class ElasticMode:
 
     # ---- dispatch
 
-    def begin(self, sending: Sending, num_sms: int) -> EPHandle:
-        """Launches the exchange of counts of a dispatch without a handle, and returns its handle.
+    def send(self, sending: Sending, num_sms: int) -> Dispatched:
+        """A dispatch without a handle. `num_sms` is for its handle."""
+        try:
+            return self._finish(sending, self._begin(sending, num_sms))
+        except BaseException:
+            sending.order.leave()  # the exchange may still be writing to the handle's tensors
+            raise
 
-        For all exceptions from here on: order.leave(). `num_sms` is for the handle.
-        """
+    def begin(self, sending: Sending, num_sms: int) -> EPHandle:
+        """The first half of one: launches the exchange of counts, and returns the handle."""
+        try:
+            return self._begin(sending, num_sms)
+        except BaseException:
+            sending.order.leave()
+            raise
+
+    def finish(self, sending: Sending, handle: EPHandle) -> Dispatched:
+        """The second half: waits for the counts, unless the outputs have room for any routing, and sends the rows."""
+        try:
+            return self._finish(sending, handle)
+        except BaseException:
+            sending.order.leave()
+            raise
+
+    def _begin(self, sending: Sending, num_sms: int) -> EPHandle:
         core, shape, payload, order = self._core, sending.shape, sending.payload, sending.order
         topk_idx = sending.topk_idx
         assert topk_idx is not None
@@ -288,28 +308,23 @@ class ElasticMode:
         setattr(matrix, EXCHANGE, sending.token)
         return handle
 
-    def finish(self, sending: Sending, handle: EPHandle) -> Dispatched:
-        """Waits for the counts, unless the outputs have room for any routing, and sends the rows."""
+    def _finish(self, sending: Sending, handle: EPHandle) -> Dispatched:
         order, shape, topk_idx = sending.order, sending.shape, sending.topk_idx
         assert topk_idx is not None
-        try:
-            tokens = shape.bound()
-            if not sending.worst:
-                tokens, per_expert = self._normal._wait_counts(sending.token, shape.num_local)
-                handle.num_recv_tokens_per_expert_list = per_expert
-                handle.num_recv_tokens = handle.num_expanded_tokens = sum(per_expert) if shape.expand else tokens
-                with order.context:
-                    handle.recv_src_metadata = _torch.like(handle.recv_src_metadata, tokens, shape.num_topk + 2)
-            rows = handle.num_recv_tokens
-            native = self._native(handle, tokens, rows if shape.expand else 0)
-            native.topk_idx = topk_idx.data_ptr()
-            result = self._send(sending, handle, native, rows)
-            if sending.copies_topk and order.on_comm:  # the caller's stream need not have the indices yet
-                order.append(result[4], lambda: _torch.copy(handle.topk_idx, topk_idx))
-            return result
-        except BaseException:
-            order.leave()  # the exchange may still be writing to the handle's tensors
-            raise
+        tokens = shape.bound()
+        if not sending.worst:
+            tokens, per_expert = self._normal._wait_counts(sending.token, shape.num_local)
+            handle.num_recv_tokens_per_expert_list = per_expert
+            handle.num_recv_tokens = handle.num_expanded_tokens = sum(per_expert) if shape.expand else tokens
+            with order.context:
+                handle.recv_src_metadata = _torch.like(handle.recv_src_metadata, tokens, shape.num_topk + 2)
+        rows = handle.num_recv_tokens
+        native = self._native(handle, tokens, rows if shape.expand else 0)
+        native.topk_idx = topk_idx.data_ptr()
+        result = self._send(sending, handle, native, rows)
+        if sending.copies_topk and order.on_comm:  # the caller's stream need not have the indices yet
+            order.append(result[4], lambda: _torch.copy(handle.topk_idx, topk_idx))
+        return result
 
     def resend(self, sending: Sending, handle: EPHandle) -> Dispatched:
         """Sends other rows as the handle says."""

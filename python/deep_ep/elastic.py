@@ -347,7 +347,7 @@ class ElasticBuffer(BufferBase):
         sending.order.wait_too(previous_event_before_epilogue)
         if handle is not None:
             return self._mode.resend(sending, handle)
-        return self._mode.finish(sending, self._mode.begin(sending, known))
+        return self._mode.send(sending, known)
 
     @opaque
     def combine(
@@ -667,11 +667,11 @@ class EPBuffer(ElasticBuffer):
         )  # fmt: skip
         if handle is not None:
             result = self._mode.resend(sending, handle)
-        else:
+        elif defer and not sending.worst:
             made = self._mode.begin(sending, known)
-            if defer and not sending.worst:
-                return self._defer("dispatch", EventOverlap(EventHandle()), lambda: self._finish(sending, made))
-            result = self._mode.finish(sending, made)
+            return self._defer("dispatch", EventOverlap(EventHandle()), lambda: self._finish(sending, made))
+        else:
+            result = self._mode.send(sending, known)
         return self._defer("dispatch", result[4], lambda: self._given(result[:4])) if defer else result
 
     @opaque

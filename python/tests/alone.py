@@ -12,6 +12,7 @@ EXPERTS, TOPK, HIDDEN, BOUND = 4, 2, 256, 64
 NORMAL = ("layout", "dispatch", "worst case", "asynchronous", "cached", "combine", "asynchronous combine")
 LOW_LATENCY = ("low latency", "halves", "asynchronous low latency", "clean")
 KINDS = (*NORMAL, *LOW_LATENCY, "barrier")
+ELASTIC = ("expanded", "bound", "resent", "expanded combine")
 
 
 @contextmanager
@@ -26,6 +27,56 @@ def buffer_of(ctx: Any, **options: Any) -> Iterator[Any]:
         yield buffer
     finally:
         buffer.destroy()
+
+
+@contextmanager
+def elastic_of(ctx: Any) -> Iterator[Any]:
+    """A buffer of V2, destroyed at the end."""
+    from deep_ep import ElasticBuffer
+
+    options = {"num_max_tokens_per_rank": BOUND, "hidden": HIDDEN, "engine": ctx.engine, "explicitly_destroy": True}
+    buffer = ElasticBuffer(ctx.group, **options)
+    try:
+        yield buffer
+    finally:
+        buffer.destroy()
+
+
+class ElasticCalls:
+    """One call of each of ELASTIC on a buffer of one rank; token t has expert t % EXPERTS and the next one."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        device = buffer._core.device
+        self.idx = (torch.arange(BOUND).unsqueeze(1) + torch.arange(TOPK)) % EXPERTS
+        self.order = torch.cat([(self.idx == expert).any(1).nonzero().flatten() for expert in range(EXPERTS)])
+        self.idx, self.weights = self.idx.to(device), torch.ones(BOUND, TOPK, device=device)
+        self.x = (
+            (torch.arange(BOUND).reshape(-1, 1) % 61).expand(BOUND, HIDDEN).to(torch.bfloat16).contiguous().to(device)
+        )
+        self.rows, _, self.row_weights, self.handle, _ = self._dispatch(do_expand=True)
+
+    def _dispatch(self, **options: Any) -> Any:
+        return self.buffer.dispatch(self.x, self.idx, self.weights, num_experts=EXPERTS, **options)
+
+    def expanded(self, **options: Any) -> None:
+        rows = self._dispatch(do_expand=True, **options)[0]
+        assert torch.equal(rows[: len(self.order)], self.x[self.order])
+
+    def bound(self) -> None:
+        self.expanded(do_cpu_sync=False)
+
+    def resent(self) -> None:
+        rows = self.buffer.dispatch(self.x, handle=self.handle, do_expand=True)[0]
+        assert torch.equal(rows, self.x[self.order])
+
+    def expanded_combine(self) -> None:
+        sums, weights, _ = self.buffer.combine(self.rows, self.handle, self.row_weights, bias=self.x)
+        assert torch.equal(sums, 3 * self.x) and torch.equal(weights, self.weights)
+
+    def of(self, kind: str) -> Callable[[], None]:
+        """The call of one of ELASTIC."""
+        return getattr(self, kind.replace(" ", "_"))  # type: ignore[no-any-return]
 
 
 class Calls:

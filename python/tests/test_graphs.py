@@ -10,6 +10,7 @@ import torch
 
 import cases
 import checks
+import elastic
 import lowlat
 import normal
 import victims
@@ -87,6 +88,44 @@ def rank_normal(ctx: Any, replays: int) -> None:
         ctx.barrier()
 
 
+def rank_elastic(ctx: Any, replays: int, expand: bool) -> None:
+    """V2 without a CPU sync: dispatch in one of the layouts, a cached repeat, and combine; the routing changes."""
+    case = for_ranks(ctx, NORMAL.but(worst=False, kind="bf16"))
+    bound = max(case.tokens)
+    kinds = [elastic.expect(case.but(seed=seed), bound) for seed in range(KINDS)]
+    own = [exchange.inputs[ctx.rank] for exchange in kinds]
+    inputs = [[ctx.to_device(t) for t in (one.x, one.topk_idx, one.topk_weights)] for one in own]
+    x, idx, weights = (torch.clone(t) for t in inputs[0])
+    with elastic.buffer_of(ctx, bound, case.hidden) as buffer:
+
+        def calls() -> Any:
+            given = {"num_experts": case.experts, "do_cpu_sync": False, "do_expand": expand}
+            rows, local, row_weights, handle, _ = buffer.dispatch(x, idx, weights, **given)
+            again, *_ = buffer.dispatch(x, handle=handle, do_expand=expand)
+            return rows, local, row_weights, handle, again, *buffer.combine(rows, handle, row_weights)[:2]
+
+        replay = capture(ctx, calls)
+        for turn in range(replays):
+            kind = turn % KINDS
+            for static, new in zip((x, idx, weights), inputs[kind], strict=True):
+                static.copy_(new)
+            rows, local, row_weights, handle, again, sums, summed_weights = replay()
+            if turn % CHECK_EVERY and turn != replays - 1:
+                continue
+            call = elastic.Call(case.but(seed=kind), kinds[kind], ctx.rank, bound, expand, sync=False)
+            call.recv_x, call.recv_topk_idx, call.recv_topk_weights, call.handle = rows, local, row_weights, handle
+            elastic.check(call)
+            elastic.check_handle(call)
+            call.recv_x = again
+            elastic.check(call)
+            owner = torch.where(call.own.topk_idx < 0, -1, call.own.topk_idx // (case.experts // ctx.size))
+            times = (owner >= 0).sum(1) if expand else torch.tensor([len(set(r) - {-1}) for r in owner.tolist()])
+            checks.same_rows("combined_x", sums, (call.own.x.float() * times.unsqueeze(1)).to(torch.bfloat16))
+            named = torch.where(call.own.topk_idx >= 0, call.own.topk_weights, 0)
+            assert torch.equal(summed_weights.cpu(), named.float()), f"replay {turn}: combined weights differ"
+        ctx.barrier()
+
+
 def rank_low_latency(ctx: Any, replays: int, combines: int, weights_known: bool) -> None:
     case = for_ranks(ctx, LOW_LATENCY)
     gen = cases.generator(ctx.rank, 31)
@@ -130,6 +169,11 @@ def replays(device: str) -> int:
 
 def test_normal_mode(pool, replays):
     pool.run(3, rank_normal, replays, deadline=60.0)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_elastic(pool, replays, expand):
+    pool.run(3, rank_elastic, replays, expand, deadline=60.0)
 
 
 @pytest.mark.parametrize(("combines", "weights_known"), [(1, False), (2, False), (1, True)])

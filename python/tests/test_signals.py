@@ -124,10 +124,11 @@ def rank_instructions(ctx, kind, stride):
     import deep_ep
 
     package, lost, spy = deep_ep.__path__[0], [], Spy()
-    with alone.buffer_of(ctx) as buffer:
+    v2 = kind in alone.ELASTIC
+    with alone.elastic_of(ctx) if v2 else alone.buffer_of(ctx) as buffer:
         core = buffer._core
         with spy.watching(core.native):
-            call = alone.Calls(buffer).of(kind)
+            call = (alone.ElasticCalls if v2 else alone.Calls)(buffer).of(kind)
             call()
             n, counting = 1, RaisesAt(package, 0)
             traced(counting, call)
@@ -163,7 +164,7 @@ def traced(tracer, call):
         sys.settrace(None)
 
 
-@pytest.mark.parametrize("kind", alone.KINDS)
+@pytest.mark.parametrize("kind", (*alone.KINDS, *alone.ELASTIC))
 def test_exception_at_every_instruction(pool, device, kind):
     if device != "cpu":
         pytest.skip("needs the CPU engine: on GPUs the order of streams protects most tensors, and torch's allocator")
