@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import pytest
@@ -293,3 +294,63 @@ def test_signatures():
     assert names(deep_ep.ElasticBuffer.combine) == COMBINE
     assert names(deep_ep.EPBuffer.combine) == COMBINE.replace(epilogue, "") + " defer_epilogue"
     assert names(deep_ep.EPHandle.__init__) == HANDLE
+
+
+# ---- handles with other contents, and callers that compile
+
+BIG = 10**6
+MUTATED = {
+    "row beyond x": ("recv_src_metadata", lambda t: t[:1, 2:].fill_(BIG)),
+    "matrix huge": ("token_metadata_at_forward", lambda t: t.fill_(BIG)),
+    "matrix backwards": ("token_metadata_at_forward", lambda t: t[:-1].fill_(BIG)),
+    "head huge": ("channel_linked_list", lambda t: t[:1].fill_(BIG)),
+    "metadata cut": ("recv_src_metadata", lambda t: t[:-1]),
+}
+
+
+def rank_mutated(ctx):
+    """Every rank's call has an error; the next one with the true handle is right."""
+    exchange = elastic.expect(CASE, M)
+    texts = {}
+    with elastic.buffer_of(ctx, M, CASE.hidden, num_gpu_timeout_secs=20) as buffer:
+        call = elastic.dispatch(ctx, buffer, exchange, CASE, expand=True)
+        rows = torch.zeros(call.rows, CASE.hidden, dtype=torch.bfloat16, device=ctx.device)
+        for name, (attribute, change) in MUTATED.items():
+            handle = copy.copy(call.handle)
+            tensor = getattr(handle, attribute).clone()
+            changed = change(tensor)
+            setattr(handle, attribute, changed if name == "metadata cut" else tensor)
+            texts[name] = error_of(buffer, lambda h=handle: buffer.combine(rows, h))[0]
+            elastic.combine(ctx, buffer, call)
+    return texts
+
+
+def test_mutated_handles(pool, device):
+    if device != "cpu":
+        pytest.skip("needs the CPU engine, which refuses before a row moves; on GPUs: kernels/tests")
+    for texts in pool.run(2, rank_mutated):
+        assert all(texts.values()), texts
+
+
+def rank_compiled(ctx):
+    """torch.compile stays out of the calls: each is a graph break, and the results are the same."""
+    exchange = elastic.expect(CASE, M)
+    own = exchange.inputs[ctx.rank]
+    given = [ctx.to_device(t) for t in (own.x, own.topk_idx, own.topk_weights)]
+
+    def layer(buffer, x, idx, weights):
+        rows, _, row_weights, handle, _ = buffer.dispatch(x * 1, idx, weights, num_experts=8, do_expand=True)
+        event = buffer.combine(rows * 2, handle, row_weights, async_with_compute_stream=True)
+        event[2].current_stream_wait()
+        return event[0] + 1, event[1]
+
+    with elastic.buffer_of(ctx, M, CASE.hidden) as buffer:
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, backend="eager")
+        for _ in range(2):
+            for want, got in zip(layer(buffer, *given), compiled(buffer, *given), strict=True):
+                assert torch.equal(want, got)
+
+
+def test_compiled_caller(pool):
+    pool.run(2, rank_compiled)
