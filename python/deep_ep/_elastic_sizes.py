@@ -10,7 +10,9 @@ MAX_BYTES = 2**62
 DEFAULT_TOPK = 32  # where num_topk is not known
 ROW_ALIGNMENT = 32
 SCALE_CHANNELS = 32  # the smallest number of channels that share a scale
-STAGING_SHARE = 8  # the NVL region takes at most one part in so many; the row segment has the rest
+# The NVL region: all of a small buffer, whose calls are short and often in graphs, where no row lies in the segment;
+# of a large one what keeps the links busy, so that the row segment has room for a dispatch's rows.
+LEAST_STAGING, STAGING_SHARE = 16 << 20, 16
 
 
 def _up(number: int, unit: int) -> int:
@@ -43,7 +45,7 @@ def check_bytes(name: str, value: object) -> int:
 def regions(num_bytes: int, num_ranks: int, hidden: int) -> tuple[int, int]:
     """Divides `num_bytes` into num_nvl_bytes (staging) and the row segment (GPUs)."""
     wanted = Config.default(0, num_ranks).get_nvl_buffer_size_hint(2 * (hidden or 7168), num_ranks)
-    staging = _up(min(wanted, num_bytes // STAGING_SHARE), UNIT)
+    staging = min(_up(wanted, UNIT), max(LEAST_STAGING, num_bytes // STAGING_SHARE // UNIT * UNIT), num_bytes)
     return staging, num_bytes - staging
 
 
