@@ -7,6 +7,8 @@ except ModuleNotFoundError as missing:
         raise
     raise ImportError("deep_ep needs PyTorch 2.4 or newer: pip install torch", name="torch") from None
 
+from typing import TYPE_CHECKING, Any
+
 from . import _distribution, comm
 from ._lib import header_version
 from ._plan import Plan, plan
@@ -32,6 +34,9 @@ from .elastic import (
 )
 from .errors import DeepEPError
 from .utils import EventHandle, EventOverlap
+
+if TYPE_CHECKING:
+    from . import ops as ops
 
 __version__ = header_version()
 _distribution.register("deep_ep", __version__)
@@ -64,3 +69,12 @@ __all__ = [
     "plan",
     "topk_idx_t",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """deep_ep.ops is imported when it is asked for."""
+    if name == "ops":
+        import importlib
+
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -122,6 +122,7 @@ def register_pytree(
     )
 
 
+is_compiling = torch.compiler.is_compiling
 is_capturing = torch.cuda.is_current_stream_capturing
 in_inference_mode = torch.is_inference_mode_enabled
 
@@ -137,6 +138,16 @@ def opaque(function: Function) -> Function:
     It does what torch.compiler.disable does, which costs 0.3 us a call and an import of torch._dynamo, and which takes
     its place where this torch has no mark of code objects.
     """
+    marked = native(function)
+    marked._torchdynamo_disable = True  # type: ignore[attr-defined]  # what dynamo asks before it traces into a call
+    return marked
+
+
+def native(function: Function) -> Function:
+    """Keeps torch.compile from compiling a function by itself, and what it calls; compiled callers may trace into it.
+
+    Without a mark of code objects it does what `opaque` does.
+    """
     try:
         from torch._C._dynamo import eval_frame
 
@@ -144,7 +155,6 @@ def opaque(function: Function) -> Function:
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     except (ImportError, AttributeError):
         return torch.compiler.disable(function)  # type: ignore[no-any-return,no-untyped-call]
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # what dynamo asks before it traces into a call
     return function
 
 

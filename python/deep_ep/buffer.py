@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from . import _abi, _memory, _native, _startup, _torch, errors
+from . import _abi, _memory, _names, _native, _startup, _torch, errors
 from ._core import Core
 from ._lib import library
 from ._low_latency import Handle as LowLatencyHandle
 from ._low_latency import Hook, LowLatencyMode
 from ._normal import Dispatched, NormalMode
-from ._torch import DType, OptionalTensor, Size, Tensor, opaque
+from ._torch import DType, OptionalTensor, Size, Tensor, is_compiling, native, opaque
 from .bootstrap import Bootstrap
 from .config import Config, low_latency_size_hint
 from .errors import assertion, check_flag, check_int, no_effect, type_error, value_error
@@ -161,6 +161,7 @@ class Buffer:
         self._normal = NormalMode(self._core)
         self._low_latency = LowLatencyMode(self._core, low_latency_mode, enable_shrink)
         self.runtime = Runtime(self._core)
+        self.name = _names.register(self, self.group)
         if not background:
             try:
                 self._core.ensure_ready()
@@ -270,7 +271,7 @@ class Buffer:
 
     # ---- normal mode
 
-    @opaque
+    @native
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -296,9 +297,15 @@ class Buffer:
             DeepEPError: the buffer has failed or is destroyed. Also a ValueError or TypeError for a wrong argument;
                 indices out of range are refused on the CPU engine and fail the buffer on a GPU.
         """
+        if is_compiling():
+            from .ops import methods
+
+            return methods.get_dispatch_layout(
+                self, topk_idx, num_experts, previous_event, async_finish, allocate_on_comm_stream
+            )
         return self._normal.layout(topk_idx, num_experts, previous_event, async_finish, allocate_on_comm_stream)
 
-    @opaque
+    @native
     def dispatch(
         self,
         x: Rows,
@@ -342,13 +349,21 @@ class Buffer:
             DeepEPError: a rank is late, dead or disagrees; the text names it. Also a ValueError or TypeError for a
                 wrong argument.
         """
+        if is_compiling():
+            from .ops import methods
+
+            return methods.dispatch(
+                self, x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank,
+                num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens, config,
+                previous_event, async_finish, allocate_on_comm_stream, global_expert_id_offset,
+            )  # fmt: skip
         return self._normal.dispatch(
             x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert,
             topk_idx, topk_weights, expert_alignment, num_worst_tokens, config, self._sms_of_calls(), previous_event,
             async_finish, allocate_on_comm_stream, global_expert_id_offset,
         )  # fmt: skip
 
-    @opaque
+    @native
     def combine(
         self,
         x: Tensor,
@@ -377,6 +392,12 @@ class Buffer:
             DeepEPError: a rank is late, dead or disagrees; the text names it. Also a ValueError or TypeError for a
                 wrong argument, or a handle of another shape.
         """
+        if is_compiling():
+            from .ops import methods
+
+            return methods.combine(
+                self, x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream
+            )
         return self._normal.combine(
             x, handle, topk_weights, bias, config, self._sms_of_calls(), previous_event, async_finish,
             allocate_on_comm_stream,
@@ -396,7 +417,7 @@ class Buffer:
 
     # ---- low-latency mode
 
-    @opaque
+    @native
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -461,7 +482,7 @@ class Buffer:
             topk_weights,
         )  # fmt: skip
 
-    @opaque
+    @native
     def low_latency_combine(
         self,
         x: Tensor,
@@ -780,6 +801,7 @@ def _count_items(size: Sequence[int], available: int) -> int:
 def _default_config(kind: int, num_ranks: int) -> Config:
     config = Config.default(kind, num_ranks)
     config._native.num_sms = Buffer.num_sms
+    config._read()
     return config
 
 

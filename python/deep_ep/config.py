@@ -24,7 +24,8 @@ class Config:
         DeepEPError (also a ValueError): a value is not allowed; the text names it.
     """
 
-    __slots__ = ("_native",)
+    __slots__ = ("_native", "numbers")
+    numbers: tuple[int, ...]  # of the constructor, in its order, as the library has understood them
 
     def __init__(
         self,
@@ -44,6 +45,11 @@ class Config:
         self._native = _abi.Config(*(check_int(name, value) for name, value in values.items()))
         lib = library()
         lib.check(lib.with_gil.deepep_config_check(ctypes.byref(self._native)))
+        self._read()
+
+    def _read(self) -> None:
+        """Keeps the numbers in Python too: code that torch.compile traces cannot read those of C."""
+        self.numbers = tuple(int(getattr(self._native, field[0])) for field in _abi.Config._fields_)
 
     @classmethod
     def default(cls, kind: int, num_ranks: int) -> Config:
@@ -52,6 +58,7 @@ class Config:
         num_ranks = check_int("num_ranks", num_ranks)
         lib = library()
         lib.check(lib.with_gil.deepep_config_default(kind, num_ranks, ctypes.byref(config._native)))
+        config._read()
         return config
 
     @property
@@ -100,8 +107,7 @@ class Config:
         return int(out.value)
 
     def __repr__(self) -> str:
-        fields = ", ".join(str(getattr(self._native, field[0])) for field in _abi.Config._fields_)
-        return f"Config({fields})"
+        return f"Config({', '.join(map(str, self.numbers))})"
 
 
 def low_latency_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int) -> int:

@@ -111,7 +111,7 @@ maps = open("/proc/self/maps").read()
 print([line for line in maps.splitlines() if "deepep" in line and ".so" in line])
 print(len(os.listdir("/proc/self/task")) - threads)
 print(torch.cuda.is_initialized())
-print([name for name in sys.modules if name.startswith("deep_ep.selftest")])
+print([name for name in sys.modules if name.startswith(("deep_ep.selftest", "deep_ep.ops", "deep_ep.nn"))])
 """
 
 

@@ -1,0 +1,137 @@
+"""Buffer's methods while torch.compile traces their caller: the same results, by operators.
+
+What operators cannot say (events, rows in the buffer's own memory) breaks the graph, and the method runs as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import errors
+from .._torch import opaque
+from ..config import Config
+from ..utils import EventOverlap
+from ._normal import handle_tensors
+
+if TYPE_CHECKING:
+    from .._normal import Dispatched
+    from ..buffer import Buffer
+
+OptionalTensor = Tensor | None
+
+
+@opaque
+def break_graph(method: str, what: str) -> None:
+    """A graph break for dynamo. It is reached where nothing can run between graphs, as in torch.export."""
+    text = f"Buffer.{method}: there is no operator for {what}, which torch.export needs"
+    raise errors.DeepEPNotImplementedError(errors.UNSUPPORTED, text)
+
+
+def _check_order(method: str, previous_event: Any, async_finish: Any, allocate_on_comm_stream: Any = False) -> None:
+    if previous_event is not None or async_finish or allocate_on_comm_stream:
+        break_graph(method, "events (previous_event, async_finish, allocate_on_comm_stream)")
+
+
+def _numbers(config: Config | None) -> list[int] | None:
+    return None if config is None else list(config.numbers)
+
+
+def get_dispatch_layout(
+    buffer: Buffer,
+    topk_idx: Tensor,
+    num_experts: int,
+    previous_event: Any,
+    async_finish: bool,
+    allocate_on_comm_stream: bool,
+) -> tuple[Tensor, OptionalTensor, Tensor, Tensor, EventOverlap]:
+    """Buffer.get_dispatch_layout."""
+    _check_order("get_dispatch_layout", previous_event, async_finish, allocate_on_comm_stream)
+    per_rank, per_node, per_expert, in_rank = torch.ops.deep_ep.layout(topk_idx, num_experts, buffer.name)
+    return per_rank, per_node if buffer.num_nodes > 1 else None, per_expert, in_rank, EventOverlap()
+
+
+def dispatch(
+    buffer: Buffer,
+    x: Any,
+    handle: Sequence[Any] | None,
+    num_tokens_per_rank: OptionalTensor,
+    num_tokens_per_rdma_rank: OptionalTensor,
+    is_token_in_rank: OptionalTensor,
+    num_tokens_per_expert: OptionalTensor,
+    topk_idx: OptionalTensor,
+    topk_weights: OptionalTensor,
+    expert_alignment: int,
+    num_worst_tokens: int,
+    config: Config | None,
+    previous_event: Any,
+    async_finish: bool,
+    allocate_on_comm_stream: bool,
+    global_expert_id_offset: int,
+) -> Dispatched:
+    """Buffer.dispatch."""
+    _check_order("dispatch", previous_event, async_finish, allocate_on_comm_stream)
+    rows, scales = x if isinstance(x, (tuple, list)) else (x, None)
+    if handle is not None:
+        if topk_idx is not None or topk_weights is not None:
+            raise errors.value_error("topk_idx", "top-k with handle", "no topk_idx and no topk_weights with a handle")
+        with torch.no_grad():
+            recv_x, recv_scales = torch.ops.deep_ep.dispatch_cached(
+                rows, scales, *handle_tensors(handle), buffer.name, _numbers(config)
+            )
+        received = recv_x if scales is None else (recv_x, recv_scales)
+        return received, None, None, None, None, EventOverlap()
+    inputs = (
+        *(rows, scales, topk_idx, topk_weights, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank),
+        *(num_tokens_per_expert, buffer.name),
+    )
+    counts: list[int] = []
+    with torch.no_grad():
+        if num_worst_tokens > 0:
+            outputs = torch.ops.deep_ep.dispatch_worst_case(*inputs, num_worst_tokens, _numbers(config))
+        else:
+            outputs = torch.ops.deep_ep.dispatch(*inputs, expert_alignment, None, _numbers(config))
+            counts = outputs[4].tolist()
+    recv_x, recv_scales, idx, weights = outputs[:4]
+    if topk_idx is None:
+        idx = weights = None
+    elif global_expert_id_offset:
+        idx = torch.where(idx >= 0, idx + global_expert_id_offset, idx)
+    received = recv_x if scales is None else (recv_x, recv_scales)
+    matrix, source, head = outputs[-3:]
+    entries = full_handle(buffer, matrix, source, head, is_token_in_rank)
+    return received, idx, weights, counts, entries, EventOverlap()
+
+
+def full_handle(buffer: Buffer, matrix: Tensor, source: Tensor, head: Tensor, in_rank: Any) -> tuple[Tensor, ...]:
+    """The handle of Buffer.dispatch, of the tensors that operators return; see HandleTensors.to_tuple."""
+    from .._normal import HandleTensors
+
+    return HandleTensors(matrix, head, source, in_rank).to_tuple(buffer.num_nodes, buffer.num_nvl_peers, buffer.rank)
+
+
+def combine(
+    buffer: Buffer,
+    x: Tensor,
+    handle: Sequence[Any],
+    topk_weights: OptionalTensor,
+    bias: Any,
+    config: Config | None,
+    previous_event: Any,
+    async_finish: bool,
+    allocate_on_comm_stream: bool,
+) -> tuple[Tensor, OptionalTensor, EventOverlap]:
+    """Buffer.combine."""
+    _check_order("combine", previous_event, async_finish, allocate_on_comm_stream)
+    bias_0, bias_1 = bias if isinstance(bias, (tuple, list)) else (bias, None)
+    with torch.no_grad():
+        combined, weights = torch.ops.deep_ep.combine(
+            x, bias_0, bias_1, topk_weights, *handle_tensors(handle), buffer.name, False, _numbers(config)
+        )
+    return combined, None if topk_weights is None else weights, EventOverlap()
+
+
+Hook = Callable[[], None]

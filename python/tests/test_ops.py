@@ -1,0 +1,246 @@
+"""torch.ops.deep_ep: the operators against Buffer's methods, torch's own checks of operators, compile and export."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import checks
+import normal
+from cases import Case
+from conftest import full
+
+CASE = Case((12, 7), experts=8, topk=3, hidden=512)
+B = 16
+# Symbols for sizes that are not known before the run, which torch leaves to graph breaks unless it is told.
+DYNAMIC = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+
+
+def operators():
+    import deep_ep.ops  # noqa: F401 - defines them
+
+    return torch.ops.deep_ep
+
+
+def inputs_of(ctx, buffer, case=CASE):
+    """Arguments of deep_ep::dispatch up to the buffer's name."""
+    own = normal.expect(case, ctx.rank).own
+    idx, weights = ctx.to_device(own.topk_idx), ctx.to_device(own.topk_weights)
+    return inputs_of_tensors(buffer, normal.x_of(ctx, own), idx, weights)
+
+
+def inputs_of_tensors(buffer, x, idx, weights):
+    rows, scales = x if isinstance(x, tuple) else (x, None)
+    per_rank, per_node, per_expert, in_rank = operators().layout(idx, CASE.experts, buffer.name)
+    return [rows, scales, idx, weights, per_rank, per_node if len(per_node) else None, in_rank, per_expert, buffer.name]
+
+
+def rank_same_results(ctx, case):
+    """Operators and methods: the same results bit for bit, fresh, cached and into outputs of a fixed size."""
+    with normal.buffer_of(ctx) as buffer:
+        given, ops = inputs_of(ctx, buffer, case), operators()
+        exchange = normal.expect(case, ctx.rank)
+        counts = [given[4], given[5] if given[5] is not None else None, given[7], given[6]]
+        checks.same_layout((*counts, None), exchange.layouts[ctx.rank])
+        pair = case.kind == "fp8"
+        for bound in (None, 100):
+            rows, scales, idx, weights, per_expert, *handle = ops.dispatch(*given, 4, bound)
+            exchange.recv_x = (rows, scales) if pair else rows
+            checks.same_received(exchange.recv_x, idx, weights, exchange.want)
+            checks.same_ints("counts", per_expert.tolist(), normal.reference.align(exchange.want.expert_counts, 4))
+        again, again_scales = ops.dispatch_cached(given[0], given[1], *handle, buffer.name)
+        checks.same_rows("cached rows", again, exchange.want.x)
+        if pair:
+            checks.same_bits("cached scales", again_scales, exchange.want.scales)
+        rows, scales, idx, weights, *fixed = ops.dispatch_worst_case(*given, 64)
+        checks.same_received((rows, scales) if pair else rows, idx, weights, exchange.want, 64)
+        answers, biases = normal.expert_rows(exchange, True), normal.biases_of(exchange, 2, True)
+        own = ctx.to_device(answers[ctx.rank])
+        for each in (handle, fixed):
+            mine = torch.cat([own, own.new_full((len(each[1]) - len(own), own.shape[1]), float("nan"))])
+            combined, _ = ops.combine(mine, *map(ctx.to_device, biases), None, *each, buffer.name)
+            normal.check_combined(exchange, answers, biases, combined, True)
+        got, sums = ops.combine(own, None, None, weights[: len(own)].contiguous(), *handle, buffer.name)
+        normal.check_combined(exchange, answers, [], got, True)
+        normal.check_weights(exchange, sums, True)
+        with pytest.raises(ValueError, match=r"argument max_recv_tokens: got 0, allowed at least the \d+ rows"):
+            ops.dispatch(*given, 1, 0)
+        with torch.inference_mode():
+            checks.same_rows("rows in inference mode", ops.dispatch(*given)[0], exchange.want.x)
+
+
+@pytest.mark.parametrize("case", [CASE, CASE.but(kind="fp8", num_scales=4)], ids=["bf16", "fp8"])
+def test_same_results_as_methods(pool, case):
+    pool.run(2, rank_same_results, case)
+
+
+def opcheck(operator, *args):
+    from torch.library import opcheck
+
+    opcheck(operator.default, args)
+
+
+def rank_opcheck(ctx):
+    """torch's own checks of schema, autograd registration, fake kernels and tracing with dynamic shapes."""
+    with normal.buffer_of(ctx) as buffer:
+        case = CASE.but(topk=CASE.experts)  # every token goes to every rank, so that no row of the worst case is left
+        given, ops = inputs_of(ctx, buffer, case), operators()
+        _, _, _, weights, _, *handle = ops.dispatch(*given)
+        x, rows = given[0], torch.randn(len(handle[1]), 512).bfloat16().to(ctx.device)
+        grads = [each.clone().requires_grad_() for each in (x, given[3])]
+        opcheck(ops.layout, given[2], CASE.experts, buffer.name)
+        opcheck(ops.dispatch, *given)
+        opcheck(ops.dispatch, grads[0], None, given[2], grads[1], *given[4:], 2, 64)
+        opcheck(ops.dispatch_worst_case, grads[0], None, given[2], grads[1], *given[4:], sum(CASE.tokens))
+        opcheck(ops.dispatch_cached, grads[0], None, *handle, buffer.name)
+        bias = torch.randn_like(x).requires_grad_()
+        answers = rows.requires_grad_(), bias, None, weights.clone().requires_grad_()
+        opcheck(ops.combine, *answers, *handle, buffer.name)
+
+
+def test_opcheck(pool):
+    pool.run(2, rank_opcheck, deadline=120)
+
+
+def round_trip(buffer, x, idx, weights, worst, config):
+    """Layout, dispatch, cached dispatch and combine as a compiled model has them, between operations of torch."""
+    per_rank, per_node, per_expert, table, event = buffer.get_dispatch_layout(idx, CASE.experts)
+    rows, row_idx, row_weights, counts, handle, _ = buffer.dispatch(
+        x * 1, num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node, is_token_in_rank=table,
+        num_tokens_per_expert=per_expert, topk_idx=idx, topk_weights=weights, num_worst_tokens=worst,
+        global_expert_id_offset=2, config=config,
+    )  # fmt: skip
+    again = buffer.dispatch(x + 1, handle=handle)[0]
+    sums, sum_weights, _ = buffer.combine(rows * 2, handle, topk_weights=row_weights, bias=x)
+    local = torch.where(row_idx >= 0, row_weights, 0).sum()
+    return sums + 1, sum_weights * 2, local, again.shape[0], sum(counts), event.event is None
+
+
+def same(got, want):
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, f"{one} is not {other}"
+
+
+def compiled(function, backend="aot_eager", **options):
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def rank_compile(ctx, backend, options=None):
+    """fullgraph: Buffer's methods leave no break, whatever the number of tokens and of received rows."""
+    from deep_ep import Buffer
+
+    config = Buffer.get_dispatch_config(ctx.size)
+    with normal.buffer_of(ctx) as buffer, torch._dynamo.config.patch(DYNAMIC), warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        traced = compiled(round_trip, backend, dynamic=True, **(options or {}))
+        for seed, tokens in enumerate([(12, 7), (5, 20), (8, 3)]):
+            own = normal.expect(CASE.but(tokens=tokens, seed=seed), ctx.rank).own
+            given = [ctx.to_device(each) for each in (own.x, own.topk_idx, own.topk_weights)]
+            for worst in (0, 64):
+                want = round_trip(buffer, *given, worst, config)
+                same(traced(buffer, *given, worst, config), want)
+        # As many graphs as there are kinds of call: worst and fresh.
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+def test_compile(pool):
+    pool.run(2, rank_compile, "aot_eager", deadline=120)
+
+
+@pytest.mark.skipif(not full(), reason="takes minutes: make test-full")
+@pytest.mark.parametrize("options", [{}, {"mode": "max-autotune-no-cudagraphs"}], ids=["default", "max-autotune"])
+def test_compile_by_inductor(pool, options):
+    pool.run(2, rank_compile, "inductor", options, deadline=280)
+
+
+class RoundTrip(torch.nn.Module):
+    def __init__(self, buffer, worst):
+        super().__init__()
+        self.buffer, self.worst = buffer, worst
+
+    def forward(self, x, idx, weights):
+        return round_trip(self.buffer, x, idx, weights, self.worst, None)[:3]
+
+
+def rank_export(ctx):
+    """An exported program names its buffer, and runs for another number of tokens."""
+    own = [normal.expect(CASE.but(tokens=tokens), ctx.rank).own for tokens in ((12, 7), (9, 15))]
+    first, second = ([ctx.to_device(each) for each in (o.x, o.topk_idx, o.topk_weights)] for o in own)
+    with normal.buffer_of(ctx) as buffer:
+        tokens = torch.export.Dim("tokens", min=2, max=64)
+        for worst in (0, 40):
+            model = RoundTrip(buffer, worst)
+            shapes = {"x": {0: tokens}, "idx": {0: tokens}, "weights": {0: tokens}}
+            program = torch.export.export(model, tuple(first), dynamic_shapes=shapes)
+            graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+            names = {str(node.target) for graph in graphs for node in graph.nodes}
+            assert f"deep_ep.dispatch{'_worst_case' if worst else ''}.default" in names
+            for given in (first, second):
+                same(program.module()(*given), model(*given))
+        with pytest.raises(Exception, match="Buffer.combine: there is no operator for events"):
+            torch.export.export(Asynchronous(buffer), (*first, 40), strict=False)
+
+
+class Asynchronous(torch.nn.Module):
+    def __init__(self, buffer):
+        super().__init__()
+        self.buffer = buffer
+
+    def forward(self, x, idx, weights, worst):
+        given = inputs_of_tensors(self.buffer, x, idx, weights)
+        rows, *_, matrix, source, head = operators().dispatch_worst_case(*given, worst)
+        handle = (matrix, None, None, source, None, head)
+        return self.buffer.combine(rows, handle, async_finish=True)[0]
+
+
+def test_export(pool):
+    pool.run(2, rank_export, deadline=120)
+
+
+def rank_refused(ctx):
+    """What operators do not do ends in an error that names the operator, before anything is sent."""
+    with normal.buffer_of(ctx) as buffer:
+        given, ops = inputs_of(ctx, buffer), operators()
+        *_, matrix, source, head = ops.dispatch(*given)
+
+        def combine(rows):
+            return ops.combine(rows, None, None, None, matrix, source, head, buffer.name)[0]
+
+        rows = torch.ones((len(source), 512), dtype=torch.bfloat16, device=ctx.device)
+        with pytest.raises(NotImplementedError, match="deep_ep.combine: torch.func.vmap is not supported"):
+            torch.func.vmap(combine)(torch.stack([rows, rows]))
+        for transform in (torch.func.grad, torch.func.jacrev):
+            with pytest.raises(NotImplementedError, match="deep_ep.combine: a transform of torch.func is not"):
+                transform(lambda rows: combine(rows).sum())(rows)
+        with pytest.raises(ValueError, match=r"argument buffer: got 'nobody', allowed the name of a buffer .*'.+'"):
+            ops.layout(given[2], CASE.experts, "nobody")
+        with pytest.raises(TypeError, match="argument x: got dtype torch.float32, allowed torch.bfloat16"):
+            combine(rows.float())
+        if ctx.device.type == "cpu":
+            with torch.autocast("cpu", dtype=torch.float16):
+                assert torch.equal(combine(rows.float()), combine(rows))
+        checks.same_rows("rows after the refusals", ops.dispatch(*given)[0], normal.expect(CASE, ctx.rank).want.x)
+
+
+def test_refused(pool):
+    pool.run(2, rank_refused)
+
+
+def rank_names(ctx):
+    """A buffer has its group's name; a second one of the group a number more, until the first is gone."""
+    with normal.buffer_of(ctx) as first:
+        assert first.name == ctx.group.group_name
+        with normal.buffer_of(ctx) as second:
+            assert second.name == f"{first.name}:1"
+            own = normal.expect(CASE, ctx.rank).own
+            idx = ctx.to_device(own.topk_idx)
+            same(operators().layout(idx, CASE.experts, first.name), operators().layout(idx, CASE.experts, second.name))
+    with normal.buffer_of(ctx) as third:
+        assert third.name == first.name  # as where Megatron replaces its buffer
+
+
+def test_names(pool):
+    pool.run(2, rank_names)
