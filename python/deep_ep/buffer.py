@@ -476,6 +476,14 @@ class Buffer:
             _refuse_fork("low_latency_dispatch", formats)
         if opt_level is not None:
             no_effect("opt_level", "it is a hint to a fork of V1")
+        if is_compiling():
+            from .ops import methods
+
+            return methods.low_latency_dispatch(
+                self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
+                dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook,
+                topk_weights,
+            )  # fmt: skip
         return self._low_latency.dispatch(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
             dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook,
@@ -541,6 +549,13 @@ class Buffer:
             _refuse_fork("low_latency_combine", asked | {"src_signal_expect_value": src_signal_expect_value})
         if opt_level is not None:
             no_effect("opt_level", "it is a hint to a fork of V1")
+        if is_compiling():
+            from .ops import methods
+
+            return methods.low_latency_combine(
+                self, x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
+                combine_wait_recv_cost_stats, unreduced,
+            )  # fmt: skip
         return self._low_latency.combine(
             x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
             combine_wait_recv_cost_stats, unreduced,

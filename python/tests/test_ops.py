@@ -7,13 +7,16 @@ import warnings
 import pytest
 import torch
 
+import cases
 import checks
+import lowlat
 import normal
 from cases import Case
 from conftest import full
 
 CASE = Case((12, 7), experts=8, topk=3, hidden=512)
 B = 16
+ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 # Symbols for sizes that are not known before the run, which torch leaves to graph breaks unless it is told.
 DYNAMIC = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 
@@ -76,10 +79,8 @@ def test_same_results_as_methods(pool, case):
     pool.run(2, rank_same_results, case)
 
 
-def opcheck(operator, *args):
-    from torch.library import opcheck
-
-    opcheck(operator.default, args)
+def opcheck(operator, *args, **options):
+    torch.library.opcheck(operator.default, args, test_utils=options.get("tests", ALL_CHECKS))
 
 
 def rank_opcheck(ctx):
@@ -102,6 +103,120 @@ def rank_opcheck(ctx):
 
 def test_opcheck(pool):
     pool.run(2, rank_opcheck, deadline=120)
+
+
+class Resending(dict):
+    """Calls that wait for their receive, of which there is always one more: torch's checks repeat a receive."""
+
+    def __init__(self, send):
+        super().__init__()
+        self.send = send
+
+    def pop(self, ticket, default=None):
+        if ticket != 0:
+            return super().pop(ticket, default)
+        *_, made = self.send()
+        return super().pop(int(made))
+
+
+def check_halves(buffer, send, recv, given, outputs, inputs):
+    """opcheck of both halves: a send is forgotten after each check, a receive has one of its own."""
+    from deep_ep.ops import _low_latency
+
+    for test in ALL_CHECKS:
+        # What no rank has sent or received yet holds anything, and this check compares it.
+        if test != "test_aot_dispatch_dynamic":
+            opcheck(send, *given, tests=test)
+            buffer.clean_low_latency_buffer(B, 512, CASE.experts)
+    _low_latency._pending[buffer] = Resending(lambda: send(*given))
+    opcheck(recv, *outputs, torch.zeros(1, dtype=torch.int64), *inputs)
+    del _low_latency._pending[buffer]
+
+
+def rank_low_latency_opcheck(ctx):
+    idx = ctx.to_device(cases.routing(CASE, ctx.rank))
+    x, weights = ctx.to_device(lowlat.make_x(CASE, ctx.rank, False)), ctx.to_device(lowlat.make_weights(CASE, ctx.rank))
+    with lowlat.buffer_of(ctx, CASE, B) as buffer:
+        ops, name = operators(), buffer.name
+        received, waited = (torch.zeros(n, dtype=d, device=ctx.device) for n, d in ((4, torch.int32), (2, torch.int64)))
+        tests = ALL_CHECKS[:3]  # rows past the counts hold anything, and the last check compares them
+        given = x, idx, B, CASE.experts, name, weights, received, waited
+        for formats in ((False,), (True, True, True)):
+            opcheck(ops.low_latency_dispatch, *given, *formats, tests=tests)
+        rows, scales, *handle = ops.low_latency_dispatch(*given, False)
+        check_halves(
+            buffer, ops.low_latency_dispatch_send, ops.low_latency_dispatch_recv, (*given, False),
+            (rows, scales, *handle), (x, idx, name, weights, received),
+        )  # fmt: skip
+        _, source, ranges = handle
+        answers = torch.zeros_like(rows), idx, weights, source, ranges, B, 512, CASE.experts, name
+        opcheck(ops.low_latency_combine, *answers)
+        opcheck(ops.low_latency_combine_out, torch.empty_like(x), *answers)
+        check_halves(
+            buffer, ops.low_latency_combine_send, ops.low_latency_combine_recv, answers, (torch.empty_like(x),),
+            (*answers[:5], name),
+        )  # fmt: skip
+
+
+def test_low_latency_opcheck(pool):
+    pool.run(2, rank_low_latency_opcheck, deadline=120)
+
+
+def low_latency_round_trip(buffer, x, idx, weights, halves, fp8, received, waited):
+    """Two micro-batches in turn, each through dispatch, an expert and combine."""
+
+    def experts(rows):
+        values = (rows[0].float() * rows[1].repeat_interleave(128, dim=2)).bfloat16() if fp8 else rows
+        return values * 2
+
+    if not halves:
+        rows, counts, handle, event, _ = buffer.low_latency_dispatch(
+            x, idx, B, CASE.experts, received, waited, use_fp8=fp8, topk_weights=weights
+        )
+        sums, _, _ = buffer.low_latency_combine(experts(rows), idx, weights, handle)
+        out = torch.empty_like(x)
+        buffer.low_latency_combine(experts(rows), idx, weights, handle, out=out, combine_wait_recv_cost_stats=waited)
+        return sums + 1, out, counts, handle[1], event.event is None
+    options = {"use_fp8": fp8, "return_recv_hook": True}
+    rows_a, counts_a, handle_a, _, receive_a = buffer.low_latency_dispatch(
+        x, idx, B, CASE.experts, received, waited, **options
+    )
+    rows_b, counts_b, handle_b, _, receive_b = buffer.low_latency_dispatch(x * 2, idx, B, CASE.experts, **options)
+    receive_a()
+    answers_a = experts(rows_a)
+    receive_b()
+    sums_a, _, receive_a = buffer.low_latency_combine(
+        answers_a, idx, weights, handle_a, return_recv_hook=True, combine_wait_recv_cost_stats=waited
+    )
+    answers_b = experts(rows_b)
+    receive_a()
+    sums_b, _, receive_b = buffer.low_latency_combine(answers_b, idx, weights, handle_b, return_recv_hook=True)
+    receive_b()
+    return sums_a + sums_b, counts_a, counts_b, handle_a[1], handle_b[1]
+
+
+def rank_low_latency_compile(ctx, backend):
+    with lowlat.buffer_of(ctx, CASE.but(tokens=(B, B)), B) as buffer:
+        traced = compiled(low_latency_round_trip, backend, dynamic=True)
+        for tokens in ((12, 7), (5, 16)):
+            case = CASE.but(tokens=tokens)
+            x = ctx.to_device(lowlat.make_x(case, ctx.rank, True))
+            idx, weights = (
+                ctx.to_device(cases.routing(case, ctx.rank)),
+                ctx.to_device(lowlat.make_weights(case, ctx.rank)),
+            )
+            for halves in (False, True):
+                for fp8 in (False, True):
+                    stats = [(torch.full((4,), 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)) for _ in "ab"]
+                    stats = [tuple(map(ctx.to_device, pair)) for pair in stats]
+                    want = low_latency_round_trip(buffer, x, idx, weights, halves, fp8, *stats[0])
+                    same(traced(buffer, x, idx, weights, halves, fp8, *stats[1]), want)
+                    assert torch.equal(stats[0][0], stats[1][0]) and stats[1][0].sum() > 12
+                    assert (stats[1][1] >= 0).all()
+
+
+def test_low_latency_compile(pool):
+    pool.run(2, rank_low_latency_compile, "aot_eager", deadline=120)
 
 
 def round_trip(buffer, x, idx, weights, worst, config):

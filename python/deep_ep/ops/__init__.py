@@ -1,14 +1,12 @@
-"""Operators of PyTorch over named buffers: ``torch.ops.deep_ep.*``, made by importing this module."""
+"""Operators of PyTorch over named buffers, ``torch.ops.deep_ep.*``: importing this module defines them.
+
+They can be traced by torch.compile and torch.export; those of normal mode are differentiable. A buffer is named by
+``Buffer.name``. `dispatch` and `combine` here are the same operators with fewer arguments. More: docs/operators.md.
+"""
 
 from __future__ import annotations
 
-from ._normal import combine, dispatch, dispatch_cached, dispatch_worst_case, handle_tensors, layout
+from . import _low_latency  # noqa: F401 - defines operators
+from .functional import Handle, Overlap, Received, combine, communicate_once, dispatch, overlap
 
-__all__ = [
-    "combine",
-    "dispatch",
-    "dispatch_cached",
-    "dispatch_worst_case",
-    "handle_tensors",
-    "layout",
-]
+__all__ = ["Handle", "Overlap", "Received", "combine", "communicate_once", "dispatch", "overlap"]

@@ -52,7 +52,7 @@ class _Dispatch(torch.autograd.Function):
             raise type_error("x", f"dtype {x.dtype} that requires grad", "torch.bfloat16, or rows that require none")
         outputs = below(x, args[1], args[2], weights, *args[4:])
         ctx.name, ctx.buffer = name, buffer
-        ctx.save_for_backward(*outputs[-3:])
+        ctx.save_for_backward(outputs[2], *outputs[-3:])
         fixed = [output for place, output in enumerate(outputs) if place not in (0, 3)]
         if weights is None:
             fixed.append(outputs[3])
@@ -62,8 +62,9 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         of_x, of_weights = ctx.needs_input_grad[2:4]
-        matrix, source, head = ctx.saved_tensors
-        weights = _rows(grads[3]) if of_weights else None
+        idx, matrix, source, head = ctx.saved_tensors
+        # A row has its weights for local experts only: elsewhere forward gave 0, whatever the weight was.
+        weights = _rows(grads[3]).masked_fill(idx < 0, 0) if of_weights else None
         with torch.no_grad():
             x, topk_weights = torch.ops.deep_ep.combine(
                 _rows(grads[0]), None, None, weights, matrix, source, head, ctx.buffer

@@ -18,10 +18,13 @@ from ..utils import EventOverlap
 from ._normal import handle_tensors
 
 if TYPE_CHECKING:
+    from .._low_latency import Combined as LowLatencyCombined
+    from .._low_latency import Dispatched as LowLatencyDispatched
     from .._normal import Dispatched
     from ..buffer import Buffer
 
 OptionalTensor = Tensor | None
+Hook = Callable[[], None]
 
 
 @opaque
@@ -134,4 +137,75 @@ def combine(
     return combined, None if topk_weights is None else weights, EventOverlap()
 
 
-Hook = Callable[[], None]
+def low_latency_dispatch(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    bound: int,
+    num_experts: int,
+    recv_stats: OptionalTensor,
+    wait_stats: OptionalTensor,
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+    async_finish: bool,
+    return_recv_hook: bool,
+    topk_weights: OptionalTensor,
+) -> LowLatencyDispatched:
+    """Buffer.low_latency_dispatch."""
+    _check_order("low_latency_dispatch", None, async_finish)
+    formats = bool(use_fp8), bool(round_scale), bool(use_ue8m0)
+    inputs = (x, topk_idx, bound, num_experts, buffer.name, topk_weights, recv_stats, wait_stats, *formats)
+    hook: Hook | None = None
+    with torch.no_grad():
+        if return_recv_hook:
+            *outputs, ticket = torch.ops.deep_ep.low_latency_dispatch_send(*inputs)
+
+            def hook() -> None:
+                torch.ops.deep_ep.low_latency_dispatch_recv(
+                    *outputs, ticket, x, topk_idx, buffer.name, topk_weights, recv_stats, wait_stats
+                )
+        else:
+            outputs = torch.ops.deep_ep.low_latency_dispatch(*inputs)
+    rows, scales, recv_count, src_info, layout_range = outputs
+    handle = (src_info, layout_range, bound, x.shape[1], num_experts)
+    return (rows, scales) if use_fp8 else rows, recv_count, handle, EventOverlap(), hook
+
+
+def low_latency_combine(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    handle: Sequence[Any],
+    use_logfmt: bool,
+    zero_copy: bool,
+    async_finish: bool,
+    return_recv_hook: bool,
+    out: OptionalTensor,
+    wait_stats: OptionalTensor,
+    unreduced: bool,
+) -> LowLatencyCombined:
+    """Buffer.low_latency_combine."""
+    _check_order("low_latency_combine", None, async_finish)
+    if zero_copy:
+        break_graph("low_latency_combine", "rows in the buffer's own memory (zero_copy)")
+    if return_recv_hook and out is not None:
+        break_graph("low_latency_combine", "halves with out")
+    flags = bool(use_logfmt), bool(unreduced)
+    inputs = (x, topk_idx, topk_weights, *handle, buffer.name, wait_stats, *flags)
+    hook: Hook | None = None
+    with torch.no_grad():
+        if return_recv_hook:
+            combined, ticket = torch.ops.deep_ep.low_latency_combine_send(*inputs)
+
+            def hook() -> None:
+                torch.ops.deep_ep.low_latency_combine_recv(
+                    combined, ticket, x, topk_idx, topk_weights, handle[0], handle[1], buffer.name, wait_stats
+                )
+        elif out is None:
+            combined = torch.ops.deep_ep.low_latency_combine(*inputs)
+        else:
+            torch.ops.deep_ep.low_latency_combine_out(out, *inputs)
+            combined = out
+    return combined, EventOverlap(), hook
