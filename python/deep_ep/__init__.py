@@ -36,6 +36,7 @@ from .errors import DeepEPError
 from .utils import EventHandle, EventOverlap
 
 if TYPE_CHECKING:
+    from . import nn as nn
     from . import ops as ops
 
 __version__ = header_version()
@@ -72,8 +73,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """deep_ep.ops is imported when it is asked for."""
-    if name == "ops":
+    """deep_ep.ops and deep_ep.nn are imported when they are asked for."""
+    if name in ("nn", "ops"):
         import importlib
 
         return importlib.import_module(f".{name}", __name__)

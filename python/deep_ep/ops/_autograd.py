@@ -32,7 +32,7 @@ class _Once(torch.autograd.Function):
         raise unsupported(ctx.name, "double backward", "its backward communicates once")
 
 
-def _once(name: str, gradients: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
+def once(name: str, gradients: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Under create_graph: the gradients, joined to those they were made of, so that a second backward is refused."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
         return tuple(_Once.apply(name, len(gradients), *gradients, *given))  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ class _Dispatch(torch.autograd.Function):
                 _rows(grads[0]), None, None, weights, matrix, source, head, ctx.buffer
             )
         gradients = x if of_x else None, topk_weights if of_weights else None
-        x, topk_weights = _once(ctx.name, gradients, (grads[0], grads[3]))
+        x, topk_weights = once(ctx.name, gradients, (grads[0], grads[3]))
         return None, None, x, topk_weights, None, None
 
 
@@ -99,7 +99,7 @@ class _Cached(torch.autograd.Function):
     def backward(ctx: Any, grad: Any, _: Any) -> Any:
         with torch.no_grad():
             x, _ = torch.ops.deep_ep.combine(_rows(grad), None, None, None, *ctx.saved_tensors, ctx.buffer)
-        return None, *_once("dispatch_cached", (x,), (grad,)), None
+        return None, *once("dispatch_cached", (x,), (grad,)), None
 
 
 def dispatch_cached(below: Below, *args: Any) -> Any:
@@ -132,7 +132,7 @@ class _Combine(torch.autograd.Function):
             if ctx.worst_case:
                 rows, weights = (_without_tail(sent, handle[0], ctx.buffer) for sent in (rows, weights))
         own = grad if of_bias_0 else None, grad if of_bias_1 else None
-        rows, weights = _once("combine", (rows, weights), (grad, grad_weights))
+        rows, weights = once("combine", (rows, weights), (grad, grad_weights))
         return None, rows, *own, weights, None
 
 
