@@ -198,6 +198,21 @@ type MemFreeParams struct {
 	Mem uint64
 }
 
+// MemReleaseParams is dk_mem_release_params.
+type MemReleaseParams struct {
+	Header
+	Mem uint64
+}
+
+// MemRestoreParams is dk_mem_restore_params.
+type MemRestoreParams struct {
+	Header
+	Mem  uint64
+	Kind uint32 // of imported memory: as in dk_mem_import, the owner's new export; else DK_SHARE_NONE
+	FD   int32  // stays the caller's
+	Blob [64]uint8
+}
+
 // HostRegisterParams is dk_host_register_params.
 type HostRegisterParams struct {
 	Header
@@ -514,6 +529,23 @@ type TeamCreateParams struct {
 type TeamDestroyParams struct {
 	Header
 	Team uint64
+}
+
+// TeamReleaseParams is dk_team_release_params.
+type TeamReleaseParams struct {
+	Header
+	Team uint64
+
+	// 1: operations were captured into graphs: waits for all work of the device, which may be theirs
+	Captured int32
+	_        int32
+}
+
+// TeamRestoreParams is dk_team_restore_params.
+type TeamRestoreParams struct {
+	Header
+	Team      uint64
+	Transport uint64 // as in dk_team_create
 }
 
 // TeamSegmentParams is dk_team_segment_params.

@@ -18,6 +18,8 @@ const (
 	fnMemExport
 	fnMemImport
 	fnMemFree
+	fnMemRelease
+	fnMemRestore
 	fnHostRegister
 	fnHostUnregister
 	fnHostWait
@@ -46,6 +48,8 @@ const (
 	fnLLLayout
 	fnTeamCreate
 	fnTeamDestroy
+	fnTeamRelease
+	fnTeamRestore
 	fnTeamSegment
 	fnStatsFlush
 	fnLayout
@@ -69,6 +73,8 @@ var symbols = [numFunctions]string{
 	fnMemExport:         "dk_mem_export",
 	fnMemImport:         "dk_mem_import",
 	fnMemFree:           "dk_mem_free",
+	fnMemRelease:        "dk_mem_release",
+	fnMemRestore:        "dk_mem_restore",
 	fnHostRegister:      "dk_host_register",
 	fnHostUnregister:    "dk_host_unregister",
 	fnHostWait:          "dk_host_wait",
@@ -97,6 +103,8 @@ var symbols = [numFunctions]string{
 	fnLLLayout:          "dk_ll_layout",
 	fnTeamCreate:        "dk_team_create",
 	fnTeamDestroy:       "dk_team_destroy",
+	fnTeamRelease:       "dk_team_release",
+	fnTeamRestore:       "dk_team_restore",
 	fnTeamSegment:       "dk_team_segment",
 	fnStatsFlush:        "dk_stats_flush",
 	fnLayout:            "dk_layout",
@@ -157,6 +165,22 @@ func (l *Library) MemImport(p *abi.MemImportParams) int32 {
 func (l *Library) MemFree(p *abi.MemFreeParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnMemFree], unsafe.Pointer(p))
+}
+
+// MemRelease calls dk_mem_release. Gives memory back, or a peer's mapping, and keeps its addresses. Does not wait:
+// no work uses it. At the addresses of allocated memory there are pages of no meaning until dk_mem_restore, so
+// that an access does no harm. What peers have mapped stays theirs, with its content, until they release it.
+// DK_EUNSUPPORTED: the device has no virtual memory; DK_ESTATE: released already.
+func (l *Library) MemRelease(p *abi.MemReleaseParams) int32 {
+	p.Size = uint32(unsafe.Sizeof(*p))
+	return dl.Call(l.functions[fnMemRelease], unsafe.Pointer(p))
+}
+
+// MemRestore calls dk_mem_restore. Memory of the same size at the same addresses: new and zeroed, or the owner's.
+// After an error it is still released. DK_ESTATE: it is not released.
+func (l *Library) MemRestore(p *abi.MemRestoreParams) int32 {
+	p.Size = uint32(unsafe.Sizeof(*p))
+	return dl.Call(l.functions[fnMemRestore], unsafe.Pointer(p))
 }
 
 // HostRegister calls dk_host_register.
@@ -332,6 +356,22 @@ func (l *Library) TeamCreate(p *abi.TeamCreateParams) int32 {
 func (l *Library) TeamDestroy(p *abi.TeamDestroyParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnTeamDestroy], unsafe.Pointer(p))
+}
+
+// TeamRelease calls dk_team_release. From now on operations of the team, also those of graphs that were captured
+// before, leave at once (counts 0, sums NaN, no record) and touch no peer's block. The caller knows that none
+// runs. The team keeps its scratch memory. The transport may be closed afterwards. DK_EUNSUPPORTED: a team whose
+// blocks are memory of a transport.
+func (l *Library) TeamRelease(p *abi.TeamReleaseParams) int32 {
+	p.Size = uint32(unsafe.Sizeof(*p))
+	return dl.Call(l.functions[fnTeamRelease], unsafe.Pointer(p))
+}
+
+// TeamRestore calls dk_team_restore. The team is as new: all blocks are zeroed and mapped at the addresses of
+// dk_team_create; no rank is masked, no segment registered; calls are numbered anew. Statistics go on.
+func (l *Library) TeamRestore(p *abi.TeamRestoreParams) int32 {
+	p.Size = uint32(unsafe.Sizeof(*p))
+	return dl.Call(l.functions[fnTeamRestore], unsafe.Pointer(p))
 }
 
 // TeamSegment calls dk_team_segment. Registers a further symmetric segment (rows of torch's pool), for

@@ -285,6 +285,26 @@ typedef struct dk_mem_free_params {
 /* Frees allocated or imported memory. Does not wait: the caller knows that no work uses it. */
 int32_t dk_mem_free(dk_mem_free_params *p);
 
+typedef struct dk_mem_release_params {
+  DK_HEADER;
+  uint64_t mem;
+} dk_mem_release_params;
+/* Gives memory back, or a peer's mapping, and keeps its addresses. Does not wait: no work uses it. At the addresses of
+ * allocated memory there are pages of no meaning until dk_mem_restore, so that an access does no harm. What peers have
+ * mapped stays theirs, with its content, until they release it. DK_EUNSUPPORTED: the device has no virtual memory;
+ * DK_ESTATE: released already. */
+int32_t dk_mem_release(dk_mem_release_params *p);
+typedef struct dk_mem_restore_params {
+  DK_HEADER;
+  uint64_t mem;
+  uint32_t kind; /* of imported memory: as in dk_mem_import, the owner's new export; else DK_SHARE_NONE */
+  int32_t fd;    /* stays the caller's */
+  uint8_t blob[64];
+} dk_mem_restore_params;
+/* Memory of the same size at the same addresses: new and zeroed, or the owner's. After an error it is still released.
+ * DK_ESTATE: it is not released. */
+int32_t dk_mem_restore(dk_mem_restore_params *p);
+
 typedef struct dk_host_register_params {
   DK_HEADER;
   uint64_t device;
@@ -618,6 +638,24 @@ typedef struct dk_team_destroy_params {
   uint64_t team;
 } dk_team_destroy_params;
 int32_t dk_team_destroy(dk_team_destroy_params *p);
+typedef struct dk_team_release_params {
+  DK_HEADER;
+  uint64_t team;
+  int32_t captured; /* 1: operations were captured into graphs: waits for all work of the device, which may be theirs */
+  int32_t reserved0;
+} dk_team_release_params;
+/* From now on operations of the team, also those of graphs that were captured before, leave at once (counts 0, sums NaN,
+ * no record) and touch no peer's block. The caller knows that none runs. The team keeps its scratch memory. The
+ * transport may be closed afterwards. DK_EUNSUPPORTED: a team whose blocks are memory of a transport. */
+int32_t dk_team_release(dk_team_release_params *p);
+typedef struct dk_team_restore_params {
+  DK_HEADER;
+  uint64_t team;
+  uint64_t transport; /* as in dk_team_create */
+} dk_team_restore_params;
+/* The team is as new: all blocks are zeroed and mapped at the addresses of dk_team_create; no rank is masked, no
+ * segment registered; calls are numbered anew. Statistics go on. */
+int32_t dk_team_restore(dk_team_restore_params *p);
 
 #define DK_MAX_SEGMENTS 64
 typedef struct dk_team_segment_params {

@@ -48,6 +48,7 @@ static const struct group *const process_groups[] = {&process_cases, &transport_
   X(mismatch)     \
   X(failure)      \
   X(team)         \
+  X(release)      \
   X(statistics)   \
   X(random)
 #define TRANSPORT_GROUPS(X) \

@@ -253,6 +253,16 @@ static void import(struct rank *me, struct share *s, int owner, const struct sha
   s->at[owner] = p.address;
 }
 
+/* Each rank's export of its part of a share: from then on a copy of its descriptor is open here. */
+static void gather_offers(struct rank *me, const struct share *s, uint64_t bytes, struct share_offer *all, int *fds) {
+  dk_mem_export_params out = {.size = sizeof out, .mem = s->mem, .fd = -1};
+  CALL(me, mem_export, &out);
+  struct share_offer mine = {bytes, s->at[me->index], out.kind, {0}};
+  memcpy(mine.blob, out.blob, sizeof mine.blob);
+  gather(me, &mine, sizeof mine, out.fd, all, fds);
+  if (out.fd >= 0) close(out.fd);
+}
+
 struct share *share(struct rank *me, uint64_t bytes) {
   struct share *s = scratch(me, sizeof *s);
   expect(me, me->num_shares < MAX_SHARES, "the suite allows %d shares", MAX_SHARES);
@@ -262,13 +272,9 @@ struct share *share(struct rank *me, uint64_t bytes) {
   s->mem = own.mem;
   s->at[me->index] = own.address;
   s->bytes = bytes;
-  dk_mem_export_params out = {.size = sizeof out, .mem = own.mem, .fd = -1};
-  CALL(me, mem_export, &out);
-  struct share_offer mine = {own.out_bytes, own.address, out.kind, {0}}, all[MAX_SEATS];
+  struct share_offer all[MAX_SEATS];
   int fds[MAX_SEATS];
-  memcpy(mine.blob, out.blob, sizeof mine.blob);
-  gather(me, &mine, sizeof mine, out.fd, all, fds);
-  if (out.fd >= 0) close(out.fd);
+  gather_offers(me, s, own.out_bytes, all, fds);
   for (int i = 0; i < me->count; i++) {
     if (i != me->index && settings.one_mapping && me->socket < 0)
       s->at[i] = all[i].at;
@@ -277,6 +283,26 @@ struct share *share(struct rank *me, uint64_t bytes) {
     if (fds[i] >= 0) close(fds[i]);
   }
   return s;
+}
+
+void release_share(struct rank *me, struct share *s) {
+  for (int i = 0; i < me->count; i++) {
+    dk_mem_release_params p = {.size = sizeof p, .mem = i == me->index ? s->mem : s->peers[i]};
+    if (p.mem) CALL(me, mem_release, &p);
+  }
+}
+
+void restore_share(struct rank *me, struct share *s) {
+  dk_mem_restore_params own = {.size = sizeof own, .mem = s->mem, .kind = DK_SHARE_NONE, .fd = -1};
+  CALL(me, mem_restore, &own);
+  struct share_offer all[MAX_SEATS];
+  int fds[MAX_SEATS];
+  gather_offers(me, s, s->bytes, all, fds);
+  for (int i = 0; i < me->count; i++) {
+    dk_mem_restore_params p = {.size = sizeof p, .mem = s->peers[i], .kind = all[i].kind, .fd = fds[i]};
+    if (p.mem) CALL(me, mem_restore, &p);
+    if (fds[i] >= 0) close(fds[i]);
+  }
 }
 
 void drop_share(struct share *s, int self, bool own) {

@@ -31,6 +31,8 @@
   X(mem_export)            \
   X(mem_import)            \
   X(mem_free)              \
+  X(mem_release)           \
+  X(mem_restore)           \
   X(host_register)         \
   X(host_unregister)       \
   X(host_wait)             \
@@ -48,6 +50,8 @@
   X(ll_layout)             \
   X(team_create)           \
   X(team_destroy)          \
+  X(team_release)          \
+  X(team_restore)          \
   X(team_segment)          \
   X(stats_flush)           \
   X(layout)                \
@@ -242,6 +246,9 @@ struct share {
   uint64_t bytes, mem, peers[MAX_SEATS], at[MAX_SEATS];
 };
 struct share *share(struct rank *me, uint64_t bytes);
+/* Gives a share and its mappings back, and makes it anew (collective). */
+void release_share(struct rank *me, struct share *s);
+void restore_share(struct rank *me, struct share *s);
 void drop_share(struct share *s, int self, bool own);
 
 /* Fails or skips the case where the device cannot be opened. */

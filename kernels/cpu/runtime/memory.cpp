@@ -16,6 +16,7 @@ struct Memory {
   void *base = MAP_FAILED;
   uint64_t bytes = 0;
   int fd = -1;  // stays -1 where the memory is imported: the mapping alone keeps the file
+  bool imported = false, released = false;
 
   ~Memory() {
     if (base != MAP_FAILED) munmap(base, bytes);
@@ -27,11 +28,16 @@ int32_t code_of(int error) {
   return error == ENOMEM || error == ENOSPC || error == EFBIG || error == EOVERFLOW ? DK_ENOMEM : DK_ESYSTEM;
 }
 
-// Both return errno, 0 on success.
+// These return errno, 0 on success.
 int map_file(Memory &memory, int fd, uint64_t bytes) {
   memory.base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   memory.bytes = bytes;
   return memory.base == MAP_FAILED ? errno : 0;
+}
+
+// In place of what is mapped there; at an error that stays.
+int map_again(const Memory &memory, int protection, int flags, int fd) {
+  return mmap(memory.base, memory.bytes, protection, flags | MAP_FIXED, fd, 0) == MAP_FAILED ? errno : 0;
 }
 
 // The seals keep a peer from shrinking the file, which would make the next access here a SIGBUS.
@@ -40,6 +46,27 @@ int create_file(Memory &memory, uint64_t bytes) {
   if (memory.fd < 0) return errno;
   if (ftruncate(memory.fd, static_cast<off_t>(bytes)) != 0) return errno;
   return fcntl(memory.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0 ? 0 : errno;
+}
+
+// Touching pages past the file's end would be a SIGBUS, also where the peer shortens the file later.
+int32_t check_file(int fd, uint64_t bytes, int32_t &device_error) {
+  struct stat file;
+  if (fstat(fd, &file) != 0) {
+    device_error = errno;
+    return DK_ESYSTEM;
+  }
+  int seals = fcntl(fd, F_GET_SEALS);
+  return static_cast<uint64_t>(file.st_size) < bytes || seals < 0 || !(seals & F_SEAL_SHRINK) ? DK_EINVAL : DK_OK;
+}
+
+int restore_own(Memory &memory) {
+  int error = create_file(memory, memory.bytes);
+  if (!error) error = map_again(memory, PROT_READ | PROT_WRITE, MAP_SHARED, memory.fd);
+  if (error && memory.fd >= 0) {
+    close(memory.fd);
+    memory.fd = -1;
+  }
+  return error;
 }
 
 }  // namespace
@@ -87,20 +114,15 @@ DK_EXPORT int32_t dk_mem_import(dk_mem_import_params *p) {
   if (!p->device || p->bytes == 0) return DK_EINVAL;
   if (p->kind != DK_SHARE_FD) return DK_EUNSUPPORTED;
   uint64_t bytes = round_up(p->bytes, kPage);
-  struct stat file;
-  if (fstat(p->fd, &file) != 0) {
-    p->device_error = errno;
-    return DK_ESYSTEM;
-  }
-  // Touching pages past the file's end would be a SIGBUS, also where the peer shortens the file later.
-  int seals = fcntl(p->fd, F_GET_SEALS);
-  if (static_cast<uint64_t>(file.st_size) < bytes || seals < 0 || !(seals & F_SEAL_SHRINK)) return DK_EINVAL;
+  int32_t code = check_file(p->fd, bytes, p->device_error);
+  if (code != DK_OK) return code;
   Owned<Memory> memory = create<Memory>();
   int error = memory ? map_file(*memory, p->fd, bytes) : ENOMEM;
   if (error) {
     p->device_error = error;
     return code_of(error);
   }
+  memory->imported = true;
   p->address = address_of(memory->base);
   p->mem = address_of(memory.release());
   return DK_OK;
@@ -110,5 +132,46 @@ DK_EXPORT int32_t dk_mem_free(dk_mem_free_params *p) {
   DK_ENTER(p);
   owned<Memory>(p->mem);
   p->mem = 0;
+  return DK_OK;
+}
+
+// Private pages, which appear as they are touched and go with dk_mem_restore, stand in for allocated memory: a caller
+// may still have a view of it.
+DK_EXPORT int32_t dk_mem_release(dk_mem_release_params *p) {
+  DK_ENTER(p);
+  Memory *memory = at<Memory>(p->mem);
+  if (!memory) return DK_EINVAL;
+  if (memory->released) return DK_ESTATE;
+  int error = map_again(*memory, memory->imported ? PROT_NONE : PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
+  if (error) {
+    p->device_error = error;
+    return code_of(error);
+  }
+  if (memory->fd >= 0) close(memory->fd);
+  memory->fd = -1;
+  memory->released = true;
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_mem_restore(dk_mem_restore_params *p) {
+  DK_ENTER(p);
+  Memory *memory = at<Memory>(p->mem);
+  if (!memory) return DK_EINVAL;
+  if (!memory->released) return DK_ESTATE;
+  if (p->kind != (memory->imported ? DK_SHARE_FD : DK_SHARE_NONE)) return DK_EUNSUPPORTED;
+  int error = 0;
+  if (memory->imported) {
+    int32_t code = check_file(p->fd, memory->bytes, p->device_error);
+    if (code != DK_OK) return code;
+    error = map_again(*memory, PROT_READ | PROT_WRITE, MAP_SHARED, p->fd);
+  } else {
+    error = restore_own(*memory);
+  }
+  if (error) {
+    p->device_error = error;
+    return code_of(error);
+  }
+  memory->released = false;
   return DK_OK;
 }

@@ -5,6 +5,10 @@ namespace dk {
 Op::Op(Team *owner, uint32_t op_, uint32_t phase_, uint64_t call, uint64_t timeout)
     : team(*owner), op(op_), phase(phase_), timeout_ns(timeout), call_(call), start_ns_(now_ns()) {
   pthread_mutex_lock(&team.running);
+  if (team.released.load()) {
+    failed_ = true;
+    return;
+  }
   Heartbeat &heartbeat = team.control().heartbeat();
   heartbeat.awaiting.store(0, std::memory_order_relaxed);
   heartbeat.op.store(op, std::memory_order_relaxed);

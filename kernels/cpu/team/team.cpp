@@ -1,5 +1,7 @@
 #include "cpu/team/team.h"
 
+#include <string.h>
+
 namespace dk {
 
 static bool all_local(const dk_team_create_params &p) {
@@ -43,6 +45,17 @@ Owned<Team> Team::make(const dk_team_create_params &p) {
   for (int i = 0; i < p.num_ranks; i++) team->peers[i] = peer_at(p, at<const uint64_t>(p.host_peer_blocks)[i]);
   if (team->nic) team->nic->set_doorbell(&team->control().doorbell());
   return team;
+}
+
+void Team::start_anew(Nic *transport) {
+  uint64_t ranks = static_cast<uint64_t>(num_ranks);
+  memset(scratch.get(), 0, sizeof(int64_t) * ranks * kScratch);
+  for (uint64_t i = 0; i < ranks; i++) arrivals[i] = Arrival();
+  memset(doorbells.get(), 0, sizeof(uint64_t) * (ranks / 64 + 1));
+  for (int i = 0; links && i < num_nodes(); i++) links[static_cast<size_t>(i)] = LinkState();
+  failed.store(0);
+  nic = transport;
+  if (nic) nic->set_doorbell(&control().doorbell());
 }
 
 Team::~Team() {
@@ -105,6 +118,32 @@ DK_EXPORT int32_t dk_team_destroy(dk_team_destroy_params *p) {
   DK_ENTER(p);
   owned<Team>(p->team);
   p->team = 0;
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_team_release(dk_team_release_params *p) {
+  DK_ENTER(p);
+  Team *team = at<Team>(p->team);
+  if (!team) return DK_EINVAL;
+  pthread_mutex_lock(&team->running);
+  team->released.store(true);
+  if (team->nic) team->nic->set_doorbell(nullptr);
+  team->nic = nullptr;
+  pthread_mutex_unlock(&team->running);
+  return DK_OK;
+}
+
+DK_EXPORT int32_t dk_team_restore(dk_team_restore_params *p) {
+  DK_ENTER(p);
+  Team *team = at<Team>(p->team);
+  if (!team) return DK_EINVAL;
+  Nic *nic = at<Nic>(p->transport);
+  for (int i = 0; i < team->num_ranks; i++)
+    if (!team->is_local(i) && !(nic && nic->reaches(i))) return DK_EINVAL;
+  pthread_mutex_lock(&team->running);
+  team->start_anew(nic);
+  team->released.store(false);
+  pthread_mutex_unlock(&team->running);
   return DK_OK;
 }
 

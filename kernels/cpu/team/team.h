@@ -40,9 +40,10 @@ struct Team {
   const WireRegion wire;
   dk_status *const status;
   dk_stats_page *const stats;
-  Nic *const nic;                                       // null: no rank is beyond loads and stores
+  Nic *nic;                                             // null: no rank is beyond loads and stores
   pthread_mutex_t running = PTHREAD_MUTEX_INITIALIZER;  // one operation at a time
   std::atomic<uint32_t> failed{0};                      // 1: an operation has taken the right to write status->failure
+  std::atomic<bool> released{false};                    // the blocks are gone: operations leave at once
   OwnedArray<Peer> peers;
   OwnedArray<int64_t> scratch;     // kScratch numbers for each rank, for the operation that is running
   OwnedArray<Arrival> arrivals;    // by rank: messages of the low-latency call that is being received
@@ -53,6 +54,8 @@ struct Team {
   static Owned<Team> make(const dk_team_create_params &p);
   explicit Team(const dk_team_create_params &p);
   ~Team();
+  // What the last operation has left in process-local state is forgotten, and `transport` takes the place of the nic.
+  void start_anew(Nic *transport);
 
   Control &control() { return peers[rank].control; }
   RemoteControl &remote() { return peers[rank].remote; }

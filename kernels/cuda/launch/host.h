@@ -33,9 +33,11 @@ enum class MemoryKind { kVirtual, kRuntime, kImported, kAlias };
 struct Memory {
   Device *device = nullptr;
   MemoryKind kind = MemoryKind::kVirtual;
-  CUmemGenericAllocationHandle handle = 0;
+  CUmemGenericAllocationHandle handle = 0;  // of released memory: 0, or its stand-in's
   CUdeviceptr address = 0;
   size_t bytes = 0;
+  bool owned = false;  // allocated here
+  bool released = false;
 };
 
 struct Team {

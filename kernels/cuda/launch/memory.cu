@@ -23,21 +23,37 @@ CUmemAllocationProp allocation_properties(int ordinal) {
   return properties;
 }
 
-// Maps memory->handle, for reads and writes of this device.
+// This device may read and write what is mapped at the memory's addresses.
+CUresult allow_access(const Memory *memory) {
+  CUmemAccessDesc access{};
+  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  access.location.id = memory->device->ordinal;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  return driver()->MemSetAccess(memory->address, memory->bytes, &access, 1);
+}
+
+// Maps `handle` at the memory's addresses, again and again where it is smaller. At an error nothing is mapped.
+CUresult map_at(const Memory *memory, CUmemGenericAllocationHandle handle, size_t handle_bytes) {
+  const Driver *d = driver();
+  size_t mapped = 0;
+  CUresult result = CUDA_SUCCESS;
+  while (result == CUDA_SUCCESS && mapped < memory->bytes) {
+    const size_t part = memory->bytes - mapped < handle_bytes ? memory->bytes - mapped : handle_bytes;
+    result = d->MemMap(memory->address + mapped, part, 0, handle, 0);
+    if (result == CUDA_SUCCESS) mapped += part;
+  }
+  if (result == CUDA_SUCCESS) result = allow_access(memory);
+  if (result != CUDA_SUCCESS && mapped > 0) (void)d->MemUnmap(memory->address, mapped);
+  return result;
+}
+
+// Maps memory->handle at new addresses, for reads and writes of this device.
 CUresult map_here(Memory *memory) {
   const Driver *d = driver();
   CUresult result = d->MemAddressReserve(&memory->address, memory->bytes, kAlignment, 0, 0);
   if (result != CUDA_SUCCESS) return result;
-  result = d->MemMap(memory->address, memory->bytes, 0, memory->handle, 0);
-  if (result == CUDA_SUCCESS) {
-    CUmemAccessDesc access{};
-    access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    access.location.id = memory->device->ordinal;
-    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    result = d->MemSetAccess(memory->address, memory->bytes, &access, 1);
-    if (result == CUDA_SUCCESS) return result;
-    (void)d->MemUnmap(memory->address, memory->bytes);
-  }
+  result = map_at(memory, memory->handle, memory->bytes);
+  if (result == CUDA_SUCCESS) return result;
   (void)d->MemAddressFree(memory->address, memory->bytes);
   memory->address = 0;
   return result;
@@ -56,6 +72,7 @@ CUresult allocate_virtual(Memory *memory, size_t bytes) {
   result = map_here(memory);
   if (result != CUDA_SUCCESS) (void)d->MemRelease(memory->handle);
   memory->kind = MemoryKind::kVirtual;
+  memory->owned = true;
   return result;
 }
 
@@ -79,9 +96,9 @@ int32_t release(Memory *memory) {
   const OnDevice on(memory->device);
   void *address = reinterpret_cast<void *>(memory->address);
   if (memory->kind == MemoryKind::kVirtual) {
-    (void)d->MemUnmap(memory->address, memory->bytes);
+    if (memory->handle != 0) (void)d->MemUnmap(memory->address, memory->bytes);
     (void)d->MemAddressFree(memory->address, memory->bytes);
-    (void)d->MemRelease(memory->handle);
+    if (memory->handle != 0) (void)d->MemRelease(memory->handle);
   } else if (memory->kind == MemoryKind::kRuntime) {
     (void)cudaFree(address);
   } else if (memory->kind == MemoryKind::kImported) {
@@ -90,6 +107,58 @@ int32_t release(Memory *memory) {
   (void)cudaGetLastError();
   delete memory;
   return DK_OK;
+}
+
+// What stands in for released memory: at most this many pieces cover it, each of the same few physical pages. A kernel
+// looks at its block before it knows that the team is released, and a captured graph may clear a region.
+constexpr size_t kStandInPieces = 256;
+
+CUresult create_stand_in(const Memory *memory, CUmemGenericAllocationHandle *handle, size_t *bytes) {
+  const Driver *d = driver();
+  CUmemAllocationProp properties = allocation_properties(memory->device->ordinal);
+  properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_NONE;
+  size_t granularity = 0;
+  const CUresult result = d->MemGetAllocationGranularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+  if (result != CUDA_SUCCESS) return result;
+  *bytes = align_up(align_up(memory->bytes / kStandInPieces + 1, kAlignment), granularity);
+  return d->MemCreate(handle, *bytes, &properties, 0);
+}
+
+// The stand-in comes first: an error before the memory is gone leaves it as it was.
+CUresult give_back(Memory *memory) {
+  const Driver *d = driver();
+  CUmemGenericAllocationHandle stand_in = 0;
+  size_t bytes = 0;
+  CUresult result = memory->owned ? create_stand_in(memory, &stand_in, &bytes) : CUDA_SUCCESS;
+  if (result != CUDA_SUCCESS) return result;
+  result = d->MemUnmap(memory->address, memory->bytes);
+  if (result != CUDA_SUCCESS) {
+    if (stand_in != 0) (void)d->MemRelease(stand_in);
+    return result;
+  }
+  (void)d->MemRelease(memory->handle);
+  memory->handle = stand_in;
+  memory->released = true;
+  if (stand_in == 0) return CUDA_SUCCESS;
+  result = map_at(memory, stand_in, bytes);
+  if (result == CUDA_SUCCESS) return result;
+  (void)d->MemRelease(stand_in);
+  memory->handle = 0;
+  return result;
+}
+
+// Puts `handle` in the place of the stand-in; it is the memory's from then on.
+CUresult take_back(Memory *memory, CUmemGenericAllocationHandle handle) {
+  const Driver *d = driver();
+  if (memory->handle != 0) {
+    const CUresult result = d->MemUnmap(memory->address, memory->bytes);
+    if (result != CUDA_SUCCESS) return result;
+    (void)d->MemRelease(memory->handle);
+    memory->handle = 0;
+  }
+  const CUresult result = map_at(memory, handle, memory->bytes);
+  if (result == CUDA_SUCCESS) memory->handle = handle;
+  return result;
 }
 
 struct LocalBlob {
@@ -198,7 +267,7 @@ DK_EXPORT int32_t dk_mem_export(dk_mem_export_params *p) {
   p->kind = DK_SHARE_NONE;
   p->fd = -1;
   memset(p->blob, 0, sizeof p->blob);
-  if (memory == nullptr) return DK_EINVAL;
+  if (memory == nullptr || memory->released) return DK_EINVAL;
   if (local) {
     const LocalBlob blob{memory->address, memory->bytes, memory->kind == MemoryKind::kVirtual, memory->device->ordinal};
     memcpy(p->blob, &blob, sizeof blob);
@@ -247,6 +316,54 @@ DK_EXPORT int32_t dk_mem_free(dk_mem_free_params *p) {
   DK_ENTER(p);
   auto *memory = handle_of<Memory>(p->mem);
   return memory == nullptr ? static_cast<int32_t>(DK_OK) : release(memory);  // as free(NULL)
+}
+
+DK_EXPORT int32_t dk_mem_release(dk_mem_release_params *p) {
+  DK_ENTER(p);
+  auto *memory = handle_of<Memory>(p->mem);
+  if (memory == nullptr) return DK_EINVAL;
+  if (memory->kind != MemoryKind::kVirtual) return DK_EUNSUPPORTED;
+  if (memory->released) return DK_ESTATE;
+  const OnDevice on(memory->device);
+  if (on.error() != cudaSuccess) return device_failure(p, on.error());
+  const CUresult result = give_back(memory);
+  return result == CUDA_SUCCESS ? static_cast<int32_t>(DK_OK) : driver_failure(p, result);
+}
+
+namespace deepep {
+namespace {
+
+CUresult restored_handle(const dk_mem_restore_params *p, const Memory *memory, CUmemGenericAllocationHandle *handle) {
+  const Driver *d = driver();
+  if (!memory->owned)
+    return d->MemImportFromShareableHandle(handle, reinterpret_cast<void *>(static_cast<intptr_t>(p->fd)),
+                                           CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  const CUmemAllocationProp properties = allocation_properties(memory->device->ordinal);
+  return d->MemCreate(handle, memory->bytes, &properties, 0);
+}
+
+}  // namespace
+}  // namespace deepep
+
+DK_EXPORT int32_t dk_mem_restore(dk_mem_restore_params *p) {
+  DK_ENTER(p);
+  auto *memory = handle_of<Memory>(p->mem);
+  if (memory == nullptr) return DK_EINVAL;
+  if (!memory->released) return DK_ESTATE;
+  if (p->kind != static_cast<uint32_t>(memory->owned ? DK_SHARE_NONE : DK_SHARE_FD)) return DK_EUNSUPPORTED;
+  const OnDevice on(memory->device);
+  if (on.error() != cudaSuccess) return device_failure(p, on.error());
+  CUmemGenericAllocationHandle handle = 0;
+  CUresult result = restored_handle(p, memory, &handle);
+  if (result != CUDA_SUCCESS) return driver_failure(p, result);
+  result = take_back(memory, handle);
+  if (result != CUDA_SUCCESS) {
+    (void)driver()->MemRelease(handle);
+    return driver_failure(p, result);
+  }
+  memory->released = false;
+  const cudaError_t error = memory->owned ? zero(*memory) : cudaSuccess;
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
 
 DK_EXPORT int32_t dk_host_register(dk_host_register_params *p) {

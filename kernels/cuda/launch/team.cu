@@ -71,6 +71,24 @@ void free_team(Team *team) {
   delete team;
 }
 
+// The scratch as a new team has it, but for statistics, which go on. With `code` not 0 kernels leave at once.
+cudaError_t reset_scratch(Team *team, uint32_t code) {
+  auto *scratch = team->view.scratch;
+  auto *bytes = static_cast<uint8_t *>(team->scratch);
+  cudaStream_t service = team->device->service;
+  const struct {
+    size_t from, to;
+  } parts[] = {{0, offsetof(Scratch, ops)},
+               {offsetof(Scratch, half_ns), offsetof(Scratch, peer_bytes)},
+               {offsetof(Scratch, histogram), sizeof(Scratch)}};
+  cudaError_t error = cudaSuccess;
+  for (const auto &part : parts)
+    if (error == cudaSuccess) error = cudaMemsetAsync(bytes + part.from, 0, part.to - part.from, service);
+  if (error == cudaSuccess) error = cudaMemcpyAsync(&scratch->sticky, &code, 4, cudaMemcpyHostToDevice, service);
+  if (error == cudaSuccess) error = cudaMemcpyAsync(&scratch->failed, &code, 4, cudaMemcpyHostToDevice, service);
+  return error == cudaSuccess ? cudaStreamSynchronize(service) : error;
+}
+
 bool is_sane(const dk_team_create_params *p) {
   if (p->device == 0 || p->host_peer_blocks == 0 || p->status == 0 || p->sm_share < 1) return false;
   if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS || p->rank < 0 || p->rank >= p->num_ranks || p->num_nvl_peers < 1)
@@ -168,6 +186,31 @@ DK_EXPORT int32_t dk_team_destroy(dk_team_destroy_params *p) {
   const OnDevice on(team->device);
   free_team(team);
   return DK_OK;
+}
+
+DK_EXPORT int32_t dk_team_release(dk_team_release_params *p) {
+  DK_ENTER(p);
+  auto *team = handle_of<Team>(p->team);
+  if (team == nullptr) return DK_EINVAL;
+  if (team->internode != nullptr) return DK_EUNSUPPORTED;
+  const OnDevice on(team->device);
+  cudaError_t error = on.error();
+  if (error == cudaSuccess && p->captured != 0) error = cudaDeviceSynchronize();
+  if (error == cudaSuccess) error = reset_scratch(team, DK_ESTATE);
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
+}
+
+DK_EXPORT int32_t dk_team_restore(dk_team_restore_params *p) {
+  DK_ENTER(p);
+  auto *team = handle_of<Team>(p->team);
+  if (team == nullptr) return DK_EINVAL;
+  if (team->internode != nullptr || p->transport != 0) return DK_EUNSUPPORTED;
+  const OnDevice on(team->device);
+  const size_t segment_bytes = static_cast<size_t>(team->view.num_ranks) * DK_MAX_SEGMENTS * 8;
+  cudaError_t error = on.error();
+  if (error == cudaSuccess) error = cudaMemsetAsync(team->segments, 0, segment_bytes, team->device->service);
+  if (error == cudaSuccess) error = reset_scratch(team, DK_OK);
+  return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
 
 DK_EXPORT int32_t dk_stats_flush(dk_stats_flush_params *p) {

@@ -85,7 +85,7 @@ CUresult map(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAlloc
 }
 CUresult unmap(CUdeviceptr address, size_t bytes) {
   const std::lock_guard<std::mutex> guard(lock);
-  mapped.erase(address);
+  mapped.erase(mapped.lower_bound(address), mapped.lower_bound(address + bytes));
   void *at =
       mmap(address_of(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
   return at == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;

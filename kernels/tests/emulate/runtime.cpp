@@ -141,6 +141,10 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
   *greatest = -5;
   return cudaSuccess;
 }
+cudaError_t cudaDeviceSynchronize() {
+  Gpu::get().synchronize_device(current_device());
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) { return cudaSuccess; }
 
