@@ -213,6 +213,16 @@ func dpgo_buffer_wait_ready(id C.uintptr_t, ms C.int64_t) C.int32_t {
 	return withBuffer(id, func(b *core.Buffer) error { return b.WaitReady(timeout(ms)) })
 }
 
+//export dpgo_buffer_release
+func dpgo_buffer_release(id C.uintptr_t, ms C.int64_t) C.int32_t {
+	return withBuffer(id, func(b *core.Buffer) error { return b.Release(timeout(ms)) })
+}
+
+//export dpgo_buffer_restore
+func dpgo_buffer_restore(id C.uintptr_t, ms C.int64_t) C.int32_t {
+	return withBuffer(id, func(b *core.Buffer) error { return b.Restore(timeout(ms)) })
+}
+
 //export dpgo_buffer_check
 func dpgo_buffer_check(id C.uintptr_t) C.int32_t {
 	return withBuffer(id, func(b *core.Buffer) error { return b.Check() })

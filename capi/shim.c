@@ -238,6 +238,16 @@ DP_PUBLIC deepep_status_t deepep_buffer_wait_ready(deepep_buffer_t buffer, int64
   return dpgo_buffer_wait_ready(ID(buffer), slice_ms);
 }
 
+DP_PUBLIC deepep_status_t deepep_buffer_release(deepep_buffer_t buffer, int64_t slice_ms) {
+  TRY(enter());
+  return dpgo_buffer_release(ID(buffer), slice_ms);
+}
+
+DP_PUBLIC deepep_status_t deepep_buffer_restore(deepep_buffer_t buffer, int64_t slice_ms) {
+  TRY(enter());
+  return dpgo_buffer_restore(ID(buffer), slice_ms);
+}
+
 DP_PUBLIC deepep_status_t deepep_buffer_check(deepep_buffer_t buffer) {
   TRY(enter());
   return dpgo_buffer_check(ID(buffer));

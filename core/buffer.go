@@ -3,6 +3,7 @@ package core
 import (
 	"context"
 	"fmt"
+	"hash/fnv"
 	"time"
 
 	"go.uber.org/zap"
@@ -101,6 +102,7 @@ func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 	if opt.ID, err = g.enter(b); err != nil {
 		return nil, err
 	}
+	opt.Maker = g.maker(opt.ID)
 	if o.Background {
 		ctx = context.WithoutCancel(ctx) // the caller's context may end with this call
 	}
@@ -189,11 +191,29 @@ func (g *Group) enter(b *Buffer) (uint32, error) {
 	return g.made, nil
 }
 
+// maker is a number of a buffer that those of other groups hardly have, the same on all ranks.
+func (g *Group) maker(id uint32) uint32 {
+	h := fnv.New32a()
+	fmt.Fprintf(h, "%s/%d", g.name, id)
+	return h.Sum32()
+}
+
 // publish lets the watch over the ranks report losses to the buffer.
 func (g *Group) publish(b *Buffer, made *engine.Buffer) {
 	g.mu.Lock()
 	b.engine = made
+	words := g.words
+	complete := true
+	for b := range g.buffers {
+		complete = complete && b.engine != nil
+	}
+	if complete {
+		g.words = nil
+	}
 	g.mu.Unlock()
+	for _, w := range words {
+		made.Told(w.rank, w.tag, w.text)
+	}
 }
 
 // Group returns the group that the buffer was made in.

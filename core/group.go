@@ -47,8 +47,9 @@ type Group struct {
 	spent   time.Duration // of NewGroup, until a buffer's report has taken it
 	buffers map[*Buffer]bool
 	made    uint32
-	refused error // why the newest buffer was refused: what peers are told if the group ends for it
-	closed  bool  // Destroy was called; the end comes with the last buffer
+	words   []word // for buffers that are being made
+	refused error  // why the newest buffer was refused: what peers are told if the group ends for it
+	closed  bool   // Destroy was called; the end comes with the last buffer
 	ended   bool
 }
 
@@ -257,6 +258,27 @@ func (g *Group) each(f func(*engine.Buffer)) {
 	for _, b := range all {
 		f(b)
 	}
+}
+
+// word is what a rank has told the others.
+type word struct {
+	rank int
+	tag  string
+	text []byte
+}
+
+// told hands a rank's word to the buffers. Those that are being made get it from publish: their first word may come
+// before the last rank's NewBuffer has returned.
+func (g *Group) told(rank int, tag string, text []byte) {
+	g.mu.Lock()
+	for b := range g.buffers {
+		if b.engine == nil {
+			g.words = append(g.words, word{rank, tag, text})
+			break
+		}
+	}
+	g.mu.Unlock()
+	g.each(func(b *engine.Buffer) { b.Told(rank, tag, text) })
 }
 
 // recovered turns a panic of a goroutine into an error. A panic here is a bug of ours, but the host process must live.

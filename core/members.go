@@ -28,6 +28,7 @@ func (l *link) open(ctx context.Context, pending *bootstrap.Pending, g *Group) (
 		return err
 	}
 	l.channel, l.watch = channel, watch
+	channel.OnWord(g.told)
 	l.cancels = []func(){
 		watch.OnDeath(func(d health.Death) { g.each(func(b *engine.Buffer) { b.PeerDied(d.Rank) }) }),
 		watch.OnLeft(func(rank int) { g.each(func(b *engine.Buffer) { b.PeerLeft(rank) }) }),
@@ -67,6 +68,8 @@ func (m *members) Exchange(ctx context.Context, tag string, blob []byte, fds []i
 	}
 	return all, nil
 }
+
+func (m *members) Tell(tag string, word []byte) error { return m.g.link.channel.Tell(tag, word) }
 
 func (m *members) Peer(rank int) engine.Peer {
 	p := m.g.link.channel.Peers()[rank]

@@ -177,6 +177,25 @@ func (b *Buffer) Ready() bool { return b.engine.Ready() }
 // returns the start's error, or ErrInterrupted if the start goes on. Local.
 func (b *Buffer) WaitReady(slice time.Duration) error { return b.engine.WaitReady(slice) }
 
+// Release gives back the buffer's memory, of this device and of this host, and keeps its addresses and the group; all of
+// it is free once every rank has called. It waits up to slice, without a limit if slice is negative, for this rank's
+// calls in flight, and returns ErrInterrupted if there are some. Until Restore calls are refused, and replays of graphs
+// that were captured before leave at once. Peers let go of segments, whose numbers end; a Segment's own memory stays.
+// Local; once released it does nothing.
+//
+// Errors: ErrInvalidState for a low-latency call without its receive half and while a graph is captured; ErrUnsupported
+// for GPUs on several nodes, or without virtual memory.
+func (b *Buffer) Release(slice time.Duration) error { return b.engine.Release(slice) }
+
+// Restore has the memory again, zeroed, at the addresses of before Release. Calls are numbered anew, masks are lifted, a
+// failure of before is over, statistics go on; handles and tokens of before are refused. It waits up to slice, without a
+// limit if slice is negative, and returns ErrInterrupted if it goes on; then it is to be called again. Collective. Without
+// a Release it does nothing.
+//
+// Errors: ErrOutOfMemory, ErrPeerDead, ErrTimeout with the ranks: the buffer stays released, and all ranks may call it
+// again; ErrInvalidState where a peer has released the buffer's memory and this rank has not.
+func (b *Buffer) Restore(slice time.Duration) error { return b.engine.Restore(slice) }
+
 // Check returns the failure that made the buffer unusable, nil if there is none. Local; it does not wait.
 func (b *Buffer) Check() error { return b.engine.Check() }
 

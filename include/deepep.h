@@ -222,6 +222,20 @@ deepep_status_t deepep_buffer_check(deepep_buffer_t buffer);
  * overwrite it while no call is in flight. On GPUs, after writing anything but zeros to the rdma region, call
  * deepep_clean_low_latency_buffer before the next low-latency call. Returns: INVALID_STATE; start-up. */
 deepep_status_t deepep_buffer_region(deepep_buffer_t buffer, int32_t rdma, void **address, uint64_t *bytes);
+/* local, waits up to slice_ms (< 0: until done) for this rank's calls in flight. Gives back the memory of the buffer, of
+ * this device and of this host, and keeps its addresses and the group; all of it is free once every rank has called.
+ * Until deepep_buffer_restore calls are refused, replays of graphs that were captured before leave at once (counts 0,
+ * sums NaN), and what a caller writes into a region is lost. Segments: peers let go of them, their numbers end, each
+ * rank's own memory stays until deepep_segment_release. Once released: OK. Returns: PENDING: calls are in flight;
+ * INVALID_STATE: a low-latency call is without its receive half, a graph is being captured, destroyed; UNSUPPORTED: GPUs
+ * on several nodes, or without virtual memory; start-up. */
+deepep_status_t deepep_buffer_release(deepep_buffer_t buffer, int64_t slice_ms);
+/* collective, waits up to slice_ms (< 0: until done). The memory again, zeroed, at the same addresses; calls are numbered
+ * anew, masks are lifted, a failure of before is over, statistics go on. Handles and tokens of before are refused;
+ * graphs of before may be replayed. Not released: OK. Returns: PENDING: it goes on, call again; OUT_OF_MEMORY, PEER_DEAD,
+ * TIMEOUT with the ranks: the buffer stays released, and every rank may call again; INVALID_STATE: a peer has released,
+ * this rank has not; destroyed. */
+deepep_status_t deepep_buffer_restore(deepep_buffer_t buffer, int64_t slice_ms);
 
 /* A rank of a group, its buffer and the calls on it, none of which need exist. */
 typedef struct deepep_plan_options {

@@ -214,6 +214,9 @@ class Buffer : public Owner<deepep_buffer_t, deepep_buffer_destroy> {
     return info;
   }
   bool wait_ready(int64_t slice_ms = -1) { return done(deepep_buffer_wait_ready(get(), slice_ms)); }
+  // Gives the memory back and has it again at the same addresses. False: not done within slice_ms, call again.
+  bool release_memory(int64_t slice_ms = -1) { return done(deepep_buffer_release(get(), slice_ms)); }
+  bool restore(int64_t slice_ms = -1) { return done(deepep_buffer_restore(get(), slice_ms)); }
   void check_failure() { check(deepep_buffer_check(get())); }
   // Warms every mode that the buffer allows, or the shapes that are given; the result says what was done.
   deepep_startup_report warmup(const deepep_warmup_options &options = warmup_options()) {

@@ -63,6 +63,7 @@ type Channel struct {
 	active   map[string]bool
 	onChange map[int]func(rank int)
 	onNote   func(rank int, note []byte)
+	onWord   func(rank int, tag string, word []byte)
 	nextID   int
 	closed   bool
 	done     chan struct{} // closed at the end of Close
@@ -276,6 +277,15 @@ func (c *Channel) take(f *frame) error {
 		c.mu.Unlock()
 		if onNote != nil {
 			onNote(f.rank, f.blob)
+		}
+		return nil
+	case kindWord:
+		closeFDs(f.fds)
+		c.mu.Lock()
+		onWord := c.onWord
+		c.mu.Unlock()
+		if onWord != nil {
+			onWord(f.rank, f.tag, f.blob)
 		}
 		return nil
 	case kindBye:

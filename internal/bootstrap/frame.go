@@ -34,6 +34,7 @@ const (
 	kindData                           // channel: an Exchange's message
 	kindNote                           // channel: a one-way note
 	kindBye                            // channel: the sender closes it, with the reason if there is one
+	kindWord                           // channel: a one-way word that is not dropped
 	kindEnd
 )
 

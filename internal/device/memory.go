@@ -20,6 +20,7 @@ type Memory struct {
 	dev           *Device
 	mem           uint64
 	symmetricHeap bool // freed by the transport, together with all ranks
+	given         bool // back: the addresses alone are left
 	refs          atomic.Int32
 }
 
@@ -63,6 +64,28 @@ func (m *Memory) free() error {
 	}
 	p := &abi.MemFreeParams{Mem: m.mem}
 	return kern.Error("dk_mem_free", m.dev.Lib.MemFree(p), p.DeviceError)
+}
+
+// giveBack gives the memory back and keeps its addresses, once.
+func (m *Memory) giveBack() error {
+	if m.given {
+		return nil
+	}
+	p := &abi.MemReleaseParams{Mem: m.mem}
+	err := kern.Error("dk_mem_release", m.dev.Lib.MemRelease(p), p.DeviceError)
+	m.given = err == nil
+	return err
+}
+
+// again puts memory to the addresses.
+func (m *Memory) again(p *abi.MemRestoreParams) error {
+	p.Mem = m.mem
+	err := kern.Error("dk_mem_restore", m.dev.Lib.MemRestore(p), p.DeviceError)
+	if err != nil {
+		return status.Errorf(status.CodeOf(err), "restoring %d bytes on %s %s: %w", m.Bytes, m.dev.Lib.Kind, m.dev.Name, err)
+	}
+	m.given = false
+	return nil
 }
 
 // Drain waits for the present work of a stream of the memory's device. A stream under capture has none to wait for.

@@ -27,6 +27,7 @@ type Symmetric struct {
 	Addresses []uint64 // of each rank's memory here; 0: not mapped
 	rank      int
 	peers     []*Memory
+	kind      uint32 // how the memory is shared (abi.Share*)
 }
 
 // Share allocates memory on every rank and maps that of the ranks for which mapped is true. Collective: a rank whose
@@ -60,17 +61,25 @@ const (
 
 // allocate allocates this rank's memory and returns the offer, which with an error holds its text.
 func (s *Symmetric) allocate(d *Device, bytes uint64) (offer []byte, fds []int, err error) {
-	offer = make([]byte, offerHead+offerBlob)
-	p := &abi.MemExportParams{FD: -1}
 	if s.Local, err = d.Alloc(bytes); err == nil {
+		s.Addresses[s.rank] = s.Local.Address
+	}
+	return s.export(err)
+}
+
+// export returns the offer of this rank's memory, or of the error because of which there is none.
+func (s *Symmetric) export(before error) (offer []byte, fds []int, err error) {
+	offer, err = make([]byte, offerHead+offerBlob), before
+	p := &abi.MemExportParams{FD: -1}
+	if err == nil {
 		p.Mem = s.Local.mem
-		err = kern.Error("dk_mem_export", d.Lib.MemExport(p), p.DeviceError)
+		err = kern.Error("dk_mem_export", s.Local.dev.Lib.MemExport(p), p.DeviceError)
 	}
 	if err != nil {
 		binary.LittleEndian.PutUint32(offer[4:], uint32(status.CodeOf(err)))
 		return append(offer[:offerHead], err.Error()...), nil, err
 	}
-	s.Addresses[s.rank] = s.Local.Address
+	s.kind = p.Kind
 	binary.LittleEndian.PutUint32(offer, p.Kind)
 	binary.LittleEndian.PutUint64(offer[8:], s.Local.Bytes)
 	copy(offer[offerHead:], p.Blob[:])
@@ -81,7 +90,8 @@ func (s *Symmetric) allocate(d *Device, bytes uint64) (offer []byte, fds []int, 
 	return offer, fds, nil
 }
 
-func (s *Symmetric) mapPeers(d *Device, bytes uint64, mapped []bool, all []Message) error {
+// checkOffers returns the first rank's error.
+func checkOffers(all []Message) error {
 	for rank, m := range all {
 		if len(m.Blob) < offerHead {
 			return status.Errorf(status.Internal, "rank %d offered its memory in %d bytes", rank, len(m.Blob))
@@ -90,20 +100,36 @@ func (s *Symmetric) mapPeers(d *Device, bytes uint64, mapped []bool, all []Messa
 			return status.Errorf(status.Code(code), "rank %d failed: %s", rank, m.Blob[offerHead:])
 		}
 	}
-	for rank, m := range all {
+	return nil
+}
+
+// readOffer reads what a rank offers: at least so many bytes.
+func readOffer(d *Device, rank int, bytes uint64, m *Message) (*abi.MemImportParams, error) {
+	p := &abi.MemImportParams{Device: d.handle, Bytes: binary.LittleEndian.Uint64(m.Blob[8:]), Kind: binary.LittleEndian.Uint32(m.Blob), FD: -1}
+	if p.Bytes < bytes || len(m.Blob) != offerHead+offerBlob {
+		return nil, status.Errorf(status.Mismatch, "rank %d offers %d bytes of memory, %d are needed", rank, p.Bytes, bytes)
+	}
+	copy(p.Blob[:], m.Blob[offerHead:])
+	if p.Kind == abi.ShareFD {
+		if len(m.FDs) != 1 {
+			return nil, status.Errorf(status.Internal, "rank %d sent %d descriptors for its memory", rank, len(m.FDs))
+		}
+		p.FD = int32(m.FDs[0])
+	}
+	return p, nil
+}
+
+func (s *Symmetric) mapPeers(d *Device, bytes uint64, mapped []bool, all []Message) error {
+	if err := checkOffers(all); err != nil {
+		return err
+	}
+	for rank := range all {
 		if rank == s.rank || !mapped[rank] {
 			continue
 		}
-		p := &abi.MemImportParams{Device: d.handle, Bytes: binary.LittleEndian.Uint64(m.Blob[8:]), Kind: binary.LittleEndian.Uint32(m.Blob), FD: -1}
-		if p.Bytes < bytes || len(m.Blob) != offerHead+offerBlob {
-			return status.Errorf(status.Mismatch, "rank %d offers %d bytes of memory, %d are needed", rank, p.Bytes, bytes)
-		}
-		copy(p.Blob[:], m.Blob[offerHead:])
-		if p.Kind == abi.ShareFD {
-			if len(m.FDs) != 1 {
-				return status.Errorf(status.Internal, "rank %d sent %d descriptors for its memory", rank, len(m.FDs))
-			}
-			p.FD = int32(m.FDs[0])
+		p, err := readOffer(d, rank, bytes, &all[rank])
+		if err != nil {
+			return err
 		}
 		if code := d.Lib.MemImport(p); code != 0 {
 			return fmt.Errorf("mapping %d bytes of rank %d: %w", p.Bytes, rank, kern.Error("dk_mem_import", code, p.DeviceError))
@@ -120,10 +146,7 @@ func (s *Symmetric) Release() error {
 		return nil
 	}
 	err := s.ReleaseLocal()
-	for rank, m := range s.peers {
-		status.Keep(&err, m.Release())
-		s.peers[rank] = nil
-	}
+	status.Keep(&err, s.ReleasePeers())
 	return err
 }
 
@@ -132,6 +155,74 @@ func (s *Symmetric) ReleaseLocal() error {
 	local := s.Local
 	s.Local = nil
 	return local.Release()
+}
+
+// ReleasePeers unmaps the peers' memory alone. Idempotent.
+func (s *Symmetric) ReleasePeers() error {
+	var err error
+	for rank, m := range s.peers {
+		status.Keep(&err, m.Release())
+		s.peers[rank] = nil
+	}
+	return err
+}
+
+// CanGiveBack refuses memory whose addresses cannot be kept without it.
+func (s *Symmetric) CanGiveBack() error {
+	if s.kind != abi.ShareFD || s.Local.symmetricHeap {
+		return status.Errorf(status.Unsupported, "%s has no virtual memory for the buffer: its memory cannot be given back and keep its addresses",
+			s.Local.dev.Name)
+	}
+	return nil
+}
+
+// GiveBack gives back this rank's memory and the peers' mappings, and keeps their addresses. No kernel may use them.
+// What is given back already stays so; the first error counts.
+func (s *Symmetric) GiveBack() error {
+	err := s.Local.giveBack()
+	for _, m := range s.peers {
+		if m != nil {
+			status.Keep(&err, m.giveBack())
+		}
+	}
+	return err
+}
+
+// Again makes memory anew at the addresses from before GiveBack. Collective, as Share. After an error GiveBack undoes
+// what was made.
+func (s *Symmetric) Again(ctx context.Context, exchange Exchange) error {
+	offer, fds, failure := s.export(s.Local.again(&abi.MemRestoreParams{Kind: abi.ShareNone, FD: -1}))
+	all, err := exchange(ctx, offer, fds)
+	closeAll(fds)
+	if failure != nil {
+		err = failure
+	}
+	if err == nil {
+		err = s.mapAgain(all)
+	}
+	for _, m := range all {
+		closeAll(m.FDs)
+	}
+	return err
+}
+
+func (s *Symmetric) mapAgain(all []Message) error {
+	if err := checkOffers(all); err != nil {
+		return err
+	}
+	for rank, m := range s.peers {
+		if m == nil {
+			continue
+		}
+		p, err := readOffer(m.dev, rank, m.Bytes, &all[rank])
+		if err == nil {
+			err = m.again(&abi.MemRestoreParams{Kind: p.Kind, FD: p.FD, Blob: p.Blob})
+		}
+		if err != nil {
+			return fmt.Errorf("mapping %d bytes of rank %d again: %w", m.Bytes, rank, err)
+		}
+	}
+	return nil
 }
 
 func closeAll(fds []int) {

@@ -38,6 +38,7 @@ type Options struct {
 	FirstTimeout  time.Duration
 	RowSegment    int64  // bytes of the segment that the program makes for received rows; -1: the default
 	ID            uint32 // number of the buffer in its group, the same on all ranks
+	Maker         uint32 // random, the same on all ranks: by it a handle's buffer is known
 	StartLimit    time.Duration
 	NewPage       func(PageHeader) (StatsPage, error) // nil: statistics in plain memory
 	Explain       func(error) error                   // adds to the reason why the buffer could not be made; nil: nothing to add
@@ -80,6 +81,8 @@ type Buffer struct {
 	noticed  atomic.Bool           // a call's config asked for what has no effect here
 	failed   atomic.Pointer[error] // the first failure, once failure() has found it
 	death    atomic.Pointer[error] // why the abort word is set
+
+	sleep sleep
 
 	mu           sync.Mutex // everything below, and the order of launches
 	calls        [abi.NumOps]uint64
@@ -174,7 +177,7 @@ func (b *Buffer) describeMemory(i *op.Info, peers int) {
 
 // Region is the nvl or rdma memory, which callers may view, and overwrite while no call is in flight.
 func (b *Buffer) Region(rdma bool) (address uintptr, bytes uint64, err error) {
-	if err := b.start(); err != nil {
+	if err := b.startAwake(); err != nil {
 		return 0, 0, err
 	}
 	defer b.leave()

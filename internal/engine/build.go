@@ -136,6 +136,7 @@ func (b *Buffer) build(ctx context.Context) error {
 	}
 	b.watching.Store(true)
 	b.readStates()
+	b.markReleased()
 	return nil
 }
 

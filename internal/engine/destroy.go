@@ -20,8 +20,8 @@ const (
 	poll       = time.Millisecond
 )
 
-// retained keeps the status pages of buffers whose calls were captured into graphs: kernels of a replay after Destroy
-// read the abort word there and return at once.
+// retained keeps the status pages of buffers whose calls were captured into graphs. Their teams and addresses stay as
+// well, as after Release: kernels of a replay after Destroy return at once.
 var retained atomic.Pointer[[]*device.HostPage]
 
 // Destroy ends the buffer: local, idempotent, bounded by about 2 s. What peers have mapped of its memory stays valid
@@ -93,16 +93,13 @@ func (b *Buffer) isIdle(marked *bool) bool {
 // free releases everything, users before what they use. The first error counts.
 func (b *Buffer) free() error {
 	var err error
-	if b.team != 0 {
+	keep := b.captured && b.stopTeam() == nil && b.block.CanGiveBack() == nil
+	if b.team != 0 && !keep {
 		p := &abi.TeamDestroyParams{Team: b.team}
 		status.Keep(&err, kern.Error("dk_team_destroy", b.opt.Library.TeamDestroy(p), p.DeviceError))
 	}
 	status.Keep(&err, b.closeTransport())
-	for _, s := range b.segments {
-		if s != nil {
-			status.Keep(&err, s.shared.Release())
-		}
-	}
+	status.Keep(&err, b.dropSegments())
 	status.Keep(&err, b.freeEvents())
 	if b.stats != nil {
 		status.Keep(&err, b.stats.close())
@@ -117,9 +114,13 @@ func (b *Buffer) free() error {
 			status.Keep(&err, b.page.Close())
 		}
 	}
-	if b.symmetricHeap != nil {
+	switch {
+	case b.symmetricHeap != nil:
 		status.Keep(&err, b.freeSymmetricHeap())
-	} else {
+	case keep:
+		status.Keep(&err, b.block.GiveBack())
+		status.Keep(&err, b.block.ReleasePeers())
+	default:
 		status.Keep(&err, b.block.Release())
 	}
 	if b.dev != nil {

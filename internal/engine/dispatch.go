@@ -22,7 +22,7 @@ func (b *Buffer) Dispatch(a *op.DispatchArgs, c *Call) error {
 		launch = b.launchRest
 	}
 	return launch(c, abi.OpDispatch, onComm, &p.OpHeader, func() error { return b.endExchange(a) }, func() int32 {
-		fillDispatch(p, a, &config)
+		b.fillDispatch(p, a, &config)
 		p.NumSMs = b.chooseSMs(&config, plan.SMQuery{
 			Kind: plan.KindDispatch, RowBytes: p.HiddenBytes + 4*uint64(a.NumScales), Tokens: int(a.NumTokens), TopK: int(a.NumTopK),
 			RecvTokens: knownRows(a), Staged: p.RecvSegment < 0,
@@ -51,13 +51,13 @@ func (b *Buffer) CancelDispatch(token uint64, reason error, c *Call) error {
 		return nil
 	}
 	return b.launchRest(c, abi.OpDispatch, onComm, &p.OpHeader, take, func() int32 {
-		fillDispatch(p, &a, &config)
+		b.fillDispatch(p, &a, &config)
 		p.Flags, p.Reason, p.IndexBytes, p.NumSMs = abi.DispatchCancelled, int32(status.CodeOf(reason)), 8, 0
 		return b.opt.Library.Dispatch(p)
 	})
 }
 
-func fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config *plan.Config) {
+func (b *Buffer) fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config *plan.Config) {
 	h := a.Handle
 	p.Reason = 0
 	if a.Cached != 0 {
@@ -69,7 +69,7 @@ func fillDispatch(p *abi.DispatchParams, a *op.DispatchArgs, config *plan.Config
 	p.RankPrefixMatrix, p.SendHead = uint64(h.RankPrefixMatrix), uint64(h.SendHead)
 	p.Exchange, p.XType = h.Exchange, int32(a.XType)
 	if a.Token != 0 {
-		p.Exchange = a.Token
+		p.Exchange = b.exchangeOf(a.Token)
 	}
 	p.HiddenBytes = plan.DispatchRows(a).HiddenBytes()
 	p.NumTokens, p.NumScales, p.NumTopK, p.NumExperts = a.NumTokens, a.NumScales, a.NumTopK, a.NumExperts
@@ -145,6 +145,8 @@ func (b *Buffer) checkHandle(h *op.Handle) error {
 		return status.InvalidArg("handle.num_ranks", h.NumRanks, "the size of the buffer's group: "+itoa(int32(b.size)))
 	case h.NumRecvTokens < 0:
 		return status.InvalidArg("handle.num_recv_tokens", h.NumRecvTokens, "0 or more")
+	case b.outdated(h.Exchange):
+		return status.InvalidArg("handle", "one of before release()", "that of a dispatch since restore()")
 	}
 	return need(given{"handle.rank_prefix_matrix", h.RankPrefixMatrix, true, 4}, given{"handle.send_head", h.SendHead, h.NumTokens > 0, 4})
 }

@@ -27,8 +27,11 @@ func (b *Buffer) usable() error {
 	return b.refusal(callID{})
 }
 
-// intact returns the error of a buffer that has failed, nil if it has not.
+// intact returns the error of a buffer that has failed or has no memory, nil if it can be used.
 func (b *Buffer) intact() error {
+	if err := b.awake(); err != nil {
+		return err
+	}
 	if atomic.LoadUint32(&b.words.Sticky) == 0 && atomic.LoadUint32(&b.words.AbortWord) == 0 {
 		return nil
 	}
@@ -77,6 +80,9 @@ func (b *Buffer) Check() error {
 		return err
 	}
 	if err := b.failure(); err != nil {
+		return err
+	}
+	if err := b.awake(); err != nil {
 		return err
 	}
 	return b.refusal(callID{})
@@ -143,6 +149,9 @@ func (b *Buffer) explainPeer(head string, code status.Code, f *abi.Failure) erro
 		return status.Errorf(status.PeerDead, "%s: %s has left the group: it destroyed its buffer", head, who)
 	case state == PeerDead:
 		return status.Errorf(status.PeerDead, "%s: %s died: %s", head, who, how)
+	case b.hasReleased(int(f.Peer)):
+		return status.Errorf(status.InvalidState, "%s: %s has released the buffer's memory and takes no part: release() here too, then restore() on every rank",
+			head, who)
 	case code == status.PeerDead:
 		return status.Errorf(status.PeerDead, "%s: %s died", head, who)
 	}

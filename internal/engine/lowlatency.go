@@ -125,7 +125,8 @@ func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int
 	if err := b.checkLowLatency(); err != nil {
 		return err
 	}
-	stream, err := b.begin(c, h.where, h.phases == abi.PhaseRecv)
+	number := op.Operation(abi.OpLLDispatch + h.which)
+	stream, err := b.begin(c, number, h.where, h.phases == abi.PhaseRecv)
 	if err != nil {
 		return err
 	}
@@ -137,7 +138,6 @@ func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int
 	if err != nil {
 		return b.abandon(err)
 	}
-	number := op.Operation(abi.OpLLDispatch + h.which)
 	b.header(h.header, uint32(number), h.phases, stream, t.number)
 	began := b.beforeLaunch(number)
 	code := run(t, layout)
@@ -201,7 +201,7 @@ func (b *Buffer) NextCombineBuffer(numMaxTokens, hidden, experts int32) (address
 	if err := b.checkLowLatency(); err != nil {
 		return 0, 0, err
 	}
-	if err := b.start(); err != nil {
+	if err := b.startAwake(); err != nil {
 		return 0, 0, err
 	}
 	defer b.leave()

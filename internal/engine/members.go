@@ -38,6 +38,8 @@ type Members interface {
 	Join(ctx context.Context) error
 	// Exchange is collective; for one tag all ranks call it in the same order.
 	Exchange(ctx context.Context, tag string, blob []byte, fds []int) ([]device.Message, error)
+	// Tell sends a word to every other rank and does not wait; there the group calls Told.
+	Tell(tag string, word []byte) error
 	// Publish publishes this rank's newest call. It does not block.
 	Publish(LastCall)
 	// Describe names a rank for errors: "rank 2 (host h, pid 123, last call combine #9, heartbeat 0.1 s ago)".

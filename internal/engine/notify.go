@@ -59,7 +59,7 @@ func (b *Buffer) Notify(a *op.NotifyArgs, c *Call) (token uint64, err error) {
 		}
 		fillRoutedNotify(p, a)
 		keepRouting(a.Handle, a)
-		a.Handle.NumRanks, a.Handle.NumTokens, a.Handle.Exchange = int32(b.size), a.NumTokens, p.Call
+		a.Handle.NumRanks, a.Handle.NumTokens, a.Handle.Exchange = int32(b.size), a.NumTokens, b.exchangeOf(p.Call)
 		return b.opt.Library.Notify(p)
 	})
 	return token, err
@@ -112,7 +112,7 @@ func (b *Buffer) reservePending(a *op.NotifyArgs) (*pending, error) {
 // arrive, and those for each local expert, rounded up to the alignment. Interrupted: not there yet. perExpert may be
 // nil.
 func (b *Buffer) WaitCounts(token uint64, slice time.Duration, perExpert []int32) (received int, err error) {
-	if err := b.start(); err != nil {
+	if err := b.startAwake(); err != nil {
 		return 0, err
 	}
 	defer b.leave()

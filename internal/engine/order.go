@@ -172,7 +172,7 @@ func (b *Buffer) hostWait(ev *device.Event, own callID) error {
 // begin checks that the buffer is usable, takes b.mu and adds the launch's dependencies. On success the caller launches
 // and calls finish, or abandon; on error nothing is held. rest: the call is the second part of one that peers are in
 // already; it does not stop for the refusal of an earlier call.
-func (b *Buffer) begin(c *Call, where place, rest bool) (device.Stream, error) {
+func (b *Buffer) begin(c *Call, number op.Operation, where place, rest bool) (device.Stream, error) {
 	if err := b.start(); err != nil {
 		return 0, err
 	}
@@ -181,6 +181,10 @@ func (b *Buffer) begin(c *Call, where place, rest bool) (device.Stream, error) {
 		usable = b.intact
 	}
 	if err := usable(); err != nil { // without b.mu: it may log, and a log function may wait for other threads
+		b.leave()
+		return 0, err
+	}
+	if err := b.peersAwake(number, rest); err != nil {
 		b.leave()
 		return 0, err
 	}
@@ -229,7 +233,7 @@ func (b *Buffer) launchRest(c *Call, number op.Operation, where place, h *abi.Op
 }
 
 func (b *Buffer) launchPart(c *Call, number op.Operation, where place, h *abi.OpHeader, check func() error, run func() int32, rest bool) error {
-	stream, err := b.begin(c, where, rest)
+	stream, err := b.begin(c, number, where, rest)
 	if err != nil {
 		return err
 	}

@@ -77,7 +77,7 @@ func (b *Buffer) explainRefusal(f *abi.Failure) error {
 	head := fmt.Sprintf("%s #%d%s on rank %d", op.Operation(f.Op), f.Call, phaseText(f.Op, f.Phase), b.rank)
 	if f.Field == abi.FieldExchange {
 		return status.Errorf(status.Mismatch, "%s: ranks disagree on the handle: one has that of dispatch #%d, rank %d that of dispatch #%d; no rank moved a row",
-			head, f.Expected, f.Peer, f.Seen)
+			head, f.Expected&(1<<exchangeBits-1), f.Peer, f.Seen&(1<<exchangeBits-1))
 	}
 	if f.Field == abi.FieldCancelled {
 		reason := "its program gave it up"

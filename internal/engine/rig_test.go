@@ -29,6 +29,7 @@ func (*alone) Size() int                            { return 1 }
 func (*alone) Peer(int) engine.Peer                 { return engine.Peer{SameHost: true, SameProcess: true} }
 func (*alone) Join(context.Context) error           { return nil }
 func (*alone) Publish(engine.LastCall)              {}
+func (*alone) Tell(string, []byte) error            { return nil }
 func (*alone) Describe(int) string                  { return "rank 0 (alone)" }
 func (*alone) State(int) (engine.PeerState, string) { return engine.PeerAlive, "" }
 func (*alone) Exchange(_ context.Context, _ string, blob []byte, _ []int) ([]device.Message, error) {

@@ -32,7 +32,7 @@ func (b *Buffer) NewSegment(ctx context.Context, bytes uint64) (*Segment, error)
 	if !b.opt.Library.Has(abi.CapPeerRows) {
 		return nil, status.Errorf(status.Unsupported, "engine %s cannot write rows into a peer's segment", b.opt.Library.Kind)
 	}
-	if err := b.start(); err != nil {
+	if err := b.startAwake(); err != nil {
 		return nil, err
 	}
 	defer b.leave()
@@ -125,8 +125,10 @@ func (s *Segment) Release() error {
 	var err error
 	if b := s.buffer; b.enter() == nil {
 		b.mu.Lock()
-		if err = b.nameSegment(segmentIndex(s.Number), b.rank, 0, 0); err == nil {
-			err = s.shared.ReleaseLocal()
+		if b.segments[segmentIndex(s.Number)] == s { // else the buffer was released meanwhile, and has let go of it
+			if err = b.nameSegment(segmentIndex(s.Number), b.rank, 0, 0); err == nil {
+				err = s.shared.ReleaseLocal()
+			}
 		}
 		b.mu.Unlock()
 		b.leave()

@@ -608,6 +608,10 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "deepep_buffer_check": (I32, [VP]),
     # deepep_status_t deepep_buffer_region(deepep_buffer_t buffer, int32_t rdma, void **address, uint64_t *bytes)
     "deepep_buffer_region": (I32, [VP, I32, VP, VP]),
+    # deepep_status_t deepep_buffer_release(deepep_buffer_t buffer, int64_t slice_ms)
+    "deepep_buffer_release": (I32, [VP, I64]),
+    # deepep_status_t deepep_buffer_restore(deepep_buffer_t buffer, int64_t slice_ms)
+    "deepep_buffer_restore": (I32, [VP, I64]),
     # deepep_status_t deepep_plan(const deepep_plan_options *options, deepep_plan_info *plan, int32_t *qp_order)
     "deepep_plan": (I32, [VP, VP, VP]),
     # deepep_status_t deepep_buffer_warmup(deepep_buffer_t buffer, const deepep_warmup_options *options)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from . import _abi, _torch, errors
-from ._memory import RowPool
+from ._memory import RowPool, give_back_rows
 from ._native import DESTROYED, SLICE_MS, Launch, NativeBuffer, NativeGroup
 from ._torch import Device, OptionalTensor
 from .errors import assertion, check_flag, type_error
@@ -32,7 +33,13 @@ class Core:
     """
 
     def __init__(
-        self, engine: str, native: NativeBuffer, group: NativeGroup, zero_copy_bytes: int | None, recycle: bool
+        self,
+        engine: str,
+        native: NativeBuffer,
+        group: NativeGroup,
+        zero_copy_bytes: int | None,
+        recycle: bool,
+        rows_at_once: bool,
     ) -> None:
         self.engine = engine
         self.recycle = recycle  # memory of outputs may be used again (CPU engine)
@@ -44,6 +51,8 @@ class Core:
         self.kept: dict[Launch, Held] = {}
         self.idle: list[Launch] = []
         self._zero_copy_bytes = zero_copy_bytes  # None: as the settings say
+        self._rows_at_once = rows_at_once  # start-up opens the segment for rows, not the first dispatch
+        self._room = 0  # bytes of that segment; 0: there is none
         self._finalizer = weakref.finalize(self, _free, native, group, os.getpid())
         self._adopt(native.info())
 
@@ -71,12 +80,29 @@ class Core:
         self._adopt(info)
         self.comm_stream_address = int(info.comm_stream or 0)
         self.comm_stream = _torch.external_stream(self.comm_stream_address, self.device)
-        room = int(info.row_segment_bytes) if self._zero_copy_bytes is None else self._zero_copy_bytes
-        if info.peer_rows and room and not self.host_stream and native.rows is None:
-            index, pointer = native.open_segment(room)
-            select = native.lib.with_gil.deepep_pool_select
-            native.rows = RowPool(native.lib.path, select, index, pointer, room)
+        if info.peer_rows and not self.host_stream:
+            self._room = int(info.row_segment_bytes) if self._zero_copy_bytes is None else self._zero_copy_bytes
         self.is_ready = True
+        if self._rows_at_once:
+            self.open_rows()
+
+    def open_rows(self) -> None:
+        """Makes the segment for rows that peers write in place, unless it is there or a graph is being captured.
+
+        Collective. Where a rank has no memory for it, rows are copied on all ranks from then on.
+        """
+        native = self.native
+        if not self._room or native.rows is not None or _torch.is_capturing():
+            return
+        try:
+            index, pointer = native.open_segment(self._room)
+        except errors.DeepEPError as error:
+            if error.status != errors.OUT_OF_MEMORY:
+                raise
+            warnings.warn(f"no memory to receive rows in place, they are copied: {error.message}", stacklevel=2)
+            self._room = 0
+            return
+        native.rows = RowPool(native.lib.path, native.lib.with_gil.deepep_pool_select, index, pointer, self._room)
 
     def enter(self) -> None:
         """Begins a call: waits for start-up, and lets go of the tensors of calls that have ended."""
@@ -94,6 +120,18 @@ class Core:
         self._finalizer()
         self.kept.clear()
         self.idle.clear()
+
+    def release(self) -> None:
+        """Buffer.release."""
+        self.enter()
+        self.native.release()
+        self.enter()  # all calls have ended: lets go of their tensors
+        give_back_rows()
+
+    def restore(self) -> None:
+        """Buffer.restore."""
+        self.native.wait_ready()
+        self.native.restore()
 
     def is_usable(self) -> bool:
         """True once start-up is complete, until destroy(); False in a forked child."""

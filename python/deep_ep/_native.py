@@ -171,6 +171,23 @@ class NativeBuffer:
                 if left <= 0:
                     return False
 
+    def release(self) -> None:
+        """Gives the buffer's memory back, once this rank's calls have ended."""
+        self._in_slices(self.lib.without_gil.deepep_buffer_release)
+        rows, self.rows = self.rows, None
+        if rows is not None:
+            rows.close()
+            self.lib.without_gil.deepep_pool_close(rows.pointer)
+
+    def restore(self) -> None:
+        """Has the buffer's memory again. Collective."""
+        self._in_slices(self.lib.without_gil.deepep_buffer_restore)
+
+    def _in_slices(self, function: Any) -> None:
+        while (status := function(self, SLICE_MS)) == errors.PENDING:
+            pass
+        self.check(status)
+
     def check(self, status: int) -> None:
         """Raises the exception for the status of a call on this buffer unless it is OK."""
         if status != errors.OK:

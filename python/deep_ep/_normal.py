@@ -241,6 +241,7 @@ class NormalMode:
     ) -> Dispatched:
         per_rank, in_rank, per_expert = counts
         core, worst = self._core, numbers[1]
+        core.open_rows()
         with order.context:
             shape = (core.group_size, core.group_size), (payload.x.shape[0], core.group_size)
             tensors = HandleTensors(_torch.like(per_rank, *shape[0]), _torch.like(per_rank, *shape[1]), None, in_rank)
@@ -253,7 +254,7 @@ class NormalMode:
         per_local_expert: list[int] = []
         token = 0
         try:
-            tensors.exchange = token = self._notify(payload, counts, tensors, num_topk, numbers, config, order)
+            token = self._notify(payload, counts, tensors, num_topk, numbers, config, order)
             rows = worst
             if received is None:
                 rows, per_local_expert = self._wait_counts(token, int(per_expert.shape[0]) // core.group_size)
@@ -276,7 +277,7 @@ class NormalMode:
                 order.cancel(token, error)  # peers wait for this rank's part of the dispatch
             order.leave()  # notify may still be writing to the handle's tensors
             raise
-        setattr(tensors.rank_prefix_matrix, EXCHANGE, token)
+        setattr(tensors.rank_prefix_matrix, EXCHANGE, tensors.exchange)
         handle = tensors.to_tuple(core.num_nodes, core.num_nvl_peers, core.rank)
         return received.rows(), received.topk_idx, received.topk_weights, per_local_expert, handle, event
 
@@ -312,6 +313,7 @@ class NormalMode:
         function = self._core.native.lib.with_gil.deepep_notify_counts
         held = (*counts, *tensors.tensors())
         order.first(function, ctypes.byref(notify), ctypes.byref(token), config=config, held=held)
+        tensors.exchange = native_handle.exchange
         return token.value
 
     def _cached_dispatch(self, payload: Payload, handle: object, config: Any, order: Ordering) -> Dispatched:
@@ -320,6 +322,7 @@ class NormalMode:
         if tensors.send_head.shape[0] != payload.x.shape[0]:
             raise value_error("x", f"{payload.x.shape[0]} rows", f"{tensors.send_head.shape[0]} rows, as in the handle")
         rows = int(tensors.source().shape[0])
+        core.open_rows()
         with order.context:
             received = self._receive(payload, rows, None, None)
         native_handle = tensors.native(rows)

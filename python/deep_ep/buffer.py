@@ -85,7 +85,9 @@ class Buffer:
         num_nvl_peers: ranks of one NVLink domain; None: DEEPEP_NUM_MAX_NVL_PEERS, or 8.
         bootstrap: where ranks meet without torch.distributed; see deep_ep.Bootstrap.
         zero_copy_bytes: CUDA: memory for rows of normal-mode dispatch that peers write without a copy; what does not
-            fit is copied. None: DEEPEP_ZERO_COPY_BYTES, or 512 MiB where num_nvl_bytes > 0. The same on all ranks.
+            fit is copied. It is taken by the first dispatch or warm-up of normal mode that no graph captures, or with
+            `preinitialize` at once if low_latency_mode is not set. None: DEEPEP_ZERO_COPY_BYTES, or 512 MiB where
+            num_nvl_bytes > 0. The same on all ranks.
         num_tokens, hidden, num_topk, num_experts: T, H, K and E of the calls to come, as far as they are known, for
             `warmup()`; T is also its B of low-latency calls. 0: not known.
 
@@ -156,7 +158,8 @@ class Buffer:
         except BaseException:
             native_group.destroy()
             raise
-        self._core = Core(self.engine, native, native_group, zero_copy, recycle)
+        rows_at_once = bool(preinitialize and not low_latency_mode)
+        self._core = Core(self.engine, native, native_group, zero_copy, recycle, rows_at_once)
         self.rank, self.group_size = self._core.rank, self._core.group_size
         self._normal = NormalMode(self._core)
         self._low_latency = LowLatencyMode(self._core, low_latency_mode, enable_shrink)
@@ -268,6 +271,33 @@ class Buffer:
         assertion(self.explicitly_destroy, "destroy() needs a buffer made with explicitly_destroy=True")
         self._core.destroy()
         self._low_latency.forget()
+
+    def release(self) -> None:
+        """Gives back the buffer's memory, of the GPU and of the host, and keeps its addresses and the group. Local.
+
+        For the time in which the program needs the memory for something else: an inference engine's sleep mode, the
+        training step between two rollouts. All of the memory is free once every rank has called. First this rank's
+        calls in flight end. Until `restore` every call is refused, and a replay of a CUDA graph that was captured
+        before leaves at once (counts 0, sums NaN). Tensors that calls have returned stay. Views of
+        get_local_buffer_tensor stay valid too, without meaning. Twice is fine; so is destroy().
+
+        Raises:
+            DeepEPError: a low-latency call is without its hook, whose rows would be lost; a graph is being captured;
+                GPUs of several nodes (UNSUPPORTED); the buffer is destroyed.
+        """
+        self._core.release()
+
+    def restore(self) -> None:
+        """Has the memory again, zeroed, at the addresses of before. Collective; without a `release` it does nothing.
+
+        Handles of normal mode and hooks from before are refused; graphs from before may be replayed. Masks are lifted,
+        and a failure from before is over. The pages of the CPU engine are brought in as calls touch them.
+
+        Raises:
+            DeepEPError: a rank is late or dead, or has no room; the text names it. The buffer stays released, and every
+                rank may call again.
+        """
+        self._core.restore()
 
     # ---- normal mode
 
