@@ -123,6 +123,7 @@ const (
 	// rows there, seen = the entry
 	FieldDstSlot     = 28
 	FieldSrcMetadata = 29 // recv_src_metadata of a handle: a row outside x: expected = rows, seen = the entry
+	FieldMasked      = 30 // with DK_ESTATE: rank `seen` has masked this one, which has no part in the call
 )
 
 // States of a statistics page.

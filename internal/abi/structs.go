@@ -55,8 +55,9 @@ type Status struct {
 	Failure  Failure
 	Dead     [MaxRanks]uint8 // 1: the rank is known to be dead; with shrink kernels mask it without waiting
 
-	// Calls with wrong contents (DK_EINVAL, DK_EMISMATCH), after which the team goes on. A kernel writes the first
-	// entry whose code is 0, `code` last with release, then `refused`; without a free entry it writes nothing.
+	// Calls with wrong contents (DK_EINVAL, DK_EMISMATCH) or that left this rank out (DK_ESTATE), after which the team
+	// goes on. A kernel writes the first entry whose code is 0, `code` last with release, then `refused`; without a
+	// free entry it writes nothing.
 	Refusals [MaxRefusals]Failure
 }
 

@@ -87,6 +87,10 @@ func (b *Buffer) explainRefusal(f *abi.Failure) error {
 		return status.Errorf(status.Aborted, "%s: refused on every rank: rank %d has cancelled it after the exchange of counts: %s; no row was moved, the buffer works on",
 			head, f.Peer, reason)
 	}
+	if f.Field == abi.FieldMasked {
+		return status.Errorf(status.InvalidState, "%s: left out: rank %d has masked this rank, which was late or was masked by its caller. "+
+			"To take it back, every rank lifts its masks (clean_mask) and calls barrier", head, f.Seen)
+	}
 	if int(f.Peer) != b.rank && f.Peer >= 0 {
 		head += fmt.Sprintf(": refused on every rank, for rank %d has a wrong argument", f.Peer)
 	}

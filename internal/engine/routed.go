@@ -7,9 +7,16 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
+func (b *Buffer) checkRouting(r plan.Routing) error {
+	if b.opt.Shrink && r.Kind != op.RoutingNone {
+		return status.Errorf(status.Unsupported, "handles with a routing do not go with enable_shrink: their calls leave out no masked rank")
+	}
+	return r.Check(b.top)
+}
+
 // checkRoutedNotify checks what a notify with a routing has instead of a layout's counts.
 func (b *Buffer) checkRoutedNotify(a *op.NotifyArgs) error {
-	if err := plan.NotifyRouting(a).Check(b.top); err != nil {
+	if err := b.checkRouting(plan.NotifyRouting(a)); err != nil {
 		return err
 	}
 	h, some := a.Handle, a.NumTokens > 0
@@ -54,7 +61,7 @@ func keepRouting(h *op.Handle, a *op.NotifyArgs) {
 func (b *Buffer) checkRoutedDispatch(a *op.DispatchArgs) error {
 	h := a.Handle
 	routing := plan.HandleRouting(h)
-	if err := routing.Check(b.top); err != nil {
+	if err := b.checkRouting(routing); err != nil {
 		return err
 	}
 	expanded, cached := routing.Expanded(), a.Cached != 0
@@ -121,7 +128,7 @@ func fillRoutedDispatch(p *abi.DispatchParams, a *op.DispatchArgs) {
 func (b *Buffer) checkRoutedCombine(a *op.CombineArgs) error {
 	h := a.Handle
 	routing := plan.HandleRouting(h)
-	if err := routing.Check(b.top); err != nil {
+	if err := b.checkRouting(routing); err != nil {
 		return err
 	}
 	weights := a.TopKWeights != 0 || a.CombinedTopKWeights != 0

@@ -397,7 +397,9 @@ func (l *Library) Layout(p *abi.LayoutParams) int32 {
 
 // Notify calls dk_notify. Exchanges counts: every rank gets the whole matrix of rows from rank i to rank j; with a
 // routing also every rank's counts of all experts, from which it knows the row of each of its choices at the
-// receiver.
+// receiver. In a team that shrinks, this and the other calls of normal mode go on without ranks that are masked,
+// dead or late: all that take part agree which these are, nothing is counted from or for them, and rows that do
+// not come are zeros that name no expert. A rank that is left out refuses the call (DK_FIELD_MASKED).
 func (l *Library) Notify(p *abi.NotifyParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnNotify], unsafe.Pointer(p))

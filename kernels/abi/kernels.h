@@ -95,7 +95,8 @@ enum {
   DK_FIELD_WORST_EXPANDED = 27,    /* more expanded rows arrive than there is room: expected = room, seen = arriving */
   DK_FIELD_DST_SLOT = 28,          /* dst_slot of a handle: a row outside its rank's rows, or none where topk_idx
                                       selects an expert: expected = the rows there, seen = the entry */
-  DK_FIELD_SRC_METADATA = 29 /* recv_src_metadata of a handle: a row outside x: expected = rows, seen = the entry */
+  DK_FIELD_SRC_METADATA = 29, /* recv_src_metadata of a handle: a row outside x: expected = rows, seen = the entry */
+  DK_FIELD_MASKED = 30        /* with DK_ESTATE: rank `seen` has masked this one, which has no part in the call */
 };
 
 /* ---- Host-visible memory shared by engine and kernels ------------------------------------------------------------ */
@@ -129,8 +130,9 @@ typedef struct dk_status {
   uint64_t progress; /* operations finished */
   dk_failure failure;
   uint8_t dead[DK_MAX_RANKS]; /* 1: the rank is known to be dead; with shrink kernels mask it without waiting */
-  /* Calls with wrong contents (DK_EINVAL, DK_EMISMATCH), after which the team goes on. A kernel writes the first entry
-   * whose code is 0, `code` last with release, then `refused`; without a free entry it writes nothing. */
+  /* Calls with wrong contents (DK_EINVAL, DK_EMISMATCH) or that left this rank out (DK_ESTATE), after which the team
+   * goes on. A kernel writes the first entry whose code is 0, `code` last with release, then `refused`; without a free
+   * entry it writes nothing. */
   dk_failure refusals[DK_MAX_REFUSALS];
 } dk_status;
 #define DK_STATUS_BYTES 4096
@@ -728,7 +730,11 @@ typedef struct dk_notify_params {
   uint64_t cumulative_stats;  /* [inout] int32[L] += num_per_expert; 0: not wanted */
 } dk_notify_params;
 /* Exchanges counts: every rank gets the whole matrix of rows from rank i to rank j; with a routing also every rank's
- * counts of all experts, from which it knows the row of each of its choices at the receiver. */
+ * counts of all experts, from which it knows the row of each of its choices at the receiver.
+ * In a team that shrinks, this and
+ * the other calls of normal mode go on without ranks that are masked, dead or late: all that take part agree which
+ * these are, nothing is counted from or for them, and rows that do not come are zeros that name no expert. A rank that
+ * is left out refuses the call (DK_FIELD_MASKED). */
 int32_t dk_notify(dk_notify_params *p);
 
 /* Flags of a dispatch. CANCELLED: this rank gives up the exchange of counts `exchange`: it has neither rows nor

@@ -179,7 +179,8 @@ static void two_halves(struct rank *me) {
 }
 
 static void errors(struct rank *me) {
-  struct team *t = make_counted(me, 0);
+  struct team_spec spec = {.nvl_bytes = 1 << 18};
+  struct team *t = make_team(me, &spec);
   struct normal *n = make_normal(t, &kNormal, 1);
   t->timeout_ns = soon_ns();
   if (me->index == 0) return;

@@ -125,7 +125,7 @@ static struct sum sum_of(const struct combine *c, int token, int which, value_fn
     struct sum part = {0, 0}, *to = self / node == first / node ? &all : &part;
     bool any = false;
     for (int at = first; at < first + node && at < r->ranks; at++) {
-      if (!goes_to(r, self, token, at)) continue;
+      if (!goes_to(r, self, token, at) || (c->normal->absent >> at & 1)) continue;
       add(to, value(c, at, token, which));
       any = true;
     }

@@ -84,6 +84,7 @@ const char *field_name(uint32_t field) {
                                       [DK_FIELD_ROUTING] = "routing",
                                       [DK_FIELD_WORST_EXPANDED] = "num_worst_expanded",
                                       [DK_FIELD_DST_SLOT] = "dst_slot",
-                                      [DK_FIELD_SRC_METADATA] = "recv_src_metadata"};
+                                      [DK_FIELD_SRC_METADATA] = "recv_src_metadata",
+                                      [DK_FIELD_MASKED] = "masks"};
   return name_of(names, COUNT(names), field);
 }

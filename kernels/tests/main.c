@@ -45,6 +45,7 @@ static const struct group *const process_groups[] = {&process_cases, &transport_
   X(isa)          \
   X(ll_order)     \
   X(mask)         \
+  X(mask_normal)  \
   X(mismatch)     \
   X(failure)      \
   X(team)         \

@@ -71,6 +71,7 @@ static void fill_topk(struct normal *n, int index_bytes) {
 
 static void list_origins(struct normal *n) {
   int self = n->team->me->index;
+  n->rows = 0;
   for (int s = 0; s < n->routing->ranks; s++) n->rows += rows_between(n->routing, s, self);
   n->origins = scratch(n->team->me, (size_t)n->rows * sizeof *n->origins);
   int row = 0;
@@ -136,6 +137,18 @@ struct normal *make_normal(struct team *t, const struct normal_spec *spec, uint6
   fill_payload(n);
   make_outputs(n, index_bytes);
   return n;
+}
+
+void leave_out(struct normal *n, uint32_t ranks) {
+  struct routing *r = n->routing;
+  for (int source = 0; source < r->ranks; source++) {
+    int64_t entries = (int64_t)r->tokens[source] * r->topk;
+    for (int64_t i = 0; i < entries; i++)
+      if (owner_of(r, r->index[source][i]) >= 0 && (ranks >> owner_of(r, r->index[source][i]) & 1))
+        r->index[source][i] = -1;
+    if (ranks >> source & 1) r->tokens[source] = 0;
+  }
+  list_origins(n);
 }
 
 /* ---- Calls ------------------------------------------------------------------------------------------------------- */

@@ -30,6 +30,7 @@ struct normal {
   uint64_t salt;
   int tokens, rows, capacity; /* tokens of this rank; rows that it receives; rows of its outputs */
   struct origin *origins;     /* of each row, from the reference */
+  uint32_t absent;            /* bit by rank: lost after the handle was made, so no row goes to or comes from it */
   struct tensor idx, weights, x, scales;
   struct tensor per_rank, per_node, per_expert, in_rank, matrix, head;
   struct tensor recv_x, recv_scales, recv_idx, recv_weights, recv_src;
@@ -41,6 +42,8 @@ struct normal {
 
 /* Tensors and inputs. The same salt gives the same routing and payload on every rank. */
 struct normal *make_normal(struct team *t, const struct normal_spec *spec, uint64_t salt);
+/* What the reference expects of calls from the exchange of counts on, where these ranks (a bit each) take no part. */
+void leave_out(struct normal *n, uint32_t ranks);
 /* Different rows and scales with the same routing, as for a cached dispatch. */
 void new_payload(struct normal *n, uint64_t salt);
 /* These only enqueue. */

@@ -109,6 +109,19 @@ static void check_scales(struct normal *n, int row) {
   }
 }
 
+/* Zeros that name no expert. */
+static void check_absent_row(struct normal *n, int row, bool topk) {
+  struct rank *me = n->team->me;
+  const uint8_t *x = (const uint8_t *)n->recv_x.host + (uint64_t)row * n->spec->row_bytes;
+  for (uint64_t i = 0; i < n->spec->row_bytes; i++)
+    expect(me, x[i] == 0, "byte %d of row %d of a lost rank is %u", (int)i, row, x[i]);
+  for (int k = 0; topk && k < n->routing->topk; k++) {
+    int64_t at = (int64_t)row * n->routing->topk + k, got = index_at(&n->recv_idx, n->spec->index_bytes, at);
+    expect(me, got == -1 && ((const float *)n->recv_weights.host)[at] == 0, "row %d of a lost rank names expert %ld",
+           row, (long)got);
+  }
+}
+
 static void fetch_segment(struct normal *n) {
   struct rank *me = n->team->me;
   struct tensor room = tensor(me, "copy of the segment", n->recv_x.bytes);
@@ -131,6 +144,10 @@ void check_dispatch(struct normal *n, uint32_t flags) {
   expect_healthy(n->team);
   for (int row = 0; row < n->rows; row++) {
     struct origin from = n->origins[row];
+    if (n->absent >> from.source & 1) {
+      check_absent_row(n, row, topk);
+      continue;
+    }
     expect_row(me, "recv_x", row, (const char *)n->recv_x.host + (uint64_t)row * n->spec->row_bytes, n->spec->row_bytes,
                n->spec->payload, n->salt, from.source, from.token);
     check_scales(n, row);

@@ -65,9 +65,16 @@ class Exchange:
         return reference.combine(rows, self.received, self.rank, num_tokens, biases, cases.node_size())
 
 
-def expect(case: cases.Case, rank: int) -> Exchange:
-    """Everything that is known before the library is called."""
+def expect(case: cases.Case, rank: int, lost: frozenset[int] = frozenset(), masked: bool = True) -> Exchange:
+    """Everything that is known before the library is called.
+
+    lost: ranks that take no part; masked: the layout knows them already.
+    """
     inputs, layouts = case.inputs(), case.layouts()
+    if lost:
+        layouts, asked = [reference.without(one, r, lost) for r, one in enumerate(layouts)], layouts
+        received = [reference.dispatch(inputs, layouts, r, case.experts) for r in range(case.ranks)]
+        return Exchange(case, inputs, layouts if masked else asked, received, rank)
     received = [reference.dispatch(inputs, layouts, r, case.experts) for r in range(case.ranks)]
     return Exchange(case, inputs, layouts, received, rank)
 
@@ -92,9 +99,11 @@ def layout_arguments(ctx: Any, buffer: Any, exchange: Exchange) -> dict[str, Any
     }
 
 
-def dispatch(ctx: Any, buffer: Any, case: cases.Case, **extra: Any) -> Exchange:
-    """Dispatches the case; nothing of the result is checked yet."""
-    exchange = expect(case, ctx.rank)
+def dispatch(
+    ctx: Any, buffer: Any, case: cases.Case, lost: frozenset[int] = frozenset(), masked: bool = True, **extra: Any
+) -> Exchange:
+    """Dispatches the case; nothing of the result is checked yet. lost, masked: as in ``expect``."""
+    exchange = expect(case, ctx.rank, lost, masked)
     own = exchange.own
     (
         exchange.recv_x,

@@ -72,6 +72,19 @@ def layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, peers: int 
     )
 
 
+def without(whole: Layout, rank: int, lost: frozenset[int]) -> Layout:
+    """The layout of ``rank`` where the lost ranks take no part: nothing goes to them or comes from them."""
+    num_ranks, num_experts = whole.is_token_in_rank.shape[1], len(whole.num_tokens_per_expert)
+    stays = torch.tensor([rank not in lost and r not in lost for r in range(num_ranks)])
+    in_rank = whole.is_token_in_rank & stays
+    experts = whole.num_tokens_per_expert * stays.repeat_interleave(num_experts // num_ranks)
+    per_node = None
+    if whole.num_tokens_per_rdma_rank is not None:
+        in_node = in_rank.view(len(in_rank), len(whole.num_tokens_per_rdma_rank), -1).any(dim=2)
+        per_node = in_node.sum(dim=0, dtype=torch.int32)
+    return Layout(in_rank.sum(dim=0, dtype=torch.int32), per_node, experts.to(torch.int32), in_rank)
+
+
 def dispatch(inputs: list[Tokens], layouts: list[Layout], rank: int, num_experts: int) -> Received:
     """What ``rank`` receives when rank i sends ``inputs[i]`` by ``layouts[i]``."""
     num_ranks = len(inputs)

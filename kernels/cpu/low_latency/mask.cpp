@@ -1,5 +1,5 @@
-// Masks: the ranks that this rank leaves out of low-latency calls. Each rank keeps its own mask; it sends the others
-// nothing, except that remote ranks receive this rank's number of cleans.
+// Masks: the ranks that this rank leaves out of its calls. Each rank keeps its own mask, and tells a rank that it has
+// masked it (Control::notice_from); remote ranks receive this rank's number of cleans instead.
 #include "cpu/low_latency/common.h"
 #include "cpu/team/check.h"
 
@@ -11,19 +11,31 @@ bool set_mask(Team &team, int peer, bool masked) {
   PeerState &state = team.control().peer_state(peer);
   bool lifted = state.masked && !masked;
   if (lifted) ignore_past_sends_of(team, peer);
-  state.masked = masked;
+  if (masked)
+    mask_peer(team, peer);
+  else
+    unmask_peer(team, peer);
   return lifted;
+}
+
+// The caller takes ranks back: messages of this rank's earlier collective calls are void.
+void count_lift(Team &team) {
+  RankState &state = team.control().state();
+  state.lifts.fetch_add(1);
+  state.generation.fetch_add(1);
 }
 
 // Waits until the puts are delivered: the caller may synchronise with the other ranks next, and calls after that rely
 // on the count.
 void update_mask(Op &op, int peer, bool masked) {
+  if (!masked) count_lift(op.team);
   if (!set_mask(op.team, peer, masked)) return;
   put_clean_count(op, peer);
   wait_until_delivered(op);
 }
 
 void clean_masks(Op &op) {
+  count_lift(op.team);
   for (int peer = 0; peer < op.team.num_ranks; peer++) set_mask(op.team, peer, false);
   restart_counts(op, op.team.control().state().cleans + 1);
   wait_until_delivered(op);

@@ -36,6 +36,7 @@ class Combine {
  private:
   Refusal check() const;
   void count_rows();
+  void do_without(int peer);
   Poll poll();
   void agree_on_topk();
   bool awaits(int peer, Missing &missing);
@@ -61,6 +62,7 @@ class Combine {
     return false;
   }
   bool has(int32_t token, int source) const {
+    if (exchange_.without(source)) return false;
     if (source == team_.rank) return head_of(token)[source] >= 0 && head_of(token)[source] < num_rows_[source];
     return team_.is_local(source) ? head_of(token)[source] >= 0 : node_has(token, source);
   }
@@ -144,9 +146,16 @@ void Combine::run() {
     wait_until(op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return awaits(peer, missing); });
     rows_.finish_stream();
     op_.look_for_obituaries();
+    exchange_.confirmed();
   }
   if (op_.failed() || op_.refused()) return fail_outputs();
   count_bytes();
+}
+
+// Rows for the peer's tokens that have not left are not sent; its rows for this rank's tokens add nothing.
+void Combine::do_without(int peer) {
+  to_send_ -= num_rows_[peer] - sent_[peer];
+  num_rows_[peer] = sent_[peer];
 }
 
 void Combine::count_bytes() {
@@ -162,19 +171,21 @@ void Combine::count_bytes() {
 void Combine::agree_on_topk() {
   int32_t topk = has_weights(p_) ? p_.num_topk : 0;
   for (int i = 0; i < team_.num_ranks; i++)
-    topk = max(topk, static_cast<int32_t>(exchange_.message(i).fields[DK_FIELD_NUM_TOPK]));
+    if (!exchange_.without(i)) topk = max(topk, static_cast<int32_t>(exchange_.message(i).fields[DK_FIELD_NUM_TOPK]));
   sum_.begin(topk);
   agreed_ = true;
 }
 
 Poll Combine::poll() {
   bool progress = exchange_.poll();
-  if (op_.failed()) return Poll::done;
+  if (op_.failed() || exchange_.left_out()) return Poll::done;
   if (exchange_.complete() && !accepted_) accepted_ = exchange_.accepted();
   if (exchange_.refused() || op_.refused())  // no rank sends rows before it has all messages
     return exchange_.complete() && exchange_.delivered() ? Poll::done : progress ? Poll::progress : Poll::idle;
   if (exchange_.complete()) {
     if (team_.spans_nodes() && !agreed_) agree_on_topk();
+    for (int peer = 0; exchange_.shrinks() && peer < team_.num_ranks; peer++)
+      if (exchange_.without(peer)) do_without(peer);
     for (int step = 1; step <= team_.num_ranks; step++) progress |= send_rows((team_.rank + step) % team_.num_ranks);
     progress |= sum_.add();
     progress |= add_tokens();
@@ -186,7 +197,7 @@ Poll Combine::poll() {
 
 bool Combine::awaits(int peer, Missing &missing) {
   if (exchange_.awaits(peer, missing)) return true;
-  if (!exchange_.complete() || exchange_.refused() || op_.refused()) return false;
+  if (!exchange_.complete() || exchange_.refused() || op_.refused() || exchange_.without(peer)) return false;
   if (awaits_rows(peer, missing) || sum_.awaits(peer, missing)) return true;
   int step = team_.spans_nodes() ? team_.num_nvl_peers : team_.num_ranks;
   for (int source = peer % step; team_.is_local(peer) && source < team_.num_ranks; source += step)
@@ -402,6 +413,7 @@ void Combine::fail_outputs() {
 
 void run_combine(const dk_combine_params &p) {
   Op op(p, DK_OP_COMBINE);
+  op.may_shrink = op.team.normal_shrinks();
   Combine(op, p).run();
 }
 
@@ -430,7 +442,7 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   if (bad_head(*p)) return DK_EINVAL;
   if (p->x_segment >= 0) return DK_EUNSUPPORTED;
   const Team &team = *at<Team>(p->team);
-  if (p->routing && team.spans_nodes()) return DK_EUNSUPPORTED;
+  if (p->routing && (team.spans_nodes() || team.shrinks())) return DK_EUNSUPPORTED;
   if (bad_combine(team, *p) || combine_ring(team, *p, 0).slots() == 0) return DK_EINVAL;
   return enqueue<dk_combine_params, run_combine>(*p);
 }

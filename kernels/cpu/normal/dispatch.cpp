@@ -41,6 +41,7 @@ class Dispatch {
  private:
   Refusal check() const;
   void count_rows();
+  void do_without(int peer);
   Poll poll();
   bool awaits(int peer, Missing &missing);
   bool awaits_rows(int peer, Missing &missing) const;
@@ -60,6 +61,7 @@ class Dispatch {
   void write_output_row(int64_t row, int32_t token, const void *x, const void *scales);
   void write_output_topk(int64_t row, const int32_t *idx, const float *weights);
   void mark_unused(int64_t from);
+  void mark_rows_unused(int64_t from, int64_t count);
 
   const uint64_t *readers(const Extra *extra) const { return reinterpret_cast<const uint64_t *>(extra + 1); }
   const int32_t *topk_idx(const Extra *extra) const {
@@ -174,6 +176,7 @@ void Dispatch::run() {
     wait_until(op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return awaits(peer, missing); });
     rows_.finish_stream();
     op_.look_for_obituaries();
+    exchange_.confirmed();
   }
   if (op_.failed() || op_.refused()) num_received_ = 0;
   if (!expanded(p_.routing)) mark_unused(num_received_);
@@ -182,6 +185,21 @@ void Dispatch::run() {
     count_bytes();
   } else {
     clear_routed_outputs(p_);
+  }
+}
+
+// The peer's rows that have not come are rows of zeros that name no expert; this rank's rows for it are not sent.
+void Dispatch::do_without(int peer) {
+  outstanding_ -= end_row_[peer] - next_row_[peer];
+  to_send_[peer] = 0;
+  for (int32_t token = 0; next_row_[peer] < end_row_[peer]; next_row_[peer]++, token++) {
+    uint64_t row = static_cast<uint64_t>(next_row_[peer]);
+    memset(at<uint8_t>(p_.recv_x) + row * p_.hidden_bytes, 0, p_.hidden_bytes);
+    if (p_.recv_scales)
+      memset(at<uint32_t>(p_.recv_scales) + row * static_cast<uint64_t>(p_.num_scales), 0,
+             4 * static_cast<size_t>(p_.num_scales));
+    if (p_.recv_src_idx) at<int32_t>(p_.recv_src_idx)[row] = token;
+    mark_rows_unused(next_row_[peer], 1);
   }
 }
 
@@ -197,11 +215,13 @@ void Dispatch::count_bytes() {
 
 Poll Dispatch::poll() {
   bool progress = exchange_.poll();
-  if (op_.failed()) return Poll::done;
+  if (op_.failed() || exchange_.left_out()) return Poll::done;
   if (exchange_.complete() && !accepted_)
     accepted_ = exchange_.accepted() && (!expanded(p_.routing) || slots_fit(op_, exchange_));
   if (exchange_.refused() || op_.refused())  // no rank stages rows before it has all messages
     return exchange_.complete() && exchange_.delivered() ? Poll::done : progress ? Poll::progress : Poll::idle;
+  for (int peer = 0; exchange_.shrinks() && exchange_.complete() && peer < team_.num_ranks; peer++)
+    if (exchange_.without(peer)) do_without(peer);
   if (exchange_.complete()) progress |= stage_batch();
   for (int step = 1; step < team_.num_ranks; step++) {
     int source = (team_.rank + step) % team_.num_ranks;
@@ -215,7 +235,7 @@ Poll Dispatch::poll() {
 
 bool Dispatch::awaits(int peer, Missing &missing) {
   if (exchange_.awaits(peer, missing)) return true;
-  if (exchange_.refused() || op_.refused()) return false;
+  if (exchange_.refused() || op_.refused() || exchange_.without(peer)) return false;
   if (awaits_rows(peer, missing)) return true;
   if (exchange_.complete() && (node_sender_.awaits(peer, staged_, missing) || forwarder_.awaits(peer, missing)))
     return true;
@@ -268,7 +288,8 @@ bool Dispatch::stage_token(int32_t token) {
   const int32_t *head = at<const int32_t>(p_.send_head) + static_cast<int64_t>(token) * team_.num_ranks;
   const uint8_t *x = at<const uint8_t>(p_.x) + static_cast<uint64_t>(token) * p_.hidden_bytes;
   bool leaves = false;
-  for (int peer = 0; peer < team_.num_ranks; peer++) leaves |= peer != team_.rank && head[peer] >= 0;
+  for (int peer = 0; peer < team_.num_ranks; peer++)
+    leaves |= peer != team_.rank && head[peer] >= 0 && !exchange_.without(peer);
   if (!leaves && head[team_.rank] < 0) return true;
   if (free_slots() <= 0) return false;  // also for a row to this rank alone: its scales pass through the slot
   uint64_t slot = static_cast<uint64_t>(staged_) % ring_.slots();
@@ -383,8 +404,11 @@ void Dispatch::write_output_topk(int64_t row, const int32_t *idx, const float *w
 // Output rows beyond the received ones: index -1, weight 0, so that the caller computes nothing with them.
 void Dispatch::mark_unused(int64_t from) {
   int64_t rows = p_.num_worst_tokens > 0 ? p_.num_worst_tokens : p_.num_recv_tokens;
-  if (rows <= from) return;
-  size_t count = static_cast<size_t>((rows - from) * p_.num_topk), start = static_cast<size_t>(from * p_.num_topk);
+  if (rows > from) mark_rows_unused(from, rows - from);
+}
+
+void Dispatch::mark_rows_unused(int64_t from, int64_t rows) {
+  size_t count = static_cast<size_t>(rows * p_.num_topk), start = static_cast<size_t>(from * p_.num_topk);
   size_t index_bytes = static_cast<size_t>(p_.index_bytes);
   if (p_.recv_topk_idx) memset(at<uint8_t>(p_.recv_topk_idx) + start * index_bytes, 0xff, count * index_bytes);
   if (p_.recv_topk_weights) memset(at<float>(p_.recv_topk_weights) + start, 0, count * sizeof(float));
@@ -392,6 +416,7 @@ void Dispatch::mark_unused(int64_t from) {
 
 void run_dispatch(const dk_dispatch_params &p) {
   Op op(p, DK_OP_DISPATCH);
+  op.may_shrink = op.team.normal_shrinks();
   Dispatch(op, p).run();
 }
 
@@ -430,7 +455,7 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   DK_ENTER(p);
   if (bad_head(*p)) return DK_EINVAL;
   Team &team = *at<Team>(p->team);
-  if (p->recv_segment >= 0 || (p->routing && team.spans_nodes())) return DK_EUNSUPPORTED;
+  if (p->recv_segment >= 0 || (p->routing && (team.spans_nodes() || team.shrinks()))) return DK_EUNSUPPORTED;
   if (bad_dispatch(team, *p) || dispatch_ring(team, *p).slots() == 0) return DK_EINVAL;
   if (team.spans_nodes() && link_room(team, dispatch_record(team, *p)) == 0) return DK_EINVAL;
   return enqueue<dk_dispatch_params, run_dispatch>(*p);

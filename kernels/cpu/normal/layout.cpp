@@ -11,6 +11,7 @@ struct Counts {
   int32_t *ranks, *nodes, *experts;
   uint8_t *in_rank;
   int num_ranks, num_nodes;
+  bool shrinks;
 };
 
 Counts counts_of(const Team &team, const dk_layout_params &p) {
@@ -19,7 +20,8 @@ Counts counts_of(const Team &team, const dk_layout_params &p) {
           at<int32_t>(p.tokens_per_expert),
           at<uint8_t>(p.token_in_rank),
           team.num_ranks,
-          (team.num_ranks + team.num_nvl_peers - 1) / team.num_nvl_peers};
+          (team.num_ranks + team.num_nvl_peers - 1) / team.num_nvl_peers,
+          team.normal_shrinks()};
 }
 
 void clear(const Counts &out, const dk_layout_params &p) {
@@ -29,6 +31,8 @@ void clear(const Counts &out, const dk_layout_params &p) {
   if (p.num_tokens) memset(out.in_rank, 0, static_cast<size_t>(p.num_tokens) * static_cast<size_t>(out.num_ranks));
 }
 
+bool is_masked(Team &team, int rank) { return rank != team.rank && team.masked(rank); }
+
 void count_token(Op &op, const dk_layout_params &p, const Counts &out, size_t token) {
   int local = p.num_experts / out.num_ranks;
   uint8_t *in_rank = out.in_rank + token * static_cast<size_t>(out.num_ranks);
@@ -36,7 +40,7 @@ void count_token(Op &op, const dk_layout_params &p, const Counts &out, size_t to
     int64_t expert = index_at(p.topk_idx, p.index_bytes, token * static_cast<size_t>(p.num_topk) + k);
     if (expert < -1 || expert >= p.num_experts)
       return op.refuse(op.team.rank, {DK_EINVAL, DK_FIELD_TOPK_IDX, p.num_experts, expert});
-    if (expert < 0) continue;
+    if (expert < 0 || (out.shrinks && is_masked(op.team, static_cast<int>(expert / local)))) continue;
     out.experts[expert]++;
     in_rank[expert / local] = 1;
   }

@@ -32,18 +32,30 @@ bool all_fit(Op &op, const Exchange &exchange, const int32_t *matrix) {
   int n = op.team.num_ranks;
   for (int step = 0; step < n && !op.refused(); step++) {
     int r = (op.team.rank + step) % n;
+    if (exchange.without(r)) continue;
     int64_t limit = exchange.message(r).row_limit, arriving = matrix[(n - 1) * n + r];
     if (limit >= 0 && arriving > limit) op.refuse(r, {DK_EINVAL, DK_FIELD_WORST_TOKENS, limit, arriving});
   }
   return !op.refused();
 }
 
+// Ranks that take no part send nothing and get nothing.
 void fill_matrix(Op &op, const Exchange &exchange, int32_t *matrix) {
   Control &control = op.team.control();
   int n = op.team.num_ranks;
   for (int i = 0; i < n; i++) {
-    const int32_t *rows = control.rows_of(exchange.message(i));
-    for (int j = 0; j < n; j++) matrix[i * n + j] = rows[j] + (i ? matrix[(i - 1) * n + j] : 0);
+    const int32_t *rows = exchange.without(i) ? nullptr : control.rows_of(exchange.message(i));
+    for (int j = 0; j < n; j++)
+      matrix[i * n + j] = (rows && !exchange.without(j) ? rows[j] : 0) + (i ? matrix[(i - 1) * n + j] : 0);
+  }
+}
+
+void forget_heads(Op &op, const Exchange &exchange, const dk_notify_params &p) {
+  int num_ranks = op.team.num_ranks;
+  for (int r = 0; r < num_ranks; r++) {
+    if (!exchange.without(r)) continue;
+    for (int32_t token = 0; token < p.num_tokens; token++)
+      at<int32_t>(p.send_head)[static_cast<int64_t>(token) * num_ranks + r] = -1;
   }
 }
 
@@ -55,11 +67,12 @@ void fill_counts(Op &op, const Exchange &exchange, const dk_notify_params &p, co
   int32_t from_node = 0;  // rows from ranks of this node
   int first = team.rank / team.num_nvl_peers * team.num_nvl_peers;
   for (int i = first; i < min(n, first + team.num_nvl_peers); i++)
-    from_node += team.control().rows_of(exchange.message(i))[team.rank];
+    if (!exchange.without(i)) from_node += team.control().rows_of(exchange.message(i))[team.rank];
   counts->num_recv_nodes_tokens = counts->num_recv_tokens - from_node;
   for (int e = 0; e < local; e++) {
     int64_t tokens = 0;
-    for (int i = 0; i < n; i++) tokens += team.control().experts_of(exchange.message(i))[e];
+    for (int i = 0; i < n; i++)
+      if (!exchange.without(i)) tokens += team.control().experts_of(exchange.message(i))[e];
     counts->per_expert[e] =
         static_cast<int32_t>((tokens + p.expert_alignment - 1) / p.expert_alignment * p.expert_alignment);
   }
@@ -108,11 +121,13 @@ void exchange_counts(Op &op, Exchange &exchange, const dk_notify_params &p) {
                 p.num_experts / op.team.num_ranks);
   if (!exchange.wait()) return;
   fill_matrix(op, exchange, matrix);
+  if (exchange.shrinks()) forget_heads(op, exchange, p);
   if (all_fit(op, exchange, matrix) && p.counts) fill_counts(op, exchange, p, matrix, at<dk_counts>(p.counts));
 }
 
 void run_notify(const dk_notify_params &p) {
   Op op(p, DK_OP_NOTIFY);
+  op.may_shrink = op.team.normal_shrinks();
   Exchange exchange(op);
   exchange.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(p.hidden_bytes));
   exchange.set_field(DK_FIELD_NUM_EXPERTS, p.num_experts);
@@ -154,7 +169,8 @@ DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
   if (p->num_tokens && !p->send_head) return DK_EINVAL;
   if (p->num_experts && bad_experts(*at<Team>(p->team), p->num_experts)) return DK_EINVAL;
   if (bad_routing(*at<Team>(p->team), *p)) return DK_EINVAL;
-  if (p->routing && at<Team>(p->team)->spans_nodes()) return DK_EUNSUPPORTED;
+  const Team &team = *at<Team>(p->team);
+  if (p->routing && (team.spans_nodes() || team.shrinks())) return DK_EUNSUPPORTED;
   if (p->expert_alignment < 1 || p->num_worst_tokens < 0 || p->num_scales < 0) return DK_EINVAL;
   if (p->hidden_bytes == 0 || p->hidden_bytes % 16) return DK_EINVAL;
   return enqueue<dk_notify_params, run_notify>(*p);

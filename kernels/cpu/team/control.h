@@ -58,6 +58,13 @@ struct alignas(kLine) CallMessage {
   int64_t expanded_limit;  // the same of expanded rows
   uint64_t matrix_hash;    // of the rank's rank_prefix_matrix; 0: it has none in this call
   Refusal refusal;
+  std::atomic<uint64_t> generation;  // of a team that shrinks: RankState::generation
+};
+
+// The ranks that a rank counts in (agreement.h), in a team that shrinks.
+struct alignas(kLine) Ballot {
+  std::atomic<uint64_t> version;  // number of the sender's message, revision, whether it has decided; stored last
+  std::atomic<uint64_t> ranks[DK_MAX_RANKS / 64];
 };
 
 // A rank's arguments of a low-latency send. A rank numbers its sends of each kind (epochs); epoch n uses slot n % 2 of
@@ -99,6 +106,22 @@ struct CleanMessage {
   uint64_t cleans;
 };
 
+struct RankSet {
+  uint64_t words[DK_MAX_RANKS / 64] = {};
+
+  bool has(int rank) const { return words[rank / 64] >> (rank % 64) & 1; }
+  void add(int rank) { words[rank / 64] |= uint64_t{1} << (rank % 64); }
+  void remove(int rank) { words[rank / 64] &= ~(uint64_t{1} << (rank % 64)); }
+  void keep(const RankSet &others) {
+    for (int w = 0; w < DK_MAX_RANKS / 64; w++) words[w] &= others.words[w];
+  }
+  bool operator==(const RankSet &other) const {
+    for (int w = 0; w < DK_MAX_RANKS / 64; w++)
+      if (words[w] != other.words[w]) return false;
+    return true;
+  }
+};
+
 enum Kind { kDispatch = 0, kCombine = 1 };  // of low latency
 
 struct Ticket {
@@ -116,6 +139,10 @@ struct alignas(kLine) RankState {
   std::atomic<uint32_t> cleans;
   uint32_t reserved;
   Ticket tickets[DK_NUM_TICKETS];
+  uint64_t messages;  // collective calls in a team that shrinks, whose numbers skip
+  // In a team that shrinks, read by peers: how often the caller has lifted masks; how often this rank's earlier
+  // messages became void, by that or because others had masked it.
+  std::atomic<uint64_t> lifts, generation;
   alignas(kLine) std::atomic<uint64_t> writing[2];  // epoch whose staging slot is being, or was last, filled
 };
 
@@ -125,6 +152,10 @@ struct PeerState {            // what this rank keeps about a peer
   uint64_t read_early[2];     // the peer's epoch received before an older one; credited with the older one
   uint64_t clean_seen;        // the peer's newest clean that this rank has waited for
   uint32_t masked, reserved;
+};
+
+struct CallState {    // likewise, of collective calls in a team that shrinks
+  uint64_t received;  // the number of the peer's newest message that belonged to a call of this rank
 };
 
 class Control {
@@ -151,6 +182,10 @@ class Control {
   }  // the epoch that was read, not packed
   CleanMessage &clean_from(int peer, uint64_t parity) const { return line<CleanMessage>(5, peer)[parity]; }  // one line
   PeerState &peer_state(int peer) const { return *line<PeerState>(6, peer); }
+  // Not 0: the peer has masked this rank, when this rank's RankState::lifts was one less.
+  std::atomic<uint64_t> &notice_from(int peer) const { return *line<std::atomic<uint64_t>>(7, peer); }
+  CallState &call_state(int peer) const { return *line<CallState>(8, peer); }
+  Ballot &ballot_from(int peer) const { return at<Ballot>(ballots())[peer]; }
   SendMessage &send_from(Kind kind, uint64_t slot, int peer) const {
     return *at<SendMessage>(sends() + ((kind * 2 + slot) * ranks_ + static_cast<uint64_t>(peer)) * sizeof(SendMessage));
   }
@@ -162,7 +197,7 @@ class Control {
   int32_t *experts_of(CallMessage &message) const { return rows_of(message) + ranks_; }
 
  private:
-  static constexpr uint64_t kNumLines = 7;
+  static constexpr uint64_t kNumLines = 9;
   static constexpr uint64_t kStateBytes = round_up(sizeof(RankState), kLine);
   static constexpr uint64_t kHeadBytes = kStateBytes + 4 * kLine;
 
@@ -173,7 +208,8 @@ class Control {
   }
   uint64_t sends() const { return base_ + kHeadBytes + kNumLines * ranks_ * kLine; }
   uint64_t calls() const { return sends() + 4 * ranks_ * sizeof(SendMessage); }
-  uint64_t end() const { return calls() + 2 * ranks_ * call_bytes(static_cast<int>(ranks_)); }
+  uint64_t ballots() const { return calls() + 2 * ranks_ * call_bytes(static_cast<int>(ranks_)); }
+  uint64_t end() const { return ballots() + ranks_ * sizeof(Ballot); }
 
   uint64_t base_, ranks_;
 };

@@ -7,9 +7,12 @@ namespace dk {
 
 Exchange::Exchange(Op &op)
     : op_(op),
+      shrinks_(op.may_shrink && !op.team.spans_nodes()),
       number_(op.failed() ? 0 : ++op.team.control().state().calls),
+      agreement_(op),
       arrived_(op.team.numbers(kArrivedNumbers)) {
   memset(arrived_, 0, sizeof(int64_t) * static_cast<size_t>(op.team.num_ranks));
+  if (shrinks_ && number_) op.team.control().state().messages++;
   fields_[DK_FIELD_OPERATION] = op.op;
 }
 
@@ -23,6 +26,7 @@ void Exchange::fill(CallMessage &to, Control &control, const int32_t *rows, cons
   to.expanded_limit = expanded_limit_;
   to.matrix_hash = matrix_hash_;
   to.refusal = mine_;
+  if (shrinks_) to.generation.store(op_.team.control().state().generation.load());
   if (rows) memcpy(control.rows_of(to), rows, row_bytes_);
   if (experts) memcpy(control.experts_of(to), experts, expert_bytes_);
 }
@@ -36,15 +40,19 @@ void Exchange::post(const int32_t *rows, const int32_t *experts, int num_sent, i
   Team &team = op_.team;
   row_bytes_ = sizeof(int32_t) * static_cast<size_t>(team.num_ranks);
   expert_bytes_ = sizeof(int32_t) * static_cast<size_t>(num_sent);
+  if (shrinks_ && agreement_.look_at_notices()) return;
   message_bytes_ = sizeof(CallMessage) + (rows ? row_bytes_ + expert_bytes_ : 0);
+  uint64_t place = (shrinks_ ? team.control().state().messages : number_) & 1;
   for (int peer = 0; peer < team.num_ranks; peer++) {
+    if (without(peer)) continue;
     const int32_t *theirs = experts ? experts + static_cast<ptrdiff_t>(peer) * step : nullptr;
     if (!team.is_local(peer)) {
       fill(team.remote().outbox(peer), team.control(), rows, theirs);
       continue;
     }
     Control &control = team.peers[peer].control;
-    CallMessage &to = control.call_from(number_ & 1, team.rank);
+    CallMessage &to = control.call_from(place, team.rank);
+    if (shrinks_) to.number.store(0);  // that of a call that never was may be there
     fill(to, control, rows, theirs);
     to.number.store(number_);
     op_.ring(peer);
@@ -84,7 +92,75 @@ bool Exchange::agrees(int peer) {
   return true;
 }
 
+// The peer's message of this call, in either place. Where the peer has masked this rank, it is of a call without this
+// one; the peer makes its messages void before it takes the notice back.
+bool Exchange::find(int peer) {
+  const Control &control = op_.team.control();
+  if (control.notice_from(peer).load()) return false;
+  uint64_t received = control.call_state(peer).received,
+           generation = op_.team.peers[peer].control.state().generation.load();
+  for (uint64_t place = 0; place < 2 && !arrived_[peer]; place++) {
+    const CallMessage &there = control.call_from(place, peer);
+    uint64_t number = there.number.load();
+    if (number > received && there.generation.load() == generation && there.number.load() == number)
+      arrived_[peer] = 1 + 2 * static_cast<int64_t>(place);
+  }
+  return arrived_[peer] != 0;
+}
+
+bool Exchange::poll_shrinking() {
+  bool changed = left_out() || agreement_.drop_masked() || agreement_.look_at_notices();
+  all_here_ = true;
+  for (int peer = 0; peer < op_.team.num_ranks && !agreement_.decided() && !left_out(); peer++) {
+    if (!agreement_.has(peer)) continue;
+    if (!arrived_[peer]) {
+      if (!find(peer)) {
+        all_here_ = false;
+        continue;
+      }
+      changed = true;
+      if (!agrees(peer)) return true;
+    }
+    if (peer != op_.team.rank) changed |= agreement_.hear(peer, message(peer).number.load());
+  }
+  auto number = [this](int peer) { return message(peer).number.load(); };
+  if (left_out()) {
+    op_.refuse(agreement_.left_out_by(), {DK_ESTATE, DK_FIELD_MASKED, 0, agreement_.left_out_by()});
+    return false;
+  }
+  if (all_here_ && !agreement_.decided()) changed |= agreement_.vote(message(op_.team.rank).number.load(), number);
+  if (agreement_.decided() && !number_known_) {
+    agreement_.announce(message(op_.team.rank).number.load());
+    begin_call();
+  }
+  return changed;
+}
+
+// Once all have decided alike, each comes to the same number.
+void Exchange::begin_call() {
+  Team &team = op_.team;
+  number_known_ = true;
+  refused_by_peer_ = false;
+  for (int peer = 0; peer < team.num_ranks; peer++) {
+    if (without(peer)) {
+      if (!team.masked(peer)) mask_peer(team, peer);
+      continue;
+    }
+    uint64_t theirs = message(peer).number.load();
+    number_ = max(number_, theirs);
+    team.control().call_state(peer).received = theirs;
+    refused_by_peer_ |= message(peer).refusal.code != 0;
+  }
+  team.control().state().calls = number_;
+}
+
+bool Exchange::confirmed() {
+  if (shrinks_ && !op_.failed()) poll_shrinking();
+  return !op_.failed() && !op_.refused();
+}
+
 bool Exchange::poll() {
+  if (shrinks_) return poll_shrinking();
   if (complete()) return false;
   bool sent = next_unsent_ < op_.team.num_ranks && signal_remote();
   int before = num_arrived_;
@@ -102,10 +178,9 @@ bool Exchange::poll() {
 // Compares all pairs, also those that this rank is not in: all ranks must refuse the call, or none.
 bool Exchange::handles_agree() {
   int known = -1, whole = -1, n = op_.team.num_ranks;
-  auto present = [this](int r) { return !(skip_masked && op_.team.masked(r)); };
   for (int step = 0; step < n; step++) {
     int r = (op_.team.rank + step) % n;  // this rank first, so that the record says what it has itself
-    if (!present(r)) continue;
+    if (!is_present(r)) continue;
     const CallMessage &theirs = message(r);
     if (theirs.fields[DK_FIELD_EXCHANGE] != kAnyValue && known < 0) known = r;
     if (theirs.matrix_hash && whole < 0) whole = r;
@@ -126,18 +201,23 @@ bool Exchange::handles_agree() {
 bool Exchange::accepted() {
   if (mine_.code) op_.refuse(op_.team.rank, mine_);
   for (int r = 0; r < op_.team.num_ranks && !op_.refused(); r++)
-    if (!(skip_masked && op_.team.masked(r)) && message(r).refusal.code) op_.refuse(r, message(r).refusal);
+    if (is_present(r) && message(r).refusal.code) op_.refuse(r, message(r).refusal);
   return !op_.refused() && handles_agree();
 }
 
 bool Exchange::awaits(int peer, Missing &missing) const {
+  if (shrinks_ && (without(peer) || agreement_.decided() || left_out())) return false;
+  if (shrinks_ && arrived_[peer]) return all_here_ && agreement_.awaits(peer, message(peer).number.load());
   if (arrived_[peer]) return false;
   missing = {static_cast<int64_t>(number_), static_cast<int64_t>(message(peer).number.load())};
   return true;
 }
 
 bool Exchange::wait() {
-  auto step = [&] { return poll() ? Poll::progress : complete() && delivered() ? Poll::done : Poll::idle; };
+  auto step = [&] {
+    bool progress = poll();
+    return (complete() && delivered()) || left_out() ? Poll::done : progress ? Poll::progress : Poll::idle;
+  };
   return wait_until(op_, step, [&](int peer, Missing &missing) { return awaits(peer, missing); }) &&
          op_.look_for_obituaries() && accepted();
 }

@@ -74,6 +74,8 @@ struct Team {
     return is_local(peer) ? peers[peer].control.failure_record() : remote().failure_record_from(peer);
   }
   bool shrinks() const { return flags & DK_TEAM_SHRINK; }
+  // Whether calls of normal mode go on without ranks that are lost: each rank then reaches all others by itself.
+  bool normal_shrinks() const { return shrinks() && !spans_nodes(); }
   bool masked(int peer) { return control().peer_state(peer).masked != 0; }
   int64_t *numbers(int which) { return scratch.get() + which * num_ranks; }
 };

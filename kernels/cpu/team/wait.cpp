@@ -180,6 +180,18 @@ void Waiter::retract() {
   announced_ = false;
 }
 
-void mask_peer(Team &team, int peer) { team.control().peer_state(peer).masked = 1; }
+// The notice comes before anything that this rank does without the peer, such as using its staging again.
+void mask_peer(Team &team, int peer) {
+  team.control().peer_state(peer).masked = 1;
+  if (!team.is_local(peer) || peer == team.rank) return;
+  const Control &theirs = team.peers[peer].control;
+  theirs.notice_from(team.rank).store(theirs.state().lifts.load() + 1);
+  theirs.doorbell().ring();
+}
+
+void unmask_peer(Team &team, int peer) {
+  team.control().peer_state(peer).masked = 0;
+  if (team.is_local(peer)) team.peers[peer].control.notice_from(team.rank).store(0);
+}
 
 }  // namespace dk

@@ -43,7 +43,9 @@ class Waiter {
   bool announced_ = false;
 };
 
+// Leaves the peer out of this rank's calls, and tells it so where its block is mapped; takes it back.
 void mask_peer(Team &team, int peer);
+void unmask_peer(Team &team, int peer);
 
 // Calls poll() until it returns done; false: the operation failed, and the failure is recorded. poll does all work that
 // is possible now. awaits(peer, Missing &) returns whether poll needs that peer. The time limit counts from the last

@@ -1,0 +1,100 @@
+#include "cpu/team/agreement.h"
+
+namespace dk {
+namespace {
+
+constexpr uint64_t kDecided = 1, kRevision = 2, kNumber = 1 << 16;  // parts of Ballot::version
+
+bool is_dead(const Team &team, int peer) { return __atomic_load_n(&team.status->dead[peer], __ATOMIC_ACQUIRE); }
+
+}  // namespace
+
+Agreement::Agreement(Op &op) : op_(op), team_(op.team) {
+  for (int peer = 0; op.may_shrink && peer < team_.num_ranks; peer++)
+    if (peer == team_.rank || !team_.masked(peer)) ranks_.add(peer);
+  told_ = ranks_;
+}
+
+// Until the caller lifts masks, this rank posts nothing any more that a peer could take for a message of a call. The
+// peer that has left it out writes the same, perhaps later.
+void Agreement::leave(int peer) {
+  left_out_by_ = peer;
+  RankState &state = team_.control().state();
+  state.generation.fetch_add(1);
+  team_.control().notice_from(peer).store(state.lifts.load() + 1);
+}
+
+// A peer that this rank has lifted its mask for, and that has masked this rank itself, may lift its mask until this
+// rank's patience ends: then this rank is the one that is left out.
+bool Agreement::drop_masked() {
+  bool changed = false;
+  for (int peer = 0; peer < team_.num_ranks && left_out_by_ < 0; peer++) {
+    if (peer == team_.rank || !has(peer) || !team_.masked(peer)) continue;
+    changed = true;
+    ranks_.remove(peer);
+    if (decided_ || is_dead(team_, peer) || !team_.control().notice_from(peer).load()) continue;
+    unmask_peer(team_, peer);
+    leave(peer);
+  }
+  return changed;
+}
+
+bool Agreement::look_at_notices() {
+  uint64_t lifts = team_.control().state().lifts.load();
+  for (int peer = 0; peer < team_.num_ranks && left_out_by_ < 0; peer++)
+    if (peer != team_.rank && has(peer) && team_.control().notice_from(peer).load() == lifts + 1 &&
+        !is_dead(team_, peer))
+      leave(peer);
+  return left_out_by_ >= 0;
+}
+
+// False: not posted yet, or being posted.
+bool Agreement::read(int peer, uint64_t number, Vote &vote) const {
+  Ballot &ballot = team_.control().ballot_from(peer);
+  uint64_t version = ballot.version.load();
+  if (version / kNumber != number) return false;
+  for (int w = 0; w * 64 < team_.num_ranks; w++) vote.ranks.words[w] = ballot.ranks[w].load();
+  vote.decided = version & kDecided;
+  return ballot.version.load() == version;
+}
+
+// A peer's decision holds for this rank too. It may count in a rank that this one has masked meanwhile.
+bool Agreement::hear(int peer, uint64_t number) {
+  Vote vote;
+  if (left_out_by_ >= 0 || decided_ || !read(peer, number, vote)) return false;
+  if (!vote.ranks.has(team_.rank)) {
+    leave(peer);
+    return true;
+  }
+  if (vote.decided) {
+    ranks_ = vote.ranks;
+    for (int r = 0; r < team_.num_ranks; r++)
+      if (r != team_.rank && has(r) && team_.masked(r)) unmask_peer(team_, r);
+    decided_ = true;
+    return true;
+  }
+  RankSet before = ranks_;
+  ranks_.keep(vote.ranks);
+  return !(before == ranks_);
+}
+
+bool Agreement::awaits(int peer, uint64_t number) const {
+  Vote vote;
+  return !read(peer, number, vote) || !(vote.ranks == ranks_);
+}
+
+// Also to the ranks that were dropped meanwhile: they learn it so.
+void Agreement::post(uint64_t number) {
+  posted_ = ranks_;
+  uint64_t version = number * kNumber + ++revision_ * kRevision + (decided_ ? kDecided : 0);
+  for (int peer = 0; peer < team_.num_ranks; peer++) {
+    if (peer == team_.rank || !told_.has(peer)) continue;
+    Ballot &to = team_.peers[peer].control.ballot_from(team_.rank);
+    to.version.store(0);
+    for (int w = 0; w * 64 < team_.num_ranks; w++) to.ranks[w].store(ranks_.words[w]);
+    to.version.store(version);
+    op_.ring(peer);
+  }
+}
+
+}  // namespace dk
