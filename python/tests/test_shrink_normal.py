@@ -59,6 +59,7 @@ def take_back(ctx, buffer, case):
 def rank_masked_by_one(ctx, case):
     with buffer_of(ctx) as buffer:
         round_trip(ctx, buffer, case)
+        ctx.barrier()
         if ctx.rank == 0:
             buffer.low_latency_update_mask_buffer(GONE, True)
             synchronize(ctx)
