@@ -8,6 +8,9 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
+// maxRoutedTopK is how many choices a warp looks at together.
+const maxRoutedTopK = 32
+
 // Routing is the shape of what a handle keeps of a routing.
 type Routing struct {
 	Kind                           op.Routing
@@ -41,8 +44,8 @@ func (r Routing) Check(t Topology) error {
 	if t.Nodes() > 1 {
 		return status.Errorf(status.Unsupported, "handles with a routing serve ranks of one node: this group has %d", t.Nodes())
 	}
-	if err := checkTopK(r.NumTopK, 1); err != nil {
-		return err
+	if r.NumTopK < 1 || r.NumTopK > maxRoutedTopK {
+		return status.InvalidArg("num_topk", r.NumTopK, fmt.Sprintf("1 to %d with a routing", maxRoutedTopK))
 	}
 	if err := checkExperts(r.NumExperts, t); err != nil {
 		return err

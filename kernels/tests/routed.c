@@ -127,13 +127,7 @@ static void make_outputs(struct routed *n) {
 
 static void name_segments(struct routed *n) {
   struct rank *me = n->team->me;
-  int most = 0;
-  for (int to = 0; to < me->count; to++) {
-    int rows = 0;
-    for (int s = 0; s < me->count; s++) rows += rows_between(n->routing, s, to);
-    if (rows > most) most = rows;
-  }
-  int room = most * n->routing->topk + n->spec->alignment * n->routing->experts + 1;
+  int room = n->max_tokens * me->count * n->routing->topk + n->spec->alignment * n->routing->experts;
   n->segment = share(me, 4096 + (uint64_t)room * n->spec->row_bytes);
   for (int owner = 0; owner < me->count; owner++) {
     dk_team_segment_params p = {.size = sizeof p,
@@ -393,10 +387,23 @@ static void check_metadata(struct routed *n, int row, const struct arrival *from
   expect_int(n, "recv_src_metadata", &n->meta, at + 1, from->source * topk + last);
 }
 
+/* A segment has no copy on the host: it passes through a tensor. */
+static void fetch_segment(struct routed *n) {
+  struct rank *me = n->team->me;
+  struct mark mark = set_mark(me);
+  struct tensor room = tensor(me, "copy of the segment", n->recv_x.bytes);
+  if (room.bytes) copy(me, room.at, n->recv_x.at, room.bytes);
+  fetch_tensor(me, room);
+  finish(me);
+  if (room.bytes) memcpy(n->recv_x.host, room.host, room.bytes);
+  back_to(me, mark);
+}
+
 void check_routed_dispatch(struct routed *n, uint32_t flags) {
   struct rank *me = n->team->me;
   struct tensor all[] = {n->recv_x, n->recv_scales, n->recv_idx, n->recv_weights, n->meta};
-  for (int i = 0; i < COUNT(all); i++) fetch_tensor(me, all[i]);
+  for (int i = n->segment && me->index > 0 ? 1 : 0; i < COUNT(all); i++) fetch_tensor(me, all[i]);
+  if (n->segment && me->index > 0) fetch_segment(n);
   finish(me);
   expect_healthy(n->team);
   expect_no_refusal(n->team);

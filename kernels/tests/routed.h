@@ -24,6 +24,9 @@ struct routed_spec {
   uint64_t nvl_bytes; /* 0: the floor */
 };
 
+struct arrival {
+  int source, token;
+};
 struct routed {
   const struct routed_spec *spec;
   struct team *team;
@@ -32,12 +35,10 @@ struct routed {
   int tokens, rows, expanded; /* of this rank; rows that it receives, in both layouts */
   int capacity, room;         /* rows of its outputs: of metadata; of recv_x */
   int max_tokens;             /* M */
-  struct arrival {
-    int source, token;
-  } *arrivals; /* of each plain row */
-  int *slots;  /* [rows, K] expanded row of each choice, -1: not here */
-  int *first;  /* [L] of each local expert: first row */
-  int *count;  /* [L] */
+  struct arrival *arrivals;   /* of each plain row */
+  int *slots;                 /* [rows, K] expanded row of each choice, -1: not here */
+  int *first;                 /* [L] of each local expert: first row */
+  int *count;                 /* [L] */
   struct tensor idx, weights, x, scales;
   struct tensor matrix, head, slot, psum_ranks, psum_experts, num_experts, stats;
   struct tensor recv_x, recv_scales, recv_idx, recv_weights, meta;

@@ -3,6 +3,9 @@
 #include "cuda/impl/normal/dispatch_kernel.cuh"
 #include "cuda/impl/normal/layout_kernel.cuh"
 #include "cuda/impl/normal/notify_kernel.cuh"
+#include "cuda/impl/normal/routed_combine_kernel.cuh"
+#include "cuda/impl/normal/routed_dispatch_kernel.cuh"
+#include "cuda/impl/normal/routed_notify.cuh"
 #include "cuda/launch/internode.h"
 
 namespace deepep {
@@ -32,7 +35,7 @@ cudaError_t load(Kernel *kernel, size_t max_shared) {
 }
 
 constexpr size_t kSharedLimit80 = 160 * 1024, kSharedLimit90 = 224 * 1024, kSharedForRoles = 44 * 1024,
-                 kMinForStages = 12 * 1024;
+                 kMinForStages = 12 * 1024, kRoutingLimit = 96 * 1024;
 
 }  // namespace
 
@@ -45,9 +48,19 @@ cudaError_t load_normal_kernels(bool bulk) {
   if (error == cudaSuccess) error = load(deep_ep::intranode::notify_dispatch, 0);
   if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch<false>, min(max_shared, kSharedLimit80));
   if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false>, min(max_shared, kSharedLimit80));
+  if (error == cudaSuccess) error = load(deep_ep::intranode::notify_routed, min(max_shared, kRoutingLimit));
+  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_routed<false>, min(max_shared, kSharedLimit80));
+  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_expanded<false>, min(max_shared, kSharedLimit80));
+  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_routed<false>, min(max_shared, kSharedLimit80));
+  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_expanded<false>, min(max_shared, kSharedLimit80));
 #if DEEPEP_SM90
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch<true>, min(max_shared, kSharedLimit90));
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine<true>, min(max_shared, kSharedLimit90));
+  const size_t limit90 = min(max_shared, kSharedLimit90);
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch_routed<true>, limit90);
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch_expanded<true>, limit90);
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine_routed<true>, limit90);
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine_expanded<true>, limit90);
 #else
   (void)bulk;
 #endif
@@ -76,11 +89,44 @@ DK_EXPORT int32_t dk_layout(dk_layout_params *p) {
   return launched(p);
 }
 
+namespace {
+
+static_assert(kMaxRoutedExperts == DK_MAX_ROUTED_EXPERTS, "one limit");
+
+// With a routing: what any of the three calls cannot do.
+int32_t check_routing(const Team *team, int32_t routing, int32_t num_topk, int32_t num_experts, int32_t index_bytes) {
+  if (routing != DK_ROUTING_PLAIN && routing != DK_ROUTING_EXPANDED) return DK_EINVAL;
+  if (is_remote(team)) return DK_EUNSUPPORTED;
+  if (num_topk < 1 || num_topk > kWarp || (index_bytes != 4 && index_bytes != 8)) return DK_EINVAL;
+  const bool fits = num_experts >= 1 && num_experts <= DK_MAX_ROUTED_EXPERTS;
+  return fits && num_experts % team->view.num_ranks == 0 ? DK_OK : DK_EINVAL;
+}
+
+int32_t notify_with_routing(dk_notify_params *p) {
+  auto *team = handle_of<Team>(p->team);
+  const int32_t code = check_routing(team, p->routing, p->num_topk, p->num_experts, p->index_bytes);
+  if (code != DK_OK) return code;
+  if (p->num_tokens < 0 || p->hidden_bytes == 0 || p->expert_alignment < 1 || p->num_worst_expanded < 0 ||
+      p->num_max_tokens < p->num_tokens)
+    return DK_EINVAL;
+  if (p->psum_per_rank == 0 || p->psum_per_expert == 0 || p->num_per_expert == 0) return DK_EINVAL;
+  const uint32_t num_ranks = team->view.num_ranks, experts = p->num_experts;
+  RoutedNotifyParams params{{*p, session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH)}};
+  params.warps = kRoutedNotifyThreads / kWarp;
+  while (params.warps > 1 && routing_counts_bytes(experts, num_ranks, params.warps) > kRoutingLimit) --params.warps;
+  const size_t shared = routing_counts_bytes(experts, num_ranks, params.warps);
+  const OnDevice on(team->device);
+  deep_ep::intranode::notify_routed<<<1, kRoutedNotifyThreads, shared, stream_of(p->stream)>>>(params);
+  return launched(p);
+}
+
+}  // namespace
+
 DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
   DK_ENTER(p);
+  if (p->routing != DK_ROUTING_NONE) return notify_with_routing(p);
   auto *team = handle_of<Team>(p->team);
   const int num_ranks = team->view.num_ranks;
-  if (p->routing != DK_ROUTING_NONE) return DK_EUNSUPPORTED;
   if (p->num_tokens < 0 || p->num_experts < 0 || p->num_experts % num_ranks != 0 || p->hidden_bytes == 0)
     return DK_EINVAL;
   if (p->expert_alignment < 1 || (p->num_experts > 0 && p->tokens_per_expert == 0)) return DK_EINVAL;
@@ -94,6 +140,13 @@ DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
 
 namespace {
 
+// The shared memory of a call's kernel.
+template <bool kBulk>
+size_t dispatch_shared(const DispatchParams &p, uint32_t stage_bytes) {
+  return p.routing == DK_ROUTING_EXPANDED ? RoutedShared<kBulk, true>(p, stage_bytes).bytes
+                                          : DispatchShared<kBulk>(p, stage_bytes).bytes;
+}
+
 template <bool kBulk>
 int32_t launch_dispatch(dk_dispatch_params *p, DispatchParams &params, int blocks) {
   auto *team = handle_of<Team>(p->team);
@@ -105,11 +158,19 @@ int32_t launch_dispatch(dk_dispatch_params *p, DispatchParams &params, int block
   params.meta_rows = staged_here ? kMetaBatch : kMetaBatchOfMany;
   while (params.meta_rows > 1 && Roles::meta_senders(params) * meta_space_bytes(params) > kMetaBuffers)
     --params.meta_rows;
-  const size_t roles = DispatchShared<kBulk>(params, 0).bytes;
+  const size_t roles = dispatch_shared<kBulk>(params, 0);
   if (roles + kMinForStages > limit) return DK_EUNSUPPORTED;
   params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, limit - roles);
-  const size_t shared = DispatchShared<kBulk>(params, params.stage_bytes).bytes;
+  const size_t shared = dispatch_shared<kBulk>(params, params.stage_bytes);
   const OnDevice on(team->device);
+  if (params.routing == DK_ROUTING_EXPANDED) {
+    deep_ep::intranode::dispatch_expanded<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
+    return launched(p);
+  }
+  if (params.routing != DK_ROUTING_NONE) {
+    deep_ep::intranode::dispatch_routed<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
+    return launched(p);
+  }
   deep_ep::intranode::dispatch<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }
@@ -130,11 +191,58 @@ int32_t launch_combine(dk_combine_params *p, CombineParams &params, int blocks) 
   return launched(p);
 }
 
+// Combine where the handle keeps the routing.
+template <bool kBulk>
+int32_t launch_routed_combine(dk_combine_params *p, CombineParams &params, int blocks) {
+  auto *team = handle_of<Team>(p->team);
+  const uint32_t num_ranks = team->view.num_ranks;
+  const OnDevice on(team->device);
+  if (params.routing == DK_ROUTING_EXPANDED) {
+    using Roles = ExpandedRoles<kBulk>;
+    if (blocks * Roles::kSenders < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
+    params.stage_bytes = min(params.row_bytes, kMaxTermPiece);
+    const size_t shared =
+        ExpandedShared<kBulk>(num_ranks, params.stage_bytes).bytes + 4ull * Roles::kReducers * reducer_words(params);
+    if (shared > (kBulk ? kSharedLimit90 : kSharedLimit80)) return DK_EUNSUPPORTED;
+    deep_ep::intranode::combine_expanded<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
+    return launched(p);
+  }
+  using Roles = CombineRoles<kBulk>;
+  if (blocks * Roles::kSenders < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
+  params.senders = Roles::senders(blocks, static_cast<int>(num_ranks));
+  params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, kSharedLimit90 - kSharedForRoles);
+  const size_t shared = CombineShared<kBulk>(num_ranks, params.stage_bytes).bytes +
+                        4ull * (Roles::kReducers + Roles::kSenders) * reducer_words(params);
+  if (shared > (kBulk ? kSharedLimit90 : kSharedLimit80)) return DK_EUNSUPPORTED;
+  deep_ep::intranode::combine_routed<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
+  return launched(p);
+}
+
+int32_t check_routed_dispatch(const Team *team, const dk_dispatch_params &p) {
+  const int32_t code = check_routing(team, p.routing, p.num_topk, p.num_experts, p.index_bytes);
+  if (code != DK_OK) return code;
+  const bool expanded = p.routing == DK_ROUTING_EXPANDED, padding = (p.flags & DK_DISPATCH_ZERO_PADDING) != 0;
+  if (p.num_max_tokens < p.num_tokens || p.recv_src_idx != 0 || p.num_expanded_tokens < 0) return DK_EINVAL;
+  if (padding && (!expanded || p.psum_per_expert == 0 || p.expert_alignment < 1)) return DK_EINVAL;
+  if (!expanded) return DK_OK;
+  const bool lacks = (p.num_tokens > 0 && p.dst_slot == 0) || (p.num_recv_tokens > 0 && p.recv_src_metadata == 0);
+  return lacks || p.recv_topk_idx != 0 ? DK_EINVAL : DK_OK;
+}
+
+int32_t check_routed_combine(const Team *team, const dk_combine_params &p) {
+  const int32_t code = check_routing(team, p.routing, p.num_topk, p.num_experts, p.index_bytes);
+  if (code != DK_OK) return code;
+  if (p.num_tokens > 0 && p.topk_idx == 0) return DK_EINVAL;
+  const bool expanded = p.routing == DK_ROUTING_EXPANDED;
+  return expanded && (p.num_x_rows < 0 || (p.num_recv_tokens > 0 && p.recv_src_metadata == 0)) ? DK_EINVAL : DK_OK;
+}
+
 DispatchParams dispatch_params(const dk_dispatch_params *p) {
   DispatchParams d{*p, session_of(p, DK_OP_DISPATCH, DK_PHASE_BOTH)};
   d.row_bytes = static_cast<uint32_t>(p->hidden_bytes);
   d.index_bytes = p->index_bytes == 4 ? 4 : 8;
   d.recv_segment = max(p->recv_segment, -1);
+  if (d.routing != DK_ROUTING_NONE) return d;
   if (d.cached()) d.num_topk = d.num_worst_tokens = 0;
   if (d.num_topk == 0) d.num_experts = 0;
   return d;
@@ -146,8 +254,9 @@ bool is_aligned(uint64_t address) { return address % 16 == 0; }
 
 DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   DK_ENTER(p);
-  if (p->routing != DK_ROUTING_NONE) return DK_EUNSUPPORTED;
   auto *team = handle_of<Team>(p->team);
+  const int32_t code = p->routing == DK_ROUTING_NONE ? int32_t{DK_OK} : check_routed_dispatch(team, *p);
+  if (code != DK_OK) return code;
   if (p->hidden_bytes == 0 || p->hidden_bytes % 16 != 0 || p->hidden_bytes > (1u << 30) || p->num_tokens < 0)
     return DK_EINVAL;
   if (!is_aligned(p->x) || !is_aligned(p->recv_x) || (p->recv_segment >= 0 && !is_aligned(p->recv_segment_offset)))
@@ -167,17 +276,23 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
 
 DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   DK_ENTER(p);
-  if (p->routing != DK_ROUTING_NONE) return DK_EUNSUPPORTED;
   auto *team = handle_of<Team>(p->team);
+  const int32_t code = p->routing == DK_ROUTING_NONE ? int32_t{DK_OK} : check_routed_combine(team, *p);
+  if (code != DK_OK) return code;
   if (p->hidden <= 0 || p->hidden % 8 != 0 || p->num_tokens < 0 || p->num_topk < 0) return DK_EINVAL;
   if (!is_aligned(p->x) || !is_aligned(p->combined_x) || !is_aligned(p->bias[0]) || !is_aligned(p->bias[1]))
     return DK_EINVAL;
   CombineParams c{*p, session_of(p, DK_OP_COMBINE, DK_PHASE_BOTH), 2u * p->hidden};
+  const bool apart = p->routing == DK_ROUTING_EXPANDED && (p->flags & DK_COMBINE_UNREDUCED) != 0;
+  c.slot_bytes = c.row_bytes * (apart ? p->num_topk : 1);
   const int blocks = blocks_for(team, p->num_sms);
   if (is_remote(team)) return internode_combine(p, c, blocks);
   if (combine_ring(c).slots == 0) return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes
 #if DEEPEP_SM90
-  if (team->device->bulk) return launch_combine<true>(p, c, blocks);
+  if (team->device->bulk)
+    return c.routing == DK_ROUTING_NONE ? launch_combine<true>(p, c, blocks)
+                                        : launch_routed_combine<true>(p, c, blocks);
 #endif
+  if (c.routing != DK_ROUTING_NONE) return launch_routed_combine<false>(p, c, blocks);
   return launch_combine<false>(p, c, blocks);
 }

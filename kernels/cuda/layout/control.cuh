@@ -25,18 +25,21 @@ static_assert(sizeof(HandshakeMessage) == 64, "one message is one line");
 enum : uint32_t {
   kHandshakeCached = 1,
   kHandshakeWeights = 2,
-  kHandshakeSilent = 4,       // the sender has no row, so whether it gives weights means nothing
-  kHandshakeRefused = 8,      // the sender's handle is wrong: `segment` and `row_limit` say what is expected and seen
-  kHandshakeFormatShift = 8,  // low latency: the format, 4 bits, and flags; normal mode: the type of x
-  kHandshakeFieldShift = 24   // of a refusal: DK_FIELD_*
+  kHandshakeSilent = 4,        // the sender has no row, so whether it gives weights means nothing
+  kHandshakeRefused = 8,       // the sender's handle is wrong: `segment` and `row_limit` say what is expected and seen
+  kHandshakeRoutingShift = 4,  // normal mode: DK_ROUTING_*, 2 bits, and one of combine: rows cross unreduced
+  kHandshakeFormatShift = 8,   // low latency: the format, 4 bits, and flags; normal mode: the type of x
+  kHandshakeFieldShift = 24    // of a refusal: DK_FIELD_*
 };
 
+constexpr uint32_t kMaxRoutedExperts = 2048;  // DK_MAX_ROUTED_EXPERTS
 constexpr int kHandshakeCopies = 2, kLowLatencyHandshakeCopies = 4;
 
-// Words of the counts from one rank to one peer: the rank's row of the matrix, then the peer's experts.
+// Words of the counts from one rank to one peer: the rank's row of the matrix, then the peer's experts; with a routing
+// the experts of all ranks.
 __host__ __device__ inline uint32_t max_local_experts(uint32_t num_ranks) { return max(1024u, 65536u / num_ranks); }
 __host__ __device__ inline uint32_t counts_words(uint32_t num_ranks) {
-  return align_up(num_ranks + max_local_experts(num_ranks), 16u);
+  return align_up(num_ranks + max(max_local_experts(num_ranks), kMaxRoutedExperts), 16u);
 }
 
 struct ControlLayout {

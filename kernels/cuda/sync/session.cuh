@@ -70,6 +70,15 @@ struct Difference {
   uint32_t field;
   int64_t mine, theirs;
 };
+// The routing of a normal-mode call among its flags, and as DK_FIELD_ROUTING records it.
+constexpr uint32_t kRoutingFlags = 7u << kHandshakeRoutingShift;
+__device__ inline uint32_t routing_flags(int routing, uint32_t combine_flags) {
+  return (static_cast<uint32_t>(routing) | (combine_flags & DK_COMBINE_UNREDUCED) << 2) << kHandshakeRoutingShift;
+}
+__device__ inline int64_t routing_field(uint32_t flags) {
+  const uint32_t routing = flags >> kHandshakeRoutingShift & 7;
+  return (routing & 3) | (routing >> 2) << 8;
+}
 // An operation's flags as DK_FIELD_FORMAT records them: of low-latency dispatch the format, whether weights are given,
 // and DK_LL_* flags; of low-latency combine these flags; of the others whether weights are given.
 __device__ inline int64_t format_field(uint32_t op, uint32_t flags) {
@@ -87,6 +96,8 @@ __device__ inline Difference compare_messages(const HandshakeMessage &mine, cons
   if ((mine.flags ^ theirs->flags) & kHandshakeCached)
     return {DK_FIELD_OPERATION, mine.flags & kHandshakeCached, theirs->flags & kHandshakeCached};
   if (is_cancelled(mine.flags) || is_cancelled(theirs->flags)) return {DK_FIELD_NONE, 0, 0};  // it fits any dispatch
+  if ((mine.flags ^ theirs->flags) & kRoutingFlags)
+    return {DK_FIELD_ROUTING, routing_field(mine.flags), routing_field(theirs->flags)};
   if (mine.hidden_bytes != theirs->hidden_bytes)
     return {DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(mine.hidden_bytes), static_cast<int64_t>(theirs->hidden_bytes)};
   if (mine.num_experts != theirs->num_experts) return {DK_FIELD_NUM_EXPERTS, mine.num_experts, theirs->num_experts};

@@ -20,7 +20,7 @@ struct CombineSource {
 };
 
 __host__ __device__ inline RingShape combine_ring(const CombineParams &p) {
-  return ring_shape(p.session.team.nvl_bytes, p.session.team.num_ranks, p.row_bytes, p.num_topk * 4);
+  return ring_shape(p.session.team.nvl_bytes, p.session.team.num_ranks, p.slot_bytes, p.num_topk * 4);
 }
 
 // By the whole block, while the peers' messages are in flight.

@@ -8,7 +8,8 @@ namespace deepep {
 struct CombineParams : dk_combine_params {
   Session session{};
   uint32_t row_bytes = 0, stage_bytes = 0;
-  int32_t senders = 0;  // warps of a block that send rows
+  int32_t senders = 0;      // warps of a block that send rows
+  uint32_t slot_bytes = 0;  // of the ring: a row, or with DK_COMBINE_UNREDUCED a row for each choice
 
   __device__ const uint8_t *x() const { return pointer<const uint8_t>(dk_combine_params::x); }
   __device__ const float *topk_weights() const { return pointer<const float>(dk_combine_params::topk_weights); }

@@ -13,7 +13,8 @@ struct DispatchDest {
   uint64_t *flags[2];
   const uint64_t *credits[2];  // here
   uint32_t slots, row_stride, meta_stride, direct;
-  int32_t first_row, num_rows, arriving, reserved;  // this rank's rows there; all ranks' rows there
+  int32_t first_row, num_rows, arriving;  // this rank's rows there; all ranks' rows there
+  int32_t limit;                          // expanded rows: of the outputs there
 };
 
 // Before the handshake, by the whole block: all of a destination that does not need the peer's message, which is in
@@ -70,27 +71,30 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
   return __syncthreads_or(!good || crowded) == 0;
 }
 
-// The lowest of this lane's ranks whose ring has no room for the token's row yet; -1: all have room.
+// The lowest of this lane's ranks whose ring has no room for the token's row yet; -1: all have room. kFlagged: rows
+// have flags, which the ring counts, also where they go straight to their places.
+template <bool kFlagged = false>
 __device__ inline int rank_without_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch,
                                         RingPart part, const int32_t *heads) {
   for (int r = lane_id(); r < p.session.team.num_ranks; r += kWarp) {
     const int head = heads[r];
     const auto place_there = static_cast<uint32_t>(head);
     if (place_there >= static_cast<uint32_t>(dests[r].num_rows) || place_there < dests[r].slots ||
-        (part == kPayload && dests[r].direct))
+        (part == kPayload && dests[r].direct && !kFlagged))
       continue;
     const RingPlace place = ring_place(head, dests[r].slots);
     if (ptx::ld_acquire_sys(&dests[r].credits[part][place.slot]) != ring_value(epoch, place.lap - 1)) return r;
   }
   return -1;
 }
+template <bool kFlagged = false>
 __device__ inline bool await_ring_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch,
                                        RingPart part, const int32_t *heads) {
   int missing = -1;
   const bool good = warp_wait_or_fail(
       p.session, static_cast<int64_t>(epoch),
       [&] {
-        missing = rank_without_room(p, dests, epoch, part, heads);
+        missing = rank_without_room<kFlagged>(p, dests, epoch, part, heads);
         return __all_sync(kAllLanes, missing < 0) != 0;
       },
       [&] { return missing; });

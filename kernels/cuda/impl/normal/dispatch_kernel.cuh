@@ -132,7 +132,7 @@ __device__ inline bool sends_rows(const DispatchParams &p, const DispatchSplit<k
   return !kBulk || warp_id() < ceil_div(p.recv_segment < 0 ? kStagedSenders : kDirectSenders, split.senders);
 }
 
-template <bool kBulk>
+template <bool kBulk, bool kRouted = false>
 __device__ inline void run_dispatch_roles(const DispatchParams &p, const DispatchSplit<kBulk> &split, uint64_t epoch,
                                           uint8_t *shared, bool staged, RowSender<kBulk, DispatchJob> &rows) {
   using Roles = DispatchRoles<kBulk>;
@@ -143,7 +143,7 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, const Dispatc
   int copier = -1;  // number among the block's copying warps
   const int meta_sender = split.sends() ? Roles::meta_sender(p, warp) : -1;
   if (meta_sender >= 0) {
-    send_meta<kBulk>(p, dests, {shared + at.meta + meta_sender * meta_space_bytes(p), 0}, epoch);
+    send_meta<kBulk, kRouted>(p, dests, {shared + at.meta + meta_sender * meta_space_bytes(p), 0}, epoch);
   } else if (warp < Roles::kSenders) {
     if (sends_rows(p, split)) rows.run(staged);
     __syncwarp();
@@ -161,7 +161,7 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, const Dispatc
     if (!split.sends()) copier = Roles::kSenders + warp - Roles::kMetaSendersAt;
   } else if (warp < Roles::kRowReceiversAt) {
     const int worker = (warp - Roles::kMetaReceiversAt) * gridDim.x + blockIdx.x;
-    receive_meta(p, epoch, p.recv_segment >= 0, worker, Roles::kMetaReceivers * gridDim.x);
+    receive_meta<kRouted>(p, epoch, p.recv_segment >= 0, worker, Roles::kMetaReceivers * gridDim.x);
   } else if (split.copiers > 0 && (!split.apart || !split.sends())) {
     copier = warp - Roles::kRowReceiversAt + (split.apart ? Roles::kSenders + Roles::kMetaSenders : 0);
   }

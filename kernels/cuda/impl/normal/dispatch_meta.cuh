@@ -2,6 +2,7 @@
 // payload goes straight to its place, and ahead of the payload; receivers copy it to the outputs meanwhile.
 #pragma once
 #include "cuda/impl/normal/dispatch_job.cuh"
+#include "cuda/impl/normal/routed_meta.cuh"
 
 namespace deepep {
 
@@ -26,6 +27,8 @@ __host__ __device__ inline uint32_t meta_space_bytes(const DispatchParams &p) {
   return p.meta_rows * (p.meta.common_stride + kMetaSlots * p.meta.stride) + kMetaBatch * 4;
 }
 
+// kRouted, here and below: the handle keeps the routing.
+template <bool kRouted>
 __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace &space, int first, int tokens) {
   const int row_words = static_cast<int>(p.meta.common_stride / 4), lane = lane_id();
   for (int t = 0; t < tokens; ++t)
@@ -43,6 +46,8 @@ __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace
     for (int w = 0; w < words; ++w)
       ptx::copy_word_async(row + p.meta.numbers_at + k * words + w,
                            static_cast<const uint32_t *>(p.topk_idx()) + at * words + w);
+    if (kRouted && expanded(p))
+      ptx::copy_word_async(row + p.meta.slots_at + k, pointer<const int32_t>(p.dst_slot) + at);
   }
   ptx::copy_words_commit();
   ptx::copy_words_wait<0>();
@@ -52,21 +57,30 @@ __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace
                    *index = space.common() + i / p.num_topk * row_words + p.meta.numbers_at + i % p.num_topk * words;
     const int64_t expert = words == 1 ? static_cast<int32_t>(index[0])
                                       : static_cast<int64_t>(static_cast<uint64_t>(index[1]) << 32 | index[0]);
-    if (expert < -1 || expert >= p.num_experts)  // it counts as -1
+    if ((!kRouted && expert < -1) || expert >= p.num_experts)  // it counts as -1
       report_refusal(p.session, kNoted, DK_EINVAL, p.session.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
   }
 }
 
-// The number of entry k's expert at rank r, or p.meta.none.
-__device__ inline uint32_t number_at_rank(const DispatchParams &p, const uint32_t *common_row, int k, int r) {
+// The number of entry k's expert at rank r, or p.meta.none; with expanded rows its row, below `limit`.
+template <bool kRouted>
+__device__ inline uint32_t number_at_rank(const DispatchParams &p, const uint32_t *common_row, int k, int r,
+                                          int32_t limit) {
   const uint32_t words = p.index_words(), *index = common_row + p.meta.numbers_at + k * words;
   const uint32_t mine = index[0] - r * p.meta.num_local;  // -1 becomes too large
+  if (kRouted && expanded(p)) {
+    if (mine >= p.meta.num_local || (words == 2 && index[1] != 0)) return p.meta.none;
+    const uint32_t slot = common_row[p.meta.slots_at + k];
+    if (slot >= static_cast<uint32_t>(limit)) refuse_slot(p, limit, static_cast<int>(slot));
+    return slot;
+  }
   return mine < p.meta.num_local && (words == 1 || index[1] == 0) ? mine : p.meta.none;
 }
 
 // Makes the rows for rank r of the `rows` tokens of the batch that space.tokens lists.
+template <bool kRouted>
 __device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &space, uint32_t *out, int r, int rows,
-                                      int first) {
+                                      int first, int32_t limit) {
   const int row_words = static_cast<int>(p.meta.stride / 4), common_words = static_cast<int>(p.meta.common_stride / 4);
   for (int j = 0; j < rows; ++j) {
     const auto *from = reinterpret_cast<const uint4 *>(space.common() + space.tokens(p)[j] * common_words);
@@ -81,8 +95,9 @@ __device__ inline void make_meta_rows(const DispatchParams &p, const MetaSpace &
     for (int h = 0; h <= p.meta.shift; ++h) {
       const int k = (at << p.meta.shift) + h;
       const uint32_t number =
-          k < p.num_topk ? number_at_rank(p, space.common() + space.tokens(p)[j] * common_words, k, r) : p.meta.none;
-      if (k < p.num_topk && number == p.meta.none) row[p.num_scales + k] = 0;
+          k < p.num_topk ? number_at_rank<kRouted>(p, space.common() + space.tokens(p)[j] * common_words, k, r, limit)
+                         : p.meta.none;
+      if (!kRouted && k < p.num_topk && number == p.meta.none) row[p.num_scales + k] = 0;
       packed |= number << (16 * h);
     }
     row[p.meta.numbers_at + at] = packed;
@@ -108,7 +123,7 @@ __device__ inline void push_shared(uint8_t *to, const void *from, uint32_t bytes
 }
 
 // Stores the metadata of tokens [first, end), all of whose rows have room.
-template <bool kBulk>
+template <bool kBulk, bool kRouted>
 __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchDest *dests, MetaSpace &space, int first,
                                         int end) {
   const int num_ranks = p.session.team.num_ranks, tokens = end - first, lane = lane_id();
@@ -119,7 +134,7 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
                                           : -1;
   };
   int head = head_at(0);
-  load_common_meta(p, space, first, tokens);
+  load_common_meta<kRouted>(p, space, first, tokens);
   for (int i = 0; i < num_ranks; ++i) {
     const int r = rank_at(i), mine = head;
     head = head_at(i + 1);
@@ -132,7 +147,7 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
 #endif
     uint32_t *out = space.rows(p);
     __syncwarp();
-    make_meta_rows(p, space, out, r, rows, first);
+    make_meta_rows<kRouted>(p, space, out, r, rows, first, dests[r].limit);
     ++space.slot;
 #if DEEPEP_HAS_BULK_COPY
     if (kBulk) ptx::fence_before_bulk();
@@ -169,7 +184,7 @@ __device__ inline void publish_meta(const DispatchParams &p, const DispatchDest 
 }
 
 // Role of a warp.
-template <bool kBulk>
+template <bool kBulk, bool kRouted = false>
 __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *dests, MetaSpace space, uint64_t epoch) {
   const int num_ranks = p.session.team.num_ranks, batch = static_cast<int>(p.meta_rows);
   if (p.meta.words == 0) return;
@@ -195,7 +210,7 @@ __device__ inline void send_meta(const DispatchParams &p, const DispatchDest *de
         published = token;
         if (!await_ring_room(p, dests, epoch, kMeta, heads)) return;
       }
-      send_tokens_meta<kBulk>(p, dests, space, token, min(token + step, end));
+      send_tokens_meta<kBulk, kRouted>(p, dests, space, token, min(token + step, end));
     }
     publish_meta<kBulk>(p, dests, epoch, published, end);
   }
@@ -296,6 +311,7 @@ __device__ inline ReceiverShare receiver_share(int worker, int num_workers, int 
 }
 
 // Role of a warp.
+template <bool kRouted = false>
 __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, bool direct, int worker, int num_workers) {
   const TeamView &team = p.session.team;
   const ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks);
@@ -319,12 +335,14 @@ __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, boo
     if (!good) return;
     __syncwarp();
     const uint32_t first_slot = __shfl_sync(kAllLanes, place.slot, 0);
-    spread_meta(p, count, static_cast<int64_t>(before) + first,
-                [&](int row) {  // the ring wraps once at most
-                  const uint32_t slot = first_slot + row;
-                  return rows_here +
-                         static_cast<uint64_t>(slot < ring.slots ? slot : slot - ring.slots) * p.meta.stride;
-                });
+    const auto at = [&](int row) {  // the ring wraps once at most
+      const uint32_t slot = first_slot + row;
+      return rows_here + static_cast<uint64_t>(slot < ring.slots ? slot : slot - ring.slots) * p.meta.stride;
+    };
+    if constexpr (kRouted)
+      spread_routed(p, share.source, count, static_cast<int64_t>(before) + first, at);
+    else
+      spread_meta(p, count, static_cast<int64_t>(before) + first, at);
     __syncwarp();
     if (mine && first + lane_id() + static_cast<int>(ring.slots) < rows)
       return_credit(team, kMeta, share.source, place.slot, ring_value(epoch, place.lap));

@@ -17,6 +17,7 @@ struct MetaShape {
   int32_t shift;             // 1: two numbers in a word, else 0
   uint32_t num_local, none;  // experts of a rank; the number of another rank's expert
   int32_t numbers_at, source_at, words;
+  int32_t slots_at;        // expanded, as rows are loaded: where each choice goes, which takes the numbers' place
   uint32_t stride;         // bytes
   uint32_t common_stride;  // as rows are loaded: scales, weights, experts, with room for what is made of them
 };
@@ -49,14 +50,16 @@ struct DispatchParams : dk_dispatch_params {
 
 inline MetaShape meta_shape(const DispatchParams &p) {
   MetaShape meta{};
+  const bool expanded = p.routing == DK_ROUTING_EXPANDED;
   meta.num_local = p.num_experts / p.session.team.num_ranks;
-  meta.shift = meta.num_local < 0xffff ? 1 : 0;
+  meta.shift = meta.num_local < 0xffff && !expanded ? 1 : 0;
   meta.none = meta.shift == 1 ? 0xffffu : 0xffffffffu;
   meta.numbers_at = p.num_scales + p.num_topk;
   meta.source_at = meta.numbers_at + ceil_div(p.num_topk, 1 + meta.shift);
   meta.words = meta.source_at + (p.cached() ? 0 : 1);
   meta.stride = align_up(4u * meta.words, 16u);
-  meta.common_stride = max(meta.stride, align_up(4u * (meta.numbers_at + p.num_topk * p.index_words()), 16u));
+  meta.slots_at = meta.numbers_at + p.num_topk * p.index_words();
+  meta.common_stride = max(meta.stride, align_up(4u * (meta.slots_at + (expanded ? p.num_topk : 0)), 16u));
   return meta;
 }
 

@@ -103,6 +103,9 @@ __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t
   hand.mine.row_limit = p.num_recv_tokens;
   hand.mine.segment = p.recv_segment;
   hand.mine.segment_offset = p.recv_segment_offset;
+  hand.mine.flags |= routing_flags(p.routing, 0);
+  if (p.routing != DK_ROUTING_NONE) hand.mine.max_tokens = p.num_max_tokens;
+  if (p.routing == DK_ROUTING_EXPANDED) hand.mine.row_limit = p.num_expanded_tokens;
   add_handle(hand, handle, p.exchange);
   if ((p.flags & DK_DISPATCH_CANCELLED) != 0)
     add_refusal(hand, DK_FIELD_CANCELLED, 0, p.reason);
@@ -120,6 +123,9 @@ __device__ inline Handshake combine_handshake(const CombineParams &p, uint64_t e
   hand.mine.op = DK_OP_COMBINE;
   hand.mine.num_topk = p.num_topk;
   if (p.num_tokens == 0 && p.num_recv_tokens == 0) hand.mine.flags = kHandshakeSilent;
+  hand.mine.flags |= routing_flags(p.routing, p.flags);
+  if (p.routing != DK_ROUTING_NONE && (p.topk_weights() != nullptr || p.combined_topk_weights() != nullptr))
+    hand.mine.flags |= kHandshakeWeights;
   add_handle(hand, handle, p.exchange);
   return hand;
 }

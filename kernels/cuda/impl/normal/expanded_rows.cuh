@@ -1,0 +1,176 @@
+// expanded_rows.cuh - dispatch of expanded rows: where a rank's row goes at each other rank, and the receiving warps,
+// which write it to its other places as it arrives.
+#pragma once
+#include "cuda/impl/normal/dispatch_meta.cuh"
+
+namespace deepep {
+
+// After set_up_dests, by the same threads: a row goes straight to the place of its first choice.
+__device__ inline void set_up_expanded_dests(const DispatchParams &p, uint64_t epoch, DispatchDest *dests) {
+  const TeamView &team = p.session.team;
+  for (int r = threadIdx.x; r < team.num_ranks; r += blockDim.x) {
+    DispatchDest &dest = dests[r];
+    dest.limit = team.handshake(team.rank, epoch % kHandshakeCopies, r)->row_limit;
+    if (dest.direct) dest.rows -= static_cast<uint64_t>(dest.first_row) * p.row_bytes;
+  }
+  __syncthreads();
+}
+
+// Words that a stage needs of a token: heads [R], then its experts and their slots, as the caller has them.
+__host__ __device__ inline uint32_t expanded_head_words(const DispatchParams &p) {
+  return p.session.team.num_ranks + p.num_topk * (p.index_words() + 1);
+}
+
+struct ExpandedJob : DispatchJob {
+  __device__ int32_t *words_of(int stage) const { return heads + stage * expanded_head_words(p); }
+  __device__ void prefetch(int stage, int token) {
+    const int num_ranks = p.session.team.num_ranks, indices = p.num_topk * p.index_words();
+    int32_t *to = words_of(stage);
+    const auto *idx = static_cast<const uint32_t *>(p.topk_idx()) + static_cast<int64_t>(token) * indices;
+    const int32_t *slots = pointer<const int32_t>(p.dst_slot) + static_cast<int64_t>(token) * p.num_topk;
+    for (int r = lane_id(); r < num_ranks; r += kWarp)
+      ptx::copy_word_async(&to[r], &p.send_head()[static_cast<int64_t>(token) * num_ranks + r]);
+    for (int i = lane_id(); i < indices; i += kWarp) ptx::copy_word_async(&to[num_ranks + i], &idx[i]);
+    for (int k = lane_id(); k < p.num_topk; k += kWarp) ptx::copy_word_async(&to[num_ranks + indices + k], &slots[k]);
+  }
+  __device__ bool room(int stage, int) const {
+    return __all_sync(kAllLanes, rank_without_room<true>(p, dests, epoch, kPayload, words_of(stage)) < 0) != 0;
+  }
+  __device__ bool await_room(int stage, int) const {
+    return await_ring_room<true>(p, dests, epoch, kPayload, words_of(stage));
+  }
+  // The rank of choice lane_id(); -1: none.
+  __device__ int rank_of_choice(int stage) const {
+    if (lane_id() >= p.num_topk) return -1;
+    const int32_t *index = words_of(stage) + p.session.team.num_ranks + lane_id() * p.index_words();
+    const bool far = p.index_words() == 2 && index[1] != 0;
+    return far || index[0] < 0 || index[0] >= p.num_experts ? -1 : index[0] / static_cast<int>(p.meta.num_local);
+  }
+  template <class F>
+  __device__ void each(int stage, int, F f) const {
+    const int num_ranks = p.session.team.num_ranks;
+    const int32_t *words = words_of(stage);
+    const int rank = rank_of_choice(stage),
+              mine = rank < 0 ? -1 : words[num_ranks + p.num_topk * p.index_words() + lane_id()];
+    for (int r = 0; r < num_ranks; ++r) {
+      const int head = words[r];
+      const uint32_t choices = __ballot_sync(kAllLanes, rank == r);
+      if (static_cast<uint32_t>(head) >= static_cast<uint32_t>(dests[r].num_rows)) {
+        if (head >= 0) refuse_head(r, head);
+        continue;
+      }
+      uint32_t slot = ring_place(head, dests[r].slots).slot;
+      if (dests[r].direct) {
+        const int first = choices == 0 ? -1 : __shfl_sync(kAllLanes, mine, __ffs(static_cast<int>(choices)) - 1);
+        if (static_cast<uint32_t>(first) >= static_cast<uint32_t>(dests[r].limit)) {
+          refuse_slot(p, dests[r].limit, first);
+          continue;
+        }
+        slot = static_cast<uint32_t>(first);
+      }
+      f(dests[r].rows + static_cast<uint64_t>(slot) * dests[r].row_stride);
+    }
+  }
+};
+
+// Whole warp: a row from `from` to places `to`.
+__device__ inline void copy_to_places(const DispatchParams &p, const uint8_t *from, int slot, uint32_t to) {
+  constexpr int kUnroll = 8;
+  const int chunks = static_cast<int>(p.row_bytes / 16);
+  for (int base = 0; base < chunks; base += kWarp * kUnroll) {
+    uint4 data[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int at = base + u * kWarp + lane_id();
+      if (at < chunks) data[u] = ptx::ld_stream(from + 16ull * at);
+    }
+    for (uint32_t left = to; left != 0; left &= left - 1) {
+      const int64_t place = __shfl_sync(kAllLanes, slot, __ffs(static_cast<int>(left)) - 1);
+      uint8_t *row = p.recv_x() + place * p.row_bytes;
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int at = base + u * kWarp + lane_id();
+        if (at < chunks) ptx::st_stream(row + 16ull * at, data[u]);
+      }
+    }
+  }
+}
+
+// Whole warp: zeros behind the rows of experts `first`, `first` + `step` / kPaddingParts, ...
+constexpr int kPaddingParts = 8;  // warps that share an expert
+__device__ inline void write_padding(const DispatchParams &p, int worker, int num_workers) {
+  const int *ends = pointer<const int>(p.psum_per_expert), parts = static_cast<int>(p.meta.num_local) * kPaddingParts;
+  for (int i = worker; i < parts; i += num_workers) {
+    const int64_t real_end = max(ends[i / kPaddingParts], 0);
+    const int64_t end =
+        min<int64_t>(ceil_div<int64_t>(real_end, p.expert_alignment) * p.expert_alignment, p.num_expanded_tokens);
+    for (int64_t row = real_end + i % kPaddingParts; row < end; row += kPaddingParts) {
+      for (uint32_t at = 16 * lane_id(); at < p.row_bytes; at += 16 * kWarp)
+        *reinterpret_cast<uint4 *>(p.recv_x() + row * p.row_bytes + at) = uint4{0, 0, 0, 0};
+      if (p.recv_scales() != nullptr)
+        for (int s = lane_id(); s < p.num_scales; s += kWarp)
+          p.recv_scales()[row * p.recv_scale_token_stride + s * p.recv_scale_stride] = 0;
+      if (p.recv_topk_weights() != nullptr && lane_id() == 0) p.recv_topk_weights()[row] = 0;
+    }
+  }
+}
+
+constexpr int kExpandChunk = 8;  // rows that a receiving warp takes together
+
+// Whole warp: waits until `count` flags from `flags` have been set, of which lane i looks at number i.
+__device__ inline bool await_flags(const DispatchParams &p, uint64_t epoch, int source, const uint64_t *flags,
+                                   const RingPlace &place, uint32_t lanes) {
+  const bool good = warp_wait_or_fail(
+      p.session, static_cast<int64_t>(epoch),
+      [&] {
+        const bool here =
+            (lanes >> lane_id() & 1) == 0 || ptx::ld_acquire_sys(&flags[place.slot]) == ring_value(epoch, place.lap);
+        return __all_sync(kAllLanes, here) != 0;
+      },
+      [&] { return lane_id() == 0 ? source : -1; });
+  __syncwarp();
+  return good;
+}
+
+// Role of a warp: rows of one source, with their metadata.
+__device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch, int worker, int num_workers) {
+  const TeamView &team = p.session.team;
+  const bool direct = p.recv_segment >= 0;
+  const ReceiverShare share = receiver_share(worker, num_workers, team.num_ranks);
+  const int before = rows_before(p.rank_prefix_matrix(), team.num_ranks, share.source, team.rank);
+  const int rows = p.rank_prefix_matrix()[share.source * team.num_ranks + team.rank] - before;
+  const RingShape ring = dispatch_ring(p, direct);
+  const int chunk = static_cast<int>(min<uint32_t>(kExpandChunk, ring.slots));
+  const uint64_t *meta_flags = team.ring_flag(team.rank, kMeta, share.source),
+                 *row_flags = team.ring_flag(team.rank, kPayload, share.source);
+  const uint8_t *metas = team.self + team.nvl + ring.meta(share.source, 0),
+                *staged = team.self + team.nvl + ring.payload(share.source, 0);
+  if ((p.flags & DK_DISPATCH_ZERO_PADDING) != 0) write_padding(p, worker, num_workers);
+  for (int first = share.first * chunk; first < rows; first += share.step * chunk) {
+    const int count = min(chunk, rows - first);
+    const RingPlace place = ring_place(first + lane_id(), ring.slots);
+    if (!await_flags(p, epoch, share.source, meta_flags, place, (1u << count) - 1)) return;
+    for (int j = 0; j < count; ++j)
+      spread_expanded(p, share.source, before + first + j,
+                      reinterpret_cast<const uint32_t *>(
+                          metas + static_cast<uint64_t>(ring_place(first + j, ring.slots).slot) * p.meta.stride));
+    for (int j = 0; j < count; ++j) {
+      if (!await_flags(p, epoch, share.source, row_flags, place, 1u << j)) return;
+      const uint64_t slot = ring_place(first + j, ring.slots).slot;
+      const RowPlaces places = places_of(p, reinterpret_cast<const uint32_t *>(metas + slot * p.meta.stride));
+      const int own =
+          __shfl_sync(kAllLanes, places.slot, places.here == 0 ? 0 : __ffs(static_cast<int>(places.here)) - 1);
+      const uint8_t *from =
+          direct ? p.recv_x() + static_cast<int64_t>(max(own, 0)) * p.row_bytes : staged + slot * p.row_bytes;
+      copy_to_places(p, from, places.slot, direct ? places.here & (places.here - 1) : places.here);
+    }
+    __syncwarp();
+    if (lane_id() < count && first + lane_id() + static_cast<int>(ring.slots) < rows) {
+      return_credit(team, kMeta, share.source, place.slot, ring_value(epoch, place.lap));
+      return_credit(team, kPayload, share.source, place.slot, ring_value(epoch, place.lap));
+    }
+    __syncwarp();
+  }
+}
+
+}  // namespace deepep

@@ -1,0 +1,140 @@
+// routed_combine_kernel.cuh - combine where the handle keeps the routing: as combine_kernel.cuh, but sums have the
+// order of the token's choices, and expanded rows are added before they are sent.
+#pragma once
+#include "cuda/impl/normal/combine_kernel.cuh"
+#include "cuda/impl/normal/expanded_sums.cuh"
+#include "cuda/impl/normal/routed_sums.cuh"
+
+namespace deepep {
+
+// Summing before sending reads each expanded row, twice what crosses the links: more warps send than in the plain form.
+template <bool kBulk>
+struct ExpandedRoles {
+  static constexpr int kSenders = 10, kPublishers = 1, kReducers = 9;
+  static constexpr int kReducersAt = kSenders + kPublishers;
+  static constexpr int kWarps = kReducersAt + kReducers, kThreads = kWarps * kWarp;
+};
+template <bool kBulk>
+struct ExpandedShared {
+  uint32_t stages, dests, sources, queues, bytes;
+  __host__ __device__ ExpandedShared(uint32_t num_ranks, uint32_t stage_bytes) {
+    constexpr uint32_t senders = ExpandedRoles<kBulk>::kSenders;
+    stages = 0;
+    dests = kBulk ? align_up<uint32_t>(senders * kTermStages * stage_bytes, 128) : 0;
+    sources = dests + num_ranks * static_cast<uint32_t>(sizeof(CombineDest));
+    queues = align_up<uint32_t>(sources + num_ranks * static_cast<uint32_t>(sizeof(CombineSource)), 16);
+    bytes = align_up<uint32_t>(queues + senders * static_cast<uint32_t>(sizeof(SendQueue)), 128);
+  }
+};
+
+__device__ inline void publish_combine_rows(const CombineParams &p, uint64_t epoch, const CombineDest *dests,
+                                            SendQueue *queues, int num_queues) {
+  const CombineJob job{p, dests, epoch, combine_ring(p), -1, 0};
+  publish_rows(queues, num_queues, 1, [&](int row, int) {
+    const int r = job.dest_of(row);
+    const RingPlace place = job.place_of(row, r);
+    ptx::st_relaxed_sys(&dests[r].flags[place.slot], ring_value(epoch, place.lap));
+  });
+}
+
+// After a sum's kernel: tickets, epoch, statistics.
+__device__ inline void end_routed_combine(const CombineParams &p, uint64_t epoch, bool failed) {
+  const Session &s = p.session;
+  if (failed) clear_combine_outputs(p);
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) s.team.scratch->rows_taken[epoch % 2][r] = 0;
+  if (threadIdx.x == 0) {
+    s.team.scratch->tokens_taken[epoch % 2] = 0;
+    s.team.scratch->epoch = epoch;
+  }
+  record_kernel(s, nullptr, true, failed);
+}
+
+}  // namespace deepep
+
+namespace deep_ep::intranode {
+using namespace deepep;
+
+// Rows in the plain layout.
+template <bool kBulk>
+__global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1)
+    combine_routed(const __grid_constant__ CombineParams p) {
+#if !DEEPEP_HAS_BULK_COPY
+  if constexpr (kBulk) return;  // the launcher does not choose this form below 9.0
+#endif
+  using Roles = CombineRoles<kBulk>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const Session &s = p.session;
+  const MatrixEntry early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
+  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  const CombineShared<kBulk> at(s.team.num_ranks, p.stage_bytes);
+  auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
+  init_queues(queues, p.senders, kBulk);
+  if (begin(s)) {
+    const Handshake hand = combine_handshake(p, epoch, early);
+    if (blockIdx.x == 0) post_handshake(s, hand);
+    if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
+    auto *dests = reinterpret_cast<CombineDest *>(shared + at.dests);
+    auto *sources = reinterpret_cast<CombineSource *>(shared + at.sources);
+    set_up_combine(p, dests, sources);
+    CombineJob job = combine_job(p, dests, epoch);
+    auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
+    const int warp = warp_id();
+    const bool sends = warp < p.senders && (hand.mine.flags & kHandshakeRefused) == 0;
+    if (sends) rows.start();
+    if (!await_handshake(s, hand)) {
+      if (sends) rows.abandon();
+    } else if (warp < p.senders) {
+      rows.run(true);
+      __syncwarp();
+      if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
+    } else if (warp == Roles::kSenders) {
+      publish_combine_rows(p, epoch, dests, queues, p.senders);
+    } else {
+      const int reducer = warp > Roles::kSenders ? warp - Roles::kReducersAt : Roles::kReducers + warp;
+      reduce_routed(p, epoch, sources, reinterpret_cast<int32_t *>(shared + at.bytes) + reducer * reducer_words(p));
+    }
+  }
+  finish(s, [&](bool failed) { end_routed_combine(p, epoch, failed); });
+}
+
+template <bool kBulk>
+__global__ void __launch_bounds__(ExpandedRoles<kBulk>::kThreads, 1)
+    combine_expanded(const __grid_constant__ CombineParams p) {
+#if !DEEPEP_HAS_BULK_COPY
+  if constexpr (kBulk) return;
+#endif
+  using Roles = ExpandedRoles<kBulk>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const Session &s = p.session;
+  const MatrixEntry early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
+  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  const ExpandedShared<kBulk> at(s.team.num_ranks, p.stage_bytes);
+  auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
+  init_queues(queues, Roles::kSenders, false);
+  if (begin(s)) {
+    const Handshake hand = combine_handshake(p, epoch, early);
+    if (blockIdx.x == 0) post_handshake(s, hand);
+    if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
+    auto *dests = reinterpret_cast<CombineDest *>(shared + at.dests);
+    auto *sources = reinterpret_cast<CombineSource *>(shared + at.sources);
+    set_up_combine(p, dests, sources);
+    const int warp = warp_id();
+    if (!await_handshake(s, hand)) {
+      // All ranks leave.
+    } else if (warp < Roles::kSenders) {
+      CombineJob job = combine_job(p, dests, epoch);
+      TermSender<kBulk> terms{job, queues + warp, shared + at.stages + warp * kTermStages * p.stage_bytes};
+      terms.run();
+      __syncwarp();
+      if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
+    } else if (warp == Roles::kSenders) {
+      publish_combine_rows(p, epoch, dests, queues, Roles::kSenders);
+    } else {
+      reduce_routed(p, epoch, sources,
+                    reinterpret_cast<int32_t *>(shared + at.bytes) + (warp - Roles::kReducersAt) * reducer_words(p));
+    }
+  }
+  finish(s, [&](bool failed) { end_routed_combine(p, epoch, failed); });
+}
+
+}  // namespace deep_ep::intranode

@@ -1,0 +1,177 @@
+// routed_dispatch_kernel.cuh - dispatch where the handle keeps the routing. In the plain layout the roles are those of
+// dispatch_kernel.cuh. Expanded rows cross a link once for each rank: straight to the place of their first choice, or
+// through the ring; the receiving warps write them to their other places.
+#pragma once
+#include "cuda/impl/normal/dispatch_kernel.cuh"
+#include "cuda/impl/normal/expanded_rows.cuh"
+
+namespace deepep {
+
+template <bool kExpand>
+__device__ inline auto routed_job(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch, int32_t *heads) {
+  if constexpr (kExpand)
+    return ExpandedJob{{p, dests, epoch, heads}};
+  else
+    return DispatchJob{p, dests, epoch, heads};
+}
+
+// As DispatchShared, whose last part is longer here.
+template <bool kBulk, bool kExpand>
+struct RoutedShared : DispatchShared<kBulk> {
+  uint32_t head_words;  // of a stage
+  __host__ __device__ RoutedShared(const DispatchParams &p, uint32_t stage_bytes)
+      : DispatchShared<kBulk>(p, stage_bytes), head_words(kExpand ? expanded_head_words(p) : p.session.team.num_ranks) {
+    const uint32_t stages = DispatchRoles<kBulk>::kSenders * (kBulk ? kSendStages : 1);
+    this->bytes = align_up<uint32_t>(this->heads + stages * head_words * 4, 128);
+  }
+};
+
+// With expanded rows every warp that does not send receives; where there are enough blocks, some do nothing else.
+template <bool kBulk>
+struct ExpandedSplit : DispatchSplit<kBulk> {
+  using Roles = DispatchRoles<kBulk>;
+  static constexpr int kApart = Roles::kWarps - Roles::kPublishers,
+                       kBeside = Roles::kMetaReceivers + Roles::kRowReceivers;
+  __device__ explicit ExpandedSplit(const DispatchParams &p)
+      : DispatchSplit<kBulk>(true, p.row_bytes, gridDim.x, p.session.team.num_ranks) {}
+  __device__ int workers() const { return this->copiers * (this->apart ? kApart : kBeside); }
+  // This warp's number among the receiving ones; -1: it is none.
+  __device__ int worker() const {
+    const int warp = warp_id(), block = static_cast<int>(blockIdx.x) - (this->apart ? this->senders : 0);
+    if (block < 0 || (warp >= Roles::kSenders && warp < Roles::kMetaSendersAt)) return -1;
+    const int among = warp < Roles::kSenders ? warp : warp - Roles::kPublishers;
+    if (!this->apart && warp < Roles::kMetaReceiversAt) return -1;
+    return (this->apart ? among : warp - Roles::kMetaReceiversAt) * this->copiers + block;
+  }
+};
+
+template <bool kBulk>
+__device__ inline void publish_expanded(const DispatchParams &p, const DispatchDest *dests, SendQueue *queues,
+                                        uint64_t epoch) {
+  const int num_ranks = p.session.team.num_ranks;
+  publish_rows(queues, DispatchRoles<kBulk>::kSenders, num_ranks, [&](int token, int r) {
+    const int head = p.send_head()[static_cast<int64_t>(token) * num_ranks + r];
+    if (head < 0) return;
+    const RingPlace place = ring_place(head, dests[r].slots);
+    ptx::st_relaxed_sys(&dests[r].flags[kPayload][place.slot], ring_value(epoch, place.lap));
+  });
+}
+
+template <bool kBulk>
+__device__ inline void run_expanded_roles(const DispatchParams &p, const ExpandedSplit<kBulk> &split, uint64_t epoch,
+                                          uint8_t *shared, RowSender<kBulk, ExpandedJob> &rows) {
+  using Roles = DispatchRoles<kBulk>;
+  const RoutedShared<kBulk, true> at(p, p.stage_bytes);
+  const auto *dests = reinterpret_cast<const DispatchDest *>(shared + at.dests);
+  auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
+  const int warp = warp_id(), worker = split.worker();
+  if (warp < Roles::kSenders) {
+    if (sends_rows(p, split)) rows.run(true);
+    __syncwarp();
+    if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
+  } else if (warp < Roles::kMetaSendersAt) {
+    publish_expanded<kBulk>(p, dests, queues, epoch);
+  } else if (warp < Roles::kMetaReceiversAt && split.sends()) {
+    send_meta<kBulk, true>(p, dests, {shared + at.meta + (warp - Roles::kMetaSendersAt) * meta_space_bytes(p), 0},
+                           epoch);
+  }
+  if (worker >= 0) receive_expanded(p, epoch, worker, split.workers());
+}
+
+template <bool kBulk>
+__device__ inline void run_routed_roles(const DispatchParams &p, const DispatchSplit<kBulk> &split, uint64_t epoch,
+                                        uint8_t *shared, RowSender<kBulk, DispatchJob> &rows) {
+  const DispatchShared<kBulk> at(p, p.stage_bytes);
+  const auto *dests = reinterpret_cast<const DispatchDest *>(shared + at.dests);
+  bool staged = false;
+  for (int r = 0; r < p.session.team.num_ranks; ++r) staged |= !dests[r].direct;
+  run_dispatch_roles<kBulk, true>(p, split, epoch, shared, staged, rows);
+}
+
+// A failed dispatch leaves rows that name nothing.
+__device__ inline void clear_expanded_outputs(const DispatchParams &p) {
+  for (int64_t i = threadIdx.x; p.recv_topk_weights() != nullptr && i < p.num_expanded_tokens; i += blockDim.x)
+    p.recv_topk_weights()[i] = 0;
+  const int64_t words = static_cast<int64_t>(max(p.num_recv_tokens, 0)) * (p.num_topk + 2);
+  for (int64_t i = threadIdx.x; !p.cached() && p.recv_src_metadata != 0 && i < words; i += blockDim.x)
+    src_metadata(p, 0)[i] = -1;
+}
+
+template <bool kBulk, bool kExpand>
+__device__ inline void dispatch_with_routing(const DispatchParams &p, uint8_t *shared) {
+  const Session &s = p.session;
+  MatrixEntry early{0, 0};
+  if (p.cached()) early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
+  const WrongCounts wrong = load_wrong_counts(p);
+  __shared__ uint64_t next_epoch;
+  if (threadIdx.x == 0) next_epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  const RoutedShared<kBulk, kExpand> at(p, p.stage_bytes);
+  auto *dests = reinterpret_cast<DispatchDest *>(shared + at.dests);
+  auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
+  init_queues(queues, DispatchRoles<kBulk>::kSenders, kBulk);
+  if (begin(s)) {
+    const uint64_t epoch = next_epoch;
+    const Handshake hand = dispatch_handshake(p, epoch, early, wrong);
+    if (blockIdx.x == 0) post_handshake(s, hand);
+    if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
+    prepare_dests(p, dests);
+    const ExpandedSplit<kBulk> expanded_split(p);
+    const DispatchSplit<kBulk> plain_split(p.recv_segment < 0, p.row_bytes, gridDim.x, s.team.num_ranks);
+    const DispatchSplit<kBulk> &split = kExpand ? expanded_split : plain_split;
+    auto *heads =
+        reinterpret_cast<int32_t *>(shared + at.heads) + warp_id() * (kBulk ? kSendStages : 1) * at.head_words;
+    auto job = routed_job<kExpand>(p, dests, epoch, heads);
+    auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
+    if (sends_rows(p, split)) rows.start();
+    if (await_handshake(s, hand) && set_up_dests(p, epoch, dests)) {
+      if constexpr (kExpand) {
+        set_up_expanded_dests(p, epoch, dests);
+        run_expanded_roles<kBulk>(p, expanded_split, epoch, shared, rows);
+      } else {
+        __syncthreads();
+        run_routed_roles<kBulk>(p, plain_split, epoch, shared, rows);
+      }
+    } else if (sends_rows(p, split)) {
+      rows.abandon();
+    }
+  }
+  finish(s, [&](bool failed) {
+    if (failed && kExpand) clear_expanded_outputs(p);
+    if (failed && !kExpand) clear_dispatch_outputs(p);
+    if (threadIdx.x == 0) {  // resets both copies of the tickets, though one is 0 already
+      Scratch *scratch = s.team.scratch;
+      scratch->blocks_sent = 0;
+      for (int copy = 0; copy < 2; ++copy) scratch->tokens_taken[copy] = scratch->metas_taken[copy] = 0;
+      scratch->epoch += 1;
+      clear_wrong_counts(p);
+    }
+    record_kernel(s, nullptr, true, failed);
+  });
+}
+
+}  // namespace deepep
+
+namespace deep_ep::intranode {
+using namespace deepep;
+
+template <bool kBulk>
+__global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
+    dispatch_routed(const __grid_constant__ DispatchParams p) {
+#if !DEEPEP_HAS_BULK_COPY
+  if constexpr (kBulk) return;  // the launcher does not choose this form below 9.0
+#endif
+  extern __shared__ __align__(128) uint8_t shared[];
+  dispatch_with_routing<kBulk, false>(p, shared);
+}
+
+template <bool kBulk>
+__global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
+    dispatch_expanded(const __grid_constant__ DispatchParams p) {
+#if !DEEPEP_HAS_BULK_COPY
+  if constexpr (kBulk) return;
+#endif
+  extern __shared__ __align__(128) uint8_t shared[];
+  dispatch_with_routing<kBulk, true>(p, shared);
+}
+
+}  // namespace deep_ep::intranode

@@ -1,0 +1,89 @@
+// routed_meta.cuh - what arrives of a row's metadata where the handle keeps the routing.
+#pragma once
+#include "cuda/impl/normal/dispatch_dest.cuh"
+
+namespace deepep {
+
+__device__ inline bool expanded(const DispatchParams &p) { return p.routing == DK_ROUTING_EXPANDED; }
+__device__ inline int32_t *src_metadata(const DispatchParams &p, int64_t row) {
+  return pointer<int32_t>(p.recv_src_metadata) + row * (p.num_topk + 2);
+}
+
+// Rows of one source in the plain layout: `rows` rows, found by at(row), to the outputs from final_row on.
+template <class At>
+__device__ inline void spread_routed(const DispatchParams &p, int source, int rows, int64_t final_row, At at) {
+  const int scales = p.num_scales, topk = p.num_topk;
+  auto word_at = [&](int row, int word) { return reinterpret_cast<const uint32_t *>(at(row))[word]; };
+  auto number_at = [&](int row, int k) {
+    return word_at(row, p.meta.numbers_at + (k >> p.meta.shift)) >> (16 * (k & p.meta.shift)) & p.meta.none;
+  };
+  if (p.recv_scales() != nullptr)
+    for (int i = lane_id(); i < rows * scales; i += kWarp) {  // rows are next to each other where scales are by columns
+      const int row = p.recv_scale_stride == 1 ? i / scales : i % rows,
+                at_scale = p.recv_scale_stride == 1 ? i % scales : i / rows;
+      p.recv_scales()[(final_row + row) * p.recv_scale_token_stride + at_scale * p.recv_scale_stride] =
+          word_at(row, at_scale);
+    }
+  for (int i = lane_id(); i < rows * topk; i += kWarp) {
+    const int row = i / topk, k = i % topk;
+    const int64_t to = final_row * topk + i;
+    if (p.recv_topk_weights() != nullptr) p.recv_topk_weights()[to] = word_at(row, scales + k);
+    if (p.recv_topk_idx() == nullptr) continue;
+    const uint32_t number = number_at(row, k);
+    const int64_t index = number == p.meta.none ? -1 : static_cast<int64_t>(number);
+    if (p.index_bytes == 8)
+      static_cast<int64_t *>(p.recv_topk_idx())[to] = index;
+    else
+      static_cast<int32_t *>(p.recv_topk_idx())[to] = static_cast<int32_t>(index);
+  }
+  if (p.recv_src_metadata == 0 || p.cached() || lane_id() >= rows) return;
+  int last = topk - 1;
+  while (last >= 0 && number_at(lane_id(), last) == p.meta.none) --last;
+  int32_t *to = src_metadata(p, final_row + lane_id());
+  to[0] = source * p.num_max_tokens + static_cast<int32_t>(word_at(lane_id(), p.meta.source_at));
+  to[1] = source * topk + last;
+}
+
+// A slot of this rank's handle that lies outside the outputs of a rank. Flags have been promised, so the team fails.
+__device__ __noinline__ inline void refuse_slot(const DispatchParams &p, int32_t limit, int32_t slot) {
+  report_failure(p.session, DK_EINVAL, p.session.team.rank, DK_FIELD_DST_SLOT, limit, slot, 0);
+}
+
+// An expanded row's places: lane k has that of choice k, `here` the choices that have one.
+struct RowPlaces {
+  int slot;
+  uint32_t here;
+};
+__device__ inline RowPlaces places_of(const DispatchParams &p, const uint32_t *meta) {
+  RowPlaces places{-1, 0};
+  if (lane_id() < p.num_topk) places.slot = static_cast<int>(meta[p.meta.numbers_at + lane_id()]);
+  if (places.slot >= p.num_expanded_tokens) places.slot = -1;  // its sender has failed
+  places.here = __ballot_sync(kAllLanes, places.slot >= 0);
+  return places;
+}
+
+// Whole warp: the metadata of an expanded row to the outputs of all its places. row: its number in the plain layout.
+__device__ inline void spread_expanded(const DispatchParams &p, int source, int64_t row, const uint32_t *meta) {
+  const RowPlaces places = places_of(p, meta);
+  if (p.recv_topk_weights() != nullptr && places.slot >= 0)
+    p.recv_topk_weights()[places.slot] = meta[p.num_scales + lane_id()];
+  if (!p.cached() && p.recv_src_metadata != 0) {
+    int32_t *to = src_metadata(p, row);
+    if (lane_id() < p.num_topk) to[2 + lane_id()] = places.slot;
+    if (lane_id() == 0) {
+      to[0] = source * p.num_max_tokens + static_cast<int32_t>(meta[p.meta.source_at]);
+      to[1] = source * p.num_topk + 63 - __clzll(static_cast<long long>(places.here));
+    }
+  }
+  if (p.recv_scales() == nullptr) return;
+  for (int base = 0; base < p.num_scales; base += kWarp) {
+    const int at = base + lane_id();
+    const uint32_t scale = at < p.num_scales ? meta[at] : 0;
+    for (uint32_t left = places.here; left != 0; left &= left - 1) {
+      const int64_t slot = __shfl_sync(kAllLanes, places.slot, __ffs(static_cast<int>(left)) - 1);
+      if (at < p.num_scales) p.recv_scales()[slot * p.recv_scale_token_stride + at * p.recv_scale_stride] = scale;
+    }
+  }
+}
+
+}  // namespace deepep

@@ -1,0 +1,302 @@
+// routed_notify.cuh - the exchange of counts where the handle keeps the routing. One block counts the choices of all
+// tokens, exchanges the counts with those of the other ranks, and gives each row and each choice its place. Each warp
+// has a run of consecutive tokens and counters of its own, so that places ascend with the tokens.
+#pragma once
+#include "cuda/impl/normal/handshake.cuh"
+#include "cuda/impl/normal/notify_counts.cuh"
+
+namespace deepep {
+
+constexpr int kRoutedNotifyThreads = 1024;
+
+// `warps` of the block count.
+struct RoutedNotifyParams : NotifyParams {
+  int32_t warps = 0;
+
+  __device__ bool expanded() const { return routing == DK_ROUTING_EXPANDED; }
+  __device__ int experts_each() const { return num_experts / session.team.num_ranks; }
+  __device__ const void *topk_idx() const { return pointer<const void>(dk_notify_params::topk_idx); }
+  __device__ int32_t *dst_slot() const { return pointer<int32_t>(dk_notify_params::dst_slot); }
+  __device__ int32_t *psum_per_rank() const { return pointer<int32_t>(dk_notify_params::psum_per_rank); }
+  __device__ int32_t *psum_per_expert() const { return pointer<int32_t>(dk_notify_params::psum_per_expert); }
+  __device__ int32_t *num_per_expert() const { return pointer<int32_t>(dk_notify_params::num_per_expert); }
+  __device__ int32_t *cumulative_stats() const { return pointer<int32_t>(dk_notify_params::cumulative_stats); }
+};
+
+// Shared memory: for each expert this rank's count, later its choices' first row; all ranks' count; then the counters
+// of each warp: experts, ranks.
+struct RoutingCounts {
+  int32_t *first, *total, *ranks, *warps;
+  int stride;
+  __device__ RoutingCounts(const RoutedNotifyParams &p, uint8_t *shared)
+      : first(reinterpret_cast<int32_t *>(shared)),
+        total(first + p.num_experts),
+        ranks(total + p.num_experts),
+        warps(ranks + p.session.team.num_ranks),
+        stride(p.num_experts + p.session.team.num_ranks) {}
+  __device__ int32_t *of_warp(int warp) const { return warps + warp * stride; }
+};
+__host__ __device__ inline uint32_t routing_counts_bytes(uint32_t num_experts, uint32_t num_ranks, uint32_t warps) {
+  return 4 * (2 * num_experts + num_ranks + warps * (num_experts + num_ranks));
+}
+
+// An entry of topk_idx as its lane sees it. Lanes of a warp hold whole tokens.
+struct Choice {
+  int token, of_warp, k;  // of_warp: which of the warp's tokens it is
+  int expert, rank;       // -1: none
+};
+
+// All of this warp's choices in the order of tokens and choices, as many whole tokens at a time as a warp has lanes
+// for: f(choice, tokens), with the tokens of this time. A wrong index is kept in `wrong`.
+template <class F>
+__device__ inline void for_choices(const RoutedNotifyParams &p, int64_t &wrong, F f) {
+  constexpr int kAhead = 8;  // loads in flight
+  const int each = kWarp / p.num_topk, local = p.experts_each();
+  const int run = ceil_div(ceil_div(p.num_tokens, p.warps), each) * each, of_warp = lane_id() / p.num_topk,
+            k = lane_id() % p.num_topk;
+  const int end = min((warp_id() + 1) * run, p.num_tokens);
+  for (int base = warp_id() * run; base < end; base += each * kAhead) {
+    int64_t entries[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int token = base + i * each + of_warp;
+      entries[i] = of_warp < each && token < end
+                       ? load_index(p.topk_idx(), static_cast<int64_t>(token) * p.num_topk + k, p.index_bytes)
+                       : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int first = base + i * each;
+      if (first >= end) break;
+      if (entries[i] >= p.num_experts) {
+        wrong = entries[i];
+        entries[i] = -1;
+      }
+      const int expert = entries[i] < 0 ? -1 : static_cast<int>(entries[i]);
+      f(Choice{first + of_warp, of_warp, k, expert, expert < 0 ? -1 : expert / local}, min(each, end - first));
+    }
+  }
+}
+
+// Lanes with the same key, in the order of which they count; 0 for a key below 0.
+__device__ inline uint32_t same_key(int key) {
+  const uint32_t lanes = __match_any_sync(kAllLanes, key < 0 ? 0x80000000u | lane_id() : static_cast<uint32_t>(key));
+  return key < 0 ? 0 : lanes;
+}
+__device__ inline bool is_first(uint32_t lanes) {
+  return lanes != 0 && __ffs(static_cast<int>(lanes)) - 1 == lane_id();
+}
+__device__ inline bool is_last(uint32_t lanes) { return (lanes >> lane_id()) == 1; }
+__device__ inline int lanes_before(uint32_t lanes) { return __popc(lanes & ((1u << lane_id()) - 1)); }
+
+// The number of this lane's entry under `key` among the warp's, which `counter` counts.
+__device__ inline int next_number(int32_t *counter, int key) {
+  const uint32_t lanes = same_key(key);
+  const int before = key < 0 ? 0 : counter[key];
+  __syncwarp();
+  if (is_first(lanes)) counter[key] = before + __popc(lanes);
+  __syncwarp();
+  return before + lanes_before(lanes);
+}
+
+// Whole block: counts, and turns each warp's counters into what the warps before it have counted.
+__device__ inline void count_choices(const RoutedNotifyParams &p, const RoutingCounts &counts, int64_t &wrong) {
+  const int num_ranks = p.session.team.num_ranks;
+  for (int i = threadIdx.x; i < p.warps * counts.stride; i += blockDim.x) counts.warps[i] = 0;
+  __syncthreads();
+  if (warp_id() < p.warps) {
+    int32_t *mine = counts.of_warp(warp_id());
+    for_choices(p, wrong, [&](const Choice &c, int) {
+      next_number(mine, c.expert);
+      const bool leads = is_first(same_key(c.rank < 0 ? -1 : c.of_warp * num_ranks + c.rank));
+      next_number(mine + p.num_experts, leads ? c.rank : -1);
+    });
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < counts.stride; i += blockDim.x) {
+    int sum = 0;
+    for (int w = 0; w < p.warps; ++w) {
+      const int count = counts.of_warp(w)[i];
+      counts.of_warp(w)[i] = sum;
+      sum += count;
+    }
+    (i < p.num_experts ? counts.first[i] : counts.ranks[i - p.num_experts]) = sum;
+  }
+  __syncthreads();
+}
+
+// Whole block: all counts go to every peer, a warp for each, then the message that makes them valid.
+__device__ inline void send_routing(const RoutedNotifyParams &p, const RoutingCounts &counts, const Handshake &hand) {
+  const Session &s = p.session;
+  const int num_ranks = s.team.num_ranks;
+  for (int r = warp_id(); r < num_ranks; r += kRoutedNotifyThreads / kWarp) {
+    uint32_t *to = s.team.counts(r, hand.epoch % 2, s.team.rank);
+    for (int i = lane_id(); i < num_ranks; i += kWarp) to[i] = counts.ranks[i];
+    for (int i = lane_id(); i < p.num_experts; i += kWarp) to[num_ranks + i] = counts.first[i];
+  }
+  __syncthreads();  // the release of each message below covers what the block has stored
+  post_handshake(s, hand);
+}
+
+// wrong: an index that is no expert's; -1: none. It travels in the message, so that every rank refuses the call.
+__device__ inline Handshake routed_notify_handshake(const RoutedNotifyParams &p, uint64_t epoch, int64_t wrong) {
+  Handshake hand = notify_handshake(p, epoch);
+  hand.mine.flags |= routing_flags(p.routing, 0);
+  hand.mine.max_tokens = p.num_max_tokens;
+  hand.mine.segment_offset = static_cast<uint64_t>(p.expert_alignment);
+  hand.mine.segment = p.expanded() && p.num_worst_tokens > 0 ? p.num_worst_expanded : -1;
+  if (wrong >= 0) {
+    hand.mine.flags |= kHandshakeRefused | static_cast<uint32_t>(DK_FIELD_TOPK_IDX) << kHandshakeFieldShift;
+    hand.mine.segment = p.num_experts;
+    hand.mine.row_limit = static_cast<int32_t>(min<int64_t>(wrong, INT32_MAX));
+  }
+  return hand;
+}
+
+// A thread for each rank: its rows from each rank, and whether it has room for them. False: it does not.
+__device__ inline bool sum_ranks(const RoutedNotifyParams &p, uint64_t epoch) {
+  const Session &s = p.session;
+  const int num_ranks = s.team.num_ranks;
+  bool good = true;
+  for (int j = threadIdx.x; j < num_ranks; j += blockDim.x) {
+    const HandshakeMessage *from = s.team.handshake(s.team.rank, epoch % kHandshakeCopies, j);
+    if (from->segment_offset != static_cast<uint64_t>(p.expert_alignment)) {
+      report_failure(s, DK_EMISMATCH, j, DK_FIELD_ALIGNMENT, p.expert_alignment,
+                     static_cast<int64_t>(from->segment_offset), 0);
+      good = false;
+    }
+    int sum = 0;
+    for (int i = 0; i < num_ranks; ++i) {
+      sum += static_cast<int>(s.team.counts(s.team.rank, epoch % 2, i)[j]);
+      p.rank_prefix_matrix()[i * num_ranks + j] = sum;
+      if (j == s.team.rank) p.psum_per_rank()[i] = sum;
+    }
+    if (j == s.team.rank && p.counts() != nullptr) {
+      p.counts()->num_recv_tokens = sum;
+      p.counts()->num_recv_nodes_tokens = 0;
+    }
+    if (from->row_limit < 0 || sum <= from->row_limit) continue;
+    report_refusal(s, kVoid, DK_EINVAL, j, DK_FIELD_WORST_TOKENS, from->row_limit, sum);
+    good = false;
+  }
+  return good;
+}
+
+// A warp for each rank: where its experts' rows begin, and this rank's rows among them. False: there is no room.
+__device__ inline bool place_experts(const RoutedNotifyParams &p, const RoutingCounts &counts, uint64_t epoch) {
+  const Session &s = p.session;
+  const int num_ranks = s.team.num_ranks, local = p.experts_each();
+  bool good = true;
+  for (int r = warp_id(); r < num_ranks; r += kRoutedNotifyThreads / kWarp) {
+    int64_t start = 0;  // rows of the experts before
+    for (int base = 0; base < local; base += kWarp) {
+      const int e = base + lane_id(), expert = r * local + e;
+      const bool mine = e < local;
+      const int total = mine ? counts.total[expert] : 0;
+      const int64_t rows = ceil_div<int64_t>(total, p.expert_alignment) * p.expert_alignment;
+      int64_t sum = rows;
+      for (int step = 1; step < kWarp; step *= 2) {
+        const int64_t other = __shfl_up_sync(kAllLanes, sum, step);
+        if (lane_id() >= step) sum += other;
+      }
+      const int64_t first = start + sum - rows;
+      if (mine) counts.first[expert] += static_cast<int>(first);
+      if (mine && r == s.team.rank) {
+        p.num_per_expert()[e] = total;
+        p.psum_per_expert()[e] = static_cast<int>(p.expanded() ? first + total : first + rows);
+        if (p.counts() != nullptr) p.counts()->per_expert[e] = static_cast<int>(rows);
+      }
+      start += __shfl_sync(kAllLanes, sum, kWarp - 1);
+    }
+    const HandshakeMessage *from = s.team.handshake(s.team.rank, epoch % kHandshakeCopies, r);
+    const int64_t limit = from->segment < 0 ? INT32_MAX : from->segment;
+    if (!p.expanded() || start <= limit) continue;
+    if (lane_id() == 0) report_refusal(s, kVoid, DK_EINVAL, r, DK_FIELD_WORST_EXPANDED, limit, start);
+    good = false;
+  }
+  return good;
+}
+
+// Whole block, once all counts are here. False: the call moves no rows.
+__device__ inline bool sum_routing(const RoutedNotifyParams &p, const RoutingCounts &counts, uint64_t epoch) {
+  const Session &s = p.session;
+  const int num_ranks = s.team.num_ranks;
+  bool good = sum_ranks(p, epoch);
+  for (int e = threadIdx.x; e < p.num_experts; e += blockDim.x) {
+    int sum = 0, before = 0;
+    for (int i = 0; i < num_ranks; ++i) {
+      if (i == s.team.rank) before = sum;
+      sum += static_cast<int>(s.team.counts(s.team.rank, epoch % 2, i)[num_ranks + e]);
+    }
+    counts.first[e] = before;
+    counts.total[e] = sum;
+  }
+  __syncthreads();
+  good &= place_experts(p, counts, epoch);
+  return __syncthreads_or(!good) == 0;
+}
+
+// Whole block: send_head and dst_slot.
+__device__ inline void place_choices(const RoutedNotifyParams &p, const RoutingCounts &counts) {
+  if (warp_id() >= p.warps) return;
+  const int num_ranks = p.session.team.num_ranks, me = p.session.team.rank;
+  int32_t *mine = counts.of_warp(warp_id());
+  int64_t wrong = -1;
+  for_choices(p, wrong, [&](const Choice &c, int tokens) {
+    const int64_t token = c.token - c.of_warp;  // the first one of this time
+    for (int i = lane_id(); i < tokens * num_ranks; i += kWarp) p.send_head()[token * num_ranks + i] = -1;
+    const int row = next_number(mine, c.expert);
+    const uint32_t together = same_key(c.rank < 0 ? -1 : c.of_warp * num_ranks + c.rank);
+    int place = next_number(mine + p.num_experts, is_first(together) ? c.rank : -1);
+    place = __shfl_sync(kAllLanes, place, together == 0 ? 0 : __ffs(static_cast<int>(together)) - 1);
+    if (c.of_warp >= tokens) return;
+    if (is_first(together)) p.send_head()[static_cast<int64_t>(c.token) * num_ranks + c.rank] = place;
+    int slot = -1;
+    if (c.expert >= 0 && p.expanded()) slot = counts.first[c.expert] + row;
+    if (is_last(together) && !p.expanded()) slot = me * p.num_max_tokens + place;
+    p.dst_slot()[static_cast<int64_t>(c.token) * p.num_topk + c.k] = slot;
+  });
+}
+
+// By the one block.
+__device__ inline void end_routed_notify(const RoutedNotifyParams &p, uint64_t epoch, bool failed) {
+  const int num_ranks = p.session.team.num_ranks, local = p.experts_each();
+  const int64_t choices = static_cast<int64_t>(p.num_tokens) * p.num_topk;
+  for (int64_t i = threadIdx.x; failed && i < choices; i += blockDim.x) p.dst_slot()[i] = -1;
+  for (int i = threadIdx.x; failed && i < num_ranks; i += blockDim.x) p.psum_per_rank()[i] = 0;
+  for (int i = threadIdx.x; i < local; i += blockDim.x) {
+    if (failed) p.psum_per_expert()[i] = p.num_per_expert()[i] = 0;
+    if (!failed && p.cumulative_stats() != nullptr) p.cumulative_stats()[i] += p.num_per_expert()[i];
+  }
+  end_notify(p, epoch, failed);
+}
+
+}  // namespace deepep
+
+namespace deep_ep::intranode {
+using namespace deepep;
+
+__global__ void __launch_bounds__(kRoutedNotifyThreads) notify_routed(const __grid_constant__ RoutedNotifyParams p) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const Session &s = p.session;
+  const RoutingCounts counts(p, shared);
+  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  if (begin(s)) {
+    __shared__ int64_t wrong_index;
+    int64_t wrong = -1;
+    if (threadIdx.x == 0) wrong_index = -1;
+    count_choices(p, counts, wrong);
+    if (wrong >= 0) wrong_index = wrong;
+    __syncthreads();
+    const Handshake hand = routed_notify_handshake(p, epoch, wrong_index);
+    send_routing(p, counts, hand);
+    publish_newest_by_last_warp(s.team);
+    if (await_handshake(s, hand) && sum_routing(p, counts, epoch)) {
+      announce_counts(p);
+      place_choices(p, counts);
+    }
+  }
+  finish(s, [&](bool failed) { end_routed_notify(p, epoch, failed); });
+}
+
+}  // namespace deep_ep::intranode
