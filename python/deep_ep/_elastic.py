@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import _abi, _torch
@@ -224,7 +224,12 @@ class Sending:
     copies_topk: bool = False
     stats: OptionalTensor = None
     worst: bool = False  # outputs have room for any routing, and no host waits for counts
-    token: int = 0  # of the exchange of counts; 0 with a handle
+    exchange: Any = field(default_factory=ctypes.c_uint64)  # the library writes its number here; 0 with a handle
+
+    @property
+    def token(self) -> int:
+        """The number of the exchange of counts."""
+        return int(self.exchange.value)
 
 
 class ElasticMode:
@@ -241,24 +246,24 @@ class ElasticMode:
         """A dispatch without a handle. `num_sms` is for its handle."""
         try:
             return self._finish(sending, self._begin(sending, num_sms))
-        except BaseException:
-            sending.order.leave()  # the exchange may still be writing to the handle's tensors
+        except BaseException as error:
+            _cut_short(sending, error)
             raise
 
     def begin(self, sending: Sending, num_sms: int) -> EPHandle:
         """The first half of one: launches the exchange of counts, and returns the handle."""
         try:
             return self._begin(sending, num_sms)
-        except BaseException:
-            sending.order.leave()
+        except BaseException as error:
+            _cut_short(sending, error)
             raise
 
     def finish(self, sending: Sending, handle: EPHandle) -> Dispatched:
         """The second half: waits for the counts, unless the outputs have room for any routing, and sends the rows."""
         try:
             return self._finish(sending, handle)
-        except BaseException:
-            sending.order.leave()
+        except BaseException as error:
+            _cut_short(sending, error)
             raise
 
     def _begin(self, sending: Sending, num_sms: int) -> EPHandle:
@@ -300,12 +305,10 @@ class ElasticMode:
             topk_idx=topk_idx.data_ptr(),
             cumulative_recv_stats=_torch.address(sending.stats),
         )
-        token = ctypes.c_uint64()
         function = core.native.lib.with_gil.deepep_notify_counts
         held = (topk_idx, sending.stats, kept, *_library_tensors(handle))
-        order.first(function, ctypes.byref(notify), ctypes.byref(token), config=sending.config, held=held)
-        sending.token = token.value
-        setattr(matrix, EXCHANGE, sending.token)
+        order.first(function, ctypes.byref(notify), ctypes.byref(sending.exchange), config=sending.config, held=held)
+        setattr(matrix, EXCHANGE, native.exchange)
         return handle
 
     def _finish(self, sending: Sending, handle: EPHandle) -> Dispatched:
@@ -498,6 +501,13 @@ class ElasticMode:
         return given[0], given[1]
 
 
+def _cut_short(sending: Sending, error: BaseException) -> None:
+    """An exception ended a dispatch without a handle: its peers may wait for it, the exchange may still be writing."""
+    if sending.token:
+        sending.order.cancel(sending.token, error)
+    sending.order.leave()
+
+
 def _library_tensors(handle: EPHandle) -> tuple[OptionalTensor, ...]:
     """What the library reads and writes of a handle, beside topk_idx."""
     return tuple(getattr(handle, name) for name in TENSORS[1:])
@@ -510,5 +520,5 @@ def _received_scales(payload: Payload, rows: int, columns: bool) -> tuple[Option
     count = payload.num_scales
     if not columns:
         return _torch.like(payload.scales, rows, count), (count, 1)
-    stride = -(-rows // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+    stride = max(1, -(-rows // SCALE_ALIGNMENT)) * SCALE_ALIGNMENT
     return _torch.like(payload.scales, count, stride).t()[:rows], (1, stride)

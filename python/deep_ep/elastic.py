@@ -151,6 +151,7 @@ class ElasticBuffer(BufferBase):
             hidden=self.hidden, num_topk=self.num_topk, zero_copy_bytes=_segment(engine, segment),
         )  # fmt: skip
         core = self._core = self._base._core
+        core.open_rows()  # now, so that the first call is as fast as later ones
         self._mode = ElasticMode(core, self._base._normal, flags["allow_multiple_reduction"])
         self._deferred = ""  # the call whose second half is still to come
         self.group = group
@@ -180,6 +181,14 @@ class ElasticBuffer(BufferBase):
         assertion(self.explicitly_destroy, "destroy() needs a buffer made with explicitly_destroy=True")
         self._base.destroy()
         self.runtime = None
+
+    def release(self) -> None:
+        """Gives back the buffer's memory and keeps its addresses and the group; see Buffer.release."""
+        self._base.release()
+
+    def restore(self) -> None:
+        """Has the memory again. Collective; see Buffer.restore."""
+        self._base.restore()
 
     def check(self) -> None:
         """Asks whether the buffer can be used.

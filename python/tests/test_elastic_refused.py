@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from unittest import mock
 
 import pytest
 import torch
@@ -330,6 +331,47 @@ def test_mutated_handles(pool, device):
         pytest.skip("needs the CPU engine, which refuses before a row moves; on GPUs: kernels/tests")
     for texts in pool.run(2, rank_mutated):
         assert all(texts.values()), texts
+
+
+def rank_without_memory(ctx):
+    """Rank 1 has no memory for the rows once it has the counts; then a signal comes just there."""
+    texts = []
+    exchange = elastic.expect(CASE, M)
+    with elastic.buffer_of(ctx, M, CASE.hidden, num_gpu_timeout_secs=20) as buffer:
+        for error in (torch.OutOfMemoryError("no memory"), KeyboardInterrupt()):
+            if ctx.rank == 1:
+                with mock.patch.object(buffer._mode, "_rows", side_effect=error), pytest.raises(type(error)):
+                    elastic.dispatch(ctx, buffer, exchange, CASE, expand=True)
+                buffer.check()  # it has been told
+            else:
+                texts.append(error_of(buffer, lambda: elastic.dispatch(ctx, buffer, exchange, CASE, expand=True))[0])
+            elastic.round_trip(ctx, buffer, CASE, exchange, expand=True, sync=True)
+    return texts
+
+
+def test_a_rank_without_memory_tells_its_peers(pool):
+    for texts in pool.run(2, rank_without_memory)[:1]:
+        assert all("rank 1 has cancelled it" in text and "works on" in text for text in texts), texts
+        assert "out of memory" in texts[0] and "its program gave it up" in texts[1], texts
+
+
+def rank_released(ctx):
+    """The buffer's memory is given back and had again; handles of before are refused, as V1's."""
+    exchange = elastic.expect(CASE, M)
+    with elastic.buffer_of(ctx, M, CASE.hidden) as buffer:
+        call = elastic.dispatch(ctx, buffer, exchange, CASE, expand=True)
+        buffer.release()
+        with pytest.raises(RuntimeError, match="released"):
+            elastic.dispatch(ctx, buffer, exchange, CASE)
+        buffer.restore()
+        elastic.check(call)
+        with pytest.raises(RuntimeError, match="before release"):
+            elastic.again(ctx, buffer, call)
+        elastic.round_trip(ctx, buffer, CASE, exchange, expand=True, sync=True)
+
+
+def test_released(pool):
+    pool.run(2, rank_released)
 
 
 def rank_compiled(ctx):
