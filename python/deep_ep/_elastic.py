@@ -153,7 +153,7 @@ class Order(Ordering):
         """Launches the call that ends the operation."""
         event = self.last(function, args, config=config, held=held)
         if self.extra and event.event is not None:
-            event.extra_tensors = self.extra
+            event.extra_tensors = event.event._held = self.extra  # whichever of the two the caller keeps
         return event
 
     def _mark(self, tensors: tuple[OptionalTensor, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -160,7 +161,8 @@ class ElasticBuffer(BufferBase):
         self.allow_hybrid_mode = flags["allow_hybrid_mode"]
         self.allow_multiple_reduction = flags["allow_multiple_reduction"]
         self.prefer_overlap_with_compute = flags["prefer_overlap_with_compute"]
-        self.sl_idx = sl_idx
+        service_level = os.environ.get("EP_OVERRIDE_RDMA_SL")
+        self.sl_idx = int(service_level) if service_level else sl_idx
         self.num_rdma_ranks, self.num_nvlink_ranks = core.num_nodes, core.group_size // core.num_nodes
         logical = (core.num_nodes, self.num_nvlink_ranks) if self.allow_hybrid_mode else (1, core.group_size)
         self.num_scaleout_ranks, self.num_scaleup_ranks = logical
@@ -169,6 +171,8 @@ class ElasticBuffer(BufferBase):
         self.nccl_comm_handle: Any = None  # there is no NCCL below
         self.runtime: Runtime | None = self._base.runtime
         self._sms_of: dict[tuple[int, int], int] = {}
+        if os.environ.get("EP_BUFFER_DEBUG", "0") not in ("", "0"):
+            self.print_memory_usage()
 
     # ---- life
 
@@ -201,6 +205,15 @@ class ElasticBuffer(BufferBase):
     def stats(self) -> dict[str, dict[str, Any]]:
         """Statistics of the calls; see Buffer.stats."""
         return self._base.stats()
+
+    def print_memory_usage(self) -> None:
+        """Prints the bytes of the buffer's parts."""
+        info = self._core.native.info()
+        pool = self._core.native.rows
+        parts = {"staging": info.num_nvl_bytes, "rows": pool.count if pool is not None else 0}
+        parts |= {"RDMA": info.num_rdma_bytes, "workspace": info.control_bytes + info.wire_bytes}
+        sizes = ", ".join(f"{name} {count / 2**20:.1f} MiB" for name, count in parts.items())
+        print(f"[rank {self.rank_idx}] {sizes}")
 
     @opaque
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
@@ -717,15 +730,6 @@ class EPBuffer(ElasticBuffer):
         )  # fmt: skip
         return self._defer("combine", result[2], lambda: self._given(result[:2])) if defer else result
 
-    def print_memory_usage(self) -> None:
-        """Prints the bytes of the buffer's parts."""
-        info = self._core.native.info()
-        pool = self._core.native.rows
-        parts = {"staging": info.num_nvl_bytes, "rows": pool.count if pool is not None else 0}
-        parts |= {"RDMA": info.num_rdma_bytes, "workspace": info.control_bytes + info.wire_bytes}
-        sizes = ", ".join(f"{name} {count / 2**20:.1f} MiB" for name, count in parts.items())
-        print(f"[rank {self.rank_idx}] {sizes}")
-
     lb_get_theoretical_num_sms = _absent("lb_get_theoretical_num_sms", BALANCING)
     lb_prefetch_weights = _absent("lb_prefetch_weights", BALANCING)
     lb_reduce_grads = _absent("lb_reduce_grads", BALANCING)
@@ -742,6 +746,8 @@ class EPBuffer(ElasticBuffer):
         return event
 
     def _finish(self, sending: Sending, handle: EPHandle) -> tuple[Any, ...]:
+        if not sending.order.on_comm:  # outputs are allocated on the stream that waits, so that one is waited for
+            sending.order.struct.stream = self._core.current_stream()
         result = self._mode.finish(sending, handle)
         result[4].current_stream_wait()
         return self._given(result[:4])

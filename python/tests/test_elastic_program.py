@@ -133,6 +133,7 @@ def rank_held_by_the_event(ctx):
         with elastic.buffer_of(ctx, 24, 256) as buffer:
             call = elastic.dispatch(ctx, buffer, exchange, case, async_with_compute_stream=1)
             held = call.event.extra_tensors
+            assert ctx.engine == "cpu" or call.event.event._held is held
             if ctx.engine == "cuda":
                 assert any(t is call.recv_x[0] for t in held) and any(t is call.handle.topk_idx for t in held)
             wait(call)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import io
+import os
 from unittest import mock
 
 import pytest
@@ -250,6 +253,20 @@ def rank_sizes(ctx):
     finally:
         made.destroy()
         plain.destroy()
+
+
+def rank_environment(ctx):
+    with mock.patch.dict(os.environ, {"EP_BUFFER_DEBUG": "1", "EP_OVERRIDE_RDMA_SL": "5"}):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), elastic.buffer_of(ctx, M, 64, sl_idx=2) as buffer:
+            assert buffer.sl_idx == 5
+    assert f"[rank {ctx.rank}] staging 2.0 MiB" in printed.getvalue()
+    with elastic.buffer_of(ctx, M, 64, sl_idx=2) as buffer:
+        assert buffer.sl_idx == 2
+
+
+def test_environment(pool):
+    pool.run(2, rank_environment)
 
 
 def test_sizes(pool):

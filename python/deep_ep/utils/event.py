@@ -17,7 +17,8 @@ class EventHandle:
     On the CPU engine the current stream is the calling thread, so such a point is already passed.
     """
 
-    __slots__ = ("_core", "_launch", "_home", "_torch", "__weakref__")
+    __slots__ = ("_core", "_launch", "_home", "_torch", "_held", "__weakref__")
+    _held: tuple[Any, ...]  # tensors of the call, if the caller asked for that
 
     @opaque
     def __init__(self) -> None:
