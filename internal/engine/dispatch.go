@@ -48,6 +48,7 @@ func (b *Buffer) CancelDispatch(token uint64, reason error, c *Call) error {
 		rows := slot.rows
 		a.XType, a.NumScales, a.Hidden, a.NumTopK, a.NumExperts = rows.XType, rows.NumScales, rows.Hidden, rows.NumTopK, rows.NumExperts
 		a.Handle.RankPrefixMatrix, slot.token = slot.matrix, 0
+		giveRouting(&a, slot.routing)
 		return nil
 	}
 	return b.launchRest(c, abi.OpDispatch, onComm, &p.OpHeader, take, func() int32 {

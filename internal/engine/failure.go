@@ -160,7 +160,9 @@ func (b *Buffer) explainPeer(head string, code status.Code, f *abi.Failure) erro
 
 func (b *Buffer) explainMismatch(head string, f *abi.Failure) error {
 	name, ok := fieldNames[f.Field]
-	if !ok {
+	if f.Field == abi.FieldMaxTokens && (f.Op == abi.OpNotify || f.Op == abi.OpDispatch) {
+		name = "num_max_tokens_per_rank"
+	} else if !ok {
 		name = fmt.Sprintf("field %d", f.Field)
 	}
 	return status.Errorf(status.Mismatch, "%s: ranks disagree on %s: rank %d has %s, rank %d has %s",

@@ -51,6 +51,13 @@ func routingOf(h *op.Handle) plan.Routing {
 	return plan.HandleRouting(h)
 }
 
+// giveRouting completes the arguments of a dispatch that has no handle of a caller.
+func giveRouting(a *op.DispatchArgs, r plan.Routing) {
+	h := a.Handle
+	h.Routing, h.NumTopK, h.NumExperts, h.IndexType = r.Kind, r.NumTopK, r.NumExperts, r.IndexType
+	h.NumMaxTokens, h.ExpertAlignment = r.NumMaxTokens, r.ExpertAlignment
+}
+
 // keepRouting notes in the handle what the notify was given.
 func keepRouting(h *op.Handle, a *op.NotifyArgs) {
 	h.Routing, h.NumTopK, h.NumExperts, h.IndexType = a.Routing, a.NumTopK, a.NumExperts, a.IndexType

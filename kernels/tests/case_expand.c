@@ -136,6 +136,35 @@ static void wrong_index(struct rank *me) {
   run_routed(n);
 }
 
+/* A rank has no memory for its rows: the others, which wait for it in the dispatch, refuse that and go on. */
+static void cancelled(struct rank *me) {
+  struct routed_spec spec = *(const struct routed_spec *)me->test->arg;
+  struct routed *n = small(me, &spec);
+  dk_notify_params p = routed_notify(n);
+  CALL(me, notify, &p);
+  await_routed_counts(n);
+  dk_dispatch_params d = routed_dispatch(n, 0);
+  d.exchange = n->notify_call;
+  if (me->index == 1) {
+    d.flags = DK_DISPATCH_CANCELLED;
+    d.reason = DK_ENOMEM;
+    d.num_tokens = d.num_recv_tokens = d.num_expanded_tokens = 0;
+    d.x = d.scales = d.topk_idx = d.topk_weights = d.send_head = d.dst_slot = 0;
+    d.recv_x = d.recv_scales = d.recv_topk_idx = d.recv_topk_weights = d.recv_src_metadata = 0;
+  }
+  CALL(me, dispatch, &d);
+  finish(me);
+  if (me->index != 1) {
+    dk_failure f = expect_refusal(n->team, DK_EINVAL, DK_OP_DISPATCH, 1, DK_FIELD_CANCELLED);
+    expect(me, f.seen == DK_ENOMEM, "the reason is %ld", (long)f.seen);
+  }
+  expect_healthy(n->team);
+  expect_no_refusal(n->team);
+  for (int e = 0; e < spec.experts; e++) ((int32_t *)n->stats.host)[e] = 100 * e;
+  send_tensor(me, n->stats);
+  run_routed(n);
+}
+
 /* Ranks that were given different alignments, layouts or M end with the name of what differs. */
 static const uint32_t kAlignment = DK_FIELD_ALIGNMENT, kRouting = DK_FIELD_ROUTING, kMaxTokens = DK_FIELD_MAX_TOKENS;
 static void mismatch(struct rank *me) {
@@ -281,6 +310,8 @@ static const struct test_case cases[] = {
     {"expand/back to back", back_to_back, 3, NULL, QUICK, 0, 0},
     {"expand/plain rows by an expanded handle", plain_by_expanded_handle, 3, NULL, QUICK, 0, 0},
     {"expand/refused: index E", wrong_index, 3, NULL, QUICK, 0, 0},
+    {"expand/refused: cancelled", cancelled, 3, &usual, QUICK, 0, 0},
+    {"expand/refused: plain, cancelled", cancelled, 3, &plain, QUICK, 0, 0},
     {"expand/refused: too few expanded rows", too_few_rows, 3, NULL, QUICK, 0, 0},
     {"expand/refused: slot huge", wrong_slot, 3, &kHuge, QUICK, 0, 0},
     {"expand/refused: slot none", wrong_slot, 3, &kNone, QUICK, 0, 0},
