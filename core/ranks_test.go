@@ -60,6 +60,12 @@ func onRanks(t testing.TB, n int, o BufferOptions, f func(m *member)) {
 // onNodes is onRanks with nodes of so many ranks; 0: the usual size.
 func onNodes(t testing.TB, n, perNode int, o BufferOptions, f func(m *member)) {
 	t.Helper()
+	within(t, 20*time.Second, n, perNode, o, f)
+}
+
+// within is onNodes with a limit for what a group or a buffer waits for on the host.
+func within(t testing.TB, limit time.Duration, n, perNode int, o BufferOptions, f func(m *member)) {
+	t.Helper()
 	needEngine(t)
 	if o.Engine == "" {
 		o.Engine, o.Device = EngineCPU, -1
@@ -75,7 +81,7 @@ func onNodes(t testing.TB, n, perNode int, o BufferOptions, f func(m *member)) {
 			m := &member{t: t, rank: rank, size: n, rng: rand.New(rand.NewPCG(7, uint64(rank)))}
 			defer m.pin.Unpin()
 			var err error
-			m.group, err = NewGroup(context.Background(), GroupOptions{Exchanger: exchangers[rank], NumNVLPeers: perNode, Timeout: 20 * time.Second})
+			m.group, err = NewGroup(context.Background(), GroupOptions{Exchanger: exchangers[rank], NumNVLPeers: perNode, Timeout: limit})
 			m.must(err)
 			defer func() { m.must(m.group.Destroy()) }()
 			m.Buffer, err = m.group.NewBuffer(context.Background(), o)

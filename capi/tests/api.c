@@ -219,6 +219,24 @@ static void test_startup(deepep_buffer_t buffer) {
   EXPECT(deepep_buffer_startup_report(buffer, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("report"));
 }
 
+static void test_release(deepep_buffer_t buffer, void *region) {
+  void *address = NULL;
+  uint64_t bytes = 0;
+  EXPECT(deepep_buffer_restore(buffer, -1) == DEEPEP_OK); /* there is nothing to do */
+  for (int round = 0; round < 3; round++) {
+    *(volatile char *)region = 1;
+    EXPECT(deepep_buffer_release(buffer, -1) == DEEPEP_OK && deepep_buffer_release(buffer, 0) == DEEPEP_OK);
+    EXPECT(deepep_barrier(buffer, NULL) == DEEPEP_ERROR_INVALID_STATE && SAYS("released"));
+    EXPECT(deepep_buffer_check(buffer) == DEEPEP_ERROR_INVALID_STATE && SAYS("restore()"));
+    EXPECT(deepep_buffer_region(buffer, 0, &address, &bytes) == DEEPEP_ERROR_INVALID_STATE);
+    *(volatile char *)region = 2; /* the address stays */
+    EXPECT(deepep_buffer_restore(buffer, -1) == DEEPEP_OK && deepep_buffer_check(buffer) == DEEPEP_OK);
+    EXPECT(deepep_buffer_region(buffer, 0, &address, &bytes) == DEEPEP_OK && address == region);
+    EXPECT(*(volatile char *)region == 0);
+    run_dispatch(buffer);
+  }
+}
+
 static void test_life(void) {
   int calls = 0;
   deepep_group_t group = alone(&calls);
@@ -252,6 +270,7 @@ static void test_life(void) {
   memset(address, 0xff, bytes); /* the caller may */
   test_startup(buffer);
   run_dispatch(buffer);
+  test_release(buffer, address);
   EXPECT(deepep_buffer_startup_report(buffer, &report) == DEEPEP_OK && report.first_ns[DEEPEP_OP_DISPATCH] > 0);
   EXPECT(deepep_event_create(buffer, &event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_OK);
   call.is_async = 1;
@@ -259,7 +278,7 @@ static void test_life(void) {
   EXPECT(deepep_barrier(buffer, &call) == DEEPEP_OK && deepep_event_wait(event, -1) == DEEPEP_OK);
   EXPECT(deepep_query_mask(buffer, (int32_t *)sent, NULL) == DEEPEP_ERROR_INVALID_STATE && SAYS("shrink"));
   stats.op = DEEPEP_OP_DISPATCH;
-  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 4 && sent[0] > 0 &&
+  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 7 && sent[0] > 0 &&
          stats.p99_us >= stats.p50_us);
   EXPECT(deepep_event_destroy(event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_ERROR_INVALID_ARGUMENT);
   EXPECT(deepep_group_destroy(group) == DEEPEP_OK); /* buffers of the group live on */

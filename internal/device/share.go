@@ -169,7 +169,7 @@ func (s *Symmetric) ReleasePeers() error {
 
 // CanGiveBack refuses memory whose addresses cannot be kept without it.
 func (s *Symmetric) CanGiveBack() error {
-	if s.kind != abi.ShareFD || s.Local.symmetricHeap {
+	if s.kind == abi.ShareBlob || s.Local.symmetricHeap {
 		return status.Errorf(status.Unsupported, "%s has no virtual memory for the buffer: its memory cannot be given back and keep its addresses",
 			s.Local.dev.Name)
 	}

@@ -271,6 +271,7 @@ class ElasticMode:
         topk_idx = sending.topk_idx
         assert topk_idx is not None
         ranks, num_tokens, local = core.group_size, payload.num_tokens, shape.num_local
+        core.open_rows()
         with order.context:
             matrix = _torch.empty((ranks, ranks), INT32, core.device)
             head, slots = _torch.like(matrix, num_tokens, ranks), _torch.like(matrix, num_tokens, shape.num_topk)
@@ -340,6 +341,7 @@ class ElasticMode:
         rows = handle.num_recv_tokens if expand or not handle.do_expand else arrived
         native = self._native(handle, arrived if expand else rows, rows if expand else 0)
         native.routing = _abi.ROUTING_EXPANDED if expand else _abi.ROUTING_PLAIN
+        self._core.open_rows()
         return self._send(sending, handle, native, rows)
 
     def _send(self, sending: Sending, handle: EPHandle, native: Any, rows: int) -> Dispatched:

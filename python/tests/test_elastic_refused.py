@@ -248,7 +248,7 @@ def rank_sizes(ctx):
             assert getattr(planned, name) == getattr(info, name), name
         assert planned.elastic_bytes == hint
         if ctx.engine == "cuda":
-            assert planned.row_segment_bytes == made._core.native.rows.count
+            assert planned.row_segment_bytes == made._core._room  # opened by the first dispatch
             assert planned.num_nvl_bytes + planned.row_segment_bytes == hint
     finally:
         made.destroy()

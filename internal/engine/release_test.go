@@ -1,0 +1,74 @@
+package engine_test
+
+import (
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/deepep-go/deepep/internal/engine"
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+func TestReleaseStopsTheTeamBeforeItsMemoryGoes(t *testing.T) {
+	r := newRig(t)
+	r.must(r.Barrier(&engine.Call{Stream: 1}))
+	r.read()
+	r.must(r.Release(-1))
+	r.expect("release", "record a on C", "wait a", "wait b", "team stops", "memory goes")
+	r.must(r.Release(-1))
+	r.expect("once more")
+	if err := r.Barrier(&engine.Call{Stream: 1}); !errors.Is(err, status.ErrInvalidState) || !strings.Contains(err.Error(), "released") {
+		t.Errorf("a call: %v", err)
+	}
+	r.must(r.Restore(-1))
+	r.expect("restore", "memory comes", "team goes on")
+	r.must(r.Restore(-1))
+	r.must(r.Barrier(&engine.Call{Stream: 1}))
+	r.expect("a call", "barrier #2 on 1 limit 5 ms", "record a on 1")
+}
+
+// Graphs may have been launched on any stream: the library waits for all of them.
+func TestReleaseAfterACapture(t *testing.T) {
+	r := newRig(t)
+	r.capturing(2)
+	r.must(r.Barrier(&engine.Call{Stream: 2}))
+	if err := r.Release(-1); !errors.Is(err, status.ErrInvalidState) || !strings.Contains(err.Error(), "being captured") {
+		t.Errorf("during a capture: %v", err)
+	}
+	r.capturing(0)
+	r.read()
+	r.must(r.Release(-1))
+	r.expect("after it", "record a on C", "wait a", "team stops after graphs", "memory goes")
+	r.must(r.Destroy())
+	if trace := r.read(); strings.Contains(trace, "team ends") {
+		t.Errorf("a replay has nothing to look at: %s", trace)
+	}
+}
+
+func TestReleaseWithAnOpenHalf(t *testing.T) {
+	r := newRig(t)
+	ticket, err := r.half(1, 0, 0)
+	r.must(err)
+	if err := r.Release(-1); !errors.Is(err, status.ErrInvalidState) || !strings.Contains(err.Error(), "low_latency_dispatch #1 is without its receive half") {
+		t.Errorf("%v", err)
+	}
+	_, err = r.half(2, ticket, 0)
+	r.must(err)
+	r.must(r.Release(-1))
+	r.must(r.Restore(-1))
+	if _, err := r.half(2, ticket, 0); !errors.Is(err, status.ErrInvalidArgument) {
+		t.Errorf("a ticket of before: %v", err)
+	}
+}
+
+func TestHeapsAreNotReleased(t *testing.T) {
+	r, _, err := heapRig(t, &among{rank: 0, size: 4, elsewhere: 2}, heapWell)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Release(-1); !errors.Is(err, status.ErrUnsupported) {
+		t.Errorf("%v", err)
+	}
+	r.must(r.Barrier(&engine.Call{}))
+	r.must(r.Destroy())
+}
