@@ -29,6 +29,7 @@ struct ll {
   uint64_t salt, row_salt;
   int tokens, local, rows; /* mine; experts of a rank; R * B */
   uint32_t absent;         /* bit by rank: no rows come from it, and its experts add nothing */
+  int voided;              /* 1 + the token whose index is wrong in combine: its sums are NaN; 0: none */
   bool whole_combine;      /* the newest combine was not in halves */
   int dispatches;          /* whose counts cumulative_stats has */
   struct tensor x, idx, weights, recv_x, recv_scales, recv_count, src_info, layout_range, cumulative, waits;

@@ -18,6 +18,14 @@ struct LowLatencyRouting {
   uint64_t src_info, dispatch, has_weights, num_topk;
 };
 
+// A combine with a wrong index leaves rows that it cannot name in its slot, and more may come: the next low-latency
+// call that receives knows that all have come. It empties the slots, whose places are those of the combine's shape, and
+// the ranks get their credit for the calls that they made.
+struct Leftover {
+  uint64_t slot[2], slot_bytes;
+  uint64_t epoch[DK_MAX_RANKS];  // 0: masked
+};
+
 // A notify whose num_tokens_per_rank differ from its tokens in ranks: its dispatch is refused, and clears the entry.
 constexpr int kExchanges = 16;  // that may be without their dispatch
 struct WrongCounts {
@@ -41,7 +49,8 @@ struct Scratch {
   uint32_t exits;                            // blocks that left the running kernel
   uint32_t blocks_sent;                      // blocks whose rows are all out
   uint32_t failed;                           // not 0: the team had failed when the newest kernel ended
-  uint32_t refusing, reserved0;              // Refusing: of the running kernel
+  uint32_t refusing;                         // Refusing: of the running kernel
+  uint32_t unsettled;                        // 1: `leftover` is set
   uint64_t start_ns;                         // of the running kernel
   uint32_t tokens_taken[2], metas_taken[2];  // tickets of dispatch and of combine's sums, by parity of the epoch
   uint32_t rows_taken[2][DK_MAX_RANKS];      // tickets of combine's rows, for each destination
@@ -57,6 +66,7 @@ struct Scratch {
   uint64_t consumed[2][DK_MAX_RANKS];  // the peer's newest call whose rows were taken from each slot here
   uint64_t seen[DK_MAX_RANKS];         // the peer's newest call that was received or given up
   int64_t epoch_ahead[DK_MAX_RANKS], dispatch_ahead[DK_MAX_RANKS];  // the peer's numbers less this rank's
+  Leftover leftover;
   uint32_t returned[DK_MAX_RANKS];  // 1: its mask was lifted, its next call may have any number
   uint64_t wait_ns[DK_MAX_RANKS];   // of the running kernel
   uint64_t sent_bytes[DK_MAX_RANKS];

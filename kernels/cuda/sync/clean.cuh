@@ -18,7 +18,8 @@ __device__ inline void restart_call_numbers(const Session &s, MessageOf message_
     scratch->epoch_ahead[r] = scratch->dispatch_ahead[r] = 0;
     scratch->returned[r] = 0;
   }
-  __syncthreads();  // all threads have read low_latency_epoch
+  __syncthreads();                               // all threads have read low_latency_epoch
+  if (threadIdx.x == 0) scratch->unsettled = 0;  // what a combine left is emptied with the slots
   if (threadIdx.x == 0) scratch->low_latency_epoch = scratch->low_latency_dispatches = newest;
 }
 

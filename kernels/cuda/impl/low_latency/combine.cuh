@@ -7,7 +7,8 @@ namespace deepep {
 
 // ---- Receive --------------------------------------------------------------------------------------------------------
 
-struct ArrivalList {  // shared: the rows that make up a token
+constexpr int kNoSum = -1;
+struct ArrivalList {  // shared: the rows that make up a token; count kNoSum: its sum is NaN
   uint8_t *row[kMaxTopk];
   uint32_t *words[kMaxTopk];
   float weight[kMaxTopk];
@@ -24,9 +25,12 @@ __device__ inline void read_row_words(const LowLatencyCombineParams &p, const Lo
   const int lane = lane_id();
   int64_t expert = entry.expert;
   const float weight = entry.weight;
-  if (expert < -1 || expert >= p.num_experts) {  // its row would stay in the slot, and its weight is awaited
-    report_failure(s, DK_EINVAL, s.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert, 0);
-    expert = -1;
+  const uint32_t wrong = __ballot_sync(kAllLanes, expert < -1 || expert >= p.num_experts);
+  if (wrong != 0) {  // its own row, or the sum that has it, is at a rank that nobody knows here: see Leftover
+    if (lane == __ffs(static_cast<int>(wrong)) - 1)
+      report_refusal(s, kNoted, DK_EINVAL, s.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
+    if (lane == 0) list->count = kNoSum;
+    return;
   }
   int rank = expert < 0 ? -1 : p.by_local.quotient(static_cast<int>(expert));
   if (rank >= 0 && (is_masked(s, rank) || calls[rank].epoch == 0)) rank = -1;
@@ -126,7 +130,10 @@ __device__ inline void add_rows(const LowLatencyCombineParams &p, const ArrivalL
   const Session &s = p.session;
   const int chunks = p.hidden / 8;
   const uint32_t of_row = at + kLlThreads < chunks ? 3 : 1, half = 0xffffu << (lane_id() & 16);
-  float sum[kChunks][8] = {};
+  float sum[kChunks][8];
+  const float none = __uint_as_float(list->count == kNoSum ? 0x7fc00000u : 0);
+#pragma unroll
+  for (int i = 0; i < kChunks * 8; ++i) sum[i / 8][i % 8] = none;
   for (int first = 0; first < list->count; first += kRows) {
     uint4 data[kRows][kChunks];
     uint32_t missing = 0;

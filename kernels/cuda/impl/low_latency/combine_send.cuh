@@ -24,6 +24,10 @@ __device__ inline void send_weights(const LowLatencyCombineParams &p, const LowL
   for (int token = first_of_block(); token < p.num_tokens; token += num_workers()) {
     if (token != first_of_block()) entry = load_entry(p, token);
     const int expert = entry.expert >= 0 && entry.expert < p.num_experts ? static_cast<int>(entry.expert) : -1;
+    if (expert < 0 && entry.expert != -1)  // the rank of the row's expert, whichever that is, waits for its weight
+      for (int r = 0; r < p.session.team.num_ranks; ++r)
+        ptx::st_relaxed_sys(sent_weights(p, peers[r], call, p.session.team.rank, token) + lane,
+                            tagged(combine_tag(call.epoch), 0));
     const float sum = sum_of_same(p, expert, entry.weight, __match_any_sync(kAllLanes, expert));
     if (expert >= 0)
       ptx::st_relaxed_sys(sent_weights(p, peers[p.by_local.quotient(expert)], call, p.session.team.rank, token) + lane,

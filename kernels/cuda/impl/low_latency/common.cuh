@@ -217,11 +217,46 @@ __device__ inline bool await_empty_slots(const P &p, const LowLatencyCall &call,
   return __syncthreads_or(!good) == 0;
 }
 
+// By the last block of a call that receives, which has all ranks' messages: see Leftover.
+__device__ __noinline__ inline void empty_leftover(const Session &s) {
+  Scratch *scratch = s.team.scratch;
+  const Leftover &left = scratch->leftover;
+  ptx::fence_acq_rel_sys();
+  for (int slot = 0; slot < kLowLatencySlots; ++slot)
+    for (uint64_t at = 16ull * threadIdx.x; at < left.slot_bytes; at += 16ull * kLlThreads)
+      ptx::st_stream(s.team.self + left.slot[slot] + at, uint4{0, 0, 0, 0});
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += kLlThreads)
+    if (left.epoch[r] != 0) scratch->consumed[left.epoch[r] % kLowLatencySlots][r] = left.epoch[r];
+  __syncthreads();
+  if (threadIdx.x == 0) scratch->unsettled = 0;
+}
+template <class P>
+__device__ __noinline__ inline void leave_rows(const P &p, const LowLatencyCall *calls) {
+  Scratch *scratch = p.session.team.scratch;
+  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += kLlThreads)
+    scratch->leftover.epoch[r] = is_masked(p.session, r) ? 0 : calls[r].epoch;
+  if (threadIdx.x != 0) return;
+  for (int slot = 0; slot < kLowLatencySlots; ++slot) scratch->leftover.slot[slot] = p.places.slot[slot];
+  scratch->leftover.slot_bytes = p.at.slot_bytes;
+  scratch->unsettled = 1;
+}
+
+// What the last block finds in the scratch beside a failure: loaded together with it.
+struct Notes {
+  uint32_t refusing, unsettled;
+};
 // By the last block, after the outputs.
 template <class P>
 __device__ inline void end_low_latency(const P &p, const LowLatencyCall &call, const LowLatencyCall *calls,
-                                       bool failed) {
+                                       const Notes &notes, bool failed) {
   Scratch *scratch = p.session.team.scratch;
+  const bool leaves = notes.refusing != 0 && p.session.op == DK_OP_LL_COMBINE && p.receives() && !failed;
+  if (notes.unsettled != 0 && p.receives() && !failed) empty_leftover(p.session);
+  if (notes.refusing != 0) {
+    __syncthreads();  // all threads have read it
+    if (threadIdx.x == 0) scratch->refusing = 0;
+    if (leaves) leave_rows(p, calls);
+  }
   if (threadIdx.x == 0) {
     if (p.sends()) {
       scratch->low_latency_epoch = call.epoch;
@@ -233,7 +268,7 @@ __device__ inline void end_low_latency(const P &p, const LowLatencyCall &call, c
     if (is_masked(p.session, r)) continue;
     if (p.sends()) scratch->sent[call.slot()][r] = call.epoch;
     if (!p.receives() || failed || calls[r].epoch == 0) continue;
-    scratch->consumed[calls[r].slot()][r] = calls[r].epoch;
+    if (!leaves) scratch->consumed[calls[r].slot()][r] = calls[r].epoch;
     scratch->seen[r] = max(scratch->seen[r], calls[r].epoch);
     if (calls[r].epoch == call.epoch && calls[r].dispatch == call.dispatch &&
         (p.session.team.flags & DK_TEAM_SHRINK) == 0)
@@ -262,6 +297,7 @@ __device__ inline void finish_low_latency(const P &p, const LowLatencyCall &call
   if (left_before != gridDim.x - 1) return;
   mark(kMarkLeft, threadIdx.x == 0);
   uint64_t *half = p.sends() && p.receives() ? nullptr : &scratch->half_ns[p.ticket];
+  const Notes notes{ptx::ld_relaxed_gpu(&scratch->refusing), ptx::ld_relaxed_gpu(&scratch->unsettled)};
   bool failed;
   if (is_last_warp()) {
     const CountLoads loads = load_counts(p.session, half);
@@ -270,12 +306,12 @@ __device__ inline void finish_low_latency(const P &p, const LowLatencyCall &call
   } else {
     failed = has_failed(p.session);
     if (threadIdx.x == 0) {
-      scratch->exits = scratch->refusing = 0;
+      scratch->exits = 0;
       scratch->failed = failed;
     }
   }
   outputs(failed);
-  end_low_latency(p, call, calls, failed);
+  end_low_latency(p, call, calls, notes, failed);
 }
 
 }  // namespace deepep
