@@ -68,6 +68,10 @@ class HandleTensors:
         per_node = per_rank[peers - 1 :: peers]
         return (in_rank, matrix, sent_to, received_from, per_node, received_from, per_rank, source, head, head)
 
+    def bare(self) -> tuple[Any, ...]:
+        """The handle of one node without what no call reads."""
+        return (self.rank_prefix_matrix, None, None, self.recv_src_idx, None, self.send_head)
+
     def source(self) -> Tensor:
         """recv_src_idx, which a fresh dispatch allocates once it has the counts."""
         assert self.recv_src_idx is not None
@@ -203,8 +207,13 @@ class NormalMode:
         async_finish: bool,
         allocate_on_comm_stream: bool,
         global_expert_id_offset: int = 0,
+        bare: bool = False,
     ) -> Dispatched:
-        """Buffer.dispatch; `num_sms` counts where `config` is None."""
+        """Buffer.dispatch; `num_sms` counts where `config` is None.
+
+        `bare` is for operators: the handle has only what calls read, since the views that make up the rest take as long
+        as all else that an operator adds, and the counts are the library's array.
+        """
         core = self._core
         core.enter()
         payload = Payload(x, core.device)
@@ -223,7 +232,7 @@ class NormalMode:
             _torch.check("num_tokens_per_rdma_rank", per_node, core.device, (INT32,), (core.num_nodes,))
         self._check_topk(payload.x.shape[0], topk_idx, topk_weights)
         numbers = (check_int("expert_alignment", expert_alignment), check_int("num_worst_tokens", num_worst_tokens))
-        result = self._fresh_dispatch(payload, counts, topk_idx, topk_weights, numbers, native_config, order)
+        result = self._fresh_dispatch(payload, counts, topk_idx, topk_weights, numbers, native_config, order, bare)
         received, event = result[1], result[5]
         if offset and received is not None:
             order.append(event, lambda: _torch.add_where_not_negative(received, offset))
@@ -238,6 +247,7 @@ class NormalMode:
         numbers: tuple[int, int],
         config: Any,
         order: Ordering,
+        bare: bool,
     ) -> Dispatched:
         per_rank, in_rank, per_expert = counts
         core, worst = self._core, numbers[1]
@@ -251,13 +261,13 @@ class NormalMode:
                 tensors.recv_src_idx = _torch.like(per_rank, worst)
                 received = self._receive(payload, worst, topk_idx, topk_weights)
         num_topk = 0 if topk_idx is None else int(topk_idx.shape[1])
-        per_local_expert: list[int] = []
+        per_local_expert: Any = ()
         token = 0
         try:
             token = self._notify(payload, counts, tensors, num_topk, numbers, config, order)
             rows = worst
             if received is None:
-                rows, per_local_expert = self._wait_counts(token, int(per_expert.shape[0]) // core.group_size)
+                rows, per_local_expert = self._await_counts(token, int(per_expert.shape[0]) // core.group_size)
                 with order.context:
                     tensors.recv_src_idx = _torch.like(per_rank, rows)
                     received = self._receive(payload, rows, topk_idx, topk_weights)
@@ -278,7 +288,11 @@ class NormalMode:
             order.leave()  # notify may still be writing to the handle's tensors
             raise
         setattr(tensors.rank_prefix_matrix, EXCHANGE, tensors.exchange)
-        handle = tensors.to_tuple(core.num_nodes, core.num_nvl_peers, core.rank)
+        if bare:
+            handle: Any = tensors.bare()
+        else:
+            handle = tensors.to_tuple(core.num_nodes, core.num_nvl_peers, core.rank)
+            per_local_expert = list(per_local_expert)
         return received.rows(), received.topk_idx, received.topk_weights, per_local_expert, handle, event
 
     def _notify(
@@ -382,13 +396,18 @@ class NormalMode:
     # ---- helpers
 
     def _wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:
+        rows, per_expert = self._await_counts(token, num_local_experts)
+        return rows, list(per_expert)
+
+    def _await_counts(self, token: int, num_local_experts: int) -> tuple[int, Any]:
+        """The rows to receive, and the library's array of the experts' counts."""
         native = self._core.native
         rows, per_expert = ctypes.c_int32(), (ctypes.c_int32 * num_local_experts)()
         wait = native.lib.without_gil.deepep_wait_counts
         while True:
             status = wait(native, token, SLICE_MS, ctypes.byref(rows), per_expert)
             if status == errors.OK:
-                return rows.value, list(per_expert)
+                return rows.value, per_expert
             if status != errors.PENDING:
                 raise native.during_wait(native.lib.error(status))
 

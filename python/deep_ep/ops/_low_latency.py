@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import _names, errors
-from .._torch import FP8
+from .. import _names, _torch, errors
 from . import _autograd
 from ._define import cast_under_autocast, define
 
@@ -88,7 +87,7 @@ def _run_dispatch(
     if isinstance(recv_x, tuple):
         rows, scales = recv_x
     else:
-        rows, scales = recv_x, torch.empty((0,), dtype=torch.float32, device=x.device)
+        rows, scales = recv_x, _torch.like(x, 0)
     return (rows, scales, recv_count, src_info, layout_range), hook
 
 
@@ -166,13 +165,13 @@ def _fake_dispatch(
 ) -> Tensors:
     ranks, hidden = _names.find(buffer).group_size, x.shape[1]
     local, rows = num_experts // ranks, ranks * num_max_dispatch_tokens_per_rank
-    scales = x.new_empty((0,), dtype=torch.float32)
+    scales = x.new_empty((0,))
     if use_fp8:
         columns = hidden // (512 if use_ue8m0 else 128)
         dtype = torch.int32 if use_ue8m0 else torch.float32
         scales = x.new_empty_strided((local, rows, columns), (rows * columns, 1, rows), dtype=dtype)
     return (
-        x.new_empty((local, rows, hidden), dtype=FP8 if use_fp8 else torch.bfloat16),
+        x.new_empty((local, rows, hidden), dtype=_torch.FP8 if use_fp8 else torch.bfloat16),
         scales,
         x.new_empty((local,), dtype=torch.int32),
         x.new_empty((local, rows), dtype=torch.int32),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import array
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _names
+from .. import _names, _torch
 from ..config import Config
 from ..errors import value_error
 from . import _autograd
@@ -29,9 +28,9 @@ def _config(numbers: Sequence[int] | None) -> Config | None:
     return None if numbers is None else Config(*numbers)
 
 
-def _or_empty(tensor: OptionalTensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Operators return no None: what is not there has no elements."""
-    return torch.empty((0,), dtype=dtype, device=device) if tensor is None else tensor
+def _or_empty(tensor: OptionalTensor, prototype: Tensor) -> Tensor:
+    """Operators return no None: what is not there has no elements, and a prototype's dtype."""
+    return _torch.like(prototype, 0) if tensor is None else tensor
 
 
 def _handle(matrix: Tensor, source: Tensor, head: Tensor) -> tuple[Any, ...]:
@@ -45,7 +44,7 @@ def _handle(matrix: Tensor, source: Tensor, head: Tensor) -> tuple[Any, ...]:
 def _layout(topk_idx: Tensor, num_experts: int, buffer: str) -> Tensors:
     found = _names.find(buffer)
     per_rank, per_node, per_expert, in_rank, _ = found._normal.layout(topk_idx, num_experts)
-    return per_rank, _or_empty(per_node, torch.int32, topk_idx.device), per_expert, in_rank
+    return per_rank, _or_empty(per_node, per_rank), per_expert, in_rank
 
 
 def _fake_layout(topk_idx: Tensor, num_experts: Any, buffer: str) -> Tensors:
@@ -82,9 +81,7 @@ def _dispatch(
     )  # fmt: skip
     if max_recv_tokens is not None and source.shape[0] > max_recv_tokens:
         raise value_error("max_recv_tokens", max_recv_tokens, f"at least the {source.shape[0]} rows that were received")
-    # torch.tensor(list) takes 6 us more
-    per_expert = torch.frombuffer(array.array("q", counts), dtype=torch.int64)
-    return recv_x, scales, idx, weights, per_expert, matrix, source, head
+    return recv_x, scales, idx, weights, torch.frombuffer(counts, dtype=torch.int32), matrix, source, head
 
 
 def _dispatch_worst_case(
@@ -121,25 +118,18 @@ def _run_dispatch(
     expert_alignment: int,
     num_worst_tokens: int,
     config: Sequence[int] | None,
-) -> tuple[Tensors, list[int]]:
-    """recv_x, its scales, indices, weights and the handle's tensors; and the list of counts."""
+) -> tuple[Tensors, Any]:
+    """recv_x, its scales, indices, weights and the handle's tensors; and the array of counts."""
     found = _names.find(buffer)
     rows: Any = x if x_scales is None else (x, x_scales)
     recv_x, idx, weights, counts, handle, _ = found._normal.dispatch(
         rows, None, per_rank, per_node, in_rank, per_expert, topk_idx, topk_weights, expert_alignment,
-        num_worst_tokens, _config(config), found._sms_of_calls(), None, False, False,
+        num_worst_tokens, _config(config), found._sms_of_calls(), None, False, False, 0, True,
     )  # fmt: skip
-    assert handle is not None and counts is not None
+    assert handle is not None
     recv_x, scales = recv_x if isinstance(recv_x, tuple) else (recv_x, None)
-    device = x.device
-    outputs = (
-        recv_x,
-        _or_empty(scales, torch.float32, device),
-        _or_empty(idx, torch.int64, device),
-        _or_empty(weights, torch.float32, device),
-        *handle_tensors(handle),
-    )
-    return outputs, counts
+    received = recv_x, _or_empty(scales, x), _or_empty(idx, x), _or_empty(weights, x)
+    return (*received, *handle_tensors(handle)), counts
 
 
 def handle_tensors(handle: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,18 +142,13 @@ def handle_tensors(handle: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
 def _fake_received(
     x: Tensor, x_scales: OptionalTensor, topk_idx: OptionalTensor, topk_weights: OptionalTensor, rows: Any
 ) -> Tensors:
-    def like(tensor: OptionalTensor, dtype: torch.dtype) -> Tensor:
+    def like(tensor: OptionalTensor) -> Tensor:
         if tensor is None:
-            return x.new_empty((0,), dtype=dtype)
+            return x.new_empty((0,))
         width = tensor.shape[1] if tensor.dim() == 2 else 1
         return tensor.new_empty((rows, width))
 
-    return (
-        x.new_empty((rows, x.shape[1])),
-        like(x_scales, torch.float32),
-        like(topk_idx, torch.int64),
-        like(topk_weights, torch.float32),
-    )
+    return x.new_empty((rows, x.shape[1])), like(x_scales), like(topk_idx), like(topk_weights)
 
 
 def _fake_handle(x: Tensor, num_tokens_per_rank: Tensor, rows: Any) -> Tensors:
@@ -192,7 +177,7 @@ def _fake_dispatch(
         torch._check(rows <= max_recv_tokens)  # type: ignore[no-untyped-call]
     received = _fake_received(x, x_scales, topk_idx, topk_weights, rows)
     local = num_tokens_per_expert.shape[0] // num_tokens_per_rank.shape[0]
-    counts = torch.empty((local,), dtype=torch.int64, device="cpu")
+    counts = torch.empty((local,), dtype=torch.int32, device="cpu")
     return (*received, counts, *_fake_handle(x, num_tokens_per_rank, rows))
 
 
@@ -230,7 +215,7 @@ def _dispatch_cached(
     )  # fmt: skip
     if isinstance(recv_x, tuple):
         return recv_x
-    return recv_x, torch.empty((0,), dtype=torch.float32, device=x.device)
+    return recv_x, _torch.like(x, 0)
 
 
 def _fake_dispatch_cached(
@@ -265,7 +250,7 @@ def _combine(
     combined, weights, _ = found._normal.combine(
         x, handle, topk_weights, (bias_0, bias_1), _config(config), found._sms_of_calls(), None, False, False
     )
-    return combined, _or_empty(weights, torch.float32, x.device)
+    return combined, _or_empty(weights, x)
 
 
 def _fake_combine(
@@ -281,8 +266,10 @@ def _fake_combine(
     config: Any = None,
 ) -> Tensors:
     num_tokens = send_head.shape[0]
-    weights = (0,) if topk_weights is None else (num_tokens, topk_weights.shape[1])
-    return x.new_empty((num_tokens, x.shape[1])), x.new_empty(weights, dtype=torch.float32)
+    combined = x.new_empty((num_tokens, x.shape[1]))
+    if topk_weights is None:
+        return combined, x.new_empty((0,))
+    return combined, topk_weights.new_empty((num_tokens, topk_weights.shape[1]))
 
 
 layout = define(

@@ -44,7 +44,7 @@ class Received(NamedTuple):
         x: ``[N, H]``, or with scales the pair of FP8 rows and scales ``[N, S]``.
         topk_idx: ``[N, K]``: local experts, -1 where another rank has the expert.
         topk_weights: ``[N, K]`` float32, 0 there.
-        num_recv_tokens_per_expert: ``[L]`` int64 on the CPU; None in the worst case.
+        num_recv_tokens_per_expert: ``[L]`` int32 on the CPU; None in the worst case.
         handle: for combine.
     """
 
