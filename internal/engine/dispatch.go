@@ -21,7 +21,7 @@ func (b *Buffer) Dispatch(a *op.DispatchArgs, c *Call) error {
 	if a.Token != 0 { // peers that have this rank's counts wait for its rows
 		launch = b.launchRest
 	}
-	return launch(c, abi.OpDispatch, onComm, &p.OpHeader, func() error { return b.endExchange(a) }, func() int32 {
+	return launch(c, abi.OpDispatch, placeOfWhole(c), &p.OpHeader, func() error { return b.endExchange(a) }, func() int32 {
 		b.fillDispatch(p, a, &config)
 		p.NumSMs = b.chooseSMs(&config, plan.SMQuery{
 			Kind: plan.KindDispatch, RowBytes: p.HiddenBytes + 4*uint64(a.NumScales), Tokens: int(a.NumTokens), TopK: int(a.NumTopK),

@@ -8,18 +8,15 @@ import (
 	"github.com/deepep-go/deepep/internal/status"
 )
 
-// placeOf returns the phases of a call and where it runs. What the caller's stream waits for anyway runs on that
-// stream: changing to the communication stream and back would cost two more waits between streams.
+// placeOf returns the phases of a low-latency call and where it runs.
 func placeOf(given op.Phase, c *Call) (phases uint32, where place, err error) {
 	switch {
 	case given == op.Send || given == op.Recv:
 		return uint32(given), onCurrent, nil
 	case given != op.SendRecv && given != 0:
 		return 0, 0, status.InvalidArg("phases", given, "SEND = 1, RECV = 2 or SEND_RECV = 3")
-	case !c.Async && c.Previous == nil:
-		return abi.PhaseBoth, onCurrent, nil
 	}
-	return abi.PhaseBoth, onComm, nil
+	return abi.PhaseBoth, placeOfWhole(c), nil
 }
 
 // LowLatencyDispatch sends every token to its experts, or receives what was sent, or both. Collective.

@@ -25,7 +25,7 @@ func (b *Buffer) Layout(a *op.LayoutArgs, c *Call) error {
 		return err
 	}
 	p := &b.params.layout
-	return b.launch(c, abi.OpLayout, onComm, &p.OpHeader, nil, func() int32 {
+	return b.launch(c, abi.OpLayout, placeOfWhole(c), &p.OpHeader, nil, func() int32 {
 		p.NumSMs = config.NumSMs
 		p.TopKIdx, p.IndexBytes = uint64(a.TopKIdx), a.IndexType.Size()
 		p.NumTokens, p.NumTopK, p.NumExperts = a.NumTokens, a.NumTopK, a.NumExperts
@@ -46,7 +46,7 @@ func (b *Buffer) Combine(a *op.CombineArgs, c *Call) error {
 	}
 	p, h := &b.params.combine, a.Handle
 	fits := func() error { return b.fitsRow(combineRow(a)) }
-	return b.launch(c, abi.OpCombine, onComm, &p.OpHeader, fits, func() int32 {
+	return b.launch(c, abi.OpCombine, placeOfWhole(c), &p.OpHeader, fits, func() int32 {
 		p.NumSMs = b.chooseSMs(&config, plan.SMQuery{
 			Kind: plan.KindCombine, RowBytes: 2 * uint64(a.Hidden), Tokens: int(h.NumTokens), TopK: int(a.NumTopK), RecvTokens: int(h.NumRecvTokens),
 		})

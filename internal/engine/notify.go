@@ -42,7 +42,7 @@ func (b *Buffer) Notify(a *op.NotifyArgs, c *Call) (token uint64, err error) {
 		}
 		return err
 	}
-	err = b.launch(c, abi.OpNotify, onComm, &p.OpHeader, reserve, func() int32 {
+	err = b.launch(c, abi.OpNotify, placeOfWhole(c), &p.OpHeader, reserve, func() int32 {
 		token, slot.token = p.Call, p.Call
 		p.NumSMs = config.NumSMs
 		p.TokensPerRank, p.TokensPerExpert, p.TokenInRank = uint64(a.NumTokensPerRank), uint64(a.NumTokensPerExpert), uint64(a.IsTokenInRank)

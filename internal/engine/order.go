@@ -37,6 +37,16 @@ const (
 	onCurrent              // on the caller's stream; on a host-stream engine on the communication stream
 )
 
+// placeOfWhole returns where a call that is no half of one runs. What the caller's stream waits for anyway runs on that
+// stream: changing to the communication stream and back would cost two more waits between streams, each of which takes
+// the host and the device about as long as a launch.
+func placeOfWhole(c *Call) place {
+	if !c.Async && c.Previous == nil {
+		return onCurrent
+	}
+	return onComm
+}
+
 // addDependencies makes the next launch wait for Previous or the caller's stream, and for the newest operation, and
 // returns its stream. b.mu is held.
 func (b *Buffer) addDependencies(c *Call, where place) (device.Stream, error) {
