@@ -109,7 +109,7 @@ func exchanger(ctx context.Context, o *C.deepep_group_options) (core.Exchanger, 
 	case C.DEEPEP_BOOTSTRAP_FILE:
 		return core.OpenFile(ctx, core.FileOptions{Rank: rank, Size: size, Dir: goString(o.directory), Name: name})
 	}
-	return nil, status.InvalidArg("bootstrap", int32(o.bootstrap), "DEEPEP_BOOTSTRAP_CALLBACK (0), _TCP (1) or _FILE (2)")
+	return nil, status.InvalidArg("bootstrap", int32(o.bootstrap), "DEEPEP_BOOTSTRAP_CALLBACK (0), _TCP (1), _FILE (2) or _JOIN (3)")
 }
 
 //export dpgo_group_create
@@ -125,6 +125,16 @@ func dpgo_group_create(o *C.deepep_group_options, out *C.uintptr_t) C.int32_t {
 		}
 		ctx, done := context.WithTimeout(context.Background(), limit)
 		defer done()
+		if o.bootstrap == C.DEEPEP_BOOTSTRAP_JOIN {
+			group, err := core.JoinGroup(ctx, core.JoinOptions{
+				Key: goString(o.name), Rank: int(o.rank), Engine: goString(o.engine), Device: int(o.device), Timeout: limit,
+			})
+			if err != nil {
+				return err
+			}
+			*out = C.uintptr_t(handles.add(group))
+			return nil
+		}
 		ex, err := exchanger(ctx, o)
 		if err != nil {
 			return err

@@ -233,6 +233,28 @@ DP_PUBLIC deepep_status_t deepep_plan(const deepep_plan_options *options, deepep
   return DEEPEP_OK;
 }
 
+DP_PUBLIC deepep_status_t deepep_buffer_join_key(deepep_buffer_t buffer, char *key, uint64_t bytes) {
+  TRY(enter());
+  REQUIRE(key);
+  if (bytes < DEEPEP_JOIN_KEY_BYTES) return invalid("bytes", "less", "at least DEEPEP_JOIN_KEY_BYTES");
+  return dpgo_buffer_join_key(ID(buffer), key, bytes);
+}
+
+DP_PUBLIC deepep_status_t deepep_buffer_pending_joins(deepep_buffer_t buffer, int32_t agreed, int32_t capacity,
+                                                      int32_t *ranks, int32_t *num_joins) {
+  TRY(enter());
+  REQUIRE(num_joins);
+  return dpgo_buffer_pending_joins(ID(buffer), agreed, ranks != NULL ? capacity : 0, ranks, num_joins);
+}
+
+DP_PUBLIC deepep_status_t deepep_buffer_regroup(deepep_buffer_t buffer, const deepep_regroup_options *options) {
+  deepep_regroup_options full = DEEPEP_REGROUP_OPTIONS_INIT;
+  TRY(enter());
+  TRY(take(&full, sizeof full, options, "options"));
+  if (full.num_members > 0) REQUIRE(full.members);
+  return dpgo_buffer_regroup(ID(buffer), &full);
+}
+
 DP_PUBLIC deepep_status_t deepep_buffer_wait_ready(deepep_buffer_t buffer, int64_t slice_ms) {
   TRY(enter());
   return dpgo_buffer_wait_ready(ID(buffer), slice_ms);

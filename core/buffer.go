@@ -4,10 +4,13 @@ import (
 	"context"
 	"fmt"
 	"hash/fnv"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
 
+	"github.com/deepep-go/deepep/internal/bootstrap"
 	"github.com/deepep-go/deepep/internal/engine"
 	"github.com/deepep-go/deepep/internal/env"
 	"github.com/deepep-go/deepep/internal/monitor"
@@ -52,9 +55,19 @@ type BufferOptions struct {
 // failure. A failure of an operation itself (ErrTimeout, ErrPeerDead, ErrMismatch, ErrDevice) is the error of the wait
 // for it: of a synchronous call where Info.HostStream, else of Event.Wait, WaitCounts and Check.
 type Buffer struct {
-	engine *engine.Buffer
-	group  *Group
+	engine  atomic.Pointer[engine.Buffer] // changes with Regroup, as does the group
+	group   atomic.Pointer[Group]
+	options BufferOptions
+	key     string // by which processes find the buffer that want to join it
+
+	regrouping sync.Mutex
+	doorMu     sync.Mutex
+	door       *bootstrap.Door // nil: nobody asked for the key yet
+	closed     bool            // the door stays closed
 }
+
+// live is the engine's buffer of the present group.
+func (b *Buffer) live() *engine.Buffer { return b.engine.Load() }
 
 // NewBuffer makes a buffer, which the caller ends with Destroy. Collective: all ranks of the group make their buffers
 // in the same order. If the cause of an error lies in the host, the error (with Background, that of WaitReady and of
@@ -68,6 +81,7 @@ func (g *Group) NewBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 }
 
 func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error) {
+	asked := o
 	s, err := env.Current()
 	if err != nil {
 		return nil, err
@@ -91,7 +105,8 @@ func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 	}
 	g.noticeGPU(&o, name, s)
 	g.noticeLinks(&o, library, name)
-	b := &Buffer{group: g}
+	b := &Buffer{options: asked}
+	b.group.Store(g)
 	opt, err := g.options(&o, s)
 	if err != nil {
 		return nil, err
@@ -103,6 +118,8 @@ func (g *Group) newBuffer(ctx context.Context, o BufferOptions) (*Buffer, error)
 		return nil, err
 	}
 	opt.Maker = g.maker(opt.ID)
+	g.heir.bequeath(&opt)
+	b.key = g.joinKey(opt.ID)
 	if o.Background {
 		ctx = context.WithoutCancel(ctx) // the caller's context may end with this call
 	}
@@ -186,7 +203,7 @@ func (g *Group) enter(b *Buffer) (uint32, error) {
 	if g.closed {
 		return 0, status.Errorf(status.InvalidState, "the group was destroyed")
 	}
-	g.buffers[b] = true
+	g.buffers[b] = nil
 	g.made++
 	return g.made, nil
 }
@@ -201,11 +218,12 @@ func (g *Group) maker(id uint32) uint32 {
 // publish lets the watch over the ranks report losses to the buffer.
 func (g *Group) publish(b *Buffer, made *engine.Buffer) {
 	g.mu.Lock()
-	b.engine = made
+	g.buffers[b] = made
+	b.engine.Store(made)
 	words := g.words
 	complete := true
-	for b := range g.buffers {
-		complete = complete && b.engine != nil
+	for _, each := range g.buffers {
+		complete = complete && each != nil
 	}
 	if complete {
 		g.words = nil
@@ -217,16 +235,18 @@ func (g *Group) publish(b *Buffer, made *engine.Buffer) {
 }
 
 // Group returns the group that the buffer was made in.
-func (b *Buffer) Group() *Group { return b.group }
+func (b *Buffer) Group() *Group { return b.group.Load() }
 
 // Destroy ends the buffer and frees its memory. Local, idempotent, bounded by about 2 s; from any goroutine. What peers
 // have mapped of the memory stays valid for them. It first lets work in flight end, then aborts it; ErrTimeout if that
 // does not end either, whose memory then stays until the process ends.
 func (b *Buffer) Destroy() error {
-	err := b.engine.Destroy()
-	status.Keep(&err, b.group.forget(b))
+	b.closeDoor()
+	err := b.live().Destroy()
+	group := b.Group()
+	status.Keep(&err, group.forget(b))
 	if err != nil {
-		b.group.log.Warn("destroy: "+err.Error(), zap.Int("rank", b.group.rank))
+		group.log.Warn("destroy: "+err.Error(), zap.Int("rank", group.rank))
 	}
 	return err
 }

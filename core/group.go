@@ -13,6 +13,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/deepep-go/deepep/internal/bootstrap"
+	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/engine"
 	"github.com/deepep-go/deepep/internal/env"
 	"github.com/deepep-go/deepep/internal/plan"
@@ -37,6 +38,8 @@ type Group struct {
 	log        *zap.Logger
 	name       string // the same on all ranks and on no other group
 	host       string
+	heir       heir           // the buffer whose place the group's first one takes, after a regroup
+	warm       *device.Device // opened before the group was joined; nil: none
 
 	ready  chan struct{} // closed when the start has ended
 	err    error         // read after ready
@@ -44,13 +47,24 @@ type Group struct {
 	link   link // read after ready
 
 	mu      sync.Mutex
-	spent   time.Duration // of NewGroup, until a buffer's report has taken it
-	buffers map[*Buffer]bool
+	spent   time.Duration              // of NewGroup, until a buffer's report has taken it
+	buffers map[*Buffer]*engine.Buffer // nil: it is being made, and reads the ranks' states at the end of that
 	made    uint32
 	words   []word // for buffers that are being made
 	refused error  // why the newest buffer was refused: what peers are told if the group ends for it
 	closed  bool   // Destroy was called; the end comes with the last buffer
+	owned   bool   // a regroup made it: the end comes with the last buffer, without Destroy
 	ended   bool
+}
+
+// heir is what a buffer has of the one whose place it takes.
+type heir struct {
+	Key string // "": there was none
+	ID  uint32
+
+	Maker         uint32 // of its handles
+	Generation    uint64
+	Control, Wire uint64 // bytes of its regions
 }
 
 // NewGroup connects the ranks. Collective; it uses the Exchanger once, on this goroutine, and closes it. Errors:
@@ -62,7 +76,7 @@ func NewGroup(ctx context.Context, o GroupOptions) (*Group, error) {
 	}
 	defer o.Exchanger.Close()
 	began := time.Now()
-	g, err := newGroup(o)
+	g, err := newGroup(o.Exchanger.Rank(), o.Exchanger.Size(), o.NumNVLPeers, o.Timeout)
 	if err != nil {
 		return nil, err
 	}
@@ -78,13 +92,18 @@ func NewGroup(ctx context.Context, o GroupOptions) (*Group, error) {
 		_ = pending.Close()
 		return nil, err
 	}
-	nonce := pending.Nonce()
-	g.name, g.host = hex.EncodeToString(nonce[:8]), pending.Peers()[g.rank].Host
+	g.adopt(pending)
 	if err := g.connect(ctx, pending, o.Background); err != nil {
 		return nil, err
 	}
 	g.spent = time.Since(began)
 	return g, nil
+}
+
+// adopt names the group by the ranks that have met.
+func (g *Group) adopt(pending *bootstrap.Pending) {
+	nonce := pending.Nonce()
+	g.name, g.host = hex.EncodeToString(nonce[:8]), pending.Peers()[g.rank].Host
 }
 
 // takeSpent returns the time of NewGroup for the report of the group's first buffer, and 0 for others.
@@ -96,29 +115,28 @@ func (g *Group) takeSpent() time.Duration {
 	return spent
 }
 
-func newGroup(o GroupOptions) (*Group, error) {
+func newGroup(rank, size, peers int, timeout time.Duration) (*Group, error) {
 	s, err := env.Current()
 	if err != nil {
 		return nil, err
 	}
-	peers := o.NumNVLPeers
 	if peers == 0 {
 		peers = s.MaxNVLPeers
 	}
-	if err := bootstrap.CheckGroup(o.Exchanger.Rank(), o.Exchanger.Size()); err != nil {
+	if err := bootstrap.CheckGroup(rank, size); err != nil {
 		return nil, err
 	}
-	t, err := plan.NewTopology(o.Exchanger.Size(), peers)
+	t, err := plan.NewTopology(size, peers)
 	if err != nil {
 		return nil, err
 	}
-	limit, err := s.StartLimit(o.Timeout)
+	limit, err := s.StartLimit(timeout)
 	if err != nil {
 		return nil, err
 	}
 	return &Group{
-		rank: o.Exchanger.Rank(), size: o.Exchanger.Size(), topology: t, settings: s, limit: limit, log: logger(s),
-		ready: make(chan struct{}), buffers: map[*Buffer]bool{},
+		rank: rank, size: size, topology: t, settings: s, limit: limit, log: logger(s),
+		ready: make(chan struct{}), buffers: map[*Buffer]*engine.Buffer{},
 	}, nil
 }
 
@@ -203,7 +221,7 @@ func (g *Group) Destroy() error {
 
 // takeEnd returns true once, when the group is destroyed and has no buffer left. g.mu is held.
 func (g *Group) takeEnd() bool {
-	if !g.closed || len(g.buffers) > 0 || g.ended {
+	if !g.closed && !g.owned || len(g.buffers) > 0 || g.ended {
 		return false
 	}
 	g.ended = true
@@ -230,7 +248,11 @@ func (g *Group) end() error {
 	case <-time.After(startGrace):
 		return status.Errorf(status.Timeout, "the group's start did not stop within %v", startGrace)
 	}
-	return g.link.close()
+	err := g.link.close(nil)
+	if g.warm != nil {
+		status.Keep(&err, g.warm.Release())
+	}
+	return err
 }
 
 // forget removes a destroyed buffer, and with the last one ends a group that was destroyed before.
@@ -249,9 +271,9 @@ func (g *Group) forget(b *Buffer) error {
 func (g *Group) each(f func(*engine.Buffer)) {
 	g.mu.Lock()
 	all := make([]*engine.Buffer, 0, len(g.buffers))
-	for b := range g.buffers {
-		if b.engine != nil { // else it is being made, and reads the ranks' states at the end of that
-			all = append(all, b.engine)
+	for _, made := range g.buffers {
+		if made != nil {
+			all = append(all, made)
 		}
 	}
 	g.mu.Unlock()
@@ -271,8 +293,8 @@ type word struct {
 // before the last rank's NewBuffer has returned.
 func (g *Group) told(rank int, tag string, text []byte) {
 	g.mu.Lock()
-	for b := range g.buffers {
-		if b.engine == nil {
+	for _, made := range g.buffers {
+		if made == nil {
 			g.words = append(g.words, word{rank, tag, text})
 			break
 		}

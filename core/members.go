@@ -36,7 +36,8 @@ func (l *link) open(ctx context.Context, pending *bootstrap.Pending, g *Group) (
 	return nil
 }
 
-func (l *link) close() error {
+// close leaves the other ranks, which learn the cause if there is one.
+func (l *link) close(cause error) error {
 	if l.channel == nil {
 		return nil
 	}
@@ -44,7 +45,7 @@ func (l *link) close() error {
 		cancel()
 	}
 	err := l.watch.Close()
-	status.Keep(&err, l.channel.Close())
+	status.Keep(&err, l.channel.CloseWith(cause))
 	return err
 }
 
@@ -62,18 +63,22 @@ func (m *members) Exchange(ctx context.Context, tag string, blob []byte, fds []i
 	if err != nil {
 		return nil, err
 	}
+	return messages(got), nil
+}
+
+func messages(got []bootstrap.Message) []device.Message {
 	all := make([]device.Message, len(got))
 	for i, one := range got {
-		all[i] = device.Message{Blob: one.Blob, FDs: one.FDs}
+		all[i] = device.Message{Blob: one.Blob, FDs: one.FDs, Lost: one.Lost}
 	}
-	return all, nil
+	return all
 }
 
 func (m *members) Tell(tag string, word []byte) error { return m.g.link.channel.Tell(tag, word) }
 
 func (m *members) Peer(rank int) engine.Peer {
 	p := m.g.link.channel.Peers()[rank]
-	return engine.Peer{SameHost: p.SameHost, SameProcess: p.SameProcess}
+	return engine.Peer{Absent: p.Absent, SameHost: p.SameHost, SameProcess: p.SameProcess}
 }
 
 func (m *members) Publish(c engine.LastCall) {
@@ -84,6 +89,9 @@ func (m *members) Describe(rank int) string { return m.g.link.watch.Describe(ran
 
 func (m *members) State(rank int) (engine.PeerState, string) {
 	w := m.g.link.watch
+	if m.g.link.channel.Peers()[rank].Absent {
+		return engine.PeerDead, "regroup left it out"
+	}
 	if d, dead := w.Dead(rank); dead {
 		return engine.PeerDead, d.How
 	}

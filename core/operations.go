@@ -15,7 +15,7 @@ import (
 // [nodes] or 0, NumTokensPerExpert int32 [E], IsTokenInRank uint8 [T,R], 1 where a token has an expert at that rank.
 //
 // Stream order, memory and errors are those of every operation (see Buffer).
-func (b *Buffer) Layout(a *LayoutArgs, c *Call) error { return b.engine.Layout(a, c.engine()) }
+func (b *Buffer) Layout(a *LayoutArgs, c *Call) error { return b.live().Layout(a, c.engine()) }
 
 // Notify is the first step of a normal-mode dispatch: it exchanges the counts of rows among all ranks and fills the
 // handle's matrices. The token that it returns names the exchange in WaitCounts, CountsLen and Dispatch. Collective:
@@ -29,7 +29,7 @@ func (b *Buffer) Layout(a *LayoutArgs, c *Call) error { return b.engine.Layout(a
 //
 // An exchange that is never dispatched is given up after 15 more.
 func (b *Buffer) Notify(a *NotifyArgs, c *Call) (token uint64, err error) {
-	return b.engine.Notify(a, c.engine())
+	return b.live().Notify(a, c.engine())
 }
 
 // WaitCounts waits on the host for the counts of an exchange: it returns the number of rows that this rank will receive
@@ -40,12 +40,12 @@ func (b *Buffer) Notify(a *NotifyArgs, c *Call) (token uint64, err error) {
 // Errors: ErrInvalidArgument for a token whose dispatch was issued or that has NumWorstTokens; ErrTimeout, ErrPeerDead,
 // ErrMismatch if the exchange failed.
 func (b *Buffer) WaitCounts(token uint64, slice time.Duration, perExpert []int32) (received int, err error) {
-	return b.engine.WaitCounts(token, slice, perExpert)
+	return b.live().WaitCounts(token, slice, perExpert)
 }
 
 // CountsLen returns the number of entries that WaitCounts fills for an exchange: L, or 0 where Notify was given no
 // counts per expert. Local; it does not wait.
-func (b *Buffer) CountsLen(token uint64) (int, error) { return b.engine.CountsLen(token) }
+func (b *Buffer) CountsLen(token uint64) (int, error) { return b.live().CountsLen(token) }
 
 // Dispatch is the second step of a normal-mode dispatch: it sends each token's row, scales, choices and weights to the
 // ranks of its experts. Rows arrive ordered by source rank and then by token. Collective.
@@ -60,7 +60,7 @@ func (b *Buffer) CountsLen(token uint64) (int, error) { return b.engine.CountsLe
 //
 // Errors beside those of Buffer: ErrInvalidState if the counts were not waited for; ErrInvalidArgument if the shape
 // differs from Notify's, or num_nvl_bytes or num_rdma_bytes cannot stage a row of this size.
-func (b *Buffer) Dispatch(a *DispatchArgs, c *Call) error { return b.engine.Dispatch(a, c.engine()) }
+func (b *Buffer) Dispatch(a *DispatchArgs, c *Call) error { return b.live().Dispatch(a, c.engine()) }
 
 // CancelDispatch takes the place of Dispatch on a rank that cannot go on after Notify, for example because it has no
 // memory for the rows that arrive: the other ranks, which have its counts, refuse that dispatch at once with an error
@@ -69,7 +69,7 @@ func (b *Buffer) Dispatch(a *DispatchArgs, c *Call) error { return b.engine.Disp
 //
 // Errors: ErrInvalidArgument for a token whose dispatch was issued or refused.
 func (b *Buffer) CancelDispatch(token uint64, reason error, c *Call) error {
-	return b.engine.CancelDispatch(token, reason, c.engine())
+	return b.live().CancelDispatch(token, reason, c.engine())
 }
 
 // Combine is the way back of a normal-mode dispatch: it sends each received row to its source and sums there the rows
@@ -80,7 +80,7 @@ func (b *Buffer) CancelDispatch(token uint64, reason error, c *Call) error {
 // once; CombinedTopKWeights float32 [T,K] or 0. X may lie in a Segment, so that receivers read rows in place.
 //
 // Stream order, memory and errors are those of every operation (see Buffer).
-func (b *Buffer) Combine(a *CombineArgs, c *Call) error { return b.engine.Combine(a, c.engine()) }
+func (b *Buffer) Combine(a *CombineArgs, c *Call) error { return b.live().Combine(a, c.engine()) }
 
 // LowLatencyDispatch sends each token's row to each expert that it chose, straight into that expert's part of RecvX,
 // without an exchange of counts. Collective; the buffer was made with LowLatency.
@@ -99,7 +99,7 @@ func (b *Buffer) Combine(a *CombineArgs, c *Call) error { return b.engine.Combin
 // Errors beside those of Buffer: ErrInvalidArgument also for the kernel library's limits and for a shape that
 // num_rdma_bytes is too small for, with the size that it takes.
 func (b *Buffer) LowLatencyDispatch(a *LLDispatchArgs, c *Call) error {
-	return b.engine.LowLatencyDispatch(a, c.engine())
+	return b.live().LowLatencyDispatch(a, c.engine())
 }
 
 // LowLatencyCombine sends the experts' rows back to their sources and sums them there by TopKWeights. Collective;
@@ -109,73 +109,73 @@ func (b *Buffer) LowLatencyDispatch(a *LLDispatchArgs, c *Call) error {
 // TopKWeights float32 [T,K] of this rank's tokens; SrcInfo and LayoutRange of the dispatch. Out: CombinedX BF16 [T,H];
 // WaitRecvCostStats int64 [R] or 0 is added to. X must not change before the receive half is done.
 func (b *Buffer) LowLatencyCombine(a *LLCombineArgs, c *Call) error {
-	return b.engine.LowLatencyCombine(a, c.engine())
+	return b.live().LowLatencyCombine(a, c.engine())
 }
 
 // NextCombineBuffer returns where the X of the next LowLatencyCombine with LLZeroCopy goes, in the buffer's own memory:
 // [L, R*B, H] BF16, rowStride bytes from row to row. The address is valid until that combine was issued. Local.
 func (b *Buffer) NextCombineBuffer(numMaxTokens, hidden, experts int32) (address uintptr, rowStride uint64, err error) {
-	return b.engine.NextCombineBuffer(numMaxTokens, hidden, experts)
+	return b.live().NextCombineBuffer(numMaxTokens, hidden, experts)
 }
 
 // Clean empties the low-latency slots of a shape on every rank, of all shapes if the three sizes are 0. It is needed
 // once after the caller has written to Region(true). Tickets of sends without their receive become invalid. Collective,
 // on the caller's stream.
 func (b *Buffer) Clean(numMaxTokens, hidden, experts int32, c *Call) error {
-	return b.engine.Clean(numMaxTokens, hidden, experts, c.engine())
+	return b.live().Clean(numMaxTokens, hidden, experts, c.engine())
 }
 
 // Barrier lets the caller's stream go on once the streams of all ranks have come to their Barrier. Collective.
-func (b *Buffer) Barrier(c *Call) error { return b.engine.Barrier(c.engine()) }
+func (b *Buffer) Barrier(c *Call) error { return b.live().Barrier(c.engine()) }
 
 // UpdateMask masks a rank, so that low-latency calls neither send to it nor wait for it, or lifts the mask. Local, on
 // the caller's stream. ErrInvalidState unless the buffer was made with Shrink.
 func (b *Buffer) UpdateMask(rank int32, masked bool, c *Call) error {
-	return b.engine.UpdateMask(rank, masked, c.engine())
+	return b.live().UpdateMask(rank, masked, c.engine())
 }
 
 // QueryMask fills int32 [R] at out: 1 for a masked rank, masked by UpdateMask or by a call that gave up on it. Local,
 // on the caller's stream. ErrInvalidState unless the buffer was made with Shrink.
-func (b *Buffer) QueryMask(out uintptr, c *Call) error { return b.engine.QueryMask(out, c.engine()) }
+func (b *Buffer) QueryMask(out uintptr, c *Call) error { return b.live().QueryMask(out, c.engine()) }
 
 // CleanMask lifts all masks. Local, on the caller's stream. ErrInvalidState unless the buffer was made with Shrink.
-func (b *Buffer) CleanMask(c *Call) error { return b.engine.CleanMask(c.engine()) }
+func (b *Buffer) CleanMask(c *Call) error { return b.live().CleanMask(c.engine()) }
 
 // Warmup makes calls of each mode on memory of its own, so that the first real call is as fast as the steady ones. With
 // WarmupOptions{} it warms every mode that the buffer allows; shapes that are not given are those of
 // BufferOptions.Shape, of the size hints that this process asked for, or the largest that the buffer's memory holds,
 // within 2 s and 1 GiB. It returns, and logs at level info, what it did and how long each part took. Collective, with
 // equal options, else ErrMismatch; it waits on the host until done.
-func (b *Buffer) Warmup(o WarmupOptions) (StartupReport, error) { return b.engine.Warmup(o) }
+func (b *Buffer) Warmup(o WarmupOptions) (StartupReport, error) { return b.live().Warmup(o) }
 
 // StartupReport says where the time of construction, of warm-ups and of the first call of each operation went. Local;
 // it waits for the start and for no call.
-func (b *Buffer) StartupReport() (StartupReport, error) { return b.engine.StartupReport() }
+func (b *Buffer) StartupReport() (StartupReport, error) { return b.live().StartupReport() }
 
 // Stats reads what was counted of an operation (OpLayout to OpMask) since the buffer was made. Local; it waits for no
 // call, and at most 50 ms for a busy device, whose newest calls may then be missing.
-func (b *Buffer) Stats(o Operation) (OpStats, error) { return b.engine.Stats(o) }
+func (b *Buffer) Stats(o Operation) (OpStats, error) { return b.live().Stats(o) }
 
 // Info describes the buffer. Local; it never waits: before the start is complete, what is not known yet is zero.
-func (b *Buffer) Info() Info { return b.engine.Info() }
+func (b *Buffer) Info() Info { return b.live().Info() }
 
 // RDMATeam lists the ranks of this one's RDMA sub-team: the rank of its place on each node, itself among them. Rows of
 // normal mode cross between these ranks alone.
-func (b *Buffer) RDMATeam() []int { return b.engine.Info().RDMATeam.Ranks() }
+func (b *Buffer) RDMATeam() []int { return b.live().Info().RDMATeam.Ranks() }
 
 // Region returns the address and size of the NumNVLBytes or, with rdma, NumRDMABytes that the buffer owns. The caller
 // may use the memory while no call is in flight, until Destroy. Local; it waits for the start. See Clean for what
 // writing to it means.
 func (b *Buffer) Region(rdma bool) (address uintptr, bytes uint64, err error) {
-	return b.engine.Region(rdma)
+	return b.live().Region(rdma)
 }
 
 // Ready reports whether the start has succeeded. Local; it does not wait.
-func (b *Buffer) Ready() bool { return b.engine.Ready() }
+func (b *Buffer) Ready() bool { return b.live().Ready() }
 
 // WaitReady waits up to slice for the start that Background left running, without a limit if slice is negative. It
 // returns the start's error, or ErrInterrupted if the start goes on. Local.
-func (b *Buffer) WaitReady(slice time.Duration) error { return b.engine.WaitReady(slice) }
+func (b *Buffer) WaitReady(slice time.Duration) error { return b.live().WaitReady(slice) }
 
 // Release gives back the buffer's memory, of this device and of this host, and keeps its addresses and the group; all of
 // it is free once every rank has called. It waits up to slice, without a limit if slice is negative, for this rank's
@@ -185,7 +185,7 @@ func (b *Buffer) WaitReady(slice time.Duration) error { return b.engine.WaitRead
 //
 // Errors: ErrInvalidState for a low-latency call without its receive half and while a graph is captured; ErrUnsupported
 // for GPUs on several nodes, or without virtual memory.
-func (b *Buffer) Release(slice time.Duration) error { return b.engine.Release(slice) }
+func (b *Buffer) Release(slice time.Duration) error { return b.live().Release(slice) }
 
 // Restore has the memory again, zeroed, at the addresses of before Release. Calls are numbered anew, masks are lifted, a
 // failure of before is over, statistics go on; handles and tokens of before are refused. It waits up to slice, without a
@@ -194,14 +194,14 @@ func (b *Buffer) Release(slice time.Duration) error { return b.engine.Release(sl
 //
 // Errors: ErrOutOfMemory, ErrPeerDead, ErrTimeout with the ranks: the buffer stays released, and all ranks may call it
 // again; ErrInvalidState where a peer has released the buffer's memory and this rank has not.
-func (b *Buffer) Restore(slice time.Duration) error { return b.engine.Restore(slice) }
+func (b *Buffer) Restore(slice time.Duration) error { return b.live().Restore(slice) }
 
 // Check returns the failure that made the buffer unusable, nil if there is none. Local; it does not wait.
-func (b *Buffer) Check() error { return b.engine.Check() }
+func (b *Buffer) Check() error { return b.live().Check() }
 
 // NewEvent makes an event, to be ended by Event.Destroy. It counts as done until it is recorded. Local.
 func (b *Buffer) NewEvent() (*Event, error) {
-	e, err := b.engine.NewEvent()
+	e, err := b.live().NewEvent()
 	return (*Event)(e), err
 }
 
@@ -209,7 +209,7 @@ func (b *Buffer) NewEvent() (*Event, error) {
 // them. Collective, with equal bytes; it waits on the host. ErrUnsupported where Info.PeerRows is false,
 // ErrInvalidState for more than 64 segments. The caller ends it with Segment.Release.
 func (b *Buffer) NewSegment(ctx context.Context, bytes uint64) (*Segment, error) {
-	s, err := b.engine.NewSegment(ctx, bytes)
+	s, err := b.live().NewSegment(ctx, bytes)
 	if err != nil {
 		return nil, err
 	}

@@ -11,6 +11,7 @@ import (
 	"syscall"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/deepep-go/deepep/internal/status"
 	"github.com/deepep-go/deepep/internal/testutil/proctest"
@@ -39,6 +40,11 @@ func playRank(c *proctest.Child) error {
 			c.Send("failed %d %d %s", status.CodeOf(err), time.Since(begin).Milliseconds(), strings.ReplaceAll(err.Error(), "\n", " "))
 			continue
 		}
+		if p.text != "" {
+			c.Send("ok %s", p.text)
+			p.text = ""
+			continue
+		}
 		c.Send("ok %d", p.answer)
 	}
 }
@@ -50,6 +56,7 @@ type player struct {
 	out        Arrived
 	in         *Tokens
 	answer     int // of the command, where it has one
+	text       string
 }
 
 func (p *player) obey(words []string) (err error) {
@@ -73,6 +80,46 @@ func (p *player) obey(words []string) (err error) {
 	case "fork":
 		p.answer, err = proctest.Fork()
 		return err
+	case "key":
+		key, err := p.JoinKey()
+		p.text = key
+		return err
+	case "knock": // key rank options
+		return p.knock(words[1], words[2], words[3:])
+	case "regroup", "renumber", "soon": // members
+		o := RegroupOptions{Renumber: words[0] != "regroup", Timeout: 10 * time.Second}
+		if words[0] == "soon" {
+			o.Timeout = 500 * time.Millisecond
+		}
+		for _, word := range words[1:] {
+			n, _ := strconv.Atoi(word)
+			o.Members = append(o.Members, n)
+		}
+		begin := time.Now()
+		err := p.Regroup(context.Background(), o)
+		p.answer = int(time.Since(begin).Microseconds())
+		p.size, p.in = p.Group().Size(), nil
+		p.rank = p.Group().Rank()
+		return err
+	case "persist": // members or members
+		first, second, _ := strings.Cut(strings.Join(words[1:], " "), " or ")
+		var err error
+		for limit := time.Now().Add(10 * time.Second); time.Now().Before(limit); first = second {
+			if err = p.obey(strings.Fields("renumber " + first)); err == nil {
+				p.answer = len(strings.Fields(first)) - 2
+				return nil
+			}
+		}
+		return err
+	case "joins":
+		joins, err := p.AgreedJoins(context.Background())
+		p.answer = len(joins)
+		return err
+	case "masks":
+		masks := make([]int32, p.size)
+		err := p.QueryMask(uintptr(unsafe.Pointer(&masks[0])), &Call{})
+		p.text = strings.ReplaceAll(fmt.Sprint(masks), " ", "")
+		return err
 	case "destroy":
 		return errors.Join(p.Buffer.Destroy(), p.group.Destroy())
 	}
@@ -88,6 +135,17 @@ func (p *player) join(dir, name, rank, size string) (err error) {
 	}
 	p.group, err = NewGroup(context.Background(), GroupOptions{Exchanger: ex, Timeout: 10 * time.Second})
 	return err
+}
+
+// knock joins the group of a buffer as a new process.
+func (p *player) knock(key, rank string, options []string) (err error) {
+	place, _ := strconv.Atoi(rank)
+	p.group, err = JoinGroup(context.Background(), JoinOptions{Key: key, Rank: place, Engine: EngineCPU, Device: -1, Timeout: 10 * time.Second})
+	if err != nil {
+		return err
+	}
+	p.rank, p.size = p.group.Rank(), p.group.Size()
+	return p.make(options)
 }
 
 func (p *player) make(options []string) (err error) {

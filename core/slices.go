@@ -46,7 +46,7 @@ func (b *Buffer) DispatchTokens(in *Tokens, out *Arrived) error {
 	if err := b.checkTokens(in); err != nil {
 		return err
 	}
-	t, k, e, r := len(in.TopKIdx)/in.NumTopK, in.NumTopK, in.NumExperts, b.group.size
+	t, k, e, r := len(in.TopKIdx)/in.NumTopK, in.NumTopK, in.NumExperts, b.Group().size
 	out.hidden, out.topK = in.Hidden, k
 	grow(&out.perRank, r)
 	grow(&out.allExperts, e)
@@ -96,7 +96,7 @@ func (b *Buffer) checkTokens(in *Tokens) error {
 		return status.InvalidArg("TopKWeights", len(in.TopKWeights), "as many as TopKIdx")
 	case len(in.X) != len(in.TopKIdx)/in.NumTopK*in.Hidden:
 		return status.InvalidArg("X", len(in.X), "Hidden elements for each token")
-	case in.NumExperts < 1 || in.NumExperts%b.group.size != 0:
+	case in.NumExperts < 1 || in.NumExperts%b.Group().size != 0:
 		return status.InvalidArg("NumExperts", in.NumExperts, "a multiple of the group's size")
 	}
 	return nil

@@ -114,26 +114,33 @@ typedef struct deepep_event *deepep_event_t;
 typedef int32_t (*deepep_allgather_fn)(const void *send, void *recv, size_t bytes, void *user);
 
 /* How the ranks of a group find each other. */
-enum { DEEPEP_BOOTSTRAP_CALLBACK = 0, DEEPEP_BOOTSTRAP_TCP = 1, DEEPEP_BOOTSTRAP_FILE = 2 };
+enum { DEEPEP_BOOTSTRAP_CALLBACK = 0, DEEPEP_BOOTSTRAP_TCP = 1, DEEPEP_BOOTSTRAP_FILE = 2, DEEPEP_BOOTSTRAP_JOIN = 3 };
 
 typedef struct deepep_group_options {
   uint32_t struct_size;
-  int32_t bootstrap; /* DEEPEP_BOOTSTRAP_* */
-  int32_t rank, size;
+  int32_t bootstrap; /* DEEPEP_BOOTSTRAP_*. JOIN: the process takes a place in the group of a buffer; see regroup */
+  int32_t rank, size; /* JOIN: the lost rank whose place it asks for, or -1 for any; size is ignored */
   deepep_allgather_fn allgather; /* callback */
   void *user;                    /* callback: passed to allgather */
   const char *address;           /* TCP: "host:port" of rank 0. NULL: MASTER_ADDR and MASTER_PORT */
   const char *directory;         /* file: a folder that all ranks see */
   /* file, TCP: distinguishes groups; NULL: "default". TCP: also the secret by which ranks are let in; with
-     DEEPEP_INTERFACE "default" is refused. */
+     DEEPEP_INTERFACE "default" is refused. JOIN: the key, of deepep_buffer_join_key. */
   const char *name;
   int32_t num_nvl_peers; /* ranks of one NVLink domain; 0: DEEPEP_NUM_MAX_NVL_PEERS or 8 */
   int32_t background;    /* 1: return after the one exchange; the rest of the start-up goes on meanwhile */
   int64_t timeout_ms;    /* limit of the exchange and the start-up; 0: DEEPEP_FIRST_TIMEOUT_MS or 300000 */
+  /* JOIN: of the buffer to come: loaded and opened before the process asks to be let in, so that the others do not wait.
+   * As in deepep_buffer_options. */
+  const char *engine;
+  int32_t device, reserved0;
 } deepep_group_options;
-#define DEEPEP_GROUP_OPTIONS_INIT {sizeof(deepep_group_options), 0, 0, 0, NULL, NULL, NULL, NULL, NULL, 0, 0, 0}
+#define DEEPEP_GROUP_OPTIONS_INIT \
+  {sizeof(deepep_group_options), 0, 0, 0, NULL, NULL, NULL, NULL, NULL, 0, 0, 0, NULL, -1, 0}
 
-/* collective, waits. *group belongs to the caller. Returns: MISMATCH, TIMEOUT, PEER_DEAD, SYSTEM. */
+/* collective, waits. *group belongs to the caller. With JOIN it returns once the members have called
+ * deepep_buffer_regroup, which waits for this process: it creates its buffer at once, with the members' options.
+ * Returns: MISMATCH, TIMEOUT, PEER_DEAD, SYSTEM. */
 deepep_status_t deepep_group_create(const deepep_group_options *options, deepep_group_t *group);
 /* local, bounded. Buffers of the group stay usable until they are destroyed. NULL is fine. Returns: SYSTEM. */
 deepep_status_t deepep_group_destroy(deepep_group_t group);
@@ -236,6 +243,41 @@ deepep_status_t deepep_buffer_release(deepep_buffer_t buffer, int64_t slice_ms);
  * TIMEOUT with the ranks: the buffer stays released, and every rank may call again; INVALID_STATE: a peer has released,
  * this rank has not; destroyed. */
 deepep_status_t deepep_buffer_restore(deepep_buffer_t buffer, int64_t slice_ms);
+
+/* ---- Regroup: buffers go on without lost ranks, and take new processes in ----------------------------------------- */
+
+#define DEEPEP_JOIN_KEY_BYTES 64
+/* local. Writes the text by which processes of this host and user find the buffer (DEEPEP_BOOTSTRAP_JOIN), ended by 0, and
+ * from now on lets this rank hear of them. It is the same on all ranks and stays with regroup. A process comes to
+ * whichever member lives and has called this. bytes: of `key`, at least DEEPEP_JOIN_KEY_BYTES. Returns: SYSTEM. */
+deepep_status_t deepep_buffer_join_key(deepep_buffer_t buffer, char *key, uint64_t bytes);
+/* The processes that wait to be let in: *num_joins of them [out], and in ranks [capacity, out; may be NULL] the lost rank
+ * that each asks for, ascending, -1 for any. agreed 0: local, those that wait at this rank; ranks see them at different
+ * times. agreed 1: collective among the ranks that live, waits; all get the same. Returns: TIMEOUT. */
+deepep_status_t deepep_buffer_pending_joins(deepep_buffer_t buffer, int32_t agreed, int32_t capacity, int32_t *ranks,
+                                            int32_t *num_joins);
+
+typedef struct deepep_regroup_options {
+  uint32_t struct_size;
+  /* Of the new group, by their present numbers. One that is lost, or with renumber a number from the group's size on,
+   * stands for a process that waits to join. */
+  int32_t num_members;
+  const int32_t *members;
+  /* 1: a member's place in the list is its new number. 0: numbers stay, and a rank that is not in the list stays as a
+   * masked place, which needs enable_shrink. */
+  int32_t renumber, reserved0;
+  int64_t timeout_ms; /* 0: DEEPEP_FIRST_TIMEOUT_MS or 300000 */
+} deepep_regroup_options;
+#define DEEPEP_REGROUP_OPTIONS_INIT {sizeof(deepep_regroup_options), 0, NULL, 0, 0, 0}
+/* collective among the members that live, waits. Moves the buffer into a group of these and of the processes that join,
+ * over the library's own channel. Calls that still run are aborted; memory that fits, the communication stream, events
+ * and the callers' segments' own memory stay; masks, statistics, tokens and tickets begin anew, and segments are no
+ * segments of the buffer any more. deepep_buffer_info_get then gives the new rank and size. Handles of before are refused
+ * if ranks were renumbered; replays of graphs of before leave at once. The group handle that the buffer was created
+ * with keeps its old group. Returns: MISMATCH: members disagree; TIMEOUT, PEER_DEAD: a member is late or died; INVALID_STATE:
+ * no process waits for a lost rank's place; UNSUPPORTED: GPUs of several nodes (NVSHMEM). After an error it may be
+ * called again; where ranks had stopped their calls by then, calls are refused until it succeeds. */
+deepep_status_t deepep_buffer_regroup(deepep_buffer_t buffer, const deepep_regroup_options *options);
 
 /* A rank of a group, its buffer and the calls on it, none of which need exist. */
 typedef struct deepep_plan_options {

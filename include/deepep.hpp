@@ -6,6 +6,7 @@
 #ifndef DEEPEP_HPP
 #define DEEPEP_HPP
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -228,6 +229,30 @@ class Buffer : public Owner<deepep_buffer_t, deepep_buffer_destroy> {
     deepep_startup_report report = deepep::startup_report();
     check(deepep_buffer_startup_report(get(), &report));
     return report;
+  }
+
+  // By which processes find the buffer that want to join it: options of their Group with DEEPEP_BOOTSTRAP_JOIN.
+  std::string join_key() const {
+    char key[DEEPEP_JOIN_KEY_BYTES];
+    check(deepep_buffer_join_key(get(), key, sizeof key));
+    return key;
+  }
+  // The lost rank that each process asks for which waits to join, -1 for any; agreed: collective, the same on all ranks.
+  std::vector<int32_t> pending_joins(bool agreed = false) const {
+    std::vector<int32_t> ranks(64);
+    int32_t count = 0;
+    check(deepep_buffer_pending_joins(get(), agreed ? 1 : 0, static_cast<int32_t>(ranks.size()), ranks.data(), &count));
+    ranks.resize(std::min(ranks.size(), static_cast<size_t>(count)));
+    return ranks;
+  }
+  // Moves the buffer into a group of these members: without those that are lost, with processes in their places.
+  void regroup(const std::vector<int32_t> &members, bool renumber = false, int64_t timeout_ms = 0) {
+    deepep_regroup_options options = DEEPEP_REGROUP_OPTIONS_INIT;
+    options.num_members = static_cast<int32_t>(members.size());
+    options.members = members.data();
+    options.renumber = renumber ? 1 : 0;
+    options.timeout_ms = timeout_ms;
+    check(deepep_buffer_regroup(get(), &options));
   }
 
   void layout(const deepep_layout &args, const deepep_call &how = deepep::call()) {

@@ -95,6 +95,11 @@ func (p *Pending) gather(ctx context.Context, ex Exchanger) error {
 	if p.hellos, err = decodeHellos(blobs); err != nil {
 		return err
 	}
+	return p.meet()
+}
+
+// meet compares the hellos of all ranks, which are in p.hellos, and derives the nonce and the peers from them.
+func (p *Pending) meet() error {
 	if err := compareHellos(p.hellos); err != nil {
 		return err
 	}
@@ -109,6 +114,9 @@ func (p *Pending) gather(ctx context.Context, ex Exchanger) error {
 
 // peer describes another rank as seen from h.
 func (h *hello) peer(o hello) Peer {
+	if o.absent {
+		return Peer{Rank: o.Rank, Absent: true, SameHost: true}
+	}
 	sameHost := o.machine() == h.machine()
 	return Peer{
 		Rank: o.Rank, Host: o.Host, PID: o.PID, StartTime: o.Start, Version: o.Version, Build: o.Build, Extra: o.Extra,

@@ -23,6 +23,7 @@ const (
 // Peer is a rank of the group as its hello describes it. Lists of peers include this rank.
 type Peer struct {
 	Rank             int
+	Absent           bool // no process has this place: Exchanges hold an empty message for it
 	Host             string
 	PID              int
 	StartTime        uint64 // field 22 of /proc/<pid>/stat; 0: unknown
@@ -34,7 +35,12 @@ type Peer struct {
 }
 
 // String names the peer in errors.
-func (p Peer) String() string { return fmt.Sprintf("rank %d (host %s, pid %d)", p.Rank, p.Host, p.PID) }
+func (p Peer) String() string {
+	if p.Absent {
+		return fmt.Sprintf("rank %d (left out by regroup)", p.Rank)
+	}
+	return fmt.Sprintf("rank %d (host %s, pid %d)", p.Rank, p.Host, p.PID)
+}
 
 // PeerState is a peer's state as this channel sees it.
 type PeerState struct {
@@ -59,7 +65,8 @@ type Channel struct {
 	failed   []error // by rank: why no further message of it will come
 	culprits []int   // the failed ranks in the order of failure: later ones often fail because of the first
 	boxes    map[boxKey]*box
-	pending  []int // unclaimed bytes by rank
+	posts    map[boxKey]*post // what each rank posts; see Gather
+	pending  []int            // unclaimed bytes by rank
 	active   map[string]bool
 	onChange map[int]func(rank int)
 	onNote   func(rank int, note []byte)
@@ -73,7 +80,7 @@ func newChannel(rank int, nonce [16]byte, peers []Peer) (*Channel, error) {
 	n := len(peers)
 	c := &Channel{
 		rank: rank, nonce: nonce, peers: peers, changed: make(chan struct{}), links: make([]*link, n), state: make([]PeerState, n),
-		failed: make([]error, n), boxes: make(map[boxKey]*box), pending: make([]int, n), active: make(map[string]bool),
+		failed: make([]error, n), boxes: make(map[boxKey]*box), posts: make(map[boxKey]*post), pending: make([]int, n), active: make(map[string]bool),
 		onChange: make(map[int]func(int)), done: make(chan struct{}),
 	}
 	var err error
@@ -288,6 +295,11 @@ func (c *Channel) take(f *frame) error {
 			onWord(f.rank, f.tag, f.blob)
 		}
 		return nil
+	case kindPost:
+		closeFDs(f.fds)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return c.posted(f)
 	case kindBye:
 		closeFDs(f.fds)
 		why := status.Errorf(status.Aborted, "%s has left the group", c.peers[f.rank])

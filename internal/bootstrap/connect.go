@@ -61,6 +61,9 @@ func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
 		n.spawn(&n.tasks, "accept", func() { n.acceptLoop(inner, l) })
 	}
 	for rank := range c.rank {
+		if p.peers[rank].Absent {
+			continue
+		}
 		n.spawn(&n.tasks, "dial", func() { n.dial(inner, rank) })
 	}
 	err = n.await(ctx)
@@ -123,7 +126,7 @@ func (n *connector) missing() (names []string, changed chan struct{}, err error)
 		err = fmt.Errorf("connecting: %w", failed)
 	}
 	for rank, l := range n.c.links {
-		if l == nil && rank != n.c.rank {
+		if l == nil && rank != n.c.rank && !n.peers[rank].Absent {
 			names = append(names, n.peers[rank].String())
 		}
 	}
@@ -327,7 +330,7 @@ func (n *connector) checkHello(l *link, f *frame) error {
 		return errors.New("not a hello of this group")
 	case int(binary.LittleEndian.Uint32(f.blob)) != n.c.rank:
 		return fmt.Errorf("this is rank %d, not rank %d", n.c.rank, binary.LittleEndian.Uint32(f.blob))
-	case f.rank <= n.c.rank || f.rank >= len(n.peers):
+	case f.rank <= n.c.rank || f.rank >= len(n.peers) || n.peers[f.rank].Absent:
 		return fmt.Errorf("rank %d does not connect to rank %d", f.rank, n.c.rank)
 	case n.peers[f.rank].SameHost != (l.unix != nil):
 		return fmt.Errorf("rank %d came over the wrong kind of link", f.rank)

@@ -21,6 +21,7 @@ const (
 type Message struct {
 	Blob []byte
 	FDs  []int
+	Lost bool // of an ExchangeAmong that tolerates losses: the rank's process has ended
 }
 
 type boxKey struct {
@@ -58,6 +59,17 @@ func (c *Channel) Exchange(ctx context.Context, tag string, blob []byte, fds []i
 
 // ExchangeLocalFDs is Exchange, except that ranks on other machines get the blob without the descriptors.
 func (c *Channel) ExchangeLocalFDs(ctx context.Context, tag string, blob []byte, fds []int) ([]Message, error) {
+	return c.exchange(ctx, tag, blob, fds, nil, false)
+}
+
+// ExchangeAmong is Exchange without descriptors, which waits for the members alone; every connected rank gets the
+// blob. With lossOK a member whose process ends before its message comes is no error: its message says Lost.
+func (c *Channel) ExchangeAmong(ctx context.Context, tag string, blob []byte, members []int, lossOK bool) ([]Message, error) {
+	return c.exchange(ctx, tag, blob, nil, members, lossOK)
+}
+
+// exchange is an Exchange among the members; nil: all ranks.
+func (c *Channel) exchange(ctx context.Context, tag string, blob []byte, fds []int, members []int, lossOK bool) ([]Message, error) {
 	if err := checkMessage(tag, blob, fds); err != nil {
 		return nil, err
 	}
@@ -67,9 +79,14 @@ func (c *Channel) ExchangeLocalFDs(ctx context.Context, tag string, blob []byte,
 	}
 	blob = slices.Clone(blob) // queued frames outlive an Exchange that ends early
 	got := make([]*Message, len(c.peers))
+	for rank, p := range c.peers {
+		if p.Absent || members != nil && !slices.Contains(members, rank) {
+			got[rank] = &Message{}
+		}
+	}
 	got[c.rank] = &Message{Blob: blob, FDs: mine}
 	if err = c.send(tag, blob, fds); err == nil {
-		err = c.collect(ctx, tag, got)
+		err = c.collect(ctx, tag, got, lossOK)
 	}
 	if err != nil {
 		for _, m := range got {
@@ -140,11 +157,11 @@ func closedError(tag string) error {
 }
 
 // collect fills got as messages arrive.
-func (c *Channel) collect(ctx context.Context, tag string, got []*Message) error {
+func (c *Channel) collect(ctx context.Context, tag string, got []*Message, lossOK bool) error {
 	begin := time.Now()
 	for {
 		c.mu.Lock()
-		missing, err := c.claim(tag, got)
+		missing, err := c.claim(tag, got, lossOK)
 		if err == nil && len(missing) > 0 && ctx.Err() != nil {
 			err = c.lateError(ctx, tag, missing, time.Since(begin))
 		}
@@ -166,13 +183,17 @@ func (c *Channel) collect(ctx context.Context, tag string, got []*Message) error
 }
 
 // claim moves queued messages into got. The error is the first failure of a rank whose message is missing. Needs c.mu.
-func (c *Channel) claim(tag string, got []*Message) (missing []int, err error) {
+func (c *Channel) claim(tag string, got []*Message, lossOK bool) (missing []int, err error) {
 	for rank := range got {
 		if got[rank] != nil {
 			continue
 		}
 		if m, ok := c.pop(boxKey{rank, tag}); ok {
 			got[rank] = &m
+			continue
+		}
+		if s := c.state[rank]; lossOK && s.Ended && !s.Left {
+			got[rank] = &Message{Lost: true}
 			continue
 		}
 		missing = append(missing, rank)

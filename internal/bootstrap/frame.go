@@ -35,6 +35,9 @@ const (
 	kindNote                           // channel: a one-way note
 	kindBye                            // channel: the sender closes it, with the reason if there is one
 	kindWord                           // channel: a one-way word that is not dropped
+	kindPost                           // channel: what the sender posts now under a tag
+	kindKnock                          // door: a process asks to be let into a group
+	kindAdmit                          // door: it is let in
 	kindEnd
 )
 

@@ -7,6 +7,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/deepep-go/deepep/internal/status"
@@ -42,6 +43,8 @@ type hello struct {
 	Extra  []byte
 	// Failure is why this rank cannot start. It still gathers, so that the other ranks do not wait for it.
 	Failure string
+
+	absent bool // a place without a process: see Candidate.Enter
 }
 
 func randomNonce() [16]byte {
@@ -144,6 +147,9 @@ func differences(hellos []hello, of func(hello) string) string {
 	var order []string
 	ranks := make(map[string][]int)
 	for i, h := range hellos {
+		if h.absent {
+			continue
+		}
 		v := of(h)
 		if ranks[v] == nil {
 			order = append(order, v)
@@ -169,6 +175,9 @@ func differences(hellos []hello, of func(hello) string) string {
 func compareUsers(hellos []hello) error {
 	first := make(map[string]int)
 	for i, h := range hellos {
+		if h.absent {
+			continue
+		}
 		j, seen := first[h.machine()]
 		if !seen {
 			first[h.machine()] = i
@@ -182,19 +191,20 @@ func compareUsers(hellos []hello) error {
 
 // checkReach checks that ranks of different machines have TCP addresses.
 func checkReach(hellos []hello) error {
+	first := max(0, slices.IndexFunc(hellos, func(h hello) bool { return !h.absent }))
 	for i, h := range hellos {
-		if h.machine() == hellos[0].machine() {
+		if h.absent || h.machine() == hellos[first].machine() {
 			continue
 		}
 		var without []int
 		for r, other := range hellos {
-			if other.TCP == "" {
+			if other.TCP == "" && !other.absent {
 				without = append(without, r)
 			}
 		}
 		if len(without) > 0 {
-			return status.Errorf(status.Unsupported, "rank 0 (host %s) and rank %d (host %s) share no machine or no network namespace, "+
-				"and %s named no network interface: set DEEPEP_INTERFACE on every rank", hellos[0].Host, i, h.Host, rankList(without))
+			return status.Errorf(status.Unsupported, "rank %d (host %s) and rank %d (host %s) share no machine or no network namespace, "+
+				"and %s named no network interface: set DEEPEP_INTERFACE on every rank", first, hellos[first].Host, i, h.Host, rankList(without))
 		}
 		return nil
 	}

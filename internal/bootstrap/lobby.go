@@ -41,3 +41,13 @@ func (l *lobby) leave(conn net.Conn) bool {
 	}
 	return i >= 0
 }
+
+// empty sends everybody away.
+func (l *lobby) empty() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, conn := range l.waiting {
+		conn.Close()
+	}
+	l.waiting = nil
+}

@@ -30,6 +30,30 @@ func (m *Memory) Populate(offset, bytes uint64) error {
 	return nil
 }
 
+// mincoreStep is how much memory one look at the pages covers.
+const mincoreStep = 64 << 20
+
+// Zero fills a part of host memory with zeros. Pages that nobody has touched stay so.
+func (m *Memory) Zero(offset, bytes uint64) {
+	page := uint64(unix.Getpagesize())
+	seen := make([]byte, mincoreStep/page)
+	for at, end := offset, offset+bytes; at < end; {
+		n := min(end, (at/page*page)+mincoreStep) - at
+		address := m.Address + at
+		memory := unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&address))), n)
+		first := address / page * page
+		_, _, errno := unix.Syscall(unix.SYS_MINCORE, uintptr(first), uintptr(address+n-first), uintptr(unsafe.Pointer(unsafe.SliceData(seen))))
+		for i := uint64(0); i < n; {
+			part := min(n, page-(address+i)%page)
+			if errno != 0 || seen[(address+i)/page-first/page]&1 != 0 {
+				clear(memory[i : i+part])
+			}
+			i += part
+		}
+		at += n
+	}
+}
+
 // PageFaults counts this process's page faults so far.
 func PageFaults() uint64 {
 	var usage unix.Rusage

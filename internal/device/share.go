@@ -16,6 +16,7 @@ import (
 type Message struct {
 	Blob []byte
 	FDs  []int
+	Lost bool // the rank's process has ended, and the exchange goes on without it
 }
 
 // Exchange gathers a blob and descriptors from every rank of a group, in rank order. It is collective.
@@ -27,21 +28,42 @@ type Symmetric struct {
 	Addresses []uint64 // of each rank's memory here; 0: not mapped
 	rank      int
 	peers     []*Memory
-	kind      uint32 // how the memory is shared (abi.Share*)
+	kind      uint32  // how the memory is shared (abi.Share*)
+	standIn   *Memory // in the place of ranks that do not exist; nil: there are none
+	kept      bool    // Local was that of an earlier group
 }
+
+// Places says how memory is shared among ranks of which some shared memory before.
+type Places struct {
+	Rank   int
+	Mapped []bool // whose memory is mapped
+	Absent []bool // places without a process; nil: none
+	// The memory of before, nil: there is none; Was is each rank's number there, -1: new. It is kept where it is large
+	// enough, unless Fresh is set: then somebody who is not among the ranks may still write to it.
+	Before *Symmetric
+	Was    []int
+	Fresh  bool
+}
+
+func (p *Places) absent(rank int) bool { return p.Absent != nil && p.Absent[rank] }
 
 // Share allocates memory on every rank and maps that of the ranks for which mapped is true. Collective: a rank whose
 // allocation failed sends its error in the exchange.
 func (d *Device) Share(ctx context.Context, rank int, bytes uint64, mapped []bool, exchange Exchange) (*Symmetric, error) {
-	s := &Symmetric{rank: rank, Addresses: make([]uint64, len(mapped)), peers: make([]*Memory, len(mapped))}
-	offer, fds, failure := s.allocate(d, bytes)
+	return d.ShareAmong(ctx, Places{Rank: rank, Mapped: mapped}, bytes, exchange)
+}
+
+// ShareAmong is Share among ranks that may keep memory of before.
+func (d *Device) ShareAmong(ctx context.Context, p Places, bytes uint64, exchange Exchange) (*Symmetric, error) {
+	s := &Symmetric{rank: p.Rank, Addresses: make([]uint64, len(p.Mapped)), peers: make([]*Memory, len(p.Mapped))}
+	offer, fds, failure := s.allocate(d, bytes, &p)
 	all, err := exchange(ctx, offer, fds)
 	closeAll(fds)
 	if failure != nil {
 		err = failure
 	}
 	if err == nil {
-		err = s.mapPeers(d, bytes, mapped, all)
+		err = s.mapPeers(d, bytes, &p, all)
 	}
 	for _, m := range all {
 		closeAll(m.FDs)
@@ -57,11 +79,54 @@ func (d *Device) Share(ctx context.Context, rank int, bytes uint64, mapped []boo
 const (
 	offerHead = 16
 	offerBlob = 64
+	offerKept = 1 << 31 // in kind: the memory is that of before
 )
 
+// Kept reports whether this rank's memory is that of before.
+func (s *Symmetric) Kept() bool { return s.kept }
+
+// keepLocal takes over this rank's memory of before, if it may and fits.
+func (s *Symmetric) keepLocal(bytes uint64, p *Places) bool {
+	if p.Before == nil || p.Fresh || p.Before.Local == nil || p.Before.Local.Bytes < bytes {
+		return false
+	}
+	s.Local, s.kept = p.Before.Local.Retain(), true
+	return true
+}
+
+// keepPeer takes over the mapping of a rank's memory of before, if there is one.
+func (s *Symmetric) keepPeer(rank int, bytes uint64, p *Places) bool {
+	if p.Before == nil || p.Was[rank] < 0 || p.Was[rank] >= len(p.Before.peers) {
+		return false
+	}
+	m := p.Before.peers[p.Was[rank]]
+	if m == nil || m.Bytes < bytes {
+		return false
+	}
+	s.peers[rank], s.Addresses[rank] = m.Retain(), m.Address
+	return true
+}
+
+// fillPlace gives a rank that does not exist memory that nobody reads.
+func (s *Symmetric) fillPlace(d *Device, rank int, bytes uint64, p *Places) (err error) {
+	if s.keepPeer(rank, bytes, p) {
+		return nil
+	}
+	if s.standIn == nil {
+		if s.standIn, err = d.Alloc(bytes); err != nil {
+			return err
+		}
+	}
+	s.Addresses[rank] = s.standIn.Address
+	return nil
+}
+
 // allocate allocates this rank's memory and returns the offer, which with an error holds its text.
-func (s *Symmetric) allocate(d *Device, bytes uint64) (offer []byte, fds []int, err error) {
-	if s.Local, err = d.Alloc(bytes); err == nil {
+func (s *Symmetric) allocate(d *Device, bytes uint64, places *Places) (offer []byte, fds []int, err error) {
+	if !s.keepLocal(bytes, places) {
+		s.Local, err = d.Alloc(bytes)
+	}
+	if err == nil {
 		s.Addresses[s.rank] = s.Local.Address
 	}
 	return s.export(err)
@@ -80,7 +145,11 @@ func (s *Symmetric) export(before error) (offer []byte, fds []int, err error) {
 		return append(offer[:offerHead], err.Error()...), nil, err
 	}
 	s.kind = p.Kind
-	binary.LittleEndian.PutUint32(offer, p.Kind)
+	kind := p.Kind
+	if s.kept {
+		kind |= offerKept
+	}
+	binary.LittleEndian.PutUint32(offer, kind)
 	binary.LittleEndian.PutUint64(offer[8:], s.Local.Bytes)
 	copy(offer[offerHead:], p.Blob[:])
 	if p.Kind == abi.ShareFD && p.FD >= 0 {
@@ -91,8 +160,11 @@ func (s *Symmetric) export(before error) (offer []byte, fds []int, err error) {
 }
 
 // checkOffers returns the first rank's error.
-func checkOffers(all []Message) error {
+func checkOffers(all []Message, places *Places) error {
 	for rank, m := range all {
+		if places.absent(rank) {
+			continue
+		}
 		if len(m.Blob) < offerHead {
 			return status.Errorf(status.Internal, "rank %d offered its memory in %d bytes", rank, len(m.Blob))
 		}
@@ -105,7 +177,7 @@ func checkOffers(all []Message) error {
 
 // readOffer reads what a rank offers: at least so many bytes.
 func readOffer(d *Device, rank int, bytes uint64, m *Message) (*abi.MemImportParams, error) {
-	p := &abi.MemImportParams{Device: d.handle, Bytes: binary.LittleEndian.Uint64(m.Blob[8:]), Kind: binary.LittleEndian.Uint32(m.Blob), FD: -1}
+	p := &abi.MemImportParams{Device: d.handle, Bytes: binary.LittleEndian.Uint64(m.Blob[8:]), Kind: binary.LittleEndian.Uint32(m.Blob) &^ offerKept, FD: -1}
 	if p.Bytes < bytes || len(m.Blob) != offerHead+offerBlob {
 		return nil, status.Errorf(status.Mismatch, "rank %d offers %d bytes of memory, %d are needed", rank, p.Bytes, bytes)
 	}
@@ -119,12 +191,21 @@ func readOffer(d *Device, rank int, bytes uint64, m *Message) (*abi.MemImportPar
 	return p, nil
 }
 
-func (s *Symmetric) mapPeers(d *Device, bytes uint64, mapped []bool, all []Message) error {
-	if err := checkOffers(all); err != nil {
+func (s *Symmetric) mapPeers(d *Device, bytes uint64, places *Places, all []Message) error {
+	if err := checkOffers(all, places); err != nil {
 		return err
 	}
 	for rank := range all {
-		if rank == s.rank || !mapped[rank] {
+		if rank == s.rank || !places.Mapped[rank] {
+			continue
+		}
+		if places.absent(rank) {
+			if err := s.fillPlace(d, rank, bytes, places); err != nil {
+				return err
+			}
+			continue
+		}
+		if binary.LittleEndian.Uint32(all[rank].Blob)&offerKept != 0 && s.keepPeer(rank, bytes, places) {
 			continue
 		}
 		p, err := readOffer(d, rank, bytes, &all[rank])
@@ -164,6 +245,8 @@ func (s *Symmetric) ReleasePeers() error {
 		status.Keep(&err, m.Release())
 		s.peers[rank] = nil
 	}
+	status.Keep(&err, s.standIn.Release())
+	s.standIn = nil
 	return err
 }
 
@@ -207,7 +290,7 @@ func (s *Symmetric) Again(ctx context.Context, exchange Exchange) error {
 }
 
 func (s *Symmetric) mapAgain(all []Message) error {
-	if err := checkOffers(all); err != nil {
+	if err := checkOffers(all, &Places{}); err != nil {
 		return err
 	}
 	for rank, m := range s.peers {

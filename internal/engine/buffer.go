@@ -43,6 +43,11 @@ type Options struct {
 	NewPage       func(PageHeader) (StatsPage, error) // nil: statistics in plain memory
 	Explain       func(error) error                   // adds to the reason why the buffer could not be made; nil: nothing to add
 	Log           *zap.Logger
+	Generation    uint64 // what the count of Restores begins with: how often memory or numbers of a predecessor have changed
+	// Bytes of the control and the wire region, if the library needs fewer: those of a predecessor, so that the regions
+	// of users stay where they are. The same on all ranks.
+	MinControl, MinWire uint64
+	Succession
 }
 
 // Buffer is the memory and the order of one set of calls among the ranks of a group.
@@ -74,6 +79,11 @@ type Buffer struct {
 	buildErr error           // read after ready
 	life     context.Context // ends with Destroy
 	cancel   func(error)
+
+	heirlooms []*device.Memory       // blocks of predecessors that were not kept: callers' views of them stay valid
+	borrowed  bool                   // comm still belongs to opt.From
+	stopped   atomic.Bool            // by Stop, so that Destroy has the rest to do
+	successor atomic.Pointer[Buffer] // took this buffer's place
 
 	active   atomic.Int32 // calls inside; see enter
 	watching atomic.Bool  // the status page exists, so that losses of peers can be written to it
@@ -193,6 +203,9 @@ func (b *Buffer) enter() error {
 	b.active.Add(1)
 	if b.closed.Load() {
 		b.active.Add(-1)
+		if b.stopped.Load() {
+			return errStopped
+		}
 		return errDestroyed
 	}
 	return nil

@@ -29,6 +29,7 @@ func New(parent context.Context, members Members, opt Options) (*Buffer, error) 
 		opt: opt, members: members, rank: members.Rank(), size: members.Size(), top: opt.Topology, ready: make(chan struct{}),
 		log: opt.Log.With(zap.Int("rank", members.Rank()), zap.Uint32("buffer", opt.ID)),
 	}
+	b.sleep.generation.Store(opt.Generation)
 	b.startup.report.LoadNS[op.StartConstruction] = uint64(opt.Spent.Load)
 	b.startup.report.ConnectNS[op.StartConstruction] = uint64(opt.Spent.Connect)
 	b.limits = LimitsOf(opt.Library)
@@ -105,7 +106,10 @@ func (b *Buffer) build(ctx context.Context) error {
 		defer b.building.to(stageConnect)()
 		return b.exchanger("memory")(ctx, blob, fds)
 	}
-	exchange := withFingerprint(b.fingerprint(err), memory, func(all []fingerprint) error {
+	if from := b.opt.From; err == nil && from != nil {
+		err = from.Stop() // before this rank's offer: peers then clear what its kernels write to
+	}
+	exchange := withFingerprint(b.fingerprint(err), memory, b.absent, func(all []fingerprint) error {
 		prints = all
 		return compareAll(all)
 	})
@@ -117,7 +121,7 @@ func (b *Buffer) build(ctx context.Context) error {
 		err = b.shareSymmetricHeap(ctx, exchange)
 	} else {
 		end := b.building.to(stageMemory)
-		b.block, err = b.dev.Share(ctx, b.rank, b.regions.Total, b.onThisHost(), exchange)
+		b.block, err = b.dev.ShareAmong(ctx, b.places(), b.regions.Total, exchange)
 		end()
 	}
 	if err != nil {
@@ -128,7 +132,7 @@ func (b *Buffer) build(ctx context.Context) error {
 	}
 	b.findReach()
 	err = b.join(prints)
-	if err == nil && b.opt.Preinitialize {
+	if err == nil && b.opt.Preinitialize && !b.block.Kept() {
 		err = b.touch()
 	}
 	if err = b.agree(ctx, "ready", err); err != nil {
@@ -137,7 +141,7 @@ func (b *Buffer) build(ctx context.Context) error {
 	b.watching.Store(true)
 	b.readStates()
 	b.markReleased()
-	return nil
+	return b.maskAbsent()
 }
 
 // onThisHost returns for each rank whether its memory can be mapped.
@@ -150,15 +154,23 @@ func (b *Buffer) onThisHost() []bool {
 }
 
 func (b *Buffer) exchanger(what string) device.Exchange {
-	tag := fmt.Sprintf("buffer/%d/%s", b.opt.ID, what)
+	tag := b.tag(what)
 	return func(ctx context.Context, blob []byte, fds []int) ([]device.Message, error) {
 		return b.members.Exchange(ctx, tag, blob, fds)
 	}
 }
 
+func (b *Buffer) tag(what string) string { return fmt.Sprintf("buffer/%d/%s", b.opt.ID, what) }
+
 // agree exchanges each rank's error. All ranks get one if any of them failed, so that none goes on alone.
 func (b *Buffer) agree(ctx context.Context, what string, here error) error {
-	all, err := b.exchanger(what)(ctx, errorText(here), nil)
+	var all []device.Message
+	var err error
+	if b.opt.From != nil && what == "ready" {
+		all, err = b.opt.Commit(ctx, b.tag(what), errorText(here))
+	} else {
+		all, err = b.exchanger(what)(ctx, errorText(here), nil)
+	}
 	if here != nil {
 		return here
 	}
@@ -183,7 +195,9 @@ func errorText(err error) []byte {
 // open does the local part before the first exchange: device, reach of the other ranks, sizes of the regions.
 func (b *Buffer) open() (err error) {
 	defer b.building.to(stageLoad)()
-	if b.dev, err = device.Open(b.opt.Library, b.opt.Ordinal, b.opt.ISA); err != nil {
+	if from := b.opt.From; from != nil {
+		b.dev = from.dev.Retain()
+	} else if b.dev, err = device.Open(b.opt.Library, b.opt.Ordinal, b.opt.ISA); err != nil {
 		return err
 	}
 	if err := b.checkReach(); err != nil {
@@ -206,7 +220,7 @@ func (b *Buffer) measure() error {
 		return status.Errorf(status.InvalidArgument, "flags and counts of %d ranks take %d bytes: DEEPEP_NUM_WORKSPACE_BYTES = %d allows less",
 			b.size, p.ControlBytes, limit)
 	}
-	b.regions = plan.NewRegions(p.ControlBytes, p.WireBytes, b.opt.NVLBytes, b.opt.RDMABytes)
+	b.regions = plan.NewRegions(max(p.ControlBytes, b.opt.MinControl), max(p.WireBytes, b.opt.MinWire), b.opt.NVLBytes, b.opt.RDMABytes)
 	return nil
 }
 
@@ -240,11 +254,18 @@ func (b *Buffer) join(prints []fingerprint) (err error) {
 	if b.stats, err = newStatistics(b); err != nil {
 		return err
 	}
-	if b.comm, err = b.dev.NewStream(); err != nil {
+	if b.opt.From != nil {
+		b.comm, b.borrowed = b.opt.From.comm, true
+	} else if b.comm, err = b.dev.NewStream(); err != nil {
 		return err
 	}
 	for _, ev := range []**device.Event{&b.order.begin, &b.order.end, &b.order.tail} {
 		if *ev, err = b.dev.NewEvent(); err != nil {
+			return err
+		}
+	}
+	if b.block.Kept() {
+		if err = b.reset(); err != nil {
 			return err
 		}
 	}

@@ -27,9 +27,17 @@ var retained atomic.Pointer[[]*device.HostPage]
 // Destroy ends the buffer: local, idempotent, bounded by about 2 s. What peers have mapped of its memory stays valid
 // for them. Work that does not end in time keeps its memory until the process ends; the error says so.
 func (b *Buffer) Destroy() error {
-	if b.closed.Swap(true) {
+	if b.closed.Swap(true) && !b.stopped.Swap(false) {
 		return nil
 	}
+	if err := b.halt(); err != nil {
+		return err
+	}
+	return b.free()
+}
+
+// halt ends what runs, by itself where it does within a second.
+func (b *Buffer) halt() error {
 	begin := time.Now()
 	b.cancel(errDestroyed)
 	if !within(startGrace, func() bool { return isClosed(b.ready) }) {
@@ -45,7 +53,7 @@ func (b *Buffer) Destroy() error {
 	if !b.deliver(limit) {
 		return status.Errorf(status.Timeout, "messages of the buffer did not leave within %v: its memory is lost", limit)
 	}
-	return b.free()
+	return nil
 }
 
 // quiesce waits for calls and kernels to end, first by themselves, then after setting the abort word.
@@ -92,14 +100,11 @@ func (b *Buffer) isIdle(marked *bool) bool {
 
 // free releases everything, users before what they use. The first error counts.
 func (b *Buffer) free() error {
-	var err error
-	keep := b.captured && b.stopTeam() == nil && b.block.CanGiveBack() == nil
-	if b.team != 0 && !keep {
-		p := &abi.TeamDestroyParams{Team: b.team}
-		status.Keep(&err, kern.Error("dk_team_destroy", b.opt.Library.TeamDestroy(p), p.DeviceError))
+	keep := b.team != 0 && b.captured && b.stopTeam() == nil && b.block.CanGiveBack() == nil
+	if keep {
+		b.team = 0
 	}
-	status.Keep(&err, b.closeTransport())
-	status.Keep(&err, b.dropSegments())
+	err := b.freeTeam()
 	status.Keep(&err, b.freeEvents())
 	if b.stats != nil {
 		status.Keep(&err, b.stats.close())
@@ -123,9 +128,25 @@ func (b *Buffer) free() error {
 	default:
 		status.Keep(&err, b.block.Release())
 	}
+	for _, m := range b.heirlooms {
+		status.Keep(&err, m.Release())
+	}
 	if b.dev != nil {
 		status.Keep(&err, b.dev.Release())
 	}
+	return err
+}
+
+// freeTeam ends what sends to the other ranks, and unmaps their segments.
+func (b *Buffer) freeTeam() error {
+	var err error
+	if b.team != 0 {
+		p := &abi.TeamDestroyParams{Team: b.team}
+		status.Keep(&err, kern.Error("dk_team_destroy", b.opt.Library.TeamDestroy(p), p.DeviceError))
+		b.team = 0
+	}
+	status.Keep(&err, b.closeTransport())
+	status.Keep(&err, b.dropSegments())
 	return err
 }
 
@@ -137,7 +158,7 @@ func (b *Buffer) freeEvents() error {
 		}
 		status.Keep(&err, ev.Destroy())
 	}
-	if b.comm != 0 {
+	if b.comm != 0 && !b.borrowed {
 		status.Keep(&err, b.dev.DestroyStream(b.comm))
 	}
 	return err

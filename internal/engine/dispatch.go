@@ -147,7 +147,7 @@ func (b *Buffer) checkHandle(h *op.Handle) error {
 	case h.NumRecvTokens < 0:
 		return status.InvalidArg("handle.num_recv_tokens", h.NumRecvTokens, "0 or more")
 	case b.outdated(h.Exchange):
-		return status.InvalidArg("handle", "one of before release()", "that of a dispatch since restore()")
+		return status.InvalidArg("handle", "one of before release(), or of before regroup() renumbered the ranks", "that of a dispatch since")
 	}
 	return need(given{"handle.rank_prefix_matrix", h.RankPrefixMatrix, true, 4}, given{"handle.send_head", h.SendHead, h.NumTokens > 0, 4})
 }

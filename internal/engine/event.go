@@ -17,6 +17,15 @@ type Event struct {
 	ev     *device.Event
 }
 
+// home is the buffer whose failures the event's waits report: the one that it came from, or what took its place.
+func (e *Event) home() *Buffer {
+	b := e.buffer
+	for next := b.successor.Load(); next != nil; next = b.successor.Load() {
+		b = next
+	}
+	return b
+}
+
 // NewEvent makes an event, which counts as done until it is recorded.
 func (b *Buffer) NewEvent() (*Event, error) {
 	if err := b.start(); err != nil {
@@ -35,7 +44,7 @@ func (e *Event) Destroy() error { return e.ev.Destroy() }
 
 // Record moves the event to the present end of the stream. On stream 0 of a host-stream engine it is done at once.
 func (e *Event) Record(stream uintptr) error {
-	if err := e.buffer.checkStream(stream); err != nil {
+	if err := e.home().checkStream(stream); err != nil {
 		return err
 	}
 	return e.ev.Record(device.Stream(stream))
@@ -44,7 +53,7 @@ func (e *Event) Record(stream uintptr) error {
 // StreamWait lets the stream wait for the event. Where the stream is the calling thread, StreamWait returns when it is
 // done.
 func (e *Event) StreamWait(stream uintptr) error {
-	if err := e.buffer.checkStream(stream); err != nil {
+	if err := e.home().checkStream(stream); err != nil {
 		return err
 	}
 	if e.buffer.opt.Library.Has(abi.CapHostStream) {
@@ -68,10 +77,10 @@ func (e *Event) Wait(slice time.Duration) error {
 		case err != nil:
 			return err
 		case done && slice == 0: // only asked: a refusal waits for who wants to know
-			return e.buffer.broken()
+			return e.home().broken()
 		case done:
-			e.buffer.endWindow()
-			return e.buffer.outcome(callID{})
+			e.home().endWindow()
+			return e.home().outcome(callID{})
 		case slice >= 0 && time.Until(deadline) <= 0:
 			return errNotYet
 		}

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -19,6 +20,8 @@ type fingerprint struct {
 	UUID    string      `json:"uuid"`
 	Failure string      `json:"failure,omitempty"`
 	Code    status.Code `json:"code,omitempty"`
+
+	absent bool
 }
 
 func (b *Buffer) fingerprint(failure error) fingerprint {
@@ -52,10 +55,14 @@ func compareAll(all []fingerprint) error {
 			return status.Errorf(f.Code, "rank %d cannot make the buffer: %s", rank, f.Failure)
 		}
 	}
-	for i, field := range all[0].Equal {
+	first := max(0, slices.IndexFunc(all, func(f fingerprint) bool { return !f.absent }))
+	for i, field := range all[first].Equal {
 		for rank, f := range all {
+			if f.absent {
+				continue
+			}
 			if i >= len(f.Equal) || f.Equal[i][0] != field[0] {
-				return status.Errorf(status.Mismatch, "ranks 0 and %d describe their buffers differently: different versions", rank)
+				return status.Errorf(status.Mismatch, "ranks %d and %d describe their buffers differently: different versions", first, rank)
 			}
 			if f.Equal[i][1] != field[1] {
 				return status.Errorf(status.Mismatch, "ranks disagree on %s: %s", field[0], whoHasWhat(all, i))
@@ -70,6 +77,9 @@ func whoHasWhat(all []fingerprint, field int) string {
 	var parts []string
 	seen := map[string]bool{}
 	for _, f := range all {
+		if f.absent {
+			continue
+		}
 		value := f.Equal[field][1]
 		if seen[value] {
 			continue
@@ -77,7 +87,7 @@ func whoHasWhat(all []fingerprint, field int) string {
 		seen[value] = true
 		var ranks []string
 		for rank, g := range all {
-			if g.Equal[field][1] == value {
+			if !g.absent && g.Equal[field][1] == value {
 				ranks = append(ranks, strconv.Itoa(rank))
 			}
 		}
@@ -91,7 +101,8 @@ func whoHasWhat(all []fingerprint, field int) string {
 }
 
 // withFingerprint puts a fingerprint before every message of an exchange, so that one exchange does for both.
-func withFingerprint(own fingerprint, exchange device.Exchange, seen func([]fingerprint) error) device.Exchange {
+// Ranks that are absent have none.
+func withFingerprint(own fingerprint, exchange device.Exchange, absent func(rank int) bool, seen func([]fingerprint) error) device.Exchange {
 	return func(ctx context.Context, blob []byte, fds []int) ([]device.Message, error) {
 		text, err := json.Marshal(own)
 		if err != nil {
@@ -104,6 +115,9 @@ func withFingerprint(own fingerprint, exchange device.Exchange, seen func([]fing
 		}
 		prints := make([]fingerprint, len(all))
 		for rank := range all {
+			if prints[rank].absent = absent(rank); prints[rank].absent {
+				continue
+			}
 			if all[rank].Blob, err = cut(all[rank].Blob, &prints[rank]); err != nil {
 				return all, status.Errorf(status.Mismatch, "rank %d sent no fingerprint of its buffer: %w", rank, err)
 			}

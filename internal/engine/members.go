@@ -8,6 +8,7 @@ import (
 
 // Peer describes a rank of the group for a buffer.
 type Peer struct {
+	Absent      bool // no process has this place; it counts as dead
 	SameHost    bool // memory can be shared
 	SameProcess bool // the rank is a goroutine of this process
 }

@@ -168,6 +168,11 @@ func (b *Buffer) canRelease() error {
 	if b.symmetricHeap != nil {
 		return status.Errorf(status.Unsupported, "release: the buffer's memory is of %s, which all ranks free together, at destroy()", b.symmetricHeap.Version)
 	}
+	for rank := range b.size {
+		if b.absent(rank) {
+			return status.Errorf(status.InvalidState, "release: the place of %s is empty: regroup with a process in it, or renumber", b.members.Describe(rank))
+		}
+	}
 	if err := b.block.CanGiveBack(); err != nil {
 		return fmt.Errorf("release: %w", err)
 	}
@@ -477,7 +482,7 @@ func (b *Buffer) exchangeOf(notify uint64) uint64 {
 	return (maker<<generationBits|b.sleep.generation.Load()&(1<<generationBits-1))<<exchangeBits | notify&(1<<exchangeBits-1)
 }
 
-// outdated reports whether a handle is of a dispatch of this buffer from before a Release. One that does not say where
+// outdated reports whether a handle is of a dispatch of this buffer from before a Release, or a renumbering. One that does not say where
 // it is from passes, and so does one of another buffer.
 func (b *Buffer) outdated(exchange uint64) bool {
 	origin, mine := exchange>>exchangeBits, b.exchangeOf(0)>>exchangeBits

@@ -37,18 +37,19 @@ func (b *Buffer) NewSegment(ctx context.Context, bytes uint64) (*Segment, error)
 	}
 	defer b.leave()
 	mapped := b.onThisHost()
+	absent := b.absentRanks()
 	for rank := range mapped { // rows that cross nodes are staged
-		mapped[rank] = mapped[rank] && !b.top.Remote(b.rank, rank)
+		mapped[rank] = mapped[rank] && !absent[rank] && !b.top.Remote(b.rank, rank)
 	}
 	number, free := b.offerSegments()
 	exchange := b.exchanger(fmt.Sprintf("segment/%d", number))
 	index := -1
 	limited, done := b.limited(ctx)
 	defer done()
-	shared, err := b.dev.Share(limited, b.rank, bytes, mapped, func(ctx context.Context, blob []byte, fds []int) ([]device.Message, error) {
+	shared, err := b.dev.ShareAmong(limited, device.Places{Rank: b.rank, Mapped: mapped, Absent: absent}, bytes, func(ctx context.Context, blob []byte, fds []int) ([]device.Message, error) {
 		all, err := exchange(ctx, append(binary.LittleEndian.AppendUint64(nil, free), blob...), fds)
 		if err == nil {
-			index, err = commonSegment(all)
+			index, err = commonSegment(all, absent)
 		}
 		return all, err
 	})
@@ -74,10 +75,13 @@ func (b *Buffer) offerSegments() (number uint64, free uint64) {
 }
 
 // commonSegment takes the free numbers off the messages' heads and finds the first that is free on every rank.
-func commonSegment(all []device.Message) (int, error) {
+func commonSegment(all []device.Message, absent []bool) (int, error) {
 	free := ^uint64(0)
 	for rank := range all {
 		m := &all[rank]
+		if absent[rank] {
+			continue
+		}
 		if len(m.Blob) < 8 {
 			return -1, status.Errorf(status.Internal, "rank %d offered a segment in %d bytes", rank, len(m.Blob))
 		}

@@ -167,7 +167,7 @@ func (w *Watcher) findDeaths() (deaths []Death) {
 	defer w.mu.Unlock()
 	for i := range w.peers {
 		p := &w.peers[i]
-		if p.Rank == w.rank || p.death != nil {
+		if p.Rank == w.rank || p.Absent || p.death != nil {
 			continue
 		}
 		w.look(p)

@@ -107,7 +107,7 @@ func (w *Watcher) mapPeers(got []bootstrap.Message) (err error) {
 	for rank, m := range got {
 		p := &w.peers[rank]
 		p.Peer, p.beatAt = w.ch.Peers()[rank], time.Now()
-		if rank != w.rank && p.SameHost && err == nil {
+		if rank != w.rank && p.SameHost && !p.Absent && err == nil {
 			if len(m.FDs) != 1 {
 				err = status.Errorf(status.Mismatch, "%s sent %d health pages, want 1", p.Peer, len(m.FDs))
 			} else if p.page, err = peerPage(m.FDs[0], rank); err != nil {
@@ -168,6 +168,9 @@ func (w *Watcher) Describe(rank int) string {
 	defer w.mu.Unlock()
 	p := &w.peers[rank]
 	w.look(p)
+	if p.Absent {
+		return p.String()
+	}
 	last, state := p.seen.last, ""
 	switch {
 	case rank == w.rank:

@@ -16,6 +16,7 @@ LOG = ctypes.CFUNCTYPE(None, I32, ctypes.c_char_p, VP)
 VERSION_MAJOR = 0
 VERSION_MINOR = 1
 VERSION_PATCH = 0
+JOIN_KEY_BYTES = 64
 HANDLE_MAGIC = 0x44504548
 HANDLE_VERSION = 1
 
@@ -76,6 +77,7 @@ STATUS_TEXTS = (
 BOOTSTRAP_CALLBACK = 0
 BOOTSTRAP_TCP = 1
 BOOTSTRAP_FILE = 2
+BOOTSTRAP_JOIN = 3
 
 WARMUP_WHOLE = 0
 WARMUP_BEGIN = 1
@@ -170,6 +172,9 @@ class GroupOptions(ctypes.Structure):
         ("num_nvl_peers", I32),
         ("background", I32),
         ("timeout_ms", I64),
+        ("engine", ctypes.c_char_p),
+        ("device", I32),
+        ("reserved0", I32),
     ]
 
 
@@ -236,6 +241,19 @@ class BufferInfo(ctypes.Structure):
         ("rdma_team_stride", I32),
         ("rdma_team_size", I32),
         ("reserved0", I32),
+    ]
+
+
+class RegroupOptions(ctypes.Structure):
+    # deepep_regroup_options
+    __slots__ = ()
+    _fields_ = [
+        ("struct_size", U32),
+        ("num_members", I32),
+        ("members", VP),
+        ("renumber", I32),
+        ("reserved0", I32),
+        ("timeout_ms", I64),
     ]
 
 
@@ -612,6 +630,12 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "deepep_buffer_release": (I32, [VP, I64]),
     # deepep_status_t deepep_buffer_restore(deepep_buffer_t buffer, int64_t slice_ms)
     "deepep_buffer_restore": (I32, [VP, I64]),
+    # deepep_status_t deepep_buffer_join_key(deepep_buffer_t buffer, char *key, uint64_t bytes)
+    "deepep_buffer_join_key": (I32, [VP, ctypes.c_char_p, U64]),
+    # deepep_status_t deepep_buffer_pending_joins(deepep_buffer_t buffer, int32_t agreed, int32_t capacity, int32_t *ranks, int32_t *num_joins)
+    "deepep_buffer_pending_joins": (I32, [VP, I32, I32, VP, VP]),
+    # deepep_status_t deepep_buffer_regroup(deepep_buffer_t buffer, const deepep_regroup_options *options)
+    "deepep_buffer_regroup": (I32, [VP, VP]),
     # deepep_status_t deepep_plan(const deepep_plan_options *options, deepep_plan_info *plan, int32_t *qp_order)
     "deepep_plan": (I32, [VP, VP, VP]),
     # deepep_status_t deepep_buffer_warmup(deepep_buffer_t buffer, const deepep_warmup_options *options)

@@ -78,8 +78,10 @@ class Core:
         native.wait_ready()
         info = native.info()
         self._adopt(info)
-        self.comm_stream_address = int(info.comm_stream or 0)
-        self.comm_stream = _torch.external_stream(self.comm_stream_address, self.device)
+        address = int(info.comm_stream or 0)
+        if self.comm_stream is None or address != self.comm_stream_address:
+            self.comm_stream_address = address
+            self.comm_stream = _torch.external_stream(address, self.device)
         if info.peer_rows and not self.host_stream:
             self._room = int(info.row_segment_bytes) if self._zero_copy_bytes is None else self._zero_copy_bytes
         self.is_ready = True
@@ -132,6 +134,13 @@ class Core:
         """Buffer.restore."""
         self.native.wait_ready()
         self.native.restore()
+
+    def regroup(self, members: list[int], renumber: bool, timeout_ms: int) -> None:
+        """Buffer.regroup. Calls of before have ended, well or not."""
+        self.is_ready = False
+        self.native.regroup(members, renumber, timeout_ms)
+        self.kept.clear()
+        self.ensure_ready()
 
     def is_usable(self) -> bool:
         """True once start-up is complete, until destroy(); False in a forked child."""

@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from . import _abi, bootstrap, errors
 from ._lib import Library, library
@@ -15,6 +15,7 @@ SLICE_MS = 50  # a waiting call returns to Python this often, so that Ctrl-C is 
 DESTROYED = "the buffer is destroyed"
 
 AllGather = Callable[[bytes], list[bytes]]
+T = TypeVar("T")
 
 
 class NativeGroup:
@@ -74,9 +75,17 @@ def group_from_bootstrap(where: bootstrap.Bootstrap, **options: Any) -> NativeGr
     return _in_thread(lambda: NativeGroup(struct), NativeGroup.destroy)
 
 
-def _in_thread(make: Callable[[], NativeGroup], undo: Callable[[NativeGroup], None]) -> NativeGroup:
+def group_by_join(key: str, rank: int, engine: str, device: int) -> NativeGroup:
+    """The group of a buffer that regroups and lets this process in."""
+    struct = _abi.sized(
+        _abi.GroupOptions, bootstrap=bootstrap.JOIN, rank=rank, name=key.encode(), engine=engine.encode(), device=device
+    )
+    return _in_thread(lambda: NativeGroup(struct), NativeGroup.destroy)
+
+
+def _in_thread(make: Callable[[], T], undo: Callable[[T], None]) -> T:
     """`make()` in a thread, so that Ctrl-C is seen here while it waits for other ranks; a late result is undone."""
-    made: list[NativeGroup] = []
+    made: list[T] = []
     failure: list[BaseException] = []
     abandoned: list[bool] = []
     done, lock = threading.Event(), threading.Lock()
@@ -231,6 +240,37 @@ class NativeBuffer:
         self.check(create(self, count, ctypes.byref(index), ctypes.byref(pointer)))
         self.lib.check(self.lib.with_gil.deepep_pool_open(pointer))
         return int(index.value), int(pointer.value or 0)
+
+    def join_key(self) -> str:
+        """deepep_buffer_join_key."""
+        text = ctypes.create_string_buffer(_abi.JOIN_KEY_BYTES)
+        self.check(self.lib.without_gil.deepep_buffer_join_key(self, text, len(text)))
+        return text.value.decode()
+
+    def pending_joins(self, agreed: bool) -> list[int]:
+        """deepep_buffer_pending_joins."""
+        ranks, count = (ctypes.c_int32 * 256)(), ctypes.c_int32()
+        function = self.lib.without_gil.deepep_buffer_pending_joins
+        self.check(function(self, int(agreed), len(ranks), ranks, ctypes.byref(count)))
+        return list(ranks[: count.value])
+
+    def regroup(self, members: list[int], renumber: bool, timeout_ms: int) -> None:
+        """deepep_buffer_regroup; on Ctrl-C it goes on in its thread. The rows of before are let go of."""
+        struct = _abi.sized(
+            _abi.RegroupOptions, num_members=len(members), renumber=int(renumber), timeout_ms=timeout_ms
+        )
+        array = (ctypes.c_int32 * len(members))(*members)
+        struct.members = ctypes.addressof(array)
+
+        def run() -> bool:
+            self.check(self.lib.without_gil.deepep_buffer_regroup(self, ctypes.byref(struct)))
+            return len(array) > 0
+
+        _in_thread(run, lambda _: None)
+        rows, self.rows = self.rows, None
+        if rows is not None:
+            rows.close()
+            self.lib.without_gil.deepep_pool_close(rows.pointer)
 
     def destroy(self) -> None:
         """Frees everything; twice is fine."""

@@ -148,8 +148,12 @@ class NormalMode:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._default_configs: dict[tuple[int, int], Any] = {}
         self._row_cache = RowCache(BLOCKS_KEPT if core.recycle else 0)
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of what belongs to the group's size."""
+        self._default_configs: dict[tuple[int, int], Any] = {}
 
     def layout(
         self,

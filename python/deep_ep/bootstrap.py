@@ -9,6 +9,7 @@ from . import _abi
 from .errors import check_int, type_error, value_error
 
 CALLBACK, TCP, FILE = _abi.BOOTSTRAP_CALLBACK, _abi.BOOTSTRAP_TCP, _abi.BOOTSTRAP_FILE
+JOIN = _abi.BOOTSTRAP_JOIN
 
 
 @dataclass(frozen=True)

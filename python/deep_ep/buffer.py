@@ -88,6 +88,9 @@ class Buffer:
             fit is copied. It is taken by the first dispatch or warm-up of normal mode that no graph captures, or with
             `preinitialize` at once if low_latency_mode is not set. None: DEEPEP_ZERO_COPY_BYTES, or 512 MiB where
             num_nvl_bytes > 0. The same on all ranks.
+        join: the `join_key` of a buffer, whose group takes this process in with its next `regroup`; the constructor
+            returns after that. No `group` is needed; the other arguments are those of the group's buffers.
+        join_rank: with `join`: the lost rank whose place the process asks for; None: any.
         num_tokens, hidden, num_topk, num_experts: T, H, K and E of the calls to come, as far as they are known, for
             `warmup()`; T is also its B of low-latency calls. 0: not known.
 
@@ -120,6 +123,8 @@ class Buffer:
         num_nvl_peers: int | None = None,
         bootstrap: Bootstrap | None = None,
         zero_copy_bytes: int | None = None,
+        join: str | None = None,
+        join_rank: int | None = None,
         num_tokens: int = 0,
         hidden: int = 0,
         num_topk: int = 0,
@@ -152,7 +157,12 @@ class Buffer:
         if zero_copy_bytes and self.engine == "cpu":
             no_effect("zero_copy_bytes", "peers of the CPU engine read rows where they are staged")
         options = _buffer_options(engine or "auto", self.engine, shared["timeout_ms"], numbers, switches)
-        native_group = _make_group(group, comm, bootstrap, shared)
+        if join is None:
+            native_group = _make_group(group, comm, bootstrap, shared)
+        else:
+            if (group, comm, bootstrap) != (None, None, None):
+                raise value_error("join", repr(join), "None with a group, comm or bootstrap")
+            native_group = _join(join, join_rank, engine or "auto", int(options.device))
         try:
             native = _native.NativeBuffer(native_group, options)
         except BaseException:
@@ -261,6 +271,62 @@ class Buffer:
         """
         native = self._core.native
         native.check(native.lib.with_gil.deepep_buffer_check(native))
+
+    @property
+    def join_key(self) -> str:
+        """The text by which processes of this host and user find the buffer: ``Buffer(None, join=...)`` of theirs.
+
+        The same on all ranks, and it stays with `regroup`. From the first look on this rank hears of such processes;
+        each comes to one member that lives and has looked.
+
+        Raises:
+            DeepEPError: the buffer is destroyed.
+        """
+        return self._core.native.join_key()
+
+    def pending_joins(self, *, agreed: bool = False) -> list[int]:
+        """The processes that wait to be let in, by the lost rank that each asks for, -1 for any; ascending.
+
+        Args:
+            agreed: False: those that wait at this rank; local, and ranks see a process at different times. True: those
+                of all ranks, the same list on each, so that all `regroup` at the same step; collective among the ranks
+                that live, about 0.1 ms on one host.
+
+        Raises:
+            DeepEPError: a rank is late, or the buffer is destroyed.
+        """
+        return self._core.native.pending_joins(check_flag("agreed", agreed))
+
+    def regroup(self, members: Sequence[int], *, renumber: bool = False, timeout: float | None = None) -> None:
+        """Goes on without ranks that are lost, and with processes that join. Collective among the members that live.
+
+        The ranks meet over the library's own channel; `group` of the constructor is not used and still counts the dead.
+        Afterwards `rank` and `group_size` are those of the new group, and num_experts of each call places the experts
+        anew. Memory, views of it, the communication stream and events stay. Calls that still run are aborted. Handles
+        of before are refused if ranks were renumbered, replays of CUDA graphs of before leave at once; masks,
+        statistics and hooks begin anew.
+
+        Args:
+            members: ranks of the new group, by their present numbers. A lost one (or with `renumber` a number from
+                group_size on) stands for a process that waits to join.
+            renumber: True: a member's place in `members` is its new rank, and group_size their number. False: numbers
+                stay; a rank that is left out stays as a masked place, which needs enable_shrink.
+            timeout: seconds to wait for the other members; None: DEEPEP_FIRST_TIMEOUT_MS, or 300.
+
+        Raises:
+            DeepEPError: members disagree, one is late or died meanwhile, no process waits for a lost rank's place, or
+                GPUs of several nodes (UNSUPPORTED). It may be called again; the buffer may refuse calls until one
+                succeeds. Also a ValueError or TypeError for a wrong argument.
+        """
+        if isinstance(members, (str, bytes)) or not isinstance(members, Sequence):
+            raise type_error("members", repr(members), "a list of ranks")
+        ranks = [check_int("members", rank, 0, 2**31 - 1) for rank in members]
+        if not ranks:
+            raise value_error("members", "[]", "at least this rank")
+        self._core.regroup(ranks, check_flag("renumber", renumber), milliseconds(timeout))
+        self.rank, self.group_size = self._core.rank, self._core.group_size
+        self._normal.forget()
+        self._low_latency.forget()
 
     def destroy(self) -> None:
         """Frees everything here; local, bounded, waits for no peer. Twice is fine.
@@ -891,6 +957,13 @@ def _buffer_options(
         **numbers,
         **{name: int(check_flag(name, value)) for name, value in switches.items()},
     )
+
+
+def _join(key: object, rank: int | None, engine: str, device: int) -> _native.NativeGroup:
+    if not isinstance(key, str) or "\0" in key:
+        raise type_error("join", repr(key), "the join_key of a buffer")
+    place = -1 if rank is None else check_int("join_rank", rank, 0)
+    return _native.group_by_join(key, place, engine, device)
 
 
 def _make_group(group: Any, comm: Any, bootstrap: Bootstrap | None, options: dict[str, int]) -> _native.NativeGroup:

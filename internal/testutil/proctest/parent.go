@@ -92,11 +92,15 @@ func (p *Proc) Send(format string, args ...any) {
 	}
 }
 
-// Expect waits for the child's next line, which must begin with word, and returns the rest of the line.
+// Expect waits for the child's next line, which must begin with word, and returns the rest of the line; with "" it takes
+// any line and returns the whole.
 func (p *Proc) Expect(word string) string {
 	p.t.Helper()
 	select {
 	case line, ok := <-p.lines:
+		if ok && word == "" {
+			return line
+		}
 		if first, rest, _ := strings.Cut(line, " "); ok && first == word {
 			return rest
 		}

@@ -1,0 +1,270 @@
+package bootstrap
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"maps"
+	"time"
+
+	"github.com/deepep-go/deepep/internal/status"
+)
+
+// maxPosts bounds the tags under which a rank may post.
+const maxPosts = 64
+
+// post is what a rank posts under a tag.
+type post struct {
+	number uint64 // of the newest one
+	blob   []byte // nil: withdrawn
+	dead   uint64 // posts up to this number were part of a gathering that has failed
+	killed error  // of this rank's own: a member whose gathering had seen it has failed
+	view   view   // which posts the rank has gathered, as it says
+}
+
+// view is which posts a rank has gathered: their numbers by rank, 0 for one whose process has ended.
+type view map[int]uint64
+
+// The first byte of a frame of kind kindPost: a number and the post follow, or a withdrawal, or a view.
+const (
+	postStands = 1
+	postEnds   = 2
+	postView   = 3
+)
+
+// withdrawal ends the sender's post, and kills those that it has seen.
+type withdrawal struct {
+	Seen   map[int]uint64 // by rank: the number of the newest post
+	Reason []byte
+}
+
+// sendPost sends a frame of kind kindPost to every rank that is connected. Needs c.mu.
+func (c *Channel) sendPost(tag string, blob []byte) error {
+	if c.closed {
+		return closedError(tag)
+	}
+	for _, l := range c.links {
+		if l != nil {
+			l.queue(&outgoing{frame: frame{kind: kindPost, rank: c.rank, nonce: c.nonce, tag: tag, blob: blob}})
+		}
+	}
+	return nil
+}
+
+// postOf finds or makes a rank's entry. Needs c.mu.
+func (c *Channel) postOf(rank int, tag string) (*post, error) {
+	k := boxKey{rank, tag}
+	p := c.posts[k]
+	if p == nil {
+		if len(c.posts) >= maxPosts*len(c.peers) {
+			return nil, errors.New("too many tags are posted under")
+		}
+		p = &post{}
+		c.posts[k] = p
+	}
+	return p, nil
+}
+
+// posted handles a frame of kind kindPost of another rank. Needs c.mu.
+func (c *Channel) posted(f *frame) error {
+	p, err := c.postOf(f.rank, f.tag)
+	if err != nil {
+		return err
+	}
+	switch {
+	case len(f.blob) >= 9 && f.blob[0] == postStands:
+		p.number, p.blob = binary.LittleEndian.Uint64(f.blob[1:]), f.blob[9:]
+	case len(f.blob) >= 1 && f.blob[0] == postEnds:
+		var w withdrawal
+		if err := json.Unmarshal(f.blob[1:], &w); err != nil {
+			return err
+		}
+		p.blob = nil
+		if own := c.posts[boxKey{c.rank, f.tag}]; own != nil && own.number > own.dead && w.Seen[c.rank] == own.number && own.killed == nil {
+			cause := decodeRefusal(w.Reason)
+			own.killed = status.Errorf(status.CodeOf(cause), "%s has given up: %w", c.peers[f.rank], cause)
+		}
+	case len(f.blob) >= 1 && f.blob[0] == postView:
+		p.view = nil
+		if err := json.Unmarshal(f.blob[1:], &p.view); err != nil {
+			return err
+		}
+	default:
+		return errors.New("a damaged post")
+	}
+	c.wake()
+	return nil
+}
+
+// Withdraw ends this rank's post under a tag, and makes the gatherings fail that had a post which this rank has seen.
+func (c *Channel) Withdraw(tag string, why error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	w := withdrawal{Seen: map[int]uint64{}, Reason: encodeRefusal(why)}
+	for rank := range c.peers {
+		if p := c.posts[boxKey{rank, tag}]; p != nil {
+			w.Seen[rank], p.dead = p.number, p.number
+		}
+	}
+	text, err := json.Marshal(w)
+	if err == nil {
+		_ = c.sendPost(tag, append([]byte{postEnds}, text...)) // of a closed channel nobody waits for a post
+	}
+}
+
+// Gather posts a blob, and waits until each of the members has posted one or its process has ended, which its message
+// says. Unlike an Exchange it needs no common count of calls: a rank that gives up (Withdraw) ends its post and those
+// that it has seen, upon which their ranks fail too; newer ones count on. It returns once all have gathered the same
+// posts. agree is given the posts, and its error is Gather's. After an error Gather has withdrawn.
+func (c *Channel) Gather(ctx context.Context, tag string, blob []byte, members []int, agree func([]Message) error) ([]Message, error) {
+	if err := checkMessage(tag, blob, nil); err != nil {
+		return nil, err
+	}
+	begin := time.Now()
+	got, err := c.gather(ctx, tag, blob, members, agree, begin)
+	if err != nil {
+		c.Withdraw(tag, err)
+	}
+	return got, err
+}
+
+func (c *Channel) gather(ctx context.Context, tag string, blob []byte, members []int, agree func([]Message) error, begin time.Time) ([]Message, error) {
+	if err := c.stand(tag, blob); err != nil {
+		return nil, err
+	}
+	for {
+		c.mu.Lock()
+		got, missing, err := c.gathered(tag, members)
+		changed := c.changed
+		if err == nil && len(missing) == 0 {
+			if err = agree(got); err == nil {
+				missing, err = c.compareViews(tag, members, got)
+			}
+		}
+		if err == nil && len(missing) > 0 && ctx.Err() != nil {
+			err = c.lateError(ctx, tag, missing, time.Since(begin))
+		}
+		c.mu.Unlock()
+		if err != nil || len(missing) == 0 {
+			return got, err
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+		}
+	}
+}
+
+// compareViews tells the others which posts this rank has gathered, and returns those who have not gathered the same. A
+// post whose withdrawal is under way thus joins nobody. Needs c.mu.
+func (c *Channel) compareViews(tag string, members []int, got []Message) (differ []int, err error) {
+	mine := view{}
+	for _, rank := range members {
+		if mine[rank] = 0; !got[rank].Lost {
+			mine[rank] = c.posts[boxKey{rank, tag}].number
+		}
+	}
+	own := c.posts[boxKey{c.rank, tag}]
+	if !maps.Equal(own.view, mine) {
+		own.view = mine
+		text, err := json.Marshal(mine)
+		if err == nil {
+			err = c.sendPost(tag, append([]byte{postView}, text...))
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	for _, rank := range members {
+		if !got[rank].Lost && !maps.Equal(c.posts[boxKey{rank, tag}].view, mine) {
+			differ = append(differ, rank)
+		}
+	}
+	return differ, nil
+}
+
+// stand makes and sends this rank's post.
+func (c *Channel) stand(tag string, blob []byte) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	own, err := c.postOf(c.rank, tag)
+	if err != nil {
+		return err
+	}
+	own.number++
+	own.blob, own.killed, own.view = append([]byte{}, blob...), nil, nil
+	return c.sendPost(tag, append(binary.LittleEndian.AppendUint64([]byte{postStands}, own.number), blob...))
+}
+
+// gathered takes the members' posts as they are now. Needs c.mu.
+func (c *Channel) gathered(tag string, members []int) (got []Message, missing []int, err error) {
+	if c.closed {
+		return nil, nil, closedError(tag)
+	}
+	if own := c.posts[boxKey{c.rank, tag}]; own.killed != nil {
+		return nil, nil, own.killed
+	}
+	got = make([]Message, len(c.peers))
+	for _, rank := range members {
+		s, p := c.state[rank], c.posts[boxKey{rank, tag}]
+		switch {
+		case s.Ended && !s.Left:
+			got[rank].Lost = true
+		case c.failed[rank] != nil:
+			err = c.failed[rank] // returned once all others have come, so that they fail with this rank
+		case p == nil || p.blob == nil || p.number <= p.dead:
+			missing = append(missing, rank)
+		default:
+			got[rank].Blob = p.blob
+		}
+	}
+	if len(missing) > 0 {
+		return nil, missing, nil
+	}
+	return got, nil, err
+}
+
+// WhileGathered returns a context that ends once what Gather returned holds no more: a member has withdrawn, or its
+// process has ended. The caller calls stop.
+func (c *Channel) WhileGathered(ctx context.Context, tag string, members []int, got []Message) (held context.Context, stop func()) {
+	held, cancel := context.WithCancelCause(ctx)
+	go guard("watch over posts", nil, func() {
+		for {
+			c.mu.Lock()
+			err := c.changedSince(tag, members, got)
+			changed := c.changed
+			c.mu.Unlock()
+			if err != nil {
+				cancel(err)
+				return
+			}
+			select {
+			case <-changed:
+			case <-held.Done():
+				return
+			}
+		}
+	})
+	return held, func() { cancel(nil) }
+}
+
+// changedSince returns why a gathering holds no more, nil if it does. Needs c.mu.
+func (c *Channel) changedSince(tag string, members []int, got []Message) error {
+	now, _, err := c.gathered(tag, members)
+	if err != nil {
+		return err
+	}
+	for rank := range got {
+		switch {
+		case now == nil:
+			return status.Errorf(status.Aborted, "a member has given up")
+		case now[rank].Lost && !got[rank].Lost:
+			return c.endedError(rank)
+		case !bytes.Equal(now[rank].Blob, got[rank].Blob):
+			return status.Errorf(status.Aborted, "%s has given up", c.peers[rank])
+		}
+	}
+	return nil
+}
