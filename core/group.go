@@ -199,10 +199,10 @@ func (g *Group) wait(ctx context.Context) error {
 			select {
 			case <-g.ready:
 				return g.err
-			case <-time.After(startGrace):
+			case <-time.After(nameGrace):
 			}
 		}
-		return status.Errorf(status.CodeOf(context.Cause(ctx)), "waiting for the start of the group: %w", context.Cause(ctx))
+		return status.Errorf(status.CodeOf(context.Cause(ctx)), "waiting for the start of the group: %w", status.Cause(ctx))
 	}
 }
 
@@ -230,6 +230,10 @@ func (g *Group) takeEnd() bool {
 
 // startGrace is how long a start that was cancelled, or has come to its deadline, may take to end.
 const startGrace = 500 * time.Millisecond
+
+// nameGrace is how long a caller whose deadline has passed waits for the start's own error, which names the ranks that
+// are missing: where ranks share few cores the start may see its deadline later than the caller.
+const nameGrace = 1500 * time.Millisecond
 
 // errDestroyedEarly is the cause of a start that Destroy cut short.
 var errDestroyedEarly = status.Errorf(status.InvalidState, "the group was destroyed before its start was complete")

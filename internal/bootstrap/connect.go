@@ -190,7 +190,7 @@ func dialRetrying(ctx context.Context, network, address string) (net.Conn, error
 		select {
 		case <-time.After(redialEvery):
 		case <-ctx.Done():
-			return nil, ctx.Err()
+			return nil, status.Cause(ctx)
 		}
 	}
 }

@@ -87,7 +87,7 @@ func checkBlob(blob []byte) error {
 // ctxError gives a context's end one of this library's kinds: a deadline is a Timeout; a cancellation has its cause's
 // kind, or Interrupted.
 func ctxError(ctx context.Context, what string) error {
-	cause := context.Cause(ctx)
+	cause := status.Cause(ctx)
 	if errors.Is(cause, context.DeadlineExceeded) {
 		return status.Errorf(status.Timeout, "%s: %w", what, cause)
 	}

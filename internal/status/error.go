@@ -70,6 +70,20 @@ func InvalidArg(name string, given any, allowed string) error {
 	return Errorf(InvalidArgument, "argument %s: got %v, allowed %s", name, given, allowed)
 }
 
+// Cause is the cause of a context's end, with a text that a user of the library understands in place of Go's ("context
+// deadline exceeded"). errors.Is finds the cause as before.
+func Cause(ctx context.Context) error {
+	if cause := context.Cause(ctx); cause != context.DeadlineExceeded { // one that is wrapped has a text of its own
+		return cause
+	}
+	return pastDeadline{}
+}
+
+type pastDeadline struct{}
+
+func (pastDeadline) Error() string { return "not done within its time limit" }
+func (pastDeadline) Unwrap() error { return context.DeadlineExceeded }
+
 // CodeOf finds the kind of an error: its own where it has one, else what the standard library's error stands for.
 // nil is OK. An error that nobody classified is Internal, so that it is noticed.
 func CodeOf(err error) Code {

@@ -101,3 +101,20 @@ func TestInvalidArgNamesAll(t *testing.T) {
 		t.Error("wrong kind")
 	}
 }
+
+// A deadline has a text of ours, and is still Go's.
+func TestCause(t *testing.T) {
+	ctx, cancel := context.WithTimeout(context.Background(), 0)
+	defer cancel()
+	<-ctx.Done()
+	err := status.Errorf(status.Timeout, "exchange: %w", status.Cause(ctx))
+	if err.Error() != "exchange: not done within its time limit" || !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, status.ErrTimeout) {
+		t.Errorf("%v", err)
+	}
+	own := errors.New("the process ends")
+	stopped, stop := context.WithCancelCause(context.Background())
+	stop(own)
+	if status.Cause(stopped) != own {
+		t.Errorf("%v", status.Cause(stopped))
+	}
+}
