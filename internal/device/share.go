@@ -271,6 +271,17 @@ func (s *Symmetric) GiveBack() error {
 	return err
 }
 
+// Leave gives everything back but the addresses of this rank's memory, of which a caller may still have a view: what it
+// reads there is zeros. The addresses stay taken until the process ends.
+func (s *Symmetric) Leave() error {
+	err := s.ReleasePeers()
+	if s.Local != nil {
+		status.Keep(&err, s.Local.giveBack())
+		status.Keep(&err, s.Local.dev.Release())
+	}
+	return err
+}
+
 // Again makes memory anew at the addresses from before GiveBack. Collective, as Share. After an error GiveBack undoes
 // what was made.
 func (s *Symmetric) Again(ctx context.Context, exchange Exchange) error {

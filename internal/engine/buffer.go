@@ -86,6 +86,7 @@ type Buffer struct {
 	successor atomic.Pointer[Buffer] // took this buffer's place
 
 	active   atomic.Int32 // calls inside; see enter
+	viewed   atomic.Bool  // a caller has the address of a region
 	watching atomic.Bool  // the status page exists, so that losses of peers can be written to it
 	closed   atomic.Bool
 	noticed  atomic.Bool           // a call's config asked for what has no effect here
@@ -191,6 +192,7 @@ func (b *Buffer) Region(rdma bool) (address uintptr, bytes uint64, err error) {
 		return 0, 0, err
 	}
 	defer b.leave()
+	b.viewed.Store(true)
 	r := b.regions.NVL
 	if rdma {
 		r = b.regions.RDMA

@@ -125,6 +125,8 @@ func (b *Buffer) free() error {
 	case keep:
 		status.Keep(&err, b.block.GiveBack())
 		status.Keep(&err, b.block.ReleasePeers())
+	case b.viewed.Load() && b.dev.HostStream() && b.block.CanGiveBack() == nil:
+		status.Keep(&err, b.block.Leave())
 	default:
 		status.Keep(&err, b.block.Release())
 	}

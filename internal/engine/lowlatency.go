@@ -208,5 +208,6 @@ func (b *Buffer) NextCombineBuffer(numMaxTokens, hidden, experts int32) (address
 	if err != nil {
 		return 0, 0, err
 	}
+	b.viewed.Store(true)
 	return uintptr(b.zeroCopy(layout, b.combines)), layout.rowStride, nil
 }

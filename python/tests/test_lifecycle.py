@@ -295,3 +295,23 @@ def rank_hook_after_clean(ctx):
 
 def test_hook_after_clean(pool):
     pool.run(1, rank_hook_after_clean)
+
+
+def rank_view_after_destroy(ctx):
+    """Memory that a view still shows is gone, its addresses are not: reads give zeros, writes go nowhere."""
+    views = []
+    for _ in range(3):
+        with normal.buffer_of(ctx) as buffer:
+            view = buffer.get_local_buffer_tensor(torch.int32)
+            view.fill_(7)
+            buffer.destroy()
+            assert not view.any()
+            view[::1024] = 5
+            views.append(view)
+    assert all(int(view[0]) == 5 for view in views)  # no memory of another buffer
+
+
+def test_view_after_destroy(pool, device):
+    if device != "cpu":
+        pytest.skip("on GPUs a kernel that uses such a view fails its context")
+    pool.run(2, rank_view_after_destroy)
