@@ -10,6 +10,7 @@ from typing import Any
 from . import _abi, _torch
 from ._core import Core, Ordering
 from ._normal import EXCHANGE, NormalMode
+from ._structs import Writer
 from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, ITEM_TYPES, OptionalTensor, Tensor
 from .errors import assertion, check_flag, type_error, value_error
 from .utils import EventHandle, EventOverlap
@@ -31,6 +32,34 @@ TENSORS = (
     "token_metadata_at_forward",
     "channel_linked_list",
 )
+
+
+_HANDLE = Writer(
+    _abi.Handle,
+    "magic version num_ranks num_tokens num_recv_tokens rank_prefix_matrix send_head exchange routing num_topk "
+    "num_experts index_type num_max_tokens expert_alignment num_expanded_tokens topk_idx dst_slot "
+    "psum_recv_tokens_per_rank psum_recv_tokens_per_expert num_recv_tokens_per_expert recv_src_metadata",
+)
+_NOTIFY = Writer(
+    _abi.Notify,
+    "num_tokens num_topk num_experts expert_alignment num_worst_tokens x_type num_scales hidden handle routing "
+    "index_type num_max_tokens num_worst_expanded topk_idx cumulative_recv_stats",
+)
+_DISPATCH = Writer(
+    _abi.DispatchArgs,
+    "cached token x_type num_scales hidden num_tokens index_type num_worst_tokens recv_segment recv_segment_offset x "
+    "x_scales scale_token_stride scale_stride topk_weights handle recv_x recv_x_scales recv_topk_idx recv_topk_weights "
+    "recv_scale_token_stride recv_scale_stride do_zero_padding",
+)
+_COMBINE = Writer(
+    _abi.CombineArgs,
+    "num_topk hidden x_segment x topk_weights bias handle combined_x combined_topk_weights num_x_rows unreduced",
+)
+
+
+def _at(tensor: OptionalTensor) -> int:
+    """The address of a tensor's first element; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class EPHandle:
@@ -288,24 +317,11 @@ class ElasticMode:
             kept.copy_(topk_idx)
         native = self._native(handle, 0, 0)
         native.topk_idx = topk_idx.data_ptr()
-        notify = _abi.sized(
-            _abi.Notify,
-            num_tokens=num_tokens,
-            num_topk=shape.num_topk,
-            num_experts=shape.num_experts,
-            expert_alignment=shape.alignment,
-            num_worst_tokens=shape.bound() if sending.worst else 0,
-            num_worst_expanded=rows if shape.expand else 0,
-            x_type=payload.x_type,
-            num_scales=payload.num_scales,
-            hidden=payload.hidden,
-            handle=ctypes.addressof(native),
-            routing=native.routing,
-            index_type=native.index_type,
-            num_max_tokens=shape.num_max,
-            topk_idx=topk_idx.data_ptr(),
-            cumulative_recv_stats=_torch.address(sending.stats),
-        )
+        notify = _NOTIFY(
+            num_tokens, shape.num_topk, shape.num_experts, shape.alignment, shape.bound() if sending.worst else 0,
+            payload.x_type, payload.num_scales, payload.hidden, ctypes.addressof(native), native.routing,
+            native.index_type, shape.num_max, rows if shape.expand else 0, topk_idx.data_ptr(), _at(sending.stats),
+        )  # fmt: skip
         function = core.native.lib.with_gil.deepep_notify_counts
         held = (topk_idx, sending.stats, kept, *_library_tensors(handle))
         order.first(function, ctypes.byref(notify), ctypes.byref(sending.exchange), config=sending.config, held=held)
@@ -355,33 +371,16 @@ class ElasticMode:
             recv_weights = None
             if weights is not None:
                 recv_weights = _torch.like(weights, rows) if shape.expand else _torch.like(weights, rows, num_topk)
-        args = _abi.sized(
-            _abi.DispatchArgs,
-            cached=int(sending.token == 0),
-            token=sending.token,
-            x_type=payload.x_type,
-            num_scales=payload.num_scales,
-            hidden=payload.hidden,
-            num_tokens=payload.num_tokens,
-            index_type=native.index_type,
-            num_worst_tokens=shape.bound() if sending.worst else 0,
-            recv_segment=-1,
-            x=payload.x.data_ptr(),
-            topk_weights=_torch.address(weights),
-            handle=ctypes.addressof(native),
-            recv_x=x.data_ptr(),
-            recv_topk_idx=_torch.address(topk_idx),
-            recv_topk_weights=_torch.address(recv_weights),
-            do_zero_padding=int(sending.padding),
-        )
         pool = core.native.rows
         offset = pool.offset(x) if pool is not None else None
-        if offset is not None:
-            args.recv_segment, args.recv_segment_offset = pool.index, offset
-        if payload.scales is not None and scales is not None:
-            args.x_scales, args.recv_x_scales = payload.scales.data_ptr(), scales.data_ptr()
-            args.scale_token_stride, args.scale_stride = payload.scales.stride()
-            args.recv_scale_token_stride, args.recv_scale_stride = strides
+        args = _DISPATCH(
+            int(sending.token == 0), sending.token, payload.x_type, payload.num_scales, payload.hidden,
+            payload.num_tokens, native.index_type, shape.bound() if sending.worst else 0,
+            -1 if offset is None else pool.index, offset or 0, payload.x.data_ptr(), _at(payload.scales),
+            *(payload.scales.stride() if payload.scales is not None else (0, 0)), _at(weights),
+            ctypes.addressof(native), x.data_ptr(), _at(scales), _at(topk_idx), _at(recv_weights), *strides,
+            int(sending.padding),
+        )  # fmt: skip
         held = (
             payload.x, payload.scales, weights, sending.topk_idx, sending.stats, handle.topk_idx,
             *_library_tensors(handle), x, scales, topk_idx, recv_weights,
@@ -416,20 +415,11 @@ class ElasticMode:
             combined = _torch.like(x, num_tokens, hidden)
             weights = None if topk_weights is None else _torch.like(topk_weights, num_tokens, num_topk)
         native = self._native(handle, arrived, rows if expand else 0)
-        args = _abi.sized(
-            _abi.CombineArgs,
-            num_topk=0 if topk_weights is None else num_topk,
-            hidden=hidden,
-            x_segment=-1,
-            x=x.data_ptr(),
-            topk_weights=_torch.address(topk_weights),
-            handle=ctypes.addressof(native),
-            combined_x=combined.data_ptr(),
-            combined_topk_weights=_torch.address(weights),
-            num_x_rows=rows if expand else 0,
-            unreduced=int(expand and self._unreduced),
-        )
-        args.bias[0], args.bias[1] = _torch.address(biases[0]), _torch.address(biases[1])
+        args = _COMBINE(
+            0 if topk_weights is None else num_topk, hidden, -1, x.data_ptr(), _at(topk_weights), _at(biases[0]),
+            _at(biases[1]), ctypes.addressof(native), combined.data_ptr(), _at(weights), rows if expand else 0,
+            int(expand and self._unreduced),
+        )  # fmt: skip
         held = (x, topk_weights, *biases, combined, weights, handle.topk_idx, *_library_tensors(handle))
         event = order.finish(core.native.lib.with_gil.deepep_combine, ctypes.byref(args), config, held)
         return combined, weights, event
@@ -441,45 +431,40 @@ class ElasticMode:
         if not isinstance(handle, EPHandle):
             raise type_error("handle", type(handle).__name__, "the EPHandle that dispatch returned")
         core = self._core
-        ranks, local = core.group_size, handle.num_experts // core.group_size
-        idx = _torch.check("handle.topk_idx", handle.topk_idx, core.device, tuple(INDEX_TYPES), (None, None))
+        ranks, device, ordinal = core.group_size, core.device, core.ordinal
+        local = handle.num_experts // ranks
+        idx = handle.topk_idx
+        if not (
+            isinstance(idx, Tensor) and idx.dtype in INDEX_TYPES and _torch.plain(idx, idx.dtype, ordinal, idx.shape)
+        ):
+            _torch.check("handle.topk_idx", idx, device, tuple(INDEX_TYPES), (None, None))
         num_tokens, num_topk = idx.shape
+        metadata = handle.recv_src_metadata
+        arrived = metadata.shape[0] if isinstance(metadata, Tensor) and metadata.dim() else 0
         shapes = (
-            (ranks,), (local,), (local,), (None, num_topk + 2), (num_tokens, num_topk), (ranks, ranks),
+            (ranks,), (local,), (local,), (arrived, num_topk + 2), (num_tokens, num_topk), (ranks, ranks),
             (num_tokens, ranks),
         )  # fmt: skip
         for name, shape in zip(TENSORS[1:], shapes, strict=True):
-            _torch.check(f"handle.{name}", getattr(handle, name), core.device, (INT32,), shape)
+            tensor = getattr(handle, name)
+            if not _torch.plain(tensor, INT32, ordinal, shape):
+                _torch.check(f"handle.{name}", tensor, device, (INT32,), shape)
 
     def _native(self, handle: EPHandle, num_recv_tokens: int, num_expanded_tokens: int) -> Any:
         """deepep_handle over the handle's tensors."""
         matrix, head = handle.token_metadata_at_forward, handle.channel_linked_list
         assert matrix is not None and head is not None
         num_tokens, num_topk = handle.topk_idx.shape
-        return _abi.sized(
-            _abi.Handle,
-            magic=_abi.HANDLE_MAGIC,
-            version=_abi.HANDLE_VERSION,
-            num_ranks=self._core.group_size,
-            num_tokens=num_tokens,
-            num_recv_tokens=num_recv_tokens,
-            rank_prefix_matrix=matrix.data_ptr(),
-            send_head=head.data_ptr(),
-            exchange=getattr(matrix, EXCHANGE, 0),
-            routing=_abi.ROUTING_EXPANDED if handle.do_expand else _abi.ROUTING_PLAIN,
-            num_topk=num_topk,
-            num_experts=handle.num_experts,
-            index_type=INDEX_TYPES[handle.topk_idx.dtype],
-            num_max_tokens=max(1, handle.num_max_tokens_per_rank),
-            expert_alignment=handle.expert_alignment,
-            num_expanded_tokens=num_expanded_tokens,
-            topk_idx=handle.topk_idx.data_ptr(),
-            dst_slot=handle.dst_buffer_slot_idx.data_ptr(),
-            psum_recv_tokens_per_rank=handle.psum_num_recv_tokens_per_scaleup_rank.data_ptr(),
-            psum_recv_tokens_per_expert=handle.psum_num_recv_tokens_per_expert.data_ptr(),
-            num_recv_tokens_per_expert=handle.num_unaligned_recv_tokens_per_expert.data_ptr(),
-            recv_src_metadata=handle.recv_src_metadata.data_ptr(),
-        )
+        return _HANDLE(
+            _abi.HANDLE_MAGIC, _abi.HANDLE_VERSION, self._core.group_size, num_tokens, num_recv_tokens,
+            matrix.data_ptr(), head.data_ptr(), getattr(matrix, EXCHANGE, 0),
+            _abi.ROUTING_EXPANDED if handle.do_expand else _abi.ROUTING_PLAIN, num_topk, handle.num_experts,
+            INDEX_TYPES[handle.topk_idx.dtype], max(1, handle.num_max_tokens_per_rank), handle.expert_alignment,
+            num_expanded_tokens, handle.topk_idx.data_ptr(), handle.dst_buffer_slot_idx.data_ptr(),
+            handle.psum_num_recv_tokens_per_scaleup_rank.data_ptr(),
+            handle.psum_num_recv_tokens_per_expert.data_ptr(),
+            handle.num_unaligned_recv_tokens_per_expert.data_ptr(), handle.recv_src_metadata.data_ptr(),
+        )  # fmt: skip
 
     def config(self, kind: int, num_sms: int) -> Any:
         """deepep_config; on the CPU engine the number of SMs means nothing."""
@@ -492,7 +477,10 @@ class ElasticMode:
             tensor: OptionalTensor = pool.empty(shape, like.dtype, core.device)
             if tensor is not None:
                 return tensor
-        return self._normal._row_cache.empty(shape, like.dtype) if core.host_stream else _torch.like(like, *shape)
+        cache = self._normal._row_cache
+        if core.host_stream and cache.serves(shape[0] * shape[1] * like.itemsize):
+            return cache.empty(shape, like.dtype)
+        return _torch.like(like, *shape)
 
     def _biases(self, bias: object, num_tokens: int, hidden: int) -> tuple[OptionalTensor, OptionalTensor]:
         given = bias if isinstance(bias, (tuple, list)) else (bias, None)
