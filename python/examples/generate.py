@@ -1,14 +1,11 @@
 """Writes text with the trained model, one byte at a time, through the low-latency mode.
 
 Each rank continues prompts of its own in two micro-batches that take turns: while the rows of one are on the wire,
-the other computes. A micro-batch goes through the phases
+the other computes. `ExpertParallel.phases` takes a micro-batch through the steps of a layer
 
-    compute | send | hook | compute | send | hook | compute | …
+    attention, send | receive | experts | send | receive, attention of the next layer, send | …
 
-and the other one follows a phase later, so that at any time at most one send is without its hook:
-
-    A  compute  send           hook        compute         send          …
-    B                 compute        send          hook         compute  …
+and `take_turns` has the other one follow a step later.
 
 Every rank makes the same calls in the same order, whatever its tokens are: low-latency calls are collective.
 """
@@ -21,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-import deep_ep
-from model import ExpertGroup, Shape, Trunk
+from deep_ep.nn import ExpertParallel, take_turns
+from model import Shape, Trunk
 
 # Sequences in each of a rank's two micro-batches; also the low-latency mode's tokens per rank.
 SEQUENCES = 2
@@ -57,13 +54,14 @@ class MicroBatch:
 
 
 class Writer:
-    """Continues prompts with the model that is spread over the ranks of `buffer`."""
+    """Continues prompts with the model whose experts are spread over the ranks: `layers` of the trunk's layers."""
 
     def __init__(
-        self, trunk: Trunk, group: ExpertGroup, buffer: deep_ep.Buffer, shape: Shape, seed: int, device: torch.device
+        self, trunk: Trunk, layers: list[ExpertParallel], shape: Shape, seed: int, device: torch.device
     ) -> None:
-        self._trunk, self._group, self._buffer, self._shape, self._device = trunk, group, buffer, shape, device
-        self._random = torch.Generator().manual_seed(seed * 1_009 + buffer.rank)
+        self._trunk, self._layers, self._shape, self._device = trunk, layers, shape, device
+        self._rank = layers[0].group.rank()
+        self._random = torch.Generator().manual_seed(seed * 1_009 + self._rank)
 
     @torch.no_grad()
     def write(self) -> list[str]:
@@ -76,7 +74,7 @@ class Writer:
         return [text for batch in pair for text in batch.decoded()]
 
     def _micro_batch(self, first: int) -> MicroBatch:
-        offset = 2 * SEQUENCES * self._buffer.rank + first
+        offset = 2 * SEQUENCES * self._rank + first
         prompts = [PROMPTS[(offset + i) % len(PROMPTS)] for i in range(SEQUENCES)]
         text = torch.zeros(SEQUENCES, self._shape.context, dtype=torch.int64, device=self._device)
         for row, prompt in zip(text, prompts, strict=True):
@@ -92,27 +90,12 @@ class Writer:
                 row[position] = byte
 
     def _phases(self, batch: MicroBatch, position: int) -> Phases:
-        shape, buffer = self._shape, self._buffer
         x = self._trunk.embed(batch.text[:, position : position + 1], first=position)
-        for index in range(shape.layers):
+        for index, mixture in enumerate(self._layers):
             x = self._attend(batch, index, x, position)
             rows, experts, weights, _ = self._trunk.layer(index).route(x.flatten(0, 1))
-            yield
-            received, count, handle, _, hook = buffer.low_latency_dispatch(
-                rows.to(torch.bfloat16), experts, SEQUENCES, shape.num_experts, use_fp8=False, return_recv_hook=True
-            )
-            assert hook is not None
-            yield
-            hook()
-            yield
-            results = self._run_experts(index, received, count)
-            yield
-            combined, _, hook = buffer.low_latency_combine(results, experts, weights, handle, return_recv_hook=True)
-            assert hook is not None
-            yield
-            hook()
-            yield
-            x = x + combined.float().view_as(x)
+            mixed = yield from mixture.phases(rows, topk_idx=experts, topk_weights=weights)
+            x = x + mixed.view_as(x)
         return self._trunk.logits(x[:, 0])
 
     def _attend(self, batch: MicroBatch, index: int, x: Tensor, position: int) -> Tensor:
@@ -125,26 +108,3 @@ class Writer:
             batch.keys[index] = torch.cat([batch.keys[index], k], dim=2)
             batch.values[index] = torch.cat([batch.values[index], v], dim=2)
         return layer.attend(x, q, batch.keys[index], batch.values[index], first=position)
-
-    def _run_experts(self, index: int, received: Tensor, count: Tensor) -> Tensor:
-        """[L, R·B, H] BF16 → the same shape; rows past an expert's count are left as they are: combine ignores them."""
-        results = torch.empty_like(received)
-        for expert, rows in enumerate(count.tolist()):
-            if rows:
-                result = self._group.expert(index, expert, received[expert, :rows].float())
-                results[expert, :rows] = result.to(torch.bfloat16)
-        return results
-
-
-def take_turns(leader: Phases, follower: Phases) -> tuple[Tensor, Tensor]:
-    """Runs two micro-batches phase by phase in turn, the second a phase later; returns their results."""
-    next(leader)
-    results: dict[Phases, Tensor] = {}
-    while len(results) < 2:
-        for phases in (leader, follower):
-            if phases not in results:
-                try:
-                    next(phases)
-                except StopIteration as end:
-                    results[phases] = end.value
-    return results[leader], results[follower]

@@ -1,9 +1,9 @@
 """A small byte-level mixture-of-experts transformer, cut so that experts can live anywhere.
 
-Two kinds of parameters: a `Trunk` (embeddings, attention, routers, output) of which every rank has a copy, and
-`ExpertGroup`s, of which each rank owns one. `forward` runs any number of trunks and groups in step, joined by an
-`Exchange`: one of each on a rank of the distributed run, all of them in the single-process run. Each piece then
-computes with the same shapes in the same order in both runs, which is what lets their losses be compared so closely.
+Two kinds of parameters: a `Trunk` (embeddings, attention, routers, output) of which every rank has a copy, and groups
+of `Experts`, of which each rank owns one. `forward` runs any number of trunks in step, joined by a `Mixture`: one trunk
+and one group on a rank of the distributed run, all of them in the single-process run. Each piece then computes with the
+same shapes in the same order in both runs, which is what lets their losses be compared so closely.
 
 Activations and parameters are float32; rows are BF16 only while they travel.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from exchange import Exchange, Routed
+from mixture import Mixture
 
 
 @dataclass(frozen=True)
@@ -107,38 +107,32 @@ class Trunk(nn.Module):
         return F.linear(rms_norm(x, self.norm), self.head)
 
 
-class ExpertGroup(nn.Module):
-    """The experts of one rank, for all layers. An expert's start depends on its number only, not on who owns it."""
+class Experts(nn.Module):
+    """The experts of one rank in one layer. An expert's start depends on its number only, not on who owns it."""
 
-    def __init__(self, shape: Shape, seed: int, group: int, num_groups: int) -> None:
+    def __init__(self, shape: Shape, seed: int, layer: int, first: int, count: int) -> None:
         super().__init__()
-        h, f, count = shape.hidden, shape.expert_hidden, shape.num_experts // num_groups
+        h, f = shape.hidden, shape.expert_hidden
         up, down = [], []
-        for layer in range(shape.layers):
-            for expert in range(group * count, (group + 1) * count):
-                generator = torch.Generator().manual_seed(seed + 1 + layer * shape.num_experts + expert)
-                up.append(torch.randn(h, f, generator=generator) / math.sqrt(h))
-                down.append(torch.randn(f, h, generator=generator) / math.sqrt(f * 2 * shape.layers))
-        self.count = count
-        self.up = nn.Parameter(torch.stack(up).view(shape.layers, count, h, f))
-        self.down = nn.Parameter(torch.stack(down).view(shape.layers, count, f, h))
+        for expert in range(first, first + count):
+            generator = torch.Generator().manual_seed(seed + 1 + layer * shape.num_experts + expert)
+            up.append(torch.randn(h, f, generator=generator) / math.sqrt(h))
+            down.append(torch.randn(f, h, generator=generator) / math.sqrt(f * 2 * shape.layers))
+        self.up = nn.Parameter(torch.stack(up))
+        self.down = nn.Parameter(torch.stack(down))
 
-    def expert(self, layer: int, index: int, rows: Tensor) -> Tensor:
-        """One expert's network on [N, H] rows."""
-        return F.silu(rows @ self.up[layer, index]) @ self.down[layer, index]
+    def forward(self, rows: Tensor, counts: Tensor | None) -> Tensor:
+        """Each expert's network on its rows: `counts[e]` of `rows` [M, H], or `rows[e]` of [L, n, H] without counts."""
+        if counts is None:
+            return F.silu(rows @ self.up) @ self.down
+        parts = torch.split(rows, counts.tolist())
+        return torch.cat([F.silu(part @ up) @ down for part, up, down in zip(parts, self.up, self.down, strict=True)])
 
-    def forward(self, layer: int, received: Routed) -> Tensor:
-        """[N, H]: for each row the weighted sum over the experts of this group that it was sent to.
 
-        No branch on how many rows an expert got: the backward pass has to reach the exchange on every rank, also
-        on one whose experts no token chose, or the others would wait for it.
-        """
-        total = torch.zeros_like(received.rows)
-        for index in range(self.count):
-            row, slot = (received.experts == index).nonzero(as_tuple=True)
-            result = self.expert(layer, index, received.rows.index_select(0, row))
-            total = total.index_add(0, row, result * received.weights[row, slot].unsqueeze(1))
-        return total
+def expert_group(shape: Shape, seed: int, group: int, num_groups: int) -> nn.ModuleList:
+    """The experts of rank `group` in each layer."""
+    count = shape.num_experts // num_groups
+    return nn.ModuleList(Experts(shape, seed, layer, group * count, count) for layer in range(shape.layers))
 
 
 def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
@@ -146,15 +140,12 @@ def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain
 
 
-def forward(
-    trunks: list[Trunk], groups: list[ExpertGroup], exchange: Exchange, tokens: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
+def forward(trunks: list[Trunk], mixture: Mixture, tokens: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Runs all shards of this process in step.
 
     Args:
         trunks: one for each shard here.
-        groups: the expert groups that live here.
-        exchange: joins them with those of other processes, if any.
+        mixture: the experts, here and in other processes.
         tokens: for each shard [B, S] int64.
 
     Returns:
@@ -167,8 +158,7 @@ def forward(
         layers = [trunk.layer(index) for trunk in trunks]
         xs = [layer.attend(x, *layer.project(x), first=0) for layer, x in zip(layers, xs, strict=True)]
         routed = [layer.route(x.flatten(0, 1)) for layer, x in zip(layers, xs, strict=True)]
-        received, handle = exchange.dispatch([r[0] for r in routed], [r[1] for r in routed], [r[2] for r in routed])
-        ys = exchange.combine([group(index, r) for group, r in zip(groups, received, strict=True)], handle)
+        ys = mixture.mix(index, [r[0] for r in routed], [r[1] for r in routed], [r[2] for r in routed])
         xs = [x + y.view_as(x) for x, y in zip(xs, ys, strict=True)]
         balance = [b + r[3] / depth for b, r in zip(balance, routed, strict=True)]
     return [trunk.logits(x) for trunk, x in zip(trunks, xs, strict=True)], balance

@@ -1,9 +1,9 @@
 """Trains a small mixture-of-experts language model over several ranks, and proves that the result is right.
 
 One process a rank. Each holds a copy of the trunk, its share of the experts, and its share of the tokens. Token rows
-reach their experts through `deep_ep`: forward by dispatch and combine, backward by combine and cached dispatch. The
-trained model then writes a few lines through the low-latency mode. Last, the same model is trained again in a single
-process that does not use `deep_ep` at all: the losses must be the same.
+reach their experts through `deep_ep.nn.ExpertParallel`: forward by dispatch and combine, backward by combine and cached
+dispatch. The trained model then writes a few lines through the low-latency mode. Last, the same model is trained again
+in a single process that does not use `deep_ep` at all: the losses must be the same.
 
     python python/examples/train_moe.py                        # 4 ranks, on this machine's CPU
     python python/examples/train_moe.py --engine cuda          # rank r on GPU r % number of GPUs
@@ -32,8 +32,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 import deep_ep
 import report
 from data import load_corpus
-from exchange import DeepEPExchange, LocalExchange
 from generate import SEQUENCES, Writer
+from mixture import LocalMixture, SpreadMixture
+from model import expert_group
 from trainer import Plan, Trainer, train
 
 # The proof, fixed before any run. Both runs compute every piece with the same shapes, in the same order, on one
@@ -149,8 +150,9 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str, result: st
     buffer.warmup()
     warm_calls = {name: found["calls"] for name, found in buffer.stats().items()}
     device = torch.device("cpu") if buffer.engine == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    exchange = DeepEPExchange(buffer, group, plan.shape.num_experts)
-    trainer = Trainer(plan, [rank], exchange, load_corpus(), device)
+    experts = expert_group(plan.shape, plan.seed, rank, plan.ranks).to(device)
+    mixture = SpreadMixture(group, buffer, experts, plan.shape.num_experts, plan.shape.top_k, SEQUENCES)
+    trainer = Trainer(plan, [rank], [experts], mixture, load_corpus(), device)
     progress: report.Training | None = None
     if rank == 0:
         print(headline(plan, buffer.engine), flush=True)
@@ -158,7 +160,7 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str, result: st
 
     def before(step: int) -> None:
         if rank == 0 and options.corrupt_row == step + 1:
-            exchange.corrupt_next_dispatch()
+            mixture.corrupt_next_dispatch()
 
     def after(step: int, loss: float) -> None:
         if progress:
@@ -168,7 +170,7 @@ def run_rank(rank: int, options: argparse.Namespace, rendezvous: str, result: st
         losses = train(trainer, plan.steps, before, after)
     buffer.clean_low_latency_buffer(SEQUENCES, plan.shape.hidden, plan.shape.num_experts)
     started = time.monotonic()
-    texts = Writer(trainer.trunks[0], trainer.groups[0], buffer, plan.shape, plan.seed, device).write()
+    texts = Writer(trainer.trunks[0], mixture.layers, plan.shape, plan.seed, device).write()
     seconds = time.monotonic() - started
     gathered: list[Any] = [None] * plan.ranks
     dist.all_gather_object(gathered, {"stats": buffer.stats(), "warm_calls": warm_calls, "texts": texts})
@@ -193,8 +195,10 @@ def run_single(options: argparse.Namespace, engine: str) -> list[float]:
     plan = Plan(options.ranks, options.steps, options.seed)
     prepare_torch(engine, 0)
     steps = min(plan.steps, PROOF_STEPS)
-    exchange = LocalExchange(plan.ranks, plan.shape.num_experts)
-    trainer = Trainer(plan, list(range(plan.ranks)), exchange, load_corpus(), torch.device(engine))
+    shards = list(range(plan.ranks))
+    groups = [expert_group(plan.shape, plan.seed, shard, plan.ranks).to(engine) for shard in shards]
+    mixture = LocalMixture(groups, plan.shape.num_experts)
+    trainer = Trainer(plan, shards, groups, mixture, load_corpus(), torch.device(engine))
     with report.Training("one process", steps, plan.tokens_per_step) as progress:
         return train(trainer, steps, lambda step: None, lambda step, loss: progress.update(step + 1, loss))
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from data import Batch, make_batch
-from exchange import Exchange
-from model import ExpertGroup, Shape, Trunk, forward
+from mixture import Mixture
+from model import Shape, Trunk, forward
 
 LEARNING_RATE = 3e-3
 WARMUP_STEPS = 10
@@ -52,21 +52,28 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 class Trainer:
-    """Trains the shards `shards` of the plan, and the expert groups of the same numbers, in this process."""
+    """Trains the shards `shards` of the plan, and the experts `groups` of the same ranks, in this process."""
 
-    def __init__(self, plan: Plan, shards: list[int], exchange: Exchange, corpus: Tensor, device: torch.device) -> None:
-        self.plan, self.shards, self.exchange, self.device = plan, shards, exchange, device
+    def __init__(
+        self,
+        plan: Plan,
+        shards: list[int],
+        groups: list[nn.ModuleList],
+        mixture: Mixture,
+        corpus: Tensor,
+        device: torch.device,
+    ) -> None:
+        self.plan, self.shards, self.groups, self.mixture, self.device = plan, shards, groups, mixture, device
         self._corpus = corpus
         trunk = Trunk(plan.shape, plan.seed).to(device)
         self.trunks = [trunk] + [_alias(trunk) for _ in shards[1:]]
-        self.groups = [ExpertGroup(plan.shape, plan.seed, s, plan.ranks).to(device) for s in shards]
         owned = list(trunk.parameters()) + [p for group in self.groups for p in group.parameters()]
         self._optimizer = torch.optim.AdamW(owned, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
 
     def step(self, step: int) -> float:
         """One step over all shards of the plan; returns its cross entropy in nats a byte, equal on all ranks."""
         batches = [self._batch(step, shard) for shard in self.shards]
-        logits, balance = forward(self.trunks, self.groups, self.exchange, [b.inputs for b in batches])
+        logits, balance = forward(self.trunks, self.mixture, [b.inputs for b in batches])
         losses = [
             F.cross_entropy(z.flatten(0, 1), b.targets.flatten(), reduction="sum") / self.plan.tokens_per_step
             for z, b in zip(logits, batches, strict=True)
@@ -78,7 +85,7 @@ class Trainer:
         for options in self._optimizer.param_groups:
             options["lr"] = learning_rate(step, self.plan.steps)
         self._optimizer.step()
-        return sum(float(part) for part in self.exchange.gather([loss.detach() for loss in losses]))
+        return sum(float(part) for part in self.mixture.gather([loss.detach() for loss in losses]))
 
     def _batch(self, step: int, shard: int) -> Batch:
         batch = make_batch(self._corpus, self.plan.seed, step, shard, WINDOWS_PER_RANK, self.plan.shape.context)
@@ -94,7 +101,7 @@ class Trainer:
         An all-reduce may add in any order, which moves the last bit and, after some steps, the loss. Gathering
         and adding one by one costs R times the traffic for these 0.2 million parameters and is exact.
         """
-        parts = self.exchange.gather([_flat_gradient(trunk) for trunk in self.trunks])
+        parts = self.mixture.gather([_flat_gradient(trunk) for trunk in self.trunks])
         total = parts[0].clone()
         for part in parts[1:]:
             total += part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pathlib
 
 import pytest
 import torch
@@ -346,6 +347,21 @@ def rank_compiled(ctx, backend):
 
 def test_compiled(pool):
     pool.run(2, rank_compiled, "aot_eager", deadline=120)
+
+
+def rank_page(ctx, code):
+    found = {}
+    exec(code, found)  # noqa: S102 - the page's program
+    assert found["z"].shape == (8, 256) and found["layer"].balance_loss > 0
+    assert found["mine"].down.grad.isfinite().all() and found["router"].weight.grad.any()
+
+
+def test_program_of_the_page(pool):
+    """The program of docs/operators.md, but for its init_process_group, on all ranks of the pool."""
+    page = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "operators.md").read_text()
+    lines = page.split("```python\n")[1].split("```")[0].splitlines()
+    assert 'dist.init_process_group("gloo")' in lines
+    pool.run(pool.size, rank_page, "\n".join(line for line in lines if "init_process_group" not in line))
 
 
 @pytest.mark.skipif(not full(), reason="takes minutes: make test-full")

@@ -197,8 +197,8 @@ class ExpertParallel(nn.Module):
             routing = limit_to_capacity(routing, math.ceil(self.capacity_factor * share))
         return routing
 
-    def _count(self, routing: Routing) -> None:
-        self.balance_loss = balance_loss(routing)
+    def _count(self, routing: Routing, by_layer: bool) -> None:
+        self.balance_loss = balance_loss(routing) if by_layer else None
         if self.training and self.tokens_per_expert is not None:
             chosen = (routing.topk_idx >= 0).float().flatten()
             with torch.no_grad():
@@ -248,7 +248,9 @@ class ExpertParallel(nn.Module):
         """
         rows = x.reshape(-1, x.shape[-1])
         buffer = self._buffer if self._buffer is not None else self.prepare(x.shape[-1], x.device)
-        idx, weights = self._routed(scores, topk_idx, topk_weights)
+        routing = self._routed(scores, topk_idx, topk_weights)
+        self._count(routing, scores is not None)
+        idx, weights = routing[:2]
         sent = rows.to(torch.bfloat16).contiguous()
         if self.use_fp8:
             received = fp8.dispatch(sent, idx, weights, self.num_experts, buffer, self.num_worst_tokens)
@@ -260,15 +262,14 @@ class ExpertParallel(nn.Module):
         mixed, _ = functional.combine(self._compute(received), received.handle, buffer, bias=bias)
         return mixed.to(x.dtype).view(x.shape)
 
-    def _routed(self, scores: Tensor | None, idx: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        if scores is None:
-            if idx is None or weights is None:
-                raise value_error("scores", "None", "scores, or topk_idx and topk_weights")
-            self.balance_loss = None
-            return idx.reshape(-1, idx.shape[-1]), weights.reshape(-1, idx.shape[-1])
-        routing = self.route(scores.reshape(-1, self.num_experts))
-        self._count(routing)
-        return routing.topk_idx, routing.topk_weights
+    def _routed(self, scores: Tensor | None, idx: Tensor | None, weights: Tensor | None) -> Routing:
+        """The layer's routing, or the caller's, which has no probabilities."""
+        if scores is not None:
+            return self.route(scores.reshape(-1, self.num_experts))
+        if idx is None or weights is None:
+            raise value_error("scores", "None", "scores, or topk_idx and topk_weights")
+        none = weights.new_empty((0, self.num_experts))
+        return Routing(idx.reshape(-1, idx.shape[-1]), weights.reshape(-1, idx.shape[-1]), none)
 
     def _compute(self, received: functional.Received) -> Tensor:
         """BF16 ``[N, H]``: for each received row the weighted sum over the experts here that it was sent to.
@@ -287,11 +288,12 @@ class ExpertParallel(nn.Module):
         else:
             order, valid = order[: int(counts.sum())], None
         source = torch.div(order, top_k, rounding_mode="floor")
+        rows = self._as_experts(rows)  # before rows are repeated: gradients of the copies are added in this type
         inputs = rows.index_select(0, source)
         if valid is not None:
             inputs = torch.where(valid.unsqueeze(1), inputs, 0)
         # The experts' gradients are scaled, and those of their inputs are not.
-        inputs = _scale_gradient(self._as_experts(inputs), 1 / self.gradient_scale)
+        inputs = _scale_gradient(inputs, 1 / self.gradient_scale)
         answers = _scale_gradient(apply_to_groups(self.experts, inputs, counts), self.gradient_scale)
         answers = answers.float() * weights.flatten().index_select(0, order).unsqueeze(1)
         if valid is not None:
@@ -332,7 +334,7 @@ class ExpertParallel(nn.Module):
         if num_micro_batches not in (1, 2):
             raise value_error("num_micro_batches", num_micro_batches, "1 or 2")
         rows = x.reshape(-1, x.shape[-1])
-        idx, weights = self._routed(scores, topk_idx, topk_weights)
+        idx, weights, _ = self._routed(scores, topk_idx, topk_weights)
         half = -(-rows.shape[0] // num_micro_batches)
         parts = [slice(first * half, (first + 1) * half) for first in range(num_micro_batches)]
         mixed = take_turns(*(self.phases(rows[part], topk_idx=idx[part], topk_weights=weights[part]) for part in parts))
@@ -354,7 +356,7 @@ class ExpertParallel(nn.Module):
         """
         rows = x.reshape(-1, x.shape[-1])
         buffer = self._buffer if self._buffer is not None else self.prepare(x.shape[-1], x.device)
-        idx, weights = self._routed(scores, topk_idx, topk_weights)
+        idx, weights, _ = self._routed(scores, topk_idx, topk_weights)
         idx, weights = idx.contiguous(), weights.float().contiguous()
         sent = rows.to(torch.bfloat16).contiguous()
         received, _, handle, _, receive = buffer.low_latency_dispatch(
