@@ -13,7 +13,7 @@ usual='normal90~cc=90,sms=3~^dispatch/|^worst/|^peer rows/~--threads
 low latency~cc=90,sms=3~^ll dispatch/|^ll combine/|^ll FP8/|^ll order/~--threads
 normal80~cc=80,sms=3~^dispatch/BF16|^dispatch/FP8|^dispatch/hidden|^dispatch/smallest region, 4|^combine/4|^combine/5|^combine/16|^combine/one|^worst/spare|^peer rows/BF16|^peer rows/worst~--threads
 combine90~cc=90,sms=3~^combine/|^layout/|^notify/|^isa/~--threads
-failures~cc=90,sms=3,seed=1~^mask/|^shrink/|^failure/|^abort/|^timeout/|^mismatch/|^refused/~--threads
+failures~cc=90,sms=3,seed=1~^mask/|^normal mask/|^shrink/|^failure/|^abort/|^timeout/|^mismatch/|^refused/~--threads
 rest~cc=90,sms=4,seed=1~^info/|^memory/|^stream/|^team/|^statistics/|^leaving/notify|^leaving/low-latency|^random/~--threads --rounds 3
 many SMs~devices=2,sms=26~^dispatch/|^combine/|^peer rows/~--threads --ranks 2
 more SMs than tokens~devices=2,sms=40~^ll ~--threads --ranks 2

@@ -13,9 +13,13 @@ struct BarrierParams {
 __global__ void __launch_bounds__(128, 1) barrier_kernel(const __grid_constant__ BarrierParams p) {
   const Session &s = p.session;
   run_barrier(
-      s, p.counts_as_call, [&](const Handshake &hand) { post_handshake(s, hand); },
-      [&](const Handshake &hand) { return await_handshake(s, hand); },
-      [&](uint64_t epoch, int r) { return s.team.handshake(s.team.rank, epoch % kHandshakeCopies, r); });
+      s, p.counts_as_call,
+      [&](const Handshake &hand) { shrinks(s.team) ? post_to_members(s, hand) : post_handshake(s, hand); },
+      [&](const Handshake &hand) {
+        uint64_t epoch;
+        return shrinks(s.team) ? await_agreement(s, hand, epoch) : await_handshake(s, hand);
+      },
+      [&](uint64_t epoch, int r) { return message_from(s.team, epoch, r); });
 }
 
 __global__ void __launch_bounds__(128, 1) mask_kernel(const __grid_constant__ MaskParams p) {

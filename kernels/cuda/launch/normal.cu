@@ -78,7 +78,7 @@ DK_EXPORT int32_t dk_layout(dk_layout_params *p) {
   if (p->num_tokens < 0 || p->num_topk <= 0 || p->num_experts <= 0 || p->num_experts % num_ranks != 0) return DK_EINVAL;
   if (p->index_bytes != 4 && p->index_bytes != 8) return DK_EINVAL;
   const LayoutParams params{*p, session_of(p, DK_OP_LAYOUT, DK_PHASE_BOTH),
-                            ceil_div(num_ranks, team->view.num_nvl_peers)};
+                            ceil_div(num_ranks, team->view.num_nvl_peers), shrinks(team->view) && !is_remote(team)};
   const size_t shared = 4ull * (p->num_experts + num_ranks + params.num_nodes);
   if (shared > 96 * 1024) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
@@ -96,7 +96,7 @@ static_assert(kMaxRoutedExperts == DK_MAX_ROUTED_EXPERTS, "one limit");
 // With a routing: what any of the three calls cannot do.
 int32_t check_routing(const Team *team, int32_t routing, int32_t num_topk, int32_t num_experts, int32_t index_bytes) {
   if (routing != DK_ROUTING_PLAIN && routing != DK_ROUTING_EXPANDED) return DK_EINVAL;
-  if (is_remote(team)) return DK_EUNSUPPORTED;
+  if (is_remote(team) || shrinks(team->view)) return DK_EUNSUPPORTED;
   if (num_topk < 1 || num_topk > kWarp || (index_bytes != 4 && index_bytes != 8)) return DK_EINVAL;
   const bool fits = num_experts >= 1 && num_experts <= DK_MAX_ROUTED_EXPERTS;
   return fits && num_experts % team->view.num_ranks == 0 ? DK_OK : DK_EINVAL;
@@ -242,6 +242,9 @@ DispatchParams dispatch_params(const dk_dispatch_params *p) {
   d.row_bytes = static_cast<uint32_t>(p->hidden_bytes);
   d.index_bytes = p->index_bytes == 4 ? 4 : 8;
   d.recv_segment = max(p->recv_segment, -1);
+  // A rank that was left out may still be storing rows: never where the caller has something else by then.
+  const auto *team = handle_of<Team>(p->team);
+  if (shrinks(team->view) && !is_remote(team)) d.recv_segment = -1;
   if (d.routing != DK_ROUTING_NONE) return d;
   if (d.cached()) d.num_topk = d.num_worst_tokens = 0;
   if (d.num_topk == 0) d.num_experts = 0;

@@ -33,6 +33,18 @@ enum : uint32_t {
 };
 
 constexpr uint32_t kMaxRoutedExperts = 2048;  // DK_MAX_ROUTED_EXPERTS
+
+// In a team that shrinks (sync/agreement.cuh): the ranks that a rank counts in, a bit each. version: number of the
+// sender's message, revision, whether it has decided; stored last.
+struct alignas(64) Ballot {
+  uint64_t version;
+  uint32_t ranks[1024 / 32];
+};
+// Likewise: how often the sender's caller has lifted masks; how often its earlier messages became void.
+struct alignas(16) Standing {
+  uint64_t lifts, generation;
+};
+
 constexpr int kHandshakeCopies = 2, kLowLatencyHandshakeCopies = 4;
 
 // Words of the counts from one rank to one peer: the rank's row of the matrix, then the peer's experts; with a routing
@@ -43,7 +55,8 @@ __host__ __device__ inline uint32_t counts_words(uint32_t num_ranks) {
 }
 
 struct ControlLayout {
-  uint64_t handshake, low_latency_handshake, done, consumed, given_up, counts, bytes;
+  uint64_t handshake, low_latency_handshake, done, consumed, given_up, ballots, standings, notices, stamps, counts,
+      bytes;
 };
 __host__ __device__ inline ControlLayout control_layout(uint64_t num_ranks) {
   ControlLayout at{};
@@ -52,7 +65,11 @@ __host__ __device__ inline ControlLayout control_layout(uint64_t num_ranks) {
   at.done = at.low_latency_handshake + kLowLatencyHandshakeCopies * num_ranks * sizeof(HandshakeMessage);
   at.consumed = at.done + align_up<uint64_t>(num_ranks * 8, 128);
   at.given_up = at.consumed + align_up<uint64_t>(2 * num_ranks * 8, 128);  // a word for each slot of each rank
-  at.counts = at.given_up + align_up<uint64_t>(num_ranks * 8, 128);
+  at.ballots = at.given_up + align_up<uint64_t>(num_ranks * 8, 128);
+  at.standings = at.ballots + align_up<uint64_t>(num_ranks * sizeof(Ballot), 128);
+  at.notices = at.standings + align_up<uint64_t>(num_ranks * sizeof(Standing), 128);
+  at.stamps = at.notices + align_up<uint64_t>(num_ranks * 8, 128);
+  at.counts = at.stamps + align_up<uint64_t>(kHandshakeCopies * num_ranks * 8, 128);
   at.bytes = align_up<uint64_t>(at.counts + 2 * num_ranks * counts_words(static_cast<uint32_t>(num_ranks)) * 4, 4096);
   return at;
 }

@@ -68,7 +68,15 @@ struct Scratch {
   int64_t epoch_ahead[DK_MAX_RANKS], dispatch_ahead[DK_MAX_RANKS];  // the peer's numbers less this rank's
   Leftover leftover;
   uint32_t returned[DK_MAX_RANKS];  // 1: its mask was lifted, its next call may have any number
-  uint64_t wait_ns[DK_MAX_RANKS];   // of the running kernel
+  // Calls of normal mode in a team that shrinks (sync/agreement.cuh).
+  uint64_t messages;                // such calls so far, whose numbers skip
+  uint64_t lifts, generation;       // this rank's Standing
+  uint64_t received[DK_MAX_RANKS];  // the number of the peer's newest message that belonged to a call of this rank
+  uint32_t place[DK_MAX_RANKS];     // of the peer's message of the running call
+  uint32_t members[DK_MAX_RANKS / 32], told[DK_MAX_RANKS / 32], posted[DK_MAX_RANKS / 32];  // sets, a bit each
+  uint64_t agreed, agreed_epoch;  // the call as this rank numbered it at first, and as all do
+  uint32_t agreed_good, reserved1;
+  uint64_t wait_ns[DK_MAX_RANKS];  // of the running kernel
   uint64_t sent_bytes[DK_MAX_RANKS];
   dk_op_stats ops[DK_NUM_OPS];
   uint64_t trace_next, progress;
@@ -113,6 +121,20 @@ struct TeamView {
   // will not receive the calls up to this one.
   __device__ uint64_t *given_up(uint8_t *owners_block, int source) const {
     return reinterpret_cast<uint64_t *>(owners_block + control + at.given_up) + source;
+  }
+  __device__ Ballot *ballot(int owner, int source) const {
+    return reinterpret_cast<Ballot *>(peers[owner] + control + at.ballots) + source;
+  }
+  __device__ Standing *standing(int owner, int source) const {
+    return reinterpret_cast<Standing *>(peers[owner] + control + at.standings) + source;
+  }
+  // Not 0: the source has masked the owner, whose Standing::lifts was one less.
+  __device__ uint64_t *notice(int owner, int source) const {
+    return reinterpret_cast<uint64_t *>(peers[owner] + control + at.notices) + source;
+  }
+  // Standing::generation of a message.
+  __device__ uint64_t *stamp(int owner, int copy, int source) const {
+    return reinterpret_cast<uint64_t *>(peers[owner] + control + at.stamps) + copy * num_ranks + source;
   }
   __device__ uint32_t *counts(int owner, int copy, int source) const {
     return reinterpret_cast<uint32_t *>(peers[owner] + control + at.counts) +

@@ -1,6 +1,6 @@
 // clean.cuh - barriers, and how a clean sets the numbers of low-latency calls.
 #pragma once
-#include "cuda/sync/session.cuh"
+#include "cuda/sync/agreement.cuh"
 
 namespace deepep {
 
@@ -37,10 +37,10 @@ __device__ inline void run_barrier(const Session &s, uint32_t counts_as_call, Po
     if (restarts) hand.mine.newest_call = s.team.scratch->low_latency_epoch;
     post(hand);
     publish_newest_by_last_warp(s.team);
-    if (await(hand) && restarts) restart_call_numbers(s, [&](int r) { return message_of(epoch, r); });
+    if (await(hand) && restarts) restart_call_numbers(s, [&](int r) { return message_of(hand.epoch, r); });
   }
   finish(s, [&](bool failed) {
-    if (threadIdx.x == 0) s.team.scratch->epoch = epoch;
+    if (threadIdx.x == 0) end_epoch(s.team);
     record_kernel(s, &s.team.scratch->clean_ns, counts_as_call != 0, failed);
   });
 }

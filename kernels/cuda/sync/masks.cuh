@@ -35,6 +35,17 @@ template <class GiveUp>
 __device__ inline bool change_masks(const MaskParams &p, GiveUp give_up) {
   const Session &s = p.session;
   bool lifted = false;
+  const bool lifts = p.what == DK_MASK_CLEAN || (p.what == DK_MASK_UPDATE && p.value == 0);
+  if (lifts && threadIdx.x == 0) {
+    ++s.team.scratch->lifts;
+    ++s.team.scratch->generation;
+  }
+  __syncthreads();
+  for (int r = threadIdx.x; lifts && r < s.team.num_ranks; r += blockDim.x) {
+    tell_standing(s.team, r);  // before the notice is taken back: what this rank sent before is void
+    if ((p.what == DK_MASK_CLEAN || r == p.rank) && s.team.peers[r] != nullptr)
+      ptx::st_release_sys(s.team.notice(r, s.team.rank), 0);
+  }
   for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
     uint32_t *mask = &s.team.scratch->masked[r];
     if (p.what == DK_MASK_QUERY)
@@ -44,6 +55,7 @@ __device__ inline bool change_masks(const MaskParams &p, GiveUp give_up) {
     else if (r == p.rank && *mask == 0) {
       *mask = 1;
       s.team.scratch->masked_at[r] = s.team.scratch->low_latency_epoch;
+      tell_masked(s, r);
     }
   }
   return lifted;

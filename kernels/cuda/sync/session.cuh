@@ -34,20 +34,24 @@ struct Handshake {
   HandshakeMessage mine;
 };
 
+// All but the epoch.
+__device__ inline void write_message(HandshakeMessage *to, const HandshakeMessage &mine) {
+  to->hidden_bytes = mine.hidden_bytes;
+  to->segment_offset = mine.segment_offset;
+  to->op = mine.op;
+  to->flags = mine.flags;
+  to->num_experts = mine.num_experts;
+  to->num_topk = mine.num_topk;
+  to->num_scales = mine.num_scales;
+  to->max_tokens = mine.max_tokens;
+  to->row_limit = mine.row_limit;
+  to->segment = mine.segment;
+  to->handle = mine.handle;
+}
 __device__ inline void post_handshake(const Session &s, const Handshake &hand) {
   for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
     HandshakeMessage *to = s.team.handshake(r, hand.epoch % kHandshakeCopies, s.team.rank);
-    to->hidden_bytes = hand.mine.hidden_bytes;
-    to->segment_offset = hand.mine.segment_offset;
-    to->op = hand.mine.op;
-    to->flags = hand.mine.flags;
-    to->num_experts = hand.mine.num_experts;
-    to->num_topk = hand.mine.num_topk;
-    to->num_scales = hand.mine.num_scales;
-    to->max_tokens = hand.mine.max_tokens;
-    to->row_limit = hand.mine.row_limit;
-    to->segment = hand.mine.segment;
-    to->handle = hand.mine.handle;
+    write_message(to, hand.mine);
     ptx::st_release_sys(&to->epoch, hand.epoch);
   }
 }
@@ -129,11 +133,23 @@ __device__ inline bool is_masked(const Session &s, int rank) {
 __device__ inline uint64_t given_up_by(const TeamView &team, int rank) {
   return (team.flags & DK_TEAM_SHRINK) == 0 ? 0 : ptx::ld_acquire_sys(team.given_up(team.self, rank));
 }
+// Tells a rank of this node that this one has masked it, or how this one stands.
+__device__ inline void tell_masked(const Session &s, int peer) {
+  const TeamView &team = s.team;
+  if (peer == team.rank || team.peers[peer] == nullptr) return;
+  ptx::st_release_sys(team.notice(peer, team.rank), ptx::ld_relaxed_sys(&team.standing(team.rank, peer)->lifts) + 1);
+}
+__device__ inline void tell_standing(const TeamView &team, int peer) {
+  if (team.peers[peer] == nullptr) return;
+  Standing *to = team.standing(peer, team.rank);
+  ptx::st_relaxed_sys(&to->lifts, team.scratch->lifts);
+  ptx::st_release_sys(&to->generation, team.scratch->generation);
+}
 // A wait for `peer` ended with `code`. True: the peer is masked from now on and the call goes on. False: the caller
 // reports the failure.
 __device__ inline bool mask_instead(const Session &s, uint32_t code, int peer) {
   if (!can_shrink(s) || (code != DK_ETIMEOUT && code != DK_EPEERDEAD)) return false;
-  atomicExch(&s.team.scratch->masked[peer], 1u);
+  if (atomicExch(&s.team.scratch->masked[peer], 1u) == 0) tell_masked(s, peer);
   return true;
 }
 

@@ -60,9 +60,10 @@ __device__ __noinline__ inline void report_refusal(const Session &s, Refusing wh
 
 // Returns the code with which a wait for `peer` that began at `start` must end now, 0 to go on. After a code the caller
 // polls once more: the peer may have sent the data and left between the last poll and this look.
-__device__ __noinline__ inline uint32_t reason_to_leave(const Session &s, int peer, uint64_t start, uint32_t polls) {
+__device__ __noinline__ inline uint32_t reason_to_leave(const Session &s, int peer, uint64_t start, uint32_t polls,
+                                                        uint64_t limit_ns) {
   if (has_failed(s)) return kLeftBefore;
-  if (ptx::global_timer_ns() - start > s.timeout_ns) return DK_ETIMEOUT;
+  if (ptx::global_timer_ns() - start > limit_ns) return DK_ETIMEOUT;
   if (polls % kPollsPerHostLook != 0) return 0;
   uint32_t reason = ptx::ld_relaxed_sys(&s.team.status->abort_word);
   if (reason == 0 && peer >= 0 && *static_cast<volatile uint8_t *>(&s.team.status->dead[peer]) != 0)
@@ -99,7 +100,8 @@ __device__ __forceinline__ uint32_t wait_until(const Session &s, int peer, int64
                                                Poll poll) {
   uint64_t start;
   const uint32_t code = poll_until(
-      start, [&] { return poll(seen); }, [&](uint32_t polls) { return reason_to_leave(s, peer, start, polls); });
+      start, [&] { return poll(seen); },
+      [&](uint32_t polls) { return reason_to_leave(s, peer, start, polls, s.timeout_ns); });
   waited_ns = start == 0 ? 0 : ptx::global_timer_ns() - start;
   return code;
 }
@@ -118,20 +120,25 @@ __device__ __forceinline__ bool wait_or_fail(const Session &s, int peer, int64_t
 // A whole warp polls; poll() returns the same in all lanes. missing() returns the rank that its lane still waits for,
 // or -1: the first such lane looks for reasons to leave, and `peer` is its rank. Returns 0 or the code, in all lanes.
 template <class Poll, class Missing>
-__device__ __forceinline__ uint32_t warp_wait_until(const Session &s, int &peer, uint64_t &waited_ns, Poll poll,
-                                                    Missing missing) {
+__device__ __forceinline__ uint32_t warp_wait_until(const Session &s, int &peer, uint64_t &waited_ns, uint64_t limit_ns,
+                                                    Poll poll, Missing missing) {
   uint64_t start;
   const uint32_t code = poll_until(start, poll, [&](uint32_t polls) {
     const int mine = missing();
     const uint32_t waiting = __ballot_sync(kAllLanes, mine >= 0);
     const int first = waiting == 0 ? 0 : __ffs(static_cast<int>(waiting)) - 1;
-    uint32_t reason = lane_id() == first ? reason_to_leave(s, mine, start, polls) : 0;
+    uint32_t reason = lane_id() == first ? reason_to_leave(s, mine, start, polls, limit_ns) : 0;
     reason = __shfl_sync(kAllLanes, reason, first);
     if (reason != 0) peer = __shfl_sync(kAllLanes, mine, first);
     return reason;
   });
   waited_ns = code == 0 ? 0 : ptx::global_timer_ns() - start;
   return code;
+}
+template <class Poll, class Missing>
+__device__ __forceinline__ uint32_t warp_wait_until(const Session &s, int &peer, uint64_t &waited_ns, Poll poll,
+                                                    Missing missing) {
+  return warp_wait_until(s, peer, waited_ns, s.timeout_ns, poll, missing);
 }
 template <class Poll, class Missing>
 __device__ __forceinline__ bool warp_wait_or_fail(const Session &s, int64_t expected, Poll poll, Missing missing) {

@@ -35,13 +35,14 @@ __global__ void __launch_bounds__(kNotifyThreads, 1) notify_dispatch(const __gri
       if (await_messages(s, p.internode, hand))
         sum_matrix(
             p.n, [&](int i) { return message_from(s, p.internode, epoch, i)->counts; },
-            [&](int i) { return message_from(s, p.internode, epoch, i)->handshake.row_limit; });
+            [&](int i) { return message_from(s, p.internode, epoch, i)->handshake.row_limit; },
+            [](int) { return false; });
       announce_counts(p.n);
     } else {
       for (int to = blockIdx.x - 1; to < s.team.num_ranks; to += gridDim.x - 1) number_rows(p.n, to);
     }
   }
-  finish(s, [&](bool failed) { end_notify(p.n, epoch, failed); });
+  finish(s, [&](bool failed) { end_notify(p.n, failed); });
 }
 
 }  // namespace deep_ep::internode

@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/impl/normal/combine_params.cuh"
 #include "cuda/impl/normal/matrix.cuh"
-#include "cuda/sync/session.cuh"
+#include "cuda/sync/agreement.cuh"
 
 namespace deepep {
 
@@ -11,13 +11,33 @@ struct CombineDest {
   uint64_t *flags;
   const uint64_t *credits;      // here
   int32_t first_row, num_rows;  // of x
+  int32_t absent, reserved;     // in a team that shrinks: the rank takes no part
 };
 struct CombineSource {
   const uint8_t *rows, *meta;  // slot 0 of the source's ring here
   const uint64_t *flags;
   uint64_t *credits;  // there
-  int32_t num_rows, reserved;
+  int32_t num_rows;
+  int32_t absent;  // in a team that shrinks: the rank takes no part, or is not waited for any more
 };
+enum Absence { kAbsent = 1, kGivenUp = 2 };
+template <class End>
+__device__ inline int absence_of(const CombineParams &p, const End &end) {
+  return shrinks(p.session.team) ? *static_cast<const volatile int32_t *>(&end.absent) : 0;
+}
+template <class End>
+__device__ inline void drop_end(const End *ends, int r, Absence how) {
+  *static_cast<volatile int32_t *>(&const_cast<End *>(ends)[r].absent) = how;
+}
+// After the agreement, by the whole block.
+__device__ inline void drop_absent(const CombineParams &p, const CombineDest *dests, const CombineSource *sources) {
+  for (int r = threadIdx.x; r < p.session.team.num_ranks; r += blockDim.x) {
+    if (!is_without(p.session, r)) continue;
+    drop_end(dests, r, kAbsent);
+    drop_end(sources, r, kAbsent);
+  }
+  __syncthreads();
+}
 
 __host__ __device__ inline RingShape combine_ring(const CombineParams &p) {
   return ring_shape(p.session.team.nvl_bytes, p.session.team.num_ranks, p.slot_bytes, p.num_topk * 4);
@@ -37,7 +57,9 @@ __device__ inline void set_up_combine(const CombineParams &p, CombineDest *dests
                 team.ring_flag(r, kPayload, me),
                 team.ring_credit(me, kPayload, r),
                 first,
-                matrix[r * num_ranks + me] - first};
+                matrix[r * num_ranks + me] - first,
+                0,
+                0};
     sources[r] = {here + ring.payload(r, 0),
                   here + ring.meta(r, 0),
                   team.ring_flag(me, kPayload, r),

@@ -12,12 +12,11 @@ struct CombineJob {
   RingShape ring;
   int dest;         // the rank whose rows this warp takes; -1: all ranks', in turn
   int tickets;      // how many there are
+  uint32_t copy;    // of the tickets
   int ticket = -1;  // lane 0: taken one ahead
 
   // Rows are named by their index in x: the destination follows from it.
-  __device__ uint32_t take() const {
-    return atomicAdd(&p.session.team.scratch->rows_taken[epoch % 2][max(dest, 0)], 1u);
-  }
+  __device__ uint32_t take() const { return atomicAdd(&p.session.team.scratch->rows_taken[copy][max(dest, 0)], 1u); }
   __device__ void start() {
     if (lane_id() == 0) ticket = static_cast<int>(take());
   }
@@ -28,7 +27,7 @@ struct CombineJob {
       if (n >= tickets) return -1;
       if (lane_id() == 0) ticket = static_cast<int>(take());
       const int r = dest < 0 ? (n + p.session.team.rank) % num_ranks : dest, at = dest < 0 ? n / num_ranks : n;
-      if (at < dests[r].num_rows) return dests[r].first_row + at;
+      if (at < dests[r].num_rows && !absence_of(p, dests[r])) return dests[r].first_row + at;
     }
   }
   __device__ int dest_of(int row) const {
@@ -42,18 +41,20 @@ struct CombineJob {
   __device__ bool has_room(int row) const {
     const int r = dest_of(row);
     const RingPlace place = place_of(row, r);
-    return place.lap == 0 || ptx::ld_acquire_sys(&dests[r].credits[place.slot]) == ring_value(epoch, place.lap - 1);
+    return place.lap == 0 || absence_of(p, dests[r]) != 0 ||
+           ptx::ld_acquire_sys(&dests[r].credits[place.slot]) == ring_value(epoch, place.lap - 1);
   }
   __device__ bool room(int, int row) const { return __all_sync(kAllLanes, has_room(row)) != 0; }
   __device__ bool await_room(int, int row) const {
-    const bool good = warp_wait_or_fail(
-        p.session, static_cast<int64_t>(epoch), [&] { return __all_sync(kAllLanes, has_room(row)) != 0; },
-        [&] { return lane_id() == 0 ? dest_of(row) : -1; });
+    const bool good = warp_wait_or_drop(
+        p.session, static_cast<int64_t>(epoch), 1, [&] { return __all_sync(kAllLanes, has_room(row)) != 0; },
+        [&] { return lane_id() == 0 ? dest_of(row) : -1; }, [&](int peer) { drop_end(dests, peer, kAbsent); });
     __syncwarp();
     return good;
   }
   __device__ void extra(int, int row) const {
     const int r = dest_of(row);
+    if (absence_of(p, dests[r])) return;
     auto *to =
         reinterpret_cast<float *>(dests[r].meta + static_cast<uint64_t>(place_of(row, r).slot) * ring.meta_stride);
     for (int k = lane_id(); k < p.num_topk; k += kWarp)
@@ -62,7 +63,7 @@ struct CombineJob {
   template <class F>
   __device__ void each(int, int row, F f) const {
     const int r = dest_of(row);
-    f(dests[r].rows + static_cast<uint64_t>(place_of(row, r).slot) * ring.payload_stride);
+    if (!absence_of(p, dests[r])) f(dests[r].rows + static_cast<uint64_t>(place_of(row, r).slot) * ring.payload_stride);
   }
 };
 
@@ -76,7 +77,13 @@ __device__ inline CombineJob combine_job(const CombineParams &p, const CombineDe
   for (int r = 0; r < num_ranks; ++r) longest = max(longest, dests[r].num_rows);
   const bool roomy = longest <= static_cast<int>(ring.slots);
   const int dest = (worker + p.session.team.rank) % num_ranks;
-  return {p, dests, epoch, ring, roomy ? -1 : dest, roomy ? longest * num_ranks : dests[dest].num_rows};
+  return {p,
+          dests,
+          epoch,
+          ring,
+          roomy ? -1 : dest,
+          roomy ? longest * num_ranks : dests[dest].num_rows,
+          static_cast<uint32_t>(epoch % 2)};
 }
 
 }  // namespace deepep

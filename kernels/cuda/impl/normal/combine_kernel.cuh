@@ -49,9 +49,10 @@ __device__ inline void run_combine_roles(const CombineParams &p, uint64_t epoch,
     __syncwarp();
     if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
   } else if (warp == Roles::kSenders) {
-    const CombineJob job{p, dests, epoch, combine_ring(p), -1, 0};
+    const CombineJob job{p, dests, epoch, combine_ring(p), -1, 0, 0};
     publish_rows(queues, p.senders, 1, [&](int row, int) {
       const int r = job.dest_of(row);
+      if (absence_of(p, dests[r])) return;
       const RingPlace place = job.place_of(row, r);
       ptx::st_relaxed_sys(&dests[r].flags[place.slot], ring_value(epoch, place.lap));
     });
@@ -74,31 +75,40 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine(cons
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.session;
   const MatrixEntry early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
-  const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   const CombineShared<kBulk> at(s.team.num_ranks, p.stage_bytes);
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   init_queues(queues, p.senders, kBulk);
   if (begin(s)) {
     const Handshake hand = combine_handshake(p, epoch, early);
-    if (blockIdx.x == 0) post_handshake(s, hand);
+    if (blockIdx.x == 0) shrinks(s.team) ? post_to_members(s, hand) : post_handshake(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     auto *dests = reinterpret_cast<CombineDest *>(shared + at.dests);
-    set_up_combine(p, dests, reinterpret_cast<CombineSource *>(shared + at.sources));
+    auto *sources = reinterpret_cast<CombineSource *>(shared + at.sources);
+    set_up_combine(p, dests, sources);
     CombineJob job = combine_job(p, dests, epoch);
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     const bool sends = warp_id() < p.senders && (hand.mine.flags & kHandshakeRefused) == 0;
     if (sends) rows.start();
-    if (await_handshake(s, hand))
+    const bool agreed = shrinks(s.team) ? await_agreement(s, hand, epoch) : await_handshake(s, hand);
+    job.epoch = epoch;
+    if (shrinks(s.team)) drop_absent(p, dests, sources);
+    if (agreed)
       run_combine_roles<kBulk>(p, epoch, shared, reinterpret_cast<int32_t *>(shared + at.bytes), rows);
     else if (sends)
       rows.abandon();
+    if (agreed && shrinks(s.team)) confirm_membership(s);
   }
   finish(s, [&](bool failed) {
     if (failed) clear_combine_outputs(p);
-    for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) s.team.scratch->rows_taken[epoch % 2][r] = 0;
+    forget_bytes(s);
+    for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) {
+      s.team.scratch->rows_taken[epoch % 2][r] = 0;
+      if (shrinks(s.team)) s.team.scratch->rows_taken[(epoch + 1) % 2][r] = 0;  // rows were taken before the agreement
+    }
     if (threadIdx.x == 0) {
       s.team.scratch->tokens_taken[epoch % 2] = 0;
-      s.team.scratch->epoch = epoch;
+      end_epoch(s.team);
     }
     record_kernel(s, nullptr, true, failed);
   });

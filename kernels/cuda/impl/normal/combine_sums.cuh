@@ -76,6 +76,21 @@ __device__ inline void sum_piece(const CombineParams &p, const CombineSource *so
   }
 }
 
+// In a team that shrinks: the rows of a rank that takes no part are left out, and of one that was given up meanwhile
+// those that have not come.
+__device__ __noinline__ inline void leave_out_lost(const CombineParams &p, uint64_t epoch, const CombineSource *sources,
+                                                   const RingShape &ring, int32_t *slots, int r) {
+  const int how = absence_of(p, sources[r]), head = slots[r];
+  if (how == 0 || head < 0) return;
+  const RingPlace place = ring_place(head, ring.slots);
+  if (how == kAbsent || ptx::ld_acquire_sys(&sources[r].flags[place.slot]) != ring_value(epoch, place.lap))
+    slots[r] = -1;
+}
+__device__ __noinline__ inline void give_up_row(const CombineSource *sources, int32_t *slots, int peer) {
+  drop_end(sources, peer, kGivenUp);
+  slots[peer] = -1;
+}
+
 // Role of a warp. `slots`: the warp's own, shared [R].
 __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, const CombineSource *sources,
                                      int32_t *slots) {
@@ -97,11 +112,12 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
         report_refusal(p.session, kVoid, DK_EINVAL, p.session.team.rank, DK_FIELD_SEND_HEAD, sources[r].num_rows - 1,
                        head);
       slots[r] = head < sources[r].num_rows ? head : -1;
+      if (shrinks(p.session.team)) leave_out_lost(p, epoch, sources, ring, slots, r);
     }
     __syncwarp();
     int missing = -1;
-    const bool good = warp_wait_or_fail(
-        p.session, static_cast<int64_t>(epoch),
+    const bool good = warp_wait_or_drop(
+        p.session, static_cast<int64_t>(epoch), 2,
         [&] {
           missing = -1;
           for (int r = lane_id(); r < num_ranks && missing < 0; r += kWarp) {
@@ -112,7 +128,7 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
           }
           return __all_sync(kAllLanes, missing < 0) != 0;
         },
-        [&] { return missing; });
+        [&] { return missing; }, [&](int peer) { give_up_row(sources, slots, peer); });
     if (!good) return;
     __syncwarp();
     for (int r = lane_id(); r < num_ranks; r += kWarp)

@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/impl/normal/dispatch_params.cuh"
 #include "cuda/impl/normal/matrix.cuh"
-#include "cuda/sync/session.cuh"
+#include "cuda/sync/agreement.cuh"
 
 namespace deepep {
 
@@ -15,7 +15,17 @@ struct DispatchDest {
   uint32_t slots, row_stride, meta_stride, direct;
   int32_t first_row, num_rows, arriving;  // this rank's rows there; all ranks' rows there
   int32_t limit;                          // expanded rows: of the outputs there
+  int32_t absent;                         // in a team that shrinks: the rank takes no part, num_rows is 0
 };
+__device__ inline bool is_absent(const DispatchParams &p, const DispatchDest &dest) {
+  return shrinks(p.session.team) && *static_cast<const volatile int32_t *>(&dest.absent) != 0;
+}
+// Rows for the rank are not sent (any more).
+__device__ inline void drop_dest(const DispatchDest *dests, int r) {
+  auto *dest = const_cast<DispatchDest *>(dests) + r;
+  *static_cast<volatile int32_t *>(&dest->absent) = 1;
+  *static_cast<volatile int32_t *>(&dest->num_rows) = 0;
+}
 
 // Before the handshake, by the whole block: all of a destination that does not need the peer's message, which is in
 // flight meanwhile.
@@ -44,8 +54,13 @@ __device__ inline bool set_up_dests(const DispatchParams &p, uint64_t epoch, Dis
   const int num_ranks = team.num_ranks, me = team.rank;
   bool good = true, crowded = false;  // every rank sees that some rank has no room, and refuses the call
   for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) {
-    const HandshakeMessage *from = team.handshake(me, epoch % kHandshakeCopies, r);
     DispatchDest &dest = dests[r];
+    if (shrinks(team) && is_without(p.session, r)) {
+      dest.slots = 1;
+      drop_dest(dests, r);
+      continue;
+    }
+    const HandshakeMessage *from = message_from(team, epoch, r);
     uint8_t *nvl = dest.rows;
     dest.direct = from->segment >= 0;
     const RingShape ring = dispatch_ring(p, dest.direct);
@@ -91,13 +106,13 @@ template <bool kFlagged = false>
 __device__ inline bool await_ring_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch,
                                        RingPart part, const int32_t *heads) {
   int missing = -1;
-  const bool good = warp_wait_or_fail(
-      p.session, static_cast<int64_t>(epoch),
+  const bool good = warp_wait_or_drop(
+      p.session, static_cast<int64_t>(epoch), 1,
       [&] {
         missing = rank_without_room<kFlagged>(p, dests, epoch, part, heads);
         return __all_sync(kAllLanes, missing < 0) != 0;
       },
-      [&] { return missing; });
+      [&] { return missing; }, [&](int peer) { drop_dest(dests, peer); });
   __syncwarp();
   return good;
 }

@@ -10,9 +10,10 @@ struct DispatchJob {
   const DispatchDest *dests;
   uint64_t epoch;
   int32_t *heads;   // shared: [stages][R]
+  uint32_t copy;    // of the tickets
   int ticket = -1;  // lane 0: taken one ahead
 
-  __device__ uint32_t *counter() const { return &p.session.team.scratch->tokens_taken[epoch % 2]; }
+  __device__ uint32_t *counter() const { return &p.session.team.scratch->tokens_taken[copy]; }
   __device__ void start() {
     if (lane_id() == 0) ticket = static_cast<int>(atomicAdd(counter(), 1u));
   }
@@ -45,7 +46,7 @@ struct DispatchJob {
     for (int r = 0; r < p.session.team.num_ranks; ++r) {
       const int head = heads_of(stage)[r];
       if (static_cast<uint32_t>(head) >= static_cast<uint32_t>(dests[r].num_rows)) {
-        if (head >= 0) refuse_head(r, head);
+        if (head >= 0 && !is_absent(p, dests[r])) refuse_head(r, head);
         continue;
       }
       const uint32_t slot = dests[r].direct ? static_cast<uint32_t>(head) : ring_place(head, dests[r].slots).slot;

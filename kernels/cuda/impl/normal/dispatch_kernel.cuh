@@ -64,6 +64,12 @@ struct DispatchShared {
   }
 };
 
+// By one warp: a row of a rank that takes no part (any more).
+__device__ __noinline__ inline void blank_row(const DispatchParams &p, int64_t row) {
+  auto *to = reinterpret_cast<uint4 *>(p.recv_x() + static_cast<uint64_t>(row) * p.row_bytes);
+  for (uint32_t i = lane_id(); i < p.row_bytes / 16; i += kWarp) to[i] = {0, 0, 0, 0};
+}
+
 // Role of a warp: copies rows of one source from the ring to their places.
 __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int worker, int num_workers) {
   const TeamView &team = p.session.team;
@@ -73,20 +79,25 @@ __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int
   const RingShape ring = dispatch_ring(p, false);
   const uint64_t *flags = team.ring_flag(team.rank, kPayload, share.source);
   const uint8_t *rows_here = team.self + team.nvl + ring.payload(share.source, 0);
+  bool gone = shrinks(team) && is_without(p.session, share.source);
   for (int row = share.first; row < rows;) {
     // Lanes look at the warp's next 32 rows; the warp copies those before the first that has not arrived.
     const int ahead = row + lane_id() * share.step;
     const RingPlace place = ring_place(ahead, ring.slots);
     uint32_t here = 0;
-    const bool good = warp_wait_or_fail(
-        p.session, static_cast<int64_t>(epoch),
+    const bool good = warp_wait_or_drop(
+        p.session, static_cast<int64_t>(epoch), 2,
         [&] {
           here = __ballot_sync(kAllLanes,
                                ahead < rows && ptx::ld_acquire_sys(&flags[place.slot]) == ring_value(epoch, place.lap));
-          return (here & 1) != 0;
+          return (here & 1) != 0 || gone;
         },
-        [&] { return lane_id() == 0 ? share.source : -1; });
+        [&] { return lane_id() == 0 ? share.source : -1; }, [&](int) { gone = true; });
     if (!good) return;
+    if (gone) {
+      for (; row < rows; row += share.step) blank_row(p, static_cast<int64_t>(before) + row);
+      return;
+    }
     __syncwarp();
     const int end = row + share.step * (here == kAllLanes ? kWarp : __ffs(static_cast<int>(~here)) - 1);
     for (; row < end; row += share.step) {
@@ -152,7 +163,7 @@ __device__ inline void run_dispatch_roles(const DispatchParams &p, const Dispatc
   } else if (warp < Roles::kMetaSendersAt) {
     publish_rows(queues, Roles::kSenders, num_ranks, [&](int token, int r) {
       const int head = p.send_head()[static_cast<int64_t>(token) * num_ranks + r];
-      if (head < 0 || dests[r].direct) return;
+      if (head < 0 || dests[r].direct || is_absent(p, dests[r])) return;
       const RingPlace place = ring_place(head, dests[r].slots);
       ptx::st_relaxed_sys(&dests[r].flags[kPayload][place.slot], ring_value(epoch, place.lap));
     });
@@ -177,7 +188,7 @@ __device__ inline DispatchJob dispatch_job(const DispatchParams &p, const Dispat
                                            uint8_t *shared) {
   auto *heads =
       reinterpret_cast<int32_t *>(shared + at.heads) + warp_id() * (kBulk ? kSendStages : 1) * p.session.team.num_ranks;
-  return {p, reinterpret_cast<const DispatchDest *>(shared + at.dests), epoch, heads};
+  return {p, reinterpret_cast<const DispatchDest *>(shared + at.dests), epoch, heads, static_cast<uint32_t>(epoch % 2)};
 }
 
 }  // namespace deepep
@@ -203,33 +214,37 @@ __global__ void __launch_bounds__(DispatchRoles<kBulk>::kThreads, 1)
   auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
   init_queues(queues, DispatchRoles<kBulk>::kSenders, kBulk);
   if (begin(s)) {
-    const uint64_t epoch = next_epoch;
+    uint64_t epoch = next_epoch;
     const Handshake hand = dispatch_handshake(p, epoch, early, wrong);
-    if (blockIdx.x == 0) post_handshake(s, hand);
+    if (blockIdx.x == 0) shrinks(s.team) ? post_to_members(s, hand) : post_handshake(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     prepare_dests(p, dests);
     const DispatchSplit<kBulk> split(p.recv_segment < 0, p.row_bytes, gridDim.x, s.team.num_ranks);
     DispatchJob job = dispatch_job<kBulk>(p, at, epoch, shared);
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     if (sends_rows(p, split)) rows.start();
-    if (await_handshake(s, hand) && set_up_dests(p, epoch, dests)) {
+    const bool agreed = shrinks(s.team) ? await_agreement(s, hand, epoch) : await_handshake(s, hand);
+    job.epoch = epoch;
+    if (agreed && set_up_dests(p, epoch, dests)) {
       const bool staged = __syncthreads_or(threadIdx.x == 0 && [&] {
         bool any = false;
         for (int r = 0; r < s.team.num_ranks; ++r) any |= !dests[r].direct;
         return any;
       }());
       run_dispatch_roles<kBulk>(p, split, epoch, shared, staged, rows);
+      if (shrinks(s.team)) confirm_membership(s);
     } else if (sends_rows(p, split)) {
       rows.abandon();
     }
   }
   finish(s, [&](bool failed) {
     if (failed) clear_dispatch_outputs(p);
+    forget_bytes(s);
     if (threadIdx.x == 0) {  // resets both copies of the tickets, though one is 0 already
       Scratch *scratch = s.team.scratch;
       scratch->blocks_sent = 0;
       for (int copy = 0; copy < 2; ++copy) scratch->tokens_taken[copy] = scratch->metas_taken[copy] = 0;
-      scratch->epoch += 1;
+      end_epoch(s.team);
       clear_wrong_counts(p);
     }
     record_kernel(s, nullptr, true, failed);

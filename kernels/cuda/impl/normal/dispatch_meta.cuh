@@ -130,8 +130,9 @@ __device__ inline void send_tokens_meta(const DispatchParams &p, const DispatchD
   // Ranks do not all begin with the same one.
   auto rank_at = [&](int i) { return (p.session.team.rank + 1 + i) % num_ranks; };
   auto head_at = [&](int i) {
-    return i < num_ranks && lane < tokens ? p.send_head()[static_cast<int64_t>(first + lane) * num_ranks + rank_at(i)]
-                                          : -1;
+    return i < num_ranks && lane < tokens && !is_absent(p, dests[rank_at(i)])
+               ? p.send_head()[static_cast<int64_t>(first + lane) * num_ranks + rank_at(i)]
+               : -1;
   };
   int head = head_at(0);
   load_common_meta<kRouted>(p, space, first, tokens);
@@ -176,7 +177,7 @@ __device__ inline void publish_meta(const DispatchParams &p, const DispatchDest 
   ptx::fence_acq_rel_sys();
   for (int i = lane_id(); i < (end - first) * num_ranks; i += kWarp) {
     const int r = i % num_ranks, head = p.send_head()[static_cast<int64_t>(first) * num_ranks + i];
-    if (head < 0) continue;
+    if (head < 0 || is_absent(p, dests[r])) continue;
     const RingPlace place = ring_place(head, dests[r].slots);
     ptx::st_relaxed_sys(&dests[r].flags[kMeta][place.slot], ring_value(epoch, place.lap));
   }
@@ -310,6 +311,21 @@ __device__ inline ReceiverShare receiver_share(int worker, int num_workers, int 
   return {source, worker / num_sources, (num_workers - source + num_sources - 1) / num_sources};
 }
 
+// By one warp: rows of a rank that takes no part (any more) name no expert.
+__device__ __noinline__ inline void blank_meta(const DispatchParams &p, int64_t final_row, int first, int count) {
+  for (int64_t i = lane_id(); i < static_cast<int64_t>(count) * p.num_topk; i += kWarp) {
+    const int64_t at = final_row * p.num_topk + i;
+    for (int w = 0; p.recv_topk_idx() != nullptr && w < p.index_words(); ++w)
+      static_cast<uint32_t *>(p.recv_topk_idx())[at * p.index_words() + w] = 0xffffffffu;
+    if (p.recv_topk_weights() != nullptr) p.recv_topk_weights()[at] = 0;
+  }
+  for (int64_t i = lane_id(); p.recv_scales() != nullptr && i < static_cast<int64_t>(count) * p.num_scales; i += kWarp)
+    p.recv_scales()[final_row * p.num_scales + i] = 0;
+  for (int i = lane_id(); p.recv_src_idx() != nullptr && !p.cached() && i < count; i += kWarp)
+    p.recv_src_idx()[final_row + i] = first + i;
+  __syncwarp();
+}
+
 // Role of a warp.
 template <bool kRouted = false>
 __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, bool direct, int worker, int num_workers) {
@@ -321,19 +337,24 @@ __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, boo
   const int chunk = static_cast<int>(min<uint32_t>(kMetaChunk, ring.slots));
   const uint64_t *flags = team.ring_flag(team.rank, kMeta, share.source);
   const uint8_t *rows_here = team.self + team.nvl + ring.meta(share.source, 0);
+  bool gone = shrinks(team) && is_without(p.session, share.source);
   for (int first = share.first * chunk; p.meta.words != 0 && first < rows; first += share.step * chunk) {
     const int count = min(chunk, rows - first);
     const RingPlace place = ring_place(first + lane_id(), ring.slots);
     const bool mine = lane_id() < count;
-    const bool good = warp_wait_or_fail(
-        p.session, static_cast<int64_t>(epoch),
+    const bool good = warp_wait_or_drop(
+        p.session, static_cast<int64_t>(epoch), 2,
         [&] {
-          const bool here = !mine || ptx::ld_acquire_sys(&flags[place.slot]) == ring_value(epoch, place.lap);
+          const bool here = gone || !mine || ptx::ld_acquire_sys(&flags[place.slot]) == ring_value(epoch, place.lap);
           return __all_sync(kAllLanes, here) != 0;
         },
-        [&] { return lane_id() == 0 ? share.source : -1; });
+        [&] { return lane_id() == 0 ? share.source : -1; }, [&](int) { gone = true; });
     if (!good) return;
     __syncwarp();
+    if (gone) {
+      blank_meta(p, static_cast<int64_t>(before) + first, first, count);
+      continue;
+    }
     const uint32_t first_slot = __shfl_sync(kAllLanes, place.slot, 0);
     const auto at = [&](int row) {  // the ring wraps once at most
       const uint32_t slot = first_slot + row;

@@ -3,7 +3,7 @@
 #include "cuda/impl/normal/combine_params.cuh"
 #include "cuda/impl/normal/dispatch_params.cuh"
 #include "cuda/impl/normal/notify_params.cuh"
-#include "cuda/sync/session.cuh"
+#include "cuda/sync/agreement.cuh"
 
 namespace deepep {
 
@@ -57,6 +57,10 @@ __device__ inline void add_refusal(Handshake &hand, uint32_t field, int32_t expe
   hand.mine.segment = expected;
   hand.mine.row_limit = seen;
 }
+// Ranks of a team that shrinks count their exchanges apart once one has been left out.
+__device__ inline uint64_t comparable(const TeamView &team, uint64_t exchange) {
+  return shrinks(team) && team.scratch->generation != 0 ? 0 : exchange;
+}
 __device__ inline void add_handle(Handshake &hand, const HandleState &handle, uint64_t exchange) {
   hand.mine.handle = static_cast<uint64_t>(handle.hash) << 32 | static_cast<uint32_t>(exchange);
   if (handle.field != DK_FIELD_NONE) add_refusal(hand, handle.field, handle.expected, handle.seen);
@@ -106,7 +110,7 @@ __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t
   hand.mine.flags |= routing_flags(p.routing, 0);
   if (p.routing != DK_ROUTING_NONE) hand.mine.max_tokens = p.num_max_tokens;
   if (p.routing == DK_ROUTING_EXPANDED) hand.mine.row_limit = p.num_expanded_tokens;
-  add_handle(hand, handle, p.exchange);
+  add_handle(hand, handle, comparable(p.session.team, p.exchange));
   if ((p.flags & DK_DISPATCH_CANCELLED) != 0)
     add_refusal(hand, DK_FIELD_CANCELLED, 0, p.reason);
   else if (wrong.call != 0 && wrong.call == p.exchange)
@@ -126,7 +130,7 @@ __device__ inline Handshake combine_handshake(const CombineParams &p, uint64_t e
   hand.mine.flags |= routing_flags(p.routing, p.flags);
   if (p.routing != DK_ROUTING_NONE && (p.topk_weights() != nullptr || p.combined_topk_weights() != nullptr))
     hand.mine.flags |= kHandshakeWeights;
-  add_handle(hand, handle, p.exchange);
+  add_handle(hand, handle, comparable(p.session.team, p.exchange));
   return hand;
 }
 

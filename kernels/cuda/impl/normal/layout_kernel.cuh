@@ -1,7 +1,7 @@
 // layout_kernel.cuh - how many tokens go to each rank, node and expert, and which token to which rank. Each block
 // counts a share of the tokens in shared memory and adds it to the team's histogram; the last one writes the outputs.
 #pragma once
-#include "cuda/sync/session.cuh"
+#include "cuda/sync/agreement.cuh"
 
 namespace deepep {
 
@@ -11,6 +11,7 @@ constexpr int kLayoutThreads = 512;
 struct LayoutParams : dk_layout_params {
   Session session{};
   int32_t num_nodes = 0;
+  int32_t shrinks = 0;  // normal mode leaves out masked ranks
 
   __device__ const void *topk_idx() const { return pointer<const void>(dk_layout_params::topk_idx); }
   __device__ int32_t *tokens_per_rank() const { return pointer<int32_t>(dk_layout_params::tokens_per_rank); }
@@ -24,8 +25,13 @@ struct LayoutCounts {
 };  // shared
 
 // An entry of topk_idx, or -1. A wrong entry is kept in `wrong`, for the failure record.
+// Nothing goes to experts of a masked rank.
 __device__ inline int64_t checked_entry(const LayoutParams &p, int64_t expert, int64_t &wrong) {
-  if (expert >= -1 && expert < p.num_experts) return expert;
+  const Session &s = p.session;
+  if (expert >= -1 && expert < p.num_experts)
+    return p.shrinks && expert >= 0 && is_without(s, static_cast<int>(expert) / (p.num_experts / s.team.num_ranks))
+               ? -1
+               : expert;
   wrong = expert;
   return -1;
 }
@@ -84,8 +90,9 @@ __device__ inline void count_token(const LayoutParams &p, int token, const Layou
     const int rank = static_cast<int>(expert) / local, node = rank / peers;
     bool new_rank = true, new_node = true;
     for (int before = 0; before < k; ++before) {
-      const int64_t other = load_index(p.topk_idx(), row + before, p.index_bytes);
-      if (other < 0 || other >= p.num_experts) continue;
+      int64_t unused;
+      const int64_t other = checked_entry(p, load_index(p.topk_idx(), row + before, p.index_bytes), unused);
+      if (other < 0) continue;
       const int other_rank = static_cast<int>(other) / local;
       new_rank &= other_rank != rank;
       new_node &= other_rank / peers != node;

@@ -1,7 +1,7 @@
 // notify_counts.cuh - notify: numbers of a rank's rows, and the sums of all ranks' counts.
 #pragma once
 #include "cuda/impl/normal/notify_params.cuh"
-#include "cuda/sync/session.cuh"
+#include "cuda/sync/agreement.cuh"
 
 namespace deepep {
 
@@ -58,20 +58,20 @@ __device__ inline void number_rows(const NotifyParams &p, int to) {
   wrong.seen = given;
 }
 
-// counts(i): the counts that rank i sent; limit(i): how many rows it has room for.
-template <class Counts, class Limit>
-__device__ inline void sum_matrix(const NotifyParams &p, Counts counts, Limit limit) {
+// counts(i): the counts that rank i sent; limit(i): how many rows it has room for; without(i): it takes no part.
+template <class Counts, class Limit, class Without>
+__device__ inline void sum_matrix(const NotifyParams &p, Counts counts, Limit limit, Without without) {
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks;
   for (int j = threadIdx.x; j < num_ranks; j += kNotifyThreads) {
     int sum = 0, from_node = 0;
     for (int i = 0; i < num_ranks; ++i) {
-      const int rows = static_cast<int>(counts(i)[j]);
+      const int rows = without(i) || without(j) ? 0 : static_cast<int>(counts(i)[j]);
       sum += rows;
       from_node += i / s.team.num_nvl_peers == s.team.rank / s.team.num_nvl_peers ? rows : 0;
       p.rank_prefix_matrix()[i * num_ranks + j] = sum;
     }
-    const int max_rows = limit(j);
+    const int max_rows = without(j) ? -1 : limit(j);
     if (max_rows >= 0 && sum > max_rows)  // on every rank: none goes on
       report_refusal(s, kVoid, DK_EINVAL, j, DK_FIELD_WORST_TOKENS, max_rows, sum);
     if (j == s.team.rank && p.counts() != nullptr) {
@@ -82,7 +82,7 @@ __device__ inline void sum_matrix(const NotifyParams &p, Counts counts, Limit li
   const int local = p.num_experts / num_ranks;
   for (int e = threadIdx.x; p.counts() != nullptr && e < local; e += kNotifyThreads) {
     int sum = 0;
-    for (int i = 0; i < num_ranks; ++i) sum += static_cast<int>(counts(i)[num_ranks + e]);
+    for (int i = 0; i < num_ranks; ++i) sum += without(i) ? 0 : static_cast<int>(counts(i)[num_ranks + e]);
     p.counts()->per_expert[e] = ceil_div(sum, p.expert_alignment) * p.expert_alignment;
   }
 }
@@ -95,7 +95,7 @@ __device__ inline void announce_counts(const NotifyParams &p) {
     ptx::st_release_sys(&p.counts()->seq, p.session.call);
 }
 // By the last block. A dispatch that follows a void exchange moves nothing.
-__device__ inline void end_notify(const NotifyParams &p, uint64_t epoch, bool failed) {
+__device__ inline void end_notify(const NotifyParams &p, bool failed) {
   const int64_t num_ranks = p.session.team.num_ranks;
   for (int64_t i = threadIdx.x; failed && i < num_ranks * num_ranks; i += kNotifyThreads) p.rank_prefix_matrix()[i] = 0;
   for (int64_t i = threadIdx.x; failed && i < p.num_tokens * num_ranks; i += kNotifyThreads) p.send_head()[i] = -1;
@@ -103,7 +103,7 @@ __device__ inline void end_notify(const NotifyParams &p, uint64_t epoch, bool fa
     p.counts()->num_recv_tokens = -1;
     ptx::st_release_sys(&p.counts()->seq, p.session.call);
   }
-  if (threadIdx.x == 0) p.session.team.scratch->epoch = epoch;
+  if (threadIdx.x == 0) end_epoch(p.session.team);
   record_kernel(p.session, nullptr, true, failed);
 }
 

@@ -10,9 +10,9 @@ namespace deepep {
 template <bool kExpand>
 __device__ inline auto routed_job(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch, int32_t *heads) {
   if constexpr (kExpand)
-    return ExpandedJob{{p, dests, epoch, heads}};
+    return ExpandedJob{{p, dests, epoch, heads, static_cast<uint32_t>(epoch % 2)}};
   else
-    return DispatchJob{p, dests, epoch, heads};
+    return DispatchJob{p, dests, epoch, heads, static_cast<uint32_t>(epoch % 2)};
 }
 
 // As DispatchShared, whose last part is longer here.

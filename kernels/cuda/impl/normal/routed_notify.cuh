@@ -259,7 +259,7 @@ __device__ inline void place_choices(const RoutedNotifyParams &p, const RoutingC
 }
 
 // By the one block.
-__device__ inline void end_routed_notify(const RoutedNotifyParams &p, uint64_t epoch, bool failed) {
+__device__ inline void end_routed_notify(const RoutedNotifyParams &p, bool failed) {
   const int num_ranks = p.session.team.num_ranks, local = p.experts_each();
   const int64_t choices = static_cast<int64_t>(p.num_tokens) * p.num_topk;
   for (int64_t i = threadIdx.x; failed && i < choices; i += blockDim.x) p.dst_slot()[i] = -1;
@@ -268,7 +268,7 @@ __device__ inline void end_routed_notify(const RoutedNotifyParams &p, uint64_t e
     if (failed) p.psum_per_expert()[i] = p.num_per_expert()[i] = 0;
     if (!failed && p.cumulative_stats() != nullptr) p.cumulative_stats()[i] += p.num_per_expert()[i];
   }
-  end_notify(p, epoch, failed);
+  end_notify(p, failed);
 }
 
 }  // namespace deepep
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(kRoutedNotifyThreads) notify_routed(const __gr
       place_choices(p, counts);
     }
   }
-  finish(s, [&](bool failed) { end_routed_notify(p, epoch, failed); });
+  finish(s, [&](bool failed) { end_routed_notify(p, failed); });
 }
 
 }  // namespace deep_ep::intranode

@@ -1,0 +1,389 @@
+// agreement.cuh - calls of normal mode, barriers and cleans of a team that shrinks, inside a node: which ranks take
+// part. The rules are those of kernels/cpu/team/agreement.h. Block 0's first warp finds out, the other blocks wait for
+// it. Lane l looks after the ranks l, l + 32, ...: bit l of a set's word w is rank 32 w + l.
+#pragma once
+#include "cuda/sync/session.cuh"
+
+namespace deepep {
+
+__host__ __device__ inline bool shrinks(const TeamView &team) { return (team.flags & DK_TEAM_SHRINK) != 0; }
+// Whether a rank takes no part in the running call, or not any more.
+__device__ inline bool is_without(const Session &s, int rank) { return rank != s.team.rank && is_masked(s, rank); }
+// The place of a rank's message, and of its counts.
+__device__ inline int message_copy(const TeamView &team, uint64_t epoch, int rank) {
+  return static_cast<int>(shrinks(team) ? team.scratch->place[rank] : epoch % kHandshakeCopies);
+}
+__device__ inline HandshakeMessage *message_from(const TeamView &team, uint64_t epoch, int rank) {
+  return team.handshake(team.rank, message_copy(team, epoch, rank), rank);
+}
+// By one thread of the last block: the number of this call is that of the newest one.
+__device__ inline void end_epoch(const TeamView &team) {
+  Scratch *scratch = team.scratch;
+  scratch->epoch = max(scratch->epoch + 1, shrinks(team) ? scratch->agreed_epoch : 0);
+  if (shrinks(team)) ++scratch->messages;
+}
+// Where this rank's message and counts of the running call go at every rank.
+__device__ inline int own_copy(const TeamView &team, uint64_t epoch) {
+  return static_cast<int>((shrinks(team) ? team.scratch->messages + 1 : epoch) % kHandshakeCopies);
+}
+
+__device__ inline bool is_dead(const Session &s, int rank) {
+  return *static_cast<volatile uint8_t *>(&s.team.status->dead[rank]) != 0;
+}
+// Whether the rank has masked this one since this rank's caller has lifted masks.
+__device__ inline bool leaves_out(const Session &s, int rank) {
+  return ptx::ld_acquire_sys(s.team.notice(s.team.rank, rank)) == s.team.scratch->lifts + 1 && !is_dead(s, rank);
+}
+
+// Whole block, instead of post_handshake. A rank that others have masked posts nothing.
+__device__ __noinline__ inline void post_to_members(const Session &s, const Handshake &hand) {
+  const TeamView &team = s.team;
+  bool left = false;
+  for (int r = threadIdx.x; r < team.num_ranks; r += blockDim.x) left |= !is_without(s, r) && leaves_out(s, r);
+  if (__syncthreads_or(left) != 0) return;
+  const int copy = own_copy(team, hand.epoch);
+  for (int r = threadIdx.x; r < team.num_ranks; r += blockDim.x) {
+    if (is_without(s, r)) continue;
+    HandshakeMessage *to = team.handshake(r, copy, team.rank);
+    ptx::st_relaxed_sys(&to->epoch, 0);  // that of a call that never was may be there
+    ptx::fence_acq_rel_sys();
+    ptx::st_relaxed_sys(team.stamp(r, copy, team.rank), team.scratch->generation);
+    write_message(to, hand.mine);
+    ptx::st_release_sys(&to->epoch, hand.epoch);
+  }
+}
+
+// ---- By one warp ----------------------------------------------------------------------------------------------------
+
+constexpr uint64_t kDecided = 1, kRevision = 2, kNumber = 1 << 16;  // parts of Ballot::version
+
+struct Voter {
+  const Session &s;
+  const Handshake &hand;
+  uint32_t here = 0;  // bit w: the message of this lane's rank of word w has arrived
+  uint32_t revision = 0;
+  uint64_t began = 0;
+  bool decided = false, failed = false;
+  int left_by = -1;
+
+  __device__ int words() const { return ceil_div(s.team.num_ranks, kWarp); }
+  __device__ uint32_t *set() const { return s.team.scratch->members; }
+  __device__ bool has(int r) const { return (ptx::ld_relaxed_gpu(&set()[r / kWarp]) >> (r % kWarp) & 1) != 0; }
+  __device__ bool looks_after(int w, int &r) const {  // a rank that is counted in
+    r = w * kWarp + lane_id();
+    return r < s.team.num_ranks && has(r);
+  }
+  __device__ uint64_t number_of(int r) const { return message_from(s.team, 0, r)->epoch; }
+
+  __device__ void begin() {
+    for (int w = 0; w < words(); ++w) {
+      const int r = w * kWarp + lane_id();
+      const uint32_t bits = __ballot_sync(kAllLanes, r < s.team.num_ranks && !is_without(s, r));
+      if (lane_id() == 0) set()[w] = s.team.scratch->told[w] = bits;
+      if (r < s.team.num_ranks) s.team.scratch->wait_ns[r] = 0;
+    }
+    __syncwarp();
+  }
+
+  // The peer's message of this call, in either place. While the peer masks this rank, what it sent is of other calls;
+  // it makes its messages void before it takes the notice back.
+  __device__ bool find(int r) const {
+    const TeamView &team = s.team;
+    if (ptx::ld_acquire_sys(team.notice(team.rank, r)) != 0) return false;
+    const uint64_t generation = ptx::ld_acquire_sys(&team.standing(team.rank, r)->generation);
+    for (int copy = 0; copy < kHandshakeCopies; ++copy) {
+      const uint64_t *word = &team.handshake(team.rank, copy, r)->epoch, epoch = ptx::ld_acquire_sys(word);
+      if (epoch <= team.scratch->received[r] || ptx::ld_acquire_sys(team.stamp(team.rank, copy, r)) != generation ||
+          ptx::ld_acquire_sys(word) != epoch)
+        continue;
+      team.scratch->place[r] = static_cast<uint32_t>(copy);
+      return true;
+    }
+    return false;
+  }
+
+  __device__ void compare(int r) {
+    const Difference difference = compare_messages(hand.mine, message_from(s.team, 0, r));
+    if (difference.field != DK_FIELD_NONE)
+      report_failure(s, DK_EMISMATCH, r, difference.field, difference.mine, difference.theirs, 0);
+  }
+
+  // False: not posted yet, or being posted.
+  __device__ bool read(int r, uint64_t &version) const {
+    version = ptx::ld_acquire_sys(&s.team.ballot(s.team.rank, r)->version);
+    return version / kNumber == number_of(r);
+  }
+  __device__ uint32_t word_of(int r, int w) const {
+    return ptx::ld_relaxed_sys(&s.team.ballot(s.team.rank, r)->ranks[w]);
+  }
+
+  // Drops whom the peer does not count in. Returns whether the peer has decided.
+  __device__ bool hear(int r) {
+    const int me = s.team.rank;
+    uint64_t version, again;
+    if (!read(r, version)) return false;
+    uint32_t mine = 0;
+    bool differs = false;
+    for (int w = 0; w < words(); ++w) {
+      const uint32_t theirs = word_of(r, w);
+      if (w == me / kWarp) mine = theirs >> (me % kWarp) & 1;
+      differs |= theirs != ptx::ld_relaxed_gpu(&set()[w]);
+    }
+    ptx::fence_acq_rel_sys();
+    if (!read(r, again) || again != version) return false;
+    if (mine == 0) {
+      left_by = r;
+      return false;
+    }
+    if ((version & kDecided) != 0) return true;
+    for (int w = 0; differs && w < words(); ++w) {
+      const uint32_t theirs = word_of(r, w);  // may have lost more ranks by now
+      if ((theirs >> (me % kWarp) & 1) != 0 || w != me / kWarp) atomicAnd(&set()[w], theirs);
+    }
+    return false;
+  }
+  __device__ bool agrees(int r) const {
+    uint64_t version;
+    if (!read(r, version)) return false;
+    bool same = true;
+    for (int w = 0; w < words(); ++w) same &= word_of(r, w) == ptx::ld_relaxed_gpu(&set()[w]);
+    return same;
+  }
+
+  // A peer's decision holds for this rank too.
+  __device__ void adopt(int r) {
+    for (int w = lane_id(); w < words(); w += kWarp) set()[w] = word_of(r, w);
+    decided = true;
+    __syncwarp();
+  }
+
+  __device__ void post() {
+    const TeamView &team = s.team;
+    const uint64_t version = hand.epoch * kNumber + ++revision * kRevision + (decided ? kDecided : 0);
+    for (int w = 0; w < words(); ++w) {
+      const int r = w * kWarp + lane_id();
+      if (r >= team.num_ranks || r == team.rank || (team.scratch->told[w] >> lane_id() & 1) == 0) continue;
+      Ballot *to = team.ballot(r, team.rank);
+      ptx::st_relaxed_sys(&to->version, 0);
+      ptx::fence_acq_rel_sys();
+      for (int i = 0; i < words(); ++i) ptx::st_relaxed_sys(&to->ranks[i], ptx::ld_relaxed_gpu(&set()[i]));
+      ptx::st_release_sys(&to->version, version);
+    }
+    for (int w = lane_id(); w < words(); w += kWarp) team.scratch->posted[w] = ptx::ld_relaxed_gpu(&set()[w]);
+    __syncwarp();
+  }
+  __device__ bool has_posted_set() const {
+    bool same = revision != 0;
+    for (int w = 0; w < words(); ++w) same &= s.team.scratch->posted[w] == ptx::ld_relaxed_gpu(&set()[w]);
+    return same;
+  }
+
+  __device__ bool share_left_by() {
+    const uint32_t leaving = __ballot_sync(kAllLanes, left_by >= 0);
+    if (leaving != 0) left_by = __shfl_sync(kAllLanes, left_by, __ffs(static_cast<int>(leaving)) - 1);
+    return leaving != 0;
+  }
+  // By the notices, before any message is looked at: those of ranks that leave this one out are of other calls.
+  __device__ bool is_left_out() {
+    for (int w = 0; w < words(); ++w) {
+      int r;
+      if (looks_after(w, r) && r != s.team.rank && leaves_out(s, r)) left_by = r;
+    }
+    return share_left_by();
+  }
+
+  // Looks at everything once. `missing`: the lowest of this lane's ranks that is waited for, -1: none.
+  __device__ bool poll(int &missing) {
+    missing = -1;
+    int decider = -1;
+    if (is_left_out()) return true;
+    for (int w = 0; w < words(); ++w) {
+      int r;
+      if (!looks_after(w, r)) continue;
+      if ((here >> w & 1) == 0 && find(r)) {
+        here |= 1u << w;
+        if (began != 0) s.team.scratch->wait_ns[r] = ptx::global_timer_ns() - began;
+        compare(r);
+      }
+      if ((here >> w & 1) == 0)
+        missing = missing < 0 ? r : missing;
+      else if (r != s.team.rank && hear(r))
+        decider = r;
+    }
+    if (began == 0) began = ptx::global_timer_ns();
+    __syncwarp();
+    const uint32_t found = __ballot_sync(kAllLanes, decider >= 0);
+    if (share_left_by() || __any_sync(kAllLanes, has_failed(s))) return true;
+    if (found != 0) {
+      adopt(__shfl_sync(kAllLanes, decider, __ffs(static_cast<int>(found)) - 1));
+      return true;
+    }
+    if (!__all_sync(kAllLanes, missing < 0)) return false;
+    if (!has_posted_set()) post();
+    for (int w = 0; w < words(); ++w) {
+      int r;
+      if (looks_after(w, r) && r != s.team.rank && missing < 0 && !agrees(r)) missing = r;
+    }
+    decided = __all_sync(kAllLanes, missing < 0) != 0;
+    return decided;
+  }
+
+  // Of this lane's ranks those that are dead, or all that are late. A rank that has masked this one, and does not lift
+  // the mask, leaves this one out, not the other way round.
+  __device__ void drop(uint32_t code) {
+    for (int w = 0; w < words(); ++w) {
+      int r;
+      if (!looks_after(w, r) || r == s.team.rank) continue;
+      const bool awaited = (here >> w & 1) == 0 || (revision != 0 && !agrees(r));
+      if (!awaited || (code == DK_EPEERDEAD && !is_dead(s, r))) continue;
+      if (!is_dead(s, r) && ptx::ld_acquire_sys(s.team.notice(s.team.rank, r)) != 0)
+        left_by = r;
+      else
+        atomicAnd(&set()[w], ~(1u << lane_id()));
+    }
+    __syncwarp();
+  }
+
+  // A rank whose message is here may itself be waiting for another's: it has as long again for its ballot.
+  __device__ void run() {
+    begin();
+    while (!decided && left_by < 0 && !failed) {
+      uint64_t start;
+      int missing = -1;
+      const uint32_t code = poll_until(
+          start, [&] { return poll(missing); },
+          [&](uint32_t polls) {
+            const uint64_t limit = revision == 0 ? s.timeout_ns : 2 * s.timeout_ns;
+            const uint32_t mine = missing < 0 ? 0 : reason_to_leave(s, missing, start, polls, limit);
+            const uint32_t waiting = __ballot_sync(kAllLanes, mine != 0);
+            return waiting == 0 ? 0 : __shfl_sync(kAllLanes, mine, __ffs(static_cast<int>(waiting)) - 1);
+          });
+      failed = __any_sync(kAllLanes, has_failed(s)) != 0;
+      if (code == 0 || failed) continue;
+      if (code == DK_ETIMEOUT || code == DK_EPEERDEAD) {
+        drop(code);
+        share_left_by();
+        continue;
+      }
+      if (lane_id() == 0) report_failure(s, code, culprit(s, code, -1), DK_FIELD_NONE, 0, 0, 0);
+      failed = true;
+    }
+  }
+
+  // This rank takes no part, and says nothing more that could be taken for a message of a call.
+  __device__ void leave() {
+    const TeamView &team = s.team;
+    Scratch *scratch = team.scratch;
+    if (lane_id() == 0) {
+      ++scratch->generation;
+      ptx::st_release_sys(team.notice(team.rank, left_by), scratch->lifts + 1);
+      report_refusal(s, kVoid, DK_ESTATE, left_by, DK_FIELD_MASKED, 0, left_by);
+    }
+    __syncwarp();
+    for (int r = lane_id(); r < team.num_ranks; r += kWarp) tell_standing(team, r);
+  }
+
+  // Masks the others and tells them, before anything that this rank does without them. Returns whether no rank refuses.
+  __device__ bool conclude(uint64_t &epoch) {
+    const TeamView &team = s.team;
+    uint64_t newest = hand.epoch;
+    bool refused = false;
+    for (int w = 0; w < words(); ++w) {
+      const int r = w * kWarp + lane_id();
+      if (r >= team.num_ranks) continue;
+      if (!has(r)) {
+        if (atomicExch(&team.scratch->masked[r], 1u) == 0) tell_masked(s, r);
+        continue;
+      }
+      const uint64_t number = number_of(r);
+      newest = max(newest, number);
+      team.scratch->received[r] = number;
+      refused |= is_refused(s, hand, r, message_from(team, 0, r));
+    }
+    for (int step = kWarp / 2; step > 0; step /= 2) newest = max(newest, __shfl_xor_sync(kAllLanes, newest, step));
+    epoch = newest;
+    return __any_sync(kAllLanes, refused) == 0;
+  }
+};
+
+__device__ __noinline__ inline void agree(const Session &s, const Handshake &hand) {
+  Voter voter{s, hand};
+  uint64_t epoch = hand.epoch;
+  bool good = false;
+  voter.run();
+  if (voter.left_by >= 0) {
+    voter.leave();
+  } else if (voter.decided && !voter.failed) {
+    voter.post();
+    good = voter.conclude(epoch);
+  }
+  __syncwarp();
+  if (lane_id() != 0) return;
+  s.team.scratch->agreed_epoch = epoch;
+  s.team.scratch->agreed_good = good;
+  ptx::st_release_sys(&s.team.scratch->agreed, hand.epoch);
+}
+
+// Whole block: the number of the call that all who take part agree on. False: this rank takes no part, a rank refuses
+// the call, or the team has failed.
+__device__ __noinline__ inline bool await_agreement(const Session &s, const Handshake &hand, uint64_t &epoch) {
+  Scratch *scratch = s.team.scratch;
+  if (blockIdx.x == 0) {
+    if (warp_id() == 0) agree(s, hand);
+  } else if (threadIdx.x == 0) {  // block 0 ends its waits
+    uint64_t start;
+    poll_until(start, [&] { return ptx::ld_acquire_sys(&scratch->agreed) >= hand.epoch; }, [](uint32_t) { return 0u; });
+  }
+  __syncthreads();
+  ptx::fence_acq_rel_sys();
+  epoch = ptx::ld_relaxed_gpu(&scratch->agreed_epoch);
+  return ptx::ld_relaxed_gpu(&scratch->agreed_good) != 0;
+}
+
+// ---- Rows -----------------------------------------------------------------------------------------------------------
+
+// A wait for rows or room of `peer` ended with `code`. True: the peer is masked, and the call goes on without it.
+__device__ inline bool go_on_without(const Session &s, uint32_t code, int peer) {
+  if (!shrinks(s.team) || peer < 0 || peer == s.team.rank || (code != DK_ETIMEOUT && code != DK_EPEERDEAD))
+    return false;
+  if (atomicExch(&s.team.scratch->masked[peer], 1u) == 0) tell_masked(s, peer);
+  return true;
+}
+
+// A whole warp waits, as in warp_wait_or_fail. In a team that shrinks drop(peer), which makes poll() go on without the
+// peer, takes the place of a failure. `patience`: times the time limit, there; a rank that waits for room toward a lost
+// one sends rows to others only after its own limit.
+template <class Poll, class Missing, class Drop>
+__device__ __forceinline__ bool warp_wait_or_drop(const Session &s, int64_t expected, int patience, Poll poll,
+                                                  Missing missing, Drop drop) {
+  for (;;) {
+    int peer = -1;
+    uint64_t waited = 0;
+    const uint64_t limit = shrinks(s.team) ? patience * s.timeout_ns : s.timeout_ns;
+    const uint32_t code = warp_wait_until(s, peer, waited, limit, poll, missing);
+    if (code == 0) return true;
+    if (!__any_sync(kAllLanes, lane_id() == 0 && go_on_without(s, code, peer))) {
+      if (lane_id() == 0) report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, expected, 0, waited);
+      __syncwarp();
+      return false;
+    }
+    drop(peer);
+    __syncwarp();
+  }
+}
+
+// Whole block, after its last row: a rank that went on without this one may have used again what this one read.
+__device__ __noinline__ inline void confirm_membership(const Session &s) {
+  __syncthreads();
+  for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x)
+    if (!is_without(s, r) && leaves_out(s, r)) report_refusal(s, kVoid, DK_ESTATE, r, DK_FIELD_MASKED, 0, r);
+}
+
+// By the last block: nothing was sent to ranks that take no part.
+__device__ inline void forget_bytes(const Session &s) {
+  for (int r = threadIdx.x; shrinks(s.team) && r < s.team.num_ranks; r += blockDim.x)
+    if (is_without(s, r)) s.team.scratch->sent_bytes[r] = 0;
+  __syncthreads();
+}
+
+}  // namespace deepep
