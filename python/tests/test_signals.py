@@ -114,7 +114,7 @@ def addresses_in(struct):
             found |= addresses_in(_abi.Handle.from_address(value))
         elif name == "bias":
             found |= set(value)
-        elif isinstance(value, int) and value > 1 << 32:
+        elif isinstance(value, int) and value > 1 << 32 and name != "exchange":  # a number with a maker's in front
             found.add(value)
     return found - {None}
 
