@@ -118,7 +118,7 @@ enum { DEEPEP_BOOTSTRAP_CALLBACK = 0, DEEPEP_BOOTSTRAP_TCP = 1, DEEPEP_BOOTSTRAP
 
 typedef struct deepep_group_options {
   uint32_t struct_size;
-  int32_t bootstrap; /* DEEPEP_BOOTSTRAP_*. JOIN: the process takes a place in the group of a buffer; see regroup */
+  int32_t bootstrap;  /* DEEPEP_BOOTSTRAP_*. JOIN: the process takes a place in the group of a buffer; see regroup */
   int32_t rank, size; /* JOIN: the lost rank whose place it asks for, or -1 for any; size is ignored */
   deepep_allgather_fn allgather; /* callback */
   void *user;                    /* callback: passed to allgather */
@@ -130,8 +130,8 @@ typedef struct deepep_group_options {
   int32_t num_nvl_peers; /* ranks of one NVLink domain; 0: DEEPEP_NUM_MAX_NVL_PEERS or 8 */
   int32_t background;    /* 1: return after the one exchange; the rest of the start-up goes on meanwhile */
   int64_t timeout_ms;    /* limit of the exchange and the start-up; 0: DEEPEP_FIRST_TIMEOUT_MS or 300000 */
-  /* JOIN: of the buffer to come: loaded and opened before the process asks to be let in, so that the others do not wait.
-   * As in deepep_buffer_options. */
+  /* JOIN: of the buffer to come: loaded and opened before the process asks to be let in, so that the others do not
+   * wait. As in deepep_buffer_options. */
   const char *engine;
   int32_t device, reserved0;
 } deepep_group_options;
@@ -229,31 +229,32 @@ deepep_status_t deepep_buffer_check(deepep_buffer_t buffer);
  * overwrite it while no call is in flight. On GPUs, after writing anything but zeros to the rdma region, call
  * deepep_clean_low_latency_buffer before the next low-latency call. Returns: INVALID_STATE; start-up. */
 deepep_status_t deepep_buffer_region(deepep_buffer_t buffer, int32_t rdma, void **address, uint64_t *bytes);
-/* local, waits up to slice_ms (< 0: until done) for this rank's calls in flight. Gives back the memory of the buffer, of
- * this device and of this host, and keeps its addresses and the group; all of it is free once every rank has called.
+/* local, waits up to slice_ms (< 0: until done) for this rank's calls in flight. Gives back the memory of the buffer,
+ * of this device and of this host, and keeps its addresses and the group; all of it is free once every rank has called.
  * Until deepep_buffer_restore calls are refused, replays of graphs that were captured before leave at once (counts 0,
  * sums NaN), and what a caller writes into a region is lost. Segments: peers let go of them, their numbers end, each
  * rank's own memory stays until deepep_segment_release. Once released: OK. Returns: PENDING: calls are in flight;
- * INVALID_STATE: a low-latency call is without its receive half, a graph is being captured, destroyed; UNSUPPORTED: GPUs
- * on several nodes, or without virtual memory; start-up. */
+ * INVALID_STATE: a low-latency call is without its receive half, a graph is being captured, destroyed; UNSUPPORTED:
+ * GPUs on several nodes, or without virtual memory; start-up. */
 deepep_status_t deepep_buffer_release(deepep_buffer_t buffer, int64_t slice_ms);
-/* collective, waits up to slice_ms (< 0: until done). The memory again, zeroed, at the same addresses; calls are numbered
- * anew, masks are lifted, a failure of before is over, statistics go on. Handles and tokens of before are refused;
- * graphs of before may be replayed. Not released: OK. Returns: PENDING: it goes on, call again; OUT_OF_MEMORY, PEER_DEAD,
- * TIMEOUT with the ranks: the buffer stays released, and every rank may call again; INVALID_STATE: a peer has released,
- * this rank has not; destroyed. */
+/* collective, waits up to slice_ms (< 0: until done). The memory again, zeroed, at the same addresses; calls are
+ * numbered anew, masks are lifted, a failure of before is over, statistics go on. Handles and tokens of before are
+ * refused; graphs of before may be replayed. Not released: OK. Returns: PENDING: it goes on, call again; OUT_OF_MEMORY,
+ * PEER_DEAD, TIMEOUT with the ranks: the buffer stays released, and every rank may call again; INVALID_STATE: a peer
+ * has released, this rank has not; destroyed. */
 deepep_status_t deepep_buffer_restore(deepep_buffer_t buffer, int64_t slice_ms);
 
-/* ---- Regroup: buffers go on without lost ranks, and take new processes in ----------------------------------------- */
+/* ---- Regroup: buffers go on without lost ranks, and take new processes in -----------------------------------------
+ */
 
 #define DEEPEP_JOIN_KEY_BYTES 64
-/* local. Writes the text by which processes of this host and user find the buffer (DEEPEP_BOOTSTRAP_JOIN), ended by 0, and
- * from now on lets this rank hear of them. It is the same on all ranks and stays with regroup. A process comes to
+/* local. Writes the text by which processes of this host and user find the buffer (DEEPEP_BOOTSTRAP_JOIN), ended by 0,
+ * and from now on lets this rank hear of them. It is the same on all ranks and stays with regroup. A process comes to
  * whichever member lives and has called this. bytes: of `key`, at least DEEPEP_JOIN_KEY_BYTES. Returns: SYSTEM. */
 deepep_status_t deepep_buffer_join_key(deepep_buffer_t buffer, char *key, uint64_t bytes);
-/* The processes that wait to be let in: *num_joins of them [out], and in ranks [capacity, out; may be NULL] the lost rank
- * that each asks for, ascending, -1 for any. agreed 0: local, those that wait at this rank; ranks see them at different
- * times. agreed 1: collective among the ranks that live, waits; all get the same. Returns: TIMEOUT. */
+/* The processes that wait to be let in: *num_joins of them [out], and in ranks [capacity, out; may be NULL] the lost
+ * rank that each asks for, ascending, -1 for any. agreed 0: local, those that wait at this rank; ranks see them at
+ * different times. agreed 1: collective among the ranks that live, waits; all get the same. Returns: TIMEOUT. */
 deepep_status_t deepep_buffer_pending_joins(deepep_buffer_t buffer, int32_t agreed, int32_t capacity, int32_t *ranks,
                                             int32_t *num_joins);
 
@@ -272,11 +273,11 @@ typedef struct deepep_regroup_options {
 /* collective among the members that live, waits. Moves the buffer into a group of these and of the processes that join,
  * over the library's own channel. Calls that still run are aborted; memory that fits, the communication stream, events
  * and the callers' segments' own memory stay; masks, statistics, tokens and tickets begin anew, and segments are no
- * segments of the buffer any more. deepep_buffer_info_get then gives the new rank and size. Handles of before are refused
- * if ranks were renumbered; replays of graphs of before leave at once. The group handle that the buffer was created
- * with keeps its old group. Returns: MISMATCH: members disagree; TIMEOUT, PEER_DEAD: a member is late or died; INVALID_STATE:
- * no process waits for a lost rank's place; UNSUPPORTED: GPUs of several nodes (NVSHMEM). After an error it may be
- * called again; where ranks had stopped their calls by then, calls are refused until it succeeds. */
+ * segments of the buffer any more. deepep_buffer_info_get then gives the new rank and size. Handles of before are
+ * refused if ranks were renumbered; replays of graphs of before leave at once. The group handle that the buffer was
+ * created with keeps its old group. Returns: MISMATCH: members disagree; TIMEOUT, PEER_DEAD: a member is late or died;
+ * INVALID_STATE: no process waits for a lost rank's place; UNSUPPORTED: GPUs of several nodes (NVSHMEM). After an error
+ * it may be called again; where ranks had stopped their calls by then, calls are refused until it succeeds. */
 deepep_status_t deepep_buffer_regroup(deepep_buffer_t buffer, const deepep_regroup_options *options);
 
 /* A rank of a group, its buffer and the calls on it, none of which need exist. */

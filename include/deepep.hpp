@@ -237,7 +237,8 @@ class Buffer : public Owner<deepep_buffer_t, deepep_buffer_destroy> {
     check(deepep_buffer_join_key(get(), key, sizeof key));
     return key;
   }
-  // The lost rank that each process asks for which waits to join, -1 for any; agreed: collective, the same on all ranks.
+  // The lost rank that each process asks for which waits to join, -1 for any; agreed: collective, the same on all
+  // ranks.
   std::vector<int32_t> pending_joins(bool agreed = false) const {
     std::vector<int32_t> ranks(64);
     int32_t count = 0;

@@ -646,8 +646,8 @@ typedef struct dk_team_release_params {
   int32_t captured; /* 1: operations were captured into graphs: waits for all work of the device, which may be theirs */
   int32_t reserved0;
 } dk_team_release_params;
-/* From now on operations of the team, also those of graphs that were captured before, leave at once (counts 0, sums NaN,
- * no record) and touch no peer's block. The caller knows that none runs. The team keeps its scratch memory. The
+/* From now on operations of the team, also those of graphs that were captured before, leave at once (counts 0, sums
+ * NaN, no record) and touch no peer's block. The caller knows that none runs. The team keeps its scratch memory. The
  * transport may be closed afterwards. DK_EUNSUPPORTED: a team whose blocks are memory of a transport. */
 int32_t dk_team_release(dk_team_release_params *p);
 typedef struct dk_team_restore_params {

@@ -40,11 +40,8 @@ static void memory(struct rank *me) {
   struct share peer = {.mem = own.mem, .bytes = own.out_bytes};
   dk_mem_export_params out = {.size = sizeof out, .mem = own.mem, .fd = -1};
   CALL(me, mem_export, &out);
-  dk_mem_import_params in = {.size = sizeof in,
-                             .device = seat_device(me->seat),
-                             .bytes = own.out_bytes,
-                             .kind = out.kind,
-                             .fd = out.fd};
+  dk_mem_import_params in = {
+      .size = sizeof in, .device = seat_device(me->seat), .bytes = own.out_bytes, .kind = out.kind, .fd = out.fd};
   memcpy(in.blob, out.blob, sizeof in.blob);
   CALL(me, mem_import, &in);
   close(out.fd);
