@@ -35,7 +35,8 @@ def generate(public: c_header.Header, kernels: c_header.Header) -> dict[Path, st
     }
 
 
-SHARED = {"DEEPEP_OP_": "DK_OP_", "DEEPEP_LL_": "DK_LL_", "DEEPEP_ROUTING_": "DK_ROUTING_"}  # constants that both headers have
+# Constants that both headers have.
+SHARED = {"DEEPEP_OP_": "DK_OP_", "DEEPEP_LL_": "DK_LL_", "DEEPEP_ROUTING_": "DK_ROUTING_"}
 ALSO_SHARED = {
     "DEEPEP_SEND": "DK_PHASE_SEND",
     "DEEPEP_RECV": "DK_PHASE_RECV",

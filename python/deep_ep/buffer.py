@@ -754,7 +754,7 @@ class Buffer:
     def get_local_buffer_tensor(
         self, dtype: DType, size: Size | Sequence[int] | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> Tensor:
-        """A view of the raw buffer, valid until destroy(). Afterwards it means nothing: on the CPU engine it reads zeros.
+        """A view of the raw buffer, valid until destroy(). Afterwards, on the CPU engine, it reads zeros.
 
         Args:
             dtype: of the view.
