@@ -4,7 +4,7 @@
 //   nvcc -std=c++17 -O2 -arch=sm_90 -Ikernels -o build/bin/bench_ops bench/cuda/*.cu
 //   bench_ops LIBRARY [ranks=4] [devices=4] [tokens=4096] [hidden=7168] [topk=8] [experts=256] [sms=16,20,24]
 //             [iterations=30] [isa=0] [nvl_mb=512]
-//             [mode=check|normalcheck|llcheck|normal|sweep|ll|llsweep|lltimeline|host|times|all]
+//             [mode=check|normalcheck|llcheck|normal|routed|sweep|ll|llsweep|lltimeline|host|times|all]
 //             [max_tokens=128] [zipf=0] [local=0] [stats=1]
 //
 // mode=sweep: lines of CSV for pictures, normal mode with tokens up to tokens=N.
@@ -27,6 +27,7 @@ void *run_rank(void *argument) {
   if (g_mode == "check" || g_mode == "all" || g_mode == "normalcheck") check_normal(rank);
   if (g_mode == "llcheck" || g_mode == "check" || g_mode == "all") check_low_latency(rank);
   if (g_mode == "normal" || g_mode == "times" || g_mode == "all") time_normal(rank, g_sms);
+  if (g_mode == "routed" || g_mode == "all") time_routed(rank, g_sms);
   if (g_mode == "sweep") sweep_normal(rank);
   if (g_mode == "llsweep") sweep_low_latency(rank);
   if (g_mode == "lltimeline") timeline_low_latency(rank);
@@ -111,7 +112,7 @@ int main(int argc, char **argv) {
   layout.num_max_tokens = s.max_tokens;
   layout.hidden = s.hidden;
   layout.num_experts = s.experts;
-  if (g_mode != "normal" && g_mode != "normalcheck" && g_mode != "sweep" && s.hidden % 128 == 0) {
+  if (g_mode != "normal" && g_mode != "normalcheck" && g_mode != "routed" && g_mode != "sweep" && s.hidden % 128 == 0) {
     DK(ll_layout, layout);
     s.rdma_bytes = layout.rdma_bytes;
   }

@@ -5,6 +5,7 @@
 void check_normal(Rank &rank);
 void check_low_latency(Rank &rank);
 void time_normal(Rank &rank, const std::vector<int> &sms);
+void time_routed(Rank &rank, const std::vector<int> &sms);
 void sweep_normal(Rank &rank);
 void time_low_latency(Rank &rank);
 void sweep_low_latency(Rank &rank);

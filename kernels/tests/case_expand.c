@@ -113,6 +113,16 @@ static struct routed *small(struct rank *me, struct routed_spec *spec) {
   return make_routed(make_team(me, &team), spec, 4);
 }
 
+/* The dispatch and the combine after a notify that was refused move nothing, and have nothing to say of their own. */
+static void run_after_refusal(struct routed *n) {
+  struct rank *me = n->team->me;
+  dk_dispatch_params d = routed_dispatch(n, 0);
+  CALL(me, dispatch, &d);
+  finish(me);
+  expect_healthy(n->team);
+  expect_no_refusal(n->team);
+}
+
 /* An index E on rank 1 ends the notify on all ranks, and the dispatch after it moves nothing. */
 static void wrong_index(struct rank *me) {
   struct routed_spec spec = usual;
@@ -125,6 +135,7 @@ static void wrong_index(struct rank *me) {
   CALL(me, notify, &p);
   finish(me);
   dk_failure f = expect_refusal(n->team, DK_EINVAL, DK_OP_NOTIFY, 1, DK_FIELD_TOPK_IDX);
+  run_after_refusal(n);
   expect(me, f.expected == n->routing->experts && f.seen == n->routing->experts, "the record says %ld of %ld",
          (long)f.seen, (long)f.expected);
   if (me->index == 1) {
@@ -192,6 +203,7 @@ static void too_few_rows(struct rank *me) {
   CALL(me, notify, &p);
   finish(me);
   dk_failure f = expect_refusal(n->team, DK_EINVAL, DK_OP_NOTIFY, 0, DK_FIELD_WORST_EXPANDED);
+  run_after_refusal(n);
   expect(me, f.seen == f.expected + 1, "the record says %ld allowed, %ld arrive", (long)f.expected, (long)f.seen);
 }
 

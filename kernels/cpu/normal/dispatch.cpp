@@ -50,6 +50,7 @@ class Dispatch {
   bool stage_token(int32_t token);
   void fill_extra(Extra *extra, int32_t token, const int32_t *head);
   Refusal check_indices() const;
+  bool goes_somewhere(size_t token) const;
   void gather_scales(void *to, int32_t token);
   bool read_from(int source);
   bool read_ring(int source);
@@ -140,10 +141,19 @@ Refusal Dispatch::check() const {
   return wrong.code || !p_.topk_idx ? wrong : check_indices();
 }
 
+// Nothing goes after a notify that was refused, with what is wrong in topk_idx.
+bool Dispatch::goes_somewhere(size_t token) const {
+  const int32_t *head = at<const int32_t>(p_.send_head) + token * static_cast<size_t>(team_.num_ranks);
+  for (int r = 0; r < team_.num_ranks; r++)
+    if (head[r] >= 0) return true;
+  return false;
+}
+
 Refusal Dispatch::check_indices() const {
   for (size_t i = 0, n = static_cast<size_t>(p_.num_tokens) * static_cast<size_t>(p_.num_topk); i < n; i++) {
     int64_t expert = index_at(p_.topk_idx, p_.index_bytes, i);
-    if ((expert < -1 && !p_.routing) || expert >= p_.num_experts)
+    bool wrong = (expert < -1 && !p_.routing) || expert >= p_.num_experts;
+    if (wrong && (!p_.routing || goes_somewhere(i / static_cast<size_t>(p_.num_topk))))
       return {DK_EINVAL, DK_FIELD_TOPK_IDX, p_.num_experts, expert};
   }
   return {};

@@ -130,10 +130,11 @@ void give_up_choices(const Team &team, const dk_notify_params &p) {
 
 Refusal check_slots(const Team &team, const dk_dispatch_params &p, int32_t *ends) {
   memset(ends, 0, sizeof(int32_t) * static_cast<size_t>(team.num_ranks));
-  const int32_t *slot = at<const int32_t>(p.dst_slot);
-  for (int32_t token = 0; token < p.num_tokens; token++) {
+  const int32_t *slot = at<const int32_t>(p.dst_slot), *head = at<const int32_t>(p.send_head);
+  for (int32_t token = 0; token < p.num_tokens; token++, head += team.num_ranks) {
     for (int32_t k = 0; k < p.num_topk; k++, slot++) {
       int32_t expert = expert_at(p, token, k);
+      if (expert >= 0 && head[expert / experts_each(team, p)] < 0) continue;  // as after a notify that was refused
       if ((expert < 0) != (*slot < 0) || *slot == INT32_MAX)
         return {DK_EINVAL, DK_FIELD_DST_SLOT, expert < 0 ? -1 : 0, *slot};
       if (expert < 0) continue;

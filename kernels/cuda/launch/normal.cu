@@ -207,7 +207,7 @@ int32_t launch_routed_combine(dk_combine_params *p, CombineParams &params, int b
     deep_ep::intranode::combine_expanded<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
     return launched(p);
   }
-  using Roles = CombineRoles<kBulk>;
+  using Roles = RoutedRoles<kBulk>;
   if (blocks * Roles::kSenders < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
   params.senders = Roles::senders(blocks, static_cast<int>(num_ranks));
   params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, kSharedLimit90 - kSharedForRoles);
@@ -288,9 +288,10 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   CombineParams c{*p, session_of(p, DK_OP_COMBINE, DK_PHASE_BOTH), 2u * p->hidden};
   const bool apart = p->routing == DK_ROUTING_EXPANDED && (p->flags & DK_COMBINE_UNREDUCED) != 0;
   c.slot_bytes = c.row_bytes * (apart ? p->num_topk : 1);
+  c.ring = combine_ring(c);
   const int blocks = blocks_for(team, p->num_sms);
   if (is_remote(team)) return internode_combine(p, c, blocks);
-  if (combine_ring(c).slots == 0) return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes
+  if (c.ring.slots == 0) return DK_EUNSUPPORTED;  // nvl region under min_nvl_bytes
 #if DEEPEP_SM90
   if (team->device->bulk)
     return c.routing == DK_ROUTING_NONE ? launch_combine<true>(p, c, blocks)

@@ -9,6 +9,7 @@ struct CombineParams : dk_combine_params {
   Session session{};
   uint32_t row_bytes = 0, stage_bytes = 0;
   int32_t senders = 0;      // warps of a block that send rows
+  RingShape ring{};         // with a routing: threads that sum have no register for it
   uint32_t slot_bytes = 0;  // of the ring: a row, or with DK_COMBINE_UNREDUCED a row for each choice
 
   __device__ const uint8_t *x() const { return pointer<const uint8_t>(dk_combine_params::x); }

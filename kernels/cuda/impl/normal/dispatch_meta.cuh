@@ -57,7 +57,8 @@ __device__ inline void load_common_meta(const DispatchParams &p, const MetaSpace
                    *index = space.common() + i / p.num_topk * row_words + p.meta.numbers_at + i % p.num_topk * words;
     const int64_t expert = words == 1 ? static_cast<int32_t>(index[0])
                                       : static_cast<int64_t>(static_cast<uint64_t>(index[1]) << 32 | index[0]);
-    if ((!kRouted && expert < -1) || expert >= p.num_experts)  // it counts as -1
+    const bool wrong = (!kRouted && expert < -1) || expert >= p.num_experts;  // it counts as -1
+    if (wrong && (!kRouted || goes_somewhere(p, first + i / p.num_topk)))
       report_refusal(p.session, kNoted, DK_EINVAL, p.session.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, expert);
   }
 }

@@ -7,10 +7,16 @@
 
 namespace deepep {
 
+// 16 warps: summing warps need the registers that more would leave them none of, and have more loads in flight instead.
+template <bool kBulk>
+struct RoutedRoles : CombineRoles<kBulk> {
+  static constexpr int kWarps = 16, kThreads = kWarps * kWarp, kReducers = kWarps - CombineRoles<kBulk>::kReducersAt;
+};
+
 // Summing before sending reads each expanded row, twice what crosses the links: more warps send than in the plain form.
 template <bool kBulk>
 struct ExpandedRoles {
-  static constexpr int kSenders = 10, kPublishers = 1, kReducers = 9;
+  static constexpr int kSenders = 8, kPublishers = 1, kReducers = 7;
   static constexpr int kReducersAt = kSenders + kPublishers;
   static constexpr int kWarps = kReducersAt + kReducers, kThreads = kWarps * kWarp;
 };
@@ -37,6 +43,27 @@ __device__ inline void publish_combine_rows(const CombineParams &p, uint64_t epo
   });
 }
 
+// As run_combine_roles, with the sums of routed_sums.cuh.
+template <bool kBulk>
+__device__ inline void run_ordered_roles(const CombineParams &p, uint64_t epoch, uint8_t *shared,
+                                         RowSender<kBulk, CombineJob> &rows) {
+  using Roles = RoutedRoles<kBulk>;
+  const CombineShared<kBulk> at(p.session.team.num_ranks, p.stage_bytes);
+  auto *queues = reinterpret_cast<SendQueue *>(shared + at.queues);
+  const int warp = warp_id();
+  if (warp < p.senders) {
+    rows.run(true);
+    __syncwarp();
+    if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
+  } else if (warp == Roles::kSenders) {
+    publish_combine_rows(p, epoch, reinterpret_cast<const CombineDest *>(shared + at.dests), queues, p.senders);
+  } else {
+    const int reducer = warp > Roles::kSenders ? warp - Roles::kReducersAt : Roles::kReducers + warp;
+    reduce_routed<3>(p, epoch, reinterpret_cast<const CombineSource *>(shared + at.sources),
+                     reinterpret_cast<int32_t *>(shared + at.bytes) + reducer * reducer_words(p));
+  }
+}
+
 // After a sum's kernel: tickets, epoch, statistics.
 __device__ inline void end_routed_combine(const CombineParams &p, uint64_t epoch, bool failed) {
   const Session &s = p.session;
@@ -56,12 +83,11 @@ using namespace deepep;
 
 // Rows in the plain layout.
 template <bool kBulk>
-__global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1)
+__global__ void __launch_bounds__(RoutedRoles<kBulk>::kThreads, 1)
     combine_routed(const __grid_constant__ CombineParams p) {
 #if !DEEPEP_HAS_BULK_COPY
   if constexpr (kBulk) return;  // the launcher does not choose this form below 9.0
 #endif
-  using Roles = CombineRoles<kBulk>;
   extern __shared__ __align__(128) uint8_t shared[];
   const Session &s = p.session;
   const MatrixEntry early = load_matrix_entry(p.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x);
@@ -74,25 +100,15 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1)
     if (blockIdx.x == 0) post_handshake(s, hand);
     if (blockIdx.x == gridDim.x - 1) publish_newest_by_last_warp(s.team);
     auto *dests = reinterpret_cast<CombineDest *>(shared + at.dests);
-    auto *sources = reinterpret_cast<CombineSource *>(shared + at.sources);
-    set_up_combine(p, dests, sources);
+    set_up_combine(p, dests, reinterpret_cast<CombineSource *>(shared + at.sources));
     CombineJob job = combine_job(p, dests, epoch);
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
-    const int warp = warp_id();
-    const bool sends = warp < p.senders && (hand.mine.flags & kHandshakeRefused) == 0;
+    const bool sends = warp_id() < p.senders && (hand.mine.flags & kHandshakeRefused) == 0;
     if (sends) rows.start();
-    if (!await_handshake(s, hand)) {
-      if (sends) rows.abandon();
-    } else if (warp < p.senders) {
-      rows.run(true);
-      __syncwarp();
-      if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
-    } else if (warp == Roles::kSenders) {
-      publish_combine_rows(p, epoch, dests, queues, p.senders);
-    } else {
-      const int reducer = warp > Roles::kSenders ? warp - Roles::kReducersAt : Roles::kReducers + warp;
-      reduce_routed(p, epoch, sources, reinterpret_cast<int32_t *>(shared + at.bytes) + reducer * reducer_words(p));
-    }
+    if (await_handshake(s, hand))
+      run_ordered_roles<kBulk>(p, epoch, shared, rows);
+    else if (sends)
+      rows.abandon();
   }
   finish(s, [&](bool failed) { end_routed_combine(p, epoch, failed); });
 }
@@ -130,8 +146,8 @@ __global__ void __launch_bounds__(ExpandedRoles<kBulk>::kThreads, 1)
     } else if (warp == Roles::kSenders) {
       publish_combine_rows(p, epoch, dests, queues, Roles::kSenders);
     } else {
-      reduce_routed(p, epoch, sources,
-                    reinterpret_cast<int32_t *>(shared + at.bytes) + (warp - Roles::kReducersAt) * reducer_words(p));
+      reduce_routed<2>(p, epoch, sources,
+                       reinterpret_cast<int32_t *>(shared + at.bytes) + (warp - Roles::kReducersAt) * reducer_words(p));
     }
   }
   finish(s, [&](bool failed) { end_routed_combine(p, epoch, failed); });

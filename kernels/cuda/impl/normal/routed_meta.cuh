@@ -9,6 +9,14 @@ __device__ inline int32_t *src_metadata(const DispatchParams &p, int64_t row) {
   return pointer<int32_t>(p.recv_src_metadata) + row * (p.num_topk + 2);
 }
 
+// Nothing goes after a notify that was refused, with what is wrong in topk_idx.
+__device__ __noinline__ inline bool goes_somewhere(const DispatchParams &p, int64_t token) {
+  const int num_ranks = p.session.team.num_ranks;
+  for (int r = 0; r < num_ranks; ++r)
+    if (p.send_head()[token * num_ranks + r] >= 0) return true;
+  return false;
+}
+
 // Rows of one source in the plain layout: `rows` rows, found by at(row), to the outputs from final_row on.
 template <class At>
 __device__ inline void spread_routed(const DispatchParams &p, int source, int rows, int64_t final_row, At at) {

@@ -5,16 +5,16 @@
 
 namespace deepep {
 
-// Shared words of a reducing warp: the slot of the row from each rank, then the terms in their order.
+// Shared words of a reducing warp: where the rows of a token's terms lie, in the order of the sum; the slot of the row
+// from each rank.
 __host__ __device__ inline uint32_t reducer_words(const CombineParams &p) {
-  return p.session.team.num_ranks + p.num_topk;
+  return align_up(2u * p.num_topk + p.session.team.num_ranks, 2u);
 }
-constexpr int kTermShift = 16;  // of a term: its rank, and above which of that rank's rows it is
 
-// Whole warp: the ranks of a token's choices, lane k that of choice k; and its terms in shared memory. Result: how
-// many.
-__device__ inline int order_terms(const CombineParams &p, int token, const int32_t *slots, int32_t *terms, int &rank) {
-  rank = -1;
+// Whole warp: the rank of choice lane_id(), -1: none; and the token's terms. num_terms: how many.
+__device__ inline int order_terms(const CombineParams &p, const CombineSource *sources, int token, const int32_t *slots,
+                                  const uint8_t **terms, int &num_terms) {
+  int rank = -1;
   if (lane_id() < p.num_topk) {
     const int64_t expert = load_index(pointer<const void>(p.topk_idx),
                                       static_cast<int64_t>(token) * p.num_topk + lane_id(), p.index_bytes);
@@ -29,48 +29,47 @@ __device__ inline int order_terms(const CombineParams &p, int token, const int32
   const bool unreduced = (p.flags & DK_COMBINE_UNREDUCED) != 0, last = (together >> lane_id()) == 1;
   const bool term = rank >= 0 && (unreduced || last);
   const uint32_t chosen = __ballot_sync(kAllLanes, term), below = (1u << lane_id()) - 1;
-  if (term) terms[__popc(chosen & below)] = rank | (unreduced ? __popc(together & below) : 0) << kTermShift;
+  if (term) {
+    const uint8_t *row = sources[rank].rows + static_cast<uint64_t>(slots[rank]) * p.ring.payload_stride;
+    if (unreduced) row += static_cast<uint64_t>(__popc(together & below)) * p.row_bytes;
+    terms[__popc(chosen & below)] = row;
+  }
   __syncwarp();
-  return __popc(chosen);
+  num_terms = __popc(chosen);
+  return rank;
 }
 
-// Sums a piece of a token's rows. Loads of two rows are in flight at a time.
-__device__ inline void sum_terms(const CombineParams &p, const CombineSource *sources, const RingShape &ring,
-                                 const int32_t *slots, const int32_t *terms, int num_terms, const SumPiece &piece) {
+// Sums a piece of a token's rows; the loads of kRowsTogether rows are in flight.
+template <int kRowsTogether>
+__device__ inline void sum_terms(const CombineParams &p, const uint8_t *const *terms, int num_terms,
+                                 const SumPiece &piece) {
   constexpr int kUnroll = 4;
   const uint64_t row = static_cast<uint64_t>(piece.token) * p.row_bytes;
-  auto row_of = [&](int32_t term) {
-    const int r = term & ((1 << kTermShift) - 1);
-    return sources[r].rows + static_cast<uint64_t>(slots[r]) * ring.payload_stride +
-           static_cast<uint64_t>(term >> kTermShift) * p.row_bytes;
-  };
   for (int base = piece.first + lane_id(); base < piece.end; base += kWarp * kUnroll) {
     float sum[kUnroll][8] = {};
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int at = base + u * kWarp;
 #pragma unroll 1
-    for (int b = 0; b < 2; ++b) {
-      if (p.bias(b) == nullptr) continue;
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u)
-        if (base + u * kWarp < piece.end)
-          add_bf16(sum[u], ptx::ld_stream(p.bias(b) + row + 16ull * (base + u * kWarp)));
+      for (int b = 0; b < 2; ++b)
+        if (p.bias(b) != nullptr && at < piece.end) add_bf16(sum[u], ptx::ld_stream(p.bias(b) + row + 16ull * at));
     }
-    for (int t = 0; t < num_terms; t += 2) {
-      uint4 data[2][kUnroll];
+#pragma unroll 1
+    for (int t = 0; t < num_terms; t += kRowsTogether) {
+      const uint8_t *from[kRowsTogether];
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        if (t + n >= num_terms) continue;
-        const uint8_t *from = row_of(terms[t + n]) + 16ull * base;
+      for (int n = 0; n < kRowsTogether; ++n) from[n] = t + n < num_terms ? terms[t + n] + 16ull * base : nullptr;
+      uint4 data[kRowsTogether][kUnroll];
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u)
-          if (base + u * kWarp < piece.end) data[n][u] = ptx::ld_stream(from + 16 * kWarp * u);
-      }
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        if (t + n >= num_terms) continue;
+      for (int n = 0; n < kRowsTogether; ++n)
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u)
-          if (base + u * kWarp < piece.end) add_bf16(sum[u], data[n][u]);
-      }
+          if (from[n] != nullptr && base + u * kWarp < piece.end) data[n][u] = ptx::ld_stream(from[n] + 16 * kWarp * u);
+#pragma unroll
+      for (int n = 0; n < kRowsTogether; ++n)
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u)
+          if (from[n] != nullptr && base + u * kWarp < piece.end) add_bf16(sum[u], data[n][u]);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
@@ -80,12 +79,13 @@ __device__ inline void sum_terms(const CombineParams &p, const CombineSource *so
 }
 
 // Role of a warp. `shared`: reducer_words words of its own.
+template <int kRowsTogether>
 __device__ inline void reduce_routed(const CombineParams &p, uint64_t epoch, const CombineSource *sources,
                                      int32_t *shared) {
   const int num_ranks = p.session.team.num_ranks;
-  const RingShape ring = combine_ring(p);
-  const int each = piece_chunks(p, sources, ring);
-  int32_t *slots = shared, *terms = shared + num_ranks;
+  const int each = piece_chunks(p, sources, p.ring);
+  auto **terms = reinterpret_cast<const uint8_t **>(shared);
+  int32_t *slots = shared + 2 * p.num_topk;
   const auto take = [&] {
     return lane_id() == 0 ? static_cast<int>(atomicAdd(&p.session.team.scratch->tokens_taken[epoch % 2], 1u)) : 0;
   };
@@ -111,7 +111,7 @@ __device__ inline void reduce_routed(const CombineParams &p, uint64_t epoch, con
           for (int r = lane_id(); r < num_ranks && missing < 0; r += kWarp) {
             const int head = slots[r];  // the row's number, until all rows are here
             if (head < 0) continue;
-            const RingPlace place = ring_place(head, ring.slots);
+            const RingPlace place = ring_place(head, p.ring.slots);
             if (ptx::ld_acquire_sys(&sources[r].flags[place.slot]) != ring_value(epoch, place.lap)) missing = r;
           }
           return __all_sync(kAllLanes, missing < 0) != 0;
@@ -120,21 +120,21 @@ __device__ inline void reduce_routed(const CombineParams &p, uint64_t epoch, con
     if (!good) return;
     __syncwarp();
     for (int r = lane_id(); r < num_ranks; r += kWarp)
-      if (slots[r] >= 0) slots[r] = static_cast<int>(ring_place(slots[r], ring.slots).slot);
+      if (slots[r] >= 0) slots[r] = static_cast<int>(ring_place(slots[r], p.ring.slots).slot);
     __syncwarp();
-    int rank;
-    const int num_terms = order_terms(p, piece.token, slots, terms, rank);
-    sum_terms(p, sources, ring, slots, terms, num_terms, piece);
+    int num_terms;
+    const int rank = order_terms(p, sources, piece.token, slots, terms, num_terms);
     if (piece.first == 0 && p.combined_topk_weights() != nullptr && lane_id() < p.num_topk)
       p.combined_topk_weights()[static_cast<int64_t>(piece.token) * p.num_topk + lane_id()] =
           rank < 0 ? 0
-                   : reinterpret_cast<const float *>(sources[rank].meta +
-                                                     static_cast<uint64_t>(slots[rank]) * ring.meta_stride)[lane_id()];
+                   : reinterpret_cast<const float *>(sources[rank].meta + static_cast<uint64_t>(slots[rank]) *
+                                                                              p.ring.meta_stride)[lane_id()];
+    sum_terms<kRowsTogether>(p, terms, num_terms, piece);
     __syncwarp();
     for (int r = lane_id(); each == kWholeRow && r < num_ranks; r += kWarp) {
-      const int head = heads[r];
-      if (head < 0 || head + static_cast<int>(ring.slots) >= sources[r].num_rows) continue;
-      const RingPlace place = ring_place(head, ring.slots);
+      const int head = p.send_head()[static_cast<int64_t>(piece.token) * num_ranks + r];
+      if (head < 0 || head + static_cast<int>(p.ring.slots) >= sources[r].num_rows) continue;
+      const RingPlace place = ring_place(head, p.ring.slots);
       ptx::st_release_sys(&sources[r].credits[place.slot], ring_value(epoch, place.lap));
     }
     __syncwarp();
