@@ -253,8 +253,7 @@ struct Voter {
       const uint32_t code = poll_until(
           start, [&] { return poll(missing); },
           [&](uint32_t polls) {
-            const uint64_t limit = revision == 0 ? s.timeout_ns : 2 * s.timeout_ns;
-            const uint32_t mine = missing < 0 ? 0 : reason_to_leave(s, missing, start, polls, limit);
+            const uint32_t mine = missing < 0 ? 0 : reason_to_leave(s, missing, start, polls, revision == 0 ? 1 : 2);
             const uint32_t waiting = __ballot_sync(kAllLanes, mine != 0);
             return waiting == 0 ? 0 : __shfl_sync(kAllLanes, mine, __ffs(static_cast<int>(waiting)) - 1);
           });
@@ -342,35 +341,36 @@ __device__ __noinline__ inline bool await_agreement(const Session &s, const Hand
 
 // ---- Rows -----------------------------------------------------------------------------------------------------------
 
-// A wait for rows or room of `peer` ended with `code`. True: the peer is masked, and the call goes on without it.
-__device__ inline bool go_on_without(const Session &s, uint32_t code, int peer) {
+// By a whole warp, whose wait for rows or room of `peer` ended with `code`. True: the peer is masked, and the call goes
+// on without it.
+__device__ __noinline__ inline bool go_on_without(const Session &s, uint32_t code, int peer) {
   if (!shrinks(s.team) || peer < 0 || peer == s.team.rank || (code != DK_ETIMEOUT && code != DK_EPEERDEAD))
     return false;
-  if (atomicExch(&s.team.scratch->masked[peer], 1u) == 0) tell_masked(s, peer);
+  if (lane_id() == 0 && atomicExch(&s.team.scratch->masked[peer], 1u) == 0) tell_masked(s, peer);
+  __syncwarp();
   return true;
 }
 
-// A whole warp waits, as in warp_wait_or_fail. In a team that shrinks drop(peer), which makes poll() go on without the
-// peer, takes the place of a failure. `patience`: times the time limit, there; a rank that waits for room toward a lost
-// one sends rows to others only after its own limit.
-template <class Poll, class Missing, class Drop>
-__device__ __forceinline__ bool warp_wait_or_drop(const Session &s, int64_t expected, int patience, Poll poll,
-                                                  Missing missing, Drop drop) {
-  for (;;) {
-    int peer = -1;
-    uint64_t waited = 0;
-    const uint64_t limit = shrinks(s.team) ? patience * s.timeout_ns : s.timeout_ns;
-    const uint32_t code = warp_wait_until(s, peer, waited, limit, poll, missing);
-    if (code == 0) return true;
-    if (!__any_sync(kAllLanes, lane_id() == 0 && go_on_without(s, code, peer))) {
-      if (lane_id() == 0) report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, expected, 0, waited);
-      __syncwarp();
-      return false;
-    }
-    drop(peer);
+// A whole warp waits, as in warp_wait_or_fail. In a team that shrinks drop(peer), after which poll() goes on without
+// the peer, takes the place of a failure. A rank that waits for room toward a lost one sends rows to others only after
+// its own limit, so a wait for rows is twice as patient as one for room.
+template <int kPatience, class Poll, class Missing, class Drop>
+__device__ __forceinline__ bool warp_wait_or_drop(const Session &s, int64_t expected, Poll poll, Missing missing,
+                                                  Drop drop) {
+  int peer = -1;
+  uint64_t waited = 0;
+  const uint32_t code = warp_wait_until<kPatience>(s, peer, waited, poll, missing, [&](uint32_t why, int rank) {
+    if (!go_on_without(s, why, rank)) return false;
+    drop(rank);
     __syncwarp();
-  }
+    return true;
+  });
+  if (code == 0) return true;
+  if (lane_id() == 0) report_failure(s, code, culprit(s, code, peer), DK_FIELD_NONE, expected, 0, waited);
+  __syncwarp();
+  return false;
 }
+constexpr int kForRoom = 1, kForRows = 2;
 
 // Whole block, after its last row: a rank that went on without this one may have used again what this one read.
 __device__ __noinline__ inline void confirm_membership(const Session &s) {

@@ -61,8 +61,9 @@ __device__ __noinline__ inline void report_refusal(const Session &s, Refusing wh
 // Returns the code with which a wait for `peer` that began at `start` must end now, 0 to go on. After a code the caller
 // polls once more: the peer may have sent the data and left between the last poll and this look.
 __device__ __noinline__ inline uint32_t reason_to_leave(const Session &s, int peer, uint64_t start, uint32_t polls,
-                                                        uint64_t limit_ns) {
+                                                        int patience) {
   if (has_failed(s)) return kLeftBefore;
+  const uint64_t limit_ns = s.timeout_ns * ((s.team.flags & DK_TEAM_SHRINK) != 0 ? patience : 1);
   if (ptx::global_timer_ns() - start > limit_ns) return DK_ETIMEOUT;
   if (polls % kPollsPerHostLook != 0) return 0;
   uint32_t reason = ptx::ld_relaxed_sys(&s.team.status->abort_word);
@@ -100,8 +101,7 @@ __device__ __forceinline__ uint32_t wait_until(const Session &s, int peer, int64
                                                Poll poll) {
   uint64_t start;
   const uint32_t code = poll_until(
-      start, [&] { return poll(seen); },
-      [&](uint32_t polls) { return reason_to_leave(s, peer, start, polls, s.timeout_ns); });
+      start, [&] { return poll(seen); }, [&](uint32_t polls) { return reason_to_leave(s, peer, start, polls, 1); });
   waited_ns = start == 0 ? 0 : ptx::global_timer_ns() - start;
   return code;
 }
@@ -119,18 +119,23 @@ __device__ __forceinline__ bool wait_or_fail(const Session &s, int peer, int64_t
 
 // A whole warp polls; poll() returns the same in all lanes. missing() returns the rank that its lane still waits for,
 // or -1: the first such lane looks for reasons to leave, and `peer` is its rank. Returns 0 or the code, in all lanes.
-template <class Poll, class Missing>
-__device__ __forceinline__ uint32_t warp_wait_until(const Session &s, int &peer, uint64_t &waited_ns, uint64_t limit_ns,
-                                                    Poll poll, Missing missing) {
+// kPatience: times the time limit, in a team that shrinks; goes_on(code, rank), in all lanes: whether poll() goes on
+// without that rank now.
+template <int kPatience, class Poll, class Missing, class GoesOn>
+__device__ __forceinline__ uint32_t warp_wait_until(const Session &s, int &peer, uint64_t &waited_ns, Poll poll,
+                                                    Missing missing, GoesOn goes_on) {
   uint64_t start;
   const uint32_t code = poll_until(start, poll, [&](uint32_t polls) {
     const int mine = missing();
     const uint32_t waiting = __ballot_sync(kAllLanes, mine >= 0);
     const int first = waiting == 0 ? 0 : __ffs(static_cast<int>(waiting)) - 1;
-    uint32_t reason = lane_id() == first ? reason_to_leave(s, mine, start, polls, limit_ns) : 0;
+    uint32_t reason = lane_id() == first ? reason_to_leave(s, mine, start, polls, kPatience) : 0;
     reason = __shfl_sync(kAllLanes, reason, first);
-    if (reason != 0) peer = __shfl_sync(kAllLanes, mine, first);
-    return reason;
+    if (reason == 0) return reason;
+    peer = __shfl_sync(kAllLanes, mine, first);
+    if (!goes_on(reason, peer)) return reason;
+    start = ptx::global_timer_ns();
+    return 0u;
   });
   waited_ns = code == 0 ? 0 : ptx::global_timer_ns() - start;
   return code;
@@ -138,7 +143,7 @@ __device__ __forceinline__ uint32_t warp_wait_until(const Session &s, int &peer,
 template <class Poll, class Missing>
 __device__ __forceinline__ uint32_t warp_wait_until(const Session &s, int &peer, uint64_t &waited_ns, Poll poll,
                                                     Missing missing) {
-  return warp_wait_until(s, peer, waited_ns, s.timeout_ns, poll, missing);
+  return warp_wait_until<1>(s, peer, waited_ns, poll, missing, [](uint32_t, int) { return false; });
 }
 template <class Poll, class Missing>
 __device__ __forceinline__ bool warp_wait_or_fail(const Session &s, int64_t expected, Poll poll, Missing missing) {

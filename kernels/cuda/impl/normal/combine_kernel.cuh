@@ -37,7 +37,7 @@ struct CombineShared {
 
 template <bool kBulk>
 __device__ inline void run_combine_roles(const CombineParams &p, uint64_t epoch, uint8_t *shared, int32_t *slots,
-                                         RowSender<kBulk, CombineJob> &rows) {
+                                         RowSender<kBulk, MaskedCombineJob> &rows) {
   using Roles = CombineRoles<kBulk>;
   const CombineShared<kBulk> at(p.session.team.num_ranks, p.stage_bytes);
   const auto *dests = reinterpret_cast<const CombineDest *>(shared + at.dests);
@@ -49,7 +49,7 @@ __device__ inline void run_combine_roles(const CombineParams &p, uint64_t epoch,
     __syncwarp();
     if (lane_id() == 0) ptx::st_release_cta(&queues[warp].finished, 1);
   } else if (warp == Roles::kSenders) {
-    const CombineJob job{p, dests, epoch, combine_ring(p), -1, 0, 0};
+    const CombineJob job{p, dests, epoch, combine_ring(p), -1, 0};
     publish_rows(queues, p.senders, 1, [&](int row, int) {
       const int r = job.dest_of(row);
       if (absence_of(p, dests[r])) return;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(CombineRoles<kBulk>::kThreads, 1) combine(cons
     auto *dests = reinterpret_cast<CombineDest *>(shared + at.dests);
     auto *sources = reinterpret_cast<CombineSource *>(shared + at.sources);
     set_up_combine(p, dests, sources);
-    CombineJob job = combine_job(p, dests, epoch);
+    MaskedCombineJob job{combine_job(p, dests, epoch), static_cast<uint32_t>(epoch % 2)};
     auto rows = row_sender<kBulk>(job, queues, shared + at.stages, p.row_bytes, p.stage_bytes);
     const bool sends = warp_id() < p.senders && (hand.mine.flags & kHandshakeRefused) == 0;
     if (sends) rows.start();

@@ -116,8 +116,8 @@ __device__ inline void reduce_tokens(const CombineParams &p, uint64_t epoch, con
     }
     __syncwarp();
     int missing = -1;
-    const bool good = warp_wait_or_drop(
-        p.session, static_cast<int64_t>(epoch), 2,
+    const bool good = warp_wait_or_drop<kForRows>(
+        p.session, static_cast<int64_t>(epoch),
         [&] {
           missing = -1;
           for (int r = lane_id(); r < num_ranks && missing < 0; r += kWarp) {

@@ -106,8 +106,8 @@ template <bool kFlagged = false>
 __device__ inline bool await_ring_room(const DispatchParams &p, const DispatchDest *dests, uint64_t epoch,
                                        RingPart part, const int32_t *heads) {
   int missing = -1;
-  const bool good = warp_wait_or_drop(
-      p.session, static_cast<int64_t>(epoch), 1,
+  const bool good = warp_wait_or_drop<kForRoom>(
+      p.session, static_cast<int64_t>(epoch),
       [&] {
         missing = rank_without_room<kFlagged>(p, dests, epoch, part, heads);
         return __all_sync(kAllLanes, missing < 0) != 0;

@@ -85,8 +85,8 @@ __device__ inline void receive_rows(const DispatchParams &p, uint64_t epoch, int
     const int ahead = row + lane_id() * share.step;
     const RingPlace place = ring_place(ahead, ring.slots);
     uint32_t here = 0;
-    const bool good = warp_wait_or_drop(
-        p.session, static_cast<int64_t>(epoch), 2,
+    const bool good = warp_wait_or_drop<kForRows>(
+        p.session, static_cast<int64_t>(epoch),
         [&] {
           here = __ballot_sync(kAllLanes,
                                ahead < rows && ptx::ld_acquire_sys(&flags[place.slot]) == ring_value(epoch, place.lap));

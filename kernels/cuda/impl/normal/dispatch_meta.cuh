@@ -343,8 +343,8 @@ __device__ inline void receive_meta(const DispatchParams &p, uint64_t epoch, boo
     const int count = min(chunk, rows - first);
     const RingPlace place = ring_place(first + lane_id(), ring.slots);
     const bool mine = lane_id() < count;
-    const bool good = warp_wait_or_drop(
-        p.session, static_cast<int64_t>(epoch), 2,
+    const bool good = warp_wait_or_drop<kForRows>(
+        p.session, static_cast<int64_t>(epoch),
         [&] {
           const bool here = gone || !mine || ptx::ld_acquire_sys(&flags[place.slot]) == ring_value(epoch, place.lap);
           return __all_sync(kAllLanes, here) != 0;

@@ -35,7 +35,7 @@ struct ExpandedShared {
 
 __device__ inline void publish_combine_rows(const CombineParams &p, uint64_t epoch, const CombineDest *dests,
                                             SendQueue *queues, int num_queues) {
-  const CombineJob job{p, dests, epoch, combine_ring(p), -1, 0, 0};
+  const CombineJob job{p, dests, epoch, combine_ring(p), -1, 0};
   publish_rows(queues, num_queues, 1, [&](int row, int) {
     const int r = job.dest_of(row);
     const RingPlace place = job.place_of(row, r);
