@@ -75,7 +75,20 @@ $(PROGRAM): $(call go_sources,core internal) include/deepep.h | need-go
 	CGO_ENABLED=0 $(GO_BUILD) -ldflags '-s -w -X main.version=$(VERSION)' -o $@ ./core/cmd/deepep
 	@touch $@
 
-lib: $(LIB)/libdeepep.so ## build libdeepep.so (Go engine behind the C API)
+# The compiled face of the Python package: Python's stable ABI alone, so one file for every Python. Where a machine has
+# no Python headers the package does without it.
+FACE        := $(LIB)/deepep_torch.abi3.so
+PYTHON_INCLUDE = $(shell $(or $(wildcard $(VENV)),$(PYTHON)) -c 'import sysconfig; print(sysconfig.get_paths()["include"])' 2>/dev/null)
+
+$(FACE): python/face/face.c include/deepep.h
+	@mkdir -p $(@D)
+	@if [ -e "$(PYTHON_INCLUDE)/Python.h" ]; then \
+	  $(CC) -std=c11 -O2 -Wall -Wextra -Werror -shared -fPIC -fvisibility=hidden -Iinclude -I"$(PYTHON_INCLUDE)" -o $@ $<; \
+	else echo "no Python.h: the Python package goes without its compiled face"; fi
+
+face: $(FACE) ## build the compiled face of the Python package, if there are Python headers
+
+lib: $(LIB)/libdeepep.so $(FACE) ## build libdeepep.so (Go engine behind the C API)
 
 program: $(PROGRAM) ## build the command-line program
 

@@ -12,6 +12,7 @@ Times are of batches of 50 calls, the fastest twentieth of them, which other pro
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import operator
@@ -26,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FAKE = ROOT / "internal" / "engine" / "testdata" / "fake.c"
-TOKENS, BOUND, HIDDEN, TOPK, EXPERTS = 16, 128, 512, 8, 4  # small, since a CPU's memory is slow to allocate
+TOKENS, BOUND, HIDDEN, TOPK, EXPERTS = 16, 16, 512, 8, 4  # small: a CPU gives large memory back and takes it anew
 BATCH, STREAM = 50, 0x1000
 
 
@@ -45,12 +46,38 @@ def make_buffer(folder: str) -> Any:
     import deep_ep
 
     buffer = deep_ep.Buffer(
-        None, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=1, explicitly_destroy=True, engine="cpu",
+        None, 1 << 20, 1 << 20, low_latency_mode=True, num_qps_per_rank=1, explicitly_destroy=True, engine="cpu",
         bootstrap=deep_ep.Bootstrap.file(0, 1, folder),
     )  # fmt: skip
     buffer._core.host_stream = False
     buffer._core.raw_stream = functools.partial(operator.index, STREAM)
     return buffer
+
+
+def normal_cases_of(buffer: Any) -> dict[str, Callable[[], Any]]:
+    """Normal mode's calls, as training and prefill make them."""
+    import torch
+
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    idx = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
+    weights = torch.ones(TOKENS, TOPK)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+
+    def dispatch(**options: Any) -> Any:
+        return buffer.dispatch(
+            x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
+            topk_idx=idx, topk_weights=weights, **options,
+        )  # fmt: skip
+
+    received, _, received_weights, _, handle, _ = dispatch()
+    return {
+        "get_dispatch_layout": lambda: buffer.get_dispatch_layout(idx, EXPERTS),
+        "dispatch (waits for counts)": dispatch,
+        "dispatch, num_worst_tokens": functools.partial(dispatch, num_worst_tokens=TOKENS),
+        "dispatch, cached handle": lambda: buffer.dispatch(x, handle=handle),
+        "combine": lambda: buffer.combine(received, handle),
+        "combine with weights": lambda: buffer.combine(received, handle, received_weights),
+    }
 
 
 def cases_of(buffer: Any) -> dict[str, Callable[[], Any]]:
@@ -70,12 +97,12 @@ def cases_of(buffer: Any) -> dict[str, Callable[[], Any]]:
         return buffer.low_latency_combine(answers, idx, weights, handle, **options)
 
     return {
-        "dispatch": dispatch,
-        "dispatch, weights sent along": functools.partial(dispatch, topk_weights=weights),
-        "dispatch, hook": lambda: dispatch(return_recv_hook=True)[4](),
-        "combine": combine,
-        "combine into out": functools.partial(combine, out=out),
-        "combine, hook": lambda: combine(return_recv_hook=True)[2](),
+        "low-latency dispatch": dispatch,
+        "ll dispatch, weights sent along": functools.partial(dispatch, topk_weights=weights),
+        "ll dispatch, hook": lambda: dispatch(return_recv_hook=True)[4](),
+        "low-latency combine": combine,
+        "ll combine into out": functools.partial(combine, out=out),
+        "ll combine, hook": lambda: combine(return_recv_hook=True)[2](),
         "new_empty alone": lambda: x.new_empty(TOKENS, HIDDEN),
     }
 
@@ -96,14 +123,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", type=Path, default=ROOT / "python", help="folder that holds deep_ep")
     parser.add_argument("--calls", type=int, default=10000, help="calls of each kind (10000)")
+    parser.add_argument("--mode", action="store_true", help="under torch.set_default_device, a mode of torch functions")
     options = parser.parse_args()
     sys.path.insert(0, str(options.package))
     with tempfile.TemporaryDirectory(prefix="call_cost_") as folder:
         build_kernels(folder)
         buffer = make_buffer(folder)
-        for name, call in cases_of(buffer).items():
-            measure(call, 1000)
-            print(f"{name:30} {measure(call, options.calls):6.2f} us", flush=True)
+        import torch
+
+        under = torch.device("cpu") if options.mode else contextlib.nullcontext()
+        for name, call in (normal_cases_of(buffer) | cases_of(buffer)).items():
+            with under:
+                measure(call, 1000)
+                print(f"{name:30} {measure(call, options.calls):6.2f} us", flush=True)
         buffer.destroy()
     return 0
 

@@ -51,7 +51,7 @@ func (b *Buffer) CancelDispatch(token uint64, reason error, c *Call) error {
 		giveRouting(&a, slot.routing)
 		return nil
 	}
-	return b.launchRest(c, abi.OpDispatch, onComm, &p.OpHeader, take, func() int32 {
+	return b.launchRest(c, abi.OpDispatch, placeOfWhole(c), &p.OpHeader, take, func() int32 {
 		b.fillDispatch(p, &a, &config)
 		p.Flags, p.Reason, p.IndexBytes, p.NumSMs = abi.DispatchCancelled, int32(status.CodeOf(reason)), 8, 0
 		return b.opt.Library.Dispatch(p)

@@ -48,6 +48,7 @@ class Core:
         self.comm_stream: Any = None
         self.comm_stream_address = 0
         self.is_ready = False
+        self.compiled = True  # calls may go through the compiled face; asked at the first one of a mode
         self.kept: dict[Launch, Held] = {}
         self.idle: list[Launch] = []
         self._zero_copy_bytes = zero_copy_bytes  # None: as the settings say
@@ -173,6 +174,14 @@ class Core:
         launch.left = False
         return launch
 
+    def take_launch_with_event(self) -> Launch | None:
+        """CPU engine: a launch with an event. None on CUDA: for a synchronous call the caller's stream orders all."""
+        if not self.host_stream:
+            return None
+        launch = self.take_launch()
+        launch.create_event(self.native)
+        return launch
+
     def let_go(self, launch: Launch) -> None:
         """Takes a launch out of `kept`: the library is through with its tensors."""
         if self.kept.pop(launch, None) is not None and launch.home is not None:
@@ -189,15 +198,20 @@ class Core:
             if status:
                 kept.pop(launch, None)
                 raise native.error(status)
-            status = native.event_wait(launch.event, SLICE_MS)
-            if status == errors.PENDING or not native.alive:
-                native.wait_event(launch.event)
-            elif status:  # a refused call says so once: a second wait would find it done
-                raise native.during_wait(native.lib.error(status))
-            kept.pop(launch, None)
+            self.wait_on_host(launch)
         except BaseException:
             launch.left = True
             raise
+
+    def wait_on_host(self, launch: Launch) -> None:
+        """CPU engine: waits for the end of a call, and lets go of its tensors."""
+        native = self.native
+        status = native.event_wait(launch.event, SLICE_MS)
+        if status == errors.PENDING or not native.alive:
+            native.wait_event(launch.event)
+        elif status:  # a refused call says so once: a second wait would find it done
+            raise native.during_wait(native.lib.error(status))
+        self.kept.pop(launch, None)
 
     def run_asynchronously(
         self, launch: Launch, home: list[Any], held: Held, function: Any, args: Any, call: Any
@@ -323,7 +337,8 @@ class Ordering:
         if not core.host_stream and launch in core.kept:  # the end of the first call: nothing recorded an event there
             try:
                 launch.create_event(core.native)
-                core.native.record_event(launch.event, core.comm_stream_address)
+                on_comm = self.async_finish or self.on_comm
+                core.native.record_event(launch.event, core.comm_stream_address if on_comm else self.struct.stream)
             except errors.DeepEPError:
                 return  # they are kept until destroy()
         launch.left = True
@@ -343,7 +358,12 @@ class Ordering:
         if core.host_stream or (last and self.async_finish):
             self.launch.create_event(core.native)
             struct.event = self.launch.event
-        struct.is_async = 1 if core.host_stream or self.async_finish or not last else 0
+        later = self.async_finish or self.on_comm and not last
+        if (
+            self.on_comm and self.previous is None and not later
+        ):  # it runs on the caller's stream, in the other's memory
+            core.torch_current_stream().wait_stream(core.comm_stream)
+        struct.is_async = 1 if core.host_stream or later else 0
         return ctypes.byref(struct)
 
     def append(self, event: EventOverlap, work: Callable[[], None]) -> None:

@@ -333,7 +333,7 @@ class ElasticMode:
         assert topk_idx is not None
         tokens = shape.bound()
         if not sending.worst:
-            tokens, per_expert = self._normal._wait_counts(sending.token, shape.num_local)
+            tokens, per_expert = core.native.wait_counts(sending.token, shape.num_local)
             handle.num_recv_tokens_per_expert_list = per_expert
             handle.num_recv_tokens = handle.num_expanded_tokens = sum(per_expert) if shape.expand else tokens
             with order.context:

@@ -8,6 +8,7 @@ from typing import Any
 
 from . import _abi, _torch, errors
 from ._core import Core, Held, Ordering
+from ._low_latency_face import NUM_ENTRIES, LowLatencyFace
 from ._low_latency_plan import (
     COMBINE_ADDRESSES,
     COMBINE_NUMBERS,
@@ -15,6 +16,8 @@ from ._low_latency_plan import (
     DISPATCH_NUMBERS,
     CallPool,
     CallStructs,
+    CombinePlan,
+    DispatchPlan,
     Outputs,
     Plans,
     write_combine_addresses,
@@ -22,7 +25,7 @@ from ._low_latency_plan import (
 )
 from ._torch import BF16, INT32, OptionalTensor, Tensor, opaque
 from .errors import assertion, check_flag, check_int
-from .utils import EventOverlap
+from .utils.event import EventOverlap, no_event
 
 Handle = tuple[Tensor, Tensor, int, int, int]  # src_info, layout_range, B, H, E
 Rows = Tensor | tuple[Tensor, Tensor]  # BF16 rows, or FP8 rows with their scales
@@ -47,6 +50,8 @@ class LowLatencyMode:
 
     def forget(self) -> None:
         """Lets go of what earlier calls have left."""
+        self._face: LowLatencyFace | None = None
+        self._has_face = True  # until the first call knows
         self.plans = Plans(self._core, self._low_latency_mode)
         self._outputs = Outputs(self._core)
         self._dispatches = CallPool(_abi.LlDispatchArgs, DISPATCH_NUMBERS, self._core)
@@ -68,9 +73,48 @@ class LowLatencyMode:
         topk_weights: OptionalTensor,
     ) -> Dispatched:
         """Buffer.low_latency_dispatch."""
-        core = self._core
+        core, key = self._core, None
         if core.kept or not core.is_ready:
             core.enter()
+        if async_finish is False and return_recv_hook is False:
+            face = self._opened_face()
+            if face is not None:
+                given = (
+                    x, topk_idx, topk_weights, recv_stats, wait_stats, bound, num_experts, use_fp8, round_scale,
+                    use_ue8m0,
+                )  # fmt: skip
+                if core.host_stream:
+                    got = face.dispatch.run(core.take_launch_with_event(), *given)
+                else:
+                    got = face.dispatch.call(None, *given, core.raw_stream(), 0)
+                if type(got) is tuple:
+                    return face.dispatched(got)
+                key = face.missing(got)
+        with _torch.without_modes():
+            result, plan = self._dispatch_in_python(
+                x, topk_idx, bound, num_experts, recv_stats, wait_stats, use_fp8, round_scale, use_ue8m0, async_finish,
+                return_recv_hook, topk_weights,
+            )  # fmt: skip
+            if key is not None and self._face is not None:
+                self._face.add_dispatch(key, plan)
+        return result
+
+    def _dispatch_in_python(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        bound: int,
+        num_experts: int,
+        recv_stats: OptionalTensor,
+        wait_stats: OptionalTensor,
+        use_fp8: bool,
+        round_scale: bool,
+        use_ue8m0: bool,
+        async_finish: bool,
+        return_recv_hook: bool,
+        topk_weights: OptionalTensor,
+    ) -> tuple[Dispatched, DispatchPlan]:
+        core = self._core
         if async_finish is not False or return_recv_hook is not False:
             async_finish, return_recv_hook = _check_returns(async_finish, return_recv_hook)
         key = None
@@ -108,7 +152,7 @@ class LowLatencyMode:
             self._dispatches.idle.append(call)
         received = recv_x if scales is None else (recv_x, scales)
         handle = (src_info, layout_range, plan.bound, plan.hidden, plan.num_experts)
-        return received, recv_count, handle, event or EventOverlap(), hook
+        return (received, recv_count, handle, event or no_event(), hook), plan
 
     def combine(
         self,
@@ -125,9 +169,49 @@ class LowLatencyMode:
         unreduced: bool,
     ) -> Combined:
         """Buffer.low_latency_combine."""
-        core = self._core
+        core, key = self._core, None
         if core.kept or not core.is_ready:
             core.enter()
+        if async_finish is False and return_recv_hook is False and type(handle) is tuple and len(handle) == NUM_ENTRIES:
+            face = self._opened_face()
+            if face is not None:
+                src_info, layout_range, bound, hidden, num_experts = handle
+                given = (
+                    None if zero_copy is True else x, topk_idx, topk_weights, src_info, layout_range, out, wait_stats, bound,
+                    hidden, num_experts, use_logfmt, zero_copy, unreduced,
+                )  # fmt: skip
+                if core.host_stream:
+                    got = face.combine.run(core.take_launch_with_event(), *given)
+                else:
+                    got = face.combine.call(None, *given, core.raw_stream(), 0)
+                if type(got) is tuple:
+                    combined: Any = out if got[0] is None else got[0]
+                    return combined, no_event(), None
+                key = face.missing(got)
+        with _torch.without_modes():
+            result, plan = self._combine_in_python(
+                x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
+                wait_stats, unreduced,
+            )  # fmt: skip
+            if key is not None and self._face is not None:
+                self._face.add_combine(key, plan, out is not None)
+        return result
+
+    def _combine_in_python(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: Sequence[Any],
+        use_logfmt: bool,
+        zero_copy: bool,
+        async_finish: bool,
+        return_recv_hook: bool,
+        out: OptionalTensor,
+        wait_stats: OptionalTensor,
+        unreduced: bool,
+    ) -> tuple[Combined, CombinePlan]:
+        core = self._core
         if async_finish is not False or return_recv_hook is not False:
             async_finish, return_recv_hook = _check_returns(async_finish, return_recv_hook)
         key = None
@@ -162,7 +246,7 @@ class LowLatencyMode:
             held = (x, topk_idx, topk_weights, src_info, layout_range, out, wait_stats)
             pool = self._combines
             event, hook = self._issue(native.low_latency_combine, call, pool, async_finish, return_recv_hook, held)
-            return out, event, hook
+            return (out, event, hook), plan
         stream = core.raw_stream()
         if stream != call.stream:
             call.stream = call.call.stream = stream
@@ -170,7 +254,7 @@ class LowLatencyMode:
         if status:
             raise native.error(status)
         self._combines.idle.append(call)
-        return out, EventOverlap(), None
+        return (out, no_event(), None), plan
 
     def next_combine_buffer(self, handle: Sequence[Any]) -> Tensor:
         """Buffer.get_next_low_latency_combine_buffer."""
@@ -265,6 +349,12 @@ class LowLatencyMode:
         status = function(core.native._as_parameter_, call.args_reference, call.call_reference)
         if status:
             raise core.native.error(status)
+
+    def _opened_face(self) -> LowLatencyFace | None:
+        if self._face is None and self._has_face:
+            self._face = LowLatencyFace.of(self._core)
+            self._has_face = self._face is not None
+        return self._face
 
     def _check_shrink(self) -> None:
         if not self._enable_shrink:

@@ -212,6 +212,22 @@ class NativeBuffer:
         """Marks the present end of a CUDA stream."""
         self.check(self.lib.with_gil.deepep_event_record(event, stream))
 
+    def wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:
+        """Blocks until the counts of an exchange are there: the rows that arrive, and those of each local expert."""
+        rows, per_expert = self.await_counts(token, num_local_experts)
+        return rows, list(per_expert)
+
+    def await_counts(self, token: int, num_local_experts: int) -> tuple[int, Any]:
+        """The same; the second result is the library's array."""
+        rows, per_expert = ctypes.c_int32(), (ctypes.c_int32 * num_local_experts)()
+        wait = self.lib.without_gil.deepep_wait_counts
+        while True:
+            status = wait(self, token, SLICE_MS, ctypes.byref(rows), per_expert)
+            if status == errors.OK:
+                return rows.value, per_expert
+            if status != errors.PENDING:
+                raise self.during_wait(self.lib.error(status))
+
     def wait_event(self, event: int) -> None:
         """Blocks until the event is done; raises the buffer's failure."""
         before, wait = self.alive, self.event_wait

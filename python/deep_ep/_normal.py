@@ -6,18 +6,16 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from . import _abi, _torch, errors
+from . import _abi, _torch
 from ._core import Core, Ordering
 from ._memory import RowCache
-from ._native import SLICE_MS
+from ._normal_face import EXCHANGE, NUM_ENTRIES, NormalFace
 from ._torch import BF16, BOOL, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, ITEM_TYPES, Device, OptionalTensor, Tensor
 from .config import Config
 from .errors import assertion, check_handle, check_int, type_error, value_error
 from .utils import EventOverlap
 
-INTRANODE_ENTRIES, INTERNODE_ENTRIES = 6, 10
-# Attribute of a handle's matrix: the exchange of counts that it is from. A copy of the tensor has none: not compared.
-EXCHANGE = "_deep_ep_exchange"
+INTRANODE_ENTRIES, INTERNODE_ENTRIES = NUM_ENTRIES, 10
 MAX_OFFSET = 2**30  # an int32 index has room for any local expert beyond it
 BLOCKS_KEPT = 4  # blocks of received rows that the CPU engine uses again
 
@@ -154,6 +152,8 @@ class NormalMode:
     def forget(self) -> None:
         """Lets go of what belongs to the group's size."""
         self._default_configs: dict[tuple[int, int], Any] = {}
+        self._face: NormalFace | None = None
+        self._has_face = True  # until the first call knows
 
     def layout(
         self,
@@ -164,12 +164,41 @@ class NormalMode:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, OptionalTensor, Tensor, Tensor, EventOverlap]:
         """Buffer.get_dispatch_layout."""
+        core, face, missing = self._core, None, None
+        if core.kept or not core.is_ready:
+            core.enter()
+        if previous_event is None and async_finish is False and allocate_on_comm_stream is False:
+            face = self._opened_face()
+        with _torch.without_modes():
+            if face is not None and not core.host_stream:
+                result = face.layout(topk_idx, num_experts)
+                if type(result) is tuple:
+                    return result
+                missing = result
+            _torch.check("topk_idx", topk_idx, core.device, tuple(INDEX_TYPES), (None, None))
+            num_experts = self._check_experts(num_experts)
+            if core.host_stream:  # plain memory can be read here, before anything runs; a kernel could only fail
+                _torch.check_indices("topk_idx", topk_idx, num_experts)
+                if face is not None:
+                    result = face.layout(topk_idx, num_experts)
+                    if type(result) is tuple:
+                        return result
+                    missing = result
+            result = self._layout(topk_idx, num_experts, previous_event, async_finish, allocate_on_comm_stream)
+            if face is not None and missing is not None:
+                face.add_layout(missing.key, topk_idx, num_experts)
+        return result
+
+    def _layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None,
+        async_finish: bool,
+        allocate_on_comm_stream: bool,
+    ) -> tuple[Tensor, OptionalTensor, Tensor, Tensor, EventOverlap]:
+        """Without the compiled face, after the checks."""
         core = self._core
-        core.enter()
-        _torch.check("topk_idx", topk_idx, core.device, tuple(INDEX_TYPES), (None, None))
-        num_experts = self._check_experts(num_experts)
-        if core.host_stream:  # plain memory can be read here, before anything runs; a kernel could only fail the buffer
-            _torch.check_indices("topk_idx", topk_idx, num_experts)
         order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
         ranks, nodes = core.group_size, core.num_nodes
         with order.context:
@@ -218,24 +247,68 @@ class NormalMode:
         `bare` is for operators: the handle has only what calls read, since the views that make up the rest take as long
         as all else that an operator adds, and the counts are the library's array.
         """
+        core, face, missing = self._core, None, None
+        if core.kept or not core.is_ready:
+            core.enter()
+        topk = topk_idx, topk_weights
+        counts = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
+        data: Any
+        data, scales = x if type(x) is tuple and len(x) == 2 else (x, None)
+        if previous_event is None and async_finish is False and allocate_on_comm_stream is False and not bare:
+            face = self._opened_face()
+        native_config = self._known_config(config, 0, num_sms)
+        with _torch.without_modes():
+            if face is not None and native_config is not None and not global_expert_id_offset:
+                where = ctypes.addressof(native_config)
+                if handle is None:
+                    missing = face.fresh((data, scales, *counts, *topk), expert_alignment, num_worst_tokens, where)
+                elif topk_idx is None and topk_weights is None:
+                    missing = face.cached(data, scales, handle, where)
+                if type(missing) is tuple:
+                    return missing
+            result = self._dispatch(
+                x, handle, counts, num_tokens_per_rdma_rank, topk, (expert_alignment, num_worst_tokens),
+                self._config(config, 0, num_sms), Ordering(core, previous_event, async_finish, allocate_on_comm_stream),
+                global_expert_id_offset, bare,
+            )  # fmt: skip
+            if face is not None and missing is not None:
+                if handle is None:
+                    face.add_fresh(missing, (data, scales, *counts, *topk), expert_alignment, num_worst_tokens)
+                else:
+                    face.add_cached(missing, data, scales)
+        return result
+
+    def _dispatch(
+        self,
+        x: object,
+        handle: object,
+        given_counts: tuple[object, object, object],
+        num_tokens_per_rdma_rank: object,
+        topk: tuple[OptionalTensor, OptionalTensor],
+        given_numbers: tuple[object, object],
+        native_config: Any,
+        order: Ordering,
+        global_expert_id_offset: object,
+        bare: bool,
+    ) -> Dispatched:
+        """Without the compiled face."""
         core = self._core
-        core.enter()
+        topk_idx, topk_weights = topk
         payload = Payload(x, core.device)
-        offset = global_expert_id_offset and check_int(
-            "global_expert_id_offset", global_expert_id_offset, 0, MAX_OFFSET
-        )
-        order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
-        native_config = self._config(config, 0, num_sms)
+        offset = 0
+        if global_expert_id_offset:
+            offset = check_int("global_expert_id_offset", global_expert_id_offset, 0, MAX_OFFSET)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise value_error("topk_idx", "top-k with handle", "no topk_idx and no topk_weights with a handle")
             return self._cached_dispatch(payload, handle, native_config, order)
-        counts = self._check_counts(payload, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
+        counts = self._check_counts(payload, *given_counts)
         if core.num_nodes > 1 and num_tokens_per_rdma_rank is not None:
             per_node = num_tokens_per_rdma_rank
             _torch.check("num_tokens_per_rdma_rank", per_node, core.device, (INT32,), (core.num_nodes,))
         self._check_topk(payload.x.shape[0], topk_idx, topk_weights)
-        numbers = (check_int("expert_alignment", expert_alignment), check_int("num_worst_tokens", num_worst_tokens))
+        names = "expert_alignment", "num_worst_tokens"
+        numbers = (check_int(names[0], given_numbers[0]), check_int(names[1], given_numbers[1]))
         result = self._fresh_dispatch(payload, counts, topk_idx, topk_weights, numbers, native_config, order, bare)
         received, event = result[1], result[5]
         if offset and received is not None:
@@ -271,7 +344,7 @@ class NormalMode:
             token = self._notify(payload, counts, tensors, num_topk, numbers, config, order)
             rows = worst
             if received is None:
-                rows, per_local_expert = self._await_counts(token, int(per_expert.shape[0]) // core.group_size)
+                rows, per_local_expert = core.native.await_counts(token, int(per_expert.shape[0]) // core.group_size)
                 with order.context:
                     tensors.recv_src_idx = _torch.like(per_rank, rows)
                     received = self._receive(payload, rows, topk_idx, topk_weights)
@@ -364,8 +437,35 @@ class NormalMode:
         allocate_on_comm_stream: bool,
     ) -> tuple[Tensor, OptionalTensor, EventOverlap]:
         """Buffer.combine; `num_sms` counts where `config` is None."""
+        core, face, missing = self._core, None, None
+        if core.kept or not core.is_ready:
+            core.enter()
+        if previous_event is None and async_finish is False and allocate_on_comm_stream is False:
+            face = self._opened_face()
+        native_config = self._known_config(config, 1, num_sms)
+        with _torch.without_modes():
+            if face is not None and native_config is not None:
+                missing = face.combine(x, handle, topk_weights, bias, ctypes.addressof(native_config))
+                if type(missing) is tuple:
+                    return missing
+            order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
+            result = self._combine(x, handle, topk_weights, bias, self._config(config, 1, num_sms), order)
+            if face is not None and missing is not None:
+                biases = bias if isinstance(bias, tuple) else (bias, None)
+                face.add_combine(missing.key, x, topk_weights, biases)
+        return result
+
+    def _combine(
+        self,
+        x: Tensor,
+        handle: Sequence[Any],
+        topk_weights: OptionalTensor,
+        bias: Tensor | tuple[OptionalTensor, OptionalTensor] | None,
+        native_config: Any,
+        order: Ordering,
+    ) -> tuple[Tensor, OptionalTensor, EventOverlap]:
+        """Without the compiled face."""
         core = self._core
-        core.enter()
         tensors = HandleTensors.of_sequence(handle, core.group_size, core.device)
         rows, num_tokens = int(tensors.source().shape[0]), int(tensors.send_head.shape[0])
         _torch.check("x", x, core.device, (BF16,), (rows, None))
@@ -374,8 +474,6 @@ class NormalMode:
         if topk_weights is not None:
             _torch.check("topk_weights", topk_weights, core.device, (FLOAT32,), (rows, None))
             num_topk = int(topk_weights.shape[1])
-        order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
-        native_config = self._config(config, 1, num_sms)
         with order.context:
             combined = _torch.like(x, num_tokens, hidden)
             weights = None if topk_weights is None else _torch.like(topk_weights, num_tokens, num_topk)
@@ -399,27 +497,11 @@ class NormalMode:
 
     # ---- helpers
 
-    def _wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:
-        rows, per_expert = self._await_counts(token, num_local_experts)
-        return rows, list(per_expert)
-
-    def _await_counts(self, token: int, num_local_experts: int) -> tuple[int, Any]:
-        """The rows to receive, and the library's array of the experts' counts."""
-        native = self._core.native
-        rows, per_expert = ctypes.c_int32(), (ctypes.c_int32 * num_local_experts)()
-        wait = native.lib.without_gil.deepep_wait_counts
-        while True:
-            status = wait(native, token, SLICE_MS, ctypes.byref(rows), per_expert)
-            if status == errors.OK:
-                return rows.value, per_expert
-            if status != errors.PENDING:
-                raise native.during_wait(native.lib.error(status))
-
     def _receive(self, payload: Payload, rows: int, topk_idx: OptionalTensor, topk_weights: OptionalTensor) -> Received:
         core = self._core
         shape, pool, x = (rows, payload.x.shape[1]), core.native.rows, None
         if pool is not None and rows:
-            x = pool.empty(shape, payload.x.dtype, core.device)
+            x = pool.rows_like(payload.x, rows)
         if x is None:
             x = self._row_cache.empty(shape, payload.x.dtype) if core.host_stream else _torch.like(payload.x, *shape)
         return Received(x, payload, topk_idx, topk_weights)
@@ -445,6 +527,18 @@ class NormalMode:
             args.x_scales, args.recv_x_scales = payload.scales.data_ptr(), _torch.address(received.scales)
             args.scale_token_stride, args.scale_stride = payload.scales.stride()
         return args
+
+    def _opened_face(self) -> NormalFace | None:
+        if self._face is None and self._has_face:
+            self._face = NormalFace.of(self._core, self._row_cache)
+            self._has_face = self._face is not None
+        return self._face
+
+    def _known_config(self, config: object, kind: int, num_sms: int) -> Any:
+        """The same, or None where it has to be checked or made first."""
+        if config is None:
+            return self._default_configs.get((kind, num_sms))
+        return config._native if isinstance(config, Config) else None
 
     def _config(self, config: object, kind: int, num_sms: int) -> Any:
         """deepep_config of a call; kind 0 is dispatch, 1 combine."""

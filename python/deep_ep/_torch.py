@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -16,6 +17,7 @@ from . import _abi
 from .errors import type_error, value_error
 
 Tensor = torch.Tensor
+CPU = torch.device("cpu")
 OptionalTensor = Tensor | None
 DType = torch.dtype
 Device = torch.device
@@ -27,7 +29,40 @@ BF16 = torch.bfloat16
 FLOAT32, INT32, INT64, BOOL = torch.float32, torch.int32, torch.int64, torch.bool
 INDEX_TYPES = {torch.int32: _abi.INT32, torch.int64: _abi.INT64}
 ITEM_TYPES = {torch.bfloat16: _abi.BF16, torch.float8_e4m3fn: _abi.FP8_E4M3}
+# Of torch's stable C ABI, in the order of the struct in python/face/face.c.
+_C_ABI = (
+    *("aoti_torch_get_data_ptr", "aoti_torch_get_dim", "aoti_torch_get_sizes", "aoti_torch_get_strides"),
+    *("aoti_torch_get_dtype", "aoti_torch_get_device_type", "aoti_torch_get_device_index"),
+    *("aoti_torch_empty_strided", "aoti_torch__reinterpret_tensor", "aoti_torch_delete_tensor_object"),
+)
+_C_ABI_SINCE = (2, 10)
 _current_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+# A context without torch's modes (set_default_device is one): under a mode every method of a tensor runs Python code.
+without_modes: Callable[[], Any] = torch._C.DisableTorchFunction
+
+
+def c_abi() -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """The addresses of torch's C functions, and torch's objects, that the compiled face works with.
+
+    Raises:
+        ImportError, OSError, AttributeError: this torch does not have them.
+    """
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _C_ABI_SINCE:
+        raise ImportError(f"torch {torch.__version__} is older than {_C_ABI_SINCE[0]}.{_C_ABI_SINCE[1]}")
+    library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+    addresses = tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _C_ABI)
+    c = torch._C
+    make_object = c._aoti.alloc_tensor_by_stealing_from_void_ptr
+    modes = (c._len_torch_function_stack, c.DisableTorchFunction)
+    return addresses, (Tensor, make_object, *modes, torch.is_inference_mode_enabled, c._InferenceMode)
+
+
+def holders(tensor: Any) -> int:
+    """How many references to its implementation a tensor has; 0 where torch does not tell."""
+    count = getattr(tensor, "_use_count", None)
+    return int(count()) if count is not None else 0
 
 
 def cuda_available() -> bool:

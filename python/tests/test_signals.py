@@ -7,6 +7,7 @@ hold. Memory that a launch still touches must outlive it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dis
 import random
 import signal
@@ -20,7 +21,12 @@ import torch
 import alone
 from conftest import full
 
-LAUNCHES = ("get_layout", "notify_counts", "dispatch", "combine", "clean_low_latency_buffer", "barrier")
+STRUCTS = {
+    "get_layout": "Layout", "notify_counts": "Notify", "dispatch": "DispatchArgs", "combine": "CombineArgs",
+    "low_latency_dispatch": "LlDispatchArgs", "low_latency_combine": "LlCombineArgs",
+}  # fmt: skip
+LAUNCHES = (*STRUCTS, "clean_low_latency_buffer", "barrier")
+FACED = ("layout", "dispatch", "worst case", "cached", "combine", "low latency")  # calls of the compiled face
 BOOKKEEPING = (
     "PUSH_EXC_INFO",
     "POP_EXCEPT",
@@ -62,29 +68,38 @@ class Spy:
 
     def __init__(self):
         self.addresses = set()
+        self.spies = []  # held: plans have their addresses
         self.open_events = 0
 
     @contextlib.contextmanager
     def watching(self, native):
         lib = native.lib.with_gil
-        places = [(lib, f"deepep_{name}") for name in LAUNCHES]
-        places += [(native, "low_latency_dispatch"), (native, "low_latency_combine")]
         with contextlib.ExitStack() as stack:
-            for place, name in places:
-                stack.enter_context(mock.patch.object(place, name, self.launch(getattr(place, name))))
+            for name in LAUNCHES:
+                function = self.launch(f"deepep_{name}", getattr(lib, f"deepep_{name}"))
+                stack.enter_context(mock.patch.object(lib, f"deepep_{name}", function))
+                if name.startswith("low_latency"):
+                    stack.enter_context(mock.patch.object(native, name, function))
             stack.enter_context(mock.patch.object(native, "event_wait", self.wait(native.event_wait)))
             for name, step in (("deepep_event_create", 1), ("deepep_event_destroy", -1)):
                 stack.enter_context(mock.patch.object(lib, name, self.count(getattr(lib, name), step)))
             yield self
 
-    def launch(self, function):
+    def launch(self, name, function):
+        """A function of C that notes what it is given: the compiled face enters it by its address."""
+        from deep_ep import _abi
+
+        result, arguments = _abi.PROTOTYPES[name]
+        kind = STRUCTS.get(name.removeprefix("deepep_"))
+
         def spy(buffer, *args):
             status = function(buffer, *args)
-            if status == 0:
-                self.addresses |= addresses_in(getattr(args[0], "_obj", None))
+            if status == 0 and kind is not None:
+                self.addresses |= addresses_in(getattr(_abi, kind).from_address(args[0]))
             return status
 
-        return spy
+        self.spies.append(ctypes.PYFUNCTYPE(result, *arguments)(spy))
+        return self.spies[-1]
 
     def wait(self, function):
         def spy(event, slice_ms):
@@ -119,7 +134,7 @@ def addresses_in(struct):
     return found - {None}
 
 
-def rank_instructions(ctx, kind, stride):
+def rank_instructions(ctx, kind, stride, compiled):
     """Whatever a launch was given is kept when an exception comes; what is kept is let go once the launch is over."""
     import deep_ep
 
@@ -127,12 +142,16 @@ def rank_instructions(ctx, kind, stride):
     v2 = kind in alone.ELASTIC
     with alone.elastic_of(ctx) if v2 else alone.buffer_of(ctx) as buffer:
         core = buffer._core
+        core.compiled = compiled
         with spy.watching(core.native):
             call = (alone.ElasticCalls if v2 else alone.Calls)(buffer).of(kind)
             call()
             n, counting = 1, RaisesAt(package, 0)
             traced(counting, call)
             assert counting.count > 30, "the call is not traced"
+            if not v2:
+                opened = buffer._normal._face or buffer._low_latency._face
+                assert (opened is not None) == (compiled and kind in FACED), "the compiled face"
             while n <= counting.count:
                 tracer = RaisesAt(package, n)
                 spy.addresses.clear()
@@ -164,11 +183,14 @@ def traced(tracer, call):
         sys.settrace(None)
 
 
+@pytest.mark.parametrize("compiled", (True, False), ids=("compiled", "ctypes"))
 @pytest.mark.parametrize("kind", (*alone.KINDS, *alone.ELASTIC))
-def test_exception_at_every_instruction(pool, device, kind):
+def test_exception_at_every_instruction(pool, device, kind, compiled):
     if device != "cpu":
         pytest.skip("needs the CPU engine: on GPUs the order of streams protects most tensors, and torch's allocator")
-    pool.run(1, rank_instructions, kind, STRIDE)
+    if compiled and kind not in FACED:
+        pytest.skip("such calls do not go through the compiled face")
+    pool.run(1, rank_instructions, kind, STRIDE, compiled)
 
 
 def rank_random(ctx, kind, seconds):

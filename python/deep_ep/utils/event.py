@@ -70,12 +70,17 @@ class EventOverlap:
         DeepEPError (also a TypeError): `event` is something else.
     """
 
+    event: EventHandle | None = None
+    extra_tensors: tuple[Any, ...] | None = None
+    hook_after_wait: Callable[[], Any] | None = None
+    _release_handle = False
+
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
         if event is not None and not isinstance(event, EventHandle):
             raise type_error("event", type(event).__name__, "an EventHandle or None")
         self.event = event
         self.extra_tensors = extra_tensors
-        self.hook_after_wait: Callable[[], Any] | None = None
+        self.hook_after_wait = None
         self._release_handle = False
 
     @opaque
@@ -128,3 +133,11 @@ class EventOverlap:
         release, self._release_handle = self._release_handle, False
         if self.event is not None:
             self.current_stream_wait(release)
+
+
+def no_event() -> EventOverlap:
+    """EventOverlap() in a third of the time."""
+    return _new(EventOverlap)
+
+
+_new = object.__new__

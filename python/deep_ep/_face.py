@@ -1,0 +1,291 @@
+"""The compiled face: calls of a kind that was checked before, in one step of C. Without it only time is lost.
+
+`deepep_torch` (python/face) follows plans. A plan is made here after a call of its kind has passed all checks and the
+library; a call with the same properties (types, dtypes, devices, and all lengths but those that a plan leaves open)
+follows it, and any other call is Python's. So the rules stand in Python and in the library alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import importlib.util
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import _abi, _torch
+from ._lib import library
+from ._native import Launch
+from ._torch import DType
+from .errors import DeepEPError, value_error
+
+SETTING = "DEEPEP_TORCH_FACE"
+FILE = "deepep_torch.abi3.so"
+MAX_PLANS = 1024  # of a kind of call
+
+Source = tuple[int, int, int]  # where a number comes from: one of the kinds below, and what that needs
+_CONSTANT, _SIZE, _NUMBER, _STRIDE, _ADDRESS, _OUTPUT, _BLOB = range(7)
+
+
+def constant(value: int) -> Source:
+    """A number that is the same in all calls."""
+    return _CONSTANT, value, 0
+
+
+def size(tensor: int, dimension: int) -> Source:
+    """A length of a tensor of the call."""
+    return _SIZE, tensor, dimension
+
+
+def number(index: int) -> Source:
+    """A number of the call."""
+    return _NUMBER, index, 0
+
+
+def stride(tensor: int, dimension: int) -> Source:
+    """A stride of a tensor of the call, in elements."""
+    return _STRIDE, tensor, dimension
+
+
+def address(tensor: int) -> Source:
+    """The address of a tensor of the call; 0 for None."""
+    return _ADDRESS, tensor, 0
+
+
+def output(index: int) -> Source:
+    """The address of an output; 0 for None."""
+    return _OUTPUT, index, 0
+
+
+@functools.cache
+def load() -> Any:
+    """The module, or None if it is turned off, is not there, or does not fit this torch. `missing` says why."""
+    text = os.environ.get(SETTING, "1")
+    if text not in ("0", "1"):
+        raise value_error(SETTING, repr(text), "0 or 1")
+    if text == "0":
+        missing.append(f"{SETTING}=0")
+        return None
+    try:
+        path = Path(library().path).with_name(FILE)
+        loader = importlib.machinery.ExtensionFileLoader("deepep_torch", str(path))
+        spec = importlib.util.spec_from_file_location("deepep_torch", path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        if module.version != int(library().with_gil.deepep_version()):
+            raise ImportError(f"{path} is of another version than libdeepep")
+        functions, objects = _torch.c_abi()
+        module.start(functions, objects)
+        _check(module)
+    except (ImportError, OSError, AttributeError) as error:
+        missing.append(str(error))
+        return None
+    return module
+
+
+missing: list[str] = []  # why there is no module
+
+
+def _check(module: Any) -> None:
+    """Compares what the module sees of a tensor with what torch says of it."""
+    for dtype in (_torch.BF16, _torch.INT64):
+        tensor = _torch.empty((3, 5), dtype, _torch.CPU)
+        seen = module.properties(tensor)
+        if seen is None or seen[1:] != (tensor.data_ptr(), 5) or seen[0][1:] != (0, -1):
+            raise ImportError(f"torch's C ABI gives {seen} for a tensor of shape [3, 5]")
+    holders = _torch.holders(module.probe(False))
+    if holders == 2:  # of which one is a handle that torch has not taken over
+        holders = _torch.holders(module.probe(True))
+    if holders != 1:
+        raise ImportError(f"torch counts {holders} holders of a tensor that has one")
+
+
+def address_of(function: Any) -> int:
+    """The address of a function of ctypes."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _noted(error: DeepEPError, got: list[int]) -> DeepEPError:
+    """The error of a refused call, with what the calls before it had left to be read: [status, calls, numbers read]."""
+    if got[1] > 0:
+        setattr(error, _BEGUN, got[2])
+    return error
+
+
+def begun(error: DeepEPError) -> int:
+    """The first number that was read where an earlier call of the plan had been launched; else 0."""
+    return int(getattr(error, _BEGUN, 0))
+
+
+_BEGUN = "_deep_ep_begun"
+
+
+class Program:
+    """A plan in the making."""
+
+    def __init__(self, device: _torch.Device) -> None:
+        self._device = device
+        self._blob = bytearray()
+        self._same: list[int] = []
+        self._outputs: list[list[int]] = []
+        self._writes: list[list[int]] = []
+        self._calls: list[list[int]] = []
+        self._reads: list[int] = []
+
+    def same(self, one: Source, other: Source) -> None:
+        """Only calls in which both are equal follow the plan."""
+        self._same += (*one, *other)
+
+    def struct(self, value: Any, **sources: Source) -> int:
+        """Adds a struct of the C API whose fields are those of `value`, but for `sources`. Returns its place."""
+        place = -(-len(self._blob) // 16) * 16
+        self._blob += bytes(place - len(self._blob)) + bytes(value)
+        for name, source in sources.items():
+            self.write(place, type(value), name, source)
+        return place
+
+    def write(self, place: int, kind: Any, name: str, source: Source) -> None:
+        """Has a field of the struct of type `kind` at `place` written in each call."""
+        field = getattr(kind, name)
+        self._writes.append([place + field.offset, field.size, *source])
+
+    def write_at(self, offset: int, source: Source) -> None:
+        """Has 8 bytes written in each call."""
+        self._writes.append([offset, 8, *source])
+
+    def blob(self, place: int) -> Source:
+        """The address of a struct."""
+        return _BLOB, place, 0
+
+    def output(self, dtype: DType, *sizes: Source, strides: Sequence[int] = ()) -> Source:
+        """Adds a new tensor to the outputs. Returns its address."""
+        kinds = _code(dtype, self._device)
+        lengths = [value for source in sizes for value in source]
+        self._outputs.append(
+            [-1, *kinds, len(sizes), int(bool(strides)), *lengths, *strides, *([0] if strides else [])]
+        )
+        return output(len(self._outputs) - 1)
+
+    def none(self) -> Source:
+        """Adds None to the outputs. Returns 0."""
+        self._outputs.append([-1, 0, 0, 0, -1, 0])
+        return constant(0)
+
+    def view(self, base: Source, sizes: Sequence[int], strides: Sequence[int], offset: int) -> None:
+        """Adds a view of an output to the outputs."""
+        lengths = [value for length in sizes for value in constant(length)]
+        self._outputs.append([base[1], 0, 0, 0, len(sizes), 1, *lengths, *strides, offset])
+
+    def call(self, function: Any, *places: int) -> None:
+        """Adds a call: a function of the C API, which takes the buffer and the addresses of two or three structs."""
+        self._calls.append([address_of(function), *places, *([-1] if len(places) == 2 else [])])
+
+    def read(self, offset: int) -> None:
+        """Has 8 bytes of the structs among the results, before the outputs."""
+        self._reads.append(offset)
+
+    def finish(self) -> tuple[bytes, bytes]:
+        """The plan."""
+        numbers = [len(self._same) // 6, *self._same]
+        for group in (self._outputs, self._writes, self._calls):
+            numbers += [len(group), *(value for entry in group for value in entry)]
+        numbers += [len(self._reads), *self._reads]
+        return bytes(self._blob), struct.pack(f"={len(numbers)}q", *numbers)
+
+
+@functools.cache
+def _code(dtype: DType, device: _torch.Device) -> tuple[int, int, int]:
+    """A dtype and a device as torch's C ABI numbers them."""
+    found: tuple[int, int, int] = load().properties(_torch.empty((1,), dtype, device))[0]
+    return found
+
+
+class Site:
+    """One kind of call of one buffer, and its plans."""
+
+    __slots__ = ("call", "_core", "_plans")
+
+    def __init__(
+        self,
+        core: Any,
+        tensors: Sequence[Sequence[int]],
+        num_scalars: int,
+        num_numbers: int,
+        *,
+        strided: Sequence[int] = (),
+        ordinary: bool = False,
+    ) -> None:
+        """For a buffer that is ready.
+
+        Args:
+            core: the buffer.
+            tensors: for each tensor of the call the dimensions that may have any length.
+            num_scalars: arguments on which a plan depends: None, bools, ints.
+            num_numbers: ints on which it does not.
+            strided: tensors that need not be contiguous.
+            ordinary: outputs are no inference tensors in inference mode either.
+        """
+        self._core = core
+        self._plans: dict[bytes, Any] = {}
+        free = tuple(sum(1 << dimension for dimension in open_dimensions) for open_dimensions in tensors)
+        mask = sum(1 << index for index in strided)
+        handle = int(core.native._as_parameter_.value or 0)
+        site = load().Site(handle, core.kept, self._plans, free, num_scalars, num_numbers, mask, ordinary)
+        self.call = site.call
+
+    def run(self, launch: Launch | None, *args: Any, begun: bool = False, ends: bool = True) -> Any:
+        """Makes the call, and waits for its end on the CPU engine.
+
+        Args:
+            launch: of Core.take_launch_with_event.
+            args: of the site, without the stream and the event.
+            begun: an earlier call of the operation was launched.
+            ends: the call ends the operation.
+
+        Returns:
+            A tuple of the results; else nothing was launched: the key of a plan that is missing, or None.
+
+        Raises:
+            DeepEPError: the library refused the call, or it failed.
+        """
+        core = self._core
+        if launch is None:
+            got = self.call(None, *args, core.raw_stream(), 0)
+            if type(got) is list:
+                raise _noted(core.native.error(got[0]), got)
+            return got
+        try:
+            launch.left = False
+            got = self.call(launch, *args, 0, launch.event)
+            if type(got) is list:
+                error = core.native.error(got[0])
+                if not begun and got[1] == 0:
+                    core.kept.pop(launch, None)
+                raise _noted(error, got)
+            if ends and type(got) is tuple:
+                core.wait_on_host(launch)
+        except BaseException:
+            launch.left = True
+            raise
+        if not begun and (ends or type(got) is not tuple):
+            core.idle.append(launch)
+        return got
+
+    def add(self, key: bytes, program: Program | None) -> None:
+        """Keeps a plan under the key that `call` returned. None: such calls are Python's for ever."""
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        self._plans[key] = program.finish() if program is not None else None
+
+
+def call_struct(core: Any, program: Program, config: Source, stream: Source, event: Source) -> int:
+    """Adds the deepep_call of a synchronous operation.
+
+    On the CPU engine the call returns at once and its caller waits for the event, in slices.
+    """
+    value = _abi.sized(_abi.Call, is_async=int(core.host_stream))
+    return program.struct(value, config=config, stream=stream, event=event)

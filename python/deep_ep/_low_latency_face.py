@@ -1,0 +1,105 @@
+"""The low-latency calls that follow plans: both halves, synchronous. See _face."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from . import _abi, _face
+from ._core import Core
+from ._face import Program, Site, address, constant, number
+from ._low_latency_plan import CombinePlan, DispatchPlan
+from ._memory import RowCache
+from ._torch import BF16, FLOAT32, FP8, INT32, INT64, Tensor
+from .utils.event import EventOverlap, no_event
+
+X, IDX, WEIGHTS, RECV_STATS, WAIT_STATS = range(5)  # the tensors of a dispatch
+ANSWERS, TOPK_IDX, TOPK_WEIGHTS, SRC_INFO, RANGES, OUT, COMBINE_WAIT_STATS = range(7)  # of a combine
+NUM_ENTRIES = 5  # of a handle
+
+
+class LowLatencyFace:
+    """The sites of one buffer's low-latency calls. Every length is part of a plan: there are few of them."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._lib = core.native.lib.with_gil
+        fixed: tuple[int, ...] = ()
+        self.dispatch = Site(core, (fixed,) * 5, 5, 2, ordinary=True)
+        self.combine = Site(core, (fixed,) * 7, 6, 2, ordinary=True)
+
+    @classmethod
+    def of(cls, core: Core) -> LowLatencyFace | None:
+        """For a buffer that is ready; None where there is no compiled face."""
+        return cls(core) if core.compiled and _face.load() is not None else None
+
+    @staticmethod
+    def dispatched(got: tuple[Any, ...]) -> tuple[Any, Tensor, tuple[Any, ...], EventOverlap, None]:
+        """What Buffer.low_latency_dispatch returns, from the results of its site."""
+        bound, hidden, num_experts, recv_x, scales, count, source, ranges = got
+        received = recv_x if scales is None else (recv_x, scales)
+        return received, count, (source, ranges, bound, hidden, num_experts), no_event(), None
+
+    def missing(self, got: Any) -> bytes | None:
+        """The key of a plan that is missing; None if there can be none.
+
+        Raises:
+            DeepEPError: the library refused the call.
+        """
+        if type(got) is list:
+            raise self._core.native.error(got[0])
+        return got if type(got) is bytes else None
+
+    # ---- plans, from a call of their kind that has passed every check
+
+    def add_dispatch(self, key: bytes, plan: DispatchPlan) -> None:
+        """`plan` is Python's."""
+        core = self._core
+        rows, local = core.group_size * plan.bound, plan.local
+        recv_x = plan.recv_x
+        if core.host_stream and core.recycle and recv_x.numel() * recv_x.itemsize >= RowCache.MIN_BYTES:
+            self.dispatch.add(key, None)  # its rows lie in recycled memory
+            return
+        p = Program(core.device)
+        for value in (plan.bound, plan.hidden, plan.num_experts):
+            p.read(p.struct(ctypes.c_int64(value)))
+        sources = {"x": address(X), "topk_idx": address(IDX), "topk_weights": address(WEIGHTS)}
+        lengths = (constant(local), constant(rows))
+        sources["recv_x"] = p.output(FP8 if plan.use_fp8 else BF16, *lengths, constant(plan.hidden))
+        if plan.use_fp8:
+            columns = constant(plan.scales_shape[2])
+            dtype = INT32 if plan.scales.dtype is INT32 else FLOAT32
+            sources["recv_x_scales"] = p.output(dtype, *lengths, columns, strides=plan.scales_strides)
+        else:
+            p.none()
+        sources["recv_count"] = p.output(INT32, constant(local))
+        sources["src_info"] = p.output(INT32, *lengths)
+        sources["layout_range"] = p.output(INT64, constant(local), constant(core.group_size))
+        sources |= {"cumulative_recv_stats": address(RECV_STATS), "wait_recv_cost_stats": address(WAIT_STATS)}
+        self._finish(p, _abi.LlDispatchArgs, plan.numbers, sources, self._lib.deepep_low_latency_dispatch)
+        self.dispatch.add(key, p)
+
+    def add_combine(self, key: bytes, plan: CombinePlan, into_out: bool) -> None:
+        """`plan` is Python's; `into_out`: the call was given a tensor to fill."""
+        p = Program(self._core.device)
+        out = address(OUT)
+        if into_out:
+            p.none()
+        else:
+            out = p.output(BF16, *(constant(length) for length in plan.combined_shape))
+        sources = {
+            "x": address(ANSWERS), "topk_idx": address(TOPK_IDX), "topk_weights": address(TOPK_WEIGHTS),
+            "src_info": address(SRC_INFO), "layout_range": address(RANGES), "combined_x": out,
+            "wait_recv_cost_stats": address(COMBINE_WAIT_STATS),
+        }  # fmt: skip
+        self._finish(p, _abi.LlCombineArgs, plan.numbers, sources, self._lib.deepep_low_latency_combine)
+        self.combine.add(key, p)
+
+    def _finish(self, p: Program, kind: Any, numbers: tuple[int, ...], sources: Any, function: Any) -> None:
+        """The struct of the arguments, whose fields from phases on hold a plan's numbers, and the call."""
+        args = _abi.sized(kind)
+        names = [field[0] for field in kind._fields_]
+        for name, value in zip(names[names.index("phases") :], numbers, strict=False):
+            setattr(args, name, value)
+        call = _face.call_struct(self._core, p, constant(0), number(0), number(1))
+        p.call(function, p.struct(args, **sources), call)

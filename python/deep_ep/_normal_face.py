@@ -1,0 +1,438 @@
+"""The normal-mode calls that follow plans: which arguments a kind of call has, and where they go in the C structs.
+
+Only synchronous calls without a previous_event are here: torch's allocator and streams need nothing but the order of
+the caller's stream for them (CUDA), or an event that the call waits for (CPU engine).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from . import _abi, _face, _torch, errors
+from ._core import Core, Ordering
+from ._face import Program, Site, Source, address, constant, number, size, stride
+from ._memory import RowCache
+from ._native import Launch
+from ._torch import BF16, BOOL, FLOAT32, INDEX_TYPES, INT32, INT64, ITEM_TYPES, OptionalTensor, Tensor
+from .utils.event import no_event
+
+# Attribute of a handle's matrix: the exchange of counts that it is from. A copy of the tensor has none: not compared.
+EXCHANGE = "_deep_ep_exchange"
+NUM_ENTRIES = 6  # of a handle
+POLL_NS = 300_000  # how long a call waits for its counts before it lets other Python threads run
+
+# The tensors of a fresh dispatch, in the order of its sites.
+X, SCALES, PER_RANK, IN_RANK, PER_EXPERT, IDX, WEIGHTS = range(7)
+_ROWS = (0,)  # the dimensions that may have any length: the first
+_FRESH = (_ROWS, _ROWS, (), _ROWS, (), _ROWS, _ROWS)
+
+
+class _Missing:
+    """A plan that is not there: its key, and the recv_x of the call."""
+
+    __slots__ = ("key", "recv_x")
+
+    def __init__(self, key: bytes, recv_x: OptionalTensor) -> None:
+        self.key, self.recv_x = key, recv_x
+
+    @classmethod
+    def of(cls, key: bytes | None, recv_x: OptionalTensor = None) -> _Missing | None:
+        """None for a call of which there can be no plan."""
+        return None if key is None else cls(key, recv_x)
+
+
+class NormalFace:
+    """The sites of one buffer's normal-mode calls."""
+
+    @classmethod
+    def of(cls, core: Core, row_cache: RowCache) -> NormalFace | None:
+        """For a buffer that is ready; None where there is no compiled face, and on several nodes."""
+        wanted = core.compiled and core.num_nodes == 1
+        return cls(core, row_cache) if wanted and _face.load() is not None else None
+
+    def __init__(self, core: Core, row_cache: RowCache) -> None:
+        self._core, self._row_cache = core, row_cache
+        self._lib = core.native.lib.with_gil
+        self._poll, self._wait_address = _face.load().poll_counts, _face.address_of(self._lib.deepep_wait_counts)
+        handle = (), _ROWS, _ROWS  # rank_prefix_matrix, send_head, recv_src_idx
+        self._layout = Site(core, (_ROWS,), 1, 2)
+        self._notify = Site(core, _FRESH, 2, 3, strided=(SCALES,))
+        self._dispatch = Site(core, (*_FRESH, (), _ROWS, _ROWS), 0, 8, strided=(SCALES,))
+        self._worst = Site(core, (*_FRESH, _ROWS), 2, 5, strided=(SCALES,))
+        self._cached = Site(core, (_ROWS, _ROWS, *handle, _ROWS), 0, 6, strided=(SCALES,))
+        self._combine = Site(core, (_ROWS, _ROWS, _ROWS, _ROWS, *handle), 0, 4)
+
+    # ---- calls. They return the result of Buffer's method, or why there is none: nothing was launched then
+
+    def layout(self, topk_idx: object, num_experts: object) -> Any:
+        """Buffer.get_dispatch_layout, whose indices were looked at where that is possible."""
+        launch = self._core.take_launch_with_event()
+        got = self._layout.run(launch, topk_idx, num_experts)
+        return (*got, no_event()) if type(got) is tuple else _Missing.of(got)
+
+    def fresh(self, inputs: tuple[Any, ...], alignment: object, worst: object, config: int) -> Any:
+        """Buffer.dispatch without a handle. `inputs`: the tensors from x to topk_weights; `config`: an address."""
+        x, per_expert = inputs[X], inputs[PER_EXPERT]
+        if type(x) is not Tensor or type(worst) is not int or not 0 <= worst < 2**31 or x.dim() != 2:
+            return None
+        self._core.open_rows()
+        if worst:
+            return self._worst_case(inputs, alignment, worst, config)
+        core, launch, token = self._core, self._core.take_launch_with_event(), 0
+        try:
+            got = self._notify.run(launch, *inputs, alignment, worst, config, ends=False)
+            if type(got) is not tuple:
+                return _Missing.of(got)
+            token, exchange, matrix, head, sent_to, received_from = got
+            rows, per_local_expert = self._wait_counts(token, per_expert.shape[0] // core.group_size)
+            recv_x, scales, idx, weights, source = self._deliver(
+                inputs, launch, matrix, head, rows, token, exchange, config
+            )
+        except BaseException as error:
+            self._cancel(launch, token, error)
+            if launch is not None:
+                launch.left = True
+            raise
+        if launch is not None:
+            core.idle.append(launch)
+        setattr(matrix, EXCHANGE, exchange)
+        handle = (matrix, sent_to, received_from, source, inputs[IN_RANK], head)
+        return recv_x if scales is None else (recv_x, scales), idx, weights, per_local_expert, handle, no_event()
+
+    def _deliver(
+        self,
+        inputs: tuple[Any, ...],
+        launch: Launch | None,
+        matrix: Tensor,
+        head: Tensor,
+        rows: int,
+        token: int,
+        exchange: int,
+        config: int,
+    ) -> tuple[Tensor, OptionalTensor, OptionalTensor, OptionalTensor, Tensor]:
+        """The second step: recv_x, scales, topk_idx, topk_weights, recv_src_idx."""
+        given, segment, offset = self._rows_for(inputs[X], rows)
+        for _ in range(3):
+            got = self._dispatch.run(
+                launch, *inputs, matrix, head, given, rows, token, exchange, segment, offset, config, begun=True
+            )
+            if type(got) is tuple:
+                recv_x, source, *others = got
+                return (given if recv_x is None else recv_x, *others, source)
+            if got is not None:
+                self._add_dispatch(got, inputs, given)
+                continue
+            _torch.like(inputs[X], max(1, rows), inputs[X].shape[1])  # torch's own error, where memory is short
+        raise errors.DeepEPError(errors.INTERNAL, "the compiled face does not take the second step of a dispatch")
+
+    def _worst_case(self, inputs: tuple[Any, ...], alignment: object, worst: int, config: int) -> Any:
+        given, segment, offset = self._rows_for(inputs[X], worst)
+        launch = self._core.take_launch_with_event()
+        try:
+            got = self._worst.run(launch, *inputs, given, alignment, worst, segment, offset, config)
+        except errors.DeepEPError as error:
+            self._cancel(launch, _face.begun(error), error)
+            raise
+        if type(got) is not tuple:
+            return _Missing.of(got, given)
+        _, exchange, matrix, head, recv_x, source, scales, idx, weights, sent_to, received_from = got
+        recv_x = given if recv_x is None else recv_x
+        setattr(matrix, EXCHANGE, exchange)
+        handle = (matrix, sent_to, received_from, source, inputs[IN_RANK], head)
+        return recv_x if scales is None else (recv_x, scales), idx, weights, [], handle, no_event()
+
+    def cached(self, x: Any, scales: OptionalTensor, handle: Any, config: int) -> Any:
+        """Buffer.dispatch with a handle."""
+        if type(handle) is not tuple or len(handle) != NUM_ENTRIES or type(x) is not Tensor or x.dim() != 2:
+            return None
+        matrix, _, _, source, _, head = handle
+        if type(source) is not Tensor or source.dim() != 1:
+            return None
+        self._core.open_rows()
+        given, segment, offset = self._rows_for(x, source.shape[0])
+        exchange = getattr(matrix, EXCHANGE, 0)
+        got = self._cached.run(
+            self._core.take_launch_with_event(),
+            x,
+            scales,
+            matrix,
+            head,
+            source,
+            given,
+            exchange,
+            segment,
+            offset,
+            config,
+        )
+        if type(got) is not tuple:
+            return _Missing.of(got, given)
+        recv_x = given if got[0] is None else got[0]
+        return recv_x if scales is None else (recv_x, got[1]), None, None, None, None, no_event()
+
+    def combine(self, x: object, handle: Any, topk_weights: object, bias: Any, config: int) -> Any:
+        """Buffer.combine."""
+        if type(handle) is not tuple or len(handle) != NUM_ENTRIES:
+            return None
+        matrix, _, _, source, _, head = handle
+        first, second = bias if type(bias) is tuple and len(bias) == 2 else (bias, None)
+        exchange = getattr(matrix, EXCHANGE, 0)
+        got = self._combine.run(
+            self._core.take_launch_with_event(), x, topk_weights, first, second, matrix, head, source, exchange, config
+        )
+        return (*got, no_event()) if type(got) is tuple else _Missing.of(got)
+
+    # ---- their parts
+
+    def _cancel(self, launch: Launch | None, token: int, error: BaseException) -> None:
+        """Tells the peers of a dispatch that ended after its exchange of counts (`token`; 0: not begun)."""
+        if not token:
+            return
+        order = Ordering(self._core, None, False, False)
+        if launch is not None:
+            order.launch = launch
+        order.cancel(token, error)
+
+    def _rows_for(self, x: Tensor, rows: int) -> tuple[OptionalTensor, int, int]:
+        """recv_x where it is not the module that allocates it, and the segment and the offset there of its rows."""
+        core = self._core
+        pool = core.native.rows
+        if pool is not None:
+            if not rows:
+                return None, -1, 0
+            recv_x = pool.rows_like(x, rows)
+            offset = None if recv_x is None else pool.offset(recv_x)
+            return (recv_x, -1, 0) if offset is None else (recv_x, pool.index, offset)
+        if core.host_stream and self._row_cache.serves(rows * x.shape[1] * x.itemsize):
+            return self._row_cache.empty((rows, x.shape[1]), x.dtype), -1, 0
+        return None, -1, 0
+
+    def _wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:
+        native = self._core.native
+        if not self._core.host_stream:
+            handle = native._as_parameter_.value or 0
+            got = self._poll(self._wait_address, handle, token, num_local_experts, POLL_NS)
+            if type(got) is tuple:
+                return got
+            if got != errors.PENDING:
+                raise native.during_wait(native.lib.error(got))
+        return native.wait_counts(token, num_local_experts)
+
+    # ---- plans, from a call of their kind that has passed every check
+
+    def add_layout(self, key: bytes, topk_idx: Tensor, num_experts: int) -> None:
+        """`key` is what the site's call returned; the arguments are those of the call."""
+        core, p = self._core, Program(self._core.device)
+        ranks = constant(core.group_size)
+        per_rank = p.output(INT32, ranks)
+        p.none()  # num_tokens_per_rdma_rank
+        per_expert = p.output(INT32, constant(num_experts))
+        in_rank = p.output(BOOL, size(0, 0), ranks)
+        layout = _abi.sized(
+            _abi.Layout, num_topk=topk_idx.shape[1], num_experts=num_experts, index_type=INDEX_TYPES[topk_idx.dtype]
+        )
+        args = p.struct(
+            layout, num_tokens=size(0, 0), topk_idx=address(0), num_tokens_per_rank=per_rank,
+            num_tokens_per_expert=per_expert, is_token_in_rank=in_rank,
+        )  # fmt: skip
+        p.call(self._lib.deepep_get_layout, args, _face.call_struct(core, p, constant(0), number(0), number(1)))
+        self._layout.add(key, p)
+
+    def add_fresh(self, missing: _Missing, inputs: tuple[OptionalTensor, ...], alignment: int, worst: int) -> None:
+        """The first step of a dispatch, or both of a worst case."""
+        if worst:
+            self._add_worst(missing.key, inputs, missing.recv_x, alignment, worst)
+        else:
+            self._add_notify(missing.key, inputs, alignment)
+
+    def _add_notify(self, key: bytes, inputs: tuple[OptionalTensor, ...], alignment: int) -> None:
+        """The exchange of counts; results: token, rank_prefix_matrix, send_head, views of the matrix (on one node)."""
+        core, p = self._core, self._fresh(inputs)
+        matrix, head = self._matrices(p)
+        handle = self._handle(p, constant(0), size(X, 0), matrix, head, constant(0), constant(0))
+        notify = self._notify_args(p, inputs, alignment, 0, handle)
+        token = p.struct(ctypes.c_uint64())
+        call = _face.call_struct(core, p, number(0), number(1), number(2))
+        p.call(self._lib.deepep_notify_counts, notify, call, token)
+        p.read(token)
+        p.read(handle + _abi.Handle.exchange.offset)
+        self._views(p, matrix)
+        self._notify.add(key, p)
+
+    def _add_dispatch(self, key: bytes, inputs: tuple[OptionalTensor, ...], recv_x: OptionalTensor) -> None:
+        """The rows, once the counts are known; results: recv_x if none was given, recv_src_idx, and the others."""
+        core, p = self._core, self._fresh(inputs)
+        rows, token, exchange, segment, offset, config, stream_of, event = (number(i) for i in range(8))
+        p.same(size(8, 0), size(X, 0))
+        x_out = self._rows(p, inputs[X], recv_x, 9, rows)
+        source = p.output(INT32, rows)
+        handle = self._handle(p, rows, size(X, 0), address(7), address(8), source, exchange)
+        args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset)
+        p.write(args, _abi.DispatchArgs, "token", token)
+        p.call(self._lib.deepep_dispatch, args, _face.call_struct(core, p, config, stream_of, event))
+        self._dispatch.add(key, p)
+
+    def _add_worst(
+        self,
+        key: bytes,
+        inputs: tuple[OptionalTensor, ...],
+        recv_x: OptionalTensor,
+        alignment: int,
+        worst: int,
+    ) -> None:
+        """Both steps of a worst case; results: token, the matrices, recv_x if none was given, recv_src_idx, …"""
+        core, p = self._core, self._fresh(inputs)
+        segment, offset, config, stream_of, event = (number(i) for i in range(5))
+        rows = constant(worst)
+        matrix, head = self._matrices(p)
+        x_out = self._rows(p, inputs[X], recv_x, 7, rows)
+        source = p.output(INT32, rows)
+        handle = self._handle(p, rows, size(X, 0), matrix, head, source, constant(0))
+        notify = self._notify_args(p, inputs, alignment, worst, handle)
+        args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset)
+        p.write(args, _abi.DispatchArgs, "num_worst_tokens", rows)
+        call = _face.call_struct(core, p, config, stream_of, event)
+        token = args + _abi.DispatchArgs.token.offset  # the one call writes it where the other reads it
+        p.call(self._lib.deepep_notify_counts, notify, call, token)
+        p.call(self._lib.deepep_dispatch, args, call)
+        p.read(token)
+        p.read(handle + _abi.Handle.exchange.offset)
+        self._views(p, matrix)
+        self._worst.add(key, p)
+
+    def add_cached(self, missing: _Missing, x: Tensor, scales: OptionalTensor) -> None:
+        """Results: recv_x if none was given, and its scales."""
+        core, p = self._core, Program(self._core.device)
+        exchange, segment, offset, config, stream_of, event = (number(i) for i in range(6))
+        rows = size(4, 0)
+        p.same(size(3, 0), size(0, 0))
+        if scales is not None:
+            p.same(size(1, 0), size(0, 0))
+        x_out = self._rows(p, x, missing.recv_x, 5, rows)
+        handle = self._handle(p, rows, size(3, 0), address(2), address(3), address(4), exchange)
+        inputs = (x, scales, None, None, None, None, None)
+        args = self._dispatch_args(p, inputs, rows, handle, x_out, segment, offset)
+        p.write(args, _abi.DispatchArgs, "cached", constant(1))
+        p.call(self._lib.deepep_dispatch, args, _face.call_struct(core, p, config, stream_of, event))
+        self._cached.add(missing.key, p)
+
+    def add_combine(
+        self, key: bytes, x: Tensor, topk_weights: OptionalTensor, biases: tuple[OptionalTensor, OptionalTensor]
+    ) -> None:
+        """Results: combined_x and combined_topk_weights."""
+        core, p = self._core, Program(self._core.device)
+        tokens, rows, hidden = size(5, 0), size(6, 0), int(x.shape[1])
+        p.same(size(0, 0), rows)
+        if topk_weights is not None:
+            p.same(size(1, 0), rows)
+        for place, bias in enumerate(biases, start=2):
+            if bias is not None:
+                p.same(size(place, 0), tokens)
+        combined = p.output(BF16, tokens, constant(hidden))
+        num_topk = 0 if topk_weights is None else int(topk_weights.shape[1])
+        weights = p.none() if topk_weights is None else p.output(FLOAT32, tokens, constant(num_topk))
+        handle = self._handle(p, rows, tokens, address(4), address(5), address(6), number(0))
+        args = p.struct(
+            _abi.sized(_abi.CombineArgs, num_topk=num_topk, hidden=hidden, x_segment=-1), x=address(0),
+            topk_weights=address(1), handle=p.blob(handle), combined_x=combined, combined_topk_weights=weights,
+        )  # fmt: skip
+        first = args + _abi.CombineArgs.bias.offset
+        p.write_at(first, address(2))
+        p.write_at(first + 8, address(3))
+        p.call(self._lib.deepep_combine, args, _face.call_struct(core, p, number(1), number(2), number(3)))
+        self._combine.add(key, p)
+
+    # ---- parts of plans
+
+    def _fresh(self, inputs: tuple[OptionalTensor, ...]) -> Program:
+        """A plan whose tensors have as many rows as x."""
+        p = Program(self._core.device)
+        for place in (SCALES, IN_RANK, IDX, WEIGHTS):
+            if inputs[place] is not None:
+                p.same(size(place, 0), size(X, 0))
+        return p
+
+    def _matrices(self, p: Program) -> tuple[Source, Source]:
+        ranks = constant(self._core.group_size)
+        return p.output(INT32, ranks, ranks), p.output(INT32, size(X, 0), ranks)
+
+    def _views(self, p: Program, matrix: Source) -> None:
+        """The views of rank_prefix_matrix in the handle: see HandleTensors.to_tuple."""
+        size, rank = self._core.group_size, self._core.rank
+        p.view(matrix, (size, 1), (1, 1), rank * size)
+        p.view(matrix, (size, 1), (size, 1), rank)
+
+    def _handle(
+        self, p: Program, rows: Source, tokens: Source, matrix: Source, head: Source, source: Source, exchange: Source
+    ) -> int:
+        fixed = {"magic": _abi.HANDLE_MAGIC, "version": _abi.HANDLE_VERSION, "num_ranks": self._core.group_size}
+        return p.struct(
+            _abi.sized(_abi.Handle, **fixed), num_tokens=tokens, num_recv_tokens=rows, exchange=exchange,
+            rank_prefix_matrix=matrix, send_head=head, recv_src_idx=source,
+        )  # fmt: skip
+
+    def _notify_args(
+        self, p: Program, inputs: tuple[OptionalTensor, ...], alignment: int, worst: int, handle: int
+    ) -> int:
+        x, scales, _, _, per_expert, idx, _ = inputs
+        assert x is not None and per_expert is not None
+        notify = _abi.sized(
+            _abi.Notify,
+            num_topk=0 if idx is None else idx.shape[1],
+            num_experts=per_expert.shape[0],
+            expert_alignment=alignment,
+            num_worst_tokens=worst,
+            x_type=ITEM_TYPES[x.dtype],
+            num_scales=0 if scales is None else scales.shape[1],
+            hidden=x.shape[1],
+        )
+        return p.struct(
+            notify, num_tokens=size(X, 0), num_tokens_per_rank=address(PER_RANK), handle=p.blob(handle),
+            num_tokens_per_expert=address(PER_EXPERT), is_token_in_rank=address(IN_RANK),
+        )  # fmt: skip
+
+    def _rows(self, p: Program, x: OptionalTensor, recv_x: OptionalTensor, place: int, rows: Source) -> Source:
+        """Where recv_x is: an output, or the tensor of the call at `place`, which has so many rows."""
+        assert x is not None
+        if recv_x is None:
+            return p.output(x.dtype, rows, constant(x.shape[1]))
+        p.none()
+        p.same(size(place, 0), rows)
+        return address(place)
+
+    def _dispatch_args(
+        self,
+        p: Program,
+        inputs: tuple[OptionalTensor, ...],
+        rows: Source,
+        handle: int,
+        recv_x: Source,
+        segment: Source,
+        offset: Source,
+    ) -> int:
+        """deepep_dispatch_args, and the outputs beside recv_x: scales, topk_idx and topk_weights."""
+        x, scales, _, _, per_expert, idx, weights = inputs
+        assert x is not None
+        args = _abi.sized(
+            _abi.DispatchArgs, x_type=ITEM_TYPES[x.dtype], hidden=x.shape[1], index_type=INDEX_TYPES[INT64]
+        )
+        sources = {"num_tokens": size(X, 0), "x": address(X), "handle": p.blob(handle), "recv_x": recv_x}
+        sources |= {"recv_segment": segment, "recv_segment_offset": offset}
+        if per_expert is not None:
+            args.num_experts = per_expert.shape[0]
+        if scales is None:
+            p.none()
+        else:
+            args.num_scales = scales.shape[1]
+            sources |= {"x_scales": address(SCALES), "scale_token_stride": stride(SCALES, 0)}
+            sources |= {"scale_stride": stride(SCALES, 1)}
+            sources["recv_x_scales"] = p.output(scales.dtype, rows, constant(scales.shape[1]))
+        if idx is None or weights is None:
+            p.none()
+            p.none()
+        else:
+            args.num_topk, args.index_type = idx.shape[1], INDEX_TYPES[idx.dtype]
+            sources |= {"topk_idx": address(IDX), "topk_weights": address(WEIGHTS)}
+            sources["recv_topk_idx"] = p.output(idx.dtype, rows, constant(idx.shape[1]))
+            sources["recv_topk_weights"] = p.output(FLOAT32, rows, constant(idx.shape[1]))
+        return p.struct(args, **sources)

@@ -1,0 +1,574 @@
+/* The compiled face: one call of the C API from Python in one step, for calls of a kind that Python has checked before.
+ *
+ * It knows neither operations nor rules. deep_ep/_face.py compiles, from the first call of a kind, a plan: the bytes of
+ * the structs that the C API takes, the places in them that differ from call to call, and the outputs. A later call
+ * whose arguments have the same properties follows the plan: Site.call looks at the tensors, allocates the outputs,
+ * fills a copy of the structs, keeps the tensors where Python wants them kept, and enters the library. Whatever it does
+ * not know it leaves to Python, and it raises nothing of its own.
+ *
+ * The module needs Python's stable ABI alone. torch's functions are those of its C ABI (aoti_torch_*), whose addresses
+ * Python hands in, so that the module loads with any torch, or none. It runs no Python code, and holds the GIL: no
+ * signal handler and no other thread comes in between. */
+#define Py_LIMITED_API 0x030A0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+#include "deepep.h"
+
+enum { kMaxTensors = 16, kMaxDims = 8, kMaxOutputs = 12, kMaxKey = 1024, kMaxBlob = 2048, kMaxNumbers = 8 };
+
+typedef void *Tensor; /* AtenTensorHandle: points to an at::Tensor, which is one pointer, to its implementation */
+typedef deepep_status_t (*EnterFn)(deepep_buffer_t buffer, void *a, void *b, void *c);
+
+/* ---- What Python hands in */
+
+static struct {
+  int32_t (*get_data_ptr)(Tensor, void **);
+  int32_t (*get_dim)(Tensor, int64_t *);
+  int32_t (*get_sizes)(Tensor, int64_t **);
+  int32_t (*get_strides)(Tensor, int64_t **);
+  int32_t (*get_dtype)(Tensor, int32_t *);
+  int32_t (*get_device_type)(Tensor, int32_t *);
+  int32_t (*get_device_index)(Tensor, int32_t *);
+  int32_t (*empty_strided)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, Tensor *);
+  int32_t (*reinterpret)(Tensor, int64_t, const int64_t *, const int64_t *, int64_t, Tensor *);
+  int32_t (*delete_tensor_object)(Tensor);
+} torch;
+
+static PyObject *tensor_type, *wrap, *num_modes, *without_modes, *in_inference, *inference_guard; /* of torch */
+static PyObject *name_cdata, *name_enter, *name_exit;
+
+/* ---- Tensors */
+
+typedef struct Seen {
+  void *impl; /* an at::Tensor of our own: never counted, alive as long as the argument */
+  int64_t num_dims, *sizes, *strides;
+  void *address;
+} Seen;
+
+/* 1: `seen` describes the tensor; 0: it is not a plain tensor. */
+static int look(PyObject *object, Seen *seen) {
+  PyObject *number;
+  if ((PyObject *)Py_TYPE(object) != tensor_type) return 0;
+  number = PyObject_GetAttr(object, name_cdata);
+  if (number == NULL) {
+    PyErr_Clear();
+    return 0;
+  }
+  seen->impl = PyLong_AsVoidPtr(number);
+  Py_DECREF(number);
+  if (seen->impl == NULL) {
+    PyErr_Clear();
+    return 0;
+  }
+  return torch.get_dim(&seen->impl, &seen->num_dims) == 0 && seen->num_dims <= kMaxDims &&
+         torch.get_sizes(&seen->impl, &seen->sizes) == 0 && torch.get_strides(&seen->impl, &seen->strides) == 0 &&
+         torch.get_data_ptr(&seen->impl, &seen->address) == 0;
+}
+
+static int is_contiguous(const Seen *t) {
+  int64_t expected = 1, i;
+  for (i = 0; i < t->num_dims; i++)
+    if (t->sizes[i] == 0) return 1;
+  for (i = t->num_dims - 1; i >= 0; i--) {
+    if (t->sizes[i] != 1 && t->strides[i] != expected) return 0;
+    expected *= t->sizes[i];
+  }
+  return 1;
+}
+
+/* torch's function that makes an object of a handle is said to take the handle over, and in some versions only copies
+ * it: then the handle is ours to delete, or the memory would never be free again. Python finds out which it is. */
+static int wrap_copies;
+
+/* An object of torch's for a tensor, which it takes over. */
+static PyObject *to_python(Tensor tensor) {
+  PyObject *result = NULL, *capsule = PyCapsule_New(tensor, NULL, NULL);
+  if (capsule != NULL) {
+    result = PyObject_CallFunctionObjArgs(wrap, capsule, NULL);
+    Py_DECREF(capsule);
+  }
+  if (result == NULL || wrap_copies) torch.delete_tensor_object(tensor);
+  return result;
+}
+
+/* ---- Guards around the whole of a call: torch's modes are Python code, and outputs may have to be ordinary tensors */
+
+static int is_set(PyObject *function) {
+  PyObject *value = PyObject_CallNoArgs(function);
+  int set = value != NULL && PyObject_IsTrue(value) == 1;
+  Py_XDECREF(value);
+  if (value == NULL) PyErr_Clear();
+  return set;
+}
+
+static PyObject *enter_guard(PyObject *maker, PyObject *argument) {
+  PyObject *guard = PyObject_CallFunctionObjArgs(maker, argument, NULL), *entered;
+  if (guard == NULL) return NULL;
+  entered = PyObject_CallMethodObjArgs(guard, name_enter, NULL);
+  if (entered == NULL) {
+    Py_DECREF(guard);
+    return NULL;
+  }
+  Py_DECREF(entered);
+  return guard;
+}
+
+static void leave_guard(PyObject *guard) {
+  PyObject *type, *value, *trace, *left;
+  if (guard == NULL) return;
+  PyErr_Fetch(&type, &value, &trace);
+  left = PyObject_CallMethodObjArgs(guard, name_exit, Py_None, Py_None, Py_None, NULL);
+  if (left == NULL) PyErr_Clear();
+  Py_XDECREF(left);
+  Py_DECREF(guard);
+  PyErr_Restore(type, value, trace);
+}
+
+/* ---- Site */
+
+typedef struct Site {
+  PyObject ob_base;
+  deepep_buffer_t buffer;
+  PyObject *kept, *plans;
+  int num_tensors, num_scalars, num_numbers, ordinary;
+  uint32_t free_dims[kMaxTensors]; /* a bit for each dimension that a plan does not depend on */
+  uint32_t strided;                /* a bit for each tensor that need not be contiguous */
+} Site;
+
+/* What a call gives. */
+typedef struct Given {
+  PyObject *const *objects;
+  Seen tensors[kMaxTensors];
+  int64_t numbers[kMaxNumbers];
+} Given;
+
+typedef struct Writer {
+  unsigned char bytes[kMaxKey];
+  size_t used;
+  int full;
+} Writer;
+
+static void put(Writer *w, int64_t value) {
+  if (w->used + sizeof value > sizeof w->bytes) {
+    w->full = 1;
+    return;
+  }
+  memcpy(w->bytes + w->used, &value, sizeof value);
+  w->used += sizeof value;
+}
+
+enum { kNone = -1, kBool = -2, kInt = -3 };
+
+/* Every property of the arguments that a check looks at, but for the lengths that differ from call to call. */
+static int describe(const Site *site, Given *given, Writer *key) {
+  int i;
+  int64_t d;
+  for (i = 0; i < site->num_tensors; i++) {
+    Seen *t = &given->tensors[i];
+    int32_t dtype, type, index;
+    if (given->objects[i] == Py_None) {
+      put(key, kNone);
+      t->impl = t->address = NULL;
+      t->num_dims = 0;
+      continue;
+    }
+    if (!look(given->objects[i], t)) return 0;
+    if (torch.get_dtype(&t->impl, &dtype) || torch.get_device_type(&t->impl, &type) ||
+        torch.get_device_index(&t->impl, &index))
+      return 0;
+    put(key, t->num_dims);
+    put(key, dtype);
+    put(key, (int64_t)type << 32 | (uint32_t)index);
+    if (!(site->strided >> i & 1) && !is_contiguous(t)) return 0;
+    for (d = 0; d < t->num_dims; d++)
+      if (!(site->free_dims[i] >> d & 1)) put(key, t->sizes[d]);
+  }
+  for (i = 0; i < site->num_scalars; i++) {
+    PyObject *value = given->objects[site->num_tensors + i];
+    long long number = 0;
+    if (value == Py_None) {
+      put(key, kNone);
+      continue;
+    }
+    if (value != Py_True && value != Py_False && !PyLong_CheckExact(value)) return 0;
+    number = PyLong_AsLongLong(value);
+    if (number == -1 && PyErr_Occurred()) {
+      PyErr_Clear();
+      return 0;
+    }
+    put(key, PyLong_CheckExact(value) ? kInt : kBool);
+    put(key, number);
+  }
+  return !key->full;
+}
+
+/* A plan is a tuple (blob, program): the structs' bytes, and numbers of 8 bytes, read in this order. */
+typedef struct Reader {
+  const int64_t *at, *end;
+} Reader;
+
+static int64_t next(Reader *r) { return r->at < r->end ? *r->at++ : 0; }
+
+/* Where a number comes from; deep_ep/_face.py has the same names. */
+enum { kConstant = 0, kSize = 1, kNumber = 2, kStride = 3, kAddress = 4, kOutput = 5, kBlob = 6 };
+
+typedef struct Work {
+  const Given *given;
+  unsigned char *blob;
+  void *addresses[kMaxOutputs]; /* of the outputs */
+} Work;
+
+static int64_t value_of(Reader *r, const Work *work) {
+  int64_t kind = next(r), a = next(r), b = next(r);
+  switch (kind) {
+  case kSize: return b < work->given->tensors[a].num_dims ? work->given->tensors[a].sizes[b] : 0;
+  case kNumber: return work->given->numbers[a];
+  case kStride: return b < work->given->tensors[a].num_dims ? work->given->tensors[a].strides[b] : 0;
+  case kAddress: return (int64_t)(intptr_t)work->given->tensors[a].address;
+  case kOutput: return (int64_t)(intptr_t)work->addresses[a];
+  case kBlob: return (int64_t)(intptr_t)(work->blob + a);
+  default: return a;
+  }
+}
+
+/* The next output of a plan as an object: a new tensor, a view of an earlier one, or None. NULL: it cannot be had. */
+static PyObject *make_output(Reader *r, Work *work, PyObject *const *earlier, int number) {
+  int64_t base = next(r), dtype = next(r), type = next(r), index = next(r), num_dims = next(r), strided = next(r);
+  int64_t sizes[kMaxDims], strides[kMaxDims], offset = 0, step = 1, d;
+  Tensor tensor = NULL;
+  int32_t failed;
+  work->addresses[number] = NULL;
+  if (num_dims < 0) {
+    Py_INCREF(Py_None);
+    return Py_None;
+  }
+  if (num_dims > kMaxDims) return NULL;
+  for (d = 0; d < num_dims; d++) sizes[d] = value_of(r, work);
+  for (d = num_dims - 1; d >= 0; d--) {
+    strides[d] = step;
+    step *= sizes[d] > 1 ? sizes[d] : 1;
+  }
+  if (strided) {
+    for (d = 0; d < num_dims; d++) strides[d] = next(r);
+    offset = next(r);
+  }
+  if (base >= 0) {
+    Seen of;
+    if (!look(earlier[base], &of)) return NULL;
+    failed = torch.reinterpret(&of.impl, num_dims, sizes, strides, offset, &tensor);
+  } else {
+    failed = torch.empty_strided(num_dims, sizes, strides, (int32_t)dtype, (int32_t)type, (int32_t)index, &tensor);
+  }
+  if (failed || tensor == NULL) return NULL;
+  if (torch.get_data_ptr(tensor, &work->addresses[number])) {
+    torch.delete_tensor_object(tensor);
+    return NULL;
+  }
+  return to_python(tensor);
+}
+
+static void drop(PyObject **objects, int count) {
+  while (count > 0) Py_DECREF(objects[--count]);
+}
+
+/* kept[launch] = the tensors of the call. */
+static int keep(const Site *site, PyObject *launch, const Given *given, PyObject *const *outputs, int num_outputs) {
+  int i, failed;
+  PyObject *held = PyTuple_New(site->num_tensors + num_outputs);
+  if (held == NULL) return 0;
+  for (i = 0; i < site->num_tensors + num_outputs; i++) {
+    PyObject *one = i < site->num_tensors ? given->objects[i] : outputs[i - site->num_tensors];
+    Py_INCREF(one);
+    PyTuple_SetItem(held, i, one);
+  }
+  failed = PyObject_SetItem(site->kept, launch, held);
+  Py_DECREF(held);
+  return !failed;
+}
+
+static PyObject *nothing(void) {
+  PyErr_Clear();
+  Py_RETURN_NONE;
+}
+
+/* Follows a plan. */
+static PyObject *follow(const Site *site, PyObject *launch, const Given *given, PyObject *plan) {
+  _Alignas(16) unsigned char blob[kMaxBlob];
+  PyObject *outputs[kMaxOutputs], *result;
+  Work work = {given, blob, {NULL}};
+  Reader r;
+  char *start, *program;
+  Py_ssize_t blob_bytes, program_bytes;
+  int64_t count, num_outputs, num_calls, num_reads, i;
+  int made = 0;
+  if (PyBytes_AsStringAndSize(PyTuple_GetItem(plan, 0), &start, &blob_bytes) || blob_bytes > kMaxBlob ||
+      PyBytes_AsStringAndSize(PyTuple_GetItem(plan, 1), &program, &program_bytes))
+    return nothing();
+  r.at = (const int64_t *)(const void *)program;
+  r.end = r.at + program_bytes / (Py_ssize_t)sizeof *r.at;
+  for (count = next(&r); count > 0; count--) { /* lengths that are the same in all calls of the kind */
+    int64_t one = value_of(&r, &work), other = value_of(&r, &work);
+    if (one != other) return nothing();
+  }
+  memcpy(blob, start, (size_t)blob_bytes);
+  num_outputs = next(&r);
+  if (num_outputs > kMaxOutputs) return nothing();
+  for (; made < num_outputs; made++) {
+    outputs[made] = make_output(&r, &work, outputs, made);
+    if (outputs[made] == NULL) {
+      drop(outputs, made);
+      return nothing();
+    }
+  }
+  for (count = next(&r); count > 0; count--) {
+    int64_t offset = next(&r), width = next(&r), value = value_of(&r, &work);
+    if (width == 4) {
+      int32_t narrow = (int32_t)value;
+      if (narrow != value) { /* the library says what is wrong with such a length */
+        drop(outputs, made);
+        return nothing();
+      }
+      memcpy(blob + offset, &narrow, sizeof narrow);
+    } else {
+      memcpy(blob + offset, &value, sizeof value);
+    }
+  }
+  num_calls = next(&r);
+  num_reads = r.at[num_calls * 4];
+  result = PyTuple_New((Py_ssize_t)(num_reads + num_outputs));
+  if (result == NULL || (launch != Py_None && !keep(site, launch, given, outputs, made))) {
+    Py_XDECREF(result);
+    drop(outputs, made);
+    return NULL;
+  }
+  for (i = 0; i < num_calls; i++) {
+    EnterFn enter = (EnterFn)(intptr_t)next(&r);
+    int64_t a = next(&r), b = next(&r), c = next(&r);
+    int32_t status = enter(site->buffer, blob + a, blob + b, c < 0 ? NULL : blob + c);
+    if (status != 0) {
+      Py_DECREF(result);
+      drop(outputs, made);
+      int64_t first = 0;
+      if (num_reads > 0) memcpy(&first, blob + r.at[(num_calls - i - 1) * 4 + 1], sizeof first);
+      return Py_BuildValue("[iiL]", (int)status, (int)i, (long long)first);
+    }
+  }
+  next(&r);
+  for (i = 0; i < num_reads; i++) {
+    int64_t value;
+    memcpy(&value, blob + next(&r), sizeof value);
+    PyTuple_SetItem(result, (Py_ssize_t)i, PyLong_FromLongLong(value));
+  }
+  for (i = 0; i < num_outputs; i++) PyTuple_SetItem(result, (Py_ssize_t)(num_reads + i), outputs[i]);
+  return result;
+}
+
+/* call(launch, tensors..., scalars..., numbers...): a tuple of what was read and made; a list
+ * [status, call, first number read] if the library refused; the key as bytes if there is no plan of it; None if the call is not for this module. */
+static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+  Site *site = (Site *)self;
+  PyObject *plan, *name, *result = NULL, *modes = NULL, *inference = NULL;
+  Given given;
+  Writer key;
+  int i, first_number = site->num_tensors + site->num_scalars;
+  if (num_args != 1 + first_number + site->num_numbers) {
+    PyErr_SetString(PyExc_TypeError, "Site.call: another number of arguments than the site was made for");
+    return NULL;
+  }
+  given.objects = args + 1;
+  key.used = 0;
+  key.full = 0;
+  for (i = 0; i < site->num_numbers; i++) given.numbers[i] = PyLong_AsLongLong(given.objects[first_number + i]);
+  if (PyErr_Occurred()) return NULL;
+  if (is_set(num_modes) && (modes = enter_guard(without_modes, NULL)) == NULL) return NULL;
+  if (!describe(site, &given, &key)) {
+    result = nothing();
+  } else if ((name = PyBytes_FromStringAndSize((const char *)key.bytes, (Py_ssize_t)key.used)) != NULL) {
+    plan = PyDict_GetItemWithError(site->plans, name);
+    if (plan == NULL) {
+      result = PyErr_Occurred() ? NULL : name;
+      Py_XINCREF(result);
+    } else if (plan == Py_None) {
+      result = nothing();
+    } else {
+      Py_INCREF(plan); /* what a finalizer runs could clear the plans */
+      if (site->ordinary && is_set(in_inference)) inference = enter_guard(inference_guard, Py_False);
+      if (!PyErr_Occurred()) result = follow(site, args[0], &given, plan);
+      leave_guard(inference);
+      Py_DECREF(plan);
+    }
+    Py_DECREF(name);
+  }
+  leave_guard(modes);
+  return result;
+}
+
+/* Site(buffer, kept, plans, free_dims, num_scalars, num_numbers, strided, ordinary). */
+static PyObject *site_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
+  unsigned long long buffer;
+  PyObject *kept, *plans, *free_dims;
+  int num_scalars, num_numbers, ordinary;
+  unsigned int strided;
+  Py_ssize_t i, num_tensors;
+  Site *site;
+  allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+  (void)keywords;
+  if (!PyArg_ParseTuple(args, "KO!O!O!iiIp", &buffer, &PyDict_Type, &kept, &PyDict_Type, &plans, &PyTuple_Type,
+                        &free_dims, &num_scalars, &num_numbers, &strided, &ordinary))
+    return NULL;
+  num_tensors = PyTuple_Size(free_dims);
+  if (num_tensors > kMaxTensors || num_numbers > kMaxNumbers) {
+    PyErr_SetString(PyExc_ValueError, "Site: too many arguments");
+    return NULL;
+  }
+  site = (Site *)allocate(type, 0);
+  if (site == NULL) return NULL;
+  site->buffer = (deepep_buffer_t)(uintptr_t)buffer;
+  site->num_tensors = (int)num_tensors;
+  site->num_scalars = num_scalars;
+  site->num_numbers = num_numbers;
+  site->strided = strided;
+  site->ordinary = ordinary;
+  for (i = 0; i < num_tensors; i++) site->free_dims[i] = (uint32_t)PyLong_AsLong(PyTuple_GetItem(free_dims, i));
+  Py_INCREF(kept);
+  Py_INCREF(plans);
+  site->kept = kept;
+  site->plans = plans;
+  return (PyObject *)site;
+}
+
+static int site_traverse(PyObject *self, visitproc visit, void *arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(((Site *)self)->kept);
+  Py_VISIT(((Site *)self)->plans);
+  return 0;
+}
+
+static int site_clear(PyObject *self) {
+  Py_CLEAR(((Site *)self)->kept);
+  Py_CLEAR(((Site *)self)->plans);
+  return 0;
+}
+
+static void site_free(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  PyObject_GC_UnTrack(self);
+  site_clear(self);
+  release(self);
+  Py_DECREF(type);
+}
+
+/* ---- Module */
+
+/* poll_counts(function, buffer, token, num_local_experts, nanoseconds): (rows, [count of each expert]), or the status.
+ * deepep_wait_counts with the GIL held, for a short time: to let go of it may cost a wait for another thread. */
+static PyObject *poll_counts(PyObject *module, PyObject *args) {
+  typedef deepep_status_t (*WaitFn)(deepep_buffer_t, uint64_t, int64_t, int32_t *, int32_t *);
+  unsigned long long function, buffer, token;
+  long long limit, passed = 0;
+  int num_experts, i;
+  int32_t rows = 0, status, *counts;
+  struct timespec start, now;
+  PyObject *list, *result = NULL;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "KKKiL", &function, &buffer, &token, &num_experts, &limit)) return NULL;
+  counts = PyMem_Malloc((num_experts > 0 ? (size_t)num_experts : 1) * sizeof *counts);
+  if (counts == NULL) return PyErr_NoMemory();
+  clock_gettime(CLOCK_MONOTONIC, &start);
+  do {
+    status = ((WaitFn)(uintptr_t)function)((deepep_buffer_t)(uintptr_t)buffer, token, 0, &rows, counts);
+    if (status != DEEPEP_PENDING) break;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    passed = (now.tv_sec - start.tv_sec) * 1000000000ll + (now.tv_nsec - start.tv_nsec);
+  } while (passed < limit);
+  if (status != 0) {
+    result = PyLong_FromLong(status);
+  } else if ((list = PyList_New(num_experts)) != NULL) {
+    for (i = 0; i < num_experts; i++) PyList_SetItem(list, i, PyLong_FromLong(counts[i]));
+    result = Py_BuildValue("iN", (int)rows, list);
+  }
+  PyMem_Free(counts);
+  return result;
+}
+
+/* properties(tensor): (dtype, device type, device index) as torch's C ABI numbers them; the data's address; sizes. */
+static PyObject *properties(PyObject *module, PyObject *tensor) {
+  Seen seen;
+  int32_t dtype, type, index;
+  (void)module;
+  if (!look(tensor, &seen) || torch.get_dtype(&seen.impl, &dtype) || torch.get_device_type(&seen.impl, &type) ||
+      torch.get_device_index(&seen.impl, &index))
+    return nothing();
+  return Py_BuildValue("(iii)KL", (int)dtype, (int)type, (int)index, (unsigned long long)(uintptr_t)seen.address,
+                       (long long)(seen.num_dims > 0 ? seen.sizes[seen.num_dims - 1] : -1));
+}
+
+/* probe(copies): an object made of a handle, for Python to count its holders, with wrap_copies set first. */
+static PyObject *probe(PyObject *module, PyObject *copies) {
+  const int64_t one = 1;
+  Tensor tensor = NULL;
+  (void)module;
+  wrap_copies = PyObject_IsTrue(copies) == 1;
+  if (torch.empty_strided(1, &one, &one, 6 /* float32 */, 0 /* CPU */, -1, &tensor)) Py_RETURN_NONE;
+  return to_python(tensor);
+}
+
+/* start(addresses of torch's functions in the struct's order, objects of torch in the order of their names). */
+static PyObject *start(PyObject *module, PyObject *args) {
+  PyObject *addresses, *objects;
+  PyObject **places[] = {&tensor_type, &wrap, &num_modes, &without_modes, &in_inference, &inference_guard};
+  size_t i, num_functions = sizeof torch / sizeof(void *), num_objects = sizeof places / sizeof *places;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &addresses, &PyTuple_Type, &objects)) return NULL;
+  if ((size_t)PyTuple_Size(addresses) != num_functions || (size_t)PyTuple_Size(objects) != num_objects) {
+    PyErr_SetString(PyExc_ValueError, "start: another number of functions or objects");
+    return NULL;
+  }
+  for (i = 0; i < num_functions; i++) {
+    void *address = PyLong_AsVoidPtr(PyTuple_GetItem(addresses, (Py_ssize_t)i));
+    if (address == NULL) return NULL;
+    memcpy((char *)&torch + i * sizeof address, &address, sizeof address);
+  }
+  for (i = 0; i < num_objects; i++) {
+    Py_XDECREF(*places[i]);
+    *places[i] = PyTuple_GetItem(objects, (Py_ssize_t)i);
+    Py_INCREF(*places[i]);
+  }
+  Py_RETURN_NONE;
+}
+
+static PyMethodDef site_methods[] = {
+    {"call", (PyCFunction)(void (*)(void))site_call, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
+static PyType_Slot site_slots[] = {{Py_tp_new, site_new},
+                                   {Py_tp_dealloc, site_free},
+                                   {Py_tp_traverse, site_traverse},
+                                   {Py_tp_clear, site_clear},
+                                   {Py_tp_methods, site_methods},
+                                   {0, NULL}};
+static PyType_Spec site_spec = {"deepep_torch.Site", sizeof(Site), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                                site_slots};
+static PyMethodDef functions[] = {{"start", start, METH_VARARGS, NULL},
+                                  {"poll_counts", poll_counts, METH_VARARGS, NULL},
+                                  {"probe", probe, METH_O, NULL},
+                                  {"properties", properties, METH_O, NULL},
+                                  {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "deepep_torch", NULL, -1, functions, NULL, NULL, NULL,
+                                        NULL};
+
+PyMODINIT_FUNC PyInit_deepep_torch(void) {
+  PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&site_spec);
+  name_cdata = PyUnicode_InternFromString("_cdata");
+  name_enter = PyUnicode_InternFromString("__enter__");
+  name_exit = PyUnicode_InternFromString("__exit__");
+  if (module == NULL || type == NULL || name_cdata == NULL || name_enter == NULL || name_exit == NULL ||
+      PyModule_AddObject(module, "Site", type) != 0 ||
+      PyModule_AddIntConstant(
+          module, "version", DEEPEP_VERSION_MAJOR * 10000 + DEEPEP_VERSION_MINOR * 100 + DEEPEP_VERSION_PATCH) != 0)
+    return NULL;
+  return module;
+}

@@ -1,0 +1,230 @@
+"""The compiled face: what goes through it, that it gives what Python gives, and what it leaves to Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import alone
+
+SYNCHRONOUS = ("layout", "dispatch", "worst case", "cached", "combine", "low latency")
+SHORT = 3  # tokens fewer, in a call of the same kind
+
+
+def sites_of(buffer):
+    """The sites that have plans, by name."""
+    faces = [face for face in (buffer._normal._face, buffer._low_latency._face) if face is not None]
+    return {
+        name.strip("_"): site for face in faces for name, site in vars(face).items() if getattr(site, "_plans", None)
+    }
+
+
+class Counted:
+    """Stands for Site.call, and notes what comes back."""
+
+    def __init__(self, call):
+        self.call, self.got = call, []
+
+    def __call__(self, *args):
+        self.got.append(self.call(*args))
+        return self.got[-1]
+
+
+def counted(buffer):
+    sites = sites_of(buffer)
+    for site in sites.values():
+        site.call = Counted(site.call)
+    return {name: site.call.got for name, site in sites.items()}
+
+
+def rank_used(ctx):
+    """Calls of a kind that was seen go through the face whole, whatever their number of tokens is."""
+    with alone.buffer_of(ctx) as buffer:
+        for tokens in (alone.BOUND, alone.BOUND):
+            calls = alone.Calls(buffer, tokens=tokens)
+            for kind in SYNCHRONOUS:
+                calls.of(kind)()
+        got = counted(buffer)
+        fewer = alone.Calls(buffer, tokens=alone.BOUND - SHORT)
+        for kind in ("layout", "dispatch", "cached", "combine"):
+            fewer.of(kind)()
+        for kind in SYNCHRONOUS:
+            calls.of(kind)()
+        assert set(got) == {"layout", "notify", "dispatch", "worst", "cached", "combine"} | {"dispatch", "combine"}
+        wrong = {name: [type(one) for one in results if type(one) is not tuple] for name, results in got.items()}
+        assert all(results for results in got.values()), {name: len(results) for name, results in got.items()}
+        assert not any(wrong.values()), wrong
+
+
+def test_calls_go_through_it(pool):
+    pool.run(1, rank_used)
+
+
+def rank_same(ctx, fp8):
+    """What the face returns is what Python returns: values, shapes, strides, dtypes; and each tensor has one holder."""
+    torch.manual_seed(ctx.rank)
+    tokens, experts, topk, hidden = 24 + ctx.rank, 4 * ctx.size, 3, 256
+    x = torch.randn(tokens, hidden).to(torch.bfloat16)
+    scales = torch.rand(2, tokens).t()  # column-major
+    idx = torch.stack([torch.randperm(experts)[:topk] for _ in range(tokens)])
+    idx[0] = -1
+    weights = torch.rand(tokens, topk)
+    data = (x.to(torch.float8_e4m3fn), scales) if fp8 else x
+    seen = {}
+    for compiled in (True, False):
+        with alone.buffer_of(ctx) as buffer:
+            buffer._core.compiled = compiled
+            for _ in range(3):
+                layout = buffer.get_dispatch_layout(idx, experts)
+                counts = {
+                    "num_tokens_per_rank": layout[0],
+                    "num_tokens_per_expert": layout[2],
+                    "is_token_in_rank": layout[3],
+                }
+                fresh = buffer.dispatch(data, **counts, topk_idx=idx, topk_weights=weights, expert_alignment=2)
+                worst = buffer.dispatch(
+                    data, **counts, topk_idx=idx, topk_weights=weights, num_worst_tokens=64 * ctx.size
+                )
+                cached = buffer.dispatch(data, handle=fresh[4])
+                answers = torch.ones(fresh[4][3].shape[0], hidden, dtype=torch.bfloat16)
+                combined = buffer.combine(answers, fresh[4], topk_weights=fresh[2], bias=(x, None))
+            rows = fresh[4][3].shape[0]
+            valid = [part[:rows] for part in flat(worst[:3])]
+            seen[compiled] = flat((layout, fresh, valid, worst[4][0], cached[0], combined))
+            if compiled:
+                assert buffer._normal._face is not None, "the compiled face is not built"
+                held = [tensor._use_count() for tensor in flat((fresh[:3], combined))]
+                assert set(held) == {1}, held
+    assert len(seen[True]) == len(seen[False]) > 15
+    for mine, pythons in zip(*seen.values(), strict=True):
+        assert (mine.dtype, mine.shape, mine.stride()) == (pythons.dtype, pythons.shape, pythons.stride())
+        assert torch.equal(
+            mine.view(torch.uint8) if mine.dtype is torch.float8_e4m3fn else mine,
+            pythons.view(torch.uint8) if mine.dtype is torch.float8_e4m3fn else pythons,
+        )
+
+
+def flat(value):
+    """The tensors in nested tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for one in value for tensor in flat(one)] if isinstance(value, (tuple, list)) else []
+
+
+@pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8 with scales"))
+def test_gives_what_python_gives(pool, fp8):
+    pool.run(2, rank_same, fp8)
+
+
+def rank_refusals(ctx):
+    """A call that differs from those of a plan is checked as ever."""
+    with alone.buffer_of(ctx) as buffer:
+        calls = alone.Calls(buffer)
+        for kind in SYNCHRONOUS:
+            calls.of(kind)()
+            calls.of(kind)()
+        rows, _, weights, _, handle, _ = calls.dispatched
+        matrix, first, second, source, in_rank, head = handle
+        few = calls.x[:-1]
+        wrong = {
+            "argument x: got shape": lambda: buffer.combine(rows[:-1], handle),
+            "argument topk_weights: got shape": lambda: buffer.combine(rows, handle, weights[:-1]),
+            r"argument bias\[0\]: got shape": lambda: buffer.combine(rows, handle, bias=few),
+            "argument x: got 63 rows": lambda: buffer.dispatch(few, handle=handle),
+            "argument x: got dtype": lambda: buffer.combine(rows.float(), handle),
+            "argument handle: send_head: got": lambda: buffer.combine(
+                rows, (matrix, first, second, source, in_rank, head.long())
+            ),
+            "argument is_token_in_rank: got shape": lambda: buffer.dispatch(
+                few, **calls.layout_arguments, topk_idx=calls.idx[:-1], topk_weights=calls.weights[:-1]
+            ),
+            "argument topk_idx: got strides": lambda: buffer.get_dispatch_layout(calls.idx.t().contiguous().t(), 4),
+            "argument num_experts: got True": lambda: buffer.get_dispatch_layout(calls.idx, True),
+            "argument num_worst_tokens: got -1": lambda: buffer.dispatch(
+                calls.x, **calls.layout_arguments, topk_idx=calls.idx, topk_weights=calls.weights, num_worst_tokens=-1
+            ),
+            "argument x: got shape .*, allowed": lambda: buffer.low_latency_dispatch(
+                calls.x[0], calls.idx, alone.BOUND, alone.EXPERTS, use_fp8=False
+            ),
+        }
+        from deep_ep.errors import DeepEPError
+
+        for text, call in wrong.items():
+            with pytest.raises(DeepEPError, match=text):
+                call()
+        for kind in SYNCHRONOUS:
+            calls.of(kind)()
+        assert not buffer._core.kept
+
+
+def test_other_calls_are_checked(pool):
+    pool.run(1, rank_refusals)
+
+
+def rank_modes(ctx):
+    """Under a mode of torch functions none of our tensor methods runs Python; outputs are where the buffer is."""
+    from torch.overrides import TorchFunctionMode
+
+    seen = []
+
+    class Notes(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(getattr(function, "__name__", str(function)))
+            return function(*args, **(kwargs or {}))
+
+    with alone.buffer_of(ctx) as buffer:
+        for compiled in (True, False):
+            buffer._core.compiled = compiled
+            buffer._normal._face, buffer._normal._has_face = None, True
+            buffer._low_latency.forget()
+            calls = alone.Calls(buffer)
+            rows, _, weights, _, handle, _ = calls.dispatched
+            given = {**calls.layout_arguments, "topk_idx": calls.idx, "topk_weights": calls.weights}
+            most, bound, experts = len(calls.x), alone.BOUND, alone.EXPERTS
+            for turn in range(2):
+                with Notes(), torch.device("meta"):
+                    seen.clear()
+                    layout = buffer.get_dispatch_layout(calls.idx, experts)
+                    fresh = buffer.dispatch(calls.x, **given)
+                    worst = buffer.dispatch(calls.x, **given, num_worst_tokens=most)
+                    cached = buffer.dispatch(calls.x, handle=handle)
+                    combined = buffer.combine(rows, handle, topk_weights=weights, bias=calls.x)
+                    got = buffer.low_latency_dispatch(calls.x, calls.idx, bound, experts, use_fp8=False)
+                    sums = buffer.low_latency_combine(got[0], calls.idx, calls.weights, got[2])
+                    methods = seen[:]
+                assert not methods, f"compiled {compiled}, turn {turn}: {methods}"
+                assert {t.device.type for t in flat((layout, fresh, worst, cached, combined, got, sums))} == {"cpu"}
+
+
+def test_modes_cost_nothing(pool):
+    pool.run(1, rank_modes)
+
+
+def rank_inference(ctx):
+    """In inference mode low-latency outputs are ordinary tensors, from the face too."""
+    with alone.buffer_of(ctx) as buffer:
+        calls = alone.Calls(buffer)
+        with torch.inference_mode():
+            for _ in range(2):
+                rows, count, handle, _, _ = buffer.low_latency_dispatch(
+                    calls.x, calls.idx, alone.BOUND, alone.EXPERTS, use_fp8=False
+                )
+                sums = buffer.low_latency_combine(rows, calls.idx, calls.weights, handle)[0]
+        assert not any(t.is_inference() for t in flat((rows, count, handle, sums)))
+
+
+def test_inference_mode(pool):
+    pool.run(1, rank_inference)
+
+
+@pytest.mark.parametrize(("text", "want"), (("0", "DEEPEP_TORCH_FACE=0"), ("2", "argument DEEPEP_TORCH_FACE: got '2'")))
+def test_setting(text, want):
+    program = "from deep_ep import _face\nassert _face.load() is None\nprint(_face.missing)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "DEEPEP_TORCH_FACE": text}, capture_output=True, text=True
+    )
+    assert want in done.stdout + done.stderr
