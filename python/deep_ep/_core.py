@@ -359,9 +359,7 @@ class Ordering:
             self.launch.create_event(core.native)
             struct.event = self.launch.event
         later = self.async_finish or self.on_comm and not last
-        if (
-            self.on_comm and self.previous is None and not later
-        ):  # it runs on the caller's stream, in the other's memory
+        if self.on_comm and self.previous is None and not later:  # on the caller's stream, in the other's memory
             core.torch_current_stream().wait_stream(core.comm_stream)
         struct.is_async = 1 if core.host_stream or later else 0
         return ctypes.byref(struct)

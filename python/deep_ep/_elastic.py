@@ -9,7 +9,8 @@ from typing import Any
 
 from . import _abi, _torch
 from ._core import Core, Ordering
-from ._normal import EXCHANGE, NormalMode
+from ._normal import NormalMode
+from ._normal_face import EXCHANGE
 from ._structs import Writer
 from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, ITEM_TYPES, OptionalTensor, Tensor
 from .errors import assertion, check_flag, type_error, value_error
@@ -333,7 +334,7 @@ class ElasticMode:
         assert topk_idx is not None
         tokens = shape.bound()
         if not sending.worst:
-            tokens, per_expert = core.native.wait_counts(sending.token, shape.num_local)
+            tokens, per_expert = self._core.native.wait_counts(sending.token, shape.num_local)
             handle.num_recv_tokens_per_expert_list = per_expert
             handle.num_recv_tokens = handle.num_expanded_tokens = sum(per_expert) if shape.expand else tokens
             with order.context:

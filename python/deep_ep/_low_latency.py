@@ -177,8 +177,8 @@ class LowLatencyMode:
             if face is not None:
                 src_info, layout_range, bound, hidden, num_experts = handle
                 given = (
-                    None if zero_copy is True else x, topk_idx, topk_weights, src_info, layout_range, out, wait_stats, bound,
-                    hidden, num_experts, use_logfmt, zero_copy, unreduced,
+                    None if zero_copy is True else x, topk_idx, topk_weights, src_info, layout_range, out, wait_stats,
+                    bound, hidden, num_experts, use_logfmt, zero_copy, unreduced,
                 )  # fmt: skip
                 if core.host_stream:
                     got = face.combine.run(core.take_launch_with_event(), *given)

@@ -352,16 +352,16 @@ static PyObject *follow(const Site *site, PyObject *launch, const Given *given, 
     if (status != 0) {
       Py_DECREF(result);
       drop(outputs, made);
-      int64_t first = 0;
+      uint64_t first = 0;
       if (num_reads > 0) memcpy(&first, blob + r.at[(num_calls - i - 1) * 4 + 1], sizeof first);
-      return Py_BuildValue("[iiL]", (int)status, (int)i, (long long)first);
+      return Py_BuildValue("[iiK]", (int)status, (int)i, (unsigned long long)first);
     }
   }
   next(&r);
   for (i = 0; i < num_reads; i++) {
-    int64_t value;
+    uint64_t value;
     memcpy(&value, blob + next(&r), sizeof value);
-    PyTuple_SetItem(result, (Py_ssize_t)i, PyLong_FromLongLong(value));
+    PyTuple_SetItem(result, (Py_ssize_t)i, PyLong_FromUnsignedLongLong(value));
   }
   for (i = 0; i < num_outputs; i++) PyTuple_SetItem(result, (Py_ssize_t)(num_reads + i), outputs[i]);
   return result;
@@ -382,7 +382,7 @@ static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num
   given.objects = args + 1;
   key.used = 0;
   key.full = 0;
-  for (i = 0; i < site->num_numbers; i++) given.numbers[i] = PyLong_AsLongLong(given.objects[first_number + i]);
+  for (i = 0; i < site->num_numbers; i++) given.numbers[i] = (int64_t)PyLong_AsUnsignedLongLongMask(given.objects[first_number + i]);
   if (PyErr_Occurred()) return NULL;
   if (is_set(num_modes) && (modes = enter_guard(without_modes, NULL)) == NULL) return NULL;
   if (!describe(site, &given, &key)) {
