@@ -43,9 +43,12 @@ def group_from_allgather(rank: int, size: int, allgather: AllGather, **options: 
     def exchange(send: int, recv: int, count: int, _user: int) -> int:
         try:
             blobs = allgather(ctypes.string_at(send, count))
-            if len(blobs) != size or any(len(blob) != count for blob in blobs):
+            sizes = [len(blob) if isinstance(blob, (bytes, bytearray)) else type(blob).__name__ for blob in blobs]
+            if sizes != [count] * size:
                 raise errors.DeepEPError(
-                    errors.MISMATCH, f"the group's all-gather gave {len(blobs)} blobs for {size} ranks"
+                    errors.MISMATCH,
+                    f"the group's all-gather gave {sizes} as bytes of its blobs, allowed {count} from each of "
+                    f"{size} ranks",
                 )
             ctypes.memmove(recv, b"".join(blobs), count * size)
             return 0
@@ -60,9 +63,9 @@ def group_from_allgather(rank: int, size: int, allgather: AllGather, **options: 
     try:
         return NativeGroup(struct, keep=(function,))
     except errors.DeepEPError:
-        if failure:
-            raise failure[0] from None
-        raise
+        if not failure:
+            raise
+    raise failure[0]  # outside the handler: with the causes that it has itself
 
 
 def group_from_bootstrap(where: bootstrap.Bootstrap, **options: Any) -> NativeGroup:

@@ -14,6 +14,37 @@ CASE = Case((12, 7), experts=8, topk=3, hidden=64)
 FRAMEWORK_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 
 
+class Gathered(Exception):
+    """Raised by the tests' all-gather."""
+
+
+def rank_allgather(ctx):
+    """What the caller's all-gather raises is raised, with its causes; what it returns is checked."""
+    from deep_ep import DeepEPError
+    from deep_ep._native import group_from_allgather
+
+    def raises(_):
+        try:
+            raise KeyError("inner")
+        except KeyError as inner:
+            raise Gathered("outer") from inner
+
+    with pytest.raises(Gathered) as found:
+        group_from_allgather(0, 1, raises)
+    assert isinstance(found.value.__cause__, KeyError)
+    for given, said in (
+        (lambda b: [b[1:]], "bytes of its blobs"),
+        (lambda b: [None], "NoneType"),
+        (lambda b: [b, b], "1 ranks"),
+    ):
+        with pytest.raises(DeepEPError, match=said):
+            group_from_allgather(0, 1, given)
+
+
+def test_exceptions_of_the_allgather(pool):
+    pool.run(1, rank_allgather)
+
+
 def rank_attributes(ctx):
     with normal.buffer_of(ctx, 1 << 20, 1 << 21, enable_shrink=True, low_latency_mode=True) as buffer:
         assert buffer.group is ctx.group
