@@ -2,26 +2,70 @@
 #include "shim.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/auxv.h>
+#include <sys/mman.h>
 
 #include "_cgo_export.h"
 
 #define DP_PUBLIC __attribute__((visibility("default")))
 #define DP_ERROR_BYTES 4096
+/* What the Go runtime's signal handlers may use: a stack of its own threads has 32 KB. */
+#define DP_SIGNAL_STACK_BYTES (32u << 10)
+#ifndef AT_MINSIGSTKSZ
+#define AT_MINSIGSTKSZ 51
+#endif
 #define DP_MAX_STRUCT 65536u /* a struct_size above this is not a size */
 
 /* A pointer only: a library that is opened late has little static thread-local storage. The text goes with its thread.
  */
 static _Thread_local char *last_error;
-static pthread_key_t error_key;
+static pthread_key_t error_key, signal_stack_key;
+static _Thread_local char signal_stack_seen;
 static volatile int forked; /* set in a child: the Go runtime does not survive fork */
 
 static void mark_forked(void) { forked = 1; }
+/* Other destructors of the thread may still call in. */
+static void free_error(void *text) {
+  last_error = NULL;
+  free(text);
+}
+
+/* What the kernel puts on a signal's stack depends on the processor: 11 KB with AMX. */
+static size_t signal_stack_bytes(void) {
+  return (getauxval(AT_MINSIGSTKSZ) + DP_SIGNAL_STACK_BYTES + 0xffff) & ~(size_t)0xffff;
+}
+
+static void free_signal_stack(void *stack) {
+  stack_t now;
+  const stack_t none = {.ss_flags = SS_DISABLE};
+  if (sigaltstack(NULL, &now) == 0 && now.ss_sp == stack && sigaltstack(&none, NULL) != 0) return; /* it is in use */
+  munmap(stack, signal_stack_bytes());
+}
+
+/* The Go runtime interrupts its threads by signals, also this one while it is inside, and takes the thread's alternate
+ * stack where there is one. A small one (of Python's faulthandler, of a Rust thread) would be a crash, at a random
+ * moment: this thread gets a larger one in its place. */
+static void look_at_signal_stack(void) {
+  stack_t now, larger = {.ss_size = signal_stack_bytes()};
+  signal_stack_seen = 1;
+  if (sigaltstack(NULL, &now) != 0 || (now.ss_flags & (SS_DISABLE | SS_ONSTACK)) != 0) return;
+  if (now.ss_size >= getauxval(AT_MINSIGSTKSZ) + DP_SIGNAL_STACK_BYTES) return;
+  larger.ss_sp = mmap(NULL, larger.ss_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (larger.ss_sp == MAP_FAILED) return;
+  if (pthread_setspecific(signal_stack_key, larger.ss_sp) != 0 || sigaltstack(&larger, NULL) != 0) {
+    pthread_setspecific(signal_stack_key, NULL);
+    munmap(larger.ss_sp, larger.ss_size);
+  }
+}
+
 __attribute__((constructor)) static void prepare(void) {
-  pthread_key_create(&error_key, free);
+  pthread_key_create(&error_key, free_error);
+  pthread_key_create(&signal_stack_key, free_signal_stack);
   pthread_atfork(NULL, NULL, mark_forked);
 }
 
@@ -119,6 +163,7 @@ static deepep_status_t enter(void) {
     return DEEPEP_ERROR_FORK;
   }
   if (last_error != NULL) last_error[0] = 0;
+  if (!signal_stack_seen) look_at_signal_stack();
   return DEEPEP_OK;
 }
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dis
+import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from unittest import mock
@@ -293,3 +295,15 @@ def rank_blocks_taken_twice(ctx):
 
 def test_blocks_are_not_taken_twice(pool):
     pool.run(1, rank_blocks_taken_twice)
+
+
+def test_small_signal_stack(device, tmp_path):
+    """The Go runtime uses a thread's alternate signal stack: one that has little room is replaced."""
+    if device != "cpu":
+        pytest.skip("the host code is the same")
+    program = os.path.join(os.path.dirname(__file__), "signal_stack_program.py")
+    done = subprocess.run(
+        [sys.executable, program, str(tmp_path), "60"],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "GOGC": "1"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-600:]
