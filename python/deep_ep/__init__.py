@@ -10,6 +10,7 @@ except ModuleNotFoundError as missing:
 from typing import TYPE_CHECKING, Any
 
 from . import _distribution, comm
+from ._absent import BucketBuffer, BucketSession, BufferBase, EngramBuffer, PPBuffer
 from ._lib import header_version
 from ._plan import Plan, plan
 from .bootstrap import Bootstrap
@@ -17,21 +18,15 @@ from .buffer import Buffer
 from .comm import destroy_all_managed_nccl_comm
 from .config import Config
 from .elastic import (
-    BucketBuffer,
-    BucketSession,
-    BufferAllocator,
-    BufferBase,
     ElasticBuffer,
-    EngramBuffer,
-    EPBuffer,
     EPHandle,
-    PPBuffer,
     get_logical_domain_size,
     get_num_allocation_alignment,
     get_num_rdma_alignment,
     get_num_tma_alignment,
     get_physical_domain_size,
 )
+from .epbuffer import BufferAllocator, EPBuffer
 from .errors import DeepEPError
 from .utils import EventHandle, EventOverlap
 

@@ -27,6 +27,7 @@ topk_idx_t = torch.int64
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
 FLOAT32, INT32, INT64, BOOL = torch.float32, torch.int32, torch.int64, torch.bool
+UINT8 = torch.uint8
 INDEX_TYPES = {torch.int32: _abi.INT32, torch.int64: _abi.INT64}
 ITEM_TYPES = {torch.bfloat16: _abi.BF16, torch.float8_e4m3fn: _abi.FP8_E4M3}
 # Of torch's stable C ABI, in the order of the struct in python/face/face.c.
@@ -131,6 +132,37 @@ def recorded_event(device: torch.device | None = None) -> torch.cuda.Event | Non
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies a tensor on the current stream."""
     target.copy_(source)
+
+
+where = torch.where
+
+
+def add(target: torch.Tensor, part: torch.Tensor) -> None:
+    """Adds to a tensor in place, on the current stream; autograd does not see it."""
+    with torch.no_grad():
+        target.add_(part)
+
+
+def arange(first: int, count: int, device: torch.device) -> Tensor:
+    """`count` int64 numbers from `first` on."""
+    return torch.arange(first, first + count, dtype=torch.int64, device=device)
+
+
+def bytes_as_rows(tensor: torch.Tensor, width: int) -> Tensor:
+    """The bytes of a contiguous tensor, uint8 [rows, width]: a view."""
+    return tensor.detach().reshape(-1).view(torch.uint8).view(-1, width)
+
+
+def meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def take_memory(tensor: torch.Tensor, storage: torch.Tensor, begin: int) -> None:
+    """A meta tensor becomes a view of `storage` from byte `begin` on; it stays the same object."""
+    count = tensor.numel() * tensor.itemsize
+    view = storage.view(torch.uint8)[begin : begin + count].view(tensor.dtype).view(tensor.shape)
+    torch.utils.swap_tensors(tensor, view)  # type: ignore[no-untyped-call]
 
 
 def synchronize(device: torch.device) -> None:

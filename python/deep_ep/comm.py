@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .elastic import _absent, get_logical_domain_size, get_physical_domain_size
+from ._absent import absent
+from .elastic import get_logical_domain_size, get_physical_domain_size
 
 __all__ = [
     "NCCLCommHandle",
@@ -21,12 +22,12 @@ class NCCLCommHandle:
     """Raises NotImplementedError: this library has no NCCL communicators."""
 
     def __init__(self, *_values: object, **_named: object) -> None:
-        _absent("NCCLCommHandle", _NCCL)()
+        absent("NCCLCommHandle", _NCCL)()
 
 
-get_nccl_comm_handle = _absent("get_nccl_comm_handle", _NCCL)
-barrier = _absent("comm.barrier", "barriers without a buffer")
-get_comm_stream = _absent("comm.get_comm_stream", "communication streams without a buffer")
+get_nccl_comm_handle = absent("get_nccl_comm_handle", _NCCL)
+barrier = absent("comm.barrier", "barriers without a buffer")
+get_comm_stream = absent("comm.get_comm_stream", "communication streams without a buffer")
 
 
 def destroy_all_managed_nccl_comm() -> None:

@@ -1,12 +1,12 @@
-"""ElasticBuffer and EPBuffer: V2 of the API, over the same engine as Buffer."""
+"""ElasticBuffer: V2 of the API, over the same engine as Buffer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from . import _elastic_sizes, _torch, errors
+from ._absent import AGRS, ENGRAM, PP, BufferBase, absent
 from ._elastic import (
     Combined,
     Dispatched,
@@ -24,18 +24,11 @@ from ._torch import FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor, opaque
 from .bootstrap import Bootstrap
 from .buffer import Buffer, Runtime, _choose_engine
 from .errors import assertion, check_flag, check_int, type_error, value_error
-from .utils import EventHandle, EventOverlap
+from .utils import EventHandle
 
 __all__ = [
-    "BucketBuffer",
-    "BucketSession",
-    "BufferAllocator",
-    "BufferBase",
-    "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
-    "EngramBuffer",
-    "PPBuffer",
     "get_logical_domain_size",
     "get_num_allocation_alignment",
     "get_num_rdma_alignment",
@@ -48,25 +41,6 @@ LEAST_SMS, USUAL_SMS = 4, 20
 QPS_DIRECT, QPS_HYBRID = 17, 129
 USUAL_TOKENS, USUAL_HIDDEN = 4096, 7168  # for the choice of SMs, where the constructor was not told
 Group = Any
-
-
-def _absent(name: str, what: str) -> Callable[..., Any]:
-    """A name of V2 that this library does not have."""
-
-    def call(*_values: Any, **_named: Any) -> Any:
-        raise errors.DeepEPNotImplementedError(errors.UNSUPPORTED, f"{name}: {what} of V2 are not supported")
-
-    call.__name__ = name
-    call.__doc__ = f"Raises NotImplementedError: {what} of V2 are not supported."
-    return call
-
-
-AGRS, PP, ENGRAM, BUCKETS = "all-gather sessions", "pipeline sends", "Engram tables", "bucket collectives"
-BALANCING = "load balancing of weights"
-
-
-class BufferBase:
-    """What the buffers of V2 have in common: a name to test for."""
 
 
 class ElasticBuffer(BufferBase):
@@ -124,7 +98,7 @@ class ElasticBuffer(BufferBase):
         num_nvl_peers: int | None = None,
     ) -> None:
         if num_cpu_bytes:
-            _absent("num_cpu_bytes", ENGRAM)()
+            absent("num_cpu_bytes", ENGRAM)()
         flags = {
             "use_fp8_dispatch": use_fp8_dispatch,
             "deterministic": deterministic,
@@ -414,21 +388,21 @@ class ElasticBuffer(BufferBase):
 
     # ---- not there
 
-    get_agrs_num_max_session_bytes = staticmethod(_absent("get_agrs_num_max_session_bytes", AGRS))
-    get_agrs_buffer_size_hint = staticmethod(_absent("get_agrs_buffer_size_hint", AGRS))
-    agrs_set_config = _absent("agrs_set_config", AGRS)
-    create_agrs_session = _absent("create_agrs_session", AGRS)
-    destroy_agrs_session = _absent("destroy_agrs_session", AGRS)
-    agrs_new_session = _absent("agrs_new_session", AGRS)
-    agrs_get_inplace_tensor = _absent("agrs_get_inplace_tensor", AGRS)
-    all_gather = _absent("all_gather", AGRS)
-    get_pp_buffer_size_hint = staticmethod(_absent("get_pp_buffer_size_hint", PP))
-    pp_set_config = _absent("pp_set_config", PP)
-    pp_send = _absent("pp_send", PP)
-    pp_recv = _absent("pp_recv", PP)
-    get_engram_storage_size_hint = staticmethod(_absent("get_engram_storage_size_hint", ENGRAM))
-    engram_write = _absent("engram_write", ENGRAM)
-    engram_fetch = _absent("engram_fetch", ENGRAM)
+    get_agrs_num_max_session_bytes = staticmethod(absent("get_agrs_num_max_session_bytes", AGRS))
+    get_agrs_buffer_size_hint = staticmethod(absent("get_agrs_buffer_size_hint", AGRS))
+    agrs_set_config = absent("agrs_set_config", AGRS)
+    create_agrs_session = absent("create_agrs_session", AGRS)
+    destroy_agrs_session = absent("destroy_agrs_session", AGRS)
+    agrs_new_session = absent("agrs_new_session", AGRS)
+    agrs_get_inplace_tensor = absent("agrs_get_inplace_tensor", AGRS)
+    all_gather = absent("all_gather", AGRS)
+    get_pp_buffer_size_hint = staticmethod(absent("get_pp_buffer_size_hint", PP))
+    pp_set_config = absent("pp_set_config", PP)
+    pp_send = absent("pp_send", PP)
+    pp_recv = absent("pp_recv", PP)
+    get_engram_storage_size_hint = staticmethod(absent("get_engram_storage_size_hint", ENGRAM))
+    engram_write = absent("engram_write", ENGRAM)
+    engram_fetch = absent("engram_fetch", ENGRAM)
 
     # ---- helpers
 
@@ -581,217 +555,6 @@ class ElasticBuffer(BufferBase):
         fits = number >= 1 and number % ranks == 0
         assertion(fits, f"argument num_experts: got {number}, allowed a positive multiple of the {ranks} ranks")
         return number
-
-
-class EPBuffer(ElasticBuffer):
-    """ElasticBuffer with the names and arguments of DeepEP 2.5. The constructor is collective.
-
-    Args:
-        group: a torch.distributed group of any backend.
-        lb_allocation_plan_or_num_bytes: memory for redundant experts; only 0.
-        num_bytes, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, deterministic, allow_hybrid_mode,
-            allow_multiple_reduction, prefer_overlap_with_compute, sl_idx, num_allocated_qps, num_cpu_timeout_secs,
-            num_gpu_timeout_secs, explicitly_destroy, engine, bootstrap, num_nvl_peers: as for ElasticBuffer.
-
-    Raises:
-        DeepEPError: as ElasticBuffer.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        num_bytes: int | None = None,
-        num_max_tokens_per_rank: int = 0,
-        hidden: int = 0,
-        num_topk: int = 0,
-        use_fp8_dispatch: bool = False,
-        lb_allocation_plan_or_num_bytes: Any = 0,
-        deterministic: bool = False,
-        allow_hybrid_mode: bool = True,
-        allow_multiple_reduction: bool = True,
-        prefer_overlap_with_compute: bool = True,
-        sl_idx: int | None = None,
-        num_allocated_qps: int = 0,
-        num_cpu_timeout_secs: float = CPU_SECONDS,
-        num_gpu_timeout_secs: float = GPU_SECONDS,
-        explicitly_destroy: bool = False,
-        *,
-        engine: str | None = None,
-        bootstrap: Bootstrap | None = None,
-        num_nvl_peers: int | None = None,
-    ) -> None:
-        if not isinstance(lb_allocation_plan_or_num_bytes, int) or lb_allocation_plan_or_num_bytes:
-            _absent("lb_allocation_plan_or_num_bytes", BALANCING)()
-        super().__init__(
-            group, num_bytes, 0, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, deterministic,
-            allow_hybrid_mode, allow_multiple_reduction, prefer_overlap_with_compute, sl_idx, num_allocated_qps,
-            num_cpu_timeout_secs, num_gpu_timeout_secs, explicitly_destroy, engine=engine, bootstrap=bootstrap,
-            num_nvl_peers=num_nvl_peers,
-        )  # fmt: skip
-        self.num_lb_bytes = 0
-        self.context: Any = None  # NCCL's in 2.5
-        self.main_context: Any = None
-
-    def barrier(
-        self,
-        wait_comm_stream: bool = True,
-        with_cpu_sync: bool = False,
-        sequential: bool = True,
-        context_idx: int | None = None,
-    ) -> None:
-        """ElasticBuffer.barrier; `wait_comm_stream` and `context_idx` are accepted."""
-        super().barrier(wait_comm_stream, with_cpu_sync, sequential)
-
-    @opaque
-    def dispatch(  # type: ignore[override]
-        self,
-        x: Rows,
-        topk_idx: OptionalTensor = None,
-        topk_weights: OptionalTensor = None,
-        cumulative_local_expert_recv_stats: OptionalTensor = None,
-        num_experts: int | None = None,
-        num_max_tokens_per_rank: int | None = None,
-        expert_alignment: int | None = None,
-        num_sms: int = 0,
-        num_qps: int = 0,
-        previous_event: Event = None,
-        async_with_compute_stream: bool = False,
-        allocate_on_comm_stream: bool = False,
-        handle: EPHandle | None = None,
-        do_handle_copy: bool = False,
-        do_cpu_sync: bool | None = None,
-        do_expand: bool = False,
-        do_zero_padding: bool = False,
-        use_tma_aligned_col_major_sf: bool = False,
-        defer_epilogue: bool = False,
-    ) -> Any:
-        """ElasticBuffer.dispatch, whose second half may be left to the event.
-
-        Args:
-            do_handle_copy: False: the handle keeps `topk_idx` itself.
-            defer_epilogue: needs async_with_compute_stream. Only the event is returned; its first ``wait()`` returns
-                the received rows, indices, weights and the handle, and the buffer takes no other call until then. With
-                do_cpu_sync the counts are exchanged before it, the rows sent in it.
-
-        Returns:
-            What ElasticBuffer.dispatch returns; with `defer_epilogue` an EventOverlap.
-
-        Raises:
-            DeepEPError: as ElasticBuffer.dispatch.
-        """
-        assertion(not check_flag("do_handle_copy", do_handle_copy), "argument do_handle_copy: got True, allowed False")
-        defer = check_flag("defer_epilogue", defer_epilogue)
-        assertion(not defer or bool(async_with_compute_stream), "defer_epilogue needs async_with_compute_stream=True")
-        sending, known = self._prepare(
-            x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
-            expert_alignment, num_sms, num_qps, previous_event, async_with_compute_stream, allocate_on_comm_stream,
-            handle, False, do_cpu_sync, do_expand, do_zero_padding, use_tma_aligned_col_major_sf,
-        )  # fmt: skip
-        if handle is not None:
-            result = self._mode.resend(sending, handle)
-        elif defer and not sending.worst:
-            made = self._mode.begin(sending, known)
-            return self._defer("dispatch", EventOverlap(EventHandle()), lambda: self._finish(sending, made))
-        else:
-            result = self._mode.send(sending, known)
-        return self._defer("dispatch", result[4], lambda: self._given(result[:4])) if defer else result
-
-    @opaque
-    def combine(  # type: ignore[override]
-        self,
-        x: Tensor,
-        handle: EPHandle,
-        topk_weights: OptionalTensor = None,
-        bias: Tensor | tuple[OptionalTensor, OptionalTensor] | None = None,
-        num_sms: int = 0,
-        num_qps: int = 0,
-        previous_event: Event = None,
-        async_with_compute_stream: bool = False,
-        allocate_on_comm_stream: bool = False,
-        defer_epilogue: bool = False,
-    ) -> Any:
-        """ElasticBuffer.combine, whose results may be left to the event.
-
-        Args:
-            defer_epilogue: needs async_with_compute_stream. Only the event is returned; its first ``wait()`` returns
-                combined_x and combined_topk_weights, and the buffer takes no other call until then.
-
-        Returns:
-            What ElasticBuffer.combine returns; with `defer_epilogue` an EventOverlap.
-
-        Raises:
-            DeepEPError: as ElasticBuffer.combine.
-        """
-        defer = check_flag("defer_epilogue", defer_epilogue)
-        assertion(not defer or bool(async_with_compute_stream), "defer_epilogue needs async_with_compute_stream=True")
-        result = self._combine(
-            x, handle, topk_weights, bias, num_sms, num_qps, previous_event, None, async_with_compute_stream,
-            allocate_on_comm_stream,
-        )  # fmt: skip
-        return self._defer("combine", result[2], lambda: self._given(result[:2])) if defer else result
-
-    lb_get_theoretical_num_sms = _absent("lb_get_theoretical_num_sms", BALANCING)
-    lb_prefetch_weights = _absent("lb_prefetch_weights", BALANCING)
-    lb_reduce_grads = _absent("lb_reduce_grads", BALANCING)
-
-    def _defer(self, what: str, event: EventOverlap, rest: Callable[[], Any]) -> EventOverlap:
-        """The event of a call whose results its first wait gives; until then the buffer takes no other."""
-        self._deferred = what
-
-        def resume() -> Any:
-            self._deferred = ""
-            return rest()
-
-        event.register_hook_after_wait(resume)
-        return event
-
-    def _finish(self, sending: Sending, handle: EPHandle) -> tuple[Any, ...]:
-        if not sending.order.on_comm:  # outputs are allocated on the stream that waits, so that one is waited for
-            sending.order.struct.stream = self._core.current_stream()
-        result = self._mode.finish(sending, handle)
-        result[4].current_stream_wait()
-        return self._given(result[:4])
-
-    def _given(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Results that were allocated on the stream of the call, for the stream that waited."""
-        if not self._core.host_stream:
-            _torch.record_all(result, self._core.device)
-        return result
-
-
-class BufferAllocator:
-    """Raises NotImplementedError: load balancing of weights of V2.5 is not supported."""
-
-    def __init__(self) -> None:
-        _absent("BufferAllocator", BALANCING)()
-
-
-class EngramBuffer(BufferBase):
-    """Raises NotImplementedError: Engram tables of V2.5 are not supported."""
-
-    def __init__(self, *_values: Any, **_named: Any) -> None:
-        _absent("EngramBuffer", ENGRAM)()
-
-
-class PPBuffer(BufferBase):
-    """Raises NotImplementedError: pipeline sends of V2.5 are not supported."""
-
-    def __init__(self, *_values: Any, **_named: Any) -> None:
-        _absent("PPBuffer", PP)()
-
-
-class BucketBuffer(BufferBase):
-    """Raises NotImplementedError: bucket collectives of V2.5 are not supported."""
-
-    def __init__(self, *_values: Any, **_named: Any) -> None:
-        _absent("BucketBuffer", BUCKETS)()
-
-
-class BucketSession:
-    """Raises NotImplementedError: bucket collectives of V2.5 are not supported."""
-
-    def __init__(self, *_values: Any, **_named: Any) -> None:
-        _absent("BucketSession", BUCKETS)()
 
 
 def get_physical_domain_size(group: Group) -> tuple[int, int]:

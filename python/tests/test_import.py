@@ -30,7 +30,8 @@ NAMES = {
         "get_num_rdma_alignment",
         "get_num_tma_alignment",
     ],  # fmt: skip
-    "deep_ep.elastic": ["ElasticBuffer", "EPBuffer", "EPHandle"],
+    "deep_ep.elastic": ["ElasticBuffer", "EPHandle"],
+    "deep_ep.epbuffer": ["EPBuffer", "BufferAllocator"],
     "deep_ep.buffers.elastic": ["ElasticBuffer", "EPBuffer", "EPHandle", "EventOverlap", "EventHandle"],
     "deep_ep.utils": ["EventOverlap", "EventHandle"],
     "deep_ep.utils.event": ["EventOverlap", "EventHandle"],
