@@ -172,7 +172,7 @@ __device__ inline void serve_streams(const Session &s, int first, int step, int 
       return;
     }
     if (polls++ == 0) start = ptx::global_timer_ns();
-    if (polls % kPollsPerLook == 0 && lane_id() == 0) reason = reason_to_leave(s, missing.peer, start, polls);
+    if (polls % kPollsPerLook == 0 && lane_id() == 0) reason = reason_to_leave(s, missing.peer, start, polls, 1);
     reason = __shfl_sync(kAllLanes, reason, 0);
   }
 }
