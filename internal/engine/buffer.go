@@ -105,6 +105,7 @@ type Buffer struct {
 	sends        [2]uint64          // low-latency sends by operation: which wire slot is next
 	combines     uint64             // low-latency combines sent: which zero-copy slot is next
 	slots        [numShapes]slotLayout
+	handles      knownHandles
 	minRow       uint64 // a row of so many bytes is known to fit num_nvl_bytes and num_rdma_bytes
 	idle         []*device.Event
 	awaited      []callID // synchronous calls that threads wait for

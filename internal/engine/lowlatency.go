@@ -37,7 +37,7 @@ func (b *Buffer) LowLatencyDispatch(a *op.LLDispatchArgs, c *Call) error {
 		return err
 	}
 	p := &b.params.llDispatch
-	half := half{which: opDispatch, phases: phases, where: where, ticket: &a.Ticket, shape: &shape, header: &p.OpHeader}
+	half := half{which: opDispatch, phases: phases, where: where, ticket: &a.Ticket, shape: &shape, header: &p.OpHeader, srcInfo: uint64(a.SrcInfo)}
 	return b.launchHalf(c, &half, func(t *ticket, _ *slotLayout) int32 {
 		p.Phases, p.Ticket, p.Flags = phases, t.word, uint32(a.Flags)
 		p.X, p.TopKIdx, p.TopKWeights = uint64(a.X), uint64(a.TopKIdx), uint64(a.TopKWeights)
@@ -82,7 +82,7 @@ func (b *Buffer) LowLatencyCombine(a *op.LLCombineArgs, c *Call) error {
 		return err
 	}
 	p := &b.params.llCombine
-	half := half{which: opCombine, phases: phases, where: where, ticket: &a.Ticket, shape: &shape, header: &p.OpHeader}
+	half := half{which: opCombine, phases: phases, where: where, ticket: &a.Ticket, shape: &shape, header: &p.OpHeader, srcInfo: uint64(a.SrcInfo)}
 	return b.launchHalf(c, &half, func(t *ticket, layout *slotLayout) int32 {
 		p.Phases, p.Ticket, p.Flags = phases, t.word, uint32(a.Flags)
 		p.X, p.XRowStride = uint64(a.X), 2*uint64(a.Hidden)
@@ -109,12 +109,13 @@ func checkLLCombine(a *op.LLCombineArgs, phases uint32) error {
 
 // half is a low-latency call, or one half of it.
 type half struct {
-	which  int // opDispatch, opCombine
-	phases uint32
-	where  place
-	ticket *uint32 // in for a receive half, out for the others
-	shape  *plan.LowLatency
-	header *abi.OpHeader
+	which   int // opDispatch, opCombine
+	phases  uint32
+	where   place
+	ticket  *uint32 // in for a receive half, out for the others
+	shape   *plan.LowLatency
+	header  *abi.OpHeader
+	srcInfo uint64 // of the handle
 }
 
 // launchHalf is launch for low-latency operations. It finds or makes the ticket, whose number is the call's.
@@ -128,6 +129,9 @@ func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int
 		return err
 	}
 	layout, err := b.slot(h.shape.NumMaxTokens, h.shape.Hidden, h.shape.NumExperts)
+	if err == nil && h.phases&abi.PhaseSend != 0 && h.which == opCombine {
+		err = b.handles.check(h.srcInfo)
+	}
 	if err != nil {
 		return b.abandon(err)
 	}
@@ -140,6 +144,9 @@ func (b *Buffer) launchHalf(c *Call, h *half, run func(*ticket, *slotLayout) int
 	code := run(t, layout)
 	b.afterLaunch(began)
 	*h.ticket = b.updateTicket(t, h.phases, code)
+	if code == 0 && h.phases&abi.PhaseRecv != 0 && h.which == opDispatch {
+		b.handles.add(h.srcInfo)
+	}
 	return b.finish(c, h.where, stream, callID{uint32(number), t.number}, b.launched(number, code, h.header.DeviceError))
 }
 

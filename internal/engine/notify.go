@@ -6,6 +6,7 @@ import (
 
 	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
+	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
@@ -59,7 +60,7 @@ func (b *Buffer) Notify(a *op.NotifyArgs, c *Call) (token uint64, err error) {
 		}
 		fillRoutedNotify(p, a)
 		keepRouting(a.Handle, a)
-		a.Handle.NumRanks, a.Handle.NumTokens, a.Handle.Exchange = int32(b.size), a.NumTokens, b.exchangeOf(p.Call)
+		a.Handle.NumRanks, a.Handle.NumTokens, a.Handle.Exchange = int32(b.size), a.NumTokens, b.handleOf(p.Call, device.Stream(p.Stream))
 		return b.opt.Library.Notify(p)
 	})
 	return token, err

@@ -294,6 +294,7 @@ func (b *Buffer) forgetCalls() {
 		b.pending[i].token = 0
 	}
 	b.sends, b.combines = [2]uint64{}, 0
+	b.handles.age(b.captured)
 }
 
 // Restore has the memory again, new and zeroed, at the addresses of before. Collective; it waits up to slice, without a
@@ -487,4 +488,52 @@ func (b *Buffer) exchangeOf(notify uint64) uint64 {
 func (b *Buffer) outdated(exchange uint64) bool {
 	origin, mine := exchange>>exchangeBits, b.exchangeOf(0)>>exchangeBits
 	return exchange != 0 && origin>>generationBits == mine>>generationBits && origin != mine
+}
+
+// handleOf is exchangeOf for the handle of a notify, 0 (not known) for one that a graph captures: each replay makes the
+// handle anew, also after a Restore.
+func (b *Buffer) handleOf(notify uint64, stream device.Stream) uint64 {
+	if capturing, err := b.dev.Capturing(stream); capturing || err != nil {
+		return 0
+	}
+	return b.exchangeOf(notify)
+}
+
+// numKnownHandles is how many low-latency handles a buffer knows again: they are two addresses, without room for more.
+const numKnownHandles = 64
+
+// knownHandles are the src_info of low-latency dispatches. b.mu is held.
+type knownHandles struct {
+	newest [numKnownHandles]uint64
+	made   int
+	old    map[uint64]bool // of before the newest Release
+}
+
+func (k *knownHandles) add(srcInfo uint64) {
+	k.newest[k.made%numKnownHandles] = srcInfo
+	k.made++
+	if len(k.old) > 0 {
+		delete(k.old, srcInfo)
+	}
+}
+
+// age makes all known handles old ones. captured: a graph may make any of them anew.
+func (k *knownHandles) age(captured bool) {
+	if k.old == nil {
+		k.old = map[uint64]bool{}
+	}
+	for _, srcInfo := range k.newest[:min(k.made, numKnownHandles)] {
+		k.old[srcInfo] = true
+	}
+	if captured {
+		clear(k.old)
+	}
+	k.made = 0
+}
+
+func (k *knownHandles) check(srcInfo uint64) error {
+	if len(k.old) > 0 && k.old[srcInfo] {
+		return status.InvalidArg("handle", "one of before release()", "that of a low-latency dispatch since restore()")
+	}
+	return nil
 }

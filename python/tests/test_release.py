@@ -140,8 +140,8 @@ def rank_refused(ctx: Any) -> None:
         refused("cached dispatch", lambda: buffer.dispatch(x, handle=exchange.handle))
         refused("combine", lambda: buffer.combine(rows, exchange.handle))
         refused("low-latency dispatch", lambda: lowlat.dispatch(ctx, buffer, low, B))
-        recv_x = torch.zeros((low.experts // ctx.size, ctx.size * B, low.hidden), dtype=torch.bfloat16).to(ctx.device)
-        refused("low-latency combine", lambda: buffer.low_latency_combine(recv_x, idx, weights, call.handle))
+        zeros = torch.zeros((low.experts // ctx.size, ctx.size * B, low.hidden), dtype=torch.bfloat16).to(ctx.device)
+        refused("low-latency combine", lambda: buffer.low_latency_combine(zeros, idx, weights, call.handle))
         refused("clean", lambda: buffer.clean_low_latency_buffer(B, low.hidden, low.experts))
         refused("next buffer", lambda: buffer.get_next_low_latency_combine_buffer(call.handle))
         refused("view", lambda: buffer.get_local_buffer_tensor(torch.uint8))
@@ -155,6 +155,11 @@ def rank_refused(ctx: Any) -> None:
         buffer.check()
         refused("a handle of before", lambda: buffer.combine(rows, exchange.handle), "one of before release()")
         refused("a handle of before", lambda: buffer.dispatch(x, handle=exchange.handle), "one of before release()")
+        refused(
+            "a low-latency handle of before",
+            lambda: buffer.low_latency_combine(zeros, idx, weights, call.handle),
+            "one of before release()",
+        )
         buffer.restore()  # nothing to do
         calls(ctx, buffer, 1)
         with normal.buffer_of(ctx) as other:  # handles are data: those of another buffer pass
