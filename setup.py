@@ -1,6 +1,7 @@
 """Builds the wheel: `make` makes the shared libraries and the program, this file puts them into the package.
 
-Everything else stands in pyproject.toml. The wheel fits any Python 3 (ctypes, no extension module), hence its tag.
+Everything else stands in pyproject.toml. The wheel fits any Python 3, hence its tag: the package works through ctypes,
+and its one extension module, which only saves time, is built for Python's stable ABI.
 """
 
 import pathlib
@@ -28,9 +29,10 @@ class BuildWithMake(build_py):
     """Runs make, then adds what it built: lib/ (shared libraries), bin/ (the program), include/ (headers)."""
 
     def native_files(self) -> "dict[pathlib.Path, list[pathlib.Path]]":
-        # The soname alone: a wheel cannot hold the link libdeepep.so. Libraries for GPUs come along if they were built.
+        # The soname alone: a wheel cannot hold the link libdeepep.so. Libraries for GPUs, and the compiled face of the
+        # package, come along if they were built.
         soname = f"libdeepep.so.{version().split('.')[0]}"
-        names = (soname, "libdeepep_cpu.so", "libdeepep_cuda.so", "libdeepep_nvshmem.so")
+        names = (soname, "libdeepep_cpu.so", "libdeepep_cuda.so", "libdeepep_nvshmem.so", "deepep_torch.abi3.so")
         libraries = [BUILD / "lib" / name for name in names]
         package = pathlib.Path(self.build_lib) / "deep_ep"
         return {

@@ -326,6 +326,8 @@ _TABLE: list[tuple[str, str, tuple[str, ...], Run]] = [
     ("python", "the package, on the CPU", PYTHON_TESTS, _pytest("python", "python/tests")),
     ("python-nodes", "the same, every rank a node", PYTHON_TESTS,
      _pytest("python-nodes", "python/tests", DEEPEP_NUM_MAX_NVL_PEERS="1")),
+    ("python-ctypes", "the same, without the compiled face", PYTHON_TESTS,
+     _pytest("python-ctypes", "python/tests", DEEPEP_TORCH_FACE="0")),
     ("faults", "ranks that die, stop or break at random moments", GO_FILES, faults),
     ("gpu-build", "the GPU libraries, as far as no GPU is needed", GPU_SOURCES, gpu_build),
     ("emulated", "the kernel interface, CUDA library on emulated devices", EMULATOR, emulated),
@@ -351,5 +353,5 @@ USUAL = [
     *("lint", "abi", "go-core", "go-capi", "go-race-share", "fuzz", "kernels", "sanitized-share", "mutants"),
     *("header", "capi", "examples", "python", "faults", "gpu-build", "emulated", "packaging"),
 ]
-FULL = [*USUAL, "go-race", "python-nodes", "mutants-emulated"]
+FULL = [*USUAL, "go-race", "python-nodes", "python-ctypes", "mutants-emulated"]
 GPU = ["kernels-gpu", "kernels-sm80", "python-gpu", "examples-gpu"]

@@ -225,13 +225,13 @@ typedef struct Work {
 static int64_t value_of(Reader *r, const Work *work) {
   int64_t kind = next(r), a = next(r), b = next(r);
   switch (kind) {
-  case kSize: return b < work->given->tensors[a].num_dims ? work->given->tensors[a].sizes[b] : 0;
-  case kNumber: return work->given->numbers[a];
-  case kStride: return b < work->given->tensors[a].num_dims ? work->given->tensors[a].strides[b] : 0;
-  case kAddress: return (int64_t)(intptr_t)work->given->tensors[a].address;
-  case kOutput: return (int64_t)(intptr_t)work->addresses[a];
-  case kBlob: return (int64_t)(intptr_t)(work->blob + a);
-  default: return a;
+    case kSize: return b < work->given->tensors[a].num_dims ? work->given->tensors[a].sizes[b] : 0;
+    case kNumber: return work->given->numbers[a];
+    case kStride: return b < work->given->tensors[a].num_dims ? work->given->tensors[a].strides[b] : 0;
+    case kAddress: return (int64_t)(intptr_t)work->given->tensors[a].address;
+    case kOutput: return (int64_t)(intptr_t)work->addresses[a];
+    case kBlob: return (int64_t)(intptr_t)(work->blob + a);
+    default: return a;
   }
 }
 
@@ -368,7 +368,8 @@ static PyObject *follow(const Site *site, PyObject *launch, const Given *given, 
 }
 
 /* call(launch, tensors..., scalars..., numbers...): a tuple of what was read and made; a list
- * [status, call, first number read] if the library refused; the key as bytes if there is no plan of it; None if the call is not for this module. */
+ * [status, call, first number read] if the library refused; the key as bytes if there is no plan of it; None if the
+ * call is not for this module. */
 static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
   Site *site = (Site *)self;
   PyObject *plan, *name, *result = NULL, *modes = NULL, *inference = NULL;
@@ -382,7 +383,8 @@ static PyObject *site_call(PyObject *self, PyObject *const *args, Py_ssize_t num
   given.objects = args + 1;
   key.used = 0;
   key.full = 0;
-  for (i = 0; i < site->num_numbers; i++) given.numbers[i] = (int64_t)PyLong_AsUnsignedLongLongMask(given.objects[first_number + i]);
+  for (i = 0; i < site->num_numbers; i++)
+    given.numbers[i] = (int64_t)PyLong_AsUnsignedLongLongMask(given.objects[first_number + i]);
   if (PyErr_Occurred()) return NULL;
   if (is_set(num_modes) && (modes = enter_guard(without_modes, NULL)) == NULL) return NULL;
   if (!describe(site, &given, &key)) {
@@ -542,14 +544,11 @@ static PyObject *start(PyObject *module, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-static PyMethodDef site_methods[] = {
-    {"call", (PyCFunction)(void (*)(void))site_call, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
-static PyType_Slot site_slots[] = {{Py_tp_new, site_new},
-                                   {Py_tp_dealloc, site_free},
-                                   {Py_tp_traverse, site_traverse},
-                                   {Py_tp_clear, site_clear},
-                                   {Py_tp_methods, site_methods},
-                                   {0, NULL}};
+static PyMethodDef site_methods[] = {{"call", (PyCFunction)(void (*)(void))site_call, METH_FASTCALL, NULL},
+                                     {NULL, NULL, 0, NULL}};
+static PyType_Slot site_slots[] = {{Py_tp_new, site_new},           {Py_tp_dealloc, site_free},
+                                   {Py_tp_traverse, site_traverse}, {Py_tp_clear, site_clear},
+                                   {Py_tp_methods, site_methods},   {0, NULL}};
 static PyType_Spec site_spec = {"deepep_torch.Site", sizeof(Site), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                                 site_slots};
 static PyMethodDef functions[] = {{"start", start, METH_VARARGS, NULL},
@@ -557,8 +556,8 @@ static PyMethodDef functions[] = {{"start", start, METH_VARARGS, NULL},
                                   {"probe", probe, METH_O, NULL},
                                   {"properties", properties, METH_O, NULL},
                                   {NULL, NULL, 0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "deepep_torch", NULL, -1, functions, NULL, NULL, NULL,
-                                        NULL};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "deepep_torch", NULL, -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit_deepep_torch(void) {
   PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&site_spec);
@@ -567,8 +566,8 @@ PyMODINIT_FUNC PyInit_deepep_torch(void) {
   name_exit = PyUnicode_InternFromString("__exit__");
   if (module == NULL || type == NULL || name_cdata == NULL || name_enter == NULL || name_exit == NULL ||
       PyModule_AddObject(module, "Site", type) != 0 ||
-      PyModule_AddIntConstant(
-          module, "version", DEEPEP_VERSION_MAJOR * 10000 + DEEPEP_VERSION_MINOR * 100 + DEEPEP_VERSION_PATCH) != 0)
+      PyModule_AddIntConstant(module, "version",
+                              DEEPEP_VERSION_MAJOR * 10000 + DEEPEP_VERSION_MINOR * 100 + DEEPEP_VERSION_PATCH) != 0)
     return NULL;
   return module;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -73,6 +74,7 @@ def rank_same(ctx, fp8):
     idx = torch.stack([torch.randperm(experts)[:topk] for _ in range(tokens)])
     idx[0] = -1
     weights = torch.rand(tokens, topk)
+    x, scales, idx, weights = (tensor.to(ctx.device) for tensor in (x, scales, idx, weights))
     data = (x.to(torch.float8_e4m3fn), scales) if fp8 else x
     seen = {}
     for compiled in (True, False):
@@ -90,7 +92,7 @@ def rank_same(ctx, fp8):
                     data, **counts, topk_idx=idx, topk_weights=weights, num_worst_tokens=64 * ctx.size
                 )
                 cached = buffer.dispatch(data, handle=fresh[4])
-                answers = torch.ones(fresh[4][3].shape[0], hidden, dtype=torch.bfloat16)
+                answers = torch.ones(fresh[4][3].shape[0], hidden, dtype=torch.bfloat16, device=ctx.device)
                 combined = buffer.combine(answers, fresh[4], topk_weights=fresh[2], bias=(x, None))
             rows = fresh[4][3].shape[0]
             valid = [part[:rows] for part in flat(worst[:3])]
@@ -197,7 +199,8 @@ def rank_modes(ctx):
                     sums = buffer.low_latency_combine(got[0], calls.idx, calls.weights, got[2])
                     methods = seen[:]
                 assert not methods, f"compiled {compiled}, turn {turn}: {methods}"
-                assert {t.device.type for t in flat((layout, fresh, worst, cached, combined, got, sums))} == {"cpu"}
+                tensors = flat((layout, fresh, worst, cached, combined, got, sums))
+                assert {tensor.device for tensor in tensors} == {calls.x.device}
 
 
 def test_modes_cost_nothing(pool):
@@ -228,3 +231,25 @@ def test_setting(text, want):
         [sys.executable, "-c", program], env={**os.environ, "DEEPEP_TORCH_FACE": text}, capture_output=True, text=True
     )
     assert want in done.stdout + done.stderr
+
+
+def test_functions_of_torch_are_what_the_module_takes_them_for(tmp_path):
+    """Against torch's own header: their addresses are looked up, so no compiler sees the two together."""
+    import sysconfig
+    from pathlib import Path
+
+    root = Path(__file__).parents[2]
+    text = (root / "python" / "face" / "face.c").read_text()
+    body = text[text.index("static struct {\n") : text.index("} torch;")]
+    fields = re.findall(r"int32_t \(\*(\w+)\)\(([^;]*)\);", body)
+    from deep_ep import _torch
+
+    assert len(fields) == len(_torch._C_ABI)
+    lines = ["#include <torch/csrc/inductor/aoti_torch/c/shim.h>", "using Tensor = AtenTensorHandle;"]
+    for (_, arguments), name in zip(fields, _torch._C_ABI, strict=True):
+        lines.append(f'static_assert(std::is_same<decltype(&{name}), AOTITorchError (*)({arguments})>::value, "");')
+    (tmp_path / "check.cpp").write_text("#include <type_traits>\n" + "\n".join(lines) + "\n")
+    include = Path(torch.__file__).parent / "include"
+    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{include}", f"-I{sysconfig.get_paths()['include']}"]
+    done = subprocess.run([*command, str(tmp_path / "check.cpp")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

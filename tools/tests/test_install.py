@@ -116,6 +116,7 @@ def test_wheel_contents(wheel: pathlib.Path) -> None:
     modules = {str(path.relative_to(ROOT / "python")) for path in (ROOT / "python").glob("deep_ep*/**/*.py")}
     modules |= {path.name for path in (ROOT / "python").glob("deep_ep*.py")}
     native = {f"lib/{soname()}", "lib/libdeepep_cpu.so", "bin/deepep", "include/deepep.h", "include/deepep.hpp"}
+    native |= {"lib/deepep_torch.abi3.so"} if (ROOT / "build" / "lib" / "deepep_torch.abi3.so").exists() else set()
     assert modules, "python/ holds no module: the comparison below would say nothing"
     assert names >= modules | {f"deep_ep/{name}" for name in native} | {"deep_ep/py.typed"}
     allowed = re.compile(r"deep_ep(_cpp)?/|deep_ep_cpp\.py$|deepep_go-[\d.]+\.(data/scripts/deepep$|dist-info/)")
