@@ -94,6 +94,10 @@ class Buffer:
         num_tokens, hidden, num_topk, num_experts: T, H, K and E of the calls to come, as far as they are known, for
             `warmup()`; T is also its B of low-latency calls. 0: not known.
 
+    Attributes:
+        name: names the buffer in operators (deep_ep.ops): that of its group, with a number behind it while another
+            buffer of the group has it.
+
     Raises:
         DeepEPError: also a ValueError or TypeError where an argument is wrong; names the ranks that disagree, are late
             or dead.

@@ -31,7 +31,8 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         weight: ``[L, H, F]``.
         counts: ``[L]`` ints: rows of each group, on the rows' device, or on the CPU, where they are read at once.
     """
-    if _has_grouped_mm(rows, weight):
+    some = torch.compiler.is_compiling() or rows.shape[0] > 0
+    if some and _has_grouped_mm(rows, weight):
         ends = counts.to(device=rows.device).cumsum(0).to(torch.int32)
         product: Tensor = F.grouped_mm(rows, weight, offs=ends)
         return product

@@ -66,15 +66,17 @@ class ExpertParallel(nn.Module):
         num_experts: E.
         top_k: K.
         shared_experts: a module ``[T, H] -> [T, H]`` whose result is added.
-        hidden: H, if the buffer is to be made now; else the first call makes it. Needed before torch.compile.
+        hidden: H, if buffers are to be made now; else the first call makes them. Needed before torch.compile.
         max_decode_tokens: tokens a rank of `decode` calls; 0: there are none.
         use_fp8: rows travel to the experts in FP8 e4m3 with a scale for 128 channels; gradients and answers in BF16.
         capacity_factor: each rank gives an expert at most ceil(factor * T * K / E) tokens; None: no bound.
         score_function, renormalize, scale: of `route`.
         router_bias: the choice of experts adds the buffer `router_bias`; see `update_router_bias`.
-        num_worst_tokens: > 0: room for so many received rows in `forward`, whose host then waits for no counts.
+        num_worst_tokens: > 0: room for so many received rows in `forward`, whose host then waits for no counts, if the
+            experts wait for none either, as GroupedExperts do where torch has a grouped product.
         gradient_scale: factor of the experts' gradients; None: 1 / R.
-        buffer: a Buffer of the group; None: one that all layers of the group and size share.
+        buffer: a Buffer of the group for both modes, which the caller cleans between them where there are several nodes
+            (clean_low_latency_buffer); None: one for each mode, which all layers of the group and size share.
 
     Attributes:
         balance_loss: of the last forward, or None: a scalar to add to the loss; see deep_ep.nn.balance_loss.
@@ -133,6 +135,7 @@ class ExpertParallel(nn.Module):
         self.balance_loss: Tensor | None = None
         self._given = _Shared(buffer)
         self._buffer: Buffer | None = None
+        self._decoder: Buffer | None = None
         if hidden is not None or buffer is not None:
             device = next((each.device for each in experts.parameters()), torch.device("cpu"))
             self.prepare(hidden or 0, device)
@@ -146,35 +149,56 @@ class ExpertParallel(nn.Module):
         """The sizes, for print()."""
         return f"num_experts={self.num_experts}, num_ranks={self.num_ranks}, top_k={self.top_k}"
 
-    # ---- buffer
+    # ---- buffers
 
     @_torch.opaque
-    def prepare(self, hidden: int, device: torch.device) -> Buffer:
-        """Makes the buffer for rows of `hidden` elements on a device, or finds that of another layer. Collective."""
-        self._buffer = self._given.value or self._buffer
-        if self._buffer is not None:
-            return self._buffer
+    def prepare(self, hidden: int, device: torch.device) -> None:
+        """Makes the buffers for rows of `hidden` elements on a device, or finds those of another layer. Collective."""
+        given = self._given.value
+        if given is not None:
+            self._buffer = self._decoder = given
+            return
         engine = "cuda" if device.type == "cuda" else "cpu"
-        key = (self.group, engine, hidden, self.max_decode_tokens, self.num_experts if self.max_decode_tokens else 0)
+        self._buffer = self._find(("normal", self.group, engine, hidden))
+        if self.max_decode_tokens:  # memory of its own: normal mode between nodes writes where low-latency slots lie
+            sizes = (self.max_decode_tokens, self.num_experts)
+            self._decoder = self._find(("low latency", self.group, engine, hidden, *sizes))
+
+    def _find(self, key: tuple[Any, ...]) -> Buffer:
         buffer = _shared.get(key)
         if buffer is None or not buffer._core.native.alive:
-            buffer = _shared[key] = self._make_buffer(hidden, engine)
-        self._buffer = buffer
+            kind, _, engine, hidden, *_ = key
+            buffer = _shared[key] = self._make_buffer(hidden, engine, kind == "low latency")
         return buffer
 
-    def _make_buffer(self, hidden: int, engine: str) -> Buffer:
+    def _make_buffer(self, hidden: int, engine: str, low_latency: bool) -> Buffer:
         ranks, row = self.num_ranks, 2 * hidden
+        if low_latency:
+            sizes = (self.max_decode_tokens, hidden, ranks, self.num_experts)
+            rdma = Buffer.get_low_latency_rdma_size_hint(*sizes)
+            return Buffer(self.group, 0, rdma, low_latency_mode=True, engine=engine)
         configs = (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks))
-        rdma = max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs)
-        if self.max_decode_tokens:
-            hint = Buffer.get_low_latency_rdma_size_hint
-            rdma = max(rdma, hint(self.max_decode_tokens, hidden, ranks, self.num_experts))
         nvl = max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs)
-        return Buffer(self.group, nvl, rdma, low_latency_mode=self.max_decode_tokens > 0, engine=engine)
+        rdma = max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs)
+        return Buffer(self.group, nvl, rdma, engine=engine)
+
+    def _normal_buffer(self, x: Tensor) -> Buffer:
+        if self._buffer is None:
+            self.prepare(x.shape[-1], x.device)
+        assert self._buffer is not None
+        return self._buffer
+
+    def _low_latency_buffer(self, x: Tensor) -> Buffer:
+        if not self.max_decode_tokens:
+            raise value_error("max_decode_tokens", 0, "the most tokens of a call, for decode()")
+        if self._decoder is None:
+            self.prepare(x.shape[-1], x.device)
+        assert self._decoder is not None
+        return self._decoder
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies find a buffer of their own, which is that of the original where it made it."""
-        return {**self.__dict__, "_buffer": None, "balance_loss": None}
+        """Copies find their buffers again."""
+        return {**self.__dict__, "_buffer": None, "_decoder": None, "balance_loss": None}
 
     # ---- routing
 
@@ -246,8 +270,7 @@ class ExpertParallel(nn.Module):
         Raises:
             DeepEPError: a rank is late, dead or disagrees. Also a ValueError or TypeError for a wrong argument.
         """
-        rows = x.reshape(-1, x.shape[-1])
-        buffer = self._buffer if self._buffer is not None else self.prepare(x.shape[-1], x.device)
+        rows, buffer = x.reshape(-1, x.shape[-1]), self._normal_buffer(x)
         routing = self._routed(scores, topk_idx, topk_weights)
         self._count(routing, scores is not None)
         idx, weights = routing[:2]
@@ -285,6 +308,7 @@ class ExpertParallel(nn.Module):
             counts = torch.zeros(self.num_local_experts + 1, dtype=torch.int64, device=idx.device)
             counts = counts.scatter_add(0, local.long(), torch.ones_like(local, dtype=torch.int64))[:-1]
             valid = torch.arange(order.shape[0], device=idx.device) < counts.sum()
+            weights = torch.where(idx >= 0, weights, 0.0)  # past the received rows they are anything
         else:
             order, valid = order[: int(counts.sum())], None
         source = torch.div(order, top_k, rounding_mode="floor")
@@ -354,8 +378,7 @@ class ExpertParallel(nn.Module):
         Yields after each: dispatch sent, received, experts computed, combine sent; then receives, and returns the
         result. Every rank takes the steps of its micro-batches in the same order; see take_turns.
         """
-        rows = x.reshape(-1, x.shape[-1])
-        buffer = self._buffer if self._buffer is not None else self.prepare(x.shape[-1], x.device)
+        rows, buffer = x.reshape(-1, x.shape[-1]), self._low_latency_buffer(x)
         idx, weights, _ = self._routed(scores, topk_idx, topk_weights)
         idx, weights = idx.contiguous(), weights.float().contiguous()
         sent = rows.to(torch.bfloat16).contiguous()
