@@ -31,11 +31,25 @@ func dpgo_buffer_pending_joins(id C.uintptr_t, agreed, capacity C.int32_t, ranks
 		if err != nil {
 			return err
 		}
-		*count = C.int32_t(len(joins))
-		for i, rank := range joins[:min(len(joins), max(0, int(capacity)))] {
-			unsafe.Slice(ranks, capacity)[i] = C.int32_t(rank)
-		}
+		copyRanks(joins, capacity, ranks, count)
 		return nil
+	})
+}
+
+// copyRanks gives as many ranks as the caller has room for, and their number.
+func copyRanks(from []int, capacity C.int32_t, ranks, count *C.int32_t) {
+	*count = C.int32_t(len(from))
+	for i, rank := range from[:min(len(from), max(0, int(capacity)))] {
+		unsafe.Slice(ranks, capacity)[i] = C.int32_t(rank)
+	}
+}
+
+//export dpgo_buffer_lost_ranks
+func dpgo_buffer_lost_ranks(id C.uintptr_t, capacity C.int32_t, ranks, count *C.int32_t) C.int32_t {
+	return withBuffer(id, func(b *core.Buffer) error {
+		lost, err := b.LostRanks()
+		copyRanks(lost, capacity, ranks, count)
+		return err
 	})
 }
 

@@ -292,6 +292,13 @@ DP_PUBLIC deepep_status_t deepep_buffer_pending_joins(deepep_buffer_t buffer, in
   return dpgo_buffer_pending_joins(ID(buffer), agreed, ranks != NULL ? capacity : 0, ranks, num_joins);
 }
 
+DP_PUBLIC deepep_status_t deepep_buffer_lost_ranks(deepep_buffer_t buffer, int32_t capacity, int32_t *ranks,
+                                                   int32_t *num_lost) {
+  TRY(enter());
+  REQUIRE(num_lost);
+  return dpgo_buffer_lost_ranks(ID(buffer), ranks != NULL ? capacity : 0, ranks, num_lost);
+}
+
 DP_PUBLIC deepep_status_t deepep_buffer_regroup(deepep_buffer_t buffer, const deepep_regroup_options *options) {
   deepep_regroup_options full = DEEPEP_REGROUP_OPTIONS_INIT;
   TRY(enter());

@@ -166,6 +166,22 @@ func (b *Buffer) AgreedJoins(ctx context.Context) ([]int, error) {
 	return wishes(all), nil
 }
 
+// LostRanks lists the ranks that have died or left, or whose place is empty, as far as this rank has heard. Local.
+func (b *Buffer) LostRanks() ([]int, error) {
+	if err := b.live().WaitStart(); err != nil {
+		return nil, err
+	}
+	g := b.Group()
+	r := regrouping{g: g}
+	var lost []int
+	for rank := range g.size {
+		if rank != g.rank && !r.alive(rank) {
+			lost = append(lost, rank)
+		}
+	}
+	return lost, nil
+}
+
 func wishes(visitors []bootstrap.Visitor) []int {
 	all := make([]int, len(visitors))
 	for i, v := range visitors {

@@ -258,6 +258,10 @@ deepep_status_t deepep_buffer_join_key(deepep_buffer_t buffer, char *key, uint64
 deepep_status_t deepep_buffer_pending_joins(deepep_buffer_t buffer, int32_t agreed, int32_t capacity, int32_t *ranks,
                                             int32_t *num_joins);
 
+/* local. The ranks that have died or left, or whose place is empty, as far as this rank has heard: *num_lost of them
+ * [out], and in ranks [capacity, out; may be NULL] their numbers, ascending. Returns: INVALID_STATE; start-up. */
+deepep_status_t deepep_buffer_lost_ranks(deepep_buffer_t buffer, int32_t capacity, int32_t *ranks, int32_t *num_lost);
+
 typedef struct deepep_regroup_options {
   uint32_t struct_size;
   /* Of the new group, by their present numbers. One that is lost, or with renumber a number from the group's size on,

@@ -246,6 +246,15 @@ class Buffer : public Owner<deepep_buffer_t, deepep_buffer_destroy> {
     ranks.resize(std::min(ranks.size(), static_cast<size_t>(count)));
     return ranks;
   }
+  // Ranks that have died or left, as far as this one has heard.
+  std::vector<int32_t> lost_ranks() const {
+    int32_t count = 0;
+    check(deepep_buffer_lost_ranks(get(), 0, nullptr, &count));
+    std::vector<int32_t> ranks(static_cast<size_t>(count));
+    check(deepep_buffer_lost_ranks(get(), count, ranks.data(), &count));
+    ranks.resize(std::min(ranks.size(), static_cast<size_t>(count)));
+    return ranks;
+  }
   // Moves the buffer into a group of these members: without those that are lost, with processes in their places.
   void regroup(const std::vector<int32_t> &members, bool renumber = false, int64_t timeout_ms = 0) {
     deepep_regroup_options options = DEEPEP_REGROUP_OPTIONS_INIT;

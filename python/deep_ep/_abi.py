@@ -634,6 +634,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "deepep_buffer_join_key": (I32, [VP, ctypes.c_char_p, U64]),
     # deepep_status_t deepep_buffer_pending_joins(deepep_buffer_t buffer, int32_t agreed, int32_t capacity, int32_t *ranks, int32_t *num_joins)
     "deepep_buffer_pending_joins": (I32, [VP, I32, I32, VP, VP]),
+    # deepep_status_t deepep_buffer_lost_ranks(deepep_buffer_t buffer, int32_t capacity, int32_t *ranks, int32_t *num_lost)
+    "deepep_buffer_lost_ranks": (I32, [VP, I32, VP, VP]),
     # deepep_status_t deepep_buffer_regroup(deepep_buffer_t buffer, const deepep_regroup_options *options)
     "deepep_buffer_regroup": (I32, [VP, VP]),
     # deepep_status_t deepep_plan(const deepep_plan_options *options, deepep_plan_info *plan, int32_t *qp_order)

@@ -273,6 +273,12 @@ class NativeBuffer:
         self.check(function(self, int(agreed), len(ranks), ranks, ctypes.byref(count)))
         return list(ranks[: count.value])
 
+    def lost_ranks(self) -> list[int]:
+        """deepep_buffer_lost_ranks."""
+        ranks, count = (ctypes.c_int32 * 1024)(), ctypes.c_int32()
+        self.check(self.lib.without_gil.deepep_buffer_lost_ranks(self, len(ranks), ranks, ctypes.byref(count)))
+        return list(ranks[: count.value])
+
     def regroup(self, members: list[int], renumber: bool, timeout_ms: int) -> None:
         """deepep_buffer_regroup; on Ctrl-C it goes on in its thread. The rows of before are let go of."""
         struct = _abi.sized(

@@ -301,6 +301,14 @@ class Buffer:
         """
         return self._core.native.pending_joins(check_flag("agreed", agreed))
 
+    def lost_ranks(self) -> list[int]:
+        """The ranks that have died or left, or whose place is empty, as far as this rank has heard; ascending. Local.
+
+        Raises:
+            DeepEPError: the buffer is destroyed.
+        """
+        return self._core.native.lost_ranks()
+
     def regroup(self, members: Sequence[int], *, renumber: bool = False, timeout: float | None = None) -> None:
         """Goes on without ranks that are lost, and with processes that join. Collective among the members that live.
 
