@@ -128,7 +128,7 @@ func (b *Buffer) Clean(numMaxTokens, hidden, experts int32, c *Call) error {
 // Barrier lets the caller's stream go on once the streams of all ranks have come to their Barrier. Collective.
 func (b *Buffer) Barrier(c *Call) error { return b.live().Barrier(c.engine()) }
 
-// UpdateMask masks a rank, so that low-latency calls neither send to it nor wait for it, or lifts the mask. Local, on
+// UpdateMask masks a rank, so that calls neither send to it nor wait for it, or lifts the mask. Local, on
 // the caller's stream. ErrInvalidState unless the buffer was made with Shrink.
 func (b *Buffer) UpdateMask(rank int32, masked bool, c *Call) error {
 	return b.live().UpdateMask(rank, masked, c.engine())

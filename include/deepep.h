@@ -159,7 +159,7 @@ typedef struct deepep_buffer_options {
   int32_t allow_nvlink_for_low_latency_mode; /* 0: low-latency calls reach also ranks of this node by RDMA */
   int32_t allow_mnnvl;                       /* 1: "cuda", several nodes: NVSHMEM may use NVLink between hosts */
   int32_t use_fabric;                        /* 1: share memory by fabric handles */
-  int32_t enable_shrink;                     /* 1: calls mask a rank that is lost, and go on */
+  int32_t enable_shrink;                     /* 1: calls mask a rank that is lost, and go on; normal mode: in a node */
   int32_t preinitialize;                     /* 1: bring memory in now that the first calls would bring in: on GPUs the
                                                 regions, with "cpu" up to DEEPEP_PREINIT_BYTES (256 MiB) */
   int32_t background;                        /* 1: return at once; the first operation waits for the start-up */
@@ -775,7 +775,9 @@ deepep_status_t deepep_barrier(deepep_buffer_t buffer, const deepep_call *call);
 /* The mask functions need enable_shrink (else INVALID_STATE). Calls send nothing to a masked rank and wait for nothing
  * from it, and what it sends meanwhile is ignored. In normal mode and in deepep_barrier a rank that one rank has masked
  * is masked by all that take part in the call; the rank itself gets INVALID_STATE, which names who masked it. To take
- * it back, all ranks, the masked one too, lift their masks and meet (deepep_barrier) before the next call. */
+ * it back, all ranks, the masked one too, lift their masks and meet (deepep_barrier) before the next call: a low-latency
+ * call that one sends before another has lifted its mask is ignored there, and waited for until the deadline. Among
+ * nodes normal mode fails by name instead. */
 
 /* local, launches on call->stream. masked: 1 masks the rank, 0 lifts the mask. */
 deepep_status_t deepep_update_mask(deepep_buffer_t buffer, int32_t rank, int32_t masked, const deepep_call *call);

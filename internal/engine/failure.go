@@ -116,7 +116,11 @@ func (b *Buffer) explain(f *abi.Failure) error {
 	head := fmt.Sprintf("%s #%d%s on rank %d", op.Operation(f.Op), f.Call, phaseText(f.Op, f.Phase), b.rank)
 	switch code := status.Code(f.Code); code {
 	case status.Timeout, status.PeerDead:
-		return b.explainPeer(head, code, f)
+		err := b.explainPeer(head, code, f)
+		if b.opt.Shrink && b.top.Nodes() > 1 && (f.Op == abi.OpNotify || f.Op == abi.OpDispatch || f.Op == abi.OpCombine) {
+			return status.Errorf(status.CodeOf(err), "%w; normal mode among nodes cannot go on without a rank, enable_shrink does so inside a node", err)
+		}
+		return err
 	case status.Mismatch:
 		return b.explainMismatch(head, f)
 	case status.InvalidArgument:

@@ -91,6 +91,10 @@ func TestRefusalsNameEveryArgument(t *testing.T) {
 	if err := r.Check(); err == nil || !strings.Contains(err.Error(), "refused on every rank, for rank 3") || !strings.Contains(err.Error(), "differs from that of rank 1") {
 		t.Errorf("another rank's matrix: %v", err)
 	}
+	r.refuse(abi.Failure{Code: uint32(status.InvalidState), Op: uint32(op.OpBarrier), Call: 2, Peer: 3, Field: abi.FieldMasked, Seen: 3})
+	if err := r.Check(); !errors.Is(err, status.ErrInvalidState) || !strings.Contains(err.Error(), "barrier #2 on rank 0: left out: rank 3 has masked this rank") {
+		t.Errorf("left out: %v", err)
+	}
 	r.refuse(abi.Failure{Code: uint32(status.Mismatch), Op: uint32(op.OpCombine), Call: 2, Peer: 3, Field: abi.FieldExchange, Expected: 4, Seen: 5})
 	if err := r.Check(); !errors.Is(err, status.ErrMismatch) || !strings.Contains(err.Error(), "dispatch #4, rank 3 that of dispatch #5") {
 		t.Errorf("two exchanges: %v", err)
