@@ -208,7 +208,7 @@ void Dispatch::do_without(int peer) {
     if (p_.recv_scales)
       memset(at<uint32_t>(p_.recv_scales) + row * static_cast<uint64_t>(p_.num_scales), 0,
              4 * static_cast<size_t>(p_.num_scales));
-    if (p_.recv_src_idx) at<int32_t>(p_.recv_src_idx)[row] = token;
+    if (p_.recv_src_idx) at<int32_t>(p_.recv_src_idx)[next_row_[peer]] = token;
     mark_rows_unused(next_row_[peer], 1);
   }
 }
