@@ -244,6 +244,12 @@ func (b *Buffer) abort(rank int, err error) {
 	}
 }
 
+// unmarkDead clears what markDead has set.
+func unmarkDead(words *abi.Status, rank int) {
+	word := (*uint32)(unsafe.Pointer(&words.Dead[rank&^3]))
+	atomic.AndUint32(word, ^(uint32(0xff) << (8 * (rank & 3))))
+}
+
 // markDead sets a byte of words.Dead. Go has no atomic bytes: the word around it is changed, on a little-endian
 // machine.
 func markDead(words *abi.Status, rank int) {

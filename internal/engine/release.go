@@ -94,7 +94,7 @@ func (b *Buffer) Told(rank int, tag string, word []byte) {
 	if b.sleep.released == nil {
 		b.sleep.released = make([]uint64, b.size)
 	}
-	b.sleep.released[rank] = max(b.sleep.released[rank], binary.LittleEndian.Uint64(word))
+	b.sleep.released[rank] = binary.LittleEndian.Uint64(word) // words of a rank come in order
 	b.sleep.mu.Unlock()
 	b.markReleased()
 }
@@ -105,12 +105,17 @@ func (b *Buffer) markReleased() {
 	defer b.sleep.mu.Unlock()
 	away := int32(0)
 	for rank, generation := range b.sleep.released {
-		if generation <= b.sleep.generation.Load() {
+		gone := generation > b.sleep.generation.Load()
+		if gone {
+			away++
+		}
+		if !b.watching.Load() {
 			continue
 		}
-		away++
-		if b.watching.Load() {
+		if gone {
 			markDead(b.words, rank)
+		} else if state, _ := b.members.State(rank); state == PeerAlive {
+			unmarkDead(b.words, rank)
 		}
 	}
 	b.sleep.away.Store(away)
@@ -235,7 +240,8 @@ func (b *Buffer) isCapturing() (bool, error) {
 	if capturing || err != nil || !b.order.used || !b.order.capturing {
 		return capturing, err
 	}
-	return b.dev.Capturing(b.order.last)
+	capturing, err = b.dev.Capturing(b.order.last)
+	return capturing && err == nil, nil // the caller may have destroyed that stream: then nothing is captured there
 }
 
 // giveBack does the work of Release. Nobody is inside a call.
@@ -244,7 +250,9 @@ func (b *Buffer) giveBack() error {
 		b.log.Warn("release after a failure: restore() makes the buffer anew")
 	}
 	b.deliver(deliverAll)
+	b.tellReleased(1) // first: the device may run kernels of ranks that wait for this one
 	if err := b.stopTeam(); err != nil {
+		b.tellReleased(0)
 		b.openDoor()
 		return fmt.Errorf("release: %w", err)
 	}
@@ -252,12 +260,16 @@ func (b *Buffer) giveBack() error {
 	status.Keep(&err, b.closeTransport())
 	status.Keep(&err, b.block.GiveBack())
 	b.forgetCalls()
-	word := binary.LittleEndian.AppendUint64(nil, b.sleep.generation.Load()+1)
-	if told := b.members.Tell(b.releasedTag(), word); told != nil {
-		b.log.Warn("release: " + told.Error()) // they learn it from restore()
-	}
 	b.log.Info(fmt.Sprintf("released %d bytes", b.block.Local.Bytes))
 	return err
+}
+
+// tellReleased tells the peers that this rank's memory is away until so many more Restores.
+func (b *Buffer) tellReleased(restores uint64) {
+	word := binary.LittleEndian.AppendUint64(nil, b.sleep.generation.Load()+restores)
+	if err := b.members.Tell(b.releasedTag(), word); err != nil {
+		b.log.Warn("release: " + err.Error()) // they learn it from Restore
+	}
 }
 
 // stopTeam makes the team's kernels leave at once from now on, those of replayed graphs among them, and without touching

@@ -167,10 +167,11 @@ func (l *Library) MemFree(p *abi.MemFreeParams) int32 {
 	return dl.Call(l.functions[fnMemFree], unsafe.Pointer(p))
 }
 
-// MemRelease calls dk_mem_release. Gives memory back, or a peer's mapping, and keeps its addresses. Does not wait:
-// no work uses it. At the addresses of allocated memory there are pages of no meaning until dk_mem_restore, so
-// that an access does no harm. What peers have mapped stays theirs, with its content, until they release it.
-// DK_EUNSUPPORTED: the device has no virtual memory; DK_ESTATE: released already.
+// MemRelease calls dk_mem_release. Gives memory back, or a peer's mapping, and keeps its addresses. No operation
+// uses it; of allocated memory callers may have views, so a device waits for all its work here and in
+// dk_mem_restore. At those addresses there are pages of no meaning until dk_mem_restore, so that an access does no
+// harm. What peers have mapped stays theirs, with its content, until they release it. DK_EUNSUPPORTED: the device
+// has no virtual memory; DK_ESTATE: released already.
 func (l *Library) MemRelease(p *abi.MemReleaseParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnMemRelease], unsafe.Pointer(p))

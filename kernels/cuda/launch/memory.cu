@@ -147,6 +147,11 @@ CUresult give_back(Memory *memory) {
   return result;
 }
 
+// A caller's kernels may use a view of this rank's memory, and replayed graphs its stand-in.
+cudaError_t await_users(const OnDevice &on, const Memory *memory) {
+  return on.error() == cudaSuccess && memory->owned ? cudaDeviceSynchronize() : on.error();
+}
+
 // Puts `handle` in the place of the stand-in; it is the memory's from then on.
 CUresult take_back(Memory *memory, CUmemGenericAllocationHandle handle) {
   const Driver *d = driver();
@@ -325,7 +330,8 @@ DK_EXPORT int32_t dk_mem_release(dk_mem_release_params *p) {
   if (memory->kind != MemoryKind::kVirtual) return DK_EUNSUPPORTED;
   if (memory->released) return DK_ESTATE;
   const OnDevice on(memory->device);
-  if (on.error() != cudaSuccess) return device_failure(p, on.error());
+  const cudaError_t error = await_users(on, memory);
+  if (error != cudaSuccess) return device_failure(p, error);
   const CUresult result = give_back(memory);
   return result == CUDA_SUCCESS ? static_cast<int32_t>(DK_OK) : driver_failure(p, result);
 }
@@ -352,7 +358,8 @@ DK_EXPORT int32_t dk_mem_restore(dk_mem_restore_params *p) {
   if (!memory->released) return DK_ESTATE;
   if (p->kind != static_cast<uint32_t>(memory->owned ? DK_SHARE_NONE : DK_SHARE_FD)) return DK_EUNSUPPORTED;
   const OnDevice on(memory->device);
-  if (on.error() != cudaSuccess) return device_failure(p, on.error());
+  cudaError_t error = await_users(on, memory);
+  if (error != cudaSuccess) return device_failure(p, error);
   CUmemGenericAllocationHandle handle = 0;
   CUresult result = restored_handle(p, memory, &handle);
   if (result != CUDA_SUCCESS) return driver_failure(p, result);
@@ -362,7 +369,7 @@ DK_EXPORT int32_t dk_mem_restore(dk_mem_restore_params *p) {
     return driver_failure(p, result);
   }
   memory->released = false;
-  const cudaError_t error = memory->owned ? zero(*memory) : cudaSuccess;
+  if (memory->owned) error = zero(*memory);
   return error == cudaSuccess ? static_cast<int32_t>(DK_OK) : device_failure(p, error);
 }
 

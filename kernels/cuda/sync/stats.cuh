@@ -129,7 +129,8 @@ __device__ inline void record_loaded(const Session &s, const CountLoads &loads, 
   const uint64_t now = ptx::global_timer_ns(), start = loads.start, before = loads.before, counter = loads.counter;
   uint64_t bytes, wait;
   count_peers(s, loads, bytes, wait);
-  if (loads.unpublished != 0) publish_newest(s.team);  // the kernel ended before it did so
+  // The kernel ended before it did so. Not where the team has failed: its buffer may be gone, and the page with it.
+  if (loads.unpublished != 0 && !failed) publish_newest(s.team);
   __syncwarp();
   const uint64_t duration = now - start, total = duration + before, begun = start + s.team.clock_offset_ns;
   const int bucket = last_half ? duration_bucket(total) : DK_HIST_BUCKETS;
