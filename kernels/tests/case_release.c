@@ -68,6 +68,9 @@ static void memory(struct rank *me) {
     fill(me, own.address + 4096, 4096, 0x10 + round);
     finish(me);
     expect_filled(me, "the mapping again", in.address + 4096, 4096, 0x10 + round);
+    fill(me, in.address, 4096, 0x20 + round);
+    finish(me);
+    expect_filled(me, "restored memory", own.address, 4096, 0x20 + round);
   }
   expect(me, release(own.mem) == DK_OK, "it was not released");
   dk_mem_free_params end[] = {{.size = sizeof *end, .mem = peer.mem}, {.size = sizeof *end, .mem = in.mem}};
