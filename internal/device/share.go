@@ -276,9 +276,15 @@ func (s *Symmetric) GiveBack() error {
 func (s *Symmetric) Leave() error {
 	err := s.ReleasePeers()
 	if s.Local != nil {
-		status.Keep(&err, s.Local.giveBack())
-		status.Keep(&err, s.Local.dev.Release())
+		status.Keep(&err, s.Local.Leave())
 	}
+	return err
+}
+
+// Leave gives the memory back and keeps its addresses, which read zeros, until the process ends. It has one user.
+func (m *Memory) Leave() error {
+	err := m.giveBack()
+	status.Keep(&err, m.dev.Release())
 	return err
 }
 

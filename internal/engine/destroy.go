@@ -120,6 +120,8 @@ func (b *Buffer) free() error {
 		}
 	}
 	switch {
+	case b.successor.Load() != nil: // it has the block
+		status.Keep(&err, b.block.Release())
 	case b.symmetricHeap != nil:
 		status.Keep(&err, b.freeSymmetricHeap())
 	case keep:
@@ -131,7 +133,11 @@ func (b *Buffer) free() error {
 		status.Keep(&err, b.block.Release())
 	}
 	for _, m := range b.heirlooms {
-		status.Keep(&err, m.Release())
+		if b.dev.HostStream() {
+			status.Keep(&err, m.Leave())
+		} else {
+			status.Keep(&err, m.Release())
+		}
 	}
 	if b.dev != nil {
 		status.Keep(&err, b.dev.Release())

@@ -64,6 +64,8 @@ func (b *Buffer) Succeeded(by *Buffer) {
 	by.heirlooms = b.heirlooms
 	if !by.block.Kept() {
 		by.heirlooms = append(by.heirlooms, b.block.Local.Retain())
+	} else if b.viewed.Load() {
+		by.viewed.Store(true)
 	}
 	b.heirlooms = nil
 	b.successor.Store(by)
