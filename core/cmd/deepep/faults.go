@@ -14,7 +14,7 @@ import (
 // faultPhases are what the ranks do when the fault comes.
 var faultPhases = []string{
 	"normal", "asynchronous", "cached", "combine", "low-latency", "low-latency fp8", "low-latency hooks", "masks",
-	"barrier", "clean", "warm-up", "construct", "destroy",
+	"barrier", "clean", "warm-up", "construct", "regroup", "destroy",
 }
 
 // faultKinds are the faults, with how often each comes.
@@ -54,7 +54,8 @@ func faultsCommand() *cobra.Command {
 		Long: `Starts rank processes of this host. In each round one of them, chosen at random,
 has a fault at a random microsecond of a phase, and the round checks: the others
 name that rank, within 2 s of a death and within the deadline + 2 s otherwise;
-the survivors' new group gives right results; nothing is left over (descriptors,
+the survivors' new group gives right results, and within a node in half of the
+rounds their failed buffers too, after they have regrouped; nothing is left over (descriptors,
 threads, goroutines, mappings, statistics pages). Some faults nobody may notice.
 
 Phases: ` + strings.Join(faultPhases, ", ") + `.
@@ -135,10 +136,15 @@ type faultRound struct {
 	delay   time.Duration
 	limit   time.Duration
 	seed    uint64
+	moves   bool // the survivors' buffers regroup before they are destroyed
 }
 
 func (r *faultRound) String() string {
-	return fmt.Sprintf("round %d: %s in %s after %v, rank %d, %d ranks a node", r.number, r.fault, r.phase, r.delay, r.victim, r.perNode)
+	text := fmt.Sprintf("round %d: %s in %s after %v, rank %d, %d ranks a node", r.number, r.fault, r.phase, r.delay, r.victim, r.perNode)
+	if r.moves {
+		text += ", survivors regroup"
+	}
+	return text
 }
 
 // usualLimit is long, so that only ranks that are stopped are late; shortLimit is for rounds in which one is.
@@ -173,6 +179,9 @@ func (s *faultSession) draw(number int) *faultRound {
 	if r.fault == "stop" || r.fault == "partition" {
 		r.limit = shortLimit
 	}
+	// Where every survivor's buffer fails: half of these rounds, within a node, where a place may stay empty.
+	r.moves = r.seed&1 == 0 && r.perNode == s.ranks && slices.Contains([]string{"kill", "segv", "exit", "exec", "exception", "stop"}, r.fault) &&
+		!slices.Contains([]string{"masks", "construct", "destroy"}, r.phase)
 	return r
 }
 
@@ -190,11 +199,11 @@ func drawFault(g *rand.Rand) string {
 	return ""
 }
 
-// sensible leaves out what says nothing: there is no NIC inside a node, and none yet in construction.
+// sensible leaves out what says nothing: there is no NIC inside a node, and not always one in construction and regroup.
 func (r *faultRound) sensible(ranks int) bool {
 	switch r.fault {
 	case "partition", "congestion":
-		return r.perNode < ranks && r.phase != "construct" && r.phase != "destroy" && r.phase != "masks"
+		return r.perNode < ranks && !slices.Contains([]string{"construct", "regroup", "destroy", "masks"}, r.phase)
 	}
 	return true
 }

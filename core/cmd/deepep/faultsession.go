@@ -80,7 +80,7 @@ func (s *faultSession) playNumber(number int) roundResult {
 		s.outcome = outcomeBroken
 	}
 	return roundResult{
-		Number: number, Text: r.String(), Phase: r.phase, Fault: r.fault, Outcome: s.outcome, Bad: bad, Slowest: s.slowest, Took: time.Since(began),
+		Number: number, Text: r.String(), Phase: r.phase, Fault: r.fault, Outcome: s.outcome, Moves: r.moves, Bad: bad, Slowest: s.slowest, Took: time.Since(began),
 	}
 }
 
@@ -216,6 +216,9 @@ func (s *faultSession) round(r *faultRound) (bad []string, err error) {
 	}
 	j := &faultJudge{round: r, began: time.Now(), events: make([]faultEvent, s.ranks), failed: make([]*faultEvent, s.ranks)}
 	at, undo, err := s.inflict(r)
+	if err == nil && r.moves {
+		err = s.moveSurvivors(r)
+	}
 	if err == nil {
 		err = s.finish(r, j, undo)
 	}
@@ -241,6 +244,7 @@ func (s *faultSession) prepare(r *faultRound, folder string) error {
 	}
 	for rank, p := range s.all {
 		o.Place, o.Rank, o.Fault = rank, rank, ""
+		o.Hold = r.moves && rank != r.victim
 		if rank == r.victim && slices.Contains([]string{"exit", "exec", "segv", "exception", "close"}, r.fault) {
 			o.Fault = r.fault
 		}
@@ -255,6 +259,27 @@ func (s *faultSession) prepare(r *faultRound, folder string) error {
 	}
 	for _, p := range s.all {
 		if err := p.order(faultOrder{Do: "go"}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// moveSurvivors lets the survivors' failed buffers go on in a group without the victim.
+func (s *faultSession) moveSurvivors(r *faultRound) error {
+	var members []int
+	for rank, p := range s.all {
+		if rank == r.victim {
+			continue
+		}
+		if _, err := p.await("held", r.limit+orderLimit); err != nil {
+			return fmt.Errorf("rank %d: %w (%s)", rank, err, p.reason())
+		}
+		members = append(members, rank)
+	}
+	for at, rank := range members {
+		o := faultOrder{Do: "move", Members: members, Rank: at, Ranks: len(members), PerNode: len(members), Engine: s.engine, Phase: "normal", Seed: r.seed % 1000}
+		if err := s.all[rank].order(o); err != nil {
 			return err
 		}
 	}

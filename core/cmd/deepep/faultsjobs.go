@@ -36,7 +36,8 @@ type roundResult struct {
 	Phase   string                   `json:"phase"`
 	Fault   string                   `json:"fault"`
 	Outcome string                   `json:"outcome"`
-	Bad     []string                 `json:"bad,omitempty"` // the promises that were broken
+	Moves   bool                     `json:"moves,omitempty"` // the survivors' buffers went on in a smaller group
+	Bad     []string                 `json:"bad,omitempty"`   // the promises that were broken
 	Slowest map[string]time.Duration `json:"slowest,omitempty"`
 	Took    time.Duration            `json:"took"`
 }

@@ -25,7 +25,7 @@ import (
 
 // faultOrder is a line from `deepep faults` to a rank's process.
 type faultOrder struct {
-	Do       string `json:"do"`   // prepare, go, count, until, regroup
+	Do       string `json:"do"`   // prepare, go, count, until, move, regroup
 	Name     string `json:"name"` // of the group
 	Folder   string `json:"folder"`
 	Engine   string `json:"engine"`
@@ -40,11 +40,13 @@ type faultOrder struct {
 	StartMS  int    `json:"start_ms"` // limit of the group's start
 	Seed     uint64 `json:"seed"`
 	UntilNum int64  `json:"until"`
+	Hold     bool   `json:"hold"`    // a rank whose calls have failed keeps its buffer until "move"
+	Members  []int  `json:"members"` // of move: the survivors, in whose group the buffer goes on
 }
 
 // faultEvent is a line back. Times are those of CLOCK_MONOTONIC, which all processes share.
 type faultEvent struct {
-	Event     string      `json:"event"` // ready, fault, count, masked, ended, regrouped
+	Event     string      `json:"event"` // ready, fault, count, masked, held, ended, regrouped
 	At        uint64      `json:"at"`
 	Count     int64       `json:"count"`
 	Error     string      `json:"error,omitempty"`
@@ -77,6 +79,7 @@ type faultRank struct {
 	calls   atomic.Int64
 	until   atomic.Int64 // the number of calls after which all ranks stop together; 0: none
 	begin   chan struct{}
+	move    chan *faultOrder
 	doing   chan struct{} // closed when the round's calls have ended
 }
 
@@ -90,7 +93,7 @@ func (r *faultRank) send(e faultEvent) {
 func (r *faultRank) serve(in io.Reader) error {
 	lines := bufio.NewScanner(in)
 	for lines.Scan() {
-		var o faultOrder
+		var o faultOrder // a new one each time: "prepare" and "move" keep theirs
 		if err := json.Unmarshal(lines.Bytes(), &o); err != nil {
 			return err
 		}
@@ -98,7 +101,7 @@ func (r *faultRank) serve(in io.Reader) error {
 		case "prepare":
 			r.calls.Store(0)
 			r.until.Store(0)
-			r.begin, r.doing = make(chan struct{}), make(chan struct{})
+			r.begin, r.doing, r.move = make(chan struct{}), make(chan struct{}), make(chan *faultOrder, 1)
 			begin, doing := r.begin, r.doing
 			go func() {
 				defer close(doing)
@@ -110,6 +113,8 @@ func (r *faultRank) serve(in io.Reader) error {
 			}()
 		case "go":
 			close(r.begin)
+		case "move":
+			r.move <- &o
 		case "count":
 			r.send(faultEvent{Event: "count", Count: r.calls.Load()})
 		case "until":
@@ -147,6 +152,7 @@ type member struct {
 	normal    *normalCalls
 	ll        *lowLatencyCalls
 	shrink    bool
+	limit     time.Duration // of a regroup
 	maskWords uintptr
 	x         []uint16
 	index     []int64
@@ -183,6 +189,7 @@ func (o *faultOrder) open(name string) (m *member, err error) {
 		}
 		options.Device = o.Place % info.NumDevices
 	}
+	m.limit = limit
 	options.Timeout, options.FirstTimeout, options.Shrink = limit, limit, m.shrink
 	if m.buffer, err = m.group.NewBuffer(ctx, options); err != nil {
 		return m, err
@@ -225,6 +232,15 @@ func (m *member) tensors() (err error) {
 	return errors.Join(
 		mem.err,
 		put(mem, m.normal.x, m.x), put(mem, m.ll.dispatch.X, m.x), put(mem, m.normal.weights, ones), put(mem, m.ll.combine.TopKWeights, ones))
+}
+
+// all lists the ranks of a group.
+func all(size int) []int {
+	ranks := make([]int, size)
+	for rank := range ranks {
+		ranks[rank] = rank
+	}
+	return ranks
 }
 
 // put writes a slice to device memory, and get reads it.
@@ -284,11 +300,47 @@ func (r *faultRank) play(o *faultOrder, begin <-chan struct{}, e *faultEvent) er
 	if m == nil {
 		return nil
 	}
+	var moved error
+	if err != nil && o.Hold && !errors.Is(err, errPlanned) {
+		r.send(faultEvent{Event: "held"})
+		if moved = m.moveTo(<-r.move); moved != nil {
+			moved = fmt.Errorf("regroup: %w", moved)
+		}
+	}
 	started := time.Now()
 	failed := m.close()
 	e.DestroyMS = time.Since(started).Milliseconds()
 	if failed != nil {
-		return fmt.Errorf("destroy: %w", failed)
+		failed = fmt.Errorf("destroy: %w", failed)
+	}
+	return errors.Join(moved, failed)
+}
+
+// moveTo lets the failed buffer go on among the survivors; both modes work in it.
+func (m *member) moveTo(o *faultOrder) (err error) {
+	if err := m.buffer.Regroup(context.Background(), core.RegroupOptions{Members: o.Members, Renumber: true, Timeout: usualLimit}); err != nil {
+		return err
+	}
+	before := m.calls
+	defer func() { status.Keep(&err, before.close()) }()
+	m.spec = o.spec()
+	if m.calls, err = newCaller(m.buffer, m.spec); err != nil {
+		m.calls = nil
+		return err
+	}
+	if err := m.tensors(); err != nil {
+		return err
+	}
+	return m.bothModes()
+}
+
+func (m *member) bothModes() error {
+	for range 2 {
+		for _, phase := range []string{"normal", "low-latency"} {
+			if err := m.step(phase, 0, nil); err != nil {
+				return err
+			}
+		}
 	}
 	return nil
 }
@@ -393,6 +445,14 @@ func (m *member) step(phase string, number int64, e *faultEvent) error {
 		return m.masked(e)
 	case "barrier":
 		return m.calls.together()
+	case "regroup":
+		if number == 0 {
+			return m.step("normal", 0, e)
+		}
+		if err := m.buffer.Regroup(context.Background(), core.RegroupOptions{Members: all(m.spec.Ranks), Renumber: true, Timeout: m.limit}); err != nil {
+			return err
+		}
+		return m.step("normal", number, e)
 	case "clean":
 		s := m.spec
 		call := &core.Call{}
@@ -557,14 +617,7 @@ func (r *faultRank) regroup(o *faultOrder) error {
 	if err != nil {
 		return err
 	}
-	for range 2 {
-		if err = m.step("normal", 0, nil); err == nil {
-			err = m.step("low-latency", 0, nil)
-		}
-		if err != nil {
-			break
-		}
-	}
+	err = m.bothModes()
 	status.Keep(&err, m.close())
 	return err
 }

@@ -21,6 +21,7 @@ type faultsTotal struct {
 	mu               sync.Mutex
 	next             int // number of the next round
 	played, failures int
+	moved            int // rounds in which the survivors' buffers regrouped
 	missing          map[string]string
 	cells            map[[2]string]int        // rounds by phase and fault
 	outcomes         map[[2]string]int        // by fault and outcome
@@ -62,6 +63,9 @@ func (t *faultsTotal) add(r *roundResult) {
 		t.cells, t.outcomes, t.slowest = map[[2]string]int{}, map[[2]string]int{}, map[string]time.Duration{}
 	}
 	t.played++
+	if r.Moves && len(r.Bad) == 0 {
+		t.moved++
+	}
 	t.cells[[2]string{r.Phase, r.Fault}]++
 	t.outcomes[[2]string{r.Fault, r.Outcome}]++
 	t.longest = max(t.longest, r.Took)
@@ -112,8 +116,8 @@ func (t *faultsTotal) report() {
 }
 
 func (t *faultsTotal) head() string {
-	return fmt.Sprintf("%d rounds in %.0f s, seed %d, %d side by side on %d cores; the longest took %.1f s",
-		t.played, time.Since(t.began).Seconds(), t.flags.seed, t.jobs, runtime.NumCPU(), t.longest.Seconds())
+	return fmt.Sprintf("%d rounds in %.0f s, seed %d, %d side by side on %d cores; the longest took %.1f s; in %d the survivors' buffers regrouped",
+		t.played, time.Since(t.began).Seconds(), t.flags.seed, t.jobs, runtime.NumCPU(), t.longest.Seconds(), t.moved)
 }
 
 // tables are the summary in Markdown: outcomes and longest times of each fault, and how often it met each phase.
