@@ -315,3 +315,46 @@ def test_view_after_destroy(pool, device):
     if device != "cpu":
         pytest.skip("on GPUs a kernel that uses such a view fails its context")
     pool.run(2, rank_view_after_destroy)
+
+
+def rank_failures(ctx, count):
+    """Refused calls, hooks that nobody calls, starts in which ranks disagree."""
+    from deep_ep import Buffer, DeepEPError
+
+    case = Case((8,) * ctx.size, experts=8, topk=2, hidden=256)
+
+    def refused(call):
+        with pytest.raises(DeepEPError):
+            call()
+
+    with normal.buffer_of(ctx) as other, lowlat.buffer_of(ctx, case, 8) as buffer:
+        exchange = normal.dispatch_and_check(ctx, other, case)
+        x = ctx.to_device(torch.ones(8, 256, dtype=torch.bfloat16))
+        idx = ctx.to_device((torch.arange(16).reshape(8, 2) % 8).to(torch.int64))
+        few = exchange.recv_x[:-1]
+
+        def send():
+            return buffer.low_latency_dispatch(x, idx, 8, 8, use_fp8=False, return_recv_hook=True)
+
+        def turn():
+            refused(lambda: other.combine(few, exchange.handle))
+            send(), send()
+            refused(send)
+            buffer.clean_low_latency_buffer(8, 256, 8)
+
+        def start():
+            refused(lambda: Buffer(ctx.group, (1 + ctx.rank) << 22, 0, engine=ctx.engine))
+
+        turn(), start()
+        before = resources()
+        for number in range(count):
+            turn()
+            if number % 10 == 0:
+                start()
+        settle(before)
+        grown = leaks(before, resources())
+        assert not grown, f"after {count} turns: {grown}"
+
+
+def test_failures_leak_nothing(pool):
+    pool.run(2, rank_failures, 10 * CYCLES // 4)

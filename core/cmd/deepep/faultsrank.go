@@ -152,6 +152,8 @@ type member struct {
 	normal    *normalCalls
 	ll        *lowLatencyCalls
 	shrink    bool
+	others    *caller // masks: makes other, whose calls overwrite what a rank that was stopped and masked may be reading
+	other     *lowLatencyCalls
 	limit     time.Duration // of a regroup
 	maskWords uintptr
 	x         []uint16
@@ -205,7 +207,19 @@ func (o *faultOrder) open(name string) (m *member, err error) {
 			return m, err
 		}
 	}
-	return m, m.tensors()
+	if err = m.tensors(); err == nil && m.shrink {
+		err = m.otherShape()
+	}
+	return m, err
+}
+
+func (m *member) otherShape() (err error) {
+	spec := *m.spec
+	spec.Tokens, spec.Hidden = []int{m.spec.Tokens[0] / 4}, 2*m.spec.Hidden
+	if m.others, err = newCaller(m.buffer, &spec); err == nil {
+		m.other, err = m.others.lowLatency(spec.Tokens[0])
+	}
+	return err
 }
 
 func (m *member) tensors() (err error) {
@@ -259,8 +273,10 @@ func (m *member) close() (err error) {
 	if m.buffer != nil {
 		status.Keep(&err, m.buffer.Destroy())
 	}
-	if m.calls != nil {
-		status.Keep(&err, m.calls.close())
+	for _, c := range []*caller{m.calls, m.others} {
+		if c != nil {
+			status.Keep(&err, c.close())
+		}
 	}
 	if m.group != nil {
 		status.Keep(&err, m.group.Destroy())
@@ -442,7 +458,7 @@ func (m *member) step(phase string, number int64, e *faultEvent) error {
 	case "low-latency", "low-latency fp8", "low-latency hooks":
 		return m.roundTrip(phase)
 	case "masks":
-		return m.masked(e)
+		return m.masked(number, e)
 	case "barrier":
 		return m.calls.together()
 	case "regroup":
@@ -532,7 +548,10 @@ func (m *member) roundTrip(phase string) error {
 
 // masked is a round trip in which ranks may be lost: their experts add nothing. In the call in which a rank is masked
 // its share is undefined.
-func (m *member) masked(e *faultEvent) error {
+func (m *member) masked(number int64, e *faultEvent) error {
+	if number%3 == 2 {
+		return errors.Join(m.other.Dispatch(), m.other.Combine())
+	}
 	before, err := m.masks()
 	if err != nil {
 		return err
