@@ -196,6 +196,93 @@ static void run_dispatch(deepep_buffer_t buffer) {
   EXPECT(deepep_combine(buffer, &combine, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("handle"));
 }
 
+/* A row for each choice, in the order of experts, and back; then the same rows through the handle. */
+static void run_expanded(deepep_buffer_t buffer) {
+  enum { ALIGN = 4, ROOM = T * K + E * ALIGN };
+  unsigned short x[T * H], combined[T * H];
+  static unsigned short received[ROOM * H], again[ROOM * H];
+  int64_t topk_idx[T * K];
+  float weights[T * K], received_weights[ROOM], returned[T * K];
+  int32_t matrix[1], head[T], slot[T * K], by_rank[1], by_expert[E], num[E], meta[T * (K + 2)], local[E],
+      stats[E] = {0};
+  int32_t rows = 0, end = 0, i, k;
+  uint64_t token = 0;
+  deepep_handle handle = DEEPEP_HANDLE_INIT;
+  deepep_notify notify = DEEPEP_NOTIFY_INIT;
+  deepep_dispatch_args dispatch = DEEPEP_DISPATCH_INIT;
+  deepep_combine_args combine = DEEPEP_COMBINE_INIT;
+  for (i = 0; i < T * H; i++) x[i] = (unsigned short)(0x3f80 + i / H); /* less than two, so that twice it is exact */
+  for (i = 0; i < T * K; i++) {
+    topk_idx[i] = i == 4 || i == 5 ? -7 : i % E; /* token 2 goes nowhere */
+    weights[i] = (float)i;
+  }
+  handle.rank_prefix_matrix = matrix;
+  handle.send_head = head;
+  handle.dst_slot = slot;
+  handle.psum_recv_tokens_per_rank = by_rank;
+  handle.psum_recv_tokens_per_expert = by_expert;
+  handle.num_recv_tokens_per_expert = num;
+  handle.recv_src_metadata = meta;
+  notify.num_tokens = notify.num_max_tokens = dispatch.num_tokens = T;
+  notify.num_topk = K;
+  notify.num_experts = E;
+  notify.hidden = dispatch.hidden = combine.hidden = H;
+  notify.expert_alignment = ALIGN;
+  notify.routing = DEEPEP_ROUTING_EXPANDED;
+  notify.topk_idx = topk_idx;
+  notify.cumulative_recv_stats = stats;
+  notify.handle = &handle;
+  notify.num_tokens_per_rank = by_rank;
+  EXPECT(deepep_notify_counts(buffer, &notify, NULL, &token) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("topk_idx"));
+  notify.num_tokens_per_rank = NULL;
+  notify.num_max_tokens = T - 1;
+  EXPECT(deepep_notify_counts(buffer, &notify, NULL, &token) == DEEPEP_ERROR_INVALID_ARGUMENT &&
+         SAYS("num_max_tokens"));
+  notify.num_max_tokens = T;
+  EXPECT(deepep_notify_counts(buffer, &notify, NULL, &token) == DEEPEP_OK);
+  EXPECT(deepep_wait_counts(buffer, token, -1, &rows, local) == DEEPEP_OK && rows == T - 1 && local[0] == ALIGN);
+  EXPECT(handle.routing == DEEPEP_ROUTING_EXPANDED && handle.num_topk == K && handle.topk_idx == topk_idx);
+  EXPECT(by_rank[0] == T - 1 && num[0] == 2 && num[3] == 3 && by_expert[1] == ALIGN + 2 && stats[2] == 3);
+  handle.num_recv_tokens = rows;
+  for (i = 0; i < E; i++) handle.num_expanded_tokens += local[i];
+  dispatch.token = token;
+  dispatch.x = x;
+  dispatch.topk_weights = weights;
+  dispatch.handle = &handle;
+  dispatch.recv_x = received;
+  dispatch.recv_topk_weights = received_weights;
+  dispatch.do_zero_padding = 1;
+  EXPECT(deepep_dispatch(buffer, &dispatch, NULL) == DEEPEP_OK);
+  for (i = 0; i < T; i++)
+    for (k = 0; k < K; k++) {
+      int32_t at = slot[i * K + k];
+      EXPECT(i == 2 ? at == -1 : at / ALIGN == topk_idx[i * K + k]); /* each expert has four rows */
+      EXPECT(at < 0 ||
+             (memcmp(received + at * H, x + i * H, 2 * H) == 0 && received_weights[at] == weights[i * K + k]));
+    }
+  for (i = 0; i < E; i++)
+    for (end = by_expert[i]; end % ALIGN; end++) EXPECT(received[end * H + 3] == 0 && received_weights[end] == 0);
+  EXPECT(meta[2 * (K + 2)] == 3 && meta[2 * (K + 2) + 1] == 1 && meta[2 * (K + 2) + 2] == slot[3 * K]);
+  combine.x = received;
+  combine.num_x_rows = handle.num_expanded_tokens;
+  combine.num_topk = K;
+  combine.topk_weights = received_weights;
+  combine.handle = &handle;
+  combine.combined_x = combined;
+  combine.combined_topk_weights = returned;
+  EXPECT(deepep_combine(buffer, &combine, NULL) == DEEPEP_OK);
+  for (i = 0; i < T * H; i++) EXPECT(combined[i] == (i / H == 2 ? 0 : x[i] + 0x80)); /* twice the row */
+  for (i = 0; i < T * K; i++) EXPECT(returned[i] == (i / K == 2 ? 0 : weights[i]));
+  dispatch.cached = 1;
+  dispatch.token = 0;
+  dispatch.recv_x = again;
+  EXPECT(deepep_dispatch(buffer, &dispatch, NULL) == DEEPEP_OK);
+  EXPECT(memcmp(again, received, (size_t)handle.num_expanded_tokens * H * 2) == 0);
+  meta[2] = combine.num_x_rows; /* outside x */
+  EXPECT(deepep_combine(buffer, &combine, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("recv_src_metadata"));
+  EXPECT(deepep_buffer_check(buffer) == DEEPEP_OK);
+}
+
 /* What a program types first, then with a shape of its own. */
 static void test_startup(deepep_buffer_t buffer) {
   deepep_warmup_options warmup = DEEPEP_WARMUP_OPTIONS_INIT;
@@ -234,6 +321,7 @@ static void test_release(deepep_buffer_t buffer, void *region) {
     EXPECT(deepep_buffer_region(buffer, 0, &address, &bytes) == DEEPEP_OK && address == region);
     EXPECT(*(volatile char *)region == 0);
     run_dispatch(buffer);
+    run_expanded(buffer);
   }
 }
 
@@ -270,6 +358,7 @@ static void test_life(void) {
   memset(address, 0xff, bytes); /* the caller may */
   test_startup(buffer);
   run_dispatch(buffer);
+  run_expanded(buffer);
   test_release(buffer, address);
   EXPECT(deepep_buffer_startup_report(buffer, &report) == DEEPEP_OK && report.first_ns[DEEPEP_OP_DISPATCH] > 0);
   EXPECT(deepep_event_create(buffer, &event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_OK);
@@ -278,7 +367,7 @@ static void test_life(void) {
   EXPECT(deepep_barrier(buffer, &call) == DEEPEP_OK && deepep_event_wait(event, -1) == DEEPEP_OK);
   EXPECT(deepep_query_mask(buffer, (int32_t *)sent, NULL) == DEEPEP_ERROR_INVALID_STATE && SAYS("shrink"));
   stats.op = DEEPEP_OP_DISPATCH;
-  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 10 && sent[0] > 0 &&
+  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 18 && sent[0] > 0 &&
          stats.p99_us >= stats.p50_us);
   EXPECT(deepep_event_destroy(event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_ERROR_INVALID_ARGUMENT);
   EXPECT(deepep_group_destroy(group) == DEEPEP_OK); /* buffers of the group live on */

@@ -55,6 +55,9 @@ int main(void) {
   EXPECT(config.num_sms == 20 && config.nvl_send_chunk == 6 && config.rdma_recv_chunk == 256);
   EXPECT(layout.index_type == DEEPEP_INT64 && handle.magic == DEEPEP_HANDLE_MAGIC && handle.version == 1);
   EXPECT(notify.expert_alignment == 1 && notify.x_type == DEEPEP_BF16 && notify.handle == NULL);
+  EXPECT(handle.routing == DEEPEP_ROUTING_NONE && handle.dst_slot == NULL && handle.recv_src_metadata == NULL);
+  EXPECT(notify.routing == DEEPEP_ROUTING_NONE && notify.index_type == DEEPEP_INT64 && notify.topk_idx == NULL);
+  EXPECT(dispatch.do_zero_padding == 0 && combine.num_x_rows == 0 && combine.unreduced == 0);
   EXPECT(dispatch.recv_segment == 0 && dispatch.index_type == DEEPEP_INT64 && dispatch.x_type == DEEPEP_BF16);
   EXPECT(combine.x_segment == 0 && combine.bias[0] == NULL && combine.bias[1] == NULL);
   EXPECT(ll_dispatch.phases == DEEPEP_SEND_RECV && ll_dispatch.use_fp8 == 1 && ll_dispatch.index_type == DEEPEP_INT64);

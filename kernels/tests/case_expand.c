@@ -50,7 +50,7 @@ SPEC(worst_segment, .worst = true, .alignment = 8, .padding = true, .segment = t
 SPEC(segment, .segment = true, .alignment = 4, .scales = 3, .columns = true, .tokens = 60);
 SPEC(floor, .tokens = 70, .hidden = 512, .nvl_bytes = 0, .alignment = 4);
 SPEC(floor_skewed, .pattern = SKEWED, .tokens = 60, .hidden = 512, .nvl_bytes = 0);
-SPEC(many_choices, .experts = 24, .topk = 31, .tokens = 12);
+SPEC(many_choices, .experts = 24, .topk = 31, .tokens = 5);
 SPEC(many_experts, .experts = 256, .topk = 8, .tokens = 20, .alignment = 4);
 SPEC(odd, .experts = 3, .topk = 3, .hidden = 8 * 13, .tokens = 33, .num_sms = 2);
 SPEC(wide, .hidden = 16384, .tokens = 8, .topk = 3, .experts = 2);
