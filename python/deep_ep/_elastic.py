@@ -169,11 +169,11 @@ class Order(Ordering):
         self.extra: tuple[OptionalTensor, ...] = ()
 
     def wait_too(self, event: Event) -> None:
-        """The communication stream waits for another event before the call; the CPU engine's caller does."""
+        """The stream of the call waits for another event before it; with the CPU engine the caller does."""
         handle = event_of("previous_event_before_epilogue", event)
         if handle is None:
             return
-        if self.core.host_stream:
+        if self.core.host_stream or not (self.async_finish or self.on_comm):  # such a call runs on the caller's stream
             handle.current_stream_wait()
             return
         with _torch.stream_context(self.core.comm_stream):
