@@ -217,17 +217,12 @@ class NativeBuffer:
 
     def wait_counts(self, token: int, num_local_experts: int) -> tuple[int, list[int]]:
         """Blocks until the counts of an exchange are there: the rows that arrive, and those of each local expert."""
-        rows, per_expert = self.await_counts(token, num_local_experts)
-        return rows, list(per_expert)
-
-    def await_counts(self, token: int, num_local_experts: int) -> tuple[int, Any]:
-        """The same; the second result is the library's array."""
         rows, per_expert = ctypes.c_int32(), (ctypes.c_int32 * num_local_experts)()
         wait = self.lib.without_gil.deepep_wait_counts
         while True:
             status = wait(self, token, SLICE_MS, ctypes.byref(rows), per_expert)
             if status == errors.OK:
-                return rows.value, per_expert
+                return rows.value, list(per_expert)
             if status != errors.PENDING:
                 raise self.during_wait(self.lib.error(status))
 

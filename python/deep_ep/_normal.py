@@ -66,10 +66,6 @@ class HandleTensors:
         per_node = per_rank[peers - 1 :: peers]
         return (in_rank, matrix, sent_to, received_from, per_node, received_from, per_rank, source, head, head)
 
-    def bare(self) -> tuple[Any, ...]:
-        """The handle of one node without what no call reads."""
-        return (self.rank_prefix_matrix, None, None, self.recv_src_idx, None, self.send_head)
-
     def source(self) -> Tensor:
         """recv_src_idx, which a fresh dispatch allocates once it has the counts."""
         assert self.recv_src_idx is not None
@@ -240,13 +236,8 @@ class NormalMode:
         async_finish: bool,
         allocate_on_comm_stream: bool,
         global_expert_id_offset: int = 0,
-        bare: bool = False,
     ) -> Dispatched:
-        """Buffer.dispatch; `num_sms` counts where `config` is None.
-
-        `bare` is for operators: the handle has only what calls read, since the views that make up the rest take as long
-        as all else that an operator adds, and the counts are the library's array.
-        """
+        """Buffer.dispatch; `num_sms` counts where `config` is None."""
         core, face, missing = self._core, None, None
         if core.kept or not core.is_ready:
             core.enter()
@@ -254,7 +245,7 @@ class NormalMode:
         counts = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
         data: Any
         data, scales = x if type(x) is tuple and len(x) == 2 else (x, None)
-        if previous_event is None and async_finish is False and allocate_on_comm_stream is False and not bare:
+        if previous_event is None and async_finish is False and allocate_on_comm_stream is False:
             face = self._opened_face()
         native_config = self._known_config(config, 0, num_sms)
         with _torch.without_modes():
@@ -269,7 +260,7 @@ class NormalMode:
             result = self._dispatch(
                 x, handle, counts, num_tokens_per_rdma_rank, topk, (expert_alignment, num_worst_tokens),
                 self._config(config, 0, num_sms), Ordering(core, previous_event, async_finish, allocate_on_comm_stream),
-                global_expert_id_offset, bare,
+                global_expert_id_offset,
             )  # fmt: skip
             if face is not None and missing is not None:
                 if handle is None:
@@ -289,7 +280,6 @@ class NormalMode:
         native_config: Any,
         order: Ordering,
         global_expert_id_offset: object,
-        bare: bool,
     ) -> Dispatched:
         """Without the compiled face."""
         core = self._core
@@ -309,7 +299,7 @@ class NormalMode:
         self._check_topk(payload.x.shape[0], topk_idx, topk_weights)
         names = "expert_alignment", "num_worst_tokens"
         numbers = (check_int(names[0], given_numbers[0]), check_int(names[1], given_numbers[1]))
-        result = self._fresh_dispatch(payload, counts, topk_idx, topk_weights, numbers, native_config, order, bare)
+        result = self._fresh_dispatch(payload, counts, topk_idx, topk_weights, numbers, native_config, order)
         received, event = result[1], result[5]
         if offset and received is not None:
             order.append(event, lambda: _torch.add_where_not_negative(received, offset))
@@ -324,7 +314,6 @@ class NormalMode:
         numbers: tuple[int, int],
         config: Any,
         order: Ordering,
-        bare: bool,
     ) -> Dispatched:
         per_rank, in_rank, per_expert = counts
         core, worst = self._core, numbers[1]
@@ -338,13 +327,13 @@ class NormalMode:
                 tensors.recv_src_idx = _torch.like(per_rank, worst)
                 received = self._receive(payload, worst, topk_idx, topk_weights)
         num_topk = 0 if topk_idx is None else int(topk_idx.shape[1])
-        per_local_expert: Any = ()
+        per_local_expert: list[int] = []
         token = 0
         try:
             token = self._notify(payload, counts, tensors, num_topk, numbers, config, order)
             rows = worst
             if received is None:
-                rows, per_local_expert = core.native.await_counts(token, int(per_expert.shape[0]) // core.group_size)
+                rows, per_local_expert = core.native.wait_counts(token, int(per_expert.shape[0]) // core.group_size)
                 with order.context:
                     tensors.recv_src_idx = _torch.like(per_rank, rows)
                     received = self._receive(payload, rows, topk_idx, topk_weights)
@@ -365,11 +354,7 @@ class NormalMode:
             order.leave()  # notify may still be writing to the handle's tensors
             raise
         setattr(tensors.rank_prefix_matrix, EXCHANGE, tensors.exchange)
-        if bare:
-            handle: Any = tensors.bare()
-        else:
-            handle = tensors.to_tuple(core.num_nodes, core.num_nvl_peers, core.rank)
-            per_local_expert = list(per_local_expert)
+        handle = tensors.to_tuple(core.num_nodes, core.num_nvl_peers, core.rank)
         return received.rows(), received.topk_idx, received.topk_weights, per_local_expert, handle, event
 
     def _notify(
