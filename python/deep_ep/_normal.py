@@ -247,9 +247,9 @@ class NormalMode:
         data, scales = x if type(x) is tuple and len(x) == 2 else (x, None)
         if previous_event is None and async_finish is False and allocate_on_comm_stream is False:
             face = self._opened_face()
-        native_config = self._known_config(config, 0, num_sms)
+        native_config = self._config(config, 0, num_sms)
         with _torch.without_modes():
-            if face is not None and native_config is not None and not global_expert_id_offset:
+            if face is not None and not global_expert_id_offset:
                 where = ctypes.addressof(native_config)
                 if handle is None:
                     missing = face.fresh((data, scales, *counts, *topk), expert_alignment, num_worst_tokens, where)
@@ -259,7 +259,7 @@ class NormalMode:
                     return missing
             result = self._dispatch(
                 x, handle, counts, num_tokens_per_rdma_rank, topk, (expert_alignment, num_worst_tokens),
-                self._config(config, 0, num_sms), Ordering(core, previous_event, async_finish, allocate_on_comm_stream),
+                native_config, Ordering(core, previous_event, async_finish, allocate_on_comm_stream),
                 global_expert_id_offset,
             )  # fmt: skip
             if face is not None and missing is not None:
@@ -427,14 +427,14 @@ class NormalMode:
             core.enter()
         if previous_event is None and async_finish is False and allocate_on_comm_stream is False:
             face = self._opened_face()
-        native_config = self._known_config(config, 1, num_sms)
+        native_config = self._config(config, 1, num_sms)
         with _torch.without_modes():
-            if face is not None and native_config is not None:
+            if face is not None:
                 missing = face.combine(x, handle, topk_weights, bias, ctypes.addressof(native_config))
                 if type(missing) is tuple:
                     return missing
             order = Ordering(core, previous_event, async_finish, allocate_on_comm_stream)
-            result = self._combine(x, handle, topk_weights, bias, self._config(config, 1, num_sms), order)
+            result = self._combine(x, handle, topk_weights, bias, native_config, order)
             if face is not None and missing is not None:
                 biases = bias if isinstance(bias, tuple) else (bias, None)
                 face.add_combine(missing.key, x, topk_weights, biases)
@@ -518,12 +518,6 @@ class NormalMode:
             self._face = NormalFace.of(self._core, self._row_cache)
             self._has_face = self._face is not None
         return self._face
-
-    def _known_config(self, config: object, kind: int, num_sms: int) -> Any:
-        """The same, or None where it has to be checked or made first."""
-        if config is None:
-            return self._default_configs.get((kind, num_sms))
-        return config._native if isinstance(config, Config) else None
 
     def _config(self, config: object, kind: int, num_sms: int) -> Any:
         """deepep_config of a call; kind 0 is dispatch, 1 combine."""

@@ -136,9 +136,10 @@ KINDS = [
 
 def rank_kinds_in_turn(ctx):
     """Calls of many kinds on one buffer, more than it keeps plans for: none is taken for another."""
-    from deep_ep import _low_latency_plan
+    from deep_ep import _face, _low_latency_plan
 
-    with mock.patch.object(_low_latency_plan, "MAX_PLANS", 3), lowlat.buffer_of(ctx, BASE, B) as buffer:
+    few = [mock.patch.object(module, "MAX_PLANS", 3) for module in (_face, _low_latency_plan)]
+    with few[0], few[1], lowlat.buffer_of(ctx, BASE, B) as buffer:
         for turn in range(3):
             for number, (case, options, wait) in enumerate(KINDS):
                 own = case.but(seed=turn * len(KINDS) + number)
