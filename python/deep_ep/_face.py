@@ -22,6 +22,7 @@ from ._lib import library
 from ._native import Launch
 from ._torch import DType
 from .errors import DeepEPError, value_error
+from .utils.event import EventHandle, EventOverlap
 
 SETTING = "DEEPEP_TORCH_FACE"
 FILE = "deepep_torch.abi3.so"
@@ -274,6 +275,27 @@ class Site:
         if not begun and (ends or type(got) is not tuple):
             core.idle.append(launch)
         return got
+
+    def start(self, *args: Any) -> tuple[Any, EventOverlap | None]:
+        """CPU engine: makes an asynchronous call. Returns what `run` returns, and the event if it was launched."""
+        core = self._core
+        launch = core.take_launch_with_event()
+        try:
+            launch.left = False
+            got = self.call(launch, *args, 0, launch.event)
+            if type(got) is list:
+                error = core.native.error(got[0])
+                core.kept.pop(launch, None)
+                raise error
+            if type(got) is tuple:
+                event = EventOverlap(EventHandle._of_call(core, launch, core.idle))
+                launch.left = True
+                return got, event
+        except BaseException:
+            launch.left = True
+            raise
+        core.idle.append(launch)
+        return got, None
 
     def add(self, key: bytes, program: Program | None) -> None:
         """Keeps a plan under the key that `call` returned. None: such calls are Python's for ever."""

@@ -76,19 +76,22 @@ class LowLatencyMode:
         core, key = self._core, None
         if core.kept or not core.is_ready:
             core.enter()
-        if async_finish is False and return_recv_hook is False:
+        event = None
+        if return_recv_hook is False and (async_finish is False or async_finish is True and core.host_stream):
             face = self._opened_face()
             if face is not None:
                 given = (
                     x, topk_idx, topk_weights, recv_stats, wait_stats, bound, num_experts, use_fp8, round_scale,
                     use_ue8m0,
                 )  # fmt: skip
-                if core.host_stream:
+                if async_finish:
+                    got, event = face.dispatch.start(*given)
+                elif core.host_stream:
                     got = face.dispatch.run(core.take_launch_with_event(), *given)
                 else:
                     got = face.dispatch.call(None, *given, core.raw_stream(), 0)
                 if type(got) is tuple:
-                    return face.dispatched(got)
+                    return face.dispatched(got, event)
                 key = face.missing(got)
         with _torch.without_modes():
             result, plan = self._dispatch_in_python(
@@ -172,7 +175,8 @@ class LowLatencyMode:
         core, key = self._core, None
         if core.kept or not core.is_ready:
             core.enter()
-        if async_finish is False and return_recv_hook is False and type(handle) is tuple and len(handle) == NUM_ENTRIES:
+        event, here = None, async_finish is False or async_finish is True and core.host_stream
+        if here and return_recv_hook is False and type(handle) is tuple and len(handle) == NUM_ENTRIES:
             face = self._opened_face()
             if face is not None:
                 src_info, layout_range, bound, hidden, num_experts = handle
@@ -180,13 +184,15 @@ class LowLatencyMode:
                     None if zero_copy is True else x, topk_idx, topk_weights, src_info, layout_range, out, wait_stats,
                     bound, hidden, num_experts, use_logfmt, zero_copy, unreduced,
                 )  # fmt: skip
-                if core.host_stream:
+                if async_finish:
+                    got, event = face.combine.start(*given)
+                elif core.host_stream:
                     got = face.combine.run(core.take_launch_with_event(), *given)
                 else:
                     got = face.combine.call(None, *given, core.raw_stream(), 0)
                 if type(got) is tuple:
                     combined: Any = out if got[0] is None else got[0]
-                    return combined, no_event(), None
+                    return combined, event or no_event(), None
                 key = face.missing(got)
         with _torch.without_modes():
             result, plan = self._combine_in_python(

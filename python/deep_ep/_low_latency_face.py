@@ -1,4 +1,4 @@
-"""The low-latency calls that follow plans: both halves, synchronous. See _face."""
+"""The low-latency calls that follow plans: both halves in one, synchronous, or asynchronous on the CPU engine."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ class LowLatencyFace:
         return cls(core) if core.compiled and _face.load() is not None else None
 
     @staticmethod
-    def dispatched(got: tuple[Any, ...]) -> tuple[Any, Tensor, tuple[Any, ...], EventOverlap, None]:
+    def dispatched(
+        got: tuple[Any, ...], event: EventOverlap | None
+    ) -> tuple[Any, Tensor, tuple[Any, ...], EventOverlap, None]:
         """What Buffer.low_latency_dispatch returns, from the results of its site."""
         bound, hidden, num_experts, recv_x, scales, count, source, ranges = got
         received = recv_x if scales is None else (recv_x, scales)
-        return received, count, (source, ranges, bound, hidden, num_experts), no_event(), None
+        return received, count, (source, ranges, bound, hidden, num_experts), event or no_event(), None
 
     def missing(self, got: Any) -> bytes | None:
         """The key of a plan that is missing; None if there can be none.

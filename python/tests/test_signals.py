@@ -28,7 +28,15 @@ STRUCTS = {
     "low_latency_dispatch": "LlDispatchArgs", "low_latency_combine": "LlCombineArgs",
 }  # fmt: skip
 LAUNCHES = (*STRUCTS, "clean_low_latency_buffer", "barrier")
-FACED = ("layout", "dispatch", "worst case", "cached", "combine", "low latency")  # calls of the compiled face
+FACED = (
+    "layout",
+    "dispatch",
+    "worst case",
+    "cached",
+    "combine",
+    "low latency",
+    "asynchronous low latency",
+)  # calls of the compiled face
 BOOKKEEPING = (
     "PUSH_EXC_INFO",
     "POP_EXCEPT",
