@@ -24,10 +24,11 @@ __global__ void __launch_bounds__(128, 1) barrier_kernel(const __grid_constant__
 
 __global__ void __launch_bounds__(128, 1) mask_kernel(const __grid_constant__ MaskParams p) {
   const Session &s = p.session;
-  begin(s);
-  publish_newest_by_last_warp(s.team);
-  change_masks(p,
-               [&](int r, uint64_t call) { ptx::st_release_sys(s.team.given_up(s.team.peers[r], s.team.rank), call); });
+  const bool begun = begin(s);  // else the peers' blocks may be gone, and a query alone touches none
+  if (begun) publish_newest_by_last_warp(s.team);
+  if (begun || p.what == DK_MASK_QUERY)
+    change_masks(
+        p, [&](int r, uint64_t call) { ptx::st_release_sys(s.team.given_up(s.team.peers[r], s.team.rank), call); });
   finish(s, [&](bool failed) { record_kernel(s, nullptr, true, failed); });
 }
 
