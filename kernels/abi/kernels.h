@@ -291,11 +291,10 @@ typedef struct dk_mem_release_params {
   DK_HEADER;
   uint64_t mem;
 } dk_mem_release_params;
-/* Gives memory back, or a peer's mapping, and keeps its addresses. No operation uses it; of allocated memory callers may
- * have views, so a device waits for all its work here and in dk_mem_restore. At those addresses there are pages of no
- * meaning until dk_mem_restore, so that an access does no harm. What peers have mapped stays theirs, with its content,
- * until they release it. DK_EUNSUPPORTED: the device has no virtual memory;
- * DK_ESTATE: released already. */
+/* Gives memory back, or a peer's mapping, and keeps its addresses. No operation uses it; of allocated memory callers
+ * may have views, so a device waits for all its work here and in dk_mem_restore. At those addresses there are pages of
+ * no meaning until dk_mem_restore, so that an access does no harm. What peers have mapped stays theirs, with its
+ * content, until they release it. DK_EUNSUPPORTED: the device has no virtual memory; DK_ESTATE: released already. */
 int32_t dk_mem_release(dk_mem_release_params *p);
 typedef struct dk_mem_restore_params {
   DK_HEADER;
