@@ -246,11 +246,17 @@ def rank_gap(ctx, folder):
 
 
 def test_the_gap_is_short(fresh_pool, tmp_path, device):
-    outcomes = fresh_pool(4).outcomes(4, rank_gap, str(tmp_path))
-    for rank in (0, 2, 3):
-        assert not outcomes[rank].error and not outcomes[rank].died, outcomes[rank].traceback
-    if device == "cpu":
-        assert max(outcomes[0].value, outcomes[2].value) < GAP, [outcomes[0].value, outcomes[2].value]
+    gaps = []
+    for attempt in range(3):  # a busy machine only makes it longer
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        outcomes = fresh_pool(4).outcomes(4, rank_gap, str(folder))
+        for rank in (0, 2, 3):
+            assert not outcomes[rank].error and not outcomes[rank].died, outcomes[rank].traceback
+        gaps.append(max(outcomes[0].value, outcomes[2].value))
+        if device != "cpu" or gaps[-1] < GAP:
+            return
+    raise AssertionError(f"a regroup kept survivors from serving for {gaps} s")
 
 
 def rank_refused(ctx, folder):
