@@ -24,7 +24,7 @@ func (b *Buffer) Dispatch(a *op.DispatchArgs, c *Call) error {
 	return launch(c, abi.OpDispatch, placeOfWhole(c), &p.OpHeader, func() error { return b.endExchange(a) }, func() int32 {
 		b.fillDispatch(p, a, &config)
 		p.NumSMs = b.chooseSMs(&config, plan.SMQuery{
-			Kind: plan.KindDispatch, RowBytes: p.HiddenBytes + 4*uint64(a.NumScales), Tokens: int(a.NumTokens), TopK: int(a.NumTopK),
+			Kind: plan.KindDispatch, RowBytes: p.HiddenBytes + 4*uint64(a.NumScales), Tokens: int(a.NumTokens), TopK: int(plan.DispatchRows(a).NumTopK),
 			RecvTokens: knownRows(a), Staged: p.RecvSegment < 0,
 		})
 		return b.opt.Library.Dispatch(p)

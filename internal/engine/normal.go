@@ -48,7 +48,7 @@ func (b *Buffer) Combine(a *op.CombineArgs, c *Call) error {
 	fits := func() error { return b.fitsRow(combineRow(a)) }
 	return b.launch(c, abi.OpCombine, placeOfWhole(c), &p.OpHeader, fits, func() int32 {
 		p.NumSMs = b.chooseSMs(&config, plan.SMQuery{
-			Kind: plan.KindCombine, RowBytes: 2 * uint64(a.Hidden), Tokens: int(h.NumTokens), TopK: int(a.NumTopK), RecvTokens: int(h.NumRecvTokens),
+			Kind: plan.KindCombine, RowBytes: 2 * uint64(a.Hidden), Tokens: int(h.NumTokens), TopK: int(max(a.NumTopK, h.NumTopK)), RecvTokens: int(h.NumRecvTokens),
 		})
 		p.X, p.TopKWeights, p.Bias = uint64(a.X), uint64(a.TopKWeights), [2]uint64{uint64(a.Bias[0]), uint64(a.Bias[1])}
 		p.RankPrefixMatrix, p.SendHead, p.RecvSrcIdx = uint64(h.RankPrefixMatrix), uint64(h.SendHead), uint64(h.RecvSrcIdx)
