@@ -309,6 +309,10 @@ def rank_life(ctx):
     scores = ctx.to_device(scores)
     with torch.no_grad():
         assert torch.equal(copy.deepcopy(layer)(x, scores), layer(x, scores))
+    layer._kind = "meta"  # as if the experts had been there when the layer was made, and were moved
+    with torch.no_grad():
+        assert torch.equal(layer(x, scores), other(x, scores))
+    assert layer._kind == ctx.device.type and layer._buffer.engine == ctx.device.type
     own = ExpertParallel(layer.experts, ctx.group, EXPERTS, TOP_K, buffer=layer._buffer)
     assert own._buffer is layer._buffer
     for options, text in (

@@ -136,6 +136,7 @@ class ExpertParallel(nn.Module):
         self._given = _Shared(buffer)
         self._buffer: Buffer | None = None
         self._decoder: Buffer | None = None
+        self._kind = ""  # of the device that the buffers serve
         if hidden is not None or buffer is not None:
             device = next((each.device for each in experts.parameters()), torch.device("cpu"))
             self.prepare(hidden or 0, device)
@@ -158,6 +159,7 @@ class ExpertParallel(nn.Module):
         if given is not None:
             self._buffer = self._decoder = given
             return
+        self._kind = device.type
         engine = "cuda" if device.type == "cuda" else "cpu"
         self._buffer = self._find(("normal", self.group, engine, hidden))
         if self.max_decode_tokens:  # memory of its own: normal mode between nodes writes where low-latency slots lie
@@ -183,15 +185,19 @@ class ExpertParallel(nn.Module):
         return Buffer(self.group, nvl, rdma, engine=engine)
 
     def _normal_buffer(self, x: Tensor) -> Buffer:
-        if self._buffer is None:
+        if self._buffer is None or self._is_elsewhere(x):
             self.prepare(x.shape[-1], x.device)
         assert self._buffer is not None
         return self._buffer
 
+    def _is_elsewhere(self, x: Tensor) -> bool:
+        """Whether the layer's own buffers serve another kind of device: its experts were moved after it was made."""
+        return self._given.value is None and self._kind != x.device.type
+
     def _low_latency_buffer(self, x: Tensor) -> Buffer:
         if not self.max_decode_tokens:
             raise value_error("max_decode_tokens", 0, "the most tokens of a call, for decode()")
-        if self._decoder is None:
+        if self._decoder is None or self._is_elsewhere(x):
             self.prepare(x.shape[-1], x.device)
         assert self._decoder is not None
         return self._decoder
