@@ -751,7 +751,8 @@ typedef struct dk_dispatch_params {
   uint64_t rank_prefix_matrix; /* of the notify or the handle */
   uint64_t send_head;          /* of the notify or the handle */
   uint64_t hidden_bytes;
-  uint64_t exchange; /* number of the exchange of counts that the handle is from, as given; 0: not known */
+  uint64_t exchange; /* number of the exchange of counts that the handle is from, as given; 0: not known. Its lower half
+                        is the number of the notify */
   int32_t x_type;    /* of x, as given: only compared */
   int32_t reason;    /* DK_DISPATCH_CANCELLED: a code for the peers' records */
   int32_t num_tokens, num_scales, num_topk, index_bytes, num_experts;

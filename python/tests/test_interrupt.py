@@ -53,7 +53,7 @@ def rank_kept_until_passed(ctx):
         exchange = normal.dispatch_and_check(ctx, buffer, case)
         core = buffer._core
         for turn in range(3):
-            interrupted = mock.patch.object(core.native, "await_counts", side_effect=KeyboardInterrupt)
+            interrupted = mock.patch.object(core.native, "wait_counts", side_effect=KeyboardInterrupt)
             with interrupted, pytest.raises(KeyboardInterrupt):
                 normal.dispatch(ctx, buffer, case)
             assert len(core.kept) == 1, f"turn {turn}: {len(core.kept)} kept"

@@ -67,7 +67,7 @@ __device__ inline void add_handle(Handshake &hand, const HandleState &handle, ui
 }
 
 // What notify found wrong in the counts of a dispatch that is not cached; call 0: nothing. A kernel loads it before
-// anything else.
+// anything else. The number of the notify is the lower half of its exchange's.
 __device__ __forceinline__ WrongCounts load_wrong_counts(const DispatchParams &p) {
   if (p.cached() || p.exchange == 0) return {0, 0, 0};
   return p.session.team.scratch->wrong_counts[p.exchange % kExchanges];
@@ -113,7 +113,7 @@ __device__ inline Handshake dispatch_handshake(const DispatchParams &p, uint64_t
   add_handle(hand, handle, comparable(p.session.team, p.exchange));
   if ((p.flags & DK_DISPATCH_CANCELLED) != 0)
     add_refusal(hand, DK_FIELD_CANCELLED, 0, p.reason);
-  else if (wrong.call != 0 && wrong.call == p.exchange)
+  else if (wrong.call != 0 && static_cast<uint32_t>(wrong.call) == static_cast<uint32_t>(p.exchange))
     add_refusal(hand, DK_FIELD_TOKENS_PER_RANK, wrong.expected, wrong.seen);
   return hand;
 }
