@@ -112,6 +112,7 @@ type Buffer struct {
 	segments     [abi.MaxSegments]*Segment
 	segmentsMade uint64
 	captured     bool                      // a call was captured into a graph, which may be replayed at any time
+	inherits     bool                      // memory from a buffer with such a call, whose team has stopped
 	chosenSMs    [2][maxLoggedSMs + 1]bool // by kind: choices that were logged
 	startup      startup
 	building     *stages // of the start

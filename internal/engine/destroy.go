@@ -100,10 +100,7 @@ func (b *Buffer) isIdle(marked *bool) bool {
 
 // free releases everything, users before what they use. The first error counts.
 func (b *Buffer) free() error {
-	keep := b.team != 0 && b.captured && b.stopTeam() == nil && b.block.CanGiveBack() == nil
-	if keep {
-		b.team = 0
-	}
+	keep := b.keepForReplays()
 	err := b.freeTeam()
 	status.Keep(&err, b.freeEvents())
 	if b.stats != nil {
@@ -133,7 +130,7 @@ func (b *Buffer) free() error {
 		status.Keep(&err, b.block.Release())
 	}
 	for _, m := range b.heirlooms {
-		if b.dev.HostStream() {
+		if b.dev.HostStream() || keep {
 			status.Keep(&err, m.Leave())
 		} else {
 			status.Keep(&err, m.Release())
@@ -143,6 +140,22 @@ func (b *Buffer) free() error {
 		status.Keep(&err, b.dev.Release())
 	}
 	return err
+}
+
+// keepForReplays reports whether the addresses of the buffer's memory must stay: kernels of replays look there before
+// they leave. It makes those of this buffer leave, where Stop has not.
+func (b *Buffer) keepForReplays() bool {
+	if !b.captured && !b.inherits || b.block == nil || b.block.CanGiveBack() != nil {
+		return false
+	}
+	if b.team == 0 || !b.captured {
+		return true
+	}
+	if b.stopTeam() != nil {
+		return b.inherits
+	}
+	b.team = 0 // its own memory stays
+	return true
 }
 
 // freeTeam ends what sends to the other ranks, and unmaps their segments.

@@ -61,6 +61,7 @@ func (b *Buffer) Stop() error {
 // Succeeded gives what is left of the buffer to the one that has taken its place.
 func (b *Buffer) Succeeded(by *Buffer) {
 	b.comm, by.borrowed = 0, false
+	by.inherits = b.captured || b.inherits
 	by.heirlooms = b.heirlooms
 	if !by.block.Kept() {
 		by.heirlooms = append(by.heirlooms, b.block.Local.Retain())
