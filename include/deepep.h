@@ -223,7 +223,8 @@ deepep_status_t deepep_buffer_info_get(deepep_buffer_t buffer, deepep_buffer_inf
 /* local, waits up to slice_ms (< 0: until done). OK: start-up is complete. Returns: PENDING: not yet; start-up. */
 deepep_status_t deepep_buffer_wait_ready(deepep_buffer_t buffer, int64_t slice_ms);
 /* local. OK, or the failure that made the buffer unusable; or, once, the error of an earlier call that the kernels have
- * refused (INVALID_ARGUMENT, MISMATCH), after which the buffer works on. Returns: INVALID_STATE; failure. */
+ * refused (INVALID_ARGUMENT, MISMATCH), after which the buffer works on; or, once, INVALID_STATE after a replay of a
+ * graph of before deepep_buffer_regroup. Returns: INVALID_STATE; failure. */
 deepep_status_t deepep_buffer_check(deepep_buffer_t buffer);
 /* local. Address and size of a raw region of this rank; rdma: 0 the nvl region, 1 the rdma region. The caller may
  * overwrite it while no call is in flight. On GPUs, after writing anything but zeros to the rdma region, call

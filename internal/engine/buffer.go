@@ -84,6 +84,7 @@ type Buffer struct {
 	borrowed  bool                   // comm still belongs to opt.From
 	stopped   atomic.Bool            // by Stop, so that Destroy has the rest to do
 	successor atomic.Pointer[Buffer] // took this buffer's place
+	elders    atomic.Pointer[elder]  // predecessors whose calls were captured
 
 	active   atomic.Int32 // calls inside; see enter
 	viewed   atomic.Bool  // a caller has the address of a region
@@ -113,6 +114,7 @@ type Buffer struct {
 	segmentsMade uint64
 	captured     bool                      // a call was captured into a graph, which may be replayed at any time
 	inherits     bool                      // memory from a buffer with such a call, whose team has stopped
+	progress     uint64                    // operations of the team that had finished when Stop stopped it
 	chosenSMs    [2][maxLoggedSMs + 1]bool // by kind: choices that were logged
 	startup      startup
 	building     *stages // of the start

@@ -66,8 +66,8 @@ func (b *Buffer) broken() error {
 	return b.failure()
 }
 
-// Check returns the failure that made the buffer unusable, or once the refusal of an earlier call; nil if there is
-// neither. It does not wait.
+// Check returns the failure that made the buffer unusable, or once the refusal of an earlier call or the replay of a
+// graph of before a regroup; nil if there is none. It does not wait.
 func (b *Buffer) Check() error {
 	if err := b.enter(); err != nil {
 		return err
@@ -85,7 +85,10 @@ func (b *Buffer) Check() error {
 	if err := b.awake(); err != nil {
 		return err
 	}
-	return b.refusal(callID{})
+	if err := b.refusal(callID{}); err != nil {
+		return err
+	}
+	return b.elderReplayed()
 }
 
 // failure returns the buffer's first failure, from the kernel's record or the death of a peer, and keeps it.

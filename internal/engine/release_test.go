@@ -1,11 +1,14 @@
 package engine_test
 
 import (
+	"context"
 	"errors"
 	"strings"
 	"testing"
 
+	"github.com/deepep-go/deepep/internal/device"
 	"github.com/deepep-go/deepep/internal/engine"
+	"github.com/deepep-go/deepep/internal/plan"
 	"github.com/deepep-go/deepep/internal/status"
 )
 
@@ -71,4 +74,35 @@ func TestHeapsAreNotReleased(t *testing.T) {
 	}
 	r.must(r.Barrier(&engine.Call{}))
 	r.must(r.Destroy())
+}
+
+// Whose graphs are replayed after a regroup learns it from the buffer that follows, once for each look.
+func TestReplaysOfBefore(t *testing.T) {
+	r := newRig(t)
+	r.capturing(2)
+	r.must(r.Barrier(&engine.Call{Stream: 2}))
+	r.capturing(0)
+	o := rigOptions(fakeLibrary(t, "libfake.so"), plan.Topology{Ranks: 1, Peers: 8})
+	r.Inherit(&o)
+	o.ID, o.From, o.Was = 2, r.Buffer, []int{0}
+	o.Commit = func(_ context.Context, _ string, blob []byte) ([]device.Message, error) {
+		return []device.Message{{Blob: blob}}, nil
+	}
+	next, err := engine.New(context.Background(), &alone{}, o)
+	r.must(err)
+	r.Succeeded(next)
+	r.must(r.Destroy())
+	r.must(next.Check())
+	r.replay()
+	r.replay()
+	if err := next.Check(); !errors.Is(err, status.ErrInvalidState) || !strings.Contains(err.Error(), "graph of before regroup() was replayed") {
+		t.Errorf("after replays: %v", err)
+	}
+	r.must(next.Check())
+	r.must(next.Barrier(&engine.Call{Stream: 2}))
+	r.read()
+	r.must(next.Destroy())
+	if trace := r.read(); !strings.Contains(trace, "memory goes") {
+		t.Errorf("a replay has nothing to look at: %s", trace)
+	}
 }

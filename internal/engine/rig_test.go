@@ -73,6 +73,7 @@ type rig struct {
 	t                     testing.TB
 	trace, capture, quiet uintptr
 	refused               uintptr
+	library               string
 }
 
 func newRig(t testing.TB) *rig {
@@ -113,7 +114,7 @@ func rigOptions(lib *kern.Library, top plan.Topology) engine.Options {
 // watch finds the fake library's functions for tests.
 func watch(t testing.TB, b *engine.Buffer, lib *kern.Library) *rig {
 	t.Helper()
-	r := &rig{Buffer: b, t: t}
+	r := &rig{Buffer: b, t: t, library: lib.Path}
 	file, err := dl.Open(lib.Path)
 	r.must(err)
 	r.trace, err = file.Symbol("fake_trace")
@@ -144,6 +145,15 @@ func (r *rig) capturing(stream uint64) {
 func (r *rig) refuse(f abi.Failure) {
 	p := &f
 	dl.Call(r.refused, unsafe.Pointer(p))
+}
+
+// replay is what a call of a graph of the team before the newest one leaves.
+func (r *rig) replay() {
+	file, err := dl.Open(r.library)
+	r.must(err)
+	replay, err := file.Symbol("fake_replay")
+	r.must(err)
+	dl.Call(replay, nil)
 }
 
 // silent sets whether the library records calls; 1: no.

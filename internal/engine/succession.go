@@ -2,6 +2,7 @@ package engine
 
 import (
 	"context"
+	"sync/atomic"
 	"time"
 
 	"github.com/deepep-go/deepep/internal/abi"
@@ -54,14 +55,41 @@ func (b *Buffer) Stop() error {
 			return err
 		}
 		b.team = 0
+		b.progress = atomic.LoadUint64(&b.words.Progress)
 	}
 	return b.freeTeam()
+}
+
+// elder is what a buffer knows of one that it or its predecessor has followed, and whose calls were captured.
+type elder struct {
+	words *abi.Status // retained
+	seen  atomic.Uint64
+	next  *elder
+}
+
+// elderReplayed tells, once, that a graph of before a regroup has been replayed since the last time.
+func (b *Buffer) elderReplayed() error {
+	replayed := false
+	for e := b.elders.Load(); e != nil; e = e.next {
+		now := atomic.LoadUint64(&e.words.Progress)
+		replayed = e.seen.Swap(now) != now || replayed
+	}
+	if !replayed {
+		return nil
+	}
+	return status.Errorf(status.InvalidState, "a graph of before regroup() was replayed: its calls left at once (counts 0, sums NaN); capture it again")
 }
 
 // Succeeded gives what is left of the buffer to the one that has taken its place.
 func (b *Buffer) Succeeded(by *Buffer) {
 	b.comm, by.borrowed = 0, false
 	by.inherits = b.captured || b.inherits
+	elders := b.elders.Load()
+	if b.captured {
+		elders = &elder{words: b.words, next: elders}
+		elders.seen.Store(b.progress)
+	}
+	by.elders.Store(elders)
 	by.heirlooms = b.heirlooms
 	if !by.block.Kept() {
 		by.heirlooms = append(by.heirlooms, b.block.Local.Retain())

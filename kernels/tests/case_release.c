@@ -95,7 +95,8 @@ static uint64_t calls_counted(struct team *t) {
   return t->stats->ops[DK_OP_LL_DISPATCH].calls;
 }
 
-/* Operations of a released team leave at once and write no record, as a replayed graph must; then all is as new. */
+/* Operations of a released team leave at once and write no record, only that they ran, as a replayed graph must; then
+ * all is as new. */
 static void teams(struct rank *me) {
   struct team *t = make_ll_team(me, &kLowLatency, me->test->arg ? DK_TEAM_SHRINK : 0);
   for (uint64_t round = 0; round < 4; round++) {
@@ -107,7 +108,7 @@ static void teams(struct rank *me) {
     check_combine(c);
     struct ll *l = make_ll(t, &kLowLatency, round + 50);
     for (uint64_t i = 0; i <= round; i++) ll_round(l, 60 + i); /* numbers of calls odd and even */
-    uint64_t counted = calls_counted(t);
+    uint64_t counted = calls_counted(t), finished = t->status->progress;
     if (me->index == 0) pause_ms(2);
     release_team(t);
     uint64_t start = now_ns();
@@ -128,6 +129,7 @@ static void teams(struct rank *me) {
     expect_no_rows(l);
     expect_nan(l);
     expect_healthy(t);
+    expect(me, t->status->progress > finished, "the host cannot see that a released team's calls ran");
     expect(me, calls_counted(t) > counted, "statistics began anew");
     restore_team(t);
     back_to(me, mark);

@@ -271,7 +271,8 @@ class Buffer:
         """Asks whether the buffer can be used.
 
         Raises:
-            DeepEPError: the failure that made it unusable.
+            DeepEPError: the failure that made it unusable; once, the refusal of an earlier call, or that a CUDA graph
+                of before `regroup` was replayed.
         """
         native = self._core.native
         native.check(native.lib.with_gil.deepep_buffer_check(native))
@@ -315,8 +316,8 @@ class Buffer:
         The ranks meet over the library's own channel; `group` of the constructor is not used and still counts the dead.
         Afterwards `rank` and `group_size` are those of the new group, and num_experts of each call places the experts
         anew. Memory, views of it, the communication stream and events stay. Calls that still run are aborted. Handles
-        of before are refused if ranks were renumbered, replays of CUDA graphs of before leave at once; masks,
-        statistics and hooks begin anew.
+        of before are refused if ranks were renumbered, replays of CUDA graphs of before leave at once, of which `check`
+        tells once; masks, statistics and hooks begin anew.
 
         Args:
             members: ranks of the new group, by their present numbers. A lost one (or with `renumber` a number from

@@ -334,6 +334,9 @@ def rank_graphs(ctx, folder):
         graph.replay()
         torch.cuda.synchronize()
         assert time.monotonic() - begin < 1.0 and int(counts.abs().sum()) == 0
+        with pytest.raises(RuntimeError, match="graph of before regroup"):
+            buffer.check()
+        buffer.check()  # once
         for turn in range(3):
             serve(ctx, buffer, seed=turn)
             graph.replay()

@@ -43,8 +43,14 @@ int32_t fake_quiet(int *on) {
   quiet = *on;
   return 0;
 }
+static dk_status *status, *before; /* of the newest team, and of the one before it */
+/* A graph of the team before runs a call. */
+int32_t fake_replay(void *unused) {
+  (void)unused;
+  before->progress++;
+  return 0;
+}
 /* A kernel refuses the call: the entry as it would write it. */
-static dk_status *status;
 int32_t fake_refuse(const dk_failure *refusal) {
   for (int i = 0; i < DK_MAX_REFUSALS; i++) {
     if (status->refusals[i].code) continue;
@@ -188,6 +194,7 @@ int32_t dk_team_create(dk_team_create_params *p) {
     return DK_EUNSUPPORTED; /* the number of ranks that stands for kernels without a transport */
   NOTE("team flags %d blocks %s transport %d\n", (int)p->flags,
        given((const uint64_t *)(uintptr_t)p->host_peer_blocks, p->num_ranks), (int)p->transport);
+  before = status;
   status = (dk_status *)(uintptr_t)p->host_status;
   p->team = 7;
   return 0;

@@ -147,7 +147,10 @@ __device__ inline void record_loaded(const Session &s, const CountLoads &loads, 
   if (lane == 8 && last_half) atomicAdd(reinterpret_cast<unsigned long long *>(op + kOpCounters + bucket), 1ull);
   if (lane == 9) scratch->newest = {s.op, static_cast<uint64_t>(bucket), {s.call, begun, duration, s.op, s.phase}};
   if (lane == 10) scratch->trace_next = loads.next + 1;
-  if (lane == 11 && last_half) scratch->progress = loads.progress + 1;
+  if (lane == 11 && last_half) {
+    scratch->progress = loads.progress + 1;
+    if (failed) store_out(&s.team.status->progress, loads.progress + 1);  // maybe a replay, which the host asks about
+  }
   if (lane == 12 && half != nullptr) *half = last_half ? 0 : duration;
 }
 

@@ -119,7 +119,8 @@ __global__ void __launch_bounds__(kLayoutThreads, 1) layout_kernel(const __grid_
     entry = load_entry(p, at);
   }
   for (int i = threadIdx.x; works && i < total; i += kLayoutThreads) counts[i] = 0;
-  if (begin(s) && works) {
+  const bool begun = begin(s);  // else the statistics page may be gone
+  if (begun && works) {
     const LayoutCounts mine{counts, counts + p.num_experts, counts + p.num_experts + s.team.num_ranks};
     for (int first = blockIdx.x * (by_lanes ? tokens_per_block(p) : 0); by_lanes && first < p.num_tokens;) {
       count_entries(p, at, entry, mine, wrong);
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(kLayoutThreads, 1) layout_kernel(const __grid_
     __syncthreads();
     for (int i = threadIdx.x; i < total; i += kLayoutThreads)
       if (counts[i] != 0) atomicAdd(&s.team.scratch->histogram[i], counts[i]);
-  } else if (!works) {
+  } else if (begun) {
     publish_newest_by_last_warp(s.team);
   }
   if (wrong != -1) report_refusal(s, kNoted, DK_EINVAL, s.team.rank, DK_FIELD_TOPK_IDX, p.num_experts, wrong);
