@@ -32,6 +32,11 @@ __device__ __forceinline__ uint64_t ld_relaxed_gpu(const uint64_t *address) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   return value;
 }
+__device__ __forceinline__ uint32_t ld_acquire_gpu(const uint32_t *address) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
 __device__ __forceinline__ uint32_t ld_acquire_cta(const uint32_t *shared_word) {
   uint32_t value;
   asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"

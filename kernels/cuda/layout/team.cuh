@@ -40,6 +40,8 @@ struct NewestCount {
   dk_trace_record record;
 };
 
+constexpr int kRoutedBlocks = 16;  // that count the choices of a notify with a routing, at most
+
 // Device memory of one team, zeroed once. Only this rank's kernels access it.
 struct Scratch {
   uint64_t epoch;              // of the operation that runs now; the last block out adds one
@@ -75,7 +77,11 @@ struct Scratch {
   uint32_t place[DK_MAX_RANKS];     // of the peer's message of the running call
   uint32_t members[DK_MAX_RANKS / 32], told[DK_MAX_RANKS / 32], posted[DK_MAX_RANKS / 32];  // sets, a bit each
   uint64_t agreed, agreed_epoch;  // the call as this rank numbered it at first, and as all do
-  uint32_t agreed_good, reserved1;
+  uint32_t agreed_good;
+  // Notify with a routing: what each block has counted, by experts, then by ranks; a wrong index that it saw, -1: none.
+  uint32_t routed_blocks;  // blocks that have counted
+  int64_t routed_wrong[kRoutedBlocks];
+  int32_t routed_counts[kRoutedBlocks][DK_MAX_ROUTED_EXPERTS + DK_MAX_RANKS];
   uint64_t wait_ns[DK_MAX_RANKS];  // of the running kernel
   uint64_t sent_bytes[DK_MAX_RANKS];
   dk_op_stats ops[DK_NUM_OPS];

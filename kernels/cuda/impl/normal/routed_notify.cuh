@@ -1,6 +1,6 @@
-// routed_notify.cuh - the exchange of counts where the handle keeps the routing. One block counts the choices of all
-// tokens, exchanges the counts with those of the other ranks, and gives each row and each choice its place. Each warp
-// has a run of consecutive tokens and counters of its own, so that places ascend with the tokens.
+// routed_notify.cuh - the exchange of counts where the handle keeps the routing. Each block counts the choices of some
+// consecutive tokens; block 0 exchanges the sums with the other ranks, and each block gives its rows and choices their
+// places. Each warp has a run of a block's tokens and counters of its own, so that places ascend with the tokens.
 #pragma once
 #include "cuda/impl/normal/handshake.cuh"
 #include "cuda/impl/normal/notify_counts.cuh"
@@ -8,10 +8,11 @@
 namespace deepep {
 
 constexpr int kRoutedNotifyThreads = 1024;
+constexpr int kRoutedNotifyTokens = 64;  // a block's, where there are blocks enough
 
-// `warps` of the block count.
+// `warps` of a block count its tokens [blockIdx.x * share, ...).
 struct RoutedNotifyParams : NotifyParams {
-  int32_t warps = 0;
+  int32_t warps = 0, share = 0;
 
   __device__ bool expanded() const { return routing == DK_ROUTING_EXPANDED; }
   __device__ int experts_each() const { return num_experts / session.team.num_ranks; }
@@ -23,8 +24,8 @@ struct RoutedNotifyParams : NotifyParams {
   __device__ int32_t *cumulative_stats() const { return pointer<int32_t>(dk_notify_params::cumulative_stats); }
 };
 
-// Shared memory: for each expert this rank's count, later its choices' first row; all ranks' count; then the counters
-// of each warp: experts, ranks.
+// Shared memory. For each expert: the choices that precede this block's, later the row of its first choice; all ranks'
+// count. For each rank: the rows that precede this block's. Then the counters of each warp: experts, ranks.
 struct RoutingCounts {
   int32_t *first, *total, *ranks, *warps;
   int stride;
@@ -52,10 +53,11 @@ template <class F>
 __device__ inline void for_choices(const RoutedNotifyParams &p, int64_t &wrong, F f) {
   constexpr int kAhead = 8;  // loads in flight
   const int each = kWarp / p.num_topk, local = p.experts_each();
-  const int run = ceil_div(ceil_div(p.num_tokens, p.warps), each) * each, of_warp = lane_id() / p.num_topk,
+  const int run = ceil_div(ceil_div(p.share, p.warps), each) * each, of_warp = lane_id() / p.num_topk,
             k = lane_id() % p.num_topk;
-  const int end = min((warp_id() + 1) * run, p.num_tokens);
-  for (int base = warp_id() * run; base < end; base += each * kAhead) {
+  const int from = static_cast<int>(blockIdx.x) * p.share, first_token = from + warp_id() * run;
+  const int end = min(first_token + run, min(from + p.share, p.num_tokens));
+  for (int base = first_token; base < end; base += each * kAhead) {
     int64_t entries[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
@@ -99,7 +101,8 @@ __device__ inline int next_number(int32_t *counter, int key) {
   return before + lanes_before(lanes);
 }
 
-// Whole block: counts, and turns each warp's counters into what the warps before it have counted.
+// Whole block: counts its choices, for all blocks to see, and turns each warp's counters into what the warps before it
+// have counted.
 __device__ inline void count_choices(const RoutedNotifyParams &p, const RoutingCounts &counts, int64_t &wrong) {
   const int num_ranks = p.session.team.num_ranks;
   for (int i = threadIdx.x; i < p.warps * counts.stride; i += blockDim.x) counts.warps[i] = 0;
@@ -107,35 +110,62 @@ __device__ inline void count_choices(const RoutedNotifyParams &p, const RoutingC
   if (warp_id() < p.warps) {
     int32_t *mine = counts.of_warp(warp_id());
     for_choices(p, wrong, [&](const Choice &c, int) {
-      next_number(mine, c.expert);
-      const bool leads = is_first(same_key(c.rank < 0 ? -1 : c.of_warp * num_ranks + c.rank));
-      next_number(mine + p.num_experts, leads ? c.rank : -1);
+      if (c.expert >= 0) atomicAdd(&mine[c.expert], 1);
+      if (is_first(same_key(c.rank < 0 ? -1 : c.of_warp * num_ranks + c.rank)))
+        atomicAdd(&mine[p.num_experts + c.rank], 1);
     });
   }
   __syncthreads();
+  int32_t *sums = p.session.team.scratch->routed_counts[blockIdx.x];
   for (int i = threadIdx.x; i < counts.stride; i += blockDim.x) {
     int sum = 0;
+#pragma unroll 8
     for (int w = 0; w < p.warps; ++w) {
       const int count = counts.of_warp(w)[i];
       counts.of_warp(w)[i] = sum;
       sum += count;
     }
-    (i < p.num_experts ? counts.first[i] : counts.ranks[i - p.num_experts]) = sum;
+    sums[i] = sum;
   }
-  __syncthreads();
 }
 
-// Whole block: all counts go to every peer, a warp for each, then the message that makes them valid.
-__device__ inline void send_routing(const RoutedNotifyParams &p, const RoutingCounts &counts, const Handshake &hand) {
-  const Session &s = p.session;
-  const int num_ranks = s.team.num_ranks;
-  for (int r = warp_id(); r < num_ranks; r += kRoutedNotifyThreads / kWarp) {
-    uint32_t *to = s.team.counts(r, hand.epoch % 2, s.team.rank);
-    for (int i = lane_id(); i < num_ranks; i += kWarp) to[i] = counts.ranks[i];
-    for (int i = lane_id(); i < p.num_experts; i += kWarp) to[num_ranks + i] = counts.first[i];
+// Whole block, after count_choices: waits until all blocks have counted. `wrong`: a wrong index that some thread has
+// seen, -1: none; returns that of all blocks.
+__device__ inline int64_t await_blocks(const RoutedNotifyParams &p, int64_t wrong) {
+  __shared__ int64_t wrong_here;
+  Scratch *scratch = p.session.team.scratch;
+  if (threadIdx.x == 0) wrong_here = -1;
+  __syncthreads();
+  if (wrong >= 0) wrong_here = wrong;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    scratch->routed_wrong[blockIdx.x] = wrong_here;
+    ptx::atomic_add_acq_rel_gpu(&scratch->routed_blocks, 1);
+    spin_in_block([&] { return ptx::ld_acquire_gpu(&scratch->routed_blocks) == gridDim.x; });
   }
-  __syncthreads();  // the release of each message below covers what the block has stored
-  post_handshake(s, hand);
+  __syncthreads();
+  wrong = -1;
+  for (int b = static_cast<int>(gridDim.x) - 1; b >= 0; --b)
+    if (scratch->routed_wrong[b] >= 0) wrong = scratch->routed_wrong[b];
+  return wrong;
+}
+
+// Whole block: what the blocks before it have counted; block 0 sends the sums of all to every peer.
+__device__ inline void sum_blocks(const RoutedNotifyParams &p, const RoutingCounts &counts, uint64_t epoch) {
+  const TeamView &team = p.session.team;
+  for (int i = threadIdx.x; i < counts.stride; i += blockDim.x) {
+    const bool is_expert = i < p.num_experts;
+    int before = 0, sum = 0;
+#pragma unroll 8
+    for (int b = 0; b < static_cast<int>(gridDim.x); ++b) {
+      const int count = team.scratch->routed_counts[b][i];
+      if (b < static_cast<int>(blockIdx.x)) before += count;
+      sum += count;
+    }
+    (is_expert ? counts.first[i] : counts.ranks[i - p.num_experts]) = before;
+    const int at = is_expert ? team.num_ranks + i : i - p.num_experts;
+    for (int r = 0; blockIdx.x == 0 && r < team.num_ranks; ++r) team.counts(r, epoch % 2, team.rank)[at] = sum;
+  }
 }
 
 // wrong: an index that is no expert's; -1: none. It travels in the message, so that every rank refuses the call.
@@ -153,30 +183,33 @@ __device__ inline Handshake routed_notify_handshake(const RoutedNotifyParams &p,
   return hand;
 }
 
-// A thread for each rank: its rows from each rank, and whether it has room for them. False: it does not.
+// A thread for each rank: its rows from each rank, and whether it has room for them. False: it does not. Every block
+// finds out; block 0 writes and reports it, here and below.
 __device__ inline bool sum_ranks(const RoutedNotifyParams &p, uint64_t epoch) {
   const Session &s = p.session;
   const int num_ranks = s.team.num_ranks;
+  const bool reports = blockIdx.x == 0;
   bool good = true;
   for (int j = threadIdx.x; j < num_ranks; j += blockDim.x) {
     const HandshakeMessage *from = s.team.handshake(s.team.rank, epoch % kHandshakeCopies, j);
     if (from->segment_offset != static_cast<uint64_t>(p.expert_alignment)) {
-      report_failure(s, DK_EMISMATCH, j, DK_FIELD_ALIGNMENT, p.expert_alignment,
-                     static_cast<int64_t>(from->segment_offset), 0);
+      if (reports)
+        report_failure(s, DK_EMISMATCH, j, DK_FIELD_ALIGNMENT, p.expert_alignment,
+                       static_cast<int64_t>(from->segment_offset), 0);
       good = false;
     }
     int sum = 0;
     for (int i = 0; i < num_ranks; ++i) {
       sum += static_cast<int>(s.team.counts(s.team.rank, epoch % 2, i)[j]);
-      p.rank_prefix_matrix()[i * num_ranks + j] = sum;
-      if (j == s.team.rank) p.psum_per_rank()[i] = sum;
+      if (reports) p.rank_prefix_matrix()[i * num_ranks + j] = sum;
+      if (reports && j == s.team.rank) p.psum_per_rank()[i] = sum;
     }
-    if (j == s.team.rank && p.counts() != nullptr) {
+    if (reports && j == s.team.rank && p.counts() != nullptr) {
       p.counts()->num_recv_tokens = sum;
       p.counts()->num_recv_nodes_tokens = 0;
     }
     if (from->row_limit < 0 || sum <= from->row_limit) continue;
-    report_refusal(s, kVoid, DK_EINVAL, j, DK_FIELD_WORST_TOKENS, from->row_limit, sum);
+    if (reports) report_refusal(s, kVoid, DK_EINVAL, j, DK_FIELD_WORST_TOKENS, from->row_limit, sum);
     good = false;
   }
   return good;
@@ -201,7 +234,7 @@ __device__ inline bool place_experts(const RoutedNotifyParams &p, const RoutingC
       }
       const int64_t first = start + sum - rows;
       if (mine) counts.first[expert] += static_cast<int>(first);
-      if (mine && r == s.team.rank) {
+      if (mine && r == s.team.rank && blockIdx.x == 0) {
         p.num_per_expert()[e] = total;
         p.psum_per_expert()[e] = static_cast<int>(p.expanded() ? first + total : first + rows);
         if (p.counts() != nullptr) p.counts()->per_expert[e] = static_cast<int>(rows);
@@ -211,7 +244,8 @@ __device__ inline bool place_experts(const RoutedNotifyParams &p, const RoutingC
     const HandshakeMessage *from = s.team.handshake(s.team.rank, epoch % kHandshakeCopies, r);
     const int64_t limit = from->segment < 0 ? INT32_MAX : from->segment;
     if (!p.expanded() || start <= limit) continue;
-    if (lane_id() == 0) report_refusal(s, kVoid, DK_EINVAL, r, DK_FIELD_WORST_EXPANDED, limit, start);
+    if (lane_id() == 0 && blockIdx.x == 0)
+      report_refusal(s, kVoid, DK_EINVAL, r, DK_FIELD_WORST_EXPANDED, limit, start);
     good = false;
   }
   return good;
@@ -228,7 +262,7 @@ __device__ inline bool sum_routing(const RoutedNotifyParams &p, const RoutingCou
       if (i == s.team.rank) before = sum;
       sum += static_cast<int>(s.team.counts(s.team.rank, epoch % 2, i)[num_ranks + e]);
     }
-    counts.first[e] = before;
+    counts.first[e] += before;
     counts.total[e] = sum;
   }
   __syncthreads();
@@ -250,6 +284,7 @@ __device__ inline void place_choices(const RoutedNotifyParams &p, const RoutingC
     int place = next_number(mine + p.num_experts, is_first(together) ? c.rank : -1);
     place = __shfl_sync(kAllLanes, place, together == 0 ? 0 : __ffs(static_cast<int>(together)) - 1);
     if (c.of_warp >= tokens) return;
+    if (together != 0) place += counts.ranks[c.rank];
     if (is_first(together)) p.send_head()[static_cast<int64_t>(c.token) * num_ranks + c.rank] = place;
     int slot = -1;
     if (c.expert >= 0 && p.expanded()) slot = counts.first[c.expert] + row;
@@ -258,10 +293,11 @@ __device__ inline void place_choices(const RoutedNotifyParams &p, const RoutingC
   });
 }
 
-// By the one block.
+// By the last block.
 __device__ inline void end_routed_notify(const RoutedNotifyParams &p, bool failed) {
   const int num_ranks = p.session.team.num_ranks, local = p.experts_each();
   const int64_t choices = static_cast<int64_t>(p.num_tokens) * p.num_topk;
+  if (threadIdx.x == 0) p.session.team.scratch->routed_blocks = 0;
   for (int64_t i = threadIdx.x; failed && i < choices; i += blockDim.x) p.dst_slot()[i] = -1;
   for (int i = threadIdx.x; failed && i < num_ranks; i += blockDim.x) p.psum_per_rank()[i] = 0;
   for (int i = threadIdx.x; i < local; i += blockDim.x) {
@@ -282,17 +318,18 @@ __global__ void __launch_bounds__(kRoutedNotifyThreads) notify_routed(const __gr
   const RoutingCounts counts(p, shared);
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
   if (begin(s)) {
-    __shared__ int64_t wrong_index;
     int64_t wrong = -1;
-    if (threadIdx.x == 0) wrong_index = -1;
     count_choices(p, counts, wrong);
-    if (wrong >= 0) wrong_index = wrong;
-    __syncthreads();
-    const Handshake hand = routed_notify_handshake(p, epoch, wrong_index);
-    send_routing(p, counts, hand);
-    publish_newest_by_last_warp(s.team);
+    wrong = await_blocks(p, wrong);
+    const Handshake hand = routed_notify_handshake(p, epoch, wrong);
+    sum_blocks(p, counts, epoch);
+    if (blockIdx.x == 0) {
+      __syncthreads();  // the release of each message below covers what the block has stored
+      post_handshake(s, hand);
+      publish_newest_by_last_warp(s.team);
+    }
     if (await_handshake(s, hand) && sum_routing(p, counts, epoch)) {
-      announce_counts(p);
+      if (blockIdx.x == 0) announce_counts(p);
       place_choices(p, counts);
     }
   }

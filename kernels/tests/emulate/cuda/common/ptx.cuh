@@ -29,6 +29,7 @@ inline uint64_t ld_acquire_sys(const uint64_t *address) { return load(address); 
 inline uint64_t ld_relaxed_sys(const uint64_t *address) { return load(address); }
 inline uint32_t ld_relaxed_sys(const uint32_t *address) { return load(address); }
 inline uint32_t ld_relaxed_gpu(const uint32_t *address) { return load(address); }
+inline uint32_t ld_acquire_gpu(const uint32_t *address) { return load(address); }
 inline uint64_t ld_relaxed_gpu(const uint64_t *address) { return load(address); }
 inline uint32_t ld_acquire_cta(const uint32_t *address) { return load(address); }
 inline void st_release_cta(uint32_t *address, uint32_t value) { store(address, value); }
