@@ -115,8 +115,8 @@ int32_t notify_with_routing(dk_notify_params *p) {
   params.warps = kRoutedNotifyThreads / kWarp;
   while (params.warps > 1 && routing_counts_bytes(experts, num_ranks, params.warps) > kRoutingLimit) --params.warps;
   const size_t shared = routing_counts_bytes(experts, num_ranks, params.warps);
-  const int blocks = min(min(max(1, ceil_div(p->num_tokens, kRoutedNotifyTokens)), kRoutedBlocks),
-                         team->device->num_sms);
+  const int blocks =
+      min(min(max(1, ceil_div(p->num_tokens, kRoutedNotifyTokens)), kRoutedBlocks), team->device->num_sms);
   params.share = ceil_div(p->num_tokens, blocks);
   const OnDevice on(team->device);
   deep_ep::intranode::notify_routed<<<blocks, kRoutedNotifyThreads, shared, stream_of(p->stream)>>>(params);

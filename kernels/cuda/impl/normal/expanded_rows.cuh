@@ -115,21 +115,21 @@ __device__ inline void write_padding(const DispatchParams &p, int worker, int nu
   }
 }
 
-constexpr int kExpandChunk = 8;  // rows that a receiving warp takes together
-
-// Whole warp: waits until `count` flags from `flags` have been set, of which lane i looks at number i.
-__device__ inline bool await_flags(const DispatchParams &p, uint64_t epoch, int source, const uint64_t *flags,
-                                   const RingPlace &place, uint32_t lanes) {
+// Whole warp: waits for the flag of the first of `lanes`, lane i looking at flag number i. Returns those lanes whose
+// flags have been set by then; 0: the team has failed.
+__device__ inline uint32_t await_flags(const DispatchParams &p, uint64_t epoch, int source, const uint64_t *flags,
+                                       const RingPlace &place, uint32_t lanes, bool all) {
+  uint32_t here = 0;
   const bool good = warp_wait_or_fail(
       p.session, static_cast<int64_t>(epoch),
       [&] {
-        const bool here =
-            (lanes >> lane_id() & 1) == 0 || ptx::ld_acquire_sys(&flags[place.slot]) == ring_value(epoch, place.lap);
-        return __all_sync(kAllLanes, here) != 0;
+        here = __ballot_sync(kAllLanes, (lanes >> lane_id() & 1) != 0 &&
+                                            ptx::ld_acquire_sys(&flags[place.slot]) == ring_value(epoch, place.lap));
+        return all ? here == lanes : (here & lanes & (0 - lanes)) != 0;
       },
       [&] { return lane_id() == 0 ? source : -1; });
   __syncwarp();
-  return good;
+  return good ? here : 0;
 }
 
 // Role of a warp: rows of one source, with their metadata.
@@ -149,20 +149,28 @@ __device__ inline void receive_expanded(const DispatchParams &p, uint64_t epoch,
   for (int first = share.first * chunk; first < rows; first += share.step * chunk) {
     const int count = min(chunk, rows - first);
     const RingPlace place = ring_place(first + lane_id(), ring.slots);
-    if (!await_flags(p, epoch, share.source, meta_flags, place, (1u << count) - 1)) return;
-    for (int j = 0; j < count; ++j)
-      spread_expanded(p, share.source, before + first + j,
-                      reinterpret_cast<const uint32_t *>(
-                          metas + static_cast<uint64_t>(ring_place(first + j, ring.slots).slot) * p.meta.stride));
+    if (await_flags(p, epoch, share.source, meta_flags, place, (1u << count) - 1, true) == 0) return;
+    int slots[kExpandChunk];
+    spread_expanded(
+        p, share.source, before + first, count,
+        [&](int j) { return metas + static_cast<uint64_t>(ring_place(first + j, ring.slots).slot) * p.meta.stride; },
+        slots);
+    uint32_t here = 0;  // rows that have arrived
     for (int j = 0; j < count; ++j) {
-      if (!await_flags(p, epoch, share.source, row_flags, place, 1u << j)) return;
-      const uint64_t slot = ring_place(first + j, ring.slots).slot;
-      const RowPlaces places = places_of(p, reinterpret_cast<const uint32_t *>(metas + slot * p.meta.stride));
-      const int own =
-          __shfl_sync(kAllLanes, places.slot, places.here == 0 ? 0 : __ffs(static_cast<int>(places.here)) - 1);
-      const uint8_t *from =
-          direct ? p.recv_x() + static_cast<int64_t>(max(own, 0)) * p.row_bytes : staged + slot * p.row_bytes;
-      copy_to_places(p, from, places.slot, direct ? places.here & (places.here - 1) : places.here);
+      if ((here >> j & 1) == 0) {
+        here = await_flags(p, epoch, share.source, row_flags, place, (1u << count) - (1u << j), false);
+        if (here == 0) return;
+      }
+      int slot = slots[0];
+#pragma unroll
+      for (int i = 1; i < kExpandChunk; ++i)
+        if (i == j) slot = slots[i];
+      const uint32_t places = __ballot_sync(kAllLanes, slot >= 0);
+      const int own = __shfl_sync(kAllLanes, slot, places == 0 ? 0 : __ffs(static_cast<int>(places)) - 1);
+      const uint8_t *from = direct
+                                ? p.recv_x() + static_cast<int64_t>(max(own, 0)) * p.row_bytes
+                                : staged + static_cast<uint64_t>(__shfl_sync(kAllLanes, place.slot, j)) * p.row_bytes;
+      copy_to_places(p, from, slot, direct ? places & (places - 1) : places);
     }
     __syncwarp();
     if (lane_id() < count && first + lane_id() + static_cast<int>(ring.slots) < rows) {

@@ -57,40 +57,53 @@ __device__ __noinline__ inline void refuse_slot(const DispatchParams &p, int32_t
   report_failure(p.session, DK_EINVAL, p.session.team.rank, DK_FIELD_DST_SLOT, limit, slot, 0);
 }
 
-// An expanded row's places: lane k has that of choice k, `here` the choices that have one.
-struct RowPlaces {
-  int slot;
-  uint32_t here;
-};
-__device__ inline RowPlaces places_of(const DispatchParams &p, const uint32_t *meta) {
-  RowPlaces places{-1, 0};
-  if (lane_id() < p.num_topk) places.slot = static_cast<int>(meta[p.meta.numbers_at + lane_id()]);
-  if (places.slot >= p.num_expanded_tokens) places.slot = -1;  // its sender has failed
-  places.here = __ballot_sync(kAllLanes, places.slot >= 0);
-  return places;
-}
+constexpr int kExpandChunk = 6;  // rows that a receiving warp takes together
 
-// Whole warp: the metadata of an expanded row to the outputs of all its places. row: its number in the plain layout.
-__device__ inline void spread_expanded(const DispatchParams &p, int source, int64_t row, const uint32_t *meta) {
-  const RowPlaces places = places_of(p, meta);
-  if (p.recv_topk_weights() != nullptr && places.slot >= 0)
-    p.recv_topk_weights()[places.slot] = meta[p.num_scales + lane_id()];
-  if (!p.cached() && p.recv_src_metadata != 0) {
-    int32_t *to = src_metadata(p, row);
-    if (lane_id() < p.num_topk) to[2 + lane_id()] = places.slot;
-    if (lane_id() == 0) {
-      to[0] = source * p.num_max_tokens + static_cast<int32_t>(meta[p.meta.source_at]);
-      to[1] = source * p.num_topk + 63 - __clzll(static_cast<long long>(places.here));
-    }
+// Whole warp: the metadata of `count` expanded rows, found by at(row), to the outputs of all their places. first: the
+// number of the first one in the plain layout. slots[j]: lane k gets the place of choice k of row j, -1: none. All
+// rows' loads are in flight together: rows that waited for each in turn took 8 us each.
+template <class At>
+__device__ inline void spread_expanded(const DispatchParams &p, int source, int64_t first, int count, At at,
+                                       int (&slots)[kExpandChunk]) {
+  const int lane = lane_id(), topk = p.num_topk;
+  const auto word = [&](int j, int which, bool wanted) {
+    return wanted && j < count ? reinterpret_cast<const uint32_t *>(at(j))[which] : 0;
+  };
+  const bool weighs = p.recv_topk_weights() != nullptr, names = !p.cached() && p.recv_src_metadata != 0;
+  uint32_t weights[kExpandChunk];
+#pragma unroll
+  for (int j = 0; j < kExpandChunk; ++j) {
+    slots[j] = static_cast<int>(word(j, p.meta.numbers_at + lane, lane < topk));
+    weights[j] = word(j, p.num_scales + lane, weighs && lane < topk);
+  }
+  const uint32_t token = names && lane < count ? reinterpret_cast<const uint32_t *>(at(lane))[p.meta.source_at] : 0;
+  int last = -1;
+#pragma unroll
+  for (int j = 0; j < kExpandChunk; ++j) {
+    if (lane >= topk || j >= count || slots[j] >= p.num_expanded_tokens) slots[j] = -1;  // too large: its sender failed
+    if (weighs && slots[j] >= 0) p.recv_topk_weights()[slots[j]] = weights[j];
+    const uint32_t here = __ballot_sync(kAllLanes, slots[j] >= 0);
+    if (lane == j) last = 63 - __clzll(static_cast<long long>(here));
+    if (names && j < count && lane < topk) src_metadata(p, first + j)[2 + lane] = slots[j];
+  }
+  if (names && lane < count) {
+    int32_t *to = src_metadata(p, first + lane);
+    to[0] = source * p.num_max_tokens + static_cast<int32_t>(token);
+    to[1] = source * topk + last;
   }
   if (p.recv_scales() == nullptr) return;
   for (int base = 0; base < p.num_scales; base += kWarp) {
-    const int at = base + lane_id();
-    const uint32_t scale = at < p.num_scales ? meta[at] : 0;
-    for (uint32_t left = places.here; left != 0; left &= left - 1) {
-      const int64_t slot = __shfl_sync(kAllLanes, places.slot, __ffs(static_cast<int>(left)) - 1);
-      if (at < p.num_scales) p.recv_scales()[slot * p.recv_scale_token_stride + at * p.recv_scale_stride] = scale;
-    }
+    const int which = base + lane;
+    const bool mine = which < p.num_scales;
+    uint32_t scales[kExpandChunk];
+#pragma unroll
+    for (int j = 0; j < kExpandChunk; ++j) scales[j] = word(j, which, mine);
+#pragma unroll
+    for (int j = 0; j < kExpandChunk; ++j)
+      for (uint32_t left = __ballot_sync(kAllLanes, slots[j] >= 0); left != 0; left &= left - 1) {
+        const int64_t slot = __shfl_sync(kAllLanes, slots[j], __ffs(static_cast<int>(left)) - 1);
+        if (mine) p.recv_scales()[slot * p.recv_scale_token_stride + which * p.recv_scale_stride] = scales[j];
+      }
   }
 }
 
