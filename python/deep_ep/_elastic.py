@@ -358,7 +358,6 @@ class ElasticMode:
         rows = handle.num_recv_tokens if expand or not handle.do_expand else arrived
         native = self._native(handle, arrived if expand else rows, rows if expand else 0)
         native.routing = _abi.ROUTING_EXPANDED if expand else _abi.ROUTING_PLAIN
-        self._core.open_rows()
         return self._send(sending, handle, native, rows)
 
     def _send(self, sending: Sending, handle: EPHandle, native: Any, rows: int) -> Dispatched:

@@ -398,7 +398,6 @@ class NormalMode:
         if tensors.send_head.shape[0] != payload.x.shape[0]:
             raise value_error("x", f"{payload.x.shape[0]} rows", f"{tensors.send_head.shape[0]} rows, as in the handle")
         rows = int(tensors.source().shape[0])
-        core.open_rows()
         with order.context:
             received = self._receive(payload, rows, None, None)
         native_handle = tensors.native(rows)

@@ -149,7 +149,6 @@ class NormalFace:
         matrix, _, _, source, _, head = handle
         if type(source) is not Tensor or source.dim() != 1:
             return None
-        self._core.open_rows()
         given, segment, offset = self._rows_for(x, source.shape[0])
         exchange = getattr(matrix, EXCHANGE, 0)
         got = self._cached.run(

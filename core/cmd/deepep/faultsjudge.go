@@ -123,12 +123,13 @@ func (j *faultJudge) judgeError(rank int, failed *faultEvent, took time.Duration
 		say(rank, "an error only after %v: %s", took, failed.Error)
 	}
 	named := accused(failed.Error, rank)
-	if r.phase == "construct" && named < 0 && regexp.MustCompile(`\brank `+strconv.Itoa(r.victim)+`\b`).MatchString(failed.Error) {
+	starts := r.phase == "construct" || r.phase == "regroup"
+	if starts && named < 0 && regexp.MustCompile(`\brank `+strconv.Itoa(r.victim)+`\b`).MatchString(failed.Error) {
 		named = r.victim // the first exchange knows ranks by number alone
 	}
 	// Some ranks see only another one that the victim has held up: one that has given up and left, which this rank saw
 	// first. Its own error leads on.
-	indirect := r.phase == "construct" || strings.Contains(failed.Error, "has left the group")
+	indirect := starts || strings.Contains(failed.Error, "has left the group")
 	for hops := 0; indirect && hops < len(j.failed) && named >= 0 && named != r.victim && j.failed[named] != nil; hops++ {
 		named = accused(j.failed[named].Error, named)
 	}
