@@ -136,7 +136,7 @@ class ExpertParallel(nn.Module):
         self._given = _Shared(buffer)
         self._buffer: Buffer | None = None
         self._decoder: Buffer | None = None
-        self._kind = ""  # of the device that the buffers serve
+        self._kind, self._hidden = "", 0  # of the device that the buffers serve, and their rows
         if hidden is not None or buffer is not None:
             device = next((each.device for each in experts.parameters()), torch.device("cpu"))
             self.prepare(hidden or 0, device)
@@ -159,7 +159,7 @@ class ExpertParallel(nn.Module):
         if given is not None:
             self._buffer = self._decoder = given
             return
-        self._kind = device.type
+        self._kind, self._hidden = device.type, hidden
         engine = "cuda" if device.type == "cuda" else "cpu"
         self._buffer = self._find(("normal", self.group, engine, hidden))
         if self.max_decode_tokens:  # memory of its own: normal mode between nodes writes where low-latency slots lie
@@ -205,6 +205,14 @@ class ExpertParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies find their buffers again."""
         return {**self.__dict__, "_buffer": None, "_decoder": None, "balance_loss": None}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ExpertParallel:
+        """Torch moves the layer with this: its buffers follow the experts. Collective then."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = next((each.device for each in self.experts.parameters()), None)
+        if self._kind and device is not None and device.type in ("cpu", "cuda") and device.type != self._kind:
+            self.prepare(self._hidden, device)
+        return self
 
     # ---- routing
 
