@@ -56,7 +56,7 @@ def wait_before_copies() -> None:
     def waiting(copy: Any) -> Any:
         @functools.wraps(copy)
         def wait_and_copy(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-            if tensor.is_cuda:
+            if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.current_stream(tensor.device).synchronize()
             return copy(tensor, *args, **options)
 
