@@ -616,18 +616,21 @@ type NotifyParams struct {
 // DispatchParams is dk_dispatch_params.
 type DispatchParams struct {
 	OpHeader
-	X                 uint64 // [T, hidden_bytes]
-	Scales            uint64 // [T,S] 4-byte elements, or 0
-	ScaleTokenStride  int64  // elements
-	ScaleStride       int64  // elements
-	TopKIdx           uint64 // [T,K] or 0
-	TopKWeights       uint64 // [T,K] or 0
-	RankPrefixMatrix  uint64 // of the notify or the handle
-	SendHead          uint64 // of the notify or the handle
-	HiddenBytes       uint64
-	Exchange          uint64 // number of the exchange of counts that the handle is from, as given; 0: not known
-	XType             int32  // of x, as given: only compared
-	Reason            int32  // DK_DISPATCH_CANCELLED: a code for the peers' records
+	X                uint64 // [T, hidden_bytes]
+	Scales           uint64 // [T,S] 4-byte elements, or 0
+	ScaleTokenStride int64  // elements
+	ScaleStride      int64  // elements
+	TopKIdx          uint64 // [T,K] or 0
+	TopKWeights      uint64 // [T,K] or 0
+	RankPrefixMatrix uint64 // of the notify or the handle
+	SendHead         uint64 // of the notify or the handle
+	HiddenBytes      uint64
+
+	// number of the exchange of counts that the handle is from, as given; 0: not known. Its lower half is the number
+	// of the notify
+	Exchange          uint64
+	XType             int32 // of x, as given: only compared
+	Reason            int32 // DK_DISPATCH_CANCELLED: a code for the peers' records
 	NumTokens         int32
 	NumScales         int32
 	NumTopK           int32

@@ -92,8 +92,8 @@ class Core:
     def open_rows(self) -> None:
         """Makes the segment for rows that peers write in place, unless it is there or a graph is being captured.
 
-        Collective, so a call with a handle leaves it alone: some ranks may refuse theirs. Where a rank has no memory for
-        it, rows are copied on all ranks from then on.
+        Collective, so a call with a handle leaves it alone: some ranks may refuse theirs. Where a rank has no memory
+        for it, rows are copied on all ranks from then on.
         """
         native = self.native
         if not self._room or native.rows is not None or _torch.is_capturing():

@@ -168,7 +168,10 @@ class ExpertParallel(nn.Module):
 
     def _find(self, key: tuple[Any, ...]) -> Buffer:
         buffer = _shared.get(key)
-        if buffer is None or not buffer._core.native.alive:
+        # Asked of all ranks: one whose layers are gone may have lost a buffer that the others still have.
+        _, _, allgather = _torch.gather_function(self.group)
+        lives = allgather(b"1" if buffer is not None and buffer._core.native.alive else b"")
+        if buffer is None or not all(lives):
             kind, _, engine, hidden, *_ = key
             buffer = _shared[key] = self._make_buffer(hidden, engine, kind == "low latency")
         return buffer
