@@ -775,10 +775,11 @@ deepep_status_t deepep_barrier(deepep_buffer_t buffer, const deepep_call *call);
 
 /* The mask functions need enable_shrink (else INVALID_STATE). Calls send nothing to a masked rank and wait for nothing
  * from it, and what it sends meanwhile is ignored. In normal mode and in deepep_barrier a rank that one rank has masked
- * is masked by all that take part in the call; the rank itself gets INVALID_STATE, which names who masked it. To take
- * it back, all ranks, the masked one too, lift their masks and meet (deepep_barrier) before the next call: a
- * low-latency call that one sends before another has lifted its mask is ignored there, and waited for until the
- * deadline. Among nodes normal mode fails by name instead. */
+ * is masked by all that take part in the call; the rank itself gets INVALID_STATE, which names who masked it, at once,
+ * and in a barrier at the deadline: the others may lift their masks until then. To take it back, all ranks, the masked
+ * one too, lift their masks and meet (deepep_barrier) before the next call: a low-latency call that one sends before
+ * another has lifted its mask is ignored there, and waited for until the deadline. Among nodes normal mode fails by
+ * name instead. */
 
 /* local, launches on call->stream. masked: 1 masks the rank, 0 lifts the mask. */
 deepep_status_t deepep_update_mask(deepep_buffer_t buffer, int32_t rank, int32_t masked, const deepep_call *call);

@@ -49,9 +49,12 @@ static void expect_left_out(struct team *t, uint64_t salt, int by) {
   expect_refusal(t, DK_ESTATE, DK_OP_NOTIFY, by, DK_FIELD_MASKED);
   expect(t->me, n->counts->num_recv_tokens == -1, "a notify that was left out counted %d rows",
          n->counts->num_recv_tokens);
+  uint64_t usual = t->timeout_ns;
+  t->timeout_ns = soon_ns(); /* a barrier waits for those who may lift their masks */
   run_barrier(t);
   finish(t->me);
   expect_refusal(t, DK_ESTATE, DK_OP_BARRIER, by, DK_FIELD_MASKED);
+  t->timeout_ns = usual;
 }
 
 /* All ranks lift their masks, and the barrier is where they meet. */
@@ -63,6 +66,19 @@ static void take_back(struct team *t, uint64_t salt) {
   finish(t->me);
   expect_masks(t, 0);
   for (uint64_t round = 0; round < 3; round++) round_without(t, salt + 10 * round, 0, false);
+}
+
+/* The last rank masks the others when they have lifted their masks and are at the barrier. */
+static void masked_at_the_barrier(struct rank *me) {
+  struct team *t = shrinking_team(me);
+  round_without(t, 1, 0, false);
+  meet(me);
+  if (is_last(me)) pause_ms(100);
+  for (int i = 0; i < me->count; i++)
+    if ((i == me->count - 1) != is_last(me)) run_mask(t, DK_MASK_UPDATE, i, 1, 0);
+  finish(me);
+  if (is_last(me)) pause_ms(50);
+  take_back(t, 40);
 }
 
 static uint64_t bytes_to(struct team *t, int peer) {
@@ -217,6 +233,7 @@ static void halves(struct rank *me) {
 
 static const struct test_case cases[] = {
     {"normal mask/masked by one, left out by all", masked_by_one, 4, NULL, QUICK, 0, 0},
+    {"normal mask/masked at the barrier", masked_at_the_barrier, 4, NULL, QUICK, 0, 0},
     {"normal mask/a late rank, and back", late_rank, 3, NULL, QUICK, 0, 0},
     {"normal mask/a rank known to be dead", dead_ranks, 3, &known_before, QUICK, 0, 0},
     {"normal mask/a death during the wait", dead_ranks, 3, &while_waiting, QUICK, 0, 0},

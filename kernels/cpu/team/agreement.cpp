@@ -9,7 +9,7 @@ bool is_dead(const Team &team, int peer) { return __atomic_load_n(&team.status->
 
 }  // namespace
 
-Agreement::Agreement(Op &op) : op_(op), team_(op.team) {
+Agreement::Agreement(Op &op) : op_(op), team_(op.team), patient_(op.op == DK_OP_BARRIER) {
   for (int peer = 0; op.may_shrink && peer < team_.num_ranks; peer++)
     if (peer == team_.rank || !team_.masked(peer)) ranks_.add(peer);
   told_ = ranks_;
@@ -39,13 +39,22 @@ bool Agreement::drop_masked() {
   return changed;
 }
 
+// Whether the peer has masked this rank since this rank's caller has lifted masks.
+bool Agreement::leaves_out(int peer) const {
+  return peer != team_.rank && has(peer) && !is_dead(team_, peer) &&
+         team_.control().notice_from(peer).load() == team_.control().state().lifts.load() + 1;
+}
+
 bool Agreement::look_at_notices() {
-  uint64_t lifts = team_.control().state().lifts.load();
-  for (int peer = 0; peer < team_.num_ranks && left_out_by_ < 0; peer++)
-    if (peer != team_.rank && has(peer) && team_.control().notice_from(peer).load() == lifts + 1 &&
-        !is_dead(team_, peer))
-      leave(peer);
+  for (int peer = 0; peer < team_.num_ranks && left_out_by_ < 0 && !patient_; peer++)
+    if (leaves_out(peer)) leave(peer);
   return left_out_by_ >= 0;
+}
+
+bool Agreement::is_held_up() const {
+  bool held_up = false;
+  for (int peer = 0; peer < team_.num_ranks; peer++) held_up |= holds_up(peer);
+  return held_up;
 }
 
 // False: not posted yet, or being posted.

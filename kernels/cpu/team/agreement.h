@@ -3,6 +3,8 @@
 // once it has the message of each of them. It decides when all of them have posted the same ballot; a rank that has
 // decided says so, and the others that it counts in decide alike. Ballots only lose ranks until then, so two ranks that
 // count each other in decide alike, whatever is late or dies when (RATIONALE).
+// A rank that another has masked takes no part, and says so at once; but in a barrier, where ranks meet after they have
+// lifted masks, it waits and says nothing, for the other may not have come as far yet.
 #pragma once
 #include "cpu/team/wait.h"
 
@@ -23,6 +25,9 @@ class Agreement {
   // Each of these returns whether something has changed. `number` of a peer: the number of its message of this call.
   bool drop_masked();  // ranks that this rank has masked meanwhile
   bool look_at_notices();
+  // In a barrier: a rank masks this one since this rank has lifted masks, and may take it back.
+  bool is_held_up() const;
+  bool holds_up(int peer) const { return patient_ && leaves_out(peer); }
   bool hear(int peer, uint64_t number);
   // Once the messages of all that are counted in are here: posts the ballot with this rank's number, and decides once
   // all have posted the same. number(peer): of its message.
@@ -40,9 +45,11 @@ class Agreement {
   bool read(int peer, uint64_t number, Vote &vote) const;
   void post(uint64_t number);
   void leave(int peer);
+  bool leaves_out(int peer) const;
 
   Op &op_;
   Team &team_;
+  const bool patient_;  // waits for a rank that masks this one
   RankSet ranks_, told_, posted_;  // counted in; whom this rank tells; its newest ballot
   uint64_t revision_ = 0;
   int left_out_by_ = -1;

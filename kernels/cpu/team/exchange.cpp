@@ -40,7 +40,8 @@ void Exchange::post(const int32_t *rows, const int32_t *experts, int num_sent, i
   Team &team = op_.team;
   row_bytes_ = sizeof(int32_t) * static_cast<size_t>(team.num_ranks);
   expert_bytes_ = sizeof(int32_t) * static_cast<size_t>(num_sent);
-  if (shrinks_ && agreement_.look_at_notices()) return;
+  held_up_ = shrinks_ && agreement_.is_held_up();
+  if (held_up_ || (shrinks_ && agreement_.look_at_notices())) return;
   message_bytes_ = sizeof(CallMessage) + (rows ? row_bytes_ + expert_bytes_ : 0);
   uint64_t place = (shrinks_ ? team.control().state().messages : number_) & 1;
   for (int peer = 0; peer < team.num_ranks; peer++) {
@@ -110,8 +111,9 @@ bool Exchange::find(int peer) {
 
 bool Exchange::poll_shrinking() {
   bool changed = left_out() || agreement_.drop_masked() || agreement_.look_at_notices();
-  all_here_ = true;
-  for (int peer = 0; peer < op_.team.num_ranks && !agreement_.decided() && !left_out(); peer++) {
+  if (held_up_ && !left_out()) post(nullptr, nullptr, 0);  // a barrier's message has no counts
+  all_here_ = !held_up_;
+  for (int peer = 0; peer < op_.team.num_ranks && !held_up_ && !agreement_.decided() && !left_out(); peer++) {
     if (!agreement_.has(peer)) continue;
     if (!arrived_[peer]) {
       if (!find(peer)) {
@@ -207,6 +209,7 @@ bool Exchange::accepted() {
 
 bool Exchange::awaits(int peer, Missing &missing) const {
   if (shrinks_ && (without(peer) || agreement_.decided() || left_out())) return false;
+  if (held_up_ && !agreement_.holds_up(peer)) return false;
   if (shrinks_ && arrived_[peer]) return all_here_ && agreement_.awaits(peer, message(peer).number.load());
   if (arrived_[peer]) return false;
   missing = {static_cast<int64_t>(number_), static_cast<int64_t>(message(peer).number.load())};

@@ -103,6 +103,7 @@ class Exchange {
   uint64_t matrix_hash_ = 0;
   Refusal mine_;
   bool refused_by_peer_ = false, number_known_ = false, all_here_ = false;
+  bool held_up_ = false;  // this rank's message is not posted yet: a rank masks this one
 };
 
 constexpr int kArrivedNumbers = kScratch - 1;  // the exchange's array in Team::numbers

@@ -35,22 +35,31 @@ __device__ inline bool leaves_out(const Session &s, int rank) {
   return ptx::ld_acquire_sys(s.team.notice(s.team.rank, rank)) == s.team.scratch->lifts + 1 && !is_dead(s, rank);
 }
 
+// Where ranks meet after they have lifted masks: this rank waits for one that masks it, which may not have come as far
+// yet, and says nothing until then.
+__device__ inline bool is_patient(const Session &s) { return s.op == DK_OP_BARRIER || s.op == DK_OP_CLEAN; }
+
+// By one thread.
+__device__ inline void post_to_member(const Session &s, const Handshake &hand, int r) {
+  const TeamView &team = s.team;
+  const int copy = own_copy(team, hand.epoch);
+  HandshakeMessage *to = team.handshake(r, copy, team.rank);
+  ptx::st_relaxed_sys(&to->epoch, 0);  // that of a call that never was may be there
+  ptx::fence_acq_rel_sys();
+  ptx::st_relaxed_sys(team.stamp(r, copy, team.rank), team.scratch->generation);
+  write_message(to, hand.mine);
+  ptx::st_release_sys(&to->epoch, hand.epoch);
+}
+
 // Whole block, instead of post_handshake. A rank that others have masked posts nothing.
 __device__ __noinline__ inline void post_to_members(const Session &s, const Handshake &hand) {
-  const TeamView &team = s.team;
+  const int n = s.team.num_ranks;
+  if (is_patient(s)) return;  // the voter does it
   bool left = false;
-  for (int r = threadIdx.x; r < team.num_ranks; r += blockDim.x) left |= !is_without(s, r) && leaves_out(s, r);
+  for (int r = threadIdx.x; r < n; r += blockDim.x) left |= !is_without(s, r) && leaves_out(s, r);
   if (__syncthreads_or(left) != 0) return;
-  const int copy = own_copy(team, hand.epoch);
-  for (int r = threadIdx.x; r < team.num_ranks; r += blockDim.x) {
-    if (is_without(s, r)) continue;
-    HandshakeMessage *to = team.handshake(r, copy, team.rank);
-    ptx::st_relaxed_sys(&to->epoch, 0);  // that of a call that never was may be there
-    ptx::fence_acq_rel_sys();
-    ptx::st_relaxed_sys(team.stamp(r, copy, team.rank), team.scratch->generation);
-    write_message(to, hand.mine);
-    ptx::st_release_sys(&to->epoch, hand.epoch);
-  }
+  for (int r = threadIdx.x; r < n; r += blockDim.x)
+    if (!is_without(s, r)) post_to_member(s, hand, r);
 }
 
 // ---- By one warp ----------------------------------------------------------------------------------------------------
@@ -63,8 +72,10 @@ struct Voter {
   uint32_t here = 0;  // bit w: the message of this lane's rank of word w has arrived
   uint32_t revision = 0;
   uint64_t began = 0;
-  bool decided = false, failed = false;
+  bool posted, decided = false, failed = false;
   int left_by = -1;
+
+  __device__ Voter(const Session &s, const Handshake &hand) : s(s), hand(hand), posted(!is_patient(s)) {}
 
   __device__ int words() const { return ceil_div(s.team.num_ranks, kWarp); }
   __device__ uint32_t *set() const { return s.team.scratch->members; }
@@ -183,13 +194,28 @@ struct Voter {
     if (leaving != 0) left_by = __shfl_sync(kAllLanes, left_by, __ffs(static_cast<int>(leaving)) - 1);
     return leaving != 0;
   }
-  // By the notices, before any message is looked at: those of ranks that leave this one out are of other calls.
-  __device__ bool is_left_out() {
+  // By the notices, before any message is looked at: the messages of ranks that leave this one out are of other calls.
+  __device__ int leaver() const {  // the lowest of this lane's ranks, -1: none
     for (int w = 0; w < words(); ++w) {
       int r;
-      if (looks_after(w, r) && r != s.team.rank && leaves_out(s, r)) left_by = r;
+      if (looks_after(w, r) && r != s.team.rank && leaves_out(s, r)) return r;
     }
+    return -1;
+  }
+  __device__ bool is_left_out() {
+    if (!is_patient(s)) left_by = leaver();
     return share_left_by();
+  }
+  // In a patient call: posts this rank's message once nobody leaves it out. `missing`: whom it waits for.
+  __device__ bool post_message(int &missing) {
+    missing = leaver();
+    posted = __all_sync(kAllLanes, missing < 0) != 0;
+    for (int w = 0; posted && w < words(); ++w) {
+      int r;
+      if (looks_after(w, r)) post_to_member(s, hand, r);
+    }
+    __syncwarp();
+    return posted;
   }
 
   // Looks at everything once. `missing`: the lowest of this lane's ranks that is waited for, -1: none.
@@ -197,6 +223,7 @@ struct Voter {
     missing = -1;
     int decider = -1;
     if (is_left_out()) return true;
+    if (!posted && !post_message(missing)) return false;
     for (int w = 0; w < words(); ++w) {
       int r;
       if (!looks_after(w, r)) continue;
@@ -306,7 +333,7 @@ struct Voter {
 };
 
 __device__ __noinline__ inline void agree(const Session &s, const Handshake &hand) {
-  Voter voter{s, hand};
+  Voter voter(s, hand);
   uint64_t epoch = hand.epoch;
   bool good = false;
   voter.run();
