@@ -49,7 +49,7 @@ class Agreement {
 
   Op &op_;
   Team &team_;
-  const bool patient_;  // waits for a rank that masks this one
+  const bool patient_;             // waits for a rank that masks this one
   RankSet ranks_, told_, posted_;  // counted in; whom this rank tells; its newest ballot
   uint64_t revision_ = 0;
   int left_out_by_ = -1;
