@@ -1,7 +1,8 @@
 # Everything is built, run and tested from here. `make` alone lists the targets.
 #
 # Settings (make NAME=value): PYTHON (makes .venv; its torch is used if it has one), GO, CC, CXX, NVCC, SM90=0 (no
-# sm_90a code), ENGINE (cpu or cuda, for run and bench), ARGS (options for run, bench), PREFIX and DESTDIR (install).
+# sm_90a code), CODES (all: machine code for every GPU, as in the wheel), ENGINE (cpu or cuda, for run and bench), ARGS
+# (options for run, bench), PREFIX and DESTDIR (install).
 
 GO     ?= go
 PYTHON ?= python3
@@ -116,12 +117,20 @@ build_id   = $(VERSION)-$(shell cat $(sort $(shell find $1 -type f 2>/dev/null))
 
 CXX_COMMAND := $(CXX) -std=c++17 -O2 -ffp-contract=off -fPIC -fvisibility=hidden -pthread $(WARN) $(SANFLAGS) -Ikernels -I$(OBJ)
 C_COMMAND   := $(CC) -std=c11 -D_GNU_SOURCE -O2 -pthread $(WARN) $(SANFLAGS) -Ikernels
-NVCC_FLAGS   = -std=c++17 -O3 $(if $(filter 0,$(SM90)),$(SM80_CODE),$(SM80_CODE) $(SM90_CODE)) -DDEEPEP_SM90=$(SM90) \
+NVCC_FLAGS   = -std=c++17 -O3 $(CUDA_CODE) $(COMPRESS) -DDEEPEP_SM90=$(SM90) \
   -Werror all-warnings $(SPILL_CHECK) -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
   -Ikernels -I$(OBJ)
 SPILL_CHECK := -Xptxas --warn-on-spills,--warning-as-error
-SM80_CODE   := -gencode arch=compute_80,code=sm_80
-SM90_CODE   := -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_90,code=compute_90
+# Which GPUs get machine code. CODES=some: sm_80 (and 86, 89), sm_90a. CODES=all adds Blackwell's three, which take
+# three times as long to compile; the PTX for sm_90 serves them otherwise, and what comes later. A name with f runs on
+# its family, 10.0 and 10.3.
+CODES       ?= some
+gencode      = $(foreach code,$1,-gencode arch=compute_$(code),code=sm_$(code))
+NEWER_CODES := $(if $(filter 0,$(SM90)),,$(if $(filter all,$(CODES)),100f 103 120))
+SM80_CODE   := $(call gencode,80)
+SM90_CODE   := $(call gencode,90a) -gencode arch=compute_90,code=compute_90
+CUDA_CODE   := $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(SM90_CODE)) $(call gencode,$(NEWER_CODES))
+COMPRESS    := $(if $(filter all,$(CODES)),--compress-mode=size)
 
 # nvcc: NVCC= if given, else the one of PyPI's wheels in .venv, fetched when first needed.
 CUDA_SRC := $(sort $(shell find kernels/cuda -name '*.cu' 2>/dev/null))

@@ -12,6 +12,7 @@ rm -rf "$logs" && mkdir -p "$logs"
 usual='normal90~cc=90,sms=3~^dispatch/|^worst/|^peer rows/|^expand/~--threads
 low latency~cc=90,sms=3~^ll dispatch/|^ll combine/|^ll FP8/|^ll order/~--threads
 normal80~cc=80,sms=3~^dispatch/BF16|^dispatch/FP8|^dispatch/hidden|^dispatch/smallest region, 4|^combine/4|^combine/5|^combine/16|^combine/one|^worst/spare|^expand/rows straight|^expand/FP8|^expand/least memory, s|^expand/unred|^peer rows/BF16|^peer rows/worst~--threads
+normal120~cc=120,sms=3~^combine/16|^expand/unred|^dispatch/hidden~--threads
 combine90~cc=90,sms=3~^combine/|^layout/|^notify/|^isa/~--threads
 failures~cc=90,sms=3,seed=1~^mask/|^normal mask/|^shrink/|^failure/|^abort/|^timeout/|^mismatch/|^refused/~--threads
 rest~cc=90,sms=4,seed=1~^info/|^memory/|^stream/|^team/|^statistics/|^leaving/notify|^leaving/low-latency|^random/~--threads --rounds 3
@@ -21,6 +22,8 @@ one device~devices=1,sms=16~^team/barrier|^notify/pattern|^combine/8|^ll order/t
 processes~cc=90,sms=3~^process/a rank dies~--ranks 4'
 full='all90~cc=90~~
 all80~cc=80~~
+all89~cc=89~~
+all120~cc=120~~
 at random90~cc=90,seed=2~~--threads --rounds 30
 at random80~cc=80,seed=3~~--threads --rounds 30
 many SMs~devices=2,sms=26~~--threads --ranks 2

@@ -42,8 +42,12 @@ cudaError_t open_device(Device *device, int ordinal, uint32_t isa) {
   device->cc_minor = device->properties.minor;
   device->bulk = DEEPEP_SM90 && isa != 80 && device->cc_major >= 9;
   device->exports_descriptors = driver() != nullptr;
+  int max_shared = 0;
+  error = cudaDeviceGetAttribute(&max_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
+  if (error != cudaSuccess) return error;
+  device->max_shared = static_cast<size_t>(max_shared) - 2048;  // static shared memory comes on top
   error = cudaStreamCreateWithFlags(&device->service, cudaStreamNonBlocking);
-  if (error == cudaSuccess) error = load_normal_kernels(device->bulk);
+  if (error == cudaSuccess) error = load_normal_kernels(*device);
   if (error == cudaSuccess) error = load_small_kernels();
   if (error == cudaSuccess) error = load_low_latency_kernels();
   if (error == cudaSuccess) error = load_internode_kernels();

@@ -23,7 +23,8 @@ struct Team;
 struct InternodeTeam;  // launch/internode.h
 struct Device {
   int ordinal = 0, num_sms = 0, cc_major = 0, cc_minor = 0;
-  bool bulk = false;  // use the Hopper kernels
+  bool bulk = false;      // use the Hopper kernels
+  size_t max_shared = 0;  // dynamic shared memory of a block: 97 KiB of cc 8.6, 8.9 and 12.0, 161 of 8.0, else 225
   bool exports_descriptors = false;
   cudaStream_t service = nullptr;  // for work that belongs to no caller's stream
   cudaDeviceProp properties{};
@@ -139,7 +140,7 @@ inline cudaStream_t stream_of(uint64_t value) { return reinterpret_cast<cudaStre
 int32_t cuda_info(dk_info_params *p);  // device.cu; dk_info of this library, and of others that link its objects
 
 // Load every kernel of the library on the current device, so that no first launch has to.
-cudaError_t load_normal_kernels(bool bulk);
+cudaError_t load_normal_kernels(const Device &device);
 cudaError_t load_low_latency_kernels();
 cudaError_t load_small_kernels();
 

@@ -19,10 +19,10 @@ int blocks_for(const Team *team, int32_t num_sms) {
   return min(num_sms > 0 ? num_sms : kDefaultSms, share);
 }
 
-// The largest piece of a row that leaves room for every sender's stages: whole rows where they fit.
-uint32_t stage_bytes_for(uint64_t row_bytes, uint32_t senders, uint32_t limit) {
-  const uint64_t whole = min<uint64_t>(row_bytes, kMaxStageBytes);
-  const uint64_t fit = limit / (senders * kSendStages) / 128 * 128;
+// The largest piece of a row, at most `most`, that leaves room for so many stages: whole rows where they fit.
+uint32_t stage_bytes_for(uint64_t row_bytes, uint64_t most, uint32_t stages, size_t limit) {
+  const uint64_t whole = min<uint64_t>(row_bytes, most);
+  const uint64_t fit = limit / stages / 128 * 128;
   return static_cast<uint32_t>(align_up<uint64_t>(min(whole, fit), 16));
 }
 
@@ -37,32 +37,35 @@ cudaError_t load(Kernel *kernel, size_t max_shared) {
 constexpr size_t kSharedLimit80 = 160 * 1024, kSharedLimit90 = 224 * 1024, kSharedForRoles = 44 * 1024,
                  kMinForStages = 12 * 1024, kRoutingLimit = 96 * 1024;
 
+// Shared memory that a block of a normal-mode kernel may take on this device.
+template <bool kBulk>
+size_t shared_limit(const Device &device) {
+  return min(device.max_shared, kBulk ? kSharedLimit90 : kSharedLimit80);
+}
+
 }  // namespace
 
-cudaError_t load_normal_kernels(bool bulk) {
-  int limit = 0, ordinal = 0;
-  cudaError_t error = cudaGetDevice(&ordinal);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
-  const size_t max_shared = static_cast<size_t>(limit) - 2048;  // static shared memory comes on top
-  if (error == cudaSuccess) error = load(layout_kernel, min<size_t>(max_shared, 96 * 1024));
+cudaError_t load_normal_kernels(const Device &device) {
+  const size_t limit80 = shared_limit<false>(device), limit90 = shared_limit<true>(device);
+  const bool bulk = device.bulk;
+  cudaError_t error = load(layout_kernel, min<size_t>(device.max_shared, 96 * 1024));
   if (error == cudaSuccess) error = load(deep_ep::intranode::notify_dispatch, 0);
-  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch<false>, min(max_shared, kSharedLimit80));
-  if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false>, min(max_shared, kSharedLimit80));
-  if (error == cudaSuccess) error = load(deep_ep::intranode::notify_routed, min(max_shared, kRoutingLimit));
-  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_routed<false>, min(max_shared, kSharedLimit80));
-  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_expanded<false>, min(max_shared, kSharedLimit80));
-  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_routed<false>, min(max_shared, kSharedLimit80));
-  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_expanded<false>, min(max_shared, kSharedLimit80));
+  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch<false>, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::combine<false>, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::notify_routed, min(device.max_shared, kRoutingLimit));
+  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_routed<false>, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::dispatch_expanded<false>, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_routed<false>, limit80);
+  if (error == cudaSuccess) error = load(deep_ep::intranode::combine_expanded<false>, limit80);
 #if DEEPEP_SM90
-  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch<true>, min(max_shared, kSharedLimit90));
-  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine<true>, min(max_shared, kSharedLimit90));
-  const size_t limit90 = min(max_shared, kSharedLimit90);
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch<true>, limit90);
+  if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine<true>, limit90);
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch_routed<true>, limit90);
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::dispatch_expanded<true>, limit90);
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine_routed<true>, limit90);
   if (error == cudaSuccess && bulk) error = load(deep_ep::intranode::combine_expanded<true>, limit90);
 #else
-  (void)bulk;
+  (void)bulk, (void)limit90;
 #endif
   return error;
 }
@@ -156,14 +159,14 @@ int32_t launch_dispatch(dk_dispatch_params *p, DispatchParams &params, int block
   const uint32_t num_ranks = team->view.num_ranks;
   using Roles = DispatchRoles<kBulk>;
   if (blocks * Roles::kMetaReceivers < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
-  const size_t limit = kBulk ? kSharedLimit90 : kSharedLimit80;
+  const size_t limit = shared_limit<kBulk>(*team->device);
   const bool staged_here = params.recv_segment < 0;
   params.meta_rows = staged_here ? kMetaBatch : kMetaBatchOfMany;
-  while (params.meta_rows > 1 && Roles::meta_senders(params) * meta_space_bytes(params) > kMetaBuffers)
-    --params.meta_rows;
+  const size_t buffers = min<size_t>(kMetaBuffers, limit - kSharedForRoles - kMinForStages);
+  while (params.meta_rows > 1 && Roles::meta_senders(params) * meta_space_bytes(params) > buffers) --params.meta_rows;
   const size_t roles = dispatch_shared<kBulk>(params, 0);
   if (roles + kMinForStages > limit) return DK_EUNSUPPORTED;
-  params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, limit - roles);
+  params.stage_bytes = stage_bytes_for(params.row_bytes, kMaxStageBytes, Roles::kSenders * kSendStages, limit - roles);
   const size_t shared = dispatch_shared<kBulk>(params, params.stage_bytes);
   const OnDevice on(team->device);
   if (params.routing == DK_ROUTING_EXPANDED) {
@@ -182,13 +185,15 @@ template <bool kBulk>
 int32_t launch_combine(dk_combine_params *p, CombineParams &params, int blocks) {
   auto *team = handle_of<Team>(p->team);
   const uint32_t num_ranks = team->view.num_ranks;
+  const size_t limit = shared_limit<kBulk>(*team->device);
   using Roles = CombineRoles<kBulk>;
   if (blocks * Roles::kSenders < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
   params.senders = Roles::senders(blocks, static_cast<int>(num_ranks));
-  params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, kSharedLimit90 - kSharedForRoles);
+  params.stage_bytes =
+      stage_bytes_for(params.row_bytes, kMaxStageBytes, Roles::kSenders * kSendStages, limit - kSharedForRoles);
   const size_t shared = CombineShared<kBulk>(num_ranks, params.stage_bytes).bytes +
                         4ull * (Roles::kReducers + Roles::kSenders) * num_ranks;
-  if (shared > (kBulk ? kSharedLimit90 : kSharedLimit80)) return DK_EUNSUPPORTED;
+  if (shared > limit) return DK_EUNSUPPORTED;
   const OnDevice on(team->device);
   deep_ep::intranode::combine<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
@@ -199,24 +204,27 @@ template <bool kBulk>
 int32_t launch_routed_combine(dk_combine_params *p, CombineParams &params, int blocks) {
   auto *team = handle_of<Team>(p->team);
   const uint32_t num_ranks = team->view.num_ranks;
+  const size_t limit = shared_limit<kBulk>(*team->device);
   const OnDevice on(team->device);
   if (params.routing == DK_ROUTING_EXPANDED) {
     using Roles = ExpandedRoles<kBulk>;
     if (blocks * Roles::kSenders < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
-    params.stage_bytes = min(params.row_bytes, kMaxTermPiece);
+    params.stage_bytes =
+        stage_bytes_for(params.row_bytes, kMaxTermPiece, Roles::kSenders * kTermStages, limit - kSharedForRoles);
     const size_t shared =
         ExpandedShared<kBulk>(num_ranks, params.stage_bytes).bytes + 4ull * Roles::kReducers * reducer_words(params);
-    if (shared > (kBulk ? kSharedLimit90 : kSharedLimit80)) return DK_EUNSUPPORTED;
+    if (shared > limit) return DK_EUNSUPPORTED;
     deep_ep::intranode::combine_expanded<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
     return launched(p);
   }
   using Roles = RoutedRoles<kBulk>;
   if (blocks * Roles::kSenders < static_cast<int>(num_ranks)) return DK_EUNSUPPORTED;
   params.senders = Roles::senders(blocks, static_cast<int>(num_ranks));
-  params.stage_bytes = stage_bytes_for(params.row_bytes, Roles::kSenders, kSharedLimit90 - kSharedForRoles);
+  params.stage_bytes =
+      stage_bytes_for(params.row_bytes, kMaxStageBytes, Roles::kSenders * kSendStages, limit - kSharedForRoles);
   const size_t shared = CombineShared<kBulk>(num_ranks, params.stage_bytes).bytes +
                         4ull * (Roles::kReducers + Roles::kSenders) * reducer_words(params);
-  if (shared > (kBulk ? kSharedLimit90 : kSharedLimit80)) return DK_EUNSUPPORTED;
+  if (shared > limit) return DK_EUNSUPPORTED;
   deep_ep::intranode::combine_routed<kBulk><<<blocks, Roles::kThreads, shared, stream_of(p->stream)>>>(params);
   return launched(p);
 }

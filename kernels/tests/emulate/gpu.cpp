@@ -24,7 +24,6 @@ namespace {
 // A query of a stream or an event blocks so long if it is not done: callers poll.
 constexpr std::chrono::microseconds kLook{1000};
 constexpr int64_t kClockOffset = 77777777777777;  // the device's clock is not the host's
-constexpr double kThreadsOfSm = 2048, kSharedOfSm = 228 * 1024;
 
 }  // namespace
 
@@ -81,7 +80,7 @@ cudaError_t Gpu::enqueue(cudaStream_t stream, Operation operation) {
   if (operation.kernel != nullptr) {
     Kernel &kernel = *operation.kernel;
     kernel.device = own->device;
-    kernel.sms = std::max(kernel.threads / kThreadsOfSm, static_cast<double>(kernel.shared) / kSharedOfSm);
+    kernel.sms = std::max(kernel.threads / threads_of_sm(), static_cast<double>(kernel.shared) / shared_of_sm());
   }
   own->queue.push_back(std::move(operation));
   work_.notify_one();

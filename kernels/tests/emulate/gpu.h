@@ -11,12 +11,13 @@
 
 namespace emulate {
 
-// DEEPEP_EMULATE="devices=8,sms=4,cc=90,seed=0": number of devices, SMs of each, compute capability (80 or 90), seed of
-// random turns.
+// DEEPEP_EMULATE="devices=8,sms=4,cc=90,seed=0": number of devices, SMs of each, compute capability (80, 89, 90, 100,
+// 103 or 120), seed of random turns.
 struct Settings {
   int devices = 8, sms = 4, cc = 90, seed = 0;
 };
 const Settings &settings();
+double threads_of_sm(), shared_of_sm();
 
 cudaError_t failed(cudaError_t error);  // keeps it as the thread's last error
 int current_device();

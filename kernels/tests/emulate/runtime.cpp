@@ -17,6 +17,9 @@ std::mutex lock;
 std::map<const void *, size_t> allowed_shared;  // by kernel
 std::set<std::shared_ptr<Event> *> events;
 
+// KiB of shared memory of an SM; a block gets 1 less (CUDA C++ Programming Guide, technical specifications).
+const std::map<int, int> shared_of_cc = {{80, 164}, {89, 100}, {90, 228}, {100, 228}, {103, 228}, {120, 100}};
+
 Settings read_settings() {
   Settings s;
   const char *text = getenv("DEEPEP_EMULATE");
@@ -27,11 +30,13 @@ Settings read_settings() {
     rest = one.size() == rest.size() ? "" : rest.substr(one.size() + 1);
     const auto found = names.find(one.substr(0, one.find('=')));
     if (found == names.end() || sscanf(one.c_str() + found->first.size(), "=%d", found->second) != 1) {
-      fprintf(stderr, "DEEPEP_EMULATE: %s is given, allowed are devices=N, sms=N, cc=80, cc=90, seed=N\n", one.c_str());
+      fprintf(stderr,
+              "DEEPEP_EMULATE: %s is given, allowed are devices=N, sms=N, cc=80 (89, 90, 100, 103, 120), seed=N\n",
+              one.c_str());
       exit(2);
     }
   }
-  if (s.devices < 1 || s.sms < 1 || s.sms > 256 || (s.cc != 80 && s.cc != 90)) {
+  if (s.devices < 1 || s.sms < 1 || s.sms > 256 || !shared_of_cc.count(s.cc)) {
     fprintf(stderr, "DEEPEP_EMULATE=%s cannot be\n", text);
     exit(2);
   }
@@ -52,10 +57,12 @@ std::string name_of(const std::string &signature) {
                                             end - std::max(at + 5, space + 2));
   return type.substr(0, type.find_first_of("&*"));
 }
-size_t max_shared() { return settings().cc >= 90 ? 227 * 1024 : 163 * 1024; }
+size_t max_shared() { return static_cast<size_t>(shared_of_sm()) - 1024; }
 
 }  // namespace
 
+double shared_of_sm() { return shared_of_cc.at(settings().cc) * 1024.0; }
+double threads_of_sm() { return shared_of_cc.at(settings().cc) == 100 ? 1536 : 2048; }
 const Settings &settings() {
   static const Settings all = read_settings();
   return all;
