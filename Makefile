@@ -60,12 +60,13 @@ go_sources = go.mod go.sum $(shell find $1 \( -name testdata -o -path capi/tests
 SONAME   := libdeepep.so.$(MAJOR)
 MAP      := $(CURDIR)/capi/deepep.map
 PROGRAM  := $(BIN)/deepep
-GO_BUILD := $(GO) build -trimpath
+# The same bytes in every folder, with git and without: no path, no commit, and no id that is made of the command line.
+GO_BUILD := $(GO) build -trimpath -buildvcs=false
 
 $(LIB)/$(SONAME): $(call go_sources,core internal capi) $(wildcard include/*.h kernels/abi/*.h) | need-go-cc
 	@mkdir -p $(@D)
 	CGO_ENABLED=1 $(GO_BUILD) -buildmode=c-shared -o $@ \
-	  -ldflags '-s -w -extldflags "-Wl,--version-script=$(MAP) -Wl,-soname,$(SONAME)"' ./capi
+	  -ldflags '-s -w -buildid= -extldflags "-Wl,--version-script=$(MAP) -Wl,-soname,$(SONAME)"' ./capi
 	@rm -f $(LIB)/libdeepep.so.h && touch $@
 
 $(LIB)/libdeepep.so: $(LIB)/$(SONAME)
@@ -73,7 +74,7 @@ $(LIB)/libdeepep.so: $(LIB)/$(SONAME)
 
 $(PROGRAM): $(call go_sources,core internal) include/deepep.h | need-go
 	@mkdir -p $(@D)
-	CGO_ENABLED=0 $(GO_BUILD) -ldflags '-s -w -X main.version=$(VERSION)' -o $@ ./core/cmd/deepep
+	CGO_ENABLED=0 $(GO_BUILD) -ldflags '-s -w -buildid= -X main.version=$(VERSION)' -o $@ ./core/cmd/deepep
 	@touch $@
 
 # The compiled face of the Python package: Python's stable ABI alone, so one file for every Python. Where a machine has
@@ -143,6 +144,12 @@ CUDA_HOME   = $(shell $(VENV) -c 'import nvidia.cu13 as cuda; print(cuda.__path_
 NVCC        = $(CUDA_HOME)/bin/nvcc
 endif
 
+# nvcc names what is local to a file after the file's full path and a process id: here after the path in the tree, so that
+# two builds are the same. Symbols that only a linker reads name nvcc's temporary files, and go out.
+nvcc_names = -frandom-seed=$1 -Xcudafe --orig_src_path_name=/$1 -Xcicc --orig_src_path_name=/$1 \
+  -Xcompiler -ffile-prefix-map=$(CURDIR)=.
+GPU_LINKFLAGS = $(LINKFLAGS) -Wl,-s
+
 # $(call keep,text): a recipe that writes text to the target unless it is there already.
 keep = @mkdir -p $(@D); echo '$1' | cmp -s - $@ || echo '$1' >$@
 
@@ -182,11 +189,11 @@ kernel-tests: $(if $(TEST_SRC),$(BIN)/kernel_tests) ## build the suite of the ke
 
 $(CUDA_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/cuda.flags | $(CUDA_READY) $(OBJ)/cuda_build_id.h need-cxx
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCC_FLAGS) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
+	$(NVCC) $(NVCC_FLAGS) $(call nvcc_names,$<) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
 $(LIB)/libdeepep_cuda.so: $(CUDA_OBJ) tools/kernels.map
 	@mkdir -p $(@D)
-	$(CXX) $(LINKFLAGS) -o $@ $(CUDA_OBJ) -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
+	$(CXX) $(GPU_LINKFLAGS) -o $@ $(CUDA_OBJ) -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
 
 cuda: $(if $(CUDA_SRC),$(LIB)/libdeepep_cuda.so) ## build libdeepep_cuda.so (no GPU needed)
 	@$(if $(CUDA_SRC),:,echo "cuda: kernels/cuda has no .cu files: nothing to build")

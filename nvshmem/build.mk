@@ -40,7 +40,7 @@ $(OBJ)/nvshmem_build_id.h: FORCE
 
 $(NVSHMEM_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | $(CUDA_READY) $(NVSHMEM_READY) $(OBJ)/nvshmem_build_id.h need-cxx
 	@mkdir -p $(@D)
-	$(NVCC) $(NVSHMEM_FLAGS) $(call code_of,$*) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
+	$(NVCC) $(NVSHMEM_FLAGS) $(call code_of,$*) $(call nvcc_names,$<) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
 $(OBJ)/nvshmem/device_link.o: $(DEVICE_OBJ)
 	$(NVCC) -dlink -Xcompiler -fPIC $(RDC_CODE) -o $@ $(DEVICE_OBJ) -L$(NVSHMEM_HOME)/lib -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lnvshmem_device -lcudadevrt
@@ -50,7 +50,7 @@ CUDA_ALONE_OBJ := $(addprefix $(OBJ)/kernels/cuda/launch/,info.o internode_none.
 NVSHMEM_PARTS = $(filter-out $(CUDA_ALONE_OBJ),$(CUDA_OBJ)) $(NVSHMEM_OBJ) $(OBJ)/nvshmem/device_link.o
 $(LIB)/libdeepep_nvshmem.so: $(NVSHMEM_PARTS) tools/kernels.map
 	@mkdir -p $(@D)
-	$(CXX) $(LINKFLAGS) -Wl,-rpath,'$$ORIGIN/../../nvidia/nvshmem/lib' -o $@ $(NVSHMEM_PARTS) -L$(NVSHMEM_HOME)/lib \
+	$(CXX) $(GPU_LINKFLAGS) -Wl,-rpath,'$$ORIGIN/../../nvidia/nvshmem/lib' -o $@ $(NVSHMEM_PARTS) -L$(NVSHMEM_HOME)/lib \
 	  -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -l:libnvshmem_device.a -l:libnvshmem_host.so.3 -lcudadevrt -lcudart_static -ldl -lrt
 
 # ---- For tests: the plugin, a program for GPUs, programs that need none
