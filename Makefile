@@ -33,10 +33,11 @@ help: ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-16s %s\n", $$1, $$2 }'
 
 # ---- Set-up ---------------------------------------------------------------------------------------------------------
-# need-go-cc and the like: fails in one line if a tool is missing or too old. Used order-only: it is never "newer".
+# need-go-cc and the like: fails in one line if a tool is missing or too old. Used order-only: it is never "newer". By
+# name of the shell: the files of a Go module's archive are not executable.
 
 need-%:
-	@tools/check_tools.sh $(subst -, ,$*)
+	@bash tools/check_tools.sh $(subst -, ,$*)
 
 VENV_STAMP := .venv/.stamp-base
 CUDA_STAMP := .venv/.stamp-cuda
@@ -74,7 +75,7 @@ $(LIB)/libdeepep.so: $(LIB)/$(SONAME)
 
 $(PROGRAM): $(call go_sources,core internal) include/deepep.h | need-go
 	@mkdir -p $(@D)
-	CGO_ENABLED=0 $(GO_BUILD) -ldflags '-s -w -buildid= -X main.version=$(VERSION)' -o $@ ./core/cmd/deepep
+	CGO_ENABLED=0 $(GO_BUILD) -ldflags '-s -w -buildid=' -o $@ ./core/cmd/deepep
 	@touch $@
 
 # The compiled face of the Python package: Python's stable ABI alone, so one file for every Python. Where a machine has

@@ -11,8 +11,9 @@
 // Threads: all functions and methods may be called from any goroutine; a buffer puts its calls in order.
 // Errors: errors.Is tests for a kind (ErrTimeout, ErrPeerDead, …); the text names ranks, arguments and values.
 //
-// A kernel library is looked for in the folder that DEEPEP_KERNELS names; without it beside the program, in the lib and
-// lib64 beside its bin, in the checkout that the program was built from, by the loader, and in /usr/local/lib.
+// A kernel library is looked for in the folder that DEEPEP_KERNELS names; without it in the program itself
+// (EmbedKernels), beside it, in the lib and lib64 beside its bin, in the checkout that the program was built from, by the
+// loader, and in /usr/local/lib.
 //
 // The package reads the DEEPEP_* settings of the environment, writes to no descriptor that it did not open, and
 // installs no signal handler.

@@ -2,6 +2,7 @@ package core
 
 import (
 	"sync"
+	"sync/atomic"
 
 	"golang.org/x/sync/singleflight"
 
@@ -30,6 +31,14 @@ type EngineInfo struct {
 	Reason       string // why it is not available, with the paths tried
 }
 
+// embedded is what EmbedKernels was given.
+var embedded atomic.Pointer[[]byte]
+
+// EmbedKernels hands over the CPU engine's kernel library, the bytes of libdeepep_cpu.so, which the program holds: it
+// is then loaded from memory, and no file is looked for unless DEEPEP_KERNELS names a folder. Call it from an init
+// function; the command deepep-embed (core/cmd/deepep-embed) writes a package that does. The bytes must not change.
+func EmbedKernels(library []byte) { embedded.Store(&library) }
+
 // libraries holds the kernel libraries by engine and folder.
 var libraries struct {
 	loading singleflight.Group
@@ -44,7 +53,11 @@ func loadEngine(name, dir string) (*kern.Library, error) {
 		if l, ok := libraries.loaded.Load(key); ok {
 			return l, nil
 		}
-		l, err := kern.Load(dl.Query{File: "libdeepep_" + name + ".so", Dir: dir})
+		q := dl.Query{File: "libdeepep_" + name + ".so", Dir: dir}
+		if image := embedded.Load(); image != nil && name == EngineCPU {
+			q.Image = *image
+		}
+		l, err := kern.Load(q)
 		if err == nil {
 			libraries.loaded.Store(key, l)
 		}

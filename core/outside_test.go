@@ -3,7 +3,6 @@ package core
 import (
 	"io"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -35,14 +34,9 @@ func copyFile(t *testing.T, from, to string) {
 	}
 }
 
-// A module of its own becomes a program by the README's commands, and finds the kernel library in each of the places
-// that the README names; else its error lists them.
-func TestProgramOutsideTheTree(t *testing.T) {
-	library := cpuLibrary(t).Path
-	root, err := filepath.Abs("..")
-	if err != nil {
-		t.Fatal(err)
-	}
+// readmeScript is how the README makes a module into a program, once the module is published.
+func readmeScript(t *testing.T, root string) string {
+	t.Helper()
 	readme, err := os.ReadFile(filepath.Join(root, "README.md"))
 	if err != nil {
 		t.Fatal(err)
@@ -51,30 +45,29 @@ func TestProgramOutsideTheTree(t *testing.T) {
 	if commands == nil {
 		t.Fatal("the README does not say how a Go program gets the module")
 	}
-	outside := t.TempDir()
-	for _, name := range []string{"main.go", "rank.go", "lowlatency.go"} {
-		copyFile(t, filepath.Join("example", name), filepath.Join(outside, name))
-	}
-	script := "set -e\ngo mod init example.org/outside\n" + strings.ReplaceAll(string(commands[1]), "/path/to/deepep", root)
-	run := func(environment []string, name string, args ...string) (string, error) {
-		cmd := exec.Command(name, args...)
-		cmd.Dir = outside
-		for _, setting := range os.Environ() {
-			if !strings.HasPrefix(setting, "DEEPEP_") && !strings.HasPrefix(setting, "LD_LIBRARY_PATH=") {
-				cmd.Env = append(cmd.Env, setting)
-			}
+	var script []string
+	for line := range strings.Lines(string(commands[1])) {
+		if !strings.HasPrefix(line, "go mod edit -replace ") { // names a checkout, until the module is published
+			script = append(script, line)
 		}
-		cmd.Env = append(cmd.Env, environment...)
-		out, err := cmd.CombinedOutput()
-		return string(out), err
 	}
-	// What this module needs is at hand since the test was built: no network.
-	if out, err := run([]string{"GOPROXY=off", "GOSUMDB=off", "GOFLAGS="}, "sh", "-c", script); err != nil {
-		t.Fatalf("%s: %v\n%s", script, err, out)
+	return strings.Join(script, "")
+}
+
+// A module of its own that takes this one from a proxy becomes a program by the README's commands, without cgo, and
+// finds the kernel library in each of the places that the README names; else its error lists them. With the package that
+// deepep-embed writes it needs none of them.
+func TestProgramOutsideTheTree(t *testing.T) {
+	library := cpuLibrary(t).Path
+	root, err := filepath.Abs("..")
+	if err != nil {
+		t.Fatal(err)
 	}
-	program, file := filepath.Join(outside, "bin", "program"), filepath.Base(library)
+	o := newOutside(t, root)
+	o.must(t, "go mod init example.org/outside\n"+readmeScript(t, root))
+	program, file := filepath.Join(o.folder, "bin", "program"), filepath.Base(library)
 	arguments := []string{"-goroutines", "-ranks", "2"}
-	if out, err := run(nil, program, arguments...); err == nil {
+	if out, err := o.run(o.folder, nil, program, arguments...); err == nil {
 		t.Skipf("a library is installed here, which every place below hides: %s", out)
 	} else {
 		for _, place := range []string{"DEEPEP_KERNELS", "bin/" + file, "lib/" + file, "lib64/" + file, "/usr/local/lib/" + file} {
@@ -83,19 +76,56 @@ func TestProgramOutsideTheTree(t *testing.T) {
 			}
 		}
 	}
-	kernels := filepath.Join(outside, "elsewhere")
+	kernels := filepath.Join(o.folder, "elsewhere")
 	for _, place := range []struct {
 		folder      string
 		environment []string
 	}{
 		{"bin", nil}, {"lib", nil}, {"lib64", nil}, {"elsewhere", []string{"DEEPEP_KERNELS=" + kernels}}, {"elsewhere", []string{"LD_LIBRARY_PATH=" + kernels}},
 	} {
-		copyFile(t, library, filepath.Join(outside, place.folder, file))
-		if out, err := run(place.environment, program, arguments...); err != nil {
+		copyFile(t, library, filepath.Join(o.folder, place.folder, file))
+		if out, err := o.run(o.folder, place.environment, program, arguments...); err != nil {
 			t.Errorf("%s, %v: %v\n%s", place.folder, place.environment, err, out)
 		}
-		if err := os.Remove(filepath.Join(outside, place.folder, file)); err != nil {
+		if err := os.Remove(filepath.Join(o.folder, place.folder, file)); err != nil {
 			t.Fatal(err)
 		}
+	}
+	t.Run("embedded", func(t *testing.T) { o.embed(t, library) })
+}
+
+// embed makes a program that holds the library, and runs it where nothing else is: two processes dispatch and combine,
+// and check the sums.
+func (o *outside) embed(t *testing.T, library string) {
+	option := "-library " + library
+	if os.Getenv("DEEPEP_TEST_FULL") == "1" { // else the library is built from the module's sources, which takes a minute
+		option = ""
+	}
+	for name, text := range map[string]string{
+		"embedded.go": "package main\n\nimport _ \"example.org/outside/kernels\"\n",
+		"README":      "not a library",
+	} {
+		if err := os.WriteFile(filepath.Join(o.folder, name), []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const command = "bin/deepep-embed "
+	o.must(t, "go build -trimpath -o bin/ "+modulePath+"/core/cmd/deepep-embed\n"+command+option+" ./kernels\nCGO_ENABLED=0 go build -trimpath -o bin/single .\nCGO_ENABLED=0 GOARCH=386 go vet ./kernels")
+	for arguments, wanted := range map[string]string{
+		"-library README ./kernels": "not a shared library",
+		"./no-package":              "no name of a package",
+	} {
+		if out, err := o.run(o.folder, o.settings, "sh", "-c", command+"-library "+library+" "+arguments); err == nil || !strings.Contains(out, wanted) {
+			t.Errorf("deepep-embed %s: %v, %s", arguments, err, out)
+		}
+	}
+	alone := t.TempDir()
+	copyFile(t, filepath.Join(o.folder, "bin", "single"), filepath.Join(alone, "program"))
+	out, err := o.run(alone, []string{"TMPDIR=" + t.TempDir()}, filepath.Join(alone, "program"), "-ranks", "2")
+	if err != nil {
+		t.Errorf("alone: %v\n%s", err, out)
+	}
+	if out, err := o.run(alone, []string{"DEEPEP_KERNELS=" + alone}, filepath.Join(alone, "program"), "-ranks", "2"); err == nil {
+		t.Errorf("the folder that the user names does not go first: %s", out)
 	}
 }

@@ -1,4 +1,5 @@
-// Package dl opens shared libraries at run time: it finds the file, resolves functions and calls them.
+// Package dl opens shared libraries at run time: it finds the file or takes the bytes that the program
+// holds, resolves functions and calls them.
 //
 // It is the only package that imports purego, so that the core builds without cgo. A library that the caller accepted
 // stays open until the process ends: its threads and the function addresses need its code. Functions of a kernel

@@ -4,14 +4,16 @@ import (
 	"runtime"
 
 	"github.com/ebitengine/purego"
+	"golang.org/x/sys/unix"
 
 	"github.com/deepep-go/deepep/internal/status"
 )
 
 // Library is an open shared library.
 type Library struct {
-	Path   string // the path that Open was given
+	Path   string // the path that Open was given, or what OpenImage calls it
 	handle uintptr
+	memory int // descriptor of the image's memory; 0 for a library from a file
 }
 
 // Open loads one file. The system's loader searches for a name without a slash. All symbols are bound at once and are
@@ -43,4 +45,7 @@ func (l *Library) Close() {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	_ = purego.Dlclose(l.handle) // after an error the library stays loaded
+	if l.memory != 0 {
+		unix.Close(l.memory)
+	}
 }

@@ -21,6 +21,8 @@ type Query struct {
 	File string // base name, e.g. libdeepep_cpu.so
 	// Dir is a folder named by the user (DEEPEP_KERNELS). If it is set, Find looks nowhere else.
 	Dir string
+	// Image is the library as bytes of the program. Find tries it first.
+	Image []byte
 	// Beside lists folders that Find tries before the usual ones.
 	Beside []string
 }
@@ -30,14 +32,25 @@ type Query struct {
 func Find(q Query, accept func(*Library) error) error {
 	var tried []string
 	code := status.NotFound
-	for _, path := range candidates(q) {
-		err := try(path, accept)
+	attempt := func(path string, open func() (*Library, error)) bool {
+		err := try(open, accept)
 		if err == nil {
-			return nil
+			return true
 		}
 		tried = append(tried, "  "+path+": "+reason(err))
 		if c := status.CodeOf(err); c != status.NotFound && code == status.NotFound {
 			code = c
+		}
+		return false
+	}
+	if q.Image != nil && q.Dir == "" {
+		if attempt(imagePath(q.File), func() (*Library, error) { return OpenImage(q.File, q.Image) }) {
+			return nil
+		}
+	}
+	for _, path := range candidates(q) {
+		if attempt(path, func() (*Library, error) { return openExisting(path) }) {
+			return nil
 		}
 	}
 	hint := "set DEEPEP_KERNELS to the folder that holds it"
@@ -47,13 +60,18 @@ func Find(q Query, accept func(*Library) error) error {
 	return status.Errorf(code, "no usable %s (%s); tried:\n%s", q.File, hint, strings.Join(tried, "\n"))
 }
 
-func try(path string, accept func(*Library) error) error {
+// openExisting is Open with a short error for a file that is not there.
+func openExisting(path string) (*Library, error) {
 	if strings.Contains(path, "/") {
 		if _, err := os.Stat(path); err != nil {
-			return status.Errorf(status.NotFound, "%w", errors.Unwrap(err))
+			return nil, status.Errorf(status.NotFound, "%w", errors.Unwrap(err))
 		}
 	}
-	l, err := Open(path)
+	return Open(path)
+}
+
+func try(open func() (*Library, error), accept func(*Library) error) error {
+	l, err := open()
 	if err != nil {
 		return err
 	}

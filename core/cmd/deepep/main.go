@@ -12,10 +12,12 @@ import (
 	"github.com/jedib0t/go-pretty/v6/text"
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
+
+	"github.com/deepep-go/deepep/core"
 )
 
-// version is set by the Makefile from include/deepep.h.
-var version = "0.0.0-dev"
+// version is that of the library that the program is made of, whoever has built it.
+var version = fmt.Sprintf("%d.%d.%d", core.VersionMajor, core.VersionMinor, core.VersionPatch)
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
