@@ -262,7 +262,7 @@ fmt: venv need-go ## format C, C++, CUDA, Go and Python
 	$(VENV) -m ruff check --fix --quiet python bench tools kernels nvshmem setup.py
 	$(VENV) -m ruff format --quiet python bench tools kernels nvshmem setup.py
 
-abi-check: venv lib kernels ## compare exported symbols with the headers, and structs in C, Go and ctypes with the goldens
+abi-check: venv lib kernels ## compare symbols, structs in C, Go and ctypes, and all that callers see with the goldens of the last release
 	$(VENV) tools/run_tests.py abi
 
 sanitize: venv ## run the kernel suite under ASan with UBSan, and under TSan

@@ -28,6 +28,12 @@
  *
  * Threads: any thread may call any function. The library serialises the calls on one buffer.
  *
+ * Compatibility: a function, a constant, a field keeps its place and meaning for as long as the version promises: from
+ * 1.0 on within a major version, whose soname is libdeepep.so.MAJOR; before that within a minor one. Additions are
+ * functions, constants, fields at the end of a struct with struct_size, names for reserved fields; zero there means
+ * what was before. A program and its library need not be of one version; the ranks of a group and their kernel
+ * libraries must be. docs/compatibility.md has the whole promise, which `make abi-check` holds.
+ *
  * fork: in a child of a process that has loaded the library (linking it loads it) every function returns FORK.
  */
 #ifndef DEEPEP_H

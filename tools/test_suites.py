@@ -185,6 +185,7 @@ def abi(full: bool) -> Counts:
     commands = {
         "symbols": [sys.executable, "tools/abi_check.py"],
         "layout": [sys.executable, "tools/abi_layout.py"],
+        "release": [sys.executable, "tools/abi_release.py"],
         "ctypes": [sys.executable, "tools/generate_abi.py", "--check"],
     }
     return checks("abi", commands, full)

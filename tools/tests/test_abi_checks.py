@@ -11,6 +11,7 @@ import pytest
 
 import abi_check
 import abi_layout
+import abi_release
 import c_header
 import emit_go
 import emit_python
@@ -183,3 +184,147 @@ def test_a_misspelt_field_of_a_ctypes_struct_is_refused() -> None:
         one.is_asinc = 1
     with pytest.raises(AttributeError):
         module["sized"](module["One"], async_=1)  # type: ignore[operator]
+
+
+RELEASED = """
+#include <stdint.h>
+#define DEEPEP_VERSION_MAJOR 0
+#define DEEPEP_VERSION_MINOR 7
+#define DEEPEP_VERSION_PATCH 0
+#define DEEPEP_HANDLE_MAGIC 0x44504548u
+typedef void (*deepep_log_fn)(int32_t level, const char *message);
+typedef struct deepep_group *deepep_group_t;
+enum { DEEPEP_ONE = 1, DEEPEP_TWO = 2, DEEPEP_COUNT = 3 };
+typedef struct deepep_one { uint32_t struct_size; int32_t a, reserved0; const char *b; } deepep_one;
+typedef struct deepep_config { int32_t x, y; } deepep_config;
+int32_t deepep_first(deepep_group_t group, const void *send);
+int32_t deepep_second(void);
+"""
+
+
+GOLDEN = """version 0.7.0
+DEEPEP_ONE: 1
+DEEPEP_TWO: 2
+DEEPEP_COUNT: 3
+DEEPEP_HANDLE_MAGIC: 1146111304
+deepep_log_fn: void (*)(int32_t, const char *)
+deepep_group_t: struct deepep_group *
+deepep_first: int32_t (deepep_group_t, const void *)
+deepep_second: int32_t (void)
+deepep_one 24
+  struct_size 0 4 uint32_t
+  a 4 4 int32_t
+  reserved0 8 4 int32_t
+  b 16 8 const char *
+deepep_config 8
+  x 0 4 int32_t
+  y 4 4 int32_t
+"""
+
+
+def released(folder: pathlib.Path, *changes: tuple[str, str]) -> abi_release.Interface:
+    text = RELEASED
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    path = folder / "deepep.h"
+    path.write_text(text)
+    return abi_release.interface(path)
+
+
+def test_the_golden_of_a_header(tmp_path: pathlib.Path) -> None:
+    assert released(tmp_path).text() == GOLDEN
+
+
+FIRST, LOG = "(deepep_group_t, const void *)", "(int32_t, const char *)"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("deepep_second: int32_t (void)\n", "", "deepep_second is gone; it was int32_t (void)"),
+        (FIRST, "(deepep_group_t, void *)", f"deepep_first was int32_t {FIRST}, is int32_t (deepep_group_t, void *)"),
+        (FIRST, "(deepep_group_t, const void *, int32_t)", f"deepep_first was int32_t {FIRST}, is"),
+        (LOG, "(int64_t, const char *)", f"deepep_log_fn was void (*){LOG}, is void (*)(int64_t, const char *)"),
+        ("DEEPEP_TWO: 2", "DEEPEP_TWO: 4", "DEEPEP_TWO was 2, is 4"),
+        ("DEEPEP_TWO: 2\n", "", "DEEPEP_TWO is gone; it was 2"),
+        ("DEEPEP_COUNT: 3", "DEEPEP_COUNT: 2", "DEEPEP_COUNT was 3, is 2"),
+        ("MAGIC: 1146111304", "MAGIC: 5", "DEEPEP_HANDLE_MAGIC was 1146111304, is 5"),
+        ("  a 4 4 int32_t\n", "  a 8 4 int32_t\n", "deepep_one.a was int32_t at 4 of 4 bytes, is int32_t at 8 of 4"),
+        ("  a 4 4 int32_t\n", "", "deepep_one.a is gone"),
+        ("  a 4 4 int32_t\n", "  c 4 4 int32_t\n", "deepep_one.a is gone"),
+        ("  a 4 4 int32_t\n", "  a 4 4 uint32_t\n", "deepep_one.a was int32_t at 4 of 4 bytes, is uint32_t at 4 of 4"),
+        ("  b 16 8 const char *\n", "  n 16 8 int64_t\n  b 24 8 const char *\n", "deepep_one.n lies inside the struct"),
+        ("deepep_one 24\n", "deepep_one 16\n", "deepep_one was 24 bytes, is 16"),
+        ("  y 4 4 int32_t\n", "  y 4 4 int32_t\n  z 8 4 int32_t\n", "deepep_config.z is new, in a struct without"),
+        ("deepep_config 8\n  x 0 4 int32_t\n  y 4 4 int32_t\n", "", "struct deepep_config is gone"),
+    ],
+)
+def test_what_breaks_callers_is_seen(before: str, after: str, said: str) -> None:
+    """And it may be released with another minor version, or from 1.0 on with another major one."""
+    assert GOLDEN.count(before) == 1
+    new = abi_release.parse(GOLDEN.replace(before, after))
+    broken, _ = abi_release.compare(abi_release.parse(GOLDEN), new)
+    assert any(line.startswith(said) for line in broken), broken
+    lines, fits = abi_release.check(GOLDEN, new, "deepep.h")
+    assert not fits and f"deepep.h: BROKEN since 0.7.0: {broken[0]}" in lines
+    new.version = "0.8.0"
+    assert abi_release.check(GOLDEN, new, "deepep.h")[1]
+
+
+def test_additions_to_a_release_pass_and_are_listed(tmp_path: pathlib.Path) -> None:
+    changes = [
+        ("DEEPEP_COUNT = 3", "DEEPEP_THREE = 3, DEEPEP_COUNT = 4"),
+        ("int32_t a, reserved0;", "int32_t a, named;"),
+        ("const char *b;", "const char *b; int64_t n;"),
+        ("int32_t deepep_second(void);", "int32_t deepep_second(void); int32_t deepep_third(deepep_two *two);"),
+        ("} deepep_config;", "} deepep_config; typedef struct deepep_two { int32_t a; } deepep_two;"),
+        ("const void *send", "const void *from"),
+    ]
+    lines, fits = abi_release.check(GOLDEN, released(tmp_path, *changes), "deepep.h")
+    new = [line.removeprefix("deepep.h: new since 0.7.0: ") for line in lines[:-1]]
+    assert fits and new == [
+        "DEEPEP_THREE: 3",
+        "deepep_third: int32_t (deepep_two *)",
+        "deepep_one.named: int32_t at 8",
+        "deepep_one.n: int64_t at 24",
+        "struct deepep_two",
+    ]
+
+
+def test_a_golden_is_read_as_it_was_written() -> None:
+    for header, golden in abi_release.GOLDENS.items():
+        text = golden.read_text()
+        assert abi_release.parse(text).text() == text and header.exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "allowed"),
+    [
+        ("0.7.0", "0.7.1", False),
+        ("0.7.9", "0.8.0", True),
+        ("0.8.0", "0.7.0", False),
+        ("1.0.0", "1.1.0", False),
+        ("1.1.0", "2.0.0", True),
+        ("0.9.0", "1.0.0", True),
+        ("5", "5", False),
+        ("5", "6", True),
+    ],
+)
+def test_versions_that_allow_a_break(old: str, new: str, allowed: bool) -> None:
+    assert abi_release.allows_a_break(old, new) == allowed
+
+
+def test_the_kernel_interface_changes_with_its_version_alone() -> None:
+    old = abi_release.parse("version 5\ndk_one: int32_t (dk_one_params *)\n")
+    new = abi_release.parse("version 5\ndk_one: int32_t (dk_one_params *)\ndk_two: int32_t (dk_two_params *)\n")
+    assert not abi_release.check(old.text(), new, "kernels.h")[1]
+    new.version = "6"
+    assert abi_release.check(old.text(), new, "kernels.h")[1]
+
+
+def test_a_tagged_commit_has_its_own_goldens() -> None:
+    tags = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=abi_release.ROOT, capture_output=True, text=True)
+    golden = abi_release.parse((abi_release.ROOT / "include" / "deepep.release").read_text())
+    for tag in tags.stdout.split():
+        assert not tag.startswith("v") or tag == f"v{golden.version}", f"{tag}: tools/abi_release.py --write"
