@@ -1,7 +1,8 @@
 /* case_stream.c - streams and events. A barrier that the other rank has not called yet keeps a stream busy. */
+#include <fenv.h>
 #include <string.h>
 
-#include "suite.h"
+#include "lowlat.h"
 
 static const struct team_spec kSmall = {.nvl_bytes = 1 << 16, .trace = -1};
 
@@ -193,12 +194,32 @@ static void waits_only(struct rank *me) {
   drop_event(me, event);
 }
 
+/* The stream's thread does not round as the thread does that has created the stream. */
+static void rounding(struct rank *me) {
+  const struct ll_spec spec = {.tokens = 10,
+                               .max_tokens = 10,
+                               .experts = 6,
+                               .topk = 4,
+                               .index_bytes = 8,
+                               .hidden = 1024,
+                               .format = DK_FORMAT_FP8};
+  struct team *t = make_ll_team(me, &spec, 0);
+  uint64_t first = me->stream;
+  fesetround(FE_UPWARD);
+  me->stream = new_stream(me, 0);
+  fesetround(FE_TONEAREST);
+  ll_round(make_ll(t, &spec, 1), 1);
+  drop_stream(me, me->stream);
+  me->stream = first;
+}
+
 static const struct test_case cases[] = {
     {"stream/first in, first out", fifo, 1, NULL, QUICK, 0, 0},
     {"stream/waits with a time limit", slices, 2, NULL, QUICK, 0, 0},
     {"stream/one waits for another", cross_stream, 2, NULL, QUICK, 0, 0},
     {"stream/0 is the calling thread", host_stream, 1, NULL, QUICK, DK_CAP_HOST_STREAM, 0},
     {"stream/many streams and events", many, 1, NULL, QUICK, 0, 0},
+    {"stream/rounding is not the creator's", rounding, 2, NULL, QUICK, DK_CAP_HOST_STREAM, 0},
     {"stream/waiting for an event launches nothing", waits_only, 2, NULL, QUICK, 0, 0},
 };
 GROUP(stream_cases);

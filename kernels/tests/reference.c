@@ -62,8 +62,8 @@ void reference_logfmt_error(const uint16_t *x, double *error) {
   double least = INFINITY, greatest = 0;
   for (int i = 0; i < 128; i++) {
     double magnitude = fabs(from_bf16(x[i]));
-    least = fmin(least, magnitude);
-    greatest = fmax(greatest, magnitude);
+    if (magnitude < least) least = magnitude; /* not fmin: gcc 12 for aarch64 crashes on it */
+    if (magnitude > greatest) greatest = magnitude;
   }
   memset(error, 0, 128 * sizeof *error);
   if (greatest >= 1 || greatest == least) return; /* the block stays BF16 */

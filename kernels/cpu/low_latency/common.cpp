@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "cpu/runtime/order.h"
+
 namespace dk {
 
 uint64_t slot_address(const Team &team, int owner, Kind kind, uint64_t epoch) {
@@ -35,6 +37,7 @@ bool SendHalf::begin() {
   };
   if (!wait_until(op_, poll, awaits)) return false;
   state.writing[kind_].store(epoch_);
+  before_overwriting();
   remote_.begin(epoch_);
   return true;
 }
@@ -59,6 +62,7 @@ void SendHalf::post(int peer, int32_t num_tokens) {
   }
   SendMessage &to = team_.peers[peer].control.send_from(kind_, epoch_ & 1, team_.rank);
   to.epoch.store(0);  // a reader of a partly written message polls again
+  before_overwriting();
   fill(to, num_tokens);
   to.epoch.store(epoch_);
   op_.ring(peer);
@@ -130,6 +134,7 @@ bool RecvHalf::find(int peer, Arrival &message) const {
                              (message.cleans > ticket_.cleans || cleans_of(peer) < ticket_.cleans);
     if (!matches || there.epoch.load() != epoch) continue;
     message.copy(there);
+    after_reading();
     if (there.epoch.load() == epoch) return true;
   }
   return false;
@@ -199,6 +204,7 @@ bool RecvHalf::awaits(int peer, Missing &missing) const {
 
 bool RecvHalf::intact(int peer) {
   uint64_t epoch = static_cast<uint64_t>(epoch_[peer]);
+  after_reading();
   if (is_remote(team_, peer)) return remote_peer(team_, peer).arrival[kind_][epoch & 1].writing.load() == epoch;
   return team_.peers[peer].control.state().writing[kind_].load() < epoch + 2;
 }

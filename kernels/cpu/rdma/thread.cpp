@@ -5,6 +5,7 @@
 #include <sys/prctl.h>
 
 #include "cpu/rdma/state.h"
+#include "cpu/runtime/order.h"
 
 namespace dk {
 namespace {
@@ -80,6 +81,7 @@ void carry_out_signal(NicState &nic, const Queue &q, const Work &work) {
     word.store(work.value);
   else
     word.fetch_add(work.value);
+  before_overwriting();  // by later puts of the queue: receivers rely on their order
   uint64_t slot = static_cast<uint64_t>(nic.slots[q.peer]);
   nic.ringing[slot / 64] |= uint64_t{1} << slot % 64;
 }

@@ -19,6 +19,8 @@ uint64_t now_ns();  // CLOCK_MONOTONIC
 inline void cpu_relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb");  // about as long as x86's pause; yield does nothing on most processors
 #endif
 }
 

@@ -32,9 +32,11 @@ void recycle(Stream *stream, Closure *closure) {
 void *serve(void *argument) {
   Stream *stream = static_cast<Stream *>(argument);
   pthread_setname_np(pthread_self(), "deepep-stream");
-#if defined(__SSE2__)
   // A new thread inherits its creator's rounding mode and flushing of denormals: sums must not depend on it.
+#if defined(__SSE2__)
   __builtin_ia32_ldmxcsr(0x1f80);
+#elif defined(__aarch64__)
+  __asm__ volatile("msr fpcr, %0" ::"r"(uint64_t{0}));
 #endif
   int spins = 0;
   uint64_t idle_since = 0;

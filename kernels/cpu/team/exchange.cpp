@@ -3,6 +3,8 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "cpu/runtime/order.h"
+
 namespace dk {
 
 Exchange::Exchange(Op &op)
@@ -54,6 +56,7 @@ void Exchange::post(const int32_t *rows, const int32_t *experts, int num_sent, i
     Control &control = team.peers[peer].control;
     CallMessage &to = control.call_from(place, team.rank);
     if (shrinks_) to.number.store(0);  // that of a call that never was may be there
+    if (shrinks_) before_overwriting();
     fill(to, control, rows, theirs);
     to.number.store(number_);
     op_.ring(peer);
@@ -157,6 +160,7 @@ void Exchange::begin_call() {
 }
 
 bool Exchange::confirmed() {
+  after_reading();  // rows
   if (shrinks_ && !op_.failed()) poll_shrinking();
   return !op_.failed() && !op_.refused();
 }

@@ -2,6 +2,8 @@
 
 #include <sched.h>
 
+#include "cpu/runtime/order.h"
+
 namespace dk {
 namespace {
 
@@ -142,7 +144,7 @@ void Waiter::spin_or_sleep(int first, const Missing &missing) {
   Heartbeat &heartbeat = op_.team.control().heartbeat();
   heartbeat.awaiting.store(first + 1, std::memory_order_relaxed);
   heartbeat.since_ns.store(since_, std::memory_order_relaxed);
-  heartbeat.stamp_ns.store(now_, std::memory_order_relaxed);
+  heartbeat.stamp_ns.store(now_, std::memory_order_release);  // last: it vouches for the other two
   tell_other_nodes(first);
   if (is_crossed_with(first, waited)) {
     uint32_t theirs = op_.team.peers[first].control.heartbeat().op.load();
@@ -186,6 +188,7 @@ void mask_peer(Team &team, int peer) {
   if (!team.is_local(peer) || peer == team.rank) return;
   const Control &theirs = team.peers[peer].control;
   theirs.notice_from(team.rank).store(theirs.state().lifts.load() + 1);
+  before_overwriting();
   theirs.doorbell().ring();
 }
 
