@@ -2,18 +2,23 @@
 #
 # Settings (make NAME=value): PYTHON (makes .venv; its torch is used if it has one), GO, CC, CXX, NVCC, SM90=0 (no
 # sm_90a code), CODES (all: machine code for every GPU, as in the wheel), ENGINE (cpu or cuda, for run and bench), ARGS
-# (options for run, bench), PREFIX and DESTDIR (install).
+# (options for run, bench), PREFIX and DESTDIR (install), ARCH=aarch64 (a cross build into build/aarch64).
 
 GO     ?= go
 PYTHON ?= python3
+ARCH   ?= $(shell uname -m)
+CROSS  := $(filter-out $(shell uname -m),$(ARCH))
 ifeq ($(origin CC),default)
-CC := gcc
+CC := $(CROSS:%=%-linux-gnu-)gcc
 endif
 ifeq ($(origin CXX),default)
-CXX := g++
+CXX := $(CROSS:%=%-linux-gnu-)g++
 endif
 PREFIX ?= /usr/local
-BUILD  ?= build
+BUILD  ?= build$(CROSS:%=/%)
+ifdef CROSS
+export GOARCH := $(patsubst aarch64,arm64,$(patsubst x86_64,amd64,$(ARCH)))
+endif
 SM90   ?= 1
 JOBS   ?= $(shell nproc)
 export GO CC CXX PYTHON
@@ -107,7 +112,7 @@ WARN      := -Wall -Wextra -Werror
 AVX2      := -mavx2 -mfma -mf16c
 AVX512    := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
 CPU_SRC   := $(sort $(shell find kernels/cpu -name '*.cpp' 2>/dev/null))
-ifneq ($(shell uname -m),x86_64)
+ifneq ($(ARCH),x86_64)
 CPU_SRC   := $(filter-out %/avx2.cpp %/avx512.cpp,$(CPU_SRC))
 endif
 CPU_OBJ   := $(CPU_SRC:%.cpp=$(OBJ)/%.o)
@@ -119,7 +124,7 @@ build_id   = $(VERSION)-$(shell cat $(sort $(shell find $1 -type f 2>/dev/null))
 
 CXX_COMMAND := $(CXX) -std=c++17 -O2 -ffp-contract=off -fPIC -fvisibility=hidden -pthread $(WARN) $(SANFLAGS) -Ikernels -I$(OBJ)
 C_COMMAND   := $(CC) -std=c11 -D_GNU_SOURCE -O2 -pthread $(WARN) $(SANFLAGS) -Ikernels
-NVCC_FLAGS   = -std=c++17 -O3 $(CUDA_CODE) $(COMPRESS) -DDEEPEP_SM90=$(SM90) \
+NVCC_FLAGS   = $(NVCC_HOST) -std=c++17 -O3 $(CUDA_CODE) $(COMPRESS) -DDEEPEP_SM90=$(SM90) \
   -Werror all-warnings $(SPILL_CHECK) -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
   -Ikernels -I$(OBJ)
 SPILL_CHECK := -Xptxas --warn-on-spills,--warning-as-error
@@ -143,6 +148,17 @@ else
 CUDA_READY := $(CUDA_STAMP)
 CUDA_HOME   = $(shell $(VENV) -c 'import nvidia.cu13 as cuda; print(cuda.__path__[0])')
 NVCC        = $(CUDA_HOME)/bin/nvcc
+endif
+
+# What nvcc's objects are linked with: of the machine that they are for.
+CUDA_LIB = $(if $(CROSS),.venv/$(CROSS)/nvidia/cu13,$(CUDA_HOME))
+CUDA_LINK = -L$(CUDA_LIB)/lib -L$(CUDA_LIB)/lib64
+ifdef CROSS
+CUDA_READY += .venv/.stamp-$(CROSS)
+NVCC_HOST  := -ccbin $(CXX)
+.venv/.stamp-$(CROSS): tools/requirements-cuda.txt tools/requirements-nvshmem.txt | $(VENV_STAMP)
+	@tools/setup_venv.sh cross $(CROSS)
+	@touch $@
 endif
 
 # nvcc names what is local to a file after the file's full path and a process id: here after the path in the tree, so that
@@ -194,7 +210,7 @@ $(CUDA_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/cuda.flags | $(CUDA_READY) $(OBJ)/cuda_buil
 
 $(LIB)/libdeepep_cuda.so: $(CUDA_OBJ) tools/kernels.map
 	@mkdir -p $(@D)
-	$(CXX) $(GPU_LINKFLAGS) -o $@ $(CUDA_OBJ) -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
+	$(CXX) $(GPU_LINKFLAGS) -o $@ $(CUDA_OBJ) $(CUDA_LINK) -lcudart_static -ldl -lrt
 
 cuda: $(if $(CUDA_SRC),$(LIB)/libdeepep_cuda.so) ## build libdeepep_cuda.so (no GPU needed)
 	@$(if $(CUDA_SRC),:,echo "cuda: kernels/cuda has no .cu files: nothing to build")
@@ -247,7 +263,7 @@ test-gpu: $(if $(PREBUILT),,all-ready cuda) ## run the kernel suite and the Pyth
 
 $(BIN)/bench_ops: $(wildcard bench/cuda/*) kernels/abi/kernels.h | $(CUDA_READY) need-cxx
 	@mkdir -p $(@D)
-	$(NVCC) -std=c++17 -O2 -arch=sm_90 -Ikernels -o $@ $(filter %.cu,$^) -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -ldl -lpthread
+	$(NVCC) -std=c++17 -O2 -arch=sm_90 -Ikernels -o $@ $(filter %.cu,$^) $(CUDA_LINK) -ldl -lpthread
 
 BENCH := $(if $(filter cuda,$(ENGINE)),gpu,cpu)
 bench: all-ready $(if $(filter gpu,$(BENCH)),cuda $(BIN)/bench_ops) ## measure, beside gloo in the same run (ENGINE=cuda: on GPUs, beside NCCL)

@@ -7,6 +7,8 @@ NVSHMEM_READY := $(NVSHMEM_STAMP)
 NVSHMEM_HOME   = $(shell $(VENV) -c 'import nvidia.nvshmem as it; print(it.__path__[0])')
 endif
 
+NVSHMEM_LIB = $(if $(CROSS),.venv/$(CROSS)/nvidia/nvshmem,$(NVSHMEM_HOME))
+
 NVSHMEM_OUT  := $(BUILD)/nvshmem
 NVSHMEM_SRC  := $(sort $(wildcard nvshmem/*.cu nvshmem/internode/*.cu))
 NVSHMEM_OBJ  := $(NVSHMEM_SRC:%.cu=$(OBJ)/%.o)
@@ -22,7 +24,7 @@ SM90_RDC := -gencode arch=compute_90,code=sm_90
 RDC_CODE  = $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(SM90_RDC))
 NVSHMEM_INCLUDE = -Ikernels -Invshmem -I$(OBJ) -isystem $(NVSHMEM_HOME)/include -isystem $(CUDA_HOME)/include/cccl -isystem $(CUDA_HOME)/include
 # Sources with kernels become relocatable device code, for the device link with NVSHMEM's device part; the others are host code.
-NVSHMEM_FLAGS   = -std=c++17 -O3 -DDEEPEP_SM90=$(SM90) -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(NVSHMEM_INCLUDE)
+NVSHMEM_FLAGS   = $(NVCC_HOST) -std=c++17 -O3 -DDEEPEP_SM90=$(SM90) -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(NVSHMEM_INCLUDE)
 HOST_CODE       = $(SM80_CODE)
 DEVICE_SRC      = nvshmem/transport.cu $(wildcard nvshmem/internode/*.cu)
 DEVICE_OBJ      = $(DEVICE_SRC:%.cu=$(OBJ)/%.o)
@@ -43,15 +45,15 @@ $(NVSHMEM_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | $(CUDA_READY) $(NVSHMEM_
 	$(NVCC) $(NVSHMEM_FLAGS) $(call code_of,$*) $(call nvcc_names,$<) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
 $(OBJ)/nvshmem/device_link.o: $(DEVICE_OBJ)
-	$(NVCC) -dlink -Xcompiler -fPIC $(RDC_CODE) -o $@ $(DEVICE_OBJ) -L$(NVSHMEM_HOME)/lib -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lnvshmem_device -lcudadevrt
+	$(NVCC) $(NVCC_HOST) -dlink -Xcompiler -fPIC $(RDC_CODE) -o $@ $(DEVICE_OBJ) -L$(NVSHMEM_LIB)/lib $(CUDA_LINK) -lnvshmem_device -lcudadevrt
 
 # Of the CUDA library's objects all but two: this library has a dk_info of its own, and internode/*.cu where internode_none.cu refuses.
 CUDA_ALONE_OBJ := $(addprefix $(OBJ)/kernels/cuda/launch/,info.o internode_none.o)
 NVSHMEM_PARTS = $(filter-out $(CUDA_ALONE_OBJ),$(CUDA_OBJ)) $(NVSHMEM_OBJ) $(OBJ)/nvshmem/device_link.o
 $(LIB)/libdeepep_nvshmem.so: $(NVSHMEM_PARTS) tools/kernels.map
 	@mkdir -p $(@D)
-	$(CXX) $(GPU_LINKFLAGS) -Wl,-rpath,'$$ORIGIN/../../nvidia/nvshmem/lib' -o $@ $(NVSHMEM_PARTS) -L$(NVSHMEM_HOME)/lib \
-	  -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -l:libnvshmem_device.a -l:libnvshmem_host.so.3 -lcudadevrt -lcudart_static -ldl -lrt
+	$(CXX) $(GPU_LINKFLAGS) -Wl,-rpath,'$$ORIGIN/../../nvidia/nvshmem/lib' -o $@ $(NVSHMEM_PARTS) -L$(NVSHMEM_LIB)/lib \
+	  $(CUDA_LINK) -l:libnvshmem_device.a -l:libnvshmem_host.so.3 -lcudadevrt -lcudart_static -ldl -lrt
 
 # ---- For tests: the plugin, a program for GPUs, programs that need none
 
@@ -66,11 +68,11 @@ $(filter-out %/kernels.o,$(PLUGIN_OBJ)) $(GPU_TEST_OBJ) $(PARTS_TEST_OBJ): $(OBJ
 $(PLUGIN): $(PLUGIN_OBJ) nvshmem/testtransport/testtransport.map
 	@mkdir -p $(@D)
 	$(CXX) -shared -pthread -static-libstdc++ -Wl,-z,defs -Wl,--version-script=nvshmem/testtransport/testtransport.map \
-	  -Wl,-soname,$(@F) -o $@ $(PLUGIN_OBJ) -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
+	  -Wl,-soname,$(@F) -o $@ $(PLUGIN_OBJ) $(CUDA_LINK) -lcudart_static -ldl -lrt
 
 $(NVSHMEM_OUT)/transport_test: $(GPU_TEST_OBJ)
 	@mkdir -p $(@D)
-	$(CXX) -pthread -static-libstdc++ -o $@ $(GPU_TEST_OBJ) -L$(CUDA_HOME)/lib -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
+	$(CXX) -pthread -static-libstdc++ -o $@ $(GPU_TEST_OBJ) $(CUDA_LINK) -lcudart_static -ldl -lrt
 
 # Parts of the plugin over the test's stand-ins for CUDA.
 $(NVSHMEM_OUT)/wire_test $(NVSHMEM_OUT)/memory_test: $(NVSHMEM_OUT)/%_test: $(OBJ)/nvshmem/tests/%_test.o $(OBJ)/nvshmem/testtransport/%.o

@@ -16,7 +16,9 @@ check_go() {
 }
 
 check_compiler() { # program, description, language
-	command -v "$1" >/dev/null 2>&1 || { problems+=("$2 ('$1' not found)"); return; }
+	local hint='' tool=${1##*-}
+	[[ $1 != *-linux-gnu-* ]] || hint="; on Debian: apt-get install $tool-${1%"-$tool"}"
+	command -v "$1" >/dev/null 2>&1 || { problems+=("$2 ('$1' not found$hint)"); return; }
 	echo 'int main(void) { return 0; }' | "$1" -x "$3" -o /dev/null - 2>/dev/null || problems+=("$2 ('$1' cannot build a program)")
 }
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# setup_venv.sh base|cuda|nvshmem - makes or completes .venv in the repository's root. Run through make.
+# setup_venv.sh base|cuda|nvshmem|cross ARCH - makes or completes .venv in the repository's root. Run through make.
 #   base: torch (unless the Python named by PYTHON has it), the pinned tools, deep_ep importable from python/, and
 #         the program deepep of build/
 #   cuda: nvcc and the libraries it needs, from PyPI's wheels
 #   nvshmem: NVSHMEM, likewise
+#   cross ARCH: what CUDA code for another machine is linked with, into .venv/ARCH, of the same releases
 # Running it again is safe: pip leaves alone what is already as wanted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -51,7 +52,16 @@ nvshmem() {
 	install -r tools/requirements-nvshmem.txt
 }
 
+cross() {
+	local pins
+	pins=$(grep -hE '^nvidia-(cuda-runtime|nvshmem)' tools/requirements-cuda.txt tools/requirements-nvshmem.txt)
+	echo "cross: getting CUDA's and NVSHMEM's libraries for $1 from PyPI into .venv/$1 (once)"
+	# shellcheck disable=SC2086 # one word a pin
+	install --upgrade --no-deps --only-binary :all: --platform "manylinux2014_$1" --target ".venv/$1" $pins
+}
+
 case ${1:-} in
 base | cuda | nvshmem) "$1" ;;
-*) echo "usage: tools/setup_venv.sh base|cuda|nvshmem" >&2; exit 2 ;;
+cross) cross "${2:?ARCH}" ;;
+*) echo "usage: tools/setup_venv.sh base|cuda|nvshmem|cross ARCH" >&2; exit 2 ;;
 esac

@@ -99,7 +99,7 @@ func (e *exam) libraryDirs(p product) []string {
 	for _, site := range []string{"usr/local/lib/python3*/dist-packages", "usr/local/lib/python3*/site-packages", "usr/lib/python3/dist-packages", "usr/lib/python3*/site-packages"} {
 		dirs = append(dirs, path.Join(site, p.wheel, "lib"))
 	}
-	dirs = append(dirs, "usr/lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/nvshmem/*", "usr/lib64", "usr/lib", "usr/local/lib", "usr/local/cuda/lib64")
+	dirs = append(dirs, "usr/lib/*-linux-gnu", "usr/lib/*-linux-gnu/nvshmem/*", "usr/lib64", "usr/lib", "usr/local/lib", "usr/local/cuda/lib64")
 	for _, r := range p.roots {
 		dirs = append(dirs, r+"/lib", r+"/lib64")
 	}

@@ -46,6 +46,12 @@ def test_a_missing_tool_is_named(tool: str, variable: str, description: str) -> 
     assert result.stderr == f"make: needed: {description} ('no-such-program' not found)\n"
 
 
+def test_a_missing_cross_compiler_is_named_with_its_package() -> None:
+    result = check_tools("cxx", CXX="riscv64-linux-gnu-g++")
+    hint = "; on Debian: apt-get install g++-riscv64-linux-gnu"
+    assert result.stderr == f"make: needed: a C++ compiler ('riscv64-linux-gnu-g++' not found{hint})\n"
+
+
 @pytest.mark.parametrize(
     "version, good", [("go1.24.11", False), ("go1.9", False), ("go1.25", True), ("go1.30.1", True)]
 )
