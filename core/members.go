@@ -87,6 +87,8 @@ func (m *members) Publish(c engine.LastCall) {
 
 func (m *members) Describe(rank int) string { return m.g.link.watch.Describe(rank) }
 
+func (m *members) Awaits(rank int) int { return m.g.link.channel.Awaits(rank) }
+
 func (m *members) State(rank int) (engine.PeerState, string) {
 	w := m.g.link.watch
 	if m.g.link.channel.Peers()[rank].Absent {

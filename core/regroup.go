@@ -188,6 +188,10 @@ func (r *regrouping) meet(ctx context.Context) (*Group, error) {
 	g.owned = true
 	g.inherit(r.heir())
 	g.adopt(pending)
+	pending.Follows(func(rank int) bool { // ranks that are still in propose wait, as this one does
+		old := r.was[rank]
+		return old >= 0 && r.g.link.channel.Awaits(old) >= 0
+	})
 	return g, g.connect(ctx, pending, false)
 }
 

@@ -17,6 +17,7 @@ type Pending struct {
 	nonce     [16]byte
 	noPidfd   bool
 	listeners []net.Listener
+	elder     func(rank int) bool // see Follows
 }
 
 // Open makes a Channel with one gather on ex: Begin and Connect together.

@@ -72,6 +72,9 @@ type Channel struct {
 	onNote   func(rank int, note []byte)
 	onWord   func(rank int, tag string, word []byte)
 	nextID   int
+	waits    int                 // of this rank, of which the others were told
+	heard    []heardWait         // what other ranks said of theirs
+	elder    func(rank int) bool // nil, or whether a rank still waits in the channel that this one follows
 	closed   bool
 	done     chan struct{} // closed at the end of Close
 }
@@ -81,7 +84,7 @@ func newChannel(rank int, nonce [16]byte, peers []Peer) (*Channel, error) {
 	c := &Channel{
 		rank: rank, nonce: nonce, peers: peers, changed: make(chan struct{}), links: make([]*link, n), state: make([]PeerState, n),
 		failed: make([]error, n), boxes: make(map[boxKey]*box), posts: make(map[boxKey]*post), pending: make([]int, n), active: make(map[string]bool),
-		onChange: make(map[int]func(int)), done: make(chan struct{}),
+		onChange: make(map[int]func(int)), heard: make([]heardWait, n), done: make(chan struct{}),
 	}
 	var err error
 	c.watch, err = newProcWatch(func(rank int) { // a goroutine for each death, because each waits for its reader
@@ -295,6 +298,9 @@ func (c *Channel) take(f *frame) error {
 			onWord(f.rank, f.tag, f.blob)
 		}
 		return nil
+	case kindWait:
+		closeFDs(f.fds)
+		return c.heardWait(f)
 	case kindPost:
 		closeFDs(f.fds)
 		c.mu.Lock()

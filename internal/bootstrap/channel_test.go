@@ -102,6 +102,74 @@ func TestManyExchangesAtOnce(t *testing.T) {
 	}
 }
 
+// Rank 1 does not come. Ranks 2 and 3 wait for it in one exchange, rank 0 for all three in the next: it blames rank 1.
+func TestExchangeSparesRanksThatWait(t *testing.T) {
+	channels := open(t, 4, nil)
+	stopped, stop := context.WithCancelCause(context.Background())
+	defer stop(context.DeadlineExceeded)
+	errs := make(chan error, 2)
+	for _, r := range []int{2, 3} {
+		go func() {
+			_, err := channels[r].Exchange(stopped, "first", nil, nil)
+			errs <- err
+		}()
+	}
+	if _, err := channels[0].ExchangeAmong(proctest.Context(t), "first", nil, []int{0}, false); err != nil {
+		t.Fatal(err)
+	}
+	over, end := context.WithCancelCause(context.Background())
+	go func() {
+		for limit := time.Now().Add(proctest.Limit); time.Now().Before(limit) && !(channels[0].Awaits(2) == 1 && channels[0].Awaits(3) == 1); {
+			time.Sleep(time.Millisecond)
+		}
+		end(context.DeadlineExceeded)
+	}()
+	_, err := channels[0].Exchange(over, "second", nil, nil)
+	wantError(t, err, status.Timeout, `exchange "second": nothing from rank 1 (host `, " s (ranks 2-3 wait too)")
+	if strings.Contains(err.Error(), "rank 2 (") || strings.Contains(err.Error(), "rank 3 (") {
+		t.Errorf("the error blames a rank that waits: %v", err)
+	}
+	stop(context.DeadlineExceeded)
+	for range 2 {
+		wantError(t, <-errs, status.Timeout, "nothing from rank 1 (host ")
+	}
+	proctest.Eventually(t, proctest.Limit, "ranks 2 and 3 say that they wait no more", func() bool { return channels[0].Awaits(2) < 0 && channels[0].Awaits(3) < 0 })
+}
+
+// Rank 3 alone is missing, because it waits for rank 1 elsewhere, whose message here has come: the error names rank 1 last.
+func TestExchangeNamesWhomTheMissingRankWaitsFor(t *testing.T) {
+	channels := open(t, 4, nil)
+	stopped, stop := context.WithCancelCause(context.Background())
+	defer stop(context.DeadlineExceeded)
+	ended := make(chan error, 1)
+	go func() {
+		_, err := channels[3].Exchange(stopped, "first", nil, nil)
+		ended <- err
+	}()
+	for _, r := range []int{0, 1, 2} {
+		for _, tag := range []string{"first", "second"} {
+			if r == 0 && tag == "second" || r == 1 && tag == "first" {
+				continue
+			}
+			if _, err := channels[r].ExchangeAmong(proctest.Context(t), tag, nil, []int{r}, false); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	proctest.Eventually(t, proctest.Limit, "the messages come, and rank 3 says that it waits", func() bool {
+		channels[0].mu.Lock()
+		came := channels[0].boxes[boxKey{1, "second"}] != nil && channels[0].boxes[boxKey{2, "second"}] != nil
+		channels[0].mu.Unlock()
+		return came && channels[0].Awaits(3) == 1
+	})
+	over, end := context.WithCancelCause(context.Background())
+	end(context.DeadlineExceeded)
+	_, err := channels[0].Exchange(over, "second", nil, nil)
+	wantError(t, err, status.Timeout, `exchange "second": nothing from rank 3 (host `, " s, which waits for rank 1 (host ")
+	stop(context.DeadlineExceeded)
+	wantError(t, <-ended, status.Timeout, "nothing from rank 1 (host ")
+}
+
 func TestExchangeOfTheLargestBlob(t *testing.T) {
 	channels := open(t, 2, nil)
 	blob := bytes.Repeat([]byte("0123456789abcdef"), MaxBlob/16)

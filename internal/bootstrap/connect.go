@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"strings"
 	"syscall"
 	"time"
 
@@ -49,6 +48,7 @@ func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
 		p.Close()
 		return nil, err
 	}
+	c.elder = p.elder
 	n := &connector{Pending: p, c: c, pidfd: -1}
 	if !p.noPidfd {
 		if fd, err := unix.PidfdOpen(os.Getpid(), 0); err == nil {
@@ -105,21 +105,27 @@ func (n *connector) watchProcesses() {
 
 // await waits until every rank is connected, a rank fails, or ctx ends.
 func (n *connector) await(ctx context.Context) error {
-	begin := time.Now()
+	wait := n.c.beginWait()
+	defer wait.end()
 	for {
 		missing, changed, err := n.missing()
 		if err != nil || len(missing) == 0 {
 			return err
 		}
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			return ctxError(ctx, fmt.Sprintf("connecting: %s not joined after %.1f s", strings.Join(missing, ", "), time.Since(begin).Seconds()))
+		if wait.until(ctx, missing, changed); ctx.Err() == nil {
+			continue
 		}
+		if missing, _, err = n.missing(); err != nil || len(missing) == 0 {
+			return err
+		}
+		n.c.mu.Lock()
+		names, others := n.c.late(missing)
+		n.c.mu.Unlock()
+		return ctxError(ctx, fmt.Sprintf("connecting: %s not joined after %.1f s%s", names, time.Since(wait.began).Seconds(), others))
 	}
 }
 
-func (n *connector) missing() (names []string, changed chan struct{}, err error) {
+func (n *connector) missing() (ranks []int, changed chan struct{}, err error) {
 	n.c.mu.Lock()
 	defer n.c.mu.Unlock()
 	if failed := n.c.firstFailure(func(int) bool { return true }); failed != nil {
@@ -127,10 +133,10 @@ func (n *connector) missing() (names []string, changed chan struct{}, err error)
 	}
 	for rank, l := range n.c.links {
 		if l == nil && rank != n.c.rank && !n.peers[rank].Absent {
-			names = append(names, n.peers[rank].String())
+			ranks = append(ranks, rank)
 		}
 	}
-	return names, n.c.changed, err
+	return ranks, n.c.changed, err
 }
 
 // dial connects to one lower rank.

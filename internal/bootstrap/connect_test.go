@@ -110,6 +110,20 @@ func TestConnectNamesLateRanks(t *testing.T) {
 	}
 }
 
+// A rank that is missing, but says elsewhere that it waits too, is not to blame.
+func TestConnectSparesRanksThatWait(t *testing.T) {
+	p := beginAll(t, 4)
+	for _, late := range p[1:] {
+		defer late.Close()
+	}
+	p[0].Follows(func(rank int) bool { return rank != 2 })
+	_, err := p[0].Connect(soon(t))
+	wantError(t, err, status.Timeout, "connecting: rank 2 (host ", " not joined after 0.", "s (ranks 1, 3 wait too)")
+	if strings.Contains(err.Error(), "rank 3 (") {
+		t.Errorf("the error blames a rank that waits: %v", err)
+	}
+}
+
 func TestConnectToRankThatGaveUp(t *testing.T) {
 	p := beginAll(t, 2)
 	p[0].Close()

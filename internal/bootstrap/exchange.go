@@ -158,12 +158,13 @@ func closedError(tag string) error {
 
 // collect fills got as messages arrive.
 func (c *Channel) collect(ctx context.Context, tag string, got []*Message, lossOK bool) error {
-	begin := time.Now()
+	wait := c.beginWait()
+	defer wait.end()
 	for {
 		c.mu.Lock()
 		missing, err := c.claim(tag, got, lossOK)
 		if err == nil && len(missing) > 0 && ctx.Err() != nil {
-			err = c.lateError(ctx, tag, missing, time.Since(begin))
+			err = c.lateError(ctx, tag, missing, time.Since(wait.began))
 		}
 		if err != nil {
 			c.abandon(tag, missing)
@@ -175,10 +176,7 @@ func (c *Channel) collect(ctx context.Context, tag string, got []*Message, lossO
 		}
 		changed := c.changed
 		c.mu.Unlock()
-		select {
-		case <-changed:
-		case <-ctx.Done():
-		}
+		wait.until(ctx, missing, changed)
 	}
 }
 
@@ -205,15 +203,6 @@ func (c *Channel) claim(tag string, got []*Message, lossOK bool) (missing []int,
 		return missing, fmt.Errorf("exchange %q: %w", tag, err)
 	}
 	return missing, nil
-}
-
-// lateError names every rank whose message is missing. Needs c.mu.
-func (c *Channel) lateError(ctx context.Context, tag string, missing []int, waited time.Duration) error {
-	names := make([]string, len(missing))
-	for i, rank := range missing {
-		names[i] = c.peers[rank].String()
-	}
-	return ctxError(ctx, fmt.Sprintf("exchange %q: nothing from %s after %.1f s", tag, strings.Join(names, ", "), waited.Seconds()))
 }
 
 // abandon makes deliver drop the missing messages of this Exchange when they arrive. Needs c.mu.

@@ -123,8 +123,11 @@ func (f *file) gather(ctx context.Context, blob []byte) ([][]byte, error) {
 			}
 			return nil
 		}
+		late := func() []int { // all that have not come, not just the one whose turn it is
+			return f.without(func(rank int) string { return file(f.seq, rank) }, r)
+		}
 		var err error
-		if all[r], err = f.await(ctx, file(f.seq, r), r, MaxBlob, left); err != nil {
+		if all[r], err = f.awaitPath(ctx, f.path(file(f.seq, r)), late, MaxBlob, left); err != nil {
 			return nil, err
 		}
 	}
@@ -132,8 +135,17 @@ func (f *file) gather(ctx context.Context, blob []byte) ([][]byte, error) {
 	return all, nil
 }
 
-func (f *file) await(ctx context.Context, name string, from, limit int, over func() error) ([]byte, error) {
-	return f.awaitPath(ctx, f.path(name), func() []int { return []int{from} }, limit, over)
+// without lists the ranks that have not written their file; awaited alone where its file has come just now.
+func (f *file) without(name func(rank int) string, awaited int) (ranks []int) {
+	for rank := range f.size {
+		if !f.has(name(rank)) {
+			ranks = append(ranks, rank)
+		}
+	}
+	if ranks == nil {
+		return []int{awaited}
+	}
+	return ranks
 }
 
 // awaitPath polls for a file and reads it. over, if not nil, is called before each poll and returns why the file will

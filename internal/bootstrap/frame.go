@@ -38,6 +38,7 @@ const (
 	kindPost                           // channel: what the sender posts now under a tag
 	kindKnock                          // door: a process asks to be let into a group
 	kindAdmit                          // door: it is let in
+	kindWait                           // channel: whether the sender waits for others
 	kindEnd
 )
 

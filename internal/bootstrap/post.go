@@ -122,18 +122,19 @@ func (c *Channel) Gather(ctx context.Context, tag string, blob []byte, members [
 	if err := checkMessage(tag, blob, nil); err != nil {
 		return nil, err
 	}
-	begin := time.Now()
-	got, err := c.gather(ctx, tag, blob, members, agree, begin)
+	got, err := c.gather(ctx, tag, blob, members, agree)
 	if err != nil {
 		c.Withdraw(tag, err)
 	}
 	return got, err
 }
 
-func (c *Channel) gather(ctx context.Context, tag string, blob []byte, members []int, agree func([]Message) error, begin time.Time) ([]Message, error) {
+func (c *Channel) gather(ctx context.Context, tag string, blob []byte, members []int, agree func([]Message) error) ([]Message, error) {
 	if err := c.stand(tag, blob); err != nil {
 		return nil, err
 	}
+	wait := c.beginWait()
+	defer wait.end()
 	for {
 		c.mu.Lock()
 		got, missing, err := c.gathered(tag, members)
@@ -144,16 +145,13 @@ func (c *Channel) gather(ctx context.Context, tag string, blob []byte, members [
 			}
 		}
 		if err == nil && len(missing) > 0 && ctx.Err() != nil {
-			err = c.lateError(ctx, tag, missing, time.Since(begin))
+			err = c.lateError(ctx, tag, missing, time.Since(wait.began))
 		}
 		c.mu.Unlock()
 		if err != nil || len(missing) == 0 {
 			return got, err
 		}
-		select {
-		case <-changed:
-		case <-ctx.Done():
-		}
+		wait.until(ctx, missing, changed)
 	}
 }
 

@@ -1,6 +1,7 @@
 package bootstrap
 
 import (
+	"context"
 	"io"
 	"net"
 	"path/filepath"
@@ -261,6 +262,47 @@ func TestFileNamesTheMissingRank(t *testing.T) {
 		if left := entries(t, dir); left != "" {
 			run, _ := filepath.Glob(filepath.Join(dir, "*", "*"))
 			t.Errorf("left behind: %s %v", left, run)
+		}
+	}
+}
+
+// Every rank that did not write its part of a gather is named, not just the first one that is waited for.
+func TestFileGatherNamesAllMissingRanks(t *testing.T) {
+	dir := t.TempDir()
+	all := make([]Exchanger, 4)
+	noErrors(t, each(4, func(r int) (err error) {
+		all[r], err = OpenFile(proctest.Context(t), FileOptions{Rank: r, Size: 4, Dir: dir, Name: "g"})
+		return err
+	}))
+	for _, ex := range all {
+		defer ex.Close()
+	}
+	_, err := all[2].AllGather(soon(t), []byte("x"))
+	wantError(t, err, status.Timeout, "nothing from ranks 0-1, 3 in folder")
+}
+
+// Rank 0 names all that are late, and they do not blame it, who waits too.
+func TestTCPGatherNamesAllMissingRanks(t *testing.T) {
+	a := freeAddress(t)
+	all := make([]Exchanger, 4)
+	noErrors(t, each(4, func(r int) (err error) {
+		all[r], err = DialTCP(proctest.Context(t), TCPOptions{Rank: r, Size: 4, Address: a, Secret: "s"})
+		return err
+	}))
+	for _, ex := range all {
+		defer ex.Close()
+	}
+	over, end := context.WithTimeout(context.Background(), 150*time.Millisecond)
+	defer end()
+	for r, err := range each(3, func(r int) error {
+		if r == 1 {
+			return nil
+		}
+		_, err := all[r].AllGather(over, []byte("x"))
+		return err
+	}) {
+		if r != 1 {
+			wantError(t, err, status.Timeout, "rank 0 has nothing from ranks 1, 3")
 		}
 	}
 }

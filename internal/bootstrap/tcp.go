@@ -147,7 +147,7 @@ func (t *tcp) AllGather(ctx context.Context, blob []byte) ([][]byte, error) {
 	stop := context.AfterFunc(ctx, func() {
 		for _, c := range t.conns {
 			if c != nil {
-				c.SetDeadline(time.Unix(1, 0))
+				c.SetDeadline(t.lastMoment(ctx))
 			}
 		}
 	})
@@ -165,6 +165,18 @@ func (t *tcp) AllGather(ctx context.Context, blob []byte) ([][]byte, error) {
 		return nil, err
 	}
 	return all, nil
+}
+
+// nameGrace is how long a joiner whose time is over still listens to rank 0, which waits for all, has about the same
+// limit, and says who is late.
+const nameGrace = time.Second
+
+// lastMoment is when this rank's connections end once ctx has.
+func (t *tcp) lastMoment(ctx context.Context) time.Time {
+	if t.rank != 0 && errors.Is(status.Cause(ctx), context.DeadlineExceeded) {
+		return time.Now().Add(nameGrace)
+	}
+	return time.Unix(1, 0)
 }
 
 func (t *tcp) gatherFrame(rank int, blob []byte) *frame {

@@ -215,6 +215,17 @@ func (t *tcp) relay(ctx context.Context, all [][]byte) error {
 		all[rank] = f.blob
 		return nil
 	})
+	if err != nil && ctx.Err() != nil {
+		var late []int
+		for rank, blob := range all {
+			if blob == nil && rank != t.rank {
+				late = append(late, rank)
+			}
+		}
+		if late != nil {
+			err = ctxError(ctx, "exchange: rank 0 has nothing from "+rankList(late))
+		}
+	}
 	if err != nil {
 		t.refuseAll(err)
 		return err

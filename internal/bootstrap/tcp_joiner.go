@@ -60,7 +60,7 @@ func worthRetrying(err error) bool {
 func (t *tcp) answer(ctx context.Context, conn net.Conn, o TCPOptions) error {
 	t.conns[0] = conn
 	what := fmt.Sprintf("rank %d, joining rank 0 at %s", t.rank, conn.RemoteAddr())
-	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(t.lastMoment(ctx)) })
 	defer stop()
 	f, err := readFrame(conn, 0)
 	if err != nil {

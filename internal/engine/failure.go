@@ -147,22 +147,39 @@ func (b *Buffer) explainPeer(head string, code status.Code, f *abi.Failure) erro
 	if f.Peer < 0 || int(f.Peer) >= b.size {
 		return status.Errorf(code, "%s: a peer did not arrive within %v", head, seconds(f.WaitedNS))
 	}
-	who := b.members.Describe(int(f.Peer))
-	if int(f.Peer) == b.rank {
+	peer := int(f.Peer)
+	if code == status.Timeout {
+		peer = b.blame(peer)
+	}
+	who := b.members.Describe(peer)
+	if peer == b.rank {
 		return status.Errorf(code, "%s: the network of this rank, %s, has delivered nothing of what it sent within %v", head, who, seconds(f.WaitedNS))
 	}
-	switch state, how := b.members.State(int(f.Peer)); {
+	switch state, how := b.members.State(peer); {
 	case state == PeerGone:
 		return status.Errorf(status.PeerDead, "%s: %s has left the group: it destroyed its buffer", head, who)
 	case state == PeerDead:
 		return status.Errorf(status.PeerDead, "%s: %s died: %s", head, who, how)
-	case b.hasReleased(int(f.Peer)):
+	case b.hasReleased(peer):
 		return status.Errorf(status.InvalidState, "%s: %s has released the buffer's memory and takes no part: release() here too, then restore() on every rank",
 			head, who)
 	case code == status.PeerDead:
 		return status.Errorf(status.PeerDead, "%s: %s died", head, who)
 	}
 	return status.Errorf(status.Timeout, "%s: %s did not arrive within %v: it is alive but late", head, who, seconds(f.WaitedNS))
+}
+
+// blame follows "waits for rank r" in exchanges, which kernels do not see: a rank that waits there is late, but not to
+// blame.
+func (b *Buffer) blame(peer int) int {
+	for range b.size {
+		next := b.members.Awaits(peer)
+		if next < 0 || next == b.rank {
+			break
+		}
+		peer = next
+	}
+	return peer
 }
 
 func (b *Buffer) explainMismatch(head string, f *abi.Failure) error {

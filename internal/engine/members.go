@@ -47,4 +47,6 @@ type Members interface {
 	Describe(rank int) string
 	// State returns a rank's state and how it was observed: "its process has ended".
 	State(rank int) (state PeerState, detail string)
+	// Awaits returns the rank that another one waits for in an Exchange, as it says; -1: it does not wait.
+	Awaits(rank int) int
 }

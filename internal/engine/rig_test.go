@@ -32,6 +32,7 @@ func (*alone) Publish(engine.LastCall)              {}
 func (*alone) Tell(string, []byte) error            { return nil }
 func (*alone) Describe(int) string                  { return "rank 0 (alone)" }
 func (*alone) State(int) (engine.PeerState, string) { return engine.PeerAlive, "" }
+func (*alone) Awaits(int) int                       { return -1 }
 func (*alone) Exchange(_ context.Context, _ string, blob []byte, _ []int) ([]device.Message, error) {
 	return []device.Message{{Blob: append([]byte(nil), blob...)}}, nil
 }
@@ -145,6 +146,16 @@ func (r *rig) capturing(stream uint64) {
 func (r *rig) refuse(f abi.Failure) {
 	p := &f
 	dl.Call(r.refused, unsafe.Pointer(p))
+}
+
+// fail writes the failure of a call as a kernel does.
+func (r *rig) fail(f abi.Failure) {
+	file, err := dl.Open(r.library)
+	r.must(err)
+	failed, err := file.Symbol("fake_fail")
+	r.must(err)
+	p := &f
+	dl.Call(failed, unsafe.Pointer(p))
 }
 
 // replay is what a call of a graph of the team before the newest one leaves.

@@ -20,6 +20,14 @@ type among struct {
 	rank, size int
 	elsewhere  int // a rank on another host; 0: none
 	lost       int // a rank that has died; 0: none
+	awaits     map[int]int
+}
+
+func (a *among) Awaits(rank int) int {
+	if awaited, waits := a.awaits[rank]; waits {
+		return awaited
+	}
+	return -1
 }
 
 func (a *among) Rank() int { return a.rank }

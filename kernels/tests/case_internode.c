@@ -1,5 +1,6 @@
 /* case_internode.c - normal mode across nodes: reruns cases of one node with a transport between nodes, in some places
  * one that delays as much as it may. */
+#include "lowlat.h"
 #include "normal.h"
 #include "rerun_on_nodes.h"
 
@@ -69,6 +70,32 @@ static void counted(struct rank *me) {
     }
   expect(me, t->stats->ops[DK_OP_DISPATCH].bytes == total[0] && t->stats->ops[DK_OP_COMBINE].bytes == total[1],
          "bytes do not add up");
+}
+
+/* Rank 0's network delivers nothing, and the other node tells it so. Rank 1, which reads in rank 0's memory that it has
+ * failed, blames rank 0 as well, and not the rank that told it. */
+static void told(struct rank *me) {
+  static const struct ll_spec low = {
+      .tokens = 8, .max_tokens = 8, .hidden = 256, .experts = 8, .topk = 2, .index_bytes = 8};
+  me->split = &pairs;
+  struct team *t = make_ll_team(me, &low, 0);
+  for (int peer = 2; peer < 4 && me->index == 0; peer++) {
+    dk_transport_lose_params p = {.size = sizeof p, .transport = t->transport, .peer = peer};
+    CALL(me, transport_lose, &p);
+  }
+  bool near = me->index < 2;
+  t->timeout_ns = near ? limit_ns(20) : soon_ns();
+  run_barrier(t); /* whose message of rank 0 does not come to the other node */
+  finish(me);
+  if (!near) expect_failure(t, DK_ETIMEOUT, DK_OP_BARRIER, 0);
+  meet(me);
+  if (me->index == 0) run_clean(t, 0, 0, 0);
+  finish(me);
+  if (me->index == 0) expect_failure(t, DK_EABORTED, DK_OP_CLEAN, -2);
+  meet(me);
+  if (me->index == 1) run_barrier(t);
+  finish(me);
+  if (me->index == 1) expect_failure(t, DK_ETIMEOUT, DK_OP_BARRIER, 0);
 }
 
 /* Teams that are refused: either all ranks of a node are mapped or none. Ranks 0 and 1 are rank 0's node. */
@@ -287,6 +314,7 @@ static const struct test_case cases[] = {
     CASE(pairs_late, "failure/later operations return at once", 6, QUICK),
     CASE(singles, "failure/a new team works afterwards", 3, QUICK),
     CASE(pairs_late, "failure/a rank late by less than the deadline", 6, USUAL),
+    {"normal internode/failure/blamed by another node", told, 4, NULL, QUICK, 0, 0},
     {"normal internode/refused", refused, 1, NULL, QUICK, 0, 0},
     {"normal internode/rows without room", no_room, 2, NULL, QUICK, 0, 0},
     {"normal internode/statistics/bytes, 3 nodes of 2", counted, 6, &of_two, QUICK, 0, 0},

@@ -40,6 +40,7 @@ var faultKinds = []struct {
 
 type faultsFlags struct {
 	rounds, ranks, first, jobs int
+	perNode                    int
 	seed                       uint64
 	engine, markdown           string
 	phases, faults             []string
@@ -84,6 +85,7 @@ CPU engine; where they cannot be had they are left out, with a word.`,
 // add adds the flags that a job has too.
 func (f *faultsFlags) add(flags *pflag.FlagSet) {
 	flags.IntVar(&f.ranks, "ranks", 4, "rank processes, at least 2")
+	flags.IntVar(&f.perNode, "ranks-per-node", 0, "ranks of a node on the CPU engine, which divide the ranks; 0: drawn for each round")
 	flags.Uint64Var(&f.seed, "seed", 1, "of phases, faults and moments")
 	flags.StringVar(&f.engine, "engine", "cpu", "cpu or cuda")
 	flags.StringSliceVar(&f.phases, "phases", nil, "only these")
@@ -116,6 +118,10 @@ func (f *faultsFlags) check() error {
 		return fmt.Errorf("jobs: %d; allowed is 1 or more, or 0", f.jobs)
 	case f.ranks < 2 || f.ranks > maxBenchRanks:
 		return fmt.Errorf("ranks: %d; allowed is 2 to %d", f.ranks, maxBenchRanks)
+	case f.perNode < 0 || f.perNode > f.ranks || f.perNode > 0 && f.ranks%f.perNode != 0:
+		return fmt.Errorf("ranks-per-node: %d; allowed is a divisor of %d ranks, or 0", f.perNode, f.ranks)
+	case f.perNode > 0 && f.engine != "cpu":
+		return fmt.Errorf("ranks-per-node: %d; allowed on GPUs is 0: ranks of one host are one node there", f.perNode)
 	case f.engine != "cpu" && f.engine != "cuda":
 		return fmt.Errorf("engine: %q; allowed are cpu and cuda", f.engine)
 	}
@@ -165,13 +171,16 @@ func (s *faultSession) draw(number int) *faultRound {
 		if s.ranks%r.perNode != 0 {
 			r.perNode = 1
 		}
+		if s.perNode > 0 {
+			r.perNode = s.perNode
+		}
 	}
 	for {
 		r.phase, r.fault = faultPhases[g.IntN(len(faultPhases))], drawFault(g)
 		if (len(s.phases) == 0 || slices.Contains(s.phases, r.phase)) && s.wants(r.fault) && s.missing[r.fault] == "" && r.sensible(s.ranks) {
 			break
 		}
-		if g.IntN(64) == 0 && s.engine == "cpu" { // such a fault may need several nodes
+		if g.IntN(64) == 0 && s.engine == "cpu" && s.perNode == 0 { // such a fault may need several nodes
 			r.perNode = 1
 		}
 	}

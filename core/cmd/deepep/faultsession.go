@@ -229,7 +229,7 @@ func (s *faultSession) round(r *faultRound) (bad []string, err error) {
 	j.at = at
 	bad = j.judge(s)
 	if len(bad) > 0 {
-		return bad, nil
+		return append(bad, j.said()...), nil
 	}
 	return s.regroup(r, folder), nil
 }

@@ -97,6 +97,16 @@ func (j *faultJudge) judge(s *faultSession) (bad []string) {
 	return bad
 }
 
+// said is every rank's error, which a broken promise is understood by.
+func (j *faultJudge) said() (all []string) {
+	for rank, failed := range j.failed {
+		if failed != nil {
+			all = append(all, fmt.Sprintf("(rank %d said after %v: %s)", rank, time.Duration(failed.At-min(j.at, failed.At)), failed.Error))
+		}
+	}
+	return all
+}
+
 func (j *faultJudge) judgeMask(rank int, say func(int, string, ...any)) {
 	if failed := j.failed[rank]; failed != nil {
 		say(rank, "an error in place of a mask: %s", failed.Error)

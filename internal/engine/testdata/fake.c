@@ -60,6 +60,12 @@ int32_t fake_refuse(const dk_failure *refusal) {
   }
   return 1;
 }
+/* A kernel fails: the record as it would write it. */
+int32_t fake_fail(const dk_failure *failure) {
+  status->failure = *failure;
+  status->sticky = failure->code;
+  return 0;
+}
 int32_t fake_capture(uint64_t *stream) {
   capturing = *stream;
   return 0;

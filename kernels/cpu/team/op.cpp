@@ -66,6 +66,10 @@ void Op::publish_failure(const dk_failure &failure) {
   __atomic_store_n(&team.status->sticky, failure.code, __ATOMIC_RELEASE);
   FailureRecord &failure_record = team.control().failure_record();
   failure_record.failure = failure;
+  if (blamed_for_) {  // peers that look here blame this rank too, not the one that has told it
+    failure_record.failure.code = blamed_for_;
+    failure_record.failure.peer = team.rank;
+  }
   failure_record.set.store(1);
   for (int i = 0; i < team.num_ranks; i++) ring(i);
   ring_now();
@@ -106,8 +110,10 @@ bool Op::adopt_failure_of(int peer, uint64_t waited_ns) {
     fail(code, theirs.peer, theirs.field, theirs.expected, theirs.seen, waited_ns);
   else if (code == DK_EMISMATCH && theirs.peer == team.rank)
     fail(code, peer, theirs.field, theirs.seen, theirs.expected, waited_ns);
-  else
+  else {
+    if (theirs.peer == team.rank) blamed_for_ = theirs.code;
     fail(DK_EABORTED, peer, DK_FIELD_NONE, code, theirs.op, waited_ns);
+  }
   return true;
 }
 

@@ -52,6 +52,7 @@ class Op {
 
   const uint64_t call_, start_ns_;
   uint64_t waited_ns_ = 0, bytes_ = 0, earlier_ns_ = 0;
+  uint32_t blamed_for_ = 0;  // the code of the failure that a peer blames this rank for; 0: none does
   bool failed_ = false, refused_ = false, counts_ = true;
 };
 

@@ -15,10 +15,13 @@ constexpr int kPauses = 16;                // in a spin
 constexpr int kSpinsAlone = 200, kYieldsAlone = 20;  // a core for each rank: about 30 us before sleeping
 constexpr int kSpinsShared = 2, kYieldsShared = 12;  // ranks share cores: the awaited rank may need this one
 
+// How old a word is. It may be newer than `now`: the reader may have been interrupted since it took the time.
+uint64_t age(uint64_t stamp, uint64_t now) { return now > stamp ? now - stamp : 0; }
+
 // Whom a rank of another node waits for, as it puts it into every other node: microseconds, then the rank, plus 1.
 uint64_t pack_wait(int rank, uint64_t now) { return now / 1000 << 16 | static_cast<uint64_t>(rank + 1); }
 int waits_for(uint64_t packed, uint64_t now, uint64_t awake) {
-  return now / 1000 - (packed >> 16) <= awake / 1000 ? static_cast<int>(packed & 0xffff) - 1 : -1;
+  return age(packed >> 16, now / 1000) <= awake / 1000 ? static_cast<int>(packed & 0xffff) - 1 : -1;
 }
 
 // The rank that `peer` waits for, or that it blamed when it failed; -1: it does not wait, or its last word of that is
@@ -32,21 +35,36 @@ int awaited_by(Team &team, int peer, uint64_t now, uint64_t awake) {
   Heartbeat &heartbeat = team.peers[peer].control.heartbeat();
   int awaited = heartbeat.awaiting.load() - 1;
   if (awaited < 0) return failure_record.set.load() ? failure_record.failure.peer : -1;
-  return now - heartbeat.stamp_ns.load() > awake ? -1 : awaited;
+  return age(heartbeat.stamp_ns.load(), now) > awake ? -1 : awaited;
 }
 
-// Follows "waits for rank r" from peer to peer: the last one in the chain is late. Where the chain runs in a circle the
-// network is cut: words of another node's ranks have arrived, so it is a rank of this node that does not get through.
-int find_culprit(Team &team, int peer, uint64_t now, uint64_t awake) {
-  int culprit = peer;
+// "Waits for rank r", followed from peer to peer.
+struct Chain {
+  enum Kind { ends, circles, comes_back } kind;  // at a rank that does not wait; elsewhere; to this rank
+  int last;                                      // rank of the chain, before this one
+};
+Chain follow(Team &team, int peer, uint64_t now, uint64_t awake) {
   for (int hops = 0; hops < team.num_ranks; hops++) {
-    int next = awaited_by(team, culprit, now, awake);
-    if (next < 0 || next == team.rank || next >= team.num_ranks) return culprit;
-    culprit = next;
+    int next = awaited_by(team, peer, now, awake);
+    if (next < 0 || next >= team.num_ranks) return {Chain::ends, peer};
+    if (next == team.rank) return {Chain::comes_back, peer};
+    peer = next;
   }
-  for (int hops = 0; hops < team.num_ranks && !team.is_local(culprit); hops++)
-    culprit = max(0, awaited_by(team, culprit, now, awake));
-  return culprit;
+  return {Chain::circles, peer};
+}
+
+// The last rank of a chain is late. Where the chain runs in a circle the network is cut: words of another node's ranks
+// have arrived, so it is a rank of this node, for which one of another node waits, that does not get through.
+int find_culprit(Team &team, int peer, uint64_t now, uint64_t awake) {
+  Chain chain = follow(team, peer, now, awake);
+  if (chain.kind == Chain::ends) return chain.last;
+  int at = chain.kind == Chain::comes_back ? peer : chain.last;  // on the circle
+  for (int hops = 0; hops < team.num_ranks && at >= 0 && at != team.rank; hops++) {
+    int next = awaited_by(team, at, now, awake);
+    if (next >= 0 && next != team.rank && !team.is_local(at) && team.is_local(next)) return next;
+    at = next;
+  }
+  return chain.last;
 }
 
 }  // namespace
@@ -102,10 +120,16 @@ Waiter::PeerCheck Waiter::check_peer(int peer) {
   return PeerCheck::stop_waiting;
 }
 
-// At the deadline, the peer to blame is one that does not wait for others itself.
+// Of several awaited peers the one to blame is one that does not wait itself, else one that does not wait for this
+// rank. Others follow this rank's word of it, so it is chosen before the deadline; not before is_crossed_with() has
+// looked.
 bool Waiter::more_to_blame(int peer, int than) const {
-  if (now_ - since_ < op_.timeout_ns) return false;
-  return awaited_by(op_.team, than, now_, awake()) >= 0 && awaited_by(op_.team, peer, now_, awake()) < 0;
+  if (now_ - since_ < op_.timeout_ns / 8 * 5) return false;
+  auto excuse = [this](int rank) {
+    if (awaited_by(op_.team, rank, now_, awake()) < 0) return 0;
+    return follow(op_.team, rank, now_, awake()).kind == Chain::comes_back ? 2 : 1;
+  };
+  return excuse(peer) < excuse(than);
 }
 
 // Both ranks wait for each other, in different operations, and one rank runs one operation at a time: none can go on.

@@ -1,0 +1,172 @@
+package bootstrap
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+)
+
+const (
+	// tellEvery is the time between two words to the other ranks of whom this rank waits for.
+	tellEvery = 200 * time.Millisecond
+	// waitHolds is how long such a word counts: a rank that has been stopped since says nothing any more.
+	waitHolds = 3 * tellEvery
+)
+
+// waiting is a wait for other ranks that is under way. A rank that waits itself is not to blame for being late, so the
+// others are told of a wait that lasts.
+type waiting struct {
+	c     *Channel
+	tick  *time.Ticker
+	began time.Time
+	told  bool
+}
+
+func (c *Channel) beginWait() *waiting {
+	return &waiting{c: c, tick: time.NewTicker(tellEvery), began: time.Now()}
+}
+
+// until waits for the missing ranks: for a change or the context's end.
+func (w *waiting) until(ctx context.Context, missing []int, changed <-chan struct{}) {
+	for {
+		select {
+		case <-w.tick.C:
+			w.c.mu.Lock()
+			if !w.told {
+				w.told = true
+				w.c.waits++
+			}
+			w.c.tellWait(w.c.toBlame(missing)[0])
+			w.c.mu.Unlock()
+		case <-changed:
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+func (w *waiting) end() {
+	w.tick.Stop()
+	if !w.told {
+		return
+	}
+	w.c.mu.Lock()
+	defer w.c.mu.Unlock()
+	if w.c.waits--; w.c.waits == 0 {
+		w.c.tellWait(-1)
+	}
+}
+
+// tellWait tells every connected rank that reads whom this rank waits for; -1: nobody. Needs c.mu.
+func (c *Channel) tellWait(rank int) {
+	if c.closed {
+		return
+	}
+	blob := binary.LittleEndian.AppendUint32(nil, uint32(rank+1))
+	for _, l := range c.links {
+		if l != nil && l.hasRoom() {
+			l.queue(&outgoing{frame: frame{kind: kindWait, rank: c.rank, nonce: c.nonce, blob: blob}})
+		}
+	}
+}
+
+// heardWait handles a frame of kind kindWait.
+func (c *Channel) heardWait(f *frame) error {
+	if len(f.blob) != 4 || int64(binary.LittleEndian.Uint32(f.blob)) > int64(len(c.peers)) {
+		return errors.New("a damaged word of a wait")
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.heard[f.rank] = heardWait{awaited: int(binary.LittleEndian.Uint32(f.blob)) - 1, at: time.Now()}
+	return nil
+}
+
+// heardWait is whom a rank last said that it waits for, -1 for nobody, and when it said so.
+type heardWait struct {
+	awaited int
+	at      time.Time
+}
+
+// Awaits returns the rank that another one has said of late that it waits for, -1 for none.
+func (c *Channel) Awaits(rank int) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if h := c.heard[rank]; time.Since(h.at) < waitHolds {
+		return h.awaited
+	}
+	return -1
+}
+
+// isWaiting reports whether a rank waits, here or in the channel that this one follows. Needs c.mu.
+func (c *Channel) isWaiting(rank int) bool {
+	h := c.heard[rank]
+	return h.awaited >= 0 && time.Since(h.at) < waitHolds || c.elder != nil && c.elder(rank)
+}
+
+// toBlame are those of the missing ranks that do not wait themselves; all where each does. Needs c.mu.
+func (c *Channel) toBlame(missing []int) []int {
+	blamed := slices.DeleteFunc(slices.Clone(missing), c.isWaiting)
+	if len(blamed) == 0 {
+		return missing
+	}
+	return blamed
+}
+
+// endOfWaits is the rank that the first of the missing ranks waits for, or that one waits for, and so on, where all of
+// them wait; -1 where one does not, where they wait for this rank, or in a circle. Needs c.mu.
+func (c *Channel) endOfWaits(missing []int) int {
+	if !c.isWaiting(missing[0]) || c.toBlame(missing)[0] != missing[0] {
+		return -1
+	}
+	at := missing[0]
+	for range c.peers {
+		h := c.heard[at]
+		if h.awaited < 0 || time.Since(h.at) >= waitHolds {
+			if at == missing[0] { // known from the channel that this one follows
+				return -1
+			}
+			return at
+		}
+		if at = h.awaited; at == c.rank {
+			return -1
+		}
+	}
+	return -1
+}
+
+// late splits the ranks that are missing at a deadline: those to blame, by name, and a word on those that only wait for
+// them. Where all wait none is spared. Needs c.mu.
+func (c *Channel) late(missing []int) (names, others string) {
+	blamed := c.toBlame(missing)
+	text := make([]string, len(blamed))
+	for i, rank := range blamed {
+		text[i] = c.peers[rank].String()
+	}
+	if end := c.endOfWaits(missing); end >= 0 {
+		return strings.Join(text, ", "), ", which waits for " + c.peers[end].String()
+	}
+	spared := slices.DeleteFunc(slices.Clone(missing), func(rank int) bool { return slices.Contains(blamed, rank) })
+	switch len(spared) {
+	case 0:
+	case 1:
+		others = fmt.Sprintf(" (%s waits too)", rankList(spared))
+	default:
+		others = fmt.Sprintf(" (%s wait too)", rankList(spared))
+	}
+	return strings.Join(text, ", "), others
+}
+
+// lateError names every rank whose message is missing and who does not wait itself. Needs c.mu.
+func (c *Channel) lateError(ctx context.Context, tag string, missing []int, waited time.Duration) error {
+	names, others := c.late(missing)
+	return ctxError(ctx, fmt.Sprintf("exchange %q: nothing from %s after %.1f s%s", tag, names, waited.Seconds(), others))
+}
+
+// Follows tells a channel that is being opened of the one that it follows: elder reports whether a rank still waits
+// there. Before Connect.
+func (p *Pending) Follows(elder func(rank int) bool) { p.elder = elder }
