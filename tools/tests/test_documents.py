@@ -32,8 +32,7 @@ def tracked() -> list[pathlib.Path]:
 
 
 def test_the_version_stands_in_the_header_alone() -> None:
-    """Documents may name a version: the one that was measured, or released, and so do a release's goldens. core restates
-    it, and has a test."""
+    """Documents may name a version: the one that was measured, or released. core restates it, and has a test."""
     spelt = re.compile(SPELT.pattern % re.escape(version()))
     sums = {ROOT / "go.sum", ROOT / "go.mod"}
     for path in tracked():
