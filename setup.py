@@ -1,4 +1,4 @@
-"""Builds the wheel: `make` makes the shared libraries and the program, this file puts them into the package.
+"""Builds the wheel: tools/build_native.py has make build the libraries and the program, this file puts them into it.
 
 Everything else stands in pyproject.toml. The wheel fits any Python 3, hence its tag: the package works through ctypes,
 and its one extension module, which only saves time, is built for Python's stable ABI.
@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -15,6 +16,8 @@ from setuptools.command.build_py import build_py
 
 ROOT = pathlib.Path(__file__).resolve().parent
 BUILD = ROOT / "build"
+sys.path.insert(0, str(ROOT / "tools"))
+import build_native  # noqa: E402
 
 
 def version() -> str:
@@ -26,23 +29,25 @@ def version() -> str:
 
 
 class BuildWithMake(build_py):
-    """Runs make, then adds what it built: lib/ (shared libraries), bin/ (the program), include/ (headers)."""
+    """Has make build, then adds what it built: lib/ (shared libraries), bin/ (the program), include/ (headers)."""
 
     def native_files(self) -> "dict[pathlib.Path, list[pathlib.Path]]":
-        # The soname alone: a wheel cannot hold the link libdeepep.so. Libraries for GPUs, and the compiled face of the
-        # package, come along if they were built.
-        soname = f"libdeepep.so.{version().split('.')[0]}"
-        names = (soname, "libdeepep_cpu.so", "libdeepep_cuda.so", "libdeepep_nvshmem.so", "deepep_torch.abi3.so")
-        libraries = [BUILD / "lib" / name for name in names]
+        # The soname alone: a wheel cannot hold the link libdeepep.so. A library that was built before and is not
+        # wanted now stays out.
+        wanted = build_native.chosen()
+        names = [f"libdeepep.so.{version().split('.')[0]}", "libdeepep_cpu.so", "deepep_torch.abi3.so"]
+        names += [] if wanted == "cpu" else [build_native.CUDA]
+        names += [] if wanted in ("cpu", "cuda") else [build_native.NVSHMEM]
+        libraries = [FROM / "lib" / name for name in names]
         package = pathlib.Path(self.build_lib) / "deep_ep"
         return {
-            package / "lib": [path for path in libraries if path.exists()],
-            package / "bin": [BUILD / "bin" / "deepep"],
+            package / "lib": [path for path in libraries if path.exists()] + [FROM / "left_out.txt"],
+            package / "bin": [FROM / "bin" / "deepep"],
             package / "include": sorted((ROOT / "include").glob("deepep.h*")),
         }
 
     def run(self) -> None:
-        subprocess.run(["make", "--no-print-directory", "lib", "kernels", "program"], cwd=ROOT, check=True)
+        build_native.build(FROM.relative_to(ROOT))
         if self.editable_mode:  # the package finds build/lib beside its source
             return super().run()
         shutil.rmtree(self.build_lib, ignore_errors=True)  # a module that is gone must not stay in the wheel
@@ -70,13 +75,26 @@ class AnyPythonWheel(bdist_wheel):
 
 
 if __name__ == "__main__":
+    try:
+        wanted = build_native.chosen()
+        build_native.check_system()
+        if wanted != "release" and not {"sdist", "egg_info", "dist_info", "--version"} & set(sys.argv):
+            build_native.check_tools()
+    except build_native.Impossible as error:
+        sys.exit(str(error))
+    FROM = BUILD / "release" if wanted == "release" else BUILD
     (BUILD / "wheel").mkdir(parents=True, exist_ok=True)
-    setup(
-        version=version(),
-        distclass=PlatformDistribution,
-        package_dir={"": "python"},
-        py_modules=["deep_ep_cpp"] if (ROOT / "python" / "deep_ep_cpp.py").exists() else [],
-        cmdclass={"build_py": BuildWithMake, "bdist_wheel": AnyPythonWheel},
-        # setuptools' own habit of working in build/lib would mix with the libraries there.
-        options={"build": {"build_base": "build/wheel"}, "egg_info": {"egg_base": "build/wheel"}},
-    )
+    try:
+        setup(
+            version=version(),
+            distclass=PlatformDistribution,
+            package_dir={"": "python"},
+            py_modules=["deep_ep_cpp"] if (ROOT / "python" / "deep_ep_cpp.py").exists() else [],
+            cmdclass={"build_py": BuildWithMake, "bdist_wheel": AnyPythonWheel},
+            # setuptools' own habit of working in build/lib would mix with the libraries there.
+            options={"build": {"build_base": "build/wheel"}, "egg_info": {"egg_base": "build/wheel"}},
+        )
+    except build_native.Impossible as error:
+        sys.exit(str(error))
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"make failed (exit status {error.returncode}), see above; DEEPEP_BUILD=cpu installs without GPUs")

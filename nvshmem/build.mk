@@ -12,6 +12,7 @@ NVSHMEM_LIB = $(if $(CROSS),.venv/$(CROSS)/nvidia/nvshmem,$(NVSHMEM_HOME))
 NVSHMEM_OUT  := $(BUILD)/nvshmem
 NVSHMEM_SRC  := $(sort $(wildcard nvshmem/*.cu nvshmem/internode/*.cu))
 NVSHMEM_OBJ  := $(NVSHMEM_SRC:%.cu=$(OBJ)/%.o)
+HOST_PART_OBJ := $(OBJ)/nvshmem/host_part.o
 PLUGIN       := $(NVSHMEM_OUT)/nvshmem_transport_ibdevx.so.3
 PLUGIN_SRC   := $(sort $(wildcard nvshmem/testtransport/*.cpp nvshmem/testtransport/*.cu))
 PLUGIN_OBJ   := $(addprefix $(OBJ)/,$(addsuffix .o,$(basename $(PLUGIN_SRC))))
@@ -20,11 +21,11 @@ PARTS_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,wire_test.o memory_test.o)
 INTERNODE_TEST_OBJ := $(addprefix $(OBJ)/nvshmem/tests/,internode_test.o internode_low_latency_test.o network.o)
 NVSHMEM_ALL  := $(LIB)/libdeepep_nvshmem.so $(PLUGIN) $(addprefix $(NVSHMEM_OUT)/,transport_test wire_test memory_test internode_test internode_low_latency_test probe)
 
-SM90_RDC := -gencode arch=compute_90,code=sm_90
-RDC_CODE  = $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(SM90_RDC))
+# The device link takes the codes that NVSHMEM's device part has, and can make no PTX. sm_100 runs on 10.3, too.
+RDC_CODE := $(SM80_CODE) $(if $(filter 0,$(SM90)),,$(call gencode,90)) $(if $(NEWER_CODES),$(call gencode,100 120))
 NVSHMEM_INCLUDE = -Ikernels -Invshmem -I$(OBJ) -isystem $(NVSHMEM_HOME)/include -isystem $(CUDA_HOME)/include/cccl -isystem $(CUDA_HOME)/include
 # Sources with kernels become relocatable device code, for the device link with NVSHMEM's device part; the others are host code.
-NVSHMEM_FLAGS   = $(NVCC_HOST) -std=c++17 -O3 -DDEEPEP_SM90=$(SM90) -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(NVSHMEM_INCLUDE)
+NVSHMEM_FLAGS   = $(NVCC_HOST) -std=c++17 -O3 $(COMPRESS) -DDEEPEP_SM90=$(SM90) -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra $(NVSHMEM_INCLUDE)
 HOST_CODE       = $(SM80_CODE)
 DEVICE_SRC      = nvshmem/transport.cu $(wildcard nvshmem/internode/*.cu)
 DEVICE_OBJ      = $(DEVICE_SRC:%.cu=$(OBJ)/%.o)
@@ -38,30 +39,30 @@ $(NVSHMEM_STAMP): tools/requirements-nvshmem.txt | $(VENV_STAMP)
 $(OBJ)/nvshmem.flags: FORCE | $(CUDA_READY) $(NVSHMEM_READY)
 	$(call keep,$(NVCC) $(NVSHMEM_FLAGS) $(RDC_CODE) $(TEST_CXX))
 $(OBJ)/nvshmem_build_id.h: FORCE
-	$(call keep,#define DK_NVSHMEM_BUILD_ID "$(call build_id,kernels/abi kernels/cuda $(NVSHMEM_SRC) $(wildcard nvshmem/*.h nvshmem/*.cuh) nvshmem/internode)")
+	$(call keep,#define DK_NVSHMEM_BUILD_ID "$(call build_id,kernels/abi kernels/cuda $(NVSHMEM_SRC) $(wildcard nvshmem/*.h nvshmem/*.cuh nvshmem/*.cpp) nvshmem/internode)")
 
 $(NVSHMEM_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | $(CUDA_READY) $(NVSHMEM_READY) $(OBJ)/nvshmem_build_id.h need-cxx
 	@mkdir -p $(@D)
 	$(NVCC) $(NVSHMEM_FLAGS) $(call code_of,$*) $(call nvcc_names,$<) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
 $(OBJ)/nvshmem/device_link.o: $(DEVICE_OBJ)
-	$(NVCC) $(NVCC_HOST) -dlink -Xcompiler -fPIC $(RDC_CODE) -o $@ $(DEVICE_OBJ) -L$(NVSHMEM_LIB)/lib $(CUDA_LINK) -lnvshmem_device -lcudadevrt
+	$(NVCC) $(NVCC_HOST) -dlink -Xcompiler -fPIC $(RDC_CODE) $(COMPRESS) -o $@ $(DEVICE_OBJ) -L$(NVSHMEM_LIB)/lib $(CUDA_LINK) -lnvshmem_device -lcudadevrt
 
 # Of the CUDA library's objects all but two: this library has a dk_info of its own, and internode/*.cu where internode_none.cu refuses.
 CUDA_ALONE_OBJ := $(addprefix $(OBJ)/kernels/cuda/launch/,info.o internode_none.o)
-NVSHMEM_PARTS = $(filter-out $(CUDA_ALONE_OBJ),$(CUDA_OBJ)) $(NVSHMEM_OBJ) $(OBJ)/nvshmem/device_link.o
-$(LIB)/libdeepep_nvshmem.so: $(NVSHMEM_PARTS) tools/kernels.map
+NVSHMEM_PARTS = $(filter-out $(CUDA_ALONE_OBJ),$(CUDA_OBJ)) $(NVSHMEM_OBJ) $(HOST_PART_OBJ) $(OBJ)/nvshmem/device_link.o
+$(LIB)/libdeepep_nvshmem.so: $(NVSHMEM_PARTS) tools/kernels.map | $(LINK_READY)
 	@mkdir -p $(@D)
-	$(CXX) $(GPU_LINKFLAGS) -Wl,-rpath,'$$ORIGIN/../../nvidia/nvshmem/lib' -o $@ $(NVSHMEM_PARTS) -L$(NVSHMEM_LIB)/lib \
-	  $(CUDA_LINK) -l:libnvshmem_device.a -l:libnvshmem_host.so.3 -lcudadevrt -lcudart_static -ldl -lrt
+	$(LINK_CXX) $(GPU_LINKFLAGS) -Wl,-rpath,'$$ORIGIN/../../nvidia/nvshmem/lib' -o $@ $(NVSHMEM_PARTS) \
+	  $(CUDA_LINK) $(NVSHMEM_LIB)/lib/libnvshmem_device.a -lcudadevrt -lcudart_static -ldl -lrt $(CXX_LIBS)
 
-# ---- For tests: the plugin, a program for GPUs, programs that need none
+# ---- C++ objects. For tests: the plugin, a program for GPUs, programs that need none
 
 $(filter $(OBJ)/nvshmem/testtransport/kernels.o,$(PLUGIN_OBJ)): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | need-cxx
 	@mkdir -p $(@D)
 	$(NVCC) $(NVSHMEM_FLAGS) $(SM80_CODE) -gencode arch=compute_80,code=compute_80 -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
-$(filter-out %/kernels.o,$(PLUGIN_OBJ)) $(GPU_TEST_OBJ) $(PARTS_TEST_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/nvshmem.flags | need-cxx
+$(filter-out %/kernels.o,$(PLUGIN_OBJ)) $(HOST_PART_OBJ) $(GPU_TEST_OBJ) $(PARTS_TEST_OBJ): $(OBJ)/%.o: %.cpp $(OBJ)/nvshmem.flags | need-cxx
 	@mkdir -p $(@D)
 	$(TEST_CXX) -MMD -MP -c -o $@ $<
 
@@ -91,4 +92,4 @@ $(NVSHMEM_OUT)/probe: nvshmem/tests/probe.c $(wildcard kernels/abi/*.h) | need-c
 	@mkdir -p $(@D)
 	$(C_COMMAND) -o $@ $< -ldl
 
--include $(NVSHMEM_OBJ:.o=.d) $(PLUGIN_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(PARTS_TEST_OBJ:.o=.d) $(INTERNODE_TEST_OBJ:.o=.d)
+-include $(NVSHMEM_OBJ:.o=.d) $(HOST_PART_OBJ:.o=.d) $(PLUGIN_OBJ:.o=.d) $(GPU_TEST_OBJ:.o=.d) $(PARTS_TEST_OBJ:.o=.d) $(INTERNODE_TEST_OBJ:.o=.d)

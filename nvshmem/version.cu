@@ -4,6 +4,7 @@
 
 #include <cstdio>
 
+#include "host_part.h"
 #include "network.h"
 
 namespace deepep {
@@ -19,25 +20,34 @@ constexpr int number(const Version &v) { return v.major * 10000 + v.minor * 100 
 constexpr Version kOldest{3, 3, 9};  // the first one that creates queue pairs in a rotated order
 static_assert(number(kBuiltFor) >= number(kOldest), "NVSHMEM 3.3.9 or newer is needed");
 
-template <class F>
-const char *file_of(F *function) {
+const char *own_file() {
   Dl_info info{};
-  return dladdr(reinterpret_cast<void *>(function), &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "?";
+  return dladdr(reinterpret_cast<void *>(check_versions), &info) != 0 && info.dli_fname != nullptr ? info.dli_fname
+                                                                                                   : "?";
 }
 
 }  // namespace
 
 Version loaded_version() {
   Version version{};
+  if (host_part_file()[0] == 0) return version;
   nvshmemx_vendor_get_version_info(&version.major, &version.minor, &version.patch);
   return version;
 }
 
 int32_t check_versions(Report *report) {
   const Version loaded = loaded_version();
-  if (loaded == kBuiltFor) return DK_OK;
-  report->add("%s is %s, and %s is NVSHMEM %d.%d.%d%s", file_of(check_versions), kBuiltWith,
-              file_of(nvshmemx_vendor_get_version_info), loaded.major, loaded.minor, loaded.patch,
+  const bool same = loaded == kBuiltFor;
+  if (const char *error = host_part_error(); error != nullptr && (same || host_part_file()[0] == 0)) {
+    report->add(
+        "%s; this library is %s: install nvidia-nvshmem-cu13 of that version, or name the folder of %s in "
+        "LD_LIBRARY_PATH",
+        error, kBuiltWith, "libnvshmem_host.so.3");
+    return DK_EUNSUPPORTED;
+  }
+  if (same) return DK_OK;
+  report->add("%s is %s, and %s is NVSHMEM %d.%d.%d%s", own_file(), kBuiltWith, host_part_file(), loaded.major,
+              loaded.minor, loaded.patch,
               number(loaded) < number(kOldest) ? " (3.3.9 is the oldest that is supported)" : "");
   report->add(
       "halves of different versions hang without an error: install the version that it was built with, or rebuild it");

@@ -5,8 +5,7 @@
 
 * libdeepep.so exports exactly the functions of include/deepep.h, each kernel library those of kernels/abi/kernels.h;
   optional groups are there as a whole or not at all.
-* They need nothing but the C library and libgcc_s (libdeepep_nvshmem.so: NVSHMEM's host part as well), and no symbol of
-  a C library newer than GLIBC_NEWEST.
+* They need nothing but the C library and libgcc_s, and no symbol of a C library newer than GLIBC_NEWEST.
 * The soname of libdeepep.so ends in the major version that deepep.h states.
 """
 
@@ -20,7 +19,6 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GLIBC_NEWEST = (2, 34)  # what prebuilt wheels promise to run on
 ALLOWED = re.compile(r"^(libgcc_s|libc|libm|libdl|librt|libpthread|ld-linux-[\w-]+)\.so\.\d+$")
-ALSO_ALLOWED = {"libdeepep_nvshmem.so": "libnvshmem_host.so.3"}
 OPTIONAL = (  # groups of functions that a kernel library may do without
     {f"dk_transport_{name}" for name in ("open", "close", "put", "quiet", "query", "lose")},
     {f"dk_transport_{name}" for name in ("unique_id", "attach", "detach", "alloc", "free")},
@@ -68,8 +66,7 @@ def problems(library: pathlib.Path, wanted: set[str]) -> list[str]:
         lines.append(f"does not export {', '.join(sorted(missing))}")
     if extra := have - wanted:
         lines.append(f"exports what no header declares: {', '.join(sorted(extra))}")
-    also = ALSO_ALLOWED.get(library.name)
-    if needed := [name for name in dynamic(library, "NEEDED") if not ALLOWED.match(name) and name != also]:
+    if needed := [name for name in dynamic(library, "NEEDED") if not ALLOWED.match(name)]:
         lines.append(f"needs {', '.join(needed)}; allowed are the C library and libgcc_s")
     if (newest := newest_glibc(library)) > GLIBC_NEWEST:
         lines.append(f"needs glibc {newest[0]}.{newest[1]}; allowed up to {GLIBC_NEWEST[0]}.{GLIBC_NEWEST[1]}")

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# setup_venv.sh base|cuda|nvshmem|cross ARCH - makes or completes .venv in the repository's root. Run through make.
+# setup_venv.sh base|cuda|nvshmem|release|cross ARCH - makes or completes .venv in the repository's root. Run through make.
 #   base: torch (unless the Python named by PYTHON has it), the pinned tools, deep_ep importable from python/, and
 #         the program deepep of build/
 #   cuda: nvcc and the libraries it needs, from PyPI's wheels
 #   nvshmem: NVSHMEM, likewise
+#   release: the linker and the checks of `make wheel`
 #   cross ARCH: what CUDA code for another machine is linked with, into .venv/ARCH, of the same releases
 # Running it again is safe: pip leaves alone what is already as wanted.
 set -euo pipefail
@@ -52,6 +53,11 @@ nvshmem() {
 	install -r tools/requirements-nvshmem.txt
 }
 
+release() {
+	echo "release: getting zig (to link) and auditwheel from PyPI into .venv (once, 100 MB)"
+	install -r tools/requirements-release.txt
+}
+
 cross() {
 	local pins
 	pins=$(grep -hE '^nvidia-(cuda-runtime|nvshmem)' tools/requirements-cuda.txt tools/requirements-nvshmem.txt)
@@ -61,7 +67,7 @@ cross() {
 }
 
 case ${1:-} in
-base | cuda | nvshmem) "$1" ;;
+base | cuda | nvshmem | release) "$1" ;;
 cross) cross "${2:?ARCH}" ;;
-*) echo "usage: tools/setup_venv.sh base|cuda|nvshmem|cross ARCH" >&2; exit 2 ;;
+*) echo "usage: tools/setup_venv.sh base|cuda|nvshmem|release|cross ARCH" >&2; exit 2 ;;
 esac

@@ -29,7 +29,7 @@ func checkLibrary(e *exam) {
 		return
 	case len(e.opt.Kernels) == 0:
 		e.fail(Line{Read: "GPUs are here, libdeepep_cuda.so is not", File: "libdeepep_cuda.so",
-			Cause: "`pip install .` and `make install` take what was built before; engine \"auto\" is then the CPU engine, and tensors on GPUs are refused", Fix: BuildGPU})
+			Cause: "this installation was built without it (left_out.txt beside its libraries says why); engine \"auto\" is then the CPU engine, and tensors on GPUs are refused", Fix: BuildGPU})
 	default:
 		var found []string
 		for _, k := range e.opt.Kernels {

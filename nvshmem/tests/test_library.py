@@ -63,14 +63,17 @@ def test_exports_exactly_the_interface() -> None:
     assert abi_check.exported(LIBRARY) == wanted  # the optional functions too
 
 
-def test_needs_nvshmem_and_nothing_else() -> None:
-    asked = undefined(LIBRARY)
-    assert asked and all(name.endswith("@NVSHMEM") for name in asked)
-    public = {"nvshmem_align", "nvshmem_free", "nvshmem_ptr", "nvshmem_my_pe", "nvshmem_n_pes"}
-    # NVSHMEM's device part needs nvshmemid_*.
-    assert {name.split("@")[0] for name in asked if not name.startswith(("nvshmemx_", "nvshmemid_"))} == public
-    assert abi_check.dynamic(LIBRARY, "NEEDED").count(HOST) == 1
+def forwarded() -> list[str]:
+    """NVSHMEM's functions that the library calls; those in nvshmemid_* are called by NVSHMEM's device part."""
+    return re.findall(r"^  X\([\w *]+, (nvshmem\w+),", (ROOT / "nvshmem" / "host_part.cpp").read_text(), re.M)
+
+
+def test_needs_only_the_c_library() -> None:
+    assert undefined(LIBRARY) == set()
+    assert HOST not in abi_check.dynamic(LIBRARY, "NEEDED")
     assert abi_check.dynamic(LIBRARY, "RUNPATH") == ["$ORIGIN/../../nvidia/nvshmem/lib"]
+    public = {"nvshmem_align", "nvshmem_free", "nvshmem_ptr", "nvshmem_my_pe", "nvshmem_n_pes"}
+    assert {name for name in forwarded() if not name.startswith(("nvshmemx_", "nvshmemid_"))} == public
 
 
 def test_nothing_needs_a_team() -> None:
@@ -113,15 +116,36 @@ def test_info_without_a_device() -> None:
     assert found["low-latency limits"] == "32 65535 8192"
 
 
-def test_without_nvshmem_the_loader_names_it() -> None:
-    code, text = run(PROBE, LIBRARY, "info", LD_LIBRARY_PATH="")
-    assert code == 1 and HOST in text and "cannot open shared object file" in text
+def test_an_old_driver_is_named() -> None:
+    """On emulated GPUs, whose driver supports CUDA 12.4."""
+    library = ROOT / "build" / "test" / "libdeepep_emulated.so"
+    if not library.exists():
+        pytest.skip("needs the emulated library: make emulated")
+    code, text = run(PROBE, library, "info", DEEPEP_EMULATE="driver=12040")
+    assert code == 0 and "the driver supports CUDA 12.4, this library is built with CUDA 13." in text
+    assert "needs driver 580 or later (error 35)" in text and "devices: 0" in text
+
+
+def test_without_nvshmem_the_reason_names_it() -> None:
+    found = probe("info", LD_LIBRARY_PATH="")
+    assert found["devices"] == "0" and HOST in found["reason"] and "cannot open shared object file" in found["reason"]
+    code, text = run(PROBE, LIBRARY, "start", 1, 1, 8, 16, LD_LIBRARY_PATH="")
+    assert code == 0 and text.count(f"built with NVSHMEM {header_version()}") >= 1 and "id: 0" not in text
+
+
+def test_a_host_part_without_a_function_is_refused(tmp_path: pathlib.Path) -> None:
+    version = header_version().replace(".", ", *c = ", 1).replace(".", ", *d = ")
+    (tmp_path / "fake.c").write_text(
+        "void nvshmemx_vendor_get_version_info(int *b, int *c, int *d) { *b = " + version + "; }\n"
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", HOST, "fake.c"], check=True, cwd=tmp_path)
+    assert f"{HOST} has no function nvshmem_align" in probe("info", LD_LIBRARY_PATH=str(tmp_path))["reason"]
 
 
 @pytest.mark.parametrize(("version", "refused"), [("3.4.5", False), ("3.4.6", True), ("3.3.24", True), ("3.2.5", True)])
 def test_another_host_part_is_refused_before_anything_runs(tmp_path: pathlib.Path, version: str, refused: bool) -> None:
     """A stand-in for the host part that aborts in every function but the one for its version."""
-    names = [name.split("@")[0] for name in undefined(LIBRARY)]
+    names = forwarded()
     asks = "nvshmemx_vendor_get_version_info"
     source = "#include <stdlib.h>\n" + "".join(f"void {name}(void) {{ abort(); }}\n" for name in names if name != asks)
     major, minor, patch = version.split(".")

@@ -53,7 +53,7 @@ def soname() -> str:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """`make install` into a staging folder, then moved: nothing in it may depend on its first place."""
     folder = tmp_path_factory.mktemp("install")
-    run("make", "install", f"DESTDIR={folder}/stage", "PREFIX=/opt/deepep")
+    run("make", "install", f"DESTDIR={folder}/stage", "PREFIX=/opt/deepep", "DEEPEP_BUILD=cpu")
     return pathlib.Path(shutil.move(folder / "stage" / "opt" / "deepep", folder / "moved"))
 
 
@@ -105,7 +105,7 @@ def test_cmake_versions(installed: pathlib.Path, user: pathlib.Path, wanted: str
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("wheel")
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--wheel-dir", folder]
-    run(sys.executable, "-m", "pip", "wheel", *options, ROOT)
+    run(sys.executable, "-m", "pip", "wheel", *options, ROOT, DEEPEP_BUILD="cpu")
     (path,) = folder.glob("*.whl")
     return path
 
@@ -116,6 +116,8 @@ def test_wheel_contents(wheel: pathlib.Path) -> None:
     modules = {str(path.relative_to(ROOT / "python")) for path in (ROOT / "python").glob("deep_ep*/**/*.py")}
     modules |= {path.name for path in (ROOT / "python").glob("deep_ep*.py")}
     native = {f"lib/{soname()}", "lib/libdeepep_cpu.so", "bin/deepep", "include/deepep.h", "include/deepep.hpp"}
+    native |= {"lib/left_out.txt"}
+    assert not {"deep_ep/lib/libdeepep_cuda.so", "deep_ep/lib/libdeepep_nvshmem.so"} & names  # DEEPEP_BUILD=cpu
     native |= {"lib/deepep_torch.abi3.so"} if (ROOT / "build" / "lib" / "deepep_torch.abi3.so").exists() else set()
     assert modules, "python/ holds no module: the comparison below would say nothing"
     assert names >= modules | {f"deep_ep/{name}" for name in native} | {"deep_ep/py.typed"}

@@ -13,6 +13,11 @@
 namespace deepep {
 namespace {
 
+// Of the toolkit's major version (CUDA Toolkit release notes); the doctor has the same numbers.
+constexpr const char *kOldestDriver = CUDART_VERSION >= 13000   ? "580"
+                                      : CUDART_VERSION >= 12000 ? "525.60.13"
+                                                                : "450.80.02";
+
 uint64_t now_ns() {
   timespec t{};
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -74,6 +79,15 @@ int32_t cuda_info(dk_info_params *p) {
   if (error != cudaSuccess) {
     p->device_error = static_cast<int32_t>(error);
     (void)cudaGetLastError();
+    int driver = 0;  // the newest CUDA that it supports; 0: there is none
+    if (error == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver != 0) {
+      snprintf(p->reason, sizeof p->reason,
+               "no CUDA device can be used: the driver supports CUDA %d.%d, this library is built with CUDA %d.%d and "
+               "needs driver %s or later (error %d)",
+               driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, kOldestDriver,
+               static_cast<int>(error));
+      return DK_OK;
+    }
     snprintf(p->reason, sizeof p->reason, "no CUDA device can be used: %s (error %d)", cudaGetErrorString(error),
              static_cast<int>(error));
     return DK_OK;

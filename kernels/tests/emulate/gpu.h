@@ -12,9 +12,9 @@
 namespace emulate {
 
 // DEEPEP_EMULATE="devices=8,sms=4,cc=90,seed=0": number of devices, SMs of each, compute capability (80, 89, 90, 100,
-// 103 or 120), seed of random turns.
+// 103 or 120), seed of random turns; driver=12040: one that supports CUDA 12.4.
 struct Settings {
-  int devices = 8, sms = 4, cc = 90, seed = 0;
+  int devices = 8, sms = 4, cc = 90, seed = 0, driver = CUDART_VERSION;
 };
 const Settings &settings();
 double threads_of_sm(), shared_of_sm();

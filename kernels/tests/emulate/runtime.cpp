@@ -24,14 +24,15 @@ Settings read_settings() {
   Settings s;
   const char *text = getenv("DEEPEP_EMULATE");
   const std::map<std::string, int *> names = {
-      {"devices", &s.devices}, {"sms", &s.sms}, {"cc", &s.cc}, {"seed", &s.seed}};
+      {"devices", &s.devices}, {"sms", &s.sms}, {"cc", &s.cc}, {"seed", &s.seed}, {"driver", &s.driver}};
   for (std::string rest = text == nullptr ? "" : text; !rest.empty();) {
     const std::string one = rest.substr(0, rest.find(','));
     rest = one.size() == rest.size() ? "" : rest.substr(one.size() + 1);
     const auto found = names.find(one.substr(0, one.find('=')));
     if (found == names.end() || sscanf(one.c_str() + found->first.size(), "=%d", found->second) != 1) {
       fprintf(stderr,
-              "DEEPEP_EMULATE: %s is given, allowed are devices=N, sms=N, cc=80 (89, 90, 100, 103, 120), seed=N\n",
+              "DEEPEP_EMULATE: %s is given, allowed are devices=N, sms=N, cc=80 (89, 90, 100, 103, 120), seed=N, "
+              "driver=12040\n",
               one.c_str());
       exit(2);
     }
@@ -113,7 +114,12 @@ const char *cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "an error of the emulated device";
 }
 
+cudaError_t cudaDriverGetVersion(int *version) {
+  *version = settings().driver;
+  return cudaSuccess;
+}
 cudaError_t cudaGetDeviceCount(int *count) {
+  if (settings().driver < CUDART_VERSION) return failed(cudaErrorInsufficientDriver);
   *count = settings().devices;
   return cudaSuccess;
 }
