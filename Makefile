@@ -354,8 +354,11 @@ install: native ## build what the machine can build (DEEPEP_BUILD), install it u
 	$(call fill,cmake/deepep-config.cmake.in,$(CMAKE_DIR)/deepep-config.cmake)
 	$(call fill,cmake/deepep-config-version.cmake.in,$(CMAKE_DIR)/deepep-config-version.cmake)
 
+matrix: $(VENV_STAMP) ## try the wheel with other versions of torch, Python and Debian; writes docs/versions.md (WHEEL=; ARGS="--only ROW")
+	$(VENV) tools/matrix.py $(if $(WHEEL),--wheel $(WHEEL)) $(ARGS)
+
 clean: ## remove what was built (.venv stays)
 	rm -rf build dist
 
 .PHONY: help venv lib program compile-commands all-ready ready kernels kernel-tests cuda emulated nvshmem run test test-full test-gpu bench lint fmt abi-check \
-  sanitize sanitize-gpu generate check wheel wheel-libraries native install clean FORCE
+  sanitize sanitize-gpu generate check wheel wheel-libraries native matrix install clean FORCE

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __version__ = header_version()
 _distribution.register("deep_ep", __version__)
+_distribution.warn_of_others(__version__)
 
 __all__ = [
     "Bootstrap",

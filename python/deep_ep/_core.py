@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _abi, _torch, errors
-from ._memory import RowPool, give_back_rows
+from ._memory import HAS_ROW_POOLS, RowPool, give_back_rows
 from ._native import DESTROYED, SLICE_MS, Launch, NativeBuffer, NativeGroup
 from ._torch import Device, OptionalTensor
 from .errors import assertion, check_flag, type_error
@@ -83,7 +83,7 @@ class Core:
         if self.comm_stream is None or address != self.comm_stream_address:
             self.comm_stream_address = address
             self.comm_stream = _torch.external_stream(address, self.device)
-        if info.peer_rows and not self.host_stream:
+        if info.peer_rows and not self.host_stream and HAS_ROW_POOLS:
             self._room = int(info.row_segment_bytes) if self._zero_copy_bytes is None else self._zero_copy_bytes
         self.is_ready = True
         if self._rows_at_once:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import os
 import sys
@@ -70,6 +71,14 @@ class _Block:
         return torch.empty((0,), dtype=dtype, device=CPU).set_(self.storage, 0, tuple(shape), strides)
 
 
+def _array(tensor: Tensor) -> object:
+    """NumPy's view of a tensor. torch does without NumPy: then no array can hold one, and a tensor stands in for it."""
+    try:
+        return tensor.numpy()
+    except RuntimeError:
+        return tensor
+
+
 @functools.cache
 def _every_holder_counts() -> bool:
     """True if this torch counts each kind of holder of a storage, and counts it no longer once it is gone.
@@ -86,7 +95,7 @@ def _every_holder_counts() -> bool:
         lambda t: t.data,
         lambda t: t.view(torch.int32),
         lambda t: t.untyped_storage(),
-        lambda t: t.numpy(),
+        _array,
         lambda t: torch.utils.dlpack.from_dlpack(t),
         lambda t: torch.empty((0,), dtype=torch.uint8, device=CPU).set_(t.untyped_storage()),
         lambda t: t * weight,  # autograd saves t
@@ -190,9 +199,11 @@ class _Routed:
         _release_pool(self._device, self._id)
 
 
-_routed: Callable[[Any, int], Any] = _Routed
+_routed: Callable[[Any, int], Any] | None = _Routed
 if _begin_allocating is None or _end_allocating is None or _release_pool is None:  # another torch
-    _routed = torch.cuda.use_mem_pool
+    _routed = getattr(torch.cuda, "use_mem_pool", None)
+# torch 2.4 has no pools of memory. Received rows are copied there: the same rows, in more time.
+HAS_ROW_POOLS = _routed is not None and hasattr(torch.cuda, "MemPool")
 
 
 class RowPool:
@@ -225,7 +236,7 @@ class RowPool:
             return None  # memory of a captured graph must come from the graph's own pool
         self._select(self.pointer)
         try:
-            with _routed(self._pool, device):
+            with _routed(self._pool, device):  # type: ignore[misc] # made only where HAS_ROW_POOLS
                 tensor = make(*args)
         except torch.OutOfMemoryError:
             # Asking is costly when the pool is full (torch gives cached memory back first): ask less and less often.
@@ -251,9 +262,15 @@ class RowPool:
 _ended_pools: list[tuple[int, int]] = []  # of destroyed buffers: tensors may still lie in them
 
 
+_snapshot_of_pools = "mempool_id" in inspect.signature(torch.cuda.memory_snapshot).parameters
+
+
 def _segments(pool: tuple[int, int]) -> Any:
     """What torch's allocator still holds of a memory pool."""
-    return torch.cuda.memory_snapshot(pool)  # type: ignore[no-untyped-call]
+    if _snapshot_of_pools:
+        return torch.cuda.memory_snapshot(pool)  # type: ignore[no-untyped-call]
+    everything: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return [segment for segment in everything if tuple(segment["segment_pool_id"]) == pool]
 
 
 def give_back_rows() -> None:

@@ -160,6 +160,8 @@ class Buffer:
         self.engine = _choose_engine(engine)
         if zero_copy_bytes and self.engine == "cpu":
             no_effect("zero_copy_bytes", "peers of the CPU engine read rows where they are staged")
+        elif zero_copy_bytes and not _memory.HAS_ROW_POOLS:
+            no_effect("zero_copy_bytes", "this torch has no pools of memory (2.5 has), so received rows are copied")
         options = _buffer_options(engine or "auto", self.engine, shared["timeout_ms"], numbers, switches)
         if join is None:
             native_group = _make_group(group, comm, bootstrap, shared)

@@ -19,6 +19,7 @@ from ._elastic import (
     Sending,
     Shape,
 )
+from ._memory import HAS_ROW_POOLS
 from ._plan import plan
 from ._torch import FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor, opaque
 from .bootstrap import Bootstrap
@@ -598,7 +599,7 @@ def _size_of(group: Group, bootstrap: Bootstrap | None) -> int:
 
 def _segment(engine: str | None, count: int) -> int | None:
     """Bytes of the row segment; None where there is none."""
-    return count if _choose_engine(engine) == "cuda" else None
+    return count if HAS_ROW_POOLS and _choose_engine(engine) == "cuda" else None
 
 
 def _timeout(cpu: float, gpu: float) -> float | None:

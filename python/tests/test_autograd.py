@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import checks
 import normal
 from cases import Case
 
@@ -231,6 +232,7 @@ def rank_checkpoint(ctx):
             assert after["notify"]["calls"] - before["notify"]["calls"] == (1 if options else 2)
 
 
+@checks.needs_checkpoint_policies
 def test_checkpoint(pool):
     pool.run(2, rank_checkpoint)
 

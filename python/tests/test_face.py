@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import alone
+import checks
 
 SYNCHRONOUS = ("layout", "dispatch", "worst case", "cached", "combine", "low latency")
 SHORT = 3  # tokens fewer, in a call of the same kind
@@ -61,6 +62,7 @@ def rank_used(ctx):
         assert not any(wrong.values()), wrong
 
 
+@checks.needs_face
 def test_calls_go_through_it(pool):
     pool.run(1, rank_used)
 
@@ -117,6 +119,7 @@ def flat(value):
     return [tensor for one in value for tensor in flat(one)] if isinstance(value, (tuple, list)) else []
 
 
+@checks.needs_face
 @pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8 with scales"))
 def test_gives_what_python_gives(pool, fp8):
     pool.run(2, rank_same, fp8)
@@ -233,6 +236,7 @@ def test_setting(text, want):
     assert want in done.stdout + done.stderr
 
 
+@checks.needs_face
 def test_functions_of_torch_are_what_the_module_takes_them_for(tmp_path):
     """Against torch's own header: their addresses are looked up, so no compiler sees the two together."""
     import sysconfig

@@ -79,6 +79,63 @@ except metadata.PackageNotFoundError:
     assert python(code).strip() == "ok"
 
 
+def test_another_distribution_of_the_same_package(tmp_path):
+    """The import says which one it is and names the others: in other folders of the path, and in its own."""
+    import deep_ep
+    from deep_ep import _distribution
+
+    def install(place: str, metadata: str, file: str, line: str, package: bool = True) -> pathlib.Path:
+        (tmp_path / place / metadata).mkdir(parents=True)
+        (tmp_path / place / metadata / file).write_text(f"{line}\n")
+        if package:
+            (tmp_path / place / "deep_ep").mkdir()
+            (tmp_path / place / "deep_ep" / "__init__.py").write_text("")
+        return tmp_path / place
+
+    fork = install("fork", "sgl_deep_ep-0.1.2.post1.dist-info", "RECORD", "deep_ep/__init__.py,sha256=0,0")
+    install("egg", "deep_ep-1.2.1+abc-py3.10.egg-info", "top_level.txt", "deep_ep")
+    install("other", "deepepoch-2.11.dist-info", "RECORD", "deepepoch/__init__.py,sha256=0,0", package=False)
+    install("ours", "deepep_go-9.9.9.dist-info", "RECORD", "deep_ep/__init__.py,sha256=0,0", package=False)
+    (tmp_path / "copy" / "deep_ep").mkdir(parents=True)
+    (tmp_path / "copy" / "deep_ep" / "__init__.py").write_text("")
+    package = pathlib.Path(deep_ep.__file__).parent
+    path = ["/nowhere", *(str(tmp_path / name) for name in ("fork", "egg", "other", "ours", "copy", "fork"))]
+    assert _distribution.others(package, path) == [
+        f"sgl_deep_ep 0.1.2.post1 in {tmp_path}/fork/deep_ep",
+        f"deep_ep 1.2.1+abc in {tmp_path}/egg/deep_ep",
+        f"a copy of no known distribution in {tmp_path}/copy/deep_ep",
+    ]
+    assert _distribution.others(package, [str(package.parent)]) == []
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({str(fork)!r}); import deep_ep"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (
+        f"this deep_ep is deepep-go {deep_ep.__version__} in {package}; the package is also provided by " in done.stderr
+    )
+    assert f"sgl_deep_ep 0.1.2.post1 in {fork}/deep_ep" in done.stderr and done.stderr.count("UserWarning") == 1
+
+
+def test_torch_without_numpy_and_without_pools_of_memory():
+    """torch needs no NumPy; torch 2.4 has neither pools of memory nor numbers of dispatch keys."""
+    code = """
+import sys
+sys.modules["numpy"] = None
+import torch
+del torch.cuda.MemPool, torch.cuda.use_mem_pool, torch._C._cuda_beginAllocateCurrentThreadToPool
+del torch._C._any_requires_grad
+import deep_ep
+from deep_ep import _memory
+from deep_ep.ops import _define
+x = torch.ones(1, requires_grad=True)
+assert _define._any_requires_grad(1, [x], None) and not _define._any_requires_grad(x.detach(), [2], "text")
+assert not _memory.HAS_ROW_POOLS
+print(_memory.recycling())
+"""
+    assert python(code, DEEPEP_RECYCLE_OUTPUTS="1").strip() == "True"
+
+
 def test_modules_of_a_harness():
     """V2's own test programs bring modules below deep_ep.utils, which a harness puts there."""
     code = """

@@ -185,6 +185,7 @@ def rank_fsdp(ctx):
     check_gradients(ctx, model)
 
 
+@checks.needs_fsdp2
 def test_fsdp(pool, device):
     if device != "cpu":
         pytest.skip("needs a group that reduces GPU memory: the pool's back end is gloo")

@@ -216,6 +216,7 @@ def rank_low_latency_compile(ctx, backend):
                     assert (stats[1][1] >= 0).all()
 
 
+@checks.needs_traced_methods
 def test_low_latency_compile(pool):
     pool.run(2, rank_low_latency_compile, "aot_eager", deadline=120)
 
@@ -267,10 +268,12 @@ def rank_compile(ctx, backend, options=None):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 5
 
 
+@checks.needs_traced_methods
 def test_compile(pool):
     pool.run(2, rank_compile, "aot_eager", deadline=120)
 
 
+@checks.needs_traced_methods
 @pytest.mark.skipif(not full(), reason="takes minutes: make test-full")
 @pytest.mark.parametrize("options", [{}, {"mode": "max-autotune-no-cudagraphs"}], ids=["default", "max-autotune"])
 def test_compile_by_inductor(pool, options):
@@ -356,6 +359,7 @@ class Asynchronous(torch.nn.Module):
         return self.buffer.combine(rows, handle, async_finish=True)[0]
 
 
+@checks.needs_traced_methods
 def test_export(pool):
     pool.run(2, rank_export, deadline=120)
 

@@ -118,4 +118,7 @@ def apply_to_groups(experts: nn.Module, rows: Tensor, counts: Tensor | None) -> 
 
 def dtype_of(parameters: Iterable[nn.Parameter], default: torch.dtype) -> torch.dtype:
     """The floating type that a module computes in, by its first parameter."""
-    return next((each.dtype for each in parameters if each.is_floating_point()), default)
+    for each in parameters:  # torch 2.4 traces no next() with a default
+        if each.is_floating_point():
+            return each.dtype
+    return default

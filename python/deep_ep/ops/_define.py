@@ -18,8 +18,20 @@ _BELOW_AUTOGRAD = _C._after_autograd_keyset
 _BACKENDS = (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)
 _transforms_active: Callable[[], bool] = getattr(_C, "_are_functorch_transforms_active", lambda: False)
 # Sets of dispatch keys, as numbers, in which only autograd stands between a call and its kernel. Such a call needs no
-# second pass through the dispatcher, which takes 6 us.
+# second pass through the dispatcher, which takes 6 us. torch 2.4 tells no numbers: every call makes that pass.
 _plain_keys: set[int] = set()
+_key_number: Callable[[Any], int] | None = getattr(_C.DispatchKeySet, "raw_repr", None)
+
+
+def _requires_grad(*args: Any) -> bool:
+    """Whether an argument, or a tensor in a list among them, requires grad."""
+    return any(
+        _requires_grad(*arg) if isinstance(arg, (list, tuple)) else isinstance(arg, torch.Tensor) and arg.requires_grad
+        for arg in args
+    )
+
+
+_any_requires_grad: Callable[..., bool] = getattr(_C, "_any_requires_grad", _requires_grad)  # not in torch 2.4
 
 Kernel = Callable[..., Any]
 # gradient(below, *args): the results of a call with an argument that requires grad; below(*args) is the operator
@@ -45,12 +57,12 @@ def define(name: str, signature: str, kernel: Kernel, fake: Kernel, gradient: Gr
     # A compiled caller's frames stay dynamo's business while it runs: kernels are opaque, or it would trace them.
     @opaque
     def autograd(keys: Any, *args: Any) -> Any:
-        wanted = torch.is_grad_enabled() and _C._any_requires_grad(*args)
-        if not wanted and keys.raw_repr() in _plain_keys:
+        wanted = torch.is_grad_enabled() and _any_requires_grad(*args)
+        if not wanted and _key_number is not None and _key_number(keys) in _plain_keys:
             return kernel(*args)
         below = keys & _BELOW_AUTOGRAD
-        if below.highestPriorityTypeId() in _BACKENDS:
-            _plain_keys.add(keys.raw_repr())
+        if _key_number is not None and below.highestPriorityTypeId() in _BACKENDS:
+            _plain_keys.add(_key_number(keys))
         if _transforms_active():
             raise unsupported(name, "a transform of torch.func", "use torch.autograd")
 

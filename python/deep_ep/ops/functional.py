@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _names
+from .. import _names, errors
 from ..config import Config
 from . import _normal  # noqa: F401 - defines the operators
 
@@ -131,9 +131,11 @@ def combine(
     """
     name = buffer if isinstance(buffer, str) else buffer.name
     biases = bias if isinstance(bias, (tuple, list)) else (bias, None)
-    _mark(x, topk_weights, *biases, *handle[:3])
+    matrices = (handle.rank_prefix_matrix, handle.recv_src_idx, handle.send_head)  # torch 2.6 traces no slice of it
+    _mark(x, topk_weights, *biases, *matrices)
     numbers = None if config is None else list(config.numbers)
-    combined, weights = torch.ops.deep_ep.combine(x, *biases, topk_weights, *handle[:3], name, handle[3], numbers)
+    tail = name, handle.worst_case, numbers
+    combined, weights = torch.ops.deep_ep.combine(x, *biases, topk_weights, *matrices, *tail)
     return combined, None if topk_weights is None else weights
 
 
@@ -205,8 +207,15 @@ def communicate_once() -> Any:
 
     Results of dispatch and combine are kept; everything else is computed again in backward. Without it the exchanges
     of the recomputed part are made again, on all ranks alike.
+
+    Raises:
+        NotImplementedError: torch is older than 2.5, which has no policies of checkpoints.
     """
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+    try:
+        from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+    except ImportError:
+        text = f"communicate_once: torch {torch.__version__} has no policies of checkpoints: use torch 2.5 or newer"
+        raise errors.DeepEPNotImplementedError(errors.UNSUPPORTED, text) from None
 
     def policy(_: Any, operator: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
         kept = getattr(operator, "namespace", "") == "deep_ep"

@@ -1,0 +1,393 @@
+"""make matrix: installs the wheel into one environment after another, tries it there, and writes docs/versions.md.
+
+    .venv/bin/python tools/matrix.py [--wheel FILE] [--only ROW …] [--list] [--keep] [--work FOLDER]
+
+An environment is a Python of this machine with torch from PyPI, or a Debian system in a folder (made by mmdebstrap,
+entered by chroot, which needs root), with torch from Debian or PyPI. Each is removed before the next one is made: at
+most 12 GB of disk at a time, and some 15 GB of downloads in all. The results lie in build/matrix, a file a row; those
+of rows that do not run this time stay in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import datetime
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import urllib.request
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "versions.md"
+RESULTS = ROOT / "build" / "matrix"
+BEGIN, END = "<!-- matrix: written by make matrix -->", "<!-- end of matrix -->"
+TEST_TOOLS = ("pytest==9.2.0", "pytest-timeout==2.4.0")
+MIRROR = "http://deb.debian.org/debian"
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+# CPython of Maven Central for a Debian whose own is too old: it needs no newer glibc than 2.17.
+PORTABLE = (
+    "https://repo1.maven.org/maven2/org/bytedeco/cpython/3.10.8-1.5.8/cpython-3.10.8-1.5.8-linux-x86_64.jar",
+    "2f101b1aa06effdbda3c318c1728b13f22b571707c7b7704abaf5d19a33aa981",
+)
+PORTABLE_HOME = "org/bytedeco/cpython/linux-x86_64"
+NOBODY = 65534
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One environment. Without a suite it is a virtual environment of a Python of this machine.
+
+    Attributes:
+        name: of the row, for --only.
+        python: the version; with a suite the one that Debian has there, unless portable.
+        torch: pinned, from PyPI; empty: what pip takes, or Debian's, if python3-torch is among the packages.
+        suite: of Debian.
+        packages: of Debian, beside the smallest system.
+        portable: Python from Maven Central.
+        why: what the row is for.
+    """
+
+    name: str
+    why: str
+    python: str
+    torch: str = ""
+    suite: str = ""
+    packages: tuple[str, ...] = ()
+    portable: bool = False
+
+    @property
+    def debian_torch(self) -> bool:
+        return "python3-torch" in self.packages
+
+
+VENV = ("ca-certificates", "python3-venv")
+ROWS = (
+    Row("oldest", "the oldest torch and Python", "3.10", "2.4.1"),
+    Row("2.9", "a torch before the compiled face", "3.12", "2.9.1"),
+    Row("2.11", "the torch that the tests run with", "3.11", "2.11.0"),
+    Row("newest", "the newest torch on PyPI", "3.13", "2.15.0"),
+    Row("trixie", "Debian 13 with its own torch, a CPU build", "3.13", "", "trixie", (*VENV, "python3-torch")),
+    Row("sid", "Debian unstable with its own torch, a CPU build", "3.14", "", "sid", (*VENV, "python3-torch")),
+    Row("fresh", "a bare Debian 12: python3-venv, then `pip install` of the wheel", "3.11", "", "bookworm", VENV),
+    Row("bullseye", "glibc 2.31", "3.10", "2.4.1", "bullseye", ("ca-certificates", "libgomp1"), True),
+)
+
+# A check of tools/matrix_probe.py, its column, and how it is entered: offline, and as whom.
+CHECKS = {
+    "without_torch": "import without torch",
+    "imported": "import",
+    "intranode": "normal mode",
+    "low_latency": "low latency",
+    "internode": "two nodes",
+    "tests": "tests",
+    "another_user": "as nobody, all read-only",
+    "bare": "no compiler, no network",
+}
+
+
+# ---- Where commands run ----------------------------------------------------------------------------------------------
+
+
+def run(command: Sequence[object], log: Any, timeout: float = 3600, **options: Any) -> str:
+    """Runs a command, its output to the log as well. Raises CalledProcessError."""
+    text = [str(part) for part in command]
+    print("+", " ".join(text), file=log, flush=True)
+    done = subprocess.run(
+        text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, stdin=subprocess.DEVNULL,
+        **options,
+    )  # fmt: skip
+    print(done.stdout, file=log, flush=True)
+    done.check_returncode()
+    return done.stdout
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of the commands: nothing of this session's Python, DEEPEP_* or pip settings, but where the network's CA is."""
+    kept = {
+        name: os.environ[name] for name in ("PATH", "HOME", "LANG", "http_proxy", "https_proxy") if name in os.environ
+    }
+    threads = {"OMP_NUM_THREADS": "1"}
+    return {**kept, **threads, "PIP_CERT": CERTIFICATES, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **more}
+
+
+def enter(arguments: argparse.Namespace) -> None:
+    """The inner side of `--enter`: in namespaces of its own, mounts what a system needs, then becomes the command.
+
+    The mounts go with the namespace. Offline there is a loopback device and nothing else.
+    """
+    root = pathlib.Path(arguments.enter).resolve()
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+    if arguments.offline:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            up, set_flags = 1, 0x8914  # IFF_UP, SIOCSIFFLAGS
+            fcntl.ioctl(sock, set_flags, struct.pack("16sh14x", b"lo", up))
+    if root != pathlib.Path("/"):
+        mount(str(root), str(root), "", MS_BIND | MS_REC)
+        mount("/dev", f"{root}/dev", "", MS_BIND | MS_REC)
+    mount("proc", f"{root}/proc", "proc", 0)
+    mount("tmpfs", f"{root}/dev/shm", "tmpfs", 0)
+    if arguments.read_only:
+        mount("tmpfs", f"{root}/tmp", "tmpfs", 0)
+        mount("none", str(root), "", MS_BIND | MS_REMOUNT | MS_RDONLY)
+    os.chroot(root)
+    os.chdir(arguments.folder)
+    if arguments.user:
+        os.setgroups([])
+        os.setgid(arguments.user)
+        os.setuid(arguments.user)
+    os.execvp(arguments.command[0], arguments.command)
+
+
+MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+
+
+def mount(source: str, target: str, kind: str, flags: int) -> None:
+    """mount(2)."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), None):
+        raise OSError(ctypes.get_errno(), f"mount {target}: {os.strerror(ctypes.get_errno())}")
+
+
+class Place:
+    """An environment on disk: its root (/ or Debian's folder), its Python, and a copy of the tests outside the tree."""
+
+    def __init__(self, row: Row, work: pathlib.Path, log: Any) -> None:
+        self.row, self.log = row, log
+        self.folder = work / row.name
+        self.root = self.folder if row.suite else pathlib.Path("/")
+        self.venv = "/venv" if row.suite else str(self.folder / "venv")
+        self.tree = self.folder / "tree"
+
+    def inside(self, path: pathlib.Path) -> str:
+        """A path as the environment sees it."""
+        return "/" + str(path.relative_to(self.root))
+
+    def run(self, *command: object, offline: bool = False, user: int = 0, read_only: bool = False, **env: str) -> str:
+        """Runs a command in the environment, in the folder of the tests."""
+        if not self.row.suite:
+            return run(command, self.log, cwd=self.tree, env=environment(**env))
+        namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", *(["--net"] if offline else [])]
+        options = ["--enter", self.root, "--folder", self.inside(self.tree), "--user", user]
+        options += ["--offline"] * offline + ["--read-only"] * read_only
+        path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        whole = [*namespaces, sys.executable, __file__, *options, "--", *command]
+        return run(whole, self.log, env=environment(**{"HOME": "/root", "LANG": "C.UTF-8", **env, "PATH": path}))
+
+    def pip(self, *arguments: object) -> None:
+        self.run(f"{self.venv}/bin/python", "-m", "pip", "install", "--quiet", "--no-cache-dir", *arguments)
+
+    def probe(self, check: str, **how: Any) -> dict[str, Any]:
+        """The answer to one check; its whole output is in the log."""
+        try:
+            output = self.run(f"{self.venv}/bin/python", f"{self.inside(self.tree)}/matrix_probe.py", check, **how)
+            found: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+            return found
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired, json.JSONDecodeError, IndexError) as error:
+            return {"ok": False, "text": f"{type(error).__name__}: see the log"}
+
+
+# ---- One row ---------------------------------------------------------------------------------------------------------
+
+
+def python_of(version: str) -> str | None:
+    """This machine's Python of a version."""
+    found = sorted(pathlib.Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
+    return str(found[-1]) if found else shutil.which(f"python{version}")
+
+
+def missing(row: Row) -> str | None:
+    """What this machine lacks for a row."""
+    if not row.suite:
+        return None if python_of(row.python) else f"no python{row.python}"
+    if os.getuid():
+        return "chroot needs root"
+    return next((f"no {tool}: apt-get install {tool}" for tool in ("mmdebstrap",) if not shutil.which(tool)), None)
+
+
+def copy_tests(place: Place, wheel: pathlib.Path) -> None:
+    """The tests and what they read, without the package."""
+    names = subprocess.check_output(
+        ["git", "ls-files", "python/tests", "python/examples", "python/face", "docs", "include", "pyproject.toml"],
+        cwd=ROOT, text=True,
+    )  # fmt: skip
+    for name in names.split():
+        target = place.tree / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)
+    for path in (ROOT / "tools" / "matrix_probe.py", wheel):
+        shutil.copy2(path, place.tree / path.name)
+
+
+def portable_python(place: Place) -> str:
+    """Unpacks CPython from Maven Central into the system; returns its path inside."""
+    url, digest = PORTABLE
+    with urllib.request.urlopen(url, timeout=300) as answer:
+        data = answer.read()
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise ValueError(f"{url}: another file than expected")
+    jar = place.folder / "python.jar"
+    jar.write_bytes(data)
+    home = place.folder / "opt"
+    with zipfile.ZipFile(jar) as archive:
+        archive.extractall(home, [name for name in archive.namelist() if name.startswith(PORTABLE_HOME)])
+    jar.unlink()
+    python = home / PORTABLE_HOME / "bin" / f"python{place.row.python}"
+    python.chmod(0o755)
+    return place.inside(python)
+
+
+def make(place: Place, wheel: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Makes the environment and installs torch and the wheel; the answers that are had on the way."""
+    row, answers = place.row, {}
+    if row.suite:
+        options = ["--variant=minbase", f"--include={','.join(row.packages)}"]
+        options += ["--aptopt=Acquire::Check-Valid-Until false"]  # a mirror may lag behind; signatures are checked
+        run(["mmdebstrap", "--quiet", *options, row.suite, place.folder, MIRROR], place.log)
+        shutil.copy2("/etc/resolv.conf", place.folder / "etc" / "resolv.conf")
+        shutil.copy2(CERTIFICATES, str(place.folder) + CERTIFICATES)  # a network may have a certificate of its own
+    copy_tests(place, wheel)
+    python = portable_python(place) if row.portable else "python3" if row.suite else python_of(row.python)
+    system = ["--system-site-packages"] * row.debian_torch
+    place.run(python, "-m", "venv", *system, place.venv)
+    file = f"{place.inside(place.tree)}/{wheel.name}"
+    if not row.debian_torch:
+        place.pip("--no-deps", file)
+        answers["without_torch"] = place.probe("without_torch")
+        place.run(f"{place.venv}/bin/python", "-m", "pip", "uninstall", "--quiet", "--yes", "deepep-go")
+    place.pip(file, *([f"torch=={row.torch}"] if row.torch else []))
+    return answers
+
+
+def try_row(row: Row, wheel: pathlib.Path, work: pathlib.Path, keep: bool) -> dict[str, Any]:
+    """Makes the environment, asks every check, removes it; the result as docs/versions.md shows it."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {
+        "row": row.name, "date": datetime.date.today().isoformat(), "wheel": wheel.name, "checks": {},
+        "source": "Debian" if row.debian_torch else "PyPI",
+    }  # fmt: skip
+    with open(RESULTS / f"{row.name}.log", "w") as log:
+        place = Place(row, work, log)
+        shutil.rmtree(place.folder, ignore_errors=True)
+        try:
+            result["checks"] = make(place, wheel)
+            result.update(place.probe("about"))
+            alone = {"offline": True} if row.suite else {}
+            for check in ("imported", "intranode", "low_latency", "internode"):
+                result["checks"][check] = place.probe(check, **alone)
+            if row.suite:
+                user = {"user": NOBODY, "read_only": True, "HOME": "/root"}
+                result["checks"]["another_user"] = place.probe("another_user", **alone, **user)
+                result["checks"]["bare"] = place.probe("bare", **alone)
+            place.pip(*TEST_TOOLS)
+            result["checks"]["tests"] = place.probe("tests", **alone)
+        except (subprocess.CalledProcessError, OSError, ValueError) as error:
+            print(error, file=log)
+            result["failed"] = f"not made: {error}".splitlines()[0]
+        finally:
+            if not keep:
+                shutil.rmtree(place.folder, ignore_errors=True)
+    return result
+
+
+# ---- The page --------------------------------------------------------------------------------------------------------
+
+
+def cell(result: dict[str, Any], check: str) -> str:
+    """What one environment answered."""
+    answer = result["checks"].get(check)
+    if answer is None:
+        return "–"
+    text = re.sub(r"^ImportError: .*", "says so", answer["text"]).replace("|", "\\|")
+    return text if answer["ok"] else f"**no**: {text}"
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """The results as Markdown, a line for each environment, in the order of ROWS."""
+    order = [row.name for row in ROWS]
+    head = ["torch", "Python", "glibc, system", "made", "import, after torch"]
+    head += ["normal mode", "low latency", "two nodes", "tests", "other user, all read-only"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for result in sorted(results, key=lambda each: order.index(each["row"])):
+        if "torch" not in result:
+            continue
+        source = "Debian's" if result["source"] == "Debian" else "PyPI's"
+        cells = [f"{result['torch']}, {source}", result["python"], f"{result['glibc']}, {result['system']}"]
+        cells += [result["date"]]
+        cells += [cell(result, check) for check in ("imported", "intranode", "low_latency", "internode", "tests")]
+        cells += [cell(result, "another_user")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def write_page(page: pathlib.Path, results: Sequence[dict[str, Any]]) -> None:
+    """Puts the table between the page's markers."""
+    text = page.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    page.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
+
+
+def failures(result: dict[str, Any]) -> list[str]:
+    """What a row found wrong."""
+    wrong = [f"{name}: {answer['text']}" for name, answer in result["checks"].items() if not answer["ok"]]
+    return wrong + ([result["failed"]] if "failed" in result else [])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheel", type=pathlib.Path, help="default: the newest of dist/")
+    parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], default=[row.name for row in ROWS])
+    parser.add_argument("--list", action="store_true", help="print the rows")
+    parser.add_argument("--keep", action="store_true", help="leave the environments there")
+    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/var/tmp/deepep-matrix"))
+    inner = parser.add_argument_group("used by the script itself, in a namespace of its own")
+    inner.add_argument("--enter", help=argparse.SUPPRESS)
+    inner.add_argument("--folder", default="/", help=argparse.SUPPRESS)
+    inner.add_argument("--user", type=int, default=0, help=argparse.SUPPRESS)
+    inner.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
+    inner.add_argument("--read-only", action="store_true", help=argparse.SUPPRESS)
+    inner.add_argument("command", nargs="*", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.enter:
+        enter(arguments)
+    if arguments.list:
+        for row in ROWS:
+            print(f"{row.name:10} Python {row.python:5} torch {row.torch or '(not pinned)':13} {row.why}")
+        return 0
+    wheels = sorted((ROOT / "dist").glob("deepep_go-*.whl"), key=lambda path: path.stat().st_mtime)
+    wheel = arguments.wheel or (wheels[-1] if wheels else None)
+    if wheel is None or not wheel.exists():
+        sys.exit("no wheel: run `make wheel`, or give one by WHEEL=")
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    failed = False
+    for row in ROWS:
+        if row.name not in arguments.only:
+            continue
+        if lacking := missing(row):
+            print(f"{row.name}: left out: {lacking}", flush=True)
+            continue
+        result = try_row(row, wheel.resolve(), arguments.work, arguments.keep)
+        (RESULTS / f"{row.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        wrong = failures(result)
+        failed |= bool(wrong)
+        print(f"{row.name}: {'; '.join(wrong) if wrong else 'ok'}", flush=True)
+    results = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    write_page(PAGE, [result for result in results if result["row"] in {row.name for row in ROWS}])
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
