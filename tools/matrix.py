@@ -271,6 +271,22 @@ def make(place: Place, wheel: pathlib.Path) -> dict[str, dict[str, Any]]:
     return answers
 
 
+def remove(folder: pathlib.Path) -> None:
+    """Removes an environment, unless something is still mounted in it: that is this machine's /dev or /proc."""
+    mounts = [line.split()[1] for line in pathlib.Path("/proc/mounts").read_text().splitlines()]
+    inside = [place for place in mounts if pathlib.Path(place).is_relative_to(folder)]
+    if inside:
+        raise SystemExit(
+            f"{folder} is left there: {', '.join(inside)} is mounted in it: umount, then remove the folder"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def save(result: dict[str, Any]) -> None:
+    """Writes a row's result for this table and later ones."""
+    (RESULTS / f"{result['row']}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
 def try_row(row: Row, wheel: pathlib.Path, work: pathlib.Path, keep: bool) -> dict[str, Any]:
     """Makes the environment, asks every check, removes it; the result as docs/versions.md shows it."""
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -280,13 +296,14 @@ def try_row(row: Row, wheel: pathlib.Path, work: pathlib.Path, keep: bool) -> di
     }  # fmt: skip
     with open(RESULTS / f"{row.name}.log", "w") as log:
         place = Place(row, work, log)
-        shutil.rmtree(place.folder, ignore_errors=True)
+        remove(place.folder)
         try:
             result["checks"] = make(place, wheel)
             result.update(place.probe("about"))
             alone = {"offline": True} if row.suite else {}
             for check in ("imported", "intranode", "low_latency", "internode"):
                 result["checks"][check] = place.probe(check, **alone)
+                save(result)  # what was tried stays, whatever comes between
             if row.suite:
                 user = {"user": NOBODY, "read_only": True, "HOME": "/root"}
                 result["checks"]["another_user"] = place.probe("another_user", **alone, **user)
@@ -298,7 +315,7 @@ def try_row(row: Row, wheel: pathlib.Path, work: pathlib.Path, keep: bool) -> di
             result["failed"] = f"not made: {error}".splitlines()[0]
         finally:
             if not keep:
-                shutil.rmtree(place.folder, ignore_errors=True)
+                remove(place.folder)
     return result
 
 
@@ -380,7 +397,7 @@ def main() -> int:
             print(f"{row.name}: left out: {lacking}", flush=True)
             continue
         result = try_row(row, wheel.resolve(), arguments.work, arguments.keep)
-        (RESULTS / f"{row.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        save(result)
         wrong = failures(result)
         failed |= bool(wrong)
         print(f"{row.name}: {'; '.join(wrong) if wrong else 'ok'}", flush=True)
