@@ -293,6 +293,9 @@ BENCH := $(if $(filter cuda,$(ENGINE)),gpu,cpu)
 bench: all-ready $(if $(filter gpu,$(BENCH)),cuda $(BIN)/bench_ops) ## measure, beside gloo in the same run (ENGINE=cuda: on GPUs, beside NCCL)
 	$(VENV) bench/$(BENCH).py $(ARGS)
 
+test-aarch64: ## build for aarch64, run it under qemu-user as far as that goes (skips without cross compilers)
+	tools/aarch64.sh $(ARGS)
+
 lint: venv need-go ## check formatting (clang-format, gofmt, ruff), ruff, mypy, go vet, staticcheck
 	$(VENV) tools/run_tests.py lint
 
@@ -360,5 +363,5 @@ matrix: $(VENV_STAMP) ## try the wheel with other versions of torch, Python and 
 clean: ## remove what was built (.venv stays)
 	rm -rf build dist
 
-.PHONY: help venv lib program compile-commands all-ready ready kernels kernel-tests cuda emulated nvshmem run test test-full test-gpu bench lint fmt abi-check \
+.PHONY: help venv lib program compile-commands all-ready ready kernels kernel-tests cuda emulated nvshmem run test test-full test-gpu test-aarch64 bench lint fmt abi-check \
   sanitize sanitize-gpu generate check wheel wheel-libraries native matrix install clean FORCE

@@ -250,6 +250,7 @@ CONCURRENT = [f"./internal/{name}" for name in ("bootstrap", "health", "engine",
 SHARE = "^dispatch/|^combine/|^notify/|^ll dispatch/|^ll combine/|^stream/|^team/"
 GPU_SOURCES = ("kernels/cuda/**/*.cu",)
 EMULATOR = GPU_SOURCES if platform.machine() == "x86_64" else ()  # it changes stacks itself
+CROSS = all(map(shutil.which, ("qemu-aarch64", "aarch64-linux-gnu-gcc", "aarch64-linux-gnu-g++")))
 CPU, CUDA = "libdeepep_cpu.so", "libdeepep_cuda.so"
 SANITIZERS = {  # build folder: SAN= of make, environment
     "asan": (
@@ -335,6 +336,8 @@ _TABLE: list[tuple[str, str, tuple[str, ...], Run]] = [
     ("mutants-emulated", "the same notices planted errors", EMULATOR,
      _plain("mutants-emulated", *PLANT, "emulated")),
     ("packaging", "documents, set-up, install, wheel", ("tools/tests/test_*.py",), _pytest("packaging", "tools/tests")),
+    ("aarch64", "a build for aarch64, under qemu", ("tools/aarch64.sh",) if CROSS else (),
+     _plain("aarch64", "tools/aarch64.sh")),
     ("kernels-gpu", "the kernel interface, CUDA library", KERNEL_TESTS, _kernels("kernels-gpu", CUDA)),
     ("kernels-sm80", "the same, with the code for compute capability 8.0", KERNEL_TESTS,
      _kernels("kernels-sm80", CUDA, "--isa", "80")),
@@ -354,5 +357,5 @@ USUAL = [
     *("lint", "abi", "go-core", "go-capi", "go-race-share", "fuzz", "kernels", "sanitized-share", "mutants"),
     *("header", "capi", "examples", "python", "faults", "gpu-build", "emulated", "packaging"),
 ]
-FULL = [*USUAL, "go-race", "python-nodes", "python-ctypes", "mutants-emulated"]
+FULL = [*USUAL, "go-race", "python-nodes", "python-ctypes", "mutants-emulated", "aarch64"]
 GPU = ["kernels-gpu", "kernels-sm80", "python-gpu", "examples-gpu"]
