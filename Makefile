@@ -188,6 +188,7 @@ endif
 # nvcc names what is local to a file after the file's full path and a process id: here after the path in the tree, so that
 # two builds are the same. Symbols that only a linker reads name nvcc's temporary files, and go out.
 nvcc_names = -frandom-seed=$1 -Xcudafe --orig_src_path_name=/$1 -Xcicc --orig_src_path_name=/$1 \
+  $(foreach home,$(NVSHMEM_HOME) $(CUDA_HOME),$(foreach at,$(home) $(realpath $(home)),-Xcompiler -ffile-prefix-map=$(at)=.)) \
   -Xcompiler -ffile-prefix-map=$(CURDIR)=.
 GPU_LINKFLAGS = $(LINKFLAGS) -Wl,-s
 
@@ -330,12 +331,17 @@ WHEEL_BUILD := build/release
 WHEEL_MAKE  = $(MAKE) --no-print-directory BUILD=$(WHEEL_BUILD) CODES=all GLIBC=$(WHEEL_GLIBC)
 WHEEL_TAG   = manylinux_$(subst .,_,$(WHEEL_GLIBC))_$(or $(ARCH),$(shell uname -m))
 
+# What the wheel tells of itself; setup.py adds it.
+RELEASE   := PYTHONPATH=tools $(VENV) -m release
+SBOM      := $(CURDIR)/$(WHEEL_BUILD)/sbom.cdx.json
+
 wheel-libraries: venv $(RELEASE_STAMP) ## build what the wheel holds, into build/release
 	@$(WHEEL_MAKE) --jobs=$(JOBS) lib kernels program cuda $(WHEEL_BUILD)/lib/libdeepep_nvshmem.so
 
 wheel: wheel-libraries ## build dist/deepep_go-*.whl: every GPU's code, glibc 2.28 or later, any Python 3
 	@rm -rf $(WHEEL_BUILD)/wheel
-	DEEPEP_BUILD=release $(VENV) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(WHEEL_BUILD)/wheel .
+	@$(RELEASE).sbom --build $(WHEEL_BUILD) --output $(SBOM)
+	DEEPEP_SBOM=$(SBOM) DEEPEP_BUILD=release $(VENV) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(WHEEL_BUILD)/wheel .
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(VENV) -m auditwheel repair --plat $(WHEEL_TAG) --only-plat --wheel-dir dist $(WHEEL_BUILD)/wheel/*.whl
 	$(VENV) tools/check_wheel.py dist/deepep_go-$(VERSION)-py3-none-$(WHEEL_TAG).whl
 
@@ -360,8 +366,18 @@ install: native ## build what the machine can build (DEEPEP_BUILD), install it u
 matrix: $(VENV_STAMP) ## try the wheel with other versions of torch, Python and Debian; writes docs/versions.md (WHEEL=; ARGS="--only ROW")
 	$(VENV) tools/matrix.py $(if $(WHEEL),--wheel $(WHEEL)) $(ARGS)
 
+# Only the commit counts, not who builds it and when: its time is the time of every file in the release.
+STAGE       := build/stage
+release: venv | need-go-cc-cxx-python ## make dist/ of the commit: wheel, source and binary archive, Debian packages, SBOM, notes, checksums
+	@$(RELEASE) begin --dist dist
+	@rm -rf $(STAGE)
+	@umask 022; export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct); $(MAKE) --no-print-directory wheel && \
+	  DEEPEP_BUILD=release $(MAKE) --no-print-directory -o lib -o kernels -o program -o native BUILD=$(WHEEL_BUILD) install \
+	    DESTDIR=$(CURDIR)/$(STAGE) PREFIX=/usr && \
+	  $(RELEASE) finish --build $(WHEEL_BUILD) --stage $(STAGE) --dist dist
+
 clean: ## remove what was built (.venv stays)
 	rm -rf build dist
 
 .PHONY: help venv lib program compile-commands all-ready ready kernels kernel-tests cuda emulated nvshmem run test test-full test-gpu test-aarch64 bench lint fmt abi-check \
-  sanitize sanitize-gpu generate check wheel wheel-libraries native matrix install clean FORCE
+  sanitize sanitize-gpu generate check wheel wheel-libraries release native matrix install clean FORCE

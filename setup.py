@@ -4,6 +4,7 @@ Everything else stands in pyproject.toml. The wheel fits any Python 3, hence its
 and its one extension module, which only saves time, is built for Python's stable ABI.
 """
 
+import os
 import pathlib
 import re
 import shutil
@@ -72,6 +73,14 @@ class PlatformDistribution(Distribution):
 class AnyPythonWheel(bdist_wheel):
     def get_tag(self) -> "tuple[str, str, str]":
         return "py3", "none", super().get_tag()[2]
+
+    def egg2dist(self, egginfo_path: str, distinfo_path: str) -> None:
+        """Adds the bill of materials that DEEPEP_SBOM names, where PEP 770 wants it; `make wheel` makes one."""
+        super().egg2dist(egginfo_path, distinfo_path)
+        if name := os.environ.get("DEEPEP_SBOM"):
+            folder = pathlib.Path(distinfo_path) / "sboms"
+            folder.mkdir()
+            shutil.copy(name, folder / "deepep-go.cdx.json")
 
 
 if __name__ == "__main__":

@@ -45,8 +45,11 @@ $(NVSHMEM_OBJ): $(OBJ)/%.o: %.cu $(OBJ)/nvshmem.flags | $(CUDA_READY) $(NVSHMEM_
 	@mkdir -p $(@D)
 	$(NVCC) $(NVSHMEM_FLAGS) $(call code_of,$*) $(call nvcc_names,$<) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
+# The device link writes its -L into the code: through links in build/obj they are the same in every folder.
 $(OBJ)/nvshmem/device_link.o: $(DEVICE_OBJ)
-	$(NVCC) $(NVCC_HOST) -dlink -Xcompiler -fPIC $(RDC_CODE) $(COMPRESS) -o $@ $(DEVICE_OBJ) -L$(NVSHMEM_LIB)/lib $(CUDA_LINK) -lnvshmem_device -lcudadevrt
+	@ln -sfn $(abspath $(CUDA_HOME)) $(OBJ)/cuda_home && ln -sfn $(abspath $(NVSHMEM_LIB)) $(OBJ)/nvshmem_home
+	$(OBJ)/cuda_home/bin/nvcc $(NVCC_HOST) -dlink -Xcompiler -fPIC $(RDC_CODE) $(COMPRESS) -o $@ $(DEVICE_OBJ) -L$(OBJ)/nvshmem_home/lib \
+	  $(subst -L$(CUDA_HOME),-L$(OBJ)/cuda_home,$(CUDA_LINK)) -lnvshmem_device -lcudadevrt
 
 # Of the CUDA library's objects all but two: this library has a dk_info of its own, and internode/*.cu where internode_none.cu refuses.
 CUDA_ALONE_OBJ := $(addprefix $(OBJ)/kernels/cuda/launch/,info.o internode_none.o)

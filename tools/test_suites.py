@@ -278,6 +278,12 @@ def sanitized_share(full: bool) -> Counts:
     return counts
 
 
+def releases(full: bool) -> Counts:
+    """The commit's release, made in two folders: the same bytes. Without code for newer GPUs, which takes long."""
+    command = ["env", "PYTHONPATH=tools", sys.executable, "-m", "release.twice", "SM90=0"]
+    return checks("releases", {"twice": command}, full)
+
+
 def _go(name: str, cgo: str, *arguments: str) -> Run:
     return functools.partial(go_tests, name, [*arguments], {"CGO_ENABLED": cgo})
 
@@ -332,6 +338,7 @@ _TABLE: list[tuple[str, str, tuple[str, ...], Run]] = [
      _pytest("python-ctypes", "python/tests", DEEPEP_TORCH_FACE="0")),
     ("faults", "ranks that die, stop or break at random moments", GO_FILES, faults),
     ("gpu-build", "the GPU libraries, as far as no GPU is needed", GPU_SOURCES, gpu_build),
+    ("releases", "two releases of the commit are the same bytes", (".git",), releases),
     ("emulated", "the kernel interface, CUDA library on emulated devices", EMULATOR, emulated),
     ("mutants-emulated", "the same notices planted errors", EMULATOR,
      _plain("mutants-emulated", *PLANT, "emulated")),
@@ -357,5 +364,5 @@ USUAL = [
     *("lint", "abi", "go-core", "go-capi", "go-race-share", "fuzz", "kernels", "sanitized-share", "mutants"),
     *("header", "capi", "examples", "python", "faults", "gpu-build", "emulated", "packaging"),
 ]
-FULL = [*USUAL, "go-race", "python-nodes", "python-ctypes", "mutants-emulated", "aarch64"]
+FULL = [*USUAL, "go-race", "python-nodes", "python-ctypes", "mutants-emulated", "aarch64", "releases"]
 GPU = ["kernels-gpu", "kernels-sm80", "python-gpu", "examples-gpu"]
