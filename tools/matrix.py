@@ -334,7 +334,7 @@ def cell(result: dict[str, Any], check: str) -> str:
 def table(results: Sequence[dict[str, Any]]) -> str:
     """The results as Markdown, a line for each environment, in the order of ROWS."""
     order = [row.name for row in ROWS]
-    head = ["torch", "Python", "glibc, system", "made", "import, after torch"]
+    head = ["torch", "Python", "glibc, system", "made", "import; calls by"]
     head += ["normal mode", "low latency", "two nodes", "tests", "other user, all read-only"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for result in sorted(results, key=lambda each: order.index(each["row"])):
