@@ -37,7 +37,7 @@ BIN     := $(BUILD)/bin
 OBJ     := $(BUILD)/obj
 
 help: ## list the targets
-	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-16s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z][a-z0-9-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-16s %s\n", $$1, $$2 }'
 
 # ---- Set-up ---------------------------------------------------------------------------------------------------------
 # need-go-cc and the like: fails in one line if a tool is missing or too old. Used order-only: it is never "newer". By
