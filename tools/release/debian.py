@@ -121,17 +121,12 @@ def copyright_file(found: list[Part]) -> str:
 
 
 def shared_library_dependencies(files: list[pathlib.Path], package: Package) -> str:
-    """What dpkg-shlibdeps says that `files` depend on.
-
-    Left out are libraries that need NVSHMEM's host part, of which Debian has no package: it would end dpkg-shlibdeps.
-    Otherwise they need what the CUDA library needs.
-    """
-    known = [path for path in files if b"libnvshmem_host.so" not in path.read_bytes()]
+    """What dpkg-shlibdeps says that `files` depend on."""
     with tempfile.TemporaryDirectory() as folder:
         debian = pathlib.Path(folder, "debian")
         debian.mkdir()
         (debian / "control").write_text(f"Source: deepep\n\nPackage: {package.name}\nArchitecture: any\n")
-        printed = run("dpkg-shlibdeps", "-O", "--warnings=0", *known, cwd=pathlib.Path(folder))
+        printed = run("dpkg-shlibdeps", "-O", "--warnings=0", *files, cwd=pathlib.Path(folder))
     found = re.search(r"^shlibs:Depends=(.*)$", printed, re.M)
     if not found or "libc6" not in found[1]:
         raise ReleaseError(f"dpkg-shlibdeps found no dependency on libc6: {printed}")
