@@ -34,7 +34,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "versions.md"
 RESULTS = ROOT / "build" / "matrix"
 BEGIN, END = "<!-- matrix: written by make matrix -->", "<!-- end of matrix -->"
-TEST_TOOLS = ("pytest==9.2.0", "pytest-timeout==2.4.0")
+TEST_TOOLS = ("pytest==9.2.0", "pytest-timeout==2.4.0", "numpy==2.2.6")
 MIRROR = "http://deb.debian.org/debian"
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 # CPython of Maven Central for a Debian whose own is too old: it needs no newer glibc than 2.17.
@@ -308,7 +308,7 @@ def try_row(row: Row, wheel: pathlib.Path, work: pathlib.Path, keep: bool) -> di
                 user = {"user": NOBODY, "read_only": True, "HOME": "/root"}
                 result["checks"]["another_user"] = place.probe("another_user", **alone, **user)
                 result["checks"]["bare"] = place.probe("bare", **alone)
-            place.pip(*TEST_TOOLS)
+            place.pip(*TEST_TOOLS[: 2 if row.debian_torch else 3])  # Debian's torch comes with NumPy
             result["checks"]["tests"] = place.probe("tests", **alone)
         except (subprocess.CalledProcessError, OSError, ValueError) as error:
             print(error, file=log)

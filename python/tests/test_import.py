@@ -123,8 +123,13 @@ def test_torch_without_numpy_and_without_pools_of_memory():
 import sys
 sys.modules["numpy"] = None
 import torch
-del torch.cuda.MemPool, torch.cuda.use_mem_pool, torch._C._cuda_beginAllocateCurrentThreadToPool
-del torch._C._any_requires_grad
+for module, names in (
+    (torch.cuda, ("MemPool", "use_mem_pool")),
+    (torch._C, ("_cuda_beginAllocateCurrentThreadToPool", "_any_requires_grad")),
+):
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
 import deep_ep
 from deep_ep import _memory
 from deep_ep.ops import _define

@@ -362,6 +362,7 @@ def rank_compiled(ctx, backend):
                 torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-7)
 
 
+@checks.needs_traced_methods
 def test_compiled(pool):
     pool.run(2, rank_compiled, "aot_eager", deadline=120)
 
