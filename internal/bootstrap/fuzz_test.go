@@ -170,7 +170,7 @@ func FuzzHandshake(f *testing.F) {
 			_, err = r.challenge(ours, o)
 		case 1:
 			r := &tcp{rank: 1, size: 3, conns: make([]net.Conn, 3)}
-			err = r.answer(context.Background(), ours, o)
+			err = r.answer(context.Background(), ours, o, 0)
 		case 2:
 			c, cerr := newChannel(0, [16]byte{1}, []Peer{{Rank: 0}, {Rank: 1}})
 			if cerr != nil {

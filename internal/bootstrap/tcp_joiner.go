@@ -6,26 +6,38 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"syscall"
 	"time"
 
 	"github.com/deepep-go/deepep/internal/status"
 )
 
+// Patience of a rank with a connection that rank 0 has not answered: at first, doubled each time, at most.
+const (
+	firstPatience = 500 * time.Millisecond
+	mostPatience  = 8 * time.Second
+)
+
 // join is the other ranks' part of the start: it dials until rank 0 listens, and again if rank 0 sent it away before it
-// was accepted, as rank 0 does with the oldest when strangers crowd its port.
+// was accepted, as rank 0 does with the oldest when strangers crowd its port. A host whose queue for the port is full
+// drops connections, also ones that look established here, and tries each again after seconds: a new one comes sooner.
 func (t *tcp) join(ctx context.Context, o TCPOptions, address string, local net.Addr) error {
-	d := net.Dialer{LocalAddr: local}
+	d := net.Dialer{LocalAddr: local, Timeout: firstPatience}
 	begin := time.Now()
 	var last error // the newest one that is not a mere timeout
 	var lost error // of a handshake
 	for redials := 0; ; {
 		conn, err := d.DialContext(ctx, "tcp", address)
 		if err == nil {
-			if lost = t.answer(ctx, conn, o); lost == nil || !connectionGone(lost) || redials == maxRedials {
+			lost = t.answer(ctx, conn, o, d.Timeout)
+			unheard := lost == errUnheard
+			if lost == nil || !unheard && (!connectionGone(lost) || redials == maxRedials) {
 				return lost
 			}
-			redials++
+			if !unheard {
+				redials++
+			}
 			err = lost
 			conn.Close()
 		} else if lost != nil && errors.Is(err, syscall.ECONNREFUSED) {
@@ -33,6 +45,9 @@ func (t *tcp) join(ctx context.Context, o TCPOptions, address string, local net.
 		}
 		if last == nil || !timedOut(err) {
 			last = err
+		}
+		if timedOut(err) {
+			d.Timeout = min(2*d.Timeout, mostPatience)
 		}
 		if lost == nil && !worthRetrying(err) && ctx.Err() == nil {
 			return status.Errorf(status.System, "rank %d, connecting to rank 0 at %s: %w", t.rank, address, err)
@@ -56,16 +71,25 @@ func worthRetrying(err error) bool {
 	return timedOut(err) || errors.As(err, &dns)
 }
 
-// answer is the joiner's half of the handshake. Rank 0 accepts when all ranks have joined, so that only ctx bounds it.
-func (t *tcp) answer(ctx context.Context, conn net.Conn, o TCPOptions) error {
+// errUnheard is of a connection on which rank 0 has said nothing for as long as the joiner waits.
+var errUnheard = status.Errorf(status.Timeout, "rank 0 does not answer: %w", os.ErrDeadlineExceeded)
+
+// answer is the joiner's half of the handshake. Rank 0 speaks at once, and accepts when all ranks have joined, so that
+// only ctx bounds the rest.
+func (t *tcp) answer(ctx context.Context, conn net.Conn, o TCPOptions, patience time.Duration) error {
 	t.conns[0] = conn
 	what := fmt.Sprintf("rank %d, joining rank 0 at %s", t.rank, conn.RemoteAddr())
-	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(t.lastMoment(ctx)) })
-	defer stop()
+	heard := boundHandshake(ctx, conn, patience)
 	f, err := readFrame(conn, 0)
+	heard()
+	if err != nil && timedOut(err) && ctx.Err() == nil {
+		return errUnheard
+	}
 	if err != nil {
 		return ioError(ctx, err, what)
 	}
+	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(t.lastMoment(ctx)) })
+	defer stop()
 	if f.kind != kindChallenge {
 		return status.Errorf(status.Mismatch, "%s: what listens there is not rank 0", what)
 	}
