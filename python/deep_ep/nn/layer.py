@@ -14,7 +14,7 @@ from .. import _torch
 from ..buffer import Buffer
 from ..errors import check_int, value_error
 from ..ops import functional
-from . import fp8
+from . import float32, fp8
 from .experts import apply_to_groups, dtype_of
 from .routing import Routing, balance_loss, limit_to_capacity, route
 
@@ -69,6 +69,8 @@ class ExpertParallel(nn.Module):
         hidden: H, if buffers are to be made now; else the first call makes them. Needed before torch.compile.
         max_decode_tokens: tokens a rank of `decode` calls; 0: there are none.
         use_fp8: rows travel to the experts in FP8 e4m3 with a scale for 128 channels; gradients and answers in BF16.
+        use_float32: rows, answers and gradients travel in float32 and are added in float32: twice the bytes. Only
+            `forward`; not with use_fp8, num_worst_tokens or max_decode_tokens.
         capacity_factor: each rank gives an expert at most ceil(factor * T * K / E) tokens; None: no bound.
         score_function, renormalize, scale: of `route`.
         router_bias: the choice of experts adds the buffer `router_bias`; see `update_router_bias`.
@@ -101,6 +103,7 @@ class ExpertParallel(nn.Module):
         hidden: int | None = None,
         max_decode_tokens: int = 0,
         use_fp8: bool = False,
+        use_float32: bool = False,
         capacity_factor: float | None = None,
         score_function: str = "softmax",
         renormalize: bool = True,
@@ -125,8 +128,12 @@ class ExpertParallel(nn.Module):
             raise value_error("gradient_scale", gradient_scale, "a number > 0, or None")
         if capacity_factor is not None and not capacity_factor > 0:
             raise value_error("capacity_factor", capacity_factor, "a number > 0, or None")
+        others = {"use_fp8": use_fp8, "num_worst_tokens": num_worst_tokens, "max_decode_tokens": max_decode_tokens}
+        for name, given in others.items():
+            if use_float32 and given:
+                raise value_error(name, given, f"{type(given)()} with use_float32")
         self.experts, self.shared_experts = experts, shared_experts
-        self.use_fp8, self.capacity_factor = use_fp8, capacity_factor
+        self.use_fp8, self.use_float32, self.capacity_factor = use_fp8, use_float32, capacity_factor
         self.score_function, self.renormalize, self.scale = score_function, renormalize, scale
         self.gradient_scale = 1 / self.num_ranks if gradient_scale is None else gradient_scale
         zeros = torch.zeros(self.num_experts, dtype=torch.float32) if router_bias else None
@@ -160,6 +167,8 @@ class ExpertParallel(nn.Module):
             self._buffer = self._decoder = given
             return
         self._kind, self._hidden = device.type, hidden
+        if self.use_float32:
+            hidden = float32.elements(hidden, self.top_k)
         engine = "cuda" if device.type == "cuda" else "cpu"
         self._buffer = self._find(("normal", self.group, engine, hidden))
         if self.max_decode_tokens:  # memory of its own: normal mode between nodes writes where low-latency slots lie
@@ -277,7 +286,7 @@ class ExpertParallel(nn.Module):
         """Mixes the answers of each token's experts. Collective, differentiable.
 
         Args:
-            x: ``[..., H]``, floating point; BF16 travels.
+            x: ``[..., H]``, floating point; BF16 travels, or float32 with use_float32.
             scores: ``[..., E]``: the router's logits; or None with
             topk_idx, topk_weights: ``[..., K]`` int64 or int32 and float32: a routing of the caller's own.
 
@@ -291,6 +300,10 @@ class ExpertParallel(nn.Module):
         routing = self._routed(scores, topk_idx, topk_weights)
         self._count(routing, scores is not None)
         idx, weights = routing[:2]
+        if self.use_float32:
+            arrived = float32.send(rows.float(), idx, weights, self.num_experts, buffer)
+            shared = 0 if self.shared_experts is None else self.shared_experts(rows)
+            return (float32.send_back(self._compute(arrived), arrived.way) + shared).to(x.dtype).view(x.shape)
         sent = rows.to(torch.bfloat16).contiguous()
         if self.use_fp8:
             received = fp8.dispatch(sent, idx, weights, self.num_experts, buffer, self.num_worst_tokens)
@@ -299,7 +312,7 @@ class ExpertParallel(nn.Module):
                 sent, idx, weights, self.num_experts, buffer, num_worst_tokens=self.num_worst_tokens
             )
         bias = None if self.shared_experts is None else self.shared_experts(rows).to(torch.bfloat16).contiguous()
-        mixed, _ = functional.combine(self._compute(received), received.handle, buffer, bias=bias)
+        mixed, _ = functional.combine(self._compute(received).to(torch.bfloat16), received.handle, buffer, bias=bias)
         return mixed.to(x.dtype).view(x.shape)
 
     def _routed(self, scores: Tensor | None, idx: Tensor | None, weights: Tensor | None) -> Routing:
@@ -311,8 +324,8 @@ class ExpertParallel(nn.Module):
         none = weights.new_empty((0, self.num_experts))
         return Routing(idx.reshape(-1, idx.shape[-1]), weights.reshape(-1, idx.shape[-1]), none)
 
-    def _compute(self, received: functional.Received) -> Tensor:
-        """BF16 ``[N, H]``: for each received row the weighted sum over the experts here that it was sent to.
+    def _compute(self, received: functional.Received | float32.Received) -> Tensor:
+        """float32 ``[N, H]``: for each received row the weighted sum over the experts here that it was sent to.
 
         No branch depends on the number of rows: backward has to reach the exchange on every rank.
         """
@@ -340,7 +353,7 @@ class ExpertParallel(nn.Module):
         if valid is not None:
             answers = torch.where(valid.unsqueeze(1), answers, 0)
         mixed = torch.zeros((num_rows, rows.shape[1]), dtype=torch.float32, device=rows.device)
-        return mixed.index_add(0, source, answers).to(torch.bfloat16)
+        return mixed.index_add(0, source, answers)
 
     def _as_experts(self, rows: Tensor) -> Tensor:
         """Rows in the experts' own type; torch.autocast chooses it itself."""
@@ -437,10 +450,15 @@ def take_turns(*generators: Phases) -> list[Tensor]:
     return [results[number] for number in range(len(generators))]
 
 
+HELD = "_deep_ep_layer"  # of an experts module of a framework: the ExpertParallel that computes it, no submodule of it
+
+
 def _expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if isinstance(module, ExpertParallel):
             yield f"{name}.experts" if name else "experts", module.experts
+        elif HELD in module.__dict__:
+            yield name, module
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
