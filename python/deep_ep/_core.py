@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _abi, _torch, errors
+from ._lib import watch_exit
 from ._memory import HAS_ROW_POOLS, RowPool, give_back_rows
 from ._native import DESTROYED, SLICE_MS, Launch, NativeBuffer, NativeGroup
 from ._torch import Device, OptionalTensor
@@ -55,6 +56,7 @@ class Core:
         self._rows_at_once = rows_at_once  # start-up opens the segment for rows, not the first dispatch
         self._room = 0  # bytes of that segment; 0: there is none
         self._finalizer = weakref.finalize(self, _free, native, group, os.getpid())
+        watch_exit()
         self._adopt(native.info())
 
     def _adopt(self, info: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -144,8 +145,32 @@ class Library:
 
     def error(self, status: int) -> errors.DeepEPError:
         """The exception for `status`, with this thread's last message."""
+        stay_at_exit()
         text = self.with_gil.deepep_last_error().decode(errors="replace")
         return errors.from_status(status, text or self.with_gil.deepep_status_text(status).decode())
+
+
+_exiting: list[bool] = []  # [True] once the interpreter ends; empty: nobody watches for it
+
+
+def _end() -> None:
+    _exiting[0] = True
+
+
+def watch_exit() -> None:
+    """Has stay_at_exit() know of the interpreter's end. Called after a finalizer is made, so as to run before those."""
+    if not _exiting:
+        _exiting.append(False)
+        atexit.register(_end)
+
+
+def stay_at_exit() -> None:
+    """Keeps a daemon thread whose call the interpreter's end has cut short.
+
+    It would print the error while Python takes the streams down, and Python aborts the process then.
+    """
+    if _exiting == [True] and threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()
 
 
 _lock = threading.Lock()

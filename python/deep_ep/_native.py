@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from . import _abi, bootstrap, errors
-from ._lib import Library, library
+from ._lib import Library, library, stay_at_exit
 
 SLICE_MS = 50  # a waiting call returns to Python this often, so that Ctrl-C is seen
 DESTROYED = "the buffer is destroyed"
@@ -208,6 +208,7 @@ class NativeBuffer:
     def error(self, status: int) -> errors.DeepEPError:
         """The exception for the status of a call that was refused, with this thread's last message."""
         if status == errors.INVALID_ARGUMENT and not self.alive:  # the library knows no destroyed buffer
+            stay_at_exit()
             return errors.DeepEPError(errors.INVALID_STATE, DESTROYED)
         return self.lib.error(status)
 
@@ -239,6 +240,7 @@ class NativeBuffer:
 
     def during_wait(self, error: errors.DeepEPError | None) -> errors.DeepEPError:
         """What to raise for a wait that failed: another thread may have destroyed the buffer meanwhile."""
+        stay_at_exit()
         if self.alive and error is not None:
             return error
         return errors.DeepEPError(errors.INVALID_STATE, "the buffer was destroyed while a call was waiting")

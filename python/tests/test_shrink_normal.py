@@ -57,7 +57,7 @@ def take_back(ctx, buffer, case):
 
 
 def rank_masked_by_one(ctx, case):
-    with buffer_of(ctx) as buffer:
+    with buffer_of(ctx, 3.0) as buffer:
         round_trip(ctx, buffer, case)
         ctx.barrier()
         if ctx.rank == 0:
