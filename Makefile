@@ -57,6 +57,12 @@ $(CUDA_STAMP): tools/requirements-cuda.txt | $(VENV_STAMP)
 	@tools/setup_venv.sh cuda
 	@touch $@
 
+DOCS_STAMP := .venv/.stamp-docs
+
+$(DOCS_STAMP): tools/requirements-docs.txt | $(VENV_STAMP)
+	@tools/setup_venv.sh docs
+	@touch $@
+
 venv: $(VENV_STAMP) ## make .venv, with torch, the test tools and deep_ep importable
 
 RELEASE_STAMP := .venv/.stamp-release
@@ -302,7 +308,7 @@ lint: venv need-go ## check formatting (clang-format, gofmt, ruff), ruff, mypy, 
 
 fmt: venv need-go ## format C, C++, CUDA, Go and Python
 	git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs .venv/bin/clang-format -i
-	gofmt -w core internal capi bench
+	gofmt -w core internal capi bench tools
 	$(VENV) -m ruff check --fix --quiet python bench tools kernels nvshmem setup.py
 	$(VENV) -m ruff format --quiet python bench tools kernels nvshmem setup.py
 
@@ -345,6 +351,13 @@ wheel: wheel-libraries ## build dist/deepep_go-*.whl: every GPU's code, glibc 2.
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(VENV) -m auditwheel repair --plat $(WHEEL_TAG) --only-plat --wheel-dir dist $(WHEEL_BUILD)/wheel/*.whl
 	$(if $(filter 0,$(SM90)),@echo 'SM90=0: a wheel for trials, without code for newer GPUs',$(VENV) tools/check_wheel.py dist/deepep_go-$(VERSION)-py3-none-$(WHEEL_TAG).whl)
 
+SITE := $(BUILD)/site
+docs: $(DOCS_STAMP) | need-go ## build build/site: the documents and the references of Python, C, C++ and Go as one static site
+	$(VENV) tools/website/build.py $(SITE)
+
+docs-picture: docs ## take the picture of the site's start page anew (needs Chromium)
+	$(VENV) tools/website/picture.py $(SITE) docs/pictures/site.png
+
 CMAKE_DIR = $(DESTDIR)$(PREFIX)/lib/cmake/deepep
 fill      = sed -e 's/@VERSION@/$(VERSION)/g; s/@MAJOR@/$(MAJOR)/g; s/@MINOR@/$(MINOR)/g' $1 >$2
 
@@ -380,4 +393,4 @@ clean: ## remove what was built (.venv stays)
 	rm -rf build dist
 
 .PHONY: help venv lib program compile-commands all-ready ready kernels kernel-tests cuda emulated nvshmem run test test-full test-gpu test-aarch64 bench lint fmt abi-check \
-  sanitize sanitize-gpu generate check wheel wheel-libraries release native matrix install clean FORCE
+  sanitize sanitize-gpu generate check docs docs-picture wheel wheel-libraries release native matrix install clean FORCE

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# setup_venv.sh base|cuda|nvshmem|release|cross ARCH - makes or completes .venv in the repository's root. Run through make.
+# setup_venv.sh base|cuda|nvshmem|release|docs|cross ARCH - makes or completes .venv in the repository's root. Run through make.
 #   base: torch (unless the Python named by PYTHON has it), the pinned tools, deep_ep importable from python/, and
 #         the program deepep of build/
 #   cuda: nvcc and the libraries it needs, from PyPI's wheels
 #   nvshmem: NVSHMEM, likewise
 #   release: the linker and the checks of `make wheel`
 #   cross ARCH: what CUDA code for another machine is linked with, into .venv/ARCH, of the same releases
+#   docs: Sphinx and what else makes the site of the documents
 # Running it again is safe: pip leaves alone what is already as wanted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -58,6 +59,11 @@ release() {
 	install -r tools/requirements-release.txt
 }
 
+docs() {
+	echo "docs: getting Sphinx from PyPI into .venv (once)"
+	install -r tools/requirements-docs.txt
+}
+
 cross() {
 	local pins
 	pins=$(grep -hE '^nvidia-(cuda-runtime|nvshmem)' tools/requirements-cuda.txt tools/requirements-nvshmem.txt)
@@ -67,7 +73,7 @@ cross() {
 }
 
 case ${1:-} in
-base | cuda | nvshmem | release) "$1" ;;
+base | cuda | nvshmem | release | docs) "$1" ;;
 cross) cross "${2:?ARCH}" ;;
-*) echo "usage: tools/setup_venv.sh base|cuda|nvshmem|release|cross ARCH" >&2; exit 2 ;;
+*) echo "usage: tools/setup_venv.sh base|cuda|nvshmem|release|docs|cross ARCH" >&2; exit 2 ;;
 esac

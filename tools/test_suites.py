@@ -169,7 +169,7 @@ def lint(full: bool) -> Counts:
     clang_format = f"{pathlib.Path(sys.executable).parent}/clang-format --dry-run -Werror"
     checked = ["python", "bench", "tools", "kernels", "nvshmem", "setup.py"]
     commands = {
-        "gofmt": ["sh", "-c", 'test -z "$(gofmt -l core internal capi bench | tee /dev/stderr)"'],
+        "gofmt": ["sh", "-c", 'test -z "$(gofmt -l core internal capi bench tools | tee /dev/stderr)"'],
         "go-vet": [GO, "vet", "-tags=capitest", "./..."],
         "staticcheck": [*go_tool("staticcheck"), "./..."],
         "clang-format": ["sh", "-c", "git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs " + clang_format],

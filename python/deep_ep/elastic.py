@@ -369,8 +369,8 @@ class ElasticBuffer(BufferBase):
             topk_weights: plain ``[rows, K]``, expanded ``[rows]`` float32: carried back, not applied.
             bias: BF16 ``[T, H]``, or a pair of such.
             num_sms: 0: the handle's.
-            num_qps, previous_event, previous_event_before_epilogue, async_with_compute_stream,
-                allocate_on_comm_stream: as in dispatch.
+            num_qps, previous_event, previous_event_before_epilogue: as in dispatch.
+            async_with_compute_stream, allocate_on_comm_stream: as in dispatch.
 
         Returns:
             ``combined_x [T, H]`` BF16, ``combined_topk_weights [T, K]`` float32 or None, the event. Sums are in FP32:

@@ -21,13 +21,12 @@ __all__ = ["BufferAllocator", "EPBuffer"]
 class EPBuffer(ElasticBuffer):
     """ElasticBuffer with the names and arguments of DeepEP 2.5. The constructor is collective.
 
+    Arguments that are not listed here are those of ElasticBuffer.
+
     Args:
         group: a torch.distributed group of any backend.
         lb_allocation_plan_or_num_bytes: memory for redundant experts, ``runtime.lb_storage``: bytes, a multiple of
             2 MiB, or a BufferAllocator, whose tensors lie in it then.
-        num_bytes, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, deterministic, allow_hybrid_mode,
-            allow_multiple_reduction, prefer_overlap_with_compute, sl_idx, num_allocated_qps, num_cpu_timeout_secs,
-            num_gpu_timeout_secs, explicitly_destroy, engine, bootstrap, num_nvl_peers: as for ElasticBuffer.
 
     Raises:
         DeepEPError: as ElasticBuffer.
