@@ -134,10 +134,6 @@ def main(
     frozen = len(sys.modules)
     connection.send(("value", None))
     while True:
-        if len(sys.modules) > frozen + 100:
-            frozen = len(sys.modules)
-            gc.collect()
-            gc.freeze()
         try:
             name, ranks, args = connection.recv()
         except (EOFError, ConnectionResetError):
@@ -148,6 +144,10 @@ def main(
             context = Context(rank, size, own_device, connection)
             connection.send(("value", None))
             continue
+        if len(sys.modules) > frozen + 100:
+            frozen = len(sys.modules)
+            gc.collect()
+            gc.freeze()
         try:
             answer = ("value", _call(context, name, ranks, args))
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt is a result too
