@@ -115,7 +115,7 @@ def run(command: Sequence[object], log: Any, timeout: float = 3600, **options: A
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of the commands: nothing of this session's Python, DEEPEP_* or pip settings, but where the network's CA is."""
+    """Of the commands: none of the caller's settings of Python, DEEPEP_* and pip, but where the network's CA is."""
     kept = {
         name: os.environ[name] for name in ("PATH", "HOME", "LANG", "http_proxy", "https_proxy") if name in os.environ
     }

@@ -44,24 +44,9 @@ base() {
 	ln -sf ../../build/bin/deepep .venv/bin/deepep # what a wheel puts there; make builds it
 }
 
-cuda() {
-	echo "cuda: getting nvcc from PyPI into .venv (once)"
-	install -r tools/requirements-cuda.txt
-}
-
-nvshmem() {
-	echo "nvshmem: getting NVSHMEM from PyPI into .venv (once)"
-	install -r tools/requirements-nvshmem.txt
-}
-
-release() {
-	echo "release: getting zig (to link) and auditwheel from PyPI into .venv (once, 100 MB)"
-	install -r tools/requirements-release.txt
-}
-
-docs() {
-	echo "docs: getting Sphinx from PyPI into .venv (once)"
-	install -r tools/requirements-docs.txt
+fetch() { # name, what it brings
+	echo "$1: getting $2 from PyPI into .venv (once)"
+	install -r "tools/requirements-$1.txt"
 }
 
 cross() {
@@ -73,7 +58,11 @@ cross() {
 }
 
 case ${1:-} in
-base | cuda | nvshmem | release | docs) "$1" ;;
+base) base ;;
+cuda) fetch cuda nvcc ;;
+nvshmem) fetch nvshmem NVSHMEM ;;
+release) fetch release "zig (to link) and auditwheel, 100 MB," ;;
+docs) fetch docs Sphinx ;;
 cross) cross "${2:?ARCH}" ;;
 *) echo "usage: tools/setup_venv.sh base|cuda|nvshmem|release|docs|cross ARCH" >&2; exit 2 ;;
 esac
