@@ -239,9 +239,12 @@ void Receiver::receive_token(const Slot &slot, uint64_t token) {
   }
 }
 
-// Scales are stored with the row axis contiguous.
+// Scales are stored with the row axis contiguous. The count is the caller's memory, which a row written over it (outputs
+// that overlap) may have changed: no row is written beyond the expert's.
 void Receiver::write_output_row(int expert, const uint8_t *row, uint64_t token) {
-  uint64_t rows = shape_.recv_rows(), e = static_cast<uint64_t>(expert), r = static_cast<uint64_t>(count_[expert]++);
+  uint64_t rows = shape_.recv_rows(), e = static_cast<uint64_t>(expert), r = static_cast<uint64_t>(count_[expert]);
+  if (r >= rows) return;
+  count_[expert]++;
   at<int32_t>(p_.src_info)[e * rows + r] = static_cast<int32_t>(token);
   team_.device->rows->copy(at<uint8_t>(p_.recv_x) + (e * rows + r) * value_bytes(p_), row, value_bytes(p_), stream_);
   uint64_t words = scale_words(p_);
