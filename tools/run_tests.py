@@ -3,11 +3,12 @@
 
     tools/run_tests.py [--full | --gpu] [SUITE ...]
 
-Every suite runs, also after another has failed. Its output also goes to build/test/NAME.log. The last line is
-``N passed, N failed`` (``, N skipped`` where some were) over all suites; the exit status is 1 if any failed.
-A suite whose folder does not exist is left out; one that runs no test, or ends badly without a failed test, counts as
-a failure. ``--full`` sets DEEPEP_TEST_FULL=1, which every suite knows. The build comes before: see the
-Makefile. Where everything is built already, this needs only Python (a GPU machine without Go, say).
+Every suite runs, also after another has failed. Its output also goes to build/test/NAME.log. At the end stands a table,
+then what failed in each suite; the last line is ``N passed, N failed`` (``, N skipped`` where some were) over all
+suites; the exit status is 1 if any failed. A suite whose folder does not exist is left out; one that runs no test, or
+ends badly without a failed test, counts as a failure. ``--full`` sets DEEPEP_TEST_FULL=1, which every suite knows. The
+build comes before: see the Makefile. Where everything is built already, this needs only Python (a GPU machine without
+Go, say).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import time
 
 import test_suites
 from test_suites import Counts, Suite
+
+MOST_FAILURES = 10  # of a suite, told again at the end
 
 
 @dataclasses.dataclass
@@ -56,6 +59,9 @@ def report(results: list[Result], seconds: float) -> int:
             f"  {result.suite.name:12s} {mark:6s} {counts.passed:6d} passed {counts.failed:4d} failed "
             f"{counts.skipped:4d} skipped {result.seconds:7.1f} s"
         )
+    for result in results:
+        for failure in result.counts.failures[:MOST_FAILURES]:
+            print(f"FAILED {result.suite.name}: {failure[:200]}")
     print(f"\n{total}", flush=True)
     return 1 if total.failed else 0
 

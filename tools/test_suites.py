@@ -8,6 +8,7 @@ Ways of counting:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import os
@@ -42,11 +43,13 @@ class Counts:
     passed: int = 0
     failed: int = 0
     skipped: int = 0
+    failures: list[str] = dataclasses.field(default_factory=list, compare=False)  # a line or more about each
 
     def add(self, other: Counts) -> None:
         self.passed += other.passed
         self.failed += other.failed
         self.skipped += other.skipped
+        self.failures += other.failures
 
     def __str__(self) -> str:
         return f"{self.passed} passed, {self.failed} failed" + (f", {self.skipped} skipped" if self.skipped else "")
@@ -80,24 +83,35 @@ def checks(name: str, commands: dict[str, list[str]], full: bool) -> Counts:
     for title, command in commands.items():
         ok = _execute(f"{name}-{title}", command, full) == 0
         print(f"{'ok    ' if ok else 'FAILED'} {title}", flush=True)
-        counts.add(Counts(passed=int(ok), failed=int(not ok)))
+        counts.add(Counts(passed=int(ok), failed=int(not ok), failures=[] if ok else [title]))
     return counts
 
 
 def plain(name: str, command: list[str], full: bool, env: dict[str, str] | None = None) -> Counts:
-    """The command's closing line counts; an exit status that the line does not explain is one more failure."""
+    """The command's closing line counts; an exit status that the line does not explain is one more failure.
+
+    What the command printed of its failures: its lines with FAILED, or else its last ones.
+    """
     counts = Counts()
+    marked: list[str] = []
+    last: collections.deque[str] = collections.deque(maxlen=5)
 
     def line(text: str) -> bool:
         nonlocal counts
         if found := PLAIN.match(text):
             counts = Counts(*(int(number or 0) for number in found.groups()))
+        elif "FAILED" in text:
+            marked.append(text.strip())
+        elif text.strip():
+            last.append(text.strip())
         return True
 
     code = _execute(name, command, full, env, on_line=line)
     if code != 0 and counts.failed == 0:
         print(f"{name}: exit status {code} without a failed test", flush=True)
         counts.failed += 1
+    if counts.failed:
+        counts.failures = marked or list(last)
     return counts
 
 
@@ -113,7 +127,8 @@ def junit(name: str, command: list[str], full: bool, env: dict[str, str] | None 
     for case in xml.etree.ElementTree.parse(report).getroot().iter("testcase"):
         kinds = {child.tag for child in case}
         failed, skipped = bool(kinds & {"failure", "error"}), "skipped" in kinds
-        counts.add(Counts(not failed and not skipped, failed, skipped and not failed))
+        names = [f"{case.get('classname')}.{case.get('name')}"] if failed else []
+        counts.add(Counts(not failed and not skipped, failed, skipped and not failed, names))
     if code not in (0, NO_TESTS) and counts.failed == 0:
         print(f"{name}: exit status {code} without a failed test", flush=True)
         counts.failed += 1

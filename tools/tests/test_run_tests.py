@@ -40,6 +40,25 @@ def test_plain(script: str, expected: Counts) -> None:
     assert test_suites.plain("x", shell(script), full=False) == expected
 
 
+@pytest.mark.parametrize(
+    "script, told",
+    [
+        ("echo ok; echo 'FAILED a/b: why'; echo '1 passed, 1 failed'; exit 1", ["FAILED a/b: why"]),
+        ("echo 'seed 3: signal 11'; echo '0 passed, 1 failed'; exit 1", ["seed 3: signal 11"]),
+        ("echo fine; echo '1 passed, 0 failed'", []),
+    ],
+)
+def test_plain_tells_what_failed(script: str, told: list[str]) -> None:
+    assert test_suites.plain("x", shell(script), full=False).failures == told
+
+
+def test_the_end_tells_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    bad = functools.partial(test_suites.checks, "x", {"first": shell("true"), "second": shell("false")})
+    result = run_tests.run_suite(Suite("x", "none", (), bad), full=False)
+    assert run_tests.report([result], 1.0) == 1
+    assert capsys.readouterr().out.splitlines()[-3:] == ["FAILED x: second", "", "1 passed, 1 failed"]
+
+
 def test_a_suite_without_tests_fails() -> None:
     suite = Suite("x", "none", (), functools.partial(test_suites.plain, "x", shell("true")))
     assert run_tests.run_suite(suite, full=False).counts == Counts(0, 1, 0)
@@ -66,7 +85,9 @@ def test_go_end_to_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) 
         "func TestSkip(t *testing.T) { t.Skip() }\n\nfunc TestCrash(t *testing.T) { os.Exit(3) }\n"
     )
     monkeypatch.setattr(test_suites, "ROOT", tmp_path)
-    assert go_tests() == Counts(1, 2, 1)
+    counts = go_tests()
+    assert counts == Counts(1, 2, 1)
+    assert counts.failures == ["m.TestBad", "m.TestCrash"]
 
 
 def test_go_package_that_does_not_build_fails(
