@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -25,17 +23,8 @@ def _traces_methods() -> bool:
     return hasattr(eval_frame, "set_code_exec_strategy")
 
 
-def _shards_without_experts() -> bool:
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:
-        return False
-    return "ignored_params" in inspect.signature(fully_shard).parameters
-
-
 needs_traced_methods = needs(_traces_methods(), "a torch that compiles through Buffer's methods (docs/operators.md)")
 needs_checkpoint_policies = needs(hasattr(torch.utils.checkpoint, "CheckpointPolicy"), "torch 2.5")
-needs_fsdp2 = needs(_shards_without_experts(), "fully_shard(ignored_params=)")
 needs_face = needs(tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10), "torch 2.10's C ABI")
 
 
