@@ -20,8 +20,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,44 @@ def measure(call: Callable[[], Any], calls: int) -> float:
     return sorted(found)[len(found) // 20]
 
 
+def wait_share(call: Callable[[], Any], seconds: float = 1.0) -> float:
+    """The share of calls in which another thread took the interpreter's lock: such a call takes a millisecond more."""
+    took = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        start = time.perf_counter_ns()
+        call()
+        took.append(time.perf_counter_ns() - start)
+    return sum(one > 1_000_000 for one in took) / len(took)
+
+
+@contextlib.contextmanager
+def busy_thread() -> Iterator[None]:
+    """A second thread that always wants the interpreter's lock."""
+    over = threading.Event()
+
+    def count() -> None:
+        number = 0
+        while not over.is_set():
+            for _ in range(1000):
+                number += 1
+
+    thread = threading.Thread(target=count, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def main() -> int:
     """Prints a line for each kind of call."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", type=Path, default=ROOT / "python", help="folder that holds deep_ep")
     parser.add_argument("--calls", type=int, default=10000, help="calls of each kind (10000)")
     parser.add_argument("--mode", action="store_true", help="under torch.set_default_device, a mode of torch functions")
+    parser.add_argument("--busy", action="store_true", help="beside a busy thread: calls that lose the lock to it, %%")
     options = parser.parse_args()
     sys.path.insert(0, str(options.package))
     with tempfile.TemporaryDirectory(prefix="call_cost_") as folder:
@@ -135,7 +168,11 @@ def main() -> int:
         for name, call in (normal_cases_of(buffer) | cases_of(buffer)).items():
             with under:
                 measure(call, 1000)
-                print(f"{name:30} {measure(call, options.calls):6.2f} us", flush=True)
+                if options.busy:
+                    with busy_thread():
+                        print(f"{name:32} {100 * wait_share(call):5.1f} %", flush=True)
+                    continue
+                print(f"{name:32} {measure(call, options.calls):6.2f} us", flush=True)
         buffer.destroy()
     return 0
 

@@ -30,6 +30,7 @@ MAX_PLANS = 1024  # of a kind of call
 
 Source = tuple[int, int, int]  # where a number comes from: one of the kinds below, and what that needs
 _CONSTANT, _SIZE, _NUMBER, _STRIDE, _ADDRESS, _OUTPUT, _BLOB = range(7)
+_STRUCTS = -1  # among the places to read
 
 
 def constant(value: int) -> Source:
@@ -188,6 +189,10 @@ class Program:
     def read(self, offset: int) -> None:
         """Has 8 bytes of the structs among the results, before the outputs."""
         self._reads.append(offset)
+
+    def read_structs(self) -> None:
+        """Has all structs, as the calls leave them, among the results: bytes that Site.again takes."""
+        self._reads.append(_STRUCTS)
 
     def finish(self) -> tuple[bytes, bytes]:
         """The plan."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,13 +77,13 @@ class LowLatencyMode:
         core, key = self._core, None
         if core.kept or not core.is_ready:
             core.enter()
-        event = None
-        if return_recv_hook is False and (async_finish is False or async_finish is True and core.host_stream):
+        event = hook = None
+        if self._follows_plans(async_finish, return_recv_hook):
             face = self._opened_face()
             if face is not None:
                 given = (
                     x, topk_idx, topk_weights, recv_stats, wait_stats, bound, num_experts, use_fp8, round_scale,
-                    use_ue8m0,
+                    use_ue8m0, return_recv_hook,
                 )  # fmt: skip
                 if async_finish:
                     got, event = face.dispatch.start(*given)
@@ -91,7 +92,11 @@ class LowLatencyMode:
                 else:
                     got = face.dispatch.call(None, *given, core.raw_stream(), 0)
                 if type(got) is tuple:
-                    return face.dispatched(got, event)
+                    if return_recv_hook:
+                        structs, *got = got
+                        held = (x, topk_idx, topk_weights, recv_stats, wait_stats, *got)
+                        hook = _Hook(functools.partial(face.second_of_dispatch.run, structs, held))
+                    return face.dispatched(got, event, hook)
                 key = face.missing(got)
         with _torch.without_modes():
             result, plan = self._dispatch_in_python(
@@ -99,7 +104,7 @@ class LowLatencyMode:
                 return_recv_hook, topk_weights,
             )  # fmt: skip
             if key is not None and self._face is not None:
-                self._face.add_dispatch(key, plan)
+                self._face.add_dispatch(key, plan, return_recv_hook)
         return result
 
     def _dispatch_in_python(
@@ -175,14 +180,15 @@ class LowLatencyMode:
         core, key = self._core, None
         if core.kept or not core.is_ready:
             core.enter()
-        event, here = None, async_finish is False or async_finish is True and core.host_stream
-        if here and return_recv_hook is False and type(handle) is tuple and len(handle) == NUM_ENTRIES:
+        event = hook = None
+        follows = self._follows_plans(async_finish, return_recv_hook)
+        if follows and type(handle) is tuple and len(handle) == NUM_ENTRIES:
             face = self._opened_face()
             if face is not None:
                 src_info, layout_range, bound, hidden, num_experts = handle
                 given = (
                     None if zero_copy is True else x, topk_idx, topk_weights, src_info, layout_range, out, wait_stats,
-                    bound, hidden, num_experts, use_logfmt, zero_copy, unreduced,
+                    bound, hidden, num_experts, use_logfmt, zero_copy, unreduced, return_recv_hook,
                 )  # fmt: skip
                 if async_finish:
                     got, event = face.combine.start(*given)
@@ -191,8 +197,11 @@ class LowLatencyMode:
                 else:
                     got = face.combine.call(None, *given, core.raw_stream(), 0)
                 if type(got) is tuple:
-                    combined: Any = out if got[0] is None else got[0]
-                    return combined, event or no_event(), None
+                    combined: Any = out if got[-1] is None else got[-1]
+                    if return_recv_hook:
+                        held = (x, topk_idx, topk_weights, src_info, layout_range, combined, wait_stats)
+                        hook = _Hook(functools.partial(face.second_of_combine.run, got[0], held))
+                    return combined, event or no_event(), hook
                 key = face.missing(got)
         with _torch.without_modes():
             result, plan = self._combine_in_python(
@@ -200,7 +209,7 @@ class LowLatencyMode:
                 wait_stats, unreduced,
             )  # fmt: skip
             if key is not None and self._face is not None:
-                self._face.add_combine(key, plan, out is not None)
+                self._face.add_combine(key, plan, out is not None, return_recv_hook)
         return result
 
     def _combine_in_python(
@@ -324,11 +333,10 @@ class LowLatencyMode:
         """Issues a call, or its first half; `held` is kept until it is done."""
         stream = self._core.raw_stream()
         if return_recv_hook:
-            hook = _Hook(self, function, call, pool, stream, held)
             call.numbers = ()  # its phases are the halves'
             call.args.phases = _abi.SEND
             self._run(function, call, stream, held)
-            return EventOverlap(), hook
+            return EventOverlap(), _Hook(functools.partial(self._receive, function, call, pool, stream, held))
         if async_finish:
             return self._run_asynchronously(function, call, pool, held), None
         self._run(function, call, stream, held)
@@ -356,6 +364,18 @@ class LowLatencyMode:
         if status:
             raise core.native.error(status)
 
+    def _receive(self, function: Any, call: CallStructs, pool: CallPool, stream: int, held: Held) -> None:
+        """The second half of a call."""
+        call.args.phases = _abi.RECV
+        self._run(function, call, stream, held)
+        pool.idle.append(call)
+
+    def _follows_plans(self, async_finish: object, return_recv_hook: object) -> bool:
+        """Whether such calls may go through the compiled face; flags of a wrong type are Python's to refuse."""
+        if async_finish is False:
+            return return_recv_hook is False or return_recv_hook is True
+        return async_finish is True and return_recv_hook is False and self._core.host_stream
+
     def _opened_face(self) -> LowLatencyFace | None:
         if self._face is None and self._has_face:
             self._face = LowLatencyFace.of(self._core)
@@ -377,32 +397,20 @@ def _check_returns(async_finish: object, return_recv_hook: object) -> tuple[bool
 class _Hook:
     """Issues the second half of a call, on the stream that was current when the first was issued. Once."""
 
-    __slots__ = ("_mode", "_function", "_call", "_pool", "_stream", "_held", "_called")
+    __slots__ = ("_issue",)
 
-    def __init__(
-        self,
-        mode: LowLatencyMode,
-        function: Any,
-        call: CallStructs,
-        pool: CallPool,
-        stream: int,
-        held: Held,
-    ) -> None:
-        self._mode, self._function, self._call, self._pool = mode, function, call, pool
-        self._stream, self._held, self._called = stream, held, False
+    def __init__(self, issue: Callable[[], None]) -> None:
+        self._issue: Callable[[], None] | None = issue
 
     @opaque
     def __call__(self) -> None:
-        if self._called:
+        issue, self._issue = self._issue, None
+        if issue is None:
             raise errors.DeepEPError(errors.INVALID_STATE, "the hook was called already")
-        self._called = True
-        self._call.args.phases = _abi.RECV
         try:
-            self._mode._run(self._function, self._call, self._stream, self._held)
+            issue()
         except errors.DeepEPValueError as error:
             if "argument ticket" not in error.message:
                 raise
             text = "the send of this hook is forgotten: clean_low_latency_buffer() was called after it"
             raise errors.DeepEPError(errors.INVALID_STATE, text) from None
-        self._held = ()
-        self._pool.idle.append(self._call)

@@ -1,4 +1,4 @@
-"""The low-latency calls that follow plans: both halves in one, synchronous, or asynchronous on the CPU engine."""
+"""The low-latency calls that follow plans: synchronous, in halves, or asynchronous on the CPU engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 from . import _abi, _face
-from ._core import Core
+from ._core import Core, Held
 from ._face import Program, Site, address, constant, number
 from ._low_latency_plan import CombinePlan, DispatchPlan
 from ._memory import RowCache
@@ -18,6 +18,46 @@ ANSWERS, TOPK_IDX, TOPK_WEIGHTS, SRC_INFO, RANGES, OUT, COMBINE_WAIT_STATS = ran
 NUM_ENTRIES = 5  # of a handle
 
 
+class Second:
+    """How the second half of a call follows from the structs that the first has left."""
+
+    def __init__(self, core: Core, kind: Any, function: Any) -> None:
+        """For a function of the C API whose arguments are a struct of type `kind`."""
+        module = _face.load()
+        self._core, self._call_again, self._function = core, module.call_again, _face.address_of(function)
+        self._call = -(-ctypes.sizeof(kind) // 16) * 16  # where the deepep_call lies
+        self._event = self._call + _abi.Call.event.offset
+        self._receives = ctypes.sizeof(kind) | _abi.RECV << 32  # struct_size and phases
+
+    def run(self, structs: bytes, held: Held) -> None:
+        """Issues it, and waits for its end on the CPU engine.
+
+        Raises:
+            DeepEPError: the library refused the call, or it failed.
+        """
+        core = self._core
+        buffer = core.native._as_parameter_.value or 0
+        launch = core.take_launch_with_event()
+        if launch is None:
+            status = self._call_again(self._function, buffer, structs, self._call, 0, self._receives)
+            if status:
+                raise core.native.error(status)
+            return
+        try:
+            launch.left = False
+            core.kept[launch] = held
+            changes = 0, self._receives, self._event, launch.event
+            status = self._call_again(self._function, buffer, structs, self._call, *changes)
+            if status:
+                core.kept.pop(launch, None)
+                raise core.native.error(status)
+            core.wait_on_host(launch)
+        except BaseException:
+            launch.left = True
+            raise
+        core.idle.append(launch)
+
+
 class LowLatencyFace:
     """The sites of one buffer's low-latency calls. Every length is part of a plan: there are few of them."""
 
@@ -25,8 +65,10 @@ class LowLatencyFace:
         self._core = core
         self._lib = core.native.lib.with_gil
         fixed: tuple[int, ...] = ()
-        self.dispatch = Site(core, (fixed,) * 5, 5, 2, ordinary=True)
-        self.combine = Site(core, (fixed,) * 7, 6, 2, ordinary=True)
+        self.dispatch = Site(core, (fixed,) * 5, 6, 2, ordinary=True)
+        self.combine = Site(core, (fixed,) * 7, 7, 2, ordinary=True)
+        self.second_of_dispatch = Second(core, _abi.LlDispatchArgs, self._lib.deepep_low_latency_dispatch)
+        self.second_of_combine = Second(core, _abi.LlCombineArgs, self._lib.deepep_low_latency_combine)
 
     @classmethod
     def of(cls, core: Core) -> LowLatencyFace | None:
@@ -35,12 +77,12 @@ class LowLatencyFace:
 
     @staticmethod
     def dispatched(
-        got: tuple[Any, ...], event: EventOverlap | None
-    ) -> tuple[Any, Tensor, tuple[Any, ...], EventOverlap, None]:
+        got: tuple[Any, ...], event: EventOverlap | None, hook: Any
+    ) -> tuple[Any, Tensor, tuple[Any, ...], EventOverlap, Any]:
         """What Buffer.low_latency_dispatch returns, from the results of its site."""
         bound, hidden, num_experts, recv_x, scales, count, source, ranges = got
         received = recv_x if scales is None else (recv_x, scales)
-        return received, count, (source, ranges, bound, hidden, num_experts), event or no_event(), None
+        return received, count, (source, ranges, bound, hidden, num_experts), event or no_event(), hook
 
     def missing(self, got: Any) -> bytes | None:
         """The key of a plan that is missing; None if there can be none.
@@ -54,8 +96,8 @@ class LowLatencyFace:
 
     # ---- plans, from a call of their kind that has passed every check
 
-    def add_dispatch(self, key: bytes, plan: DispatchPlan) -> None:
-        """`plan` is Python's."""
+    def add_dispatch(self, key: bytes, plan: DispatchPlan, halved: bool) -> None:
+        """`plan` is Python's; `halved`: the call is the first of two halves."""
         core = self._core
         rows, local = core.group_size * plan.bound, plan.local
         recv_x = plan.recv_x
@@ -63,8 +105,6 @@ class LowLatencyFace:
             self.dispatch.add(key, None)  # its rows lie in recycled memory
             return
         p = Program(core.device)
-        for value in (plan.bound, plan.hidden, plan.num_experts):
-            p.read(p.struct(ctypes.c_int64(value)))
         sources = {"x": address(X), "topk_idx": address(IDX), "topk_weights": address(WEIGHTS)}
         lengths = (constant(local), constant(rows))
         sources["recv_x"] = p.output(FP8 if plan.use_fp8 else BF16, *lengths, constant(plan.hidden))
@@ -78,11 +118,13 @@ class LowLatencyFace:
         sources["src_info"] = p.output(INT32, *lengths)
         sources["layout_range"] = p.output(INT64, constant(local), constant(core.group_size))
         sources |= {"cumulative_recv_stats": address(RECV_STATS), "wait_recv_cost_stats": address(WAIT_STATS)}
-        self._finish(p, _abi.LlDispatchArgs, plan.numbers, sources, self._lib.deepep_low_latency_dispatch)
+        self._finish(p, _abi.LlDispatchArgs, plan.numbers, sources, self._lib.deepep_low_latency_dispatch, halved)
+        for value in (plan.bound, plan.hidden, plan.num_experts):
+            p.read(p.struct(ctypes.c_int64(value)))
         self.dispatch.add(key, p)
 
-    def add_combine(self, key: bytes, plan: CombinePlan, into_out: bool) -> None:
-        """`plan` is Python's; `into_out`: the call was given a tensor to fill."""
+    def add_combine(self, key: bytes, plan: CombinePlan, into_out: bool, halved: bool) -> None:
+        """`plan` is Python's; `into_out`: the call was given a tensor to fill; `halved`: as for a dispatch."""
         p = Program(self._core.device)
         out = address(OUT)
         if into_out:
@@ -94,14 +136,22 @@ class LowLatencyFace:
             "src_info": address(SRC_INFO), "layout_range": address(RANGES), "combined_x": out,
             "wait_recv_cost_stats": address(COMBINE_WAIT_STATS),
         }  # fmt: skip
-        self._finish(p, _abi.LlCombineArgs, plan.numbers, sources, self._lib.deepep_low_latency_combine)
+        self._finish(p, _abi.LlCombineArgs, plan.numbers, sources, self._lib.deepep_low_latency_combine, halved)
         self.combine.add(key, p)
 
-    def _finish(self, p: Program, kind: Any, numbers: tuple[int, ...], sources: Any, function: Any) -> None:
-        """The struct of the arguments, whose fields from phases on hold a plan's numbers, and the call."""
+    def _finish(
+        self, p: Program, kind: Any, numbers: tuple[int, ...], sources: Any, function: Any, halved: bool
+    ) -> None:
+        """The struct of the arguments, whose fields from phases on hold a plan's numbers, and the call.
+
+        Second finds both at the beginning of the structs.
+        """
         args = _abi.sized(kind)
         names = [field[0] for field in kind._fields_]
         for name, value in zip(names[names.index("phases") :], numbers, strict=False):
             setattr(args, name, value)
-        call = _face.call_struct(self._core, p, constant(0), number(0), number(1))
-        p.call(function, p.struct(args, **sources), call)
+        if halved:
+            args.phases = _abi.SEND
+            p.read_structs()
+        place = p.struct(args, **sources)
+        p.call(function, place, _face.call_struct(self._core, p, constant(0), number(0), number(1)))

@@ -215,6 +215,7 @@ static int64_t next(Reader *r) { return r->at < r->end ? *r->at++ : 0; }
 
 /* Where a number comes from; deep_ep/_face.py has the same names. */
 enum { kConstant = 0, kSize = 1, kNumber = 2, kStride = 3, kAddress = 4, kOutput = 5, kBlob = 6 };
+enum { kStructs = -1 }; /* among the offsets to read: the structs as the calls have left them */
 
 typedef struct Work {
   const Given *given;
@@ -353,14 +354,20 @@ static PyObject *follow(const Site *site, PyObject *launch, const Given *given, 
       Py_DECREF(result);
       drop(outputs, made);
       uint64_t first = 0;
-      if (num_reads > 0) memcpy(&first, blob + r.at[(num_calls - i - 1) * 4 + 1], sizeof first);
+      int64_t offset = num_reads > 0 ? r.at[(num_calls - i - 1) * 4 + 1] : kStructs;
+      if (offset != kStructs) memcpy(&first, blob + offset, sizeof first);
       return Py_BuildValue("[iiK]", (int)status, (int)i, (unsigned long long)first);
     }
   }
   next(&r);
   for (i = 0; i < num_reads; i++) {
     uint64_t value;
-    memcpy(&value, blob + next(&r), sizeof value);
+    int64_t offset = next(&r);
+    if (offset == kStructs) {
+      PyTuple_SetItem(result, (Py_ssize_t)i, PyBytes_FromStringAndSize((const char *)blob, blob_bytes));
+      continue;
+    }
+    memcpy(&value, blob + offset, sizeof value);
     PyTuple_SetItem(result, (Py_ssize_t)i, PyLong_FromUnsignedLongLong(value));
   }
   for (i = 0; i < num_outputs; i++) PyTuple_SetItem(result, (Py_ssize_t)(num_reads + i), outputs[i]);
@@ -498,6 +505,40 @@ static PyObject *poll_counts(PyObject *module, PyObject *args) {
   return result;
 }
 
+/* call_again(function, buffer, structs, second, (offset, value), ...): the status of a call with a copy of the structs
+ * that an earlier one has left, the first at 0 and the other at `second`, after 8 bytes were written at each offset. */
+static PyObject *call_again(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+  _Alignas(16) unsigned char blob[kMaxBlob];
+  char *structs;
+  Py_ssize_t bytes, i;
+  uint64_t function, buffer;
+  int64_t second;
+  int right = 1;
+  (void)module;
+  if (num_args < 4 || num_args % 2) {
+    PyErr_SetString(PyExc_TypeError, "call_again: offsets and values come in pairs");
+    return NULL;
+  }
+  if (PyBytes_AsStringAndSize(args[2], &structs, &bytes)) return NULL;
+  function = PyLong_AsUnsignedLongLongMask(args[0]);
+  buffer = PyLong_AsUnsignedLongLongMask(args[1]);
+  second = PyLong_AsLongLong(args[3]);
+  right = bytes <= kMaxBlob && second >= 0 && second < bytes;
+  if (right) memcpy(blob, structs, (size_t)bytes);
+  for (i = 4; right && i < num_args; i += 2) {
+    int64_t offset = PyLong_AsLongLong(args[i]);
+    uint64_t value = PyLong_AsUnsignedLongLongMask(args[i + 1]);
+    right = offset >= 0 && offset + (int64_t)sizeof value <= bytes;
+    if (right) memcpy(blob + offset, &value, sizeof value);
+  }
+  if (PyErr_Occurred()) return NULL;
+  if (!right) {
+    PyErr_SetString(PyExc_ValueError, "call_again: not the structs of a call");
+    return NULL;
+  }
+  return PyLong_FromLong(((EnterFn)(uintptr_t)function)((deepep_buffer_t)(uintptr_t)buffer, blob, blob + second, NULL));
+}
+
 /* properties(tensor): (dtype, device type, device index) as torch's C ABI numbers them; the data's address; sizes. */
 static PyObject *properties(PyObject *module, PyObject *tensor) {
   Seen seen;
@@ -553,6 +594,7 @@ static PyType_Spec site_spec = {"deepep_torch.Site", sizeof(Site), 0, Py_TPFLAGS
                                 site_slots};
 static PyMethodDef functions[] = {{"start", start, METH_VARARGS, NULL},
                                   {"poll_counts", poll_counts, METH_VARARGS, NULL},
+                                  {"call_again", (PyCFunction)(void (*)(void))call_again, METH_FASTCALL, NULL},
                                   {"probe", probe, METH_O, NULL},
                                   {"properties", properties, METH_O, NULL},
                                   {NULL, NULL, 0, NULL}};

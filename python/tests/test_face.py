@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 import alone
 import checks
 
-SYNCHRONOUS = ("layout", "dispatch", "worst case", "cached", "combine", "low latency")
+SYNCHRONOUS = ("layout", "dispatch", "worst case", "cached", "combine", "low latency", "halves")
 SHORT = 3  # tokens fewer, in a call of the same kind
 
 
@@ -170,6 +171,49 @@ def test_other_calls_are_checked(pool):
     pool.run(1, rank_refusals)
 
 
+def rank_hooks(ctx):
+    """Halves, through the face and in Python: a hook is for once, for its own send, and holds what it needs."""
+    from deep_ep.errors import DeepEPError
+
+    with alone.buffer_of(ctx) as buffer:
+        calls = alone.Calls(buffer)
+        sizes = alone.BOUND, alone.EXPERTS
+        for compiled in (True, True, False):
+            buffer._core.compiled = compiled
+            if not compiled:
+                buffer._low_latency.forget()
+            x = calls.x.clone()
+            rows, count, handle, event, hook = buffer.low_latency_dispatch(
+                x, calls.idx, *sizes, use_fp8=False, return_recv_hook=True
+            )
+            assert event.event is None
+            watched = weakref.ref(x)
+            del x
+            assert watched() is not None, "the hook lets go of what its send reads"
+            hook()
+            assert watched() is None and not buffer._core.kept
+            out = torch.empty_like(calls.x)
+            sums, _, second = buffer.low_latency_combine(
+                rows, calls.idx, calls.weights, handle, out=out, return_recv_hook=True
+            )
+            second()
+            assert sums is out and torch.equal(out, alone.TOPK * calls.x) and int(count.sum()) == calls.idx.numel()
+            for used in (hook, second):
+                with pytest.raises(DeepEPError, match="the hook was called already"):
+                    used()
+            forgotten = buffer.low_latency_dispatch(calls.x, calls.idx, *sizes, use_fp8=False, return_recv_hook=True)
+            calls.clean()
+            with pytest.raises(DeepEPError, match=r"the send of this hook is forgotten"):
+                forgotten[4]()
+            assert not buffer._core.kept
+            calls.halves()
+
+
+@checks.needs_face
+def test_hooks(pool):
+    pool.run(1, rank_hooks)
+
+
 def rank_modes(ctx):
     """Under a mode of torch functions none of our tensor methods runs Python; outputs are where the buffer is."""
     from torch.overrides import TorchFunctionMode
@@ -200,9 +244,11 @@ def rank_modes(ctx):
                     combined = buffer.combine(rows, handle, topk_weights=weights, bias=calls.x)
                     got = buffer.low_latency_dispatch(calls.x, calls.idx, bound, experts, use_fp8=False)
                     sums = buffer.low_latency_combine(got[0], calls.idx, calls.weights, got[2])
+                    half = buffer.low_latency_dispatch(calls.x, calls.idx, bound, experts, return_recv_hook=True)
+                    half[4]()
                     methods = seen[:]
                 assert not methods, f"compiled {compiled}, turn {turn}: {methods}"
-                tensors = flat((layout, fresh, worst, cached, combined, got, sums))
+                tensors = flat((layout, fresh, worst, cached, combined, got, sums, half))
                 assert {tensor.device for tensor in tensors} == {calls.x.device}
 
 
