@@ -239,8 +239,8 @@ void Receiver::receive_token(const Slot &slot, uint64_t token) {
   }
 }
 
-// Scales are stored with the row axis contiguous. The count is the caller's memory, which a row written over it (outputs
-// that overlap) may have changed: no row is written beyond the expert's.
+// Scales are stored with the row axis contiguous. The count is the caller's memory, which a row written over it
+// (outputs that overlap) may have changed: no row is written beyond the expert's.
 void Receiver::write_output_row(int expert, const uint8_t *row, uint64_t token) {
   uint64_t rows = shape_.recv_rows(), e = static_cast<uint64_t>(expert), r = static_cast<uint64_t>(count_[expert]);
   if (r >= rows) return;
