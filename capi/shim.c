@@ -113,6 +113,8 @@ static deepep_status_t take_struct(void *full, uint32_t full_size, uint32_t firs
 /* Structs that have grown since version 0.1. */
 #define HANDLE_SIZE_0_1 offsetof(deepep_handle, exchange)
 #define BUFFER_INFO_SIZE_0_1 offsetof(deepep_buffer_info, control_bytes)
+#define PLAN_OPTIONS_SIZE_0_1 offsetof(deepep_plan_options, elastic)
+#define PLAN_INFO_SIZE_0_1 offsetof(deepep_plan_info, elastic_bytes)
 #define NOTIFY_SIZE_0_1 offsetof(deepep_notify, routing)
 #define DISPATCH_SIZE_0_1 offsetof(deepep_dispatch_args, recv_scale_token_stride)
 #define COMBINE_SIZE_0_1 offsetof(deepep_combine_args, num_x_rows)
@@ -265,15 +267,28 @@ DP_PUBLIC deepep_status_t deepep_buffer_info_get(deepep_buffer_t buffer, deepep_
   return DEEPEP_OK;
 }
 
+DP_PUBLIC deepep_status_t deepep_elastic_sizes(const deepep_elastic_options *options, deepep_elastic_info *info) {
+  deepep_elastic_options full = DEEPEP_ELASTIC_OPTIONS_INIT;
+  deepep_elastic_info found = DEEPEP_ELASTIC_INFO_INIT;
+  TRY(enter());
+  TRY(take(&full, sizeof full, options, "options"));
+  TRY(take(&found, sizeof found, info, "info"));
+  TRY(dpgo_elastic_sizes(&full, &found));
+  give(info, &found, sizeof found);
+  return DEEPEP_OK;
+}
+
 DP_PUBLIC deepep_status_t deepep_plan(const deepep_plan_options *options, deepep_plan_info *plan, int32_t *qp_order) {
   deepep_plan_options full = DEEPEP_PLAN_OPTIONS_INIT;
   deepep_buffer_options buffer = DEEPEP_BUFFER_OPTIONS_INIT;
+  deepep_elastic_options elastic = DEEPEP_ELASTIC_OPTIONS_INIT;
   deepep_plan_info found = DEEPEP_PLAN_INFO_INIT;
   TRY(enter());
-  TRY(take(&full, sizeof full, options, "options"));
+  TRY(take_struct(&full, sizeof full, PLAN_OPTIONS_SIZE_0_1, options, "options"));
   if (full.buffer != NULL) TRY(take(&buffer, sizeof buffer, full.buffer, "buffer"));
-  TRY(take(&found, sizeof found, plan, "plan"));
-  TRY(dpgo_plan(&full, &buffer, &found, qp_order));
+  if (full.elastic != NULL) TRY(take(&elastic, sizeof elastic, full.elastic, "elastic"));
+  TRY(take_struct(&found, sizeof found, PLAN_INFO_SIZE_0_1, plan, "plan"));
+  TRY(dpgo_plan(&full, &buffer, full.elastic != NULL ? &elastic : NULL, &found, qp_order));
   give(plan, &found, sizeof found);
   return DEEPEP_OK;
 }

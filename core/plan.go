@@ -21,6 +21,10 @@ type PlanOptions struct {
 	RanksOfHost       int // ranks that share a host's NICs; 0: as many as a node has
 	ComputeCapability int // 10 × major + minor of the GPUs; 0: 90
 
+	// Elastic makes the plan that of a V2 buffer, and is for no call of another kind. Ranks, the ranks of an NVLink domain
+	// and the compute capability are the plan's own.
+	Elastic *ElasticOptions
+
 	// Buffer is what NewBuffer would get. Without bytes of either kind the sizes are the hints for the calls below.
 	Buffer BufferOptions
 
@@ -47,6 +51,8 @@ type BufferPlan struct {
 	QPDepthForTokens                  int     // depth with which no low-latency call waits for room; 0: no queue pair is so deep
 	QPOrder                           []int32 // the peers with queue pairs in the order in which those are made
 
+	Elastic ElasticInfo // of a V2 buffer; RowSegmentBytes is 0 on the CPU engine
+
 	DispatchSMsFP8, DispatchSMsBF16, CombineSMs int // of normal-mode calls without a number of their own
 }
 
@@ -62,6 +68,9 @@ func Plan(o PlanOptions) (BufferPlan, error) {
 		return BufferPlan{}, err
 	}
 	p := BufferPlan{}
+	if err := p.elastic(&o, g.topology, 0); err != nil {
+		return BufferPlan{}, err
+	}
 	if err := p.sizes(&o, g.topology); err != nil {
 		return BufferPlan{}, err
 	}
@@ -89,6 +98,9 @@ func Plan(o PlanOptions) (BufferPlan, error) {
 		return BufferPlan{}, failed
 	}
 	p.Info, p.Engine = draft.Info(), name
+	if failed := p.elastic(&o, g.topology, gpuOf(name, &o)); failed != nil {
+		return BufferPlan{}, failed
+	}
 	if err != nil {
 		p.Reason = err.Error()
 	} else {
@@ -180,6 +192,43 @@ func (p *BufferPlan) sizes(o *PlanOptions, t plan.Topology) error {
 	return nil
 }
 
+// gpuOf is the compute capability that the plan is for; 0: an engine without SMs.
+func gpuOf(engine string, o *PlanOptions) int {
+	switch {
+	case engine != EngineCUDA:
+		return 0
+	case o.ComputeCapability == 0:
+		return usualCapability
+	}
+	return o.ComputeCapability
+}
+
+// elastic computes the numbers of a V2 buffer, and makes its regions the buffer's.
+func (p *BufferPlan) elastic(o *PlanOptions, t plan.Topology, computeCapability int) error {
+	if o.Elastic == nil {
+		return nil
+	}
+	e := *o.Elastic
+	e.NumRanks, e.ComputeCapability = t.Ranks, computeCapability
+	i, err := e.sizes(t)
+	if err != nil {
+		return err
+	}
+	b := &o.Buffer
+	switch {
+	case p.Engine != "": // the second time, when the engine is known
+		if computeCapability == 0 {
+			i.RowSegmentBytes = 0
+		}
+		p.Elastic, p.RowSegmentBytes = i, i.RowSegmentBytes
+	case b.NumNVLBytes != 0 || b.NumRDMABytes != 0 || b.LowLatency || o.NumMaxTokens != 0:
+		return status.InvalidArg("elastic", "options of a V2 buffer", "none with sizes or low-latency calls of another")
+	default:
+		b.NumNVLBytes, b.NumRDMABytes = i.NumNVLBytes, i.NumRDMABytes
+	}
+	return nil
+}
+
 // calls computes what the calls take of the buffer, and refuses those that it refuses.
 func (p *BufferPlan) calls(o *PlanOptions, t plan.Topology, draft *engine.Draft) error {
 	p.PrivateBytes, p.QPOrder = p.ControlBytes+p.WireBytes, draft.Peers()
@@ -224,12 +273,7 @@ func (p *BufferPlan) normal(o *PlanOptions, t plan.Topology, draft *engine.Draft
 		return nil
 	}
 	q := plan.SMQuery{Topology: t, Tokens: o.NumTokens, TopK: o.NumTopK, Staged: p.Library != "" && p.RowSegmentBytes == 0}
-	if p.Engine == EngineCUDA {
-		q.ComputeCapability = o.ComputeCapability
-		if q.ComputeCapability == 0 {
-			q.ComputeCapability = usualCapability
-		}
-	}
+	q.ComputeCapability = gpuOf(p.Engine, o)
 	q.Kind, q.RowBytes = KindDispatch, plan.FP8RowBytes(uint64(o.Hidden))
 	p.DispatchSMsFP8 = plan.NumSMs(q)
 	q.RowBytes = rows.HiddenBytes()

@@ -44,6 +44,11 @@ func plannedShapes() (all []PlanOptions) {
 			PlanOptions{Size: size, NumMaxTokens: 8, Hidden: 128, NumTopK: 1, NumExperts: 4, Buffer: BufferOptions{DisableNVLink: true, Timeout: 9 * time.Second}},
 			PlanOptions{Size: size, Buffer: BufferOptions{NumNVLBytes: 1<<20 + 1, NumRDMABytes: 70001, NumQPsPerRank: 1}})
 	}
+	for _, size := range []int{2, 4} {
+		all = append(all,
+			PlanOptions{Size: size, Elastic: &ElasticOptions{NumMaxTokens: 40, Hidden: 256, NumTopK: 4}},
+			PlanOptions{Size: size, Elastic: &ElasticOptions{NumBytes: 3 * ElasticUnit, FP8: true}})
+	}
 	// One machine's ranks as other nodes than the settings say.
 	return append(all, PlanOptions{Size: 6, NumNVLPeers: 3, NumTokens: 32, NumMaxTokens: 4, Hidden: 384, NumTopK: 3, NumExperts: 12})
 }
@@ -90,6 +95,14 @@ func comparePlan(t *testing.T, o PlanOptions) int {
 			defer func() { m.must(g.Destroy()) }()
 			b := o.Buffer
 			b.NumNVLBytes, b.NumRDMABytes, b.LowLatency = planned.NVLBytes, planned.RDMABytes, planned.LowLatency
+			if o.Elastic != nil { // made by the sizes that are asked for before there is a group
+				e := *o.Elastic
+				e.NumRanks = o.Size
+				sizes, err := ElasticSizes(e)
+				m.must(err)
+				b.NumNVLBytes, b.NumRDMABytes = sizes.NumNVLBytes, sizes.NumRDMABytes
+				m.check(planned.Elastic.NumBytes == sizes.NumBytes && planned.Elastic.NumSMs == sizes.NumSMs, "%+v, %+v", planned.Elastic, sizes)
+			}
 			made, err := g.NewBuffer(context.Background(), b)
 			m.must(err)
 			defer func() { m.must(made.Destroy()) }()
@@ -113,6 +126,9 @@ func usable(m *member, b *Buffer, o *PlanOptions) {
 	w := WarmupOptions{}
 	if o.NumTokens > 0 {
 		w.NumTokens, w.Hidden, w.NumTopK, w.NumExperts = 3, int32(o.Hidden), int32(o.NumTopK), int32(o.NumExperts)
+	}
+	if o.Elastic != nil {
+		w.NumTokens, w.Hidden, w.NumTopK, w.NumExperts = 3, 64, 2, int32(2*o.Size)
 	}
 	if o.NumMaxTokens > 0 && o.Hidden%128 == 0 {
 		w.LLNumMaxTokens, w.LLHidden, w.LLNumTopK, w.LLNumExperts = int32(o.NumMaxTokens), int32(o.Hidden), int32(o.NumTopK), int32(o.NumExperts)
@@ -234,5 +250,34 @@ func TestPlanWithoutALibrary(t *testing.T) {
 	p, err = Plan(PlanOptions{Size: 16, Hidden: 7168, NumTopK: 8, NumExperts: 256, NumMaxTokens: 128, Buffer: BufferOptions{Engine: EngineCUDA}})
 	if err != nil || p.NICs != 3 || p.QPsPerPeer != 24 || p.QPsPerNIC != 8 || p.QPPeers != 8 || p.QPs != 24*15 || p.QPsUsed != 16 {
 		t.Errorf("%+v %v", p, err)
+	}
+}
+
+// A V2 plan refuses what ElasticSizes refuses, and sizes of another buffer beside it.
+func TestPlanOfV2Refuses(t *testing.T) {
+	for _, c := range []struct {
+		o    PlanOptions
+		want string
+	}{
+		{PlanOptions{Size: 2, Elastic: &ElasticOptions{Hidden: 64}}, "num_max_tokens_per_rank"},
+		{PlanOptions{Size: 2, Elastic: &ElasticOptions{NumBytes: 5}}, "num_bytes"},
+		{PlanOptions{Size: 2, Elastic: &ElasticOptions{NumBytes: ElasticUnit, NumAllocatedQPs: -1}}, "num_allocated_qps"},
+		{PlanOptions{Size: 2, Elastic: &ElasticOptions{NumBytes: ElasticUnit}, Buffer: BufferOptions{NumNVLBytes: 1}}, "elastic"},
+		{PlanOptions{Size: 2, Elastic: &ElasticOptions{NumBytes: ElasticUnit}, NumMaxTokens: 4, NumExperts: 2, Hidden: 128}, "elastic"},
+	} {
+		if _, err := Plan(c.o); !errors.Is(err, ErrInvalidArgument) || !strings.Contains(err.Error(), "argument "+c.want+":") {
+			t.Errorf("%s: %v", c.want, err)
+		}
+		if c.want == "elastic" {
+			continue
+		}
+		e := *c.o.Elastic
+		e.NumRanks = c.o.Size
+		if _, err := ElasticSizes(e); !errors.Is(err, ErrInvalidArgument) || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("sizes, %s: %v", c.want, err)
+		}
+	}
+	if _, err := ElasticSizes(ElasticOptions{NumMaxTokens: 4, Hidden: 64}); !errors.Is(err, ErrInvalidArgument) || !strings.Contains(err.Error(), "num_ranks") {
+		t.Errorf("no ranks: %v", err)
 	}
 }

@@ -33,11 +33,7 @@ func SizeHint(c Config, hiddenBytes int64, ranks int, rdma bool) (uint64, error)
 	if err != nil {
 		return 0, err
 	}
-	full := ranks
-	if ranks > s.MaxNVLPeers { // the last node counts as full: hints are asked for before there is a group, for any size
-		full = (ranks + s.MaxNVLPeers - 1) / s.MaxNVLPeers * s.MaxNVLPeers
-	}
-	t, err := plan.NewTopology(full, s.MaxNVLPeers)
+	t, err := plan.HintTopology(ranks, s.MaxNVLPeers)
 	if err != nil {
 		return 0, err
 	}

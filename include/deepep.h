@@ -291,6 +291,42 @@ typedef struct deepep_regroup_options {
  * it may be called again; where ranks had stopped their calls by then, calls are refused until it succeeds. */
 deepep_status_t deepep_buffer_regroup(deepep_buffer_t buffer, const deepep_regroup_options *options);
 
+/* Bytes of a V2 buffer are a multiple of it. */
+#define DEEPEP_ELASTIC_UNIT 2097152
+/* A buffer of V2 (ElasticBuffer in Python): by the shape of its calls, or by num_bytes. */
+typedef struct deepep_elastic_options {
+  uint32_t struct_size;
+  int32_t num_ranks;          /* R, 1 or more; in deepep_plan the plan's */
+  int32_t num_nvl_peers;      /* as in deepep_group_options; in deepep_plan the plan's */
+  int32_t num_max_tokens;     /* M, the most tokens that a rank dispatches; 0 with num_bytes: not known */
+  int32_t hidden;             /* H; 0 with num_bytes: not known */
+  int32_t num_topk;           /* K; 0: 32 */
+  int32_t use_fp8_dispatch;   /* 1: for rows of FP8 with scales */
+  int32_t unreduced;          /* 1: combine sends a row back for each choice (allow_multiple_reduction=False) */
+  int32_t is_direct;          /* 1: one logical domain of all ranks (allow_hybrid_mode=False) */
+  int32_t num_allocated_qps;  /* 0: 129 with several logical domains, else 17 */
+  int32_t num_sms;            /* for num_qps; 0: the answer's */
+  int32_t num_device_sms;     /* of the GPU; 0: not known */
+  int32_t compute_capability; /* 10 * major + minor of the GPU; 0: "cpu"; in deepep_plan the plan's */
+  uint64_t num_bytes;         /* a multiple of DEEPEP_ELASTIC_UNIT; 0: what the shape needs */
+} deepep_elastic_options;
+#define DEEPEP_ELASTIC_OPTIONS_INIT {sizeof(deepep_elastic_options), 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+
+typedef struct deepep_elastic_info {
+  uint32_t struct_size;
+  int32_t num_sms;            /* [out] get_theoretical_num_sms: even, 4 or more */
+  int32_t num_allocated_qps;  /* [out] queue pairs that calls may name */
+  int32_t num_qps;            /* [out] get_theoretical_num_qps */
+  uint64_t num_bytes;         /* [out] get_buffer_size_hint: num_nvl_bytes and row_segment_bytes together */
+  uint64_t num_nvl_bytes;     /* [out] of the buffer: staging */
+  uint64_t num_rdma_bytes;    /* [out] of the buffer; 0 on one node */
+  uint64_t row_segment_bytes; /* [out] rows that peers write in place; GPUs alone have it */
+} deepep_elastic_info;
+#define DEEPEP_ELASTIC_INFO_INIT {sizeof(deepep_elastic_info), 0, 0, 0, 0, 0, 0, 0}
+/* local. Says how large a buffer of V2 is, how it is divided, and what its calls take. Needs neither a GPU nor peers.
+ * deepep_buffer_create with num_nvl_bytes and num_rdma_bytes of it makes that buffer. */
+deepep_status_t deepep_elastic_sizes(const deepep_elastic_options *options, deepep_elastic_info *info);
+
 /* A rank of a group, its buffer and the calls on it, none of which need exist. */
 typedef struct deepep_plan_options {
   uint32_t struct_size;
@@ -308,8 +344,10 @@ typedef struct deepep_plan_options {
   /* As for deepep_buffer_create; NULL: the defaults. With num_nvl_bytes and num_rdma_bytes both 0 the sizes are the
    * hints for the calls. */
   const deepep_buffer_options *buffer;
+  /* The plan is for a buffer of V2, whose sizes are its hints; NULL: it is not. */
+  const deepep_elastic_options *elastic;
 } deepep_plan_options;
-#define DEEPEP_PLAN_OPTIONS_INIT {sizeof(deepep_plan_options), 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL}
+#define DEEPEP_PLAN_OPTIONS_INIT {sizeof(deepep_plan_options), 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL}
 
 typedef struct deepep_plan_info {
   uint32_t struct_size;
@@ -338,11 +376,14 @@ typedef struct deepep_plan_info {
   char engine[16];              /* [out] "cpu" or "cuda", also for "auto" */
   char library[64]; /* [out] file of the kernel library. "": control_bytes and wire_bytes are 0, see reason */
   char reason[512]; /* [out] why no kernel library can be loaded */
+  /* [out] With elastic, as in deepep_elastic_info; row_segment_bytes is that of V2 then, 0 with "cpu". */
+  uint64_t elastic_bytes;
+  int32_t elastic_sms, elastic_qps;
 } deepep_plan_info;
 /* clang-format off */
 #define DEEPEP_PLAN_INFO_INIT                                                                                      \
   {sizeof(deepep_plan_info), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, \
-   0, {0}, {0}, {0}}
+   0, {0}, {0}, {0}, 0, 0, 0}
 /* clang-format on */
 /* local. Says what deepep_buffer_create would make of the same options, by the same settings of the environment, and
  * refuses what that or the calls would refuse. It needs neither a GPU nor peers. Returns: UNSUPPORTED, as

@@ -117,6 +117,15 @@ inline uint64_t low_latency_size_hint(int32_t num_max_tokens, int32_t hidden, in
   return bytes;
 }
 
+inline deepep_elastic_options elastic_options() { return DEEPEP_ELASTIC_OPTIONS_INIT; }
+
+// How large a buffer of V2 is, how it is divided, and what its calls take.
+inline deepep_elastic_info elastic_sizes(const deepep_elastic_options &options) {
+  deepep_elastic_info info = DEEPEP_ELASTIC_INFO_INIT;
+  check(deepep_elastic_sizes(&options, &info));
+  return info;
+}
+
 inline deepep_plan_options plan_options() { return DEEPEP_PLAN_OPTIONS_INIT; }
 
 // What a buffer would be; needs neither a GPU nor peers.

@@ -128,6 +128,34 @@ static void test_plan(void) {
   EXPECT(deepep_plan(&options, &plan, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("num_experts"));
 }
 
+/* The sizes of a V2 buffer, and the plan of one. Structs of version 0.1 have no word of it. */
+static void test_elastic_sizes(void) {
+  deepep_elastic_options elastic = DEEPEP_ELASTIC_OPTIONS_INIT;
+  deepep_elastic_info info = DEEPEP_ELASTIC_INFO_INIT;
+  deepep_buffer_options buffer = DEEPEP_BUFFER_OPTIONS_INIT;
+  deepep_plan_options options = DEEPEP_PLAN_OPTIONS_INIT;
+  deepep_plan_info plan = DEEPEP_PLAN_INFO_INIT, old;
+  elastic.num_ranks = 4, elastic.num_max_tokens = 4096, elastic.hidden = 7168, elastic.num_topk = 8;
+  EXPECT(deepep_elastic_sizes(&elastic, &info) == DEEPEP_OK && info.num_bytes == 113 * (uint64_t)DEEPEP_ELASTIC_UNIT);
+  EXPECT(info.num_nvl_bytes + info.row_segment_bytes == info.num_bytes && info.num_rdma_bytes == 0);
+  EXPECT(info.num_allocated_qps == 17 && info.num_sms == 20 && info.num_qps == 9);
+  elastic.num_nvl_peers = 2, elastic.num_sms = 4;
+  EXPECT(deepep_elastic_sizes(&elastic, &info) == DEEPEP_OK && info.num_rdma_bytes > 0 && info.num_qps == 65);
+  elastic.num_bytes = 5;
+  EXPECT(deepep_elastic_sizes(&elastic, &info) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("num_bytes"));
+  EXPECT(deepep_elastic_sizes(NULL, &info) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("options"));
+  EXPECT(deepep_elastic_sizes(&elastic, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("info"));
+  elastic.num_bytes = 0, buffer.engine = "cpu", options.size = 4, options.buffer = &buffer, options.elastic = &elastic;
+  EXPECT(deepep_plan(&options, &plan, NULL) == DEEPEP_OK && plan.elastic_bytes == info.num_bytes &&
+         plan.num_nvl_bytes == info.num_nvl_bytes && plan.row_segment_bytes == 0 && plan.elastic_sms == 20);
+  memset(&old, 0, sizeof old);
+  old.struct_size = offsetof(deepep_plan_info, elastic_bytes);
+  options.struct_size = offsetof(deepep_plan_options, elastic);
+  EXPECT(deepep_plan(&options, &old, NULL) == DEEPEP_OK && old.elastic_bytes == 0 && old.num_nvl_bytes == 0);
+  buffer.num_nvl_bytes = 4096, options.struct_size = sizeof options;
+  EXPECT(deepep_plan(&options, &plan, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("elastic"));
+}
+
 enum { T = 6, H = 32, K = 2, E = 4 };
 
 static void run_dispatch(deepep_buffer_t buffer) {
@@ -424,6 +452,7 @@ int main(void) {
   test_arguments();
   test_life();
   test_plan();
+  test_elastic_sizes();
   test_callback_failure();
   test_fork();
   test_thread_errors();

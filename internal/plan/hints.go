@@ -24,6 +24,7 @@ const (
 	alignBytes     = 128 // sizes are multiples of this
 	scaleChannels  = 128 // channels that share a scale
 	controlMessage = 16  // what travels with a low-latency row
+	bytesBF16      = 2
 )
 
 // NVLBytes is get_nvl_buffer_size_hint: bytes of num_nvl_bytes for normal-mode calls with rows of hiddenBytes bytes.
@@ -49,6 +50,18 @@ func (c Config) RDMABytes(hiddenBytes int64, t Topology) (uint64, error) {
 	counters := uint64(t.Peers*2+2) * 4
 	const spare = 1 << 20
 	return align(2*lanes*(counters+uint64(c.RDMARecvChunk)*row)+spare, alignBytes), nil
+}
+
+// HintTopology is the topology that size hints assume: its last node counts as full, for hints are asked for before there
+// is a group, for any size.
+func HintTopology(ranks, peers int) (Topology, error) {
+	if peers == 0 {
+		peers = DefaultPeers
+	}
+	if peers > 0 && ranks > peers && ranks <= MaxRanks {
+		ranks = (ranks + peers - 1) / peers * peers
+	}
+	return NewTopology(ranks, peers)
 }
 
 // channels counts pairs of SMs; where the library chooses, V1's default stands in.

@@ -17,6 +17,7 @@ VERSION_MAJOR = 0
 VERSION_MINOR = 1
 VERSION_PATCH = 0
 JOIN_KEY_BYTES = 64
+ELASTIC_UNIT = 2097152
 HANDLE_MAGIC = 0x44504548
 HANDLE_VERSION = 1
 
@@ -257,6 +258,42 @@ class RegroupOptions(ctypes.Structure):
     ]
 
 
+class ElasticOptions(ctypes.Structure):
+    # deepep_elastic_options
+    __slots__ = ()
+    _fields_ = [
+        ("struct_size", U32),
+        ("num_ranks", I32),
+        ("num_nvl_peers", I32),
+        ("num_max_tokens", I32),
+        ("hidden", I32),
+        ("num_topk", I32),
+        ("use_fp8_dispatch", I32),
+        ("unreduced", I32),
+        ("is_direct", I32),
+        ("num_allocated_qps", I32),
+        ("num_sms", I32),
+        ("num_device_sms", I32),
+        ("compute_capability", I32),
+        ("num_bytes", U64),
+    ]
+
+
+class ElasticInfo(ctypes.Structure):
+    # deepep_elastic_info
+    __slots__ = ()
+    _fields_ = [
+        ("struct_size", U32),
+        ("num_sms", I32),
+        ("num_allocated_qps", I32),
+        ("num_qps", I32),
+        ("num_bytes", U64),
+        ("num_nvl_bytes", U64),
+        ("num_rdma_bytes", U64),
+        ("row_segment_bytes", U64),
+    ]
+
+
 class PlanOptions(ctypes.Structure):
     # deepep_plan_options
     __slots__ = ()
@@ -275,6 +312,7 @@ class PlanOptions(ctypes.Structure):
         ("num_experts", I32),
         ("num_sms", I32),
         ("buffer", VP),
+        ("elastic", VP),
     ]
 
 
@@ -316,6 +354,9 @@ class PlanInfo(ctypes.Structure):
         ("engine", ctypes.c_char * 16),
         ("library", ctypes.c_char * 64),
         ("reason", ctypes.c_char * 512),
+        ("elastic_bytes", U64),
+        ("elastic_sms", I32),
+        ("elastic_qps", I32),
     ]
 
 
@@ -638,6 +679,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "deepep_buffer_lost_ranks": (I32, [VP, I32, VP, VP]),
     # deepep_status_t deepep_buffer_regroup(deepep_buffer_t buffer, const deepep_regroup_options *options)
     "deepep_buffer_regroup": (I32, [VP, VP]),
+    # deepep_status_t deepep_elastic_sizes(const deepep_elastic_options *options, deepep_elastic_info *info)
+    "deepep_elastic_sizes": (I32, [VP, VP]),
     # deepep_status_t deepep_plan(const deepep_plan_options *options, deepep_plan_info *plan, int32_t *qp_order)
     "deepep_plan": (I32, [VP, VP, VP]),
     # deepep_status_t deepep_buffer_warmup(deepep_buffer_t buffer, const deepep_warmup_options *options)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from . import _abi, _elastic_sizes
 from ._lib import library
 from .buffer import MAX_BYTES, Buffer, milliseconds
-from .errors import check_int, value_error
+from .errors import check_flag, check_int, value_error
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class Plan:
         total_bytes: the buffer's memory; a device rounds it up to its unit (2 MiB).
         row_segment_bytes: memory for received rows of normal mode, beside the buffer (CUDA).
         elastic_bytes: num_bytes of an ElasticBuffer for its calls: on CUDA num_nvl_bytes and row_segment_bytes
-            together; 0 without them.
+            together; 0 without them. Its workspace is control_bytes and wire_bytes; calls add none.
+        elastic_sms: its get_theoretical_num_sms; 0 for a Buffer.
+        elastic_qps: get_theoretical_num_qps of so many SMs; 0 for a Buffer.
         output_bytes_fp8: rows and scales that one low-latency dispatch returns.
         output_bytes_bf16: the same without the cast.
         dispatch_sms_fp8: SMs of a normal-mode dispatch of FP8 rows without a config.
@@ -89,6 +91,8 @@ class Plan:
     timeout_ms: int
     first_timeout_ms: int
     elastic_bytes: int = 0
+    elastic_sms: int = 0
+    elastic_qps: int = 0
 
     @property
     def rdma_team(self) -> list[int]:
@@ -151,15 +155,13 @@ def plan(
     Raises:
         DeepEPError: also a ValueError or TypeError: an argument or a setting is not allowed; the text names it.
     """
-    elastic, segment = 0, None
+    elastic = None
     if num_max_tokens_per_rank:
         if num_nvl_bytes or num_rdma_bytes or low_latency_mode or num_max_dispatch_tokens_per_rank:
             raise value_error("num_max_tokens_per_rank", num_max_tokens_per_rank, "0 with arguments of a Buffer")
-        elastic = _elastic_sizes.buffer_bytes(
-            num_ranks, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction
-        )
-        num_nvl_bytes, segment = _elastic_sizes.regions(elastic, num_ranks, hidden)
-        num_rdma_bytes = _elastic_sizes.rdma_bytes(num_ranks, hidden)
+        flags = {"use_fp8_dispatch": use_fp8_dispatch, "allow_multiple_reduction": allow_multiple_reduction}
+        shape = (num_max_tokens_per_rank, hidden, num_topk)
+        elastic = _elastic_sizes.options(*shape, *(check_flag(name, value) for name, value in flags.items()))
     buffer = _abi.sized(
         _abi.BufferOptions,
         device=-1,
@@ -189,21 +191,16 @@ def plan(
     options = _abi.sized(
         _abi.PlanOptions,
         buffer=ctypes.addressof(buffer),
+        elastic=0 if elastic is None else ctypes.addressof(elastic),
         **{name: check_int("num_ranks" if name == "size" else name, value) for name, value in numbers.items()},
     )
     info = _abi.sized(_abi.PlanInfo)
     order = (ctypes.c_int32 * max(1, options.size))()
     lib = library()
     lib.check(lib.without_gil.deepep_plan(ctypes.byref(options), ctypes.byref(info), order))
-    found = {
-        field.name: getattr(info, field.name)
-        for field in fields(Plan)
-        if field.name not in ("qp_order", "elastic_bytes")
-    }
+    found = {field.name: getattr(info, field.name) for field in fields(Plan) if field.name != "qp_order"}
     found |= {name: value.decode() for name, value in found.items() if isinstance(value, bytes)}
-    if segment is not None:
-        found["row_segment_bytes"] = segment if found["engine"] == "cuda" else 0
-    return Plan(elastic_bytes=elastic, qp_order=tuple(order[: info.num_qp_peers]), **found)
+    return Plan(qp_order=tuple(order[: info.num_qp_peers]), **found)
 
 
 def _or_zero(name: str, value: int | None) -> int:

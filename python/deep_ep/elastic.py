@@ -38,9 +38,9 @@ __all__ = [
 ]
 
 CPU_SECONDS, GPU_SECONDS = 300, 100
-LEAST_SMS, USUAL_SMS = 4, 20
-QPS_DIRECT, QPS_HYBRID = 17, 129
-USUAL_TOKENS, USUAL_HIDDEN = 4096, 7168  # for the choice of SMs, where the constructor was not told
+USUAL_SMS = 20
+MOST_TOPK = 128
+COMPUTE_CAPABILITY = 90  # for which SMs are chosen
 Group = Any
 
 
@@ -112,17 +112,20 @@ class ElasticBuffer(BufferBase):
         self.num_max_tokens_per_rank = check_int("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
         self.hidden, self.num_topk = check_int("hidden", hidden, 0, 1 << 20), check_int("num_topk", num_topk, 0)
         num_ranks = _size_of(group, bootstrap)
-        if num_bytes is None:
-            num_bytes = _elastic_sizes.buffer_bytes(
-                num_ranks, num_max_tokens_per_rank, hidden, num_topk, flags["use_fp8_dispatch"],
-                flags["allow_multiple_reduction"],
-            )  # fmt: skip
-        self.num_bytes = _elastic_sizes.check_bytes("num_bytes", num_bytes)
-        qps = check_int("num_allocated_qps", num_allocated_qps, 0)
-        staging, segment = _elastic_sizes.regions(self.num_bytes, num_ranks, self.hidden)
+        sizes = _elastic_sizes.sizes(
+            _elastic_sizes.options(
+                self.num_max_tokens_per_rank, self.hidden, self.num_topk, flags["use_fp8_dispatch"],
+                flags["allow_multiple_reduction"], num_ranks=num_ranks, is_direct=int(not flags["allow_hybrid_mode"]),
+                num_nvl_peers=0 if num_nvl_peers is None else check_int("num_nvl_peers", num_nvl_peers, 1),
+                num_allocated_qps=check_int("num_allocated_qps", num_allocated_qps, 0),
+                num_bytes=0 if num_bytes is None else _elastic_sizes.check_bytes("num_bytes", num_bytes),
+            )
+        )  # fmt: skip
+        self.num_bytes, self.num_allocated_qps = int(sizes.num_bytes), int(sizes.num_allocated_qps)
+        staging, segment = int(sizes.num_nvl_bytes), int(sizes.row_segment_bytes)
         seconds = _timeout(num_cpu_timeout_secs, num_gpu_timeout_secs)
         self._base = Buffer(
-            group, staging, _elastic_sizes.rdma_bytes(num_ranks, self.hidden), explicitly_destroy=True, engine=engine,
+            group, staging, int(sizes.num_rdma_bytes), explicitly_destroy=True, engine=engine,
             timeout=seconds, num_nvl_peers=num_nvl_peers, bootstrap=bootstrap, num_tokens=self.num_max_tokens_per_rank,
             hidden=self.hidden, num_topk=self.num_topk, zero_copy_bytes=_segment(engine, segment),
         )  # fmt: skip
@@ -142,10 +145,9 @@ class ElasticBuffer(BufferBase):
         logical = (core.num_nodes, self.num_nvlink_ranks) if self.allow_hybrid_mode else (1, core.group_size)
         self.num_scaleout_ranks, self.num_scaleup_ranks = logical
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(core.rank, self.num_scaleup_ranks)
-        self.num_allocated_qps = qps or (QPS_HYBRID if self.num_scaleout_ranks > 1 else QPS_DIRECT)
         self.nccl_comm_handle: Any = None  # there is no NCCL below
         self.runtime: Runtime | None = self._base.runtime
-        self._sms_of: dict[tuple[int, int], int] = {}
+        self._sms_of: dict[int, int] = {}  # by choices of a token
         if os.environ.get("EP_BUFFER_DEBUG", "0") not in ("", "0"):
             self.print_memory_usage()
 
@@ -225,8 +227,8 @@ class ElasticBuffer(BufferBase):
         """Bytes of a buffer for calls of this shape, a multiple of 2 MiB: `num_bytes` of one made so."""
         fp8 = check_flag("use_fp8_dispatch", use_fp8_dispatch)
         multiple = check_flag("allow_multiple_reduction", allow_multiple_reduction)
-        ranks = _size_of(group, None)
-        return _elastic_sizes.buffer_bytes(ranks, num_max_tokens_per_rank, hidden, num_topk, fp8, multiple)
+        shape = (num_max_tokens_per_rank, hidden, num_topk, fp8, multiple)
+        return int(_elastic_sizes.sizes(_elastic_sizes.options(*shape, num_ranks=_size_of(group, None))).num_bytes)
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """(NVLink domains, ranks of one)."""
@@ -259,12 +261,11 @@ class ElasticBuffer(BufferBase):
         """
         self._check_experts(num_experts)
         assertion(num_scaleout_topk == 0, f"argument num_scaleout_topk: got {num_scaleout_topk}, allowed 0")
-        return self._usual_sms(num_experts, num_topk)
+        return self._usual_sms(check_int("num_topk", num_topk))
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Queue pairs for so many SMs, at most num_allocated_qps."""
-        wanted = 16 * num_sms + 1 if self.num_scaleout_ranks > 1 else min(num_sms, 9)
-        return min(wanted, self.num_allocated_qps)
+        return int(self._sizes_for(0, check_int("num_sms", num_sms, 0)).num_qps)
 
     def get_comm_stream(self) -> Any:
         """The buffer's communication stream: a torch.cuda.Stream; on the CPU engine a torch.cpu.Stream."""
@@ -522,34 +523,31 @@ class ElasticBuffer(BufferBase):
             0 <= check_int("num_qps", num_qps) <= allocated,
             f"argument num_qps: got {num_qps}, allowed 0 to num_allocated_qps = {allocated}",
         )
-        usual = self._usual_sms(num_experts, num_topk)
+        usual = self._usual_sms(num_topk)
         asked = check_int("num_sms", num_sms, 0)
         if not asked and handle is not None and handle.num_sms != usual:
             asked = check_int("handle.num_sms", handle.num_sms, 0)
         asked += asked % 2
         return asked, asked or usual
 
-    def _usual_sms(self, num_experts: int, num_topk: int) -> int:
-        found = self._sms_of.get((num_experts, num_topk))
-        if found is None:
-            found = self._sms_of[(num_experts, num_topk)] = self._choose_sms(num_experts, num_topk)
+    def _usual_sms(self, num_topk: int) -> int:
+        found = self._sms_of.get(num_topk)
+        if found is None:  # a number of choices that no call has is refused by the call itself
+            found = int(self._sizes_for(min(max(num_topk, 0), MOST_TOPK)).num_sms)
+            self._sms_of[num_topk] = found
         return found
 
-    def _choose_sms(self, num_experts: int, num_topk: int) -> int:
+    def _sizes_for(self, num_topk: int, num_sms: int = 0) -> Any:
+        """deepep_elastic_info of this buffer for calls with so many choices (0: not known) and SMs (0: its own)."""
         core = self._core
-        available = int(core.native.info().num_device_sms) or LEAST_SMS
-        try:
-            found = plan(
-                core.group_size, num_tokens=self.num_max_tokens_per_rank or USUAL_TOKENS,
-                hidden=self.hidden or USUAL_HIDDEN, num_topk=num_topk, num_experts=num_experts, engine=core.engine,
-                num_sms=0,
-            )  # fmt: skip
-            wanted = max(found.dispatch_sms_bf16, found.dispatch_sms_fp8, found.combine_sms)
-        except errors.DeepEPError:  # a shape that no call has: the call itself will say so
-            wanted = USUAL_SMS
-        if core.engine != "cpu":
-            wanted = min(wanted, available)
-        return max(LEAST_SMS, wanted - wanted % 2)
+        device_sms = 0 if core.engine == "cpu" else int(core.native.info().num_device_sms)
+        given = _elastic_sizes.options(
+            self.num_max_tokens_per_rank, self.hidden, num_topk, num_ranks=self.num_ranks,
+            num_nvl_peers=self.num_nvlink_ranks, is_direct=int(not self.allow_hybrid_mode), num_bytes=self.num_bytes,
+            num_allocated_qps=self.num_allocated_qps, num_sms=num_sms, num_device_sms=device_sms,
+            compute_capability=0 if core.engine == "cpu" else COMPUTE_CAPABILITY,
+        )  # fmt: skip
+        return _elastic_sizes.sizes(given)
 
     def _check_experts(self, num_experts: object) -> int:
         number, ranks = check_int("num_experts", num_experts), self.num_ranks

@@ -23,6 +23,55 @@ CALLS = (
     {"num_tokens": 9, "num_max_dispatch_tokens_per_rank": 3, "num_qps_per_rank": 5, "enable_shrink": True},
     {"num_nvl_bytes": 1 << 20, "num_rdma_bytes": 1 << 20, "timeout": 44.0},
 )
+OF_THE_BUFFER = (
+    "num_nvl_peers", "rdma_rank", "num_rdma_ranks", "nvl_rank", "num_nvl_bytes", "num_rdma_bytes", "control_bytes",
+    "wire_bytes", "num_qp_peers", "num_qps_per_peer", "qp_depth", "num_nics", "num_qps_per_nic", "num_qps",
+    "timeout_ms", "first_timeout_ms",
+)  # fmt: skip
+ELASTIC = (
+    {"num_max_tokens_per_rank": 40, "num_topk": 2},
+    {"num_max_tokens_per_rank": 7000, "num_topk": 8, "use_fp8_dispatch": True, "allow_multiple_reduction": False},
+)
+
+
+def rank_elastic_plans(ctx):
+    import deep_ep
+
+    found = []
+    for shape in ELASTIC:
+        planned = deep_ep.plan(
+            ctx.size, rank=ctx.rank, num_local_ranks=ctx.size, engine=ctx.engine, hidden=256, **shape
+        )
+        buffer = deep_ep.ElasticBuffer(ctx.group, hidden=256, engine=ctx.engine, explicitly_destroy=True, **shape)
+        try:
+            x = torch.ones(3, 256, dtype=torch.bfloat16, device=ctx.device)
+            topk = torch.zeros(3, shape["num_topk"], dtype=torch.int64, device=ctx.device)
+            for expand in (False, True):
+                rows, _, _, handle, _ = buffer.dispatch(x, topk, num_experts=2 * ctx.size, do_expand=expand)
+                buffer.combine(rows, handle)
+            made = buffer._core.native.info()  # after the first calls
+            for name in OF_THE_BUFFER:
+                assert getattr(planned, name) == getattr(made, name), (shape, name)
+            assert 0 <= made.total_bytes - planned.total_bytes < 2 << 20
+            assert (
+                planned.elastic_bytes
+                == buffer.num_bytes
+                == deep_ep.ElasticBuffer.get_buffer_size_hint(ctx.group, hidden=256, **shape)
+            )
+            pool = buffer._core.native.rows
+            assert planned.row_segment_bytes == (pool.count if pool is not None else 0)
+            assert planned.elastic_bytes >= planned.num_nvl_bytes + planned.row_segment_bytes
+            sms = buffer.get_theoretical_num_sms(2 * ctx.size, shape["num_topk"])
+            found.append((planned.elastic_sms, planned.elastic_qps, sms, buffer.get_theoretical_num_qps(sms)))
+        finally:
+            buffer.destroy()
+    return found
+
+
+def test_plan_is_what_elastic_buffer_is_after_its_first_calls(pool):
+    for found in pool.run(4, rank_elastic_plans):
+        for planned_sms, planned_qps, sms, qps in found:
+            assert sms <= planned_sms and qps <= planned_qps  # a device has fewer where it is small
 
 
 def rank_plans(ctx, settings):
@@ -41,11 +90,7 @@ def rank_plans(ctx, settings):
             )  # fmt: skip
             try:
                 made = buffer._core.native.info()
-                for name in (
-                    "num_nvl_peers", "rdma_rank", "num_rdma_ranks", "nvl_rank", "num_nvl_bytes", "num_rdma_bytes",
-                    "control_bytes", "wire_bytes", "row_segment_bytes", "num_qp_peers", "num_qps_per_peer", "qp_depth",
-                    "num_nics", "num_qps_per_nic", "num_qps", "timeout_ms", "first_timeout_ms",
-                ):  # fmt: skip
+                for name in (*OF_THE_BUFFER, "row_segment_bytes"):
                     assert getattr(planned, name) == getattr(made, name), (call, name)
                 assert 0 <= made.total_bytes - planned.total_bytes < 2 << 20
                 assert planned.engine == ctx.engine and planned.library.startswith("libdeepep_") and not planned.reason
@@ -103,7 +148,7 @@ def test_every_field_is_documented_and_mirrors_the_header():
     documented = set(re.findall(r"^ {4}(\w+): ", inspect.getdoc(deep_ep.Plan), re.M))
     names = {field.name for field in dataclasses.fields(deep_ep.Plan)}
     assert names <= documented
-    assert names - {"qp_order", "elastic_bytes"} == {name for name, _ in _abi.PlanInfo._fields_} - {"struct_size"}
+    assert names - {"qp_order"} == {name for name, _ in _abi.PlanInfo._fields_} - {"struct_size"}
 
 
 def rank_sms(ctx):

@@ -25,6 +25,7 @@ calls would take; and with --memory the largest B (num_max_dispatch_tokens_per_r
 Sizes are those of one rank. What construction would refuse is an error.`,
 		Example: `  deepep plan --ranks 8 --experts 256 --hidden 7168 --max-tokens 128
   deepep plan --ranks 64 --engine cuda --memory 8GiB
+  deepep plan --ranks 4 --engine cuda --elastic-tokens 4096
   NUM_MAX_NVL_PEERS=4 deepep plan --ranks 16`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -53,6 +54,10 @@ Sizes are those of one rank. What construction would refuse is an error.`,
 	flags.StringVar(&s.memory, "memory", "", "find the largest B for this much memory a rank, as 8GiB")
 	flags.StringVar(&s.engine, "engine", "auto", "cpu, cuda (also where there is no GPU), or auto: the one that a buffer here would get")
 	flags.BoolVar(&asJSON, "json", false, "print JSON")
+	flags.IntVar(&s.elastic.NumMaxTokens, "elastic-tokens", 0, "M, num_max_tokens_per_rank of a V2 buffer (ElasticBuffer), for which the plan is then; 0: for V1's")
+	flags.BoolVar(&s.elastic.FP8, "fp8", false, "the V2 buffer is for FP8 rows (use_fp8_dispatch)")
+	flags.BoolVar(&s.elastic.Unreduced, "single-reduction", false, "the V2 buffer is made with allow_multiple_reduction=False")
+	cmd.MarkFlagsMutuallyExclusive("elastic-tokens", "memory")
 	return cmd
 }
 
@@ -71,6 +76,13 @@ func (p *sizes) print(w io.Writer) error {
 	if p.MaxTokens > 0 {
 		size("num_rdma_bytes", p.LLBytes, "low-latency mode, two slots")
 	}
+	if p.ElasticBytes > 0 {
+		size("num_bytes", p.ElasticBytes, "V2: num_nvl_bytes and row segment; get_buffer_size_hint")
+		size("num_nvl_bytes", p.NVLBytes, "V2: staging")
+		if p.Nodes > 1 {
+			size("num_rdma_bytes", p.RDMABytes, "V2 between nodes")
+		}
+	}
 	if p.Library != "" {
 		size("private", p.PrivateBytes, fmt.Sprintf("%s: flags and counts %s, staging %s", p.Library, sizeText(p.ControlBytes), sizeText(p.WireBytes)))
 	}
@@ -82,6 +94,10 @@ func (p *sizes) print(w io.Writer) error {
 		t.AppendSeparator()
 		size("output, FP8", p.OutputFP8, "recv_x of one low-latency dispatch")
 		size("output, BF16", p.OutputBF16, "recv_x of one low-latency dispatch")
+	}
+	if p.ElasticBytes > 0 {
+		t.AppendSeparator()
+		t.AppendRow(table.Row{"SMs", p.ElasticSMs, "", "V2: get_theoretical_num_sms"})
 	}
 	if p.Tokens > 0 {
 		t.AppendSeparator()

@@ -51,6 +51,25 @@ func TestPlanSizes(t *testing.T) {
 	}
 }
 
+// With --elastic-tokens the plan is a V2 buffer's: its bytes and what the kernel library adds, and no other mode's.
+func TestPlanOfV2(t *testing.T) {
+	p := planned(t, "--ranks", "4", "--engine", "cuda", "--elastic-tokens", "4096")
+	if p.ElasticBytes != 226<<20 || p.NVLBytes != 16<<20 || p.RowSegmentBytes != 210<<20 || p.ElasticSMs != 16 || p.Tokens != 0 || p.MaxTokens != 0 {
+		t.Errorf("%+v", p)
+	}
+	if p.Library != "" && (p.TotalBytes < p.NVLBytes+p.PrivateBytes || p.PrivateBytes == 0) {
+		t.Errorf("workspace %d of %d", p.PrivateBytes, p.TotalBytes)
+	}
+	p = planned(t, "--ranks", "4", "--engine", "cpu", "--elastic-tokens", "4096", "--fp8", "--single-reduction")
+	if p.ElasticBytes != 450<<20 || p.RowSegmentBytes != 0 {
+		t.Errorf("%+v", p)
+	}
+	out, stderr, code := deepep(t, "plan", "--ranks", "4", "--engine", "cpu", "--elastic-tokens", "4096")
+	if code != 0 || !strings.Contains(out, "226.0 MiB") || !strings.Contains(out, "V2: staging") {
+		t.Errorf("%d %s %s", code, out, stderr)
+	}
+}
+
 // The largest B fits, and one more does not.
 func TestPlanLargestB(t *testing.T) {
 	for _, c := range []struct {

@@ -19,6 +19,7 @@ type shape struct {
 	memory                                                                                 string
 	engine                                                                                 string
 	rdmaOnly                                                                               bool
+	elastic                                                                                core.ElasticOptions // NumMaxTokens > 0: the buffer is V2's
 }
 
 // shapeFlags are the names of the flags that make up a shape.
@@ -41,6 +42,14 @@ func (s *shape) register(f *pflag.FlagSet) {
 
 // options are those of core.Plan.
 func (s *shape) options() core.PlanOptions {
+	if s.elastic.NumMaxTokens != 0 {
+		e := s.elastic
+		e.Hidden, e.NumTopK = s.hidden, s.topK
+		return core.PlanOptions{
+			Rank: s.rank, Size: s.ranks, NumNVLPeers: s.perNode, NICs: s.nics, RanksOfHost: s.onHost, Elastic: &e, NumExperts: s.experts,
+			Buffer: core.BufferOptions{Engine: s.engine, NumQPsPerRank: s.qps},
+		}
+	}
 	return core.PlanOptions{
 		Rank: s.rank, Size: s.ranks, NumNVLPeers: s.perNode, NICs: s.nics, RanksOfHost: s.onHost, NumTokens: s.tokens, NumMaxTokens: s.maxTokens,
 		Hidden: s.hidden, NumTopK: s.topK, NumExperts: s.experts, NumSMs: s.sms,
@@ -75,6 +84,8 @@ type sizes struct {
 	PrivateBytes     uint64  `json:"private_bytes"`     // both
 	TotalBytes       uint64  `json:"total_bytes"`       // one buffer for both modes
 	RowSegmentBytes  uint64  `json:"row_segment_bytes"` // for received rows of normal mode, beside the buffer
+	ElasticBytes     uint64  `json:"elastic_bytes"`     // num_bytes of a V2 buffer; 0: of V1's
+	ElasticSMs       int     `json:"elastic_sms"`       // of its calls, at most
 	OutputFP8        uint64  `json:"output_bytes_fp8"`  // of one low-latency dispatch
 	OutputBF16       uint64  `json:"output_bytes_bf16"` // likewise
 	QPsPerPeer       int     `json:"qps_per_peer"`      // 0 without queue pairs
@@ -101,11 +112,16 @@ func (s *shape) plan() (*sizes, error) {
 	if err != nil {
 		return nil, err
 	}
+	tokens, maxTokens, nvl, rdma := s.tokens, s.maxTokens, p.NVLHint, p.RDMAHint
+	if s.elastic.NumMaxTokens != 0 { // the plan is for V2's calls alone
+		tokens, maxTokens, nvl, rdma = 0, 0, p.Info.NVLBytes, p.Info.RDMABytes
+	}
 	return &sizes{
 		BufferPlan: p, Ranks: s.ranks, Nodes: p.NumRDMARanks, Experts: s.experts, LocalExperts: p.LocalExperts, Hidden: s.hidden, TopK: s.topK,
-		Tokens: s.tokens, MaxTokens: s.maxTokens, Engine: p.Engine, DispatchSMsFP8: p.DispatchSMsFP8, DispatchSMsBF16: p.DispatchSMsBF16,
-		CombineSMs: p.CombineSMs, Channels: p.NumChannels, NVLBytes: p.NVLHint, RDMABytes: p.RDMAHint, LLBytes: p.LowLatencyHint,
+		Tokens: tokens, MaxTokens: maxTokens, Engine: p.Engine, DispatchSMsFP8: p.DispatchSMsFP8, DispatchSMsBF16: p.DispatchSMsBF16,
+		CombineSMs: p.CombineSMs, Channels: p.NumChannels, NVLBytes: nvl, RDMABytes: rdma, LLBytes: p.LowLatencyHint,
 		Library: p.Library, Reason: p.Reason, ControlBytes: p.ControlBytes, WireBytes: p.WireBytes, PrivateBytes: p.PrivateBytes,
+		ElasticBytes: p.Elastic.NumBytes, ElasticSMs: p.Elastic.NumSMs,
 		TotalBytes: p.TotalBytes, RowSegmentBytes: p.RowSegmentBytes, OutputFP8: p.OutputFP8, OutputBF16: p.OutputBF16,
 		QPsPerPeer: p.QPsPerPeer, QPsUsed: p.QPsUsed, NICs: p.NICs, QPsPerNIC: p.QPsPerNIC, QPPeers: p.QPPeers, QPs: p.QPs,
 		QPDepth: p.QPDepth, QPDepthForTokens: p.QPDepthForTokens, QPRank: s.rank, RDMATeam: p.RDMATeam.Ranks(), QPOrder: p.QPOrder,
