@@ -141,6 +141,24 @@ def _unflatten_handle(tensors: Any, fields: Any) -> EPHandle:
 _torch.register_pytree(EPHandle, _flatten_handle, _unflatten_handle)
 
 
+def check_beside_handle(
+    handle: EPHandle, topk_idx: Any, cpu_sync: Any, stats: Any, num_experts: Any, alignment: Any, num_max_tokens: Any
+) -> None:
+    """Raises where arguments beside a handle say something else than it, or ask for counts."""
+    assertion(topk_idx is None, "argument topk_idx: got a tensor, allowed None with a handle")
+    assertion(not check_flag("do_cpu_sync", cpu_sync), "argument do_cpu_sync: got True, allowed False with a handle")
+    if stats is not None:
+        raise value_error("cumulative_local_expert_recv_stats", "a tensor", "None with a handle")
+    for name, value in (
+        ("num_experts", num_experts),
+        ("expert_alignment", alignment),
+        ("num_max_tokens_per_rank", num_max_tokens),
+    ):
+        own = getattr(handle, name, None)
+        if value is not None and value != own:
+            assertion(False, f"argument {name}: got {value}, allowed {own}, as in the handle")
+
+
 def event_of(name: str, event: object) -> EventHandle | None:
     """The point in the stream of an EventHandle, an EventOverlap, or None."""
     if event is None or isinstance(event, EventHandle):

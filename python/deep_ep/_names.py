@@ -10,9 +10,11 @@ from . import errors
 
 if TYPE_CHECKING:
     from .buffer import Buffer
+    from .elastic import ElasticBuffer
 
 UNNAMED = "deep_ep"  # of buffers whose group has no name
 _buffers: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
+_elastic: weakref.WeakValueDictionary[str, ElasticBuffer] = weakref.WeakValueDictionary()  # V2's have both
 _lock = threading.Lock()
 
 
@@ -40,6 +42,24 @@ def find(name: str) -> Buffer:
     if buffer is None:
         known = ", ".join(repr(known) for known in sorted(_buffers.keys())) or "none: there is no buffer"
         raise errors.value_error("buffer", repr(name), f"the name of a buffer of this process ({known})")
+    return buffer
+
+
+def adopt(name: str, buffer: ElasticBuffer) -> None:
+    """A buffer of V2 has the name of the Buffer in it."""
+    _elastic[name] = buffer
+
+
+def find_elastic(name: str) -> ElasticBuffer:
+    """The ElasticBuffer of a name.
+
+    Raises:
+        DeepEPError (also a ValueError): there is none; the text lists the names that there are.
+    """
+    buffer = _elastic.get(name)
+    if buffer is None or buffer._base is not _buffers.get(name):
+        known = ", ".join(repr(known) for known in sorted(_elastic.keys())) or "none: there is no ElasticBuffer"
+        raise errors.value_error("buffer", repr(name), f"the name of an ElasticBuffer of this process ({known})")
     return buffer
 
 

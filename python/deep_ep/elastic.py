@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from . import _elastic_sizes, _torch, errors
+from . import _elastic_sizes, _names, _torch, errors
 from ._absent import AGRS, ENGRAM, PP, BufferBase, absent
 from ._elastic import (
     Combined,
@@ -18,10 +18,11 @@ from ._elastic import (
     Rows,
     Sending,
     Shape,
+    check_beside_handle,
 )
 from ._memory import HAS_ROW_POOLS
 from ._plan import plan
-from ._torch import FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor, opaque
+from ._torch import FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor, is_compiling, native, opaque
 from .bootstrap import Bootstrap
 from .buffer import Buffer, Runtime, _choose_engine
 from .errors import assertion, check_flag, check_int, type_error, value_error
@@ -133,6 +134,8 @@ class ElasticBuffer(BufferBase):
         core.open_rows()  # now, so that the first call is as fast as later ones
         self._mode = ElasticMode(core, self._base._normal, flags["allow_multiple_reduction"])
         self._deferred = ""  # the call whose second half is still to come
+        self.name = self._base.name
+        _names.adopt(self.name, self)
         self.group = group
         self.rank_idx, self.num_ranks = core.rank, core.group_size
         self.deterministic, self.explicitly_destroy = flags["deterministic"], flags["explicitly_destroy"]
@@ -279,7 +282,7 @@ class ElasticBuffer(BufferBase):
 
     # ---- dispatch and combine
 
-    @opaque
+    @native
     def dispatch(
         self,
         x: Rows,
@@ -337,17 +340,19 @@ class ElasticBuffer(BufferBase):
             DeepEPError: a rank is late, dead or disagrees. Also a ValueError, TypeError or AssertionError for a wrong
                 argument.
         """
-        sending, known = self._prepare(
+        given = (
             x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
-            expert_alignment, num_sms, num_qps, previous_event, async_with_compute_stream, allocate_on_comm_stream,
-            handle, do_handle_copy, do_cpu_sync, do_expand, do_zero_padding, use_tma_aligned_col_major_sf,
+            expert_alignment, num_sms, num_qps, previous_event, previous_event_before_epilogue,
+            async_with_compute_stream, allocate_on_comm_stream, handle, do_handle_copy, do_cpu_sync, do_expand,
+            do_zero_padding, use_tma_aligned_col_major_sf,
         )  # fmt: skip
-        sending.order.wait_too(previous_event_before_epilogue)
-        if handle is not None:
-            return self._mode.resend(sending, handle)
-        return self._mode.send(sending, known)
+        if is_compiling():
+            from .ops import methods
 
-    @opaque
+            return methods.elastic_dispatch(self, *given)
+        return self._dispatch(*given)
+
+    @native
     def combine(
         self,
         x: Tensor,
@@ -383,10 +388,15 @@ class ElasticBuffer(BufferBase):
             DeepEPError: a rank is late, dead or disagrees. Also a ValueError, TypeError or AssertionError for a wrong
                 argument.
         """
-        return self._combine(
+        given = (
             x, handle, topk_weights, bias, num_sms, num_qps, previous_event, previous_event_before_epilogue,
             async_with_compute_stream, allocate_on_comm_stream,
         )  # fmt: skip
+        if is_compiling():
+            from .ops import methods
+
+            return methods.elastic_combine(self, *given)
+        return self._combine(*given)
 
     # ---- not there
 
@@ -413,6 +423,37 @@ class ElasticBuffer(BufferBase):
         if self._deferred:
             text = f"the deferred {self._deferred} of this buffer was not waited for: call wait() of its event first"
             raise errors.DeepEPError(errors.INVALID_STATE, text)
+
+    def _dispatch(
+        self,
+        x: object,
+        topk_idx: OptionalTensor,
+        topk_weights: OptionalTensor,
+        stats: OptionalTensor,
+        num_experts: int | None,
+        num_max_tokens: int | None,
+        alignment: int | None,
+        num_sms: int,
+        num_qps: int,
+        previous_event: Event,
+        before_epilogue: Event,
+        is_async: bool,
+        on_comm: bool,
+        handle: EPHandle | None,
+        copies_topk: bool,
+        cpu_sync: bool | None,
+        expand: bool,
+        padding: bool,
+        columns: bool,
+    ) -> Dispatched:
+        sending, known = self._prepare(
+            x, topk_idx, topk_weights, stats, num_experts, num_max_tokens, alignment, num_sms, num_qps, previous_event,
+            is_async, on_comm, handle, copies_topk, cpu_sync, expand, padding, columns,
+        )  # fmt: skip
+        sending.order.wait_too(before_epilogue)
+        if handle is not None:
+            return self._mode.resend(sending, handle)
+        return self._mode.send(sending, known)
 
     def _prepare(
         self,
@@ -443,22 +484,8 @@ class ElasticBuffer(BufferBase):
         assertion(expand or not padding, "argument do_zero_padding: got True, allowed False without do_expand")
         payload = Payload(x, core)
         if handle is not None:
-            assertion(topk_idx is None, "argument topk_idx: got a tensor, allowed None with a handle")
-            assertion(
-                not check_flag("do_cpu_sync", cpu_sync), "argument do_cpu_sync: got True, allowed False with a handle"
-            )
-            if stats is not None:
-                raise value_error("cumulative_local_expert_recv_stats", "a tensor", "None with a handle")
             self._mode.check_handle(handle)
-            for name, value in (
-                ("num_experts", num_experts),
-                ("expert_alignment", alignment),
-                ("num_max_tokens_per_rank", num_max_tokens),
-            ):
-                own = getattr(handle, name)
-                assertion(
-                    value is None or value == own, f"argument {name}: got {value}, allowed {own}, as in the handle"
-                )
+            check_beside_handle(handle, topk_idx, cpu_sync, stats, num_experts, alignment, num_max_tokens)
             num_experts, alignment = handle.num_experts, handle.expert_alignment
             num_max_tokens, num_topk = handle.num_max_tokens_per_rank, int(handle.topk_idx.shape[1])
             worst = False

@@ -9,7 +9,7 @@ from . import _elastic_sizes, _torch
 from ._balance import Balancing, BufferAllocator, Tensors
 from ._balance import sms as _even
 from ._elastic import EPHandle, Event, Rows, Sending
-from ._torch import UINT8, OptionalTensor, Tensor, opaque
+from ._torch import UINT8, OptionalTensor, Tensor, is_compiling, native, opaque
 from .bootstrap import Bootstrap
 from .elastic import CPU_SECONDS, GPU_SECONDS, USUAL_SMS, ElasticBuffer, Group
 from .errors import assertion, check_flag
@@ -86,7 +86,7 @@ class EPBuffer(ElasticBuffer):
         """ElasticBuffer.barrier; `wait_comm_stream` and `context_idx` are accepted."""
         super().barrier(wait_comm_stream, with_cpu_sync, sequential)
 
-    @opaque
+    @native
     def dispatch(  # type: ignore[override]
         self,
         x: Rows,
@@ -126,6 +126,15 @@ class EPBuffer(ElasticBuffer):
         assertion(not check_flag("do_handle_copy", do_handle_copy), "argument do_handle_copy: got True, allowed False")
         defer = check_flag("defer_epilogue", defer_epilogue)
         assertion(not defer or bool(async_with_compute_stream), "defer_epilogue needs async_with_compute_stream=True")
+        if is_compiling():
+            from .ops import methods
+
+            return methods.elastic_dispatch(
+                self, x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts,
+                num_max_tokens_per_rank, expert_alignment, num_sms, num_qps, previous_event, None,
+                async_with_compute_stream, allocate_on_comm_stream, handle, False, do_cpu_sync, do_expand,
+                do_zero_padding, use_tma_aligned_col_major_sf,
+            )  # fmt: skip
         sending, known = self._prepare(
             x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
             expert_alignment, num_sms, num_qps, previous_event, async_with_compute_stream, allocate_on_comm_stream,
@@ -140,7 +149,7 @@ class EPBuffer(ElasticBuffer):
             result = self._mode.send(sending, known)
         return self._defer("dispatch", result[4], lambda: self._given(result[:4])) if defer else result
 
-    @opaque
+    @native
     def combine(  # type: ignore[override]
         self,
         x: Tensor,
@@ -168,6 +177,13 @@ class EPBuffer(ElasticBuffer):
         """
         defer = check_flag("defer_epilogue", defer_epilogue)
         assertion(not defer or bool(async_with_compute_stream), "defer_epilogue needs async_with_compute_stream=True")
+        if is_compiling():
+            from .ops import methods
+
+            return methods.elastic_combine(
+                self, x, handle, topk_weights, bias, num_sms, num_qps, previous_event, None, async_with_compute_stream,
+                allocate_on_comm_stream,
+            )  # fmt: skip
         result = self._combine(
             x, handle, topk_weights, bias, num_sms, num_qps, previous_event, None, async_with_compute_stream,
             allocate_on_comm_stream,

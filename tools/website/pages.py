@@ -44,7 +44,12 @@ PYTHON: dict[str, tuple[str, str, dict[str, list[str]]]] = {
     "ops": (
         "deep_ep.ops",
         "Operators for torch.compile, torch.export and gradients: see :doc:`/docs/operators`.",
-        {"deep_ep.ops": ["dispatch", "combine", "Received", "Handle", "overlap", "Overlap", "communicate_once"]},
+        {
+            "deep_ep.ops": [
+                *("dispatch", "combine", "Received", "Handle", "overlap", "Overlap", "communicate_once"),
+                *("elastic_dispatch", "elastic_combine"),
+            ]
+        },
     ),
     "nn": (
         "deep_ep.nn",

@@ -7,6 +7,17 @@ They can be traced by torch.compile and torch.export; those of normal mode are d
 from __future__ import annotations
 
 from . import _low_latency  # noqa: F401 - defines operators
+from .elastic import elastic_combine, elastic_dispatch
 from .functional import Handle, Overlap, Received, combine, communicate_once, dispatch, overlap
 
-__all__ = ["Handle", "Overlap", "Received", "combine", "communicate_once", "dispatch", "overlap"]
+__all__ = [
+    "Handle",
+    "Overlap",
+    "Received",
+    "combine",
+    "communicate_once",
+    "dispatch",
+    "elastic_combine",
+    "elastic_dispatch",
+    "overlap",
+]

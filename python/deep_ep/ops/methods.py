@@ -15,22 +15,27 @@ from .. import errors
 from .._torch import opaque
 from ..config import Config
 from ..utils import EventOverlap
+from . import elastic
 from ._normal import handle_tensors
 
 if TYPE_CHECKING:
+    from .._elastic import Combined as ElasticCombined
+    from .._elastic import Dispatched as ElasticDispatched
+    from .._elastic import EPHandle
     from .._low_latency import Combined as LowLatencyCombined
     from .._low_latency import Dispatched as LowLatencyDispatched
     from .._normal import Dispatched
     from ..buffer import Buffer
+    from ..elastic import ElasticBuffer
 
 OptionalTensor = Tensor | None
 Hook = Callable[[], None]
 
 
 @opaque
-def break_graph(method: str, what: str) -> None:
+def break_graph(method: str, what: str, kind: str = "Buffer") -> None:
     """A graph break for dynamo. It is reached where nothing can run between graphs, as in torch.export."""
-    text = f"Buffer.{method}: there is no operator for {what}, which torch.export needs"
+    text = f"{kind}.{method}: there is no operator for {what}, which torch.export needs"
     raise errors.DeepEPNotImplementedError(errors.UNSUPPORTED, text)
 
 
@@ -209,3 +214,64 @@ def low_latency_combine(
             torch.ops.deep_ep.low_latency_combine_out(out, *inputs)
             combined = out
     return combined, EventOverlap(), hook
+
+
+def elastic_dispatch(
+    buffer: ElasticBuffer,
+    x: Any,
+    topk_idx: OptionalTensor,
+    topk_weights: OptionalTensor,
+    stats: OptionalTensor,
+    num_experts: int | None,
+    num_max_tokens: int | None,
+    alignment: int | None,
+    num_sms: int,
+    num_qps: int,
+    previous_event: Any,
+    before_epilogue: Any,
+    is_async: bool,
+    on_comm: bool,
+    handle: EPHandle | None,
+    copies_topk: bool,
+    cpu_sync: bool | None,
+    expand: bool,
+    padding: bool,
+    columns: bool,
+) -> ElasticDispatched:
+    """ElasticBuffer.dispatch."""
+    _check_elastic_order("dispatch", previous_event, before_epilogue, is_async, on_comm)
+    with torch.no_grad():
+        recv_x, idx, weights, made = elastic.elastic_dispatch(
+            buffer, x, topk_idx, topk_weights, num_experts=num_experts, num_max_tokens_per_rank=num_max_tokens,
+            expert_alignment=alignment, handle=handle, do_cpu_sync=cpu_sync, do_expand=expand, do_zero_padding=padding,
+            use_tma_aligned_col_major_sf=columns, cumulative_local_expert_recv_stats=stats, num_sms=num_sms,
+        )  # fmt: skip
+        if copies_topk and handle is None:
+            made.topk_idx = made.topk_idx.clone()
+    return recv_x, idx, weights, made, EventOverlap()
+
+
+def elastic_combine(
+    buffer: ElasticBuffer,
+    x: Tensor,
+    handle: EPHandle,
+    topk_weights: OptionalTensor,
+    bias: Any,
+    num_sms: int,
+    num_qps: int,
+    previous_event: Any,
+    before_epilogue: Any,
+    is_async: bool,
+    on_comm: bool,
+) -> ElasticCombined:
+    """ElasticBuffer.combine."""
+    _check_elastic_order("combine", previous_event, before_epilogue, is_async, on_comm)
+    with torch.no_grad():
+        combined, weights = elastic.elastic_combine(buffer, x, handle, topk_weights, bias, num_sms=num_sms)
+    return combined, weights, EventOverlap()
+
+
+def _check_elastic_order(method: str, previous: Any, before_epilogue: Any, is_async: Any, on_comm: Any) -> None:
+    if previous is not None or before_epilogue is not None or is_async or on_comm:
+        text = "previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream"
+        break_graph(method, f"events ({text})", "ElasticBuffer")
