@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 import internode
+import test_clients_inference as inference
+import test_clients_training as training
 import test_frameworks as on_one_node
 
 PATTERNS = {
@@ -16,12 +18,15 @@ PATTERNS = {
     "TensorRT-LLM": (on_one_node.rank_tensorrt, True),
     "LMDeploy": (on_one_node.rank_lmdeploy,),
     "upstream's loop": (on_one_node.rank_gpt_style,),
+    **{f"inference, {name}": (rank,) for name, rank in inference.CLIENTS.items()},
+    **{f"training, {name}": (rank,) for name, rank in training.CLIENTS.items()},
 }
 
 pytestmark = pytest.mark.usefixtures("nodes")
 
 
-LONG = ("TensorRT-LLM", "LMDeploy", "upstream's loop")
+CLIENTS = (name for name in PATTERNS if name.startswith(("inference, ", "training, ")))
+LONG = ("TensorRT-LLM", "LMDeploy", "upstream's loop", *CLIENTS)
 
 
 @pytest.mark.parametrize("name", internode.unless_full(PATTERNS, LONG))
