@@ -117,6 +117,7 @@ static deepep_status_t take_struct(void *full, uint32_t full_size, uint32_t firs
 #define PLAN_INFO_SIZE_0_1 offsetof(deepep_plan_info, elastic_bytes)
 #define NOTIFY_SIZE_0_1 offsetof(deepep_notify, routing)
 #define DISPATCH_SIZE_0_1 offsetof(deepep_dispatch_args, recv_scale_token_stride)
+#define LL_DISPATCH_SIZE_0_1 offsetof(deepep_ll_dispatch_args, x_scales)
 #define COMBINE_SIZE_0_1 offsetof(deepep_combine_args, num_x_rows)
 
 /* Writes a filled struct back into the caller's, as far as that reaches. */
@@ -507,7 +508,7 @@ DP_PUBLIC deepep_status_t deepep_low_latency_dispatch(deepep_buffer_t buffer, de
   deepep_ll_dispatch_args full = DEEPEP_LL_DISPATCH_INIT;
   dp_call order;
   TRY(enter());
-  TRY(take(&full, sizeof full, args, "args"));
+  TRY(take_struct(&full, sizeof full, LL_DISPATCH_SIZE_0_1, args, "args"));
   TRY(take_call(&order, call));
   TRY(dpgo_low_latency_dispatch(ID(buffer), &full, &order));
   args->ticket = full.ticket;

@@ -96,6 +96,10 @@ func (b *Buffer) Combine(a *CombineArgs, c *Call) error { return b.live().Combin
 // CumulativeRecvStats int32 [L] and WaitRecvCostStats int64 [R] (ns waited for each rank) are added to, or 0. Rows past
 // RecvCount are undefined.
 //
+// With FP4 (H a multiple of 128; UseFP8 does not count) RecvX is [L, R*B, H/2], two e2m1 in a byte. FP4Packed: X
+// [T, H/2] and XScales [T, H/16] are bytes that are moved, RecvXScales is [L, R*B, H/16]. FP4Cast: X is BF16, XScales
+// one float32 or 0, RecvXScales e4m3 in the tiles that deepep.h describes at recv_x_scales.
+//
 // Errors beside those of Buffer: ErrInvalidArgument also for the kernel library's limits and for a shape that
 // num_rdma_bytes is too small for, with the size that it takes.
 func (b *Buffer) LowLatencyDispatch(a *LLDispatchArgs, c *Call) error {

@@ -33,6 +33,7 @@ type (
 	Type           = op.Type
 	Phase          = op.Phase
 	Flags          = op.Flags
+	FP4            = op.FP4
 	Operation      = op.Operation
 )
 

@@ -740,6 +740,12 @@ enum {
   DEEPEP_LL_UNREDUCED = 16   /* combine: every expert's row travels; none are summed at the expert's rank */
 };
 
+/* FP4 rows of low-latency dispatch. */
+enum {
+  DEEPEP_FP4_PACKED = 1, /* x and x_scales are FP4 already: their bytes are moved */
+  DEEPEP_FP4_CAST = 2    /* rows of BF16 are cast to NVFP4 */
+};
+
 /* Arguments of deepep_low_latency_dispatch, which sends every token to the experts that it names. */
 typedef struct deepep_ll_dispatch_args {
   uint32_t struct_size;
@@ -754,24 +760,32 @@ typedef struct deepep_ll_dispatch_args {
   int32_t num_experts;    /* E, a multiple of R */
   int32_t index_type;     /* of topk_idx: DEEPEP_INT32 or DEEPEP_INT64 */
   int32_t use_fp8;        /* 1: rows are cast to e4m3, with a scale for 128 channels */
-  int32_t reserved0;
-  const void *x;        /* [in] [T,H] BF16 */
+  /* 0, DEEPEP_FP4_PACKED or DEEPEP_FP4_CAST: rows of e2m1, two in a byte (the lower channel in the lower half), with a
+   * byte of scale for 16 channels. H is a multiple of 128, flags are 0, use_fp8 does not count. */
+  int32_t fp4;
+  const void *x;        /* [in] [T,H] BF16; with DEEPEP_FP4_PACKED [T, H/2] bytes */
   const void *topk_idx; /* [in] [T,K] index_type: experts; -1 selects nothing */
   /* [in] [T,K] or NULL: sent along, so that the send half of combine can sum a token's rows at the experts' rank. */
   const float *topk_weights;
-  void *recv_x; /* [out] [L, R*B, H] BF16 or e4m3 */
-  /* [out] float32 [L, H/128, R*B] in memory, or int32 [L, H/512, R*B] with DEEPEP_LL_UE8M0. */
+  void *recv_x; /* [out] [L, R*B, H] BF16 or e4m3, [L, R*B, H/2] bytes of e2m1 */
+  /* [out] float32 [L, H/128, R*B] in memory, or int32 [L, H/512, R*B] with DEEPEP_LL_UE8M0. DEEPEP_FP4_PACKED: bytes
+   * [L, R*B, H/16]. DEEPEP_FP4_CAST: e4m3 [L, ceil(R*B/128), H/64, 32, 4, 4], the tiles of 128 rows x 4 scales that GEMM
+   * kernels read; that of row r for channels 16 c to 16 c + 15 is at [r/128][c/4][r%32][r/32%4][c%4]. */
   void *recv_x_scales;
   int32_t *recv_count;            /* [out] [L] rows for each local expert */
   int32_t *src_info;              /* [out] [L, R*B] token index at the source */
   int64_t *layout_range;          /* [out] [L, R]: (first row << 32) | count, of the source rank's rows */
   int32_t *cumulative_recv_stats; /* [inout] [L] += recv_count, or NULL */
   int64_t *wait_recv_cost_stats;  /* [inout] [R] += ns waited for that rank, or NULL */
+  /* [in] DEEPEP_FP4_PACKED: [T, H/16] bytes. DEEPEP_FP4_CAST: one float32, g, or NULL: g is 1. With a the greatest
+   * magnitude of 16 channels, their scale s is g * (a / 6), not above 448, rounded to e4m3, and a channel becomes
+   * x * (g / s), rounded to e2m1 (to nearest even, not above 6, -0 becomes 0): a value is q * s / g. */
+  const void *x_scales;
 } deepep_ll_dispatch_args;
 /* clang-format off */
 #define DEEPEP_LL_DISPATCH_INIT                                                                                      \
   {sizeof(deepep_ll_dispatch_args), DEEPEP_SEND_RECV, 0, 0, 0, 0, 0, 0, 0, DEEPEP_INT64, 1, 0, NULL, NULL, NULL, NULL, \
-   NULL, NULL, NULL, NULL, NULL, NULL}
+   NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 /* collective, launches. A call with both phases runs on the communication stream, as `call` says, if it is asynchronous
  * or has a previous_event; else on call->stream, which would wait for it anyway. Halves run on call->stream, and the

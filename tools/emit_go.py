@@ -10,10 +10,10 @@ from abi_check import OPTIONAL
 from c_header import Constant, Enum, Field, Header, Struct
 
 WORDS = {  # words of C names that CamelCase would spoil
-    "abi": "ABI", "bf16": "BF16", "cc": "CC", "e4m3": "E4M3", "fd": "FD", "fp8": "FP8", "id": "ID", "isa": "ISA",
-    "ll": "LL", "logfmt": "LogFMT", "mnnvl": "MNNVL", "ms": "MS", "nic": "NIC", "nowait": "NoWait", "ns": "NS",
-    "nvl": "NVL", "ok": "OK", "pid": "PID", "qp": "QP", "qps": "QPs", "rdma": "RDMA", "sm": "SM", "sm90": "SM90",
-    "sms": "SMs", "topk": "TopK", "ue8m0": "UE8M0", "uuid": "UUID",
+    "abi": "ABI", "bf16": "BF16", "cc": "CC", "e4m3": "E4M3", "fd": "FD", "fp4": "FP4", "fp8": "FP8", "id": "ID",
+    "isa": "ISA", "ll": "LL", "logfmt": "LogFMT", "mnnvl": "MNNVL", "ms": "MS", "nic": "NIC", "nowait": "NoWait",
+    "ns": "NS", "nvfp4": "NVFP4", "nvl": "NVL", "ok": "OK", "pid": "PID", "qp": "QP", "qps": "QPs", "rdma": "RDMA",
+    "sm": "SM", "sm90": "SM90", "sms": "SMs", "topk": "TopK", "ue8m0": "UE8M0", "uuid": "UUID",
 }  # fmt: skip
 NAMES = {  # constants that go by another name in Go
     "DK_ABI_VERSION": "Version",
@@ -51,7 +51,7 @@ PUBLIC_FUNCTIONS = {  # of package core, where a comment names C's
     "deepep_next_low_latency_combine_buffer": "Buffer.NextCombineBuffer",
 }
 PUBLIC_FIELDS = {
-    "x_type": "Type", "index_type": "Type", "phases": "Phase", "flags": "Flags", "part": "WarmupPart",
+    "x_type": "Type", "index_type": "Type", "phases": "Phase", "flags": "Flags", "fp4": "FP4", "part": "WarmupPart",
     "routing": "Routing",
     "shape_from": "ShapeFrom", "ll_shape_from": "ShapeFrom",
 }  # fmt: skip
@@ -63,6 +63,7 @@ PUBLIC_ENUMS = {  # by the first constant: the Go type
     "DEEPEP_ROUTING_NONE": "Routing",
     "DEEPEP_SEND": "Phase",
     "DEEPEP_LL_ROUND_SCALE": "Flags",
+    "DEEPEP_FP4_PACKED": "FP4",
     "DEEPEP_OP_NONE": "Operation",
 }
 HIDDEN = re.compile(r"struct_size|magic|version|reserved\d+")  # fields that only C callers set

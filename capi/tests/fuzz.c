@@ -258,6 +258,8 @@ static void call_ll_dispatch(deepep_call *call) {
   a.num_experts = wrong32(8);
   a.index_type = wrong32(1);
   a.use_fp8 = (int32_t)below(2);
+  a.fp4 = below(2) ? 0 : wrong32((int32_t)below(3));
+  a.x_scales = address();
   a.x = address();
   a.topk_idx = address();
   a.topk_weights = address();

@@ -236,20 +236,32 @@ type LLDispatchArgs struct {
 	NumExperts   int32  // E, a multiple of R
 	IndexType    Type   // of TopKIdx: Int32 or Int64
 	UseFP8       int32  // 1: rows are cast to e4m3, with a scale for 128 channels
-	_            int32
-	X            uintptr // [in] [T,H] BF16
-	TopKIdx      uintptr // [in] [T,K] IndexType: experts; -1 selects nothing
+
+	// 0, FP4Packed or FP4Cast: rows of e2m1, two in a byte (the lower channel in the lower half), with a byte of scale
+	// for 16 channels. H is a multiple of 128, flags are 0, UseFP8 does not count.
+	FP4     FP4
+	X       uintptr // [in] [T,H] BF16; with FP4Packed [T, H/2] bytes
+	TopKIdx uintptr // [in] [T,K] IndexType: experts; -1 selects nothing
 
 	// [in] float32 [T,K] or 0: sent along, so that the send half of combine can sum a token's rows at the experts'
 	// rank.
-	TopKWeights         uintptr
-	RecvX               uintptr // [out] [L, R*B, H] BF16 or e4m3
-	RecvXScales         uintptr // [out] float32 [L, H/128, R*B] in memory, or int32 [L, H/512, R*B] with LLUE8M0.
+	TopKWeights uintptr
+	RecvX       uintptr // [out] [L, R*B, H] BF16 or e4m3, [L, R*B, H/2] bytes of e2m1
+
+	// [out] float32 [L, H/128, R*B] in memory, or int32 [L, H/512, R*B] with LLUE8M0. FP4Packed: bytes [L, R*B, H/16].
+	// FP4Cast: e4m3 [L, ceil(R*B/128), H/64, 32, 4, 4], the tiles of 128 rows x 4 scales that GEMM kernels read; that
+	// of row r for channels 16 c to 16 c + 15 is at [r/128][c/4][r%32][r/32%4][c%4].
+	RecvXScales         uintptr
 	RecvCount           uintptr // [out] int32 [L] rows for each local expert
 	SrcInfo             uintptr // [out] int32 [L, R*B] token index at the source
 	LayoutRange         uintptr // [out] int64 [L, R]: (first row << 32) | count, of the source rank's rows
 	CumulativeRecvStats uintptr // [inout] int32 [L] += RecvCount, or 0
 	WaitRecvCostStats   uintptr // [inout] int64 [R] += ns waited for that rank, or 0
+
+	// [in] FP4Packed: [T, H/16] bytes. FP4Cast: one float32, g, or 0: g is 1. With a the greatest magnitude of 16
+	// channels, their scale s is g * (a / 6), not above 448, rounded to e4m3, and a channel becomes x * (g / s),
+	// rounded to e2m1 (to nearest even, not above 6, -0 becomes 0): a value is q * s / g.
+	XScales uintptr
 }
 
 // LLCombineArgs are the arguments of Buffer.LowLatencyCombine, which brings the experts' rows back and sums them

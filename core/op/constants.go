@@ -71,6 +71,12 @@ const (
 	LLUnreduced  Flags = 16 // combine: every expert's row travels; none are summed at the expert's rank
 )
 
+// FP4 rows of low-latency dispatch.
+const (
+	FP4Packed FP4 = 1 // x and XScales are FP4 already: their bytes are moved
+	FP4Cast   FP4 = 2 // rows of BF16 are cast to NVFP4
+)
+
 // Operations, for statistics.
 const (
 	OpNone       Operation = 0

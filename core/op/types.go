@@ -31,6 +31,9 @@ type Routing int32
 // Phase says which halves of a low-latency call are issued.
 type Phase int32
 
+// FP4 is the way in which a low-latency dispatch makes rows of FP4; 0: none.
+type FP4 int32
+
 // Flags of a low-latency call are added up.
 type Flags int32
 

@@ -3,7 +3,7 @@
 package abi
 
 // Version is DK_ABI_VERSION.
-const Version = 5
+const Version = 6
 
 // MaxRanks is DK_MAX_RANKS.
 const MaxRanks = 1024
@@ -202,10 +202,13 @@ const (
 	CombineUnreduced = 1
 )
 
-// Format of the rows of a low-latency dispatch.
+// Format of the rows of a low-latency dispatch. FP4: two e2m1 in a byte, the lower channel in the lower half, and
+// one byte of scale for 16 channels. Its rows take 9/16 bytes a channel on every link.
 const (
-	FormatBF16 = 0
-	FormatFP8  = 1
+	FormatBF16  = 0
+	FormatFP8   = 1
+	FormatFP4   = 2 // x and its scales are bytes that are moved as they are; scales by row
+	FormatNVFP4 = 3 // x is BF16 and is cast: scales are e4m3, in tiles of 128 rows x 4 scales
 )
 
 // In a record of DK_FIELD_FORMAT, beside the format: topk_weights were given. The record also has DK_LL_* << 8.

@@ -703,25 +703,34 @@ type LLDispatchParams struct {
 	Phases uint32
 
 	// the send half stores its epoch and slot in device word `ticket`; the receive half loads them
-	Ticket          uint32
-	X               uint64 // [T,H] BF16
-	TopKIdx         uint64 // [T,K]
-	TopKWeights     uint64 // [T,K] float32, sent along so that combine can sum at the experts' rank; or 0
-	NumTokens       int32
-	NumTopK         int32
-	IndexBytes      int32
-	Format          int32 // DK_FORMAT_*
-	NumMaxTokens    int32
-	Hidden          int32
-	NumExperts      int32
-	_               int32
-	RecvX           uint64 // [out] [L, R*B, H]
-	RecvScales      uint64 // [out] float32 [L, H/128, R*B] or int32 [L, H/512, R*B] in memory
+	Ticket       uint32
+	X            uint64 // [T,H] BF16; with DK_FORMAT_FP4 [T, H/2] bytes
+	TopKIdx      uint64 // [T,K]
+	TopKWeights  uint64 // [T,K] float32, sent along so that combine can sum at the experts' rank; or 0
+	NumTokens    int32
+	NumTopK      int32
+	IndexBytes   int32
+	Format       int32 // DK_FORMAT_*
+	NumMaxTokens int32
+	Hidden       int32
+	NumExperts   int32
+	_            int32
+	RecvX        uint64 // [out] [L, R*B, H]; FP4: [L, R*B, H/2] bytes
+
+	// [out] float32 [L, H/128, R*B] or int32 [L, H/512, R*B] in memory. DK_FORMAT_FP4: bytes [L, R*B, H/16].
+	// DK_FORMAT_NVFP4: bytes [L, ceil(R*B/128), H/64, 32, 4, 4]; the scale of row r for channels 16 c to 16 c + 15 is
+	// at [r/128][c/4][r%32][r/32%4][c%4].
+	RecvScales      uint64
 	RecvCount       uint64 // [out] int32[L]
 	SrcInfo         uint64 // [out] int32[L, R*B]
 	LayoutRange     uint64 // [out] int64[L,R]
 	CumulativeStats uint64 // [inout] int32[L] += count; 0: not wanted
 	WaitStats       uint64 // [inout] int64[R] += ns; 0: not wanted
+
+	// DK_FORMAT_FP4: [T, H/16] bytes. DK_FORMAT_NVFP4: one float32, the factor g that scales were made for, or 0: g is
+	// 1. With a the greatest magnitude of 16 channels the scale s is g * (a / 6), not above 448, as e4m3; a channel
+	// becomes x * (g / s) as e2m1, to nearest even, not above 6; -0 becomes 0. NaN makes s NaN.
+	XScales uint64
 }
 
 // LLCombineParams is dk_ll_combine_params.

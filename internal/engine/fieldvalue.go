@@ -51,7 +51,9 @@ func formatText(number uint32, value int64) string {
 	flags := value >> 8
 	switch number {
 	case abi.OpLLDispatch:
-		text := yes(value&(abi.FormatWeights-1) == abi.FormatFP8, "use_fp8=True", "use_fp8=False")
+		texts := map[int64]string{abi.FormatFP8: "use_fp8=True", abi.FormatFP4: "FP4 rows", abi.FormatNVFP4: "use_nvfp4=True"}
+		text, known := texts[value&(abi.FormatWeights-1)]
+		text = yes(known, text, "use_fp8=False")
 		text += yes(value&abi.FormatWeights != 0, " topk_weights", "")
 		text += yes(flags&abi.LLRoundScale != 0, " round_scale=True", "")
 		return text + yes(flags&abi.LLUE8M0 != 0, " use_ue8m0=True", "")

@@ -26,7 +26,7 @@ func (b *Buffer) LowLatencyDispatch(a *op.LLDispatchArgs, c *Call) error {
 		return err
 	}
 	shape := plan.LowLatency{NumTokens: a.NumTokens, NumMaxTokens: a.NumMaxTokens, Hidden: a.Hidden, NumTopK: a.NumTopK,
-		NumExperts: a.NumExperts, IndexType: a.IndexType, Flags: a.Flags, FP8: a.UseFP8 != 0}
+		NumExperts: a.NumExperts, IndexType: a.IndexType, Flags: a.Flags, FP8: a.UseFP8 != 0 && a.FP4 == 0, FP4: a.FP4}
 	if err := shape.CheckDispatch(b.top, &b.limits); err != nil {
 		return err
 	}
@@ -43,10 +43,7 @@ func (b *Buffer) LowLatencyDispatch(a *op.LLDispatchArgs, c *Call) error {
 		p.X, p.TopKIdx, p.TopKWeights = uint64(a.X), uint64(a.TopKIdx), uint64(a.TopKWeights)
 		p.NumTokens, p.NumTopK, p.IndexBytes = a.NumTokens, a.NumTopK, a.IndexType.Size()
 		p.NumMaxTokens, p.Hidden, p.NumExperts = a.NumMaxTokens, a.Hidden, a.NumExperts
-		p.Format = abi.FormatBF16
-		if a.UseFP8 != 0 {
-			p.Format = abi.FormatFP8
-		}
+		p.Format, p.XScales = formatOf(a), uint64(a.XScales)
 		p.RecvX, p.RecvScales, p.RecvCount = uint64(a.RecvX), uint64(a.RecvXScales), uint64(a.RecvCount)
 		p.SrcInfo, p.LayoutRange = uint64(a.SrcInfo), uint64(a.LayoutRange)
 		p.CumulativeStats, p.WaitStats = uint64(a.CumulativeRecvStats), uint64(a.WaitRecvCostStats)
@@ -54,12 +51,26 @@ func (b *Buffer) LowLatencyDispatch(a *op.LLDispatchArgs, c *Call) error {
 	})
 }
 
+// formatOf returns the format of a dispatch's rows.
+func formatOf(a *op.LLDispatchArgs) int32 {
+	switch {
+	case a.FP4 == op.FP4Packed:
+		return abi.FormatFP4
+	case a.FP4 == op.FP4Cast:
+		return abi.FormatNVFP4
+	case a.UseFP8 != 0:
+		return abi.FormatFP8
+	}
+	return abi.FormatBF16
+}
+
 func checkLLDispatch(a *op.LLDispatchArgs, phases uint32) error {
 	in, send, recv := a.NumTokens > 0, phases&abi.PhaseSend != 0, phases&abi.PhaseRecv != 0
 	return need(
 		given{"x", a.X, in && send, 16}, given{"topk_idx", a.TopKIdx, in && send, uintptr(a.IndexType.Size())},
 		given{"topk_weights", a.TopKWeights, false, 4},
-		given{"recv_x", a.RecvX, recv, 16}, given{"recv_x_scales", a.RecvXScales, recv && a.UseFP8 != 0, 4},
+		given{"recv_x", a.RecvX, recv, 16}, given{"recv_x_scales", a.RecvXScales, recv && formatOf(a) != abi.FormatBF16, 4},
+		given{"x_scales", a.XScales, in && send && a.FP4 == op.FP4Packed, 4},
 		given{"recv_count", a.RecvCount, recv, 4}, given{"src_info", a.SrcInfo, recv, 4}, given{"layout_range", a.LayoutRange, recv, 8},
 		given{"cumulative_recv_stats", a.CumulativeRecvStats, false, 4}, given{"wait_recv_cost_stats", a.WaitRecvCostStats, false, 8})
 }

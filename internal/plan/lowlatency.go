@@ -13,6 +13,7 @@ type LowLatency struct {
 	IndexType                                            op.Type
 	Flags                                                op.Flags
 	FP8                                                  bool // dispatch casts
+	FP4                                                  op.FP4
 }
 
 // LocalExperts is the number of experts of one rank.
@@ -26,6 +27,12 @@ func (l LowLatency) CheckDispatch(t Topology, limits *Limits) error {
 	switch {
 	case l.Flags&^(op.LLRoundScale|op.LLUE8M0) != 0:
 		return status.InvalidArg("flags", l.Flags, "a sum of ROUND_SCALE = 1 and UE8M0 = 2")
+	case l.FP4 < 0 || l.FP4 > op.FP4Cast:
+		return status.InvalidArg("fp4", l.FP4, "0, PACKED = 1 or CAST = 2")
+	case l.FP4 != 0 && l.Flags != 0:
+		return status.InvalidArg("flags", l.Flags, "0 with FP4 rows")
+	case l.FP4 != 0 && l.Hidden%scaleChannels != 0:
+		return status.InvalidArg("hidden", l.Hidden, "a multiple of 128 with FP4 rows")
 	case l.Flags != 0 && !l.FP8:
 		return status.InvalidArg("flags", l.Flags, "0 without use_fp8: there are no scales to round or pack")
 	case l.Flags == op.LLUE8M0:

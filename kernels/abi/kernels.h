@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define DK_ABI_VERSION 5u
+#define DK_ABI_VERSION 6u
 
 /* Codes: the numbers of the status codes of deepep.h. */
 enum {
@@ -809,8 +809,14 @@ typedef struct dk_combine_params {
 } dk_combine_params;
 int32_t dk_combine(dk_combine_params *p);
 
-/* Format of the rows of a low-latency dispatch. */
-enum { DK_FORMAT_BF16 = 0, DK_FORMAT_FP8 = 1 };
+/* Format of the rows of a low-latency dispatch. FP4: two e2m1 in a byte, the lower channel in the lower half, and one
+ * byte of scale for 16 channels. Its rows take 9/16 bytes a channel on every link. */
+enum {
+  DK_FORMAT_BF16 = 0,
+  DK_FORMAT_FP8 = 1,
+  DK_FORMAT_FP4 = 2,  /* x and its scales are bytes that are moved as they are; scales by row */
+  DK_FORMAT_NVFP4 = 3 /* x is BF16 and is cast: scales are e4m3, in tiles of 128 rows x 4 scales */
+};
 /* In a record of DK_FIELD_FORMAT, beside the format: topk_weights were given. The record also has DK_LL_* << 8. */
 enum { DK_FORMAT_WEIGHTS = 128 };
 /* Flags of the low-latency operations. */
@@ -826,19 +832,26 @@ typedef struct dk_ll_dispatch_params {
   DK_OP_HEADER; /* flags: DK_LL_* */
   uint32_t phases;
   uint32_t ticket;   /* the send half stores its epoch and slot in device word `ticket`; the receive half loads them */
-  uint64_t x;        /* [T,H] BF16 */
+  uint64_t x;        /* [T,H] BF16; with DK_FORMAT_FP4 [T, H/2] bytes */
   uint64_t topk_idx; /* [T,K] */
   uint64_t topk_weights; /* [T,K] float32, sent along so that combine can sum at the experts' rank; or 0 */
   int32_t num_tokens, num_topk, index_bytes;
   int32_t format; /* DK_FORMAT_* */
   int32_t num_max_tokens, hidden, num_experts, reserved0;
-  uint64_t recv_x;           /* [out] [L, R*B, H] */
-  uint64_t recv_scales;      /* [out] float32 [L, H/128, R*B] or int32 [L, H/512, R*B] in memory */
+  uint64_t recv_x; /* [out] [L, R*B, H]; FP4: [L, R*B, H/2] bytes */
+  /* [out] float32 [L, H/128, R*B] or int32 [L, H/512, R*B] in memory. DK_FORMAT_FP4: bytes [L, R*B, H/16].
+   * DK_FORMAT_NVFP4: bytes [L, ceil(R*B/128), H/64, 32, 4, 4]; the scale of row r for channels 16 c to 16 c + 15 is at
+   * [r/128][c/4][r%32][r/32%4][c%4]. */
+  uint64_t recv_scales;
   uint64_t recv_count;       /* [out] int32[L] */
   uint64_t src_info;         /* [out] int32[L, R*B] */
   uint64_t layout_range;     /* [out] int64[L,R] */
   uint64_t cumulative_stats; /* [inout] int32[L] += count; 0: not wanted */
   uint64_t wait_stats;       /* [inout] int64[R] += ns; 0: not wanted */
+  /* DK_FORMAT_FP4: [T, H/16] bytes. DK_FORMAT_NVFP4: one float32, the factor g that scales were made for, or 0: g is 1.
+   * With a the greatest magnitude of 16 channels the scale s is g * (a / 6), not above 448, as e4m3; a channel becomes
+   * x * (g / s) as e2m1, to nearest even, not above 6; -0 becomes 0. NaN makes s NaN. */
+  uint64_t x_scales;
 } dk_ll_dispatch_params;
 int32_t dk_ll_dispatch(dk_ll_dispatch_params *p);
 

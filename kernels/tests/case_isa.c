@@ -12,6 +12,7 @@ static const struct ll_spec shapes[] = {
     {ROWS, .hidden = 8 * 37},
     {ROWS, .hidden = 1024, .format = DK_FORMAT_FP8},
     {ROWS, .hidden = 128, .format = DK_FORMAT_FP8, .values = SPECIALS},
+    {ROWS, .hidden = 256, .format = DK_FORMAT_NVFP4, .values = SPECIALS},
     {ROWS, .hidden = 1024, .format = DK_FORMAT_FP8, .flags = DK_LL_ROUND_SCALE | DK_LL_UE8M0},
     {ROWS, .hidden = 1024, .combine_flags = DK_LL_LOGFMT},
     {ROWS, .hidden = 1024, .weights = true},

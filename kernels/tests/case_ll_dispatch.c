@@ -37,6 +37,16 @@ SPEC(ue8m0, .format = DK_FORMAT_FP8, .flags = DK_LL_ROUND_SCALE | DK_LL_UE8M0, .
 SPEC(ue8m0_block, .format = DK_FORMAT_FP8, .flags = DK_LL_ROUND_SCALE | DK_LL_UE8M0, .hidden = 512);
 SPEC(ue8m0_7168, .format = DK_FORMAT_FP8, .flags = DK_LL_ROUND_SCALE | DK_LL_UE8M0, .hidden = 7168, .tokens = 4,
      .max_tokens = 4);
+SPEC(fp4, .format = DK_FORMAT_FP4);
+SPEC(fp4_odd, .format = DK_FORMAT_FP4, .hidden = 128 * 19, .tokens = 8, .index_bytes = 4);
+SPEC(fp4_wide, .format = DK_FORMAT_FP4, .hidden = 33024, .tokens = 3, .max_tokens = 4, .experts = 2);
+SPEC(fp4_ones, .format = DK_FORMAT_FP4, .payload = ALL_ONES, .hidden = 128);
+SPEC(fp4_zeros, .format = DK_FORMAT_FP4, .payload = ALL_ZEROS, .weights = true);
+SPEC(nvfp4, .format = DK_FORMAT_NVFP4);
+SPEC(nvfp4_odd, .format = DK_FORMAT_NVFP4, .hidden = 128 * 19, .tokens = 8, .index_bytes = 4);
+SPEC(nvfp4_tiles, .format = DK_FORMAT_NVFP4, .hidden = 128, .tokens = 60, .max_tokens = 64, .experts = 1, .topk = 2);
+SPEC(nvfp4_wide, .format = DK_FORMAT_NVFP4, .hidden = 16512, .tokens = 3, .max_tokens = 4, .experts = 2);
+SPEC(nvfp4_specials, .format = DK_FORMAT_NVFP4, .values = SPECIALS, .pattern = DUPLICATES, .weights = true);
 SPEC(weights_too, .weights = true);
 SPEC(fp8_weights_too, .weights = true, .format = DK_FORMAT_FP8, .pattern = DUPLICATES);
 
@@ -121,5 +131,15 @@ static const struct test_case cases[] = {
     {"ll FP8/UE8M0, 512 channels", shape, 4, &ue8m0_block, USUAL, 0, 0},
     {"ll FP8/UE8M0, 7168 channels", shape, 2, &ue8m0_7168, USUAL, 0, 0},
     {"ll FP8/with weights, duplicates", shape, 3, &fp8_weights_too, QUICK, 0, 0},
+    {"ll FP4/512 channels, 4 ranks", shape, 4, &fp4, QUICK, 0, 0},
+    {"ll FP4/2432 channels", shape, 3, &fp4_odd, QUICK, 0, 0},
+    {"ll FP4/33024 channels", shape, 2, &fp4_wide, HEAVY, 0, 0},
+    {"ll FP4/rows of ones", shape, 2, &fp4_ones, QUICK, 0, 0},
+    {"ll FP4/rows of zeros, with weights", shape, 3, &fp4_zeros, QUICK, 0, 0},
+    {"ll FP4/cast, 4 ranks", shape, 4, &nvfp4, QUICK, 0, 0},
+    {"ll FP4/cast, 2432 channels", shape, 3, &nvfp4_odd, QUICK, 0, 0},
+    {"ll FP4/cast, three tiles of scales", shape, 5, &nvfp4_tiles, QUICK, 0, 0},
+    {"ll FP4/cast, 16512 channels", shape, 2, &nvfp4_wide, HEAVY, 0, 0},
+    {"ll FP4/cast, NaN and infinity, duplicates", shape, 3, &nvfp4_specials, QUICK, 0, 0},
 };
 GROUP(ll_dispatch_cases);

@@ -37,6 +37,8 @@ static const struct test_case cases[] = {
     CASE(pairs, "ll dispatch/index E", 4, QUICK),
     CASE(pairs_late, "ll FP8/512 channels, 4 ranks", 4, QUICK),
     CASE(unmapped_late, "ll FP8/NaN and infinity", 3, QUICK),
+    CASE(pairs_late, "ll FP4/2432 channels", 4, QUICK),
+    CASE(unmapped_late, "ll FP4/cast, NaN and infinity, duplicates", 4, QUICK),
     CASE(fours, "ll FP8/rounded scales", 8, USUAL),
     CASE(singles_late, "ll FP8/UE8M0", 4, QUICK),
     CASE(pairs_late, "ll FP8/UE8M0, 7168 channels", 4, HEAVY),

@@ -24,16 +24,37 @@ void make_numbers(const struct ll *l, int source, int token, uint16_t *row) {
   }
 }
 
+uint64_t ll_value_bytes(const struct ll_spec *spec) {
+  uint64_t hidden = (uint64_t)spec->hidden;
+  return spec->format == DK_FORMAT_BF16 ? 2 * hidden : spec->format == DK_FORMAT_FP8 ? hidden : hidden / 2;
+}
+
+uint64_t ll_scale_bytes(const struct ll_spec *spec) {
+  uint64_t hidden = (uint64_t)spec->hidden;
+  if (spec->format == DK_FORMAT_BF16) return 0;
+  return spec->format == DK_FORMAT_FP8 ? hidden / (spec->flags & DK_LL_UE8M0 ? 128 : 32) : hidden / 16;
+}
+
+/* Some rows' scales alone are all ones: a word that a GPU tries first as the pattern of a row. */
+enum payload ll_scale_payload(const struct ll_spec *spec, int token) {
+  return spec->payload == NAMED && token % 4 == 3 ? ALL_ONES : spec->payload;
+}
+
 static void fill_x(struct ll *l) {
-  uint64_t bytes = 2 * (uint64_t)l->spec->hidden;
+  struct rank *me = l->team->me;
+  uint64_t bytes = ll_value_bytes(l->spec), scales = ll_scale_bytes(l->spec);
+  if (l->spec->format == DK_FORMAT_NVFP4) ((float *)l->x_scales.host)[0] = NVFP4_FACTOR;
   for (int t = 0; t < l->tokens; t++) {
-    uint16_t *row = (uint16_t *)l->x.host + (int64_t)t * l->spec->hidden;
-    if (l->spec->format == DK_FORMAT_FP8)
-      make_numbers(l, l->team->me->index, t, row);
+    if (l->spec->format == DK_FORMAT_FP8 || l->spec->format == DK_FORMAT_NVFP4)
+      make_numbers(l, me->index, t, (uint16_t *)l->x.host + (int64_t)t * l->spec->hidden);
     else
-      make_row(row, bytes, l->spec->payload, l->salt, l->team->me->index, t);
+      make_row((char *)l->x.host + (uint64_t)t * bytes, bytes, l->spec->payload, l->salt, me->index, t);
+    if (l->spec->format == DK_FORMAT_FP4)
+      make_row((char *)l->x_scales.host + (uint64_t)t * scales, scales, ll_scale_payload(l->spec, t), l->salt + 1,
+               me->index, t);
   }
-  send_tensor(l->team->me, l->x);
+  send_tensor(me, l->x);
+  send_tensor(me, l->x_scales);
 }
 
 static void fill_indices(struct ll *l) {
@@ -56,9 +77,10 @@ static void make_outputs(struct ll *l) {
   struct rank *me = l->team->me;
   uint64_t cells = (uint64_t)l->local * (uint64_t)l->rows, hidden = (uint64_t)l->spec->hidden,
            ranks = (uint64_t)me->count;
-  bool fp8 = l->spec->format == DK_FORMAT_FP8;
-  l->recv_x = tensor(me, "recv_x", cells * hidden * (fp8 ? 1 : 2));
-  l->recv_scales = tensor(me, "recv_scales", fp8 ? cells * hidden / (l->spec->flags & DK_LL_UE8M0 ? 512 : 128) * 4 : 0);
+  uint64_t rows = (uint64_t)l->rows;
+  if (l->spec->format == DK_FORMAT_NVFP4) rows = (rows + 127) / 128 * 128; /* whole tiles */
+  l->recv_x = tensor(me, "recv_x", cells * ll_value_bytes(l->spec));
+  l->recv_scales = tensor(me, "recv_scales", (uint64_t)l->local * rows * ll_scale_bytes(l->spec));
   l->recv_count = tensor(me, "recv_count", 4 * (uint64_t)l->local);
   l->src_info = tensor(me, "src_info", 4 * cells);
   l->layout_range = tensor(me, "layout_range", 8 * (uint64_t)l->local * ranks);
@@ -90,7 +112,9 @@ struct ll *make_ll(struct team *t, const struct ll_spec *spec, uint64_t salt) {
                                     .hidden = spec->hidden,
                                     .num_experts = spec->experts};
   CALL(me, ll_layout, &l->layout);
-  l->x = tensor(me, "x", 2 * (uint64_t)l->tokens * (uint64_t)spec->hidden);
+  bool fp4 = spec->format == DK_FORMAT_FP4;
+  l->x = tensor(me, "x", (uint64_t)l->tokens * (fp4 ? ll_value_bytes(spec) : 2 * (uint64_t)spec->hidden));
+  l->x_scales = tensor(me, "x_scales", fp4 ? (uint64_t)l->tokens * ll_scale_bytes(spec) : 4);
   fill_x(l);
   fill_indices(l);
   make_outputs(l);
@@ -116,6 +140,7 @@ dk_ll_dispatch_params ll_dispatch_params(struct ll *l, uint32_t phases, uint32_t
   p.phases = phases;
   p.ticket = ticket;
   p.x = l->x.at;
+  p.x_scales = spec->format >= DK_FORMAT_FP4 ? l->x_scales.at : 0;
   p.topk_idx = l->idx.at;
   p.topk_weights = spec->weights ? l->weights.at : 0;
   p.num_tokens = l->tokens;
@@ -217,7 +242,7 @@ struct ll_spec random_ll_spec(struct dice *d, int ranks, enum pattern pattern, c
                          .index_bytes = (int)roll(d, 2) * 4 + 4,
                          .hidden = 128 * ((int)roll(d, (uint64_t)(largest->hidden / 128)) + 1)};
   spec.tokens = (int)roll(d, (uint64_t)spec.max_tokens) + 1;
-  spec.format = (int)roll(d, 2);
+  spec.format = (int)roll(d, 4);
   if (spec.format == DK_FORMAT_FP8 && roll(d, 2)) spec.flags = DK_LL_ROUND_SCALE;
   if (spec.flags && spec.hidden == 512) spec.flags |= DK_LL_UE8M0;
   spec.weights = roll(d, 2);

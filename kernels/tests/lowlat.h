@@ -4,8 +4,8 @@
 #include "reference.h"
 
 enum values {
-  ANY_BITS, /* BF16: rows that name their origin; FP8: numbers of many sizes, zero rows, tiny rows */
-  SPECIALS  /* FP8: some rows have NaN and infinities */
+  ANY_BITS, /* BF16, FP4: rows that name their origin; FP8, NVFP4: numbers of many sizes, zero rows, tiny rows */
+  SPECIALS  /* FP8, NVFP4: some rows have NaN and infinities */
 };
 /* A bit of the salt of the experts' rows: values about normally distributed, as activations are. Without it, values of
  * all kinds. */
@@ -13,7 +13,7 @@ enum values {
 
 struct ll_spec {
   enum pattern pattern;
-  enum payload payload; /* BF16 */
+  enum payload payload; /* BF16, FP4 */
   enum values values;
   int tokens, max_tokens, hidden, experts, topk, index_bytes;
   int format;     /* DK_FORMAT_* */
@@ -32,7 +32,7 @@ struct ll {
   int voided;              /* 1 + the token whose index is wrong in combine: its sums are NaN; 0: none */
   bool whole_combine;      /* the newest combine was not in halves */
   int dispatches;          /* whose counts cumulative_stats has */
-  struct tensor x, idx, weights, recv_x, recv_scales, recv_count, src_info, layout_range, cumulative, waits;
+  struct tensor x, x_scales, idx, weights, recv_x, recv_scales, recv_count, src_info, layout_range, cumulative, waits;
   struct tensor y, out, combine_waits;
   dk_ll_layout_params layout;
 };
@@ -59,6 +59,11 @@ struct ll_spec random_ll_spec(struct dice *d, int ranks, enum pattern pattern, c
 void expect_no_rows(struct ll *l);
 void expect_nan(struct ll *l);
 
+#define NVFP4_FACTOR 96.5f
+/* The bytes of a row's values, and of its scales. */
+uint64_t ll_value_bytes(const struct ll_spec *spec);
+uint64_t ll_scale_bytes(const struct ll_spec *spec);
+enum payload ll_scale_payload(const struct ll_spec *spec, int token);
 void make_numbers(const struct ll *l, int source, int token, uint16_t *row);
 uint16_t expert_value(uint64_t salt, int expert, int source, int token, int channel);
 

@@ -57,13 +57,56 @@ static void check_fp8_row(struct ll *l, int expert, int row, int source, int tok
   }
 }
 
+/* The bytes of the scales of a row, in the order of its channels. */
+static void scales_of_fp4(const struct ll *l, int expert, int row, uint8_t *to) {
+  const uint8_t *scales = l->recv_scales.host;
+  int count = l->spec->hidden / 16;
+  int64_t tiles = (l->rows + 127) / 128;
+  for (int c = 0; c < count; c++) {
+    int64_t at = ((int64_t)expert * l->rows + row) * count + c;
+    if (l->spec->format == DK_FORMAT_NVFP4)
+      at = (((((int64_t)expert * tiles + row / 128) * (count / 4) + c / 4) * 32 + row % 32) * 4 + row / 32 % 4) * 4 +
+           c % 4;
+    to[c] = scales[at];
+  }
+}
+
+static void check_fp4_row(struct ll *l, int expert, int row, int source, int token) {
+  struct rank *me = l->team->me;
+  int hidden = l->spec->hidden;
+  uint32_t scales[hidden / 64];
+  scales_of_fp4(l, expert, row, (uint8_t *)scales);
+  const uint8_t *got = (const uint8_t *)l->recv_x.host + ((int64_t)expert * l->rows + row) * (hidden / 2);
+  if (l->spec->format == DK_FORMAT_FP4) {
+    expect_row(me, "recv_x", row, got, (uint64_t)hidden / 2, l->spec->payload, l->salt, source, token);
+    expect_row(me, "recv_scales", row, scales, sizeof scales, ll_scale_payload(l->spec, token), l->salt + 1, source,
+               token);
+    return;
+  }
+  uint16_t x[hidden];
+  make_numbers(l, source, token, x);
+  for (int b = 0; b < hidden / 16; b++) {
+    uint8_t codes[16], scale, got_scale = ((uint8_t *)scales)[b];
+    reference_fp4(x + b * 16, NVFP4_FACTOR, codes, &scale);
+    expect(me, got_scale == scale, "expert %d row %d (token %d of rank %d): scale %d is 0x%02x, wanted 0x%02x", expert,
+           row, token, source, b, got_scale, scale);
+    for (int i = 0; i < 16; i++) {
+      int code = got[b * 8 + i / 2] >> (4 * (i % 2)) & 15;
+      expect(me, code == codes[i], "expert %d row %d (token %d of rank %d): channel %d (%g) is %d, wanted %d", expert,
+             row, token, source, b * 16 + i, from_bf16(x[b * 16 + i]), code, codes[i]);
+    }
+  }
+}
+
 static void check_row(struct ll *l, int expert, int row, int source, int token) {
   struct rank *me = l->team->me;
   int from = ((const int32_t *)l->src_info.host)[(int64_t)expert * l->rows + row];
   expect(me, from == token, "expert %d row %d comes from token %d, wanted %d of rank %d", expert, row, from, token,
          source);
   uint64_t bytes = 2 * (uint64_t)l->spec->hidden;
-  if (l->spec->format == DK_FORMAT_FP8)
+  if (l->spec->format >= DK_FORMAT_FP4)
+    check_fp4_row(l, expert, row, source, token);
+  else if (l->spec->format == DK_FORMAT_FP8)
     check_fp8_row(l, expert, row, source, token);
   else
     expect_row(me, "recv_x", row,

@@ -58,6 +58,31 @@ void reference_fp8(const uint16_t *x, bool round_scale, uint8_t *codes, float *s
   for (int i = 0; i < 128; i++) codes[i] = to_e4m3(from_bf16(x[i]) * factor);
 }
 
+void reference_fp4(const uint16_t *x, float factor, uint8_t *codes, uint8_t *scale) {
+  static const float magnitudes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  float amax = 0;
+  for (int i = 0; i < 16; i++) {
+    float magnitude = fabsf(from_bf16(x[i]));
+    if (isnan(magnitude) || magnitude > amax) amax = isnan(amax) ? amax : magnitude;
+  }
+  *scale = to_e4m3(factor * (amax / 6));
+  int exponent = *scale >> 3, mantissa = *scale & 7;
+  float value =
+      *scale == 0x7f ? NAN : ldexpf((float)(exponent ? 8 + mantissa : mantissa), (exponent ? exponent : 1) - 10);
+  for (int i = 0; i < 16; i++) {
+    float wanted = fabsf(from_bf16(x[i])) * (factor / value);
+    int code = 7;
+    if (*scale == 0) {
+      code = 0;
+    } else if (wanted < 6) {
+      for (code = 0; magnitudes[code + 1] <= wanted;) code++;
+      float below = wanted - magnitudes[code], above = magnitudes[code + 1] - wanted;
+      if (above < below || (above == below && code % 2)) code++;
+    }
+    codes[i] = (uint8_t)(code ? code | (x[i] >> 15) << 3 : 0);
+  }
+}
+
 void reference_logfmt_error(const uint16_t *x, double *error) {
   double least = INFINITY, greatest = 0;
   for (int i = 0; i < 128; i++) {

@@ -12,6 +12,8 @@ bool bf16_is_nan(uint16_t bits);
 
 /* One block of 128 channels to FP8: codes and the scale that gives the values back. */
 void reference_fp8(const uint16_t *x, bool round_scale, uint8_t *codes, float *scale);
+/* NVFP4 of 16 channels: codes 0 to 15, and the scale as e4m3. */
+void reference_fp4(const uint16_t *x, float factor, uint8_t *codes, uint8_t *scale);
 /* How far a LogFMT-10 channel may be from what was encoded: half the distance between the codes around it. */
 void reference_logfmt_error(const uint16_t *x, double *error);
 

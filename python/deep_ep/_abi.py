@@ -115,6 +115,9 @@ LL_LOGFMT = 4
 LL_ZERO_COPY = 8
 LL_UNREDUCED = 16
 
+FP4_PACKED = 1
+FP4_CAST = 2
+
 OP_NONE = 0
 OP_LAYOUT = 1
 OP_NOTIFY = 2
@@ -580,7 +583,7 @@ class LlDispatchArgs(ctypes.Structure):
         ("num_experts", I32),
         ("index_type", I32),
         ("use_fp8", I32),
-        ("reserved0", I32),
+        ("fp4", I32),
         ("x", VP),
         ("topk_idx", VP),
         ("topk_weights", VP),
@@ -591,6 +594,7 @@ class LlDispatchArgs(ctypes.Structure):
         ("layout_range", VP),
         ("cumulative_recv_stats", VP),
         ("wait_recv_cost_stats", VP),
+        ("x_scales", VP),
     ]
 
 

@@ -12,7 +12,7 @@ from ._core import Core, Ordering
 from ._normal import NormalMode
 from ._normal_face import EXCHANGE
 from ._structs import Writer
-from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, ITEM_TYPES, OptionalTensor, Tensor
+from ._torch import BF16, FLOAT32, INDEX_TYPES, INT32, OptionalTensor, Tensor
 from .errors import assertion, check_flag, type_error, value_error
 from .utils import EventHandle, EventOverlap
 
@@ -226,8 +226,7 @@ class Payload:
         dtype = rows.dtype if isinstance(rows, Tensor) else BF16
         self.x = _torch.check("x[0]" if pair else "x", rows, core.device, (dtype,), (None, None))
         self.num_tokens = int(self.x.shape[0])
-        self.x_type = ITEM_TYPES.get(dtype, _abi.UINT8)
-        self.hidden = int(self.x.shape[1]) * (1 if dtype in ITEM_TYPES else dtype.itemsize)
+        self.x_type, self.hidden = _torch.items(self.x)
         if pair:
             scales = x[1]  # type: ignore[index]
             kind = scales.dtype if isinstance(scales, Tensor) else FLOAT32

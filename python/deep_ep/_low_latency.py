@@ -15,14 +15,17 @@ from ._low_latency_plan import (
     COMBINE_NUMBERS,
     DISPATCH_ADDRESSES,
     DISPATCH_NUMBERS,
+    FP4_NUMBERS,
     CallPool,
     CallStructs,
     CombinePlan,
     DispatchPlan,
+    Fp4Plan,
     Outputs,
     Plans,
     write_combine_addresses,
     write_dispatch_addresses,
+    write_fp4_addresses,
 )
 from ._torch import BF16, INT32, OptionalTensor, Tensor, opaque
 from .errors import assertion, check_flag, check_int
@@ -32,6 +35,8 @@ Handle = tuple[Tensor, Tensor, int, int, int]  # src_info, layout_range, B, H, E
 Rows = Tensor | tuple[Tensor, Tensor]  # BF16 rows, or FP8 rows with their scales
 Hook = Callable[[], None]
 Dispatched = tuple[Rows, Tensor, Handle, EventOverlap, "Hook | None"]  # what low_latency_dispatch returns
+# What dispatch_fp4 returns: rows, scales, counts, handle, event, hook.
+Fp4Dispatched = tuple[Tensor, Tensor, Tensor, Handle, EventOverlap, "Hook | None"]
 Combined = tuple[Tensor, EventOverlap, "Hook | None"]  # what low_latency_combine returns
 # What the lookup of a plan raises for the first call of a kind, and for arguments that are wrong.
 _NO_PLAN = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
@@ -56,6 +61,7 @@ class LowLatencyMode:
         self.plans = Plans(self._core, self._low_latency_mode)
         self._outputs = Outputs(self._core)
         self._dispatches = CallPool(_abi.LlDispatchArgs, DISPATCH_NUMBERS, self._core)
+        self._fp4_dispatches = CallPool(_abi.LlDispatchArgs, FP4_NUMBERS, self._core)
         self._combines = CallPool(_abi.LlCombineArgs, COMBINE_NUMBERS, self._core)
 
     def dispatch(
@@ -161,6 +167,51 @@ class LowLatencyMode:
         received = recv_x if scales is None else (recv_x, scales)
         handle = (src_info, layout_range, plan.bound, plan.hidden, plan.num_experts)
         return (received, recv_count, handle, event or no_event(), hook), plan
+
+    def dispatch_fp4(
+        self,
+        x: Tensor,
+        scales: OptionalTensor,
+        topk_idx: Tensor,
+        bound: int,
+        num_experts: int,
+        recv_stats: OptionalTensor,
+        wait_stats: OptionalTensor,
+        async_finish: bool,
+        return_recv_hook: bool,
+        topk_weights: OptionalTensor,
+        fp4: int,
+    ) -> Fp4Dispatched:
+        """Buffer.low_latency_dispatch_fp4, and with FP4_CAST low_latency_dispatch of NVFP4: `scales` is the factor."""
+        core = self._core
+        if core.kept or not core.is_ready:
+            core.enter()
+        with _torch.without_modes():
+            async_finish, return_recv_hook = _check_returns(async_finish, return_recv_hook)
+            key = None
+            try:
+                tensors = [x, topk_idx] if scales is None else [x, topk_idx, scales]
+                kinds = [(type(t), t.shape, t.dtype, t.get_device(), t.is_contiguous()) for t in tensors]
+                key = (*kinds, bound, num_experts, fp4)
+                plan = self.plans.dispatches[key]
+            except _NO_PLAN:
+                plan = self.plans.add_fp4(key, x, scales, topk_idx, bound, num_experts, fp4)
+            assert isinstance(plan, Fp4Plan)
+            weights, stats, waited = self.plans.check_optional(plan, topk_weights, recv_stats, wait_stats)
+            outputs = self._outputs.make(plan)
+            recv_x, recv_scales, recv_count, src_info, layout_range = outputs
+            assert recv_scales is not None
+            call = self._fp4_dispatches.take(plan)
+            write_fp4_addresses(
+                call.args, DISPATCH_ADDRESSES, x.data_ptr(), topk_idx.data_ptr(), weights, recv_x.data_ptr(),
+                recv_scales.data_ptr(), recv_count.data_ptr(), src_info.data_ptr(), layout_range.data_ptr(), stats,
+                waited, 0 if scales is None else scales.data_ptr(),
+            )  # fmt: skip
+            held = (x, scales, topk_idx, topk_weights, recv_stats, wait_stats, *outputs)
+            function, pool = core.native.low_latency_dispatch, self._fp4_dispatches
+            event, hook = self._issue(function, call, pool, async_finish, return_recv_hook, held)
+            handle = (src_info, layout_range, plan.bound, plan.hidden, plan.num_experts)
+            return (*plan.shaped(recv_x, recv_scales), recv_count, handle, event, hook)
 
     def combine(
         self,

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from . import _abi, _torch
 from ._core import Core
 from ._memory import RowCache
 from ._native import Launch
-from ._torch import BF16, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor, empty_like
-from .errors import assertion, check_flag, check_handle, check_int, value_error
+from ._torch import BF16, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, UINT8, OptionalTensor, Tensor, empty_like
+from .errors import assertion, check_flag, check_handle, check_int, type_error, value_error
 
 MAX_PLANS = 1024  # a plan for each number of tokens is likely
 
 Key = tuple[Any, ...]  # every property of the arguments that a check looks at
 # Adjacent fields of a C struct are written in one go: to set them one by one takes twice as long.
 DISPATCH_NUMBERS, COMBINE_NUMBERS = "=iI8i", "=iI7i"  # from phases to use_fp8, to index_type
+FP4_NUMBERS = "=iI9i"  # from phases to fp4
 write_dispatch_addresses = struct.Struct("=10Q").pack_into
+write_fp4_addresses = struct.Struct("=11Q").pack_into  # x_scales too
 write_combine_addresses = struct.Struct("=7Q").pack_into
 DISPATCH_ADDRESSES = _abi.LlDispatchArgs.x.offset
 COMBINE_ADDRESSES = _abi.LlCombineArgs.x.offset
@@ -90,6 +93,31 @@ class DispatchPlan:
         self.layout_range = _torch.prototype((local, core.group_size), INT64, device)
 
 
+class Fp4Plan(DispatchPlan):
+    """What follows from the kind of a dispatch of FP4 rows: packed ones, or rows that it casts."""
+
+    __slots__ = ("fp4",)
+
+    def __init__(
+        self, core: Core, sizes: tuple[int, int, int, int, int], fp4: int, types: Sequence[_torch.DType]
+    ) -> None:
+        """For T, H, K, B and E. types: of the received rows and scales."""
+        super().__init__(core, sizes, False, False)
+        self.fp4 = fp4
+        rows, scales = self.recv_x.shape[1], self.hidden // 16
+        self.recv_x = _torch.prototype((self.local, rows, self.hidden // 2), types[0], core.device)
+        shape: tuple[int, ...] = (self.local, rows, scales)
+        if fp4 == _abi.FP4_CAST:  # tiles of 128 rows x 4 scales
+            shape = (self.local, -(-rows // 128), scales // 4, 32, 4, 4)
+        self.scales = _torch.prototype(shape, types[1], core.device)
+
+    def shaped(self, recv_x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """The received rows and scales with the axes that their readers expect."""
+        if self.fp4 == _abi.FP4_PACKED:
+            return recv_x, scales
+        return recv_x.permute(1, 2, 0), scales.permute(3, 4, 1, 5, 2, 0)
+
+
 class CombinePlan:
     """What follows from a combine's kind."""
 
@@ -137,7 +165,9 @@ class Outputs:
         scales, large = None, empty_like
         if self._core.host_stream:
             large = self._row_cache.empty_like
-        if plan.use_fp8:
+        if isinstance(plan, Fp4Plan):
+            scales = large(plan.scales)
+        elif plan.use_fp8:
             if self._core.host_stream and self._row_cache.serves(plan.scales.numel() * plan.scales.itemsize):
                 scales = large(plan.scales.transpose(1, 2)).transpose(1, 2)
             else:  # a view of a contiguous tensor would take twice as long
@@ -182,6 +212,31 @@ class Plans:
         flags = (_abi.LL_ROUND_SCALE if round_scale else 0) | (_abi.LL_UE8M0 if use_ue8m0 else 0)
         sizes = (num_tokens, bound, hidden, num_topk, num_experts)
         plan.numbers = (_abi.SEND_RECV, 0, flags, *sizes, INDEX_TYPES[topk_idx.dtype], int(plan.use_fp8))
+        _keep(self.dispatches, key, plan)
+        return plan
+
+    def add_fp4(
+        self, key: Key | None, x: Tensor, scales: object, topk_idx: Tensor, bound: int, num_experts: int, fp4: int
+    ) -> Fp4Plan:
+        """Checks a dispatch of FP4 rows and keeps its plan under `key`, unless that is None."""
+        device, packed = self._core.device, fp4 == _abi.FP4_PACKED
+        assertion(self._low_latency_mode, "the buffer was made with low_latency_mode=False")
+        types = (_byte_type("x", x), _byte_type("scales", scales)) if packed else (UINT8, FP8)
+        width = 2 if packed else 1  # channels of a column
+        num_tokens, columns = _torch.check("x", x, device, types[:1] if packed else (BF16,), (None, None)).shape
+        hidden = columns * width
+        if hidden == 0 or hidden % 128:
+            allowed = f"a multiple of {128 // width}: a hidden that is a multiple of 128"
+            raise value_error("x", f"rows of {columns}", allowed)
+        if packed:
+            _torch.check("scales", scales, device, types[1:], (num_tokens, hidden // 16))
+        elif scales is not None:
+            _check_scalar("x_global_scale", scales, device)
+        num_topk = _torch.check("topk_idx", topk_idx, device, tuple(INDEX_TYPES), (num_tokens, None)).shape[1]
+        bound, num_experts = self.check_sizes(bound, hidden, num_experts)
+        plan = Fp4Plan(self._core, (num_tokens, hidden, num_topk, bound, num_experts), fp4, types)
+        sizes = (num_tokens, bound, hidden, num_topk, num_experts)
+        plan.numbers = (_abi.SEND_RECV, 0, 0, *sizes, INDEX_TYPES[topk_idx.dtype], 0, fp4)
         _keep(self.dispatches, key, plan)
         return plan
 
@@ -273,6 +328,19 @@ class Plans:
 def _check_channels(hidden: int) -> None:
     if hidden == 0 or hidden % 128:
         raise value_error("x", f"hidden {hidden}", "a hidden that is a multiple of 128")
+
+
+def _byte_type(name: str, tensor: object) -> _torch.DType:
+    """The dtype of a tensor of bytes, whatever they mean."""
+    if isinstance(tensor, Tensor) and tensor.dtype.itemsize != 1:
+        raise type_error(name, f"dtype {tensor.dtype}", "torch.uint8, or another dtype of 1 byte")
+    return tensor.dtype if isinstance(tensor, Tensor) else UINT8
+
+
+def _check_scalar(name: str, tensor: object, device: _torch.Device) -> None:
+    """One float32, in a tensor of any number of axes."""
+    shape = tuple(tensor.shape) if isinstance(tensor, Tensor) and tensor.numel() == 1 else (1,)
+    _torch.check(name, tensor, device, (FLOAT32,), shape)
 
 
 def _keep(plans: dict[Key, Any], key: Key | None, plan: Any) -> None:

@@ -10,7 +10,7 @@ from . import _abi, _torch
 from ._core import Core, Ordering
 from ._memory import RowCache
 from ._normal_face import EXCHANGE, NUM_ENTRIES, NormalFace
-from ._torch import BF16, BOOL, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, ITEM_TYPES, Device, OptionalTensor, Tensor
+from ._torch import BF16, BOOL, FLOAT32, FP8, INDEX_TYPES, INT32, INT64, Device, OptionalTensor, Tensor
 from .config import Config
 from .errors import assertion, check_handle, check_int, type_error, value_error
 from .utils import EventOverlap
@@ -19,7 +19,7 @@ INTRANODE_ENTRIES, INTERNODE_ENTRIES = NUM_ENTRIES, 10
 MAX_OFFSET = 2**30  # an int32 index has room for any local expert beyond it
 BLOCKS_KEPT = 4  # blocks of received rows that the CPU engine uses again
 
-Rows = Tensor | tuple[Tensor, Tensor]  # BF16 rows, or FP8 rows with their scales
+Rows = Tensor | tuple[Tensor, Tensor]  # rows of any dtype, or rows of one of 1 byte with their scales
 Handle = tuple[Tensor, ...]
 Dispatched = tuple[
     Rows, OptionalTensor, OptionalTensor, "list[int] | None", "Handle | None", EventOverlap
@@ -94,17 +94,23 @@ class HandleTensors:
 class Payload:
     """x of dispatch: the rows, and their scales if it is a pair."""
 
-    __slots__ = ("x", "scales", "num_scales")
+    __slots__ = ("x", "scales", "num_scales", "x_type", "hidden")
 
     def __init__(self, x: object, device: Device) -> None:
         self.scales: OptionalTensor = None
         self.num_scales = 0
         if not isinstance(x, (tuple, list)):
-            self.x = _torch.check("x", x, device, (BF16, FP8), (None, None))
+            dtype = x.dtype if isinstance(x, Tensor) else BF16
+            self.x = _torch.check("x", x, device, (dtype,), (None, None))
+            self.x_type, self.hidden = _torch.items(self.x)
             return
         if len(x) != 2:
-            raise value_error("x", f"a {type(x).__name__} of {len(x)}", "a tensor, or a pair (FP8 rows, scales)")
-        self.x = _torch.check("x[0]", x[0], device, (FP8,), (None, None))
+            raise value_error("x", f"a {type(x).__name__} of {len(x)}", "a tensor, or a pair (rows, scales)")
+        dtype = x[0].dtype if isinstance(x[0], Tensor) else FP8
+        if dtype.itemsize != 1:
+            raise type_error("x[0]", f"dtype {dtype}", "a dtype of 1 byte, beside scales")
+        self.x = _torch.check("x[0]", x[0], device, (dtype,), (None, None))
+        self.x_type, self.hidden = _torch.items(self.x)
         scales = x[1]
         if isinstance(scales, Tensor) and scales.dim() == 1:
             scales = scales.view(-1, 1)
@@ -377,9 +383,9 @@ class NormalMode:
             num_experts=per_expert.shape[0],
             expert_alignment=numbers[0],
             num_worst_tokens=numbers[1],
-            x_type=ITEM_TYPES[payload.x.dtype],
+            x_type=payload.x_type,
             num_scales=payload.num_scales,
-            hidden=payload.x.shape[1],
+            hidden=payload.hidden,
             num_tokens_per_rank=per_rank.data_ptr(),
             num_tokens_per_expert=per_expert.data_ptr(),
             is_token_in_rank=in_rank.data_ptr(),
@@ -493,9 +499,9 @@ class NormalMode:
     def _dispatch_args(self, payload: Payload, native_handle: Any, received: Received) -> Any:
         args = _abi.sized(
             _abi.DispatchArgs,
-            x_type=ITEM_TYPES[payload.x.dtype],
+            x_type=payload.x_type,
             num_scales=payload.num_scales,
-            hidden=payload.x.shape[1],
+            hidden=payload.hidden,
             num_tokens=payload.x.shape[0],
             index_type=INDEX_TYPES[INT64],
             recv_segment=-1,

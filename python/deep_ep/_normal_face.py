@@ -14,7 +14,7 @@ from ._core import Core, Ordering
 from ._face import Program, Site, Source, address, constant, number, size, stride
 from ._memory import RowCache
 from ._native import Launch
-from ._torch import BF16, BOOL, FLOAT32, INDEX_TYPES, INT32, INT64, ITEM_TYPES, OptionalTensor, Tensor
+from ._torch import BF16, BOOL, FLOAT32, INDEX_TYPES, INT32, INT64, OptionalTensor, Tensor
 from .utils.event import no_event
 
 # Attribute of a handle's matrix: the exchange of counts that it is from. A copy of the tensor has none: not compared.
@@ -375,15 +375,16 @@ class NormalFace:
     ) -> int:
         x, scales, _, _, per_expert, idx, _ = inputs
         assert x is not None and per_expert is not None
+        x_type, hidden = _torch.items(x)
         notify = _abi.sized(
             _abi.Notify,
             num_topk=0 if idx is None else idx.shape[1],
             num_experts=per_expert.shape[0],
             expert_alignment=alignment,
             num_worst_tokens=worst,
-            x_type=ITEM_TYPES[x.dtype],
+            x_type=x_type,
             num_scales=0 if scales is None else scales.shape[1],
-            hidden=x.shape[1],
+            hidden=hidden,
         )
         return p.struct(
             notify, num_tokens=size(X, 0), num_tokens_per_rank=address(PER_RANK), handle=p.blob(handle),
@@ -412,9 +413,8 @@ class NormalFace:
         """deepep_dispatch_args, and the outputs beside recv_x: scales, topk_idx and topk_weights."""
         x, scales, _, _, per_expert, idx, weights = inputs
         assert x is not None
-        args = _abi.sized(
-            _abi.DispatchArgs, x_type=ITEM_TYPES[x.dtype], hidden=x.shape[1], index_type=INDEX_TYPES[INT64]
-        )
+        x_type, hidden = _torch.items(x)
+        args = _abi.sized(_abi.DispatchArgs, x_type=x_type, hidden=hidden, index_type=INDEX_TYPES[INT64])
         sources = {"num_tokens": size(X, 0), "x": address(X), "handle": p.blob(handle), "recv_x": recv_x}
         sources |= {"recv_segment": segment, "recv_segment_offset": offset}
         if per_expert is not None:

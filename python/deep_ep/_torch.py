@@ -153,6 +153,12 @@ def bytes_as_rows(tensor: torch.Tensor, width: int) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8).view(-1, width)
 
 
+def items(rows: Tensor) -> tuple[int, int]:
+    """The library's type of rows that dispatch moves as they are, and their length in that type: else bytes."""
+    known, width = ITEM_TYPES.get(rows.dtype), int(rows.shape[1])
+    return (_abi.UINT8, width * rows.dtype.itemsize) if known is None else (known, width)
+
+
 def meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor without memory."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")

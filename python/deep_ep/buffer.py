@@ -439,7 +439,8 @@ class Buffer:
         """Sends each token once to every rank that holds one of its experts.
 
         Args:
-            x: BF16 ``[T, H]``, or a pair (FP8 e4m3 ``[T, H]``, scales ``[T, S]`` float32 or int32 with any strides).
+            x: ``[T, H]`` of any dtype, whose rows are moved as bytes, a multiple of 16 of them; BF16 where a combine
+                follows. Or a pair (rows of a dtype of 1 byte, scales ``[T, S]`` float32 or int32 with any strides).
             handle: of an earlier dispatch: the same routing again, without top-k, counts and host wait.
             num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert: what
                 get_dispatch_layout returned.
@@ -565,12 +566,19 @@ class Buffer:
             return_recv_hook: True: only send now; the hook receives, on the stream that is current now.
             topk_weights: ``[T, K]`` float32 sent along, so that the send half of a combine may sum at the experts' rank
                 too; or None.
-            use_nvfp4, x_global_scale, pertoken_quant: formats of forks of V1: False or None.
+            use_nvfp4: cast to NVFP4, whatever use_fp8 says: two e2m1 in a byte, the lower channel in the lower half,
+                and one e4m3 scale a token and 16 channels. Not with round_scale or use_ue8m0. A value is then about
+                e2m1 x scale / x_global_scale.
+            x_global_scale: one float32, usually 448 x 6 over the greatest magnitude of x; with use_nvfp4. None: 1.
+            pertoken_quant: a format of a fork of V1: False.
             opt_level: a hint to a fork of V1: no effect, and a warning.
 
         Returns:
             ``recv_x``: ``[L, R*B, H]`` BF16, or with FP8 the pair (e4m3, scales ``[L, R*B, H/128]`` float32, column-
-            major in the last two axes; with use_ue8m0 ``[L, R*B, H/512]`` int32); ``recv_count [L]`` int32; the handle
+            major in the last two axes; with use_ue8m0 ``[L, R*B, H/512]`` int32), with NVFP4 the pair (uint8
+            ``[R*B, H/2, L]``, scales e4m3 ``[32, 4, M, 4, H/64, L]`` with M = R*B/128 rounded up), as masked grouped
+            GEMMs of CuTe take them: views of ``[L, R*B, H/2]``, and of tiles of 128 rows x 4 scales ``[L, M, H/64, 32,
+            4, 4]``; ``recv_count [L]`` int32; the handle
             ``(src_info [L, R*B], layout_range [L, R], B, H, E)``; the event; the hook or None. The tensors are new in
             each call, and no inference tensors in inference mode either.
 
@@ -578,15 +586,19 @@ class Buffer:
             DeepEPError: a third send without its receive; a rank is late, dead or disagrees. Also a ValueError or
                 TypeError for a wrong argument, and a NotImplementedError for a fork's format.
         """
-        if use_nvfp4 or x_global_scale is not None or pertoken_quant:
-            formats: dict[str, Any] = {
-                "use_nvfp4": use_nvfp4,
-                "x_global_scale": x_global_scale,
-                "pertoken_quant": pertoken_quant,
-            }
-            _refuse_fork("low_latency_dispatch", formats)
+        if pertoken_quant:
+            _refuse_fork("low_latency_dispatch", {"pertoken_quant": pertoken_quant})
         if opt_level is not None:
             no_effect("opt_level", "it is a hint to a fork of V1")
+        if use_nvfp4 is not False or x_global_scale is not None:
+            if check_flag("use_nvfp4", use_nvfp4):
+                return self._dispatch_nvfp4(
+                    x, x_global_scale, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
+                    cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, async_finish, return_recv_hook,
+                    topk_weights, {"round_scale": round_scale, "use_ue8m0": use_ue8m0},
+                )  # fmt: skip
+            if x_global_scale is not None:
+                raise value_error("x_global_scale", "a scale with use_nvfp4=False", "None, or use_nvfp4=True")
         if is_compiling():
             from .ops import methods
 
@@ -600,6 +612,110 @@ class Buffer:
             dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook,
             topk_weights,
         )  # fmt: skip
+
+    @opaque
+    def _dispatch_nvfp4(
+        self,
+        x: Tensor,
+        factor: OptionalTensor,
+        topk_idx: Tensor,
+        bound: int,
+        num_experts: int,
+        recv_stats: OptionalTensor,
+        wait_stats: OptionalTensor,
+        async_finish: bool,
+        return_recv_hook: bool,
+        topk_weights: OptionalTensor,
+        of_fp8: dict[str, Any],
+    ) -> tuple[Rows, Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+        """low_latency_dispatch with use_nvfp4; of_fp8: options of its scales."""
+        for name, value in of_fp8.items():
+            if check_flag(name, value):
+                raise value_error(name, "True with use_nvfp4=True", "False: scales of NVFP4 are e4m3")
+        recv_x, scales, count, handle, event, hook = self._low_latency.dispatch_fp4(
+            x, factor, topk_idx, bound, num_experts, recv_stats, wait_stats, async_finish, return_recv_hook,
+            topk_weights, _abi.FP4_CAST,
+        )  # fmt: skip
+        return (recv_x, scales), count, handle, event, hook
+
+    @opaque
+    def low_latency_dispatch_fp4(
+        self,
+        x: Tensor,
+        scales: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        cumulative_local_expert_recv_stats: OptionalTensor = None,
+        dispatch_wait_recv_cost_stats: OptionalTensor = None,
+        topk_weights: OptionalTensor = None,
+    ) -> tuple[Tensor, Tensor, Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+        """low_latency_dispatch of rows that are FP4 already: their bytes are moved with those of their scales.
+
+        TensorRT-LLM's name. A combine of BF16 rows of H channels may follow.
+
+        Args:
+            x: ``[T, H/2]`` uint8 (or another dtype of 1 byte), two channels in a byte; H a multiple of 128.
+            scales: ``[T, H/16]`` uint8 (or another dtype of 1 byte), one for 16 channels.
+            topk_idx, num_max_dispatch_tokens_per_rank, num_experts: as in low_latency_dispatch.
+            async_finish, return_recv_hook: likewise.
+            cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, topk_weights: likewise.
+
+        Returns:
+            ``recv_x [L, R*B, H/2]`` and ``recv_scales [L, R*B, H/16]`` in the dtypes of x and scales, both contiguous,
+            rows of an expert one after the other; ``recv_count [L]`` int32; the handle ``(src_info [L, R*B],
+            layout_range [L, R], B, H, E)``; the event; the hook or None.
+
+        Raises:
+            DeepEPError: as in low_latency_dispatch. Also a ValueError or TypeError for a wrong argument.
+        """
+        return self._low_latency.dispatch_fp4(
+            x, scales, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
+            dispatch_wait_recv_cost_stats, async_finish, return_recv_hook, topk_weights, _abi.FP4_PACKED,
+        )  # fmt: skip
+
+    def low_latency_combine_low_precision(
+        self,
+        precision: str,
+        x: Tensor,
+        global_scales: OptionalTensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: Sequence[Any],
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: OptionalTensor = None,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        """low_latency_combine whose rows take fewer bytes on the wire. TensorRT-LLM's name.
+
+        Args:
+            precision: "fp8": rows cross in LogFMT-10, as with use_logfmt: 1.28 bytes a channel instead of 2, and for
+                usual activations a smaller error than that of e4m3.
+            x, topk_idx, topk_weights, handle, async_finish, return_recv_hook, out: as in low_latency_combine.
+            global_scales: None: each 128 channels have their own range.
+            zero_copy: False.
+
+        Returns:
+            As low_latency_combine.
+
+        Raises:
+            NotImplementedError: precision "nvfp4".
+            DeepEPError: as in low_latency_combine. Also a ValueError or TypeError for a wrong argument.
+        """
+        if precision == "nvfp4":
+            text = 'low_latency_combine_low_precision(): precision="nvfp4" is not supported; "fp8" is'
+            raise errors.DeepEPNotImplementedError(errors.UNSUPPORTED, text)
+        if precision != "fp8":
+            raise value_error("precision", repr(precision), '"fp8"')
+        if global_scales is not None:
+            raise value_error("global_scales", f"a {type(global_scales).__name__}", 'None with precision="fp8"')
+        return self.low_latency_combine(
+            x, topk_idx, topk_weights, handle, True, zero_copy, async_finish, return_recv_hook, out
+        )
 
     @native
     def low_latency_combine(

@@ -1,4 +1,4 @@
-"""Number formats of the low-latency mode in plain torch: FP8 e4m3 with its three kinds of scales, and LogFMT-10."""
+"""Number formats of the low-latency mode in plain torch: FP8 e4m3 with its three kinds of scales, NVFP4, LogFMT-10."""
 
 from __future__ import annotations
 
@@ -133,3 +133,31 @@ def logfmt_error_bound(row: torch.Tensor) -> torch.Tensor:
         half = (table[above] - table[above - 1]) / 2
         parts.append(half * 1.05 + magnitude * 2.0**-8)
     return torch.cat(parts)
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def nvfp4(x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """BF16 [T, H] to uint8 [T, H/2], two e2m1 in a byte, and e4m3 scales as bytes [T, H/16]."""
+    blocks = x.to(torch.float32).view(len(x), x.shape[1] // 16, 16)
+    factors = torch.tensor(factor, dtype=torch.float32)
+    scales = (factors * (blocks.abs().amax(2) / 6)).clamp(max=448).to(torch.float8_e4m3fn)
+    wide = scales.to(torch.float32).unsqueeze(2)
+    wanted = (blocks.abs() * (factors / wide)).clamp(max=6)
+    distance = (wanted.unsqueeze(3) - E2M1).abs()
+    nearest = distance == distance.amin(3, keepdim=True)
+    even = nearest & (torch.arange(8) % 2 == 0)
+    codes = torch.where(even.any(3), even.int().argmax(3), nearest.int().argmax(3))
+    codes = torch.where(wanted.isnan(), 7, codes)
+    codes = torch.where(wide == 0, 0, codes)
+    codes = torch.where((codes != 0) & torch.signbit(blocks), codes + 8, codes).view(len(x), x.shape[1] // 2, 2)
+    return (codes[..., 0] | codes[..., 1] << 4).to(torch.uint8), scales.view(torch.uint8)
+
+
+def without_tiles(scales: torch.Tensor) -> torch.Tensor:
+    """Bytes [32, 4, M, 4, H/64, L] as [L, 128 M, H/16], each from the place that GEMM kernels give it."""
+    _, _, tiles, _, words, experts = scales.shape
+    row, column = torch.arange(128 * tiles).unsqueeze(1), torch.arange(4 * words).unsqueeze(0)
+    plain = scales.cpu()[row % 32, row // 32 % 4, row // 128, column % 4, column // 4]
+    return plain.permute(2, 0, 1).reshape(experts, 128 * tiles, 4 * words)

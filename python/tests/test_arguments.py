@@ -66,7 +66,7 @@ def dispatch_wrong(with_handle):
     fp8 = z(12, 512, dtype=torch.uint8).view(torch.float8_e4m3fn)
     wrong = [
         ("None", {"x": None}, ("x", "None", ALLOWED)),
-        ("float32 rows", {"x": z(12, 512, dtype=f32)}, ("x", "float32", ALLOWED)),
+        ("rows of 12 bytes", {"x": z(12, 3, dtype=f32)}, ("hidden", "12", ALLOWED)),
         ("one dimension", {"x": z(512)}, ("x", "[512]", ALLOWED)),
         ("transposed", {"x": z(512, 12).t()}, ("x", "contiguous")),
         ("rows of 8 bytes", {"x": z(12, 4)}, ("hidden", "got 4", "multiple of 16 bytes")),
@@ -212,7 +212,34 @@ def ll_dispatch_wrong():
          ("dispatch_wait_recv_cost_stats", "int32", ALLOWED)),
         ("costs of three ranks", {"dispatch_wait_recv_cost_stats": z(3, dtype=i64)},
          ("dispatch_wait_recv_cost_stats", "[3]", ALLOWED)),
+        ("a factor without NVFP4", {"x_global_scale": torch.ones(1)}, ("x_global_scale", "use_nvfp4=False", ALLOWED)),
+        ("two factors", {"use_nvfp4": True, "x_global_scale": torch.ones(2)}, ("x_global_scale", "[2]", ALLOWED)),
+        ("a factor in BF16", {"use_nvfp4": True, "x_global_scale": z(1)}, ("x_global_scale", "bfloat16", ALLOWED)),
+        ("a factor that is none", {"use_nvfp4": True, "x_global_scale": 2.0}, ("x_global_scale", "float", ALLOWED)),
+        ("use_nvfp4 a text", {"use_nvfp4": "no"}, ("use_nvfp4", "'no'", ALLOWED)),
+        ("NVFP4 with UE8M0", {"use_nvfp4": True, "use_ue8m0": True}, ("use_ue8m0", "use_nvfp4=True", ALLOWED)),
+        ("NVFP4, rounded", {"use_nvfp4": True, "round_scale": True}, ("round_scale", "use_nvfp4=True", ALLOWED)),
+        ("NVFP4, H not of 128", {"use_nvfp4": True, "x": z(12, 192)}, ("192", "128")),
+        ("NVFP4 of bytes", {"use_nvfp4": True, "x": z(12, 512, dtype=torch.uint8)}, ("x", "uint8", ALLOWED)),
         ("unknown keyword", {"nonsense": 1}, ("nonsense",)),
+    ]  # fmt: skip
+
+
+def fp4_wrong():
+    u8 = torch.uint8
+    return [
+        ("BF16 rows", {"x": z(12, 512)}, ("x", "bfloat16", ALLOWED)),
+        ("BF16 scales", {"scales": z(12, 32)}, ("scales", "bfloat16", ALLOWED)),
+        ("scales None", {"scales": None}, ("scales", "None", ALLOWED)),
+        ("scales of 32 channels", {"scales": z(12, 16, dtype=u8)}, ("scales", "[12, 16]", ALLOWED)),
+        ("scales of other T", {"scales": z(11, 32, dtype=u8)}, ("scales", "[11, 32]", ALLOWED)),
+        ("transposed", {"x": z(256, 12, dtype=u8).t()}, ("x", "contiguous")),
+        ("H of 192", {"x": z(12, 96, dtype=u8), "scales": z(12, 12, dtype=u8)}, ("96", "128")),
+        ("other T", {"topk_idx": z(11, 3, dtype=i64)}, ("topk_idx", "[11, 3]", ALLOWED)),
+        ("more than B tokens", {"x": z(17, 256, dtype=u8), "scales": z(17, 32, dtype=u8),
+                                "topk_idx": z(17, 3, dtype=i64)}, ("17", "16")),
+        ("E not divisible", {"num_experts": 7}, ("num_experts", "7", ALLOWED)),
+        ("hook and async", {"return_recv_hook": True, "async_finish": True}, ("return_recv_hook", "async_finish")),
     ]  # fmt: skip
 
 
@@ -250,7 +277,7 @@ def ll_combine_wrong():
     ]  # fmt: skip
 
 
-FORK_DISPATCH = {"use_nvfp4": True, "x_global_scale": torch.ones(1), "pertoken_quant": True}
+FORK_DISPATCH = {"pertoken_quant": True}
 FORK_COMBINE = {
     "overlap": True, "packed_recv_count": torch.ones(4, dtype=i32), "comp_signal": torch.ones(4, dtype=i32),
     "block_m": 64, "threshold": 3, "num_sms": 4, "src_signals": torch.ones(4), "src_signal_expect_value": 2,
@@ -284,6 +311,8 @@ def rank_low_latency(ctx):
             good |= {"num_max_dispatch_tokens_per_rank": B, "num_experts": 8}
             complaints += refusals(buffer.low_latency_dispatch, good, on(ctx, ll_dispatch_wrong()))
             complaints += fork_refusals(buffer.low_latency_dispatch, good, FORK_DISPATCH)
+            bytes_of = {name: ctx.to_device(z(12, n, dtype=torch.uint8)) for name, n in (("x", 256), ("scales", 32))}
+            complaints += refusals(buffer.low_latency_dispatch_fp4, good | bytes_of, on(ctx, fp4_wrong()))
             good = {"x": ctx.to_device(z(4, 2 * B, 512)), "topk_idx": good["topk_idx"]}
             good |= {"topk_weights": ctx.to_device(z(12, 3, dtype=f32)), "handle": call.handle}
             complaints += refusals(buffer.low_latency_combine, good, on(ctx, ll_combine_wrong()))

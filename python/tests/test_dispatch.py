@@ -139,6 +139,36 @@ def test_handle_on_another_buffer(pool):
     pool.run(4, rank_handle_moves, Case((60, 3, 0, 41), hidden=128, experts=8, topk=3))
 
 
+BYTES = [torch.uint8, torch.int8, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.bool]
+
+
+def rank_dtypes(ctx, case, dtypes):
+    """Rows of any dtype are moved as bytes; twice, so that a later call is one like an earlier call."""
+    with normal.buffer_of(ctx) as buffer:
+        exchange = normal.dispatch_and_check(ctx, buffer, case)
+        own, want = exchange.own, exchange.want
+        layout = normal.layout_arguments(ctx, buffer, exchange)
+        top = {"topk_idx": ctx.to_device(own.topk_idx), "topk_weights": ctx.to_device(own.topk_weights)}
+        for dtype in dtypes:
+            x = ctx.to_device(own.x.view(torch.uint8).view(dtype))
+            scales = None if own.scales is None else ctx.to_device(own.scales)
+            given = x if scales is None else (x, scales)
+            for options in ({**layout, **top}, {**layout, **top}, {"handle": exchange.handle}):
+                got = buffer.dispatch(given, **options)[0]
+                if scales is not None:
+                    got, got_scales = got
+                    checks.same_bits("scales", got_scales, want.scales)
+                assert got.dtype == dtype
+                checks.same_bits(f"rows of {dtype}", got.view(torch.uint8).cpu(), want.x.view(torch.uint8))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_dtypes(pool, scaled):
+    case = Case((30, 3, 0, 17), hidden=128, experts=8, topk=3, kind="fp8" if scaled else "bits", num_scales=2)
+    wider = [] if scaled else [torch.float16, torch.int16, torch.float32, torch.int32, torch.float64, torch.int64]
+    pool.run(4, rank_dtypes, case, BYTES + wider)
+
+
 def rank_offset(ctx, case, offset, asynchronous):
     with normal.buffer_of(ctx) as buffer:
         options = {}

@@ -27,11 +27,27 @@ class Slot {  // of a sender, as laid out by LowLatencyShape
 };
 
 bool is_fp8(const dk_ll_dispatch_params &p) { return p.format == DK_FORMAT_FP8; }
-uint64_t value_bytes(const dk_ll_dispatch_params &p) { return static_cast<uint64_t>(p.hidden) * (is_fp8(p) ? 1 : 2); }
-// Words of scales of a row: a float for each 128 channels, or four exponents in a word.
+bool is_fp4(const dk_ll_dispatch_params &p) { return p.format == DK_FORMAT_FP4 || p.format == DK_FORMAT_NVFP4; }
+uint64_t value_bytes(const dk_ll_dispatch_params &p) {
+  uint64_t hidden = static_cast<uint64_t>(p.hidden);
+  return is_fp4(p) ? hidden / 2 : is_fp8(p) ? hidden : 2 * hidden;
+}
+// Words of scales of a row: a float for each 128 channels, or four exponents or scales of FP4 in a word.
 uint64_t scale_words(const dk_ll_dispatch_params &p) {
-  return !is_fp8(p) ? 0
-                    : static_cast<uint64_t>(p.hidden) / (p.flags & DK_LL_UE8M0 ? 4 * kScaleChannels : kScaleChannels);
+  uint64_t hidden = static_cast<uint64_t>(p.hidden);
+  if (is_fp4(p)) return hidden / (4 * kFp4Channels);
+  return is_fp8(p) ? hidden / (p.flags & DK_LL_UE8M0 ? 4 * kScaleChannels : kScaleChannels) : 0;
+}
+// Where the scales of an output row are: the first word, and how far it is to the next.
+struct ScalePlace {
+  uint64_t first, step;
+};
+ScalePlace scale_place(const dk_ll_dispatch_params &p, uint64_t rows, uint64_t expert, uint64_t row) {
+  uint64_t words = scale_words(p);
+  if (p.format == DK_FORMAT_FP4) return {(expert * rows + row) * words, 1};
+  if (p.format == DK_FORMAT_NVFP4)  // tiles of 128 rows x one word
+    return {(expert * ((rows + 127) / 128) + row / 128) * words * 128 + row % 32 * 4 + row / 32 % 4, 128};
+  return {expert * words * rows + row, rows};
 }
 
 template <class Half>
@@ -76,7 +92,14 @@ void pack_exponents(uint32_t *words, const float *scales, uint64_t count) {
 void write_row(const Team &team, const dk_ll_dispatch_params &p, uint8_t *to, uint64_t token) {
   const RowKernels &rows = *team.device->rows;
   uint64_t hidden = static_cast<uint64_t>(p.hidden);
+  if (p.format == DK_FORMAT_FP4) {
+    rows.copy(to, at<const uint8_t>(p.x) + token * (hidden / 2), hidden / 2, false);
+    return rows.copy(to + hidden / 2, at<const uint8_t>(p.x_scales) + token * (hidden / kFp4Channels),
+                     hidden / kFp4Channels, false);
+  }
   const uint16_t *x = at<const uint16_t>(p.x) + token * hidden;
+  if (p.format == DK_FORMAT_NVFP4)
+    return rows.cast_fp4(to, to + hidden / 2, x, hidden / kFp4Channels, p.x_scales ? *at<const float>(p.x_scales) : 1);
   if (!is_fp8(p)) return rows.copy(to, x, 2 * hidden, false);
   // The float scales of the row fit after its values: 2 H bytes hold H + H/32.
   float *scales = reinterpret_cast<float *>(to + hidden);
@@ -239,7 +262,7 @@ void Receiver::receive_token(const Slot &slot, uint64_t token) {
   }
 }
 
-// Scales are stored with the row axis contiguous. The count is the caller's memory, which a row written over it
+// Scales of FP8 are stored with the row axis contiguous. The count is the caller's memory, which a row written over it
 // (outputs that overlap) may have changed: no row is written beyond the expert's.
 void Receiver::write_output_row(int expert, const uint8_t *row, uint64_t token) {
   uint64_t rows = shape_.recv_rows(), e = static_cast<uint64_t>(expert), r = static_cast<uint64_t>(count_[expert]);
@@ -248,9 +271,10 @@ void Receiver::write_output_row(int expert, const uint8_t *row, uint64_t token) 
   at<int32_t>(p_.src_info)[e * rows + r] = static_cast<int32_t>(token);
   team_.device->rows->copy(at<uint8_t>(p_.recv_x) + (e * rows + r) * value_bytes(p_), row, value_bytes(p_), stream_);
   uint64_t words = scale_words(p_);
-  const uint32_t *from = reinterpret_cast<const uint32_t *>(row + p_.hidden);
-  uint32_t *to = at<uint32_t>(p_.recv_scales) + e * words * rows + r;
-  for (uint64_t s = 0; s < words; s++) to[s * rows] = from[s];
+  const uint32_t *from = reinterpret_cast<const uint32_t *>(row + value_bytes(p_));
+  ScalePlace place = scale_place(p_, rows, e, r);
+  uint32_t *to = at<uint32_t>(p_.recv_scales) + place.first;
+  for (uint64_t s = 0; s < words; s++) to[s * place.step] = from[s];
 }
 
 void run_ll_dispatch(const dk_ll_dispatch_params &p) {
@@ -269,13 +293,15 @@ bool bad_ll_dispatch(const Team &team, const dk_ll_dispatch_params &p) {
   if (any_remote(team) &&
       LowLatencyShape(p, team.num_ranks).dispatch_slot_bytes(p.num_topk) > team.wire.mirror_bytes[kDispatch])
     return true;
-  if (p.format != DK_FORMAT_BF16 && p.format != DK_FORMAT_FP8) return true;
+  if (p.format != DK_FORMAT_BF16 && !is_fp8(p) && !is_fp4(p)) return true;
+  if (is_fp4(p) && p.hidden % kScaleChannels) return true;
   if (p.flags & ~uint32_t{DK_LL_ROUND_SCALE | DK_LL_UE8M0} || (p.flags && !is_fp8(p)) || p.flags == DK_LL_UE8M0)
     return true;
   if (is_fp8(p) && p.hidden % (p.flags & DK_LL_UE8M0 ? 4 * kScaleChannels : kScaleChannels)) return true;
-  if (p.phases & DK_PHASE_SEND && p.num_tokens && (!p.x || !p.topk_idx)) return true;
-  return p.phases & DK_PHASE_RECV &&
-         (!p.recv_x || !p.recv_count || !p.src_info || !p.layout_range || (is_fp8(p) && !p.recv_scales));
+  if (p.phases & DK_PHASE_SEND && p.num_tokens && (!p.x || !p.topk_idx || (p.format == DK_FORMAT_FP4 && !p.x_scales)))
+    return true;
+  return p.phases & DK_PHASE_RECV && (!p.recv_x || !p.recv_count || !p.src_info || !p.layout_range ||
+                                      (p.format != DK_FORMAT_BF16 && !p.recv_scales));
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // The row kernels for the vector width DK_ROWS_WIDTH. Included by baseline.cpp, avx2.cpp and avx512.cpp.
 #pragma once
+#include "cpu/rows/fp4.h"
 #include "cpu/rows/fp8.h"
 #include "cpu/rows/logfmt.h"
 #include "cpu/rows/vector.h"
@@ -107,4 +108,4 @@ void store_sums(uint16_t *dst, const float *acc, size_t blocks) {
 }  // namespace
 
 #define DK_ROW_KERNELS(name) \
-  {name, copy, finish_stream, sum, weighted_sum, cast_fp8, logfmt_encode, logfmt_add, store_sums}
+  {name, copy, finish_stream, sum, weighted_sum, cast_fp8, cast_fp4, logfmt_encode, logfmt_add, store_sums}

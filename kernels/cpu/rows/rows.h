@@ -6,6 +6,7 @@
 namespace dk {
 
 constexpr int kScaleChannels = 128;  // channels that share an FP8 scale or a LogFMT range
+constexpr int kFp4Channels = 16;     // channels that share a scale of FP4
 
 // LogFMT-10 on the wire: 4 bytes for each block of 128 channels (smallest, greatest), then the blocks, 256 bytes apart.
 // A coded block takes 160 bytes: 128 low bytes, then 32 bytes of four 2-bit tops (magnitude bit 8, sign).
@@ -24,6 +25,9 @@ struct RowKernels {
 
   // E4M3 with one scale for 128 channels. scales[i] is the factor that gives the value back.
   void (*cast_fp8)(uint8_t *dst, float *scales, const uint16_t *src, size_t blocks, bool round_scale);
+
+  // E2M1, two channels in a byte, with one E4M3 scale for 16 channels; see dk_ll_dispatch_params.x_scales for `factor`.
+  void (*cast_fp4)(uint8_t *dst, uint8_t *scales, const uint16_t *src, size_t blocks, float factor);
 
   void (*logfmt_encode)(uint8_t *dst, const uint16_t *src, size_t blocks);
   // Adds weight * row to FP32 sums, for `count` of its `blocks` from `first` on, whether coded or left as BF16. The

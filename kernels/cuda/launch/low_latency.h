@@ -28,8 +28,11 @@ int32_t check_low_latency(const P *p, const TeamView &view) {
   return static_cast<uint32_t>(p->num_experts / view.num_ranks) > kMaxLocalExperts ? DK_EUNSUPPORTED : DK_OK;
 }
 inline bool is_sane_format(const dk_ll_dispatch_params *p) {
-  if (p->format != DK_FORMAT_BF16 && p->format != DK_FORMAT_FP8) return false;
-  if (p->format == DK_FORMAT_FP8 && p->hidden % kScaleChannels != 0) return false;
+  if (p->format < DK_FORMAT_BF16 || p->format > DK_FORMAT_NVFP4) return false;
+  if (p->format != DK_FORMAT_BF16 && p->hidden % kScaleChannels != 0) return false;
+  if (p->format >= DK_FORMAT_FP4 && p->flags != 0) return false;
+  if (p->format == DK_FORMAT_FP4 && (p->phases & DK_PHASE_SEND) != 0 && p->num_tokens > 0 && p->x_scales == 0)
+    return false;
   return (p->flags & DK_LL_UE8M0) == 0 ||
          ((p->flags & DK_LL_ROUND_SCALE) != 0 && p->hidden % (4 * kScaleChannels) == 0);
 }
@@ -61,7 +64,8 @@ LowLatencyArguments low_latency_arguments(const P *p, const TeamView &view, uint
   return call;
 }
 inline LowLatencyDispatchBuffers low_latency_buffers(const dk_ll_dispatch_params *p) {
-  return {pointer<uint8_t>(p->x), pointer<uint8_t>(p->recv_x), pointer<uint32_t>(p->recv_scales),
+  return {pointer<uint8_t>(p->x),          pointer<uint8_t>(p->x_scales),
+          pointer<uint8_t>(p->recv_x),     pointer<uint32_t>(p->recv_scales),
           pointer<int32_t>(p->recv_count), pointer<int32_t>(p->cumulative_stats)};
 }
 inline LowLatencyCombineBuffers low_latency_buffers(const dk_ll_combine_params *p) {

@@ -13,7 +13,7 @@
 #include <cstddef>
 
 #include "cuda/common/copy_row.cuh"
-#include "cuda/common/fp8.cuh"
+#include "cuda/common/fp4.cuh"
 #include "cuda/impl/low_latency/shared.cuh"
 #include "internode/low_latency/put.cuh"
 #include "internode/low_latency/team.h"

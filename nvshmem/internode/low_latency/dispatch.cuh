@@ -99,8 +99,27 @@ __device__ inline void stage_fp8_row(const InternodeLlParams &p, const uint4 *x,
   }
 }
 
+// Whole block: FP4, the caller's bytes or a cast of the row, 32 channels a thread; the scales are written after it.
+__device__ inline void stage_fp4_row(const InternodeLlDispatchParams &d, int token, uint8_t *to) {
+  const InternodeLlParams &p = d.call;
+  const bool casts = p.format == DK_FORMAT_NVFP4;
+  const uint8_t *x = d.x + static_cast<uint64_t>(token) * (casts ? 2 * p.hidden : p.hidden / 2);
+  const float factor = casts ? fp4_factor(d.x_scales) : 0;
+  for (int at = threadIdx.x; at < p.hidden / 32; at += kLlThreads) {
+    uint32_t scales = 0;
+    ptx::st_stream(to + 16 * at, casts ? cast_fp4_piece(x + 64 * at, factor, scales) : ptx::ld_stream(x + 16 * at));
+    if (casts) reinterpret_cast<uint16_t *>(to + p.hidden / 2)[at] = static_cast<uint16_t>(scales);
+  }
+  if (casts) return;
+  const auto *scales =
+      reinterpret_cast<const uint32_t *>(d.x_scales + static_cast<uint64_t>(token) * (p.hidden / kFp4Channels));
+  for (int at = threadIdx.x; at < p.hidden / 64; at += kLlThreads)
+    reinterpret_cast<uint32_t *>(to + p.hidden / 2)[at] = scales[at];
+}
+
 __device__ inline void stage_row(const InternodeLlDispatchParams &d, int token, uint8_t *to) {
   const InternodeLlParams &p = d.call;
+  if (is_fp4(p)) return stage_fp4_row(d, token, to);
   const auto *x = reinterpret_cast<const uint4 *>(d.x + static_cast<uint64_t>(token) * 2 * p.hidden);
   if (p.format == DK_FORMAT_FP8) return stage_fp8_row(p, x, to);
   for (int at = threadIdx.x; at < p.hidden / 8; at += kLlThreads) ptx::st_stream(to + 16 * at, x[at]);
@@ -265,7 +284,7 @@ __device__ inline void await_row(const InternodeLlParams &p, uint64_t epoch, int
     const int n = __popc(rows & ((1u << lane) - 1));
     const int64_t within = tables.base[source * p.num_local + expert] + position;
     list->row[n] = expert * p.rows_per_expert() + within;
-    list->scales[n] = expert * stored_scales(p) * p.rows_per_expert() + within;
+    list->scales[n] = scale_places(p).first(expert, within);
   }
   if (lane == 0) {
     list->count = __popc(rows);
@@ -278,8 +297,7 @@ __device__ inline void await_row(const InternodeLlParams &p, uint64_t epoch, int
 __device__ inline void spread_row(const InternodeLlDispatchParams &d, const RowPlaces *list, int thread) {
   constexpr int kUnroll = 4;
   const InternodeLlParams &p = d.call;
-  const int row_bytes = p.format == DK_FORMAT_FP8 ? p.hidden : 2 * p.hidden, chunks = row_bytes / 16,
-            count = list->count;
+  const int row_bytes = value_bytes(p), chunks = row_bytes / 16, count = list->count;
   const uint8_t *from = list->from;
   for (int first = thread; first < chunks; first += kLlGroupThreads * kUnroll) {
     uint4 data[kUnroll];
@@ -295,15 +313,16 @@ __device__ inline void spread_row(const InternodeLlDispatchParams &d, const RowP
     }
   }
   for (int n = thread; n < count; n += kLlGroupThreads) p.src_info[list->row[n]] = list->token;
-  if (p.format != DK_FORMAT_FP8) return;
+  if (p.format == DK_FORMAT_BF16) return;
   const bool packed = (p.flags & DK_LL_UE8M0) != 0;
-  const auto *scales = reinterpret_cast<const uint32_t *>(from + p.hidden);
+  const auto *scales = reinterpret_cast<const uint32_t *>(from + row_bytes);
+  const int64_t step = scale_places(p).step;
   for (int64_t at = thread; at < stored_scales(p); at += kLlGroupThreads) {
     uint32_t value = 0;
     for (int part = 0; packed && part < 4; ++part)
       value |= (ptx::ld_relaxed_sys(scales + 4 * at + part) >> 23 & 0xff) << (8 * part);
     if (!packed) value = ptx::ld_relaxed_sys(scales + at);
-    for (int n = 0; n < count; ++n) d.recv_scales[list->scales[n] + at * p.rows_per_expert()] = value;
+    for (int n = 0; n < count; ++n) d.recv_scales[list->scales[n] + at * step] = value;
   }
 }
 

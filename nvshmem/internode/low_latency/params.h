@@ -63,10 +63,9 @@ int32_t fill_call(const P *p, const LowLatencyTeam &team, uint32_t op, uint32_t 
 
 inline int32_t fill_dispatch(const dk_ll_dispatch_params *p, const LowLatencyTeam &team, InternodeLlDispatchParams *d) {
   if (!is_sane_format(p)) return DK_EINVAL;
-  const bool fp8 = p->format == DK_FORMAT_FP8;
-  const uint32_t hidden = static_cast<uint32_t>(p->hidden);
-  const int32_t code =
-      fill_call(p, team, DK_OP_LL_DISPATCH, fp8 ? hidden + align_up(hidden / 32, 16u) : 2 * hidden, &d->call);
+  const uint32_t hidden = static_cast<uint32_t>(p->hidden), values = static_cast<uint32_t>(value_bytes(*p)),
+                 scales = p->format == DK_FORMAT_BF16 ? 0 : hidden / (is_fp4(*p) ? kFp4Channels : 32);
+  const int32_t code = fill_call(p, team, DK_OP_LL_DISPATCH, values + align_up(scales, 16u), &d->call);
   d->call.format = static_cast<uint32_t>(p->format);
   static_cast<LowLatencyDispatchBuffers &>(*d) = low_latency_buffers(p);
   return code;

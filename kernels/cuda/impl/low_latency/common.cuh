@@ -1,6 +1,6 @@
 // common.cuh - what low-latency dispatch and combine share: places in a block, words, the end of a call.
 #pragma once
-#include "cuda/common/fp8.cuh"
+#include "cuda/common/fp4.cuh"
 #include "cuda/impl/low_latency/params.cuh"
 #include "cuda/impl/low_latency/shared.cuh"
 #include "cuda/impl/low_latency/timeline.cuh"
@@ -51,6 +51,13 @@ __device__ __forceinline__ uint32_t *slot_words(const P &p, uint8_t *block, cons
                                                 uint32_t number) {
   return reinterpret_cast<uint32_t *>(slot_base(p, block, call) + p.at.words_at +
                                       static_cast<uint64_t>(number) * static_cast<uint32_t>(p.at.words_bytes));
+}
+// The words of a row of dispatch that are its scales; those of FP4 lie behind its values.
+template <class P>
+__device__ __forceinline__ uint32_t *slot_scales(const P &p, uint8_t *block, const LowLatencyCall &call,
+                                                 uint32_t number) {
+  return is_fp4(p) ? reinterpret_cast<uint32_t *>(slot_row(p, block, call, number) + value_bytes(p))
+                   : slot_words(p, block, call, number);
 }
 constexpr int kPatternAt = 2 * kMaxTopk;  // word of the header
 template <class P>

@@ -5,26 +5,18 @@
 namespace deepep {
 
 struct DispatchOutputs {
-  uint8_t *recv_x;        // rows of row_bytes, rows_per_expert for each local expert
-  uint32_t *recv_scales;  // `scales` words a row, by column
+  uint8_t *recv_x;  // rows of row_bytes, rows_per_expert for each local expert
+  uint32_t *recv_scales;
   int32_t *recv_count, *cumulative_stats, *src_info;
   int64_t *layout_range;
-  int64_t rows_per_expert, scales;
+  int64_t rows_per_expert;
+  ScalePlaces scales;
   int32_t num_local, row_bytes;
 };
 __device__ inline DispatchOutputs outputs_of(const LowLatencyArguments &p, const LowLatencyDispatchBuffers &d,
                                              int num_local) {
-  const bool fp8 = p.format == DK_FORMAT_FP8;
-  return {d.recv_x,
-          d.recv_scales,
-          d.recv_count,
-          d.cumulative_stats,
-          p.src_info,
-          p.layout_range,
-          p.rows_per_expert(),
-          fp8 ? stored_scales(p) : 0,
-          num_local,
-          fp8 ? p.hidden : 2 * p.hidden};
+  return {d.recv_x,       d.recv_scales,       d.recv_count,    d.cumulative_stats, p.src_info,
+          p.layout_range, p.rows_per_expert(), scale_places(p), num_local,          value_bytes(p)};
 }
 
 // By the last block, only after a rank was lost: removes the rows of a source that did not send all of them, and moves
@@ -32,7 +24,7 @@ __device__ inline DispatchOutputs outputs_of(const LowLatencyArguments &p, const
 template <int kThreads>
 __device__ inline void close_gaps(const Session &s, uint64_t epoch, const DispatchOutputs &out) {
   const int num_ranks = s.team.num_ranks;
-  const int64_t rows = out.rows_per_expert, words = out.scales;
+  const int64_t rows = out.rows_per_expert, words = out.scales.words;
   const int chunks = out.row_bytes / 16;
   for (int64_t l = 0; l < out.num_local; ++l) {
     int64_t next = 0;
@@ -44,7 +36,8 @@ __device__ inline void close_gaps(const Session &s, uint64_t epoch, const Dispat
         for (int at = threadIdx.x; at < chunks; at += kThreads)
           x[(next + i) * chunks + at] = x[(first + i) * chunks + at];
         for (int64_t w = threadIdx.x; w < words; w += kThreads)
-          out.recv_scales[(l * words + w) * rows + next + i] = out.recv_scales[(l * words + w) * rows + first + i];
+          out.recv_scales[out.scales.first(l, next + i) + w * out.scales.step] =
+              out.recv_scales[out.scales.first(l, first + i) + w * out.scales.step];
         if (threadIdx.x == 0) out.src_info[l * rows + next + i] = out.src_info[l * rows + first + i];
         __syncthreads();
       }

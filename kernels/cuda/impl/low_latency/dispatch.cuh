@@ -124,7 +124,7 @@ __device__ inline void read_header(const LowLatencyDispatchParams &p, const LowL
     const int64_t row_number = expert * p.rows_per_expert() + within;
     p.src_info()[row_number] = token;
     list->row[n] = p.recv_x() + row_number * row_bytes;
-    list->scales[n] = p.recv_scales() + expert * stored_scales(p) * p.rows_per_expert() + within;
+    list->scales[n] = p.recv_scales() + scale_places(p).first(expert, within);
   }
   if (lane != 0) return;
   list->count = __popc(rows);
@@ -211,18 +211,18 @@ __device__ inline bool spread_row(const Session &s, uint64_t expected, int sourc
 __device__ inline bool spread_scales(const LowLatencyDispatchParams &p, const LowLatencyCall &call, int source,
                                      uint32_t *from, const RowPlaces *list, uint32_t early, int thread) {
   const bool packed = (p.flags & DK_LL_UE8M0) != 0;
-  const int64_t rows = p.rows_per_expert(), stored = stored_scales(p);
+  const int64_t step = scale_places(p).step, stored = stored_scales(p);
 #pragma unroll 1
   for (int64_t at = thread; at < stored; at += kLlGroupThreads) {
     uint32_t value = 0;
     for (int part = 0; part < (packed ? 4 : 1); ++part) {
       uint32_t word = at == thread ? early : 0;
       if (!take_word(p.session, source, call.epoch, from + (packed ? 4 * at + part : at), word)) return false;
-      word ^= kAllOnes;
+      word ^= list->pattern;  // with FP8 kAllOnes
       value = packed ? value | (word >> 23 & 0xff) << (8 * part) : word;
     }
 #pragma unroll 1
-    for (int n = 0; n < list->count; ++n) list->scales[n][at * rows] = value;
+    for (int n = 0; n < list->count; ++n) list->scales[n][at * step] = value;
   }
   return true;
 }
@@ -233,8 +233,9 @@ __device__ inline void receive_tokens(const LowLatencyDispatchParams &p, const L
                                       const ReceiveTables &tables, RowPlaces *lists) {
   const int group = static_cast<int>(threadIdx.x) / kLlGroupThreads,
             thread = static_cast<int>(threadIdx.x) % kLlGroupThreads;
-  const int row_bytes = p.recv_row_bytes();
-  const bool plain_scales = p.format == DK_FORMAT_FP8 && (p.flags & DK_LL_UE8M0) == 0;
+  const int row_bytes = value_bytes(p);
+  const bool scaled = p.format != DK_FORMAT_BF16;
+  const int64_t plain_scales = scaled && (p.flags & DK_LL_UE8M0) == 0 ? stored_scales(p) : 0;
   RowPlaces *list = lists + group;
 #pragma unroll 1
   for (int token = first_of_block(); token < p.num_max_tokens; token += num_workers())
@@ -243,9 +244,9 @@ __device__ inline void receive_tokens(const LowLatencyDispatchParams &p, const L
       if (token >= tables.tokens[source]) continue;
       const LowLatencyCall &theirs = tables.calls[source];
       const uint32_t number = number_of_token(p, source, token);
-      uint32_t *words = slot_words(p, own_block(p), theirs, number);
+      uint32_t *words = slot_scales(p, own_block(p), theirs, number);
       const SlotRow row{slot_row(p, own_block(p), theirs, number), row_bytes,
-                        plain_scales && thread < p.hidden / kScaleChannels ? words + thread : nullptr};
+                        thread < plain_scales ? words + thread : nullptr};
       // Loaded before the header says where the row goes: if it has arrived, a round trip to memory is saved.
       Arrivals<kChunks> arrivals{};
       load_missing(arrivals, row.data, row_bytes / 16, row.scale, thread);
@@ -254,8 +255,7 @@ __device__ inline void receive_tokens(const LowLatencyDispatchParams &p, const L
       mark(kMarkLastHeader, thread == 0);
       if (list->count > 0) {
         bool whole = spread_row(p.session, call.epoch, source, row, list, arrivals, thread);
-        whole = (p.format != DK_FORMAT_FP8 || spread_scales(p, theirs, source, words, list, arrivals.word, thread)) &&
-                whole;
+        whole = (!scaled || spread_scales(p, theirs, source, words, list, arrivals.word, thread)) && whole;
         if (!whole) p.session.team.scratch->late[source] = call.epoch;
       }
       ptx::barrier_among<kLlGroupThreads>(1 + group);
@@ -270,7 +270,7 @@ __device__ inline void receive(const LowLatencyDispatchParams &p, const LowLaten
   __syncthreads();  // calls are there
   read_counts(p, call, tables);
   mark(kMarkKnown, threadIdx.x == 0);
-  if (p.recv_row_bytes() <= 4 * 16 * kLlGroupThreads)
+  if (value_bytes(p) <= 4 * 16 * kLlGroupThreads)
     receive_tokens<4>(p, call, tables, lists);
   else
     receive_tokens<8>(p, call, tables, lists);
@@ -279,12 +279,8 @@ __device__ inline void receive(const LowLatencyDispatchParams &p, const LowLaten
 // ---- End ------------------------------------------------------------------------------------------------------------
 
 __device__ inline DispatchOutputs outputs_of(const LowLatencyDispatchParams &p) {
-  const bool fp8 = p.format == DK_FORMAT_FP8;
-  return {p.recv_x(),          p.recv_scales(),
-          p.recv_count(),      p.cumulative_stats(),
-          p.src_info(),        p.layout_range(),
-          p.rows_per_expert(), fp8 ? stored_scales(p) : 0,
-          p.num_local(),       fp8 ? p.hidden : 2 * p.hidden};
+  return {p.recv_x(),       p.recv_scales(),     p.recv_count(),  p.cumulative_stats(), p.src_info(),
+          p.layout_range(), p.rows_per_expert(), scale_places(p), p.num_local(),        value_bytes(p)};
 }
 
 __device__ inline void finish_outputs(const LowLatencyDispatchParams &p, const LowLatencyCall &call, bool failed) {

@@ -45,7 +45,7 @@ __device__ inline void read_route(const LowLatencyDispatchParams &p, const LowLa
     route->rank[n] = rank;
     const uint32_t number = number_of_token(p, p.session.team.rank, token);
     route->row[n] = slot_row(p, peers[rank], call, number);
-    route->words[n] = slot_words(p, peers[rank], call, number);
+    route->words[n] = slot_scales(p, peers[rank], call, number);
   }
   if (lane == 0) route->num_ranks = __popc(leaders);
 }
@@ -99,15 +99,18 @@ __device__ inline void send_headers(const LowLatencyDispatchParams &p, const Low
   }
 }
 
-// What a thread loads of a row before anything else: 32 consecutive bytes (FP8), or two chunks kLlThreads apart (BF16).
+// What a thread loads of a row before anything else: 32 consecutive bytes (FP8), or two chunks kLlThreads apart (BF16,
+// FP4). NVFP4 loads later.
 struct RowBegin {
   uint4 a, b;
 };
 __device__ __forceinline__ RowBegin load_row_begin(const LowLatencyDispatchParams &p, int token) {
   const bool fp8 = p.format == DK_FORMAT_FP8;
-  const int thread = static_cast<int>(threadIdx.x), chunks = p.hidden / 8, first = fp8 ? 2 * thread : thread,
+  const int thread = static_cast<int>(threadIdx.x), first = fp8 ? 2 * thread : thread,
             second = fp8 ? first + 1 : first + kLlThreads;
-  const uint8_t *x = p.x() + static_cast<uint64_t>(token) * 2 * p.hidden;
+  const int bytes = p.format == DK_FORMAT_FP4 ? p.hidden / 2 : 2 * p.hidden,
+            chunks = p.format == DK_FORMAT_NVFP4 ? 0 : bytes / 16;
+  const uint8_t *x = p.x() + static_cast<uint64_t>(token) * bytes;
   RowBegin begin{{0, 0, 0, 0}, {0, 0, 0, 0}};
   if (token < p.num_tokens && first < chunks) begin.a = ptx::ld_stream(x + 16 * first);
   if (token < p.num_tokens && second < chunks) begin.b = ptx::ld_stream(x + 16 * second);
@@ -153,23 +156,56 @@ __device__ inline void send_fp8_row(const LowLatencyDispatchParams &p, int token
   }
 }
 
-// Whether a thread's part of a row of BF16 holds the pattern.
+// The scales of a row of FP4 that the caller has packed: words; none of BF16.
+__device__ __forceinline__ const uint32_t *given_scales(const LowLatencyDispatchParams &p, int token) {
+  return reinterpret_cast<const uint32_t *>(p.x_scales() + static_cast<uint64_t>(token) * (p.hidden / kFp4Channels));
+}
+__device__ __forceinline__ int num_given_scales(const LowLatencyDispatchParams &p) {
+  return p.format == DK_FORMAT_FP4 ? p.hidden / 64 : 0;
+}
+// Whether a thread's part of a row of BF16 or FP4 holds the pattern.
 __device__ inline bool row_holds(const LowLatencyDispatchParams &p, int token, const RowBegin &begin,
                                  uint32_t pattern) {
-  const uint8_t *x = p.x() + static_cast<uint64_t>(token) * 2 * p.hidden;
+  const int bytes = value_bytes(p);
+  const uint8_t *x = p.x() + static_cast<uint64_t>(token) * bytes;
   bool found = holds(begin.a, pattern) || holds(begin.b, pattern);
-  for (int at = static_cast<int>(threadIdx.x) + 2 * kLlThreads; at < p.hidden / 8; at += kLlThreads)
+  for (int at = static_cast<int>(threadIdx.x) + 2 * kLlThreads; at < bytes / 16; at += kLlThreads)
     found |= holds(ptx::ld_stream(x + 16 * at), pattern);
+  for (int at = static_cast<int>(threadIdx.x); at < num_given_scales(p); at += kLlThreads)
+    found |= given_scales(p, token)[at] == pattern;
   return found;
 }
-__device__ inline void send_bf16_row(const LowLatencyDispatchParams &p, int token, const TokenRoute *route,
-                                     const RowBegin &begin, uint32_t pattern) {
-  const int chunks = p.hidden / 8, thread = static_cast<int>(threadIdx.x);
+// The row cast to FP4: a thread holds 32 channels, and two neighbours a word of scales.
+__device__ __noinline__ inline void send_nvfp4_row(const LowLatencyDispatchParams &p, int token,
+                                                   const TokenRoute *route) {
+  const int pieces = p.hidden / 32;
   const uint8_t *x = p.x() + static_cast<uint64_t>(token) * 2 * p.hidden;
+  const float factor = fp4_factor(p.x_scales());
+#pragma unroll 1
+  for (int first = 0; first < pieces; first += kLlThreads) {
+    const int at = first + static_cast<int>(threadIdx.x);
+    uint32_t scales = 0;
+    if (at < pieces)
+      store_everywhere(route, 16 * at, exclusive_or(cast_fp4_piece(x + 64 * at, factor, scales), kNeverFp4));
+    scales |= __shfl_xor_sync(kAllLanes, scales, 1) << 16;
+    if (at >= pieces || at % 2 != 0) continue;
+    for (int n = 0; n < route->num_ranks; ++n) ptx::st_relaxed_sys(route->words[n] + at / 2, scales ^ kNeverFp4);
+  }
+}
+// A row of BF16 or FP4 as it is.
+__device__ inline void send_row(const LowLatencyDispatchParams &p, int token, const TokenRoute *route,
+                                const RowBegin &begin, uint32_t pattern) {
+  const int bytes = value_bytes(p), chunks = bytes / 16, thread = static_cast<int>(threadIdx.x);
+  const uint8_t *x = p.x() + static_cast<uint64_t>(token) * bytes;
 #pragma unroll 1
   for (int at = thread; at < chunks; at += kLlThreads) {
     const uint4 chunk = at == thread ? begin.a : at == thread + kLlThreads ? begin.b : ptx::ld_stream(x + 16 * at);
     store_everywhere(route, 16 * at, exclusive_or(chunk, pattern));
+  }
+#pragma unroll 1
+  for (int at = thread; at < num_given_scales(p); at += kLlThreads) {
+    const uint32_t word = given_scales(p, token)[at] ^ pattern;
+    for (int n = 0; n < route->num_ranks; ++n) ptx::st_relaxed_sys(route->words[n] + at, word);
   }
 }
 
@@ -194,7 +230,7 @@ __device__ __forceinline__ EarlySend load_early_send(const LowLatencyDispatchPar
 // False: the team failed.
 __device__ inline bool send_tokens(const LowLatencyDispatchParams &p, const LowLatencyCall &call, const CodeTile &tile,
                                    const EarlySend &early, SendTables *tables) {
-  const bool fp8 = p.format == DK_FORMAT_FP8, loaded = p.num_tokens <= tile.tokens;
+  const bool fp8 = p.format == DK_FORMAT_FP8, nvfp4 = p.format == DK_FORMAT_NVFP4, loaded = p.num_tokens <= tile.tokens;
   const int first = first_of_block();
   TokenRoute *route = &tables->route;
 #pragma unroll 1
@@ -210,16 +246,19 @@ __device__ inline bool send_tokens(const LowLatencyDispatchParams &p, const LowL
     else if (!await_empty_slots(p, call, early.slot))
       return false;
     mark(kMarkEmpty, threadIdx.x == 0);
-    uint32_t pattern = kAllOnes;  // one that the row does not hold: nearly always the first one tried
-    for (uint32_t attempt = 0; !fp8 && __syncthreads_or(row_holds(p, token, begin, pattern)) != 0; ++attempt)
+    uint32_t pattern =
+        nvfp4 ? kNeverFp4 : kAllOnes;  // one that the row does not hold: nearly always the first one tried
+    for (uint32_t attempt = 0; !fp8 && !nvfp4 && __syncthreads_or(row_holds(p, token, begin, pattern)) != 0; ++attempt)
       pattern = pattern_of(attempt + 1);
     mark(kMarkCounted, threadIdx.x == 0);
     send_headers(p, call, token, tables, pattern);
     if (token == first && warp_id() == kLlThreads / kWarp - 2) send_own_counts(p, call, tables, p.num_topk, 0);
     if (fp8)
       send_fp8_row(p, token, route, begin);
+    else if (nvfp4)
+      send_nvfp4_row(p, token, route);
     else
-      send_bf16_row(p, token, route, begin, pattern);
+      send_row(p, token, route, begin, pattern);
     mark(kMarkRowOut, threadIdx.x == 0);
     for (int n = threadIdx.x; n < route->num_ranks; n += kLlThreads)  // payload, for the statistics
       add_sent_bytes(p.session, route->rank[n], dispatch_payload(p));

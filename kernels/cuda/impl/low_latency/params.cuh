@@ -46,8 +46,8 @@ struct LowLatencyParams : Args {
 struct LowLatencyDispatchParams : LowLatencyParams<dk_ll_dispatch_params> {
   int32_t tile_tokens = 0;  // whose entries fit into shared memory
 
-  __device__ int recv_row_bytes() const { return format == DK_FORMAT_FP8 ? hidden : 2 * hidden; }
   __device__ const uint8_t *x() const { return pointer<const uint8_t>(dk_ll_dispatch_params::x); }
+  __device__ const uint8_t *x_scales() const { return pointer<const uint8_t>(dk_ll_dispatch_params::x_scales); }
   __device__ uint8_t *recv_x() const { return pointer<uint8_t>(dk_ll_dispatch_params::recv_x); }
   __device__ uint32_t *recv_scales() const { return pointer<uint32_t>(dk_ll_dispatch_params::recv_scales); }
   __device__ int32_t *recv_count() const { return pointer<int32_t>(dk_ll_dispatch_params::recv_count); }

@@ -26,7 +26,7 @@ struct LowLatencyArguments {
   __device__ int64_t rows_per_expert() const { return static_cast<int64_t>(session.team.num_ranks) * max_tokens; }
 };
 struct LowLatencyDispatchBuffers {
-  const uint8_t *x;
+  const uint8_t *x, *x_scales;
   uint8_t *recv_x;
   uint32_t *recv_scales;
   int32_t *recv_count, *cumulative_stats;
@@ -40,16 +40,44 @@ struct LowLatencyCombineBuffers {
 // The last block does what concerns all ranks.
 __device__ inline bool is_control_block() { return blockIdx.x == gridDim.x - 1; }
 
+// Of a row on its way and at its place, without scales.
+template <class P>
+__host__ __device__ inline int value_bytes(const P &p) {
+  return p.format == DK_FORMAT_BF16 ? 2 * p.hidden : p.format == DK_FORMAT_FP8 ? p.hidden : p.hidden / 2;
+}
+template <class P>
+__host__ __device__ inline bool is_fp4(const P &p) {
+  return p.format >= DK_FORMAT_FP4;
+}
 // Words of a received row's scales.
 template <class P>
 __device__ inline int64_t stored_scales(const P &p) {
+  if (is_fp4(p)) return p.hidden / 64;
   return p.hidden / ((p.flags & DK_LL_UE8M0) != 0 ? 4 * kScaleChannels : kScaleChannels);
+}
+// Where a row's scales are in recv_scales, as words: the first one, and how far it is to the next.
+struct ScalePlaces {
+  int64_t rows_per_expert, words, step;
+  int format;
+  __device__ int64_t first(int64_t expert, int64_t row) const {
+    if (format == DK_FORMAT_FP4) return (expert * rows_per_expert + row) * words;
+    if (format == DK_FORMAT_NVFP4)  // tiles of 128 rows x one word
+      return (expert * ((rows_per_expert + 127) / 128) + row / 128) * words * 128 + row % 32 * 4 + row / 32 % 4;
+    return expert * words * rows_per_expert + row;
+  }
+};
+template <class P>
+__device__ inline ScalePlaces scale_places(const P &p) {
+  const int format = static_cast<int>(p.format);
+  const int64_t rows = p.rows_per_expert(), words = format == DK_FORMAT_BF16 ? 0 : stored_scales(p);
+  return {rows, words, format == DK_FORMAT_FP4 ? 1 : format == DK_FORMAT_NVFP4 ? 128 : rows, format};
 }
 
 // Statistics: payload on the wire toward a rank.
 template <class P>
 __device__ __forceinline__ uint64_t dispatch_payload(const P &p) {
-  return static_cast<uint64_t>(p.format == DK_FORMAT_FP8 ? p.hidden + p.hidden / 32 : 2 * p.hidden);
+  const int scales = p.format == DK_FORMAT_BF16 ? 0 : p.format == DK_FORMAT_FP8 ? p.hidden / 32 : p.hidden / 16;
+  return static_cast<uint64_t>(value_bytes(p) + scales);
 }
 __device__ __forceinline__ void add_sent_bytes(const Session &s, int rank, uint64_t bytes) {
   atomicAdd(reinterpret_cast<unsigned long long *>(&s.team.scratch->sent_bytes[rank]),
