@@ -677,6 +677,7 @@ class Buffer:
             dispatch_wait_recv_cost_stats, async_finish, return_recv_hook, topk_weights, _abi.FP4_PACKED,
         )  # fmt: skip
 
+    @native
     def low_latency_combine_low_precision(
         self,
         precision: str,
