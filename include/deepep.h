@@ -769,8 +769,8 @@ typedef struct deepep_ll_dispatch_args {
   const float *topk_weights;
   void *recv_x; /* [out] [L, R*B, H] BF16 or e4m3, [L, R*B, H/2] bytes of e2m1 */
   /* [out] float32 [L, H/128, R*B] in memory, or int32 [L, H/512, R*B] with DEEPEP_LL_UE8M0. DEEPEP_FP4_PACKED: bytes
-   * [L, R*B, H/16]. DEEPEP_FP4_CAST: e4m3 [L, ceil(R*B/128), H/64, 32, 4, 4], the tiles of 128 rows x 4 scales that GEMM
-   * kernels read; that of row r for channels 16 c to 16 c + 15 is at [r/128][c/4][r%32][r/32%4][c%4]. */
+   * [L, R*B, H/16]. DEEPEP_FP4_CAST: e4m3 [L, ceil(R*B/128), H/64, 32, 4, 4], the tiles of 128 rows x 4 scales that
+   * GEMM kernels read; that of row r for channels 16 c to 16 c + 15 is at [r/128][c/4][r%32][r/32%4][c%4]. */
   void *recv_x_scales;
   int32_t *recv_count;            /* [out] [L] rows for each local expert */
   int32_t *src_info;              /* [out] [L, R*B] token index at the source */

@@ -96,6 +96,7 @@ static void test_plan(void) {
   int32_t order[15], calls = 0;
   deepep_group_t group = alone(&calls);
   deepep_buffer_t made = NULL;
+  deepep_ll_dispatch_args sent = DEEPEP_LL_DISPATCH_INIT;
   deepep_buffer_info info = DEEPEP_BUFFER_INFO_INIT, old;
   buffer.engine = "cpu";
   buffer.timeout_ms = 4321;
@@ -111,6 +112,13 @@ static void test_plan(void) {
   old.struct_size = offsetof(deepep_buffer_info, control_bytes); /* of a program that was built with version 0.1 */
   EXPECT(deepep_buffer_info_get(made, &old) == DEEPEP_OK && old.size == 1 && old.total_bytes == info.total_bytes &&
          old.control_bytes == 0);
+  sent.struct_size = offsetof(deepep_ll_dispatch_args, x_scales); /* likewise */
+  EXPECT(deepep_low_latency_dispatch(made, &sent, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("num_max"));
+  sent.struct_size--;
+  EXPECT(deepep_low_latency_dispatch(made, &sent, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("struct_size"));
+  sent.struct_size = sizeof sent, sent.num_max_tokens = 4, sent.hidden = 128, sent.num_topk = 1, sent.num_experts = 4;
+  sent.fp4 = 3;
+  EXPECT(deepep_low_latency_dispatch(made, &sent, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("fp4"));
   EXPECT(info.total_bytes == plan.total_bytes && info.control_bytes == plan.control_bytes && plan.control_bytes > 0 &&
          info.wire_bytes == plan.wire_bytes && info.timeout_ms == 4321 && plan.timeout_ms == 4321 &&
          info.first_timeout_ms == plan.first_timeout_ms && info.num_qps == 0);
