@@ -80,6 +80,8 @@ export ZIG_GLOBAL_CACHE_DIR := $(CURDIR)/build/zig
 LINK_READY := $(RELEASE_STAMP)
 LINK_C     := $(CURDIR)/$(VENV) -m ziglang cc -target $(or $(ARCH),$(shell uname -m))-linux-gnu.$(GLIBC) -s
 LINK_CXX   := $(LINK_C)
+# Go's linker writes an empty table of needed versions into a program, which auditwheel takes for one of another kind.
+PROGRAM_DONE = && $(CROSS:%=%-linux-gnu-)objcopy --remove-section=.gnu.version_r $@
 CXX_LIBS    = tools/old_glibc.c $(shell $(CXX) -print-file-name=libstdc++.a) $(shell $(CXX) -print-file-name=libgcc_s.so.1) -lpthread -ldl -lrt -lm
 else
 LINK_C     := $(CC)
@@ -109,7 +111,7 @@ $(LIB)/libdeepep.so: $(LIB)/$(SONAME)
 
 $(PROGRAM): $(call go_sources,core internal) include/deepep.h | need-go
 	@mkdir -p $(@D)
-	CGO_ENABLED=0 $(GO_BUILD) -ldflags '-s -w -buildid=' -o $@ ./core/cmd/deepep
+	CGO_ENABLED=0 $(GO_BUILD) -ldflags '-s -w -buildid=' -o $@ ./core/cmd/deepep $(PROGRAM_DONE)
 	@touch $@
 
 # The compiled face of the Python package: Python's stable ABI alone, so one file for every Python. Where a machine has

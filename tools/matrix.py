@@ -11,18 +11,14 @@ of rows that do not run this time stay in the table.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import datetime
-import fcntl
 import hashlib
 import json
 import os
 import pathlib
 import re
 import shutil
-import socket
-import struct
 import subprocess
 import sys
 import urllib.request
@@ -30,13 +26,15 @@ import zipfile
 from collections.abc import Sequence
 from typing import Any
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+from matrix_place import CERTIFICATES, Place, remove, run  # noqa: E402
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "versions.md"
 RESULTS = ROOT / "build" / "matrix"
 BEGIN, END = "<!-- matrix: written by make matrix -->", "<!-- end of matrix -->"
 TEST_TOOLS = ("pytest==9.2.0", "pytest-timeout==2.4.0", "numpy==2.2.6")
 MIRROR = "http://deb.debian.org/debian"
-CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 # CPython of Maven Central for a Debian whose own is too old: it needs no newer glibc than 2.17.
 PORTABLE = (
     "https://repo1.maven.org/maven2/org/bytedeco/cpython/3.10.8-1.5.8/cpython-3.10.8-1.5.8-linux-x86_64.jar",
@@ -98,107 +96,6 @@ CHECKS = {
 }
 
 
-# ---- Where commands run ----------------------------------------------------------------------------------------------
-
-
-def run(command: Sequence[object], log: Any, timeout: float = 3600, **options: Any) -> str:
-    """Runs a command, its output to the log as well. Raises CalledProcessError."""
-    text = [str(part) for part in command]
-    print("+", " ".join(text), file=log, flush=True)
-    done = subprocess.run(
-        text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, stdin=subprocess.DEVNULL,
-        **options,
-    )  # fmt: skip
-    print(done.stdout, file=log, flush=True)
-    done.check_returncode()
-    return done.stdout
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Of the commands: none of the caller's settings of Python, DEEPEP_* and pip, but where the network's CA is."""
-    kept = {
-        name: os.environ[name] for name in ("PATH", "HOME", "LANG", "http_proxy", "https_proxy") if name in os.environ
-    }
-    threads = {"OMP_NUM_THREADS": "1"}
-    return {**kept, **threads, "PIP_CERT": CERTIFICATES, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **more}
-
-
-def enter(arguments: argparse.Namespace) -> None:
-    """The inner side of `--enter`: in namespaces of its own, mounts what a system needs, then becomes the command.
-
-    The mounts go with the namespace. Offline there is a loopback device and nothing else.
-    """
-    root = pathlib.Path(arguments.enter).resolve()
-    mount("none", "/", "", MS_REC | MS_PRIVATE)
-    if arguments.offline:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            up, set_flags = 1, 0x8914  # IFF_UP, SIOCSIFFLAGS
-            fcntl.ioctl(sock, set_flags, struct.pack("16sh14x", b"lo", up))
-    if root != pathlib.Path("/"):
-        mount(str(root), str(root), "", MS_BIND | MS_REC)
-        mount("/dev", f"{root}/dev", "", MS_BIND | MS_REC)
-    mount("proc", f"{root}/proc", "proc", 0)
-    mount("tmpfs", f"{root}/dev/shm", "tmpfs", 0)
-    if arguments.read_only:
-        mount("tmpfs", f"{root}/tmp", "tmpfs", 0)
-        mount("none", str(root), "", MS_BIND | MS_REMOUNT | MS_RDONLY)
-    os.chroot(root)
-    os.chdir(arguments.folder)
-    if arguments.user:
-        os.setgroups([])
-        os.setgid(arguments.user)
-        os.setuid(arguments.user)
-    os.execvp(arguments.command[0], arguments.command)
-
-
-MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
-
-
-def mount(source: str, target: str, kind: str, flags: int) -> None:
-    """mount(2)."""
-    library = ctypes.CDLL(None, use_errno=True)
-    if library.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), None):
-        raise OSError(ctypes.get_errno(), f"mount {target}: {os.strerror(ctypes.get_errno())}")
-
-
-class Place:
-    """An environment on disk: its root (/ or Debian's folder), its Python, and a copy of the tests outside the tree."""
-
-    def __init__(self, row: Row, work: pathlib.Path, log: Any) -> None:
-        self.row, self.log = row, log
-        self.folder = work / row.name
-        self.root = self.folder if row.suite else pathlib.Path("/")
-        self.venv = "/venv" if row.suite else str(self.folder / "venv")
-        self.tree = self.folder / "tree"
-
-    def inside(self, path: pathlib.Path) -> str:
-        """A path as the environment sees it."""
-        return "/" + str(path.relative_to(self.root))
-
-    def run(self, *command: object, offline: bool = False, user: int = 0, read_only: bool = False, **env: str) -> str:
-        """Runs a command in the environment, in the folder of the tests."""
-        if not self.row.suite:
-            return run(command, self.log, cwd=self.tree, env=environment(**env))
-        namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", *(["--net"] if offline else [])]
-        options = ["--enter", self.root, "--folder", self.inside(self.tree), "--user", user]
-        options += ["--offline"] * offline + ["--read-only"] * read_only
-        path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        whole = [*namespaces, sys.executable, __file__, *options, "--", *command]
-        return run(whole, self.log, env=environment(**{"HOME": "/root", "LANG": "C.UTF-8", **env, "PATH": path}))
-
-    def pip(self, *arguments: object) -> None:
-        self.run(f"{self.venv}/bin/python", "-m", "pip", "install", "--quiet", "--no-cache-dir", *arguments)
-
-    def probe(self, check: str, **how: Any) -> dict[str, Any]:
-        """The answer to one check; its whole output is in the log."""
-        try:
-            output = self.run(f"{self.venv}/bin/python", f"{self.inside(self.tree)}/matrix_probe.py", check, **how)
-            found: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-            return found
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired, json.JSONDecodeError, IndexError) as error:
-            return {"ok": False, "text": f"{type(error).__name__}: see the log"}
-
-
 # ---- One row ---------------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +128,7 @@ def copy_tests(place: Place, wheel: pathlib.Path) -> None:
         shutil.copy2(path, place.tree / path.name)
 
 
-def portable_python(place: Place) -> str:
+def portable_python(place: Place, version: str) -> str:
     """Unpacks CPython from Maven Central into the system; returns its path inside."""
     url, digest = PORTABLE
     with urllib.request.urlopen(url, timeout=300) as answer:
@@ -244,14 +141,14 @@ def portable_python(place: Place) -> str:
     with zipfile.ZipFile(jar) as archive:
         archive.extractall(home, [name for name in archive.namelist() if name.startswith(PORTABLE_HOME)])
     jar.unlink()
-    python = home / PORTABLE_HOME / "bin" / f"python{place.row.python}"
+    python = home / PORTABLE_HOME / "bin" / f"python{version}"
     python.chmod(0o755)
     return place.inside(python)
 
 
-def make(place: Place, wheel: pathlib.Path) -> dict[str, dict[str, Any]]:
+def make(row: Row, place: Place, wheel: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Makes the environment and installs torch and the wheel; the answers that are had on the way."""
-    row, answers = place.row, {}
+    answers = {}
     if row.suite:
         options = ["--variant=minbase", f"--include={','.join(row.packages)}"]
         options += ["--aptopt=Acquire::Check-Valid-Until false"]  # a mirror may lag behind; signatures are checked
@@ -259,7 +156,7 @@ def make(place: Place, wheel: pathlib.Path) -> dict[str, dict[str, Any]]:
         shutil.copy2("/etc/resolv.conf", place.folder / "etc" / "resolv.conf")
         shutil.copy2(CERTIFICATES, str(place.folder) + CERTIFICATES)  # a network may have a certificate of its own
     copy_tests(place, wheel)
-    python = portable_python(place) if row.portable else "python3" if row.suite else python_of(row.python)
+    python = portable_python(place, row.python) if row.portable else "python3" if row.suite else python_of(row.python)
     system = ["--system-site-packages"] * row.debian_torch
     place.run(python, "-m", "venv", *system, place.venv)
     file = f"{place.inside(place.tree)}/{wheel.name}"
@@ -269,17 +166,6 @@ def make(place: Place, wheel: pathlib.Path) -> dict[str, dict[str, Any]]:
         place.run(f"{place.venv}/bin/python", "-m", "pip", "uninstall", "--quiet", "--yes", "deepep-go")
     place.pip(file, *([f"torch=={row.torch}"] if row.torch else []))
     return answers
-
-
-def remove(folder: pathlib.Path) -> None:
-    """Removes an environment, unless something is still mounted in it: that is this machine's /dev or /proc."""
-    mounts = [line.split()[1] for line in pathlib.Path("/proc/mounts").read_text().splitlines()]
-    inside = [place for place in mounts if pathlib.Path(place).is_relative_to(folder)]
-    if inside:
-        raise SystemExit(
-            f"{folder} is left there: {', '.join(inside)} is mounted in it: umount, then remove the folder"
-        )
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def save(result: dict[str, Any]) -> None:
@@ -295,10 +181,10 @@ def try_row(row: Row, wheel: pathlib.Path, work: pathlib.Path, keep: bool) -> di
         "source": "Debian" if row.debian_torch else "PyPI",
     }  # fmt: skip
     with open(RESULTS / f"{row.name}.log", "w") as log:
-        place = Place(row, work, log)
+        place = Place(work / row.name, bool(row.suite), log)
         remove(place.folder)
         try:
-            result["checks"] = make(place, wheel)
+            result["checks"] = make(row, place, wheel)
             result.update(place.probe("about"))
             alone = {"offline": True} if row.suite else {}
             for check in ("imported", "intranode", "low_latency", "internode"):
@@ -370,16 +256,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the rows")
     parser.add_argument("--keep", action="store_true", help="leave the environments there")
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/var/tmp/deepep-matrix"))
-    inner = parser.add_argument_group("used by the script itself, in a namespace of its own")
-    inner.add_argument("--enter", help=argparse.SUPPRESS)
-    inner.add_argument("--folder", default="/", help=argparse.SUPPRESS)
-    inner.add_argument("--user", type=int, default=0, help=argparse.SUPPRESS)
-    inner.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
-    inner.add_argument("--read-only", action="store_true", help=argparse.SUPPRESS)
-    inner.add_argument("command", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.enter:
-        enter(arguments)
     if arguments.list:
         for row in ROWS:
             print(f"{row.name:10} Python {row.python:5} torch {row.torch or '(not pinned)':13} {row.why}")
