@@ -6,7 +6,6 @@ and its one extension module, which only saves time, is built for Python's stabl
 
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -21,14 +20,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 import build_native  # noqa: E402
 
 
-def version() -> str:
-    """The version, which stands in include/deepep.h alone."""
-    text = (ROOT / "include" / "deepep.h").read_text()
-    return ".".join(
-        re.search(rf"^#define DEEPEP_VERSION_{part} (\d+)$", text, re.M)[1] for part in ("MAJOR", "MINOR", "PATCH")
-    )
-
-
 class BuildWithMake(build_py):
     """Has make build, then adds what it built: lib/ (shared libraries), bin/ (the program), include/ (headers)."""
 
@@ -36,7 +27,7 @@ class BuildWithMake(build_py):
         # The soname alone: a wheel cannot hold the link libdeepep.so. A library that was built before and is not
         # wanted now stays out.
         wanted = build_native.chosen()
-        names = [f"libdeepep.so.{version().split('.')[0]}", "libdeepep_cpu.so", "deepep_torch.abi3.so"]
+        names = [f"libdeepep.so.{build_native.version().split('.')[0]}", "libdeepep_cpu.so", "deepep_torch.abi3.so"]
         names += [] if wanted == "cpu" else [build_native.CUDA]
         names += [] if wanted in ("cpu", "cuda") else [build_native.NVSHMEM]
         libraries = [FROM / "lib" / name for name in names]
@@ -95,7 +86,7 @@ if __name__ == "__main__":
     (BUILD / "wheel").mkdir(parents=True, exist_ok=True)
     try:
         setup(
-            version=version(),
+            version=build_native.version(),
             distclass=PlatformDistribution,
             package_dir={"": "python"},
             py_modules=["deep_ep_cpp"] if (ROOT / "python" / "deep_ep_cpp.py").exists() else [],

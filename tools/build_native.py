@@ -29,6 +29,12 @@ OLDEST_NVCC = (12, 3)
 CUDA, NVSHMEM = "libdeepep_cuda.so", "libdeepep_nvshmem.so"
 
 
+def version() -> str:
+    """The version, which stands in include/deepep.h alone."""
+    text = (ROOT / "include" / "deepep.h").read_text()
+    return ".".join(re.findall(r"^#define DEEPEP_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)$", text, re.M))
+
+
 class Impossible(Exception):
     """Why something cannot be built, in one sentence with what to do."""
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import re
 import subprocess
+
+from build_native import version
+
+__all__ = ["ROOT", "Commit", "Paths", "ReleaseError", "changed_files", "elf_machine", "head", "run", "version"]
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of an ELF file
@@ -30,12 +33,6 @@ def run(*command: object, cwd: pathlib.Path = ROOT, **env: str) -> str:
     if done.returncode != 0:
         raise ReleaseError(f"{' '.join(text)}: exit status {done.returncode}\n{done.stdout}{done.stderr}".rstrip())
     return done.stdout
-
-
-def version() -> str:
-    """The version, which stands in include/deepep.h alone."""
-    header = (ROOT / "include" / "deepep.h").read_text()
-    return ".".join(re.findall(r"^#define DEEPEP_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)$", header, re.M))
 
 
 def elf_machine(path: pathlib.Path) -> str:

@@ -74,10 +74,8 @@ def sizes(files: list[pathlib.Path]) -> str:
 def write_notes(files: list[pathlib.Path], commit: Commit, dist: pathlib.Path) -> pathlib.Path:
     """Writes RELEASE_NOTES.md to `dist`."""
     log, performance = ((ROOT / name).read_text() for name in ("CHANGELOG.md", "docs/performance.md"))
-    text = (
-        f"# deepep-go {version()}\n\nCommit {commit.name}. Two builds of it are the same, byte for byte; `SHA256SUMS`\n"
-    )
-    text += "has the checksums.\n\n"
+    text = f"# deepep-go {version()}\n\nCommit {commit.name}. `make release` with the same compilers, Go and dpkg\n"
+    text += "makes the same bytes in any folder: `sha256sum --check SHA256SUMS`.\n\n"
     text += f"## Files\n\n{sizes(files)}\n\n## Changes\n\n{changes(log, version())}\n\n"
     text += f"## Figures\n\nFrom docs/performance.md, which says how they were measured.\n\n{figures(performance)}\n"
     target = dist / "RELEASE_NOTES.md"

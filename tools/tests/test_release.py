@@ -180,6 +180,7 @@ def test_a_changed_tree_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     tree = tmp_path / "tree"
     (tree / "tools").mkdir(parents=True)
     shutil.copytree(ROOT / "tools" / "release", tree / "tools" / "release")
+    shutil.copy(ROOT / "tools" / "build_native.py", tree / "tools")
     for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x"]):
         subprocess.run(["git", *command], cwd=tree, check=True)
     (tree / "tools" / "release" / "new.py").write_text("")

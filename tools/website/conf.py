@@ -10,13 +10,13 @@ from typing import Any
 from docutils import nodes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "python"))
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tools")]
+import build_native  # noqa: E402
 
 project = "deepep-go"
 author = "DeepEP-Go authors"
 project_copyright = author
-_header = (ROOT / "include" / "deepep.h").read_text()
-version = release = ".".join(re.findall(r"^#define DEEPEP_VERSION_\w+ (\d+)", _header, re.M))
+version = release = build_native.version()
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "index"
 language = "en"
