@@ -351,7 +351,7 @@ wheel: wheel-libraries ## build dist/deepep_go-*.whl: every GPU's code, glibc 2.
 	@$(RELEASE).sbom --build $(WHEEL_BUILD) --output $(SBOM)
 	DEEPEP_SBOM=$(SBOM) DEEPEP_BUILD=release $(VENV) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(WHEEL_BUILD)/wheel .
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(VENV) -m auditwheel repair --plat $(WHEEL_TAG) --only-plat --wheel-dir dist $(WHEEL_BUILD)/wheel/*.whl
-	$(if $(filter 0,$(SM90)),@echo 'SM90=0: a wheel for trials, without code for newer GPUs',$(VENV) tools/check_wheel.py dist/deepep_go-$(VERSION)-py3-none-$(WHEEL_TAG).whl)
+	$(if $(filter 0,$(SM90)),@echo 'SM90=0: a wheel for trials: no code for newer GPUs',$(VENV) tools/check_wheel.py dist/deepep_go-$(VERSION)-py3-none-$(WHEEL_TAG).whl)
 
 SITE := $(BUILD)/site
 docs: $(DOCS_STAMP) | need-go ## build build/site: the documents and the references of Python, C, C++ and Go as one static site

@@ -25,7 +25,10 @@ def _traces_methods() -> bool:
 
 needs_traced_methods = needs(_traces_methods(), "a torch that compiles through Buffer's methods (docs/operators.md)")
 needs_checkpoint_policies = needs(hasattr(torch.utils.checkpoint, "CheckpointPolicy"), "torch 2.5")
-needs_face = needs(tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10), "torch 2.10's C ABI")
+_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+# 2.4 asks whether a count that only the run knows is 1 (Eq(u0, 1)), and gives up; 2.6 does not.
+needs_traced_gradients = needs(_RELEASE >= (2, 6), "torch 2.6 to trace gradients of outputs of unknown length")
+needs_face = needs(_RELEASE >= (2, 10), "torch 2.10's C ABI")
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -292,5 +292,6 @@ def rank_compiled(ctx):
             same([loss.detach(), *(each.grad.cpu() for each in given)], want)
 
 
+@checks.needs_traced_gradients
 def test_compiled(pool):
     pool.run(2, rank_compiled, deadline=120)
