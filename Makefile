@@ -103,7 +103,7 @@ GO_BUILD := $(GO) build -trimpath -buildvcs=false
 $(LIB)/$(SONAME): $(call go_sources,core internal capi) $(wildcard include/*.h kernels/abi/*.h) | $(LINK_READY) need-go-cc
 	@mkdir -p $(@D)
 	CGO_ENABLED=1 CC='$(LINK_C)' $(GO_BUILD) -buildmode=c-shared -o $@ \
-	  -ldflags '-s -w -buildid= -extldflags "-Wl,--version-script=$(MAP) -Wl,-soname,$(SONAME)"' ./capi
+	  -ldflags '-s -w -buildid= -extldflags "-Wl,--version-script=$(MAP) -Wl,-soname,$(SONAME) -Wl,-s"' ./capi
 	@rm -f $(LIB)/libdeepep.so.h && touch $@
 
 $(LIB)/libdeepep.so: $(LIB)/$(SONAME)

@@ -145,6 +145,40 @@ def write_symbols(library: pathlib.Path, package: Package, control: pathlib.Path
     (control / "shlibs").write_text(f"{name} {number} {package.name} (>= {version()})\n")
 
 
+# The program's own help is the manual: a copy of its texts would be one more to keep true.
+MANUAL = """\
+.Dd {date}
+.Dt DEEPEP 1
+.Os
+.Sh NAME
+.Nm deepep
+.Nd examine a host for expert parallelism, and watch it at work
+.Sh SYNOPSIS
+.Nm
+.Ar command
+.Op Ar options
+.Nm
+.Cm help
+.Op Ar command
+.Sh DESCRIPTION
+.Nm
+examines a host, shows what running jobs wait for, plans sizes, simulates networks, and measures.
+.Cm help
+lists the commands, and
+.Cm help Ar command
+describes one with its options.
+.Sh EXIT STATUS
+0 if all is well, 1 if the command found something wrong, 2 if it could not run.
+.Sh EXAMPLES
+.Dl deepep doctor
+.Sh SEE ALSO
+.Lk {homepage}
+"""
+
+NOT_UPLOADED = """\
+# A package of the project's own, not uploaded to Debian: there is no bug that asks for it.
+{name}: initial-upload-closes-no-bugs *
+"""
 OVERRIDES = {
     "libs": """\
 # Opened by name at run time, beside libdeepep.so: they are not linked against, and have no soname.
@@ -162,8 +196,6 @@ OVERRIDES = {
 # Go links the program by itself, without a C compiler: not position independent.
 {name}: hardening-no-pie *
 {name}: hardening-no-relro *
-# `deepep help COMMAND` is the manual.
-{name}: no-manual-page *
 """,
 }
 
@@ -180,10 +212,14 @@ def write_documents(package: Package, root: pathlib.Path, commit: Commit, found:
         folder.mkdir(parents=True)
         for name, text in part.texts.items():
             (folder / name).write_text(text)
-    if text := OVERRIDES[package.section].format(name=package.name):
-        overrides = root / "usr" / "share" / "lintian" / "overrides"
-        overrides.mkdir(parents=True)
-        (overrides / package.name).write_text(text)
+    if package.section == "utils":
+        manual = root / "usr" / "share" / "man" / "man1"
+        manual.mkdir(parents=True)
+        date = time.strftime("%B %-d, %Y", time.gmtime(commit.epoch))
+        compress(MANUAL.format(date=date, homepage=HOMEPAGE).encode(), manual / "deepep.1.gz")
+    overrides = root / "usr" / "share" / "lintian" / "overrides"
+    overrides.mkdir(parents=True)
+    (overrides / package.name).write_text((NOT_UPLOADED + OVERRIDES[package.section]).format(name=package.name))
 
 
 def write_control(package: Package, root: pathlib.Path, architecture: str) -> None:

@@ -147,6 +147,7 @@ def test_debian_packages(usr: pathlib.Path, found: list[parts.Part], tmp_path: p
         and "./usr/include/deepep.h" in listed["libdeepep-dev"]
     )
     assert "./usr/bin/deepep\n" in listed["deepep-tools"]
+    assert "./usr/share/man/man1/deepep.1.gz\n" in listed["deepep-tools"]
     assert all(" root/root " in line for text in listed.values() for line in text.splitlines())
     control = {name: fields(facts.run("dpkg-deb", "--field", path)) for name, path in packages.items()}
     assert {text["Architecture"] for text in control.values()} == {architecture}
