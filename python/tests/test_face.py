@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import weakref
@@ -283,6 +284,7 @@ def test_setting(text, want):
 
 
 @checks.needs_face
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to read torch's header")
 def test_functions_of_torch_are_what_the_module_takes_them_for(tmp_path):
     """Against torch's own header: their addresses are looked up, so no compiler sees the two together."""
     import sysconfig
