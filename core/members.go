@@ -78,7 +78,7 @@ func (m *members) Tell(tag string, word []byte) error { return m.g.link.channel.
 
 func (m *members) Peer(rank int) engine.Peer {
 	p := m.g.link.channel.Peers()[rank]
-	return engine.Peer{Absent: p.Absent, SameHost: p.SameHost, SameProcess: p.SameProcess}
+	return engine.Peer{Absent: p.Absent, SameHost: p.SameHost, SameProcess: p.SameProcess, Crowd: p.Crowd}
 }
 
 func (m *members) Publish(c engine.LastCall) {

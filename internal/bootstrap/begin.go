@@ -110,6 +110,7 @@ func (p *Pending) meet() error {
 	for i, h := range p.hellos {
 		p.peers[i] = self.peer(h)
 	}
+	p.findCrowd()
 	return nil
 }
 

@@ -30,6 +30,7 @@ type Peer struct {
 	SameHost         bool   // same kernel and network namespace: the ranks can share memory and descriptors
 	SamePIDNamespace bool
 	SameProcess      bool // the rank is a goroutine of this process
+	Crowd            bool // of so many that no descriptors are exchanged with it, but memory is shared by addresses
 	Version, Build   string
 	Extra            []byte
 }
@@ -55,6 +56,7 @@ type Channel struct {
 	nonce [16]byte
 	peers []Peer
 	watch *procWatch
+	inbox *inbox         // of what the crowd sends; nil: there is none
 	wg    sync.WaitGroup // readers and handlers of deaths
 	wout  sync.WaitGroup // writers
 
@@ -65,9 +67,9 @@ type Channel struct {
 	failed   []error // by rank: why no further message of it will come
 	culprits []int   // the failed ranks in the order of failure: later ones often fail because of the first
 	boxes    map[boxKey]*box
-	posts    map[boxKey]*post // what each rank posts; see Gather
-	pending  []int            // unclaimed bytes by rank
-	active   map[string]bool
+	posts    map[boxKey]*post       // what each rank posts; see Gather
+	pending  []int                  // unclaimed bytes by rank
+	active   map[string]*collecting // Exchanges under way
 	onChange map[int]func(rank int)
 	onNote   func(rank int, note []byte)
 	onWord   func(rank int, tag string, word []byte)
@@ -83,7 +85,7 @@ func newChannel(rank int, nonce [16]byte, peers []Peer) (*Channel, error) {
 	n := len(peers)
 	c := &Channel{
 		rank: rank, nonce: nonce, peers: peers, changed: make(chan struct{}), links: make([]*link, n), state: make([]PeerState, n),
-		failed: make([]error, n), boxes: make(map[boxKey]*box), posts: make(map[boxKey]*post), pending: make([]int, n), active: make(map[string]bool),
+		failed: make([]error, n), boxes: make(map[boxKey]*box), posts: make(map[boxKey]*post), pending: make([]int, n), active: make(map[string]*collecting),
 		onChange: make(map[int]func(int)), heard: make([]heardWait, n), done: make(chan struct{}),
 	}
 	var err error
@@ -243,6 +245,10 @@ func (c *Channel) start(l *link) bool {
 		return false
 	}
 	c.links[l.rank] = l
+	if l.near != nil {
+		c.wake()
+		return true
+	}
 	c.wout.Go(func() { guard("channel writer", c.broken(l), l.writeLoop) })
 	c.wg.Go(func() { guard("channel reader", c.broken(l), func() { c.readLoop(l) }) })
 	c.wake()
@@ -322,7 +328,7 @@ func (c *Channel) take(f *frame) error {
 
 // linkEnded classifies the end of a connection. A bye arrives before it; the report of a death may come after it.
 func (c *Channel) linkEnded(l *link, err error) {
-	l.conn.Close() // else a peer that still writes would wait for a reader that has ended
+	l.shut() // else a peer that still writes would wait for a reader that has ended
 	c.update(l.rank, func(s *PeerState) { s.Closed = true }, nil)
 	p := c.peers[l.rank]
 	switch {
@@ -359,18 +365,21 @@ func (c *Channel) CloseWith(cause error) error {
 	for _, l := range links {
 		if l != nil {
 			l.queue(&outgoing{frame: bye})
-			l.conn.SetWriteDeadline(time.Now().Add(flushAtClose))
-			close(l.out)
+			l.endWriting()
 		}
 	}
 	c.mu.Unlock()
+	c.leaveCrowd(cause)
 	c.wout.Wait()
 	for _, l := range links {
 		if l != nil {
-			l.conn.Close()
+			l.shut()
 		}
 	}
 	c.watch.close()
+	if c.inbox != nil {
+		c.inbox.close()
+	}
 	c.wg.Wait()
 	c.dropBoxes()
 	close(c.done)

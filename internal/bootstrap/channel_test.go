@@ -247,7 +247,7 @@ func TestExchangeTagInUse(t *testing.T) {
 	proctest.Eventually(t, proctest.Limit, "the first exchange is under way", func() bool {
 		channels[0].mu.Lock()
 		defer channels[0].mu.Unlock()
-		return channels[0].active["x"]
+		return channels[0].active["x"] != nil
 	})
 	_, err := channels[0].Exchange(proctest.Context(t), "x", nil, nil)
 	wantError(t, err, status.InvalidState, `exchange "x" is under way`)

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"slices"
 	"syscall"
 	"time"
 
@@ -49,6 +50,11 @@ func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
 		return nil, err
 	}
 	c.elder = p.elder
+	if slices.ContainsFunc(p.peers, func(p Peer) bool { return p.Crowd }) {
+		c.inbox = newInbox(len(p.peers))
+		c.wg.Go(func() { guard("crowd's reader", func(err error) { c.Fail(c.rank, err) }, c.readInbox) })
+		c.joinCrowd()
+	}
 	n := &connector{Pending: p, c: c, pidfd: -1}
 	if !p.noPidfd {
 		if fd, err := unix.PidfdOpen(os.Getpid(), 0); err == nil {
@@ -61,7 +67,7 @@ func (p *Pending) Connect(ctx context.Context) (*Channel, error) {
 		n.spawn(&n.tasks, "accept", func() { n.acceptLoop(inner, l) })
 	}
 	for rank := range c.rank {
-		if p.peers[rank].Absent {
+		if p.peers[rank].Absent || p.peers[rank].Crowd {
 			continue
 		}
 		n.spawn(&n.tasks, "dial", func() { n.dial(inner, rank) })
@@ -338,7 +344,7 @@ func (n *connector) checkHello(l *link, f *frame) error {
 		return fmt.Errorf("this is rank %d, not rank %d", n.c.rank, binary.LittleEndian.Uint32(f.blob))
 	case f.rank <= n.c.rank || f.rank >= len(n.peers) || n.peers[f.rank].Absent:
 		return fmt.Errorf("rank %d does not connect to rank %d", f.rank, n.c.rank)
-	case n.peers[f.rank].SameHost != (l.unix != nil):
+	case n.peers[f.rank].SameHost != (l.unix != nil) || n.peers[f.rank].Crowd:
 		return fmt.Errorf("rank %d came over the wrong kind of link", f.rank)
 	}
 	return nil

@@ -57,7 +57,8 @@ func (c *Channel) Exchange(ctx context.Context, tag string, blob []byte, fds []i
 	return c.ExchangeLocalFDs(ctx, tag, blob, fds)
 }
 
-// ExchangeLocalFDs is Exchange, except that ranks on other machines get the blob without the descriptors.
+// ExchangeLocalFDs is Exchange, except that ranks on other machines get the blob without the descriptors. So do in both
+// ranks of the crowd.
 func (c *Channel) ExchangeLocalFDs(ctx context.Context, tag string, blob []byte, fds []int) ([]Message, error) {
 	return c.exchange(ctx, tag, blob, fds, nil, false)
 }
@@ -131,16 +132,16 @@ func (c *Channel) send(tag string, blob []byte, fds []int) error {
 	if c.closed {
 		return closedError(tag)
 	}
-	if c.active[tag] {
+	if c.active[tag] != nil {
 		return status.Errorf(status.InvalidState, "exchange %q is under way already", tag)
 	}
-	c.active[tag] = true
+	c.active[tag] = &collecting{}
 	for rank, l := range c.links {
 		if l == nil {
 			continue
 		}
 		o := &outgoing{frame: frame{kind: kindData, rank: c.rank, nonce: c.nonce, tag: tag, blob: blob}}
-		if shared != nil && c.peers[rank].SameHost {
+		if shared != nil && c.peers[rank].SameHost && !c.peers[rank].Crowd {
 			o.fds, o.shared = shared.fds, shared
 			shared.refs.Add(1)
 		}
@@ -175,10 +176,14 @@ func (c *Channel) collect(ctx context.Context, tag string, got []*Message, lossO
 			return err
 		}
 		changed := c.changed
+		c.active[tag].missing = len(missing)
 		c.mu.Unlock()
 		wait.until(ctx, missing, changed)
 	}
 }
+
+// collecting is an Exchange under way: of how many ranks it lacks the message. The last one wakes it.
+type collecting struct{ missing int }
 
 // claim moves queued messages into got. The error is the first failure of a rank whose message is missing. Needs c.mu.
 func (c *Channel) claim(tag string, got []*Message, lossOK bool) (missing []int, err error) {
@@ -255,7 +260,11 @@ func (c *Channel) deliver(f *frame) error {
 	c.pending[f.rank] += cost
 	b := c.box(k)
 	b.queue = append(b.queue, Message{Blob: f.blob, FDs: f.fds})
-	c.wake()
+	if e := c.active[f.tag]; e != nil {
+		if e.missing--; e.missing <= 0 {
+			c.wake()
+		}
+	}
 	return nil
 }
 

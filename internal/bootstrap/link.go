@@ -23,6 +23,9 @@ type link struct {
 	conn net.Conn
 	unix *net.UnixConn // conn if it can carry descriptors, else nil
 	out  chan *outgoing
+
+	near *inbox // of a rank of the crowd, which has no connection; nil: conn counts
+	home int    // with near: the rank that sends
 }
 
 // outgoing is a queued frame. All links of one Exchange share the duplicated descriptors.
@@ -167,6 +170,9 @@ func (l *link) writeLoop() {
 
 // queue passes a frame to the writer without waiting. It returns false if the queue is full: the peer does not read.
 func (l *link) queue(o *outgoing) bool {
+	if l.near != nil {
+		return l.near.put(letter{frame: o.frame})
+	}
 	select {
 	case l.out <- o:
 		return true
@@ -176,7 +182,29 @@ func (l *link) queue(o *outgoing) bool {
 }
 
 // hasRoom reports whether a note may be queued. Half of the queue is for messages alone.
-func (l *link) hasRoom() bool { return len(l.out) < queueFrames/2 }
+func (l *link) hasRoom() bool {
+	if l.near != nil {
+		return l.near.has(l.home) < queueFrames/2
+	}
+	return len(l.out) < queueFrames/2
+}
+
+// endWriting lets the peer have what is queued, then the end.
+func (l *link) endWriting() {
+	if l.near != nil {
+		l.near.put(letter{frame: frame{rank: l.home}, end: true})
+		return
+	}
+	l.conn.SetWriteDeadline(time.Now().Add(flushAtClose))
+	close(l.out)
+}
+
+// shut closes the connection, if there is one.
+func (l *link) shut() {
+	if l.conn != nil {
+		l.conn.Close()
+	}
+}
 
 // endReadingIn ends the reader after d, in which it takes what has arrived.
 func (l *link) endReadingIn(d time.Duration) { l.conn.SetReadDeadline(time.Now().Add(d)) }

@@ -24,29 +24,31 @@ type waiting struct {
 	tick  *time.Ticker
 	began time.Time
 	told  bool
+	due   bool // the others are to be told
 }
 
 func (c *Channel) beginWait() *waiting {
 	return &waiting{c: c, tick: time.NewTicker(tellEvery), began: time.Now()}
 }
 
-// until waits for the missing ranks: for a change or the context's end.
+// until waits for the missing ranks: for a change, the context's end, or the time to tell the others, whom the next call
+// then tells of those that are missing still.
 func (w *waiting) until(ctx context.Context, missing []int, changed <-chan struct{}) {
-	for {
-		select {
-		case <-w.tick.C:
-			w.c.mu.Lock()
-			if !w.told {
-				w.told = true
-				w.c.waits++
-			}
-			w.c.tellWait(w.c.toBlame(missing)[0])
-			w.c.mu.Unlock()
-		case <-changed:
-			return
-		case <-ctx.Done():
-			return
+	if w.due {
+		w.due = false
+		w.c.mu.Lock()
+		if !w.told {
+			w.told = true
+			w.c.waits++
 		}
+		w.c.tellWait(w.c.toBlame(missing)[0])
+		w.c.mu.Unlock()
+	}
+	select {
+	case <-w.tick.C:
+		w.due = true
+	case <-changed:
+	case <-ctx.Done():
 	}
 }
 

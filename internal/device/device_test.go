@@ -224,3 +224,46 @@ func TestEventDestroyedBesideItsUsers(t *testing.T) {
 		}
 	}
 }
+
+// Ranks of a crowd use each other's memory where it is; it lasts as long as the last of them uses it.
+func TestCrowdSharesMemoryWithoutMappings(t *testing.T) {
+	d := open(t)
+	m := newMeet(2)
+	var made [2]*Symmetric
+	var failures [2]error
+	var both sync.WaitGroup
+	for rank := range 2 {
+		both.Go(func() {
+			p := Places{Rank: rank, Mapped: []bool{true, true}, Crowd: []bool{rank == 1, rank == 0}}
+			made[rank], failures[rank] = d.ShareAmong(context.Background(), p, 8192, m.exchange(rank))
+		})
+	}
+	both.Wait()
+	m.close()
+	if err := errors.Join(failures[:]...); err != nil {
+		t.Fatal(err)
+	}
+	*word(made[1].Local.Address + 4096) = 0x1234
+	if made[0].Addresses[1] != made[1].Local.Address || made[1].Addresses[0] != made[0].Local.Address {
+		t.Errorf("rank 0 has %#x, rank 1 %#x", made[0].Addresses, made[1].Addresses)
+	}
+	if err := made[0].CanGiveBack(); !errors.Is(err, status.ErrUnsupported) {
+		t.Errorf("giving back shared memory: %v", err)
+	}
+	name, address := made[1].Local.name, made[1].Local.Address
+	if err := made[1].Leave(); err != nil {
+		t.Error(err)
+	}
+	if got := *word(address + 4096); got != 0x1234 {
+		t.Errorf("rank 0 reads %#x of memory that it uses", got)
+	}
+	if err := made[0].Release(); err != nil {
+		t.Error(err)
+	}
+	if got := *word(address + 4096); got != 0 || find(name) != nil {
+		t.Errorf("memory that its last user has left reads %#x", got)
+	}
+	if err := d.Release(); err != nil {
+		t.Error(err)
+	}
+}

@@ -22,6 +22,8 @@ type Memory struct {
 	symmetricHeap bool // freed by the transport, together with all ranks
 	given         bool // back: the addresses alone are left
 	refs          atomic.Int32
+	keep          atomic.Bool // the addresses, at the end of the last use; see Leave
+	name          uint64      // by which ranks of this process find it; 0: they do not
 }
 
 // Alloc allocates at least so many bytes, zeroed.
@@ -52,7 +54,13 @@ func (m *Memory) Release() error {
 	if m == nil || m.refs.Add(-1) != 0 {
 		return nil
 	}
-	err := m.free()
+	m.unshare()
+	var err error
+	if m.keep.Load() {
+		err = m.giveBack()
+	} else {
+		err = m.free()
+	}
 	status.Keep(&err, m.dev.Release())
 	return err
 }

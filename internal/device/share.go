@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -31,6 +32,7 @@ type Symmetric struct {
 	kind      uint32  // how the memory is shared (abi.Share*)
 	standIn   *Memory // in the place of ranks that do not exist; nil: there are none
 	kept      bool    // Local was that of an earlier group
+	crowd     bool    // ranks of this process use the memory without a mapping of their own
 }
 
 // Places says how memory is shared among ranks of which some shared memory before.
@@ -38,6 +40,7 @@ type Places struct {
 	Rank   int
 	Mapped []bool // whose memory is mapped
 	Absent []bool // places without a process; nil: none
+	Crowd  []bool // ranks of this process whose memory is used where they have it, without a mapping; nil: none
 	// The memory of before, nil: there is none; Was is each rank's number there, -1: new. It is kept where it is large
 	// enough, unless Fresh is set: then somebody who is not among the ranks may still write to it.
 	Before *Symmetric
@@ -46,6 +49,8 @@ type Places struct {
 }
 
 func (p *Places) absent(rank int) bool { return p.Absent != nil && p.Absent[rank] }
+
+func (p *Places) crowd(rank int) bool { return p.Crowd != nil && p.Crowd[rank] }
 
 // Share allocates memory on every rank and maps that of the ranks for which mapped is true. Collective: a rank whose
 // allocation failed sends its error in the exchange.
@@ -75,7 +80,8 @@ func (d *Device) ShareAmong(ctx context.Context, p Places, bytes uint64, exchang
 	return s, nil
 }
 
-// An offer is: kind u32, code u32, bytes u64, blob; or with code not 0 an error's text instead of the blob.
+// An offer is: kind u32, code u32, bytes u64, blob, for a crowd the memory's name u64; or with code not 0 an error's text
+// instead of blob and name.
 const (
 	offerHead = 16
 	offerBlob = 64
@@ -129,7 +135,16 @@ func (s *Symmetric) allocate(d *Device, bytes uint64, places *Places) (offer []b
 	if err == nil {
 		s.Addresses[s.rank] = s.Local.Address
 	}
-	return s.export(err)
+	if err == nil && slices.Contains(places.Crowd, true) {
+		if s.crowd = true; !d.hostStream {
+			err = status.Errorf(status.Unsupported, "so many ranks of one process: those of GPUs are at most 64 a process")
+		}
+	}
+	offer, fds, err = s.export(err)
+	if err == nil && s.crowd {
+		offer = binary.LittleEndian.AppendUint64(offer, s.Local.share())
+	}
+	return offer, fds, err
 }
 
 // export returns the offer of this rank's memory, or of the error because of which there is none.
@@ -178,7 +193,7 @@ func checkOffers(all []Message, places *Places) error {
 // readOffer reads what a rank offers: at least so many bytes.
 func readOffer(d *Device, rank int, bytes uint64, m *Message) (*abi.MemImportParams, error) {
 	p := &abi.MemImportParams{Device: d.handle, Bytes: binary.LittleEndian.Uint64(m.Blob[8:]), Kind: binary.LittleEndian.Uint32(m.Blob) &^ offerKept, FD: -1}
-	if p.Bytes < bytes || len(m.Blob) != offerHead+offerBlob {
+	if p.Bytes < bytes || len(m.Blob) < offerHead+offerBlob {
 		return nil, status.Errorf(status.Mismatch, "rank %d offers %d bytes of memory, %d are needed", rank, p.Bytes, bytes)
 	}
 	copy(p.Blob[:], m.Blob[offerHead:])
@@ -206,6 +221,12 @@ func (s *Symmetric) mapPeers(d *Device, bytes uint64, places *Places, all []Mess
 			continue
 		}
 		if binary.LittleEndian.Uint32(all[rank].Blob)&offerKept != 0 && s.keepPeer(rank, bytes, places) {
+			continue
+		}
+		if places.crowd(rank) {
+			if err := s.useShared(rank, bytes, all[rank].Blob); err != nil {
+				return err
+			}
 			continue
 		}
 		p, err := readOffer(d, rank, bytes, &all[rank])
@@ -252,6 +273,9 @@ func (s *Symmetric) ReleasePeers() error {
 
 // CanGiveBack refuses memory whose addresses cannot be kept without it.
 func (s *Symmetric) CanGiveBack() error {
+	if s.crowd {
+		return status.Errorf(status.Unsupported, "more than 64 ranks of one process share the buffer's memory: it cannot be given back by each of them")
+	}
 	if s.kind == abi.ShareBlob || s.Local.symmetricHeap {
 		return status.Errorf(status.Unsupported, "%s has no virtual memory for the buffer: its memory cannot be given back and keep its addresses",
 			s.Local.dev.Name)
@@ -281,11 +305,10 @@ func (s *Symmetric) Leave() error {
 	return err
 }
 
-// Leave gives the memory back and keeps its addresses, which read zeros, until the process ends. It has one user.
+// Leave ends one use, as Release, but keeps the memory's addresses, which read zeros, until the process ends.
 func (m *Memory) Leave() error {
-	err := m.giveBack()
-	status.Keep(&err, m.dev.Release())
-	return err
+	m.keep.Store(true)
+	return m.Release()
 }
 
 // Again makes memory anew at the addresses from before GiveBack. Collective, as Share. After an error GiveBack undoes

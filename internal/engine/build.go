@@ -153,6 +153,19 @@ func (b *Buffer) onThisHost() []bool {
 	return here
 }
 
+// crowd returns for each rank whether its memory is used without a mapping; nil: of no rank.
+func (b *Buffer) crowd() []bool {
+	here, any := make([]bool, b.size), false
+	for rank := range here {
+		here[rank] = b.members.Peer(rank).Crowd
+		any = any || here[rank]
+	}
+	if !any {
+		return nil
+	}
+	return here
+}
+
 func (b *Buffer) exchanger(what string) device.Exchange {
 	tag := b.tag(what)
 	return func(ctx context.Context, blob []byte, fds []int) ([]device.Message, error) {

@@ -11,6 +11,7 @@ type Peer struct {
 	Absent      bool // no process has this place; it counts as dead
 	SameHost    bool // memory can be shared
 	SameProcess bool // the rank is a goroutine of this process
+	Crowd       bool // of so many that memory is shared by addresses
 }
 
 // PeerState is whether a rank takes part.

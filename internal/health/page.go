@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"sync"
 	"sync/atomic"
 	"unsafe"
 
@@ -84,13 +85,55 @@ func unpack(w uint64) LastCall {
 	}
 }
 
-// mapping is a page in this process: this rank's, or a peer's, read only.
+// mapping is a page in this process: this rank's, or a peer's, read only. Ranks of the crowd use the owner's.
 type mapping struct {
 	*page
-	mem []byte
+	mem  []byte
+	name uint64       // by which the crowd finds it; 0: it is shared with none of them
+	uses atomic.Int32 // of the crowd, beside the owner's
 }
 
+// pages are those of this process that ranks of the crowd may use, by name.
+var pages = struct {
+	sync.Mutex
+	last uint64
+	by   map[uint64]*mapping
+}{by: make(map[uint64]*mapping)}
+
+// share names the page to ranks of this process.
+func (m *mapping) share() []byte {
+	pages.Lock()
+	defer pages.Unlock()
+	pages.last++
+	m.name = pages.last
+	pages.by[m.name] = m
+	return binary.LittleEndian.AppendUint64(nil, m.name)
+}
+
+// sharedPage finds a page of this process; nil if its owner has left.
+func sharedPage(name []byte) *mapping {
+	if len(name) != 8 {
+		return nil
+	}
+	pages.Lock()
+	defer pages.Unlock()
+	m := pages.by[binary.LittleEndian.Uint64(name)]
+	if m != nil {
+		m.uses.Add(1)
+	}
+	return m
+}
+
+// unmap ends one use; the last one unmaps.
 func (m *mapping) unmap() {
+	if m != nil && m.name != 0 {
+		pages.Lock()
+		defer pages.Unlock()
+		if m.uses.Add(-1) >= 0 {
+			return
+		}
+		delete(pages.by, m.name)
+	}
 	if m != nil && m.mem != nil {
 		_ = unix.Munmap(m.mem)
 		m.page, m.mem = nil, nil

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -69,7 +70,11 @@ func Start(ctx context.Context, ch *bootstrap.Channel, o Options) (*Watcher, err
 	if err != nil {
 		return nil, status.Errorf(status.System, "health page: %w", err)
 	}
-	got, err := ch.ExchangeLocalFDs(ctx, exchangeTag, nil, []int{fd})
+	var name []byte
+	if slices.ContainsFunc(ch.Peers(), func(p bootstrap.Peer) bool { return p.Crowd }) {
+		name = mine.share()
+	}
+	got, err := ch.ExchangeLocalFDs(ctx, exchangeTag, name, []int{fd})
 	unix.Close(fd)
 	if err != nil {
 		mine.unmap()
@@ -107,7 +112,10 @@ func (w *Watcher) mapPeers(got []bootstrap.Message) (err error) {
 	for rank, m := range got {
 		p := &w.peers[rank]
 		p.Peer, p.beatAt = w.ch.Peers()[rank], time.Now()
-		if rank != w.rank && p.SameHost && !p.Absent && err == nil {
+		if p.Crowd {
+			p.page = sharedPage(m.Blob)
+			p.left = p.page == nil
+		} else if rank != w.rank && p.SameHost && !p.Absent && err == nil {
 			if len(m.FDs) != 1 {
 				err = status.Errorf(status.Mismatch, "%s sent %d health pages, want 1", p.Peer, len(m.FDs))
 			} else if p.page, err = peerPage(m.FDs[0], rank); err != nil {
@@ -211,7 +219,9 @@ func (w *Watcher) unmapAll() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.mine.unmap()
+	w.mine = &mapping{} // ranks of the crowd may use the page still, and unmap it
 	for i := range w.peers {
 		w.peers[i].page.unmap()
+		w.peers[i].page = nil
 	}
 }

@@ -70,6 +70,7 @@ it spent waiting for peers; both are of rank 0.`,
 	flags.Uint64Var(&f.spec.Seed, "seed", 1, "of the routing")
 	flags.BoolVar(&f.json, "json", false, "print JSON")
 	flags.StringVar(&f.picture, "picture", "", "write a picture (PNG) of latency against tokens")
+	cmd.AddCommand(benchConstructCommand())
 	return cmd
 }
 

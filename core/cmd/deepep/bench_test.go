@@ -18,11 +18,9 @@ import (
 	"github.com/deepep-go/deepep/core"
 )
 
-// inRank makes this test binary a rank's process: bench starts its own executable.
-const inRank = "DEEPEP_TEST_BENCH_RANK"
-
 func TestMain(m *testing.M) {
-	if os.Getenv(inRank) != "" && len(os.Args) == 2 && os.Args[1] == "bench-rank" {
+	// bench starts its own executable, here this test binary, as the ranks' processes.
+	if len(os.Args) == 2 && strings.HasPrefix(os.Args[1], "bench-") {
 		os.Exit(run(context.Background(), os.Args[1:], os.Stdout, os.Stderr))
 	}
 	if rank, err := strconv.Atoi(os.Getenv(jobRank)); err == nil {
@@ -46,7 +44,6 @@ func needKernels(t *testing.T) {
 	if !info.Available {
 		t.Skipf("needs the CPU kernel library (make kernels): %s", info.Reason)
 	}
-	t.Setenv(inRank, "1")
 }
 
 // Operations have the names that statistics and errors have; dashes are understood.
@@ -195,6 +192,10 @@ func TestBenchArguments(t *testing.T) {
 		{"bench --experts 255", "num_experts"},
 		{"bench --hidden 100 --fp8", "hidden: 100"},
 		{"bench-rank", "standard input"},
+		{"bench-construct", "standard input"},
+		{"bench construct --ranks 0", "ranks: 0"},
+		{"bench construct --rounds 0", "rounds: 0"},
+		{"bench construct --ranks 3 --ranks-per-node 2", "a multiple of 2"},
 	} {
 		_, stderr, code := deepep(t, strings.Fields(c.args)...)
 		if code != exitUsage || !strings.Contains(stderr, c.want) {
@@ -269,5 +270,32 @@ func TestPictureOfNothing(t *testing.T) {
 	}
 	if err := r.picture(filepath.Join(t.TempDir(), "one.png")); err != nil {
 		t.Errorf("a single point: %v", err)
+	}
+}
+
+// Construction is measured on processes and on goroutines; 64 processes on 8 nodes where long tests run.
+func TestBenchConstruct(t *testing.T) {
+	needKernels(t)
+	cases := [][]string{{"--ranks", "4", "--ranks-per-node", "2"}, {"--ranks", "4", "--ranks-per-node", "2", "--goroutines"}}
+	if os.Getenv("DEEPEP_TEST_FULL") == "1" {
+		cases = append(cases, []string{"--ranks", "64"})
+	}
+	for _, args := range cases {
+		out, stderr, code := deepep(t, append([]string{"bench", "construct", "--rounds", "1", "--json"}, args...)...)
+		if code != 0 {
+			t.Fatalf("%q: exit status %d: %s", args, code, stderr)
+		}
+		var r constructReport
+		if err := json.Unmarshal([]byte(out), &r); err != nil {
+			t.Fatal(err)
+		}
+		one := r.Rounds[0]
+		if len(r.Rounds) != 1 || one.Group <= 0 || one.Buffer <= 0 || one.CPU <= 0 || one.RSS < 1<<20 || one.FDs < 3 || one.Maps < 3 {
+			t.Errorf("%q: %+v", args, one)
+		}
+		var text strings.Builder
+		if err := r.print(&text); err != nil || !strings.Contains(text.String(), "round 1") {
+			t.Errorf("%v: %s", err, &text)
+		}
 	}
 }

@@ -60,7 +60,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	root.AddCommand(doctorCommand(), topCommand(), metricsCommand(), traceCommand(), planCommand(), benchCommand(), benchRankCommand(), faultsCommand(), faultsRankCommand(), faultsJobCommand(), simCommand(), versionCommand())
+	root.AddCommand(doctorCommand(), topCommand(), metricsCommand(), traceCommand(), planCommand(), benchCommand(), benchRankCommand(), benchConstructRankCommand(), faultsCommand(), faultsRankCommand(), faultsJobCommand(), simCommand(), versionCommand())
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
