@@ -684,7 +684,7 @@ typedef struct deepep_dispatch_args {
   {sizeof(deepep_dispatch_args), 0, 0, DEEPEP_BF16, 0, 0, 0, 0, 0, DEEPEP_INT64, 0, 0, 0, NULL, NULL, 0, 0, NULL, NULL, \
    NULL, NULL, NULL, NULL, NULL, 0, 0, 0, 0}
 /* clang-format on */
-/* collective, launches. With a routing: UNSUPPORTED on several nodes. */
+/* collective, launches. With a routing, on several nodes: UNSUPPORTED but with "cpu". */
 deepep_status_t deepep_dispatch(deepep_buffer_t buffer, const deepep_dispatch_args *args, const deepep_call *call);
 
 /* collective with the other ranks' deepep_dispatch of the token, launches. In place of deepep_dispatch on a rank that
@@ -716,13 +716,15 @@ typedef struct deepep_combine_args {
    *
    * Expanded: rows of x. */
   int32_t num_x_rows;
-  int32_t unreduced; /* expanded, 1: every row crosses, and all are added at the token's rank */
+  /* 1: expanded, every row crosses, and all are added at the token's rank. 2: among nodes, every rank's row does; else
+   * a node's rows of a token are added there. */
+  int32_t unreduced;
 } deepep_combine_args;
 /* clang-format off */
 #define DEEPEP_COMBINE_INIT \
   {sizeof(deepep_combine_args), 0, 0, 0, 0, 0, NULL, NULL, {NULL, NULL}, NULL, NULL, NULL, 0, 0}
 /* clang-format on */
-/* collective, launches. With a routing: UNSUPPORTED on several nodes. */
+/* collective, launches. With a routing, on several nodes: UNSUPPORTED but with "cpu". */
 deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args, const deepep_call *call);
 
 /* ---- Low-latency mode -------------------------------------------------------------------------------------------- */

@@ -218,8 +218,11 @@ type CombineArgs struct {
 	// selected. Expanded: x is [NumXRows, H], TopKWeights [NumXRows], the rows of a token are those that
 	// RecvSrcMetadata names; they are added in FP32 in the order of the choices, at their rank and rounded to BF16
 	// there, and the ranks' sums then at the token's rank, after the biases. Expanded: rows of x.
-	NumXRows  int32
-	Unreduced int32 // expanded, 1: every row crosses, and all are added at the token's rank
+	NumXRows int32
+
+	// 1: expanded, every row crosses, and all are added at the token's rank. 2: among nodes, every rank's row does;
+	// else a node's rows of a token are added there.
+	Unreduced int32
 }
 
 // LLDispatchArgs are the arguments of Buffer.LowLatencyDispatch, which sends every token to the experts that it

@@ -142,7 +142,8 @@ const (
 	CapFP8Hardware = 16
 
 	// normal mode moves rows in chunks of the size that a call names, not of its own choice
-	CapChunks = 32
+	CapChunks      = 32
+	CapRoutedNodes = 64 // teams that span nodes take calls with a routing
 )
 
 // How memory is shared among processes.
@@ -182,7 +183,7 @@ const (
 	TeamLLTransport = 4 // low-latency calls reach every other rank through the transport, mapped or not
 )
 
-// As DEEPEP_ROUTING_* in deepep.h. Teams that span nodes need DK_ROUTING_NONE.
+// As DEEPEP_ROUTING_* in deepep.h. Teams that span nodes need DK_ROUTING_NONE, or DK_CAP_ROUTED_NODES.
 const (
 	RoutingNone     = 0
 	RoutingPlain    = 1
@@ -197,9 +198,12 @@ const (
 	DispatchZeroPadding = 4
 )
 
-// Flags of a combine. expanded: every row crosses the link
+// Flags of a combine.
 const (
-	CombineUnreduced = 1
+	CombineUnreduced = 1 // expanded: every row crosses the link
+
+	// with a routing, among nodes: every rank's row crosses, and no node adds its ranks' rows
+	CombineApart = 2
 )
 
 // Format of the rows of a low-latency dispatch. FP4: two e2m1 in a byte, the lower channel in the lower half, and

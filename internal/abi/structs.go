@@ -679,7 +679,7 @@ type CombineParams struct {
 	Hidden              int32
 	NumTopK             int32
 	XSegment            int32 // x lies in this rank's segment of this index; -1: in none
-	_                   int32
+	NumMaxTokens        int32 // that of the notify; with a routing, among nodes
 	XSegmentOffset      uint64
 	CombinedX           uint64 // [out] [T,H] BF16
 	CombinedTopKWeights uint64 // [out] [T,K] float32
@@ -694,7 +694,7 @@ type CombineParams struct {
 	NumExperts      int32  // with a routing
 	IndexBytes      int32  // likewise
 	TopKIdx         uint64 // [T,K] of the token's rank, with a routing
-	RecvSrcMetadata uint64 // int32[num_recv_tokens, K+2], expanded
+	RecvSrcMetadata uint64 // int32[num_recv_tokens, K+2], expanded or among nodes
 }
 
 // LLDispatchParams is dk_ll_dispatch_params.

@@ -36,6 +36,9 @@ func routingText(value int64) string {
 	if value>>8&abi.CombineUnreduced != 0 {
 		text += " unreduced"
 	}
+	if value>>8&abi.CombineApart != 0 {
+		text += " apart"
+	}
 	return text
 }
 

@@ -27,6 +27,7 @@ func TestFieldValue(t *testing.T) {
 		{abi.OpNotify, abi.FieldNumExperts, 8, "8"},
 		{abi.OpNotify, abi.FieldRouting, abi.RoutingPlain, "plain"},
 		{abi.OpCombine, abi.FieldRouting, abi.RoutingExpanded | abi.CombineUnreduced<<8, "expanded unreduced"},
+		{abi.OpCombine, abi.FieldRouting, abi.RoutingPlain | abi.CombineApart<<8, "plain apart"},
 	} {
 		if got := fieldValue(c.op, c.field, c.value); got != c.want {
 			t.Errorf("fieldValue(%d, %d, %d) = %q, want %q", c.op, c.field, c.value, got, c.want)

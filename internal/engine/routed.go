@@ -11,6 +11,9 @@ func (b *Buffer) checkRouting(r plan.Routing) error {
 	if b.opt.Shrink && r.Kind != op.RoutingNone {
 		return status.Errorf(status.Unsupported, "handles with a routing do not go with enable_shrink: their calls leave out no masked rank")
 	}
+	if nodes := b.top.Nodes(); nodes > 1 && r.Kind != op.RoutingNone && !b.opt.Library.Has(abi.CapRoutedNodes) {
+		return status.Errorf(status.Unsupported, "handles with a routing serve ranks of one node with this kernel library: this group has %d", nodes)
+	}
 	return r.Check(b.top)
 }
 
@@ -142,16 +145,21 @@ func (b *Buffer) checkRoutedCombine(a *op.CombineArgs) error {
 	switch {
 	case weights && a.NumTopK != h.NumTopK:
 		return status.InvalidArg("num_topk", a.NumTopK, "that of the handle with weights: "+itoa(h.NumTopK))
-	case !routing.Expanded() && (a.NumXRows != 0 || a.Unreduced != 0):
+	case !routing.Expanded() && (a.NumXRows != 0 || a.Unreduced == 1):
 		return status.InvalidArg("num_x_rows", a.NumXRows, "0, nor unreduced, but with expanded rows")
+	case a.Unreduced < 0 || a.Unreduced > unreducedRanks:
+		return status.InvalidArg("unreduced", a.Unreduced, "0, 1 (choices) or 2 (ranks of nodes)")
 	case a.NumXRows < 0:
 		return status.InvalidArg("num_x_rows", a.NumXRows, "0 or more")
 	}
 	in, out := h.NumRecvTokens > 0, h.NumTokens > 0
 	return need(
 		given{"handle.topk_idx", h.TopKIdx, out, uintptr(h.IndexType.Size())},
-		given{"handle.recv_src_metadata", h.RecvSrcMetadata, in && routing.Expanded(), 4})
+		given{"handle.recv_src_metadata", h.RecvSrcMetadata, in && (routing.Expanded() || b.top.Nodes() > 1), 4})
 }
+
+// unreducedRanks: every rank's row reaches the token's rank.
+const unreducedRanks = 2
 
 // fillRoutedCombine sets the routing's part of the parameters, all of it, after the rest was set.
 func fillRoutedCombine(p *abi.CombineParams, a *op.CombineArgs) {
@@ -161,16 +169,19 @@ func fillRoutedCombine(p *abi.CombineParams, a *op.CombineArgs) {
 	if h.Routing == op.RoutingNone {
 		return
 	}
-	p.NumTopK, p.RecvSrcIdx = h.NumTopK, 0
-	if a.Unreduced != 0 {
+	p.NumTopK, p.RecvSrcIdx, p.NumMaxTokens = h.NumTopK, 0, h.NumMaxTokens
+	switch a.Unreduced {
+	case 1:
 		p.Flags |= abi.CombineUnreduced
+	case unreducedRanks:
+		p.Flags |= abi.CombineApart
 	}
 }
 
 // combineRow is the bytes of a row that a combine stages.
 func combineRow(a *op.CombineArgs) uint64 {
 	rows := uint64(1)
-	if a.Unreduced != 0 {
+	if a.Unreduced == 1 {
 		rows = uint64(a.Handle.NumTopK)
 	}
 	return rows*2*uint64(a.Hidden) + 4*uint64(a.NumTopK)

@@ -41,9 +41,6 @@ func (r Routing) Check(t Topology) error {
 	default:
 		return status.InvalidArg("routing", int32(r.Kind), "0 (none), 1 (plain) or 2 (expanded)")
 	}
-	if t.Nodes() > 1 {
-		return status.Errorf(status.Unsupported, "handles with a routing serve ranks of one node: this group has %d", t.Nodes())
-	}
 	if r.NumTopK < 1 || r.NumTopK > maxRoutedTopK {
 		return status.InvalidArg("num_topk", r.NumTopK, fmt.Sprintf("1 to %d with a routing", maxRoutedTopK))
 	}

@@ -205,7 +205,8 @@ enum {
   DK_CAP_PEER_ROWS = 4,   /* dispatch can write straight into a registered segment of the receiver (recv_segment) */
   DK_CAP_SM90 = 8,
   DK_CAP_FP8_HARDWARE = 16,
-  DK_CAP_CHUNKS = 32 /* normal mode moves rows in chunks of the size that a call names, not of its own choice */
+  DK_CAP_CHUNKS = 32,      /* normal mode moves rows in chunks of the size that a call names, not of its own choice */
+  DK_CAP_ROUTED_NODES = 64 /* teams that span nodes take calls with a routing */
 };
 typedef struct dk_info_params {
   DK_HEADER;
@@ -701,7 +702,7 @@ typedef struct dk_layout_params {
 } dk_layout_params;
 int32_t dk_layout(dk_layout_params *p);
 
-/* As DEEPEP_ROUTING_* in deepep.h. Teams that span nodes need DK_ROUTING_NONE. */
+/* As DEEPEP_ROUTING_* in deepep.h. Teams that span nodes need DK_ROUTING_NONE, or DK_CAP_ROUTED_NODES. */
 enum { DK_ROUTING_NONE = 0, DK_ROUTING_PLAIN = 1, DK_ROUTING_EXPANDED = 2 };
 #define DK_MAX_ROUTED_EXPERTS 2048
 typedef struct dk_notify_params {
@@ -783,7 +784,10 @@ typedef struct dk_dispatch_params {
 int32_t dk_dispatch(dk_dispatch_params *p);
 
 /* Flags of a combine. */
-enum { DK_COMBINE_UNREDUCED = 1 }; /* expanded: every row crosses the link */
+enum {
+  DK_COMBINE_UNREDUCED = 1, /* expanded: every row crosses the link */
+  DK_COMBINE_APART = 2 /* with a routing, among nodes: every rank's row crosses, and no node adds its ranks' rows */
+};
 typedef struct dk_combine_params {
   DK_OP_HEADER;
   uint64_t x;            /* [N,H] BF16 */
@@ -792,8 +796,8 @@ typedef struct dk_combine_params {
   uint64_t rank_prefix_matrix, send_head, recv_src_idx;
   uint64_t exchange; /* as in dispatch */
   int32_t num_tokens, num_recv_tokens, hidden, num_topk;
-  int32_t x_segment; /* x lies in this rank's segment of this index; -1: in none */
-  int32_t reserved0;
+  int32_t x_segment;      /* x lies in this rank's segment of this index; -1: in none */
+  int32_t num_max_tokens; /* that of the notify; with a routing, among nodes */
   uint64_t x_segment_offset;
   uint64_t combined_x;            /* [out] [T,H] BF16 */
   uint64_t combined_topk_weights; /* [out] [T,K] float32 */
@@ -805,7 +809,7 @@ typedef struct dk_combine_params {
   int32_t num_experts;        /* with a routing */
   int32_t index_bytes;        /* likewise */
   uint64_t topk_idx;          /* [T,K] of the token's rank, with a routing */
-  uint64_t recv_src_metadata; /* int32[num_recv_tokens, K+2], expanded */
+  uint64_t recv_src_metadata; /* int32[num_recv_tokens, K+2], expanded or among nodes */
 } dk_combine_params;
 int32_t dk_combine(dk_combine_params *p);
 

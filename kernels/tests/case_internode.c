@@ -195,8 +195,26 @@ static void no_room(struct rank *me) {
 static const int of_two = 2, of_four = 4;
 
 #define CASE(place, name, ranks, weight) ON_NODES("normal internode", name, place, ranks, weight)
+/* Calls with a routing; each rank's row crosses by itself, so that the sums are those of one node. */
+#define ROUTED(place, name, ranks, weight)        \
+  {"normal internode/" #place ": expand/" name,   \
+   rerun_on_nodes,                                \
+   ranks,                                         \
+   &(const struct rerun){"expand/" name, &place}, \
+   weight,                                        \
+   DK_CAP_ROUTED_NODES,                           \
+   0}
 
 static const struct test_case cases[] = {
+    ROUTED(pairs, "unreduced", 4, QUICK),
+    ROUTED(pairs_late, "zero padding, two biases", 4, QUICK),
+    ROUTED(trios_late, "duplicates", 6, USUAL),
+    ROUTED(singles_late, "plain", 3, QUICK),
+    ROUTED(singles, "worst case, FP8", 4, USUAL),
+    ROUTED(shallow_late, "plain, FP8, scales by column", 4, QUICK),
+    ROUTED(fours_late, "plain, worst case", 8, USUAL),
+    ROUTED(pairs, "refused: cancelled", 4, USUAL),
+    ROUTED(pairs, "refused: index E", 4, USUAL),
     CASE(pairs, "team/barrier, 3 ranks", 4, QUICK),
     CASE(pairs_late, "team/barrier, 3 ranks", 6, QUICK),
     CASE(singles_late, "team/200 barriers enqueued", 4, USUAL),

@@ -480,7 +480,7 @@ dk_combine_params routed_combine(struct routed *n) {
     send_tensor(me, n->bias[b]);
   }
   dk_combine_params p = PARAMS(combine, n->team, DK_OP_COMBINE);
-  p.flags = spec->unreduced ? DK_COMBINE_UNREDUCED : 0;
+  p.flags = spec->unreduced ? DK_COMBINE_UNREDUCED : me->split ? DK_COMBINE_APART : 0; /* the order of sums */
   p.num_sms = spec->num_sms;
   p.x = n->y.at;
   p.topk_weights = n->y_weights.at;
@@ -492,6 +492,7 @@ dk_combine_params routed_combine(struct routed *n) {
   p.hidden = spec->hidden;
   p.num_topk = spec->topk;
   p.x_segment = -1;
+  p.num_max_tokens = n->max_tokens;
   p.combined_x = n->out.at;
   p.combined_topk_weights = n->out_weights.at;
   p.nvl_send_chunk = 6;

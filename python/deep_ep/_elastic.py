@@ -282,10 +282,11 @@ class Sending:
 class ElasticMode:
     """The calls of one ElasticBuffer."""
 
-    def __init__(self, core: Core, normal: NormalMode, multiple_reduction: bool) -> None:
+    def __init__(self, core: Core, normal: NormalMode, multiple_reduction: bool, hybrid: bool) -> None:
         self._core = core
         self._normal = normal
         self._unreduced = not multiple_reduction
+        self._direct = not hybrid
 
     # ---- dispatch
 
@@ -435,7 +436,7 @@ class ElasticMode:
         args = _COMBINE(
             0 if topk_weights is None else num_topk, hidden, -1, x.data_ptr(), _at(topk_weights), _at(biases[0]),
             _at(biases[1]), ctypes.addressof(native), combined.data_ptr(), _at(weights), rows if expand else 0,
-            int(expand and self._unreduced),
+            self._apart(expand),
         )  # fmt: skip
         held = (x, topk_weights, *biases, combined, weights, handle.topk_idx, *_library_tensors(handle))
         event = order.finish(core.native.lib.with_gil.deepep_combine, ctypes.byref(args), config, held)
@@ -498,6 +499,12 @@ class ElasticMode:
         if core.host_stream and cache.serves(shape[0] * shape[1] * like.itemsize):
             return cache.empty(shape, like.dtype)
         return _torch.like(like, *shape)
+
+    def _apart(self, expand: bool) -> int:
+        """`unreduced` of deepep_combine_args: which rows are added at the token's rank alone."""
+        if expand and self._unreduced:
+            return 1
+        return 2 if self._core.num_nodes > 1 and (self._unreduced or self._direct) else 0
 
     def _biases(self, bias: object, num_tokens: int, hidden: int) -> tuple[OptionalTensor, OptionalTensor]:
         given = bias if isinstance(bias, (tuple, list)) else (bias, None)

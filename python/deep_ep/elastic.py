@@ -60,7 +60,8 @@ class ElasticBuffer(BufferBase):
         num_topk: K; 0: 32.
         use_fp8_dispatch: `num_bytes` for FP8 rows. Dispatch takes rows of any dtype.
         deterministic: accepted; outputs are ordered and repeat bit for bit in any case.
-        allow_hybrid_mode: the logical domain is the physical one; False: one domain of all ranks.
+        allow_hybrid_mode: the logical domain is the physical one, and a node adds its ranks' rows before they cross;
+            False: one domain of all ranks.
         allow_multiple_reduction: a rank sums the rows of its own experts before it sends them back.
         prefer_overlap_with_compute: accepted; calls take few SMs in any case.
         sl_idx: accepted.
@@ -132,7 +133,9 @@ class ElasticBuffer(BufferBase):
         )  # fmt: skip
         core = self._core = self._base._core
         core.open_rows()  # now, so that the first call is as fast as later ones
-        self._mode = ElasticMode(core, self._base._normal, flags["allow_multiple_reduction"])
+        self._mode = ElasticMode(
+            core, self._base._normal, flags["allow_multiple_reduction"], flags["allow_hybrid_mode"]
+        )
         self._deferred = ""  # the call whose second half is still to come
         self.name = self._base.name
         _names.adopt(self.name, self)

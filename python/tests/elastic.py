@@ -274,7 +274,9 @@ def combine(
     call.keep = [x, back, given]
     if event.event is not None:
         event.current_stream_wait()
-    want = call.exchange.combine(ctx.rank, rows, bias, call.expand, unreduced)
+    by_node = buffer.num_scaleout_ranks > 1 and not unreduced
+    node = buffer.num_nvlink_ranks if by_node else 0
+    want = call.exchange.combine(ctx.rank, rows, bias, call.expand, unreduced, node)
     assert combined.dtype == torch.bfloat16
     checks.same_bits("combined_x", combined.cpu() + 0.0, want + 0.0)
     if weights:

@@ -116,13 +116,24 @@ class Exchange:
     # ---- combine
 
     def combine(
-        self, source: int, rows: list[torch.Tensor], biases: list[torch.Tensor], expand: bool, unreduced: bool = False
+        self,
+        source: int,
+        rows: list[torch.Tensor],
+        biases: list[torch.Tensor],
+        expand: bool,
+        unreduced: bool = False,
+        node: int = 0,
     ) -> torch.Tensor:
-        """What rank `source` gets: [T,H] BF16. `rows[j]`: what rank j gives, in the layout of the dispatch."""
+        """What rank `source` gets: [T,H] BF16. `rows[j]`: what rank j gives, in the layout of the dispatch.
+
+        node: ranks of a node, which adds its ranks' rows before they cross; 0: none does.
+        """
         num_tokens, hidden = self.owner[source].shape[0], rows[0].shape[1]
         total = torch.zeros((num_tokens, hidden), dtype=torch.float32)
         for bias in biases:
             total = total + bias.to(torch.float32)
+        if node:
+            return self._by_node(source, rows, total, expand, node)
         for k in range(self.num_topk):
             for rank in range(self.ranks):
                 if expand and unreduced:
@@ -132,6 +143,26 @@ class Exchange:
                     at = torch.where(self.last_choice(source, rank) == k, at, -1)
                 here = (at >= 0).nonzero().flatten()
                 total[here] = total[here] + part[at[here]].to(torch.float32)
+        return total.to(torch.bfloat16)
+
+    def _by_node(
+        self, source: int, rows: list[torch.Tensor], total: torch.Tensor, expand: bool, node: int
+    ) -> torch.Tensor:
+        """Each node's rows by the token's last choice of each rank, rounded; then the nodes by that of each node."""
+        sums, lasts = [], []
+        for first in range(0, self.ranks, node):
+            part = torch.zeros_like(total)
+            for k in range(self.num_topk):
+                for rank in range(first, first + node):
+                    values, at = self._rank_rows(source, rank, rows[rank], expand)
+                    here = (torch.where(self.last_choice(source, rank) == k, at, -1) >= 0).nonzero().flatten()
+                    part[here] = part[here] + values[at[here]].to(torch.float32)
+            sums.append(part.to(torch.bfloat16).to(torch.float32))
+            lasts.append(torch.stack([self.last_choice(source, rank) for rank in range(first, first + node)]).amax(0))
+        for k in range(self.num_topk):
+            for part, last in zip(sums, lasts, strict=True):
+                here = (last == k).nonzero().flatten()
+                total[here] = total[here] + part[here]
         return total.to(torch.bfloat16)
 
     def combine_weights(self, source: int, weights: list[torch.Tensor], expand: bool) -> torch.Tensor:

@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 
+import internode
 import normal
 
 SHAPE = {"hidden": 256, "num_topk": 2, "num_experts": 8}
@@ -34,7 +35,12 @@ ELASTIC = (
 )
 
 
-def rank_elastic_plans(ctx):
+def rank_elastic_plans(ctx, peers):
+    with internode.environment(DEEPEP_NUM_MAX_NVL_PEERS=peers):
+        return elastic_plans(ctx, peers)
+
+
+def elastic_plans(ctx, peers):
     import deep_ep
 
     found = []
@@ -50,6 +56,7 @@ def rank_elastic_plans(ctx):
                 rows, _, _, handle, _ = buffer.dispatch(x, topk, num_experts=2 * ctx.size, do_expand=expand)
                 buffer.combine(rows, handle)
             made = buffer._core.native.info()  # after the first calls
+            assert made.num_nvl_peers == min(peers, ctx.size)
             for name in OF_THE_BUFFER:
                 assert getattr(planned, name) == getattr(made, name), (shape, name)
             assert 0 <= made.total_bytes - planned.total_bytes < 2 << 20
@@ -68,8 +75,11 @@ def rank_elastic_plans(ctx):
     return found
 
 
-def test_plan_is_what_elastic_buffer_is_after_its_first_calls(pool):
-    for found in pool.run(4, rank_elastic_plans):
+@pytest.mark.parametrize("peers", [8, 2], ids=["one node", "nodes"])
+def test_plan_is_what_elastic_buffer_is_after_its_first_calls(pool, device, peers):
+    if peers < 4 and device != "cpu":
+        pytest.skip("calls of V2 between nodes need the CPU engine")
+    for found in pool.run(4, rank_elastic_plans, peers):
         for planned_sms, planned_qps, sms, qps in found:
             assert sms <= planned_sms and qps <= planned_qps  # a device has fewer where it is small
 
@@ -109,6 +119,7 @@ def test_plan_needs_neither_a_gpu_nor_ranks(monkeypatch):
 
     shape = {"num_tokens": 4096, "hidden": 7168, "num_topk": 8, "num_experts": 256, "engine": "cuda"}
     monkeypatch.setenv("DEEPEP_NUM_NICS", "2")
+    monkeypatch.setenv("DEEPEP_NUM_MAX_NVL_PEERS", "8")  # the suite may run with another
     monkeypatch.setattr(deep_ep.Buffer, "_num_sms_given", False)  # another test may have said a number
     planned = deep_ep.plan(16, num_max_dispatch_tokens_per_rank=128, **shape)
     assert planned.engine == "cuda" and planned.num_rdma_ranks == 2 and bool(planned.library) != bool(planned.reason)

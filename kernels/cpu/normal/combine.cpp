@@ -28,6 +28,11 @@ Ring combine_ring(const Team &team, const dk_combine_params &p, int source) {
   return Ring(team, team.rank, pair_record(team, p), team.num_ranks, p.nvl_recv_chunk, source);
 }
 
+LinkPlan at_least(LinkPlan plan, uint64_t slots) {
+  plan.slots = max(plan.slots, slots);
+  return plan;
+}
+
 class Combine {
  public:
   Combine(Op &op, const dk_combine_params &p);
@@ -47,10 +52,15 @@ class Combine {
   bool is_complete(int32_t token);
   bool row_arrived(int source, int32_t index);
   bool sum_arrived(int node, int32_t token);
+  int64_t records_of(int32_t token, int node) const;
+  const uint8_t *record_of(int32_t token, int source) const;
   void publish_tails(int32_t first);
   bool give_credits();
   void add_token(int32_t token);
   void add_routed_token(int32_t token);
+  const uint8_t *routed_row(int32_t token, int source) const;
+  const float *routed_weights(int32_t token, int source) const;
+  int gather_routed(int32_t token, const Term *terms, int num_terms, const uint16_t **rows) const;
   void count_bytes();
   void fail_outputs();
 
@@ -96,7 +106,7 @@ Combine::Combine(Op &op, const dk_combine_params &p)
       rows_(*team_.device->rows),
       exchange_(op),
       mine_(combine_ring(team_, p, 0)),
-      plan_(plan_link(team_, pair_record(team_, p), p)),
+      plan_(at_least(plan_link(team_, pair_record(team_, p), p), least_link_slots(team_, p))),
       sum_(op, exchange_, p, mine_, plan_),
       first_row_(team_.numbers(kFirstRow)),
       num_rows_(team_.numbers(kNumRows)),
@@ -106,7 +116,7 @@ Combine::Combine(Op &op, const dk_combine_params &p)
   exchange_.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(row_bytes(p)));
   bool nothing = p.num_tokens == 0 && p.num_recv_tokens == 0;
   exchange_.set_field(DK_FIELD_NUM_TOPK, has_weights(p) ? p.num_topk : nothing ? kAnyValue : 0);
-  exchange_.set_field(DK_FIELD_ROUTING, p.routing | (p.flags & DK_COMBINE_UNREDUCED) << 8);
+  exchange_.set_field(DK_FIELD_ROUTING, p.routing | (p.flags & (DK_COMBINE_UNREDUCED | DK_COMBINE_APART)) << 8);
   exchange_.set_ring(mine_.slots(), mine_.stride());
   exchange_.set_link(plan_.slots, plan_.queues);
   begin_links(team_);
@@ -119,7 +129,9 @@ Refusal Combine::check() const {
   if (!wrong.code) wrong = check_heads(team_, at<const int32_t>(p_.send_head), p_.num_tokens, matrix, expected_);
   if (!wrong.code && p_.routing)
     wrong = check_terms(team_, p_, matrix[team_.num_ranks * team_.num_ranks - team_.num_ranks + team_.rank]);
-  if (!wrong.code && team_.spans_nodes()) wrong = check_sources(team_, at<const int32_t>(p_.recv_src_idx), matrix);
+  if (!wrong.code && team_.spans_nodes())
+    wrong = p_.routing ? check_metadata(team_, p_, matrix)
+                       : check_sources(team_, at<const int32_t>(p_.recv_src_idx), matrix);
   return wrong;
 }
 
@@ -217,7 +229,8 @@ bool Combine::awaits_rows(int peer, Missing &missing) {
   }
   int node = team_.node(peer);
   if (peer != team_.partner(node) || !node_has(next_token_, node * team_.num_nvl_peers)) return false;
-  missing = {team_.links[node].consumed + 1, LinkIn(team_, exchange_, sum_.record(), peer).arrived()};
+  missing = {team_.links[node].consumed + records_of(next_token_, node),
+             LinkIn(team_, exchange_, sum_.record(), peer).arrived()};
   return missing.seen < missing.expected;
 }
 
@@ -242,14 +255,18 @@ bool Combine::send_rows(int source) {
   for (int64_t end = sent_[source] + count; sent_[source] < end; sent_[source]++) {
     uint64_t row = static_cast<uint64_t>(first_row_[source] + sent_[source]),
              slot = static_cast<uint64_t>(sent_[source] % slots);
+    uint8_t *behind = ring.extra<uint8_t>(slot) + number;
+    if (number && p_.routing)
+      *ring.extra<TokenNumber>(slot) = {token_of_row(p_, source, static_cast<int64_t>(row)),
+                                        last_choice_of_row(p_, static_cast<int64_t>(row))};
     if (expanded(p_.routing)) {
-      gather_terms(rows_, p_, static_cast<int64_t>(row), ring.row(slot), weights ? ring.extra<float>(slot) : nullptr);
+      gather_terms(rows_, p_, static_cast<int64_t>(row), ring.row(slot),
+                   weights ? reinterpret_cast<float *>(behind) : nullptr);
       continue;
     }
     rows_.copy(ring.row(slot), at<const uint8_t>(p_.x) + row * bytes, bytes, false);
-    if (number) ring.extra<TokenNumber>(slot)->token = at<const int32_t>(p_.recv_src_idx)[row];
-    if (weights)
-      memcpy(ring.extra<uint8_t>(slot) + number, at<const uint8_t>(p_.topk_weights) + row * weights, weights);
+    if (number && !p_.routing) ring.extra<TokenNumber>(slot)->token = at<const int32_t>(p_.recv_src_idx)[row];
+    if (weights) memcpy(behind, at<const uint8_t>(p_.topk_weights) + row * weights, weights);
   }
   to_send_ -= count;
   team_.control().combine_head(source).set(exchange_.number(), static_cast<uint64_t>(sent_[source]));
@@ -265,12 +282,21 @@ bool Combine::row_arrived(int source, int32_t index) {
   return index < head_[source];
 }
 
+// Records that a node sends for a token: its sum, or a row of each rank that the token went to.
+int64_t Combine::records_of(int32_t token, int node) const {
+  if (!rows_apart(p_)) return 1;
+  int64_t rows = 0;
+  for (int i = 0; i < team_.num_nvl_peers; i++) rows += head_of(token)[node * team_.num_nvl_peers + i] >= 0;
+  return rows;
+}
+
 // Whether the node's sum for the next token has arrived. `consumed` counts those of the tokens before.
 bool Combine::sum_arrived(int node, int32_t token) {
   LinkState &link = team_.links[node];
   LinkIn in(team_, exchange_, sum_.record(), team_.partner(node));
-  if (link.consumed == link.seen) link.seen = in.arrived();
-  if (link.consumed == link.seen) return false;
+  int64_t wanted = link.consumed + records_of(token, node);
+  if (wanted > link.seen) link.seen = in.arrived();
+  if (wanted > link.seen) return false;
   int32_t number = in.extra<TokenNumber>(static_cast<uint64_t>(link.consumed) % in.slots())->token;
   if (number != token)
     op_.fail(DK_EINVAL, team_.partner(node), DK_FIELD_SRC_IDX, token, number);  // a token of another handle
@@ -314,50 +340,104 @@ bool Combine::give_credits() {
   return gave;
 }
 
-// The order of its terms is that of its choices. This rank's own row is made where no row is sent: in the ring that it
+// A rank of another node: the record that has its row, or its node's sum. Records of ranks are in their order.
+const uint8_t *Combine::record_of(int32_t token, int source) const {
+  int node = team_.node(source), place = 0;
+  for (int r = node * team_.num_nvl_peers; rows_apart(p_) && r < source; r++) place += head_of(token)[r] >= 0;
+  LinkIn in(team_, exchange_, sum_.record(), team_.partner(node));
+  return in.row(static_cast<uint64_t>(team_.links[node].consumed + place) % in.slots());
+}
+
+// The rows that a rank has sent for the token. This rank's own ones are made where no row is sent: in the ring that it
 // has toward itself.
+const uint8_t *Combine::routed_row(int32_t token, int source) const {
+  if (!team_.is_local(source)) return record_of(token, source);
+  int32_t head = head_of(token)[source];
+  if (source != team_.rank) {
+    Ring ring = ring_of(source);
+    return ring.row(static_cast<uint64_t>(head) % ring.slots());
+  }
+  return expanded(p_.routing)
+             ? combine_ring(team_, p_, team_.rank).row(0)
+             : at<const uint8_t>(p_.x) + static_cast<uint64_t>(first_row_[source] + head) * row_bytes(p_);
+}
+
+// The K weights that a rank has sent for the token; null: none.
+const float *Combine::routed_weights(int32_t token, int source) const {
+  int32_t head = source < 0 ? -1 : head_of(token)[source];
+  if (head < 0) return nullptr;
+  uint64_t number = token_bytes(team_);
+  if (!team_.is_local(source)) {
+    int part = rows_apart(p_) ? 0 : team_.index(source);
+    const uint8_t *weights = record_of(token, source) + sum_.record().extra_at() + number;
+    return reinterpret_cast<const float *>(weights) + part * p_.num_topk;
+  }
+  if (source != team_.rank) {
+    Ring ring = ring_of(source);
+    uint8_t *extra = ring.extra<uint8_t>(static_cast<uint64_t>(head) % ring.slots());
+    return reinterpret_cast<const float *>(extra + number);
+  }
+  if (!p_.topk_weights) return nullptr;
+  return expanded(p_.routing) ? combine_ring(team_, p_, team_.rank).extra<const float>(0)
+                              : at<const float>(p_.topk_weights) + (first_row_[source] + head) * p_.num_topk;
+}
+
+// The rows to add, in the order of the terms. Where nodes add their ranks' rows, a node has the place of its last term,
+// and the rows of this one are added first, where this rank forwards to another node and no row is staged.
+int Combine::gather_routed(int32_t token, const Term *terms, int num_terms, const uint16_t **rows) const {
+  uint64_t hidden = static_cast<uint64_t>(p_.hidden);
+  auto row_of = [&](const Term &term) {
+    return reinterpret_cast<const uint16_t *>(routed_row(token, term.source)) +
+           hidden * static_cast<uint64_t>(term.which);
+  };
+  bool by_node = team_.spans_nodes() && !rows_apart(p_);
+  const uint16_t *here[kMaxTopk];
+  int count = 0, num_here = 0;
+  for (int i = 0; i < num_terms; i++) {
+    int node = team_.node(terms[i].source);
+    bool last = true;
+    for (int later = i + 1; by_node && later < num_terms; later++) last &= team_.node(terms[later].source) != node;
+    if (by_node && node == team_.my_node()) here[num_here++] = row_of(terms[i]);
+    if (!last) continue;
+    if (num_here < 2 || !by_node || node != team_.my_node()) {
+      rows[count++] = row_of(terms[i]);
+      continue;
+    }
+    uint16_t *sum =
+        reinterpret_cast<uint16_t *>(combine_ring(team_, p_, team_.partner(team_.my_node() ? 0 : 1)).row(0));
+    rows_.sum(sum, here, num_here, hidden, false);
+    rows[count++] = sum;
+  }
+  return count;
+}
+
+// The order of its terms is that of its choices.
 void Combine::add_routed_token(int32_t token) {
   const int32_t *head = head_of(token);
   const uint16_t *rows[kMaxTopk + 2];
   Term terms[kMaxTopk];
   int count = 0, num_terms = order_terms(team_, p_, token, head, terms);
   uint64_t hidden = static_cast<uint64_t>(p_.hidden);
-  Ring own = combine_ring(team_, p_, team_.rank);
-  int64_t mine = head[team_.rank] < 0 ? -1 : first_row_[team_.rank] + head[team_.rank];
-  if (mine >= 0 && expanded(p_.routing))
-    gather_terms(rows_, p_, mine, own.row(0), p_.topk_weights ? own.extra<float>(0) : nullptr);
+  if (head[team_.rank] >= 0 && expanded(p_.routing)) {
+    Ring own = combine_ring(team_, p_, team_.rank);
+    gather_terms(rows_, p_, first_row_[team_.rank] + head[team_.rank], own.row(0),
+                 p_.topk_weights ? own.extra<float>(0) : nullptr);
+  }
   for (uint64_t bias : p_.bias)
     if (bias) rows[count++] = at<const uint16_t>(bias) + static_cast<uint64_t>(token) * hidden;
-  auto slot_of = [&](int source, const Ring &ring) { return static_cast<uint64_t>(head[source]) % ring.slots(); };
-  for (int i = 0; i < num_terms; i++) {
-    int source = terms[i].source;
-    const uint8_t *row;
-    if (source != team_.rank) {
-      Ring ring = ring_of(source);
-      row = ring.row(slot_of(source, ring));
-    } else {
-      row = expanded(p_.routing) ? own.row(0) : at<const uint8_t>(p_.x) + static_cast<uint64_t>(mine) * row_bytes(p_);
-    }
-    rows[count++] = reinterpret_cast<const uint16_t *>(row) + hidden * static_cast<uint64_t>(terms[i].which);
-  }
+  count += gather_routed(token, terms, num_terms, rows + count);
   uint16_t *to = at<uint16_t>(p_.combined_x) + static_cast<uint64_t>(token) * hidden;
   if (count)
     rows_.sum(to, rows, count, hidden, stream_);
   else
     memset(to, 0, row_bytes(p_));
-  if (!p_.combined_topk_weights) return;
-  for (int32_t k = 0; k < p_.num_topk; k++) {
-    int source = rank_of_choice(team_, p_, token, k);
-    const float *weights = nullptr;
-    if (source >= 0 && source != team_.rank && head[source] >= 0) {
-      Ring ring = ring_of(source);
-      weights = ring.extra<const float>(slot_of(source, ring));
-    } else if (source == team_.rank && mine >= 0 && p_.topk_weights) {
-      weights =
-          expanded(p_.routing) ? own.extra<const float>(0) : at<const float>(p_.topk_weights) + mine * p_.num_topk;
-    }
+  for (int32_t k = 0; p_.combined_topk_weights && k < p_.num_topk; k++) {
+    const float *weights = routed_weights(token, rank_of_choice(team_, p_, token, k));
     at<float>(p_.combined_topk_weights)[int64_t{token} * p_.num_topk + k] = weights ? weights[k] : 0;
   }
+  for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
+    if (node != team_.my_node() && node_has(token, node * team_.num_nvl_peers))
+      team_.links[node].consumed += records_of(token, node);
 }
 
 void Combine::add_token(int32_t token) {
@@ -429,7 +509,10 @@ bool bad_combine(const Team &team, const dk_combine_params &p) {
                     bad_index_bytes(p.index_bytes) || (p.num_tokens && !p.topk_idx)))
     return true;
   if (expanded(p.routing) && (p.num_x_rows < 0 || (p.num_recv_tokens && !p.recv_src_metadata))) return true;
-  return team.spans_nodes() && ((p.num_recv_tokens && !p.recv_src_idx) || link_room(team, pair_record(team, p)) == 0);
+  if (!team.spans_nodes()) return false;
+  bool sources = p.routing ? p.recv_src_metadata && p.num_max_tokens > 0 : p.recv_src_idx != 0;
+  return (p.num_recv_tokens && !sources) ||
+         link_room(team, link_record(team, p, has_weights(p) ? p.num_topk : 0)) < least_link_slots(team, p);
 }
 
 }  // namespace
@@ -442,7 +525,7 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   if (bad_head(*p)) return DK_EINVAL;
   if (p->x_segment >= 0) return DK_EUNSUPPORTED;
   const Team &team = *at<Team>(p->team);
-  if (p->routing && (team.spans_nodes() || team.shrinks())) return DK_EUNSUPPORTED;
+  if (p->routing && team.shrinks()) return DK_EUNSUPPORTED;
   if (bad_combine(team, *p) || combine_ring(team, *p, 0).slots() == 0) return DK_EINVAL;
   return enqueue<dk_combine_params, run_combine>(*p);
 }

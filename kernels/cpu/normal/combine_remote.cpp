@@ -14,7 +14,7 @@ void add_weights(float *to, const float *const *rows, int count, int32_t num_top
 
 void NodeSum::begin(int32_t num_topk) {
   num_topk_ = num_topk;
-  record_ = combine_record(team_, p_.hidden, num_topk);
+  record_ = link_record(team_, p_, num_topk);
   size_t bytes = sizeof(int64_t) * static_cast<size_t>(team_.num_ranks);
   memset(consumed_, 0, bytes);
   memset(head_, 0, bytes);
@@ -37,16 +37,30 @@ bool NodeSum::has_arrived(int source, const RowStream &s) const {
 }
 
 const uint8_t *NodeSum::row(int source, const RowStream &s) const {
-  if (s.rank == team_.rank)
-    return at<const uint8_t>(p_.x) + static_cast<uint64_t>(first_row(source) + *s.consumed) * record_.row_bytes;
+  if (s.rank == team_.rank) {
+    int64_t own = first_row(source) + *s.consumed;
+    if (!expanded(p_.routing)) return at<const uint8_t>(p_.x) + static_cast<uint64_t>(own) * record_.row_bytes;
+    Ring scratch = ring(source, team_.rank);  // no row goes through it: this rank forwards them itself
+    gather_terms(*team_.device->rows, p_, own, scratch.row(0), nullptr);
+    return scratch.row(0);
+  }
   Ring theirs = ring(source, s.rank);
   return theirs.row(static_cast<uint64_t>(*s.consumed) % theirs.slots());
 }
 
 int32_t NodeSum::token_of(int source, const RowStream &s) const {
-  if (s.rank == team_.rank) return at<const int32_t>(p_.recv_src_idx)[first_row(source) + *s.consumed];
+  if (s.rank == team_.rank) {
+    int64_t own = first_row(source) + *s.consumed;
+    return p_.routing ? token_of_row(p_, source, own) : at<const int32_t>(p_.recv_src_idx)[own];
+  }
   Ring theirs = ring(source, s.rank);
   return theirs.extra<TokenNumber>(static_cast<uint64_t>(*s.consumed) % theirs.slots())->token;
+}
+
+int32_t NodeSum::last_choice(int source, const RowStream &s) const {
+  if (s.rank == team_.rank) return last_choice_of_row(p_, first_row(source) + *s.consumed);
+  Ring theirs = ring(source, s.rank);
+  return theirs.extra<TokenNumber>(static_cast<uint64_t>(*s.consumed) % theirs.slots())->last_choice;
 }
 
 const float *NodeSum::weights_of(int source, const RowStream &s) const {
@@ -87,10 +101,66 @@ void NodeSum::add_token(int node, int32_t token, uint8_t *to) const {
   add_weights(reinterpret_cast<float *>(extra + 1), weights, count, num_topk_);
 }
 
+// A rank's K weights for a token, as they leave its node.
+void NodeSum::copy_weights(int source, const RowStream &s, float *to) const {
+  if (s.rank != team_.rank || !expanded(p_.routing)) {
+    memcpy(to, weights_of(source, s), sizeof(float) * static_cast<size_t>(num_topk_));
+    return;
+  }
+  const int32_t *meta =
+      at<const int32_t>(p_.recv_src_metadata) + (first_row(source) + *s.consumed) * (p_.num_topk + 2) + 2;
+  for (int32_t k = 0; k < num_topk_; k++) to[k] = meta[k] < 0 ? 0 : at<const float>(p_.topk_weights)[meta[k]];
+}
+
+// The terms in the order of the token's last choice of each rank.
+void NodeSum::add_routed_token(int node, int32_t token, uint8_t *to) const {
+  const uint16_t *rows[kMaxTopk];
+  int32_t last[kMaxTopk];
+  int count = 0, source = team_.partner(node);
+  TokenNumber *extra = reinterpret_cast<TokenNumber *>(to + record_.extra_at());
+  float *weights = reinterpret_cast<float *>(extra + 1);
+  extra->token = token;
+  for (int index = 0; index < team_.num_nvl_peers; index++, weights += num_topk_) {
+    RowStream s = stream(node, index);
+    if (!has(source, s, token) || count == kMaxTopk) continue;  // K choices have at most K ranks
+    int32_t choice = last_choice(source, s);
+    int place = count++;
+    for (; place > 0 && last[place - 1] > choice; place--) {
+      rows[place] = rows[place - 1];
+      last[place] = last[place - 1];
+    }
+    rows[place] = reinterpret_cast<const uint16_t *>(row(source, s));
+    last[place] = choice;
+    if (num_topk_) copy_weights(source, s, weights);
+  }
+  team_.device->rows->sum(reinterpret_cast<uint16_t *>(to), rows, count, static_cast<size_t>(p_.hidden), false);
+}
+
+// The row of the first rank that has one for the token.
+void NodeSum::copy_row(int node, int32_t token, uint8_t *to) const {
+  int source = team_.partner(node);
+  for (int index = 0; index < team_.num_nvl_peers; index++) {
+    RowStream s = stream(node, index);
+    if (!has(source, s, token)) continue;
+    TokenNumber *extra = reinterpret_cast<TokenNumber *>(to + record_.extra_at());
+    extra->token = token;
+    team_.device->rows->copy(to, row(source, s), record_.row_bytes, false);
+    if (num_topk_) copy_weights(source, s, reinterpret_cast<float *>(extra + 1));
+    return;
+  }
+}
+
+void NodeSum::fill(int node, int32_t token, uint8_t *to) const {
+  if (rows_apart(p_)) return copy_row(node, token, to);
+  p_.routing ? add_routed_token(node, token, to) : add_token(node, token, to);
+}
+
 void NodeSum::advance(int node, int32_t token) {
   for (int index = 0; index < team_.num_nvl_peers; index++) {
     RowStream s = stream(node, index);
-    if (*s.consumed < s.count && token_of(team_.partner(node), s) == token) ++*s.consumed;
+    if (!has(team_.partner(node), s, token)) continue;
+    ++*s.consumed;
+    if (rows_apart(p_)) return;
   }
 }
 
@@ -105,7 +175,7 @@ bool NodeSum::add_for(int node) {
     uint8_t *slot = token < 0 ? nullptr : out.next_slot();
     if (!slot) break;
     if (state.offered == state.sent) {
-      add_token(node, token, slot);
+      fill(node, token, slot);
       state.offered++;
     }
     if (!out.send(slot, 0)) break;

@@ -109,7 +109,10 @@ void exchange_choices(Op &op, Exchange &exchange, const dk_notify_params &p) {
   dk_counts *counts = at<dk_counts>(p.counts);
   int n = op.team.num_ranks;
   counts->num_recv_tokens = matrix[(n - 1) * n + op.team.rank];
-  counts->num_recv_nodes_tokens = 0;
+  int32_t from_node = 0;  // rows from ranks of this node
+  for (int i = op.team.first_local(); i < op.team.first_local() + op.team.num_nvl_peers; i++)
+    from_node += matrix[i * n + op.team.rank] - (i ? matrix[(i - 1) * n + op.team.rank] : 0);
+  counts->num_recv_nodes_tokens = counts->num_recv_tokens - from_node;
   for (int32_t e = 0; e < p.num_experts / n; e++)
     counts->per_expert[e] = aligned_rows(at<const int32_t>(p.num_per_expert)[e], p.expert_alignment);
 }
@@ -170,7 +173,7 @@ DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
   if (p->num_experts && bad_experts(*at<Team>(p->team), p->num_experts)) return DK_EINVAL;
   if (bad_routing(*at<Team>(p->team), *p)) return DK_EINVAL;
   const Team &team = *at<Team>(p->team);
-  if (p->routing && (team.spans_nodes() || team.shrinks())) return DK_EUNSUPPORTED;
+  if (p->routing && team.shrinks()) return DK_EUNSUPPORTED;
   if (p->expert_alignment < 1 || p->num_worst_tokens < 0 || p->num_scales < 0) return DK_EINVAL;
   if (p->hidden_bytes == 0 || p->hidden_bytes % 16) return DK_EINVAL;
   return enqueue<dk_notify_params, run_notify>(*p);

@@ -248,6 +248,21 @@ Refusal check_terms(const Team &team, const dk_combine_params &p, int64_t rows) 
   return {};
 }
 
+Refusal check_metadata(const Team &team, const dk_combine_params &p, const int32_t *matrix) {
+  int64_t row = 0;
+  for (int source = 0, n = team.num_ranks; source < n; source++) {
+    int64_t before = -1, end = matrix[source * n + team.rank], first = int64_t{source} * p.num_max_tokens;
+    for (; row < end; row++) {
+      const int32_t *meta = at<const int32_t>(p.recv_src_metadata) + row * (p.num_topk + 2);
+      int64_t token = meta[0] - first;
+      if (token <= before || token >= p.num_max_tokens || meta[1] < 0)
+        return {DK_EINVAL, DK_FIELD_SRC_METADATA, first + before + 1, meta[1] < 0 ? meta[1] : meta[0]};
+      before = token;
+    }
+  }
+  return {};
+}
+
 void gather_terms(const RowKernels &kernels, const dk_combine_params &p, int64_t row, uint8_t *to, float *weights) {
   const int32_t *meta = at<const int32_t>(p.recv_src_metadata) + row * (p.num_topk + 2) + 2;
   const uint16_t *terms[kMaxTopk];

@@ -51,6 +51,19 @@ inline int rows_together(const dk_combine_params &p) {
   return expanded(p.routing) && p.flags & DK_COMBINE_UNREDUCED ? p.num_topk : 1;
 }
 Refusal check_terms(const Team &team, const dk_combine_params &p, int64_t rows);
+// Whether every rank's row reaches the token's rank, also from another node.
+inline bool rows_apart(const dk_combine_params &p) {
+  return p.routing && p.flags & (DK_COMBINE_UNREDUCED | DK_COMBINE_APART);
+}
+// Among nodes: what is wrong with the tokens and choices in recv_src_metadata.
+Refusal check_metadata(const Team &team, const dk_combine_params &p, const int32_t *matrix);
+// What row `row` of the plain layout came from: the token's number at `source`, and its last choice here.
+inline int32_t token_of_row(const dk_combine_params &p, int source, int64_t row) {
+  return at<const int32_t>(p.recv_src_metadata)[row * (p.num_topk + 2)] - source * p.num_max_tokens;
+}
+inline int32_t last_choice_of_row(const dk_combine_params &p, int64_t row) {
+  return at<const int32_t>(p.recv_src_metadata)[row * (p.num_topk + 2) + 1] % p.num_topk;
+}
 // Expanded: what this rank sends for row `row` of the plain layout: to `to` the sum of its expanded rows, or these
 // rows; to `weights`, if not null, the weight of each choice.
 void gather_terms(const RowKernels &kernels, const dk_combine_params &p, int64_t row, uint8_t *to, float *weights);
