@@ -91,7 +91,8 @@ def find_nvcc() -> tuple[str | None, list[str]]:
     """nvcc of this machine, and what was passed over and why."""
     venv = _in_wheels(ROOT / ".venv", "cu13")
     named = os.environ.get("NVCC")
-    places = [named, venv and str(venv / "bin" / "nvcc"), shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
+    in_venv = str(venv / "bin" / "nvcc") if venv else None
+    places = [named, in_venv, shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
     passed: list[str] = []
     for place in dict.fromkeys(filter(None, places)):
         path = shutil.which(place)
@@ -152,7 +153,11 @@ def gpu_settings(wanted: str) -> tuple[list[str], str]:
             )
             return [], f"{tried}; from PyPI: {failed}"
         toolkit = ROOT / "build" / "toolkit"
-        nvcc = nvcc or str(_in_wheels(toolkit, "cu13") / "bin" / "nvcc")
+        if nvcc is None:
+            fetched = _in_wheels(toolkit, "cu13")
+            if fetched is None:
+                return [], f"tools/requirements-cuda.txt has brought no nvidia/cu13 into {toolkit}"
+            nvcc = str(fetched / "bin" / "nvcc")
         nvshmem = nvshmem or _in_wheels(toolkit, "nvshmem")
     return [f"NVCC={nvcc}", *([f"NVSHMEM_HOME={nvshmem}"] if nvshmem else [])], ""
 
