@@ -302,6 +302,9 @@ BENCH := $(if $(filter cuda,$(ENGINE)),gpu,cpu)
 bench: all-ready $(if $(filter gpu,$(BENCH)),cuda $(BIN)/bench_ops) ## measure, beside gloo in the same run (ENGINE=cuda: on GPUs, beside NCCL)
 	$(VENV) bench/$(BENCH).py $(ARGS)
 
+clients: all-ready ## run files of real clients, unchanged, over the package (fetches their wheels; ARGS="sglang -k low")
+	$(VENV) tools/clients/run.py $(ARGS)
+
 test-aarch64: ## build for aarch64, run it under qemu-user as far as that goes (skips without cross compilers)
 	tools/aarch64.sh $(ARGS)
 
@@ -394,5 +397,5 @@ release: venv | need-go-cc-cxx-python ## make dist/ of the commit: wheel, source
 clean: ## remove what was built (.venv stays)
 	rm -rf build dist
 
-.PHONY: help venv lib program compile-commands all-ready ready kernels kernel-tests cuda emulated nvshmem run test test-full test-gpu test-aarch64 bench lint fmt abi-check \
+.PHONY: help venv lib program compile-commands all-ready ready kernels kernel-tests cuda emulated nvshmem run test test-full test-gpu clients test-aarch64 bench lint fmt abi-check \
   sanitize sanitize-gpu generate check docs docs-picture wheel wheel-libraries release native matrix install clean FORCE
