@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from . import _elastic_sizes, _names, _torch, errors
@@ -137,25 +138,31 @@ class ElasticBuffer(BufferBase):
             core, self._base._normal, flags["allow_multiple_reduction"], flags["allow_hybrid_mode"]
         )
         self._deferred = ""  # the call whose second half is still to come
+        self._seat = 0  # regroups so far
         self.name = self._base.name
         _names.adopt(self.name, self)
         self.group = group
-        self.rank_idx, self.num_ranks = core.rank, core.group_size
         self.deterministic, self.explicitly_destroy = flags["deterministic"], flags["explicitly_destroy"]
         self.allow_hybrid_mode = flags["allow_hybrid_mode"]
         self.allow_multiple_reduction = flags["allow_multiple_reduction"]
         self.prefer_overlap_with_compute = flags["prefer_overlap_with_compute"]
         service_level = os.environ.get("EP_OVERRIDE_RDMA_SL")
         self.sl_idx = int(service_level) if service_level else sl_idx
+        self._take_seat()
+        self.nccl_comm_handle: Any = None  # there is no NCCL below
+        self.runtime: Runtime | None = self._base.runtime
+        if os.environ.get("EP_BUFFER_DEBUG", "0") not in ("", "0"):
+            self.print_memory_usage()
+
+    def _take_seat(self) -> None:
+        """This rank's place in the group, and what depends on the group's size."""
+        core = self._core
+        self.rank_idx, self.num_ranks = core.rank, core.group_size
         self.num_rdma_ranks, self.num_nvlink_ranks = core.num_nodes, core.group_size // core.num_nodes
         logical = (core.num_nodes, self.num_nvlink_ranks) if self.allow_hybrid_mode else (1, core.group_size)
         self.num_scaleout_ranks, self.num_scaleup_ranks = logical
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(core.rank, self.num_scaleup_ranks)
-        self.nccl_comm_handle: Any = None  # there is no NCCL below
-        self.runtime: Runtime | None = self._base.runtime
         self._sms_of: dict[int, int] = {}  # by choices of a token
-        if os.environ.get("EP_BUFFER_DEBUG", "0") not in ("", "0"):
-            self.print_memory_usage()
 
     # ---- life
 
@@ -176,6 +183,32 @@ class ElasticBuffer(BufferBase):
     def restore(self) -> None:
         """Has the memory again. Collective; see Buffer.restore."""
         self._base.restore()
+
+    def lost_ranks(self) -> list[int]:
+        """The ranks that have died or left, as far as this rank has heard; ascending. Local."""
+        return self._base.lost_ranks()
+
+    def regroup(self, members: Sequence[int], *, renumber: bool = True, timeout: float | None = None) -> None:
+        """Goes on without ranks that are lost. Collective among the members; see Buffer.regroup.
+
+        Afterwards `rank_idx`, `num_ranks` and the domains are those of the new group, and `num_experts` of each call
+        places the experts anew. The memory stays as it is. Handles of before are refused if ranks were renumbered, and
+        so is the second half of a deferred call of before.
+
+        Args:
+            members: living ranks of the new group, by their present numbers.
+            renumber: True: a member's place in `members` is its new rank, and `num_ranks` their number. False: numbers
+                stay, so that every rank must be a member.
+            timeout: seconds to wait for the other members; None: DEEPEP_FIRST_TIMEOUT_MS, or 300.
+
+        Raises:
+            DeepEPError: as Buffer.regroup; it may be called again. Also a ValueError or TypeError for a wrong argument.
+        """
+        self._base.regroup(members, renumber=renumber, timeout=timeout)
+        self._seat += 1
+        self._deferred = ""
+        self._take_seat()
+        self._core.open_rows()
 
     def check(self) -> None:
         """Asks whether the buffer can be used.

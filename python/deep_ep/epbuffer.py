@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import _elastic_sizes, _torch
+from . import _elastic_sizes, _torch, errors
 from ._balance import Balancing, BufferAllocator, Tensors
 from ._balance import sms as _even
 from ._elastic import EPHandle, Event, Rows, Sending
@@ -260,9 +260,12 @@ class EPBuffer(ElasticBuffer):
 
     def _defer(self, what: str, event: EventOverlap, rest: Callable[[], Any]) -> EventOverlap:
         """The event of a call whose results its first wait gives; until then the buffer takes no other."""
-        self._deferred = what
+        self._deferred, seat = what, self._seat
 
         def resume() -> Any:
+            if seat != self._seat:
+                text = f"the deferred {what} is one of before regroup(): its second half cannot be made"
+                raise errors.DeepEPError(errors.INVALID_STATE, text)
             self._deferred = ""
             return rest()
 
