@@ -211,8 +211,9 @@ def rank_random(ctx, kind, seconds):
 
     rng, before, interrupted = random.Random(kind), signal.signal(signal.SIGALRM, stop), 0
     try:
-        with alone.buffer_of(ctx) as buffer:
-            calls = alone.Calls(buffer, tokens=alone.BOUND)
+        v2 = kind in alone.ELASTIC
+        with alone.elastic_of(ctx) if v2 else alone.buffer_of(ctx) as buffer:
+            calls = alone.ElasticCalls(buffer) if v2 else alone.Calls(buffer, tokens=alone.BOUND)
             call = calls.of(kind)
             start = time.monotonic()
             for _ in range(5):
@@ -230,15 +231,21 @@ def rank_random(ctx, kind, seconds):
                     interrupted += 1
                 if kind == "halves":
                     buffer.clean_low_latency_buffer(0, 0, 0)
-                calls.cached()
-                calls.low_latency()
+                if v2:
+                    calls.resent()
+                    calls.expanded_combine()
+                else:
+                    calls.cached()
+                    calls.low_latency()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     return interrupted
 
 
-@pytest.mark.parametrize("kind", ("layout", "dispatch", "worst case", "combine", "low latency", "halves"))
+@pytest.mark.parametrize(
+    "kind", ("layout", "dispatch", "worst case", "combine", "low latency", "halves", "expanded", "expanded combine")
+)
 def test_interrupted_at_random_moments(pool, kind):
     assert pool.run(1, rank_random, kind, SECONDS, deadline=SECONDS + 60)[0] > 0, "no call was interrupted"
 
