@@ -120,8 +120,9 @@ func (b *Buffer) explain(f *abi.Failure) error {
 	switch code := status.Code(f.Code); code {
 	case status.Timeout, status.PeerDead:
 		err := b.explainPeer(head, code, f)
-		if b.opt.Shrink && b.top.Nodes() > 1 && (f.Op == abi.OpNotify || f.Op == abi.OpDispatch || f.Op == abi.OpCombine) {
-			return status.Errorf(status.CodeOf(err), "%w; normal mode among nodes cannot go on without a rank, enable_shrink does so inside a node", err)
+		normal := f.Op == abi.OpNotify || f.Op == abi.OpDispatch || f.Op == abi.OpCombine
+		if normal && b.opt.Shrink && b.top.Nodes() > 1 && f.Peer >= 0 && int(f.Peer) != b.rank { // not this rank's own network
+			return status.Errorf(status.CodeOf(err), "%w; normal mode among nodes cannot go on without a rank here, enable_shrink does so inside a node", err)
 		}
 		return err
 	case status.Mismatch:

@@ -5,11 +5,11 @@
 
 extern const struct group notify_cases, dispatch_cases, worst_cases, combine_cases, ll_dispatch_cases, ll_combine_cases,
     ll_order_cases, mask_cases, mismatch_cases, failure_cases, team_cases, statistics_cases, random_cases,
-    process_cases, refusal_cases, expand_cases;
-static const struct group *const groups[] = {&notify_cases,      &dispatch_cases,   &worst_cases,    &combine_cases,
-                                             &ll_dispatch_cases, &ll_combine_cases, &ll_order_cases, &mask_cases,
-                                             &mismatch_cases,    &failure_cases,    &team_cases,     &statistics_cases,
-                                             &random_cases,      &process_cases,    &refusal_cases,  &expand_cases};
+    process_cases, refusal_cases, expand_cases, mask_normal_cases;
+static const struct group *const groups[] = {
+    &notify_cases,   &dispatch_cases, &worst_cases,    &combine_cases, &ll_dispatch_cases, &ll_combine_cases,
+    &ll_order_cases, &mask_cases,     &mismatch_cases, &failure_cases, &team_cases,        &statistics_cases,
+    &random_cases,   &process_cases,  &refusal_cases,  &expand_cases,  &mask_normal_cases};
 
 static const struct test_case *find_case(struct rank *me, const char *name) {
   for (int g = 0; g < COUNT(groups); g++)

@@ -12,6 +12,7 @@ import torch
 import checks
 import normal
 from cases import Case
+from conftest import full
 from test_shrink import GONE, mask_of, only, scaled
 
 CASE = Case((40, 9, 33, 24), hidden=512, experts=8, topk=3, routing="holes")
@@ -154,52 +155,70 @@ def test_killed(fresh_pool, when):
         assert not outcome.error, outcome.traceback
 
 
-def rank_stopped_among_calls(ctx, case, seconds):
-    """A rank is stopped somewhere in a row of calls and goes on later; survivors' results are right all the time."""
-    with buffer_of(ctx, 0.5) as buffer:
+def rank_lost_among_calls(ctx, case, how, seconds):
+    """A rank is stopped or killed somewhere in a row of calls; survivors' results are right all the time."""
+    with buffer_of(ctx, 0.5 if how == "stopped" else 20.0) as buffer:
         round_trip(ctx, buffer, case)
         ctx.barrier()
         if ctx.rank == GONE:
-            stopper = os.fork()
-            if stopper == 0:
-                time.sleep(seconds)
-                os.kill(os.getppid(), signal.SIGSTOP)
-                time.sleep(scaled(ctx, 2.0))
-                os.kill(os.getppid(), signal.SIGCONT)
-                os._exit(0)
-            from deep_ep import DeepEPError
-
-            try:
-                for turn in range(100000):
-                    rows = normal.dispatch(ctx, buffer, case.but(seed=100 + turn % 5))
-                    buffer.combine(rows.recv_x.to(torch.bfloat16), rows.handle)
-            except DeepEPError as error:
-                assert "has masked this rank" in str(error), error
-            os.waitpid(stopper, 0)
+            be_lost_among_calls(buffer, ctx, case, how, seconds)
         else:
-            turn, lost = 0, False
-            while not lost or turn < 3:
-                one = case.but(seed=100 + turn % 5)
-                exchange = normal.expect(one, ctx.rank, LOST if lost else frozenset())
-                got = buffer.dispatch(
-                    normal.x_of(ctx, exchange.own),
-                    **normal.layout_arguments(ctx, buffer, exchange),
-                    topk_idx=ctx.to_device(exchange.own.topk_idx),
-                    topk_weights=ctx.to_device(exchange.own.topk_weights),
-                )
-                check_rows(ctx, exchange, one, got)
-                combined, _, _ = buffer.combine(got[0].to(torch.bfloat16), got[4])
-                assert not bool(combined.isnan().any())
-                turn += 1
-                if not lost and mask_of(ctx, buffer)[GONE]:
-                    lost, turn = True, 0
-        ctx.barrier()
-        take_back(ctx, buffer, case)
+            go_on_among_calls(ctx, buffer, case)
+        if how == "stopped":
+            ctx.barrier()
+            take_back(ctx, buffer, case)
+
+
+def be_lost_among_calls(buffer, ctx, case, how, seconds):
+    from deep_ep import DeepEPError
+
+    stopper = os.fork()
+    if stopper == 0:
+        time.sleep(seconds)
+        os.kill(os.getppid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+        time.sleep(scaled(ctx, 2.0) if how == "stopped" else 0)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    try:
+        for turn in range(100000):
+            rows = normal.dispatch(ctx, buffer, case.but(seed=100 + turn % 5))
+            buffer.combine(rows.recv_x.to(torch.bfloat16), rows.handle)
+    except DeepEPError as error:
+        assert "has masked this rank" in str(error), error
+    os.waitpid(stopper, 0)
+
+
+def go_on_among_calls(ctx, buffer, case):
+    turn, lost = 0, False
+    while not lost or turn < 3:
+        one = case.but(seed=100 + turn % 5)
+        exchange = normal.expect(one, ctx.rank, LOST if lost else frozenset())
+        got = buffer.dispatch(
+            normal.x_of(ctx, exchange.own),
+            **normal.layout_arguments(ctx, buffer, exchange),
+            topk_idx=ctx.to_device(exchange.own.topk_idx),
+            topk_weights=ctx.to_device(exchange.own.topk_weights),
+        )
+        check_rows(ctx, exchange, one, got)
+        combined, _, _ = buffer.combine(got[0].to(torch.bfloat16), got[4])
+        check_sums(exchange, combined.cpu())
+        turn += 1
+        if not lost and mask_of(ctx, buffer)[GONE]:
+            lost, turn = True, 0
+
+
+def check_sums(exchange, combined):
+    """No sum is void; those that the lost rank adds nothing to are whole: rows come back as they went."""
+    assert not bool(combined.isnan().any())
+    rows = [want.x.to(torch.bfloat16) for want in exchange.received]
+    whole = ~exchange.layouts[exchange.rank].is_token_in_rank[:, GONE]
+    sums = exchange.sums(rows, []).to(torch.bfloat16)
+    checks.same_bits("combined_x", combined[whole] + 0.0, sums[whole] + 0.0)
 
 
 def check_rows(ctx, exchange, case, got):
     """Rows of the survivors are whole; those of the lost rank are whole, zeros, or were never counted."""
-    recv_x, src_idx = got[0].cpu(), got[4][3].cpu()
+    recv_x, src_idx = got[0].cpu(), got[4][3 if len(got[4]) == 6 else -3].cpu()
     wants = [exchange.want, normal.expect(case, ctx.rank, LOST).want]
     want = next((w for w in wants if len(w.x) == len(recv_x)), None)
     assert want is not None, f"{len(recv_x)} rows"
@@ -211,8 +230,12 @@ def check_rows(ctx, exchange, case, got):
     assert bool(whole.all()), "a row of the lost rank is neither whole nor zeros"
 
 
-@pytest.mark.parametrize("seconds", [0.05])
-def test_stopped_among_calls(fresh_pool, seconds):
-    outcomes = fresh_pool(4).outcomes(4, rank_stopped_among_calls, CASE, seconds)
+@pytest.mark.parametrize("how", ["stopped", "killed"] if full() else ["stopped"])
+def test_lost_among_calls(fresh_pool, how):
+    judge_lost(fresh_pool(4).outcomes(4, rank_lost_among_calls, CASE, how, 0.05))
+
+
+def judge_lost(outcomes):
     for outcome in outcomes:
-        assert not outcome.error, outcome.traceback
+        assert outcome.died or not outcome.error, outcome.traceback
+        assert not outcome.died or outcome.rank == GONE

@@ -1,5 +1,5 @@
 // Masks: the ranks that this rank leaves out of its calls. Each rank keeps its own mask, and tells a rank that it has
-// masked it (Control::notice_from); remote ranks receive this rank's number of cleans instead.
+// masked it (Control::notice_from); remote ranks receive this rank's number of cleans besides.
 #include "cpu/low_latency/common.h"
 #include "cpu/team/check.h"
 
@@ -23,15 +23,32 @@ void count_lift(Team &team) {
   RankState &state = team.control().state();
   state.lifts.fetch_add(1);
   state.generation.fetch_add(1);
+  tell_all(team);
+}
+
+// Until ranks of other nodes know it, and nothing of earlier calls is on its way to them.
+void wait_until_told(Op &op) {
+  Team &team = op.team;
+  auto waits = [&](int peer) {
+    return team.told && !team.is_local(peer) && !team.masked(peer) && !(tell(team, peer) && team.nic->idle(peer));
+  };
+  auto poll = [&] {
+    for (int peer = 0; peer < team.num_ranks; peer++)
+      if (waits(peer)) return Poll::idle;
+    return Poll::done;
+  };
+  if (poll() == Poll::idle) wait_until(op, poll, [&](int peer, Missing &) { return waits(peer); });
 }
 
 // Waits until the puts are delivered: the caller may synchronise with the other ranks next, and calls after that rely
 // on the count.
 void update_mask(Op &op, int peer, bool masked) {
   if (!masked) count_lift(op.team);
-  if (!set_mask(op.team, peer, masked)) return;
-  put_clean_count(op, peer);
-  wait_until_delivered(op);
+  if (set_mask(op.team, peer, masked)) {
+    put_clean_count(op, peer);
+    wait_until_delivered(op);
+  }
+  wait_until_told(op);
 }
 
 void clean_masks(Op &op) {
@@ -39,6 +56,7 @@ void clean_masks(Op &op) {
   for (int peer = 0; peer < op.team.num_ranks; peer++) set_mask(op.team, peer, false);
   restart_counts(op, op.team.control().state().cleans + 1);
   wait_until_delivered(op);
+  wait_until_told(op);
 }
 
 void run_mask(const dk_mask_params &p) {

@@ -57,6 +57,9 @@ class Combine {
   void publish_tails(int32_t first);
   bool give_credits();
   void add_token(int32_t token);
+  struct Terms;
+  void take_row(int32_t token, int source, Terms &terms);
+  void add_last(int rows, int source, Terms &terms);
   void add_routed_token(int32_t token);
   const uint8_t *routed_row(int32_t token, int source) const;
   const float *routed_weights(int32_t token, int source) const;
@@ -64,10 +67,15 @@ class Combine {
   void count_bytes();
   void fail_outputs();
 
+  struct Terms {  // of a token's sum
+    const uint16_t *rows[DK_MAX_RANKS + 2];
+    const float *weights[DK_MAX_RANKS];
+    int count = 0, num_weights = 0;
+  };
   // The sources of a token's rows: each rank of my node, and each other node, named by its first rank.
-  int after(int source) const { return source + (team_.is_local(source) ? 1 : team_.num_nvl_peers); }
+  int after(int source) const { return source + (team_.is_local(source) ? 1 : team_.node_size); }
   bool node_has(int32_t token, int first) const {
-    for (int i = 0; i < team_.num_nvl_peers; i++)
+    for (int i = 0; i < team_.node_size; i++)
       if (head_of(token)[first + i] >= 0) return true;
     return false;
   }
@@ -129,9 +137,9 @@ Refusal Combine::check() const {
   if (!wrong.code) wrong = check_heads(team_, at<const int32_t>(p_.send_head), p_.num_tokens, matrix, expected_);
   if (!wrong.code && p_.routing)
     wrong = check_terms(team_, p_, matrix[team_.num_ranks * team_.num_ranks - team_.num_ranks + team_.rank]);
-  if (!wrong.code && team_.spans_nodes())
-    wrong = p_.routing ? check_metadata(team_, p_, matrix)
-                       : check_sources(team_, at<const int32_t>(p_.recv_src_idx), matrix);
+  if (!wrong.code && team_.spans_nodes() && p_.routing) wrong = check_metadata(team_, p_, matrix);
+  if (!wrong.code && team_.spans_nodes() && !p_.routing && !team_.shrinks())
+    wrong = check_sources(team_, at<const int32_t>(p_.recv_src_idx), matrix);
   return wrong;
 }
 
@@ -166,7 +174,7 @@ void Combine::run() {
 
 // Rows for the peer's tokens that have not left are not sent; its rows for this rank's tokens add nothing.
 void Combine::do_without(int peer) {
-  to_send_ -= num_rows_[peer] - sent_[peer];
+  if (team_.forwarder(peer) != team_.rank) to_send_ -= num_rows_[peer] - sent_[peer];
   num_rows_[peer] = sent_[peer];
 }
 
@@ -211,7 +219,7 @@ bool Combine::awaits(int peer, Missing &missing) {
   if (exchange_.awaits(peer, missing)) return true;
   if (!exchange_.complete() || exchange_.refused() || op_.refused() || exchange_.without(peer)) return false;
   if (awaits_rows(peer, missing) || sum_.awaits(peer, missing)) return true;
-  int step = team_.spans_nodes() ? team_.num_nvl_peers : team_.num_ranks;
+  int step = team_.spans_nodes() && team_.node_size > 1 ? team_.node_size : team_.num_ranks;
   for (int source = peer % step; team_.is_local(peer) && source < team_.num_ranks; source += step)
     if (awaits_room(source, missing)) return true;
   return false;
@@ -228,7 +236,7 @@ bool Combine::awaits_rows(int peer, Missing &missing) {
     return true;
   }
   int node = team_.node(peer);
-  if (peer != team_.partner(node) || !node_has(next_token_, node * team_.num_nvl_peers)) return false;
+  if (peer != team_.partner(node) || !node_has(next_token_, node * team_.node_size)) return false;
   missing = {team_.links[node].consumed + records_of(next_token_, node),
              LinkIn(team_, exchange_, sum_.record(), peer).arrived()};
   return missing.seen < missing.expected;
@@ -297,6 +305,7 @@ bool Combine::sum_arrived(int node, int32_t token) {
   int64_t wanted = link.consumed + records_of(token, node);
   if (wanted > link.seen) link.seen = in.arrived();
   if (wanted > link.seen) return false;
+  if (team_.shrinks()) return true;  // each rank's own rows, one after the other
   int32_t number = in.extra<TokenNumber>(static_cast<uint64_t>(link.consumed) % in.slots())->token;
   if (number != token)
     op_.fail(DK_EINVAL, team_.partner(node), DK_FIELD_SRC_IDX, token, number);  // a token of another handle
@@ -335,7 +344,7 @@ void Combine::publish_tails(int32_t first) {
 bool Combine::give_credits() {
   bool gave = false;
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
-    if (node != team_.my_node())
+    if (team_.has_link(node) && !exchange_.without(team_.partner(node)))
       gave |= LinkIn(team_, exchange_, sum_.record(), team_.partner(node)).give_credit(team_.links[node].consumed);
   return gave;
 }
@@ -440,47 +449,67 @@ void Combine::add_routed_token(int32_t token) {
       team_.links[node].consumed += records_of(token, node);
 }
 
+// The row of a source, which is there, with its weights.
+void Combine::take_row(int32_t token, int source, Terms &terms) {
+  const uint8_t *row, *extra = nullptr;
+  if (source == team_.rank) {
+    uint64_t mine = static_cast<uint64_t>(first_row_[source] + head_of(token)[source]);
+    row = at<const uint8_t>(p_.x) + mine * row_bytes(p_);
+    if (p_.topk_weights)
+      terms.weights[terms.num_weights++] = at<const float>(p_.topk_weights) + mine * static_cast<uint64_t>(p_.num_topk);
+  } else if (team_.is_local(source)) {
+    Ring ring = ring_of(source);
+    uint64_t slot = static_cast<uint64_t>(head_of(token)[source]) % ring.slots();
+    row = ring.row(slot);
+    extra = ring.extra<const uint8_t>(slot);
+  } else {
+    LinkIn in(team_, exchange_, sum_.record(), team_.partner(team_.node(source)));
+    uint64_t slot = static_cast<uint64_t>(team_.links[team_.node(source)].consumed++) % in.slots();
+    row = in.row(slot);
+    extra = in.extra<uint8_t>(slot);
+  }
+  terms.rows[terms.count++] = reinterpret_cast<const uint16_t *>(row);
+  if (extra && weight_bytes(p_))
+    terms.weights[terms.num_weights++] = reinterpret_cast<const float *>(extra + token_bytes(team_));
+}
+
+// Where the rows of another node's ranks come one by one (Team::node), they are added to one first, so that sums are
+// those that a forwarder makes. It stands in this rank's ring of rows for that rank, which is not used otherwise.
+void Combine::add_last(int rows, int source, Terms &terms) {
+  Ring ring = combine_ring(team_, p_, source);
+  terms.count -= rows - 1;
+  const uint16_t **first = terms.rows + terms.count - 1;
+  rows_.sum(reinterpret_cast<uint16_t *>(ring.row(0)), first, rows, static_cast<size_t>(p_.hidden), false);
+  *first = reinterpret_cast<const uint16_t *>(ring.row(0));
+  if (!weight_bytes(p_)) return;
+  terms.num_weights -= rows - 1;
+  const float **weights = terms.weights + terms.num_weights - 1;
+  add_weights(ring.extra<float>(0), weights, rows, p_.num_topk);
+  *weights = ring.extra<float>(0);
+}
+
 void Combine::add_token(int32_t token) {
   if (p_.routing) return add_routed_token(token);
-  const int32_t *head = head_of(token);
-  const uint16_t *rows[DK_MAX_RANKS + 2];
-  const float *weights[DK_MAX_RANKS];
-  int count = 0, num_weights = 0;
+  Terms terms;
   uint64_t hidden = static_cast<uint64_t>(p_.hidden);
   for (uint64_t bias : p_.bias)
-    if (bias) rows[count++] = at<const uint16_t>(bias) + static_cast<uint64_t>(token) * hidden;
-  for (int source = 0; source < team_.num_ranks; source = after(source)) {
-    if (!has(token, source)) continue;
-    if (source == team_.rank) {
-      uint64_t row = static_cast<uint64_t>(first_row_[source] + head[source]);
-      rows[count++] = at<const uint16_t>(p_.x) + row * hidden;
-      if (p_.topk_weights)
-        weights[num_weights++] = at<const float>(p_.topk_weights) + row * static_cast<uint64_t>(p_.num_topk);
-      continue;
-    }
-    const uint8_t *row, *extra;
-    if (team_.is_local(source)) {
-      Ring ring = ring_of(source);
-      uint64_t slot = static_cast<uint64_t>(head[source]) % ring.slots();
-      row = ring.row(slot);
-      extra = ring.extra<const uint8_t>(slot);
-    } else {
-      LinkIn in(team_, exchange_, sum_.record(), team_.partner(team_.node(source)));
-      uint64_t slot = static_cast<uint64_t>(team_.links[team_.node(source)].consumed++) % in.slots();
-      row = in.row(slot);
-      extra = in.extra<uint8_t>(slot);
-    }
-    rows[count++] = reinterpret_cast<const uint16_t *>(row);
-    if (weight_bytes(p_)) weights[num_weights++] = reinterpret_cast<const float *>(extra + token_bytes(team_));
+    if (bias) terms.rows[terms.count++] = at<const uint16_t>(bias) + static_cast<uint64_t>(token) * hidden;
+  for (int source = 0, of_node = 0; source < team_.num_ranks; source = after(source)) {
+    if (source % team_.num_nvl_peers == 0) of_node = 0;
+    bool is_there = has(token, source);
+    if (is_there) take_row(token, source, terms);
+    of_node += is_there;
+    bool ends_node = (source + 1) % team_.num_nvl_peers == 0;
+    if (ends_node && of_node > 1 && !team_.is_local(source)) add_last(of_node, source, terms);
   }
   uint16_t *to = at<uint16_t>(p_.combined_x) + static_cast<uint64_t>(token) * hidden;
-  if (count)
-    rows_.sum(to, rows, count, hidden, stream_);
+  if (terms.count)
+    rows_.sum(to, terms.rows, terms.count, hidden, stream_);
   else
     memset(to, 0, row_bytes(p_));
   if (p_.combined_topk_weights)
-    add_weights(at<float>(p_.combined_topk_weights) + static_cast<int64_t>(token) * p_.num_topk, weights, num_weights,
-                p_.num_topk);
+    add_weights(at<float>(p_.combined_topk_weights) + static_cast<int64_t>(token) * p_.num_topk, terms.weights,
+                terms.num_weights, p_.num_topk);
 }
 
 // NaN, so that a caller cannot use a partial sum unnoticed.
@@ -493,7 +522,7 @@ void Combine::fail_outputs() {
 
 void run_combine(const dk_combine_params &p) {
   Op op(p, DK_OP_COMBINE);
-  op.may_shrink = op.team.normal_shrinks();
+  op.may_shrink = op.team.shrinks();
   Combine(op, p).run();
 }
 

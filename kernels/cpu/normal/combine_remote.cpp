@@ -25,7 +25,7 @@ void NodeSum::begin(int32_t num_topk) {
 NodeSum::RowStream NodeSum::stream(int node, int index) const {
   const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
   int n = team_.num_ranks, source = team_.partner(node), holder = team_.first_local() + index,
-      which = node * team_.num_nvl_peers + index;
+      which = node * team_.node_size + index;
   return {holder, matrix[source * n + holder] - (source ? matrix[(source - 1) * n + holder] : 0), consumed_ + which,
           head_ + which};
 }
@@ -49,6 +49,7 @@ const uint8_t *NodeSum::row(int source, const RowStream &s) const {
 }
 
 int32_t NodeSum::token_of(int source, const RowStream &s) const {
+  if (team_.shrinks()) return static_cast<int32_t>(*s.consumed);  // no rows of other ranks are to be added to it
   if (s.rank == team_.rank) {
     int64_t own = first_row(source) + *s.consumed;
     return p_.routing ? token_of_row(p_, source, own) : at<const int32_t>(p_.recv_src_idx)[own];
@@ -75,7 +76,7 @@ const float *NodeSum::weights_of(int source, const RowStream &s) const {
 // The first token whose sum was not sent; -1: none, or a rank's next row has not arrived yet.
 int32_t NodeSum::next_token(int node) const {
   int32_t first = -1;
-  for (int index = 0; index < team_.num_nvl_peers; index++) {
+  for (int index = 0; index < team_.node_size; index++) {
     RowStream s = stream(node, index);
     if (*s.consumed == s.count) continue;
     if (!has_arrived(team_.partner(node), s)) return -1;
@@ -89,7 +90,7 @@ void NodeSum::add_token(int node, int32_t token, uint8_t *to) const {
   const uint16_t *rows[DK_MAX_RANKS];
   const float *weights[DK_MAX_RANKS];
   int count = 0, source = team_.partner(node);
-  for (int index = 0; index < team_.num_nvl_peers; index++) {
+  for (int index = 0; index < team_.node_size; index++) {
     RowStream s = stream(node, index);
     if (*s.consumed == s.count || token_of(source, s) != token) continue;
     if (num_topk_) weights[count] = weights_of(source, s);
@@ -156,7 +157,7 @@ void NodeSum::fill(int node, int32_t token, uint8_t *to) const {
 }
 
 void NodeSum::advance(int node, int32_t token) {
-  for (int index = 0; index < team_.num_nvl_peers; index++) {
+  for (int index = 0; index < team_.node_size; index++) {
     RowStream s = stream(node, index);
     if (!has(team_.partner(node), s, token)) continue;
     ++*s.consumed;
@@ -182,7 +183,7 @@ bool NodeSum::add_for(int node) {
     advance(node, token);
   }
   if (state.sent == before) return false;
-  for (int index = 0; index < team_.num_nvl_peers; index++) {
+  for (int index = 0; index < team_.node_size; index++) {
     RowStream s = stream(node, index);
     if (s.rank == team_.rank || s.count == 0) continue;
     team_.peers[s.rank].control.combine_tail(source).set(exchange_.number(), static_cast<uint64_t>(*s.consumed));
@@ -194,13 +195,13 @@ bool NodeSum::add_for(int node) {
 bool NodeSum::add() {
   bool progress = false;
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
-    if (node != team_.my_node()) progress |= add_for(node);
+    if (sends_to(node)) progress |= add_for(node);
   return progress;
 }
 
 bool NodeSum::done() const {
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
-    for (int index = 0; node != team_.my_node() && index < team_.num_nvl_peers; index++) {
+    for (int index = 0; sends_to(node) && index < team_.node_size; index++) {
       RowStream s = stream(node, index);
       if (*s.consumed < s.count) return false;
     }
@@ -217,8 +218,9 @@ bool NodeSum::awaits(int peer, Missing &missing) const {
     missing = link(node).missing();
     return missing.seen < missing.expected;
   }
+  if (team_.node(peer) != team_.my_node()) return false;
   for (int node = 0; node < team_.num_nodes(); node++) {
-    if (node == team_.my_node()) continue;
+    if (!sends_to(node)) continue;
     RowStream s = stream(node, team_.index(peer));
     missing = {*s.consumed + 1, *s.head};
     if (*s.consumed < s.count && !has_arrived(team_.partner(node), s)) return true;

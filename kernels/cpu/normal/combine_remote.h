@@ -59,6 +59,7 @@ class NodeSum {
     int rank;
     int64_t count, *consumed, *head;
   };
+  bool sends_to(int node) const { return team_.has_link(node) && !exchange_.without(team_.partner(node)); }
   RowStream stream(int node, int index) const;
   bool has_arrived(int source, const RowStream &s) const;
   const uint8_t *row(int source, const RowStream &s) const;

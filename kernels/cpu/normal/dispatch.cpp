@@ -200,15 +200,18 @@ void Dispatch::run() {
 
 // The peer's rows that have not come are rows of zeros that name no expert; this rank's rows for it are not sent.
 void Dispatch::do_without(int peer) {
+  const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
+  uint64_t first = peer ? static_cast<uint64_t>(matrix[(peer - 1) * team_.num_ranks + team_.rank]) : 0;
   outstanding_ -= end_row_[peer] - next_row_[peer];
   to_send_[peer] = 0;
-  for (int32_t token = 0; next_row_[peer] < end_row_[peer]; next_row_[peer]++, token++) {
+  int32_t *tokens = p_.flags & DK_DISPATCH_CACHED ? nullptr : at<int32_t>(p_.recv_src_idx);
+  for (; next_row_[peer] < end_row_[peer]; next_row_[peer]++) {
     uint64_t row = static_cast<uint64_t>(next_row_[peer]);
     memset(at<uint8_t>(p_.recv_x) + row * p_.hidden_bytes, 0, p_.hidden_bytes);
     if (p_.recv_scales)
       memset(at<uint32_t>(p_.recv_scales) + row * static_cast<uint64_t>(p_.num_scales), 0,
              4 * static_cast<size_t>(p_.num_scales));
-    if (p_.recv_src_idx) at<int32_t>(p_.recv_src_idx)[next_row_[peer]] = token;
+    if (tokens) tokens[row] = row > first ? tokens[row - 1] + 1 : 0;
     mark_rows_unused(next_row_[peer], 1);
   }
 }
@@ -258,7 +261,7 @@ bool Dispatch::awaits(int peer, Missing &missing) {
 // Rows of that rank; or of a rank of another node, if the peer forwards them.
 bool Dispatch::awaits_rows(int peer, Missing &missing) const {
   if (!team_.is_local(peer)) return false;
-  int step = team_.spans_nodes() ? team_.num_nvl_peers : team_.num_ranks;
+  int step = team_.spans_nodes() && team_.node_size > 1 ? team_.node_size : team_.num_ranks;
   for (int source = peer % step; source < team_.num_ranks; source += step) {
     missing = {end_row_[source], next_row_[source]};
     if (missing.seen < missing.expected && exchange_.arrived(source)) return true;
@@ -426,7 +429,7 @@ void Dispatch::mark_rows_unused(int64_t from, int64_t rows) {
 
 void run_dispatch(const dk_dispatch_params &p) {
   Op op(p, DK_OP_DISPATCH);
-  op.may_shrink = op.team.normal_shrinks();
+  op.may_shrink = op.team.shrinks();
   Dispatch(op, p).run();
 }
 

@@ -24,8 +24,9 @@ class NodeSender {
 
  private:
   LinkOut link(int node) const { return LinkOut(team_, exchange_, record_, plan_, node); }
+  bool sends_to(int node) const { return team_.has_link(node) && !exchange_.without(team_.partner(node)); }
   bool is_for(const uint64_t *readers, int node) const {
-    for (int peer = node * team_.num_nvl_peers, end = peer + team_.num_nvl_peers; peer < end; peer++)
+    for (int peer = node * team_.node_size, end = peer + team_.node_size; peer < end; peer++)
       if (readers[peer / 64] >> peer % 64 & 1) return true;
     return false;
   }
@@ -41,7 +42,7 @@ template <class Readers>
 bool NodeSender::send(int64_t staged, Readers readers) {
   bool sent = false;
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++) {
-    if (node == team_.my_node()) continue;
+    if (!sends_to(node)) continue;
     LinkOut out = link(node);
     int64_t &row = team_.links[node].offered, limit = out.sent() + plan_.batch;
     for (int64_t before = row; row < staged && out.sent() < limit; row++, sent |= row != before) {
@@ -72,7 +73,8 @@ class Forwarder {
     return matrix_[source * n + reader] - (source ? matrix_[(source - 1) * n + reader] : 0);
   }
   bool reads(const LinkIn &in, int source, int index) const {  // has not finished
-    return rows_between(source, team_.first_local() + index) > 0 && in.tail(index).rows(exchange_.number()) != kAllRows;
+    return !exchange_.without(source) && rows_between(source, team_.first_local() + index) > 0 &&
+           in.tail(index).rows(exchange_.number()) != kAllRows;
   }
   int64_t slowest_tail(const LinkIn &in, int source) const;
 

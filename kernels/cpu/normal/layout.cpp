@@ -21,7 +21,7 @@ Counts counts_of(const Team &team, const dk_layout_params &p) {
           at<uint8_t>(p.token_in_rank),
           team.num_ranks,
           (team.num_ranks + team.num_nvl_peers - 1) / team.num_nvl_peers,
-          team.normal_shrinks()};
+          team.shrinks()};
 }
 
 void clear(const Counts &out, const dk_layout_params &p) {

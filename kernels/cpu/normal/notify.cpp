@@ -130,7 +130,7 @@ void exchange_counts(Op &op, Exchange &exchange, const dk_notify_params &p) {
 
 void run_notify(const dk_notify_params &p) {
   Op op(p, DK_OP_NOTIFY);
-  op.may_shrink = op.team.normal_shrinks();
+  op.may_shrink = op.team.shrinks();
   Exchange exchange(op);
   exchange.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(p.hidden_bytes));
   exchange.set_field(DK_FIELD_NUM_EXPERTS, p.num_experts);

@@ -128,6 +128,12 @@ uint64_t Nic::completed(int peer, int qp) const { return completed_on(*state_, s
 bool Nic::lost(int peer) const { return reaches(peer) && state_->lost[state_->slots[peer]].load(); }
 int32_t Nic::broken(int peer, int qp) const { return state_->queue(peer, qp).broken.load(); }
 
+bool Nic::idle(int peer) const {
+  for (int qp = 0; qp < num_qps(); qp++)
+    if (!idle(peer, qp)) return false;
+  return true;
+}
+
 bool Nic::idle() const {
   for (uint64_t i = 0; i < state_->num_queues; i++)
     if (completed_on(*state_, state_->queues[i]) != state_->queues[i].posted.load()) return false;

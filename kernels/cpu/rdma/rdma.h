@@ -37,6 +37,7 @@ class Nic {
   uint64_t posted(int peer, int qp) const;
   uint64_t completed(int peer, int qp) const;
   bool idle(int peer, int qp) const { return completed(peer, qp) == posted(peer, qp); }
+  bool idle(int peer) const;   // all QPs toward the peer
   bool idle() const;           // all of them
   uint64_t delivered() const;  // operations that have completed on all QPs
   bool lost(int peer) const;

@@ -22,6 +22,7 @@ void Agreement::leave(int peer) {
   RankState &state = team_.control().state();
   state.generation.fetch_add(1);
   team_.control().notice_from(peer).store(state.lifts.load() + 1);
+  tell_all(team_);
 }
 
 // A peer that this rank has lifted its mask for, and that has masked this rank itself, may lift its mask until this
@@ -95,15 +96,43 @@ bool Agreement::awaits(int peer, uint64_t number) const {
 // Also to the ranks that were dropped meanwhile: they learn it so.
 void Agreement::post(uint64_t number) {
   posted_ = ranks_;
-  uint64_t version = number * kNumber + ++revision_ * kRevision + (decided_ ? kDecided : 0);
+  version_ = number * kNumber + ++revision_ * kRevision + (decided_ ? kDecided : 0);
   for (int peer = 0; peer < team_.num_ranks; peer++) {
     if (peer == team_.rank || !told_.has(peer)) continue;
+    if (!team_.is_local(peer)) {
+      unsent_.add(peer);
+      next_word_[peer] = 0;
+      continue;
+    }
     Ballot &to = team_.peers[peer].control.ballot_from(team_.rank);
     to.version.store(0);
     for (int w = 0; w * 64 < team_.num_ranks; w++) to.ranks[w].store(ranks_.words[w]);
-    to.version.store(version);
+    to.version.store(version_);
     op_.ring(peer);
   }
+  flush();
+}
+
+bool Agreement::flush() {
+  bool all = true;
+  for (int peer = 0; peer < team_.num_ranks; peer++) {
+    if (!unsent_.has(peer)) continue;
+    if (put_ballot(peer)) unsent_.remove(peer);
+    all = all && (!unsent_.has(peer) || !has(peer));
+  }
+  return all;
+}
+
+// Its words go as signals, which have no source that must stay: version 0, the ranks, the version.
+bool Agreement::put_ballot(int peer) {
+  Ballot &to = team_.control().ballot_from(team_.rank);
+  const int num_words = (team_.num_ranks + 63) / 64;
+  for (uint8_t &next = next_word_[peer]; next < num_words + 2; next++) {
+    Signal word = {&to.version, next ? version_ : 0, DK_SIGNAL_SET};
+    if (next > 0 && next <= num_words) word = {&to.ranks[next - 1], posted_.words[next - 1], DK_SIGNAL_SET};
+    if (!team_.nic->signal(peer, 0, word)) return false;
+  }
+  return true;
 }
 
 }  // namespace dk

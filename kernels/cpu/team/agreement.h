@@ -36,6 +36,8 @@ class Agreement {
   // Whether the peer's ballot differs from this rank's.
   bool awaits(int peer, uint64_t number) const;
   void announce(uint64_t mine) { post(mine); }  // the decision
+  // Ballots to ranks of other nodes are put as their QPs have room. False: not all have gone to ranks that take part.
+  bool flush();
 
  private:
   struct Vote {
@@ -44,6 +46,7 @@ class Agreement {
   };
   bool read(int peer, uint64_t number, Vote &vote) const;
   void post(uint64_t number);
+  bool put_ballot(int peer);
   void leave(int peer);
   bool leaves_out(int peer) const;
 
@@ -51,7 +54,9 @@ class Agreement {
   Team &team_;
   const bool patient_;             // waits for a rank that masks this one
   RankSet ranks_, told_, posted_;  // counted in; whom this rank tells; its newest ballot
-  uint64_t revision_ = 0;
+  uint64_t revision_ = 0, version_ = 0;
+  RankSet unsent_;                   // remote ranks that the newest ballot has not gone to
+  uint8_t next_word_[DK_MAX_RANKS];  // of them: the next of its words
   int left_out_by_ = -1;
   bool decided_ = false;
 };

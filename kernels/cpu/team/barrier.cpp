@@ -9,7 +9,6 @@ void run_barrier(const dk_barrier_params &p) {
   op.may_shrink = op.team.shrinks();
   Exchange exchange(op);
   if (op.failed()) return;
-  exchange.skip_masked = op.may_shrink && op.team.spans_nodes();
   exchange.post(nullptr, nullptr, 0);
   exchange.wait();
 }

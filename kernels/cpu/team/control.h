@@ -50,7 +50,8 @@ constexpr uint64_t kAllRows = 0xffffffffu;
 // A rank's arguments of a normal-mode call. The counts of notify follow: int32 rows[num_ranks], then an int32 for each
 // expert of the receiver; with a routing, for each expert of all ranks.
 struct alignas(kLine) CallMessage {
-  std::atomic<uint64_t> number;  // of the collective call; stored last
+  std::atomic<uint64_t> number;      // of the collective call; stored last
+  std::atomic<uint64_t> generation;  // of a team that shrinks: RankState::generation
   uint64_t ring_slots, ring_stride;
   uint64_t link_slots, link_queues;  // of the rows that the rank sends to other nodes
   int64_t fields[kNumFields];
@@ -58,7 +59,6 @@ struct alignas(kLine) CallMessage {
   int64_t expanded_limit;  // the same of expanded rows
   uint64_t matrix_hash;    // of the rank's rank_prefix_matrix; 0: it has none in this call
   Refusal refusal;
-  std::atomic<uint64_t> generation;  // of a team that shrinks: RankState::generation
 };
 
 // The ranks that a rank counts in (agreement.h), in a team that shrinks.

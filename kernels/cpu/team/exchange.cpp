@@ -9,7 +9,7 @@ namespace dk {
 
 Exchange::Exchange(Op &op)
     : op_(op),
-      shrinks_(op.may_shrink && !op.team.spans_nodes()),
+      shrinks_(op.may_shrink),
       number_(op.failed() ? 0 : ++op.team.control().state().calls),
       agreement_(op),
       arrived_(op.team.numbers(kArrivedNumbers)) {
@@ -66,19 +66,32 @@ void Exchange::post(const int32_t *rows, const int32_t *experts, int num_sent, i
 
 // Puts the messages to the ranks of other nodes while QP 0 has room. True if one was put.
 bool Exchange::signal_remote() {
-  Team &team = op_.team;
   int before = next_unsent_;
-  for (; next_unsent_ < team.num_ranks; next_unsent_++) {
-    if (team.is_local(next_unsent_)) continue;
-    // The words before this are the number, which is signalled last.
-    constexpr size_t kBegin = offsetof(CallMessage, ring_slots);
-    CallMessage &there = team.control().call_from(number_ & 1, team.rank), &from = team.remote().outbox(next_unsent_);
-    if (!team.nic->put(next_unsent_, 0, &there.ring_slots, &from.ring_slots, message_bytes_ - kBegin,
-                       {&there.number, number_, DK_SIGNAL_SET}))
-      break;
-  }
+  while (next_unsent_ < op_.team.num_ranks && put_message(next_unsent_)) next_unsent_++;
   return next_unsent_ != before;
 }
+
+bool Exchange::put_message(int peer) {
+  Team &team = op_.team;
+  if (team.is_local(peer) || without(peer)) return true;
+  uint64_t place = (shrinks_ ? team.control().state().messages : number_) & 1;
+  CallMessage &there = team.control().call_from(place, team.rank), &from = team.remote().outbox(peer);
+  if (shrinks_ && !tell(team, peer)) return false;
+  // The words before the body go as signals, which are atomic: a peer polls them before it knows that the message is
+  // complete. The number comes last; that of an older message is taken back before.
+  const Signal head[] = {{&there.number, 0, DK_SIGNAL_SET}, {&there.generation, from.generation.load(), DK_SIGNAL_SET}};
+  for (; shrinks_ && next_word_ < 2; next_word_++)
+    if (!team.nic->signal(peer, 0, head[next_word_])) return false;
+  constexpr size_t kBegin = offsetof(CallMessage, ring_slots);
+  if (!team.nic->put(peer, 0, &there.ring_slots, &from.ring_slots, message_bytes_ - kBegin,
+                     {&there.number, number_, DK_SIGNAL_SET}))
+    return false;
+  next_word_ = 0;
+  return true;
+}
+
+// Of a rank of another node: to blame only if this rank's own message and ballot have arrived there.
+bool Exchange::has_told(int peer) const { return op_.team.is_local(peer) || op_.team.nic->idle(peer, 0); }
 
 // Compares the operation first: fields of different operations need not be comparable. Handles are compared by
 // accepted().
@@ -102,7 +115,8 @@ bool Exchange::find(int peer) {
   const Control &control = op_.team.control();
   if (control.notice_from(peer).load()) return false;
   uint64_t received = control.call_state(peer).received,
-           generation = op_.team.peers[peer].control.state().generation.load();
+           generation = op_.team.is_local(peer) ? op_.team.peers[peer].control.state().generation.load()
+                                                : op_.team.remote().generation_of(peer).load();
   for (uint64_t place = 0; place < 2 && !arrived_[peer]; place++) {
     const CallMessage &there = control.call_from(place, peer);
     uint64_t number = there.number.load();
@@ -115,6 +129,7 @@ bool Exchange::find(int peer) {
 bool Exchange::poll_shrinking() {
   bool changed = left_out() || agreement_.drop_masked() || agreement_.look_at_notices();
   if (held_up_ && !left_out()) post(nullptr, nullptr, 0);  // a barrier's message has no counts
+  if (!held_up_ && !left_out() && next_unsent_ < op_.team.num_ranks) changed |= signal_remote();
   all_here_ = !held_up_;
   for (int peer = 0; peer < op_.team.num_ranks && !held_up_ && !agreement_.decided() && !left_out(); peer++) {
     if (!agreement_.has(peer)) continue;
@@ -138,6 +153,8 @@ bool Exchange::poll_shrinking() {
     agreement_.announce(message(op_.team.rank).number.load());
     begin_call();
   }
+  bool flushed = agreement_.flush();
+  announced_ = agreement_.decided() && flushed;
   return changed;
 }
 
@@ -172,9 +189,8 @@ bool Exchange::poll() {
   int before = num_arrived_;
   for (int peer = 0; peer < op_.team.num_ranks; peer++) {
     if (arrived_[peer]) continue;
-    bool skipped = skip_masked && op_.team.masked(peer);
-    if (!skipped && message(peer).number.load() != number_) continue;
-    if (!skipped && !agrees(peer)) return true;
+    if (message(peer).number.load() != number_) continue;
+    if (!agrees(peer)) return true;
     arrived_[peer] = 1;
     num_arrived_++;
   }
@@ -186,7 +202,7 @@ bool Exchange::handles_agree() {
   int known = -1, whole = -1, n = op_.team.num_ranks;
   for (int step = 0; step < n; step++) {
     int r = (op_.team.rank + step) % n;  // this rank first, so that the record says what it has itself
-    if (!is_present(r)) continue;
+    if (without(r)) continue;
     const CallMessage &theirs = message(r);
     if (theirs.fields[DK_FIELD_EXCHANGE] != kAnyValue && known < 0) known = r;
     if (theirs.matrix_hash && whole < 0) whole = r;
@@ -207,14 +223,15 @@ bool Exchange::handles_agree() {
 bool Exchange::accepted() {
   if (mine_.code) op_.refuse(op_.team.rank, mine_);
   for (int r = 0; r < op_.team.num_ranks && !op_.refused(); r++)
-    if (is_present(r) && message(r).refusal.code) op_.refuse(r, message(r).refusal);
+    if (!without(r) && message(r).refusal.code) op_.refuse(r, message(r).refusal);
   return !op_.refused() && handles_agree();
 }
 
 bool Exchange::awaits(int peer, Missing &missing) const {
   if (shrinks_ && (without(peer) || agreement_.decided() || left_out())) return false;
   if (held_up_ && !agreement_.holds_up(peer)) return false;
-  if (shrinks_ && arrived_[peer]) return all_here_ && agreement_.awaits(peer, message(peer).number.load());
+  if (shrinks_ && arrived_[peer])
+    return all_here_ && has_told(peer) && agreement_.awaits(peer, message(peer).number.load());
   if (arrived_[peer]) return false;
   missing = {static_cast<int64_t>(number_), static_cast<int64_t>(message(peer).number.load())};
   return true;

@@ -50,7 +50,8 @@ class Exchange {
   // with this rank's.
   bool poll();
   bool complete() const {
-    return (shrinks_ ? agreement_.decided() : num_arrived_ == op_.team.num_ranks) && next_unsent_ == op_.team.num_ranks;
+    return (shrinks_ ? agreement_.decided() && announced_ : num_arrived_ == op_.team.num_ranks) &&
+           next_unsent_ == op_.team.num_ranks;
   }
   // Whether the rank takes no part in this call, or not any more: it is masked.
   bool without(int peer) const { return shrinks_ && !agreement_.has(peer); }
@@ -77,9 +78,6 @@ class Exchange {
     return op_.team.control().call_from(shrinks_ ? static_cast<uint64_t>(arrived_[peer]) / 2 : number_ & 1, peer);
   }
 
-  // Masked ranks count as arrived (barrier of a team that shrinks and spans nodes).
-  bool skip_masked = false;
-
  private:
   void post(const int32_t *rows, const int32_t *experts, int num_sent, int step);
   bool agrees(int peer);
@@ -87,7 +85,8 @@ class Exchange {
   bool poll_shrinking();
   bool find(int peer);
   void begin_call();
-  bool is_present(int peer) const { return !without(peer) && !(skip_masked && op_.team.masked(peer)); }
+  bool put_message(int peer);
+  bool has_told(int peer) const;
   void fill(CallMessage &to, Control &control, const int32_t *rows, const int32_t *experts) const;
   bool signal_remote();
 
@@ -102,7 +101,8 @@ class Exchange {
   int64_t fields_[kNumFields] = {}, row_limit_ = -1, expanded_limit_ = -1;
   uint64_t matrix_hash_ = 0;
   Refusal mine_;
-  bool refused_by_peer_ = false, number_known_ = false, all_here_ = false;
+  bool refused_by_peer_ = false, number_known_ = false, all_here_ = false, announced_ = false;
+  int next_word_ = 0;     // of the message that is being put: the next of its words before the body
   bool held_up_ = false;  // this rank's message is not posted yet: a rank masks this one
 };
 

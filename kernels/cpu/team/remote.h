@@ -12,6 +12,7 @@ constexpr int kMaxLinkQueues = 64;  // QPs that the rows of a link are spread ov
 
 class RemoteControl {
  public:
+  // num_nodes: as links count them (links_of).
   RemoteControl(uint64_t base, int num_ranks, int num_nodes)
       : base_(base),
         call_bytes_(Control::call_bytes(num_ranks)),
@@ -25,6 +26,9 @@ class RemoteControl {
   FailureRecord &failure_record_from(int peer) const { return at<FailureRecord>(base_)[peer]; }
   // Whom a rank of another node waits for, and when it said so (wait.cpp); that rank puts it.
   std::atomic<uint64_t> &wait_of(int peer) const { return at<std::atomic<uint64_t>>(waits())[peer * 8]; }
+  // In a team that shrinks: RankState::generation and lifts of a rank of another node; that rank puts them.
+  std::atomic<uint64_t> &generation_of(int peer) const { return at<std::atomic<uint64_t>>(waits())[peer * 8 + 1]; }
+  std::atomic<uint64_t> &lifts_of(int peer) const { return at<std::atomic<uint64_t>>(waits())[peer * 8 + 2]; }
   // Rows from `node` that the rank of this index on my node has read; it writes the word.
   Cursor &link_tail(int node, int index) const {
     return at<Cursor>(tails())[static_cast<uint64_t>(node) * (ranks_ / nodes_) + static_cast<uint64_t>(index)];

@@ -15,7 +15,7 @@ static Peer peer_at(const dk_team_create_params &p, uint64_t block) {
   if (!block) return {};
   Control control(block + p.control_offset, p.num_ranks);
   RemoteControl remote(block + p.control_offset + Control::bytes(p.num_ranks), p.num_ranks,
-                       nodes_of(p.num_ranks, p.num_nvl_peers));
+                       links_of(p.num_ranks, p.num_nvl_peers, p.flags));
   return {control, remote, block + p.wire_offset, block + p.rdma_offset};
 }
 
@@ -24,6 +24,7 @@ Team::Team(const dk_team_create_params &p)
       rank(p.rank),
       num_ranks(p.num_ranks),
       num_nvl_peers(p.num_nvl_peers),
+      node_size(p.flags & DK_TEAM_SHRINK ? 1 : p.num_nvl_peers),
       flags(p.flags),
       rdma_bytes(p.rdma_bytes),
       wire(p.num_ranks, p.num_nvl_peers, p.nvl_bytes, p.rdma_bytes, p.flags),
@@ -41,7 +42,9 @@ Owned<Team> Team::make(const dk_team_create_params &p) {
   team->arrivals = create_array<Arrival>(ranks);
   team->doorbells = create_array<uint64_t>(ranks / 64 + 1);
   if (!local) team->links = create_array<LinkState>(static_cast<uint64_t>(team->num_nodes()));
-  if (!team->peers || !team->scratch || !team->arrivals || !team->doorbells || (!local && !team->links)) return nullptr;
+  if (!local) team->told = create_array<Told>(ranks);
+  if (!team->peers || !team->scratch || !team->arrivals || !team->doorbells) return nullptr;
+  if (!local && (!team->links || !team->told)) return nullptr;
   for (int i = 0; i < p.num_ranks; i++) team->peers[i] = peer_at(p, at<const uint64_t>(p.host_peer_blocks)[i]);
   if (team->nic) team->nic->set_doorbell(&team->control().doorbell());
   return team;
@@ -53,6 +56,7 @@ void Team::start_anew(Nic *transport) {
   for (uint64_t i = 0; i < ranks; i++) arrivals[i] = Arrival();
   memset(doorbells.get(), 0, sizeof(uint64_t) * (ranks / 64 + 1));
   for (int i = 0; links && i < num_nodes(); i++) links[static_cast<size_t>(i)] = LinkState();
+  for (uint64_t i = 0; told && i < ranks; i++) told[i] = Told();
   failed.store(0);
   nic = transport;
   if (nic) nic->set_doorbell(&control().doorbell());
@@ -90,7 +94,7 @@ static int32_t check_team(const dk_team_create_params &p) {
   if (!p.device || p.num_ranks < 1 || p.num_ranks > DK_MAX_RANKS || p.rank < 0 || p.rank >= p.num_ranks)
     return DK_EINVAL;
   if (p.num_nvl_peers < 1 || !p.host_peer_blocks || !p.status) return DK_EINVAL;
-  if (p.control_bytes < control_bytes_for(p.num_ranks, p.num_nvl_peers) || p.control_offset % kLine ||
+  if (p.control_bytes < control_bytes_for(p.num_ranks, p.num_nvl_peers, p.flags) || p.control_offset % kLine ||
       p.wire_offset % kLine)
     return DK_EINVAL;
   if (p.wire_bytes < WireRegion(p.num_ranks, p.num_nvl_peers, p.nvl_bytes, p.rdma_bytes, p.flags).total)

@@ -30,11 +30,17 @@ struct LinkState {
   int64_t source[kMaxLinkSlots];   // by slot: the sender's number of the row that the record was put from
 };
 
+// What this rank has put to a remote rank of what that rank cannot load here (wait.h: tell).
+struct Told {
+  uint64_t generation, lifts, notice, notice_wanted;
+};
+
 constexpr int kScratch = 8;
 
 struct Team {
   Device *const device;
   const int32_t rank, num_ranks, num_nvl_peers;
+  const int32_t node_size;  // of a node as links count them: num_nvl_peers, or 1
   const uint32_t flags;
   const uint64_t rdma_bytes;
   const WireRegion wire;
@@ -49,6 +55,7 @@ struct Team {
   OwnedArray<Arrival> arrivals;    // by rank: messages of the low-latency call that is being received
   OwnedArray<uint64_t> doorbells;  // bit by rank: to be rung
   OwnedArray<LinkState> links;     // by node; null: every rank is local
+  OwnedArray<Told> told;           // by rank, likewise
 
   // Null: no memory. The engine has mapped and zeroed the blocks; only process-local state is allocated.
   static Owned<Team> make(const dk_team_create_params &p);
@@ -62,20 +69,21 @@ struct Team {
   // Whether the rank's block is mapped. If not, only `nic` reaches it, and peers[rank] must not be used.
   bool is_local(int peer) const { return peers[peer].wire != 0; }
   bool spans_nodes() const { return links != nullptr; }
-  int node(int peer) const { return peer / num_nvl_peers; }
-  int index(int peer) const { return peer % num_nvl_peers; }
-  int num_nodes() const { return (num_ranks + num_nvl_peers - 1) / num_nvl_peers; }
+  // Nodes as links count them. In a team that shrinks rows between nodes go straight from rank to rank, so that a rank
+  // that is lost takes no rows of others with it: there each rank is a node of its own, and its own forwarder.
+  int node(int peer) const { return peer / node_size; }
+  int index(int peer) const { return peer % node_size; }
+  int num_nodes() const { return (num_ranks + node_size - 1) / node_size; }
   int my_node() const { return node(rank); }
-  int first_local() const { return my_node() * num_nvl_peers; }  // first rank of my node, if the team spans nodes
-  int partner(int in_node) const { return in_node * num_nvl_peers + index(rank); }  // the rank of my index on that node
+  int first_local() const { return my_node() * node_size; }  // first rank of my node, if the team spans nodes
+  int partner(int in_node) const { return in_node * node_size + index(rank); }  // the rank of my index on that node
+  bool has_link(int to_node) const { return !is_local(partner(to_node)); }
   // The rank of my node that forwards rows from and to `peer`: the one of the same index; `peer` itself if it is local.
   int forwarder(int peer) const { return is_local(peer) ? peer : first_local() + index(peer); }
   FailureRecord &failure_record_of(int peer) {
     return is_local(peer) ? peers[peer].control.failure_record() : remote().failure_record_from(peer);
   }
   bool shrinks() const { return flags & DK_TEAM_SHRINK; }
-  // Whether calls of normal mode go on without ranks that are lost: each rank then reaches all others by itself.
-  bool normal_shrinks() const { return shrinks() && !spans_nodes(); }
   bool masked(int peer) { return control().peer_state(peer).masked != 0; }
   int64_t *numbers(int which) { return scratch.get() + which * num_ranks; }
 };

@@ -209,7 +209,12 @@ void Waiter::retract() {
 // The notice comes before anything that this rank does without the peer, such as using its staging again.
 void mask_peer(Team &team, int peer) {
   team.control().peer_state(peer).masked = 1;
-  if (!team.is_local(peer) || peer == team.rank) return;
+  if (peer == team.rank) return;
+  if (!team.is_local(peer)) {
+    team.told[peer].notice_wanted = team.remote().lifts_of(peer).load() + 1;
+    tell(team, peer);
+    return;
+  }
   const Control &theirs = team.peers[peer].control;
   theirs.notice_from(team.rank).store(theirs.state().lifts.load() + 1);
   before_overwriting();
@@ -218,7 +223,30 @@ void mask_peer(Team &team, int peer) {
 
 void unmask_peer(Team &team, int peer) {
   team.control().peer_state(peer).masked = 0;
-  if (team.is_local(peer)) team.peers[peer].control.notice_from(team.rank).store(0);
+  if (team.is_local(peer)) {
+    team.peers[peer].control.notice_from(team.rank).store(0);
+    return;
+  }
+  team.told[peer].notice_wanted = 0;
+  tell(team, peer);
+}
+
+bool tell(Team &team, int peer) {
+  if (!team.told || team.is_local(peer)) return true;
+  auto put = [&](std::atomic<uint64_t> &word, uint64_t value, uint64_t &last) {
+    if (last != value && !team.nic->signal(peer, 0, {&word, value, DK_SIGNAL_SET})) return false;
+    last = value;
+    return true;
+  };
+  const RankState &state = team.control().state();
+  Told &told = team.told[peer];
+  return put(team.remote().generation_of(team.rank), state.generation.load(), told.generation) &&
+         put(team.remote().lifts_of(team.rank), state.lifts.load(), told.lifts) &&
+         put(team.control().notice_from(team.rank), told.notice_wanted, told.notice);
+}
+
+void tell_all(Team &team) {
+  for (int peer = 0; team.told && peer < team.num_ranks; peer++) tell(team, peer);
 }
 
 }  // namespace dk

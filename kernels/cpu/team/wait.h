@@ -46,6 +46,10 @@ class Waiter {
 // Leaves the peer out of this rank's calls, and tells it so where its block is mapped; takes it back.
 void mask_peer(Team &team, int peer);
 void unmask_peer(Team &team, int peer);
+// A remote rank's copies of this rank's generation and lifts, and its notice that it is masked, are brought up to date
+// by puts on QP 0, before the messages that this rank puts next. False: no room now; the next call goes on.
+bool tell(Team &team, int peer);
+void tell_all(Team &team);
 
 // Calls poll() until it returns done; false: the operation failed, and the failure is recorded. poll does all work that
 // is possible now. awaits(peer, Missing &) returns whether poll needs that peer. The time limit counts from the last

@@ -41,15 +41,15 @@ WireRegion::WireRegion(int num_ranks, int num_nvl_peers, uint64_t nvl_bytes, uin
       remote ? round_up(rdma_bytes / ranks + 16 * Control::max_local_experts(num_ranks) + kPage, kPage) : 0;
   remote_offset = place(remote ? ranks * sizeof(RemotePeer) : 0);
   for (int kind = 0; kind < 2; kind++) mirror_offset[kind] = place(2 * ranks * mirror_bytes[kind]);
-  uint64_t nodes = static_cast<uint64_t>(nodes_of(num_ranks, num_nvl_peers));
+  uint64_t nodes = static_cast<uint64_t>(links_of(num_ranks, num_nvl_peers, flags));
   link_bytes = nodes > 1 && rdma_bytes ? round_up(rdma_bytes / nodes + kSpareLinkBytes, kPage) : 0;
   link_in_offset = place(nodes * link_bytes);
   link_out_offset = place(nodes * link_bytes);
   total = at;
 }
 
-uint64_t control_bytes_for(int num_ranks, int num_nvl_peers) {
-  return Control::bytes(num_ranks) + RemoteControl::bytes(num_ranks, nodes_of(num_ranks, num_nvl_peers));
+uint64_t control_bytes_for(int num_ranks, int num_nvl_peers, uint32_t flags) {
+  return Control::bytes(num_ranks) + RemoteControl::bytes(num_ranks, links_of(num_ranks, num_nvl_peers, flags));
 }
 
 }  // namespace dk
@@ -59,13 +59,13 @@ using namespace dk;
 DK_EXPORT int32_t dk_block_sizes(dk_block_sizes_params *p) {
   DK_ENTER(p);
   if (p->num_ranks < 1 || p->num_ranks > DK_MAX_RANKS || p->num_nvl_peers < 1) return DK_EINVAL;
-  p->control_bytes = control_bytes_for(p->num_ranks, p->num_nvl_peers);
+  p->control_bytes = control_bytes_for(p->num_ranks, p->num_nvl_peers, p->flags);
   WireRegion wire(p->num_ranks, p->num_nvl_peers, p->nvl_bytes, p->rdma_bytes, p->flags);
   p->wire_bytes = wire.total;
   p->num_wire_parts = wire.num_parts;
   for (uint32_t i = 0; i < wire.num_parts; i++) p->wire_part[i] = wire.part[i];
   p->min_nvl_bytes = static_cast<uint64_t>(p->num_ranks) * round_up(p->max_row_bytes, kLine);
-  int nodes = nodes_of(p->num_ranks, p->num_nvl_peers);
+  int nodes = links_of(p->num_ranks, p->num_nvl_peers, p->flags);
   p->min_rdma_bytes = nodes > 1 ? static_cast<uint64_t>(nodes) * round_up(p->max_row_bytes, kLine) : 0;
   return DK_OK;
 }

@@ -7,6 +7,11 @@
 namespace dk {
 
 inline int nodes_of(int num_ranks, int num_nvl_peers) { return (num_ranks + num_nvl_peers - 1) / num_nvl_peers; }
+// Nodes as links count them: in a team that shrinks each rank is one (Team::node).
+inline int links_of(int num_ranks, int num_nvl_peers, uint32_t flags) {
+  int nodes = nodes_of(num_ranks, num_nvl_peers);
+  return nodes > 1 && flags & DK_TEAM_SHRINK ? num_ranks : nodes;
+}
 
 // The wire region: staged rows of normal mode (as many bytes as the nvl region), their extras, the low-latency slots,
 // mirrors and links. Staging is never in the nvl or rdma region, so callers may overwrite those at any time.
@@ -64,6 +69,6 @@ struct LowLatencyShape {
   }
 };
 
-uint64_t control_bytes_for(int num_ranks, int num_nvl_peers);
+uint64_t control_bytes_for(int num_ranks, int num_nvl_peers, uint32_t flags);
 
 }  // namespace dk
