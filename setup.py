@@ -20,6 +20,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 import build_native  # noqa: E402
 
 
+def set_modes(folder: pathlib.Path) -> None:
+    """The modes of a wheel: they are not those that the umask gave the sources."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
+
+
 class BuildWithMake(build_py):
     """Has make build, then adds what it built: lib/ (shared libraries), bin/ (the program), include/ (headers)."""
 
@@ -48,6 +55,7 @@ class BuildWithMake(build_py):
             folder.mkdir(parents=True)
             for path in files:
                 shutil.copy2(path, folder / path.name)
+        set_modes(pathlib.Path(self.build_lib))
 
     def get_outputs(self, include_bytecode: bool = True) -> "list[str]":
         native = [str(folder / path.name) for folder, files in self.native_files().items() for path in files]
@@ -72,6 +80,7 @@ class AnyPythonWheel(bdist_wheel):
             folder = pathlib.Path(distinfo_path) / "sboms"
             folder.mkdir()
             shutil.copy(name, folder / "deepep-go.cdx.json")
+        set_modes(pathlib.Path(distinfo_path))
 
 
 if __name__ == "__main__":
