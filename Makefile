@@ -253,6 +253,9 @@ include nvshmem/build.mk
 
 nvshmem: $(NVSHMEM_ALL) ## build libdeepep_nvshmem.so and its tests (no GPU needed)
 
+nvshmem-versions: nvshmem ## which releases of NVSHMEM on PyPI fit (fetches them; ARGS=3.8.0)
+	$(VENV) tools/nvshmem_versions.py $(ARGS)
+
 # $(call entry,source,command): an object of compile_commands.json.
 define entry
 {"directory": "$(CURDIR)", "file": "$1", "command": "$(strip $2) -c -o $(OBJ)/$1.o $1"},
@@ -397,5 +400,5 @@ release: venv | need-go-cc-cxx-python ## make dist/ of the commit: wheel, source
 clean: ## remove what was built (.venv stays)
 	rm -rf build dist
 
-.PHONY: help venv lib program compile-commands all-ready ready kernels kernel-tests cuda emulated nvshmem run test test-full test-gpu clients test-aarch64 bench lint fmt abi-check \
+.PHONY: help venv lib program compile-commands all-ready ready kernels kernel-tests cuda emulated nvshmem nvshmem-versions run test test-full test-gpu clients test-aarch64 bench lint fmt abi-check \
   sanitize sanitize-gpu generate check docs docs-picture wheel wheel-libraries release native matrix install clean FORCE
