@@ -24,7 +24,8 @@ type post struct {
 	view   view   // which posts the rank has gathered, as it says
 }
 
-// view is which posts a rank has gathered: their numbers by rank, 0 for one whose process has ended.
+// view is which posts a rank has gathered: their numbers by rank. A rank whose process has ended has none, also where
+// one of the others already left it out of its members.
 type view map[int]uint64
 
 // The first byte of a frame of kind kindPost: a number and the post follow, or a withdrawal, or a view.
@@ -160,7 +161,7 @@ func (c *Channel) gather(ctx context.Context, tag string, blob []byte, members [
 func (c *Channel) compareViews(tag string, members []int, got []Message) (differ []int, err error) {
 	mine := view{}
 	for _, rank := range members {
-		if mine[rank] = 0; !got[rank].Lost {
+		if !got[rank].Lost {
 			mine[rank] = c.posts[boxKey{rank, tag}].number
 		}
 	}
