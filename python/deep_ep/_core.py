@@ -13,7 +13,7 @@ from typing import Any
 from . import _abi, _torch, errors
 from ._lib import watch_exit
 from ._memory import HAS_ROW_POOLS, RowPool, give_back_rows
-from ._native import DESTROYED, SLICE_MS, Launch, NativeBuffer, NativeGroup
+from ._native import DESTROYED, SLICE_MS, Background, Launch, NativeBuffer, NativeGroup
 from ._torch import Device, OptionalTensor
 from .errors import assertion, check_flag, type_error
 from .utils import EventHandle, EventOverlap
@@ -49,6 +49,7 @@ class Core:
         self.comm_stream: Any = None
         self.comm_stream_address = 0
         self.is_ready = False
+        self._regrouping: tuple[Background, Callable[[], None]] | None = None  # one that is not known to have ended
         self.compiled = True  # calls may go through the compiled face; asked at the first one of a mode
         self.kept: dict[Launch, Held] = {}
         self.idle: list[Launch] = []
@@ -75,9 +76,15 @@ class Core:
         Raises:
             DeepEPError: start-up failed, or the buffer is destroyed.
         """
-        native = self.native
-        if not native.alive:
+        if not self.native.alive:
             raise errors.DeepEPError(errors.INVALID_STATE, DESTROYED)
+        if self._regrouping is None:
+            self._become_ready()
+        else:
+            self._finish_regroup()
+
+    def _become_ready(self) -> None:
+        native = self.native
         native.wait_ready()
         info = native.info()
         self._adopt(info)
@@ -123,6 +130,7 @@ class Core:
     def destroy(self) -> None:
         """Frees the buffer and lets go of every tensor. Twice is fine."""
         self.is_ready = False
+        self._regrouping = None
         self._finalizer()
         self.kept.clear()
         self.idle.clear()
@@ -139,12 +147,31 @@ class Core:
         self.native.wait_ready()
         self.native.restore()
 
-    def regroup(self, members: list[int], renumber: bool, timeout_ms: int) -> None:
-        """Buffer.regroup. Calls of before have ended, well or not."""
+    def regroup(self, members: list[int], renumber: bool, timeout_ms: int, then: Callable[[], None]) -> None:
+        """Buffer.regroup; `then` brings what others know of the group up to date.
+
+        Ctrl-C ends the wait alone: the next call waits for the end of the regroup, and for that of `then`.
+        """
+        if self._regrouping is not None:
+            self._finish_regroup()
+        self._regrouping = self.native.regroup(members, renumber, timeout_ms), then
         self.is_ready = False
-        self.native.regroup(members, renumber, timeout_ms)
-        self.kept.clear()
-        self.ensure_ready()
+        self._finish_regroup()
+
+    def _finish_regroup(self) -> None:
+        """What is interrupted here is done again by the next call."""
+        assert self._regrouping is not None
+        work, then = self._regrouping
+        try:
+            work.wait()
+            self.native.close_rows()
+            self.kept.clear()  # calls of before have ended, well or not
+            self._become_ready()
+            then()
+        except errors.DeepEPError:
+            self._regrouping = None
+            raise
+        self._regrouping = None
 
     def is_usable(self) -> bool:
         """True once start-up is complete, until destroy(); False in a forked child."""

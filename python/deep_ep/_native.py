@@ -117,6 +117,32 @@ def _in_thread(make: Callable[[], T], undo: Callable[[T], None]) -> T:
     return made[0]
 
 
+class Background:
+    """Work in a thread of its own. Ctrl-C ends a wait for it and not the work, which may be waited for again."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._failure: BaseException | None = None
+        self._claim, self._done = threading.Lock(), threading.Event()
+
+    def wait(self) -> None:
+        """Starts the work unless it runs, and waits for its end. Raises what it raised."""
+        if not self._claim.locked():
+            threading.Thread(target=self._run, name="deepep-work", daemon=True).start()
+        self._done.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        if not self._claim.acquire(blocking=False):  # of two threads, where the start of the first was interrupted
+            return
+        try:
+            self._work()
+        except BaseException as error:  # raised by wait()
+            self._failure = error
+        self._done.set()
+
+
 class Launch:
     """A call of the library and the event at its end. Core.kept has the call's tensors under it."""
 
@@ -276,8 +302,8 @@ class NativeBuffer:
         self.check(self.lib.without_gil.deepep_buffer_lost_ranks(self, len(ranks), ranks, ctypes.byref(count)))
         return list(ranks[: count.value])
 
-    def regroup(self, members: list[int], renumber: bool, timeout_ms: int) -> None:
-        """deepep_buffer_regroup; on Ctrl-C it goes on in its thread. The rows of before are let go of."""
+    def regroup(self, members: list[int], renumber: bool, timeout_ms: int) -> Background:
+        """deepep_buffer_regroup, in a thread that wait() starts."""
         struct = _abi.sized(
             _abi.RegroupOptions, num_members=len(members), renumber=int(renumber), timeout_ms=timeout_ms
         )
@@ -288,7 +314,10 @@ class NativeBuffer:
             self.check(self.lib.without_gil.deepep_buffer_regroup(self, ctypes.byref(struct)))
             return len(array) > 0
 
-        _in_thread(run, lambda _: None)
+        return Background(run)
+
+    def close_rows(self) -> None:
+        """Lets go of the rows of before a regroup."""
         rows, self.rows = self.rows, None
         if rows is not None:
             rows.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import _abi, _memory, _names, _native, _startup, _torch, errors
@@ -328,20 +328,30 @@ class Buffer:
                 stay; a rank that is left out stays as a masked place, which needs enable_shrink.
             timeout: seconds to wait for the other members; None: DEEPEP_FIRST_TIMEOUT_MS, or 300.
 
+        Ctrl-C ends the wait and not the regroup: the next call waits for its end, and raises its error if it failed.
+
         Raises:
             DeepEPError: members disagree, one is late or died meanwhile, no process waits for a lost rank's place, or
                 GPUs of several nodes (UNSUPPORTED). It may be called again; the buffer may refuse calls until one
                 succeeds. Also a ValueError or TypeError for a wrong argument.
         """
+        self._regroup(members, renumber, timeout, lambda: None)
+
+    def _regroup(self, members: Sequence[int], renumber: bool, timeout: float | None, then: Callable[[], None]) -> None:
+        """`then` runs after it, also where Ctrl-C has ended the wait and a later call goes on with it."""
         if isinstance(members, (str, bytes)) or not isinstance(members, Sequence):
             raise type_error("members", repr(members), "a list of ranks")
         ranks = [check_int("members", rank, 0, 2**31 - 1) for rank in members]
         if not ranks:
             raise value_error("members", "[]", "at least this rank")
-        self._core.regroup(ranks, check_flag("renumber", renumber), milliseconds(timeout))
-        self.rank, self.group_size = self._core.rank, self._core.group_size
-        self._normal.forget()
-        self._low_latency.forget()
+
+        def adopt() -> None:
+            self.rank, self.group_size = self._core.rank, self._core.group_size
+            self._normal.forget()
+            self._low_latency.forget()
+            then()
+
+        self._core.regroup(ranks, check_flag("renumber", renumber), milliseconds(timeout), adopt)
 
     def destroy(self) -> None:
         """Frees everything here; local, bounded, waits for no peer. Twice is fine.

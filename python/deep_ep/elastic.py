@@ -204,11 +204,14 @@ class ElasticBuffer(BufferBase):
         Raises:
             DeepEPError: as Buffer.regroup; it may be called again. Also a ValueError or TypeError for a wrong argument.
         """
-        self._base.regroup(members, renumber=renumber, timeout=timeout)
-        self._seat += 1
-        self._deferred = ""
-        self._take_seat()
-        self._core.open_rows()
+
+        def adopt() -> None:
+            self._seat += 1
+            self._deferred = ""
+            self._take_seat()
+            self._core.open_rows()
+
+        self._base._regroup(members, renumber, timeout, adopt)
 
     def check(self) -> None:
         """Asks whether the buffer can be used.

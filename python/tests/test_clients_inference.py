@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import cases
 import victims
 from cases import Case
-from mixture import BF16, FP8, Mixture, from_fp8, to_fp8
+from reference_mixture import BF16, FP8, Mixture, from_fp8, to_fp8
 
 CASE = Case((12, 7, 0, 9), experts=8, topk=3, hidden=512, routing="holes")
 B = 16

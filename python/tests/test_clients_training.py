@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cases import Case
-from mixture import Mixture
+from reference_mixture import Mixture
 
 CASE = Case((12, 7, 0, 9), experts=8, topk=3, hidden=256, routing="holes")
 

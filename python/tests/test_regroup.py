@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import threading
 import time
 from contextlib import contextmanager
 
@@ -350,3 +351,49 @@ def test_graphs_of_before(pool, tmp_path, device):
     if device != "cuda":
         pytest.skip("needs CUDA graphs, which only GPUs have")
     pool.run(2, rank_graphs, str(tmp_path))
+
+
+def interrupted(buffer, members, **options):
+    """A regroup whose wait Ctrl-C ends."""
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        buffer.regroup(members, **options)
+    timer.join()
+
+
+def rank_interrupted(ctx, folder):
+    """Ctrl-C in a regroup: it goes on, and the next call, or another regroup, waits for it and has its result."""
+    from deep_ep import DeepEPError
+
+    with destroyed(make(ctx, folder, 3)) as buffer:
+        serve(ctx, buffer)
+        backwards = [2, 1, 0]
+        if ctx.rank == 0:
+            interrupted(buffer, backwards, renumber=True)
+            assert buffer.rank == 0
+        else:
+            time.sleep(0.6)  # later than the interrupt
+            buffer.regroup(backwards, renumber=True)
+        buffer.barrier()
+        assert (buffer.rank, buffer.group_size) == (2 - ctx.rank, 3)
+        serve(ctx, buffer, seed=1)
+        ctx.barrier()
+        if ctx.rank == 0:  # one that fails says so in the next call, once
+            interrupted(buffer, [0, 1, 2], timeout=0.6)
+            with pytest.raises(DeepEPError, match=r"regroup.*rank 0.*rank 1"):
+                buffer.barrier()
+        ctx.barrier()
+        serve(ctx, buffer, seed=2)
+        if ctx.rank == 0:  # one that never ends does not hold up destroy()
+            interrupted(buffer, [0, 1, 2], timeout=60)
+            start = time.monotonic()
+            buffer.destroy()
+            assert time.monotonic() - start < SOON
+            with pytest.raises(DeepEPError, match="destroyed"):
+                buffer.barrier()
+        ctx.barrier()
+
+
+def test_interrupted(pool, tmp_path):
+    pool.run(3, rank_interrupted, str(tmp_path))
