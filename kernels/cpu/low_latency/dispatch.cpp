@@ -176,7 +176,8 @@ class Receiver {
         half_(op, kDispatch, p.ticket),
         local_(static_cast<int>(shape_.local_experts())),
         first_expert_(local_ * op.team.rank),
-        count_(at<int32_t>(p.recv_count)),
+        count_(op.team.expert_rows()),
+        before_(count_ + local_),
         ranges_(at<int64_t>(p.layout_range)) {
     set_fields(half_, p);
     uint64_t all = shape_.recv_rows() * static_cast<uint64_t>(p.num_topk) * value_bytes(p);
@@ -197,14 +198,16 @@ class Receiver {
   const LowLatencyShape shape_;
   RecvHalf half_;
   const int local_, first_expert_;
-  int32_t *count_;
-  int64_t *ranges_;
+  int32_t *const count_;   // by local expert: its rows, in memory that no output can overlap
+  int32_t *const before_;  // those of the sources before this one
+  int64_t *const ranges_;
   int next_ = 0;
   bool stream_ = false;
 };
 
 void Receiver::clear_counts() {
   memset(count_, 0, sizeof(int32_t) * static_cast<size_t>(local_));
+  memset(at<int32_t>(p_.recv_count), 0, sizeof(int32_t) * static_cast<size_t>(local_));
   memset(ranges_, 0, sizeof(int64_t) * static_cast<size_t>(local_) * static_cast<size_t>(team_.num_ranks));
 }
 
@@ -217,9 +220,10 @@ void Receiver::run() {
   if (!ended || !op_.look_for_obituaries()) return clear_counts();
   half_.give_credits();
   if (!half_.accepted()) return clear_counts();
+  memcpy(at<int32_t>(p_.recv_count), count_, sizeof(int32_t) * static_cast<size_t>(local_));
   half_.add_waits(p_.wait_stats);
   if (!p_.cumulative_stats) return;
-  for (int e = 0; e < local_; e++) at<int32_t>(p_.cumulative_stats)[e] += count_[e];
+  for (int e = 0; e < local_; e++) at<uint32_t>(p_.cumulative_stats)[e] += static_cast<uint32_t>(count_[e]);
 }
 
 // The output is ordered by source rank, so ranks are received in order, each as soon as it has arrived.
@@ -235,21 +239,22 @@ Poll Receiver::poll() {
 
 void Receiver::receive_from(int source) {
   int64_t *range = ranges_ + source;
-  for (int e = 0; e < local_; e++) range[e * team_.num_ranks] = int64_t{count_[e]} << 32;
+  memcpy(before_, count_, sizeof(int32_t) * static_cast<size_t>(local_));
+  for (int e = 0; e < local_; e++) range[e * team_.num_ranks] = int64_t{before_[e]} << 32;
   if (!half_.has_arrived(source)) return;
   Slot slot(half_.slot(source), shape_, p_);
   // Bounded, since the message may be being overwritten.
   uint64_t tokens = min(static_cast<uint64_t>(half_.message(source).num_tokens), shape_.num_max_tokens);
   for (uint64_t token = 0; token < tokens; token++) receive_token(slot, token);
   if (!half_.intact(source)) {
-    for (int e = 0; e < local_; e++) count_[e] = static_cast<int32_t>(range[e * team_.num_ranks] >> 32);
+    memcpy(count_, before_, sizeof(int32_t) * static_cast<size_t>(local_));
     if (op_.may_shrink)
       mask_peer(team_, source);
     else
       op_.fail(DK_EABORTED, source);
     return;
   }
-  for (int e = 0; e < local_; e++) range[e * team_.num_ranks] |= count_[e] - (range[e * team_.num_ranks] >> 32);
+  for (int e = 0; e < local_; e++) range[e * team_.num_ranks] = int64_t{before_[e]} << 32 | (count_[e] - before_[e]);
 }
 
 void Receiver::receive_token(const Slot &slot, uint64_t token) {
@@ -262,12 +267,9 @@ void Receiver::receive_token(const Slot &slot, uint64_t token) {
   }
 }
 
-// Scales of FP8 are stored with the row axis contiguous. The count is the caller's memory, which a row written over it
-// (outputs that overlap) may have changed: no row is written beyond the expert's.
+// Scales of FP8 are stored with the row axis contiguous.
 void Receiver::write_output_row(int expert, const uint8_t *row, uint64_t token) {
-  uint64_t rows = shape_.recv_rows(), e = static_cast<uint64_t>(expert), r = static_cast<uint64_t>(count_[expert]);
-  if (r >= rows) return;
-  count_[expert]++;
+  uint64_t rows = shape_.recv_rows(), e = static_cast<uint64_t>(expert), r = static_cast<uint64_t>(count_[expert]++);
   at<int32_t>(p_.src_info)[e * rows + r] = static_cast<int32_t>(token);
   team_.device->rows->copy(at<uint8_t>(p_.recv_x) + (e * rows + r) * value_bytes(p_), row, value_bytes(p_), stream_);
   uint64_t words = scale_words(p_);

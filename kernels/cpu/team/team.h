@@ -52,6 +52,7 @@ struct Team {
   std::atomic<bool> released{false};                    // the blocks are gone: operations leave at once
   OwnedArray<Peer> peers;
   OwnedArray<int64_t> scratch;     // kScratch numbers for each rank, for the operation that is running
+  OwnedArray<int32_t> experts;     // two numbers for each local expert, likewise
   OwnedArray<Arrival> arrivals;    // by rank: messages of the low-latency call that is being received
   OwnedArray<uint64_t> doorbells;  // bit by rank: to be rung
   OwnedArray<LinkState> links;     // by node; null: every rank is local
@@ -86,6 +87,7 @@ struct Team {
   bool shrinks() const { return flags & DK_TEAM_SHRINK; }
   bool masked(int peer) { return control().peer_state(peer).masked != 0; }
   int64_t *numbers(int which) { return scratch.get() + which * num_ranks; }
+  int32_t *expert_rows() { return experts.get(); }
 };
 
 }  // namespace dk
