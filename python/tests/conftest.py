@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,7 +20,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
-from pool import RankPool  # noqa: E402 - needs the paths above
+from pool import Outcome, RankPool  # noqa: E402 - needs the paths above
 
 LARGEST_POOL = 8
 
@@ -110,3 +111,21 @@ def fresh_pool(device: str, _mended_pools: dict[int, RankPool]) -> Iterator[Call
     yield make
     for each in pools:
         each.stop()
+
+
+@pytest.fixture
+def side_by_side(device: str, fresh_pool: Callable[..., RankPool]) -> Callable[..., list[list[Outcome]]]:
+    """``side_by_side(n, *calls)``: what each call returns for a pool of n ranks of its own.
+
+    They run at the same time, for tests in which ranks mostly sleep; one after the other on GPUs, where such pools
+    share their processes.
+    """
+
+    def run(size: int, *calls: Callable[[RankPool], list[Outcome]]) -> list[list[Outcome]]:
+        if device == "cuda":
+            return [call(fresh_pool(size)) for call in calls]
+        pools = [fresh_pool(size) for _ in calls]
+        with ThreadPoolExecutor(len(calls)) as threads:
+            return list(threads.map(lambda call, pool: call(pool), calls, pools))
+
+    return run

@@ -227,10 +227,13 @@ def wake(pool):
 
 
 @pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("how", ["sleeps", "stopped"])
-def test_late_is_not_dead(fresh_pool, name, how):
-    outcomes = fresh_pool(4).outcomes(4, rank_late, name, how, meanwhile=wake if how == "stopped" else None)
-    for outcome in outcomes:
+def test_late_is_not_dead(side_by_side, name):
+    sleeps, stopped = side_by_side(
+        4,
+        lambda pool: pool.outcomes(4, rank_late, name, "sleeps"),
+        lambda pool: pool.outcomes(4, rank_late, name, "stopped", meanwhile=wake),
+    )
+    for outcome in (*sleeps, *stopped):
         assert not outcome.error, outcome.traceback
         if outcome.rank == VICTIM:
             continue

@@ -142,11 +142,15 @@ def rank_lost(ctx, case, how, options):
         return first, scaled(ctx, 1.0)
 
 
-@pytest.mark.parametrize("how", ["killed", "sleeps", "destroyed"])
 @pytest.mark.parametrize("options", [{}, {"return_recv_hook": True}, {"async_finish": True}])
-def test_lost_in_dispatch(fresh_pool, how, options):
-    outcomes = fresh_pool(4).outcomes(4, rank_lost, CASE, how, options)
-    for outcome in outcomes[:GONE]:
+def test_lost_in_dispatch(side_by_side, options):
+    killed, sleeps, destroyed = side_by_side(
+        4,
+        lambda pool: pool.outcomes(4, rank_lost, CASE, "killed", options),
+        lambda pool: pool.outcomes(4, rank_lost, CASE, "sleeps", options),
+        lambda pool: pool.outcomes(4, rank_lost, CASE, "destroyed", options),
+    )
+    for outcome in (*killed[:GONE], *sleeps[:GONE], *destroyed[:GONE]):
         assert not outcome.error, outcome.traceback
         first, timeout = outcome.value
         assert first < 3 * timeout, f"rank {outcome.rank} waited {first} s with a timeout of {timeout} s"
