@@ -109,6 +109,8 @@ def _describe(error: BaseException) -> tuple[str, tuple[str, ...], str, str]:
 
 def _call(context: Context, name: str, size: int, args: tuple[Any, ...]) -> Any:
     context.enter(size)
+    if context.device.type == "cuda":
+        gc.collect()  # a graph of an earlier test that is freed during a capture would end the capture
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)(context, *args)
 
