@@ -59,7 +59,7 @@ dead+=(-k "(killed and dispatch) or late or shrink")
 	nvidia-smi -L
 	ls -l "$built"/lib/*.so* "$plugin" "$nvshmem/lib/libnvshmem_host.so.3"
 } >"$out/summary.txt"
-run nvlink-selftest 40 -- "${selftest[@]}"
+run nvlink-selftest 120 -- "${selftest[@]}"
 run nvlink-low-latency 40 -- "${fast[@]}"
 run nvlink-normal 40 -- "${all[@]}"
 run nvlink-failures 70 -- "${dead[@]}"
