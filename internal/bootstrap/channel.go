@@ -331,6 +331,9 @@ func (c *Channel) linkEnded(l *link, err error) {
 	l.shut() // else a peer that still writes would wait for a reader that has ended
 	c.update(l.rank, func(s *PeerState) { s.Closed = true }, nil)
 	p := c.peers[l.rank]
+	if why := l.unusable.Load(); why != nil {
+		err = *why
+	}
 	switch {
 	case errors.Is(err, os.ErrDeadlineExceeded): // the end of the drain: processEnded sets the error
 	case connectionGone(err):

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -23,6 +24,8 @@ type link struct {
 	conn net.Conn
 	unix *net.UnixConn // conn if it can carry descriptors, else nil
 	out  chan *outgoing
+
+	unusable atomic.Pointer[error] // why nothing can be written, where the reader would not learn it
 
 	near *inbox // of a rank of the crowd, which has no connection; nil: conn counts
 	home int    // with near: the rank that sends
@@ -154,12 +157,17 @@ func (l *link) write(f *frame) error {
 }
 
 // writeLoop sends queued frames until the queue is closed. After an error it releases the rest without sending; the
-// reader reports the loss of the peer, because it may have read the reason.
+// reader reports the loss of the peer, because it may have read the reason. A read that waits never hears that
+// something else in this process has closed the descriptor: such an error ends the reader.
 func (l *link) writeLoop() {
 	var failed error
 	for o := range l.out {
 		if failed == nil {
 			failed = l.write(&o.frame)
+			if failed != nil && !connectionGone(failed) && !errors.Is(failed, net.ErrClosed) && !errors.Is(failed, os.ErrDeadlineExceeded) {
+				l.unusable.Store(&failed)
+				l.shut()
+			}
 		}
 		o.shared.release()
 	}
