@@ -37,6 +37,7 @@ static const struct group *const process_groups[] = {&process_cases, &transport_
   X(dispatch)     \
   X(worst)        \
   X(refusal)      \
+  X(overlap)      \
   X(combine)      \
   X(expand)       \
   X(peer_rows)    \

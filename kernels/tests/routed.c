@@ -320,6 +320,12 @@ void check_routed_notify(struct routed *n) {
   if (!n->spec->worst)
     expect(me, n->counts->num_recv_tokens == n->rows, "the host's number of rows is %d, wanted %d",
            n->counts->num_recv_tokens, n->rows);
+  int crossed = 0;
+  for (int row = 0; row < n->rows; row++)
+    crossed += n->arrivals[row].source / n->team->node != me->index / n->team->node;
+  if (!n->spec->worst)
+    expect(me, n->counts->num_recv_nodes_tokens == crossed, "num_recv_nodes_tokens is %d, wanted %d",
+           n->counts->num_recv_nodes_tokens, crossed);
 }
 
 /* ---- Check of dispatch ------------------------------------------------------------------------------------------- */

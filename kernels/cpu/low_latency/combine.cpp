@@ -116,7 +116,8 @@ void Sender::lay_out(const Slot &slot, int source) {
     Range &range = slot.ranges(source)[e];
     uint64_t entry = static_cast<uint64_t>(layout[e * shape_.num_ranks]), first = entry >> 32,
              count = entry & 0xffffffffu;
-    if (team_.masked(source)) count = 0;
+    // Bounded again: the caller may have changed the layout since check().
+    if (team_.masked(source) || count > shape_.num_max_tokens || first + count > recv_rows) first = count = 0;
     uint64_t at_row = e * recv_rows + first;
     range = {static_cast<int32_t>(is_zero_copy(p_) ? at_row : num_rows_), static_cast<int32_t>(num_rows_),
              static_cast<int32_t>(count), 0};

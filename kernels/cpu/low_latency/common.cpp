@@ -231,7 +231,8 @@ void RecvHalf::give_credits() {
 
 void RecvHalf::add_waits(uint64_t wait_stats) const {
   if (!wait_stats) return;
-  for (int peer = 0; peer < team_.num_ranks; peer++) at<int64_t>(wait_stats)[peer] += waited_[peer];
+  for (int peer = 0; peer < team_.num_ranks; peer++)
+    at<uint64_t>(wait_stats)[peer] += static_cast<uint64_t>(waited_[peer]);
 }
 
 // ---- Cleaning ----

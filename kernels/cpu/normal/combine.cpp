@@ -12,7 +12,7 @@
 namespace dk {
 namespace {
 
-enum { kFirstRow, kNumRows, kSent, kExpected, kHead };  // arrays by peer in Team::numbers
+enum { kFirstRow, kNumRows, kSent, kExpected, kHead, kHeads = 7, kPublished };  // arrays by peer in Team::numbers
 
 bool has_weights(const dk_combine_params &p) { return p.topk_weights || p.combined_topk_weights; }
 uint64_t weight_bytes(const dk_combine_params &p) {
@@ -52,18 +52,18 @@ class Combine {
   bool is_complete(int32_t token);
   bool row_arrived(int source, int32_t index);
   bool sum_arrived(int node, int32_t token);
-  int64_t records_of(int32_t token, int node) const;
-  const uint8_t *record_of(int32_t token, int source) const;
-  void publish_tails(int32_t first);
+  int64_t records_of(int node) const;
+  const uint8_t *record_of(int source) const;
+  void publish_tails();
   bool give_credits();
   void add_token(int32_t token);
   struct Terms;
-  void take_row(int32_t token, int source, Terms &terms);
+  void take_row(int source, Terms &terms);
   void add_last(int rows, int source, Terms &terms);
   void add_routed_token(int32_t token);
-  const uint8_t *routed_row(int32_t token, int source) const;
-  const float *routed_weights(int32_t token, int source) const;
-  int gather_routed(int32_t token, const Term *terms, int num_terms, const uint16_t **rows) const;
+  const uint8_t *routed_row(int source) const;
+  const float *routed_weights(int source) const;
+  int gather_routed(const Term *terms, int num_terms, const uint16_t **rows) const;
   void count_bytes();
   void fail_outputs();
 
@@ -74,20 +74,16 @@ class Combine {
   };
   // The sources of a token's rows: each rank of my node, and each other node, named by its first rank.
   int after(int source) const { return source + (team_.is_local(source) ? 1 : team_.node_size); }
-  bool node_has(int32_t token, int first) const {
+  bool node_has(int first) const {
     for (int i = 0; i < team_.node_size; i++)
-      if (head_of(token)[first + i] >= 0) return true;
+      if (heads_.now()[first + i] >= 0) return true;
     return false;
   }
-  bool has(int32_t token, int source) const {
+  bool has(int source) const {
     if (exchange_.without(source)) return false;
-    if (source == team_.rank) return head_of(token)[source] >= 0 && head_of(token)[source] < num_rows_[source];
-    return team_.is_local(source) ? head_of(token)[source] >= 0 : node_has(token, source);
+    return team_.is_local(source) ? heads_.now()[source] >= 0 : node_has(source);
   }
 
-  const int32_t *head_of(int32_t token) const {
-    return at<const int32_t>(p_.send_head) + static_cast<int64_t>(token) * team_.num_ranks;
-  }
   Ring ring_of(int source) const {
     CallMessage &message = exchange_.message(source);
     return Ring(team_, source, message.ring_slots, message.ring_stride, mine_, team_.rank);
@@ -97,11 +93,13 @@ class Combine {
   Team &team_;
   const dk_combine_params &p_;
   const RowKernels &rows_;
+  const int32_t *const matrix_;
   Exchange exchange_;
   Ring mine_;  // gives the shape of all pair rings
   const LinkPlan plan_;
   NodeSum sum_;
-  int64_t *first_row_, *num_rows_, *sent_, *expected_, *head_;
+  int64_t *first_row_, *num_rows_, *sent_, *expected_, *head_, *published_;
+  Heads heads_;  // of next_token_
   int64_t to_send_ = 0;
   int32_t next_token_ = 0;
   bool stream_ = false, accepted_ = false, agreed_ = false;
@@ -112,6 +110,7 @@ Combine::Combine(Op &op, const dk_combine_params &p)
       team_(op.team),
       p_(p),
       rows_(*team_.device->rows),
+      matrix_(take_matrix(team_, p.rank_prefix_matrix)),
       exchange_(op),
       mine_(combine_ring(team_, p, 0)),
       plan_(at_least(plan_link(team_, pair_record(team_, p), p), least_link_slots(team_, p))),
@@ -120,7 +119,9 @@ Combine::Combine(Op &op, const dk_combine_params &p)
       num_rows_(team_.numbers(kNumRows)),
       sent_(team_.numbers(kSent)),
       expected_(team_.numbers(kExpected)),
-      head_(team_.numbers(kHead)) {
+      head_(team_.numbers(kHead)),
+      published_(team_.numbers(kPublished)),
+      heads_(op, p.send_head, p.num_tokens, expected_, team_.numbers(kHeads)) {
   exchange_.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(row_bytes(p)));
   bool nothing = p.num_tokens == 0 && p.num_recv_tokens == 0;
   exchange_.set_field(DK_FIELD_NUM_TOPK, has_weights(p) ? p.num_topk : nothing ? kAnyValue : 0);
@@ -132,25 +133,23 @@ Combine::Combine(Op &op, const dk_combine_params &p)
 
 // Everything that the call goes by, before a row moves.
 Refusal Combine::check() const {
-  const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
-  Refusal wrong = check_matrix(team_, matrix, p_.num_recv_tokens);
-  if (!wrong.code) wrong = check_heads(team_, at<const int32_t>(p_.send_head), p_.num_tokens, matrix, expected_);
+  Refusal wrong = check_matrix(team_, matrix_, p_.num_recv_tokens);
+  if (!wrong.code) wrong = check_heads(team_, at<const int32_t>(p_.send_head), p_.num_tokens, matrix_, expected_);
   if (!wrong.code && p_.routing)
-    wrong = check_terms(team_, p_, matrix[team_.num_ranks * team_.num_ranks - team_.num_ranks + team_.rank]);
-  if (!wrong.code && team_.spans_nodes() && p_.routing) wrong = check_metadata(team_, p_, matrix);
+    wrong = check_terms(team_, p_, matrix_[team_.num_ranks * team_.num_ranks - team_.num_ranks + team_.rank]);
+  if (!wrong.code && team_.spans_nodes() && p_.routing) wrong = check_metadata(team_, p_, matrix_);
   if (!wrong.code && team_.spans_nodes() && !p_.routing && !team_.shrinks())
-    wrong = check_sources(team_, at<const int32_t>(p_.recv_src_idx), matrix);
+    wrong = check_sources(team_, at<const int32_t>(p_.recv_src_idx), matrix_);
   return wrong;
 }
 
 void Combine::count_rows() {
-  const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
   int n = team_.num_ranks, me = team_.rank;
   for (int i = 0; i < n; i++) {
-    first_row_[i] = i ? matrix[(i - 1) * n + me] : 0;
-    num_rows_[i] = matrix[i * n + me] - first_row_[i];
-    expected_[i] = matrix[me * n + i] - (me ? matrix[(me - 1) * n + i] : 0);
-    sent_[i] = head_[i] = 0;
+    first_row_[i] = i ? matrix_[(i - 1) * n + me] : 0;
+    num_rows_[i] = rows_between(team_, matrix_, i, me);
+    expected_[i] = rows_between(team_, matrix_, me, i);
+    sent_[i] = head_[i] = published_[i] = 0;
     if (team_.forwarder(i) != me) to_send_ += num_rows_[i];
   }
   stream_ =
@@ -160,8 +159,9 @@ void Combine::count_rows() {
 void Combine::run() {
   if (!op_.failed()) {
     exchange_.refuse(check());
-    exchange_.set_handle(p_.exchange, hash_of(team_, at<const int32_t>(p_.rank_prefix_matrix)));
+    exchange_.set_handle(p_.exchange, hash_of(team_, matrix_));
     count_rows();
+    if (!exchange_.refused()) heads_.begin();
     exchange_.post(nullptr, nullptr, 0);
     wait_until(op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return awaits(peer, missing); });
     rows_.finish_stream();
@@ -230,15 +230,14 @@ bool Combine::awaits(int peer, Missing &missing) {
 bool Combine::awaits_rows(int peer, Missing &missing) {
   if (next_token_ == p_.num_tokens) return false;
   if (team_.is_local(peer)) {
-    int32_t index = head_of(next_token_)[peer];
+    int32_t index = heads_.now()[peer];
     if (peer == team_.rank || index < 0 || row_arrived(peer, index)) return false;
     missing = {index + 1, head_[peer]};
     return true;
   }
   int node = team_.node(peer);
-  if (peer != team_.partner(node) || !node_has(next_token_, node * team_.node_size)) return false;
-  missing = {team_.links[node].consumed + records_of(next_token_, node),
-             LinkIn(team_, exchange_, sum_.record(), peer).arrived()};
+  if (peer != team_.partner(node) || !node_has(node * team_.node_size)) return false;
+  missing = {team_.links[node].consumed + records_of(node), LinkIn(team_, exchange_, sum_.record(), peer).arrived()};
   return missing.seen < missing.expected;
 }
 
@@ -284,17 +283,15 @@ bool Combine::send_rows(int source) {
 
 bool Combine::row_arrived(int source, int32_t index) {
   if (index < head_[source]) return true;
-  if (index >= expected_[source])
-    op_.fail(DK_EINVAL, team_.rank, DK_FIELD_SEND_HEAD, expected_[source], index);  // written during the call
   head_[source] = static_cast<int64_t>(team_.peers[source].control.combine_head(team_.rank).rows(exchange_.number()));
   return index < head_[source];
 }
 
 // Records that a node sends for a token: its sum, or a row of each rank that the token went to.
-int64_t Combine::records_of(int32_t token, int node) const {
+int64_t Combine::records_of(int node) const {
   if (!rows_apart(p_)) return 1;
   int64_t rows = 0;
-  for (int i = 0; i < team_.num_nvl_peers; i++) rows += head_of(token)[node * team_.num_nvl_peers + i] >= 0;
+  for (int i = 0; i < team_.num_nvl_peers; i++) rows += heads_.now()[node * team_.num_nvl_peers + i] >= 0;
   return rows;
 }
 
@@ -302,7 +299,7 @@ int64_t Combine::records_of(int32_t token, int node) const {
 bool Combine::sum_arrived(int node, int32_t token) {
   LinkState &link = team_.links[node];
   LinkIn in(team_, exchange_, sum_.record(), team_.partner(node));
-  int64_t wanted = link.consumed + records_of(token, node);
+  int64_t wanted = link.consumed + records_of(node);
   if (wanted > link.seen) link.seen = in.arrived();
   if (wanted > link.seen) return false;
   if (team_.shrinks()) return true;  // each rank's own rows, one after the other
@@ -314,8 +311,8 @@ bool Combine::sum_arrived(int node, int32_t token) {
 
 bool Combine::is_complete(int32_t token) {
   for (int source = 0; source < team_.num_ranks; source = after(source)) {
-    if (source == team_.rank || !has(token, source)) continue;
-    if (team_.is_local(source) ? !row_arrived(source, head_of(token)[source]) : !sum_arrived(team_.node(source), token))
+    if (source == team_.rank || !has(source)) continue;
+    if (team_.is_local(source) ? !row_arrived(source, heads_.now()[source]) : !sum_arrived(team_.node(source), token))
       return false;
   }
   return true;
@@ -324,19 +321,22 @@ bool Combine::is_complete(int32_t token) {
 // Adds tokens while all their rows have arrived.
 bool Combine::add_tokens() {
   int32_t first = next_token_, end = min(p_.num_tokens, first + kTokensAtOnce);
-  for (; next_token_ < end && is_complete(next_token_) && !op_.failed(); next_token_++) add_token(next_token_);
-  if (next_token_ > first) publish_tails(first);
+  while (next_token_ < end && is_complete(next_token_) && !op_.failed()) {
+    add_token(next_token_);
+    heads_.load(++next_token_);
+  }
+  if (next_token_ > first) publish_tails();
   return next_token_ > first;
 }
 
-// Releases the rows of the tokens since `first` to the ranks of my node.
-void Combine::publish_tails(int32_t first) {
+// Releases the rows of the tokens so far to the ranks of my node.
+void Combine::publish_tails() {
   for (int source = 0; source < team_.num_ranks; source++) {
     if (source == team_.rank || !team_.is_local(source)) continue;
-    int64_t read = -1;
-    for (int32_t token = next_token_ - 1; token >= first && read < 0; token--) read = head_of(token)[source];
-    if (read < 0) continue;
-    team_.peers[source].control.combine_tail(team_.rank).set(exchange_.number(), static_cast<uint64_t>(read + 1));
+    int64_t read = heads_.before(source);
+    if (read == published_[source]) continue;
+    published_[source] = read;
+    team_.peers[source].control.combine_tail(team_.rank).set(exchange_.number(), static_cast<uint64_t>(read));
     op_.ring(source);
   }
 }
@@ -350,18 +350,18 @@ bool Combine::give_credits() {
 }
 
 // A rank of another node: the record that has its row, or its node's sum. Records of ranks are in their order.
-const uint8_t *Combine::record_of(int32_t token, int source) const {
+const uint8_t *Combine::record_of(int source) const {
   int node = team_.node(source), place = 0;
-  for (int r = node * team_.num_nvl_peers; rows_apart(p_) && r < source; r++) place += head_of(token)[r] >= 0;
+  for (int r = node * team_.num_nvl_peers; rows_apart(p_) && r < source; r++) place += heads_.now()[r] >= 0;
   LinkIn in(team_, exchange_, sum_.record(), team_.partner(node));
   return in.row(static_cast<uint64_t>(team_.links[node].consumed + place) % in.slots());
 }
 
 // The rows that a rank has sent for the token. This rank's own ones are made where no row is sent: in the ring that it
 // has toward itself.
-const uint8_t *Combine::routed_row(int32_t token, int source) const {
-  if (!team_.is_local(source)) return record_of(token, source);
-  int32_t head = head_of(token)[source];
+const uint8_t *Combine::routed_row(int source) const {
+  if (!team_.is_local(source)) return record_of(source);
+  int32_t head = heads_.now()[source];
   if (source != team_.rank) {
     Ring ring = ring_of(source);
     return ring.row(static_cast<uint64_t>(head) % ring.slots());
@@ -372,13 +372,13 @@ const uint8_t *Combine::routed_row(int32_t token, int source) const {
 }
 
 // The K weights that a rank has sent for the token; null: none.
-const float *Combine::routed_weights(int32_t token, int source) const {
-  int32_t head = source < 0 ? -1 : head_of(token)[source];
+const float *Combine::routed_weights(int source) const {
+  int32_t head = source < 0 ? -1 : heads_.now()[source];
   if (head < 0) return nullptr;
   uint64_t number = token_bytes(team_);
   if (!team_.is_local(source)) {
     int part = rows_apart(p_) ? 0 : team_.index(source);
-    const uint8_t *weights = record_of(token, source) + sum_.record().extra_at() + number;
+    const uint8_t *weights = record_of(source) + sum_.record().extra_at() + number;
     return reinterpret_cast<const float *>(weights) + part * p_.num_topk;
   }
   if (source != team_.rank) {
@@ -393,11 +393,10 @@ const float *Combine::routed_weights(int32_t token, int source) const {
 
 // The rows to add, in the order of the terms. Where nodes add their ranks' rows, a node has the place of its last term,
 // and the rows of this one are added first, where this rank forwards to another node and no row is staged.
-int Combine::gather_routed(int32_t token, const Term *terms, int num_terms, const uint16_t **rows) const {
+int Combine::gather_routed(const Term *terms, int num_terms, const uint16_t **rows) const {
   uint64_t hidden = static_cast<uint64_t>(p_.hidden);
   auto row_of = [&](const Term &term) {
-    return reinterpret_cast<const uint16_t *>(routed_row(token, term.source)) +
-           hidden * static_cast<uint64_t>(term.which);
+    return reinterpret_cast<const uint16_t *>(routed_row(term.source)) + hidden * static_cast<uint64_t>(term.which);
   };
   bool by_node = team_.spans_nodes() && !rows_apart(p_);
   const uint16_t *here[kMaxTopk];
@@ -422,7 +421,7 @@ int Combine::gather_routed(int32_t token, const Term *terms, int num_terms, cons
 
 // The order of its terms is that of its choices.
 void Combine::add_routed_token(int32_t token) {
-  const int32_t *head = head_of(token);
+  const int32_t *head = heads_.now();
   const uint16_t *rows[kMaxTopk + 2];
   Term terms[kMaxTopk];
   int count = 0, num_terms = order_terms(team_, p_, token, head, terms);
@@ -434,32 +433,31 @@ void Combine::add_routed_token(int32_t token) {
   }
   for (uint64_t bias : p_.bias)
     if (bias) rows[count++] = at<const uint16_t>(bias) + static_cast<uint64_t>(token) * hidden;
-  count += gather_routed(token, terms, num_terms, rows + count);
+  count += gather_routed(terms, num_terms, rows + count);
   uint16_t *to = at<uint16_t>(p_.combined_x) + static_cast<uint64_t>(token) * hidden;
   if (count)
     rows_.sum(to, rows, count, hidden, stream_);
   else
     memset(to, 0, row_bytes(p_));
   for (int32_t k = 0; p_.combined_topk_weights && k < p_.num_topk; k++) {
-    const float *weights = routed_weights(token, rank_of_choice(team_, p_, token, k));
+    const float *weights = routed_weights(rank_of_choice(team_, p_, token, k));
     at<float>(p_.combined_topk_weights)[int64_t{token} * p_.num_topk + k] = weights ? weights[k] : 0;
   }
   for (int node = 0; team_.spans_nodes() && node < team_.num_nodes(); node++)
-    if (node != team_.my_node() && node_has(token, node * team_.num_nvl_peers))
-      team_.links[node].consumed += records_of(token, node);
+    if (node != team_.my_node() && node_has(node * team_.num_nvl_peers)) team_.links[node].consumed += records_of(node);
 }
 
 // The row of a source, which is there, with its weights.
-void Combine::take_row(int32_t token, int source, Terms &terms) {
+void Combine::take_row(int source, Terms &terms) {
   const uint8_t *row, *extra = nullptr;
   if (source == team_.rank) {
-    uint64_t mine = static_cast<uint64_t>(first_row_[source] + head_of(token)[source]);
+    uint64_t mine = static_cast<uint64_t>(first_row_[source] + heads_.now()[source]);
     row = at<const uint8_t>(p_.x) + mine * row_bytes(p_);
     if (p_.topk_weights)
       terms.weights[terms.num_weights++] = at<const float>(p_.topk_weights) + mine * static_cast<uint64_t>(p_.num_topk);
   } else if (team_.is_local(source)) {
     Ring ring = ring_of(source);
-    uint64_t slot = static_cast<uint64_t>(head_of(token)[source]) % ring.slots();
+    uint64_t slot = static_cast<uint64_t>(heads_.now()[source]) % ring.slots();
     row = ring.row(slot);
     extra = ring.extra<const uint8_t>(slot);
   } else {
@@ -496,8 +494,8 @@ void Combine::add_token(int32_t token) {
     if (bias) terms.rows[terms.count++] = at<const uint16_t>(bias) + static_cast<uint64_t>(token) * hidden;
   for (int source = 0, of_node = 0; source < team_.num_ranks; source = after(source)) {
     if (source % team_.num_nvl_peers == 0) of_node = 0;
-    bool is_there = has(token, source);
-    if (is_there) take_row(token, source, terms);
+    bool is_there = has(source);
+    if (is_there) take_row(source, terms);
     of_node += is_there;
     bool ends_node = (source + 1) % team_.num_nvl_peers == 0;
     if (ends_node && of_node > 1 && !team_.is_local(source)) add_last(of_node, source, terms);

@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "cpu/normal/handle.h"
+
 namespace dk {
 
 void add_weights(float *to, const float *const *rows, int count, int32_t num_topk) {
@@ -23,10 +25,8 @@ void NodeSum::begin(int32_t num_topk) {
 // ---- Rows of my node's ranks for my partner on another node ----
 
 NodeSum::RowStream NodeSum::stream(int node, int index) const {
-  const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
-  int n = team_.num_ranks, source = team_.partner(node), holder = team_.first_local() + index,
-      which = node * team_.node_size + index;
-  return {holder, matrix[source * n + holder] - (source ? matrix[(source - 1) * n + holder] : 0), consumed_ + which,
+  int holder = team_.first_local() + index, which = node * team_.node_size + index;
+  return {holder, rows_between(team_, team_.matrix.get(), team_.partner(node), holder), consumed_ + which,
           head_ + which};
 }
 
@@ -96,7 +96,8 @@ void NodeSum::add_token(int node, int32_t token, uint8_t *to) const {
     if (num_topk_) weights[count] = weights_of(source, s);
     rows[count++] = reinterpret_cast<const uint16_t *>(row(source, s));
   }
-  team_.device->rows->sum(reinterpret_cast<uint16_t *>(to), rows, count, static_cast<size_t>(p_.hidden), false);
+  if (count)
+    team_.device->rows->sum(reinterpret_cast<uint16_t *>(to), rows, count, static_cast<size_t>(p_.hidden), false);
   TokenNumber *extra = reinterpret_cast<TokenNumber *>(to + record_.extra_at());
   extra->token = token;
   add_weights(reinterpret_cast<float *>(extra + 1), weights, count, num_topk_);
@@ -108,9 +109,10 @@ void NodeSum::copy_weights(int source, const RowStream &s, float *to) const {
     memcpy(to, weights_of(source, s), sizeof(float) * static_cast<size_t>(num_topk_));
     return;
   }
-  const int32_t *meta =
-      at<const int32_t>(p_.recv_src_metadata) + (first_row(source) + *s.consumed) * (p_.num_topk + 2) + 2;
-  for (int32_t k = 0; k < num_topk_; k++) to[k] = meta[k] < 0 ? 0 : at<const float>(p_.topk_weights)[meta[k]];
+  for (int32_t k = 0; k < num_topk_; k++) {
+    int32_t row = expanded_row(p_, first_row(source) + *s.consumed, k);
+    to[k] = row < 0 ? 0 : at<const float>(p_.topk_weights)[row];
+  }
 }
 
 // The terms in the order of the token's last choice of each rank.
@@ -134,7 +136,8 @@ void NodeSum::add_routed_token(int node, int32_t token, uint8_t *to) const {
     last[place] = choice;
     if (num_topk_) copy_weights(source, s, weights);
   }
-  team_.device->rows->sum(reinterpret_cast<uint16_t *>(to), rows, count, static_cast<size_t>(p_.hidden), false);
+  if (count)
+    team_.device->rows->sum(reinterpret_cast<uint16_t *>(to), rows, count, static_cast<size_t>(p_.hidden), false);
 }
 
 // The row of the first rank that has one for the token.

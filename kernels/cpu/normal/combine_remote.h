@@ -78,9 +78,7 @@ class NodeSum {
   bool add_for(int node);
   void advance(int node, int32_t token);
   LinkOut link(int node) const { return LinkOut(team_, exchange_, record_, plan_, node); }
-  int64_t first_row(int source) const {
-    return source ? at<const int32_t>(p_.rank_prefix_matrix)[(source - 1) * team_.num_ranks + team_.rank] : 0;
-  }
+  int64_t first_row(int source) const { return source ? team_.matrix[(source - 1) * team_.num_ranks + team_.rank] : 0; }
   Ring ring(int source, int holder) const {
     const CallMessage &message = exchange_.message(holder);
     return Ring(team_, holder, message.ring_slots, message.ring_stride, mine_, source);

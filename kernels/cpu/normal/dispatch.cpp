@@ -31,7 +31,7 @@ Ring dispatch_ring(const Team &team, const dk_dispatch_params &p) {
 
 constexpr int64_t kRowsAtOnce = 16;  // rows between two updates of a reader's cursor
 
-enum { kNextRow, kEndRow, kNextSlot, kToSend };  // arrays by peer in Team::numbers
+enum { kNextRow, kEndRow, kNextSlot, kToSend, kRows, kHeads };  // arrays by peer in Team::numbers
 
 class Dispatch {
  public:
@@ -48,7 +48,7 @@ class Dispatch {
   bool stage_batch();
   int64_t free_slots();
   bool stage_token(int32_t token);
-  void fill_extra(Extra *extra, int32_t token, const int32_t *head);
+  void fill_extra(Extra *extra, int32_t token);
   Refusal check_indices() const;
   bool goes_somewhere(size_t token) const;
   void gather_scales(void *to, int32_t token);
@@ -82,6 +82,7 @@ class Dispatch {
   Team &team_;
   const dk_dispatch_params &p_;
   const RowKernels &rows_;
+  const int32_t *const matrix_;
   Exchange exchange_;
   const uint64_t mask_words_;
   const Record record_;
@@ -90,6 +91,7 @@ class Dispatch {
   NodeSender node_sender_;
   Forwarder forwarder_;
   int64_t *next_row_, *end_row_, *next_slot_, *to_send_;
+  Heads heads_;  // of next_token_
   int32_t next_token_ = 0;
   int64_t staged_ = 0, announced_ = 0, free_ = 0, num_received_ = 0, outstanding_ = 0;
   bool stream_ = false, accepted_ = false;
@@ -100,17 +102,19 @@ Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
       team_(op.team),
       p_(p),
       rows_(*team_.device->rows),
+      matrix_(take_matrix(team_, p.rank_prefix_matrix)),
       exchange_(op),
       mask_words_(mask_words(team_)),
       record_(dispatch_record(team_, p)),
       ring_(dispatch_ring(team_, p)),
       plan_(plan_link(team_, record_, p)),
       node_sender_(team_, exchange_, record_, plan_, ring_),
-      forwarder_(op, exchange_, record_, at<const int32_t>(p.rank_prefix_matrix)),
+      forwarder_(op, exchange_, record_, matrix_),
       next_row_(team_.numbers(kNextRow)),
       end_row_(team_.numbers(kEndRow)),
       next_slot_(team_.numbers(kNextSlot)),
-      to_send_(team_.numbers(kToSend)) {
+      to_send_(team_.numbers(kToSend)),
+      heads_(op, p.send_head, p.num_tokens, team_.numbers(kRows), team_.numbers(kHeads)) {
   exchange_.set_field(DK_FIELD_HIDDEN_BYTES, static_cast<int64_t>(p.hidden_bytes));
   exchange_.set_field(DK_FIELD_NUM_EXPERTS, p.num_experts);
   exchange_.set_field(DK_FIELD_NUM_TOPK, p.num_topk);
@@ -133,11 +137,10 @@ Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
 // Everything that the call goes by, before a row moves.
 Refusal Dispatch::check() const {
   if (p_.flags & DK_DISPATCH_CANCELLED) return {DK_EINVAL, DK_FIELD_CANCELLED, 0, p_.reason};
-  const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
   int64_t room = p_.num_worst_tokens > 0 ? p_.num_worst_tokens : p_.num_recv_tokens;
   if (!p_.recv_x) room = 0;
-  Refusal wrong = check_matrix(team_, matrix, room);
-  if (!wrong.code) wrong = check_heads(team_, at<const int32_t>(p_.send_head), p_.num_tokens, matrix, next_slot_);
+  Refusal wrong = check_matrix(team_, matrix_, room);
+  if (!wrong.code) wrong = check_heads(team_, at<const int32_t>(p_.send_head), p_.num_tokens, matrix_, next_slot_);
   return wrong.code || !p_.topk_idx ? wrong : check_indices();
 }
 
@@ -161,13 +164,13 @@ Refusal Dispatch::check_indices() const {
 
 // Each column of the matrix holds running sums, over the source ranks, of the rows to one rank.
 void Dispatch::count_rows() {
-  const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
   int n = team_.num_ranks, me = team_.rank;
+  int64_t *rows = team_.numbers(kRows);
   for (int i = 0; i < n; i++) {
-    next_row_[i] = i ? matrix[(i - 1) * n + me] : 0;
-    end_row_[i] = matrix[i * n + me];
+    next_row_[i] = i ? matrix_[(i - 1) * n + me] : 0;
+    end_row_[i] = matrix_[i * n + me];
     next_slot_[i] = 0;
-    to_send_[i] = matrix[me * n + i] - (me ? matrix[(me - 1) * n + i] : 0);
+    to_send_[i] = rows[i] = rows_between(team_, matrix_, me, i);
     if (i != me) outstanding_ += end_row_[i] - next_row_[i];
   }
   num_received_ = end_row_[n - 1];
@@ -178,10 +181,11 @@ void Dispatch::count_rows() {
 void Dispatch::run() {
   if (!op_.failed()) {
     exchange_.refuse(check());
-    exchange_.set_handle(p_.exchange, hash_of(team_, at<const int32_t>(p_.rank_prefix_matrix)));
+    exchange_.set_handle(p_.exchange, hash_of(team_, matrix_));
     count_rows();
     int32_t ends[DK_MAX_RANKS];
     if (expanded(p_.routing)) exchange_.refuse(check_slots(team_, p_, ends));
+    if (!exchange_.refused()) heads_.begin();
     exchange_.post(expanded(p_.routing) ? ends : nullptr, nullptr, 0);
     wait_until(op_, [this] { return poll(); }, [this](int peer, Missing &missing) { return awaits(peer, missing); });
     rows_.finish_stream();
@@ -200,8 +204,7 @@ void Dispatch::run() {
 
 // The peer's rows that have not come are rows of zeros that name no expert; this rank's rows for it are not sent.
 void Dispatch::do_without(int peer) {
-  const int32_t *matrix = at<const int32_t>(p_.rank_prefix_matrix);
-  uint64_t first = peer ? static_cast<uint64_t>(matrix[(peer - 1) * team_.num_ranks + team_.rank]) : 0;
+  uint64_t first = peer ? static_cast<uint64_t>(matrix_[(peer - 1) * team_.num_ranks + team_.rank]) : 0;
   outstanding_ -= end_row_[peer] - next_row_[peer];
   to_send_[peer] = 0;
   int32_t *tokens = p_.flags & DK_DISPATCH_CACHED ? nullptr : at<int32_t>(p_.recv_src_idx);
@@ -211,7 +214,7 @@ void Dispatch::do_without(int peer) {
     if (p_.recv_scales)
       memset(at<uint32_t>(p_.recv_scales) + row * static_cast<uint64_t>(p_.num_scales), 0,
              4 * static_cast<size_t>(p_.num_scales));
-    if (tokens) tokens[row] = row > first ? tokens[row - 1] + 1 : 0;
+    if (tokens) tokens[row] = row > first ? plus(tokens[row - 1], 1) : 0;
     mark_rows_unused(next_row_[peer], 1);
   }
 }
@@ -284,7 +287,7 @@ int64_t Dispatch::free_slots() {
 bool Dispatch::stage_batch() {
   int32_t before = next_token_;
   int64_t limit = staged_ + ring_.batch(p_.nvl_send_chunk);
-  while (next_token_ < p_.num_tokens && staged_ < limit && stage_token(next_token_)) next_token_++;
+  while (next_token_ < p_.num_tokens && staged_ < limit && stage_token(next_token_)) heads_.load(++next_token_);
   if (staged_ > announced_) {
     announced_ = staged_;
     team_.control().dispatch_head().set(exchange_.number(), static_cast<uint64_t>(staged_));
@@ -298,7 +301,7 @@ bool Dispatch::stage_batch() {
 
 // False: no room yet.
 bool Dispatch::stage_token(int32_t token) {
-  const int32_t *head = at<const int32_t>(p_.send_head) + static_cast<int64_t>(token) * team_.num_ranks;
+  const int32_t *head = heads_.now();
   const uint8_t *x = at<const uint8_t>(p_.x) + static_cast<uint64_t>(token) * p_.hidden_bytes;
   bool leaves = false;
   for (int peer = 0; peer < team_.num_ranks; peer++)
@@ -308,7 +311,7 @@ bool Dispatch::stage_token(int32_t token) {
   uint64_t slot = static_cast<uint64_t>(staged_) % ring_.slots();
   uint8_t *row = ring_.row(slot);
   Extra *extra = ring_.extra<Extra>(slot);
-  fill_extra(extra, token, head);
+  fill_extra(extra, token);
   if (p_.num_scales) gather_scales(row + p_.hidden_bytes, token);
   if (head[team_.rank] >= 0 && next_row_[team_.rank] < end_row_[team_.rank]) {
     write_row(team_.rank, next_row_[team_.rank]++, x, row + p_.hidden_bytes, extra);
@@ -320,7 +323,8 @@ bool Dispatch::stage_token(int32_t token) {
   return true;
 }
 
-void Dispatch::fill_extra(Extra *extra, int32_t token, const int32_t *head) {
+void Dispatch::fill_extra(Extra *extra, int32_t token) {
+  const int32_t *head = heads_.now();
   extra->token = token;
   uint64_t *mask = reinterpret_cast<uint64_t *>(extra + 1);
   memset(mask, 0, 8 * mask_words_);

@@ -4,6 +4,12 @@
 
 namespace dk {
 
+const int32_t *take_matrix(Team &team, uint64_t matrix) {
+  size_t n = static_cast<size_t>(team.num_ranks);
+  memcpy(team.matrix.get(), at<const void>(matrix), n * n * sizeof(int32_t));
+  return team.matrix.get();
+}
+
 Refusal check_matrix(const Team &team, const int32_t *matrix, int64_t room) {
   int n = team.num_ranks;
   for (int i = 0; i < n; i++) {
@@ -42,6 +48,36 @@ Refusal check_sources(const Team &team, const int32_t *sources, const int32_t *m
       if (sources[row] <= before) return {DK_EINVAL, DK_FIELD_SRC_IDX, before + 1, sources[row]};
   }
   return {};
+}
+
+// ---- Heads ----
+
+void Heads::none() { memset(now_, 0xff, sizeof(int32_t) * static_cast<size_t>(op_.team.num_ranks)); }
+
+void Heads::fail(int64_t expected, int64_t seen) {
+  none();
+  op_.fail(DK_EINVAL, op_.team.rank, DK_FIELD_SEND_HEAD, expected, seen);
+}
+
+void Heads::begin() {
+  memset(next_, 0, sizeof(int64_t) * static_cast<size_t>(op_.team.num_ranks));
+  load(0);
+}
+
+void Heads::load(int32_t token) {
+  int n = op_.team.num_ranks;
+  if (token == num_tokens_) {
+    none();
+    for (int r = 0; r < n; r++)
+      if (next_[r] != rows_[r]) return fail(rows_[r], next_[r]);
+    return;
+  }
+  const int32_t *from = from_ + int64_t{token} * n;
+  for (int r = 0; r < n; r++) {
+    int32_t place = now_[r] = from[r];
+    if (place >= 0 && (place != next_[r] || place >= rows_[r])) return fail(next_[r], place);
+  }
+  for (int r = 0; r < n; r++) next_[r] += now_[r] >= 0;
 }
 
 // FNV-1a by words.

@@ -1,25 +1,27 @@
 // Exchange of counts: every rank receives the number of rows from each rank to each other.
 #include <string.h>
 
+#include "cpu/normal/handle.h"
 #include "cpu/normal/routed.h"
 #include "cpu/team/check.h"
 
 namespace dk {
 namespace {
 
-// send_head[t][r]: the number of token t among my rows to rank r. The result says where counts that were given are
-// wrong.
-Refusal number_rows(Op &op, const dk_notify_params &p) {
+// send_head[t][r]: the number of token t among my rows to rank r; rows: those to each rank. The result says where
+// counts that were given are wrong.
+Refusal number_rows(Op &op, const dk_notify_params &p, int32_t *rows) {
   int num_ranks = op.team.num_ranks;
-  int64_t *next = op.team.numbers(0);
-  memset(next, 0, sizeof(int64_t) * static_cast<size_t>(num_ranks));
+  memset(rows, 0, sizeof(int32_t) * static_cast<size_t>(num_ranks));
   const uint8_t *in_rank = at<const uint8_t>(p.token_in_rank);
   int32_t *head = at<int32_t>(p.send_head);
   for (int32_t token = 0; token < p.num_tokens; token++, in_rank += num_ranks, head += num_ranks)
-    for (int r = 0; r < num_ranks; r++) head[r] = in_rank[r] ? static_cast<int32_t>(next[r]++) : -1;
+    for (int r = 0; r < num_ranks; r++) head[r] = in_rank[r] ? rows[r]++ : -1;
   const int32_t *given = at<const int32_t>(p.tokens_per_rank);
-  for (int r = 0; r < num_ranks; r++)
-    if (given[r] != next[r]) return {DK_EINVAL, DK_FIELD_TOKENS_PER_RANK, next[r], given[r]};
+  for (int r = 0; r < num_ranks; r++) {
+    int32_t there = given[r];
+    if (there != rows[r]) return {DK_EINVAL, DK_FIELD_TOKENS_PER_RANK, rows[r], there};
+  }
   for (int32_t e = 0; e < p.num_experts; e++) {
     int32_t tokens = at<const int32_t>(p.tokens_per_expert)[e];
     if (tokens < 0) return {DK_EINVAL, DK_FIELD_TOKENS_PER_EXPERT, 0, tokens};
@@ -39,15 +41,19 @@ bool all_fit(Op &op, const Exchange &exchange, const int32_t *matrix) {
   return !op.refused();
 }
 
-// Ranks that take no part send nothing and get nothing.
-void fill_matrix(Op &op, const Exchange &exchange, int32_t *matrix) {
+// Ranks that take no part send nothing and get nothing. The team keeps what the caller gets: all that follows goes by
+// it.
+const int32_t *fill_matrix(Op &op, const Exchange &exchange, uint64_t out) {
+  int32_t *matrix = op.team.matrix.get();
   Control &control = op.team.control();
   int n = op.team.num_ranks;
   for (int i = 0; i < n; i++) {
     const int32_t *rows = exchange.without(i) ? nullptr : control.rows_of(exchange.message(i));
     for (int j = 0; j < n; j++)
-      matrix[i * n + j] = (rows && !exchange.without(j) ? rows[j] : 0) + (i ? matrix[(i - 1) * n + j] : 0);
+      matrix[i * n + j] = plus(rows && !exchange.without(j) ? rows[j] : 0, i ? matrix[(i - 1) * n + j] : 0);
   }
+  memcpy(at<void>(out), matrix, sizeof(int32_t) * static_cast<size_t>(n) * static_cast<size_t>(n));
+  return matrix;
 }
 
 void forget_heads(Op &op, const Exchange &exchange, const dk_notify_params &p) {
@@ -98,32 +104,32 @@ void give_up(Op &op, const dk_notify_params &p) {
 
 // The counts that a routing gives: no other rank needs a row of the layout.
 void exchange_choices(Op &op, Exchange &exchange, const dk_notify_params &p) {
-  int32_t rows[DK_MAX_RANKS], experts[DK_MAX_ROUTED_EXPERTS], *matrix = at<int32_t>(p.rank_prefix_matrix);
+  int32_t rows[DK_MAX_RANKS], experts[DK_MAX_ROUTED_EXPERTS];
   exchange.refuse(count_choices(op.team, p, rows, experts));
   exchange.post_all(rows, experts, p.num_experts);
   if (!exchange.wait()) return;
-  fill_matrix(op, exchange, matrix);
+  const int32_t *matrix = fill_matrix(op, exchange, p.rank_prefix_matrix);
   if (!all_fit(op, exchange, matrix) || (expanded(p.routing) && !expanded_fit(op, exchange, p))) return;
-  place_choices(op.team, exchange, p, matrix);
+  place_choices(op.team, exchange, p, matrix, experts);
   if (!p.counts) return;
   dk_counts *counts = at<dk_counts>(p.counts);
   int n = op.team.num_ranks;
   counts->num_recv_tokens = matrix[(n - 1) * n + op.team.rank];
   int32_t from_node = 0;  // rows from ranks of this node
-  for (int i = op.team.first_local(); i < op.team.first_local() + op.team.num_nvl_peers; i++)
-    from_node += matrix[i * n + op.team.rank] - (i ? matrix[(i - 1) * n + op.team.rank] : 0);
+  int first = op.team.rank / op.team.num_nvl_peers * op.team.num_nvl_peers;
+  for (int i = first; i < min(n, first + op.team.num_nvl_peers); i++)
+    from_node += static_cast<int32_t>(rows_between(op.team, matrix, i, op.team.rank));
   counts->num_recv_nodes_tokens = counts->num_recv_tokens - from_node;
-  for (int32_t e = 0; e < p.num_experts / n; e++)
-    counts->per_expert[e] = aligned_rows(at<const int32_t>(p.num_per_expert)[e], p.expert_alignment);
+  for (int32_t e = 0; e < p.num_experts / n; e++) counts->per_expert[e] = aligned_rows(experts[e], p.expert_alignment);
 }
 
 void exchange_counts(Op &op, Exchange &exchange, const dk_notify_params &p) {
-  int32_t *matrix = at<int32_t>(p.rank_prefix_matrix);
-  exchange.refuse(number_rows(op, p));
-  exchange.post(at<const int32_t>(p.tokens_per_rank), p.num_experts ? at<const int32_t>(p.tokens_per_expert) : nullptr,
+  int32_t rows[DK_MAX_RANKS];
+  exchange.refuse(number_rows(op, p, rows));
+  exchange.post(rows, p.num_experts ? at<const int32_t>(p.tokens_per_expert) : nullptr,
                 p.num_experts / op.team.num_ranks);
   if (!exchange.wait()) return;
-  fill_matrix(op, exchange, matrix);
+  const int32_t *matrix = fill_matrix(op, exchange, p.rank_prefix_matrix);
   if (exchange.shrinks()) forget_heads(op, exchange, p);
   if (all_fit(op, exchange, matrix) && p.counts) fill_counts(op, exchange, p, matrix, at<dk_counts>(p.counts));
 }

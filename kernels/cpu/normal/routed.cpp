@@ -62,7 +62,8 @@ Refusal count_choices(const Team &team, const dk_notify_params &p, int32_t *rows
   return {};
 }
 
-void place_choices(const Team &team, const Exchange &exchange, const dk_notify_params &p, const int32_t *matrix) {
+void place_choices(const Team &team, const Exchange &exchange, const dk_notify_params &p, const int32_t *matrix,
+                   int32_t *rows) {
   int n = team.num_ranks, me = team.rank;
   int32_t local = experts_each(team, p), first[DK_MAX_ROUTED_EXPERTS];
   bool expand = expanded(p.routing);
@@ -79,9 +80,9 @@ void place_choices(const Team &team, const Exchange &exchange, const dk_notify_p
       int64_t real_end = start + count;
       start += aligned_rows(count, p.expert_alignment);
       if (r != me) continue;
-      at<int32_t>(p.num_per_expert)[e - r * local] = static_cast<int32_t>(count);
+      at<int32_t>(p.num_per_expert)[e - r * local] = rows[e - r * local] = static_cast<int32_t>(count);
       at<int32_t>(p.psum_per_expert)[e - r * local] = static_cast<int32_t>(expand ? real_end : start);
-      if (p.cumulative_stats) at<int32_t>(p.cumulative_stats)[e - r * local] += static_cast<int32_t>(count);
+      if (p.cumulative_stats) at<uint32_t>(p.cumulative_stats)[e - r * local] += static_cast<uint32_t>(count);
     }
   }
   for (int i = 0; i < n; i++) at<int32_t>(p.psum_per_rank)[i] = matrix[i * n + me];
@@ -92,7 +93,7 @@ void place_choices(const Team &team, const Exchange &exchange, const dk_notify_p
       int32_t expert = expert_at(p, token, k);
       if (expert < 0) continue;
       if (expand) {
-        slot[k] += first[expert];
+        slot[k] = plus(slot[k], first[expert]);
         continue;
       }
       bool last = true;
@@ -100,7 +101,7 @@ void place_choices(const Team &team, const Exchange &exchange, const dk_notify_p
         int32_t other = expert_at(p, token, later);
         last &= other < 0 || other / local != expert / local;
       }
-      slot[k] = last ? me * p.num_max_tokens + head[expert / local] : -1;
+      slot[k] = last ? plus(me * p.num_max_tokens, head[expert / local]) : -1;
     }
   }
 }
@@ -180,12 +181,14 @@ void write_indices(const dk_dispatch_params &p, int64_t row, const int32_t *idx,
 void write_routed_row(const Team &team, const dk_dispatch_params &p, int source, int64_t row, int32_t token,
                       const void *x, const void *scales, const Choices &choices, bool stream) {
   bool expand = expanded(p.routing);
-  int32_t local = experts_each(team, p), first = local * team.rank, last = -1;
+  int32_t local = experts_each(team, p), first = local * team.rank, last = -1, slots[kMaxTopk];
   for (int32_t k = 0; k < p.num_topk; k++) {
+    slots[k] = -1;
     bool here = choices.idx[k] >= first && choices.idx[k] < first + local;
     if (here) last = k;
-    if (!here || !expand) continue;
-    int64_t slot = choices.slots[k];
+    // The sender has compared its slots with the room here; since then its caller may have changed them.
+    if (!here || !expand || choices.slots[k] < 0 || choices.slots[k] >= p.num_expanded_tokens) continue;
+    int64_t slot = slots[k] = choices.slots[k];
     team.device->rows->copy(at<uint8_t>(p.recv_x) + static_cast<uint64_t>(slot) * p.hidden_bytes, x, p.hidden_bytes,
                             stream);
     if (p.recv_scales) write_scales(p, slot, scales);
@@ -202,10 +205,9 @@ void write_routed_row(const Team &team, const dk_dispatch_params &p, int source,
   }
   if (!p.recv_src_metadata || p.flags & DK_DISPATCH_CACHED) return;
   int32_t *meta = at<int32_t>(p.recv_src_metadata) + row * (p.num_topk + 2);
-  meta[0] = source * p.num_max_tokens + token;
+  meta[0] = plus(source * p.num_max_tokens, token);
   meta[1] = source * p.num_topk + last;
-  for (int32_t k = 0; expand && k < p.num_topk; k++)
-    meta[2 + k] = choices.idx[k] >= first && choices.idx[k] < first + local ? choices.slots[k] : -1;
+  if (expand) memcpy(meta + 2, slots, sizeof(int32_t) * static_cast<size_t>(p.num_topk));
 }
 
 void write_padding(const Team &team, const dk_dispatch_params &p) {
@@ -264,13 +266,13 @@ Refusal check_metadata(const Team &team, const dk_combine_params &p, const int32
 }
 
 void gather_terms(const RowKernels &kernels, const dk_combine_params &p, int64_t row, uint8_t *to, float *weights) {
-  const int32_t *meta = at<const int32_t>(p.recv_src_metadata) + row * (p.num_topk + 2) + 2;
   const uint16_t *terms[kMaxTopk];
   int count = 0;
   uint64_t hidden = static_cast<uint64_t>(p.hidden);
   for (int32_t k = 0; k < p.num_topk; k++) {
-    if (weights) weights[k] = meta[k] < 0 ? 0 : at<const float>(p.topk_weights)[meta[k]];
-    if (meta[k] >= 0) terms[count++] = at<const uint16_t>(p.x) + static_cast<uint64_t>(meta[k]) * hidden;
+    int32_t from = expanded_row(p, row, k);
+    if (weights) weights[k] = from < 0 ? 0 : at<const float>(p.topk_weights)[from];
+    if (from >= 0) terms[count++] = at<const uint16_t>(p.x) + static_cast<uint64_t>(from) * hidden;
   }
   if (rows_together(p) > 1) {
     for (int i = 0; i < count; i++)

@@ -17,7 +17,9 @@ inline int32_t aligned_rows(int64_t rows, int32_t alignment) {
 // rank's choices of its expert. The result says what is wrong with topk_idx.
 Refusal count_choices(const Team &team, const dk_notify_params &p, int32_t *rows, int32_t *experts);
 // From all ranks' counts: the places in dst_slot, the sums for each rank and expert. `matrix` is complete.
-void place_choices(const Team &team, const Exchange &exchange, const dk_notify_params &p, const int32_t *matrix);
+// rows: of each local expert.
+void place_choices(const Team &team, const Exchange &exchange, const dk_notify_params &p, const int32_t *matrix,
+                   int32_t *rows);
 // False, with the refusal recorded, if a rank has less room than expanded rows arrive there.
 bool expanded_fit(Op &op, const Exchange &exchange, const dk_notify_params &p);
 void give_up_choices(const Team &team, const dk_notify_params &p);
@@ -59,10 +61,16 @@ inline bool rows_apart(const dk_combine_params &p) {
 Refusal check_metadata(const Team &team, const dk_combine_params &p, const int32_t *matrix);
 // What row `row` of the plain layout came from: the token's number at `source`, and its last choice here.
 inline int32_t token_of_row(const dk_combine_params &p, int source, int64_t row) {
-  return at<const int32_t>(p.recv_src_metadata)[row * (p.num_topk + 2)] - source * p.num_max_tokens;
+  return plus(at<const int32_t>(p.recv_src_metadata)[row * (p.num_topk + 2)], -source * p.num_max_tokens);
 }
 inline int32_t last_choice_of_row(const dk_combine_params &p, int64_t row) {
   return at<const int32_t>(p.recv_src_metadata)[row * (p.num_topk + 2) + 1] % p.num_topk;
+}
+// Expanded: the row of x that row `row` of the plain layout has for a choice; -1: none. Looked at again: check_terms
+// has seen it, but the metadata may have changed.
+inline int32_t expanded_row(const dk_combine_params &p, int64_t row, int32_t choice) {
+  int32_t there = at<const int32_t>(p.recv_src_metadata)[row * (p.num_topk + 2) + 2 + choice];
+  return there < p.num_x_rows ? there : -1;
 }
 // Expanded: what this rank sends for row `row` of the plain layout: to `to` the sum of its expanded rows, or these
 // rows; to `weights`, if not null, the weight of each choice.

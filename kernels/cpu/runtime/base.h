@@ -42,6 +42,11 @@ constexpr T max(T a, T b) {
   return a < b ? b : a;
 }
 
+// Of numbers in the caller's memory, which may be any: the sum wraps around.
+inline int32_t plus(int32_t a, int32_t b) {
+  return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
+}
+
 template <class T>
 T *at(uint64_t address) {
   return reinterpret_cast<T *>(static_cast<uintptr_t>(address));

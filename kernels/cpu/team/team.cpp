@@ -40,11 +40,13 @@ Owned<Team> Team::make(const dk_team_create_params &p) {
   team->peers = create_array<Peer>(ranks);
   team->scratch = create_array<int64_t>(ranks * kScratch);
   team->experts = create_array<int32_t>(2 * Control::max_local_experts(p.num_ranks));
+  team->matrix = create_array<int32_t>(ranks * ranks);
   team->arrivals = create_array<Arrival>(ranks);
   team->doorbells = create_array<uint64_t>(ranks / 64 + 1);
   if (!local) team->links = create_array<LinkState>(static_cast<uint64_t>(team->num_nodes()));
   if (!local) team->told = create_array<Told>(ranks);
-  if (!team->peers || !team->scratch || !team->experts || !team->arrivals || !team->doorbells) return nullptr;
+  if (!team->peers || !team->scratch || !team->experts || !team->matrix || !team->arrivals || !team->doorbells)
+    return nullptr;
   if (!local && (!team->links || !team->told)) return nullptr;
   for (int i = 0; i < p.num_ranks; i++) team->peers[i] = peer_at(p, at<const uint64_t>(p.host_peer_blocks)[i]);
   if (team->nic) team->nic->set_doorbell(&team->control().doorbell());

@@ -35,7 +35,7 @@ struct Told {
   uint64_t generation, lifts, notice, notice_wanted;
 };
 
-constexpr int kScratch = 8;
+constexpr int kScratch = 10;
 
 struct Team {
   Device *const device;
@@ -53,6 +53,7 @@ struct Team {
   OwnedArray<Peer> peers;
   OwnedArray<int64_t> scratch;     // kScratch numbers for each rank, for the operation that is running
   OwnedArray<int32_t> experts;     // two numbers for each local expert, likewise
+  OwnedArray<int32_t> matrix;      // the rank_prefix_matrix of the running operation, where no caller can change it
   OwnedArray<Arrival> arrivals;    // by rank: messages of the low-latency call that is being received
   OwnedArray<uint64_t> doorbells;  // bit by rank: to be rung
   OwnedArray<LinkState> links;     // by node; null: every rank is local
