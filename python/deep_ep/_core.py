@@ -13,7 +13,7 @@ from typing import Any
 from . import _abi, _torch, errors
 from ._lib import watch_exit
 from ._memory import HAS_ROW_POOLS, RowPool, give_back_rows
-from ._native import DESTROYED, SLICE_MS, Background, Launch, NativeBuffer, NativeGroup
+from ._native import DESTROYED, SLICE_MS, Launch, NativeBuffer, NativeGroup
 from ._torch import Device, OptionalTensor
 from .errors import assertion, check_flag, type_error
 from .utils import EventHandle, EventOverlap
@@ -49,7 +49,7 @@ class Core:
         self.comm_stream: Any = None
         self.comm_stream_address = 0
         self.is_ready = False
-        self._regrouping: tuple[Background, Callable[[], None]] | None = None  # one that is not known to have ended
+        self._unfinished: tuple[Callable[[], None], bool, bool] | None = None  # see _carry_out
         self.compiled = True  # calls may go through the compiled face; asked at the first one of a mode
         self.kept: dict[Launch, Held] = {}
         self.idle: list[Launch] = []
@@ -78,12 +78,15 @@ class Core:
         """
         if not self.native.alive:
             raise errors.DeepEPError(errors.INVALID_STATE, DESTROYED)
-        if self._regrouping is None:
-            self._become_ready()
-        else:
-            self._finish_regroup()
+        self._finish()
+        if not self.is_ready:
+            self._learn()
+            self.is_ready = True
+            if self._rows_at_once:
+                self.open_rows()
 
-    def _become_ready(self) -> None:
+    def _learn(self) -> None:
+        """Waits for start-up, and takes what the library knows of the group and the device."""
         native = self.native
         native.wait_ready()
         info = native.info()
@@ -94,9 +97,6 @@ class Core:
             self.comm_stream = _torch.external_stream(address, self.device)
         if info.peer_rows and not self.host_stream and HAS_ROW_POOLS:
             self._room = int(info.row_segment_bytes) if self._zero_copy_bytes is None else self._zero_copy_bytes
-        self.is_ready = True
-        if self._rows_at_once:
-            self.open_rows()
 
     def open_rows(self) -> None:
         """Makes the segment for rows that peers write in place, unless it is there or a graph is being captured.
@@ -121,6 +121,9 @@ class Core:
         """Begins a call: waits for start-up, and lets go of the tensors of calls that have ended."""
         if not self.is_ready:
             self.ensure_ready()
+        self._let_go_of_ended()
+
+    def _let_go_of_ended(self) -> None:
         for launch in list(self.kept):
             if launch.left:
                 if not self.native.event_done(launch.event):
@@ -130,7 +133,7 @@ class Core:
     def destroy(self) -> None:
         """Frees the buffer and lets go of every tensor. Twice is fine."""
         self.is_ready = False
-        self._regrouping = None
+        self._unfinished = None
         self._finalizer()
         self.kept.clear()
         self.idle.clear()
@@ -138,40 +141,64 @@ class Core:
     def release(self) -> None:
         """Buffer.release."""
         self.enter()
-        self.native.release()
-        self.enter()  # all calls have ended: lets go of their tensors
-        give_back_rows()
+
+        def step() -> None:
+            self.native.release()
+            self.native.close_rows()
+            self._let_go_of_ended()
+            give_back_rows()
+
+        self._carry_out(step, True, True)
 
     def restore(self) -> None:
         """Buffer.restore."""
+        self._finish()
         self.native.wait_ready()
-        self.native.restore()
+        self._carry_out(self.native.restore, self.is_ready, self.is_ready)
 
     def regroup(self, members: list[int], renumber: bool, timeout_ms: int, then: Callable[[], None]) -> None:
-        """Buffer.regroup; `then` brings what others know of the group up to date.
+        """Buffer.regroup; `then` brings what others know of the group up to date."""
+        self._finish()
+        work = self.native.regroup(members, renumber, timeout_ms)
 
-        Ctrl-C ends the wait alone: the next call waits for the end of the regroup, and for that of `then`.
-        """
-        if self._regrouping is not None:
-            self._finish_regroup()
-        self._regrouping = self.native.regroup(members, renumber, timeout_ms), then
-        self.is_ready = False
-        self._finish_regroup()
-
-    def _finish_regroup(self) -> None:
-        """What is interrupted here is done again by the next call."""
-        assert self._regrouping is not None
-        work, then = self._regrouping
-        try:
+        def step() -> None:
             work.wait()
             self.native.close_rows()
             self.kept.clear()  # calls of before have ended, well or not
-            self._become_ready()
+            self._learn()
             then()
+            if self._rows_at_once:
+                self.open_rows()
+
+        self._carry_out(step, True, False)
+
+    def _carry_out(self, step: Callable[[], None], ready: bool, otherwise: bool) -> None:
+        """Does what changes the buffer for all later calls.
+
+        Ctrl-C ends the wait for it alone: the next call does what is left, and raises what it raises.
+
+        Args:
+            step: may be done again from its beginning.
+            ready: is_ready afterwards.
+            otherwise: is_ready where the step has failed.
+        """
+        self.is_ready = False
+        self._unfinished = step, ready, otherwise
+        self._finish()
+
+    def _finish(self) -> None:
+        unfinished = self._unfinished
+        if unfinished is None:
+            return
+        step, ready, otherwise = unfinished
+        try:
+            step()
         except errors.DeepEPError:
-            self._regrouping = None
+            self._unfinished = None
+            self.is_ready = otherwise
             raise
-        self._regrouping = None
+        self._unfinished = None
+        self.is_ready = ready
 
     def is_usable(self) -> bool:
         """True once start-up is complete, until destroy(); False in a forked child."""

@@ -255,7 +255,8 @@ class RowPool:
 
     def close(self) -> None:
         """Lets go of the pool; its tensors stay valid, and the segment stays with them."""
-        _ended_pools.append(self._pool.id)
+        if self._pool is not None and self._pool.id not in _ended_pools:
+            _ended_pools.append(self._pool.id)
         self._pool = None
 
 

@@ -212,10 +212,6 @@ class NativeBuffer:
     def release(self) -> None:
         """Gives the buffer's memory back, once this rank's calls have ended."""
         self._in_slices(self.lib.without_gil.deepep_buffer_release)
-        rows, self.rows = self.rows, None
-        if rows is not None:
-            rows.close()
-            self.lib.without_gil.deepep_pool_close(rows.pointer)
 
     def restore(self) -> None:
         """Has the buffer's memory again. Collective."""
@@ -317,11 +313,12 @@ class NativeBuffer:
         return Background(run)
 
     def close_rows(self) -> None:
-        """Lets go of the rows of before a regroup."""
-        rows, self.rows = self.rows, None
+        """Lets go of the rows of before a regroup or a release. Twice is fine."""
+        rows = self.rows
         if rows is not None:
             rows.close()
             self.lib.without_gil.deepep_pool_close(rows.pointer)
+            self.rows = None
 
     def destroy(self) -> None:
         """Frees everything; twice is fine."""

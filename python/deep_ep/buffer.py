@@ -370,7 +370,8 @@ class Buffer:
         training step between two rollouts. All of the memory is free once every rank has called. First this rank's
         calls in flight end. Until `restore` every call is refused, and a replay of a CUDA graph that was captured
         before leaves at once (counts 0, sums NaN). Tensors that calls have returned stay. Views of
-        get_local_buffer_tensor stay valid too, without meaning. Twice is fine; so is destroy().
+        get_local_buffer_tensor stay valid too, without meaning. Twice is fine; so is destroy(). Ctrl-C ends the wait
+        and not the release: the next call waits for its end, and raises its error if it failed.
 
         Raises:
             DeepEPError: a low-latency call is without its hook, whose rows would be lost; a graph is being captured;
@@ -382,7 +383,8 @@ class Buffer:
         """Has the memory again, zeroed, at the addresses of before. Collective; without a `release` it does nothing.
 
         Handles of normal mode and hooks from before are refused; graphs from before may be replayed. Masks are lifted,
-        and a failure from before is over. The pages of the CPU engine are brought in as calls touch them.
+        and a failure from before is over. The pages of the CPU engine are brought in as calls touch them. Ctrl-C ends
+        the wait and not the restore: the next call waits for its end, and raises its error if it failed.
 
         Raises:
             DeepEPError: a rank is late or dead, or has no room; the text names it. The buffer stays released, and every

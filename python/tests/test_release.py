@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import threading
 import time
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import alone
 import checks
 import lowlat
 import normal
@@ -17,6 +22,7 @@ from cases import Case
 from conftest import full
 from test_graphs import normal_round
 from test_lifecycle import leaks, resources, settle
+from test_signals import RaisesAt, Stop, traced
 
 CASE = Case((30, 20, 0, 9), experts=12, topk=3, hidden=512)
 LL_CASE = Case((16, 9, 0, 12), hidden=512, experts=12, topk=3)
@@ -381,3 +387,106 @@ def test_row_segment_is_opened_when_it_is_needed(pool, device):
     if device != "cuda":
         pytest.skip("needs a CUDA device: peers of the CPU engine read rows where they are staged")
     pool.run(min(3, pool.size), rank_row_segment, deadline=120)
+
+
+# ---- Ctrl-C
+
+
+def rank_stopped_anywhere(ctx: Any, stride: int) -> None:
+    """An exception at any step of either: it has not begun, or the next call does the rest of it first."""
+    import deep_ep
+
+    package = deep_ep.__path__[0]
+
+    def stopped(function: Any, n: int) -> RaisesAt:
+        tracer = RaisesAt(package, n)
+        with contextlib.suppress(Stop):
+            traced(tracer, function)
+        return tracer
+
+    with alone.buffer_of(ctx) as buffer:
+        call = alone.Calls(buffer).of("dispatch")
+        call()
+        asleep, awake = stopped(buffer.release, 0).count, stopped(buffer.restore, 0).count
+        assert asleep > 50 and awake > 30, "the calls are not traced"
+        inside = 0
+        for n in range(1, asleep + awake + 1, stride):
+            if n > asleep:
+                buffer.release()
+            tracer = stopped(buffer.release, n) if n <= asleep else stopped(buffer.restore, n - asleep)
+            begun = tracer.where.startswith("_in_slices")
+            inside += begun
+            goes_on = True
+            if n % 2 or begun:
+                try:
+                    call()
+                except deep_ep.DeepEPError as error:
+                    assert "memory is released" in str(error), error
+                    goes_on = False
+            assert not begun or goes_on == (n > asleep), f"{tracer.where}: another call did not wait for it"
+            if n % 3 == 0:
+                buffer.release()
+            buffer.restore()
+            call()
+        assert inside or stride > 1, "nothing was stopped in the library's calls"
+
+
+def test_exception_at_every_instruction(pool, device):
+    if device != "cpu":
+        pytest.skip("needs the CPU engine: a restore of GPU memory takes too long for hundreds of them")
+    pool.run(1, rank_stopped_anywhere, 1 if full() else 7)
+
+
+def interrupted(call: Any) -> None:
+    """A call whose wait Ctrl-C ends."""
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    timer.join()
+
+
+def rank_interrupted(ctx: Any) -> None:
+    """Ctrl-C while other ranks are late: release and restore go on, and the next call has their result."""
+    import deep_ep
+
+    case = for_ranks(ctx, CASE)
+
+    def serve(seed: int) -> None:
+        exchange = normal.dispatch_and_check(ctx, buffer, case.but(seed=seed))
+        normal.combine(ctx, buffer, exchange)
+        normal.check(exchange)
+
+    with normal.buffer_of(ctx) as buffer:
+        serve(0)
+        ctx.barrier()
+        if ctx.rank == 0:
+            worst = case.but(worst=True, seed=1)
+            exchange = normal.dispatch(ctx, buffer, worst, async_finish=True)
+            interrupted(buffer.release)
+            ctx.barrier()
+            with pytest.raises(deep_ep.DeepEPError, match="memory is released"):
+                buffer.barrier()  # once the dispatch has ended
+            normal.check(exchange)
+        else:
+            ctx.barrier()
+            normal.dispatch_and_check(ctx, buffer, case.but(worst=True, seed=1))
+            buffer.release()
+        ctx.barrier()
+        if ctx.rank == 0:
+            interrupted(buffer.restore)
+            ctx.barrier()
+        else:
+            ctx.barrier()
+            buffer.restore()
+        serve(2)
+        buffer.release()
+        ctx.barrier()
+        if ctx.rank == 0:  # one that does not end does not hold up destroy()
+            interrupted(buffer.restore)
+            assert victims.timed_destroy(buffer) < 2.5
+        ctx.barrier()
+
+
+def test_interrupted(pool):
+    pool.run(2, rank_interrupted)
