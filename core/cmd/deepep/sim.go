@@ -25,7 +25,7 @@ machine. docs/simulation.md says what is modelled and where the constants are fr
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(simQPCommand(), simEPCommand())
+	cmd.AddCommand(simQPCommand(), simEPCommand(), simCostsCommand())
 	return cmd
 }
 

@@ -8,8 +8,10 @@ import (
 
 	"github.com/jedib0t/go-pretty/v6/table"
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/deepep-go/deepep/core/cmd/deepep/internal/nicsim"
+	"github.com/deepep-go/deepep/internal/plan"
 )
 
 // simEP is a comparison with upstream's published figures.
@@ -18,6 +20,7 @@ type simEP struct {
 	ranks            []int
 	mode, nic, order string
 	fit              bool
+	ours             simOurs
 }
 
 func simEPCommand() *cobra.Command {
@@ -33,22 +36,59 @@ ranks, up to 1024, have no published figure; from 256 on a rank has one expert.
 
 Low latency is the ranks' mean time. Normal mode is logical bandwidth as upstream counts
 it: rows for every node that has an expert of the token, its own included (on one
-node: for every rank), over the mean time.`,
+node: for every rank), over the mean time.
+
+--ours predicts this library's kernels instead, from what they were measured to cost: the
+fixed part of a call and the slowest of NIC, NVLink, SMs, queue pairs and memory, beside
+the published figures, with the measurements that the costs come from and how far each is
+missed (docs/scale.md). --costs names a file with other costs, which deepep sim costs
+makes from the output of bench_ops.`,
 		Example: `  deepep sim ep
   deepep sim ep --mode low-latency --ranks 256,512,1024
   deepep sim ep --routing static --picture published.svg
-  deepep sim ep --fit`,
+  deepep sim ep --fit
+  deepep sim ep --ours
+  deepep sim ep --ours --costs mine.json --markdown docs/scale.md`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return s.run(cmd) },
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := s.checkFlags(cmd.Flags()); err != nil {
+				return err
+			}
+			if !s.ours.on {
+				return s.run(cmd)
+			}
+			s.ours.ranks, s.ours.seed, s.ours.json = s.ranks, s.flags.seed, s.flags.json
+			return s.ours.run(cmd.OutOrStdout())
+		},
 	}
 	f := cmd.Flags()
 	f.IntSliceVar(&s.ranks, "ranks", nil, "numbers of ranks; none: the published ones")
 	f.StringVar(&s.mode, "mode", "all", "all, low-latency or normal")
 	f.StringVar(&s.nic, "nic", "turns", "what NICs do; see deepep sim qp --help")
 	f.StringVar(&s.order, "order", "planned", "order of queue pairs; see deepep sim qp --help")
+	f.BoolVar(&s.ours.on, "ours", false, "predict this library's kernels; of the other flags --ranks, --seed and --json count")
+	f.StringVar(&s.ours.costs, "costs", "", "file with what the kernels cost; none: docs/performance.md's (only with --ours)")
+	f.StringVar(&s.ours.machine, "machine", "h800", "machine of the costs to predict for (only with --ours)")
+	f.IntVar(&s.ours.sms, "sms", nicsim.PublishedSMs, "SMs of normal mode (only with --ours)")
+	f.IntVar(&s.ours.qps, "qps", plan.DefaultQueuePairs, "queue pairs toward each peer (only with --ours)")
+	f.StringVar(&s.ours.markdown, "markdown", "", "write the tables between the marks of this page too (only with --ours)")
 	f.BoolVar(&s.fit, "fit", false, "fit the two constants again, to the network that the flags describe, and use them")
 	s.flags.register(f)
 	return cmd
+}
+
+// checkFlags refuses flags that would change nothing: those of the network with --ours, those of --ours without it.
+func (s *simEP) checkFlags(f *pflag.FlagSet) error {
+	others, why := []string{"costs", "machine", "sms", "qps", "markdown"}, "counts only with --ours"
+	if s.ours.on {
+		others, why = []string{"mode", "nic", "order", "fit", "routing", "fabric", "buffer", "picture"}, "does not count with --ours, which has no network of switches"
+	}
+	for _, name := range others {
+		if f.Changed(name) {
+			return fmt.Errorf("--%s %s", name, why)
+		}
+	}
+	return nil
 }
 
 // epReport is the result.
