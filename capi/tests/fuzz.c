@@ -1,7 +1,8 @@
 /* fuzz.c - damaged structs, handles and events on live buffers: every function of deepep.h that takes them. Whatever a
  * call gets is wrong in a few places: numbers, struct_size, addresses that are NULL or odd, handles that are stale or
- * of another kind. Addresses lie in an arena that is large enough for every shape that is given, so a signal is the
- * library's doing. A batch is a process: its parent sees how it ended.
+ * of another kind. Addresses lie close together in an arena that is large enough for every shape that is given: inputs
+ * and outputs overlap often, in some batches a thread writes there meanwhile, and a signal is the library's doing.
+ * Between the calls the buffer is released, restored and regrouped. A batch is a process: its parent sees how it ended.
  *
  *   fuzz [SECONDS] [SEED]   prints each failed batch with the seed that repeats it, then "1 passed, 0 failed" */
 #include <pthread.h>
@@ -19,7 +20,7 @@
 #include "deepep.h"
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
-enum { kArenaBytes = 64 << 20, kCalls = 2500, kEvents = 8, kLimitSeconds = 60 };
+enum { kArenaBytes = 64 << 20, kPlaces = 4096, kCalls = 2500, kEvents = 8, kLimitSeconds = 60 };
 
 /* ---- Random values ----------------------------------------------------------------------------------------------- */
 
@@ -50,18 +51,26 @@ static uint32_t wrong_size(size_t right) {
 }
 
 static char *arena;
+static size_t spread; /* of this batch: units of 16 bytes that addresses lie in */
 static void *address(void) {
-  switch (below(10)) {
+  switch (below(12)) {
     case 0: return NULL;
     case 1: return arena + 16 * below(64) + 1 + below(15);
-    default: return arena + 16 * (size_t)below(4096);
+    case 2: return arena + 4 * (size_t)below(kPlaces);
+    default: return arena + 16 * (size_t)below((uint32_t)spread);
   }
+}
+static void *place(void) { /* as address(), never NULL */
+  void *at = address();
+  return at ? at : arena;
 }
 /* Small shapes, which the arena holds, or wrong ones. */
 static int32_t tokens(void) {
   int32_t t = wrong32((int32_t)below(9));
   return t > 4096 && t <= 1 << 24 ? 5 : t;
 }
+/* Rows of a tensor, wrong ones too: as many as the arena holds. */
+static int32_t claim(void) { return (int32_t)below(4096) - (int32_t)below(8) / 7; }
 static int32_t hidden(void) {
   int32_t h = wrong32(256);
   return h > 4096 && h <= 1 << 20 ? 512 : h;
@@ -70,11 +79,12 @@ static int32_t hidden(void) {
 /* ---- What the parent sees ---------------------------------------------------------------------------------------- */
 
 static struct progress {
-  uint64_t call, function, calls, silent, internal;
+  uint64_t call, function, calls, accepted, silent, internal;
 } *progress;
 
 static void note(deepep_status_t status) {
   progress->calls++;
+  progress->accepted += status == DEEPEP_OK;
   if (status != DEEPEP_OK && status != DEEPEP_PENDING && deepep_last_error()[0] == 0) progress->silent++;
   if (status == DEEPEP_ERROR_INTERNAL) {
     progress->internal++;
@@ -161,6 +171,20 @@ static deepep_handle some_handle(void) {
   h.send_head = address();
   h.recv_src_idx = address();
   h.exchange = below(2) ? 0 : draw();
+  if (below(2)) return h;
+  h.routing = wrong32((int32_t)below(3));
+  h.num_topk = wrong32(2);
+  h.num_experts = wrong32(8);
+  h.index_type = wrong32(1);
+  h.num_max_tokens = tokens();
+  h.expert_alignment = wrong32(4);
+  h.num_expanded_tokens = claim();
+  h.topk_idx = address();
+  h.dst_slot = address();
+  h.psum_recv_tokens_per_rank = address();
+  h.psum_recv_tokens_per_expert = address();
+  h.num_recv_tokens_per_expert = address();
+  h.recv_src_metadata = address();
   return h;
 }
 
@@ -243,6 +267,180 @@ static void call_combine(deepep_call *call) {
   a.combined_x = address();
   a.combined_topk_weights = a.num_topk ? address() : NULL;
   note(deepep_combine(some_buffer(), below(30) ? &a : NULL, call));
+}
+
+/* ---- A round with a routing -------------------------------------------------------------------------------------- */
+
+/* Notify, dispatch and combine of one exchange, right but for places that overlap; now and then something is wrong. */
+static int rarely(void) { return below(24) == 0; }
+
+static deepep_handle routed_handle(int32_t num_tokens, int32_t num_topk, int32_t num_experts) {
+  deepep_handle h = DEEPEP_HANDLE_INIT;
+  h.routing = 1 + (int32_t)below(2);
+  h.num_tokens = num_tokens;
+  h.num_topk = num_topk;
+  h.num_experts = num_experts;
+  h.index_type = (int32_t)below(2);
+  h.num_max_tokens = num_tokens + (int32_t)below(4);
+  h.expert_alignment = 1 << below(4);
+  h.rank_prefix_matrix = place();
+  h.send_head = place();
+  h.topk_idx = place();
+  h.dst_slot = place();
+  h.psum_recv_tokens_per_rank = place();
+  h.psum_recv_tokens_per_expert = place();
+  h.num_recv_tokens_per_expert = place();
+  h.recv_src_metadata = place();
+  int8_t *entry = (int8_t *)(uintptr_t)h.topk_idx;
+  size_t entry_bytes = h.index_type == DEEPEP_INT64 ? 8 : 4;
+  for (int32_t i = 0; i < num_tokens * num_topk; i++, entry += entry_bytes) {
+    int64_t expert = (int64_t)below((uint32_t)num_experts + 1) - 1;
+    memcpy(entry, &expert, entry_bytes);
+  }
+  return h;
+}
+
+static bool notify_routed(deepep_handle *h, deepep_call *call, int64_t hidden_size, int32_t worst) {
+  deepep_notify a = DEEPEP_NOTIFY_INIT;
+  a.num_tokens = h->num_tokens;
+  a.num_topk = h->num_topk;
+  a.num_experts = h->num_experts;
+  a.expert_alignment = h->expert_alignment;
+  a.num_worst_tokens = worst;
+  a.num_worst_expanded = worst && h->routing == 2 ? h->num_tokens * h->num_topk + h->num_experts * 8 : 0;
+  a.hidden = hidden_size;
+  a.routing = h->routing;
+  a.index_type = h->index_type;
+  a.num_max_tokens = rarely() ? tokens() : h->num_max_tokens;
+  a.topk_idx = h->topk_idx;
+  a.cumulative_recv_stats = below(2) ? place() : NULL;
+  a.handle = h;
+  token = 0;
+  deepep_status_t status = deepep_notify_counts(buffer, &a, call, &token);
+  note(status);
+  return status == DEEPEP_OK;
+}
+
+/* The rows of the outputs, as the counts say; within the arena. */
+static bool learn_counts(deepep_handle *h, int32_t worst) {
+  int32_t rows = worst, per_expert[64] = {0}, expanded_rows = 0;
+  deepep_status_t status = DEEPEP_OK;
+  for (int i = 0;
+       !worst && i < 100 && (status = deepep_wait_counts(buffer, token, 20, &rows, per_expert)) == DEEPEP_PENDING;
+       i++) {
+  }
+  note(status);
+  for (int32_t e = 0; e < h->num_experts; e++) expanded_rows += per_expert[e];
+  h->num_recv_tokens = rarely() ? claim() : rows;
+  h->num_expanded_tokens = worst ? h->num_tokens * h->num_topk + h->num_experts * 8 : expanded_rows;
+  if (h->routing == 1) h->num_expanded_tokens = 0;
+  return status == DEEPEP_OK && rows >= 0 && rows <= 4096 && expanded_rows >= 0 && expanded_rows <= 4096;
+}
+
+static void call_routed(deepep_call *call) {
+  deepep_handle h = routed_handle((int32_t)below(9), 1 + (int32_t)below(4), 1 + (int32_t)below(16));
+  int32_t worst = below(3) ? 0 : h.num_tokens * 2 + 1;
+  int64_t hidden_size = 8 * (1 + (int64_t)below(40));
+  deepep_call plain = DEEPEP_CALL_INIT;
+  plain.is_async = (int32_t)below(2);
+  if (call && !rarely()) call = &plain;
+  bool counted = notify_routed(&h, call, hidden_size, worst) && learn_counts(&h, worst);
+  for (int turn = 0; counted && turn < 1 + (int)below(3); turn++) {
+    deepep_dispatch_args d = DEEPEP_DISPATCH_INIT;
+    d.cached = turn > 0 || rarely();
+    d.token = d.cached ? 0 : token;
+    d.hidden = hidden_size;
+    d.num_tokens = h.num_tokens;
+    d.num_worst_tokens = d.cached ? 0 : worst;
+    d.num_scales = below(3) ? 0 : 1 + (int32_t)below(3);
+    d.scale_token_stride = below(4);
+    d.scale_stride = below(3);
+    d.recv_scale_token_stride = (int64_t)below(5) - 1;
+    d.recv_scale_stride = (int64_t)below(5) - 1;
+    d.x = place();
+    d.x_scales = d.num_scales ? place() : NULL;
+    d.topk_weights = below(2) ? place() : NULL;
+    d.handle = &h;
+    d.recv_x = place();
+    d.recv_x_scales = d.num_scales ? place() : NULL;
+    d.recv_topk_idx = h.routing == 1 && below(2) ? place() : NULL;
+    d.recv_topk_weights = d.topk_weights ? place() : NULL;
+    d.do_zero_padding = h.routing == 2 && below(2);
+    note(deepep_dispatch(buffer, &d, call));
+    if (rarely()) h.recv_src_metadata = address();
+    if (rarely()) h.num_expanded_tokens = claim();
+    deepep_combine_args c = DEEPEP_COMBINE_INIT;
+    c.hidden = hidden_size;
+    c.x = place();
+    c.topk_weights = below(2) ? place() : NULL;
+    c.num_topk = c.topk_weights ? h.num_topk : 0;
+    c.bias[0] = below(2) ? place() : NULL;
+    c.handle = &h;
+    c.combined_x = place();
+    c.combined_topk_weights = c.topk_weights ? place() : NULL;
+    c.num_x_rows = h.routing == 2 ? h.num_expanded_tokens : 0;
+    c.unreduced = h.routing == 2 ? (int32_t)below(3) : 0;
+    note(deepep_combine(buffer, &c, call));
+  }
+  deepep_barrier(buffer, NULL); /* the structs' addresses are read at once, the tensors until here */
+}
+
+/* A right exchange without a routing, of places that overlap. */
+static void call_plain(deepep_call *call) {
+  deepep_handle h = DEEPEP_HANDLE_INIT;
+  deepep_layout l = DEEPEP_LAYOUT_INIT;
+  deepep_notify n = DEEPEP_NOTIFY_INIT;
+  int32_t rows = 0, num_tokens = (int32_t)below(9), topk = 1 + (int32_t)below(4), experts = 1 + (int32_t)below(16);
+  int64_t *idx = (int64_t *)(void *)(arena + 64 * below(64));
+  (void)call;
+  for (int32_t i = 0; i < num_tokens * topk; i++) idx[i] = (int64_t)below((uint32_t)experts + 1) - 1;
+  l.num_tokens = n.num_tokens = num_tokens;
+  l.num_topk = n.num_topk = topk;
+  l.num_experts = n.num_experts = experts;
+  l.topk_idx = idx;
+  l.num_tokens_per_rank = place();
+  l.num_tokens_per_expert = place();
+  l.is_token_in_rank = place();
+  note(deepep_get_layout(buffer, &l, NULL));
+  n.hidden = 8 * (1 + (int64_t)below(40));
+  n.num_tokens_per_rank = l.num_tokens_per_rank;
+  n.num_tokens_per_expert = l.num_tokens_per_expert;
+  n.is_token_in_rank = l.is_token_in_rank;
+  h.rank_prefix_matrix = place();
+  h.send_head = place();
+  h.recv_src_idx = place();
+  n.handle = &h;
+  deepep_status_t status = deepep_notify_counts(buffer, &n, NULL, &token);
+  note(status);
+  for (int i = 0; !status && i < 100 && (status = deepep_wait_counts(buffer, token, 20, &rows, NULL)) == DEEPEP_PENDING;
+       i++) {
+  }
+  note(status);
+  if (status || rows < 0 || rows > 4096) return;
+  h.num_recv_tokens = rows;
+  deepep_dispatch_args d = DEEPEP_DISPATCH_INIT;
+  d.token = token;
+  d.hidden = n.hidden;
+  d.num_tokens = num_tokens;
+  d.num_topk = topk;
+  d.num_experts = experts;
+  d.x = place();
+  d.topk_idx = idx;
+  d.topk_weights = place();
+  d.handle = &h;
+  d.recv_x = place();
+  d.recv_topk_idx = place();
+  d.recv_topk_weights = place();
+  note(deepep_dispatch(buffer, &d, NULL));
+  deepep_combine_args c = DEEPEP_COMBINE_INIT;
+  c.num_topk = topk;
+  c.hidden = n.hidden;
+  c.x = place();
+  c.topk_weights = place();
+  c.handle = &h;
+  c.combined_x = place();
+  c.combined_topk_weights = place();
+  note(deepep_combine(buffer, &c, NULL));
 }
 static uint32_t ticket;
 static void call_ll_dispatch(deepep_call *call) {
@@ -360,12 +558,98 @@ static void call_ends(deepep_call *call) { /* handles of other kinds */
   note(deepep_pool_close(address()));
 }
 
+/* The buffer's memory and its group come and go. */
+static void call_life(deepep_call *call) {
+  (void)call;
+  deepep_regroup_options r = DEEPEP_REGROUP_OPTIONS_INIT;
+  int32_t members[4] = {wrong32(0), wrong32(0), 1, -1}, ranks[4], count = 0;
+  char key[DEEPEP_JOIN_KEY_BYTES];
+  r.struct_size = wrong_size(sizeof r);
+  r.num_members = below(4) ? 1 : (int32_t)below(6) - 1;
+  r.members = below(9) ? members : NULL;
+  r.renumber = below(4) ? (int32_t)below(2) : wrong32(0);
+  r.timeout_ms = below(8) ? 50 : -(int64_t)below(3);
+  if (r.num_members > 4) r.num_members = 4;
+  switch (below(6)) {
+    case 0: note(deepep_buffer_regroup(some_buffer(), below(20) ? &r : NULL)); break;
+    case 1:
+      note(deepep_buffer_lost_ranks(some_buffer(), wrong32(4) & 3, below(4) ? ranks : NULL, below(9) ? &count : NULL));
+      break;
+    case 2:
+      note(deepep_buffer_join_key(some_buffer(), below(9) ? key : NULL, below(4) ? sizeof key : below(64)));
+      break;
+    case 3: note(deepep_buffer_pending_joins(some_buffer(), 0, wrong32(4) & 3, ranks, below(9) ? &count : NULL)); break;
+    default:
+      note(deepep_clean_low_latency_buffer(buffer, 8, 256, 8, NULL));
+      note(deepep_buffer_release(some_buffer(), (int64_t)below(3)));
+  }
+  if (below(2)) note(deepep_buffer_restore(some_buffer(), (int64_t)below(3)));
+}
+static void call_sizes(deepep_call *call) {
+  (void)call;
+  deepep_elastic_options o = DEEPEP_ELASTIC_OPTIONS_INIT;
+  deepep_elastic_info info = DEEPEP_ELASTIC_INFO_INIT;
+  deepep_plan_options p = DEEPEP_PLAN_OPTIONS_INIT;
+  deepep_plan_info plan = DEEPEP_PLAN_INFO_INIT;
+  o.struct_size = wrong_size(sizeof o);
+  info.struct_size = wrong_size(sizeof info);
+  o.num_ranks = wrong32(8);
+  o.num_nvl_peers = wrong32(4);
+  o.num_max_tokens = wrong32(128);
+  o.hidden = wrong32(7168);
+  o.num_topk = wrong32(8);
+  o.use_fp8_dispatch = wrong32(0);
+  o.unreduced = wrong32(0);
+  o.is_direct = wrong32(0);
+  o.num_allocated_qps = wrong32(0);
+  o.num_sms = wrong32(0);
+  o.num_device_sms = wrong32(132);
+  o.compute_capability = wrong32(90);
+  o.num_bytes = below(2) ? 0 : (uint64_t)wrong64(4 << 20);
+  note(deepep_elastic_sizes(below(20) ? &o : NULL, below(20) ? &info : NULL));
+  p.struct_size = wrong_size(sizeof p);
+  plan.struct_size = wrong_size(sizeof plan);
+  p.elastic = below(2) ? &o : NULL;
+  note(deepep_plan(below(20) ? &p : NULL, below(20) ? &plan : NULL, NULL));
+}
+
 static void (*const functions[])(deepep_call *) = {
-    call_layout,     call_notify,     call_dispatch, call_dispatch, call_combine, call_combine, call_ll_dispatch,
-    call_ll_combine, call_ll_combine, call_small,    call_queries,  call_events,  call_ends};
+    call_layout,      call_notify,     call_dispatch,   call_dispatch, call_combine, call_combine,
+    call_ll_dispatch, call_ll_combine, call_ll_combine, call_small,    call_queries, call_events,
+    call_ends,        call_routed,     call_routed,     call_plain,    call_life,    call_sizes};
+
+static _Atomic bool over;
+
+/* The tensors change while calls run. */
+static void *scribble(void *seed) {
+  state = *(uint64_t *)seed;
+  while (!over) {
+    uint64_t bits = draw();
+    memcpy(arena + 4 * below(kPlaces * 4), &bits, below(3) ? 4 : 8);
+    for (volatile int i = 0; i < 200; i++) {
+    }
+  }
+  return NULL;
+}
+
+/* After a failure, and now and then where the buffer is released: a new buffer, or its memory again. */
+static void look_after_the_buffer(void) {
+  deepep_status_t status = deepep_buffer_check(buffer);
+  if (status) status = deepep_buffer_check(buffer); /* a refused call says so once */
+  if (status) status = deepep_buffer_restore(buffer, 2000);
+  if (status == DEEPEP_OK) status = deepep_buffer_check(buffer);
+  if (status == DEEPEP_OK) return;
+  drop();
+  make();
+}
 
 static void structs(void) {
+  pthread_t writer;
+  uint64_t writers_seed = draw() | 1;
+  bool writes = below(3) == 0;
+  spread = (size_t)1 << (5 + below(8)); /* 512 bytes to 64 KiB */
   make();
+  if (writes) pthread_create(&writer, NULL, scribble, &writers_seed);
   for (int i = 0; i < kCalls; i++) {
     deepep_config config;
     deepep_call call = some_call(&config);
@@ -373,18 +657,16 @@ static void structs(void) {
     progress->function = below(COUNT(functions));
     functions[progress->function](below(6) ? &call : NULL);
     for (int n = 0; n < 16; n++) arena[below(1 << 16)] = (char)below(256); /* the tensors that handles name */
-    if (i % 16 == 0 && deepep_buffer_check(buffer) == DEEPEP_ERROR_TIMEOUT) {
-      drop();
-      make();
-    }
+    if (i % 16 == 0) look_after_the_buffer();
   }
+  over = true;
+  if (writes) pthread_join(writer, NULL);
   drop();
 }
 
 /* ---- Events that end beside their users -------------------------------------------------------------------------- */
 
 static _Atomic(deepep_event_t) shared_event;
-static _Atomic bool over;
 
 static void *use_event(void *unused) {
   (void)unused;
@@ -457,13 +739,15 @@ int main(int argc, char **argv) {
     _exit(0);
   }
   time_t end = time(NULL) + (argc > 1 ? atoi(argv[1]) : 15);
-  uint64_t passed = 0, failed = 0, calls = 0;
+  uint64_t passed = 0, failed = 0, calls = 0, accepted = 0;
   for (; time(NULL) < end || passed + failed < 2; seed++) {
     memset(progress, 0, 4096);
     run_batch(argv[0], fd, seed) ? failed++ : passed++;
     calls += progress->calls;
+    accepted += progress->accepted;
   }
-  printf("fuzz: %llu calls in %llu batches\n", (unsigned long long)calls, (unsigned long long)(passed + failed));
+  printf("fuzz: %llu calls, %llu of them accepted, in %llu batches\n", (unsigned long long)calls,
+         (unsigned long long)accepted, (unsigned long long)(passed + failed));
   printf("%d passed, %llu failed\n", failed == 0, (unsigned long long)failed);
   return failed != 0;
 }

@@ -13,22 +13,23 @@ void finish_stream() {
 #endif
 }
 
+// memmove, which costs the same: a caller's output may lie over its input.
 void copy(void *dst, const void *src, size_t bytes, bool stream) {
 #if defined(DK_STREAMING)
   uint8_t *to = static_cast<uint8_t *>(dst);
   const uint8_t *from = static_cast<const uint8_t *>(src);
   size_t head = (kWidth - reinterpret_cast<uintptr_t>(to) % kWidth) % kWidth;
   if (stream && bytes >= 256 + head) {
-    memcpy(to, from, head);
+    memmove(to, from, head);
     size_t i = head;
     for (; i + 4 * kWidth <= bytes; i += 4 * kWidth)
       for (size_t v = 0; v < 4; v++) stream_vector(to + i + v * kWidth, from + i + v * kWidth);
-    memcpy(to + i, from + i, bytes - i);
+    memmove(to + i, from + i, bytes - i);
     return;
   }
 #endif
   (void)stream;
-  memcpy(dst, src, bytes);
+  memmove(dst, src, bytes);
 }
 
 // To BF16 in the upper half of each lane, to nearest even; NaN stays NaN.
