@@ -262,7 +262,7 @@ PYTHON_TESTS = ("python/tests/test_*.py",)
 GO_FILES = ("core/**/*.go",)
 # Packages with goroutines, locks or memory that other processes write.
 CONCURRENT = [f"./internal/{name}" for name in ("bootstrap", "health", "engine", "monitor", "dl")]
-SHARE = "^dispatch/|^combine/|^notify/|^ll dispatch/|^ll combine/|^stream/|^team/"
+SHARE = "^dispatch/|^combine/|^notify/|^ll dispatch/|^ll combine/|^stream/|^team/|^overlap/"
 GPU_SOURCES = ("kernels/cuda/**/*.cu",)
 EMULATOR = GPU_SOURCES if platform.machine() == "x86_64" else ()  # it changes stacks itself
 CROSS = all(map(shutil.which, ("qemu-aarch64", "aarch64-linux-gnu-gcc", "aarch64-linux-gnu-g++")))
