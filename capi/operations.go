@@ -104,6 +104,27 @@ func dpgo_combine(id C.uintptr_t, a *C.deepep_combine_args, c *C.dp_call) C.int3
 	return operate(id, c, func(b *core.Buffer, call *core.Call) error { return b.Combine(args[op.CombineArgs](a), call) })
 }
 
+//export dpgo_balance_workspace
+func dpgo_balance_workspace(id C.uintptr_t, a *C.deepep_balance_args, reduce C.int32_t, bytes *C.uint64_t) C.int32_t {
+	return withBuffer(id, func(b *core.Buffer) error {
+		n, err := b.BalanceWorkspace(args[op.BalanceArgs](a), reduce != 0)
+		*bytes = C.uint64_t(n)
+		return err
+	})
+}
+
+//export dpgo_prefetch_weights
+func dpgo_prefetch_weights(id C.uintptr_t, a *C.deepep_balance_args, c *C.dp_call) C.int32_t {
+	return operate(id, c, func(b *core.Buffer, call *core.Call) error {
+		return b.PrefetchWeights(args[op.BalanceArgs](a), call)
+	})
+}
+
+//export dpgo_reduce_grads
+func dpgo_reduce_grads(id C.uintptr_t, a *C.deepep_balance_args, c *C.dp_call) C.int32_t {
+	return operate(id, c, func(b *core.Buffer, call *core.Call) error { return b.ReduceGrads(args[op.BalanceArgs](a), call) })
+}
+
 //export dpgo_low_latency_dispatch
 func dpgo_low_latency_dispatch(id C.uintptr_t, a *C.deepep_ll_dispatch_args, c *C.dp_call) C.int32_t {
 	return operate(id, c, func(b *core.Buffer, call *core.Call) error {

@@ -501,6 +501,37 @@ DP_PUBLIC deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_co
   return dpgo_combine(ID(buffer), &full, &order);
 }
 
+/* ---- Experts' copies ---- */
+
+DP_PUBLIC deepep_status_t deepep_balance_workspace(deepep_buffer_t buffer, const deepep_balance_args *args,
+                                                   int32_t reduce, uint64_t *bytes) {
+  deepep_balance_args full = DEEPEP_BALANCE_INIT;
+  TRY(enter());
+  REQUIRE(bytes);
+  TRY(take(&full, sizeof full, args, "args"));
+  return dpgo_balance_workspace(ID(buffer), &full, reduce, bytes);
+}
+
+DP_PUBLIC deepep_status_t deepep_prefetch_weights(deepep_buffer_t buffer, const deepep_balance_args *args,
+                                                  const deepep_call *call) {
+  deepep_balance_args full = DEEPEP_BALANCE_INIT;
+  dp_call order;
+  TRY(enter());
+  TRY(take(&full, sizeof full, args, "args"));
+  TRY(take_call(&order, call));
+  return dpgo_prefetch_weights(ID(buffer), &full, &order);
+}
+
+DP_PUBLIC deepep_status_t deepep_reduce_grads(deepep_buffer_t buffer, const deepep_balance_args *args,
+                                              const deepep_call *call) {
+  deepep_balance_args full = DEEPEP_BALANCE_INIT;
+  dp_call order;
+  TRY(enter());
+  TRY(take(&full, sizeof full, args, "args"));
+  TRY(take_call(&order, call));
+  return dpgo_reduce_grads(ID(buffer), &full, &order);
+}
+
 /* ---- Low-latency mode ---- */
 
 DP_PUBLIC deepep_status_t deepep_low_latency_dispatch(deepep_buffer_t buffer, deepep_ll_dispatch_args *args,

@@ -82,6 +82,31 @@ func (b *Buffer) CancelDispatch(token uint64, reason error, c *Call) error {
 // Stream order, memory and errors are those of every operation (see Buffer).
 func (b *Buffer) Combine(a *CombineArgs, c *Call) error { return b.live().Combine(a, c.engine()) }
 
+// BalanceWorkspace returns the bytes of workspace that PrefetchWeights, or with reduce ReduceGrads, needs; of the
+// arguments it reads the numbers alone. Local.
+func (b *Buffer) BalanceWorkspace(a *BalanceArgs, reduce bool) (uint64, error) {
+	return b.live().BalanceWorkspace(a, reduce)
+}
+
+// PrefetchWeights copies experts' tensors to the slots that other ranks have for copies of them ("redundant experts").
+// Collective, with equal Mapping, NumSlots, NumLocalExperts and ExpertBytes; it counts as calls of Dispatch.
+//
+// In: Mapping int32 [R, NumSlots], the expert, rank * NumLocalExperts + local, of each slot, any other number for none;
+// Experts, NumTensors tensors [NumLocalExperts, ExpertBytes]; Workspace of BalanceWorkspace bytes. Out: Copies,
+// [NumSlots, ExpertBytes]; slots of none stay. ExpertBytes are multiples of 16, and there are at most 32 ranks.
+//
+// Errors beside those of Buffer: ErrUnsupported on several nodes of GPUs.
+func (b *Buffer) PrefetchWeights(a *BalanceArgs, c *Call) error {
+	return b.live().PrefetchWeights(a, c.engine())
+}
+
+// ReduceGrads adds the float32 of Copies to the Experts that they are copies of, in the order of rank and slot, so that
+// the result repeats bit for bit; arguments and errors are those of PrefetchWeights. A call that was refused has added
+// nothing. Collective.
+func (b *Buffer) ReduceGrads(a *BalanceArgs, c *Call) error {
+	return b.live().ReduceGrads(a, c.engine())
+}
+
 // LowLatencyDispatch sends each token's row to each expert that it chose, straight into that expert's part of RecvX,
 // without an exchange of counts. Collective; the buffer was made with LowLatency.
 //

@@ -22,6 +22,7 @@ type (
 	NotifyArgs     = op.NotifyArgs
 	DispatchArgs   = op.DispatchArgs
 	CombineArgs    = op.CombineArgs
+	BalanceArgs    = op.BalanceArgs
 	LLDispatchArgs = op.LLDispatchArgs
 	LLCombineArgs  = op.LLCombineArgs
 	Info           = op.Info

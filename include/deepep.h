@@ -727,6 +727,40 @@ typedef struct deepep_combine_args {
 /* collective, launches. With a routing, on several nodes: UNSUPPORTED but with "cpu". */
 deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args, const deepep_call *call);
 
+/* ---- Experts' copies --------------------------------------------------------------------------------------------- */
+
+/* Tensors of a rank in a deepep_balance_args. */
+#define DEEPEP_MAX_BALANCED 16
+/* Arguments of deepep_prefetch_weights and deepep_reduce_grads: tensors of experts, and of copies of them that other
+ * ranks have in slots ("redundant experts"). R is at most 32. */
+typedef struct deepep_balance_args {
+  uint32_t struct_size;
+  int32_t num_tensors;       /* 1 to DEEPEP_MAX_BALANCED */
+  int32_t num_slots;         /* C, of a rank, 1 or more */
+  int32_t num_local_experts; /* L, 1 or more */
+  /* [in] [R,C] the same on all ranks: the expert, rank * L + local, whose copy the slot is; any other number: of none
+   */
+  const int32_t *mapping;
+  uint64_t expert_bytes[16]; /* of a tensor's expert: a multiple of 16, equal on all ranks */
+  void *copies[16];          /* [C, expert_bytes] the copies that this rank has; written by deepep_prefetch_weights */
+  void *experts[16];         /* [L, expert_bytes] this rank's experts; written by deepep_reduce_grads */
+  void *workspace;           /* of the library's use until the call is done; begins on 16 bytes */
+  uint64_t workspace_bytes;  /* what deepep_balance_workspace says, or more */
+} deepep_balance_args;
+#define DEEPEP_BALANCE_INIT {sizeof(deepep_balance_args), 0, 0, 0, NULL, {0}, {NULL}, {NULL}, NULL, 0}
+/* local. Bytes of workspace that the call needs; reduce: 0 for deepep_prefetch_weights, 1 for deepep_reduce_grads. Of
+ * args it reads the numbers alone. Returns: INVALID_STATE; start-up. */
+deepep_status_t deepep_balance_workspace(deepep_buffer_t buffer, const deepep_balance_args *args, int32_t reduce,
+                                         uint64_t *bytes);
+/* collective, launches. Every slot gets the bytes of its expert; slots of none stay. An expert's bytes cross to a rank
+ * once for up to 32 / R of its slots. It counts as calls of dispatch. Returns: UNSUPPORTED, as deepep_dispatch with a
+ * routing. */
+deepep_status_t deepep_prefetch_weights(deepep_buffer_t buffer, const deepep_balance_args *args,
+                                        const deepep_call *call);
+/* collective, launches. Adds, as float32, the copies of an expert to it, in the order of rank and slot, so that the
+ * result repeats bit for bit. A call that was refused has added nothing. Otherwise as deepep_prefetch_weights. */
+deepep_status_t deepep_reduce_grads(deepep_buffer_t buffer, const deepep_balance_args *args, const deepep_call *call);
+
 /* ---- Low-latency mode -------------------------------------------------------------------------------------------- */
 
 /* These operations need low_latency_mode (else INVALID_STATE), and return the codes of normal mode's operations. */

@@ -81,6 +81,7 @@ inline deepep_handle handle() { return DEEPEP_HANDLE_INIT; }
 inline deepep_notify notify_args() { return DEEPEP_NOTIFY_INIT; }
 inline deepep_dispatch_args dispatch_args() { return DEEPEP_DISPATCH_INIT; }
 inline deepep_combine_args combine_args() { return DEEPEP_COMBINE_INIT; }
+inline deepep_balance_args balance_args() { return DEEPEP_BALANCE_INIT; }
 inline deepep_ll_dispatch_args ll_dispatch_args() { return DEEPEP_LL_DISPATCH_INIT; }
 inline deepep_ll_combine_args ll_combine_args() { return DEEPEP_LL_COMBINE_INIT; }
 
@@ -299,6 +300,21 @@ class Buffer : public Owner<deepep_buffer_t, deepep_buffer_destroy> {
   }
   void combine(const deepep_combine_args &args, const deepep_call &how = deepep::call()) {
     check(deepep_combine(get(), &args, &how));
+  }
+
+  // Bytes of workspace for prefetch_weights(), or with `reduce` for reduce_grads().
+  uint64_t balance_workspace(const deepep_balance_args &args, bool reduce) const {
+    uint64_t bytes = 0;
+    check(deepep_balance_workspace(get(), &args, reduce ? 1 : 0, &bytes));
+    return bytes;
+  }
+  // Every slot gets its expert's bytes.
+  void prefetch_weights(const deepep_balance_args &args, const deepep_call &how = deepep::call()) {
+    check(deepep_prefetch_weights(get(), &args, &how));
+  }
+  // Adds the copies' gradients to their experts'.
+  void reduce_grads(const deepep_balance_args &args, const deepep_call &how = deepep::call()) {
+    check(deepep_reduce_grads(get(), &args, &how));
   }
 
   void low_latency_dispatch(deepep_ll_dispatch_args &args, const deepep_call &how = deepep::call()) {

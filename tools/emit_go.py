@@ -36,6 +36,7 @@ PUBLIC_STRUCTS = {
     "deepep_notify": "NotifyArgs",
     "deepep_dispatch_args": "DispatchArgs",
     "deepep_combine_args": "CombineArgs",
+    "deepep_balance_args": "BalanceArgs",
     "deepep_ll_dispatch_args": "LLDispatchArgs",
     "deepep_ll_combine_args": "LLCombineArgs",
 }
@@ -46,6 +47,9 @@ PUBLIC_FUNCTIONS = {  # of package core, where a comment names C's
     "deepep_notify_counts": "Buffer.Notify",
     "deepep_dispatch": "Buffer.Dispatch",
     "deepep_combine": "Buffer.Combine",
+    "deepep_balance_workspace": "Buffer.BalanceWorkspace",
+    "deepep_prefetch_weights": "Buffer.PrefetchWeights",
+    "deepep_reduce_grads": "Buffer.ReduceGrads",
     "deepep_low_latency_dispatch": "Buffer.LowLatencyDispatch",
     "deepep_low_latency_combine": "Buffer.LowLatencyCombine",
     "deepep_next_low_latency_combine_buffer": "Buffer.NextCombineBuffer",

@@ -319,6 +319,49 @@ static void run_expanded(deepep_buffer_t buffer) {
   EXPECT(deepep_buffer_check(buffer) == DEEPEP_OK);
 }
 
+/* Copies of experts: two tensors come to the slots, and what was added to the copies comes back. */
+static void run_balance(deepep_buffer_t buffer) {
+  enum { SLOTS = 3, LOCAL = 2, WORDS = 8 };
+  const int32_t mapping[SLOTS] = {1, -1, 1};
+  float experts[2][LOCAL * WORDS], copies[2][SLOTS * WORDS];
+  static _Alignas(16) char workspace[1 << 16];
+  uint64_t bytes = 0, more = 0;
+  int32_t i, n;
+  deepep_balance_args args = DEEPEP_BALANCE_INIT;
+  for (n = 0; n < 2; n++) {
+    for (i = 0; i < LOCAL * WORDS; i++) experts[n][i] = (float)(100 * n + i);
+    for (i = 0; i < SLOTS * WORDS; i++) copies[n][i] = -1;
+    args.experts[n] = experts[n];
+    args.copies[n] = copies[n];
+    args.expert_bytes[n] = sizeof(float) * WORDS;
+  }
+  args.num_tensors = 2;
+  args.num_slots = SLOTS;
+  args.mapping = mapping;
+  args.workspace = workspace;
+  args.workspace_bytes = sizeof workspace;
+  EXPECT(deepep_prefetch_weights(buffer, &args, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("num_local_experts"));
+  args.num_local_experts = LOCAL;
+  args.expert_bytes[1]--;
+  EXPECT(deepep_prefetch_weights(buffer, &args, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("expert_bytes[1]"));
+  args.expert_bytes[1]++;
+  EXPECT(deepep_balance_workspace(buffer, &args, 0, &bytes) == DEEPEP_OK && bytes > 0 && bytes < sizeof workspace);
+  EXPECT(deepep_balance_workspace(buffer, &args, 1, &more) == DEEPEP_OK && more > bytes && more < sizeof workspace);
+  args.workspace_bytes = bytes - 1;
+  EXPECT(deepep_prefetch_weights(buffer, &args, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("workspace_bytes"));
+  args.workspace_bytes = sizeof workspace;
+  args.copies[1] = NULL;
+  EXPECT(deepep_prefetch_weights(buffer, &args, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("copies[1]"));
+  args.copies[1] = copies[1];
+  EXPECT(deepep_prefetch_weights(buffer, &args, NULL) == DEEPEP_OK);
+  for (n = 0; n < 2; n++)
+    for (i = 0; i < SLOTS * WORDS; i++) EXPECT(copies[n][i] == (i / WORDS == 1 ? -1 : experts[n][WORDS + i % WORDS]));
+  EXPECT(deepep_reduce_grads(buffer, &args, NULL) == DEEPEP_OK);
+  for (n = 0; n < 2; n++)
+    for (i = 0; i < LOCAL * WORDS; i++) EXPECT(experts[n][i] == (float)((i < WORDS ? 1 : 3) * (100 * n + i)));
+  EXPECT(deepep_balance_workspace(buffer, &args, 0, NULL) == DEEPEP_ERROR_INVALID_ARGUMENT && SAYS("bytes"));
+}
+
 /* What a program types first, then with a shape of its own. */
 static void test_startup(deepep_buffer_t buffer) {
   deepep_warmup_options warmup = DEEPEP_WARMUP_OPTIONS_INIT;
@@ -396,6 +439,7 @@ static void test_life(void) {
   run_dispatch(buffer);
   run_expanded(buffer);
   test_release(buffer, address);
+  run_balance(buffer);
   EXPECT(deepep_buffer_startup_report(buffer, &report) == DEEPEP_OK && report.first_ns[DEEPEP_OP_DISPATCH] > 0);
   EXPECT(deepep_event_create(buffer, &event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_OK);
   call.is_async = 1;
@@ -403,7 +447,7 @@ static void test_life(void) {
   EXPECT(deepep_barrier(buffer, &call) == DEEPEP_OK && deepep_event_wait(event, -1) == DEEPEP_OK);
   EXPECT(deepep_query_mask(buffer, (int32_t *)sent, NULL) == DEEPEP_ERROR_INVALID_STATE && SAYS("shrink"));
   stats.op = DEEPEP_OP_DISPATCH;
-  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 18 && sent[0] > 0 &&
+  EXPECT(deepep_stats(buffer, &stats, sent, waited) == DEEPEP_OK && stats.calls == 22 && sent[0] > 0 &&
          stats.p99_us >= stats.p50_us);
   EXPECT(deepep_event_destroy(event) == DEEPEP_OK && deepep_event_wait(event, 0) == DEEPEP_ERROR_INVALID_ARGUMENT);
   EXPECT(deepep_group_destroy(group) == DEEPEP_OK); /* buffers of the group live on */

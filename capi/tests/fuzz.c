@@ -442,6 +442,29 @@ static void call_plain(deepep_call *call) {
   c.combined_topk_weights = place();
   note(deepep_combine(buffer, &c, NULL));
 }
+static void call_balance(deepep_call *call) {
+  static const uint64_t sizes[] = {16, 16, 48, 256, 0, 24, (uint64_t)1 << 62, UINT64_MAX};
+  deepep_balance_args a = DEEPEP_BALANCE_INIT;
+  uint64_t bytes = 0;
+  int32_t reduce = (int32_t)below(2);
+  a.struct_size = wrong_size(sizeof a);
+  a.num_tensors = wrong32(2);
+  a.num_slots = wrong32(3);
+  a.num_local_experts = wrong32(2);
+  a.mapping = (const int32_t *)address();
+  a.workspace = address();
+  a.workspace_bytes = below(4) ? 32 << 20 : below(4096);
+  for (int i = 0; i < 3; i++) {
+    a.expert_bytes[i] = sizes[below(COUNT(sizes))];
+    a.copies[i] = address();
+    a.experts[i] = address();
+  }
+  note(deepep_balance_workspace(some_buffer(), below(30) ? &a : NULL, reduce, below(9) ? &bytes : NULL));
+  if (reduce)
+    note(deepep_reduce_grads(some_buffer(), below(30) ? &a : NULL, call));
+  else
+    note(deepep_prefetch_weights(some_buffer(), below(30) ? &a : NULL, call));
+}
 static uint32_t ticket;
 static void call_ll_dispatch(deepep_call *call) {
   deepep_ll_dispatch_args a = DEEPEP_LL_DISPATCH_INIT;
@@ -614,9 +637,9 @@ static void call_sizes(deepep_call *call) {
 }
 
 static void (*const functions[])(deepep_call *) = {
-    call_layout,      call_notify,     call_dispatch,   call_dispatch, call_combine, call_combine,
-    call_ll_dispatch, call_ll_combine, call_ll_combine, call_small,    call_queries, call_events,
-    call_ends,        call_routed,     call_routed,     call_plain,    call_life,    call_sizes};
+    call_layout,     call_notify,     call_dispatch, call_dispatch, call_combine, call_combine, call_ll_dispatch,
+    call_ll_combine, call_ll_combine, call_small,    call_queries,  call_events,  call_ends,    call_routed,
+    call_routed,     call_plain,      call_life,     call_sizes,    call_balance};
 
 static _Atomic bool over;
 

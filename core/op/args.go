@@ -225,6 +225,24 @@ type CombineArgs struct {
 	Unreduced int32
 }
 
+// BalanceArgs are the arguments of Buffer.PrefetchWeights and Buffer.ReduceGrads: tensors of experts, and of
+// copies of them that other ranks have in slots ("redundant experts"). R is at most 32.
+type BalanceArgs struct {
+	_               uint32
+	NumTensors      int32 // 1 to DEEPEP_MAX_BALANCED
+	NumSlots        int32 // C, of a rank, 1 or more
+	NumLocalExperts int32 // L, 1 or more
+
+	// [in] int32 [R,C] the same on all ranks: the expert, rank * L + local, whose copy the slot is; any other number:
+	// of none
+	Mapping        uintptr
+	ExpertBytes    [16]uint64  // of a tensor's expert: a multiple of 16, equal on all ranks
+	Copies         [16]uintptr // [C, ExpertBytes] the copies that this rank has; written by Buffer.PrefetchWeights
+	Experts        [16]uintptr // [L, ExpertBytes] this rank's experts; written by Buffer.ReduceGrads
+	Workspace      uintptr     // of the library's use until the call is done; begins on 16 bytes
+	WorkspaceBytes uint64      // what Buffer.BalanceWorkspace says, or more
+}
+
 // LLDispatchArgs are the arguments of Buffer.LowLatencyDispatch, which sends every token to the experts that it
 // names.
 type LLDispatchArgs struct {

@@ -12,6 +12,7 @@ var mirrors = map[string]any{
 	"deepep_config": Config{}, "deepep_warmup_options": WarmupOptions{}, "deepep_layout": LayoutArgs{}, "deepep_handle": Handle{},
 	"deepep_notify": NotifyArgs{}, "deepep_dispatch_args": DispatchArgs{}, "deepep_combine_args": CombineArgs{},
 	"deepep_ll_dispatch_args": LLDispatchArgs{}, "deepep_ll_combine_args": LLCombineArgs{},
+	"deepep_balance_args": BalanceArgs{},
 }
 
 // golden is what a C compiler said of deepep.h, less the fields that Go leaves without a name.

@@ -27,6 +27,7 @@ int main(void) {
   deepep_notify notify = DEEPEP_NOTIFY_INIT;
   deepep_dispatch_args dispatch = DEEPEP_DISPATCH_INIT;
   deepep_combine_args combine = DEEPEP_COMBINE_INIT;
+  deepep_balance_args balance = DEEPEP_BALANCE_INIT;
   deepep_ll_dispatch_args ll_dispatch = DEEPEP_LL_DISPATCH_INIT;
   deepep_ll_combine_args ll_combine = DEEPEP_LL_COMBINE_INIT;
   deepep_op_stats stats = DEEPEP_OP_STATS_INIT;
@@ -45,6 +46,7 @@ int main(void) {
   SIZED(notify);
   SIZED(dispatch);
   SIZED(combine);
+  SIZED(balance);
   SIZED(ll_dispatch);
   SIZED(ll_combine);
   SIZED(stats);
@@ -60,6 +62,7 @@ int main(void) {
   EXPECT(dispatch.do_zero_padding == 0 && combine.num_x_rows == 0 && combine.unreduced == 0);
   EXPECT(dispatch.recv_segment == 0 && dispatch.index_type == DEEPEP_INT64 && dispatch.x_type == DEEPEP_BF16);
   EXPECT(combine.x_segment == 0 && combine.bias[0] == NULL && combine.bias[1] == NULL);
+  EXPECT(balance.num_tensors == 0 && balance.expert_bytes[15] == 0 && balance.experts[15] == NULL);
   EXPECT(ll_dispatch.phases == DEEPEP_SEND_RECV && ll_dispatch.use_fp8 == 1 && ll_dispatch.index_type == DEEPEP_INT64);
   EXPECT(ll_combine.phases == DEEPEP_SEND_RECV && ll_combine.index_type == DEEPEP_INT64 && ll_combine.x == NULL);
 

@@ -19,7 +19,7 @@ var mirrors = map[string]any{
 	"dk_stream_destroy_params": StreamDestroyParams{}, "dk_stream_query_params": StreamQueryParams{},
 	"dk_event_create_params": EventCreateParams{}, "dk_event_destroy_params": EventDestroyParams{},
 	"dk_event_record_params": EventRecordParams{}, "dk_stream_wait_event_params": StreamWaitEventParams{},
-	"dk_event_wait_params": EventWaitParams{}, "dk_copy_params": CopyParams{}, "dk_fill_params": FillParams{},
+	"dk_event_wait_params": EventWaitParams{}, "dk_copy_params": CopyParams{}, "dk_fill_params": FillParams{}, "dk_balance_params": BalanceParams{},
 	"dk_block_sizes_params": BlockSizesParams{}, "dk_ll_layout_params": LLLayoutParams{},
 	"dk_team_create_params": TeamCreateParams{}, "dk_team_destroy_params": TeamDestroyParams{},
 	"dk_team_segment_params": TeamSegmentParams{}, "dk_team_release_params": TeamReleaseParams{},

@@ -36,6 +36,9 @@ const MaxSegments = 64
 // MaxRoutedExperts is DK_MAX_ROUTED_EXPERTS.
 const MaxRoutedExperts = 2048
 
+// MaxBalancedSlots is DK_MAX_BALANCED_SLOTS: of all ranks.
+const MaxBalancedSlots = 4096
+
 // NumTickets is DK_NUM_TICKETS.
 const NumTickets = 4
 
@@ -204,6 +207,16 @@ const (
 
 	// with a routing, among nodes: every rank's row crosses, and no node adds its ranks' rows
 	CombineApart = 2
+)
+
+// What dk_balance does. The first two make the handle of a cached expanded dispatch of rows of row_bytes.
+const (
+	BalanceCopies = 0 // T = num_local * num_rows: this rank's experts, to the slots that are copies of them
+
+	// T = num_slots * num_rows: this rank's slots, to the ranks of their experts, which get copy after copy in the
+	// order of rank and slot, `count` rows of each
+	BalanceGrads = 1
+	BalanceAdd   = 2 // adds what came by such a handle to this rank's experts, in that order
 )
 
 // Format of the rows of a low-latency dispatch. FP4: two e2m1 in a byte, the lower channel in the lower half, and

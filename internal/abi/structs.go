@@ -697,6 +697,37 @@ type CombineParams struct {
 	RecvSrcMetadata uint64 // int32[num_recv_tokens, K+2], expanded or among nodes
 }
 
+// BalanceParams is dk_balance_params.
+type BalanceParams struct {
+	Header
+	Device uint64
+	Stream uint64
+
+	// int32[R, num_slots]: the expert, rank * num_local + local, of a slot; another number: none
+	Mapping  uint64
+	What     int32 // DK_BALANCE_*
+	Rank     int32
+	NumRanks int32
+	NumSlots int32 // of a rank; at most DK_MAX_BALANCED_SLOTS of all ranks
+	NumLocal int32 // experts of a rank
+	NumRows  int32 // of an expert
+
+	// The part of the work. COPIES: slots `first` to `first` + `count` - 1 of each rank, K = R * count, where expert
+	// rank * count + i of the handle is slot first + i. Else these rows of each expert, K = 1, where expert r is rank
+	// r.
+	First            int32
+	Count            int32
+	RankPrefixMatrix uint64 // [out] int32[R,R], of the first two, as all to topk_weights
+	SendHead         uint64 // [out] int32[T,R]
+	TopKIdx          uint64 // [out] int32[T,K]
+	DstSlot          uint64 // [out] int32[T,K]
+	TopKWeights      uint64 // [out] float32[T,K]: 1
+	Rows             uint64 // ADD: [copies of this rank's experts * count, row_bytes]
+	Arrived          uint64 // ADD: float32, the weight of each of these rows; other than 1: it has not come
+	Experts          uint64 // ADD: [inout] [num_local, num_rows, row_bytes] float32
+	RowBytes         uint64
+}
+
 // LLDispatchParams is dk_ll_dispatch_params.
 type LLDispatchParams struct {
 	OpHeader

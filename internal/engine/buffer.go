@@ -110,6 +110,7 @@ type Buffer struct {
 	minRow       uint64 // a row of so many bytes is known to fit num_nvl_bytes and num_rdma_bytes
 	idle         []*device.Event
 	awaited      []callID // synchronous calls that threads wait for
+	spans        callSpans
 	segments     [abi.MaxSegments]*Segment
 	segmentsMade uint64
 	captured     bool                      // a call was captured into a graph, which may be replayed at any time
@@ -127,6 +128,7 @@ type params struct {
 	notify     abi.NotifyParams
 	dispatch   abi.DispatchParams
 	combine    abi.CombineParams
+	balance    abi.BalanceParams
 	llDispatch abi.LLDispatchParams
 	llCombine  abi.LLCombineParams
 	clean      abi.CleanParams

@@ -44,8 +44,14 @@ func (b *Buffer) takeRefusal(own callID) (abi.Failure, bool) {
 		if atomic.LoadUint32(&r.Code) == 0 {
 			continue
 		}
+		call := callID{r.Op, r.Call}
+		span := b.spans.of(call)
+		if span != nil && span.raised {
+			atomic.StoreUint32(&r.Code, 0)
+			continue
+		}
 		entries++
-		switch call := (callID{r.Op, r.Call}); {
+		switch {
 		case call == own:
 			chosen = i
 		case chosen < 0 && !slices.Contains(b.awaited, call):
@@ -59,6 +65,9 @@ func (b *Buffer) takeRefusal(own callID) (abi.Failure, bool) {
 		return abi.Failure{}, false
 	}
 	found := b.words.Refusals[chosen]
+	if span := b.spans.of(callID{found.Op, found.Call}); span != nil {
+		span.raised = true // its others are not, when they are seen
+	}
 	atomic.StoreUint32(&b.words.Refusals[chosen].Code, 0)
 	return found, true
 }

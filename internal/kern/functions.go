@@ -56,6 +56,7 @@ const (
 	fnNotify
 	fnDispatch
 	fnCombine
+	fnBalance
 	fnLLDispatch
 	fnLLCombine
 	fnClean
@@ -111,6 +112,7 @@ var symbols = [numFunctions]string{
 	fnNotify:            "dk_notify",
 	fnDispatch:          "dk_dispatch",
 	fnCombine:           "dk_combine",
+	fnBalance:           "dk_balance",
 	fnLLDispatch:        "dk_ll_dispatch",
 	fnLLCombine:         "dk_ll_combine",
 	fnClean:             "dk_clean",
@@ -416,6 +418,12 @@ func (l *Library) Dispatch(p *abi.DispatchParams) int32 {
 func (l *Library) Combine(p *abi.CombineParams) int32 {
 	p.Size = uint32(unsafe.Sizeof(*p))
 	return dl.Call(l.functions[fnCombine], unsafe.Pointer(p))
+}
+
+// Balance calls dk_balance. Local, enqueued. The same mapping on all ranks gives them the same matrix.
+func (l *Library) Balance(p *abi.BalanceParams) int32 {
+	p.Size = uint32(unsafe.Sizeof(*p))
+	return dl.Call(l.functions[fnBalance], unsafe.Pointer(p))
 }
 
 // LLDispatch calls dk_ll_dispatch.

@@ -813,6 +813,41 @@ typedef struct dk_combine_params {
 } dk_combine_params;
 int32_t dk_combine(dk_combine_params *p);
 
+/* What dk_balance does. The first two make the handle of a cached expanded dispatch of rows of row_bytes. */
+enum {
+  DK_BALANCE_COPIES = 0, /* T = num_local * num_rows: this rank's experts, to the slots that are copies of them */
+  DK_BALANCE_GRADS = 1,  /* T = num_slots * num_rows: this rank's slots, to the ranks of their experts, which get copy
+                            after copy in the order of rank and slot, `count` rows of each */
+  DK_BALANCE_ADD = 2     /* adds what came by such a handle to this rank's experts, in that order */
+};
+#define DK_MAX_BALANCED_SLOTS 4096 /* of all ranks */
+typedef struct dk_balance_params {
+  DK_HEADER;
+  uint64_t device, stream;
+  uint64_t mapping; /* int32[R, num_slots]: the expert, rank * num_local + local, of a slot; another number: none */
+  int32_t what;     /* DK_BALANCE_* */
+  int32_t rank, num_ranks;
+  int32_t num_slots; /* of a rank; at most DK_MAX_BALANCED_SLOTS of all ranks */
+  int32_t num_local; /* experts of a rank */
+  int32_t num_rows;  /* of an expert */
+  /* The part of the work. COPIES: slots `first` to `first` + `count` - 1 of each rank, K = R * count, where expert
+   * rank * count + i of the handle is slot first + i. Else these rows of each expert, K = 1, where expert r is rank r.
+   */
+  int32_t first;
+  int32_t count;
+  uint64_t rank_prefix_matrix; /* [out] int32[R,R], of the first two, as all to topk_weights */
+  uint64_t send_head;          /* [out] int32[T,R] */
+  uint64_t topk_idx;           /* [out] int32[T,K] */
+  uint64_t dst_slot;           /* [out] int32[T,K] */
+  uint64_t topk_weights;       /* [out] float32[T,K]: 1 */
+  uint64_t rows;               /* ADD: [copies of this rank's experts * count, row_bytes] */
+  uint64_t arrived;            /* ADD: float32, the weight of each of these rows; other than 1: it has not come */
+  uint64_t experts;            /* ADD: [inout] [num_local, num_rows, row_bytes] float32 */
+  uint64_t row_bytes;
+} dk_balance_params;
+/* Local, enqueued. The same mapping on all ranks gives them the same matrix. */
+int32_t dk_balance(dk_balance_params *p);
+
 /* Format of the rows of a low-latency dispatch. FP4: two e2m1 in a byte, the lower channel in the lower half, and one
  * byte of scale for 16 channels. Its rows take 9/16 bytes a channel on every link. */
 enum {

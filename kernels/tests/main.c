@@ -40,6 +40,7 @@ static const struct group *const process_groups[] = {&process_cases, &transport_
   X(overlap)      \
   X(combine)      \
   X(expand)       \
+  X(balance)      \
   X(peer_rows)    \
   X(ll_dispatch)  \
   X(ll_combine)   \

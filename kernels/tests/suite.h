@@ -58,6 +58,7 @@
   X(notify)                \
   X(dispatch)              \
   X(combine)               \
+  X(balance)               \
   X(ll_dispatch)           \
   X(ll_combine)            \
   X(clean)                 \

@@ -20,6 +20,7 @@ JOIN_KEY_BYTES = 64
 ELASTIC_UNIT = 2097152
 HANDLE_MAGIC = 0x44504548
 HANDLE_VERSION = 1
+MAX_BALANCED = 16
 
 OK = 0
 ERROR_INVALID_ARGUMENT = 1
@@ -568,6 +569,23 @@ class CombineArgs(ctypes.Structure):
     ]
 
 
+class BalanceArgs(ctypes.Structure):
+    # deepep_balance_args
+    __slots__ = ()
+    _fields_ = [
+        ("struct_size", U32),
+        ("num_tensors", I32),
+        ("num_slots", I32),
+        ("num_local_experts", I32),
+        ("mapping", VP),
+        ("expert_bytes", U64 * 16),
+        ("copies", VP * 16),
+        ("experts", VP * 16),
+        ("workspace", VP),
+        ("workspace_bytes", U64),
+    ]
+
+
 class LlDispatchArgs(ctypes.Structure):
     # deepep_ll_dispatch_args
     __slots__ = ()
@@ -721,6 +739,12 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "deepep_cancel_dispatch": (I32, [VP, U64, I32, VP]),
     # deepep_status_t deepep_combine(deepep_buffer_t buffer, const deepep_combine_args *args, const deepep_call *call)
     "deepep_combine": (I32, [VP, VP, VP]),
+    # deepep_status_t deepep_balance_workspace(deepep_buffer_t buffer, const deepep_balance_args *args, int32_t reduce, uint64_t *bytes)
+    "deepep_balance_workspace": (I32, [VP, VP, I32, VP]),
+    # deepep_status_t deepep_prefetch_weights(deepep_buffer_t buffer, const deepep_balance_args *args, const deepep_call *call)
+    "deepep_prefetch_weights": (I32, [VP, VP, VP]),
+    # deepep_status_t deepep_reduce_grads(deepep_buffer_t buffer, const deepep_balance_args *args, const deepep_call *call)
+    "deepep_reduce_grads": (I32, [VP, VP, VP]),
     # deepep_status_t deepep_low_latency_dispatch(deepep_buffer_t buffer, deepep_ll_dispatch_args *args, const deepep_call *call)
     "deepep_low_latency_dispatch": (I32, [VP, VP, VP]),
     # deepep_status_t deepep_low_latency_combine(deepep_buffer_t buffer, deepep_ll_combine_args *args, const deepep_call *call)

@@ -1,23 +1,20 @@
-"""Load balancing of weights in V2.5: experts' copies on other ranks, and their gradients, by expanded dispatches."""
+"""Load balancing of weights in V2.5: experts' copies on other ranks, and their gradients."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
-from . import _torch
+from . import _abi, _torch
 from ._core import Core
-from ._elastic import ElasticMode, Event, Order, Payload, Sending, Shape, event_of
-from ._torch import FLOAT32, INT32, Tensor
+from ._elastic import ElasticMode, Event, Order
+from ._torch import FLOAT32, INT32, UINT8, Tensor
 from .errors import assertion, check_int, value_error
 from .utils import EventHandle, EventOverlap
 
 UNIT = 2 << 20  # bytes on which allocations begin
-MOST_TENSORS = 16
-MOST_CHOICES = 32  # destinations of one dispatch
-ROW_BYTES, ROW_UNIT = 32 << 10, 16  # an expert's bytes travel as equal rows of at most so many
+MOST_TENSORS = _abi.MAX_BALANCED
 Tensors = Tensor | Sequence[Tensor]
 
 
@@ -70,70 +67,39 @@ class Balancing:
     def __init__(self, core: Core, mode: ElasticMode) -> None:
         self._core, self._mode = core, mode
 
-    def prefetch(
-        self, copies: Tensors, weights: Tensors, mapping: Tensor, num_sms: int, previous_event: Event
+    def move(
+        self, copies: Tensors, own: Tensors, mapping: Tensor, reduce: bool, num_sms: int, previous_event: Event
     ) -> EventOverlap:
-        """EPBuffer.lb_prefetch_weights."""
-        core = self._core
-        pairs, slots, local = self._check(copies, weights, mapping, None)
-        ranks = core.group_size
-        assertion(ranks <= MOST_CHOICES, f"lb_prefetch_weights: got {ranks} ranks, allowed at most {MOST_CHOICES}")
-        group = MOST_CHOICES // ranks  # slots of a dispatch
-
-        def work() -> None:
-            for first in range(0, slots, group):
-                with self._on_comm():
-                    part = mapping[:, first : first + group].reshape(1, -1)
-                    own = _torch.arange(core.rank * local, local, core.device)
-                    number = _torch.arange(0, part.shape[1], core.device)
-                    choices = _torch.where(part.to(own.dtype) == own.unsqueeze(1), number, -1)
-                for target, source in pairs:
-                    width = _width(source[0].numel() * source.itemsize)
-                    with self._on_comm():
-                        rows = _torch.bytes_as_rows(source, width)
-                        idx = choices.repeat_interleave(rows.shape[0] // local, dim=0)
-                    received, counts = self._send(rows, idx, int(part.shape[1]), num_sms, previous_event)
-                    begin = 0
-                    with self._on_comm():
-                        for slot, arrived in enumerate(counts):
-                            if arrived:
-                                into = _torch.bytes_as_rows(target[first + slot], width)
-                                _torch.copy(into, received[begin : begin + arrived])
-                                begin += arrived
-
-        return self._run(work, previous_event, (mapping, *(tensor for pair in pairs for tensor in pair)))
-
-    def reduce(
-        self, copies: Tensors, grads: Tensors, mapping: Tensor, num_sms: int, previous_event: Event
-    ) -> EventOverlap:
-        """EPBuffer.lb_reduce_grads."""
-        core = self._core
-        pairs, slots, local = self._check(copies, grads, mapping, FLOAT32)
-
-        def work() -> None:
-            for source, target in pairs:
-                width = _width(target[0].numel() * target.itemsize)
-                with self._on_comm():
-                    rows = _torch.bytes_as_rows(source, width)
-                    each = rows.shape[0] // slots
-                    idx = mapping[core.rank].unsqueeze(1).repeat_interleave(each, dim=0)
-                received, counts = self._send(rows, idx, core.group_size * local, num_sms, previous_event)
-                begin = 0
-                with self._on_comm():
-                    for expert, arrived in enumerate(counts):
-                        for start in range(begin, begin + arrived, each):  # by source rank, then slot
-                            part = received[start : start + each].view(FLOAT32)
-                            _torch.add(target[expert], part.reshape(target[expert].shape))
-                        begin += arrived
-
-        return self._run(work, previous_event, (mapping, *(tensor for pair in pairs for tensor in pair)))
+        """EPBuffer.lb_prefetch_weights, or with `reduce` lb_reduce_grads."""
+        core, native = self._core, self._core.native
+        core.enter()
+        first, second = self._check(copies, own, mapping, FLOAT32 if reduce else None)
+        slots, local = int(mapping.shape[1]), len(second[0])
+        args = _abi.sized(_abi.BalanceArgs, num_tensors=len(first), num_slots=slots, num_local_experts=local)
+        if not slots or not local:  # there is nothing to move
+            return EventOverlap(EventHandle())
+        for number, (copy, one) in enumerate(zip(first, second, strict=True)):
+            args.expert_bytes[number] = one[0].numel() * one.itemsize
+            args.copies[number], args.experts[number] = copy.data_ptr(), one.data_ptr()
+        needs = native.balance_workspace(args, reduce)
+        order = Order(core, previous_event, True, previous_event is not None)
+        with order.context:
+            workspace = _torch.empty((needs,), UINT8, core.device)
+        args.mapping, args.workspace, args.workspace_bytes = mapping.data_ptr(), workspace.data_ptr(), needs
+        lib = native.lib.with_gil
+        function = lib.deepep_reduce_grads if reduce else lib.deepep_prefetch_weights
+        return order.last(
+            function,
+            ctypes.byref(args),
+            config=self._mode.config(0, num_sms),
+            held=(mapping, workspace, *first, *second),
+        )
 
     def _check(
         self, copies: Tensors, own: Tensors, mapping: Tensor, dtype: Any
-    ) -> tuple[list[tuple[Tensor, Tensor]], int, int]:
-        """Pairs of (copies, own) tensors, slots of a rank, experts of a rank."""
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """What only Python sees: types, devices, shapes against each other."""
         core = self._core
-        core.enter()
         first = [copies] if isinstance(copies, Tensor) else list(copies)
         second = [own] if isinstance(own, Tensor) else list(own)
         equal = len(first) == len(second) and 1 <= len(first) <= MOST_TENSORS
@@ -146,55 +112,9 @@ class Balancing:
                 shape = (count, *(None for _ in tensor.shape[1:]))
                 _torch.check(f"{name}[{number}]", tensor, core.device, kinds, shape)
             sizes = [tensor[0].numel() * tensor.itemsize if len(tensor) else 0 for tensor in (copy, one)]
-            if min(sizes) and (sizes[0] != sizes[1] or sizes[0] % ROW_UNIT):
-                raise value_error(
-                    f"expert[{number}]", f"{sizes} bytes", f"equal multiples of {ROW_UNIT} bytes an expert"
-                )
-        return list(zip(first, second, strict=True)), slots, local
-
-    def _send(
-        self, rows: Tensor, idx: Tensor, num_experts: int, num_sms: int, previous_event: Event
-    ) -> tuple[Tensor, list[int]]:
-        """An expanded dispatch: the rows for this rank's experts, and how many each has."""
-        core = self._core
-        order = Order(core, previous_event, not core.host_stream, True)
-        payload = Payload(rows, core)
-        shape = Shape(int(idx.shape[1]), num_experts, 1, payload.num_tokens, True, core.group_size)
-        config = self._mode.config(0, num_sms)
-        sending = Sending(payload, None, shape, order, config, False, False, idx.contiguous())
-        received, _, _, handle, _ = self._mode.send(sending, 0)
-        assert isinstance(received, Tensor)
-        return received, handle.num_recv_tokens_per_expert_list
-
-    def _run(self, work: Callable[[], None], previous_event: Event, tensors: tuple[Tensor, ...]) -> EventOverlap:
-        """Runs the work on the communication stream after the event, or after the current stream."""
-        core, previous = self._core, event_of("previous_event", previous_event)
-        if not core.host_stream:
-            current = core.torch_current_stream()
-            with self._on_comm():
-                if previous is None:
-                    core.comm_stream.wait_stream(current)
-                else:
-                    previous.current_stream_wait()
-            for tensor in tensors:
-                tensor.record_stream(core.comm_stream)
-        elif previous is not None:
-            previous.current_stream_wait()
-        work()
-        with self._on_comm():
-            return EventOverlap(EventHandle())
-
-    def _on_comm(self) -> Any:
-        """A context in which torch works on the communication stream; on the CPU engine on the caller's thread."""
-        core = self._core
-        return contextlib.nullcontext() if core.host_stream else _torch.stream_context(core.comm_stream)
-
-
-@functools.cache
-def _width(count: int) -> int:
-    """Bytes of a row: the longest that divides an expert's `count` bytes."""
-    units = count // ROW_UNIT
-    return ROW_UNIT * next(length for length in range(ROW_BYTES // ROW_UNIT, 0, -1) if units % length == 0)
+            if min(sizes) and sizes[0] != sizes[1]:
+                raise value_error(f"expert[{number}]", f"{sizes} bytes", "equally many of an expert and of a copy")
+        return first, second
 
 
 def sms(value: object) -> int:

@@ -249,6 +249,13 @@ class NativeBuffer:
             if status != errors.PENDING:
                 raise self.during_wait(self.lib.error(status))
 
+    def balance_workspace(self, args: Any, reduce: bool) -> int:
+        """Bytes of workspace for a deepep_balance_args."""
+        found = ctypes.c_uint64()
+        function = self.lib.with_gil.deepep_balance_workspace
+        self.check(function(self, ctypes.byref(args), int(reduce), ctypes.byref(found)))
+        return int(found.value)
+
     def wait_event(self, event: int) -> None:
         """Blocks until the event is done; raises the buffer's failure."""
         before, wait = self.alive, self.event_wait

@@ -134,25 +134,6 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-where = torch.where
-
-
-def add(target: torch.Tensor, part: torch.Tensor) -> None:
-    """Adds to a tensor in place, on the current stream; autograd does not see it."""
-    with torch.no_grad():
-        target.add_(part)
-
-
-def arange(first: int, count: int, device: torch.device) -> Tensor:
-    """`count` int64 numbers from `first` on."""
-    return torch.arange(first, first + count, dtype=torch.int64, device=device)
-
-
-def bytes_as_rows(tensor: torch.Tensor, width: int) -> Tensor:
-    """The bytes of a contiguous tensor, uint8 [rows, width]: a view."""
-    return tensor.detach().reshape(-1).view(torch.uint8).view(-1, width)
-
-
 def items(rows: Tensor) -> tuple[int, int]:
     """The library's type of rows that dispatch moves as they are, and their length in that type: else bytes."""
     known, width = ITEM_TYPES.get(rows.dtype), int(rows.shape[1])

@@ -205,14 +205,14 @@ class EPBuffer(ElasticBuffer):
     ) -> EventOverlap:
         """Copies experts' weights to other ranks, for servers with redundant experts. Collective.
 
-        The host waits for the ranks' counts, so that the call cannot be captured in a graph. Beside the tensors it
-        needs memory for the copies of up to 32 / R slots.
+        Asynchronous always; no host waits, and a graph may capture it. The bytes of an expert cross to a rank once for
+        up to 32 / R slots, straight into them.
 
         Args:
             redundant_expert_weights: ``[slots, ...]``, written; or up to 16 such tensors. Slots without an expert stay.
             expert_weights: ``[E/R, ...]``, equally many; a multiple of 16 bytes an expert, as many as in a slot.
             redundancy_mapping: ``[R, slots]`` int32, equal on all ranks: the expert, rank * E/R + local, that comes to
-                a rank's slot, or -1.
+                a rank's slot; any other number, such as -1: none.
             num_sms: at most so many SMs; 0: the library's choice.
             previous_event: what the work waits for instead of the current stream.
 
@@ -224,8 +224,8 @@ class EPBuffer(ElasticBuffer):
                 argument.
         """
         self._enter()
-        return self._balancing.prefetch(
-            redundant_expert_weights, expert_weights, redundancy_mapping, _even(num_sms), previous_event
+        return self._balancing.move(
+            redundant_expert_weights, expert_weights, redundancy_mapping, False, _even(num_sms), previous_event
         )
 
     @opaque
@@ -239,8 +239,8 @@ class EPBuffer(ElasticBuffer):
     ) -> EventOverlap:
         """Adds the gradients of copies to those of the experts that they are copies of. Collective.
 
-        They are added in the order of rank and slot, so that the result repeats bit for bit. The host waits as in
-        lb_prefetch_weights.
+        They are added in the order of rank and slot, so that the result repeats bit for bit. Asynchronous as
+        lb_prefetch_weights; the copies that arrive need up to 128 MiB meanwhile.
 
         Args:
             redundant_expert_grads: ``[slots, ...]`` float32, read; or up to 16 such tensors.
@@ -254,8 +254,8 @@ class EPBuffer(ElasticBuffer):
             DeepEPError: as lb_prefetch_weights.
         """
         self._enter()
-        return self._balancing.reduce(
-            redundant_expert_grads, expert_grads, redundancy_mapping, _even(num_sms), previous_event
+        return self._balancing.move(
+            redundant_expert_grads, expert_grads, redundancy_mapping, True, _even(num_sms), previous_event
         )
 
     def _defer(self, what: str, event: EventOverlap, rest: Callable[[], Any]) -> EventOverlap:

@@ -173,6 +173,10 @@ int32_t dk_fill(dk_fill_params *p) {
   (void)p;
   return 0;
 }
+int32_t dk_balance(dk_balance_params *p) {
+  (void)p;
+  return 0;
+}
 
 int32_t dk_block_sizes(dk_block_sizes_params *p) {
   p->control_bytes = p->wire_bytes = 4096;

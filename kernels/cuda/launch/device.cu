@@ -53,6 +53,7 @@ cudaError_t open_device(Device *device, int ordinal, uint32_t isa) {
   device->max_shared = static_cast<size_t>(max_shared) - 2048;  // static shared memory comes on top
   error = cudaStreamCreateWithFlags(&device->service, cudaStreamNonBlocking);
   if (error == cudaSuccess) error = load_normal_kernels(*device);
+  if (error == cudaSuccess) error = load_balance_kernels();
   if (error == cudaSuccess) error = load_small_kernels();
   if (error == cudaSuccess) error = load_low_latency_kernels();
   if (error == cudaSuccess) error = load_internode_kernels();

@@ -141,6 +141,7 @@ int32_t cuda_info(dk_info_params *p);  // device.cu; dk_info of this library, an
 
 // Load every kernel of the library on the current device, so that no first launch has to.
 cudaError_t load_normal_kernels(const Device &device);
+cudaError_t load_balance_kernels();
 cudaError_t load_low_latency_kernels();
 cudaError_t load_small_kernels();
 
