@@ -586,7 +586,8 @@ typedef struct deepep_handle {
   /* [inout] [T,K] Plain: at the last choice of each rank, this rank * M + the token's place among this rank's rows
    * there, else -1. Expanded: the choice's row at its rank, -1: nothing selected. */
   int32_t *dst_slot;
-  int32_t *psum_recv_tokens_per_rank; /* [inout] [R] rows from ranks 0..i; the last entry is N */
+  /* [inout] [R] rows from ranks 0..i; the last entry is N. [U] with num_scaleup_ranks of the notify. */
+  int32_t *psum_recv_tokens_per_rank;
   /* [inout] [L] Plain: tokens of local experts 0..e, each count rounded up to expert_alignment. Expanded: the expert's
    * first row + its real count. */
   int32_t *psum_recv_tokens_per_expert;
@@ -627,10 +628,14 @@ typedef struct deepep_notify {
   int32_t num_worst_expanded;     /* with num_worst_tokens, expanded: outputs have room for so many expanded rows */
   const void *topk_idx;           /* [in] [T,K] experts; a negative number selects nothing */
   int32_t *cumulative_recv_stats; /* [inout] [L] += tokens for each local expert, not rounded; or NULL */
+  /* Entries of the handle's psum_recv_tokens_per_rank: 0 or R; or U, the ranks of a node: entry i counts the rows from
+   * the ranks with places 0..i in their nodes. */
+  int32_t num_scaleup_ranks;
+  int32_t reserved0;
 } deepep_notify;
 /* clang-format off */
 #define DEEPEP_NOTIFY_INIT                                                                                          \
-  {sizeof(deepep_notify), 0, 0, 0, 1, 0, DEEPEP_BF16, 0, 0, NULL, NULL, NULL, NULL, 0, DEEPEP_INT64, 0, 0, NULL, NULL}
+  {sizeof(deepep_notify), 0, 0, 0, 1, 0, DEEPEP_BF16, 0, 0, NULL, NULL, NULL, NULL, 0, DEEPEP_INT64, 0, 0, NULL, NULL, 0, 0}
 /* clang-format on */
 /* collective, launches. *token names the exchange for deepep_wait_counts and deepep_dispatch. */
 deepep_status_t deepep_notify_counts(deepep_buffer_t buffer, const deepep_notify *notify, const deepep_call *call,

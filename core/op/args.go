@@ -118,8 +118,10 @@ type Handle struct {
 
 	// [inout] int32 [T,K] Plain: at the last choice of each rank, this rank * M + the token's place among this rank's
 	// rows there, else -1. Expanded: the choice's row at its rank, -1: nothing selected.
-	DstSlot               uintptr
-	PsumRecvTokensPerRank uintptr // [inout] int32 [R] rows from ranks 0..i; the last entry is N
+	DstSlot uintptr
+
+	// [inout] int32 [R] rows from ranks 0..i; the last entry is N. [U] with NumScaleupRanks of the notify.
+	PsumRecvTokensPerRank uintptr
 
 	// [inout] int32 [L] Plain: tokens of local experts 0..e, each count rounded up to ExpertAlignment. Expanded: the
 	// expert's first row + its real count.
@@ -158,6 +160,11 @@ type NotifyArgs struct {
 	NumWorstExpanded    int32   // with NumWorstTokens, expanded: outputs have room for so many expanded rows
 	TopKIdx             uintptr // [in] [T,K] experts; a negative number selects nothing
 	CumulativeRecvStats uintptr // [inout] int32 [L] += tokens for each local expert, not rounded; or 0
+
+	// Entries of the handle's PsumRecvTokensPerRank: 0 or R; or U, the ranks of a node: entry i counts the rows from
+	// the ranks with places 0..i in their nodes.
+	NumScaleupRanks int32
+	_               int32
 }
 
 // DispatchArgs are the arguments of Buffer.Dispatch, the second step: the rows. A cached dispatch takes the handle

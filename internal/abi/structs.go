@@ -594,7 +594,7 @@ type NotifyParams struct {
 	NumScales        int32
 	HiddenBytes      uint64 // bytes of one row of x
 	XType            int32  // of x, as given: only compared
-	_                int32
+	NumScaleupRanks  int32  // entries of psum_per_rank; 0: R
 	RankPrefixMatrix uint64 // [out] int32[R,R]: [i][j] = rows that ranks 0..i send to rank j
 
 	// [out] int32[T,R]: the token's place among this rank's rows to that rank, -1: not sent
@@ -607,10 +607,12 @@ type NotifyParams struct {
 	NumWorstExpanded int32  // expanded, with num_worst_tokens: room for expanded rows
 	TopKIdx          uint64 // [T,K] integers of index_bytes bytes; a negative number selects nothing
 	DstSlot          uint64 // [out] int32[T,K], as in deepep.h
-	PsumPerRank      uint64 // [out] int32[R]: this rank's column of the matrix
-	PsumPerExpert    uint64 // [out] int32[L], as in deepep.h
-	NumPerExpert     uint64 // [out] int32[L], not rounded
-	CumulativeStats  uint64 // [inout] int32[L] += num_per_expert; 0: not wanted
+
+	// [out] int32[num_scaleup_ranks]: rows from ranks 0..i; with fewer than R from those of each run of so many ranks.
+	PsumPerRank     uint64
+	PsumPerExpert   uint64 // [out] int32[L], as in deepep.h
+	NumPerExpert    uint64 // [out] int32[L], not rounded
+	CumulativeStats uint64 // [inout] int32[L] += num_per_expert; 0: not wanted
 }
 
 // DispatchParams is dk_dispatch_params.

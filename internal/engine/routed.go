@@ -1,6 +1,8 @@
 package engine
 
 import (
+	"fmt"
+
 	"github.com/deepep-go/deepep/core/op"
 	"github.com/deepep-go/deepep/internal/abi"
 	"github.com/deepep-go/deepep/internal/plan"
@@ -26,6 +28,8 @@ func (b *Buffer) checkRoutedNotify(a *op.NotifyArgs) error {
 	switch {
 	case a.NumTokensPerRank != 0 || a.NumTokensPerExpert != 0 || a.IsTokenInRank != 0:
 		return status.InvalidArg("num_tokens_per_rank", "a tensor", "NULL like the layout's other counts: topk_idx says it all")
+	case a.NumScaleupRanks != 0 && int(a.NumScaleupRanks) != b.size && int(a.NumScaleupRanks) != b.top.NodeSize():
+		return status.InvalidArg("num_scaleup_ranks", a.NumScaleupRanks, fmt.Sprintf("0, all ranks = %d or those of a node = %d", b.size, b.top.NodeSize()))
 	case a.NumWorstExpanded < 0:
 		return status.InvalidArg("num_worst_expanded", a.NumWorstExpanded, "0 or more")
 	}
@@ -43,6 +47,7 @@ func fillRoutedNotify(p *abi.NotifyParams, a *op.NotifyArgs) {
 	p.Routing, p.NumMaxTokens, p.NumWorstExpanded = int32(a.Routing), a.NumMaxTokens, a.NumWorstExpanded
 	p.TopKIdx, p.IndexBytes, p.CumulativeStats = uint64(a.TopKIdx), a.IndexType.Size(), uint64(a.CumulativeRecvStats)
 	p.DstSlot, p.PsumPerRank = uint64(h.DstSlot), uint64(h.PsumRecvTokensPerRank)
+	p.NumScaleupRanks = a.NumScaleupRanks
 	p.PsumPerExpert, p.NumPerExpert = uint64(h.PsumRecvTokensPerExpert), uint64(h.NumRecvTokensPerExpert)
 }
 

@@ -712,9 +712,9 @@ typedef struct dk_notify_params {
   uint64_t token_in_rank;     /* uint8[T,R] */
   int32_t num_tokens, num_topk, num_experts, expert_alignment;
   int32_t num_worst_tokens, num_scales;
-  uint64_t hidden_bytes; /* bytes of one row of x */
-  int32_t x_type;        /* of x, as given: only compared */
-  int32_t reserved0;
+  uint64_t hidden_bytes;       /* bytes of one row of x */
+  int32_t x_type;              /* of x, as given: only compared */
+  int32_t num_scaleup_ranks;   /* entries of psum_per_rank; 0: R */
   uint64_t rank_prefix_matrix; /* [out] int32[R,R]: [i][j] = rows that ranks 0..i send to rank j */
   uint64_t send_head;     /* [out] int32[T,R]: the token's place among this rank's rows to that rank, -1: not sent */
   uint64_t host_counts;   /* [out] dk_counts; 0: not wanted (worst case) */
@@ -725,10 +725,11 @@ typedef struct dk_notify_params {
   int32_t num_worst_expanded; /* expanded, with num_worst_tokens: room for expanded rows */
   uint64_t topk_idx;          /* [T,K] integers of index_bytes bytes; a negative number selects nothing */
   uint64_t dst_slot;          /* [out] int32[T,K], as in deepep.h */
-  uint64_t psum_per_rank;     /* [out] int32[R]: this rank's column of the matrix */
-  uint64_t psum_per_expert;   /* [out] int32[L], as in deepep.h */
-  uint64_t num_per_expert;    /* [out] int32[L], not rounded */
-  uint64_t cumulative_stats;  /* [inout] int32[L] += num_per_expert; 0: not wanted */
+  /* [out] int32[num_scaleup_ranks]: rows from ranks 0..i; with fewer than R from those of each run of so many ranks. */
+  uint64_t psum_per_rank;
+  uint64_t psum_per_expert;  /* [out] int32[L], as in deepep.h */
+  uint64_t num_per_expert;   /* [out] int32[L], not rounded */
+  uint64_t cumulative_stats; /* [inout] int32[L] += num_per_expert; 0: not wanted */
 } dk_notify_params;
 /* Exchanges counts: every rank gets the whole matrix of rows from rank i to rank j; with a routing also every rank's
  * counts of all experts, from which it knows the row of each of its choices at the receiver.

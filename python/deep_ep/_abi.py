@@ -510,6 +510,8 @@ class Notify(ctypes.Structure):
         ("num_worst_expanded", I32),
         ("topk_idx", VP),
         ("cumulative_recv_stats", VP),
+        ("num_scaleup_ranks", I32),
+        ("reserved0", I32),
     ]
 
 

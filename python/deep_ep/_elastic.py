@@ -44,7 +44,7 @@ _HANDLE = Writer(
 _NOTIFY = Writer(
     _abi.Notify,
     "num_tokens num_topk num_experts expert_alignment num_worst_tokens x_type num_scales hidden handle routing "
-    "index_type num_max_tokens num_worst_expanded topk_idx cumulative_recv_stats",
+    "index_type num_max_tokens num_worst_expanded topk_idx cumulative_recv_stats num_scaleup_ranks",
 )
 _DISPATCH = Writer(
     _abi.DispatchArgs,
@@ -74,7 +74,8 @@ class EPHandle:
         topk_idx: ``[T, K]``, the dispatch's or a copy of it.
         num_recv_tokens, num_expanded_tokens: rows of recv_x, both in both layouts: exact, or without CPU sync a bound.
         num_recv_tokens_per_expert_list: ints ``[L]``, rounded up to `expert_alignment`; empty without CPU sync.
-        psum_num_recv_tokens_per_scaleup_rank: int32 ``[R]``, rows from ranks 0..i; the last entry is n.
+        psum_num_recv_tokens_per_scaleup_rank: int32 ``[U]``, U ranks of a logical domain: rows from the ranks with
+            places 0..i in their domains; the last entry is n.
         psum_num_recv_tokens_per_expert: int32 ``[L]``. Plain: sum of the rounded counts of experts 0..e. Expanded: the
             first row of the expert plus its count.
         num_unaligned_recv_tokens_per_expert: int32 ``[L]``, the counts.
@@ -323,7 +324,7 @@ class ElasticMode:
         with order.context:
             matrix = _torch.empty((ranks, ranks), INT32, core.device)
             head, slots = _torch.like(matrix, num_tokens, ranks), _torch.like(matrix, num_tokens, shape.num_topk)
-            per_rank = _torch.like(matrix, ranks)
+            per_rank = _torch.like(matrix, self._num_scaleup())
             per_expert, unaligned = _torch.like(matrix, local), _torch.like(matrix, local)
             metadata = _torch.like(matrix, shape.bound() if sending.worst else 0, shape.num_topk + 2)
             kept = _torch.empty(topk_idx.shape, topk_idx.dtype, core.device) if sending.copies_topk else topk_idx
@@ -340,6 +341,7 @@ class ElasticMode:
             num_tokens, shape.num_topk, shape.num_experts, shape.alignment, shape.bound() if sending.worst else 0,
             payload.x_type, payload.num_scales, payload.hidden, ctypes.addressof(native), native.routing,
             native.index_type, shape.num_max, rows if shape.expand else 0, topk_idx.data_ptr(), _at(sending.stats),
+            self._num_scaleup(),
         )  # fmt: skip
         function = core.native.lib.with_gil.deepep_notify_counts
         held = (topk_idx, sending.stats, kept, *_library_tensors(handle))
@@ -444,6 +446,10 @@ class ElasticMode:
 
     # ---- helpers
 
+    def _num_scaleup(self) -> int:
+        core = self._core
+        return core.group_size if self._direct else core.group_size // core.num_nodes
+
     def check_handle(self, handle: object) -> None:
         """Raises unless every tensor of the handle is as a dispatch makes it."""
         if not isinstance(handle, EPHandle):
@@ -459,8 +465,12 @@ class ElasticMode:
         num_tokens, num_topk = idx.shape
         metadata = handle.recv_src_metadata
         arrived = metadata.shape[0] if isinstance(metadata, Tensor) and metadata.dim() else 0
+        psum = handle.psum_num_recv_tokens_per_scaleup_rank  # of the mode of the buffer that made it
+        num_psum = psum.numel() if isinstance(psum, Tensor) else 0
+        if num_psum not in (ranks, ranks // core.num_nodes):
+            num_psum = self._num_scaleup()
         shapes = (
-            (ranks,), (local,), (local,), (arrived, num_topk + 2), (num_tokens, num_topk), (ranks, ranks),
+            (num_psum,), (local,), (local,), (arrived, num_topk + 2), (num_tokens, num_topk), (ranks, ranks),
             (num_tokens, ranks),
         )  # fmt: skip
         for name, shape in zip(TENSORS[1:], shapes, strict=True):

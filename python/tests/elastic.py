@@ -211,7 +211,9 @@ def check_handle(call: Call, sent_idx: Any = None) -> None:
     assert (handle.num_recv_tokens, handle.num_expanded_tokens) == (call.rows, call.rows)
     checks.same_ints("list", handle.num_recv_tokens_per_expert_list, want.aligned if call.sync else [])
     same_tensor("topk_idx", handle.topk_idx, call.own.topk_idx)
-    same_tensor("psum per rank", handle.psum_num_recv_tokens_per_scaleup_rank, want.psum_ranks)
+    psum = handle.psum_num_recv_tokens_per_scaleup_rank
+    rows = torch.diff(want.psum_ranks, prepend=torch.zeros(1, dtype=torch.int32)).view(-1, len(psum)).sum(0)
+    same_tensor("psum per scale-up rank", psum, rows.cumsum(0).to(torch.int32))
     psum = want.psum_expanded if call.expand else want.psum_plain
     same_tensor("psum per expert", handle.psum_num_recv_tokens_per_expert, psum)
     counts = torch.tensor(want.counts, dtype=torch.int32)

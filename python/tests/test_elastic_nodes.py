@@ -32,6 +32,7 @@ def rank_cases(ctx, some, modes):
                     for sync in (False, True):
                         elastic.round_trip(ctx, buffer, case, exchange, expand=expand, sync=sync)
                     call = elastic.dispatch(ctx, buffer, exchange, case, expand=expand)
+                    assert len(call.handle.psum_num_recv_tokens_per_scaleup_rank) == buffer.num_scaleup_ranks
                     elastic.combine(ctx, buffer, call, biases=2, weights=True, seed=3, unreduced=not multiple)
 
 

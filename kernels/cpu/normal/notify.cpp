@@ -163,6 +163,7 @@ bool bad_routing(const Team &team, const dk_notify_params &p) {
       p.num_experts > DK_MAX_ROUTED_EXPERTS)
     return true;
   if (p.num_tokens && (!p.topk_idx || !p.dst_slot)) return true;
+  if (p.num_scaleup_ranks < 0 || (p.num_scaleup_ranks && team.num_ranks % p.num_scaleup_ranks)) return true;
   return !p.psum_per_rank || !p.psum_per_expert || !p.num_per_expert || p.num_max_tokens < p.num_tokens ||
          p.num_worst_expanded < 0;
 }

@@ -21,6 +21,10 @@ int32_t experts_each(const Team &team, const P &p) {
 
 const Control &control_here(const Team &team) { return team.peers[team.rank].control; }
 
+int psum_entries(const Team &team, const dk_notify_params &p) {
+  return p.num_scaleup_ranks ? p.num_scaleup_ranks : team.num_ranks;
+}
+
 int32_t *slot_of(const dk_notify_params &p, int64_t token) { return at<int32_t>(p.dst_slot) + token * p.num_topk; }
 
 // The rows of all ranks for a rank's experts, in the expanded layout.
@@ -85,7 +89,12 @@ void place_choices(const Team &team, const Exchange &exchange, const dk_notify_p
       if (p.cumulative_stats) at<uint32_t>(p.cumulative_stats)[e - r * local] += static_cast<uint32_t>(count);
     }
   }
-  for (int i = 0; i < n; i++) at<int32_t>(p.psum_per_rank)[i] = matrix[i * n + me];
+  for (int u = 0, num = psum_entries(team, p); u < num; u++) {
+    int32_t sum = 0;
+    for (int i = 0; i < n; i++)
+      if (i % num <= u) sum += matrix[i * n + me] - (i ? matrix[(i - 1) * n + me] : 0);
+    at<int32_t>(p.psum_per_rank)[u] = sum;
+  }
   const int32_t *head = at<const int32_t>(p.send_head);
   for (int32_t token = 0; token < p.num_tokens; token++, head += n) {
     int32_t *slot = slot_of(p, token);
@@ -118,10 +127,10 @@ bool expanded_fit(Op &op, const Exchange &exchange, const dk_notify_params &p) {
 }
 
 void give_up_choices(const Team &team, const dk_notify_params &p) {
-  size_t local = static_cast<size_t>(experts_each(team, p)), n = static_cast<size_t>(team.num_ranks);
+  size_t local = static_cast<size_t>(experts_each(team, p));
   if (p.num_tokens)
     memset(slot_of(p, 0), 0xff, sizeof(int32_t) * static_cast<size_t>(p.num_tokens) * static_cast<size_t>(p.num_topk));
-  memset(at<void>(p.psum_per_rank), 0, sizeof(int32_t) * n);
+  memset(at<void>(p.psum_per_rank), 0, sizeof(int32_t) * static_cast<size_t>(psum_entries(team, p)));
   memset(at<void>(p.psum_per_expert), 0, sizeof(int32_t) * local);
   memset(at<void>(p.num_per_expert), 0, sizeof(int32_t) * local);
 }

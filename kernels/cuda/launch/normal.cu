@@ -113,6 +113,7 @@ int32_t notify_with_routing(dk_notify_params *p) {
       p->num_max_tokens < p->num_tokens)
     return DK_EINVAL;
   if (p->psum_per_rank == 0 || p->psum_per_expert == 0 || p->num_per_expert == 0) return DK_EINVAL;
+  if (p->num_scaleup_ranks != 0 && p->num_scaleup_ranks != team->view.num_ranks) return DK_EINVAL;  // one node
   const uint32_t num_ranks = team->view.num_ranks, experts = p->num_experts;
   RoutedNotifyParams params{{*p, session_of(p, DK_OP_NOTIFY, DK_PHASE_BOTH)}};
   params.warps = kRoutedNotifyThreads / kWarp;
