@@ -145,8 +145,9 @@ const (
 	CapFP8Hardware = 16
 
 	// normal mode moves rows in chunks of the size that a call names, not of its own choice
-	CapChunks      = 32
-	CapRoutedNodes = 64 // teams that span nodes take calls with a routing
+	CapChunks       = 32
+	CapRoutedNodes  = 64  // teams that span nodes take calls with a routing
+	CapRoutedShrink = 128 // teams that shrink, on one node, take calls with a routing
 )
 
 // How memory is shared among processes.

@@ -47,6 +47,9 @@ func (b *Buffer) balanceTensors(a *op.BalanceArgs, reduce bool) ([]plan.BalanceT
 	if err := shape.Check(a, b.top); err != nil {
 		return nil, err
 	}
+	if b.opt.Shrink {
+		return nil, status.Errorf(status.Unsupported, "copies of experts do not go with enable_shrink: a copy of a masked rank's expert would not come")
+	}
 	if err := b.checkRouting(plan.Routing{
 		Kind: op.RoutingExpanded, NumTopK: 1, NumExperts: int32(b.size), IndexType: op.Int32, NumMaxTokens: 1, ExpertAlignment: 1,
 	}); err != nil {

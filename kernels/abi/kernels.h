@@ -205,8 +205,9 @@ enum {
   DK_CAP_PEER_ROWS = 4,   /* dispatch can write straight into a registered segment of the receiver (recv_segment) */
   DK_CAP_SM90 = 8,
   DK_CAP_FP8_HARDWARE = 16,
-  DK_CAP_CHUNKS = 32,      /* normal mode moves rows in chunks of the size that a call names, not of its own choice */
-  DK_CAP_ROUTED_NODES = 64 /* teams that span nodes take calls with a routing */
+  DK_CAP_CHUNKS = 32,        /* normal mode moves rows in chunks of the size that a call names, not of its own choice */
+  DK_CAP_ROUTED_NODES = 64,  /* teams that span nodes take calls with a routing */
+  DK_CAP_ROUTED_SHRINK = 128 /* teams that shrink, on one node, take calls with a routing */
 };
 typedef struct dk_info_params {
   DK_HEADER;

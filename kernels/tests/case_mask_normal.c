@@ -1,6 +1,7 @@
 /* case_mask_normal.c - normal mode with shrinking: ranks that are masked, dead or late are left out by all alike. */
 #include "lowlat.h"
 #include "normal.h"
+#include "routed.h"
 
 static const struct normal_spec kRows = {.tokens = 40, .experts = 3, .topk = 3, .index_bytes = 8, .row_bytes = 512};
 static const struct combine_spec kSums = {.hidden = 256, .weights = true};
@@ -231,6 +232,112 @@ static void halves(struct rank *me) {
   take_back(t, 70);
 }
 
+/* ---- With a routing ---------------------------------------------------------------------------------------------- */
+
+static const struct routed_spec kPlain = {.plain = true,
+                                          .tokens = 30,
+                                          .experts = 3,
+                                          .topk = 4,
+                                          .hidden = 64,
+                                          .row_bytes = 128,
+                                          .scales = 3,
+                                          .columns = true,
+                                          .alignment = 4,
+                                          .weights = true,
+                                          .biases = 1},
+                                kExpanded = {.tokens = 30,
+                                             .experts = 3,
+                                             .topk = 4,
+                                             .hidden = 64,
+                                             .row_bytes = 128,
+                                             .scales = 3,
+                                             .columns = true,
+                                             .alignment = 4,
+                                             .weights = true,
+                                             .padding = true,
+                                             .pattern = DUPLICATES},
+                                kApart = {.tokens = 30,
+                                          .experts = 3,
+                                          .topk = 4,
+                                          .hidden = 64,
+                                          .row_bytes = 128,
+                                          .alignment = 1,
+                                          .weights = true,
+                                          .unreduced = true};
+
+static void routed_without(struct team *t, const struct routed_spec *spec, uint64_t salt, uint32_t absent) {
+  struct routed *n = make_routed(t, spec, salt);
+  leave_out_routed(n, absent);
+  run_routed(n);
+}
+
+/* Rank 0 alone has masked the last rank: no choice is at its experts, none of its tokens comes, and it is told. */
+static void routed_masked(struct rank *me) {
+  const struct routed_spec *spec = me->test->arg;
+  struct team *t = shrinking_team(me);
+  t->timeout_ns = limit_ns(20);
+  routed_without(t, spec, 1, 0);
+  meet(me);
+  if (me->index == 0) run_mask(t, DK_MASK_UPDATE, me->count - 1, 1, 0);
+  finish(me);
+  meet(me);
+  if (is_last(me)) {
+    struct routed *n = make_routed(t, spec, 2);
+    dk_notify_params p = routed_notify(n);
+    CALL(me, notify, &p);
+    finish(me);
+    expect_refusal(t, DK_ESTATE, DK_OP_NOTIFY, -2, DK_FIELD_MASKED);
+    return;
+  }
+  for (uint64_t round = 0; round < 3; round++) routed_without(t, spec, 2 + round, last(me));
+  expect_masks(t, last(me));
+}
+
+/* The last rank dies after the exchange of counts, or after the dispatch; then also with the handle of before. */
+static const struct routed_loss {
+  const struct routed_spec *spec;
+  bool combines;
+} plain_dispatch = {&kPlain, false}, expanded_dispatch = {&kExpanded, false}, apart_combine = {&kApart, true},
+  plain_combine = {&kPlain, true};
+static void routed_loss(struct rank *me) {
+  const struct routed_loss *loss = me->test->arg;
+  struct team *t = shrinking_team(me);
+  struct routed *n = make_routed(t, loss->spec, 5);
+  dk_status *all[MAX_SEATS];
+  gather(me, &t->status, sizeof t->status, -1, all, NULL);
+  dk_notify_params notify = routed_notify(n);
+  CALL(me, notify, &notify);
+  await_routed_counts(n);
+  dk_dispatch_params dispatch = routed_dispatch(n, 0);
+  if (loss->combines) {
+    CALL(me, dispatch, &dispatch);
+    check_routed_dispatch(n, 0);
+  }
+  finish(me);
+  meet(me);
+  t->timeout_ns = limit_ns(60);
+  if (is_last(me)) {
+    for (int i = 0; i + 1 < me->count; i++) __atomic_store_n(&all[i]->dead[me->index], 1, __ATOMIC_RELEASE);
+    return;
+  }
+  n->missing = last(me);
+  if (!loss->combines) {
+    CALL(me, dispatch, &dispatch);
+    check_routed_dispatch(n, 0);
+  }
+  dk_combine_params combine = routed_combine(n);
+  CALL(me, combine, &combine);
+  check_routed_combine(n);
+  expect_masks(t, last(me));
+  new_routed_payload(n, 7);
+  dispatch = routed_dispatch(n, DK_DISPATCH_CACHED);
+  CALL(me, dispatch, &dispatch);
+  if (loss->combines) check_routed_dispatch(n, DK_DISPATCH_CACHED);
+  finish(me);
+  expect_healthy(t);
+  routed_without(t, loss->spec, 8, last(me));
+}
+
 static const struct test_case cases[] = {
     {"normal mask/masked by one, left out by all", masked_by_one, 4, NULL, QUICK, 0, 0},
     {"normal mask/masked at the barrier", masked_at_the_barrier, 4, NULL, QUICK, 0, 0},
@@ -243,5 +350,12 @@ static const struct test_case cases[] = {
     {"normal mask/a death before combine", lost_after_notify, 3, &dies_before_combine, QUICK, 0, 0},
     {"normal mask/small region", lost_among_rows, 3, NULL, QUICK, 0, 0},
     {"normal mask/two halves", halves, 4, NULL, QUICK, 0, 0},
+    {"normal mask/plain, masked by one", routed_masked, 4, &kPlain, QUICK, DK_CAP_ROUTED_SHRINK, 0},
+    {"normal mask/expanded, masked by one", routed_masked, 3, &kExpanded, QUICK, DK_CAP_ROUTED_SHRINK, 0},
+    {"normal mask/plain, a death before dispatch", routed_loss, 3, &plain_dispatch, QUICK, DK_CAP_ROUTED_SHRINK, 0},
+    {"normal mask/expanded, a death before dispatch", routed_loss, 4, &expanded_dispatch, QUICK, DK_CAP_ROUTED_SHRINK,
+     0},
+    {"normal mask/plain, a death before combine", routed_loss, 3, &plain_combine, QUICK, DK_CAP_ROUTED_SHRINK, 0},
+    {"normal mask/unreduced, a death before combine", routed_loss, 3, &apart_combine, QUICK, DK_CAP_ROUTED_SHRINK, 0},
 };
 GROUP(mask_normal_cases);

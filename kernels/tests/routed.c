@@ -164,6 +164,19 @@ struct routed *make_routed(struct team *t, const struct routed_spec *spec, uint6
   return n;
 }
 
+void leave_out_routed(struct routed *n, uint32_t ranks) {
+  struct routing *r = n->routing;
+  for (int source = 0; source < r->ranks; source++) {
+    for (int i = 0; i < r->tokens[source] * r->topk; i++) {
+      int owner = owner_of(r, r->index[source][i]);
+      if (owner >= 0 && (ranks >> owner & 1)) r->index[source][i] = -1;
+    }
+    if (ranks >> source & 1) r->tokens[source] = 0;
+  }
+  n->rows = n->expanded = 0;
+  list_rows(n);
+}
+
 void new_routed_payload(struct routed *n, uint64_t salt) {
   struct rank *me = n->team->me;
   n->salt = salt;
@@ -383,6 +396,29 @@ static void check_padding(struct routed *n) {
   }
 }
 
+/* Of a rank that was lost after the notify: zeros that name no expert. */
+static void check_missing_row(struct routed *n, int row, bool cached) {
+  int topk = n->routing->topk;
+  struct rank *me = n->team->me;
+  for (int k = 0; k < topk; k++) {
+    int at = n->spec->plain ? row : n->slots[row * topk + k];
+    if (n->spec->plain) {
+      int64_t i = (int64_t)row * topk + k;
+      int64_t got = n->spec->index_bytes == 4 ? ((int32_t *)n->recv_idx.host)[i] : ((int64_t *)n->recv_idx.host)[i];
+      expect(me, got == -1, "a missing row's recv_topk_idx is %ld", (long)got);
+      if (n->spec->weights) expect_weight(n, i, 0);
+    }
+    if (at < 0) continue;
+    const unsigned char *bytes = (unsigned char *)n->recv_x.host + (uint64_t)at * n->spec->row_bytes;
+    for (uint64_t i = 0; i < n->spec->row_bytes; i++)
+      expect(me, bytes[i] == 0, "byte %lu of the missing row %d is %x", (unsigned long)i, at, bytes[i]);
+    expect_scales(n, at, NULL);
+    if (n->spec->weights && !n->spec->plain) expect_weight(n, at, 0);
+    if (!cached && !n->spec->plain)
+      expect_int(n, "recv_src_metadata of a missing row", &n->meta, row * (topk + 2) + 2 + k, -1);
+  }
+}
+
 static void check_metadata(struct routed *n, int row, const struct arrival *from) {
   int topk = n->routing->topk, last = -1, at = row * (topk + 2);
   for (int k = 0; k < topk; k++) {
@@ -414,6 +450,10 @@ void check_routed_dispatch(struct routed *n, uint32_t flags) {
   expect_healthy(n->team);
   expect_no_refusal(n->team);
   for (int row = 0; row < n->rows; row++) {
+    if (n->missing >> n->arrivals[row].source & 1) {
+      check_missing_row(n, row, flags & DK_DISPATCH_CACHED);
+      continue;
+    }
     if (n->spec->plain)
       check_plain_row(n, row, &n->arrivals[row]);
     else
@@ -421,7 +461,6 @@ void check_routed_dispatch(struct routed *n, uint32_t flags) {
     check_metadata(n, row, &n->arrivals[row]);
   }
   if (n->spec->padding) check_padding(n);
-  (void)flags;
 }
 
 /* ---- Combine ----------------------------------------------------------------------------------------------------- */
@@ -522,7 +561,7 @@ static uint16_t wanted_sum(const struct routed *n, int token, int channel) {
   for (int b = 0; b < n->spec->biases; b++) total += from_bf16(bias_value(n, b, token, channel));
   for (int k = 0; k < r->topk; k++) {
     int rank = owner_of(r, expert_of(n, self, token, k));
-    if (rank < 0) continue;
+    if (rank < 0 || (n->missing >> rank & 1)) continue;
     if (n->spec->unreduced) {
       total += from_bf16(result_of(n, self, token, k, channel));
       continue;
@@ -556,7 +595,7 @@ void check_routed_combine(struct routed *n) {
     for (int k = 0; n->spec->weights && k < topk; k++) {
       int rank = owner_of(n->routing, expert_of(n, me->index, t, k));
       float got = ((const float *)n->out_weights.host)[t * topk + k],
-            wanted = rank < 0 ? 0 : weight_back(n, me->index, t, k, rank);
+            wanted = rank < 0 || (n->missing >> rank & 1) ? 0 : weight_back(n, me->index, t, k, rank);
       expect(me, got == wanted, "combined_topk_weights[%d][%d] is %g, wanted %g", t, k, got, wanted);
     }
   }

@@ -35,6 +35,7 @@ struct routed {
   int tokens, rows, expanded; /* of this rank; rows that it receives, in both layouts */
   int capacity, room;         /* rows of its outputs: of metadata; of recv_x */
   int max_tokens;             /* M */
+  uint32_t missing;           /* ranks that were lost after the notify, bit by rank */
   struct arrival *arrivals;   /* of each plain row */
   int *slots;                 /* [rows, K] expanded row of each choice, -1: not here */
   int *first;                 /* [L] of each local expert: first row */
@@ -51,6 +52,8 @@ struct routed {
 };
 
 struct routed *make_routed(struct team *t, const struct routed_spec *spec, uint64_t salt);
+/* What should come where the notify leaves out ranks (bit by rank); the inputs stay. */
+void leave_out_routed(struct routed *n, uint32_t ranks);
 void new_routed_payload(struct routed *n, uint64_t salt);
 dk_notify_params routed_notify(struct routed *n);
 dk_dispatch_params routed_dispatch(struct routed *n, uint32_t flags);

@@ -69,6 +69,8 @@ class ElasticBuffer(BufferBase):
         num_allocated_qps: queue pairs that num_qps may name; 0: 129 on several domains, else 17.
         num_cpu_timeout_secs, num_gpu_timeout_secs: longest wait for a living peer; the lower one counts.
         explicitly_destroy: True: destroy() may be called; False: the finalizer frees.
+        enable_shrink: calls go on without ranks that are masked, dead or late, as with Buffer; masks are allowed. CPU
+            engine, one node: elsewhere dispatch refuses it by name.
         engine: "cpu", "cuda", or "auto" or None: DEEPEP_ENGINE, or CUDA where a device and its library are there.
         bootstrap: where ranks meet without torch.distributed; see deep_ep.Bootstrap.
         num_nvl_peers: ranks of one NVLink domain; None: DEEPEP_NUM_MAX_NVL_PEERS, or 8.
@@ -97,6 +99,7 @@ class ElasticBuffer(BufferBase):
         num_gpu_timeout_secs: float = GPU_SECONDS,
         explicitly_destroy: bool = False,
         *,
+        enable_shrink: bool = False,
         engine: str | None = None,
         bootstrap: Bootstrap | None = None,
         num_nvl_peers: int | None = None,
@@ -110,6 +113,7 @@ class ElasticBuffer(BufferBase):
             "allow_multiple_reduction": allow_multiple_reduction,
             "prefer_overlap_with_compute": prefer_overlap_with_compute,
             "explicitly_destroy": explicitly_destroy,
+            "enable_shrink": enable_shrink,
         }
         flags = {name: check_flag(name, value) for name, value in flags.items()}
         self.num_max_tokens_per_rank = check_int("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
@@ -131,6 +135,7 @@ class ElasticBuffer(BufferBase):
             group, staging, int(sizes.num_rdma_bytes), explicitly_destroy=True, engine=engine,
             timeout=seconds, num_nvl_peers=num_nvl_peers, bootstrap=bootstrap, num_tokens=self.num_max_tokens_per_rank,
             hidden=self.hidden, num_topk=self.num_topk, zero_copy_bytes=_segment(engine, segment),
+            enable_shrink=flags["enable_shrink"],
         )  # fmt: skip
         core = self._core = self._base._core
         core.open_rows()  # now, so that the first call is as fast as later ones
@@ -198,7 +203,7 @@ class ElasticBuffer(BufferBase):
         Args:
             members: living ranks of the new group, by their present numbers.
             renumber: True: a member's place in `members` is its new rank, and `num_ranks` their number. False: numbers
-                stay, so that every rank must be a member.
+                stay; a rank that is left out stays as a masked place, which needs enable_shrink.
             timeout: seconds to wait for the other members; None: DEEPEP_FIRST_TIMEOUT_MS, or 300.
 
         Raises:
@@ -212,6 +217,18 @@ class ElasticBuffer(BufferBase):
             self._core.open_rows()
 
         self._base._regroup(members, renumber, timeout, adopt)
+
+    def update_mask(self, rank: int, masked: bool = True) -> None:
+        """Masks a rank, or lifts its mask; see Buffer.low_latency_update_mask_buffer. Needs enable_shrink."""
+        self._base.low_latency_update_mask_buffer(rank, masked)
+
+    def query_mask(self, mask_status: Tensor) -> None:
+        """Fills int32 ``[R]``: 1 for a masked rank; see Buffer.low_latency_query_mask_buffer. Needs enable_shrink."""
+        self._base.low_latency_query_mask_buffer(mask_status)
+
+    def clean_mask(self) -> None:
+        """Lifts all masks. Ranks take each other back by this on every rank, then barrier(). Needs enable_shrink."""
+        self._base.low_latency_clean_mask_buffer()
 
     def check(self) -> None:
         """Asks whether the buffer can be used.

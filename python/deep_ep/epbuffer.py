@@ -51,6 +51,7 @@ class EPBuffer(ElasticBuffer):
         num_gpu_timeout_secs: float = GPU_SECONDS,
         explicitly_destroy: bool = False,
         *,
+        enable_shrink: bool = False,
         engine: str | None = None,
         bootstrap: Bootstrap | None = None,
         num_nvl_peers: int | None = None,
@@ -64,8 +65,8 @@ class EPBuffer(ElasticBuffer):
         super().__init__(
             group, num_bytes, 0, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, deterministic,
             allow_hybrid_mode, allow_multiple_reduction, prefer_overlap_with_compute, sl_idx, num_allocated_qps,
-            num_cpu_timeout_secs, num_gpu_timeout_secs, explicitly_destroy, engine=engine, bootstrap=bootstrap,
-            num_nvl_peers=num_nvl_peers,
+            num_cpu_timeout_secs, num_gpu_timeout_secs, explicitly_destroy, enable_shrink=enable_shrink, engine=engine,
+            bootstrap=bootstrap, num_nvl_peers=num_nvl_peers,
         )  # fmt: skip
         self.num_lb_bytes = num_lb_bytes
         storage = _torch.empty((num_lb_bytes,), UINT8, self._core.device)

@@ -373,7 +373,7 @@ const uint8_t *Combine::routed_row(int source) const {
 
 // The K weights that a rank has sent for the token; null: none.
 const float *Combine::routed_weights(int source) const {
-  int32_t head = source < 0 ? -1 : heads_.now()[source];
+  int32_t head = source < 0 || exchange_.without(source) ? -1 : heads_.now()[source];
   if (head < 0) return nullptr;
   uint64_t number = token_bytes(team_);
   if (!team_.is_local(source)) {
@@ -424,7 +424,9 @@ void Combine::add_routed_token(int32_t token) {
   const int32_t *head = heads_.now();
   const uint16_t *rows[kMaxTopk + 2];
   Term terms[kMaxTopk];
-  int count = 0, num_terms = order_terms(team_, p_, token, head, terms);
+  int count = 0, num_terms = 0;
+  for (int i = 0, all = order_terms(team_, p_, token, head, terms); i < all; i++)
+    if (!exchange_.without(terms[i].source)) terms[num_terms++] = terms[i];
   uint64_t hidden = static_cast<uint64_t>(p_.hidden);
   if (head[team_.rank] >= 0 && expanded(p_.routing)) {
     Ring own = combine_ring(team_, p_, team_.rank);
@@ -552,7 +554,7 @@ DK_EXPORT int32_t dk_combine(dk_combine_params *p) {
   if (bad_head(*p)) return DK_EINVAL;
   if (p->x_segment >= 0) return DK_EUNSUPPORTED;
   const Team &team = *at<Team>(p->team);
-  if (p->routing && team.shrinks()) return DK_EUNSUPPORTED;
+  if (p->routing && team.shrinks() && team.spans_nodes()) return DK_EUNSUPPORTED;
   if (bad_combine(team, *p) || combine_ring(team, *p, 0).slots() == 0) return DK_EINVAL;
   return enqueue<dk_combine_params, run_combine>(*p);
 }

@@ -94,7 +94,7 @@ class Dispatch {
   Heads heads_;  // of next_token_
   int32_t next_token_ = 0;
   int64_t staged_ = 0, announced_ = 0, free_ = 0, num_received_ = 0, outstanding_ = 0;
-  bool stream_ = false, accepted_ = false;
+  bool stream_ = false, accepted_ = false, missing_ = false;  // missing_: rows that do not come
 };
 
 Dispatch::Dispatch(Op &op, const dk_dispatch_params &p)
@@ -195,6 +195,7 @@ void Dispatch::run() {
   if (op_.failed() || op_.refused()) num_received_ = 0;
   if (!expanded(p_.routing)) mark_unused(num_received_);
   if (!op_.failed() && !op_.refused()) {
+    if (missing_) zero_missing_rows(team_, p_, num_received_);
     if (p_.routing) write_padding(team_, p_);
     count_bytes();
   } else {
@@ -210,6 +211,12 @@ void Dispatch::do_without(int peer) {
   int32_t *tokens = p_.flags & DK_DISPATCH_CACHED ? nullptr : at<int32_t>(p_.recv_src_idx);
   for (; next_row_[peer] < end_row_[peer]; next_row_[peer]++) {
     uint64_t row = static_cast<uint64_t>(next_row_[peer]);
+    missing_ = true;
+    if (p_.routing) {
+      write_missing_row(p_, peer, next_row_[peer], static_cast<int64_t>(first));
+      if (!expanded(p_.routing)) mark_rows_unused(next_row_[peer], 1);
+      continue;
+    }
     memset(at<uint8_t>(p_.recv_x) + row * p_.hidden_bytes, 0, p_.hidden_bytes);
     if (p_.recv_scales)
       memset(at<uint32_t>(p_.recv_scales) + row * static_cast<uint64_t>(p_.num_scales), 0,
@@ -472,7 +479,7 @@ DK_EXPORT int32_t dk_dispatch(dk_dispatch_params *p) {
   DK_ENTER(p);
   if (bad_head(*p)) return DK_EINVAL;
   Team &team = *at<Team>(p->team);
-  if (p->recv_segment >= 0 || (p->routing && team.shrinks())) return DK_EUNSUPPORTED;
+  if (p->recv_segment >= 0 || (p->routing && team.shrinks() && team.spans_nodes())) return DK_EUNSUPPORTED;
   if (bad_dispatch(team, *p) || dispatch_ring(team, *p).slots() == 0) return DK_EINVAL;
   if (team.spans_nodes() && link_room(team, dispatch_record(team, *p)) == 0) return DK_EINVAL;
   return enqueue<dk_dispatch_params, run_dispatch>(*p);

@@ -109,6 +109,7 @@ void exchange_choices(Op &op, Exchange &exchange, const dk_notify_params &p) {
   exchange.post_all(rows, experts, p.num_experts);
   if (!exchange.wait()) return;
   const int32_t *matrix = fill_matrix(op, exchange, p.rank_prefix_matrix);
+  if (exchange.shrinks()) forget_heads(op, exchange, p);
   if (!all_fit(op, exchange, matrix) || (expanded(p.routing) && !expanded_fit(op, exchange, p))) return;
   place_choices(op.team, exchange, p, matrix, experts);
   if (!p.counts) return;
@@ -180,7 +181,7 @@ DK_EXPORT int32_t dk_notify(dk_notify_params *p) {
   if (p->num_experts && bad_experts(*at<Team>(p->team), p->num_experts)) return DK_EINVAL;
   if (bad_routing(*at<Team>(p->team), *p)) return DK_EINVAL;
   const Team &team = *at<Team>(p->team);
-  if (p->routing && team.shrinks()) return DK_EUNSUPPORTED;
+  if (p->routing && team.shrinks() && team.spans_nodes()) return DK_EUNSUPPORTED;
   if (p->expert_alignment < 1 || p->num_worst_tokens < 0 || p->num_scales < 0) return DK_EINVAL;
   if (p->hidden_bytes == 0 || p->hidden_bytes % 16) return DK_EINVAL;
   return enqueue<dk_notify_params, run_notify>(*p);

@@ -33,7 +33,8 @@ int64_t expanded_rows(const Team &team, const Exchange &exchange, const dk_notif
   int64_t rows = 0;
   for (int32_t e = rank * local; e < (rank + 1) * local; e++) {
     int64_t count = 0;
-    for (int i = 0; i < team.num_ranks; i++) count += control_here(team).experts_of(exchange.message(i))[e];
+    for (int i = 0; i < team.num_ranks; i++)
+      if (!exchange.without(i)) count += control_here(team).experts_of(exchange.message(i))[e];
     rows += (count + p.expert_alignment - 1) / p.expert_alignment * p.expert_alignment;
   }
   return rows;
@@ -78,7 +79,7 @@ void place_choices(const Team &team, const Exchange &exchange, const dk_notify_p
       int64_t before = 0, count = 0;
       for (int i = 0; i < n; i++) {
         if (i == me) before = count;
-        count += control_here(team).experts_of(exchange.message(i))[e];
+        if (!exchange.without(i)) count += control_here(team).experts_of(exchange.message(i))[e];
       }
       first[e] = static_cast<int32_t>(start + before);
       int64_t real_end = start + count;
@@ -101,6 +102,10 @@ void place_choices(const Team &team, const Exchange &exchange, const dk_notify_p
     for (int32_t k = p.num_topk - 1; k >= 0; k--) {
       int32_t expert = expert_at(p, token, k);
       if (expert < 0) continue;
+      if (head[expert / local] < 0) {  // a rank that takes no part
+        slot[k] = -1;
+        continue;
+      }
       if (expand) {
         slot[k] = plus(slot[k], first[expert]);
         continue;
@@ -119,6 +124,7 @@ bool expanded_fit(Op &op, const Exchange &exchange, const dk_notify_params &p) {
   int n = op.team.num_ranks;
   for (int step = 0; step < n && !op.refused(); step++) {
     int r = (op.team.rank + step) % n;
+    if (exchange.without(r)) continue;
     int64_t limit = exchange.message(r).expanded_limit, arriving = expanded_rows(op.team, exchange, p, r);
     if (limit < 0 && arriving > INT32_MAX) limit = INT32_MAX;
     if (limit >= 0 && arriving > limit) op.refuse(r, {DK_EINVAL, DK_FIELD_WORST_EXPANDED, limit, arriving});
@@ -158,8 +164,10 @@ Refusal check_slots(const Team &team, const dk_dispatch_params &p, int32_t *ends
 bool slots_fit(Op &op, const Exchange &exchange) {
   int n = op.team.num_ranks;
   for (int i = 0; i < n && !op.refused(); i++) {
+    if (exchange.without(i)) continue;
     const int32_t *ends = op.team.control().rows_of(exchange.message(i));
     for (int r = 0; r < n && !op.refused(); r++) {
+      if (exchange.without(r)) continue;
       int64_t room = exchange.message(r).expanded_limit;
       if (ends[r] > room) op.refuse(i, {DK_EINVAL, DK_FIELD_DST_SLOT, room, ends[r] - 1});
     }
@@ -183,6 +191,12 @@ void write_indices(const dk_dispatch_params &p, int64_t row, const int32_t *idx,
     else
       at<int32_t>(p.recv_topk_idx)[row * p.num_topk + k] = mine;
   }
+}
+
+void zero_expanded_row(const dk_dispatch_params &p, int64_t row) {
+  memset(at<uint8_t>(p.recv_x) + static_cast<uint64_t>(row) * p.hidden_bytes, 0, p.hidden_bytes);
+  if (p.recv_scales) write_scales(p, row, nullptr);
+  if (p.recv_topk_weights) at<float>(p.recv_topk_weights)[row] = 0;
 }
 
 }  // namespace
@@ -224,12 +238,44 @@ void write_padding(const Team &team, const dk_dispatch_params &p) {
   const int32_t *ends = at<const int32_t>(p.psum_per_expert);
   for (int32_t e = 0; e < experts_each(team, p); e++) {
     int64_t row = max(ends[e], 0), end = min<int64_t>(aligned_rows(row, p.expert_alignment), p.num_expanded_tokens);
-    for (; row < end; row++) {
-      memset(at<uint8_t>(p.recv_x) + static_cast<uint64_t>(row) * p.hidden_bytes, 0, p.hidden_bytes);
-      if (p.recv_scales) write_scales(p, row, nullptr);
-      if (p.recv_topk_weights) at<float>(p.recv_topk_weights)[row] = 0;
-    }
+    for (; row < end; row++) zero_expanded_row(p, row);
   }
+}
+
+void write_missing_row(const dk_dispatch_params &p, int source, int64_t row, int64_t first) {
+  bool expand = expanded(p.routing), cached = p.flags & DK_DISPATCH_CACHED;
+  int32_t *meta = p.recv_src_metadata ? at<int32_t>(p.recv_src_metadata) + row * (p.num_topk + 2) : nullptr;
+  if (!expand) {
+    memset(at<uint8_t>(p.recv_x) + static_cast<uint64_t>(row) * p.hidden_bytes, 0, p.hidden_bytes);
+    if (p.recv_scales) write_scales(p, row, nullptr);
+  }
+  for (int32_t k = 0; expand && cached && meta && k < p.num_topk; k++)
+    if (int32_t slot = meta[2 + k]; slot >= 0 && slot < p.num_expanded_tokens) zero_expanded_row(p, slot);
+  if (!meta || cached) return;
+  meta[0] = row > first ? plus(meta[-p.num_topk - 2], 1) : source * p.num_max_tokens;
+  meta[1] = source * p.num_topk;
+  if (expand) memset(meta + 2, 0xff, sizeof(int32_t) * static_cast<size_t>(p.num_topk));
+}
+
+void zero_missing_rows(const Team &team, const dk_dispatch_params &p, int64_t num_rows) {
+  if (!expanded(p.routing) || p.flags & DK_DISPATCH_CACHED || !p.psum_per_expert || !p.recv_src_metadata) return;
+  const int32_t *ends = at<const int32_t>(p.psum_per_expert);
+  int32_t local = experts_each(team, p), starts[DK_MAX_ROUTED_EXPERTS], next[DK_MAX_ROUTED_EXPERTS];
+  for (int32_t e = 0; e < local; e++)
+    next[e] = starts[e] = e ? aligned_rows(max(ends[e - 1], 0), p.expert_alignment) : 0;
+  auto zero_until = [&](int32_t e, int64_t end) {
+    for (end = min<int64_t>(end, p.num_expanded_tokens); next[e] < end; next[e]++) zero_expanded_row(p, next[e]);
+  };
+  const int32_t *meta = at<const int32_t>(p.recv_src_metadata);
+  for (int64_t row = 0; row < num_rows; row++, meta += p.num_topk + 2)
+    for (int32_t k = 0; k < p.num_topk; k++) {
+      int32_t slot = meta[2 + k], e = local - 1;
+      if (slot < 0 || slot >= p.num_expanded_tokens) continue;
+      while (e > 0 && starts[e] > slot) e--;
+      zero_until(e, slot);
+      next[e] = max(next[e], slot + 1);
+    }
+  for (int32_t e = 0; e < local; e++) zero_until(e, ends[e]);
 }
 
 void clear_routed_outputs(const dk_dispatch_params &p) {

@@ -43,6 +43,11 @@ void write_routed_row(const Team &team, const dk_dispatch_params &p, int source,
                       const void *x, const void *scales, const Choices &choices, bool stream);
 // What no row is written to: padding; or all that names rows, where the call has failed.
 void write_padding(const Team &team, const dk_dispatch_params &p);
+// A rank takes no part any more: row `row` of the plain layout, of its rows from `first` on, does not come. Expanded,
+// and all other rows being there: the places that none of `num_rows` rows has, which are those of rows that have not
+// come.
+void write_missing_row(const dk_dispatch_params &p, int source, int64_t row, int64_t first);
+void zero_missing_rows(const Team &team, const dk_dispatch_params &p, int64_t num_rows);
 void clear_routed_outputs(const dk_dispatch_params &p);
 
 // ---- Combine
