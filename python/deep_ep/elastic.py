@@ -40,8 +40,10 @@ __all__ = [
 ]
 
 CPU_SECONDS, GPU_SECONDS = 300, 100
+KEY_MARK = "@"  # between V1's join key and the ranks for which the buffer has memory
 USUAL_SMS = 20
 MOST_TOPK = 128
+MOST_RANKS = 1024
 COMPUTE_CAPABILITY = 90  # for which SMs are chosen
 Group = Any
 
@@ -74,6 +76,9 @@ class ElasticBuffer(BufferBase):
         engine: "cpu", "cuda", or "auto" or None: DEEPEP_ENGINE, or CUDA where a device and its library are there.
         bootstrap: where ranks meet without torch.distributed; see deep_ep.Bootstrap.
         num_nvl_peers: ranks of one NVLink domain; None: DEEPEP_NUM_MAX_NVL_PEERS, or 8.
+        join: the `join_key` of a buffer of V2, whose group takes this process in with its next `regroup`; the
+            constructor returns after that. `group` is None, the other arguments are those of the group's buffers.
+        join_rank: with `join`: the lost rank whose place the process asks for; None: any.
 
     Raises:
         DeepEPError: also a ValueError or TypeError where an argument is wrong; names the ranks that disagree, are late
@@ -103,6 +108,8 @@ class ElasticBuffer(BufferBase):
         engine: str | None = None,
         bootstrap: Bootstrap | None = None,
         num_nvl_peers: int | None = None,
+        join: str | None = None,
+        join_rank: int | None = None,
     ) -> None:
         if num_cpu_bytes:
             absent("num_cpu_bytes", ENGRAM)()
@@ -118,7 +125,8 @@ class ElasticBuffer(BufferBase):
         flags = {name: check_flag(name, value) for name, value in flags.items()}
         self.num_max_tokens_per_rank = check_int("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
         self.hidden, self.num_topk = check_int("hidden", hidden, 0, 1 << 20), check_int("num_topk", num_topk, 0)
-        num_ranks = _size_of(group, bootstrap)
+        key, num_ranks = (None, _size_of(group, bootstrap)) if join is None else _read_key(join)
+        self._made_for = num_ranks  # memory keeps the sizes of so many ranks
         sizes = _elastic_sizes.sizes(
             _elastic_sizes.options(
                 self.num_max_tokens_per_rank, self.hidden, self.num_topk, flags["use_fp8_dispatch"],
@@ -135,7 +143,7 @@ class ElasticBuffer(BufferBase):
             group, staging, int(sizes.num_rdma_bytes), explicitly_destroy=True, engine=engine,
             timeout=seconds, num_nvl_peers=num_nvl_peers, bootstrap=bootstrap, num_tokens=self.num_max_tokens_per_rank,
             hidden=self.hidden, num_topk=self.num_topk, zero_copy_bytes=_segment(engine, segment),
-            enable_shrink=flags["enable_shrink"],
+            enable_shrink=flags["enable_shrink"], join=key, join_rank=join_rank,
         )  # fmt: skip
         core = self._core = self._base._core
         core.open_rows()  # now, so that the first call is as fast as later ones
@@ -193,15 +201,31 @@ class ElasticBuffer(BufferBase):
         """The ranks that have died or left, as far as this rank has heard; ascending. Local."""
         return self._base.lost_ranks()
 
+    @property
+    def join_key(self) -> str:
+        """The text by which a process of this host and user joins: ``ElasticBuffer(None, join=...)`` of theirs.
+
+        As Buffer.join_key; a Buffer of V1 does not take it.
+
+        Raises:
+            DeepEPError: the buffer is destroyed.
+        """
+        return f"{self._base.join_key}{KEY_MARK}{self._made_for}"
+
+    def pending_joins(self, *, agreed: bool = False) -> list[int]:
+        """The processes that wait to be let in, at this rank or, `agreed`, on all alike; see Buffer.pending_joins."""
+        return self._base.pending_joins(agreed=agreed)
+
     def regroup(self, members: Sequence[int], *, renumber: bool = True, timeout: float | None = None) -> None:
-        """Goes on without ranks that are lost. Collective among the members; see Buffer.regroup.
+        """Goes on without ranks that are lost, and with processes that join. Collective; see Buffer.regroup.
 
         Afterwards `rank_idx`, `num_ranks` and the domains are those of the new group, and `num_experts` of each call
         places the experts anew. The memory stays as it is. Handles of before are refused if ranks were renumbered, and
         so is the second half of a deferred call of before.
 
         Args:
-            members: living ranks of the new group, by their present numbers.
+            members: ranks of the new group, by their present numbers. A lost one (or with `renumber` a number from
+                num_ranks on) stands for a process that waits to join.
             renumber: True: a member's place in `members` is its new rank, and `num_ranks` their number. False: numbers
                 stay; a rank that is left out stays as a masked place, which needs enable_shrink.
             timeout: seconds to wait for the other members; None: DEEPEP_FIRST_TIMEOUT_MS, or 300.
@@ -676,6 +700,16 @@ def _size_of(group: Group, bootstrap: Bootstrap | None) -> int:
     if group is None or not callable(getattr(group, "size", None)):
         raise type_error("group", type(group).__name__, "a torch.distributed.ProcessGroup or the like")
     return int(group.size())
+
+
+def _read_key(join: object) -> tuple[str, int]:
+    """Of a join_key: V1's, and the ranks for which the group's buffers have memory."""
+    if not isinstance(join, str):
+        raise type_error("join", type(join).__name__, "the join_key of a buffer of V2")
+    key, mark, ranks = join.rpartition(KEY_MARK)
+    if not mark or not ranks.isascii() or not ranks.isdigit() or not 1 <= int(ranks) <= MOST_RANKS:
+        raise value_error("join", repr(join), "the join_key of a buffer of V2")
+    return key, int(ranks)
 
 
 def _segment(engine: str | None, count: int) -> int | None:

@@ -55,6 +55,8 @@ class EPBuffer(ElasticBuffer):
         engine: str | None = None,
         bootstrap: Bootstrap | None = None,
         num_nvl_peers: int | None = None,
+        join: str | None = None,
+        join_rank: int | None = None,
     ) -> None:
         plan_of = lb_allocation_plan_or_num_bytes
         if isinstance(plan_of, BufferAllocator):
@@ -66,7 +68,7 @@ class EPBuffer(ElasticBuffer):
             group, num_bytes, 0, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, deterministic,
             allow_hybrid_mode, allow_multiple_reduction, prefer_overlap_with_compute, sl_idx, num_allocated_qps,
             num_cpu_timeout_secs, num_gpu_timeout_secs, explicitly_destroy, enable_shrink=enable_shrink, engine=engine,
-            bootstrap=bootstrap, num_nvl_peers=num_nvl_peers,
+            bootstrap=bootstrap, num_nvl_peers=num_nvl_peers, join=join, join_rank=join_rank,
         )  # fmt: skip
         self.num_lb_bytes = num_lb_bytes
         storage = _torch.empty((num_lb_bytes,), UINT8, self._core.device)
