@@ -14,7 +14,7 @@
 #include "internode/normal/notify.cuh"
 
 namespace deep_ep::internode {
-thread_local uint8_t shared[16 * 1024];  // dynamic shared memory of a block
+thread_local uint8_t shared[32 * 1024];  // dynamic shared memory of a block
 }
 using namespace deepep;
 using namespace deepep::internode;
@@ -138,12 +138,13 @@ float from_bf16(uint16_t v) {
   return f;
 }
 
-void make_inputs(World &w) {
+// tokens: of each rank, which all go to every rank; 0: at random.
+void make_inputs(World &w, int tokens = 0) {
   const Case &c = w.c;
   const int experts = c.ranks() * c.local_experts, max_tokens = pick(0, 3) == 0 ? 90 : 24;
   for (int me = 0; me < c.ranks(); ++me) {
     Rank &r = w.ranks[me];
-    r.tokens = pick(0, 4) == 0 ? 0 : pick(1, max_tokens);
+    r.tokens = tokens != 0 ? tokens : pick(0, 4) == 0 ? 0 : pick(1, max_tokens);
     const int style = pick(0, 3);  // any expert; the last two; a quarter of the entries; none
     r.x.resize(static_cast<size_t>(r.tokens) * c.hidden * 2);
     for (uint8_t &b : r.x) b = static_cast<uint8_t>(random_number());
@@ -157,6 +158,8 @@ void make_inputs(World &w) {
           : style == 2 && pick(0, 3) != 0 ? -1
           : style == 1                    ? pick(experts - 2, experts - 1)
                                           : pick(-1, experts - 1);
+    for (size_t i = 0; tokens != 0 && i < r.idx.size(); ++i)
+      r.idx[i] = static_cast<int64_t>(i) % c.topk * c.local_experts;
     r.idx32.assign(r.idx.begin(), r.idx.end());
     r.in_rank.assign(static_cast<size_t>(r.tokens) * c.ranks(), 0);
     r.per_rank.assign(c.ranks(), 0);
@@ -399,6 +402,26 @@ void failures() {
   printf("failures: ok\n");
 }
 
+// Rows of neighbouring places of a ring cross in one put, and so do sums on the way back.
+void pieces() {
+  const uint64_t row = align_up<uint64_t>(2 * 256 + 4 * (1 + 1 + 2 * 2), 128);
+  World w(Case{2, 1, 256, 2, 2, 0, 8, 2 * 2 * row * 64, 2 * row * 64});  // 8 channels of 8 places
+  std::vector<uint8_t *> blocks;
+  for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
+  emulate::start_network({11, false}, blocks);
+  make_inputs(w, 64);
+  notify(w);
+  emulate::puts_since(0);
+  dispatch(w, false);
+  const size_t sent = emulate::puts_since(2 * 256);
+  combine(w);
+  const size_t returned = emulate::puts_since(2 * 256);
+  emulate::stop_network();
+  check(sent == 2 * 8, "puts of dispatch", -1, 0, static_cast<double>(sent), 2 * 8);
+  check(returned == 2 * 8, "puts of combine", -1, 0, static_cast<double>(returned), 2 * 8);
+  printf("pieces: ok\n");
+}
+
 Case random_case() {
   static const int shapes[][2] = {{2, 2}, {4, 1}, {3, 2}, {2, 3}, {2, 1}};
   const auto &shape = shapes[pick(0, 4)];
@@ -417,6 +440,7 @@ int main(int argc, char **argv) {
   const uint64_t seed = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
   const int cases = argc > 2 ? atoi(argv[2]) : 4;
   failures();
+  pieces();
   for (int i = 0; i < cases; ++i) {
     random_number.seed(seed + static_cast<uint64_t>(i));
     World w(random_case());

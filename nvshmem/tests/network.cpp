@@ -1,6 +1,7 @@
 // network.cpp - runs blocks and the network between ranks in turns.
 #include "network.h"
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <random>
@@ -25,6 +26,7 @@ std::map<std::pair<uint64_t, uint64_t>, Pipe> pipes;  // (from, to), queue pair
 std::vector<uint8_t *> bases;
 Network network;
 std::mt19937_64 random_number;
+std::vector<size_t> put_sizes;
 
 void take_effect(const Operation &op) {
   if (op.bytes != 0) memcpy(op.to, op.from, op.bytes);  // the source is read at delivery
@@ -59,10 +61,16 @@ void put(void *to, const void *from, size_t bytes, uint64_t *word, uint64_t valu
     pipe.waiting.push_back(
         {static_cast<const uint8_t *>(from), static_cast<uint8_t *>(to) + there, bytes, nullptr, 0, pipe.fences});
   if (bytes != 0) ++pipe.fences;
+  put_sizes.push_back(bytes);
   pipe.waiting.push_back({nullptr, nullptr, 0, reinterpret_cast<uint64_t *>(reinterpret_cast<uint8_t *>(word) + there),
                           value, pipe.fences});
 }
 
+size_t puts_since(size_t at_least) {
+  const auto count = std::count_if(put_sizes.begin(), put_sizes.end(), [&](size_t bytes) { return bytes >= at_least; });
+  put_sizes.clear();
+  return static_cast<size_t>(count);
+}
 bool puts_under_way() {
   for (const auto &[key, pipe] : pipes)
     if (static_cast<int>(key.first >> 32) == block->rank && !pipe.waiting.empty()) return true;

@@ -13,9 +13,10 @@ struct Network {
   bool fences_alone;
 };
 void start_network(const Network &how, const std::vector<uint8_t *> &blocks);
-void stop_network();      // delivers everything first
-bool puts_under_way();    // of the running rank, not delivered yet
-size_t rows_under_way();  // puts of more than 16 bytes, not delivered yet
+void stop_network();                 // delivers everything first
+bool puts_under_way();               // of the running rank, not delivered yet
+size_t rows_under_way();             // puts of more than 16 bytes, not delivered yet
+size_t puts_since(size_t at_least);  // puts of so many bytes and more, since the last call
 // Runs body() in every lane of a grid of each rank, all ranks at once.
 void run(int ranks, const std::function<int(int rank)> &grid, int threads, const std::function<void(int rank)> &body);
 

@@ -1,6 +1,7 @@
 // combine.cuh - libdeepep_nvshmem.so: rows back to their tokens' ranks. Pushers copy rows to the collector, the rank of
 // their node that has the same index as the token's rank. A collector sums a node's rows of a token and sends the sum
-// to the token's rank, which sums what it received. Each warp has one of these roles and serves its share of streams.
+// to the token's rank, which sums what it received. A rank's own rows are added where they are. Each warp has one of
+// these roles and serves its share of streams.
 #pragma once
 #include "cuda/common/bf16.cuh"
 #include "cuda/impl/normal/failed_outputs.cuh"
@@ -19,10 +20,10 @@ struct InternodeCombineParams {
 };
 
 struct CombineRoles {
-  static constexpr int kSenders = 4, kNodeCollectors = 3, kTokenCollectors = 5;
+  static constexpr int kSenders = 8, kNodeCollectors = 7, kTokenCollectors = 7;
   static constexpr int kWarps = kSenders + kNodeCollectors + kTokenCollectors, kThreads = kWarps * kWarp;
 };
-constexpr int kSumsAtOnce = 4;  // rows or sums of a stream in one turn of a warp
+constexpr int kSumsAtOnce = 4;  // rows or tokens of a stream in one turn of a warp
 
 // After a row's payload: the token, then its weights.
 __device__ inline uint32_t *row_words(const InternodeCombineParams &p, uint8_t *row) {
@@ -40,21 +41,40 @@ __device__ inline bool posts_credit(uint32_t rows, uint32_t slots) { return rows
 
 // ---- Pushers: a stream is a channel's rows for tokens of a source ---------------------------------------------------
 
-// The first of the rows from `row` on whose token belongs to the channel; `rows` or more: none.
-__device__ inline int next_row_of(const InternodeCombineParams &p, const int32_t *tokens, int channel, int row,
-                                  int rows) {
-  for (; row < rows; row += kWarp) {
-    const int mine = row + lane_id();
-    const bool belongs =
-        mine < rows && static_cast<uint32_t>(tokens[mine]) % p.rings.channels == static_cast<uint32_t>(channel);
-    const uint32_t found = __ballot_sync(kAllLanes, belongs);
-    if (found != 0) return row + __ffs(static_cast<int>(found)) - 1;
+// The rows of this rank for tokens of a source.
+struct OwnRows {
+  const int32_t *tokens;
+  int first, count;
+};
+__device__ inline OwnRows own_rows(const InternodeCombineParams &p, int source) {
+  const TeamView &team = p.c.session.team;
+  const int first = rows_before(p.c.rank_prefix_matrix(), team.num_ranks, source, team.rank);
+  return {p.c.recv_src_idx() + first, first, p.c.rank_prefix_matrix()[source * team.num_ranks + team.rank] - first};
+}
+
+// The first of the rows from `row` on whose token belongs to the channel; rows.count or more: none.
+__device__ inline int next_row_of(const InternodeCombineParams &p, const OwnRows &rows, int channel, int row) {
+  constexpr int kUnroll = 4;
+  for (; row < rows.count; row += kUnroll * kWarp) {
+    int token[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int mine = row + u * kWarp + lane_id();
+      token[u] = mine < rows.count ? rows.tokens[mine] : 0;
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const bool belongs = row + u * kWarp + lane_id() < rows.count &&
+                           static_cast<uint32_t>(token[u]) % p.rings.channels == static_cast<uint32_t>(channel);
+      const uint32_t found = __ballot_sync(kAllLanes, belongs);
+      if (found != 0) return row + u * kWarp + __ffs(static_cast<int>(found)) - 1;
+    }
   }
   return row;
 }
 
 __device__ inline void push_row(const InternodeCombineParams &p, int64_t row, uint8_t *to) {
-  copy_row(to, p.c.x() + row * p.c.row_bytes, p.c.row_bytes);
+  copy_payload(to, nullptr, p.c.x() + row * p.c.row_bytes, p.c.row_bytes);
   uint32_t *words = row_words(p, to);
   if (lane_id() == 0) words[0] = static_cast<uint32_t>(p.c.recv_src_idx()[row]);
   for (int k = lane_id(); k < p.c.num_topk; k += kWarp)
@@ -69,8 +89,8 @@ __device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t
   if (state->closed != 0) return kDone;
   const int node = p.internode.node_of(source), index = p.internode.index_of(source),
             collector = p.internode.local_rank(index);
-  const int first = rows_before(p.c.rank_prefix_matrix(), team.num_ranks, source, team.rank);
-  const int rows = p.c.rank_prefix_matrix()[source * team.num_ranks + team.rank] - first;
+  if (collector == team.rank) return kDone;  // it adds them where they are
+  const OwnRows rows = own_rows(p, source);
   uint8_t *block = team.peers[collector];
   uint64_t *pushed = word_at(block, p.internode.at.pushed, push_index(p.internode, p.internode.index, node, channel));
   const uint32_t taken = read_count(
@@ -79,17 +99,16 @@ __device__ inline Outcome serve_pusher(const InternodeCombineParams &p, uint64_t
   uint32_t pushed_rows = before;
   int row = state->at;
   bool last = false;
+  const InPhase phase(kPhaseCopy);
   while (!last && pushed_rows < before + kSumsAtOnce) {
-    row = next_row_of(p, p.c.recv_src_idx() + first, channel, row, rows);
-    last = row >= rows;
-    if (!last && pushed_rows - taken >= p.rings.local_slots) break;
-    if (!last) {
-      push_row(p, first + row, block + p.rings.local(p.internode.index, node, channel, pushed_rows));
-      ++pushed_rows;
-      ++row;
-    }
-    write_count(pushed, epoch, pushed_rows | (last ? kLastRow : 0));
+    row = next_row_of(p, rows, channel, row);
+    last = row >= rows.count;
+    if (last || pushed_rows - taken >= p.rings.local_slots) break;
+    push_row(p, rows.first + row, block + p.rings.local(p.internode.index, node, channel, pushed_rows));
+    ++pushed_rows;
+    ++row;
   }
+  if (last || pushed_rows != before) write_count(pushed, epoch, pushed_rows | (last ? kLastRow : 0));
   if (lane_id() == 0) {
     state->at = row;
     state->count = pushed_rows;
@@ -115,35 +134,63 @@ struct TokenRows {
   }
 };
 
-__device__ inline void add_pieces(float (&sum)[4][8], const uint8_t *row, uint32_t base, uint32_t bytes) {
-  uint4 data[4];
+constexpr int kPieces = 4;  // of 16 bytes, that a lane adds side by side
+struct RowPieces {
+  uint4 data[kPieces];
+};
+__device__ __forceinline__ void load_pieces(RowPieces &pieces, const uint8_t *row, uint32_t base, uint32_t bytes) {
 #pragma unroll
-  for (int u = 0; u < 4; ++u)
-    if (base + 16 * kWarp * u < bytes) data[u] = ptx::ld_stream(row + base + 16 * kWarp * u);
+  for (int u = 0; u < kPieces; ++u)
+    if (base + 16 * kWarp * u < bytes) pieces.data[u] = ptx::ld_stream(row + base + 16 * kWarp * u);
+}
+__device__ __forceinline__ void add_pieces(float (&sum)[kPieces][8], const RowPieces &pieces, uint32_t base,
+                                           uint32_t bytes) {
 #pragma unroll
-  for (int u = 0; u < 4; ++u)
-    if (base + 16 * kWarp * u < bytes) add_bf16(sum[u], data[u]);
+  for (int u = 0; u < kPieces; ++u)
+    if (base + 16 * kWarp * u < bytes) add_bf16(sum[u], pieces.data[u]);
+}
+
+// A row's weights: of this rank's own rows in the caller's array (null: all 0), of others behind the row.
+__device__ inline float weight_of(const InternodeCombineParams &p, const uint8_t *row, int k) {
+  const uint64_t from = static_cast<uint64_t>(row - p.c.x());
+  if (from >= static_cast<uint64_t>(p.c.num_recv_tokens) * p.c.row_bytes)
+    return __uint_as_float(ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(row + p.c.row_bytes) + 1 + k));
+  return p.c.topk_weights() == nullptr ? 0 : p.c.topk_weights()[from / p.c.row_bytes * p.c.num_topk + k];
 }
 
 // Sums in FP32 and rounds once. Biases are added last. weights: [out] sums of the rows' weights, or null.
 __device__ inline void sum_rows(const InternodeCombineParams &p, const TokenRows &list, const uint8_t *const (&bias)[2],
                                 uint8_t *to, float *weights) {
   const uint32_t bytes = p.c.row_bytes;
+  const InPhase phase(kPhaseSum);
   __syncwarp();  // all lanes see the list
-  for (uint32_t base = 16 * lane_id(); base < bytes; base += 16 * kWarp * 4) {
-    float sum[4][8] = {};
-    for (int i = 0; i < list.count; ++i) add_pieces(sum, list.rows[i], base, bytes);
 #pragma unroll 1
-    for (int b = 0; b < 2; ++b)
-      if (bias[b] != nullptr) add_pieces(sum, bias[b], base, bytes);
+  for (uint32_t base = 16 * lane_id(); base < bytes; base += 16 * kWarp * kPieces) {
+    float sum[kPieces][8] = {};
+    RowPieces one, two;
+#pragma unroll 1
+    for (int i = 0; i < list.count; i += 2) {  // two rows are on their way at a time, and added in turn
+      const bool both = i + 1 < list.count;
+      load_pieces(one, list.rows[i], base, bytes);
+      if (both) load_pieces(two, list.rows[i + 1], base, bytes);
+      add_pieces(sum, one, base, bytes);
+      if (both) add_pieces(sum, two, base, bytes);
+    }
+#pragma unroll 1
+    for (int b = 0; b < 2; ++b) {
+      if (bias[b] == nullptr) continue;
+      load_pieces(one, bias[b], base, bytes);
+      add_pieces(sum, one, base, bytes);
+    }
 #pragma unroll
-    for (int u = 0; u < 4; ++u)
+    for (int u = 0; u < kPieces; ++u)
       if (base + 16 * kWarp * u < bytes) ptx::st_stream(to + base + 16 * kWarp * u, round_bf16(sum[u]));
   }
+#pragma unroll 1
   for (int k = lane_id(); weights != nullptr && k < p.c.num_topk; k += kWarp) {
     float sum = 0;
-    for (int i = 0; i < list.count; ++i)
-      sum += __uint_as_float(ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t *>(list.rows[i] + bytes) + 1 + k));
+#pragma unroll 1
+    for (int i = 0; i < list.count; ++i) sum += weight_of(p, list.rows[i], k);
     weights[k] = sum;
   }
 }
@@ -152,99 +199,128 @@ __device__ inline void sum_rows(const InternodeCombineParams &p, const TokenRows
 
 constexpr int kNoToken = 0x7fffffff;
 
-// Of a ring in this collector's block: rows pushed so far, whether they are all, the next row to take or null.
-struct PushedRow {
-  uint32_t rows;
-  bool last;
+// A collector's source of rows for a node and channel: a ring that a rank of its node pushes to, or its own rows.
+// token: of the next row, kNoToken: there is none. known: that is so until it is taken.
+struct NextRow {
   const uint8_t *row;
+  int token;
+  uint32_t pushed;  // so far
+  bool known;
 };
-__device__ inline PushedRow pushed_row(const InternodeCombineParams &p, uint64_t epoch, int node, int channel,
-                                       int index, uint32_t taken) {
+// taken: rows taken of the ring; of the own rows the number of the next one.
+__device__ inline NextRow next_pushed_row(const InternodeCombineParams &p, uint64_t epoch, int node, int channel,
+                                          int index, uint32_t taken, const OwnRows &own) {
+  if (index == p.internode.index) {
+    if (taken >= static_cast<uint32_t>(own.count)) return {nullptr, kNoToken, taken, true};
+    return {p.c.x() + (own.first + static_cast<int64_t>(taken)) * p.c.row_bytes, own.tokens[taken], taken, true};
+  }
   uint8_t *self = p.c.session.team.self;
   const uint32_t count = count_in(
       ptx::ld_acquire_sys(word_at(self, p.internode.at.pushed, push_index(p.internode, index, node, channel))), epoch);
   const uint32_t rows = count & ~kLastRow;
-  return {rows, (count & kLastRow) != 0, rows > taken ? self + p.rings.local(index, node, channel, taken) : nullptr};
+  if (rows <= taken) return {nullptr, kNoToken, rows, (count & kLastRow) != 0};
+  const uint8_t *row = self + p.rings.local(index, node, channel, taken);
+  return {row, token_of(p, row), rows, true};
 }
 
-// The lowest token among the next rows of all rings; kNoToken: all rows have been taken; -1: a ring is empty and its
+// The lowest token among the next rows of all sources; kNoToken: all rows have been taken; -1: a ring is empty and its
 // rank may push more rows (`blocked`).
 __device__ inline int next_token_of_node(const InternodeCombineParams &p, uint64_t epoch, int node, int channel,
-                                         const uint32_t *taken, BlockedStream &blocked) {
+                                         const uint32_t *taken, const OwnRows &own, BlockedStream &blocked) {
   int token = kNoToken;
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
     const int index = base + lane_id();
-    PushedRow ring{0, true, nullptr};
-    if (index < p.internode.num_peers) ring = pushed_row(p, epoch, node, channel, index, taken[index]);
-    const uint32_t unknown = __ballot_sync(kAllLanes, ring.row == nullptr && !ring.last);
+    NextRow next{nullptr, kNoToken, 0, true};
+    if (index < p.internode.num_peers) next = next_pushed_row(p, epoch, node, channel, index, taken[index], own);
+    const uint32_t unknown = __ballot_sync(kAllLanes, !next.known);
     if (unknown != 0) {
       const int lane = __ffs(static_cast<int>(unknown)) - 1;
-      const uint32_t rows = __shfl_sync(kAllLanes, ring.rows, lane);
+      const uint32_t rows = __shfl_sync(kAllLanes, next.pushed, lane);
       blocked = {p.internode.local_rank(base + lane), static_cast<int64_t>(rows) + 1, rows};
       return -1;
     }
-    const int mine = ring.row == nullptr ? kNoToken : token_of(p, ring.row);
-    token = min(token, __reduce_min_sync(kAllLanes, mine));
+    token = min(token, __reduce_min_sync(kAllLanes, next.token));
   }
   return token;
 }
 
-__device__ inline void send_sum(const InternodeCombineParams &p, uint64_t epoch, int node, int channel, int token,
-                                uint32_t number, uint32_t *taken, TokenRows list) {
+// Sums the token's rows into `place`, and takes them.
+__device__ inline void sum_for_node(const InternodeCombineParams &p, uint64_t epoch, int node, int channel, int token,
+                                    uint8_t *place, uint32_t *taken, const OwnRows &own, TokenRows list) {
   const TeamView &team = p.c.session.team;
+  uint32_t credits = 0;  // bit i: posted to rank 32 * i + this lane's number of the node
   for (int base = 0; base < p.internode.num_peers; base += kWarp) {
     const int index = base + lane_id();
-    const uint8_t *row =
-        index < p.internode.num_peers ? pushed_row(p, epoch, node, channel, index, taken[index]).row : nullptr;
-    const bool mine = row != nullptr && token_of(p, row) == token;
-    list.add(mine ? row : nullptr);
+    NextRow next{nullptr, kNoToken, 0, true};
+    if (index < p.internode.num_peers) next = next_pushed_row(p, epoch, node, channel, index, taken[index], own);
+    const bool mine = next.row != nullptr && next.token == token;
+    if (mine && index != p.internode.index && posts_credit(++taken[index], p.rings.local_slots))
+      credits |= 1u << (base / kWarp);
+    list.add(mine ? next.row : nullptr);
   }
-  uint8_t *place = team.self + p.rings.out(node, channel, number);
   uint32_t *words = row_words(p, place);
   sum_rows(p, list, {nullptr, nullptr}, place, reinterpret_cast<float *>(words + 1));
   if (lane_id() == 0) words[0] = static_cast<uint32_t>(token);
-  uint64_t *head =
-      word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // in either block
-  put_remote(p.internode, p.internode.partner(node), team.self + p.rings.in(p.internode.node, channel, number), place,
-             align_up(p.c.row_bytes + 4u * (1 + p.c.num_topk), 16u), head, tagged(epoch, number + 1));
   __syncwarp();  // all lanes have read the rows
-  for (int index = lane_id(); index < p.internode.num_peers; index += kWarp) {
-    const uint8_t *row = pushed_row(p, epoch, node, channel, index, taken[index]).row;
-    if (row == nullptr || token_of(p, row) != token) continue;
-    const uint32_t rows = ++taken[index];
-    uint64_t *word = word_at(team.peers[p.internode.local_rank(index)], p.internode.at.taken,
-                             push_index(p.internode, p.internode.index, node, channel));
-    if (posts_credit(rows, p.rings.local_slots)) ptx::st_release_sys(word, tagged(epoch, rows));
-  }
+  for (int index = lane_id(); credits != 0; index += kWarp, credits >>= 1)
+    if ((credits & 1) != 0)
+      ptx::st_release_sys(word_at(team.peers[p.internode.local_rank(index)], p.internode.at.taken,
+                                  push_index(p.internode, p.internode.index, node, channel)),
+                          tagged(epoch, taken[index]));
+  const uint32_t at = taken[p.internode.index];
+  __syncwarp();
+  if (at >= static_cast<uint32_t>(own.count) || own.tokens[at] != token) return;
+  const int next = next_row_of(p, own, channel, static_cast<int>(at) + 1);
+  if (lane_id() == 0) taken[p.internode.index] = static_cast<uint32_t>(next);
   __syncwarp();
 }
 
 __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64_t epoch, int stream,
                                          const TokenRows &list, BlockedStream &blocked) {
+  const TeamView &team = p.c.session.team;
   const int others = p.internode.num_nodes - 1, channel = stream / others,
             node = stream % others + (stream % others >= p.internode.node);
   RowStream *state = p.lists.from_nodes + stream;
   if (state->closed != 0) return kDone;
   uint32_t *taken =
       p.lists.node_rows_taken + (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers;
-  const uint32_t credit =
-      read_count(word_at(p.c.session.team.self, p.internode.at.credits, node * kMaxChannels + channel), epoch);
-  const uint32_t before = state->count;
+  const OwnRows own = own_rows(p, p.internode.partner(node));
+  if (state->at == 0) {
+    const int first = next_row_of(p, own, channel, 0);
+    if (lane_id() == 0) taken[p.internode.index] = static_cast<uint32_t>(first);
+    __syncwarp();
+  }
+  const uint32_t credit = read_count(word_at(team.self, p.internode.at.credits, node * kMaxChannels + channel), epoch);
+  const uint32_t before = state->count, slots = p.rings.slots;
+  // A piece: sums in neighbouring places of the ring.
+  const uint32_t end = credit == kAllRows
+                           ? before
+                           : before + min(min(p.rings.piece(), slots - before % slots), slots - (before - credit));
   uint32_t sent = before;
   // It waits for room or for the last credit, unless next_token_of_node() says otherwise.
   blocked = {p.internode.partner(node), static_cast<int64_t>(sent) + 1, credit};
-  for (; credit != kAllRows && sent < before + kSumsAtOnce && sent - credit < p.rings.slots; ++sent) {
-    const int token = next_token_of_node(p, epoch, node, channel, taken, blocked);
+  for (; sent < end; ++sent) {
+    const int token = next_token_of_node(p, epoch, node, channel, taken, own, blocked);
     if (token < 0 || token == kNoToken) break;
-    send_sum(p, epoch, node, channel, token, sent, taken, list);
+    sum_for_node(p, epoch, node, channel, token, team.self + p.rings.out(node, channel, sent), taken, own, list);
   }
+  if (sent != before) {
+    const InPhase phase(kPhasePut);
+    const uint32_t last_row = align_up(p.c.row_bytes + 4u * (1 + p.c.num_topk), 16u);
+    put_remote(p.internode, p.internode.partner(node), team.self + p.rings.in(p.internode.node, channel, before),
+               team.self + p.rings.out(node, channel, before),
+               static_cast<uint64_t>(sent - before - 1) * p.rings.stride + last_row,
+               word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel),  // in either block
+               tagged(epoch, sent));
+  }
+  __syncwarp();
   if (lane_id() == 0) {
+    state->at = 1;
     state->count = sent;
     state->closed = credit == kAllRows;
     if (credit == kAllRows)
-      atomicAdd(
-          reinterpret_cast<unsigned long long *>(&p.c.session.team.scratch->sent_bytes[p.internode.partner(node)]),
-          static_cast<unsigned long long>(sent) * p.c.row_bytes);
+      atomicAdd(reinterpret_cast<unsigned long long *>(&team.scratch->sent_bytes[p.internode.partner(node)]),
+                static_cast<unsigned long long>(sent) * p.c.row_bytes);
   }
   __syncwarp();
   return credit == kAllRows ? kDone : sent != before ? kMoved : kBlocked;
@@ -271,7 +347,7 @@ __device__ inline bool has_part(const InternodeCombineParams &p, int token, cons
   for (int i = 0; !has && i < p.internode.num_peers; ++i) has = heads[part.node * p.internode.num_peers + i] >= 0;
   return has;
 }
-// The part's next row, or null; `seen`: rows that have arrived. Each token that has the part takes one.
+// Of another rank's part the next row, or null; `seen`: rows that have arrived. Each token that has the part takes one.
 __device__ inline const uint8_t *next_row(const InternodeCombineParams &p, uint64_t epoch, const SumPart &part,
                                           int channel, uint32_t taken, uint32_t &seen) {
   uint8_t *self = p.c.session.team.self;
@@ -285,21 +361,42 @@ __device__ inline const uint8_t *next_row(const InternodeCombineParams &p, uint6
          (part.local ? p.rings.local(index, p.internode.node, channel, taken) : p.rings.in(part.node, channel, taken));
 }
 
-// Lists the token's rows. False: one has not arrived yet, or belongs to another token, which is a failure.
+// This rank's own row of the token, where the caller has it; null: the handle gives the token none.
+__device__ inline const uint8_t *own_row(const InternodeCombineParams &p, const OwnRows &own, int token) {
+  const TeamView &team = p.c.session.team;
+  const int number = p.c.send_head()[static_cast<int64_t>(token) * team.num_ranks + team.rank];
+  if (number >= own.count || own.tokens[number] != token) return nullptr;
+  return p.c.x() + (own.first + static_cast<int64_t>(number)) * p.c.row_bytes;
+}
+
+// Lists the token's rows. False: one has not arrived yet, or belongs to another token, which is a failure. parts: [out]
+// bit i: the token has part 32 * i + this lane's number.
 __device__ inline bool find_rows(const InternodeCombineParams &p, uint64_t epoch, int channel, int token,
-                                 const uint32_t *taken, TokenRows &list, BlockedStream &blocked) {
-  const int parts = p.internode.num_peers + p.internode.num_nodes - 1;
-  for (int base = 0; base < parts; base += kWarp) {
+                                 const uint32_t *taken, const OwnRows &own, TokenRows &list, uint32_t &parts,
+                                 BlockedStream &blocked) {
+  const int count = p.internode.num_peers + p.internode.num_nodes - 1, me = p.c.session.team.rank;
+  parts = 0;
+  for (int base = 0; base < count; base += kWarp) {
     const int at = base + lane_id();
     const uint8_t *row = nullptr;
     uint32_t seen = 0;
     SumPart part{};
     bool has = false;
-    if (at < parts) {
+    if (at < count) {
       part = sum_part(p.internode, at);
       has = has_part(p, token, part);
     }
-    if (has) row = next_row(p, epoch, part, channel, taken[at], seen);
+    int its = token;
+    if (has && part.rank == me) {
+      row = own_row(p, own, token);
+      if (row == nullptr) its = -1;
+    } else if (has) {
+      row = next_row(p, epoch, part, channel, taken[at], seen);
+      if (row != nullptr) its = token_of(p, row);
+    }
+    if (its != token)
+      report_failure(p.c.session, DK_EINVAL, part.rank, DK_FIELD_SRC_IDX, token, its, 0);  // not of this handle
+    if (__any_sync(kAllLanes, its != token)) return false;
     const uint32_t missing = __ballot_sync(kAllLanes, has && row == nullptr);
     if (missing != 0) {
       const int lane = __ffs(static_cast<int>(missing)) - 1;
@@ -307,25 +404,22 @@ __device__ inline bool find_rows(const InternodeCombineParams &p, uint64_t epoch
       blocked = {__shfl_sync(kAllLanes, part.rank, lane), static_cast<int64_t>(here) + 1, here};
       return false;
     }
-    const int its = row == nullptr ? token : token_of(p, row);
-    if (its != token)
-      report_failure(p.c.session, DK_EINVAL, part.rank, DK_FIELD_SRC_IDX, token, its, 0);  // not of this handle
-    if (__any_sync(kAllLanes, its != token)) return false;
+    if (has) parts |= 1u << (base / kWarp);
     list.add(row);
   }
   return true;
 }
 
 // Counts the token's rows as taken, and posts credits for them.
-__device__ inline void release_parts(const InternodeCombineParams &p, uint64_t epoch, int channel, int token,
+__device__ inline void release_parts(const InternodeCombineParams &p, uint64_t epoch, int channel, uint32_t parts,
                                      uint32_t *taken) {
   const TeamView &team = p.c.session.team;
-  const int parts = p.internode.num_peers + p.internode.num_nodes - 1;
+  const int count = p.internode.num_peers + p.internode.num_nodes - 1;
   __syncwarp();  // all lanes have read the rows
-  for (int base = 0; base < parts; base += kWarp) {
+  for (int base = 0; base < count; base += kWarp) {
     const int at = base + lane_id();
-    const SumPart part = at < parts ? sum_part(p.internode, at) : SumPart{0, 0, false};
-    const bool has = at < parts && has_part(p, token, part);
+    const SumPart part = at < count ? sum_part(p.internode, at) : SumPart{0, 0, false};
+    const bool has = (parts >> (base / kWarp) & 1) != 0 && part.rank != team.rank;
     const uint32_t rows = has ? ++taken[at] : 0;
     if (has && part.local && posts_credit(rows, p.rings.local_slots))
       ptx::st_release_sys(word_at(team.peers[part.rank], p.internode.at.taken,
@@ -336,6 +430,7 @@ __device__ inline void release_parts(const InternodeCombineParams &p, uint64_t e
       const int lane = __ffs(static_cast<int>(left)) - 1;
       const int rank = __shfl_sync(kAllLanes, part.rank, lane);
       const uint32_t credit = __shfl_sync(kAllLanes, rows, lane);
+      const InPhase phase(kPhaseSignal);
       signal_remote(p.internode, team, rank,
                     word_at(team.self, p.internode.at.credits, p.internode.node * kMaxChannels + channel),
                     tagged(epoch, credit));
@@ -361,13 +456,15 @@ __device__ inline Outcome serve_token_sum(const InternodeCombineParams &p, uint6
   if (state->closed != 0) return kDone;
   uint32_t *taken =
       p.lists.token_rows_taken + static_cast<int64_t>(channel) * (p.internode.num_peers + p.internode.num_nodes);
+  const OwnRows own = own_rows(p, team.rank);
   const int step = static_cast<int>(p.rings.channels), before = state->at;
   int token = before;
   for (; token < p.c.num_tokens && token < before + kSumsAtOnce * step; token += step) {
     TokenRows list = empty;
-    if (!find_rows(p, epoch, channel, token, taken, list, blocked)) break;
+    uint32_t parts = 0;
+    if (!find_rows(p, epoch, channel, token, taken, own, list, parts, blocked)) break;
     sum_token(p, list, token);
-    release_parts(p, epoch, channel, token, taken);
+    release_parts(p, epoch, channel, parts, taken);
   }
   const bool all = token >= p.c.num_tokens;
   for (int node = 0; all && node < p.internode.num_nodes; ++node)
@@ -386,7 +483,7 @@ __device__ inline Outcome serve_token_sum(const InternodeCombineParams &p, uint6
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-// Statistics: rows that this rank pushes to each rank of its node.
+// Statistics: rows of this rank that each rank of its node adds.
 __device__ inline void count_pushed_bytes(const InternodeCombineParams &p) {
   const TeamView &team = p.c.session.team;
   const int32_t *matrix = p.c.rank_prefix_matrix();
@@ -429,19 +526,19 @@ __device__ inline void run_combine_roles(const InternodeCombineParams &p, uint64
     for (int i = first; i < count; i += step)
       if (lane_id() == 0) p.lists.by_rank[i] = {0, 0, 0, 0};
     __syncwarp();
-    serve_streams(s, first, step, count,
+    serve_streams(s, kRolePusher, first, step, count,
                   [&](int stream, BlockedStream &blocked) { return serve_pusher(p, epoch, stream, blocked); });
   } else if (warp < Roles::kSenders + Roles::kNodeCollectors) {
     const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kNodeCollectors * blocks,
               count = (p.internode.num_nodes - 1) * channels;
     reset_node_sums(p, first, step, count);
-    serve_streams(s, first, step, count,
+    serve_streams(s, kRoleNodeSum, first, step, count,
                   [&](int stream, BlockedStream &blocked) { return serve_node_sum(p, epoch, stream, list, blocked); });
   } else {
     const int first = (warp - Roles::kSenders - Roles::kNodeCollectors) * blocks + block,
               step = Roles::kTokenCollectors * blocks;
     reset_token_sums(p, first, step, channels);
-    serve_streams(s, first, step, channels,
+    serve_streams(s, kRoleTokenSum, first, step, channels,
                   [&](int stream, BlockedStream &blocked) { return serve_token_sum(p, epoch, stream, list, blocked); });
   }
 }
@@ -457,6 +554,7 @@ __global__ void __launch_bounds__(CombineRoles::kThreads, 1)
   extern __shared__ __align__(16) uint8_t shared[];
   const Session &s = p.c.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  begin_timeline();
   if (begin(s)) {
     const Handshake hand =
         combine_handshake(p.c, epoch, load_matrix_entry(p.c.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x));
@@ -467,6 +565,7 @@ __global__ void __launch_bounds__(CombineRoles::kThreads, 1)
       run_combine_roles(p, epoch, reinterpret_cast<const uint8_t **>(shared));
     }
   }
+  end_timeline(1);
   finish(s, [&](bool failed) {
     if (failed) clear_combine_outputs(p.c);
     if (threadIdx.x == 0) s.team.scratch->epoch = epoch;

@@ -4,6 +4,7 @@
 #include "cuda/impl/normal/send_rows.cuh"
 #include "cuda/sync/session.cuh"
 #include "internode/layout.h"
+#include "internode/normal/timeline.cuh"
 #include "queue.cuh"
 
 namespace deepep::internode {
@@ -21,8 +22,8 @@ __device__ inline nvshmemx_qp_handle_t queue_of_block(const NodeView &internode)
 
 // Puts `bytes` (a multiple of 16), then sets the word: a rank that acquires the word sees the bytes. This warp has
 // written the source, which must not change until the rank has answered.
-__device__ inline void put_remote(const NodeView &internode, int rank, void *to, const void *from, uint64_t bytes,
-                                  uint64_t *word, uint64_t value) {
+__device__ __noinline__ inline void put_remote(const NodeView &internode, int rank, void *to, const void *from,
+                                               uint64_t bytes, uint64_t *word, uint64_t value) {
   __syncwarp();
   if (lane_id() == 0) ptx::fence_acq_rel_sys();  // the NIC reads what all lanes stored
   __syncwarp();
@@ -33,6 +34,26 @@ __device__ inline void put_remote(const NodeView &internode, int rank, void *to,
   (void)internode;
   nvshmemx_putmem_signal_nbi_warp(to, from, bytes, word, value, NVSHMEM_SIGNAL_SET, rank);
 #endif
+}
+
+// A row's payload to one place or two (`also` may be null), by a warp; `bytes` is a multiple of 16. Not unrolled
+// further: with so many warps in a block registers are few.
+__device__ inline void copy_payload(uint8_t *to, uint8_t *also, const uint8_t *from, uint32_t bytes) {
+  constexpr int kAtOnce = 8;
+  const int chunks = static_cast<int>(bytes / 16);
+#pragma unroll 1
+  for (int first = lane_id(); first < chunks; first += kWarp * kAtOnce) {
+    uint4 data[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u)
+      if (first + u * kWarp < chunks) data[u] = ptx::ld_stream(from + 16ull * (first + u * kWarp));
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (first + u * kWarp >= chunks) continue;
+      ptx::st_stream(to + 16ull * (first + u * kWarp), data[u]);
+      if (also != nullptr) ptx::st_stream(also + 16ull * (first + u * kWarp), data[u]);
+    }
+  }
 }
 
 // Sets the word alone. With 16 bytes of blank, since NVSHMEM's proxy may let a later signal overtake one without bytes.
@@ -144,7 +165,7 @@ struct BlockedStream {  // the rank that a stream waits for, the count that it n
 // move: a peer may wait for room in one ring before it goes on with another. advance(stream, blocked) does what is
 // possible at once, with the same outcome in all lanes. The timeout counts while no stream of this warp moves.
 template <class Advance>
-__device__ inline void serve_streams(const Session &s, int first, int step, int count, Advance advance) {
+__device__ inline void serve_streams_untimed(const Session &s, int first, int step, int count, Advance advance) {
   uint64_t start = 0;
   uint32_t polls = 0, reason = 0;
   for (;;) {
@@ -175,6 +196,12 @@ __device__ inline void serve_streams(const Session &s, int first, int step, int 
     if (polls % kPollsPerLook == 0 && lane_id() == 0) reason = reason_to_leave(s, missing.peer, start, polls, 1);
     reason = __shfl_sync(kAllLanes, reason, 0);
   }
+}
+
+template <class Advance>
+__device__ inline void serve_streams(const Session &s, Role role, int first, int step, int count, Advance advance) {
+  const InRole timed(role, first < count);
+  serve_streams_untimed(s, first, step, count, advance);
 }
 
 }  // namespace deepep::internode

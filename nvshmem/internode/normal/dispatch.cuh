@@ -1,6 +1,6 @@
-// dispatch.cuh - libdeepep_nvshmem.so: rows to ranks of other nodes and of this one. Senders fill rings, readers copy
-// rows out of them, relays report to the sender what all readers of a ring have read. Each warp serves its share of
-// streams.
+// dispatch.cuh - libdeepep_nvshmem.so: rows to ranks of other nodes and of this one. Senders fill rings and store this
+// rank's own rows at their places, readers copy rows out of rings, relays report to the sender what all readers of a
+// ring have read. Each warp serves its share of streams.
 #pragma once
 #include "cuda/impl/normal/failed_outputs.cuh"
 #include "cuda/impl/normal/handshake.cuh"
@@ -19,10 +19,10 @@ struct InternodeDispatchParams {
 };
 
 struct DispatchRoles {
-  static constexpr int kSenders = 4, kRelays = 1, kReaders = 7;
+  static constexpr int kSenders = 10, kRelays = 2, kReaders = 12;
   static constexpr int kWarps = kSenders + kRelays + kReaders, kThreads = kWarps * kWarp;
 };
-constexpr int kRowsAtOnce = 4;  // of a stream in one turn of a warp
+constexpr int kRowsRead = 8;  // of a stream in one turn of a reader
 
 // Words after a row's payload: the token; for each rank of the node the row's number among this sender's rows for it,
 // or -1; weights, experts, scales.
@@ -44,56 +44,184 @@ __device__ inline int rows_between(const DispatchParams &d, int source, int read
 
 // ---- Senders: a stream is a channel's rows for a node ---------------------------------------------------------------
 
-// The first of the channel's tokens from `token` on that goes to the node; num_tokens or more: none.
-__device__ inline int next_token_for(const InternodeDispatchParams &p, int node, int token) {
-  const int num_ranks = p.d.session.team.num_ranks, step = static_cast<int>(p.rings.channels);
-  for (; token < p.d.num_tokens; token += kWarp * step) {
-    const int mine = token + lane_id() * step;
-    bool goes = false;
-    const int32_t *heads = p.d.send_head() + static_cast<int64_t>(mine) * num_ranks + node * p.internode.num_peers;
-    for (int i = 0; mine < p.d.num_tokens && !goes && i < p.internode.num_peers; ++i) goes = heads[i] >= 0;
-    const uint32_t found = __ballot_sync(kAllLanes, goes);
-    if (found != 0) return token + (__ffs(static_cast<int>(found)) - 1) * step;
-  }
-  return token;
+// The other nodes' streams come first, so that they have a warp each where there are enough.
+__device__ inline int node_of_stream(const InternodeDispatchParams &p, int stream) {
+  const int after = stream / static_cast<int>(p.rings.channels) + 1;
+  return (p.internode.node + after) % p.internode.num_nodes;
 }
 
-__device__ inline void fill_row(const InternodeDispatchParams &p, int node, int token, uint8_t *row) {
+// Which of the channel's next 32 tokens, from `token` on, go to the node.
+__device__ inline uint32_t next_tokens_for(const InternodeDispatchParams &p, int node, int token) {
+  const int num_ranks = p.d.session.team.num_ranks, mine = token + lane_id() * static_cast<int>(p.rings.channels);
+  const int32_t *heads = p.d.send_head() + static_cast<int64_t>(mine) * num_ranks + node * p.internode.num_peers;
+  bool goes = false;
+  for (int i = 0; mine < p.d.num_tokens && !goes && i < p.internode.num_peers; ++i) goes = heads[i] >= 0;
+  return __ballot_sync(kAllLanes, goes);
+}
+
+// What a lane carries of a row besides the payload, loaded before it: an index and a weight, two scales.
+struct RowExtras {
+  int64_t expert;
+  uint32_t weight, scales[2];
+};
+__device__ inline RowExtras load_extras(const DispatchParams &d, int token, int first) {
+  RowExtras extras{-1, 0, {}};
+  const int k = first + lane_id();
+  const int64_t entry = static_cast<int64_t>(token) * d.num_topk + k;
+  if (k < d.num_topk) extras.expert = load_index(d.topk_idx(), entry, d.index_bytes);
+  if (k < d.num_topk && d.topk_weights() != nullptr) extras.weight = d.topk_weights()[entry];
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const int i = 2 * first + u * kWarp + lane_id();
+    if (i < d.num_scales) extras.scales[u] = d.scales()[token * d.scale_token_stride + i * d.scale_stride];
+  }
+  return extras;
+}
+
+// Stores a row's extras at its place in this rank's outputs.
+__device__ inline void store_extras(const DispatchParams &d, int64_t row, const RowExtras &extras, int first) {
+  const int num_local = d.num_experts / d.session.team.num_ranks, k = first + lane_id();
+  if (k < d.num_topk) {
+    const int64_t mine = extras.expert - static_cast<int64_t>(d.session.team.rank) * num_local,
+                  entry = row * d.num_topk + k;
+    const bool local = extras.expert >= 0 && mine >= 0 && mine < num_local;
+    if (d.recv_topk_weights() != nullptr) d.recv_topk_weights()[entry] = local ? extras.weight : 0;
+    if (d.recv_topk_idx() != nullptr && d.index_bytes == 8)
+      static_cast<int64_t *>(d.recv_topk_idx())[entry] = local ? mine : -1;
+    else if (d.recv_topk_idx() != nullptr)
+      static_cast<int32_t *>(d.recv_topk_idx())[entry] = local ? static_cast<int32_t>(mine) : -1;
+  }
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const int i = 2 * first + u * kWarp + lane_id();
+    if (i < d.num_scales && d.recv_scales() != nullptr) d.recv_scales()[row * d.num_scales + i] = extras.scales[u];
+  }
+}
+
+// Lanes take extras from `first` on, 32 indices and 64 scales at a time.
+__device__ inline bool has_extras(const DispatchParams &d, int first) {
+  return first < d.num_topk || 2 * first < d.num_scales;
+}
+
+// Copies a token's row into a ring's place for the node, or to row `own` of this rank's outputs, or both (null and -1:
+// not there).
+__device__ inline void send_row(const InternodeDispatchParams &p, int node, int token, uint8_t *place, int64_t own) {
   const DispatchParams &d = p.d;
   const RowWords at(d, p.internode.num_peers);
-  copy_row(row, d.x() + static_cast<uint64_t>(token) * d.row_bytes, d.row_bytes);
-  auto *words = reinterpret_cast<uint32_t *>(row + d.row_bytes);
-  if (lane_id() == 0) words[0] = static_cast<uint32_t>(token);
   const int32_t *heads =
       d.send_head() + static_cast<int64_t>(token) * d.session.team.num_ranks + node * p.internode.num_peers;
-  for (int i = lane_id(); i < p.internode.num_peers; i += kWarp)
+  auto *words = reinterpret_cast<uint32_t *>(place + d.row_bytes);
+  const auto head = static_cast<uint32_t>(lane_id() < p.internode.num_peers ? heads[lane_id()] : -1);
+  RowExtras extras = load_extras(d, token, 0);
+  const uint8_t *from = d.x() + static_cast<uint64_t>(token) * d.row_bytes;
+  uint8_t *output = own < 0 ? nullptr : d.recv_x() + own * d.row_bytes;
+  copy_payload(place == nullptr ? output : place, place == nullptr ? nullptr : output, from, d.row_bytes);
+  if (lane_id() == 0 && place != nullptr) words[0] = static_cast<uint32_t>(token);
+  if (lane_id() == 0 && own >= 0 && d.recv_src_idx() != nullptr) d.recv_src_idx()[own] = token;
+  if (lane_id() < p.internode.num_peers && place != nullptr) words[at.numbers + lane_id()] = head;
+#pragma unroll 1
+  for (int i = kWarp + lane_id(); i < p.internode.num_peers && place != nullptr; i += kWarp)
     words[at.numbers + i] = static_cast<uint32_t>(heads[i]);
-  for (int k = lane_id(); k < d.num_topk; k += kWarp) {
-    const int64_t entry = static_cast<int64_t>(token) * d.num_topk + k,
-                  expert = load_index(d.topk_idx(), entry, d.index_bytes);
-    if (expert < -1 || expert >= d.num_experts)  // it counts as -1
-      report_refusal(d.session, kNoted, DK_EINVAL, d.session.team.rank, DK_FIELD_TOPK_IDX, d.num_experts, expert);
-    words[at.weights + k] = d.topk_weights() == nullptr ? 0 : d.topk_weights()[entry];
-    words[at.experts + k] = expert >= 0 && expert < d.num_experts ? static_cast<uint32_t>(expert) : 0xffffffffu;
+#pragma unroll 1
+  for (int first = 0; first == 0 || has_extras(d, first); first += kWarp) {
+    if (first != 0) extras = load_extras(d, token, first);
+    if (extras.expert < -1 || extras.expert >= d.num_experts) {  // it counts as -1
+      report_refusal(d.session, kNoted, DK_EINVAL, d.session.team.rank, DK_FIELD_TOPK_IDX, d.num_experts,
+                     extras.expert);
+      extras.expert = -1;
+    }
+    const int k = first + lane_id();
+    if (place != nullptr && k < d.num_topk) {
+      words[at.weights + k] = extras.weight;
+      words[at.experts + k] = static_cast<uint32_t>(extras.expert);
+    }
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const int i = 2 * first + u * kWarp + lane_id();
+      if (place != nullptr && i < d.num_scales) words[at.scales + i] = extras.scales[u];
+    }
+    if (own >= 0) store_extras(d, own, extras, first);
   }
-  for (int i = lane_id(); i < d.num_scales; i += kWarp)
-    words[at.scales + i] = d.scales()[token * d.scale_token_stride + i * d.scale_stride];
 }
 
-__device__ inline void send_row(const InternodeDispatchParams &p, uint64_t epoch, int node, int channel, int token,
-                                uint32_t number) {
+// What a sender's turn leaves: the next token and the rows put into the ring so far.
+struct SentRows {
+  int token;
+  uint32_t count;
+};
+
+// To another node: rows of neighbouring places of the ring, as one put.
+__device__ inline SentRows send_piece(const InternodeDispatchParams &p, uint64_t epoch, int node, int channel,
+                                      SentRows from, uint32_t credit) {
   const TeamView &team = p.d.session.team;
-  const bool is_local = node == p.internode.node;
-  uint8_t *row = team.self + (is_local ? p.rings.in(node, channel, number) : p.rings.out(node, channel, number));
-  fill_row(p, node, token, row);
-  uint64_t *head =
-      word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel);  // in either block
-  const uint32_t bytes = align_up(p.d.row_bytes + 4u * RowWords(p.d, p.internode.num_peers).end, 16u);
-  if (is_local)
-    write_count(head, epoch, number + 1);
-  else
-    put_remote(p.internode, p.internode.partner(node), team.self + p.rings.in(p.internode.node, channel, number), row,
-               bytes, head, tagged(epoch, number + 1));
+  const uint32_t slots = p.rings.slots, end = from.count + min(min(p.rings.piece(), slots - from.count % slots),
+                                                               slots - (from.count - credit));
+  const int step = static_cast<int>(p.rings.channels);
+  SentRows now = from;
+  while (now.count < end && now.token < p.d.num_tokens) {
+    const int first = now.token;
+    uint32_t found = next_tokens_for(p, node, first);
+    const InPhase phase(kPhaseStage);
+    for (; found != 0 && now.count < end; found &= found - 1) {
+      const int token = first + (__ffs(static_cast<int>(found)) - 1) * step;
+      send_row(p, node, token, team.self + p.rings.out(node, channel, now.count), -1);
+      now = {token + step, now.count + 1};
+    }
+    if (found == 0) now.token = first + kWarp * step;
+  }
+  if (now.count == from.count) return now;
+  const InPhase phase(kPhasePut);
+  const uint32_t last_row = align_up(p.d.row_bytes + 4u * RowWords(p.d, p.internode.num_peers).end, 16u);
+  put_remote(p.internode, p.internode.partner(node), team.self + p.rings.in(p.internode.node, channel, from.count),
+             team.self + p.rings.out(node, channel, from.count),
+             static_cast<uint64_t>(now.count - from.count - 1) * p.rings.stride + last_row,
+             word_at(team.self, p.internode.at.heads, p.internode.node * kMaxChannels + channel),  // in either block
+             tagged(epoch, now.count));
+  return now;
+}
+
+// To this node: rows for this rank to their places, rows for its other ranks into the ring. -1 instead of a token: a
+// row's number is out of range.
+__device__ inline SentRows send_near(const InternodeDispatchParams &p, uint64_t epoch, int channel, SentRows from,
+                                     uint32_t credit) {
+  const TeamView &team = p.d.session.team;
+  const int node = p.internode.node, step = static_cast<int>(p.rings.channels),
+            expected = rows_between(p.d, team.rank, team.rank);
+  const int64_t before = rows_before(p.d.rank_prefix_matrix(), team.num_ranks, team.rank, team.rank);
+  const InPhase phase(kPhaseCopy);
+  SentRows now = from;
+  uint32_t rows = 0, taken = 0;
+  bool full = false;
+  while (!full && rows < p.rings.piece() && now.token < p.d.num_tokens) {
+    const int first = now.token;
+    uint32_t found = next_tokens_for(p, node, first);
+    for (; found != 0 && rows < p.rings.piece(); found &= found - 1) {
+      const int token = first + (__ffs(static_cast<int>(found)) - 1) * step;
+      const int32_t *heads = p.d.send_head() + static_cast<int64_t>(token) * team.num_ranks;
+      bool others = false;
+      for (int i = lane_id(); i < p.internode.num_peers; i += kWarp)
+        others |= i != p.internode.index && heads[p.internode.local_rank(i)] >= 0;
+      others = __any_sync(kAllLanes, others) && credit != kAllRows;
+      full = others && now.count - credit >= p.rings.slots;
+      if (full) break;
+      const int own = heads[team.rank];
+      if (own >= expected) {
+        if (lane_id() == 0) report_failure(p.d.session, DK_EINVAL, team.rank, DK_FIELD_SEND_HEAD, expected - 1, own, 0);
+        __syncwarp();
+        return {-1, now.count};
+      }
+      send_row(p, node, token, others ? team.self + p.rings.in(node, channel, now.count) : nullptr,
+               own < 0 ? -1 : before + own);
+      taken += own >= 0;
+      ++rows;
+      now = {token + step, now.count + others};
+    }
+    if (found == 0) now.token = first + kWarp * step;
+  }
+  if (now.count != from.count)
+    write_count(word_at(team.self, p.internode.at.heads, node * kMaxChannels + channel), epoch, now.count);
+  if (taken > 0 && lane_id() == 0) atomicAdd(&p.state->rows_taken[epoch % 2][team.rank], taken);
+  return now;
 }
 
 // Of the readers of a ring in this rank's block: the one that has read least.
@@ -122,35 +250,35 @@ __device__ inline SlowestReader slowest_reader(const InternodeDispatchParams &p,
 
 __device__ inline Outcome serve_sender(const InternodeDispatchParams &p, uint64_t epoch, int stream,
                                        BlockedStream &blocked) {
-  const int node = stream % p.internode.num_nodes, channel = stream / p.internode.num_nodes;
+  const int node = node_of_stream(p, stream), channel = stream % static_cast<int>(p.rings.channels);
+  const bool near = node == p.internode.node;
   RowStream *state = p.lists.to_nodes + stream;
   if (state->closed != 0) return kDone;
-  int token = state->at;
-  const uint32_t before = state->count;
+  const SentRows before{state->at, state->count};
   const uint32_t credit =
       read_count(word_at(p.d.session.team.self, p.internode.at.credits, node * kMaxChannels + channel), epoch);
-  uint32_t sent = before;
-  for (; credit != kAllRows && sent < before + kRowsAtOnce && sent - credit < p.rings.slots; ++sent) {
-    token = next_token_for(p, node, token);
-    if (token >= p.d.num_tokens) break;
-    send_row(p, epoch, node, channel, token, sent);
-    token += static_cast<int>(p.rings.channels);
-  }
+  SentRows now = before;
+  if (near && before.token < p.d.num_tokens)
+    now = send_near(p, epoch, channel, before, credit);
+  else if (!near && credit != kAllRows)
+    now = send_piece(p, epoch, node, channel, before, credit);
+  if (now.token < 0) return kBlocked;
+  const bool all = credit == kAllRows && (!near || now.token >= p.d.num_tokens);
   __syncwarp();
   if (lane_id() == 0) {
-    state->at = token;
-    state->count = sent;
-    state->closed = credit == kAllRows;
-    if (credit == kAllRows && node != p.internode.node)
+    state->at = now.token;
+    state->count = now.count;
+    state->closed = all;
+    if (all && !near)
       atomicAdd(
           reinterpret_cast<unsigned long long *>(&p.d.session.team.scratch->sent_bytes[p.internode.partner(node)]),
-          static_cast<unsigned long long>(sent) * (p.d.row_bytes + 4ull * p.d.num_scales));
+          static_cast<unsigned long long>(now.count) * (p.d.row_bytes + 4ull * p.d.num_scales));
   }
   __syncwarp();
-  if (credit == kAllRows) return kDone;
-  if (sent != before) return kMoved;
-  blocked = {p.internode.partner(node), static_cast<int64_t>(sent) + 1, credit};
-  if (node == p.internode.node) blocked.peer = p.internode.local_rank(slowest_reader(p, epoch, node, channel).index);
+  if (all) return kDone;
+  if (now.token != before.token) return kMoved;
+  blocked = {p.internode.partner(node), static_cast<int64_t>(now.count) + 1, credit};
+  if (near) blocked.peer = p.internode.local_rank(slowest_reader(p, epoch, node, channel).index);
   return kBlocked;
 }
 
@@ -189,29 +317,35 @@ __device__ inline Outcome serve_relay(const InternodeDispatchParams &p, uint64_t
 
 // ---- Readers: a stream is a channel's rows from a source to this rank -----------------------------------------------
 
+__device__ inline RowExtras load_arrived_extras(const DispatchParams &d, const RowWords &at, const uint32_t *words,
+                                                int first) {
+  RowExtras extras{-1, 0, {}};
+  const int k = first + lane_id();
+  if (k < d.num_topk) {
+    extras.expert = static_cast<int32_t>(ptx::ld_relaxed_sys(words + at.experts + k));
+    extras.weight = ptx::ld_relaxed_sys(words + at.weights + k);
+  }
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const int i = 2 * first + u * kWarp + lane_id();
+    if (i < d.num_scales) extras.scales[u] = ptx::ld_relaxed_sys(words + at.scales + i);
+  }
+  return extras;
+}
+
 __device__ inline void take_row(const InternodeDispatchParams &p, const uint8_t *from, int64_t row) {
   const DispatchParams &d = p.d;
   const RowWords at(d, p.internode.num_peers);
-  copy_row(d.recv_x() + row * d.row_bytes, from, d.row_bytes);
   const auto *words = reinterpret_cast<const uint32_t *>(from + d.row_bytes);
-  if (lane_id() == 0 && d.recv_src_idx() != nullptr)
-    d.recv_src_idx()[row] = static_cast<int32_t>(ptx::ld_relaxed_sys(words));
-  const int num_local = d.num_experts / d.session.team.num_ranks;
-  for (int k = lane_id(); k < d.num_topk; k += kWarp) {
-    const int expert = static_cast<int>(ptx::ld_relaxed_sys(words + at.experts + k)),
-              mine = expert - d.session.team.rank * num_local;
-    const bool local = expert >= 0 && mine >= 0 && mine < num_local;
-    const int64_t entry = row * d.num_topk + k;
-    if (d.recv_topk_weights() != nullptr)
-      d.recv_topk_weights()[entry] = local ? ptx::ld_relaxed_sys(words + at.weights + k) : 0;
-    if (d.recv_topk_idx() == nullptr) continue;
-    if (d.index_bytes == 8)
-      static_cast<int64_t *>(d.recv_topk_idx())[entry] = local ? mine : -1;
-    else
-      static_cast<int32_t *>(d.recv_topk_idx())[entry] = local ? mine : -1;
+  const auto token = static_cast<int32_t>(ptx::ld_relaxed_sys(words));
+  RowExtras extras = load_arrived_extras(d, at, words, 0);
+  copy_payload(d.recv_x() + row * d.row_bytes, nullptr, from, d.row_bytes);
+  if (lane_id() == 0 && d.recv_src_idx() != nullptr) d.recv_src_idx()[row] = token;
+#pragma unroll 1
+  for (int first = 0; first == 0 || has_extras(d, first); first += kWarp) {
+    if (first != 0) extras = load_arrived_extras(d, at, words, first);
+    store_extras(d, row, extras, first);
   }
-  for (int i = lane_id(); d.recv_scales() != nullptr && i < d.num_scales; i += kWarp)
-    d.recv_scales()[row * d.num_scales + i] = ptx::ld_relaxed_sys(words + at.scales + i);
 }
 
 // Copies those of rows [first, first + rows) of a ring that are for this rank to their places. Returns how many; -1: a
@@ -257,13 +391,28 @@ __device__ inline Outcome serve_reader(const InternodeDispatchParams &p, uint64_
   uint32_t so_far = 0, here = 0;
   if (lane_id() == 0) so_far = ptx::ld_relaxed_gpu(taken);
   so_far = __shfl_sync(kAllLanes, so_far, 0);
+  if (source == team.rank) {  // its senders store them; the ring has none for it
+    if (read == 0) write_count(tail, epoch, kAllRows);
+    __syncwarp();
+    if (lane_id() == 0) {
+      state->count = so_far + 1;
+      state->closed = so_far >= expected;
+    }
+    __syncwarp();
+    if (so_far >= expected) return kDone;
+    if (so_far + 1 != read) return kMoved;
+    // They are behind rows for a rank of this node that does not read.
+    blocked = {p.internode.local_rank(slowest_reader(p, epoch, node, channel).index), expected, so_far};
+    return kBlocked;
+  }
   if (so_far < expected) here = read_count(word_at(block, p.internode.at.heads, node * kMaxChannels + channel), epoch);
   if (so_far < expected && here <= read) {
     blocked = {source, static_cast<int64_t>(read) + 1, here};
     return kBlocked;
   }
-  const uint32_t rows = so_far < expected ? min<uint32_t>(here - read, 2 * kRowsAtOnce) : 0;
+  const uint32_t rows = so_far < expected ? min<uint32_t>(here - read, kRowsRead) : 0;
   if (rows > 0) {
+    const InPhase phase(kPhaseCopy);
     const int mine = take_rows(p, block, source, channel, read, rows);
     if (mine < 0) return kBlocked;
     if (lane_id() == 0) so_far = mine + (mine > 0 ? atomicAdd(taken, static_cast<uint32_t>(mine)) : so_far);
@@ -324,10 +473,10 @@ __device__ inline void count_bytes_in_node(const InternodeDispatchParams &p) {
   }
 }
 
-__device__ inline void reset_streams(RowStream *streams, int first, int step, int count, int per_channel,
-                                     bool at_channel) {
+// Streams begin at 0, or, if `channels` is not 0, at the number of their channel.
+__device__ inline void reset_streams(RowStream *streams, int first, int step, int count, int channels) {
   for (int i = first; i < count; i += step)
-    if (lane_id() == 0) streams[i] = {at_channel ? i / per_channel : 0, 0, 0, 0};
+    if (lane_id() == 0) streams[i] = {channels == 0 ? 0 : i % channels, 0, 0, 0};
   __syncwarp();
 }
 
@@ -339,18 +488,18 @@ __device__ inline void run_dispatch_roles(const InternodeDispatchParams &p, uint
             of_ranks = s.team.num_ranks * static_cast<int>(p.rings.channels);
   if (warp < Roles::kSenders) {
     const int first = warp * blocks + block, step = Roles::kSenders * blocks;
-    reset_streams(p.lists.to_nodes, first, step, to_nodes, p.internode.num_nodes, true);
-    serve_streams(s, first, step, to_nodes,
+    reset_streams(p.lists.to_nodes, first, step, to_nodes, static_cast<int>(p.rings.channels));
+    serve_streams(s, kRoleSender, first, step, to_nodes,
                   [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, blocked); });
   } else if (warp < Roles::kSenders + Roles::kRelays) {
     const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kRelays * blocks;
-    reset_streams(p.lists.from_nodes, first, step, to_nodes, p.internode.num_nodes, false);
-    serve_streams(s, first, step, to_nodes,
+    reset_streams(p.lists.from_nodes, first, step, to_nodes, 0);
+    serve_streams(s, kRoleRelay, first, step, to_nodes,
                   [&](int stream, BlockedStream &blocked) { return serve_relay(p, epoch, stream, blocked); });
   } else {
     const int first = (warp - Roles::kSenders - Roles::kRelays) * blocks + block, step = Roles::kReaders * blocks;
-    reset_streams(p.lists.by_rank, first, step, of_ranks, s.team.num_ranks, false);
-    serve_streams(s, first, step, of_ranks,
+    reset_streams(p.lists.by_rank, first, step, of_ranks, 0);
+    serve_streams(s, kRoleReader, first, step, of_ranks,
                   [&](int stream, BlockedStream &blocked) { return serve_reader(p, epoch, stream, blocked); });
     if (p.d.num_worst_tokens > 0) pad_rows(p.d, first, step);
   }
@@ -366,6 +515,7 @@ __global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
     dispatch_with_notify(const __grid_constant__ InternodeDispatchParams p) {
   const Session &s = p.d.session;
   const uint64_t epoch = ptx::ld_relaxed_gpu(&s.team.scratch->epoch) + 1;
+  begin_timeline();
   if (begin(s)) {
     const Handshake hand =
         dispatch_handshake(p.d, epoch, load_matrix_entry(p.d.rank_prefix_matrix(), s.team.num_ranks, threadIdx.x),
@@ -377,6 +527,7 @@ __global__ void __launch_bounds__(DispatchRoles::kThreads, 1)
       run_dispatch_roles(p, epoch);
     }
   }
+  end_timeline(0);
   finish(s, [&](bool failed) {
     if (failed) clear_dispatch_outputs(p.d);
     for (int r = threadIdx.x; r < s.team.num_ranks; r += blockDim.x) p.state->rows_taken[epoch % 2][r] = 0;

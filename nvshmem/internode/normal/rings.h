@@ -50,11 +50,14 @@ __host__ __device__ inline StreamLists stream_lists(NormalState *state, const No
 
 // The rdma region: a ring of received rows for each node and channel, then as many rings of staged rows. In combine the
 // nvl region has a ring for each rank of this node, each node and channel.
-constexpr uint32_t kMaxSlots = 64, kMinSlots = 4;  // of a ring; a region too small for kMinSlots gets fewer channels
+constexpr uint32_t kMaxSlots = 64, kMinSlots = 8;  // of a ring; a region too small for kMinSlots gets fewer channels
+constexpr uint32_t kPieceBytes = 48 * 1024, kMaxPieceRows = 8;  // of a put
 struct RowRings {
   uint64_t rdma, half, nvl;  // of received rows and of the nvl region, from the start of the block; to staged rows
   uint32_t stride, channels, slots, local_slots, num_nodes, reserved;
 
+  // Rows of a put: enough to pay for its fences, no more than a warp stages while others send.
+  __host__ __device__ uint32_t piece() const { return min(kMaxPieceRows, kPieceBytes / stride + 1); }
   __host__ __device__ uint64_t in(int node, int channel, uint32_t row) const {
     return rdma + ((static_cast<uint64_t>(node) * channels + channel) * slots + row % slots) * stride;
   }
