@@ -299,7 +299,7 @@ test-gpu: $(if $(PREBUILT),,all-ready cuda) ## run the kernel suite and the Pyth
 
 $(BIN)/bench_ops: $(wildcard bench/cuda/*) kernels/abi/kernels.h | $(CUDA_READY) need-cxx
 	@mkdir -p $(@D)
-	$(NVCC) -std=c++17 -O2 -arch=sm_90 -Ikernels -o $@ $(filter %.cu,$^) $(CUDA_LINK) -ldl -lpthread
+	$(NVCC) -std=c++17 -O2 -arch=sm_90 -Ikernels -Invshmem -o $@ $(filter %.cu,$^) $(CUDA_LINK) -ldl -lpthread
 
 BENCH := $(if $(filter cuda,$(ENGINE)),gpu,cpu)
 bench: all-ready $(if $(filter gpu,$(BENCH)),cuda $(BIN)/bench_ops) ## measure, beside gloo in the same run (ENGINE=cuda: on GPUs, beside NCCL)

@@ -1,16 +1,24 @@
 // bench_ops.cu - checks and times the operations of a CUDA kernel library, one thread a rank, beside an all-pairs push
-// measured in the same run. Several ranks may share a GPU (checks only: they then share its SMs).
+// measured in the same run. Several ranks may share a GPU (checks only: they then share its SMs). With nodes=N the
+// ranks are processes on N nodes, for libdeepep_nvshmem.so.
 //
-//   nvcc -std=c++17 -O2 -arch=sm_90 -Ikernels -o build/bin/bench_ops bench/cuda/*.cu
+//   nvcc -std=c++17 -O2 -arch=sm_90 -Ikernels -Invshmem -o build/bin/bench_ops bench/cuda/*.cu
 //   bench_ops LIBRARY [ranks=4] [devices=4] [tokens=4096] [hidden=7168] [topk=8] [experts=256] [sms=16,20,24]
-//             [iterations=30] [isa=0] [nvl_mb=512]
-//             [mode=check|normalcheck|llcheck|normal|routed|sweep|ll|llsweep|lltimeline|host|times|all]
+//             [iterations=30] [isa=0] [nvl_mb=512] [rdma_mb=84] [nodes=1]
+//             [mode=check|normalcheck|llcheck|normal|routed|sweep|ll|llsweep|lltimeline|host|times|all|nodes]
 //             [max_tokens=128] [zipf=0] [local=0] [stats=1]
 //
+// mode=nodes, nodes=2: normal mode across nodes; checks (mode=normalcheck) work there too. Each process needs
+// libnvshmem_host.so.3 in LD_LIBRARY_PATH. Of a library built with -DDEEPEP_TIMELINE it also says where warps spend
+// their time, by role.
 // mode=sweep: lines of CSV for pictures, normal mode with tokens up to tokens=N.
 // Logical bytes of a dispatch: rows that arrive at any rank, self included, times the bytes of a row. Times are medians
 // and 99th percentiles of the maximum over ranks, by events around the call after a barrier kernel; an event pair
 // around nothing measures about 3 us.
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+
 #include <string>
 
 #include "modes.h"
@@ -32,6 +40,7 @@ void *run_rank(void *argument) {
   if (g_mode == "llsweep") sweep_low_latency(rank);
   if (g_mode == "lltimeline") timeline_low_latency(rank);
   if (g_mode == "host") time_host(rank);
+  if (g_mode == "nodes") time_nodes(rank, g_sms);
   if (g_mode == "ll" || g_mode == "times" || g_mode == "all") time_low_latency(rank);
   rank.meet();
   return nullptr;
@@ -50,6 +59,10 @@ void parse(int argc, char **argv) {
     const double number = atof(value.c_str());
     if (name == "ranks")
       s.ranks = number;
+    else if (name == "nodes")
+      s.nodes = number;
+    else if (name == "rdma_mb")
+      s.rdma_bytes = static_cast<uint64_t>(number * (1 << 20));
     else if (name == "devices")
       s.devices = number;
     else if (name == "tokens")
@@ -90,6 +103,55 @@ void parse(int argc, char **argv) {
   }
 }
 
+void make_shared_page() {
+  void *page = mmap(nullptr, sizeof(SharedPage), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED) {
+    perror("mmap");
+    exit(2);
+  }
+  g_world.shared = static_cast<SharedPage *>(page);
+  pthread_barrierattr_t attributes;
+  pthread_barrierattr_init(&attributes);
+  pthread_barrierattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+  pthread_barrier_init(&g_world.shared->barrier, &attributes, g_world.shape.ranks);
+}
+
+void open_library(const char *path) {
+  g_library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (g_library != nullptr) return;
+  fprintf(stderr, "%s\n", dlerror());
+  exit(2);
+}
+
+// A process for each rank, forked before CUDA is used. If one fails, the others are ended: they would wait for it.
+[[noreturn]] void run_processes(const char *path) {
+  std::vector<pid_t> pids;
+  for (int r = 0; r < g_world.shape.ranks; ++r) {
+    fflush(stdout);
+    const pid_t pid = fork();
+    if (pid == 0) {
+      open_library(path);
+      run_rank(reinterpret_cast<void *>(static_cast<intptr_t>(r)));
+      fflush(stdout);
+      _exit(0);
+    }
+    pids.push_back(pid);
+  }
+  int failed = 0;
+  for (size_t left = pids.size(); left > 0; --left) {
+    int how = 0;
+    const pid_t ended = wait(&how);
+    if (WIFEXITED(how) && WEXITSTATUS(how) == 0) continue;
+    if (failed++ == 0)
+      for (const pid_t pid : pids)
+        if (pid != ended) kill(pid, SIGTERM);
+  }
+  const Shape &s = g_world.shape;
+  printf("%s: %s ranks=%d nodes=%d devices=%d tokens=%d hidden=%d\n", failed == 0 ? "done" : "FAILED", g_mode.c_str(),
+         s.ranks, s.nodes, s.devices, s.tokens, s.hidden);
+  exit(failed == 0 ? 0 : 4);
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
@@ -100,26 +162,32 @@ int main(int argc, char **argv) {
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // ranks of one GPU must not share a hardware queue
   // A kernel that is loaded at its first launch waits for other ranks' kernels to end.
   setenv("CUDA_MODULE_LOADING", "EAGER", 0);
-  g_library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
-  if (g_library == nullptr) {
-    fprintf(stderr, "%s\n", dlerror());
-    return 2;
-  }
   parse(argc, argv);
   Shape &s = g_world.shape;
+  if (s.ranks < 1 || s.ranks > kMaxBenchRanks || s.nodes < 1 || s.ranks % s.nodes != 0 ||
+      (s.nodes > 1 && g_mode != "nodes" && g_mode != "normalcheck")) {
+    fprintf(stderr, "ranks: 1 to %d, a multiple of nodes; nodes=N is for mode=nodes and mode=normalcheck\n",
+            kMaxBenchRanks);
+    return 2;
+  }
+  make_shared_page();
+  if (s.nodes > 1) {
+    if (s.rdma_bytes == 0) s.rdma_bytes = 84u << 20;  // V1's hint for 20 SMs and BF16 rows of 7168
+    run_processes(argv[1]);
+  }
+  open_library(argv[1]);
   dk_ll_layout_params layout{};
   layout.num_ranks = s.ranks;
   layout.num_max_tokens = s.max_tokens;
   layout.hidden = s.hidden;
   layout.num_experts = s.experts;
-  if (g_mode != "normal" && g_mode != "normalcheck" && g_mode != "routed" && g_mode != "sweep" && s.hidden % 128 == 0) {
+  if (s.nodes == 1 && g_mode != "normal" && g_mode != "normalcheck" && g_mode != "routed" && g_mode != "sweep" &&
+      s.hidden % 128 == 0) {
     DK(ll_layout, layout);
     s.rdma_bytes = layout.rdma_bytes;
   }
-  pthread_barrier_init(&g_world.barrier, nullptr, s.ranks);
   g_world.descriptors.resize(s.ranks);
   g_world.blobs.resize(s.ranks);
-  g_world.samples.resize(s.ranks);
   std::vector<pthread_t> threads(s.ranks);
   for (int r = 0; r < s.ranks; ++r)
     pthread_create(&threads[r], nullptr, run_rank, reinterpret_cast<void *>(static_cast<intptr_t>(r)));

@@ -1,4 +1,4 @@
-// library.cu - opens a rank: device, block, peers' blocks, status and statistics pages, team.
+// library.cu - opens a rank: device, block, peers' blocks, transport, status and statistics pages, team.
 #include "library.h"
 
 void *g_library = nullptr;
@@ -35,6 +35,62 @@ std::vector<uint64_t> Rank::allocate_shared(uint64_t bytes) {
   return addresses;
 }
 
+constexpr int kQueuePairs = 8, kQueueDepth = 1024;
+
+// Of ranks on several nodes: attaches to the transport's library, and takes the block from its heap.
+std::vector<uint64_t> Rank::allocate_in_heap(uint64_t bytes) {
+  const int peers_of_node = world->shape.ranks / world->shape.nodes;
+  if (rank == 0) {
+    dk_transport_unique_id_params u{};
+    u.num_ranks = world->shape.ranks;
+    u.num_nvl_peers = peers_of_node;
+    u.num_qps_per_nic = kQueuePairs;
+    u.qp_depth = kQueueDepth;
+    DK(transport_unique_id, u);
+    memcpy(world->shared->transport_id, u.id, sizeof u.id);
+  }
+  meet();
+  dk_transport_attach_params a{};
+  a.device = device;
+  a.rank = rank;
+  a.num_ranks = world->shape.ranks;
+  a.num_nvl_peers = peers_of_node;
+  a.num_qps_per_nic = kQueuePairs;
+  a.qp_depth = kQueueDepth;
+  memcpy(a.id, world->shared->transport_id, sizeof a.id);
+  DK(transport_attach, a);
+  std::vector<uint64_t> addresses(world->shape.ranks);
+  dk_transport_alloc_params m{};
+  m.attachment = a.attachment;
+  m.bytes = bytes;
+  m.host_peer_blocks = reinterpret_cast<uint64_t>(addresses.data());
+  DK(transport_alloc, m);
+  for (int r = 0; r < world->shape.ranks; ++r)
+    if (r / peers_of_node != rank / peers_of_node) addresses[r] = 0;  // by the transport alone, mapped or not
+  meet();
+  return addresses;
+}
+
+void Rank::open_transport(uint64_t bytes) {
+  std::vector<int32_t> others;
+  std::vector<uint64_t> blocks(world->shape.ranks, 0);
+  for (int r = 0; r < world->shape.ranks; ++r)
+    if (r != rank) others.push_back(r);
+  blocks[rank] = block;
+  dk_transport_open_params o{};
+  o.device = device;
+  o.rank = rank;
+  o.num_ranks = world->shape.ranks;
+  o.num_qps = kQueuePairs;
+  o.qp_depth = kQueueDepth;
+  o.num_peers = static_cast<int32_t>(others.size());
+  o.host_peers = reinterpret_cast<uint64_t>(others.data());
+  o.host_blocks = reinterpret_cast<uint64_t>(blocks.data());
+  o.block_bytes = bytes;
+  DK(transport_open, o);
+  transport = o.transport;
+}
+
 void Rank::open(World *w, int r) {
   world = w;
   rank = r;
@@ -48,13 +104,15 @@ void Rank::open(World *w, int r) {
   device = d.device;
   sizes = {};
   sizes.num_ranks = shape.ranks;
-  sizes.num_nvl_peers = shape.ranks;
+  sizes.num_nvl_peers = shape.ranks / shape.nodes;
   sizes.nvl_bytes = shape.nvl_bytes;
   sizes.rdma_bytes = shape.rdma_bytes;
   sizes.max_row_bytes = 2 * shape.hidden;
   DK(block_sizes, sizes);
-  peers = allocate_shared(rdma_offset() + shape.rdma_bytes);
+  const uint64_t bytes = rdma_offset() + shape.rdma_bytes;
+  peers = shape.nodes > 1 ? allocate_in_heap(bytes) : allocate_shared(bytes);
   block = peers[r];
+  if (shape.nodes > 1) open_transport(bytes);
   const uint64_t stats_bytes = 1 << 20;
   auto pinned = [&](uint64_t bytes, uint64_t &address) {
     void *host = aligned_alloc(4096, bytes);
@@ -76,8 +134,9 @@ void Rank::open(World *w, int r) {
   t.device = device;
   t.rank = r;
   t.num_ranks = shape.ranks;
-  t.num_nvl_peers = shape.ranks;
-  t.flags = DK_TEAM_LOW_LATENCY;
+  t.num_nvl_peers = shape.ranks / shape.nodes;
+  t.flags = shape.nodes > 1 ? 0 : DK_TEAM_LOW_LATENCY;
+  t.transport = transport;
   t.host_peer_blocks = reinterpret_cast<uint64_t>(peers.data());
   t.control_offset = 0;
   t.control_bytes = sizes.control_bytes;
@@ -93,8 +152,8 @@ void Rank::open(World *w, int r) {
     t.host_stats = reinterpret_cast<uint64_t>(stats);
     t.stats = stats_device;
   }
-  t.sm_share = (shape.ranks + shape.devices - 1) / shape.devices;
-  t.sm_share_index = r / shape.devices;
+  t.sm_share = shape.nodes > 1 ? 1 : (shape.ranks + shape.devices - 1) / shape.devices;
+  t.sm_share_index = shape.nodes > 1 ? 0 : r / shape.devices;
   DK(team_create, t);
   team = t.team;
   dk_stream_create_params s{};

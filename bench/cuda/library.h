@@ -46,21 +46,35 @@ int32_t call_library(const char *name, P &params) {
     }                                                                                                  \
   } while (0)
 
+constexpr int kMaxBenchRanks = 64;
+
 struct Shape {
-  int ranks = 4, devices = 1, tokens = 4096, hidden = 7168, topk = 8, experts = 256, iterations = 30, sms = 0,
-      max_tokens = 128;
+  int ranks = 4, nodes = 1, devices = 1, tokens = 4096, hidden = 7168, topk = 8, experts = 256, iterations = 30,
+      sms = 0, max_tokens = 128;
   uint32_t isa = 0;
   uint64_t nvl_bytes = 512ull << 20, rdma_bytes = 0;
   bool share_by_descriptor = true, keep_stats = true;
   double zipf = 0;
 };
 
+// Ranks of several nodes are processes, which share this page; of one node threads.
+struct SharedPage {
+  pthread_barrier_t barrier;
+  double samples[kMaxBenchRanks];  // [rank]
+  uint8_t transport_id[DK_TRANSPORT_ID_BYTES];
+};
+
 struct World {
   Shape shape;
-  pthread_barrier_t barrier;
+  SharedPage *shared;
   std::vector<int> descriptors;  // [rank] of the block now being shared
   std::vector<std::vector<uint8_t>> blobs;
-  std::vector<double> samples;  // [rank]
+
+  double slowest() const {
+    double most = shared->samples[0];
+    for (int r = 1; r < shape.ranks; ++r) most = shared->samples[r] > most ? shared->samples[r] : most;
+    return most;
+  }
 };
 
 struct Rank {
@@ -72,13 +86,15 @@ struct Rank {
   dk_status *status;
   dk_stats_page *stats;
   uint64_t calls = 0;
-  uint64_t segment = 0, segment_bytes = 0;
+  uint64_t segment = 0, segment_bytes = 0, transport = 0;
   std::vector<uint64_t> peer_segments;
 
-  void meet() { pthread_barrier_wait(&world->barrier); }
+  void meet() { pthread_barrier_wait(&world->shared->barrier); }
   uint64_t nvl_offset() const { return sizes.control_bytes + sizes.wire_bytes; }
   uint64_t rdma_offset() const { return nvl_offset() + sizes.nvl_bytes; }
   std::vector<uint64_t> allocate_shared(uint64_t bytes);
+  std::vector<uint64_t> allocate_in_heap(uint64_t bytes);
+  void open_transport(uint64_t bytes);
   void open(World *w, int r);
   void register_segment(uint64_t bytes);
   template <class P>

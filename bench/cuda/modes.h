@@ -11,6 +11,7 @@ void time_low_latency(Rank &rank);
 void sweep_low_latency(Rank &rank);
 void timeline_low_latency(Rank &rank);
 void time_host(Rank &rank);
+void time_nodes(Rank &rank, const std::vector<int> &sms);
 
 template <class T>
 T *device_array(size_t count) {
@@ -110,9 +111,9 @@ Timing measure(Rank &rank, int iterations, bool cold, F call) {
   std::vector<double> all;
   for (int i = 0; i < iterations + 3; ++i) {
     if (cold) CHECK_CUDA(cudaMemsetAsync(flush, i, kFlush, stream));
-    rank.world->samples[rank.rank] = events.time(call);
+    rank.world->shared->samples[rank.rank] = events.time(call);
     rank.meet();
-    const double slowest = *std::max_element(rank.world->samples.begin(), rank.world->samples.end());
+    const double slowest = rank.world->slowest();
     if (i >= 3) all.push_back(slowest);
     rank.meet();
   }

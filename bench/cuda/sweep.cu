@@ -24,9 +24,9 @@ int max_rows(const Routing &routing) {
 }
 
 double slowest(Rank &rank, double mine) {
-  rank.world->samples[rank.rank] = mine;
+  rank.world->shared->samples[rank.rank] = mine;
   rank.meet();
-  const double most = *std::max_element(rank.world->samples.begin(), rank.world->samples.end());
+  const double most = rank.world->slowest();
   rank.meet();
   return most;
 }

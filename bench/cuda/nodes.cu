@@ -1,0 +1,95 @@
+// nodes.cu - normal mode across nodes: times, the bytes of rows that a rank sends to other nodes by time, and where
+// warps spend their time, of a library built with -DDEEPEP_TIMELINE.
+#include "internode/normal/timeline.cuh"
+#include "normal_ops.h"
+
+using deepep::internode::kNumPhases;
+using deepep::internode::kNumRoles;
+using deepep::internode::RoleTimes;
+
+namespace {
+
+const char *const kRoles[kNumRoles] = {"send", "relay", "read", "push", "sum for a node", "sum of a token"};
+const char *const kPhases[kNumPhases] = {"stage", "put", "copy", "sum", "signal"};
+
+// Of this rank's tokens: rows that cross, one for each other node that has one of the token's experts.
+int64_t rows_to_other_nodes(const Rank &rank, const Routing &routing) {
+  const int peers = routing.ranks / rank.world->shape.nodes;
+  int64_t rows = 0;
+  for (int node = 0; node < rank.world->shape.nodes; ++node)
+    for (int t = 0; node != rank.rank / peers && t < routing.tokens; ++t) {
+      bool goes = false;
+      for (int r = node * peers; !goes && r < (node + 1) * peers; ++r) goes = routing.goes(rank.rank, t, r);
+      rows += goes;
+    }
+  return rows;
+}
+
+using ReadTimes = uint64_t (*)(RoleTimes *);
+ReadTimes reader() { return reinterpret_cast<ReadTimes>(dlsym(g_library, "dk_role_times")); }
+
+// Times of both operations since they were last read, of `calls` calls of one of them.
+void show_roles(const Rank &rank, int op, int calls) {
+  if (reader() == nullptr) return;
+  RoleTimes times[2][kNumRoles];
+  if (reader()(&times[0][0]) != sizeof times) {
+    fprintf(stderr, "the library's timeline has another layout\n");
+    _exit(3);
+  }
+  if (rank.rank != 0 || calls == 0) return;
+  int khz = 0;
+  CHECK_CUDA(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, rank.device_ordinal));
+  const double us = 1e3 / khz;  // of a cycle
+  for (int role = 0; role < kNumRoles; ++role) {
+    const RoleTimes &one = times[op][role];
+    if (one.warps == 0) continue;
+    printf("    %-15s %3llu warps, %6.1f us each, longest %6.1f, last ends at %6.1f; each:", kRoles[role],
+           one.warps / calls, one.all * us / one.warps, one.longest * us, one.last * us);
+    double rest = one.all * us / one.warps;
+    for (int phase = 0; phase < kNumPhases; ++phase) {
+      const double mine = one.phases[phase] * us / one.warps;
+      rest -= mine;
+      if (mine > 0) printf(" %s %.1f,", kPhases[phase], mine);
+    }
+    printf(" rest %.1f\n", rest);
+  }
+  fflush(stdout);
+}
+
+}  // namespace
+
+void time_nodes(Rank &rank, const std::vector<int> &sms) {
+  const Shape &s = rank.world->shape;
+  const Routing routing(s, s.tokens, 1, false);
+  Arrays a = prepare(rank, routing, s.hidden, s.hidden / 128);
+  const int64_t crossing = rows_to_other_nodes(rank, routing);
+  rank.meet();
+  layout(rank, a, routing);
+  notify(rank, a, routing, s.hidden, s.hidden / 128);
+  rank.sync();
+  rank.meet();
+  auto timed = [&](const char *what, int num_sms, double row_bytes, int op, auto call) {
+    const OwnTime before = own_time(rank, op);
+    show_roles(rank, 0, 0);  // forgets what was before
+    const Timing t = measure(rank, s.iterations, true, call);
+    const OwnTime after = own_time(rank, op);
+    if (rank.rank == 0)
+      printf("%-14s sms %3d  median %8.1f us  p99 %8.1f us  in-kernel mean %8.1f us  to other nodes %6.1f GB/s\n", what,
+             num_sms, t.median, t.p99, mean_us(before, after), crossing * row_bytes / t.median / 1e3);
+    fflush(stdout);
+    show_roles(rank, op == DK_OP_COMBINE, static_cast<int>(after.calls - before.calls));
+  };
+  if (rank.rank == 0)
+    printf("%d nodes of %d ranks; rank 0 gets %d rows and sends %lld to other nodes\n", s.nodes, s.ranks / s.nodes,
+           a.rows, static_cast<long long>(crossing));
+  for (int n : sms) {
+    auto rows_of = [&](const char *what, uint64_t row_bytes, int scales) {
+      timed(what, n, static_cast<double>(row_bytes) + 4 * scales, DK_OP_DISPATCH,
+            [&] { dispatch(rank, a, routing, row_bytes, scales, -1, 0, n, false); });
+    };
+    rows_of("dispatch BF16", 2 * s.hidden, 0);
+    rows_of("dispatch FP8", s.hidden, s.hidden / 128);
+    timed("combine BF16", n, 2.0 * s.hidden, DK_OP_COMBINE, [&] { combine(rank, a, routing, n, false); });
+  }
+  release(rank, a);
+}
