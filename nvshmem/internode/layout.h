@@ -14,7 +14,7 @@
 
 namespace deepep::internode {
 
-constexpr int kMaxChannels = 128;  // streams of rows between two ranks; each keeps its order
+constexpr int kMaxChannels = 160;  // streams of rows between two ranks; each keeps its order
 
 // Offsets from the start of the block, for R ranks on N nodes of P ranks, with C = kMaxChannels. "Partner": the rank of
 // another node that has the same index in its node as this rank in its own.

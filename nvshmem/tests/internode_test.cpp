@@ -405,7 +405,7 @@ void failures() {
 // Rows of neighbouring places of a ring cross in one put, and so do sums on the way back.
 void pieces() {
   const uint64_t row = align_up<uint64_t>(2 * 256 + 4 * (1 + 1 + 2 * 2), 128);
-  World w(Case{2, 1, 256, 2, 2, 0, 8, 2 * 2 * row * 64, 2 * row * 64});  // 8 channels of 8 places
+  World w(Case{2, 1, 256, 2, 2, 0, 8, 2 * 2 * row * 64, 2 * row * 64});  // 4 channels of 16 places, pieces of 8 rows
   std::vector<uint8_t *> blocks;
   for (Rank &r : w.ranks) blocks.push_back(aligned(r.block));
   emulate::start_network({11, false}, blocks);
@@ -417,8 +417,8 @@ void pieces() {
   combine(w);
   const size_t returned = emulate::puts_since(2 * 256);
   emulate::stop_network();
-  check(sent == 2 * 8, "puts of dispatch", -1, 0, static_cast<double>(sent), 2 * 8);
-  check(returned == 2 * 8, "puts of combine", -1, 0, static_cast<double>(returned), 2 * 8);
+  check(sent == 2 * 64 / 8, "puts of dispatch", -1, 0, static_cast<double>(sent), 2 * 64 / 8);
+  check(returned == 2 * 64 / 8, "puts of combine", -1, 0, static_cast<double>(returned), 2 * 64 / 8);
   printf("pieces: ok\n");
 }
 

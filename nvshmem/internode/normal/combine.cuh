@@ -20,7 +20,7 @@ struct InternodeCombineParams {
 };
 
 struct CombineRoles {
-  static constexpr int kSenders = 8, kNodeCollectors = 7, kTokenCollectors = 7;
+  static constexpr int kSenders = 4, kNodeCollectors = 8, kTokenCollectors = 8;
   static constexpr int kWarps = kSenders + kNodeCollectors + kTokenCollectors, kThreads = kWarps * kWarp;
 };
 constexpr int kSumsAtOnce = 4;  // rows or tokens of a stream in one turn of a warp
@@ -36,8 +36,8 @@ __device__ inline int token_of(const InternodeCombineParams &p, const uint8_t *r
 __device__ inline int64_t push_index(const NodeView &internode, int index, int node, int channel) {
   return (static_cast<int64_t>(index) * internode.num_nodes + node) * kMaxChannels + channel;
 }
-// A reader posts credits for a quarter of a ring at a time.
-__device__ inline bool posts_credit(uint32_t rows, uint32_t slots) { return rows % max(1u, slots / 4) == 0; }
+// A reader posts credits for half a ring at a time.
+__device__ inline bool posts_credit(uint32_t rows, uint32_t slots) { return rows % max(1u, slots / 2) == 0; }
 
 // ---- Pushers: a stream is a channel's rows for tokens of a source ---------------------------------------------------
 
@@ -285,7 +285,7 @@ __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64
   uint32_t *taken =
       p.lists.node_rows_taken + (static_cast<int64_t>(node) * kMaxChannels + channel) * p.internode.num_peers;
   const OwnRows own = own_rows(p, p.internode.partner(node));
-  if (state->at == 0) {
+  if (state->opened == 0) {
     const int first = next_row_of(p, own, channel, 0);
     if (lane_id() == 0) taken[p.internode.index] = static_cast<uint32_t>(first);
     __syncwarp();
@@ -315,7 +315,7 @@ __device__ inline Outcome serve_node_sum(const InternodeCombineParams &p, uint64
   }
   __syncwarp();
   if (lane_id() == 0) {
-    state->at = 1;
+    state->opened = 1;
     state->count = sent;
     state->closed = credit == kAllRows;
     if (credit == kAllRows)

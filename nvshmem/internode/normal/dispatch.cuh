@@ -1,6 +1,6 @@
-// dispatch.cuh - libdeepep_nvshmem.so: rows to ranks of other nodes and of this one. Senders fill rings and store this
-// rank's own rows at their places, readers copy rows out of rings, relays report to the sender what all readers of a
-// ring have read. Each warp serves its share of streams.
+// dispatch.cuh - libdeepep_nvshmem.so: rows to ranks of other nodes and of this one. Senders fill rings of other nodes,
+// readers copy rows out of rings, fill that of their own node and store this rank's own rows at their places, relays
+// report to the sender what all readers of a ring have read. Each warp serves its share of streams.
 #pragma once
 #include "cuda/impl/normal/failed_outputs.cuh"
 #include "cuda/impl/normal/handshake.cuh"
@@ -19,7 +19,7 @@ struct InternodeDispatchParams {
 };
 
 struct DispatchRoles {
-  static constexpr int kSenders = 10, kRelays = 2, kReaders = 12;
+  static constexpr int kSenders = 8, kRelays = 2, kReaders = 10;
   static constexpr int kWarps = kSenders + kRelays + kReaders, kThreads = kWarps * kWarp;
 };
 constexpr int kRowsRead = 8;  // of a stream in one turn of a reader
@@ -42,13 +42,7 @@ __device__ inline int rows_between(const DispatchParams &d, int source, int read
          rows_before(d.rank_prefix_matrix(), num_ranks, source, reader);
 }
 
-// ---- Senders: a stream is a channel's rows for a node ---------------------------------------------------------------
-
-// The other nodes' streams come first, so that they have a warp each where there are enough.
-__device__ inline int node_of_stream(const InternodeDispatchParams &p, int stream) {
-  const int after = stream / static_cast<int>(p.rings.channels) + 1;
-  return (p.internode.node + after) % p.internode.num_nodes;
-}
+// ---- Senders: a stream is a channel's rows for another node---------------------------------------------------------
 
 // Which of the channel's next 32 tokens, from `token` on, go to the node.
 __device__ inline uint32_t next_tokens_for(const InternodeDispatchParams &p, int node, int token) {
@@ -248,28 +242,28 @@ __device__ inline SlowestReader slowest_reader(const InternodeDispatchParams &p,
   return {fewest, __shfl_sync(kAllLanes, index, lane)};
 }
 
+// Streams of one node come after those of another.
+__device__ inline int node_of_stream(const InternodeDispatchParams &p, int stream) {
+  const int after = stream / static_cast<int>(p.rings.channels) + 1;
+  return (p.internode.node + after) % p.internode.num_nodes;
+}
+
 __device__ inline Outcome serve_sender(const InternodeDispatchParams &p, uint64_t epoch, int stream,
                                        BlockedStream &blocked) {
   const int node = node_of_stream(p, stream), channel = stream % static_cast<int>(p.rings.channels);
-  const bool near = node == p.internode.node;
   RowStream *state = p.lists.to_nodes + stream;
   if (state->closed != 0) return kDone;
   const SentRows before{state->at, state->count};
   const uint32_t credit =
       read_count(word_at(p.d.session.team.self, p.internode.at.credits, node * kMaxChannels + channel), epoch);
-  SentRows now = before;
-  if (near && before.token < p.d.num_tokens)
-    now = send_near(p, epoch, channel, before, credit);
-  else if (!near && credit != kAllRows)
-    now = send_piece(p, epoch, node, channel, before, credit);
-  if (now.token < 0) return kBlocked;
-  const bool all = credit == kAllRows && (!near || now.token >= p.d.num_tokens);
+  const bool all = credit == kAllRows;
+  const SentRows now = all ? before : send_piece(p, epoch, node, channel, before, credit);
   __syncwarp();
   if (lane_id() == 0) {
     state->at = now.token;
     state->count = now.count;
     state->closed = all;
-    if (all && !near)
+    if (all)
       atomicAdd(
           reinterpret_cast<unsigned long long *>(&p.d.session.team.scratch->sent_bytes[p.internode.partner(node)]),
           static_cast<unsigned long long>(now.count) * (p.d.row_bytes + 4ull * p.d.num_scales));
@@ -278,7 +272,6 @@ __device__ inline Outcome serve_sender(const InternodeDispatchParams &p, uint64_
   if (all) return kDone;
   if (now.token != before.token) return kMoved;
   blocked = {p.internode.partner(node), static_cast<int64_t>(now.count) + 1, credit};
-  if (near) blocked.peer = p.internode.local_rank(slowest_reader(p, epoch, node, channel).index);
   return kBlocked;
 }
 
@@ -292,7 +285,7 @@ __device__ inline Outcome serve_relay(const InternodeDispatchParams &p, uint64_t
   if (state->closed != 0) return kDone;
   const SlowestReader slowest = slowest_reader(p, epoch, node, channel);
   const bool all = slowest.rows == kAllRows;
-  if (all || slowest.rows - state->count >= max(1u, p.rings.slots / 4)) {
+  if (all || slowest.rows - state->count >= max(1u, p.rings.slots / 2)) {
     uint64_t *credit =
         word_at(team.self, p.internode.at.credits, p.internode.node * kMaxChannels + channel);  // in either block
     if (node == p.internode.node)
@@ -375,13 +368,41 @@ __device__ inline int take_rows(const InternodeDispatchParams &p, const uint8_t 
   return __popc(mine);
 }
 
+// A channel's rows for this node: those for this rank are stored, its other ranks read theirs.
+__device__ inline Outcome serve_near(const InternodeDispatchParams &p, uint64_t epoch, int channel, RowStream *state,
+                                     BlockedStream &blocked) {
+  const TeamView &team = p.d.session.team;
+  const int node = p.internode.node, expected = rows_between(p.d, team.rank, team.rank);
+  const int64_t ring = static_cast<int64_t>(node) * kMaxChannels + channel;
+  if (state->opened == 0)  // the ring has none for this rank
+    write_count(word_at(team.self, p.internode.at.tails, ring * p.internode.num_peers + p.internode.index), epoch,
+                kAllRows);
+  const SentRows before{state->at, state->count};
+  const uint32_t credit = read_count(word_at(team.self, p.internode.at.credits, ring), epoch);
+  const SentRows now = before.token < p.d.num_tokens ? send_near(p, epoch, channel, before, credit) : before;
+  if (now.token < 0) return kBlocked;
+  uint32_t stored = 0;  // of all channels
+  if (lane_id() == 0) stored = ptx::ld_relaxed_gpu(&p.state->rows_taken[epoch % 2][team.rank]);
+  stored = __shfl_sync(kAllLanes, stored, 0);
+  const bool all = credit == kAllRows && now.token >= p.d.num_tokens && stored >= static_cast<uint32_t>(expected);
+  __syncwarp();
+  if (lane_id() == 0) *state = {now.token, now.count, all, 1};
+  __syncwarp();
+  if (all) return kDone;
+  if (now.token != before.token) return kMoved;
+  blocked = {p.internode.local_rank(slowest_reader(p, epoch, node, channel).index), expected, stored};
+  return kBlocked;
+}
+
+// Streams of one source come after those of another; the first are this rank's own.
 __device__ inline Outcome serve_reader(const InternodeDispatchParams &p, uint64_t epoch, int stream,
                                        BlockedStream &blocked) {
   const TeamView &team = p.d.session.team;
-  const int source = (stream + team.rank) % team.num_ranks, channel = stream / team.num_ranks,
-            node = p.internode.node_of(source);
+  const int channels = static_cast<int>(p.rings.channels), channel = stream % channels,
+            source = (team.rank + stream / channels) % team.num_ranks, node = p.internode.node_of(source);
   RowStream *state = p.lists.by_rank + stream;
   if (state->closed != 0) return kDone;
+  if (source == team.rank) return serve_near(p, epoch, channel, state, blocked);
   uint8_t *block = team.peers[p.internode.local_rank(p.internode.index_of(source))];
   uint64_t *tail =
       word_at(block, p.internode.at.tails,
@@ -391,20 +412,6 @@ __device__ inline Outcome serve_reader(const InternodeDispatchParams &p, uint64_
   uint32_t so_far = 0, here = 0;
   if (lane_id() == 0) so_far = ptx::ld_relaxed_gpu(taken);
   so_far = __shfl_sync(kAllLanes, so_far, 0);
-  if (source == team.rank) {  // its senders store them; the ring has none for it
-    if (read == 0) write_count(tail, epoch, kAllRows);
-    __syncwarp();
-    if (lane_id() == 0) {
-      state->count = so_far + 1;
-      state->closed = so_far >= expected;
-    }
-    __syncwarp();
-    if (so_far >= expected) return kDone;
-    if (so_far + 1 != read) return kMoved;
-    // They are behind rows for a rank of this node that does not read.
-    blocked = {p.internode.local_rank(slowest_reader(p, epoch, node, channel).index), expected, so_far};
-    return kBlocked;
-  }
   if (so_far < expected) here = read_count(word_at(block, p.internode.at.heads, node * kMaxChannels + channel), epoch);
   if (so_far < expected && here <= read) {
     blocked = {source, static_cast<int64_t>(read) + 1, here};
@@ -473,10 +480,10 @@ __device__ inline void count_bytes_in_node(const InternodeDispatchParams &p) {
   }
 }
 
-// Streams begin at 0, or, if `channels` is not 0, at the number of their channel.
+// Streams begin at their channel's first token.
 __device__ inline void reset_streams(RowStream *streams, int first, int step, int count, int channels) {
   for (int i = first; i < count; i += step)
-    if (lane_id() == 0) streams[i] = {channels == 0 ? 0 : i % channels, 0, 0, 0};
+    if (lane_id() == 0) streams[i] = {i % channels, 0, 0, 0};
   __syncwarp();
 }
 
@@ -484,21 +491,21 @@ __device__ inline void run_dispatch_roles(const InternodeDispatchParams &p, uint
   using Roles = DispatchRoles;
   const Session &s = p.d.session;
   const int warp = warp_id(), blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-  const int to_nodes = p.internode.num_nodes * static_cast<int>(p.rings.channels),
-            of_ranks = s.team.num_ranks * static_cast<int>(p.rings.channels);
+  const int channels = static_cast<int>(p.rings.channels), from_nodes = p.internode.num_nodes * channels,
+            to_nodes = from_nodes - channels, of_ranks = s.team.num_ranks * channels;
   if (warp < Roles::kSenders) {
     const int first = warp * blocks + block, step = Roles::kSenders * blocks;
-    reset_streams(p.lists.to_nodes, first, step, to_nodes, static_cast<int>(p.rings.channels));
+    reset_streams(p.lists.to_nodes, first, step, to_nodes, channels);
     serve_streams(s, kRoleSender, first, step, to_nodes,
                   [&](int stream, BlockedStream &blocked) { return serve_sender(p, epoch, stream, blocked); });
   } else if (warp < Roles::kSenders + Roles::kRelays) {
     const int first = (warp - Roles::kSenders) * blocks + block, step = Roles::kRelays * blocks;
-    reset_streams(p.lists.from_nodes, first, step, to_nodes, 0);
-    serve_streams(s, kRoleRelay, first, step, to_nodes,
+    reset_streams(p.lists.from_nodes, first, step, from_nodes, channels);
+    serve_streams(s, kRoleRelay, first, step, from_nodes,
                   [&](int stream, BlockedStream &blocked) { return serve_relay(p, epoch, stream, blocked); });
   } else {
     const int first = (warp - Roles::kSenders - Roles::kRelays) * blocks + block, step = Roles::kReaders * blocks;
-    reset_streams(p.lists.by_rank, first, step, of_ranks, 0);
+    reset_streams(p.lists.by_rank, first, step, of_ranks, channels);
     serve_streams(s, kRoleReader, first, step, of_ranks,
                   [&](int stream, BlockedStream &blocked) { return serve_reader(p, epoch, stream, blocked); });
     if (p.d.num_worst_tokens > 0) pad_rows(p.d, first, step);

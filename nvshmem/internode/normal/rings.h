@@ -13,9 +13,9 @@ namespace deepep::internode {
 
 // What a warp keeps of a stream between two of its turns.
 struct RowStream {
-  int32_t at;                 // the next token or row
-  uint32_t count;             // rows sent, read or credited so far
-  uint32_t closed, reserved;  // closed: nothing is left to do
+  int32_t at;               // the next token or row
+  uint32_t count;           // rows sent, read or credited so far
+  uint32_t closed, opened;  // closed: nothing is left to do; opened: what is done once has been done
 };
 
 // Device memory of one team, zeroed once. The arrays of StreamLists follow it.
@@ -50,7 +50,7 @@ __host__ __device__ inline StreamLists stream_lists(NormalState *state, const No
 
 // The rdma region: a ring of received rows for each node and channel, then as many rings of staged rows. In combine the
 // nvl region has a ring for each rank of this node, each node and channel.
-constexpr uint32_t kMaxSlots = 64, kMinSlots = 8;  // of a ring; a region too small for kMinSlots gets fewer channels
+constexpr uint32_t kMaxSlots = 64;                              // of a ring
 constexpr uint32_t kPieceBytes = 48 * 1024, kMaxPieceRows = 8;  // of a put
 struct RowRings {
   uint64_t rdma, half, nvl;  // of received rows and of the nvl region, from the start of the block; to staged rows
@@ -79,8 +79,10 @@ inline RowRings row_rings(const TeamView &team, const NodeView &internode, uint6
   const uint64_t rdma_rows = at.half / internode.num_nodes / at.stride,
                  nvl_rows = local ? team.nvl_bytes / team.num_ranks / at.stride : rdma_rows;
   const uint64_t fit = min(rdma_rows, nvl_rows);
-  at.channels = static_cast<uint32_t>(max<uint64_t>(1, min<uint64_t>(kMaxChannels, fit / kMinSlots)));
+  // A ring has room for two pieces, one on its way while the other is read, or there are fewer channels.
+  at.channels = static_cast<uint32_t>(max<uint64_t>(1, min<uint64_t>(kMaxChannels, fit / (2 * at.piece()))));
   at.slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, rdma_rows / at.channels));
+  if (at.slots > at.piece()) at.slots -= at.slots % at.piece();  // or a piece ends where the ring does
   at.local_slots = static_cast<uint32_t>(min<uint64_t>(kMaxSlots, nvl_rows / at.channels));
   if (fit == 0) at.slots = 0;
   return at;
