@@ -12,7 +12,7 @@ from ._elastic import EPHandle, Event, Rows, Sending
 from ._torch import UINT8, OptionalTensor, Tensor, is_compiling, native, opaque
 from .bootstrap import Bootstrap
 from .elastic import CPU_SECONDS, GPU_SECONDS, USUAL_SMS, ElasticBuffer, Group
-from .errors import assertion, check_flag
+from .errors import assertion, check_flag, check_int
 from .utils import EventHandle, EventOverlap
 
 __all__ = ["BufferAllocator", "EPBuffer"]
@@ -63,7 +63,10 @@ class EPBuffer(ElasticBuffer):
             assertion(not plan_of.materialized, "lb_allocation_plan_or_num_bytes: got a plan that is materialized")
             num_lb_bytes = plan_of.num_bytes
         else:
-            num_lb_bytes = plan_of and _elastic_sizes.check_bytes("lb_allocation_plan_or_num_bytes", plan_of)
+            name = "lb_allocation_plan_or_num_bytes"
+            num_lb_bytes = check_int(name, plan_of, 0, _elastic_sizes.MAX_BYTES) and _elastic_sizes.check_bytes(
+                name, plan_of
+            )
         super().__init__(
             group, num_bytes, 0, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, deterministic,
             allow_hybrid_mode, allow_multiple_reduction, prefer_overlap_with_compute, sl_idx, num_allocated_qps,

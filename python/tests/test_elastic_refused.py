@@ -119,8 +119,9 @@ def rank_constructor(ctx):
             ("a flag", {"deterministic": "yes"}, ("deterministic", "'yes'")),
         ],
     )
-    balancing = {"lb_allocation_plan_or_num_bytes": 5}
-    complaints += wrong.refusals(EPBuffer, good, [("balancing", balancing, ("lb_allocation_plan_or_num_bytes", "5"))])
+    name = "lb_allocation_plan_or_num_bytes"
+    balancing = [(f"balancing {value}", {name: value}, (name, str(value))) for value in (5, -1, None)]
+    complaints += wrong.refusals(EPBuffer, good, balancing)
     with elastic.buffer_of(ctx, 8, 64) as buffer, elastic.buffer_of(ctx, 8, 64, kind="EPBuffer") as ep:
         with pytest.raises(AssertionError, match="num_experts"):
             buffer.get_theoretical_num_sms(num_experts=7, num_topk=2)
