@@ -128,6 +128,34 @@ static void over_counts(struct rank *me) {
   run_routed(make_routed(t, me->test->arg, 4));
 }
 
+/* The rows of a rank that is lost after the counts are zeros, between those that come: the ends of the experts' rows
+ * are the caller's to change. */
+static void changed_ends(struct rank *me) {
+  struct team_spec spec = {.nvl_bytes = 1 << 20, .flags = DK_TEAM_SHRINK, .trace = -1};
+  struct team *t = make_team(me, &spec);
+  struct routed *n = make_routed(t, &kExpanded, 3);
+  dk_status *all[MAX_SEATS];
+  gather(me, &t->status, sizeof t->status, -1, all, NULL);
+  dk_notify_params notify = routed_notify(n);
+  CALL(me, notify, &notify);
+  await_routed_counts(n);
+  finish(me);
+  meet(me);
+  if (me->index == 1) {
+    __atomic_store_n(&all[0]->dead[1], 1, __ATOMIC_RELEASE);
+    return;
+  }
+  fetch_tensor(me, n->psum_experts);
+  finish(me);
+  ((int32_t *)n->psum_experts.host)[0] = INT32_MAX;
+  send_tensor(me, n->psum_experts);
+  dk_dispatch_params d = routed_dispatch(n, 0);
+  CALL(me, dispatch, &d);
+  finish(me);
+  expect_healthy(t);
+  expect_masks(t, 2);
+}
+
 /* ---- A thread of the caller writes ------------------------------------------------------------------------------- */
 
 struct flips {
@@ -209,5 +237,7 @@ static const struct test_case cases[] = {
     CASE("counts, 1 rank", over_counts, 1, &kExpanded),
     CASE("counts", over_counts, 2, &kPlain),
     CASE("contents that change", changing, 1, NULL),
+    {"overlap/ends that change, a lost rank", changed_ends, 2, NULL, QUICK, DK_CAP_HOST_STREAM | DK_CAP_ROUTED_SHRINK,
+     0},
 };
 GROUP(overlap_cases);

@@ -59,7 +59,7 @@ void Balance::copies() const {
   for (int64_t t = 0; t < int64_t{p_.num_local} * p_.num_rows; t++) clear(t, num_topk);
   for (int r = 0; r < n; r++) {
     for (int32_t slot = p_.first; slot < p_.first + p_.count; slot++)
-      if (expert(r, slot) >= 0 && !repeats(r, slot)) matrix[owner(r, slot) * n + r] += p_.num_rows;
+      if (int from = owner(r, slot); from >= 0 && !repeats(r, slot)) matrix[from * n + r] += p_.num_rows;
     int32_t next = 0;  // this rank's rows to that one
     for (int32_t e = 0; e < p_.num_local; e++) {
       bool goes = false;

@@ -449,7 +449,8 @@ bool bad_routing(const Team &team, const dk_dispatch_params &p) {
   if (p.routing < DK_ROUTING_NONE || p.routing > DK_ROUTING_EXPANDED || p.num_topk < 1 || p.num_topk > kMaxTopk)
     return true;
   if (rows < 0 || (rows > 0 && (!p.recv_x || (p.num_scales && !p.recv_scales)))) return true;
-  if (bad_experts(team, p.num_experts) || p.num_max_tokens < p.num_tokens || p.recv_src_idx) return true;
+  if (bad_experts(team, p.num_experts) || p.num_experts > DK_MAX_ROUTED_EXPERTS) return true;
+  if (p.num_max_tokens < p.num_tokens || p.recv_src_idx) return true;
   if (!expanded(p.routing)) return p.flags & DK_DISPATCH_ZERO_PADDING;
   if (p.flags & DK_DISPATCH_ZERO_PADDING && (!p.psum_per_expert || p.expert_alignment < 1)) return true;
   return p.recv_topk_idx || (p.num_tokens && !p.dst_slot) || (p.num_recv_tokens > 0 && !p.recv_src_metadata);

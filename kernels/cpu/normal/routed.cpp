@@ -261,8 +261,8 @@ void zero_missing_rows(const Team &team, const dk_dispatch_params &p, int64_t nu
   if (!expanded(p.routing) || p.flags & DK_DISPATCH_CACHED || !p.psum_per_expert || !p.recv_src_metadata) return;
   const int32_t *ends = at<const int32_t>(p.psum_per_expert);
   int32_t local = experts_each(team, p), starts[DK_MAX_ROUTED_EXPERTS], next[DK_MAX_ROUTED_EXPERTS];
-  for (int32_t e = 0; e < local; e++)
-    next[e] = starts[e] = e ? aligned_rows(max(ends[e - 1], 0), p.expert_alignment) : 0;
+  for (int32_t e = 0; e < local; e++)  // what the handle says may have changed: a row is never below 0
+    next[e] = starts[e] = e ? max(aligned_rows(max(ends[e - 1], 0), p.expert_alignment), 0) : 0;
   auto zero_until = [&](int32_t e, int64_t end) {
     for (end = min<int64_t>(end, p.num_expanded_tokens); next[e] < end; next[e]++) zero_expanded_row(p, next[e]);
   };
